@@ -1,0 +1,23 @@
+"""The differences between jax 0.10 (Python 3.11) and jax 0.11-0.12 (Python >= 3.12), in one place.
+
+Anything whose name or default depends on the version is looked up here and nowhere else.
+"""
+
+from typing import Any
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+def jax_version() -> tuple[int, ...]:
+  """Version of jax as numbers, so that 0.10 sorts after 0.9."""
+  return tuple(int(part) for part in jax.__version__.split(".")[:3])
+
+
+def gpu_interpret_params(**options: Any) -> Any:
+  """Parameters of GPU interpret mode: public from jax 0.11, private in 0.10."""
+  if hasattr(plgpu, "InterpretGPUParams"):
+    return plgpu.InterpretGPUParams(**options)
+  from jax._src.pallas.mosaic_gpu.interpret import params
+
+  return params.InterpretGPUParams(**options)

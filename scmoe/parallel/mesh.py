@@ -1,0 +1,117 @@
+"""The device mesh: its axes, and the one table that says which array dimension lies on which axis.
+
+Axes: `data` x `expert` x `tensor`. The batch is sharded over data x expert, experts over expert,
+hidden widths and heads over tensor. Everything else is replicated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from scmoe.errors import ConfigError
+from scmoe.options import check_options, option
+
+AXES = ("data", "expert", "tensor")
+BATCH_AXES = ("data", "expert")  # the batch dimension is split over both
+ALL_AXES = AXES
+
+# Logical dimension of a parameter or activation -> mesh axis. The only such table.
+LOGICAL_TO_MESH: dict[str | None, Any] = {
+  None: None,
+  "batch": BATCH_AXES,
+  "expert": "expert",
+  "heads": "tensor",
+  "kv_heads": "tensor",
+  "hidden": "tensor",  # F, the hidden width of an MLP or an expert
+  "vocab": "tensor",
+  "embed": None,  # D
+  "layers": None,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+  """Sizes of the mesh axes; their product is the number of devices used."""
+
+  data: int = option(-1, "devices on the data axis; -1 takes all that the others leave", minimum=-1)
+  expert: int = option(1, "devices on the expert axis (expert parallelism)", minimum=1)
+  tensor: int = option(1, "devices on the tensor axis (hidden widths, heads, vocabulary)", minimum=1)
+
+  def resolve(self, num_devices: int) -> MeshConfig:
+    """The same mesh with `data` filled in for `num_devices` devices.
+
+    Raises:
+      ConfigError: an axis is 0, or the product does not fit the number of devices.
+    """
+    check_options(self, "mesh")
+    if self.data == 0:
+      raise ConfigError("mesh.data=0 has no devices; use -1 for all that the other axes leave")
+    others = self.expert * self.tensor
+    if self.data == -1:
+      if num_devices % others:
+        raise ConfigError(
+          f"mesh.expert={self.expert} x mesh.tensor={self.tensor} = {others} does not divide the "
+          f"{num_devices} devices; choose axes whose product divides {num_devices}"
+        )
+      return dataclasses.replace(self, data=num_devices // others)
+    if self.size > num_devices:
+      raise ConfigError(
+        f"mesh.data={self.data} x mesh.expert={self.expert} x mesh.tensor={self.tensor} needs "
+        f"{self.size} devices, {num_devices} found; make the axes smaller or add devices"
+      )
+    return self
+
+  @property
+  def size(self) -> int:
+    """Number of devices; needs a resolved `data`."""
+    return self.data * self.expert * self.tensor
+
+  @property
+  def batch_shards(self) -> int:
+    """Number of parts the batch is split into."""
+    return self.data * self.expert
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+  """Builds the mesh over the first `config.size` devices (all processes' devices by default).
+
+  The tensor axis varies fastest, then expert: their collectives stay inside a host where they can.
+
+  Raises:
+    ConfigError: the mesh needs more devices than there are.
+  """
+  devices = list(jax.devices() if devices is None else devices)
+  config = config.resolve(len(devices))
+  if jax.process_count() > 1 and config.size != len(devices):
+    raise ConfigError(
+      f"mesh uses {config.size} of {len(devices)} devices; with several processes every device "
+      "must be in the mesh: set mesh.data=-1"
+    )
+  grid = np.array(devices[: config.size]).reshape(config.data, config.expert, config.tensor)
+  return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def partition_spec(logical: Sequence[str | None], ndim: int | None = None) -> P:
+  """PartitionSpec of an array with these logical dimensions.
+
+  Names are aligned to the right, so that stacking layers in front leaves them valid.
+  """
+  missing = 0 if ndim is None else ndim - len(logical)
+  return P(*([None] * missing), *(LOGICAL_TO_MESH[name] for name in logical))
+
+
+def batch_sharding(mesh: Mesh, *, leading: int = 0) -> NamedSharding:
+  """Sharding of an array whose batch dimension comes after `leading` unsharded ones."""
+  return NamedSharding(mesh, P(*([None] * leading), BATCH_AXES))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+  """Sharding of an array that every device holds whole."""
+  return NamedSharding(mesh, P())

@@ -1,0 +1,18 @@
+"""Grouped matrix products: each group of rows times its own matrix, with gradients."""
+
+from scmoe.kernels.grouped_matmul.activations import activation_names, get_activation
+from scmoe.kernels.grouped_matmul.api import grouped_ffn, grouped_matmul
+from scmoe.kernels.grouped_matmul.backend import BACKENDS, device_has_kernels, resolve_backend
+from scmoe.kernels.grouped_matmul.reference import grouped_ffn_reference, grouped_matmul_reference
+
+__all__ = [
+  "BACKENDS",
+  "activation_names",
+  "device_has_kernels",
+  "get_activation",
+  "grouped_ffn",
+  "grouped_ffn_reference",
+  "grouped_matmul",
+  "grouped_matmul_reference",
+  "resolve_backend",
+]

@@ -1,0 +1,88 @@
+"""Which implementation computes the grouped products, decided in one place and logged once."""
+
+import functools
+import logging
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+
+BACKENDS = ("auto", "mosaic_gpu", "xla", "reference")
+
+_log = logging.getLogger(__name__)
+
+
+def device_has_kernels(platform: str, compute_capability: str | None) -> bool:
+  """Whether the Mosaic GPU kernels run on a device.
+
+  They are written for Hopper's matrix instructions (wgmma), which compute capability 9.0 has; 10.0
+  and later replaced them, and 8.x never had them.
+  """
+  return platform == "gpu" and compute_capability == "9.0"
+
+
+def widths_have_kernels(dtype, *widths: int) -> bool:
+  """Whether the kernels take operands of this type and these widths.
+
+  Args:
+    dtype: type of the operands.
+    *widths: every width that is tiled (K and N, or D and F), each a multiple of 64.
+  """
+  return jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)) and all(
+    width % 64 == 0 and width >= 64 for width in widths
+  )
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+  _log.info(message)
+
+
+def resolve_backend(backend: str, dtype, *widths: int) -> str:
+  """The backend that runs: "mosaic_gpu", "xla" or "reference".
+
+  Args:
+    backend: one of `BACKENDS`; "auto" takes the kernels where they run, else XLA.
+    dtype: type of the operands.
+    *widths: the widths of the product.
+
+  Raises:
+    ValueError: the name is unknown, or "mosaic_gpu" was asked for and cannot take the operands.
+  """
+  if backend not in BACKENDS:
+    raise ValueError(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}")
+  fits = widths_have_kernels(dtype, *widths)
+  if backend == "mosaic_gpu" and not fits:
+    raise ValueError(
+      f"the mosaic_gpu kernels take bfloat16 or float16 and widths that are multiples of 64, got"
+      f' {jnp.dtype(dtype).name} and widths {widths}: use backend="auto" or "xla"'
+    )
+  if backend != "auto":
+    return backend
+  device = jax.devices()[0]
+  capability = getattr(device, "compute_capability", None)
+  if not device_has_kernels(device.platform, capability):
+    _say_once(
+      f"grouped products run on XLA: {device.device_kind} has no Mosaic GPU kernels here"
+      " (they need compute capability 9.0)"
+    )
+    return "xla"
+  if not fits:
+    _say_once(
+      f"grouped products of {jnp.dtype(dtype).name} with widths {widths} run on XLA: the kernels"
+      " take bfloat16 or float16 and multiples of 64"
+    )
+    return "xla"
+  _say_once(f"grouped products run on Mosaic GPU kernels ({device.device_kind})")
+  return "mosaic_gpu"
+
+
+def implementation(backend: str) -> ModuleType:
+  """The module of a resolved backend that works on the padded layout."""
+  if backend == "mosaic_gpu":
+    from scmoe.kernels.grouped_matmul import mosaic_gpu
+
+    return mosaic_gpu
+  from scmoe.kernels.grouped_matmul import xla
+
+  return xla

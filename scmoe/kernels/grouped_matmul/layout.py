@@ -1,0 +1,129 @@
+"""Where each group's rows lie once groups are padded to whole row tiles.
+
+    M  rows given              R  rows of the padded layout (a multiple of `tile`)
+    G  groups (experts)        I  row tiles: R // tile
+
+A tile then belongs to one group, so no kernel has ragged edges: every load and store is full and the
+weight gradient is a plain loop over tiles. All sizes are static bounds and all contents are computed
+on the device, so nothing waits for the host.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=["group_sizes_G", "tile_starts_G", "tiles_G", "tile_group_I", "num_tiles"],
+  meta_fields=["tile"],
+)
+@dataclasses.dataclass(frozen=True)
+class GroupLayout:
+  """Tiles of each group.
+
+  Attributes:
+    group_sizes_G: int32, rows of each group without padding.
+    tile_starts_G: int32, first tile of each group.
+    tiles_G: int32, number of tiles of each group (0 for an empty one).
+    tile_group_I: int32, group of each tile; tiles past `num_tiles` repeat the last group.
+    num_tiles: int32 [1], tiles in use.
+    tile: rows of a tile, static.
+  """
+
+  group_sizes_G: jax.Array
+  tile_starts_G: jax.Array
+  tiles_G: jax.Array
+  tile_group_I: jax.Array
+  num_tiles: jax.Array
+  tile: int
+
+  @property
+  def num_rows(self) -> int:
+    """R: rows of the padded layout, a static bound."""
+    return self.tile_group_I.shape[0] * self.tile
+
+  @property
+  def num_groups(self) -> int:
+    """G."""
+    return self.group_sizes_G.shape[0]
+
+
+def max_tiles(num_rows: int, num_groups: int, tile: int) -> int:
+  """The most tiles that `num_rows` rows in `num_groups` groups can need."""
+  # Every non-empty group wastes at most tile - 1 rows, and there are at most num_rows such groups.
+  return max((num_rows + min(num_groups, num_rows) * (tile - 1)) // tile, 1)
+
+
+def make_layout(group_sizes_G: jax.Array, num_rows: int, tile: int) -> GroupLayout:
+  """Pads each group to whole tiles.
+
+  Args:
+    group_sizes_G: integers; their sum may be below `num_rows`, not above.
+    num_rows: M, static.
+    tile: rows of a tile, static.
+  """
+  sizes_G = group_sizes_G.astype(jnp.int32)
+  tiles_G = (sizes_G + (tile - 1)) // tile
+  ends_G = jnp.cumsum(tiles_G, dtype=jnp.int32)
+  index_I = jnp.arange(max_tiles(num_rows, sizes_G.shape[0], tile), dtype=jnp.int32)
+  # The last group that is not empty keeps the tiles past the end, so that a kernel which touches
+  # one of them reads a valid group.
+  group_I = jnp.sum(index_I[:, None] >= ends_G[None, :], axis=1, dtype=jnp.int32)
+  return GroupLayout(
+    group_sizes_G=sizes_G,
+    tile_starts_G=ends_G - tiles_G,
+    tiles_G=tiles_G,
+    tile_group_I=jnp.minimum(group_I, sizes_G.shape[0] - 1),
+    num_tiles=ends_G[-1:],
+    tile=tile,
+  )
+
+
+def row_groups(group_sizes_G: jax.Array, num_rows: int) -> jax.Array:
+  """Group of each of M contiguous rows; G for rows past the sum of the sizes."""
+  ends_G = jnp.cumsum(group_sizes_G.astype(jnp.int32), dtype=jnp.int32)
+  index_M = jnp.arange(num_rows, dtype=jnp.int32)
+  return jnp.sum(index_M[:, None] >= ends_G[None, :], axis=1, dtype=jnp.int32)
+
+
+def padded_rows_of(layout: GroupLayout, num_rows: int) -> jax.Array:
+  """Padded position of each of M contiguous rows; R (out of range) for rows of no group."""
+  group_M = row_groups(layout.group_sizes_G, num_rows)
+  # Padding only ever moves a row down by what the groups before it were padded with.
+  starts_G = jnp.cumsum(layout.group_sizes_G, dtype=jnp.int32) - layout.group_sizes_G
+  shift_G = layout.tile_starts_G * layout.tile - starts_G
+  shift_G1 = jnp.append(shift_G, 0)
+  index_M = jnp.arange(num_rows, dtype=jnp.int32) + shift_G1[group_M]
+  return jnp.where(group_M < layout.num_groups, index_M, layout.num_rows)
+
+
+def source_rows_of(layout: GroupLayout) -> jax.Array:
+  """Contiguous row behind each of the R padded rows; -1 for padding."""
+  starts_G = jnp.cumsum(layout.group_sizes_G, dtype=jnp.int32) - layout.group_sizes_G
+  first_I = (jnp.arange(layout.tile_group_I.shape[0], dtype=jnp.int32)) * layout.tile
+  group_I = layout.tile_group_I
+  offset_I = first_I - layout.tile_starts_G[group_I] * layout.tile
+  offset_IB = offset_I[:, None] + jnp.arange(layout.tile, dtype=jnp.int32)[None, :]
+  used_IB = offset_IB < layout.group_sizes_G[group_I][:, None]
+  source_IB = jnp.where(used_IB, starts_G[group_I][:, None] + offset_IB, -1)
+  return source_IB.reshape(-1)
+
+
+def take_rows(x_MN: jax.Array, index_R: jax.Array) -> jax.Array:
+  """Rows of x by index; zeros where the index is outside [0, M)."""
+  # A negative index would count from the end, which is why it is moved past it.
+  index_R = jnp.where(index_R < 0, x_MN.shape[0], index_R)
+  return jnp.take(x_MN, index_R, axis=0, mode="fill", fill_value=0)
+
+
+def pad_rows(x_MN: jax.Array, layout: GroupLayout) -> jax.Array:
+  """Contiguous rows to the padded layout, zeros between."""
+  return take_rows(x_MN, source_rows_of(layout))
+
+
+def unpad_rows(x_RN: jax.Array, layout: GroupLayout, num_rows: int) -> jax.Array:
+  """The inverse of `pad_rows`; rows of no group are zero."""
+  return take_rows(x_RN, padded_rows_of(layout, num_rows))

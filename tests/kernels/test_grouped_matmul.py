@@ -1,0 +1,218 @@
+"""The contract of the grouped products: every backend that runs here against the reference."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scmoe.kernels.grouped_matmul import (
+  activation_names,
+  device_has_kernels,
+  get_activation,
+  grouped_ffn,
+  grouped_matmul,
+  grouped_matmul_reference,
+  resolve_backend,
+)
+from scmoe.kernels.grouped_matmul.layout import (
+  make_layout,
+  max_tiles,
+  pad_rows,
+  padded_rows_of,
+  source_rows_of,
+  unpad_rows,
+)
+
+SIZES = {
+  "balanced": [16, 16, 16, 16],
+  "unaligned": [5, 27, 1, 31],
+  "empty groups": [0, 40, 0, 24],
+  "one group has all": [0, 0, 64, 0],
+  "tail": [9, 0, 20, 3],
+  "nothing": [0, 0, 0, 0],
+}
+
+
+def relative_error(got, want):
+  got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+  return np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)
+
+
+def problem(seed, m=64, k=16, n=24, groups=4, dtype=jnp.float32):
+  rng = np.random.default_rng(seed)
+  normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+  return normal(m, k), normal(groups, k, n), normal(groups, n), normal(m, n)
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
+def test_values_and_gradients_match_the_reference(sizes, with_bias):
+  lhs, rhs, bias, dout = problem(0)
+  bias = bias if with_bias else None
+  sizes = jnp.asarray(sizes)
+  run = jax.jit(
+    lambda lhs, rhs, bias: (
+      jax.vjp(
+        lambda *a: grouped_matmul(*a[:2], sizes, bias_GN=a[2], backend="xla"), lhs, rhs, bias
+      )[1](dout)
+      + (grouped_matmul(lhs, rhs, sizes, bias_GN=bias, backend="xla"),)
+    )
+  )
+  want_out, vjp = jax.vjp(
+    lambda *a: grouped_matmul_reference(a[0], a[1], sizes, a[2]), lhs, rhs, bias
+  )
+  for got, want in zip(run(lhs, rhs, bias), (*vjp(dout), want_out)):
+    if want is not None:
+      np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
+def test_matches_ragged_dot_in_bfloat16():
+  lhs, rhs, _, _ = problem(1, dtype=jnp.bfloat16)
+  sizes = jnp.asarray([5, 27, 1, 20], jnp.int32)
+  got = grouped_matmul(lhs, rhs, sizes, backend="xla")
+  want = jax.lax.ragged_dot(lhs.astype(jnp.float32), rhs.astype(jnp.float32), sizes)
+  assert got.dtype == jnp.bfloat16
+  assert relative_error(got, want) < 4e-3
+  wide = grouped_matmul(lhs, rhs, sizes, preferred_element_type=jnp.float32, backend="xla")
+  assert wide.dtype == jnp.float32
+  assert relative_error(wide, want) < 1e-5
+
+
+def test_tail_rows_are_zero_and_get_no_gradient():
+  lhs, rhs, _, dout = problem(2)
+  lhs = lhs.at[40:].set(jnp.nan)  # whatever lies past the groups must not be read into the result
+  dout = dout.at[40:].set(jnp.nan)
+  sizes = jnp.asarray([10, 10, 0, 20])
+  out, vjp = jax.vjp(lambda *a: grouped_matmul(*a, sizes, backend="xla"), lhs, rhs)
+  dlhs, drhs = vjp(dout)
+  assert not np.any(out[40:])
+  assert not np.any(dlhs[40:])
+  assert np.all(np.isfinite(drhs))
+  assert not np.any(drhs[2])
+
+
+def test_all_empty_patterns_of_eight_groups():
+  """Every subset of groups empty: values, and exactly zero weight gradients where empty."""
+  lhs, rhs, _, dout = problem(3, m=40, k=8, n=8, groups=8)
+  dout = dout[:, :8]
+
+  @jax.jit
+  @jax.vmap
+  def got(sizes):
+    out, vjp = jax.vjp(lambda *a: grouped_matmul(*a, sizes, backend="xla"), lhs, rhs)
+    return out, *vjp(dout)
+
+  @jax.jit
+  @jax.vmap
+  def want(sizes):
+    out, vjp = jax.vjp(lambda *a: grouped_matmul_reference(*a, sizes), lhs, rhs)
+    return out, *vjp(dout)
+
+  patterns = np.asarray(list(itertools.product([0, 1], repeat=8)))
+  sizes = jnp.asarray(patterns * np.asarray([5, 1, 3, 8, 2, 7, 4, 6]))
+  actual = got(sizes)
+  for a, b in zip(actual, want(sizes)):
+    np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+  assert not np.any(np.asarray(actual[2])[patterns == 0])
+
+
+@pytest.mark.parametrize("activation", activation_names())
+def test_ffn_matches_the_reference(activation):
+  rng = np.random.default_rng(4)
+  m, d, f, groups = 48, 16, 24, 3
+  normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  gated = get_activation(activation).gated
+  arguments = {
+    "rows_MD": normal(m, d),
+    "gate_GDF": normal(groups, d, f) if gated else None,
+    "up_GDF": normal(groups, d, f),
+    "down_GFD": normal(groups, f, d),
+    "row_weight_M": normal(m),
+    "gate_bias_GF": normal(groups, f) if gated else None,
+    "up_bias_GF": normal(groups, f),
+    "down_bias_GD": normal(groups, d),
+  }
+  sizes, dout = jnp.asarray([13, 0, 30]), normal(m, d)
+  results = []
+  for backend in ("xla", "reference"):
+    f_of = lambda a, backend=backend: grouped_ffn(
+      **a, group_sizes_G=sizes, activation=activation, backend=backend
+    )
+    out, vjp = jax.vjp(f_of, arguments)
+    results.append((out, vjp(dout)[0]))
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), results[0], results[1]
+  )
+
+
+def test_ffn_keeps_only_rows_and_pre_activations():
+  rng = np.random.default_rng(5)
+  m, d, f, groups = 64, 16, 24, 2
+  normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+  rows, gate, up, down = (
+    normal(m, d),
+    normal(groups, d, f),
+    normal(groups, d, f),
+    normal(groups, f, d),
+  )
+  sizes = jnp.asarray([32, 32])
+  _, vjp = jax.vjp(lambda rows: grouped_ffn(rows, gate, up, down, sizes, backend="xla"), rows)
+  shapes = sorted(x.shape for x in jax.tree.leaves(vjp) if getattr(x, "ndim", 0) == 2)
+  padded = make_layout(sizes, m, 8).num_rows
+  assert shapes == sorted([(m, d), (padded, f), (padded, f)])
+
+
+def test_float64_under_x64():
+  with jax.enable_x64(True):
+    rng = np.random.default_rng(6)
+    lhs, rhs = jnp.asarray(rng.normal(size=(20, 8))), jnp.asarray(rng.normal(size=(2, 8, 8)))
+    sizes = jnp.asarray([12, 8])
+    got = grouped_matmul(lhs, rhs, sizes, backend="xla")
+    want = np.concatenate([np.asarray(lhs[:12]) @ rhs[0], np.asarray(lhs[12:]) @ rhs[1]])
+    assert got.dtype == jnp.float64
+    np.testing.assert_allclose(got, want, rtol=1e-12)
+
+
+def test_layout_pads_each_group_to_whole_tiles():
+  sizes = jnp.asarray([5, 0, 9, 8])
+  layout = make_layout(sizes, num_rows=24, tile=8)
+  assert layout.num_rows == max_tiles(24, 4, 8) * 8
+  np.testing.assert_array_equal(layout.tiles_G, [1, 0, 2, 1])
+  np.testing.assert_array_equal(layout.tile_starts_G, [0, 1, 1, 3])
+  np.testing.assert_array_equal(layout.num_tiles, [4])
+  np.testing.assert_array_equal(layout.tile_group_I[:4], [0, 2, 2, 3])
+  source = np.asarray(source_rows_of(layout))
+  position = np.asarray(padded_rows_of(layout, 24))
+  np.testing.assert_array_equal(source[position[:22]], np.arange(22))
+  assert np.all(position[22:] == layout.num_rows)
+  assert (source >= 0).sum() == 22
+  x = jnp.asarray(np.random.default_rng(0).normal(size=(24, 3)))
+  np.testing.assert_array_equal(unpad_rows(pad_rows(x, layout), layout, 24)[:22], x[:22])
+
+
+def test_the_backend_is_chosen_by_device_and_operands():
+  assert device_has_kernels("gpu", "9.0")
+  for platform, capability in (("gpu", "8.0"), ("gpu", "8.9"), ("gpu", "10.0"), ("cpu", None)):
+    assert not device_has_kernels(platform, capability)
+  assert resolve_backend("xla", jnp.float32, 3, 5) == "xla"
+  assert resolve_backend("mosaic_gpu", jnp.bfloat16, 128, 64) == "mosaic_gpu"
+  with pytest.raises(ValueError, match=r"unknown backend 'cuda': use one of auto, mosaic_gpu"):
+    resolve_backend("cuda", jnp.bfloat16)
+  with pytest.raises(ValueError, match="multiples of 64, got float32"):
+    resolve_backend("mosaic_gpu", jnp.float32, 128)
+
+
+def test_errors_name_both_sides():
+  lhs, rhs, bias, _ = problem(7)
+  with pytest.raises(ValueError, match=r"lhs has K=15 but rhs has K=16"):
+    grouped_matmul(lhs[:, :15], rhs, jnp.asarray([1, 1, 1, 1]))
+  with pytest.raises(ValueError, match=r"group_sizes has shape \(3,\) but rhs has 4 groups"):
+    grouped_matmul(lhs, rhs, jnp.asarray([1, 1, 1]))
+  with pytest.raises(ValueError, match=r"integers, got float32"):
+    grouped_matmul(lhs, rhs, jnp.ones(4))
+  with pytest.raises(ValueError, match=r"bias has shape"):
+    grouped_matmul(lhs, rhs, jnp.asarray([1, 1, 1, 1]), bias_GN=bias[:, :3])
+  with pytest.raises(ValueError, match=r"'swiglu' is gated but the FFN lacks gate weights"):
+    grouped_ffn(lhs, None, rhs, jnp.swapaxes(rhs, 1, 2), jnp.asarray([1, 1, 1, 1]))

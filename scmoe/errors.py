@@ -63,7 +63,9 @@ class Preempted(ScmoeError):
   code = 75
 
 
-WATCHDOG_EXIT = 86  # the watchdog ends the process itself: no exception can leave a stuck collective
+WATCHDOG_EXIT = (
+  86  # the watchdog ends the process itself: no exception can leave a stuck collective
+)
 
 
 def run_main(main: Callable[[list[str]], None], argv: list[str] | None = None) -> None:

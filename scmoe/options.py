@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from scmoe.errors import ConfigError
@@ -18,7 +18,7 @@ def option(
   default: Any,
   help: str,
   *,
-  choices: Sequence[Any] = (),
+  choices: Iterable[Any] = (),
   minimum: float | None = None,
   maximum: float | None = None,
 ) -> Any:
@@ -45,7 +45,9 @@ def check_options(config: Any, path: str) -> None:
     if choices and value not in choices:
       near = difflib.get_close_matches(str(value), [str(c) for c in choices], n=1)
       hint = f"did you mean {near[0]!r}? " if near else ""
-      raise ConfigError(f"{name}={value!r} is unknown; {hint}one of: {', '.join(map(str, choices))}")
+      raise ConfigError(
+        f"{name}={value!r} is unknown; {hint}one of: {', '.join(map(str, choices))}"
+      )
     if low is not None and value < low:
       raise ConfigError(f"{name}={value} is too small; the least is {low}")
     if high is not None and value > high:

@@ -42,7 +42,9 @@ class MeshConfig:
 
   data: int = option(-1, "devices on the data axis; -1 takes all that the others leave", minimum=-1)
   expert: int = option(1, "devices on the expert axis (expert parallelism)", minimum=1)
-  tensor: int = option(1, "devices on the tensor axis (hidden widths, heads, vocabulary)", minimum=1)
+  tensor: int = option(
+    1, "devices on the tensor axis (hidden widths, heads, vocabulary)", minimum=1
+  )
 
   def resolve(self, num_devices: int) -> MeshConfig:
     """The same mesh with `data` filled in for `num_devices` devices.
@@ -79,7 +81,7 @@ class MeshConfig:
     return self.data * self.expert
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
   """Builds the mesh over the first `config.size` devices (all processes' devices by default).
 
   The tensor axis varies fastest, then expert: their collectives stay inside a host where they can.

@@ -1,0 +1,42 @@
+"""How shared and routed output are added (paper §5.2, Eq. 14-17)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+MIXES = ("direct", "cg1", "cg2")
+
+
+class Mix(nnx.Module):
+  """shared + routed, with coefficients read off the input x.
+
+  direct: shared + routed
+  cg1:    sigmoid(w·x) · shared + routed                     w in R^{1 x D}
+  cg2:    softmax(W·x)[0] · shared + softmax(W·x)[1] · routed   W in R^{2 x D}
+  """
+
+  def __init__(self, kind: str, width: int, *, init_std: float, rngs: nnx.Rngs):
+    self.kind = kind
+    outputs = {"direct": 0, "cg1": 1, "cg2": 2}[kind]
+    self.weight = (
+      nnx.Param(
+        init_std * jax.random.normal(rngs.params(), (width, outputs), jnp.float32),
+        axes=("embed", None),
+      )
+      if outputs
+      else None
+    )
+
+  def __call__(self, shared_BSD: Array, routed_BSD: Array, x_BSD: Array) -> Array:
+    """Adds the two; coefficients are computed in float32."""
+    if self.weight is None:
+      return shared_BSD + routed_BSD
+    wide = jnp.promote_types(x_BSD.dtype, jnp.float32)
+    score_BS1 = x_BSD.astype(wide) @ self.weight[...].astype(wide)
+    if self.kind == "cg1":
+      return jax.nn.sigmoid(score_BS1).astype(shared_BSD.dtype) * shared_BSD + routed_BSD
+    share_BS2 = jax.nn.softmax(score_BS1).astype(shared_BSD.dtype)
+    return share_BS2[..., :1] * shared_BSD + share_BS2[..., 1:] * routed_BSD

@@ -1,0 +1,99 @@
+"""Which sublayer reads which value: the architectures as data, one word each.
+
+A *unit* is `moe_every` transformer blocks of which the last one has the MoE. With the preceding
+block l and the MoE block l+1 (paper §3, Eq. 7-10):
+
+  H_{l-1} --attention--> H_l^MH --MLP--> H_l --attention--> H_{l+1}^MH --expert stage--> H_{l+1}
+  ^ BLOCK_INPUT          ^ ATTENTION     ^ BLOCK_OUTPUT     ^ CURRENT
+
+| word          | routed experts read  | experts per token | beside them           | paper   |
+|---------------|----------------------|-------------------|-----------------------|---------|
+| dense         | –                    | –                 | MLP                   | –       |
+| top1, top2    | CURRENT              | 1, 2              | –                     | Eq. 1   |
+| topk          | CURRENT              | top_k             | –                     | Eq. 1   |
+| shared_expert | CURRENT              | top_k             | shared expert         | Eq. 6   |
+| scmoe_pos1    | BLOCK_OUTPUT         | top_k             | shared expert         | §3.1    |
+| scmoe_pos2    | ATTENTION            | top_k             | shared expert         | Eq. 7   |
+| scmoe_pos3    | BLOCK_INPUT          | top_k             | shared expert         | §3.1    |
+| scmoe2        | ATTENTION            | 2                 | shared expert         | A.4     |
+| dgmoe         | ATTENTION + CURRENT  | 1 + 1, distinct   | –                     | Eq. 23  |
+| dgmoe_share   | as dgmoe             | 1 + 1, distinct   | –; two units share one MoE | A.2 |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+
+class Tap(enum.Enum):
+  """A value on the main path that routed experts can read."""
+
+  BLOCK_INPUT = "input of the preceding block"
+  ATTENTION = "between attention and MLP of the preceding block"
+  BLOCK_OUTPUT = "output of the preceding block"
+  CURRENT = "between attention and expert stage of the MoE block"
+
+
+@dataclasses.dataclass(frozen=True)
+class Wiring:
+  """One architecture.
+
+  Attributes:
+    taps: what the routed experts read; one gating each. Empty: no routed experts.
+    k: experts per token and gating; None takes `model.top_k`.
+    shared_expert: whether a dense expert runs on the current representation.
+    distinct: the second gating avoids the first one's expert.
+    units_per_moe: units that share one set of experts.
+  """
+
+  taps: tuple[Tap, ...]
+  k: int | None = None
+  shared_expert: bool = False
+  distinct: bool = False
+  units_per_moe: int = 1
+
+  @property
+  def is_shortcut(self) -> bool:
+    """Whether routed experts read a value older than the current one."""
+    return any(tap is not Tap.CURRENT for tap in self.taps)
+
+  def routed_per_gating(self, top_k: int) -> int:
+    """Experts that one gating gives a token."""
+    return top_k if self.k is None else self.k
+
+  def routed_per_token(self, top_k: int) -> int:
+    """Experts that a token visits in all, the shared one not counted."""
+    return len(self.taps) * self.routed_per_gating(top_k)
+
+
+WIRINGS: dict[str, Wiring] = {
+  "dense": Wiring(()),
+  "top1": Wiring((Tap.CURRENT,), k=1),
+  "top2": Wiring((Tap.CURRENT,), k=2),
+  "topk": Wiring((Tap.CURRENT,)),
+  "shared_expert": Wiring((Tap.CURRENT,), shared_expert=True),
+  "scmoe_pos1": Wiring((Tap.BLOCK_OUTPUT,), shared_expert=True),
+  "scmoe_pos2": Wiring((Tap.ATTENTION,), shared_expert=True),
+  "scmoe_pos3": Wiring((Tap.BLOCK_INPUT,), shared_expert=True),
+  "scmoe2": Wiring((Tap.ATTENTION,), k=2, shared_expert=True),
+  "dgmoe": Wiring((Tap.ATTENTION, Tap.CURRENT), k=1, distinct=True),
+  "dgmoe_share": Wiring((Tap.ATTENTION, Tap.CURRENT), k=1, distinct=True, units_per_moe=2),
+}
+
+
+def tap_index(tap: Tap, blocks: int) -> int:
+  """Number of dense operations of a unit that come before this tap.
+
+  A unit of N blocks runs attention 0, MLP 0, ..., attention N-1, MLP N-1 (the last one is the
+  shared expert, if any). With one block per unit the preceding block belongs to the unit before:
+  ATTENTION and BLOCK_INPUT are then handed over and read at the start (index 0).
+  """
+  if tap is Tap.CURRENT:
+    return 2 * blocks - 1
+  return max(0, 2 * (blocks - 1) - {Tap.BLOCK_OUTPUT: 0, Tap.ATTENTION: 1, Tap.BLOCK_INPUT: 2}[tap])
+
+
+def is_handed_over(tap: Tap, blocks: int) -> bool:
+  """Whether this tap's value comes from the preceding unit."""
+  return blocks == 1 and tap in (Tap.ATTENTION, Tap.BLOCK_INPUT)

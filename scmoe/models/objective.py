@@ -1,0 +1,129 @@
+"""What training minimises: cross-entropy of the next token plus the routers' losses."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from scmoe.models.gpt import GPT
+from scmoe.moe.losses import gshard_loss, statistics, z_loss
+from scmoe.moe.route import RouterConfig
+from scmoe.moe.types import RouterSums
+
+Batch = dict[str, Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LossSums:
+  """Additive over microbatches: everything that a step reports.
+
+  Attributes:
+    nats: Σ weight · cross-entropy.
+    correct: Σ weight · [the best guess is right].
+    weight: Σ weight, the number of tokens that count.
+    loss: Σ of the microbatches' total losses.
+    microbatches: number of them.
+    router: sums per MoE layer [layers, ...], or None.
+  """
+
+  nats: Array
+  correct: Array
+  weight: Array
+  loss: Array
+  microbatches: Array
+  router: RouterSums | None
+
+
+class LanguageModelObjective:
+  """Loss, metrics and router update of a `GPT`, as the training step wants them.
+
+  Args:
+    graph: the model's graph definition; `loss` merges it with the parameters it is given.
+    router: coefficients of the balancing losses.
+    remat: rematerialisation preset (`GPT.__call__`).
+  """
+
+  def __init__(self, graph: nnx.GraphDef, router: RouterConfig, *, remat: str = "none"):
+    self.graph, self.router, self.remat = graph, router, remat
+
+  def loss(
+    self, params: Any, router: Any, batch: Batch, rng: Array | None
+  ) -> tuple[Array, LossSums]:
+    """Total loss of one microbatch, and its sums.
+
+    Args:
+      params: the model's parameters.
+      router: router state that gradients do not train.
+      batch: `inputs`, `targets`, `weights`, `segment_ids`, `positions`, all [B, S].
+      rng: random key for gate noise.
+
+    Returns:
+      mean cross-entropy (nats per counted token) + balancing losses summed over layers, float32.
+    """
+    model: GPT = nnx.merge(self.graph, params)
+    out = model(
+      batch["inputs"],
+      positions_BS=batch["positions"] % model.config.context,
+      segments_BS=batch["segment_ids"],
+      live_BS=batch["segment_ids"] > 0,
+      key=rng,
+      remat=self.remat,
+    )
+    nats, correct = token_losses(model, out.h_BSD, batch["targets"])
+    weight = batch["weights"].sum()
+    total = (nats * batch["weights"]).sum()
+    loss = total / jnp.maximum(weight, 1)
+    sums = None
+    if out.sums is not None:
+      sums = jax.tree.map(lambda a: a.sum(1), out.sums)  # over the batch shards, all layers at once
+      loss = loss + self.router.balance_loss * gshard_loss(sums).sum()
+      loss = loss + self.router.z_loss * z_loss(sums).sum()
+    right = (correct * batch["weights"]).sum()
+    return loss, LossSums(total, right, weight, loss, jnp.ones(()), sums)
+
+  def metrics(self, aux: LossSums) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Scalars and per-layer arrays of a step, from the sums over its microbatches.
+
+    Scalars: `loss` (total), `cross_entropy` (nats per token), `accuracy`, `balance_loss`,
+    `z_loss` (means over layers), and `drop`, `max_violation`, `dead`, `diversity` (the worst or
+    mean layer). Arrays: the per-layer `statistics` of the routers.
+    """
+    weight = jnp.maximum(aux.weight, 1)
+    scalars = {
+      "loss": aux.loss / aux.microbatches,
+      "cross_entropy": aux.nats / weight,
+      "accuracy": aux.correct / weight,
+    }
+    if aux.router is None:
+      return scalars, {}
+    arrays = statistics(aux.router)
+    scalars |= {
+      "balance_loss": gshard_loss(aux.router).mean(),
+      "z_loss": z_loss(aux.router).mean(),
+      "drop": aux.router.dropped.sum() / jnp.maximum(aux.router.choices.sum(), 1),
+      "max_violation": arrays["max_violation"].max(),
+      "dead": arrays["dead"].max(),
+      "diversity": arrays["diversity"].min(),
+      "router_entropy": arrays["entropy"].mean(),
+      "confidence": arrays["confidence"].mean(),
+      "shortcut_ratio": arrays["shortcut_ratio"].mean(),
+    }
+    return scalars, arrays
+
+  def update_router(self, router: Any, aux: LossSums) -> Any:
+    """Router state after a step; the gates of this model have none."""
+    return router
+
+
+def token_losses(model: GPT, h_BSD: Array, targets_BS: Array) -> tuple[Array, Array]:
+  """Cross-entropy in nats and whether the best guess is right: float32 [B, S] each."""
+  logits_BSV = model.logits(h_BSD)
+  chosen_BS = jnp.take_along_axis(logits_BSV, targets_BS[..., None], -1)[..., 0]
+  correct_BS = (logits_BSV.argmax(-1) == targets_BS).astype(jnp.float32)
+  return jax.nn.logsumexp(logits_BSV, -1) - chosen_BS, correct_BS

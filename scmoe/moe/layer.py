@@ -1,0 +1,249 @@
+"""The MoE layer: the four stages in a row, or one at a time around other work."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from scmoe.errors import ConfigError
+from scmoe.layers.mlp import is_gated
+from scmoe.moe.dispatch import DispatchConfig, capacity
+from scmoe.moe.experts import ExpertWeights, expert_ffn
+from scmoe.moe.losses import router_sums
+from scmoe.moe.route import RouterConfig, route, route_distinct
+from scmoe.moe.types import Dispatched, RouterSums, Routing
+from scmoe.parallel.mesh import ALL_AXES, BATCH_AXES, batch_sharding
+
+DEVICES = P(ALL_AXES)  # one slice of the leading dimension per device
+BATCH = P(BATCH_AXES)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class InFlight:
+  """Tokens between two stages. Every array has a leading dimension of one slice per device.
+
+  Attributes:
+    dispatched: rows and the way back; see `Dispatched`.
+    routing: the choices behind them.
+    sums: what the losses and statistics need; one slice per batch shard.
+    batch: B of the tokens' array, for the way back.
+  """
+
+  dispatched: Dispatched
+  routing: Routing
+  sums: RouterSums
+  batch: int = dataclasses.field(metadata={"static": True})
+
+
+class MoE(nnx.Module):
+  """Sparse feed-forward layer: each token visits k of E experts (paper Eq. 1-4).
+
+  `start` routes and dispatches, `compute` runs the experts, `finish` combines. They are separate
+  so that a schedule can place dense work between them; calling the layer runs them in a row.
+
+  Args:
+    width: D.
+    hidden: F, of one expert.
+    num_experts: E; a multiple of the mesh's expert axis.
+    activation, bias, init_std, out_std: of the experts.
+    router, transport: options of routing and dispatch.
+    mesh: the device mesh, or None for one device.
+  """
+
+  def __init__(
+    self,
+    width: int,
+    hidden: int,
+    num_experts: int,
+    *,
+    activation: str,
+    bias: bool,
+    init_std: float,
+    out_std: float,
+    router: RouterConfig,
+    transport: DispatchConfig,
+    mesh: Mesh | None,
+    rngs: nnx.Rngs,
+  ):
+    def weight(shape, std, axes):
+      return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
+
+    def zeros(shape, axes):
+      return nnx.Param(jnp.zeros(shape), axes=axes) if bias else None
+
+    into, out = (num_experts, width, hidden), (num_experts, hidden, width)
+    into_axes, out_axes = ("expert", "embed", "hidden"), ("expert", "hidden", "embed")
+    self.num_experts, self.activation = num_experts, activation
+    self.router, self.transport, self.mesh = router, transport, mesh
+    self.router_gate = weight((width, num_experts), init_std, ("embed", None))
+    self.up = weight(into, init_std, into_axes)
+    self.gate = weight(into, init_std, into_axes) if is_gated(activation) else None
+    self.down = weight(out, out_std, out_axes)
+    self.up_bias = zeros((num_experts, hidden), ("expert", "hidden"))
+    self.down_bias = zeros((num_experts, width), ("expert", "embed"))
+
+  def __call__(self, x_BSD: Array, *, k: int, **options: Any) -> tuple[Array, RouterSums]:
+    """route -> dispatch -> experts -> combine; see `start` for the options."""
+    flight = self.start(x_BSD, k=k, **options)
+    return self.finish(self.compute(flight))
+
+  def start(
+    self,
+    x_BSD: Array,
+    *,
+    k: int,
+    key: Array | None = None,
+    no_drop: bool = False,
+    live_BS: Array | None = None,
+    avoid: InFlight | None = None,
+  ) -> InFlight:
+    """Routes the tokens and sends them to their experts.
+
+    Args:
+      x_BSD: normalised inputs.
+      k: experts per token.
+      key: random key of the gate noise; None outside training.
+      no_drop: give every queue room for all tokens (decoding, exact evaluation).
+      live_BS: bool, tokens that take part; all if None.
+      avoid: an earlier flight of the same tokens with k = 1; each token's expert there is avoided
+        (DGMoE).
+
+    Raises:
+      ConfigError: shapes do not divide, the capacity rounds to zero, or k > E.
+    """
+    shards = self._axis_size(*BATCH_AXES)
+    if x_BSD.shape[0] % shards:
+      raise ConfigError(
+        f"a batch of {x_BSD.shape[0]} sequences does not divide over mesh.data x mesh.expert = "
+        f"{shards} devices; use a multiple of {shards}"
+      )
+    groups = 1 if no_drop else self._local_groups()
+    noise_BSE = self._noise(x_BSD.shape, key)
+    avoid_expert = None if avoid is None else avoid.routing.expert_TK
+
+    def local(x, gate, noise, live, avoid):
+      x_TD = x.reshape(-1, x.shape[-1])
+      flat = lambda a: None if a is None else a.reshape(x_TD.shape[0], *a.shape[2:])
+      with jax.named_scope("route"):
+        options = {"groups": groups, "noise_TE": flat(noise), "live_T": flat(live)}
+        if avoid is None:
+          routing = route(x_TD, gate, self.router, k=k, **options)
+        else:
+          routing = route_distinct(x_TD, gate, self.router, avoid[0, :, 0], **options)
+      with jax.named_scope("dispatch"):
+        # A queue never holds more than the tokens of its group: larger buffers stay empty.
+        rows = size = x_TD.shape[0] // groups
+        if not no_drop:
+          options = {"tokens": size, "num_experts": self.num_experts, "k": k}
+          rows = min(size, capacity.capacity(self.transport.capacity_factor, **options))
+        sent = capacity.dispatch(x_TD, routing, rows_per_expert=rows, **self._expert_axis())
+        sent = dataclasses.replace(sent, rows_eRD=checkpoint_name(sent.rows_eRD, "moe_rows"))
+      sums = router_sums(routing, sent.dropped)
+      return _stack(sent), _stack(routing), _stack(sums)
+
+    stage = self._per_device(local, (BATCH, P(), BATCH, BATCH, DEVICES), (DEVICES, DEVICES, BATCH))
+    parts = stage(x_BSD, self.router_gate[...], noise_BSE, live_BS, avoid_expert)
+    return InFlight(*parts, batch=x_BSD.shape[0])
+
+  def compute(self, flight: InFlight) -> InFlight:
+    """Runs the experts on the rows that arrived."""
+    weights = ExpertWeights(
+      up_eDF=self.up[...],
+      gate_eDF=_read(self.gate),
+      down_eFD=self.down[...],
+      up_bias_eF=_read(self.up_bias),
+      down_bias_eD=_read(self.down_bias),
+    )
+    into, out = P("expert", None, "tensor"), P("expert", "tensor", None)
+    specs: Any = (into, into, out, P("expert", "tensor"), P("expert"))
+    specs = ExpertWeights(*specs)
+
+    def local(rows, weights):
+      with jax.named_scope("experts"):
+        if weights.down_bias_eD is not None and self._axis_size("tensor") > 1:
+          # Each tensor shard holds a partial sum of the output; the bias counts once.
+          first = jax.lax.axis_index("tensor") == 0
+          bias = jnp.where(first, weights.down_bias_eD, 0)
+          weights = dataclasses.replace(weights, down_bias_eD=bias)
+        return expert_ffn(rows[0], weights, self.activation)[None]
+
+    rows = self._per_device(local, (DEVICES, specs), DEVICES)(flight.dispatched.rows_eRD, weights)
+    return dataclasses.replace(
+      flight, dispatched=dataclasses.replace(flight.dispatched, rows_eRD=rows)
+    )
+
+  def finish(self, flight: InFlight) -> tuple[Array, RouterSums]:
+    """Brings the rows back and adds them up, weighted.
+
+    Returns:
+      y_BSD, and the sums with one leading slice per batch shard.
+    """
+    local_batch = flight.batch // self._axis_size(*BATCH_AXES)
+
+    def local(dispatched, weight):
+      with jax.named_scope("combine"):
+        sent = jax.tree.map(lambda a: a[0], dispatched)
+        y_TD = capacity.combine(sent.rows_eRD, sent, weight[0], **self._expert_axis())
+        if self._axis_size("tensor") > 1:
+          y_TD = jax.lax.psum(y_TD, "tensor")
+      return y_TD.reshape(local_batch, -1, y_TD.shape[-1])
+
+    y_BSD = self._per_device(local, (DEVICES, DEVICES), BATCH)(
+      flight.dispatched, flight.routing.weight_TK
+    )
+    return y_BSD, flight.sums
+
+  def _per_device(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """`function` on each device's share; as it is where there is one device."""
+    if self._axis_size(*ALL_AXES) == 1:
+      return function
+    return jax.shard_map(
+      function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+
+  def _axis_size(self, *axes: str) -> int:
+    return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in axes)
+
+  def _expert_axis(self) -> dict[str, Any]:
+    shards = self._axis_size("expert")
+    return {"shards": shards, "axis": "expert" if shards > 1 else None}
+
+  def _local_groups(self) -> int:
+    """Capacity groups of one device: the configured number over the batch shards."""
+    shards = self._axis_size(*BATCH_AXES)
+    groups = self.transport.groups or shards
+    if groups % shards:
+      raise ConfigError(
+        f"dispatch.groups={groups} is not a multiple of mesh.data x mesh.expert = {shards}; "
+        f"use 0 (one per device) or a multiple of {shards}"
+      )
+    return groups // shards
+
+  def _noise(self, shape: tuple[int, ...], key: Array | None) -> Array | None:
+    """Standard normal draws [B, S, E], drawn for the global batch: the same on every mesh."""
+    if key is None or not self.router.noise:
+      return None
+    noise_BSE = jax.random.normal(key, (*shape[:-1], self.num_experts), jnp.float32)
+    if self.mesh is None:
+      return noise_BSE
+    return jax.lax.with_sharding_constraint(noise_BSE, batch_sharding(self.mesh))
+
+
+def _read(param: nnx.Param | None) -> Array | None:
+  return None if param is None else param[...]
+
+
+def _stack(tree: Any) -> Any:
+  """Adds the leading dimension under which `shard_map` lines up the devices' slices."""
+  return jax.tree.map(lambda a: a[None], tree)

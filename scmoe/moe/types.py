@@ -1,0 +1,95 @@
+"""The values that pass between the four stages: route -> dispatch -> experts -> combine."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from jax import Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Routing:
+  """Where every token of this device goes, and with which weight.
+
+  Tokens are divided into G capacity groups of T/G consecutive tokens. Each (group, expert) has a
+  queue; a choice's *place* is its position in that queue. Places take no account of capacity: a
+  transport that bounds its buffers drops what stands behind the bound.
+
+  Attributes:
+    expert_TK: int32, the chosen experts, best first.
+    weight_TK: float32, the combine weight of each choice.
+    place_TK: int32, place of each choice in its queue, from 0.
+    order_R: int32 [T·K], flat choices t·K + k sorted by (group, expert, place).
+    count_GE: int32, length of every queue, before anything is dropped.
+    probs_TE: float32, softmax over all experts (of noisy logits where there is noise).
+    logits_TE: float32, the gate's scores before the softmax.
+    live_T: bool, False for masked tokens: they choose nothing and count nowhere.
+  """
+
+  expert_TK: Array
+  weight_TK: Array
+  place_TK: Array
+  order_R: Array
+  count_GE: Array
+  probs_TE: Array
+  logits_TE: Array
+  live_T: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Dispatched:
+  """Rows in the order of this device's experts, and what combine needs to send them back.
+
+  Attributes:
+    rows_eRD: rows of each local expert, [e, R, D]; rows that nobody sent are zero.
+    slot_TK: int32, index of each choice's row in this device's send buffer [E·G·C]; the length of
+      the buffer marks a dropped choice.
+    source_R: int32, the flat choice t·K + k that fills each row of the send buffer; T·K where none.
+    dropped: int32 scalar, number of choices that found no place.
+  """
+
+  rows_eRD: Array
+  slot_TK: Array
+  source_R: Array
+  dropped: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RouterSums:
+  """Sums over tokens from which every routing loss and statistic follows.
+
+  All are additive over devices and microbatches, so that a loss over the global batch needs one
+  reduction per step, not one per layer. float32 throughout.
+
+  Attributes:
+    tokens: number of live tokens.
+    choices: number of live choices, tokens · K.
+    dropped: choices that found no place.
+    load_E: choices per expert, before dropping.
+    first_E: first choices per expert.
+    probs_E: Σ_t probs.
+    z_square: Σ_t logsumexp(logits)².
+    entropy: Σ_t H(probs_t), nats.
+    confidence: Σ_t max probs.
+    logit_square: Σ_t mean_e logits².
+    soft_load_E: Σ_t Φ((probs - logit of the K-th choice) / (noise / E)); zero unless asked for.
+    shortcut_square, main_square: Σ_t |routed output|² and Σ_t |main path|², for their ratio.
+  """
+
+  tokens: Array
+  choices: Array
+  dropped: Array
+  load_E: Array
+  first_E: Array
+  probs_E: Array
+  z_square: Array
+  entropy: Array
+  confidence: Array
+  logit_square: Array
+  soft_load_E: Array
+  shortcut_square: Array
+  main_square: Array

@@ -1,0 +1,146 @@
+"""Generation with a key-value cache, for a batch of prompts of different lengths.
+
+Prompts are padded on the right. A row's next token overwrites the cache at the row's own length,
+so padding is written but never read. Experts always have room for every token: what a model says
+does not depend on who else is in the batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from scmoe.errors import ConfigError
+from scmoe.inference.sampling import Sampling, sample
+from scmoe.models.gpt import GPT
+
+
+def generate(
+  model: GPT,
+  prompts: list[list[int]],
+  *,
+  max_new_tokens: int,
+  temperature: float = 1.0,
+  top_k: int = 0,
+  top_p: float = 1.0,
+  seed: int = 0,
+  eos_id: int | None = None,
+) -> list[list[int]]:
+  """Continues every prompt.
+
+  Args:
+    model: a trained model; its mesh must not split the batch.
+    prompts: token ids, at least one per prompt.
+    max_new_tokens: tokens to add.
+    temperature, top_k, top_p: see `Sampling`.
+    seed: of the draws.
+    eos_id: a row that draws this token ends before it.
+
+  Returns:
+    The new tokens of each prompt, without the prompt.
+
+  Raises:
+    ConfigError: no or empty prompts, ids outside the vocabulary, or more tokens than the model's
+      context holds.
+  """
+  sampling = Sampling(temperature, top_k, top_p)
+  sampling.check()
+  _check_prompts(model, prompts, max_new_tokens)
+  lengths_B = np.array([len(p) for p in prompts], np.int32)
+  padded = _round_up(int(lengths_B.max()), 16)  # few prompt lengths to compile for
+  tokens_BS = np.zeros((len(prompts), padded), np.int32)
+  for row, prompt in enumerate(prompts):
+    tokens_BS[row, : len(prompt)] = prompt
+  graph, params = nnx.split(model)
+  new_BS = np.asarray(
+    _generate(graph, params, tokens_BS, lengths_B, jax.random.key(seed), sampling, max_new_tokens)
+  )
+  return [_until(row.tolist(), eos_id) for row in new_BS]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5, 6))
+def _generate(
+  graph: nnx.GraphDef,
+  params: Any,
+  tokens_BS: Array,
+  lengths_B: Array,
+  key: Array,
+  sampling: Sampling,
+  new_tokens: int,
+) -> Array:
+  """Prefill, then one token at a time: int32 [B, new_tokens]."""
+  model = nnx.merge(graph, params)
+  caches = model.init_caches(tokens_BS.shape[0], tokens_BS.shape[1] + new_tokens)
+  logits_BV, caches = prefill(model, tokens_BS, lengths_B, caches)
+  first_B = sample(logits_BV, sampling, jax.random.fold_in(key, 0))
+
+  def step(carry, index):
+    token_B, caches = carry
+    logits_BV, caches = decode_step(model, token_B, lengths_B + index - 1, caches)
+    next_B = sample(logits_BV, sampling, jax.random.fold_in(key, index))
+    return (next_B, caches), next_B
+
+  _, rest_SB = jax.lax.scan(step, (first_B, caches), jnp.arange(1, new_tokens))
+  return jnp.concatenate([first_B[:, None], rest_SB.T], 1)
+
+
+def prefill(model: GPT, tokens_BS: Array, lengths_B: Array, caches: Any) -> tuple[Array, Any]:
+  """Runs whole prompts and fills the cache.
+
+  Args:
+    tokens_BS: prompts, padded on the right.
+    lengths_B: their lengths.
+    caches: empty caches of at least S positions (`GPT.init_caches`).
+
+  Returns:
+    float32 logits [B, V] after each prompt's last token, and the caches.
+  """
+  position_S = jnp.arange(tokens_BS.shape[1])
+  # Padding sits behind the prompt; it may share the last position of the learned embedding.
+  positions_BS = jnp.broadcast_to(position_S, tokens_BS.shape)
+  out = model(
+    tokens_BS,
+    positions_BS=positions_BS,
+    live_BS=position_S < lengths_B[:, None],
+    caches=caches,
+    no_drop=True,
+  )
+  last_B1D = jnp.take_along_axis(out.h_BSD, (lengths_B - 1)[:, None, None], 1)
+  return model.logits(last_B1D)[:, 0], out.caches
+
+
+def decode_step(model: GPT, token_B: Array, position_B: Array, caches: Any) -> tuple[Array, Any]:
+  """Runs one token per row at its own position: float32 logits [B, V], and the caches."""
+  out = model(token_B[:, None], positions_BS=position_B[:, None], caches=caches, no_drop=True)
+  return model.logits(out.h_BSD)[:, 0], out.caches
+
+
+def _check_prompts(model: GPT, prompts: list[list[int]], max_new_tokens: int) -> None:
+  config = model.config
+  if not prompts or not all(prompts):
+    raise ConfigError("--prompt is empty; give at least one token to continue")
+  if max_new_tokens < 1:
+    raise ConfigError(f"--max_new_tokens={max_new_tokens} must be at least 1")
+  worst = max(max(p) for p in prompts)
+  if worst >= config.vocab_size or min(min(p) for p in prompts) < 0:
+    raise ConfigError(f"--prompt holds token {worst}, the vocabulary has {config.vocab_size}")
+  longest = max(len(p) for p in prompts) + max_new_tokens
+  if longest > config.context:
+    raise ConfigError(
+      f"--max_new_tokens={max_new_tokens} after a prompt of {longest - max_new_tokens} tokens "
+      f"needs {longest} positions, model.context={config.context}; shorten one of them"
+    )
+
+
+def _round_up(value: int, multiple: int) -> int:
+  return -(-value // multiple) * multiple
+
+
+def _until(tokens: list[int], eos_id: int | None) -> list[int]:
+  return tokens[: tokens.index(eos_id)] if eos_id in tokens else tokens

@@ -1,0 +1,63 @@
+"""From logits to the next token: greedy, temperature, top-k and top-p."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from scmoe.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+  """How the next token is drawn.
+
+  Attributes:
+    temperature: divides the logits; 0 takes the most probable token.
+    top_k: keep the k most probable tokens; 0 keeps all.
+    top_p: keep the smallest set of tokens whose probabilities reach this sum; 1 keeps all.
+  """
+
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+
+  def check(self) -> None:
+    """Raises ConfigError where a value is out of range."""
+    if self.temperature < 0:
+      raise ConfigError(f"--temperature={self.temperature} must be >= 0; 0 is greedy")
+    if self.top_k < 0:
+      raise ConfigError(f"--top_k={self.top_k} must be >= 0; 0 keeps all tokens")
+    if not 0 < self.top_p <= 1:
+      raise ConfigError(f"--top_p={self.top_p} must be in (0, 1]; 1 keeps all tokens")
+
+
+def keep_top_k(logits_BV: Array, k: int) -> Array:
+  """-inf for all but the k largest logits of each row (ties with the k-th are kept)."""
+  k = min(k, logits_BV.shape[-1])
+  least_B1 = jax.lax.top_k(logits_BV, k)[0][:, -1:]
+  return jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+
+
+def keep_top_p(logits_BV: Array, p: float) -> Array:
+  """-inf outside the nucleus: the most probable tokens, until their probabilities reach p."""
+  sorted_BV = jnp.sort(logits_BV, axis=-1)[:, ::-1]
+  probs_BV = jax.nn.softmax(sorted_BV, -1)
+  before_BV = jnp.cumsum(probs_BV, -1) - probs_BV  # probability of all likelier tokens
+  least_B1 = jnp.where(before_BV < p, sorted_BV, jnp.inf).min(-1, keepdims=True)
+  return jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+
+
+def sample(logits_BV: Array, sampling: Sampling, key: Array) -> Array:
+  """Draws one token per row: int32 [B]. Filters see the logits after the temperature."""
+  if sampling.temperature == 0:
+    return logits_BV.argmax(-1).astype(jnp.int32)
+  logits_BV = logits_BV / sampling.temperature
+  if sampling.top_k:
+    logits_BV = keep_top_k(logits_BV, sampling.top_k)
+  if sampling.top_p < 1:
+    logits_BV = keep_top_p(logits_BV, sampling.top_p)
+  return jax.random.categorical(key, logits_BV, -1).astype(jnp.int32)

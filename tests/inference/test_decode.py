@@ -1,0 +1,119 @@
+"""Generation with a cache is the uncached model, token by token."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from scmoe.errors import ConfigError
+from scmoe.inference.decode import decode_step, generate, prefill
+from scmoe.models.gpt import GPT, ModelConfig
+
+VOCAB = 64
+
+
+def make_model(wiring="scmoe_pos2", *, style="gpt2", moe_every=2, context=64):
+  config = ModelConfig(
+    style=style,
+    wiring=wiring,
+    moe_every=moe_every,
+    num_layers=4,
+    width=32,
+    num_heads=4,
+    num_kv_heads=2 if style == "llama" else 0,
+    num_experts=4,
+    context=context,
+    dtype="float32",
+    init_std=0.3,  # far from uniform predictions, so that greedy choices are no ties
+  )
+  return GPT(config.resolve(vocab_size=VOCAB), rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+  ("wiring", "style", "moe_every"),
+  [
+    ("dense", "gpt2", 2),
+    ("topk", "llama", 1),
+    ("scmoe_pos1", "gpt2", 2),
+    ("scmoe_pos2", "llama", 2),
+    ("scmoe_pos2", "gpt2", 1),
+    ("scmoe_pos3", "gpt2", 2),
+    ("dgmoe_share", "gpt2", 2),
+  ],
+)
+def test_cached_logits_equal_uncached(wiring, style, moe_every):
+  """Two prompts of different lengths in one batch; every step against a full forward pass."""
+  model = make_model(wiring, style=style, moe_every=moe_every)
+  rng = np.random.default_rng(0)
+  text_BS = rng.integers(0, VOCAB, (2, 12)).astype(np.int32)
+  lengths_B = np.array([5, 8], np.int32)
+
+  @jax.jit
+  def uncached(tokens_BS):
+    return model.logits(model(tokens_BS, no_drop=True).h_BSD)
+
+  want_BSV = np.asarray(uncached(text_BS))
+  prompts_BS = np.where(np.arange(8) < lengths_B[:, None], text_BS[:, :8], 63)
+  logits_BV, caches = jax.jit(lambda t: prefill(model, t, lengths_B, model.init_caches(2, 12)))(
+    prompts_BS
+  )
+  step = jax.jit(lambda token, position, caches: decode_step(model, token, position, caches))
+  for offset in range(4):
+    position_B = lengths_B + offset
+    want_BV = want_BSV[np.arange(2), position_B - 1]
+    np.testing.assert_allclose(logits_BV, want_BV, rtol=1e-5, atol=1e-5 * np.abs(want_BV).max())
+    token_B = text_BS[np.arange(2), position_B]
+    logits_BV, caches = step(token_B, position_B, caches)
+
+
+def test_greedy_generation_is_the_argmax_of_the_uncached_model():
+  model = make_model()
+  prompts = [[1, 2, 3], [9, 8, 7, 6, 5]]
+  got = generate(model, prompts, max_new_tokens=6, temperature=0)
+
+  @jax.jit
+  def uncached(tokens_S, length):
+    logits_SV = model.logits(model(tokens_S[None], no_drop=True).h_BSD)[0]
+    return logits_SV[length - 1].argmax()
+
+  for prompt, new in zip(prompts, got):
+    text = list(prompt)
+    for token in new:
+      padded = jnp.array(text + [0] * (12 - len(text)))
+      assert int(uncached(padded, len(text))) == token
+      text.append(token)
+
+
+def test_a_prompt_does_not_depend_on_its_batch():
+  """Experts have room for all: nobody's token is dropped because of a neighbour's."""
+  model = make_model("topk")
+  alone = generate(model, [[1, 2, 3]], max_new_tokens=8, temperature=0)[0]
+  crowd = generate(model, [[1, 2, 3]] + [[1, 2, 3, 4]] * 7, max_new_tokens=8, temperature=0)[0]
+  assert alone == crowd
+
+
+def test_draws_follow_the_seed_and_end_at_eos():
+  model = make_model()
+  draw = lambda seed, **kw: generate(model, [[1]], max_new_tokens=20, seed=seed, **kw)[0]
+  assert draw(0) == draw(0)
+  assert draw(0) != draw(1)
+  stop = draw(0)[5]
+  assert draw(0, eos_id=stop) == draw(0)[: draw(0).index(stop)]
+
+
+@pytest.mark.parametrize(
+  ("prompts", "options", "text"),
+  [
+    ([], {}, "--prompt is empty"),
+    ([[]], {}, "--prompt is empty"),
+    ([[64]], {}, "token 64, the vocabulary has 64"),
+    ([[1] * 60], {}, "needs 65 positions, model.context=64"),
+    ([[1]], {"temperature": -1.0}, "--temperature=-1.0 must be >= 0"),
+    ([[1]], {"top_p": 0.0}, "--top_p=0.0 must be in"),
+    ([[1]], {"top_k": -1}, "--top_k=-1 must be >= 0"),
+  ],
+)
+def test_bad_requests_name_the_argument(prompts, options, text):
+  with pytest.raises(ConfigError, match=text):
+    generate(make_model(), prompts, max_new_tokens=5, **options)

@@ -1,0 +1,27 @@
+"""Text, tokens and batches: `open_data` is the way in."""
+
+from scmoe.data.config import DataConfig
+from scmoe.data.pipeline import (
+  Batch,
+  BitsPerByte,
+  Data,
+  TrainIterator,
+  bigram_bits_per_byte,
+  check_fingerprint,
+  check_vocab,
+  open_data,
+)
+from scmoe.data.tokenizers import Tokenizer
+
+__all__ = [
+  "Batch",
+  "BitsPerByte",
+  "Data",
+  "DataConfig",
+  "Tokenizer",
+  "TrainIterator",
+  "bigram_bits_per_byte",
+  "check_fingerprint",
+  "check_vocab",
+  "open_data",
+]

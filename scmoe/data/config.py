@@ -1,0 +1,161 @@
+"""The `data` section of a run's configuration, and what its mixture string means."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from pathlib import Path
+
+from scmoe.errors import ConfigError
+from scmoe.options import check_options, option
+
+SOURCES = ("stdlib", "text", "jsonl", "parquet", "procedural", "mixture")
+PACKINGS = ("concat", "pack", "pad")
+_NEEDS_PATH = ("text", "jsonl", "parquet")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+  """Where the text comes from, how it becomes tokens, and how tokens become rows."""
+
+  source: str = option(
+    "stdlib",
+    "kind of source: stdlib (this Python's own source text), text, jsonl, parquet, procedural "
+    "(known entropy), or a mixture of them",
+    choices=SOURCES,
+  )
+  path: str = option(
+    "",
+    "file, folder or glob for text, jsonl and parquet; for procedural the names of its domains "
+    "joined by '+', e.g. 'markov+recall' (empty: all)",
+  )
+  field: str = option("text", "column of a jsonl or parquet row that holds the text")
+  domain_field: str = option(
+    "", "column of a jsonl or parquet row that names its domain (empty: one domain per source)"
+  )
+  mixture: str = option(
+    "",
+    "weighted sources for source='mixture', written kind[:path]:weight and joined by commas, e.g. "
+    "'stdlib:0.7,jsonl:/data/x.jsonl:0.3'",
+  )
+  document_bytes: int = option(
+    16384,
+    "text files longer than this are split into documents of about this many bytes, at blank "
+    "lines where there are any; 0 makes every file one document",
+    minimum=0,
+  )
+  limit_bytes: int = option(
+    0, "use at most this many bytes of each domain, from its beginning; 0 uses all", minimum=0
+  )
+  max_bad_rows: int = option(
+    100,
+    "unreadable rows (invalid JSON or UTF-8, missing field, empty, NUL, over 10 MB) to skip before "
+    "giving up",
+    minimum=0,
+  )
+  validation_fraction: float = option(
+    0.05,
+    "share of the documents held out, chosen by the hash of their content; files named train-* and "
+    "validation-* override it",
+    minimum=0.0,
+    maximum=0.9,
+  )
+  tokenizer: str = option(
+    "bytes", "bytes, bpe (trained on the training text), or the path of a tokenizer.json"
+  )
+  vocab_size: int = option(
+    8192, "vocabulary of the trained bpe, its end-of-text token included", minimum=257
+  )
+  eos_token: str = option(
+    "", "end-of-text token of a tokenizer.json (empty: the first usual name that it has)"
+  )
+  seq_len: int = option(256, "tokens in a row (S)", minimum=2)
+  packing: str = option(
+    "concat",
+    "concat (documents joined, then cut into rows: no padding), pack (best fit of whole documents, "
+    "less cutting) or pad (one document, or a piece of one, per row)",
+    choices=PACKINGS,
+  )
+  document_mask: bool = option(
+    True,
+    "number the documents of a row in segment_ids and restart positions at each, so that none sees "
+    "another; off: the whole row is one segment, as GPT-2 was trained",
+  )
+  cache_dir: str = option(
+    "", "folder for trained tokenizers and token arrays (empty: ~/.cache/scmoe)"
+  )
+  read_threads: int = option(2, "threads that build rows ahead of training", minimum=0)
+  prefetch: int = option(4, "batches built ahead of training", minimum=1)
+
+  def check(self) -> None:
+    """Checks every field and the fields against each other.
+
+    Raises:
+      ConfigError: names the field, what was got and what would do.
+    """
+    check_options(self, "data")
+    if self.source in _NEEDS_PATH and not self.path:
+      raise ConfigError(
+        f"data.path='' is empty; data.source={self.source!r} needs a file or folder"
+      )
+    if self.source == "mixture":
+      parse_mixture(self.mixture)
+    elif self.mixture:
+      raise ConfigError(
+        f"data.mixture={self.mixture!r} is not read by data.source={self.source!r}; "
+        "set data.source='mixture' or leave data.mixture empty"
+      )
+
+  def parts(self) -> list[SourcePart]:
+    """The sources to read, with their weights (one of weight 1 unless this is a mixture)."""
+    if self.source == "mixture":
+      return parse_mixture(self.mixture)
+    return [SourcePart(self.source, self.path, 1.0)]
+
+  def cache_folder(self) -> Path:
+    """Folder for caches; not created here."""
+    if self.cache_dir:
+      return Path(self.cache_dir).expanduser()
+    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(root).expanduser() / "scmoe"
+
+
+@dataclasses.dataclass(frozen=True)
+class SourcePart:
+  """One source of a mixture: its kind, where it lies, and its share of the training rows."""
+
+  kind: str
+  path: str
+  weight: float
+
+
+def parse_mixture(text: str) -> list[SourcePart]:
+  """Reads `kind[:path]:weight,...`; a path may contain colons but no commas.
+
+  Raises:
+    ConfigError: nothing given, an unknown kind, a missing path, or a weight that is not above 0.
+  """
+  form = "write kind[:path]:weight joined by commas, e.g. 'stdlib:0.7,jsonl:/data/x.jsonl:0.3'"
+  if not text.strip():
+    raise ConfigError(f"data.mixture={text!r} is empty; {form}")
+  return [_parse_part(part.strip(), form) for part in text.split(",")]
+
+
+def _parse_part(text: str, form: str) -> SourcePart:
+  head, _, weight_text = text.rpartition(":")
+  kind, _, path = head.partition(":")
+  try:
+    weight = float(weight_text)
+  except ValueError:
+    weight = math.nan
+  if not kind or math.isnan(weight):
+    raise ConfigError(f"data.mixture: {text!r} has no weight; {form}")
+  if not 0 < weight < math.inf:
+    raise ConfigError(f"data.mixture: weight {weight_text} of {head!r} must be above 0 and finite")
+  if kind not in SOURCES or kind == "mixture":
+    known = ", ".join(s for s in SOURCES if s != "mixture")
+    raise ConfigError(f"data.mixture: unknown source {kind!r}; one of: {known}")
+  if kind in _NEEDS_PATH and not path:
+    raise ConfigError(f"data.mixture: {text!r} names no file; write {kind}:PATH:{weight_text}")
+  return SourcePart(kind, path, weight)

@@ -1,0 +1,231 @@
+"""From documents to token streams: split into training and validation, hashed, tokenised, cached.
+
+A stream is one flat array for each domain and split:
+
+    E d1 d1 d1 E d2 d2 E
+
+E, the end-of-text token, stands before each document and after the last. Position i of a stream is
+one training example, "read tokens[i], predict tokens[i + 1]": every token of a document and its end
+is predicted exactly once, which is what bits per byte counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from scmoe.data import tokenizers
+from scmoe.data.bigram import count_pairs
+from scmoe.data.config import DataConfig, SourcePart
+from scmoe.data.files import BadRows, atomic_write, log
+from scmoe.data.text import Document, read_documents
+from scmoe.errors import DataError
+
+SPLITS = ("train", "validation")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+  """The tokens of one domain and split.
+
+  Attributes:
+    tokens: uint16[N + 1], or int32 for a large vocabulary; may be a memory map.
+    starts: int64[documents], where each document's leading end-of-text token lies.
+    text_bytes: bytes of text, the denominator of bits per byte.
+    pairs: int64[257, 257], counts of byte pairs, the end of text being byte 256.
+  """
+
+  tokens: np.ndarray
+  starts: np.ndarray
+  text_bytes: int
+  pairs: np.ndarray
+
+  @property
+  def size(self) -> int:
+    """Number of predicted tokens, N."""
+    return max(len(self.tokens) - 1, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Domain:
+  """One domain: its two streams and the source it came from."""
+
+  name: str
+  part: int  # index of the source in the mixture
+  train: Stream
+  validation: Stream
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+  """All domains, their tokenizer, and what identifies them."""
+
+  domains: tuple[Domain, ...]
+  tokenizer: tokenizers.Tokenizer
+  digest: str  # of every document's content, domain and split, in order
+  documents: int
+  bad_rows: int
+
+
+@dataclasses.dataclass
+class _Texts:
+  # The documents of one domain before they are tokenised.
+  part: int
+  train: list[bytes] = dataclasses.field(default_factory=list)
+  validation: list[bytes] = dataclasses.field(default_factory=list)
+
+
+def load_corpus(config: DataConfig) -> Corpus:
+  """Reads, splits and tokenises all sources; the text must fit in memory.
+
+  Raises:
+    DataError: data are missing, empty or malformed.
+    ConfigError: a field of `config` cannot be used.
+  """
+  bad = BadRows(config.max_bad_rows)
+  texts: dict[str, _Texts] = {}
+  for index, part in enumerate(config.parts()):
+    found = _read_part(part, index, config, bad)
+    for name, domain in found.items():
+      texts[_free_name(name, texts)] = domain
+  digest = _digest(texts)
+  tokenizer = _make_tokenizer(config, texts)
+  domains = tuple(
+    Domain(
+      name,
+      domain.part,
+      _make_stream(domain.train, tokenizer, config),
+      _make_stream(domain.validation, tokenizer, config),
+    )
+    for name, domain in texts.items()
+  )
+  documents = sum(len(t.train) + len(t.validation) for t in texts.values())
+  return Corpus(domains, tokenizer, digest, documents, bad.count)
+
+
+def _read_part(part: SourcePart, index: int, config: DataConfig, bad: BadRows) -> dict[str, _Texts]:
+  by_domain: dict[str, list[Document]] = {}
+  used: dict[str, int] = {}
+  for document in read_documents(part, config, bad):
+    size = used.get(document.domain, 0)
+    if config.limit_bytes and size >= config.limit_bytes:
+      continue
+    used[document.domain] = size + len(document.text)
+    by_domain.setdefault(document.domain, []).append(document)
+  if not by_domain:
+    where = f"data.path={part.path!r}" if part.path else f"data.source={part.kind!r}"
+    raise DataError(f"{where} has no usable document ({bad.count} bad rows); give text to train on")
+  return {
+    name: _split(documents, index, config.validation_fraction)
+    for name, documents in by_domain.items()
+  }
+
+
+def _free_name(name: str, taken: Iterable[str]) -> str:
+  free, n = name, 1
+  while free in taken:
+    n += 1
+    free = f"{name}#{n}"
+  return free
+
+
+def hash_share(text: bytes) -> float:
+  """A number in [0, 1) that depends on the content only."""
+  return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") / 2.0**64
+
+
+def _split(documents: list[Document], part: int, fraction: float) -> _Texts:
+  # By content: adding documents moves none of the old ones, and copies of one document stay
+  # together, so that no validation text is trained on.
+  texts = _Texts(part)
+  shares = [hash_share(d.text) for d in documents]
+  if fraction > 0 and all(d.split is None for d in documents) and len(set(shares)) > 1:
+    # Few documents: still one for validation, and one to train on.
+    low, high = min(shares), max(shares)
+    bound = min(max(fraction, np.nextafter(low, 1.0)), high)
+  else:
+    bound = fraction
+  for document, share in zip(documents, shares):
+    split = document.split or ("validation" if share < bound else "train")
+    (texts.train if split == "train" else texts.validation).append(document.text)
+  if not texts.train:
+    texts.train, texts.validation = texts.validation, []  # one document: train on it
+  return texts
+
+
+def _digest(texts: dict[str, _Texts]) -> str:
+  digest = hashlib.blake2b(digest_size=16)
+  for name, domain in texts.items():
+    for split in SPLITS:
+      documents: list[bytes] = getattr(domain, split)
+      digest.update(f"{name}\n{split}\n{len(documents)}\n".encode())
+      for text in documents:
+        digest.update(len(text).to_bytes(8, "little"))
+        digest.update(text)
+  return digest.hexdigest()
+
+
+def _make_tokenizer(config: DataConfig, texts: dict[str, _Texts]) -> tokenizers.Tokenizer:
+  if config.tokenizer == "bytes":
+    return tokenizers.ByteTokenizer()
+  if config.tokenizer == "bpe":
+    training = [text for domain in texts.values() for text in domain.train]
+    return tokenizers.load_bpe(training, config.vocab_size, config.cache_folder())
+  return tokenizers.load_json(config.tokenizer, config.eos_token)
+
+
+def _make_stream(texts: list[bytes], tokenizer: tokenizers.Tokenizer, config: DataConfig) -> Stream:
+  as_bytes = tokenizers.ByteTokenizer()
+  byte_tokens = join_documents(texts, as_bytes)
+  if isinstance(tokenizer, tokenizers.ByteTokenizer):
+    tokens = byte_tokens
+  else:
+    tokens = _cached_tokens(texts, tokenizer, config.cache_folder())
+  # No tokenizer yields the end of text from within a text, so it marks the documents.
+  starts = np.flatnonzero(tokens == tokenizer.eos_id)[:-1].astype(np.int64)
+  return Stream(tokens, starts, sum(map(len, texts)), count_pairs(byte_tokens))
+
+
+def join_documents(texts: list[bytes], tokenizer: tokenizers.Tokenizer) -> np.ndarray:
+  """The flat stream of these documents, uint16 or int32; empty for no documents."""
+  dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
+  if not texts:
+    return np.zeros(0, dtype)
+  eos = np.array([tokenizer.eos_id], dtype)
+  pieces = [eos]
+  for ids in tokenizer.encode_documents(texts):
+    pieces += [ids.astype(dtype), eos]
+  return np.concatenate(pieces)
+
+
+def _cached_tokens(texts: list[bytes], tokenizer: tokenizers.Tokenizer, cache: Path) -> np.ndarray:
+  digest = hashlib.blake2b(tokenizer.digest.encode(), digest_size=12)
+  for text in texts:
+    digest.update(len(text).to_bytes(8, "little"))
+    digest.update(text)
+  path = cache / f"tokens-{digest.hexdigest()}.npy"
+  if path.is_file():
+    try:
+      tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+      if _is_stream(tokens, len(texts), tokenizer):
+        return tokens
+    except (OSError, ValueError, EOFError):
+      pass
+    log.warning("%s is damaged; tokenising again", path)
+  tokens = join_documents(texts, tokenizer)
+  with atomic_write(path) as file:
+    np.save(file, tokens, allow_pickle=False)
+  return tokens
+
+
+def _is_stream(tokens: np.ndarray, documents: int, tokenizer: tokenizers.Tokenizer) -> bool:
+  if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+    return False
+  ends = int((tokens == tokenizer.eos_id).sum())
+  return ends == (documents + 1 if documents else 0) and (
+    not len(tokens) or int(tokens.max()) < tokenizer.vocab_size
+  )

@@ -1,0 +1,23 @@
+"""Packages are imported where they are needed, so that a machine without one can say so."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from scmoe.errors import ConfigError
+
+
+def need(package: str, purpose: str) -> ModuleType:
+  """Imports `package`.
+
+  Raises:
+    ConfigError: it is not installed; says what it is needed for.
+  """
+  try:
+    return importlib.import_module(package)
+  except ImportError as error:
+    root = package.partition(".")[0]
+    raise ConfigError(
+      f"{purpose} needs the package {root!r}: pip install {root} ({error})"
+    ) from None

@@ -1,0 +1,388 @@
+"""Batches for training and validation, the same on every machine and after every restart.
+
+config -> corpus -> rows -> grain: shuffle per domain, mix, batch -> one process's share
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from scmoe.data import bigram
+from scmoe.data.config import DataConfig
+from scmoe.data.corpus import Corpus, load_corpus
+from scmoe.data.packages import need
+from scmoe.data.packing import RowTable, make_rows
+from scmoe.data.tokenizers import Tokenizer
+from scmoe.errors import ConfigError, DataError
+
+__all__ = [
+  "Batch",
+  "Data",
+  "DataConfig",
+  "TrainIterator",
+  "bigram_bits_per_byte",
+  "check_fingerprint",
+  "check_vocab",
+  "open_data",
+]
+
+Batch = dict[str, np.ndarray]
+_SHARDING = "contiguous rows of one global batch"
+# Not compared: any number of processes reads the same global batches in the same order.
+_INFORMATIVE = ("process_count",)
+
+
+def open_data(
+  cfg: DataConfig,
+  *,
+  batch_size: int,
+  seed: int,
+  process_index: int = 0,
+  process_count: int = 1,
+) -> Data:
+  """Reads, splits, tokenises and packs the data of a run.
+
+  Args:
+    cfg: the `data` section of the run's configuration.
+    batch_size: rows of the global batch; each process gets batch_size / process_count of them.
+    seed: of the order in which rows are visited, nothing else.
+    process_index, process_count: this process among those that read together.
+
+  Raises:
+    ConfigError: a field cannot be used.
+    DataError: data are missing, empty, malformed or smaller than one batch.
+  """
+  cfg.check()
+  if batch_size < 1 or batch_size % process_count:
+    raise ConfigError(
+      f"train.batch_size={batch_size} is not divisible by the {process_count} processes; "
+      f"use a multiple of {process_count}"
+    )
+  need("grain", "reading data")
+  data = Data(cfg, load_corpus(cfg), batch_size, seed, process_index, process_count)
+  data.check_size()
+  return data
+
+
+class Data:
+  """The data of a run. Made by `open_data`.
+
+  A batch is a dict of this process's rows, B = batch_size / process_count:
+    inputs, targets, segment_ids, positions: int32[B, S]
+    weights: float32[B, S], 0 where there is no loss
+    domain: int32[B], index into `domains`
+  Segments count from 1 inside a row; 0 is padding.
+  """
+
+  def __init__(
+    self,
+    config: DataConfig,
+    corpus: Corpus,
+    batch_size: int,
+    seed: int,
+    process_index: int,
+    process_count: int,
+  ):
+    self.config = config
+    self.corpus = corpus
+    self.batch_size = batch_size
+    self.seed = seed
+    self.process_index = process_index
+    self.process_count = process_count
+    self.tokenizer: Tokenizer = corpus.tokenizer
+    self.domains: tuple[str, ...] = tuple(d.name for d in corpus.domains)
+    self._train = _Rows(
+      [make_rows(d.train, config.packing, config.seq_len) for d in corpus.domains]
+    )
+    self._validation = _Rows(
+      [make_rows(d.validation, config.packing, config.seq_len) for d in corpus.domains]
+    )
+
+  # --- batches ------------------------------------------------------------------------------------
+
+  def train(self) -> TrainIterator:
+    """An endless iterator over training batches, reshuffled at every pass over a domain."""
+    import grain
+
+    rows = _ProcessRows(
+      self._train_order(), self.batch_size, self.process_index, self.process_count
+    )
+    batches = (
+      grain.MapDataset.source(rows)
+      .map(self._read_train)
+      .batch(self.batch_size // self.process_count)
+    )
+    options = grain.ReadOptions(
+      num_threads=self.config.read_threads, prefetch_buffer_size=self.config.prefetch
+    )
+    return TrainIterator(iter(batches.to_iter_dataset(options)))
+
+  def validation(self, domain: str | None = None, max_batches: int | None = None) -> Validation:
+    """Validation batches of one domain or all, the same rows in the same order every time.
+
+    The last batch is filled up with rows of weight 0. The order is shuffled once, so that
+    `max_batches` takes a fair sample.
+
+    Raises:
+      DataError: there is no such domain, or it has no validation text.
+    """
+    if domain is not None and domain not in self.domains:
+      raise DataError(f"no domain {domain!r} in the data; one of: {', '.join(self.domains)}")
+    keys = self._validation.keys(None if domain is None else self.domains.index(domain))
+    if not len(keys):
+      of = f"domain {domain!r}" if domain else "the data"
+      raise DataError(
+        f"{of} has no validation text; raise data.validation_fraction="
+        f"{self.config.validation_fraction} or give more than one document"
+      )
+    return Validation(self, _shuffled(keys), max_batches)
+
+  def _train_order(self) -> Any:
+    # A dataset of row keys without end: each domain shuffled by itself, then mixed by weight.
+    import grain
+
+    parts, weights = [], []
+    for index, weight in enumerate(self._mixing_weights()):
+      keys = self._train.keys(index)
+      if len(keys):
+        seed = _derived_seed(self.seed, self.domains[index])
+        ordered = grain.MapDataset.range(int(keys[0]), int(keys[-1]) + 1).shuffle(seed=seed)
+        parts.append(ordered.repeat())
+        weights.append(weight)
+    return grain.MapDataset.mix(parts, weights)
+
+  def _mixing_weights(self) -> list[float]:
+    # A source's weight is shared among its domains by their rows; a single source has weight 1.
+    sizes = [len(table) for table in self._train.tables]
+    of_part = [p.weight for p in self.config.parts()]
+    total = [0] * len(of_part)
+    for domain, size in zip(self.corpus.domains, sizes):
+      total[domain.part] += size
+    return [
+      of_part[domain.part] * size / total[domain.part] if size else 0.0
+      for domain, size in zip(self.corpus.domains, sizes)
+    ]
+
+  def _read_train(self, key: int) -> Batch:
+    return self._train.read(key, self.config.document_mask)
+
+  # --- what the data are --------------------------------------------------------------------------
+
+  def check_size(self) -> None:
+    """Raises:
+    DataError: there are fewer training rows than one batch takes.
+    """
+    if len(self._train) < self.batch_size:
+      raise DataError(
+        f"the training data are {len(self._train)} sequences of data.seq_len="
+        f"{self.config.seq_len}, less than one batch of train.batch_size={self.batch_size}; "
+        f"use a batch of at most {len(self._train)}, shorter sequences or more data"
+      )
+
+  def fingerprint(self) -> dict[str, Any]:
+    """What decides the order and content of batches, JSON-able; compare by `check_fingerprint`."""
+    cfg = self.config
+    return {
+      "source": cfg.mixture or cfg.source,
+      "digest": self.corpus.digest,
+      "documents": self.corpus.documents,
+      "domains": list(self.domains),
+      "rows": [len(table) for table in self._train.tables],
+      "tokenizer": self.tokenizer.digest,
+      "vocab_size": self.tokenizer.vocab_size,
+      "seq_len": cfg.seq_len,
+      "packing": cfg.packing,
+      "document_mask": cfg.document_mask,
+      "seed": self.seed,
+      "batch_size": self.batch_size,
+      "order": self._order_digest(),
+      "sharding": _SHARDING,
+      "process_count": self.process_count,
+    }
+
+  def _order_digest(self) -> str:
+    # The library promises no order across versions: the first rows are compared instead.
+    order = self._train_order()
+    first = np.array([order[i] for i in range(256)], "<i8")
+    return hashlib.blake2b(first.tobytes(), digest_size=8).hexdigest()
+
+  def summary(self) -> str:
+    """A few lines for the run's header: documents, tokens and rows, in all and per domain."""
+    corpus, weights = self.corpus, self._mixing_weights()
+    skipped = f", {corpus.bad_rows} bad rows skipped" if corpus.bad_rows else ""
+    lines = [
+      f"data {self.config.mixture or self.config.source}: {corpus.documents:,} documents, "
+      f"vocabulary {self.tokenizer.vocab_size:,} ({self.config.tokenizer}){skipped}"
+    ]
+    for index, domain in enumerate(corpus.domains):
+      share = weights[index] / sum(weights)
+      lines.append(
+        f"  {domain.name}: {share:.1%} of rows, {domain.train.size:,} training tokens "
+        f"({domain.train.text_bytes:,} bytes, {len(self._train.tables[index]):,} rows), "
+        f"{domain.validation.size:,} validation tokens"
+      )
+    return "\n".join(lines)
+
+
+class TrainIterator:
+  """Training batches without end; its position can be stored and restored."""
+
+  def __init__(self, iterator: Any):
+    self._iterator = iterator
+
+  def __iter__(self) -> TrainIterator:
+    return self
+
+  def __next__(self) -> Batch:
+    return next(self._iterator)
+
+  def state(self) -> dict[str, Any]:
+    """The position after the last batch given out, JSON-able.
+
+    It is a bare count of batches: store `Data.fingerprint` beside it.
+    """
+    return dict(self._iterator.get_state())
+
+  def restore(self, state: dict[str, Any]) -> None:
+    """Continues after the batch at which `state` was taken.
+
+    Raises:
+      DataError: not a state of this iterator.
+    """
+    position = state.get("next_index") if isinstance(state, dict) else None
+    if isinstance(position, bool) or not isinstance(position, int) or position < 0:
+      raise DataError(f"data position {state!r} is not one of this version: needs next_index >= 0")
+    self._iterator.set_state(dict(state))
+
+
+class Validation:
+  """A finite, repeatable sequence of validation batches."""
+
+  def __init__(self, data: Data, keys: np.ndarray, max_batches: int | None):
+    self._data, self._keys = data, keys
+    batches = -(-len(keys) // data.batch_size)
+    self._batches = batches if max_batches is None else min(batches, max_batches)
+
+  def __len__(self) -> int:
+    return self._batches
+
+  def __iter__(self) -> Iterator[Batch]:
+    data = self._data
+    share = data.batch_size // data.process_count
+    for batch in range(self._batches):
+      start = batch * data.batch_size + data.process_index * share
+      rows = [self._read(i) for i in range(start, start + share)]
+      yield {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+  def _read(self, i: int) -> Batch:
+    rows, mask = self._data._validation, self._data.config.document_mask
+    if i < len(self._keys):
+      return rows.read(int(self._keys[i]), mask)
+    return {name: np.zeros_like(a) for name, a in rows.read(int(self._keys[0]), mask).items()}
+
+
+class _Rows:
+  # The rows of all domains under one numbering: domain d has keys offsets[d] to offsets[d + 1].
+
+  def __init__(self, tables: list[RowTable]):
+    self.tables = tables
+    self.offsets = np.cumsum([0] + [len(t) for t in tables])
+
+  def __len__(self) -> int:
+    return int(self.offsets[-1])
+
+  def keys(self, domain: int | None) -> np.ndarray:
+    if domain is None:
+      return np.arange(len(self))
+    return np.arange(self.offsets[domain], self.offsets[domain + 1])
+
+  def read(self, key: int, document_mask: bool) -> Batch:
+    domain = int(np.searchsorted(self.offsets, key, side="right")) - 1
+    row = self.tables[domain].read(key - int(self.offsets[domain]), document_mask)
+    return {**row, "domain": np.int32(domain)}  # pyright: ignore[reportReturnType]
+
+
+class _ProcessRows:
+  # The rows of one process, as a source of grain: its contiguous slice of every global batch. Row
+  # slices, not every n-th row, since that is how processes hold a sharded batch of jax.
+
+  def __init__(self, order: Any, batch_size: int, index: int, count: int):
+    self._order, self._batch = order, batch_size
+    self._share, self._index = batch_size // count, index
+
+  def __len__(self) -> int:
+    return len(self._order) // self._batch * self._share
+
+  def __getitem__(self, index: int) -> int:
+    batch, row = divmod(int(index), self._share)
+    return self._order[batch * self._batch + self._index * self._share + row]
+
+
+def _derived_seed(seed: int, name: str) -> int:
+  # grain adds the number of the epoch to the seed: neighbouring seeds must not meet.
+  return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest(), "big")
+
+
+def _shuffled(keys: np.ndarray) -> np.ndarray:
+  # By a hash of the position: the same on every machine and version.
+  order = [hashlib.blake2b(b"%d" % i, digest_size=8).digest() for i in range(len(keys))]
+  return keys[sorted(range(len(keys)), key=order.__getitem__)]
+
+
+def check_fingerprint(stored: dict[str, Any], now: dict[str, Any]) -> None:
+  """Compares the fingerprint of a stored position with today's data.
+
+  Raises:
+    DataError: names the first field that differs.
+  """
+  for name in dict.fromkeys([*now, *stored]):
+    if name in _INFORMATIVE or stored.get(name) == now.get(name):
+      continue
+    raise DataError(
+      f"data fingerprint: {name} was {stored.get(name)!r} when the run was saved and is "
+      f"{now.get(name)!r} now; continue with the data and options of the saved run, or start anew"
+    )
+
+
+def check_vocab(data: Data, model_vocab_size: int) -> None:
+  """Token ids index the embedding, which clamps ids that are too large instead of failing.
+
+  Raises:
+    DataError: the data have an id that the model does not.
+  """
+  if data.tokenizer.vocab_size > model_vocab_size:
+    raise DataError(
+      f"model.vocab_size={model_vocab_size} is smaller than the {data.tokenizer.vocab_size} tokens "
+      f"of data.tokenizer={data.config.tokenizer!r}; use at least {data.tokenizer.vocab_size}"
+    )
+
+
+class BitsPerByte(NamedTuple):
+  """Bits per byte of text over all validation text, and for each domain that has some."""
+
+  total: float
+  domains: dict[str, float]
+
+
+def bigram_bits_per_byte(data: Data) -> BitsPerByte:
+  """Bits per byte of a bigram model of bytes: fit on the training text, measured on validation.
+
+  The end of each document is predicted too, and costs bits but no bytes, as for a trained model.
+
+  Raises:
+    DataError: there is no validation text.
+  """
+  fitted = np.sum([d.train.pairs for d in data.corpus.domains], axis=0)
+  held = [d for d in data.corpus.domains if d.validation.text_bytes]
+  if not held:
+    raise DataError(
+      "the data has no validation text; raise data.validation_fraction="
+      f"{data.config.validation_fraction} or give more than one document"
+    )
+  costs = {d.name: bigram.bits(fitted, d.validation.pairs) for d in held}
+  total = sum(costs.values()) / sum(d.validation.text_bytes for d in held)
+  return BitsPerByte(total, {d.name: costs[d.name] / d.validation.text_bytes for d in held})

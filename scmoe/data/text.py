@@ -1,0 +1,237 @@
+"""Sources of text: each yields documents in a fixed order."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from scmoe.data import procedural
+from scmoe.data.config import DataConfig, SourcePart
+from scmoe.data.files import BadRows, InputFile, find_files, log, read_lines
+from scmoe.data.packages import need
+from scmoe.errors import DataError
+
+_SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+  """One text: UTF-8 bytes, its domain, and the split its file's name demands (None: by hash)."""
+
+  text: bytes
+  domain: str
+  split: str | None = None
+
+
+def read_documents(part: SourcePart, config: DataConfig, bad: BadRows) -> Iterator[Document]:
+  """Documents of one source, in a fixed order.
+
+  Raises:
+    DataError: files are missing or unreadable, or too many rows are bad.
+  """
+  if part.kind == "stdlib":
+    return read_stdlib()
+  if part.kind == "procedural":
+    return read_procedural(part.path, config.limit_bytes)
+  files = find_files(part.kind, part.path)
+  domain = Path(part.path.rstrip("/")).name.split(".")[0].replace("*", "") or part.kind
+  if part.kind == "text":
+    return read_text(files, domain, config.document_bytes, bad)
+  rows = read_jsonl(files, config, bad) if part.kind == "jsonl" else read_parquet(files, config)
+  return _row_documents(rows, domain, config, bad)
+
+
+# --- the standard library -------------------------------------------------------------------------
+
+
+def read_stdlib() -> Iterator[Document]:
+  """The interpreter's own .py files (domain "code") and language reference (domain "prose").
+
+  Where the library is zipped or missing, procedural text takes its place.
+  """
+  root = Path(sysconfig.get_path("stdlib"))
+  found = False
+  for path in _stdlib_files(root):
+    text = path.read_bytes()
+    if text and _is_text(text):
+      found = True
+      yield Document(text, "code")
+  if not found:
+    log.warning("no standard library source under %s; using data.source='procedural'", root)
+    yield from read_procedural("", 0)
+    return
+  try:
+    from pydoc_data.topics import topics
+  except ImportError:
+    log.warning("this Python has no pydoc_data.topics: no domain 'prose'")
+    return
+  for name in sorted(topics):
+    if topics[name]:
+      yield Document(topics[name].encode(), "prose")
+
+
+def _stdlib_files(root: Path) -> list[Path]:
+  def wanted(path: Path) -> bool:
+    parts = path.relative_to(root).parts
+    return not _SKIPPED_FOLDERS.intersection(parts) and parts[0] != "pydoc_data"
+
+  return sorted((p for p in root.rglob("*.py") if wanted(p)), key=lambda p: p.as_posix())
+
+
+def _is_text(text: bytes) -> bool:
+  try:
+    text.decode("utf-8")
+  except UnicodeDecodeError:
+    return False
+  return b"\0" not in text
+
+
+def read_procedural(names: str, limit_bytes: int) -> Iterator[Document]:
+  """Procedural documents; `names` joined by '+', empty for all domains."""
+  for name in procedural.domain_names(names):
+    for text in procedural.documents(name, limit_bytes or procedural.DEFAULT_BYTES):
+      yield Document(text, name)
+
+
+# --- text files -----------------------------------------------------------------------------------
+
+
+def read_text(
+  files: list[InputFile], domain: str, document_bytes: int, bad: BadRows
+) -> Iterator[Document]:
+  """Text files, long ones cut into documents of about `document_bytes`; a bad file is a bad row."""
+  for file in files:
+    try:
+      text = file.path.read_bytes()
+    except OSError as error:
+      raise DataError(f"{file.path}: cannot be read: {error}") from None
+    if why := _bad_text(text):
+      line = 1 + text.count(b"\n", 0, _first_bad_byte(text))
+      bad.skip(f"{file.path}:{line}", why)
+      continue
+    for piece in split_text(text, document_bytes):
+      yield Document(piece, domain, file.split)
+
+
+def split_text(text: bytes, document_bytes: int) -> Iterator[bytes]:
+  """Cuts valid UTF-8 into pieces that join to `text`, each about `document_bytes` long.
+
+  A piece ends at the first blank line after `document_bytes`; where none comes within twice that
+  length, at a line's end, then at a character's end. Cutting from the front keeps the earlier
+  pieces as they are when text is appended.
+  """
+  start = 0
+  while document_bytes and len(text) - start > document_bytes:
+    end = _cut(text, start + document_bytes, start + 2 * document_bytes)
+    yield text[start:end]
+    start = end
+  if start < len(text):
+    yield text[start:]
+
+
+def _cut(text: bytes, low: int, high: int) -> int:
+  for mark in (b"\n\n", b"\n"):
+    at = text.find(mark, low, high)
+    if at >= 0:
+      return at + len(mark)
+  while low < len(text) and text[low] & 0xC0 == 0x80:  # not inside a UTF-8 character
+    low += 1
+  return low
+
+
+def _bad_text(text: bytes) -> str | None:
+  if not text.strip():
+    return "empty text"
+  if b"\0" in text:
+    return "NUL byte in the text"
+  try:
+    text.decode("utf-8")
+  except UnicodeDecodeError as error:
+    return f"invalid UTF-8 ({error.reason} 0x{text[error.start]:02x})"
+  return None
+
+
+def _first_bad_byte(text: bytes) -> int:
+  try:
+    text.decode("utf-8")
+  except UnicodeDecodeError as error:
+    return error.start
+  return max(text.find(b"\0"), 0)
+
+
+# --- rows of jsonl and parquet --------------------------------------------------------------------
+
+Row = tuple[str, str | None, dict[str, Any]]  # file:line, split, columns
+
+
+def read_jsonl(files: list[InputFile], config: DataConfig, bad: BadRows) -> Iterator[Row]:
+  """Rows of .jsonl, .jsonl.gz and .jsonl.zst files; what is no JSON object is a bad row."""
+  for file in files:
+    for number, line in read_lines(file.path):
+      where = f"{file.path}:{number}"
+      if line is None:
+        bad.skip(where, "line of more than 10 MB")
+        continue
+      if not line.strip():
+        continue  # a blank line, e.g. at the end, is no row
+      try:
+        row = json.loads(line)
+      except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError too
+        reason = "invalid UTF-8" if isinstance(error, UnicodeDecodeError) else "invalid JSON"
+        bad.skip(where, f"{reason} ({str(error)[:80]})")
+        continue
+      if not isinstance(row, dict):
+        bad.skip(where, f"expected a JSON object, got {type(row).__name__}")
+        continue
+      yield where, file.split, row
+
+
+def read_parquet(files: list[InputFile], config: DataConfig) -> Iterator[Row]:
+  """Rows of parquet files, of the wanted columns only.
+
+  Raises:
+    DataError: a file is no parquet file, or lacks the column.
+  """
+  parquet = need("pyarrow.parquet", "data.source='parquet'")
+  wanted = [c for c in (config.field, config.domain_field) if c]
+  for file in files:
+    try:
+      table = parquet.ParquetFile(file.path)
+      names = table.schema_arrow.names
+    except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
+      raise DataError(f"{file.path}: not a readable parquet file: {error}") from None
+    for name in wanted:
+      if name not in names:
+        option = "data.field" if name == config.field else "data.domain_field"
+        raise DataError(f"{file.path}: no column {option}={name!r}; it has: {', '.join(names)}")
+    number = 0
+    for batch in table.iter_batches(batch_size=1024, columns=wanted):
+      for row in batch.to_pylist():
+        number += 1
+        yield f"{file.path}:{number}", file.split, row
+
+
+def _row_documents(
+  rows: Iterator[Row], domain: str, config: DataConfig, bad: BadRows
+) -> Iterator[Document]:
+  for where, split, row in rows:
+    text = row.get(config.field)
+    if config.field not in row or text is None:
+      bad.skip(where, f"no field data.field={config.field!r}; it has: {', '.join(map(str, row))}")
+      continue
+    if not isinstance(text, str):
+      bad.skip(where, f"data.field={config.field!r} holds {type(text).__name__}, not text")
+      continue
+    encoded = text.encode("utf-8", errors="surrogatepass")
+    if why := _bad_text(encoded):
+      bad.skip(where, why)
+      continue
+    named = row.get(config.domain_field) if config.domain_field else domain
+    if named is None or named == "":
+      bad.skip(where, f"no domain in data.domain_field={config.domain_field!r}")
+      continue
+    yield Document(encoded, str(named), split)

@@ -1,0 +1,112 @@
+"""AdamW with clipping, a decay mask and schedules that follow the step of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from scmoe.errors import ConfigError
+from scmoe.options import check_options
+from scmoe.training.options import OptimizerConfig
+
+UNDECAYED = ("bias", "scale", "norm", "gain")  # name parts of parameters without weight decay
+
+
+class Optimizer(NamedTuple):
+  """An optax transformation whose `update` takes `step=`, and the schedule it follows."""
+
+  tx: optax.GradientTransformationExtraArgs
+  schedule: Callable[[Any], Any]  # step -> learning rate
+
+
+def make_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
+  """Learning rate of optimizer step n, 0 <= n < `steps`.
+
+  Warm-up is (n + 1) / (warmup_steps + 1) of the peak, so that the first step already learns.
+
+  Raises:
+    ConfigError: warm-up and decay do not fit into `steps`.
+  """
+  check_options(cfg, "optimizer")
+  peak, warmup = cfg.learning_rate, cfg.warmup_steps
+  if warmup >= steps:
+    raise ConfigError(
+      f"optimizer.warmup_steps={warmup} is not less than train.steps={steps}; use at most "
+      f"{steps - 1}"
+    )
+  decay = round(cfg.decay_fraction * steps)
+  if cfg.schedule == "wsd" and warmup + decay > steps:
+    raise ConfigError(
+      f"optimizer.decay_fraction={cfg.decay_fraction} of train.steps={steps} leaves no room for "
+      f"optimizer.warmup_steps={warmup}; use at most {(steps - warmup) / steps:.2f}"
+    )
+  parts = [(0, optax.linear_schedule(peak / (warmup + 1), peak, warmup))] if warmup else []
+  if cfg.schedule == "cosine":
+    parts += [(warmup, optax.cosine_decay_schedule(peak, steps - warmup, cfg.min_lr_ratio))]
+  elif cfg.schedule == "constant" or not decay:
+    parts += [(warmup, optax.constant_schedule(peak))]
+  else:
+    parts += [
+      (warmup, optax.constant_schedule(peak)),
+      (steps - decay, optax.linear_schedule(peak, peak * cfg.min_lr_ratio, decay)),
+    ]
+  return optax.join_schedules([rule for _, rule in parts], [start for start, _ in parts[1:]])
+
+
+def decay_mask(params: Any) -> Any:
+  """True for the parameters that decay: matrices, and not what is named a bias, norm or gain.
+
+  Names count as well as dimensions, since a vector becomes a matrix when layers are stacked.
+  """
+
+  def decays(path: tuple, leaf: Any) -> bool:
+    names = jax.tree_util.keystr(path, simple=True, separator="/").lower().split("/")
+    return leaf.ndim >= 2 and not any(part in name for name in names[-2:] for part in UNDECAYED)
+
+  return jax.tree_util.tree_map_with_path(decays, params)
+
+
+def make_optimizer(
+  cfg: OptimizerConfig, steps: int, mask: Any | Callable[[Any], Any] = decay_mask
+) -> Optimizer:
+  """Clipping, Adam, masked decoupled weight decay, learning rate: one optax chain.
+
+  Args:
+    cfg: see `OptimizerConfig`.
+    steps: length of the schedule, train.steps.
+    mask: pytree of bool like the parameters, or a function of them: which of them decay.
+
+  Raises:
+    ConfigError: the schedule does not fit into `steps`.
+  """
+  schedule = make_schedule(cfg, steps)
+  tx = optax.chain(
+    optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm else optax.identity(),
+    optax.scale_by_adam(cfg.beta1, cfg.beta2, cfg.eps),
+    optax.add_decayed_weights(cfg.weight_decay, mask) if cfg.weight_decay else optax.identity(),
+    scale_by_step(schedule),
+  )
+  return Optimizer(optax.with_extra_args_support(tx), schedule)
+
+
+def scale_by_step(schedule: optax.Schedule) -> optax.GradientTransformationExtraArgs:
+  """Multiplies updates by -schedule(step), where `step` is given to `update`.
+
+  Optax's own counter lives in the optimizer state, which a skipped step leaves alone; the schedule
+  must follow the run nevertheless.
+  """
+
+  def init(params: Any) -> optax.EmptyState:
+    del params
+    return optax.EmptyState()
+
+  def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    del params
+    rate = -jnp.asarray(schedule(extra["step"]), jnp.float32)
+    return jax.tree.map(lambda u: (rate * u).astype(u.dtype), updates), state
+
+  return optax.GradientTransformationExtraArgs(init, update)

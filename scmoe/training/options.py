@@ -1,0 +1,173 @@
+"""What a user may set about training, the optimizer, checkpoints and processes; nothing else.
+
+Kept apart from the code that reads it, so that `--help` and the dry run need neither optax nor
+orbax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from scmoe.errors import ConfigError
+from scmoe.options import check_options, option
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+  """Length, batch and cadence of a run (section `train`)."""
+
+  steps: int = option(1000, "optimizer steps; the schedule spans them", minimum=1)
+  batch_size: int = option(8, "sequences per microbatch, over all devices", minimum=1)
+  tokens_per_step: int = option(
+    0,
+    "tokens per optimizer step; 0: one microbatch. Gradients are accumulated over "
+    "tokens_per_step / (batch_size x sequence length) microbatches",
+    minimum=0,
+  )
+  seed: int = option(0, "seed of the initial weights and of the noise of training", minimum=0)
+  log_every: int = option(10, "steps between lines on the console and in metrics.jsonl", minimum=1)
+  eval_every: int = option(0, "steps between evaluations; 0: only after the last step", minimum=0)
+  eval_batches: int = option(8, "batches of one evaluation; 0: the whole validation set", minimum=0)
+  sample_every: int = option(
+    0, "steps between printed samples; 0: only after the last step", minimum=0
+  )
+  sample_tokens: int = option(
+    64, "tokens of a printed sample; 0: never print samples during training", minimum=0
+  )
+  router_every: int = option(
+    100, "steps between router/step_N.npz files of per-layer arrays; 0: never", minimum=0
+  )
+  stop_after: int = option(
+    0,
+    "stop after that step as if interrupted (save, exit 75); the schedule still spans steps; 0: no",
+    minimum=0,
+  )
+  remat: str = option(
+    "none",
+    "what the backward pass recomputes: none; dots: all but matrix products; moe: the experts; "
+    "full: every block",
+    choices=("none", "dots", "moe", "full"),
+  )
+  max_skipped_in_row: int = option(
+    10,
+    "steps in a row with a non-finite loss or gradient that are skipped; one more ends the run "
+    "(exit 4)",
+    minimum=0,
+  )
+  watchdog_seconds: float = option(
+    0.0, "a step that takes longer ends the run with every stack (exit 86); 0: off", minimum=0
+  )
+  first_step_seconds: float = option(
+    1800.0,
+    "the watchdog's allowance for whatever compiles or writes: first step, first evaluation, save",
+    minimum=0,
+  )
+  tensorboard: bool = option(True, "write TensorBoard files beside metrics.jsonl")
+  deterministic: bool = option(
+    False, "ask XLA for bitwise reproducible GPU operations (slower; some have no such form)"
+  )
+  profile_step: int = option(
+    0, "first step of a profiler trace into WORKDIR/profile; 0: none", minimum=0
+  )
+  profile_steps: int = option(3, "steps in the trace", minimum=1)
+
+  def microbatches(self, sequence_length: int) -> int:
+    """Microbatches A of one optimizer step, for sequences of `sequence_length` tokens.
+
+    Raises:
+      ConfigError: `tokens_per_step` is not a whole number of microbatches.
+    """
+    check_options(self, "train")
+    if not self.tokens_per_step:
+      return 1
+    tokens = self.batch_size * sequence_length
+    if self.tokens_per_step % tokens:
+      near = max(1, round(self.tokens_per_step / tokens)) * tokens
+      raise ConfigError(
+        f"train.tokens_per_step={self.tokens_per_step} is not a multiple of train.batch_size="
+        f"{self.batch_size} x sequence length {sequence_length} = {tokens}; use {near}, or 0 for "
+        "one microbatch"
+      )
+    return self.tokens_per_step // tokens
+
+  def check_mesh(self, batch_shards: int, processes: int = 1) -> None:
+    """Checks that a microbatch can be split over `batch_shards` devices and the processes.
+
+    Raises:
+      ConfigError: it cannot be split evenly.
+    """
+    for parts, what in ((batch_shards, "mesh.data x mesh.expert"), (processes, "processes")):
+      if self.batch_size % parts:
+        near = -(-self.batch_size // parts) * parts
+        raise ConfigError(
+          f"train.batch_size={self.batch_size} is not divisible by {what} = {parts}; use {near}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+  """AdamW, its schedule and clipping (section `optimizer`)."""
+
+  learning_rate: float = option(3e-4, "peak learning rate", minimum=0)
+  schedule: str = option(
+    "cosine",
+    "after warm-up: cosine to min_lr_ratio; wsd: constant, then linear to min_lr_ratio over the "
+    "last decay_fraction; constant",
+    choices=("cosine", "wsd", "constant"),
+  )
+  warmup_steps: int = option(100, "steps of linear warm-up", minimum=0)
+  min_lr_ratio: float = option(
+    0.1, "learning rate at the end, as a share of the peak", minimum=0, maximum=1
+  )
+  decay_fraction: float = option(
+    0.2, "wsd: share of train.steps spent decaying", minimum=0, maximum=1
+  )
+  beta1: float = option(0.9, "decay of the first moment", minimum=0, maximum=1)
+  beta2: float = option(0.95, "decay of the second moment", minimum=0, maximum=1)
+  eps: float = option(1e-8, "added to the root of the second moment", minimum=0)
+  weight_decay: float = option(
+    0.1, "decoupled weight decay of matrices; none on biases, norms and gains", minimum=0
+  )
+  clip_norm: float = option(
+    1.0, "global gradient norm above which gradients are scaled down; 0: no clipping", minimum=0
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+  """When checkpoints are written and how many stay (section `checkpoint`)."""
+
+  every: int = option(
+    500, "steps between checkpoints; 0: only at the end or when told to stop", minimum=0
+  )
+  keep: int = option(3, "newest checkpoints that stay", minimum=1)
+  keep_every: int = option(
+    0, "checkpoints whose step is a multiple of this stay for ever; 0: none", minimum=0
+  )
+  async_save: bool = option(True, "go on training while a checkpoint is written")
+  max_failures: int = option(
+    3, "failed saves in a row that end the run (exit 6); fewer are logged and retried", minimum=1
+  )
+  allow_config_change: bool = option(
+    False, "resume although the stored configuration or the data differ"
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class DistributedConfig:
+  """Several processes of one run (section `distributed`).
+
+  Under SLURM nothing has to be set. Otherwise every process gets the same coordinator and count
+  and its own id, here or as SCMOE_COORDINATOR, SCMOE_NUM_PROCESSES and SCMOE_PROCESS_ID.
+  """
+
+  coordinator: str = option("", "host:port of process 0; empty: from SLURM or the environment")
+  num_processes: int = option(
+    0, "processes of the run; 0: from SLURM or the environment", minimum=0
+  )
+  process_id: int = option(
+    -1, "number of this process; -1: from SLURM or the environment", minimum=-1
+  )
+  heartbeat_seconds: int = option(
+    100, "a process that is silent for so long is given up and ends the others", minimum=5
+  )

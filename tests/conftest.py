@@ -1,0 +1,39 @@
+"""Environment of all tests: eight simulated CPU devices, decided before jax is imported."""
+
+import os
+
+import pytest
+
+DEVICES = "--xla_force_host_platform_device_count=8"
+
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}".strip()
+# A collective among eight simulated devices waits for eight threads at once. XLA sizes its pool by
+# the number of cores unless it is told otherwise, and with two cores such a step would never end.
+os.environ["NPROC"] = "16"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+  """The CPU, except where the tests that need a GPU are asked for."""
+  if config.getoption("markexpr", "") != "gpu":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+@pytest.fixture(scope="session")
+def mesh_of():
+  """Mesh of data x expert x tensor devices, by their numbers."""
+  from scmoe.parallel.mesh import MeshConfig, make_mesh
+
+  return lambda data=1, expert=1, tensor=1: make_mesh(MeshConfig(data, expert, tensor))
+
+
+@pytest.fixture(scope="session")
+def mesh1(mesh_of):
+  """One device."""
+  return mesh_of()
+
+
+@pytest.fixture(scope="session")
+def mesh8(mesh_of):
+  """Eight devices, data 2 x expert 4."""
+  return mesh_of(2, 4)

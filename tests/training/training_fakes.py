@@ -1,0 +1,170 @@
+"""A model and a data source small enough to check by hand, with the contracts of the real ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from scmoe.training.optimizer import make_optimizer
+from scmoe.training.options import OptimizerConfig
+from scmoe.training.step import abstract_state, init_state, make_train_step, shardings_of
+
+VOCAB, WIDTH, EXPERTS, SEQ = 17, 8, 4, 8
+
+
+def init(key):
+  """Parameters and router state of a two-layer language model with top-1 experts."""
+  keys = jax.random.split(key, 4)
+  normal = lambda i, *shape: 0.3 * jax.random.normal(keys[i], shape, jnp.float32)
+  params = {
+    "embed": normal(0, VOCAB, WIDTH),
+    "router": normal(1, WIDTH, EXPERTS),
+    "experts": normal(2, EXPERTS, WIDTH, WIDTH),
+    "head": {"kernel": normal(3, WIDTH, VOCAB), "bias": jnp.zeros(VOCAB)},
+  }
+  return params, {"bias": jnp.zeros(EXPERTS)}
+
+
+def shardings(mesh):
+  """Experts over the expert axis, the rest replicated."""
+  whole = NamedSharding(mesh, P())
+  params, router = jax.eval_shape(init, jax.random.key(0))
+  params = jax.tree.map(lambda _: whole, params)
+  params["experts"] = NamedSharding(mesh, P("expert"))
+  return params, jax.tree.map(lambda _: whole, router)
+
+
+class Objective:
+  """Weighted cross-entropy; the router bias follows the load."""
+
+  noise = 0.01
+
+  def loss(self, params, router, batch, rng):
+    x = params["embed"][batch["inputs"]]
+    logits = x @ params["router"] + router["bias"]
+    expert = jnp.argmax(logits, -1)
+    gate = jax.nn.softmax(logits)
+    one_hot = jax.nn.one_hot(expert, EXPERTS)
+    x = x + self.noise * jax.random.normal(rng, x.shape)
+    y = jnp.einsum("bsd,edf,bse->bsf", x, params["experts"], one_hot * gate)
+    out = jax.nn.gelu(x + y) @ params["head"]["kernel"] + params["head"]["bias"]
+    token = jnp.take_along_axis(jax.nn.log_softmax(out), batch["targets"][..., None], -1)[..., 0]
+    total, count = -(token * batch["weights"]).sum(), batch["weights"].sum()
+    aux = {"loss": total, "count": count, "load": one_hot.sum((0, 1))[None]}
+    return total / count, aux
+
+  def metrics(self, aux):
+    load = aux["load"] / aux["load"].sum()
+    scalars = {"loss": aux["loss"] / aux["count"], "imbalance": EXPERTS * load.max()}
+    return scalars | {"drop": jnp.zeros(())}, {"load": load, "max_violation": load.max(-1)}
+
+  def update_router(self, router, aux):
+    load = aux["load"][0]
+    return {"bias": router["bias"] + 1e-3 * jnp.sign(load.mean() - load)}
+
+
+class Poisoned(Objective):
+  """NaN where a token 0 is the first input of the batch."""
+
+  def loss(self, params, router, batch, rng):
+    loss, aux = super().loss(params, router, batch, rng)
+    return loss * jnp.where(batch["inputs"][0, 0] == 0, jnp.nan, 1.0), aux
+
+
+class Iterator:
+  """Microbatches of one process; a function of (seed, index) only."""
+
+  def __init__(self, source: Source):
+    self.source, self.index = source, 0
+
+  def __iter__(self):
+    return self
+
+  def __next__(self) -> dict[str, np.ndarray]:
+    batch = self.source.batch(self.index)
+    self.index += 1
+    return batch
+
+  def state(self) -> dict[str, Any]:
+    return {"next_index": self.index}
+
+  def restore(self, state: dict[str, Any]) -> None:
+    self.index = state["next_index"]
+
+
+class Source:
+  """A pipeline of learnable sequences: token n + 1 = (token n) + stride, with some noise.
+
+  Args:
+    batch_size: sequences per microbatch over all processes.
+    bad: indices of microbatches whose first token is 0 (see `Poisoned`).
+  """
+
+  def __init__(self, batch_size: int, *, seed: int = 0, bad: tuple[int, ...] = ()):
+    self.batch_size, self.seed, self.bad = batch_size, seed, frozenset(bad)
+
+  def train(self) -> Iterator:
+    return Iterator(self)
+
+  def fingerprint(self) -> dict[str, Any]:
+    return {"source": "stride", "seed": self.seed, "batch_size": self.batch_size, "length": SEQ}
+
+  def batch(self, index: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng([self.seed, index])
+    start = rng.integers(1, VOCAB, (self.batch_size, 1))
+    rows = (start + 3 * np.arange(SEQ + 1)) % (VOCAB - 1) + 1
+    rows = np.where(rng.random(rows.shape) < 0.05, 1, rows).astype(np.int32)
+    if index in self.bad:
+      rows[0, 0] = 0
+    local = self.batch_size // jax.process_count()
+    rows = rows[jax.process_index() * local :][:local]
+    ones = np.ones((local, SEQ), np.int32)
+    return {
+      "inputs": rows[:, :-1],
+      "targets": rows[:, 1:],
+      "weights": ones.astype(np.float32),
+      "segment_ids": ones,
+      "positions": np.arange(SEQ, dtype=np.int32) * ones,
+      "domain": np.zeros(local, np.int32),
+    }
+
+
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup_steps=2)
+
+
+class Setup:
+  """State and step of the fake model on a mesh."""
+
+  def __init__(self, mesh, objective=None, optimizer: OptimizerConfig = OPTIMIZER, steps=20):
+    self.mesh = mesh
+    self.optimizer = make_optimizer(optimizer, steps)
+    self.abstract = abstract_state(init, self.optimizer, mesh, shardings(mesh))
+    self.step = make_train_step(
+      objective or Objective(), self.optimizer, mesh, shardings_of(self.abstract)
+    )
+
+  def state(self, seed: int = 0):
+    """A fresh state."""
+    return init_state(init, self.optimizer, seed, self.abstract)
+
+
+def bits(tree: Any) -> list[bytes]:
+  """The raw bytes of every leaf, for bitwise comparison."""
+  return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+def stacked(*batches: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+  """Microbatches as leaves [A, B, ...]."""
+  return {k: np.stack([b[k] for b in batches]) for k in batches[0]}
+
+
+def leaf_files(step: Path) -> list[Path]:
+  """Files of array data in a checkpoint, largest first."""
+  files = [f for f in step.rglob("d/*") if f.is_file()]
+  return sorted(files, key=lambda f: -f.stat().st_size)

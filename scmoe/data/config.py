@@ -12,7 +12,7 @@ from scmoe.options import check_options, option
 
 SOURCES = ("stdlib", "text", "jsonl", "parquet", "procedural", "mixture")
 PACKINGS = ("concat", "pack", "pad")
-_NEEDS_PATH = ("text", "jsonl", "parquet")
+NEEDS_PATH = ("text", "jsonl", "parquet")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class DataConfig:
     minimum=0,
   )
   limit_bytes: int = option(
-    0, "use at most this many bytes of each domain, from its beginning; 0 uses all", minimum=0
+    0, "stop reading a domain after this many bytes; 0 reads all", minimum=0
   )
   max_bad_rows: int = option(
     100,
@@ -95,7 +95,7 @@ class DataConfig:
       ConfigError: names the field, what was got and what would do.
     """
     check_options(self, "data")
-    if self.source in _NEEDS_PATH and not self.path:
+    if self.source in NEEDS_PATH and not self.path:
       raise ConfigError(
         f"data.path='' is empty; data.source={self.source!r} needs a file or folder"
       )
@@ -156,6 +156,6 @@ def _parse_part(text: str, form: str) -> SourcePart:
   if kind not in SOURCES or kind == "mixture":
     known = ", ".join(s for s in SOURCES if s != "mixture")
     raise ConfigError(f"data.mixture: unknown source {kind!r}; one of: {known}")
-  if kind in _NEEDS_PATH and not path:
+  if kind in NEEDS_PATH and not path:
     raise ConfigError(f"data.mixture: {text!r} names no file; write {kind}:PATH:{weight_text}")
   return SourcePart(kind, path, weight)

@@ -20,7 +20,7 @@ import numpy as np
 
 from scmoe.data import tokenizers
 from scmoe.data.bigram import count_pairs
-from scmoe.data.config import DataConfig, SourcePart
+from scmoe.data.config import NEEDS_PATH, DataConfig, SourcePart
 from scmoe.data.files import BadRows, atomic_write, log
 from scmoe.data.text import Document, read_documents
 from scmoe.errors import DataError
@@ -109,12 +109,15 @@ def load_corpus(config: DataConfig) -> Corpus:
 
 def _read_part(part: SourcePart, index: int, config: DataConfig, bad: BadRows) -> dict[str, _Texts]:
   by_domain: dict[str, list[Document]] = {}
-  used: dict[str, int] = {}
+  used: dict[tuple[str, str | None], int] = {}
+  one_domain = part.kind in NEEDS_PATH and not config.domain_field
   for document in read_documents(part, config, bad):
-    size = used.get(document.domain, 0)
-    if config.limit_bytes and size >= config.limit_bytes:
+    key = (document.domain, document.split)
+    if config.limit_bytes and used.get(key, 0) >= config.limit_bytes:
+      if one_domain and document.split is None:
+        break  # the rest of a large file need not be read
       continue
-    used[document.domain] = size + len(document.text)
+    used[key] = used.get(key, 0) + len(document.text)
     by_domain.setdefault(document.domain, []).append(document)
   if not by_domain:
     where = f"data.path={part.path!r}" if part.path else f"data.source={part.kind!r}"
@@ -152,7 +155,7 @@ def _split(documents: list[Document], part: int, fraction: float) -> _Texts:
   for document, share in zip(documents, shares):
     split = document.split or ("validation" if share < bound else "train")
     (texts.train if split == "train" else texts.validation).append(document.text)
-  if not texts.train:
+  if not texts.train and all(d.split is None for d in documents):
     texts.train, texts.validation = texts.validation, []  # one document: train on it
   return texts
 
@@ -191,7 +194,11 @@ def _make_stream(texts: list[bytes], tokenizer: tokenizers.Tokenizer, config: Da
 
 
 def join_documents(texts: list[bytes], tokenizer: tokenizers.Tokenizer) -> np.ndarray:
-  """The flat stream of these documents, uint16 or int32; empty for no documents."""
+  """The flat stream of these documents, uint16 or int32; empty for no documents.
+
+  Raises:
+    DataError: the tokenizer yields its end-of-text token for text.
+  """
   dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
   if not texts:
     return np.zeros(0, dtype)
@@ -199,7 +206,13 @@ def join_documents(texts: list[bytes], tokenizer: tokenizers.Tokenizer) -> np.nd
   pieces = [eos]
   for ids in tokenizer.encode_documents(texts):
     pieces += [ids.astype(dtype), eos]
-  return np.concatenate(pieces)
+  tokens = np.concatenate(pieces)
+  if int((tokens == eos).sum()) != len(texts) + 1:
+    raise DataError(
+      f"the text spells the end-of-text token {tokenizer.eos_id} of data.tokenizer, which would "
+      "end a document; name another, special token in data.eos_token"
+    )
+  return tokens
 
 
 def _cached_tokens(texts: list[bytes], tokenizer: tokenizers.Tokenizer, cache: Path) -> np.ndarray:

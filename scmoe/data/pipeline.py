@@ -102,6 +102,11 @@ class Data:
       [make_rows(d.validation, config.packing, config.seq_len) for d in corpus.domains]
     )
 
+  @property
+  def validation_domains(self) -> tuple[str, ...]:
+    """The domains that have validation text; empty with `data.validation_fraction=0`."""
+    return tuple(d for d, table in zip(self.domains, self._validation.tables) if len(table))
+
   # --- batches ------------------------------------------------------------------------------------
 
   def train(self) -> TrainIterator:
@@ -176,6 +181,8 @@ class Data:
     """Raises:
     DataError: there are fewer training rows than one batch takes.
     """
+    if not len(self._train):
+      raise DataError("the training data are empty: all documents went to validation")
     if len(self._train) < self.batch_size:
       raise DataError(
         f"the training data are {len(self._train)} sequences of data.seq_len="
@@ -187,11 +194,12 @@ class Data:
     """What decides the order and content of batches, JSON-able; compare by `check_fingerprint`."""
     cfg = self.config
     return {
-      "source": cfg.mixture or cfg.source,
+      "source": "+".join(part.kind for part in cfg.parts()),
       "digest": self.corpus.digest,
       "documents": self.corpus.documents,
       "domains": list(self.domains),
       "rows": [len(table) for table in self._train.tables],
+      "weights": [round(weight, 9) for weight in self._mixing_weights()],
       "tokenizer": self.tokenizer.digest,
       "vocab_size": self.tokenizer.vocab_size,
       "seq_len": cfg.seq_len,

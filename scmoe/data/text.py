@@ -208,11 +208,25 @@ def read_parquet(files: list[InputFile], config: DataConfig) -> Iterator[Row]:
       if name not in names:
         option = "data.field" if name == config.field else "data.domain_field"
         raise DataError(f"{file.path}: no column {option}={name!r}; it has: {', '.join(names)}")
-    number = 0
+    yield from _parquet_rows(table, file, wanted)
+
+
+def _parquet_rows(table: Any, file: InputFile, wanted: list[str]) -> Iterator[Row]:
+  types = need("pyarrow", "data.source='parquet'")
+  number = 0
+  try:
     for batch in table.iter_batches(batch_size=1024, columns=wanted):
-      for row in batch.to_pylist():
+      columns = []
+      for name in wanted:
+        column = batch.column(name)
+        # As bytes: pyarrow raises on the first row that is not UTF-8, here only that row is bad.
+        is_text = types.types.is_string(column.type) or types.types.is_large_string(column.type)
+        columns.append((column.cast(types.large_binary()) if is_text else column).to_pylist())
+      for values in zip(*columns):
         number += 1
-        yield f"{file.path}:{number}", file.split, row
+        yield f"{file.path}:{number}", file.split, dict(zip(wanted, values))
+  except OSError as error:
+    raise DataError(f"{file.path}:{number + 1}: cannot be read: {error}") from None
 
 
 def _row_documents(
@@ -223,15 +237,21 @@ def _row_documents(
     if config.field not in row or text is None:
       bad.skip(where, f"no field data.field={config.field!r}; it has: {', '.join(map(str, row))}")
       continue
-    if not isinstance(text, str):
+    if not isinstance(text, str | bytes):
       bad.skip(where, f"data.field={config.field!r} holds {type(text).__name__}, not text")
       continue
-    encoded = text.encode("utf-8", errors="surrogatepass")
+    encoded = _as_bytes(text)
     if why := _bad_text(encoded):
       bad.skip(where, why)
       continue
     named = row.get(config.domain_field) if config.domain_field else domain
-    if named is None or named == "":
+    if named is None or named in ("", b""):
       bad.skip(where, f"no domain in data.domain_field={config.domain_field!r}")
       continue
-    yield Document(encoded, str(named), split)
+    name = named.decode("utf-8", errors="replace") if isinstance(named, bytes) else str(named)
+    yield Document(encoded, name, split)
+
+
+def _as_bytes(text: str | bytes) -> bytes:
+  # Half of a surrogate pair, which JSON can spell, becomes invalid UTF-8 and so a bad row.
+  return text if isinstance(text, bytes) else text.encode("utf-8", errors="surrogatepass")

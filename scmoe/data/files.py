@@ -149,18 +149,26 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
   """A binary file that appears under `path` only when it is complete.
 
   Raises:
-    DataError: the folder cannot be written.
+    DataError: the folder cannot be written, or the disk is full.
   """
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".tmp")
   except OSError as error:
-    raise DataError(f"data.cache_dir={str(path.parent)!r} cannot be written: {error}") from None
+    raise _unwritable(path, error) from None
   try:
     with os.fdopen(handle, "wb") as file:
       yield file
     os.replace(temporary, path)
-  except BaseException:
+  except BaseException as error:
     with contextlib.suppress(OSError):
       os.unlink(temporary)
+    if isinstance(error, OSError):  # the disk is full
+      raise _unwritable(path, error) from None
     raise
+
+
+def _unwritable(path: Path, error: OSError) -> DataError:
+  return DataError(
+    f"data.cache_dir: {str(path.parent)!r} cannot be written ({error}); name a folder that can"
+  )

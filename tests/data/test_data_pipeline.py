@@ -10,12 +10,13 @@ import pytest
 
 from scmoe.data import (
   DataConfig,
+  bigram,
   bigram_bits_per_byte,
   check_fingerprint,
   check_vocab,
   open_data,
 )
-from scmoe.data.bigram import SMOOTHING
+from scmoe.data.files import atomic_write
 from scmoe.errors import ConfigError, DataError
 from scmoe.options import check_options
 
@@ -262,6 +263,18 @@ def test_domains_of_one_name_are_told_apart(tmp_path):
   assert data.domains == ("x", "x#2")
 
 
+def test_limit_bytes_stops_reading_early(tmp_path):
+  # The broken line lies beyond the limit, in a source of one domain: it is never reached.
+  write_rows(tmp_path / "x.jsonl", [{"text": f"{i:09} "} for i in range(100)])
+  with (tmp_path / "x.jsonl").open("a") as file:
+    file.write("{broken")
+  cfg = DataConfig(source="jsonl", path=str(tmp_path / "x.jsonl"), seq_len=8, max_bad_rows=0)
+  data = open_data(dataclasses.replace(cfg, limit_bytes=200), batch_size=1, seed=0)
+  assert data.corpus.documents == 20
+  with pytest.raises(DataError, match=r"x\.jsonl:101: invalid JSON"):
+    open_data(cfg, batch_size=1, seed=0)
+
+
 def test_limit_bytes_takes_a_prefix():
   full = open_data(dataclasses.replace(SMALL, limit_bytes=0), batch_size=8, seed=0)
   half = open_data(dataclasses.replace(SMALL, limit_bytes=5_000), batch_size=8, seed=0)
@@ -340,7 +353,7 @@ def test_bigram_is_that_of_a_loop(small):
   fitted = np.zeros((257, 257))
   for domain in small.corpus.domains:
     np.add.at(fitted, (domain.train.tokens[:-1], domain.train.tokens[1:]), 1)
-  smooth = fitted + SMOOTHING
+  smooth = fitted + bigram.SMOOTHING
   chance = smooth / smooth.sum(axis=1, keepdims=True)
   bits, size, expected = 0.0, 0, {}
   for domain in small.corpus.domains:
@@ -351,6 +364,16 @@ def test_bigram_is_that_of_a_loop(small):
   total, domains = bigram_bits_per_byte(small)
   assert total == pytest.approx(bits / size)
   assert domains == pytest.approx(expected)
+
+
+def test_pairs_are_counted_in_order_and_across_chunks(monkeypatch):
+  tokens = np.frombuffer(b"abracadabra", np.uint8).astype(np.uint16)
+  counts = bigram.count_pairs(tokens)
+  assert (counts[97, 98], counts[98, 97], counts[114, 97], counts[97, 114]) == (2, 0, 2, 0)
+  monkeypatch.setattr(bigram, "_CHUNK", 3)
+  np.testing.assert_array_equal(bigram.count_pairs(tokens), counts)
+  assert counts.sum() == len(tokens) - 1
+  assert bigram.count_pairs(tokens[:0]).sum() == 0
 
 
 def test_bigram_does_not_depend_on_the_tokenizer(tmp_path, small):
@@ -368,6 +391,22 @@ def test_cached_tokens_are_the_same_and_survive_damage(tmp_path, caplog):
   with caplog.at_level(logging.WARNING):
     assert_same(take(open_data(cfg, batch_size=4, seed=0).train(), 3), first)
   assert "is damaged; tokenising again" in caplog.text
+
+
+def test_a_cache_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path):
+  (tmp_path / "file").write_text("in the way")
+  cfg = dataclasses.replace(SMALL, tokenizer="bpe", vocab_size=300)
+  with pytest.raises(DataError, match=r"data\.cache_dir: .* cannot be written .*; name a folder"):
+    open_data(dataclasses.replace(cfg, cache_dir=str(tmp_path / "file")), batch_size=4, seed=0)
+
+  def fill_the_disk():
+    with atomic_write(tmp_path / "x") as file:
+      file.write(b"half")
+      raise OSError(28, "No space left on device")
+
+  with pytest.raises(DataError, match="No space left"):
+    fill_the_disk()
+  assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -145,13 +145,16 @@ class Setup:
     self.mesh = mesh
     self.optimizer = make_optimizer(optimizer, steps)
     self.abstract = abstract_state(init, self.optimizer, mesh, shardings(mesh))
+    self._fresh: dict[int, Any] = {}
     self.step = make_train_step(
       objective or Objective(), self.optimizer, mesh, shardings_of(self.abstract)
     )
 
   def state(self, seed: int = 0):
-    """A fresh state."""
-    return init_state(init, self.optimizer, seed, self.abstract)
+    """A fresh state; compiled once, since a state may be donated but not its copy on the host."""
+    if seed not in self._fresh:
+      self._fresh[seed] = jax.device_get(init_state(init, self.optimizer, seed, self.abstract))
+    return jax.device_put(self._fresh[seed], shardings_of(self.abstract))
 
 
 def bits(tree: Any) -> list[bytes]:

@@ -1,0 +1,492 @@
+"""Checkpoints: written by all processes, verified bit by bit, restored on any mesh.
+
+The only file that imports orbax. Orbax writes and reads arrays and commits a step by renaming its
+directory; it neither notices a flipped bit nor falls back to an older step, and it casts silently.
+So this file keeps its own list of steps, fingerprints, shapes and types.
+
+    WORKDIR/checkpoints/N/params    weights            N/data/metadata   data position (JSON)
+                          N/state   everything else    N/meta/metadata   configuration ... (JSON)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+from scmoe.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
+from scmoe.training.fingerprint import survey
+from scmoe.training.options import CheckpointConfig
+from scmoe.training.workdir import warn
+
+PyTree = Any
+FOLDER = "checkpoints"
+SCHEMA = 1
+_STEP = re.compile(r"0|[1-9][0-9]{0,17}")
+_LEFT_OVER = re.compile(r"\d+\.orbax-checkpoint-tmp.*|\d+\.trash")
+_BAD = re.compile(r"\d+\.bad-.*")
+
+
+class Restored(NamedTuple):
+  """What a checkpoint held."""
+
+  step: int
+  state: PyTree
+  data_state: dict[str, Any]
+  meta: dict[str, Any]
+
+
+class Damaged(Exception):
+  """The files of one step are not what was written."""
+
+
+class Checkpointer:
+  """Writes, keeps and restores the checkpoints of one run.
+
+  Args:
+    workdir: of the run; steps are directories of WORKDIR/checkpoints.
+    cfg: how many stay, and what happens when writing fails.
+
+  With several processes all of them make every call.
+  """
+
+  def __init__(self, workdir: str | os.PathLike[str], cfg: CheckpointConfig):
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # its tracebacks are our one-line warnings
+    self.directory = Path(workdir).absolute() / FOLDER
+    self.last_saved: int | None = None  # newest step known to be complete
+    self.last_seconds = 0.0  # from the start of that save to its completion
+    self._cfg = cfg
+    self._failures = 0
+    self._pending: tuple[int, float] | None = None
+    self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+    if _primary():
+      self._prepare_directory()
+    _barrier("checkpoint-directory")
+
+  def save(self, step: int, state: PyTree, data_state: dict, meta: dict) -> bool:
+    """Starts writing a step; True if it was started (or, without async_save, is complete).
+
+    A step counts as saved only when it is complete, see `wait`. The arrays may be donated as soon
+    as this returns.
+
+    Args:
+      step: optimizer steps done.
+      state: pytree of jax arrays; leaves below `params` can be restored alone.
+      data_state: JSON-able position of this process in the data.
+      meta: JSON-able: configuration, data fingerprint, mesh, versions, tokens.
+
+    Raises:
+      NonFiniteError: the state is not finite; nothing is written.
+      StorageError: writing failed `checkpoint.max_failures` times in a row.
+    """
+    self.wait()
+    leaves = _flatten(state)
+    data = {"processes": _from_all_processes(data_state)}
+    meta = _sealed(meta | {"schema": SCHEMA, "step": step, "leaves": _describe(leaves)}, data)
+    started = time.monotonic()
+    try:
+      self._clear_destination(step)
+      self._writer.save(self.directory / str(step), args=_items(leaves, data, meta))
+    except Exception as error:  # orbax raises whatever the file system or tensorstore raised
+      self._failed(step, error)
+      return False
+    self._pending = (step, started)
+    return self._cfg.async_save or self.wait()
+
+  def wait(self) -> bool:
+    """Waits until what was started is complete; False if that failed.
+
+    Raises:
+      StorageError: writing failed `checkpoint.max_failures` times in a row.
+    """
+    if self._pending is None:
+      return True
+    (step, started), self._pending = self._pending, None
+    try:
+      self._writer.wait_until_finished()
+      if not (self.directory / str(step)).is_dir():
+        raise OSError("the step directory did not appear")
+    except Exception as error:
+      self._failed(step, error)
+      return False
+    self._failures, self.last_saved = 0, step
+    self.last_seconds = time.monotonic() - started
+    if _primary():
+      self._drop_old()
+    return True
+
+  def save_now(self, step: int, state: PyTree, data_state: dict, meta: dict) -> None:
+    """Saves and waits, trying again until it worked or failed `checkpoint.max_failures` times.
+
+    Raises:
+      StorageError: it never worked.
+    """
+    while not (self.save(step, state, data_state, meta) and self.wait()):
+      time.sleep(0.5)
+
+  def close(self) -> None:
+    """Waits for what is being written and ends the writer's threads."""
+    self.wait()
+    self._writer.close()
+
+  def steps(self) -> list[int]:
+    """Steps that look complete, oldest first."""
+    return list_steps(self.directory)
+
+  def restore_latest_valid(
+    self, abstract: PyTree, check: Callable[[dict], None] | None = None
+  ) -> Restored | None:
+    """The newest step whose every bit is what was written; None if there never was a checkpoint.
+
+    A damaged step is renamed to `N.bad-<time>` with a warning, and the one before it is tried.
+
+    Args:
+      abstract: pytree of ShapeDtypeStruct with the shardings to restore to.
+      check: called with the stored meta before arrays are read; may raise to refuse.
+
+    Raises:
+      CheckpointError: there are checkpoints, or were, but none is valid.
+      ConfigError: a stored shape or type is not that of `abstract`.
+    """
+    _warn_of_junk(self.directory)
+    for step in reversed(self.steps()):
+      restored = self._try(step, abstract, check)
+      if restored is not None:
+        self.last_saved = step
+        return restored
+    bad = sorted(p.name for p in self.directory.iterdir() if _BAD.fullmatch(p.name))
+    if bad:
+      raise CheckpointError(
+        f"no valid checkpoint in {self.directory}: {', '.join(bad)} are damaged; restore one from "
+        "a backup, or start anew in another workdir"
+      )
+    return None
+
+  def read_meta(self, step: int | None = None) -> dict[str, Any]:
+    """See `read_meta`."""
+    return read_meta(self.directory.parent, step)
+
+  def _try(
+    self, step: int, abstract: PyTree, check: Callable[[dict], None] | None
+  ) -> Restored | None:
+    """One step, or None after setting it aside; all processes come to the same decision."""
+    place, problem, restored = self.directory / str(step), "", None
+    try:
+      meta, data = _read_json(place)
+      if check is not None:
+        check(meta)
+      restored = Restored(step, _load(place, abstract, meta), _own(data["processes"]), meta)
+    except Damaged as error:
+      problem = str(error)
+    if not _all_agree(restored is not None):
+      self._set_aside(place, "bad", problem or "another process found it damaged")
+      return None
+    return restored
+
+  def _prepare_directory(self) -> None:
+    """Creates the directory and removes what killed runs left half-written."""
+    try:
+      self.directory.mkdir(parents=True, exist_ok=True)
+      for path in self.directory.iterdir():
+        if _LEFT_OVER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+          shutil.rmtree(path)
+    except OSError as error:
+      raise StorageError(f"{self.directory} cannot be written: {error.strerror}") from None
+
+  def _clear_destination(self, step: int) -> None:
+    """Moves junk with the name of the step out of the way."""
+    place = self.directory / str(step)
+    if _primary() and (place.is_symlink() or place.exists()):
+      self._rename(place, "ignored")
+    _barrier(f"destination-{step}")
+
+  def _set_aside(self, place: Path, label: str, reason: str) -> None:
+    if _primary():
+      name = self._rename(place, label)
+      warn(f"checkpoint {place} is damaged ({reason}); kept as {name}, trying the one before it")
+    _barrier(f"aside-{place.name}")
+
+  def _rename(self, place: Path, label: str) -> str:
+    stem = f"{place.name}.{label}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name, count = stem, 1
+    while os.path.lexists(place.with_name(name)):
+      name, count = f"{stem}-{count}", count + 1
+    os.rename(place, place.with_name(name))
+    return name
+
+  def _failed(self, step: int, error: Exception) -> None:
+    self._failures += 1
+    free = shutil.disk_usage(self.directory).free / 2**30 if self.directory.exists() else 0.0
+    reason = " ".join(str(error).split())[:300]
+    text = f"saving step {step} to {self.directory} failed ({free:.1f} GiB free): {reason}"
+    if self._failures >= self._cfg.max_failures:
+      raise StorageError(f"{text}; gave up after {self._failures} failures in a row") from None
+    warn(f"{text}; training goes on, older checkpoints stay, the next save tries again")
+
+  def _drop_old(self) -> None:
+    """Removes all but the newest steps, each by a rename first so that no half step is seen."""
+    for step in self.steps()[: -self._cfg.keep]:
+      if self._cfg.keep_every and step % self._cfg.keep_every == 0:
+        continue
+      trash = self.directory / f"{step}.trash"
+      try:
+        os.rename(self.directory / str(step), trash)
+        shutil.rmtree(trash)
+      except OSError as error:
+        warn(f"old checkpoint {step} could not be removed: {error}")
+
+
+def list_steps(directory: Path) -> list[int]:
+  """Steps of a checkpoint directory, oldest first.
+
+  A step is a real directory with a plain number as its name and something in it; symlinks, files,
+  empty directories and other names are not looked at.
+  """
+  if not directory.is_dir():
+    return []
+  return sorted(int(p.name) for p in directory.iterdir() if _STEP.fullmatch(p.name) and _is_step(p))
+
+
+def read_meta(workdir: str | os.PathLike[str], step: int | None = None) -> dict[str, Any]:
+  """Stored configuration and description of a step (the newest readable one); reads JSON only.
+
+  Raises:
+    CheckpointError: no such step, or no readable one.
+  """
+  directory = Path(workdir).absolute() / FOLDER
+  steps = list_steps(directory) if step is None else [step]
+  for candidate in reversed(steps):
+    try:
+      return _read_json(directory / str(candidate))[0]
+    except Damaged as error:
+      warn(f"checkpoint {directory / str(candidate)} cannot be used: {error}")
+  raise CheckpointError(_nothing_there(directory, step))
+
+
+def restore_params(
+  workdir: str | os.PathLike[str], abstract_params: PyTree, step: int | None = None
+) -> PyTree:
+  """The weights alone, verified, on whatever mesh `abstract_params` asks for. Changes no file.
+
+  Args:
+    workdir: of the run.
+    abstract_params: pytree of ShapeDtypeStruct with shardings, like the `params` of the state.
+    step: which one; the newest valid one if None.
+
+  Raises:
+    CheckpointError: no such step, or no valid one.
+    ConfigError: a stored shape or type is another.
+  """
+  return restore_part(workdir, {"params": abstract_params}, step)["params"]
+
+
+def restore_part(
+  workdir: str | os.PathLike[str], abstract: dict[str, PyTree], step: int | None = None
+) -> dict[str, PyTree]:
+  """Some fields of the state, e.g. `{"params": ..., "router": ...}`; see `restore_params`."""
+  directory = Path(workdir).absolute() / FOLDER
+  steps = list_steps(directory) if step is None else [step]
+  for candidate in reversed(steps):
+    place = directory / str(candidate)
+    try:
+      return _load(place, abstract, _read_json(place)[0], partial=True)
+    except Damaged as error:
+      warn(f"checkpoint {place} cannot be used: {error}")
+  raise CheckpointError(_nothing_there(directory, step))
+
+
+def _nothing_there(directory: Path, step: int | None) -> str:
+  wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
+  have = ", ".join(map(str, list_steps(directory))) or "none"
+  return f"no valid {wanted} in {directory}; steps there: {have}"
+
+
+def _load(place: Path, abstract: PyTree, meta: dict, *, partial: bool = False) -> PyTree:
+  """Reads and verifies arrays.
+
+  Raises:
+    Damaged: a file cannot be read, or a leaf is not what was written.
+    ConfigError: a leaf should have another shape or type, or is missing.
+  """
+  wanted = _flatten(abstract)
+  _check_leaves(place, wanted, meta["leaves"], partial)
+  leaves = _read_arrays(place, wanted)
+  prints, _ = survey(list(leaves.values()))
+  for name, found in zip(leaves, prints):
+    if found != meta["leaves"][name]["fingerprint"]:
+      raise Damaged(
+        f"{name} has fingerprint {found}, written was {meta['leaves'][name]['fingerprint']}"
+      )
+  return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[name] for name in wanted])
+
+
+def _read_arrays(place: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
+  """Leaves by name, in the order of `wanted`, with the types and shardings asked for."""
+  items = {}
+  for item, group in _split(wanted).items():
+    if group:
+      how = {
+        name: ocp.ArrayRestoreArgs(sharding=x.sharding, dtype=x.dtype, global_shape=x.shape)
+        for name, x in group.items()
+      }
+      items[item] = ocp.args.PyTreeRestore(item=group, restore_args=how, partial_restore=True)
+  try:
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+      found = reader.restore(place, args=ocp.args.Composite(**items))
+  except (MemoryError, PermissionError):
+    raise
+  except Exception as error:
+    if "RESOURCE_EXHAUSTED" in str(error):  # the machine is too small; the files may be good
+      raise
+    raise Damaged(" ".join(str(error).split())[:300]) from None
+  leaves = {name: leaf for item in items for name, leaf in found[item].items()}
+  return {name: leaves[name] for name in wanted}
+
+
+def _check_leaves(place: Path, wanted: dict, stored: dict, partial: bool) -> None:
+  """Compares names, shapes and types before anything is read: orbax would cast or pad."""
+  remedy = "resume with the configuration it was written with"
+  missing = sorted(set(wanted) - set(stored))
+  extra = [] if partial else sorted(set(stored) - set(wanted))
+  if missing or extra:
+    what, where = (missing[0], "lacks") if missing else (extra[0], "also holds")
+    raise ConfigError(f"checkpoint {place} {where} {what!r}; {remedy}")
+  for name, leaf in wanted.items():
+    have = (tuple(stored[name]["shape"]), stored[name]["dtype"])
+    want = (tuple(leaf.shape), str(leaf.dtype))
+    if have != want:
+      raise ConfigError(
+        f"checkpoint {place} holds {name} as {have[1]}{list(have[0])}, the configuration asks for "
+        f"{want[1]}{list(want[0])}; {remedy}"
+      )
+
+
+def _describe(leaves: dict[str, jax.Array]) -> dict[str, dict]:
+  """Shape, type and fingerprint per leaf.
+
+  Raises:
+    NonFiniteError: a leaf holds NaN or infinity.
+  """
+  prints, finite = survey(list(leaves.values()))
+  for name, good in zip(leaves, finite):
+    if not good:
+      raise NonFiniteError(
+        f"{name} is not finite and is not saved; resume from an older checkpoint"
+      )
+  return {
+    name: {"shape": list(x.shape), "dtype": str(x.dtype), "fingerprint": fingerprint}
+    for (name, x), fingerprint in zip(leaves.items(), prints)
+  }
+
+
+def _flatten(tree: PyTree) -> dict[str, Any]:
+  """Leaves by dotted name, in tree order; independent of the containers' types."""
+  pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
+  leaves = {jax.tree_util.keystr(p, simple=True, separator="."): leaf for p, leaf in pairs}
+  if len(leaves) != len(pairs):
+    raise ValueError("two leaves of the state have the same dotted name")
+  return leaves
+
+
+def _split(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
+  """Weights and the rest are stored apart, so that weights can be read alone."""
+  weights = {n: x for n, x in leaves.items() if n.partition(".")[0] == "params"}
+  return {"params": weights, "state": {n: x for n, x in leaves.items() if n not in weights}}
+
+
+def _items(leaves: dict[str, Any], data: dict, meta: dict) -> Any:
+  arrays = {k: ocp.args.PyTreeSave(v) for k, v in _split(leaves).items() if v}
+  return ocp.args.Composite(**arrays, data=ocp.args.JsonSave(data), meta=ocp.args.JsonSave(meta))
+
+
+def _sealed(meta: dict, data: dict) -> dict:
+  """Adds a digest over meta and data, in the form in which JSON gives them back."""
+  meta = json.loads(json.dumps(meta))
+  return meta | {"digest": _digest(meta, data)}
+
+
+def _digest(meta: dict, data: dict) -> str:
+  rest = {k: v for k, v in meta.items() if k != "digest"}
+  return hashlib.sha256(json.dumps([rest, data], sort_keys=True).encode()).hexdigest()
+
+
+def _read_json(place: Path) -> tuple[dict, dict]:
+  """(meta, data) of a step, verified.
+
+  Raises:
+    Damaged: missing, not JSON, or changed since it was written.
+  """
+  try:
+    meta = json.loads((place / "meta" / "metadata").read_bytes())
+    data = json.loads((place / "data" / "metadata").read_bytes())
+    sound = meta["digest"] == _digest(meta, data)
+  except (OSError, ValueError, KeyError, TypeError) as error:
+    raise Damaged(f"its description cannot be read: {type(error).__name__}") from None
+  if not sound:
+    raise Damaged("its description was changed after it was written")
+  return meta, data
+
+
+def _is_step(path: Path) -> bool:
+  return path.is_dir() and not path.is_symlink() and any(path.iterdir())
+
+
+def _warn_of_junk(directory: Path) -> None:
+  known = lambda p: _BAD.fullmatch(p.name) or ".ignored-" in p.name or ".orbax" in p.name
+  for path in sorted(directory.iterdir()):
+    if not (known(path) or (_STEP.fullmatch(path.name) and _is_step(path))) and _primary():
+      warn(f"{path} is not a checkpoint (empty, a file, a link or an odd name); ignored")
+
+
+def _primary() -> bool:
+  return jax.process_index() == 0
+
+
+def _barrier(name: str) -> None:
+  if jax.process_count() > 1:
+    multihost_utils.sync_global_devices(f"scmoe-{name}")
+
+
+def _all_agree(good: bool) -> bool:
+  if jax.process_count() == 1:
+    return good
+  return bool(np.all(multihost_utils.process_allgather(np.array([good]))))
+
+
+def _from_all_processes(value: dict) -> list[dict]:
+  """The JSON-able values of all processes, in order."""
+  value = json.loads(json.dumps(value))
+  if jax.process_count() == 1:
+    return [value]
+  text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+  longest = int(np.max(multihost_utils.process_allgather(np.array([text.size]))))
+  rows = multihost_utils.process_allgather(np.pad(text, (0, longest - text.size), mode="constant"))
+  return [json.loads(bytes(row).rstrip(b"\0")) for row in np.asarray(rows)]
+
+
+def _own(states: list[dict]) -> dict:
+  """This process's data position.
+
+  Raises:
+    ConfigError: another number of processes wrote it, and their positions differ.
+  """
+  if len(states) == jax.process_count():
+    return states[jax.process_index()]
+  if all(state == states[0] for state in states):
+    return states[0]
+  raise ConfigError(
+    f"the checkpoint's data positions are those of {len(states)} processes, this run has "
+    f"{jax.process_count()}; start as many"
+  )

@@ -1,0 +1,147 @@
+"""What has to be decided before jax starts: several processes, deterministic operations."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+
+from scmoe.errors import ConfigError
+from scmoe.options import check_options
+from scmoe.training.options import DistributedConfig
+
+VARIABLES = {
+  "coordinator": "SCMOE_COORDINATOR",
+  "num_processes": "SCMOE_NUM_PROCESSES",
+  "process_id": "SCMOE_PROCESS_ID",
+}
+
+
+class Cluster(NamedTuple):
+  """How the processes of a run find each other."""
+
+  coordinator: str  # host:port of process 0
+  num_processes: int
+  process_id: int
+
+
+def request_determinism() -> None:
+  """Asks XLA for deterministic GPU operations; has to come before the first use of a device."""
+  flag = "--xla_gpu_deterministic_ops=true"
+  if flag not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+
+
+def find_cluster(
+  cfg: DistributedConfig, environment: Mapping[str, str] = os.environ
+) -> Cluster | None:
+  """The processes of this run from the configuration, SCMOE_* variables or SLURM; None: just one.
+
+  Raises:
+    ConfigError: a part is missing or does not fit the others.
+  """
+  check_options(cfg, "distributed")
+  slurm = _slurm(environment)
+  coordinator = (
+    cfg.coordinator
+    or environment.get(VARIABLES["coordinator"], "")
+    or (slurm.coordinator if slurm else "")
+  )
+  count = cfg.num_processes or _number(environment, "num_processes", slurm, 0)
+  index = cfg.process_id if cfg.process_id >= 0 else _number(environment, "process_id", slurm, -1)
+  if not coordinator and count <= 1:
+    return None
+  _check(coordinator, count, index)
+  return Cluster(coordinator, count, index) if count > 1 else None
+
+
+def initialize(cfg: DistributedConfig) -> None:
+  """Connects the processes of the run, if it has several; call before any other use of jax.
+
+  The coordinator listens on the loopback interface only when its address is one.
+
+  Raises:
+    ConfigError: see `find_cluster`; or the processes did not find each other.
+  """
+  cluster = find_cluster(cfg)
+  if cluster is None:
+    return
+  host, _, port = cluster.coordinator.rpartition(":")
+  bind = f"127.0.0.1:{port}" if _is_loopback(host) else None
+  try:
+    jax.distributed.initialize(
+      cluster.coordinator,
+      cluster.num_processes,
+      cluster.process_id,
+      heartbeat_timeout_seconds=cfg.heartbeat_seconds,
+      coordinator_bind_address=bind,
+    )
+  except RuntimeError as error:
+    raise ConfigError(
+      f"distributed.coordinator={cluster.coordinator}: process {cluster.process_id} of "
+      f"{cluster.num_processes} could not connect: {' '.join(str(error).split())[:200]}"
+    ) from None
+
+
+def _slurm(environment: Mapping[str, str]) -> Cluster | None:
+  """One process per task of a SLURM step; the port follows from the job, so that jobs differ."""
+  try:
+    count = int(environment["SLURM_NTASKS"])
+    index = int(environment["SLURM_PROCID"])
+    job = int(environment["SLURM_JOB_ID"])
+    host = _first_host(environment.get("SLURM_STEP_NODELIST") or environment["SLURM_NODELIST"])
+  except (KeyError, ValueError):
+    return None
+  if environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES")) == "1":
+    host = "127.0.0.1"
+  return Cluster(f"{host}:{job % 4096 + 61440 - 4096}", count, index) if count > 1 else None
+
+
+def _first_host(nodes: str) -> str:
+  """First host of a list such as `gpu[007-012,020],login1`."""
+  prefix, bracket, rest = nodes.partition("[")
+  if "," in prefix or not bracket:
+    return nodes.partition(",")[0]
+  first = rest.partition("]")[0].split(",")[0].split("-")[0]
+  return prefix + first
+
+
+def _number(environment: Mapping[str, str], field: str, slurm: Cluster | None, default: int) -> int:
+  text = environment.get(VARIABLES[field], "")
+  if not text:
+    return getattr(slurm, field) if slurm else default
+  if not text.isdecimal():
+    raise ConfigError(f"{VARIABLES[field]}={text!r} is not a number; set it to 0, 1, 2, ...")
+  return int(text)
+
+
+def _check(coordinator: str, count: int, index: int) -> None:
+  host, colon, port = coordinator.rpartition(":")
+  if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
+    raise ConfigError(f"distributed.coordinator={coordinator!r} is not host:port, e.g. node1:29500")
+  if count < 1:
+    raise ConfigError(
+      f"distributed.coordinator={coordinator} without a number of processes; set "
+      "distributed.num_processes"
+    )
+  if not 0 <= index < count:
+    raise ConfigError(
+      f"distributed.process_id={index} is not a process of {count}; use 0 to {count - 1}"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+  name = host.strip("[]")
+  if name == "localhost":
+    return True
+  try:
+    return ipaddress.ip_address(name).is_loopback
+  except ValueError:
+    try:
+      return ipaddress.ip_address(socket.gethostbyname(name)).is_loopback
+    except OSError:
+      return False

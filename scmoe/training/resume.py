@@ -1,0 +1,93 @@
+"""Whether a run may go on with another configuration or other data than it was started with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scmoe.errors import ConfigError, DataError
+
+# What a resumed run may change: it alters how long, how often and where, not what is computed.
+SAFE = (
+  "train.steps",
+  "train.stop_after",
+  "train.log_every",
+  "train.eval_every",
+  "train.eval_batches",
+  "train.sample_every",
+  "train.sample_tokens",
+  "train.router_every",
+  "train.remat",
+  "train.max_skipped_in_row",
+  "train.watchdog_seconds",
+  "train.first_step_seconds",
+  "train.tensorboard",
+  "train.profile_step",
+  "train.profile_steps",
+  "mesh",
+  "checkpoint",
+  "distributed",
+)
+_ABSENT = "(not set)"
+
+
+def check_config(
+  stored: dict[str, Any], current: dict[str, Any], *, allow_change: bool = False
+) -> list[str]:
+  """Lines `field: stored -> current` for what differs; empty if nothing does.
+
+  Args:
+    stored: nested dict of the checkpoint's configuration.
+    current: nested dict of this run's configuration.
+    allow_change: accept any difference.
+
+  Raises:
+    ConfigError: a field outside `SAFE` differs.
+  """
+  lines, refused = _compare(stored, current)
+  if refused and not allow_change:
+    raise ConfigError(
+      f"the checkpoint was written with another configuration: {_some(refused)}; undo the change, "
+      "use another workdir, or set checkpoint.allow_config_change=True"
+    )
+  return lines
+
+
+def check_data(
+  stored: dict[str, Any], current: dict[str, Any], *, allow_change: bool = False
+) -> list[str]:
+  """Like `check_config` for the fingerprint of the data, where nothing is safe.
+
+  Raises:
+    DataError: a field differs.
+  """
+  lines, _ = _compare(stored, current)
+  if lines and not allow_change:
+    raise DataError(
+      f"the data are not those of the checkpoint: {_some(lines)}; its position in them would mean "
+      "nothing. Restore the data, use another workdir, or set checkpoint.allow_config_change=True"
+    )
+  return lines
+
+
+def _compare(stored: dict[str, Any], current: dict[str, Any]) -> tuple[list[str], list[str]]:
+  """(all differences, those of fields that are not safe)."""
+  before, after = _leaves(stored), _leaves(current)
+  names = [n for n in {**before, **after} if before.get(n, _ABSENT) != after.get(n, _ABSENT)]
+  lines = {n: f"{n}: {before.get(n, _ABSENT)} -> {after.get(n, _ABSENT)}" for n in names}
+  safe = lambda n: any(n == s or n.startswith(f"{s}.") for s in SAFE)
+  return list(lines.values()), [line for n, line in lines.items() if not safe(n)]
+
+
+def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
+  """Dotted name -> value; lists stay whole, and tuples equal the lists that JSON makes of them."""
+  if not isinstance(tree, dict):
+    return {prefix: list(tree) if isinstance(tree, tuple) else tree}
+  out: dict[str, Any] = {}
+  for key, value in tree.items():
+    out |= _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+  return out
+
+
+def _some(lines: list[str], count: int = 3) -> str:
+  more = f" and {len(lines) - count} more" if len(lines) > count else ""
+  return "; ".join(lines[:count]) + more

@@ -1,0 +1,136 @@
+"""Being asked to stop, and noticing that nothing moves.
+
+SIGTERM and the first SIGINT ask the loop to finish its step, save and exit 75; a second SIGINT ends
+the process as usual. With several processes SIGTERM belongs to jax: its preemption service agrees
+on one step at which all of them stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+from scmoe.errors import WATCHDOG_EXIT
+
+_GRACE_SECONDS = 10.0
+
+
+class StopRequest:
+  """Whether the run was asked to stop. A context manager that holds the signal handlers."""
+
+  def __init__(self) -> None:
+    self._asked = False
+    self._polls = 0
+    self._before: dict[int, Any] = {}
+    self._several = jax.process_count() > 1
+
+  def __enter__(self) -> StopRequest:
+    # jax.distributed has its own handler of SIGTERM, and ours would silently disable it.
+    mine = (signal.SIGINT,) if self._several else (signal.SIGTERM, signal.SIGINT)
+    if threading.current_thread() is threading.main_thread():
+      self._before = {number: signal.signal(number, self._handle) for number in mine}
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    for number, handler in self._before.items():
+      signal.signal(number, handler)
+
+  def poll(self) -> bool:
+    """True once the run should save and stop.
+
+    With several processes all must poll equally often (in training as well as in evaluation): they
+    get True at the same poll, whichever of them was asked.
+    """
+    if not self._several:
+      return self._asked
+    self._polls += 1
+    if not self._asked:
+      self._asked = multihost_utils.reached_preemption_sync_point(self._polls)
+    return self._asked
+
+  def _handle(self, number: int, frame: FrameType | None) -> None:
+    del frame
+    # os.write, since the signal may have come in the middle of a print.
+    text = f"\n{signal.Signals(number).name}: finishing this step, then saving and stopping\n"
+    with contextlib.suppress(OSError):
+      os.write(2, text.encode())
+    if number == signal.SIGINT:
+      signal.signal(signal.SIGINT, self._before[number])  # a second one ends the process
+    if self._several:
+      os.kill(os.getpid(), signal.SIGTERM)  # jax passes it on to all processes
+    else:
+      self._asked = True
+
+
+class Watchdog:
+  """Ends the process with every stack and code 86 when armed and not armed again in time.
+
+  A context manager. A thread does it, because a stuck collective never returns to Python; should
+  even the interpreter be locked up, faulthandler's own thread ends the process a little later.
+  """
+
+  def __init__(self) -> None:
+    self._deadline = 0.0  # 0: not armed
+    self._armed_for = (0.0, "")
+    self._changed = threading.Condition()
+    self._closed = False
+
+  def __enter__(self) -> Watchdog:
+    threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.disarm()
+    with self._changed:
+      self._closed = True
+      self._changed.notify()
+
+  def arm(self, seconds: float, what: str) -> None:
+    """Starts, or starts anew, the allowance for `what`; 0 seconds: no limit."""
+    if not seconds:
+      return self.disarm()
+    with self._changed:
+      self._deadline, self._armed_for = time.monotonic() + seconds, (seconds, what)
+      self._changed.notify()
+    with contextlib.suppress(AttributeError, ValueError, OSError):  # stderr without a descriptor
+      faulthandler.dump_traceback_later(seconds + _GRACE_SECONDS, exit=True)
+
+  def disarm(self) -> None:
+    """No limit until armed again."""
+    with self._changed:
+      self._deadline = 0.0
+      self._changed.notify()
+    faulthandler.cancel_dump_traceback_later()
+
+  def _watch(self) -> None:
+    while True:
+      with self._changed:
+        if self._closed:
+          return
+        left = self._deadline - time.monotonic() if self._deadline else None
+        if left is None or left > 0:
+          self._changed.wait(left)
+          continue
+        seconds, what = self._armed_for
+      _end(seconds, what)
+
+
+def _end(seconds: float, what: str) -> None:
+  """Writes the reason and all stacks to the real standard error and leaves at once."""
+  rank = f"process {jax.process_index()}: " if jax.process_count() > 1 else ""
+  text = f"\n{rank}watchdog: {what} took longer than {seconds:g} s; the stacks of all threads:\n"
+  with contextlib.suppress(OSError):
+    os.write(2, text.encode())
+  with contextlib.suppress(AttributeError, ValueError, OSError):
+    faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
+  os._exit(WATCHDOG_EXIT)  # a stuck collective cannot be left by an exception

@@ -25,7 +25,7 @@ from scmoe.moe.layer import MoE
 from scmoe.moe.route import RouterConfig
 from scmoe.moe.types import RouterSums
 from scmoe.options import check_options, option
-from scmoe.parallel.mesh import batch_sharding
+from scmoe.parallel.mesh import batch_sharding, expert_shards
 
 REMATS = ("none", "dots", "moe", "full")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -155,17 +155,16 @@ class ModelConfig:
     Raises:
       ConfigError: names the field, what was got and what would do.
     """
-    if self.wiring_rule.taps and self.num_experts % expert:
-      near = -(-self.num_experts // expert) * expert
+    shards = expert_shards(expert, self.num_experts) if self.wiring_rule.taps else 1
+    if self.expert_hidden % (shards * tensor):
       raise ConfigError(
-        f"model.num_experts={self.num_experts} is not divisible by mesh.expert={expert}; use a "
-        f"multiple such as {near}, or a mesh.expert that divides {self.num_experts}"
+        f"model.expert_hidden={self.expert_hidden} is not divisible by the {shards * tensor} "
+        f"devices that share an expert (mesh.expert={expert}, mesh.tensor={tensor}); use a multiple"
       )
     for name in (
       "num_heads",
       "num_kv_heads",
       "mlp_hidden",
-      "expert_hidden",
       "shared_hidden",
       "vocab_size",
     ):
@@ -336,7 +335,10 @@ class GPT(nnx.Module):
 
     carry = (h_BSD, handed, jnp.ones((), bool))
     carry, (sums, caches) = jax.lax.scan(
-      _rematerialised(body, remat), carry, (params, caches, keys)
+      _rematerialised(body, remat),
+      carry,
+      (params, caches, keys),
+      unroll=self.overlap.unroll or self.num_stages,
     )
     return carry[0], sums, caches
 

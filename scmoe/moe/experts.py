@@ -1,19 +1,23 @@
 """rows -> rows: the feed-forward networks of this device's experts.
 
-Rows come grouped by expert with equal room for each, [e, R, D], so that a batched matrix product
-computes them. Empty rows are zero and whatever they become is never read.
+Rows come grouped by expert: with equal room for each, [e, R, D], where a batched matrix product
+computes them, or sorted, [R, D] with group sizes, for the grouped kernels. Empty rows are zero and
+whatever they become is never read.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from scmoe.kernels.grouped_matmul import grouped_ffn
 from scmoe.layers.mlp import activate
+from scmoe.moe.types import Rows
 
 
 @jax.tree_util.register_dataclass
@@ -35,23 +39,117 @@ class ExpertWeights:
   down_bias_eD: Array | None = None
 
 
-def expert_ffn(rows_eRD: Array, weights: ExpertWeights, activation: str) -> Array:
+def expert_ffn(rows: Array, weights: ExpertWeights, activation: str, sizes_e: Any = None) -> Array:
   """down(act(up(rows))) for every expert, in the rows' dtype with float32 accumulation.
 
   Args:
-    rows_eRD: rows of each expert.
+    rows: [e, R, D], or [R, D] sorted by expert with `sizes_e`.
     weights: see `ExpertWeights`; cast to the rows' dtype.
     activation: a word of `scmoe.layers.mlp.ACTIVATIONS`; gated ones use `gate_eDF`.
+    sizes_e: int32, rows of each expert; rows behind them give zero.
   """
-  dtype = rows_eRD.dtype
+  if sizes_e is not None:
+    return grouped_ffn(
+      rows,
+      weights.gate_eDF,
+      weights.up_eDF,
+      weights.down_eFD,
+      sizes_e,
+      activation=activation,
+      up_bias_GF=weights.up_bias_eF,
+      down_bias_GD=weights.down_bias_eD,
+    )
+  dtype = rows.dtype
 
   def project(x, w, bias):
     y = jnp.einsum("erd,edf->erf", x, w.astype(dtype))
     return y if bias is None else y + bias.astype(dtype)[:, None, :]
 
-  up_eRF = checkpoint_name(project(rows_eRD, weights.up_eDF, weights.up_bias_eF), "moe_hidden")
+  up_eRF = checkpoint_name(project(rows, weights.up_eDF, weights.up_bias_eF), "moe_hidden")
   gate_eRF = None
   if weights.gate_eDF is not None:
-    gate_eRF = checkpoint_name(project(rows_eRD, weights.gate_eDF, None), "moe_hidden")
+    gate_eRF = checkpoint_name(project(rows, weights.gate_eDF, None), "moe_hidden")
   hidden_eRF = activate(activation, up_eRF, gate_eRF)
   return project(hidden_eRF, weights.down_eFD, weights.down_bias_eD)
+
+
+def expert_stage(
+  part: Rows,
+  weights: ExpertWeights,
+  activation: str,
+  *,
+  shards: int = 1,
+  replicas: int = 1,
+  gather_experts: bool = False,
+  tensor: int = 1,
+) -> Rows:
+  """The experts on one chunk of rows, with weights spread over devices (inside `shard_map`).
+
+  Where `shards` devices share an expert, each holds F / shards of its hidden width. Tutel's
+  adaptive parallelism says who moves: with r replicas, the weights are gathered within r groups of
+  shards / r devices, every row is sent to one device of each group, and the r partial sums are
+  added. r = 1 moves weights only, r = shards rows only; r = 0 gathers the weights of all experts.
+  Results and gradients do not depend on r.
+
+  Args:
+    part: this device's rows.
+    weights: this device's share of the weights.
+    activation: see `expert_ffn`.
+    shards: devices on the shard axis.
+    replicas: Tutel's r, 0 or a divisor of `shards`.
+    gather_experts: gather over the expert axis too (r = 0).
+    tensor: devices on the tensor axis; each adds a partial sum.
+  """
+  weights = _gather_weights(weights, shards, max(replicas, 1), gather_experts)
+  # The output's bias counts once among the partial sums.
+  partial = replicas > 1 or tensor > 1
+  if weights.down_bias_eD is not None and partial:
+    first = jnp.array(True)
+    if replicas > 1:
+      first &= jax.lax.axis_index("shard") < shards // replicas
+    if tensor > 1:
+      first &= jax.lax.axis_index("tensor") == 0
+    bias_eD = jnp.where(first, weights.down_bias_eD, 0)
+    weights = dataclasses.replace(weights, down_bias_eD=bias_eD)
+  if replicas <= 1:
+    rows = expert_ffn(part.rows, weights, activation, part.group_sizes_e)
+    return dataclasses.replace(part, rows=rows)
+  # Devices at the same place of each group hold together one whole expert and share their rows.
+  group = shards // replicas
+  peers = [[place + group * r for r in range(replicas)] for place in range(group)]
+  repeat = lambda a: jax.lax.all_gather(a, "shard", axis_index_groups=peers)
+  rows, sizes = repeat(part.rows), None
+  if part.group_sizes_e is not None:
+    sizes = repeat(part.group_sizes_e)
+  sums = [
+    expert_ffn(rows[r], weights, activation, None if sizes is None else sizes[r])
+    for r in range(replicas)
+  ]
+  added = jax.lax.psum_scatter(jnp.stack(sums), "shard", axis_index_groups=peers)
+  return dataclasses.replace(part, rows=added)
+
+
+def _gather_weights(
+  weights: ExpertWeights, shards: int, replicas: int, gather_experts: bool
+) -> ExpertWeights:
+  """Collects the slices of the hidden width, and all experts if asked; gradients scatter back."""
+  group = shards // replicas
+  groups = [[group * r + place for place in range(group)] for r in range(replicas)]
+
+  def gather(w: Array | None, hidden: int | None) -> Array | None:
+    if w is None:
+      return None
+    if group > 1 and hidden is not None:
+      w = jax.lax.all_gather(w, "shard", axis=hidden, axis_index_groups=groups, tiled=True)
+    return jax.lax.all_gather(w, "expert", axis=0, tiled=True) if gather_experts else w
+
+  up, down = gather(weights.up_eDF, 2), gather(weights.down_eFD, 1)
+  assert up is not None
+  assert down is not None
+  return ExpertWeights(
+    up_eDF=up,
+    gate_eDF=gather(weights.gate_eDF, 2),
+    down_eFD=down,
+    up_bias_eF=gather(weights.up_bias_eF, 1),
+    down_bias_eD=gather(weights.down_bias_eD, None),
+  )

@@ -17,14 +17,15 @@ from jax.sharding import PartitionSpec as P
 
 from scmoe.errors import ConfigError
 from scmoe.layers.mlp import is_gated
-from scmoe.moe.dispatch import DispatchConfig, capacity
-from scmoe.moe.experts import ExpertWeights, expert_ffn
+from scmoe.moe.dispatch import DispatchConfig, capacity, dropless
+from scmoe.moe.experts import ExpertWeights, expert_stage
 from scmoe.moe.losses import router_sums
 from scmoe.moe.route import RouterConfig, route, route_distinct
-from scmoe.moe.types import Dispatched, RouterSums, Routing
-from scmoe.parallel.mesh import ALL_AXES, BATCH_AXES, batch_sharding
+from scmoe.moe.types import Dispatched, RouterSums, Routing, Rows
+from scmoe.parallel.collectives import Exchange
+from scmoe.parallel.mesh import AXES, BATCH_AXES, batch_sharding
 
-DEVICES = P(ALL_AXES)  # one slice of the leading dimension per device
+DEVICES = P(AXES)  # one slice of the leading dimension per device
 BATCH = P(BATCH_AXES)
 
 
@@ -37,12 +38,14 @@ class InFlight:
     dispatched: rows and the way back; see `Dispatched`.
     routing: the choices behind them.
     sums: what the losses and statistics need; one slice per batch shard.
+    x_BSD: the tokens, where further rounds may have to send some of them.
     batch: B of the tokens' array, for the way back.
   """
 
   dispatched: Dispatched
   routing: Routing
   sums: RouterSums
+  x_BSD: Array | None
   batch: int = dataclasses.field(metadata={"static": True})
 
 
@@ -83,14 +86,14 @@ class MoE(nnx.Module):
       return nnx.Param(jnp.zeros(shape), axes=axes) if bias else None
 
     into, out = (num_experts, width, hidden), (num_experts, hidden, width)
-    into_axes, out_axes = ("expert", "embed", "hidden"), ("expert", "hidden", "embed")
+    into_axes, out_axes = ("expert", "embed", "expert_hidden"), ("expert", "expert_hidden", "embed")
     self.num_experts, self.activation = num_experts, activation
     self.router, self.transport, self.mesh = router, transport, mesh
     self.router_gate = weight((width, num_experts), init_std, ("embed", None))
     self.up = weight(into, init_std, into_axes)
     self.gate = weight(into, init_std, into_axes) if is_gated(activation) else None
     self.down = weight(out, out_std, out_axes)
-    self.up_bias = zeros((num_experts, hidden), ("expert", "hidden"))
+    self.up_bias = zeros((num_experts, hidden), ("expert", "expert_hidden"))
     self.down_bias = zeros((num_experts, width), ("expert", "embed"))
 
   def __call__(self, x_BSD: Array, *, k: int, **options: Any) -> tuple[Array, RouterSums]:
@@ -128,7 +131,9 @@ class MoE(nnx.Module):
         f"a batch of {x_BSD.shape[0]} sequences does not divide over mesh.data x mesh.expert = "
         f"{shards} devices; use a multiple of {shards}"
       )
-    groups = 1 if no_drop else self._local_groups()
+    self.transport.check_shards(self._axis_size("shard"))
+    lossless = no_drop or self.transport.transport == "dropless"
+    groups = 1 if lossless else self._local_groups()
     noise_BSE = self._noise(x_BSD.shape, key)
     avoid_expert = None if avoid is None else avoid.routing.expert_TK
 
@@ -142,46 +147,29 @@ class MoE(nnx.Module):
         else:
           routing = route_distinct(x_TD, gate, self.router, avoid[0, :, 0], **options)
       with jax.named_scope("dispatch"):
-        # A queue never holds more than the tokens of its group: larger buffers stay empty.
-        rows = size = x_TD.shape[0] // groups
-        if not no_drop:
-          options = {"tokens": size, "num_experts": self.num_experts, "k": k}
-          rows = min(size, capacity.capacity(self.transport.capacity_factor, **options))
-        sent = capacity.dispatch(x_TD, routing, rows_per_expert=rows, **self._expert_axis())
-        sent = dataclasses.replace(sent, rows_eRD=checkpoint_name(sent.rows_eRD, "moe_rows"))
-      sums = router_sums(routing, sent.dropped)
+        sent = self._dispatch_lossless(x_TD, routing) if lossless else self._dispatch(x_TD, routing)
+        name = lambda part: dataclasses.replace(part, rows=checkpoint_name(part.rows, "moe_rows"))
+        sent = dataclasses.replace(sent, chunks=tuple(map(name, sent.chunks)))
+      sums = router_sums(routing, sent.dropped, sent.rounds)
       return _stack(sent), _stack(routing), _stack(sums)
 
     stage = self._per_device(local, (BATCH, P(), BATCH, BATCH, DEVICES), (DEVICES, DEVICES, BATCH))
     parts = stage(x_BSD, self.router_gate[...], noise_BSE, live_BS, avoid_expert)
-    return InFlight(*parts, batch=x_BSD.shape[0])
+    loops = lossless and self._exchange().size > 1
+    return InFlight(*parts, x_BSD=x_BSD if loops else None, batch=x_BSD.shape[0])
 
   def compute(self, flight: InFlight) -> InFlight:
     """Runs the experts on the rows that arrived."""
-    weights = ExpertWeights(
-      up_eDF=self.up[...],
-      gate_eDF=_read(self.gate),
-      down_eFD=self.down[...],
-      up_bias_eF=_read(self.up_bias),
-      down_bias_eD=_read(self.down_bias),
-    )
-    into, out = P("expert", None, "tensor"), P("expert", "tensor", None)
-    specs: Any = (into, into, out, P("expert", "tensor"), P("expert"))
-    specs = ExpertWeights(*specs)
+    weights, specs = self._weights()
 
-    def local(rows, weights):
+    def local(chunks, weights):
       with jax.named_scope("experts"):
-        if weights.down_bias_eD is not None and self._axis_size("tensor") > 1:
-          # Each tensor shard holds a partial sum of the output; the bias counts once.
-          first = jax.lax.axis_index("tensor") == 0
-          bias = jnp.where(first, weights.down_bias_eD, 0)
-          weights = dataclasses.replace(weights, down_bias_eD=bias)
-        return expert_ffn(rows[0], weights, self.activation)[None]
+        return _stack(tuple(self._experts(part, weights) for part in _slice(chunks)))
 
-    rows = self._per_device(local, (DEVICES, specs), DEVICES)(flight.dispatched.rows_eRD, weights)
-    return dataclasses.replace(
-      flight, dispatched=dataclasses.replace(flight.dispatched, rows_eRD=rows)
-    )
+    stage = self._per_device(local, (DEVICES, specs), DEVICES)
+    chunks = stage(flight.dispatched.chunks, weights)
+    sent = dataclasses.replace(flight.dispatched, chunks=chunks)
+    return dataclasses.replace(flight, dispatched=sent)
 
   def finish(self, flight: InFlight) -> tuple[Array, RouterSums]:
     """Brings the rows back and adds them up, weighted.
@@ -190,23 +178,91 @@ class MoE(nnx.Module):
       y_BSD, and the sums with one leading slice per batch shard.
     """
     local_batch = flight.batch // self._axis_size(*BATCH_AXES)
+    exchange, loops = self._exchange(), flight.x_BSD is not None
+    weights, specs = self._weights() if loops else (None, None)
 
-    def local(dispatched, weight):
+    def local(sent, routing, x, weights):
+      sent, routing = _slice(sent), _slice(routing)
       with jax.named_scope("combine"):
-        sent = jax.tree.map(lambda a: a[0], dispatched)
-        y_TD = capacity.combine(sent.rows_eRD, sent, weight[0], **self._expert_axis())
+        transport = dropless if sent.chunks[0].group_sizes_e is not None else capacity
+        y_TD = transport.combine(sent, routing.weight_TK, exchange=exchange)
+        if x is not None:
+          y_TD += dropless.further_rounds(
+            x.reshape(y_TD.shape),
+            routing.weight_TK,
+            weights,
+            routing,
+            sent.rounds,
+            slack=self.transport.slack,
+            exchange=exchange,
+            chunks=len(sent.chunks),
+            experts=self._experts,
+          )
         if self._axis_size("tensor") > 1:
           y_TD = jax.lax.psum(y_TD, "tensor")
       return y_TD.reshape(local_batch, -1, y_TD.shape[-1])
 
-    y_BSD = self._per_device(local, (DEVICES, DEVICES), BATCH)(
-      flight.dispatched, flight.routing.weight_TK
+    stage = self._per_device(local, (DEVICES, DEVICES, BATCH, specs), BATCH)
+    return stage(flight.dispatched, flight.routing, flight.x_BSD, weights), flight.sums
+
+  # -- what a stage does on one device ------------------------------------------------------------
+
+  def _dispatch(self, x_TD: Array, routing: Routing) -> Dispatched:
+    """The capacity transport."""
+    groups, tokens = routing.count_GE.shape[0], routing.expert_TK.shape[0]
+    size, k = tokens // groups, routing.expert_TK.shape[1]
+    config = self.transport
+    options = {"tokens": size, "num_experts": self.num_experts, "k": k}
+    # A queue never holds more than the tokens of its group: larger buffers stay empty.
+    rows = min(size, capacity.capacity(config.capacity_factor, **options))
+    rows += -rows % config.chunks
+    return capacity.dispatch(
+      x_TD, routing, rows_per_expert=rows, exchange=self._exchange(), chunks=config.chunks
     )
-    return y_BSD, flight.sums
+
+  def _dispatch_lossless(self, x_TD: Array, routing: Routing) -> Dispatched:
+    config = self.transport
+    return dropless.dispatch(
+      x_TD, routing, slack=config.slack, exchange=self._exchange(), chunks=config.chunks
+    )
+
+  def _experts(self, part: Rows, weights: ExpertWeights) -> Rows:
+    """The expert stage on one chunk, whichever way the weights are spread."""
+    shards = self._axis_size("shard")
+    return expert_stage(
+      part,
+      weights,
+      self.activation,
+      shards=shards,
+      replicas=self.transport.adaptive_r,
+      gather_experts=self.transport.adaptive_r == 0 and self._axis_size("expert") > 1,
+      tensor=self._axis_size("tensor"),
+    )
+
+  def _weights(self) -> tuple[ExpertWeights, Any]:
+    """The experts' weights, and how they lie on the mesh."""
+    weights = ExpertWeights(
+      up_eDF=self.up[...],
+      gate_eDF=_read(self.gate),
+      down_eFD=self.down[...],
+      up_bias_eF=_read(self.up_bias),
+      down_bias_eD=_read(self.down_bias),
+    )
+    hidden = ("shard", "tensor")
+    into, out = P("expert", None, hidden), P("expert", hidden, None)
+    specs: Any = (into, into, out, P("expert", hidden), P("expert"))
+    return weights, ExpertWeights(*specs)
+
+  def _exchange(self) -> Exchange:
+    """Who exchanges rows: the expert axis, unless the weights are gathered instead."""
+    size = self._axis_size("expert")
+    if size == 1 or self.transport.adaptive_r == 0:
+      return Exchange()
+    return Exchange("expert", size, self.transport.nodes)
 
   def _per_device(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     """`function` on each device's share; as it is where there is one device."""
-    if self._axis_size(*ALL_AXES) == 1:
+    if self._axis_size(*AXES) == 1:
       return function
     return jax.shard_map(
       function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
@@ -214,10 +270,6 @@ class MoE(nnx.Module):
 
   def _axis_size(self, *axes: str) -> int:
     return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in axes)
-
-  def _expert_axis(self) -> dict[str, Any]:
-    shards = self._axis_size("expert")
-    return {"shards": shards, "axis": "expert" if shards > 1 else None}
 
   def _local_groups(self) -> int:
     """Capacity groups of one device: the configured number over the batch shards."""
@@ -247,3 +299,8 @@ def _read(param: nnx.Param | None) -> Array | None:
 def _stack(tree: Any) -> Any:
   """Adds the leading dimension under which `shard_map` lines up the devices' slices."""
   return jax.tree.map(lambda a: a[None], tree)
+
+
+def _slice(tree: Any) -> Any:
+  """Takes that dimension off again, inside `shard_map`."""
+  return jax.tree.map(lambda a: a[0], tree)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -9,28 +11,35 @@ from jax import Array
 from scmoe.moe.types import RouterSums, Routing
 
 
-def router_sums(routing: Routing, dropped: Array) -> RouterSums:
-  """The sums over this device's tokens; see `RouterSums`."""
+def router_sums(routing: Routing, dropped: Array, rounds: Array) -> RouterSums:
+  """The sums over this device's tokens; see `RouterSums`. Masked tokens count nowhere."""
   live_T = routing.live_T.astype(jnp.float32)
-  probs_TE = routing.probs_TE * live_T[:, None]
-  k = routing.expert_TK.shape[1]
-  num_experts = routing.probs_TE.shape[1]
+  # A choice, not a product: what a masked token holds, NaN included, must not come through.
+  live = lambda a: jnp.where(routing.live_T.reshape(-1, *[1] * (a.ndim - 1)), a, 0)
+  probs_TE = live(routing.probs_TE)
+  logits_TE = jax.lax.stop_gradient(routing.logits_TE)
+  num_experts = probs_TE.shape[1]
   first_E = jnp.zeros(num_experts, jnp.float32).at[routing.expert_TK[:, 0]].add(live_T)
   log_z_T = jax.nn.logsumexp(routing.logits_TE, -1)
-  log_probs_TE = jax.nn.log_softmax(jax.lax.stop_gradient(routing.logits_TE))
-  zero = jnp.zeros((), jnp.float32)
+  log_probs_TE = live(jax.nn.log_softmax(logits_TE))
+  finite_T = jnp.isfinite(logits_TE).all(-1)
+  zero, zero_E = jnp.zeros((), jnp.float32), jnp.zeros(num_experts, jnp.float32)
   return RouterSums(
     tokens=live_T.sum(),
-    choices=live_T.sum() * k,
+    choices=routing.count_GE.sum().astype(jnp.float32),
     dropped=dropped.astype(jnp.float32),
+    rounds=rounds.astype(jnp.float32),
+    shards=jnp.ones((), jnp.float32),
     load_E=routing.count_GE.sum(0).astype(jnp.float32),
     first_E=first_E,
     probs_E=probs_TE.sum(0),
-    z_square=(live_T * log_z_T**2).sum(),
+    z_square=live(log_z_T**2).sum(),
     entropy=-(jax.lax.stop_gradient(probs_TE) * log_probs_TE).sum(),
     confidence=jax.lax.stop_gradient(probs_TE.max(-1)).sum(),
-    logit_square=(live_T * jax.lax.stop_gradient(routing.logits_TE**2).mean(-1)).sum(),
-    soft_load_E=jnp.zeros(num_experts, jnp.float32),
+    logit_square=live((logits_TE**2).mean(-1)).sum(),
+    importance_E=zero_E if routing.importance_E is None else routing.importance_E,
+    soft_load_E=zero_E if routing.soft_load_E is None else routing.soft_load_E,
+    nonfinite=(live_T * ~finite_T).sum(),
     shortcut_square=zero,
     main_square=zero,
   )
@@ -48,19 +57,102 @@ def gshard_loss(sums: RouterSums) -> Array:
   return sums.probs_E.shape[-1] * (sums.probs_E / tokens * (first_E / tokens)).sum(-1)
 
 
+def load_importance_loss(sums: RouterSums) -> Array:
+  """Load-importance loss ½ (cv²(I) + cv²(Ld)), one per layer (Tutel load_importance_loss).
+
+  I = Σ_t p_t, with p the softmax of the logits without noise, and
+  Ld = Σ_t Φ((p_t − θ_t) / (noise / E)), with θ_t the k-th largest logit with noise; see
+  `scmoe.moe.route.soft_load`. cv²(v) = var(v) / (mean(v)² + 1e-10) with the unbiased variance.
+  0 for one expert, or no tokens. Needs `router.balance=load_importance`, else the sums are not filled.
+  """
+  return (_variation(sums.importance_E) + _variation(sums.soft_load_E)) / 2
+
+
+def _variation(v_E: Array) -> Array:
+  """Squared coefficient of variation, var / (mean² + 1e-10)."""
+  if v_E.shape[-1] == 1:
+    return jnp.zeros(v_E.shape[:-1], v_E.dtype)
+  return v_E.var(-1, ddof=1) / (v_E.mean(-1) ** 2 + 1e-10)
+
+
+def megablocks_loss(sums: RouterSums) -> Array:
+  """MegaBlocks' load-balancing loss of each layer, E · ⟨counts / (T·K), mean_t probs_t⟩.
+
+  Counts are of all K choices, before dropping; the gradient flows through the probabilities only.
+  1 for a uniform router. Their mean over the layers is MegaBlocks' global loss
+  E / (L·T·K) · Σ_layers ⟨counts, mean_t probs_t⟩, without its coefficient (moe_loss_weight); L are
+  all the layers that the sums hold. For L = K = 1 it is the GShard loss. No tokens: 0.
+  """
+  share_E = jax.lax.stop_gradient(sums.load_E) / jnp.maximum(sums.choices, 1)[..., None]
+  mean_E = sums.probs_E / jnp.maximum(sums.tokens, 1)[..., None]
+  return sums.probs_E.shape[-1] * (share_E * mean_E).sum(-1)
+
+
+def layer_balance(sums: RouterSums, kind: str) -> Array:
+  """The balancing loss `kind` of `router.balance`, one per layer; 0 for `none`."""
+  if kind == "none":
+    return jnp.zeros_like(sums.tokens)
+  losses = {
+    "gshard": gshard_loss,
+    "load_importance": load_importance_loss,
+    "megablocks": megablocks_loss,
+  }
+  return losses[kind](sums)
+
+
+def balance_loss(sums: RouterSums, kind: str) -> Array:
+  """The balancing loss of a whole model, without its coefficient: a scalar.
+
+  The sum over layers (each Tutel layer adds its l_aux); for `megablocks` the mean, its definition.
+  The sums may come from one device or microbatch, or be added up over all of them: then this is
+  the loss of the global batch.
+  """
+  loss = layer_balance(sums, kind)
+  return loss.mean() if kind == "megablocks" else loss.sum()
+
+
+def update_bias(bias_LE: Array, sums: RouterSums, rule: str, rate: float) -> Array:
+  """Balancing biases after an optimizer step, from the loads of all that the step has seen.
+
+  With f_e the share of the choices that went to expert e, before dropping:
+
+    sign  b_e += rate · sign(1/E − f_e)   DeepSeek-V3's auxiliary-loss-free balancing
+    pid   b_e += rate · (1/E − f_e)       LongCat-Flash: μ (K_e/K · 1/N − T_e / (K·T))
+
+  A layer without tokens keeps its biases.
+
+  Args:
+    bias_LE: float32, biases of each layer.
+    sums: per layer, added up over the global batch and the microbatches.
+    rule: `sign`, `pid` or `none`.
+    rate: step size.
+  """
+  if rule == "none":
+    return bias_LE
+  choices_L1 = sums.choices[..., None]
+  missing_LE = 1 / bias_LE.shape[-1] - sums.load_E / jnp.maximum(choices_L1, 1)
+  if rule == "sign":
+    # The difference of whole numbers: an expert with exactly its share does not move.
+    missing_LE = jnp.sign(choices_L1 - bias_LE.shape[-1] * sums.load_E)
+  return bias_LE + rate * jnp.where(choices_L1 > 0, missing_LE, 0)
+
+
 def z_loss(sums: RouterSums) -> Array:
   """Router z-loss, mean_t logsumexp(logits_t)² (MegaBlocks moe_zloss_weight), one per layer."""
   return sums.z_square / jnp.maximum(sums.tokens, 1)
 
 
-def statistics(sums: RouterSums) -> dict[str, Array]:
+def statistics(sums: RouterSums, bias_range: Array | None = None) -> dict[str, Array]:
   """Router health per layer, over everything that was summed.
 
   Returns float32 arrays with the leading (layer) shape of `sums`: `load` f_e [.., E] (share of
   the choices), `max_violation` max_e(E f_e) - 1, `dead` share of experts without a choice,
   `diversity` exp(H(f)) / E, `entropy` of a token's probabilities over ln E, `mutual_information`
-  between token and expert in nats, `drop` share of choices dropped, `confidence` mean top-1
-  probability, `logit_rms`, `shortcut_ratio` |routed| / |main path| (0 where not measured).
+  between token and expert in nats, `drop` share of choices dropped, `rounds` exchanges of
+  the dropless transport, `confidence` mean top-1
+  probability, `logit_rms`, `nonfinite` share of tokens with a NaN or infinite logit,
+  `shortcut_ratio` |routed| / |main path| (0 where not measured), and `bias_range`, the given
+  largest minus smallest balancing bias (left out if None).
   """
   num_experts = sums.load_E.shape[-1]
   tokens = jnp.maximum(sums.tokens, 1)
@@ -68,16 +160,19 @@ def statistics(sums: RouterSums) -> dict[str, Array]:
   load_E = sums.load_E / choices[..., None]
   mean_E = sums.probs_E / tokens[..., None]
   entropy = sums.entropy / tokens
-  return {
+  given = {} if bias_range is None else {"bias_range": bias_range}
+  return given | {
     "load": load_E,
     "max_violation": num_experts * load_E.max(-1) - 1,
     "dead": (sums.load_E == 0).mean(-1),
     "diversity": jnp.exp(_entropy(load_E)) / num_experts,
-    "entropy": entropy / max(jnp.log(num_experts), 1e-9),
+    "entropy": entropy / max(math.log(num_experts), 1e-9),
     "mutual_information": _entropy(mean_E) - entropy,
     "drop": sums.dropped / choices,
+    "rounds": sums.rounds / jnp.maximum(sums.shards, 1),
     "confidence": sums.confidence / tokens,
     "logit_rms": jnp.sqrt(sums.logit_square / tokens),
+    "nonfinite": sums.nonfinite / tokens,
     "shortcut_ratio": jnp.sqrt(sums.shortcut_square / jnp.maximum(sums.main_square, 1e-30)),
   }
 

@@ -7,6 +7,8 @@ import dataclasses
 import jax
 from jax import Array
 
+ABSENT = 2**30  # the place of a choice that is not made
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -20,12 +22,16 @@ class Routing:
   Attributes:
     expert_TK: int32, the chosen experts, best first.
     weight_TK: float32, the combine weight of each choice.
-    place_TK: int32, place of each choice in its queue, from 0.
+    place_TK: int32, place of each choice in its queue, from 0; `ABSENT` for a choice that is not
+      made (token rounding), which stands at the end of `order_R` and counts nowhere.
     order_R: int32 [T·K], flat choices t·K + k sorted by (group, expert, place).
     count_GE: int32, length of every queue, before anything is dropped.
     probs_TE: float32, softmax over all experts (of noisy logits where there is noise).
     logits_TE: float32, the gate's scores before the softmax.
     live_T: bool, False for masked tokens: they choose nothing and count nowhere.
+    input_weight_TK: float32, multiplies the rows before the experts, instead of `weight_TK`, which
+      is then 1; None where weights come after the experts.
+    importance_E, soft_load_E: sums of the load-importance loss; None unless it is asked for.
   """
 
   expert_TK: Array
@@ -36,25 +42,48 @@ class Routing:
   probs_TE: Array
   logits_TE: Array
   live_T: Array
+  input_weight_TK: Array | None = None
+  importance_E: Array | None = None
+  soft_load_E: Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+  """Rows that experts compute, in the order of this device's experts.
+
+  Attributes:
+    rows: [e, R, D] with equal room for every expert, or [R, D] sorted by expert. Rows that nobody
+      sent are zero and stand behind the others.
+    group_sizes_e: int32, rows of each expert in the sorted form; None in the other.
+    arrival: int32 [2, R] of the sorted form after an exchange: where each received row stands, and
+      which received row stands there (R for none). None where nothing was sorted.
+  """
+
+  rows: Array
+  group_sizes_e: Array | None = None
+  arrival: Array | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Dispatched:
-  """Rows in the order of this device's experts, and what combine needs to send them back.
+  """Rows at their experts, and what combine needs to bring them back.
 
   Attributes:
-    rows_eRD: rows of each local expert, [e, R, D]; rows that nobody sent are zero.
-    slot_TK: int32, index of each choice's row in this device's send buffer [E·G·C]; the length of
-      the buffer marks a dropped choice.
+    chunks: the rows, in as many parts as the exchange is pipelined over.
+    slot_TK: int32, index of each choice's row in this device's send buffer; the length of the
+      buffer marks a choice that is not in it.
     source_R: int32, the flat choice t·K + k that fills each row of the send buffer; T·K where none.
     dropped: int32 scalar, number of choices that found no place.
+    rounds: int32 scalar, exchanges that the dropless transport needs; 1 for `capacity`.
   """
 
-  rows_eRD: Array
+  chunks: tuple[Rows, ...]
   slot_TK: Array
   source_R: Array
   dropped: Array
+  rounds: Array
 
 
 @jax.tree_util.register_dataclass
@@ -69,6 +98,8 @@ class RouterSums:
     tokens: number of live tokens.
     choices: number of live choices, tokens · K.
     dropped: choices that found no place.
+    rounds: exchanges of the transport, the most of any device; shards: number of addends, so that
+      rounds / shards is their mean.
     load_E: choices per expert, before dropping.
     first_E: first choices per expert.
     probs_E: Σ_t probs.
@@ -76,13 +107,17 @@ class RouterSums:
     entropy: Σ_t H(probs_t), nats.
     confidence: Σ_t max probs.
     logit_square: Σ_t mean_e logits².
+    importance_E: Σ_t probs without noise; zero unless asked for.
     soft_load_E: Σ_t Φ((probs - logit of the K-th choice) / (noise / E)); zero unless asked for.
+    nonfinite: tokens with a logit that is NaN or infinite.
     shortcut_square, main_square: Σ_t |routed output|² and Σ_t |main path|², for their ratio.
   """
 
   tokens: Array
   choices: Array
   dropped: Array
+  rounds: Array
+  shards: Array
   load_E: Array
   first_E: Array
   probs_E: Array
@@ -90,6 +125,8 @@ class RouterSums:
   entropy: Array
   confidence: Array
   logit_square: Array
+  importance_E: Array
   soft_load_E: Array
+  nonfinite: Array
   shortcut_square: Array
   main_square: Array

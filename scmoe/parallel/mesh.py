@@ -1,7 +1,11 @@
 """The device mesh: its axes, and the one table that says which array dimension lies on which axis.
 
-Axes: `data` x `expert` x `tensor`. The batch is sharded over data x expert, experts over expert,
-hidden widths and heads over tensor. Everything else is replicated.
+A user gives `data` x `expert` x `tensor`. The batch is sharded over data x expert, experts over
+expert, hidden widths and heads over tensor. Everything else is replicated.
+
+Where there are more devices on the expert axis than experts, the mesh splits that axis in two:
+`expert`, one position per expert, and `shard`, over which the hidden width of each expert is
+divided. `shard` has size 1 otherwise. Parameters keep their logical shape on every mesh.
 """
 
 from __future__ import annotations
@@ -18,9 +22,8 @@ from jax.sharding import PartitionSpec as P
 from scmoe.errors import ConfigError
 from scmoe.options import check_options, option
 
-AXES = ("data", "expert", "tensor")
-BATCH_AXES = ("data", "expert")  # the batch dimension is split over both
-ALL_AXES = AXES
+AXES = ("data", "expert", "shard", "tensor")
+BATCH_AXES = ("data", "expert", "shard")  # the batch dimension is split over all three
 
 # Logical dimension of a parameter or activation -> mesh axis. The only such table.
 LOGICAL_TO_MESH: dict[str | None, Any] = {
@@ -29,7 +32,8 @@ LOGICAL_TO_MESH: dict[str | None, Any] = {
   "expert": "expert",
   "heads": "tensor",
   "kv_heads": "tensor",
-  "hidden": "tensor",  # F, the hidden width of an MLP or an expert
+  "hidden": "tensor",  # hidden width of a dense MLP
+  "expert_hidden": ("shard", "tensor"),  # F
   "vocab": "tensor",
   "embed": None,  # D
   "layers": None,
@@ -81,13 +85,23 @@ class MeshConfig:
     return self.data * self.expert
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(
+  config: MeshConfig, devices: Sequence[Any] | None = None, *, num_experts: int = 0
+) -> Mesh:
   """Builds the mesh over the first `config.size` devices (all processes' devices by default).
 
-  The tensor axis varies fastest, then expert: their collectives stay inside a host where they can.
+  The tensor axis varies fastest, then shard and expert: their collectives stay inside a host where
+  they can.
+
+  Args:
+    config: sizes of the axes.
+    devices: all of jax by default.
+    num_experts: E; where the expert axis has more devices, it is split over experts and shards.
+      0: never split.
 
   Raises:
-    ConfigError: the mesh needs more devices than there are.
+    ConfigError: the mesh needs more devices than there are, or neither of the expert axis and the
+      number of experts divides the other.
   """
   devices = list(jax.devices() if devices is None else devices)
   config = config.resolve(len(devices))
@@ -96,8 +110,27 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
       f"mesh uses {config.size} of {len(devices)} devices; with several processes every device "
       "must be in the mesh: set mesh.data=-1"
     )
-  grid = np.array(devices[: config.size]).reshape(config.data, config.expert, config.tensor)
+  shards = expert_shards(config.expert, num_experts)
+  shape = (config.data, config.expert // shards, shards, config.tensor)
+  grid = np.array(devices[: config.size]).reshape(shape)
   return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def expert_shards(expert_axis: int, num_experts: int) -> int:
+  """Devices that share one expert: 1 where there are at least as many experts as devices.
+
+  Raises:
+    ConfigError: neither divides the other.
+  """
+  if num_experts == 0 or num_experts % expert_axis == 0:
+    return 1
+  if expert_axis % num_experts == 0:
+    return expert_axis // num_experts
+  near = -(-num_experts // expert_axis) * expert_axis
+  raise ConfigError(
+    f"model.num_experts={num_experts} is not divisible by mesh.expert={expert_axis}, nor the other "
+    f"way round; use a multiple such as {near}, or a mesh.expert that divides {num_experts}"
+  )
 
 
 def partition_spec(logical: Sequence[str | None], ndim: int | None = None) -> P:

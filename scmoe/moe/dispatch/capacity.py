@@ -15,31 +15,82 @@ from jax import Array
 
 from scmoe.errors import ConfigError
 from scmoe.moe.dispatch import local
-from scmoe.moe.types import Dispatched, Routing
+from scmoe.moe.types import Dispatched, Routing, Rows
+from scmoe.parallel.collectives import Exchange, all_to_all
 
 
-def capacity(factor: float, *, tokens: int, num_experts: int, k: int) -> int:
-  """Rows of one expert's buffer for a positive capacity factor: k · ⌊factor · ⌈tokens / E⌉⌋.
+def capacity(
+  factor: float,
+  *,
+  tokens: int,
+  num_experts: int,
+  k: int,
+  need: int | None = None,
+  align: int = 1,
+  rule: str = "tutel",
+) -> int:
+  """Rows of one expert's buffer, for T `tokens` of one capacity group and n = ⌈T / E⌉.
 
-  Tutel's rule, truncation included (computed in double precision); `tokens` are those of one
-  capacity group.
+    factor > 0   k · ⌊factor · n⌋            what does not fit is dropped
+    factor = 0   need                        nothing is dropped
+    factor < 0   min(need, k · ⌊−factor · n⌋)   dropped only beyond this bound
+
+  Then rounded up to a multiple of `align`, which above 256 is itself first rounded up to a multiple
+  of 128 (Tutel's rules; floors truncate a double). `rule="megablocks"` takes ⌊|factor| · k · T / E⌋
+  for the middle term instead.
+
+  Args:
+    factor: the capacity factor.
+    tokens: T; where devices have different numbers of live tokens, the padded, largest one.
+    num_experts: E.
+    k: choices per token.
+    need: the longest queue, `exact_capacity(counts)`. It is data: where shapes must be known before
+      (under `jit`), leave it out for the bound T, which loses nothing either, as no token visits an
+      expert twice.
+    align: number of equal parts that the buffer is cut into (Tutel a2a_ffn_overlap_degree).
+    rule: `tutel` or `megablocks`.
 
   Raises:
-    ConfigError: the factor is not positive, or the capacity rounds to zero.
+    ConfigError: the capacity rounds to zero.
   """
-  if factor <= 0:
-    raise ConfigError(f"dispatch.capacity_factor={factor} must be > 0; 1.25 to 2 are usual")
-  rows = k * int(factor * math.ceil(tokens / num_experts))
-  if rows == 0 and tokens:
+  if not tokens:
+    return 0
+  need = tokens if need is None else need
+  if rule == "megablocks":
+    rows = int(abs(factor) * k * tokens / num_experts)
+  else:
+    rows = k * int(abs(factor) * math.ceil(tokens / num_experts))
+  if factor and not rows:
+    least = 1 / math.ceil(tokens / num_experts)
     raise ConfigError(
       f"dispatch.capacity_factor={factor} gives {tokens} tokens over {num_experts} experts a "
-      f"capacity of 0; use at least {1 / math.ceil(tokens / num_experts):.3g}"
+      f"capacity of 0; use at least {least:.3g} in size, or 0 to drop nothing"
     )
-  return rows
+  if factor <= 0:
+    rows = min(need, rows) if factor else need
+  if align > 256:
+    align = math.ceil(align / 128) * 128
+  return math.ceil(rows / align) * align
+
+
+def exact_capacity(count_GE: Array) -> int:
+  """The longest queue: the least capacity that drops nothing (Tutel's capacity factor 0).
+
+  It reads the counts on the host, so it works on concrete arrays only, outside `jit`.
+
+  Raises:
+    ConfigError: called on a traced array.
+  """
+  if isinstance(count_GE, jax.core.Tracer):
+    raise ConfigError(
+      "exact_capacity got traced counts; under jit a buffer's size cannot depend on data: leave "
+      "`need` out of capacity(...), or use dispatch.transport=dropless"
+    )
+  return int(count_GE.max()) if count_GE.size else 0
 
 
 def dispatch(
-  x_TD: Array, routing: Routing, *, rows_per_expert: int, shards: int, axis: str | None
+  x_TD: Array, routing: Routing, *, rows_per_expert: int, exchange: Exchange, chunks: int = 1
 ) -> Dispatched:
   """Sends each kept choice's token to its expert's device.
 
@@ -47,49 +98,47 @@ def dispatch(
     x_TD: tokens of this device.
     routing: their choices, in G capacity groups.
     rows_per_expert: C, for one capacity group.
-    shards: W, devices on the expert axis; E is a multiple of it.
-    axis: name of that axis inside `shard_map`; None where W is 1.
+    exchange: the devices on the expert axis; E is a multiple of their number W.
+    chunks: parts of the buffers that travel, and are computed, one after the other, so that the
+      exchange of one can run beside the experts of another (Tutel's overlap degree). G·C is a
+      multiple of it.
 
   Returns:
-    Dispatched with rows [E / W, W·G·C, D].
+    Dispatched with rows [E / W, W·G·C / chunks, D] in each chunk.
   """
   groups, num_experts = routing.count_GE.shape
   slot_TK, source_R, dropped = local.buffer_plan(routing, rows_per_expert)
-  rows_RD = local.gather_rows(x_TD, slot_TK, source_R)
+  rows_RD = local.fill_rows(x_TD, slot_TK, source_R, routing.input_weight_TK)
   rows_ECD = rows_RD.reshape(num_experts, groups * rows_per_expert, x_TD.shape[-1])
-  return Dispatched(_to_experts(rows_ECD, shards, axis), slot_TK, source_R, dropped)
+  parts = tuple(Rows(_to_experts(part, exchange)) for part in jnp.split(rows_ECD, chunks, 1))
+  return Dispatched(parts, slot_TK, source_R, dropped, jnp.ones((), jnp.int32))
 
 
-def combine(
-  rows_eRD: Array, dispatched: Dispatched, weight_TK: Array, *, shards: int, axis: str | None
-) -> Array:
+def combine(dispatched: Dispatched, weight_TK: Array, *, exchange: Exchange) -> Array:
   """Sends the experts' rows back and adds each token's choices, weighted: the inverse of dispatch.
 
   Returns y_TD in the rows' dtype; dropped choices add exactly 0.
   """
-  rows_ECD = _to_tokens(rows_eRD, shards, axis)
+  rows_ECD = jnp.concatenate([_to_tokens(part.rows, exchange) for part in dispatched.chunks], 1)
   rows_RD = rows_ECD.reshape(-1, rows_ECD.shape[-1])
   return local.sum_rows(rows_RD, weight_TK, dispatched.slot_TK, dispatched.source_R)
 
 
-def _to_experts(rows_ECD: Array, shards: int, axis: str | None) -> Array:
+def _to_experts(rows_ECD: Array, exchange: Exchange) -> Array:
   """[E, C, D] -> [E/W, W·C, D]: the expert dimension is exchanged for the senders' one."""
-  if axis is None or shards == 1:
+  if exchange.size == 1:
     return rows_ECD
   num_experts, rows, width = rows_ECD.shape
-  # Only an all-to-all over the major-most dimension needs no transpose of what travels.
-  sent = rows_ECD.reshape(shards, num_experts // shards * rows, width)
-  received = jax.lax.all_to_all(sent, axis, split_axis=0, concat_axis=0, tiled=True)
-  by_sender = received.reshape(shards, num_experts // shards, rows, width)
-  return jnp.swapaxes(by_sender, 0, 1).reshape(num_experts // shards, shards * rows, width)
+  shards, local_experts = exchange.size, num_experts // exchange.size
+  received = all_to_all(rows_ECD.reshape(shards, local_experts, rows, width), exchange)
+  return jnp.swapaxes(received, 0, 1).reshape(local_experts, shards * rows, width)
 
 
-def _to_tokens(rows_eRD: Array, shards: int, axis: str | None) -> Array:
+def _to_tokens(rows_eRD: Array, exchange: Exchange) -> Array:
   """[E/W, W·C, D] -> [E, C, D]: the inverse of `_to_experts`."""
-  if axis is None or shards == 1:
+  if exchange.size == 1:
     return rows_eRD
   local_experts, rows, width = rows_eRD.shape
+  shards = exchange.size
   by_sender = jnp.swapaxes(rows_eRD.reshape(local_experts, shards, rows // shards, width), 0, 1)
-  sent = by_sender.reshape(shards, local_experts * rows // shards, width)
-  received = jax.lax.all_to_all(sent, axis, split_axis=0, concat_axis=0, tiled=True)
-  return received.reshape(shards * local_experts, rows // shards, width)
+  return all_to_all(by_sender, exchange).reshape(shards * local_experts, rows // shards, width)

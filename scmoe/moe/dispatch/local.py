@@ -38,8 +38,18 @@ def buffer_plan(routing: Routing, capacity: int) -> tuple[Array, Array, Array]:
   filled_EGC = place_C < routing.count_GE.T[..., None]
   index_EGC = jnp.where(filled_EGC, start_EG[..., None] + place_C, tokens * k)
   source_R = routing.order_R.at[index_EGC.reshape(-1)].get(mode="fill", fill_value=tokens * k)
-  dropped = (~kept_TK & routing.live_T[:, None]).sum(dtype=jnp.int32)
+  dropped = count_Q.sum(dtype=jnp.int32) - kept_TK.sum(dtype=jnp.int32)
   return slot_TK, source_R, dropped
+
+
+def fill_rows(
+  x_TD: Array, slot_TK: Array, source_R: Array, input_weight_TK: Array | None = None
+) -> Array:
+  """The rows of a send buffer, weighted already if weights come before the experts: [R, D]."""
+  rows_RD = gather_rows(x_TD, slot_TK, source_R)
+  if input_weight_TK is None:
+    return rows_RD
+  return weigh_rows(rows_RD, input_weight_TK, slot_TK, source_R)
 
 
 @jax.custom_vjp
@@ -57,6 +67,27 @@ def _gather_rows_bwd(slot_TK, rows_bar_RD):
 
 
 gather_rows.defvjp(_gather_rows_fwd, _gather_rows_bwd)
+
+
+@jax.custom_vjp
+def weigh_rows(rows_RD: Array, weight_TK: Array, slot_TK: Array, source_R: Array) -> Array:
+  """rows[r] · weight of the choice that fills row r; empty rows stay zero. In the rows' dtype."""
+  weight_R = weight_TK.reshape(-1).at[source_R].get(mode="fill", fill_value=0)
+  return (weight_R[:, None] * rows_RD).astype(rows_RD.dtype)
+
+
+def _weigh_rows_fwd(rows_RD, weight_TK, slot_TK, source_R):
+  return weigh_rows(rows_RD, weight_TK, slot_TK, source_R), (rows_RD, weight_TK, slot_TK, source_R)
+
+
+def _weigh_rows_bwd(residuals, bar_RD):
+  rows_RD, weight_TK, slot_TK, source_R = residuals
+  rows_bar_RD = weigh_rows(bar_RD, weight_TK, slot_TK, source_R)
+  dot_R = (rows_RD.astype(weight_TK.dtype) * bar_RD.astype(weight_TK.dtype)).sum(-1)
+  return rows_bar_RD, dot_R.at[slot_TK].get(mode="fill", fill_value=0), None, None
+
+
+weigh_rows.defvjp(_weigh_rows_fwd, _weigh_rows_bwd)
 
 
 @jax.custom_vjp

@@ -1,0 +1,297 @@
+"""The dropless transport: rows in rounds over a fixed per-peer buffer. Nothing is ever dropped.
+
+XLA wants static shapes, and a buffer for the worst case, all tokens to one expert, would be W times
+too large. So each device keeps one queue per peer, sorted by expert, and a round moves at most P
+rows of every queue: P is a small factor over the balanced share. Balanced routing takes one round;
+skew adds rounds, and never memory. The first round goes through the stages like any other
+transport, so that it overlaps with dense work; further rounds run in a loop whose trip count the
+devices agree on, forward and backward.
+
+Where the experts are not spread over devices, all T·K rows are sorted by expert and there is
+nothing to exchange.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from scmoe.moe.dispatch import local
+from scmoe.moe.types import Dispatched, Routing, Rows
+from scmoe.parallel.collectives import Exchange, all_to_all
+from scmoe.parallel.mesh import BATCH_AXES
+
+# (rows, weights) -> rows: the expert stage on one chunk, as the layer runs it.
+Experts = Callable[[Rows, Any], Rows]
+
+
+def buffer_rows(choices: int, *, slack: float, peers: int, chunks: int = 1) -> int:
+  """P: rows for each peer in one chunk of a round.
+
+  Args:
+    choices: t·K of one device.
+    slack: room over the balanced share choices / peers.
+    peers: W.
+    chunks: parts of a round.
+  """
+  if peers == 1:
+    return choices
+  return max(1, math.ceil(slack * choices / peers / chunks))
+
+
+def dispatch(
+  x_TD: Array, routing: Routing, *, slack: float, exchange: Exchange, chunks: int = 1
+) -> Dispatched:
+  """Sends the first round: up to P rows to every peer, in `chunks` parts.
+
+  Args:
+    x_TD: tokens of this device.
+    routing: their choices, in one capacity group.
+    slack: room over the balanced share, in (1, W] usually 1.25.
+    exchange: the devices on the expert axis.
+    chunks: parts that travel and are computed one after the other.
+
+  Returns:
+    Dispatched with rows [W·P, D] sorted by local expert in each chunk. `slot_TK` and `source_R`
+    describe the chunks' send buffers one behind the other.
+  """
+  choices = routing.expert_TK.size
+  rows = buffer_rows(choices, slack=slack, peers=exchange.size, chunks=chunks)
+  if exchange.size == 1:
+    return _dispatch_here(x_TD, routing)
+  queues = _queues(routing, exchange)
+  parts, slots, sources = [], [], []
+  for chunk in range(chunks):
+    slot_TK, source_R = _window(queues, chunk, rows, exchange)
+    parts.append(_send(x_TD, queues, slot_TK, source_R, chunk, rows, exchange))
+    slots.append(jnp.where(slot_TK < source_R.size, slot_TK + chunk * source_R.size, -1))
+    sources.append(source_R)
+  slot_TK = functools.reduce(jnp.maximum, slots)  # each choice is in one chunk at most
+  slot_TK = jnp.where(slot_TK < 0, chunks * exchange.size * rows, slot_TK)
+  longest = jax.lax.pmax(queues.length_W.max(), BATCH_AXES)
+  rounds = jnp.maximum(1, -(-longest // (rows * chunks)))
+  none = jnp.zeros((), jnp.int32)
+  return Dispatched(tuple(parts), slot_TK, jnp.concatenate(sources), none, rounds)
+
+
+def combine(dispatched: Dispatched, weight_TK: Array, *, exchange: Exchange) -> Array:
+  """Brings the first round's rows back and adds them up, weighted: y_TD of this round."""
+  rows_RD = jnp.concatenate([_bring_back(part, exchange) for part in dispatched.chunks])
+  return local.sum_rows(rows_RD, weight_TK, dispatched.slot_TK, dispatched.source_R)
+
+
+def further_rounds(
+  x_TD: Array,
+  weight_TK: Array,
+  weights: Any,
+  routing: Routing,
+  rounds: Array,
+  *,
+  slack: float,
+  exchange: Exchange,
+  chunks: int,
+  experts: Experts,
+) -> Array:
+  """What the rounds after the first one add to y_TD; zero, and no work, where one was enough.
+
+  The backward pass runs the same rounds again, each with its own vector-Jacobian product, so that
+  memory does not depend on their number either.
+
+  Args:
+    x_TD, weight_TK: tokens and combine weights of this device.
+    weights: the experts' weights.
+    routing: the choices.
+    rounds: int32 scalar, the same on all devices (`Dispatched.rounds`).
+    slack, exchange, chunks: as in `dispatch`.
+    experts: the expert stage; captures no traced values.
+  """
+  rows = buffer_rows(weight_TK.size, slack=slack, peers=exchange.size, chunks=chunks)
+
+  def one(index, x_TD, weight_TK, weights, routing):
+    queues = _queues(routing, exchange)
+    slot_TK, source_R = _window(queues, index, rows, exchange)
+    part = experts(_send(x_TD, queues, slot_TK, source_R, index, rows, exchange), weights)
+    return local.sum_rows(_bring_back(part, exchange), weight_TK, slot_TK, source_R)
+
+  return _loop(one, chunks, x_TD, weight_TK, weights, routing, rounds * chunks)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _loop(one, start, x_TD, weight_TK, weights, routing, end):
+  """Σ over index in [start, end) of one(index, ...)."""
+
+  def body(index, y_TD):
+    return y_TD + one(index, x_TD, weight_TK, weights, routing).astype(y_TD.dtype)
+
+  wide = jnp.promote_types(x_TD.dtype, jnp.float32)
+  return jax.lax.fori_loop(start, end, body, jnp.zeros(x_TD.shape, wide)).astype(x_TD.dtype)
+
+
+def _loop_fwd(one, start, x_TD, weight_TK, weights, routing, end):
+  y_TD = _loop(one, start, x_TD, weight_TK, weights, routing, end)
+  return y_TD, (x_TD, weight_TK, weights, routing, end)
+
+
+def _loop_bwd(one, start, residuals, y_bar_TD):
+  x_TD, weight_TK, weights, routing, end = residuals
+
+  def body(index, total):
+    run = lambda x_TD, weight_TK, weights: one(index, x_TD, weight_TK, weights, routing)
+    _, pull = jax.vjp(run, x_TD, weight_TK, weights)
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, pull(y_bar_TD))
+
+  primals = (x_TD, weight_TK, weights)
+  wide = lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32))
+  total = jax.lax.fori_loop(start, end, body, jax.tree.map(wide, primals))
+  narrow = jax.tree.map(lambda t, p: t.astype(p.dtype), total, primals)
+  return (*narrow, None, None)
+
+
+_loop.defvjp(_loop_fwd, _loop_bwd)
+
+
+# ------------------------------------------------------------------------------------- queues
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Queues:
+  """One queue per peer: this device's choices in the order of the peer's experts.
+
+  Attributes:
+    peer_TK, rank_TK: int32, the queue of each choice and its position there; masked choices stand
+      behind every queue.
+    order_R: int32, flat choices sorted by queue and position.
+    start_W, length_W: int32, where each queue begins in `order_R`, and its length.
+    sent_We, received_We: int32, choices per local expert of each peer that this device sends, and
+      that each peer sends to this device.
+  """
+
+  peer_TK: Array
+  rank_TK: Array
+  order_R: Array
+  start_W: Array
+  length_W: Array
+  sent_We: Array
+  received_We: Array
+
+
+def _queues(routing: Routing, exchange: Exchange) -> _Queues:
+  num_experts = routing.probs_TE.shape[1]
+  sent_We = routing.count_GE.sum(0).reshape(exchange.size, num_experts // exchange.size)
+  length_W = sent_We.sum(1)
+  before_E = (jnp.cumsum(sent_We, 1) - sent_We).reshape(-1)  # earlier experts of the same peer
+  rank_TK = before_E[routing.expert_TK] + routing.place_TK
+  rank_TK = jnp.where(routing.live_T[:, None], rank_TK, jnp.iinfo(jnp.int32).max)
+  return _Queues(
+    peer_TK=routing.expert_TK // (num_experts // exchange.size),
+    rank_TK=rank_TK,
+    order_R=routing.order_R,
+    start_W=jnp.cumsum(length_W) - length_W,
+    length_W=length_W,
+    sent_We=sent_We,
+    received_We=all_to_all(sent_We, exchange),
+  )
+
+
+def _window(queues: _Queues, index: Any, rows: int, exchange: Exchange) -> tuple[Array, Array]:
+  """Positions [index·P, (index+1)·P) of every queue, as a send buffer of [W·P] rows.
+
+  Returns slot_TK (W·P for choices outside the window) and source_R (T·K for empty rows).
+  """
+  low, size = index * rows, exchange.size * rows
+  inside_TK = (queues.rank_TK >= low) & (queues.rank_TK < low + rows)
+  slot_TK = jnp.where(inside_TK, queues.peer_TK * rows + queues.rank_TK - low, size)
+  position_P = low + jnp.arange(rows, dtype=jnp.int32)
+  filled_WP = position_P < queues.length_W[:, None]
+  nobody = queues.order_R.size
+  index_WP = jnp.where(filled_WP, queues.start_W[:, None] + position_P, nobody)
+  source_R = queues.order_R.at[index_WP.reshape(-1)].get(mode="fill", fill_value=nobody)
+  return slot_TK, source_R
+
+
+def _send(
+  x_TD: Array,
+  queues: _Queues,
+  slot_TK: Array,
+  source_R: Array,
+  index: Any,
+  rows: int,
+  exchange: Exchange,
+) -> Rows:
+  """Exchanges one window and sorts what arrives by local expert."""
+  rows_RD = local.gather_rows(x_TD, slot_TK, source_R)
+  received = all_to_all(rows_RD.reshape(exchange.size, rows, -1), exchange)
+  position_R, group_sizes_e = _sort_plan(queues.received_We, index * rows, rows)
+  source_R = _invert(position_R)
+  sorted_RD = _permute(received.reshape(rows_RD.shape), position_R, source_R)
+  return Rows(sorted_RD, group_sizes_e, jnp.stack([position_R, source_R]))
+
+
+def _bring_back(part: Rows, exchange: Exchange) -> Array:
+  """Undoes the sort and the exchange: rows of this device's send buffer, [W·P, D]."""
+  if part.arrival is None:
+    return part.rows
+  position_R, source_R = part.arrival
+  by_sender = _permute(part.rows, source_R, position_R)
+  sent = by_sender.reshape(exchange.size, -1, by_sender.shape[-1])
+  return all_to_all(sent, exchange).reshape(by_sender.shape)
+
+
+def _sort_plan(received_We: Array, low: Any, rows: int) -> tuple[Array, Array]:
+  """Where the rows of a received window go, so that they are sorted by local expert.
+
+  Sender s's queue holds its rows for expert 0, then expert 1, ...: what falls into the window
+  [low, low + P) follows from the counts alone.
+
+  Returns:
+    position_R int32 [W·P] (W·P for empty rows) and group_sizes_e, the rows of each expert.
+  """
+  end_We = jnp.cumsum(received_We, 1)
+  start_We = end_We - received_We
+  clip = lambda a: jnp.clip(a - low, 0, rows)
+  inside_We = clip(end_We) - clip(start_We)
+  group_sizes_e = inside_We.sum(0)
+  first_We = jnp.cumsum(inside_We, 0) - inside_We + (jnp.cumsum(group_sizes_e) - group_sizes_e)
+  place_P = jnp.arange(rows, dtype=jnp.int32)
+  ends_We = clip(end_We)
+  expert_WP = (place_P[None, :, None] >= ends_We[:, None, :]).sum(-1)
+  filled_WP = expert_WP < received_We.shape[1]
+  expert_WP = jnp.minimum(expert_WP, received_We.shape[1] - 1)
+  pick = lambda table_We: jnp.take_along_axis(table_We, expert_WP, 1)
+  position_WP = pick(first_We) + place_P - pick(clip(start_We))
+  position_WP = jnp.where(filled_WP, position_WP, position_WP.size)
+  return position_WP.reshape(-1), group_sizes_e
+
+
+def _invert(position_R: Array) -> Array:
+  """The inverse of a partial permutation; R marks what nothing maps to, on both sides."""
+  size = position_R.size
+  nothing = jnp.full((size,), size, jnp.int32)
+  return nothing.at[position_R].set(jnp.arange(size, dtype=jnp.int32), mode="drop")
+
+
+def _permute(rows_RD: Array, position_R: Array, source_R: Array) -> Array:
+  """Row r moves to position[r]; a gather both ways. `source_R` is the inverse."""
+  return local.gather_rows(rows_RD, position_R[:, None], source_R)
+
+
+def _dispatch_here(x_TD: Array, routing: Routing) -> Dispatched:
+  """All choices sorted by expert on this device; nothing travels."""
+  choices = routing.expert_TK.size
+  count_E = routing.count_GE.sum(0)
+  start_E = jnp.cumsum(count_E) - count_E
+  slot_TK = start_E[routing.expert_TK] + routing.place_TK
+  slot_TK = jnp.where(routing.live_T[:, None], slot_TK, choices)
+  filled_R = jnp.arange(choices, dtype=jnp.int32) < count_E.sum()
+  source_R = jnp.where(filled_R, routing.order_R, choices)
+  rows_RD = local.gather_rows(x_TD, slot_TK, source_R)
+  one, none = jnp.ones((), jnp.int32), jnp.zeros((), jnp.int32)
+  return Dispatched((Rows(rows_RD, count_E),), slot_TK, source_R, none, one)

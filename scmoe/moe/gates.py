@@ -1,0 +1,188 @@
+"""Gates: x -> logits, one score for every expert. Modules that only hold parameters and compute.
+
+A gate of your own is a class with the two methods of `Gate` below; add it under a word,
+
+  GATES["mine"] = MyGate
+
+and select it with `router.gate=mine`. It must be an `nnx.Module`, so that its parameters are
+trained, stacked over layers and saved with all others. `docs/routing.md` has an example.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from scmoe.errors import ConfigError
+from scmoe.moe.options import RouterConfig
+
+LOG_SCALE_MAX = math.log(100.0)
+COSINE_EPS = 1e-12
+
+
+class Gate(Protocol):
+  """What routing asks of a gate.
+
+  Noise, softmax, choice and normalisation are not the gate's: it returns plain scores. It runs on
+  each device's tokens alone, with replicated parameters, so it must treat tokens independently.
+  """
+
+  def __call__(self, x_TD: Array) -> Array:
+    """Logits [T, E] of the tokens, in float32 or float64."""
+    ...
+
+
+# (width D, num_experts E, config, init_std=, rngs=) -> Gate
+GateMaker = Callable[..., Any]
+
+
+def compute_dtype(x: Array, fp32: bool) -> Any:
+  """Type a gate computes in: the input's, but at least float32 if asked for."""
+  return jnp.promote_types(x.dtype, jnp.float32) if fp32 else x.dtype
+
+
+def linear_logits(x_TD: Array, gate_DE: Array, *, fp32: bool = True) -> Array:
+  """Scores of a linear gate, x · W: [T, E], float32 (float64 for float64 tokens).
+
+  Args:
+    x_TD: tokens.
+    gate_DE: weights; no bias.
+    fp32: multiply in float32 even if the tokens are of lower precision.
+  """
+  dtype = compute_dtype(x_TD, fp32)
+  logits_TE = jnp.einsum(
+    "td,de->te", x_TD.astype(dtype), gate_DE.astype(dtype), precision=jax.lax.Precision.HIGHEST
+  )
+  return logits_TE.astype(jnp.promote_types(dtype, jnp.float32))
+
+
+def cosine_logits(
+  x_TD: Array,
+  projection_DP: Array,
+  bias_P: Array,
+  directions_PE: Array,
+  log_scale: Array,
+  *,
+  fp32: bool = True,
+) -> Array:
+  """Scores of a cosine gate (Tutel `cosine_top`): [T, E], float32 (float64 for float64 tokens).
+
+    unit_P(x · projection + bias) · unit_P(directions) · exp(min(log_scale, ln 100))
+
+  with unit(a) = a / max(|a|, 1e-12). Above the cap the scale gets no gradient.
+
+  Args:
+    x_TD: tokens.
+    projection_DP, bias_P: affine map to the P dimensions in which angles are measured.
+    directions_PE: one direction per expert.
+    log_scale: scalar or [1].
+    fp32: compute in float32 even if the tokens are of lower precision.
+  """
+  dtype = compute_dtype(x_TD, fp32)
+  x_TD, projection_DP, bias_P, directions_PE, log_scale = (
+    a.astype(dtype) for a in (x_TD, projection_DP, bias_P, directions_PE, log_scale)
+  )
+  with jax.default_matmul_precision("highest"):
+    point_TP = _unit(x_TD @ projection_DP + bias_P, axis=1)
+    cosine_TE = point_TP @ _unit(directions_PE, axis=0)
+  logits_TE = cosine_TE * jnp.exp(jnp.minimum(log_scale, LOG_SCALE_MAX))
+  return logits_TE.astype(jnp.promote_types(dtype, jnp.float32))
+
+
+def _unit(a: Array, axis: int) -> Array:
+  square = jnp.square(a).sum(axis, keepdims=True)
+  # The root of a zero has no gradient: a zero vector stays zero, with gradient zero.
+  norm = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
+  return a / jnp.maximum(norm, COSINE_EPS)
+
+
+class LinearGate(nnx.Module):
+  """x · W, no bias; W ~ N(0, init_std²). Tutel `{'type': 'top'}`, MegaBlocks' router."""
+
+  def __init__(
+    self, width: int, num_experts: int, config: RouterConfig, *, init_std: float, rngs: nnx.Rngs
+  ):
+    value = init_std * jax.random.normal(rngs.params(), (width, num_experts), jnp.float32)
+    self.weight = nnx.Param(value, axes=("embed", None))
+    self.fp32 = config.fp32_gate
+
+  def __call__(self, x_TD: Array) -> Array:
+    return linear_logits(x_TD, self.weight[...], fp32=self.fp32)
+
+
+class CosineGate(nnx.Module):
+  """Cosine between a projection of the token and a direction per expert, Tutel `cosine_top`.
+
+  Projection and bias start uniform in ±1/√D, directions N(0, 0.01²), the scale at 2.
+  """
+
+  def __init__(
+    self, width: int, num_experts: int, config: RouterConfig, *, init_std: float, rngs: nnx.Rngs
+  ):
+    del init_std  # the published gate has its own
+    dim, bound = config.cosine_dim, width**-0.5
+    uniform = lambda *shape: jax.random.uniform(
+      rngs.params(), shape, jnp.float32, minval=-bound, maxval=bound
+    )
+    directions = 0.01 * jax.random.normal(rngs.params(), (dim, num_experts), jnp.float32)
+    self.projection = nnx.Param(uniform(width, dim), axes=("embed", None))
+    self.projection_bias = nnx.Param(uniform(dim), axes=(None,))
+    self.directions = nnx.Param(directions, axes=(None, None))
+    # Named so that no weight decay pulls it: the optimizer leaves scales alone.
+    self.log_scale = nnx.Param(jnp.full((1,), math.log(2.0)), axes=(None,))
+    self.fp32 = config.fp32_gate
+
+  def __call__(self, x_TD: Array) -> Array:
+    parameters = (self.projection, self.projection_bias, self.directions, self.log_scale)
+    return cosine_logits(x_TD, *(p[...] for p in parameters), fp32=self.fp32)
+
+
+GATES: dict[str, GateMaker] = {"linear": LinearGate, "cosine": CosineGate}
+
+
+def make_gates(
+  width: int, num_experts: int, config: RouterConfig, *, init_std: float, rngs: nnx.Rngs
+) -> list[Any]:
+  """The `config.gates` gates over one set of experts, each with initial weights of its own.
+
+  Raises:
+    ConfigError: nobody has registered a gate under the word `config.gate`.
+  """
+  make = GATES.get(config.gate)
+  if make is None:
+    near = difflib.get_close_matches(config.gate, GATES, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ConfigError(
+      f"router.gate={config.gate!r} is unknown; {hint}one of: {', '.join(GATES)} (add your own to "
+      "scmoe.moe.gates.GATES)"
+    )
+  return [
+    make(width, num_experts, config, init_std=init_std, rngs=rngs) for _ in range(config.gates)
+  ]
+
+
+def check_logits(logits_TE: Array, tokens: int, num_experts: int | None) -> None:
+  """Checks what a gate returned: [T, E], floating point.
+
+  Raises:
+    ConfigError: names both shapes.
+  """
+  want = (tokens, "E" if num_experts is None else num_experts)
+  shape = tuple(logits_TE.shape)
+  wrong = len(shape) != 2 or shape[0] != tokens
+  if wrong or (num_experts is not None and shape[1] != num_experts):
+    raise ConfigError(
+      f"router.gate returned logits of shape {list(shape)}, routing needs "
+      f"[tokens, experts] = [{want[0]}, {want[1]}]; return one score per token and expert"
+    )
+  if not jnp.issubdtype(logits_TE.dtype, jnp.floating):
+    raise ConfigError(
+      f"router.gate returned logits of type {logits_TE.dtype}, routing needs floating point"
+    )

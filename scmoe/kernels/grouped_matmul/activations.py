@@ -35,17 +35,23 @@ class Activation:
   value_and_derivative: _WithDerivative
 
 
-def _sigmoid(h: jax.Array) -> jax.Array:
-  # Written out: the kernels' compiler has exp, not logistic with fast mathematics.
-  return 1.0 / (1.0 + jnp.exp(-h))
-
-
 def _silu(h):
-  return h * _sigmoid(h)
+  return h * jax.nn.sigmoid(h)
 
 
 def _silu_grad(h):
-  s = _sigmoid(h)
+  s = jax.nn.sigmoid(h)
+  value = h * s
+  return value, s + value * (1.0 - s)
+
+
+def _fast_silu(h):
+  half = 0.5 * h
+  return half + half * jnp.tanh(half)
+
+
+def _fast_silu_grad(h):
+  s = 0.5 + 0.5 * jnp.tanh(0.5 * h)
   value = h * s
   return value, s + value * (1.0 - s)
 
@@ -94,6 +100,17 @@ _ACTIVATIONS = {
     Activation("relu2", False, _relu2, _relu2_grad),
   )
 }
+
+
+def kernel_form(activation: Activation) -> Activation:
+  """The same function, cheaper in a kernel's epilogue.
+
+  A GPU has tanh as one instruction of the special-function unit, where the usual sigmoid takes two
+  (exponential and reciprocal), and that unit is what limits an epilogue.
+  """
+  if activation.value is not _silu:
+    return activation
+  return dataclasses.replace(activation, value=_fast_silu, value_and_derivative=_fast_silu_grad)
 
 
 def get_activation(name: str) -> Activation:

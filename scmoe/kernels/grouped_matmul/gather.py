@@ -1,0 +1,197 @@
+"""Gathering rows straight into a kernel's operand stage.
+
+Hopper's bulk copies (TMA) cannot gather rows, so the producer warpgroup does it with one 16-byte
+asynchronous copy per thread and step (`cp.async`, PTX ISA 8.x, section "Data Movement"), written in
+the swizzled layout that wgmma reads. Their arrival is counted by barriers of our own: `cp.async` can
+signal an mbarrier, but the Pallas barrier of the stage cannot be named from inline code.
+
+These functions have no interpretation on a CPU; there, the rows are gathered before the kernel.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import llvm
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+_THREADS = 128
+_SWIZZLE_BYTES = 128
+_COPY_BYTES = 16
+_SCALAR = plgpu.Layout.WG_SPLAT(())
+
+
+def barrier_memory(stages: int) -> Any:
+  """Shared memory for one mbarrier (8 bytes) a stage."""
+  return plgpu.SMEM((2 * stages,), jnp.int32)
+
+
+def _asm(text: str, operands: list[Any], constraints: str) -> None:
+  llvm.inline_asm(
+    ir.Type.parse("!llvm.void"),
+    operands,
+    text,
+    f"{constraints},~{{memory}}",
+    has_side_effects=True,
+    asm_dialect=0,
+  )
+
+
+def _shared_address(ref: Any) -> Any:
+  return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu_utils.memref_ptr(ref))
+
+
+def _global_address(ref: Any) -> Any:
+  return llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu_utils.memref_ptr(ref))
+
+
+def _value(scalar: Any) -> Any:
+  return scalar.registers.item()
+
+
+def init_barriers(barriers: Any, stages: int) -> None:
+  """Makes the barriers; to be run by the whole CTA before it splits into roles."""
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+  def run(_, memory):
+    inits = "".join(
+      f"@first mbarrier.init.shared::cta.b64 [$0+{8 * i}], {_THREADS};\n" for i in range(stages)
+    )
+    text = f"""{{
+      .reg .pred first;
+      .reg .b32 thread;
+      mov.u32 thread, %tid.x;
+      setp.eq.u32 first, thread, 0;
+      {inits}
+      fence.proxy.async;
+      bar.sync 0;
+    }}"""
+    _asm(text, [_shared_address(memory)], "r")
+
+  run(barriers)
+
+
+def start_gather(
+  x: Any, index: Any, stage: Any, barriers: Any, *, slot: Any, first_row: Any, first_col: Any
+) -> None:
+  """Starts copying x[index[first_row + r], first_col + c] to stage[slot, r, c].
+
+  To be run by one whole warpgroup. Rows with a negative index become zero.
+
+  Args:
+    x: GMEM ref [rows, width], 2-byte elements.
+    index: GMEM ref, int32.
+    stage: swizzled SMEM ref [stages, block rows, block columns].
+    barriers: what `init_barriers` made; the slot's one completes when the rows are there.
+    slot: which stage.
+    first_row: first entry of `index`.
+    first_col: first column of x.
+  """
+  _, block_rows, block_cols = stage.shape
+  itemsize = jnp.dtype(x.dtype).itemsize
+  row_bytes = x.shape[-1] * itemsize
+  col_blocks = block_cols * itemsize // _SWIZZLE_BYTES
+  threads_per_row = _SWIZZLE_BYTES // _COPY_BYTES
+  rows_per_pass = _THREADS // threads_per_row
+  from scmoe.kernels.grouped_matmul.pipeline import swizzled
+
+  transforms = swizzled(block_cols, x.dtype)
+
+  @plgpu.inline_mgpu(
+    arg_types=(
+      plgpu.RefType(),
+      plgpu.RefType(),
+      plgpu.RefType(transforms),
+      plgpu.RefType(),
+      _SCALAR,
+      _SCALAR,
+      _SCALAR,
+    )
+  )
+  def run(_, x_ref, index_ref, stage_ref, barrier_ref, slot_, first_row_, first_col_):
+    passes = block_rows // rows_per_pass
+    # Every 8 rows of one swizzle width are 1 KiB; the row's low bits permute its 16-byte pieces.
+    loads, copies = [], []
+    for j in range(passes):
+      loads.append(f"ld.global.nc.s32 i{j}, [entry+{4 * rows_per_pass * j}];")
+      copies += [
+        f"setp.ge.s32 used, i{j}, 0;",
+        f"selp.b32 size, {_COPY_BYTES}, 0, used;",
+        f"max.s32 i{j}, i{j}, 0;",
+        f"mad.wide.s32 source, i{j}, {row_bytes}, base;",
+      ]
+      for block in range(col_blocks):
+        target = (j * rows_per_pass // 8 * col_blocks + block) * 1024
+        copies.append(
+          f"cp.async.cg.shared.global.L2::128B [target+{target}],"
+          f" [source+{block * _SWIZZLE_BYTES}], {_COPY_BYTES}, size;"
+        )
+    text = f"""{{
+      .reg .pred used;
+      .reg .b32 thread, row, piece, target, part, size, barrier;
+      .reg .b32 {", ".join(f"i{j}" for j in range(passes))};
+      .reg .b64 base, entry, source, wide;
+      mov.u32 thread, %tid.x;
+      and.b32 thread, thread, {_THREADS - 1};
+      shr.u32 row, thread, 3;
+      and.b32 piece, thread, 7;
+      mad.lo.s32 part, $5, 1, row;
+      mul.wide.s32 wide, part, 4;
+      add.s64 entry, $1, wide;
+      {" ".join(loads)}
+      shl.b32 part, piece, 4;
+      mad.lo.s32 part, $6, {itemsize}, part;
+      cvt.s64.s32 wide, part;
+      add.s64 base, $0, wide;
+      mad.lo.s32 target, $4, {block_rows * block_cols * itemsize}, $2;
+      shr.u32 part, row, 3;
+      mad.lo.s32 target, part, {1024 * col_blocks}, target;
+      and.b32 part, row, 7;
+      xor.b32 piece, piece, part;
+      mad.lo.s32 target, part, {_SWIZZLE_BYTES}, target;
+      mad.lo.s32 target, piece, {_COPY_BYTES}, target;
+      {" ".join(copies)}
+      mad.lo.s32 barrier, $4, 8, $3;
+      cp.async.mbarrier.arrive.noinc.shared::cta.b64 [barrier];
+    }}"""
+    _asm(
+      text,
+      [
+        _global_address(x_ref),
+        _global_address(index_ref),
+        _shared_address(stage_ref),
+        _shared_address(barrier_ref),
+        _value(slot_),
+        _value(first_row_),
+        _value(first_col_),
+      ],
+      "l,l,r,r,r,r,r",
+    )
+
+  run(x, index, stage, barriers, slot, first_row, first_col)
+
+
+def wait_gather(barriers: Any, *, slot: Any, parity: Any) -> None:
+  """Waits until the rows of a stage are there and visible to wgmma.
+
+  Args:
+    barriers: what `init_barriers` made.
+    slot: which stage.
+    parity: 0 for the first use of the stage, 1 for the second, 0 for the third ...
+  """
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR))
+  def run(_, memory, slot_, parity_):
+    text = """{
+      .reg .pred done;
+      .reg .b32 barrier;
+      mad.lo.s32 barrier, $1, 8, $0;
+      WAIT:
+      mbarrier.try_wait.parity.shared::cta.b64 done, [barrier], $2;
+      @!done bra WAIT;
+      fence.proxy.async.shared::cta;
+    }"""
+    _asm(text, [_shared_address(memory), _value(slot_), _value(parity_)], "r,r,r")
+
+  run(barriers, slot, parity)

@@ -1,0 +1,75 @@
+"""Tile shapes of the kernels: a short rule, and a table of what was measured to be better.
+
+`python -m scmoe.kernels.bench --tune` measures candidates and prints entries for the table. A shape
+that is not in it gets the rule's choice, which always exists for widths that are multiples of 64.
+"""
+
+from scmoe.kernels.grouped_matmul.pipeline import Tiling
+
+STORE_SLOTS = 2  # shared-memory buffers of a consumer's stores
+SMEM_LIMIT = 232_448  # bytes a CTA may have on Hopper
+_RESERVED = 4_096  # barriers, alignment, small vectors
+
+# Product kinds: "rows" (one result), "up" (gate and up with the activation), "dx" (two products into
+# one result), "weights" and "weights_pair" (weight gradients), "down_backward".
+KINDS = ("rows", "up", "dx", "weights", "weights_pair", "down_backward")
+
+# (kind, contracted width, result width) -> tiling; for "weights*" (rows of the result, its columns).
+TABLE: dict[tuple[str, int, int], Tiling] = {}
+
+
+def smem_bytes(tiling: Tiling, out_itemsize: int = 2) -> int:
+  """Shared memory of a product with 2-byte operands and its stores."""
+  stage = (tiling.rows + tiling.cols) * tiling.depth * 2
+  stores = 2 * STORE_SLOTS * tiling.consumer_rows * 64 * out_itemsize
+  return tiling.stages * stage + stores + _RESERVED
+
+
+def _fit(tiling: Tiling, out_itemsize: int) -> Tiling:
+  """As many stages as fit, at most 6."""
+  for stages in (6, 5, 4, 3, 2):
+    candidate = Tiling(tiling.rows, tiling.cols, tiling.depth, stages, tiling.pingpong, tiling.band)
+    if smem_bytes(candidate, out_itemsize) <= SMEM_LIMIT:
+      return candidate
+  raise AssertionError(f"no stage count fits {tiling}")
+
+
+def candidates(kind: str, width: int, n: int, out_itemsize: int = 2) -> list[Tiling]:
+  """Tilings that divide the problem, the rule's choice first.
+
+  Args:
+    kind: one of `KINDS`.
+    width: contracted width; for the weight gradients, rows of the result.
+    n: result width.
+    out_itemsize: bytes of an element of the result.
+
+  Raises:
+    ValueError: the kind is unknown, or a width is not a multiple of 64.
+  """
+  if kind not in KINDS:
+    raise ValueError(f"unknown product {kind!r}: use one of {', '.join(KINDS)}")
+  if width % 64 or n % 64:
+    raise ValueError(f"widths {width} and {n} must both be multiples of 64 for the kernels")
+  if kind == "down_backward":
+    return [Tiling(cols=c, stages=4, pingpong=True) for c in (128, 64) if n % c == 0]
+  parts = 2 if kind in ("up", "weights_pair") else 1
+  rows = 64 if kind in ("weights", "weights_pair") and width % 128 else 128
+  result = []
+  for cols, pingpong in ((256, False), (192, True), (128, True), (128, False), (64, True)):
+    cols = max(cols, 64 * parts)
+    if (n * parts) % cols or (cols // parts) % 64 or (rows == 64 and not pingpong):
+      continue
+    tiling = _fit(Tiling(rows=rows, cols=cols, pingpong=pingpong, band=8), out_itemsize)
+    if tiling not in result:
+      result.append(tiling)
+  # With few steps the end of a tile weighs more than its operands' traffic: let the two overlap.
+  if kind == "rows" and width <= 512:
+    result.sort(key=lambda t: not t.pingpong)
+  return result
+
+
+def choose(kind: str, width: int, n: int, out_itemsize: int = 2) -> Tiling:
+  """The tiling to use; arguments as for `candidates`."""
+  if out_itemsize == 2 and (kind, width, n) in TABLE:
+    return TABLE[kind, width, n]
+  return candidates(kind, width, n, out_itemsize)[0]

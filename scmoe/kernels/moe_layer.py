@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from scmoe.kernels.grouped_matmul import xla
-from scmoe.kernels.grouped_matmul.api import KERNEL_ROW_TILE, cast_weights
+from scmoe.kernels.grouped_matmul.api import cast_weights
 from scmoe.kernels.grouped_matmul.backend import resolve_backend
 from scmoe.kernels.grouped_matmul.ffn import (
   FFNConfig,
@@ -27,7 +27,7 @@ from scmoe.kernels.grouped_matmul.ffn import (
   ffn_backward,
   ffn_forward,
 )
-from scmoe.kernels.grouped_matmul.layout import take_rows
+from scmoe.kernels.grouped_matmul.layout import KERNEL_ROW_TILE, take_rows
 from scmoe.kernels.permute.api import sum_rows
 from scmoe.kernels.permute.plan import make_plan
 
@@ -177,9 +177,7 @@ def _route_bwd(top_k, residuals, cotangents):
     dlogits_TE += jnp.where(expert_TK[:, k : k + 1] == ids_E, dvalue_TK[:, k : k + 1], 0)
   dlogits_TE = dlogits_TE.astype(x_TD.dtype)
   wide = xla.accumulation_type(x_TD.dtype)
-  dx_TD = jnp.einsum(
-    "te,de->td", dlogits_TE, router_DE.astype(x_TD.dtype), preferred_element_type=wide
-  )
+  dx_TD = jnp.einsum("te,de->td", dlogits_TE, router_DE.astype(x_TD.dtype))
   drouter_DE = jnp.einsum("td,te->de", x_TD, dlogits_TE, preferred_element_type=wide)
   return dx_TD.astype(x_TD.dtype), drouter_DE.astype(router_DE.dtype)
 

@@ -21,6 +21,7 @@ from scmoe.kernels.grouped_matmul.ffn import (
   ffn_forward,
 )
 from scmoe.kernels.grouped_matmul.layout import (
+  KERNEL_ROW_TILE,
   GroupLayout,
   make_layout,
   padded_rows_of,
@@ -29,8 +30,6 @@ from scmoe.kernels.grouped_matmul.layout import (
   take_rows,
   unpad_rows,
 )
-
-KERNEL_ROW_TILE = 128  # rows of a tile in the Mosaic GPU kernels
 
 
 @dataclasses.dataclass(frozen=True)

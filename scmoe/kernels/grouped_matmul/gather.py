@@ -73,7 +73,15 @@ def init_barriers(barriers: Any, stages: int) -> None:
 
 
 def start_gather(
-  x: Any, index: Any, stage: Any, barriers: Any, *, slot: Any, first_row: Any, first_col: Any
+  x: Any,
+  index: Any,
+  stage: Any,
+  barriers: Any,
+  *,
+  slot: Any,
+  first_row: Any,
+  first_col: Any,
+  prefetch: int = 0,
 ) -> None:
   """Starts copying x[index[first_row + r], first_col + c] to stage[slot, r, c].
 
@@ -87,6 +95,8 @@ def start_gather(
     slot: which stage.
     first_row: first entry of `index`.
     first_col: first column of x.
+    prefetch: entries of `index` ahead of first_row to bring into the L1 cache, for callers whose
+      next steps read other rows: the copies cannot start before their index is there.
   """
   _, block_rows, block_cols = stage.shape
   itemsize = jnp.dtype(x.dtype).itemsize
@@ -127,6 +137,7 @@ def start_gather(
           f"cp.async.cg.shared.global.L2::128B [target+{target}],"
           f" [source+{block * _SWIZZLE_BYTES}], {_COPY_BYTES}, size;"
         )
+    ahead = f"prefetch.global.L1 [entry+{4 * prefetch}];" if prefetch else ""
     text = f"""{{
       .reg .pred used;
       .reg .b32 thread, row, piece, target, part, size, barrier;
@@ -140,6 +151,7 @@ def start_gather(
       mul.wide.s32 wide, part, 4;
       add.s64 entry, $1, wide;
       {" ".join(loads)}
+      {ahead}
       shl.b32 part, piece, 4;
       mad.lo.s32 part, $6, {itemsize}, part;
       cvt.s64.s32 wide, part;

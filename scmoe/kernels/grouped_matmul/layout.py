@@ -14,6 +14,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+KERNEL_ROW_TILE = 128  # rows of a tile in the Mosaic GPU kernels
+
 
 @functools.partial(
   jax.tree_util.register_dataclass,

@@ -281,6 +281,7 @@ def weights_product(
           barriers=arrived,
           slot=slot,
           first_row=first + step * depth,
+          prefetch=tiling.stages * depth,
         )
         if fused_lhs:
           start(lhs_gmem, stage=lhs_smem, first_col=row_tile * tiling.rows)

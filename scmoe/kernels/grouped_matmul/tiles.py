@@ -4,8 +4,10 @@
 that is not in it gets the rule's choice, which always exists for widths that are multiples of 64.
 """
 
+from scmoe.kernels.grouped_matmul.layout import KERNEL_ROW_TILE
 from scmoe.kernels.grouped_matmul.pipeline import Tiling
 
+ROW_TILE = KERNEL_ROW_TILE
 STORE_SLOTS = 2  # shared-memory buffers of a consumer's stores
 SMEM_LIMIT = 232_448  # bytes a CTA may have on Hopper
 _RESERVED = 4_096  # barriers, alignment, small vectors
@@ -53,7 +55,7 @@ def candidates(kind: str, width: int, n: int, out_itemsize: int = 2) -> list[Til
   if kind == "down_backward":
     return [Tiling(cols=c, stages=4, pingpong=True) for c in (128, 64) if n % c == 0]
   parts = 2 if kind in ("up", "weights_pair") else 1
-  rows = 64 if kind in ("weights", "weights_pair") and width % 128 else 128
+  rows = 64 if kind in ("weights", "weights_pair") and width % 128 else ROW_TILE
   result = []
   for cols, pingpong in ((256, False), (192, True), (128, True), (128, False), (64, True)):
     cols = max(cols, 64 * parts)

@@ -1,0 +1,464 @@
+"""Measures the kernels on this machine's GPU.
+
+  python -m scmoe.kernels.bench --layer --shape T,D,F,E,K [--shape ...] --json OUT
+  python -m scmoe.kernels.bench --kernels --shape T,D,F,E,K [--skew 8] --json OUT
+  python -m scmoe.kernels.bench --tune --shape T,D,F,E,K
+
+    T  tokens      D  model width      F  expert width      E  experts      K  experts per token
+
+Every result is compared with float32 before it is timed. Inputs are fresh and random; a time is the
+median over rounds in which all contenders take turns, so that a drift of the clock hits all of them.
+The bound is XLA's batched dense product of the same FLOPs on equal groups, timed in the same rounds:
+no router, no gather, no activation, no weighted sum.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scmoe.kernels.grouped_matmul import get_activation, tiles, xla
+from scmoe.kernels.grouped_matmul.layout import make_layout, pad_rows
+from scmoe.kernels.grouped_matmul.tiles import Tiling
+from scmoe.kernels.moe_layer import moe_ffn, moe_layer, route_top_k
+
+# 7B-256, 7B-1024, 30B-512, 120B-1024 of SonicMoE; OLMoE, Qwen3-30B, Mixtral.
+SHAPES = {
+  "7B-256": (24576, 1536, 256, 128, 8),
+  "7B-1024": (24576, 1536, 1024, 32, 2),
+  "30B-512": (32768, 4096, 512, 128, 8),
+  "120B-1024": (32768, 4096, 1024, 128, 8),
+  "OLMoE": (32768, 2048, 1024, 64, 8),
+  "Qwen3-30B": (32768, 2048, 768, 128, 8),
+  "Mixtral": (8192, 4096, 14336, 8, 2),
+}
+# bf16 operands, float32 accumulation, and intermediates rounded to bf16 two or three times.
+TOLERANCE = 1e-2
+_CALLS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+  """Sizes of one layer."""
+
+  tokens: int
+  width: int
+  hidden: int
+  experts: int
+  top_k: int
+
+  @property
+  def flops(self) -> float:
+    """Forward FLOPs of a gated layer's experts: 6·T·K·D·F."""
+    return 6.0 * self.tokens * self.top_k * self.width * self.hidden
+
+  @property
+  def name(self) -> str:
+    """The name of a known shape, else the numbers."""
+    numbers = dataclasses.astuple(self)
+    known = {value: name for name, value in SHAPES.items()}
+    return known.get(numbers, ",".join(map(str, numbers)))
+
+
+def parse_shape(text: str) -> Shape:
+  """Parses T,D,F,E,K or the name of a known shape.
+
+  Raises:
+    ValueError: neither.
+  """
+  if text in SHAPES:
+    return Shape(*SHAPES[text])
+  try:
+    numbers = [int(part) for part in text.split(",")]
+    return Shape(*numbers)
+  except (TypeError, ValueError):
+    raise ValueError(f"{text!r} is not T,D,F,E,K nor one of {', '.join(SHAPES)}") from None
+
+
+def relative_error(got: jax.Array, want: jax.Array) -> float:
+  """‖got − want‖ / ‖want‖ in float32; NaN if anything is NaN."""
+  difference = got.astype(jnp.float32) - want.astype(jnp.float32)
+  return float(jnp.linalg.norm(difference) / jnp.linalg.norm(want.astype(jnp.float32)))
+
+
+def interleaved(
+  contenders: dict[str, tuple[Callable[..., Any], Sequence[Any]]], rounds: int = 7
+) -> dict[str, float]:
+  """Median milliseconds of each contender; every round times each of them once.
+
+  Args:
+    contenders: name -> (jitted function, arguments).
+    rounds: how often each is timed, over `_CALLS` calls in a row.
+  """
+  for function, arguments in contenders.values():
+    for _ in range(2):
+      jax.block_until_ready(function(*arguments))
+  samples: dict[str, list[float]] = {name: [] for name in contenders}
+  for _ in range(rounds):
+    for name, (function, arguments) in contenders.items():
+      start = time.perf_counter()
+      result = None
+      for _ in range(_CALLS):
+        result = function(*arguments)
+      jax.block_until_ready(result)
+      samples[name].append((time.perf_counter() - start) / _CALLS * 1e3)
+      del result
+  return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def _normal(seed: int, dtype=jnp.bfloat16):
+  keys = iter(jax.random.split(jax.random.key(seed), 64))
+  return lambda *shape, scale=1.0: jax.random.normal(next(keys), shape, dtype) * scale
+
+
+def _layer_inputs(shape: Shape, seed: int) -> tuple[jax.Array, ...]:
+  normal = _normal(seed)
+  s = shape
+  return (
+    normal(s.tokens, s.width),
+    normal(s.width, s.experts, scale=s.width**-0.5),
+    normal(s.experts, s.width, s.hidden, scale=s.width**-0.5),
+    normal(s.experts, s.width, s.hidden, scale=s.width**-0.5),
+    normal(s.experts, s.hidden, s.width, scale=s.hidden**-0.5),
+  )
+
+
+def check_layer(shape: Shape, seed: int, backend: str) -> dict[str, float]:
+  """Relative errors of the layer's output and all gradients against float32.
+
+  The routing is decided once: two routers in different precision may break near-ties differently.
+  """
+  x, router, *weights = _layer_inputs(shape, seed)
+  dy = _normal(seed + 1)(*x.shape)
+  expert_TK, weight_TK = jax.jit(route_top_k, static_argnums=2)(x, router, shape.top_k)
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def run(backend, x, weight_TK, *weights):
+    y, vjp = jax.vjp(
+      lambda x, w, *ws: moe_ffn(x, expert_TK, w, *ws, backend=backend), x, weight_TK, *weights
+    )
+    return y, *vjp(dy.astype(y.dtype))
+
+  got = run(backend, x, weight_TK, *weights)
+  wide = [a.astype(jnp.float32) for a in (x, weight_TK, *weights)]
+  want = run("xla", *wide)
+  names = ("y", "dx", "dweight", "dgate", "dup", "ddown")
+  return {name: relative_error(a, b) for name, a, b in zip(names, got, want)}
+
+
+def _bound(shape: Shape, seed: int) -> dict[str, tuple[Callable[..., Any], Sequence[Any]]]:
+  """Batched dense products of the layer's FLOPs, forward and backward."""
+  normal = _normal(seed)
+  rows = shape.tokens * shape.top_k // shape.experts
+  e, d, f = shape.experts, shape.width, shape.hidden
+  x, h, a = normal(e, rows, d), normal(e, rows, 2 * f), normal(e, rows, f)
+  up, down = normal(e, d, 2 * f), normal(e, f, d)
+  forward = jax.jit(
+    lambda x, a, up, down: (
+      jnp.einsum("erd,edf->erf", x, up),
+      jnp.einsum("erf,efd->erd", a, down),
+    )
+  )
+  backward = jax.jit(
+    lambda x, h, a, up, down: (
+      jnp.einsum("erd,efd->erf", x, down),
+      jnp.einsum("erf,edf->erd", h, up),
+      jnp.einsum("erd,erf->edf", x, h),
+      jnp.einsum("erf,erd->efd", a, x),
+    )
+  )
+  return {
+    "bound forward": (forward, (x, a, up, down)),
+    "bound backward": (backward, (x, h, a, up, down)),
+  }
+
+
+def _training_functions(shape: Shape, backend: str):
+  """The forward as training runs it (what the backward needs is kept), and forward + backward."""
+
+  def forward(x, router, *weights):
+    y, vjp = jax.vjp(
+      lambda *a: moe_layer(*a, top_k=shape.top_k, backend=backend), x, router, *weights
+    )
+    # The caller's own arrays are among the kept ones; returning them would copy them.
+    given = {id(a) for a in (x, router, *weights)}
+    return y, [a for a in jax.tree.leaves(vjp) if id(a) not in given]
+
+  def both(dy, x, router, *weights):
+    y, vjp = jax.vjp(
+      lambda *a: moe_layer(*a, top_k=shape.top_k, backend=backend), x, router, *weights
+    )
+    return y, vjp(dy)
+
+  return jax.jit(forward), jax.jit(both)
+
+
+def bench_layer(shape: Shape, seed: int, backend: str, rounds: int) -> dict[str, Any]:
+  """Checks and times one layer, router included."""
+  errors = check_layer(shape, seed, backend)
+  worst = max(errors.values())
+  if not worst <= TOLERANCE:
+    raise ValueError(f"{shape.name}: errors {errors} exceed {TOLERANCE}: not timed")
+  arguments = _layer_inputs(shape, seed)
+  dy = _normal(seed + 2)(*arguments[0].shape)
+  forward, both = _training_functions(shape, backend)
+  kept = jax.eval_shape(forward, *arguments)[1]
+  kept_bytes = sum(math.prod(a.shape) * a.dtype.itemsize for a in kept)
+  memory = both.lower(dy, *arguments).compile().memory_analysis()
+  times = interleaved(
+    {
+      "forward": (forward, arguments),
+      "forward+backward": (both, (dy, *arguments)),
+      **_bound(shape, seed + 3),
+    },
+    rounds,
+  )
+  bound = {
+    "forward": times["bound forward"],
+    "forward+backward": times["bound forward"] + times["bound backward"],
+  }
+  result: dict[str, Any] = {
+    "shape": dataclasses.asdict(shape),
+    "name": shape.name,
+    "errors": errors,
+    # x is the caller's; a layer that keeps it adds nothing, so it is counted here by hand.
+    "kept_bytes": kept_bytes + arguments[0].nbytes,
+    "contract_bytes": 2 * shape.tokens * (shape.width + 2 * shape.top_k * shape.hidden),
+    "temporary_bytes": memory.temp_size_in_bytes,
+    "argument_bytes": memory.argument_size_in_bytes,
+    "output_bytes": memory.output_size_in_bytes,
+  }
+  for key, factor in (("forward", 1), ("forward+backward", 3)):
+    result[key] = {
+      "ms": times[key],
+      "tflops": factor * shape.flops / times[key] / 1e9,
+      "bound_ms": bound[key],
+      "percent_of_bound": 100 * bound[key] / times[key],
+    }
+  return result
+
+
+def print_layer(result: dict[str, Any]) -> None:
+  """One line of a table."""
+  cells = [f"{result['name']:10s}"]
+  for key in ("forward", "forward+backward"):
+    r = result[key]
+    cells.append(
+      f"{key} {r['ms']:8.3f} ms {r['tflops']:6.1f} TFLOP/s {r['percent_of_bound']:5.1f} % of bound"
+    )
+  cells.append(f"kept {result['kept_bytes'] / 2**20:.0f} MiB")
+  cells.append(f"temporary {result['temporary_bytes'] / 2**20:.0f} MiB")
+  cells.append(f"worst error {max(result['errors'].values()):.1e}")
+  print(" | ".join(cells), flush=True)
+
+
+def group_sizes(shape: Shape, skew: float | None, seed: int) -> jax.Array:
+  """Equal groups, or sizes drawn from Dirichlet(skew), summing to T·K."""
+  rows, experts = shape.tokens * shape.top_k, shape.experts
+  if skew is None:
+    return jnp.full((experts,), rows // experts, jnp.int32)
+  shares = np.random.default_rng(seed).dirichlet(np.full(experts, skew))
+  return jnp.asarray(np.random.default_rng(seed + 1).multinomial(rows, shares), jnp.int32)
+
+
+def bench_kernels(shape: Shape, skews: Sequence[float | None], seed: int, rounds: int):
+  """Forward, input gradient and weight gradient of the gate-and-up and the down projection."""
+  from scmoe.kernels.grouped_matmul import mosaic_gpu as kernels
+
+  s, results = shape, []
+  rows = s.tokens * s.top_k
+  for label, k, n in (("up", s.width, 2 * s.hidden), ("down", s.hidden, s.width)):
+    contenders: dict[str, tuple[Callable[..., Any], Sequence[Any]]] = {}
+    normal = _normal(seed)
+    lhs, dout, rhs = normal(rows, k), normal(rows, n), normal(s.experts, k, n, scale=k**-0.5)
+    equal = lambda a, experts=s.experts: a.reshape(experts, -1, a.shape[1])
+    for name, expression, operands in (
+      ("forward", "erk,ekn->ern", (equal(lhs), rhs)),
+      ("dgrad", "ern,ekn->erk", (equal(dout), rhs)),
+      ("wgrad", "erk,ern->ekn", (equal(lhs), equal(dout))),
+    ):
+      contenders[f"{name} dense"] = (
+        jax.jit(functools.partial(jnp.einsum, expression)),
+        operands,
+      )
+    for skew in skews:
+      sizes = group_sizes(s, skew, seed)
+      layout = jax.jit(make_layout, static_argnums=(1, 2))(sizes, rows, tiles.ROW_TILE)
+      lhs_R, dout_R = jax.jit(pad_rows)(lhs, layout), jax.jit(pad_rows)(dout, layout)
+      bf16 = {"out_dtype": jnp.bfloat16}
+      forward = jax.jit(functools.partial(kernels.grouped_rows, **bf16))
+      dgrad = jax.jit(functools.partial(kernels.grouped_rows, transpose_rhs=True, **bf16))
+      wgrad = jax.jit(functools.partial(kernels.grouped_weights, **bf16))
+      runs = {
+        "forward": (forward, (lhs_R, rhs, layout)),
+        "dgrad": (dgrad, (dout_R, rhs, layout)),
+        "wgrad": (wgrad, (lhs_R, dout_R, layout)),
+      }
+      used = (jnp.arange(layout.num_rows) < layout.num_tiles[0] * layout.tile)[:, None]
+      wide = [a.astype(jnp.float32) for a in (lhs_R, dout_R, rhs)]
+      want = {
+        "forward": xla.grouped_rows(wide[0], wide[2], layout, precision="highest"),
+        "dgrad": xla.grouped_rows(
+          wide[1], wide[2], layout, transpose_rhs=True, precision="highest"
+        ),
+        "wgrad": xla.grouped_weights(wide[0], wide[1], layout, precision="highest"),
+      }
+      for name, (function, arguments) in runs.items():
+        got = function(*arguments)
+        if name != "wgrad":
+          got = jnp.where(used, got, 0)
+        error = relative_error(got, want[name] if name == "wgrad" else want[name] * used)
+        if not error <= TOLERANCE:
+          raise ValueError(f"{s.name} {label} {name}: error {error} exceeds {TOLERANCE}: not timed")
+        contenders[f"{name} {'balanced' if skew is None else f'dirichlet({skew:g})'}"] = (
+          function,
+          arguments,
+        )
+      del want, wide
+    times = interleaved(contenders, rounds)
+    flops = 2.0 * rows * k * n
+    for name, ms in times.items():
+      dense = times[f"{name.split()[0]} dense"]
+      results.append(
+        {
+          "name": s.name,
+          "projection": label,
+          "product": name,
+          "ms": ms,
+          "tflops": flops / ms / 1e9,
+          "percent_of_dense": 100 * dense / ms,
+        }
+      )
+      print(
+        f"{s.name:10s} {label:4s} {name:24s} {ms:8.3f} ms {flops / ms / 1e9:6.1f} TFLOP/s"
+        f" {100 * dense / ms:6.1f} % of dense",
+        flush=True,
+      )
+  return results
+
+
+def tune(shape: Shape, seed: int, rounds: int) -> list[str]:
+  """Times the candidate tilings of every product of a layer; prints lines for `tiles.TABLE`."""
+  from scmoe.kernels.grouped_matmul import mosaic_backward
+  from scmoe.kernels.grouped_matmul import mosaic_gpu as kernels
+
+  s = shape
+  rows, d, f = s.tokens * s.top_k, s.width, s.hidden
+  normal = _normal(seed)
+  layout = jax.jit(make_layout, static_argnums=(1, 2))(
+    group_sizes(s, None, seed), rows, tiles.ROW_TILE
+  )
+  wide_R, narrow = normal(layout.num_rows, d), lambda: normal(layout.num_rows, f)
+  gate, up = (normal(s.experts, d, f, scale=d**-0.5) for _ in range(2))
+  down = normal(s.experts, f, d, scale=f**-0.5)
+  hidden = (narrow(), narrow())
+  weight_R = normal(layout.num_rows).astype(jnp.float32)
+  swiglu = get_activation("swiglu")
+  bf16 = {"out_dtype": jnp.bfloat16}
+
+  def rows_product(lhs, rhs, layout, tiling, **options):
+    return kernels.rows_product(lhs, rhs, layout, tiling, **bf16, **options)
+
+  products = {
+    ("up", d, f): (
+      functools.partial(rows_product, transpose_rhs=False, activation=swiglu),
+      ((wide_R,), ((gate, up),), layout),
+    ),
+    ("rows", f, d): (
+      functools.partial(rows_product, transpose_rhs=False),
+      ((hidden[0],), ((down,),), layout),
+    ),
+    ("dx", f, d): (
+      functools.partial(rows_product, transpose_rhs=True),
+      (hidden, ((gate,), (up,)), layout),
+    ),
+    ("weights", f, d): (
+      functools.partial(kernels.weights_product, **bf16),
+      (hidden[0], (wide_R,), layout),
+    ),
+    ("weights_pair", d, f): (
+      functools.partial(kernels.weights_product, **bf16),
+      (wide_R, hidden, layout),
+    ),
+    ("down_backward", d, f): (
+      lambda *a, tiling: mosaic_backward.down_backward_product(*a, swiglu, tiling),
+      (wide_R, down, hidden, weight_R, layout),
+    ),
+  }
+  lines = []
+  for key, (function, arguments) in products.items():
+    contenders: dict[str, tuple[Callable[..., Any], Sequence[Any]]] = {}
+    tilings: dict[str, Tiling] = {}
+    for tiling in tiles.candidates(*key):
+      for band in (4, 8, 16, 32):
+        candidate = dataclasses.replace(tiling, band=band)
+        if key[0] == "down_backward":
+          run = functools.partial(function, tiling=candidate)
+        else:
+          run = lambda *a, t=candidate, f=function: f(*a, t)
+        contenders[str(candidate)] = (jax.jit(run), arguments)
+        tilings[str(candidate)] = candidate
+    times = interleaved(contenders, rounds)
+    first = next(iter(times.values()))
+    best = min(times, key=lambda name: times[name])
+    print(f"# {s.name} {key}: rule {first:.3f} ms, best {times[best]:.3f} ms", flush=True)
+    if times[best] < 0.99 * first:
+      lines.append(f"  {key!r}: {best},")
+  print("\n".join(lines), flush=True)
+  return lines
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the benchmark; see the module's text."""
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+  parser.add_argument("--layer", action="store_true", help="the whole MoE layer")
+  parser.add_argument("--kernels", action="store_true", help="each product alone")
+  parser.add_argument("--tune", action="store_true", help="search tilings")
+  parser.add_argument("--shape", action="append", default=[], help="T,D,F,E,K or a known name")
+  parser.add_argument("--skew", type=float, default=8.0, help="Dirichlet parameter for --kernels")
+  parser.add_argument("--backend", default="auto", help="backend of --layer")
+  parser.add_argument("--rounds", type=int, default=7)
+  parser.add_argument("--json", help="where results are written")
+  options = parser.parse_args(argv)
+  shapes = [parse_shape(text) for text in options.shape or SHAPES]
+  if not (options.layer or options.kernels or options.tune):
+    options.layer = True
+  device = jax.devices()[0]
+  seed = time.time_ns() % 2**31
+  report: dict[str, Any] = {
+    "date": time.strftime("%Y-%m-%d"),
+    "device": device.device_kind,
+    "jax": jax.__version__,
+    "command": "python -m scmoe.kernels.bench " + " ".join(argv or sys.argv[1:]),
+    "seed": seed,
+  }
+  print(f"{device.device_kind}, jax {jax.__version__}", flush=True)
+  for shape in shapes:
+    if options.layer:
+      result = bench_layer(shape, seed, options.backend, options.rounds)
+      report.setdefault("layer", []).append(result)
+      print_layer(result)
+    if options.kernels:
+      report.setdefault("kernels", []).extend(
+        bench_kernels(shape, (None, options.skew), seed, options.rounds)
+      )
+    if options.tune:
+      report.setdefault("tune", []).extend(tune(shape, seed, options.rounds))
+    if options.json:
+      with open(options.json, "w") as file:
+        json.dump(report, file, indent=2)
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
 from scmoe.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
+from scmoe.training.distributed import all_agree, barrier, from_all_processes, is_first
 from scmoe.training.fingerprint import survey
 from scmoe.training.options import CheckpointConfig
 from scmoe.training.workdir import warn
@@ -71,9 +70,9 @@ class Checkpointer:
     self._failures = 0
     self._pending: tuple[int, float] | None = None
     self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
-    if _primary():
+    if is_first():
       self._prepare_directory()
-    _barrier("checkpoint-directory")
+    barrier("checkpoint-directory")
 
   def save(self, step: int, state: PyTree, data_state: dict, meta: dict) -> bool:
     """Starts writing a step; True if it was started (or, without async_save, is complete).
@@ -93,7 +92,7 @@ class Checkpointer:
     """
     self.wait()
     leaves = _flatten(state)
-    data = {"processes": _from_all_processes(data_state)}
+    data = {"processes": from_all_processes(data_state)}
     meta = _sealed(meta | {"schema": SCHEMA, "step": step, "leaves": _describe(leaves)}, data)
     started = time.monotonic()
     try:
@@ -123,7 +122,7 @@ class Checkpointer:
       return False
     self._failures, self.last_saved = 0, step
     self.last_seconds = time.monotonic() - started
-    if _primary():
+    if is_first():
       self._drop_old()
     return True
 
@@ -190,7 +189,7 @@ class Checkpointer:
       restored = Restored(step, _load(place, abstract, meta), _own(data["processes"]), meta)
     except Damaged as error:
       problem = str(error)
-    if not _all_agree(restored is not None):
+    if not all_agree(restored is not None):
       self._set_aside(place, "bad", problem or "another process found it damaged")
       return None
     return restored
@@ -208,15 +207,15 @@ class Checkpointer:
   def _clear_destination(self, step: int) -> None:
     """Moves junk with the name of the step out of the way."""
     place = self.directory / str(step)
-    if _primary() and (place.is_symlink() or place.exists()):
+    if is_first() and (place.is_symlink() or place.exists()):
       self._rename(place, "ignored")
-    _barrier(f"destination-{step}")
+    barrier(f"destination-{step}")
 
   def _set_aside(self, place: Path, label: str, reason: str) -> None:
-    if _primary():
+    if is_first():
       name = self._rename(place, label)
       warn(f"checkpoint {place} is damaged ({reason}); kept as {name}, trying the one before it")
-    _barrier(f"aside-{place.name}")
+    barrier(f"aside-{place.name}")
 
   def _rename(self, place: Path, label: str) -> str:
     stem = f"{place.name}.{label}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -446,34 +445,8 @@ def _is_step(path: Path) -> bool:
 def _warn_of_junk(directory: Path) -> None:
   known = lambda p: _BAD.fullmatch(p.name) or ".ignored-" in p.name or ".orbax" in p.name
   for path in sorted(directory.iterdir()):
-    if not (known(path) or (_STEP.fullmatch(path.name) and _is_step(path))) and _primary():
+    if not (known(path) or (_STEP.fullmatch(path.name) and _is_step(path))) and is_first():
       warn(f"{path} is not a checkpoint (empty, a file, a link or an odd name); ignored")
-
-
-def _primary() -> bool:
-  return jax.process_index() == 0
-
-
-def _barrier(name: str) -> None:
-  if jax.process_count() > 1:
-    multihost_utils.sync_global_devices(f"scmoe-{name}")
-
-
-def _all_agree(good: bool) -> bool:
-  if jax.process_count() == 1:
-    return good
-  return bool(np.all(multihost_utils.process_allgather(np.array([good]))))
-
-
-def _from_all_processes(value: dict) -> list[dict]:
-  """The JSON-able values of all processes, in order."""
-  value = json.loads(json.dumps(value))
-  if jax.process_count() == 1:
-    return [value]
-  text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-  longest = int(np.max(multihost_utils.process_allgather(np.array([text.size]))))
-  rows = multihost_utils.process_allgather(np.pad(text, (0, longest - text.size), mode="constant"))
-  return [json.loads(bytes(row).rstrip(b"\0")) for row in np.asarray(rows)]
 
 
 def _own(states: list[dict]) -> dict:

@@ -1,14 +1,17 @@
-"""What has to be decided before jax starts: several processes, deterministic operations."""
+"""Several processes: how they find each other and how they come to one decision."""
 
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import socket
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from scmoe.errors import ConfigError
 from scmoe.options import check_options
@@ -87,6 +90,42 @@ def initialize(cfg: DistributedConfig) -> None:
     ) from None
 
 
+def is_first() -> bool:
+  """Whether this is process 0, which prints and writes what is written once."""
+  return jax.process_index() == 0
+
+
+def barrier(name: str) -> None:
+  """Waits until all processes are here."""
+  if jax.process_count() > 1:
+    multihost_utils.sync_global_devices(f"scmoe-{name}")
+
+
+def all_agree(good: bool) -> bool:
+  """Whether `good` on every process; all must call it."""
+  if jax.process_count() == 1:
+    return good
+  return bool(np.all(multihost_utils.process_allgather(np.array([good]))))
+
+
+def first_decides(value: bool) -> bool:
+  """The value of process 0; all must call it."""
+  if jax.process_count() == 1:
+    return value
+  return bool(multihost_utils.broadcast_one_to_all(np.array(value)))
+
+
+def from_all_processes(value: dict[str, Any]) -> list[dict[str, Any]]:
+  """The JSON-able values of all processes, in their order; all must call it."""
+  value = json.loads(json.dumps(value))
+  if jax.process_count() == 1:
+    return [value]
+  text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+  longest = int(np.max(multihost_utils.process_allgather(np.array([text.size]))))
+  rows = multihost_utils.process_allgather(np.pad(text, (0, longest - text.size)))
+  return [json.loads(bytes(row).rstrip(b"\0")) for row in np.asarray(rows)]
+
+
 def _slurm(environment: Mapping[str, str]) -> Cluster | None:
   """One process per task of a SLURM step; the port follows from the job, so that jobs differ."""
   try:
@@ -98,7 +137,7 @@ def _slurm(environment: Mapping[str, str]) -> Cluster | None:
     return None
   if environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES")) == "1":
     host = "127.0.0.1"
-  return Cluster(f"{host}:{job % 4096 + 61440 - 4096}", count, index) if count > 1 else None
+  return Cluster(f"{host}:{57344 + job % 4096}", count, index) if count > 1 else None
 
 
 def _first_host(nodes: str) -> str:

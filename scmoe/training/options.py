@@ -115,7 +115,9 @@ class OptimizerConfig:
     "last decay_fraction; constant",
     choices=("cosine", "wsd", "constant"),
   )
-  warmup_steps: int = option(100, "steps of linear warm-up", minimum=0)
+  warmup_steps: int = option(
+    100, "steps of linear warm-up; at most half of train.steps is used", minimum=0
+  )
   min_lr_ratio: float = option(
     0.1, "learning rate at the end, as a share of the peak", minimum=0, maximum=1
   )

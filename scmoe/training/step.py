@@ -115,8 +115,8 @@ def make_train_step(
     mesh: batch leaves are global arrays [A, B, ...], B sharded over its axes data x expert.
     state_shardings: as of `shardings_of(abstract_state(...))`.
 
-  The scalars are those of the objective, and `loss` (mean over microbatches, unless the objective
-  says its own), `grad_norm` before clipping, `lr`, `finite`, `skipped`, `skipped_in_row`.
+  The scalars are those of the objective, and `objective` (what is differentiated, meaned over the
+  microbatches), `loss` (the same, unless the objective says its own), `grad_norm` before clipping, `lr`, `finite`, `skipped`, `skipped_in_row`.
   """
 
   def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict, dict]:
@@ -127,7 +127,7 @@ def make_train_step(
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     new = _updated(state, grads, objective.update_router(state.router, aux), optimizer, finite)
     scalars, arrays = objective.metrics(aux)
-    scalars = {"loss": loss} | scalars
+    scalars = {"loss": loss} | scalars | {"objective": loss}
     scalars |= {"grad_norm": norm, "lr": optimizer.schedule(state.step), "finite": finite}
     scalars |= {"skipped": new.skipped, "skipped_in_row": new.skipped_in_row}
     return new, scalars, arrays

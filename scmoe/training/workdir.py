@@ -43,7 +43,7 @@ def prepare_workdir(path: str | os.PathLike[str]) -> Path:
     workdir.mkdir(parents=True, exist_ok=True)
     probe = workdir / f".probe-{os.getpid()}"
     probe.touch()
-    probe.unlink()
+    probe.unlink(missing_ok=True)  # a process of another host may have the same number
   except OSError as error:
     raise StorageError(
       f"workdir={workdir} cannot be written ({error.strerror}); give another directory or free it"
@@ -77,7 +77,7 @@ class RunLock:
         self._break_if_stale()
         continue
       with os.fdopen(handle, "w") as file:
-        json.dump(_identity(os.getpid()), file)
+        json.dump(identity(os.getpid()), file)
       threading.Thread(target=self._touch, daemon=True).start()
       return self
     raise ConfigError(f"workdir: {self._path} appears again and again; is another run starting?")
@@ -103,7 +103,7 @@ class RunLock:
       owner, silent = {}, FOREIGN_STALE_SECONDS + 1
     pid, host = owner.get("pid", 0), owner.get("host", "unknown")
     if host == socket.gethostname():
-      alive = pid != os.getpid() and pid > 0 and owner == _identity(pid)
+      alive = pid != os.getpid() and pid > 0 and owner == identity(pid)
     else:
       alive = silent < FOREIGN_STALE_SECONDS
     if alive:
@@ -117,7 +117,7 @@ class RunLock:
     stale.unlink()
 
 
-def _identity(pid: int) -> dict[str, Any]:
+def identity(pid: int) -> dict[str, Any]:
   """Process, host and, where /proc tells, the time the process started (ids are used again)."""
   try:
     started = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]

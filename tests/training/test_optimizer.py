@@ -58,13 +58,20 @@ def test_no_warmup_starts_at_the_peak():
   assert float(make_schedule(cfg, 10)(0)) == pytest.approx(PEAK)
 
 
+def test_a_short_run_warms_up_for_half_of_it():
+  short = make_schedule(config(), 10)  # warm-up of 9 steps becomes 5
+  assert [float(short(n)) for n in (0, 5)] == pytest.approx([PEAK / 6, PEAK])
+  assert float(short(10)) == pytest.approx(PEAK * LOW)
+  wsd = make_schedule(config(schedule="wsd", decay_fraction=0.9), 10)
+  assert [float(wsd(n)) for n in (5, 10)] == pytest.approx([PEAK, PEAK * LOW])
+  assert float(make_schedule(config(), 1)(0)) == pytest.approx(PEAK)
+
+
 def test_errors():
-  with pytest.raises(ConfigError, match=r"warmup_steps=9 is not less than train.steps=5"):
-    make_schedule(config(), 5)
-  with pytest.raises(ConfigError, match=r"decay_fraction=0\.95"):
-    make_schedule(config(schedule="wsd", decay_fraction=0.95), STEPS)
   with pytest.raises(ConfigError, match=r"schedule='cosin' is unknown; did you mean 'cosine'"):
     make_schedule(config(schedule="cosin"), STEPS)
+  with pytest.raises(ConfigError, match=r"optimizer.learning_rate=-1 is too small"):
+    make_schedule(OptimizerConfig(learning_rate=-1), STEPS)
 
 
 def test_no_decay_of_vectors_biases_and_norms_even_when_stacked():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from scmoe.training.loop import Trainer
 from scmoe.training.optimizer import make_optimizer
-from scmoe.training.options import OptimizerConfig
+from scmoe.training.options import CheckpointConfig, OptimizerConfig, TrainConfig
 from scmoe.training.step import abstract_state, init_state, make_train_step, shardings_of
 
 VOCAB, WIDTH, EXPERTS, SEQ = 17, 8, 4, 8
@@ -74,7 +76,8 @@ class Poisoned(Objective):
 
   def loss(self, params, router, batch, rng):
     loss, aux = super().loss(params, router, batch, rng)
-    return loss * jnp.where(batch["inputs"][0, 0] == 0, jnp.nan, 1.0), aux
+    poison = jnp.where(batch["inputs"][0, 0] == 0, jnp.nan, 1.0)
+    return loss * poison, aux | {"loss": aux["loss"] * poison}
 
 
 class Iterator:
@@ -136,6 +139,28 @@ class Source:
 
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup_steps=2)
+
+
+def trainer(mesh, workdir, *, data=None, objective=None, config=None, **fields):
+  """A `Trainer` of the fake model; `fields` are those of TrainConfig, or of Trainer itself."""
+  names = {f.name for f in dataclasses.fields(TrainConfig)}
+  train = {"steps": 20, "log_every": 1, "batch_size": 8, "tensorboard": False}
+  train |= {k: fields.pop(k) for k in list(fields) if k in names}
+  checkpoint = fields.pop("checkpoint", CheckpointConfig(every=5))
+  parts = {"train": TrainConfig(**train), "optimizer": OPTIMIZER, "checkpoint": checkpoint}
+  whole = {name: dataclasses.asdict(part) for name, part in parts.items()}
+  return Trainer(
+    objective=objective or Objective(),
+    init=init,
+    shardings=shardings(mesh),
+    mesh=mesh,
+    data=data or Source(train["batch_size"]),
+    sequence_length=SEQ,
+    workdir=workdir,
+    config=whole | (config or {}),
+    **parts,
+    **fields,
+  )
 
 
 class Setup:

@@ -1,0 +1,299 @@
+"""What one sees of a run: metrics.jsonl as the truth, the console line, TensorBoard, router files.
+
+Only `MetricsFile` matters for the run's record; every other output may fail without stopping it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from scmoe.training.workdir import warn
+
+METRICS = "metrics.jsonl"
+ROUTER = "router"
+_LONGEST_LIST = 128  # per-layer arrays up to this size also go into metrics.jsonl
+
+
+class Sink(Protocol):
+  """A further place for scalars; see `TensorBoard`."""
+
+  def write(self, step: int, scalars: dict[str, Any]) -> None:
+    """Stores the scalars of a step."""
+    ...
+
+
+class MetricsFile:
+  """Append-only WORKDIR/metrics.jsonl: one JSON object per logged step, with at least `step`.
+
+  Args:
+    workdir: of the run.
+    resumed_step: lines of later steps, which are about to be done again, and a half-written last
+      line are removed.
+
+  A line that cannot be written (full disk) is kept in memory and written with the next.
+  """
+
+  def __init__(self, workdir: Path, resumed_step: int):
+    self.path = workdir / METRICS
+    self._waiting: list[str] = []
+    self._warned = False
+    lines = _repair(self.path, resumed_step)
+    self._size = self.path.stat().st_size if self.path.exists() else 0
+    self._evaluated = {line["step"] for line in lines if line.get("kind") == "eval"}
+
+  def has_eval(self, step: int) -> bool:
+    """Whether an evaluation of that step was recorded."""
+    return step in self._evaluated
+
+  def write(self, step: int, values: dict[str, Any], kind: str = "train") -> None:
+    """Appends a line; numbers that are not finite become null, so that every line is JSON."""
+    self._waiting.append(json.dumps({"step": step, "kind": kind} | _plain(values)) + "\n")
+    if kind == "eval":
+      self._evaluated.add(step)
+    data = "".join(self._waiting).encode()
+    try:
+      with open(self.path, "ab") as file:
+        file.truncate(self._size)  # a line that was cut off when the disk was full
+        file.write(data)
+    except OSError as error:
+      if not self._warned:
+        warn(f"{self.path} cannot be written ({error.strerror}); lines are kept and retried")
+      self._warned = True
+      return
+    self._size += len(data)
+    self._waiting.clear()
+
+
+def read_metrics(workdir: str | os.PathLike[str], kind: str = "train") -> list[dict[str, Any]]:
+  """Lines of one kind (`train` or `eval`) of a run's metrics.jsonl, oldest first."""
+  path = Path(workdir) / METRICS
+  return [line for line in _parse(path.read_bytes())[0] if line.get("kind", "train") == kind]
+
+
+class TensorBoard:
+  """Scalars for TensorBoard in WORKDIR/tensorboard; view with `tensorboard --logdir WORKDIR`."""
+
+  def __init__(self, workdir: Path, resumed_step: int):
+    from tensorboardX import SummaryWriter  # imported here: it takes a second and is optional
+
+    purge = resumed_step + 1 if resumed_step else None  # steps that are about to be done again
+    self._writer = SummaryWriter(str(workdir / "tensorboard"), purge_step=purge)
+
+  def write(self, step: int, scalars: dict[str, Any]) -> None:
+    """Stores the scalars of a step."""
+    for name, value in scalars.items():
+      if isinstance(value, int | float):
+        self._writer.add_scalar(name, value, step)
+    self._writer.flush()
+
+
+class Metrics:
+  """Writes to metrics.jsonl and to the sinks; a sink that fails is dropped with one warning.
+
+  Args:
+    workdir: of the run.
+    resumed_step: see `MetricsFile`.
+    tensorboard: also write TensorBoard files.
+  """
+
+  def __init__(self, workdir: Path, resumed_step: int, *, tensorboard: bool = True):
+    self.file = MetricsFile(workdir, resumed_step)
+    self.sinks: list[Sink] = []
+    self._router = workdir / ROUTER
+    for path in self._router.glob("step_*.npz") if self._router.is_dir() else ():
+      if int(path.stem.removeprefix("step_")) > resumed_step:
+        path.unlink()
+    if tensorboard:
+      try:
+        self.sinks.append(TensorBoard(workdir, resumed_step))
+      except Exception as error:  # whatever an optional package raises
+        warn(f"no TensorBoard files: {type(error).__name__}: {error}")
+
+  def write(self, step: int, values: dict[str, Any], kind: str = "train") -> None:
+    """One line in metrics.jsonl and the same scalars in every sink."""
+    self.file.write(step, values, kind)
+    for sink in list(self.sinks):
+      try:
+        sink.write(step, {f"{kind}/{name}": value for name, value in values.items()})
+      except Exception as error:  # a sink may raise anything and must not end the run
+        self.sinks.remove(sink)
+        warn(f"{type(sink).__name__} failed and is dropped: {type(error).__name__}: {error}")
+
+  def write_router(self, step: int, arrays: dict[str, np.ndarray]) -> None:
+    """Per-layer arrays as WORKDIR/router/step_N.npz (float32), whole or not at all."""
+    path = self._router / f"step_{step:08d}.npz"
+    partial = path.with_suffix(".tmp")
+    values: dict[str, Any] = {name: x.astype(np.float32) for name, x in arrays.items()}
+    try:
+      self._router.mkdir(exist_ok=True)
+      with open(partial, "wb") as file:
+        np.savez_compressed(file, **values)
+      os.replace(partial, path)
+    except OSError as error:
+      warn(f"{path} cannot be written: {error.strerror}")
+
+
+def short_lists(arrays: dict[str, np.ndarray]) -> dict[str, list[float]]:
+  """The per-layer vectors [L] among the arrays, compact enough for a line of metrics.jsonl."""
+  return {
+    name: [float(f"{v:.4g}") for v in value]
+    for name, value in arrays.items()
+    if value.ndim == 1 and value.size <= _LONGEST_LIST
+  }
+
+
+class Meter:
+  """Time per step, without compilation, evaluation and saving.
+
+  `tick` when a step is done; `pause` when what follows is not a step.
+  """
+
+  def __init__(self) -> None:
+    self._last: float | None = None
+    self._interval: list[float] = []
+    self._recent: deque[float] = deque(maxlen=4096)
+
+  def tick(self) -> None:
+    """A step has just ended."""
+    now = time.perf_counter()
+    if self._last is not None:
+      self._interval.append(now - self._last)
+      self._recent.append(now - self._last)
+    self._last = now
+
+  def pause(self) -> None:
+    """The time up to the next tick is no step's."""
+    self._last = None
+
+  def take(self) -> float:
+    """Mean seconds per step since the last call; NaN if no step was timed."""
+    mean = float(np.mean(self._interval)) if self._interval else math.nan
+    self._interval.clear()
+    return mean
+
+  def percentiles(self) -> tuple[float, float]:
+    """Median and 99th percentile of the seconds per step, over the last 4096; NaN without any."""
+    if not self._recent:
+      return math.nan, math.nan
+    return float(np.percentile(self._recent, 50)), float(np.percentile(self._recent, 99))
+
+
+def console_line(step: int, steps: int, values: dict[str, Any]) -> str:
+  """One line for people; what is not known is left out.
+
+  Reads `loss`, `lr`, `grad_norm`, `tokens_per_second`, `mfu` (0 to 1), `eta_seconds`, `drop` (share
+  of choices), `imbalance` (busiest expert over the mean) and `skipped`.
+  """
+  width = len(str(steps))
+  parts = [f"step {step:{width}d}/{steps} ({100 * step // steps}%)"]
+  formats = {
+    "loss": lambda v: f"loss {v:.4f}",
+    "lr": lambda v: f"lr {v:.2e}",
+    "grad_norm": lambda v: f"grad {v:.3g}",
+    "tokens_per_second": lambda v: f"{_thousands(v)} tok/s",
+    "mfu": lambda v: f"MFU {100 * v:.1f}%",
+    "eta_seconds": lambda v: f"ETA {duration(v)}",
+    "drop": lambda v: f"drop {100 * v:.1f}%",
+    "imbalance": lambda v: f"imbalance {v:.2f}",
+    "skipped": lambda v: f"skipped {v}" if v else "",
+  }
+  for name, form in formats.items():
+    value = values.get(name)
+    if value is not None and (name in ("loss", "grad_norm") or math.isfinite(value)):
+      parts.append(form(value))
+  return " | ".join(part for part in parts if part)
+
+
+def duration(seconds: float) -> str:
+  """`47s`, `3m05s`, `2h03m`, `4d07h`."""
+  whole = round(seconds)
+  if whole < 60:
+    return f"{whole}s"
+  if whole < 3600:
+    return f"{whole // 60}m{whole % 60:02d}s"
+  if whole < 86400:
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+  return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+class Bar:
+  """A progress bar on a terminal; elsewhere just lines."""
+
+  def __init__(self, start: int, steps: int, *, shown: bool = True):
+    self._shown, self._bar = shown, None
+    if shown and sys.stdout.isatty():
+      from tqdm import tqdm
+
+      self._bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, leave=False)
+
+  def advance(self) -> None:
+    """One step done."""
+    if self._bar is not None:
+      self._bar.update()
+
+  def print(self, text: str) -> None:
+    """A line above the bar; nothing on processes other than the first."""
+    if self._bar is not None:
+      self._bar.write(text)
+    elif self._shown:
+      print(text, flush=True)
+
+  def close(self) -> None:
+    """Removes the bar."""
+    if self._bar is not None:
+      self._bar.close()
+
+
+def _repair(path: Path, last_step: int) -> list[dict[str, Any]]:
+  """Rewrites the file without broken lines and steps after `last_step`; returns what stays."""
+  if not path.exists():
+    return []
+  lines, broken = _parse(path.read_bytes())
+  kept = [line for line in lines if line["step"] <= last_step]
+  if broken or len(kept) < len(lines):
+    partial = path.with_name(f"{path.name}.tmp")
+    partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    os.replace(partial, path)
+  return kept
+
+
+def _parse(data: bytes) -> tuple[list[dict[str, Any]], int]:
+  """(lines, number of broken ones); a last line without its end counts as broken."""
+  *whole, rest = data.split(b"\n")
+  lines, broken = [], int(bool(rest))
+  for text in whole:
+    try:
+      line = json.loads(text)
+      lines.append(line | {"step": int(line["step"])})
+    except (ValueError, TypeError, KeyError):
+      broken += 1
+  return lines, broken
+
+
+def _plain(value: Any) -> Any:
+  """JSON-able, without the NaN that is not JSON."""
+  if isinstance(value, dict):
+    return {k: _plain(v) for k, v in value.items()}
+  if isinstance(value, list | tuple):
+    return [_plain(v) for v in value]
+  if isinstance(value, np.ndarray | np.generic):
+    return _plain(value.tolist())
+  if isinstance(value, float) and not math.isfinite(value):
+    return None
+  return value
+
+
+def _thousands(value: float) -> str:
+  for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    if value >= size:
+      return f"{value / size:.1f}{letter}"
+  return f"{value:.0f}"

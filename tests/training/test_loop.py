@@ -1,0 +1,308 @@
+"""Whole runs of the loop: resume, skipped steps, being stopped, outputs that fail."""
+
+import json
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+from training_fakes import Iterator, Poisoned, Setup, Source, bits, stacked, trainer
+
+from scmoe.errors import ConfigError, DataError, NonFiniteError, Preempted, StorageError
+from scmoe.training.checkpoint import Checkpointer, list_steps
+from scmoe.training.metrics import MetricsFile, TensorBoard, read_metrics
+from scmoe.training.options import CheckpointConfig
+from scmoe.training.workdir import RunLock, identity, prepare_workdir
+
+
+def losses(workdir):
+  return [(line["step"], line["loss"]) for line in read_metrics(workdir)]
+
+
+def evaluate(state, stopping):
+  assert not stopping()
+  return {"loss": float(np.asarray(state.params["embed"]).sum())}
+
+
+@pytest.fixture(scope="module")
+def whole(mesh8, tmp_path_factory):
+  """(workdir, final state) of 20 uninterrupted steps."""
+  workdir = tmp_path_factory.mktemp("whole")
+  return workdir, trainer(mesh8, workdir, evaluate=evaluate, eval_every=8).run()
+
+
+@pytest.fixture(scope="module")
+def stopped(mesh8, tmp_path_factory):
+  """Workdir of a run that was stopped after step 8, evaluation of step 8 included."""
+  workdir = tmp_path_factory.mktemp("stopped")
+  with pytest.raises(Preempted, match="stopped at step 8 of 20 and saved") as caught:
+    trainer(mesh8, workdir, evaluate=evaluate, eval_every=8, stop_after=8).run()
+  assert caught.value.code == 75
+  return workdir
+
+
+def test_training_learns(whole):
+  values = [loss for _, loss in losses(whole[0])]
+  assert len(values) == 20
+  assert values[-1] < values[0] - 0.1
+
+
+def test_stop_and_resume_is_bitwise_equal(whole, stopped, mesh8):
+  state = trainer(mesh8, stopped, evaluate=evaluate, eval_every=8).run()
+  assert bits(state) == bits(whole[1])
+  assert losses(stopped) == losses(whole[0])
+  assert read_metrics(stopped, "eval") == read_metrics(whole[0], "eval")
+  assert list_steps(stopped / "checkpoints") == [10, 15, 20]
+  # Once more: nothing left to do, nothing written twice.
+  again = trainer(mesh8, stopped, evaluate=evaluate, eval_every=8).run()
+  assert bits(again) == bits(state)
+  assert losses(stopped) == losses(whole[0])
+
+
+def test_what_a_line_and_a_checkpoint_say(whole):
+  line = read_metrics(whole[0])[-1]
+  for name in ("loss", "lr", "grad_norm", "tokens_per_second", "drop", "imbalance", "tokens"):
+    assert isinstance(line[name], float | int)
+  assert line["tokens"] == 20 * 64
+  assert line["layers"]["max_violation"]
+  meta = Checkpointer(whole[0], CheckpointConfig()).read_meta()
+  assert meta["config"]["train"]["steps"] == 20
+  assert meta["data_fingerprint"]["source"] == "stride"
+  assert (meta["mesh"]["data"], meta["mesh"]["expert"]) == (2, 4)
+  assert meta["tokens"] == 1280
+  assert json.loads((whole[0] / "config.json").read_text())["optimizer"]["warmup_steps"] == 2
+  assert [line["step"] for line in read_metrics(whole[0], "eval")] == [8, 16, 20]
+
+
+def test_safe_change_continues_and_is_printed(stopped, mesh_of, capsys):
+  """Another mesh and more steps than the finished run had; one line of difference each."""
+  mesh = mesh_of(2)
+  config = {"mesh": {"data": 2}}
+  state = trainer(mesh, stopped, steps=21, config=config, log_every=2).run()
+  assert int(state.step) == 21
+  shown = capsys.readouterr().out
+  assert "train.steps: 20 -> 21" in shown
+  assert "mesh.data: (not set) -> 2" in shown
+
+
+def test_unsafe_change_is_refused(whole, mesh8):
+  with pytest.raises(ConfigError, match=r"train\.batch_size: 8 -> 16") as caught:
+    trainer(mesh8, whole[0], batch_size=16).run()
+  assert caught.value.code == 2
+  assert "allow_config_change" in str(caught.value)
+  with pytest.raises(ConfigError, match=r"model\.width: \(not set\) -> 4"):
+    trainer(mesh8, whole[0], config={"model": {"width": 4}}).run()
+
+
+def test_other_data_are_refused(whole, mesh8):
+  with pytest.raises(DataError, match="seed: 0 -> 1") as caught:
+    trainer(mesh8, whole[0], data=Source(8, seed=1)).run()
+  assert caught.value.code == 3
+
+
+def test_skipped_step_is_counted_and_the_run_goes_on(mesh8, tmp_path, capsys):
+  trainer(mesh8, tmp_path, objective=Poisoned(), data=Source(8, bad=(3,)), steps=6).run()
+  lines = read_metrics(tmp_path)
+  assert [line["loss"] is None for line in lines] == [i == 3 for i in range(6)]
+  assert [line["skipped"] for line in lines] == [0, 0, 0, 1, 1, 1]
+  assert "step 4: loss nan" in capsys.readouterr().err
+  assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_too_many_skipped_steps_end_the_run_and_can_be_replayed(mesh8, tmp_path):
+  data = Source(8, bad=(6, 7, 8))
+  run = trainer(mesh8, tmp_path, objective=Poisoned(), data=data, max_skipped_in_row=2)
+  with pytest.raises(NonFiniteError, match="3 steps in a row up to step 9") as caught:
+    run.run()
+  assert caught.value.code == 4
+  assert list_steps(tmp_path / "checkpoints") == [5]
+  failure = json.loads((tmp_path / "replay" / "failure.json").read_text())
+  assert (failure["step"], failure["loss"]) == (9, "nan")
+  setup = Setup(mesh8, Poisoned())
+  restored = Checkpointer(tmp_path / "replay", CheckpointConfig()).restore_latest_valid(
+    setup.abstract
+  )
+  assert restored is not None
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(restored.state))
+  with np.load(tmp_path / "replay" / "batch_0.npz") as file:
+    batch = {name: file[name] for name in file.files}
+  assert bits(batch) == bits(stacked(data.batch(8)))
+  _, scalars, _ = setup.step(restored.state, batch)
+  assert not np.isfinite(scalars["loss"])
+
+
+class SignalAt(Source):
+  """Sends this process a signal while the given microbatch is read."""
+
+  def __init__(self, at, number):
+    super().__init__(8)
+    self.at, self.number = at, number
+
+  def train(self):
+    source = self
+
+    class Noisy(Iterator):
+      def __next__(self):
+        if self.index == source.at:
+          os.kill(os.getpid(), source.number)
+        return super().__next__()
+
+    return Noisy(self)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_step_and_saves(mesh8, tmp_path, whole, number):
+  before = signal.getsignal(number)
+  at = {"data": SignalAt(6, number)} if number == signal.SIGTERM else {"data": SignalAt(0, number)}
+  with pytest.raises(Preempted) as caught:
+    trainer(mesh8, tmp_path, **at).run()
+  done = 7 if number == signal.SIGTERM else 1  # the latter: during the first compilation
+  assert f"stopped at step {done} of 20" in str(caught.value)
+  assert list_steps(tmp_path / "checkpoints")[-1] == done
+  assert losses(tmp_path) == losses(whole[0])[:done]
+  assert signal.getsignal(number) == before
+  if number == signal.SIGTERM:
+    assert bits(trainer(mesh8, tmp_path).run()) == bits(whole[1])
+
+
+def test_a_signal_in_evaluation_discards_it_and_resume_does_it_again(mesh8, tmp_path, whole):
+  polls = []
+
+  def interrupted(state, stopping):
+    for _ in range(5):
+      polls.append(1)
+      if len(polls) == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+      if stopping():
+        return None
+    return evaluate(state, stopping)
+
+  run = {"evaluate": interrupted, "eval_every": 8}
+  with pytest.raises(Preempted, match="stopped at step 8 of 20"):
+    trainer(mesh8, tmp_path, **run).run()
+  assert len(polls) == 3
+  assert read_metrics(tmp_path, "eval") == []
+  trainer(mesh8, tmp_path, **run).run()
+  assert read_metrics(tmp_path, "eval") == read_metrics(whole[0], "eval")
+
+
+def test_checkpoint_comes_before_an_evaluation_that_fails(mesh8, tmp_path):
+  def fails(state, stopping):
+    raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+  with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+    trainer(mesh8, tmp_path, evaluate=fails, steps=2).run()
+  assert list_steps(tmp_path / "checkpoints") == [2]
+  assert not (tmp_path / "run.lock").exists()
+
+
+def test_a_sink_that_raises_is_dropped_and_the_record_is_complete(
+  mesh8, tmp_path, monkeypatch, capsys
+):
+  def fail(self, step, scalars):
+    raise OSError("no space")
+
+  monkeypatch.setattr(TensorBoard, "write", fail)
+  trainer(mesh8, tmp_path, steps=4, tensorboard=True).run()
+  assert [step for step, _ in losses(tmp_path)] == [1, 2, 3, 4]
+  assert capsys.readouterr().err.count("TensorBoard failed and is dropped") == 1
+
+
+def test_tensorboard_and_router_files(mesh8, tmp_path):
+  trainer(mesh8, tmp_path, steps=4, tensorboard=True, router_every=2).run()
+  assert list((tmp_path / "tensorboard").glob("events*"))
+  files = sorted(p.name for p in (tmp_path / "router").iterdir())
+  assert files == ["step_00000002.npz", "step_00000004.npz"]
+  with np.load(tmp_path / "router" / files[0]) as arrays:
+    assert arrays["load"].shape == (1, 4)
+    assert arrays["load"].sum() == pytest.approx(1)
+
+
+def test_partial_last_line_and_later_lines_are_cut(tmp_path):
+  first = MetricsFile(tmp_path, 0)
+  for step in (1, 2, 3):
+    first.write(step, {"loss": float("nan") if step == 2 else 1.5})
+  with open(tmp_path / "metrics.jsonl", "a") as file:
+    file.write('{"step": 4, "lo')
+  again = MetricsFile(tmp_path, 2)
+  again.write(3, {"loss": 2.5})
+  assert losses(tmp_path) == [(1, 1.5), (2, None), (3, 2.5)]
+
+
+def test_lines_wait_for_a_full_disk(tmp_path, monkeypatch, capsys):
+  file = MetricsFile(tmp_path, 0)
+  file.write(1, {"loss": 1.0})
+
+  def full(*args, **kwargs):
+    raise OSError(28, "No space left on device")
+
+  with monkeypatch.context() as patch:
+    patch.setattr("builtins.open", full)
+    file.write(2, {"loss": 2.0})
+    file.write(3, {"loss": 3.0})
+  file.write(4, {"loss": 4.0})
+  assert [step for step, _ in losses(tmp_path)] == [1, 2, 3, 4]
+  assert capsys.readouterr().err.count("cannot be written") == 1
+
+
+def test_data_that_end(mesh8, tmp_path):
+  class Short(Source):
+    def batch(self, index):
+      if index == 2:
+        raise StopIteration
+      return super().batch(index)
+
+  with pytest.raises(DataError, match="data ended at step 2"):
+    trainer(mesh8, tmp_path, data=Short(8)).run()
+
+
+def test_second_run_on_one_directory_is_refused(mesh8, tmp_path, capsys):
+  # Our own number would count as left behind by an earlier process that had it.
+  (tmp_path / "run.lock").write_text(json.dumps(identity(os.getppid())))
+  with pytest.raises(ConfigError, match=f"in use by process {os.getppid()}"):
+    trainer(mesh8, tmp_path).run()
+  (tmp_path / "run.lock").write_text(json.dumps(identity(os.getppid()) | {"pid": 2**22 + 1}))
+  with RunLock(tmp_path):
+    assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
+  assert "breaking the lock that process 4194305" in capsys.readouterr().err
+  (tmp_path / "run.lock").write_text('{"pid": 1, "host": "elsewhere"}')
+  with pytest.raises(ConfigError, match="in use by process 1 on elsewhere"), RunLock(tmp_path):
+    pass
+  os.utime(tmp_path / "run.lock", (1, 1))
+  with RunLock(tmp_path):
+    pass
+
+
+def test_unusable_workdir_is_said_before_anything_runs(tmp_path, mesh8):
+  (tmp_path / "file").write_text("")
+  with pytest.raises(ConfigError, match="is a file"):
+    prepare_workdir(tmp_path / "file" / "run")
+  for name in ("", "a\0b", "x" * 300):
+    with pytest.raises(ConfigError, match="not a usable path"):
+      prepare_workdir(name)
+  assert prepare_workdir(tmp_path / "missing" / "parents").is_dir()
+  (tmp_path / "run").mkdir()
+  (tmp_path / "run" / "checkpoints").write_text("")
+  with pytest.raises(StorageError, match="checkpoints cannot be written"):
+    trainer(mesh8, tmp_path / "run").run()
+  if os.geteuid():  # root may write anywhere
+    (tmp_path / "locked").mkdir(mode=0o500)
+    with pytest.raises(StorageError, match="cannot be written"):
+      prepare_workdir(tmp_path / "locked" / "run")
+
+
+def test_batch_must_fit_the_mesh(mesh8, tmp_path):
+  with pytest.raises(ConfigError, match=r"batch_size=12 is not divisible by .* = 8; use 16"):
+    trainer(mesh8, tmp_path / "a", batch_size=12).run()
+  with pytest.raises(ConfigError, match="tokens_per_step=65 is not a multiple"):
+    trainer(mesh8, tmp_path / "a", tokens_per_step=65).run()
+  assert not (tmp_path / "a").exists()
+
+
+def test_accumulated_run_reads_all_its_microbatches(mesh8, tmp_path):
+  trainer(mesh8, tmp_path, steps=3, tokens_per_step=128).run()
+  restored = Checkpointer(tmp_path, CheckpointConfig()).restore_latest_valid(Setup(mesh8).abstract)
+  assert restored is not None
+  assert restored.data_state == {"next_index": 6}
+  assert read_metrics(tmp_path)[-1]["tokens"] == 3 * 128

@@ -1,0 +1,158 @@
+"""Runs in processes of their own: killed, stopped, stuck, and two of them together."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from training_fakes import trainer
+
+from scmoe.training.checkpoint import list_steps
+from scmoe.training.metrics import read_metrics
+
+HERE = Path(__file__).parent
+
+
+class Worker:
+  """A `worker.py` process; its output is collected in files."""
+
+  def __init__(self, workdir, environment=None, **args):
+    self.name = f"{workdir.name}-{time.monotonic_ns()}"
+    self.out = workdir.parent / f"{self.name}.out"
+    self.err = workdir.parent / f"{self.name}.err"
+    paths = os.pathsep.join([str(HERE), str(HERE.parents[1])])
+    with open(self.out, "w") as out, open(self.err, "w") as err:
+      self.process = subprocess.Popen(
+        [sys.executable, str(HERE / "worker.py"), json.dumps({"workdir": str(workdir)} | args)],
+        env=os.environ | {"PYTHONPATH": paths} | (environment or {}),
+        stdout=out,
+        stderr=err,
+      )
+
+  def wait_for(self, text, seconds=90.0):
+    """Until the output holds the text."""
+    end = time.monotonic() + seconds
+    while text not in self.out.read_text():
+      assert self.process.poll() is None, self.err.read_text()[-3000:]
+      assert time.monotonic() < end, f"no {text!r} in {seconds} s"
+      time.sleep(0.01)
+
+  def end(self, seconds=90.0):
+    """Exit code."""
+    try:
+      return self.process.wait(seconds)
+    finally:
+      self.kill()
+
+  def kill(self):
+    with contextlib.suppress(ProcessLookupError):
+      self.process.kill()
+    self.process.wait()
+
+
+def losses(workdir):
+  return [(line["step"], line["loss"]) for line in read_metrics(workdir)]
+
+
+@pytest.fixture(scope="module")
+def reference(mesh8, tmp_path_factory):
+  """Losses of 20 steps in one process with eight devices."""
+  workdir = tmp_path_factory.mktemp("reference")
+  trainer(mesh8, workdir).run()
+  return losses(workdir)
+
+
+def test_terminated_and_killed_again_and_again_ends_bitwise_equal(tmp_path, mesh8, reference):
+  workdir = tmp_path / "run"
+  first = Worker(workdir, slow=0.05)
+  first.wait_for("batch 3\n")
+  first.process.send_signal(signal.SIGTERM)
+  assert first.end() == 75
+  message = first.err.read_text()
+  assert re.search(r"Preempted: stopped at step [345] of 20 and saved; run the same", message)
+  assert "Traceback" not in message
+  stopped = list_steps(workdir / "checkpoints")
+  for step, milliseconds in ((10, 0), (15, 20)):
+    killed = Worker(workdir, slow=0.03)
+    killed.wait_for(f"batch {step}\n")  # its checkpoint has just been started
+    time.sleep(milliseconds / 1000)
+    killed.process.kill()
+    assert killed.end() == -signal.SIGKILL
+    assert (workdir / "run.lock").exists()
+  assert stopped != list_steps(workdir / "checkpoints")
+  trainer(mesh8, workdir).run()
+  assert losses(workdir) == reference
+  assert list_steps(workdir / "checkpoints")[-1] == 20
+  assert not [p for p in (workdir / "checkpoints").iterdir() if "tmp" in p.name]
+
+
+def test_watchdog_ends_a_stuck_step_but_not_a_long_compilation(tmp_path):
+  train = {"watchdog_seconds": 2.0, "first_step_seconds": 120.0}
+  worker = Worker(tmp_path / "run", compile_seconds=3, sleep_at=3, train=train)
+  worker.wait_for("batch 3\n")
+  started = time.monotonic()
+  assert worker.end() == 86
+  assert time.monotonic() - started == pytest.approx(2, abs=2)
+  message = worker.err.read_text()
+  assert "watchdog: step 4 took longer than 2 s; the stacks of all threads:" in message
+  assert "worker.py" in message
+  assert "__next__" in message
+
+
+def pair(workdir, **args):
+  """Two processes with four simulated devices each."""
+  with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    port = probe.getsockname()[1]
+  common = {"SCMOE_COORDINATOR": f"127.0.0.1:{port}", "SCMOE_NUM_PROCESSES": "2"}
+  return [
+    Worker(workdir, common | {"SCMOE_PROCESS_ID": str(i)}, devices=4, **args) for i in range(2)
+  ]
+
+
+def test_two_processes_stop_together_and_equal_one(tmp_path, reference):
+  workdir = tmp_path / "run"
+  workers = pair(workdir, slow=0.05)
+  try:
+    workers[1].wait_for("batch 3\n")
+    workers[1].process.send_signal(signal.SIGTERM)
+    assert [w.end(60) for w in workers] == [75, 75]
+  finally:
+    for worker in workers:
+      worker.kill()
+  pattern = r"stopped at step (\d+) of 20"
+  steps = {int(re.search(pattern, w.err.read_text()).group(1)) for w in workers}
+  assert len(steps) == 1
+  assert list_steps(workdir / "checkpoints")[-1:] == list(steps)
+  assert losses(workdir)[-1][0] == steps.pop()
+  assert "processes 2" in workers[0].out.read_text()
+  assert "step" not in workers[1].out.read_text()
+  workers = pair(workdir)
+  try:
+    assert [w.end(60) for w in workers] == [0, 0]
+  finally:
+    for worker in workers:
+      worker.kill()
+  assert [step for step, _ in losses(workdir)] == list(range(1, 21))
+  np.testing.assert_allclose(
+    [loss for _, loss in losses(workdir)], [loss for _, loss in reference], rtol=1e-5
+  )
+
+
+def test_watchdog_leaves_a_collective_whose_peer_is_frozen(tmp_path):
+  train = {"watchdog_seconds": 3.0, "first_step_seconds": 120.0}
+  workers = pair(tmp_path / "run", freeze_at=3, train=train)
+  try:
+    assert workers[0].end(90) == 86
+    assert "watchdog: step" in workers[0].err.read_text()
+  finally:
+    for worker in workers:
+      worker.kill()

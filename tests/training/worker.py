@@ -1,0 +1,75 @@
+"""One process of a training run for the tests that need to kill it; arguments as JSON in argv[1].
+
+Prints `batch N` before microbatch N is read.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+
+if __name__ == "__main__":
+  ARGS = json.loads(sys.argv[1])
+  os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={ARGS.get('devices', 8)}"
+
+import jax
+from training_fakes import Iterator, Objective, Source, trainer
+
+from scmoe.errors import run_main
+from scmoe.parallel.mesh import MeshConfig, make_mesh
+from scmoe.training.distributed import initialize
+from scmoe.training.options import CheckpointConfig, DistributedConfig
+
+
+class Faulty(Source):
+  """Says what it reads, and stops for ever at some microbatch if told to."""
+
+  def __init__(self, args):
+    super().__init__(8)
+    self.args = args
+
+  def train(self):
+    args = self.args
+
+    class Loud(Iterator):
+      def __next__(self):
+        print(f"batch {self.index}", flush=True)
+        time.sleep(args.get("slow", 0.0))
+        if self.index == args.get("sleep_at"):
+          time.sleep(100)
+        if self.index == args.get("freeze_at") and jax.process_index() == 1:
+          os.kill(os.getpid(), signal.SIGSTOP)
+        return super().__next__()
+
+    return Loud(self)
+
+
+class SlowToCompile(Objective):
+  """Takes seconds to trace, as a large model takes to compile."""
+
+  def __init__(self, seconds):
+    self.seconds = seconds
+
+  def loss(self, params, router, batch, rng):
+    time.sleep(self.seconds)
+    return super().loss(params, router, batch, rng)
+
+
+def main(argv):
+  args = json.loads(argv[0])
+  initialize(DistributedConfig(heartbeat_seconds=10))
+  run = trainer(
+    make_mesh(MeshConfig(2, 4)),
+    args["workdir"],
+    data=Faulty(args),
+    objective=SlowToCompile(args.get("compile_seconds", 0)),
+    checkpoint=CheckpointConfig(every=5),
+    **args.get("train", {}),
+  )
+  print(f"processes {jax.process_count()}", flush=True)
+  run.run()
+
+
+if __name__ == "__main__":
+  run_main(main)

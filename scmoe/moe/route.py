@@ -217,7 +217,7 @@ def queue_places(
     visit_T1 = _visits(priority_T, groups)[:, None]
   rank_TK = visit_T1 * k + choice if order == "token" else choice * size + visit_T1
   # Equal queues sort by choice, then token: the key is unique, so the sort need not be stable.
-  if groups * num_experts * size * k < 2**31:
+  if (groups * num_experts + 1) * size * k < 2**31:  # masked choices have a queue of their own
     key_R = (queue_TK * (size * k) + rank_TK).reshape(-1)
     order_R = jnp.argsort(key_R).astype(jnp.int32)
   else:

@@ -61,10 +61,13 @@ def capacity(
   else:
     rows = k * int(abs(factor) * math.ceil(tokens / num_experts))
   if factor and not rows:
-    least = 1 / math.ceil(tokens / num_experts)
+    least = 1 / (
+      k * tokens / num_experts if rule == "megablocks" else math.ceil(tokens / num_experts)
+    )
+    least = math.ceil(1000 * least) / 1000  # up, or the remedy would not do
     raise ConfigError(
       f"dispatch.capacity_factor={factor} gives {tokens} tokens over {num_experts} experts a "
-      f"capacity of 0; use at least {least:.3g} in size, or 0 to drop nothing"
+      f"capacity of 0; use at least {least:g} in size, or 0 to drop nothing"
     )
   if factor <= 0:
     rows = min(need, rows) if factor else need

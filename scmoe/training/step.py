@@ -116,7 +116,8 @@ def make_train_step(
     state_shardings: as of `shardings_of(abstract_state(...))`.
 
   The scalars are those of the objective, and `objective` (what is differentiated, meaned over the
-  microbatches), `loss` (the same, unless the objective says its own), `grad_norm` before clipping, `lr`, `finite`, `skipped`, `skipped_in_row`.
+  microbatches), `loss` (the same, unless the objective says its own), `grad_norm` before clipping,
+  `lr`, `finite`, `skipped`, `skipped_in_row`.
   """
 
   def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict, dict]:

@@ -1,0 +1,54 @@
+"""How the processes of a run are found, without starting any."""
+
+import pytest
+
+from scmoe.errors import ConfigError
+from scmoe.training.distributed import Cluster, find_cluster
+from scmoe.training.options import DistributedConfig
+
+SLURM = {
+  "SLURM_NTASKS": "4",
+  "SLURM_PROCID": "2",
+  "SLURM_JOB_ID": "8193",
+  "SLURM_STEP_NODELIST": "gpu[007-008,020],login1",
+  "SLURM_STEP_NUM_NODES": "2",
+}
+OURS = {
+  "SCMOE_COORDINATOR": "node1:29500",
+  "SCMOE_NUM_PROCESSES": "2",
+  "SCMOE_PROCESS_ID": "1",
+}
+
+
+@pytest.mark.parametrize(
+  ("cfg", "environment", "expected"),
+  [
+    ({}, {}, None),
+    ({}, {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_JOB_ID": "1"}, None),
+    ({}, SLURM, Cluster("gpu007:57345", 4, 2)),
+    ({}, SLURM | {"SLURM_STEP_NUM_NODES": "1"}, Cluster("127.0.0.1:57345", 4, 2)),
+    ({}, SLURM | {"SLURM_STEP_NODELIST": "a1,b2"}, Cluster("a1:57345", 4, 2)),
+    ({}, OURS, Cluster("node1:29500", 2, 1)),
+    ({"process_id": 0}, OURS, Cluster("node1:29500", 2, 0)),
+    ({"coordinator": "10.0.0.1:80"}, SLURM, Cluster("10.0.0.1:80", 4, 2)),
+  ],
+)
+def test_found_in_configuration_environment_or_slurm(cfg, environment, expected):
+  assert find_cluster(DistributedConfig(**cfg), environment) == expected
+
+
+@pytest.mark.parametrize(
+  ("cfg", "environment", "message"),
+  [
+    ({"coordinator": "node1"}, {}, r"coordinator='node1' is not host:port"),
+    ({"coordinator": "node1:1", "num_processes": 0}, {}, "without a number of processes"),
+    ({"num_processes": 2, "process_id": 0}, {}, r"coordinator='' is not host:port"),
+    ({"coordinator": "a:1", "num_processes": 2}, {}, "process_id=-1 is not a process of 2"),
+    ({"coordinator": "a:1", "num_processes": 2, "process_id": 2}, {}, "use 0 to 1"),
+    ({}, OURS | {"SCMOE_PROCESS_ID": "one"}, "SCMOE_PROCESS_ID='one' is not a number"),
+    ({"heartbeat_seconds": 0}, {}, r"distributed\.heartbeat_seconds=0 is too small"),
+  ],
+)
+def test_errors_name_the_field(cfg, environment, message):
+  with pytest.raises(ConfigError, match=message):
+    find_cluster(DistributedConfig(**cfg), environment)

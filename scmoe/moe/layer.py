@@ -19,6 +19,7 @@ from scmoe.errors import ConfigError
 from scmoe.layers.mlp import is_gated
 from scmoe.moe.dispatch import DispatchConfig, capacity, dropless
 from scmoe.moe.experts import ExpertWeights, expert_stage
+from scmoe.moe.gates import make_gates
 from scmoe.moe.losses import router_sums
 from scmoe.moe.route import RouterConfig, route, route_distinct
 from scmoe.moe.types import Dispatched, RouterSums, Routing, Rows
@@ -89,7 +90,9 @@ class MoE(nnx.Module):
     into_axes, out_axes = ("expert", "embed", "expert_hidden"), ("expert", "expert_hidden", "embed")
     self.num_experts, self.activation = num_experts, activation
     self.router, self.transport, self.mesh = router, transport, mesh
-    self.router_gate = weight((width, num_experts), init_std, ("embed", None))
+    router.check()
+    gates = make_gates(width, num_experts, router, init_std=init_std, rngs=rngs)
+    self.router_gate = nnx.List(gates)
     self.up = weight(into, init_std, into_axes)
     self.gate = weight(into, init_std, into_axes) if is_gated(activation) else None
     self.down = weight(out, out_std, out_axes)
@@ -110,20 +113,26 @@ class MoE(nnx.Module):
     no_drop: bool = False,
     live_BS: Array | None = None,
     avoid: InFlight | None = None,
+    gate: int = 0,
+    bias_E: Array | None = None,
+    capacity_factor: float | None = None,
   ) -> InFlight:
     """Routes the tokens and sends them to their experts.
 
     Args:
       x_BSD: normalised inputs.
       k: experts per token.
-      key: random key of the gate noise; None outside training.
+      key: random key of gate noise and jitter; None outside training.
       no_drop: give every queue room for all tokens (decoding, exact evaluation).
       live_BS: bool, tokens that take part; all if None.
       avoid: an earlier flight of the same tokens with k = 1; each token's expert there is avoided
         (DGMoE).
+      gate: index of the gate that chooses (`router.gates`).
+      bias_E: balancing bias (`router.bias`), added for the choice only.
+      capacity_factor: buffers of this size whatever is configured; 0 drops nothing.
 
     Raises:
-      ConfigError: shapes do not divide, the capacity rounds to zero, or k > E.
+      ConfigError: shapes do not divide, the capacity rounds to zero, k > E, or no such gate.
     """
     shards = self._axis_size(*BATCH_AXES)
     if x_BSD.shape[0] % shards:
@@ -132,29 +141,38 @@ class MoE(nnx.Module):
         f"{shards} devices; use a multiple of {shards}"
       )
     self.transport.check_shards(self._axis_size("shard"))
-    lossless = no_drop or self.transport.transport == "dropless"
+    factor = self.transport.capacity_factor if capacity_factor is None else capacity_factor
+    lossless = no_drop or factor == 0
+    lossless |= capacity_factor is None and self.transport.transport == "dropless"
     groups = 1 if lossless else self._local_groups()
-    noise_BSE = self._noise(x_BSD.shape, key)
+    noise_BSE, jitter_BSD = self._noise(x_BSD.shape, key), self._jitter(x_BSD.shape, key)
+    gate_graph, gate_params = nnx.split(self._gate(gate))
     avoid_expert = None if avoid is None else avoid.routing.expert_TK
 
-    def local(x, gate, noise, live, avoid):
+    def local(x, gate_params, noise, jitter, live, avoid, bias):
       x_TD = x.reshape(-1, x.shape[-1])
       flat = lambda a: None if a is None else a.reshape(x_TD.shape[0], *a.shape[2:])
       with jax.named_scope("route"):
-        options = {"groups": groups, "noise_TE": flat(noise), "live_T": flat(live)}
+        gate = nnx.merge(gate_graph, gate_params)
+        options = {"groups": groups, "num_experts": self.num_experts, "bias_E": bias}
+        options |= {"noise_TE": flat(noise), "jitter_TD": flat(jitter), "live_T": flat(live)}
         if avoid is None:
-          routing = route(x_TD, gate, self.router, k=k, **options)
+          routing = route(x_TD, gate, self.router, k=k, train=key is not None, **options)
         else:
           routing = route_distinct(x_TD, gate, self.router, avoid[0, :, 0], **options)
       with jax.named_scope("dispatch"):
-        sent = self._dispatch_lossless(x_TD, routing) if lossless else self._dispatch(x_TD, routing)
+        if lossless:
+          sent = self._dispatch_lossless(x_TD, routing)
+        else:
+          sent = self._dispatch(x_TD, routing, k, factor)
         name = lambda part: dataclasses.replace(part, rows=checkpoint_name(part.rows, "moe_rows"))
         sent = dataclasses.replace(sent, chunks=tuple(map(name, sent.chunks)))
       sums = router_sums(routing, sent.dropped, sent.rounds)
       return _stack(sent), _stack(routing), _stack(sums)
 
-    stage = self._per_device(local, (BATCH, P(), BATCH, BATCH, DEVICES), (DEVICES, DEVICES, BATCH))
-    parts = stage(x_BSD, self.router_gate[...], noise_BSE, live_BS, avoid_expert)
+    specs = (BATCH, P(), BATCH, BATCH, BATCH, DEVICES, P())
+    stage = self._per_device(local, specs, (DEVICES, DEVICES, BATCH))
+    parts = stage(x_BSD, gate_params, noise_BSE, jitter_BSD, live_BS, avoid_expert, bias_E)
     loops = lossless and self._exchange().size > 1
     return InFlight(*parts, x_BSD=x_BSD if loops else None, batch=x_BSD.shape[0])
 
@@ -192,7 +210,7 @@ class MoE(nnx.Module):
             routing.weight_TK,
             weights,
             routing,
-            sent.rounds,
+            sent,
             slack=self.transport.slack,
             exchange=exchange,
             chunks=len(sent.chunks),
@@ -207,14 +225,12 @@ class MoE(nnx.Module):
 
   # -- what a stage does on one device ------------------------------------------------------------
 
-  def _dispatch(self, x_TD: Array, routing: Routing) -> Dispatched:
+  def _dispatch(self, x_TD: Array, routing: Routing, k: int, factor: float) -> Dispatched:
     """The capacity transport."""
     groups, tokens = routing.count_GE.shape[0], routing.expert_TK.shape[0]
-    size, k = tokens // groups, routing.expert_TK.shape[1]
-    config = self.transport
-    options = {"tokens": size, "num_experts": self.num_experts, "k": k}
-    # A queue never holds more than the tokens of its group: larger buffers stay empty.
-    rows = min(size, capacity.capacity(config.capacity_factor, **options))
+    size, config = tokens // groups, self.transport
+    rows = capacity.capacity(factor, tokens=size, num_experts=self.num_experts, k=k)
+    rows = min(size, rows)  # a queue never holds more than the tokens of its group
     rows += -rows % config.chunks
     return capacity.dispatch(
       x_TD, routing, rows_per_expert=rows, exchange=self._exchange(), chunks=config.chunks
@@ -282,14 +298,35 @@ class MoE(nnx.Module):
       )
     return groups // shards
 
+  def _gate(self, index: int) -> nnx.Module:
+    if not 0 <= index < len(self.router_gate):
+      raise ConfigError(
+        f"gate={index} is none of the {len(self.router_gate)} gates; raise router.gates or use "
+        f"0 to {len(self.router_gate) - 1}"
+      )
+    return self.router_gate[index]
+
   def _noise(self, shape: tuple[int, ...], key: Array | None) -> Array | None:
     """Standard normal draws [B, S, E], drawn for the global batch: the same on every mesh."""
     if key is None or not self.router.noise:
       return None
     noise_BSE = jax.random.normal(key, (*shape[:-1], self.num_experts), jnp.float32)
+    return self._on_batch(noise_BSE)
+
+  def _jitter(self, shape: tuple[int, ...], key: Array | None) -> Array | None:
+    """Factors [B, S, D] on the gate's input, drawn like the noise."""
+    jitter = self.router.jitter
+    if key is None or not jitter:
+      return None
+    key = jax.random.fold_in(key, 1)  # the noise has used the key itself
+    return self._on_batch(
+      jax.random.uniform(key, shape, jnp.float32, minval=1 - jitter, maxval=1 + jitter)
+    )
+
+  def _on_batch(self, draws: Array) -> Array:
     if self.mesh is None:
-      return noise_BSE
-    return jax.lax.with_sharding_constraint(noise_BSE, batch_sharding(self.mesh))
+      return draws
+    return jax.lax.with_sharding_constraint(draws, batch_sharding(self.mesh))
 
 
 def _read(param: nnx.Param | None) -> Array | None:

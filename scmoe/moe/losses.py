@@ -63,7 +63,7 @@ def load_importance_loss(sums: RouterSums) -> Array:
   I = Σ_t p_t, with p the softmax of the logits without noise, and
   Ld = Σ_t Φ((p_t − θ_t) / (noise / E)), with θ_t the k-th largest logit with noise; see
   `scmoe.moe.route.soft_load`. cv²(v) = var(v) / (mean(v)² + 1e-10) with the unbiased variance.
-  0 for one expert, or no tokens. Needs `router.balance=load_importance`, else the sums are not filled.
+  0 for one expert, or no tokens. Needs `router.balance=load_importance`, or the sums are 0.
   """
   return (_variation(sums.importance_E) + _variation(sums.soft_load_E)) / 2
 

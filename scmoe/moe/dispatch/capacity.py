@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 
-import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 
 from scmoe.errors import ConfigError
 from scmoe.moe.dispatch import local
@@ -84,7 +84,7 @@ def exact_capacity(count_GE: Array) -> int:
   Raises:
     ConfigError: called on a traced array.
   """
-  if isinstance(count_GE, jax.core.Tracer):
+  if isinstance(count_GE, Tracer):
     raise ConfigError(
       "exact_capacity got traced counts; under jit a buffer's size cannot depend on data: leave "
       "`need` out of capacity(...), or use dispatch.transport=dropless"

@@ -1,0 +1,142 @@
+"""The plan of the house: who may import whom, and what is not allowed anywhere."""
+
+import ast
+import functools
+import importlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Imports go from right to left only; parts of one rank do not know each other.
+RANKS = [
+  ("errors", "_compat"),
+  ("options",),
+  ("parallel", "kernels"),
+  ("layers",),
+  ("moe",),
+  ("blocks",),
+  ("models",),
+  ("training", "inference"),
+  ("config",),
+  ("build", "command_line"),
+  ("dry_run",),
+  ("summary",),
+  ("train", "evaluate", "generate", "profile"),
+]
+LEAVES = ("errors", "options", "_compat")
+ALONE = ("data", "profiling")  # know nothing but errors and options
+TOP = {name: rank for rank, names in enumerate(RANKS) for name in names}
+
+
+@functools.cache
+def modules() -> dict[str, ast.Module]:
+  """Every module of the package, by its dotted name."""
+  out = {}
+  for path in sorted((ROOT / "scmoe").rglob("*.py")):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    out[name] = ast.parse(path.read_text(), str(path))
+  return out
+
+
+def imported(name: str, tree: ast.AST) -> set[str]:
+  """Modules that one module imports, wherever in it; relative imports resolved."""
+  out = set()
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Import):
+      out |= {alias.name for alias in node.names}
+    elif isinstance(node, ast.ImportFrom):
+      base = node.module or ""
+      if node.level:
+        package = name.split(".")
+        is_package = any(other.startswith(name + ".") for other in modules())
+        keep = len(package) - node.level + is_package
+        base = ".".join([*package[:keep], *([node.module] if node.module else [])])
+      for alias in node.names:  # `from scmoe.moe import route` imports a module
+        inner = f"{base}.{alias.name}"
+        out.add(inner if inner in modules() else base)
+  return out
+
+
+def inside(name: str) -> set[str]:
+  """Modules of the package that `name` imports."""
+  return {other for other in imported(name, modules()[name]) if other.split(".")[0] == "scmoe"}
+
+
+def part(name: str) -> str:
+  """scmoe.moe.route -> moe."""
+  return name.split(".")[1] if "." in name else ""
+
+
+@pytest.mark.parametrize("name", [n for n in modules() if part(n)])
+def test_imports_go_one_way(name):
+  own = part(name)
+  assert own in TOP or own in ALONE, f"{name}: a part without a place in the plan"
+  for other in inside(name):
+    target = part(other)
+    if target in ("", own):
+      continue
+    if own in ALONE:
+      assert target in LEAVES, f"{name} imports {other}"
+    elif target in ALONE:
+      assert TOP[own] >= TOP["training"], f"{name} imports {other}"
+    else:
+      assert TOP[target] < TOP[own], f"{name} imports {other}"
+
+
+def test_no_cycles():
+  done, path = set(), []
+
+  def visit(name):
+    assert name not in path, " -> ".join([*path[path.index(name) :], name])
+    if name in done:
+      return
+    path.append(name)
+    for other in sorted(inside(name)):
+      if other in modules() and other != name:
+        visit(other)
+    done.add(path.pop())
+
+  for name in modules():
+    visit(name)
+
+
+def sources():
+  """Python files of the product: the package, the configs, the experiments."""
+  folders = ("scmoe", "configs", "experiments")
+  return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+FORBIDDEN_CALLS = {"eval", "exec", "yaml.load", "pickle.load", "pickle.loads"}
+FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_what_is_not_allowed_anywhere(path):
+  assert path.stem != "utils", "a drawer is no name"
+  for node in ast.walk(ast.parse(path.read_text())):
+    line = f"{path.name}:{getattr(node, 'lineno', 0)}"
+    if isinstance(node, ast.Call):
+      assert ast.unparse(node.func) not in FORBIDDEN_CALLS, line
+    if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+      assert ast.unparse(node.value) == "False", line
+    if isinstance(node, ast.ExceptHandler):
+      assert node.type is not None, f"{line}: except without a type"
+    if isinstance(node, ast.Import | ast.ImportFrom):
+      names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+      assert not {name.split(".")[0] for name in names} & FORBIDDEN_MODULES, line
+
+
+def test_nothing_imports_experiments_or_configs():
+  for name, tree in modules().items():
+    roots = {other.split(".")[0] for other in imported(name, tree)}
+    assert not roots & {"experiments", "configs", "tests"}, name
+
+
+@pytest.mark.parametrize(
+  "name", [*modules(), *(f"configs.{p.stem}" for p in sorted((ROOT / "configs").glob("*.py")))]
+)
+def test_everything_imports(name):
+  importlib.import_module(name)

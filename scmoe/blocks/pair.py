@@ -43,6 +43,8 @@ class Call:
     no_drop: experts have room for every token.
     top_k: experts per token, for wirings that leave it open.
     overlap: slot and barriers.
+    gate: index of the gate that chooses, where there are several.
+    bias_E: balancing bias of this layer's experts, or None.
   """
 
   positions_BS: Array
@@ -51,6 +53,8 @@ class Call:
   no_drop: bool
   top_k: int
   overlap: OverlapConfig
+  gate: int = 0
+  bias_E: Array | None = None
 
 
 class Block(nnx.Module):
@@ -197,6 +201,8 @@ class _UnitRun:
       no_drop=call.no_drop,
       live_BS=call.live_BS,
       avoid=self.flights[0] if wiring.distinct and gating > 0 else None,
+      gate=call.gate,
+      bias_E=call.bias_E,
     )
     return h_BSD
 

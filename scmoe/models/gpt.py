@@ -227,6 +227,7 @@ class GPT(nnx.Module):
     self.config, self.mesh = config, mesh
     self.overlap = overlap or OverlapConfig()
     router, transport = router or RouterConfig(), transport or DispatchConfig()
+    self.router = router
     self.embedding = Embedding(
       config.vocab_size,
       config.width,
@@ -257,6 +258,8 @@ class GPT(nnx.Module):
     key: Array | None = None,
     no_drop: bool = False,
     remat: str = "none",
+    router: Any = None,
+    gate: int = 0,
   ) -> Output:
     """Runs the model.
 
@@ -270,6 +273,8 @@ class GPT(nnx.Module):
       no_drop: experts have room for every token.
       remat: what the backward pass recomputes: none; dots (all but matrix products); moe (expert
         activations, nothing that travelled); full (all but the rows that travelled).
+      router: router state (`init_router`), where there is any; evaluation needs it too.
+      gate: index of the gate that chooses, where `router.gates` > 1.
     """
     config = self.config
     if positions_BS is None:
@@ -281,9 +286,11 @@ class GPT(nnx.Module):
       no_drop,
       config.top_k,
       self.overlap,
+      gate,
     )
+    bias_LE = (router or {}).get("bias")
     h_BSD = self._pin(self.embedding(tokens_BS, positions_BS, jnp.dtype(config.dtype)))
-    h_BSD, sums, caches = self._scan(h_BSD, caches, key, call, remat)
+    h_BSD, sums, caches = self._scan(h_BSD, caches, key, call, remat, bias_LE)
     return Output(self.norm(h_BSD), sums, caches)
 
   def logits(self, h_BSD: Array) -> Array:
@@ -298,7 +305,18 @@ class GPT(nnx.Module):
     units = config.wiring_rule.units_per_moe
     return [[empty() for _ in range(config.moe_every)] for _ in range(units)]
 
-  def _scan(self, h_BSD, caches, key, call: Call, remat: str):
+  def init_router(self) -> dict[str, Array]:
+    """Router state before the first step: balancing biases [layers, E], or nothing at all.
+
+    It is no parameter: gradients do not train it. `LanguageModelObjective.update_router` does, once
+    per optimizer step.
+    """
+    config = self.config
+    if self.router.bias == "none" or not config.wiring_rule.taps:
+      return {}
+    return {"bias": jnp.zeros((self.num_stages, config.num_experts), jnp.float32)}
+
+  def _scan(self, h_BSD, caches, key, call: Call, remat: str, bias_LE: Array | None):
     rule = self.config.wiring_rule
     graph, params = nnx.split(self.stages)
     gatings = rule.units_per_moe * len(rule.taps)
@@ -310,8 +328,8 @@ class GPT(nnx.Module):
 
     def body(carry, xs):
       h_BSD, handed, first = carry
-      params, caches, keys = xs
-      stage = nnx.merge(graph, params)
+      params, caches, keys, bias_E = xs
+      stage, here = nnx.merge(graph, params), dataclasses.replace(call, bias_E=bias_E)
       new_caches, sums = [], None
       for index, unit in enumerate(stage.units):
         if handed is not None and index == 0:
@@ -325,7 +343,7 @@ class GPT(nnx.Module):
           handed,
           None if caches is None else caches[index],
           None if keys is None else keys[index],
-          call,
+          here,
         )
         new_caches.append(unit_caches)
         if unit_sums is not None:
@@ -337,7 +355,7 @@ class GPT(nnx.Module):
     carry, (sums, caches) = jax.lax.scan(
       _rematerialised(body, remat),
       carry,
-      (params, caches, keys),
+      (params, caches, keys, bias_LE),
       unroll=self.overlap.unroll or self.num_stages,
     )
     return carry[0], sums, caches

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import Array
 
 from scmoe.models.gpt import GPT
-from scmoe.moe.losses import gshard_loss, statistics, z_loss
+from scmoe.moe.losses import balance_loss, layer_balance, statistics, update_bias, z_loss
 from scmoe.moe.route import RouterConfig
 from scmoe.moe.types import RouterSums
 
@@ -30,6 +30,7 @@ class LossSums:
     loss: Σ of the microbatches' total losses.
     microbatches: number of them.
     router: sums per MoE layer [layers, ...], or None.
+    bias_range: Σ of the microbatches' largest minus smallest balancing bias per layer, or None.
   """
 
   nats: Array
@@ -38,6 +39,7 @@ class LossSums:
   loss: Array
   microbatches: Array
   router: RouterSums | None
+  bias_range: Array | None = None
 
 
 class LanguageModelObjective:
@@ -59,7 +61,7 @@ class LanguageModelObjective:
 
     Args:
       params: the model's parameters.
-      router: router state that gradients do not train.
+      router: state that gradients do not train (`GPT.init_router`); None or {} where there is none.
       batch: `inputs`, `targets`, `weights`, `segment_ids`, `positions`, all [B, S].
       rng: random key for gate noise.
 
@@ -74,6 +76,7 @@ class LanguageModelObjective:
       live_BS=batch["segment_ids"] > 0,
       key=rng,
       remat=self.remat,
+      router=router,
     )
     nats, correct = token_losses(model, out.h_BSD, batch["targets"])
     weight = batch["weights"].sum()
@@ -82,17 +85,20 @@ class LanguageModelObjective:
     sums = None
     if out.sums is not None:
       sums = jax.tree.map(lambda a: a.sum(1), out.sums)  # over the batch shards, all layers at once
-      loss = loss + self.router.balance_loss * gshard_loss(sums).sum()
+      loss = loss + self.router.balance_loss * balance_loss(sums, self.router.balance)
       loss = loss + self.router.z_loss * z_loss(sums).sum()
     right = (correct * batch["weights"]).sum()
-    return loss, LossSums(total, right, weight, loss, jnp.ones(()), sums)
+    bias_LE = (router or {}).get("bias")
+    bias_range = None if bias_LE is None else bias_LE.max(-1) - bias_LE.min(-1)
+    return loss, LossSums(total, right, weight, loss, jnp.ones(()), sums, bias_range)
 
   def metrics(self, aux: LossSums) -> tuple[dict[str, Array], dict[str, Array]]:
     """Scalars and per-layer arrays of a step, from the sums over its microbatches.
 
     Scalars: `loss` (total), `cross_entropy` (nats per token), `accuracy`, `balance_loss`,
-    `z_loss` (means over layers), and `drop`, `max_violation`, `dead`, `diversity` (the worst or
-    mean layer). Arrays: the per-layer `statistics` of the routers.
+    `z_loss` (means over layers), and `drop`, `max_violation`, `imbalance` (the busiest expert's
+    load over the mean one), `dead`, `diversity` (the worst or mean layer). Arrays: the per-layer
+    `statistics` of the routers.
     """
     weight = jnp.maximum(aux.weight, 1)
     scalars = {
@@ -102,12 +108,14 @@ class LanguageModelObjective:
     }
     if aux.router is None:
       return scalars, {}
-    arrays = statistics(aux.router)
+    bias_range = None if aux.bias_range is None else aux.bias_range / aux.microbatches
+    arrays = statistics(aux.router, bias_range)
     scalars |= {
-      "balance_loss": gshard_loss(aux.router).mean(),
+      "balance_loss": layer_balance(aux.router, self.router.balance).mean(),
       "z_loss": z_loss(aux.router).mean(),
       "drop": aux.router.dropped.sum() / jnp.maximum(aux.router.choices.sum(), 1),
       "max_violation": arrays["max_violation"].max(),
+      "imbalance": arrays["max_violation"].max() + 1,
       "dead": arrays["dead"].max(),
       "diversity": arrays["diversity"].min(),
       "router_entropy": arrays["entropy"].mean(),
@@ -117,8 +125,11 @@ class LanguageModelObjective:
     return scalars, arrays
 
   def update_router(self, router: Any, aux: LossSums) -> Any:
-    """Router state after a step; the gates of this model have none."""
-    return router
+    """Router state after a step, from the loads of the global batch and all its microbatches."""
+    if aux.router is None or not router:
+      return router
+    rule, rate = self.router.bias, self.router.bias_rate
+    return {"bias": update_bias(router["bias"], aux.router, rule, rate)}
 
 
 def token_losses(model: GPT, h_BSD: Array, targets_BS: Array) -> tuple[Array, Array]:

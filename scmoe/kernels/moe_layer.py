@@ -28,6 +28,7 @@ from scmoe.kernels.grouped_matmul.ffn import (
   ffn_forward,
 )
 from scmoe.kernels.grouped_matmul.layout import KERNEL_ROW_TILE, take_rows
+from scmoe.kernels.permute import route_gpu
 from scmoe.kernels.permute.api import sum_rows
 from scmoe.kernels.permute.plan import make_plan
 
@@ -125,23 +126,43 @@ def _moe_ffn_bwd(config, residuals, dy_TD):
 _moe_ffn.defvjp(_moe_ffn_fwd, _moe_ffn_bwd)
 
 
-def route_top_k(x_TD: jax.Array, router_DE: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
+def route_top_k(
+  x_TD: jax.Array,
+  router_DE: jax.Array,
+  top_k: int,
+  *,
+  backend: str = "auto",
+  num_sms: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
   """Softmax over the K largest logits of each token: expert_TK and weight_TK (float32).
 
   Logits are accumulated in float32. Ties go to the smaller expert id. The backward keeps x and the
   two results only.
+
+  Args:
+    x_TD: tokens.
+    router_DE: router weights.
+    top_k: K.
+    backend: as in `grouped_matmul`; the kernel takes whole row tiles and up to 192 experts.
+    num_sms: as in `grouped_matmul`.
 
   Raises:
     ValueError: top_k is not in [1, E].
   """
   if not 1 <= top_k <= router_DE.shape[1]:
     raise ValueError(f"top_k={top_k} but there are {router_DE.shape[1]} experts: 1 <= top_k <= E")
-  expert_TK, weight_TK = cast(tuple[jax.Array, jax.Array], _route_top_k(x_TD, router_DE, top_k))
+  if backend == "auto" or x_TD.shape[1] % 64 == 0:
+    backend = resolve_backend(backend, x_TD.dtype, x_TD.shape[1])
+  kernel = backend == "mosaic_gpu" and route_gpu.fits(*x_TD.shape, router_DE.shape[1])
+  routing = _route_top_k(x_TD, router_DE, top_k, kernel, num_sms)
+  expert_TK, weight_TK = cast(tuple[jax.Array, jax.Array], routing)
   return expert_TK, weight_TK
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _route_top_k(x_TD, router_DE, top_k):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _route_top_k(x_TD, router_DE, top_k, kernel, num_sms):
+  if kernel:
+    return route_gpu.route_top_k_gpu(x_TD, router_DE, top_k, num_sms)
   logits_TE = jnp.dot(
     x_TD, router_DE.astype(x_TD.dtype), preferred_element_type=xla.accumulation_type(x_TD.dtype)
   )
@@ -161,13 +182,13 @@ def _largest(logits_TE: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
   return jnp.stack(values, axis=1), jnp.stack(experts, axis=1)
 
 
-def _route_fwd(x_TD, router_DE, top_k):
-  expert_TK, weight_TK = _route_top_k(x_TD, router_DE, top_k)
+def _route_fwd(x_TD, router_DE, top_k, kernel, num_sms):
+  expert_TK, weight_TK = _route_top_k(x_TD, router_DE, top_k, kernel, num_sms)
   return (expert_TK, weight_TK), (x_TD, router_DE, expert_TK, weight_TK)
 
 
-def _route_bwd(top_k, residuals, cotangents):
-  del top_k
+def _route_bwd(top_k, kernel, num_sms, residuals, cotangents):
+  del top_k, kernel, num_sms
   x_TD, router_DE, expert_TK, weight_TK = residuals
   dweight_TK = cotangents[1]
   dvalue_TK = weight_TK * (dweight_TK - jnp.sum(weight_TK * dweight_TK, axis=1, keepdims=True))
@@ -219,7 +240,7 @@ def moe_layer(
     ValueError: shapes disagree, or an option is unknown or does not fit.
   """
   with jax.named_scope("route"):
-    expert_TK, weight_TK = route_top_k(x_TD, router_DE, top_k)
+    expert_TK, weight_TK = route_top_k(x_TD, router_DE, top_k, backend=backend, num_sms=num_sms)
   return moe_ffn(
     x_TD,
     expert_TK,

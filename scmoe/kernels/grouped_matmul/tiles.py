@@ -10,7 +10,7 @@ from scmoe.kernels.grouped_matmul.pipeline import Tiling
 ROW_TILE = KERNEL_ROW_TILE
 STORE_SLOTS = 2  # shared-memory buffers of a consumer's stores
 SMEM_LIMIT = 232_448  # bytes a CTA may have on Hopper
-_RESERVED = 4_096  # barriers, alignment, small vectors
+_RESERVED = 2_048  # barriers and their alignment
 
 # Product kinds: "rows" (one result), "up" (gate and up with the activation), "dx" (two products into
 # one result), "weights" and "weights_pair" (weight gradients), "down_backward".

@@ -1,9 +1,9 @@
 """The paper's equations as loops over tokens, in NumPy float64: what the model must equal.
 
 Written from the equations (paper Eq. 1-10, 14-17, 23; Tutel's gate, capacity and loss), not from
-the code: no batching, no sort, no buffers, no stacked layers. A token is a vector, a sequence a list
-of them, a batch a list of sequences. `tape.Var` carries gradients along; discrete choices look at
-`.value`. Parameters are nested dictionaries of Vars, one per block.
+the code: no batching, no sort, no buffers, no stacked layers. A token is a vector, a sequence is a
+list of them, a batch a list of sequences. `tape.Var` carries gradients along; discrete choices look
+at `.value`. Parameters are nested dictionaries of Vars, one per block.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def routed(
 
 
 def mix(kind: str, shared: Var, routed_: Var, x: Var, weight: Any) -> Var:
-  """Paper §5.2: direct addition; CG-1 scales the shared expert; CG-2 shares out one between both."""
+  """Paper §5.2: direct addition; CG-1 scales the shared expert; CG-2 shares 1 between both."""
   if kind == "direct":
     return shared + routed_
   scores = x @ weight

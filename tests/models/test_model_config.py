@@ -31,7 +31,7 @@ def count(shapes):
   return sum(math.prod(shape) for shape in shapes.values())
 
 
-# What each wiring has of each part, in a GPT-2 model of two pairs: MLPs, shared experts, MoEs, mixes.
+# How many of each part a GPT-2 model of two pairs has: MLPs, shared experts, MoEs, mixes.
 PARTS = {
   "dense": (4, 0, 0, 0),
   "top1": (2, 0, 2, 0),

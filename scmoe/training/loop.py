@@ -174,6 +174,7 @@ class _Run:
     self.compiled: set[str] = set()  # what ran before, and so needs no allowance for compiling
     self.evaluated_step = -1
     self.tracing = False
+    self.skipping = False  # the last step that was looked at was skipped
     self.bar = Bar(0, 0, shown=False)
     self.tokens_per_step = accumulation * spec.train.batch_size * spec.sequence_length
 
@@ -264,11 +265,12 @@ class _Run:
     put = lambda x: jax.make_array_from_process_local_data(self.batch_sharding, x)
     self.state, scalars, arrays = self.step_fn(self.state, jax.tree.map(put, self.batch))
     self.step += 1
-    skipped = self._flush()
+    self._flush()
     self.pending = (self.step, scalars, arrays)
-    # After a skipped step do not run ahead: should the run be given up, the state is the one that
-    # met the batch.
-    if skipped or self.step in (self.spec.train.stop_after, self.spec.train.steps):
+    train = self.spec.train
+    # Where the run may be given up do not run ahead: then the state is the one that met the batch.
+    critical = self.skipping or not train.max_skipped_in_row
+    if critical or self.step in (train.stop_after, train.steps):
       self._flush()
 
   def _next_batch(self) -> dict[str, np.ndarray]:
@@ -286,25 +288,25 @@ class _Run:
       ) from None
     return {name: np.stack([part[name] for part in parts]) for name in parts[0]}
 
-  def _flush(self) -> bool:
-    """Waits for the pending step, logs it where due; True if it was skipped.
+  def _flush(self) -> None:
+    """Waits for the pending step, if there is one, and logs it where due.
 
     Raises:
       NonFiniteError: one skipped step too many.
     """
     if self.pending is None:
-      return False
+      return
     (step, scalars, arrays), self.pending = self.pending, None
     values = {name: np.asarray(x).item() for name, x in jax.device_get(scalars).items()}
+    self.skipping = bool(values["skipped_in_row"])
     self.meter.tick()
     self.bar.advance()
-    if values["skipped_in_row"] and self.first:
+    if self.skipping and self.first:
       warn(f"step {step}: loss {values['objective']}, gradient norm {values['grad_norm']}; skipped")
     if step % self.spec.train.log_every == 0 or step == self.spec.train.steps:
       self._log(step, values, arrays)
     if values["skipped_in_row"] > self.spec.train.max_skipped_in_row:
       self._give_up(step, values)
-    return bool(values["skipped_in_row"])
 
   def _log(self, step: int, values: dict[str, Any], arrays: dict[str, Array]) -> None:
     """One line on the console and in metrics.jsonl; router arrays where due."""

@@ -1,0 +1,74 @@
+"""GPT3-MoE-XL of the ScMoE paper: 4.1B parameters as top2.
+
+command   python -m scmoe.train --config configs/gpt3_moe_xl.py --config.data.source=jsonl \\
+            --config.data.path=TEXT.jsonl --config.data.tokenizer=TOKENIZER.json
+hardware  8 GPUs of 80 GB: --config.mesh.expert=8
+time      --dry_run estimates it for your mesh
+expect    not run yet
+sizes     paper: 24 blocks, width 2048, 32 heads, 8 experts in every 2nd block, context 2K
+          Not in the paper: batch, learning rate, schedule, tokenizer and FFN widths.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from scmoe.config import RunConfig, as_config_dict
+from scmoe.data.config import DataConfig
+from scmoe.models.gpt import ModelConfig
+from scmoe.moe.dispatch import DispatchConfig
+from scmoe.moe.route import RouterConfig
+from scmoe.training.options import CheckpointConfig, OptimizerConfig, TrainConfig
+
+RUN = RunConfig(
+  name="gpt3_moe_xl",
+  model=ModelConfig(
+    wiring="scmoe_pos2",
+    num_experts=8,
+    num_layers=24,
+    width=2048,
+    num_heads=32,
+    context=2048,
+    vocab_size=50304,
+  ),
+  router=RouterConfig(balance_loss=0.01),
+  dispatch=DispatchConfig(capacity_factor=2.0),
+  # Without --config.data.*: this Python's own source text, with a tokenizer trained on it.
+  data=DataConfig(tokenizer="bpe", seq_len=2048, document_mask=False),
+  train=TrainConfig(steps=4000, batch_size=8, tokens_per_step=262144, eval_every=500, remat="full"),
+  optimizer=OptimizerConfig(learning_rate=2e-4, warmup_steps=200),
+  checkpoint=CheckpointConfig(every=500, keep=3),
+)
+
+
+def get_config() -> Any:
+  """The run."""
+  return as_config_dict(RUN)
+
+
+def smoke() -> Any:
+  """Every mechanism of the run in seconds on a CPU: what the tests run."""
+  return as_config_dict(
+    dataclasses.replace(
+      RUN,
+      model=dataclasses.replace(
+        RUN.model,
+        num_experts=4,
+        num_layers=4,
+        width=16,
+        num_heads=2,
+        num_kv_heads=0,
+        mlp_hidden=32,
+        expert_hidden=0,
+        vocab_size=0,
+        context=16,
+      ),
+      data=DataConfig(source="procedural", seq_len=16, document_mask=False),
+      train=TrainConfig(
+        steps=3, batch_size=8, log_every=1, eval_batches=1, sample_tokens=8, remat="full"
+      ),
+      optimizer=OptimizerConfig(warmup_steps=1),
+      checkpoint=CheckpointConfig(every=0, keep=2),
+    )
+  )

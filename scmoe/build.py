@@ -1,0 +1,145 @@
+"""From a resolved RunConfig to the objects that run: mesh, model, objective, optimizer.
+
+Parameters travel as a plain nested dict of arrays (`nnx.to_pure_dict`): the optimizer, the
+checkpoint and `nnx.merge` all take it as it is. Until `init_state` makes the arrays where they
+belong, only their shapes exist, so that a sharded model never has to fit on one device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import Array
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from scmoe.config import RunConfig
+from scmoe.data.config import DataConfig
+from scmoe.data.tokenizers import ByteTokenizer, load_json
+from scmoe.models.gpt import GPT
+from scmoe.models.objective import LanguageModelObjective
+from scmoe.parallel.mesh import make_mesh, partition_spec
+from scmoe.training.optimizer import Optimizer, make_optimizer
+from scmoe.training.step import TrainState, abstract_state
+
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+  """What a run consists of.
+
+  Attributes:
+    run: the resolved configuration.
+    mesh: its devices.
+    graph: the model without parameters; `nnx.merge(graph, params)` is a `GPT`.
+    shapes: parameters as `jax.ShapeDtypeStruct`, each with its sharding.
+    objective: loss and metrics.
+    optimizer: of the run.
+  """
+
+  run: RunConfig
+  mesh: Mesh
+  graph: nnx.GraphDef
+  shapes: Params
+  objective: LanguageModelObjective
+  optimizer: Optimizer
+
+  def init(self, key: Array) -> tuple[Params, dict[str, Any]]:
+    """Initial parameters and router state; call it under jit."""
+    model = make_gpt(self.run, self.mesh, key)
+    return nnx.to_pure_dict(nnx.state(model)), model.init_router()
+
+  @property
+  def shardings(self) -> tuple[Params, dict[str, Any]]:
+    """Where parameters and router state lie."""
+    _, router = jax.eval_shape(lambda: self.init(jax.random.key(0)))
+    everywhere = NamedSharding(self.mesh, jax.sharding.PartitionSpec())
+    return jax.tree.map(lambda s: s.sharding, self.shapes), jax.tree.map(lambda _: everywhere, router)
+
+  def abstract_state(self) -> TrainState:
+    """Shapes, types and shardings of the whole training state."""
+    return abstract_state(self.init, self.optimizer, self.mesh, self.shardings)
+
+  def model(self, params: Params) -> GPT:
+    """The model with these parameters."""
+    return nnx.merge(self.graph, params)
+
+
+def build(run: RunConfig, devices: Sequence[Any] | None = None) -> Built:
+  """Builds everything for a resolved configuration; allocates nothing.
+
+  Args:
+    run: see `RunConfig.resolve`.
+    devices: the devices of the mesh; all of jax by default.
+
+  Raises:
+    ConfigError: the mesh needs more devices than there are.
+  """
+  mesh = build_mesh(run, devices)
+  graph, shapes = build_model(run, mesh)
+  objective = LanguageModelObjective(graph, run.router, remat=run.train.remat)
+  return Built(run, mesh, graph, shapes, objective, make_optimizer(run.optimizer, run.train.steps))
+
+
+def build_mesh(run: RunConfig, devices: Sequence[Any] | None = None) -> Mesh:
+  """The device mesh of a resolved configuration."""
+  experts = run.model.num_experts if run.model.wiring_rule.taps else 0
+  return make_mesh(run.mesh, devices, num_experts=experts)
+
+
+def build_model(run: RunConfig, mesh: Mesh | AbstractMesh | None) -> tuple[nnx.GraphDef, Params]:
+  """The model's graph, and the shapes and shardings of its parameters; nothing is allocated.
+
+  With `mesh` None the shapes have no sharding.
+  """
+  model = nnx.eval_shape(lambda: make_gpt(run, mesh, jax.random.key(0)))
+  graph, state = nnx.split(model)
+
+  def placed(param: nnx.Variable) -> nnx.Variable:
+    shape = param.get_value()
+    sharding = None if mesh is None else NamedSharding(mesh, axes_spec(param))
+    return param.replace(jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding))
+
+  is_param = lambda leaf: isinstance(leaf, nnx.Variable)
+  return graph, nnx.to_pure_dict(jax.tree.map(placed, state, is_leaf=is_param))
+
+
+def axes_spec(param: Any) -> jax.sharding.PartitionSpec:
+  """PartitionSpec of a parameter from the logical names that it was declared with."""
+  return partition_spec(param.axes, param.get_value().ndim)
+
+
+def make_gpt(run: RunConfig, mesh: Mesh | AbstractMesh | None, key: Array) -> GPT:
+  """A model with fresh parameters."""
+  return GPT(
+    run.model,
+    router=run.router,
+    transport=run.dispatch,
+    overlap=run.overlap,
+    mesh=mesh,  # pyright: ignore[reportArgumentType]
+    rngs=nnx.Rngs(params=key),
+  )
+
+
+def single_device(run: RunConfig) -> RunConfig:
+  """The same run on a mesh of one device, e.g. to generate from it."""
+  mesh = dataclasses.replace(run.mesh, data=1, expert=1, tensor=1)
+  dispatch = dataclasses.replace(run.dispatch, groups=0)
+  return dataclasses.replace(run, mesh=mesh, dispatch=dispatch)
+
+
+def vocab_size(data: DataConfig) -> int:
+  """Size of the tokenizer's vocabulary, without reading the data.
+
+  Raises:
+    DataError: `data.tokenizer` is not a tokenizer.
+  """
+  if data.tokenizer == "bytes":
+    return ByteTokenizer.vocab_size
+  if data.tokenizer == "bpe":
+    return data.vocab_size
+  return load_json(data.tokenizer, data.eos_token).vocab_size

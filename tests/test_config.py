@@ -1,0 +1,351 @@
+"""Fields, files, JSON, and every check that joins sections."""
+
+import dataclasses
+import json
+
+import pytest
+
+from scmoe import build
+from scmoe.config import (
+  RunConfig,
+  as_config_dict,
+  check_run_name,
+  check_workdir,
+  config_names,
+  fields,
+  find_config,
+  from_dict,
+  from_json,
+  load_config,
+  parse_value,
+  to_dict,
+  to_json,
+  with_field,
+)
+from scmoe.errors import ConfigError
+
+
+def changed(**values):
+  run = RunConfig()
+  for name, value in values.items():
+    run = with_field(run, name.replace("__", "."), str(value))
+  return run
+
+
+def resolve(run, num_devices=1, vocab_size=257):
+  return run.resolve(num_devices=num_devices, vocab_size=vocab_size)
+
+
+def error_of(call, *args, **kwargs):
+  with pytest.raises(ConfigError) as caught:
+    call(*args, **kwargs)
+  text = str(caught.value)
+  assert "\n" not in text
+  return text
+
+
+def test_default_resolves():
+  run = resolve(RunConfig())
+  assert run.mesh.data == 1
+  assert run.model.vocab_size == 320
+  assert resolve(run) == run  # nothing is left to fill in
+
+
+def test_every_field_has_help_and_a_default_that_its_options_allow():
+  names = [f.path for f in fields()]
+  assert len(names) == len(set(names)) > 60
+  for field in fields():
+    assert field.help, field.path
+    assert field.type in (int, float, str, bool), field.path
+    assert type(field.default) is field.type, field.path
+
+
+# --- one field ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("text", "kind", "value"),
+  [
+    ("3", int, 3),
+    ("-1", int, -1),
+    ("1_000", int, 1000),
+    ("3e-4", float, 3e-4),
+    ("2", float, 2.0),
+    ("True", bool, True),
+    ("0", bool, False),
+    ("a=b", str, "a=b"),
+    ("", str, ""),
+  ],
+)
+def test_parse_value(text, kind, value):
+  got = parse_value(text, kind, "x")
+  assert got == value
+  assert type(got) is kind
+
+
+@pytest.mark.parametrize(
+  ("text", "kind"),
+  [
+    ("3.5", int),
+    ("1e3", int),
+    ("", int),
+    ("9" * 30, int),
+    ("__import__('os')", int),
+    ("nan", float),
+    ("inf", float),
+    ("x", float),
+    ("maybe", bool),
+    ("2", bool),
+  ],
+)
+def test_parse_value_refuses(text, kind):
+  message = error_of(parse_value, text, kind, "model.x")
+  assert "model.x=" in message
+  assert kind.__name__ in message
+
+
+def test_with_field_changes_one_field_only():
+  before, after = to_dict(RunConfig()), to_dict(changed(model__wiring="top2"))
+  after["model"]["wiring"] = before["model"]["wiring"]
+  assert before == after
+
+
+@pytest.mark.parametrize(
+  ("path", "near"),
+  [
+    ("model.num_expertz", "model.num_experts"),
+    ("num_experts", "model.num_experts"),
+    ("train.width", "model.width"),
+    ("trian.steps", "train.steps"),
+    ("model", "model.style"),
+    ("qqqq", "--help"),
+    ("model.__class__", ""),
+    ("", ""),
+  ],
+)
+def test_unknown_field_is_named_with_a_near_one(path, near):
+  message = error_of(with_field, RunConfig(), path, "1")
+  assert repr(path) in message
+  assert near in message
+
+
+# --- the whole ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("values", "words"),
+  [
+    ({"model__num_experts": -3}, ("model.num_experts=-3", "least is 1")),
+    ({"model__wiring": "scmoe_pos4"}, ("model.wiring='scmoe_pos4'", "did you mean 'scmoe_pos")),
+    ({"model__wiring": "topk", "model__top_k": 9}, ("model.top_k=9", "num_experts=8")),
+    ({"model__wiring": "top2", "model__num_experts": 1}, ("'top2'", "num_experts=1")),
+    ({"model__num_layers": 3}, ("model.num_layers=3", "multiple of 2")),
+    ({"model__num_kv_heads": 3}, ("num_kv_heads=3", "divisor of 4")),
+    ({"model__dtype": "float64"}, ("float64", "JAX_ENABLE_X64")),
+    ({"model__vocab_size": 100}, ("model.vocab_size=100", "at least 257")),
+    ({"model__document_mask": True}, ("model.document_mask", "data.document_mask=True")),
+    ({"data__seq_len": 2048}, ("data.seq_len=2048", "model.context=1024")),
+    ({"data__source": "jsonl"}, ("data.path=''",)),
+    ({"data__packing": "pac"}, ("data.packing='pac'", "did you mean 'pack'")),
+    ({"dispatch__capacity_factor": "1e-9"}, ("dispatch.capacity_factor",)),
+    ({"dispatch__groups": 3}, ("dispatch.groups=3",)),
+    ({"dispatch__nodes": 2}, ("dispatch.nodes=2",)),
+    ({"train__tokens_per_step": 1000}, ("train.tokens_per_step=1000", "multiple of")),
+    ({"train__steps": 0}, ("train.steps=0",)),
+    ({"optimizer__beta1": 1.5}, ("optimizer.beta1=1.5", "most is 1")),
+    ({"checkpoint__keep": 0}, ("checkpoint.keep=0",)),
+    ({"mesh__data": 0}, ("mesh.data=0",)),
+    ({"name": "../evil"}, ("name='../evil'",)),
+  ],
+)
+def test_resolve_refuses(values, words):
+  message = error_of(resolve, changed(**values))
+  for word in words:
+    assert word in message
+
+
+@pytest.mark.parametrize(
+  ("values", "devices", "words"),
+  [
+    ({"mesh__expert": 4}, 2, ("mesh.expert=4", "2 devices")),
+    ({"mesh__data": 4, "mesh__expert": 4}, 8, ("needs 16 devices", "8 found")),
+    ({"mesh__expert": 8, "model__num_experts": 12}, 8, ("num_experts=12", "mesh.expert=8")),
+    ({"train__batch_size": 6}, 4, ("train.batch_size=6", "4", "use 8")),
+    ({"mesh__tensor": 8}, 8, ("num_heads=4", "mesh.tensor=8")),
+    ({"dispatch__groups": 2}, 4, ("dispatch.groups=2", "= 4")),
+  ],
+)
+def test_resolve_refuses_on_a_mesh(values, devices, words):
+  message = error_of(resolve, changed(**values), num_devices=devices)
+  for word in words:
+    assert word in message
+
+
+def test_batch_is_divided_over_processes():
+  run = changed(train__batch_size=4, mesh__tensor=2)
+  message = error_of(run.resolve, num_devices=2, vocab_size=257, num_processes=3)
+  assert "processes" in message
+
+
+def test_dense_wiring_needs_no_experts_on_the_mesh():
+  run = changed(model__wiring="dense", mesh__expert=3, train__batch_size=6)
+  assert resolve(run, num_devices=3).mesh.size == 3
+
+
+# --- plain data -----------------------------------------------------------------------------------
+
+
+def test_json_round_trip():
+  run = changed(model__wiring="dgmoe", optimizer__learning_rate="1e-5", data__path="a b/ü")
+  assert from_json(to_json(run)) == run
+  assert from_json(to_json(resolve(run))) == resolve(run)
+
+
+def test_missing_fields_keep_their_defaults():
+  assert from_dict({"train": {"steps": 7}}) == changed(train__steps=7)
+
+
+@pytest.mark.parametrize(
+  ("text", "word"),
+  [
+    ("{", "not JSON"),
+    ("[]", "list"),
+    ("[" * 100_000, "not JSON"),
+    ('{"model": 3}', "model is int"),
+    ('{"model": {"wdth": 3}}', "did you mean model.width"),
+    ('{"model": {"width": "3"}}', "model.width='3' is of type str, not int"),
+    ('{"model": {"width": true}}', "bool, not int"),
+    ('{"model": {"width": 3.0}}', "float, not int"),
+    ('{"model": {"tie_embeddings": 1}}', "int, not bool"),
+    ('{"optimizer": {"learning_rate": NaN}}', "learning_rate"),
+    ('{"train": {"steps": 1, "steps": 2}}', "'steps' is given twice"),
+  ],
+)
+def test_json_refuses(text, word):
+  assert word in error_of(from_json, text)
+
+
+def test_config_dict_is_locked_and_typed():
+  config = as_config_dict(RunConfig())
+  config.model.width = 256
+  assert from_dict(config.to_dict()).model.width == 256
+  with pytest.raises(AttributeError, match="num_expert"):
+    config.model.num_expert = 4
+  with pytest.raises(TypeError):
+    config.model.width = "wide"
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def test_config_is_found_by_name_and_by_path(tmp_path):
+  assert "quickstart" in config_names()
+  by_name = find_config("quickstart")
+  assert find_config(str(by_name)) == by_name
+  assert "did you mean quickstart" in error_of(find_config, "quikstart")
+  error_of(find_config, "../configs/quickstart")
+  error_of(find_config, "\0")
+
+
+GOOD = """
+from scmoe.config import RunConfig, as_config_dict
+def get_config():
+  config = as_config_dict(RunConfig())
+  {line}
+  return {result}
+"""
+
+
+@pytest.mark.parametrize(
+  ("text", "word"),
+  [
+    ("x = 1", "has no get_config()"),
+    ("def get_config(:", ".py:1: SyntaxError"),
+    ("import no_such_module", ".py:1: ModuleNotFoundError"),
+    ("\n\nraise ValueError", ".py:3: ValueError"),
+    (GOOD.format(line="config.model.widht = 3", result="config"), ".py:5: AttributeError"),
+    (GOOD.format(line="", result="3"), "returned int"),
+    (GOOD.format(line="", result="{'modle': 3}"), "did you mean"),
+  ],
+)
+def test_bad_config_file(tmp_path, text, word):
+  path = tmp_path / "mine.py"
+  path.write_text(text)
+  message = error_of(load_config, path)
+  assert "mine.py" in message
+  assert word in message
+
+
+def test_good_config_file(tmp_path):
+  path = tmp_path / "mine.py"
+  path.write_text(GOOD.format(line="config.model.width = 96", result="config"))
+  assert load_config(path).model.width == 96
+  path.write_text("from scmoe.config import RunConfig\ndef get_config(): return RunConfig()")
+  assert load_config(path) == RunConfig()
+  assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.py"]  # no __pycache__
+
+
+# --- names and folders ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a", "run-1", "A.b_c", "0" * 64])
+def test_run_names(name):
+  check_run_name(name, "name")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", ".a", "-a", "a/b", "a b", "a\0", "ü", "a" * 65])
+def test_bad_run_names(name):
+  error_of(check_run_name, name, "name")
+
+
+def test_workdir(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "file").write_text("")
+  (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+  for good in ("a", "runs/a", "runs/with space/b", str(tmp_path / "c"), "./d/e"):
+    check_workdir(good)
+  for bad in (
+    *("", " ", "..", "../a", "runs/../../a", "/", ".hidden", "-x", "a b", "a\0b", "x" * 300),
+    *("r/" + "x" * 300, "d/" * 600, "file", "file/a", "link", str(tmp_path / "link")),
+  ):
+    if bad == "/":
+      continue  # a folder like any other; writing to it is refused later
+    assert "--workdir" in error_of(check_workdir, bad), bad
+  assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "link"]
+
+
+# --- build ----------------------------------------------------------------------------------------
+
+
+def test_build_places_parameters_and_allocates_nothing():
+  run = changed(mesh__data=2, mesh__expert=2, mesh__tensor=2)
+  built = build.build(resolve(run, num_devices=8))
+  up = built.shapes["stages"]["moe"]["up"]
+  assert up.shape == (2, 8, 128, 512)
+  assert up.sharding.shard_shape(up.shape) == (2, 4, 128, 256)
+  state = built.abstract_state()
+  moments = [s for s in _leaves(state.opt_state) if s.shape == up.shape]
+  assert [m.sharding for m in moments] == [up.sharding] * 2
+
+
+def _leaves(tree):
+  import jax
+
+  return jax.tree.leaves(tree)
+
+
+def test_single_device_keeps_everything_but_the_mesh():
+  run = resolve(changed(mesh__expert=4), num_devices=8)
+  alone = build.single_device(run)
+  assert alone.mesh.size == 1
+  assert dataclasses.replace(alone, mesh=run.mesh) == run
+
+
+def test_vocab_size_of_tokenizers(tmp_path):
+  data = RunConfig().data
+  assert build.vocab_size(data) == 257
+  assert build.vocab_size(dataclasses.replace(data, tokenizer="bpe", vocab_size=300)) == 300
+
+
+def test_plain_values_only():
+  json.dumps(to_dict(RunConfig()), allow_nan=False)

@@ -85,6 +85,7 @@ class JsonTokenizer:
       ConfigError: it has no such end-of-text token.
     """
     library = need("tokenizers", f"data.tokenizer={name!r}")
+    self.content = content
     try:
       self._tokenizer = library.Tokenizer.from_str(content)
     except Exception as error:  # the library raises plain Exception

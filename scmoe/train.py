@@ -1,0 +1,137 @@
+"""python -m scmoe.train: train a model, or go on with a run.
+
+  python -m scmoe.train
+  python -m scmoe.train --config quickstart --config.model.wiring=top2 --workdir runs/top2
+  python -m scmoe.train --config configs/gpt2_moe_medium.py --config.mesh.expert=8 --dry_run
+
+Without arguments it trains configs/quickstart.py into runs/quickstart. The same command again goes
+on where the run stopped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from scmoe import build
+from scmoe.command_line import TRAIN_FLAGS, help_text, list_configs, parse, run_config
+from scmoe.config import RunConfig, check_workdir, to_dict, to_json
+from scmoe.data import Data, check_vocab, open_data
+from scmoe.dry_run import dry_run, planned_devices, report
+from scmoe.errors import run_main
+from scmoe.inference.decode import generate
+from scmoe.inference.evaluation import evaluate, flat_scalars
+from scmoe.models.flops import forward_flops, peak_flops
+from scmoe.summary import header, result, store_tokenizer
+from scmoe.training import distributed
+from scmoe.training.loop import Poll, Trainer
+from scmoe.training.step import TrainState
+
+
+def main(argv: list[str]) -> None:
+  """Does what the command line asks for."""
+  values, given = parse(argv, TRAIN_FLAGS, with_fields=True)
+  if values["help"]:
+    return print(help_text(__doc__ or "", TRAIN_FLAGS, with_fields=True))
+  if values["list_configs"]:
+    return print(list_configs())
+  run = run_config(values, given)
+  workdir = check_workdir(values["workdir"] or f"runs/{run.name}")
+  if values["print_config"] or values["dry_run"]:
+    vocabulary = build.vocab_size(run.data)
+    planned = run.resolve(num_devices=planned_devices(run), vocab_size=vocabulary)
+    if values["print_config"]:
+      return print(to_json(dataclasses.replace(planned, mesh=run.mesh)), end="")
+    return print(report(dry_run(planned)))
+  train(run, workdir)
+
+
+def train(run: RunConfig, workdir: Path) -> TrainState:
+  """Trains `run` in `workdir`, or goes on with what is there.
+
+  Raises:
+    ScmoeError: see `scmoe.errors` and `Trainer.run`.
+  """
+  if run.train.deterministic:
+    distributed.request_determinism()
+  distributed.initialize(run.distributed)
+  run = run.resolve(
+    num_devices=jax.device_count(),
+    vocab_size=build.vocab_size(run.data),
+    num_processes=jax.process_count(),
+  )
+  built = build.build(run)
+  data = open_data(
+    run.data,
+    batch_size=run.train.batch_size,
+    seed=run.train.seed,
+    process_index=jax.process_index(),
+    process_count=jax.process_count(),
+  )
+  check_vocab(data, run.model.vocab_size)
+  if distributed.is_first():
+    store_tokenizer(data.tokenizer, workdir)
+  state = Trainer(
+    objective=built.objective,
+    init=built.init,
+    shardings=built.shardings,
+    mesh=built.mesh,
+    data=data,
+    sequence_length=run.data.seq_len,
+    train=run.train,
+    optimizer=run.optimizer,
+    checkpoint=run.checkpoint,
+    workdir=workdir,
+    config=to_dict(run),
+    header=header(built, data, workdir),
+    flops_per_token=forward_flops(run.model, run.data.seq_len).training,
+    peak_flops=peak_flops(jax.devices()[0].device_kind, run.model.dtype) or 0.0,
+    evaluate=evaluation(built, data),
+    sample=sampling(built, data),
+  ).run()
+  if distributed.is_first():
+    print(result(data, workdir), flush=True)
+  return state
+
+
+def evaluation(built: build.Built, data: Data) -> Callable[[TrainState, Poll], Any] | None:
+  """What the trainer calls to evaluate; None without validation text."""
+  if not data.validation_domains:
+    return None
+
+  def run(state: TrainState, stopping: Poll) -> dict[str, float] | None:
+    limit = built.run.train.eval_batches or None
+    options = {"mesh": built.mesh, "max_batches": limit, "stopping": stopping}
+    figures = evaluate(built.objective, state.params, data, **options)
+    return None if figures is None else flat_scalars(figures)
+
+  return run
+
+
+def sampling(built: build.Built, data: Data) -> Callable[[TrainState], str] | None:
+  """What the trainer calls for a sample; None where the model is spread over devices."""
+  if built.mesh.size > 1:
+    return None
+
+  def run(state: TrainState) -> str:
+    start, eos = [data.tokenizer.eos_id], data.tokenizer.eos_id
+    room = built.run.model.context - len(start)
+    (tokens,) = generate(
+      built.model(state.params),
+      [start],
+      max_new_tokens=min(built.run.train.sample_tokens, room),
+      temperature=0.8,
+      seed=built.run.train.seed,
+      eos_id=eos,
+    )
+    return data.tokenizer.decode(tokens)
+
+  return run
+
+
+if __name__ == "__main__":
+  run_main(main)

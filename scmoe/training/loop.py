@@ -176,6 +176,7 @@ class _Run:
     self.tracing = False
     self.skipping = False  # the last step that was looked at was skipped
     self.bar = Bar(0, 0, shown=False)
+    self.metrics: Metrics | None = None  # on process 0
     self.tokens_per_step = accumulation * spec.train.batch_size * spec.sequence_length
 
   # -- beginning and end ------------------------------------------------------------------------
@@ -225,6 +226,8 @@ class _Run:
     """Lets a checkpoint in flight finish, however the run ends."""
     self.watchdog.disarm()
     self.bar.close()
+    if self.metrics is not None:
+      self.metrics.close()
     with contextlib.suppress(StorageError):  # its failure was warned of; the run's own end counts
       self.checkpointer.close()
 
@@ -318,7 +321,7 @@ class _Run:
       values["mfu"] = rate * self.spec.flops_per_token / peak
     values["eta_seconds"] = (train.steps - step) * per_step
     self.bar.print(console_line(step, train.steps, values))
-    if not self.first:
+    if self.metrics is None:
       return
     host = jax.device_get(arrays)
     if host:
@@ -369,7 +372,7 @@ class _Run:
     self._flush()
     self._arm("evaluation", allowance=True)
     values = self.spec.evaluate(self.state, self._poll_in_evaluation)
-    if values is not None and self.first:
+    if values is not None and self.metrics is not None:
       self.metrics.write(self.step, values, "eval")
       shown = " | ".join(f"{name} {value:.4f}" for name, value in values.items())
       self.bar.print(f"eval at step {self.step} | {shown}")
@@ -389,7 +392,7 @@ class _Run:
     """Whether this step needs no evaluation (any more); the same answer on all processes."""
     if self.spec.evaluate is None or self.evaluated_step == self.step:
       return True
-    return first_decides(self.first and self.metrics.file.has_eval(self.step))
+    return first_decides(self.metrics is not None and self.metrics.file.has_eval(self.step))
 
   def _poll_in_evaluation(self) -> bool:
     self._arm("evaluation batch")

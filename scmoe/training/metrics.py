@@ -5,6 +5,7 @@ Only `MetricsFile` matters for the run's record; every other output may fail wit
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -28,6 +29,10 @@ class Sink(Protocol):
 
   def write(self, step: int, scalars: dict[str, Any]) -> None:
     """Stores the scalars of a step."""
+    ...
+
+  def close(self) -> None:
+    """Ends it; nothing is written any more."""
     ...
 
 
@@ -95,6 +100,10 @@ class TensorBoard:
         self._writer.add_scalar(name, value, step)
     self._writer.flush()
 
+  def close(self) -> None:
+    """Ends the writer's process, which Python 3.12 could not do at exit."""
+    self._writer.close()
+
 
 class Metrics:
   """Writes to metrics.jsonl and to the sinks; a sink that fails is dropped with one warning.
@@ -126,7 +135,16 @@ class Metrics:
         sink.write(step, {f"{kind}/{name}": value for name, value in values.items()})
       except Exception as error:  # a sink may raise anything and must not end the run
         self.sinks.remove(sink)
+        with contextlib.suppress(Exception):
+          sink.close()
         warn(f"{type(sink).__name__} failed and is dropped: {type(error).__name__}: {error}")
+
+  def close(self) -> None:
+    """Ends the sinks."""
+    for sink in self.sinks:
+      with contextlib.suppress(Exception):  # as in `write`
+        sink.close()
+    self.sinks.clear()
 
   def write_router(self, step: int, arrays: dict[str, np.ndarray]) -> None:
     """Per-layer arrays as WORKDIR/router/step_N.npz (float32), whole or not at all."""

@@ -14,6 +14,7 @@ are the same function.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from flax import nnx
 from jax import Array
 
 from scmoe.blocks.mix import Mix
-from scmoe.blocks.schedule import OverlapConfig, resolve_slot
+from scmoe.blocks.schedule import OverlapConfig, resolve_backward_slot, resolve_slot
 from scmoe.blocks.wiring import Tap, Wiring, is_handed_over, tap_index
 from scmoe.layers.attention import Attention, KeyValues
 from scmoe.layers.mlp import MLP
@@ -175,16 +176,27 @@ class _UnitRun:
   def stages_before(self, index: int, h_BSD: Array) -> Array:
     """Starts, computes or finishes the flights whose time is before dense operation `index`."""
     blocks, last = len(self.unit.blocks), 2 * len(self.unit.blocks) - 1
+    overlap = self.call.overlap
     self.keep_for_next(index, h_BSD)
     for gating, tap in enumerate(self.unit.wiring.taps):
       start = tap_index(tap, blocks)
       window = last + 1 - start - (self.unit.blocks[-1].mlp is None)
+      slot = start + resolve_slot(overlap.slot, window)
+      backward = start + resolve_backward_slot(overlap, window)
       if index == start:
         h_BSD = self.start(gating, tap, h_BSD)
-      if gating in self.flights and index == start + resolve_slot(self.call.overlap.slot, window):
-        h_BSD = self.compute(gating, h_BSD)
+        if overlap.sequential:
+          h_BSD = self.run_alone(gating, h_BSD)
+      if overlap.sequential:
+        continue
+      if index == backward < slot:
+        h_BSD = self.tie_rows(gating, h_BSD, only="backward")
+      if index == slot:
+        h_BSD = self.compute(gating, h_BSD, both_ways=slot == backward)
+      if index == backward > slot:
+        h_BSD = self.tie_rows(gating, h_BSD, only="backward")
       if index == last + 1:
-        h_BSD = self.finish(gating, h_BSD)
+        self.outputs.append(self.finish(gating))
     return h_BSD
 
   def start(self, gating: int, tap: Tap, h_BSD: Array) -> Array:
@@ -206,23 +218,45 @@ class _UnitRun:
     )
     return h_BSD
 
-  def compute(self, gating: int, h_BSD: Array) -> Array:
+  def compute(self, gating: int, h_BSD: Array, *, both_ways: bool) -> Array:
+    """The experts, between the end of the dispatch and the start of the combine."""
     assert self.moe is not None
-    flight, h_BSD = self.tie(self.flights[gating], h_BSD)  # the dispatch has ended
-    flight = self.moe.compute(flight)
-    self.flights[gating], h_BSD = self.tie(flight, h_BSD)  # the combine starts
+    only = "" if both_ways else "forward"
+    h_BSD = self.tie_rows(gating, h_BSD, only=only)  # the dispatch has ended
+    self.flights[gating] = self.moe.compute(self.flights[gating])
+    return self.tie_rows(gating, h_BSD, only=only)  # the combine starts
+
+  def finish(self, gating: int) -> tuple[Array, RouterSums]:
+    assert self.moe is not None
+    return self.moe.finish(self.flights[gating])
+
+  def run_alone(self, gating: int, h_BSD: Array) -> Array:
+    """All stages at once, no dense operation beside them: the control of every measurement."""
+    assert self.moe is not None
+    self.flights[gating] = self.moe.compute(self.flights[gating])
+    y_BSD, sums = self.finish(gating)
+    y_BSD, h_BSD = jax.lax.optimization_barrier((y_BSD, h_BSD))
+    self.outputs.append((y_BSD, sums))
     return h_BSD
 
-  def finish(self, gating: int, h_BSD: Array) -> Array:
-    assert self.moe is not None
-    self.outputs.append(self.moe.finish(self.flights[gating]))
+  def tie_rows(self, gating: int, h_BSD: Array, *, only: str = "") -> Array:
+    """Ties the rows of a flight to the main path; see `tie`."""
+    flight = self.flights[gating]
+    rows, rest = _split_floats(flight.dispatched)
+    rows, h_BSD = self.tie(rows, h_BSD, only=only)
+    self.flights[gating] = dataclasses.replace(flight, dispatched=rest(rows))
     return h_BSD
 
-  def tie(self, moe_stream: Any, h_BSD: Array) -> tuple[Any, Array]:
-    """Neither stream's next operation starts before both streams have come here."""
-    if not self.call.overlap.barriers:
+  def tie(self, moe_stream: Any, h_BSD: Array, *, only: str = "") -> tuple[Any, Array]:
+    """Neither stream's next operation starts before both streams have come here.
+
+    The transpose of a barrier is a barrier, so that the backward pass has the mirror image of the
+    schedule. `only` = "forward" or "backward" ties one of the two passes.
+    """
+    if not (self.call.overlap.barriers or self.call.overlap.sequential):
       return moe_stream, h_BSD
-    return jax.lax.optimization_barrier((moe_stream, h_BSD))
+    barrier = {"": jax.lax.optimization_barrier, "forward": _tie_forward, "backward": _tie_backward}
+    return barrier[only]((moe_stream, h_BSD))
 
   def tap_input(self, tap: Tap, h_BSD: Array) -> Array:
     """The normalised value that the routed experts read."""
@@ -287,3 +321,31 @@ class _UnitRun:
     for _, other in self.outputs[1:]:
       total = jax.tree.map(jnp.add, total, other)
     return total
+
+
+@jax.custom_vjp
+def _tie_forward(streams: Any) -> Any:
+  """A barrier that the backward pass does not have."""
+  return jax.lax.optimization_barrier(streams)
+
+
+@jax.custom_vjp
+def _tie_backward(streams: Any) -> Any:
+  """Nothing in the forward pass; a barrier on the cotangents."""
+  return streams
+
+
+_tie_forward.defvjp(lambda s: (jax.lax.optimization_barrier(s), None), lambda _, bar: (bar,))
+_tie_backward.defvjp(lambda s: (s, None), lambda _, bar: (jax.lax.optimization_barrier(bar),))
+
+
+def _split_floats(tree: Any) -> tuple[list[Array], Callable[[list[Array]], Any]]:
+  """The arrays that carry gradients, and how to put them back."""
+  leaves, structure = jax.tree.flatten(tree)
+  where = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+
+  def put_back(floats: list[Array]) -> Any:
+    new = dict(zip(where, floats))
+    return jax.tree.unflatten(structure, [new.get(i, leaf) for i, leaf in enumerate(leaves)])
+
+  return [leaves[i] for i in where], put_back

@@ -1,0 +1,139 @@
+"""A profiler trace as intervals: what ran on each GPU, on which stream, when.
+
+Reads `*.xplane.pb` through `jax.profiler.ProfileData`; no TensorBoard, no XProf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import os
+import re
+from collections.abc import Iterable, Iterator
+
+from scmoe.errors import DataError
+
+# NCCL kernels, and the copy engines' transfers between GPUs. Copies inside one GPU (MemcpyD2D) are
+# communication only where an all-to-all operation issued them: see `is_communication`.
+_COLLECTIVE = re.compile(r"nccl|memcpy\s*p2p|memcpy\s*peer|peer.to.peer", re.IGNORECASE)
+_COPY = re.compile(r"memcpy\s*d(evice)?\s*2\s*d|memcpy.?d2d", re.IGNORECASE)
+_COLLECTIVE_OP = re.compile(
+  r"all-to-all|all-reduce|all-gather|reduce-scatter|collective-permute|\bsend\b|\brecv\b"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+  """One kernel or copy.
+
+  Attributes:
+    device: e.g. "/device:GPU:0".
+    stream: the trace's name of the stream.
+    name: of the kernel or copy.
+    start, end: nanoseconds.
+    op: the HLO instruction that issued it, "" where the trace does not say.
+    module: the HLO module, "" likewise.
+  """
+
+  device: str
+  stream: str
+  name: str
+  start: float
+  end: float
+  op: str = ""
+  module: str = ""
+
+  @property
+  def is_communication(self) -> bool:
+    """Whether this event moves data between devices."""
+    return is_communication(self.name, self.op)
+
+
+def is_communication(name: str, op: str = "") -> bool:
+  """Whether a kernel or copy of this name, issued by this instruction, is communication."""
+  if _COLLECTIVE.search(name):
+    return True
+  return bool(_COPY.search(name) and _COLLECTIVE_OP.search(op))
+
+
+def find_trace(directory: str) -> str:
+  """The newest `*.xplane.pb` under a directory.
+
+  Raises:
+    DataError: there is none.
+  """
+  files = glob.glob(os.path.join(directory, "**", "*.xplane.pb"), recursive=True)
+  if not files:
+    raise DataError(f"{directory} holds no *.xplane.pb; was the profiler running?")
+  return max(files, key=os.path.getmtime)
+
+
+def read_events(path: str) -> list[Event]:
+  """All kernels and copies of all GPUs of an `xplane.pb`, by start.
+
+  Empty for a run without a GPU: host planes name no streams.
+  """
+  import jax  # the rest of this file works on events without jax
+
+  events = []
+  for plane in jax.profiler.ProfileData.from_file(path).planes:
+    if "GPU" not in plane.name:
+      continue
+    for line in plane.lines:
+      # Other lines repeat the same work at the level of steps, modules and operations.
+      if (line.name or "").startswith("Stream"):
+        events.extend(_line_events(plane.name, line))
+  return sorted(events, key=lambda e: e.start)
+
+
+def _line_events(device: str, line) -> Iterator[Event]:
+  for event in line.events:
+    stats = {key: value for key, value in event.stats if key in ("hlo_op", "hlo_module")}
+    yield Event(
+      device,
+      line.name,
+      event.name,
+      event.start_ns,
+      event.start_ns + event.duration_ns,
+      str(stats.get("hlo_op", "")),
+      str(stats.get("hlo_module", "")),
+    )
+
+
+def by_device(events: Iterable[Event]) -> dict[str, list[Event]]:
+  """Events of each device, in the order of the devices' names."""
+  devices: dict[str, list[Event]] = {}
+  for event in events:
+    devices.setdefault(event.device, []).append(event)
+  return dict(sorted(devices.items()))
+
+
+Interval = tuple[float, float]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+  """The same time as disjoint intervals in order."""
+  merged: list[list[float]] = []
+  for start, end in sorted(intervals):
+    if merged and start <= merged[-1][1]:
+      merged[-1][1] = max(merged[-1][1], end)
+    else:
+      merged.append([start, end])
+  return [(start, end) for start, end in merged]
+
+
+def length(intervals: Iterable[Interval]) -> float:
+  """Total length of disjoint intervals."""
+  return sum(end - start for start, end in intervals)
+
+
+def shared(a: list[Interval], b: list[Interval]) -> float:
+  """Length of what two lists of disjoint, ordered intervals have in common."""
+  total, i, j = 0.0, 0, 0
+  while i < len(a) and j < len(b):
+    total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
+    if a[i][1] < b[j][1]:
+      i += 1
+    else:
+      j += 1
+  return total

@@ -202,6 +202,8 @@ def _training_functions(shape: Shape, backend: str):
     y, vjp = jax.vjp(
       lambda *a: moe_layer(*a, top_k=shape.top_k, backend=backend), x, router, *weights
     )
+    # A loss would make dy from y: the forward ends before the backward begins.
+    y, dy = jax.lax.optimization_barrier((y, dy))
     return y, vjp(dy)
 
   return jax.jit(forward), jax.jit(both)

@@ -1,7 +1,7 @@
 """Grouped matrix products: each group of rows times its own matrix, with gradients."""
 
 from scmoe.kernels.grouped_matmul.activations import activation_names, get_activation
-from scmoe.kernels.grouped_matmul.api import grouped_ffn, grouped_matmul
+from scmoe.kernels.grouped_matmul.api import grouped_ffn, grouped_matmul, grouped_outer
 from scmoe.kernels.grouped_matmul.backend import BACKENDS, device_has_kernels, resolve_backend
 from scmoe.kernels.grouped_matmul.reference import grouped_ffn_reference, grouped_matmul_reference
 
@@ -14,5 +14,6 @@ __all__ = [
   "grouped_ffn_reference",
   "grouped_matmul",
   "grouped_matmul_reference",
+  "grouped_outer",
   "resolve_backend",
 ]

@@ -177,6 +177,80 @@ def _no_gradient(x: jax.Array):
   return np.zeros(x.shape, jax.dtypes.float0)
 
 
+def grouped_outer(
+  lhs_MK: jax.Array,
+  rhs_MN: jax.Array,
+  group_sizes_G: jax.Array,
+  *,
+  preferred_element_type=None,
+  precision: str | None = None,
+  backend: str = "auto",
+  num_sms: int | None = None,
+) -> jax.Array:
+  """out[g] = lhs[rows of g].T @ rhs[rows of g]: the form of a weight gradient, differentiable.
+
+  Args:
+    lhs_MK: rows sorted by group, as in `grouped_matmul`.
+    rhs_MN: rows in the same order.
+    group_sizes_G: integers; their sum is at most M.
+    preferred_element_type: type of the result; by default the common type of lhs and rhs.
+    precision: as in `grouped_matmul`.
+    backend: as in `grouped_matmul`; "reference" is plain XLA here.
+    num_sms: as in `grouped_matmul`.
+
+  Returns:
+    out_GKN, exactly zero for empty groups. Rows past the sum of the sizes are not read.
+
+  Raises:
+    ValueError: the row counts disagree, or `backend` does not fit.
+  """
+  if lhs_MK.ndim != 2 or rhs_MN.ndim != 2 or lhs_MK.shape[0] != rhs_MN.shape[0]:
+    raise ValueError(
+      f"lhs must be [M, K] and rhs [M, N] with the same M, got {lhs_MK.shape} and {rhs_MN.shape}"
+    )
+  common = jnp.promote_types(lhs_MK.dtype, rhs_MN.dtype)
+  resolved = resolve_backend(backend, common, lhs_MK.shape[1], rhs_MN.shape[1])
+  config = _MatmulConfig(
+    backend="xla" if resolved == "reference" else resolved,
+    out_dtype=jnp.dtype(preferred_element_type or common).name,
+    precision=precision or "highest",
+    num_sms=num_sms,
+  )
+  return _grouped_outer(lhs_MK.astype(common), rhs_MN.astype(common), group_sizes_G, config)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _grouped_outer(lhs_MK, rhs_MN, group_sizes_G, config):
+  return _grouped_outer_fwd(lhs_MK, rhs_MN, group_sizes_G, config)[0]
+
+
+def _grouped_outer_fwd(lhs_MK, rhs_MN, group_sizes_G, config):
+  layout = _layout_for(config.backend, group_sizes_G, lhs_MK.shape[0])
+  index_R = source_rows_of(layout)
+  out_GKN = implementation(config.backend).grouped_weights(
+    lhs_MK,
+    take_rows(rhs_MN, index_R),
+    layout,
+    lhs_index_R=index_R,
+    out_dtype=config.out_dtype,
+    precision=config.precision,
+    num_sms=config.num_sms,
+  )
+  return out_GKN, (lhs_MK, rhs_MN, group_sizes_G)
+
+
+def _grouped_outer_bwd(config, residuals, dout_GKN):
+  lhs_MK, rhs_MN, group_sizes_G = residuals
+  options = {"precision": config.precision, "backend": config.backend, "num_sms": config.num_sms}
+  dout_GKN = dout_GKN.astype(lhs_MK.dtype)
+  dlhs_MK = grouped_matmul(rhs_MN, jnp.swapaxes(dout_GKN, 1, 2), group_sizes_G, **options)
+  drhs_MN = grouped_matmul(lhs_MK, dout_GKN, group_sizes_G, **options)
+  return dlhs_MK, drhs_MN, _no_gradient(group_sizes_G)
+
+
+_grouped_outer.defvjp(_grouped_outer_fwd, _grouped_outer_bwd)
+
+
 def grouped_ffn(
   rows_MD: jax.Array,
   gate_GDF: jax.Array | None,

@@ -145,6 +145,8 @@ def ffn_backward(
   ddown_GFD = ops.grouped_weights(
     scaled_a_RF, dy_XD, layout, rhs_index_R=index_R, out_dtype=weights.down_GFD.dtype, **options
   )
+  # The scaled activation is as large as a pre-activation: let it go before dx is made.
+  dpre, ddown_GFD = jax.lax.optimization_barrier((dpre, ddown_GFD))
   dups = ops.up_weight_gradients(
     x_XD, dpre, layout, index_R=index_R, out_dtype=weights.up_GDF.dtype, **options
   )

@@ -1,0 +1,25 @@
+"""MegaBlocks' view of the experts: block-sparse matrices and their products."""
+
+from scmoe.kernels.block_sparse.api import (
+  BlockSparse,
+  dds,
+  dsd,
+  from_dense,
+  random_mask,
+  sdd,
+  to_dense,
+)
+from scmoe.kernels.block_sparse.topology import Topology, moe_topology, topology_from_mask
+
+__all__ = [
+  "BlockSparse",
+  "Topology",
+  "dds",
+  "dsd",
+  "from_dense",
+  "moe_topology",
+  "random_mask",
+  "sdd",
+  "to_dense",
+  "topology_from_mask",
+]

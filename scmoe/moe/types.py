@@ -77,6 +77,8 @@ class Dispatched:
     source_R: int32, the flat choice t·K + k that fills each row of the send buffer; T·K where none.
     dropped: int32 scalar, number of choices that found no place.
     rounds: int32 scalar, exchanges that the dropless transport needs; 1 for `capacity`.
+    received_We: int32, choices that each peer has for each local expert in all rounds; None where
+      one round is all there is.
   """
 
   chunks: tuple[Rows, ...]
@@ -84,6 +86,7 @@ class Dispatched:
   source_R: Array
   dropped: Array
   rounds: Array
+  received_We: Array | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -4,8 +4,9 @@ XLA wants static shapes, and a buffer for the worst case, all tokens to one expe
 too large. So each device keeps one queue per peer, sorted by expert, and a round moves at most P
 rows of every queue: P is a small factor over the balanced share. Balanced routing takes one round;
 skew adds rounds, and never memory. The first round goes through the stages like any other
-transport, so that it overlaps with dense work; further rounds run in a loop whose trip count the
-devices agree on, forward and backward.
+transport, so that it overlaps with dense work. Further rounds run in a loop whose trip count the
+devices agree on, forward and backward; they are smaller, because their temporaries exist beside
+what the first round keeps, and because a small round leaves less of its buffer empty.
 
 Where the experts are not spread over devices, all T·K rows are sorted by expert and there is
 nothing to exchange.
@@ -28,6 +29,8 @@ from scmoe.moe.types import Dispatched, Routing, Rows
 from scmoe.parallel.collectives import Exchange, all_to_all
 from scmoe.parallel.mesh import BATCH_AXES
 
+FURTHER = 8  # a further round moves 1/8 of the first round's rows
+
 # (rows, weights) -> rows: the expert stage on one chunk, as the layer runs it.
 Experts = Callable[[Rows, Any], Rows]
 
@@ -44,6 +47,11 @@ def buffer_rows(choices: int, *, slack: float, peers: int, chunks: int = 1) -> i
   if peers == 1:
     return choices
   return max(1, math.ceil(slack * choices / peers / chunks))
+
+
+def further_rows(first_rows: int) -> int:
+  """P of a further round, from the rows per peer of the first one."""
+  return max(1, -(-first_rows // FURTHER))
 
 
 def dispatch(
@@ -66,19 +74,23 @@ def dispatch(
   rows = buffer_rows(choices, slack=slack, peers=exchange.size, chunks=chunks)
   if exchange.size == 1:
     return _dispatch_here(x_TD, routing)
-  queues = _queues(routing, exchange)
-  parts, slots, sources = [], [], []
+  queues = _queues(routing, exchange, None)
+  parts, slots, sources, input_TK = [], [], [], routing.input_weight_TK
   for chunk in range(chunks):
-    slot_TK, source_R = _window(queues, chunk, rows, exchange)
-    parts.append(_send(x_TD, queues, slot_TK, source_R, chunk, rows, exchange))
+    low = chunk * rows
+    slot_TK, source_R = _window(queues, low, rows, exchange)
+    parts.append(_send(x_TD, input_TK, queues, slot_TK, source_R, low, rows, exchange))
     slots.append(jnp.where(slot_TK < source_R.size, slot_TK + chunk * source_R.size, -1))
     sources.append(source_R)
   slot_TK = functools.reduce(jnp.maximum, slots)  # each choice is in one chunk at most
   slot_TK = jnp.where(slot_TK < 0, chunks * exchange.size * rows, slot_TK)
   longest = jax.lax.pmax(queues.length_W.max(), BATCH_AXES)
-  rounds = jnp.maximum(1, -(-longest // (rows * chunks)))
+  left = jnp.maximum(0, longest - rows * chunks)
+  rounds = 1 + -(-left // further_rows(rows * chunks))
   none = jnp.zeros((), jnp.int32)
-  return Dispatched(tuple(parts), slot_TK, jnp.concatenate(sources), none, rounds)
+  return Dispatched(
+    tuple(parts), slot_TK, jnp.concatenate(sources), none, rounds, queues.received_We
+  )
 
 
 def combine(dispatched: Dispatched, weight_TK: Array, *, exchange: Exchange) -> Array:
@@ -92,7 +104,7 @@ def further_rounds(
   weight_TK: Array,
   weights: Any,
   routing: Routing,
-  rounds: Array,
+  sent: Dispatched,
   *,
   slack: float,
   exchange: Exchange,
@@ -108,42 +120,52 @@ def further_rounds(
     x_TD, weight_TK: tokens and combine weights of this device.
     weights: the experts' weights.
     routing: the choices.
-    rounds: int32 scalar, the same on all devices (`Dispatched.rounds`).
+    sent: the first round; all devices agree on its `rounds`.
     slack, exchange, chunks: as in `dispatch`.
     experts: the expert stage; captures no traced values.
   """
-  rows = buffer_rows(weight_TK.size, slack=slack, peers=exchange.size, chunks=chunks)
+  choices, peers = weight_TK.size, exchange.size
+  first = chunks * buffer_rows(choices, slack=slack, peers=peers, chunks=chunks)
+  rows = further_rows(first)
 
-  def one(index, x_TD, weight_TK, weights, routing):
-    queues = _queues(routing, exchange)
-    slot_TK, source_R = _window(queues, index, rows, exchange)
-    part = experts(_send(x_TD, queues, slot_TK, source_R, index, rows, exchange), weights)
+  before = routing.input_weight_TK is not None
+
+  def one(index, x_TD, given_TK, weights, queues):
+    low = first + (index - 1) * rows
+    slot_TK, source_R = _window(queues, low, rows, exchange)
+    # One kind of weights is always 1: the loop is given, and differentiates, the other.
+    ones_TK = jnp.ones_like(given_TK)
+    input_TK, weight_TK = (given_TK, ones_TK) if before else (None, given_TK)
+    sent = _send(x_TD, input_TK, queues, slot_TK, source_R, low, rows, exchange)
+    part = experts(sent, weights)
     return local.sum_rows(_bring_back(part, exchange), weight_TK, slot_TK, source_R)
 
-  return _loop(one, chunks, x_TD, weight_TK, weights, routing, rounds * chunks)
+  queues = _queues(routing, exchange, sent.received_We)
+  given_TK = weight_TK if routing.input_weight_TK is None else routing.input_weight_TK
+  return _loop(one, 1, x_TD, given_TK, weights, queues, sent.rounds)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _loop(one, start, x_TD, weight_TK, weights, routing, end):
+def _loop(one, start, x_TD, weight_TK, weights, queues, end):
   """Σ over index in [start, end) of one(index, ...)."""
 
   def body(index, y_TD):
-    return y_TD + one(index, x_TD, weight_TK, weights, routing).astype(y_TD.dtype)
+    return y_TD + one(index, x_TD, weight_TK, weights, queues).astype(y_TD.dtype)
 
   wide = jnp.promote_types(x_TD.dtype, jnp.float32)
   return jax.lax.fori_loop(start, end, body, jnp.zeros(x_TD.shape, wide)).astype(x_TD.dtype)
 
 
-def _loop_fwd(one, start, x_TD, weight_TK, weights, routing, end):
-  y_TD = _loop(one, start, x_TD, weight_TK, weights, routing, end)
-  return y_TD, (x_TD, weight_TK, weights, routing, end)
+def _loop_fwd(one, start, x_TD, weight_TK, weights, queues, end):
+  y_TD = _loop(one, start, x_TD, weight_TK, weights, queues, end)
+  return y_TD, (x_TD, weight_TK, weights, queues, end)
 
 
 def _loop_bwd(one, start, residuals, y_bar_TD):
-  x_TD, weight_TK, weights, routing, end = residuals
+  x_TD, weight_TK, weights, queues, end = residuals
 
   def body(index, total):
-    run = lambda x_TD, weight_TK, weights: one(index, x_TD, weight_TK, weights, routing)
+    run = lambda x_TD, weight_TK, weights: one(index, x_TD, weight_TK, weights, queues)
     _, pull = jax.vjp(run, x_TD, weight_TK, weights)
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, pull(y_bar_TD))
 
@@ -183,7 +205,8 @@ class _Queues:
   received_We: Array
 
 
-def _queues(routing: Routing, exchange: Exchange) -> _Queues:
+def _queues(routing: Routing, exchange: Exchange, received_We: Array | None) -> _Queues:
+  """The queues of this device; the peers' counts are exchanged unless they are given."""
   num_experts = routing.probs_TE.shape[1]
   sent_We = routing.count_GE.sum(0).reshape(exchange.size, num_experts // exchange.size)
   length_W = sent_We.sum(1)
@@ -197,16 +220,16 @@ def _queues(routing: Routing, exchange: Exchange) -> _Queues:
     start_W=jnp.cumsum(length_W) - length_W,
     length_W=length_W,
     sent_We=sent_We,
-    received_We=all_to_all(sent_We, exchange),
+    received_We=all_to_all(sent_We, exchange) if received_We is None else received_We,
   )
 
 
-def _window(queues: _Queues, index: Any, rows: int, exchange: Exchange) -> tuple[Array, Array]:
-  """Positions [index·P, (index+1)·P) of every queue, as a send buffer of [W·P] rows.
+def _window(queues: _Queues, low: Any, rows: int, exchange: Exchange) -> tuple[Array, Array]:
+  """Positions [low, low + P) of every queue, as a send buffer of [W·P] rows.
 
   Returns slot_TK (W·P for choices outside the window) and source_R (T·K for empty rows).
   """
-  low, size = index * rows, exchange.size * rows
+  size = exchange.size * rows
   inside_TK = (queues.rank_TK >= low) & (queues.rank_TK < low + rows)
   slot_TK = jnp.where(inside_TK, queues.peer_TK * rows + queues.rank_TK - low, size)
   position_P = low + jnp.arange(rows, dtype=jnp.int32)
@@ -219,17 +242,18 @@ def _window(queues: _Queues, index: Any, rows: int, exchange: Exchange) -> tuple
 
 def _send(
   x_TD: Array,
+  input_weight_TK: Array | None,
   queues: _Queues,
   slot_TK: Array,
   source_R: Array,
-  index: Any,
+  low: Any,
   rows: int,
   exchange: Exchange,
 ) -> Rows:
   """Exchanges one window and sorts what arrives by local expert."""
-  rows_RD = local.gather_rows(x_TD, slot_TK, source_R)
+  rows_RD = local.fill_rows(x_TD, slot_TK, source_R, input_weight_TK)
   received = all_to_all(rows_RD.reshape(exchange.size, rows, -1), exchange)
-  position_R, group_sizes_e = _sort_plan(queues.received_We, index * rows, rows)
+  position_R, group_sizes_e = _sort_plan(queues.received_We, low, rows)
   source_R = _invert(position_R)
   sorted_RD = _permute(received.reshape(rows_RD.shape), position_R, source_R)
   return Rows(sorted_RD, group_sizes_e, jnp.stack([position_R, source_R]))
@@ -292,6 +316,6 @@ def _dispatch_here(x_TD: Array, routing: Routing) -> Dispatched:
   slot_TK = jnp.where(routing.live_T[:, None], slot_TK, choices)
   filled_R = jnp.arange(choices, dtype=jnp.int32) < count_E.sum()
   source_R = jnp.where(filled_R, routing.order_R, choices)
-  rows_RD = local.gather_rows(x_TD, slot_TK, source_R)
+  rows_RD = local.fill_rows(x_TD, slot_TK, source_R, routing.input_weight_TK)
   one, none = jnp.ones((), jnp.int32), jnp.zeros((), jnp.int32)
   return Dispatched((Rows(rows_RD, count_E),), slot_TK, source_R, none, one)

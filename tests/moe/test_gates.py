@@ -1,0 +1,318 @@
+"""Gates, weights and forced choices against float64 loops over tokens and experts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from harness import quick_jit
+
+from scmoe.errors import ConfigError
+from scmoe.moe.dispatch import DispatchConfig
+from scmoe.moe.gates import GATES, CosineGate, LinearGate, cosine_logits, make_gates
+from scmoe.moe.layer import MoE
+from scmoe.moe.options import RouterConfig
+from scmoe.moe.route import combine_weights, route, top_k_weights
+
+T, D, E, PROJECTED = 6, 4, 5, 3
+
+
+def draw(*shape, seed=0, std=1.0):
+  return np.random.default_rng(seed).normal(size=shape) * std
+
+
+def f32(*arrays):
+  return [jnp.asarray(a, jnp.float32) for a in arrays]
+
+
+# -- the cosine gate ------------------------------------------------------------------------------
+
+
+def cosine_loop(x, projection, bias, directions, log_scale):
+  out = np.zeros((len(x), directions.shape[1]))
+  for t in range(len(x)):
+    point = x[t] @ projection + bias
+    for e in range(directions.shape[1]):
+      direction = directions[:, e]
+      lengths = max(np.sqrt(point @ point), 1e-12) * max(np.sqrt(direction @ direction), 1e-12)
+      out[t, e] = point @ direction / lengths * np.exp(min(log_scale[0], np.log(100)))
+  return out
+
+
+def cosine_problem(log_scale):
+  x, projection, bias = draw(T, D), draw(D, PROJECTED, seed=1), draw(PROJECTED, seed=2)
+  return x, projection, bias, draw(PROJECTED, E, seed=3), np.array([log_scale])
+
+
+@pytest.mark.parametrize("log_scale", [0.7, 5.0])
+def test_cosine_gate_equals_the_loop_and_its_finite_differences(log_scale):
+  arguments = cosine_problem(log_scale)
+  cotangent = draw(T, E, seed=4)
+  with jax.enable_x64(True):
+    value = lambda *a: (cosine_logits(*a) * cotangent).sum()
+    arrays = [jnp.asarray(a) for a in arguments]
+    logits = cosine_logits(*arrays)
+    gradients = quick_jit(jax.grad(value, argnums=(0, 1, 2, 3, 4)))(*arrays)
+    logits, gradients = np.asarray(logits), [np.asarray(g) for g in gradients]
+  np.testing.assert_allclose(logits, cosine_loop(*arguments), rtol=1e-12)
+  for index, gradient in enumerate(gradients):
+    for where in np.ndindex(arguments[index].shape):
+      step = np.zeros_like(arguments[index])
+      step[where] = 1e-6
+      moved = [
+        cosine_loop(*arguments[:index], arguments[index] + s, *arguments[index + 1 :])
+        for s in (step, -step)
+      ]
+      slope = ((moved[0] - moved[1]) * cotangent).sum() / 2e-6
+      np.testing.assert_allclose(gradient[where], slope, rtol=1e-5, atol=1e-6)
+  if log_scale > np.log(100):
+    assert gradients[4][0] == 0  # above the cap the scale is not trained
+
+
+def test_a_zero_token_has_finite_cosine_gradients():
+  x, projection, _, directions, log_scale = cosine_problem(1.0)
+  arrays = f32(np.zeros_like(x), projection, np.zeros(PROJECTED), directions, log_scale)
+  gradient = jax.grad(lambda *a: cosine_logits(*a).sum(), argnums=(0, 1, 2, 3, 4))
+  gradients = quick_jit(gradient)(*arrays)
+  assert all(bool(jnp.isfinite(g).all()) for g in gradients)
+
+
+def test_gate_modules_hold_what_they_say():
+  config = RouterConfig(gate="cosine", cosine_dim=7, gates=2)
+  first, second = make_gates(D, E, config, init_std=0.02, rngs=nnx.Rngs(0))
+  assert isinstance(first, CosineGate)
+  assert first.projection.shape == (D, 7)
+  assert first.directions.shape == (7, E)
+  np.testing.assert_allclose(first.log_scale[...], np.log(2), rtol=1e-6)
+  assert np.abs(first.projection[...]).max() <= D**-0.5
+  assert not np.array_equal(first.directions[...], second.directions[...])
+  (linear,) = make_gates(D, E, RouterConfig(), init_std=0.02, rngs=nnx.Rngs(0))
+  assert isinstance(linear, LinearGate)
+  assert linear.weight.shape == (D, E)
+
+
+# -- precision, noise, jitter ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_a_low_precision_model_chooses_by_float32_logits(kind):
+  # Two experts whose scores differ by less than bfloat16 can tell.
+  gate = make_gates(D, E, RouterConfig(gate=kind), init_std=1, rngs=nnx.Rngs(1))[0]
+  x = jnp.asarray(draw(64, D), jnp.bfloat16)
+  wide = gate(x.astype(jnp.float32))
+  assert gate(x).dtype == jnp.float32
+  np.testing.assert_array_equal(gate(x), wide)
+  narrow = make_gates(D, E, RouterConfig(gate=kind, fp32_gate=False), init_std=1, rngs=nnx.Rngs(1))
+  assert narrow[0](x).dtype == jnp.float32
+  assert not np.array_equal(narrow[0](x), wide)
+
+
+def layer(router, mesh=None, width=4, experts=4, transport=None, seed=0):
+  return MoE(
+    width,
+    8,
+    experts,
+    activation="gelu",
+    bias=False,
+    init_std=0.5,
+    out_std=0.5,
+    router=router,
+    transport=transport or DispatchConfig(capacity_factor=4.0, groups=2),
+    mesh=mesh,
+    rngs=nnx.Rngs(seed),
+  )
+
+
+def run(moe, x, k=2, **options):
+  """A layer's output; options are closed over."""
+  graph, params = nnx.split(moe)
+  return quick_jit(lambda params, x: nnx.merge(graph, params)(x, k=k, **options))(params, x)
+
+
+def test_jitter_moves_the_router_and_not_the_experts():
+  x = jnp.asarray(draw(2, 3, 4), jnp.float32)
+  moe = layer(RouterConfig(jitter=0.5))
+
+  class Echo(nnx.Module):
+    """Its scores are what it reads."""
+
+    def __call__(self, x_TD):
+      return x_TD
+
+  moe.router_gate[0] = Echo()
+
+  @quick_jit
+  def start(x, key):
+    flight = moe.start(x, k=1, key=key)
+    return flight.routing.logits_TE, flight.dispatched.chunks[0].rows
+
+  read, sent = start(x, jax.random.key(3))
+  tokens = np.asarray(x).reshape(-1, 4)
+  ratio = np.asarray(read).reshape(-1, 4) / tokens
+  assert (ratio >= 0.5).all()
+  assert (ratio <= 1.5).all()
+  assert len(np.unique(ratio)) > 20  # elementwise
+  sent = np.asarray(sent).reshape(-1, 4)
+  sent = sent[np.abs(sent).sum(1) > 0]
+  assert {tuple(row) for row in sent} == {tuple(row) for row in tokens}
+  still, _ = start(x, None)  # no key: not training
+  np.testing.assert_array_equal(np.asarray(still).reshape(-1, 4), tokens)
+
+
+def test_jitter_and_noise_do_not_depend_on_the_mesh(mesh_of):
+  router = RouterConfig(jitter=0.3, noise=2.0, gate="cosine", cosine_dim=4)
+  x, key = jnp.asarray(draw(2, 3, 4), jnp.float32), jax.random.key(5)
+  alone, sums = run(layer(router), x, key=key)
+  together, spread = run(layer(router, mesh_of(1, 2, 1)), x, key=key)
+  np.testing.assert_allclose(together, alone, rtol=1e-5, atol=1e-6)
+  np.testing.assert_array_equal(spread.load_E.sum(0), sums.load_E.sum(0))
+
+
+# -- several gates, and a gate of one's own -------------------------------------------------------
+
+
+def test_gates_share_the_experts_and_are_chosen_per_call():
+  x = jnp.asarray(draw(2, 3, 4), jnp.float32)
+  moe = layer(RouterConfig(gates=2))
+  first, second = run(moe, x)[0], run(moe, x, gate=1)[0]
+  assert not np.allclose(first, second)
+  moe.router_gate[0] = moe.router_gate[1]
+  np.testing.assert_array_equal(run(moe, x)[0], second)
+  with pytest.raises(ConfigError, match="gate=2 is none of the 2 gates"):
+    moe.start(x, k=1, gate=2)
+
+
+class ConstantGate(nnx.Module):
+  """The example of docs/routing.md: a learned preference, the same for every token."""
+
+  def __init__(self, width, num_experts, config, *, init_std, rngs):
+    del width, config, init_std, rngs
+    self.preference = nnx.Param(jnp.arange(num_experts, dtype=jnp.float32), axes=(None,))
+
+  def __call__(self, x_TD):
+    return jnp.broadcast_to(self.preference[...], (x_TD.shape[0], self.preference.shape[0]))
+
+
+def test_a_gate_of_ones_own(monkeypatch):
+  monkeypatch.setitem(GATES, "constant", ConstantGate)
+  moe = layer(RouterConfig(gate="constant"))
+  x = jnp.asarray(draw(2, 3, 4), jnp.float32)
+  _, sums = run(moe, x, k=1)
+  np.testing.assert_array_equal(sums.load_E[0], [0, 0, 0, 6])
+  graph, params = nnx.split(moe)
+  loss = lambda params: (nnx.merge(graph, params)(x, k=1)[0] ** 2).sum()
+  gradient = nnx.to_pure_dict(quick_jit(jax.grad(loss))(params))["router_gate"][0]["preference"]
+  assert np.abs(gradient).max() > 0
+
+
+def test_an_unknown_gate_names_the_known_ones():
+  with pytest.raises(ConfigError, match="'cosin' is unknown; did you mean 'cosine'"):
+    layer(RouterConfig(gate="cosin"))
+
+
+@pytest.mark.parametrize("shape", [(T, E + 1), (T,), (T + 1, E)])
+def test_a_gate_of_the_wrong_shape_names_both(shape):
+  gate = lambda x_TD: jnp.zeros(shape)
+  with pytest.raises(ConfigError, match=rf"\[tokens, experts\] = \[{T}, {E}\]"):
+    route(jnp.zeros((T, D)), gate, RouterConfig(), k=1, num_experts=E)
+
+
+def test_a_gate_of_whole_numbers_is_refused():
+  with pytest.raises(ConfigError, match="int32"):
+    route(jnp.zeros((T, D)), lambda x: jnp.zeros((T, E), jnp.int32), RouterConfig(), k=1)
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize("k", [1, 2, E])
+def test_p_norm_of_the_weights_is_one(p, k):
+  probs = jax.nn.softmax(jnp.asarray(draw(T, E), jnp.float32))
+  expert, weight = top_k_weights(probs, k, True, weight_norm=p)
+  for t in range(T):
+    raw = np.sort(np.asarray(probs[t], np.float64))[::-1][:k]
+    np.testing.assert_allclose(weight[t], raw / (raw**p).sum() ** (1 / p), rtol=1e-5)
+  if p == 1 and k > 1:
+    np.testing.assert_allclose(weight, top_k_weights(probs, k, True)[1], rtol=1e-6)
+  assert (np.sort(expert, 1)[:, :-1] < np.sort(expert, 1)[:, 1:]).all()
+
+
+def test_one_weight_is_normalised_by_the_p_norm_only():
+  weight = jnp.asarray([[0.3]])
+  probs = jnp.asarray([[0.3, 0.2]])
+  np.testing.assert_array_equal(top_k_weights(probs, 1, True)[1], weight)
+  gradient = jax.grad(lambda w: combine_weights(w, True, 1.0).sum())(weight)
+  np.testing.assert_allclose(combine_weights(weight, True, 1.0), 1, rtol=1e-6)
+  np.testing.assert_allclose(gradient, 0, atol=1e-6)  # the price of it
+
+
+@pytest.mark.parametrize("weights", ["after", "before"])
+@pytest.mark.parametrize("transport", ["capacity", "dropless"])
+def test_weights_after_or_before_the_experts(weights, transport):
+  x = draw(1, 5, 4)
+  moe = layer(RouterConfig(weights=weights), transport=DispatchConfig(transport, 4.0))
+  gate, up, down = (
+    np.asarray(p[...], np.float64) for p in (moe.router_gate[0].weight, moe.up, moe.down)
+  )
+  gelu = lambda a: 0.5 * a * (1 + np.tanh(np.sqrt(2 / np.pi) * (a + 0.044715 * a**3)))
+  want = np.zeros((5, 4))
+  for t, token in enumerate(x[0]):
+    probs = np.exp(token @ gate) / np.exp(token @ gate).sum()
+    best = np.argsort(-probs)[:2]
+    for e in best:
+      w = probs[e] / probs[best].sum()
+      want[t] += (
+        gelu(w * token @ up[e]) @ down[e]
+        if weights == "before"
+        else (w * (gelu(token @ up[e]) @ down[e]))
+      )
+  got, _ = run(moe, jnp.asarray(x, jnp.float32))
+  np.testing.assert_allclose(got[0], want, rtol=1e-4, atol=1e-5)
+
+
+# -- forced and biased choices --------------------------------------------------------------------
+
+
+def test_uniform_assignment_takes_turns_and_keeps_the_real_weights():
+  x, gate = f32(draw(T, D), draw(D, E, seed=1))
+  real = route(x, gate, RouterConfig(), k=2)
+  forced = route(x, gate, RouterConfig(uniform=True), k=2)
+  np.testing.assert_array_equal(forced.expert_TK.reshape(-1), np.arange(2 * T) % E)
+  np.testing.assert_array_equal(forced.weight_TK, real.weight_TK)
+  assert np.ptp(forced.count_GE) <= 1
+  value = lambda gate: route(x, gate, RouterConfig(uniform=True), k=2).weight_TK[:, 0].sum()
+  assert np.abs(jax.grad(value)(gate)).max() > 0
+
+
+def test_a_bias_moves_the_choice_and_not_the_weight():
+  x, gate = f32(draw(T, D), draw(D, E, seed=1))
+  bias = jnp.asarray([0, 0, 10, 0, 0], jnp.float32)
+  plain = route(x, gate, RouterConfig(normalise=False), k=2)
+  biased = route(x, gate, RouterConfig(normalise=False), k=2, bias_E=bias)
+  np.testing.assert_array_equal(biased.expert_TK[:, 0], 2)
+  np.testing.assert_array_equal(
+    biased.expert_TK[:, 1],
+    [next(e for e in np.argsort(-p) if e != 2) for p in np.asarray(plain.probs_TE)],
+  )
+  np.testing.assert_array_equal(
+    biased.weight_TK, np.take_along_axis(plain.probs_TE, biased.expert_TK, 1)
+  )
+  value = lambda bias: route(x, gate, RouterConfig(), k=2, bias_E=bias).weight_TK.sum()
+  np.testing.assert_array_equal(jax.grad(value)(bias), 0)
+  same = route(x, gate, RouterConfig(), k=2, bias_E=jnp.zeros(E))
+  np.testing.assert_array_equal(same.expert_TK, plain.expert_TK)
+
+
+def test_capacity_of_a_call():
+  x = jnp.asarray(draw(2, 4, 4), jnp.float32)
+  moe = layer(RouterConfig(), transport=DispatchConfig(capacity_factor=0.5))
+  assert run(moe, x)[1].dropped.sum() > 0
+  exact, sums = run(moe, x, no_drop=True)
+  assert sums.dropped.sum() == 0
+  for factor in (0, 4.0):
+    got, sums = run(moe, x, capacity_factor=factor)
+    assert sums.dropped.sum() == 0
+    np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-6)
+  zero = layer(RouterConfig(), transport=DispatchConfig(capacity_factor=0.0))
+  np.testing.assert_array_equal(run(zero, x)[0], run(moe, x, capacity_factor=0)[0])

@@ -1,0 +1,103 @@
+"""The capacity rule, the permutation's gradients, and the layer against its oracle."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from harness import quick_jit
+from test_route import routed
+
+from scmoe.errors import ConfigError
+from scmoe.moe.dispatch import capacity, local
+
+
+@pytest.mark.parametrize(
+  ("factor", "tokens", "experts", "k", "rows"),
+  [
+    (1.0, 8, 4, 1, 2),
+    (1.25, 8, 4, 1, 2),  # ⌊2.5⌋
+    (1.25, 8, 4, 2, 4),  # 2 · ⌊2.5⌋, not ⌊5⌋
+    (1.0, 9, 4, 1, 3),  # ⌈9 / 4⌉
+    (2.0, 1, 8, 1, 2),
+    (0.5, 2, 1, 3, 3),
+  ],
+)
+def test_capacity_is_tutels(factor, tokens, experts, k, rows):
+  assert capacity.capacity(factor, tokens=tokens, num_experts=experts, k=k) == rows
+  assert oracles.capacity(factor, tokens, experts, k) == rows
+
+
+@pytest.mark.parametrize("rule", ["tutel", "megablocks"])
+@pytest.mark.parametrize("tokens", [5, 9, 21, 24, 51])
+def test_a_capacity_of_zero_says_what_would_do(tokens, rule):
+  options = {"tokens": tokens, "num_experts": 3, "k": 2, "rule": rule}
+  with pytest.raises(ConfigError, match=r"capacity_factor=0\.01 .* a capacity of 0; use at") as e:
+    capacity.capacity(0.01, **options)
+  remedy = float(re.search(r"at least ([0-9.]+)", str(e.value))[1])
+  assert capacity.capacity(remedy, **options) > 0
+
+
+def test_a_factor_of_zero_drops_nothing_and_a_negative_one_is_a_bound():
+  options = {"tokens": 8, "num_experts": 4, "k": 1}
+  assert capacity.capacity(0.0, **options) == 8
+  assert capacity.capacity(0.0, **options, need=3) == 3
+  assert capacity.capacity(-1.0, **options, need=3) == 2
+  assert capacity.capacity(-2.0, **options, need=3) == 3
+
+
+@pytest.mark.parametrize("rows", [1, 2, 6])
+@pytest.mark.parametrize("k", [1, 3])
+def test_gradients_of_the_permutation(k, rows):
+  rng = np.random.default_rng(10 * k + rows)
+  tokens, experts, groups, width = 6, 4, 2, 3
+  choices = np.argsort(rng.random((tokens, experts)), 1)[:, :k]
+  routing = routed(choices, experts, groups, live=[1, 1, 0, 1, 1, 1])
+  slot_TK, source_R, _ = local.buffer_plan(routing, rows)
+  size = experts * groups * rows
+  normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  x, weight, c, scale = (
+    normal(tokens, width),
+    normal(tokens, k),
+    normal(tokens, width),
+    normal(size),
+  )
+  # One-hot matrices say the same with products only: 1 at [t, k, r] where the choice fills row r.
+  one_hot = jax.nn.one_hot(slot_TK, size)
+
+  def gathered(x, weight):
+    rows = jnp.sin(local.gather_rows(x, slot_TK, source_R)) * scale[:, None]
+    return (local.sum_rows(rows, weight, slot_TK, source_R) * c).sum()
+
+  def multiplied(x, weight):
+    rows = jnp.sin(jnp.einsum("tkr,td->rd", one_hot, x)) * scale[:, None]
+    return (jnp.einsum("tkr,tk,rd->td", one_hot, weight, rows) * c).sum()
+
+  both = quick_jit(lambda *a: [jax.value_and_grad(f, (0, 1))(*a) for f in (gathered, multiplied)])
+  got, expected = both(x, weight)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
+
+
+def test_the_sum_of_rows_accumulates_in_float32():
+  # 256 + 1 + 1 in bfloat16, one after the other, would stay 256.
+  routing = routed([[0, 1, 2]], 3)
+  slot_TK, source_R, _ = local.buffer_plan(routing, 1)
+  rows = jnp.asarray([[256.0], [1.0], [1.0]], jnp.bfloat16)
+  y = local.sum_rows(rows, jnp.ones((1, 3), jnp.float32), slot_TK, source_R)
+  assert y.dtype == jnp.bfloat16
+  assert float(y[0, 0]) == 258
+
+
+def test_no_scatter_where_rows_travel():
+  routing = routed([[0, 1], [1, 0]], 2)
+  slot_TK, source_R, _ = local.buffer_plan(routing, 2)
+
+  def function(x, weight):
+    rows = local.gather_rows(x, slot_TK, source_R)
+    return local.sum_rows(rows, weight, slot_TK, source_R).sum()
+
+  program = str(jax.make_jaxpr(jax.grad(function, (0, 1)))(jnp.ones((2, 3)), jnp.ones((2, 2))))
+  assert "gather" in program
+  assert "scatter" not in program

@@ -1,0 +1,105 @@
+"""On eight devices the model is the function that it is on one: values, drops, every gradient."""
+
+import functools
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from scmoe.errors import ConfigError
+from scmoe.moe.dispatch import DispatchConfig
+from scmoe.moe.route import RouterConfig
+from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, make_mesh
+
+BATCH = 8
+DROPS = DispatchConfig(capacity_factor=1.0, groups=8)  # the same groups on every mesh
+NOISY = RouterConfig(noise=2.0)
+
+MODELS = {
+  "scmoe_pos2": {"wiring": "scmoe_pos2", "style": "llama", "num_kv_heads": 2},
+  "top2": {"wiring": "top2"},
+  "dgmoe": {"wiring": "dgmoe", "style": "gpt2"},
+  "scmoe_pos2-every1": {"wiring": "scmoe_pos2", "moe_every": 1, "num_layers": 2},
+}
+MESHES = {"1x8x1": (1, 8, 1), "4x2x1": (4, 2, 1), "2x4x1": (2, 4, 1), "2x2x2": (2, 2, 2)}
+CASES = [
+  *((model, "1x8x1") for model in MODELS),
+  ("scmoe_pos2", "4x2x1"),
+  ("dgmoe", "2x4x1"),
+  ("scmoe_pos2", "2x2x2"),
+  ("top2", "2x2x2"),
+]
+
+
+def run_on(name, mesh):
+  config = harness.tiny(num_experts=8, vocab_size=12, **MODELS[name])
+  graph, params = harness.parts(config, transport=DROPS, router=NOISY, mesh=mesh)
+  rng = np.random.default_rng(0)
+  ids = rng.integers(0, 12, (BATCH, harness.LENGTH), np.int32)
+  coefficients = rng.normal(size=(BATCH, harness.LENGTH, 12)).astype(np.float32)
+  if mesh is not None:
+    params = harness.sharded(params, mesh)
+    ids, coefficients = (
+      jax.device_put(a, NamedSharding(mesh, P(BATCH_AXES))) for a in (ids, coefficients)
+    )
+
+  def function(params, ids, coefficients):
+    return harness.scalar(graph, ids, coefficients, key=jax.random.key(3))(params)
+
+  step = harness.quick_jit(jax.value_and_grad(function, has_aux=True))
+  (value, aux), gradients = step(params, ids, coefficients)
+  return harness.Run(float(value), jax.tree.map(np.asarray, aux), harness.named(gradients))
+
+
+@functools.cache
+def one_device(name):
+  return run_on(name, None)
+
+
+@pytest.mark.parametrize(("name", "mesh"), CASES, ids=lambda x: x)
+def test_a_mesh_changes_nothing(name, mesh):
+  data, expert, tensor = MESHES[mesh]
+  expected = one_device(name)
+  got = run_on(name, make_mesh(MeshConfig(data, expert, tensor), num_experts=8))
+  harness.assert_same(got, expected)  # a gradient counted once per device would be 2 to 8 times it
+  for field in ("tokens", "choices", "dropped", "load_E", "first_E"):
+    np.testing.assert_array_equal(
+      getattr(got.aux["sums"], field), getattr(expected.aux["sums"], field), err_msg=field
+    )
+  assert expected.aux["sums"].dropped.min() > 0
+
+
+def test_the_noise_is_there():
+  config = harness.tiny(num_experts=8, vocab_size=12, **MODELS["top2"])
+  graph, params = harness.parts(config, transport=DROPS)
+  rng = np.random.default_rng(0)
+  ids = jnp.asarray(rng.integers(0, 12, (BATCH, harness.LENGTH)), jnp.int32)
+  quiet = harness.quick_jit(harness.scalar(graph, ids, 0.0, key=jax.random.key(3)))(params)[1]
+  noisy = one_device("top2").aux
+  assert not np.array_equal(quiet["sums"].load_E, noisy["sums"].load_E)
+
+
+def layer(mesh, **transport):
+  config = harness.tiny(wiring="top1", num_experts=8)
+  return harness.parts(config, transport=DispatchConfig(**transport), mesh=mesh)
+
+
+@pytest.mark.parametrize(
+  ("batch", "transport", "message"),
+  [
+    (6, {}, r"a batch of 6 sequences does not divide over mesh\.data x mesh\.expert = 8 devices"),
+    (8, {"groups": 4}, r"dispatch\.groups=4 is not a multiple of mesh\.data x mesh\.expert = 8"),
+    (8, {"groups": 32}, r"dispatch\.groups=4 does not divide the 6 tokens of a device"),
+    (8, {"capacity_factor": 0.1}, r"dispatch\.capacity_factor=0\.1 gives .* a capacity of 0"),
+  ],
+  ids=["batch", "groups", "tokens", "capacity"],
+)
+def test_what_does_not_divide_says_so(batch, transport, message):
+  graph, params = layer(make_mesh(MeshConfig(2, 4, 1)), **transport)
+  ids = harness.tokens(batch=batch)
+  with pytest.raises(ConfigError, match=message):
+    jax.eval_shape(harness.scalar(graph, ids, harness.cotangent(batch=batch)), params)

@@ -1,0 +1,202 @@
+"""The Hopper kernels without a GPU: every shipped tiling lowers, and small cases are simulated.
+
+The simulation runs shared memory, barriers, TMA and wgmma on the CPU and looks for races. On jax 0.10
+it has no rule for transposed operands and layout casts, so the kernels that use them are simulated on
+jax 0.11 and later only; they are lowered on both.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scmoe._compat import gpu_interpret_params, jax_version
+from scmoe.kernels.grouped_matmul import get_activation, mosaic_gpu, tiles, xla
+from scmoe.kernels.grouped_matmul.layout import make_layout
+from scmoe.kernels.grouped_matmul.mosaic_backward import down_backward_product
+from scmoe.kernels.grouped_matmul.pipeline import Tiling, banded, interpreted
+from scmoe.kernels.moe_layer import moe_layer, route_top_k
+from scmoe.kernels.permute.route_gpu import route_top_k_gpu
+
+SIZES = [100, 0, 200]
+needs_new_simulation = pytest.mark.skipif(
+  jax_version() < (0, 11), reason="GPU interpret mode of jax 0.10 lacks the rules (see above)"
+)
+
+
+def relative_error(got, want):
+  got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+  return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+def layout_of(sizes=SIZES):
+  return make_layout(jnp.asarray(sizes), sum(sizes), 128)
+
+
+def normal(seed, *shape):
+  return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.bfloat16)
+
+
+def used_rows(layout):
+  return int(layout.num_tiles[0]) * layout.tile
+
+
+def simulate(function, *arguments):
+  with interpreted(gpu_interpret_params(detect_races=True)):
+    return function(*arguments)
+
+
+def product(transpose, tiling, activation=None):
+  return functools.partial(
+    mosaic_gpu.rows_product,
+    tiling=tiling,
+    transpose_rhs=transpose,
+    activation=activation,
+    out_dtype=jnp.bfloat16,
+  )
+
+
+@pytest.mark.parametrize("pingpong", [False, True], ids=["cooperative", "ping-pong"])
+def test_rows_product_simulated(pingpong):
+  layout, tiling = layout_of(), Tiling(cols=128, stages=3, pingpong=pingpong)
+  x, w = normal(0, layout.num_rows, 128), normal(1, 3, 128, 128)
+  (got,) = simulate(product(False, tiling), (x,), ((w,),), layout)
+  n = used_rows(layout)
+  assert relative_error(got[:n], xla.grouped_rows(x, w, layout)[:n]) < 3e-3
+
+
+@needs_new_simulation
+def test_transposed_two_part_product_simulated():
+  layout, tiling = layout_of(), Tiling(cols=128, stages=3)
+  xs, ws = (
+    (normal(0, layout.num_rows, 64), normal(1, layout.num_rows, 64)),
+    normal(2, 2, 3, 128, 64),
+  )
+  (got,) = simulate(product(True, tiling), xs, ((ws[0],), (ws[1],)), layout)
+  want = sum(xla.grouped_rows(x, w, layout, transpose_rhs=True) for x, w in zip(xs, ws))
+  n = used_rows(layout)
+  assert relative_error(got[:n], want[:n]) < 3e-3
+
+
+@needs_new_simulation
+@pytest.mark.parametrize("pingpong", [False, True], ids=["cooperative", "ping-pong"])
+def test_weights_product_simulated(pingpong):
+  layout, tiling = layout_of(), Tiling(cols=128, stages=3, pingpong=pingpong)
+  x, d = normal(0, layout.num_rows, 128), normal(1, layout.num_rows, 128)
+  run = functools.partial(mosaic_gpu.weights_product, tiling=tiling, out_dtype=jnp.bfloat16)
+  (got,) = simulate(run, x, (d,), layout)
+  assert relative_error(got, xla.grouped_weights(x, d, layout)) < 3e-3
+  assert not np.any(got[1])
+
+
+@needs_new_simulation
+@pytest.mark.parametrize("name", ["swiglu", "relu2"])
+def test_down_backward_simulated(name):
+  layout, kind = layout_of(), get_activation(name)
+  dy, down = normal(0, layout.num_rows, 64), normal(1, 3, 128, 64)
+  pre = tuple(normal(2 + i, layout.num_rows, 128) for i in range(1 + kind.gated))
+  s = normal(5, layout.num_rows).astype(jnp.float32)
+  tiling = Tiling(cols=128, stages=3, pingpong=True)
+  got = simulate(down_backward_product, dy, down, pre, s, layout, kind, tiling)
+  want = xla.down_backward(dy, down, pre, s, layout, kind)
+  n = used_rows(layout)
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+    assert relative_error(a[:n], b[:n]) < 3e-3
+
+
+@needs_new_simulation
+def test_router_simulated():
+  x, router = normal(0, 256, 64), normal(1, 64, 40)
+  expert, weight = simulate(route_top_k_gpu, x, router, 3)
+  want_expert, want_weight = route_top_k(x, router, 3, backend="xla")
+  np.testing.assert_array_equal(expert, want_expert)
+  np.testing.assert_allclose(weight, want_weight, rtol=1e-4)
+
+
+def lower(function, *arguments):
+  jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+
+
+def shipped():
+  """Every distinct (kind, tiling) that the rule offers for odd and usual widths, and the table."""
+  found = dict.fromkeys((key[0], tiling, *key[1:]) for key, tiling in tiles.TABLE.items())
+  seen = {(kind, tiling) for kind, tiling, *_ in found}
+  for kind in tiles.KINDS:
+    for width, n in ((1024, 2048), (256, 1536), (192, 320)):
+      for tiling in tiles.candidates(kind, width, n):
+        if (kind, tiling) not in seen:
+          seen.add((kind, tiling))
+          found[kind, tiling, width, n] = None
+  return list(found)
+
+
+@pytest.mark.parametrize(("kind", "tiling", "width", "n"), shipped())
+def test_shipped_tilings_lower_for_cuda(kind, tiling, width, n):
+  layout = layout_of()
+  rows, bf16 = layout.num_rows, jnp.bfloat16
+  array = lambda *shape: jax.ShapeDtypeStruct(shape, bf16)
+  index = jax.ShapeDtypeStruct((rows,), jnp.int32)
+  # The gathering forms hold more registers and barriers: where there is one, it is what is lowered.
+  if kind == "rows":
+    run = lambda x, w, i: product(False, tiling)((x,), ((w,),), layout, index_R=i)
+    lower(run, array(500, width), array(3, width, n), index)
+  elif kind == "up":
+    run = lambda x, g, u, i: product(False, tiling, get_activation("swiglu"))(
+      (x,), ((g, u),), layout, index_R=i
+    )
+    lower(run, array(500, width), array(3, width, n), array(3, width, n), index)
+  elif kind == "dx":
+    run = lambda a, b, g, u: product(True, tiling)((a, b), ((g,), (u,)), layout)
+    weights = array(3, n, width)
+    lower(run, array(rows, width), array(rows, width), weights, weights)
+  elif kind == "down_backward":
+    swiglu, s = get_activation("swiglu"), jax.ShapeDtypeStruct((rows,), jnp.float32)
+    run = lambda dy, w, g, u, s, i: down_backward_product(
+      dy, w, (g, u), s, layout, swiglu, tiling, index_R=i
+    )
+    h = array(rows, n)
+    lower(run, array(500, width), array(3, n, width), h, h, s, index)
+  else:
+    parts = 2 if kind == "weights_pair" else 1
+    run = lambda x, d, i: mosaic_gpu.weights_product(
+      x, (d,) * parts, layout, tiling, lhs_index_R=i, out_dtype=bf16
+    )
+    lower(run, array(500, width), array(rows, n), index)
+
+
+@pytest.mark.parametrize("shape", [(256, 1536, 256, 128, 8), (256, 320, 192, 8, 2)])
+def test_the_layer_and_its_gradients_lower_for_cuda(shape):
+  tokens, width, hidden, experts, top_k = shape
+  array = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
+  layer = functools.partial(moe_layer, top_k=top_k, backend="mosaic_gpu")
+  lower(
+    lambda *a: jax.vjp(layer, *a)[1](a[0]),
+    array(tokens, width),
+    array(width, experts),
+    array(experts, width, hidden),
+    array(experts, width, hidden),
+    array(experts, hidden, width),
+  )
+
+
+def test_every_tile_is_visited_once():
+  for row_tiles, col_tiles, band in ((7, 3, 4), (16, 2, 16), (1, 5, 8)):
+    visited = {
+      tuple(int(i) for i in banded(jnp.int32(t), jnp.int32(row_tiles), col_tiles, band))
+      for t in range(row_tiles * col_tiles)
+    }
+    assert visited == {(r, c) for r in range(row_tiles) for c in range(col_tiles)}
+
+
+def test_tilings_fit_shared_memory_for_any_widths():
+  for kind in tiles.KINDS:
+    for width in range(64, 1024, 192):
+      for n in range(64, 1024, 192):
+        for itemsize in (2, 4):
+          for tiling in tiles.candidates(kind, width, n, itemsize):
+            if kind != "down_backward":
+              assert tiles.smem_bytes(tiling, itemsize) <= tiles.SMEM_LIMIT
+  with pytest.raises(ValueError, match="widths 100 and 64 must both be multiples of 64"):
+    tiles.candidates("rows", 100, 64)

@@ -102,8 +102,8 @@ def test_equals_adamw_of_optax():
   state, mine_state = theirs.init(params), ours.tx.init(params)
   for step in range(5):
     grads = jax.tree.map(lambda p, s=step: jnp.cos(p * (s + 1)), params)
-    updates, state = theirs.update(grads, state, params)
+    updates, state = jax.jit(theirs.update)(grads, state, params)
     params = optax.apply_updates(params, updates)
-    updates, mine_state = ours.tx.update(grads, mine_state, mine, step=step)
+    updates, mine_state = jax.jit(ours.tx.update)(grads, mine_state, mine, step=step)
     mine = optax.apply_updates(mine, updates)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), params, mine)

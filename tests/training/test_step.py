@@ -48,9 +48,9 @@ def test_microbatches_have_their_own_noise(mesh1):
   params, router = init(jax.random.key(0))
   batch = jax.tree.map(jnp.asarray, Source(4).batch(0))
   key = jax.random.key(1)
-  one = lambda i: Objective().loss(params, router, batch, jax.random.fold_in(key, i))[0]
+  one = jax.jit(lambda i: Objective().loss(params, router, batch, jax.random.fold_in(key, i))[0])
   twice = jax.tree.map(lambda x: jnp.stack([x, x]), batch)
-  loss, _, aux = accumulate(Objective(), params, router, twice, key)
+  loss, _, aux = jax.jit(lambda b: accumulate(Objective(), params, router, b, key))(twice)
   assert one(0) != one(1)
   assert float(loss) == pytest.approx(float((one(0) + one(1)) / 2), rel=1e-6)
   assert float(aux["count"]) == 2 * float(batch["weights"].sum())

@@ -1,0 +1,67 @@
+"""No output sees a later token: shown by gradients, for every wiring."""
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from scmoe.blocks.wiring import WIRINGS
+from scmoe.moe.dispatch import DispatchConfig
+
+LENGTH = 5
+DROPS = DispatchConfig(capacity_factor=1.0)
+ROOM = DispatchConfig(capacity_factor=0.0)  # for every token
+
+
+def sensitivities(config, transport, **call):
+  """|d out[t] / d input embedding[s]|, the largest over the width: [t, s]; and the drops."""
+  graph, params = harness.parts(config, transport=transport)
+  ids = harness.tokens(batch=1, length=LENGTH)
+  direction = jnp.asarray(np.random.default_rng(0).normal(size=config.width), jnp.float32)
+
+  def outputs(shift_SD):
+    # Each position gets a word of its own, so that embeddings can be moved one position at a time.
+    def place(path, leaf):
+      is_table = [str(key) for key in path[:2]] == ["['embedding']", "['tokens']"]
+      return leaf[ids[0]] + shift_SD if is_table else leaf
+
+    model = nnx.merge(graph, jax.tree_util.tree_map_with_path(place, params))
+    out = model(jnp.arange(LENGTH)[None], **call)
+    return out.h_BSD[0] @ direction, out.sums
+
+  with jax.disable_jit():
+    _, pull, sums = jax.vjp(outputs, jnp.zeros((LENGTH, config.width)), has_aux=True)
+    rows = [pull(row)[0] for row in jnp.eye(LENGTH)]
+  dropped = 0 if sums is None else int(sums.dropped.sum())
+  return np.abs(np.stack(rows)).max(-1), dropped
+
+
+def assert_causal(seen):
+  later = np.triu(np.ones((LENGTH, LENGTH), bool), 1)
+  np.testing.assert_array_equal(seen[later], 0.0)
+  assert (seen[~later] > 0).all()
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("wiring", WIRINGS)
+def test_no_output_sees_a_later_token(wiring, every):
+  style = "llama" if every == 1 else "gpt2"
+  config = harness.tiny(wiring=wiring, moe_every=every, style=style)
+  seen, dropped = sensitivities(config, ROOM)
+  assert_causal(seen)
+  assert dropped == 0
+
+
+@pytest.mark.parametrize("wiring", ["top1", "shared_expert", "scmoe_pos2", "dgmoe"])
+def test_nor_with_drops(wiring):
+  seen, dropped = sensitivities(harness.tiny(wiring=wiring), DROPS)
+  assert_causal(seen)
+  assert dropped > 0
+
+
+def test_nor_without_dropping_by_request():
+  seen, dropped = sensitivities(harness.tiny(wiring="scmoe_pos2"), DROPS, no_drop=True)
+  assert_causal(seen)
+  assert dropped == 0

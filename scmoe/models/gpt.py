@@ -25,7 +25,7 @@ from scmoe.moe.layer import MoE
 from scmoe.moe.route import RouterConfig
 from scmoe.moe.types import RouterSums
 from scmoe.options import check_options, option
-from scmoe.parallel.mesh import batch_sharding, expert_shards
+from scmoe.parallel.mesh import batch_sharding, expert_shards, inside_shard_map
 
 REMATS = ("none", "dots", "moe", "full")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -362,7 +362,7 @@ class GPT(nnx.Module):
 
   def _pin(self, h_BSD: Array) -> Array:
     """Keeps the batch dimension on its mesh axes."""
-    if self.mesh is None or self.mesh.size == 1:
+    if self.mesh is None or self.mesh.size == 1 or inside_shard_map():
       return h_BSD
     return jax.lax.with_sharding_constraint(h_BSD, batch_sharding(self.mesh))
 

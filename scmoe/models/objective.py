@@ -14,6 +14,7 @@ from scmoe.models.gpt import GPT
 from scmoe.moe.losses import balance_loss, layer_balance, statistics, update_bias, z_loss
 from scmoe.moe.route import RouterConfig
 from scmoe.moe.types import RouterSums
+from scmoe.parallel.mesh import across_batch
 
 Batch = dict[str, Array]
 
@@ -79,15 +80,16 @@ class LanguageModelObjective:
       router=router,
     )
     nats, correct = token_losses(model, out.h_BSD, batch["targets"])
-    weight = batch["weights"].sum()
-    total = (nats * batch["weights"]).sum()
+    weight = across_batch(batch["weights"].sum())
+    total = across_batch((nats * batch["weights"]).sum())
     loss = total / jnp.maximum(weight, 1)
     sums = None
     if out.sums is not None:
-      sums = jax.tree.map(lambda a: a.sum(1), out.sums)  # over the batch shards, all layers at once
+      # Over the batch shards, all layers at once.
+      sums = across_batch(jax.tree.map(lambda a: a.sum(1), out.sums))
       loss = loss + self.router.balance_loss * balance_loss(sums, self.router.balance)
       loss = loss + self.router.z_loss * z_loss(sums).sum()
-    right = (correct * batch["weights"]).sum()
+    right = across_batch((correct * batch["weights"]).sum())
     bias_LE = (router or {}).get("bias")
     bias_range = None if bias_LE is None else bias_LE.max(-1) - bias_LE.min(-1)
     return loss, LossSums(total, right, weight, loss, jnp.ones(()), sums, bias_range)

@@ -24,7 +24,7 @@ from scmoe.moe.losses import router_sums
 from scmoe.moe.route import RouterConfig, route, route_distinct
 from scmoe.moe.types import Dispatched, RouterSums, Routing, Rows
 from scmoe.parallel.collectives import Exchange
-from scmoe.parallel.mesh import AXES, BATCH_AXES, batch_sharding
+from scmoe.parallel.mesh import AXES, BATCH_AXES, batch_sharding, inside_shard_map
 
 DEVICES = P(AXES)  # one slice of the leading dimension per device
 BATCH = P(BATCH_AXES)
@@ -134,7 +134,7 @@ class MoE(nnx.Module):
     Raises:
       ConfigError: shapes do not divide, the capacity rounds to zero, k > E, or no such gate.
     """
-    shards = self._axis_size(*BATCH_AXES)
+    shards = self._batch_parts()
     if x_BSD.shape[0] % shards:
       raise ConfigError(
         f"a batch of {x_BSD.shape[0]} sequences does not divide over mesh.data x mesh.expert = "
@@ -195,7 +195,7 @@ class MoE(nnx.Module):
     Returns:
       y_BSD, and the sums with one leading slice per batch shard.
     """
-    local_batch = flight.batch // self._axis_size(*BATCH_AXES)
+    local_batch = flight.batch // self._batch_parts()
     exchange, loops = self._exchange(), flight.x_BSD is not None
     weights, specs = self._weights() if loops else (None, None)
 
@@ -277,8 +277,8 @@ class MoE(nnx.Module):
     return Exchange("expert", size, self.transport.nodes)
 
   def _per_device(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """`function` on each device's share; as it is where there is one device."""
-    if self._axis_size(*AXES) == 1:
+    """`function` on each device's share; as it is where there is one, or the arrays are shares."""
+    if self._axis_size(*AXES) == 1 or inside_shard_map():
       return function
     return jax.shard_map(
       function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
@@ -286,6 +286,10 @@ class MoE(nnx.Module):
 
   def _axis_size(self, *axes: str) -> int:
     return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in axes)
+
+  def _batch_parts(self) -> int:
+    """Parts into which the batch dimension of the arrays at hand is still to be divided."""
+    return 1 if inside_shard_map() else self._axis_size(*BATCH_AXES)
 
   def _local_groups(self) -> int:
     """Capacity groups of one device: the configured number over the batch shards."""
@@ -310,8 +314,8 @@ class MoE(nnx.Module):
     """Standard normal draws [B, S, E], drawn for the global batch: the same on every mesh."""
     if key is None or not self.router.noise:
       return None
-    noise_BSE = jax.random.normal(key, (*shape[:-1], self.num_experts), jnp.float32)
-    return self._on_batch(noise_BSE)
+    draw = lambda b: jax.random.normal(key, (b, *shape[1:-1], self.num_experts), jnp.float32)
+    return self._on_batch(draw, shape[0])
 
   def _jitter(self, shape: tuple[int, ...], key: Array | None) -> Array | None:
     """Factors [B, S, D] on the gate's input, drawn like the noise."""
@@ -319,14 +323,18 @@ class MoE(nnx.Module):
     if key is None or not jitter:
       return None
     key = jax.random.fold_in(key, 1)  # the noise has used the key itself
-    return self._on_batch(
-      jax.random.uniform(key, shape, jnp.float32, minval=1 - jitter, maxval=1 + jitter)
-    )
+    span = {"minval": 1 - jitter, "maxval": 1 + jitter}
+    draw = lambda b: jax.random.uniform(key, (b, *shape[1:]), jnp.float32, **span)
+    return self._on_batch(draw, shape[0])
 
-  def _on_batch(self, draws: Array) -> Array:
+  def _on_batch(self, draw: Callable[[int], Array], batch: int) -> Array:
+    """What `draw` gives for the global batch, where its rows belong; `batch` rows are at hand."""
     if self.mesh is None:
-      return draws
-    return jax.lax.with_sharding_constraint(draws, batch_sharding(self.mesh))
+      return draw(batch)
+    if inside_shard_map():
+      first = jax.lax.axis_index(BATCH_AXES) * batch
+      return jax.lax.dynamic_slice_in_dim(draw(batch * self._axis_size(*BATCH_AXES)), first, batch)
+    return jax.lax.with_sharding_constraint(draw(batch), batch_sharding(self.mesh))
 
 
 def _read(param: nnx.Param | None) -> Array | None:

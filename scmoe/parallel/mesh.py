@@ -150,3 +150,13 @@ def batch_sharding(mesh: Mesh, *, leading: int = 0) -> NamedSharding:
 def replicated(mesh: Mesh) -> NamedSharding:
   """Sharding of an array that every device holds whole."""
   return NamedSharding(mesh, P())
+
+
+def inside_shard_map() -> bool:
+  """Whether arrays are one device's shares: the caller runs under `shard_map` over the mesh."""
+  return set(AXES) <= set(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def across_batch(tree: Any) -> Any:
+  """Sums over all parts of the batch, where each device sees its own part only."""
+  return jax.lax.psum(tree, BATCH_AXES) if inside_shard_map() else tree

@@ -6,7 +6,9 @@ The step knows nothing of models: it meets them through `Objective`.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -14,8 +16,10 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from scmoe.parallel.mesh import batch_sharding, replicated
+from scmoe.errors import ConfigError
+from scmoe.parallel.mesh import BATCH_AXES, batch_sharding, replicated
 from scmoe.training.optimizer import Optimizer
 
 PyTree = Any
@@ -105,7 +109,14 @@ def shardings_of(tree: PyTree) -> PyTree:
 
 
 def make_train_step(
-  objective: Objective, optimizer: Optimizer, mesh: Mesh, state_shardings: TrainState
+  objective: Objective,
+  optimizer: Optimizer,
+  mesh: Mesh,
+  state_shardings: TrainState,
+  *,
+  gradients: str = "microbatch",
+  gradient_dtype: str = "float32",
+  compiler_options: dict[str, Any] | None = None,
 ) -> Step:
   """The jitted step: (state, batch) -> (state, scalars, arrays). The given state is donated.
 
@@ -114,6 +125,10 @@ def make_train_step(
     optimizer: from `make_optimizer`.
     mesh: batch leaves are global arrays [A, B, ...], B sharded over its axes data x expert.
     state_shardings: as of `shardings_of(abstract_state(...))`.
+    gradients: when gradients are summed over devices: in every "microbatch", where XLA places
+      the sums, or once per "step", after each device has added up its own.
+    gradient_dtype: in which they travel in the latter case.
+    compiler_options: of XLA, for this step only.
 
   The scalars are those of the objective, and `objective` (what is differentiated, meaned over the
   microbatches), `loss` (the same, unless the objective says its own), `grad_norm` before clipping,
@@ -122,7 +137,12 @@ def make_train_step(
 
   def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict, dict]:
     rng = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
-    loss, grads, aux = accumulate(objective, state.params, state.router, batch, rng)
+    if gradients == "step":
+      specs = jax.tree.map(lambda s: s.spec, state_shardings.params)
+      add_up = partial(accumulate_locally, mesh=mesh, specs=specs, dtype=gradient_dtype)
+    else:
+      add_up = accumulate
+    loss, grads, aux = add_up(objective, state.params, state.router, batch, rng)
     norm = optax.global_norm(grads)
     # Before clipping: clipping by a norm with one inf turns that leaf into NaN, the rest into 0.
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -139,6 +159,7 @@ def make_train_step(
     donate_argnums=0,
     in_shardings=(state_shardings, batch_sharding(mesh, leading=1)),
     out_shardings=(state_shardings, everywhere, everywhere),
+    compiler_options=compiler_options,
   )
 
 
@@ -167,6 +188,55 @@ def accumulate(
   zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, first, 0))
   (loss, grads, aux), _ = jax.lax.scan(body, zero, (batch, jnp.arange(count)))
   return loss / count, jax.tree.map(lambda g: g / count, grads), aux
+
+
+def accumulate_locally(
+  objective: Objective,
+  params: PyTree,
+  router: PyTree,
+  batch: Batch,
+  rng: Array,
+  *,
+  mesh: Mesh,
+  specs: PyTree,
+  dtype: str,
+) -> tuple[Array, PyTree, PyTree]:
+  """As `accumulate`, but each device adds up its own gradients and they are reduced once.
+
+  Left to XLA, the gradient of every replicated weight is summed over the devices in every
+  microbatch: on a slow link that takes longer than the computation. Here the whole accumulation
+  runs under `shard_map`, where the objective sees one device's part of the batch
+  (`scmoe.parallel.mesh.across_batch`).
+
+  Args:
+    mesh: its tensor axis has one device.
+    specs: PartitionSpecs like `params`.
+    dtype: in which gradients travel; they are added up in float32 on each device.
+  """
+
+  def local(params: PyTree, router: PyTree, batch: Batch, rng: Array):
+    loss, grads, aux = accumulate(objective, params, router, batch, rng)
+    return loss, jax.tree.map(reduce, grads, specs), aux
+
+  def reduce(grad: Array, spec: P) -> Array:
+    held = {axis for part in spec for axis in ((part,) if isinstance(part, str) else part or ())}
+    over = tuple(a for a in BATCH_AXES if a not in held and mesh.shape[a] > 1)
+    # Every device has differentiated the same global loss: the sum counts it once per device.
+    grad = grad / math.prod(mesh.shape[a] for a in BATCH_AXES)
+    return jax.lax.psum(grad.astype(dtype), over).astype(jnp.float32) if over else grad
+
+  if mesh.shape["tensor"] > 1:
+    raise ConfigError(
+      "overlap.gradients='step' needs mesh.tensor=1; use overlap.gradients='microbatch'"
+    )
+  one = P()
+  return jax.shard_map(
+    local,
+    mesh=mesh,
+    in_specs=(specs, one, P(None, BATCH_AXES), one),
+    out_specs=(one, specs, one),
+    check_vma=False,
+  )(params, router, batch, rng)
 
 
 def _updated(

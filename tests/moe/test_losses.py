@@ -1,0 +1,230 @@
+"""Losses, statistics and bias rules against float64 loops."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import quick_jit
+
+from scmoe.errors import ConfigError
+from scmoe.moe.losses import (
+  balance_loss,
+  gshard_loss,
+  layer_balance,
+  load_importance_loss,
+  megablocks_loss,
+  router_sums,
+  statistics,
+  update_bias,
+  z_loss,
+)
+from scmoe.moe.options import RouterConfig
+from scmoe.moe.route import route
+
+T, D, E, K, NOISE = 7, 4, 5, 2, 1.5
+SOFT = RouterConfig(balance="load_importance", noise=NOISE)
+
+
+def problem(tokens=T, seed=0):
+  rng = np.random.default_rng(seed)
+  return rng.normal(size=(tokens, D)), rng.normal(size=(D, E)), rng.normal(size=(tokens, E))
+
+
+@functools.partial(quick_jit, static_argnames=("k", "config"))
+def compiled_sums(x, gate, noise, live, k, config):
+  routing = route(x, gate, config, k=k, noise_TE=noise, live_T=live)
+  return router_sums(routing, jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32))
+
+
+def sums_of(x, gate, noise=None, live=None, k=K, config=SOFT):
+  arrays = [None if a is None else jnp.asarray(a) for a in (x, gate, noise, live)]
+  return compiled_sums(*arrays, k, config)
+
+
+def softmax(row):
+  return np.exp(row - row.max()) / np.exp(row - row.max()).sum()
+
+
+def loop(x, gate, noise, live=None, k=K):
+  """Every loss, token by token and expert by expert."""
+  importance, load, probs, first, counts, z, tokens = (
+    np.zeros(E), np.zeros(E), np.zeros(E), np.zeros(E), np.zeros(E), 0.0, 0,
+  )  # fmt: skip
+  for t in range(len(x)):
+    if live is not None and not live[t]:
+      continue
+    clean = x[t] @ gate
+    noisy = clean if noise is None else clean + NOISE / E * noise[t]
+    p, q, chosen = softmax(clean), softmax(noisy), np.argsort(-noisy)[:k]
+    threshold = noisy[chosen[-1]]
+    for e in range(E):
+      importance[e] += p[e]
+      load[e] += 0.5 * (1 + math.erf((p[e] - threshold) / (NOISE / E) / math.sqrt(2)))
+    probs, tokens, z = probs + q, tokens + 1, z + np.log(np.exp(noisy).sum()) ** 2
+    first[chosen[0]] += 1
+    counts[chosen] += 1
+  square = lambda v: v.var(ddof=1) / (v.mean() ** 2 + 1e-10)
+  n = max(tokens, 1)
+  return {
+    "gshard": E * (probs / n * first / n).sum(),
+    "load_importance": (square(importance) + square(load)) / 2,
+    "megablocks": E / (n * k) * (counts * probs / n).sum(),
+    "z": z / n,
+  }
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+def test_losses_equal_the_loops_and_their_finite_differences(noisy):
+  x, gate, noise = problem()
+  noise = noise if noisy else None
+  kinds = ("gshard", "load_importance", "megablocks")
+
+  def all_losses(gate):
+    sums = sums_of(x, gate, noise)
+    return jnp.stack([balance_loss(sums, kind) for kind in kinds] + [z_loss(sums)])
+
+  with jax.enable_x64(True):
+    got = np.asarray(quick_jit(all_losses)(jnp.asarray(gate)))
+    jacobian = np.asarray(quick_jit(jax.jacrev(all_losses))(jnp.asarray(gate)))
+  want = loop(x, gate, noise)
+  # Counts and φ's argument are exact; what is left is the float32 of the token counts.
+  np.testing.assert_allclose(got, [*(want[kind] for kind in kinds), want["z"]], rtol=1e-6)
+  for where in [(0, 0), (1, 3), (3, 4)]:
+    step = np.zeros_like(gate)
+    step[where] = 1e-6
+    up, down = loop(x, gate + step, noise), loop(x, gate - step, noise)
+    slopes = [(up[kind] - down[kind]) / 2e-6 for kind in (*kinds, "z")]
+    np.testing.assert_allclose(jacobian[:, where[0], where[1]], slopes, rtol=1e-5, atol=1e-7)
+
+
+def test_megablocks_is_gshard_for_one_layer_and_one_choice():
+  x, gate, _ = problem()
+  sums = sums_of(x, gate, k=1)
+  np.testing.assert_allclose(megablocks_loss(sums), gshard_loss(sums), rtol=1e-6)
+  several = sums_of(x, gate, k=2)
+  assert abs(megablocks_loss(several) - gshard_loss(several)) > 1e-3
+
+
+def test_uniform_probabilities_give_one():
+  sums = sums_of(np.zeros((2 * E, D)), np.zeros((D, E)))
+  np.testing.assert_allclose(gshard_loss(sums), 1, rtol=1e-6)
+  np.testing.assert_allclose(megablocks_loss(sums), 1, rtol=1e-6)
+  np.testing.assert_allclose(z_loss(sums), math.log(E) ** 2, rtol=1e-6)
+
+
+def add(*sums):
+  return jax.tree.map(lambda *a: sum(a), *sums)
+
+
+def test_losses_of_added_sums_are_those_of_the_whole_batch():
+  x, gate, noise = problem(tokens=12)
+  whole = sums_of(x, gate, noise)
+  parts = [sums_of(x[i : i + 4], gate, noise[i : i + 4]) for i in (0, 4, 8)]
+  for kind in ("gshard", "load_importance", "megablocks"):
+    np.testing.assert_allclose(
+      layer_balance(add(*parts), kind), layer_balance(whole, kind), rtol=1e-5
+    )
+    assert abs(np.mean([layer_balance(p, kind) for p in parts]) - layer_balance(whole, kind)) > 1e-6
+
+
+def test_layers_add_up_and_megablocks_takes_their_mean():
+  x, gate, _ = problem()
+  layers = [sums_of(x, gate), sums_of(x, -gate)]
+  stacked = jax.tree.map(lambda *a: jnp.stack(a), *layers)
+  for kind in ("gshard", "load_importance"):
+    one_by_one = sum(float(layer_balance(s, kind)) for s in layers)
+    np.testing.assert_allclose(balance_loss(stacked, kind), one_by_one, rtol=1e-6)
+  mean = np.mean([float(megablocks_loss(s)) for s in layers])
+  np.testing.assert_allclose(balance_loss(stacked, "megablocks"), mean, rtol=1e-6)
+  assert balance_loss(stacked, "none") == 0
+
+
+def test_masked_tokens_count_nowhere_whatever_they_hold():
+  x, gate, _ = problem()
+  live = np.array([True, True, False, True, True, False, True])
+  x[~live] = np.nan
+  masked, plain = sums_of(x, gate, live=live), sums_of(x[live], gate)
+  for field in dataclasses.fields(plain):
+    got, want = getattr(masked, field.name), getattr(plain, field.name)
+    np.testing.assert_allclose(got, want, rtol=1e-6, err_msg=field.name)
+
+
+def test_no_tokens_give_no_loss():
+  for x, live in ((np.zeros((0, D)), None), (np.ones((3, D)), np.zeros(3, bool))):
+    sums = sums_of(x, np.ones((D, E)), live=live)
+    for kind in ("gshard", "load_importance", "megablocks", "none"):
+      assert balance_loss(sums, kind) == 0
+    assert z_loss(sums) == 0
+    assert all(np.isfinite(v).all() for v in statistics(sums).values())
+
+
+def test_one_expert_has_nothing_to_balance():
+  sums = sums_of(np.ones((3, D)), np.ones((D, 1)), k=1)
+  assert load_importance_loss(sums) == 0
+  np.testing.assert_allclose(gshard_loss(sums), 1)
+
+
+def test_load_importance_needs_noise():
+  with pytest.raises(ConfigError, match=r"router\.noise=0"):
+    RouterConfig(balance="load_importance").check()
+
+
+def test_tokens_without_finite_logits_are_counted():
+  x, gate, _ = problem()
+  x[2], x[5] = np.nan, np.inf
+  routing = route(jnp.asarray(x), jnp.asarray(gate), RouterConfig(), k=K)
+  again = route(jnp.asarray(x), jnp.asarray(gate), RouterConfig(), k=K)
+  expert = np.asarray(routing.expert_TK)
+  assert ((expert >= 0) & (expert < E)).all()
+  np.testing.assert_array_equal(expert, again.expert_TK)
+  assert routing.count_GE.sum() == T * K
+  assert np.isnan(routing.weight_TK[2]).all()  # and with it the loss: the step is skipped
+  sums = sums_of(x, gate)
+  assert sums.nonfinite == 2
+  np.testing.assert_allclose(statistics(sums)["nonfinite"], 2 / T)
+
+
+# -- balancing biases -----------------------------------------------------------------------------
+
+
+def loads(*rows):
+  load = jnp.asarray(rows, jnp.float32)
+  base = sums_of(np.ones((1, D)), np.ones((D, E)))
+  layers = jax.tree.map(lambda a: jnp.stack([a] * len(rows)), base)
+  return dataclasses.replace(layers, load_E=load, choices=load.sum(-1))
+
+
+def test_bias_rules_on_paper():
+  sums = loads([4, 0, 2, 2], [0, 0, 0, 0])
+  bias = jnp.asarray([[0.5, 0, 0, 0], [0.25, 0, 0, 0]], jnp.float32)
+  sign = update_bias(bias, sums, "sign", 0.125)
+  np.testing.assert_array_equal(sign, [[0.375, 0.125, 0, 0], [0.25, 0, 0, 0]])
+  pid = update_bias(bias, sums, "pid", 1.0)
+  np.testing.assert_array_equal(pid, [[0.25, 0.25, 0, 0], [0.25, 0, 0, 0]])
+  np.testing.assert_array_equal(update_bias(bias, sums, "none", 1.0), bias)
+
+
+def test_bias_balances_a_skewed_router():
+  x, gate, _ = problem(tokens=200, seed=3)
+  x, gate = jnp.asarray(x), jnp.asarray(gate).at[:, 0].add(jnp.asarray(x).mean(0) * 20)
+
+  @quick_jit
+  def step(bias):
+    routing = route(x, gate, RouterConfig(), k=1, bias_E=bias)
+    sums = router_sums(routing, jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32))
+    return update_bias(bias, sums, "sign", 0.01), statistics(sums)["max_violation"]
+
+  bias, first = step(jnp.zeros(E))
+  for _ in range(100):
+    bias, last = step(bias)
+  assert last < first / 4
+
+
+def test_bias_range_is_reported():
+  sums = sums_of(np.ones((1, D)), np.ones((D, E)))
+  assert "bias_range" not in statistics(sums)
+  assert statistics(sums, jnp.asarray(0.5))["bias_range"] == 0.5

@@ -1,0 +1,267 @@
+"""Orders of places, capacity rules and token rounding: loops, properties, and by hand."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import quick_jit
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scmoe.errors import ConfigError
+from scmoe.moe import route as route_module
+from scmoe.moe.dispatch import capacity, dropless, local
+from scmoe.moe.dispatch.capacity import exact_capacity
+from scmoe.moe.options import ORDERS, RouterConfig
+from scmoe.moe.route import make_routing, queue_places, round_counts, rounded_choice, route
+from scmoe.moe.types import ABSENT
+from scmoe.parallel.collectives import Exchange
+
+T, E, K = 8, 4, 2  # one shape for all properties: compiled once
+
+
+def places_loop(experts, order, priority, live, groups=1):
+  """Serves choices one by one, as the order says."""
+  tokens, k = experts.shape
+  size = max(tokens // groups, 1)
+  visits = {t: (t // size, t) for t in range(tokens)}
+  if order == "priority":
+    visits = {t: (t // size, -priority[t], t) for t in range(tokens)}
+  if order == "token":
+    turns = sorted((visits[t], j, t) for t in range(tokens) for j in range(k))
+  else:
+    turns = sorted((j, visits[t], t) for t in range(tokens) for j in range(k))
+    turns = [(visit, j, t) for j, visit, t in turns]
+  queues, places = {}, np.full((tokens, k), -1)
+  for _, j, t in turns:
+    if live[t]:
+      queue = queues.setdefault((t // size, int(experts[t, j])), [])
+      places[t, j] = len(queue)
+      queue.append(t)
+  return places
+
+
+def routings(num_experts=E, tokens=T, k=K):
+  row = st.permutations(range(num_experts)).map(lambda p: p[:k])
+  return st.lists(row, min_size=tokens, max_size=tokens).map(lambda r: np.array(r, np.int32))
+
+
+SKEWED = [
+  np.tile([[0, 1]], (T, 1)),  # all to one expert
+  np.tile([[3, 0], [0, 3]], (T // 2, 1)),  # experts without a token
+]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_places_are_those_of_serving_one_by_one(order, groups):
+  @settings(max_examples=25, deadline=None)
+  @given(routings(), st.lists(st.integers(0, 3), min_size=T, max_size=T), st.integers(0, 2**T - 1))
+  def check(experts, ranks, mask):
+    live = np.array([bool(mask >> t & 1) for t in range(T)])
+    priority = np.array(ranks, np.float32)  # with ties
+    place, flat, count = queue_places(
+      jnp.asarray(experts),
+      E,
+      groups,
+      jnp.asarray(live),
+      order=order,
+      priority_T=jnp.asarray(priority),
+    )
+    want = places_loop(experts, order, priority, live, groups)
+    np.testing.assert_array_equal(np.where(live[:, None], place, -1), want)
+    assert count.sum() == live.sum() * K
+    served = np.asarray(flat)[: live.sum() * K]
+    position = {(t // (T // groups), experts[t, j], want[t, j]): t * K + j
+                for t in range(T) for j in range(K) if live[t]}  # fmt: skip
+    np.testing.assert_array_equal(served, [position[key] for key in sorted(position)])
+
+  check()
+  for experts in SKEWED:
+    place, _, count = queue_places(
+      jnp.asarray(experts, jnp.int32), E, groups, order=order, priority_T=jnp.ones(T)
+    )
+    want = places_loop(experts, order, np.ones(T), np.ones(T, bool), groups)
+    np.testing.assert_array_equal(place, want)
+    assert count.sum() == T * K
+
+
+def test_priority_serves_the_surest_token_first_and_loses_none_at_capacity_zero():
+  logits = jnp.asarray([[1, 0], [3, 0], [2, 0], [0, 9]], jnp.float32)
+  gate = lambda x: logits
+  routing = route(jnp.zeros((4, 1)), gate, RouterConfig(order="priority"), k=1)
+  np.testing.assert_array_equal(routing.place_TK[:, 0], [2, 0, 1, 0])
+  rows = capacity.capacity(0, tokens=4, num_experts=2, k=1, need=exact_capacity(routing.count_GE))
+  assert rows == 3
+  assert local.buffer_plan(routing, rows)[2] == 0
+  kept = np.asarray(local.buffer_plan(routing, 1)[0])[:, 0] < 2
+  np.testing.assert_array_equal(kept, [False, True, False, True])  # the least sure ones are dropped
+
+
+def test_devices_with_different_numbers_of_tokens():
+  # Capacity from the largest device, the others padded and masked: as if each had its own tokens.
+  rng = np.random.default_rng(0)
+  experts = rng.permuted(np.tile(np.arange(E), (T, 1)), axis=1)[:, :K].astype(np.int32)
+  rows = capacity.capacity(0.5, tokens=T, num_experts=E, k=K)
+  for tokens in (2, 5, T):
+    live = np.arange(T) < tokens
+    place, _, _ = queue_places(jnp.asarray(experts), E, live_T=jnp.asarray(live))
+    alone, _, _ = queue_places(jnp.asarray(experts[:tokens]), E)
+    np.testing.assert_array_equal(place[:tokens] < rows, alone < rows)
+
+
+@settings(max_examples=25, deadline=None)
+@given(routings(), st.sampled_from([1, 3]), st.sampled_from(ORDERS))
+def test_what_is_kept_comes_back_with_its_weight(experts, rows, order):
+  probs = jnp.full((T, E), 1 / E)
+  weight = jnp.arange(1, T * K + 1, dtype=jnp.float32).reshape(T, K)
+  routing = make_routing(jnp.asarray(experts), weight, probs, probs, order=order)
+  np.testing.assert_array_equal(routing.weight_TK, weight)
+  slot, source, dropped = local.buffer_plan(routing, rows)
+  kept = np.asarray(slot) < E * rows
+  assert dropped + kept.sum() == T * K
+  x = jnp.arange(1, T + 1, dtype=jnp.float32)[:, None]
+  y = local.sum_rows(local.gather_rows(x, slot, source), routing.weight_TK, slot, source)
+  np.testing.assert_allclose(y, x * (np.asarray(weight) * kept).sum(1, keepdims=True), rtol=1e-6)
+
+
+# -- capacity -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("factor", "options", "want"),
+  [
+    (2.0, {"tokens": 96, "num_experts": 6, "k": 6}, 192),  # not limited to the tokens
+    (0.29, {"tokens": 100, "num_experts": 1, "k": 1}, 28),  # a double, truncated
+    (1.0, {"tokens": 10, "num_experts": 4, "k": 2}, 6),
+    (1.0, {"tokens": 10, "num_experts": 4, "k": 2, "rule": "megablocks"}, 5),
+    (0, {"tokens": 96, "num_experts": 6, "k": 2, "need": 35}, 35),
+    (0, {"tokens": 96, "num_experts": 6, "k": 2}, 96),  # under jit: nothing can be lost
+    (-1.25, {"tokens": 96, "num_experts": 6, "k": 1, "need": 21}, 20),
+    (-1.25, {"tokens": 96, "num_experts": 6, "k": 1, "need": 19}, 19),
+    (-1.25, {"tokens": 96, "num_experts": 6, "k": 1}, 20),
+    (1.0, {"tokens": 96, "num_experts": 6, "k": 2, "align": 3}, 33),
+    (1.0, {"tokens": 96, "num_experts": 6, "k": 2, "align": 300}, 384),
+    (0, {"tokens": 96, "num_experts": 6, "k": 2, "need": 35, "align": 4}, 36),
+    (1.0, {"tokens": 0, "num_experts": 6, "k": 2}, 0),
+  ],
+)
+def test_capacity_rules(factor, options, want):
+  assert capacity.capacity(factor, **options) == want
+
+
+@pytest.mark.parametrize("factor", [0.1, -0.1])
+def test_a_capacity_of_zero_is_refused_and_never_dropless(factor):
+  with pytest.raises(ConfigError, match=r"capacity of 0; use at least 0\.5"):
+    capacity.capacity(factor, tokens=8, num_experts=4, k=2, need=8)
+
+
+def test_the_exact_need_is_not_known_under_jit():
+  assert exact_capacity(jnp.asarray([[1, 4], [2, 0]])) == 4
+  with pytest.raises(ConfigError, match="traced"):
+    jax.jit(exact_capacity)(jnp.ones((1, 2), jnp.int32))
+
+
+# -- token rounding -------------------------------------------------------------------------------
+
+
+def test_rounded_counts_by_hand():
+  counts = jnp.asarray([0, 1, 2, 3, 5, 6, 7])
+  np.testing.assert_array_equal(round_counts(counts, 4, 100), [0, 0, 4, 4, 4, 8, 8])
+  np.testing.assert_array_equal(round_counts(counts, 4, 7), [0, 0, 4, 4, 4, 4, 4])
+
+
+@pytest.mark.parametrize("skew", [0.0, 2.0, 8.0])
+@pytest.mark.parametrize("k", [1, 2, 6])
+def test_every_expert_gets_whole_tiles(skew, k):
+  tokens, experts, tile = 48, 6, 4
+  rng = np.random.default_rng(k)
+  logits = jnp.asarray(rng.normal(size=(tokens, experts)) + skew * np.eye(experts)[0], jnp.float32)
+  live = jnp.asarray(np.arange(tokens) % 8 != 3)
+  config = RouterConfig(round_to=tile)
+  options = {"k": k, "live_T": live}
+  choose = lambda logits, train: route(
+    jnp.zeros((tokens, 1)), lambda x: logits, config, train=train, **options
+  )
+  plain, routing = (quick_jit(choose, static_argnums=1)(logits, train) for train in (False, True))
+  before, after = np.asarray(plain.count_GE[0]), np.asarray(routing.count_GE[0])
+  assert (after % tile == 0).all()
+  assert (np.abs(after - before) < tile).all()
+  present = np.asarray(routing.place_TK != ABSENT) & np.asarray(live)[:, None]
+  for e in range(experts):
+    visitors = (present & (np.asarray(routing.expert_TK) == e)).sum(1)
+    assert visitors.max(initial=0) <= 1
+    assert visitors.sum() == after[e]
+  weight = np.asarray(routing.weight_TK)
+  assert (weight[~present] == 0).all()
+  if k > 1:
+    np.testing.assert_allclose(weight.sum(1)[present.any(1)], 1, rtol=1e-5)
+  # Both transports carry exactly the choices that are made.
+  x = jnp.ones((tokens, 1))
+  sent = capacity.dispatch(x, routing, rows_per_expert=tokens, exchange=Exchange())
+  assert sent.chunks[0].rows.sum() == after.sum()
+  assert sent.dropped == 0
+  here = dropless.dispatch(x, routing, slack=1.25, exchange=Exchange())
+  y = dropless.combine(here, routing.weight_TK, exchange=Exchange())
+  np.testing.assert_allclose(y[:, 0], weight.sum(1), rtol=1e-6)
+
+
+def test_rounding_takes_the_tokens_that_like_an_expert_best():
+  probs = jnp.asarray([[0.9, 0.1], [0.8, 0.2], [0.55, 0.45], [0.6, 0.4], [0.3, 0.7], [0.7, 0.3]])
+  expert = jnp.asarray([[0], [0], [0], [0], [1], [0]])
+  # Expert 0 has 5 tokens, rounded to 4: it gives up token 2. Expert 1 has one, rounded to 2 (tile
+  # 2): it takes token 2, which likes it best of the others.
+  which, present = rounded_choice(probs, expert, 2)
+  visits = [{int(e) for e, p in zip(*row) if p} for row in zip(which, present)]
+  five = sum(0 in v for v in visits)
+  assert five == 6  # 5 rounds up to 6: halves go up
+  assert visits[2] == {0, 1}
+  assert visits[4] == {0, 1}
+
+
+def test_rounding_warns_once_and_refuses_a_tile_without_tokens(caplog):
+  route_module._warn_rounding.cache_clear()
+  arguments = (jnp.zeros((4, 1)), jnp.zeros((1, 2)), RouterConfig(round_to=2))
+  with caplog.at_level(logging.WARNING, logger="scmoe"):
+    route(*arguments, k=1)
+    assert not caplog.records  # evaluation: plain top-k
+    for _ in range(2):
+      route(*arguments, k=1, train=True)
+  assert len(caplog.records) == 1
+  assert "not causal" in caplog.text
+  with pytest.raises(ConfigError, match="round_to=8 is larger than the 4 tokens"):
+    route(*arguments[:2], RouterConfig(round_to=8), k=1, train=True)
+
+
+# -- corners --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("tokens", "k"), [(0, 2), (1, 1), (1, E), (3, E)])
+def test_few_tokens_and_all_experts(order, tokens, k):
+  rng = np.random.default_rng(0)
+  x, gate = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((tokens, 3), (3, E)))
+  routing = route(x, gate, RouterConfig(order=order), k=k)
+  assert routing.expert_TK.shape == (tokens, k)
+  np.testing.assert_array_equal(np.sort(routing.expert_TK, 1).size, tokens * k)
+  if k == E:
+    np.testing.assert_array_equal(np.sort(routing.expert_TK, 1), np.tile(np.arange(E), (tokens, 1)))
+  rows = capacity.capacity(1.0, tokens=tokens, num_experts=E, k=k)
+  sent = capacity.dispatch(x, routing, rows_per_expert=rows, exchange=Exchange())
+  y = capacity.combine(sent, routing.weight_TK, exchange=Exchange())
+  kept = np.asarray(routing.place_TK) < rows
+  want = np.asarray(x) * (np.asarray(routing.weight_TK) * kept).sum(1, keepdims=True)
+  np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-7)
+
+
+def test_more_choices_than_experts_names_both():
+  with pytest.raises(ConfigError, match=r"top_k=5 is larger than model\.num_experts=4"):
+    route(jnp.zeros((2, 3)), jnp.zeros((3, 4)), RouterConfig(), k=5)
+
+
+def test_equal_probabilities_go_to_the_smaller_index():
+  routing = route(jnp.ones((3, 2)), jnp.zeros((2, E)), RouterConfig(order="priority"), k=2)
+  np.testing.assert_array_equal(routing.expert_TK, [[0, 1]] * 3)
+  np.testing.assert_array_equal(routing.place_TK, [[0, 0], [1, 1], [2, 2]])

@@ -271,6 +271,32 @@ def test_weights_after_or_before_the_experts(weights, transport):
   np.testing.assert_allclose(got[0], want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("weights", ["after", "before"])
+def test_weights_and_their_gradients_in_the_rounds_of_the_dropless_transport(weights, mesh_of):
+  # Every token likes expert 0 best, so that one round is not enough.
+  x, key = np.abs(draw(4, 8, 4)), draw(4, 8, 4, seed=9)
+  results = []
+  for mesh in (None, mesh_of(1, 2, 1)):
+    moe = layer(
+      RouterConfig(weights=weights), mesh, transport=DispatchConfig("dropless", slack=1.0)
+    )
+    moe.router_gate[0].weight[...] = jnp.zeros((4, 4)).at[:, :2].set(jnp.asarray([[0.6, 0.4]]))
+    graph, params = nnx.split(moe)
+
+    def value(params, x, graph=graph):
+      y, sums = nnx.merge(graph, params)(x, k=2)
+      return (y * key).sum(), sums
+
+    grad = quick_jit(jax.value_and_grad(value, argnums=(0, 1), has_aux=True))
+    results.append(grad(params, jnp.asarray(x, jnp.float32)))
+  (alone, _), alone_bar = results[0]
+  (together, sums), together_bar = results[1]
+  assert sums.rounds.max() > 1
+  np.testing.assert_allclose(together, alone, rtol=1e-4)
+  for got, want in zip(jax.tree.leaves(together_bar), jax.tree.leaves(alone_bar)):
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
 # -- forced and biased choices --------------------------------------------------------------------
 
 

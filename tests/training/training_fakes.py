@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,16 @@ VOCAB, WIDTH, EXPERTS, SEQ = 17, 8, 4, 8
 
 def init(key):
   """Parameters and router state of a two-layer language model with top-1 experts."""
-  keys = jax.random.split(key, 4)
-  normal = lambda i, *shape: 0.3 * jax.random.normal(keys[i], shape, jnp.float32)
+  shapes = ((VOCAB, WIDTH), (WIDTH, EXPERTS), (EXPERTS, WIDTH, WIDTH), (WIDTH, VOCAB))
+  sizes = [math.prod(shape) for shape in shapes]
+  draw = jax.random.uniform(key, (sum(sizes),), minval=-0.5, maxval=0.5)  # one draw: compiles fast
+  parts = jnp.split(draw, np.cumsum(sizes)[:-1])
+  embed, router, experts, head = (p.reshape(shape) for p, shape in zip(parts, shapes))
   params = {
-    "embed": normal(0, VOCAB, WIDTH),
-    "router": normal(1, WIDTH, EXPERTS),
-    "experts": normal(2, EXPERTS, WIDTH, WIDTH),
-    "head": {"kernel": normal(3, WIDTH, VOCAB), "bias": jnp.zeros(VOCAB)},
+    "embed": embed,
+    "router": router,
+    "experts": experts,
+    "head": {"kernel": head, "bias": jnp.zeros(VOCAB)},
   }
   return params, {"bias": jnp.zeros(EXPERTS)}
 
@@ -53,7 +57,7 @@ class Objective:
     expert = jnp.argmax(logits, -1)
     gate = jax.nn.softmax(logits)
     one_hot = jax.nn.one_hot(expert, EXPERTS)
-    x = x + self.noise * jax.random.normal(rng, x.shape)
+    x = x + self.noise * jax.random.uniform(rng, x.shape)
     y = jnp.einsum("bsd,edf,bse->bsf", x, params["experts"], one_hot * gate)
     out = jax.nn.gelu(x + y) @ params["head"]["kernel"] + params["head"]["bias"]
     token = jnp.take_along_axis(jax.nn.log_softmax(out), batch["targets"][..., None], -1)[..., 0]

@@ -323,8 +323,8 @@ class MoE(nnx.Module):
     if key is None or not jitter:
       return None
     key = jax.random.fold_in(key, 1)  # the noise has used the key itself
-    span = {"minval": 1 - jitter, "maxval": 1 + jitter}
-    draw = lambda b: jax.random.uniform(key, (b, *shape[1:]), jnp.float32, **span)
+    low, high = 1 - jitter, 1 + jitter
+    draw = lambda b: jax.random.uniform(key, (b, *shape[1:]), jnp.float32, minval=low, maxval=high)
     return self._on_batch(draw, shape[0])
 
   def _on_batch(self, draw: Callable[[int], Array], batch: int) -> Array:

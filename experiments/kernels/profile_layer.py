@@ -1,4 +1,7 @@
-"""Where a layer's time goes, kernel by kernel: python experiments/kernels/profile_layer.py NAME ..."""
+"""Where a layer's time goes, kernel by kernel.
+
+python experiments/kernels/profile_layer.py NAME ...
+"""
 
 import collections
 import glob
@@ -37,9 +40,9 @@ def kernel_times(function, arguments, calls=3):
 def main():
   for name in sys.argv[1:]:
     shape = bench.parse_shape(name)
-    arguments = bench._layer_inputs(shape, 0)
-    dy = bench._normal(1)(*arguments[0].shape)
-    forward, both = bench._training_functions(shape, "auto")
+    arguments = bench.layer_inputs(shape, 0)
+    dy = bench.normal_arrays(1)(*arguments[0].shape)
+    forward, both = bench.training_functions(shape, "auto")
     for label, function, a in (("forward", forward, arguments), ("both", both, (dy, *arguments))):
       times = kernel_times(function, a)
       wall = bench.interleaved({"x": (function, a)}, 3)["x"]

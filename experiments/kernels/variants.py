@@ -1,4 +1,7 @@
-"""A layer's forward under other tilings and gathers: python experiments/kernels/variants.py NAME ..."""
+"""A layer's forward under other tilings and gathers.
+
+python experiments/kernels/variants.py NAME ...
+"""
 
 import os
 import sys
@@ -32,13 +35,13 @@ def main():
         {down: Tiling(cols=192, stages=4, pingpong=True, band=2)},
         FUSED,
       )
-    arguments = bench._layer_inputs(shape, 0)
+    arguments = bench.layer_inputs(shape, 0)
     contenders = {}
     for label, (table, fused) in variants.items():
       tiles.TABLE.clear()
       tiles.TABLE.update(table)
       mosaic_gpu.FUSED_GATHERS = fused
-      forward, _ = bench._training_functions(shape, "auto")
+      forward, _ = bench.training_functions(shape, "auto")
       contenders[label] = (forward.lower(*arguments).compile(), arguments)
     for label, ms in bench.interleaved(contenders, 3).items():
       print(f"{name} forward, {label}: {ms:.3f} ms", flush=True)

@@ -7,9 +7,9 @@
     T  tokens      D  model width      F  expert width      E  experts      K  experts per token
 
 Every result is compared with float32 before it is timed. Inputs are fresh and random; a time is the
-median over rounds in which all contenders take turns, so that a drift of the clock hits all of them.
-The bound is XLA's batched dense product of the same FLOPs on equal groups, timed in the same rounds:
-no router, no gather, no activation, no weighted sum.
+median over rounds in which all contenders take turns, so that a drift of the clock hits all of
+them. The bound is XLA's batched dense product of the same FLOPs on equal groups, timed in the same
+rounds: no router, no gather, no activation, no weighted sum.
 """
 
 import argparse
@@ -118,13 +118,15 @@ def interleaved(
   return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def _normal(seed: int, dtype=jnp.bfloat16):
+def normal_arrays(seed: int, dtype=jnp.bfloat16) -> Callable[..., jax.Array]:
+  """A maker of fresh standard normal arrays: (*shape, scale=1) -> array."""
   keys = iter(jax.random.split(jax.random.key(seed), 64))
   return lambda *shape, scale=1.0: jax.random.normal(next(keys), shape, dtype) * scale
 
 
-def _layer_inputs(shape: Shape, seed: int) -> tuple[jax.Array, ...]:
-  normal = _normal(seed)
+def layer_inputs(shape: Shape, seed: int) -> tuple[jax.Array, ...]:
+  """x, router, gate, up and down, scaled so that activations are of order one."""
+  normal = normal_arrays(seed)
   s = shape
   return (
     normal(s.tokens, s.width),
@@ -140,8 +142,8 @@ def check_layer(shape: Shape, seed: int, backend: str) -> dict[str, float]:
 
   The routing is decided once: two routers in different precision may break near-ties differently.
   """
-  x, router, *weights = _layer_inputs(shape, seed)
-  dy = _normal(seed + 1)(*x.shape)
+  x, router, *weights = layer_inputs(shape, seed)
+  dy = normal_arrays(seed + 1)(*x.shape)
   expert_TK, weight_TK = jax.jit(route_top_k, static_argnums=2)(x, router, shape.top_k)
 
   def run(backend, x, weight_TK, *weights):
@@ -162,7 +164,7 @@ def check_layer(shape: Shape, seed: int, backend: str) -> dict[str, float]:
 
 def _bound(shape: Shape, seed: int) -> dict[str, tuple[Callable[..., Any], Sequence[Any]]]:
   """Batched dense products of the layer's FLOPs, forward and backward."""
-  normal = _normal(seed)
+  normal = normal_arrays(seed)
   rows = shape.tokens * shape.top_k // shape.experts
   e, d, f = shape.experts, shape.width, shape.hidden
   x, h, a = normal(e, rows, d), normal(e, rows, 2 * f), normal(e, rows, f)
@@ -187,7 +189,7 @@ def _bound(shape: Shape, seed: int) -> dict[str, tuple[Callable[..., Any], Seque
   }
 
 
-def _training_functions(shape: Shape, backend: str):
+def training_functions(shape: Shape, backend: str) -> tuple[Any, Any]:
   """The forward as training runs it (what the backward needs is kept), and forward + backward."""
 
   def forward(x, router, *weights):
@@ -215,20 +217,19 @@ def bench_layer(shape: Shape, seed: int, backend: str, rounds: int) -> dict[str,
   worst = max(errors.values())
   if not worst <= TOLERANCE:
     raise ValueError(f"{shape.name}: errors {errors} exceed {TOLERANCE}: not timed")
-  arguments = _layer_inputs(shape, seed)
-  dy = _normal(seed + 2)(*arguments[0].shape)
-  forward, both = _training_functions(shape, backend)
-  kept = jax.eval_shape(forward, *arguments)[1]
+  arguments = layer_inputs(shape, seed)
+  dy = normal_arrays(seed + 2)(*arguments[0].shape)
+  forward_function, both_function = training_functions(shape, backend)
+  kept = jax.eval_shape(forward_function, *arguments)[1]
   kept_bytes = sum(math.prod(a.shape) * a.dtype.itemsize for a in kept)
-  memory = both.lower(dy, *arguments).compile().memory_analysis()
-  times = interleaved(
-    {
-      "forward": (forward, arguments),
-      "forward+backward": (both, (dy, *arguments)),
-      **_bound(shape, seed + 3),
-    },
-    rounds,
-  )
+  forward = forward_function.lower(*arguments).compile()
+  both = both_function.lower(dy, *arguments).compile()
+  memory = both.memory_analysis()
+  ours = {"forward": (forward, arguments), "forward+backward": (both, (dy, *arguments))}
+  # Alone, as the peers' figures were taken; and taking turns with the bound, whose power draw slows
+  # whatever runs next on a GPU at its power limit.
+  alone = {name: interleaved({name: run}, rounds)[name] for name, run in ours.items()}
+  times = interleaved({**ours, **_bound(shape, seed + 3)}, rounds)
   bound = {
     "forward": times["bound forward"],
     "forward+backward": times["bound forward"] + times["bound backward"],
@@ -243,12 +244,14 @@ def bench_layer(shape: Shape, seed: int, backend: str, rounds: int) -> dict[str,
     "temporary_bytes": memory.temp_size_in_bytes,
     "argument_bytes": memory.argument_size_in_bytes,
     "output_bytes": memory.output_size_in_bytes,
+    "peak_bytes_of_process": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
   }
   for key, factor in (("forward", 1), ("forward+backward", 3)):
     result[key] = {
-      "ms": times[key],
-      "tflops": factor * shape.flops / times[key] / 1e9,
-      "bound_ms": bound[key],
+      "ms": alone[key],
+      "tflops": factor * shape.flops / alone[key] / 1e9,
+      "ms_interleaved": times[key],
+      "bound_ms_interleaved": bound[key],
       "percent_of_bound": 100 * bound[key] / times[key],
     }
   return result
@@ -285,7 +288,7 @@ def bench_kernels(shape: Shape, skews: Sequence[float | None], seed: int, rounds
   rows = s.tokens * s.top_k
   for label, k, n in (("up", s.width, 2 * s.hidden), ("down", s.hidden, s.width)):
     contenders: dict[str, tuple[Callable[..., Any], Sequence[Any]]] = {}
-    normal = _normal(seed)
+    normal = normal_arrays(seed)
     lhs, dout, rhs = normal(rows, k), normal(rows, n), normal(s.experts, k, n, scale=k**-0.5)
     equal = lambda a, experts=s.experts: a.reshape(experts, -1, a.shape[1])
     for name, expression, operands in (
@@ -360,7 +363,7 @@ def tune(shape: Shape, seed: int, rounds: int) -> list[str]:
 
   s = shape
   rows, d, f = s.tokens * s.top_k, s.width, s.hidden
-  normal = _normal(seed)
+  normal = normal_arrays(seed)
   layout = jax.jit(make_layout, static_argnums=(1, 2))(
     group_sizes(s, None, seed), rows, tiles.ROW_TILE
   )
@@ -397,7 +400,9 @@ def tune(shape: Shape, seed: int, rounds: int) -> list[str]:
       (wide_R, hidden, layout),
     ),
     ("down_backward", d, f): (
-      lambda *a, tiling: mosaic_backward.down_backward_product(*a, swiglu, tiling),
+      lambda dy, down, pre, s, layout, tiling: mosaic_backward.down_backward_product(
+        dy, down, pre, s, layout, swiglu, tiling
+      ),
       (wide_R, down, hidden, weight_R, layout),
     ),
   }

@@ -4,13 +4,13 @@
     R  rows of the padded layout
 
 Kept for the backward: x, the pre-activations (2·T·D + 4·T·K·F bytes in bfloat16 with a gated
-activation), the K chosen experts and weights of each token, and the row plan. The gathered rows, the
-experts' output and their gradients exist only in passing. The router weights' gradient is ⟨da', a⟩,
-which needs neither of them (SonicMoE, arXiv 2512.14080).
+activation), the K chosen experts and weights of each token, and the row plan. The gathered rows,
+the experts' output and their gradients exist only in passing. The router weights' gradient is
+⟨da', a⟩, which needs neither of them (SonicMoE, arXiv 2512.14080).
 """
 
 import functools
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -151,16 +151,18 @@ def route_top_k(
   """
   if not 1 <= top_k <= router_DE.shape[1]:
     raise ValueError(f"top_k={top_k} but there are {router_DE.shape[1]} experts: 1 <= top_k <= E")
-  if backend == "auto" or x_TD.shape[1] % 64 == 0:
-    backend = resolve_backend(backend, x_TD.dtype, x_TD.shape[1])
-  kernel = backend == "mosaic_gpu" and route_gpu.fits(*x_TD.shape, router_DE.shape[1])
-  routing = _route_top_k(x_TD, router_DE, top_k, kernel, num_sms)
-  expert_TK, weight_TK = cast(tuple[jax.Array, jax.Array], routing)
-  return expert_TK, weight_TK
+  tokens, width = x_TD.shape
+  fits = route_gpu.fits(tokens, width, router_DE.shape[1])
+  if backend == "mosaic_gpu" and not fits:
+    backend = "xla"  # the router is small: what the kernel cannot take is no reason to refuse
+  kernel = resolve_backend(backend, x_TD.dtype, width) == "mosaic_gpu" and fits
+  return cast(Any, _route_top_k)(x_TD, router_DE, top_k, kernel, num_sms)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _route_top_k(x_TD, router_DE, top_k, kernel, num_sms):
+def _route_top_k(
+  x_TD: jax.Array, router_DE: jax.Array, top_k: int, kernel: bool, num_sms: int | None
+) -> tuple[jax.Array, jax.Array]:
   if kernel:
     return route_gpu.route_top_k_gpu(x_TD, router_DE, top_k, num_sms)
   logits_TE = jnp.dot(
@@ -183,7 +185,7 @@ def _largest(logits_TE: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _route_fwd(x_TD, router_DE, top_k, kernel, num_sms):
-  expert_TK, weight_TK = _route_top_k(x_TD, router_DE, top_k, kernel, num_sms)
+  expert_TK, weight_TK = cast(Any, _route_top_k)(x_TD, router_DE, top_k, kernel, num_sms)
   return (expert_TK, weight_TK), (x_TD, router_DE, expert_TK, weight_TK)
 
 

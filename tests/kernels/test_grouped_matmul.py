@@ -52,14 +52,13 @@ def test_values_and_gradients_match_the_reference(sizes, with_bias):
   lhs, rhs, bias, dout = problem(0)
   bias = bias if with_bias else None
   sizes = jnp.asarray(sizes)
-  run = jax.jit(
-    lambda lhs, rhs, bias: (
-      jax.vjp(
-        lambda *a: grouped_matmul(*a[:2], sizes, bias_GN=a[2], backend="xla"), lhs, rhs, bias
-      )[1](dout)
-      + (grouped_matmul(lhs, rhs, sizes, bias_GN=bias, backend="xla"),)
-    )
-  )
+
+  @jax.jit
+  def run(*arguments):
+    product = lambda *a: grouped_matmul(*a[:2], sizes, bias_GN=a[2], backend="xla")
+    out, vjp = jax.vjp(product, *arguments)
+    return *vjp(dout), out
+
   want_out, vjp = jax.vjp(
     lambda *a: grouped_matmul_reference(a[0], a[1], sizes, a[2]), lhs, rhs, bias
   )
@@ -140,8 +139,13 @@ def test_ffn_matches_the_reference(activation):
     f_of = lambda a, backend=backend: grouped_ffn(
       **a, group_sizes_G=sizes, activation=activation, backend=backend
     )
-    out, vjp = jax.vjp(f_of, arguments)
-    results.append((out, vjp(dout)[0]))
+
+    @jax.jit
+    def run(arguments, f_of=f_of):
+      out, vjp = jax.vjp(f_of, arguments)
+      return out, vjp(dout)[0]
+
+    results.append(run(arguments))
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), results[0], results[1]
   )

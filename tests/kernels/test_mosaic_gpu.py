@@ -1,8 +1,8 @@
 """The Hopper kernels without a GPU: every shipped tiling lowers, and small cases are simulated.
 
-The simulation runs shared memory, barriers, TMA and wgmma on the CPU and looks for races. On jax 0.10
-it has no rule for transposed operands and layout casts, so the kernels that use them are simulated on
-jax 0.11 and later only; they are lowered on both.
+The simulation runs shared memory, barriers, TMA and wgmma on the CPU and looks for races. On jax
+0.10 it has no rule for transposed operands and layout casts, so the kernels that use them are
+simulated on jax 0.11 and later only; they are lowered on both.
 """
 
 import functools
@@ -20,7 +20,7 @@ from scmoe.kernels.grouped_matmul.pipeline import Tiling, banded, interpreted
 from scmoe.kernels.moe_layer import moe_layer, route_top_k
 from scmoe.kernels.permute.route_gpu import route_top_k_gpu
 
-SIZES = [100, 0, 200]
+SIZES = [60, 0, 70]
 needs_new_simulation = pytest.mark.skipif(
   jax_version() < (0, 11), reason="GPU interpret mode of jax 0.10 lacks the rules (see above)"
 )
@@ -166,7 +166,7 @@ def test_shipped_tilings_lower_for_cuda(kind, tiling, width, n):
     lower(run, array(500, width), array(rows, n), index)
 
 
-@pytest.mark.parametrize("shape", [(256, 1536, 256, 128, 8), (256, 320, 192, 8, 2)])
+@pytest.mark.parametrize("shape", [(256, 320, 192, 8, 2)])
 def test_the_layer_and_its_gradients_lower_for_cuda(shape):
   tokens, width, hidden, experts, top_k = shape
   array = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)

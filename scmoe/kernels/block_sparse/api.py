@@ -3,8 +3,8 @@
     Z  blocks      B  side of a block      M, N, K  as in a matrix product
 
 Experts' activations are such a matrix: [rows, all experts' hidden units], where a row has only its
-own expert's blocks. For topologies made by `moe_topology`, the products are the grouped kernels; for
-any other topology they are plain gathers and products by XLA. All are differentiable.
+own expert's blocks. For topologies made by `moe_topology`, the products are the grouped kernels;
+for any other topology they are plain gathers and products by XLA. All are differentiable.
 """
 
 import dataclasses
@@ -39,8 +39,8 @@ class BlockSparse:
   @property
   def shape(self) -> tuple[int, int]:
     """(rows, columns), after the transposition."""
-    shape = (self.topology.rows, self.topology.cols)
-    return shape[::-1] if self.transposed else shape
+    rows, cols = self.topology.rows, self.topology.cols
+    return (cols, rows) if self.transposed else (rows, cols)
 
   @property
   def T(self) -> "BlockSparse":
@@ -182,7 +182,8 @@ def random_mask(rows: int, cols: int, block: int, sparsity: float, seed: int) ->
   """
   if rows % block or cols % block or not 0 <= sparsity <= 1:
     raise ValueError(
-      f"rows={rows} and cols={cols} must be multiples of block={block}, sparsity={sparsity} in [0, 1]"
+      f"rows={rows} and cols={cols} must be multiples of block={block}, sparsity={sparsity} in"
+      f" [0, 1]"
     )
   total = (rows // block) * (cols // block)
   mask = np.arange(total) < round(total * (1 - sparsity))

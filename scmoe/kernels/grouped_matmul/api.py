@@ -53,8 +53,9 @@ def grouped_matmul(
 ) -> jax.Array:
   """Ragged matrix product: each group of rows times its own matrix.
 
-  The counterpart of `jax.lax.ragged_dot(lhs, rhs, group_sizes)`, with the same arguments and result,
-  at a cost that does not grow with the number of groups, in the forward and in both gradients.
+  The counterpart of `jax.lax.ragged_dot(lhs, rhs, group_sizes)`, with the same arguments and
+  result, at a cost that does not grow with the number of groups, in the forward and in both
+  gradients.
 
   Args:
     lhs_MK: rows, sorted by group: the first `group_sizes[0]` belong to group 0, and so on.

@@ -65,8 +65,8 @@ def check_ffn(rows: jax.Array, weights: FFNWeights, num_groups: int, activation:
   if kind.gated != (weights.gate_GDF is not None):
     has = "has" if weights.gate_GDF is not None else "lacks"
     raise ValueError(
-      f"activation {activation!r} is {'gated' if kind.gated else 'not gated'} but the FFN {has} gate"
-      f" weights: {'pass gate' if kind.gated else 'pass gate=None'}"
+      f"activation {activation!r} is {'gated' if kind.gated else 'not gated'} but the FFN {has}"
+      f" gate weights: {'pass gate' if kind.gated else 'pass gate=None'}"
     )
   expected = {
     "gate_GDF": (groups, width, hidden),

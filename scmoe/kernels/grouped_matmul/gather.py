@@ -2,13 +2,13 @@
 
 Hopper's bulk copies (TMA) cannot gather rows, so the producer warpgroup does it with one 16-byte
 asynchronous copy per thread and step (`cp.async`, PTX ISA 8.x, section "Data Movement"), written in
-the swizzled layout that wgmma reads. Their arrival is counted by barriers of our own: `cp.async` can
-signal an mbarrier, but the Pallas barrier of the stage cannot be named from inline code.
+the swizzled layout that wgmma reads. Their arrival is counted by barriers of our own: `cp.async`
+can signal an mbarrier, but the Pallas barrier of the stage cannot be named from inline code.
 
 These functions have no interpretation on a CPU; there, the rows are gathered before the kernel.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 from jax._src.lib.mlir import ir
@@ -69,7 +69,7 @@ def init_barriers(barriers: Any, stages: int) -> None:
     }}"""
     _asm(text, [_shared_address(memory)], "r")
 
-  run(barriers)
+  cast(Any, run)(barriers)
 
 
 def start_gather(
@@ -181,7 +181,7 @@ def start_gather(
       "l,l,r,r,r,r,r",
     )
 
-  run(x, index, stage, barriers, slot, first_row, first_col)
+  cast(Any, run)(x, index, stage, barriers, slot, first_row, first_col)
 
 
 def wait_gather(barriers: Any, *, slot: Any, parity: Any) -> None:
@@ -206,4 +206,4 @@ def wait_gather(barriers: Any, *, slot: Any, parity: Any) -> None:
     }"""
     _asm(text, [_shared_address(memory), _value(slot_), _value(parity_)], "r,r,r")
 
-  run(barriers, slot, parity)
+  cast(Any, run)(barriers, slot, parity)

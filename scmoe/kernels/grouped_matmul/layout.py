@@ -3,9 +3,9 @@
     M  rows given              R  rows of the padded layout (a multiple of `tile`)
     G  groups (experts)        I  row tiles: R // tile
 
-A tile then belongs to one group, so no kernel has ragged edges: every load and store is full and the
-weight gradient is a plain loop over tiles. All sizes are static bounds and all contents are computed
-on the device, so nothing waits for the host.
+A tile then belongs to one group, so no kernel has ragged edges: every load and store is full and
+the weight gradient is a plain loop over tiles. All sizes are static bounds and all contents are
+computed on the device, so nothing waits for the host.
 """
 
 import dataclasses

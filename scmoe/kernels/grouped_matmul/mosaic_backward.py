@@ -3,12 +3,13 @@
     R  rows of the padded layout      D  model width      F  expert width      G  groups
 
 One product, dA' = dY @ down.T, and everything that needs it while it is in registers: the
-pre-activations H are loaded, A is recomputed from them, and out come A' = s·A (for the down weights'
-gradient), dH, and each row's share of ds = ⟨dA', A⟩. Neither A nor the experts' output is kept by the
-forward (SonicMoE, arXiv 2512.14080).
+pre-activations H are loaded, A is recomputed from them, and out come A' = s·A (for the down
+weights' gradient), dH, and each row's share of ds = ⟨dA', A⟩. Neither A nor the experts' output is
+kept by the forward (SonicMoE, arXiv 2512.14080).
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -146,7 +147,7 @@ def down_backward_product(
         row_slice = pl.ds(row_tile * tiling.rows + first_row, consumer_rows)
         da_tile = accumulators[0][...]
         plgpu.barrier_wait(s_loaded.at[consumer])
-        ds = [None] * (consumer_rows // _ROWS)
+        ds: list[Any] = [None] * (consumer_rows // _ROWS)
         for chunk in range(cols // _COLS):
           if chunk:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)

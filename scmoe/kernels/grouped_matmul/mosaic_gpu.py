@@ -8,6 +8,7 @@ ragged, and the weight gradient is a plain loop over a group's rows.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,8 +106,7 @@ def rows_product(
   rhs_block = (cols, depth) if transpose_rhs else (depth, cols)
   consumer_rows = tiling.consumer_rows
   flat = [*lhs, *(w for ws in rhs for w in ws)]
-  if activation is not None:
-    activation = kernel_form(activation)
+  form = None if activation is None else kernel_form(activation)
 
   def body(group_gmem, num_tiles_gmem, index_gmem, *refs):
     lhs_gmem = refs[: len(lhs)]
@@ -165,14 +165,14 @@ def rows_product(
       def finish(where, accumulators, consumer, first_row):
         row_tile, col_tile, _ = where
         results = [acc[...] for acc in accumulators]
-        values = [(lambda s, r=r: r[:, s].astype(out_dtype), cols) for r in results]
-        if activation is not None:
+        values: list[Any] = [(lambda s, r=r: r[:, s].astype(out_dtype), cols) for r in results]
+        if form is not None:
 
-          def activated(s):
+          def activated(s, form=form):
             # Rounded first, so that the backward recomputes the same value from what is stored.
             h = [r[:, s].astype(out_dtype).astype(jnp.float32) for r in results]
-            a = activation.value(h[0])
-            return (a * h[1] if activation.gated else a).astype(out_dtype)
+            a = form.value(h[0])
+            return (a * h[1] if form.gated else a).astype(out_dtype)
 
           values.append((activated, cols))
         _store_chunks(

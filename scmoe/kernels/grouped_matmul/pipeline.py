@@ -6,8 +6,8 @@ producer fetches the next tile while the consumers are still finishing this one.
 
 Two ways to share the work:
   * cooperative: both consumers work on one tile, half of its rows each;
-  * ping-pong: each consumer has its own tile, and one multiplies while the other finishes. A stage is
-    consumed by one of them only, so each has its own "full" barriers, whose phases then follow the
+  * ping-pong: each consumer has its own tile, and one multiplies while the other finishes. A stage
+    is consumed by one of them only, so each has its own "full" barriers, whose phases follow the
     tiles that this consumer sees.
 """
 

@@ -49,7 +49,7 @@ def grouped_ffn_reference(
   up_bias_GF: jax.Array | None = None,
   down_bias_GD: jax.Array | None = None,
 ) -> jax.Array:
-  """rows -> up (and gate) -> activation -> down, times the row's weight, without rounding between."""
+  """rows -> up (and gate) -> activation -> down, times the row's weight; nothing is rounded."""
   kind = get_activation(activation)
   up_MF = grouped_matmul_reference(rows_MD, up_GDF, group_sizes_G, up_bias_GF)
   if kind.gated:

@@ -12,11 +12,12 @@ STORE_SLOTS = 2  # shared-memory buffers of a consumer's stores
 SMEM_LIMIT = 232_448  # bytes a CTA may have on Hopper
 _RESERVED = 2_048  # barriers and their alignment
 
-# Product kinds: "rows" (one result), "up" (gate and up with the activation), "dx" (two products into
-# one result), "weights" and "weights_pair" (weight gradients), "down_backward".
+# Product kinds: "rows" (one result), "up" (gate and up with the activation), "dx" (two products
+# into one result), "weights" and "weights_pair" (weight gradients), "down_backward".
 KINDS = ("rows", "up", "dx", "weights", "weights_pair", "down_backward")
 
-# (kind, contracted width, result width) -> tiling; for "weights*" (rows of the result, its columns).
+# (kind, contracted width, result width) -> tiling; for "weights*" (rows of the result, its
+# columns).
 TABLE: dict[tuple[str, int, int], Tiling] = {}
 
 

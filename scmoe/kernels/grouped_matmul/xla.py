@@ -2,9 +2,10 @@
 
     R  rows of the padded layout      K, N  widths      G  groups      I  row tiles
 
-The cost follows the rows (at most one part-filled tile per group), unlike the masked dense expansion
-behind `jax.lax.ragged_dot`, whose cost is multiplied by G. Tiles run one after the other, so the tile
-must be large enough to fill the device: `choose_tile` takes about a quarter of a balanced group.
+The cost follows the rows (at most one part-filled tile per group), unlike the masked dense
+expansion behind `jax.lax.ragged_dot`, whose cost is multiplied by G. Tiles run one after the
+other, so the tile must be large enough to fill the device: `choose_tile` takes about a quarter of
+a balanced group.
 """
 
 import jax
@@ -86,8 +87,8 @@ def grouped_weights(
 ) -> jax.Array:
   """out[g] = lhs[rows of g].T @ rhs[rows of g]; exactly zero for an empty group.
 
-  Padding rows must be zero in at least one operand and finite in the other. The indices are those of
-  `grouped_rows`, one for each operand.
+  Padding rows must be zero in at least one operand and finite in the other. The indices are those
+  of `grouped_rows`, one for each operand.
   """
   del num_sms
   dtype = accumulation_type(lhs_XK.dtype, rhs_XN.dtype)

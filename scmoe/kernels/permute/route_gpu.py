@@ -6,6 +6,8 @@ XLA needs a product, 2·K reductions and as many selections, whose launches cost
 when experts are small. Here the logits never leave the registers they are accumulated in.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -66,7 +68,7 @@ def route_top_k_gpu(
         if padded != experts:
           logits = jnp.where(ids < experts, logits, lowest)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        values, total = [], None
+        values: list[Any] = []
         for k in range(top_k):
           value = jnp.max(logits, axis=1)
           is_largest = logits == lax.broadcast_in_dim(value, shape, (0,))
@@ -76,8 +78,9 @@ def route_top_k_gpu(
           expert_smem[consumer, k] = chosen.astype(jnp.int32)
           values.append(value)
         powers = [jnp.exp(value - values[0]) for value in values]
-        for power in powers:
-          total = power if total is None else total + power
+        total = powers[0]
+        for power in powers[1:]:
+          total = total + power
         for k, power in enumerate(powers):
           weight_smem[consumer, k] = power / total
         plgpu.commit_smem()

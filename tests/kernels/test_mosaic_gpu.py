@@ -13,7 +13,13 @@ import numpy as np
 import pytest
 
 from scmoe._compat import gpu_interpret_params, jax_version
-from scmoe.kernels.grouped_matmul import get_activation, mosaic_gpu, tiles, xla
+from scmoe.kernels.grouped_matmul import (
+  get_activation,
+  grouped_matmul,
+  mosaic_gpu,
+  tiles,
+  xla,
+)
 from scmoe.kernels.grouped_matmul.layout import make_layout
 from scmoe.kernels.grouped_matmul.mosaic_backward import down_backward_product
 from scmoe.kernels.grouped_matmul.pipeline import Tiling, banded, interpreted
@@ -113,6 +119,27 @@ def test_router_simulated():
   want_expert, want_weight = route_top_k(x, router, 3, backend="xla")
   np.testing.assert_array_equal(expert, want_expert)
   np.testing.assert_allclose(weight, want_weight, rtol=1e-4)
+
+
+@needs_new_simulation
+def test_public_product_and_gradients_simulated():
+  """The contract of `grouped_matmul` on the kernels: unaligned, empty and tail rows included."""
+  lhs, rhs, dout = normal(0, 40, 64), normal(1, 3, 64, 128), normal(2, 40, 128)
+  sizes = jnp.asarray([5, 0, 27])
+  results = []
+  for backend in ("mosaic_gpu", "reference"):
+
+    def run(lhs, rhs, backend=backend):
+      out, vjp = jax.vjp(lambda *a: grouped_matmul(*a, sizes, backend=backend), lhs, rhs)
+      return out, *vjp(dout)
+
+    results.append(simulate(run, lhs, rhs))
+  for got, want in zip(*results):
+    assert relative_error(got, want) < 5e-3
+  out, dlhs, drhs = results[0]
+  assert not np.any(out[32:])
+  assert not np.any(dlhs[32:])
+  assert not np.any(drhs[1])
 
 
 def lower(function, *arguments):

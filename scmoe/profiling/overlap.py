@@ -1,10 +1,15 @@
-"""How much communication had computation running beside it, and what that cost the computation."""
+"""How much communication had computation running beside it, by stage and direction.
+
+The words are those of the code's named scopes (route, dispatch, experts, combine, attention, mlp),
+found in the op_name of the compiled program's instructions.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from scmoe.profiling.trace import Event, by_device, length, shared, union
 
@@ -66,3 +71,110 @@ def device_overlap(events: list[Event], steps: int = 1) -> Overlap:
   return Overlap(
     total, ms(length(computation)), ms(shared(communication, computation)), ms(elapsed), total
   )
+
+
+STAGES = ("attention", "mlp", "route", "dispatch", "experts", "combine")
+ALL_REDUCE = "all-reduce"  # of gradients, and of the few sums of the loss
+OTHER = "other"
+
+
+def operation_names(program: str) -> dict[str, str]:
+  """Instruction -> op_name, from the text of an optimised HLO program."""
+  pattern = r'^\s*(?:ROOT )?%?([\w.\-]+) = .*?op_name="([^"]*)"'
+  return dict(re.findall(pattern, program, re.MULTILINE))
+
+
+def stage_of(op_name: str) -> str:
+  """The stage word of an op_name; "all-reduce" for sums over devices outside the stages."""
+  parts = op_name.split("/")
+  for part in reversed(parts):
+    for stage in STAGES:
+      if re.fullmatch(rf"(\w+\()*{stage}\)*", part):
+        return stage
+  return ALL_REDUCE if re.search(r"psum|all[-_]reduce", op_name) else OTHER
+
+
+def direction_of(op_name: str) -> str:
+  """ "backward" for what differentiation transposed, "forward" otherwise."""
+  return "backward" if "transpose(" in op_name else "forward"
+
+
+def name_events(events: Iterable[Event], program: str) -> dict[str, str]:
+  """Instruction named by the trace -> op_name.
+
+  A trace names an asynchronous all-to-all after the operation inside, not after the program's
+  `all-to-all-start`. NCCL runs them in program order, so the n-th name to appear is the n-th start.
+  """
+  names = operation_names(program)
+  starts = re.findall(r'all-to-all-start\(.*?op_name="([^"]*)"', program)
+  seen: list[str] = []
+  for event in sorted(events, key=lambda e: e.start):
+    exchange = event.is_communication and re.match(r"all[-_]to[-_]all", event.op)
+    if exchange and event.op not in names and event.op not in seen:
+      seen.append(event.op)
+  if len(seen) == len(starts):
+    names.update(zip(seen, starts))
+  return names
+
+
+@dataclasses.dataclass(frozen=True)
+class StageTime:
+  """One stage in one direction on one device: milliseconds per step.
+
+  Attributes:
+    stage, direction: words.
+    computation: time of its kernels.
+    communication, hidden: time of its transfers, and the part beside computation.
+  """
+
+  stage: str
+  direction: str
+  computation: float
+  communication: float
+  hidden: float
+
+
+def stage_times(events: Iterable[Event], program: str, steps: int = 1) -> list[StageTime]:
+  """Times by stage and direction of the first device, longest first."""
+  devices = by_device(events)
+  if not devices:
+    return []
+  own = next(iter(devices.values()))
+  names = name_events(own, program)
+  computing = union((e.start, e.end) for e in own if not e.is_communication)
+  groups: dict[tuple[str, str], list[Event]] = {}
+  for event in own:
+    groups.setdefault(_stage_and_direction(event, names), []).append(event)
+  ms = lambda ns: ns / 1e6 / steps
+  result = []
+  for (stage, direction), group in groups.items():
+    compute = union((e.start, e.end) for e in group if not e.is_communication)
+    sending = union((e.start, e.end) for e in group if e.is_communication)
+    hidden = shared(sending, computing)
+    sizes = (ms(length(compute)), ms(length(sending)), ms(hidden))
+    result.append(StageTime(stage, direction, *sizes))
+  return sorted(result, key=lambda t: -(t.computation + t.communication))
+
+
+def _stage_and_direction(event: Event, names: Mapping[str, str]) -> tuple[str, str]:
+  op_name = names.get(event.op, event.op)
+  if event.is_communication and "AllReduce" in event.name:
+    return ALL_REDUCE, "backward"
+  return stage_of(op_name), direction_of(op_name)
+
+
+def slow_down(overlapped: Overlap, alone: Overlap) -> float:
+  """Computation beside communication over the same computation without any; 1 is no slow-down."""
+  return overlapped.computation / alone.computation
+
+
+def stage_table(times: Iterable[StageTime]) -> str:
+  """The stages as text; milliseconds."""
+  line = "{:11s} {:9s}{:>10s}{:>10s}{:>8s}{:>10s}".format
+  lines = [line("stage", "direction", "compute", "comm", "hidden", "exposed")]
+  for t in times:
+    share = f"{100 * t.hidden / t.communication:.0f} %" if t.communication else "–"
+    exposed = t.communication - t.hidden
+    numbers = (f"{t.computation:.3f}", f"{t.communication:.3f}", share, f"{exposed:.3f}")
+    lines.append(line(t.stage, t.direction, *numbers))
+  return "\n".join(lines)

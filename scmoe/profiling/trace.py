@@ -18,7 +18,7 @@ from scmoe.errors import DataError
 _COLLECTIVE = re.compile(r"nccl|memcpy\s*p2p|memcpy\s*peer|peer.to.peer", re.IGNORECASE)
 _COPY = re.compile(r"memcpy\s*d(evice)?\s*2\s*d|memcpy.?d2d", re.IGNORECASE)
 _COLLECTIVE_OP = re.compile(
-  r"all-to-all|all-reduce|all-gather|reduce-scatter|collective-permute|\bsend\b|\brecv\b"
+  r"all[-_]to[-_]all|all[-_]reduce|all[-_]gather|reduce[-_]scatter|collective[-_]permute|\bsend\b"
 )
 
 

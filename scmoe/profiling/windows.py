@@ -1,0 +1,156 @@
+"""What may run, and what was put, beside each all-to-all: a check of order that needs no GPU.
+
+`program_windows` reads a scheduled GPU program (optimised HLO text): the operations between the
+start and the done of each exchange. `graph_windows` reads a jaxpr, before any compiler: the matrix
+products that neither wait for an exchange nor feed it. Barriers are edges there, so that it shows
+the window that the schedule leaves, in the forward and in the backward pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from scmoe.profiling.overlap import direction_of, stage_of
+
+_PRODUCT = re.compile(r"gemm|dot|matmul|convolution|sdpa|fmha|attention", re.IGNORECASE)
+_COMPUTE = ("fusion", "custom-call", "call", "dot", "convolution", "sort", "scatter", "while")
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+  """One exchange and the computation beside it.
+
+  Attributes:
+    stage, direction: of the exchange; dispatch or combine, forward or backward.
+    beside: stage words of the matrix products (and other large kernels) in its window.
+    operations: number of computing operations in the window.
+  """
+
+  stage: str
+  direction: str
+  beside: tuple[str, ...]
+  operations: int
+
+
+def program_windows(program: str) -> list[Window]:
+  """Windows of all all-to-alls of a scheduled program, in order.
+
+  The text must be of a scheduled module (`is_scheduled=true`), whose order is that of execution.
+  """
+  windows: list[Window] = []
+  open_at: dict[str, tuple[str, list[str]]] = {}
+  for line in program.splitlines():
+    match = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = (.*)$", line)
+    if not match:
+      continue
+    name, rest = match.groups()
+    found = re.search(r'op_name="([^"]*)"', rest)
+    op_name = found.group(1) if found else ""
+    if " all-to-all(" in rest:  # XLA joins a start and a done that stand side by side
+      windows.append(Window(stage_of(op_name), direction_of(op_name), (), 0))
+    elif " all-to-all-start(" in rest:
+      open_at[name] = (op_name, [])
+    elif " all-to-all-done(" in rest:
+      (start,) = re.findall(r"all-to-all-done\(%?([\w.\-]+)", rest)
+      op_name, beside = open_at.pop(start)
+      stages = [stage_of(op.partition("|")[2]) for op in beside if _PRODUCT.search(op)]
+      windows.append(Window(stage_of(op_name), direction_of(op_name), tuple(stages), len(beside)))
+    elif open_at and any(f" {kind}(" in rest for kind in _COMPUTE):
+      target = re.search(r'custom_call_target="([^"]*)"', rest)
+      for _, beside in open_at.values():
+        beside.append(f"{name} {target.group(1) if target else ''}|{op_name}")
+  return windows
+
+
+def graph_windows(jaxpr: Any) -> list[Window]:
+  """Windows of all all-to-alls of a jaxpr: the products independent of each, barriers counted.
+
+  Calls and loops are looked into; the body of a loop is taken once.
+  """
+  graph = _Graph()
+  graph.add(getattr(jaxpr, "jaxpr", jaxpr), {})
+  windows = []
+  for index, node in enumerate(graph.nodes):
+    if node.primitive != "all_to_all":
+      continue
+    related = graph.ancestors(index) | graph.descendants(index)
+    beside = [
+      stage_of(other.name)
+      for j, other in enumerate(graph.nodes)
+      if j not in related and j != index and other.primitive == "dot_general"
+    ]
+    windows.append(Window(stage_of(node.name), direction_of(node.name), tuple(beside), len(beside)))
+  return windows
+
+
+@dataclasses.dataclass
+class _Node:
+  primitive: str
+  name: str
+  parents: set[int]
+
+
+class _Graph:
+  """Operations and what they wait for, with calls inlined."""
+
+  def __init__(self) -> None:
+    self.nodes: list[_Node] = []
+
+  def add(self, jaxpr: Any, known: dict[Any, set[int]], scope: str = "") -> list[set[int]]:
+    """Adds the operations of `jaxpr`; `known` says which operations made each variable."""
+    source = lambda v: known.get(v, set()) if not hasattr(v, "val") else set()
+    for eqn in jaxpr.eqns:
+      inputs = [source(v) for v in eqn.invars]
+      name = f"{scope}/{eqn.source_info.name_stack}"
+      inner = _inner(eqn)
+      if inner is None:
+        self.nodes.append(_Node(eqn.primitive.name, name, set().union(*inputs)))
+        made = [{len(self.nodes) - 1}] * len(eqn.outvars)
+      else:
+        # Constants and arguments of calls line up from the right.
+        variables = dict(zip(reversed(inner.invars), reversed(inputs)))
+        made = self.add(inner, variables, name)
+        made = made[: len(eqn.outvars)] + [set()] * (len(eqn.outvars) - len(made))
+      known.update(zip(eqn.outvars, made))
+    return [source(v) for v in jaxpr.outvars]
+
+  def ancestors(self, index: int) -> set[int]:
+    seen: set[int] = set()
+    todo = list(self.nodes[index].parents)
+    while todo:
+      node = todo.pop()
+      if node not in seen:
+        seen.add(node)
+        todo.extend(self.nodes[node].parents)
+    return seen
+
+  def descendants(self, index: int) -> set[int]:
+    seen = {index}
+    for j in range(index + 1, len(self.nodes)):  # nodes are in an order of execution
+      if self.nodes[j].parents & seen:
+        seen.add(j)
+    return seen - {index}
+
+
+def _inner(eqn: Any) -> Any:
+  """The jaxpr of a call or a loop's body; None for an operation."""
+  if eqn.primitive.name in ("while", "cond"):
+    return None
+  for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+    inner = eqn.params.get(name)
+    if inner is not None:
+      return getattr(inner, "jaxpr", inner)
+  return None
+
+
+def summary(windows: Iterable[Window]) -> str:
+  """A line per exchange: what stands beside it."""
+  lines = []
+  for w in windows:
+    counted = {stage: w.beside.count(stage) for stage in dict.fromkeys(w.beside)}
+    beside = ", ".join(f"{n} {stage}" for stage, n in counted.items()) or "nothing"
+    lines.append(f"{w.direction:8s} {w.stage:8s} beside: {beside} ({w.operations} operations)")
+  return "\n".join(lines)

@@ -1,0 +1,113 @@
+"""The order that hides communication, seen without a GPU: a change that loses it fails here."""
+
+# ruff: noqa: E501 (lines of a program)
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from scmoe.blocks.schedule import OverlapConfig
+from scmoe.models.gpt import GPT, ModelConfig
+from scmoe.parallel.mesh import MeshConfig, make_mesh
+from scmoe.profiling.windows import Window, graph_windows, program_windows, summary
+
+
+@functools.cache
+def windows(wiring, **overlap):
+  """Windows of the forward and backward pass of one block pair on four devices."""
+  config = ModelConfig(
+    wiring=wiring,
+    num_layers=2,
+    width=8,
+    num_heads=2,
+    num_experts=4,
+    top_k=1,
+    vocab_size=16,
+    context=4,
+    dtype="float32",
+  ).resolve()
+  mesh = make_mesh(MeshConfig(expert=4), jax.devices()[:4])
+  make = lambda: GPT(config, overlap=OverlapConfig(**overlap), mesh=mesh, rngs=nnx.Rngs(params=0))
+  graph, params = nnx.split(nnx.eval_shape(make))
+  loss = lambda params, tokens: nnx.merge(graph, params)(tokens).h_BSD.sum()
+  jaxpr = jax.make_jaxpr(jax.grad(loss))(params, jnp.zeros((4, 4), jnp.int32))
+  return graph_windows(jaxpr)
+
+
+def beside(found, stage, direction):
+  (window,) = [w for w in found if (w.stage, w.direction) == (stage, direction)]
+  return set(window.beside)
+
+
+EXCHANGES = [("dispatch", "forward"), ("combine", "forward")]
+EXCHANGES += [(stage, "backward") for stage, _ in EXCHANGES]
+
+
+def test_top_k_leaves_no_window_in_the_forward_pass():
+  found = windows("topk")
+  assert beside(found, "dispatch", "forward") == set()
+  assert beside(found, "combine", "forward") == set()
+
+
+@pytest.mark.parametrize(("stage", "direction"), EXCHANGES)
+def test_the_shortcut_frees_every_exchange(stage, direction):
+  assert {"mlp", "attention"} <= beside(windows("scmoe_pos2"), stage, direction)
+
+
+@pytest.mark.parametrize(("stage", "direction"), EXCHANGES)
+def test_a_sequential_run_has_no_dense_operation_beside_it(stage, direction):
+  found = beside(windows("scmoe_pos2", sequential=True), stage, direction)
+  # In the backward pass a product whose result nothing waits for, a weight's gradient, stays free.
+  if direction == "forward":
+    assert found == set()
+
+
+def test_barriers_divide_the_window_at_the_slot():
+  found = windows("scmoe_pos2", slot=1, barriers=True)  # MLP | experts | attention, shared expert
+  assert beside(found, "dispatch", "forward") == {"mlp"}
+  assert {"attention", "mlp"} <= beside(found, "combine", "forward")
+  early = windows("scmoe_pos2", slot=0, barriers=True)
+  assert beside(early, "dispatch", "forward") == set()
+
+
+def test_the_backward_pass_has_its_own_slot():
+  count = lambda found, stage: len(
+    next(w for w in found if (w.stage, w.direction) == (stage, "backward")).beside
+  )
+  mirrored = windows("scmoe_pos2", slot=1, barriers=True)
+  later = windows("scmoe_pos2", slot=1, backward_slot=2, barriers=True)
+  free = windows("scmoe_pos2", slot=1, backward_slot=-2, barriers=True)
+  forward = lambda found: [w for w in found if w.direction == "forward"]
+  assert forward(mirrored) == forward(later) == forward(free)
+  # The combine's exchange comes first: a later slot leaves it fewer dense operations, XLA all.
+  assert count(later, "combine") < count(mirrored, "combine") < count(free, "combine")
+
+
+PROGRAM = """
+HloModule jit_run, is_scheduled=true
+ENTRY %main {
+  %p = bf16[4,8]{1,0} parameter(0)
+  %all-to-all-start = (bf16[4,8], bf16[4,8]) all-to-all-start(%p), metadata={op_name="jit(f)/dispatch/all_to_all"}
+  %gemm_fusion_dot.1 = bf16[8,8] fusion(%p), kind=kCustom, metadata={op_name="jit(f)/mlp/dot_general"}
+  %bitcast.1 = bf16[8,8] bitcast(%gemm_fusion_dot.1)
+  %loop_add_fusion = bf16[8,8] fusion(%bitcast.1), kind=kLoop, metadata={op_name="jit(f)/add"}
+  %cublas.1 = bf16[8,8] custom-call(%p), custom_call_target="__cublas$lt$matmul", metadata={op_name="jit(f)/attention/dot_general"}
+  %all-to-all-done = bf16[4,8] all-to-all-done(%all-to-all-start), metadata={op_name="jit(f)/dispatch/all_to_all"}
+  %all-to-all-start.1 = (bf16[4,8], bf16[4,8]) all-to-all-start(%p), metadata={op_name="jit(f)/transpose(jvp())/combine/all_to_all"}
+  %all-to-all-done.1 = bf16[4,8] all-to-all-done(%all-to-all-start.1), metadata={op_name="x"}
+  ROOT %all-to-all.3 = bf16[4,8] all-to-all(%p), metadata={op_name="jit(f)/combine/all_to_all"}
+}
+"""
+
+
+def test_windows_of_a_scheduled_program():
+  found = program_windows(PROGRAM)
+  assert found == [
+    Window("dispatch", "forward", ("mlp", "attention"), 3),
+    Window("combine", "backward", (), 0),
+    Window("combine", "forward", (), 0),
+  ]
+  assert "dispatch beside: 1 mlp, 1 attention (3 operations)" in summary(found)

@@ -18,6 +18,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
+from scmoe.blocks.schedule import OverlapConfig
 from scmoe.errors import (
   ConfigError,
   DataError,
@@ -30,6 +31,7 @@ from scmoe.options import check_options
 from scmoe.parallel.mesh import BATCH_AXES, batch_sharding
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.distributed import all_agree, first_decides, is_first
+from scmoe.training.guided import GuidedStep
 from scmoe.training.metrics import Bar, Meter, Metrics, console_line, short_lists
 from scmoe.training.optimizer import Optimizer, decay_mask, make_optimizer
 from scmoe.training.options import CheckpointConfig, OptimizerConfig, TrainConfig
@@ -47,6 +49,7 @@ from scmoe.training.step import (
 from scmoe.training.workdir import RunLock, prepare_workdir, warn, write_json
 
 CONFIG = "config.json"
+PROFILES = "profile_guided"  # measured latencies of the step; see `GuidedStep`
 REPLAY = "replay"
 Poll = Callable[[], bool]
 
@@ -104,6 +107,8 @@ class Trainer:
   sample: Callable[[TrainState], str] | None = None
   decay_mask: Any = decay_mask  # see `make_optimizer`
   warm_start: Callable[[TrainState], TrainState] | None = None  # weights from elsewhere, at step 0
+  # Its compiler options, and when gradients travel.
+  overlap: OverlapConfig = dataclasses.field(default_factory=OverlapConfig)
 
   def run(self) -> TrainState:
     """Trains to the last step, resuming from the newest valid checkpoint in the workdir.
@@ -162,9 +167,15 @@ class _Run:
     self.first = is_first()
     self.optimizer: Optimizer = make_optimizer(spec.optimizer, spec.train.steps, spec.decay_mask)
     self.abstract = abstract_state(spec.init, self.optimizer, spec.mesh, spec.shardings)
-    self.step_fn = make_train_step(
-      spec.objective, self.optimizer, spec.mesh, shardings_of(self.abstract)
+    step = make_train_step(
+      spec.objective,
+      self.optimizer,
+      spec.mesh,
+      shardings_of(self.abstract),
+      gradients=spec.overlap.gradients,
+      gradient_dtype=spec.overlap.gradient_dtype,
     )
+    self.step_fn = GuidedStep(step, spec.overlap, workdir / PROFILES, say=self._say)
     self.batch_sharding = batch_sharding(spec.mesh, leading=1)
     self.checkpointer = Checkpointer(workdir, spec.checkpoint)
     self.batches = spec.data.train()
@@ -231,6 +242,10 @@ class _Run:
     with contextlib.suppress(StorageError):  # its failure was warned of; the run's own end counts
       self.checkpointer.close()
 
+  def _say(self, line: str) -> None:
+    if self.first:
+      self.bar.print(line)
+
   def _sum_up(self) -> None:
     median, late = self.meter.percentiles()
     if math.isfinite(median):
@@ -263,7 +278,7 @@ class _Run:
   def one_step(self) -> None:
     """Dispatches a step; looks at the results of the one before while the device works."""
     self._profile()
-    self._arm("step")
+    self._arm("step", allowance=self.step_fn.compiles_next)
     self.batch = self._next_batch()
     put = lambda x: jax.make_array_from_process_local_data(self.batch_sharding, x)
     self.state, scalars, arrays = self.step_fn(self.state, jax.tree.map(put, self.batch))

@@ -85,6 +85,7 @@ def train(run: RunConfig, workdir: Path) -> TrainState:
     train=run.train,
     optimizer=run.optimizer,
     checkpoint=run.checkpoint,
+    overlap=run.overlap,
     workdir=workdir,
     config=to_dict(run),
     header=header(built, data, workdir),

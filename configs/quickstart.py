@@ -32,10 +32,10 @@ RUN = RunConfig(
   ),
   data=DataConfig(seq_len=128, document_mask=False),
   train=TrainConfig(
-    steps=500, batch_size=16, log_every=20, eval_every=250, eval_batches=20, sample_tokens=160
+    steps=400, batch_size=16, log_every=20, eval_every=200, eval_batches=20, sample_tokens=160
   ),
   optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=40),
-  checkpoint=CheckpointConfig(every=250, keep=2),
+  checkpoint=CheckpointConfig(every=200, keep=2),
 )
 
 

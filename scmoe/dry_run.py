@@ -77,7 +77,6 @@ class DryRun:
   flops: Flops
   memory: Memory
   traffic: Traffic
-  baselines: dict[str, tuple[Parameters, Flops] | str]
 
   @property
   def tokens_per_step(self) -> int:
@@ -116,7 +115,6 @@ def dry_run(run: RunConfig) -> DryRun:
     forward_flops(run.model, run.data.seq_len),
     memory,
     _traffic(run, sent, shapes),
-    _baselines(run),
   )
 
 
@@ -229,7 +227,7 @@ def _saved_bytes(run: RunConfig) -> int:
   return sum(a.size * a.dtype.itemsize for a in kept.values() if not (fused and is_score(a)))
 
 
-def _baselines(run: RunConfig) -> dict[str, tuple[Parameters, Flops] | str]:
+def matched_baselines(run: RunConfig) -> dict[str, tuple[Parameters, Flops] | str]:
   """Every wiring with all other fields as they are; the reason where it cannot be built."""
   found: dict[str, tuple[Parameters, Flops] | str] = {}
   for word in WIRINGS:
@@ -330,7 +328,7 @@ def _baseline_lines(result: DryRun) -> list[str]:
     f"    {'wiring':14} {'total':>9} {'active':>9} {'FLOPs/token':>12}  experts per token"
   )
   top_k = result.run.model.top_k
-  for word, counts in result.baselines.items():
+  for word, counts in matched_baselines(result.run).items():
     mark = ">" if word == result.run.model.wiring else " "
     if isinstance(counts, str):
       lines.append(f"  {mark} {word:14} cannot be built: {counts}")

@@ -19,7 +19,7 @@ import jax
 
 from scmoe import build
 from scmoe.command_line import TRAIN_FLAGS, help_text, list_configs, parse, run_config
-from scmoe.config import RunConfig, check_workdir, to_dict, to_json
+from scmoe.config import RunConfig, check_run_name, check_workdir, to_dict, to_json
 from scmoe.data import Data, check_vocab, open_data
 from scmoe.dry_run import dry_run, planned_devices, report
 from scmoe.errors import run_main
@@ -40,6 +40,7 @@ def main(argv: list[str]) -> None:
   if values["list_configs"]:
     return print(list_configs())
   run = run_config(values, given)
+  check_run_name(run.name, "name")
   workdir = check_workdir(values["workdir"] or f"runs/{run.name}")
   if values["print_config"] or values["dry_run"]:
     vocabulary = build.vocab_size(run.data)
@@ -107,7 +108,7 @@ def evaluation(built: build.Built, data: Data) -> Callable[[TrainState, Poll], A
   def run(state: TrainState, stopping: Poll) -> dict[str, float] | None:
     limit = built.run.train.eval_batches or None
     options = {"mesh": built.mesh, "max_batches": limit, "stopping": stopping}
-    figures = evaluate(built.objective, state.params, data, **options)
+    figures = evaluate(built.objective, state.params, data, router=state.router, **options)
     return None if figures is None else flat_scalars(figures)
 
   return run
@@ -128,6 +129,7 @@ def sampling(built: build.Built, data: Data) -> Callable[[TrainState], str] | No
       temperature=0.8,
       seed=built.run.train.seed,
       eos_id=eos,
+      router=state.router,
     )
     return data.tokenizer.decode(tokens)
 

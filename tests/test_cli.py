@@ -1,0 +1,239 @@
+"""What a user types: flags, help, exit codes, and one run from training to generated text."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scmoe import evaluate, generate, train
+from scmoe.command_line import TRAIN_FLAGS, Flag, parse
+from scmoe.config import RunConfig, fields, from_json, with_field
+from scmoe.errors import ConfigError, run_main
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+  """An empty current folder, where only what a command writes can appear."""
+  monkeypatch.chdir(tmp_path)
+  return tmp_path
+
+
+def outcome(main, capsys, *argv):
+  """(exit code, standard output, standard error) of an entry point."""
+  code = 0
+  try:
+    run_main(main, list(argv))
+  except SystemExit as end:
+    code = end.code
+  captured = capsys.readouterr()
+  return code, captured.out, captured.err
+
+
+# --- parsing --------------------------------------------------------------------------------------
+
+
+def test_both_spellings():
+  values, given = parse(
+    [
+      "--config=a",
+      "--workdir",
+      "b",
+      "--dry_run",
+      "--config.train.steps",
+      "-3",
+      "--config.name=x=y",
+    ],
+    TRAIN_FLAGS,
+    with_fields=True,
+  )
+  assert (values["config"], values["workdir"], values["dry_run"]) == ("a", "b", True)
+  assert values["print_config"] is False
+  assert given == [("train.steps", "-3"), ("name", "x=y")]
+
+
+def test_repeated_and_required_flags():
+  flags = (Flag("prompt", str, "", "text", repeat=True, required=True), Flag("k", int, 3, "k"))
+  assert parse(["--prompt=a", "--prompt", "b"], flags)[0] == {"prompt": ["a", "b"], "k": 3}
+  with pytest.raises(ConfigError, match="--prompt is missing"):
+    parse([], flags)
+  with pytest.raises(ConfigError, match="--k='x' is not of type int"):
+    parse(["--prompt=a", "--k=x"], flags)
+
+
+@pytest.mark.parametrize(
+  ("argv", "words"),
+  [
+    (["--workdri=a"], "did you mean --workdir"),
+    (["--model.wiring=top2"], "did you mean --config.model.wiring"),
+    (["--num_experts=2"], "did you mean --config.model.num_experts"),
+    (["quickstart"], "belongs to no flag"),
+    (["--workdir"], "--workdir has no value"),
+    (["--config.train.steps"], "--config.train.steps has no value"),
+    (["--config.train.steps", "--dry_run"], "--config.train.steps has no value"),
+    (["--zzz"], "--help"),
+  ],
+)
+def test_wrong_flags(argv, words):
+  with pytest.raises(ConfigError, match=words):
+    parse(argv, TRAIN_FLAGS, with_fields=True)
+
+
+# --- text that is printed -------------------------------------------------------------------------
+
+
+def test_help_lists_every_field_and_every_exit_code(capsys):
+  code, text, _ = outcome(train.main, capsys, "--help")
+  assert code == 0
+  for field in fields():
+    assert f" {field.path}" in text, field.path
+  for word in ("watchdog", "configuration error", "75", "86", "--dry_run", "one of 'none'"):
+    assert word in text
+  for main in (evaluate.main, generate.main):
+    assert "--workdir" in outcome(main, capsys, "--help")[1]
+
+
+def test_list_configs(capsys):
+  _, text, _ = outcome(train.main, capsys, "--list_configs")
+  for name in ("quickstart", "gpt2_moe_small", "gpt2_moe_medium", "gpt3_moe_xl", "llama2_moe"):
+    assert f"{name} " in text
+
+
+def test_print_config_can_be_read_back(here, capsys):
+  argv = ["--config.model.wiring=top2", "--config.mesh.expert=4", "--config.train.batch_size=32"]
+  _, text, _ = outcome(train.main, capsys, "--print_config", *argv)
+  run = from_json(text)
+  assert (run.model.wiring, run.mesh.expert, run.mesh.data) == ("top2", 4, -1)
+  (here / "run.json").write_text(text)
+  _, again, _ = outcome(train.main, capsys, "--config_json=run.json", "--print_config")
+  assert again == text
+  assert sorted(p.name for p in here.iterdir()) == ["run.json"]
+
+
+def test_dry_run_writes_nothing(here, capsys):
+  argv = ["--smoke", "--dry_run", "--config.mesh.expert=4", "--config.mesh.data=2"]
+  code, text, _ = outcome(train.main, capsys, *argv)
+  assert code == 0
+  assert "8 devices" in text
+  assert list(here.iterdir()) == []
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("argv", "code", "words"),
+  [
+    (["--config=quikstart"], 2, "did you mean quickstart"),
+    (["--config=no/such.py"], 2, "is not a file"),
+    (["--config_json=none.json"], 2, "cannot be read"),
+    (["--config.model.num_expertz=4"], 2, "did you mean model.num_experts"),
+    (["--config.model.num_experts=-3"], 2, "model.num_experts=-3"),
+    (["--config.model.num_experts=four"], 2, "not of type int"),
+    (["--config.model.wiring=topk", "--config.model.top_k=99"], 2, "model.top_k=99"),
+    (["--config.mesh.expert=64"], 2, "mesh.expert=64"),
+    (["--config.mesh.expert=8", "--config.model.num_experts=12"], 2, "model.num_experts=12"),
+    (["--config.train.batch_size=7"], 2, "train.batch_size=7"),
+    (["--config.data.seq_len=4096"], 2, "model.context"),
+    (["--workdir=../evil"], 2, "'..'"),
+    (["--config.name=../evil"], 2, "is not a run name"),
+    (["--config.data.source=jsonl", "--config.data.path=none.jsonl"], 3, "none.jsonl"),
+    (["--config.data.tokenizer=none.json"], 3, "none.json"),
+    (["--config.data.source=text", "--config.data.path=empty.txt"], 3, "empty.txt"),
+    (["--config.data.limit_bytes=2000", "--config.train.batch_size=80000"], 3, "batch"),
+  ],
+)
+def test_one_line_and_nothing_written(here, capsys, argv, code, words):
+  (here / "empty.txt").write_text("")
+  got, out, err = outcome(train.main, capsys, "--smoke", *argv)
+  assert got == code
+  assert words in err
+  lines = [line for line in err.splitlines() if not line.startswith("WARNING")]
+  assert len(lines) == 1
+  assert "Traceback" not in err + out
+  assert [p.name for p in here.iterdir()] == ["empty.txt"]
+
+
+def test_runs_that_are_not_there(here, capsys):
+  for main, argv in ((evaluate.main, []), (generate.main, ["--prompt=a"])):
+    code, _, err = outcome(main, capsys, "--workdir=none", *argv)
+    assert code == 5
+    assert len(err.splitlines()) == 1
+    assert outcome(main, capsys, *argv)[0] == 2  # no --workdir
+  assert list(here.iterdir()) == []
+
+
+def test_exit_code_of_the_process(here):
+  command = [sys.executable, "-m", "scmoe.train", "--config.train.stepz=1"]
+  environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+  done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+  assert done.returncode == 2
+  assert done.stderr.startswith("ConfigError: ")
+  assert "did you mean train.steps" in done.stderr
+  assert list(here.iterdir()) == []
+
+
+# --- a whole run ----------------------------------------------------------------------------------
+
+
+def test_train_stop_resume_evaluate_generate(here, capsys):
+  """On the eight simulated devices: data 8; evaluated there, sampled on one of them."""
+  argv = ["--smoke", "--workdir=a", "--config.train.steps=4"]
+  code, out, err = outcome(train.main, capsys, *argv, "--config.train.stop_after=2")
+  assert code == 75, err
+  for words in (
+    "quickstart -> a",
+    "parameters",
+    "FLOPs forward",
+    "data 8 x",
+    "memory",
+    "procedural",
+  ):
+    assert words in out
+  code, out, err = outcome(train.main, capsys, *argv)
+  assert code == 0, err
+  assert "resuming from step 2" in out
+  assert "a bigram model of bytes" in out
+  assert "next: python -m scmoe.evaluate --workdir a" in out
+  lines = [json.loads(line) for line in Path("a/metrics.jsonl").read_text().splitlines()]
+  assert [line["step"] for line in lines if line["kind"] == "train"] == [1, 2, 3, 4]
+  stored = from_json(Path("a/config.json").read_text())
+  assert stored.train.steps == 4
+
+  code, out, err = outcome(train.main, capsys, *argv, "--config.model.width=32")
+  assert code == 2
+  assert "model.width: 16 -> 32" in err
+
+  code, out, err = outcome(evaluate.main, capsys, "--workdir=a", "--max_batches=1", "--json=e.json")
+  assert code == 0, err
+  figures = json.loads(Path("e.json").read_text())
+  last = [line for line in lines if line["kind"] == "eval"][-1]
+  assert figures["step"] == last["step"] == 4
+  assert figures["loss"] == pytest.approx(last["loss"], rel=1e-5)
+  assert figures["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-5)
+  assert "bigram bits/byte" in out
+
+  prompts = ["--prompt=ab", "--prompt=", "--max_new_tokens=3", "--temperature=0"]
+  code, out, err = outcome(generate.main, capsys, "--workdir=a", *prompts)
+  assert code == 0, err
+  assert "--- prompt 2" in out
+  assert out == outcome(generate.main, capsys, "--workdir=a", *prompts)[1]
+  code, _, err = outcome(generate.main, capsys, "--workdir=a", "--prompt=a", "--max_new_tokens=99")
+  assert code == 2
+  assert "model.context=16" in err
+  assert outcome(generate.main, capsys, "--workdir=a", "--prompt=a", "--temperature=-1")[0] == 2
+
+
+def test_default_run_is_the_quickstart(here, capsys, monkeypatch):
+  seen = {}
+  monkeypatch.setattr(train, "train", lambda run, workdir: seen.update(run=run, workdir=workdir))
+  train.main([])
+  assert (seen["run"].name, seen["workdir"]) == ("quickstart", Path("runs/quickstart"))
+  train.main(["--allow_config_change", "--config.name=b"])
+  assert seen["run"].checkpoint.allow_config_change
+  assert seen["workdir"] == Path("runs/b")
+  assert with_field(RunConfig(), "name", "b").name == "b"

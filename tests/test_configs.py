@@ -1,0 +1,94 @@
+"""Every config with every wiring takes a step; a change of wiring changes nothing else."""
+
+import ast
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scmoe import build
+from scmoe.blocks.wiring import WIRINGS
+from scmoe.config import config_names, find_config, load_config, to_dict, with_field
+
+# Each config runs once as it is, each wiring once as quickstart; the rest are traced only.
+RUN = {(name, "") for name in config_names() if name != "quickstart"}
+RUN |= {("quickstart", wiring) for wiring in WIRINGS}
+
+# The steps run once: compile them fast rather than well.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@functools.cache
+def smoke(name, wiring=""):
+  run = load_config(find_config(name), "smoke")
+  run = run if not wiring else with_field(run, "model.wiring", wiring)
+  run = run if not wiring.endswith("share") else with_field(run, "model.num_layers", "4")
+  return run.resolve(num_devices=1, vocab_size=build.vocab_size(run.data))
+
+
+def loss_of(run):
+  """(function, abstract arguments) of the loss and its gradients."""
+  built = build.build(run, jax.devices()[:1])
+  shape = (2, run.data.seq_len)
+  names = ("inputs", "targets", "segment_ids", "positions", "weights")
+  batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in names}
+  batch["weights"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+  bare = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), built.shapes)
+  function = jax.value_and_grad(lambda p, b: built.objective.loss(p, {}, b, None), has_aux=True)
+  return built, function, (bare, batch)
+
+
+@pytest.mark.parametrize("name", config_names())
+def test_config_as_it_is_resolves_and_is_a_result_card(name):
+  run = load_config(find_config(name))
+  assert run.name == name
+  need = run.mesh.expert * run.mesh.tensor
+  run.resolve(num_devices=need, vocab_size=build.vocab_size(run.data))
+  card = ast.get_docstring(ast.parse(find_config(name).read_text())) or ""
+  for word in ("command", "hardware", "time", "expect"):
+    assert f"\n{word} " in card
+
+
+@pytest.mark.parametrize("wiring", ["", *WIRINGS])
+@pytest.mark.parametrize("name", config_names())
+def test_one_step(name, wiring):
+  run = smoke(name, wiring)
+  built, function, (params, batch) = loss_of(run)
+  if (name, wiring) not in RUN:
+    loss, _ = jax.eval_shape(lambda p, b: built.objective.loss(p, {}, b, None), params, batch)
+    assert loss.shape == ()
+    return
+
+  numbers = np.random.default_rng(0)
+  weights = jax.tree.map(lambda p: 0.02 * numbers.standard_normal(p.shape, np.float32), params)
+  tokens = numbers.integers(0, 257, batch["inputs"].shape, np.int32)
+  rows = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+  fed = {"inputs": tokens, "targets": tokens[:, ::-1], "positions": rows}
+  fed |= {"segment_ids": np.ones_like(tokens), "weights": np.ones(tokens.shape, np.float32)}
+  step = jax.jit(function).lower(params, batch).compile(compiler_options=QUICK)
+  (_, aux), grads = step(weights, fed)
+  scalars, _ = built.objective.metrics(aux)
+  assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
+  # Fresh weights know nothing: the cross-entropy is that of a uniform guess.
+  uniform = math.log(run.model.vocab_size)
+  assert float(scalars["cross_entropy"]) == pytest.approx(uniform, rel=0.05)
+  assert ("drop" in scalars) == bool(run.model.wiring_rule.taps)
+
+
+@pytest.mark.parametrize("wiring", WIRINGS)
+def test_wiring_is_one_word(wiring):
+  base, other = to_dict(smoke("quickstart")), to_dict(smoke("quickstart", wiring))
+  other["model"]["wiring"] = base["model"]["wiring"]
+  assert base == other
+
+
+def test_smoke_keeps_the_character_of_the_config():
+  for name in config_names():
+    full, small = load_config(find_config(name)), smoke(name)
+    for field in ("style", "wiring", "moe_every", "dtype", "tie_embeddings"):
+      assert getattr(full.model, field) == getattr(small.model, field)
+    assert full.train.remat == small.train.remat
+    assert full.dispatch == small.dispatch

@@ -1,0 +1,190 @@
+"""Counts worked out by hand, and the dry run against what really happens."""
+
+import dataclasses
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from scmoe import build
+from scmoe.blocks.wiring import WIRINGS
+from scmoe.config import RunConfig, find_config, load_config, with_field
+from scmoe.dry_run import (
+  dry_run,
+  duration,
+  matched_baselines,
+  number,
+  planned_devices,
+  report,
+  size_of,
+)
+from scmoe.models.flops import count_parameters, forward_flops, peak_flops
+
+
+def resolved(run, **values):
+  for name, value in values.items():
+    run = with_field(run, name.replace("__", "."), str(value))
+  return run.resolve(num_devices=planned_devices(run), vocab_size=build.vocab_size(run.data))
+
+
+def tiny(**values):
+  return resolved(load_config(find_config("quickstart"), "smoke"), **values)
+
+
+# --- FLOPs and parameters by hand -----------------------------------------------------------------
+
+
+def test_flops_by_hand():
+  # D = 16, H = 2 heads of 8, S = 16, F = 32, E = 4, V = 320, 4 blocks of which 2 have an MoE.
+  f = forward_flops(tiny().model, 16)
+  assert f.attention == 4 * (2 * 16 * 4 * 16 + 2 * 2 * 16 * 8.5)
+  assert f.mlp == f.shared == f.routed == 2 * (2 * 2 * 16 * 32)
+  assert f.router == 2 * 2 * 16 * (4 + 1)
+  assert f.logits == 2 * 16 * 320
+  assert f.training == 3 * f.forward == 3 * sum(dataclasses.astuple(f))
+
+
+def test_flops_of_gated_and_grouped_models():
+  run = tiny(model__style="llama", model__num_kv_heads=1, model__wiring="dense")
+  f = forward_flops(run.model, 16)
+  assert f.attention == 4 * (2 * 16 * (2 * 16 + 2 * 8) + 2 * 2 * 16 * 8.5)
+  assert f.mlp == 4 * (3 * 2 * 16 * 32)
+  assert f.shared == f.routed == f.router == 0
+
+
+@pytest.mark.parametrize("wiring", WIRINGS)
+def test_parameters_sum_to_the_model(wiring):
+  run = tiny(model__wiring=wiring)
+  _, shapes = build.build_model(run, None)
+  p = count_parameters(run.model, shapes)
+  assert p.total == sum(leaf.size for leaf in jax.tree.leaves(shapes))
+  expert = 2 * 16 * 32 + 32 + 16  # two matrices and two biases
+  layers = {"dense": 0, "dgmoe_share": 1}.get(wiring, 2)
+  assert p.routed == layers * 4 * expert
+  assert p.shared == (layers * expert if WIRINGS[wiring].shared_expert else 0)
+  visited = {"dgmoe_share": 4}.get(wiring, WIRINGS[wiring].routed_per_token(1))
+  assert p.routed_active == layers * visited * expert
+  assert p.active == p.total - p.routed + p.routed_active
+
+
+def test_papers_sizes():
+  # reference: 323M (GPT2-S) and 4.1B (GPT3-XL) without a shared expert, 6.7B (LLaMA2-MoE).
+  for name, total in (("gpt2_moe_small", 323e6), ("gpt3_moe_xl", 4.1e9), ("llama2_moe", 6.7e9)):
+    run = resolved(load_config(find_config(name)), model__wiring="top2")
+    _, shapes = build.build_model(run, None)
+    assert count_parameters(run.model, shapes).total == pytest.approx(total, rel=0.015)
+
+
+def test_peak_flops():
+  assert peak_flops("NVIDIA H200") == peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+  assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+  assert peak_flops("NVIDIA H100 PCIe") == 756e12
+  assert peak_flops("cpu") is None
+  assert peak_flops("NVIDIA H200", "float32") is None
+
+
+# --- memory and traffic ---------------------------------------------------------------------------
+
+
+def test_state_is_what_the_devices_hold():
+  run = tiny(mesh__data=2, mesh__expert=2, mesh__tensor=2)
+  memory = dry_run(run).memory
+  built = build.build(run)
+  params = jax.tree.map(lambda s: jax.device_put(jnp.zeros(s.shape), s.sharding), built.shapes)
+  held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params))
+  assert memory.parameters == memory.gradients == held
+  moments = jax.tree.leaves(built.abstract_state().opt_state)
+  scalars = sum(m.dtype.itemsize for m in moments if not m.shape)
+  assert memory.optimizer == 2 * held + scalars
+
+
+def test_traffic_by_hand():
+  # 8 sequences of 16 over 4 devices: 32 tokens each, E = 4, C = 2 · 32 / 4 = 16 rows of 16 floats.
+  run = tiny(mesh__data=1, mesh__expert=4)
+  buffer = 4 * 16 * 16 * 4
+  result = dry_run(run)
+  # 2 MoE blocks; dispatch and combine, forward and backward; a quarter stays at home.
+  assert result.traffic.exchanges == 2 * 2 * 2
+  assert result.traffic.all_to_all == 8 * buffer * 3 // 4
+  assert result.memory.exchange == 4 * buffer
+  routed = result.parameters.routed * 4
+  replicated = (result.parameters.total * 4) - routed
+  assert result.traffic.gradients == round(2 * 3 / 4 * replicated)
+
+
+def test_traffic_follows_microbatches_and_batch_axes():
+  one = dry_run(tiny(mesh__data=2, mesh__expert=2)).traffic
+  run = tiny(mesh__data=2, mesh__expert=2, train__tokens_per_step=3 * 8 * 16)
+  three = dry_run(run).traffic
+  assert three.exchanges == 3 * one.exchanges
+  assert three.all_to_all == 3 * one.all_to_all
+  assert three.gradients == one.gradients  # reduced once per step
+
+
+def test_traffic_without_an_expert_axis():
+  alone = dry_run(tiny(mesh__data=4)).traffic
+  assert alone.exchanges == alone.all_to_all == 0
+  assert alone.gradients > 0
+
+
+def test_activations_are_of_the_order_that_xla_needs():
+  run = tiny(model__width=64, data__seq_len=64, model__context=64)
+  built = build.build(run)
+  shape = (run.train.batch_size, run.data.seq_len)
+  batch = {name: jnp.zeros(shape, jnp.int32) for name in ("inputs", "targets", "positions")}
+  batch |= {"segment_ids": jnp.ones(shape, jnp.int32), "weights": jnp.ones(shape)}
+  loss = lambda p, b: built.objective.loss(p, {}, b, None)[0]
+  compiled = jax.jit(jax.grad(loss)).lower(built.shapes, batch).compile()
+  needed = compiled.memory_analysis().temp_size_in_bytes
+  estimate = dry_run(run).memory.activations
+  assert 0.5 < estimate / needed < 2
+
+
+def test_remat_keeps_less():
+  run = tiny(model__num_layers=16)
+  kept = {
+    r: dry_run(with_field(run, "train.remat", r)).memory.activations for r in ("none", "full")
+  }
+  assert kept["full"] < kept["none"]
+
+
+# --- what is printed ------------------------------------------------------------------------------
+
+
+def test_report_of_a_mesh_nobody_has():
+  started = time.monotonic()
+  run = resolved(
+    load_config(find_config("gpt3_moe_xl")),
+    mesh__data=8,
+    mesh__expert=8,
+    train__batch_size=64,
+    train__tokens_per_step=0,
+  )
+  text = report(dry_run(run))
+  assert time.monotonic() - started < 60
+  for words in ("64 devices", "all-to-all", "activations", "H200", "nothing is allocated"):
+    assert words in text
+  for wiring in WIRINGS:
+    assert f" {wiring} " in text
+  assert "> scmoe_pos2" in text
+
+
+def test_baseline_that_cannot_be_built_says_why():
+  assert "multiple of 4" in str(matched_baselines(tiny(model__num_layers=2))["dgmoe_share"])
+
+
+def test_free_data_axis_counts_as_one():
+  run = with_field(with_field(RunConfig(), "mesh.expert", "4"), "mesh.tensor", "2")
+  assert planned_devices(run) == 8
+
+
+def test_units():
+  assert number(1_714_000_000) == "1.71G"
+  assert number(999.6e3) == "1M"
+  assert number(0) == "0"
+  assert size_of(512) == "512 B"
+  assert size_of(3.1 * 2**30) == "3.10 GiB"
+  assert duration(0.25) == "250 ms"
+  assert duration(90) == "90 s"
+  assert duration(86400 * 4) == "4 days"

@@ -65,7 +65,7 @@ def oracle(kind: str, E: int):
 
 @functools.cache
 def compiled(*, devices, transport, chunks=1, nodes=1, slack=1.25, replicas=1, E=8):
-  """(x, weight, weights, expert, cotangent) -> y, gradients, rounds: one program for any routing."""
+  """(x, weight, weights, expert, cotangent) -> y, gradients, rounds; for any routing."""
   mesh = make_mesh(MeshConfig(data=1, expert=devices), num_experts=E)
   size, shards = mesh.shape["expert"], mesh.shape["shard"]
   exchange = Exchange("expert", size, nodes) if size > 1 and replicas else Exchange()

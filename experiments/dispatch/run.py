@@ -1,0 +1,201 @@
+"""Dispatch + combine of three transports, without experts between: what moving rows costs.
+
+  python experiments/dispatch/run.py --json experiments/dispatch/results.json
+
+Every device holds t tokens of D bf16 numbers, each with K choices, so that t·K·D·2 bytes are the
+size asked for. Arms, in one run and in turns:
+
+  all_to_all   the dense exchange of those bytes and back, nothing else: the bound
+  capacity     fixed buffers, capacity factor 1.25
+  dropless     rounds over a fixed buffer, slack 1.25
+  ragged       jax.lax.ragged_all_to_all with receive buffers for the worst case (GPU only)
+
+A row is gathered to its buffer, sent, brought back, weighted and summed: the whole path that a
+token takes, less its expert. Results are checked before they are timed: y = Σ_k w_k · x. What
+`capacity` drops is left out of its y and reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from scmoe.moe.dispatch import capacity, dropless, local
+from scmoe.moe.route import make_routing
+from scmoe.parallel.collectives import Exchange
+from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, make_mesh
+from scmoe.profiling.timer import interleave
+
+SLACK = 1.25
+
+
+def routing_of(expert_TK, weight_TK, num_experts):
+  probs = jnp.zeros((expert_TK.shape[0], num_experts), jnp.float32)
+  return make_routing(expert_TK, weight_TK, probs, probs)
+
+
+def all_to_all_only(x, expert, weight, exchange, num_experts):
+  """Twice the dense exchange of as many bytes as there are choices."""
+  rows = jnp.repeat(x, expert.shape[1], 0).reshape(exchange.size, -1, x.shape[1])
+  for _ in range(2):
+    rows = jax.lax.all_to_all(rows, "expert", 0, 0, tiled=True)
+  return rows.reshape(-1, expert.shape[1], x.shape[1])[:, 0], jnp.zeros((), jnp.int32)
+
+
+def with_capacity(x, expert, weight, exchange, num_experts):
+  routing = routing_of(expert, weight, num_experts)
+  rows = int(SLACK * expert.size / num_experts)
+  sent = capacity.dispatch(x, routing, rows_per_expert=rows, exchange=exchange)
+  return capacity.combine(sent, weight, exchange=exchange), sent.dropped
+
+
+def without_drops(x, expert, weight, exchange, num_experts):
+  routing = routing_of(expert, weight, num_experts)
+  sent = dropless.dispatch(x, routing, slack=SLACK, exchange=exchange)
+  y = dropless.combine(sent, weight, exchange=exchange)
+  stay = lambda part, _: part
+  options = {"slack": SLACK, "exchange": exchange, "chunks": 1, "experts": stay}
+  return y + dropless.further_rounds(x, weight, (), routing, sent, **options), sent.rounds
+
+
+def ragged(x, expert, weight, exchange, num_experts):
+  """Rows sorted by expert; every slice goes to its peer with one ragged exchange."""
+  routing = routing_of(expert, weight, num_experts)
+  choices, peers = expert.size, exchange.size
+  rows = local.gather_rows(x, *_sorted_plan(routing))
+  send = routing.count_GE.sum(0).reshape(peers, -1).sum(1).astype(jnp.int32)
+  counts = jax.lax.all_gather(send, "expert")  # [from, to]
+  me = jax.lax.axis_index("expert")
+  starts = lambda a, axis: jnp.cumsum(a, axis) - a
+  mine = starts(send, 0)  # where my slice for each peer begins here
+  there = starts(counts, 0)[me]  # and there
+  receive = counts[:, me]
+  buffer = jnp.zeros((choices * peers, x.shape[1]), x.dtype)  # all rows of all devices
+  exchange_rows = lambda rows, out, a, n, b, m: jax.lax.ragged_all_to_all(
+    rows, out, a, n, b, m, axis_name="expert"
+  )
+  arrived = exchange_rows(rows, buffer, mine, send, there, receive)
+  back_at = starts(counts, 1)[:, me]  # where my rows stand in each sender's order
+  back = exchange_rows(arrived, jnp.zeros_like(rows), starts(receive, 0), receive, back_at, send)
+  slot_TK, source_R = _sorted_plan(routing)
+  return local.sum_rows(back, weight, slot_TK, source_R), jnp.zeros((), jnp.int32)
+
+
+def _sorted_plan(routing):
+  count_E = routing.count_GE.sum(0)
+  start_E = jnp.cumsum(count_E) - count_E
+  return start_E[routing.expert_TK] + routing.place_TK, routing.order_R
+
+
+ARMS = {
+  "all_to_all": all_to_all_only,
+  "capacity": with_capacity,
+  "dropless": without_drops,
+  "ragged": ragged,
+}
+
+
+def choices(kind: str, tokens: int, num_experts: int, k: int, seed: int) -> np.ndarray:
+  """int32 [tokens, k], different experts in a row; Zipf(1.0) or as even as can be."""
+  rng = np.random.default_rng(seed)
+  if kind == "balanced":
+    first = rng.permutation(np.arange(tokens) % num_experts)
+    return np.stack([(first + j * 3) % num_experts for j in range(k)], 1).astype(np.int32)
+  share = 1 / np.arange(1, num_experts + 1)
+  gumbel = rng.gumbel(size=(tokens, num_experts)) + np.log(share / share.sum())
+  return np.argsort(-gumbel, 1)[:, :k].astype(np.int32)
+
+
+def measure(args, mebibytes: int, kind: str, mesh) -> dict:
+  devices = mesh.shape["expert"]
+  tokens = mebibytes * 2**20 // (2 * args.width * args.k)
+  exchange = Exchange("expert", devices)
+  batch = NamedSharding(mesh, P(BATCH_AXES))
+  expert = jax.device_put(choices(kind, tokens * devices, args.experts, args.k, 0), batch)
+  x = jax.device_put(jax.random.normal(jax.random.key(0), (tokens * devices, args.width)), batch)
+  x = x.astype(jnp.bfloat16)
+  weight = jnp.full((tokens * devices, args.k), 1 / args.k, jnp.float32)
+  weight = jax.device_put(weight, batch)
+  arms, figures = {}, {}
+  for name in args.arms.split(","):
+    body = lambda x, e, w, f=ARMS[name]: _one(f(x, e, w, exchange, args.experts))
+    stage = jax.jit(
+      jax.shard_map(
+        body, mesh=mesh, in_specs=(P(BATCH_AXES),) * 3, out_specs=P(BATCH_AXES), check_vma=False
+      )
+    )
+    y, extra = stage(x, expert, weight)
+    figures[name] = {"extra": int(np.asarray(extra).max())}
+    if name in ("dropless", "ragged"):  # nothing is lost: y is x again
+      error = float(jnp.abs(y.astype(jnp.float32) - x.astype(jnp.float32)).max())
+      assert error < 0.05, f"{name}: {error}"
+    arms[name] = lambda calls, s=stage: jax.block_until_ready(
+      [s(x, expert, weight) for _ in range(calls)][-1]
+    )
+  for name, timing in interleave(arms, rounds=args.rounds, calls=args.calls).items():
+    figures[name] |= timing.as_json()
+  return {"mebibytes": mebibytes, "routing": kind, "tokens_per_device": tokens, "arms": figures}
+
+
+def _one(result):
+  y, extra = result
+  return y, extra[None]
+
+
+def table(results: list[dict]) -> str:
+  names = list(results[0]["arms"])
+  lines = ["| MiB per GPU | routing | " + " | ".join(f"{n} ms" for n in names) + " | rounds |"]
+  lines.append("|---" * (len(names) + 3) + "|")
+  for row in results:
+    cells = [f"{row['arms'][n]['ms']:.3f}" for n in names]
+    rounds = row["arms"].get("dropless", {}).get("extra", "–")
+    lines.append(
+      f"| {row['mebibytes']} | {row['routing']} | " + " | ".join(cells) + f" | {rounds} |"
+    )
+  return "\n".join(lines)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser.add_argument("--mebibytes", default="16,64,256")
+  parser.add_argument("--width", type=int, default=2048, help="D")
+  parser.add_argument("--experts", type=int, default=64, help="E")
+  parser.add_argument("--k", type=int, default=2, help="K")
+  parser.add_argument("--arms", default=",".join(ARMS))
+  parser.add_argument("--rounds", type=int, default=7)
+  parser.add_argument("--calls", type=int, default=10)
+  parser.add_argument("--json", type=pathlib.Path)
+  args = parser.parse_args()
+  mesh = make_mesh(MeshConfig(data=1, expert=jax.device_count()))
+  results = [
+    measure(args, size, kind, mesh)
+    for size in map(int, args.mebibytes.split(","))
+    for kind in ("balanced", "zipf")
+  ]
+  print(table(results))
+  if args.json:
+    setting = {
+      "date": datetime.date.today().isoformat(),
+      "device": jax.devices()[0].device_kind,
+      "devices": jax.device_count(),
+      "jax": jax.__version__,
+      "command": " ".join(["python", *sys.argv]),
+      "width": args.width,
+      "experts": args.experts,
+      "k": args.k,
+      "slack": SLACK,
+    }
+    args.json.write_text(json.dumps({**setting, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+  main()

@@ -56,9 +56,16 @@ class Built:
   @property
   def shardings(self) -> tuple[Params, dict[str, Any]]:
     """Where parameters and router state lie."""
+    of = lambda tree: jax.tree.map(lambda s: s.sharding, tree)
+    return of(self.shapes), of(self.router_shapes)
+
+  @property
+  def router_shapes(self) -> dict[str, Any]:
+    """Router state as `jax.ShapeDtypeStruct`; every device holds it whole."""
     _, router = jax.eval_shape(lambda: self.init(jax.random.key(0)))
     everywhere = NamedSharding(self.mesh, jax.sharding.PartitionSpec())
-    return jax.tree.map(lambda s: s.sharding, self.shapes), jax.tree.map(lambda _: everywhere, router)
+    place = lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=everywhere)
+    return jax.tree.map(place, router)
 
   def abstract_state(self) -> TrainState:
     """Shapes, types and shardings of the whole training state."""

@@ -19,7 +19,7 @@ from scmoe.data import BitsPerByte, bigram_bits_per_byte, check_vocab, open_data
 from scmoe.errors import ConfigError, StorageError, run_main
 from scmoe.inference.evaluation import evaluate
 from scmoe.summary import open_run
-from scmoe.training.checkpoint import restore_params
+from scmoe.training.checkpoint import restore_part
 from scmoe.training.workdir import write_json
 
 FLAGS = (
@@ -60,11 +60,16 @@ def evaluate_run(workdir: str, step: int = -1, max_batches: int = 0) -> dict[str
   if run.mesh.size > jax.device_count():
     run = build.single_device(run)
   built = build.build(run)
-  params = restore_params(workdir, built.shapes, stored.step)
+  wanted = {"params": built.shapes, "router": built.router_shapes}
+  state = restore_part(workdir, wanted, stored.step)
   data = open_data(run.data, batch_size=run.train.batch_size, seed=run.train.seed)
   check_vocab(data, run.model.vocab_size)
-  options = {"mesh": built.mesh, "max_batches": max_batches or None}
-  figures = evaluate(built.objective, params, data, **options)
+  options = {
+    "mesh": built.mesh,
+    "router": state["router"],
+    "max_batches": max_batches or None,
+  }
+  figures = evaluate(built.objective, state["params"], data, **options)
   assert figures is not None  # nothing asks it to stop
   bigram: BitsPerByte = bigram_bits_per_byte(data)
   figures["bigram_bits_per_byte"] = bigram.total

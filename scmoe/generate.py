@@ -16,7 +16,7 @@ from scmoe.errors import ConfigError, run_main
 from scmoe.inference.decode import generate
 from scmoe.inference.sampling import Sampling
 from scmoe.summary import load_tokenizer, open_run
-from scmoe.training.checkpoint import restore_params
+from scmoe.training.checkpoint import restore_part
 
 FLAGS = (
   Flag("workdir", str, "", "folder of the run", required=True),
@@ -70,8 +70,10 @@ def generate_texts(
   # As in training, a document follows an end-of-text token.
   tokens = [[tokenizer.eos_id, *tokenizer.encode(_valid(prompt))] for prompt in prompts]
   built = build.build(run)
-  params = restore_params(workdir, built.shapes, stored.step)
-  new = generate(built.model(params), tokens, eos_id=tokenizer.eos_id, **sampling)
+  wanted = {"params": built.shapes, "router": built.router_shapes}
+  state = restore_part(workdir, wanted, stored.step)
+  options = {"eos_id": tokenizer.eos_id, "router": state["router"], **sampling}
+  new = generate(built.model(state["params"]), tokens, **options)
   return [tokenizer.decode(row) for row in new]
 
 

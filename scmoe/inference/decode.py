@@ -31,6 +31,7 @@ def generate(
   top_p: float = 1.0,
   seed: int = 0,
   eos_id: int | None = None,
+  router: Any = None,
 ) -> list[list[int]]:
   """Continues every prompt.
 
@@ -41,6 +42,7 @@ def generate(
     temperature, top_k, top_p: see `Sampling`.
     seed: of the draws.
     eos_id: a row that draws this token ends before it.
+    router: router state of the training run (balancing biases), if it has any.
 
   Returns:
     The new tokens of each prompt, without the prompt.
@@ -59,15 +61,18 @@ def generate(
     tokens_BS[row, : len(prompt)] = prompt
   graph, params = nnx.split(model)
   new_BS = np.asarray(
-    _generate(graph, params, tokens_BS, lengths_B, jax.random.key(seed), sampling, max_new_tokens)
+    _generate(
+      graph, params, router, tokens_BS, lengths_B, jax.random.key(seed), sampling, max_new_tokens
+    )
   )
   return [_until(row.tolist(), eos_id) for row in new_BS]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 5, 6))
+@functools.partial(jax.jit, static_argnums=(0, 6, 7))
 def _generate(
   graph: nnx.GraphDef,
   params: Any,
+  router: Any,
   tokens_BS: Array,
   lengths_B: Array,
   key: Array,
@@ -77,12 +82,12 @@ def _generate(
   """Prefill, then one token at a time: int32 [B, new_tokens]."""
   model = nnx.merge(graph, params)
   caches = model.init_caches(tokens_BS.shape[0], tokens_BS.shape[1] + new_tokens)
-  logits_BV, caches = prefill(model, tokens_BS, lengths_B, caches)
+  logits_BV, caches = prefill(model, tokens_BS, lengths_B, caches, router)
   first_B = sample(logits_BV, sampling, jax.random.fold_in(key, 0))
 
   def step(carry, index):
     token_B, caches = carry
-    logits_BV, caches = decode_step(model, token_B, lengths_B + index - 1, caches)
+    logits_BV, caches = decode_step(model, token_B, lengths_B + index - 1, caches, router)
     next_B = sample(logits_BV, sampling, jax.random.fold_in(key, index))
     return (next_B, caches), next_B
 
@@ -90,13 +95,16 @@ def _generate(
   return jnp.concatenate([first_B[:, None], rest_SB.T], 1)
 
 
-def prefill(model: GPT, tokens_BS: Array, lengths_B: Array, caches: Any) -> tuple[Array, Any]:
+def prefill(
+  model: GPT, tokens_BS: Array, lengths_B: Array, caches: Any, router: Any = None
+) -> tuple[Array, Any]:
   """Runs whole prompts and fills the cache.
 
   Args:
     tokens_BS: prompts, padded on the right.
     lengths_B: their lengths.
     caches: empty caches of at least S positions (`GPT.init_caches`).
+    router: router state (balancing biases), if any.
 
   Returns:
     float32 logits [B, V] after each prompt's last token, and the caches.
@@ -110,14 +118,18 @@ def prefill(model: GPT, tokens_BS: Array, lengths_B: Array, caches: Any) -> tupl
     live_BS=position_S < lengths_B[:, None],
     caches=caches,
     no_drop=True,
+    router=router,
   )
   last_B1D = jnp.take_along_axis(out.h_BSD, (lengths_B - 1)[:, None, None], 1)
   return model.logits(last_B1D)[:, 0], out.caches
 
 
-def decode_step(model: GPT, token_B: Array, position_B: Array, caches: Any) -> tuple[Array, Any]:
+def decode_step(
+  model: GPT, token_B: Array, position_B: Array, caches: Any, router: Any = None
+) -> tuple[Array, Any]:
   """Runs one token per row at its own position: float32 logits [B, V], and the caches."""
-  out = model(token_B[:, None], positions_BS=position_B[:, None], caches=caches, no_drop=True)
+  options = {"caches": caches, "no_drop": True, "router": router}
+  out = model(token_B[:, None], positions_BS=position_B[:, None], **options)
   return model.logits(out.h_BSD)[:, 0], out.caches
 
 

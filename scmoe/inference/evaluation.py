@@ -28,6 +28,7 @@ def evaluate(
   data: Any,
   *,
   mesh: Mesh,
+  router: Any = None,
   max_batches: int | None = None,
   stopping: Callable[[], bool] | None = None,
 ) -> dict[str, Any] | None:
@@ -41,6 +42,7 @@ def evaluate(
     params: its parameters.
     data: a `scmoe.data.Data`.
     mesh: where the parameters lie.
+    router: router state of the training run (balancing biases), if it has any.
     max_batches: at most so many batches; None: all validation text.
     stopping: asked before every batch; True ends the evaluation.
 
@@ -60,7 +62,7 @@ def evaluate(
     if stopping is not None and stopping():
       return None
     placed = {k: jax.make_array_from_process_local_data(sharding, v) for k, v in batch.items()}
-    counts, router = _counts(objective.graph, params, placed, sizes_V, len(data.domains))
+    counts, router = _counts(objective.graph, (params, router), placed, sizes_V, len(data.domains))
     sums += np.asarray(counts, np.float64)
     dropped, choices = dropped + float(router[0]), choices + float(router[1])
   total = _figures(sums.sum(0))
@@ -85,15 +87,17 @@ def flat_scalars(figures: dict[str, Any]) -> dict[str, float]:
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
 def _counts(
-  graph: nnx.GraphDef, params: Any, batch: dict[str, Array], sizes_V: Array, num_domains: int
+  graph: nnx.GraphDef, state: Any, batch: dict[str, Array], sizes_V: Array, num_domains: int
 ) -> tuple[Array, Array]:
   """float32 [domains, len(COUNTED)], and (dropped, choices)."""
+  params, router = state
   model: GPT = nnx.merge(graph, params)
   out = model(
     batch["inputs"],
-    positions_BS=batch["positions"] % model.config.context,
+    positions_BS=batch["positions"],
     segments_BS=batch["segment_ids"],
     live_BS=batch["segment_ids"] > 0,
+    router=router,
   )
   nats_BS, correct_BS = token_losses(model, out.h_BSD, batch["targets"])
   weight_BS = batch["weights"]

@@ -72,7 +72,7 @@ class LanguageModelObjective:
     model: GPT = nnx.merge(self.graph, params)
     out = model(
       batch["inputs"],
-      positions_BS=batch["positions"] % model.config.context,
+      positions_BS=batch["positions"],
       segments_BS=batch["segment_ids"],
       live_BS=batch["segment_ids"] > 0,
       key=rng,

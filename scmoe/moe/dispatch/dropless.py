@@ -27,7 +27,6 @@ from jax import Array
 from scmoe.moe.dispatch import local
 from scmoe.moe.types import Dispatched, Routing, Rows
 from scmoe.parallel.collectives import Exchange, all_to_all
-from scmoe.parallel.mesh import BATCH_AXES
 
 FURTHER = 8  # a further round moves 1/8 of the first round's rows
 
@@ -84,7 +83,7 @@ def dispatch(
     sources.append(source_R)
   slot_TK = functools.reduce(jnp.maximum, slots)  # each choice is in one chunk at most
   slot_TK = jnp.where(slot_TK < 0, chunks * exchange.size * rows, slot_TK)
-  longest = jax.lax.pmax(queues.length_W.max(), BATCH_AXES)
+  longest = _agreed(queues.longest)
   left = jnp.maximum(0, longest - rows * chunks)
   rounds = 1 + -(-left // further_rows(rows * chunks))
   none = jnp.zeros((), jnp.int32)
@@ -192,8 +191,8 @@ class _Queues:
       behind every queue.
     order_R: int32, flat choices sorted by queue and position.
     start_W, length_W: int32, where each queue begins in `order_R`, and its length.
-    sent_We, received_We: int32, choices per local expert of each peer that this device sends, and
-      that each peer sends to this device.
+    longest: int32 scalar, the longest queue on the exchange.
+    received_We: int32, choices per local expert that each peer sends to this device.
   """
 
   peer_TK: Array
@@ -201,26 +200,42 @@ class _Queues:
   order_R: Array
   start_W: Array
   length_W: Array
-  sent_We: Array
+  longest: Array
   received_We: Array
 
 
+def _agreed(longest: Array) -> Array:
+  """The most over the devices that this exchange does not reach but that share the loop."""
+  apart = tuple(axis for axis in ("data", "shard") if jax.lax.axis_size(axis) > 1)
+  return jax.lax.pmax(longest, apart) if apart else longest
+
+
 def _queues(routing: Routing, exchange: Exchange, received_We: Array | None) -> _Queues:
-  """The queues of this device; the peers' counts are exchanged unless they are given."""
+  """The queues of this device.
+
+  One small all-gather of the counts tells every device both what it will receive and the longest
+  queue of all; unless `received_We` is given from before.
+  """
   num_experts = routing.probs_TE.shape[1]
   sent_We = routing.count_GE.sum(0).reshape(exchange.size, num_experts // exchange.size)
   length_W = sent_We.sum(1)
   before_E = (jnp.cumsum(sent_We, 1) - sent_We).reshape(-1)  # earlier experts of the same peer
   rank_TK = before_E[routing.expert_TK] + routing.place_TK
   rank_TK = jnp.where(routing.live_T[:, None], rank_TK, jnp.iinfo(jnp.int32).max)
+  longest = length_W.max()
+  if received_We is None:
+    assert exchange.axis is not None
+    everyone_WWe = jax.lax.all_gather(sent_We, exchange.axis)  # [sender, receiver, expert]
+    received_We = everyone_WWe[:, jax.lax.axis_index(exchange.axis)]
+    longest = everyone_WWe.sum(-1).max()
   return _Queues(
     peer_TK=routing.expert_TK // (num_experts // exchange.size),
     rank_TK=rank_TK,
     order_R=routing.order_R,
     start_W=jnp.cumsum(length_W) - length_W,
     length_W=length_W,
-    sent_We=sent_We,
-    received_We=all_to_all(sent_We, exchange) if received_We is None else received_We,
+    longest=longest,
+    received_We=received_We,
   )
 
 

@@ -285,7 +285,8 @@ def best_chunks(
   """
   plans = {1: chunked_timeline(times, 1, best_slot(times), overhead)}
   plans |= {n: chunked_timeline(times, n, None, overhead) for n in choices if n > 1}
-  chunks = min(plans, key=lambda n: (length(plans[n]), n))
+  least = min(map(length, plans.values()))
+  chunks = min(n for n, spans in plans.items() if length(spans) <= 1.001 * least)
   return chunks, plans[chunks]
 
 

@@ -1,0 +1,269 @@
+"""python -m scmoe.profile: where the time of a step goes, and which communication is hidden.
+
+  python -m scmoe.profile --config gpt2_moe_medium --workdir runs/profile
+  python -m scmoe.profile --config quickstart --smoke --compare top2,scmoe_pos2 --json overlap.json
+
+Runs the step of every wiring in turns on synthetic tokens, takes the wall clock of plain runs, then
+a profiler trace of two steps. The wall clock decides, the trace explains. Without a GPU it runs on
+the simulated devices: what it prints then are not GPU times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from scmoe import build
+from scmoe.blocks.schedule import COMPUTE, LINK, Span, Times, best_chunks, describe
+from scmoe.blocks.wiring import WIRINGS, Wiring, tap_index
+from scmoe.command_line import TRAIN_FLAGS, Flag, help_text, parse, run_config
+from scmoe.config import RunConfig
+from scmoe.errors import ConfigError, run_main
+from scmoe.layers.mlp import is_gated
+from scmoe.parallel.mesh import batch_sharding
+from scmoe.profiling.overlap import measure_overlap, name_events, stage_of, stage_table, stage_times
+from scmoe.profiling.picture import Bar, draw_png, write_page
+from scmoe.profiling.roofline import MACHINES, Sizes, machine, model_times
+from scmoe.profiling.timer import Timing, interleave, speed_up
+from scmoe.profiling.trace import Event, find_trace, read_events
+from scmoe.profiling.windows import program_windows, summary
+from scmoe.training.guided import GuidedStep
+from scmoe.training.step import init_state, make_train_step, shardings_of
+from scmoe.training.workdir import write_json
+
+OWN = (
+  Flag("compare", str, "", "wirings to run in turns, separated by commas; the first is the base"),
+  Flag("rounds", int, 5, "turns of every wiring"),
+  Flag("calls", int, 2, "steps of every turn"),
+  Flag("machine", str, "h200-nvlink", f"of the modelled schedule: {', '.join(MACHINES)}"),
+  Flag("json", str, "", "also write the figures to this file"),
+)
+SHARED = ("config", "config_json", "smoke", "workdir", "allow_config_change", "help")
+FLAGS = tuple(f for f in TRAIN_FLAGS if f.name in SHARED) + OWN
+TRACED = 2  # steps in the trace
+
+
+def main(argv: list[str]) -> None:
+  """Profiles what the command line asks for and prints the report."""
+  values, given = parse(argv, FLAGS, with_fields=True)
+  if values["help"]:
+    return print(help_text(__doc__ or "", FLAGS, with_fields=True))
+  run = run_config(values, given)
+  names = [name for name in values["compare"].split(",") if name] or [run.model.wiring]
+  for name in names:
+    if name not in WIRINGS:
+      raise ConfigError(f"--compare={name!r} is no wiring; one of: {', '.join(WIRINGS)}")
+  workdir = Path(values["workdir"] or "runs/profile")
+  workdir.mkdir(parents=True, exist_ok=True)
+  report = profile(run, names, workdir, rounds=values["rounds"], calls=values["calls"],
+                   modelled_on=values["machine"])  # fmt: skip
+  print(report.text)
+  if values["json"]:
+    write_json(Path(values["json"]), report.figures)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """The text that is printed and the figures behind it."""
+
+  text: str
+  figures: dict[str, Any]
+
+
+def profile(
+  run: RunConfig, names: Sequence[str], workdir: Path, *, rounds: int, calls: int, modelled_on: str
+) -> Report:
+  """Times and traces the training step of every wiring; writes the picture and the page."""
+  arms = {name: _Arm(_with_wiring(run, name), workdir / name) for name in names}
+  for arm in arms.values():
+    arm.warm_up()
+  timings = interleave(arms, rounds=rounds, calls=calls)
+  gpu = jax.default_backend() == "gpu"
+  device = f"{jax.device_count()} x {jax.devices()[0].device_kind}, jax {jax.__version__}"
+  lines = [f"training step of {run.name}, {device}, {time.strftime('%Y-%m-%d')}"]
+  if not gpu:
+    lines.append("NOTE: there is no GPU here; these are times of simulated devices, not GPU times")
+  figures: dict[str, Any] = {"device": device, "gpu": gpu, "date": time.strftime("%Y-%m-%d")}
+  figures["arms"], rows = {}, {}
+  base = timings[names[0]]
+  for name, arm in arms.items():
+    text, found, bars = _arm_report(arm, timings[name], base, modelled_on)
+    lines += ["", f"== {name}", text]
+    figures["arms"][name], rows[name] = found, bars
+  text = "\n".join(lines)
+  png = draw_png(rows, f"one block pair, {device}" + ("" if gpu else " (modelled)"))
+  (workdir / "overlap.png").write_bytes(png)
+  write_page(workdir / "overlap.html", png, lines[0], text)
+  return Report(
+    f"{text}\n\npicture: {workdir / 'overlap.png'}, {workdir / 'overlap.html'}", figures
+  )
+
+
+class _Arm:
+  """One wiring: its step, called in turns."""
+
+  def __init__(self, run: RunConfig, directory: Path):
+    vocabulary = build.vocab_size(run.data)
+    self.run = run.resolve(num_devices=jax.device_count(), vocab_size=vocabulary)
+    self.built = build.build(self.run)
+    abstract = self.built.abstract_state()
+    self.directory = directory
+    overlap = self.run.overlap
+    step = make_train_step(
+      self.built.objective,
+      self.built.optimizer,
+      self.built.mesh,
+      shardings_of(abstract),
+      gradients=overlap.gradients,
+      gradient_dtype=overlap.gradient_dtype,
+    )
+    self.step = GuidedStep(step, overlap, directory / "profile_guided")
+    self.jitted = step
+    self.state = init_state(self.built.init, self.built.optimizer, 0, abstract)
+    self.batch = self._batch()
+
+  def _batch(self) -> dict[str, jax.Array]:
+    run = self.run
+    length = run.data.seq_len
+    shape = (run.train.microbatches(length), run.train.batch_size, length)
+    tokens = np.random.default_rng(0).integers(0, run.model.vocab_size, shape).astype(np.int32)
+    ones = np.ones(shape, np.int32)
+    batch = {"inputs": tokens, "targets": np.roll(tokens, -1, -1), "segment_ids": ones}
+    batch |= {"weights": ones.astype(np.float32)}
+    batch |= {"positions": np.broadcast_to(np.arange(length, dtype=np.int32), shape)}
+    return jax.device_put(batch, batch_sharding(self.built.mesh, leading=1))
+
+  def warm_up(self) -> None:
+    """Past compilation, and past the profile where one is collected."""
+    guided = self.step.gpu and self.run.overlap.profile_guided
+    self(2 + (self.run.overlap.profile_runs if guided else 0))
+
+  def __call__(self, calls: int) -> None:
+    scalars: Any = None
+    for _ in range(calls):
+      self.state, scalars, _ = self.step(self.state, self.batch)
+    jax.block_until_ready((self.state, scalars))
+
+  def trace(self) -> tuple[list[Event], str]:
+    """Events of two steps, and the folder of the trace for XProf or Perfetto."""
+    folder = str(self.directory / "trace")
+    with jax.profiler.trace(folder):
+      self(TRACED)
+    return read_events(find_trace(folder)), folder
+
+  def program(self) -> str:
+    """Text of the compiled step."""
+    return self.step.compiled.as_text() if self.step.compiled is not None else ""
+
+
+def _with_wiring(run: RunConfig, name: str) -> RunConfig:
+  return dataclasses.replace(run, model=dataclasses.replace(run.model, wiring=name))
+
+
+def _arm_report(
+  arm: _Arm, timing: Timing, base: Timing, modelled_on: str
+) -> tuple[str, dict[str, Any], dict[str, list[Bar]]]:
+  """Text, figures and the bars of one block pair."""
+  lines = [f"step {1e3 * timing.median:.3f} ms (± {100 * timing.spread:.1f} %), "
+           f"{speed_up(base, timing):.2f}x"]  # fmt: skip
+  figures: dict[str, Any] = {"wall": timing.as_json(), "speed_up": speed_up(base, timing)}
+  times = modelled_times(arm.run, modelled_on)
+  bars: dict[str, list[Bar]] = {COMPUTE: [], LINK: []}
+  if times is not None:
+    lines += [f"schedule as modelled for {modelled_on}, one pair, forward:", describe(times)]
+    bars = _bars(best_chunks(times)[1])
+  events, folder = arm.trace()
+  overlap, program = measure_overlap(events, TRACED), arm.program()
+  if overlap is not None:
+    stages = stage_times(events, program, TRACED)
+    lines += [
+      f"trace: communication {overlap.communication:.3f} ms, {100 * overlap.share_hidden:.1f} % "
+      f"hidden, {overlap.exposed:.3f} ms exposed; computation {overlap.computation:.3f} ms",
+      stage_table(stages),
+      "beside each exchange of the compiled program:",
+      summary(program_windows(program)),
+    ]
+    figures |= {"trace": overlap.as_json(), "stages": [dataclasses.asdict(s) for s in stages]}
+    bars = measured_bars(events, program)
+  lines.append(f"trace for XProf or Perfetto: {folder}")
+  return "\n".join(lines), figures | {"trace_folder": folder}, bars
+
+
+def _bars(spans: Sequence[Span]) -> dict[str, list[Bar]]:
+  return {
+    stream: [(s.name, s.start, s.end) for s in spans if s.stream == stream]
+    for stream in (COMPUTE, LINK)
+  }
+
+
+def measured_bars(events: Sequence[Event], program: str) -> dict[str, list[Bar]]:
+  """One block pair of the traced forward pass, around its dispatch; ms."""
+  device = min(e.device for e in events)
+  own = [e for e in events if e.device == device]
+  names = name_events(own, program)
+  stage = lambda e: stage_of(names.get(e.op) or e.op)
+  sent = [e for e in own if e.is_communication and stage(e) == "dispatch"]
+  if len(sent) < 2:
+    return {COMPUTE: [], LINK: []}
+  # What comes before the dispatch is the shorter part of a pair.
+  period = sent[1].start - sent[0].start
+  first = sent[0].start - 0.3 * period
+  bars: dict[str, list[Bar]] = {COMPUTE: [], LINK: []}
+  for event in own:
+    if first <= event.start < first + period:
+      lane = LINK if event.is_communication else COMPUTE
+      bars[lane].append((stage(event), (event.start - first) / 1e6, (event.end - first) / 1e6))
+  return bars
+
+
+def modelled_times(run: RunConfig, modelled_on: str) -> Times | None:
+  """The schedule's times of one unit, in ms; None without experts."""
+  model, wiring = run.model, run.model.wiring_rule
+  if not wiring.taps:
+    return None
+  tokens = run.train.batch_size * run.data.seq_len // run.mesh.batch_shards
+  sizes = Sizes(
+    tokens=tokens,
+    seq=run.data.seq_len,
+    width=model.width,
+    mlp=model.mlp_hidden,
+    expert=model.expert_hidden,
+    shared=model.shared_hidden,
+    head_width=model.num_heads * model.head_dim,
+    kv_width=model.num_kv_heads * model.head_dim,
+    experts=model.num_experts,
+    k=wiring.routed_per_gating(model.top_k),
+    capacity_factor=run.dispatch.capacity_factor,
+    devices=run.mesh.expert,
+    matrices=3 if is_gated(model.activation) else 2,
+  )
+  found = model_times(sizes, machine(modelled_on))
+  before, window = split_window(wiring, model.moe_every)
+  ms: Callable[[str], float] = lambda stage: 1e3 * getattr(found, stage.replace(" expert", ""))
+  return Times(
+    dense=tuple((stage, ms(stage)) for stage in window),
+    route=ms("route"),
+    dispatch=ms("dispatch"),
+    experts=ms("experts"),
+    combine=ms("combine"),
+    add=ms("add"),
+    before=sum(map(ms, before)),
+  )
+
+
+def split_window(wiring: Wiring, blocks: int) -> tuple[list[str], list[str]]:
+  """Dense operations of a unit before its first shortcut, and those after: the window."""
+  dense = ["attention", "mlp"] * blocks
+  dense = dense[:-1] + (["shared expert"] if wiring.shared_expert else [])
+  start = min(tap_index(tap, blocks) for tap in wiring.taps)
+  return dense[:start], dense[start:]
+
+
+if __name__ == "__main__":
+  run_main(main)

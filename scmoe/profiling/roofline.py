@@ -1,0 +1,125 @@
+"""Modelled times: arithmetic and memory traffic over a device's rates, bytes over a link's.
+
+A model, for choosing a slot before anything has run and for knowing how far a measurement is from
+what the hardware allows. Measured times replace it (`scmoe.profile`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from scmoe.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+  """Rates of one device and its link.
+
+  Attributes:
+    flops: dense matrix FLOP/s that large products reach.
+    memory: bytes/s of device memory.
+    link: bytes/s that leave a device in an all-to-all.
+    latency: seconds of an exchange of nothing.
+  """
+
+  flops: float
+  memory: float
+  link: float
+  latency: float
+
+
+# bf16. Products and copies: about what was measured on one H200 (docs of the experiments); links:
+# all-to-all of 4 H200s of one host, 2026-11, through NVLink and with NCCL_P2P_DISABLE=1.
+MACHINES = {
+  "h200-nvlink": Machine(flops=700e12, memory=4.0e12, link=257e9, latency=60e-6),
+  "h200-slow": Machine(flops=700e12, memory=4.0e12, link=30.5e9, latency=60e-6),
+}
+
+
+def machine(name: str) -> Machine:
+  """The machine of that name.
+
+  Raises:
+    ConfigError: there is none.
+  """
+  if name not in MACHINES:
+    raise ConfigError(f"machine={name!r} is unknown; one of: {', '.join(MACHINES)}")
+  return MACHINES[name]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+  """One block pair on one device.
+
+  Attributes:
+    tokens: T of this device and microbatch; seq: S.
+    width, mlp, expert, shared: D, and hidden widths of MLP, routed and shared expert.
+    head_width, kv_width: H·N of queries, and of keys or values.
+    experts, k: E, and routed experts per token.
+    capacity_factor: rows of a buffer over the balanced share.
+    devices: of the expert axis.
+    matrices: products of a feed-forward layer: 2, or 3 with a gated activation.
+    bytes: of one number of the computation.
+  """
+
+  tokens: int
+  seq: int
+  width: int
+  mlp: int
+  expert: int
+  shared: int
+  head_width: int
+  kv_width: int
+  experts: int
+  k: int
+  capacity_factor: float = 1.0
+  devices: int = 1
+  matrices: int = 2
+  bytes: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class StageSeconds:
+  """Modelled seconds of one pair's operations in the forward pass."""
+
+  attention: float
+  mlp: float
+  shared: float
+  route: float
+  dispatch: float
+  experts: float
+  combine: float
+  add: float
+
+
+def model_times(sizes: Sizes, machine: Machine) -> StageSeconds:
+  """Seconds of every stage: arithmetic, memory traffic, and exchanges over the link."""
+  z = sizes
+  rows = z.tokens * z.k * z.capacity_factor  # sent, and on average received
+  stream = z.bytes * z.width / machine.memory  # seconds per token read or written once
+
+  def feed_forward(tokens: float, hidden: int) -> float:
+    work = 2 * z.matrices * tokens * z.width * hidden / machine.flops
+    weights = z.matrices * z.width * hidden * z.bytes / machine.memory
+    # Norm, activation and residual read and write; the hidden layer twice.
+    around = tokens * (4 * stream + 2 * z.bytes * hidden / machine.memory)
+    return max(work, weights) + around
+
+  projections = 2 * z.tokens * z.width * (2 * z.head_width + 2 * z.kv_width)
+  scores = 2 * z.tokens * z.seq * z.head_width  # causal: half of 4 · T · S · width
+  exchange = 0.0
+  if z.devices > 1:
+    sent = rows * z.width * z.bytes * (z.devices - 1) / z.devices
+    # The measured bandwidth counts all bytes of a buffer, its own part included.
+    exchange = machine.latency + sent * z.devices / (z.devices - 1) / machine.link
+  return StageSeconds(
+    attention=(projections + scores) / machine.flops + 8 * z.tokens * stream,
+    mlp=feed_forward(z.tokens, z.mlp),
+    shared=feed_forward(z.tokens, z.shared),
+    # Scores in float32, a sort, then rows in the order of the experts.
+    route=6 * z.tokens * stream + 2 * rows * stream,
+    dispatch=exchange,
+    experts=feed_forward(rows, z.expert) + 4 * rows * stream,
+    combine=exchange,
+    add=(rows + 2 * z.tokens) * stream,
+  )

@@ -1,0 +1,80 @@
+"""The profile command: what it models, what it draws, what it refuses."""
+
+import dataclasses
+
+import pytest
+
+from scmoe import profile
+from scmoe.blocks.schedule import COMPUTE, LINK, best_slot
+from scmoe.blocks.wiring import WIRINGS
+from scmoe.config import RunConfig
+from scmoe.errors import ConfigError
+from scmoe.models.gpt import ModelConfig
+from scmoe.parallel.mesh import MeshConfig
+from scmoe.profiling.picture import draw_png, write_page
+from scmoe.profiling.trace import Event
+
+
+@pytest.mark.parametrize(
+  ("wiring", "before", "window"),
+  [
+    ("top2", ["attention", "mlp", "attention"], []),
+    ("shared_expert", ["attention", "mlp", "attention"], ["shared expert"]),
+    ("scmoe_pos1", ["attention", "mlp"], ["attention", "shared expert"]),
+    ("scmoe_pos2", ["attention"], ["mlp", "attention", "shared expert"]),
+    ("scmoe_pos3", [], ["attention", "mlp", "attention", "shared expert"]),
+  ],
+)
+def test_the_window_of_every_wiring(wiring, before, window):
+  assert profile.split_window(WIRINGS[wiring], 2) == (before, window)
+
+
+def test_the_modelled_schedule_of_a_large_model():
+  model = ModelConfig(wiring="scmoe_pos2", width=2048, num_heads=16, vocab_size=64)
+  run = RunConfig(model=model, mesh=MeshConfig(data=1, expert=4))
+  run = dataclasses.replace(
+    run,
+    data=dataclasses.replace(run.data, seq_len=2048),
+    train=dataclasses.replace(run.train, batch_size=16),
+    model=model.resolve(),
+  )
+  times = profile.modelled_times(run, "h200-slow")
+  assert [name for name, _ in times.dense] == ["mlp", "attention", "shared expert"]
+  assert times.dispatch > 0
+  assert best_slot(times) in (1, 2)
+  fast = profile.modelled_times(run, "h200-nvlink")
+  assert fast.dispatch < times.dispatch / 5
+  dense = dataclasses.replace(run, model=dataclasses.replace(model, wiring="dense"))
+  assert profile.modelled_times(dense, "h200-slow") is None
+
+
+def test_a_pair_of_the_trace_is_cut_out_around_its_dispatch():
+  event = lambda name, start, end, op: Event("gpu", "s", name, start * 1e6, end * 1e6, op)
+  events = []
+  for pair in (0, 10, 20):
+    events += [
+      event("ncclSend", pair + 4, pair + 6, "send.1"),
+      event("gemm", pair + 3, pair + 7, "mlp.1"),
+    ]
+  program = """
+    %send.1 = f32[] custom-call(), metadata={op_name="jit(f)/dispatch/all_to_all"}
+    %mlp.1 = f32[] fusion(), metadata={op_name="jit(f)/mlp/dot_general"}
+  """
+  bars = profile.measured_bars(events, program)
+  assert bars[LINK] == [("dispatch", 3, 5)]
+  assert bars[COMPUTE] == [("mlp", 2, 6)]
+
+
+def test_the_picture_and_the_page(tmp_path):
+  png = draw_png({"scmoe_pos2": {COMPUTE: [("mlp", 0, 2)], LINK: [("dispatch 1", 0, 1)]}}, "title")
+  assert png.startswith(b"\x89PNG")
+  write_page(tmp_path / "page.html", png, "a < b", "text & more")
+  page = (tmp_path / "page.html").read_text()
+  assert "a &lt; b" in page
+  assert "text &amp; more" in page
+  assert "src='data:image/png;base64," in page
+
+
+def test_unknown_wiring(tmp_path):
+  with pytest.raises(ConfigError, match=r"--compare='top9' is no wiring; one of: dense"):
+    profile.main(["--compare", "top9", "--workdir", str(tmp_path)])

@@ -94,6 +94,22 @@ class LanguageModelObjective:
     bias_range = None if bias_LE is None else bias_LE.max(-1) - bias_LE.min(-1)
     return loss, LossSums(total, right, weight, loss, jnp.ones(()), sums, bias_range)
 
+  def cast(self, params: Any) -> Any:
+    """Parameters as the products read them: in the compute type, once for many microbatches.
+
+    Norms, gates and mixing coefficients stay in float32, in which they are used. The gradient of
+    a cast weight has the compute type, as its product gives it.
+    """
+    model: GPT = nnx.merge(self.graph, params)
+    dtype = jnp.dtype(model.config.dtype)
+
+    def cast(path: tuple, leaf: Array) -> Array:
+      name = jax.tree_util.keystr(path)
+      keep = any(word in name for word in ("norm", "router_gate", "mix"))
+      return leaf if keep else leaf.astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, params)
+
   def metrics(self, aux: LossSums) -> tuple[dict[str, Array], dict[str, Array]]:
     """Scalars and per-layer arrays of a step, from the sums over its microbatches.
 

@@ -215,7 +215,9 @@ def accumulate_locally(
   """
 
   def local(params: PyTree, router: PyTree, batch: Batch, rng: Array):
-    loss, grads, aux = accumulate(objective, params, router, batch, rng)
+    # Left inside the loop, every microbatch would read all float32 weights to cast them again.
+    cast = getattr(objective, "cast", lambda params: params)
+    loss, grads, aux = accumulate(objective, cast(params), router, batch, rng)
     return loss, jax.tree.map(reduce, grads, specs), aux
 
   def reduce(grad: Array, spec: P) -> Array:

@@ -1,5 +1,6 @@
 """Gradients added up on each device and reduced once equal those reduced in every microbatch."""
 
+import dataclasses
 import functools
 
 import jax
@@ -31,9 +32,10 @@ CONFIG = ModelConfig(
 ).resolve()
 
 
-def parts(mesh, router, seed=0):
+def parts(mesh, router, seed=0, dtype="float32"):
+  config = dataclasses.replace(CONFIG, dtype=dtype)
   make = lambda: GPT(
-    CONFIG, router=router, overlap=OverlapConfig(), mesh=mesh, rngs=nnx.Rngs(params=seed)
+    config, router=router, overlap=OverlapConfig(), mesh=mesh, rngs=nnx.Rngs(params=seed)
   )
   graph, state = nnx.split(make())
   specs = jax.tree.map(
@@ -67,6 +69,31 @@ def test_one_reduction_gives_the_gradients_of_many():
   once = quick(local)(*args)
   for want, got in zip(jax.tree.leaves(many), jax.tree.leaves(once), strict=True):
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)
+
+
+def test_weights_are_cast_once_to_the_compute_type():
+  graph, params, _ = parts(None, RouterConfig(), dtype="bfloat16")
+  objective = LanguageModelObjective(graph, RouterConfig())
+  cast = objective.cast(params)
+  types = {
+    jax.tree_util.keystr(path, simple=True, separator="."): leaf.dtype
+    for path, leaf in jax.tree_util.tree_leaves_with_path(cast)
+  }
+  wide = {name.split(".")[-2] for name, dtype in types.items() if dtype == jnp.float32}
+  assert all(dtype in (jnp.float32, jnp.bfloat16) for dtype in types.values())
+  assert {name for name in types if name.endswith((".up", ".down", ".query", ".out"))} <= {
+    name for name, dtype in types.items() if dtype == jnp.bfloat16
+  }
+  assert any("norm" in name for name in wide)
+  # The same products: loss and gradients are those of the float32 parameters.
+  batch = jax.tree.map(lambda x: x[0], batch_of(1, 2))
+  loss = lambda p: objective.loss(p, {}, batch, None)[0]
+  quick = functools.partial(jax.jit, compiler_options=QUICK)
+  (want, wants), (got, gots) = (quick(jax.value_and_grad(loss))(p) for p in (params, cast))
+  assert want == got
+  for a, b in zip(jax.tree.leaves(wants), jax.tree.leaves(gots), strict=True):
+    a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+    np.testing.assert_allclose(b, a, atol=2e-2 * max(np.abs(a).max(), 1e-3))
 
 
 def test_dense_gradients_travel_once_per_step():

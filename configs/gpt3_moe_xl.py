@@ -66,7 +66,7 @@ def smoke() -> Any:
       ),
       data=DataConfig(source="procedural", seq_len=16, document_mask=False),
       train=TrainConfig(
-        steps=3, batch_size=8, log_every=1, eval_batches=1, sample_tokens=8, remat="full"
+        steps=3, batch_size=8, log_every=1, eval_batches=2, sample_tokens=8, remat="full"
       ),
       optimizer=OptimizerConfig(warmup_steps=1),
       checkpoint=CheckpointConfig(every=0, keep=2),

@@ -53,7 +53,7 @@ def smoke() -> Any:
         RUN.model, num_experts=4, width=16, num_heads=2, mlp_hidden=32, context=16
       ),
       data=DataConfig(source="procedural", seq_len=16, document_mask=False),
-      train=TrainConfig(steps=3, batch_size=8, log_every=1, eval_batches=1, sample_tokens=8),
+      train=TrainConfig(steps=3, batch_size=8, log_every=1, eval_batches=2, sample_tokens=8),
       optimizer=OptimizerConfig(warmup_steps=1),
       checkpoint=CheckpointConfig(every=0, keep=2),
     )

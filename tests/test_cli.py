@@ -208,7 +208,7 @@ def test_train_stop_resume_evaluate_generate(here, capsys):
   assert code == 2
   assert "model.width: 16 -> 32" in err
 
-  code, out, err = outcome(evaluate.main, capsys, "--workdir=a", "--max_batches=1", "--json=e.json")
+  code, out, err = outcome(evaluate.main, capsys, "--workdir=a", "--max_batches=2", "--json=e.json")
   assert code == 0, err
   figures = json.loads(Path("e.json").read_text())
   last = [line for line in lines if line["kind"] == "eval"][-1]

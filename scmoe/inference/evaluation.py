@@ -62,9 +62,10 @@ def evaluate(
     if stopping is not None and stopping():
       return None
     placed = {k: jax.make_array_from_process_local_data(sharding, v) for k, v in batch.items()}
-    counts, router = _counts(objective.graph, (params, router), placed, sizes_V, len(data.domains))
+    state = (params, router)
+    counts, sent = _counts(objective.graph, state, placed, sizes_V, len(data.domains))
     sums += np.asarray(counts, np.float64)
-    dropped, choices = dropped + float(router[0]), choices + float(router[1])
+    dropped, choices = dropped + float(sent[0]), choices + float(sent[1])
   total = _figures(sums.sum(0))
   if total is None:
     raise DataError("the validation text has no token that counts; give more of it")
@@ -106,12 +107,12 @@ def _counts(
     [a.sum(1) for a in (nats_BS * weight_BS, weight_BS, bytes_BS, correct_BS * weight_BS)], 1
   )
   counts = jnp.zeros((num_domains, len(COUNTED)), jnp.float32).at[batch["domain"]].add(rows)
-  router = jnp.zeros(2)
+  sent = jnp.zeros(2)
   if out.sums is not None:
-    router = jnp.stack([out.sums.dropped.sum(), out.sums.choices.sum()])
+    sent = jnp.stack([out.sums.dropped.sum(), out.sums.choices.sum()])
   if model.mesh is None:
-    return counts, router
-  return jax.lax.with_sharding_constraint((counts, router), replicated(model.mesh))
+    return counts, sent
+  return jax.lax.with_sharding_constraint((counts, sent), replicated(model.mesh))
 
 
 def _figures(sums: np.ndarray) -> dict[str, float] | None:

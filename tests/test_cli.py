@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from scmoe import evaluate, generate, train
@@ -180,7 +181,15 @@ def test_exit_code_of_the_process(here):
 # --- a whole run ----------------------------------------------------------------------------------
 
 
-def test_train_stop_resume_evaluate_generate(here, capsys):
+@pytest.fixture
+def quick_compiler():
+  """Steps that run a few times: compile them fast rather than well."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)
+
+
+def test_train_stop_resume_evaluate_generate(here, capsys, quick_compiler):
   """On the eight simulated devices: data 8; evaluated there, sampled on one of them."""
   argv = ["--smoke", "--workdir=a", "--config.train.steps=4"]
   code, out, err = outcome(train.main, capsys, *argv, "--config.train.stop_after=2")

@@ -21,9 +21,11 @@ from scmoe.data.config import DataConfig
 from scmoe.data.tokenizers import ByteTokenizer, load_json
 from scmoe.models.gpt import GPT
 from scmoe.models.objective import LanguageModelObjective
+from scmoe.options import check_options
 from scmoe.parallel.mesh import make_mesh, partition_spec
 from scmoe.training.optimizer import Optimizer, make_optimizer
 from scmoe.training.step import TrainState, abstract_state
+from scmoe.training.variants import Variant
 
 Params = dict[str, Any]
 
@@ -70,6 +72,24 @@ class Built:
   def abstract_state(self) -> TrainState:
     """Shapes, types and shardings of the whole training state."""
     return abstract_state(self.init, self.optimizer, self.mesh, self.shardings)
+
+  def variant(self, variant: Variant) -> LanguageModelObjective:
+    """The objective with another way to route or to move rows; the parameters stay the same.
+
+    Raises:
+      ConfigError: the variant does not fit the run, e.g. an r that does not divide the devices.
+    """
+    run = self.run
+    given = {k: v for k, v in dataclasses.asdict(variant).items() if v is not None}
+    top_k = given.pop("top_k", run.model.top_k)
+    if given.get("capacity_factor") == 0:  # nothing may be dropped
+      given = {**given, "capacity_factor": run.dispatch.capacity_factor, "transport": "dropless"}
+    dispatch = dataclasses.replace(run.dispatch, **given)
+    check_options(dispatch, "dispatch")
+    dispatch.check_shards(self.mesh.shape["shard"])
+    model = dataclasses.replace(run.model, top_k=top_k).resolve()
+    graph, _ = build_model(dataclasses.replace(run, model=model, dispatch=dispatch), self.mesh)
+    return LanguageModelObjective(graph, run.router, remat=run.train.remat)
 
   def model(self, params: Params) -> GPT:
     """The model with these parameters."""

@@ -92,6 +92,7 @@ def train(run: RunConfig, workdir: Path) -> TrainState:
     header=header(built, data, workdir),
     flops_per_token=forward_flops(run.model, run.data.seq_len).training,
     peak_flops=peak_flops(jax.devices()[0].device_kind, run.model.dtype) or 0.0,
+    variant=built.variant,
     evaluate=evaluation(built, data),
     sample=sampling(built, data),
   ).run()

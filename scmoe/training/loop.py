@@ -46,6 +46,7 @@ from scmoe.training.step import (
   make_train_step,
   shardings_of,
 )
+from scmoe.training.variants import Variant, tuned_step
 from scmoe.training.workdir import RunLock, prepare_workdir, warn, write_json
 
 CONFIG = "config.json"
@@ -80,6 +81,10 @@ class Data(Protocol):
     ...
 
 
+def _no_variant(variant: Variant) -> Objective:
+  raise ConfigError(f"train.tune: this run has no variant {variant}; leave train.tune empty")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trainer:
   """One training run. Fill in the fields, call `run`; call it again to resume.
@@ -107,6 +112,7 @@ class Trainer:
   sample: Callable[[TrainState], str] | None = None
   decay_mask: Any = decay_mask  # see `make_optimizer`
   warm_start: Callable[[TrainState], TrainState] | None = None  # weights from elsewhere, at step 0
+  variant: Callable[[Variant], Objective] = _no_variant  # what `train.tune` chooses from
   # Its compiler options, and when gradients travel.
   overlap: OverlapConfig = dataclasses.field(default_factory=OverlapConfig)
 
@@ -167,15 +173,9 @@ class _Run:
     self.first = is_first()
     self.optimizer: Optimizer = make_optimizer(spec.optimizer, spec.train.steps, spec.decay_mask)
     self.abstract = abstract_state(spec.init, self.optimizer, spec.mesh, spec.shardings)
-    step = make_train_step(
-      spec.objective,
-      self.optimizer,
-      spec.mesh,
-      shardings_of(self.abstract),
-      gradients=spec.overlap.gradients,
-      gradient_dtype=spec.overlap.gradient_dtype,
+    self.step_fn = tuned_step(
+      self._make_step, spec.train.tune, spec.train.tune_rounds, say=self._say
     )
-    self.step_fn = GuidedStep(step, spec.overlap, workdir / PROFILES, say=self._say)
     self.batch_sharding = batch_sharding(spec.mesh, leading=1)
     self.checkpointer = Checkpointer(workdir, spec.checkpoint)
     self.batches = spec.data.train()
@@ -189,6 +189,20 @@ class _Run:
     self.bar = Bar(0, 0, shown=False)
     self.metrics: Metrics | None = None  # on process 0
     self.tokens_per_step = accumulation * spec.train.batch_size * spec.sequence_length
+
+  def _make_step(self, variant: Variant) -> GuidedStep:
+    """The step as configured, or a variant of it; variants are compared without profiles."""
+    spec, plain = self.spec, variant == Variant()
+    overlap = spec.overlap if plain else dataclasses.replace(spec.overlap, profile_guided=False)
+    step = make_train_step(
+      spec.objective if plain else spec.variant(variant),
+      self.optimizer,
+      spec.mesh,
+      shardings_of(self.abstract),
+      gradients=overlap.gradients,
+      gradient_dtype=overlap.gradient_dtype,
+    )
+    return GuidedStep(step, overlap, self.workdir / PROFILES, say=self._say)
 
   # -- beginning and end ------------------------------------------------------------------------
 

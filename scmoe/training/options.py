@@ -42,6 +42,12 @@ class TrainConfig:
     "stop after that step as if interrupted (save, exit 75); the schedule still spans steps; 0: no",
     minimum=0,
   )
+  tune: str = option(
+    "",
+    "ways to move rows that the first steps try, the fastest of which trains on, e.g. "
+    "'adaptive_r=0,1 chunks=1,2'; results do not depend on the choice; empty: no tuner",
+  )
+  tune_rounds: int = option(3, "measured steps of each of them", minimum=1)
   remat: str = option(
     "none",
     "what the backward pass recomputes: none; dots: all but matrix products; moe: the experts; "

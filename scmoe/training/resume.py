@@ -17,6 +17,8 @@ SAFE = (
   "train.sample_tokens",
   "train.router_every",
   "train.remat",
+  "train.tune",
+  "train.tune_rounds",
   "train.max_skipped_in_row",
   "train.watchdog_seconds",
   "train.first_step_seconds",

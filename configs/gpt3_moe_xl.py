@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from scmoe.blocks.schedule import OverlapConfig
 from scmoe.config import RunConfig, as_config_dict
 from scmoe.data.config import DataConfig
 from scmoe.models.gpt import ModelConfig
@@ -34,6 +35,9 @@ RUN = RunConfig(
   ),
   router=RouterConfig(balance_loss=0.01),
   dispatch=DispatchConfig(capacity_factor=2.0),
+  # Measured on 4 H200s (experiments/LOG.md): latencies from the first steps, several pairs per scan
+  # step, and one reduction of the dense gradients per step; the last needs mesh.tensor=1.
+  overlap=OverlapConfig(slot=1, unroll=4, profile_guided=True, gradients="step"),
   # Without --config.data.*: this Python's own source text, with a tokenizer trained on it.
   data=DataConfig(tokenizer="bpe", seq_len=2048, document_mask=False),
   train=TrainConfig(steps=4000, batch_size=8, tokens_per_step=262144, eval_every=500, remat="full"),

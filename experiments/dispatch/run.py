@@ -10,6 +10,9 @@ size asked for. Arms, in one run and in turns:
   dropless     rounds over a fixed buffer, slack 1.25
   ragged       jax.lax.ragged_all_to_all with receive buffers for the worst case (GPU only)
 
+The layers of a model follow one another in one program, and so they do here: `--layers` of them,
+each fed with what the one before brought back; times are per layer. (The host reads the trip count
+of the loop of further rounds, and so cannot run ahead into the next program.)
 A row is gathered to its buffer, sent, brought back, weighted and summed: the whole path that a
 token takes, less its expert. Results are checked before they are timed: y = Σ_k w_k · x. What
 `capacity` drops is left out of its y and reported.
@@ -33,7 +36,7 @@ from scmoe.moe.dispatch import capacity, dropless, local
 from scmoe.moe.route import make_routing
 from scmoe.parallel.collectives import Exchange
 from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, make_mesh
-from scmoe.profiling.timer import interleave
+from scmoe.profiling.timer import Timing, interleave
 
 SLACK = 1.25
 
@@ -64,7 +67,7 @@ def without_drops(x, expert, weight, exchange, num_experts):
   y = dropless.combine(sent, weight, exchange=exchange)
   stay = lambda part, _: part
   options = {"slack": SLACK, "exchange": exchange, "chunks": 1, "experts": stay}
-  return y + dropless.further_rounds(x, weight, (), routing, sent, **options), sent.rounds
+  return dropless.further_rounds(y, x, weight, (), routing, sent, **options), sent.rounds
 
 
 def ragged(x, expert, weight, exchange, num_experts):
@@ -127,7 +130,7 @@ def measure(args, mebibytes: int, kind: str, mesh) -> dict:
   weight = jax.device_put(weight, batch)
   arms, figures = {}, {}
   for name in args.arms.split(","):
-    body = lambda x, e, w, f=ARMS[name]: _one(f(x, e, w, exchange, args.experts))
+    body = lambda x, e, w, f=ARMS[name]: _chain(f, args.layers, x, e, w, exchange, args.experts)
     stage = jax.jit(
       jax.shard_map(
         body, mesh=mesh, in_specs=(P(BATCH_AXES),) * 3, out_specs=P(BATCH_AXES), check_vma=False
@@ -142,13 +145,15 @@ def measure(args, mebibytes: int, kind: str, mesh) -> dict:
       [s(x, expert, weight) for _ in range(calls)][-1]
     )
   for name, timing in interleave(arms, rounds=args.rounds, calls=args.calls).items():
-    figures[name] |= timing.as_json()
+    per_layer = Timing(tuple(s / args.layers for s in timing.seconds), timing.calls)
+    figures[name] |= per_layer.as_json()
   return {"mebibytes": mebibytes, "routing": kind, "tokens_per_device": tokens, "arms": figures}
 
 
-def _one(result):
-  y, extra = result
-  return y, extra[None]
+def _chain(arm, layers, x, *rest):
+  for _ in range(layers):
+    x, extra = arm(x, *rest)
+  return x, extra[None]
 
 
 def table(results: list[dict]) -> str:
@@ -171,8 +176,9 @@ def main() -> None:
   parser.add_argument("--experts", type=int, default=64, help="E")
   parser.add_argument("--k", type=int, default=2, help="K")
   parser.add_argument("--arms", default=",".join(ARMS))
+  parser.add_argument("--layers", type=int, default=8, help="layers in one program")
   parser.add_argument("--rounds", type=int, default=7)
-  parser.add_argument("--calls", type=int, default=10)
+  parser.add_argument("--calls", type=int, default=3)
   parser.add_argument("--json", type=pathlib.Path)
   args = parser.parse_args()
   mesh = make_mesh(MeshConfig(data=1, expert=jax.device_count()))
@@ -192,6 +198,7 @@ def main() -> None:
       "width": args.width,
       "experts": args.experts,
       "k": args.k,
+      "layers": args.layers,
       "slack": SLACK,
     }
     args.json.write_text(json.dumps({**setting, "results": results}, indent=1) + "\n")

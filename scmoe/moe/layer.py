@@ -205,7 +205,8 @@ class MoE(nnx.Module):
         transport = dropless if sent.chunks[0].group_sizes_e is not None else capacity
         y_TD = transport.combine(sent, routing.weight_TK, exchange=exchange)
         if x is not None:
-          y_TD += dropless.further_rounds(
+          y_TD = dropless.further_rounds(
+            y_TD,
             x.reshape(y_TD.shape),
             routing.weight_TK,
             weights,

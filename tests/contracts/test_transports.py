@@ -90,7 +90,7 @@ def compiled(*, devices, transport, chunks=1, nodes=1, slack=1.25, replicas=1, E
     y = dropless.combine(done, weight, exchange=exchange)
     if exchange.size > 1:
       options = {"slack": slack, "exchange": exchange, "chunks": chunks}
-      y += dropless.further_rounds(x, weight, weights, routing, sent, experts=stage, **options)
+      y = dropless.further_rounds(y, x, weight, weights, routing, sent, experts=stage, **options)
     return y, sent.rounds[None]
 
   into, out = P("expert", None, "shard"), P("expert", "shard")

@@ -99,6 +99,7 @@ def combine(dispatched: Dispatched, weight_TK: Array, *, exchange: Exchange) -> 
 
 
 def further_rounds(
+  y_TD: Array,
   x_TD: Array,
   weight_TK: Array,
   weights: Any,
@@ -110,12 +111,14 @@ def further_rounds(
   chunks: int,
   experts: Experts,
 ) -> Array:
-  """What the rounds after the first one add to y_TD; zero, and no work, where one was enough.
+  """y_TD plus what the rounds after the first one add; no work where one was enough.
 
   The backward pass runs the same rounds again, each with its own vector-Jacobian product, so that
   memory does not depend on their number either.
 
   Args:
+    y_TD: what `combine` made of the first round. A further round adds to it in its type: no token
+      is in more than K rounds.
     x_TD, weight_TK: tokens and combine weights of this device.
     weights: the experts' weights.
     routing: the choices.
@@ -141,22 +144,21 @@ def further_rounds(
 
   queues = _queues(routing, exchange, sent.received_We)
   given_TK = weight_TK if routing.input_weight_TK is None else routing.input_weight_TK
-  return _loop(one, 1, x_TD, given_TK, weights, queues, sent.rounds)
+  return _loop(one, 1, y_TD, x_TD, given_TK, weights, queues, sent.rounds)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _loop(one, start, x_TD, weight_TK, weights, queues, end):
-  """Σ over index in [start, end) of one(index, ...)."""
+def _loop(one, start, y_TD, x_TD, weight_TK, weights, queues, end):
+  """y_TD + Σ over index in [start, end) of one(index, ...)."""
 
   def body(index, y_TD):
     return y_TD + one(index, x_TD, weight_TK, weights, queues).astype(y_TD.dtype)
 
-  wide = jnp.promote_types(x_TD.dtype, jnp.float32)
-  return jax.lax.fori_loop(start, end, body, jnp.zeros(x_TD.shape, wide)).astype(x_TD.dtype)
+  return jax.lax.fori_loop(start, end, body, y_TD)
 
 
-def _loop_fwd(one, start, x_TD, weight_TK, weights, queues, end):
-  y_TD = _loop(one, start, x_TD, weight_TK, weights, queues, end)
+def _loop_fwd(one, start, y_TD, x_TD, weight_TK, weights, queues, end):
+  y_TD = _loop(one, start, y_TD, x_TD, weight_TK, weights, queues, end)
   return y_TD, (x_TD, weight_TK, weights, queues, end)
 
 
@@ -165,14 +167,15 @@ def _loop_bwd(one, start, residuals, y_bar_TD):
 
   def body(index, total):
     run = lambda x_TD, weight_TK, weights: one(index, x_TD, weight_TK, weights, queues)
-    _, pull = jax.vjp(run, x_TD, weight_TK, weights)
-    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, pull(y_bar_TD))
+    added_TD, pull = jax.vjp(run, x_TD, weight_TK, weights)
+    gradients = pull(y_bar_TD.astype(added_TD.dtype))
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, gradients)
 
   primals = (x_TD, weight_TK, weights)
   wide = lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32))
   total = jax.lax.fori_loop(start, end, body, jax.tree.map(wide, primals))
   narrow = jax.tree.map(lambda t, p: t.astype(p.dtype), total, primals)
-  return (*narrow, None, None)
+  return (y_bar_TD, *narrow, None, None)
 
 
 _loop.defvjp(_loop_fwd, _loop_bwd)

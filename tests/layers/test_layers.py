@@ -1,0 +1,165 @@
+"""Norms, attention, embeddings and MLPs against their equations, token by token."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+import tape
+from flax import nnx
+from harness import named, quick_jit
+
+from scmoe.layers.attention import Attention, KeyValues, rotate
+from scmoe.layers.embed import Embedding
+from scmoe.layers.mlp import MLP, activate
+from scmoe.layers.norm import Norm
+
+B, S, D = 2, 5, 12
+
+
+def randomised(module, seed=0):
+  """The module with no parameter 0 or 1, and the same parameters for the oracle."""
+  graph, state = nnx.split(module)
+  rng = np.random.default_rng(seed)
+  draw = lambda a: jnp.asarray(0.5 * rng.normal(size=a.shape), jnp.float32)
+  state = jax.tree.map(draw, state)
+  return nnx.merge(graph, state), {k: tape.Var(v) for k, v in named(state).items()}
+
+
+def inputs(*shape, seed=1):
+  return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def assert_close(got, expected):
+  np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_norms(kind):
+  norm, p = randomised(Norm(D, kind, 0.1))
+  x = inputs(S, D) + 3.0
+  assert_close(
+    norm(jnp.asarray(x)), oracles.values([oracles.norm(v, p, kind, 0.1) for v in tape.lift(x)])
+  )
+
+
+def test_norms_of_large_bfloat16_values_are_computed_in_float32():
+  norm = Norm(4, "rmsnorm", 0.0)
+  y = norm(jnp.asarray([3e30, -3e30, 3e30, 3e30], jnp.bfloat16) / 1e20)
+  assert y.dtype == jnp.bfloat16
+  np.testing.assert_allclose(y.astype(jnp.float32), [1, -1, 1, 1], rtol=1e-2)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
+def test_mlps(activation, bias):
+  mlp = MLP(D, 7, activation=activation, bias=bias, init_std=1, out_std=1, rngs=nnx.Rngs(0))
+  mlp, p = randomised(mlp)
+  x = inputs(S, D)
+  expected = [oracles.feed_forward(tape.lift(v), p, activation) for v in x]
+  assert_close(mlp(jnp.asarray(x)), oracles.values(expected))
+
+
+def test_a_gated_activation_needs_its_gate():
+  with pytest.raises(ValueError, match="activation 'swiglu' is gated and needs a gate projection"):
+    activate("swiglu", jnp.ones(3))
+
+
+def attention(kv_heads, theta, bias):
+  module = Attention(
+    D,
+    num_heads=4,
+    num_kv_heads=kv_heads,
+    head_dim=6,
+    rope_theta=theta,
+    bias=bias,
+    init_std=1,
+    out_std=1,
+    rngs=nnx.Rngs(0),
+  )
+  return randomised(module)
+
+
+@pytest.mark.parametrize(
+  ("kv_heads", "theta", "bias"),
+  [(4, 0.0, True), (2, 100.0, False), (1, 100.0, True)],
+  ids=["gpt2", "grouped-rope", "one-kv-head-bias"],
+)
+@pytest.mark.parametrize("packed", [False, True], ids=["row", "documents"])
+def test_attention(kv_heads, theta, bias, packed):
+  module, p = attention(kv_heads, theta, bias)
+  x = inputs(B, S, D)
+  documents = np.asarray([[1, 1, 2, 2, 2], [1, 2, 2, 3, 3]]) if packed else None
+  positions = (
+    np.asarray([[0, 1, 0, 1, 2], [0, 0, 1, 0, 1]]) if packed else np.arange(S)[None].repeat(B, 0)
+  )
+  got, cache = module(
+    jnp.asarray(x),
+    jnp.asarray(positions),
+    segments_BS=None if documents is None else jnp.asarray(documents),
+  )
+  assert cache is None
+  for b in range(B):
+    of_row = None if documents is None else documents[b]
+    expected = oracles.attention(list(map(tape.lift, x[b])), p, theta, positions[b], of_row)
+    assert_close(got[b], oracles.values(expected))
+
+
+@pytest.mark.parametrize("theta", [0.0, 100.0], ids=["learned", "rope"])
+def test_attention_with_a_cache_equals_attention_without(theta):
+  module, _ = attention(2, theta, True)
+  x = jnp.asarray(inputs(B, S, D))
+  positions = jnp.broadcast_to(jnp.arange(S), (B, S))
+  whole, _ = module(x, positions)
+  empty = jnp.full((B, S + 3, 2, 6), 1e4)  # what lies beyond a row's position is never read
+  cache = KeyValues(empty, empty)
+  first, cache = module(x[:, :2], positions[:, :2], cache=cache)
+  parts = [first]
+  for t in range(2, S):
+    y, cache = module(x[:, t : t + 1], positions[:, t : t + 1], cache=cache)
+    parts.append(y)
+  assert_close(jnp.concatenate(parts, 1), np.asarray(whole))
+
+
+def test_rope_turns_pairs_of_halves_and_keeps_lengths():
+  x = np.asarray([1.0, 0.0, 0.0, 0.0], np.float32)
+  turned = rotate(jnp.asarray(x)[None, None, None], jnp.asarray([[3]]), 100.0)[0, 0, 0]
+  np.testing.assert_allclose(turned, [np.cos(3), 0, np.sin(3), 0], atol=1e-6)
+  y = inputs(6)
+  turned = rotate(jnp.asarray(y)[None, None, None], jnp.asarray([[5]]), 100.0)[0, 0, 0]
+  assert_close(turned, oracles.rotate(tape.lift(y), 5, 100.0).value)
+  np.testing.assert_allclose(np.linalg.norm(turned), np.linalg.norm(y), rtol=1e-6)
+
+
+def test_rope_scores_depend_on_distance_only():
+  q, k = (jnp.asarray(inputs(1, 1, 1, 6, seed=s)) for s in (1, 2))
+  at = lambda i, j: (
+    rotate(q, jnp.asarray([[i]]), 50.0) * rotate(k, jnp.asarray([[j]]), 50.0)
+  ).sum()
+  np.testing.assert_allclose(at(7, 4), at(3, 0), rtol=1e-5)
+  assert abs(float(at(7, 4) - at(7, 5))) > 1e-3
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_embedding_and_logits(tied):
+  module, p = randomised(Embedding(7, D, context=S, tied=tied, init_std=1, rngs=nnx.Rngs(0)))
+  ids = np.asarray([[1, 6, 0]])
+  h = module(jnp.asarray(ids), jnp.asarray([[0, 1, 4]]), jnp.float32)
+  expected = [p["tokens"].value[i] + p["positions"].value[s] for i, s in zip([1, 6, 0], [0, 1, 4])]
+  assert_close(h[0], np.stack(expected))
+  table = p["tokens"].value.T if tied else p["head"].value
+  assert_close(module.logits(h)[0], np.stack(expected) @ table)
+  assert module.logits(h.astype(jnp.bfloat16)).dtype == jnp.float32
+
+
+def test_both_uses_of_tied_embeddings_get_a_gradient():
+  module = Embedding(3, D, context=0, tied=True, init_std=1, rngs=nnx.Rngs(0))
+  graph, state = nnx.split(module)
+
+  def loss(state):
+    model = nnx.merge(graph, state)
+    return model.logits(model(jnp.asarray([[1]]), jnp.asarray([[0]]), jnp.float32))[0, 0, 2]
+
+  (gradient,) = jax.tree.leaves(quick_jit(jax.grad(loss))(state))
+  table = np.asarray(module.tokens[...])
+  np.testing.assert_allclose(gradient, np.stack([0 * table[0], table[2], table[1]]), rtol=1e-6)

@@ -16,8 +16,9 @@ def jax_version() -> tuple[int, ...]:
 
 def gpu_interpret_params(**options: Any) -> Any:
   """Parameters of GPU interpret mode: public from jax 0.11, private in 0.10."""
-  if hasattr(plgpu, "InterpretGPUParams"):
-    return plgpu.InterpretGPUParams(**options)
+  public = getattr(plgpu, "InterpretGPUParams", None)
+  if public is not None:
+    return public(**options)
   from jax._src.pallas.mosaic_gpu.interpret import params
 
   return params.InterpretGPUParams(**options)

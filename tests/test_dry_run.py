@@ -113,6 +113,13 @@ def test_traffic_by_hand():
   assert result.traffic.gradients == round(2 * 3 / 4 * replicated)
 
 
+def test_recomputing_sends_nothing_again():
+  """What travelled is kept under every rematerialisation preset."""
+  for remat in ("dots", "moe", "full"):
+    traffic = dry_run(tiny(mesh__data=1, mesh__expert=4, train__remat=remat)).traffic
+    assert traffic.exchanges == 2 * 2 * 2, remat
+
+
 def test_traffic_follows_microbatches_and_batch_axes():
   one = dry_run(tiny(mesh__data=2, mesh__expert=2)).traffic
   run = tiny(mesh__data=2, mesh__expert=2, train__tokens_per_step=3 * 8 * 16)

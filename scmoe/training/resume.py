@@ -8,6 +8,7 @@ from scmoe.errors import ConfigError, DataError
 
 # What a resumed run may change: it alters how long, how often and where, not what is computed.
 SAFE = (
+  "name",
   "train.steps",
   "train.stop_after",
   "train.log_every",

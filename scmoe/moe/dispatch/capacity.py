@@ -11,6 +11,7 @@ import math
 
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from scmoe.errors import ConfigError
@@ -123,7 +124,8 @@ def combine(dispatched: Dispatched, weight_TK: Array, *, exchange: Exchange) -> 
   Returns y_TD in the rows' dtype; dropped choices add exactly 0.
   """
   rows_ECD = jnp.concatenate([_to_tokens(part.rows, exchange) for part in dispatched.chunks], 1)
-  rows_RD = rows_ECD.reshape(-1, rows_ECD.shape[-1])
+  # Named so that a backward pass that recomputes its forward does not exchange rows again.
+  rows_RD = checkpoint_name(rows_ECD.reshape(-1, rows_ECD.shape[-1]), "moe_rows")
   return local.sum_rows(rows_RD, weight_TK, dispatched.slot_TK, dispatched.source_R)
 
 

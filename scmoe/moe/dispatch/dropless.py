@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from scmoe.moe.dispatch import local
 from scmoe.moe.types import Dispatched, Routing, Rows
@@ -95,6 +96,7 @@ def dispatch(
 def combine(dispatched: Dispatched, weight_TK: Array, *, exchange: Exchange) -> Array:
   """Brings the first round's rows back and adds them up, weighted: y_TD of this round."""
   rows_RD = jnp.concatenate([_bring_back(part, exchange) for part in dispatched.chunks])
+  rows_RD = checkpoint_name(rows_RD, "moe_rows")  # what travelled is not sent again by remat
   return local.sum_rows(rows_RD, weight_TK, dispatched.slot_TK, dispatched.source_R)
 
 
@@ -225,12 +227,13 @@ def _queues(routing: Routing, exchange: Exchange, received_We: Array | None) -> 
   before_E = (jnp.cumsum(sent_We, 1) - sent_We).reshape(-1)  # earlier experts of the same peer
   rank_TK = before_E[routing.expert_TK] + routing.place_TK
   rank_TK = jnp.where(routing.live_T[:, None], rank_TK, jnp.iinfo(jnp.int32).max)
-  longest = length_W.max()
   if received_We is None:
     assert exchange.axis is not None
     everyone_WWe = jax.lax.all_gather(sent_We, exchange.axis)  # [sender, receiver, expert]
-    received_We = everyone_WWe[:, jax.lax.axis_index(exchange.axis)]
+    arriving_We = everyone_WWe[:, jax.lax.axis_index(exchange.axis)]
     longest = everyone_WWe.sum(-1).max()
+  else:
+    arriving_We, longest = received_We, length_W.max()
   return _Queues(
     peer_TK=routing.expert_TK // (num_experts // exchange.size),
     rank_TK=rank_TK,
@@ -238,7 +241,7 @@ def _queues(routing: Routing, exchange: Exchange, received_We: Array | None) -> 
     start_W=jnp.cumsum(length_W) - length_W,
     length_W=length_W,
     longest=longest,
-    received_We=received_We,
+    received_We=arriving_We,
   )
 
 

@@ -88,8 +88,8 @@ class Built:
     check_options(dispatch, "dispatch")
     dispatch.check_shards(self.mesh.shape["shard"])
     model = dataclasses.replace(run.model, top_k=top_k).resolve()
-    graph, _ = build_model(dataclasses.replace(run, model=model, dispatch=dispatch), self.mesh)
-    return LanguageModelObjective(graph, run.router, remat=run.train.remat)
+    changed = dataclasses.replace(run, model=model, dispatch=dispatch)
+    return make_objective(changed, self.mesh, build_model(changed, self.mesh)[0])
 
   def model(self, params: Params) -> GPT:
     """The model with these parameters."""
@@ -108,8 +108,14 @@ def build(run: RunConfig, devices: Sequence[Any] | None = None) -> Built:
   """
   mesh = build_mesh(run, devices)
   graph, shapes = build_model(run, mesh)
-  objective = LanguageModelObjective(graph, run.router, remat=run.train.remat)
+  objective = make_objective(run, mesh, graph)
   return Built(run, mesh, graph, shapes, objective, make_optimizer(run.optimizer, run.train.steps))
+
+
+def make_objective(run: RunConfig, mesh: Mesh, graph: nnx.GraphDef) -> LanguageModelObjective:
+  """What a resolved run minimises."""
+  tries = run.dispatch.retries and run.dispatch.adaptive_r != 0 and mesh.shape["expert"] > 1
+  return LanguageModelObjective(graph, run.router, remat=run.train.remat, tries=tries)
 
 
 def build_mesh(run: RunConfig, devices: Sequence[Any] | None = None) -> Mesh:

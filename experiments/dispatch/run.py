@@ -7,7 +7,9 @@ size asked for. Arms, in one run and in turns:
 
   all_to_all   the dense exchange of those bytes and back, nothing else: the bound
   capacity     fixed buffers, capacity factor 1.25
-  dropless     rounds over a fixed buffer, slack 1.25
+  dropless     rounds over a fixed buffer, slack 1.25; every layer decides on further rounds
+  retry        the same, tried in one round; all layers again, complete, if one needed more
+               (dispatch.further=retry; a training step whose last one did makes no attempt)
   ragged       jax.lax.ragged_all_to_all with receive buffers for the worst case (GPU only)
 
 The layers of a model follow one another in one program, and so they do here: `--layers` of them,
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import pathlib
 import sys
@@ -61,10 +64,12 @@ def with_capacity(x, expert, weight, exchange, num_experts):
   return capacity.combine(sent, weight, exchange=exchange), sent.dropped
 
 
-def without_drops(x, expert, weight, exchange, num_experts):
+def without_drops(x, expert, weight, exchange, num_experts, one_round=False):
   routing = routing_of(expert, weight, num_experts)
   sent = dropless.dispatch(x, routing, slack=SLACK, exchange=exchange)
   y = dropless.combine(sent, weight, exchange=exchange)
+  if one_round:
+    return y, sent.rounds
   stay = lambda part, _: part
   options = {"slack": SLACK, "exchange": exchange, "chunks": 1, "experts": stay}
   return dropless.further_rounds(y, x, weight, (), routing, sent, **options), sent.rounds
@@ -103,6 +108,7 @@ ARMS = {
   "all_to_all": all_to_all_only,
   "capacity": with_capacity,
   "dropless": without_drops,
+  "retry": functools.partial(without_drops, one_round=True),
   "ragged": ragged,
 }
 
@@ -130,7 +136,10 @@ def measure(args, mebibytes: int, kind: str, mesh) -> dict:
   weight = jax.device_put(weight, batch)
   arms, figures = {}, {}
   for name in args.arms.split(","):
-    body = lambda x, e, w, f=ARMS[name]: _chain(f, args.layers, x, e, w, exchange, args.experts)
+    chain = _retried if name == "retry" else _chain
+    body = lambda x, e, w, f=ARMS[name], chain=chain: chain(
+      f, args.layers, x, e, w, exchange, args.experts
+    )
     stage = jax.jit(
       jax.shard_map(
         body, mesh=mesh, in_specs=(P(BATCH_AXES),) * 3, out_specs=P(BATCH_AXES), check_vma=False
@@ -138,7 +147,7 @@ def measure(args, mebibytes: int, kind: str, mesh) -> dict:
     )
     y, extra = stage(x, expert, weight)
     figures[name] = {"extra": int(np.asarray(extra).max())}
-    if name in ("dropless", "ragged"):  # nothing is lost: y is x again
+    if name in ("dropless", "retry", "ragged"):  # nothing is lost: y is x again
       error = float(jnp.abs(y.astype(jnp.float32) - x.astype(jnp.float32)).max())
       assert error < 0.05, f"{name}: {error}"
     arms[name] = lambda calls, s=stage: jax.block_until_ready(
@@ -151,9 +160,18 @@ def measure(args, mebibytes: int, kind: str, mesh) -> dict:
 
 
 def _chain(arm, layers, x, *rest):
+  most = jnp.zeros((), jnp.int32)
   for _ in range(layers):
     x, extra = arm(x, *rest)
-  return x, extra[None]
+    most = jnp.maximum(most, extra)
+  return x, most[None]
+
+
+def _retried(arm, layers, x, *rest):
+  """The chain in one round per layer, and again with all rounds where that was not enough."""
+  attempt = _chain(arm, layers, x, *rest)
+  again = lambda: _chain(without_drops, layers, x, *rest)
+  return jax.lax.cond(attempt[1][0] > 1, again, lambda: attempt)
 
 
 def table(results: list[dict]) -> str:

@@ -46,6 +46,7 @@ class Call:
     overlap: slot and barriers.
     gate: index of the gate that chooses, where there are several.
     bias_E: balancing bias of this layer's experts, or None.
+    one_round: the dropless transport makes no further rounds (`MoE.start`).
   """
 
   positions_BS: Array
@@ -56,6 +57,7 @@ class Call:
   overlap: OverlapConfig
   gate: int = 0
   bias_E: Array | None = None
+  one_round: bool = False
 
 
 class Block(nnx.Module):
@@ -215,6 +217,7 @@ class _UnitRun:
       avoid=self.flights[0] if wiring.distinct and gating > 0 else None,
       gate=call.gate,
       bias_E=call.bias_E,
+      one_round=call.one_round,
     )
     return h_BSD
 

@@ -227,7 +227,7 @@ class GPT(nnx.Module):
     self.config, self.mesh = config, mesh
     self.overlap = overlap or OverlapConfig()
     router, transport = router or RouterConfig(), transport or DispatchConfig()
-    self.router = router
+    self.router, self.transport = router, transport
     self.embedding = Embedding(
       config.vocab_size,
       config.width,
@@ -260,6 +260,7 @@ class GPT(nnx.Module):
     remat: str = "none",
     router: Any = None,
     gate: int = 0,
+    one_round: bool = False,
   ) -> Output:
     """Runs the model.
 
@@ -275,6 +276,8 @@ class GPT(nnx.Module):
         activations, nothing that travelled); full (all but the rows that travelled).
       router: router state (`init_router`), where there is any; evaluation needs it too.
       gate: index of the gate that chooses, where `router.gates` > 1.
+      one_round: the dropless transport makes no further rounds: a first attempt, whose sums say
+        whether anything is missing (`MoE.start`).
     """
     config = self.config
     if positions_BS is None:
@@ -287,6 +290,7 @@ class GPT(nnx.Module):
       config.top_k,
       self.overlap,
       gate,
+      one_round=one_round,
     )
     bias_LE = (router or {}).get("bias")
     h_BSD = self._pin(self.embedding(tokens_BS, positions_BS, jnp.dtype(config.dtype)))
@@ -306,15 +310,24 @@ class GPT(nnx.Module):
     return [[empty() for _ in range(config.moe_every)] for _ in range(units)]
 
   def init_router(self) -> dict[str, Array]:
-    """Router state before the first step: balancing biases [layers, E], or nothing at all.
+    """Router state before the first step, where there is any.
 
     It is no parameter: gradients do not train it. `LanguageModelObjective.update_router` does, once
     per optimizer step.
+
+    Returns:
+      `bias`: balancing biases [layers, E], with `router.bias`. `skewed`: int32 scalar, 1 if the
+      last step needed further rounds, with `dispatch.further=retry`; on any mesh, so that a
+      checkpoint fits another.
     """
-    config = self.config
-    if self.router.bias == "none" or not config.wiring_rule.taps:
-      return {}
-    return {"bias": jnp.zeros((self.num_stages, config.num_experts), jnp.float32)}
+    config, state = self.config, {}
+    if not config.wiring_rule.taps:
+      return state
+    if self.router.bias != "none":
+      state["bias"] = jnp.zeros((self.num_stages, config.num_experts), jnp.float32)
+    if self.transport.retries:
+      state["skewed"] = jnp.zeros((), jnp.int32)
+    return state
 
   def _scan(self, h_BSD, caches, key, call: Call, remat: str, bias_LE: Array | None):
     rule = self.config.wiring_rule

@@ -50,13 +50,16 @@ class LanguageModelObjective:
     graph: the model's graph definition; `loss` merges it with the parameters it is given.
     router: coefficients of the balancing losses.
     remat: rematerialisation preset (`GPT.__call__`).
+    tries: microbatches are tried in one round first (`retry`); of use where devices exchange rows.
   """
 
-  def __init__(self, graph: nnx.GraphDef, router: RouterConfig, *, remat: str = "none"):
-    self.graph, self.router, self.remat = graph, router, remat
+  def __init__(
+    self, graph: nnx.GraphDef, router: RouterConfig, *, remat: str = "none", tries: bool = False
+  ):
+    self.graph, self.router, self.remat, self.tries = graph, router, remat, tries
 
   def loss(
-    self, params: Any, router: Any, batch: Batch, rng: Array | None
+    self, params: Any, router: Any, batch: Batch, rng: Array | None, *, one_round: bool = False
   ) -> tuple[Array, LossSums]:
     """Total loss of one microbatch, and its sums.
 
@@ -65,6 +68,7 @@ class LanguageModelObjective:
       router: state that gradients do not train (`GPT.init_router`); None or {} where there is none.
       batch: `inputs`, `targets`, `weights`, `segment_ids`, `positions`, all [B, S].
       rng: random key for gate noise.
+      one_round: a first attempt, without the dropless transport's further rounds (`retry`).
 
     Returns:
       mean cross-entropy (nats per counted token) + balancing losses summed over layers, float32.
@@ -78,6 +82,7 @@ class LanguageModelObjective:
       key=rng,
       remat=self.remat,
       router=router,
+      one_round=one_round,
     )
     nats, correct = token_losses(model, out.h_BSD, batch["targets"])
     weight = across_batch(batch["weights"].sum())
@@ -142,12 +147,38 @@ class LanguageModelObjective:
     }
     return scalars, arrays
 
+  def retry(self, router: Any, aux: LossSums | None = None) -> Array | None:
+    """Whether a microbatch needs further rounds: bool scalar, the same on every device.
+
+    Args:
+      router: router state.
+      aux: of a first attempt; None asks before it, from what the last step needed.
+
+    Returns:
+      None where there are no attempts: every layer sees to its own further rounds.
+    """
+    if not self.tries or "skewed" not in (router or {}):
+      return None
+    if aux is None:
+      return router["skewed"] > 0
+    return _needs_rounds(aux)
+
   def update_router(self, router: Any, aux: LossSums) -> Any:
     """Router state after a step, from the loads of the global batch and all its microbatches."""
     if aux.router is None or not router:
       return router
-    rule, rate = self.router.bias, self.router.bias_rate
-    return {"bias": update_bias(router["bias"], aux.router, rule, rate)}
+    new = dict(router)
+    if "bias" in router:
+      rule, rate = self.router.bias, self.router.bias_rate
+      new["bias"] = update_bias(router["bias"], aux.router, rule, rate)
+    if "skewed" in router:
+      new["skewed"] = _needs_rounds(aux).astype(jnp.int32)
+    return new
+
+
+def _needs_rounds(aux: LossSums) -> Array:
+  assert aux.router is not None
+  return (aux.router.rounds > aux.router.shards).any()
 
 
 def token_losses(model: GPT, h_BSD: Array, targets_BS: Array) -> tuple[Array, Array]:

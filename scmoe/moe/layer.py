@@ -116,6 +116,7 @@ class MoE(nnx.Module):
     gate: int = 0,
     bias_E: Array | None = None,
     capacity_factor: float | None = None,
+    one_round: bool = False,
   ) -> InFlight:
     """Routes the tokens and sends them to their experts.
 
@@ -130,6 +131,8 @@ class MoE(nnx.Module):
       gate: index of the gate that chooses (`router.gates`).
       bias_E: balancing bias (`router.bias`), added for the choice only.
       capacity_factor: buffers of this size whatever is configured; 0 drops nothing.
+      one_round: the dropless transport makes its first round only. What a longer queue holds is
+        then missing from the output, and `RouterSums.rounds` says so.
 
     Raises:
       ConfigError: shapes do not divide, the capacity rounds to zero, k > E, or no such gate.
@@ -173,7 +176,7 @@ class MoE(nnx.Module):
     specs = (BATCH, P(), BATCH, BATCH, BATCH, DEVICES, P())
     stage = self._per_device(local, specs, (DEVICES, DEVICES, BATCH))
     parts = stage(x_BSD, gate_params, noise_BSE, jitter_BSD, live_BS, avoid_expert, bias_E)
-    loops = lossless and self._exchange().size > 1
+    loops = lossless and self._exchange().size > 1 and not one_round
     return InFlight(*parts, x_BSD=x_BSD if loops else None, batch=x_BSD.shape[0])
 
   def compute(self, flight: InFlight) -> InFlight:

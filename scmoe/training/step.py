@@ -55,6 +55,9 @@ class Objective(Protocol):
     """
     ...
 
+  # Optional: `retry(router, aux=None)`, where a microbatch may first be tried without the work that
+  # only skewed routing needs, as `loss(..., one_round=True)`; see `_gradients`.
+
   def metrics(self, aux: PyTree) -> tuple[dict[str, Array], dict[str, Array]]:
     """(scalars, per-layer arrays) of the summed `aux`.
 
@@ -172,10 +175,7 @@ def accumulate(
   """
 
   def one(micro: Batch, index: Any) -> tuple[Array, PyTree, PyTree]:
-    key = jax.random.fold_in(rng, index)
-    grad = jax.value_and_grad(lambda p: objective.loss(p, router, micro, key), has_aux=True)
-    (loss, aux), grads = grad(params)
-    return loss.astype(jnp.float32), jax.tree.map(lambda g: g.astype(jnp.float32), grads), aux
+    return _gradients(objective, params, router, micro, jax.random.fold_in(rng, index))
 
   count = jax.tree.leaves(batch)[0].shape[0]
   first = jax.tree.map(lambda x: x[0], batch)
@@ -188,6 +188,31 @@ def accumulate(
   zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, first, 0))
   (loss, grads, aux), _ = jax.lax.scan(body, zero, (batch, jnp.arange(count)))
   return loss / count, jax.tree.map(lambda g: g / count, grads), aux
+
+
+def _gradients(
+  objective: Objective, params: PyTree, router: PyTree, micro: Batch, key: Array
+) -> tuple[Array, PyTree, PyTree]:
+  """Loss, fp32 gradients and aux of one microbatch, tried in one round where that may do.
+
+  A loop of further rounds in every layer makes the host wait for every layer, forward and backward.
+  So a first attempt goes without them, and only if its sums say that something is missing are loss
+  and gradients computed again, complete. Where the last step needed that, there is no attempt.
+  """
+
+  def run(**options: Any) -> tuple[Array, PyTree, PyTree]:
+    loss = lambda params: objective.loss(params, router, micro, key, **options)
+    (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(params)
+    return value.astype(jnp.float32), jax.tree.map(lambda g: g.astype(jnp.float32), grads), aux
+
+  retry = getattr(objective, "retry", lambda *_: None)
+  expected = retry(router)
+  if expected is None:
+    return run()
+  shapes = jax.eval_shape(run)
+  nothing = lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+  attempt = jax.lax.cond(expected, nothing, lambda: run(one_round=True))
+  return jax.lax.cond(expected | retry(router, attempt[2]), run, lambda: attempt)
 
 
 def accumulate_locally(

@@ -28,6 +28,13 @@ class DispatchConfig:
   slack: float = option(
     1.25, "dropless: rows of a peer's buffer over its balanced share", minimum=1
   )
+  further: str = option(
+    "layer",
+    "dropless: who decides on further rounds. layer: each one, where the host reads their number; "
+    "retry: a microbatch is tried without and repeated if a queue was longer than its buffer, so "
+    "that no layer waits for the host; the step after one that was repeated has them at once",
+    choices=("layer", "retry"),
+  )
   groups: int = option(
     0,
     "capacity groups the batch is split into; a multiple of data x expert devices, 0 for one per "
@@ -49,6 +56,11 @@ class DispatchConfig:
     "an expert: send each token to r of them, which add partial sums (Tutel adaptive_r)",
     minimum=0,
   )
+
+  @property
+  def retries(self) -> bool:
+    """Whether a microbatch is first tried without further rounds."""
+    return self.transport == "dropless" and self.further == "retry"
 
   def check_shards(self, shards: int) -> None:
     """Checks `adaptive_r` against the number of devices that share an expert.

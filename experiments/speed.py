@@ -374,7 +374,7 @@ def measure(
   calls: int,
   seconds: float,
   accumulation: int = 4,
-  threads: int = 8,
+  threads: int = 16,
   keep: str | None = None,
   label: str = "",
 ) -> dict:

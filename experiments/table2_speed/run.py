@@ -17,7 +17,11 @@ import speed  # noqa: E402
 PAIR = ("pos2.s1.once16", "pos2.once16", "pos2.s1.once16.compute")
 JOBS = {
   "gpt3_xl": speed.Job(
-    "slow", "gpt3_xl", "train", ("top.once16", *PAIR, "pos3.s2.once16"), accumulation=8
+    "slow",
+    "gpt3_xl",
+    "train",
+    ("top.once16", *PAIR, "pos3.s2.once16", "pos3.s2.once16.compute"),
+    accumulation=8,
   ),
   "narrow": speed.Job(
     "slow",

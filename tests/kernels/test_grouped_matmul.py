@@ -24,6 +24,7 @@ from scmoe.kernels.grouped_matmul.layout import (
   source_rows_of,
   unpad_rows,
 )
+from scmoe.kernels.grouped_matmul.pipeline import snake
 
 SIZES = {
   "balanced": [16, 16, 16, 16],
@@ -186,6 +187,7 @@ def test_layout_pads_each_group_to_whole_tiles():
   np.testing.assert_array_equal(layout.tiles_G, [1, 0, 2, 1])
   np.testing.assert_array_equal(layout.tile_starts_G, [0, 1, 1, 3])
   np.testing.assert_array_equal(layout.num_tiles, [4])
+  np.testing.assert_array_equal(layout.by_size_G, [2, 0, 3, 1])
   np.testing.assert_array_equal(layout.tile_group_I[:4], [0, 2, 2, 3])
   source = np.asarray(source_rows_of(layout))
   position = np.asarray(padded_rows_of(layout, 24))
@@ -194,6 +196,17 @@ def test_layout_pads_each_group_to_whole_tiles():
   assert (source >= 0).sum() == 22
   x = jnp.asarray(np.random.default_rng(0).normal(size=(24, 3)))
   np.testing.assert_array_equal(unpad_rows(pad_rows(x, layout), layout, 24)[:22], x[:22])
+
+
+@pytest.mark.parametrize(("tiles", "sms"), [(1, 4), (7, 4), (8, 4), (13, 4), (1536, 132)])
+def test_every_tile_has_one_place_when_waves_go_back_and_forth(tiles, sms):
+  places = [int(snake(jnp.int32(t), tiles, sms)) for t in (range(tiles) if tiles < 99 else ())]
+  assert sorted(places) == list(range(len(places)))
+  # Work that falls with the tile's number: the first SM's share is close to the last one's.
+  if tiles >= 3 * sms:
+    every = np.asarray(jax.vmap(lambda t: snake(t, tiles, sms))(jnp.arange(tiles)))
+    work = [sum(tiles - every[sm::sms]) for sm in range(sms)]
+    assert max(work) - min(work) <= 2 * tiles
 
 
 def test_the_backend_is_chosen_by_device_and_operands():

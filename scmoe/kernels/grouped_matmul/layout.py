@@ -19,7 +19,14 @@ KERNEL_ROW_TILE = 128  # rows of a tile in the Mosaic GPU kernels
 
 @functools.partial(
   jax.tree_util.register_dataclass,
-  data_fields=["group_sizes_G", "tile_starts_G", "tiles_G", "tile_group_I", "num_tiles"],
+  data_fields=[
+    "group_sizes_G",
+    "tile_starts_G",
+    "tiles_G",
+    "tile_group_I",
+    "num_tiles",
+    "by_size_G",
+  ],
   meta_fields=["tile"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +39,7 @@ class GroupLayout:
     tiles_G: int32, number of tiles of each group (0 for an empty one).
     tile_group_I: int32, group of each tile; tiles past `num_tiles` repeat the last group.
     num_tiles: int32 [1], tiles in use.
+    by_size_G: int32, groups by falling number of tiles, equal ones in order.
     tile: rows of a tile, static.
   """
 
@@ -40,6 +48,7 @@ class GroupLayout:
   tiles_G: jax.Array
   tile_group_I: jax.Array
   num_tiles: jax.Array
+  by_size_G: jax.Array
   tile: int
 
   @property
@@ -80,8 +89,18 @@ def make_layout(group_sizes_G: jax.Array, num_rows: int, tile: int) -> GroupLayo
     tiles_G=tiles_G,
     tile_group_I=jnp.minimum(group_I, sizes_G.shape[0] - 1),
     num_tiles=ends_G[-1:],
+    by_size_G=_by_falling(tiles_G),
     tile=tile,
   )
+
+
+def _by_falling(value_G: jax.Array) -> jax.Array:
+  """`argsort(-value)`, stable, by comparing all pairs: a sort would take more launches."""
+  index_G = jnp.arange(value_G.shape[0], dtype=jnp.int32)
+  equal_GG = (value_G[None, :] == value_G[:, None]) & (index_G[None, :] < index_G[:, None])
+  rank_G = jnp.sum((value_G[None, :] > value_G[:, None]) | equal_GG, axis=1, dtype=jnp.int32)
+  found_GG = rank_G[None, :] == index_G[:, None]
+  return jnp.sum(jnp.where(found_GG, index_G[None, :], 0), axis=1, dtype=jnp.int32)
 
 
 def row_groups(group_sizes_G: jax.Array, num_rows: int) -> jax.Array:

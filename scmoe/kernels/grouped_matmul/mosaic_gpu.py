@@ -31,6 +31,7 @@ from scmoe.kernels.grouped_matmul.pipeline import (
   resolve_num_sms,
   run_tiles,
   smem,
+  snake,
 )
 
 _CHUNK = 64  # columns of one store; 64 bf16 elements are one swizzle row
@@ -258,7 +259,9 @@ def weights_product(
   num_sms = resolve_num_sms(num_sms)
   groups = layout.num_groups
 
-  def body(starts_gmem, tiles_gmem, index_gmem, lhs_gmem, *refs):
+  num_tiles = groups * row_tiles * col_tiles
+
+  def body(order_gmem, starts_gmem, tiles_gmem, index_gmem, lhs_gmem, *refs):
     rhs_gmem, outs = refs[:parts], refs[parts : 2 * parts]
 
     def with_memory(lhs_smem, out_smem, full, empty, arrived, *rhs_smem):
@@ -266,7 +269,9 @@ def weights_product(
         gather.init_barriers(arrived, tiling.stages)
 
       def locate(tile):
-        group = lax.div(tile, jnp.int32(row_tiles * col_tiles))
+        # Large groups first, and back and forth over the SMs: each gets its share of long tiles.
+        tile = snake(tile, num_tiles, num_sms)
+        group = order_gmem[lax.div(tile, jnp.int32(row_tiles * col_tiles))]
         inside = lax.rem(tile, jnp.int32(row_tiles * col_tiles))
         row_tile, col_tile = banded(inside, jnp.int32(row_tiles), col_tiles, tiling.band)
         first = starts_gmem[group] * layout.tile
@@ -321,7 +326,7 @@ def weights_product(
       run_tiles(
         tiling,
         Work(
-          num_tiles=jnp.int32(groups * row_tiles * col_tiles),
+          num_tiles=jnp.int32(num_tiles),
           locate=locate,
           steps=lambda where: where[-1],
           load=load,
@@ -350,7 +355,9 @@ def weights_product(
   out_type = [jax.ShapeDtypeStruct((groups, m, n), out_dtype)] * parts
   index = lhs_index_R if fused_lhs else rhs_index_R if fused_rhs else layout.num_tiles
   return tuple(
-    launch(body, out_type, num_sms)(layout.tile_starts_G, layout.tiles_G, index, lhs_RM, *rhs)
+    launch(body, out_type, num_sms)(
+      layout.by_size_G, layout.tile_starts_G, layout.tiles_G, index, lhs_RM, *rhs
+    )
   )
 
 

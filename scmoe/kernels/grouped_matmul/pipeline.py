@@ -269,3 +269,14 @@ def banded(tile: Any, row_tiles: Any, col_tiles: int, band: int) -> tuple[Any, A
   width = jnp.minimum(row_tiles - first, band)
   inside = lax.rem(tile, jnp.int32(per_band))
   return first + lax.rem(inside, width), lax.div(inside, width)
+
+
+def snake(tile: Any, num_tiles: int, num_sms: int) -> Any:
+  """Tile number -> tile number, every other full wave of `num_sms` tiles backwards.
+
+  Where tiles are in order of their work, the SM with the longest tile of a wave then has the
+  shortest of the next.
+  """
+  wave, place = lax.div(tile, jnp.int32(num_sms)), lax.rem(tile, jnp.int32(num_sms))
+  backwards = (lax.rem(wave, jnp.int32(2)) == 1) & ((wave + 1) * num_sms <= num_tiles)
+  return jnp.where(backwards, wave * num_sms + (num_sms - 1 - place), tile)

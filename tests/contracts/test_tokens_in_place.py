@@ -5,6 +5,7 @@ and all gradients, for every routing that the router can make; and what it keeps
 """
 
 import dataclasses
+import functools
 
 import harness
 import jax
@@ -14,6 +15,7 @@ import pytest
 from flax import nnx
 from harness import assert_close
 
+from scmoe.blocks.schedule import OverlapConfig
 from scmoe.errors import ConfigError
 from scmoe.layers.mlp import activate
 from scmoe.moe import experts
@@ -187,13 +189,22 @@ def test_nothing_of_the_width_of_a_row_is_kept_per_choice():
   assert {a.shape for a in kept if a.shape[-1:] == (D,)} <= {(B, S, D), (B * S, D), (E, F, D)}
 
 
+@functools.cache
+def executed(remat="none", overlap=None):
+  config = harness.tiny(wiring="scmoe_pos2", top_k=2)
+  graph, params = harness.parts(config, transport=DROPLESS, overlap=overlap)
+  return harness.run(graph, params, remat=remat)
+
+
 @pytest.mark.parametrize("remat", ["dots", "moe", "full"])
 def test_what_is_recomputed_changes_no_gradient(remat):
-  config = harness.tiny(wiring="scmoe_pos2", top_k=2)
-  graph, params = harness.parts(config, transport=DROPLESS)
-  harness.assert_same(
-    harness.run(graph, params, remat=remat), harness.run(graph, params), rtol=1e-6
-  )
+  harness.assert_same(executed(remat), executed(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("overlap", [{"slot": 1}, {"sequential": True}], ids=["slot", "sequential"])
+def test_the_schedule_changes_no_gradient(overlap):
+  tied = OverlapConfig(barriers=True, **overlap)
+  harness.assert_same(executed(overlap=tied), executed(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("wiring", ["topk", "scmoe_pos2", "dgmoe"])

@@ -100,7 +100,8 @@ def test_help_lists_every_field_and_every_exit_code(capsys):
 
 def test_list_configs(capsys):
   _, text, _ = outcome(train.main, capsys, "--list_configs")
-  for name in ("quickstart", "gpt2_moe_small", "gpt2_moe_medium", "gpt3_moe_xl", "llama2_moe"):
+  names = ("quickstart", "gpt2_moe_small", "gpt2_moe_medium", "gpt3_moe_xl", "llama2_moe", "olmoe")
+  for name in names:
     assert f"{name} " in text
 
 

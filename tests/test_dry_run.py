@@ -74,6 +74,10 @@ def test_papers_sizes():
     run = resolved(load_config(find_config(name)), model__wiring="top2")
     _, shapes = build.build_model(run, None)
     assert count_parameters(run.model, shapes).total == pytest.approx(total, rel=0.015)
+  run = resolved(load_config(find_config("olmoe")))
+  _, shapes = build.build_model(run, None)
+  olmoe = count_parameters(run.model, shapes)
+  assert (olmoe.total, olmoe.active) == pytest.approx((6.9e9, 1.3e9), rel=0.015)
 
 
 def test_peak_flops():

@@ -16,6 +16,7 @@ from scmoe.blocks.pair import SHORTCUT_NORMS, Block, Call, Unit
 from scmoe.blocks.schedule import OverlapConfig
 from scmoe.blocks.wiring import WIRINGS, Wiring, is_handed_over
 from scmoe.errors import ConfigError
+from scmoe.kernels.grouped_matmul.backend import widths_have_kernels
 from scmoe.layers.attention import Attention, KeyValues
 from scmoe.layers.embed import Embedding
 from scmoe.layers.mlp import ACTIVATIONS, MLP
@@ -29,6 +30,7 @@ from scmoe.parallel.mesh import batch_sharding, expert_shards, inside_shard_map
 
 REMATS = ("none", "dots", "moe", "full")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+EXPERT_BACKENDS = ("auto", "mosaic_gpu", "xla")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +87,12 @@ class ModelConfig:
   norm_eps: float = option(1e-5, "epsilon of the norms", minimum=0)
   init_std: float = option(0.02, "standard deviation of the initial weights", minimum=0)
   dtype: str = option("bfloat16", "type of the computation; parameters are float32", choices=DTYPES)
+  expert_backend: str = option(
+    "auto",
+    "what computes dropless experts: mosaic_gpu (kernels for Hopper), xla, or auto (kernels where "
+    "they run); the capacity transport has equal groups and needs neither",
+    choices=EXPERT_BACKENDS,
+  )
   document_mask: bool = option(
     False, "attention stays inside a document of a packed row (no fused GPU attention then)"
   )
@@ -145,6 +153,13 @@ class ModelConfig:
       raise ConfigError(
         f"{name} needs {needed} experts, model.num_experts={self.num_experts}; raise "
         f"model.num_experts to at least {needed}"
+      )
+    widths = (self.width, self.expert_hidden)
+    if self.expert_backend == "mosaic_gpu" and not widths_have_kernels(self.dtype, *widths):
+      raise ConfigError(
+        "model.expert_backend='mosaic_gpu' takes bfloat16 or float16 and multiples of 64, got "
+        f"model.dtype={self.dtype!r}, model.width={self.width} and model.expert_hidden="
+        f"{self.expert_hidden}; use 'auto' or 'xla'"
       )
     if self.vocab_size == 0:
       raise ConfigError("model.vocab_size=0 needs the size of a tokenizer; set it")
@@ -426,6 +441,7 @@ def _make_moe(config: ModelConfig, router, transport, mesh, rngs: nnx.Rngs) -> M
     router=router,
     transport=transport,
     mesh=mesh,
+    backend=config.expert_backend,
     rngs=rngs,
   )
 

@@ -2,7 +2,8 @@
 
 Rows come grouped by expert: with equal room for each, [e, R, D], where a batched matrix product
 computes them, or sorted, [R, D] with group sizes, for the grouped kernels. Empty rows are zero and
-whatever they become is never read.
+whatever they become is never read. Tokens that stay where they are, [T, D] with their choices, come
+out as what their experts add up to.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from scmoe.kernels.grouped_matmul import grouped_ffn
+from scmoe.kernels.moe_layer import moe_ffn
 from scmoe.layers.mlp import activate
-from scmoe.moe.types import Rows
+from scmoe.moe.types import Rows, Tokens
 
 
 @jax.tree_util.register_dataclass
@@ -39,7 +41,14 @@ class ExpertWeights:
   down_bias_eD: Array | None = None
 
 
-def expert_ffn(rows: Array, weights: ExpertWeights, activation: str, sizes_e: Any = None) -> Array:
+def expert_ffn(
+  rows: Array,
+  weights: ExpertWeights,
+  activation: str,
+  sizes_e: Any = None,
+  *,
+  backend: str = "auto",
+) -> Array:
   """down(act(up(rows))) for every expert, in the rows' dtype with float32 accumulation.
 
   Args:
@@ -47,6 +56,7 @@ def expert_ffn(rows: Array, weights: ExpertWeights, activation: str, sizes_e: An
     weights: see `ExpertWeights`; cast to the rows' dtype.
     activation: a word of `scmoe.layers.mlp.ACTIVATIONS`; gated ones use `gate_eDF`.
     sizes_e: int32, rows of each expert; rows behind them give zero.
+    backend: of the grouped products; see `scmoe.kernels.grouped_matmul.backend`.
   """
   if sizes_e is not None:
     return grouped_ffn(
@@ -58,6 +68,7 @@ def expert_ffn(rows: Array, weights: ExpertWeights, activation: str, sizes_e: An
       activation=activation,
       up_bias_GF=weights.up_bias_eF,
       down_bias_GD=weights.down_bias_eD,
+      backend=backend,
     )
   dtype = rows.dtype
 
@@ -73,8 +84,26 @@ def expert_ffn(rows: Array, weights: ExpertWeights, activation: str, sizes_e: An
   return project(hidden_eRF, weights.down_eFD, weights.down_bias_eD)
 
 
+def _compute(part: Any, weights: ExpertWeights, activation: str, backend: str) -> Array:
+  """What the experts make of one chunk, whichever form it has."""
+  if not isinstance(part, Tokens):
+    return expert_ffn(part.rows, weights, activation, part.group_sizes_e, backend=backend)
+  return moe_ffn(
+    part.rows,
+    part.expert_TK,
+    part.weight_TK,
+    weights.gate_eDF,
+    weights.up_eDF,
+    weights.down_eFD,
+    activation=activation,
+    up_bias_EF=weights.up_bias_eF,
+    down_bias_ED=weights.down_bias_eD,
+    backend=backend,
+  )
+
+
 def expert_stage(
-  part: Rows,
+  part: Rows | Tokens,
   weights: ExpertWeights,
   activation: str,
   *,
@@ -82,7 +111,8 @@ def expert_stage(
   replicas: int = 1,
   gather_experts: bool = False,
   tensor: int = 1,
-) -> Rows:
+  backend: str = "auto",
+) -> Rows | Tokens:
   """The experts on one chunk of rows, with weights spread over devices (inside `shard_map`).
 
   Where `shards` devices share an expert, each holds F / shards of its hidden width. Tutel's
@@ -92,13 +122,14 @@ def expert_stage(
   Results and gradients do not depend on r.
 
   Args:
-    part: this device's rows.
+    part: this device's rows, or tokens.
     weights: this device's share of the weights.
     activation: see `expert_ffn`.
     shards: devices on the shard axis.
     replicas: Tutel's r, 0 or a divisor of `shards`.
     gather_experts: gather over the expert axis too (r = 0).
     tensor: devices on the tensor axis; each adds a partial sum.
+    backend: see `expert_ffn`.
   """
   weights = _gather_weights(weights, shards, max(replicas, 1), gather_experts)
   # The output's bias counts once among the partial sums.
@@ -112,17 +143,14 @@ def expert_stage(
     bias_eD = jnp.where(first, weights.down_bias_eD, 0)
     weights = dataclasses.replace(weights, down_bias_eD=bias_eD)
   if replicas <= 1:
-    rows = expert_ffn(part.rows, weights, activation, part.group_sizes_e)
-    return dataclasses.replace(part, rows=rows)
+    return dataclasses.replace(part, rows=_compute(part, weights, activation, backend))
   # Devices at the same place of each group hold together one whole expert and share their rows.
   group = shards // replicas
   peers = [[place + group * r for r in range(replicas)] for place in range(group)]
   repeat = lambda a: jax.lax.all_gather(a, "shard", axis_index_groups=peers)
-  rows, sizes = repeat(part.rows), None
-  if part.group_sizes_e is not None:
-    sizes = repeat(part.group_sizes_e)
+  repeated = jax.tree.map(repeat, part)
   sums = [
-    expert_ffn(rows[r], weights, activation, None if sizes is None else sizes[r])
+    _compute(jax.tree.map(lambda a, r=r: a[r], repeated), weights, activation, backend)
     for r in range(replicas)
   ]
   added = jax.lax.psum_scatter(jnp.stack(sums), "shard", axis_index_groups=peers)

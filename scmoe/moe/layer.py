@@ -22,7 +22,7 @@ from scmoe.moe.experts import ExpertWeights, expert_stage
 from scmoe.moe.gates import make_gates
 from scmoe.moe.losses import router_sums
 from scmoe.moe.route import RouterConfig, route, route_distinct
-from scmoe.moe.types import Dispatched, RouterSums, Routing, Rows
+from scmoe.moe.types import Dispatched, RouterSums, Routing, Rows, Tokens
 from scmoe.parallel.collectives import Exchange
 from scmoe.parallel.mesh import AXES, BATCH_AXES, batch_sharding, inside_shard_map
 
@@ -63,6 +63,7 @@ class MoE(nnx.Module):
     activation, bias, init_std, out_std: of the experts.
     router, transport: options of routing and dispatch.
     mesh: the device mesh, or None for one device.
+    backend: of the dropless experts' products; see `scmoe.kernels.grouped_matmul.backend`.
   """
 
   def __init__(
@@ -78,6 +79,7 @@ class MoE(nnx.Module):
     router: RouterConfig,
     transport: DispatchConfig,
     mesh: Mesh | None,
+    backend: str = "auto",
     rngs: nnx.Rngs,
   ):
     def weight(shape, std, axes):
@@ -89,7 +91,7 @@ class MoE(nnx.Module):
     into, out = (num_experts, width, hidden), (num_experts, hidden, width)
     into_axes, out_axes = ("expert", "embed", "expert_hidden"), ("expert", "expert_hidden", "embed")
     self.num_experts, self.activation = num_experts, activation
-    self.router, self.transport, self.mesh = router, transport, mesh
+    self.router, self.transport, self.mesh, self.backend = router, transport, mesh, backend
     router.check()
     gates = make_gates(width, num_experts, router, init_std=init_std, rngs=rngs)
     self.router_gate = nnx.List(gates)
@@ -168,8 +170,7 @@ class MoE(nnx.Module):
           sent = self._dispatch_lossless(x_TD, routing)
         else:
           sent = self._dispatch(x_TD, routing, k, factor)
-        name = lambda part: dataclasses.replace(part, rows=checkpoint_name(part.rows, "moe_rows"))
-        sent = dataclasses.replace(sent, chunks=tuple(map(name, sent.chunks)))
+        sent = dataclasses.replace(sent, chunks=tuple(map(_keep_travelled, sent.chunks)))
       sums = router_sums(routing, sent.dropped, sent.rounds)
       return _stack(sent), _stack(routing), _stack(sums)
 
@@ -205,7 +206,7 @@ class MoE(nnx.Module):
     def local(sent, routing, x, weights):
       sent, routing = _slice(sent), _slice(routing)
       with jax.named_scope("combine"):
-        transport = dropless if sent.chunks[0].group_sizes_e is not None else capacity
+        transport = capacity if _has_places(sent.chunks[0]) else dropless
         y_TD = transport.combine(sent, routing.weight_TK, exchange=exchange)
         if x is not None:
           y_TD = dropless.further_rounds(
@@ -246,7 +247,7 @@ class MoE(nnx.Module):
       x_TD, routing, slack=config.slack, exchange=self._exchange(), chunks=config.chunks
     )
 
-  def _experts(self, part: Rows, weights: ExpertWeights) -> Rows:
+  def _experts(self, part: Any, weights: ExpertWeights) -> Any:
     """The expert stage on one chunk, whichever way the weights are spread."""
     shards = self._axis_size("shard")
     return expert_stage(
@@ -257,6 +258,7 @@ class MoE(nnx.Module):
       replicas=self.transport.adaptive_r,
       gather_experts=self.transport.adaptive_r == 0 and self._axis_size("expert") > 1,
       tensor=self._axis_size("tensor"),
+      backend=self.backend,
     )
 
   def _weights(self) -> tuple[ExpertWeights, Any]:
@@ -339,6 +341,18 @@ class MoE(nnx.Module):
       first = jax.lax.axis_index(BATCH_AXES) * batch
       return jax.lax.dynamic_slice_in_dim(draw(batch * self._axis_size(*BATCH_AXES)), first, batch)
     return jax.lax.with_sharding_constraint(draw(batch), batch_sharding(self.mesh))
+
+
+def _keep_travelled(part: Rows | Tokens) -> Rows | Tokens:
+  """Names rows for rematerialisation, which sends nothing twice. Tokens have not travelled."""
+  if isinstance(part, Tokens):
+    return part
+  return dataclasses.replace(part, rows=checkpoint_name(part.rows, "moe_rows"))
+
+
+def _has_places(part: Rows | Tokens) -> bool:
+  """Whether every expert has equal room: the capacity transport's form."""
+  return isinstance(part, Rows) and part.group_sizes_e is None
 
 
 def _read(param: nnx.Param | None) -> Array | None:

@@ -382,6 +382,7 @@ def make_routing(
     logits_TE,
     live,
     input_weight_TK=input_weight_TK,
+    present_TK=present_TK,
     importance_E=importance_E,
     soft_load_E=soft_load_E,
   )

@@ -31,6 +31,7 @@ class Routing:
     live_T: bool, False for masked tokens: they choose nothing and count nowhere.
     input_weight_TK: float32, multiplies the rows before the experts, instead of `weight_TK`, which
       is then 1; None where weights come after the experts.
+    present_TK: bool, choices that are made; None where all are (no token rounding).
     importance_E, soft_load_E: sums of the load-importance loss; None unless it is asked for.
   """
 
@@ -43,6 +44,7 @@ class Routing:
   logits_TE: Array
   live_T: Array
   input_weight_TK: Array | None = None
+  present_TK: Array | None = None
   importance_E: Array | None = None
   soft_load_E: Array | None = None
 
@@ -67,25 +69,45 @@ class Rows:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Tokens:
+  """Tokens that stay where they are, because all experts are here: no row is copied.
+
+  The experts read each token through its choices, and leave Σ_k weight · expert(token) in its
+  place.
+
+  Attributes:
+    rows: [T, D].
+    expert_TK: int32, experts of each token; E for a choice that is not made, which adds nothing.
+    weight_TK: float32, combine weights.
+  """
+
+  rows: Array
+  expert_TK: Array
+  weight_TK: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Dispatched:
   """Rows at their experts, and what combine needs to bring them back.
 
   Attributes:
     chunks: the rows, in as many parts as the exchange is pipelined over.
-    slot_TK: int32, index of each choice's row in this device's send buffer; the length of the
-      buffer marks a choice that is not in it.
-    source_R: int32, the flat choice t·K + k that fills each row of the send buffer; T·K where none.
     dropped: int32 scalar, number of choices that found no place.
     rounds: int32 scalar, exchanges that the dropless transport needs; 1 for `capacity`.
+    slot_TK: int32, index of each choice's row in this device's send buffer; the length of the
+      buffer marks a choice that is not in it. None for `Tokens`, which have no way back.
+    source_R: int32, the flat choice t·K + k that fills each row of the send buffer; T·K where none.
+      None for `Tokens`.
     received_We: int32, choices that each peer has for each local expert in all rounds; None where
       one round is all there is.
   """
 
-  chunks: tuple[Rows, ...]
-  slot_TK: Array
-  source_R: Array
+  chunks: tuple[Rows | Tokens, ...]
   dropped: Array
   rounds: Array
+  slot_TK: Array | None = None
+  source_R: Array | None = None
   received_We: Array | None = None
 
 

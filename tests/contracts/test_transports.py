@@ -165,7 +165,7 @@ def test_two_step_exchange_is_the_linear_one_bit_for_bit(transport, nodes):
 
 @pytest.mark.parametrize(
   ("transport", "replicas"),
-  [("capacity", 2), ("capacity", 0)] + [("dropless", r) for r in (1, 2, 4)],
+  [("capacity", 2), ("capacity", 0)] + [("dropless", r) for r in (0, 1, 2, 4)],
 )
 def test_every_way_to_share_an_expert_is_the_same_function(transport, replicas):
   """Two experts on eight devices: hidden width split in four; Tutel's r from 0 to 4."""

@@ -198,13 +198,14 @@ def test_every_expert_gets_whole_tiles(skew, k):
   assert (weight[~present] == 0).all()
   if k > 1:
     np.testing.assert_allclose(weight.sum(1)[present.any(1)], 1, rtol=1e-5)
-  # Both transports carry exactly the choices that are made.
+  # Every form that rows can have carries exactly the choices that are made.
   x = jnp.ones((tokens, 1))
   sent = capacity.dispatch(x, routing, rows_per_expert=tokens, exchange=Exchange())
   assert sent.chunks[0].rows.sum() == after.sum()
   assert sent.dropped == 0
-  here = dropless.dispatch(x, routing, slack=1.25, exchange=Exchange())
-  y = dropless.combine(here, routing.weight_TK, exchange=Exchange())
+  stayed = dropless.dispatch(x, routing, slack=1.25, exchange=Exchange()).chunks[0]
+  np.testing.assert_array_equal(np.asarray(stayed.expert_TK) < experts, present)
+  y = dropless.combine(dropless.rows_here(x, routing), routing.weight_TK, exchange=Exchange())
   np.testing.assert_allclose(y[:, 0], weight.sum(1), rtol=1e-6)
 
 

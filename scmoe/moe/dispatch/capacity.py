@@ -115,7 +115,7 @@ def dispatch(
   rows_RD = local.fill_rows(x_TD, slot_TK, source_R, routing.input_weight_TK)
   rows_ECD = rows_RD.reshape(num_experts, groups * rows_per_expert, x_TD.shape[-1])
   parts = tuple(Rows(_to_experts(part, exchange)) for part in jnp.split(rows_ECD, chunks, 1))
-  return Dispatched(parts, slot_TK, source_R, dropped, jnp.ones((), jnp.int32))
+  return Dispatched(parts, dropped, jnp.ones((), jnp.int32), slot_TK, source_R)
 
 
 def combine(dispatched: Dispatched, weight_TK: Array, *, exchange: Exchange) -> Array:

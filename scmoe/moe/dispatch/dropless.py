@@ -8,8 +8,8 @@ transport, so that it overlaps with dense work. Further rounds run in a loop who
 devices agree on, forward and backward; they are smaller, because their temporaries exist beside
 what the first round keeps, and because a small round leaves less of its buffer empty.
 
-Where the experts are not spread over devices, all T·K rows are sorted by expert and there is
-nothing to exchange.
+Where the experts are not spread over devices there is nothing to exchange: the tokens stay where
+they are, and the experts' kernels gather, weigh and add up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from scmoe.moe.dispatch import local
-from scmoe.moe.types import Dispatched, Routing, Rows
+from scmoe.moe.types import Dispatched, Routing, Rows, Tokens
 from scmoe.parallel.collectives import Exchange, all_to_all
 
 FURTHER = 8  # a further round moves 1/8 of the first round's rows
@@ -68,12 +68,15 @@ def dispatch(
 
   Returns:
     Dispatched with rows [W·P, D] sorted by local expert in each chunk. `slot_TK` and `source_R`
-    describe the chunks' send buffers one behind the other.
+    describe the chunks' send buffers one behind the other. Without an exchange: the tokens
+    themselves, in one chunk.
   """
+  if exchange.size == 1:
+    # Only weights that come after the experts can wait for their sum.
+    stay = routing.input_weight_TK is None
+    return tokens_here(x_TD, routing) if stay else rows_here(x_TD, routing)
   choices = routing.expert_TK.size
   rows = buffer_rows(choices, slack=slack, peers=exchange.size, chunks=chunks)
-  if exchange.size == 1:
-    return _dispatch_here(x_TD, routing)
   queues = _queues(routing, exchange, None)
   parts, slots, sources, input_TK = [], [], [], routing.input_weight_TK
   for chunk in range(chunks):
@@ -89,13 +92,17 @@ def dispatch(
   rounds = 1 + -(-left // further_rows(rows * chunks))
   none = jnp.zeros((), jnp.int32)
   return Dispatched(
-    tuple(parts), slot_TK, jnp.concatenate(sources), none, rounds, queues.received_We
+    tuple(parts), none, rounds, slot_TK, jnp.concatenate(sources), queues.received_We
   )
 
 
 def combine(dispatched: Dispatched, weight_TK: Array, *, exchange: Exchange) -> Array:
   """Brings the first round's rows back and adds them up, weighted: y_TD of this round."""
-  rows_RD = jnp.concatenate([_bring_back(part, exchange) for part in dispatched.chunks])
+  first = dispatched.chunks[0]
+  if isinstance(first, Tokens):
+    return first.rows  # weighted and added up by the experts
+  parts = cast(tuple[Rows, ...], dispatched.chunks)
+  rows_RD = jnp.concatenate([_bring_back(part, exchange) for part in parts])
   rows_RD = checkpoint_name(rows_RD, "moe_rows")  # what travelled is not sent again by remat
   return local.sum_rows(rows_RD, weight_TK, dispatched.slot_TK, dispatched.source_R)
 
@@ -328,8 +335,18 @@ def _permute(rows_RD: Array, position_R: Array, source_R: Array) -> Array:
   return local.gather_rows(rows_RD, position_R[:, None], source_R)
 
 
-def _dispatch_here(x_TD: Array, routing: Routing) -> Dispatched:
-  """All choices sorted by expert on this device; nothing travels."""
+def tokens_here(x_TD: Array, routing: Routing) -> Dispatched:
+  """Tokens with their choices, for experts on this device: nothing travels, nothing is copied."""
+  made_TK = routing.live_T[:, None]
+  if routing.present_TK is not None:
+    made_TK &= routing.present_TK
+  expert_TK = jnp.where(made_TK, routing.expert_TK, routing.probs_TE.shape[1])
+  tokens = Tokens(x_TD, expert_TK, routing.weight_TK)
+  return Dispatched((tokens,), jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32))
+
+
+def rows_here(x_TD: Array, routing: Routing) -> Dispatched:
+  """All choices as rows sorted by expert on this device; nothing travels."""
   choices = routing.expert_TK.size
   count_E = routing.count_GE.sum(0)
   start_E = jnp.cumsum(count_E) - count_E
@@ -339,4 +356,4 @@ def _dispatch_here(x_TD: Array, routing: Routing) -> Dispatched:
   source_R = jnp.where(filled_R, routing.order_R, choices)
   rows_RD = local.fill_rows(x_TD, slot_TK, source_R, routing.input_weight_TK)
   one, none = jnp.ones((), jnp.int32), jnp.zeros((), jnp.int32)
-  return Dispatched((Rows(rows_RD, count_E),), slot_TK, source_R, none, one)
+  return Dispatched((Rows(rows_RD, count_E),), none, one, slot_TK, source_R)

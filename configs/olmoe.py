@@ -1,0 +1,81 @@
+"""OLMoE-1B-7B (arXiv 2409.02060): 64 experts in every block, 6.9B parameters, 1.3B active.
+
+command   python -m scmoe.train --config configs/olmoe.py --config.data.source=jsonl \\
+            --config.data.path=TEXT.jsonl --config.data.tokenizer=TOKENIZER.json
+hardware  8 GPUs of 80 GB: --config.mesh.expert=8
+time      --dry_run estimates it for your mesh; experiments/kernels/train_step.py measures a step of
+          a few of its layers on one GPU
+expect    not run yet
+sizes     published: 16 blocks, width 2048, 16 heads, 8 of 64 experts of width 1024 in every block,
+          no shared expert, context 4096, 50304 tokens in the vocabulary; dropless, weights that are
+          not renormalised, balancing loss 0.01 (mean over layers), z-loss 0.001 (here the sum over
+          layers); 4.2M tokens a step, peak learning rate 4e-4 after 2000 steps. Published too, but
+          not here: norms on queries and keys, and 1.2M steps (5.1T tokens).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from scmoe.config import RunConfig, as_config_dict
+from scmoe.data.config import DataConfig
+from scmoe.models.gpt import ModelConfig
+from scmoe.moe.dispatch import DispatchConfig
+from scmoe.moe.route import RouterConfig
+from scmoe.training.options import CheckpointConfig, OptimizerConfig, TrainConfig
+
+RUN = RunConfig(
+  name="olmoe",
+  model=ModelConfig(
+    style="llama",
+    wiring="topk",
+    num_experts=64,
+    top_k=8,
+    moe_every=1,
+    num_layers=16,
+    width=2048,
+    num_heads=16,
+    expert_hidden=1024,
+    context=4096,
+    vocab_size=50304,
+    tie_embeddings=False,
+  ),
+  router=RouterConfig(normalise=False, balance="megablocks", balance_loss=0.01, z_loss=0.001),
+  dispatch=DispatchConfig(transport="dropless"),
+  # Without --config.data.*: this Python's own source text, with a tokenizer trained on it.
+  data=DataConfig(tokenizer="bpe", seq_len=4096, document_mask=False),
+  train=TrainConfig(steps=5000, batch_size=8, tokens_per_step=4194304, eval_every=500),
+  optimizer=OptimizerConfig(learning_rate=4e-4, warmup_steps=2000),
+  checkpoint=CheckpointConfig(every=500, keep=3),
+)
+
+
+def get_config() -> Any:
+  """The run."""
+  return as_config_dict(RUN)
+
+
+def smoke() -> Any:
+  """Every mechanism of the run in seconds on a CPU: what the tests run."""
+  return as_config_dict(
+    dataclasses.replace(
+      RUN,
+      model=dataclasses.replace(
+        RUN.model,
+        num_experts=8,
+        top_k=2,
+        num_layers=4,
+        width=16,
+        num_heads=2,
+        mlp_hidden=32,
+        expert_hidden=16,
+        vocab_size=0,
+        context=16,
+      ),
+      data=DataConfig(source="procedural", seq_len=16, document_mask=False),
+      train=TrainConfig(steps=3, batch_size=8, log_every=1, eval_batches=2, sample_tokens=8),
+      optimizer=OptimizerConfig(warmup_steps=1),
+      checkpoint=CheckpointConfig(every=0, keep=2),
+    )
+  )

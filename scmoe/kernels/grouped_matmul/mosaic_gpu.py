@@ -387,8 +387,9 @@ def grouped_rows(
   del precision  # 2-byte operands are exact in the matrix unit
   out_dtype = jnp.dtype(out_dtype or jnp.float32)
   n = rhs_GKN.shape[1 if transpose_rhs else 2]
-  tiling = tiles.choose("rows", lhs_XK.shape[1], n, out_dtype.itemsize)
   lhs, index_R = _split_gather(lhs_XK, index_R, "rows" in FUSED_GATHERS)
+  gathered = index_R is not None
+  tiling = tiles.choose("rows", lhs.shape[1], n, out_dtype.itemsize, gathered=gathered)
   (out_RN,) = rows_product(
     (lhs,),
     ((rhs_GKN,),),
@@ -416,10 +417,12 @@ def grouped_weights(
   """As `xla.grouped_weights`."""
   del precision
   out_dtype = jnp.dtype(out_dtype or jnp.float32)
-  tiling = tiles.choose("weights", lhs_XK.shape[1], rhs_XN.shape[1], out_dtype.itemsize)
   lhs, lhs_index_R = _split_gather(lhs_XK, lhs_index_R, "weights_lhs" in FUSED_GATHERS)
   fuse_rhs = "weights_rhs" in FUSED_GATHERS and lhs_index_R is None
   rhs, rhs_index_R = _split_gather(rhs_XN, rhs_index_R, fuse_rhs)
+  gathered = lhs_index_R is not None or rhs_index_R is not None
+  widths = lhs.shape[1], rhs.shape[1]
+  tiling = tiles.choose("weights", *widths, out_dtype.itemsize, gathered=gathered)
   (out_GKN,) = weights_product(
     lhs,
     (rhs,),

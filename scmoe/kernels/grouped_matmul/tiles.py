@@ -37,7 +37,9 @@ def _fit(tiling: Tiling, out_itemsize: int) -> Tiling:
   raise AssertionError(f"no stage count fits {tiling}")
 
 
-def candidates(kind: str, width: int, n: int, out_itemsize: int = 2) -> list[Tiling]:
+def candidates(
+  kind: str, width: int, n: int, out_itemsize: int = 2, *, gathered: bool = False
+) -> list[Tiling]:
   """Tilings that divide the problem, the rule's choice first.
 
   Args:
@@ -45,6 +47,7 @@ def candidates(kind: str, width: int, n: int, out_itemsize: int = 2) -> list[Til
     width: contracted width; for the weight gradients, rows of the result.
     n: result width.
     out_itemsize: bytes of an element of the result.
+    gathered: an operand is gathered by the kernel itself.
 
   Raises:
     ValueError: the kind is unknown, or a width is not a multiple of 64.
@@ -65,14 +68,26 @@ def candidates(kind: str, width: int, n: int, out_itemsize: int = 2) -> list[Til
     tiling = _fit(Tiling(rows=rows, cols=cols, pingpong=pingpong, band=8), out_itemsize)
     if tiling not in result:
       result.append(tiling)
-  # With few steps the end of a tile weighs more than its operands' traffic: let the two overlap.
-  if kind == "rows" and width <= 512:
+  if _overlaps_ends(kind, width, n, gathered):
     result.sort(key=lambda t: not t.pingpong)
   return result
 
 
-def choose(kind: str, width: int, n: int, out_itemsize: int = 2) -> Tiling:
+def _overlaps_ends(kind: str, width: int, n: int, gathered: bool) -> bool:
+  """Whether one consumer's end of a tile is better laid beside the other's products (ping-pong).
+
+  With few steps, or small results of a group, the end of a tile weighs more than its operands'
+  traffic. Gathers are the other way round: narrow tiles gather each row more often.
+  """
+  if kind == "rows":
+    return width <= 512 or (width <= 1536 and n > 256 and not gathered)
+  return kind == "weights" and width * n <= 2**20 and not gathered
+
+
+def choose(
+  kind: str, width: int, n: int, out_itemsize: int = 2, *, gathered: bool = False
+) -> Tiling:
   """The tiling to use; arguments as for `candidates`."""
   if out_itemsize == 2 and (kind, width, n) in TABLE:
     return TABLE[kind, width, n]
-  return candidates(kind, width, n, out_itemsize)[0]
+  return candidates(kind, width, n, out_itemsize, gathered=gathered)[0]

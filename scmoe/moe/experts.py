@@ -45,7 +45,7 @@ def expert_ffn(rows: Array, weights: ExpertWeights, activation: str, sizes_e: An
   Args:
     rows: [e, R, D], or [R, D] sorted by expert with `sizes_e`.
     weights: see `ExpertWeights`; cast to the rows' dtype.
-    activation: a word of `scmoe.layers.mlp.ACTIVATIONS`; gated ones use `gate_eDF`.
+    activation: one of `grouped_matmul.activation_names()`; gated ones use `gate_eDF`.
     sizes_e: int32, rows of each expert; rows behind them give zero.
   """
   if sizes_e is not None:

@@ -1,10 +1,12 @@
 """Generation with a cache is the uncached model, token by token."""
 
-import jax
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from harness import quick_jit
 
 from scmoe.errors import ConfigError
 from scmoe.inference.decode import decode_step, generate, prefill
@@ -13,12 +15,13 @@ from scmoe.models.gpt import GPT, ModelConfig
 VOCAB = 64
 
 
+@functools.cache
 def make_model(wiring="scmoe_pos2", *, style="gpt2", moe_every=2, context=64):
   config = ModelConfig(
     style=style,
     wiring=wiring,
     moe_every=moe_every,
-    num_layers=4,
+    num_layers=4 if wiring == "dgmoe_share" else 2 * moe_every,
     width=32,
     num_heads=4,
     num_kv_heads=2 if style == "llama" else 0,
@@ -49,16 +52,16 @@ def test_cached_logits_equal_uncached(wiring, style, moe_every):
   text_BS = rng.integers(0, VOCAB, (2, 12)).astype(np.int32)
   lengths_B = np.array([5, 8], np.int32)
 
-  @jax.jit
+  @quick_jit
   def uncached(tokens_BS):
     return model.logits(model(tokens_BS, no_drop=True).h_BSD)
 
   want_BSV = np.asarray(uncached(text_BS))
   prompts_BS = np.where(np.arange(8) < lengths_B[:, None], text_BS[:, :8], 63)
-  logits_BV, caches = jax.jit(lambda t: prefill(model, t, lengths_B, model.init_caches(2, 12)))(
+  logits_BV, caches = quick_jit(lambda t: prefill(model, t, lengths_B, model.init_caches(2, 12)))(
     prompts_BS
   )
-  step = jax.jit(lambda token, position, caches: decode_step(model, token, position, caches))
+  step = quick_jit(lambda token, position, caches: decode_step(model, token, position, caches))
   for offset in range(4):
     position_B = lengths_B + offset
     want_BV = want_BSV[np.arange(2), position_B - 1]
@@ -72,7 +75,7 @@ def test_greedy_generation_is_the_argmax_of_the_uncached_model():
   prompts = [[1, 2, 3], [9, 8, 7, 6, 5]]
   got = generate(model, prompts, max_new_tokens=6, temperature=0)
 
-  @jax.jit
+  @quick_jit
   def uncached(tokens_S, length):
     logits_SV = model.logits(model(tokens_S[None], no_drop=True).h_BSD)[0]
     return logits_SV[length - 1].argmax()

@@ -2,17 +2,25 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from harness import quick_jit
 
 from scmoe.errors import ConfigError
 from scmoe.inference.decode import decode_step, generate, prefill
 from scmoe.models.gpt import GPT, ModelConfig
 
 VOCAB = 64
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_fast():
+  """Programs run once or twice here, `generate`'s own included."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)
 
 
 @functools.cache
@@ -52,16 +60,16 @@ def test_cached_logits_equal_uncached(wiring, style, moe_every):
   text_BS = rng.integers(0, VOCAB, (2, 12)).astype(np.int32)
   lengths_B = np.array([5, 8], np.int32)
 
-  @quick_jit
+  @jax.jit
   def uncached(tokens_BS):
     return model.logits(model(tokens_BS, no_drop=True).h_BSD)
 
   want_BSV = np.asarray(uncached(text_BS))
   prompts_BS = np.where(np.arange(8) < lengths_B[:, None], text_BS[:, :8], 63)
-  logits_BV, caches = quick_jit(lambda t: prefill(model, t, lengths_B, model.init_caches(2, 12)))(
+  logits_BV, caches = jax.jit(lambda t: prefill(model, t, lengths_B, model.init_caches(2, 12)))(
     prompts_BS
   )
-  step = quick_jit(lambda token, position, caches: decode_step(model, token, position, caches))
+  step = jax.jit(lambda token, position, caches: decode_step(model, token, position, caches))
   for offset in range(4):
     position_B = lengths_B + offset
     want_BV = want_BSV[np.arange(2), position_B - 1]
@@ -75,7 +83,7 @@ def test_greedy_generation_is_the_argmax_of_the_uncached_model():
   prompts = [[1, 2, 3], [9, 8, 7, 6, 5]]
   got = generate(model, prompts, max_new_tokens=6, temperature=0)
 
-  @quick_jit
+  @jax.jit
   def uncached(tokens_S, length):
     logits_SV = model.logits(model(tokens_S[None], no_drop=True).h_BSD)[0]
     return logits_SV[length - 1].argmax()

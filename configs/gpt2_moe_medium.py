@@ -11,10 +11,9 @@ sizes     paper: 24 blocks, width 1024, 16 heads, 16 experts in every 2nd block,
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-from scmoe.config import RunConfig, as_config_dict
+from scmoe.config import RunConfig, as_config_dict, smoke_run
 from scmoe.data.config import DataConfig
 from scmoe.models.gpt import ModelConfig
 from scmoe.moe.dispatch import DispatchConfig
@@ -49,26 +48,4 @@ def get_config() -> Any:
 
 def smoke() -> Any:
   """Every mechanism of the run in seconds on a CPU: what the tests run."""
-  return as_config_dict(
-    dataclasses.replace(
-      RUN,
-      model=dataclasses.replace(
-        RUN.model,
-        num_experts=4,
-        num_layers=4,
-        width=16,
-        num_heads=2,
-        num_kv_heads=0,
-        mlp_hidden=32,
-        expert_hidden=0,
-        vocab_size=0,
-        context=16,
-      ),
-      data=DataConfig(source="procedural", seq_len=16, document_mask=False),
-      train=TrainConfig(
-        steps=3, batch_size=8, log_every=1, eval_batches=2, sample_tokens=8, remat="dots"
-      ),
-      optimizer=OptimizerConfig(warmup_steps=1),
-      checkpoint=CheckpointConfig(every=0, keep=2),
-    )
-  )
+  return as_config_dict(smoke_run(RUN))

@@ -10,10 +10,9 @@ data      stdlib: Python files of the running interpreter, and its language refe
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-from scmoe.config import RunConfig, as_config_dict
+from scmoe.config import RunConfig, as_config_dict, smoke_run
 from scmoe.data.config import DataConfig
 from scmoe.models.gpt import ModelConfig
 from scmoe.training.options import CheckpointConfig, OptimizerConfig, TrainConfig
@@ -46,15 +45,4 @@ def get_config() -> Any:
 
 def smoke() -> Any:
   """Seconds instead of minutes: what the tests run."""
-  return as_config_dict(
-    dataclasses.replace(
-      RUN,
-      model=dataclasses.replace(
-        RUN.model, num_experts=4, width=16, num_heads=2, mlp_hidden=32, context=16
-      ),
-      data=DataConfig(source="procedural", seq_len=16, document_mask=False),
-      train=TrainConfig(steps=3, batch_size=8, log_every=1, eval_batches=2, sample_tokens=8),
-      optimizer=OptimizerConfig(warmup_steps=1),
-      checkpoint=CheckpointConfig(every=0, keep=2),
-    )
-  )
+  return as_config_dict(smoke_run(RUN))

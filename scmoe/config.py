@@ -164,6 +164,38 @@ def _check_schedule(optimizer: OptimizerConfig, steps: int) -> None:
   make_schedule(optimizer, steps)
 
 
+def smoke_run(run: RunConfig) -> RunConfig:
+  """`run` small enough for a CPU and seconds, with every mechanism it has: what tests run.
+
+  Sizes, data and length shrink. Style, wiring, types, routing, transport, overlap, mesh and
+  rematerialisation stay.
+  """
+  model = dataclasses.replace(
+    run.model,
+    num_experts=4,
+    top_k=min(run.model.top_k, 2),
+    num_layers=4,
+    width=16,
+    num_heads=2,
+    num_kv_heads=min(run.model.num_kv_heads, 1),  # grouped queries stay grouped
+    mlp_hidden=32,
+    expert_hidden=0,
+    vocab_size=0,
+    context=16,
+  )
+  train = TrainConfig(
+    steps=3, batch_size=8, log_every=1, eval_batches=2, sample_tokens=8, remat=run.train.remat
+  )
+  return dataclasses.replace(
+    run,
+    model=model,
+    data=DataConfig(source="procedural", seq_len=16, document_mask=False),
+    train=train,
+    optimizer=OptimizerConfig(warmup_steps=1),
+    checkpoint=CheckpointConfig(every=0, keep=2),
+  )
+
+
 # --- fields by name -------------------------------------------------------------------------------
 
 

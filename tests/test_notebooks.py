@@ -13,6 +13,7 @@ FOLDER = Path(__file__).parents[1] / "notebooks"
 def test_notebook_runs(name, monkeypatch):
   monkeypatch.setenv("SCMOE_NOTEBOOK_STEPS", "20")
   monkeypatch.setenv("XLA_FLAGS", "")  # one device, as on a reader's machine
+  monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # few steps: compile them fast
   notebook = nbformat.read(FOLDER / name, as_version=4)
   client = nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3")
   client.execute(cwd=str(FOLDER))

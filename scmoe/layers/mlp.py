@@ -1,39 +1,28 @@
-"""The dense feed-forward network, and the activations that it shares with the experts."""
+"""The dense feed-forward network; its activations are those of the experts."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-# word -> (function, gated). A gated activation multiplies act(gate) by the linear branch.
-ACTIVATIONS: dict[str, tuple[Callable[[Array], Array], bool]] = {
-  "gelu": (jax.nn.gelu, False),
-  "gelu_exact": (lambda x: jax.nn.gelu(x, approximate=False), False),
-  "relu": (jax.nn.relu, False),
-  "relu2": (lambda x: jnp.square(jax.nn.relu(x)), False),
-  "silu": (jax.nn.silu, False),
-  "swiglu": (jax.nn.silu, True),
-  "geglu": (jax.nn.gelu, True),
-}
+from scmoe.kernels.grouped_matmul import get_activation
 
 
 def is_gated(activation: str) -> bool:
   """Whether this activation needs a second first-layer matrix."""
-  return ACTIVATIONS[activation][1]
+  return get_activation(activation).gated
 
 
 def activate(activation: str, up: Array, gate: Array | None = None) -> Array:
   """act(up), or act(gate) · up for a gated activation; same shape and dtype as `up`."""
-  function, gated = ACTIVATIONS[activation]
-  if not gated:
-    return function(up)
+  kind = get_activation(activation)
+  if not kind.gated:
+    return kind.value(up)
   if gate is None:
     raise ValueError(f"activation {activation!r} is gated and needs a gate projection")
-  return function(gate) * up
+  return kind.value(gate) * up
 
 
 class MLP(nnx.Module):

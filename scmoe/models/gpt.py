@@ -16,10 +16,11 @@ from scmoe.blocks.pair import SHORTCUT_NORMS, Block, Call, Unit
 from scmoe.blocks.schedule import OverlapConfig
 from scmoe.blocks.wiring import WIRINGS, Wiring, is_handed_over
 from scmoe.errors import ConfigError
+from scmoe.kernels.grouped_matmul import activation_names
 from scmoe.kernels.grouped_matmul.backend import widths_have_kernels
 from scmoe.layers.attention import Attention, KeyValues
 from scmoe.layers.embed import Embedding
-from scmoe.layers.mlp import ACTIVATIONS, MLP
+from scmoe.layers.mlp import MLP
 from scmoe.layers.norm import Norm
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.layer import MoE
@@ -76,7 +77,7 @@ class ModelConfig:
   activation: str = option(
     "",
     "activation of MLPs and experts; empty: gelu (gpt2), swiglu (llama)",
-    choices=("", *ACTIVATIONS),
+    choices=("", *activation_names()),
   )
   vocab_size: int = option(
     0, "size of the embedding V; 0: the tokenizer's, rounded up to a multiple of 64", minimum=0

@@ -54,7 +54,7 @@ def expert_ffn(
   Args:
     rows: [e, R, D], or [R, D] sorted by expert with `sizes_e`.
     weights: see `ExpertWeights`; cast to the rows' dtype.
-    activation: a word of `scmoe.layers.mlp.ACTIVATIONS`; gated ones use `gate_eDF`.
+    activation: one of `grouped_matmul.activation_names()`; gated ones use `gate_eDF`.
     sizes_e: int32, rows of each expert; rows behind them give zero.
     backend: of the grouped products; see `scmoe.kernels.grouped_matmul.backend`.
   """

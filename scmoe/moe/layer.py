@@ -40,14 +40,19 @@ class InFlight:
     routing: the choices behind them.
     sums: what the losses and statistics need; one slice per batch shard.
     x_BSD: the tokens, where further rounds may have to send some of them.
-    batch: B of the tokens' array, for the way back.
+    shape: B, S of the tokens' array, for the way back.
   """
 
   dispatched: Dispatched
   routing: Routing
   sums: RouterSums
   x_BSD: Array | None
-  batch: int = dataclasses.field(metadata={"static": True})
+  shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
+
+  @property
+  def empty(self) -> bool:
+    """No tokens: what flies is one masked token per device."""
+    return not math.prod(self.shape)
 
 
 class MoE(nnx.Module):
@@ -123,7 +128,7 @@ class MoE(nnx.Module):
     """Routes the tokens and sends them to their experts.
 
     Args:
-      x_BSD: normalised inputs.
+      x_BSD: normalised inputs; B or S may be 0.
       k: experts per token.
       key: random key of gate noise and jitter; None outside training.
       no_drop: give every queue room for all tokens (decoding, exact evaluation).
@@ -149,6 +154,11 @@ class MoE(nnx.Module):
     factor = self.transport.capacity_factor if capacity_factor is None else capacity_factor
     lossless = no_drop or factor == 0
     lossless |= capacity_factor is None and self.transport.transport == "dropless"
+    shape = x_BSD.shape[0], x_BSD.shape[1]
+    if not math.prod(shape):
+      # Arrays without rows cannot be indexed: one masked token on each device stands for none.
+      x_BSD = jnp.zeros((shards, 1, x_BSD.shape[2]), x_BSD.dtype)
+      live_BS, key, lossless = jnp.zeros((shards, 1), bool), None, True
     groups = 1 if lossless else self._local_groups()
     noise_BSE, jitter_BSD = self._noise(x_BSD.shape, key), self._jitter(x_BSD.shape, key)
     gate_graph, gate_params = nnx.split(self._gate(gate))
@@ -178,7 +188,7 @@ class MoE(nnx.Module):
     stage = self._per_device(local, specs, (DEVICES, DEVICES, BATCH))
     parts = stage(x_BSD, gate_params, noise_BSE, jitter_BSD, live_BS, avoid_expert, bias_E)
     loops = lossless and self._exchange().size > 1 and not one_round
-    return InFlight(*parts, x_BSD=x_BSD if loops else None, batch=x_BSD.shape[0])
+    return InFlight(*parts, x_BSD=x_BSD if loops else None, shape=shape)
 
   def compute(self, flight: InFlight) -> InFlight:
     """Runs the experts on the rows that arrived."""
@@ -199,7 +209,7 @@ class MoE(nnx.Module):
     Returns:
       y_BSD, and the sums with one leading slice per batch shard.
     """
-    local_batch = flight.batch // self._batch_parts()
+    local_batch = 1 if flight.empty else flight.shape[0] // self._batch_parts()
     exchange, loops = self._exchange(), flight.x_BSD is not None
     weights, specs = self._weights() if loops else (None, None)
 
@@ -226,7 +236,10 @@ class MoE(nnx.Module):
       return y_TD.reshape(local_batch, -1, y_TD.shape[-1])
 
     stage = self._per_device(local, (DEVICES, DEVICES, BATCH, specs), BATCH)
-    return stage(flight.dispatched, flight.routing, flight.x_BSD, weights), flight.sums
+    y_BSD = stage(flight.dispatched, flight.routing, flight.x_BSD, weights)
+    if flight.empty:
+      y_BSD = jnp.zeros((*flight.shape, y_BSD.shape[2]), y_BSD.dtype)
+    return y_BSD, flight.sums
 
   # -- what a stage does on one device ------------------------------------------------------------
 

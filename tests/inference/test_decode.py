@@ -1,5 +1,7 @@
 """Generation with a cache is the uncached model, token by token."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,12 +15,21 @@ from scmoe.models.gpt import GPT, ModelConfig
 VOCAB = 64
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compile_fast():
+  """Programs run once or twice here, `generate`'s own included."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)
+
+
+@functools.cache
 def make_model(wiring="scmoe_pos2", *, style="gpt2", moe_every=2, context=64):
   config = ModelConfig(
     style=style,
     wiring=wiring,
     moe_every=moe_every,
-    num_layers=4,
+    num_layers=4 if wiring == "dgmoe_share" else 2 * moe_every,
     width=32,
     num_heads=4,
     num_kv_heads=2 if style == "llama" else 0,

@@ -16,6 +16,7 @@ from scmoe.kernels.grouped_matmul import (
   grouped_matmul_reference,
   resolve_backend,
 )
+from scmoe.kernels.grouped_matmul.activations import kernel_form
 from scmoe.kernels.grouped_matmul.layout import (
   make_layout,
   max_tiles,
@@ -150,6 +151,21 @@ def test_ffn_matches_the_reference(activation):
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), results[0], results[1]
   )
+
+
+@pytest.mark.parametrize("activation", activation_names())
+def test_an_epilogue_computes_the_same_activation_with_its_derivative(activation):
+  kind = get_activation(activation)
+  h = jnp.concatenate([jnp.linspace(-9, 9, 3001), jnp.asarray([0.0, -40.0, 40.0])])
+  form = kernel_form(kind)
+  got = form.value(h), *form.value_and_derivative(h)
+  with jax.enable_x64(True):
+    wide = h.astype(jnp.float64)
+    value = kind.value(wide)
+    slope = jax.vmap(jax.grad(kind.value))(wide)
+  scale = np.maximum(np.maximum(1, np.abs(wide)), np.abs(value))
+  for have, want in zip(got, (value, value, slope)):
+    assert np.max(np.abs(have - want) / scale) < 1e-6
 
 
 def test_ffn_keeps_only_rows_and_pre_activations():

@@ -14,6 +14,7 @@ import pytest
 
 from scmoe._compat import gpu_interpret_params, jax_version
 from scmoe.kernels.grouped_matmul import (
+  activation_names,
   get_activation,
   grouped_matmul,
   mosaic_gpu,
@@ -191,6 +192,19 @@ def test_shipped_tilings_lower_for_cuda(kind, tiling, width, n):
       x, (d,) * parts, layout, tiling, lhs_index_R=i, out_dtype=bf16
     )
     lower(run, array(500, width), array(rows, n), index)
+
+
+@pytest.mark.parametrize("name", activation_names())
+def test_every_activation_lowers_for_cuda(name):
+  layout, kind = layout_of(), get_activation(name)
+  rows, tiling = layout.num_rows, Tiling(cols=128, stages=3, pingpong=True)
+  array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+  parts = 1 + kind.gated
+  run = lambda x, *w: product(False, Tiling(cols=128, stages=3), kind)((x,), (w,), layout)
+  lower(run, array(rows, 64), *[array(3, 64, 128)] * parts)
+  run = lambda dy, w, s, *pre: down_backward_product(dy, w, pre, s, layout, kind, tiling)
+  s = jax.ShapeDtypeStruct((rows,), jnp.float32)
+  lower(run, array(rows, 64), array(3, 128, 64), s, *[array(rows, 128)] * parts)
 
 
 @pytest.mark.parametrize("shape", [(256, 320, 192, 8, 2)])

@@ -1,10 +1,11 @@
-"""Expert activations, with the derivatives the fused backward needs.
+"""Activations of experts and MLPs, with the derivatives the fused backward needs.
 
-An expert computes `a = act(h)` from one pre-activation, or `a = act(gate) * up` from two (the gated
+A layer computes `a = act(h)` from one pre-activation, or `a = act(gate) * up` from two (the gated
 kinds). Only the scalar function differs between kinds, so one table of scalar functions serves the
-reference, the XLA path and the kernels' epilogues.
+dense layers, the reference, the XLA path and the kernels' epilogues.
 
-GELU is the tanh form, as in `jax.nn.gelu(approximate=True)` and in GPT-2.
+`gelu` is the tanh form, as in `jax.nn.gelu(approximate=True)` and in GPT-2; `gelu_exact` is the
+definition, h · Φ(h).
 """
 
 import dataclasses
@@ -20,12 +21,12 @@ _WithDerivative = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-  """One kind of expert activation.
+  """One kind of activation.
 
   Attributes:
     name: what the user writes.
-    gated: whether the expert has a gate and an up projection.
-    value: h -> act(h).
+    gated: whether the layer has a gate and an up projection.
+    value: h -> act(h), in the type of h; its derivative by JAX is the one below.
     value_and_derivative: h -> (act(h), act'(h)).
   """
 
@@ -70,7 +71,42 @@ def _gelu_grad(h):
   return 0.5 * h * (1.0 + t), 0.5 * (1.0 + t) + 0.5 * h * (1.0 - t * t) * inner
 
 
-def _relu(h):
+_SQRT_HALF = math.sqrt(0.5)
+_SQRT_2_PI = math.sqrt(2.0 * math.pi)
+
+
+def _gelu_exact(h):
+  # Not 1 + erf: below zero that would cancel, in bfloat16 to a tenth of the value.
+  return 0.5 * h * jax.lax.erfc(-_SQRT_HALF * h)
+
+
+def _gelu_exact_grad(h):
+  cdf = 0.5 * jax.lax.erfc(-_SQRT_HALF * h)
+  return h * cdf, cdf + h * jnp.exp(-0.5 * h * h) / _SQRT_2_PI
+
+
+# Φ(-|h|) = exp(-h²/2) · t · polynomial(t), t = 1 / (1 + p |h| / √2), to 7.5e-8 (Abramowitz and
+# Stegun 7.1.26). The coefficients are halved: theirs are of erfc.
+_TAIL_SLOPE = 0.3275911 * _SQRT_HALF
+_TAIL = (0.5307027145, -0.7265760135, 0.7107068705, -0.142248368, 0.127414796)
+
+
+def _fast_gelu_exact_grad(h):
+  bell = jnp.exp(-0.5 * h * h)
+  t = 1.0 / (1.0 + _TAIL_SLOPE * jnp.abs(h))
+  tail = _TAIL[0]
+  for coefficient in _TAIL[1:]:
+    tail = tail * t + coefficient
+  tail = tail * t * bell
+  cdf = jnp.where(h < 0.0, tail, 1.0 - tail)
+  return h * cdf, cdf + h * bell * (1.0 / _SQRT_2_PI)
+
+
+def _fast_gelu_exact(h):
+  return _fast_gelu_exact_grad(h)[0]
+
+
+def _fast_relu(h):
   return jnp.maximum(h, 0.0)
 
 
@@ -93,10 +129,11 @@ _ACTIVATIONS = {
   for activation in (
     Activation("swiglu", True, _silu, _silu_grad),
     Activation("geglu", True, _gelu, _gelu_grad),
-    Activation("reglu", True, _relu, _relu_grad),
+    Activation("reglu", True, jax.nn.relu, _relu_grad),
     Activation("silu", False, _silu, _silu_grad),
     Activation("gelu", False, _gelu, _gelu_grad),
-    Activation("relu", False, _relu, _relu_grad),
+    Activation("gelu_exact", False, _gelu_exact, _gelu_exact_grad),
+    Activation("relu", False, jax.nn.relu, _relu_grad),
     Activation("relu2", False, _relu2, _relu2_grad),
   )
 }
@@ -106,11 +143,17 @@ def kernel_form(activation: Activation) -> Activation:
   """The same function, cheaper in a kernel's epilogue.
 
   A GPU has tanh as one instruction of the special-function unit, where the usual sigmoid takes two
-  (exponential and reciprocal), and that unit is what limits an epilogue.
+  (exponential and reciprocal), and that unit is what limits an epilogue. Mosaic has no erf where
+  it infers layouts: there the exact GELU is within 1e-6 of max(1, |h|). Nor does it take functions
+  with a derivative of their own, such as `jax.nn.relu` (0 at 0).
   """
-  if activation.value is not _silu:
-    return activation
-  return dataclasses.replace(activation, value=_fast_silu, value_and_derivative=_fast_silu_grad)
+  fast = {
+    _silu: (_fast_silu, _fast_silu_grad),
+    _gelu_exact: (_fast_gelu_exact, _fast_gelu_exact_grad),
+    jax.nn.relu: (_fast_relu, _relu_grad),
+  }
+  value, both = fast.get(activation.value, (activation.value, activation.value_and_derivative))
+  return dataclasses.replace(activation, value=value, value_and_derivative=both)
 
 
 def get_activation(name: str) -> Activation:

@@ -283,7 +283,7 @@ def grouped_ffn(
     up_GDF: up weights.
     down_GFD: down weights.
     group_sizes_G: rows of each group; their sum is at most M.
-    activation: "swiglu", "geglu", "reglu", "silu", "gelu", "relu" or "relu2".
+    activation: one of `activation_names()`.
     row_weight_M: scales the output rows (the router's weights); one by default.
     gate_bias_GF: optional bias.
     up_bias_GF: optional bias.

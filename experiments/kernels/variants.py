@@ -8,6 +8,8 @@ import sys
 
 sys.path.insert(0, os.getcwd())
 
+import jax
+
 from scmoe.kernels import bench
 from scmoe.kernels.grouped_matmul import mosaic_gpu, tiles
 from scmoe.kernels.grouped_matmul.pipeline import Tiling
@@ -16,12 +18,14 @@ COOPERATIVE = Tiling(cols=256, stages=4, band=8)
 PINGPONG_192 = Tiling(cols=192, stages=4, pingpong=True, band=8)
 PINGPONG_128 = Tiling(cols=128, stages=5, pingpong=True, band=8)
 FUSED = mosaic_gpu.FUSED_GATHERS
+measured = tiles.TABLE
 
 
 def main():
   for name in sys.argv[1:]:
     shape = bench.parse_shape(name)
-    up, down = ("up", shape.width, shape.hidden), ("rows", shape.hidden, shape.width)
+    up = ("up", shape.width, shape.hidden, True)
+    down = ("rows", shape.hidden, shape.width, False)
     variants = {
       "rule": ({}, FUSED),
       "up gathered before": ({}, FUSED - {"up"}),
@@ -38,14 +42,13 @@ def main():
     arguments = bench.layer_inputs(shape, 0)
     contenders = {}
     for label, (table, fused) in variants.items():
-      tiles.TABLE.clear()
-      tiles.TABLE.update(table)
+      tiles.TABLE = {jax.devices()[0].device_kind: table}
       mosaic_gpu.FUSED_GATHERS = fused
       forward, _ = bench.training_functions(shape, "auto")
       contenders[label] = (forward.lower(*arguments).compile(), arguments)
     for label, ms in bench.interleaved(contenders, 3).items():
       print(f"{name} forward, {label}: {ms:.3f} ms", flush=True)
-    tiles.TABLE.clear()
+    tiles.TABLE = measured
     mosaic_gpu.FUSED_GATHERS = FUSED
 
 

@@ -357,7 +357,37 @@ def bench_kernels(shape: Shape, skews: Sequence[float | None], seed: int, rounds
 
 
 def tune(shape: Shape, seed: int, rounds: int) -> list[str]:
-  """Times the candidate tilings of every product of a layer; prints lines for `tiles.TABLE`."""
+  """Times the candidate tilings of every product of a layer; prints lines for `tiles.TABLE`.
+
+  Operands are gathered where the layer gathers them: what is fastest without is not what is with.
+  """
+  from scmoe.kernels.grouped_matmul import mosaic_gpu as kernels
+
+  lines = []
+  for key, (function, arguments) in tuned_products(shape, seed).items():
+    *problem, gathered = key
+    gathered &= kernels.can_gather()
+    candidates = tiles.candidates(*problem, gathered=gathered)
+    contenders: dict[str, tuple[Callable[..., Any], Sequence[Any]]] = {}
+    for tiling in candidates[:3]:
+      for band in (8, 4, 16):
+        candidate = dataclasses.replace(tiling, band=band)
+        run = lambda *a, t=candidate, f=function: f(*a, t)
+        contenders[str(candidate)] = (jax.jit(run), arguments)
+    times = interleaved(contenders, rounds)
+    first = times[str(candidates[0])]
+    best = min(times, key=lambda name: times[name])
+    print(f"# {shape.name} {key}: rule {first:.3f} ms, best {times[best]:.3f} ms", flush=True)
+    if times[best] < 0.99 * first:
+      lines.append(f"  {key!r}: {best},")
+  print("\n".join(lines), flush=True)
+  return lines
+
+
+def tuned_products(
+  shape: Shape, seed: int
+) -> dict[tiles.Key, tuple[Callable[..., Any], tuple[Any, ...]]]:
+  """The products of a layer as it computes them: key -> (function, arguments before the tiling)."""
   from scmoe.kernels.grouped_matmul import mosaic_backward
   from scmoe.kernels.grouped_matmul import mosaic_gpu as kernels
 
@@ -367,7 +397,9 @@ def tune(shape: Shape, seed: int, rounds: int) -> list[str]:
   layout = jax.jit(make_layout, static_argnums=(1, 2))(
     group_sizes(s, None, seed), rows, tiles.ROW_TILE
   )
-  wide_R, narrow = normal(layout.num_rows, d), lambda: normal(layout.num_rows, f)
+  x_TD = normal(s.tokens, d)
+  token_R = jax.random.randint(jax.random.key(seed), (layout.num_rows,), 0, s.tokens)
+  narrow = lambda: normal(layout.num_rows, f)
   gate, up = (normal(s.experts, d, f, scale=d**-0.5) for _ in range(2))
   down = normal(s.experts, f, d, scale=f**-0.5)
   hidden = (narrow(), narrow())
@@ -378,53 +410,39 @@ def tune(shape: Shape, seed: int, rounds: int) -> list[str]:
   def rows_product(lhs, rhs, layout, tiling, **options):
     return kernels.rows_product(lhs, rhs, layout, tiling, **bf16, **options)
 
-  products = {
-    ("up", d, f): (
-      functools.partial(rows_product, transpose_rhs=False, activation=swiglu),
-      ((wide_R,), ((gate, up),), layout),
-    ),
-    ("rows", f, d): (
+  def up_product(x, index, weights, layout, tiling):
+    return rows_product(
+      (x,), (weights,), layout, tiling, transpose_rhs=False, activation=swiglu, index_R=index
+    )
+
+  def down_weights(a, dy, index, layout, tiling):
+    return kernels.weights_product(a, (dy,), layout, tiling, rhs_index_R=index, **bf16)
+
+  def up_weights(x, index, dpre, layout, tiling):
+    return kernels.weights_product(x, dpre, layout, tiling, lhs_index_R=index, **bf16)
+
+  def down_backward(dy, index, down, pre, s, layout, tiling):
+    return mosaic_backward.down_backward_product(
+      dy, down, pre, s, layout, swiglu, tiling, index_R=index
+    )
+
+  return {
+    ("up", d, f, True): (up_product, (x_TD, token_R, (gate, up), layout)),
+    ("rows", f, d, False): (
       functools.partial(rows_product, transpose_rhs=False),
       ((hidden[0],), ((down,),), layout),
     ),
-    ("dx", f, d): (
+    ("dx", f, d, False): (
       functools.partial(rows_product, transpose_rhs=True),
       (hidden, ((gate,), (up,)), layout),
     ),
-    ("weights", f, d): (
-      functools.partial(kernels.weights_product, **bf16),
-      (hidden[0], (wide_R,), layout),
-    ),
-    ("weights_pair", d, f): (
-      functools.partial(kernels.weights_product, **bf16),
-      (wide_R, hidden, layout),
-    ),
-    ("down_backward", d, f): (
-      lambda dy, down, pre, s, layout, tiling: mosaic_backward.down_backward_product(
-        dy, down, pre, s, layout, swiglu, tiling
-      ),
-      (wide_R, down, hidden, weight_R, layout),
+    ("weights", f, d, True): (down_weights, (hidden[0], x_TD, token_R, layout)),
+    ("weights_pair", d, f, True): (up_weights, (x_TD, token_R, hidden, layout)),
+    ("down_backward", d, f, True): (
+      down_backward,
+      (x_TD, token_R, down, hidden, weight_R, layout),
     ),
   }
-  lines = []
-  for key, (function, arguments) in products.items():
-    contenders: dict[str, tuple[Callable[..., Any], Sequence[Any]]] = {}
-    for tiling in tiles.candidates(*key)[:3]:
-      for band in (8, 4, 16):
-        candidate = dataclasses.replace(tiling, band=band)
-        if key[0] == "down_backward":
-          run = functools.partial(function, tiling=candidate)
-        else:
-          run = lambda *a, t=candidate, f=function: f(*a, t)
-        contenders[str(candidate)] = (jax.jit(run), arguments)
-    times = interleaved(contenders, rounds)
-    first = times[str(tiles.candidates(*key)[0])]
-    best = min(times, key=lambda name: times[name])
-    print(f"# {s.name} {key}: rule {first:.3f} ms, best {times[best]:.3f} ms", flush=True)
-    if times[best] < 0.99 * first:
-      lines.append(f"  {key!r}: {best},")
-  print("\n".join(lines), flush=True)
-  return lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from scmoe._compat import gpu_interpret_params, jax_version
+from scmoe.kernels import bench
 from scmoe.kernels.grouped_matmul import (
   activation_names,
   get_activation,
@@ -149,7 +150,9 @@ def lower(function, *arguments):
 
 def shipped():
   """Every distinct (kind, tiling) that the rule offers for odd and usual widths, and the table."""
-  found = dict.fromkeys((key[0], tiling, *key[1:]) for key, tiling in tiles.TABLE.items())
+  found = dict.fromkeys(
+    (key[0], tiling, *key[1:3]) for table in tiles.TABLE.values() for key, tiling in table.items()
+  )
   seen = {(kind, tiling) for kind, tiling, *_ in found}
   for kind in tiles.KINDS:
     for width, n in ((1024, 2048), (256, 1536), (192, 320)):
@@ -192,6 +195,28 @@ def test_shipped_tilings_lower_for_cuda(kind, tiling, width, n):
       x, (d,) * parts, layout, tiling, lhs_index_R=i, out_dtype=bf16
     )
     lower(run, array(500, width), array(rows, n), index)
+
+
+def test_what_is_tuned_lowers_for_cuda():
+  shape = bench.Shape(tokens=256, width=256, hidden=128, experts=4, top_k=2)
+  products = bench.tuned_products(shape, 0)
+  assert {key[0] for key in products} == set(tiles.KINDS)
+  for key, (function, arguments) in products.items():
+    *problem, gathered = key
+    tiling = tiles.candidates(*problem, gathered=gathered)[0]
+    lower(lambda *a, f=function, t=tiling: f(*a, t), *arguments)
+
+
+def test_a_measured_tiling_is_for_its_device_and_form_only(monkeypatch):
+  other = Tiling(cols=64, stages=2, pingpong=True)
+  monkeypatch.setattr(
+    tiles, "TABLE", {jax.devices()[0].device_kind: {("up", 64, 128, True): other}}
+  )
+  assert tiles.choose("up", 64, 128, gathered=True) == other
+  assert tiles.choose("up", 64, 128) != other
+  assert tiles.choose("up", 64, 128, 4, gathered=True) != other
+  monkeypatch.setattr(tiles, "TABLE", {"another": {("up", 64, 128, True): other}})
+  assert tiles.choose("up", 64, 128, gathered=True) != other
 
 
 @pytest.mark.parametrize("name", activation_names())

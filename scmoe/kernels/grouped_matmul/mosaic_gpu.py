@@ -458,8 +458,9 @@ def up_activate(
       pre.append(h_RF.astype(x_XD.dtype))
     return tuple(pre), activate(activation, tuple(pre)).astype(x_XD.dtype)
   kind = "up" if len(up_weights) == 2 else "rows"
-  tiling = tiles.choose(kind, x_XD.shape[1], up_weights[0].shape[2])
   x, index_R = _split_gather(x_XD, index_R, "up" in FUSED_GATHERS)
+  gathered = index_R is not None
+  tiling = tiles.choose(kind, x.shape[1], up_weights[0].shape[2], gathered=gathered)
   *pre, a_RF = rows_product(
     (x,),
     (up_weights,),
@@ -488,10 +489,11 @@ def down_backward(
 ) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
   """As `xla.down_backward`, in one kernel."""
   del precision
-  tiling = tiles.choose("down_backward", dy_XD.shape[1], down_GFD.shape[1])
   dy, index_R = _split_gather(
     dy_XD.astype(down_GFD.dtype), index_R, "down_backward" in FUSED_GATHERS
   )
+  gathered = index_R is not None
+  tiling = tiles.choose("down_backward", dy.shape[1], down_GFD.shape[1], gathered=gathered)
   return down_backward_product(
     dy,
     down_GFD,
@@ -545,8 +547,9 @@ def up_weight_gradients(
   del precision
   out_dtype = jnp.dtype(out_dtype or jnp.float32)
   kind = "weights_pair" if len(dpre) == 2 else "weights"
-  tiling = tiles.choose(kind, x_XD.shape[1], dpre[0].shape[1], out_dtype.itemsize)
   x, index_R = _split_gather(x_XD, index_R, "weights_lhs" in FUSED_GATHERS)
+  widths, gathered = (x.shape[1], dpre[0].shape[1]), index_R is not None
+  tiling = tiles.choose(kind, *widths, out_dtype.itemsize, gathered=gathered)
   return weights_product(
     x, dpre, layout, tiling, lhs_index_R=index_R, out_dtype=out_dtype, num_sms=num_sms
   )

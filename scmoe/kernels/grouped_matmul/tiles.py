@@ -1,8 +1,11 @@
 """Tile shapes of the kernels: a short rule, and a table of what was measured to be better.
 
 `python -m scmoe.kernels.bench --tune` measures candidates and prints entries for the table. A shape
-that is not in it gets the rule's choice, which always exists for widths that are multiples of 64.
+or device that is not in it gets the rule's choice, which always exists for widths that are
+multiples of 64.
 """
+
+import jax
 
 from scmoe.kernels.grouped_matmul.layout import KERNEL_ROW_TILE
 from scmoe.kernels.grouped_matmul.pipeline import Tiling
@@ -16,9 +19,27 @@ _RESERVED = 2_048  # barriers and their alignment
 # into one result), "weights" and "weights_pair" (weight gradients), "down_backward".
 KINDS = ("rows", "up", "dx", "weights", "weights_pair", "down_backward")
 
-# (kind, contracted width, result width) -> tiling; for "weights*" (rows of the result, its
-# columns).
-TABLE: dict[tuple[str, int, int], Tiling] = {}
+# (kind, contracted width, result width, whether the kernel gathers an operand) -> tiling; for
+# "weights*" rows of the result and its columns.
+Key = tuple[str, int, int, bool]
+
+_PINGPONG_128 = Tiling(cols=128, stages=5, pingpong=True, band=8)
+_PINGPONG_192 = Tiling(cols=192, stages=4, pingpong=True, band=8)
+
+# Device kind -> what was the fastest there, in turns with the other candidates
+# (experiments/kernels; milliseconds of the cooperative 128 x 256 tile beside it).
+TABLE: dict[str, dict[Key, Tiling]] = {
+  "NVIDIA H200": {
+    ("rows", 1536, 512, False): _PINGPONG_128,  # 0.485, 0.521
+    ("rows", 512, 1536, False): _PINGPONG_192,  # 0.495, 0.573
+    ("rows", 512, 4096, False): _PINGPONG_128,  # 1.807, 1.954
+    ("rows", 1024, 4096, False): _PINGPONG_128,  # 3.273, 3.576
+    ("rows", 1024, 2048, False): _PINGPONG_128,  # 1.673, 1.792
+    ("weights", 1536, 512, False): _PINGPONG_128,  # 0.506, 0.533
+    ("weights", 256, 1536, False): _PINGPONG_192,  # 0.263, 0.278
+    ("weights", 1024, 2048, False): _PINGPONG_128,  # 1.633, 1.718
+  },
+}
 
 
 def smem_bytes(tiling: Tiling, out_itemsize: int = 2) -> int:
@@ -77,7 +98,8 @@ def _overlaps_ends(kind: str, width: int, n: int, gathered: bool) -> bool:
   """Whether one consumer's end of a tile is better laid beside the other's products (ping-pong).
 
   With few steps, or small results of a group, the end of a tile weighs more than its operands'
-  traffic. Gathers are the other way round: narrow tiles gather each row more often.
+  traffic. Gathers are the other way round: narrow tiles gather each row more often. (A summary of
+  the table.)
   """
   if kind == "rows":
     return width <= 512 or (width <= 1536 and n > 256 and not gathered)
@@ -88,6 +110,7 @@ def choose(
   kind: str, width: int, n: int, out_itemsize: int = 2, *, gathered: bool = False
 ) -> Tiling:
   """The tiling to use; arguments as for `candidates`."""
-  if out_itemsize == 2 and (kind, width, n) in TABLE:
-    return TABLE[kind, width, n]
+  measured = TABLE.get(jax.devices()[0].device_kind, {})
+  if out_itemsize == 2 and (kind, width, n, gathered) in measured:
+    return measured[kind, width, n, gathered]
   return candidates(kind, width, n, out_itemsize, gathered=gathered)[0]

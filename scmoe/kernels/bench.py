@@ -365,9 +365,8 @@ def tune(shape: Shape, seed: int, rounds: int) -> list[str]:
 
   lines = []
   for key, (function, arguments) in tuned_products(shape, seed).items():
-    *problem, gathered = key
-    gathered &= kernels.can_gather()
-    candidates = tiles.candidates(*problem, gathered=gathered)
+    kind, width, n, gathered = key
+    candidates = tiles.candidates(kind, width, n, gathered=gathered and kernels.can_gather())
     contenders: dict[str, tuple[Callable[..., Any], Sequence[Any]]] = {}
     for tiling in candidates[:3]:
       for band in (8, 4, 16):

@@ -83,7 +83,7 @@ def dense(graph, params, *, k, live=None, activation="swiglu"):
 
   with jax.enable_x64(True):
     widen = lambda tree: jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), tree)
-    both = jax.value_and_grad(function, argnums=(0, 1), has_aux=True)
+    both = harness.quick_jit(jax.value_and_grad(function, argnums=(0, 1), has_aux=True))
     (_, y), (dparams, dx) = both(widen(params), widen(x))
     return np.asarray(y), harness.named(dparams) | {"x": np.asarray(dx)}
 
@@ -183,7 +183,7 @@ def test_nothing_of_the_width_of_a_row_is_kept_per_choice():
   graph, params = layer(E, bias=False)
   x, _, live = inputs()
   function = lambda params, x: nnx.merge(graph, params)(x, k=k, live_BS=live)[0]
-  _, pull = jax.vjp(function, params, jnp.asarray(x))
+  pull = jax.eval_shape(lambda params, x: jax.vjp(function, params, x)[1], params, jnp.asarray(x))
   kept = [a for a in jax.tree.leaves(pull) if jnp.issubdtype(a.dtype, jnp.floating)]
   assert [a.shape[-1] for a in kept if a.ndim > 1 and a.shape[-2] > B * S] == [F, F]
   assert {a.shape for a in kept if a.shape[-1:] == (D,)} <= {(B, S, D), (B * S, D), (E, F, D)}
@@ -196,7 +196,7 @@ def executed(remat="none", overlap=None):
   return harness.run(graph, params, remat=remat)
 
 
-@pytest.mark.parametrize("remat", ["dots", "moe", "full"])
+@pytest.mark.parametrize("remat", ["dots", "full"])
 def test_what_is_recomputed_changes_no_gradient(remat):
   harness.assert_same(executed(remat), executed(), rtol=1e-6)
 
@@ -207,7 +207,7 @@ def test_the_schedule_changes_no_gradient(overlap):
   harness.assert_same(executed(overlap=tied), executed(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("wiring", ["topk", "scmoe_pos2", "dgmoe"])
+@pytest.mark.parametrize("wiring", ["scmoe_pos2", "dgmoe"])
 def test_models_equal_the_oracle(wiring):
   config = harness.tiny(wiring=wiring, top_k=1 if wiring == "dgmoe" else 2)
   graph, params = harness.parts(config, transport=DROPLESS)

@@ -37,14 +37,17 @@ def parts(mesh, router, seed=0, dtype="float32"):
   make = lambda: GPT(
     config, router=router, overlap=OverlapConfig(), mesh=mesh, rngs=nnx.Rngs(params=seed)
   )
-  graph, state = nnx.split(make())
+  graph, state = nnx.split(nnx.eval_shape(make))
   specs = jax.tree.map(
     lambda v: partition_spec(v.axes, v.get_value().ndim),
     state,
     is_leaf=lambda v: isinstance(v, nnx.Variable),
   )
-  plain = lambda tree: nnx.to_pure_dict(tree)
-  return graph, plain(state), plain(specs)
+  # Drawn here: the model's own initialisation would have to be compiled.
+  numbers = np.random.default_rng(seed)
+  draw = lambda s: jnp.asarray(numbers.normal(0, 0.3, s.shape), s.dtype)
+  params = jax.tree.map(draw, nnx.to_pure_dict(state))
+  return graph, params, nnx.to_pure_dict(specs)
 
 
 def batch_of(microbatches, rows, length=8):

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from test_local_gradients import CONFIG, QUICK, batch_of
 
-from scmoe.blocks.schedule import OverlapConfig
 from scmoe.build import Built, build
 from scmoe.config import RunConfig
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.route import RouterConfig
 from scmoe.parallel.mesh import MeshConfig
-from scmoe.training.step import accumulate, init_state, make_train_step
+from scmoe.training.step import accumulate, accumulate_locally
 
 
 class Attempts:
@@ -54,40 +53,50 @@ def test_a_microbatch_is_repeated_where_something_is_missing(router, rounds, fac
 
 
 @functools.cache
-def built(further: str, uniform: bool, gradients: str = "microbatch") -> Built:
+def built(further: str, uniform: bool) -> Built:
+  model = dataclasses.replace(
+    CONFIG, style="llama", wiring="topk", num_layers=1, moe_every=1, num_kv_heads=0, head_dim=0
+  )
   run = RunConfig(
     name="retry",
-    model=dataclasses.replace(CONFIG, wiring="top2", num_layers=1, moe_every=1).resolve(),
-    router=RouterConfig(uniform=uniform, bias="sign"),
+    model=model.resolve(),
+    router=RouterConfig(uniform=uniform),
     dispatch=DispatchConfig(transport="dropless", slack=1.0, further=further),
     mesh=MeshConfig(expert=2),
-    overlap=OverlapConfig(gradients=gradients),
   )
   return build(run, jax.devices()[:2])
 
 
-def stepped(further: str, uniform: bool, gradients: str = "microbatch"):
-  parts = built(further, uniform, gradients)
-  abstract = parts.abstract_state()
-  state = init_state(parts.init, parts.optimizer, 0, abstract)
-  shardings = jax.tree.map(lambda a: a.sharding, abstract)
-  options = {"gradients": gradients, "compiler_options": QUICK}
-  step = make_train_step(parts.objective, parts.optimizer, parts.mesh, shardings, **options)
-  state, scalars, arrays = step(state, batch_of(1, 4))
-  return jax.device_get((state, scalars, arrays))
+def gradients(further: str, uniform: bool, local: bool):
+  """Loss, gradients and sums of a microbatch, and the router state after it."""
+  parts = built(further, uniform)
+  draw = np.random.default_rng(0)
+  params = jax.tree.map(lambda s: draw.normal(0, 0.3, s.shape).astype(s.dtype), parts.shapes)
+  router = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), parts.router_shapes)
+  add_up = functools.partial(accumulate, parts.objective)
+  if local:
+    specs = jax.tree.map(lambda s: s.sharding.spec, parts.shapes)
+    options = {"mesh": parts.mesh, "specs": specs, "dtype": "float32"}
+    add_up = functools.partial(accumulate_locally, parts.objective, **options)
+  compiled = jax.jit(add_up, compiler_options=QUICK)
+  loss, grads, aux = compiled(params, router, batch_of(1, 4), jax.random.key(0))
+  return loss, grads, aux, parts.objective.update_router(router, aux)
 
 
-@pytest.mark.parametrize(("uniform", "gradients"), [(False, "step"), (True, "microbatch")])
-def test_a_step_with_attempts_is_the_step_without(uniform, gradients):
+@pytest.mark.parametrize(("uniform", "local"), [(False, True), (True, False)])
+def test_a_step_with_attempts_is_the_step_without(uniform, local):
   """Where rounds are missing, and where the attempt stands."""
-  got, got_scalars, arrays = stepped("retry", uniform, gradients)
-  want, want_scalars, _ = stepped("layer", uniform, gradients)
-  assert got.router["skewed"] == (not uniform) == (arrays["rounds"].max() > 1)
-  np.testing.assert_array_equal(got.router["bias"], want.router["bias"])
-  assert got_scalars["drop"] == 0
-  np.testing.assert_allclose(got_scalars["loss"], want_scalars["loss"], rtol=1e-6)
-  for a, b in zip(jax.tree.leaves(got.params), jax.tree.leaves(want.params), strict=True):
-    np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+  loss, grads, aux, router = gradients("retry", uniform, local)
+  want_loss, want_grads, want_aux, want_router = gradients("layer", uniform, local)
+  assert bool(router["skewed"]) == (not uniform)
+  assert want_router == {}
+  assert aux.router.dropped.sum() == 0
+  for got, want in zip(
+    jax.tree.leaves((loss, grads, aux)),
+    jax.tree.leaves((want_loss, want_grads, want_aux)),
+    strict=True,
+  ):
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)
 
 
 def test_an_attempt_has_no_loop_that_the_host_must_read():

@@ -67,12 +67,12 @@ def with_capacity(x, expert, weight, exchange, num_experts):
 def without_drops(x, expert, weight, exchange, num_experts, one_round=False):
   routing = routing_of(expert, weight, num_experts)
   sent = dropless.dispatch(x, routing, slack=SLACK, exchange=exchange)
-  y = dropless.combine(sent, weight, exchange=exchange)
   if one_round:
-    return y, sent.rounds
+    return dropless.combine(sent, weight, exchange=exchange), sent.rounds
   stay = lambda part, _: part
-  options = {"slack": SLACK, "exchange": exchange, "chunks": 1, "experts": stay}
-  return dropless.further_rounds(y, x, weight, (), routing, sent, **options), sent.rounds
+  options = {"slack": SLACK, "exchange": exchange, "experts": stay}
+  sent, more = dropless.further_rounds(sent, x, routing, (), **options)
+  return dropless.combine(sent, weight, exchange=exchange) + more, sent.rounds
 
 
 def ragged(x, expert, weight, exchange, num_experts):

@@ -39,14 +39,14 @@ class InFlight:
     dispatched: rows and the way back; see `Dispatched`.
     routing: the choices behind them.
     sums: what the losses and statistics need; one slice per batch shard.
-    x_BSD: the tokens, where further rounds may have to send some of them.
+    more_BSD: what the dropless transport's further rounds add to the output; None without any.
     shape: B, S of the tokens' array, for the way back.
   """
 
   dispatched: Dispatched
   routing: Routing
   sums: RouterSums
-  x_BSD: Array | None
+  more_BSD: Array | None
   shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
 
   @property
@@ -163,8 +163,10 @@ class MoE(nnx.Module):
     noise_BSE, jitter_BSD = self._noise(x_BSD.shape, key), self._jitter(x_BSD.shape, key)
     gate_graph, gate_params = nnx.split(self._gate(gate))
     avoid_expert = None if avoid is None else avoid.routing.expert_TK
+    loops = lossless and self._exchange().size > 1 and not one_round
+    weights, weight_specs = self._weights() if loops else (None, None)
 
-    def local(x, gate_params, noise, jitter, live, avoid, bias):
+    def local(x, gate_params, noise, jitter, live, avoid, bias, weights):
       x_TD = x.reshape(-1, x.shape[-1])
       flat = lambda a: None if a is None else a.reshape(x_TD.shape[0], *a.shape[2:])
       with jax.named_scope("route"):
@@ -180,15 +182,19 @@ class MoE(nnx.Module):
           sent = self._dispatch_lossless(x_TD, routing)
         else:
           sent = self._dispatch(x_TD, routing, k, factor)
+        more = None
+        if weights is not None:
+          sent, more_TD = self._further_rounds(sent, x_TD, routing, weights)
+          # Named as what travelled: rematerialisation sends nothing twice.
+          more = checkpoint_name(more_TD, "moe_rows").reshape(x.shape)
         sent = dataclasses.replace(sent, chunks=tuple(map(_keep_travelled, sent.chunks)))
       sums = router_sums(routing, sent.dropped, sent.rounds)
-      return _stack(sent), _stack(routing), _stack(sums)
+      return _stack(sent), _stack(routing), _stack(sums), more
 
-    specs = (BATCH, P(), BATCH, BATCH, BATCH, DEVICES, P())
-    stage = self._per_device(local, specs, (DEVICES, DEVICES, BATCH))
-    parts = stage(x_BSD, gate_params, noise_BSE, jitter_BSD, live_BS, avoid_expert, bias_E)
-    loops = lossless and self._exchange().size > 1 and not one_round
-    return InFlight(*parts, x_BSD=x_BSD if loops else None, shape=shape)
+    specs = (BATCH, P(), BATCH, BATCH, BATCH, DEVICES, P(), weight_specs)
+    stage = self._per_device(local, specs, (DEVICES, DEVICES, BATCH, BATCH))
+    arguments = (gate_params, noise_BSE, jitter_BSD, live_BS, avoid_expert, bias_E, weights)
+    return InFlight(*stage(x_BSD, *arguments), shape=shape)
 
   def compute(self, flight: InFlight) -> InFlight:
     """Runs the experts on the rows that arrived."""
@@ -210,33 +216,21 @@ class MoE(nnx.Module):
       y_BSD, and the sums with one leading slice per batch shard.
     """
     local_batch = 1 if flight.empty else flight.shape[0] // self._batch_parts()
-    exchange, loops = self._exchange(), flight.x_BSD is not None
-    weights, specs = self._weights() if loops else (None, None)
+    exchange = self._exchange()
 
-    def local(sent, routing, x, weights):
+    def local(sent, routing, more):
       sent, routing = _slice(sent), _slice(routing)
       with jax.named_scope("combine"):
         transport = capacity if _has_places(sent.chunks[0]) else dropless
         y_TD = transport.combine(sent, routing.weight_TK, exchange=exchange)
-        if x is not None:
-          y_TD = dropless.further_rounds(
-            y_TD,
-            x.reshape(y_TD.shape),
-            routing.weight_TK,
-            weights,
-            routing,
-            sent,
-            slack=self.transport.slack,
-            exchange=exchange,
-            chunks=len(sent.chunks),
-            experts=self._experts,
-          )
+        if more is not None:
+          y_TD = y_TD + more.reshape(y_TD.shape)
         if self._axis_size("tensor") > 1:
           y_TD = jax.lax.psum(y_TD, "tensor")
       return y_TD.reshape(local_batch, -1, y_TD.shape[-1])
 
-    stage = self._per_device(local, (DEVICES, DEVICES, BATCH, specs), BATCH)
-    y_BSD = stage(flight.dispatched, flight.routing, flight.x_BSD, weights)
+    stage = self._per_device(local, (DEVICES, DEVICES, BATCH), BATCH)
+    y_BSD = stage(flight.dispatched, flight.routing, flight.more_BSD)
     if flight.empty:
       y_BSD = jnp.zeros((*flight.shape, y_BSD.shape[2]), y_BSD.dtype)
     return y_BSD, flight.sums
@@ -258,6 +252,19 @@ class MoE(nnx.Module):
     config = self.transport
     return dropless.dispatch(
       x_TD, routing, slack=config.slack, exchange=self._exchange(), chunks=config.chunks
+    )
+
+  def _further_rounds(
+    self, sent: Dispatched, x_TD: Array, routing: Routing, weights: ExpertWeights
+  ) -> tuple[Dispatched, Array]:
+    return dropless.further_rounds(
+      sent,
+      x_TD,
+      routing,
+      weights,
+      slack=self.transport.slack,
+      exchange=self._exchange(),
+      experts=self._experts,
     )
 
   def _experts(self, part: Any, weights: ExpertWeights) -> Any:

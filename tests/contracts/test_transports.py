@@ -85,13 +85,12 @@ def compiled(*, devices, transport, chunks=1, nodes=1, slack=1.25, replicas=1, E
       sent = capacity.dispatch(x, routing, rows_per_expert=rows, exchange=exchange, chunks=chunks)
       done = dataclasses.replace(sent, chunks=tuple(stage(p, weights) for p in sent.chunks))
       return capacity.combine(done, weight, exchange=exchange), sent.rounds[None]
-    sent = dropless.dispatch(x, routing, slack=slack, exchange=exchange, chunks=chunks)
-    done = dataclasses.replace(sent, chunks=tuple(stage(p, weights) for p in sent.chunks))
-    y = dropless.combine(done, weight, exchange=exchange)
+    sent, more = dropless.dispatch(x, routing, slack=slack, exchange=exchange, chunks=chunks), 0
     if exchange.size > 1:
-      options = {"slack": slack, "exchange": exchange, "chunks": chunks}
-      y = dropless.further_rounds(y, x, weight, weights, routing, sent, experts=stage, **options)
-    return y, sent.rounds[None]
+      options = {"slack": slack, "exchange": exchange, "experts": stage}
+      sent, more = dropless.further_rounds(sent, x, routing, weights, **options)
+    done = dataclasses.replace(sent, chunks=tuple(stage(p, weights) for p in sent.chunks))
+    return dropless.combine(done, weight, exchange=exchange) + more, sent.rounds[None]
 
   into, out = P("expert", None, "shard"), P("expert", "shard")
   specs = ExpertWeights(into, into, out, P("expert", "shard"), P("expert"))

@@ -108,34 +108,37 @@ def combine(dispatched: Dispatched, weight_TK: Array, *, exchange: Exchange) -> 
 
 
 def further_rounds(
-  y_TD: Array,
-  x_TD: Array,
-  weight_TK: Array,
-  weights: Any,
-  routing: Routing,
   sent: Dispatched,
+  x_TD: Array,
+  routing: Routing,
+  weights: Any,
   *,
   slack: float,
   exchange: Exchange,
-  chunks: int,
   experts: Experts,
-) -> Array:
-  """y_TD plus what the rounds after the first one add; no work where one was enough.
+) -> tuple[Dispatched, Array]:
+  """What the rounds after the first one add to y_TD; no work where one was enough.
 
   The backward pass runs the same rounds again, each with its own vector-Jacobian product, so that
   memory does not depend on their number either.
 
+  A GPU's host reads the number of rounds before it can launch anything behind them. So they come
+  before the experts of the first round, where the exchange of the first round is under way and
+  hides that (experiments/dispatch: 6 to 8 % of dispatch and combine).
+
   Args:
-    y_TD: what `combine` made of the first round. A further round adds to it in its type: no token
-      is in more than K rounds.
-    x_TD, weight_TK: tokens and combine weights of this device.
-    weights: the experts' weights.
-    routing: the choices.
     sent: the first round; all devices agree on its `rounds`.
-    slack, exchange, chunks: as in `dispatch`.
+    x_TD: tokens of this device.
+    routing: their choices.
+    weights: the experts' weights.
+    slack, exchange: as in `dispatch`.
     experts: the expert stage; captures no traced values.
+
+  Returns:
+    `sent`, whose rows nothing reads before the further rounds are over, and their sum [T, D] in the
+    type of x: a further round adds to it in that type, no token is in more than K rounds.
   """
-  choices, peers = weight_TK.size, exchange.size
+  choices, peers, chunks = routing.expert_TK.size, exchange.size, len(sent.chunks)
   first = chunks * buffer_rows(choices, slack=slack, peers=peers, chunks=chunks)
   rows = further_rows(first)
 
@@ -152,8 +155,11 @@ def further_rounds(
     return local.sum_rows(_bring_back(part, exchange), weight_TK, slot_TK, source_R)
 
   queues = _queues(routing, exchange, sent.received_We)
-  given_TK = weight_TK if routing.input_weight_TK is None else routing.input_weight_TK
-  return _loop(one, 1, y_TD, x_TD, given_TK, weights, queues, sent.rounds)
+  given_TK = routing.weight_TK if routing.input_weight_TK is None else routing.input_weight_TK
+  more_TD = _loop(one, 1, jnp.zeros_like(x_TD), x_TD, given_TK, weights, queues, sent.rounds)
+  arrived, more_TD = jax.lax.optimization_barrier(([part.rows for part in sent.chunks], more_TD))
+  parts = tuple(dataclasses.replace(p, rows=r) for p, r in zip(sent.chunks, arrived, strict=True))
+  return dataclasses.replace(sent, chunks=parts), more_TD
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -47,6 +47,7 @@ class Call:
     gate: index of the gate that chooses, where there are several.
     bias_E: balancing bias of this layer's experts, or None.
     one_round: the dropless transport makes no further rounds (`MoE.start`).
+    recompute_experts: the backward pass computes the experts' activations again.
   """
 
   positions_BS: Array
@@ -58,6 +59,7 @@ class Call:
   gate: int = 0
   bias_E: Array | None = None
   one_round: bool = False
+  recompute_experts: bool = False
 
 
 class Block(nnx.Module):
@@ -226,8 +228,13 @@ class _UnitRun:
     assert self.moe is not None
     only = "" if both_ways else "forward"
     h_BSD = self.tie_rows(gating, h_BSD, only=only)  # the dispatch has ended
-    self.flights[gating] = self.moe.compute(self.flights[gating])
+    self.run_experts(gating)
     return self.tie_rows(gating, h_BSD, only=only)  # the combine starts
+
+  def run_experts(self, gating: int) -> None:
+    assert self.moe is not None
+    flight = self.flights[gating]
+    self.flights[gating] = self.moe.compute(flight, recompute=self.call.recompute_experts)
 
   def finish(self, gating: int) -> tuple[Array, RouterSums]:
     assert self.moe is not None
@@ -236,7 +243,7 @@ class _UnitRun:
   def run_alone(self, gating: int, h_BSD: Array) -> Array:
     """All stages at once, no dense operation beside them: the control of every measurement."""
     assert self.moe is not None
-    self.flights[gating] = self.moe.compute(self.flights[gating])
+    self.run_experts(gating)
     y_BSD, sums = self.finish(gating)
     y_BSD, h_BSD = jax.lax.optimization_barrier((y_BSD, h_BSD))
     self.outputs.append((y_BSD, sums))

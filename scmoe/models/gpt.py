@@ -307,6 +307,7 @@ class GPT(nnx.Module):
       self.overlap,
       gate,
       one_round=one_round,
+      recompute_experts=remat == "moe",
     )
     bias_LE = (router or {}).get("bias")
     h_BSD = self._pin(self.embedding(tokens_BS, positions_BS, jnp.dtype(config.dtype)))
@@ -399,14 +400,12 @@ class GPT(nnx.Module):
 def _rematerialised(body, remat: str):
   """`body` under the named rematerialisation preset; see `GPT.__call__`."""
   policies = jax.checkpoint_policies
-  if remat == "none":
+  if remat in ("none", "moe"):  # the units recompute the experts by themselves
     return body
   if remat == "dots":
     dots = policies.dots_with_no_batch_dims_saveable
     travelled = policies.save_only_these_names("moe_rows")
     return jax.checkpoint(body, policy=policies.save_from_both_policies(dots, travelled))
-  if remat == "moe":
-    return jax.checkpoint(body, policy=policies.save_anything_except_these_names("moe_hidden"))
   if remat == "full":
     return jax.checkpoint(body, policy=policies.save_only_these_names("moe_rows"))
   raise ConfigError(f"train.remat={remat!r} is unknown; one of: {', '.join(REMATS)}")

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
 
 from scmoe.kernels.grouped_matmul import grouped_ffn
 from scmoe.kernels.moe_layer import moe_ffn
@@ -76,10 +75,8 @@ def expert_ffn(
     y = jnp.einsum("erd,edf->erf", x, w.astype(dtype))
     return y if bias is None else y + bias.astype(dtype)[:, None, :]
 
-  up_eRF = checkpoint_name(project(rows, weights.up_eDF, weights.up_bias_eF), "moe_hidden")
-  gate_eRF = None
-  if weights.gate_eDF is not None:
-    gate_eRF = checkpoint_name(project(rows, weights.gate_eDF, None), "moe_hidden")
+  up_eRF = project(rows, weights.up_eDF, weights.up_bias_eF)
+  gate_eRF = None if weights.gate_eDF is None else project(rows, weights.gate_eDF, None)
   hidden_eRF = activate(activation, up_eRF, gate_eRF)
   return project(hidden_eRF, weights.down_eFD, weights.down_bias_eD)
 

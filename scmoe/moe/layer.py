@@ -196,13 +196,22 @@ class MoE(nnx.Module):
     arguments = (gate_params, noise_BSE, jitter_BSD, live_BS, avoid_expert, bias_E, weights)
     return InFlight(*stage(x_BSD, *arguments), shape=shape)
 
-  def compute(self, flight: InFlight) -> InFlight:
-    """Runs the experts on the rows that arrived."""
+  def compute(self, flight: InFlight, *, recompute: bool = False) -> InFlight:
+    """Runs the experts on the rows that arrived.
+
+    Args:
+      flight: from `start`.
+      recompute: keep the rows and what is gathered only; the backward pass computes the experts'
+        activations again.
+    """
     weights, specs = self._weights()
+    experts = self._experts
+    if recompute:
+      experts = jax.checkpoint(experts, policy=_travelled)
 
     def local(chunks, weights):
       with jax.named_scope("experts"):
-        return _stack(tuple(self._experts(part, weights) for part in _slice(chunks)))
+        return _stack(tuple(experts(part, weights) for part in _slice(chunks)))
 
     stage = self._per_device(local, (DEVICES, specs), DEVICES)
     chunks = stage(flight.dispatched.chunks, weights)
@@ -361,6 +370,11 @@ class MoE(nnx.Module):
       first = jax.lax.axis_index(BATCH_AXES) * batch
       return jax.lax.dynamic_slice_in_dim(draw(batch * self._axis_size(*BATCH_AXES)), first, batch)
     return jax.lax.with_sharding_constraint(draw(batch), batch_sharding(self.mesh))
+
+
+def _travelled(primitive: Any, *_: Any, **__: Any) -> bool:
+  """A rematerialisation policy: what came from other devices is kept."""
+  return primitive.name.startswith("all_gather")
 
 
 def _keep_travelled(part: Rows | Tokens) -> Rows | Tokens:

@@ -3,12 +3,14 @@
 import functools
 
 import harness
+import jax
 import numpy as np
 import pytest
 
 from scmoe.blocks.schedule import OverlapConfig, resolve_slot, slot_count
 from scmoe.errors import ConfigError
 from scmoe.moe.dispatch import DispatchConfig
+from scmoe.parallel.mesh import MeshConfig, make_mesh
 
 DROPS = DispatchConfig(capacity_factor=1.0, groups=2)
 PLAIN = OverlapConfig()
@@ -50,6 +52,39 @@ def test_a_backward_slot_of_its_own_and_unrolled_stages_change_nothing():
 @pytest.mark.parametrize("remat", ["dots", "moe", "full"])
 def test_what_is_recomputed_changes_no_gradient(remat):
   assert_same_run(executed("scmoe_pos2", remat=remat), executed("scmoe_pos2"))
+
+
+@pytest.mark.parametrize("transport", ["capacity", "dropless"])
+def test_experts_are_recomputed_where_that_is_asked_for(transport):
+  """`train.remat=moe` keeps nothing of the experts' hidden width but their weights."""
+  config = harness.tiny(wiring="topk", top_k=2, mlp_hidden=20, expert_hidden=28)
+  graph, params = harness.parts(config, transport=DispatchConfig(transport=transport))
+  weights = {leaf.shape for leaf in jax.tree.leaves(params)}
+
+  def kept(remat):
+    function = harness.scalar(graph, harness.tokens(), harness.cotangent(), remat=remat)
+    pull = jax.eval_shape(lambda p: jax.vjp(function, p, has_aux=True)[1], params)
+    hidden = [a.shape for a in jax.tree.leaves(pull) if a.shape[-1:] == (28,)]
+    return [shape for shape in hidden if shape not in weights]
+
+  assert kept("none")
+  assert not kept("moe")
+
+
+def test_recomputing_the_experts_gathers_nothing_again():
+  """Two devices share each expert: rows are repeated, or weights gathered, once."""
+  mesh = make_mesh(MeshConfig(expert=4), jax.devices()[:4], num_experts=2)
+  config = harness.tiny(wiring="topk", top_k=1, num_experts=2)
+
+  def gathers(replicas, remat):
+    transport = DispatchConfig(adaptive_r=replicas)
+    graph, params = harness.parts(config, transport=transport, mesh=mesh)
+    ids, c = harness.tokens(batch=4), harness.cotangent(batch=4)
+    function = harness.scalar(graph, ids, c, remat=remat)
+    return str(jax.make_jaxpr(jax.grad(lambda p: function(p)[0]))(params)).count("all_gather[")
+
+  for replicas in (1, 2):
+    assert gathers(replicas, "moe") == gathers(replicas, "none") > 0
 
 
 def test_unknown_remat():

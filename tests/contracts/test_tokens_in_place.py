@@ -196,7 +196,7 @@ def executed(remat="none", overlap=None):
   return harness.run(graph, params, remat=remat)
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("remat", ["dots", "moe", "full"])
 def test_what_is_recomputed_changes_no_gradient(remat):
   harness.assert_same(executed(remat), executed(), rtol=1e-6)
 

@@ -334,15 +334,15 @@ class GPT(nnx.Module):
 
     Returns:
       `bias`: balancing biases [layers, E], with `router.bias`. `skewed`: int32 scalar, 1 if the
-      last step needed further rounds, with `dispatch.further=retry`; on any mesh, so that a
-      checkpoint fits another.
+      last step needed further rounds, with `dispatch.transport=dropless`; on any mesh and whoever
+      decides on them, so that a resumed run may change both.
     """
     config, state = self.config, {}
     if not config.wiring_rule.taps:
       return state
     if self.router.bias != "none":
       state["bias"] = jnp.zeros((self.num_stages, config.num_experts), jnp.float32)
-    if self.transport.retries:
+    if self.transport.transport == "dropless":
       state["skewed"] = jnp.zeros((), jnp.int32)
     return state
 

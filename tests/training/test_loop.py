@@ -13,6 +13,7 @@ from scmoe.errors import ConfigError, DataError, NonFiniteError, Preempted, Stor
 from scmoe.training.checkpoint import Checkpointer, list_steps
 from scmoe.training.metrics import MetricsFile, TensorBoard, read_metrics
 from scmoe.training.options import CheckpointConfig
+from scmoe.training.resume import check_config
 from scmoe.training.workdir import RunLock, identity, prepare_workdir
 
 
@@ -93,6 +94,15 @@ def test_unsafe_change_is_refused(whole, mesh8):
   assert "allow_config_change" in str(caught.value)
   with pytest.raises(ConfigError, match=r"model\.width: \(not set\) -> 4"):
     trainer(mesh8, whole[0], config={"model": {"width": 4}}).run()
+
+
+def test_how_it_runs_may_change_but_not_what_is_computed():
+  before = {"dispatch": {"further": "layer", "chunks": 1}, "overlap": {"slot": -1}}
+  after = {"dispatch": {"further": "retry", "chunks": 1}, "overlap": {"slot": 1}}
+  assert len(check_config(before, after)) == 2
+  # Buffers are cut into equal parts: more of them may round the capacity up.
+  with pytest.raises(ConfigError, match=r"dispatch\.chunks: 1 -> 2"):
+    check_config(before, {**before, "dispatch": {"further": "layer", "chunks": 2}})
 
 
 def test_other_data_are_refused(whole, mesh8):

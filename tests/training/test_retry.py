@@ -88,8 +88,7 @@ def test_a_step_with_attempts_is_the_step_without(uniform, local):
   """Where rounds are missing, and where the attempt stands."""
   loss, grads, aux, router = gradients("retry", uniform, local)
   want_loss, want_grads, want_aux, want_router = gradients("layer", uniform, local)
-  assert bool(router["skewed"]) == (not uniform)
-  assert want_router == {}
+  assert bool(router["skewed"]) == bool(want_router["skewed"]) == (not uniform)
   assert aux.router.dropped.sum() == 0
   for got, want in zip(
     jax.tree.leaves((loss, grads, aux)),

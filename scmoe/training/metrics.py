@@ -94,9 +94,9 @@ class TensorBoard:
     self._writer = SummaryWriter(str(workdir / "tensorboard"), purge_step=purge)
 
   def write(self, step: int, scalars: dict[str, Any]) -> None:
-    """Stores the scalars of a step."""
+    """Stores the scalars of a step; a number that is not finite leaves a gap."""
     for name, value in scalars.items():
-      if isinstance(value, int | float):
+      if isinstance(value, int | float) and math.isfinite(value):
         self._writer.add_scalar(name, value, step)
     self._writer.flush()
 

@@ -219,6 +219,23 @@ def test_a_sink_that_raises_is_dropped_and_the_record_is_complete(
   assert capsys.readouterr().err.count("TensorBoard failed and is dropped") == 1
 
 
+def test_tensorboard_is_given_no_number_that_is_not_finite():
+  class Writer:
+    def __init__(self):
+      self.names = []
+
+    def add_scalar(self, name, value, step):
+      self.names.append(name)
+
+    def flush(self):
+      pass
+
+  board = object.__new__(TensorBoard)
+  board._writer = Writer()
+  board.write(1, {"loss": 2.0, "eta_seconds": float("nan"), "text": "a"})
+  assert board._writer.names == ["loss"]
+
+
 def test_tensorboard_and_router_files(mesh8, tmp_path):
   trainer(mesh8, tmp_path, steps=4, tensorboard=True, router_every=2).run()
   assert list((tmp_path / "tensorboard").glob("events*"))

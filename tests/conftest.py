@@ -1,4 +1,8 @@
-"""Environment of all tests: eight simulated CPU devices, decided before jax is imported."""
+"""Environment of all tests: eight simulated CPU devices, decided before jax is imported.
+
+Most of the tests' time is compilation: LLVM's expensive passes are left out, also in the processes
+and notebooks that tests start. They change no result that a test looks at.
+"""
 
 import os
 
@@ -6,8 +10,12 @@ import pytest
 
 DEVICES = "--xla_force_host_platform_device_count=8"
 
+COMPILE_FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
   os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}".strip()
+if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
+  os.environ["XLA_FLAGS"] += f" {COMPILE_FAST}"
 # A collective among eight simulated devices waits for eight threads at once. XLA sizes its pool by
 # the number of cores unless it is told otherwise, and with two cores such a step would never end.
 os.environ["NPROC"] = "16"

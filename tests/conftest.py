@@ -1,7 +1,7 @@
 """Environment of all tests: eight simulated CPU devices, decided before jax is imported.
 
 Most of the tests' time is compilation: LLVM's expensive passes are left out, also in the processes
-and notebooks that tests start. They change no result that a test looks at.
+that tests start. They change no result that a test looks at.
 """
 
 import os

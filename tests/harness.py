@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -20,10 +19,6 @@ from scmoe.parallel.mesh import partition_spec
 
 VOCAB, LENGTH, BATCH = 11, 6, 2
 BALANCE, Z = 0.3, 0.1  # coefficients large enough for their gradients to be seen
-
-# XLA's expensive passes cost seconds per case and change no result that a test looks at.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 
 def eager(function: Any) -> Any:
@@ -104,7 +99,7 @@ class Run:
   gradients: dict[str, np.ndarray]
 
 
-def run(graph: Any, params: Any, seed: int = 0, jit: Any = quick_jit, **call: Any) -> Run:
+def run(graph: Any, params: Any, seed: int = 0, jit: Any = jax.jit, **call: Any) -> Run:
   """Values and gradients of a model in one compiled function."""
   function = scalar(graph, tokens(seed), cotangent(seed), **call)
   (value, aux), gradients = jit(jax.value_and_grad(function, has_aux=True))(params)

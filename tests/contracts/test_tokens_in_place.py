@@ -54,7 +54,7 @@ def run(graph, params, *, k, live=None, **call):
     y, sums = nnx.merge(graph, params)(x, k=k, live_BS=live, **call)
     return (c * y).sum(), (y, sums)
 
-  both = harness.quick_jit(jax.value_and_grad(function, argnums=(0, 1), has_aux=True))
+  both = jax.jit(jax.value_and_grad(function, argnums=(0, 1), has_aux=True))
   (_, (y, sums)), (dparams, dx) = both(params, x)
   return np.asarray(y), harness.named(dparams) | {"x": np.asarray(dx)}, sums
 
@@ -83,7 +83,7 @@ def dense(graph, params, *, k, live=None, activation="swiglu"):
 
   with jax.enable_x64(True):
     widen = lambda tree: jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), tree)
-    both = harness.quick_jit(jax.value_and_grad(function, argnums=(0, 1), has_aux=True))
+    both = jax.jit(jax.value_and_grad(function, argnums=(0, 1), has_aux=True))
     (_, y), (dparams, dx) = both(widen(params), widen(x))
     return np.asarray(y), harness.named(dparams) | {"x": np.asarray(dx)}
 
@@ -148,7 +148,7 @@ def test_what_masked_tokens_hold_does_not_come_through():
   graph, params = layer(4)
   x, _, live = inputs()
 
-  @harness.quick_jit
+  @jax.jit
   def both(x):
     y, pull = jax.vjp(lambda x: nnx.merge(graph, params)(x, k=2, live_BS=live)[0], x)
     return y, pull(jnp.ones_like(y))[0]

@@ -87,7 +87,7 @@ def test_shortcut_norms_are_the_only_difference(norm, extra):
 def test_equal_seeds_give_equal_models_to_the_shortcut_wirings():
   def state(wiring):
     config = harness.tiny(wiring=wiring, num_layers=2)
-    return harness.quick_jit(lambda: nnx.split(GPT(config, rngs=nnx.Rngs(7)))[1])()
+    return jax.jit(lambda: nnx.split(GPT(config, rngs=nnx.Rngs(7)))[1])()
 
   states = [harness.named(state(wiring)) for wiring in ("shared_expert", "scmoe_pos2")]
   assert states[0].keys() == states[1].keys()

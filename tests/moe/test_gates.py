@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from harness import quick_jit
 
 from scmoe.errors import ConfigError
 from scmoe.moe.dispatch import DispatchConfig
@@ -52,7 +51,7 @@ def test_cosine_gate_equals_the_loop_and_its_finite_differences(log_scale):
     value = lambda *a: (cosine_logits(*a) * cotangent).sum()
     arrays = [jnp.asarray(a) for a in arguments]
     logits = cosine_logits(*arrays)
-    gradients = quick_jit(jax.grad(value, argnums=(0, 1, 2, 3, 4)))(*arrays)
+    gradients = jax.jit(jax.grad(value, argnums=(0, 1, 2, 3, 4)))(*arrays)
     logits, gradients = np.asarray(logits), [np.asarray(g) for g in gradients]
   np.testing.assert_allclose(logits, cosine_loop(*arguments), rtol=1e-12)
   for index, gradient in enumerate(gradients):
@@ -73,7 +72,7 @@ def test_a_zero_token_has_finite_cosine_gradients():
   x, projection, _, directions, log_scale = cosine_problem(1.0)
   arrays = f32(np.zeros_like(x), projection, np.zeros(PROJECTED), directions, log_scale)
   gradient = jax.grad(lambda *a: cosine_logits(*a).sum(), argnums=(0, 1, 2, 3, 4))
-  gradients = quick_jit(gradient)(*arrays)
+  gradients = jax.jit(gradient)(*arrays)
   assert all(bool(jnp.isfinite(g).all()) for g in gradients)
 
 
@@ -126,7 +125,7 @@ def layer(router, mesh=None, width=4, experts=4, transport=None, seed=0):
 def run(moe, x, k=2, **options):
   """A layer's output; options are closed over."""
   graph, params = nnx.split(moe)
-  return quick_jit(lambda params, x: nnx.merge(graph, params)(x, k=k, **options))(params, x)
+  return jax.jit(lambda params, x: nnx.merge(graph, params)(x, k=k, **options))(params, x)
 
 
 def test_jitter_moves_the_router_and_not_the_experts():
@@ -141,7 +140,7 @@ def test_jitter_moves_the_router_and_not_the_experts():
 
   moe.router_gate[0] = Echo()
 
-  @quick_jit
+  @jax.jit
   def start(x, key):
     flight = moe.start(x, k=1, key=key)
     return flight.routing.logits_TE, flight.dispatched.chunks[0].rows
@@ -201,7 +200,7 @@ def test_a_gate_of_ones_own(monkeypatch):
   np.testing.assert_array_equal(sums.load_E[0], [0, 0, 0, 6])
   graph, params = nnx.split(moe)
   loss = lambda params: (nnx.merge(graph, params)(x, k=1)[0] ** 2).sum()
-  gradient = nnx.to_pure_dict(quick_jit(jax.grad(loss))(params))["router_gate"][0]["preference"]
+  gradient = nnx.to_pure_dict(jax.jit(jax.grad(loss))(params))["router_gate"][0]["preference"]
   assert np.abs(gradient).max() > 0
 
 
@@ -287,7 +286,7 @@ def test_weights_and_their_gradients_in_the_rounds_of_the_dropless_transport(wei
       y, sums = nnx.merge(graph, params)(x, k=2)
       return (y * key).sum(), sums
 
-    grad = quick_jit(jax.value_and_grad(value, argnums=(0, 1), has_aux=True))
+    grad = jax.jit(jax.value_and_grad(value, argnums=(0, 1), has_aux=True))
     results.append(grad(params, jnp.asarray(x, jnp.float32)))
   (alone, _), alone_bar = results[0]
   (together, sums), together_bar = results[1]

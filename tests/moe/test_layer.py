@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from harness import quick_jit
 
 from scmoe.kernels.grouped_matmul import activation_names
 from scmoe.layers.mlp import is_gated
@@ -29,7 +28,7 @@ def test_both_transports_compute_the_same_with_every_activation(activation):
   rows, c, sizes = normal(2, 3, D), normal(2, 3, D), jnp.asarray([3, 3])
   flat = lambda a: a.reshape(-1, D)
 
-  @quick_jit
+  @jax.jit
   def both(rows, weights):
     capacity = lambda *a: flat(expert_ffn(*a, activation))
     dropless = lambda x, w: expert_ffn(flat(x), w, activation, sizes)
@@ -58,7 +57,7 @@ def gradients_of(transport, mesh=None):
     y, sums = nnx.merge(graph, params)(x, k=2, live_BS=live_BS)
     return (y * jnp.cos(jnp.arange(y.size).reshape(y.shape))).sum(), (y, sums)
 
-  step = quick_jit(jax.value_and_grad(value, (0, 1), has_aux=True))
+  step = jax.jit(jax.value_and_grad(value, (0, 1), has_aux=True))
 
   def run(x, live_BS=None):
     (_, (y, sums)), bars = step(params, jnp.asarray(x, jnp.float32), live_BS)

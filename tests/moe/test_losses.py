@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import quick_jit
 
 from scmoe.errors import ConfigError
 from scmoe.moe.losses import (
@@ -38,7 +37,7 @@ def plain_sums(x, gate, noise, live, k, config):
   return router_sums(routing, jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32))
 
 
-compiled_sums = quick_jit(plain_sums, static_argnames=("k", "config"))
+compiled_sums = jax.jit(plain_sums, static_argnames=("k", "config"))
 
 
 def sums_of(x, gate, noise=None, live=None, k=K, config=SOFT):
@@ -89,8 +88,8 @@ def test_losses_equal_the_loops_and_their_finite_differences(noisy):
     return jnp.stack([balance_loss(sums, kind) for kind in kinds] + [z_loss(sums)])
 
   with jax.enable_x64(True):
-    got = np.asarray(quick_jit(all_losses)(jnp.asarray(gate)))
-    jacobian = np.asarray(quick_jit(jax.jacrev(all_losses))(jnp.asarray(gate)))
+    got = np.asarray(jax.jit(all_losses)(jnp.asarray(gate)))
+    jacobian = np.asarray(jax.jit(jax.jacrev(all_losses))(jnp.asarray(gate)))
   want = loop(x, gate, noise)
   # Counts and φ's argument are exact; what is left is the float32 of the token counts.
   np.testing.assert_allclose(got, [*(want[kind] for kind in kinds), want["z"]], rtol=1e-6)
@@ -213,7 +212,7 @@ def test_bias_balances_a_skewed_router():
   x, gate, _ = problem(tokens=200, seed=3)
   x, gate = jnp.asarray(x), jnp.asarray(gate).at[:, 0].add(jnp.asarray(x).mean(0) * 20)
 
-  @quick_jit
+  @jax.jit
   def step(bias):
     routing = route(x, gate, RouterConfig(), k=1, bias_E=bias)
     sums = router_sums(routing, jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32))

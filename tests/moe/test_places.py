@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import quick_jit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -185,7 +184,7 @@ def test_every_expert_gets_whole_tiles(skew, k):
   choose = lambda logits, train: route(
     jnp.zeros((tokens, 1)), lambda x: logits, config, train=train, **options
   )
-  plain, routing = (quick_jit(choose, static_argnums=1)(logits, train) for train in (False, True))
+  plain, routing = (jax.jit(choose, static_argnums=1)(logits, train) for train in (False, True))
   before, after = np.asarray(plain.count_GE[0]), np.asarray(routing.count_GE[0])
   assert (after % tile == 0).all()
   assert (np.abs(after - before) < tile).all()

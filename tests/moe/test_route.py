@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from harness import quick_jit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -151,7 +150,7 @@ def test_the_gate_learns(k):
   rng = np.random.default_rng(0)
   x, gate, c = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((6, 5), (5, 4), (6, k)))
   weigh = lambda g: (route(x, g, NO_NOISE, k=k).weight_TK * c).sum()
-  gradient = quick_jit(jax.grad(weigh))(gate)
+  gradient = jax.jit(jax.grad(weigh))(gate)
   assert np.abs(gradient).min() > 1e-4
 
 
@@ -177,7 +176,7 @@ def routings(draw):
   return np.asarray(orders, np.int32), num_experts, groups, np.asarray(live), capacity
 
 
-@functools.partial(quick_jit, static_argnums=(2, 3, 4))
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def planned(choices, live, num_experts, groups, capacity):
   """A routing, its buffer, and rows sent there and back."""
   routing = routed(choices, num_experts, groups, live)

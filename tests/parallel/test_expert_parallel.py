@@ -50,7 +50,7 @@ def run_on(name, mesh):
   def function(params, ids, coefficients):
     return harness.scalar(graph, ids, coefficients, key=jax.random.key(3))(params)
 
-  step = harness.quick_jit(jax.value_and_grad(function, has_aux=True))
+  step = jax.jit(jax.value_and_grad(function, has_aux=True))
   (value, aux), gradients = step(params, ids, coefficients)
   return harness.Run(float(value), jax.tree.map(np.asarray, aux), harness.named(gradients))
 
@@ -78,7 +78,7 @@ def test_the_noise_is_there():
   graph, params = harness.parts(config, transport=DROPS)
   rng = np.random.default_rng(0)
   ids = jnp.asarray(rng.integers(0, 12, (BATCH, harness.LENGTH)), jnp.int32)
-  quiet = harness.quick_jit(harness.scalar(graph, ids, 0.0, key=jax.random.key(3)))(params)[1]
+  quiet = jax.jit(harness.scalar(graph, ids, 0.0, key=jax.random.key(3)))(params)[1]
   noisy = one_device("top2").aux
   assert not np.array_equal(quiet["sums"].load_E, noisy["sums"].load_E)
 

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import QUICK
 from training_fakes import bits
 
 from scmoe import build
@@ -43,7 +42,6 @@ def setup(rule):
     built.optimizer,
     built.mesh,
     shardings_of(abstract),
-    compiler_options=QUICK,
   )
   # Drawn here: the model's own initialisation would have to be compiled.
   numbers = np.random.default_rng(0)

@@ -1,7 +1,6 @@
 """Gradients added up on each device and reduced once equal those reduced in every microbatch."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +16,6 @@ from scmoe.moe.route import RouterConfig
 from scmoe.parallel.mesh import MeshConfig, make_mesh, partition_spec
 from scmoe.training.step import accumulate, accumulate_locally
 
-# XLA's expensive passes cost seconds and change no result that a test looks at.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 CONFIG = ModelConfig(
   wiring="scmoe_pos2",
   num_layers=2,
@@ -66,10 +63,9 @@ def test_one_reduction_gives_the_gradients_of_many():
   graph, params, specs = parts(mesh, router)
   objective = LanguageModelObjective(graph, router)
   args = (params, {}, batch_of(2, 4), jax.random.key(3))
-  quick = functools.partial(jax.jit, compiler_options=QUICK)
-  many = quick(lambda *a: accumulate(objective, *a))(*args)
+  many = jax.jit(lambda *a: accumulate(objective, *a))(*args)
   local = lambda *a: accumulate_locally(objective, *a, mesh=mesh, specs=specs, dtype="float32")
-  once = quick(local)(*args)
+  once = jax.jit(local)(*args)
   for want, got in zip(jax.tree.leaves(many), jax.tree.leaves(once), strict=True):
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)
 
@@ -91,8 +87,7 @@ def test_weights_are_cast_once_to_the_compute_type():
   # The same products: loss and gradients are those of the float32 parameters.
   batch = jax.tree.map(lambda x: x[0], batch_of(1, 2))
   loss = lambda p: objective.loss(p, {}, batch, None)[0]
-  quick = functools.partial(jax.jit, compiler_options=QUICK)
-  (want, wants), (got, gots) = (quick(jax.value_and_grad(loss))(p) for p in (params, cast))
+  (want, wants), (got, gots) = (jax.jit(jax.value_and_grad(loss))(p) for p in (params, cast))
   assert want == got
   for a, b in zip(jax.tree.leaves(wants), jax.tree.leaves(gots), strict=True):
     a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)

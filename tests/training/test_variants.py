@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from harness import QUICK, quick_jit
 
 from scmoe import build
 from scmoe.config import find_config, load_config
@@ -41,9 +40,7 @@ def steps(built):
 
   def make(variant):
     objective = built.variant(variant)
-    return make_train_step(
-      objective, built.optimizer, built.mesh, shardings, compiler_options=QUICK
-    )
+    return make_train_step(objective, built.optimizer, built.mesh, shardings)
 
   return StepVariants(make)
 
@@ -53,7 +50,7 @@ def fresh(built):
   """() -> the state before step 0; kept on the host, since a step donates what it is given."""
   abstract = built.abstract_state()
   zeros = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), abstract)
-  params, _ = jax.device_get(quick_jit(built.init)(jax.random.key(0)))
+  params, _ = jax.device_get(jax.jit(built.init)(jax.random.key(0)))
   host = dataclasses.replace(zeros, params=params)
   return lambda: jax.device_put(host, shardings_of(abstract))
 

@@ -156,28 +156,28 @@ def further_rounds(
 
   queues = _queues(routing, exchange, sent.received_We)
   given_TK = routing.weight_TK if routing.input_weight_TK is None else routing.input_weight_TK
-  more_TD = _loop(one, 1, jnp.zeros_like(x_TD), x_TD, given_TK, weights, queues, sent.rounds)
+  more_TD = _loop(one, x_TD, given_TK, weights, queues, sent.rounds)
   arrived, more_TD = jax.lax.optimization_barrier(([part.rows for part in sent.chunks], more_TD))
   parts = tuple(dataclasses.replace(p, rows=r) for p, r in zip(sent.chunks, arrived, strict=True))
   return dataclasses.replace(sent, chunks=parts), more_TD
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _loop(one, start, y_TD, x_TD, weight_TK, weights, queues, end):
-  """y_TD + Σ over index in [start, end) of one(index, ...)."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loop(one, x_TD, weight_TK, weights, queues, end):
+  """Σ over index in [1, end) of one(index, ...), added up in the type of x."""
 
   def body(index, y_TD):
     return y_TD + one(index, x_TD, weight_TK, weights, queues).astype(y_TD.dtype)
 
-  return jax.lax.fori_loop(start, end, body, y_TD)
+  return jax.lax.fori_loop(1, end, body, jnp.zeros_like(x_TD))
 
 
-def _loop_fwd(one, start, y_TD, x_TD, weight_TK, weights, queues, end):
-  y_TD = _loop(one, start, y_TD, x_TD, weight_TK, weights, queues, end)
+def _loop_fwd(one, x_TD, weight_TK, weights, queues, end):
+  y_TD = _loop(one, x_TD, weight_TK, weights, queues, end)
   return y_TD, (x_TD, weight_TK, weights, queues, end)
 
 
-def _loop_bwd(one, start, residuals, y_bar_TD):
+def _loop_bwd(one, residuals, y_bar_TD):
   x_TD, weight_TK, weights, queues, end = residuals
 
   def body(index, total):
@@ -188,9 +188,9 @@ def _loop_bwd(one, start, residuals, y_bar_TD):
 
   primals = (x_TD, weight_TK, weights)
   wide = lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32))
-  total = jax.lax.fori_loop(start, end, body, jax.tree.map(wide, primals))
+  total = jax.lax.fori_loop(1, end, body, jax.tree.map(wide, primals))
   narrow = jax.tree.map(lambda t, p: t.astype(p.dtype), total, primals)
-  return (y_bar_TD, *narrow, None, None)
+  return (*narrow, None, None)
 
 
 _loop.defvjp(_loop_fwd, _loop_bwd)

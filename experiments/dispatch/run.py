@@ -14,7 +14,8 @@ size asked for. Arms, in one run and in turns:
 
 The layers of a model follow one another in one program, and so they do here: `--layers` of them,
 each fed with what the one before brought back; times are per layer. (The host reads the trip count
-of the loop of further rounds, and so cannot run ahead into the next program.)
+of the loop of further rounds, and so cannot run ahead into the next program.) They are compiled
+with the options of a training step: latency-hiding scheduler, no command buffers.
 A row is gathered to its buffer, sent, brought back, weighted and summed: the whole path that a
 token takes, less its expert. Results are checked before they are timed: y = Σ_k w_k · x. What
 `capacity` drops is left out of its y and reported.
@@ -35,6 +36,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
+
+from scmoe.blocks.schedule import OverlapConfig
 from scmoe.moe.dispatch import capacity, dropless, local
 from scmoe.moe.route import make_routing
 from scmoe.parallel.collectives import Exchange
@@ -135,6 +139,7 @@ def measure(args, mebibytes: int, kind: str, mesh) -> dict:
   weight = jnp.full((tokens * devices, args.k), 1 / args.k, jnp.float32)
   weight = jax.device_put(weight, batch)
   arms, figures = {}, {}
+  options = OverlapConfig().compiler_options(gpu=jax.default_backend() == "gpu")
   for name in args.arms.split(","):
     chain = _retried if name == "retry" else _chain
     body = lambda x, e, w, f=ARMS[name], chain=chain: chain(
@@ -143,7 +148,8 @@ def measure(args, mebibytes: int, kind: str, mesh) -> dict:
     stage = jax.jit(
       jax.shard_map(
         body, mesh=mesh, in_specs=(P(BATCH_AXES),) * 3, out_specs=P(BATCH_AXES), check_vma=False
-      )
+      ),
+      compiler_options=options,
     )
     y, extra = stage(x, expert, weight)
     figures[name] = {"extra": int(np.asarray(extra).max())}

@@ -43,6 +43,7 @@ SHAPES = {
 }
 # bf16 operands, float32 accumulation, and intermediates rounded to bf16 two or three times.
 TOLERANCE = 1e-2
+_FLUSH_BYTES = 256 * 2**20
 _SAMPLE_MS = 40.0  # calls in a row are timed together, so that the host's part of one is hidden
 
 
@@ -116,6 +117,39 @@ def interleaved(
       samples[name].append((time.perf_counter() - start) / calls[name] * 1e3)
       del result
   return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def alone(function: Callable[..., Any], arguments: Sequence[Any], rounds: int = 7) -> float:
+  """Milliseconds of a call, timed as `triton.testing.do_bench` times the peers: 20 ms of warm-up,
+  then 150 ms of calls, before each of which a buffer larger than the L2 cache is zeroed.
+
+  The zeroing is timed by itself and subtracted, where do_bench records events around the call.
+
+  Args:
+    function: jitted function.
+    arguments: its arguments.
+    rounds: how often all of this is done, half a second apart; the median counts.
+  """
+  flush = jax.jit(lambda: jnp.zeros((_FLUSH_BYTES // 4,), jnp.int32))
+  jax.block_until_ready((function(*arguments), flush()))
+
+  def seconds(calls: int, work: bool) -> float:
+    start = time.perf_counter()
+    result = None
+    for _ in range(calls):
+      zeros = flush()
+      result = (zeros, function(*arguments)) if work else zeros
+    jax.block_until_ready(result)
+    return time.perf_counter() - start
+
+  once = seconds(5, True) / 5
+  samples = []
+  for _ in range(rounds):
+    time.sleep(0.5)
+    seconds(max(1, math.ceil(0.02 / once)), True)
+    calls = max(1, math.ceil(0.15 / once))
+    samples.append((seconds(calls, True) - seconds(calls, False)) / calls * 1e3)
+  return statistics.median(samples)
 
 
 def normal_arrays(seed: int, dtype=jnp.bfloat16) -> Callable[..., jax.Array]:
@@ -226,9 +260,10 @@ def bench_layer(shape: Shape, seed: int, backend: str, rounds: int) -> dict[str,
   both = both_function.lower(dy, *arguments).compile()
   memory = both.memory_analysis()
   ours = {"forward": (forward, arguments), "forward+backward": (both, (dy, *arguments))}
-  # Alone, as the peers' figures were taken; and taking turns with the bound, whose power draw slows
-  # whatever runs next on a GPU at its power limit.
-  alone = {name: interleaved({name: run}, rounds)[name] for name, run in ours.items()}
+  # As the peers' figures were taken; back to back without end; and taking turns with the bound. On
+  # a GPU at its power limit these differ.
+  as_peers = {name: alone(*run, rounds) for name, run in ours.items()}
+  sustained = {name: interleaved({name: run}, rounds)[name] for name, run in ours.items()}
   times = interleaved({**ours, **_bound(shape, seed + 3)}, rounds)
   bound = {
     "forward": times["bound forward"],
@@ -248,8 +283,9 @@ def bench_layer(shape: Shape, seed: int, backend: str, rounds: int) -> dict[str,
   }
   for key, factor in (("forward", 1), ("forward+backward", 3)):
     result[key] = {
-      "ms": alone[key],
-      "tflops": factor * shape.flops / alone[key] / 1e9,
+      "ms": as_peers[key],
+      "tflops": factor * shape.flops / as_peers[key] / 1e9,
+      "ms_sustained": sustained[key],
       "ms_interleaved": times[key],
       "bound_ms_interleaved": bound[key],
       "percent_of_bound": 100 * bound[key] / times[key],
@@ -263,7 +299,8 @@ def print_layer(result: dict[str, Any]) -> None:
   for key in ("forward", "forward+backward"):
     r = result[key]
     cells.append(
-      f"{key} {r['ms']:8.3f} ms {r['tflops']:6.1f} TFLOP/s {r['percent_of_bound']:5.1f} % of bound"
+      f"{key} {r['ms']:8.3f} ms {r['tflops']:6.1f} TFLOP/s"
+      f" (back to back {r['ms_sustained']:.3f} ms, {r['percent_of_bound']:.1f} % of bound)"
     )
   cells.append(f"kept {result['kept_bytes'] / 2**20:.0f} MiB")
   cells.append(f"temporary {result['temporary_bytes'] / 2**20:.0f} MiB")

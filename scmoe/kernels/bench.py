@@ -262,7 +262,7 @@ def bench_layer(shape: Shape, seed: int, backend: str, rounds: int) -> dict[str,
   ours = {"forward": (forward, arguments), "forward+backward": (both, (dy, *arguments))}
   # As the peers' figures were taken; back to back without end; and taking turns with the bound. On
   # a GPU at its power limit these differ.
-  as_peers = {name: alone(*run, rounds) for name, run in ours.items()}
+  as_peers = {name: alone(run[0], run[1], rounds) for name, run in ours.items()}
   sustained = {name: interleaved({name: run}, rounds)[name] for name, run in ours.items()}
   times = interleaved({**ours, **_bound(shape, seed + 3)}, rounds)
   bound = {
@@ -451,6 +451,10 @@ def tuned_products(
       (x,), (weights,), layout, tiling, transpose_rhs=False, activation=swiglu, index_R=index
     )
 
+  def activated_product(x, weights, layout, tiling):
+    gelu = get_activation("gelu")
+    return rows_product((x,), ((weights,),), layout, tiling, transpose_rhs=False, activation=gelu)
+
   def down_weights(a, dy, index, layout, tiling):
     return kernels.weights_product(a, (dy,), layout, tiling, rhs_index_R=index, **bf16)
 
@@ -464,6 +468,10 @@ def tuned_products(
 
   return {
     ("up", d, f, True): (up_product, (x_TD, token_R, (gate, up), layout)),
+    ("activated", d, f, False): (
+      activated_product,
+      (normal(layout.num_rows, d), up, layout),
+    ),
     ("rows", f, d, False): (
       functools.partial(rows_product, transpose_rhs=False),
       ((hidden[0],), ((down,),), layout),

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
-from scmoe.kernels.grouped_matmul import get_activation
+from scmoe.kernels.grouped_matmul import equal_ffn, get_activation, rows_have_kernels
+from scmoe.parallel.mesh import BATCH_AXES, inside_shard_map
 
 
 def is_gated(activation: str) -> bool:
@@ -37,12 +43,26 @@ class MLP(nnx.Module):
     bias: bool,
     init_std: float,
     out_std: float,
+    mesh: Mesh | None = None,
+    backend: str = "auto",
     rngs: nnx.Rngs,
   ):
+    """Makes the weights.
+
+    Args:
+      width, hidden: D and F.
+      activation: one of `activation_names()`.
+      bias: whether both layers have one.
+      init_std, out_std: standard deviations of the first and the last layer.
+      mesh: over whose batch axes the rows are spread; None: one device.
+      backend: of `equal_ffn`.
+      rngs: stream `params`.
+    """
+
     def weight(shape, std, axes):
       return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
 
-    self.activation = activation
+    self.activation, self.mesh, self.backend = activation, mesh, backend
     self.up = weight((width, hidden), init_std, ("embed", "hidden"))
     gated = is_gated(activation)
     self.gate = weight((width, hidden), init_std, ("embed", "hidden")) if gated else None
@@ -51,10 +71,56 @@ class MLP(nnx.Module):
     self.down_bias = nnx.Param(jnp.zeros((width,)), axes=("embed",)) if bias else None
 
   def __call__(self, x_BSD: Array) -> Array:
+    """[B, S, D] -> [B, S, D] in the type of x."""
+    if self._has_kernels(x_BSD):
+      return self._on_kernels(x_BSD)
     dtype = x_BSD.dtype
-    up_BSF = x_BSD @ self.up[...].astype(dtype)
-    if self.up_bias is not None:
-      up_BSF += self.up_bias[...].astype(dtype)
-    gate_BSF = None if self.gate is None else x_BSD @ self.gate[...].astype(dtype)
-    y_BSD = activate(self.activation, up_BSF, gate_BSF) @ self.down[...].astype(dtype)
-    return y_BSD if self.down_bias is None else y_BSD + self.down_bias[...].astype(dtype)
+
+    def project(y, weight, bias):
+      y = y @ weight[...].astype(dtype)
+      return y if bias is None else y + bias[...].astype(dtype)
+
+    gate_BSF = None if self.gate is None else project(x_BSD, self.gate, None)
+    a_BSF = activate(self.activation, project(x_BSD, self.up, self.up_bias), gate_BSF)
+    return project(a_BSF, self.down, self.down_bias)
+
+  def _shares(self) -> int:
+    """Parts that the batch has to be cut into for the kernels; 1 where it is cut already."""
+    if self.mesh is None or inside_shard_map():
+      return 1
+    return math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
+
+  def _has_kernels(self, x_BSD: Array) -> bool:
+    """Whether each device has whole weights and a part of the batch that the kernels take."""
+    shares = self._shares()
+    if x_BSD.shape[0] % shares or (self.mesh is not None and self.mesh.shape["tensor"] > 1):
+      return False
+    rows = math.prod(x_BSD.shape[:-1]) // shares
+    return rows_have_kernels(rows, self.backend, x_BSD.dtype, *self.up.shape)
+
+  def _on_kernels(self, x_BSD: Array) -> Array:
+    """Each device computes its part of the batch: XLA cannot split a kernel over devices."""
+    weights = (self.gate, self.up, self.down, self.up_bias, self.down_bias)
+    whole = tuple(None if w is None else w[...] for w in weights)
+    ffn = functools.partial(_one_group, activation=self.activation, backend=self.backend)
+    if self._shares() == 1:
+      return ffn(x_BSD, *whole)
+    batch = P(BATCH_AXES)
+    specs = (batch, *(None if w is None else P() for w in whole))
+    return jax.shard_map(ffn, mesh=self.mesh, in_specs=specs, out_specs=batch, check_vma=False)(
+      x_BSD, *whole
+    )
+
+
+def _one_group(x_BSD, gate_DF, up_DF, down_FD, up_bias_F, down_bias_D, *, activation, backend):
+  y_GRD = equal_ffn(
+    x_BSD.reshape(1, -1, x_BSD.shape[-1]),
+    None if gate_DF is None else gate_DF[None],
+    up_DF[None],
+    down_FD[None],
+    activation=activation,
+    up_bias_GF=None if up_bias_F is None else up_bias_F[None],
+    down_bias_GD=None if down_bias_D is None else down_bias_D[None],
+    backend=backend,
+  )
+  return y_GRD.reshape(x_BSD.shape)

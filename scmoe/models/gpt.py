@@ -16,7 +16,7 @@ from scmoe.blocks.pair import SHORTCUT_NORMS, Block, Call, Unit
 from scmoe.blocks.schedule import OverlapConfig
 from scmoe.blocks.wiring import WIRINGS, Wiring, is_handed_over
 from scmoe.errors import ConfigError
-from scmoe.kernels.grouped_matmul import activation_names
+from scmoe.kernels.grouped_matmul import PRE_ACTIVATION, activation_names
 from scmoe.kernels.grouped_matmul.backend import widths_have_kernels
 from scmoe.layers.attention import Attention, KeyValues
 from scmoe.layers.embed import Embedding
@@ -90,8 +90,8 @@ class ModelConfig:
   dtype: str = option("bfloat16", "type of the computation; parameters are float32", choices=DTYPES)
   expert_backend: str = option(
     "auto",
-    "what computes dropless experts: mosaic_gpu (kernels for Hopper), xla, or auto (kernels where "
-    "they run); the capacity transport has equal groups and needs neither",
+    "what computes experts and dense MLPs: mosaic_gpu (kernels for Hopper), xla, or auto (kernels "
+    "where they run)",
     choices=EXPERT_BACKENDS,
   )
   document_mask: bool = option(
@@ -155,12 +155,13 @@ class ModelConfig:
         f"{name} needs {needed} experts, model.num_experts={self.num_experts}; raise "
         f"model.num_experts to at least {needed}"
       )
-    widths = (self.width, self.expert_hidden)
+    widths = (self.width, self.expert_hidden, self.mlp_hidden, self.shared_hidden)
     if self.expert_backend == "mosaic_gpu" and not widths_have_kernels(self.dtype, *widths):
       raise ConfigError(
         "model.expert_backend='mosaic_gpu' takes bfloat16 or float16 and multiples of 64, got "
-        f"model.dtype={self.dtype!r}, model.width={self.width} and model.expert_hidden="
-        f"{self.expert_hidden}; use 'auto' or 'xla'"
+        f"model.dtype={self.dtype!r}, model.width={self.width}, model.expert_hidden="
+        f"{self.expert_hidden}, model.mlp_hidden={self.mlp_hidden} and model.shared_hidden="
+        f"{self.shared_hidden}; use 'auto' or 'xla'"
       )
     if self.vocab_size == 0:
       raise ConfigError("model.vocab_size=0 needs the size of a tokenizer; set it")
@@ -213,7 +214,7 @@ class Stage(nnx.Module):
 
   def __init__(self, config: ModelConfig, router, transport, mesh, *, rngs: nnx.Rngs):
     rule = config.wiring_rule
-    self.units = nnx.List([_make_unit(config, rngs) for _ in range(rule.units_per_moe)])
+    self.units = nnx.List([_make_unit(config, mesh, rngs) for _ in range(rule.units_per_moe)])
     self.moe = _make_moe(config, router, transport, mesh, rngs) if rule.taps else None
 
 
@@ -404,7 +405,7 @@ def _rematerialised(body, remat: str):
     return body
   if remat == "dots":
     dots = policies.dots_with_no_batch_dims_saveable
-    travelled = policies.save_only_these_names("moe_rows")
+    travelled = policies.save_only_these_names("moe_rows", PRE_ACTIVATION)
     return jax.checkpoint(body, policy=policies.save_from_both_policies(dots, travelled))
   if remat == "full":
     return jax.checkpoint(body, policy=policies.save_only_these_names("moe_rows"))
@@ -446,14 +447,14 @@ def _make_moe(config: ModelConfig, router, transport, mesh, rngs: nnx.Rngs) -> M
   )
 
 
-def _make_unit(config: ModelConfig, rngs: nnx.Rngs) -> Unit:
+def _make_unit(config: ModelConfig, mesh: Mesh | None, rngs: nnx.Rngs) -> Unit:
   rule = config.wiring_rule
   blocks = []
   for index in range(config.moe_every):
     ends_in_moe = index == config.moe_every - 1 and bool(rule.taps)
     hidden = config.shared_hidden if ends_in_moe else config.mlp_hidden
     has_mlp = not ends_in_moe or rule.shared_expert
-    blocks.append(_make_block(config, hidden if has_mlp else 0, rngs))
+    blocks.append(_make_block(config, hidden if has_mlp else 0, mesh, rngs))
   own = rule.is_shortcut and config.shortcut_norm != "shared"
   post = rule.is_shortcut and config.shortcut_norm == "megatron"
   mix = None
@@ -469,7 +470,7 @@ def _make_unit(config: ModelConfig, rngs: nnx.Rngs) -> Unit:
   )
 
 
-def _make_block(config: ModelConfig, hidden: int, rngs: nnx.Rngs) -> Block:
+def _make_block(config: ModelConfig, hidden: int, mesh: Mesh | None, rngs: nnx.Rngs) -> Block:
   """A transformer block; `hidden` = 0 leaves its feed-forward sublayer out."""
   bias = config.style == "gpt2"
   attention = Attention(
@@ -492,6 +493,8 @@ def _make_block(config: ModelConfig, hidden: int, rngs: nnx.Rngs) -> Block:
       bias=bias,
       init_std=config.init_std,
       out_std=_out_std(config),
+      mesh=mesh,
+      backend=config.expert_backend,
       rngs=rngs,
     )
   return Block(_norm(config), attention, _norm(config), mlp)

@@ -1,7 +1,7 @@
 """rows -> rows: the feed-forward networks of this device's experts.
 
-Rows come grouped by expert: with equal room for each, [e, R, D], where a batched matrix product
-computes them, or sorted, [R, D] with group sizes, for the grouped kernels. Empty rows are zero and
+Rows come grouped by expert: with equal room for each, [e, R, D], where batched matrix products
+compute them, or sorted, [R, D] with group sizes, for the grouped kernels. Empty rows are zero and
 whatever they become is never read. Tokens that stay where they are, [T, D] with their choices, come
 out as what their experts add up to.
 """
@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from scmoe.kernels.grouped_matmul import grouped_ffn
+from scmoe.kernels.grouped_matmul import equal_ffn, grouped_ffn
 from scmoe.kernels.moe_layer import moe_ffn
-from scmoe.layers.mlp import activate
 from scmoe.moe.types import Rows, Tokens
 
 
@@ -69,16 +68,16 @@ def expert_ffn(
       down_bias_GD=weights.down_bias_eD,
       backend=backend,
     )
-  dtype = rows.dtype
-
-  def project(x, w, bias):
-    y = jnp.einsum("erd,edf->erf", x, w.astype(dtype))
-    return y if bias is None else y + bias.astype(dtype)[:, None, :]
-
-  up_eRF = project(rows, weights.up_eDF, weights.up_bias_eF)
-  gate_eRF = None if weights.gate_eDF is None else project(rows, weights.gate_eDF, None)
-  hidden_eRF = activate(activation, up_eRF, gate_eRF)
-  return project(hidden_eRF, weights.down_eFD, weights.down_bias_eD)
+  return equal_ffn(
+    rows,
+    weights.gate_eDF,
+    weights.up_eDF,
+    weights.down_eFD,
+    activation=activation,
+    up_bias_GF=weights.up_bias_eF,
+    down_bias_GD=weights.down_bias_eD,
+    backend=backend,
+  )
 
 
 def _compute(part: Any, weights: ExpertWeights, activation: str, backend: str) -> Array:

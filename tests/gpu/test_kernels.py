@@ -13,6 +13,7 @@ from scmoe.kernels.bench import Shape, check_layer, relative_error
 from scmoe.kernels.block_sparse import dsd, moe_topology, sdd, to_dense
 from scmoe.kernels.grouped_matmul import (
   activation_names,
+  equal_ffn,
   get_activation,
   grouped_ffn,
   grouped_ffn_reference,
@@ -147,6 +148,36 @@ def test_ffn(normal, activation, with_bias):
       # ReLU's derivative jumps, so a pre-activation rounded across zero changes a whole entry.
       limit = 3e-2 if "relu" in activation or "reglu" in activation else 1e-2
       assert relative_error(gradient, plain[name]) < limit, name
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_groups_of_one_size(normal, activation):
+  """The first layer with bias and activation in its epilogue against float32, all gradients."""
+  x, dy = normal(2, 1024, 512), normal(2, 1024, 512)
+  weights = [normal(2, 512, 1536) * jnp.bfloat16(0.05) for _ in range(2)]
+  weights.append(normal(2, 1536, 512) * jnp.bfloat16(0.03))
+  if activation == "gelu":
+    weights[0] = None
+  biases = normal(2, 1536), normal(2, 512)
+
+  def run(backend, x, dy, weights, biases):
+    ffn = lambda x, weights, biases: equal_ffn(
+      x,
+      *weights,
+      activation=activation,
+      up_bias_GF=biases[0],
+      down_bias_GD=biases[1],
+      backend=backend,
+    )
+    y, vjp = jax.vjp(ffn, x, weights, biases)
+    return y, ffn(x, weights, biases), vjp(dy)
+
+  poison()
+  got = jax.jit(functools.partial(run, "mosaic_gpu"))(x, dy, weights, biases)
+  floats = jax.tree.map(lambda a: a.astype(jnp.float32), (x, dy, weights, biases))
+  want = jax.jit(functools.partial(run, "xla"))(*floats)
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    assert relative_error(a, b) < 1e-2
 
 
 @pytest.mark.parametrize(

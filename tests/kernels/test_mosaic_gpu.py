@@ -16,6 +16,7 @@ from scmoe._compat import gpu_interpret_params, jax_version
 from scmoe.kernels import bench
 from scmoe.kernels.grouped_matmul import (
   activation_names,
+  equal_ffn,
   get_activation,
   grouped_matmul,
   mosaic_gpu,
@@ -73,6 +74,54 @@ def test_rows_product_simulated(pingpong):
   (got,) = simulate(product(False, tiling), (x,), ((w,),), layout)
   n = used_rows(layout)
   assert relative_error(got[:n], xla.grouped_rows(x, w, layout)[:n]) < 3e-3
+
+
+@pytest.mark.parametrize("pingpong", [False, True], ids=["cooperative", "ping-pong"])
+@pytest.mark.parametrize("with_results", [True, False], ids=["results", "activation only"])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@needs_new_simulation
+def test_bias_and_activation_simulated(activation, with_results, pingpong):
+  """One chunk a tile without results: the ring of store buffers has two (a race, before)."""
+  layout, tiling = layout_of(), Tiling(cols=128, stages=3, pingpong=pingpong)
+  kind = get_activation(activation)
+  x = normal(0, layout.num_rows, 128)
+  weights = tuple(normal(seed, 3, 128, 128) for seed in range(1, 2 + kind.gated))
+  biases = (None, normal(3, 3, 128)) if kind.gated else (normal(3, 3, 128),)
+  run = functools.partial(product(False, tiling, kind), biases=biases, with_results=with_results)
+  got = simulate(run, (x,), (weights,), layout)
+  pre, a = xla.up_activate(x, weights, biases, layout, kind)
+  n = used_rows(layout)
+  wanted = (*pre, a) if with_results else (a,)
+  assert len(got) == len(wanted)
+  for one, want in zip(got, wanted):
+    assert relative_error(one[:n], want[:n]) < 3e-3
+
+
+@needs_new_simulation
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_groups_of_one_size_simulated(activation):
+  """Values and gradients of `equal_ffn` on the kernels against XLA's batched products."""
+  gated = get_activation(activation).gated
+  x, dy = normal(0, 2, 128, 64), normal(1, 2, 128, 64)
+  scale = jnp.bfloat16(0.125)
+  weights = [normal(2, 2, 64, 128) * scale if gated else None, normal(3, 2, 64, 128) * scale]
+  weights += [normal(4, 2, 128, 64) * scale]
+  biases = {"up_bias_GF": normal(5, 2, 128), "down_bias_GD": normal(6, 2, 64)}
+
+  def run(backend):
+    def loss(x, weights, biases):
+      return equal_ffn(x, *weights, activation=activation, **biases, backend=backend)
+
+    y, vjp = jax.vjp(loss, x, weights, biases)
+    return loss(x, weights, biases), y, vjp(dy)
+
+  with interpreted(gpu_interpret_params(detect_races=True)):
+    alone, y, gradients = run("mosaic_gpu")
+  _, want, wanted = run("xla")
+  assert relative_error(alone, y) == 0  # with and without what the backward needs
+  assert relative_error(y, want) < 1e-2
+  for got, want in zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted), strict=True):
+    assert relative_error(got, want) < 1e-2
 
 
 @needs_new_simulation
@@ -173,11 +222,16 @@ def test_shipped_tilings_lower_for_cuda(kind, tiling, width, n):
   if kind == "rows":
     run = lambda x, w, i: product(False, tiling)((x,), ((w,),), layout, index_R=i)
     lower(run, array(500, width), array(3, width, n), index)
+  elif kind == "activated":
+    gelu = get_activation("gelu")
+    biased = lambda x, w, b: product(False, tiling, gelu)((x,), ((w,),), layout, biases=(b,))
+    lower(biased, array(rows, width), array(3, width, n), array(3, n))
   elif kind == "up":
-    run = lambda x, g, u, i: product(False, tiling, get_activation("swiglu"))(
-      (x,), ((g, u),), layout, index_R=i
+    run = lambda x, g, u, b, i: product(False, tiling, get_activation("swiglu"))(
+      (x,), ((g, u),), layout, biases=(b, b), index_R=i
     )
-    lower(run, array(500, width), array(3, width, n), array(3, width, n), index)
+    weights = array(3, width, n), array(3, width, n)
+    lower(run, array(500, width), *weights, array(3, n), index)
   elif kind == "dx":
     run = lambda a, b, g, u: product(True, tiling)((a, b), ((g,), (u,)), layout)
     weights = array(3, n, width)

@@ -16,8 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from scmoe.kernels.grouped_matmul import gather, tiles, xla
-from scmoe.kernels.grouped_matmul.activations import Activation, activate, kernel_form
+from scmoe.kernels.grouped_matmul import gather, tiles
+from scmoe.kernels.grouped_matmul.activations import Activation, kernel_form
 from scmoe.kernels.grouped_matmul.layout import GroupLayout, take_rows
 from scmoe.kernels.grouped_matmul.mosaic_backward import down_backward_product
 from scmoe.kernels.grouped_matmul.pipeline import (
@@ -49,13 +49,16 @@ def _store_chunks(values, outs, first_col, first_row, buffers, consumer):
     consumer: which buffers to use.
   """
   slots, rows = buffers.shape[1], buffers.shape[2]
+  # With a number of chunks that the ring does not divide, a tile begins at the buffer that the one
+  # before it used last.
+  begins_free = sum(width // _CHUNK for _, width in values) % slots == 0
   used = 0
   for (value, width), out, col in zip(values, outs, first_col):
     for chunk in range(width // _CHUNK):
       slot = used % slots
-      used += 1
       # The store that used this buffer before has left it.
-      plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+      plgpu.wait_smem_to_gmem(slots - 1 if used or begins_free else 0, wait_read_only=True)
+      used += 1
       buffers[consumer, slot] = value(slice(chunk * _CHUNK, (chunk + 1) * _CHUNK))
       plgpu.commit_smem()
       plgpu.copy_smem_to_gmem(
@@ -71,7 +74,9 @@ def rows_product(
   tiling: Tiling,
   *,
   transpose_rhs: bool,
+  biases: tuple[jax.Array | None, ...] = (),
   activation: Activation | None = None,
+  with_results: bool = True,
   index_R: jax.Array | None = None,
   out_dtype,
   num_sms: int | None = None,
@@ -84,7 +89,9 @@ def rows_product(
     layout: tiles of R, each `tiling.rows` rows.
     tiling: tile shape; `tiling.cols` is shared between the results.
     transpose_rhs: contract the last dimension of rhs.
+    biases: for each result [G, N] or None, added before the result is rounded; () adds none.
     activation: if given, the activation of the results is one more output.
+    with_results: whether the results are outputs; only together with an activation they need not.
     index_R: if given, the only lhs has any number of rows and row r of the product reads row
       index[r] of it (zero if that is negative), gathered while the operand is loaded.
     out_dtype: type of the outputs.
@@ -94,7 +101,11 @@ def rows_product(
     One [R, N] for each matrix in rhs[0], then the activation. Rows of tiles that are not in use are
     not written.
   """
+  assert with_results or activation is not None
   parts = len(rhs[0])
+  # Of the operands' type, as XLA adds a bias to a product: in shared memory they then fit into what
+  # the stages leave.
+  given = {part: b.astype(lhs[0].dtype) for part, b in enumerate(biases) if b is not None}
   rows, width = layout.num_rows, lhs[0].shape[1]
   depth = tiling.depth
   fused = index_R is not None
@@ -103,18 +114,19 @@ def rows_product(
   col_tiles, steps = n // cols, width // depth
   dtype = lhs[0].dtype
   num_sms = resolve_num_sms(num_sms)
-  num_outs = parts + (activation is not None)
+  num_outs = parts * with_results + (activation is not None)
   rhs_block = (cols, depth) if transpose_rhs else (depth, cols)
   consumer_rows = tiling.consumer_rows
-  flat = [*lhs, *(w for ws in rhs for w in ws)]
+  flat = [*lhs, *(w for ws in rhs for w in ws), *given.values()]
   form = None if activation is None else kernel_form(activation)
 
   def body(group_gmem, num_tiles_gmem, index_gmem, *refs):
     lhs_gmem = refs[: len(lhs)]
-    rhs_gmem = refs[len(lhs) : len(flat)]
+    rhs_gmem = refs[len(lhs) : len(flat) - len(given)]
+    bias_gmem = dict(zip(given, refs[len(flat) - len(given) : len(flat)]))
     outs = refs[len(flat) :]
 
-    def with_memory(lhs_smem, rhs_smem, out_smem, full, empty, arrived):
+    def with_memory(lhs_smem, rhs_smem, out_smem, full, empty, arrived, *bias_memory):
       if fused:
         gather.init_barriers(arrived, tiling.stages)
 
@@ -163,15 +175,39 @@ def rows_product(
           b = rhs_smem.at[slot, part]
           plgpu.wgmma(accumulators[part], a, b.transpose((1, 0)) if transpose_rhs else b)
 
+      def prepare(where, consumer, first_row):
+        _, col_tile, group = where
+        bias_smem, loaded = bias_memory
+        for place, part in enumerate(given):
+          plgpu.copy_gmem_to_smem(
+            bias_gmem[part].at[group, pl.ds(col_tile * cols, cols)],
+            bias_smem.at[consumer, place],
+            loaded.at[consumer],
+          )
+
       def finish(where, accumulators, consumer, first_row):
         row_tile, col_tile, _ = where
         results = [acc[...] for acc in accumulators]
-        values: list[Any] = [(lambda s, r=r: r[:, s].astype(out_dtype), cols) for r in results]
+        if given:
+          bias_smem, loaded = bias_memory
+          plgpu.barrier_wait(loaded.at[consumer])
+
+        def result(part, s):
+          r = results[part][:, s]
+          if part not in given:
+            return r.astype(out_dtype)
+          bias = bias_smem[consumer, list(given).index(part), s].astype(jnp.float32)
+          bias = plgpu.layout_cast(bias, plgpu.Layout.WGMMA.reduce(0))
+          return (r + lax.broadcast_in_dim(bias, r.shape, (1,))).astype(out_dtype)
+
+        values: list[Any] = []
+        if with_results:
+          values += [(functools.partial(result, part), cols) for part in range(parts)]
         if form is not None:
 
           def activated(s, form=form):
             # Rounded first, so that the backward recomputes the same value from what is stored.
-            h = [r[:, s].astype(out_dtype).astype(jnp.float32) for r in results]
+            h = [result(part, s).astype(jnp.float32) for part in range(parts)]
             a = form.value(h[0])
             return (a * h[1] if form.gated else a).astype(out_dtype)
 
@@ -195,6 +231,7 @@ def rows_product(
           multiply=multiply,
           accumulators=[(consumer_rows, cols)] * parts,
           finish=finish,
+          prepare=prepare if given else None,
           ready=functools.partial(_wait_rows, arrived) if fused else None,
         ),
         full,
@@ -203,6 +240,12 @@ def rows_product(
       )
 
     full, empty = barriers(tiling, (not fused) + parts)
+    bias_memory = ()
+    if given:
+      bias_memory = (
+        plgpu.SMEM((CONSUMERS, len(given), cols), dtype),
+        plgpu.Barrier(num_arrivals=len(given), num_barriers=CONSUMERS),
+      )
     pl.run_scoped(
       with_memory,
       smem((tiling.stages, tiling.rows, depth), dtype),
@@ -211,6 +254,7 @@ def rows_product(
       full,
       empty,
       gather.barrier_memory(tiling.stages),
+      *bias_memory,
       collective_axes="wg",
     )
 
@@ -447,17 +491,9 @@ def up_activate(
   precision=None,
   num_sms: int | None = None,
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-  """As `xla.up_activate`; the activation runs in the product's epilogue unless there is a bias."""
+  """As `xla.up_activate`; biases and activation are in the product's epilogue."""
   del precision
-  if any(bias is not None for bias in biases):
-    pre = []
-    for weight_GDF, bias_GF in zip(up_weights, biases):
-      h_RF = grouped_rows(x_XD, weight_GDF, layout, index_R=index_R, num_sms=num_sms)
-      if bias_GF is not None:
-        h_RF = h_RF + xla.per_row(bias_GF, layout).astype(h_RF.dtype)
-      pre.append(h_RF.astype(x_XD.dtype))
-    return tuple(pre), activate(activation, tuple(pre)).astype(x_XD.dtype)
-  kind = "up" if len(up_weights) == 2 else "rows"
+  kind = "up" if len(up_weights) == 2 else "activated"
   x, index_R = _split_gather(x_XD, index_R, "up" in FUSED_GATHERS)
   gathered = index_R is not None
   tiling = tiles.choose(kind, x.shape[1], up_weights[0].shape[2], gathered=gathered)
@@ -467,6 +503,7 @@ def up_activate(
     layout,
     tiling,
     transpose_rhs=False,
+    biases=biases,
     activation=activation,
     index_R=index_R,
     out_dtype=x_XD.dtype,

@@ -13,11 +13,12 @@ from scmoe.kernels.grouped_matmul.pipeline import Tiling
 ROW_TILE = KERNEL_ROW_TILE
 STORE_SLOTS = 2  # shared-memory buffers of a consumer's stores
 SMEM_LIMIT = 232_448  # bytes a CTA may have on Hopper
-_RESERVED = 2_048  # barriers and their alignment
+_RESERVED = 2_048  # barriers, biases and their alignment
 
-# Product kinds: "rows" (one result), "up" (gate and up with the activation), "dx" (two products
-# into one result), "weights" and "weights_pair" (weight gradients), "down_backward".
-KINDS = ("rows", "up", "dx", "weights", "weights_pair", "down_backward")
+# Product kinds: "rows" (one result), "activated" (one with its activation), "up" (gate and up with
+# theirs), "dx" (two products into one result), "weights" and "weights_pair" (weight gradients),
+# "down_backward".
+KINDS = ("rows", "activated", "up", "dx", "weights", "weights_pair", "down_backward")
 
 # (kind, contracted width, result width, whether the kernel gathers an operand) -> tiling; for
 # "weights*" rows of the result and its columns.
@@ -92,6 +93,8 @@ def _overlaps_ends(kind: str, width: int, n: int, gathered: bool) -> bool:
   traffic. Gathers are the other way round: narrow tiles gather each row more often. Bounds from
   one H200 (experiments/kernels).
   """
+  if kind == "activated":
+    return not gathered
   if kind == "rows":
     return width <= 512 or (width <= 1536 and n > 256 and not gathered)
   return kind == "weights" and width * n <= 2**20 and not gathered

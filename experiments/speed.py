@@ -51,6 +51,7 @@ from scmoe.models.objective import LanguageModelObjective
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.dispatch.capacity import capacity
 from scmoe.moe.route import RouterConfig
+from scmoe.parallel.collectives import COPY_ENGINE_FLAG, COPY_ENGINE_POLICY
 from scmoe.parallel.mesh import MeshConfig, batch_sharding, make_mesh, partition_spec
 from scmoe.profiling.overlap import measure_overlap
 from scmoe.profiling.timer import interleave
@@ -94,6 +95,20 @@ class Shape:
   capacity_factor: float = 1.0
   dtype: str = "bfloat16"
 
+
+# Environment of a comparison: how GPUs reach each other.
+LINKS = {
+  "nvlink": {},
+  "copy_engines": {"XLA_FLAGS": COPY_ENGINE_FLAG, COPY_ENGINE_POLICY[0]: COPY_ENGINE_POLICY[1]},
+  "slow": {"NCCL_P2P_DISABLE": "1"},
+}
+
+DESCRIPTIONS = {
+  "nvlink": "NVLink",
+  "copy_engines": "NVLink, all-to-all by copy engines",
+  "slow": "slow (NCCL_P2P_DISABLE=1)",
+}
+LINK = "SCMOE_LINK"  # tells a child process which link it measures
 
 SHAPES = {
   # The paper's GPT3-MoE-XL: one expert is as wide as the dense MLP.
@@ -308,7 +323,7 @@ def _is_layers(x) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-  """One comparison: link ("nvlink" or "slow"), shape, direction ("forward" or "train"), arms."""
+  """One comparison: link (of `LINKS`), shape, direction ("forward" or "train"), arms."""
 
   link: str
   shape: str
@@ -557,7 +572,7 @@ def machine() -> dict:
     "jax": jax.__version__,
     "jaxlib": jaxlib.__version__,
     "python": platform.python_version(),
-    "link": "slow (NCCL_P2P_DISABLE=1)" if os.environ.get("NCCL_P2P_DISABLE") == "1" else "NVLink",
+    "link": DESCRIPTIONS[os.environ.get(LINK, "nvlink")],
     "xla_flags": os.environ.get("XLA_FLAGS", ""),
   }
 
@@ -567,7 +582,7 @@ def main(jobs: dict[str, Job], folder: Path, about: str) -> None:
   parser = argparse.ArgumentParser(
     description=about, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  parser.add_argument("--links", default="nvlink,slow", help="links to measure on")
+  parser.add_argument("--links", default=",".join(LINKS), help="links to measure on")
   parser.add_argument("--jobs", default=",".join(jobs), help="comparisons to run")
   parser.add_argument("--rounds", type=int, default=5)
   parser.add_argument("--calls", type=int, default=0, help="per round; 0: 8 forward, 2 training")
@@ -584,13 +599,20 @@ def main(jobs: dict[str, Job], folder: Path, about: str) -> None:
     return
   results = []
   for link in args.links.split(","):
-    environment = os.environ | ({"NCCL_P2P_DISABLE": "1"} if link == "slow" else {})
+    if not any(job.link == link for job in chosen.values()):
+      continue
     command = [sys.executable, *sys.argv, "--child", link]
-    subprocess.run(command, env=environment, check=True)
+    subprocess.run(command, env=_environment(link), check=True)
     part = args.out / f"{link}.json"
     results += json.loads(part.read_text())
     part.unlink()
   write(results, args.out)
+
+
+def _environment(link: str) -> dict[str, str]:
+  """This process's environment and the link's; flags of both."""
+  flags = f"{os.environ.get('XLA_FLAGS', '')} {LINKS[link].get('XLA_FLAGS', '')}".strip()
+  return {**os.environ, **LINKS[link], LINK: link, "XLA_FLAGS": flags}
 
 
 def write(results: list[dict], out: Path) -> None:

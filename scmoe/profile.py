@@ -26,6 +26,7 @@ from scmoe.command_line import TRAIN_FLAGS, Flag, help_text, parse, run_config
 from scmoe.config import RunConfig
 from scmoe.errors import ConfigError, run_main
 from scmoe.layers.mlp import is_gated
+from scmoe.parallel.collectives import request_copy_engines
 from scmoe.parallel.mesh import batch_sharding
 from scmoe.profiling.overlap import measure_overlap, name_events, stage_of, stage_table, stage_times
 from scmoe.profiling.picture import Bar, draw_png, write_page
@@ -59,6 +60,8 @@ def main(argv: list[str]) -> None:
   for name in names:
     if name not in WIRINGS:
       raise ConfigError(f"--compare={name!r} is no wiring; one of: {', '.join(WIRINGS)}")
+  if run.overlap.copy_engines:
+    request_copy_engines()
   workdir = Path(values["workdir"] or "runs/profile")
   workdir.mkdir(parents=True, exist_ok=True)
   report = profile(run, names, workdir, rounds=values["rounds"], calls=values["calls"],

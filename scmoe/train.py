@@ -26,6 +26,7 @@ from scmoe.errors import run_main
 from scmoe.inference.decode import generate
 from scmoe.inference.evaluation import evaluate, flat_scalars
 from scmoe.models.flops import forward_flops, peak_flops
+from scmoe.parallel.collectives import request_copy_engines
 from scmoe.summary import header, result, store_tokenizer
 from scmoe.training import distributed
 from scmoe.training.loop import Poll, Trainer
@@ -59,6 +60,8 @@ def train(run: RunConfig, workdir: Path) -> TrainState:
   """
   if run.train.deterministic:
     distributed.request_determinism()
+  if run.overlap.copy_engines:
+    request_copy_engines()
   distributed.initialize(run.distributed)
   run = run.resolve(
     num_devices=jax.device_count(),

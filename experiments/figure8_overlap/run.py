@@ -22,7 +22,7 @@ JOBS = {
     "slow",
     "gpt3_xl",
     "forward",
-    ("top", "top.ch2", "shared", "pos1", "pos2", "pos2.s1", "pos3.s2", "pos2.seq", *CEILING),
+    ("top", "top.ch2", "shared", "pos1", "pos2", "pos2.s1", "pos2.s2", "pos2.seq", *CEILING),
   ),
   "narrow": speed.Job(
     "slow",
@@ -32,6 +32,12 @@ JOBS = {
   ),
   "fine": speed.Job(
     "nvlink",
+    "fine",
+    "forward",
+    ("top", "shared", "pos2", "pos2.s1", "pos2.seq", "pos2.compute", *CONTROLS),
+  ),
+  "fine_ce": speed.Job(
+    "copy_engines",
     "fine",
     "forward",
     ("top", "shared", "pos2", "pos2.s1", "pos2.seq", "pos2.compute", *CONTROLS),

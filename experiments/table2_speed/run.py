@@ -31,6 +31,7 @@ JOBS = {
     accumulation=8,
   ),
   "fine": speed.Job("nvlink", "fine", "train", ("top.once16", *PAIR), accumulation=4),
+  "fine_ce": speed.Job("copy_engines", "fine", "train", ("top.once16", *PAIR), accumulation=4),
 }
 
 if __name__ == "__main__":

@@ -64,6 +64,11 @@ class OverlapConfig:
     "GPU: record kernels into CUDA graphs. Off: graphs hide operations from the profile and were "
     "slower beside collectives",
   )
+  copy_engines: bool = option(
+    False,
+    "GPUs of one host, jax >= 0.11: all-to-alls by the GPUs' copy engines, which take no "
+    "multiprocessor from the computation; slower below about 64 MiB per exchange",
+  )
   gradients: str = option(
     "microbatch",
     "when dense gradients are summed over devices: in every microbatch, where XLA places it; or "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import jax
@@ -99,28 +98,23 @@ class MLP(nnx.Module):
     return rows_have_kernels(rows, self.backend, x_BSD.dtype, *self.up.shape)
 
   def _on_kernels(self, x_BSD: Array) -> Array:
-    """Each device computes its part of the batch: XLA cannot split a kernel over devices."""
-    weights = (self.gate, self.up, self.down, self.up_bias, self.down_bias)
-    whole = tuple(None if w is None else w[...] for w in weights)
-    ffn = functools.partial(_one_group, activation=self.activation, backend=self.backend)
-    if self._shares() == 1:
-      return ffn(x_BSD, *whole)
-    batch = P(BATCH_AXES)
-    specs = (batch, *(None if w is None else P() for w in whole))
-    return jax.shard_map(ffn, mesh=self.mesh, in_specs=specs, out_specs=batch, check_vma=False)(
-      x_BSD, *whole
+    alone = lambda w: None if w is None else w[...][None]
+    shares, rows = self._shares(), P(None, BATCH_AXES)
+    spread = None
+    if shares > 1:
+      spread = lambda local: jax.shard_map(
+        local, mesh=self.mesh, in_specs=(rows, P()), out_specs=rows, check_vma=False
+      )
+    y_1RD = equal_ffn(
+      x_BSD.reshape(1, -1, x_BSD.shape[-1]),
+      alone(self.gate),
+      self.up[...][None],
+      self.down[...][None],
+      activation=self.activation,
+      up_bias_GF=alone(self.up_bias),
+      down_bias_GD=alone(self.down_bias),
+      backend=self.backend,
+      shares=shares,
+      on_shares=spread,
     )
-
-
-def _one_group(x_BSD, gate_DF, up_DF, down_FD, up_bias_F, down_bias_D, *, activation, backend):
-  y_GRD = equal_ffn(
-    x_BSD.reshape(1, -1, x_BSD.shape[-1]),
-    None if gate_DF is None else gate_DF[None],
-    up_DF[None],
-    down_FD[None],
-    activation=activation,
-    up_bias_GF=None if up_bias_F is None else up_bias_F[None],
-    down_bias_GD=None if down_bias_D is None else down_bias_D[None],
-    backend=backend,
-  )
-  return y_GRD.reshape(x_BSD.shape)
+    return y_1RD.reshape(x_BSD.shape)

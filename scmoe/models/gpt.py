@@ -16,7 +16,7 @@ from scmoe.blocks.pair import SHORTCUT_NORMS, Block, Call, Unit
 from scmoe.blocks.schedule import OverlapConfig
 from scmoe.blocks.wiring import WIRINGS, Wiring, is_handed_over
 from scmoe.errors import ConfigError
-from scmoe.kernels.grouped_matmul import PRE_ACTIVATION, activation_names
+from scmoe.kernels.grouped_matmul import activation_names
 from scmoe.kernels.grouped_matmul.backend import widths_have_kernels
 from scmoe.layers.attention import Attention, KeyValues
 from scmoe.layers.embed import Embedding
@@ -405,7 +405,7 @@ def _rematerialised(body, remat: str):
     return body
   if remat == "dots":
     dots = policies.dots_with_no_batch_dims_saveable
-    travelled = policies.save_only_these_names("moe_rows", PRE_ACTIVATION)
+    travelled = policies.save_only_these_names("moe_rows")
     return jax.checkpoint(body, policy=policies.save_from_both_policies(dots, travelled))
   if remat == "full":
     return jax.checkpoint(body, policy=policies.save_only_these_names("moe_rows"))

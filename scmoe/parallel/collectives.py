@@ -6,13 +6,43 @@ Called inside `jax.shard_map`. All are differentiable; an all-to-all is its own 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import os
+from collections.abc import MutableMapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from scmoe._compat import jax_version
 from scmoe.errors import ConfigError
+
+# NCCL (2.28 and later) hands an all-to-all to the GPU's copy engines where the policy asks for no
+# thread blocks and both buffers are symmetric memory, which XLA (jax 0.11 and later) then uses.
+COPY_ENGINE_FLAG = "--xla_enable_nccl_symmetric_buffers_for_collectives=AllToAll"
+COPY_ENGINE_POLICY = ("NCCL_CTA_POLICY", "2")
+
+
+def request_copy_engines(environment: MutableMapping[str, str] = os.environ) -> None:
+  """Asks for all-to-alls by copy engines; has to come before the first use of a device.
+
+  They take no multiprocessor from the computation beside them. For GPUs of one host that reach each
+  other's memory; elsewhere NCCL goes on with its kernels.
+
+  Args:
+    environment: changed in place.
+
+  Raises:
+    ConfigError: this jax does not know the flag.
+  """
+  if jax_version() < (0, 11):
+    raise ConfigError(
+      f"overlap.copy_engines=True needs jax 0.11 or later, got {jax.__version__}; leave it False, "
+      "or use Python 3.12 or later"
+    )
+  flags = environment.get("XLA_FLAGS", "")
+  if COPY_ENGINE_FLAG not in flags:
+    environment["XLA_FLAGS"] = f"{flags} {COPY_ENGINE_FLAG}".strip()
+  environment.setdefault(*COPY_ENGINE_POLICY)
 
 
 @dataclasses.dataclass(frozen=True)

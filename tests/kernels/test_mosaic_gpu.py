@@ -100,7 +100,7 @@ def test_bias_and_activation_simulated(activation, with_results, pingpong):
 @needs_new_simulation
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_groups_of_one_size_simulated(activation):
-  """Values and gradients of `equal_ffn` on the kernels against XLA's batched products."""
+  """`equal_ffn` on the kernels; under a gradient, which is XLA's, XLA's value."""
   gated = get_activation(activation).gated
   x, dy = normal(0, 2, 128, 64), normal(1, 2, 128, 64)
   scale = jnp.bfloat16(0.125)
@@ -116,12 +116,11 @@ def test_groups_of_one_size_simulated(activation):
     return loss(x, weights, biases), y, vjp(dy)
 
   with interpreted(gpu_interpret_params(detect_races=True)):
-    alone, y, gradients = run("mosaic_gpu")
-  _, want, wanted = run("xla")
-  assert relative_error(alone, y) == 0  # with and without what the backward needs
-  assert relative_error(y, want) < 1e-2
-  for got, want in zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted), strict=True):
-    assert relative_error(got, want) < 1e-2
+    alone, *got = run("mosaic_gpu")
+  want, *wanted = run("xla")
+  assert 0 < relative_error(alone, want) < 1e-2
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+    np.testing.assert_array_equal(a, b)
 
 
 @needs_new_simulation

@@ -13,6 +13,7 @@ from scmoe.layers.attention import Attention, KeyValues, rotate
 from scmoe.layers.embed import Embedding
 from scmoe.layers.mlp import MLP, activate
 from scmoe.layers.norm import Norm
+from scmoe.parallel.mesh import batch_sharding
 
 B, S, D = 2, 5, 12
 
@@ -163,3 +164,32 @@ def test_both_uses_of_tied_embeddings_get_a_gradient():
   (gradient,) = jax.tree.leaves(jax.jit(jax.grad(loss))(state))
   table = np.asarray(module.tokens[...])
   np.testing.assert_allclose(gradient, np.stack([0 * table[0], table[2], table[1]]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_mlp_on_kernels_lowers_for_cuda(mesh_of, devices):
+  """Each device's part of the batch in a kernel; under a gradient, or cut too small, XLA."""
+  mesh = mesh_of(expert=devices)
+  mlp = MLP(
+    64,
+    128,
+    activation="gelu",
+    bias=True,
+    init_std=0.02,
+    out_std=0.02,
+    mesh=mesh,
+    backend="mosaic_gpu",
+    rngs=nnx.Rngs(params=0),
+  )
+  graph, state = nnx.split(mlp)
+  place = batch_sharding(mesh)
+
+  def text(function, seq):
+    x = jax.ShapeDtypeStruct((4, seq, 64), jnp.bfloat16, sharding=place)
+    return jax.jit(function).trace(state, x).lower(lowering_platforms=("cuda",)).as_text()
+
+  forward = lambda state, x: nnx.merge(graph, state)(x)
+  loss = lambda state, x: forward(state, x).astype(jnp.float32).sum()
+  assert "mosaic_gpu" in text(forward, 128)
+  assert "mosaic_gpu" not in text(forward, 96 // devices)
+  assert "mosaic_gpu" not in text(jax.grad(loss), 128)

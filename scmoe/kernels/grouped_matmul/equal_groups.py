@@ -3,27 +3,29 @@
     G  groups (1 for a dense MLP)      R  rows of each group
     D  model width      F  hidden width
 
-XLA's batched product is as fast as a kernel can be here, but it writes the pre-activations and
-reads them again to activate them. On the kernels, bias and activation are the first product's
-epilogue: on one H200 0.43 ms instead of 0.54 at R 8192, D 2048, F 8192 (experiments/kernels). The
-other products are XLA's in both directions.
+XLA's batched products are as fast as a kernel can be here, but the first one writes what the
+activation then reads again. Where no gradient is asked for, the kernels make bias and activation
+the end of that product and write the activation alone (experiments/kernels). A training step gained
+nothing from it, so gradients are left to XLA, and so is all that they need of the forward.
 """
 
-import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
-from scmoe.kernels.grouped_matmul.activations import activation_vjp, get_activation
+from scmoe.kernels.grouped_matmul.activations import get_activation
 from scmoe.kernels.grouped_matmul.api import cast_weights
 from scmoe.kernels.grouped_matmul.backend import resolve_backend
 from scmoe.kernels.grouped_matmul.ffn import FFNWeights, check_ffn
 from scmoe.kernels.grouped_matmul.layout import KERNEL_ROW_TILE, make_layout
 
-# What the backward needs of the first layer; rematerialisation that keeps matrix products keeps it.
-PRE_ACTIVATION = "ffn_pre_activation"
+# CTAs per multiprocessor, one after the other. With one each, a CTA whose multiprocessor is taken
+# by a collective's kernel would begin when the others end, and the product take twice its time.
+WAVES = 8
+
+Local = Callable[[jax.Array, FFNWeights], jax.Array]
 
 
 def rows_have_kernels(rows: int, backend: str, dtype, *widths: int) -> bool:
@@ -48,6 +50,8 @@ def equal_ffn(
   up_bias_GF: jax.Array | None = None,
   down_bias_GD: jax.Array | None = None,
   backend: str = "auto",
+  shares: int = 1,
+  on_shares: Callable[[Local], Local] | None = None,
 ) -> jax.Array:
   """down(act(up(rows))) for groups of equal size; see `grouped_ffn` for the formula.
 
@@ -57,8 +61,12 @@ def equal_ffn(
     up_GDF, down_GFD: up and down weights; all weights are cast to the type of the rows.
     activation: one of `activation_names()`.
     gate_bias_GF, up_bias_GF, down_bias_GD: biases, or None.
-    backend: "auto" and "mosaic_gpu" use the kernels where R is a multiple of 128 and (for "auto")
-      the device and the widths have them; else, and for "xla", XLA's batched products.
+    backend: "auto" and "mosaic_gpu" use the kernels where R is a multiple of 128, no gradient is
+      asked for and (for "auto") the device and the widths have them; else, and for "xla", XLA's
+      batched products.
+    shares: devices that the rows are spread over, each with whole weights.
+    on_shares: makes a function of one device's rows and weights one of all rows and the weights
+      (`jax.shard_map`: XLA cannot split a kernel); None where each device sees its own rows.
 
   Returns:
     y_GRD in the type of the rows.
@@ -69,84 +77,62 @@ def equal_ffn(
   weights = FFNWeights(gate_GDF, up_GDF, down_GFD, gate_bias_GF, up_bias_GF, down_bias_GD)
   check_ffn(rows_GRD.reshape(-1, rows_GRD.shape[-1]), weights, rows_GRD.shape[0], activation)
   weights = cast_weights(weights, rows_GRD.dtype)
-  if rows_have_kernels(rows_GRD.shape[1], backend, rows_GRD.dtype, *up_GDF.shape[1:]):
-    return _on_kernels(rows_GRD, weights, activation)
+  rows = rows_GRD.shape[1] // shares
+  if rows_have_kernels(rows, backend, rows_GRD.dtype, *up_GDF.shape[1:]):
+    return _on_kernels(rows_GRD, weights, activation, on_shares)
+  return _on_xla(rows_GRD, weights, activation)
+
+
+def _on_xla(rows_GRD: jax.Array, weights: FFNWeights, activation: str) -> jax.Array:
   kind = get_activation(activation)
-  pre = [
-    _biased(jnp.einsum("grd,gdf->grf", rows_GRD, weight_GDF), bias_GF)
-    for weight_GDF, bias_GF in zip(weights.up_weights, weights.up_biases)
-  ]
-  value_GRF = kind.value(pre[0])
-  return _down(value_GRF * pre[1] if kind.gated else value_GRF, weights)
+  pre = [_product(rows_GRD, w, b) for w, b in zip(weights.up_weights, weights.up_biases)]
+  a_GRF = kind.value(pre[0]) * pre[1] if kind.gated else kind.value(pre[0])
+  return _product(a_GRF, weights.down_GFD, weights.down_bias_GD)
 
 
-def _biased(y_GRN: jax.Array, bias_GN: jax.Array | None) -> jax.Array:
+def _product(x_GRK: jax.Array, weight_GKN: jax.Array, bias_GN: jax.Array | None) -> jax.Array:
+  if len(weight_GKN) == 1:  # a batch dimension of one would hide it from rematerialisation's policy
+    y_GRN = (x_GRK[0] @ weight_GKN[0])[None]
+  else:
+    y_GRN = jnp.einsum("grk,gkn->grn", x_GRK, weight_GKN)
   return y_GRN if bias_GN is None else y_GRN + bias_GN.astype(y_GRN.dtype)[:, None, :]
 
 
-def _down(a_GRF: jax.Array, weights: FFNWeights) -> jax.Array:
-  return _biased(jnp.einsum("grf,gfd->grd", a_GRF, weights.down_GFD), weights.down_bias_GD)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _on_kernels(rows_GRD, weights, activation, on_shares):
+  local: Local = functools.partial(_first_layer, activation=activation)
+  a_GRF = (on_shares(local) if on_shares else local)(rows_GRD, weights)
+  return _product(a_GRF, weights.down_GFD, weights.down_bias_GD)
 
 
-def _first_layer(rows_GRD, weights: FFNWeights, activation: str, *, with_pre: bool):
-  """The pre-activations, if asked for, and what they become, [G, R, F] each."""
-  from scmoe.kernels.grouped_matmul import mosaic_gpu, tiles
+def _on_kernels_fwd(rows_GRD, weights, activation, on_shares):
+  return jax.vjp(functools.partial(_on_xla, activation=activation), rows_GRD, weights)
+
+
+def _on_kernels_bwd(activation, on_shares, pull, dy_GRD):
+  return pull(dy_GRD)
+
+
+_on_kernels.defvjp(_on_kernels_fwd, _on_kernels_bwd)
+
+
+def _first_layer(rows_GRD, weights: FFNWeights, activation: str) -> jax.Array:
+  """act(rows @ up + bias), [G, R, F], in one kernel."""
+  from scmoe.kernels.grouped_matmul import mosaic_gpu, pipeline, tiles
 
   groups, rows, width = rows_GRD.shape
-  sizes_G = jnp.full((groups,), rows, jnp.int32)
   kind = "up" if len(weights.up_weights) == 2 else "activated"
-  outs = mosaic_gpu.rows_product(
+  (a_RF,) = mosaic_gpu.rows_product(
     (rows_GRD.reshape(groups * rows, width),),
     (weights.up_weights,),
-    make_layout(sizes_G, groups * rows, KERNEL_ROW_TILE),
+    make_layout(jnp.full((groups,), rows, jnp.int32), groups * rows, KERNEL_ROW_TILE),
     tiles.choose(kind, width, weights.up_GDF.shape[2]),
     transpose_rhs=False,
     biases=weights.up_biases,
     activation=get_activation(activation),
-    with_results=with_pre,
+    with_results=False,
     out_dtype=rows_GRD.dtype,
+    num_sms=WAVES * pipeline.resolve_num_sms(None),
   )
   # The layout's static bound leaves room for groups that end inside a tile; these do not.
-  *pre, a_GRF = (out[: groups * rows].reshape(groups, rows, -1) for out in outs)
-  return tuple(pre), a_GRF
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _on_kernels(rows_GRD, weights, activation):
-  return _down(_first_layer(rows_GRD, weights, activation, with_pre=False)[1], weights)
-
-
-def _on_kernels_fwd(rows_GRD, weights, activation):
-  pre, a_GRF = _first_layer(rows_GRD, weights, activation, with_pre=True)
-  pre = checkpoint_name(pre, PRE_ACTIVATION)
-  return _down(a_GRF, weights), (rows_GRD, weights, pre)
-
-
-def _on_kernels_bwd(activation, residuals, dy_GRD):
-  rows_GRD, weights, pre = residuals
-  dtype = rows_GRD.dtype
-  da_GRF = jnp.einsum("grd,gfd->grf", dy_GRD, weights.down_GFD)
-  a_GRF, dpre = activation_vjp(get_activation(activation), pre, da_GRF.astype(jnp.float32))
-  a_GRF, dpre = a_GRF.astype(dtype), [d.astype(dtype) for d in dpre]
-  dups = [jnp.einsum("grd,grf->gdf", rows_GRD, d) for d in dpre]
-  drows = [jnp.einsum("grf,gdf->grd", d, w) for d, w in zip(dpre, weights.up_weights)]
-
-  def bias_gradient(bias_GN, d_GRN):
-    if bias_GN is None:
-      return None
-    return d_GRN.sum(1, dtype=jnp.float32).astype(bias_GN.dtype)
-
-  dbiases = [bias_gradient(bias, d) for bias, d in zip(weights.up_biases, dpre)]
-  gradients = dataclasses.replace(
-    weights,
-    gate_GDF=None if weights.gate_GDF is None else dups[0],
-    up_GDF=dups[-1],
-    down_GFD=jnp.einsum("grf,grd->gfd", a_GRF, dy_GRD),
-    gate_bias_GF=None if weights.gate_GDF is None else dbiases[0],
-    up_bias_GF=dbiases[-1],
-    down_bias_GD=bias_gradient(weights.down_bias_GD, dy_GRD),
-  )
-  return functools.reduce(jnp.add, drows), gradients
-
-
-_on_kernels.defvjp(_on_kernels_fwd, _on_kernels_bwd)
+  return a_RF[: groups * rows].reshape(groups, rows, -1)

@@ -5,6 +5,8 @@ or device that is not in it gets the rule's choice, which always exists for widt
 multiples of 64.
 """
 
+import dataclasses
+
 import jax
 
 from scmoe.kernels.grouped_matmul.layout import KERNEL_ROW_TILE
@@ -43,7 +45,7 @@ def smem_bytes(tiling: Tiling, out_itemsize: int = 2) -> int:
 def _fit(tiling: Tiling, out_itemsize: int) -> Tiling:
   """As many stages as fit, at most 6."""
   for stages in (6, 5, 4, 3, 2):
-    candidate = Tiling(tiling.rows, tiling.cols, tiling.depth, stages, tiling.pingpong, tiling.band)
+    candidate = dataclasses.replace(tiling, stages=stages)
     if smem_bytes(candidate, out_itemsize) <= SMEM_LIMIT:
       return candidate
   raise AssertionError(f"no stage count fits {tiling}")

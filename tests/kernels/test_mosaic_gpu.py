@@ -73,9 +73,10 @@ def product(transpose, tiling, activation=None):
   )
 
 
+@pytest.mark.parametrize("cols", [64, 128], ids=["odd-stores", "even-stores"])
 @pytest.mark.parametrize("pingpong", [False, True], ids=["cooperative", "ping-pong"])
-def test_rows_product_simulated(pingpong):
-  layout, tiling = layout_of(), Tiling(cols=128, stages=3, pingpong=pingpong)
+def test_rows_product_simulated(pingpong, cols):
+  layout, tiling = layout_of(), Tiling(cols=cols, stages=3, pingpong=pingpong)
   x, w = normal(0, layout.num_rows, 128), normal(1, 3, 128, 128)
   (got,) = simulate(product(False, tiling), (x,), ((w,),), layout)
   n = used_rows(layout)

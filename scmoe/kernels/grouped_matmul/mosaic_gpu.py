@@ -53,13 +53,15 @@ def _store_chunks(values, outs, first_col, first_row, buffers, consumer):
     consumer: which buffers to use.
   """
   slots, rows = buffers.shape[1], buffers.shape[2]
+  # Every tile starts with the first buffer, so the ring runs on only where tiles use all of it.
+  runs_on = sum(width // _CHUNK for _, width in values) % slots == 0
   used = 0
   for (value, width), out, col in zip(values, outs, first_col):
     for chunk in range(width // _CHUNK):
       slot = used % slots
       used += 1
       # The store that used this buffer before has left it.
-      plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+      plgpu.wait_smem_to_gmem(slots - 1 if runs_on or used > 1 else 0, wait_read_only=True)
       buffers[consumer, slot] = value(slice(chunk * _CHUNK, (chunk + 1) * _CHUNK))
       plgpu.commit_smem()
       plgpu.copy_smem_to_gmem(

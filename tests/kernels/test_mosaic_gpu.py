@@ -158,12 +158,11 @@ def test_pairs_of_ctas_lower_for_cuda(tiling):
   lower(lambda x, w: product(True, tiling)((x, x), ((w,), (w,)), layout), x, w)
   weights = functools.partial(mosaic_gpu.weights_product, tiling=tiling, out_dtype=bf16)
   lower(lambda x: weights(x, (x,), layout), x)
+  lower(lambda x, i: weights(x, (x,), layout, lhs_index_R=i), x, index)
+  lower(lambda x, i: weights(x, (x,), layout, rhs_index_R=i), x, index)
   if tiling.pair == "rows":
-    lower(lambda x, i: weights(x, (x,), layout, lhs_index_R=i), x, index)
     up = lambda x, w, i: product(False, tiling, swiglu)((x,), ((w, w),), layout, index_R=i)
     lower(up, x, w, index)
-  else:
-    lower(lambda x, i: weights(x, (x,), layout, rhs_index_R=i), x, index)
   if tiling.pingpong:
     run = lambda dy, w, s, i: down_backward_product(
       dy, w, (dy, dy), s, layout, swiglu, tiling, index_R=i if tiling.pair == "rows" else None

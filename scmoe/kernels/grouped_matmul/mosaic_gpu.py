@@ -7,6 +7,7 @@ The layout pads each group to the row tile, so every tile belongs to one group, 
 ragged, and the weight gradient is a plain loop over a group's rows.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -266,9 +267,12 @@ def weights_product(
   num_sms = resolve_num_sms(num_sms)
   groups = layout.num_groups
 
+  if (tiling.pair == "rows" and fused_rhs) or (tiling.pair == "cols" and fused_lhs):
+    # `tiles.TABLE` does not tell which operand is gathered, and that one cannot be shared.
+    tiling = dataclasses.replace(tiling, pair="")
   pair = tiling.pair
-  assert pair != "rows" or (row_tiles % 2 == 0 and not fused_rhs), "nothing to share"
-  assert pair != "cols" or (col_tiles % 2 == 0 and not fused_lhs), "nothing to share"
+  assert pair != "rows" or row_tiles % 2 == 0, (tiling, row_tiles)
+  assert pair != "cols" or col_tiles % 2 == 0, (tiling, col_tiles)
   per_group = row_tiles * col_tiles // tiling.cluster
   num_tiles = groups * per_group
 

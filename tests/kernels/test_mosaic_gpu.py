@@ -5,6 +5,7 @@ The simulation runs shared memory, barriers, TMA and wgmma on the CPU and looks 
 simulated on jax 0.11 and later only; they are lowered on both.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -30,6 +31,12 @@ from scmoe.kernels.moe_layer import moe_layer, route_top_k
 from scmoe.kernels.permute.route_gpu import route_top_k_gpu
 
 SIZES = [60, 0, 70]
+# A tiling for each way in which two CTAs share an operand, cooperative and ping-pong.
+PAIRED = [
+  pytest.param(Tiling(cols=64, stages=3, pair=pair, pingpong=pingpong, band=4), id=f"{pair}-{name}")
+  for pair in ("rows", "cols")
+  for pingpong, name in ((False, "cooperative"), (True, "ping-pong"))
+]
 needs_new_simulation = pytest.mark.skipif(
   jax_version() < (0, 11), reason="GPU interpret mode of jax 0.10 lacks the rules (see above)"
 )
@@ -67,9 +74,10 @@ def product(transpose, tiling, activation=None):
   )
 
 
+@pytest.mark.parametrize("cols", [64, 128], ids=["odd-stores", "even-stores"])
 @pytest.mark.parametrize("pingpong", [False, True], ids=["cooperative", "ping-pong"])
-def test_rows_product_simulated(pingpong):
-  layout, tiling = layout_of(), Tiling(cols=128, stages=3, pingpong=pingpong)
+def test_rows_product_simulated(pingpong, cols):
+  layout, tiling = layout_of(), Tiling(cols=cols, stages=3, pingpong=pingpong)
   x, w = normal(0, layout.num_rows, 128), normal(1, 3, 128, 128)
   (got,) = simulate(product(False, tiling), (x,), ((w,),), layout)
   n = used_rows(layout)
@@ -163,6 +171,54 @@ def test_down_backward_simulated(name):
 
 
 @needs_new_simulation
+@pytest.mark.parametrize("tiling", PAIRED)
+@pytest.mark.parametrize("sizes", [[60, 0, 200, 300], [60, 0, 200]], ids=["even", "odd"])
+def test_pairs_of_ctas_simulated(tiling, sizes):
+  """Waiting and arriving across a pair; the simulation loads a shared block whole in each CTA."""
+  layout, groups = layout_of(sizes), len(sizes)
+  # Both CTAs of a pair of rows store the last of an odd number of row tiles: a race, of equals.
+  params = gpu_interpret_params(detect_races=tiling.pair == "cols" or sizes[-1] == 300)
+  x, d = normal(0, layout.num_rows, 128), normal(2, layout.num_rows, 128)
+  w = normal(1, groups, 128, 128)
+  n = used_rows(layout)
+  with interpreted(params, num_sms=4):
+    (out,) = product(False, tiling)((x,), ((w,),), layout)
+    (transposed,) = product(True, tiling)((x,), ((w,),), layout)
+    if tiling.pingpong or tiling.pair == "cols":  # there must be two row tiles to a pair of rows
+      of_weights = dataclasses.replace(tiling, rows=64 if tiling.pingpong else 128)
+      run = functools.partial(mosaic_gpu.weights_product, tiling=of_weights)
+      (dw,) = run(x, (d,), layout, out_dtype=jnp.bfloat16)
+      assert relative_error(dw, xla.grouped_weights(x, d, layout)) < 3e-3
+  assert relative_error(out[:n], xla.grouped_rows(x, w, layout)[:n]) < 3e-3
+  want = xla.grouped_rows(x, w, layout, transpose_rhs=True)
+  assert relative_error(transposed[:n], want[:n]) < 3e-3
+
+
+@pytest.mark.parametrize("tiling", PAIRED)
+def test_pairs_of_ctas_lower_for_cuda(tiling):
+  layout, swiglu = layout_of(), get_activation("swiglu")
+  rows, bf16 = layout.num_rows, jnp.bfloat16
+  array = lambda *shape: jax.ShapeDtypeStruct(shape, bf16)
+  tiling = dataclasses.replace(tiling, cols=128)
+  w, x = array(3, 256, 256), array(rows, 256)
+  index = jax.ShapeDtypeStruct((rows,), jnp.int32)
+  lower(lambda x, w: product(False, tiling)((x,), ((w,),), layout), x, w)
+  lower(lambda x, w: product(True, tiling)((x, x), ((w,), (w,)), layout), x, w)
+  weights = functools.partial(mosaic_gpu.weights_product, tiling=tiling, out_dtype=bf16)
+  lower(lambda x: weights(x, (x,), layout), x)
+  lower(lambda x, i: weights(x, (x,), layout, lhs_index_R=i), x, index)
+  lower(lambda x, i: weights(x, (x,), layout, rhs_index_R=i), x, index)
+  if tiling.pair == "rows":
+    up = lambda x, w, i: product(False, tiling, swiglu)((x,), ((w, w),), layout, index_R=i)
+    lower(up, x, w, index)
+  if tiling.pingpong:
+    run = lambda dy, w, s, i: down_backward_product(
+      dy, w, (dy, dy), s, layout, swiglu, tiling, index_R=i if tiling.pair == "rows" else None
+    )
+    lower(run, x, w, jax.ShapeDtypeStruct((rows,), jnp.float32), index)
+
+
+@needs_new_simulation
 def test_router_simulated():
   x, router = normal(0, 256, 64), normal(1, 64, 40)
   expert, weight = simulate(route_top_k_gpu, x, router, 3)
@@ -218,7 +274,12 @@ def test_shipped_tilings_lower_for_cuda(kind, tiling, width, n):
   array = lambda *shape: jax.ShapeDtypeStruct(shape, bf16)
   index = jax.ShapeDtypeStruct((rows,), jnp.int32)
   # The gathering forms hold more registers and barriers: where there is one, it is what is lowered.
-  if kind == "rows":
+  # A pair that shares the rows of two column tiles cannot gather them.
+  if kind == "rows" and tiling.pair == "cols":
+    for transpose, weight in ((False, array(3, width, n)), (True, array(3, n, width))):
+      run = lambda x, w, t=transpose: product(t, tiling)((x,), ((w,),), layout)
+      lower(run, array(rows, width), weight)
+  elif kind == "rows":
     run = lambda x, w, i: product(False, tiling)((x,), ((w,),), layout, index_R=i)
     lower(run, array(500, width), array(3, width, n), index)
   elif kind == "activated":
@@ -244,10 +305,13 @@ def test_shipped_tilings_lower_for_cuda(kind, tiling, width, n):
     lower(run, array(500, width), array(3, n, width), h, h, s, index)
   else:
     parts = 2 if kind == "weights_pair" else 1
+    side, lengths = "lhs_index_R", (500, rows)
+    if tiling.pair == "cols":
+      side, lengths = "rhs_index_R", (rows, 500)
     run = lambda x, d, i: mosaic_gpu.weights_product(
-      x, (d,) * parts, layout, tiling, lhs_index_R=i, out_dtype=bf16
+      x, (d,) * parts, layout, tiling, **{side: i}, out_dtype=bf16
     )
-    lower(run, array(500, width), array(rows, n), index)
+    lower(run, array(lengths[0], width), array(lengths[1], n), index)
 
 
 def test_what_is_tuned_lowers_for_cuda():

@@ -24,9 +24,11 @@ from scmoe.kernels.grouped_matmul.pipeline import (
   CONSUMERS,
   Tiling,
   Work,
-  banded,
   barriers,
+  copy_block,
   launch,
+  locate_rows,
+  paired_tiles,
   resolve_num_sms,
   run_tiles,
   smem,
@@ -69,6 +71,7 @@ def down_backward_product(
   col_tiles, steps = hidden // cols, width // depth
   consumer_rows = tiling.consumer_rows
   fused = index_R is not None
+  assert not (fused and tiling.pair == "cols"), "a gathered operand cannot be shared"
   num_sms = resolve_num_sms(num_sms)
 
   def body(group_gmem, num_tiles_gmem, index_gmem, dy_gmem, down_gmem, s_gmem, *refs):
@@ -92,11 +95,10 @@ def down_backward_product(
         gather.init_barriers(arrived, tiling.stages)
 
       def locate(tile):
-        row_tile, col_tile = banded(tile, num_tiles_gmem[0], col_tiles, tiling.band)
-        return row_tile, col_tile, group_gmem[row_tile]
+        return locate_rows(tile, tiling, group_gmem, num_tiles_gmem[0], col_tiles)
 
       def load(where, step, slot, barrier):
-        row_tile, col_tile, group = where
+        row_tile, col_tile, group, shared = where
         k_slice = pl.ds(step * depth, depth)
         if fused:
           gather.start_gather(
@@ -110,10 +112,10 @@ def down_backward_product(
           )
         else:
           row_slice = pl.ds(row_tile * tiling.rows, tiling.rows)
-          plgpu.copy_gmem_to_smem(dy_gmem.at[row_slice, k_slice], dy_smem.at[slot], barrier)
-        plgpu.copy_gmem_to_smem(
-          down_gmem.at[group, pl.ds(col_tile * cols, cols), k_slice], down_smem.at[slot], barrier
-        )
+          block = dy_gmem.at[row_slice, k_slice]
+          copy_block(block, dy_smem.at[slot], barrier, tiling.pair == "cols")
+        block = down_gmem.at[group, pl.ds(col_tile * cols, cols), k_slice]
+        copy_block(block, down_smem.at[slot], barrier, shared)
 
       def multiply(accumulators, slot, my_rows):
         plgpu.wgmma(
@@ -121,7 +123,7 @@ def down_backward_product(
         )
 
       def load_chunk(where, chunk, consumer, first_row):
-        row_tile, col_tile, _ = where
+        row_tile, col_tile, *_ = where
         row_slice = pl.ds(row_tile * tiling.rows + first_row, consumer_rows)
         col_slice = pl.ds(col_tile * cols + chunk * _COLS, _COLS)
         for part in range(parts):
@@ -143,7 +145,7 @@ def down_backward_product(
         load_chunk(where, 0, consumer, first_row)
 
       def finish(where, accumulators, consumer, first_row):
-        row_tile, col_tile, _ = where
+        row_tile, col_tile, *_ = where
         row_slice = pl.ds(row_tile * tiling.rows + first_row, consumer_rows)
         da_tile = accumulators[0][...]
         plgpu.barrier_wait(s_loaded.at[consumer])
@@ -191,7 +193,7 @@ def down_backward_product(
       run_tiles(
         tiling,
         Work(
-          num_tiles=num_tiles_gmem[0] * col_tiles,
+          num_tiles=paired_tiles(tiling, num_tiles_gmem[0], col_tiles),
           locate=locate,
           steps=lambda _: steps,
           load=load,
@@ -226,7 +228,7 @@ def down_backward_product(
   hidden_rows = jax.ShapeDtypeStruct((rows, hidden), dtype)
   out_type = [hidden_rows] * (1 + parts) + [jax.ShapeDtypeStruct((col_tiles, rows), jnp.float32)]
   index = index_R if fused else layout.num_tiles
-  scaled_RF, *rest = launch(body, out_type, num_sms)(
+  scaled_RF, *rest = launch(body, out_type, tiling, num_sms)(
     layout.tile_group_I, layout.num_tiles, index, dy_XD, down_GFD, row_weight_R, *pre
   )
   return scaled_RF, tuple(rest[:parts]), jnp.sum(rest[parts], axis=0)

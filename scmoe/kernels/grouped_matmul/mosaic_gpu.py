@@ -7,6 +7,7 @@ The layout pads each group to the row tile, so every tile belongs to one group, 
 ragged, and the weight gradient is a plain loop over a group's rows.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -24,10 +25,14 @@ from scmoe.kernels.grouped_matmul.pipeline import (
   CONSUMERS,
   Tiling,
   Work,
-  banded,
   barriers,
   can_gather,
+  copy_block,
   launch,
+  locate_rows,
+  num_workers,
+  paired,
+  paired_tiles,
   resolve_num_sms,
   run_tiles,
   smem,
@@ -115,6 +120,7 @@ def rows_product(
   dtype = lhs[0].dtype
   num_sms = resolve_num_sms(num_sms)
   num_outs = parts * with_results + (activation is not None)
+  assert not (fused and tiling.pair == "cols"), "a gathered operand cannot be shared"
   rhs_block = (cols, depth) if transpose_rhs else (depth, cols)
   consumer_rows = tiling.consumer_rows
   flat = [*lhs, *(w for ws in rhs for w in ws), *given.values()]
@@ -131,11 +137,10 @@ def rows_product(
         gather.init_barriers(arrived, tiling.stages)
 
       def locate(tile):
-        row_tile, col_tile = banded(tile, num_tiles_gmem[0], col_tiles, tiling.band)
-        return row_tile, col_tile, group_gmem[row_tile]
+        return locate_rows(tile, tiling, group_gmem, num_tiles_gmem[0], col_tiles)
 
       def load(where, step, slot, barrier):
-        row_tile, col_tile, group = where
+        row_tile, col_tile, group, shared = where
         row_slice = pl.ds(row_tile * tiling.rows, tiling.rows)
         col_slice = pl.ds(col_tile * cols, cols)
 
@@ -152,15 +157,14 @@ def rows_product(
               first_col=step * depth,
             )
           else:
-            plgpu.copy_gmem_to_smem(
-              lhs_gmem[segment].at[row_slice, k_slice], lhs_smem.at[slot], barrier
-            )
+            block = lhs_gmem[segment].at[row_slice, k_slice]
+            copy_block(block, lhs_smem.at[slot], barrier, tiling.pair == "cols")
           for part in range(parts):
             w = rhs_gmem[segment * parts + part]
             block = (
               w.at[group, col_slice, k_slice] if transpose_rhs else w.at[group, k_slice, col_slice]
             )
-            plgpu.copy_gmem_to_smem(block, rhs_smem.at[slot, part], barrier)
+            copy_block(block, rhs_smem.at[slot, part], barrier, shared)
 
         if len(lhs) == 1:
           load_segment(0)
@@ -176,7 +180,7 @@ def rows_product(
           plgpu.wgmma(accumulators[part], a, b.transpose((1, 0)) if transpose_rhs else b)
 
       def prepare(where, consumer, first_row):
-        _, col_tile, group = where
+        _, col_tile, group, *_ = where
         bias_smem, loaded = bias_memory
         for place, part in enumerate(given):
           plgpu.copy_gmem_to_smem(
@@ -186,7 +190,7 @@ def rows_product(
           )
 
       def finish(where, accumulators, consumer, first_row):
-        row_tile, col_tile, _ = where
+        row_tile, col_tile, *_ = where
         results = [acc[...] for acc in accumulators]
         if given:
           bias_smem, loaded = bias_memory
@@ -224,7 +228,7 @@ def rows_product(
       run_tiles(
         tiling,
         Work(
-          num_tiles=num_tiles_gmem[0] * col_tiles,
+          num_tiles=paired_tiles(tiling, num_tiles_gmem[0], col_tiles),
           locate=locate,
           steps=lambda _: steps * len(lhs),
           load=load,
@@ -260,7 +264,9 @@ def rows_product(
 
   out_type = [jax.ShapeDtypeStruct((rows, n), out_dtype)] * num_outs
   index = index_R if fused else layout.num_tiles  # a kernel's operands are never None
-  return tuple(launch(body, out_type, num_sms)(layout.tile_group_I, layout.num_tiles, index, *flat))
+  return tuple(
+    launch(body, out_type, tiling, num_sms)(layout.tile_group_I, layout.num_tiles, index, *flat)
+  )
 
 
 def _wait_rows(arrived, slot, parity):
@@ -303,7 +309,14 @@ def weights_product(
   num_sms = resolve_num_sms(num_sms)
   groups = layout.num_groups
 
-  num_tiles = groups * row_tiles * col_tiles
+  if (tiling.pair == "rows" and fused_rhs) or (tiling.pair == "cols" and fused_lhs):
+    # `tiles.TABLE` does not tell which operand is gathered, and that one cannot be shared.
+    tiling = dataclasses.replace(tiling, pair="")
+  pair = tiling.pair
+  assert pair != "rows" or row_tiles % 2 == 0, (tiling, row_tiles)
+  assert pair != "cols" or col_tiles % 2 == 0, (tiling, col_tiles)
+  per_group = row_tiles * col_tiles // tiling.cluster
+  num_tiles = groups * per_group
 
   def body(order_gmem, starts_gmem, tiles_gmem, index_gmem, lhs_gmem, *refs):
     rhs_gmem, outs = refs[:parts], refs[parts : 2 * parts]
@@ -314,10 +327,10 @@ def weights_product(
 
       def locate(tile):
         # Large groups first, and back and forth over the SMs: each gets its share of long tiles.
-        tile = snake(tile, num_tiles, num_sms)
-        group = order_gmem[lax.div(tile, jnp.int32(row_tiles * col_tiles))]
-        inside = lax.rem(tile, jnp.int32(row_tiles * col_tiles))
-        row_tile, col_tile = banded(inside, jnp.int32(row_tiles), col_tiles, tiling.band)
+        tile = snake(tile, num_tiles, num_workers(tiling, num_sms))
+        group = order_gmem[lax.div(tile, jnp.int32(per_group))]
+        inside = lax.rem(tile, jnp.int32(per_group))
+        row_tile, col_tile, _ = paired(inside, tiling, jnp.int32(row_tiles), col_tiles)
         first = starts_gmem[group] * layout.tile
         return group, row_tile, col_tile, first, tiles_gmem[group] * per_tile
 
@@ -335,20 +348,14 @@ def weights_product(
         if fused_lhs:
           start(lhs_gmem, stage=lhs_smem, first_col=row_tile * tiling.rows)
         else:
-          plgpu.copy_gmem_to_smem(
-            lhs_gmem.at[k_slice, pl.ds(row_tile * tiling.rows, tiling.rows)],
-            lhs_smem.at[slot],
-            barrier,
-          )
+          block = lhs_gmem.at[k_slice, pl.ds(row_tile * tiling.rows, tiling.rows)]
+          copy_block(block, lhs_smem.at[slot], barrier, pair == "cols")
         for part in range(parts):
           if fused_rhs:
             start(rhs_gmem[part], stage=rhs_smem[part], first_col=col_tile * cols)
           else:
-            plgpu.copy_gmem_to_smem(
-              rhs_gmem[part].at[k_slice, pl.ds(col_tile * cols, cols)],
-              rhs_smem[part].at[slot],
-              barrier,
-            )
+            block = rhs_gmem[part].at[k_slice, pl.ds(col_tile * cols, cols)]
+            copy_block(block, rhs_smem[part].at[slot], barrier, pair == "rows")
 
       def multiply(accumulators, slot, my_rows):
         a = lhs_smem.at[slot, :, my_rows].transpose((1, 0))
@@ -399,7 +406,7 @@ def weights_product(
   out_type = [jax.ShapeDtypeStruct((groups, m, n), out_dtype)] * parts
   index = lhs_index_R if fused_lhs else rhs_index_R if fused_rhs else layout.num_tiles
   return tuple(
-    launch(body, out_type, num_sms)(
+    launch(body, out_type, tiling, num_sms)(
       layout.by_size_G, layout.tile_starts_G, layout.tiles_G, index, lhs_RM, *rhs
     )
   )

@@ -9,13 +9,20 @@ Two ways to share the work:
   * ping-pong: each consumer has its own tile, and one multiplies while the other finishes. A stage
     is consumed by one of them only, so each has its own "full" barriers, whose phases follow the
     tiles that this consumer sees.
+
+Two CTAs can form a pair (a thread block cluster) that works on neighbouring tiles at the same pace.
+Each loads half of the operand block that both need, and TMA writes it to both: less traffic from
+the L2 cache. A stage is then free only once the consumers of both CTAs have left it. Both walk the
+same number of steps, and each waits for all of its stages to be free before it ends, so neither
+ends while the other may still write to it or signal it.
 """
 
 import contextlib
 import contextvars
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 CONSUMERS = 2
+_PAIR = "pair"  # name of the axis of a pair's CTAs
 _PRODUCER_REGISTERS = 40
 _CONSUMER_REGISTERS = 232
 
@@ -68,6 +76,8 @@ class Tiling:
     stages: stages of the ring.
     pingpong: whether each consumer has its own tile.
     band: row tiles that are walked together, to reuse operands in the L2 cache.
+    pair: whether two CTAs share an operand block, and how their tiles neighbour: two "rows" of
+      tiles share the columns' operand (rhs), two "cols" the rows' operand (lhs).
   """
 
   rows: int = 128
@@ -76,11 +86,17 @@ class Tiling:
   stages: int = 4
   pingpong: bool = False
   band: int = 16
+  pair: Literal["", "rows", "cols"] = ""
 
   @property
   def consumer_rows(self) -> int:
     """Rows one consumer multiplies."""
     return self.rows if self.pingpong else self.rows // CONSUMERS
+
+  @property
+  def cluster(self) -> int:
+    """CTAs that work on neighbouring tiles at the same pace."""
+    return 2 if self.pair else 1
 
 
 def swizzled(minor: int, dtype) -> tuple[Any, ...]:
@@ -100,7 +116,7 @@ class Work:
   """What `run_tiles` does for each tile.
 
   Attributes:
-    num_tiles: how many tiles there are.
+    num_tiles: how many tiles there are; a pair of CTAs takes two at a time, counted as one.
     locate: tile number -> coordinates, any tree of scalars.
     steps: coordinates -> K steps of the tile (may be traced, may be zero).
     load: (coordinates, step, slot, barrier) -> None; starts the copies of one stage.
@@ -127,10 +143,30 @@ def barriers(tiling: Tiling, copies: int) -> tuple[Any, Any]:
   """The "full" and "empty" barriers of the ring."""
   sets = CONSUMERS if tiling.pingpong else 1
   full = plgpu.Barrier(num_arrivals=copies, num_barriers=sets * tiling.stages)
-  empty = plgpu.Barrier(
-    num_arrivals=1 if tiling.pingpong else CONSUMERS, num_barriers=tiling.stages
-  )
+  releases = 1 if tiling.pingpong else CONSUMERS  # by each CTA
+  if tiling.pair:
+    empty: Any = plgpu.ClusterBarrier(
+      collective_axes=(_PAIR,), num_arrivals=releases, num_barriers=tiling.stages
+    )
+  else:
+    empty = plgpu.Barrier(num_arrivals=releases, num_barriers=tiling.stages)
   return full, empty
+
+
+def copy_block(source: Any, target: Any, barrier: Any, shared: Any = False) -> None:
+  """Starts copying a block to a stage of this CTA.
+
+  Args:
+    source: GMEM ref.
+    target: SMEM ref.
+    barrier: counts the bytes that arrive here, whoever loads them.
+    shared: whether both CTAs of the pair need this block and call this for it; may be traced.
+  """
+  if isinstance(shared, bool):
+    plgpu.copy_gmem_to_smem(source, target, barrier, collective_axes=_PAIR if shared else None)
+    return
+  for value in (True, False):
+    pl.when(shared == value)(functools.partial(copy_block, source, target, barrier, value))
 
 
 def _wrap(turn: Any, limit: int) -> Any:
@@ -141,8 +177,8 @@ def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -
   """The body of a CTA: its share of the tiles, by its three warpgroups."""
   stages = tiling.stages
   warpgroup = lax.axis_index("wg")
-  sm = lax.axis_index("sm")
-  my_tiles = lax.div(work.num_tiles - sm + (num_sms - 1), jnp.int32(num_sms))
+  worker, workers = lax.axis_index("worker"), num_workers(tiling, num_sms)
+  my_tiles = lax.div(work.num_tiles - worker + (workers - 1), jnp.int32(workers))
 
   def full_barrier(slot, consumer):
     return full.at[slot + consumer * stages] if tiling.pingpong else full.at[slot]
@@ -158,7 +194,7 @@ def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -
     my_rows = slice(None) if tiling.pingpong else pl.ds(first_row, tiling.consumer_rows)
 
     def one_tile(i, first_turn):
-      where = work.locate(sm + i * num_sms)
+      where = work.locate(worker + i * workers)
       steps = work.steps(where)
       if work.prepare is not None:
         work.prepare(where, warpgroup, first_row)
@@ -195,7 +231,7 @@ def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -
 
     def steps_of(i):
       # The other consumer's tile may lie past the end; its coordinates must still be readable.
-      tile = jnp.minimum(sm + i * num_sms, work.num_tiles - 1)
+      tile = jnp.minimum(worker + i * workers, work.num_tiles - 1)
       return work.steps(work.locate(tile))
 
     if tiling.pingpong:
@@ -216,7 +252,7 @@ def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -
     plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
 
     def one_tile(i, carry):
-      where = work.locate(sm + i * num_sms)
+      where = work.locate(worker + i * workers)
       consumer = lax.rem(i, jnp.int32(CONSUMERS))
 
       def k_step(step, carry):
@@ -240,21 +276,30 @@ def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -
     lax.fori_loop(0, jnp.minimum(done, stages), drain, None)
 
 
-def launch(body, out_type, num_sms: int):
+def num_workers(tiling: Tiling, num_sms: int) -> int:
+  """How many CTAs or pairs of CTAs share the tiles."""
+  return num_sms // tiling.cluster
+
+
+def launch(body, out_type, tiling: Tiling, num_sms: int):
   """`plgpu.kernel` with this skeleton's grid and warpgroups."""
-  interpret = _interpret.get()
+  options: dict[str, Any] = {}
+  if tiling.pair:
+    options |= {"cluster": (tiling.cluster,), "cluster_names": (_PAIR,)}
+  if (interpret := _interpret.get()) is not None:
+    options["interpret"] = interpret
   return plgpu.kernel(
     body,
     out_type=out_type,
-    grid=(num_sms,),
-    grid_names=("sm",),
+    grid=(num_workers(tiling, num_sms),),
+    grid_names=("worker",),
     num_threads=CONSUMERS + 1,
     thread_name="wg",
     compiler_params=plgpu.CompilerParams(
       lowering_semantics=plgpu.LoweringSemantics.Warpgroup,  # the default differs by version
       approx_math=True,
     ),
-    **({} if interpret is None else {"interpret": interpret}),
+    **options,
   )
 
 
@@ -271,12 +316,51 @@ def banded(tile: Any, row_tiles: Any, col_tiles: int, band: int) -> tuple[Any, A
   return first + lax.rem(inside, width), lax.div(inside, width)
 
 
-def snake(tile: Any, num_tiles: int, num_sms: int) -> Any:
-  """Tile number -> tile number, every other full wave of `num_sms` tiles backwards.
+def paired_tiles(tiling: Tiling, row_tiles: Any, col_tiles: int) -> Any:
+  """How many tiles, or pairs of tiles, there are. `row_tiles` may be traced."""
+  if tiling.pair == "rows":
+    return lax.div(row_tiles + 1, jnp.int32(2)) * col_tiles
+  if tiling.pair == "cols":
+    assert col_tiles % 2 == 0, (tiling, col_tiles)
+    return row_tiles * (col_tiles // 2)
+  return row_tiles * col_tiles
 
-  Where tiles are in order of their work, the SM with the longest tile of a wave then has the
+
+def paired(tile: Any, tiling: Tiling, row_tiles: Any, col_tiles: int) -> tuple[Any, Any, Any]:
+  """As `banded`, for a number of a tile or pair: this CTA's row and column tile, and the other row.
+
+  The last of an odd number of row tiles is computed, and stored, by both CTAs of its pair.
+  """
+  if tiling.pair == "rows":
+    band = max(tiling.band // 2, 1)
+    pair, col_tile = banded(tile, lax.div(row_tiles + 1, jnp.int32(2)), col_tiles, band)
+    rank = lax.axis_index(_PAIR)
+    row_tile, other = (jnp.minimum(2 * pair + r, row_tiles - 1) for r in (rank, 1 - rank))
+    return row_tile, col_tile, other
+  if tiling.pair == "cols":
+    row_tile, pair = banded(tile, row_tiles, col_tiles // 2, tiling.band)
+    return row_tile, 2 * pair + lax.axis_index(_PAIR), row_tile
+  row_tile, col_tile = banded(tile, row_tiles, col_tiles, tiling.band)
+  return row_tile, col_tile, row_tile
+
+
+def locate_rows(
+  tile: Any, tiling: Tiling, group_gmem: Any, row_tiles: Any, col_tiles: int
+) -> tuple[Any, Any, Any, Any]:
+  """Tile or pair number -> row tile, column tile, its group, and whether its pair shares rhs."""
+  row_tile, col_tile, other = paired(tile, tiling, row_tiles, col_tiles)
+  group = group_gmem[row_tile]
+  # The two row tiles of a pair may lie on both sides of a group's end.
+  shared = group == group_gmem[other] if tiling.pair == "rows" else False
+  return row_tile, col_tile, group, shared
+
+
+def snake(tile: Any, num_tiles: int, workers: int) -> Any:
+  """Tile number -> tile number, every other full wave of `workers` tiles backwards.
+
+  Where tiles are in order of their work, the CTA with the longest tile of a wave then has the
   shortest of the next.
   """
-  wave, place = lax.div(tile, jnp.int32(num_sms)), lax.rem(tile, jnp.int32(num_sms))
-  backwards = (lax.rem(wave, jnp.int32(2)) == 1) & ((wave + 1) * num_sms <= num_tiles)
-  return jnp.where(backwards, wave * num_sms + (num_sms - 1 - place), tile)
+  wave, place = lax.div(tile, jnp.int32(workers)), lax.rem(tile, jnp.int32(workers))
+  backwards = (lax.rem(wave, jnp.int32(2)) == 1) & ((wave + 1) * workers <= num_tiles)
+  return jnp.where(backwards, wave * workers + (workers - 1 - place), tile)

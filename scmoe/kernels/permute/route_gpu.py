@@ -120,5 +120,5 @@ def route_top_k_gpu(
     jax.ShapeDtypeStruct((top_k, tokens), jnp.float32),
     jax.ShapeDtypeStruct((top_k, tokens), jnp.int32),
   ]
-  weight_KT, expert_KT = launch(body, out_type, num_sms)(x_TD, router_DE)
+  weight_KT, expert_KT = launch(body, out_type, tiling, num_sms)(x_TD, router_DE)
   return expert_KT.T, weight_KT.T

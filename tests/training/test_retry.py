@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from test_local_gradients import CONFIG, batch_of
 
-from scmoe.build import Built, build
+from scmoe.build import Built, build, make_objective
 from scmoe.config import RunConfig
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.route import RouterConfig
@@ -114,3 +114,27 @@ def test_one_device_needs_no_attempt():
   run = dataclasses.replace(built("retry", True).run, mesh=MeshConfig())
   parts = build(run, jax.devices()[:1])
   assert parts.objective.retry({"skewed": jnp.array(0)}) is None
+
+
+@pytest.mark.parametrize(
+  ("further", "platform", "retries"),
+  [
+    ("auto", "gpu", True),
+    ("auto", "cpu", False),
+    ("auto", "tpu", False),
+    ("retry", "cpu", True),
+    ("layer", "gpu", False),
+  ],
+)
+def test_left_to_itself_a_gpu_tries_first(monkeypatch, further, platform, retries):
+  monkeypatch.setattr(jax, "default_backend", lambda: platform)
+  assert DispatchConfig(transport="dropless", further=further).retries == retries
+  assert not DispatchConfig(transport="capacity", further=further).retries
+
+
+def test_the_objective_takes_the_default(monkeypatch):
+  parts = built("auto", True)
+  skewed = {"skewed": jnp.array(0)}
+  assert parts.objective.retry(skewed) is None
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  assert make_objective(parts.run, parts.mesh, parts.graph).retry(skewed) is not None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+
 from scmoe.errors import ConfigError
 from scmoe.options import option
 
@@ -29,11 +31,12 @@ class DispatchConfig:
     1.25, "dropless: rows of a peer's buffer over its balanced share", minimum=1
   )
   further: str = option(
-    "layer",
+    "auto",
     "dropless: who decides on further rounds. layer: each one, where the host reads their number; "
     "retry: a microbatch is tried without and repeated if a queue was longer than its buffer, so "
-    "that no layer waits for the host; the step after one that was repeated has them at once",
-    choices=("layer", "retry"),
+    "that no layer waits for the host; the step after one that was repeated has them at once; "
+    "auto: retry on GPUs, layer elsewhere",
+    choices=("auto", "layer", "retry"),
   )
   groups: int = option(
     0,
@@ -59,8 +62,15 @@ class DispatchConfig:
 
   @property
   def retries(self) -> bool:
-    """Whether a microbatch is first tried without further rounds."""
-    return self.transport == "dropless" and self.further == "retry"
+    """Whether a training step first tries a microbatch without further rounds.
+
+    Left to itself, on GPUs, which wait for a host that reads the number of rounds in every layer;
+    elsewhere a second program would be compiled for nothing.
+    """
+    further = self.further
+    if further == "auto":
+      further = "retry" if jax.default_backend() == "gpu" else "layer"
+    return self.transport == "dropless" and further == "retry"
 
   def check_shards(self, shards: int) -> None:
     """Checks `adaptive_r` against the number of devices that share an expert.

@@ -100,7 +100,14 @@ def _product(x_GRK: jax.Array, weight_GKN: jax.Array, bias_GN: jax.Array | None)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _on_kernels(rows_GRD, weights, activation, on_shares):
-  local: Local = functools.partial(_first_layer, activation=activation)
+  from scmoe.kernels.grouped_matmul import pipeline
+
+  # Layers are alike: jitted, the kernel is lowered once for all of them. Not where it is simulated,
+  # which the cache would not notice.
+  first_layer = _first_layer
+  if not pipeline.simulated():
+    first_layer = jax.jit(_first_layer, static_argnames="activation")
+  local: Local = functools.partial(first_layer, activation=activation)
   a_GRF = (on_shares(local) if on_shares else local)(rows_GRD, weights)
   return _product(a_GRF, weights.down_GFD, weights.down_bias_GD)
 

@@ -50,9 +50,14 @@ def interpreted(params: Any, num_sms: int = 2) -> Iterator[None]:
     _default_sms.reset(tokens[1])
 
 
+def simulated() -> bool:
+  """Whether kernels are traced for GPU interpret mode."""
+  return _interpret.get() is not None
+
+
 def can_gather() -> bool:
   """Whether kernels may gather by inline code, which interpret mode cannot run."""
-  return _interpret.get() is None
+  return not simulated()
 
 
 def resolve_num_sms(num_sms: int | None) -> int:

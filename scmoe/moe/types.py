@@ -58,14 +58,13 @@ class Rows:
     rows: [e, R, D] with equal room for every expert, or [R, D] sorted by expert. Rows that nobody
       sent are zero and stand behind the others.
     group_sizes_e: int32, rows of each expert in the sorted form; None in the other.
-    arrival: of the sorted form after an exchange, int32: where each received row stands (R for a
-      row that is empty), and which received row stands at each place (their number for none). None
-      where nothing was sorted.
+    arrival: int32 [2, R] of the sorted form after an exchange: where each received row stands, and
+      which received row stands there (R for none). None where nothing was sorted.
   """
 
   rows: Array
   group_sizes_e: Array | None = None
-  arrival: tuple[Array, Array] | None = None
+  arrival: Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -100,8 +99,8 @@ class Dispatched:
       buffer marks a choice that is not in it. None for `Tokens`, which have no way back.
     source_R: int32, the flat choice t·K + k that fills each row of the send buffer; T·K where none.
       None for `Tokens`.
-    bounds_WN: int32, where each local expert's choices begin in each peer's queue for this device,
-      and where the last one's end; None where one round is all there is.
+    received_We: int32, choices that each peer has for each local expert in all rounds; None where
+      one round is all there is.
   """
 
   chunks: tuple[Rows | Tokens, ...]
@@ -109,7 +108,7 @@ class Dispatched:
   rounds: Array
   slot_TK: Array | None = None
   source_R: Array | None = None
-  bounds_WN: Array | None = None
+  received_We: Array | None = None
 
 
 @jax.tree_util.register_dataclass

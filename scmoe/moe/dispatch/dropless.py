@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from scmoe.moe.dispatch import header, local
+from scmoe.moe.dispatch import local
 from scmoe.moe.types import Dispatched, Routing, Rows, Tokens
 from scmoe.parallel.collectives import Exchange, all_to_all
 
@@ -59,9 +59,6 @@ def dispatch(
 ) -> Dispatched:
   """Sends the first round: up to P rows to every peer, in `chunks` parts.
 
-  What the receiver must know, how many rows of each queue are for which expert and how long the
-  longest queue is, travels as a header behind the first chunk's rows.
-
   Args:
     x_TD: tokens of this device.
     routing: their choices, in one capacity group.
@@ -71,42 +68,32 @@ def dispatch(
 
   Returns:
     Dispatched with rows [W·P, D] sorted by local expert in each chunk. `slot_TK` and `source_R`
-    describe the chunks' send buffers one behind the other; each peer's block in the first one ends
-    with the rows of its header. Without an exchange: the tokens themselves, in one chunk.
+    describe the chunks' send buffers one behind the other. Without an exchange: the tokens
+    themselves, in one chunk.
   """
   if exchange.size == 1:
     # Only weights that come after the experts can wait for their sum.
     stay = routing.input_weight_TK is None
     return tokens_here(x_TD, routing) if stay else rows_here(x_TD, routing)
-  choices, width = routing.expert_TK.size, x_TD.shape[1]
+  choices = routing.expert_TK.size
   rows = buffer_rows(choices, slack=slack, peers=exchange.size, chunks=chunks)
-  queues = _queues(routing, exchange)
-  longest_W1 = jnp.full((exchange.size, 1), queues.bounds_WN[:, -1].max())
-  counts_WC = jnp.concatenate([queues.bounds_WN, longest_W1], 1)
-  spare = header.header_rows(counts_WC.shape[1], width, x_TD.dtype)
-  arrived, slots, sources, begin = [], [], [], 0
+  queues = _queues(routing, exchange, None)
+  parts, slots, sources, input_TK = [], [], [], routing.input_weight_TK
   for chunk in range(chunks):
-    block = rows if chunk else rows + spare
-    slot_TK, source_R = _window(queues, chunk * rows, rows, block)
-    rows_RD = local.fill_rows(x_TD, slot_TK, source_R, routing.input_weight_TK)
-    rows_WBD = rows_RD.reshape(exchange.size, block, width)
-    if chunk == 0:
-      rows_WBD = header.write_header(rows_WBD, counts_WC)
-    arrived.append(all_to_all(rows_WBD, exchange))
-    slots.append(jnp.where(slot_TK < source_R.size, slot_TK + begin, -1))
+    low = chunk * rows
+    slot_TK, source_R = _window(queues, low, rows, exchange)
+    parts.append(_send(x_TD, input_TK, queues, slot_TK, source_R, low, rows, exchange))
+    slots.append(jnp.where(slot_TK < source_R.size, slot_TK + chunk * source_R.size, -1))
     sources.append(source_R)
-    begin += source_R.size
-  arrived_WC = header.read_header(arrived[0], counts_WC.shape[1])
-  # Named like the rows: for the counts alone, rematerialisation would send the rows again.
-  arrived_WC = checkpoint_name(arrived_WC, "moe_rows")
-  bounds_WN, longest = arrived_WC[:, :-1], _agreed(arrived_WC[:, -1].max())
-  parts = [_sort(part, bounds_WN, chunk * rows, rows) for chunk, part in enumerate(arrived)]
   slot_TK = functools.reduce(jnp.maximum, slots)  # each choice is in one chunk at most
-  slot_TK = jnp.where(slot_TK < 0, begin, slot_TK)
+  slot_TK = jnp.where(slot_TK < 0, chunks * exchange.size * rows, slot_TK)
+  longest = _agreed(queues.longest)
   left = jnp.maximum(0, longest - rows * chunks)
   rounds = 1 + -(-left // further_rows(rows * chunks))
   none = jnp.zeros((), jnp.int32)
-  return Dispatched(tuple(parts), none, rounds, slot_TK, jnp.concatenate(sources), bounds_WN)
+  return Dispatched(
+    tuple(parts), none, rounds, slot_TK, jnp.concatenate(sources), queues.received_We
+  )
 
 
 def combine(dispatched: Dispatched, weight_TK: Array, *, exchange: Exchange) -> Array:
@@ -136,8 +123,8 @@ def further_rounds(
   memory does not depend on their number either.
 
   A GPU's host reads the number of rounds before it can launch anything behind them. So they come
-  before the experts of the first round: the number has come with its rows, and behind the experts
-  the host would wait for those as well.
+  before the experts of the first round, where the exchange of the first round is under way and
+  hides that (experiments/dispatch: 6 to 8 % of dispatch and combine).
 
   Args:
     sent: the first round; all devices agree on its `rounds`.
@@ -157,45 +144,44 @@ def further_rounds(
 
   before = routing.input_weight_TK is not None
 
-  def one(index, x_TD, given_TK, weights, queues, bounds_WN):
+  def one(index, x_TD, given_TK, weights, queues):
     low = first + (index - 1) * rows
-    slot_TK, source_R = _window(queues, low, rows, rows)
+    slot_TK, source_R = _window(queues, low, rows, exchange)
     # One kind of weights is always 1: the loop is given, and differentiates, the other.
     ones_TK = jnp.ones_like(given_TK)
     input_TK, weight_TK = (given_TK, ones_TK) if before else (None, given_TK)
-    rows_RD = local.fill_rows(x_TD, slot_TK, source_R, input_TK)
-    arrived_WPD = all_to_all(rows_RD.reshape(peers, rows, -1), exchange)
-    part = experts(_sort(arrived_WPD, bounds_WN, low, rows), weights)
+    sent = _send(x_TD, input_TK, queues, slot_TK, source_R, low, rows, exchange)
+    part = experts(sent, weights)
     return local.sum_rows(_bring_back(part, exchange), weight_TK, slot_TK, source_R)
 
-  plan = _queues(routing, exchange), sent.bounds_WN
+  queues = _queues(routing, exchange, sent.received_We)
   given_TK = routing.weight_TK if routing.input_weight_TK is None else routing.input_weight_TK
-  more_TD = _loop(one, x_TD, given_TK, weights, plan, sent.rounds)
+  more_TD = _loop(one, x_TD, given_TK, weights, queues, sent.rounds)
   arrived, more_TD = jax.lax.optimization_barrier(([part.rows for part in sent.chunks], more_TD))
   parts = tuple(dataclasses.replace(p, rows=r) for p, r in zip(sent.chunks, arrived, strict=True))
   return dataclasses.replace(sent, chunks=parts), more_TD
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loop(one, x_TD, weight_TK, weights, plan, end):
+def _loop(one, x_TD, weight_TK, weights, queues, end):
   """Σ over index in [1, end) of one(index, ...), added up in the type of x."""
 
   def body(index, y_TD):
-    return y_TD + one(index, x_TD, weight_TK, weights, *plan).astype(y_TD.dtype)
+    return y_TD + one(index, x_TD, weight_TK, weights, queues).astype(y_TD.dtype)
 
   return jax.lax.fori_loop(1, end, body, jnp.zeros_like(x_TD))
 
 
-def _loop_fwd(one, x_TD, weight_TK, weights, plan, end):
-  y_TD = _loop(one, x_TD, weight_TK, weights, plan, end)
-  return y_TD, (x_TD, weight_TK, weights, plan, end)
+def _loop_fwd(one, x_TD, weight_TK, weights, queues, end):
+  y_TD = _loop(one, x_TD, weight_TK, weights, queues, end)
+  return y_TD, (x_TD, weight_TK, weights, queues, end)
 
 
 def _loop_bwd(one, residuals, y_bar_TD):
-  x_TD, weight_TK, weights, plan, end = residuals
+  x_TD, weight_TK, weights, queues, end = residuals
 
   def body(index, total):
-    run = lambda x_TD, weight_TK, weights: one(index, x_TD, weight_TK, weights, *plan)
+    run = lambda x_TD, weight_TK, weights: one(index, x_TD, weight_TK, weights, queues)
     added_TD, pull = jax.vjp(run, x_TD, weight_TK, weights)
     gradients = pull(y_bar_TD.astype(added_TD.dtype))
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, gradients)
@@ -222,16 +208,18 @@ class _Queues:
     peer_TK, rank_TK: int32, the queue of each choice and its position there; masked choices stand
       behind every queue.
     order_R: int32, flat choices sorted by queue and position.
-    start_W1: int32, where each queue begins in `order_R`.
-    bounds_WN: int32, N = E / W + 1: where each expert's choices begin in the queue of its peer, and
-      where the last one's end.
+    start_W, length_W: int32, where each queue begins in `order_R`, and its length.
+    longest: int32 scalar, the longest queue on the exchange.
+    received_We: int32, choices per local expert that each peer sends to this device.
   """
 
   peer_TK: Array
   rank_TK: Array
   order_R: Array
-  start_W1: Array
-  bounds_WN: Array
+  start_W: Array
+  length_W: Array
+  longest: Array
+  received_We: Array
 
 
 def _agreed(longest: Array) -> Array:
@@ -240,54 +228,73 @@ def _agreed(longest: Array) -> Array:
   return jax.lax.pmax(longest, apart) if apart else longest
 
 
-def _queues(routing: Routing, exchange: Exchange) -> _Queues:
-  """The queues of this device."""
-  count_E = routing.count_GE.sum(0)
-  count_We = count_E.reshape(exchange.size, -1)
-  bounds_WN = local.sums_before(count_We)
-  before_E = bounds_WN[:, :-1].reshape(count_E.shape)  # earlier experts of the same peer
+def _queues(routing: Routing, exchange: Exchange, received_We: Array | None) -> _Queues:
+  """The queues of this device.
+
+  One small all-gather of the counts tells every device both what it will receive and the longest
+  queue of all; unless `received_We` is given from before.
+  """
+  num_experts = routing.probs_TE.shape[1]
+  sent_We = routing.count_GE.sum(0).reshape(exchange.size, num_experts // exchange.size)
+  length_W = sent_We.sum(1)
+  before_E = (jnp.cumsum(sent_We, 1) - sent_We).reshape(-1)  # earlier experts of the same peer
   rank_TK = before_E[routing.expert_TK] + routing.place_TK
+  rank_TK = jnp.where(routing.live_T[:, None], rank_TK, jnp.iinfo(jnp.int32).max)
+  if received_We is None:
+    assert exchange.axis is not None
+    everyone_WWe = jax.lax.all_gather(sent_We, exchange.axis)  # [sender, receiver, expert]
+    arriving_We = everyone_WWe[:, jax.lax.axis_index(exchange.axis)]
+    longest = everyone_WWe.sum(-1).max()
+  else:
+    arriving_We, longest = received_We, length_W.max()
   return _Queues(
-    peer_TK=routing.expert_TK // count_We.shape[1],
-    rank_TK=jnp.where(routing.live_T[:, None], rank_TK, jnp.iinfo(jnp.int32).max),
+    peer_TK=routing.expert_TK // (num_experts // exchange.size),
+    rank_TK=rank_TK,
     order_R=routing.order_R,
-    start_W1=local.sums_before(bounds_WN[:, -1])[:-1, None],
-    bounds_WN=bounds_WN,
+    start_W=jnp.cumsum(length_W) - length_W,
+    length_W=length_W,
+    longest=longest,
+    received_We=arriving_We,
   )
 
 
-def _window(queues: _Queues, low: Any, rows: int, block: int) -> tuple[Array, Array]:
-  """Positions [low, low + P) of every queue, as a send buffer of W blocks.
+def _window(queues: _Queues, low: Any, rows: int, exchange: Exchange) -> tuple[Array, Array]:
+  """Positions [low, low + P) of every queue, as a send buffer of [W·P] rows.
 
-  Args:
-    queues: of this device.
-    low, rows: the window; rows is P.
-    block: rows of a block, at least P; those behind the window are empty.
-
-  Returns:
-    slot_TK (W·block for choices outside the window) and source_R (T·K for empty rows).
+  Returns slot_TK (W·P for choices outside the window) and source_R (T·K for empty rows).
   """
-  peers = queues.bounds_WN.shape[0]
+  size = exchange.size * rows
   inside_TK = (queues.rank_TK >= low) & (queues.rank_TK < low + rows)
-  slot_TK = jnp.where(inside_TK, queues.peer_TK * block + queues.rank_TK - low, peers * block)
-  place_B = jnp.arange(block, dtype=jnp.int32)
-  filled_WB = (place_B < rows) & (low + place_B < queues.bounds_WN[:, -1:])
+  slot_TK = jnp.where(inside_TK, queues.peer_TK * rows + queues.rank_TK - low, size)
+  position_P = low + jnp.arange(rows, dtype=jnp.int32)
+  filled_WP = position_P < queues.length_W[:, None]
   nobody = queues.order_R.size
-  index_WB = jnp.where(filled_WB, queues.start_W1 + low + place_B, nobody)
-  source_R = queues.order_R.at[index_WB.reshape(-1)].get(mode="fill", fill_value=nobody)
+  index_WP = jnp.where(filled_WP, queues.start_W[:, None] + position_P, nobody)
+  source_R = queues.order_R.at[index_WP.reshape(-1)].get(mode="fill", fill_value=nobody)
   return slot_TK, source_R
 
 
-def _sort(arrived_WBD: Array, bounds_WN: Array, low: Any, rows: int) -> Rows:
-  """Sorts what arrived in one window, W blocks of at least P rows, by local expert."""
-  peers, block, width = arrived_WBD.shape
-  position_R, source_R, group_sizes_e = _sort_plan(bounds_WN, low, rows, block)
-  sorted_RD = _permute(arrived_WBD.reshape(peers * block, width), position_R, source_R)
-  return Rows(sorted_RD, group_sizes_e, (position_R, source_R))
+def _send(
+  x_TD: Array,
+  input_weight_TK: Array | None,
+  queues: _Queues,
+  slot_TK: Array,
+  source_R: Array,
+  low: Any,
+  rows: int,
+  exchange: Exchange,
+) -> Rows:
+  """Exchanges one window and sorts what arrives by local expert."""
+  rows_RD = local.fill_rows(x_TD, slot_TK, source_R, input_weight_TK)
+  received = all_to_all(rows_RD.reshape(exchange.size, rows, -1), exchange)
+  position_R, group_sizes_e = _sort_plan(queues.received_We, low, rows)
+  source_R = _invert(position_R)
+  sorted_RD = _permute(received.reshape(rows_RD.shape), position_R, source_R)
+  return Rows(sorted_RD, group_sizes_e, jnp.stack([position_R, source_R]))
 
 
 def _bring_back(part: Rows, exchange: Exchange) -> Array:
-  """Undoes the sort and the exchange: the rows of this device's send buffer."""
+  """Undoes the sort and the exchange: rows of this device's send buffer, [W·P, D]."""
   if part.arrival is None:
     return part.rows
   position_R, source_R = part.arrival
@@ -296,39 +303,37 @@ def _bring_back(part: Rows, exchange: Exchange) -> Array:
   return all_to_all(sent, exchange).reshape(by_sender.shape)
 
 
-def _sort_plan(bounds_WN: Array, low: Any, rows: int, block: int) -> tuple[Array, Array, Array]:
+def _sort_plan(received_We: Array, low: Any, rows: int) -> tuple[Array, Array]:
   """Where the rows of a received window go, so that they are sorted by local expert.
 
-  Sender w's queue holds its rows for expert 0, then expert 1, ...: what falls into the window
-  [low, low + P) follows from the bounds alone. What it holds for one expert stays together on the
-  way from its block into the sorted order, and so moves by one distance.
+  Sender s's queue holds its rows for expert 0, then expert 1, ...: what falls into the window
+  [low, low + P) follows from the counts alone.
 
   Returns:
-    position_R: int32 [W·block], W·P for empty rows.
-    source_R: its inverse, int32 [W·P], W·block for empty rows.
-    group_sizes_e: int32, the rows of each expert.
+    position_R int32 [W·P] (W·P for empty rows) and group_sizes_e, the rows of each expert.
   """
-  peers, experts = bounds_WN.shape[0], bounds_WN.shape[1] - 1
-  place_WN = jnp.clip(bounds_WN - low, 0, rows)  # in the sender's block
-  start_We, end_We = place_WN[:, :-1], place_WN[:, 1:]
-  # Up to the end of sender w's rows for an expert stand all rows for earlier experts, of any
-  # sender, and the rows for this one of the senders up to w.
-  sender_W = jnp.arange(peers, dtype=jnp.int32)
-  counted_WW1 = (sender_W[:, None] <= sender_W)[:, :, None]  # [which, up to whom]
-  last_We = jnp.where(counted_WW1, end_We[:, None], start_We[:, None]).sum(0, dtype=jnp.int32)
-  back_We = sender_W[:, None] * block + end_We - last_We  # from the sorted place to the received
+  end_We = jnp.cumsum(received_We, 1)
+  start_We = end_We - received_We
+  clip = lambda a: jnp.clip(a - low, 0, rows)
+  inside_We = clip(end_We) - clip(start_We)
+  group_sizes_e = inside_We.sum(0)
+  first_We = jnp.cumsum(inside_We, 0) - inside_We + (jnp.cumsum(group_sizes_e) - group_sizes_e)
+  place_P = jnp.arange(rows, dtype=jnp.int32)
+  ends_We = clip(end_We)
+  expert_WP = (place_P[None, :, None] >= ends_We[:, None, :]).sum(-1)
+  filled_WP = expert_WP < received_We.shape[1]
+  expert_WP = jnp.minimum(expert_WP, received_We.shape[1] - 1)
+  pick = lambda table_We: jnp.take_along_axis(table_We, expert_WP, 1)
+  position_WP = pick(first_We) + place_P - pick(clip(start_We))
+  position_WP = jnp.where(filled_WP, position_WP, position_WP.size)
+  return position_WP.reshape(-1), group_sizes_e
 
-  row_WB = jnp.arange(peers * block, dtype=jnp.int32).reshape(peers, block)
-  expert_WB = (end_We[:, :, None] <= row_WB[0]).sum(1, dtype=jnp.int32)
-  position_WB = row_WB - back_We.at[sender_W[:, None], expert_WB].get(mode="clip")
-  position_WB = jnp.where(expert_WB < experts, position_WB, peers * rows)
 
-  row_R = jnp.arange(peers * rows, dtype=jnp.int32)
-  expert_R = (last_We[-1][:, None] <= row_R).sum(0, dtype=jnp.int32)
-  sender_R = (last_We.at[:, expert_R].get(mode="clip") <= row_R).sum(0, dtype=jnp.int32)
-  source_R = row_R + back_We.at[sender_R, expert_R].get(mode="clip")
-  source_R = jnp.where(expert_R < experts, source_R, peers * block)
-  return position_WB.reshape(-1), source_R, (end_We - start_We).sum(0, dtype=jnp.int32)
+def _invert(position_R: Array) -> Array:
+  """The inverse of a partial permutation; R marks what nothing maps to, on both sides."""
+  size = position_R.size
+  nothing = jnp.full((size,), size, jnp.int32)
+  return nothing.at[position_R].set(jnp.arange(size, dtype=jnp.int32), mode="drop")
 
 
 def _permute(rows_RD: Array, position_R: Array, source_R: Array) -> Array:
@@ -350,7 +355,7 @@ def rows_here(x_TD: Array, routing: Routing) -> Dispatched:
   """All choices as rows sorted by expert on this device; nothing travels."""
   choices = routing.expert_TK.size
   count_E = routing.count_GE.sum(0)
-  start_E = local.sums_before(count_E)[:-1]
+  start_E = jnp.cumsum(count_E) - count_E
   slot_TK = start_E[routing.expert_TK] + routing.place_TK
   slot_TK = jnp.where(routing.live_T[:, None], slot_TK, choices)
   filled_R = jnp.arange(choices, dtype=jnp.int32) < count_E.sum()

@@ -42,17 +42,6 @@ def buffer_plan(routing: Routing, capacity: int) -> tuple[Array, Array, Array]:
   return slot_TK, source_R, dropped
 
 
-def sums_before(count_E: Array) -> Array:
-  """Σ of the counts before each place of the last dimension, and of all: [..., E] -> [..., E + 1].
-
-  All pairs are compared: that fuses with what reads it, where a running sum of a few numbers takes
-  kernels of its own, and launching them is what small layers wait for.
-  """
-  size = count_E.shape[-1]
-  earlier_EN = jnp.arange(size)[:, None] < jnp.arange(size + 1)
-  return jnp.where(earlier_EN, count_E[..., None], 0).sum(-2, dtype=count_E.dtype)
-
-
 def fill_rows(
   x_TD: Array, slot_TK: Array, source_R: Array, input_weight_TK: Array | None = None
 ) -> Array:

@@ -11,8 +11,6 @@ An arm is one word for the wiring and dotted words for how it runs, e.g. `pos2.s
   compute  control: the all-to-all is replaced by the identity
   scan     one stage per scan step instead of all stages unrolled
   nopgle   without profile-guided latencies; nolhs also without the latency-hiding scheduler
-  pg2      profiled twice: the second profile is of the program compiled with the first
-  flat     parameters of each layer apart instead of stacked
   cb       with command buffers (XLA's default; off in all other arms)
   ch<N>    the MoE stream in N chunks
   once     training: gradients are added up on each device and reduced once per step, in float32;
@@ -51,7 +49,7 @@ from scmoe.models.objective import LanguageModelObjective
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.dispatch.capacity import capacity
 from scmoe.moe.route import RouterConfig
-from scmoe.parallel.collectives import COPY_ENGINE_FLAG, COPY_ENGINE_POLICY
+from scmoe.parallel.collectives import request_copy_engines
 from scmoe.parallel.mesh import MeshConfig, batch_sharding, make_mesh, partition_spec
 from scmoe.profiling.overlap import measure_overlap
 from scmoe.profiling.timer import interleave
@@ -96,14 +94,8 @@ class Shape:
   dtype: str = "bfloat16"
 
 
-# Environment of a comparison: how GPUs reach each other.
+# How GPUs reach each other in a comparison.
 LINKS = {
-  "nvlink": {},
-  "copy_engines": {"XLA_FLAGS": COPY_ENGINE_FLAG, COPY_ENGINE_POLICY[0]: COPY_ENGINE_POLICY[1]},
-  "slow": {"NCCL_P2P_DISABLE": "1"},
-}
-
-DESCRIPTIONS = {
   "nvlink": "NVLink",
   "copy_engines": "NVLink, all-to-all by copy engines",
   "slow": "slow (NCCL_P2P_DISABLE=1)",
@@ -132,8 +124,6 @@ class Arm:
   identity: bool = False
   latency_hiding: bool = True
   profile_guided: bool = True
-  profile_passes: int = 1
-  flat: bool = False
   command_buffers: bool = False
   gradient_dtype: str = ""
 
@@ -158,8 +148,6 @@ def parse_arm(name: str) -> Arm:
         "compute": ({}, {"identity": True}),
         "nopgle": ({}, {"profile_guided": False}),
         "nolhs": ({}, {"profile_guided": False, "latency_hiding": False}),
-        "pg2": ({}, {"profile_passes": 2}),
-        "flat": ({}, {"flat": True}),
         "cb": ({}, {"command_buffers": True}),
         "once": ({}, {"gradient_dtype": "float32"}),
         "once16": ({}, {"gradient_dtype": "bfloat16"}),
@@ -240,13 +228,6 @@ class Bench:
       self.weights[arm.wiring] = jax.jit(init, out_shardings=shardings)()
     return self.weights[arm.wiring]
 
-  def flat(self, params):
-    """The stacked parameters of the stages as lists of one array per stage."""
-    apart = lambda sharding: NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
-    stages = jax.tree.map(lambda a: [apart(a.sharding)] * len(a), params["stages"])
-    split = jax.jit(lambda tree: jax.tree.map(list, tree), out_shardings=stages)
-    return params | {"stages": split(params["stages"])}
-
   def tokens(self, leading: tuple[int, ...] = ()):
     size = (*leading, self.devices * self.shape.batch, self.shape.seq)
     return jax.random.randint(jax.random.key(7), size, 0, 1024)
@@ -259,14 +240,9 @@ class Bench:
     place = batch_sharding(self.mesh)
 
     def run(params, tokens):
-      if arm.flat:
-        params = params | {"stages": jax.tree.map(jnp.stack, params["stages"], is_leaf=_is_layers)}
       return nnx.merge(graph, params)(tokens).h_BSD
 
     args = (self.params(arm), jax.device_put(self.tokens(), place))
-    if arm.flat:
-      args = (self.flat(args[0]), args[1])
-      shardings = jax.tree.map(lambda a: a.sharding, args[0])
     jitted = jax.jit(run, in_shardings=(shardings, place), out_shardings=place)
     with _exchange(arm.identity):
       return jitted.lower(*args), args
@@ -315,10 +291,6 @@ class Bench:
     )()
     mapped = jax.shard_map(run, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)
     return jax.jit(mapped).lower(x), (x,)
-
-
-def _is_layers(x) -> bool:
-  return isinstance(x, list) and isinstance(x[0], jax.Array)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -455,13 +427,11 @@ def measure(
   for program in programs.values():
     program(1)
   log("first calls")
-  for turn in range(max((programs[n].arm.profile_passes for n in guided), default=0)):
-    chosen = [n for n in guided if programs[n].arm.profile_passes > turn]
-    for name in chosen:
-      programs[name](1)
-      programs[name].collect_profile()
-    build(chosen)
-    log(f"compiled {len(chosen)} with profiles")
+  for name in guided:
+    programs[name].collect_profile()
+  log("profiled")
+  build(guided)
+  log("compiled with profiles")
   for program in programs.values():
     program(2)
   timings = interleave(programs, rounds=rounds, calls=calls, deadline=begin + seconds)
@@ -572,7 +542,7 @@ def machine() -> dict:
     "jax": jax.__version__,
     "jaxlib": jaxlib.__version__,
     "python": platform.python_version(),
-    "link": DESCRIPTIONS[os.environ.get(LINK, "nvlink")],
+    "link": LINKS[os.environ.get(LINK, "nvlink")],
     "xla_flags": os.environ.get("XLA_FLAGS", ""),
   }
 
@@ -610,9 +580,13 @@ def main(jobs: dict[str, Job], folder: Path, about: str) -> None:
 
 
 def _environment(link: str) -> dict[str, str]:
-  """This process's environment and the link's; flags of both."""
-  flags = f"{os.environ.get('XLA_FLAGS', '')} {LINKS[link].get('XLA_FLAGS', '')}".strip()
-  return {**os.environ, **LINKS[link], LINK: link, "XLA_FLAGS": flags}
+  """Of the process that measures this link."""
+  environment = {**os.environ, LINK: link}
+  if link == "slow":
+    environment["NCCL_P2P_DISABLE"] = "1"
+  if link == "copy_engines":
+    request_copy_engines(environment)
+  return environment
 
 
 def write(results: list[dict], out: Path) -> None:

@@ -21,8 +21,9 @@ from scmoe.kernels.grouped_matmul.backend import resolve_backend
 from scmoe.kernels.grouped_matmul.ffn import FFNWeights, check_ffn
 from scmoe.kernels.grouped_matmul.layout import KERNEL_ROW_TILE, make_layout
 
-# CTAs per multiprocessor, one after the other. With one each, a CTA whose multiprocessor is taken
-# by a collective's kernel would begin when the others end, and the product take twice its time.
+# CTAs per multiprocessor, one after the other, where a collective may run beside the product. With
+# one each, a CTA whose multiprocessor is taken would begin when the others end, and the product
+# take twice its time; alone, one each is faster.
 WAVES = 8
 
 Local = Callable[[jax.Array, FFNWeights], jax.Array]
@@ -58,7 +59,8 @@ def equal_ffn(
   Args:
     rows_GRD: the rows of each group.
     gate_GDF: gate weights, or None if the activation is not gated.
-    up_GDF, down_GFD: up and down weights; all weights are cast to the type of the rows.
+    up_GDF, down_GFD: up and down weights; all weights are cast to the type of the rows, and the
+      width of the result may be another than D.
     activation: one of `activation_names()`.
     gate_bias_GF, up_bias_GF, down_bias_GD: biases, or None.
     backend: "auto" and "mosaic_gpu" use the kernels where R is a multiple of 128, no gradient is
@@ -75,7 +77,9 @@ def equal_ffn(
     ValueError: shapes disagree, or the activation or the backend is unknown or does not fit.
   """
   weights = FFNWeights(gate_GDF, up_GDF, down_GFD, gate_bias_GF, up_bias_GF, down_bias_GD)
-  check_ffn(rows_GRD.reshape(-1, rows_GRD.shape[-1]), weights, rows_GRD.shape[0], activation)
+  groups, _, width = rows_GRD.shape
+  flat_MD = jax.ShapeDtypeStruct((groups, width), rows_GRD.dtype)
+  check_ffn(flat_MD, weights, groups, activation, out_width=down_GFD.shape[-1])
   weights = cast_weights(weights, rows_GRD.dtype)
   rows = rows_GRD.shape[1] // shares
   if rows_have_kernels(rows, backend, rows_GRD.dtype, *up_GDF.shape[1:]):
@@ -127,6 +131,7 @@ def _first_layer(rows_GRD, weights: FFNWeights, activation: str) -> jax.Array:
   """act(rows @ up + bias), [G, R, F], in one kernel."""
   from scmoe.kernels.grouped_matmul import mosaic_gpu, pipeline, tiles
 
+  waves = WAVES if jax.sharding.get_abstract_mesh().size > 1 else 1
   groups, rows, width = rows_GRD.shape
   kind = "up" if len(weights.up_weights) == 2 else "activated"
   (a_RF,) = mosaic_gpu.rows_product(
@@ -139,7 +144,7 @@ def _first_layer(rows_GRD, weights: FFNWeights, activation: str) -> jax.Array:
     activation=get_activation(activation),
     with_results=False,
     out_dtype=rows_GRD.dtype,
-    num_sms=WAVES * pipeline.resolve_num_sms(None),
+    num_sms=waves * pipeline.resolve_num_sms(None),
   )
   # The layout's static bound leaves room for groups that end inside a tile; these do not.
   return a_RF[: groups * rows].reshape(groups, rows, -1)

@@ -54,14 +54,30 @@ class FFNConfig:
   num_sms: int | None = None
 
 
-def check_ffn(rows: jax.Array, weights: FFNWeights, num_groups: int, activation: str) -> None:
-  """Raises ValueError, naming both sides, unless all shapes agree."""
+def check_ffn(
+  rows: jax.Array | jax.ShapeDtypeStruct,
+  weights: FFNWeights,
+  num_groups: int,
+  activation: str,
+  *,
+  out_width: int | None = None,
+) -> None:
+  """Raises ValueError, naming both sides, unless all shapes agree.
+
+  Args:
+    rows: [rows, D].
+    weights: of `num_groups` experts.
+    num_groups: G.
+    activation: its name.
+    out_width: width of the result, D unless it is given.
+  """
   kind = get_activation(activation)
   if rows.ndim != 2:
     raise ValueError(f"rows must be [rows, D], got shape {rows.shape}")
   if weights.up_GDF.ndim != 3:
     raise ValueError(f"up must be [G, D, F], got shape {weights.up_GDF.shape}")
   groups, width, hidden = weights.up_GDF.shape
+  out_width = width if out_width is None else out_width
   if kind.gated != (weights.gate_GDF is not None):
     has = "has" if weights.gate_GDF is not None else "lacks"
     raise ValueError(
@@ -70,10 +86,10 @@ def check_ffn(rows: jax.Array, weights: FFNWeights, num_groups: int, activation:
     )
   expected = {
     "gate_GDF": (groups, width, hidden),
-    "down_GFD": (groups, hidden, width),
+    "down_GFD": (groups, hidden, out_width),
     "gate_bias_GF": (groups, hidden),
     "up_bias_GF": (groups, hidden),
-    "down_bias_GD": (groups, width),
+    "down_bias_GD": (groups, out_width),
   }
   for name, shape in expected.items():
     value = getattr(weights, name)

@@ -16,9 +16,11 @@ The layers of a model follow one another in one program, and so they do here: `-
 each fed with what the one before brought back; times are per layer. (The host reads the trip count
 of the loop of further rounds, and so cannot run ahead into the next program.) They are compiled
 with the options of a training step: latency-hiding scheduler, no command buffers.
-A row is gathered to its buffer, sent, brought back, weighted and summed: the whole path that a
-token takes, less its expert. Results are checked before they are timed: y = Σ_k w_k · x. What
-`capacity` drops is left out of its y and reported.
+A row is gathered to its buffer, sent, put in the order of the experts, brought back, weighted and
+summed: the whole path that a token takes, less its expert. A barrier stands in the experts' place:
+without it XLA lets the order of `capacity` and its inverse, two transposes, cancel. Results are
+checked before they are timed: y = Σ_k w_k · x. What `capacity` drops is left out of its y and
+reported.
 """
 
 from __future__ import annotations
@@ -65,6 +67,7 @@ def with_capacity(x, expert, weight, exchange, num_experts):
   routing = routing_of(expert, weight, num_experts)
   rows = int(SLACK * expert.size / num_experts)
   sent = capacity.dispatch(x, routing, rows_per_expert=rows, exchange=exchange)
+  sent = jax.lax.optimization_barrier(sent)
   return capacity.combine(sent, weight, exchange=exchange), sent.dropped
 
 
@@ -72,10 +75,12 @@ def without_drops(x, expert, weight, exchange, num_experts, one_round=False):
   routing = routing_of(expert, weight, num_experts)
   sent = dropless.dispatch(x, routing, slack=SLACK, exchange=exchange)
   if one_round:
+    sent = jax.lax.optimization_barrier(sent)
     return dropless.combine(sent, weight, exchange=exchange), sent.rounds
   stay = lambda part, _: part
   options = {"slack": SLACK, "exchange": exchange, "experts": stay}
   sent, more = dropless.further_rounds(sent, x, routing, (), **options)
+  sent = jax.lax.optimization_barrier(sent)
   return dropless.combine(sent, weight, exchange=exchange) + more, sent.rounds
 
 
@@ -165,10 +170,12 @@ def measure(args, mebibytes: int, kind: str, mesh) -> dict:
   return {"mebibytes": mebibytes, "routing": kind, "tokens_per_device": tokens, "arms": figures}
 
 
-def _chain(arm, layers, x, *rest):
+def _chain(arm, layers, x, expert, weight, exchange, num_experts):
   most = jnp.zeros((), jnp.int32)
-  for _ in range(layers):
-    x, extra = arm(x, *rest)
+  for layer in range(layers):
+    # Every layer chooses other experts, or XLA would plan, and exchange counts, once for all.
+    choice = (expert + layer) % num_experts
+    x, extra = arm(x, choice, weight, exchange, num_experts)
     most = jnp.maximum(most, extra)
   return x, most[None]
 

@@ -123,7 +123,8 @@ def alone(function: Callable[..., Any], arguments: Sequence[Any], rounds: int = 
   """Milliseconds of a call, timed as `triton.testing.do_bench` times the peers: 20 ms of warm-up,
   then 150 ms of calls, before each of which a buffer larger than the L2 cache is zeroed.
 
-  The zeroing is timed by itself and subtracted, where do_bench records events around the call.
+  The zeroing is what a second one before each call adds, and is subtracted, where do_bench records
+  events around the call. (Alone, many short launches would measure the host.)
 
   Args:
     function: jitted function.
@@ -133,22 +134,23 @@ def alone(function: Callable[..., Any], arguments: Sequence[Any], rounds: int = 
   flush = jax.jit(lambda: jnp.zeros((_FLUSH_BYTES // 4,), jnp.int32))
   jax.block_until_ready((function(*arguments), flush()))
 
-  def seconds(calls: int, work: bool) -> float:
+  def seconds(calls: int, flushes: int) -> float:
     start = time.perf_counter()
     result = None
     for _ in range(calls):
-      zeros = flush()
-      result = (zeros, function(*arguments)) if work else zeros
+      zeros = [flush() for _ in range(flushes)]
+      result = (zeros, function(*arguments))
     jax.block_until_ready(result)
     return time.perf_counter() - start
 
-  once = seconds(5, True) / 5
+  once = seconds(5, 1) / 5
   samples = []
   for _ in range(rounds):
     time.sleep(0.5)
-    seconds(max(1, math.ceil(0.02 / once)), True)
+    seconds(max(1, math.ceil(0.02 / once)), 1)
     calls = max(1, math.ceil(0.15 / once))
-    samples.append((seconds(calls, True) - seconds(calls, False)) / calls * 1e3)
+    with_one = seconds(calls, 1)
+    samples.append((2 * with_one - seconds(calls, 2)) / calls * 1e3)
   return statistics.median(samples)
 
 

@@ -212,10 +212,14 @@ class Output:
 class Stage(nnx.Module):
   """What one step of the scan over layers holds: the units that share one set of experts."""
 
-  def __init__(self, config: ModelConfig, router, transport, mesh, *, rngs: nnx.Rngs):
+  def __init__(
+    self, config: ModelConfig, router, transport, mesh, equal_backend: str, *, rngs: nnx.Rngs
+  ):
     rule = config.wiring_rule
-    self.units = nnx.List([_make_unit(config, mesh, rngs) for _ in range(rule.units_per_moe)])
-    self.moe = _make_moe(config, router, transport, mesh, rngs) if rule.taps else None
+    make_unit = lambda: _make_unit(config, mesh, equal_backend, rngs)
+    self.units = nnx.List([make_unit() for _ in range(rule.units_per_moe)])
+    moe = lambda: _make_moe(config, router, transport, mesh, equal_backend, rngs)
+    self.moe = moe() if rule.taps else None
 
 
 class GPT(nnx.Module):
@@ -253,8 +257,9 @@ class GPT(nnx.Module):
       init_std=config.init_std,
       rngs=rngs,
     )
+    equal = _equal_backend(config, mesh, self.overlap)
     self.stages = _stacked(
-      lambda key: Stage(config, router, transport, mesh, rngs=nnx.Rngs(params=key)),
+      lambda key: Stage(config, router, transport, mesh, equal, rngs=nnx.Rngs(params=key)),
       jax.random.split(rngs.params(), self.num_stages),
     )
     self.norm = _norm(config)
@@ -430,7 +435,20 @@ def _out_std(config: ModelConfig) -> float:
   return config.init_std / (2 * config.num_layers) ** 0.5
 
 
-def _make_moe(config: ModelConfig, router, transport, mesh, rngs: nnx.Rngs) -> MoE:
+def _equal_backend(config: ModelConfig, mesh: Mesh | None, overlap: OverlapConfig) -> str:
+  """What computes groups of one size: dense MLPs, and experts with equal room.
+
+  Left to itself on several devices, XLA, unless the schedule is tied: its scheduler knows no times
+  of kernels, and without barriers laid the exchanges badly beside them (experiments/LOG.md).
+  """
+  alone = mesh is None or mesh.size == 1
+  free = config.expert_backend == "auto" and not alone and not overlap.barriers
+  return "xla" if free else config.expert_backend
+
+
+def _make_moe(
+  config: ModelConfig, router, transport, mesh, equal_backend: str, rngs: nnx.Rngs
+) -> MoE:
   return MoE(
     config.width,
     config.expert_hidden,
@@ -443,18 +461,19 @@ def _make_moe(config: ModelConfig, router, transport, mesh, rngs: nnx.Rngs) -> M
     transport=transport,
     mesh=mesh,
     backend=config.expert_backend,
+    equal_backend=equal_backend,
     rngs=rngs,
   )
 
 
-def _make_unit(config: ModelConfig, mesh: Mesh | None, rngs: nnx.Rngs) -> Unit:
+def _make_unit(config: ModelConfig, mesh: Mesh | None, equal_backend: str, rngs: nnx.Rngs) -> Unit:
   rule = config.wiring_rule
   blocks = []
   for index in range(config.moe_every):
     ends_in_moe = index == config.moe_every - 1 and bool(rule.taps)
     hidden = config.shared_hidden if ends_in_moe else config.mlp_hidden
     has_mlp = not ends_in_moe or rule.shared_expert
-    blocks.append(_make_block(config, hidden if has_mlp else 0, mesh, rngs))
+    blocks.append(_make_block(config, hidden if has_mlp else 0, mesh, equal_backend, rngs))
   own = rule.is_shortcut and config.shortcut_norm != "shared"
   post = rule.is_shortcut and config.shortcut_norm == "megatron"
   mix = None
@@ -470,7 +489,9 @@ def _make_unit(config: ModelConfig, mesh: Mesh | None, rngs: nnx.Rngs) -> Unit:
   )
 
 
-def _make_block(config: ModelConfig, hidden: int, mesh: Mesh | None, rngs: nnx.Rngs) -> Block:
+def _make_block(
+  config: ModelConfig, hidden: int, mesh: Mesh | None, equal_backend: str, rngs: nnx.Rngs
+) -> Block:
   """A transformer block; `hidden` = 0 leaves its feed-forward sublayer out."""
   bias = config.style == "gpt2"
   attention = Attention(
@@ -494,7 +515,7 @@ def _make_block(config: ModelConfig, hidden: int, mesh: Mesh | None, rngs: nnx.R
       init_std=config.init_std,
       out_std=_out_std(config),
       mesh=mesh,
-      backend=config.expert_backend,
+      backend=equal_backend,
       rngs=rngs,
     )
   return Block(_norm(config), attention, _norm(config), mlp)

@@ -69,6 +69,7 @@ class MoE(nnx.Module):
     router, transport: options of routing and dispatch.
     mesh: the device mesh, or None for one device.
     backend: of the dropless experts' products; see `scmoe.kernels.grouped_matmul.backend`.
+    equal_backend: of experts with equal room; see `grouped_matmul.equal_ffn`.
   """
 
   def __init__(
@@ -85,6 +86,7 @@ class MoE(nnx.Module):
     transport: DispatchConfig,
     mesh: Mesh | None,
     backend: str = "auto",
+    equal_backend: str = "auto",
     rngs: nnx.Rngs,
   ):
     def weight(shape, std, axes):
@@ -96,7 +98,8 @@ class MoE(nnx.Module):
     into, out = (num_experts, width, hidden), (num_experts, hidden, width)
     into_axes, out_axes = ("expert", "embed", "expert_hidden"), ("expert", "expert_hidden", "embed")
     self.num_experts, self.activation = num_experts, activation
-    self.router, self.transport, self.mesh, self.backend = router, transport, mesh, backend
+    self.router, self.transport, self.mesh = router, transport, mesh
+    self.backend, self.equal_backend = backend, equal_backend
     router.check()
     gates = make_gates(width, num_experts, router, init_std=init_std, rngs=rngs)
     self.router_gate = nnx.List(gates)
@@ -279,6 +282,7 @@ class MoE(nnx.Module):
   def _experts(self, part: Any, weights: ExpertWeights) -> Any:
     """The expert stage on one chunk, whichever way the weights are spread."""
     shards = self._axis_size("shard")
+    equal = isinstance(part, Rows) and part.group_sizes_e is None
     return expert_stage(
       part,
       weights,
@@ -287,7 +291,7 @@ class MoE(nnx.Module):
       replicas=self.transport.adaptive_r,
       gather_experts=self.transport.adaptive_r == 0 and self._axis_size("expert") > 1,
       tensor=self._axis_size("tensor"),
-      backend=self.backend,
+      backend=self.equal_backend if equal else self.backend,
     )
 
   def _weights(self) -> tuple[ExpertWeights, Any]:

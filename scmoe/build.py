@@ -114,8 +114,14 @@ def build(run: RunConfig, devices: Sequence[Any] | None = None) -> Built:
 
 def make_objective(run: RunConfig, mesh: Mesh, graph: nnx.GraphDef) -> LanguageModelObjective:
   """What a resolved run minimises."""
-  tries = run.dispatch.retries and run.dispatch.adaptive_r != 0 and mesh.shape["expert"] > 1
+  tries = first_tries(run, mesh, jax.default_backend())
   return LanguageModelObjective(graph, run.router, remat=run.train.remat, tries=tries)
+
+
+def first_tries(run: RunConfig, mesh: Mesh | AbstractMesh, platform: str) -> bool:
+  """Whether a step first tries a microbatch in one round of the dropless transport."""
+  exchanged = run.dispatch.adaptive_r != 0 and mesh.shape["expert"] > 1
+  return exchanged and run.dispatch.retries(platform)
 
 
 def build_mesh(run: RunConfig, devices: Sequence[Any] | None = None) -> Mesh:

@@ -35,7 +35,8 @@ class Memory:
   """Bytes on each device, by kind.
 
   Attributes:
-    parameters, gradients, optimizer: exact.
+    parameters, gradients, optimizer: exact. A step that first tries a microbatch in one round of
+      the dropless transport, as on GPUs, holds the attempt's gradients too.
     activations: what the backward pass keeps of one microbatch, and what one step of the scan over
       layers recomputes; an estimate, since XLA fuses.
     exchange: send and receive buffers of one dispatch and one combine.
@@ -104,7 +105,7 @@ def dry_run(run: RunConfig) -> DryRun:
   parameters = _bytes_per_device(state.params)
   memory = Memory(
     parameters=parameters,
-    gradients=parameters,
+    gradients=parameters * (1 + build.first_tries(run, mesh, "gpu")),
     optimizer=_bytes_per_device(state.opt_state),
     activations=_activation_bytes(run),
     exchange=4 * max((size for _, size, _ in sent), default=0),

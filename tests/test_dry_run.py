@@ -91,6 +91,18 @@ def test_peak_flops():
 # --- memory and traffic ---------------------------------------------------------------------------
 
 
+def test_an_attempt_of_the_dropless_transport_has_gradients_of_its_own():
+  dropless = {"dispatch__transport": "dropless", "mesh__data": 1}
+  spread = {**dropless, "mesh__expert": 4}
+  for fields, trees in (
+    ({**spread, "dispatch__further": "auto"}, 2),
+    ({**spread, "dispatch__further": "layer"}, 1),
+    ({**dropless, "mesh__expert": 1}, 1),
+  ):
+    memory = dry_run(tiny(**fields)).memory
+    assert memory.gradients == trees * memory.parameters
+
+
 def test_state_is_what_the_devices_hold():
   run = tiny(mesh__data=2, mesh__expert=2, mesh__tensor=2)
   memory = dry_run(run).memory

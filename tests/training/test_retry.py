@@ -126,10 +126,9 @@ def test_one_device_needs_no_attempt():
     ("layer", "gpu", False),
   ],
 )
-def test_left_to_itself_a_gpu_tries_first(monkeypatch, further, platform, retries):
-  monkeypatch.setattr(jax, "default_backend", lambda: platform)
-  assert DispatchConfig(transport="dropless", further=further).retries == retries
-  assert not DispatchConfig(transport="capacity", further=further).retries
+def test_left_to_itself_a_gpu_tries_first(further, platform, retries):
+  assert DispatchConfig(transport="dropless", further=further).retries(platform) == retries
+  assert not DispatchConfig(transport="capacity", further=further).retries(platform)
 
 
 def test_the_objective_takes_the_default(monkeypatch):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
-
 from scmoe.errors import ConfigError
 from scmoe.options import option
 
@@ -60,16 +58,18 @@ class DispatchConfig:
     minimum=0,
   )
 
-  @property
-  def retries(self) -> bool:
+  def retries(self, platform: str) -> bool:
     """Whether a training step first tries a microbatch without further rounds.
 
     Left to itself, on GPUs, which wait for a host that reads the number of rounds in every layer;
     elsewhere a second program would be compiled for nothing.
+
+    Args:
+      platform: of the devices, as jax names it.
     """
     further = self.further
     if further == "auto":
-      further = "retry" if jax.default_backend() == "gpu" else "layer"
+      further = "retry" if platform == "gpu" else "layer"
     return self.transport == "dropless" and further == "retry"
 
   def check_shards(self, shards: int) -> None:

@@ -282,8 +282,8 @@ def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -
 
 
 def num_workers(tiling: Tiling, num_sms: int) -> int:
-  """How many CTAs or pairs of CTAs share the tiles."""
-  return num_sms // tiling.cluster
+  """How many CTAs or pairs of CTAs share the tiles; one pair at least."""
+  return max(1, num_sms // tiling.cluster)
 
 
 def launch(body, out_type, tiling: Tiling, num_sms: int):

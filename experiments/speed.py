@@ -4,7 +4,8 @@ An arm is one word for the wiring and dotted words for how it runs, e.g. `pos2.s
 
   wiring   dense · top (top-k) · shared · pos1 · pos2 · pos3; shared and pos* route one expert less
            than top and have a shared expert, so that active FLOPs are equal
-  s<N>     expert stage in slot N, tied with barriers, forward and (mirrored) backward
+  s<N>     expert stage in slot N, tied with barriers, forward and (mirrored) backward; a forward
+           pass then has kernels in its first layers, where without barriers it has XLA's products
   b<N>     another slot for the backward pass; bfree leaves the backward pass to XLA
   free     no barriers: XLA orders (the default)
   seq      control: no dense operation beside the MoE's stages

@@ -119,8 +119,8 @@ def evaluation(built: build.Built, data: Data) -> Callable[[TrainState, Poll], A
 
 
 def sampling(built: build.Built, data: Data) -> Callable[[TrainState], str] | None:
-  """What the trainer calls for a sample; None where the model is spread over devices."""
-  if built.mesh.size > 1:
+  """What the trainer calls for a sample; None where the model is spread over processes."""
+  if jax.process_count() > 1:
     return None
 
   def run(state: TrainState) -> str:

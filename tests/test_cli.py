@@ -191,7 +191,7 @@ def quick_compiler():
 
 
 def test_train_stop_resume_evaluate_generate(here, capsys, quick_compiler):
-  """On the eight simulated devices: data 8; evaluated there, sampled on one of them."""
+  """On eight simulated devices, data 8: trained, evaluated, sampled; continued on one of them."""
   argv = ["--smoke", "--workdir=a", "--config.train.steps=4"]
   code, out, err = outcome(train.main, capsys, *argv, "--config.train.stop_after=2")
   assert code == 75, err
@@ -207,6 +207,7 @@ def test_train_stop_resume_evaluate_generate(here, capsys, quick_compiler):
   code, out, err = outcome(train.main, capsys, *argv)
   assert code == 0, err
   assert "resuming from step 2" in out
+  assert "sample at step 4" in out
   assert "a bigram model of bytes" in out
   assert "next: python -m scmoe.evaluate --workdir a" in out
   lines = [json.loads(line) for line in Path("a/metrics.jsonl").read_text().splitlines()]

@@ -8,6 +8,7 @@ does not depend on who else is in the batch.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jax import Array
 from scmoe.errors import ConfigError
 from scmoe.inference.sampling import Sampling, sample
 from scmoe.models.gpt import GPT
+from scmoe.parallel.mesh import BATCH_AXES
 
 
 def generate(
@@ -35,8 +37,10 @@ def generate(
 ) -> list[list[int]]:
   """Continues every prompt.
 
+  Where the model's mesh splits the batch, the last prompt is repeated until every part has one.
+
   Args:
-    model: a trained model; its mesh must not split the batch.
+    model: a trained model, on one device or on a mesh of this process.
     prompts: token ids, at least one per prompt.
     max_new_tokens: tokens to add.
     temperature, top_k, top_p: see `Sampling`.
@@ -54,6 +58,8 @@ def generate(
   sampling = Sampling(temperature, top_k, top_p)
   sampling.check()
   _check_prompts(model, prompts, max_new_tokens)
+  asked = len(prompts)
+  prompts = prompts + [prompts[-1]] * (-asked % _batch_parts(model))
   lengths_B = np.array([len(p) for p in prompts], np.int32)
   padded = _round_up(int(lengths_B.max()), 16)  # few prompt lengths to compile for
   tokens_BS = np.zeros((len(prompts), padded), np.int32)
@@ -65,7 +71,11 @@ def generate(
       graph, params, router, tokens_BS, lengths_B, jax.random.key(seed), sampling, max_new_tokens
     )
   )
-  return [_until(row.tolist(), eos_id) for row in new_BS]
+  return [_until(row.tolist(), eos_id) for row in new_BS[:asked]]
+
+
+def _batch_parts(model: GPT) -> int:
+  return 1 if model.mesh is None else math.prod(model.mesh.shape[axis] for axis in BATCH_AXES)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 6, 7))

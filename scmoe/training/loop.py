@@ -32,6 +32,7 @@ from scmoe.parallel.mesh import BATCH_AXES, batch_sharding
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.distributed import all_agree, first_decides, is_first
 from scmoe.training.guided import GuidedStep
+from scmoe.training.health import CollapseAlarm
 from scmoe.training.metrics import Bar, Meter, Metrics, console_line, short_lists
 from scmoe.training.optimizer import Optimizer, decay_mask, make_optimizer
 from scmoe.training.options import CheckpointConfig, OptimizerConfig, TrainConfig
@@ -188,6 +189,7 @@ class _Run:
     self.skipping = False  # the last step that was looked at was skipped
     self.bar = Bar(0, 0, shown=False)
     self.metrics: Metrics | None = None  # on process 0
+    self.alarm = CollapseAlarm(spec.train.collapse_steps)
     self.tokens_per_step = accumulation * spec.train.batch_size * spec.sequence_length
 
   def _make_step(self, variant: Variant) -> GuidedStep:
@@ -353,6 +355,8 @@ class _Run:
     if self.metrics is None:
       return
     host = jax.device_get(arrays)
+    if collapsed := self.alarm.check(step, host):
+      warn(collapsed)
     if host:
       values["layers"] = short_lists(host)
       if train.router_every and step % train.router_every == 0:

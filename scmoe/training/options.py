@@ -60,6 +60,12 @@ class TrainConfig:
     "(exit 4)",
     minimum=0,
   )
+  collapse_steps: int = option(
+    200,
+    "steps for which a layer's router may leave over a quarter of its experts without a token, or "
+    "have a diversity below 0.3, before a warning names it; 0: never",
+    minimum=0,
+  )
   watchdog_seconds: float = option(
     0.0, "a step that takes longer ends the run with every stack (exit 86); 0: off", minimum=0
   )

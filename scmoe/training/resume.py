@@ -26,6 +26,7 @@ SAFE = (
   "train.tune",
   "train.tune_rounds",
   "train.max_skipped_in_row",
+  "train.collapse_steps",
   "train.watchdog_seconds",
   "train.first_step_seconds",
   "train.tensorboard",

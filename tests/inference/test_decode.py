@@ -24,7 +24,7 @@ def compile_fast():
 
 
 @functools.cache
-def make_model(wiring="scmoe_pos2", *, style="gpt2", moe_every=2, context=64):
+def make_model(wiring="scmoe_pos2", *, style="gpt2", moe_every=2, context=64, mesh=None):
   config = ModelConfig(
     style=style,
     wiring=wiring,
@@ -38,7 +38,7 @@ def make_model(wiring="scmoe_pos2", *, style="gpt2", moe_every=2, context=64):
     dtype="float32",
     init_std=0.3,  # far from uniform predictions, so that greedy choices are no ties
   )
-  return GPT(config.resolve(vocab_size=VOCAB), rngs=nnx.Rngs(0))
+  return GPT(config.resolve(vocab_size=VOCAB), mesh=mesh, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(
@@ -102,6 +102,15 @@ def test_a_prompt_does_not_depend_on_its_batch():
   alone = generate(model, [[1, 2, 3]], max_new_tokens=8, temperature=0)[0]
   crowd = generate(model, [[1, 2, 3]] + [[1, 2, 3, 4]] * 7, max_new_tokens=8, temperature=0)[0]
   assert alone == crowd
+
+
+@pytest.mark.parametrize("sizes", [(2, 4, 1), (1, 2, 2)], ids=["data-expert", "expert-tensor"])
+def test_a_mesh_says_the_same(mesh_of, sizes):
+  """Three prompts over eight, or two, parts of the batch."""
+  prompts = [[5, 17, 3], [8], [1, 2, 3, 4, 5, 6]]
+  options = {"max_new_tokens": 6, "temperature": 0.0}
+  alone = generate(make_model(), prompts, **options)
+  assert generate(make_model(mesh=mesh_of(*sizes)), prompts, **options) == alone
 
 
 def test_draws_follow_the_seed_and_end_at_eos():

@@ -160,12 +160,9 @@ def test_every_option_has_a_meaning():
 )
 def test_what_computes_groups_of_one_size(mesh_of, backend, devices, barriers, equal):
   config = harness.tiny(wiring="scmoe_pos2", dtype="bfloat16", **WIDE, expert_backend=backend)
-  model = GPT(
-    config,
-    mesh=mesh_of(expert=devices) if devices else None,
-    overlap=OverlapConfig(barriers=barriers),
-    rngs=nnx.Rngs(0),
-  )
+  mesh = mesh_of(expert=devices) if devices else None
+  overlap = OverlapConfig(barriers=barriers)
+  model = nnx.eval_shape(lambda: GPT(config, mesh=mesh, overlap=overlap, rngs=nnx.Rngs(0)))
   moe = model.stages.moe
   assert (moe.backend, moe.equal_backend) == (backend, equal)
   mlps = [b.mlp for unit in model.stages.units for b in unit.blocks if b.mlp is not None]

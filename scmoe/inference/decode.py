@@ -8,7 +8,6 @@ does not depend on who else is in the batch.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ from jax import Array
 from scmoe.errors import ConfigError
 from scmoe.inference.sampling import Sampling, sample
 from scmoe.models.gpt import GPT
-from scmoe.parallel.mesh import BATCH_AXES
+from scmoe.parallel.mesh import batch_parts
 
 
 def generate(
@@ -59,7 +58,7 @@ def generate(
   sampling.check()
   _check_prompts(model, prompts, max_new_tokens)
   asked = len(prompts)
-  prompts = prompts + [prompts[-1]] * (-asked % _batch_parts(model))
+  prompts = prompts + [prompts[-1]] * (-asked % batch_parts(model.mesh))
   lengths_B = np.array([len(p) for p in prompts], np.int32)
   padded = _round_up(int(lengths_B.max()), 16)  # few prompt lengths to compile for
   tokens_BS = np.zeros((len(prompts), padded), np.int32)
@@ -72,10 +71,6 @@ def generate(
     )
   )
   return [_until(row.tolist(), eos_id) for row in new_BS[:asked]]
-
-
-def _batch_parts(model: GPT) -> int:
-  return 1 if model.mesh is None else math.prod(model.mesh.shape[axis] for axis in BATCH_AXES)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 6, 7))

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from scmoe.kernels.grouped_matmul import equal_ffn, get_activation, rows_have_kernels
-from scmoe.parallel.mesh import BATCH_AXES, inside_shard_map
+from scmoe.parallel.mesh import BATCH_AXES, batch_parts, inside_shard_map
 
 
 def is_gated(activation: str) -> bool:
@@ -85,9 +85,7 @@ class MLP(nnx.Module):
 
   def _shares(self) -> int:
     """Parts that the batch has to be cut into for the kernels; 1 where it is cut already."""
-    if self.mesh is None or inside_shard_map():
-      return 1
-    return math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
+    return 1 if inside_shard_map() else batch_parts(self.mesh)
 
   def _has_kernels(self, x_BSD: Array) -> bool:
     """Whether each device has whole weights and a part of the batch that the kernels take."""

@@ -11,6 +11,7 @@ divided. `shard` has size 1 otherwise. Parameters keep their logical shape on ev
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -145,6 +146,11 @@ def partition_spec(logical: Sequence[str | None], ndim: int | None = None) -> P:
 def batch_sharding(mesh: Mesh, *, leading: int = 0) -> NamedSharding:
   """Sharding of an array whose batch dimension comes after `leading` unsharded ones."""
   return NamedSharding(mesh, P(*([None] * leading), BATCH_AXES))
+
+
+def batch_parts(mesh: Mesh | None) -> int:
+  """Parts that a mesh splits the batch into; 1 without one."""
+  return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -28,7 +28,7 @@ from scmoe.errors import (
   StorageError,
 )
 from scmoe.options import check_options
-from scmoe.parallel.mesh import BATCH_AXES, batch_sharding
+from scmoe.parallel.mesh import batch_parts, batch_sharding
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.distributed import all_agree, first_decides, is_first
 from scmoe.training.guided import GuidedStep
@@ -153,7 +153,7 @@ class Trainer:
     """Checks what depends on several sections; returns the number of microbatches."""
     for part, name in ((self.train, "train"), (self.checkpoint, "checkpoint")):
       check_options(part, name)
-    shards = math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
+    shards = batch_parts(self.mesh)
     self.train.check_mesh(shards, jax.process_count())
     if shards % jax.process_count():
       raise ConfigError(

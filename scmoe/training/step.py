@@ -6,7 +6,6 @@ The step knows nothing of models: it meets them through `Objective`.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -19,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scmoe.errors import ConfigError
-from scmoe.parallel.mesh import BATCH_AXES, batch_sharding, replicated
+from scmoe.parallel.mesh import BATCH_AXES, batch_parts, batch_sharding, replicated
 from scmoe.training.optimizer import Optimizer
 
 PyTree = Any
@@ -249,7 +248,7 @@ def accumulate_locally(
     held = {axis for part in spec for axis in ((part,) if isinstance(part, str) else part or ())}
     over = tuple(a for a in BATCH_AXES if a not in held and mesh.shape[a] > 1)
     # Every device has differentiated the same global loss: the sum counts it once per device.
-    grad = grad / math.prod(mesh.shape[a] for a in BATCH_AXES)
+    grad = grad / batch_parts(mesh)
     return jax.lax.psum(grad.astype(dtype), over).astype(jnp.float32) if over else grad
 
   if mesh.shape["tensor"] > 1:

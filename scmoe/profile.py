@@ -21,7 +21,7 @@ import numpy as np
 
 from scmoe import build
 from scmoe.blocks.schedule import COMPUTE, LINK, Span, Times, best_chunks, describe
-from scmoe.blocks.wiring import WIRINGS, Wiring, tap_index
+from scmoe.blocks.wiring import WIRINGS, Wiring, dense_operations, tap_index
 from scmoe.command_line import TRAIN_FLAGS, Flag, help_text, parse, run_config
 from scmoe.config import RunConfig
 from scmoe.errors import ConfigError, run_main
@@ -262,8 +262,7 @@ def modelled_times(run: RunConfig, modelled_on: str) -> Times | None:
 
 def split_window(wiring: Wiring, blocks: int) -> tuple[list[str], list[str]]:
   """Dense operations of a unit before its first shortcut, and those after: the window."""
-  dense = ["attention", "mlp"] * blocks
-  dense = dense[:-1] + (["shared expert"] if wiring.shared_expert else [])
+  dense = dense_operations(wiring, blocks)
   start = min(tap_index(tap, blocks) for tap in wiring.taps)
   return dense[:start], dense[start:]
 

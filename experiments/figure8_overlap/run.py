@@ -17,13 +17,14 @@ import speed  # noqa: E402
 
 CONTROLS = ("comm.top", "comm.sc")
 # With barriers the dense first layers are kernels, and so they are in those arms' ceiling.
-CEILING = ("pos2.compute", "pos2.s2.compute", *CONTROLS)
+CEILING = ("pos2.compute", "pos2.s1h.compute", *CONTROLS)
+WIRINGS = ("top", "top.ch2", "shared", "pos1", "pos2")
 JOBS = {
   "gpt3_xl": speed.Job(
     "slow",
     "gpt3_xl",
     "forward",
-    ("top", "top.ch2", "shared", "pos1", "pos2", "pos2.s1", "pos2.s2", "pos2.seq", *CEILING),
+    (*WIRINGS, "pos2.s1", "pos2.s1h", "pos2.s2", "pos2.seq", *CEILING),
   ),
   "narrow": speed.Job(
     "slow",
@@ -35,7 +36,7 @@ JOBS = {
     "nvlink",
     "fine",
     "forward",
-    ("top", "shared", "pos2", "pos2.s1", "pos2.seq", *CEILING),
+    ("top", "shared", "pos2", "pos2.s1", "pos2.s1h", "pos2.seq", *CEILING),
   ),
   "fine_ce": speed.Job(
     "copy_engines",

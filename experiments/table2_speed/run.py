@@ -31,7 +31,13 @@ JOBS = {
     accumulation=8,
   ),
   "fine": speed.Job("nvlink", "fine", "train", ("top.once16", *PAIR), accumulation=4),
-  "fine_ce": speed.Job("copy_engines", "fine", "train", ("top.once16", *PAIR), accumulation=4),
+  "fine_ce": speed.Job(
+    "copy_engines",
+    "fine",
+    "train",
+    ("top.once16", *PAIR, "pos2.s1.bfree.once16", "pos2.s1.once16.opaque"),
+    accumulation=4,
+  ),
 }
 
 if __name__ == "__main__":

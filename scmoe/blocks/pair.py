@@ -7,15 +7,15 @@ the expert stage in slot 2 runs as
   MoE      route, dispatch ----------------> | experts | -- combine -> |
 
 Dense operations are listed once; the wiring says before which of them the MoE starts, the slot
-before which of them its experts run. Order changes no value: sequential and overlapped executions
-are the same function.
+before which of them, or inside which attention, its experts run. Order changes no value: sequential
+and overlapped executions are the same function.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +25,15 @@ from jax import Array
 from scmoe.blocks.mix import Mix
 from scmoe.blocks.schedule import OverlapConfig, resolve_backward_slot, resolve_slot
 from scmoe.blocks.wiring import Tap, Wiring, is_handed_over, tap_index
-from scmoe.layers.attention import Attention, KeyValues
+from scmoe.layers.attention import Attention, KeyValues, Projected
 from scmoe.layers.mlp import MLP
 from scmoe.layers.norm import Norm
 from scmoe.moe.layer import InFlight, MoE
 from scmoe.moe.types import RouterSums
 
 SHORTCUT_NORMS = ("shared", "own", "megatron")
+# What the main path carries: its value, or the queries, keys and values inside an attention.
+Main = TypeVar("Main", bound=Array | Projected)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +150,10 @@ class _UnitRun:
     for index in range(last):
       h_BSD = self.stages_before(index, h_BSD)
       block = unit.blocks[index // 2]
-      h_BSD = self.attend(block, h_BSD) if index % 2 == 0 else h_BSD + self.feed(block, h_BSD)
+      if index % 2 == 0:
+        h_BSD = self.attend(index, block, h_BSD)
+      else:
+        h_BSD = h_BSD + self.feed(block, h_BSD)
     h_BSD = self.stages_before(last, h_BSD)
     end = unit.blocks[-1]
     dense_BSD = None if end.mlp is None else self.feed(end, h_BSD)
@@ -157,7 +162,7 @@ class _UnitRun:
 
   # -- dense operations ---------------------------------------------------------------------------
 
-  def attend(self, block: Block, h_BSD: Array) -> Array:
+  def attend(self, index: int, block: Block, h_BSD: Array) -> Array:
     with jax.named_scope("attention"):
       cache = None if self.caches is None else self.caches[len(self.new_caches or [])]
       y_BSD, cache = block.attention(
@@ -165,6 +170,7 @@ class _UnitRun:
         self.call.positions_BS,
         segments_BS=self.call.segments_BS,
         cache=cache,
+        projected=lambda qkv: self.experts_at(index + 0.5, qkv),
       )
       if self.new_caches is not None and cache is not None:
         self.new_caches.append(cache)
@@ -179,29 +185,40 @@ class _UnitRun:
 
   def stages_before(self, index: int, h_BSD: Array) -> Array:
     """Starts, computes or finishes the flights whose time is before dense operation `index`."""
-    blocks, last = len(self.unit.blocks), 2 * len(self.unit.blocks) - 1
-    overlap = self.call.overlap
+    blocks, sequential = len(self.unit.blocks), self.call.overlap.sequential
     self.keep_for_next(index, h_BSD)
     for gating, tap in enumerate(self.unit.wiring.taps):
-      start = tap_index(tap, blocks)
-      window = last + 1 - start - (self.unit.blocks[-1].mlp is None)
+      if index == tap_index(tap, blocks):
+        h_BSD = self.start(gating, tap, h_BSD)
+        if sequential:
+          h_BSD = self.run_alone(gating, h_BSD)
+    h_BSD = self.experts_at(index, h_BSD)
+    if index == 2 * blocks and not sequential:
+      self.outputs += [self.finish(gating) for gating in self.flights]
+    return h_BSD
+
+  def experts_at(self, place: float, main: Main) -> Main:
+    """Computes, or ties to the main path, the flights whose slot is here.
+
+    Args:
+      place: number of dense operations of this unit so far; a half inside an attention.
+      main: what the main path's next operation reads.
+    """
+    overlap, blocks = self.call.overlap, self.unit.blocks
+    if overlap.sequential:
+      return main
+    for gating in self.flights:
+      start = tap_index(self.unit.wiring.taps[gating], len(blocks))
+      window = 2 * len(blocks) - start - (blocks[-1].mlp is None)
       slot = start + resolve_slot(overlap.slot, window)
       backward = start + resolve_backward_slot(overlap, window)
-      if index == start:
-        h_BSD = self.start(gating, tap, h_BSD)
-        if overlap.sequential:
-          h_BSD = self.run_alone(gating, h_BSD)
-      if overlap.sequential:
-        continue
-      if index == backward < slot:
-        h_BSD = self.tie_rows(gating, h_BSD, only="backward")
-      if index == slot:
-        h_BSD = self.compute(gating, h_BSD, both_ways=slot == backward)
-      if index == backward > slot:
-        h_BSD = self.tie_rows(gating, h_BSD, only="backward")
-      if index == last + 1:
-        self.outputs.append(self.finish(gating))
-    return h_BSD
+      if place == backward < slot:
+        main = self.tie_rows(gating, main, only="backward")
+      if place == slot:
+        main = self.compute(gating, main, both_ways=slot == backward)
+      if place == backward > slot:
+        main = self.tie_rows(gating, main, only="backward")
+    return main
 
   def start(self, gating: int, tap: Tap, h_BSD: Array) -> Array:
     assert self.moe is not None
@@ -223,13 +240,13 @@ class _UnitRun:
     )
     return h_BSD
 
-  def compute(self, gating: int, h_BSD: Array, *, both_ways: bool) -> Array:
+  def compute(self, gating: int, main: Main, *, both_ways: bool) -> Main:
     """The experts, between the end of the dispatch and the start of the combine."""
     assert self.moe is not None
     only = "" if both_ways else "forward"
-    h_BSD = self.tie_rows(gating, h_BSD, only=only)  # the dispatch has ended
+    main = self.tie_rows(gating, main, only=only)  # the dispatch has ended
     self.run_experts(gating)
-    return self.tie_rows(gating, h_BSD, only=only)  # the combine starts
+    return self.tie_rows(gating, main, only=only)  # the combine starts
 
   def run_experts(self, gating: int) -> None:
     assert self.moe is not None
@@ -249,24 +266,24 @@ class _UnitRun:
     self.outputs.append((y_BSD, sums))
     return h_BSD
 
-  def tie_rows(self, gating: int, h_BSD: Array, *, only: str = "") -> Array:
+  def tie_rows(self, gating: int, main: Main, *, only: str = "") -> Main:
     """Ties the rows of a flight to the main path; see `tie`."""
     flight = self.flights[gating]
     rows, rest = _split_floats(flight.dispatched)
-    rows, h_BSD = self.tie(rows, h_BSD, only=only)
+    rows, main = self.tie(rows, main, only=only)
     self.flights[gating] = dataclasses.replace(flight, dispatched=rest(rows))
-    return h_BSD
+    return main
 
-  def tie(self, moe_stream: Any, h_BSD: Array, *, only: str = "") -> tuple[Any, Array]:
+  def tie(self, moe_stream: Any, main: Main, *, only: str = "") -> tuple[Any, Main]:
     """Neither stream's next operation starts before both streams have come here.
 
     The transpose of a barrier is a barrier, so that the backward pass has the mirror image of the
     schedule. `only` = "forward" or "backward" ties one of the two passes.
     """
     if not (self.call.overlap.barriers or self.call.overlap.sequential):
-      return moe_stream, h_BSD
+      return moe_stream, main
     barrier = {"": jax.lax.optimization_barrier, "forward": _tie_forward, "backward": _tie_backward}
-    return barrier[only]((moe_stream, h_BSD))
+    return barrier[only]((moe_stream, main))
 
   def tap_input(self, tap: Tap, h_BSD: Array) -> Array:
     """The normalised value that the routed experts read."""

@@ -4,7 +4,8 @@ Two streams: the main path with its dense operations, and the MoE with route, di
 combine. All-to-alls (dispatch, combine) run beside computation; computation never runs beside
 computation. Routing goes to the earliest point, the weighted sum of the routed rows to the latest,
 so the one free choice is the slot: the number of dense operations between the shortcut and the
-experts (paper §3.2, whose K is the slot + 1).
+experts (paper §3.2, whose K is the slot + 1). Halves lie inside an attention, which has a natural
+seam behind its projections: where operations are few, whole slots divide the window too coarsely.
 
   makespan(slot) = route + max(pre, dispatch) + experts + max(post, combine) + add
 
@@ -18,23 +19,25 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from scmoe.errors import ConfigError
 from scmoe.options import option
 
 FREE = -2  # of `backward_slot`
+ATTENTION = "attention"  # the dense operation that has half slots
 
 
 @dataclasses.dataclass(frozen=True)
 class OverlapConfig:
   """How communication is laid beside the dense path."""
 
-  slot: int = option(
-    -1,
+  slot: float = option(
+    -1.0,
     "dense operations between the shortcut and the expert stage; -1 for the last slot before the "
-    "routed output is needed",
+    "routed output is needed; a half lies inside an attention, after its projections",
     minimum=-1,
   )
-  backward_slot: int = option(
-    -1,
+  backward_slot: float = option(
+    -1.0,
     "the same for the backward pass, counted in forward order; -1 for the mirror image of the "
     "forward pass, -2 to leave the backward pass to XLA",
     minimum=FREE,
@@ -101,18 +104,43 @@ def slot_count(window: int) -> int:
   return window + 1
 
 
-def resolve_slot(slot: int, window: int) -> int:
+def slots(dense: Sequence[str]) -> list[float]:
+  """All slots beside dense operations of these names: those of the paper, and the halves."""
+  whole = range(slot_count(len(dense)))
+  return sorted([*whole, *(i + 0.5 for i, name in enumerate(dense) if name == ATTENTION)])
+
+
+def resolve_slot(slot: float, window: int) -> float:
   """The slot asked for, or the last one for -1; never beyond the window."""
   return window if slot < 0 else min(slot, window)
 
 
-def resolve_backward_slot(overlap: OverlapConfig, window: int) -> int:
+def resolve_backward_slot(overlap: OverlapConfig, window: int) -> float:
   """Slot of the experts' backward pass in forward order; beyond every window where XLA is free."""
   if overlap.backward_slot == FREE:
     return window + 2
   if overlap.backward_slot == -1:
     return resolve_slot(overlap.slot, window)
   return resolve_slot(overlap.backward_slot, window)
+
+
+def check_slots(overlap: OverlapConfig, dense: Sequence[str]) -> None:
+  """Checks that both slots exist beside the dense operations of these names.
+
+  Raises:
+    ConfigError: a slot lies inside an operation that has no seam.
+  """
+  allowed = slots(dense)
+  resolved = {
+    "slot": resolve_slot(overlap.slot, len(dense)),
+    "backward_slot": min(len(dense), resolve_backward_slot(overlap, len(dense))),
+  }
+  for name, slot in resolved.items():
+    if slot not in allowed:
+      raise ConfigError(
+        f"overlap.{name}={getattr(overlap, name):g} lies inside an operation that cannot be "
+        f"divided; beside {', '.join(dense)} use one of: {', '.join(f'{s:g}' for s in allowed)}"
+      )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,10 +209,19 @@ class Span:
 COMPUTE, LINK = "compute", "link"
 
 
-def makespan(times: Times, slot: int) -> float:
+def divide(times: Times, slot: float) -> tuple[list[tuple[str, float]], list[tuple[str, float]]]:
+  """The dense operations before and after a slot; a half slot takes an operation's half time."""
+  whole = int(slot)
+  before, after = list(times.dense[:whole]), list(times.dense[whole:])
+  if slot > whole:
+    name, time = after[0]
+    before, after = [*before, (name, time / 2)], [(name, time / 2), *after[1:]]
+  return before, after
+
+
+def makespan(times: Times, slot: float) -> float:
   """Time of the unit with the experts after `slot` dense operations, from its first operation."""
-  ops = [time for _, time in times.dense]
-  pre, post = sum(ops[:slot]), sum(ops[slot:])
+  pre, post = (sum(time for _, time in part) for part in divide(times, slot))
   first = times.before + times.route + max(pre, times.dispatch)
   return first + times.experts + max(post, times.combine) + times.add
 
@@ -194,12 +231,13 @@ def sequential_makespan(times: Times) -> float:
   return times.computation + times.communication
 
 
-def best_slot(times: Times) -> int:
-  """The slot of the shortest makespan; the earliest among equals (paper Eq. 11)."""
-  return min(range(slot_count(len(times.dense))), key=lambda slot: makespan(times, slot))
+def best_slot(times: Times) -> float:
+  """The slot of the shortest makespan (paper Eq. 11); among equals a whole one, the earliest."""
+  names = [name for name, _ in times.dense]
+  return min(slots(names), key=lambda slot: (makespan(times, slot), slot % 1))
 
 
-def best_slots(times: Times, factor: float = 2.0) -> tuple[int, int]:
+def best_slots(times: Times, factor: float = 2.0) -> tuple[float, float]:
   """Best slot of the forward and of the backward pass, both counted in forward order.
 
   Among equals the backward pass takes the mirror image, which needs no barriers of its own.
@@ -212,19 +250,19 @@ def best_slots(times: Times, factor: float = 2.0) -> tuple[int, int]:
   return forward, mirrored
 
 
-def hidden_share(times: Times, slot: int) -> float:
+def hidden_share(times: Times, slot: float) -> float:
   """Share of the communication beside which the schedule computes; 1 where there is none."""
   exposed = makespan(times, slot) - times.computation
   return 1 - exposed / times.communication if times.communication else 1.0
 
 
-def timeline(times: Times, slot: int) -> list[Span]:
+def timeline(times: Times, slot: float) -> list[Span]:
   """The spans of the unit with the experts in `slot`."""
   return chunked_timeline(times, 1, slot)
 
 
 def chunked_timeline(
-  times: Times, chunks: int, slot: int | None = None, overhead: float = 0.0
+  times: Times, chunks: int, slot: float | None = None, overhead: float = 0.0
 ) -> list[Span]:
   """The spans of the unit with the MoE's stream in `chunks` parts.
 
@@ -254,11 +292,12 @@ def chunked_timeline(
     spans.append(Span(LINK, label("dispatch", i), link, end))
     arrivals.append(end)
     link = end
-  dense, done, ready = list(times.dense), 0, []
+  before, after = divide(times, slot or 0)
+  dense, done, ready = before + after, 0, []
   while dense or done < chunks:
-    placed = len(times.dense) - len(dense)
-    may = done < chunks and (slot is None or placed >= slot)
-    must = done < chunks and (not dense or (slot is not None and placed >= slot))
+    reached = len(dense) <= len(after)
+    may = done < chunks and (slot is None or reached)
+    must = done < chunks and (not dense or (slot is not None and reached))
     if may and (must or arrivals[done] <= now):
       now = max(now, arrivals[done])
       compute(label("experts", done), times.experts / chunks + overhead)
@@ -330,11 +369,14 @@ def describe(times: Times, unit: str = "ms", width: int = 76) -> str:
     "sequential": sequential_makespan(times),
   }
   lines = [", ".join(f"{name} {time:.3g} {unit}" for name, time in totals.items())]
-  for slot in range(slot_count(len(times.dense))):
-    after = times.dense[slot - 1][0] if slot else "the shortcut"
+  names = [name for name, _ in times.dense]
+  for slot in slots(names):
+    where = f"after {names[int(slot) - 1]}" if slot else "after the shortcut"
+    if slot % 1:
+      where = f"inside {names[int(slot)]}"
     mark = " <- best" if slot == best else ""
     lines.append(
-      f"slot {slot} (after {after}): {makespan(times, slot):.3g} {unit}, "
+      f"slot {slot:g} ({where}): {makespan(times, slot):.3g} {unit}, "
       f"{100 * hidden_share(times, slot):.0f} % hidden{mark}"
     )
   if parts[0] > 1:

@@ -94,7 +94,10 @@ def relative_error(got: jax.Array, want: jax.Array) -> float:
 def interleaved(
   contenders: dict[str, tuple[Callable[..., Any], Sequence[Any]]], rounds: int = 7
 ) -> dict[str, float]:
-  """Median milliseconds of each contender; every round times each of them once.
+  """Median milliseconds of each contender; every round times each of them once, in another order.
+
+  What a contender finds depends on the one before it: at its power limit a GPU runs slower after
+  work that was harder. The order is random, the same in every run.
 
   Args:
     contenders: name -> (jitted function, arguments).
@@ -107,8 +110,10 @@ def interleaved(
     jax.block_until_ready(function(*arguments))
     calls[name] = max(3, math.ceil(_SAMPLE_MS / 1e3 / (time.perf_counter() - start)))
   samples: dict[str, list[float]] = {name: [] for name in contenders}
+  order = np.random.default_rng(0)
   for _ in range(rounds):
-    for name, (function, arguments) in contenders.items():
+    for name in order.permutation(list(contenders)):
+      function, arguments = contenders[name]
       start = time.perf_counter()
       result = None
       for _ in range(calls[name]):

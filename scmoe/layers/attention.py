@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -22,6 +23,10 @@ class KeyValues:
 
   k_BSHN: Array
   v_BSHN: Array
+
+
+# Queries, keys and values, each [B, S, H, N].
+Projected = tuple[Array, Array, Array]
 
 
 class Attention(nnx.Module):
@@ -67,6 +72,7 @@ class Attention(nnx.Module):
     *,
     segments_BS: Array | None = None,
     cache: KeyValues | None = None,
+    projected: Callable[[Projected], Projected] = lambda qkv: qkv,
   ) -> tuple[Array, KeyValues | None]:
     """Attends causally.
 
@@ -77,6 +83,8 @@ class Attention(nnx.Module):
       segments_BS: int32 document of each token; attention stays inside a document. None: it
         sees the whole row.
       cache: keys and values of earlier positions; the new ones are added.
+      projected: sees queries, keys and values before they meet, and returns them. Where a schedule
+        lays other work into the middle of the layer.
 
     Returns:
       y_BSD, and the cache with the new keys and values (None if there was none).
@@ -93,6 +101,7 @@ class Attention(nnx.Module):
     if self.rope_theta:
       q_BSHN = rotate(q_BSHN, positions_BS, self.rope_theta)
       k_BSHN = rotate(k_BSHN, positions_BS, self.rope_theta)
+    q_BSHN, k_BSHN, v_BSHN = projected((q_BSHN, k_BSHN, v_BSHN))
     if cache is not None:
       cache = _store(cache, k_BSHN, v_BSHN, positions_BS)
       k_BSHN, v_BSHN = cache.k_BSHN.astype(dtype), cache.v_BSHN.astype(dtype)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,12 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from scmoe.kernels.grouped_matmul import equal_ffn, get_activation, rows_have_kernels
+from scmoe.kernels.grouped_matmul import (
+  equal_ffn,
+  get_activation,
+  rows_have_kernels,
+  without_gradient,
+)
 from scmoe.parallel.mesh import BATCH_AXES, batch_parts, inside_shard_map
 
 
@@ -71,17 +78,26 @@ class MLP(nnx.Module):
 
   def __call__(self, x_BSD: Array) -> Array:
     """[B, S, D] -> [B, S, D] in the type of x."""
-    if self._has_kernels(x_BSD):
-      return self._on_kernels(x_BSD)
-    dtype = x_BSD.dtype
-
-    def project(y, weight, bias):
-      y = y @ weight[...].astype(dtype)
-      return y if bias is None else y + bias[...].astype(dtype)
-
-    gate_BSF = None if self.gate is None else project(x_BSD, self.gate, None)
-    a_BSF = activate(self.activation, project(x_BSD, self.up, self.up_bias), gate_BSF)
-    return project(a_BSF, self.down, self.down_bias)
+    cast = lambda param: param[...].astype(x_BSD.dtype)
+    weights = _Weights(
+      up_DF=cast(self.up),
+      down_FD=cast(self.down),
+      gate_DF=None if self.gate is None else cast(self.gate),
+      up_bias_F=None if self.up_bias is None else cast(self.up_bias),
+      down_bias_D=None if self.down_bias is None else cast(self.down_bias),
+    )
+    plain = functools.partial(_on_xla, activation=self.activation)
+    if not self._has_kernels(x_BSD):
+      return plain(x_BSD, weights)
+    kernels = functools.partial(
+      _on_kernels,
+      activation=self.activation,
+      backend=self.backend,
+      mesh=self.mesh,
+      shares=self._shares(),
+    )
+    # Not left to `equal_ffn`: XLA lays out gradients of batch and sequence in one dimension worse.
+    return without_gradient(kernels, plain, x_BSD, weights)
 
   def _shares(self) -> int:
     """Parts that the batch has to be cut into for the kernels; 1 where it is cut already."""
@@ -95,24 +111,52 @@ class MLP(nnx.Module):
     rows = math.prod(x_BSD.shape[:-1]) // shares
     return rows_have_kernels(rows, self.backend, x_BSD.dtype, *self.up.shape)
 
-  def _on_kernels(self, x_BSD: Array) -> Array:
-    alone = lambda w: None if w is None else w[...][None]
-    shares, rows = self._shares(), P(None, BATCH_AXES)
-    spread = None
-    if shares > 1:
-      spread = lambda local: jax.shard_map(
-        local, mesh=self.mesh, in_specs=(rows, P()), out_specs=rows, check_vma=False
-      )
-    y_1RD = equal_ffn(
-      x_BSD.reshape(1, -1, x_BSD.shape[-1]),
-      alone(self.gate),
-      self.up[...][None],
-      self.down[...][None],
-      activation=self.activation,
-      up_bias_GF=alone(self.up_bias),
-      down_bias_GD=alone(self.down_bias),
-      backend=self.backend,
-      shares=shares,
-      on_shares=spread,
+
+class _Weights(NamedTuple):
+  """Weights in the type of the rows."""
+
+  up_DF: Array
+  down_FD: Array
+  gate_DF: Array | None
+  up_bias_F: Array | None
+  down_bias_D: Array | None
+
+
+def _on_xla(x_BSD: Array, weights: _Weights, *, activation: str) -> Array:
+  def project(y: Array, w: Array, b: Array | None) -> Array:
+    return y @ w if b is None else y @ w + b
+
+  gate_BSF = None if weights.gate_DF is None else project(x_BSD, weights.gate_DF, None)
+  a_BSF = activate(activation, project(x_BSD, weights.up_DF, weights.up_bias_F), gate_BSF)
+  return project(a_BSF, weights.down_FD, weights.down_bias_D)
+
+
+def _on_kernels(
+  x_BSD: Array,
+  weights: _Weights,
+  *,
+  activation: str,
+  backend: str,
+  mesh: Mesh | None,
+  shares: int,
+) -> Array:
+  """One group of rows, each device's on its own."""
+  group: _Weights = jax.tree.map(lambda w: w[None], weights)
+  spread, rows = None, P(None, BATCH_AXES)
+  if shares > 1:
+    spread = lambda local: jax.shard_map(
+      local, mesh=mesh, in_specs=(rows, P()), out_specs=rows, check_vma=False
     )
-    return y_1RD.reshape(x_BSD.shape)
+  y_1RD = equal_ffn(
+    x_BSD.reshape(1, -1, x_BSD.shape[-1]),
+    group.gate_DF,
+    group.up_DF,
+    group.down_FD,
+    activation=activation,
+    up_bias_GF=group.up_bias_F,
+    down_bias_GD=group.down_bias_D,
+    backend=backend,
+    shares=shares,
+    on_shares=spread,
+  )
+  return y_1RD.reshape(x_BSD.shape)

@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 
 from scmoe.blocks.mix import MIXES, Mix
 from scmoe.blocks.pair import SHORTCUT_NORMS, Block, Call, Unit
-from scmoe.blocks.schedule import OverlapConfig
-from scmoe.blocks.wiring import WIRINGS, Wiring, is_handed_over
+from scmoe.blocks.schedule import OverlapConfig, check_slots
+from scmoe.blocks.wiring import WIRINGS, Wiring, dense_operations, is_handed_over, tap_index
 from scmoe.errors import ConfigError
 from scmoe.kernels.grouped_matmul import activation_names
 from scmoe.kernels.grouped_matmul.backend import widths_have_kernels
@@ -233,6 +233,9 @@ class GPT(nnx.Module):
     router, transport, overlap: options of routing, dispatch and schedule.
     mesh: device mesh, or None for one device.
     rngs: stream `params` for the initial weights.
+
+  Raises:
+    ConfigError: a slot of `overlap` lies inside an operation that cannot be divided.
   """
 
   def __init__(
@@ -247,6 +250,9 @@ class GPT(nnx.Module):
   ):
     self.config, self.mesh = config, mesh
     self.overlap = overlap or OverlapConfig()
+    dense = dense_operations(config.wiring_rule, config.moe_every)
+    for tap in config.wiring_rule.taps:
+      check_slots(self.overlap, dense[tap_index(tap, config.moe_every) :])
     router, transport = router or RouterConfig(), transport or DispatchConfig()
     self.router, self.transport = router, transport
     self.embedding = Embedding(

@@ -13,8 +13,10 @@ from scmoe.blocks.schedule import (
   best_chunks,
   best_slot,
   best_slots,
+  check_slots,
   chunked_timeline,
   describe,
+  divide,
   draw,
   hidden_share,
   length,
@@ -23,6 +25,7 @@ from scmoe.blocks.schedule import (
   resolve_slot,
   sequential_makespan,
   slot_count,
+  slots,
   timeline,
 )
 from scmoe.errors import ConfigError
@@ -42,9 +45,32 @@ def times(window, dispatch=7.0, combine=7.0, **other):
   )
 
 
-@pytest.mark.parametrize(("window", "slots"), [("pos1", 3), ("pos2", 4), ("pos3", 5)])
-def test_slots_of_the_paper(window, slots):
-  assert slot_count(len(WINDOWS[window])) == slots
+@pytest.mark.parametrize(("window", "count"), [("pos1", 3), ("pos2", 4), ("pos3", 5)])
+def test_slots_of_the_paper(window, count):
+  assert slot_count(len(WINDOWS[window])) == count
+
+
+def test_attention_has_a_slot_inside():
+  names = {window: [name for name, _ in ops] for window, ops in WINDOWS.items()}
+  assert slots(names["pos2"]) == [0, 1, 1.5, 2, 3]
+  assert slots(names["pos3"]) == [0, 0.5, 1, 2, 2.5, 3, 4]
+  # Window 8 + 6 + 8 and twice 11: each whole slot leaves 3 of them exposed.
+  full = times("pos2", 11.0, 11.0)
+  assert [makespan(full, slot) - full.computation for slot in (1, 1.5, 2)] == [3, 0, 3]
+  assert best_slot(full) == 1.5
+  assert best_slots(full) == (1.5, 1.5)
+  assert "slot 1.5 (inside attention): 32 ms, 100 % hidden <- best" in describe(full)
+
+
+def test_slots_that_do_not_exist_are_refused():
+  dense = ["mlp", "attention", "shared expert"]
+  for slot in (-1, 0, 1.5, 7):
+    check_slots(OverlapConfig(slot=slot, backward_slot=slot), dense)
+  check_slots(OverlapConfig(backward_slot=-2), dense)
+  with pytest.raises(ConfigError, match=r"overlap.slot=1.25 lies inside .*: 0, 1, 1.5, 2, 3$"):
+    check_slots(OverlapConfig(slot=1.25), dense)
+  with pytest.raises(ConfigError, match=r"overlap.backward_slot=2.5 lies inside"):
+    check_slots(OverlapConfig(backward_slot=2.5), dense)
 
 
 def test_makespan_by_hand():
@@ -66,16 +92,18 @@ def test_the_argmin_is_that_of_the_papers_equation_11():
   for dispatch, combine in itertools.product((1.0, 5.0, 9.0, 30.0), repeat=2):
     for window in WINDOWS:
       t = times(window, dispatch, combine)
-      ops = [time for _, time in t.dense]
-      mismatch = lambda k: abs(sum(ops[:k]) - t.dispatch) + abs(sum(ops[k:]) - t.combine)  # noqa: B023
-      assert best_slot(t) == min(range(len(ops) + 1), key=mismatch)
+      mismatches = {}
+      for slot in slots([name for name, _ in t.dense]):
+        pre, post = (sum(time for _, time in part) for part in divide(t, slot))
+        mismatches[slot] = abs(pre - t.dispatch) + abs(post - t.combine)
+      assert best_slot(t) == min(mismatches, key=lambda slot: (mismatches[slot], slot % 1))
 
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_the_timeline_ends_when_the_makespan_says(window):
   for communication in (0.0, 3.0, 12.0, 40.0):
     t = times(window, communication, communication, before=3.0, add=1.0)
-    for slot in range(slot_count(len(t.dense))):
+    for slot in slots([name for name, _ in t.dense]):
       assert length(timeline(t, slot)) == pytest.approx(makespan(t, slot))
 
 

@@ -7,14 +7,14 @@ import jax
 import numpy as np
 import pytest
 
-from scmoe.blocks.schedule import OverlapConfig, resolve_slot, slot_count
+from scmoe.blocks.schedule import OverlapConfig, resolve_slot, slots
+from scmoe.blocks.wiring import WIRINGS, dense_operations, tap_index
 from scmoe.errors import ConfigError
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.parallel.mesh import MeshConfig, make_mesh
 
 DROPS = DispatchConfig(capacity_factor=1.0, groups=2)
 PLAIN = OverlapConfig()
-WINDOWS = {"scmoe_pos1": 2, "scmoe_pos2": 3, "scmoe_pos3": 4, "dgmoe": 2}  # dense operations
 
 
 @functools.cache
@@ -30,8 +30,10 @@ def assert_same_run(got, expected):
 
 
 def each_slot():
-  for wiring, window in WINDOWS.items():
-    for slot in range(slot_count(window)) if wiring == "scmoe_pos2" else (0, window):
+  for wiring in ("scmoe_pos1", "scmoe_pos2", "scmoe_pos3", "dgmoe"):
+    rule = WIRINGS[wiring]
+    window = dense_operations(rule, 2)[tap_index(rule.taps[0], 2) :]
+    for slot in slots(window) if wiring == "scmoe_pos2" else (0, len(window)):
       yield pytest.param(wiring, slot, id=f"{wiring}-{slot}")
 
 
@@ -45,7 +47,7 @@ def test_overlapped_equals_sequential(wiring, slot):
 
 
 def test_a_backward_slot_of_its_own_and_unrolled_stages_change_nothing():
-  overlap = OverlapConfig(slot=2, backward_slot=1, barriers=True, unroll=0)
+  overlap = OverlapConfig(slot=2, backward_slot=1.5, barriers=True, unroll=0)
   assert_same_run(executed("scmoe_pos2", overlap), executed("scmoe_pos2"))
 
 
@@ -90,6 +92,11 @@ def test_recomputing_the_experts_gathers_nothing_again():
 def test_unknown_remat():
   with pytest.raises(ConfigError, match=r"train.remat='some' is unknown; one of: none, dots"):
     executed("scmoe_pos2", remat="some")
+
+
+def test_a_slot_inside_an_mlp_is_refused():
+  with pytest.raises(ConfigError, match=r"overlap.slot=0.5 lies .* use one of: 0, 1, 1.5, 2, 3"):
+    executed("scmoe_pos2", OverlapConfig(slot=0.5))
 
 
 def test_a_slot_beyond_the_window_is_its_end():

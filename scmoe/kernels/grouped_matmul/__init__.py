@@ -3,7 +3,11 @@
 from scmoe.kernels.grouped_matmul.activations import activation_names, get_activation
 from scmoe.kernels.grouped_matmul.api import grouped_ffn, grouped_matmul, grouped_outer
 from scmoe.kernels.grouped_matmul.backend import BACKENDS, device_has_kernels, resolve_backend
-from scmoe.kernels.grouped_matmul.equal_groups import equal_ffn, rows_have_kernels
+from scmoe.kernels.grouped_matmul.equal_groups import (
+  equal_ffn,
+  rows_have_kernels,
+  without_gradient,
+)
 from scmoe.kernels.grouped_matmul.reference import grouped_ffn_reference, grouped_matmul_reference
 
 __all__ = [
@@ -19,4 +23,5 @@ __all__ = [
   "grouped_outer",
   "resolve_backend",
   "rows_have_kernels",
+  "without_gradient",
 ]

@@ -11,6 +11,7 @@ nothing from it, so gradients are left to XLA, and so is all that they need of t
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,8 +84,26 @@ def equal_ffn(
   weights = cast_weights(weights, rows_GRD.dtype)
   rows = rows_GRD.shape[1] // shares
   if rows_have_kernels(rows, backend, rows_GRD.dtype, *up_GDF.shape[1:]):
-    return _on_kernels(rows_GRD, weights, activation, on_shares)
+    kernels = functools.partial(_on_kernels, activation=activation, on_shares=on_shares)
+    plain = functools.partial(_on_xla, activation=activation)
+    return without_gradient(kernels, plain, rows_GRD, weights)
   return _on_xla(rows_GRD, weights, activation)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def without_gradient(fast: Callable[..., Any], plain: Callable[..., Any], *operands: Any) -> Any:
+  """fast(*operands); where a gradient is asked for, plain(*operands) and its gradient.
+
+  Args:
+    fast, plain: the same function computed in two ways; neither closes over traced values.
+  """
+  return fast(*operands)
+
+
+without_gradient.defvjp(
+  lambda fast, plain, *operands: jax.vjp(plain, *operands),
+  lambda fast, plain, pull, cotangents: pull(cotangents),
+)
 
 
 def _on_xla(rows_GRD: jax.Array, weights: FFNWeights, activation: str) -> jax.Array:
@@ -102,8 +121,7 @@ def _product(x_GRK: jax.Array, weight_GKN: jax.Array, bias_GN: jax.Array | None)
   return y_GRN if bias_GN is None else y_GRN + bias_GN.astype(y_GRN.dtype)[:, None, :]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _on_kernels(rows_GRD, weights, activation, on_shares):
+def _on_kernels(rows_GRD, weights: FFNWeights, activation: str, on_shares) -> jax.Array:
   from scmoe.kernels.grouped_matmul import pipeline
 
   # Layers are alike: jitted, the kernel is lowered once for all of them. Not where it is simulated,
@@ -114,17 +132,6 @@ def _on_kernels(rows_GRD, weights, activation, on_shares):
   local: Local = functools.partial(first_layer, activation=activation)
   a_GRF = (on_shares(local) if on_shares else local)(rows_GRD, weights)
   return _product(a_GRF, weights.down_GFD, weights.down_bias_GD)
-
-
-def _on_kernels_fwd(rows_GRD, weights, activation, on_shares):
-  return jax.vjp(functools.partial(_on_xla, activation=activation), rows_GRD, weights)
-
-
-def _on_kernels_bwd(activation, on_shares, pull, dy_GRD):
-  return pull(dy_GRD)
-
-
-_on_kernels.defvjp(_on_kernels_fwd, _on_kernels_bwd)
 
 
 def _first_layer(rows_GRD, weights: FFNWeights, activation: str) -> jax.Array:

@@ -254,7 +254,7 @@ def rows_product(
       with_memory,
       smem((tiling.stages, tiling.rows, depth), dtype),
       smem((tiling.stages, parts, *rhs_block), dtype),
-      smem((CONSUMERS, tiles.STORE_SLOTS, consumer_rows, _CHUNK), out_dtype),
+      smem((CONSUMERS, tiling.stores, consumer_rows, _CHUNK), out_dtype),
       full,
       empty,
       gather.barrier_memory(tiling.stages),
@@ -331,11 +331,11 @@ def weights_product(
         group = order_gmem[lax.div(tile, jnp.int32(per_group))]
         inside = lax.rem(tile, jnp.int32(per_group))
         row_tile, col_tile, _ = paired(inside, tiling, jnp.int32(row_tiles), col_tiles)
-        first = starts_gmem[group] * layout.tile
-        return group, row_tile, col_tile, first, tiles_gmem[group] * per_tile
+        return group, row_tile, col_tile, starts_gmem[group], tiles_gmem[group] * per_tile
 
       def load(where, step, slot, barrier):
-        _, row_tile, col_tile, first, _ = where
+        _, row_tile, col_tile, first_tile, _ = where
+        first = first_tile * layout.tile  # here: a loop's variable is not known to be a multiple
         k_slice = pl.ds(first + step * depth, depth)
         start = functools.partial(
           gather.start_gather,
@@ -395,7 +395,7 @@ def weights_product(
     pl.run_scoped(
       with_memory,
       smem((tiling.stages, depth, tiling.rows), dtype),
-      smem((CONSUMERS, tiles.STORE_SLOTS, tiling.consumer_rows, _CHUNK), out_dtype),
+      smem((CONSUMERS, tiling.stores, tiling.consumer_rows, _CHUNK), out_dtype),
       full,
       empty,
       gather.barrier_memory(tiling.stages),

@@ -81,6 +81,8 @@ class Tiling:
     stages: stages of the ring.
     pingpong: whether each consumer has its own tile.
     band: row tiles that are walked together, to reuse operands in the L2 cache.
+    stores: shared-memory buffers of each consumer's stores; one instead of two can leave room for
+      another stage.
     pair: whether two CTAs share an operand block, and how their tiles neighbour: two "rows" of
       tiles share the columns' operand (rhs), two "cols" the rows' operand (lhs).
   """
@@ -91,6 +93,7 @@ class Tiling:
   stages: int = 4
   pingpong: bool = False
   band: int = 16
+  stores: int = 2
   pair: Literal["", "rows", "cols"] = ""
 
   @property
@@ -122,7 +125,7 @@ class Work:
 
   Attributes:
     num_tiles: how many tiles there are; a pair of CTAs takes two at a time, counted as one.
-    locate: tile number -> coordinates, any tree of scalars.
+    locate: tile number -> coordinates, any tree of traced scalars.
     steps: coordinates -> K steps of the tile (may be traced, may be zero).
     load: (coordinates, step, slot, barrier) -> None; starts the copies of one stage.
     copies: how many copies `load` starts.
@@ -165,9 +168,10 @@ def copy_block(source: Any, target: Any, barrier: Any, shared: Any = False) -> N
     source: GMEM ref.
     target: SMEM ref.
     barrier: counts the bytes that arrive here, whoever loads them.
-    shared: whether both CTAs of the pair need this block and call this for it; may be traced.
+    shared: whether both CTAs of the pair need this block and call this for it; may be traced. None:
+      no.
   """
-  if isinstance(shared, bool):
+  if not isinstance(shared, jax.Array):
     plgpu.copy_gmem_to_smem(source, target, barrier, collective_axes=_PAIR if shared else None)
     return
   for value in (True, False):
@@ -256,8 +260,14 @@ def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -
   def _produce():
     plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
 
+    def locate(i):
+      # What lies past the end, or is all there is of no tiles, must still be readable.
+      return work.locate(jnp.clip(worker + i * workers, 0, jnp.maximum(work.num_tiles - 1, 0)))
+
     def one_tile(i, carry):
-      where = work.locate(worker + i * workers)
+      *carry, where = carry
+      # Divisions and a read of global memory, whose result is not waited for before the next tile.
+      upcoming = locate(i + 1)
       consumer = lax.rem(i, jnp.int32(CONSUMERS))
 
       def k_step(step, carry):
@@ -270,9 +280,10 @@ def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -
         work.load(where, step, slot, full_barrier(slot, consumer))
         return _wrap(slot + 1, stages), done + 1
 
-      return lax.fori_loop(0, work.steps(where), k_step, carry)
+      return *lax.fori_loop(0, work.steps(where), k_step, tuple(carry)), upcoming
 
-    _, done = lax.fori_loop(0, my_tiles, one_tile, (jnp.int32(0), jnp.int32(0)))
+    begin = jnp.int32(0), jnp.int32(0), locate(0)
+    _, done, _ = lax.fori_loop(0, my_tiles, one_tile, begin)
 
     # Every stage that was used is released once more than it was waited for.
     def drain(slot, _):
@@ -316,7 +327,7 @@ def banded(tile: Any, row_tiles: Any, col_tiles: int, band: int) -> tuple[Any, A
   """
   per_band = band * col_tiles
   first = lax.div(tile, jnp.int32(per_band)) * band
-  width = jnp.minimum(row_tiles - first, band)
+  width = jnp.clip(row_tiles - first, 1, band)  # 1: tile 0 of none is located too
   inside = lax.rem(tile, jnp.int32(per_band))
   return first + lax.rem(inside, width), lax.div(inside, width)
 
@@ -340,7 +351,8 @@ def paired(tile: Any, tiling: Tiling, row_tiles: Any, col_tiles: int) -> tuple[A
     band = max(tiling.band // 2, 1)
     pair, col_tile = banded(tile, lax.div(row_tiles + 1, jnp.int32(2)), col_tiles, band)
     rank = lax.axis_index(_PAIR)
-    row_tile, other = (jnp.minimum(2 * pair + r, row_tiles - 1) for r in (rank, 1 - rank))
+    end = jnp.maximum(row_tiles - 1, 0)
+    row_tile, other = (jnp.minimum(2 * pair + r, end) for r in (rank, 1 - rank))
     return row_tile, col_tile, other
   if tiling.pair == "cols":
     row_tile, pair = banded(tile, row_tiles, col_tiles // 2, tiling.band)
@@ -352,11 +364,14 @@ def paired(tile: Any, tiling: Tiling, row_tiles: Any, col_tiles: int) -> tuple[A
 def locate_rows(
   tile: Any, tiling: Tiling, group_gmem: Any, row_tiles: Any, col_tiles: int
 ) -> tuple[Any, Any, Any, Any]:
-  """Tile or pair number -> row tile, column tile, its group, and whether its pair shares rhs."""
+  """Tile or pair number -> row tile, column tile, its group, and whether its pair shares rhs.
+
+  The last is None where the tiling has no such pairs.
+  """
   row_tile, col_tile, other = paired(tile, tiling, row_tiles, col_tiles)
   group = group_gmem[row_tile]
   # The two row tiles of a pair may lie on both sides of a group's end.
-  shared = group == group_gmem[other] if tiling.pair == "rows" else False
+  shared = group == group_gmem[other] if tiling.pair == "rows" else None
   return row_tile, col_tile, group, shared
 
 

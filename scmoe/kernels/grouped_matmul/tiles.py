@@ -6,6 +6,7 @@ multiples of 64.
 """
 
 import dataclasses
+from typing import Literal
 
 import jax
 
@@ -13,7 +14,6 @@ from scmoe.kernels.grouped_matmul.layout import KERNEL_ROW_TILE
 from scmoe.kernels.grouped_matmul.pipeline import Tiling
 
 ROW_TILE = KERNEL_ROW_TILE
-STORE_SLOTS = 2  # shared-memory buffers of a consumer's stores
 SMEM_LIMIT = 232_448  # bytes a CTA may have on Hopper
 _RESERVED = 2_048  # barriers, biases and their alignment
 
@@ -26,22 +26,32 @@ KINDS = ("rows", "activated", "up", "dx", "weights", "weights_pair", "down_backw
 # "weights*" rows of the result and its columns.
 Key = tuple[str, int, int, bool]
 
+
+def _narrow(pair: Literal["", "rows", "cols"] = "") -> Tiling:
+  """A ping-pong tile of 128 columns with all the stages that fit."""
+  return Tiling(cols=128, stages=6, pingpong=True, band=8, stores=1, pair=pair)
+
+
 # Device kind -> where the rule's choice was beaten there, in turns with the other candidates
 # (experiments/kernels). What the rule chooses anyway does not stand here.
 TABLE: dict[str, dict[Key, Tiling]] = {
   "NVIDIA H200": {
-    # 1.633 ms; the rule's cooperative 128 x 256: 1.718 ms
-    ("weights", 1024, 2048, False): Tiling(cols=128, stages=5, pingpong=True, band=8),
     # 1.875 ms; single CTAs: 2.070 ms
     ("weights", 1024, 2048, True): Tiling(cols=256, stages=4, band=8, pair="cols"),
-    # 3.213 ms; the rule's cooperative 128 x 256: 3.389 ms
+    # With skewed groups 1.675 ms; single CTAs: 1.770 ms
+    ("weights", 512, 4096, False): _narrow("rows"),
+    # 3.267 ms; single CTAs: 3.372 ms
     ("rows", 2048, 2048, False): Tiling(cols=128, stages=5, pingpong=True, band=8, pair="rows"),
-    # 1.769 ms; single CTAs: 1.852 ms
-    ("rows", 512, 4096, False): Tiling(cols=128, stages=5, pingpong=True, band=8, pair="cols"),
-    # 0.491 ms; single CTAs: 0.506 ms
+    # With skewed groups 1.747 ms; single CTAs: 1.831 ms
+    ("rows", 1024, 2048, False): _narrow("cols"),
+    # With skewed groups 3.458 ms; single CTAs: 3.671 ms
+    ("rows", 1024, 4096, False): _narrow("cols"),
+    # 0.498 ms; single CTAs, 128 columns: 0.517 ms
     ("rows", 512, 1536, False): Tiling(cols=192, stages=4, pingpong=True, band=8, pair="cols"),
-    # 0.279 ms, with skewed groups 0.291 ms; the rule's cooperative 128 x 256: 0.277 and 0.301 ms
-    ("rows", 1536, 256, False): Tiling(cols=128, stages=5, pingpong=True, band=8),
+    # 0.265 ms; the rule's cooperative 128 x 256: 0.273 ms
+    ("rows", 1536, 256, False): _narrow(),
+    # 0.468 ms; the rule's cooperative 128 x 256: 0.496 ms
+    ("dx", 1024, 1536, False): _narrow(),
   },
 }
 
@@ -49,16 +59,17 @@ TABLE: dict[str, dict[Key, Tiling]] = {
 def smem_bytes(tiling: Tiling, out_itemsize: int = 2) -> int:
   """Shared memory of a product with 2-byte operands and its stores."""
   stage = (tiling.rows + tiling.cols) * tiling.depth * 2
-  stores = 2 * STORE_SLOTS * tiling.consumer_rows * 64 * out_itemsize
+  stores = 2 * tiling.stores * tiling.consumer_rows * 64 * out_itemsize
   return tiling.stages * stage + stores + _RESERVED
 
 
 def _fit(tiling: Tiling, out_itemsize: int) -> Tiling:
-  """As many stages as fit, at most 6."""
+  """As many stages as fit, at most 6; a stage more is worth a buffer of stores."""
   for stages in (6, 5, 4, 3, 2):
-    candidate = dataclasses.replace(tiling, stages=stages)
-    if smem_bytes(candidate, out_itemsize) <= SMEM_LIMIT:
-      return candidate
+    for stores in (2, 1):
+      candidate = dataclasses.replace(tiling, stages=stages, stores=stores)
+      if smem_bytes(candidate, out_itemsize) <= SMEM_LIMIT:
+        return candidate
   raise AssertionError(f"no stage count fits {tiling}")
 
 
@@ -94,22 +105,25 @@ def candidates(
     if tiling not in result:
       result.append(tiling)
   if _overlaps_ends(kind, width, n, gathered):
-    result.sort(key=lambda t: not t.pingpong)
+    narrow = kind in ("weights", "dx")
+    result.sort(key=lambda t: (not t.pingpong, narrow and t.cols != 128))
   return result
 
 
 def _overlaps_ends(kind: str, width: int, n: int, gathered: bool) -> bool:
   """Whether one consumer's end of a tile is better laid beside the other's products (ping-pong).
 
-  With few steps, or small results of a group, the end of a tile weighs more than its operands'
-  traffic. Gathers are the other way round: narrow tiles gather each row more often. Bounds from
-  one H200 (experiments/kernels).
+  With few steps, and where a group's result is all that is written, the end of a tile weighs more
+  than its operands' traffic. Gathers are the other way round: narrow tiles gather each row more
+  often. Bounds from one H200 (experiments/kernels).
   """
   if kind == "activated":
     return not gathered
   if kind == "rows":
     return width <= 512 or (width <= 1536 and n > 256 and not gathered)
-  return kind == "weights" and width * n <= 2**20 and not gathered
+  if kind == "dx":
+    return width <= 512
+  return kind == "weights" and not gathered
 
 
 def choose(

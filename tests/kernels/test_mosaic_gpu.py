@@ -194,6 +194,30 @@ def test_pairs_of_ctas_simulated(tiling, sizes):
   assert relative_error(transposed[:n], want[:n]) < 3e-3
 
 
+@needs_new_simulation
+def test_pairs_that_divide_a_row_tile_simulated():
+  """Two halves of a tile of the layout lie in one group, so that rhs is always shared."""
+  tiling = Tiling(rows=64, cols=64, stages=3, pair="rows", pingpong=True, band=4)
+  layout = layout_of([60, 0, 200])
+  x, w, n = normal(0, layout.num_rows, 128), normal(1, 3, 128, 128), used_rows(layout)
+  with interpreted(gpu_interpret_params(detect_races=True), num_sms=4):
+    (out,) = product(False, tiling)((x,), ((w,),), layout)
+    (transposed,) = product(True, tiling)((x,), ((w,),), layout)
+  assert relative_error(out[:n], xla.grouped_rows(x, w, layout)[:n]) < 3e-3
+  want = xla.grouped_rows(x, w, layout, transpose_rhs=True)
+  assert relative_error(transposed[:n], want[:n]) < 3e-3
+
+
+@needs_new_simulation
+def test_no_rows_at_all_simulated():
+  layout, tiling = layout_of([0, 0]), Tiling(cols=64, stages=3, pair="rows", pingpong=True)
+  x, w = normal(0, layout.num_rows, 64), normal(1, 2, 64, 64)
+  simulate(product(False, tiling), (x,), ((w,),), layout)
+  weights = functools.partial(mosaic_gpu.weights_product, out_dtype=jnp.bfloat16)
+  (dw,) = simulate(functools.partial(weights, tiling=Tiling(rows=64, cols=64)), x, (x,), layout)
+  assert not np.any(dw)
+
+
 @pytest.mark.parametrize("tiling", PAIRED)
 def test_pairs_of_ctas_lower_for_cuda(tiling):
   layout, swiglu = layout_of(), get_activation("swiglu")
@@ -204,6 +228,9 @@ def test_pairs_of_ctas_lower_for_cuda(tiling):
   index = jax.ShapeDtypeStruct((rows,), jnp.int32)
   lower(lambda x, w: product(False, tiling)((x,), ((w,),), layout), x, w)
   lower(lambda x, w: product(True, tiling)((x, x), ((w,), (w,)), layout), x, w)
+  if tiling.pair == "rows" and tiling.pingpong:
+    halved = dataclasses.replace(tiling, rows=64, cols=256, stages=5, stores=1)
+    lower(lambda x, w: product(False, halved)((x,), ((w,),), layout), x, w)
   weights = functools.partial(mosaic_gpu.weights_product, tiling=tiling, out_dtype=bf16)
   lower(lambda x: weights(x, (x,), layout), x)
   lower(lambda x, i: weights(x, (x,), layout, lhs_index_R=i), x, index)
@@ -274,8 +301,9 @@ def test_shipped_tilings_lower_for_cuda(kind, tiling, width, n):
   array = lambda *shape: jax.ShapeDtypeStruct(shape, bf16)
   index = jax.ShapeDtypeStruct((rows,), jnp.int32)
   # The gathering forms hold more registers and barriers: where there is one, it is what is lowered.
-  # A pair that shares the rows of two column tiles cannot gather them.
-  if kind == "rows" and tiling.pair == "cols":
+  # A pair that shares the rows of two column tiles cannot gather them, and halves of row tiles are
+  # only offered without a gather.
+  if kind == "rows" and (tiling.pair == "cols" or tiling.rows == 64):
     for transpose, weight in ((False, array(3, width, n)), (True, array(3, n, width))):
       run = lambda x, w, t=transpose: product(t, tiling)((x,), ((w,),), layout)
       lower(run, array(rows, width), weight)

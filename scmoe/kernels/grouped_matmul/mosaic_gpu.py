@@ -91,7 +91,7 @@ def rows_product(
   Args:
     lhs: operands [R, K]; several are contracted one after the other into the same result.
     rhs: for each lhs, one matrix [G, K, N] for each result ([G, N, K] with `transpose_rhs`).
-    layout: tiles of R, each `tiling.rows` rows.
+    layout: tiles of R, each one or two times `tiling.rows` rows.
     tiling: tile shape; `tiling.cols` is shared between the results.
     transpose_rhs: contract the last dimension of rhs.
     biases: for each result [G, N] or None, added before the result is rounded; () adds none.
@@ -113,6 +113,8 @@ def rows_product(
   given = {part: b.astype(lhs[0].dtype) for part, b in enumerate(biases) if b is not None}
   rows, width = layout.num_rows, lhs[0].shape[1]
   depth = tiling.depth
+  halves = layout.tile // tiling.rows
+  same_group = tiling.pair == "rows" and halves == 2  # a pair is one tile of the layout
   fused = index_R is not None
   n = rhs[0][0].shape[1 if transpose_rhs else 2]
   cols = tiling.cols // parts
@@ -137,7 +139,7 @@ def rows_product(
         gather.init_barriers(arrived, tiling.stages)
 
       def locate(tile):
-        return locate_rows(tile, tiling, group_gmem, num_tiles_gmem[0], col_tiles)
+        return locate_rows(tile, tiling, group_gmem, num_tiles_gmem[0] * halves, col_tiles, halves)
 
       def load(where, step, slot, barrier):
         row_tile, col_tile, group, shared = where
@@ -164,7 +166,7 @@ def rows_product(
             block = (
               w.at[group, col_slice, k_slice] if transpose_rhs else w.at[group, k_slice, col_slice]
             )
-            copy_block(block, rhs_smem.at[slot, part], barrier, shared)
+            copy_block(block, rhs_smem.at[slot, part], barrier, same_group or shared)
 
         if len(lhs) == 1:
           load_segment(0)
@@ -228,7 +230,7 @@ def rows_product(
       run_tiles(
         tiling,
         Work(
-          num_tiles=paired_tiles(tiling, num_tiles_gmem[0], col_tiles),
+          num_tiles=paired_tiles(tiling, num_tiles_gmem[0] * halves, col_tiles),
           locate=locate,
           steps=lambda _: steps * len(lhs),
           load=load,

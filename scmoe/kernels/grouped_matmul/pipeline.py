@@ -362,13 +362,18 @@ def paired(tile: Any, tiling: Tiling, row_tiles: Any, col_tiles: int) -> tuple[A
 
 
 def locate_rows(
-  tile: Any, tiling: Tiling, group_gmem: Any, row_tiles: Any, col_tiles: int
+  tile: Any, tiling: Tiling, group_gmem: Any, row_tiles: Any, col_tiles: int, halves: int = 1
 ) -> tuple[Any, Any, Any, Any]:
   """Tile or pair number -> row tile, column tile, its group, and whether its pair shares rhs.
 
-  The last is None where the tiling has no such pairs.
+  The last is None where the tiling has no such pairs, or they always share it.
+
+  Args:
+    halves: row tiles (`tiling.rows`) in a tile of the layout, whose group `group_gmem` tells.
   """
   row_tile, col_tile, other = paired(tile, tiling, row_tiles, col_tiles)
+  if halves > 1:
+    return row_tile, col_tile, group_gmem[lax.div(row_tile, jnp.int32(halves))], None
   group = group_gmem[row_tile]
   # The two row tiles of a pair may lie on both sides of a group's end.
   shared = group == group_gmem[other] if tiling.pair == "rows" else None

@@ -32,6 +32,11 @@ def _narrow(pair: Literal["", "rows", "cols"] = "") -> Tiling:
   return Tiling(cols=128, stages=6, pingpong=True, band=8, stores=1, pair=pair)
 
 
+def _halved(band: int = 16) -> Tiling:
+  """A pair of CTAs on the halves of a row tile of the layout: one group, 256 columns for both."""
+  return Tiling(rows=64, cols=256, stages=5, pingpong=True, band=band, stores=1, pair="rows")
+
+
 # Device kind -> where the rule's choice was beaten there, in turns with the other candidates
 # (experiments/kernels). What the rule chooses anyway does not stand here.
 TABLE: dict[str, dict[Key, Tiling]] = {
@@ -42,10 +47,14 @@ TABLE: dict[str, dict[Key, Tiling]] = {
     ("weights", 512, 4096, False): _narrow("rows"),
     # 3.267 ms; single CTAs: 3.372 ms
     ("rows", 2048, 2048, False): Tiling(cols=128, stages=5, pingpong=True, band=8, pair="rows"),
-    # With skewed groups 1.747 ms; single CTAs: 1.831 ms
-    ("rows", 1024, 2048, False): _narrow("cols"),
-    # With skewed groups 3.458 ms; single CTAs: 3.671 ms
-    ("rows", 1024, 4096, False): _narrow("cols"),
+    # 1.799 ms; 128 x 128, single CTAs: 1.825 ms, pairs of columns: 1.856 ms
+    ("rows", 512, 4096, False): _halved(band=32),
+    # 1.679 ms, with skewed groups 1.676 ms; pairs of 128 x 128: 1.688 and 1.711 ms
+    ("rows", 1024, 2048, False): _halved(),
+    # 3.339 ms, with skewed groups 3.424 ms; pairs of 128 x 128: 3.349 and 3.478 ms
+    ("rows", 1024, 4096, False): _halved(),
+    # 1.649 ms; the rule's cooperative 128 x 256: 1.812 ms, pairs of 128 x 128: 1.668 ms
+    ("rows", 2048, 1024, False): _halved(),
     # 0.498 ms; single CTAs, 128 columns: 0.517 ms
     ("rows", 512, 1536, False): Tiling(cols=192, stages=4, pingpong=True, band=8, pair="cols"),
     # 0.265 ms; the rule's cooperative 128 x 256: 0.273 ms
@@ -107,6 +116,8 @@ def candidates(
   if _overlaps_ends(kind, width, n, gathered):
     narrow = kind in ("weights", "dx")
     result.sort(key=lambda t: (not t.pingpong, narrow and t.cols != 128))
+  if kind == "rows" and n % 256 == 0 and not gathered:
+    result.insert(1, _fit(_halved(), out_itemsize))
   return result
 
 

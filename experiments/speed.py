@@ -11,8 +11,6 @@ An arm is one word for the wiring and dotted words for how it runs, e.g. `pos2.s
   free     no barriers: XLA orders (the default)
   seq      control: no dense operation beside the MoE's stages
   compute  control: the all-to-all is replaced by the identity
-  opaque   control: the same, but XLA cannot see through it, so that what orders the rows before and
-           after an exchange stays, as it does in every arm that has one
   scan     one stage per scan step instead of all stages unrolled
   nopgle   without profile-guided latencies; nolhs also without the latency-hiding scheduler
   cb       with command buffers (XLA's default; off in all other arms)
@@ -37,9 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import jax
@@ -127,7 +123,7 @@ class Arm:
   wiring: str
   overlap: OverlapConfig
   chunks: int = 1
-  instead: Callable[[Any], Any] | None = None  # of the all-to-all
+  identity: bool = False
   latency_hiding: bool = True
   profile_guided: bool = True
   command_buffers: bool = False
@@ -151,8 +147,7 @@ def parse_arm(name: str) -> Arm:
         "bfree": ({"backward_slot": -2}, {}),
         "seq": ({"sequential": True}, {}),
         "scan": ({"unroll": 1}, {}),
-        "compute": ({}, {"instead": lambda x: x}),
-        "opaque": ({}, {"instead": jax.lax.optimization_barrier}),
+        "compute": ({}, {"identity": True}),
         "nopgle": ({}, {"profile_guided": False}),
         "nolhs": ({}, {"profile_guided": False, "latency_hiding": False}),
         "cb": ({}, {"command_buffers": True}),
@@ -251,7 +246,7 @@ class Bench:
 
     args = (self.params(arm), jax.device_put(self.tokens(), place))
     jitted = jax.jit(run, in_shardings=(shardings, place), out_shardings=place)
-    with _exchange(arm.instead):
+    with _exchange(arm.identity):
       return jitted.lower(*args), args
 
   def train(self, arm: Arm):
@@ -273,7 +268,7 @@ class Bench:
       {"gradients": "step", "gradient_dtype": arm.gradient_dtype} if arm.gradient_dtype else {}
     )
     step = make_train_step(objective, optimizer, self.mesh, shardings_of(abstract), **options)
-    with _exchange(arm.instead):
+    with _exchange(arm.identity):
       return step.lower(self.states[arm.wiring], batch), batch
 
   def exchange_only(self, k: int):
@@ -312,12 +307,12 @@ class Job:
 
 
 @contextlib.contextmanager
-def _exchange(instead: Callable[[Any], Any] | None):
-  """Puts `instead`, if given, in the place of every all-to-all traced inside."""
-  if instead is None:
+def _exchange(identity: bool):
+  """With `identity` every all-to-all traced inside is left out: the shape stays."""
+  if not identity:
     yield
     return
-  with mock.patch.object(jax.lax, "all_to_all", lambda x, *a, **k: instead(x)):
+  with mock.patch.object(jax.lax, "all_to_all", lambda x, *a, **k: x):
     yield
 
 
@@ -505,11 +500,10 @@ def ceiling(result: dict) -> str:
   arms = result["arms"]
   base = next(iter(arms.values()))["ms"]
   lines = []
-  controls = {"compute", "opaque"}
-  for name in [n for n in arms if controls & set(n.split("."))]:
+  for name in [n for n in arms if "compute" in n.split(".")]:
     wiring = name.split(".")[0]
     others = [
-      n for n in arms if n.split(".")[0] == wiring and not (controls | {"seq"}) & set(n.split("."))
+      n for n in arms if n.split(".")[0] == wiring and not {"compute", "seq"} & set(n.split("."))
     ]
     best = min(others, key=lambda n: arms[n]["ms"])
     lines.append(

@@ -35,7 +35,7 @@ JOBS = {
     "copy_engines",
     "fine",
     "train",
-    ("top.once16", *PAIR, "pos2.s1.bfree.once16", "pos2.s1.once16.opaque"),
+    ("top.once16", *PAIR, "pos2.s1.bfree.once16"),
     accumulation=4,
   ),
 }

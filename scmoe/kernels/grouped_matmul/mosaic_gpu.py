@@ -123,6 +123,7 @@ def rows_product(
   num_sms = resolve_num_sms(num_sms)
   num_outs = parts * with_results + (activation is not None)
   assert not (fused and tiling.pair == "cols"), "a gathered operand cannot be shared"
+  assert halves == 1 or (tiling.pingpong and not fused), "half tiles are for ping-pong, ungathered"
   rhs_block = (cols, depth) if transpose_rhs else (depth, cols)
   consumer_rows = tiling.consumer_rows
   flat = [*lhs, *(w for ws in rhs for w in ws), *given.values()]

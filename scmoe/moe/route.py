@@ -283,7 +283,7 @@ def route(
     ConfigError: k is larger than the number of experts, T is not a multiple of `groups`, the gate
       returns the wrong shape, or the rounding tile is larger than T.
   """
-  logits_TE, clean_TE = _scores(x_TD, gate, config, num_experts, noise_TE, jitter_TD)
+  logits_TE, clean_TE = _scores(x_TD, gate, config, num_experts, noise_TE, jitter_TD, live_T)
   num_experts = logits_TE.shape[1]
   if k > num_experts:
     raise ConfigError(f"model.top_k={k} is larger than model.num_experts={num_experts}")
@@ -407,7 +407,7 @@ def route_distinct(
   weighted by its own probability. Arguments as in `route`; token rounding and forced assignment do
   not apply, they would break the constraint.
   """
-  logits_TE, clean_TE = _scores(x_TD, gate, config, num_experts, noise_TE, jitter_TD)
+  logits_TE, clean_TE = _scores(x_TD, gate, config, num_experts, noise_TE, jitter_TD, live_T)
   probs_TE = jax.nn.softmax(logits_TE)
   expert_T2, two_T2 = top_k_weights(probs_TE, 2, False, bias_E=bias_E)
   taken_T1 = (expert_T2[:, :1] == previous_expert_T[:, None]).astype(jnp.int32)
@@ -436,8 +436,12 @@ def _scores(
   num_experts: int | None,
   noise_TE: Array | None,
   jitter_TD: Array | None,
+  live_T: Array | None,
 ) -> tuple[Array, Array]:
   """Logits with noise and without: float32 [T, E]; the same array where there is no noise."""
+  if live_T is not None:
+    # Whatever padding holds, the gate's gradient multiplies it by zero: NaN would stay NaN.
+    x_TD = jnp.where(live_T[:, None], x_TD, 0)
   if jitter_TD is not None and config.jitter:
     dtype = compute_dtype(x_TD, config.fp32_gate)
     x_TD = x_TD.astype(dtype) * jitter_TD.astype(dtype)

@@ -153,6 +153,17 @@ def test_masked_tokens_count_nowhere_whatever_they_hold():
     np.testing.assert_allclose(got, want, rtol=1e-6, err_msg=field.name)
 
 
+@pytest.mark.parametrize("kind", ["gshard", "load_importance"])
+def test_masked_tokens_have_no_gradient_whatever_they_hold(kind):
+  x, gate, _ = problem()
+  live = np.array([True, True, False, True, True, False, True])
+  x[~live] = np.nan
+  loss = lambda gate, x, live: balance_loss(sums_of(x, gate, live=live), kind)
+  got = jax.grad(loss)(jnp.asarray(gate), x, live)
+  np.testing.assert_allclose(got, jax.grad(loss)(jnp.asarray(gate), x[live], None), rtol=1e-5)
+  assert np.any(np.asarray(got))
+
+
 def test_no_tokens_give_no_loss():
   for x, live in ((np.zeros((0, D)), None), (np.ones((3, D)), np.zeros(3, bool))):
     sums = sums_of(x, np.ones((D, E)), live=live)

@@ -24,7 +24,7 @@ from jax import Array
 
 from scmoe.blocks.mix import Mix
 from scmoe.blocks.schedule import OverlapConfig, resolve_backward_slot, resolve_slot
-from scmoe.blocks.wiring import Tap, Wiring, is_handed_over, tap_index
+from scmoe.blocks.wiring import Tap, Wiring, dense_operations, is_handed_over, tap_index
 from scmoe.layers.attention import Attention, KeyValues, Projected
 from scmoe.layers.mlp import MLP
 from scmoe.layers.norm import Norm
@@ -209,7 +209,7 @@ class _UnitRun:
       return main
     for gating in self.flights:
       start = tap_index(self.unit.wiring.taps[gating], len(blocks))
-      window = 2 * len(blocks) - start - (blocks[-1].mlp is None)
+      window = len(dense_operations(self.unit.wiring, len(blocks))) - start
       slot = start + resolve_slot(overlap.slot, window)
       backward = start + resolve_backward_slot(overlap, window)
       if place == backward < slot:

@@ -75,9 +75,13 @@ def product(transpose, tiling, activation=None):
 
 
 @pytest.mark.parametrize("cols", [64, 128], ids=["odd-stores", "even-stores"])
-@pytest.mark.parametrize("pingpong", [False, True], ids=["cooperative", "ping-pong"])
-def test_rows_product_simulated(pingpong, cols):
-  layout, tiling = layout_of(), Tiling(cols=cols, stages=3, pingpong=pingpong)
+@pytest.mark.parametrize(
+  ("pingpong", "stores"),
+  [(False, 2), (True, 2), (True, 1)],
+  ids=["cooperative", "ping-pong", "ping-pong-one-buffer"],
+)
+def test_rows_product_simulated(pingpong, stores, cols):
+  layout, tiling = layout_of(), Tiling(cols=cols, stages=3, pingpong=pingpong, stores=stores)
   x, w = normal(0, layout.num_rows, 128), normal(1, 3, 128, 128)
   (got,) = simulate(product(False, tiling), (x,), ((w,),), layout)
   n = used_rows(layout)

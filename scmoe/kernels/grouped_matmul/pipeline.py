@@ -196,6 +196,10 @@ def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -
     # Consumers count two rounds of the ring: the round's parity is the phase of its barriers.
     return jnp.where(turn >= stages, turn - stages, turn)
 
+  def locate(i):
+    # What lies past the end, or is all there is of no tiles, must still be readable.
+    return work.locate(jnp.clip(worker + i * workers, 0, jnp.maximum(work.num_tiles - 1, 0)))
+
   @pl.when(warpgroup < CONSUMERS)
   def _consume():
     plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
@@ -239,9 +243,7 @@ def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -
       return lax.rem(first_turn + steps, jnp.int32(2 * stages))
 
     def steps_of(i):
-      # The other consumer's tile may lie past the end; its coordinates must still be readable.
-      tile = jnp.minimum(worker + i * workers, work.num_tiles - 1)
-      return work.steps(work.locate(tile))
+      return work.steps(locate(i))  # of the other consumer's tile
 
     if tiling.pingpong:
 
@@ -259,10 +261,6 @@ def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -
   @pl.when(warpgroup == CONSUMERS)
   def _produce():
     plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-
-    def locate(i):
-      # What lies past the end, or is all there is of no tiles, must still be readable.
-      return work.locate(jnp.clip(worker + i * workers, 0, jnp.maximum(work.num_tiles - 1, 0)))
 
     def one_tile(i, carry):
       *carry, where = carry

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from scmoe.moe.dispatch import DispatchConfig
+from scmoe.moe.dispatch import DispatchConfig, dropless
 from scmoe.moe.layer import MoE
 from scmoe.moe.route import RouterConfig
 from scmoe.parallel.mesh import MeshConfig, batch_sharding, make_mesh, partition_spec
@@ -34,17 +34,21 @@ def gradient(transport: DispatchConfig, mesh, S, D, F):
     y, sums = nnx.merge(graph, params)(x, k=K)
     return (y**2).sum(), (sums.rounds.max(), sums.dropped.sum())
 
-  x = jax.ShapeDtypeStruct((8, S, D), jnp.float32, sharding=batch_sharding(mesh))
+  x = jax.ShapeDtypeStruct((mesh.size, S, D), jnp.float32, sharding=batch_sharding(mesh))
   return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True)).lower(params, x).compile(), params
 
 
-@pytest.fixture(scope="module")
-def mesh():
-  return make_mesh(MeshConfig(data=1, expert=8))
+@pytest.fixture
+def mesh(devices):
+  return make_mesh(MeshConfig(data=1, expert=devices), jax.devices()[:devices])
 
 
+@pytest.mark.parametrize("devices", [2, 4, 8])
 def test_within_1_35_of_the_capacity_transport(mesh):
-  """Measured 1.30. Rows of 1 KiB; narrower ones weigh less beside the integers that route them."""
+  """Measured 1.35, 1.30 and 1.26: fewer devices have more experts, whose gradient the loop adds up.
+
+  Rows of 1 KiB; narrower ones weigh less beside the integers that route them.
+  """
   sizes = {"S": 4096, "D": 256, "F": 512}
   used = [
     gradient(transport, mesh, **sizes)[0].memory_analysis().temp_size_in_bytes
@@ -53,6 +57,7 @@ def test_within_1_35_of_the_capacity_transport(mesh):
   assert used[0] <= 1.35 * used[1], used
 
 
+@pytest.mark.parametrize("devices", [8])
 def test_one_program_for_every_routing(mesh):
   """Equal tokens all choose the same experts: many rounds, in the program of the balanced case."""
   S, D = 256, 32
@@ -67,5 +72,5 @@ def test_one_program_for_every_routing(mesh):
     assert int(dropped) == 0
   # One peer gets every first choice of a device, S rows; its buffer has slack · S·K / 8 of them.
   first = int(np.ceil(1.25 * S * K / 8))
-  assert rounds[1] >= 1 + (S - first) // (first // 8 + 1)
+  assert rounds[1] >= 1 + (S - first) // dropless.further_rows(first)
   assert rounds[0] < rounds[1] / 4

@@ -15,6 +15,7 @@ An arm is one word for the wiring and dotted words for how it runs, e.g. `pos2.s
   nopgle   without profile-guided latencies; nolhs also without the latency-hiding scheduler
   cb       with command buffers (XLA's default; off in all other arms)
   ch<N>    the MoE stream in N chunks
+  kernels  experts on the Pallas kernels (without barriers they are XLA's)
   once     training: gradients are added up on each device and reduced once per step, in float32;
            once16 in bfloat16; otherwise in every microbatch, where XLA places it
 """
@@ -127,6 +128,7 @@ class Arm:
   latency_hiding: bool = True
   profile_guided: bool = True
   command_buffers: bool = False
+  kernels: bool = False
   gradient_dtype: str = ""
 
 
@@ -151,6 +153,7 @@ def parse_arm(name: str) -> Arm:
         "nopgle": ({}, {"profile_guided": False}),
         "nolhs": ({}, {"profile_guided": False, "latency_hiding": False}),
         "cb": ({}, {"command_buffers": True}),
+        "kernels": ({}, {"kernels": True}),
         "once": ({}, {"gradient_dtype": "float32"}),
         "once16": ({}, {"gradient_dtype": "bfloat16"}),
       }[word]
@@ -159,7 +162,7 @@ def parse_arm(name: str) -> Arm:
   return Arm(name, WIRINGS[wiring], overlap, **arm)
 
 
-def model_config(shape: Shape, wiring: str) -> ModelConfig:
+def model_config(shape: Shape, wiring: str, expert_backend: str = "auto") -> ModelConfig:
   """The model of an arm, with FLOPs equal to the top-k arm's."""
   return ModelConfig(
     style="gpt2",
@@ -175,6 +178,7 @@ def model_config(shape: Shape, wiring: str) -> ModelConfig:
     vocab_size=1024,  # small: the head is not what is compared
     context=shape.seq,
     dtype=shape.dtype,
+    expert_backend=expert_backend,
   ).resolve()
 
 
@@ -195,8 +199,9 @@ class Bench:
     options = {"capacity_factor": self.shape.capacity_factor}
     if arm.chunks > 1:
       options["chunks"] = arm.chunks
+    backend = "mosaic_gpu" if arm.kernels and self.gpu else "auto"
     return GPT(
-      model_config(self.shape, arm.wiring),
+      model_config(self.shape, arm.wiring, backend),
       transport=DispatchConfig(**options),
       overlap=arm.overlap,
       mesh=self.mesh,

@@ -26,6 +26,7 @@ reported.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import functools
 import json
@@ -67,7 +68,11 @@ def with_capacity(x, expert, weight, exchange, num_experts):
   routing = routing_of(expert, weight, num_experts)
   rows = int(SLACK * expert.size / num_experts)
   sent = capacity.dispatch(x, routing, rows_per_expert=rows, exchange=exchange)
+  # Rows stay in the order of their senders; XLA's experts put them in their own, and back.
+  by_expert = lambda part: dataclasses.replace(part, rows=jnp.swapaxes(part.rows, 0, 1))
+  sent = dataclasses.replace(sent, chunks=tuple(map(by_expert, sent.chunks)))
   sent = jax.lax.optimization_barrier(sent)
+  sent = dataclasses.replace(sent, chunks=tuple(map(by_expert, sent.chunks)))
   return capacity.combine(sent, weight, exchange=exchange), sent.dropped
 
 

@@ -35,7 +35,7 @@ JOBS = {
     "copy_engines",
     "fine",
     "train",
-    ("top.once16", *PAIR, "pos2.s1.bfree.once16"),
+    ("top.kernels.once16", "top.once16", *PAIR),
     accumulation=4,
   ),
 }

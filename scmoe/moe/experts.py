@@ -1,9 +1,9 @@
 """rows -> rows: the feed-forward networks of this device's experts.
 
-Rows come grouped by expert: with equal room for each, [e, R, D], where batched matrix products
-compute them, or sorted, [R, D] with group sizes, for the grouped kernels. Empty rows are zero and
-whatever they become is never read. Tokens that stay where they are, [T, D] with their choices, come
-out as what their experts add up to.
+Rows come grouped by expert: with equal room for each, [W, e, R, D] in the order of their senders,
+or sorted, [R, D] with group sizes, for the grouped kernels. Empty rows are zero and whatever they
+become is never read. Tokens that stay where they are, [T, D] with their choices, come out as what
+their experts add up to.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def expert_ffn(
   """down(act(up(rows))) for every expert, in the rows' dtype with float32 accumulation.
 
   Args:
-    rows: [e, R, D], or [R, D] sorted by expert with `sizes_e`.
+    rows: [e, R, D] or [W, e, R, D], or [R, D] sorted by expert with `sizes_e`.
     weights: see `ExpertWeights`; cast to the rows' dtype.
     activation: one of `grouped_matmul.activation_names()`; gated ones use `gate_eDF`.
     sizes_e: int32, rows of each expert; rows behind them give zero.

@@ -55,8 +55,8 @@ class Rows:
   """Rows that experts compute, in the order of this device's experts.
 
   Attributes:
-    rows: [e, R, D] with equal room for every expert, or [R, D] sorted by expert. Rows that nobody
-      sent are zero and stand behind the others.
+    rows: [W, e, R, D] with equal room for every expert, in the order of the W devices that sent
+      them, or [R, D] sorted by expert. Rows that nobody sent are zero and stand behind the others.
     group_sizes_e: int32, rows of each expert in the sorted form; None in the other.
     arrival: int32 [2, R] of the sorted form after an exchange: where each received row stands, and
       which received row stands there (R for none). None where nothing was sorted.

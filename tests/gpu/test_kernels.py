@@ -150,10 +150,11 @@ def test_ffn(normal, activation, with_bias):
       assert relative_error(gradient, plain[name]) < limit, name
 
 
+@pytest.mark.parametrize("rows", [(2, 1024), (3, 2, 384)], ids=["groups", "senders"])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_groups_of_one_size(normal, activation):
-  """The first layer with bias and activation in its epilogue against float32, all gradients."""
-  x, dy = normal(2, 1024, 512), normal(2, 1024, 512)
+def test_groups_of_one_size(normal, activation, rows):
+  """Against float32, all gradients: the first layer's epilogue, rows in their senders' order."""
+  x, dy = normal(*rows, 512), normal(*rows, 512)
   weights = [normal(2, 512, 1536) * jnp.bfloat16(0.05) for _ in range(2)]
   weights.append(normal(2, 1536, 512) * jnp.bfloat16(0.03))
   if activation == "gelu":

@@ -24,7 +24,7 @@ from scmoe.kernels.grouped_matmul import (
   tiles,
   xla,
 )
-from scmoe.kernels.grouped_matmul.layout import make_layout
+from scmoe.kernels.grouped_matmul.layout import make_equal_layout, make_layout
 from scmoe.kernels.grouped_matmul.mosaic_backward import down_backward_product
 from scmoe.kernels.grouped_matmul.pipeline import Tiling, banded, interpreted
 from scmoe.kernels.moe_layer import moe_layer, route_top_k
@@ -107,6 +107,30 @@ def test_bias_and_activation_simulated(activation, with_results, pingpong):
   assert len(got) == len(wanted)
   for one, want in zip(got, wanted):
     assert relative_error(one[:n], want[:n]) < 3e-3
+
+
+@needs_new_simulation
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_rows_in_the_order_of_their_senders_simulated(activation):
+  """Nothing is put in another order: value and every gradient by the kernels, against XLA's."""
+  gated = get_activation(activation).gated
+  x, dy = normal(0, 2, 2, 128, 64), normal(1, 2, 2, 128, 64)
+  scale = jnp.bfloat16(0.125)
+  weights = [normal(2, 2, 64, 128) * scale if gated else None, normal(3, 2, 64, 128) * scale]
+  weights += [normal(4, 2, 128, 64) * scale]
+  biases = {"up_bias_GF": normal(5, 2, 128), "down_bias_GD": normal(6, 2, 64)}
+
+  def run(backend):
+    def ffn(x, weights, biases):
+      return equal_ffn(x, *weights, activation=activation, **biases, backend=backend)
+
+    y, vjp = jax.vjp(ffn, x, weights, biases)
+    return ffn(x, weights, biases), y, vjp(dy)
+
+  with interpreted(gpu_interpret_params(detect_races=True)):
+    got = run("mosaic_gpu")
+  for one, want in zip(jax.tree.leaves(got), jax.tree.leaves(run("xla")), strict=True):
+    assert relative_error(one, want) < 1e-2
 
 
 @needs_new_simulation
@@ -238,6 +262,8 @@ def test_pairs_of_ctas_lower_for_cuda(tiling):
   weights = functools.partial(mosaic_gpu.weights_product, tiling=tiling, out_dtype=bf16)
   lower(lambda x: weights(x, (x,), layout), x)
   lower(lambda x, i: weights(x, (x,), layout, lhs_index_R=i), x, index)
+  in_runs = make_equal_layout(rows // 384, 3, 128, layout.tile)
+  lower(lambda x: weights(x, (x,), in_runs), array(in_runs.num_rows, 256))
   lower(lambda x, i: weights(x, (x,), layout, rhs_index_R=i), x, index)
   if tiling.pair == "rows":
     up = lambda x, w, i: product(False, tiling, swiglu)((x,), ((w, w),), layout, index_R=i)

@@ -1,15 +1,22 @@
 """The feed-forward network on groups of one size: a dense MLP, or experts with equal room.
 
-    G  groups (1 for a dense MLP)      R  rows of each group
-    D  model width      F  hidden width
+    G  groups (1 for a dense MLP)      R  rows of each group, or of each group and sender
+    D  model width      F  hidden width      S  senders
 
 XLA's batched products are as fast as a kernel can be here, but the first one writes what the
 activation then reads again. Where no gradient is asked for, the kernels make bias and activation
 the end of that product and write the activation alone (experiments/kernels). A training step gained
 nothing from it, so gradients are left to XLA, and so is all that they need of the forward.
+
+Rows that an exchange brought lie in the order of their senders, [S, G, R, D]. XLA's products need
+each group in one piece, so it transposes them on the way in and on the way out, forward and
+backward: four passes over all rows. The kernels read and write a tile wherever it lies, so there
+they compute everything, gradients too.
 """
 
 import functools
+import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +26,14 @@ import jax.numpy as jnp
 from scmoe.kernels.grouped_matmul.activations import get_activation
 from scmoe.kernels.grouped_matmul.api import cast_weights
 from scmoe.kernels.grouped_matmul.backend import resolve_backend
-from scmoe.kernels.grouped_matmul.ffn import FFNWeights, check_ffn
-from scmoe.kernels.grouped_matmul.layout import KERNEL_ROW_TILE, make_layout
+from scmoe.kernels.grouped_matmul.ffn import (
+  FFNConfig,
+  FFNWeights,
+  check_ffn,
+  ffn_backward,
+  ffn_forward,
+)
+from scmoe.kernels.grouped_matmul.layout import KERNEL_ROW_TILE, GroupLayout, make_equal_layout
 
 # CTAs per multiprocessor, one after the other, where a collective may run beside the product. With
 # one each, a CTA whose multiprocessor is taken would begin when the others end, and the product
@@ -42,7 +55,7 @@ def rows_have_kernels(rows: int, backend: str, dtype, *widths: int) -> bool:
 
 
 def equal_ffn(
-  rows_GRD: jax.Array,
+  rows: jax.Array,
   gate_GDF: jax.Array | None,
   up_GDF: jax.Array,
   down_GFD: jax.Array,
@@ -58,36 +71,41 @@ def equal_ffn(
   """down(act(up(rows))) for groups of equal size; see `grouped_ffn` for the formula.
 
   Args:
-    rows_GRD: the rows of each group.
+    rows: [G, R, D], or [S, G, R, D] in the order of their senders, which the result keeps.
     gate_GDF: gate weights, or None if the activation is not gated.
     up_GDF, down_GFD: up and down weights; all weights are cast to the type of the rows, and the
       width of the result may be another than D.
     activation: one of `activation_names()`.
     gate_bias_GF, up_bias_GF, down_bias_GD: biases, or None.
     backend: "auto" and "mosaic_gpu" use the kernels where R is a multiple of 128, no gradient is
-      asked for and (for "auto") the device and the widths have them; else, and for "xla", XLA's
-      batched products.
-    shares: devices that the rows are spread over, each with whole weights.
+      asked for or there are several senders, and (for "auto") the device and the widths have them;
+      else, and for "xla", XLA's batched products.
+    shares: devices that the rows are spread over, each with whole weights; one where there are
+      several senders.
     on_shares: makes a function of one device's rows and weights one of all rows and the weights
       (`jax.shard_map`: XLA cannot split a kernel); None where each device sees its own rows.
 
   Returns:
-    y_GRD in the type of the rows.
+    [G, R, D] or [S, G, R, D], in the type of the rows.
 
   Raises:
     ValueError: shapes disagree, or the activation or the backend is unknown or does not fit.
   """
   weights = FFNWeights(gate_GDF, up_GDF, down_GFD, gate_bias_GF, up_bias_GF, down_bias_GD)
-  groups, _, width = rows_GRD.shape
-  flat_MD = jax.ShapeDtypeStruct((groups, width), rows_GRD.dtype)
+  *senders, groups, size, width = rows.shape
+  flat_MD = jax.ShapeDtypeStruct((groups, width), rows.dtype)
   check_ffn(flat_MD, weights, groups, activation, out_width=down_GFD.shape[-1])
-  weights = cast_weights(weights, rows_GRD.dtype)
-  rows = rows_GRD.shape[1] // shares
-  if rows_have_kernels(rows, backend, rows_GRD.dtype, *up_GDF.shape[1:]):
-    kernels = functools.partial(_on_kernels, activation=activation, on_shares=on_shares)
-    plain = functools.partial(_on_xla, activation=activation)
-    return without_gradient(kernels, plain, rows_GRD, weights)
-  return _on_xla(rows_GRD, weights, activation)
+  weights = cast_weights(weights, rows.dtype)
+  kernels = rows_have_kernels(size // shares, backend, rows.dtype, *up_GDF.shape[1:])
+  if math.prod(senders) > 1:
+    assert shares == 1, "several senders' rows are one device's"
+    return (_senders_on_kernels if kernels else _senders_on_xla)(rows, weights, activation)
+  run = functools.partial(_on_xla, activation=activation)
+  if kernels:
+    fast = functools.partial(_on_kernels, activation=activation, on_shares=on_shares)
+    run = functools.partial(without_gradient, fast, run)
+  y_GRD: jax.Array = run(rows.reshape(groups, size, width), weights)
+  return y_GRD.reshape(*rows.shape[:-1], down_GFD.shape[-1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -122,36 +140,116 @@ def _product(x_GRK: jax.Array, weight_GKN: jax.Array, bias_GN: jax.Array | None)
 
 
 def _on_kernels(rows_GRD, weights: FFNWeights, activation: str, on_shares) -> jax.Array:
-  from scmoe.kernels.grouped_matmul import pipeline
-
-  # Layers are alike: jitted, the kernel is lowered once for all of them. Not where it is simulated,
-  # which the cache would not notice.
-  first_layer = _first_layer
-  if not pipeline.simulated():
-    first_layer = jax.jit(_first_layer, static_argnames="activation")
-  local: Local = functools.partial(first_layer, activation=activation)
+  local: Local = functools.partial(_lowered_once(_first_layer), activation=activation)
   a_GRF = (on_shares(local) if on_shares else local)(rows_GRD, weights)
   return _product(a_GRF, weights.down_GFD, weights.down_bias_GD)
 
 
-def _first_layer(rows_GRD, weights: FFNWeights, activation: str) -> jax.Array:
-  """act(rows @ up + bias), [G, R, F], in one kernel."""
-  from scmoe.kernels.grouped_matmul import mosaic_gpu, pipeline, tiles
+def _lowered_once(function: Callable[..., Any]) -> Callable[..., Any]:
+  """`function`, jitted: layers are alike, so its kernels are lowered once for all of them.
 
-  waves = WAVES if jax.sharding.get_abstract_mesh().size > 1 else 1
-  groups, rows, width = rows_GRD.shape
+  Not where they are simulated, which the cache would not notice.
+  """
+  from scmoe.kernels.grouped_matmul import pipeline
+
+  return function if pipeline.simulated() else _jitted(function)
+
+
+@functools.cache
+def _jitted(function: Callable[..., Any]) -> Callable[..., Any]:
+  return jax.jit(function, static_argnames="activation")
+
+
+def _first_layer(rows: jax.Array, weights: FFNWeights, activation: str) -> jax.Array:
+  """act(rows @ up + bias), [(S,) G, R, F], in one kernel."""
+  from scmoe.kernels.grouped_matmul import mosaic_gpu, tiles
+
+  width = rows.shape[-1]
   kind = "up" if len(weights.up_weights) == 2 else "activated"
   (a_RF,) = mosaic_gpu.rows_product(
-    (rows_GRD.reshape(groups * rows, width),),
+    (rows.reshape(-1, width),),
     (weights.up_weights,),
-    make_layout(jnp.full((groups,), rows, jnp.int32), groups * rows, KERNEL_ROW_TILE),
+    _layout_of(rows),
     tiles.choose(kind, width, weights.up_GDF.shape[2]),
     transpose_rhs=False,
     biases=weights.up_biases,
     activation=get_activation(activation),
     with_results=False,
-    out_dtype=rows_GRD.dtype,
-    num_sms=waves * pipeline.resolve_num_sms(None),
+    out_dtype=rows.dtype,
+    num_sms=_num_sms(),
   )
-  # The layout's static bound leaves room for groups that end inside a tile; these do not.
-  return a_RF[: groups * rows].reshape(groups, rows, -1)
+  return a_RF.reshape(*rows.shape[:-1], a_RF.shape[-1])
+
+
+def _layout_of(rows: jax.Array) -> GroupLayout:
+  *senders, groups, size, _ = rows.shape
+  return make_equal_layout(math.prod(senders), groups, size, KERNEL_ROW_TILE)
+
+
+def _num_sms() -> int:
+  """CTAs of a kernel, which may run beside a collective."""
+  from scmoe.kernels.grouped_matmul import pipeline
+
+  several = jax.sharding.get_abstract_mesh().size > 1
+  takes_none = os.environ.get("NCCL_CTA_POLICY") == "2"  # copy engines move what is exchanged
+  waves = WAVES if several and not takes_none else 1
+  return waves * pipeline.resolve_num_sms(None)
+
+
+# -------------------------------------------------------------- rows in the order of their senders
+
+
+def _senders_on_xla(rows_SGRD: jax.Array, weights: FFNWeights, activation: str) -> jax.Array:
+  senders, groups, size, width = rows_SGRD.shape
+  rows_GRD = jnp.swapaxes(rows_SGRD, 0, 1).reshape(groups, senders * size, width)
+  y_GRD = _on_xla(rows_GRD, weights, activation)
+  return jnp.swapaxes(y_GRD.reshape(groups, senders, size, y_GRD.shape[-1]), 0, 1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _senders_on_kernels(rows_SGRD: jax.Array, weights: FFNWeights, activation: str) -> jax.Array:
+  return _lowered_once(_value)(rows_SGRD, weights, activation=activation)
+
+
+def _senders_fwd(rows_SGRD, weights, activation):
+  y_SGRD, pre = _lowered_once(_value_and_pre)(rows_SGRD, weights, activation=activation)
+  return y_SGRD, (rows_SGRD, weights, pre)
+
+
+def _senders_bwd(activation, residuals, dy_SGRD):
+  return _lowered_once(_gradients)(*residuals, dy_SGRD, activation=activation)
+
+
+_senders_on_kernels.defvjp(_senders_fwd, _senders_bwd)
+
+
+def _value(rows_SGRD, weights: FFNWeights, activation: str) -> jax.Array:
+  from scmoe.kernels.grouped_matmul import mosaic_gpu
+
+  a_SGRF = _first_layer(rows_SGRD, weights, activation)
+  y_RD = mosaic_gpu.grouped_rows(
+    a_SGRF.reshape(-1, a_SGRF.shape[-1]),
+    weights.down_GFD,
+    _layout_of(rows_SGRD),
+    bias_GN=weights.down_bias_GD,
+    out_dtype=rows_SGRD.dtype,
+    num_sms=_num_sms(),
+  )
+  return y_RD.reshape(*rows_SGRD.shape[:-1], y_RD.shape[-1])
+
+
+def _value_and_pre(rows_SGRD, weights: FFNWeights, activation: str):
+  config = FFNConfig(activation, "mosaic_gpu", num_sms=_num_sms())
+  x_RD = rows_SGRD.reshape(-1, rows_SGRD.shape[-1])
+  y_RD, pre = ffn_forward(x_RD, None, weights, _layout_of(rows_SGRD), config)
+  return y_RD.reshape(*rows_SGRD.shape[:-1], y_RD.shape[-1]), pre
+
+
+def _gradients(rows_SGRD, weights: FFNWeights, pre, dy_SGRD, activation: str):
+  config = FFNConfig(activation, "mosaic_gpu", num_sms=_num_sms())
+  x_RD = rows_SGRD.reshape(-1, rows_SGRD.shape[-1])
+  dy_RD = dy_SGRD.reshape(-1, dy_SGRD.shape[-1])
+  ones_R = jnp.ones((len(x_RD),), jnp.float32)
+  layout = _layout_of(rows_SGRD)
+  dx_RD, dweights, _ = ffn_backward(x_RD, None, dy_RD, ones_R, pre, weights, layout, config)
+  return dx_RD.reshape(rows_SGRD.shape), dweights

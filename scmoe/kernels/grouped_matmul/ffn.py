@@ -105,12 +105,12 @@ def check_ffn(
 
 def ffn_forward(
   x_XD: jax.Array,
-  index_R: jax.Array,
+  index_R: jax.Array | None,
   weights: FFNWeights,
   layout: GroupLayout,
   config: FFNConfig,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-  """Rows x[index] through their experts.
+  """Rows x[index], or x where the index is None, through their experts.
 
   Returns:
     y_RD in the type of x (padding rows unspecified) and the pre-activations.
@@ -121,15 +121,16 @@ def ffn_forward(
   pre, a_RF = ops.up_activate(
     x_XD, weights.up_weights, weights.up_biases, layout, kind, index_R=index_R, **options
   )
-  y_RD = ops.grouped_rows(a_RF, weights.down_GFD, layout, out_dtype=x_XD.dtype, **options)
-  if weights.down_bias_GD is not None:
-    y_RD = (y_RD + xla.per_row(weights.down_bias_GD, layout)).astype(x_XD.dtype)
+  bias_GD = weights.down_bias_GD
+  y_RD = ops.grouped_rows(
+    a_RF, weights.down_GFD, layout, bias_GN=bias_GD, out_dtype=x_XD.dtype, **options
+  )
   return y_RD, pre
 
 
 def ffn_backward(
   x_XD: jax.Array,
-  index_R: jax.Array,
+  index_R: jax.Array | None,
   dy_XD: jax.Array,
   row_weight_R: jax.Array,
   pre: tuple[jax.Array, ...],
@@ -141,7 +142,8 @@ def ffn_backward(
 
   Args:
     x_XD: the input of the forward.
-    index_R: row of x, and of dy, behind each row of the layout; negative for padding.
+    index_R: row of x, and of dy, behind each row of the layout, negative for padding; None where
+      they are in the layout.
     dy_XD: gradient of the weighted output, before the weight.
     row_weight_R: s, zero on padding.
     pre: what the forward kept.
@@ -174,7 +176,8 @@ def ffn_backward(
   dbiases = [bias_gradient(bias, d_RF) for bias, d_RF in zip(weights.up_biases, dpre)]
   ddown_bias = None
   if weights.down_bias_GD is not None:
-    dy_RD = take_rows(dy_XD, index_R).astype(jnp.float32)
+    dy_RD = dy_XD if index_R is None else take_rows(dy_XD, index_R)
+    dy_RD = dy_RD.astype(jnp.float32)
     ds_R = ds_R + jnp.sum(dy_RD * xla.per_row(weights.down_bias_GD, layout), axis=1)
     ddown_bias = bias_gradient(weights.down_bias_GD, dy_RD * row_weight_R[:, None])
   gradients = FFNWeights(

@@ -27,7 +27,7 @@ KERNEL_ROW_TILE = 128  # rows of a tile in the Mosaic GPU kernels
     "num_tiles",
     "by_size_G",
   ],
-  meta_fields=["tile"],
+  meta_fields=["tile", "runs"],
 )
 @dataclasses.dataclass(frozen=True)
 class GroupLayout:
@@ -41,6 +41,8 @@ class GroupLayout:
     num_tiles: int32 [1], tiles in use.
     by_size_G: int32, groups by falling number of tiles, equal ones in order.
     tile: rows of a tile, static.
+    runs: static; with more than one, all groups are of one size and every run of the rows holds an
+      equal part of each, in their order (rows as several devices sent them).
   """
 
   group_sizes_G: jax.Array
@@ -50,6 +52,7 @@ class GroupLayout:
   num_tiles: jax.Array
   by_size_G: jax.Array
   tile: int
+  runs: int = 1
 
   @property
   def num_rows(self) -> int:
@@ -60,6 +63,11 @@ class GroupLayout:
   def num_groups(self) -> int:
     """G."""
     return self.group_sizes_G.shape[0]
+
+  @property
+  def run_tiles(self) -> int:
+    """Tiles of one group in one of several runs."""
+    return self.tile_group_I.shape[0] // (self.runs * self.num_groups)
 
 
 def max_tiles(num_rows: int, num_groups: int, tile: int) -> int:
@@ -91,6 +99,31 @@ def make_layout(group_sizes_G: jax.Array, num_rows: int, tile: int) -> GroupLayo
     num_tiles=ends_G[-1:],
     by_size_G=_by_falling(tiles_G),
     tile=tile,
+  )
+
+
+def make_equal_layout(runs: int, num_groups: int, rows: int, tile: int) -> GroupLayout:
+  """The layout of rows [runs, G, rows], where each part of a group fills whole tiles.
+
+  Args:
+    runs: as in `GroupLayout`.
+    num_groups: G.
+    rows: of a group in one run; a multiple of `tile`.
+    tile: rows of a tile.
+  """
+  assert rows % tile == 0, (rows, tile)
+  run_tiles = rows // tile
+  index_I = jnp.arange(runs * num_groups * run_tiles, dtype=jnp.int32)
+  index_G = jnp.arange(num_groups, dtype=jnp.int32)
+  return GroupLayout(
+    group_sizes_G=jnp.full_like(index_G, runs * rows),
+    tile_starts_G=index_G * run_tiles,
+    tiles_G=jnp.full_like(index_G, runs * run_tiles),
+    tile_group_I=index_I // run_tiles % num_groups,
+    num_tiles=jnp.full((1,), index_I.size, jnp.int32),
+    by_size_G=index_G,
+    tile=tile,
+    runs=runs,
   )
 
 

@@ -292,7 +292,7 @@ def weights_product(
   Args:
     lhs_RM: the operand whose width becomes the result's rows.
     rhs: operands [R, N] of one width.
-    layout: tiles of R.
+    layout: tiles of R; with several runs, nothing is gathered.
     tiling: tile shape; `tiling.cols` is shared between the results.
     lhs_index_R: if given, lhs is gathered as in `rows_product`.
     rhs_index_R: if given, the only rhs is gathered; not together with lhs.
@@ -320,6 +320,14 @@ def weights_product(
   assert pair != "cols" or col_tiles % 2 == 0, (tiling, col_tiles)
   per_group = row_tiles * col_tiles // tiling.cluster
   num_tiles = groups * per_group
+  assert layout.runs == 1 or not fused, "rows in several runs are not gathered"
+
+  def row_of(first_tile, step):
+    if layout.runs == 1:
+      return first_tile * layout.tile + step * depth
+    run = lax.div(step, jnp.int32(layout.run_tiles * per_tile))
+    inside = step - run * (layout.run_tiles * per_tile)
+    return (first_tile + run * (groups * layout.run_tiles)) * layout.tile + inside * depth
 
   def body(order_gmem, starts_gmem, tiles_gmem, index_gmem, lhs_gmem, *refs):
     rhs_gmem, outs = refs[:parts], refs[parts : 2 * parts]
@@ -338,14 +346,15 @@ def weights_product(
 
       def load(where, step, slot, barrier):
         _, row_tile, col_tile, first_tile, _ = where
-        first = first_tile * layout.tile  # here: a loop's variable is not known to be a multiple
-        k_slice = pl.ds(first + step * depth, depth)
+        # Computed here: a loop's variable is not known to be a multiple.
+        first_row = row_of(first_tile, step)
+        k_slice = pl.ds(first_row, depth)
         start = functools.partial(
           gather.start_gather,
           index=index_gmem,
           barriers=arrived,
           slot=slot,
-          first_row=first + step * depth,
+          first_row=first_row,
           prefetch=tiling.stages * depth,
         )
         if fused_lhs:
@@ -433,6 +442,7 @@ def grouped_rows(
   *,
   index_R: jax.Array | None = None,
   transpose_rhs: bool = False,
+  bias_GN: jax.Array | None = None,
   out_dtype=None,
   precision=None,
   num_sms: int | None = None,
@@ -450,6 +460,7 @@ def grouped_rows(
     layout,
     tiling,
     transpose_rhs=transpose_rhs,
+    biases=(bias_GN,),
     index_R=index_R,
     out_dtype=out_dtype,
     num_sms=num_sms,

@@ -44,11 +44,12 @@ def grouped_rows(
   *,
   index_R: jax.Array | None = None,
   transpose_rhs: bool = False,
+  bias_GN: jax.Array | None = None,
   out_dtype=None,
   precision=None,
   num_sms: int | None = None,
 ) -> jax.Array:
-  """out[r] = lhs[r] @ rhs[group of r], or @ rhs[group of r].T.
+  """out[r] = lhs[r] @ rhs[group of r], or @ rhs[group of r].T, and + bias[group of r] if given.
 
   Args:
     lhs_XK: R rows, or any number of rows when `index_R` says which is read where.
@@ -56,6 +57,7 @@ def grouped_rows(
     layout: the tiles of R.
     index_R: row of lhs behind each row of the layout, negative for padding (reads as zero).
     transpose_rhs: contract the last dimension of rhs.
+    bias_GN: added before the result is rounded.
     out_dtype: type of the result, by default the accumulation type.
     precision: as in `jax.lax.dot_general`.
     num_sms: ignored; the kernels use it.
@@ -75,6 +77,8 @@ def grouped_rows(
       precision=precision,
       preferred_element_type=dtype,
     )
+    if bias_GN is not None:
+      out_BN += lax.dynamic_index_in_dim(bias_GN, group).astype(dtype)
     return out_BN.astype(out_dtype or dtype)
 
   out_IBN = lax.map(one_tile, (lhs_IBK, layout.tile_group_I))
@@ -198,8 +202,9 @@ def group_sums(x_RN: jax.Array, layout: GroupLayout) -> jax.Array:
   sums_IN = jnp.sum(x_RN.reshape(-1, layout.tile, x_RN.shape[1]), axis=1, dtype=dtype)
   used_I1 = (jnp.arange(sums_IN.shape[0]) < layout.num_tiles[0])[:, None]
   sums_IN = jnp.where(used_I1, sums_IN, 0)
+  ordered = layout.runs == 1
   return jax.ops.segment_sum(
-    sums_IN, layout.tile_group_I, num_segments=layout.num_groups, indices_are_sorted=True
+    sums_IN, layout.tile_group_I, num_segments=layout.num_groups, indices_are_sorted=ordered
   )
 
 

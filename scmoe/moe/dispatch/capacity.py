@@ -108,7 +108,7 @@ def dispatch(
       multiple of it.
 
   Returns:
-    Dispatched with rows [E / W, W·G·C / chunks, D] in each chunk.
+    Dispatched with rows [W, E / W, G·C / chunks, D] in each chunk, in the order of their senders.
   """
   groups, num_experts = routing.count_GE.shape
   slot_TK, source_R, dropped = local.buffer_plan(routing, rows_per_expert)
@@ -130,20 +130,14 @@ def combine(dispatched: Dispatched, weight_TK: Array, *, exchange: Exchange) -> 
 
 
 def _to_experts(rows_ECD: Array, exchange: Exchange) -> Array:
-  """[E, C, D] -> [E/W, W·C, D]: the expert dimension is exchanged for the senders' one."""
-  if exchange.size == 1:
-    return rows_ECD
+  """[E, C, D] -> [W, E/W, C, D]: what each device sent to the experts here."""
   num_experts, rows, width = rows_ECD.shape
-  shards, local_experts = exchange.size, num_experts // exchange.size
-  received = all_to_all(rows_ECD.reshape(shards, local_experts, rows, width), exchange)
-  return jnp.swapaxes(received, 0, 1).reshape(local_experts, shards * rows, width)
+  sent = rows_ECD.reshape(exchange.size, num_experts // exchange.size, rows, width)
+  return sent if exchange.size == 1 else all_to_all(sent, exchange)
 
 
-def _to_tokens(rows_eRD: Array, exchange: Exchange) -> Array:
-  """[E/W, W·C, D] -> [E, C, D]: the inverse of `_to_experts`."""
-  if exchange.size == 1:
-    return rows_eRD
-  local_experts, rows, width = rows_eRD.shape
-  shards = exchange.size
-  by_sender = jnp.swapaxes(rows_eRD.reshape(local_experts, shards, rows // shards, width), 0, 1)
-  return all_to_all(by_sender, exchange).reshape(shards * local_experts, rows // shards, width)
+def _to_tokens(rows_WeCD: Array, exchange: Exchange) -> Array:
+  """[W, E/W, C, D] -> [E, C, D]: the inverse of `_to_experts`."""
+  received = rows_WeCD if exchange.size == 1 else all_to_all(rows_WeCD, exchange)
+  shards, experts, rows, width = received.shape
+  return received.reshape(shards * experts, rows, width)

@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from scmoe._compat import gpu_interpret_params, jax_version
 from scmoe.kernels import bench
 from scmoe.kernels.grouped_matmul import (
   activation_names,
   equal_ffn,
+  equal_groups,
   get_activation,
   grouped_matmul,
   mosaic_gpu,
@@ -131,6 +133,23 @@ def test_rows_in_the_order_of_their_senders_simulated(activation):
     got = run("mosaic_gpu")
   for one, want in zip(jax.tree.leaves(got), jax.tree.leaves(run("xla")), strict=True):
     assert relative_error(one, want) < 1e-2
+
+
+def test_who_takes_multiprocessors(monkeypatch):
+  """NCCL's kernels do where several devices work together, unless copy engines move the rows."""
+  found = []
+
+  def local(x):
+    found.append(equal_groups._undisturbed())
+    return x
+
+  monkeypatch.delenv("NCCL_CTA_POLICY", raising=False)
+  local(None)
+  mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2])
+  for _ in range(2):
+    jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P()), jnp.zeros(2))
+    monkeypatch.setenv("NCCL_CTA_POLICY", "2")
+  assert found == [True, False, True]
 
 
 @needs_new_simulation

@@ -1,17 +1,18 @@
 """The feed-forward network on groups of one size: a dense MLP, or experts with equal room.
 
     G  groups (1 for a dense MLP)      R  rows of each group, or of each group and sender
-    D  model width      F  hidden width      S  senders
+    D  model width      F  hidden width      W  senders
 
 XLA's batched products are as fast as a kernel can be here, but the first one writes what the
 activation then reads again. Where no gradient is asked for, the kernels make bias and activation
 the end of that product and write the activation alone (experiments/kernels). A training step gained
 nothing from it, so gradients are left to XLA, and so is all that they need of the forward.
 
-Rows that an exchange brought lie in the order of their senders, [S, G, R, D]. XLA's products need
+Rows that an exchange brought lie in the order of their senders, [W, G, R, D]. XLA's products need
 each group in one piece, so it transposes them on the way in and on the way out, forward and
 backward: four passes over all rows. The kernels read and write a tile wherever it lies, so there
-they compute everything, gradients too.
+they compute everything, gradients too; by themselves only where no collective takes
+multiprocessors from them, the one case that is measured.
 """
 
 import functools
@@ -71,22 +72,22 @@ def equal_ffn(
   """down(act(up(rows))) for groups of equal size; see `grouped_ffn` for the formula.
 
   Args:
-    rows: [G, R, D], or [S, G, R, D] in the order of their senders, which the result keeps.
+    rows: [G, R, D], or [W, G, R, D] in the order of their senders, which the result keeps.
     gate_GDF: gate weights, or None if the activation is not gated.
     up_GDF, down_GFD: up and down weights; all weights are cast to the type of the rows, and the
       width of the result may be another than D.
     activation: one of `activation_names()`.
     gate_bias_GF, up_bias_GF, down_bias_GD: biases, or None.
     backend: "auto" and "mosaic_gpu" use the kernels where R is a multiple of 128, no gradient is
-      asked for or there are several senders, and (for "auto") the device and the widths have them;
-      else, and for "xla", XLA's batched products.
+      asked for or there are several senders, and (for "auto") the device and the widths have them
+      and, for senders, copy engines exchange the rows; else, and for "xla", XLA's batched products.
     shares: devices that the rows are spread over, each with whole weights; one where there are
-      several senders.
+      senders.
     on_shares: makes a function of one device's rows and weights one of all rows and the weights
       (`jax.shard_map`: XLA cannot split a kernel); None where each device sees its own rows.
 
   Returns:
-    [G, R, D] or [S, G, R, D], in the type of the rows.
+    [G, R, D] or [W, G, R, D], in the type of the rows.
 
   Raises:
     ValueError: shapes disagree, or the activation or the backend is unknown or does not fit.
@@ -96,16 +97,18 @@ def equal_ffn(
   flat_MD = jax.ShapeDtypeStruct((groups, width), rows.dtype)
   check_ffn(flat_MD, weights, groups, activation, out_width=down_GFD.shape[-1])
   weights = cast_weights(weights, rows.dtype)
-  kernels = rows_have_kernels(size // shares, backend, rows.dtype, *up_GDF.shape[1:])
-  if math.prod(senders) > 1:
-    assert shares == 1, "several senders' rows are one device's"
-    return (_senders_on_kernels if kernels else _senders_on_xla)(rows, weights, activation)
+  parts = math.prod(senders)
+  have = lambda size: rows_have_kernels(size, backend, rows.dtype, *up_GDF.shape[1:])
+  if parts > 1 and have(size) and (backend == "mosaic_gpu" or _undisturbed()):
+    return _senders_on_kernels(rows, weights, activation)
   run = functools.partial(_on_xla, activation=activation)
-  if kernels:
+  if have(parts * size // shares):
     fast = functools.partial(_on_kernels, activation=activation, on_shares=on_shares)
     run = functools.partial(without_gradient, fast, run)
-  y_GRD: jax.Array = run(rows.reshape(groups, size, width), weights)
-  return y_GRD.reshape(*rows.shape[:-1], down_GFD.shape[-1])
+  if not senders:
+    return run(rows, weights)
+  y_GRD = run(jnp.swapaxes(rows, 0, 1).reshape(groups, parts * size, width), weights)
+  return jnp.swapaxes(y_GRD.reshape(groups, parts, size, y_GRD.shape[-1]), 0, 1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -161,7 +164,7 @@ def _jitted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _first_layer(rows: jax.Array, weights: FFNWeights, activation: str) -> jax.Array:
-  """act(rows @ up + bias), [(S,) G, R, F], in one kernel."""
+  """act(rows @ up + bias), [(W,) G, R, F], in one kernel."""
   from scmoe.kernels.grouped_matmul import mosaic_gpu, tiles
 
   width = rows.shape[-1]
@@ -186,70 +189,66 @@ def _layout_of(rows: jax.Array) -> GroupLayout:
   return make_equal_layout(math.prod(senders), groups, size, KERNEL_ROW_TILE)
 
 
+def _undisturbed() -> bool:
+  """Whether no collective takes multiprocessors from a kernel: one device, or copy engines."""
+  several = jax.sharding.get_abstract_mesh().size > 1
+  return not several or os.environ.get("NCCL_CTA_POLICY") == "2"
+
+
 def _num_sms() -> int:
-  """CTAs of a kernel, which may run beside a collective."""
+  """CTAs of a kernel."""
   from scmoe.kernels.grouped_matmul import pipeline
 
-  several = jax.sharding.get_abstract_mesh().size > 1
-  takes_none = os.environ.get("NCCL_CTA_POLICY") == "2"  # copy engines move what is exchanged
-  waves = WAVES if several and not takes_none else 1
-  return waves * pipeline.resolve_num_sms(None)
+  return (1 if _undisturbed() else WAVES) * pipeline.resolve_num_sms(None)
 
 
 # -------------------------------------------------------------- rows in the order of their senders
 
 
-def _senders_on_xla(rows_SGRD: jax.Array, weights: FFNWeights, activation: str) -> jax.Array:
-  senders, groups, size, width = rows_SGRD.shape
-  rows_GRD = jnp.swapaxes(rows_SGRD, 0, 1).reshape(groups, senders * size, width)
-  y_GRD = _on_xla(rows_GRD, weights, activation)
-  return jnp.swapaxes(y_GRD.reshape(groups, senders, size, y_GRD.shape[-1]), 0, 1)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _senders_on_kernels(rows_SGRD: jax.Array, weights: FFNWeights, activation: str) -> jax.Array:
-  return _lowered_once(_value)(rows_SGRD, weights, activation=activation)
+def _senders_on_kernels(rows_WGRD: jax.Array, weights: FFNWeights, activation: str) -> jax.Array:
+  return _lowered_once(_value)(rows_WGRD, weights, activation=activation)
 
 
-def _senders_fwd(rows_SGRD, weights, activation):
-  y_SGRD, pre = _lowered_once(_value_and_pre)(rows_SGRD, weights, activation=activation)
-  return y_SGRD, (rows_SGRD, weights, pre)
+def _senders_fwd(rows_WGRD, weights, activation):
+  y_WGRD, pre = _lowered_once(_value_and_pre)(rows_WGRD, weights, activation=activation)
+  return y_WGRD, (rows_WGRD, weights, pre)
 
 
-def _senders_bwd(activation, residuals, dy_SGRD):
-  return _lowered_once(_gradients)(*residuals, dy_SGRD, activation=activation)
+def _senders_bwd(activation, residuals, dy_WGRD):
+  return _lowered_once(_gradients)(*residuals, dy_WGRD, activation=activation)
 
 
 _senders_on_kernels.defvjp(_senders_fwd, _senders_bwd)
 
 
-def _value(rows_SGRD, weights: FFNWeights, activation: str) -> jax.Array:
+def _value(rows_WGRD, weights: FFNWeights, activation: str) -> jax.Array:
   from scmoe.kernels.grouped_matmul import mosaic_gpu
 
-  a_SGRF = _first_layer(rows_SGRD, weights, activation)
+  a_WGRF = _first_layer(rows_WGRD, weights, activation)
   y_RD = mosaic_gpu.grouped_rows(
-    a_SGRF.reshape(-1, a_SGRF.shape[-1]),
+    a_WGRF.reshape(-1, a_WGRF.shape[-1]),
     weights.down_GFD,
-    _layout_of(rows_SGRD),
+    _layout_of(rows_WGRD),
     bias_GN=weights.down_bias_GD,
-    out_dtype=rows_SGRD.dtype,
+    out_dtype=rows_WGRD.dtype,
     num_sms=_num_sms(),
   )
-  return y_RD.reshape(*rows_SGRD.shape[:-1], y_RD.shape[-1])
+  return y_RD.reshape(*rows_WGRD.shape[:-1], y_RD.shape[-1])
 
 
-def _value_and_pre(rows_SGRD, weights: FFNWeights, activation: str):
+def _value_and_pre(rows_WGRD, weights: FFNWeights, activation: str):
   config = FFNConfig(activation, "mosaic_gpu", num_sms=_num_sms())
-  x_RD = rows_SGRD.reshape(-1, rows_SGRD.shape[-1])
-  y_RD, pre = ffn_forward(x_RD, None, weights, _layout_of(rows_SGRD), config)
-  return y_RD.reshape(*rows_SGRD.shape[:-1], y_RD.shape[-1]), pre
+  x_RD = rows_WGRD.reshape(-1, rows_WGRD.shape[-1])
+  y_RD, pre = ffn_forward(x_RD, None, weights, _layout_of(rows_WGRD), config)
+  return y_RD.reshape(*rows_WGRD.shape[:-1], y_RD.shape[-1]), pre
 
 
-def _gradients(rows_SGRD, weights: FFNWeights, pre, dy_SGRD, activation: str):
+def _gradients(rows_WGRD, weights: FFNWeights, pre, dy_WGRD, activation: str):
   config = FFNConfig(activation, "mosaic_gpu", num_sms=_num_sms())
-  x_RD = rows_SGRD.reshape(-1, rows_SGRD.shape[-1])
-  dy_RD = dy_SGRD.reshape(-1, dy_SGRD.shape[-1])
+  x_RD = rows_WGRD.reshape(-1, rows_WGRD.shape[-1])
+  dy_RD = dy_WGRD.reshape(-1, dy_WGRD.shape[-1])
   ones_R = jnp.ones((len(x_RD),), jnp.float32)
-  layout = _layout_of(rows_SGRD)
+  layout = _layout_of(rows_WGRD)
   dx_RD, dweights, _ = ffn_backward(x_RD, None, dy_RD, ones_R, pre, weights, layout, config)
-  return dx_RD.reshape(rows_SGRD.shape), dweights
+  return dx_RD.reshape(rows_WGRD.shape), dweights

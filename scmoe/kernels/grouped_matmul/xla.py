@@ -22,10 +22,10 @@ def choose_tile(num_rows: int, num_groups: int) -> int:
   """Rows of a tile: a sixteenth of a balanced group, but of small groups up to a quarter.
 
   The layout has room for a part-filled tile of every group, so this bounds what padding adds to the
-  memory: 6 %, and 25 % where 128 rows, which a product should have, are more. A multiple of 8.
+  memory: 6 %, and up to 25 % where 64 rows, which a product should have, are more. A multiple of 8.
   """
   group = -(-num_rows // max(num_groups, 1))
-  rows = max(group / 16, min(group / 4, 128))
+  rows = max(group / 16, min(group / 4, 64))
   return min(max(math.ceil(rows / 8) * 8, 8), 512)
 
 

@@ -80,13 +80,22 @@ def without_drops(x, expert, weight, exchange, num_experts, one_round=False):
   routing = routing_of(expert, weight, num_experts)
   sent = dropless.dispatch(x, routing, slack=SLACK, exchange=exchange)
   if one_round:
-    sent = jax.lax.optimization_barrier(sent)
+    sent = dataclasses.replace(sent, chunks=tuple(map(_to_experts_and_back, sent.chunks)))
     return dropless.combine(sent, weight, exchange=exchange), sent.rounds
-  stay = lambda part, _: part
-  options = {"slack": SLACK, "exchange": exchange, "experts": stay}
+  options = {"slack": SLACK, "exchange": exchange, "experts": _to_experts_and_back}
   sent, more = dropless.further_rounds(sent, x, routing, (), **options)
-  sent = jax.lax.optimization_barrier(sent)
+  sent = dataclasses.replace(sent, chunks=tuple(map(_to_experts_and_back, sent.chunks)))
   return dropless.combine(sent, weight, exchange=exchange) + more, sent.rounds
+
+
+def _to_experts_and_back(part, _=None):
+  """Into the order of the experts, and back: rows stay in the order of their senders."""
+  place_R, nobody = part.place_R, part.place_R.size
+  source_R = jnp.full_like(place_R, nobody).at[place_R].set(jnp.arange(nobody), mode="drop")
+  rows = local.gather_rows(part.rows, place_R[:, None], source_R)
+  rows = jax.lax.optimization_barrier(rows)
+  rows = local.gather_rows(rows, source_R[:, None], place_R)
+  return dataclasses.replace(part, rows=rows)
 
 
 def ragged(x, expert, weight, exchange, num_experts):

@@ -1,8 +1,8 @@
 """rows -> rows: the feed-forward networks of this device's experts.
 
-Rows come grouped by expert: with equal room for each, [W, e, R, D] in the order of their senders,
-or sorted, [R, D] with group sizes, for the grouped kernels. Empty rows are zero and whatever they
-become is never read. Tokens that stay where they are, [T, D] with their choices, come out as what
+Rows come with equal room for each expert, [W, e, R, D], or [R, D] with group sizes, for the grouped
+kernels; either way in the order of their senders. Empty rows are zero and whatever they become is
+never read. Tokens that stay where they are, [T, D] with their choices, come out as what
 their experts add up to.
 """
 
@@ -45,15 +45,18 @@ def expert_ffn(
   activation: str,
   sizes_e: Any = None,
   *,
+  place_R: Array | None = None,
   backend: str = "auto",
 ) -> Array:
   """down(act(up(rows))) for every expert, in the rows' dtype with float32 accumulation.
 
   Args:
-    rows: [e, R, D] or [W, e, R, D], or [R, D] sorted by expert with `sizes_e`.
+    rows: [e, R, D] or [W, e, R, D], or [R, D] sorted by expert with `sizes_e`, or in any order with
+      `place_R` too.
     weights: see `ExpertWeights`; cast to the rows' dtype.
     activation: one of `grouped_matmul.activation_names()`; gated ones use `gate_eDF`.
     sizes_e: int32, rows of each expert; rows behind them give zero.
+    place_R: where each row stands in the order of the experts; see `Rows`.
     backend: of the grouped products; see `scmoe.kernels.grouped_matmul.backend`.
   """
   if sizes_e is not None:
@@ -64,6 +67,7 @@ def expert_ffn(
       weights.down_eFD,
       sizes_e,
       activation=activation,
+      place_M=place_R,
       up_bias_GF=weights.up_bias_eF,
       down_bias_GD=weights.down_bias_eD,
       backend=backend,
@@ -83,7 +87,8 @@ def expert_ffn(
 def _compute(part: Any, weights: ExpertWeights, activation: str, backend: str) -> Array:
   """What the experts make of one chunk, whichever form it has."""
   if not isinstance(part, Tokens):
-    return expert_ffn(part.rows, weights, activation, part.group_sizes_e, backend=backend)
+    options = {"place_R": part.place_R, "backend": backend}
+    return expert_ffn(part.rows, weights, activation, part.group_sizes_e, **options)
   return moe_ffn(
     part.rows,
     part.expert_TK,

@@ -52,19 +52,20 @@ class Routing:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-  """Rows that experts compute, in the order of this device's experts.
+  """Rows that this device's experts compute.
 
   Attributes:
     rows: [W, e, R, D] with equal room for every expert, in the order of the W devices that sent
-      them, or [R, D] sorted by expert. Rows that nobody sent are zero and stand behind the others.
-    group_sizes_e: int32, rows of each expert in the sorted form; None in the other.
-    arrival: int32 [2, R] of the sorted form after an exchange: where each received row stands, and
-      which received row stands there (R for none). None where nothing was sorted.
+      them, or [R, D] with group sizes. Rows that nobody sent are zero.
+    group_sizes_e: int32, rows of each expert in the second form; None in the first.
+    place_R: int32, of the second form after an exchange, whose rows stay in the order of their
+      senders: where each stands in the order of the experts, R for a row that nobody sent. None
+      where they lie in that order.
   """
 
   rows: Array
   group_sizes_e: Array | None = None
-  arrival: Array | None = None
+  place_R: Array | None = None
 
 
 @jax.tree_util.register_dataclass

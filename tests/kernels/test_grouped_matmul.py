@@ -168,6 +168,36 @@ def test_an_epilogue_computes_the_same_activation_with_its_derivative(activation
     assert np.max(np.abs(have - want) / scale) < 1e-6
 
 
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+def test_ffn_of_rows_in_any_order(backend):
+  """Rows, weights, results and gradients keep their order; rows of no group are zero."""
+  rng = np.random.default_rng(8)
+  m, d, f, groups, sizes = 40, 16, 24, 3, jnp.asarray([13, 0, 20])
+  normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  rows, scale, dout = normal(m, d), normal(m), normal(m, d)
+  weights = normal(groups, d, f), normal(groups, d, f), normal(groups, f, d)
+  order = rng.permutation(m)  # the row at each place, the last seven of no group
+  place = np.argsort(order)
+  place = jnp.asarray(np.where(place < 33, place, m), jnp.int32)
+
+  def run(rows, scale, dout, **options):
+    def ffn(rows, scale, weights):
+      return grouped_ffn(rows, *weights, sizes, row_weight_M=scale, backend=backend, **options)
+
+    y, vjp = jax.vjp(ffn, rows, scale, weights)
+    drows, dscale, dweights = vjp(dout)
+    return (y, drows, dscale), dweights
+
+  got, dweights = run(rows, scale, dout, place_M=place)
+  want, want_dweights = run(rows[order], scale[order], dout[order])
+  for one, sorted_one in zip(got, want, strict=True):
+    np.testing.assert_allclose(one[order], sorted_one, rtol=1e-4, atol=1e-5)
+  for one, other in zip(dweights, want_dweights, strict=True):
+    np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+  with pytest.raises(ValueError, match=r"place has shape \(3,\) but there are 40 rows"):
+    run(rows, scale, dout, place_M=place[:3])
+
+
 def test_ffn_keeps_only_rows_and_pre_activations():
   rng = np.random.default_rng(5)
   m, d, f, groups = 64, 16, 24, 2

@@ -23,6 +23,7 @@ from scmoe.kernels.grouped_matmul.ffn import (
 from scmoe.kernels.grouped_matmul.layout import (
   KERNEL_ROW_TILE,
   GroupLayout,
+  inverse_places,
   make_layout,
   padded_rows_of,
   row_groups,
@@ -261,6 +262,7 @@ def grouped_ffn(
   *,
   activation: str = "swiglu",
   row_weight_M: jax.Array | None = None,
+  place_M: jax.Array | None = None,
   gate_bias_GF: jax.Array | None = None,
   up_bias_GF: jax.Array | None = None,
   down_bias_GD: jax.Array | None = None,
@@ -278,13 +280,15 @@ def grouped_ffn(
   and the pre-activations are kept for the backward, and nothing else.
 
   Args:
-    rows_MD: rows sorted by group, as in `grouped_matmul`.
+    rows_MD: rows sorted by group, as in `grouped_matmul`, or in any order with `place_M`.
     gate_GDF: gate weights, or None if the activation is not gated.
     up_GDF: up weights.
     down_GFD: down weights.
     group_sizes_G: rows of each group; their sum is at most M.
     activation: one of `activation_names()`.
     row_weight_M: scales the output rows (the router's weights); one by default.
+    place_M: int32, where each row stands once they are sorted by group; M for a row of no group.
+      Rows are then gathered where a sorted copy would be, and the result keeps their order.
     gate_bias_GF: optional bias.
     up_bias_GF: optional bias.
     down_bias_GD: optional bias.
@@ -293,8 +297,7 @@ def grouped_ffn(
     num_sms: as in `grouped_matmul`.
 
   Returns:
-    out_MD in the type of `rows`; rows past the sum of the group sizes are zero and receive a zero
-    gradient.
+    out_MD in the type of `rows`; rows of no group are zero and receive a zero gradient.
 
   Raises:
     ValueError: shapes disagree, or the activation or the backend is unknown or does not fit.
@@ -303,12 +306,17 @@ def grouped_ffn(
   weights = FFNWeights(gate_GDF, up_GDF, down_GFD, gate_bias_GF, up_bias_GF, down_bias_GD)
   check_ffn(rows_MD, weights, group_sizes_G.shape[0], activation)
   resolved = resolve_backend(backend, dtype, *up_GDF.shape[1:])
-  if row_weight_M is not None and row_weight_M.shape != rows_MD.shape[:1]:
-    raise ValueError(
-      f"row_weight has shape {row_weight_M.shape} but there are {rows_MD.shape[0]} rows: expected"
-      f" {rows_MD.shape[:1]}"
-    )
+  for name, given in (("row_weight", row_weight_M), ("place", place_M)):
+    if given is not None and given.shape != rows_MD.shape[:1]:
+      raise ValueError(
+        f"{name} has shape {given.shape} but there are {rows_MD.shape[0]} rows: expected"
+        f" {rows_MD.shape[:1]}"
+      )
   if resolved == "reference":
+    if place_M is not None:
+      order_M = inverse_places(place_M, rows_MD.shape[0])
+      rows_MD = take_rows(rows_MD, order_M)
+      row_weight_M = None if row_weight_M is None else take_rows(row_weight_M, order_M)
     out_MD = reference.grouped_ffn_reference(
       rows_MD,
       gate_GDF,
@@ -321,9 +329,11 @@ def grouped_ffn(
       up_bias_GF=up_bias_GF,
       down_bias_GD=down_bias_GD,
     )
+    out_MD = out_MD if place_M is None else take_rows(out_MD, place_M)
     return out_MD.astype(dtype)
   config = FFNConfig(activation, resolved, precision or "highest", num_sms)
-  return _grouped_ffn(rows_MD, cast_weights(weights, dtype), row_weight_M, group_sizes_G, config)
+  weights = cast_weights(weights, dtype)
+  return _grouped_ffn(rows_MD, weights, row_weight_M, group_sizes_G, place_M, config)
 
 
 def cast_weights(weights: FFNWeights, dtype) -> FFNWeights:
@@ -337,26 +347,34 @@ def cast_weights(weights: FFNWeights, dtype) -> FFNWeights:
   )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _grouped_ffn(rows_MD, weights, row_weight_M, group_sizes_G, config):
-  return _grouped_ffn_fwd(rows_MD, weights, row_weight_M, group_sizes_G, config)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _grouped_ffn(rows_MD, weights, row_weight_M, group_sizes_G, place_M, config):
+  return _grouped_ffn_fwd(rows_MD, weights, row_weight_M, group_sizes_G, place_M, config)[0]
 
 
-def _grouped_ffn_fwd(rows_MD, weights, row_weight_M, group_sizes_G, config):
-  num_rows = rows_MD.shape[0]
-  layout = _layout_for(config.backend, group_sizes_G, num_rows)
-  y_RD, pre = ffn_forward(rows_MD, source_rows_of(layout), weights, layout, config)
-  out_MD = unpad_rows(y_RD, layout, num_rows)
+def _ffn_plan(group_sizes_G, place_M, num_rows: int, backend: str):
+  """The layout, the row behind each of its rows (-1: padding), and where each row is in it (R)."""
+  layout = _layout_for(backend, group_sizes_G, num_rows)
+  position_M = padded_rows_of(layout, num_rows)
+  if place_M is None:
+    return layout, source_rows_of(layout), position_M
+  nowhere = layout.num_rows
+  position_M = position_M.at[place_M].get(mode="fill", fill_value=nowhere)
+  return layout, inverse_places(position_M, nowhere), position_M
+
+
+def _grouped_ffn_fwd(rows_MD, weights, row_weight_M, group_sizes_G, place_M, config):
+  layout, index_R, position_M = _ffn_plan(group_sizes_G, place_M, len(rows_MD), config.backend)
+  y_RD, pre = ffn_forward(rows_MD, index_R, weights, layout, config)
+  out_MD = take_rows(y_RD, position_M)
   if row_weight_M is not None:
     out_MD = (out_MD * row_weight_M[:, None]).astype(rows_MD.dtype)
-  return out_MD, (rows_MD, weights, row_weight_M, group_sizes_G, pre)
+  return out_MD, (rows_MD, weights, row_weight_M, group_sizes_G, place_M, pre)
 
 
 def _grouped_ffn_bwd(config, residuals, dout_MD):
-  rows_MD, weights, row_weight_M, group_sizes_G, pre = residuals
-  num_rows = rows_MD.shape[0]
-  layout = _layout_for(config.backend, group_sizes_G, num_rows)
-  index_R = source_rows_of(layout)
+  rows_MD, weights, row_weight_M, group_sizes_G, place_M, pre = residuals
+  layout, index_R, position_M = _ffn_plan(group_sizes_G, place_M, len(rows_MD), config.backend)
   if row_weight_M is None:
     row_weight_R = (index_R >= 0).astype(xla.accumulation_type(rows_MD.dtype))
   else:
@@ -364,12 +382,12 @@ def _grouped_ffn_bwd(config, residuals, dout_MD):
   dx_RD, gradients, ds_R = ffn_backward(
     rows_MD, index_R, dout_MD, row_weight_R, pre, weights, layout, config
   )
-  position_M = padded_rows_of(layout, num_rows)
   drows_MD = take_rows(dx_RD, position_M)
   dweight_M = None
   if row_weight_M is not None:
     dweight_M = take_rows(ds_R, position_M).astype(row_weight_M.dtype)
-  return drows_MD, gradients, dweight_M, _no_gradient(group_sizes_G)
+  dplace_M = None if place_M is None else _no_gradient(place_M)
+  return drows_MD, gradients, dweight_M, _no_gradient(group_sizes_G), dplace_M
 
 
 _grouped_ffn.defvjp(_grouped_ffn_fwd, _grouped_ffn_bwd)

@@ -166,6 +166,13 @@ def source_rows_of(layout: GroupLayout) -> jax.Array:
   return source_IB.reshape(-1)
 
 
+def inverse_places(place_M: jax.Array, num_places: int) -> jax.Array:
+  """The row that stands at each of R places, which differ; -1 for none. Places past R are none."""
+  nobody_R = jnp.full((num_places,), -1, jnp.int32)
+  index_M = jnp.arange(place_M.shape[0], dtype=jnp.int32)
+  return nobody_R.at[place_M].set(index_M, mode="drop")
+
+
 def take_rows(x_MN: jax.Array, index_R: jax.Array) -> jax.Array:
   """Rows of x by index; zeros where the index is outside [0, M)."""
   # A negative index would count from the end, which is why it is moved past it.

@@ -69,9 +69,9 @@ def dispatch(
     chunks: parts that travel and are computed one after the other.
 
   Returns:
-    Dispatched with rows [W·P, D] sorted by local expert in each chunk. `slot_TK` and `source_R`
-    describe the chunks' send buffers one behind the other. Without an exchange: the tokens
-    themselves, in one chunk.
+    Dispatched with rows [W·P, D] in the order of their senders in each chunk. `slot_TK` and
+    `source_R` describe the chunks' send buffers one behind the other. Without an exchange: the
+    tokens themselves, in one chunk.
   """
   if exchange.size == 1:
     # Only weights that come after the experts can wait for their sum.
@@ -286,33 +286,29 @@ def _send(
   rows: int,
   exchange: Exchange,
 ) -> Rows:
-  """Exchanges one window and sorts what arrives by local expert."""
+  """Exchanges one window, and says where what arrives stands in the order of local experts."""
   rows_RD = local.fill_rows(x_TD, slot_TK, source_R, input_weight_TK)
   received = all_to_all(rows_RD.reshape(exchange.size, rows, -1), exchange)
-  position_R, group_sizes_e = _sort_plan(queues.received_We, low, rows)
-  source_R = _invert(position_R)
-  sorted_RD = _permute(received.reshape(rows_RD.shape), position_R, source_R)
-  return Rows(sorted_RD, group_sizes_e, jnp.stack([position_R, source_R]))
+  place_R, group_sizes_e = _places(queues.received_We, low, rows)
+  return Rows(received.reshape(rows_RD.shape), group_sizes_e, place_R)
 
 
 def _bring_back(part: Rows, exchange: Exchange) -> Array:
-  """Undoes the sort and the exchange: rows of this device's send buffer, [W·P, D]."""
-  if part.arrival is None:
+  """Undoes the exchange: rows of this device's send buffer, [W·P, D]."""
+  if exchange.size == 1:
     return part.rows
-  position_R, source_R = part.arrival
-  by_sender = _permute(part.rows, source_R, position_R)
-  sent = by_sender.reshape(exchange.size, -1, by_sender.shape[-1])
-  return all_to_all(sent, exchange).reshape(by_sender.shape)
+  sent = part.rows.reshape(exchange.size, -1, part.rows.shape[-1])
+  return all_to_all(sent, exchange).reshape(part.rows.shape)
 
 
-def _sort_plan(received_We: Array, low: Any, rows: int) -> tuple[Array, Array]:
-  """Where the rows of a received window go, so that they are sorted by local expert.
+def _places(received_We: Array, low: Any, rows: int) -> tuple[Array, Array]:
+  """Where the rows of a received window stand in the order of local experts.
 
   Sender s's queue holds its rows for expert 0, then expert 1, ...: what falls into the window
   [low, low + P) follows from the counts alone.
 
   Returns:
-    position_R int32 [W·P] (W·P for empty rows) and group_sizes_e, the rows of each expert.
+    place_R int32 [W·P] (W·P for empty rows) and group_sizes_e, the rows of each expert.
   """
   end_We = jnp.cumsum(received_We, 1)
   start_We = end_We - received_We
@@ -320,27 +316,15 @@ def _sort_plan(received_We: Array, low: Any, rows: int) -> tuple[Array, Array]:
   inside_We = clip(end_We) - clip(start_We)
   group_sizes_e = inside_We.sum(0)
   first_We = jnp.cumsum(inside_We, 0) - inside_We + (jnp.cumsum(group_sizes_e) - group_sizes_e)
-  place_P = jnp.arange(rows, dtype=jnp.int32)
+  index_P = jnp.arange(rows, dtype=jnp.int32)
   ends_We = clip(end_We)
-  expert_WP = (place_P[None, :, None] >= ends_We[:, None, :]).sum(-1)
+  expert_WP = (index_P[None, :, None] >= ends_We[:, None, :]).sum(-1)
   filled_WP = expert_WP < received_We.shape[1]
   expert_WP = jnp.minimum(expert_WP, received_We.shape[1] - 1)
   pick = lambda table_We: jnp.take_along_axis(table_We, expert_WP, 1)
-  position_WP = pick(first_We) + place_P - pick(clip(start_We))
-  position_WP = jnp.where(filled_WP, position_WP, position_WP.size)
-  return position_WP.reshape(-1), group_sizes_e
-
-
-def _invert(position_R: Array) -> Array:
-  """The inverse of a partial permutation; R marks what nothing maps to, on both sides."""
-  size = position_R.size
-  nothing = jnp.full((size,), size, jnp.int32)
-  return nothing.at[position_R].set(jnp.arange(size, dtype=jnp.int32), mode="drop")
-
-
-def _permute(rows_RD: Array, position_R: Array, source_R: Array) -> Array:
-  """Row r moves to position[r]; a gather both ways. `source_R` is the inverse."""
-  return local.gather_rows(rows_RD, position_R[:, None], source_R)
+  place_WP = pick(first_We) + index_P - pick(clip(start_We))
+  place_WP = jnp.where(filled_WP, place_WP, place_WP.size)
+  return place_WP.reshape(-1), group_sizes_e
 
 
 def tokens_here(x_TD: Array, routing: Routing) -> Dispatched:

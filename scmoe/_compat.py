@@ -1,8 +1,10 @@
 """The differences between jax 0.10 (Python 3.11) and jax 0.11-0.12 (Python >= 3.12), in one place.
 
-Anything whose name or default depends on the version is looked up here and nowhere else.
+Anything whose name or default depends on the version is looked up here and nowhere else; of jax,
+and of the NCCL that it brings.
 """
 
+import os
 from typing import Any
 
 import jax
@@ -12,6 +14,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 def jax_version() -> tuple[int, ...]:
   """Version of jax as numbers, so that 0.10 sorts after 0.9."""
   return tuple(int(part) for part in jax.__version__.split(".")[:3])
+
+
+# NCCL's policy (2.28 and later) of no thread blocks, which leaves an all-to-all to copy engines.
+COPY_ENGINE_POLICY = ("NCCL_CTA_POLICY", "2")
+
+
+def copy_engines_asked() -> bool:
+  """Whether this process asks NCCL for copy engines where they can move what is exchanged."""
+  name, value = COPY_ENGINE_POLICY
+  return os.environ.get(name) == value
 
 
 def gpu_interpret_params(**options: Any) -> Any:

@@ -13,13 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from scmoe._compat import jax_version
+from scmoe._compat import COPY_ENGINE_POLICY, jax_version
 from scmoe.errors import ConfigError
 
-# NCCL (2.28 and later) hands an all-to-all to the GPU's copy engines where the policy asks for no
-# thread blocks and both buffers are symmetric memory, which XLA (jax 0.11 and later) then uses.
+# NCCL hands an all-to-all to the GPU's copy engines where its policy asks for no thread blocks and
+# both buffers are symmetric memory, which XLA (jax 0.11 and later) then uses.
 COPY_ENGINE_FLAG = "--xla_enable_nccl_symmetric_buffers_for_collectives=AllToAll"
-COPY_ENGINE_POLICY = ("NCCL_CTA_POLICY", "2")
 
 
 def request_copy_engines(environment: MutableMapping[str, str] = os.environ) -> None:

@@ -17,13 +17,13 @@ multiprocessors from them, the one case that is measured.
 
 import functools
 import math
-import os
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from scmoe._compat import copy_engines_asked
 from scmoe.kernels.grouped_matmul.activations import get_activation
 from scmoe.kernels.grouped_matmul.api import cast_weights
 from scmoe.kernels.grouped_matmul.backend import resolve_backend
@@ -191,8 +191,7 @@ def _layout_of(rows: jax.Array) -> GroupLayout:
 
 def _undisturbed() -> bool:
   """Whether no collective takes multiprocessors from a kernel: one device, or copy engines."""
-  several = jax.sharding.get_abstract_mesh().size > 1
-  return not several or os.environ.get("NCCL_CTA_POLICY") == "2"
+  return jax.sharding.get_abstract_mesh().size <= 1 or copy_engines_asked()
 
 
 def _num_sms() -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from scmoe.config import RunConfig, as_config_dict, smoke_run
 from scmoe.data.config import DataConfig
-from scmoe.models.gpt import ModelConfig
+from scmoe.models.config import ModelConfig
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.route import RouterConfig
 from scmoe.training.options import CheckpointConfig, OptimizerConfig, TrainConfig

@@ -14,7 +14,7 @@ from typing import Any
 
 from scmoe.config import RunConfig, as_config_dict, smoke_run
 from scmoe.data.config import DataConfig
-from scmoe.models.gpt import ModelConfig
+from scmoe.models.config import ModelConfig
 from scmoe.training.options import CheckpointConfig, OptimizerConfig, TrainConfig
 
 RUN = RunConfig(

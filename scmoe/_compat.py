@@ -4,7 +4,6 @@ Anything whose name or default depends on the version is looked up here and nowh
 and of the NCCL that it brings.
 """
 
-import os
 from typing import Any
 
 import jax
@@ -18,12 +17,6 @@ def jax_version() -> tuple[int, ...]:
 
 # NCCL's policy (2.28 and later) of no thread blocks, which leaves an all-to-all to copy engines.
 COPY_ENGINE_POLICY = ("NCCL_CTA_POLICY", "2")
-
-
-def copy_engines_asked() -> bool:
-  """Whether this process asks NCCL for copy engines where they can move what is exchanged."""
-  name, value = COPY_ENGINE_POLICY
-  return os.environ.get(name) == value
 
 
 def gpu_interpret_params(**options: Any) -> Any:

@@ -16,14 +16,17 @@ from flax import nnx
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from scmoe.config import RunConfig
+from scmoe.blocks.options import OverlapConfig
+from scmoe.config import RunConfig, to_dict
 from scmoe.data.config import DataConfig
 from scmoe.data.tokenizers import ByteTokenizer, load_json
+from scmoe.models.flops import forward_flops, peak_flops
 from scmoe.models.gpt import GPT
 from scmoe.models.objective import LanguageModelObjective
 from scmoe.options import check_options
-from scmoe.parallel.mesh import make_mesh, partition_spec
+from scmoe.parallel.mesh import make_mesh, parameter_specs, shardings_of
 from scmoe.training.optimizer import Optimizer, make_optimizer
+from scmoe.training.options import CheckpointConfig, TrainConfig
 from scmoe.training.step import TrainState, abstract_state
 from scmoe.training.variants import Variant
 
@@ -32,7 +35,7 @@ Params = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-  """What a run consists of.
+  """What a run consists of: the `Trainable` of the commands.
 
   Attributes:
     run: the resolved configuration.
@@ -50,16 +53,56 @@ class Built:
   objective: LanguageModelObjective
   optimizer: Optimizer
 
+  @property
+  def train(self) -> TrainConfig:
+    """Options of the loop."""
+    return self.run.train
+
+  @property
+  def checkpoint(self) -> CheckpointConfig:
+    """What is kept, and when."""
+    return self.run.checkpoint
+
+  @property
+  def overlap(self) -> OverlapConfig:
+    """Schedule and compilation."""
+    return self.run.overlap
+
+  @property
+  def config(self) -> dict[str, Any]:
+    """The whole configuration, JSON-able."""
+    return to_dict(self.run)
+
+  @property
+  def sequence_length(self) -> int:
+    """Tokens of a sequence."""
+    return self.run.data.seq_len
+
+  @property
+  def flops_per_token(self) -> float:
+    """FLOPs of one token in training."""
+    return forward_flops(self.run.model, self.run.data.seq_len).training
+
+  @property
+  def peak_flops(self) -> float:
+    """FLOP/s of one device in the compute type; 0 where it is not known."""
+    device = self.mesh.devices.flat[0]
+    return peak_flops(device.device_kind, self.run.model.dtype) or 0.0
+
   def init(self, key: Array) -> tuple[Params, dict[str, Any]]:
     """Initial parameters and router state; call it under jit."""
-    model = make_gpt(self.run, self.mesh, key)
+    model = make_gpt(self.run, key)
     return nnx.to_pure_dict(nnx.state(model)), model.init_router()
 
   @property
   def shardings(self) -> tuple[Params, dict[str, Any]]:
     """Where parameters and router state lie."""
-    of = lambda tree: jax.tree.map(lambda s: s.sharding, tree)
-    return of(self.shapes), of(self.router_shapes)
+    return shardings_of(self.shapes), shardings_of(self.router_shapes)
+
+  @property
+  def specs(self) -> Params:
+    """PartitionSpecs of the parameters."""
+    return jax.tree.map(lambda s: s.sharding.spec, self.shapes)
 
   @property
   def router_shapes(self) -> dict[str, Any]:
@@ -89,7 +132,7 @@ class Built:
     dispatch.check_shards(self.mesh.shape["shard"])
     model = dataclasses.replace(run.model, top_k=top_k).resolve()
     changed = dataclasses.replace(run, model=model, dispatch=dispatch)
-    return make_objective(changed, self.mesh, build_model(changed, self.mesh)[0])
+    return make_objective(changed, build_model(changed, self.mesh)[0])
 
   def model(self, params: Params) -> GPT:
     """The model with these parameters."""
@@ -108,20 +151,13 @@ def build(run: RunConfig, devices: Sequence[Any] | None = None) -> Built:
   """
   mesh = build_mesh(run, devices)
   graph, shapes = build_model(run, mesh)
-  objective = make_objective(run, mesh, graph)
+  objective = make_objective(run, graph)
   return Built(run, mesh, graph, shapes, objective, make_optimizer(run.optimizer, run.train.steps))
 
 
-def make_objective(run: RunConfig, mesh: Mesh, graph: nnx.GraphDef) -> LanguageModelObjective:
+def make_objective(run: RunConfig, graph: nnx.GraphDef) -> LanguageModelObjective:
   """What a resolved run minimises."""
-  tries = first_tries(run, mesh, jax.default_backend())
-  return LanguageModelObjective(graph, run.router, remat=run.train.remat, tries=tries)
-
-
-def first_tries(run: RunConfig, mesh: Mesh | AbstractMesh, platform: str) -> bool:
-  """Whether a step first tries a microbatch in one round of the dropless transport."""
-  exchanged = run.dispatch.adaptive_r != 0 and mesh.shape["expert"] > 1
-  return exchanged and run.dispatch.retries(platform)
+  return LanguageModelObjective(graph, run.router, remat=run.train.remat)
 
 
 def build_mesh(run: RunConfig, devices: Sequence[Any] | None = None) -> Mesh:
@@ -135,33 +171,22 @@ def build_model(run: RunConfig, mesh: Mesh | AbstractMesh | None) -> tuple[nnx.G
 
   With `mesh` None the shapes have no sharding.
   """
-  model = nnx.eval_shape(lambda: make_gpt(run, mesh, jax.random.key(0)))
+  model = nnx.eval_shape(lambda: make_gpt(run, jax.random.key(0)))
   graph, state = nnx.split(model)
 
-  def placed(param: nnx.Variable) -> nnx.Variable:
-    shape = param.get_value()
-    sharding = None if mesh is None else NamedSharding(mesh, axes_spec(param))
-    return param.replace(jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding))
-
-  is_param = lambda leaf: isinstance(leaf, nnx.Variable)
-  return graph, nnx.to_pure_dict(jax.tree.map(placed, state, is_leaf=is_param))
-
-
-def axes_spec(param: Any) -> jax.sharding.PartitionSpec:
-  """PartitionSpec of a parameter from the logical names that it was declared with."""
-  return partition_spec(param.axes, param.get_value().ndim)
+  if mesh is not None:
+    place = lambda shape, spec: jax.ShapeDtypeStruct(
+      shape.shape, shape.dtype, sharding=NamedSharding(mesh, spec)
+    )
+    state = jax.tree.map(place, nnx.to_pure_dict(state), nnx.to_pure_dict(parameter_specs(state)))
+    return graph, state
+  return graph, nnx.to_pure_dict(state)
 
 
-def make_gpt(run: RunConfig, mesh: Mesh | AbstractMesh | None, key: Array) -> GPT:
+def make_gpt(run: RunConfig, key: Array) -> GPT:
   """A model with fresh parameters."""
-  return GPT(
-    run.model,
-    router=run.router,
-    transport=run.dispatch,
-    overlap=run.overlap,
-    mesh=mesh,  # pyright: ignore[reportArgumentType]
-    rngs=nnx.Rngs(params=key),
-  )
+  options = {"router": run.router, "dispatch": run.dispatch, "overlap": run.overlap}
+  return GPT(run.model, **options, rngs=nnx.Rngs(params=key))
 
 
 def single_device(run: RunConfig) -> RunConfig:

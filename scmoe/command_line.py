@@ -23,6 +23,7 @@ from scmoe.config import (
   from_json,
   load_config,
   parse_value,
+  sections,
   with_field,
 )
 from scmoe.errors import ConfigError
@@ -178,11 +179,11 @@ def help_text(usage: str, flags: Sequence[Flag], *, with_fields: bool = False) -
 
 def _field_lines() -> list[str]:
   lines: list[str] = []
-  heading, default = None, RunConfig()
-  about = {f.name: f.metadata.get("help", "") for f in dataclasses.fields(default)}
+  heading, default = "", RunConfig()
+  about = dict(sections(default))
   for field in fields(default):
     part = field.path.rpartition(".")[0]
-    if part and part != heading:
+    if part != heading:
       heading = part
       lines += ["", f"  {part}: {about[part]}"]
     lines += _entry(field.path, f"{field.help} [{describe_type(field)}]", indent=4)

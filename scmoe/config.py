@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from scmoe.blocks.schedule import OverlapConfig
+from scmoe.blocks.options import OverlapConfig
 from scmoe.data.config import DataConfig
 from scmoe.errors import ConfigError
-from scmoe.models.gpt import ModelConfig
+from scmoe.models.config import ModelConfig
 from scmoe.moe.dispatch import DispatchConfig
-from scmoe.moe.route import RouterConfig
+from scmoe.moe.options import RouterConfig
 from scmoe.options import check_options, option, section
 from scmoe.parallel.mesh import MeshConfig, expert_shards
 from scmoe.training.options import (
@@ -36,8 +36,11 @@ from scmoe.training.options import (
   OptimizerConfig,
   TrainConfig,
 )
+from scmoe.training.schema import upgraded_config
 
-CONFIG_FOLDER = Path(__file__).resolve().parent.parent / "configs"
+_HERE = Path(__file__).resolve().parent
+# An installed package has the checkout's folder inside, as scmoe/configs.
+CONFIG_FOLDER = _HERE / "configs" if (_HERE / "configs").is_dir() else _HERE.parent / "configs"
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
@@ -120,7 +123,7 @@ class RunConfig:
 
   def _check_dispatch(self) -> None:
     """What the transport asks of the mesh, and room for one token at least for every expert."""
-    from scmoe.moe.dispatch.capacity import capacity
+    from scmoe.moe.dispatch import capacity
 
     rule, dispatch, mesh = self.model.wiring_rule, self.dispatch, self.mesh
     if not rule.taps:
@@ -226,6 +229,15 @@ def fields(config: Any = None, prefix: str = "") -> Iterator[Field]:
       yield from fields(value, f"{path}.")
     else:
       yield Field(path, kinds[f.name], value, f.metadata.get("help", ""), f.metadata)
+
+
+def sections(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+  """(dotted name, meaning) of every section, groups inside sections included."""
+  for f in dataclasses.fields(config):
+    value, path = getattr(config, f.name), prefix + f.name
+    if dataclasses.is_dataclass(value):
+      yield path, f.metadata.get("help", "")
+      yield from sections(value, f"{path}.")
 
 
 def with_field(run: RunConfig, path: str, text: str) -> RunConfig:
@@ -340,7 +352,7 @@ def to_json(run: RunConfig) -> str:
 
 
 def from_json(text: str, where: str = "config JSON") -> RunConfig:
-  """Reads what `to_json` wrote. Runs no code, whatever the text holds.
+  """Reads what `to_json` wrote, in whichever version. Runs no code, whatever the text holds.
 
   Raises:
     ConfigError: not JSON, a key twice, an unknown field, or a value of the wrong type.
@@ -358,7 +370,7 @@ def from_json(text: str, where: str = "config JSON") -> RunConfig:
     values = json.loads(text, object_pairs_hook=unique)
   except (ValueError, RecursionError) as error:
     raise ConfigError(f"{where}: not JSON: {error}") from None
-  return from_dict(values, where)
+  return from_dict(upgraded_config(values) if isinstance(values, dict) else values, where)
 
 
 def as_config_dict(run: RunConfig) -> Any:

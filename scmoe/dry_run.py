@@ -15,14 +15,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
 
 from scmoe import build
+from scmoe.batch import Batch
 from scmoe.blocks.wiring import WIRINGS
 from scmoe.config import RunConfig
 from scmoe.errors import ConfigError
 from scmoe.models.flops import Flops, Parameters, count_parameters, forward_flops, peak_flops
 from scmoe.models.objective import LanguageModelObjective
-from scmoe.parallel.mesh import BATCH_AXES
+from scmoe.parallel.mesh import BATCH_AXES, manual, shardings_of
 from scmoe.training.optimizer import make_optimizer
 from scmoe.training.step import abstract_state
 
@@ -35,8 +37,7 @@ class Memory:
   """Bytes on each device, by kind.
 
   Attributes:
-    parameters, gradients, optimizer: exact. A step that first tries a microbatch in one round of
-      the dropless transport, as on GPUs, holds the attempt's gradients too.
+    parameters, gradients, optimizer: exact.
     activations: what the backward pass keeps of one microbatch, and what one step of the scan over
       layers recomputes; an estimate, since XLA fuses.
     exchange: send and receive buffers of one dispatch and one combine.
@@ -98,14 +99,13 @@ def dry_run(run: RunConfig) -> DryRun:
   mesh = abstract_mesh(run)
   graph, shapes = build.build_model(run, mesh)
   optimizer = make_optimizer(run.optimizer, run.train.steps)
-  init = lambda key: (nnx.to_pure_dict(nnx.state(build.make_gpt(run, mesh, key))), {})
-  shardings = jax.tree.map(lambda s: s.sharding, shapes)
-  state = abstract_state(init, optimizer, mesh, (shardings, {}))  # pyright: ignore
-  sent = list(_all_to_alls(_traced_step(run, graph, shapes)))
+  init = lambda key: (nnx.to_pure_dict(nnx.state(build.make_gpt(run, key))), {})
+  state = abstract_state(init, optimizer, mesh, (shardings_of(shapes), {}))  # pyright: ignore
+  sent = list(_all_to_alls(_traced_step(run, mesh, graph, shapes)))
   parameters = _bytes_per_device(state.params)
   memory = Memory(
     parameters=parameters,
-    gradients=parameters * (1 + build.first_tries(run, mesh, "gpu")),
+    gradients=parameters,
     optimizer=_bytes_per_device(state.opt_state),
     activations=_activation_bytes(run),
     exchange=4 * max((size for _, size, _ in sent), default=0),
@@ -140,32 +140,34 @@ class _NoDevice:
   process_index: int = 0
 
 
-def _batch(run: RunConfig) -> dict[str, Any]:
+def _batch(run: RunConfig) -> Batch:
   shape = (run.train.batch_size, run.data.seq_len)
-  names = ("inputs", "targets", "segment_ids", "positions")
-  batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in names}
-  return batch | {"weights": jax.ShapeDtypeStruct(shape, jnp.float32)}
+  ids = jax.ShapeDtypeStruct(shape, jnp.int32)
+  return Batch(ids, ids, jax.ShapeDtypeStruct(shape, jnp.float32), ids, ids)
 
 
-def _traced_step(run: RunConfig, graph: nnx.GraphDef, shapes: Any) -> Any:
+def _traced_step(run: RunConfig, mesh: AbstractMesh, graph: nnx.GraphDef, shapes: Any) -> Any:
   """Loss and gradients of one microbatch as a jaxpr."""
   objective = LanguageModelObjective(graph, run.router, remat=run.train.remat)
   gradient = jax.value_and_grad(objective.loss, has_aux=True)
+  specs = jax.tree.map(lambda s: s.sharding.spec, shapes)
+  out_specs = ((P(), P()), specs)
+  local = manual(lambda p, b: gradient(p, {}, b, None), mesh, (specs, P(BATCH_AXES)), out_specs)
   bare = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), shapes)
-  return jax.make_jaxpr(gradient)(bare, {}, _batch(run), None).jaxpr
+  return jax.make_jaxpr(local)(bare, _batch(run)).jaxpr
 
 
 def _all_to_alls(jaxpr: Any, times: int = 1) -> Iterator[tuple[int, int, int]]:
   """(how often, bytes of the buffer, devices that exchange) of every all-to-all.
 
-  A loop whose length depends on data counts once: the dropless transport's balanced case.
+  A loop whose length depends on data counts for nothing: balanced dropless routing enters none.
   """
   for equation in jaxpr.eqns:
     if equation.primitive.name == "all_to_all":
       buffer = equation.invars[0].aval
       parties = buffer.shape[equation.params["split_axis"]]
       yield times, buffer.size * buffer.dtype.itemsize, parties
-    inner = equation.params["length"] if equation.primitive.name == "scan" else 1
+    inner = {"scan": equation.params.get("length"), "while": 0}.get(equation.primitive.name, 1)
     for value in equation.params.values():
       for item in value if isinstance(value, (tuple, list)) else (value,):
         item = getattr(item, "jaxpr", item)

@@ -69,7 +69,7 @@ def evaluate_run(workdir: str, step: int = -1, max_batches: int = 0) -> dict[str
     "router": state["router"],
     "max_batches": max_batches or None,
   }
-  figures = evaluate(built.objective, state["params"], data, **options)
+  figures = evaluate(built.model(state["params"]), data, **options)
   assert figures is not None  # nothing asks it to stop
   bigram: BitsPerByte = bigram_bits_per_byte(data)
   figures["bigram_bits_per_byte"] = bigram.total

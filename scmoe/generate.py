@@ -8,8 +8,6 @@ Reads the configuration stored in the checkpoint. An empty prompt begins a new d
 
 from __future__ import annotations
 
-from typing import Any
-
 from scmoe import build
 from scmoe.command_line import HELP, Flag, help_text, parse
 from scmoe.errors import ConfigError, run_main
@@ -36,17 +34,10 @@ def main(argv: list[str]) -> None:
   values, _ = parse(argv, FLAGS)
   if values["help"]:
     return print(help_text(__doc__ or "", FLAGS))
-  Sampling(values["temperature"], values["top_k"], values["top_p"]).check()
-  texts = generate_texts(
-    values["workdir"],
-    values["prompt"],
-    step=values["step"],
-    max_new_tokens=values["max_new_tokens"],
-    temperature=values["temperature"],
-    top_k=values["top_k"],
-    top_p=values["top_p"],
-    seed=values["seed"],
-  )
+  sampling = Sampling(values["temperature"], values["top_k"], values["top_p"])
+  sampling.check()
+  options = {name: values[name] for name in ("step", "max_new_tokens", "seed")}
+  texts = generate_texts(values["workdir"], values["prompt"], sampling, **options)
   for index, (prompt, text) in enumerate(zip(values["prompt"], texts)):
     if len(texts) > 1:
       print(f"--- prompt {index + 1}")
@@ -54,15 +45,21 @@ def main(argv: list[str]) -> None:
 
 
 def generate_texts(
-  workdir: str, prompts: list[str], *, step: int = -1, **sampling: Any
+  workdir: str,
+  prompts: list[str],
+  sampling: Sampling = Sampling(),
+  *,
+  step: int = -1,
+  max_new_tokens: int = 64,
+  seed: int = 0,
 ) -> list[str]:
   """The continuation of every prompt, by the model of a run.
 
   Args:
     workdir: folder of the run.
     prompts: texts; each is read as the beginning of a document.
+    sampling, max_new_tokens, seed: see `scmoe.inference.decode.generate`.
     step: of the checkpoint; -1 for the newest.
-    **sampling: see `scmoe.inference.decode.generate`.
   """
   stored = open_run(workdir, None if step < 0 else step)
   run = build.single_device(stored.run)
@@ -72,8 +69,16 @@ def generate_texts(
   built = build.build(run)
   wanted = {"params": built.shapes, "router": built.router_shapes}
   state = restore_part(workdir, wanted, stored.step)
-  options = {"eos_id": tokenizer.eos_id, "router": state["router"], **sampling}
-  new = generate(built.model(state["params"]), tokens, **options)
+  new = generate(
+    built.model(state["params"]),
+    tokens,
+    sampling,
+    max_new_tokens=max_new_tokens,
+    seed=seed,
+    eos_id=tokenizer.eos_id,
+    router=state["router"],
+    mesh=built.mesh,
+  )
   return [tokenizer.decode(row) for row in new]
 
 

@@ -33,13 +33,20 @@ def section(cls: type, help: str) -> Any:
 
 
 def check_options(config: Any, path: str) -> None:
-  """Checks choices and ranges of one options dataclass; `path` is its dotted name, e.g. `model`.
+  """Checks choices and ranges of an options dataclass and of its groups.
+
+  Args:
+    config: the dataclass.
+    path: its dotted name, e.g. `model`.
 
   Raises:
     ConfigError: names the field, what was got and what would do.
   """
   for f in dataclasses.fields(config):
     name, value = f"{path}.{f.name}", getattr(config, f.name)
+    if dataclasses.is_dataclass(value):
+      check_options(value, name)
+      continue
     choices = f.metadata.get("choices", ())
     low, high = f.metadata.get("minimum"), f.metadata.get("maximum")
     if choices and value not in choices:

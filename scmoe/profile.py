@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,18 @@ import jax
 import numpy as np
 
 from scmoe import build
-from scmoe.blocks.schedule import COMPUTE, LINK, Span, Times, best_chunks, describe
-from scmoe.blocks.wiring import WIRINGS, Wiring, dense_operations, tap_index
+from scmoe.batch import Batch
+from scmoe.blocks.schedule import (
+  COMPUTE,
+  LINK,
+  Span,
+  Times,
+  best_chunks,
+  describe,
+  make_schedule,
+  unit_times,
+)
+from scmoe.blocks.wiring import WIRINGS
 from scmoe.command_line import TRAIN_FLAGS, Flag, help_text, parse, run_config
 from scmoe.config import RunConfig
 from scmoe.errors import ConfigError, run_main
@@ -30,12 +40,13 @@ from scmoe.parallel.collectives import request_copy_engines
 from scmoe.parallel.mesh import batch_sharding
 from scmoe.profiling.overlap import measure_overlap, name_events, stage_of, stage_table, stage_times
 from scmoe.profiling.picture import Bar, draw_png, write_page
+from scmoe.profiling.program import traced
 from scmoe.profiling.roofline import MACHINES, Sizes, machine, model_times
 from scmoe.profiling.timer import Timing, interleave, speed_up
-from scmoe.profiling.trace import Event, find_trace, read_events
+from scmoe.profiling.trace import Event
 from scmoe.profiling.windows import program_windows, summary
 from scmoe.training.guided import GuidedStep
-from scmoe.training.step import init_state, make_train_step, shardings_of
+from scmoe.training.step import init_state, make_train_step
 from scmoe.training.workdir import write_json
 
 OWN = (
@@ -119,28 +130,18 @@ class _Arm:
     self.directory = directory
     overlap = self.run.overlap
     step = make_train_step(
-      self.built.objective,
-      self.built.optimizer,
-      self.built.mesh,
-      shardings_of(abstract),
-      gradients=overlap.gradients,
-      gradient_dtype=overlap.gradient_dtype,
+      self.built.objective, self.built.optimizer, abstract, gradient_dtype=overlap.gradient_dtype
     )
     self.step = GuidedStep(step, overlap, directory / "profile_guided")
-    self.jitted = step
     self.state = init_state(self.built.init, self.built.optimizer, 0, abstract)
     self.batch = self._batch()
 
-  def _batch(self) -> dict[str, jax.Array]:
+  def _batch(self) -> Batch:
     run = self.run
     length = run.data.seq_len
     shape = (run.train.microbatches(length), run.train.batch_size, length)
-    tokens = np.random.default_rng(0).integers(0, run.model.vocab_size, shape).astype(np.int32)
-    ones = np.ones(shape, np.int32)
-    batch = {"inputs": tokens, "targets": np.roll(tokens, -1, -1), "segment_ids": ones}
-    batch |= {"weights": ones.astype(np.float32)}
-    batch |= {"positions": np.broadcast_to(np.arange(length, dtype=np.int32), shape)}
-    return jax.device_put(batch, batch_sharding(self.built.mesh, leading=1))
+    tokens = np.random.default_rng(0).integers(0, run.model.vocab_size, shape)
+    return jax.device_put(Batch.of_tokens(tokens), batch_sharding(self.built.mesh, leading=1))
 
   def warm_up(self) -> None:
     """Past compilation, and past the profile where one is collected."""
@@ -156,13 +157,11 @@ class _Arm:
   def trace(self) -> tuple[list[Event], str]:
     """Events of two steps, and the folder of the trace for XProf or Perfetto."""
     folder = str(self.directory / "trace")
-    with jax.profiler.trace(folder):
-      self(TRACED)
-    return read_events(find_trace(folder)), folder
+    return traced(lambda: self(TRACED), folder), folder
 
   def program(self) -> str:
     """Text of the compiled step."""
-    return self.step.compiled.as_text() if self.step.compiled is not None else ""
+    return self.step.program.text if self.step.gpu and self.step.program is not None else ""
 
 
 def _with_wiring(run: RunConfig, name: str) -> RunConfig:
@@ -179,7 +178,9 @@ def _arm_report(
   times = modelled_times(arm.run, modelled_on)
   bars: dict[str, list[Bar]] = {COMPUTE: [], LINK: []}
   if times is not None:
-    lines += [f"schedule as modelled for {modelled_on}, one pair, forward:", describe(times)]
+    model = arm.run.model
+    schedule = make_schedule(model.wiring_rule, model.moe_every, arm.run.overlap)
+    lines += [str(schedule), f"as modelled for {modelled_on}, one pair, forward:", describe(times)]
     bars = _bars(best_chunks(times)[1])
   events, folder = arm.trace()
   overlap, program = measure_overlap(events, TRACED), arm.program()
@@ -247,24 +248,7 @@ def modelled_times(run: RunConfig, modelled_on: str) -> Times | None:
     matrices=3 if is_gated(model.activation) else 2,
   )
   found = model_times(sizes, machine(modelled_on))
-  before, window = split_window(wiring, model.moe_every)
-  ms: Callable[[str], float] = lambda stage: 1e3 * getattr(found, stage.replace(" expert", ""))
-  return Times(
-    dense=tuple((stage, ms(stage)) for stage in window),
-    route=ms("route"),
-    dispatch=ms("dispatch"),
-    experts=ms("experts"),
-    combine=ms("combine"),
-    add=ms("add"),
-    before=sum(map(ms, before)),
-  )
-
-
-def split_window(wiring: Wiring, blocks: int) -> tuple[list[str], list[str]]:
-  """Dense operations of a unit before its first shortcut, and those after: the window."""
-  dense = dense_operations(wiring, blocks)
-  start = min(tap_index(tap, blocks) for tap in wiring.taps)
-  return dense[:start], dense[start:]
+  return unit_times(wiring, model.moe_every, found.milliseconds())
 
 
 if __name__ == "__main__":

@@ -19,13 +19,13 @@ import jax
 
 from scmoe import build
 from scmoe.command_line import TRAIN_FLAGS, help_text, list_configs, parse, run_config
-from scmoe.config import RunConfig, check_run_name, check_workdir, to_dict, to_json
+from scmoe.config import RunConfig, check_run_name, check_workdir, to_json
 from scmoe.data import Data, check_vocab, open_data
 from scmoe.dry_run import dry_run, planned_devices, report
 from scmoe.errors import run_main
 from scmoe.inference.decode import generate
 from scmoe.inference.evaluation import evaluate, flat_scalars
-from scmoe.models.flops import forward_flops, peak_flops
+from scmoe.inference.sampling import Sampling
 from scmoe.parallel.collectives import request_copy_engines
 from scmoe.summary import header, result, store_tokenizer
 from scmoe.training import distributed
@@ -80,24 +80,12 @@ def train(run: RunConfig, workdir: Path) -> TrainState:
   if distributed.is_first():
     store_tokenizer(data.tokenizer, workdir)
   state = Trainer(
-    objective=built.objective,
-    init=built.init,
-    shardings=built.shardings,
-    mesh=built.mesh,
-    data=data,
-    sequence_length=run.data.seq_len,
-    train=run.train,
-    optimizer=run.optimizer,
-    checkpoint=run.checkpoint,
-    overlap=run.overlap,
-    workdir=workdir,
-    config=to_dict(run),
-    header=header(built, data, workdir),
-    flops_per_token=forward_flops(run.model, run.data.seq_len).training,
-    peak_flops=peak_flops(jax.devices()[0].device_kind, run.model.dtype) or 0.0,
-    variant=built.variant,
+    built,
+    data,
+    workdir,
     evaluate=evaluation(built, data),
     sample=sampling(built, data),
+    header=header(built, data, workdir),
   ).run()
   if distributed.is_first():
     print(result(data, workdir), flush=True)
@@ -112,7 +100,7 @@ def evaluation(built: build.Built, data: Data) -> Callable[[TrainState, Poll], A
   def run(state: TrainState, stopping: Poll) -> dict[str, float] | None:
     limit = built.run.train.eval_batches or None
     options = {"mesh": built.mesh, "max_batches": limit, "stopping": stopping}
-    figures = evaluate(built.objective, state.params, data, router=state.router, **options)
+    figures = evaluate(built.model(state.params), data, router=state.router, **options)
     return None if figures is None else flat_scalars(figures)
 
   return run
@@ -129,11 +117,12 @@ def sampling(built: build.Built, data: Data) -> Callable[[TrainState], str] | No
     (tokens,) = generate(
       built.model(state.params),
       [start],
+      Sampling(temperature=0.8),
       max_new_tokens=min(built.run.train.sample_tokens, room),
-      temperature=0.8,
       seed=built.run.train.seed,
       eos_id=eos,
       router=state.router,
+      mesh=built.mesh,
     )
     return data.tokenizer.decode(tokens)
 

@@ -23,13 +23,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scmoe.moe.dispatch import capacity
-from scmoe.moe.experts import ExpertWeights, expert_ffn
-from scmoe.moe.gates import cosine_logits, linear_logits
+from scmoe.kernels.grouped_matmul import FFNConfig, FFNWeights, expert_ffn
+from scmoe.moe.dispatch import Capacity, capacity, exact_capacity, queue_positions
+from scmoe.moe.gates import cosine_logits
 from scmoe.moe.losses import balance_loss, router_sums
-from scmoe.moe.options import RouterConfig
+from scmoe.moe.options import CompatConfig, RouterConfig
 from scmoe.moe.route import route
-from scmoe.parallel.collectives import Exchange
 
 VALUE_TOLERANCE = 1e-6  # output, auxiliary loss, combine weights, gradient of the input
 WEIGHT_TOLERANCE = 3e-6  # gradients of weights
@@ -136,13 +135,19 @@ def route_case(case: dict[str, Any], given: dict[str, Any]) -> Any:
   config = RouterConfig(
     gate=case["gate"]["kind"],
     normalise=case["normalise_weights"],
-    weights="before" if case["weight_applied"] == "before_experts" else "after",
-    order="priority" if case["batch_prioritised"] else "choice",
     balance=case["auxiliary_loss"],
     noise=case["gate_noise"],
+    compat=CompatConfig(
+      weights="before" if case["weight_applied"] == "before_experts" else "after"
+    ),
   )
   gate, num_experts = gate_of(case, given), case["experts"]
   return route(given["input_tokens"], gate, config, k=k, num_experts=num_experts)
+
+
+def order_of(case: dict[str, Any]) -> str:
+  """Who is served first."""
+  return "priority" if case["batch_prioritised"] else "choice"
 
 
 def overridden(case: dict[str, Any]) -> tuple[int, float]:
@@ -157,9 +162,9 @@ def rows_per_expert(case: dict[str, Any], given: dict[str, Any]) -> int:
   k, factor = overridden(case)
   need = None
   if factor <= 0:
-    counts = compiled(lambda given: route_case(case, given).count_GE)(given)
-    need = capacity.exact_capacity(counts)
-  return capacity.capacity(
+    counts = compiled(lambda given: route_case(case, given).count_E)(given)
+    need = exact_capacity(counts)
+  return capacity(
     factor,
     tokens=case["tokens"],
     num_experts=case["experts"],
@@ -172,21 +177,25 @@ def rows_per_expert(case: dict[str, Any], given: dict[str, Any]) -> int:
 def layer(case: dict[str, Any], given: dict[str, Any], rows: int) -> tuple[Any, Any, dict]:
   """route -> dispatch -> experts -> combine of one case: output, auxiliary loss, integers."""
   routing = route_case(case, given)
-  sent = capacity.dispatch(
-    given["input_tokens"], routing, rows_per_expert=rows, exchange=Exchange()
-  )
+  transport = Capacity(rows, order=order_of(case))
+  sent = transport.dispatch(given["input_tokens"], routing)
   weights, activation = experts_of(case, given)
-  computed = expert_ffn(sent.chunks[0].rows, weights, activation)
-  chunk = dataclasses.replace(sent.chunks[0], rows=computed)
-  back = dataclasses.replace(sent, chunks=(chunk,))
-  y_TO = capacity.combine(back, routing.weight_TK, exchange=Exchange())
+  config = FFNConfig(activation)
+  computed = expert_ffn(sent.rows[0], weights, sent.layouts[0], config)
+  y_TO = transport.combine(dataclasses.replace(sent, rows=(computed,)))
   sums = router_sums(routing, sent.dropped, sent.rounds)
   used = routing.weight_TK if routing.input_weight_TK is None else routing.input_weight_TK
+  position_TK, _ = queue_positions(
+    routing.expert_TK,
+    routing.num_experts,
+    order=order_of(case),
+    priority_T=routing.probs_TE.max(-1),
+  )
   facts = {
     "expert_ids": routing.expert_TK.T,
-    "places": routing.place_TK.T,
+    "places": position_TK.T,
     "combine_weights": used.T,
-    "tokens_per_expert": routing.count_GE.sum(0),
+    "tokens_per_expert": routing.count_E,
     "choices_dropped": sent.dropped,
   }
   return y_TO, balance_loss(sums, case["auxiliary_loss"]), facts
@@ -195,7 +204,7 @@ def layer(case: dict[str, Any], given: dict[str, Any], rows: int) -> tuple[Any, 
 def gate_of(case: dict[str, Any], given: dict[str, Any]) -> Any:
   """The case's gate with its recorded weights."""
   if case["gate"]["kind"] == "linear":
-    return lambda x_TD: linear_logits(x_TD, given["gate_weight"].T)
+    return given["gate_weight"].T
   return lambda x_TD: cosine_logits(
     x_TD,
     given["cosine_projection_weight"].T,
@@ -205,15 +214,15 @@ def gate_of(case: dict[str, Any], given: dict[str, Any]) -> Any:
   )
 
 
-def experts_of(case: dict[str, Any], given: dict[str, Any]) -> tuple[ExpertWeights, str]:
+def experts_of(case: dict[str, Any], given: dict[str, Any]) -> tuple[FFNWeights, str]:
   """The case's experts with their recorded weights, and their activation."""
   down_EFO = given["expert_down_weight"]
   if case["expert"]["kind"] == "gated_without_bias":
     up, gate = given["expert_linear_weight"], given["expert_activated_weight"]
-    return ExpertWeights(up, gate, down_EFO), "swiglu"
+    return FFNWeights(up, down_EFO, gate), "swiglu"
   up_EDF = jnp.swapaxes(given["expert_up_weight"], 1, 2)
   biases = given["expert_up_bias"], given["expert_down_bias"]
-  return ExpertWeights(up_EDF, None, down_EFO, *biases), case["expert"]["activation"]
+  return FFNWeights(up_EDF, down_EFO, None, *biases), case["expert"]["activation"]
 
 
 def _load(path: Path) -> dict[str, np.ndarray]:

@@ -11,11 +11,15 @@ import numpy as np
 import oracles
 import tape
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
-from scmoe.models.gpt import GPT, ModelConfig
+from scmoe.models.config import ModelConfig
+from scmoe.models.gpt import GPT, Pass
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.losses import gshard_loss, z_loss
-from scmoe.parallel.mesh import partition_spec
+from scmoe.parallel.collectives import total
+from scmoe.parallel.mesh import BATCH_AXES, manual, parameter_specs
+from scmoe.training.step import reduce_gradients
 
 VOCAB, LENGTH, BATCH = 11, 6, 2
 BALANCE, Z = 0.3, 0.1  # coefficients large enough for their gradients to be seen
@@ -74,20 +78,36 @@ def cotangent(seed: int = 0, batch: int = BATCH, length: int = LENGTH) -> np.nda
   return np.random.default_rng(200 + seed).normal(size=(batch, length, VOCAB)).astype(np.float32)
 
 
-def scalar(graph: Any, ids: Any, coefficients: Any, **call: Any):
-  """parameters -> (Σ c · logits + routing losses, what the tests look at)."""
+def scalar(graph: Any, ids: Any, coefficients: Any, **given: Any):
+  """parameters -> (Σ c · logits + routing losses, what the tests look at).
+
+  In the manual region ids and coefficients are a device's own, the scalar is the whole batch's.
+  """
 
   def function(params):
     model = nnx.merge(graph, params)
-    out = model(jnp.asarray(ids), **call)
+    out = model(jnp.asarray(ids), Pass(**given))
     logits = model.logits(out.h_BSD)
-    value, sums = (logits * coefficients).sum(), None
-    if out.sums is not None:
-      sums = jax.tree.map(lambda a: a.sum(1), out.sums)
+    value, sums = total(((logits * coefficients).sum(), out.sums), BATCH_AXES, "statistics")
+    if sums is not None:
       value += BALANCE * gshard_loss(sums).sum() + Z * z_loss(sums).sum()
     return value, {"hidden": out.h_BSD, "logits": logits, "sums": sums}
 
   return function
+
+
+def on_mesh(mesh: Any, graph: Any, params: Any, **given: Any):
+  """(params, ids, coefficients) -> ((value, aux), gradients) of the whole batch, on a mesh."""
+  specs = parameter_specs(params)
+
+  def local(params, ids, coefficients):
+    both = jax.value_and_grad(scalar(graph, ids, coefficients, **given), has_aux=True)
+    (value, aux), grads = both(params)
+    return (value, aux), reduce_gradients(grads, specs)
+
+  batch = P(BATCH_AXES)
+  aux_specs = {"hidden": batch, "logits": batch, "sums": P()}
+  return manual(local, mesh, (specs, batch, batch), ((P(), aux_specs), specs))
 
 
 @dataclasses.dataclass
@@ -99,9 +119,9 @@ class Run:
   gradients: dict[str, np.ndarray]
 
 
-def run(graph: Any, params: Any, seed: int = 0, jit: Any = jax.jit, **call: Any) -> Run:
+def run(graph: Any, params: Any, seed: int = 0, jit: Any = jax.jit, **given: Any) -> Run:
   """Values and gradients of a model in one compiled function."""
-  function = scalar(graph, tokens(seed), cotangent(seed), **call)
+  function = scalar(graph, tokens(seed), cotangent(seed), **given)
   (value, aux), gradients = jit(jax.value_and_grad(function, has_aux=True))(params)
   return Run(float(value), jax.tree.map(np.asarray, aux), named(gradients))
 
@@ -180,7 +200,8 @@ def oracle_parameters(leaves: dict[str, tape.Var], config: ModelConfig) -> dict[
       p["blocks"] += [blocks[str(i)] for i in range(config.moe_every)]
       p["blocks"][-1] |= own  # own_norm, post_norm, mix
     if config.wiring != "dense":
-      p["moes"].append(below("stages.moe", stage))
+      moe = below("stages.moe", stage)
+      p["moes"].append(moe | moe.pop("experts"))
   return p
 
 
@@ -214,10 +235,5 @@ def assert_counts(got: Run, sums: list[oracles.Sums]) -> None:
 
 def sharded(params: Any, mesh: Any) -> Any:
   """Parameters laid out as the table of logical axes says."""
-
-  def place(variable):
-    spec = partition_spec(variable.get_metadata()["axes"], variable[...].ndim)
-    array = jax.device_put(variable[...], jax.sharding.NamedSharding(mesh, spec))
-    return variable.replace(array)
-
-  return jax.tree.map(place, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
+  place = lambda value, spec: jax.device_put(value, jax.sharding.NamedSharding(mesh, spec))
+  return jax.tree.map(place, params, parameter_specs(params))

@@ -1,5 +1,6 @@
 """What a user types: flags, help, exit codes, and one run from training to generated text."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -9,12 +10,13 @@ from pathlib import Path
 import jax
 import pytest
 
-from scmoe import evaluate, generate, train
+from scmoe import evaluate, train
 from scmoe.command_line import TRAIN_FLAGS, Flag, parse
 from scmoe.config import RunConfig, fields, from_json, with_field
 from scmoe.errors import ConfigError, run_main
 
 ROOT = Path(__file__).resolve().parent.parent
+generate = importlib.import_module("scmoe.generate")  # `scmoe.generate` is the library's function
 
 
 @pytest.fixture

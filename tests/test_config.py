@@ -320,7 +320,7 @@ def test_workdir(tmp_path, monkeypatch):
 def test_build_places_parameters_and_allocates_nothing():
   run = changed(mesh__data=2, mesh__expert=2, mesh__tensor=2)
   built = build.build(resolve(run, num_devices=8))
-  up = built.shapes["stages"]["moe"]["up"]
+  up = built.shapes["stages"]["moe"]["experts"]["up"]
   assert up.shape == (2, 8, 128, 512)
   assert up.sharding.shard_shape(up.shape) == (2, 4, 128, 256)
   state = built.abstract_state()

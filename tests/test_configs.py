@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from scmoe import build
+from scmoe.batch import Batch
 from scmoe.blocks.wiring import WIRINGS
 from scmoe.config import config_names, find_config, load_config, to_dict, with_field
 
@@ -30,9 +31,8 @@ def loss_of(run):
   """(function, abstract arguments) of the loss and its gradients."""
   built = build.build(run, jax.devices()[:1])
   shape = (2, run.data.seq_len)
-  names = ("inputs", "targets", "segment_ids", "positions", "weights")
-  batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in names}
-  batch["weights"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+  ids = jax.ShapeDtypeStruct(shape, jnp.int32)
+  batch = Batch(ids, ids, jax.ShapeDtypeStruct(shape, jnp.float32), ids, ids)
   bare = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), built.shapes)
   function = jax.value_and_grad(lambda p, b: built.objective.loss(p, {}, b, None), has_aux=True)
   return built, function, (bare, batch)
@@ -61,10 +61,15 @@ def test_one_step(name, wiring):
 
   numbers = np.random.default_rng(0)
   weights = jax.tree.map(lambda p: 0.02 * numbers.standard_normal(p.shape, np.float32), params)
-  tokens = numbers.integers(0, 257, batch["inputs"].shape, np.int32)
+  tokens = numbers.integers(0, 257, batch.inputs.shape, np.int32)
   rows = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-  fed = {"inputs": tokens, "targets": tokens[:, ::-1], "positions": rows}
-  fed |= {"segment_ids": np.ones_like(tokens), "weights": np.ones(tokens.shape, np.float32)}
+  fed = Batch(
+    inputs=tokens,
+    targets=tokens[:, ::-1],
+    weights=np.ones(tokens.shape, np.float32),
+    segment_ids=np.ones_like(tokens),
+    positions=rows,
+  )
   step = jax.jit(function).lower(params, batch).compile()
   (_, aux), grads = step(weights, fed)
   scalars, _ = built.objective.metrics(aux)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from scmoe import build
+from scmoe.batch import Batch
 from scmoe.blocks.wiring import WIRINGS
 from scmoe.config import RunConfig, find_config, load_config, with_field
 from scmoe.dry_run import (
@@ -91,16 +92,13 @@ def test_peak_flops():
 # --- memory and traffic ---------------------------------------------------------------------------
 
 
-def test_an_attempt_of_the_dropless_transport_has_gradients_of_its_own():
-  dropless = {"dispatch__transport": "dropless", "mesh__data": 1}
-  spread = {**dropless, "mesh__expert": 4}
-  for fields, trees in (
-    ({**spread, "dispatch__further": "auto"}, 2),
-    ({**spread, "dispatch__further": "layer"}, 1),
-    ({**dropless, "mesh__expert": 1}, 1),
-  ):
-    memory = dry_run(tiny(**fields)).memory
-    assert memory.gradients == trees * memory.parameters
+def test_overflow_rounds_are_no_traffic_of_a_balanced_step():
+  capacity = {"dispatch__capacity_factor": 1.0, "dispatch__transport": "capacity"}
+  dropless = {"dispatch__slack": 1.0, "dispatch__transport": "dropless"}
+  spread = {"mesh__data": 1, "mesh__expert": 4}
+  want, got = (dry_run(tiny(**spread, **fields)) for fields in (capacity, dropless))
+  assert got.traffic.exchanges == want.traffic.exchanges
+  assert got.memory.gradients == got.memory.parameters
 
 
 def test_state_is_what_the_devices_hold():
@@ -154,9 +152,8 @@ def test_traffic_without_an_expert_axis():
 def test_activations_are_of_the_order_that_xla_needs():
   run = tiny(model__width=64, data__seq_len=64, model__context=64)
   built = build.build(run)
-  shape = (run.train.batch_size, run.data.seq_len)
-  batch = {name: jnp.zeros(shape, jnp.int32) for name in ("inputs", "targets", "positions")}
-  batch |= {"segment_ids": jnp.ones(shape, jnp.int32), "weights": jnp.ones(shape)}
+  ids = jnp.ones((run.train.batch_size, run.data.seq_len), jnp.int32)
+  batch = Batch(ids, ids, jnp.ones(ids.shape), ids, ids)
   loss = lambda p, b: built.objective.loss(p, {}, b, None)[0]
   compiled = jax.jit(jax.grad(loss)).lower(built.shapes, batch).compile()
   needed = compiled.memory_analysis().temp_size_in_bytes

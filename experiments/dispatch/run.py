@@ -7,14 +7,12 @@ size asked for. Arms, in one run and in turns:
 
   all_to_all   the dense exchange of those bytes and back, nothing else: the bound
   capacity     fixed buffers, capacity factor 1.25
-  dropless     rounds over a fixed buffer, slack 1.25; every layer decides on further rounds
-  retry        the same, tried in one round; all layers again, complete, if one needed more
-               (dispatch.further=retry; a training step whose last one did makes no attempt)
+  dropless     rounds over a fixed buffer, slack 1.25; every layer decides on overflow rounds
   ragged       jax.lax.ragged_all_to_all with receive buffers for the worst case (GPU only)
 
 The layers of a model follow one another in one program, and so they do here: `--layers` of them,
 each fed with what the one before brought back; times are per layer. (The host reads the trip count
-of the loop of further rounds, and so cannot run ahead into the next program.) They are compiled
+of the loop of overflow rounds, and so cannot run ahead into the next program.) They are compiled
 with the options of a training step: latency-hiding scheduler, no command buffers.
 A row is gathered to its buffer, sent, put in the order of the experts, brought back, weighted and
 summed: the whole path that a token takes, less its expert. A barrier stands in the experts' place:
@@ -28,7 +26,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import functools
 import json
 import pathlib
 import sys
@@ -41,12 +38,13 @@ from jax.sharding import PartitionSpec as P
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
-from scmoe.blocks.schedule import OverlapConfig
-from scmoe.moe.dispatch import capacity, dropless, local
+from scmoe.blocks.options import OverlapConfig
+from scmoe.kernels.permute import gather_rows, make_permutation, running_positions, sum_rows
+from scmoe.moe.dispatch import Capacity, Dropless
 from scmoe.moe.route import make_routing
 from scmoe.parallel.collectives import Exchange
-from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, make_mesh
-from scmoe.profiling.timer import Timing, interleave
+from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, make_mesh, manual
+from scmoe.profiling.timer import Timing, interleave, repeated
 
 SLACK = 1.25
 
@@ -66,44 +64,37 @@ def all_to_all_only(x, expert, weight, exchange, num_experts):
 
 def with_capacity(x, expert, weight, exchange, num_experts):
   routing = routing_of(expert, weight, num_experts)
-  rows = int(SLACK * expert.size / num_experts)
-  sent = capacity.dispatch(x, routing, rows_per_expert=rows, exchange=exchange)
-  # Rows stay in the order of their senders; XLA's experts put them in their own, and back.
-  by_expert = lambda part: dataclasses.replace(part, rows=jnp.swapaxes(part.rows, 0, 1))
-  sent = dataclasses.replace(sent, chunks=tuple(map(by_expert, sent.chunks)))
-  sent = jax.lax.optimization_barrier(sent)
-  sent = dataclasses.replace(sent, chunks=tuple(map(by_expert, sent.chunks)))
-  return capacity.combine(sent, weight, exchange=exchange), sent.dropped
+  transport = Capacity(int(SLACK * expert.size / num_experts), exchange)
+  sent = transport.dispatch(x, routing)
+  # Rows stay in the order of their source ranks; XLA's experts put them in their own, and back.
+  by_expert = lambda rows: jnp.swapaxes(rows, 0, 1)
+  rows = jax.lax.optimization_barrier(tuple(map(by_expert, sent.rows)))
+  sent = dataclasses.replace(sent, rows=tuple(map(by_expert, rows)))
+  return transport.combine(sent), sent.dropped
 
 
-def without_drops(x, expert, weight, exchange, num_experts, one_round=False):
+def without_drops(x, expert, weight, exchange, num_experts):
   routing = routing_of(expert, weight, num_experts)
-  sent = dropless.dispatch(x, routing, slack=SLACK, exchange=exchange)
-  if one_round:
-    sent = dataclasses.replace(sent, chunks=tuple(map(_to_experts_and_back, sent.chunks)))
-    return dropless.combine(sent, weight, exchange=exchange), sent.rounds
-  options = {"slack": SLACK, "exchange": exchange, "experts": _to_experts_and_back}
-  sent, more = dropless.further_rounds(sent, x, routing, (), **options)
-  sent = dataclasses.replace(sent, chunks=tuple(map(_to_experts_and_back, sent.chunks)))
-  return dropless.combine(sent, weight, exchange=exchange) + more, sent.rounds
+  transport = Dropless(exchange, SLACK)
+  sent = transport.dispatch(x, routing, _to_experts_and_back)
+  rows = tuple(map(_to_experts_and_back, sent.rows, sent.layouts))
+  return transport.combine(dataclasses.replace(sent, rows=rows)), sent.rounds
 
 
-def _to_experts_and_back(part, _=None):
-  """Into the order of the experts, and back: rows stay in the order of their senders."""
-  place_R, nobody = part.place_R, part.place_R.size
-  source_R = jnp.full_like(place_R, nobody).at[place_R].set(jnp.arange(nobody), mode="drop")
-  rows = local.gather_rows(part.rows, place_R[:, None], source_R)
-  rows = jax.lax.optimization_barrier(rows)
-  rows = local.gather_rows(rows, source_R[:, None], place_R)
-  return dataclasses.replace(part, rows=rows)
+def _to_experts_and_back(rows, layout):
+  """Into the order of the experts, and back: rows stay in the order of their source ranks."""
+  permutation = layout.sorted(1).permutation
+  sorted_rows = jax.lax.optimization_barrier(gather_rows(rows, permutation))
+  return sum_rows(sorted_rows, None, permutation)
 
 
 def ragged(x, expert, weight, exchange, num_experts):
   """Rows sorted by expert; every slice goes to its peer with one ragged exchange."""
-  routing = routing_of(expert, weight, num_experts)
   choices, peers = expert.size, exchange.size
-  rows = local.gather_rows(x, *_sorted_plan(routing))
-  send = routing.count_GE.sum(0).reshape(peers, -1).sum(1).astype(jnp.int32)
+  position, count = running_positions(expert, num_experts)
+  permutation = make_permutation((jnp.cumsum(count) - count)[expert] + position, choices)
+  rows = gather_rows(x, permutation)
+  send = count.reshape(peers, -1).sum(1).astype(jnp.int32)
   counts = jax.lax.all_gather(send, "expert")  # [from, to]
   me = jax.lax.axis_index("expert")
   starts = lambda a, axis: jnp.cumsum(a, axis) - a
@@ -115,23 +106,15 @@ def ragged(x, expert, weight, exchange, num_experts):
     rows, out, a, n, b, m, axis_name="expert"
   )
   arrived = exchange_rows(rows, buffer, mine, send, there, receive)
-  back_at = starts(counts, 1)[:, me]  # where my rows stand in each sender's order
+  back_at = starts(counts, 1)[:, me]  # where my rows stand in each source rank's order
   back = exchange_rows(arrived, jnp.zeros_like(rows), starts(receive, 0), receive, back_at, send)
-  slot_TK, source_R = _sorted_plan(routing)
-  return local.sum_rows(back, weight, slot_TK, source_R), jnp.zeros((), jnp.int32)
-
-
-def _sorted_plan(routing):
-  count_E = routing.count_GE.sum(0)
-  start_E = jnp.cumsum(count_E) - count_E
-  return start_E[routing.expert_TK] + routing.place_TK, routing.order_R
+  return sum_rows(back, weight, permutation), jnp.zeros((), jnp.int32)
 
 
 ARMS = {
   "all_to_all": all_to_all_only,
   "capacity": with_capacity,
   "dropless": without_drops,
-  "retry": functools.partial(without_drops, one_round=True),
   "ragged": ragged,
 }
 
@@ -147,7 +130,8 @@ def choices(kind: str, tokens: int, num_experts: int, k: int, seed: int) -> np.n
   return np.argsort(-gumbel, 1)[:, :k].astype(np.int32)
 
 
-def measure(args, mebibytes: int, kind: str, mesh) -> dict:
+def programs(args, mebibytes: int, kind: str, mesh) -> dict:
+  """name -> (compiled chain, its arguments, the most rounds or drops of a layer); checked."""
   devices = mesh.shape["expert"]
   tokens = mebibytes * 2**20 // (2 * args.width * args.k)
   exchange = Exchange("expert", devices)
@@ -157,30 +141,29 @@ def measure(args, mebibytes: int, kind: str, mesh) -> dict:
   x = x.astype(jnp.bfloat16)
   weight = jnp.full((tokens * devices, args.k), 1 / args.k, jnp.float32)
   weight = jax.device_put(weight, batch)
-  arms, figures = {}, {}
   options = OverlapConfig().compiler_options(gpu=jax.default_backend() == "gpu")
+  found = {}
   for name in args.arms.split(","):
-    chain = _retried if name == "retry" else _chain
-    body = lambda x, e, w, f=ARMS[name], chain=chain: chain(
-      f, args.layers, x, e, w, exchange, args.experts
-    )
+    body = lambda x, e, w, f=ARMS[name]: _chain(f, args.layers, x, e, w, exchange, args.experts)
     stage = jax.jit(
-      jax.shard_map(
-        body, mesh=mesh, in_specs=(P(BATCH_AXES),) * 3, out_specs=P(BATCH_AXES), check_vma=False
-      ),
-      compiler_options=options,
+      manual(body, mesh, (P(BATCH_AXES),) * 3, P(BATCH_AXES)), compiler_options=options
     )
     y, extra = stage(x, expert, weight)
-    figures[name] = {"extra": int(np.asarray(extra).max())}
-    if name in ("dropless", "retry", "ragged"):  # nothing is lost: y is x again
+    if name in ("dropless", "ragged"):  # nothing is lost: y is x again
       error = float(jnp.abs(y.astype(jnp.float32) - x.astype(jnp.float32)).max())
       assert error < 0.05, f"{name}: {error}"
-    arms[name] = lambda calls, s=stage: jax.block_until_ready(
-      [s(x, expert, weight) for _ in range(calls)][-1]
-    )
+    found[name] = stage, (x, expert, weight), int(np.asarray(extra).max())
+  return found
+
+
+def measure(args, mebibytes: int, kind: str, mesh) -> dict:
+  found = programs(args, mebibytes, kind, mesh)
+  arms = {name: repeated(stage, *given) for name, (stage, given, _) in found.items()}
+  figures = {}
   for name, timing in interleave(arms, rounds=args.rounds, calls=args.calls).items():
     per_layer = Timing(tuple(s / args.layers for s in timing.seconds), timing.calls)
-    figures[name] |= per_layer.as_json()
+    figures[name] = {"extra": found[name][2]} | per_layer.as_json()
+  tokens = mebibytes * 2**20 // (2 * args.width * args.k)
   return {"mebibytes": mebibytes, "routing": kind, "tokens_per_device": tokens, "arms": figures}
 
 
@@ -192,13 +175,6 @@ def _chain(arm, layers, x, expert, weight, exchange, num_experts):
     x, extra = arm(x, choice, weight, exchange, num_experts)
     most = jnp.maximum(most, extra)
   return x, most[None]
-
-
-def _retried(arm, layers, x, *rest):
-  """The chain in one round per layer, and again with all rounds where that was not enough."""
-  attempt = _chain(arm, layers, x, *rest)
-  again = lambda: _chain(without_drops, layers, x, *rest)
-  return jax.lax.cond(attempt[1][0] > 1, again, lambda: attempt)
 
 
 def table(results: list[dict]) -> str:

@@ -4,41 +4,37 @@ python experiments/kernels/train_step.py --json OUT          # 4 of OLMoE's 16 l
 python experiments/kernels/train_step.py --smoke             # toy sizes, on any device
 
 A step is forward, backward, clipping and AdamW, as `scmoe.train` runs it: bf16 products, float32
-parameters. An arm is a word of `model.expert_backend`; `.rows` makes the layer gather a row for
-each choice and add up afterwards, as it must where weights come before the experts. Arms take turns
-on one state, which every step donates to the next, so that memory holds one of them. Before that,
-each arm takes two steps from the same fresh state: losses and gradient norms must agree.
+parameters. An arm is a word of `model.expert_backend`. Arms take turns on one state, which every
+step donates to the next, so that memory holds one of them. Before that, each arm takes two steps
+from the same fresh state: losses and gradient norms must agree.
 
 MFU counts the model's FLOPs (`scmoe.models.flops`), no recomputation and no padding. Memory is of
 the compiled step: arguments + results + temporaries, less what the state's donation saves.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
 import sys
 import time
 from pathlib import Path
-from unittest import mock
 
 sys.path.insert(0, os.getcwd())
 
 import jax
-import jax.numpy as jnp
 import jaxlib
 
 from scmoe import build
+from scmoe.batch import Batch
 from scmoe.config import RunConfig, find_config, load_config
 from scmoe.kernels.grouped_matmul.backend import resolve_backend
 from scmoe.models.flops import forward_flops, peak_flops
-from scmoe.moe.dispatch import dropless
 from scmoe.parallel.mesh import batch_sharding
 from scmoe.profiling.overlap import stage_table, stage_times
 from scmoe.profiling.timer import interleave, speed_up
 from scmoe.profiling.trace import find_trace, read_events
-from scmoe.training.step import init_state, make_train_step, shardings_of
+from scmoe.training.step import init_state, make_train_step
 
 COMPARED = ("objective", "grad_norm")
 
@@ -63,19 +59,11 @@ def configuration(args: argparse.Namespace) -> RunConfig:
   return run.resolve(num_devices=1, vocab_size=build.vocab_size(run.data))
 
 
-def random_batch(run: RunConfig, mesh) -> dict[str, jax.Array]:
+def random_batch(run: RunConfig, mesh) -> Batch:
   """One microbatch of uniformly drawn tokens, where the step wants it."""
   shape = (1, run.train.batch_size, run.data.seq_len)
   tokens = jax.random.randint(jax.random.key(7), shape, 0, run.model.vocab_size)
-  ones = jnp.ones(shape, jnp.int32)
-  batch = {
-    "inputs": tokens,
-    "targets": jnp.roll(tokens, -1, -1),
-    "weights": ones.astype(jnp.float32),
-    "segment_ids": ones,
-    "positions": jnp.broadcast_to(jnp.arange(shape[-1], dtype=jnp.int32), shape),
-  }
-  return jax.device_put(batch, batch_sharding(mesh, leading=1))
+  return jax.device_put(Batch.of_tokens(tokens), batch_sharding(mesh, leading=1))
 
 
 class Bench:
@@ -95,16 +83,13 @@ class Bench:
 
   def compile(self, arm: str):
     """The compiled step of an arm."""
-    backend, *words = arm.split(".")
-    model = dataclasses.replace(self.run.model, expert_backend=backend).resolve()
+    model = dataclasses.replace(self.run.model, expert_backend=arm).resolve()
     built = build.build(dataclasses.replace(self.run, model=model), jax.devices()[:1])
     options = self.run.overlap.compiler_options(gpu=jax.default_backend() == "gpu")
     step = make_train_step(
-      built.objective, built.optimizer, built.mesh, shardings_of(self.abstract)
+      built.objective, built.optimizer, self.abstract, compiler_options=options
     )
-    with _gathered_rows("rows" in words):
-      lowered = step.lower(self.abstract, self.batch)
-    return lowered.compile(compiler_options=options)
+    return step.lower(self.abstract, self.batch).compile()
 
   def steps(self, compiled, calls: int) -> dict[str, jax.Array]:
     """Steps the state; returns the last step's scalars when the device is done."""
@@ -112,13 +97,6 @@ class Bench:
     for _ in range(calls):
       self.state, scalars, _ = compiled(self.state, self.batch)
     return jax.block_until_ready(scalars)
-
-
-def _gathered_rows(wanted: bool):
-  """Layers traced inside gather a row for each choice."""
-  if not wanted:
-    return contextlib.nullcontext()
-  return mock.patch.object(dropless, "tokens_here", dropless.rows_here)
 
 
 def gib(compiled) -> float:
@@ -162,7 +140,7 @@ def main() -> None:
   )
   parser.add_argument("--config", default="olmoe")
   parser.add_argument("--smoke", action="store_true", help="the config's smoke(): toy sizes")
-  parser.add_argument("--arms", default="", help="mosaic_gpu,mosaic_gpu.rows,xla; auto in --smoke")
+  parser.add_argument("--arms", default="", help="mosaic_gpu,xla; auto in --smoke")
   parser.add_argument("--layers", type=int, default=0, help="4; 0 in --smoke: as the config")
   parser.add_argument("--batch", type=int, default=4, help="sequences of a step")
   parser.add_argument(
@@ -182,7 +160,7 @@ def main() -> None:
   parser.add_argument("--json", type=Path, help="results file")
   args = parser.parse_args()
   args.layers = args.layers or (0 if args.smoke else 4)
-  default = "auto,auto.rows,xla" if args.smoke else "mosaic_gpu,mosaic_gpu.rows,xla"
+  default = "auto,xla" if args.smoke else "mosaic_gpu,xla"
   names = (args.arms or default).split(",")
 
   begin = time.perf_counter()
@@ -214,7 +192,7 @@ def main() -> None:
   arms = {}
   for name, timing in timings.items():
     arms[name] = timing.as_json() | {
-      "backend": resolve_backend(name.split(".")[0], model.dtype, model.width, model.expert_hidden),
+      "backend": resolve_backend(name, model.dtype, model.width, model.expert_hidden),
       "times_the_first": round(1 / speed_up(timings[names[0]], timing), 4),
       "tokens_per_second": round(tokens / timing.median),
       "mfu": None if peak is None else round(flops / timing.median / peak, 4),

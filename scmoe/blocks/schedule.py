@@ -1,154 +1,249 @@
-"""Where the expert stage sits among the dense operations: the slot. Pure Python.
+"""The order of a block pair's steps: one list, executed, printed and tested. Pure Python.
 
-Two streams: the main path with its dense operations, and the MoE with route, dispatch, experts and
+Two streams: the main path with its dense steps, and the MoE with route, dispatch, experts and
 combine. All-to-alls (dispatch, combine) run beside computation; computation never runs beside
-computation. Routing goes to the earliest point, the weighted sum of the routed rows to the latest,
-so the one free choice is the slot: the number of dense operations between the shortcut and the
-experts (paper §3.2, whose K is the slot + 1). Halves lie inside an attention, which has a natural
-seam behind its projections: where operations are few, whole slots divide the window too coarsely.
+computation. Routing goes to the earliest point, the sum with the routed output to the latest, so
+the one free choice is the *slot*: after which dense step the experts stand. Pos-2, with the experts
+inside the second attention, after its projections:
+
+  attention 0 | route | dispatch | mlp 0 | attention 1: projections | experts | combine |
+  attention 1: mixing | shared expert | add
 
   makespan(slot) = route + max(pre, dispatch) + experts + max(post, combine) + add
 
 with pre and post the dense time before and after the experts. It has the same argmin as the paper's
-Eq. 11, since max(a, b) = ½ (a + b + |a - b|) and pre + post does not depend on the slot.
+Eq. 11, since max(a, b) = ½ (a + b + |a - b|) and pre + post does not depend on the slot. (The
+paper's K is the slot's index + 1, of whole operations; between an attention's two steps there is a
+slot that it does not have.)
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Any
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
 
+from scmoe.blocks.options import OverlapConfig
+from scmoe.blocks.wiring import Wiring, tap_index
 from scmoe.errors import ConfigError
-from scmoe.options import option
 
-FREE = -2  # of `backward_slot`
-ATTENTION = "attention"  # the dense operation that has half slots
+# Dense steps. An attention is two, so that the experts can stand behind its projections.
+PROJECTIONS, MIXING, MLP, SHARED = "projections", "mixing", "mlp", "shared expert"
+# Steps of the MoE, and the end of the pair.
+ROUTE, DISPATCH, EXPERTS, COMBINE, ADD = "route", "dispatch", "experts", "combine", "add"
+BARRIER = "barrier"  # computes nothing: what stands on its two sides stays there
 
 
 @dataclasses.dataclass(frozen=True)
-class OverlapConfig:
-  """How communication is laid beside the dense path."""
+class Step:
+  """One step of a pair.
 
-  slot: float = option(
-    -1.0,
-    "dense operations between the shortcut and the expert stage; -1 for the last slot before the "
-    "routed output is needed; a half lies inside an attention, after its projections",
-    minimum=-1,
-  )
-  backward_slot: float = option(
-    -1.0,
-    "the same for the backward pass, counted in forward order; -1 for the mirror image of the "
-    "forward pass, -2 to leave the backward pass to XLA",
-    minimum=FREE,
-  )
-  barriers: bool = option(
-    False, "tie the order of the schedule with optimization barriers, so that XLA cannot move it"
-  )
-  sequential: bool = option(
-    False, "no dense operation beside the MoE's stages: the control arm of a measurement"
-  )
-  unroll: int = option(
-    1,
-    "stages per step of the scan over layers; 0: all. XLA moves no collective across a step",
-    minimum=0,
-  )
-  latency_hiding: bool = option(
-    True, "GPU: XLA's latency-hiding scheduler, for the training step only"
-  )
-  profile_guided: bool = option(
-    False,
-    "GPU: profile the first steps and compile again with measured latencies; the profile is kept "
-    "in WORKDIR/profile_guided and used by every later start of the run",
-  )
-  profile_runs: int = option(3, "steps that are profiled for it", minimum=1)
-  command_buffers: bool = option(
-    False,
-    "GPU: record kernels into CUDA graphs. Off: graphs hide operations from the profile and were "
-    "slower beside collectives",
-  )
-  copy_engines: bool = option(
-    False,
-    "GPUs of one host, jax >= 0.11: all-to-alls by the GPUs' copy engines, which take no "
-    "multiprocessor from the computation; slower below about 64 MiB per exchange",
-  )
-  gradients: str = option(
-    "microbatch",
-    "when dense gradients are summed over devices: in every microbatch, where XLA places it; or "
-    "once per step, each device adding up its own (needs mesh.tensor=1)",
-    choices=("microbatch", "step"),
-  )
-  gradient_dtype: str = option(
-    "float32",
-    "in which gradients travel with gradients='step'; they are added up in float32",
-    choices=("float32", "bfloat16"),
-  )
+  Attributes:
+    operation: one of the words above.
+    block: of a dense step: which block of the pair.
+    gating: of a step of the MoE: which of its gatings.
+    direction: of a barrier: "forward" or "backward" for one pass only.
+  """
 
-  def compiler_options(self, *, gpu: bool, profiling: bool = False) -> dict[str, Any]:
-    """XLA options of one jitted step, for `jax.jit(..., compiler_options=)`; none but on a GPU.
+  operation: str
+  block: int = 0
+  gating: int = 0
+  direction: str = ""
 
-    Args:
-      gpu: whether the program runs on NVIDIA GPUs.
-      profiling: the program is run to collect a profile; a CUDA graph would name no operation.
-    """
-    if not gpu:
-      return {}
-    options: dict[str, Any] = {"xla_gpu_enable_latency_hiding_scheduler": self.latency_hiding}
-    if profiling or not self.command_buffers:
-      options["xla_gpu_enable_command_buffer"] = ""
-    return options
+  @property
+  def name(self) -> str:
+    """What it is called: `attention 1: projections`, `mlp 0`, `experts`."""
+    if self.operation in (PROJECTIONS, MIXING):
+      return f"attention {self.block}: {self.operation}"
+    if self.operation == MLP:
+      return f"{MLP} {self.block}"
+    return self.operation + (f" {self.gating + 1}" if self.gating else "")
 
 
-def slot_count(window: int) -> int:
-  """Slots of the expert stage beside `window` dense operations (paper §3.2: Pos-2 has 3 and 4)."""
-  return window + 1
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+  """The steps of one pair, in the order in which they are issued.
+
+  Attributes:
+    steps: of the forward pass, with the barriers that tie their order, if any.
+    backward: names of the backward pass' steps, in its order.
+  """
+
+  steps: tuple[Step, ...]
+  backward: tuple[str, ...]
+
+  @property
+  def forward(self) -> tuple[str, ...]:
+    """Names of the forward pass' steps."""
+    return tuple(step.name for step in self.steps if step.operation != BARRIER)
+
+  def __str__(self) -> str:
+    lines = [f"forward:  {' | '.join(joined(self.forward))}"]
+    return "\n".join([*lines, f"backward: {' | '.join(joined(self.backward))}"])
 
 
-def slots(dense: Sequence[str]) -> list[float]:
-  """All slots beside dense operations of these names: those of the paper, and the halves."""
-  whole = range(slot_count(len(dense)))
-  return sorted([*whole, *(i + 0.5 for i, name in enumerate(dense) if name == ATTENTION)])
+def make_schedule(
+  wiring: Wiring, blocks: int, overlap: OverlapConfig = OverlapConfig()
+) -> Schedule:
+  """The list of a pair's steps.
 
-
-def resolve_slot(slot: float, window: int) -> float:
-  """The slot asked for, or the last one for -1; never beyond the window."""
-  return window if slot < 0 else min(slot, window)
-
-
-def resolve_backward_slot(overlap: OverlapConfig, window: int) -> float:
-  """Slot of the experts' backward pass in forward order; beyond every window where XLA is free."""
-  if overlap.backward_slot == FREE:
-    return window + 2
-  if overlap.backward_slot == -1:
-    return resolve_slot(overlap.slot, window)
-  return resolve_slot(overlap.backward_slot, window)
-
-
-def check_slots(overlap: OverlapConfig, dense: Sequence[str]) -> None:
-  """Checks that both slots exist beside the dense operations of these names.
+  Args:
+    wiring: of the pair.
+    blocks: of a unit; the last one has the MoE.
+    overlap: where the experts stand, and what ties the order.
 
   Raises:
-    ConfigError: a slot lies inside an operation that has no seam.
+    ConfigError: `overlap.schedule` or `overlap.backward` names no step.
   """
-  allowed = slots(dense)
-  resolved = {
-    "slot": resolve_slot(overlap.slot, len(dense)),
-    "backward_slot": min(len(dense), resolve_backward_slot(overlap, len(dense))),
-  }
-  for name, slot in resolved.items():
-    if slot not in allowed:
-      raise ConfigError(
-        f"overlap.{name}={getattr(overlap, name):g} lies inside an operation that cannot be "
-        f"divided; beside {', '.join(dense)} use one of: {', '.join(f'{s:g}' for s in allowed)}"
-      )
+  dense = dense_steps(wiring, blocks)
+  starts = [tap_step(tap_index(tap, blocks)) for tap in wiring.taps]
+  if overlap.schedule == "off":
+    alone = [_Place(start, start, start) for start in starts]
+    steps = _in_order(dense, alone)
+    return Schedule(_alone(steps), _mirror(steps))
+  slot = back = len(dense)
+  if overlap.schedule != "auto":
+    slot = back = _position(overlap.schedule, "overlap.schedule", dense, blocks)
+  if overlap.backward not in ("mirror", "free"):
+    back = _position(overlap.backward, "overlap.backward", dense, blocks)
+  places = [_Place(start, max(start, slot), max(start, back)) for start in starts]
+  order = ""
+  if overlap.order == "barriers":
+    order = "forward" if overlap.backward == "free" else "both"
+  mirrored = [_Place(place.start, place.back, place.back) for place in places]
+  return Schedule(_in_order(dense, places, order), _mirror(_in_order(dense, mirrored)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+  """Where one gating stands: numbers of dense steps before it, in forward order.
+
+  Attributes:
+    start: of route and dispatch.
+    experts: of the experts.
+    back: of the experts' backward pass.
+  """
+
+  start: int
+  experts: int
+  back: int
+
+
+def _in_order(dense: Sequence[Step], places: Sequence[_Place], tied: str = "") -> tuple[Step, ...]:
+  """All steps, and the barriers at which the two streams meet.
+
+  They meet before routing and on both sides of the experts. The transpose of a barrier is a
+  barrier, so that the backward pass has the mirror image of the schedule, unless its experts stand
+  elsewhere: then each pass has barriers of its own.
+
+  Args:
+    dense: the main path.
+    places: of each gating.
+    tied: "" without barriers; "forward" or "both": which passes have some.
+  """
+  steps: list[Step] = []
+  for position in range(len(dense) + 1):
+    for gating, place in enumerate(places):
+      of = lambda operation, direction="", g=gating: Step(operation, gating=g, direction=direction)
+      apart = tied == "both" and place.back != place.experts
+      direction = "forward" if apart or tied == "forward" else ""
+      if position == place.start:
+        steps += [of(BARRIER)] if tied else []
+        steps += [of(ROUTE), of(DISPATCH)]
+      if apart and position == place.back < place.experts:
+        steps.append(of(BARRIER, "backward"))
+      if position == place.experts:
+        steps += [of(BARRIER, direction)] if tied else []
+        steps.append(of(EXPERTS))
+        steps += [of(BARRIER, direction)] if tied else []
+      if apart and position == place.back > place.experts:
+        steps.append(of(BARRIER, "backward"))
+      # A barrier of the backward pass ties the experts' rows, which are gone after combine.
+      if position == (max(place.experts, place.back) if apart else place.experts):
+        steps.append(of(COMBINE))
+    steps += dense[position : position + 1]
+  return (*steps, Step(ADD))
+
+
+def _alone(steps: Sequence[Step]) -> tuple[Step, ...]:
+  """Nothing beside the MoE's steps: the control of every measurement."""
+  tied: list[Step] = []
+  for step in steps:
+    barrier = [Step(BARRIER, gating=step.gating)]
+    before, after = step.operation == ROUTE, step.operation == COMBINE
+    tied += (barrier if before else []) + [step] + (barrier if after else [])
+  return tuple(tied)
+
+
+def _mirror(steps: Sequence[Step]) -> tuple[str, ...]:
+  """Names of the steps from last to first: each pulls back what its forward did."""
+  return tuple(step.name for step in reversed(steps) if step.operation != BARRIER)
+
+
+def dense_steps(wiring: Wiring, blocks: int) -> list[Step]:
+  """The main path of a unit; the last MLP is the shared expert, or missing."""
+  steps: list[Step] = []
+  for block in range(blocks):
+    steps += [Step(PROJECTIONS, block), Step(MIXING, block)]
+    if block < blocks - 1 or not wiring.taps:
+      steps.append(Step(MLP, block))
+    elif wiring.shared_expert:
+      steps.append(Step(SHARED, block))
+  return steps
+
+
+def tap_step(operations: int) -> int:
+  """Number of dense steps before a tap, from the number of dense operations (`tap_index`).
+
+  Operations alternate between an attention, which is two steps, and an MLP: 0, 1, 2, 3 operations
+  are 0, 2, 3, 5 steps.
+  """
+  return operations + (operations + 1) // 2
+
+
+def slot_names(dense: Sequence[str]) -> list[str]:
+  """Names of all slots beside dense steps of these names: right after dispatch, or after a step."""
+  return [DISPATCH, *(name.removesuffix(f": {MIXING}") for name in dense)]
+
+
+def joined(names: Iterable[str]) -> list[str]:
+  """The same list with the two steps of an attention as one, where nothing stands between them."""
+  result: list[str] = []
+  for name in names:
+    whole, _, half = name.partition(": ")
+    other = {MIXING: PROJECTIONS, PROJECTIONS: MIXING}.get(half)
+    if other and result and result[-1] == f"{whole}: {other}":
+      result[-1] = whole
+    else:
+      result.append(name)
+  return result
+
+
+def _position(name: str, field: str, dense: Sequence[Step], blocks: int) -> int:
+  """Number of dense steps before the slot of this name."""
+  own = slot_names([step.name for step in dense])
+  if name in own:
+    return own.index(name)
+  every = dense_steps(Wiring((), shared_expert=True), blocks)
+  known = [*slot_names([step.name for step in every]), SHARED]
+  if name in known:  # a step at the end of another wiring, which this one lacks
+    return len(dense)
+  near = difflib.get_close_matches(name, own, n=1)
+  hint = f"did you mean {near[0]!r}? " if near else ""
+  raise ConfigError(
+    f"{field}={name!r} names no step; {hint}the experts can stand after: {', '.join(own)}"
+  )
+
+
+# -- times ----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-  """Durations of one unit's operations, any one unit of time.
+  """Durations of one unit's steps, any one unit of time.
 
   Attributes:
-    dense: (name, time) of the dense operations after the shortcut, in order: the window.
+    dense: (name, time) of the dense steps after the shortcut, in order: the window.
     route, dispatch, experts, combine: the MoE's stages; `route` includes laying out the rows.
     add: the weighted sum at the end.
     before: dense time before the shortcut.
@@ -177,16 +272,19 @@ class Times:
     """Everything but communication: no schedule is faster."""
     return self.before + self.window + self.route + self.experts + self.add
 
+  @property
+  def slots(self) -> list[str]:
+    """Names of the slots, earliest first."""
+    return slot_names([name for name, _ in self.dense])
+
   def backward(self, factor: float = 2.0) -> Times:
-    """The mirror image: dense operations from last to first, dispatch and combine exchanged.
+    """The mirror image: dense steps from last to first, dispatch and combine exchanged.
 
     Args:
       factor: computation of the backward pass over that of the forward pass (two products for one).
     """
-    times = [factor * time for _, time in self.dense]
-    names = [name for name, _ in self.dense]
     return Times(
-      dense=tuple(zip(reversed(names), reversed(times))),
+      dense=tuple((name, factor * time) for name, time in reversed(self.dense)),
       route=factor * self.add,
       dispatch=self.combine,
       experts=factor * self.experts,
@@ -194,6 +292,34 @@ class Times:
       add=factor * self.route,
       before=0.0,
     )
+
+
+def unit_times(wiring: Wiring, blocks: int, durations: Mapping[str, float]) -> Times:
+  """The times of one unit from those of its operations, measured or modelled.
+
+  Args:
+    wiring: of the unit; with a MoE.
+    blocks: of the unit.
+    durations: of `projections`, `mixing`, `mlp`, `shared`, `route`, `dispatch`, `experts`,
+      `combine` and `add`, in any unit of time; `StageSeconds.milliseconds` gives modelled ones.
+
+  Raises:
+    ConfigError: the wiring has no MoE.
+  """
+  if not wiring.taps:
+    raise ConfigError("a wiring without experts has no schedule; use another one than 'dense'")
+  before, window = split_window(wiring, blocks)
+  time_of = lambda step: durations[step.operation.removesuffix(" expert")]
+  stages = {name: durations[name] for name in (ROUTE, DISPATCH, EXPERTS, COMBINE, ADD)}
+  dense = tuple((step.name, time_of(step)) for step in window)
+  return Times(dense, **stages, before=sum(map(time_of, before)))
+
+
+def split_window(wiring: Wiring, blocks: int) -> tuple[list[Step], list[Step]]:
+  """Dense steps of a unit before its first shortcut, and those after: the window."""
+  dense = dense_steps(wiring, blocks)
+  start = tap_step(min(tap_index(tap, blocks) for tap in wiring.taps))
+  return dense[:start], dense[start:]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,19 +335,10 @@ class Span:
 COMPUTE, LINK = "compute", "link"
 
 
-def divide(times: Times, slot: float) -> tuple[list[tuple[str, float]], list[tuple[str, float]]]:
-  """The dense operations before and after a slot; a half slot takes an operation's half time."""
-  whole = int(slot)
-  before, after = list(times.dense[:whole]), list(times.dense[whole:])
-  if slot > whole:
-    name, time = after[0]
-    before, after = [*before, (name, time / 2)], [(name, time / 2), *after[1:]]
-  return before, after
-
-
-def makespan(times: Times, slot: float) -> float:
-  """Time of the unit with the experts after `slot` dense operations, from its first operation."""
-  pre, post = (sum(time for _, time in part) for part in divide(times, slot))
+def makespan(times: Times, slot: str) -> float:
+  """Time of the unit with the experts in this slot, from its first operation."""
+  index = times.slots.index(slot)
+  pre, post = (sum(time for _, time in part) for part in (times.dense[:index], times.dense[index:]))
   first = times.before + times.route + max(pre, times.dispatch)
   return first + times.experts + max(post, times.combine) + times.add
 
@@ -231,44 +348,49 @@ def sequential_makespan(times: Times) -> float:
   return times.computation + times.communication
 
 
-def best_slot(times: Times) -> float:
-  """The slot of the shortest makespan (paper Eq. 11); among equals a whole one, the earliest."""
-  names = [name for name, _ in times.dense]
-  return min(slots(names), key=lambda slot: (makespan(times, slot), slot % 1))
+def best_slot(times: Times) -> str:
+  """The slot of the shortest makespan (paper Eq. 11); among equals one between operations, the
+  earliest.
+  """
+  return min(times.slots, key=lambda slot: (makespan(times, slot), PROJECTIONS in slot))
 
 
-def best_slots(times: Times, factor: float = 2.0) -> tuple[float, float]:
-  """Best slot of the forward and of the backward pass, both counted in forward order.
+def best_slots(times: Times, factor: float = 2.0) -> tuple[str, str]:
+  """Best slot of the forward and of the backward pass, both named in forward order.
 
   Among equals the backward pass takes the mirror image, which needs no barriers of its own.
   """
-  backward, window = times.backward(factor), len(times.dense)
+  backward, slots = times.backward(factor), times.slots
+  mirror = lambda index: backward.slots[len(slots) - 1 - index]
   forward = best_slot(times)
-  mirrored = window - best_slot(backward)
-  if makespan(backward, window - forward) <= makespan(backward, window - mirrored):
+  best = min(
+    range(len(slots)), key=lambda i: (makespan(backward, mirror(i)), PROJECTIONS in slots[i])
+  )
+  least = makespan(backward, mirror(best)) * (1 + 1e-9)  # sums in another order round differently
+  if makespan(backward, mirror(slots.index(forward))) <= least:
     return forward, forward
-  return forward, mirrored
+  return forward, slots[best]
 
 
-def hidden_share(times: Times, slot: float) -> float:
+def hidden_share(times: Times, slot: str) -> float:
   """Share of the communication beside which the schedule computes; 1 where there is none."""
   exposed = makespan(times, slot) - times.computation
   return 1 - exposed / times.communication if times.communication else 1.0
 
 
-def timeline(times: Times, slot: float) -> list[Span]:
+def timeline(times: Times, slot: str) -> list[Span]:
   """The spans of the unit with the experts in `slot`."""
   return chunked_timeline(times, 1, slot)
 
 
 def chunked_timeline(
-  times: Times, chunks: int, slot: float | None = None, overhead: float = 0.0
+  times: Times, chunks: int, slot: str | None = None, overhead: float = 0.0
 ) -> list[Span]:
   """The spans of the unit with the MoE's stream in `chunks` parts.
 
   The link takes all dispatches, then combines as they become ready. The main stream computes a part
-  of the experts as soon as its rows are there (after `slot` dense operations at the earliest and,
-  unless None, at the latest), else the next dense operation.
+  of the experts as soon as its rows are there (in `slot` at the earliest and, unless None, at the
+  latest), else the next dense step.
 
   Args:
     overhead: extra time of every part of every stage, for its launch.
@@ -292,10 +414,10 @@ def chunked_timeline(
     spans.append(Span(LINK, label("dispatch", i), link, end))
     arrivals.append(end)
     link = end
-  before, after = divide(times, slot or 0)
-  dense, done, ready = before + after, 0, []
+  index = 0 if slot is None else times.slots.index(slot)
+  dense, after, done, ready = list(times.dense), len(times.dense) - index, 0, []
   while dense or done < chunks:
-    reached = len(dense) <= len(after)
+    reached = len(dense) <= after
     may = done < chunks and (slot is None or reached)
     must = done < chunks and (not dense or (slot is not None and reached))
     if may and (must or arrivals[done] <= now):
@@ -325,7 +447,8 @@ def best_chunks(
   """How many parts to send and compute the MoE's stream in, and the timeline.
 
   One part, in the best slot, while the communication fits the window; more parts let the experts'
-  own computation hide communication too (the paper's fifth timeline, Fig. 7).
+  own computation hide communication too (the paper's fifth timeline, Fig. 7). This is a model: the
+  list that runs has no step for each part, so that only XLA may lay one beside another.
   """
   plans = {1: chunked_timeline(times, 1, best_slot(times), overhead)}
   plans |= {n: chunked_timeline(times, n, None, overhead) for n in choices if n > 1}
@@ -359,8 +482,10 @@ def draw(spans: Sequence[Span], width: int = 76) -> str:
   return "\n".join(lines)
 
 
-def describe(times: Times, unit: str = "ms", width: int = 76) -> str:
-  """Makespan and hidden share of every slot, and the timeline of the best."""
+def describe(
+  times: Times, schedule: Schedule | None = None, unit: str = "ms", width: int = 76
+) -> str:
+  """Makespan and hidden share of every slot, the timeline of the best, and the list that runs."""
   best, parts = best_slot(times), best_chunks(times)
   totals = {
     "window": times.window,
@@ -368,15 +493,12 @@ def describe(times: Times, unit: str = "ms", width: int = 76) -> str:
     "computation": times.computation,
     "sequential": sequential_makespan(times),
   }
-  lines = [", ".join(f"{name} {time:.3g} {unit}" for name, time in totals.items())]
-  names = [name for name, _ in times.dense]
-  for slot in slots(names):
-    where = f"after {names[int(slot) - 1]}" if slot else "after the shortcut"
-    if slot % 1:
-      where = f"inside {names[int(slot)]}"
+  lines = [] if schedule is None else [str(schedule)]
+  lines.append(", ".join(f"{name} {time:.3g} {unit}" for name, time in totals.items()))
+  for slot in times.slots:
     mark = " <- best" if slot == best else ""
     lines.append(
-      f"slot {slot:g} ({where}): {makespan(times, slot):.3g} {unit}, "
+      f"experts after {slot}: {makespan(times, slot):.3g} {unit}, "
       f"{100 * hidden_share(times, slot):.0f} % hidden{mark}"
     )
   if parts[0] > 1:

@@ -82,14 +82,6 @@ WIRINGS: dict[str, Wiring] = {
 }
 
 
-def dense_operations(wiring: Wiring, blocks: int) -> list[str]:
-  """Names of a unit's dense operations in order; the last MLP is the shared expert, or missing."""
-  names = ["attention", "mlp"] * blocks
-  if not wiring.taps:
-    return names
-  return names[:-1] + (["shared expert"] if wiring.shared_expert else [])
-
-
 def tap_index(tap: Tap, blocks: int) -> int:
   """Number of dense operations of a unit that come before this tap.
 

@@ -1,8 +1,8 @@
 """Text, tokens and batches: `open_data` is the way in."""
 
+from scmoe.batch import Batch
 from scmoe.data.config import DataConfig
 from scmoe.data.pipeline import (
-  Batch,
   BitsPerByte,
   Data,
   TrainIterator,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from scmoe.batch import Batch
 from scmoe.data import bigram
 from scmoe.data.config import DataConfig
 from scmoe.data.corpus import Corpus, load_corpus
@@ -30,7 +31,7 @@ __all__ = [
   "open_data",
 ]
 
-Batch = dict[str, np.ndarray]
+Row = dict[str, np.ndarray]  # the fields of one row of a `Batch`
 _SHARDING = "contiguous rows of one global batch"
 # Not compared: any number of processes reads the same global batches in the same order.
 _INFORMATIVE = ("process_count",)
@@ -71,11 +72,8 @@ def open_data(
 class Data:
   """The data of a run. Made by `open_data`.
 
-  A batch is a dict of this process's rows, B = batch_size / process_count:
-    inputs, targets, segment_ids, positions: int32[B, S]
-    weights: float32[B, S], 0 where there is no loss
-    domain: int32[B], index into `domains`
-  Segments count from 1 inside a row; 0 is padding.
+  A batch is a `Batch` of this process's rows, B = batch_size / process_count; `Batch.domain` is an
+  index into `domains`.
   """
 
   def __init__(
@@ -172,7 +170,7 @@ class Data:
       for domain, size in zip(self.corpus.domains, sizes)
     ]
 
-  def _read_train(self, key: int) -> Batch:
+  def _read_train(self, key: int) -> Row:
     return self._train.read(key, self.config.document_mask)
 
   # --- what the data are --------------------------------------------------------------------------
@@ -246,7 +244,7 @@ class TrainIterator:
     return self
 
   def __next__(self) -> Batch:
-    return next(self._iterator)
+    return Batch(**next(self._iterator))
 
   def state(self) -> dict[str, Any]:
     """The position after the last batch given out, JSON-able.
@@ -284,9 +282,9 @@ class Validation:
     for batch in range(self._batches):
       start = batch * data.batch_size + data.process_index * share
       rows = [self._read(i) for i in range(start, start + share)]
-      yield {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+      yield Batch(**{name: np.stack([row[name] for row in rows]) for name in rows[0]})
 
-  def _read(self, i: int) -> Batch:
+  def _read(self, i: int) -> Row:
     rows, mask = self._data._validation, self._data.config.document_mask
     if i < len(self._keys):
       return rows.read(int(self._keys[i]), mask)
@@ -308,7 +306,7 @@ class _Rows:
       return np.arange(len(self))
     return np.arange(self.offsets[domain], self.offsets[domain + 1])
 
-  def read(self, key: int, document_mask: bool) -> Batch:
+  def read(self, key: int, document_mask: bool) -> Row:
     domain = int(np.searchsorted(self.offsets, key, side="right")) - 1
     row = self.tables[domain].read(key - int(self.offsets[domain]), document_mask)
     return {**row, "domain": np.int32(domain)}  # pyright: ignore[reportReturnType]

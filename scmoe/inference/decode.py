@@ -7,6 +7,7 @@ does not depend on who else is in the batch.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,37 +16,40 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Float, Int
 
 from scmoe.errors import ConfigError
 from scmoe.inference.sampling import Sampling, sample
-from scmoe.models.gpt import GPT
-from scmoe.parallel.mesh import batch_parts
+from scmoe.models.gpt import GPT, Pass
+from scmoe.parallel.mesh import BATCH_AXES, make_mesh, manual, parameter_specs
 
 
 def generate(
   model: GPT,
   prompts: list[list[int]],
+  sampling: Sampling = Sampling(),
   *,
   max_new_tokens: int,
-  temperature: float = 1.0,
-  top_k: int = 0,
-  top_p: float = 1.0,
   seed: int = 0,
   eos_id: int | None = None,
   router: Any = None,
+  mesh: Mesh | None = None,
 ) -> list[list[int]]:
   """Continues every prompt.
 
-  Where the model's mesh splits the batch, the last prompt is repeated until every part has one.
+  Where the mesh splits the batch, the last prompt is repeated until every part has one.
 
   Args:
-    model: a trained model, on one device or on a mesh of this process.
+    model: a trained model.
     prompts: token ids, at least one per prompt.
+    sampling: how tokens are drawn.
     max_new_tokens: tokens to add.
-    temperature, top_k, top_p: see `Sampling`.
     seed: of the draws.
     eos_id: a row that draws this token ends before it.
     router: router state of the training run (balancing biases), if it has any.
+    mesh: devices of this process on which the model lies; None: one device.
 
   Returns:
     The new tokens of each prompt, without the prompt.
@@ -54,58 +58,73 @@ def generate(
     ConfigError: no or empty prompts, ids outside the vocabulary, or more tokens than the model's
       context holds.
   """
-  sampling = Sampling(temperature, top_k, top_p)
   sampling.check()
   _check_prompts(model, prompts, max_new_tokens)
-  asked = len(prompts)
-  prompts = prompts + [prompts[-1]] * (-asked % batch_parts(model.mesh))
+  mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
+  asked, parts = len(prompts), mesh.size // mesh.shape["tensor"]
+  prompts = prompts + [prompts[-1]] * (-asked % parts)
   lengths_B = np.array([len(p) for p in prompts], np.int32)
   padded = _round_up(int(lengths_B.max()), 16)  # few prompt lengths to compile for
   tokens_BS = np.zeros((len(prompts), padded), np.int32)
   for row, prompt in enumerate(prompts):
     tokens_BS[row, : len(prompt)] = prompt
   graph, params = nnx.split(model)
-  new_BS = np.asarray(
-    _generate(
-      graph, params, router, tokens_BS, lengths_B, jax.random.key(seed), sampling, max_new_tokens
-    )
-  )
+  static = _Static(graph, mesh, sampling, max_new_tokens)
+  new_BS = np.asarray(_generate(static, params, router, tokens_BS, lengths_B, jax.random.key(seed)))
   return [_until(row.tolist(), eos_id) for row in new_BS[:asked]]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 6, 7))
+@dataclasses.dataclass(frozen=True)
+class _Static:
+  """What one compiled generation is for, beside shapes."""
+
+  graph: nnx.GraphDef
+  mesh: Mesh
+  sampling: Sampling
+  new_tokens: int
+
+
+@functools.partial(jax.jit, static_argnums=0)
 def _generate(
-  graph: nnx.GraphDef,
-  params: Any,
-  router: Any,
-  tokens_BS: Array,
-  lengths_B: Array,
-  key: Array,
-  sampling: Sampling,
-  new_tokens: int,
+  static: _Static, params: Any, router: Any, tokens_BS: Array, lengths_B: Array, key: Array
 ) -> Array:
-  """Prefill, then one token at a time: int32 [B, new_tokens]."""
-  model = nnx.merge(graph, params)
-  caches = model.init_caches(tokens_BS.shape[0], tokens_BS.shape[1] + new_tokens)
+  """Prefill, then one token at a time, in one manual region: int32 [B, new_tokens]."""
+  batch = P(BATCH_AXES)
+  local = functools.partial(_generate_local, static)
+  specs = (parameter_specs(params), P(), batch, batch, P())
+  return manual(local, static.mesh, specs, batch)(params, router, tokens_BS, lengths_B, key)
+
+
+def _generate_local(
+  static: _Static, params: Any, router: Any, tokens_BS: Array, lengths_B: Array, key: Array
+) -> Array:
+  model: GPT = nnx.merge(static.graph, params)
+  caches = model.init_caches(tokens_BS.shape[0], tokens_BS.shape[1] + static.new_tokens)
+  draw = lambda logits_BV, index: sample(logits_BV, static.sampling, jax.random.fold_in(key, index))
   logits_BV, caches = prefill(model, tokens_BS, lengths_B, caches, router)
-  first_B = sample(logits_BV, sampling, jax.random.fold_in(key, 0))
+  first_B = draw(logits_BV, 0)
 
   def step(carry, index):
     token_B, caches = carry
     logits_BV, caches = decode_step(model, token_B, lengths_B + index - 1, caches, router)
-    next_B = sample(logits_BV, sampling, jax.random.fold_in(key, index))
+    next_B = draw(logits_BV, index)
     return (next_B, caches), next_B
 
-  _, rest_SB = jax.lax.scan(step, (first_B, caches), jnp.arange(1, new_tokens))
+  _, rest_SB = jax.lax.scan(step, (first_B, caches), jnp.arange(1, static.new_tokens))
   return jnp.concatenate([first_B[:, None], rest_SB.T], 1)
 
 
 def prefill(
-  model: GPT, tokens_BS: Array, lengths_B: Array, caches: Any, router: Any = None
-) -> tuple[Array, Any]:
+  model: GPT,
+  tokens_BS: Int[Array, "B S"],
+  lengths_B: Int[Array, " B"],
+  caches: Any,
+  router: Any = None,
+) -> tuple[Float[Array, "B V"], Any]:
   """Runs whole prompts and fills the cache.
 
   Args:
+    model: on this device, or in the manual region.
     tokens_BS: prompts, padded on the right.
     lengths_B: their lengths.
     caches: empty caches of at least S positions (`GPT.init_caches`).
@@ -117,24 +136,23 @@ def prefill(
   position_S = jnp.arange(tokens_BS.shape[1])
   # Padding sits behind the prompt; it may share the last position of the learned embedding.
   positions_BS = jnp.broadcast_to(position_S, tokens_BS.shape)
-  out = model(
-    tokens_BS,
-    positions_BS=positions_BS,
-    live_BS=position_S < lengths_B[:, None],
-    caches=caches,
-    no_drop=True,
-    router=router,
-  )
+  mask_BS = position_S < lengths_B[:, None]
+  given = Pass(positions_BS, mask_BS=mask_BS, caches=caches, no_drop=True, router=router)
+  out = model(tokens_BS, given)
   last_B1D = jnp.take_along_axis(out.h_BSD, (lengths_B - 1)[:, None, None], 1)
   return model.logits(last_B1D)[:, 0], out.caches
 
 
 def decode_step(
-  model: GPT, token_B: Array, position_B: Array, caches: Any, router: Any = None
-) -> tuple[Array, Any]:
+  model: GPT,
+  token_B: Int[Array, " B"],
+  position_B: Int[Array, " B"],
+  caches: Any,
+  router: Any = None,
+) -> tuple[Float[Array, "B V"], Any]:
   """Runs one token per row at its own position: float32 logits [B, V], and the caches."""
-  options = {"caches": caches, "no_drop": True, "router": router}
-  out = model(token_B[:, None], positions_BS=position_B[:, None], **options)
+  given = Pass(position_B[:, None], caches=caches, no_drop=True, router=router)
+  out = model(token_B[:, None], given)
   return model.logits(out.h_BSD)[:, 0], out.caches
 
 

@@ -13,18 +13,19 @@ import numpy as np
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
+from scmoe.batch import Batch
 from scmoe.errors import DataError
-from scmoe.models.gpt import GPT
-from scmoe.models.objective import LanguageModelObjective, token_losses
-from scmoe.parallel.mesh import batch_sharding, replicated
+from scmoe.models.gpt import GPT, Pass
+from scmoe.parallel.collectives import total
+from scmoe.parallel.mesh import BATCH_AXES, batch_sharding, manual, parameter_specs
 
 COUNTED = ("nats", "tokens", "bytes", "correct")
 
 
 def evaluate(
-  objective: LanguageModelObjective,
-  params: Any,
+  model: GPT,
   data: Any,
   *,
   mesh: Mesh,
@@ -38,10 +39,9 @@ def evaluate(
   stand for. It can be compared between tokenizers.
 
   Args:
-    objective: whose model is evaluated.
-    params: its parameters.
+    model: what is evaluated.
     data: a `scmoe.data.Data`.
-    mesh: where the parameters lie.
+    mesh: where the model lies.
     router: router state of the training run (balancing biases), if it has any.
     max_batches: at most so many batches; None: all validation text.
     stopping: asked before every batch; True ends the evaluation.
@@ -56,14 +56,15 @@ def evaluate(
   """
   sizes_V = np.asarray(data.tokenizer.token_bytes(), np.int32)
   sharding = batch_sharding(mesh)
+  graph, params = nnx.split(model)
+  static = (graph, mesh, len(data.domains))
   sums = np.zeros((len(data.domains), len(COUNTED)))
   dropped = choices = 0.0
   for batch in data.validation(max_batches=max_batches):
     if stopping is not None and stopping():
       return None
-    placed = {k: jax.make_array_from_process_local_data(sharding, v) for k, v in batch.items()}
-    state = (params, router)
-    counts, sent = _counts(objective.graph, state, placed, sizes_V, len(data.domains))
+    put = lambda x: jax.make_array_from_process_local_data(sharding, x)
+    counts, sent = _counts(static, params, router, jax.tree.map(put, batch), sizes_V)
     sums += np.asarray(counts, np.float64)
     dropped, choices = dropped + float(sent[0]), choices + float(sent[1])
   total = _figures(sums.sum(0))
@@ -86,33 +87,32 @@ def flat_scalars(figures: dict[str, Any]) -> dict[str, float]:
   return flat
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4))
+@functools.partial(jax.jit, static_argnums=0)
 def _counts(
-  graph: nnx.GraphDef, state: Any, batch: dict[str, Array], sizes_V: Array, num_domains: int
+  static: tuple[nnx.GraphDef, Mesh, int], params: Any, router: Any, batch: Batch, sizes_V: Array
 ) -> tuple[Array, Array]:
-  """float32 [domains, len(COUNTED)], and (dropped, choices)."""
-  params, router = state
-  model: GPT = nnx.merge(graph, params)
-  out = model(
-    batch["inputs"],
-    positions_BS=batch["positions"],
-    segments_BS=batch["segment_ids"],
-    live_BS=batch["segment_ids"] > 0,
-    router=router,
-  )
-  nats_BS, correct_BS = token_losses(model, out.h_BSD, batch["targets"])
-  weight_BS = batch["weights"]
-  bytes_BS = sizes_V[batch["targets"]] * (weight_BS > 0)
-  rows = jnp.stack(
-    [a.sum(1) for a in (nats_BS * weight_BS, weight_BS, bytes_BS, correct_BS * weight_BS)], 1
-  )
-  counts = jnp.zeros((num_domains, len(COUNTED)), jnp.float32).at[batch["domain"]].add(rows)
-  sent = jnp.zeros(2)
-  if out.sums is not None:
-    sent = jnp.stack([out.sums.dropped.sum(), out.sums.choices.sum()])
-  if model.mesh is None:
-    return counts, sent
-  return jax.lax.with_sharding_constraint((counts, sent), replicated(model.mesh))
+  """float32 [domains, len(COUNTED)], and (dropped, choices), of the whole batch."""
+  graph, mesh, num_domains = static
+
+  def local(params, router, batch, sizes_V):
+    model: GPT = nnx.merge(graph, params)
+    mask_BS = batch.segment_ids > 0
+    given = Pass(batch.positions, batch.segment_ids, mask_BS=mask_BS, router=router)
+    out = model(batch.inputs, given)
+    nats_BS, correct_BS = model.embedding.token_losses(out.h_BSD, batch.targets)
+    weight_BS = batch.weights
+    bytes_BS = sizes_V[batch.targets] * (weight_BS > 0)
+    rows = jnp.stack(
+      [a.sum(1) for a in (nats_BS * weight_BS, weight_BS, bytes_BS, correct_BS * weight_BS)], 1
+    )
+    counts = jnp.zeros((num_domains, len(COUNTED)), jnp.float32).at[batch.domain].add(rows)
+    sent = jnp.zeros(2)
+    if out.sums is not None:
+      sent = jnp.stack([out.sums.dropped.sum(), out.sums.choices.sum()])
+    return total((counts, sent), BATCH_AXES, "statistics")
+
+  specs = (parameter_specs(params), P(), P(BATCH_AXES), P())
+  return manual(local, mesh, specs, P())(params, router, batch, sizes_V)
 
 
 def _figures(sums: np.ndarray) -> dict[str, float] | None:

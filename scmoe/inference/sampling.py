@@ -7,8 +7,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float, Int
 
 from scmoe.errors import ConfigError
+from scmoe.parallel.mesh import BATCH_AXES, axis_size, own_share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +53,11 @@ def keep_top_p(logits_BV: Array, p: float) -> Array:
   return jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
 
 
-def sample(logits_BV: Array, sampling: Sampling, key: Array) -> Array:
-  """Draws one token per row: int32 [B]. Filters see the logits after the temperature."""
+def sample(logits_BV: Float[Array, "B V"], sampling: Sampling, key: Array) -> Int[Array, " B"]:
+  """Draws one token per row: int32 [B]. Filters see the logits after the temperature.
+
+  In the manual region the draws are those of the global batch: the same on every mesh.
+  """
   if sampling.temperature == 0:
     return logits_BV.argmax(-1).astype(jnp.int32)
   logits_BV = logits_BV / sampling.temperature
@@ -60,4 +65,6 @@ def sample(logits_BV: Array, sampling: Sampling, key: Array) -> Array:
     logits_BV = keep_top_k(logits_BV, sampling.top_k)
   if sampling.top_p < 1:
     logits_BV = keep_top_p(logits_BV, sampling.top_p)
-  return jax.random.categorical(key, logits_BV, -1).astype(jnp.int32)
+  rows = logits_BV.shape[0] * axis_size(*BATCH_AXES)
+  gumbel = jax.random.gumbel(key, (rows, logits_BV.shape[1]), logits_BV.dtype)
+  return (own_share(gumbel, 0, *BATCH_AXES) + logits_BV).argmax(-1).astype(jnp.int32)

@@ -1,15 +1,16 @@
 """Measures the kernels on this machine's GPU.
 
-  python -m scmoe.kernels.bench --layer --shape T,D,F,E,K [--shape ...] --json OUT
+  python -m scmoe.kernels.bench --layer --shape T,D,F,E,K [--shape ...] [--bf16_gate] --json OUT
   python -m scmoe.kernels.bench --kernels --shape T,D,F,E,K [--skew 8] --json OUT
   python -m scmoe.kernels.bench --tune --shape T,D,F,E,K
 
     T  tokens      D  model width      F  expert width      E  experts      K  experts per token
 
-Every result is compared with float32 before it is timed. Inputs are fresh and random; a time is the
-median over rounds in which all contenders take turns, so that a drift of the clock hits all of
-them. The bound is XLA's batched dense product of the same FLOPs on equal groups, timed in the same
-rounds: no router, no gather, no activation, no weighted sum.
+The layer is the model's, `scmoe.moe.layer.MoE` on one device, router included. Every result is
+compared with float32 before it is timed. Inputs are fresh and random; a time is the median over
+rounds in which all contenders take turns, so that a drift of the clock hits all of them. The bound
+is XLA's batched dense product of the same FLOPs on equal groups, timed in the same rounds: no
+router, no gather, no activation, no weighted sum.
 """
 
 import argparse
@@ -17,7 +18,6 @@ import dataclasses
 import functools
 import json
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,10 +26,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
-from scmoe.kernels.grouped_matmul import get_activation, tiles, xla
+from scmoe.kernels.grouped_matmul import (
+  FFNConfig,
+  choices_layout,
+  expert_ffn,
+  get_activation,
+  tiles,
+  xla,
+)
 from scmoe.kernels.grouped_matmul.layout import make_layout, pad_rows
-from scmoe.kernels.moe_layer import moe_ffn, moe_layer, route_top_k
+from scmoe.kernels.grouped_matmul.pipeline import can_gather
+from scmoe.moe.dispatch import DispatchConfig
+from scmoe.moe.experts import FFNExperts
+from scmoe.moe.layer import MoE, MoEConfig
+from scmoe.moe.options import RouterConfig
+from scmoe.profiling.timer import alone, calls_in, interleave, repeated
 
 # 7B-256, 7B-1024, 30B-512, 120B-1024 of SonicMoE; OLMoE, Qwen3-30B, Mixtral.
 SHAPES = {
@@ -43,8 +56,7 @@ SHAPES = {
 }
 # bf16 operands, float32 accumulation, and intermediates rounded to bf16 two or three times.
 TOLERANCE = 1e-2
-_FLUSH_BYTES = 256 * 2**20
-_SAMPLE_MS = 40.0  # calls in a row are timed together, so that the host's part of one is hidden
+_SAMPLE_SECONDS = 0.04  # calls in a row are timed together, so that the host's part is hidden
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,69 +106,11 @@ def relative_error(got: jax.Array, want: jax.Array) -> float:
 def interleaved(
   contenders: dict[str, tuple[Callable[..., Any], Sequence[Any]]], rounds: int = 7
 ) -> dict[str, float]:
-  """Median milliseconds of each contender; every round times each of them once, in another order.
-
-  What a contender finds depends on the one before it: at its power limit a GPU runs slower after
-  work that was harder. The order is random, the same in every run.
-
-  Args:
-    contenders: name -> (jitted function, arguments).
-    rounds: how often each is timed, over about `_SAMPLE_MS` of calls in a row.
-  """
-  calls = {}
-  for name, (function, arguments) in contenders.items():
-    jax.block_until_ready(function(*arguments))
-    start = time.perf_counter()
-    jax.block_until_ready(function(*arguments))
-    calls[name] = max(3, math.ceil(_SAMPLE_MS / 1e3 / (time.perf_counter() - start)))
-  samples: dict[str, list[float]] = {name: [] for name in contenders}
-  order = np.random.default_rng(0)
-  for _ in range(rounds):
-    for name in order.permutation(list(contenders)):
-      function, arguments = contenders[name]
-      start = time.perf_counter()
-      result = None
-      for _ in range(calls[name]):
-        result = function(*arguments)
-      jax.block_until_ready(result)
-      samples[name].append((time.perf_counter() - start) / calls[name] * 1e3)
-      del result
-  return {name: statistics.median(values) for name, values in samples.items()}
-
-
-def alone(function: Callable[..., Any], arguments: Sequence[Any], rounds: int = 7) -> float:
-  """Milliseconds of a call, timed as `triton.testing.do_bench` times the peers: 20 ms of warm-up,
-  then 150 ms of calls, before each of which a buffer larger than the L2 cache is zeroed.
-
-  The zeroing is what a second one before each call adds, and is subtracted, where do_bench records
-  events around the call. (Alone, many short launches would measure the host.)
-
-  Args:
-    function: jitted function.
-    arguments: its arguments.
-    rounds: how often all of this is done, half a second apart; the median counts.
-  """
-  flush = jax.jit(lambda: jnp.zeros((_FLUSH_BYTES // 4,), jnp.int32))
-  jax.block_until_ready((function(*arguments), flush()))
-
-  def seconds(calls: int, flushes: int) -> float:
-    start = time.perf_counter()
-    result = None
-    for _ in range(calls):
-      zeros = [flush() for _ in range(flushes)]
-      result = (zeros, function(*arguments))
-    jax.block_until_ready(result)
-    return time.perf_counter() - start
-
-  once = seconds(5, 1) / 5
-  samples = []
-  for _ in range(rounds):
-    time.sleep(0.5)
-    seconds(max(1, math.ceil(0.02 / once)), 1)
-    calls = max(1, math.ceil(0.15 / once))
-    with_one = seconds(calls, 1)
-    samples.append((2 * with_one - seconds(calls, 2)) / calls * 1e3)
-  return statistics.median(samples)
+  """Median milliseconds of each contender: name -> (jitted function, arguments)."""
+  arms = {name: repeated(run, *arguments) for name, (run, arguments) in contenders.items()}
+  calls = {name: calls_in(arm, _SAMPLE_SECONDS) for name, arm in arms.items()}
+  timings = interleave(arms, rounds=rounds, calls=calls)
+  return {name: 1e3 * timing.median for name, timing in timings.items()}
 
 
 def normal_arrays(seed: int, dtype=jnp.bfloat16) -> Callable[..., jax.Array]:
@@ -165,39 +119,79 @@ def normal_arrays(seed: int, dtype=jnp.bfloat16) -> Callable[..., jax.Array]:
   return lambda *shape, scale=1.0: jax.random.normal(next(keys), shape, dtype) * scale
 
 
-def layer_inputs(shape: Shape, seed: int) -> tuple[jax.Array, ...]:
-  """x, router, gate, up and down, scaled so that activations are of order one."""
-  normal = normal_arrays(seed)
-  s = shape
-  return (
-    normal(s.tokens, s.width),
-    normal(s.width, s.experts, scale=s.width**-0.5),
-    normal(s.experts, s.width, s.hidden, scale=s.width**-0.5),
-    normal(s.experts, s.width, s.hidden, scale=s.width**-0.5),
-    normal(s.experts, s.hidden, s.width, scale=s.hidden**-0.5),
-  )
+class Layer:
+  """The model's MoE layer of one shape, as a function of x and its parameters in bfloat16.
+
+  Args:
+    shape: its sizes.
+    backend: of grouped products.
+    fp32_gate: as `router.fp32_gate`.
+  """
+
+  def __init__(self, shape: Shape, backend: str = "auto", *, fp32_gate: bool = True):
+    s = self.shape = shape
+    self.fp32_gate = fp32_gate
+    config = MoEConfig(
+      s.width,
+      s.hidden,
+      s.experts,
+      s.top_k,
+      activation="swiglu",
+      backend=backend,
+      router=RouterConfig(fp32_gate=fp32_gate),
+      dispatch=DispatchConfig(transport="dropless"),
+    )
+    abstract = nnx.eval_shape(lambda: MoE(config, rngs=nnx.Rngs(0)))
+    self.graph, self._params = nnx.split(abstract)
+
+  def params(self, seed: int) -> Any:
+    """Random weights, scaled so that activations are of order one; a float32 gate as it trains."""
+    normal = normal_arrays(seed)
+
+    def leaf(path: Any, p: Any) -> jax.Array:
+      gate = self.fp32_gate and "router_gate" in str(path)
+      value = normal(*p.shape, scale=p.shape[-2] ** -0.5)
+      return value.astype(jnp.float32) if gate else value
+
+    return jax.tree_util.tree_map_with_path(leaf, self._params)
+
+  def inputs(self, seed: int) -> tuple[jax.Array, Any]:
+    """(x, parameters)."""
+    return normal_arrays(seed + 1)(self.shape.tokens, self.shape.width), self.params(seed)
+
+  def __call__(self, x_TD: jax.Array, params: Any) -> jax.Array:
+    """y_TD; the sums of which statistics are made are dropped."""
+    return nnx.merge(self.graph, params)(x_TD)[0]
 
 
 def check_layer(shape: Shape, seed: int, backend: str) -> dict[str, float]:
-  """Relative errors of the layer's output and all gradients against float32.
+  """Relative errors of the experts' output and all gradients against float32.
 
   The routing is decided once: two routers in different precision may break near-ties differently.
   """
-  x, router, *weights = layer_inputs(shape, seed)
-  dy = normal_arrays(seed + 1)(*x.shape)
-  expert_TK, weight_TK = jax.jit(route_top_k, static_argnums=2)(x, router, shape.top_k)
+  layer = Layer(shape, backend)
+  x, params = layer.inputs(seed)
+  dy = normal_arrays(seed + 2)(*x.shape)
+  moe = nnx.merge(layer.graph, params)
+  routing = jax.jit(lambda x: moe.route(x).routing)(x)
+  layout = choices_layout(routing.expert_TK, routing.weight_TK, shape.experts)
 
-  def run(backend, x, weight_TK, *weights):
-    y, vjp = jax.vjp(
-      lambda x, w, *ws: moe_ffn(x, expert_TK, w, *ws, backend=backend), x, weight_TK, *weights
+  def run(backend, x, weight_TK, weights):
+    config = FFNConfig(backend=backend)
+    ffn = lambda x, weight_TK, weights: expert_ffn(
+      x, weights, dataclasses.replace(layout, weight_MK=weight_TK), config
     )
-    return y, *vjp(dy.astype(y.dtype))
+    y, vjp = jax.vjp(ffn, x, weight_TK, weights)
+    dx, dweight_TK, dweights = vjp(dy.astype(y.dtype))
+    return y, dx, dweight_TK, dweights.gate_GDF, dweights.up_GDF, dweights.down_GFD
 
   # The reference runs once: searching its float32 products would take longer than running them.
   on_gpu = jax.devices()[0].platform == "gpu"
   options = {"xla_gpu_autotune_level": 0} if on_gpu else {}
-  got = jax.jit(functools.partial(run, backend))(x, weight_TK, *weights)
-  wide = [a.astype(jnp.float32) for a in (x, weight_TK, *weights)]
+  assert isinstance(moe.experts, FFNExperts)
+  weights = moe.experts.weights()
+  got = jax.jit(functools.partial(run, backend))(x, routing.weight_TK, weights)
+  wide = jax.tree.map(lambda a: a.astype(jnp.float32), (x, routing.weight_TK, weights))
   want = jax.jit(functools.partial(run, "xla"), compiler_options=options)(*wide)
   names = ("y", "dx", "dweight", "dgate", "dup", "ddown")
   return {name: relative_error(a, b) for name, a, b in zip(names, got, want)}
@@ -230,21 +224,17 @@ def _bound(shape: Shape, seed: int) -> dict[str, tuple[Callable[..., Any], Seque
   }
 
 
-def training_functions(shape: Shape, backend: str) -> tuple[Any, Any]:
+def training_functions(layer: Layer) -> tuple[Any, Any]:
   """The forward as training runs it (what the backward needs is kept), and forward + backward."""
 
-  def forward(x, router, *weights):
-    y, vjp = jax.vjp(
-      lambda *a: moe_layer(*a, top_k=shape.top_k, backend=backend), x, router, *weights
-    )
+  def forward(x, params):
+    y, vjp = jax.vjp(layer, x, params)
     # The caller's own arrays are among the kept ones; returning them would copy them.
-    given = {id(a) for a in (x, router, *weights)}
+    given = {id(a) for a in jax.tree.leaves((x, params))}
     return y, [a for a in jax.tree.leaves(vjp) if id(a) not in given]
 
-  def both(dy, x, router, *weights):
-    y, vjp = jax.vjp(
-      lambda *a: moe_layer(*a, top_k=shape.top_k, backend=backend), x, router, *weights
-    )
+  def both(dy, x, params):
+    y, vjp = jax.vjp(layer, x, params)
     # A loss would make dy from y: the forward ends before the backward begins.
     y, dy = jax.lax.optimization_barrier((y, dy))
     return y, vjp(dy)
@@ -252,24 +242,30 @@ def training_functions(shape: Shape, backend: str) -> tuple[Any, Any]:
   return jax.jit(forward), jax.jit(both)
 
 
-def bench_layer(shape: Shape, seed: int, backend: str, rounds: int) -> dict[str, Any]:
+def bench_layer(
+  shape: Shape, seed: int, backend: str, rounds: int, *, fp32_gate: bool = True
+) -> dict[str, Any]:
   """Checks and times one layer, router included."""
   errors = check_layer(shape, seed, backend)
   worst = max(errors.values())
   if not worst <= TOLERANCE:
     raise ValueError(f"{shape.name}: errors {errors} exceed {TOLERANCE}: not timed")
-  arguments = layer_inputs(shape, seed)
+  layer = Layer(shape, backend, fp32_gate=fp32_gate)
+  arguments = layer.inputs(seed)
   dy = normal_arrays(seed + 2)(*arguments[0].shape)
-  forward_function, both_function = training_functions(shape, backend)
+  forward_function, both_function = training_functions(layer)
   kept = jax.eval_shape(forward_function, *arguments)[1]
   kept_bytes = sum(math.prod(a.shape) * a.dtype.itemsize for a in kept)
   forward = forward_function.lower(*arguments).compile()
   both = both_function.lower(dy, *arguments).compile()
   memory = both.memory_analysis()
   ours = {"forward": (forward, arguments), "forward+backward": (both, (dy, *arguments))}
-  # As the peers' figures were taken; back to back without end; and taking turns with the bound. On
-  # a GPU at its power limit these differ.
-  as_peers = {name: alone(run[0], run[1], rounds) for name, run in ours.items()}
+  # Timed in three ways, which differ on a GPU at its power limit: as the figures of others were
+  # taken, with pauses; back to back; and in turns with the bound.
+  as_peers = {
+    name: 1e3 * alone(function, *given, rounds=rounds).median
+    for name, (function, given) in ours.items()
+  }
   sustained = {name: interleaved({name: run}, rounds)[name] for name, run in ours.items()}
   times = interleaved({**ours, **_bound(shape, seed + 3)}, rounds)
   bound = {
@@ -279,8 +275,9 @@ def bench_layer(shape: Shape, seed: int, backend: str, rounds: int) -> dict[str,
   result: dict[str, Any] = {
     "shape": dataclasses.asdict(shape),
     "name": shape.name,
+    "fp32_gate": fp32_gate,
     "errors": errors,
-    # x is the caller's; a layer that keeps it adds nothing, so it is counted here by hand.
+    # x belongs to the caller, so that a layer which keeps it allocates nothing: added by hand.
     "kept_bytes": kept_bytes + arguments[0].nbytes,
     "contract_bytes": 2 * shape.tokens * (shape.width + 2 * shape.top_k * shape.hidden),
     "temporary_bytes": memory.temp_size_in_bytes,
@@ -405,12 +402,10 @@ def tune(shape: Shape, seed: int, rounds: int) -> list[str]:
 
   Operands are gathered where the layer gathers them: what is fastest without is not what is with.
   """
-  from scmoe.kernels.grouped_matmul import mosaic_gpu as kernels
-
   lines = []
   for key, (function, arguments) in tuned_products(shape, seed).items():
     kind, width, n, gathered = key
-    candidates = tiles.candidates(kind, width, n, gathered=gathered and kernels.can_gather())
+    candidates = tiles.candidates(kind, width, n, gathered=gathered and can_gather())
     contenders: dict[str, tuple[Callable[..., Any], Sequence[Any]]] = {}
     for tiling in candidates[:3]:
       for band in (8, 4, 16):
@@ -431,8 +426,9 @@ def tuned_products(
   shape: Shape, seed: int
 ) -> dict[tiles.Key, tuple[Callable[..., Any], tuple[Any, ...]]]:
   """The products of a layer as it computes them: key -> (function, arguments before the tiling)."""
-  from scmoe.kernels.grouped_matmul import mosaic_backward
-  from scmoe.kernels.grouped_matmul import mosaic_gpu as kernels
+  from scmoe.kernels.grouped_matmul.down_backward import down_backward_product
+  from scmoe.kernels.grouped_matmul.rows_product import rows_product as product
+  from scmoe.kernels.grouped_matmul.weights_product import weights_product
 
   s = shape
   rows, d, f = s.tokens * s.top_k, s.width, s.hidden
@@ -451,7 +447,7 @@ def tuned_products(
   bf16 = {"out_dtype": jnp.bfloat16}
 
   def rows_product(lhs, rhs, layout, tiling, **options):
-    return kernels.rows_product(lhs, rhs, layout, tiling, **bf16, **options)
+    return product(lhs, rhs, layout, tiling, **bf16, **options)
 
   def up_product(x, index, weights, layout, tiling):
     return rows_product(
@@ -463,15 +459,13 @@ def tuned_products(
     return rows_product((x,), ((weights,),), layout, tiling, transpose_rhs=False, activation=gelu)
 
   def down_weights(a, dy, index, layout, tiling):
-    return kernels.weights_product(a, (dy,), layout, tiling, rhs_index_R=index, **bf16)
+    return weights_product(a, (dy,), layout, tiling, rhs_index_R=index, **bf16)
 
   def up_weights(x, index, dpre, layout, tiling):
-    return kernels.weights_product(x, dpre, layout, tiling, lhs_index_R=index, **bf16)
+    return weights_product(x, dpre, layout, tiling, lhs_index_R=index, **bf16)
 
   def down_backward(dy, index, down, pre, s, layout, tiling):
-    return mosaic_backward.down_backward_product(
-      dy, down, pre, s, layout, swiglu, tiling, index_R=index
-    )
+    return down_backward_product(dy, down, pre, s, layout, swiglu, tiling, index_R=index)
 
   return {
     ("up", d, f, True): (up_product, (x_TD, token_R, (gate, up), layout)),
@@ -505,6 +499,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--shape", action="append", default=[], help="T,D,F,E,K or a known name")
   parser.add_argument("--skew", type=float, default=8.0, help="Dirichlet parameter for --kernels")
   parser.add_argument("--backend", default="auto", help="backend of --layer")
+  parser.add_argument("--bf16_gate", action="store_true", help="router.fp32_gate=False")
   parser.add_argument("--rounds", type=int, default=7)
   parser.add_argument("--json", help="where results are written")
   options = parser.parse_args(argv)
@@ -523,7 +518,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   print(f"{device.device_kind}, jax {jax.__version__}", flush=True)
   for shape in shapes:
     if options.layer:
-      result = bench_layer(shape, seed, options.backend, options.rounds)
+      result = bench_layer(
+        shape, seed, options.backend, options.rounds, fp32_gate=not options.bf16_gate
+      )
       report.setdefault("layer", []).append(result)
       print_layer(result)
     if options.kernels:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jaxtyping import Float, Int
+
+from scmoe.parallel.collectives import repeat, total
 
 
 @jax.tree_util.register_dataclass
@@ -29,67 +31,75 @@ class KeyValues:
 Projected = tuple[Array, Array, Array]
 
 
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+  """Softmax attention.
+
+  Attributes:
+    width: D.
+    num_heads, num_kv_heads: H of queries, and of keys and values; fewer of these share them over
+      groups of heads.
+    head_dim: N.
+    rope_theta: base of rotary embeddings (half-split pairs); 0: none.
+    bias: whether the projections have biases, but for the keys'.
+    init_std, out_std: standard deviations of the initial projections in, and of the one out.
+  """
+
+  width: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  rope_theta: float = 0.0
+  bias: bool = False
+  init_std: float = 0.02
+  out_std: float = 0.02
+
+
 class Attention(nnx.Module):
   """Softmax attention; each position sees itself and what came before it.
 
-  `num_kv_heads` < `num_heads` shares keys and values over groups of heads. `rope_theta` > 0 turns
-  queries and keys by rotary embeddings (half-split pairs).
+  In two halves, between which a schedule may lay other work: `project` makes queries, keys and
+  values, `mix` lets them meet. Under tensor parallelism each device has a part of the heads; the
+  result is a sum.
   """
 
-  def __init__(
-    self,
-    width: int,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    rope_theta: float,
-    bias: bool,
-    init_std: float,
-    out_std: float,
-    rngs: nnx.Rngs,
-  ):
+  def __init__(self, config: AttentionConfig, *, rngs: nnx.Rngs):
+    c = self.config = config
+
     def weight(shape, std, axes):
       return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
 
     def zeros(shape, axes):
-      return nnx.Param(jnp.zeros(shape), axes=axes) if bias else None
+      return nnx.Param(jnp.zeros(shape), axes=axes) if c.bias else None
 
-    self.rope_theta = rope_theta
-    self.query = weight((width, num_heads, head_dim), init_std, ("embed", "heads", None))
-    self.key = weight((width, num_kv_heads, head_dim), init_std, ("embed", "kv_heads", None))
-    self.value = weight((width, num_kv_heads, head_dim), init_std, ("embed", "kv_heads", None))
-    self.out = weight((num_heads, head_dim, width), out_std, ("heads", None, "embed"))
-    self.query_bias = zeros((num_heads, head_dim), ("heads", None))
+    self.query = weight((c.width, c.num_heads, c.head_dim), c.init_std, ("embed", "heads", None))
+    kv = (c.width, c.num_kv_heads, c.head_dim)
+    self.key = weight(kv, c.init_std, ("embed", "kv_heads", None))
+    self.value = weight(kv, c.init_std, ("embed", "kv_heads", None))
+    self.out = weight((c.num_heads, c.head_dim, c.width), c.out_std, ("heads", None, "embed"))
+    self.query_bias = zeros((c.num_heads, c.head_dim), ("heads", None))
     # No bias on keys: it adds the same to all scores of a query, which softmax does not see.
-    self.value_bias = zeros((num_kv_heads, head_dim), ("kv_heads", None))
-    self.out_bias = zeros((width,), ("embed",))
+    self.value_bias = zeros((c.num_kv_heads, c.head_dim), ("kv_heads", None))
+    self.out_bias = zeros((c.width,), ("embed",))
 
   def __call__(
     self,
-    x_BSD: Array,
-    positions_BS: Array,
-    *,
-    segments_BS: Array | None = None,
-    cache: KeyValues | None = None,
-    projected: Callable[[Projected], Projected] = lambda qkv: qkv,
-  ) -> tuple[Array, KeyValues | None]:
-    """Attends causally.
+    x_BSD: Float[Array, "B S D"],
+    positions_BS: Int[Array, "B S"],
+    segments_BS: Int[Array, "B S"] | None = None,
+  ) -> Float[Array, "B S D"]:
+    """Attends causally: both halves in a row, without a cache."""
+    return self.mix(self.project(x_BSD, positions_BS), positions_BS, segments_BS)[0]
+
+  def project(self, x_BSD: Float[Array, "B S D"], positions_BS: Int[Array, "B S"]) -> Projected:
+    """Queries, keys and values, turned by their positions where there are rotary embeddings.
 
     Args:
-      x_BSD: inputs.
-      positions_BS: int32 position of each token in its document; with a cache also the place
-        where its key and value are stored.
-      segments_BS: int32 document of each token; attention stays inside a document. None: it
-        sees the whole row.
-      cache: keys and values of earlier positions; the new ones are added.
-      projected: sees queries, keys and values before they meet, and returns them. Where a schedule
-        lays other work into the middle of the layer.
-
-    Returns:
-      y_BSD, and the cache with the new keys and values (None if there was none).
+      x_BSD: normalised inputs.
+      positions_BS: int32 position of each token in its document.
     """
     dtype = x_BSD.dtype
+    x_BSD = repeat(x_BSD, ("tensor",), "tensor")
 
     def project(weight, bias):
       y = jnp.einsum("bsd,dhn->bshn", x_BSD, weight[...].astype(dtype))
@@ -98,10 +108,32 @@ class Attention(nnx.Module):
     q_BSHN = project(self.query, self.query_bias)
     k_BSHN = project(self.key, None)
     v_BSHN = project(self.value, self.value_bias)
-    if self.rope_theta:
-      q_BSHN = rotate(q_BSHN, positions_BS, self.rope_theta)
-      k_BSHN = rotate(k_BSHN, positions_BS, self.rope_theta)
-    q_BSHN, k_BSHN, v_BSHN = projected((q_BSHN, k_BSHN, v_BSHN))
+    if self.config.rope_theta:
+      q_BSHN = rotate(q_BSHN, positions_BS, self.config.rope_theta)
+      k_BSHN = rotate(k_BSHN, positions_BS, self.config.rope_theta)
+    return q_BSHN, k_BSHN, v_BSHN
+
+  def mix(
+    self,
+    projected: Projected,
+    positions_BS: Int[Array, "B S"],
+    segments_BS: Int[Array, "B S"] | None = None,
+    cache: KeyValues | None = None,
+  ) -> tuple[Float[Array, "B S D"], KeyValues | None]:
+    """Lets queries, keys and values meet.
+
+    Args:
+      projected: from `project`.
+      positions_BS: as there; with a cache also the place where key and value are stored.
+      segments_BS: int32 document of each token; attention stays inside a document. None: it
+        sees the whole row.
+      cache: keys and values of earlier positions; the new ones are added.
+
+    Returns:
+      y_BSD, and the cache with the new keys and values (None if there was none).
+    """
+    q_BSHN, k_BSHN, v_BSHN = projected
+    dtype = q_BSHN.dtype
     if cache is not None:
       cache = _store(cache, k_BSHN, v_BSHN, positions_BS)
       k_BSHN, v_BSHN = cache.k_BSHN.astype(dtype), cache.v_BSHN.astype(dtype)
@@ -121,6 +153,7 @@ class Attention(nnx.Module):
         implementation=_implementation(q_BSHN, masked=mask_BHSS is not None),
       )
     y_BSD = jnp.einsum("bshn,hnd->bsd", y_BSHN, self.out[...].astype(dtype))
+    y_BSD = total(y_BSD, ("tensor",), "tensor")
     return (y_BSD if self.out_bias is None else y_BSD + self.out_bias[...].astype(dtype)), cache
 
 

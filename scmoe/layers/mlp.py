@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+from jaxtyping import Float
 
 from scmoe.kernels.grouped_matmul import (
-  equal_ffn,
+  FFNConfig,
+  FFNWeights,
+  expert_ffn,
   get_activation,
-  rows_have_kernels,
-  without_gradient,
+  padded_layout,
+  resolve_backend,
 )
-from scmoe.parallel.mesh import BATCH_AXES, batch_parts, inside_shard_map
+from scmoe.kernels.grouped_matmul.layout import KERNEL_ROW_TILE
+from scmoe.parallel.collectives import repeat, total
+from scmoe.parallel.mesh import AXES, axis_size
 
 
 def is_gated(activation: str) -> bool:
@@ -37,126 +42,102 @@ def activate(activation: str, up: Array, gate: Array | None = None) -> Array:
   return kind.value(gate) * up
 
 
+@dataclasses.dataclass(frozen=True)
+class MLPConfig:
+  """A feed-forward network.
+
+  Attributes:
+    width, hidden: D and F.
+    activation: one of `activation_names()`.
+    bias: whether both layers have one.
+    init_std, out_std: standard deviations of the first and the last layer's initial weights.
+    backend: of products that are fused with the activation; see `FFNConfig`.
+  """
+
+  width: int
+  hidden: int
+  activation: str = "gelu"
+  bias: bool = False
+  init_std: float = 0.02
+  out_std: float = 0.02
+  backend: str = "auto"
+
+
 class MLP(nnx.Module):
-  """down(act(up(x))), the dense path of a block and the shared expert."""
+  """down(act(up(x))), the dense path of a block and the shared expert.
 
-  def __init__(
-    self,
-    width: int,
-    hidden: int,
-    *,
-    activation: str,
-    bias: bool,
-    init_std: float,
-    out_std: float,
-    mesh: Mesh | None = None,
-    backend: str = "auto",
-    rngs: nnx.Rngs,
-  ):
-    """Makes the weights.
+  Under tensor parallelism each device has a part of the hidden width; the result is a sum.
+  """
 
-    Args:
-      width, hidden: D and F.
-      activation: one of `activation_names()`.
-      bias: whether both layers have one.
-      init_std, out_std: standard deviations of the first and the last layer.
-      mesh: over whose batch axes the rows are spread; None: one device.
-      backend: of `equal_ffn`.
-      rngs: stream `params`.
-    """
+  def __init__(self, config: MLPConfig, *, rngs: nnx.Rngs):
+    c = self.config = config
 
     def weight(shape, std, axes):
       return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
 
-    self.activation, self.mesh, self.backend = activation, mesh, backend
-    self.up = weight((width, hidden), init_std, ("embed", "hidden"))
-    gated = is_gated(activation)
-    self.gate = weight((width, hidden), init_std, ("embed", "hidden")) if gated else None
-    self.down = weight((hidden, width), out_std, ("hidden", "embed"))
-    self.up_bias = nnx.Param(jnp.zeros((hidden,)), axes=("hidden",)) if bias else None
-    self.down_bias = nnx.Param(jnp.zeros((width,)), axes=("embed",)) if bias else None
+    self.up = weight((c.width, c.hidden), c.init_std, ("embed", "hidden"))
+    into = lambda: weight((c.width, c.hidden), c.init_std, ("embed", "hidden"))
+    self.gate = into() if is_gated(c.activation) else None
+    self.down = weight((c.hidden, c.width), c.out_std, ("hidden", "embed"))
+    self.up_bias = nnx.Param(jnp.zeros((c.hidden,)), axes=("hidden",)) if c.bias else None
+    self.down_bias = nnx.Param(jnp.zeros((c.width,)), axes=("embed",)) if c.bias else None
 
-  def __call__(self, x_BSD: Array) -> Array:
-    """[B, S, D] -> [B, S, D] in the type of x."""
-    cast = lambda param: param[...].astype(x_BSD.dtype)
-    weights = _Weights(
-      up_DF=cast(self.up),
-      down_FD=cast(self.down),
-      gate_DF=None if self.gate is None else cast(self.gate),
-      up_bias_F=None if self.up_bias is None else cast(self.up_bias),
-      down_bias_D=None if self.down_bias is None else cast(self.down_bias),
-    )
-    plain = functools.partial(_on_xla, activation=self.activation)
-    if not self._has_kernels(x_BSD):
-      return plain(x_BSD, weights)
-    kernels = functools.partial(
-      _on_kernels,
-      activation=self.activation,
-      backend=self.backend,
-      mesh=self.mesh,
-      shares=self._shares(),
-    )
-    # Not left to `equal_ffn`: XLA lays out gradients of batch and sequence in one dimension worse.
-    return without_gradient(kernels, plain, x_BSD, weights)
-
-  def _shares(self) -> int:
-    """Parts that the batch has to be cut into for the kernels; 1 where it is cut already."""
-    return 1 if inside_shard_map() else batch_parts(self.mesh)
+  def __call__(self, x_BSD: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+    """[..., D] -> [..., D] in the type of x."""
+    cast = lambda param: None if param is None else param[...].astype(x_BSD.dtype)
+    weights = tuple(map(cast, (self.up, self.gate, self.down, self.up_bias)))
+    x_BSD = repeat(x_BSD, ("tensor",), "tensor")
+    plain = functools.partial(_on_xla, activation=self.config.activation)
+    if self._has_kernels(x_BSD):
+      kernels = functools.partial(_on_kernels, config=self.config)
+      # XLA lays out gradients of batch and sequence in one dimension worse than of both apart.
+      y_BSD = without_gradient(kernels, plain, x_BSD, *weights)
+    else:
+      y_BSD = plain(x_BSD, *weights)
+    y_BSD = total(y_BSD, ("tensor",), "tensor")
+    bias_D = cast(self.down_bias)
+    return y_BSD if bias_D is None else y_BSD + bias_D
 
   def _has_kernels(self, x_BSD: Array) -> bool:
-    """Whether each device has whole weights and a part of the batch that the kernels take."""
-    shares = self._shares()
-    if x_BSD.shape[0] % shares or (self.mesh is not None and self.mesh.shape["tensor"] > 1):
+    """Whether kernels compute a forward pass without gradients: alone, on whole row tiles.
+
+    Beside NCCL's exchanges they had to share multiprocessors and lost what they gain
+    (experiments/kernels).
+    """
+    if axis_size(*AXES) > 1:
       return False
-    rows = math.prod(x_BSD.shape[:-1]) // shares
-    return rows_have_kernels(rows, self.backend, x_BSD.dtype, *self.up.shape)
+    rows = math.prod(x_BSD.shape[:-1])
+    widths = self.up.shape
+    backend = resolve_backend(self.config.backend, x_BSD.dtype, *widths)
+    return backend == "mosaic_gpu" and rows > 0 and rows % KERNEL_ROW_TILE == 0
 
 
-class _Weights(NamedTuple):
-  """Weights in the type of the rows."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def without_gradient(fast: Callable[..., Any], plain: Callable[..., Any], *operands: Any) -> Any:
+  """fast(*operands); where a gradient is asked for, plain(*operands) and its gradient.
 
-  up_DF: Array
-  down_FD: Array
-  gate_DF: Array | None
-  up_bias_F: Array | None
-  down_bias_D: Array | None
-
-
-def _on_xla(x_BSD: Array, weights: _Weights, *, activation: str) -> Array:
-  def project(y: Array, w: Array, b: Array | None) -> Array:
-    return y @ w if b is None else y @ w + b
-
-  gate_BSF = None if weights.gate_DF is None else project(x_BSD, weights.gate_DF, None)
-  a_BSF = activate(activation, project(x_BSD, weights.up_DF, weights.up_bias_F), gate_BSF)
-  return project(a_BSF, weights.down_FD, weights.down_bias_D)
+  Args:
+    fast, plain: the same function computed in two ways; neither closes over traced values.
+    *operands: pytrees of arrays.
+  """
+  return fast(*operands)
 
 
-def _on_kernels(
-  x_BSD: Array,
-  weights: _Weights,
-  *,
-  activation: str,
-  backend: str,
-  mesh: Mesh | None,
-  shares: int,
-) -> Array:
-  """One group of rows, each device's on its own."""
-  group: _Weights = jax.tree.map(lambda w: w[None], weights)
-  spread, rows = None, P(None, BATCH_AXES)
-  if shares > 1:
-    spread = lambda local: jax.shard_map(
-      local, mesh=mesh, in_specs=(rows, P()), out_specs=rows, check_vma=False
-    )
-  y_1RD = equal_ffn(
-    x_BSD.reshape(1, -1, x_BSD.shape[-1]),
-    group.gate_DF,
-    group.up_DF,
-    group.down_FD,
-    activation=activation,
-    up_bias_GF=group.up_bias_F,
-    down_bias_GD=group.down_bias_D,
-    backend=backend,
-    shares=shares,
-    on_shares=spread,
-  )
-  return y_1RD.reshape(x_BSD.shape)
+without_gradient.defvjp(
+  lambda fast, plain, *operands: jax.vjp(plain, *operands),
+  lambda fast, plain, pull, cotangents: pull(cotangents),
+)
+
+
+def _on_xla(x_BSD, up_DF, gate_DF, down_FD, up_bias_F, *, activation: str) -> Array:
+  h_BSF = x_BSD @ up_DF if up_bias_F is None else x_BSD @ up_DF + up_bias_F
+  return activate(activation, h_BSF, None if gate_DF is None else x_BSD @ gate_DF) @ down_FD
+
+
+def _on_kernels(x_BSD, up_DF, gate_DF, down_FD, up_bias_F, *, config: MLPConfig) -> Array:
+  """As the only expert of all rows."""
+  one = lambda w: None if w is None else w[None]
+  weights = FFNWeights(up_DF[None], down_FD[None], one(gate_DF), one(up_bias_F))
+  layout = padded_layout(1, 1, math.prod(x_BSD.shape[:-1]))
+  static = FFNConfig(activation=config.activation, impl="grouped", backend=config.backend)
+  return expert_ffn(x_BSD, weights, layout, static)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from scmoe.layers.mlp import is_gated
-from scmoe.models.gpt import ModelConfig
+from scmoe.models.config import ModelConfig
 
 TRAINING = 3  # one forward product has two in the backward pass
 

@@ -10,19 +10,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from scmoe.models.gpt import GPT
+from scmoe.batch import Batch
+from scmoe.models.gpt import GPT, Pass
 from scmoe.moe.losses import balance_loss, layer_balance, statistics, update_bias, z_loss
-from scmoe.moe.route import RouterConfig
+from scmoe.moe.options import RouterConfig
 from scmoe.moe.types import RouterSums
-from scmoe.parallel.mesh import across_batch
-
-Batch = dict[str, Array]
+from scmoe.parallel.collectives import total
+from scmoe.parallel.mesh import BATCH_AXES
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossSums:
-  """Additive over microbatches: everything that a step reports.
+  """Sums over the global batch, additive over microbatches: everything that a step reports.
 
   Attributes:
     nats: Σ weight · cross-entropy.
@@ -49,55 +49,53 @@ class LanguageModelObjective:
   Args:
     graph: the model's graph definition; `loss` merges it with the parameters it is given.
     router: coefficients of the balancing losses.
-    remat: rematerialisation preset (`GPT.__call__`).
-    tries: microbatches are tried in one round first (`retry`); of use where devices exchange rows.
+    remat: rematerialisation preset (`Pass.remat`).
   """
 
-  def __init__(
-    self, graph: nnx.GraphDef, router: RouterConfig, *, remat: str = "none", tries: bool = False
-  ):
-    self.graph, self.router, self.remat, self.tries = graph, router, remat, tries
+  def __init__(self, graph: nnx.GraphDef, router: RouterConfig, *, remat: str = "none"):
+    self.graph, self.router, self.remat = graph, router, remat
 
   def loss(
-    self, params: Any, router: Any, batch: Batch, rng: Array | None, *, one_round: bool = False
+    self, params: Any, router: Any, batch: Batch, rng: Array | None
   ) -> tuple[Array, LossSums]:
     """Total loss of one microbatch, and its sums.
+
+    In the manual region parameters and batch are this device's shares, and the loss is that of the
+    global batch on all of them: its gradient is what this device adds to the whole one.
 
     Args:
       params: the model's parameters.
       router: state that gradients do not train (`GPT.init_router`); None or {} where there is none.
-      batch: `inputs`, `targets`, `weights`, `segment_ids`, `positions`, all [B, S].
+      batch: [B, S].
       rng: random key for gate noise.
-      one_round: a first attempt, without the dropless transport's further rounds (`retry`).
 
     Returns:
       mean cross-entropy (nats per counted token) + balancing losses summed over layers, float32.
     """
     model: GPT = nnx.merge(self.graph, params)
     out = model(
-      batch["inputs"],
-      positions_BS=batch["positions"],
-      segments_BS=batch["segment_ids"],
-      live_BS=batch["segment_ids"] > 0,
-      key=rng,
-      remat=self.remat,
-      router=router,
-      one_round=one_round,
+      batch.inputs,
+      Pass(
+        batch.positions,
+        batch.segment_ids,
+        mask_BS=batch.segment_ids > 0,
+        key=rng,
+        router=router,
+        remat=self.remat,
+      ),
     )
-    nats, correct = token_losses(model, out.h_BSD, batch["targets"])
-    weight = across_batch(batch["weights"].sum())
-    total = across_batch((nats * batch["weights"]).sum())
-    loss = total / jnp.maximum(weight, 1)
-    sums = None
-    if out.sums is not None:
-      # Over the batch shards, all layers at once.
-      sums = across_batch(jax.tree.map(lambda a: a.sum(1), out.sums))
+    with jax.named_scope("loss"):
+      nats, correct = model.embedding.token_losses(out.h_BSD, batch.targets)
+      own = [(a * batch.weights).sum() for a in (nats, correct, jnp.ones_like(nats))]
+      # All layers, all sums, one collective.
+      (nats, correct, weight), sums = total((own, out.sums), BATCH_AXES, "statistics")
+    loss = nats / jnp.maximum(weight, 1)
+    if sums is not None:
       loss = loss + self.router.balance_loss * balance_loss(sums, self.router.balance)
       loss = loss + self.router.z_loss * z_loss(sums).sum()
-    right = across_batch((correct * batch["weights"]).sum())
     bias_LE = (router or {}).get("bias")
     bias_range = None if bias_LE is None else bias_LE.max(-1) - bias_LE.min(-1)
-    return loss, LossSums(total, right, weight, loss, jnp.ones(()), sums, bias_range)
+    return loss, LossSums(nats, correct, weight, loss, jnp.ones(()), sums, bias_range)
 
   def cast(self, params: Any) -> Any:
     """Parameters as the products read them: in the compute type, once for many microbatches.
@@ -147,43 +145,9 @@ class LanguageModelObjective:
     }
     return scalars, arrays
 
-  def retry(self, router: Any, aux: LossSums | None = None) -> Array | None:
-    """Whether a microbatch needs further rounds: bool scalar, the same on every device.
-
-    Args:
-      router: router state.
-      aux: of a first attempt; None asks before it, from what the last step needed.
-
-    Returns:
-      None where there are no attempts: every layer sees to its own further rounds.
-    """
-    if not self.tries or "skewed" not in (router or {}):
-      return None
-    if aux is None:
-      return router["skewed"] > 0
-    return _needs_rounds(aux)
-
   def update_router(self, router: Any, aux: LossSums) -> Any:
     """Router state after a step, from the loads of the global batch and all its microbatches."""
-    if aux.router is None or not router:
+    if aux.router is None or "bias" not in (router or {}):
       return router
-    new = dict(router)
-    if "bias" in router:
-      rule, rate = self.router.bias, self.router.bias_rate
-      new["bias"] = update_bias(router["bias"], aux.router, rule, rate)
-    if "skewed" in router:
-      new["skewed"] = _needs_rounds(aux).astype(jnp.int32)
-    return new
-
-
-def _needs_rounds(aux: LossSums) -> Array:
-  assert aux.router is not None
-  return (aux.router.rounds > aux.router.shards).any()
-
-
-def token_losses(model: GPT, h_BSD: Array, targets_BS: Array) -> tuple[Array, Array]:
-  """Cross-entropy in nats and whether the best guess is right: float32 [B, S] each."""
-  logits_BSV = model.logits(h_BSD)
-  chosen_BS = jnp.take_along_axis(logits_BSV, targets_BS[..., None], -1)[..., 0]
-  correct_BS = (logits_BSV.argmax(-1) == targets_BS).astype(jnp.float32)
-  return jax.nn.logsumexp(logits_BSV, -1) - chosen_BS, correct_BS
+    rule, rate = self.router.bias, self.router.bias_rate
+    return {**router, "bias": update_bias(router["bias"], aux.router, rule, rate)}

@@ -19,8 +19,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jaxtyping import Float, Int
 
 from scmoe.errors import ConfigError
+from scmoe.kernels.top_k import gate_product, gate_top_k
 from scmoe.moe.options import RouterConfig
 
 LOG_SCALE_MAX = math.log(100.0)
@@ -31,10 +33,11 @@ class Gate(Protocol):
   """What routing asks of a gate.
 
   Noise, softmax, choice and normalisation are not the gate's: it returns plain scores. It runs on
-  each device's tokens alone, with replicated parameters, so it must treat tokens independently.
+  each device's tokens alone, with replicated parameters, so it must treat tokens independently. A
+  gate that knows how to find its k best experts faster may have a method `top_k` as `LinearGate`.
   """
 
-  def __call__(self, x_TD: Array) -> Array:
+  def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T E"]:
     """Logits [T, E] of the tokens, in float32 or float64."""
     ...
 
@@ -46,21 +49,6 @@ GateMaker = Callable[..., Any]
 def compute_dtype(x: Array, fp32: bool) -> Any:
   """Type a gate computes in: the input's, but at least float32 if asked for."""
   return jnp.promote_types(x.dtype, jnp.float32) if fp32 else x.dtype
-
-
-def linear_logits(x_TD: Array, gate_DE: Array, *, fp32: bool = True) -> Array:
-  """Scores of a linear gate, x · W: [T, E], float32 (float64 for float64 tokens).
-
-  Args:
-    x_TD: tokens.
-    gate_DE: weights; no bias.
-    fp32: multiply in float32 even if the tokens are of lower precision.
-  """
-  dtype = compute_dtype(x_TD, fp32)
-  logits_TE = jnp.einsum(
-    "td,de->te", x_TD.astype(dtype), gate_DE.astype(dtype), precision=jax.lax.Precision.HIGHEST
-  )
-  return logits_TE.astype(jnp.promote_types(dtype, jnp.float32))
 
 
 def cosine_logits(
@@ -98,7 +86,8 @@ def cosine_logits(
 
 def _unit(a: Array, axis: int) -> Array:
   square = jnp.square(a).sum(axis, keepdims=True)
-  # The root of a zero has no gradient: a zero vector stays zero, with gradient zero.
+  # The square root has no finite gradient at zero. A zero vector takes the other branch, so that
+  # it stays zero and gets a zero gradient.
   norm = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
   return a / jnp.maximum(norm, COSINE_EPS)
 
@@ -113,8 +102,14 @@ class LinearGate(nnx.Module):
     self.weight = nnx.Param(value, axes=("embed", None))
     self.fp32 = config.fp32_gate
 
-  def __call__(self, x_TD: Array) -> Array:
-    return linear_logits(x_TD, self.weight[...], fp32=self.fp32)
+  def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T E"]:
+    return gate_product(x_TD, self.weight[...], fp32=self.fp32)
+
+  def top_k(
+    self, x_TD: Float[Array, "T D"], k: int
+  ) -> tuple[Float[Array, "T E"], Int[Array, "T K"]]:
+    """Logits, and the experts with the k largest, in one kernel where there is one."""
+    return gate_top_k(x_TD, self.weight[...], k, fp32=self.fp32)
 
 
 class CosineGate(nnx.Module):
@@ -126,7 +121,7 @@ class CosineGate(nnx.Module):
   def __init__(
     self, width: int, num_experts: int, config: RouterConfig, *, init_std: float, rngs: nnx.Rngs
   ):
-    del init_std  # the published gate has its own
+    del init_std  # the published gate fixes its own initial scales
     dim, bound = config.cosine_dim, width**-0.5
     uniform = lambda *shape: jax.random.uniform(
       rngs.params(), shape, jnp.float32, minval=-bound, maxval=bound
@@ -139,7 +134,7 @@ class CosineGate(nnx.Module):
     self.log_scale = nnx.Param(jnp.full((1,), math.log(2.0)), axes=(None,))
     self.fp32 = config.fp32_gate
 
-  def __call__(self, x_TD: Array) -> Array:
+  def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T E"]:
     parameters = (self.projection, self.projection_bias, self.directions, self.log_scale)
     return cosine_logits(x_TD, *(p[...] for p in parameters), fp32=self.fp32)
 

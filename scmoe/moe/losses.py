@@ -13,33 +13,34 @@ from scmoe.moe.types import RouterSums, Routing
 
 def router_sums(routing: Routing, dropped: Array, rounds: Array) -> RouterSums:
   """The sums over this device's tokens; see `RouterSums`. Masked tokens count nowhere."""
-  live_T = routing.live_T.astype(jnp.float32)
-  # A choice, not a product: what a masked token holds, NaN included, must not come through.
-  live = lambda a: jnp.where(routing.live_T.reshape(-1, *[1] * (a.ndim - 1)), a, 0)
-  probs_TE = live(routing.probs_TE)
+  mask_T = routing.mask_T.astype(jnp.float32)
+  # Selected, not multiplied by the mask: a masked token may hold NaN, and zero times NaN is NaN.
+  masked = lambda a: jnp.where(routing.mask_T.reshape(-1, *[1] * (a.ndim - 1)), a, 0)
+  probs_TE = masked(routing.probs_TE)
   logits_TE = jax.lax.stop_gradient(routing.logits_TE)
   num_experts = probs_TE.shape[1]
-  first_E = jnp.zeros(num_experts, jnp.float32).at[routing.expert_TK[:, 0]].add(live_T)
+  first_TE = routing.expert_TK[:, :1] == jnp.arange(num_experts)
+  first_E = (first_TE * mask_T[:, None]).sum(0)
   log_z_T = jax.nn.logsumexp(routing.logits_TE, -1)
-  log_probs_TE = live(jax.nn.log_softmax(logits_TE))
+  log_probs_TE = masked(jax.nn.log_softmax(logits_TE))
   finite_T = jnp.isfinite(logits_TE).all(-1)
   zero, zero_E = jnp.zeros((), jnp.float32), jnp.zeros(num_experts, jnp.float32)
   return RouterSums(
-    tokens=live_T.sum(),
-    choices=routing.count_GE.sum().astype(jnp.float32),
+    tokens=mask_T.sum(),
+    choices=routing.count_E.sum().astype(jnp.float32),
     dropped=dropped.astype(jnp.float32),
     rounds=rounds.astype(jnp.float32),
     shards=jnp.ones((), jnp.float32),
-    load_E=routing.count_GE.sum(0).astype(jnp.float32),
+    load_E=routing.count_E.astype(jnp.float32),
     first_E=first_E,
     probs_E=probs_TE.sum(0),
-    z_square=live(log_z_T**2).sum(),
+    z_square=masked(log_z_T**2).sum(),
     entropy=-(jax.lax.stop_gradient(probs_TE) * log_probs_TE).sum(),
     confidence=jax.lax.stop_gradient(probs_TE.max(-1)).sum(),
-    logit_square=live((logits_TE**2).mean(-1)).sum(),
+    logit_square=masked((logits_TE**2).mean(-1)).sum(),
     importance_E=zero_E if routing.importance_E is None else routing.importance_E,
     soft_load_E=zero_E if routing.soft_load_E is None else routing.soft_load_E,
-    nonfinite=(live_T * ~finite_T).sum(),
+    nonfinite=(mask_T * ~finite_T).sum(),
     shortcut_square=zero,
     main_square=zero,
   )
@@ -132,7 +133,7 @@ def update_bias(bias_LE: Array, sums: RouterSums, rule: str, rate: float) -> Arr
   choices_L1 = sums.choices[..., None]
   missing_LE = 1 / bias_LE.shape[-1] - sums.load_E / jnp.maximum(choices_L1, 1)
   if rule == "sign":
-    # The difference of whole numbers: an expert with exactly its share does not move.
+    # A difference of whole numbers is exact, so that an expert with exactly its share stays.
     missing_LE = jnp.sign(choices_L1 - bias_LE.shape[-1] * sums.load_E)
   return bias_LE + rate * jnp.where(choices_L1 > 0, missing_LE, 0)
 

@@ -1,7 +1,8 @@
-"""x -> Routing: scores, choice of experts, combine weights, places in the experts' queues."""
+"""x -> Routing: scores, choice of experts, combine weights."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable
@@ -10,71 +11,222 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Bool, Float, Int
 
 from scmoe.errors import ConfigError
-from scmoe.moe.gates import check_logits, compute_dtype, linear_logits
+from scmoe.kernels.top_k import gate_product
+from scmoe.moe.gates import check_logits, compute_dtype
 from scmoe.moe.options import RouterConfig
-from scmoe.moe.types import ABSENT, Routing
+from scmoe.moe.types import Routing
 
-__all__ = [
-  "RouterConfig",
-  "combine_weights",
-  "linear_logits",
-  "make_routing",
-  "queue_places",
-  "round_counts",
-  "rounded_choice",
-  "route",
-  "route_distinct",
-  "top_k_weights",
-]
+Gate = Callable[[Array], Array] | Array
 
 
-# -- which experts, with which weights ------------------------------------------------------------
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Draws:
+  """What is drawn for the gate in training; it comes from outside, so that no mesh changes it.
+
+  Attributes:
+    noise_TE: standard normal, with `router.noise`; else None.
+    jitter_TD: factors on the gate's input, with `router.compat.jitter`; else None.
+  """
+
+  noise_TE: Float[Array, "T E"] | None = None
+  jitter_TD: Float[Array, "T D"] | None = None
 
 
-def top_k_weights(
-  probs_TE: Array,
-  k: int,
-  normalise: bool,
+def route(
+  x_TD: Float[Array, "T D"],
+  gate: Gate,
+  config: RouterConfig = RouterConfig(),
   *,
-  weight_norm: float = 0.0,
-  bias_E: Array | None = None,
-) -> tuple[Array, Array]:
-  """The k most probable experts and their combine weights.
+  k: int,
+  num_experts: int | None = None,
+  mask_T: Bool[Array, " T"] | None = None,
+  bias_E: Float[Array, " E"] | None = None,
+  training: Draws | None = None,
+) -> Routing:
+  """Chooses k experts for every token (paper Eq. 1-4, with Tutel's order of softmax and top-k).
+
+  Logits that are not finite do not stop it: experts stay valid and the same in every run, the
+  weights of that token become NaN and with them the loss, which makes the training step skip its
+  update; `RouterSums.nonfinite` counts such tokens.
+
+  Args:
+    x_TD: the tokens of this device. None (T = 0) gives empty arrays and counts of 0.
+    gate: a `scmoe.moe.gates.Gate`, or the weights [D, E] of a linear one.
+    config: the router's options.
+    k: experts per token.
+    num_experts: E; what the gate returns is checked against it.
+    mask_T: False for tokens that take no part; all do if None.
+    bias_E: balancing bias, added for the choice only (`config.bias`).
+    training: what was drawn, in training; None outside. Then scores, choice and weights follow the
+      noisy logits and token rounding (`config.compat.round_to`) applies: K grows to hold the gained
+      experts, and choices that are not made have weight 0.
+
+  Raises:
+    ConfigError: k is larger than the number of experts, the gate returns the wrong shape, or the
+      rounding tile is larger than T.
+  """
+  scores = _score(x_TD, gate, config, k, num_experts, mask_T, training)
+  chosen_TK = scores.best(k, bias_E)
+  compat, made_TK = config.compat, None
+  if compat.round_to and training is not None:
+    _warn_rounding()
+    chosen_TK, made_TK = rounded_choice(scores.probs_TE, chosen_TK, compat.round_to, mask_T)
+  weight_TK = choice_weights(scores, chosen_TK, config, normalise=config.normalise and k > 1,
+                             made_TK=made_TK)  # fmt: skip
+  if compat.uniform:
+    # The weights stay those of the real choice, so that the gate gets its gradient.
+    turn = jnp.arange(chosen_TK.size, dtype=jnp.int32) % scores.num_experts
+    chosen_TK = turn.reshape(chosen_TK.shape)
+  return _routing(scores, chosen_TK, weight_TK, config, k, made_TK)
+
+
+def route_distinct(
+  x_TD: Float[Array, "T D"],
+  gate: Gate,
+  config: RouterConfig,
+  previous_T: Int[Array, " T"],
+  *,
+  num_experts: int | None = None,
+  mask_T: Bool[Array, " T"] | None = None,
+  bias_E: Float[Array, " E"] | None = None,
+  training: Draws | None = None,
+) -> Routing:
+  """Top-1 routing that avoids each token's previous expert (DGMoE's distinctness constraint, A.2).
+
+  If the best expert is the one that the preceding representation chose, the second best is taken,
+  weighted by its own probability. Arguments as in `route`; token rounding and forced assignment do
+  not apply, they would break the constraint.
+  """
+  scores = _score(x_TD, gate, config, 2, num_experts, mask_T, training)
+  best_T2 = scores.best(2, bias_E)
+  taken_T1 = (best_T2[:, :1] == previous_T[:, None]).astype(jnp.int32)
+  chosen_T1 = jnp.take_along_axis(best_T2, taken_T1, 1)
+  weight_T1 = choice_weights(scores, chosen_T1, config, normalise=False)
+  return _routing(scores, chosen_T1, weight_T1, config, 1, None)
+
+
+# -- scores ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+  """What a gate says of every token.
+
+  Attributes:
+    logits_TE: float32, with noise where there is some; clean_TE: without.
+    mask_T: bool, or None.
+    best_TK: experts with the largest logits, where the gate has found them already.
+  """
+
+  logits_TE: Array
+  clean_TE: Array
+  mask_T: Array | None
+  best_TK: Array | None = None
+
+  @property
+  def num_experts(self) -> int:
+    """E."""
+    return self.logits_TE.shape[1]
+
+  @functools.cached_property
+  def probs_TE(self) -> Array:
+    """softmax of the logits, over all experts."""
+    return jax.nn.softmax(self.logits_TE)
+
+  def best(self, k: int, bias_E: Array | None = None) -> Array:
+    """The k best experts, best first: int32 [T, K].
+
+    By the logits, in whose order the probabilities are, or by probability + balancing bias. Of
+    equal scores the expert with the smaller index comes first. NaN counts as the largest value, so
+    that the experts are valid indices whatever the logits are.
+    """
+    if bias_E is not None:
+      score_TE = jax.lax.stop_gradient(self.probs_TE) + jax.lax.stop_gradient(bias_E)
+    elif self.best_TK is not None:
+      return self.best_TK
+    else:
+      score_TE = jax.lax.stop_gradient(self.logits_TE)
+    return jax.lax.top_k(score_TE, k)[1].astype(jnp.int32)
+
+
+def _score(
+  x_TD: Array,
+  gate: Gate,
+  config: RouterConfig,
+  k: int,
+  num_experts: int | None,
+  mask_T: Array | None,
+  training: Draws | None,
+) -> Scores:
+  """The gate's logits, with noise in training; its k best experts where it finds them itself."""
+  draws = training or Draws()
+  if num_experts is not None and k > num_experts:
+    raise ConfigError(f"model.top_k={k} is larger than model.num_experts={num_experts}")
+  if mask_T is not None:
+    # Padding may hold anything. The gate's gradient multiplies it by zero, and zero times NaN is
+    # NaN, so it is set to zero here.
+    x_TD = jnp.where(mask_T[:, None], x_TD, 0)
+  if draws.jitter_TD is not None and config.compat.jitter:
+    dtype = compute_dtype(x_TD, config.fp32_gate)
+    x_TD = x_TD.astype(dtype) * draws.jitter_TD.astype(dtype)
+  noise_TE = draws.noise_TE if config.noise else None
+  best_TK = None
+  if noise_TE is None and hasattr(gate, "top_k"):
+    clean_TE, best_TK = gate.top_k(x_TD, k)  # pyright: ignore[reportAttributeAccessIssue]
+  elif callable(gate):
+    clean_TE = gate(x_TD)
+  else:
+    clean_TE = gate_product(x_TD, gate, fp32=config.fp32_gate)
+  check_logits(clean_TE, x_TD.shape[0], num_experts)
+  if k > clean_TE.shape[1]:
+    raise ConfigError(f"model.top_k={k} is larger than model.num_experts={clean_TE.shape[1]}")
+  clean_TE = clean_TE.astype(jnp.promote_types(clean_TE.dtype, jnp.float32))
+  logits_TE = clean_TE
+  if noise_TE is not None:
+    size = config.noise / clean_TE.shape[1]
+    logits_TE = clean_TE + size * noise_TE.astype(clean_TE.dtype)
+  return Scores(logits_TE, clean_TE, mask_T, best_TK)
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+def choice_weights(
+  scores: Scores,
+  chosen_TK: Int[Array, "T K"],
+  config: RouterConfig,
+  *,
+  normalise: bool,
+  made_TK: Bool[Array, "T K"] | None = None,
+) -> Float[Array, "T K"]:
+  """Combine weights of the chosen experts.
 
   The softmax runs over all experts *before* the choice. Taken literally, the paper's Eq. 2-3
   (softmax after top-k) gives a top-1 gate the constant weight 1 and hence no gradient; for k > 1,
-  normalising by the sum gives the same weights as Eq. 2. A single weight is never normalised.
-  Of equal probabilities the expert with the smaller index comes first. NaN counts as the largest
-  value, so that the experts are valid indices whatever the logits are.
+  normalising by the sum gives the same weights as Eq. 2, and is computed so.
 
   Args:
-    probs_TE: float32, softmax over all experts.
-    k: experts per token, at most E.
-    normalise, weight_norm: see `combine_weights`.
-    bias_E: balancing bias; it is added for the choice and does not enter the weights.
-
-  Returns:
-    expert_TK int32 (best first) and weight_TK float32.
+    scores: of the gate.
+    chosen_TK: experts.
+    config: `compat.weight_norm` = p > 0 divides by the p-norm (MegaBlocks
+      moe_normalize_expert_weights).
+    normalise: divide the weights by their sum (Tutel normalize_gate).
+    made_TK: choices that are made; the others have weight 0. None: all are.
   """
-  if bias_E is None:
-    weight_TK, expert_TK = jax.lax.top_k(probs_TE, k)
-  else:
-    select_TE = jax.lax.stop_gradient(probs_TE) + jax.lax.stop_gradient(bias_E)
-    expert_TK = jax.lax.top_k(select_TE, k)[1]
-    weight_TK = jnp.take_along_axis(probs_TE, expert_TK, 1)
-  return expert_TK.astype(jnp.int32), combine_weights(weight_TK, normalise and k > 1, weight_norm)
+  if normalise and made_TK is None and not config.compat.weight_norm:
+    return jax.nn.softmax(pick(scores.logits_TE, chosen_TK))
+  weight_TK = pick(scores.probs_TE, chosen_TK)
+  if made_TK is not None:
+    weight_TK = jnp.where(made_TK, weight_TK, 0)
+  return scaled_weights(weight_TK, normalise, config.compat.weight_norm)
 
 
-def combine_weights(weight_TK: Array, normalise: bool, weight_norm: float = 0.0) -> Array:
-  """Normalised weights of one token's choices.
-
-  Args:
-    weight_TK: float32, probabilities of the chosen experts.
-    normalise: divide by max(their sum, machine epsilon) (Tutel normalize_gate).
-    weight_norm: p > 0 divides by their p-norm instead (MegaBlocks moe_normalize_expert_weights).
-  """
+def scaled_weights(weight_TK: Array, normalise: bool, weight_norm: float = 0.0) -> Array:
+  """Weights divided by max(their sum, machine epsilon), by their p-norm, or as they are."""
   eps = jnp.finfo(weight_TK.dtype).eps
   if weight_norm:
     power = (weight_TK**weight_norm).sum(-1, keepdims=True)
@@ -84,14 +236,43 @@ def combine_weights(weight_TK: Array, normalise: bool, weight_norm: float = 0.0)
   return weight_TK
 
 
-def round_counts(count_E: Array, tile: int, tokens: int | Array) -> Array:
-  """Counts rounded to the nearest multiple of `tile` that is at most `tokens`; halves go up."""
+@jax.custom_vjp
+def pick(value_TE: Float[Array, "T E"], expert_TK: Int[Array, "T K"]) -> Float[Array, "T K"]:
+  """value[t, expert[t, k]]; the gradient is a sum over k, not a scatter."""
+  return jnp.take_along_axis(value_TE, expert_TK, 1)
+
+
+def _pick_fwd(value_TE, expert_TK):
+  # What is kept for the backward pass must be arrays: an empty one tells it E and the type.
+  return pick(value_TE, expert_TK), (jnp.zeros((0, value_TE.shape[1]), value_TE.dtype), expert_TK)
+
+
+def _pick_bwd(residuals, bar_TK):
+  like, expert_TK = residuals
+  ids_E = jnp.arange(like.shape[1], dtype=expert_TK.dtype)
+  bar_TE = jnp.zeros((expert_TK.shape[0], like.shape[1]), like.dtype)
+  for k in range(expert_TK.shape[1]):
+    bar_TE += jnp.where(expert_TK[:, k : k + 1] == ids_E, bar_TK[:, k : k + 1], 0)
+  return bar_TE, None
+
+
+pick.defvjp(_pick_fwd, _pick_bwd)
+
+
+# -- token rounding -------------------------------------------------------------------------------
+
+
+def rounded_counts(count_E: Array, tile: int, tokens: int | Array) -> Array:
+  """Counts rounded to the nearest multiple of `tile` that is at most `tokens`; halves go up.
+
+  Worked example, tile 2, five tokens: counts 3, 2, 5, 1 become 4, 2, 4 (6 would be too many), 2.
+  """
   nearest_E = (count_E + tile // 2) // tile * tile
   return jnp.where(nearest_E > tokens, tokens // tile * tile, nearest_E)
 
 
 def rounded_choice(
-  probs_TE: Array, expert_TK: Array, tile: int, live_T: Array | None = None
+  probs_TE: Array, expert_TK: Array, tile: int, mask_T: Array | None = None
 ) -> tuple[Array, Array]:
   """Token rounding (SonicMoE): choices such that every expert has a multiple of `tile` tokens.
 
@@ -102,6 +283,10 @@ def rounded_choice(
   A token gains at most X = min(K, E − K) experts, so that shapes stay small: where more would take
   it, the experts that it likes least among them round down instead.
 
+  Worked example, tile 2, five tokens that chose the experts 0 0 0 1 1 (three and two): 3 rounds up
+  to 4, so expert 0 takes, of the tokens that chose 1, the one whose probability for 0 is largest,
+  say token 3. Then expert 0 has the tokens 0 to 3, and expert 1 the tokens 3 and 4.
+
   NOT CAUSAL: which experts a token visits then depends on all other tokens of the device. Use it
   in training only; evaluate and generate with plain top-k.
 
@@ -109,11 +294,11 @@ def rounded_choice(
     probs_TE: float32, probabilities.
     expert_TK: int32, the top-k choice.
     tile: rows of a tile of the expert kernels, usually 128.
-    live_T: bool; masked tokens choose nothing.
+    mask_T: False for tokens that choose nothing.
 
   Returns:
-    expert int32 and present bool [T, K + X]: the top-k choice, then the gained experts. Only the
-    present ones are visited.
+    expert int32 and made bool [T, K + X]: the top-k choice, then the gained experts. Only the
+    choices that are made are visited.
 
   Raises:
     ConfigError: the tile is larger than the number of tokens, so that every count would be zero.
@@ -121,17 +306,17 @@ def rounded_choice(
   (tokens, num_experts), k = probs_TE.shape, expert_TK.shape[1]
   if tile > tokens and tokens:
     raise ConfigError(
-      f"router.round_to={tile} is larger than the {tokens} tokens of a device: no expert would get "
-      f"any; use at most {tokens}"
+      f"router.compat.round_to={tile} is larger than the {tokens} tokens of a device: no expert "
+      f"would get any; use at most {tokens}"
     )
   probs_TE = jax.lax.stop_gradient(probs_TE)
-  live_T = jnp.ones(tokens, bool) if live_T is None else live_T
-  chosen_TE = (expert_TK[:, :, None] == jnp.arange(num_experts)).any(1) & live_T[:, None]
+  mask_T = jnp.ones(tokens, bool) if mask_T is None else mask_T
+  chosen_TE = (expert_TK[:, :, None] == jnp.arange(num_experts)).any(1) & mask_T[:, None]
   count_E = chosen_TE.sum(0)
   # By expert: those that chose it, then the others, each by falling probability; masked ones last.
-  class_TE = jnp.where(live_T[:, None], jnp.where(chosen_TE, 0, 1), 2)
+  class_TE = jnp.where(mask_T[:, None], jnp.where(chosen_TE, 0, 1), 2)
   rank_TE = jnp.argsort(jnp.lexsort((-probs_TE, class_TE), axis=0), axis=0)
-  target_E = round_counts(count_E, tile, live_T.sum())
+  target_E = rounded_counts(count_E, tile, mask_T.sum())
   extra = min(k, num_experts - k)
   gained_TE = (rank_TE < target_E) & ~chosen_TE
   liking_TE = jnp.where(gained_TE, probs_TE, -1)
@@ -147,176 +332,76 @@ def rounded_choice(
   return expert, jnp.concatenate([made, gained], 1)
 
 
-def _rounded(
-  probs_TE: Array, expert_TK: Array, config: RouterConfig, live_T: Array | None
-) -> tuple[Array, Array, Array]:
-  """Token rounding: experts, weights over the choices that are made, and which those are."""
-  _warn_rounding()
-  expert, present = rounded_choice(probs_TE, expert_TK, config.round_to, live_T)
-  weight = jnp.where(present, jnp.take_along_axis(probs_TE, expert, 1), 0)
-  normalise = config.normalise and expert_TK.shape[1] > 1
-  return expert, combine_weights(weight, normalise, config.weight_norm), present
-
-
 @functools.cache
 def _warn_rounding() -> None:
   logging.getLogger("scmoe").warning(
-    "router.round_to: token rounding is not causal, a token's experts depend on later tokens of "
-    "the batch; evaluation and generation use plain top-k"
+    "router.compat.round_to: token rounding is not causal, a token's experts depend on later "
+    "tokens of the batch; evaluation and generation use plain top-k"
   )
 
 
-# -- places in the queues -------------------------------------------------------------------------
+# -- the result -----------------------------------------------------------------------------------
 
 
-def queue_places(
-  expert_TK: Array,
-  num_experts: int,
-  groups: int = 1,
-  live_T: Array | None = None,
-  *,
-  order: str = "choice",
-  priority_T: Array | None = None,
-) -> tuple[Array, Array, Array]:
-  """Places of all choices in the queues of their (group, expert).
-
-  One sort of a packed integer key, no [T, E] array. Counts and places follow from the same sort,
-  so that they agree in every order (Tutel's batch-prioritised counts do not).
-
-  Args:
-    expert_TK: int32 in [0, E).
-    num_experts: E.
-    groups: G, number of capacity groups; divides T.
-    live_T: bool [T] or [T, K]; masked tokens or choices take no place and stand at the end of
-      `order_R`.
-    order: `choice`: within a group every first choice takes its place before any second choice
-      (GShard, Tutel), among equal choices tokens stand in order. `priority`: the same with tokens
-      by falling `priority_T`, ties by index (Tutel batch_prioritized_routing). `token`: by token,
-      then choice (MegaBlocks).
-    priority_T: float, the tokens' largest probabilities; only for `priority`.
-
-  Returns:
-    place_TK int32 (arbitrary for masked tokens), order_R int32 [T·K], count_GE int32.
-
-  Raises:
-    ConfigError: T is not a multiple of G.
-  """
-  tokens, k = expert_TK.shape
-  if tokens % groups:
-    raise ConfigError(f"dispatch.groups={groups} does not divide the {tokens} tokens of a device")
-  size = tokens // groups  # tokens of one group
-  token = jnp.arange(tokens, dtype=jnp.int32)[:, None]
-  queue_TK = (token // max(size, 1)) * num_experts + expert_TK
-  if live_T is not None:
-    live_TK = live_T[:, None] if live_T.ndim == 1 else live_T
-    queue_TK = jnp.where(live_TK, queue_TK, groups * num_experts)
-  choice = jnp.arange(k, dtype=jnp.int32)[None, :]
-  visit_T1 = token % max(size, 1)
-  if order == "priority":
-    assert priority_T is not None
-    visit_T1 = _visits(priority_T, groups)[:, None]
-  rank_TK = visit_T1 * k + choice if order == "token" else choice * size + visit_T1
-  # Equal queues sort by choice, then token: the key is unique, so the sort need not be stable.
-  if (groups * num_experts + 1) * size * k < 2**31:  # masked choices have a queue of their own
-    key_R = (queue_TK * (size * k) + rank_TK).reshape(-1)
-    order_R = jnp.argsort(key_R).astype(jnp.int32)
-  else:
-    order_R = jnp.lexsort((rank_TK.reshape(-1), queue_TK.reshape(-1))).astype(jnp.int32)
-  count_Q = jnp.zeros(groups * num_experts + 1, jnp.int32).at[queue_TK.reshape(-1)].add(1)
-  start_Q = jnp.cumsum(count_Q) - count_Q
-  position_R = (
-    jnp.zeros(tokens * k, jnp.int32)
-    .at[order_R]
-    .set(jnp.arange(tokens * k, dtype=jnp.int32), unique_indices=True)
-  )
-  place_TK = position_R.reshape(tokens, k) - start_Q[queue_TK]
-  return place_TK, order_R, count_Q[:-1].reshape(groups, num_experts)
-
-
-def _visits(priority_T: Array, groups: int) -> Array:
-  """When each token of a group is visited, by falling priority; ties by index, NaN last: int32."""
-  falling_GT = -jax.lax.stop_gradient(priority_T).reshape(groups, priority_T.size // groups)
-  order_GT = jnp.argsort(falling_GT, axis=1, stable=True)
-  return jnp.argsort(order_GT, axis=1).reshape(-1).astype(jnp.int32)
-
-
-# -- the stage ------------------------------------------------------------------------------------
-
-
-def route(
-  x_TD: Array,
-  gate: Callable[[Array], Array] | Array,
+def _routing(
+  scores: Scores,
+  chosen_TK: Array,
+  weight_TK: Array,
   config: RouterConfig,
-  *,
   k: int,
-  num_experts: int | None = None,
-  groups: int = 1,
-  noise_TE: Array | None = None,
-  jitter_TD: Array | None = None,
-  live_T: Array | None = None,
-  bias_E: Array | None = None,
-  train: bool = False,
+  made_TK: Array | None,
 ) -> Routing:
-  """Chooses k experts for every token (paper Eq. 1-4, with Tutel's order of softmax and top-k).
-
-  Logits that are not finite do not stop it: experts and places stay valid and the same in every
-  run, the weights of that token become NaN and with them the loss, which makes the training step
-  skip its update; `RouterSums.nonfinite` counts such tokens.
-
-  Args:
-    x_TD: the tokens of this device. None (T = 0) gives empty arrays and counts of 0.
-    gate: a `scmoe.moe.gates.Gate`, or the weights [D, E] of a linear one.
-    config: the router's options.
-    k: experts per token.
-    num_experts: E; what the gate returns is checked against it.
-    groups: capacity groups of this device.
-    noise_TE: standard normal draws in training with `config.noise` > 0. Scores, choice and weights
-      all follow the noisy logits. It comes from outside, so that it does not depend on the mesh.
-    jitter_TD: factors on the gate's input in training with `config.jitter` > 0, from outside too;
-      the experts read the tokens as they are.
-    live_T: bool, tokens that take part; all if None.
-    bias_E: balancing bias, added for the choice only (`config.bias`).
-    train: token rounding (`config.round_to`) applies. Then K grows to hold the gained experts, and
-      choices that are not made have weight 0 and the place `ABSENT`.
-
-  Raises:
-    ConfigError: k is larger than the number of experts, T is not a multiple of `groups`, the gate
-      returns the wrong shape, or the rounding tile is larger than T.
-  """
-  logits_TE, clean_TE = _scores(x_TD, gate, config, num_experts, noise_TE, jitter_TD, live_T)
-  num_experts = logits_TE.shape[1]
-  if k > num_experts:
-    raise ConfigError(f"model.top_k={k} is larger than model.num_experts={num_experts}")
-  probs_TE = jax.nn.softmax(logits_TE)
-  expert_TK, weight_TK = top_k_weights(
-    probs_TE, k, config.normalise, weight_norm=config.weight_norm, bias_E=bias_E
-  )
-  present_TK = None
-  if config.round_to and train:
-    expert_TK, weight_TK, present_TK = _rounded(probs_TE, expert_TK, config, live_T)
-  if config.uniform:
-    # The weights stay those of the real choice, so that the gate gets its gradient.
-    turn = jnp.arange(expert_TK.size, dtype=jnp.int32) % num_experts
-    expert_TK = turn.reshape(expert_TK.shape)
   extra: dict[str, Any] = {}
   if config.balance == "load_importance":
-    extra = soft_load(clean_TE, logits_TE, k, config.noise, live_T)
-  return make_routing(
-    expert_TK,
-    weight_TK,
-    probs_TE,
-    logits_TE,
-    groups=groups,
-    live_T=live_T,
-    present_TK=present_TK,
-    order=config.order,
-    weights=config.weights,
-    **extra,
+    extra = soft_load(scores.clean_TE, scores.logits_TE, k, config.noise, scores.mask_T)
+  options = {"mask_T": scores.mask_T, "made_TK": made_TK, "weights": config.compat.weights}
+  return make_routing(chosen_TK, weight_TK, scores.probs_TE, scores.logits_TE, **options, **extra)
+
+
+def make_routing(
+  expert_TK: Array,
+  weight_TK: Array,
+  probs_TE: Array,
+  logits_TE: Array,
+  *,
+  mask_T: Array | None = None,
+  made_TK: Array | None = None,
+  weights: str = "after",
+  **sums: Array,
+) -> Routing:
+  """Completes a choice of experts to a Routing.
+
+  Args:
+    expert_TK, weight_TK, probs_TE, logits_TE, mask_T, made_TK: see `Routing`; None for all.
+    weights: `after` or `before` the experts.
+    **sums: `importance_E` and `soft_load_E` of `Routing`.
+  """
+  tokens, num_experts = probs_TE.shape
+  if mask_T is not None:
+    weight_TK = jnp.where(mask_T[:, None], weight_TK, 0)
+  input_weight_TK = None
+  if weights == "before":
+    input_weight_TK, weight_TK = weight_TK, jnp.ones_like(weight_TK)
+  routing = Routing(
+    expert_TK=expert_TK,
+    weight_TK=weight_TK,
+    count_E=jnp.zeros(num_experts, jnp.int32),
+    probs_TE=probs_TE,
+    logits_TE=logits_TE,
+    mask_T=jnp.ones(tokens, bool) if mask_T is None else mask_T,
+    input_weight_TK=input_weight_TK,
+    made_TK=made_TK,
+    **sums,
   )
+  # Counted by comparing, [T, K, E], which XLA fuses into one reduction. With a scatter-add all
+  # tokens would wait for the same few counters.
+  chose_TKE = expert_TK[:, :, None] == jnp.arange(num_experts, dtype=expert_TK.dtype)
+  count_E = (chose_TKE & routing.taken_TK[:, :, None]).sum((0, 1), dtype=jnp.int32)
+  return dataclasses.replace(routing, count_E=count_E)
 
 
 def soft_load(
-  clean_TE: Array, logits_TE: Array, k: int, noise: float, live_T: Array | None = None
+  clean_TE: Array, logits_TE: Array, k: int, noise: float, mask_T: Array | None = None
 ) -> dict[str, Array]:
   """Importance and soft load of the experts, what the load-importance loss is made of.
 
@@ -331,126 +416,6 @@ def soft_load(
   probs_TE = jax.nn.softmax(clean_TE)
   threshold_T1 = jax.lax.top_k(logits_TE, k)[0][:, -1:]
   soft_TE = jax.scipy.stats.norm.cdf((probs_TE - threshold_T1) * (logits_TE.shape[1] / noise))
-  if live_T is not None:
-    probs_TE, soft_TE = (jnp.where(live_T[:, None], a, 0) for a in (probs_TE, soft_TE))
+  if mask_T is not None:
+    probs_TE, soft_TE = (jnp.where(mask_T[:, None], a, 0) for a in (probs_TE, soft_TE))
   return {"importance_E": probs_TE.sum(0), "soft_load_E": soft_TE.sum(0)}
-
-
-def make_routing(
-  expert_TK: Array,
-  weight_TK: Array,
-  probs_TE: Array,
-  logits_TE: Array,
-  *,
-  groups: int = 1,
-  live_T: Array | None = None,
-  present_TK: Array | None = None,
-  order: str = "choice",
-  weights: str = "after",
-  importance_E: Array | None = None,
-  soft_load_E: Array | None = None,
-) -> Routing:
-  """Completes a choice of experts to a Routing: places, order and counts.
-
-  Args:
-    expert_TK, weight_TK, probs_TE, logits_TE, live_T, importance_E, soft_load_E: see `Routing`.
-    groups: capacity groups of this device.
-    present_TK: bool, choices that are made; all if None. The others get the place `ABSENT`.
-    order: see `queue_places`.
-    weights: `after` or `before` the experts.
-  """
-  live = jnp.ones(expert_TK.shape[0], bool) if live_T is None else live_T
-  taking_part = live_T if present_TK is None else present_TK & live[:, None]
-  priority_T = probs_TE.max(-1) if order == "priority" else None
-  place_TK, order_R, count_GE = queue_places(
-    expert_TK, probs_TE.shape[-1], groups, taking_part, order=order, priority_T=priority_T
-  )
-  if present_TK is not None:
-    place_TK = jnp.where(present_TK, place_TK, ABSENT)
-  if live_T is not None:
-    weight_TK = jnp.where(live[:, None], weight_TK, 0)
-  input_weight_TK = None
-  if weights == "before":
-    input_weight_TK, weight_TK = weight_TK, jnp.ones_like(weight_TK)
-  return Routing(
-    expert_TK,
-    weight_TK,
-    place_TK,
-    order_R,
-    count_GE,
-    probs_TE,
-    logits_TE,
-    live,
-    input_weight_TK=input_weight_TK,
-    present_TK=present_TK,
-    importance_E=importance_E,
-    soft_load_E=soft_load_E,
-  )
-
-
-def route_distinct(
-  x_TD: Array,
-  gate: Callable[[Array], Array] | Array,
-  config: RouterConfig,
-  previous_expert_T: Array,
-  *,
-  num_experts: int | None = None,
-  groups: int = 1,
-  noise_TE: Array | None = None,
-  jitter_TD: Array | None = None,
-  live_T: Array | None = None,
-  bias_E: Array | None = None,
-) -> Routing:
-  """Top-1 routing that avoids each token's previous expert (DGMoE's distinctness constraint, A.2).
-
-  If the best expert is the one that the preceding representation chose, the second best is taken,
-  weighted by its own probability. Arguments as in `route`; token rounding and forced assignment do
-  not apply, they would break the constraint.
-  """
-  logits_TE, clean_TE = _scores(x_TD, gate, config, num_experts, noise_TE, jitter_TD, live_T)
-  probs_TE = jax.nn.softmax(logits_TE)
-  expert_T2, two_T2 = top_k_weights(probs_TE, 2, False, bias_E=bias_E)
-  taken_T1 = (expert_T2[:, :1] == previous_expert_T[:, None]).astype(jnp.int32)
-  expert_T1 = jnp.take_along_axis(expert_T2, taken_T1, 1)
-  weight_T1 = jnp.take_along_axis(two_T2, taken_T1, 1)
-  extra: dict[str, Any] = {}
-  if config.balance == "load_importance":
-    extra = soft_load(clean_TE, logits_TE, 1, config.noise, live_T)
-  return make_routing(
-    expert_T1,
-    combine_weights(weight_T1, False, config.weight_norm),
-    probs_TE,
-    logits_TE,
-    groups=groups,
-    live_T=live_T,
-    order=config.order,
-    weights=config.weights,
-    **extra,
-  )
-
-
-def _scores(
-  x_TD: Array,
-  gate: Callable[[Array], Array] | Array,
-  config: RouterConfig,
-  num_experts: int | None,
-  noise_TE: Array | None,
-  jitter_TD: Array | None,
-  live_T: Array | None,
-) -> tuple[Array, Array]:
-  """Logits with noise and without: float32 [T, E]; the same array where there is no noise."""
-  if live_T is not None:
-    # Whatever padding holds, the gate's gradient multiplies it by zero: NaN would stay NaN.
-    x_TD = jnp.where(live_T[:, None], x_TD, 0)
-  if jitter_TD is not None and config.jitter:
-    dtype = compute_dtype(x_TD, config.fp32_gate)
-    x_TD = x_TD.astype(dtype) * jitter_TD.astype(dtype)
-  if callable(gate):
-    clean_TE = gate(x_TD)
-  else:
-    clean_TE = linear_logits(x_TD, gate, fp32=config.fp32_gate)
-  check_logits(clean_TE, x_TD.shape[0], num_experts)
-  clean_TE = clean_TE.astype(jnp.promote_types(clean_TE.dtype, jnp.float32))
-  if noise_TE is None or not config.noise:
-    return clean_TE, clean_TE
-  return clean_TE + config.noise / clean_TE.shape[1] * noise_TE.astype(clean_TE.dtype), clean_TE

@@ -1,13 +1,15 @@
-"""Exchanges between the devices of one mesh axis: linear and hierarchical all-to-all.
+"""What travels between devices, inside the manual region, each under a name.
 
-Called inside `jax.shard_map`. All are differentiable; an all-to-all is its own transpose.
+All are differentiable, and nothing where an axis has one device.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import MutableMapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from jax import Array
 
 from scmoe._compat import COPY_ENGINE_POLICY, jax_version
 from scmoe.errors import ConfigError
+from scmoe.parallel.mesh import axis_size, own_share
 
 # NCCL hands an all-to-all to the GPU's copy engines where its policy asks for no thread blocks and
 # both buffers are symmetric memory, which XLA (jax 0.11 and later) then uses.
@@ -44,19 +47,118 @@ def request_copy_engines(environment: MutableMapping[str, str] = os.environ) -> 
   environment.setdefault(*COPY_ENGINE_POLICY)
 
 
+# Every collective of a program, by the name that its trace and its tests know. A hierarchical
+# exchange has two steps of one name.
+NAMES = (
+  "dispatch",  # all-to-all of rows to their experts, and of their gradient back
+  "combine",  # the inverse
+  "counts",  # all-gather of how many rows each rank sends, and agreement on overflow rounds
+  "weights",  # gathering or adding up what devices that share an expert hold of it
+  "tensor",  # sums over the tensor axis: row-parallel products, vocabulary-parallel loss
+  "gradients",  # sums of gradients over the devices that hold the same parameter, and their norm
+  "statistics",  # sums of the loss and of what a step reports
+)
+
+# Jax transposes a sum over devices to a sum over devices, which counts a gradient once per device.
+# Where all devices compute the same function of a sum, as of a loss, the gradient of an addend is
+# the sum's own. `total` and `repeat` are the two halves (Megatron-LM's g and f).
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _total(tree: Any, axes: tuple[str, ...], name: str) -> Any:
+  with jax.named_scope(name):
+    return jax.lax.psum(tree, axes)
+
+
+_total.defvjp(
+  lambda tree, axes, name: (_total(tree, axes, name), None), lambda axes, name, _, bar: (bar,)
+)
+
+
+def total(tree: Any, axes: tuple[str, ...], name: str) -> Any:
+  """Sums over these axes; every addend's gradient is the sum's.
+
+  For a sum of which all its devices compute the same: a loss, a row-parallel product's result.
+
+  Args:
+    tree: arrays, each device's addends.
+    axes: mesh axes; those of one device are left out.
+    name: one of `NAMES`.
+  """
+  axes = _several(axes)
+  return _total(tree, axes, name) if axes else tree
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _repeat(tree: Any, axes: tuple[str, ...], name: str) -> Any:
+  return tree
+
+
+def _repeat_bwd(axes: tuple[str, ...], name: str, _: None, bar: Any) -> tuple[Any]:
+  with jax.named_scope(name):
+    return (jax.lax.psum(bar, axes),)
+
+
+_repeat.defvjp(lambda tree, axes, name: (tree, None), _repeat_bwd)
+
+
+def repeat(tree: Any, axes: tuple[str, ...], name: str) -> Any:
+  """The same arrays, of which each device then computes another part: their gradients are summed.
+
+  For what all devices have alike and a column-parallel product reads; arguments as in `total`.
+  """
+  axes = _several(axes)
+  return _repeat(tree, axes, name) if axes else tree
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _whole(x: Array, dimension: int, axis: str, name: str) -> Array:
+  with jax.named_scope(name):
+    return jax.lax.all_gather(x, axis, axis=dimension, tiled=True)
+
+
+_whole.defvjp(
+  lambda x, dimension, axis, name: (_whole(x, dimension, axis, name), None),
+  lambda dimension, axis, name, _, bar: (own_share(bar, dimension, axis),),
+)
+
+
+def whole(x: Array, dimension: int, axis: str, name: str) -> Array:
+  """All devices' shares of a dimension, of which all compute the same: each gets its gradient."""
+  return _whole(x, dimension, axis, name) if axis_size(axis) > 1 else x
+
+
+def largest(x: Array, axes: tuple[str, ...], name: str) -> Array:
+  """The largest over these axes; no gradient."""
+  axes = _several(axes)
+  if not axes:
+    return x
+  with jax.named_scope(name):
+    return jax.lax.pmax(jax.lax.stop_gradient(x), axes)
+
+
+def _several(axes: tuple[str, ...]) -> tuple[str, ...]:
+  return tuple(axis for axis in axes if axis_size(axis) > 1)
+
+
+# -- the exchange of rows -------------------------------------------------------------------------
+
+
 @dataclasses.dataclass(frozen=True)
 class Exchange:
   """Who exchanges rows with whom, and how.
 
   Attributes:
     axis: name of the mesh axis; None where there is nobody to exchange with.
-    size: W, devices on it.
+    size: W, ranks on it.
     nodes: hosts that the axis spans, for the hierarchical exchange; 1 for the linear one.
+    silent: a control for measurements, which computes something else: rows stay where they are.
   """
 
   axis: str | None = None
   size: int = 1
   nodes: int = 1
+  silent: bool = False
 
   def __post_init__(self):
     if self.nodes < 1 or self.size % self.nodes:
@@ -65,23 +167,23 @@ class Exchange:
         f"use a divisor of {self.size}"
       )
 
+  def all_to_all(self, x: Array) -> Array:
+    """Slice w of the leading dimension goes to rank w: [W, ...] -> [W, ...], by source rank.
 
-def all_to_all(x: Array, exchange: Exchange) -> Array:
-  """Slice w of the leading dimension goes to device w: [W, ...] -> [W, ...], by sender.
-
-  Only an exchange over the major-most dimension moves what it sends without a transpose.
-  """
-  if exchange.axis is None or exchange.size == 1:
-    return x
-  if exchange.nodes == 1:
-    return jax.lax.all_to_all(x, exchange.axis, 0, 0, tiled=True)
-  return _hierarchical(x, exchange)
+    Only an exchange over the major-most dimension moves what it sends without a transpose. It is
+    its own transpose.
+    """
+    if self.axis is None or self.size == 1 or self.silent:
+      return x
+    if self.nodes == 1:
+      return jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True)
+    return _hierarchical(x, self)
 
 
 def _hierarchical(x: Array, exchange: Exchange) -> Array:
   """All-to-all in two steps (Tutel's 2DH): inside each node, then between equal ranks of nodes.
 
-  Device n·L + l holds slices for all (node, local) destinations. Step 1 hands every slice to the
+  Rank n·L + l holds slices for all (node, local) destinations. Step 1 hands every slice to the
   local rank it is meant for, step 2 to its node: fewer and larger messages cross nodes, W / L
   instead of W. The result is the linear exchange's, bit for bit.
   """

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -87,7 +88,7 @@ class MeshConfig:
 
 
 def make_mesh(
-  config: MeshConfig, devices: Sequence[Any] | None = None, *, num_experts: int = 0
+  config: MeshConfig = MeshConfig(), devices: Sequence[Any] | None = None, *, num_experts: int = 0
 ) -> Mesh:
   """Builds the mesh over the first `config.size` devices (all processes' devices by default).
 
@@ -143,14 +144,24 @@ def partition_spec(logical: Sequence[str | None], ndim: int | None = None) -> P:
   return P(*([None] * missing), *(LOGICAL_TO_MESH[name] for name in logical))
 
 
+def parameter_specs(state: Any) -> Any:
+  """PartitionSpecs in the tree of `nnx.Param`s, by the logical names they were declared with.
+
+  A module is such a tree itself. Parameters without names, as Flax's own layers have, are
+  replicated.
+  """
+  is_param = lambda leaf: isinstance(leaf, nnx.Variable)
+
+  def spec(param: Any) -> Any:
+    names = param.get_metadata().get("axes") or ()
+    return param.replace(partition_spec(names, param.get_value().ndim))
+
+  return jax.tree.map(spec, state, is_leaf=is_param)
+
+
 def batch_sharding(mesh: Mesh, *, leading: int = 0) -> NamedSharding:
   """Sharding of an array whose batch dimension comes after `leading` unsharded ones."""
   return NamedSharding(mesh, P(*([None] * leading), BATCH_AXES))
-
-
-def batch_parts(mesh: Mesh | None) -> int:
-  """Parts that a mesh splits the batch into; 1 without one."""
-  return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -158,11 +169,48 @@ def replicated(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, P())
 
 
-def inside_shard_map() -> bool:
-  """Whether arrays are one device's shares: the caller runs under `shard_map` over the mesh."""
-  return set(AXES) <= set(jax.sharding.get_abstract_mesh().manual_axes)
+def shardings_of(tree: Any) -> Any:
+  """Shardings of a pytree of arrays or of abstract arrays."""
+  return jax.tree.map(lambda x: x.sharding, tree)
 
 
-def across_batch(tree: Any) -> Any:
-  """Sums over all parts of the batch, where each device sees its own part only."""
-  return jax.lax.psum(tree, BATCH_AXES) if inside_shard_map() else tree
+# -- the manual region ----------------------------------------------------------------------------
+
+
+def manual(function: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) -> Any:
+  """`function` of a device's shares as a function of whole arrays: the door to the manual region.
+
+  A training step, an evaluation, a prefill each go through it once, over all axes of the mesh.
+  Inside, arrays are this device's shares, layers and losses are plain functions of them, and what
+  travels between devices does so by the functions of `scmoe.parallel.collectives`, under a name:
+  nothing is left to XLA's partitioner, so nothing that a schedule does not see can stand between an
+  exchange and the work beside it. Gradients are taken inside (`scmoe.training.step`): from outside,
+  those of a mesh with a tensor axis would be too small.
+
+  Args:
+    function: pure.
+    mesh: of the axes `AXES`, or an abstract one.
+    in_specs, out_specs: PartitionSpecs, trees that prefix arguments and results.
+  """
+  return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def axis_size(*axes: str) -> int:
+  """Devices on these axes together; 1 outside the manual region, where arrays are whole."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return math.prod(mesh.shape[axis] for axis in axes if axis in mesh.manual_axes)
+
+
+def axis_index(*axes: str) -> Any:
+  """This device's place on these axes together, the first varying slowest; 0 outside."""
+  here = tuple(axis for axis in axes if axis_size(axis) > 1)
+  return jax.lax.axis_index(here) if here else 0
+
+
+def own_share(whole: Any, dimension: int, *axes: str) -> Any:
+  """This device's part of an array that every device has made whole, e.g. of random draws."""
+  parts = axis_size(*axes)
+  if parts == 1:
+    return whole
+  size = whole.shape[dimension] // parts
+  return jax.lax.dynamic_slice_in_dim(whole, axis_index(*axes) * size, size, dimension)

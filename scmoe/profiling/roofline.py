@@ -80,9 +80,10 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class StageSeconds:
-  """Modelled seconds of one pair's operations in the forward pass."""
+  """Modelled seconds of one pair's steps in the forward pass."""
 
-  attention: float
+  projections: float
+  mixing: float
   mlp: float
   shared: float
   route: float
@@ -90,6 +91,10 @@ class StageSeconds:
   experts: float
   combine: float
   add: float
+
+  def milliseconds(self) -> dict[str, float]:
+    """The same in ms, by the field's name: what `scmoe.blocks.schedule.unit_times` reads."""
+    return {name: 1e3 * seconds for name, seconds in dataclasses.asdict(self).items()}
 
 
 def model_times(sizes: Sizes, machine: Machine) -> StageSeconds:
@@ -105,7 +110,8 @@ def model_times(sizes: Sizes, machine: Machine) -> StageSeconds:
     around = tokens * (4 * stream + 2 * z.bytes * hidden / machine.memory)
     return max(work, weights) + around
 
-  projections = 2 * z.tokens * z.width * (2 * z.head_width + 2 * z.kv_width)
+  inward = 2 * z.tokens * z.width * (z.head_width + 2 * z.kv_width)
+  outward = 2 * z.tokens * z.width * z.head_width
   scores = 2 * z.tokens * z.seq * z.head_width  # causal: half of 4 · T · S · width
   exchange = 0.0
   if z.devices > 1:
@@ -113,7 +119,8 @@ def model_times(sizes: Sizes, machine: Machine) -> StageSeconds:
     # The measured bandwidth counts all bytes of a buffer, its own part included.
     exchange = machine.latency + sent * z.devices / (z.devices - 1) / machine.link
   return StageSeconds(
-    attention=(projections + scores) / machine.flops + 8 * z.tokens * stream,
+    projections=inward / machine.flops + 4 * z.tokens * stream,
+    mixing=(scores + outward) / machine.flops + 4 * z.tokens * stream,
     mlp=feed_forward(z.tokens, z.mlp),
     shared=feed_forward(z.tokens, z.shared),
     # Scores in float32, a sort, then rows in the order of the experts.

@@ -1,11 +1,24 @@
-"""Wall-clock comparison of arms that take turns, so that drift of the machine meets all alike."""
+"""Wall-clock comparison of arms that take turns, so that drift of the machine meets all alike.
+
+An *arm* is a function of a number of calls, which makes them and returns when the device is done:
+`repeated` makes one of a jitted function. Warm-up and compilation come before.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Arm = Callable[[int], object]
+_FLUSH_BYTES = 256 * 2**20  # more than any L2 cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,35 +56,90 @@ class Timing:
     }
 
 
+def repeated(function: Callable[..., Any], *arguments: Any) -> Arm:
+  """The arm that calls a function again and again on the same arguments."""
+
+  def run(calls: int) -> None:
+    result = None
+    for _ in range(calls):
+      result = function(*arguments)
+    jax.block_until_ready(result)
+
+  return run
+
+
 def interleave(
-  arms: Mapping[str, Callable[[int], object]],
+  arms: Mapping[str, Arm],
   *,
   rounds: int,
-  calls: int,
+  calls: int | Mapping[str, int],
   deadline: float = float("inf"),
   clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
-  """Times arms in turns: A B C, B C A, C A B, ... one round of `calls` calls each.
+  """Times arms in turns, one round of `calls` calls each.
+
+  What an arm finds depends on the one before it: at its power limit a GPU runs slower after work
+  that was harder. So the order within a round is random, the same in every run.
 
   Args:
-    arms: name -> function that makes the given number of calls and returns when the device is
-      done with them. Warm-up and compilation must have happened before.
-    rounds: turns of every arm; the first arm of a round changes from round to round.
-    calls: calls per turn.
+    arms: by name.
+    rounds: turns of every arm.
+    calls: calls per turn, of all arms or of each.
     deadline: of `clock`; no new round begins after it, but every arm gets one.
     clock: seconds.
   """
+  counts = calls if isinstance(calls, Mapping) else dict.fromkeys(arms, calls)
   seconds: dict[str, list[float]] = {name: [] for name in arms}
-  names = list(arms)
+  names, order = list(arms), random.Random(0)
   for turn in range(rounds):
     if turn and clock() > deadline:
       break
-    shift = turn % len(names)
-    for name in names[shift:] + names[:shift]:
+    for name in order.sample(names, len(names)):
       start = clock()
-      arms[name](calls)
-      seconds[name].append((clock() - start) / calls)
-  return {name: Timing(tuple(times), calls) for name, times in seconds.items()}
+      arms[name](counts[name])
+      seconds[name].append((clock() - start) / counts[name])
+  return {name: Timing(tuple(times), counts[name]) for name, times in seconds.items()}
+
+
+def calls_in(arm: Arm, seconds: float, least: int = 3) -> int:
+  """How many calls of an arm take so long: together they hide the host's part of one."""
+  arm(1)
+  start = time.perf_counter()
+  arm(1)
+  return max(least, math.ceil(seconds / (time.perf_counter() - start)))
+
+
+def alone(function: Callable[..., Any], *arguments: Any, rounds: int) -> Timing:
+  """Times one function as `triton.testing.do_bench` does: 20 ms of warm-up, then 150 ms of calls,
+  before each of which a buffer larger than the L2 cache is zeroed.
+
+  The zeroing is what a second one before each call adds, and is subtracted, where do_bench records
+  events around the call. (Alone, many short launches would measure the host.)
+
+  Args:
+    function: jitted.
+    *arguments: its arguments.
+    rounds: how often all of this is done, half a second apart.
+  """
+  flush = jax.jit(lambda: jnp.zeros((_FLUSH_BYTES // 4,), jnp.int32))
+  jax.block_until_ready((function(*arguments), flush()))
+
+  def seconds(calls: int, flushes: int) -> float:
+    start = time.perf_counter()
+    result = None
+    for _ in range(calls):
+      zeros = [flush() for _ in range(flushes)]
+      result = (zeros, function(*arguments))
+    jax.block_until_ready(result)
+    return time.perf_counter() - start
+
+  once = seconds(5, 1) / 5
+  calls, samples = max(1, math.ceil(0.15 / once)), []
+  for _ in range(rounds):
+    time.sleep(0.5)
+    seconds(max(1, math.ceil(0.02 / once)), 1)
+    samples.append((2 * seconds(calls, 1) - seconds(calls, 2)) / calls)
+  return Timing(tuple(samples), calls)
 
 
 def speed_up(baseline: Timing, arm: Timing) -> float:

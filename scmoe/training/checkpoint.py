@@ -28,11 +28,11 @@ from scmoe.errors import CheckpointError, ConfigError, NonFiniteError, StorageEr
 from scmoe.training.distributed import all_agree, barrier, from_all_processes, is_first
 from scmoe.training.fingerprint import survey
 from scmoe.training.options import CheckpointConfig
+from scmoe.training.schema import SCHEMA, upgraded
 from scmoe.training.workdir import warn
 
 PyTree = Any
 FOLDER = "checkpoints"
-SCHEMA = 1
 _STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 _LEFT_OVER = re.compile(r"\d+\.orbax-checkpoint-tmp.*|\d+\.trash")
 _BAD = re.compile(r"\d+\.bad-.*")
@@ -321,7 +321,9 @@ def _load(place: Path, abstract: PyTree, meta: dict, *, partial: bool = False) -
   """
   wanted = _flatten(abstract)
   _check_leaves(place, wanted, meta["leaves"], partial)
-  leaves = _read_arrays(place, wanted)
+  stored = {name: meta["leaves"][name].get("stored_as", name) for name in wanted}
+  arrays = _read_arrays(place, {stored[name]: leaf for name, leaf in wanted.items()})
+  leaves = {name: arrays[stored[name]] for name in wanted}
   prints, _ = survey(list(leaves.values()))
   for name, found in zip(leaves, prints):
     if found != meta["leaves"][name]["fingerprint"]:
@@ -422,7 +424,7 @@ def _digest(meta: dict, data: dict) -> str:
 
 
 def _read_json(place: Path) -> tuple[dict, dict]:
-  """(meta, data) of a step, verified.
+  """(meta, data) of a step, verified, by the names of today (`scmoe.training.schema`).
 
   Raises:
     Damaged: missing, not JSON, or changed since it was written.
@@ -435,7 +437,7 @@ def _read_json(place: Path) -> tuple[dict, dict]:
     raise Damaged(f"its description cannot be read: {type(error).__name__}") from None
   if not sound:
     raise Damaged("its description was changed after it was written")
-  return meta, data
+  return upgraded(meta), data
 
 
 def _is_step(path: Path) -> bool:

@@ -18,7 +18,8 @@ from typing import Any
 
 import jax
 
-from scmoe.blocks.schedule import OverlapConfig
+from scmoe.blocks.options import OverlapConfig
+from scmoe.profiling.program import Program, latencies
 
 Collect = Callable[[str], bytes]
 WARM_UP = 1  # steps before the profile: the first call of a program loads its kernels
@@ -34,8 +35,7 @@ class GuidedStep:
     step: a `jax.jit`-ed function; compiled here with the options of `overlap`.
     overlap: see `OverlapConfig`.
     directory: where profiles are kept, one per program and device kind.
-    platform: of the devices, "gpu" on NVIDIA GPUs; elsewhere the step is called as it is.
-    processes: of the run.
+    gpu: whether it runs on NVIDIA GPUs, by default whether jax does.
     collect: reads a profile from a folder of `jax.profiler`.
     say: prints a line.
   """
@@ -46,17 +46,14 @@ class GuidedStep:
     overlap: OverlapConfig,
     directory: Path,
     *,
-    platform: str | None = None,
-    processes: int | None = None,
-    collect: Collect | None = None,
+    gpu: bool | None = None,
+    collect: Collect = latencies,
     say: Callable[[str], None] = print,
   ):
     self.step, self.overlap, self.directory = step, overlap, Path(directory)
-    self.gpu = (platform or jax.default_backend()) == "gpu"
-    self.alone = (jax.process_count() if processes is None else processes) == 1
-    self.collect, self.say = collect or _collect, say
-    self.compiled: Callable[..., Any] | None = None
-    self.lowered: Any = None
+    self.gpu = jax.default_backend() == "gpu" if gpu is None else gpu
+    self.collect, self.say = collect, say
+    self.program: Program | None = None
     self.file = self.directory
     self.calls_to_profile = 0  # steps still to be profiled, warm-up included
     self.trace: tempfile.TemporaryDirectory[str] | None = None
@@ -64,18 +61,31 @@ class GuidedStep:
   @property
   def compiles_next(self) -> bool:
     """Whether the next call compiles, which takes long."""
-    return self.gpu and (self.compiled is None or self.calls_to_profile == 1)
+    return self.program is None or self.calls_to_profile == 1
+
+  def compile(self, *args: Any) -> None:
+    """Compiles for arguments of these shapes, with the kept profile, or for collecting one.
+
+    Args:
+      *args: arrays, or `jax.ShapeDtypeStruct`s with their shardings.
+    """
+    self.program = Program(self.step.lower(*args))
+    self.file = self.directory / f"{self._fingerprint()}.pb"
+    guided = self.gpu and self.overlap.profile_guided
+    profile = self.file.read_bytes() if guided and self.file.exists() else b""
+    collecting = guided and jax.process_count() == 1 and not profile
+    if collecting:
+      self.calls_to_profile = WARM_UP + self.overlap.profile_runs
+    self.program.compile(self._options(profiling=collecting), profile)
 
   def __call__(self, *args: Any) -> Any:
     """One step; the first ones may compile and profile."""
-    if not self.gpu:
-      return self.step(*args)
-    if self.compiled is None:
-      self._start(args)
-    assert self.compiled is not None
+    if self.program is None:
+      self.compile(*args)
+    assert self.program is not None
     if self.calls_to_profile == self.overlap.profile_runs:
       self._begin_trace()
-    out = self.compiled(*args)
+    out = self.program(*args)
     if self.calls_to_profile:
       self.calls_to_profile -= 1
       if not self.calls_to_profile:
@@ -83,21 +93,8 @@ class GuidedStep:
         self._finish_trace()
     return out
 
-  def _start(self, args: tuple[Any, ...]) -> None:
-    """Compiles with the kept profile, or for collecting one."""
-    self.lowered = self.step.lower(*args)
-    self.file = self.directory / f"{self._fingerprint()}.pb"
-    profile = self.file.read_bytes() if self.overlap.profile_guided and self.file.exists() else b""
-    collecting = self.overlap.profile_guided and self.alone and not profile
-    if collecting:
-      self.calls_to_profile = WARM_UP + self.overlap.profile_runs
-    self._compile(profile, profiling=collecting)
-
-  def _compile(self, profile: bytes, *, profiling: bool) -> None:
-    options = self.overlap.compiler_options(gpu=True, profiling=profiling)
-    if profile:
-      options["fdo_profile"] = profile
-    self.compiled = self.lowered.compile(compiler_options=options)
+  def _options(self, *, profiling: bool) -> dict[str, Any]:
+    return self.overlap.compiler_options(gpu=self.gpu, profiling=profiling)
 
   def _begin_trace(self) -> None:
     self.trace = tempfile.TemporaryDirectory()
@@ -109,6 +106,7 @@ class GuidedStep:
       self.calls_to_profile += 1
 
   def _finish_trace(self) -> None:
+    assert self.program is not None
     if self.trace is None:
       return
     with self.trace as directory:
@@ -123,18 +121,12 @@ class GuidedStep:
     part.write_bytes(profile)
     os.replace(part, self.file)
     self.say(f"profile-guided scheduling: compiling with measured latencies, kept in {self.file}")
-    self._compile(profile, profiling=False)
+    self.program.compile(self._options(profiling=False), profile)
 
   def _fingerprint(self) -> str:
     """Of the program, the devices and the versions: another of them needs another profile."""
+    assert self.program is not None
     device = jax.devices()[0].device_kind
-    parts = (self.lowered.as_text(), jax.__version__, device, str(jax.device_count()))
+    text = self.program.lowered.as_text()
+    parts = (text, jax.__version__, device, str(jax.device_count()))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def _collect(directory: str) -> bytes:
-  """Latencies of every instruction, from the trace under `directory`; empty without a GPU."""
-  from jax.experimental.profiler import get_profiled_instructions_proto
-
-  (run,) = list(Path(directory).glob("plugins/profile/*"))
-  return get_profiled_instructions_proto(str(run))

@@ -18,7 +18,8 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from scmoe.blocks.schedule import OverlapConfig
+from scmoe.batch import Batch
+from scmoe.blocks.options import OverlapConfig
 from scmoe.errors import (
   ConfigError,
   DataError,
@@ -27,26 +28,17 @@ from scmoe.errors import (
   ScmoeError,
   StorageError,
 )
-from scmoe.options import check_options
-from scmoe.parallel.mesh import batch_parts, batch_sharding
+from scmoe.parallel.mesh import batch_sharding
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.distributed import all_agree, first_decides, is_first
 from scmoe.training.guided import GuidedStep
 from scmoe.training.health import CollapseAlarm
 from scmoe.training.metrics import Bar, Meter, Metrics, console_line, short_lists
-from scmoe.training.optimizer import Optimizer, decay_mask, make_optimizer
-from scmoe.training.options import CheckpointConfig, OptimizerConfig, TrainConfig
+from scmoe.training.optimizer import Optimizer
+from scmoe.training.options import CheckpointConfig, TrainConfig
 from scmoe.training.resume import check_config, check_data
 from scmoe.training.signals import StopRequest, Watchdog
-from scmoe.training.step import (
-  Init,
-  Objective,
-  TrainState,
-  abstract_state,
-  init_state,
-  make_train_step,
-  shardings_of,
-)
+from scmoe.training.step import Objective, TrainState, init_state, make_train_step
 from scmoe.training.variants import Variant, tuned_step
 from scmoe.training.workdir import RunLock, prepare_workdir, warn, write_json
 
@@ -57,10 +49,10 @@ Poll = Callable[[], bool]
 
 
 class Batches(Protocol):
-  """Microbatches of this process: dicts of numpy arrays [B / processes, ...]."""
+  """Microbatches of this process: `Batch`es of numpy arrays [B / processes, ...]."""
 
-  def __iter__(self) -> Iterator[dict[str, np.ndarray]]: ...
-  def __next__(self) -> dict[str, np.ndarray]: ...
+  def __iter__(self) -> Iterator[Batch]: ...
+  def __next__(self) -> Batch: ...
   def state(self) -> dict[str, Any]:
     """JSON-able position: what `__next__` gives next."""
     ...
@@ -82,40 +74,81 @@ class Data(Protocol):
     ...
 
 
-def _no_variant(variant: Variant) -> Objective:
-  raise ConfigError(f"train.tune: this run has no variant {variant}; leave train.tune empty")
+class Trainable(Protocol):
+  """What is trained and how, by shape only; `scmoe.build.Built` is the one of the commands.
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Trainer:
-  """One training run. Fill in the fields, call `run`; call it again to resume.
-
-  `evaluate(state, stopping)` returns scalars, or None if `stopping()`, which it asks before every
-  batch, became true. `sample(state)` returns text. Both run after the checkpoint of their step, so
-  that their failure loses nothing.
+  Attributes:
+    train, checkpoint, overlap: options.
+    config: the whole resolved configuration, JSON-able; stored and compared.
+    mesh: its devices.
+    objective, optimizer: see `scmoe.training.step`.
+    sequence_length: tokens of a sequence.
+    flops_per_token: training FLOPs; 0: no MFU.
+    peak_flops: FLOP/s of one device; 0: no MFU.
   """
 
-  objective: Objective
-  init: Init  # key -> (params, router); jittable
-  shardings: tuple[Any, Any]  # NamedShardings of params and router
-  mesh: Mesh
-  data: Data
-  sequence_length: int
-  train: TrainConfig
-  optimizer: OptimizerConfig
-  checkpoint: CheckpointConfig
-  workdir: str | os.PathLike[str]
-  config: dict[str, Any]  # the whole resolved configuration, JSON-able; stored and compared
-  header: str = ""
-  flops_per_token: float = 0.0  # training FLOPs; 0: no MFU
-  peak_flops: float = 0.0  # FLOP/s of one device; 0: no MFU
-  evaluate: Callable[[TrainState, Poll], dict[str, float] | None] | None = None
-  sample: Callable[[TrainState], str] | None = None
-  decay_mask: Any = decay_mask  # see `make_optimizer`
-  warm_start: Callable[[TrainState], TrainState] | None = None  # weights from elsewhere, at step 0
-  variant: Callable[[Variant], Objective] = _no_variant  # what `train.tune` chooses from
-  # Its compiler options, and when gradients travel.
-  overlap: OverlapConfig = dataclasses.field(default_factory=OverlapConfig)
+  @property
+  def train(self) -> TrainConfig: ...
+  @property
+  def checkpoint(self) -> CheckpointConfig: ...
+  @property
+  def overlap(self) -> OverlapConfig: ...
+  @property
+  def config(self) -> dict[str, Any]: ...
+  @property
+  def mesh(self) -> Mesh: ...
+  @property
+  def objective(self) -> Objective: ...
+  @property
+  def optimizer(self) -> Optimizer: ...
+  @property
+  def sequence_length(self) -> int: ...
+  @property
+  def flops_per_token(self) -> float: ...
+  @property
+  def peak_flops(self) -> float: ...
+
+  def init(self, key: Array) -> tuple[Any, Any]:
+    """Parameters and router state before the first step; jittable."""
+    ...
+
+  def abstract_state(self) -> TrainState:
+    """Shapes, types and shardings of the state."""
+    ...
+
+  def variant(self, variant: Variant) -> Objective:
+    """What `train.tune` chooses from."""
+    ...
+
+
+class Trainer:
+  """One training run. `run` trains; a new one of the same arguments resumes.
+
+  Args:
+    built: what is trained, and how.
+    data: what on.
+    workdir: of the run.
+    evaluate: `(state, stopping)` -> scalars, or None if `stopping()`, which it asks before every
+      batch, became true. Runs after the checkpoint of its step, so that its failure loses nothing.
+    sample: `state` -> text; likewise.
+    header: printed first.
+    warm_start: weights from elsewhere, at step 0.
+  """
+
+  def __init__(
+    self,
+    built: Trainable,
+    data: Data,
+    workdir: str | os.PathLike[str],
+    *,
+    evaluate: Callable[[TrainState, Poll], dict[str, float] | None] | None = None,
+    sample: Callable[[TrainState], str] | None = None,
+    header: str = "",
+    warm_start: Callable[[TrainState], TrainState] | None = None,
+  ):
+    self.built, self.data, self.workdir = built, data, workdir
+    self.evaluate, self.sample = evaluate, sample
+    self.header, self.warm_start = header, warm_start
 
   def run(self) -> TrainState:
     """Trains to the last step, resuming from the newest valid checkpoint in the workdir.
@@ -131,19 +164,22 @@ class Trainer:
       NonFiniteError: too many steps in a row were not finite.
       Preempted: asked to stop (signal or train.stop_after), and saved.
     """
-    accumulation = self._check()
+    train, accumulation = self.built.train, self._check()
     workdir = prepare_workdir(self.workdir)
     with _FirstProcess(RunLock(workdir)), StopRequest() as stop, Watchdog() as watchdog:
       run = _Run(self, workdir, accumulation, stop, watchdog)
       try:
         run.start()
-        while run.step < self.train.steps and not run.interrupted():
+        if run.step < train.steps and not run.interrupted():
+          run.arm("compilation", allowance=True)
+          run.step_fn.compile(run.abstract, run.abstract_batch)
+        while run.step < train.steps and not run.interrupted():
           run.one_step()
-          if run.due(self.checkpoint.every):
+          if run.due(self.built.checkpoint.every):
             run.save()
-          if run.due(self.train.eval_every):
+          if run.due(train.eval_every):
             run.evaluate()
-          if run.due(self.train.sample_every):
+          if run.due(train.sample_every):
             run.sample()
         return run.finish()
       finally:
@@ -151,88 +187,95 @@ class Trainer:
 
   def _check(self) -> int:
     """Checks what depends on several sections; returns the number of microbatches."""
-    for part, name in ((self.train, "train"), (self.checkpoint, "checkpoint")):
-      check_options(part, name)
-    shards = batch_parts(self.mesh)
-    self.train.check_mesh(shards, jax.process_count())
+    train, shards = self.built.train, self.built.mesh.size // self.built.mesh.shape["tensor"]
+    train.check_mesh(shards, jax.process_count())
     if shards % jax.process_count():
       raise ConfigError(
         f"mesh.data x mesh.expert = {shards} does not give each of {jax.process_count()} processes "
         "its own part of the batch; make mesh.tensor smaller"
       )
-    return self.train.microbatches(self.sequence_length)
+    return train.microbatches(self.built.sequence_length)
 
 
 class _Run:
   """The moving parts of `Trainer.run`."""
 
   def __init__(
-    self, spec: Trainer, workdir: Path, accumulation: int, stop: StopRequest, watchdog: Watchdog
+    self, trainer: Trainer, workdir: Path, accumulation: int, stop: StopRequest, watchdog: Watchdog
   ):
-    self.spec, self.workdir, self.accumulation = spec, workdir, accumulation
+    built = trainer.built
+    self.trainer, self.built, self.train = trainer, built, built.train
+    self.workdir, self.accumulation = workdir, accumulation
     self.stop, self.watchdog = stop, watchdog
     self.first = is_first()
-    self.optimizer: Optimizer = make_optimizer(spec.optimizer, spec.train.steps, spec.decay_mask)
-    self.abstract = abstract_state(spec.init, self.optimizer, spec.mesh, spec.shardings)
+    self.abstract = built.abstract_state()
     self.step_fn = tuned_step(
-      self._make_step, spec.train.tune, spec.train.tune_rounds, say=self._say
+      self._make_step, built.train.tune, built.train.tune_rounds, say=self._say
     )
-    self.batch_sharding = batch_sharding(spec.mesh, leading=1)
-    self.checkpointer = Checkpointer(workdir, spec.checkpoint)
-    self.batches = spec.data.train()
+    self.batch_sharding = batch_sharding(built.mesh, leading=1)
+    self.checkpointer = Checkpointer(workdir, built.checkpoint)
+    self.batches = trainer.data.train()
     self.meter = Meter()
     self.pending: tuple[int, dict, dict] | None = None  # results of a step not yet looked at
-    self.batch: dict[str, np.ndarray] = {}
+    self.batch: Batch | None = None
     self.compiled: set[str] = set()  # what ran before, and so needs no allowance for compiling
     self.evaluated_step = -1
     self.tracing = False
     self.skipping = False  # the last step that was looked at was skipped
     self.bar = Bar(0, 0, shown=False)
     self.metrics: Metrics | None = None  # on process 0
-    self.alarm = CollapseAlarm(spec.train.collapse_steps)
-    self.tokens_per_step = accumulation * spec.train.batch_size * spec.sequence_length
+    self.alarm = CollapseAlarm(built.train.collapse_steps)
+    self.tokens_per_step = accumulation * built.train.batch_size * built.sequence_length
 
   def _make_step(self, variant: Variant) -> GuidedStep:
     """The step as configured, or a variant of it; variants are compared without profiles."""
-    spec, plain = self.spec, variant == Variant()
-    overlap = spec.overlap if plain else dataclasses.replace(spec.overlap, profile_guided=False)
+    built, plain = self.built, variant == Variant()
+    overlap = built.overlap
+    if not plain:
+      overlap = dataclasses.replace(overlap, profile_guided=False)
     step = make_train_step(
-      spec.objective if plain else spec.variant(variant),
-      self.optimizer,
-      spec.mesh,
-      shardings_of(self.abstract),
-      gradients=overlap.gradients,
+      built.objective if plain else built.variant(variant),
+      built.optimizer,
+      self.abstract,
       gradient_dtype=overlap.gradient_dtype,
     )
     return GuidedStep(step, overlap, self.workdir / PROFILES, say=self._say)
+
+  @property
+  def abstract_batch(self) -> Batch:
+    """Shapes and places of one step's batch."""
+    rows = (self.accumulation, self.train.batch_size)
+    of = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=self.batch_sharding)
+    ids = of((*rows, self.built.sequence_length), np.int32)
+    return Batch(ids, ids, of(ids.shape, np.float32), ids, ids, of(rows, np.int32))
 
   # -- beginning and end ------------------------------------------------------------------------
 
   def start(self) -> None:
     """Restores the newest valid checkpoint, or initialises; opens the outputs."""
-    spec = self.spec
+    built, trainer = self.built, self.trainer
     restored = self.checkpointer.restore_latest_valid(self.abstract, self._compare)
     if restored is None:
-      self.state = init_state(spec.init, self.optimizer, spec.train.seed, self.abstract)
-      if spec.warm_start is not None:
-        self.state = spec.warm_start(self.state)
+      self.state = init_state(built.init, built.optimizer, self.train.seed, self.abstract)
+      if trainer.warm_start is not None:
+        self.state = trainer.warm_start(self.state)
       self.step = 0
     else:
       self.state, self.step = restored.state, restored.step
       self.batches.restore(restored.data_state)
     if self.first:
-      write_json(self.workdir / CONFIG, spec.config)
-      self.metrics = Metrics(self.workdir, self.step, tensorboard=spec.train.tensorboard)
-      shown = [spec.header] if spec.header else []
+      write_json(self.workdir / CONFIG, built.config)
+      self.metrics = Metrics(self.workdir, self.step, tensorboard=self.train.tensorboard)
+      shown = [trainer.header] if trainer.header else []
       origin = f"resuming from step {self.step} of" if restored else "new run in"
       print("\n".join([*shown, f"{origin} {self.workdir}"]), flush=True)
-    self.bar = Bar(self.step, spec.train.steps, shown=self.first)
-    if restored is not None and self.due(spec.train.eval_every) and not self._evaluated():
+    self.bar = Bar(self.step, self.train.steps, shown=self.first)
+    if restored is not None and self.due(self.train.eval_every) and not self._evaluated():
       self.evaluate()  # the run was stopped between this step's checkpoint and its evaluation
 
   def finish(self) -> TrainState:
     """Saves; then says that it was stopped, or evaluates and sums up."""
-    train = self.spec.train
+    train = self.train
     self._flush()
     self.save(final=True)
     if self.step < train.steps:
@@ -273,10 +316,10 @@ class _Run:
 
   def _compare(self, meta: dict[str, Any]) -> None:
     """Refuses a checkpoint of another configuration or other data; prints what may differ."""
-    allow = self.spec.checkpoint.allow_config_change
-    current = json.loads(json.dumps(self.spec.config))
+    allow = self.built.checkpoint.allow_config_change
+    current = json.loads(json.dumps(self.built.config))
     lines = check_config(meta["config"], current, allow_change=allow)
-    data = json.loads(json.dumps(self.spec.data.fingerprint()))
+    data = json.loads(json.dumps(self.trainer.data.fingerprint()))
     lines += check_data(meta["data_fingerprint"], data, allow_change=allow)
     if lines and self.first:
       print("changed since the checkpoint was written:", *lines, sep="\n  ", flush=True)
@@ -285,30 +328,30 @@ class _Run:
 
   def interrupted(self) -> bool:
     """Whether to stop before the next step."""
-    return self.stop.poll() or 0 < self.spec.train.stop_after <= self.step
+    return self.stop.poll() or 0 < self.train.stop_after <= self.step
 
   def due(self, every: int) -> bool:
     """Whether something that happens every so many steps follows this one; the end is `finish`."""
-    return bool(every) and self.step % every == 0 and 0 < self.step < self.spec.train.steps
+    return bool(every) and self.step % every == 0 and 0 < self.step < self.train.steps
 
   def one_step(self) -> None:
     """Dispatches a step; looks at the results of the one before while the device works."""
     self._profile()
-    self._arm("step", allowance=self.step_fn.compiles_next)
+    self.arm("step", allowance=self.step_fn.compiles_next)
     self.batch = self._next_batch()
     put = lambda x: jax.make_array_from_process_local_data(self.batch_sharding, x)
     self.state, scalars, arrays = self.step_fn(self.state, jax.tree.map(put, self.batch))
     self.step += 1
     self._flush()
     self.pending = (self.step, scalars, arrays)
-    train = self.spec.train
+    train = self.train
     # Where the run may be given up do not run ahead: then the state is the one that met the batch.
     critical = self.skipping or not train.max_skipped_in_row
     if critical or self.step in (train.stop_after, train.steps):
       self._flush()
 
-  def _next_batch(self) -> dict[str, np.ndarray]:
-    """Microbatches of one optimizer step as arrays [A, B / processes, ...].
+  def _next_batch(self) -> Batch:
+    """Microbatches of one optimizer step as one batch [A, B / processes, ...].
 
     Raises:
       DataError: the data ended.
@@ -320,7 +363,7 @@ class _Run:
         f"the training data ended at step {self.step}; use more data, more epochs or fewer "
         "train.steps"
       ) from None
-    return {name: np.stack([part[name] for part in parts]) for name in parts[0]}
+    return Batch.stack(parts)
 
   def _flush(self) -> None:
     """Waits for the pending step, if there is one, and logs it where due.
@@ -337,19 +380,19 @@ class _Run:
     self.bar.advance()
     if self.skipping and self.first:
       warn(f"step {step}: loss {values['objective']}, gradient norm {values['grad_norm']}; skipped")
-    if step % self.spec.train.log_every == 0 or step == self.spec.train.steps:
+    if step % self.train.log_every == 0 or step == self.train.steps:
       self._log(step, values, arrays)
-    if values["skipped_in_row"] > self.spec.train.max_skipped_in_row:
+    if values["skipped_in_row"] > self.train.max_skipped_in_row:
       self._give_up(step, values)
 
   def _log(self, step: int, values: dict[str, Any], arrays: dict[str, Array]) -> None:
     """One line on the console and in metrics.jsonl; router arrays where due."""
-    train, per_step = self.spec.train, self.meter.take()
+    train, per_step = self.train, self.meter.take()
     values = values | {"tokens": step * self.tokens_per_step, "seconds_per_step": per_step}
     rate = values["tokens_per_second"] = self.tokens_per_step / per_step
-    peak = self.spec.peak_flops * self.spec.mesh.size
-    if peak and self.spec.flops_per_token:
-      values["mfu"] = rate * self.spec.flops_per_token / peak
+    peak = self.built.peak_flops * self.built.mesh.size
+    if peak and self.built.flops_per_token:
+      values["mfu"] = rate * self.built.flops_per_token / peak
     values["eta_seconds"] = (train.steps - step) * per_step
     self.bar.print(console_line(step, train.steps, values))
     if self.metrics is None:
@@ -372,14 +415,14 @@ class _Run:
     keeper = Checkpointer(folder, CheckpointConfig(async_save=False))
     keeper.save_now(self.step, self.state, self.batches.state(), self._meta())
     keeper.close()
-    np.savez(folder / f"batch_{jax.process_index()}.npz", **self.batch)  # type: ignore[arg-type]
+    np.savez(folder / f"batch_{jax.process_index()}.npz", **vars(self.batch))  # pyright: ignore
     if self.first:
       keys = ("objective", "loss", "grad_norm", "skipped", "skipped_in_row")
       numbers = {k: str(values[k]) for k in keys}
-      write_json(folder / "failure.json", {"step": step, "seed": self.spec.train.seed} | numbers)
+      write_json(folder / "failure.json", {"step": step, "seed": self.train.seed} | numbers)
     raise NonFiniteError(
       f"{values['skipped_in_row']} steps in a row up to step {step} had a non-finite loss or "
-      f"gradient (train.max_skipped_in_row={self.spec.train.max_skipped_in_row}); state and batch "
+      f"gradient (train.max_skipped_in_row={self.train.max_skipped_in_row}); state and batch "
       f"are in {folder}. Lower optimizer.learning_rate or optimizer.clip_norm, or look at the data"
     )
 
@@ -388,7 +431,7 @@ class _Run:
   def save(self, *, final: bool = False) -> None:
     """Starts a checkpoint of this step; `final` waits for it."""
     self._flush()  # its line is in metrics.jsonl before the step counts as done
-    self._arm("save", allowance=True)
+    self.arm("save", allowance=True)
     arguments = (self.step, self.state, self.batches.state(), self._meta())
     if final:
       # `wait` may find that the last one failed: then this step is not saved, whatever was started.
@@ -400,11 +443,11 @@ class _Run:
 
   def evaluate(self) -> None:
     """Evaluates this step, unless asked to stop meanwhile: then nothing of it is kept."""
-    if self.spec.evaluate is None:
+    if self.trainer.evaluate is None:
       return
     self._flush()
-    self._arm("evaluation", allowance=True)
-    values = self.spec.evaluate(self.state, self._poll_in_evaluation)
+    self.arm("evaluation", allowance=True)
+    values = self.trainer.evaluate(self.state, self._poll_in_evaluation)
     if values is not None and self.metrics is not None:
       self.metrics.write(self.step, values, "eval")
       shown = " | ".join(f"{name} {value:.4f}" for name, value in values.items())
@@ -414,26 +457,26 @@ class _Run:
 
   def sample(self) -> None:
     """Prints a sample of the model's text; failing to is no reason to stop."""
-    if self.spec.sample is None or not self.spec.train.sample_tokens:
+    if self.trainer.sample is None or not self.train.sample_tokens:
       return
     self._flush()
-    self._arm("sample", allowance=True)
-    self.bar.print(f"sample at step {self.step}:\n{self.spec.sample(self.state)}")
+    self.arm("sample", allowance=True)
+    self.bar.print(f"sample at step {self.step}:\n{self.trainer.sample(self.state)}")
     self._pause()
 
   def _evaluated(self) -> bool:
     """Whether this step needs no evaluation (any more); the same answer on all processes."""
-    if self.spec.evaluate is None or self.evaluated_step == self.step:
+    if self.trainer.evaluate is None or self.evaluated_step == self.step:
       return True
     return first_decides(self.metrics is not None and self.metrics.file.has_eval(self.step))
 
   def _poll_in_evaluation(self) -> bool:
-    self._arm("evaluation batch")
+    self.arm("evaluation batch")
     return self.stop.poll()
 
-  def _arm(self, what: str, *, allowance: bool = False) -> None:
+  def arm(self, what: str, *, allowance: bool = False) -> None:
     """The first time of anything compiles, and saving writes: that may take longer."""
-    train = self.spec.train
+    train = self.train
     if not train.watchdog_seconds:
       return
     known, seconds = what in self.compiled, train.watchdog_seconds
@@ -449,7 +492,7 @@ class _Run:
 
   def _profile(self) -> None:
     """Starts and ends the profiler trace; a trace in this process opens no port."""
-    train = self.spec.train
+    train = self.train
     if train.profile_step and self.step + 1 == train.profile_step:
       self._flush()
       jax.profiler.start_trace(str(self.workdir / "profile"))
@@ -462,9 +505,9 @@ class _Run:
   def _meta(self) -> dict[str, Any]:
     """What a checkpoint says about itself, beside its arrays."""
     return {
-      "config": self.spec.config,
-      "data_fingerprint": self.spec.data.fingerprint(),
-      "mesh": dict(self.spec.mesh.shape),
+      "config": self.built.config,
+      "data_fingerprint": self.trainer.data.fingerprint(),
+      "mesh": dict(self.built.mesh.shape),
       "processes": jax.process_count(),
       "tokens": self.step * self.tokens_per_step,
       "versions": {"jax": jax.__version__, "python": sys.version.split()[0]},

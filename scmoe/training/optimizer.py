@@ -16,7 +16,10 @@ UNDECAYED = ("bias", "scale", "norm", "gain")  # name parts of parameters withou
 
 
 class Optimizer(NamedTuple):
-  """An optax transformation whose `update` takes `step=`, and the schedule it follows."""
+  """An optax transformation whose `update` takes `step=` and `norm=`, and the schedule it follows.
+
+  It may see one device's share of gradients and parameters, so `norm` is given: of all gradients.
+  """
 
   tx: optax.GradientTransformationExtraArgs
   schedule: Callable[[Any], Any]  # step -> learning rate
@@ -75,12 +78,28 @@ def make_optimizer(
   """
   schedule = make_schedule(cfg, steps)
   tx = optax.chain(
-    optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm else optax.identity(),
+    clip_by_norm(cfg.clip_norm) if cfg.clip_norm else optax.identity(),
     optax.scale_by_adam(cfg.beta1, cfg.beta2, cfg.eps),
     optax.add_decayed_weights(cfg.weight_decay, mask) if cfg.weight_decay else optax.identity(),
     scale_by_step(schedule),
   )
   return Optimizer(optax.with_extra_args_support(tx), schedule)
+
+
+def clip_by_norm(limit: float) -> optax.GradientTransformationExtraArgs:
+  """`optax.clip_by_global_norm` for a norm that is given to `update` (`norm=`)."""
+
+  def init(params: Any) -> optax.EmptyState:
+    del params
+    return optax.EmptyState()
+
+  def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    del params
+    norm = extra["norm"]
+    clip = lambda u: jnp.where(norm < limit, u, (u / norm.astype(u.dtype)) * limit)
+    return jax.tree.map(clip, updates), state
+
+  return optax.GradientTransformationExtraArgs(init, update)
 
 
 def scale_by_step(schedule: optax.Schedule) -> optax.GradientTransformationExtraArgs:

@@ -9,10 +9,10 @@ from scmoe.errors import ConfigError, DataError
 # What a resumed run may change: it alters how long, how often and where, not what is computed.
 SAFE = (
   "name",
+  "model.expert_impl",
   "model.expert_backend",
   "dispatch.nodes",
   "dispatch.adaptive_r",
-  "dispatch.further",
   "overlap",
   "train.steps",
   "train.stop_after",

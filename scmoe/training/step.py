@@ -1,4 +1,4 @@
-"""One optimizer step: scan over microbatches, test for finite numbers, clip, update. One jit.
+"""One optimizer step: microbatches, reduction, finite test, clip, update; in one manual region.
 
 The step knows nothing of models: it meets them through `Objective`.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -17,12 +16,19 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scmoe.errors import ConfigError
-from scmoe.parallel.mesh import BATCH_AXES, batch_parts, batch_sharding, replicated
+from scmoe.batch import Batch
+from scmoe.parallel.mesh import (
+  AXES,
+  BATCH_AXES,
+  axis_size,
+  batch_sharding,
+  manual,
+  replicated,
+  shardings_of,
+)
 from scmoe.training.optimizer import Optimizer
 
 PyTree = Any
-Batch = dict[str, Array]
 Init = Callable[[Array], tuple[PyTree, PyTree]]
 
 
@@ -45,17 +51,23 @@ class TrainState:
 
 
 class Objective(Protocol):
-  """What is trained; the model's side of the contract."""
+  """What is trained; the model's side of the contract.
+
+  Called in the manual region: parameters and batch are one device's shares.
+  """
 
   def loss(self, params: PyTree, router: PyTree, batch: Batch, rng: Array) -> tuple[Array, PyTree]:
     """Scalar to differentiate over one microbatch (leaves [B, ...]; `rng` a typed key), and aux.
 
-    `aux` is a pytree of sums that add up over microbatches.
+    The scalar is the loss of the global batch, the same on all devices, of which each device
+    differentiates its own part (`scmoe.parallel.collectives.total`). `aux` is a pytree of sums over
+    the global batch that add up over microbatches.
     """
     ...
 
-  # Optional: `retry(router, aux=None)`, where a microbatch may first be tried without the work that
-  # only skewed routing needs, as `loss(..., one_round=True)`; see `_gradients`.
+  def cast(self, params: PyTree) -> PyTree:
+    """Parameters in the types in which `loss` reads them."""
+    ...
 
   def metrics(self, aux: PyTree) -> tuple[dict[str, Array], dict[str, Array]]:
     """(scalars, per-layer arrays) of the summed `aux`.
@@ -105,50 +117,45 @@ def init_state(init: Init, optimizer: Optimizer, seed: int, abstract: TrainState
   return jax.jit(lambda: _fresh(init, optimizer, seed), out_shardings=shardings_of(abstract))()
 
 
-def shardings_of(tree: PyTree) -> PyTree:
-  """Shardings of a pytree of arrays or of abstract arrays."""
-  return jax.tree.map(lambda x: x.sharding, tree)
-
-
 def make_train_step(
   objective: Objective,
   optimizer: Optimizer,
-  mesh: Mesh,
-  state_shardings: TrainState,
+  abstract: TrainState,
   *,
-  gradients: str = "microbatch",
   gradient_dtype: str = "float32",
   compiler_options: dict[str, Any] | None = None,
-) -> Step:
+) -> Any:
   """The jitted step: (state, batch) -> (state, scalars, arrays). The given state is donated.
+
+  Batch leaves are global arrays [A, B, ...] of A microbatches, B over the mesh's batch axes.
 
   Args:
     objective: see `Objective`.
     optimizer: from `make_optimizer`.
-    mesh: batch leaves are global arrays [A, B, ...], B sharded over its axes data x expert.
-    state_shardings: as of `shardings_of(abstract_state(...))`.
-    gradients: when gradients are summed over devices: in every "microbatch", where XLA places
-      the sums, or once per "step", after each device has added up its own.
-    gradient_dtype: in which they travel in the latter case.
+    abstract: of `abstract_state`: shapes and where they lie.
+    gradient_dtype: in which gradients travel between devices.
     compiler_options: of XLA, for this step only.
 
   The scalars are those of the objective, and `objective` (what is differentiated, meaned over the
   microbatches), `loss` (the same, unless the objective says its own), `grad_norm` before clipping,
   `lr`, `finite`, `skipped`, `skipped_in_row`.
   """
+  mesh: Any = abstract.step.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
+  specs = jax.tree.map(lambda s: s.spec, shardings_of(abstract))
 
-  def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict, dict]:
+  def local_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict, dict]:
     rng = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
-    if gradients == "step":
-      specs = jax.tree.map(lambda s: s.spec, state_shardings.params)
-      add_up = partial(accumulate_locally, mesh=mesh, specs=specs, dtype=gradient_dtype)
-    else:
-      add_up = accumulate
-    loss, grads, aux = add_up(objective, state.params, state.router, batch, rng)
-    norm = optax.global_norm(grads)
-    # Before clipping: clipping by a norm with one inf turns that leaf into NaN, the rest into 0.
-    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-    new = _updated(state, grads, objective.update_router(state.router, aux), optimizer, finite)
+    # Left inside the loop, every microbatch would read all float32 weights to cast them again.
+    with jax.named_scope("cast"):
+      params = objective.cast(state.params)
+    loss, grads, aux = accumulate(objective, params, state.router, batch, rng)
+    grads = reduce_gradients(grads, specs.params, gradient_dtype)
+    with jax.named_scope("optimizer"):
+      norm = global_norm(grads, specs.params)
+      # Before clipping: clipping by a norm with one inf turns that leaf into NaN, the rest into 0.
+      finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+      router = objective.update_router(state.router, aux)
+      new = _updated(state, grads, norm, router, optimizer, finite)
     scalars, arrays = objective.metrics(aux)
     scalars = {"loss": loss} | scalars | {"objective": loss}
     scalars |= {"grad_norm": norm, "lr": optimizer.schedule(state.step), "finite": finite}
@@ -156,11 +163,12 @@ def make_train_step(
     return new, scalars, arrays
 
   everywhere: NamedSharding = replicated(mesh)
+  shardings = shardings_of(abstract)
   return jax.jit(
-    step,
+    manual(local_step, mesh, (specs, P(None, BATCH_AXES)), (specs, P(), P())),
     donate_argnums=0,
-    in_shardings=(state_shardings, batch_sharding(mesh, leading=1)),
-    out_shardings=(state_shardings, everywhere, everywhere),
+    in_shardings=(shardings, batch_sharding(mesh, leading=1)),
+    out_shardings=(shardings, everywhere, everywhere),
     compiler_options=compiler_options,
   )
 
@@ -170,106 +178,82 @@ def accumulate(
 ) -> tuple[Array, PyTree, PyTree]:
   """Loss and fp32 gradients, meaned over microbatches, and the summed aux.
 
-  Batch leaves are [A, B, ...]; microbatch i uses the key folded with i.
+  Each device adds up its own gradients: no collective but those of the loss. Batch leaves are
+  [A, B, ...]; microbatch i uses the key folded with i.
   """
+  differentiate = jax.value_and_grad(objective.loss, has_aux=True)
 
-  def one(micro: Batch, index: Any) -> tuple[Array, PyTree, PyTree]:
-    return _gradients(objective, params, router, micro, jax.random.fold_in(rng, index))
+  def microbatch(total: PyTree, item: tuple[Batch, Array]) -> tuple[PyTree, None]:
+    micro, index = item
+    result = differentiate(params, router, micro, jax.random.fold_in(rng, index))
+    # Widened as they are added: no float32 copy of all gradients is written.
+    return jax.tree.map(lambda sum, new: sum + new.astype(sum.dtype), total, result), None
 
   count = jax.tree.leaves(batch)[0].shape[0]
   first = jax.tree.map(lambda x: x[0], batch)
   if count == 1:
-    return one(first, 0)
-
-  def body(total: PyTree, item: tuple[Batch, Array]) -> tuple[PyTree, None]:
-    return jax.tree.map(jnp.add, total, one(*item)), None
-
-  zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, first, 0))
-  (loss, grads, aux), _ = jax.lax.scan(body, zero, (batch, jnp.arange(count)))
+    (loss, aux), grads = differentiate(params, router, first, jax.random.fold_in(rng, 0))
+    return loss.astype(jnp.float32), grads, aux
+  shapes = jax.eval_shape(differentiate, params, router, first, rng)
+  zeros = jax.tree.map(
+    lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), shapes
+  )
+  ((loss, aux), grads), _ = jax.lax.scan(microbatch, zeros, (batch, jnp.arange(count)))
   return loss / count, jax.tree.map(lambda g: g / count, grads), aux
 
 
-def _gradients(
-  objective: Objective, params: PyTree, router: PyTree, micro: Batch, key: Array
-) -> tuple[Array, PyTree, PyTree]:
-  """Loss, fp32 gradients and aux of one microbatch, tried in one round where that may do.
+def reduce_gradients(grads: PyTree, specs: PyTree, dtype: str = "float32") -> PyTree:
+  """Sums of the devices' gradients over all that hold the same parameter: float32.
 
-  A loop of further rounds in every layer makes the host wait for every layer, forward and backward.
-  So a first attempt goes without them, and only if its sums say that something is missing are loss
-  and gradients computed again, complete. Where the last step needed that, there is no attempt.
-  """
-
-  def run(**options: Any) -> tuple[Array, PyTree, PyTree]:
-    loss = lambda params: objective.loss(params, router, micro, key, **options)
-    (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(params)
-    return value.astype(jnp.float32), jax.tree.map(lambda g: g.astype(jnp.float32), grads), aux
-
-  retry = getattr(objective, "retry", lambda *_: None)
-  expected = retry(router)
-  if expected is None:
-    return run()
-  shapes = jax.eval_shape(run)
-  nothing = lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-  attempt = jax.lax.cond(expected, nothing, lambda: run(one_round=True))
-  return jax.lax.cond(expected | retry(router, attempt[2]), run, lambda: attempt)
-
-
-def accumulate_locally(
-  objective: Objective,
-  params: PyTree,
-  router: PyTree,
-  batch: Batch,
-  rng: Array,
-  *,
-  mesh: Mesh,
-  specs: PyTree,
-  dtype: str,
-) -> tuple[Array, PyTree, PyTree]:
-  """As `accumulate`, but each device adds up its own gradients and they are reduced once.
-
-  Left to XLA, the gradient of every replicated weight is summed over the devices in every
-  microbatch: on a slow link that takes longer than the computation. Here the whole accumulation
-  runs under `shard_map`, where the objective sees one device's part of the batch
-  (`scmoe.parallel.mesh.across_batch`).
+  The one place that says how gradients travel, and when: once per step, all of them.
 
   Args:
-    mesh: its tensor axis has one device.
-    specs: PartitionSpecs like `params`.
-    dtype: in which gradients travel; they are added up in float32 on each device.
+    grads: this device's shares of the gradients of what it differentiates, in any type.
+    specs: PartitionSpecs like the parameters.
+    dtype: in which they travel.
   """
 
-  def local(params: PyTree, router: PyTree, batch: Batch, rng: Array):
-    # Left inside the loop, every microbatch would read all float32 weights to cast them again.
-    cast = getattr(objective, "cast", lambda params: params)
-    loss, grads, aux = accumulate(objective, cast(params), router, batch, rng)
-    return loss, jax.tree.map(reduce, grads, specs), aux
-
   def reduce(grad: Array, spec: P) -> Array:
-    held = {axis for part in spec for axis in ((part,) if isinstance(part, str) else part or ())}
-    over = tuple(a for a in BATCH_AXES if a not in held and mesh.shape[a] > 1)
-    # Every device has differentiated the same global loss: the sum counts it once per device.
-    grad = grad / batch_parts(mesh)
-    return jax.lax.psum(grad.astype(dtype), over).astype(jnp.float32) if over else grad
+    over = tuple(a for a in BATCH_AXES if a not in _axes_of(spec) and axis_size(a) > 1)
+    if over:
+      grad = jax.lax.psum(grad.astype(dtype), over)
+    return grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
 
-  if mesh.shape["tensor"] > 1:
-    raise ConfigError(
-      "overlap.gradients='step' needs mesh.tensor=1; use overlap.gradients='microbatch'"
-    )
-  one = P()
-  return jax.shard_map(
-    local,
-    mesh=mesh,
-    in_specs=(specs, one, P(None, BATCH_AXES), one),
-    out_specs=(one, specs, one),
-    check_vma=False,
-  )(params, router, batch, rng)
+  with jax.named_scope("gradients"):
+    return jax.tree.map(reduce, grads, specs)
+
+
+def global_norm(grads: PyTree, specs: PyTree) -> Array:
+  """Euclidean norm of a tree whose leaves lie on the mesh as `specs` say, each counted once."""
+
+  def square(grad: Array, spec: P) -> Array:
+    copies = axis_size(*AXES) // axis_size(*_axes_of(spec))
+    return jnp.sum(jnp.square(grad.astype(jnp.float32))) / copies
+
+  total = sum(jax.tree.leaves(jax.tree.map(square, grads, specs)))
+  over = tuple(axis for axis in AXES if axis_size(axis) > 1)
+  with jax.named_scope("gradients"):
+    return jnp.sqrt(jax.lax.psum(total, over) if over else total)
+
+
+def _axes_of(spec: P) -> tuple[str, ...]:
+  """Mesh axes that split an array."""
+  parts = [(part,) if isinstance(part, str) else part or () for part in spec]
+  return tuple(axis for part in parts for axis in part)
 
 
 def _updated(
-  state: TrainState, grads: PyTree, router: PyTree, optimizer: Optimizer, finite: Array
+  state: TrainState,
+  grads: PyTree,
+  norm: Array,
+  router: PyTree,
+  optimizer: Optimizer,
+  finite: Array,
 ) -> TrainState:
   """The next state; where not `finite`, only the counters move."""
-  updates, opt_state = optimizer.tx.update(grads, state.opt_state, state.params, step=state.step)
+  updates, opt_state = optimizer.tx.update(
+    grads, state.opt_state, state.params, step=state.step, norm=norm
+  )
   params = optax.apply_updates(state.params, updates)
   keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
   missed = 1 - finite.astype(jnp.int32)

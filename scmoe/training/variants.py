@@ -17,9 +17,10 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
+from scmoe.batch import Batch
 from scmoe.errors import ConfigError
 from scmoe.training.guided import GuidedStep
-from scmoe.training.step import Batch, TrainState
+from scmoe.training.step import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +137,11 @@ class Tuner:
       return False
     variant, counts = self._plan[0]
     return not counts or self.steps.step(variant).compiles_next
+
+  def compile(self, *args: Any) -> None:
+    """Compiles every candidate for arguments of these shapes."""
+    for candidate in self.candidates:
+      self.steps.step(candidate).compile(*args)
 
   def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict, dict]:
     """One training step."""

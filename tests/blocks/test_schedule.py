@@ -1,41 +1,47 @@
-"""The slot, its makespan and its timeline, on examples of the paper's size."""
+"""The list of steps, the slot, its makespan and its timeline, on examples of the paper's size."""
 
 import itertools
 
 import pytest
 
+from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.schedule import (
+  BARRIER,
+  COMBINE,
   COMPUTE,
+  DISPATCH,
+  EXPERTS,
   LINK,
-  OverlapConfig,
+  ROUTE,
   Span,
   Times,
   best_chunks,
   best_slot,
   best_slots,
-  check_slots,
   chunked_timeline,
+  dense_steps,
   describe,
-  divide,
   draw,
   hidden_share,
+  joined,
   length,
+  make_schedule,
   makespan,
-  resolve_backward_slot,
-  resolve_slot,
   sequential_makespan,
-  slot_count,
-  slots,
+  slot_names,
   timeline,
 )
+from scmoe.blocks.wiring import WIRINGS
 from scmoe.errors import ConfigError
-from scmoe.options import check_options
 
-ATTENTION, MLP, SHARED = ("attention", 6.0), ("mlp", 8.0), ("shared expert", 8.0)
+INSIDE = "attention 1: projections"
+ATTENTION_0 = (("attention 0: projections", 3.0), ("attention 0: mixing", 3.0))
+MLP, SHARED = ("mlp 0", 8.0), ("shared expert", 8.0)
+ATTENTION = ((INSIDE, 3.0), ("attention 1: mixing", 3.0))
 WINDOWS = {  # paper §3.1: what runs beside the routed experts
-  "pos1": (ATTENTION, SHARED),
-  "pos2": (MLP, ATTENTION, SHARED),
-  "pos3": (ATTENTION, MLP, ATTENTION, SHARED),
+  "pos1": (*ATTENTION, SHARED),
+  "pos2": (MLP, *ATTENTION, SHARED),
+  "pos3": (*ATTENTION_0, MLP, *ATTENTION, SHARED),
 }
 
 
@@ -45,46 +51,146 @@ def times(window, dispatch=7.0, combine=7.0, **other):
   )
 
 
-@pytest.mark.parametrize(("window", "count"), [("pos1", 3), ("pos2", 4), ("pos3", 5)])
-def test_slots_of_the_paper(window, count):
-  assert slot_count(len(WINDOWS[window])) == count
+def names(window):
+  return [name for name, _ in WINDOWS[window]]
 
 
-def test_attention_has_a_slot_inside():
-  names = {window: [name for name, _ in ops] for window, ops in WINDOWS.items()}
-  assert slots(names["pos2"]) == [0, 1, 1.5, 2, 3]
-  assert slots(names["pos3"]) == [0, 0.5, 1, 2, 2.5, 3, 4]
+# -- the list -------------------------------------------------------------------------------------
+
+
+def listed(wiring, blocks=2, **overlap):
+  schedule = make_schedule(WIRINGS[wiring], blocks, OverlapConfig(**overlap))
+  return " | ".join(joined(schedule.forward)), " | ".join(joined(schedule.backward))
+
+
+def test_the_list_of_pos2():
+  assert listed("scmoe_pos2") == (
+    "attention 0 | route | dispatch | mlp 0 | attention 1 | shared expert | experts | combine | "
+    "add",
+    "add | combine | experts | shared expert | attention 1 | mlp 0 | dispatch | route | "
+    "attention 0",
+  )
+  assert listed("scmoe_pos2", schedule=INSIDE)[0] == (
+    "attention 0 | route | dispatch | mlp 0 | attention 1: projections | experts | combine | "
+    "attention 1: mixing | shared expert | add"
+  )
+
+
+@pytest.mark.parametrize(
+  ("wiring", "want"),
+  [
+    ("dense", "attention 0 | mlp 0 | attention 1 | mlp 1 | add"),
+    ("top2", "attention 0 | mlp 0 | attention 1 | route | dispatch | experts | combine | add"),
+    (
+      "scmoe_pos1",
+      "attention 0 | mlp 0 | route | dispatch | attention 1 | shared expert | experts | combine | "
+      "add",
+    ),
+    (
+      "scmoe_pos3",
+      "route | dispatch | attention 0 | mlp 0 | attention 1 | shared expert | experts | combine | "
+      "add",
+    ),
+    (
+      "dgmoe",
+      "attention 0 | route | dispatch | mlp 0 | attention 1 | experts | combine | route 2 | "
+      "dispatch 2 | experts 2 | combine 2 | add",
+    ),
+  ],
+)
+def test_the_list_of_every_wiring(wiring, want):
+  assert listed(wiring)[0] == want
+
+
+def test_nothing_beside_the_moe_is_the_control():
+  forward, backward = listed("scmoe_pos2", schedule="off")
+  assert "| route | dispatch | experts | combine | mlp 0 |" in forward
+  assert "| mlp 0 | combine | experts | dispatch | route |" in backward
+  steps = make_schedule(WIRINGS["scmoe_pos2"], 2, OverlapConfig(schedule="off")).steps
+  operations = [step.operation for step in steps]
+  assert operations.index(BARRIER) == operations.index(ROUTE) - 1
+  assert operations.count(BARRIER) == 2  # nothing moves in or out
+
+
+def test_the_backward_pass_may_have_a_slot_of_its_own():
+  forward, backward = listed("scmoe_pos2", schedule="mlp 0", backward="attention 1")
+  assert "mlp 0 | experts" in forward
+  assert backward.startswith("add | shared expert | combine | experts | attention 1 | mlp 0")
+  mirrored = listed("scmoe_pos2", schedule="mlp 0")[1]
+  assert "attention 1 | combine | experts | mlp 0" in mirrored
+
+
+@pytest.mark.parametrize("wiring", WIRINGS)
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+@pytest.mark.parametrize("order", ["xla", "barriers"])
+def test_every_list_is_possible(wiring, blocks, order):
+  """All dense steps in order, each gating's steps in order, in every slot that there is."""
+  rule = WIRINGS[wiring]
+  dense = dense_steps(rule, blocks)
+  for slot in ["auto", "off", *slot_names([step.name for step in dense])]:
+    overlap = OverlapConfig(schedule=slot, order=order, backward="mirror")
+    schedule = make_schedule(rule, blocks, overlap)
+    steps = [step for step in schedule.steps if step.operation != BARRIER]
+    assert [s for s in steps if s in dense] == dense
+    for gating in range(len(rule.taps)):
+      own = [s.operation for s in steps if s.gating == gating and s not in dense]
+      assert own[:4] == [ROUTE, DISPATCH, EXPERTS, COMBINE]
+    assert schedule.backward == tuple(reversed(schedule.forward))
+    barriers = sum(step.operation == BARRIER for step in schedule.steps)
+    assert (barriers > 0) == (bool(rule.taps) and (order == "barriers" or slot == "off"))
+
+
+def test_words_that_name_no_step():
+  make = lambda **overlap: make_schedule(WIRINGS["scmoe_pos2"], 2, OverlapConfig(**overlap))
+  with pytest.raises(ConfigError, match=r"overlap.schedule='mlp0' names no step; did you mean"):
+    make(schedule="mlp0")
+  with pytest.raises(ConfigError, match=r"overlap.backward='1' names no step; .*after: dispatch"):
+    make(backward="1")
+  # A step that another wiring has at its end: the last place here, so that one config serves both.
+  late = make_schedule(WIRINGS["topk"], 2, OverlapConfig(schedule="shared expert"))
+  assert late == make_schedule(WIRINGS["topk"], 2, OverlapConfig())
+
+
+def test_halves_of_an_attention_are_one_where_nothing_stands_between_them():
+  halves = ["attention 0: projections", "attention 0: mixing"]
+  assert joined([*halves, "mlp 0"]) == ["attention 0", "mlp 0"]
+  assert joined(reversed(halves)) == ["attention 0"]
+  assert joined([halves[0], "experts", halves[1]]) == [halves[0], "experts", halves[1]]
+
+
+# -- times ----------------------------------------------------------------------------------------
+
+
+def test_slots_of_the_paper_and_one_inside_each_attention():
+  assert slot_names(names("pos2")) == [DISPATCH, "mlp 0", INSIDE, "attention 1", "shared expert"]
+  whole = {window: [s for s in slot_names(names(window)) if ":" not in s] for window in WINDOWS}
+  assert {window: len(slots) for window, slots in whole.items()} == {
+    "pos1": 3,
+    "pos2": 4,
+    "pos3": 5,
+  }
   # Window 8 + 6 + 8 and twice 11: each whole slot leaves 3 of them exposed.
   full = times("pos2", 11.0, 11.0)
-  assert [makespan(full, slot) - full.computation for slot in (1, 1.5, 2)] == [3, 0, 3]
-  assert best_slot(full) == 1.5
-  assert best_slots(full) == (1.5, 1.5)
-  assert "slot 1.5 (inside attention): 32 ms, 100 % hidden <- best" in describe(full)
-
-
-def test_slots_that_do_not_exist_are_refused():
-  dense = ["mlp", "attention", "shared expert"]
-  for slot in (-1, 0, 1.5, 7):
-    check_slots(OverlapConfig(slot=slot, backward_slot=slot), dense)
-  check_slots(OverlapConfig(backward_slot=-2), dense)
-  with pytest.raises(ConfigError, match=r"overlap.slot=1.25 lies inside .*: 0, 1, 1.5, 2, 3$"):
-    check_slots(OverlapConfig(slot=1.25), dense)
-  with pytest.raises(ConfigError, match=r"overlap.backward_slot=2.5 lies inside"):
-    check_slots(OverlapConfig(backward_slot=2.5), dense)
+  exposed = [makespan(full, s) - full.computation for s in ("mlp 0", INSIDE, "attention 1")]
+  assert exposed == [3, 0, 3]
+  assert best_slot(full) == INSIDE
+  assert best_slots(full) == (INSIDE, INSIDE)
+  assert f"experts after {INSIDE}: 32 ms, 100 % hidden <- best" in describe(full)
 
 
 def test_makespan_by_hand():
   pos2 = times("pos2", add=1.0)
   # slot:      before MLP    after MLP      after attention  after the shared expert
-  assert [makespan(pos2, s) for s in range(4)] == [
+  whole = [DISPATCH, "mlp 0", "attention 1", "shared expert"]
+  assert [makespan(pos2, s) for s in whole] == [
     2 + 7 + 8 + 22 + 1,
     2 + 8 + 8 + 14 + 1,
     2 + 14 + 8 + 8 + 1,
     2 + 22 + 8 + 7 + 1,
   ]
-  assert best_slot(pos2) == 1
-  assert hidden_share(pos2, 1) == 1
-  assert hidden_share(pos2, 0) == pytest.approx(0.5)
+  assert best_slot(pos2) == "mlp 0"
+  assert hidden_share(pos2, "mlp 0") == 1
+  assert hidden_share(pos2, DISPATCH) == pytest.approx(0.5)
   assert sequential_makespan(pos2) == 2 + 22 + 8 + 1 + 14
 
 
@@ -93,17 +199,17 @@ def test_the_argmin_is_that_of_the_papers_equation_11():
     for window in WINDOWS:
       t = times(window, dispatch, combine)
       mismatches = {}
-      for slot in slots([name for name, _ in t.dense]):
-        pre, post = (sum(time for _, time in part) for part in divide(t, slot))
+      for index, slot in enumerate(t.slots):
+        pre, post = (sum(x for _, x in part) for part in (t.dense[:index], t.dense[index:]))
         mismatches[slot] = abs(pre - t.dispatch) + abs(post - t.combine)
-      assert best_slot(t) == min(mismatches, key=lambda slot: (mismatches[slot], slot % 1))
+      assert best_slot(t) == min(mismatches, key=lambda slot: (mismatches[slot], ":" in slot))
 
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_the_timeline_ends_when_the_makespan_says(window):
   for communication in (0.0, 3.0, 12.0, 40.0):
     t = times(window, communication, communication, before=3.0, add=1.0)
-    for slot in slots([name for name, _ in t.dense]):
+    for slot in t.slots:
       assert length(timeline(t, slot)) == pytest.approx(makespan(t, slot))
 
 
@@ -143,28 +249,19 @@ def test_chunks_where_communication_exceeds_the_window():
 def test_the_backward_pass_is_the_mirror_image():
   t = times("pos2", 3.0, 14.0)
   back = t.backward()
-  assert [name for name, _ in back.dense] == ["shared expert", "attention", "mlp"]
+  assert [name for name, _ in back.dense] == [name for name, _ in reversed(t.dense)]
   assert (back.dispatch, back.combine, back.experts) == (14.0, 3.0, 16)
-  for slot in range(4):
-    mirrored = len(t.dense) - slot
+  for index in range(len(t.slots)):
+    mirrored = len(t.dense) - index
     pre, post = sum(x for _, x in back.dense[:mirrored]), sum(x for _, x in back.dense[mirrored:])
-    assert makespan(back, mirrored) == pytest.approx(16 + 4 + max(pre, 14) + max(post, 3))
+    expected = 16 + 4 + max(pre, 14) + max(post, 3)
+    assert makespan(back, back.slots[mirrored]) == pytest.approx(expected)
   # Equally good slots: the backward pass takes the mirror image.
-  assert best_slots(t) == (1, 1)
-  assert best_slots(times("pos2", 14.0, 3.0)) == (2, 2)
+  assert best_slots(t) == ("mlp 0", "mlp 0")
+  assert best_slots(times("pos2", 14.0, 3.0)) == ("attention 1", "attention 1")
   # Where the backward pass takes so long that another slot fits both exchanges, it has its own.
   uneven = Times((("a", 2.0), ("b", 9.0)), dispatch=2.0, combine=18.0, route=0, experts=1)
-  assert best_slots(uneven) == (0, 1)
-
-
-def test_slots_of_a_config():
-  overlap = OverlapConfig(slot=9)
-  assert [resolve_slot(slot, 3) for slot in (9, -1, 1)] == [3, 3, 1]
-  assert resolve_backward_slot(overlap, 3) == 3
-  assert resolve_backward_slot(OverlapConfig(slot=1, backward_slot=2), 3) == 2
-  assert resolve_backward_slot(OverlapConfig(slot=1, backward_slot=-2), 3) > 3
-  with pytest.raises(ConfigError, match=r"overlap.backward_slot=-3 is too small; the least is -2"):
-    check_options(OverlapConfig(backward_slot=-3), "overlap")
+  assert best_slots(uneven) == (DISPATCH, "a")
 
 
 def test_compiler_options():
@@ -188,8 +285,11 @@ def test_the_drawing_is_to_scale():
   assert draw([]) == ""
 
 
-def test_the_description_names_the_best_slot():
+def test_the_description_names_the_best_slot_and_prints_the_list_that_runs():
   text = describe(times("pos3"))
-  assert "slot 0 (after the shortcut)" in text
-  assert "slot 4 (after shared expert)" in text
+  assert "experts after dispatch:" in text
+  assert "experts after shared expert:" in text
   assert text.count("<- best") == 1
+  schedule = make_schedule(WIRINGS["scmoe_pos3"], 2, OverlapConfig(schedule=INSIDE))
+  assert describe(times("pos3"), schedule).startswith(f"{schedule}\n")
+  assert "attention 1: projections | experts | combine | attention 1: mixing" in str(schedule)

@@ -7,8 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from scmoe.blocks.schedule import OverlapConfig, resolve_slot, slots
-from scmoe.blocks.wiring import WIRINGS, dense_operations, tap_index
+from scmoe.blocks.options import OverlapConfig
+from scmoe.blocks.schedule import dense_steps, slot_names, tap_step
+from scmoe.blocks.wiring import WIRINGS, tap_index
 from scmoe.errors import ConfigError
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.parallel.mesh import MeshConfig, make_mesh
@@ -20,7 +21,7 @@ PLAIN = OverlapConfig()
 @functools.cache
 def executed(wiring, overlap=PLAIN, remat="none"):
   config = harness.tiny(wiring=wiring)
-  graph, params = harness.parts(config, transport=DROPS, overlap=overlap)
+  graph, params = harness.parts(config, dispatch=DROPS, overlap=overlap)
   return harness.run(graph, params, remat=remat)
 
 
@@ -32,23 +33,25 @@ def assert_same_run(got, expected):
 def each_slot():
   for wiring in ("scmoe_pos1", "scmoe_pos2", "scmoe_pos3", "dgmoe"):
     rule = WIRINGS[wiring]
-    window = dense_operations(rule, 2)[tap_index(rule.taps[0], 2) :]
-    for slot in slots(window) if wiring == "scmoe_pos2" else (0, len(window)):
+    window = dense_steps(rule, 2)[tap_step(tap_index(rule.taps[0], 2)) :]
+    slots = slot_names([step.name for step in window])
+    for slot in slots if wiring == "scmoe_pos2" else (slots[0], slots[-1]):
       yield pytest.param(wiring, slot, id=f"{wiring}-{slot}")
 
 
 @pytest.mark.parametrize(("wiring", "slot"), each_slot())
 def test_overlapped_equals_sequential(wiring, slot):
   """Values, every gradient and drops, with the order tied forward and backward."""
-  overlap = OverlapConfig(slot=slot, barriers=True)
-  sequential = executed(wiring, OverlapConfig(sequential=True, barriers=True))
+  overlap = OverlapConfig(schedule=slot, order="barriers")
+  sequential = executed(wiring, OverlapConfig(schedule="off"))
   assert_same_run(executed(wiring, overlap), sequential)
   assert sequential.aux["sums"].dropped.sum() > 0
 
 
-def test_a_backward_slot_of_its_own_and_unrolled_stages_change_nothing():
-  overlap = OverlapConfig(slot=2, backward_slot=1.5, barriers=True, unroll=0)
-  assert_same_run(executed("scmoe_pos2", overlap), executed("scmoe_pos2"))
+def test_a_backward_slot_of_its_own_and_unrolled_pairs_change_nothing():
+  for backward in ("attention 1: projections", "shared expert", "free"):
+    overlap = OverlapConfig(schedule="attention 1", backward=backward, order="barriers", unroll=0)
+    assert_same_run(executed("scmoe_pos2", overlap), executed("scmoe_pos2"))
 
 
 @pytest.mark.parametrize("remat", ["dots", "moe", "full"])
@@ -60,7 +63,7 @@ def test_what_is_recomputed_changes_no_gradient(remat):
 def test_experts_are_recomputed_where_that_is_asked_for(transport):
   """`train.remat=moe` keeps nothing of the experts' hidden width but their weights."""
   config = harness.tiny(wiring="topk", top_k=2, mlp_hidden=20, expert_hidden=28)
-  graph, params = harness.parts(config, transport=DispatchConfig(transport=transport))
+  graph, params = harness.parts(config, dispatch=DispatchConfig(transport=transport))
   weights = {leaf.shape for leaf in jax.tree.leaves(params)}
 
   def kept(remat):
@@ -79,11 +82,10 @@ def test_recomputing_the_experts_gathers_nothing_again():
   config = harness.tiny(wiring="topk", top_k=1, num_experts=2)
 
   def gathers(replicas, remat):
-    transport = DispatchConfig(adaptive_r=replicas)
-    graph, params = harness.parts(config, transport=transport, mesh=mesh)
-    ids, c = harness.tokens(batch=4), harness.cotangent(batch=4)
-    function = harness.scalar(graph, ids, c, remat=remat)
-    return str(jax.make_jaxpr(jax.grad(lambda p: function(p)[0]))(params)).count("all_gather[")
+    graph, params = harness.parts(config, dispatch=DispatchConfig(adaptive_r=replicas))
+    step = harness.on_mesh(mesh, graph, params, remat=remat)
+    arguments = params, harness.tokens(batch=4), harness.cotangent(batch=4)
+    return str(jax.make_jaxpr(step)(*arguments)).count("all_gather[")
 
   for replicas in (1, 2):
     assert gathers(replicas, "moe") == gathers(replicas, "none") > 0
@@ -94,10 +96,7 @@ def test_unknown_remat():
     executed("scmoe_pos2", remat="some")
 
 
-def test_a_slot_inside_an_mlp_is_refused():
-  with pytest.raises(ConfigError, match=r"overlap.slot=0.5 lies .* use one of: 0, 1, 1.5, 2, 3"):
-    executed("scmoe_pos2", OverlapConfig(slot=0.5))
-
-
-def test_a_slot_beyond_the_window_is_its_end():
-  assert [resolve_slot(slot, 3) for slot in (-1, 0, 2, 3, 9)] == [3, 0, 2, 3, 3]
+def test_a_slot_that_is_no_step_is_refused():
+  message = r"overlap.schedule='attention' names no step; did you mean 'attention 1'\? the experts"
+  with pytest.raises(ConfigError, match=message):
+    executed("scmoe_pos2", OverlapConfig(schedule="attention"))

@@ -10,32 +10,43 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from scmoe.moe.dispatch import DispatchConfig, dropless
-from scmoe.moe.layer import MoE
-from scmoe.moe.route import RouterConfig
-from scmoe.parallel.mesh import MeshConfig, batch_sharding, make_mesh, partition_spec
+from scmoe.moe.layer import MoE, MoEConfig
+from scmoe.parallel.mesh import (
+  AXES,
+  BATCH_AXES,
+  MeshConfig,
+  batch_sharding,
+  make_mesh,
+  manual,
+  parameter_specs,
+)
+from scmoe.training.step import reduce_gradients
 
 E, K = 16, 2
 
 
-def gradient(transport: DispatchConfig, mesh, S, D, F):
+def gradient(dispatch: DispatchConfig, mesh, S, D, F):
   """The compiled gradient of a MoE layer, its parameters, and the number of rounds it reports."""
-  moe = MoE(
-    D, F, E, activation="swiglu", bias=False, init_std=0.02, out_std=0.02,
-    router=RouterConfig(), transport=transport, mesh=mesh, rngs=nnx.Rngs(0),
-  )  # fmt: skip
-  graph, params = nnx.split(moe)
-  place = lambda p: NamedSharding(mesh, partition_spec(p.axes, p[...].ndim))
-  is_param = lambda leaf: isinstance(leaf, nnx.Variable)
-  params = jax.device_put(params, jax.tree.map(place, params, is_leaf=is_param))
+  config = MoEConfig(D, F, E, K, activation="swiglu", dispatch=dispatch)
+  graph, params = nnx.split(MoE(config, rngs=nnx.Rngs(0)))
+  specs = parameter_specs(params)
+  params = jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(mesh, s)), params, specs)
 
-  def loss(params, x):
-    y, sums = nnx.merge(graph, params)(x, k=K)
-    return (y**2).sum(), (sums.rounds.max(), sums.dropped.sum())
+  def local(params, x):
+    def loss(params, x):
+      y, sums = nnx.merge(graph, params)(x)
+      return (y**2).sum(), (sums.rounds[None], sums.dropped[None])
 
+    (dparams, dx), aux = jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x)
+    return (reduce_gradients(dparams, specs), dx), aux
+
+  batch = P(BATCH_AXES)
+  step = manual(local, mesh, (specs, batch), ((specs, batch), P(AXES)))
   x = jax.ShapeDtypeStruct((mesh.size, S, D), jnp.float32, sharding=batch_sharding(mesh))
-  return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True)).lower(params, x).compile(), params
+  return jax.jit(step).lower(params, x).compile(), params
 
 
 @pytest.fixture
@@ -45,14 +56,14 @@ def mesh(devices):
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_within_1_35_of_the_capacity_transport(mesh):
-  """Measured 1.31, 1.30 and 1.26: fewer devices have more experts, whose gradient the loop adds up.
+  """Measured 1.07, 0.95 and 0.88: fewer devices have more experts, whose gradient the loop adds up.
 
   Rows of 1 KiB; narrower ones weigh less beside the integers that route them.
   """
   sizes = {"S": 4096, "D": 256, "F": 512}
   used = [
-    gradient(transport, mesh, **sizes)[0].memory_analysis().temp_size_in_bytes
-    for transport in (DispatchConfig(transport="dropless"), DispatchConfig(capacity_factor=1.25))
+    gradient(dispatch, mesh, **sizes)[0].memory_analysis().temp_size_in_bytes
+    for dispatch in (DispatchConfig(transport="dropless"), DispatchConfig(capacity_factor=1.25))
   ]
   assert used[0] <= 1.35 * used[1], used
 
@@ -68,9 +79,9 @@ def test_one_program_for_every_routing(mesh):
   rounds = []
   for x in (spread, same):
     _, (count, dropped) = program(params, jax.device_put(x, batch_sharding(mesh)))
-    rounds.append(int(count))
-    assert int(dropped) == 0
+    rounds.append(int(count.max()))
+    assert int(dropped.sum()) == 0
   # One peer gets every first choice of a device, S rows; its buffer has slack · S·K / 8 of them.
   first = int(np.ceil(1.25 * S * K / 8))
-  assert rounds[1] >= 1 + (S - first) // dropless.further_rows(first)
+  assert rounds[1] >= 1 + (S - first) // dropless.overflow_rows(first)
   assert rounds[0] < rounds[1] / 4

@@ -1,7 +1,8 @@
 """Experts that read tokens where they are: the same function as rows that are gathered first.
 
-The MoE layer against the dense sum over experts (float64) and against its own other form, in values
-and all gradients, for every routing that the router can make; and what it keeps for the backward.
+The MoE layer against the dense sum over experts (float64) and against the capacity transport with
+room for all, whose rows are gathered, in values and all gradients, for every routing that the
+router can make; and what it keeps for the backward.
 """
 
 import dataclasses
@@ -14,27 +15,27 @@ import numpy as np
 import pytest
 from flax import nnx
 from harness import assert_close
+from jax.sharding import PartitionSpec as P
 
-from scmoe.blocks.schedule import OverlapConfig
+from scmoe.blocks.options import OverlapConfig
 from scmoe.errors import ConfigError
 from scmoe.layers.mlp import activate
-from scmoe.moe import experts
-from scmoe.moe.dispatch import DispatchConfig, dropless
-from scmoe.moe.layer import MoE
-from scmoe.moe.route import RouterConfig, route
-from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, make_mesh
+from scmoe.moe.dispatch import DispatchConfig
+from scmoe.moe.layer import MoE, MoECall, MoEConfig
+from scmoe.moe.options import CompatConfig, RouterConfig
+from scmoe.moe.route import route
+from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, make_mesh, manual, parameter_specs
+from scmoe.training.step import reduce_gradients
 
 B, S, D, F = 4, 8, 6, 12
 DROPLESS = DispatchConfig(transport="dropless")
+GATHERED = DispatchConfig(capacity_factor=64.0)  # room for every token at every expert
 
 
-def layer(E, *, activation="swiglu", bias=True, router=None, transport=DROPLESS, mesh=None):
+def layer(E, k, *, activation="swiglu", bias=True, router=RouterConfig(), dispatch=DROPLESS):
   """Graph and parameters, none of them 0, of a layer whose gate tells tokens apart."""
-  make = lambda: MoE(
-    D, F, E, activation=activation, bias=bias, init_std=0.02, out_std=0.02,
-    router=router or RouterConfig(), transport=transport, mesh=mesh, rngs=nnx.Rngs(0),
-  )  # fmt: skip
-  graph, state = nnx.split(nnx.eval_shape(make))
+  config = MoEConfig(D, F, E, k, activation=activation, bias=bias, router=router, dispatch=dispatch)
+  graph, state = nnx.split(nnx.eval_shape(lambda: MoE(config, rngs=nnx.Rngs(0))))
   rng = np.random.default_rng(E)
   return graph, jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), state)
 
@@ -42,39 +43,56 @@ def layer(E, *, activation="swiglu", bias=True, router=None, transport=DROPLESS,
 def inputs():
   rng = np.random.default_rng(1)
   normal = lambda: rng.normal(size=(B, S, D)).astype(np.float32)
-  live = rng.random((B, S)) < 0.7
-  return normal(), normal(), live
+  mask = rng.random((B, S)) < 0.7
+  return normal(), normal(), mask
 
 
-def run(graph, params, *, k, live=None, **call):
-  """y and the gradients of Σ c · y by name, of the parameters and of x."""
-  x, c, _ = inputs()
+def gradients(graph, call, params, x, c):
+  """y, sums and the gradients of Σ c · y."""
 
   def function(params, x):
-    y, sums = nnx.merge(graph, params)(x, k=k, live_BS=live, **call)
+    y, sums = nnx.merge(graph, params)(x, call)
     return (c * y).sum(), (y, sums)
 
-  both = jax.jit(jax.value_and_grad(function, argnums=(0, 1), has_aux=True))
-  (_, (y, sums)), (dparams, dx) = both(params, x)
+  (_, (y, sums)), (dparams, dx) = jax.value_and_grad(function, argnums=(0, 1), has_aux=True)(
+    params, x
+  )
+  return y, sums, dparams, dx
+
+
+def run(graph, params, call=MoECall(), mesh=None):
+  """y and the gradients of Σ c · y by name, of the parameters and of x."""
+  x, c, _ = inputs()
+  function = functools.partial(gradients, graph, call)
+  if mesh is not None:
+    specs, batch = parameter_specs(params), P(BATCH_AXES)
+
+    def local(params, x, c):
+      y, sums, dparams, dx = gradients(graph, call, params, x, c)
+      return y, jax.tree.map(lambda a: a[None], sums), reduce_gradients(dparams, specs), dx
+
+    function = manual(local, mesh, (specs, batch, batch), (batch, batch, specs, batch))
+  y, sums, dparams, dx = jax.jit(function)(params, x, c)
   return np.asarray(y), harness.named(dparams) | {"x": np.asarray(dx)}, sums
 
 
-def dense(graph, params, *, k, live=None, activation="swiglu"):
+def dense(graph, params, *, k, mask=None, activation="swiglu"):
   """The same from every expert on every token, in float64."""
   x, c, _ = inputs()
-  live_T = None if live is None else live.reshape(-1)
+  mask_T = None if mask is None else mask.reshape(-1)
   gate_graph, _ = nnx.split(nnx.merge(graph, params).router_gate[0])
 
   def function(params, x):
     moe = nnx.merge(graph, params)
     gate = nnx.merge(gate_graph, nnx.split(moe.router_gate[0])[1])
     x_TD = x.reshape(-1, D)
-    routing = route(x_TD, gate, moe.router, k=k, live_T=live_T)
-    up = jnp.einsum("td,edf->tef", x_TD, moe.up[...])
-    up = up if moe.up_bias is None else up + moe.up_bias[...]
-    wide = None if moe.gate is None else jnp.einsum("td,edf->tef", x_TD, moe.gate[...])
-    out = jnp.einsum("tef,efd->ted", activate(activation, up, wide), moe.down[...])
-    out = out if moe.down_bias is None else out + moe.down_bias[...]
+    routing = route(x_TD, gate, RouterConfig(), k=k, mask_T=mask_T)
+    weights = moe.experts.weights()
+    up = jnp.einsum("td,edf->tef", x_TD, weights.up_GDF)
+    up = up if weights.up_bias_GF is None else up + weights.up_bias_GF
+    wide = None if weights.gate_GDF is None else jnp.einsum("td,edf->tef", x_TD, weights.gate_GDF)
+    out = jnp.einsum("tef,efd->ted", activate(activation, up, wide), weights.down_GFD)
+    out = out if weights.down_bias_GD is None else out + weights.down_bias_GD
     weight_TE = jnp.zeros(out.shape[:2])
     token = jnp.arange(x_TD.shape[0])[:, None]
     weight_TE = weight_TE.at[token, routing.expert_TK].add(routing.weight_TK)
@@ -98,11 +116,6 @@ def assert_same(got, expected, rtol=1e-5):
       assert_close(got[1][name], gradient, rtol, f"d {name}")
 
 
-def gathered(monkeypatch):
-  """From here on the layer gathers T·K rows, as it must where weights come before the experts."""
-  monkeypatch.setattr(dropless, "tokens_here", dropless.rows_here)
-
-
 @pytest.mark.parametrize(
   ("E", "k", "activation", "masked"),
   [
@@ -113,16 +126,16 @@ def gathered(monkeypatch):
     (64, 2, "swiglu", False),  # most experts are empty: 32 tokens
   ],
 )
-def test_equals_the_dense_sum_and_gathered_rows(E, k, activation, masked, monkeypatch):
-  graph, params = layer(E, activation=activation)
-  live = inputs()[2] if masked else None
-  got = run(graph, params, k=k, live=live)
-  assert_same(got, dense(graph, params, k=k, live=live, activation=activation))
+def test_equals_the_dense_sum_and_gathered_rows(E, k, activation, masked):
+  graph, params = layer(E, k, activation=activation)
+  mask = inputs()[2] if masked else None
+  got = run(graph, params, MoECall(mask=mask))
+  assert_same(got, dense(graph, params, k=k, mask=mask, activation=activation))
   assert masked == bool((got[0][~inputs()[2]] == 0).all())
   if E == 64:
     assert (np.asarray(got[2].load_E) == 0).any()
-  gathered(monkeypatch)
-  rows = run(graph, params, k=k, live=live)
+  gathered, _ = layer(E, k, activation=activation, dispatch=GATHERED)
+  rows = run(gathered, params, MoECall(mask=mask))
   assert_same(got, rows)
   jax.tree.map(np.testing.assert_array_equal, got[2], rows[2])
 
@@ -130,36 +143,36 @@ def test_equals_the_dense_sum_and_gathered_rows(E, k, activation, masked, monkey
 @pytest.mark.parametrize(
   "router",
   [
-    RouterConfig(round_to=4),  # choices that are not made, and ids that come twice
-    RouterConfig(normalise=False, uniform=True),
-    RouterConfig(weights="before"),
+    # Choices that are not made, and ids that come twice.
+    RouterConfig(compat=CompatConfig(round_to=4)),
+    RouterConfig(normalise=False, compat=CompatConfig(uniform=True)),
+    RouterConfig(compat=CompatConfig(weights="before")),
   ],
   ids=["rounded", "uniform", "before"],
 )
-def test_every_kind_of_routing(router, monkeypatch):
-  graph, params = layer(4, router=router)
-  call = {"k": 2, "live": inputs()[2], "key": jax.random.key(0)}
-  got = run(graph, params, **call)
-  gathered(monkeypatch)
-  assert_same(got, run(graph, params, **call))
+def test_every_kind_of_routing(router):
+  graph, params = layer(4, 2, router=router)
+  call = MoECall(mask=inputs()[2], key=jax.random.key(0))
+  gathered, _ = layer(4, 2, router=router, dispatch=GATHERED)
+  assert_same(run(graph, params, call), run(gathered, params, call))
 
 
 def test_what_masked_tokens_hold_does_not_come_through():
-  graph, params = layer(4)
-  x, _, live = inputs()
+  graph, params = layer(4, 2)
+  x, _, mask = inputs()
 
   @jax.jit
   def both(x):
-    y, pull = jax.vjp(lambda x: nnx.merge(graph, params)(x, k=2, live_BS=live)[0], x)
+    y, pull = jax.vjp(lambda x: nnx.merge(graph, params)(x, MoECall(mask=mask))[0], x)
     return y, pull(jnp.ones_like(y))[0]
 
-  got, expected = both(jnp.where(live[..., None], x, jnp.nan)), both(x)
+  got, expected = both(jnp.where(mask[..., None], x, jnp.nan)), both(x)
   np.testing.assert_array_equal(got[0], expected[0])
-  np.testing.assert_array_equal(got[1][live], expected[1][live])
+  np.testing.assert_array_equal(got[1][mask], expected[1][mask])
 
 
 @pytest.mark.parametrize(
-  ("mesh", "E", "k", "transport"),
+  ("mesh", "E", "k", "dispatch"),
   [
     (MeshConfig(2, 1, 2), 4, 2, DROPLESS),  # partial sums over the hidden width
     (MeshConfig(1, 2, 2), 4, 2, dataclasses.replace(DROPLESS, adaptive_r=0)),  # gathered weights
@@ -167,22 +180,19 @@ def test_what_masked_tokens_hold_does_not_come_through():
   ],
   ids=["tensor", "r0", "r2"],
 )
-def test_a_mesh_without_an_exchange_changes_nothing(mesh, E, k, transport):
-  single, params = layer(E, activation="geglu")
+def test_a_mesh_without_an_exchange_changes_nothing(mesh, E, k, dispatch):
+  single, params = layer(E, k, activation="geglu")
+  graph, _ = layer(E, k, activation="geglu", dispatch=dispatch)
   devices = make_mesh(mesh, num_experts=E)
-  graph, _ = layer(E, activation="geglu", transport=transport, mesh=devices)
-  expected = run(single, params, k=k)
-  place = jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec(BATCH_AXES))
-  call = {"k": k, "live": jax.device_put(np.ones((B, S), bool), place)}
-  assert_same(run(graph, harness.sharded(params, devices), **call), expected)
+  assert_same(run(graph, params, mesh=devices), run(single, params))
 
 
 def test_nothing_of_the_width_of_a_row_is_kept_per_choice():
   """A layer without biases keeps tokens, pre-activations and integers; and the caller's weights."""
   E, k = 4, 3
-  graph, params = layer(E, bias=False)
-  x, _, live = inputs()
-  function = lambda params, x: nnx.merge(graph, params)(x, k=k, live_BS=live)[0]
+  graph, params = layer(E, k, bias=False)
+  x, _, mask = inputs()
+  function = lambda params, x: nnx.merge(graph, params)(x, MoECall(mask=mask))[0]
   pull = jax.eval_shape(lambda params, x: jax.vjp(function, params, x)[1], params, jnp.asarray(x))
   kept = [a for a in jax.tree.leaves(pull) if jnp.issubdtype(a.dtype, jnp.floating)]
   assert [a.shape[-1] for a in kept if a.ndim > 1 and a.shape[-2] > B * S] == [F, F]
@@ -190,9 +200,9 @@ def test_nothing_of_the_width_of_a_row_is_kept_per_choice():
 
 
 @functools.cache
-def executed(remat="none", overlap=None):
+def executed(remat="none", overlap=OverlapConfig()):
   config = harness.tiny(wiring="scmoe_pos2", top_k=2)
-  graph, params = harness.parts(config, transport=DROPLESS, overlap=overlap)
+  graph, params = harness.parts(config, dispatch=DROPLESS, overlap=overlap)
   return harness.run(graph, params, remat=remat)
 
 
@@ -201,36 +211,20 @@ def test_what_is_recomputed_changes_no_gradient(remat):
   harness.assert_same(executed(remat), executed(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("overlap", [{"slot": 1}, {"sequential": True}], ids=["slot", "sequential"])
-def test_the_schedule_changes_no_gradient(overlap):
-  tied = OverlapConfig(barriers=True, **overlap)
+@pytest.mark.parametrize("schedule", ["mlp 0", "off"])
+def test_the_schedule_changes_no_gradient(schedule):
+  tied = OverlapConfig(order="barriers", schedule=schedule)
   harness.assert_same(executed(overlap=tied), executed(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("wiring", ["scmoe_pos2", "dgmoe"])
 def test_models_equal_the_oracle(wiring):
   config = harness.tiny(wiring=wiring, top_k=1 if wiring == "dgmoe" else 2)
-  graph, params = harness.parts(config, transport=DROPLESS)
+  graph, params = harness.parts(config, dispatch=DROPLESS)
   got = harness.run(graph, params)
   expected = harness.oracle_run(config, params, None)
   harness.assert_same(got, expected)
   harness.assert_counts(got, expected.aux["sums"])
-
-
-def test_the_backend_is_handed_down(monkeypatch):
-  asked = []
-  for name in ("moe_ffn", "grouped_ffn"):
-    real = getattr(experts, name)
-    note = lambda *a, name=name, real=real, **kw: (
-      asked.append((name, kw["backend"])) or real(*a, **kw)
-    )
-    monkeypatch.setattr(experts, name, note)
-  for weights in ("after", "before"):
-    config = harness.tiny(wiring="topk", expert_backend="xla")
-    router = RouterConfig(weights=weights)
-    graph, params = harness.parts(config, transport=DROPLESS, router=router)
-    jax.eval_shape(lambda p, g=graph: nnx.merge(g, p)(jnp.asarray(harness.tokens())).h_BSD, params)
-  assert asked == [("moe_ffn", "xla"), ("grouped_ffn", "xla")]
 
 
 def test_a_backend_that_cannot_run_says_so():

@@ -11,13 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from scmoe.moe.dispatch import capacity, dropless
-from scmoe.moe.experts import ExpertWeights, expert_stage
+from scmoe.kernels.grouped_matmul import FFNWeights
+from scmoe.moe.dispatch import Capacity, Dropless, Local, dropless
+from scmoe.moe.experts import FFNExperts, FFNExpertsConfig
 from scmoe.moe.route import make_routing
 from scmoe.parallel.collectives import Exchange
-from scmoe.parallel.mesh import AXES, BATCH_AXES, MeshConfig, make_mesh
+from scmoe.parallel.mesh import AXES, BATCH_AXES, MeshConfig, make_mesh, manual, parameter_specs
 
 T, D, F, K = 64, 8, 16, 2  # T is global
 
@@ -38,8 +40,12 @@ def choices(kind: str, E: int) -> np.ndarray:
 def problem(kind: str, E: int):
   rng = np.random.default_rng(7)
   normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-  weights = ExpertWeights(
-    normal(E, D, F), normal(E, D, F), normal(E, F, D), normal(E, F), normal(E, D)
+  weights = FFNWeights(
+    up_GDF=normal(E, D, F),
+    gate_GDF=normal(E, D, F),
+    down_GFD=normal(E, F, D),
+    up_bias_GF=normal(E, F),
+    down_bias_GD=normal(E, D),
   )
   weight_TK = jnp.asarray(rng.uniform(0.1, 1, (T, K)), jnp.float32)
   return normal(T, D), weight_TK, weights, jnp.asarray(choices(kind, E)), normal(T, D)
@@ -47,9 +53,9 @@ def problem(kind: str, E: int):
 
 def dense_oracle(x_TD, weight_TK, weights, expert_TK):
   """Every expert on every token; the choices are picked and weighted afterwards. float64."""
-  up = jnp.einsum("td,edf->tef", x_TD, weights.up_eDF) + weights.up_bias_eF
-  gate = jnp.einsum("td,edf->tef", x_TD, weights.gate_eDF)
-  out = jnp.einsum("tef,efd->ted", jax.nn.silu(gate) * up, weights.down_eFD) + weights.down_bias_eD
+  up = jnp.einsum("td,edf->tef", x_TD, weights.up_GDF) + weights.up_bias_GF
+  gate = jnp.einsum("td,edf->tef", x_TD, weights.gate_GDF)
+  out = jnp.einsum("tef,efd->ted", jax.nn.silu(gate) * up, weights.down_GFD) + weights.down_bias_GD
   picked = jnp.take_along_axis(out, expert_TK[..., None], 1)
   return (weight_TK[..., None] * picked).sum(1)
 
@@ -63,45 +69,47 @@ def oracle(kind: str, E: int):
     return jax.tree.map(np.asarray, (y, pull(cotangent.astype(jnp.float64))))
 
 
+def experts_of(E, replicas):
+  """Graph of the layer's own experts, and their parameters as `weights` hold them."""
+  config = FFNExpertsConfig(D, F, E, activation="swiglu", bias=True, adaptive_r=replicas)
+  graph, state = nnx.split(nnx.eval_shape(lambda: FFNExperts(config, rngs=nnx.Rngs(0))))
+
+  def with_weights(w):
+    values = {"up": w.up_GDF, "gate": w.gate_GDF, "down": w.down_GFD}
+    values |= {"up_bias": w.up_bias_GF, "down_bias": w.down_bias_GD}
+    return nnx.merge(graph, values)
+
+  names = {"up": "up_GDF", "gate": "gate_GDF", "down": "down_GFD"}
+  names |= {"up_bias": "up_bias_GF", "down_bias": "down_bias_GD"}
+  specs = nnx.to_pure_dict(parameter_specs(state))
+  return with_weights, FFNWeights(**{names[name]: spec for name, spec in specs.items()})
+
+
 @functools.cache
 def compiled(*, devices, transport, chunks=1, nodes=1, slack=1.25, replicas=1, E=8):
   """(x, weight, weights, expert, cotangent) -> y, gradients, rounds; for any routing."""
   mesh = make_mesh(MeshConfig(data=1, expert=devices), num_experts=E)
-  size, shards = mesh.shape["expert"], mesh.shape["shard"]
+  size = mesh.shape["expert"]
   exchange = Exchange("expert", size, nodes) if size > 1 and replicas else Exchange()
-  stage = functools.partial(
-    expert_stage,
-    activation="swiglu",
-    shards=shards,
-    replicas=replicas,
-    gather_experts=replicas == 0 and size > 1,
-  )
+  with_weights, specs = experts_of(E, replicas)
 
   def local(x, weight, weights, expert):
     probs = jnp.zeros((x.shape[0], E))
     routing = make_routing(expert, weight, probs, probs)
     if transport == "capacity":
       rows = x.shape[0] + -x.shape[0] % chunks
-      sent = capacity.dispatch(x, routing, rows_per_expert=rows, exchange=exchange, chunks=chunks)
-      done = dataclasses.replace(sent, chunks=tuple(stage(p, weights) for p in sent.chunks))
-      return capacity.combine(done, weight, exchange=exchange), sent.rounds[None]
-    sent, more = dropless.dispatch(x, routing, slack=slack, exchange=exchange, chunks=chunks), 0
-    if exchange.size > 1:
-      options = {"slack": slack, "exchange": exchange, "experts": stage}
-      sent, more = dropless.further_rounds(sent, x, routing, weights, **options)
-    done = dataclasses.replace(sent, chunks=tuple(stage(p, weights) for p in sent.chunks))
-    return dropless.combine(done, weight, exchange=exchange) + more, sent.rounds[None]
+      way = Capacity(rows, exchange, chunks=chunks)
+    elif exchange.size > 1:
+      way = Dropless(exchange, slack, chunks)
+    else:
+      way = Local()
+    experts = with_weights(weights)
+    sent = way.dispatch(x, routing, experts)
+    rows = tuple(experts(rows, layout) for rows, layout in zip(sent.rows, sent.layouts))
+    return way.combine(dataclasses.replace(sent, rows=rows)), sent.rounds[None]
 
-  into, out = P("expert", None, "shard"), P("expert", "shard")
-  specs = ExpertWeights(into, into, out, P("expert", "shard"), P("expert"))
   batch = P(BATCH_AXES)
-  function = jax.shard_map(
-    local,
-    mesh=mesh,
-    in_specs=(batch, batch, specs, batch),
-    out_specs=(batch, P(AXES)),
-    check_vma=False,
-  )
+  function = manual(local, mesh, (batch, batch, specs, batch), (batch, P(AXES)))
 
   @jax.jit
   def both(x, weight, weights, expert, cotangent):
@@ -146,7 +154,7 @@ def test_all_to_one_expert_needs_the_rounds_that_its_queue_says(slack):
   got, rounds = run("one", devices=8, transport="dropless", slack=slack)
   assert_equals_oracle("one", got)
   first = dropless.buffer_rows(16, slack=slack, peers=8)
-  assert rounds == 1 + -(-(8 - first) // dropless.further_rows(first))
+  assert rounds == 1 + -(-(8 - first) // dropless.overflow_rows(first))
 
 
 @pytest.mark.parametrize(("transport", "chunks"), [("capacity", 2), ("dropless", 3)])

@@ -1,5 +1,6 @@
 """The Hopper kernels on a GPU, against float32, on fresh random inputs and poisoned memory."""
 
+import dataclasses
 import functools
 import itertools
 import time
@@ -12,17 +13,20 @@ import pytest
 from scmoe.kernels.bench import Shape, check_layer, relative_error
 from scmoe.kernels.block_sparse import dsd, moe_topology, sdd, to_dense
 from scmoe.kernels.grouped_matmul import (
+  FFNConfig,
+  FFNWeights,
   activation_names,
-  equal_ffn,
+  choices_layout,
+  expert_ffn,
+  expert_ffn_reference,
   get_activation,
-  grouped_ffn,
-  grouped_ffn_reference,
   grouped_matmul,
   grouped_matmul_reference,
+  padded_layout,
   resolve_backend,
 )
 from scmoe.kernels.grouped_matmul.layout import make_layout
-from scmoe.kernels.moe_layer import moe_layer, route_top_k
+from scmoe.kernels.top_k import gate_product, gate_top_k
 
 pytestmark = pytest.mark.gpu
 kernels = functools.partial(grouped_matmul, backend="mosaic_gpu")
@@ -116,69 +120,61 @@ def test_all_empty_patterns_of_eight_groups(normal):
     assert not np.any(np.asarray(got[2], np.float32)[np.asarray(pattern) == 0]), pattern
 
 
+def check_ffn(x, dy, weights, layout, activation):
+  """Value (alone and with its residuals) and all gradients of the kernels against float32."""
+
+  def run(ffn, x, dy, weights, weight_MK):
+    of = lambda *a: ffn(a[0], a[1], dataclasses.replace(layout, weight_MK=a[2]))
+    y, vjp = jax.vjp(of, x, weights, weight_MK)
+    return y, of(x, weights, weight_MK), vjp(dy)
+
+  poison()
+  config = FFNConfig(activation=activation, backend="mosaic_gpu")
+  kernel = functools.partial(run, functools.partial(expert_ffn, config=config))
+  reference = functools.partial(run, functools.partial(expert_ffn_reference, activation=activation))
+  given = x, dy, weights, layout.weight_MK
+  got = jax.jit(kernel)(*given)
+  want = jax.jit(reference)(*jax.tree.map(lambda a: a.astype(jnp.float32), given))
+  # ReLU's derivative jumps, so a pre-activation rounded across zero changes a whole entry.
+  limit = 3e-2 if "relu" in activation or "reglu" in activation else 1e-2
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    assert relative_error(a, b) < limit
+
+
+def ffn_weights(normal, activation, width, hidden, groups, with_bias):
+  gated = get_activation(activation).gated
+  matrix = lambda *shape: normal(*shape) * jnp.bfloat16(shape[1] ** -0.5)
+  bias = lambda *shape: normal(*shape) if with_bias else None
+  return FFNWeights(
+    up_GDF=matrix(groups, width, hidden),
+    down_GFD=matrix(groups, hidden, width),
+    gate_GDF=matrix(groups, width, hidden) if gated else None,
+    up_bias_GF=bias(groups, hidden),
+    down_bias_GD=bias(groups, width),
+    gate_bias_GF=bias(groups, hidden) if gated else None,
+  )
+
+
 @pytest.mark.parametrize("activation", activation_names())
 @pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
-def test_ffn(normal, activation, with_bias):
-  m, d, f, groups = 700, 256, 192, 4
-  gated = get_activation(activation).gated
-  bias = lambda *shape: normal(*shape) if with_bias else None
-  arguments = {
-    "rows_MD": normal(m, d),
-    "gate_GDF": normal(groups, d, f) / 16 if gated else None,
-    "up_GDF": normal(groups, d, f) / 16,
-    "down_GFD": normal(groups, f, d) / 16,
-    "row_weight_M": normal(m).astype(jnp.float32),
-    "gate_bias_GF": bias(groups, f) if gated else None,
-    "up_bias_GF": bias(groups, f),
-    "down_bias_GD": bias(groups, d),
-  }
-  sizes, dout = jnp.asarray([13, 0, 400, 280]), normal(m, d)
-  poison()
-  options = {"group_sizes_G": sizes, "activation": activation}
-  run = lambda a: grouped_ffn(**a, **options, backend="mosaic_gpu")
-  got, vjp = jax.vjp(jax.jit(run), arguments)
-  want, plain_vjp = jax.vjp(
-    lambda a: grouped_ffn_reference(**a, **options),
-    jax.tree.map(lambda a: a.astype(jnp.float32), arguments),
+def test_tokens_in_place(normal, activation, with_bias):
+  """Choices of expert 4 are not made; expert 1 has no token."""
+  rng = np.random.default_rng(0)
+  expert = np.stack([rng.permutation([0, 2, 3, 4])[:2] for _ in range(700)])
+  layout = choices_layout(
+    jnp.asarray(expert, jnp.int32), jnp.abs(normal(700, 2)).astype(jnp.float32), 4
   )
-  assert relative_error(got, want) < 1e-2
-  gradients, plain = vjp(dout)[0], plain_vjp(dout.astype(jnp.float32))[0]
-  for name, gradient in gradients.items():
-    if gradient is not None:
-      # ReLU's derivative jumps, so a pre-activation rounded across zero changes a whole entry.
-      limit = 3e-2 if "relu" in activation or "reglu" in activation else 1e-2
-      assert relative_error(gradient, plain[name]) < limit, name
+  weights = ffn_weights(normal, activation, 256, 192, 4, with_bias)
+  check_ffn(normal(700, 256), normal(700, 256), weights, layout, activation)
 
 
-@pytest.mark.parametrize("rows", [(2, 1024), (3, 2, 384)], ids=["groups", "senders"])
+@pytest.mark.parametrize("padded", [(1, 2, 1024), (3, 2, 384)], ids=["one rank", "ranks"])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_groups_of_one_size(normal, activation, rows):
-  """Against float32, all gradients: the first layer's epilogue, rows in their senders' order."""
-  x, dy = normal(*rows, 512), normal(*rows, 512)
-  weights = [normal(2, 512, 1536) * jnp.bfloat16(0.05) for _ in range(2)]
-  weights.append(normal(2, 1536, 512) * jnp.bfloat16(0.03))
-  if activation == "gelu":
-    weights[0] = None
-  biases = normal(2, 1536), normal(2, 512)
-
-  def run(backend, x, dy, weights, biases):
-    ffn = lambda x, weights, biases: equal_ffn(
-      x,
-      *weights,
-      activation=activation,
-      up_bias_GF=biases[0],
-      down_bias_GD=biases[1],
-      backend=backend,
-    )
-    y, vjp = jax.vjp(ffn, x, weights, biases)
-    return y, ffn(x, weights, biases), vjp(dy)
-
-  poison()
-  got = jax.jit(functools.partial(run, "mosaic_gpu"))(x, dy, weights, biases)
-  floats = jax.tree.map(lambda a: a.astype(jnp.float32), (x, dy, weights, biases))
-  want = jax.jit(functools.partial(run, "xla"))(*floats)
-  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-    assert relative_error(a, b) < 1e-2
+def test_padded_experts(normal, activation, padded):
+  """The first layer's epilogue, rows in the order of their source ranks."""
+  weights = ffn_weights(normal, activation, 512, 1536, 2, True)
+  x, dy = normal(*padded, 512), normal(*padded, 512)
+  check_ffn(x, dy, weights, padded_layout(*padded), activation)
 
 
 @pytest.mark.parametrize(
@@ -192,31 +188,41 @@ def test_layer_against_float32(shape):
 
 
 def test_layer_is_deterministic_with_any_number_of_sms(normal):
-  x, router = normal(1024, 256), normal(256, 16) / 16
-  weights = normal(16, 256, 128) / 16, normal(16, 256, 128) / 16, normal(16, 128, 256) / 11
+  x, gate = normal(1024, 256), normal(256, 16) / 16
+  weights = ffn_weights(normal, "swiglu", 256, 128, 16, False)
 
   def run(num_sms):
-    layer = lambda *a: moe_layer(*a, top_k=4, backend="mosaic_gpu", num_sms=num_sms)
-    y, vjp = jax.vjp(layer, x, router, *weights)
+    def layer(x, gate, weights):
+      logits, expert = gate_top_k(x, gate, 4, backend="mosaic_gpu")
+      weight = jax.nn.softmax(jnp.take_along_axis(logits, expert, 1))
+      config = FFNConfig(backend="mosaic_gpu", num_sms=num_sms)
+      return expert_ffn(x, weights, choices_layout(expert, weight, 16), config)
+
+    y, vjp = jax.vjp(layer, x, gate, weights)
     return jax.block_until_ready((y, *vjp(x)))
 
   first = run(None)
   for num_sms in (None, 100, 7):
     poison()
-    for a, b in zip(first, run(num_sms)):
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(run(num_sms)), strict=True):
       np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
+@pytest.mark.parametrize("fp32", [True, False], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (40, 8), (128, 8), (192, 3)])
-def test_router(normal, experts, top_k):
-  x, router = normal(2048, 512), normal(512, experts)
+def test_gate(normal, experts, top_k, fp32):
+  x, gate = normal(2048, 512), normal(512, experts).astype(jnp.float32) * 1.01
+  dlogits = normal(2048, experts).astype(jnp.float32)
   poison()
-  expert, weight = route_top_k(x, router, top_k, backend="mosaic_gpu")
-  logits = jnp.dot(x, router, preferred_element_type=jnp.float32)
-  value, want = jax.lax.top_k(logits, top_k)
+  kernel = lambda x, gate: gate_top_k(x, gate, top_k, fp32=fp32, backend="mosaic_gpu")
+  (logits, expert), vjp = jax.vjp(kernel, x, gate)
+  want, plain_vjp = jax.vjp(lambda x, gate: gate_product(x, gate, fp32=fp32), x, gate)
+  assert relative_error(logits, want) < 1e-6
   # The two products sum in different orders, so near-ties may fall either way.
-  assert np.mean(np.asarray(expert) == np.asarray(want)) > 0.999
-  assert relative_error(weight, jax.nn.softmax(value, axis=1)) < 1e-3
+  assert np.mean(np.asarray(expert) == np.asarray(jax.lax.top_k(want, top_k)[1])) > 0.999
+  nothing = np.zeros(expert.shape, jax.dtypes.float0)
+  for got, plain in zip(vjp((dlogits, nothing)), plain_vjp(dlogits)):
+    assert relative_error(got, plain) < 3e-3
 
 
 def test_block_sparse(normal):

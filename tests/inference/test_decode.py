@@ -10,9 +10,12 @@ from flax import nnx
 
 from scmoe.errors import ConfigError
 from scmoe.inference.decode import decode_step, generate, prefill
-from scmoe.models.gpt import GPT, ModelConfig
+from scmoe.inference.sampling import Sampling
+from scmoe.models.config import ModelConfig
+from scmoe.models.gpt import GPT, Pass
 
 VOCAB = 64
+GREEDY = Sampling(temperature=0.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -24,7 +27,7 @@ def compile_fast():
 
 
 @functools.cache
-def make_model(wiring="scmoe_pos2", *, style="gpt2", moe_every=2, context=64, mesh=None):
+def make_model(wiring="scmoe_pos2", *, style="gpt2", moe_every=2, context=64):
   config = ModelConfig(
     style=style,
     wiring=wiring,
@@ -38,7 +41,7 @@ def make_model(wiring="scmoe_pos2", *, style="gpt2", moe_every=2, context=64, me
     dtype="float32",
     init_std=0.3,  # far from uniform predictions, so that greedy choices are no ties
   )
-  return GPT(config.resolve(vocab_size=VOCAB), mesh=mesh, rngs=nnx.Rngs(0))
+  return GPT(config.resolve(vocab_size=VOCAB), rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +65,7 @@ def test_cached_logits_equal_uncached(wiring, style, moe_every):
 
   @jax.jit
   def uncached(tokens_BS):
-    return model.logits(model(tokens_BS, no_drop=True).h_BSD)
+    return model.logits(model(tokens_BS, Pass(no_drop=True)).h_BSD)
 
   want_BSV = np.asarray(uncached(text_BS))
   prompts_BS = np.where(np.arange(8) < lengths_B[:, None], text_BS[:, :8], 63)
@@ -81,11 +84,11 @@ def test_cached_logits_equal_uncached(wiring, style, moe_every):
 def test_greedy_generation_is_the_argmax_of_the_uncached_model():
   model = make_model()
   prompts = [[1, 2, 3], [9, 8, 7, 6, 5]]
-  got = generate(model, prompts, max_new_tokens=6, temperature=0)
+  got = generate(model, prompts, GREEDY, max_new_tokens=6)
 
   @jax.jit
   def uncached(tokens_S, length):
-    logits_SV = model.logits(model(tokens_S[None], no_drop=True).h_BSD)[0]
+    logits_SV = model.logits(model(tokens_S[None], Pass(no_drop=True)).h_BSD)[0]
     return logits_SV[length - 1].argmax()
 
   for prompt, new in zip(prompts, got):
@@ -99,8 +102,8 @@ def test_greedy_generation_is_the_argmax_of_the_uncached_model():
 def test_a_prompt_does_not_depend_on_its_batch():
   """Experts have room for all: nobody's token is dropped because of a neighbour's."""
   model = make_model("topk")
-  alone = generate(model, [[1, 2, 3]], max_new_tokens=8, temperature=0)[0]
-  crowd = generate(model, [[1, 2, 3]] + [[1, 2, 3, 4]] * 7, max_new_tokens=8, temperature=0)[0]
+  alone = generate(model, [[1, 2, 3]], GREEDY, max_new_tokens=8)[0]
+  crowd = generate(model, [[1, 2, 3]] + [[1, 2, 3, 4]] * 7, GREEDY, max_new_tokens=8)[0]
   assert alone == crowd
 
 
@@ -108,9 +111,8 @@ def test_a_prompt_does_not_depend_on_its_batch():
 def test_a_mesh_says_the_same(mesh_of, sizes):
   """Three prompts over eight, or two, parts of the batch."""
   prompts = [[5, 17, 3], [8], [1, 2, 3, 4, 5, 6]]
-  options = {"max_new_tokens": 6, "temperature": 0.0}
-  alone = generate(make_model(), prompts, **options)
-  assert generate(make_model(mesh=mesh_of(*sizes)), prompts, **options) == alone
+  say = lambda **mesh: generate(make_model(), prompts, GREEDY, max_new_tokens=6, **mesh)
+  assert say(mesh=mesh_of(*sizes)) == say()
 
 
 def test_draws_follow_the_seed_and_end_at_eos():
@@ -136,4 +138,4 @@ def test_draws_follow_the_seed_and_end_at_eos():
 )
 def test_bad_requests_name_the_argument(prompts, options, text):
   with pytest.raises(ConfigError, match=text):
-    generate(make_model(), prompts, max_new_tokens=5, **options)
+    generate(make_model(), prompts, Sampling(**options), max_new_tokens=5)

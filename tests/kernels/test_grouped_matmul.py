@@ -11,7 +11,6 @@ from scmoe.kernels.grouped_matmul import (
   activation_names,
   device_has_kernels,
   get_activation,
-  grouped_ffn,
   grouped_matmul,
   grouped_matmul_reference,
   resolve_backend,
@@ -120,40 +119,6 @@ def test_all_empty_patterns_of_eight_groups():
 
 
 @pytest.mark.parametrize("activation", activation_names())
-def test_ffn_matches_the_reference(activation):
-  rng = np.random.default_rng(4)
-  m, d, f, groups = 48, 16, 24, 3
-  normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-  gated = get_activation(activation).gated
-  arguments = {
-    "rows_MD": normal(m, d),
-    "gate_GDF": normal(groups, d, f) if gated else None,
-    "up_GDF": normal(groups, d, f),
-    "down_GFD": normal(groups, f, d),
-    "row_weight_M": normal(m),
-    "gate_bias_GF": normal(groups, f) if gated else None,
-    "up_bias_GF": normal(groups, f),
-    "down_bias_GD": normal(groups, d),
-  }
-  sizes, dout = jnp.asarray([13, 0, 30]), normal(m, d)
-  results = []
-  for backend in ("xla", "reference"):
-    f_of = lambda a, backend=backend: grouped_ffn(
-      **a, group_sizes_G=sizes, activation=activation, backend=backend
-    )
-
-    @jax.jit
-    def run(arguments, f_of=f_of):
-      out, vjp = jax.vjp(f_of, arguments)
-      return out, vjp(dout)[0]
-
-    results.append(run(arguments))
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), results[0], results[1]
-  )
-
-
-@pytest.mark.parametrize("activation", activation_names())
 def test_an_epilogue_computes_the_same_activation_with_its_derivative(activation):
   kind = get_activation(activation)
   h = jnp.concatenate([jnp.linspace(-9, 9, 3001), jnp.asarray([0.0, -40.0, 40.0])])
@@ -166,53 +131,6 @@ def test_an_epilogue_computes_the_same_activation_with_its_derivative(activation
   scale = np.maximum(np.maximum(1, np.abs(wide)), np.abs(value))
   for have, want in zip(got, (value, value, slope)):
     assert np.max(np.abs(have - want) / scale) < 1e-6
-
-
-@pytest.mark.parametrize("backend", ["xla", "reference"])
-def test_ffn_of_rows_in_any_order(backend):
-  """Rows, weights, results and gradients keep their order; rows of no group are zero."""
-  rng = np.random.default_rng(8)
-  m, d, f, groups, sizes = 40, 16, 24, 3, jnp.asarray([13, 0, 20])
-  normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-  rows, scale, dout = normal(m, d), normal(m), normal(m, d)
-  weights = normal(groups, d, f), normal(groups, d, f), normal(groups, f, d)
-  order = rng.permutation(m)  # the row at each place, the last seven of no group
-  place = np.argsort(order)
-  place = jnp.asarray(np.where(place < 33, place, m), jnp.int32)
-
-  def run(rows, scale, dout, **options):
-    def ffn(rows, scale, weights):
-      return grouped_ffn(rows, *weights, sizes, row_weight_M=scale, backend=backend, **options)
-
-    y, vjp = jax.vjp(ffn, rows, scale, weights)
-    drows, dscale, dweights = vjp(dout)
-    return (y, drows, dscale), dweights
-
-  got, dweights = run(rows, scale, dout, place_M=place)
-  want, want_dweights = run(rows[order], scale[order], dout[order])
-  for one, sorted_one in zip(got, want, strict=True):
-    np.testing.assert_allclose(one[order], sorted_one, rtol=1e-4, atol=1e-5)
-  for one, other in zip(dweights, want_dweights, strict=True):
-    np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
-  with pytest.raises(ValueError, match=r"place has shape \(3,\) but there are 40 rows"):
-    run(rows, scale, dout, place_M=place[:3])
-
-
-def test_ffn_keeps_only_rows_and_pre_activations():
-  rng = np.random.default_rng(5)
-  m, d, f, groups = 64, 16, 24, 2
-  normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
-  rows, gate, up, down = (
-    normal(m, d),
-    normal(groups, d, f),
-    normal(groups, d, f),
-    normal(groups, f, d),
-  )
-  sizes = jnp.asarray([32, 32])
-  _, vjp = jax.vjp(lambda rows: grouped_ffn(rows, gate, up, down, sizes, backend="xla"), rows)
-  shapes = sorted(x.shape for x in jax.tree.leaves(vjp) if getattr(x, "ndim", 0) == 2)
-  padded = make_layout(sizes, m, 8).num_rows
-  assert shapes == sorted([(m, d), (padded, f), (padded, f)])
 
 
 def test_float64_under_x64():
@@ -277,5 +195,3 @@ def test_errors_name_both_sides():
     grouped_matmul(lhs, rhs, jnp.ones(4))
   with pytest.raises(ValueError, match=r"bias has shape"):
     grouped_matmul(lhs, rhs, jnp.asarray([1, 1, 1, 1]), bias_GN=bias[:, :3])
-  with pytest.raises(ValueError, match=r"'swiglu' is gated but the FFN lacks gate weights"):
-    grouped_ffn(lhs, None, rhs, jnp.swapaxes(rhs, 1, 2), jnp.asarray([1, 1, 1, 1]))

@@ -8,12 +8,14 @@ import pytest
 import tape
 from flax import nnx
 from harness import named
+from jax.sharding import PartitionSpec as P
 
-from scmoe.layers.attention import Attention, KeyValues, rotate
-from scmoe.layers.embed import Embedding
-from scmoe.layers.mlp import MLP, activate
+from scmoe.layers.attention import Attention, AttentionConfig, KeyValues, rotate
+from scmoe.layers.embed import Embedding, EmbeddingConfig
+from scmoe.layers.mlp import MLP, MLPConfig, activate
 from scmoe.layers.norm import Norm
-from scmoe.parallel.mesh import batch_sharding
+from scmoe.parallel.mesh import manual, parameter_specs
+from scmoe.training.step import reduce_gradients
 
 B, S, D = 2, 5, 12
 
@@ -54,8 +56,7 @@ def test_norms_of_large_bfloat16_values_are_computed_in_float32():
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
 def test_mlps(activation, bias):
-  mlp = MLP(D, 7, activation=activation, bias=bias, init_std=1, out_std=1, rngs=nnx.Rngs(0))
-  mlp, p = randomised(mlp)
+  mlp, p = randomised(MLP(MLPConfig(D, 7, activation, bias), rngs=nnx.Rngs(0)))
   x = inputs(S, D)
   expected = [oracles.feed_forward(tape.lift(v), p, activation) for v in x]
   assert_close(mlp(jnp.asarray(x)), oracles.values(expected))
@@ -67,18 +68,10 @@ def test_a_gated_activation_needs_its_gate():
 
 
 def attention(kv_heads, theta, bias):
-  module = Attention(
-    D,
-    num_heads=4,
-    num_kv_heads=kv_heads,
-    head_dim=6,
-    rope_theta=theta,
-    bias=bias,
-    init_std=1,
-    out_std=1,
-    rngs=nnx.Rngs(0),
+  config = AttentionConfig(
+    D, num_heads=4, num_kv_heads=kv_heads, head_dim=6, rope_theta=theta, bias=bias
   )
-  return randomised(module)
+  return randomised(Attention(config, rngs=nnx.Rngs(0)))
 
 
 @pytest.mark.parametrize(
@@ -94,12 +87,8 @@ def test_attention(kv_heads, theta, bias, packed):
   positions = (
     np.asarray([[0, 1, 0, 1, 2], [0, 0, 1, 0, 1]]) if packed else np.arange(S)[None].repeat(B, 0)
   )
-  got, cache = module(
-    jnp.asarray(x),
-    jnp.asarray(positions),
-    segments_BS=None if documents is None else jnp.asarray(documents),
-  )
-  assert cache is None
+  segments = None if documents is None else jnp.asarray(documents)
+  got = module(jnp.asarray(x), jnp.asarray(positions), segments)
   for b in range(B):
     of_row = None if documents is None else documents[b]
     expected = oracles.attention(list(map(tape.lift, x[b])), p, theta, positions[b], of_row)
@@ -111,13 +100,16 @@ def test_attention_with_a_cache_equals_attention_without(theta):
   module, _ = attention(2, theta, True)
   x = jnp.asarray(inputs(B, S, D))
   positions = jnp.broadcast_to(jnp.arange(S), (B, S))
-  whole, _ = module(x, positions)
+  whole = module(x, positions)
+  part = lambda at, cache: module.mix(
+    module.project(x[:, at], positions[:, at]), positions[:, at], cache=cache
+  )
   empty = jnp.full((B, S + 3, 2, 6), 1e4)  # what lies beyond a row's position is never read
   cache = KeyValues(empty, empty)
-  first, cache = module(x[:, :2], positions[:, :2], cache=cache)
+  first, cache = part(slice(0, 2), cache)
   parts = [first]
   for t in range(2, S):
-    y, cache = module(x[:, t : t + 1], positions[:, t : t + 1], cache=cache)
+    y, cache = part(slice(t, t + 1), cache)
     parts.append(y)
   assert_close(jnp.concatenate(parts, 1), np.asarray(whole))
 
@@ -143,7 +135,7 @@ def test_rope_scores_depend_on_distance_only():
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_embedding_and_logits(tied):
-  module, p = randomised(Embedding(7, D, context=S, tied=tied, init_std=1, rngs=nnx.Rngs(0)))
+  module, p = randomised(Embedding(EmbeddingConfig(7, D, context=S, tied=tied), rngs=nnx.Rngs(0)))
   ids = np.asarray([[1, 6, 0]])
   h = module(jnp.asarray(ids), jnp.asarray([[0, 1, 4]]), jnp.float32)
   expected = [p["tokens"].value[i] + p["positions"].value[s] for i, s in zip([1, 6, 0], [0, 1, 4])]
@@ -154,7 +146,7 @@ def test_embedding_and_logits(tied):
 
 
 def test_both_uses_of_tied_embeddings_get_a_gradient():
-  module = Embedding(3, D, context=0, tied=True, init_std=1, rngs=nnx.Rngs(0))
+  module = Embedding(EmbeddingConfig(3, D, init_std=1), rngs=nnx.Rngs(0))
   graph, state = nnx.split(module)
 
   def loss(state):
@@ -166,30 +158,52 @@ def test_both_uses_of_tied_embeddings_get_a_gradient():
   np.testing.assert_allclose(gradient, np.stack([0 * table[0], table[2], table[1]]), rtol=1e-6)
 
 
-@pytest.mark.parametrize("devices", [1, 4])
-def test_mlp_on_kernels_lowers_for_cuda(mesh_of, devices):
-  """Each device's part of the batch in a kernel; under a gradient, or cut too small, XLA."""
-  mesh = mesh_of(expert=devices)
-  mlp = MLP(
-    64,
-    128,
-    activation="gelu",
-    bias=True,
-    init_std=0.02,
-    out_std=0.02,
-    mesh=mesh,
-    backend="mosaic_gpu",
-    rngs=nnx.Rngs(params=0),
-  )
-  graph, state = nnx.split(mlp)
-  place = batch_sharding(mesh)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_vocabulary_in_parts_has_the_losses_and_gradients_of_a_whole_one(mesh_of, tied):
+  """Embedding, logits and losses on two devices, each with half of the tokens' rows."""
+  module, _ = randomised(Embedding(EmbeddingConfig(6, D, context=S, tied=tied), rngs=nnx.Rngs(0)))
+  graph, params = nnx.split(module)
+  rng = np.random.default_rng(3)
+  ids, targets = (jnp.asarray(rng.integers(0, 6, (B, S))) for _ in range(2))
+  positions = jnp.broadcast_to(jnp.arange(S), (B, S))
+  c = jnp.asarray(rng.normal(size=(B, S)), jnp.float32)
+
+  def both(params):
+    def value(params):
+      model = nnx.merge(graph, params)
+      h_BSD = model(ids, positions, jnp.float32)
+      nats, correct = model.token_losses(jnp.sin(h_BSD), targets)
+      return (nats * c).sum(), (nats, correct, model.logits(h_BSD))
+
+    (_, aux), grads = jax.value_and_grad(value, has_aux=True)(params)
+    return aux, grads
+
+  specs, mesh = parameter_specs(params), mesh_of(tensor=2)
+
+  def local(params):
+    aux, grads = both(params)
+    return aux, reduce_gradients(grads, specs)
+
+  got = jax.jit(manual(local, mesh, (specs,), (P(), specs)))(params)
+  jax.tree.map(assert_close, got, jax.jit(both)(params))
+  logits = jax.nn.log_softmax(got[0][2])
+  assert set(np.unique(got[0][1])) <= {0.0, 1.0}
+  assert logits.shape == (B, S, 6)
+
+
+def test_mlp_on_kernels_lowers_for_cuda(mesh_of):
+  """Alone, forward passes are a kernel; under a gradient, cut too small, or beside others, XLA."""
+  config = MLPConfig(64, 128, bias=True, backend="mosaic_gpu")
+  graph, state = nnx.split(MLP(config, rngs=nnx.Rngs(0)))
 
   def text(function, seq):
-    x = jax.ShapeDtypeStruct((4, seq, 64), jnp.bfloat16, sharding=place)
+    x = jax.ShapeDtypeStruct((4, seq, 64), jnp.bfloat16)
     return jax.jit(function).trace(state, x).lower(lowering_platforms=("cuda",)).as_text()
 
   forward = lambda state, x: nnx.merge(graph, state)(x)
   loss = lambda state, x: forward(state, x).astype(jnp.float32).sum()
+  beside = manual(forward, mesh_of(expert=4), (P(), P("expert")), P("expert"))
   assert "mosaic_gpu" in text(forward, 128)
   assert "mosaic_gpu" not in text(forward, 90)
   assert "mosaic_gpu" not in text(jax.grad(loss), 128)
+  assert "mosaic_gpu" not in text(beside, 128)

@@ -8,16 +8,17 @@ import pytest
 from flax import nnx
 
 from scmoe.blocks.wiring import WIRINGS
+from scmoe.models.gpt import Pass
 from scmoe.moe.dispatch import DispatchConfig
 
 LENGTH = 5
-DROPS = DispatchConfig(capacity_factor=1.0)
+DROPS = DispatchConfig(capacity_factor=0.5)
 ROOM = DispatchConfig(capacity_factor=0.0)  # for every token
 
 
-def sensitivities(config, transport, **call):
+def sensitivities(config, dispatch, **given):
   """|d out[t] / d input embedding[s]|, the largest over the width: [t, s]; and the drops."""
-  graph, params = harness.parts(config, transport=transport)
+  graph, params = harness.parts(config, dispatch=dispatch)
   ids = harness.tokens(batch=1, length=LENGTH)
   direction = jnp.asarray(np.random.default_rng(0).normal(size=config.width), jnp.float32)
 
@@ -28,7 +29,7 @@ def sensitivities(config, transport, **call):
       return leaf[ids[0]] + shift_SD if is_table else leaf
 
     model = nnx.merge(graph, jax.tree_util.tree_map_with_path(place, params))
-    out = model(jnp.arange(LENGTH)[None], **call)
+    out = model(jnp.arange(LENGTH)[None], Pass(**given))
     return out.h_BSD[0] @ direction, out.sums
 
   with jax.disable_jit():

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from scmoe.blocks.schedule import OverlapConfig
 from scmoe.blocks.wiring import WIRINGS
 from scmoe.errors import ConfigError
-from scmoe.models.gpt import GPT, ModelConfig
-from scmoe.moe.route import RouterConfig
+from scmoe.models.config import ModelConfig
+from scmoe.models.gpt import GPT
+from scmoe.moe.dispatch import DispatchConfig
+from scmoe.moe.options import RouterConfig
 from scmoe.options import check_options
 
-WIDE = {"width": 64, "mlp_hidden": 64, "expert_hidden": 64, "shared_hidden": 64, "num_experts": 8}
 D, F, E, V, S, L = 16, 24, 4, harness.VOCAB, harness.LENGTH, 4
 
 
@@ -147,24 +147,18 @@ def test_every_option_has_a_meaning():
     check_options(cls(), "x")
 
 
-@pytest.mark.parametrize(
-  ("backend", "devices", "barriers", "equal"),
-  [
-    ("auto", 0, False, "auto"),
-    ("auto", 1, False, "auto"),
-    ("auto", 8, False, "xla"),
-    ("auto", 8, True, "auto"),
-    ("xla", 1, True, "xla"),
-    ("mosaic_gpu", 8, False, "mosaic_gpu"),
-  ],
-)
-def test_what_computes_groups_of_one_size(mesh_of, backend, devices, barriers, equal):
-  config = harness.tiny(wiring="scmoe_pos2", dtype="bfloat16", **WIDE, expert_backend=backend)
-  mesh = mesh_of(expert=devices) if devices else None
-  overlap = OverlapConfig(barriers=barriers)
-  model = nnx.eval_shape(lambda: GPT(config, mesh=mesh, overlap=overlap, rngs=nnx.Rngs(0)))
-  moe = model.stages.moe
-  assert (moe.backend, moe.equal_backend) == (backend, equal)
-  mlps = [b.mlp for unit in model.stages.units for b in unit.blocks if b.mlp is not None]
-  assert mlps
-  assert {mlp.backend for mlp in mlps} == {equal}
+@pytest.mark.parametrize("impl", ["grouped", "block_sparse"])
+def test_what_computes_the_experts_changes_nothing(impl):
+  """`model.expert_impl` (MegaBlocks mlp_impl): values and every gradient, with drops."""
+  runs = []
+  for word in ("auto", impl):
+    config = harness.tiny(wiring="scmoe_pos2", expert_impl=word)
+    graph, params = harness.parts(config, dispatch=DispatchConfig(capacity_factor=1.0))
+    runs.append(harness.run(graph, params))
+  harness.assert_same(runs[1], runs[0])
+  assert runs[0].aux["sums"].dropped.sum() > 0
+
+
+def test_unknown_implementation():
+  with pytest.raises(ConfigError, match=r"model\.expert_impl='sparse' is unknown; did you mean"):
+    harness.tiny(expert_impl="sparse")

@@ -47,7 +47,7 @@ def test_the_model_equals_its_equations(name):
   config = harness.tiny(**({"top_k": 1} | CASES[name]))
   # Room for top_k times the balanced share holds 3 choices of 4 experts however they fall.
   transport = dataclasses.replace(DROPS, capacity_factor=0.5) if config.top_k == 3 else DROPS
-  graph, params = harness.parts(config, transport=transport)
+  graph, params = harness.parts(config, dispatch=transport)
   expected = harness.oracle_run(config, params, transport)
   got = harness.run(graph, params, jit=harness.eager)
   harness.assert_same(got, expected)
@@ -59,11 +59,11 @@ def test_the_model_equals_its_equations(name):
 @pytest.mark.parametrize("wiring", ["top2", "scmoe_pos2", "dgmoe"])
 def test_without_drops_and_with_padding(wiring):
   config = harness.tiny(wiring=wiring)
-  graph, params = harness.parts(config, transport=DROPS)
+  graph, params = harness.parts(config, dispatch=DROPS)
   live = np.ones((harness.BATCH, harness.LENGTH), bool)
   live[0, 4:] = False
   expected = harness.oracle_run(config, params, None, live=live)
-  got = harness.run(graph, params, no_drop=True, live_BS=live)
+  got = harness.run(graph, params, no_drop=True, mask_BS=live)
   harness.assert_same(got, expected)
   harness.assert_counts(got, expected.aux["sums"])
   assert got.aux["sums"].dropped.sum() == 0

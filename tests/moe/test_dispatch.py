@@ -10,7 +10,8 @@ import pytest
 from test_route import routed
 
 from scmoe.errors import ConfigError
-from scmoe.moe.dispatch import capacity, local
+from scmoe.kernels.permute import gather_rows, sum_rows
+from scmoe.moe.dispatch import Capacity, capacity
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,7 @@ from scmoe.moe.dispatch import capacity, local
   ],
 )
 def test_capacity_is_tutels(factor, tokens, experts, k, rows):
-  assert capacity.capacity(factor, tokens=tokens, num_experts=experts, k=k) == rows
+  assert capacity(factor, tokens=tokens, num_experts=experts, k=k) == rows
   assert oracles.capacity(factor, tokens, experts, k) == rows
 
 
@@ -34,17 +35,17 @@ def test_capacity_is_tutels(factor, tokens, experts, k, rows):
 def test_a_capacity_of_zero_says_what_would_do(tokens, rule):
   options = {"tokens": tokens, "num_experts": 3, "k": 2, "rule": rule}
   with pytest.raises(ConfigError, match=r"capacity_factor=0\.01 .* a capacity of 0; use at") as e:
-    capacity.capacity(0.01, **options)
+    capacity(0.01, **options)
   remedy = float(re.search(r"at least ([0-9.]+)", str(e.value))[1])
-  assert capacity.capacity(remedy, **options) > 0
+  assert capacity(remedy, **options) > 0
 
 
 def test_a_factor_of_zero_drops_nothing_and_a_negative_one_is_a_bound():
   options = {"tokens": 8, "num_experts": 4, "k": 1}
-  assert capacity.capacity(0.0, **options) == 8
-  assert capacity.capacity(0.0, **options, need=3) == 3
-  assert capacity.capacity(-1.0, **options, need=3) == 2
-  assert capacity.capacity(-2.0, **options, need=3) == 3
+  assert capacity(0.0, **options) == 8
+  assert capacity(0.0, **options, need=3) == 3
+  assert capacity(-1.0, **options, need=3) == 2
+  assert capacity(-2.0, **options, need=3) == 3
 
 
 @pytest.mark.parametrize("rows", [1, 2, 6])
@@ -53,8 +54,8 @@ def test_gradients_of_the_permutation(k, rows):
   rng = np.random.default_rng(10 * k + rows)
   tokens, experts, groups, width = 6, 4, 2, 3
   choices = np.argsort(rng.random((tokens, experts)), 1)[:, :k]
-  routing = routed(choices, experts, groups, live=[1, 1, 0, 1, 1, 1])
-  slot_TK, source_R, _ = local.buffer_plan(routing, rows)
+  routing = routed(choices, experts, mask=[1, 1, 0, 1, 1, 1])
+  permutation, _ = Capacity(rows, groups=groups).plan(routing)
   size = experts * groups * rows
   normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
   x, weight, c, scale = (
@@ -64,11 +65,11 @@ def test_gradients_of_the_permutation(k, rows):
     normal(size),
   )
   # One-hot matrices say the same with products only: 1 at [t, k, r] where the choice fills row r.
-  one_hot = jax.nn.one_hot(slot_TK, size)
+  one_hot = jax.nn.one_hot(permutation.row_TK, size)
 
   def gathered(x, weight):
-    rows = jnp.sin(local.gather_rows(x, slot_TK, source_R)) * scale[:, None]
-    return (local.sum_rows(rows, weight, slot_TK, source_R) * c).sum()
+    rows = jnp.sin(gather_rows(x, permutation)) * scale[:, None]
+    return (sum_rows(rows, weight, permutation) * c).sum()
 
   def multiplied(x, weight):
     rows = jnp.sin(jnp.einsum("tkr,td->rd", one_hot, x)) * scale[:, None]
@@ -82,20 +83,19 @@ def test_gradients_of_the_permutation(k, rows):
 def test_the_sum_of_rows_accumulates_in_float32():
   # 256 + 1 + 1 in bfloat16, one after the other, would stay 256.
   routing = routed([[0, 1, 2]], 3)
-  slot_TK, source_R, _ = local.buffer_plan(routing, 1)
+  permutation, _ = Capacity(1).plan(routing)
   rows = jnp.asarray([[256.0], [1.0], [1.0]], jnp.bfloat16)
-  y = local.sum_rows(rows, jnp.ones((1, 3), jnp.float32), slot_TK, source_R)
+  y = sum_rows(rows, jnp.ones((1, 3), jnp.float32), permutation)
   assert y.dtype == jnp.bfloat16
   assert float(y[0, 0]) == 258
 
 
 def test_no_scatter_where_rows_travel():
   routing = routed([[0, 1], [1, 0]], 2)
-  slot_TK, source_R, _ = local.buffer_plan(routing, 2)
+  permutation, _ = Capacity(2).plan(routing)
 
   def function(x, weight):
-    rows = local.gather_rows(x, slot_TK, source_R)
-    return local.sum_rows(rows, weight, slot_TK, source_R).sum()
+    return sum_rows(gather_rows(x, permutation), weight, permutation).sum()
 
   program = str(jax.make_jaxpr(jax.grad(function, (0, 1)))(jnp.ones((2, 3)), jnp.ones((2, 2))))
   assert "gather" in program

@@ -5,13 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from scmoe.errors import ConfigError
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.gates import GATES, CosineGate, LinearGate, cosine_logits, make_gates
-from scmoe.moe.layer import MoE
-from scmoe.moe.options import RouterConfig
-from scmoe.moe.route import combine_weights, route, top_k_weights
+from scmoe.moe.layer import MoE, MoECall, MoEConfig
+from scmoe.moe.options import CompatConfig, RouterConfig
+from scmoe.moe.route import route, scaled_weights
+from scmoe.parallel.mesh import BATCH_AXES, manual, parameter_specs
+from scmoe.training.step import reduce_gradients
 
 T, D, E, PROJECTED = 6, 4, 5, 3
 
@@ -106,31 +109,38 @@ def test_a_low_precision_model_chooses_by_float32_logits(kind):
   assert not np.array_equal(narrow[0](x), wide)
 
 
-def layer(router, mesh=None, width=4, experts=4, transport=None, seed=0):
-  return MoE(
+def layer(router, k=2, width=4, experts=4, dispatch=None, seed=0):
+  config = MoEConfig(
     width,
     8,
     experts,
-    activation="gelu",
-    bias=False,
+    k,
     init_std=0.5,
     out_std=0.5,
     router=router,
-    transport=transport or DispatchConfig(capacity_factor=4.0, groups=2),
-    mesh=mesh,
-    rngs=nnx.Rngs(seed),
+    dispatch=dispatch or DispatchConfig(capacity_factor=4.0, groups=2),
   )
+  return MoE(config, rngs=nnx.Rngs(seed))
 
 
-def run(moe, x, k=2, **options):
-  """A layer's output; options are closed over."""
+def run(moe, x, mesh=None, **call):
+  """A layer's output and its routing sums over all devices."""
   graph, params = nnx.split(moe)
-  return jax.jit(lambda params, x: nnx.merge(graph, params)(x, k=k, **options))(params, x)
+  function = lambda params, x: nnx.merge(graph, params)(x, MoECall(**call))
+  if mesh is not None:
+    alone, batch = function, P(BATCH_AXES)
+
+    def local(params, x):
+      y, sums = alone(params, x)
+      return y, jax.lax.psum(sums, BATCH_AXES)
+
+    function = manual(local, mesh, (parameter_specs(params), batch), (batch, P()))
+  return jax.jit(function)(params, x)
 
 
 def test_jitter_moves_the_router_and_not_the_experts():
   x = jnp.asarray(draw(2, 3, 4), jnp.float32)
-  moe = layer(RouterConfig(jitter=0.5))
+  moe = layer(RouterConfig(compat=CompatConfig(jitter=0.5)), k=1)
 
   class Echo(nnx.Module):
     """Its scores are what it reads."""
@@ -142,8 +152,9 @@ def test_jitter_moves_the_router_and_not_the_experts():
 
   @jax.jit
   def start(x, key):
-    flight = moe.start(x, k=1, key=key)
-    return flight.routing.logits_TE, flight.dispatched.chunks[0].rows
+    flight = moe.route(x, MoECall(key=key))
+    sent = flight.transport.dispatch(flight.x_TD, flight.routing, moe.experts)
+    return flight.routing.logits_TE, sent.rows[0]
 
   read, sent = start(x, jax.random.key(3))
   tokens = np.asarray(x).reshape(-1, 4)
@@ -159,12 +170,13 @@ def test_jitter_moves_the_router_and_not_the_experts():
 
 
 def test_jitter_and_noise_do_not_depend_on_the_mesh(mesh_of):
-  router = RouterConfig(jitter=0.3, noise=2.0, gate="cosine", cosine_dim=4)
+  jitter = CompatConfig(jitter=0.3)
+  router = RouterConfig(noise=2.0, gate="cosine", cosine_dim=4, compat=jitter)
   x, key = jnp.asarray(draw(2, 3, 4), jnp.float32), jax.random.key(5)
   alone, sums = run(layer(router), x, key=key)
-  together, spread = run(layer(router, mesh_of(1, 2, 1)), x, key=key)
+  together, spread = run(layer(router), x, mesh_of(1, 2, 1), key=key)
   np.testing.assert_allclose(together, alone, rtol=1e-5, atol=1e-6)
-  np.testing.assert_array_equal(spread.load_E.sum(0), sums.load_E.sum(0))
+  np.testing.assert_array_equal(spread.load_E, sums.load_E)
 
 
 # -- several gates, and a gate of one's own -------------------------------------------------------
@@ -178,7 +190,7 @@ def test_gates_share_the_experts_and_are_chosen_per_call():
   moe.router_gate[0] = moe.router_gate[1]
   np.testing.assert_array_equal(run(moe, x)[0], second)
   with pytest.raises(ConfigError, match="gate=2 is none of the 2 gates"):
-    moe.start(x, k=1, gate=2)
+    moe.route(x, MoECall(gate=2))
 
 
 class ConstantGate(nnx.Module):
@@ -194,12 +206,12 @@ class ConstantGate(nnx.Module):
 
 def test_a_gate_of_ones_own(monkeypatch):
   monkeypatch.setitem(GATES, "constant", ConstantGate)
-  moe = layer(RouterConfig(gate="constant"))
+  moe = layer(RouterConfig(gate="constant"), k=1)
   x = jnp.asarray(draw(2, 3, 4), jnp.float32)
-  _, sums = run(moe, x, k=1)
-  np.testing.assert_array_equal(sums.load_E[0], [0, 0, 0, 6])
+  _, sums = run(moe, x)
+  np.testing.assert_array_equal(sums.load_E, [0, 0, 0, 6])
   graph, params = nnx.split(moe)
-  loss = lambda params: (nnx.merge(graph, params)(x, k=1)[0] ** 2).sum()
+  loss = lambda params: (nnx.merge(graph, params)(x)[0] ** 2).sum()
   gradient = nnx.to_pure_dict(jax.jit(jax.grad(loss))(params))["router_gate"][0]["preference"]
   assert np.abs(gradient).max() > 0
 
@@ -228,21 +240,24 @@ def test_a_gate_of_whole_numbers_is_refused():
 @pytest.mark.parametrize("k", [1, 2, E])
 def test_p_norm_of_the_weights_is_one(p, k):
   probs = jax.nn.softmax(jnp.asarray(draw(T, E), jnp.float32))
-  expert, weight = top_k_weights(probs, k, True, weight_norm=p)
+  choose = lambda config: route(jnp.zeros((T, 1)), lambda x: jnp.log(probs), config, k=k)
+  normed = choose(RouterConfig(compat=CompatConfig(weight_norm=p)))
   for t in range(T):
     raw = np.sort(np.asarray(probs[t], np.float64))[::-1][:k]
-    np.testing.assert_allclose(weight[t], raw / (raw**p).sum() ** (1 / p), rtol=1e-5)
+    np.testing.assert_allclose(normed.weight_TK[t], raw / (raw**p).sum() ** (1 / p), rtol=1e-5)
   if p == 1 and k > 1:
-    np.testing.assert_allclose(weight, top_k_weights(probs, k, True)[1], rtol=1e-6)
-  assert (np.sort(expert, 1)[:, :-1] < np.sort(expert, 1)[:, 1:]).all()
+    np.testing.assert_allclose(normed.weight_TK, choose(RouterConfig()).weight_TK, rtol=1e-6)
+  expert = np.sort(normed.expert_TK, 1)
+  assert (expert[:, :-1] < expert[:, 1:]).all()
 
 
 def test_one_weight_is_normalised_by_the_p_norm_only():
+  logits = jnp.log(jnp.asarray([[0.3, 0.2, 0.1, 0.4]]))
+  plain = route(jnp.zeros((1, 1)), lambda x: logits, RouterConfig(), k=1)
+  np.testing.assert_allclose(plain.weight_TK, [[0.4]], rtol=1e-6)
   weight = jnp.asarray([[0.3]])
-  probs = jnp.asarray([[0.3, 0.2]])
-  np.testing.assert_array_equal(top_k_weights(probs, 1, True)[1], weight)
-  gradient = jax.grad(lambda w: combine_weights(w, True, 1.0).sum())(weight)
-  np.testing.assert_allclose(combine_weights(weight, True, 1.0), 1, rtol=1e-6)
+  gradient = jax.grad(lambda w: scaled_weights(w, False, 1.0).sum())(weight)
+  np.testing.assert_allclose(scaled_weights(weight, False, 1.0), 1, rtol=1e-6)
   np.testing.assert_allclose(gradient, 0, atol=1e-6)  # the price of it
 
 
@@ -250,10 +265,10 @@ def test_one_weight_is_normalised_by_the_p_norm_only():
 @pytest.mark.parametrize("transport", ["capacity", "dropless"])
 def test_weights_after_or_before_the_experts(weights, transport):
   x = draw(1, 5, 4)
-  moe = layer(RouterConfig(weights=weights), transport=DispatchConfig(transport, 4.0))
-  gate, up, down = (
-    np.asarray(p[...], np.float64) for p in (moe.router_gate[0].weight, moe.up, moe.down)
-  )
+  router = RouterConfig(compat=CompatConfig(weights=weights))
+  moe = layer(router, dispatch=DispatchConfig(transport, 4.0))
+  parameters = moe.router_gate[0].weight, moe.experts.up, moe.experts.down
+  gate, up, down = (np.asarray(p[...], np.float64) for p in parameters)
   gelu = lambda a: 0.5 * a * (1 + np.tanh(np.sqrt(2 / np.pi) * (a + 0.044715 * a**3)))
   want = np.zeros((5, 4))
   for t, token in enumerate(x[0]):
@@ -274,26 +289,28 @@ def test_weights_after_or_before_the_experts(weights, transport):
 def test_weights_and_their_gradients_in_the_rounds_of_the_dropless_transport(weights, mesh_of):
   # Every token likes expert 0 best, so that one round is not enough.
   x, key = np.abs(draw(4, 8, 4)), draw(4, 8, 4, seed=9)
-  results = []
-  for mesh in (None, mesh_of(1, 2, 1)):
-    moe = layer(
-      RouterConfig(weights=weights), mesh, transport=DispatchConfig("dropless", slack=1.0)
-    )
-    moe.router_gate[0].weight[...] = jnp.zeros((4, 4)).at[:, :2].set(jnp.asarray([[0.6, 0.4]]))
-    graph, params = nnx.split(moe)
+  router = RouterConfig(compat=CompatConfig(weights=weights))
+  moe = layer(router, dispatch=DispatchConfig("dropless", slack=1.0))
+  moe.router_gate[0].weight[...] = jnp.zeros((4, 4)).at[:, :2].set(jnp.asarray([[0.6, 0.4]]))
+  graph, params = nnx.split(moe)
+  specs, batch = parameter_specs(params), P(BATCH_AXES)
 
-    def value(params, x, graph=graph):
-      y, sums = nnx.merge(graph, params)(x, k=2)
-      return (y * key).sum(), sums
+  def local(params, x, c):
+    def value(params, x):
+      y, sums = nnx.merge(graph, params)(x)
+      return (y * c).sum(), (y, sums.rounds[None])
 
-    grad = jax.jit(jax.value_and_grad(value, argnums=(0, 1), has_aux=True))
-    results.append(grad(params, jnp.asarray(x, jnp.float32)))
-  (alone, _), alone_bar = results[0]
-  (together, sums), together_bar = results[1]
-  assert sums.rounds.max() > 1
-  np.testing.assert_allclose(together, alone, rtol=1e-4)
-  for got, want in zip(jax.tree.leaves(together_bar), jax.tree.leaves(alone_bar)):
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    bars, (y, rounds) = jax.grad(value, argnums=(0, 1), has_aux=True)(params, x)
+    return y, rounds, reduce_gradients(bars[0], specs), bars[1]
+
+  given = params, jnp.asarray(x, jnp.float32), jnp.asarray(key, jnp.float32)
+  alone = jax.jit(local)(*given)
+  spread = manual(local, mesh_of(1, 2, 1), (specs, batch, batch), (batch, batch, specs, batch))
+  together = jax.jit(spread)(*given)
+  assert together[1].max() > 1
+  close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+  jax.tree.map(close, together[::2], alone[::2])
+  jax.tree.map(close, together[3], alone[3])
 
 
 # -- forced and biased choices --------------------------------------------------------------------
@@ -302,11 +319,14 @@ def test_weights_and_their_gradients_in_the_rounds_of_the_dropless_transport(wei
 def test_uniform_assignment_takes_turns_and_keeps_the_real_weights():
   x, gate = f32(draw(T, D), draw(D, E, seed=1))
   real = route(x, gate, RouterConfig(), k=2)
-  forced = route(x, gate, RouterConfig(uniform=True), k=2)
+  config = RouterConfig(compat=CompatConfig(uniform=True))
+  forced = route(x, gate, config, k=2)
   np.testing.assert_array_equal(forced.expert_TK.reshape(-1), np.arange(2 * T) % E)
   np.testing.assert_array_equal(forced.weight_TK, real.weight_TK)
-  assert np.ptp(forced.count_GE) <= 1
-  value = lambda gate: route(x, gate, RouterConfig(uniform=True), k=2).weight_TK[:, 0].sum()
+  assert np.ptp(forced.count_E) <= 1
+  value = lambda gate: (
+    route(x, gate, RouterConfig(compat=CompatConfig(uniform=True)), k=2).weight_TK[:, 0].sum()
+  )
   assert np.abs(jax.grad(value)(gate)).max() > 0
 
 
@@ -331,7 +351,7 @@ def test_a_bias_moves_the_choice_and_not_the_weight():
 
 def test_capacity_of_a_call():
   x = jnp.asarray(draw(2, 4, 4), jnp.float32)
-  moe = layer(RouterConfig(), transport=DispatchConfig(capacity_factor=0.5))
+  moe = layer(RouterConfig(), dispatch=DispatchConfig(capacity_factor=0.5))
   assert run(moe, x)[1].dropped.sum() > 0
   exact, sums = run(moe, x, no_drop=True)
   assert sums.dropped.sum() == 0
@@ -339,5 +359,5 @@ def test_capacity_of_a_call():
     got, sums = run(moe, x, capacity_factor=factor)
     assert sums.dropped.sum() == 0
     np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-6)
-  zero = layer(RouterConfig(), transport=DispatchConfig(capacity_factor=0.0))
+  zero = layer(RouterConfig(), dispatch=DispatchConfig(capacity_factor=0.0))
   np.testing.assert_array_equal(run(zero, x)[0], run(moe, x, capacity_factor=0)[0])

@@ -1,4 +1,4 @@
-"""The layer as a whole: every activation on both transports, and batches without tokens."""
+"""The layer as a whole: batches without tokens, other kinds of experts, and what is refused."""
 
 import functools
 
@@ -7,63 +7,58 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
-from scmoe.kernels.grouped_matmul import activation_names
-from scmoe.layers.mlp import is_gated
+from scmoe.errors import ConfigError
 from scmoe.moe.dispatch import DispatchConfig
-from scmoe.moe.experts import ExpertWeights, expert_ffn
-from scmoe.moe.layer import MoE
-from scmoe.moe.route import RouterConfig
+from scmoe.moe.experts import Experts
+from scmoe.moe.layer import MoE, MoECall, MoEConfig
+from scmoe.parallel.mesh import BATCH_AXES, manual, parameter_specs
+from scmoe.training.step import reduce_gradients
 
 D, F, E = 4, 6, 4
-
-
-@pytest.mark.parametrize("activation", activation_names())
-def test_both_transports_compute_the_same_with_every_activation(activation):
-  """The rows as `capacity` brings them, equal room for each expert, and as `dropless` does."""
-  rng = np.random.default_rng(0)
-  normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-  gate = normal(2, D, F) if is_gated(activation) else None
-  weights = ExpertWeights(normal(2, D, F), gate, normal(2, F, D), normal(2, F), normal(2, D))
-  rows, c, sizes = normal(2, 3, D), normal(2, 3, D), jnp.asarray([3, 3])
-  flat = lambda a: a.reshape(-1, D)
-
-  @jax.jit
-  def both(rows, weights):
-    capacity = lambda *a: flat(expert_ffn(*a, activation))
-    dropless = lambda x, w: expert_ffn(flat(x), w, activation, sizes)
-    pulled = [jax.vjp(f, rows, weights) for f in (capacity, dropless)]
-    return [(y, pull(flat(c))) for y, pull in pulled]
-
-  got, want = both(rows, weights)
-  assert min(np.abs(a).max() for a in jax.tree.leaves(want)) > 0.1
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
-
-
-TRANSPORTS = {
+DISPATCH = {
   "capacity": DispatchConfig(capacity_factor=1.0, groups=8),
   "dropless": DispatchConfig("dropless"),
 }
 
 
-@functools.cache
-def gradients_of(transport, mesh=None):
-  """x, live -> y, routing sums, and gradients of Σ cos · y for the parameters and x."""
-  options = {"bias": True, "init_std": 1.0, "out_std": 1.0, "router": RouterConfig()}
-  options |= {"transport": TRANSPORTS[transport], "mesh": mesh, "rngs": nnx.Rngs(0)}
-  graph, params = nnx.split(MoE(D, F, E, activation="gelu", **options))
+def gradients_of(graph, mesh=None):
+  """(params, x, mask) -> y, routing sums, and gradients of Σ cos · y for the parameters and x."""
 
-  def value(params, x, live_BS):
-    y, sums = nnx.merge(graph, params)(x, k=2, live_BS=live_BS)
-    return (y * jnp.cos(jnp.arange(y.size).reshape(y.shape))).sum(), (y, sums)
+  def local(params, x, mask, c):
+    def value(params, x):
+      y, sums = nnx.merge(graph, params)(x, MoECall(mask=mask))
+      return (y * c).sum(), (y, sums)
 
-  step = jax.jit(jax.value_and_grad(value, (0, 1), has_aux=True))
+    (_, (y, sums)), bars = jax.value_and_grad(value, (0, 1), has_aux=True)(params, x)
+    return y, sums, bars
 
-  def run(x, live_BS=None):
-    (_, (y, sums)), bars = step(params, jnp.asarray(x, jnp.float32), live_BS)
-    return jax.tree.map(np.asarray, (y, sums, bars))
+  def on_mesh(params, x, mask, c):
+    specs, batch = parameter_specs(params), P(BATCH_AXES)
+
+    def share(*given):
+      y, sums, (dparams, dx) = local(*given)
+      return y, jax.lax.psum(sums, BATCH_AXES), (reduce_gradients(dparams, specs), dx)
+
+    out = (batch, P(), (specs, batch))
+    return manual(share, mesh, (specs, batch, batch, batch), out)(params, x, mask, c)
+
+  step = jax.jit(local if mesh is None else on_mesh)
+
+  def run(params, x, mask=None):
+    mask = np.ones(x.shape[:2], bool) if mask is None else mask
+    c = np.cos(np.arange(x.size, dtype=np.float32)).reshape(x.shape)
+    return jax.tree.map(np.asarray, step(params, jnp.asarray(x, jnp.float32), mask, c))
 
   return run
+
+
+@functools.cache
+def layer(dispatch, mesh=None):
+  config = MoEConfig(D, F, E, 2, bias=True, init_std=1.0, out_std=1.0, dispatch=DISPATCH[dispatch])
+  graph, params = nnx.split(MoE(config, rngs=nnx.Rngs(0)))
+  return functools.partial(gradients_of(graph, mesh), params)
 
 
 def assert_nothing(y, sums, bars):
@@ -76,29 +71,98 @@ def assert_nothing(y, sums, bars):
 
 @pytest.mark.parametrize("shape", [(0, 3), (8, 0)], ids=["no sequences", "no positions"])
 @pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_batch_without_tokens(transport, devices, shape, mesh8):
-  y, sums, bars = gradients_of(transport, mesh8 if devices == 8 else None)(np.zeros((*shape, D)))
+@pytest.mark.parametrize("dispatch", DISPATCH)
+def test_a_batch_without_tokens(dispatch, devices, shape, mesh8):
+  y, sums, bars = layer(dispatch, mesh8 if devices == 8 else None)(np.zeros((*shape, D)))
   assert y.shape == bars[1].shape == (*shape, D)
   assert_nothing(y, sums, bars)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_devices_without_live_tokens(transport, mesh8):
-  """Eight sequences on eight devices; only some of them have tokens that take part."""
+@pytest.mark.parametrize("dispatch", DISPATCH)
+def test_devices_without_tokens_that_take_part(dispatch, mesh8):
+  """Eight sequences on eight devices; only some of them have tokens that are not masked."""
   for live in ([], [5], [0, 1, 6]):
-    mask = np.isin(np.arange(8), live)
+    here = np.isin(np.arange(8), live)
     x = np.random.default_rng(1).normal(size=(8, 4, D))
-    live_BS = jnp.asarray(np.repeat(mask[:, None], 4, 1))
-    y, sums, bars = gradients_of(transport, mesh8)(x, live_BS)
+    mask = np.repeat(here[:, None], 4, 1)
+    y, sums, bars = layer(dispatch, mesh8)(x, mask)
     if not live:
       assert_nothing(y, sums, bars)
-    alone, counted, alone_bars = gradients_of(transport)(x, live_BS)
-    np.testing.assert_array_equal(y[~mask], 0)
-    np.testing.assert_array_equal(bars[1][~mask], 0)
+    alone, counted, alone_bars = layer(dispatch)(x, mask)
+    np.testing.assert_array_equal(y[~here], 0)
+    np.testing.assert_array_equal(bars[1][~here], 0)
     assert all(a.any() == bool(live) for a in (y, *jax.tree.leaves(bars)))
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     jax.tree.map(close, (y, bars), (alone, alone_bars))
     for name in ("tokens", "choices", "dropped", "load_E"):
-      got, want = (getattr(s, name).sum(0) for s in (sums, counted))
+      got, want = getattr(sums, name), getattr(counted, name)
       np.testing.assert_array_equal(got, want, err_msg=name)
+
+
+class Scaled(Experts):
+  """A user's own experts: a bottleneck with a residual and a scale of each expert's own."""
+
+  def __init__(self, rngs):
+    normal = lambda *shape: jax.random.normal(rngs.params(), shape)
+    self.into = nnx.Param(normal(E, D, 2), axes=("expert", "embed", None))
+    self.out = nnx.Param(normal(E, 2, D), axes=("expert", None, "embed"))
+
+  def compute(self, rows_RD, experts):
+    hidden_RN = jnp.tanh(experts.matmul(rows_RD, self.into[...]))
+    return rows_RD + experts.matmul(hidden_RN, self.out[...])
+
+
+def scaled_layer(dispatch):
+  config = MoEConfig(D, F, E, 2, init_std=1.0, dispatch=dispatch)
+  return MoE(config, experts=Scaled(nnx.Rngs(1)), rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+  "dispatch", [DispatchConfig(capacity_factor=E), DISPATCH["dropless"]], ids=DISPATCH
+)
+def test_experts_of_ones_own_on_every_transport_and_mesh(dispatch, mesh_of):
+  """Against every expert on every token, in values and gradients; alone and on four devices."""
+  graph, params = nnx.split(scaled_layer(dispatch))
+  x = np.random.default_rng(2).normal(size=(8, 3, D)).astype(np.float32)
+
+  def dense(params, x):
+    moe = nnx.merge(graph, params)
+    routing = moe.route(x).routing
+    x_TD, into, out = x.reshape(-1, D), moe.experts.into[...], moe.experts.out[...]
+    y_TED = jnp.einsum("ten,end->ted", jnp.tanh(jnp.einsum("td,edn->ten", x_TD, into)), out)
+    picked = jnp.take_along_axis(x_TD[:, None] + y_TED, routing.expert_TK[:, :, None], 1)
+    return (routing.weight_TK[:, :, None] * picked).sum(1).reshape(x.shape)
+
+  c = np.cos(np.arange(x.size)).reshape(x.shape)
+  want, pull = jax.vjp(dense, params, jnp.asarray(x))
+  want_bars = pull(jnp.asarray(c, jnp.float32))
+  for mesh in (None, mesh_of(2, 2)):
+    y, _, bars = gradients_of(graph, mesh)(params, x)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    jax.tree.map(close, (y, bars), (want, want_bars))
+
+
+def test_experts_without_the_one_method_say_so():
+  config = MoEConfig(D, F, E, 2, dispatch=DISPATCH["dropless"])
+  moe = MoE(config, experts=Experts(), rngs=nnx.Rngs(0))
+  with pytest.raises(NotImplementedError, match=r"Experts has no method compute"):
+    moe(jnp.zeros((1, 2, D)))
+
+
+def test_tokens_of_another_width_are_refused():
+  moe = MoE(MoEConfig(D, F, E), rngs=nnx.Rngs(0))
+  with pytest.raises(ConfigError, match=r"has width 4, got tokens of shape \[1, 2, 5\]"):
+    moe(jnp.zeros((1, 2, 5)))
+
+
+@pytest.mark.parametrize("impl", ["auto", "grouped", "batched", "block_sparse"])
+def test_every_implementation_of_the_experts_is_the_same_layer(impl):
+  """`batched` needs padded experts: it is asked of the capacity transport only."""
+  x = np.random.default_rng(3).normal(size=(2, 3, D)).astype(np.float32)
+  results = []
+  for name in ("auto", impl):
+    config = MoEConfig(D, F, E, 2, init_std=1.0, out_std=1.0, impl=name, dispatch=DispatchConfig())
+    graph, params = nnx.split(MoE(config, rngs=nnx.Rngs(0)))
+    results.append(gradients_of(graph)(params, x))
+  close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+  jax.tree.map(close, *results)

@@ -21,7 +21,7 @@ from scmoe.moe.losses import (
   z_loss,
 )
 from scmoe.moe.options import RouterConfig
-from scmoe.moe.route import route
+from scmoe.moe.route import Draws, route
 
 T, D, E, K, NOISE = 7, 4, 5, 2, 1.5
 SOFT = RouterConfig(balance="load_importance", noise=NOISE)
@@ -32,16 +32,17 @@ def problem(tokens=T, seed=0):
   return rng.normal(size=(tokens, D)), rng.normal(size=(D, E)), rng.normal(size=(tokens, E))
 
 
-def plain_sums(x, gate, noise, live, k, config):
-  routing = route(x, gate, config, k=k, noise_TE=noise, live_T=live)
+def plain_sums(x, gate, noise, mask, k, config):
+  training = None if noise is None else Draws(noise_TE=jnp.asarray(noise))
+  routing = route(x, gate, config, k=k, mask_T=mask, training=training)
   return router_sums(routing, jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32))
 
 
 compiled_sums = jax.jit(plain_sums, static_argnames=("k", "config"))
 
 
-def sums_of(x, gate, noise=None, live=None, k=K, config=SOFT):
-  arrays = [None if a is None else jnp.asarray(a) for a in (x, gate, noise, live)]
+def sums_of(x, gate, noise=None, mask=None, k=K, config=SOFT):
+  arrays = [None if a is None else jnp.asarray(a) for a in (x, gate, noise, mask)]
   return compiled_sums(*arrays, k, config)
 
 
@@ -49,13 +50,13 @@ def softmax(row):
   return np.exp(row - row.max()) / np.exp(row - row.max()).sum()
 
 
-def loop(x, gate, noise, live=None, k=K):
+def loop(x, gate, noise, mask=None, k=K):
   """Every loss, token by token and expert by expert."""
   importance, load, probs, first, counts, z, tokens = (
     np.zeros(E), np.zeros(E), np.zeros(E), np.zeros(E), np.zeros(E), 0.0, 0,
   )  # fmt: skip
   for t in range(len(x)):
-    if live is not None and not live[t]:
+    if mask is not None and not mask[t]:
       continue
     clean = x[t] @ gate
     noisy = clean if noise is None else clean + NOISE / E * noise[t]
@@ -145,9 +146,9 @@ def test_layers_add_up_and_megablocks_takes_their_mean():
 
 def test_masked_tokens_count_nowhere_whatever_they_hold():
   x, gate, _ = problem()
-  live = np.array([True, True, False, True, True, False, True])
-  x[~live] = np.nan
-  masked, plain = sums_of(x, gate, live=live), sums_of(x[live], gate)
+  mask = np.array([True, True, False, True, True, False, True])
+  x[~mask] = np.nan
+  masked, plain = sums_of(x, gate, mask=mask), sums_of(x[mask], gate)
   for field in dataclasses.fields(plain):
     got, want = getattr(masked, field.name), getattr(plain, field.name)
     np.testing.assert_allclose(got, want, rtol=1e-6, err_msg=field.name)
@@ -156,17 +157,17 @@ def test_masked_tokens_count_nowhere_whatever_they_hold():
 @pytest.mark.parametrize("kind", ["gshard", "load_importance"])
 def test_masked_tokens_have_no_gradient_whatever_they_hold(kind):
   x, gate, _ = problem()
-  live = np.array([True, True, False, True, True, False, True])
-  x[~live] = np.nan
-  loss = lambda gate, x, live: balance_loss(sums_of(x, gate, live=live), kind)
-  got = jax.grad(loss)(jnp.asarray(gate), x, live)
-  np.testing.assert_allclose(got, jax.grad(loss)(jnp.asarray(gate), x[live], None), rtol=1e-5)
+  mask = np.array([True, True, False, True, True, False, True])
+  x[~mask] = np.nan
+  loss = lambda gate, x, mask: balance_loss(sums_of(x, gate, mask=mask), kind)
+  got = jax.grad(loss)(jnp.asarray(gate), x, mask)
+  np.testing.assert_allclose(got, jax.grad(loss)(jnp.asarray(gate), x[mask], None), rtol=1e-5)
   assert np.any(np.asarray(got))
 
 
 def test_no_tokens_give_no_loss():
-  for x, live in ((np.zeros((0, D)), None), (np.ones((3, D)), np.zeros(3, bool))):
-    sums = sums_of(x, np.ones((D, E)), live=live)
+  for x, mask in ((np.zeros((0, D)), None), (np.ones((3, D)), np.zeros(3, bool))):
+    sums = sums_of(x, np.ones((D, E)), mask=mask)
     for kind in ("gshard", "load_importance", "megablocks", "none"):
       assert balance_loss(sums, kind) == 0
     assert z_loss(sums) == 0
@@ -192,7 +193,7 @@ def test_tokens_without_finite_logits_are_counted():
   expert = np.asarray(routing.expert_TK)
   assert ((expert >= 0) & (expert < E)).all()
   np.testing.assert_array_equal(expert, again.expert_TK)
-  assert routing.count_GE.sum() == T * K
+  assert routing.count_E.sum() == T * K
   assert np.isnan(routing.weight_TK[2]).all()  # and with it the loss: the step is skipped
   sums = sums_of(x, gate)
   assert sums.nonfinite == 2

@@ -1,4 +1,4 @@
-"""Choice of experts, weights and places: small enough to check on paper, and properties."""
+"""Choice of experts, weights and positions: small enough to check on paper, and properties."""
 
 import functools
 
@@ -11,75 +11,80 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scmoe.errors import ConfigError
-from scmoe.moe.dispatch import local
-from scmoe.moe.route import (
-  RouterConfig,
-  make_routing,
-  queue_places,
-  route,
-  route_distinct,
-  top_k_weights,
-)
+from scmoe.kernels.permute import gather_rows, sum_rows
+from scmoe.moe.dispatch import Capacity, queue_positions
+from scmoe.moe.options import RouterConfig
+from scmoe.moe.route import Draws, make_routing, route, route_distinct
 
 NO_NOISE = RouterConfig()
 
 
-def probabilities(rows):
-  return jnp.asarray(rows, jnp.float32)
+def chosen(probs, k, normalise=True):
+  """The experts and weights of tokens with these probabilities."""
+  logits = jnp.log(jnp.asarray(probs, jnp.float32))
+  config = RouterConfig(normalise=normalise)
+  routing = route(jnp.zeros((len(probs), 1)), lambda x: logits, config, k=k)
+  return routing.expert_TK, routing.weight_TK
 
 
-def routed(choices, num_experts, groups=1, live=None):
+def routed(choices, num_experts, mask=None):
   """A Routing with these choices and equal weights."""
   choices = jnp.asarray(choices, jnp.int32)
   flat = jnp.full((len(choices), num_experts), 1 / num_experts, jnp.float32)
   weights = jnp.ones(choices.shape, jnp.float32)
-  live = None if live is None else jnp.asarray(live)
-  return make_routing(choices, weights, flat, flat, groups=groups, live_T=live)
+  mask = None if mask is None else jnp.asarray(mask, bool)
+  return make_routing(choices, weights, flat, flat, mask_T=mask)
 
 
-def kept_choices(routing, capacity):
-  slot_TK, _, dropped = local.buffer_plan(routing, capacity)
-  groups, num_experts = routing.count_GE.shape
-  return np.asarray(slot_TK) < groups * num_experts * capacity, int(dropped)
+def positions(routing, groups=1):
+  return queue_positions(routing.expert_TK, routing.num_experts, groups, routing.taken_TK)
+
+
+def kept_choices(routing, rows, groups=1):
+  permutation, dropped = Capacity(rows, groups=groups).plan(routing)
+  return np.asarray(permutation.row_TK) < permutation.copy_R.size, int(dropped)
 
 
 def test_three_tokens_three_experts_on_paper():
-  # Tokens a, b, c choose, best first:   a: 0, 1    b: 0, 1    c: 1, 0
-  # First choices take places first:     a -> 0@0   b -> 0@1   c -> 1@0
-  # Then the second ones:                a -> 1@1   b -> 1@2   c -> 0@2
+  # Tokens a, b, c choose, best first:      a: 0, 1    b: 0, 1    c: 1, 0
+  # First choices take positions first:     a -> 0@0   b -> 0@1   c -> 1@0
+  # Then the second ones:                   a -> 1@1   b -> 1@2   c -> 0@2
   # With room for 2, the second choices of b and c find none. Token by token it would have been
   # otherwise: c's first choice would stand behind b's second.
   routing = routed([[0, 1], [0, 1], [1, 0]], 3)
-  np.testing.assert_array_equal(routing.place_TK, [[0, 1], [1, 2], [0, 2]])
-  np.testing.assert_array_equal(routing.count_GE, [[3, 3, 0]])
-  # Flat choices are a1 a2 b1 b2 c1 c2 = 0 ... 5; expert 0 holds a1 b1 c2, expert 1 c1 a2 b2.
-  np.testing.assert_array_equal(routing.order_R, [0, 2, 5, 4, 1, 3])
+  position_TK, count_GE = positions(routing)
+  np.testing.assert_array_equal(position_TK, [[0, 1], [1, 2], [0, 2]])
+  np.testing.assert_array_equal(count_GE, [[3, 3, 0]])
+  np.testing.assert_array_equal(routing.count_E, [3, 3, 0])
   kept, dropped = kept_choices(routing, 2)
   np.testing.assert_array_equal(kept, [[True, True], [True, False], [True, False]])
   assert dropped == 2
-  slot_TK, source_R, _ = local.buffer_plan(routing, 2)
-  np.testing.assert_array_equal(slot_TK, [[0, 3], [1, 6], [2, 6]])  # 3 experts x 2 rows; 6: dropped
-  np.testing.assert_array_equal(source_R, [0, 2, 4, 1, 6, 6])  # 6: nobody
+  permutation, _ = Capacity(2).plan(routing)
+  # 3 experts x 2 rows; 6: dropped. Flat choices are a1 a2 b1 b2 c1 c2 = 0 ... 5; -1: nobody.
+  np.testing.assert_array_equal(permutation.row_TK, [[0, 3], [1, 6], [2, 6]])
+  np.testing.assert_array_equal(permutation.copy_R, [0, 2, 4, 1, -1, -1])
 
 
 def test_every_group_has_its_own_queue():
   # Tokens a, b | c, d all choose expert 1: two queues of two, not one of four.
-  routing = routed([[1], [1], [1], [1]], 2, groups=2)
-  np.testing.assert_array_equal(routing.place_TK[:, 0], [0, 1, 0, 1])
-  np.testing.assert_array_equal(routing.count_GE, [[0, 2], [0, 2]])
-  kept, dropped = kept_choices(routing, 1)
+  routing = routed([[1], [1], [1], [1]], 2)
+  position_TK, count_GE = positions(routing, groups=2)
+  np.testing.assert_array_equal(position_TK[:, 0], [0, 1, 0, 1])
+  np.testing.assert_array_equal(count_GE, [[0, 2], [0, 2]])
+  kept, dropped = kept_choices(routing, 1, groups=2)
   np.testing.assert_array_equal(kept[:, 0], [True, False, True, False])
   assert dropped == 2
-  slot_TK, source_R, _ = local.buffer_plan(routing, 1)
-  np.testing.assert_array_equal(slot_TK[:, 0], [2, 4, 3, 4])  # [expert, group, row]
-  np.testing.assert_array_equal(source_R, [4, 4, 0, 2])
+  permutation, _ = Capacity(1, groups=2).plan(routing)
+  np.testing.assert_array_equal(permutation.row_TK[:, 0], [2, 4, 3, 4])  # [expert, group, row]
+  np.testing.assert_array_equal(permutation.copy_R, [-1, -1, 0, 2])
 
 
-def test_masked_tokens_take_no_place():
-  routing = routed([[0], [0], [0]], 2, live=[True, False, True])
-  assert routing.place_TK[0, 0] == 0
-  assert routing.place_TK[2, 0] == 1
-  np.testing.assert_array_equal(routing.count_GE, [[2, 0]])
+def test_masked_tokens_take_no_position():
+  routing = routed([[0], [0], [0]], 2, mask=[True, False, True])
+  position_TK, _ = positions(routing)
+  assert position_TK[0, 0] == 0
+  assert position_TK[2, 0] == 1
+  np.testing.assert_array_equal(routing.count_E, [2, 0])
   np.testing.assert_array_equal(routing.weight_TK[:, 0], [1, 0, 1])
   kept, dropped = kept_choices(routing, 3)
   np.testing.assert_array_equal(kept[:, 0], [True, False, True])
@@ -87,18 +92,18 @@ def test_masked_tokens_take_no_place():
 
 
 def test_equal_probabilities_go_to_the_smaller_number():
-  expert_TK, weight_TK = top_k_weights(probabilities([[0.25, 0.25, 0.25, 0.25]]), 2, True)
+  expert_TK, weight_TK = chosen([[0.25, 0.25, 0.25, 0.25]], 2)
   np.testing.assert_array_equal(expert_TK, [[0, 1]])
   np.testing.assert_array_equal(weight_TK, [[0.5, 0.5]])
-  expert_TK, _ = top_k_weights(probabilities([[0.2, 0.4, 0.4]]), 3, True)
+  expert_TK, _ = chosen([[0.2, 0.4, 0.4]], 3)
   np.testing.assert_array_equal(expert_TK, [[1, 2, 0]])
 
 
 def test_a_single_weight_is_never_normalised():
-  probs = probabilities([[0.1, 0.6, 0.3]])
-  np.testing.assert_allclose(top_k_weights(probs, 1, True)[1], [[0.6]])
-  np.testing.assert_allclose(top_k_weights(probs, 2, True)[1], [[2 / 3, 1 / 3]], rtol=1e-6)
-  np.testing.assert_allclose(top_k_weights(probs, 2, False)[1], [[0.6, 0.3]])
+  probs = [[0.1, 0.6, 0.3]]
+  np.testing.assert_allclose(chosen(probs, 1)[1], [[0.6]], rtol=1e-6)
+  np.testing.assert_allclose(chosen(probs, 2)[1], [[2 / 3, 1 / 3]], rtol=1e-6)
+  np.testing.assert_allclose(chosen(probs, 2, normalise=False)[1], [[0.6, 0.3]], rtol=1e-6)
 
 
 def test_all_experts_and_one_token():
@@ -109,7 +114,7 @@ def test_all_experts_and_one_token():
   np.testing.assert_array_equal(routing.expert_TK[0], expected.experts)
   np.testing.assert_allclose(routing.weight_TK[0], oracles.values(expected.weights), rtol=1e-6)
   np.testing.assert_allclose(routing.weight_TK.sum(), 1, rtol=1e-6)
-  np.testing.assert_array_equal(routing.place_TK, [[0, 0, 0]])
+  np.testing.assert_array_equal(positions(routing)[0], [[0, 0, 0]])
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
@@ -118,7 +123,8 @@ def test_route_equals_the_gate_token_by_token_with_noise(k):
   x, gate = rng.normal(size=(7, 5)), rng.normal(size=(5, 4))
   noise = rng.normal(size=(7, 4))
   args = (jnp.asarray(a, jnp.float32) for a in (x, gate))
-  routing = route(*args, RouterConfig(noise=2.0), k=k, noise_TE=jnp.asarray(noise, jnp.float32))
+  draws = Draws(noise_TE=jnp.asarray(noise, jnp.float32))
+  routing = route(*args, RouterConfig(noise=2.0), k=k, training=draws)
   for t in range(7):
     expected = oracles.gate(oracles.lift(x[t]), gate, k, noise=2.0 / 4 * noise[t])
     np.testing.assert_array_equal(routing.expert_TK[t], expected.experts)
@@ -130,9 +136,8 @@ def test_route_equals_the_gate_token_by_token_with_noise(k):
 def test_noise_without_a_size_is_no_noise():
   x, gate = jnp.ones((2, 3)), jnp.eye(3)
   quiet = route(x, gate, NO_NOISE, k=1)
-  np.testing.assert_array_equal(
-    route(x, gate, NO_NOISE, k=1, noise_TE=1e3 * jnp.ones((2, 3))).logits_TE, quiet.logits_TE
-  )
+  loud = route(x, gate, NO_NOISE, k=1, training=Draws(noise_TE=1e3 * jnp.ones((2, 3))))
+  np.testing.assert_array_equal(loud.logits_TE, quiet.logits_TE)
 
 
 def test_distinct_takes_the_second_best_with_its_own_probability():
@@ -161,7 +166,7 @@ def test_more_choices_than_experts():
 
 def test_groups_that_do_not_divide():
   with pytest.raises(ConfigError, match=r"dispatch\.groups=2 does not divide the 3 tokens"):
-    queue_places(jnp.zeros((3, 1), jnp.int32), 2, groups=2)
+    queue_positions(jnp.zeros((3, 1), jnp.int32), 2, groups=2)
 
 
 # (T, K, E, groups, capacity): few, so that few programs are compiled; hypothesis fills them.
@@ -172,19 +177,18 @@ SHAPES = [(1, 1, 1, 1, 1), (6, 1, 3, 2, 1), (6, 2, 3, 1, 2), (6, 3, 3, 3, 1), (8
 def routings(draw):
   tokens, k, num_experts, groups, capacity = draw(st.sampled_from(SHAPES))
   orders = [draw(st.permutations(range(num_experts)))[:k] for _ in range(tokens)]
-  live = draw(st.lists(st.booleans(), min_size=tokens, max_size=tokens))
-  return np.asarray(orders, np.int32), num_experts, groups, np.asarray(live), capacity
+  mask = draw(st.lists(st.booleans(), min_size=tokens, max_size=tokens))
+  return np.asarray(orders, np.int32), num_experts, groups, np.asarray(mask), capacity
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def planned(choices, live, num_experts, groups, capacity):
-  """A routing, its buffer, and rows sent there and back."""
-  routing = routed(choices, num_experts, groups, live)
-  slot_TK, source_R, dropped = local.buffer_plan(routing, capacity)
-  x = numbered(len(choices))
-  rows = local.gather_rows(x, slot_TK, source_R)
-  back = local.sum_rows(rows, jnp.ones(choices.shape, jnp.float32), slot_TK, source_R)
-  return routing, slot_TK, source_R, dropped, rows, back
+def planned(choices, mask, num_experts, groups, rows):
+  """A routing, its positions and buffer, and rows sent there and back."""
+  routing = routed(choices, num_experts, mask)
+  permutation, dropped = Capacity(rows, groups=groups).plan(routing)
+  sent = gather_rows(numbered(len(choices)), permutation)
+  back = sum_rows(sent, jnp.ones(choices.shape, jnp.float32), permutation)
+  return routing, positions(routing, groups), permutation, dropped, sent, back
 
 
 def numbered(tokens):
@@ -193,30 +197,31 @@ def numbered(tokens):
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(routings())
-def test_places_are_those_of_counting(case):
-  choices, num_experts, groups, live, capacity = case
-  routing, slot_TK, _, dropped, *_ = planned(choices, live, num_experts, groups, capacity)
-  places, lengths = oracles.queue_places(choices, num_experts, groups, live)
-  np.testing.assert_array_equal(np.asarray(routing.place_TK)[live], np.asarray(places)[live])
-  np.testing.assert_array_equal(routing.count_GE, lengths)
-  assert int(routing.count_GE.sum()) == live.sum() * choices.shape[1]
-  assert sorted(np.asarray(routing.order_R)) == list(range(choices.size))
-  kept = np.asarray(slot_TK) < num_experts * groups * capacity
-  assert kept.sum() + dropped == live.sum() * choices.shape[1]
-  np.testing.assert_array_equal(kept, (np.asarray(places) < capacity) & live[:, None])
+def test_positions_are_those_of_counting(case):
+  choices, num_experts, groups, mask, rows = case
+  routing, (position_TK, count_GE), permutation, dropped, *_ = planned(
+    choices, mask, num_experts, groups, rows
+  )
+  places, lengths = oracles.queue_places(choices, num_experts, groups, mask)
+  np.testing.assert_array_equal(np.asarray(position_TK)[mask], np.asarray(places)[mask])
+  np.testing.assert_array_equal(count_GE, lengths)
+  np.testing.assert_array_equal(routing.count_E, np.sum(lengths, 0))
+  kept = np.asarray(permutation.row_TK) < permutation.copy_R.size
+  assert kept.sum() + dropped == mask.sum() * choices.shape[1]
+  np.testing.assert_array_equal(kept, (np.asarray(places) < rows) & mask[:, None])
   # What is kept keeps its weight; what is masked has none.
-  np.testing.assert_array_equal(routing.weight_TK, np.broadcast_to(live[:, None], choices.shape))
+  np.testing.assert_array_equal(routing.weight_TK, np.broadcast_to(mask[:, None], choices.shape))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(routings())
 def test_there_and_back_is_the_identity_on_what_is_kept(case):
-  choices, num_experts, groups, live, capacity = case
-  _, *plan = planned(choices, live, num_experts, groups, capacity)
-  slot_TK, source_R, _, rows, back = map(np.asarray, plan)
-  kept = slot_TK < num_experts * groups * capacity
+  choices, num_experts, groups, mask, capacity = case
+  *_, permutation, _, rows, back = planned(choices, mask, num_experts, groups, capacity)
+  row_TK, copy_R, rows, back = map(np.asarray, (permutation.row_TK, permutation.copy_R, rows, back))
+  kept = row_TK < copy_R.size
   np.testing.assert_array_equal(back, numbered(len(choices)) * kept.sum(1, keepdims=True))
   for choice in np.flatnonzero(kept.reshape(-1)):
-    assert source_R[slot_TK.reshape(-1)[choice]] == choice
-  assert (source_R < choices.size).sum() == kept.sum()  # and every other row is empty
-  assert not rows[source_R == choices.size].any()
+    assert copy_R[row_TK.reshape(-1)[choice]] == choice
+  assert (copy_R >= 0).sum() == kept.sum()  # and every other row is empty
+  assert not rows[copy_R < 0].any()

@@ -13,14 +13,15 @@ import pytest
 import tape
 
 from scmoe.moe.losses import gshard_loss, router_sums, statistics, z_loss
-from scmoe.moe.route import RouterConfig, route
+from scmoe.moe.options import RouterConfig
+from scmoe.moe.route import route
 
 T, D, E = 7, 5, 4
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def sums_of(x, gate, k, live=None):
-  routing = route(x, gate, RouterConfig(), k=k, live_T=live)
+def sums_of(x, gate, k, mask=None):
+  routing = route(x, gate, RouterConfig(), k=k, mask_T=mask)
   zero = jnp.zeros((), jnp.int32)
   return router_sums(routing, zero, zero)
 
@@ -30,10 +31,10 @@ def sums_of(x, gate, k, live=None):
 def test_losses_and_their_gradients_equal_the_loops(k, masked):
   rng = np.random.default_rng(k)
   x, gate = rng.normal(size=(T, D)).astype(np.float32), rng.normal(size=(D, E)).astype(np.float32)
-  live = np.asarray([1, 1, 0, 1, 0, 1, 1], bool) if masked else np.ones(T, bool)
+  mask = np.asarray([1, 1, 0, 1, 0, 1, 1], bool) if masked else np.ones(T, bool)
 
   def losses(x, gate):
-    sums = sums_of(x, gate, k, jnp.asarray(live))
+    sums = sums_of(x, gate, k, jnp.asarray(mask))
     return gshard_loss(sums) + 0.3 * z_loss(sums)
 
   value, got = jax.jit(jax.value_and_grad(losses, (0, 1)))(x, gate)
@@ -42,7 +43,7 @@ def test_losses_and_their_gradients_equal_the_loops(k, masked):
   gates = {"0": {"weight": leaves[1]}}
   nothing = {"router_gate": gates, "up": np.zeros((E, D, 1)), "down": np.zeros((E, 1, D))}
   sums = oracles.Sums()
-  oracles.routed([leaves[0][t] for t in range(T)], nothing, oracles.Router(k), sums, live=live)
+  oracles.routed([leaves[0][t] for t in range(T)], nothing, oracles.Router(k), sums, live=mask)
   loss = sums.gshard() + 0.3 * sums.z_loss()
   np.testing.assert_allclose(value, loss.value, rtol=1e-6)
   for a, b in zip(got, tape.gradients(loss, list(leaves)), strict=True):

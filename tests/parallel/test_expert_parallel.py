@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from scmoe.errors import ConfigError
 from scmoe.moe.dispatch import DispatchConfig
-from scmoe.moe.route import RouterConfig
+from scmoe.moe.options import RouterConfig
 from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, make_mesh
 
 BATCH = 8
@@ -37,21 +37,19 @@ CASES = [
 
 def run_on(name, mesh):
   config = harness.tiny(num_experts=8, vocab_size=12, **MODELS[name])
-  graph, params = harness.parts(config, transport=DROPS, router=NOISY, mesh=mesh)
+  graph, params = harness.parts(config, dispatch=DROPS, router=NOISY)
   rng = np.random.default_rng(0)
   ids = rng.integers(0, 12, (BATCH, harness.LENGTH), np.int32)
   coefficients = rng.normal(size=(BATCH, harness.LENGTH, 12)).astype(np.float32)
-  if mesh is not None:
+  key = jax.random.key(3)
+  if mesh is None:
+    step = lambda p, i, c: jax.value_and_grad(harness.scalar(graph, i, c, key=key), has_aux=True)(p)
+  else:
     params = harness.sharded(params, mesh)
-    ids, coefficients = (
-      jax.device_put(a, NamedSharding(mesh, P(BATCH_AXES))) for a in (ids, coefficients)
-    )
-
-  def function(params, ids, coefficients):
-    return harness.scalar(graph, ids, coefficients, key=jax.random.key(3))(params)
-
-  step = jax.jit(jax.value_and_grad(function, has_aux=True))
-  (value, aux), gradients = step(params, ids, coefficients)
+    place = lambda a: jax.device_put(a, NamedSharding(mesh, P(BATCH_AXES)))
+    ids, coefficients = place(ids), place(coefficients)
+    step = harness.on_mesh(mesh, graph, params, key=key)
+  (value, aux), gradients = jax.jit(step)(params, ids, coefficients)
   return harness.Run(float(value), jax.tree.map(np.asarray, aux), harness.named(gradients))
 
 
@@ -75,7 +73,7 @@ def test_a_mesh_changes_nothing(name, mesh):
 
 def test_the_noise_is_there():
   config = harness.tiny(num_experts=8, vocab_size=12, **MODELS["top2"])
-  graph, params = harness.parts(config, transport=DROPS)
+  graph, params = harness.parts(config, dispatch=DROPS)
   rng = np.random.default_rng(0)
   ids = jnp.asarray(rng.integers(0, 12, (BATCH, harness.LENGTH)), jnp.int32)
   quiet = jax.jit(harness.scalar(graph, ids, 0.0, key=jax.random.key(3)))(params)[1]
@@ -83,23 +81,18 @@ def test_the_noise_is_there():
   assert not np.array_equal(quiet["sums"].load_E, noisy["sums"].load_E)
 
 
-def layer(mesh, **transport):
-  config = harness.tiny(wiring="top1", num_experts=8)
-  return harness.parts(config, transport=DispatchConfig(**transport), mesh=mesh)
-
-
 @pytest.mark.parametrize(
-  ("batch", "transport", "message"),
+  ("batch", "dispatch", "message"),
   [
-    (6, {}, r"a batch of 6 sequences does not divide over mesh\.data x mesh\.expert = 8 devices"),
     (8, {"groups": 4}, r"dispatch\.groups=4 is not a multiple of mesh\.data x mesh\.expert = 8"),
     (8, {"groups": 32}, r"dispatch\.groups=4 does not divide the 6 tokens of a device"),
     (8, {"capacity_factor": 0.1}, r"dispatch\.capacity_factor=0\.1 gives .* a capacity of 0"),
   ],
-  ids=["batch", "groups", "tokens", "capacity"],
+  ids=["groups", "tokens", "capacity"],
 )
-def test_what_does_not_divide_says_so(batch, transport, message):
-  graph, params = layer(make_mesh(MeshConfig(2, 4, 1)), **transport)
-  ids = harness.tokens(batch=batch)
+def test_what_does_not_divide_says_so(batch, dispatch, message):
+  config = harness.tiny(wiring="top1", num_experts=8)
+  graph, params = harness.parts(config, dispatch=DispatchConfig(**dispatch))
+  step = harness.on_mesh(make_mesh(MeshConfig(2, 4, 1)), graph, params)
   with pytest.raises(ConfigError, match=message):
-    jax.eval_shape(harness.scalar(graph, ids, harness.cotangent(batch=batch)), params)
+    jax.eval_shape(step, params, harness.tokens(batch=batch), harness.cotangent(batch=batch))

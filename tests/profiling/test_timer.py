@@ -1,6 +1,9 @@
 """Arms take turns, medians, and ratios of the same round."""
 
-from scmoe.profiling.timer import Timing, interleave, speed_up
+import jax
+import jax.numpy as jnp
+
+from scmoe.profiling.timer import Timing, alone, calls_in, interleave, repeated, speed_up
 
 
 class Clock:
@@ -20,13 +23,22 @@ class Clock:
     return self.now
 
 
-def test_arms_take_turns_and_the_first_one_changes():
+def test_arms_take_turns_in_changing_order():
   clock = Clock()
   arms = {"a": clock.arm("a", 2.0), "b": clock.arm("b", 1.0)}
-  timings = interleave(arms, rounds=3, calls=4, clock=clock)
-  assert clock.order == ["a", "b", "b", "a", "a", "b"]
-  assert timings["a"] == Timing((2.0, 2.0, 2.0), 4)
+  timings = interleave(arms, rounds=8, calls={"a": 4, "b": 2}, clock=clock)
+  turns = [tuple(clock.order[i : i + 2]) for i in range(0, 16, 2)]
+  assert set(turns) == {("a", "b"), ("b", "a")}
+  assert timings == {"a": Timing((2.0,) * 8, 4), "b": Timing((1.0,) * 8, 2)}
   assert speed_up(timings["a"], timings["b"]) == 2
+
+
+def test_a_function_alone_is_timed_without_what_empties_the_cache():
+  function = jax.jit(lambda x: x @ x)
+  timing = alone(function, jnp.ones((256, 256)), rounds=2)
+  assert len(timing.seconds) == 2
+  assert timing.calls >= 1
+  assert calls_in(repeated(function, jnp.ones((8, 8))), seconds=0.0) == 3
 
 
 def test_after_the_deadline_no_round_begins_but_every_arm_has_one():

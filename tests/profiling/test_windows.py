@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
-from scmoe.blocks.schedule import OverlapConfig
-from scmoe.models.gpt import GPT, ModelConfig
-from scmoe.parallel.mesh import MeshConfig, make_mesh
+from scmoe.blocks.options import OverlapConfig
+from scmoe.models.config import ModelConfig
+from scmoe.models.gpt import GPT
+from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, make_mesh, manual, parameter_specs
 from scmoe.profiling.windows import Window, graph_windows, program_windows, summary
 
 
@@ -30,11 +32,12 @@ def windows(wiring, **overlap):
     dtype="float32",
   ).resolve()
   mesh = make_mesh(MeshConfig(expert=4), jax.devices()[:4])
-  make = lambda: GPT(config, overlap=OverlapConfig(**overlap), mesh=mesh, rngs=nnx.Rngs(params=0))
+  make = lambda: GPT(config, overlap=OverlapConfig(**overlap), rngs=nnx.Rngs(params=0))
   graph, params = nnx.split(nnx.eval_shape(make))
   loss = lambda params, tokens: nnx.merge(graph, params)(tokens).h_BSD.sum()
-  jaxpr = jax.make_jaxpr(jax.grad(loss))(params, jnp.zeros((4, 4), jnp.int32))
-  return graph_windows(jaxpr)
+  specs = parameter_specs(params)
+  gradient = manual(jax.grad(loss), mesh, (specs, P(BATCH_AXES)), specs)
+  return graph_windows(jax.make_jaxpr(gradient)(params, jnp.zeros((4, 4), jnp.int32)))
 
 
 def beside(found, stage, direction):
@@ -59,17 +62,19 @@ def test_the_shortcut_frees_every_exchange(stage, direction):
 
 @pytest.mark.parametrize(("stage", "direction"), EXCHANGES)
 def test_a_sequential_run_has_no_dense_operation_beside_it(stage, direction):
-  found = beside(windows("scmoe_pos2", sequential=True), stage, direction)
+  found = beside(windows("scmoe_pos2", schedule="off"), stage, direction)
   # In the backward pass a product whose result nothing waits for, a weight's gradient, stays free.
   if direction == "forward":
     assert found == set()
 
 
 def test_barriers_divide_the_window_at_the_slot():
-  found = windows("scmoe_pos2", slot=1, barriers=True)  # MLP | experts | attention, shared expert
+  found = windows(
+    "scmoe_pos2", schedule="mlp 0", order="barriers"
+  )  # MLP | experts | attention, shared expert
   assert beside(found, "dispatch", "forward") == {"mlp"}
   assert {"attention", "mlp"} <= beside(found, "combine", "forward")
-  early = windows("scmoe_pos2", slot=0, barriers=True)
+  early = windows("scmoe_pos2", schedule="dispatch", order="barriers")
   assert beside(early, "dispatch", "forward") == set()
 
 
@@ -77,9 +82,9 @@ def test_the_backward_pass_has_its_own_slot():
   count = lambda found, stage: len(
     next(w for w in found if (w.stage, w.direction) == (stage, "backward")).beside
   )
-  mirrored = windows("scmoe_pos2", slot=1, barriers=True)
-  later = windows("scmoe_pos2", slot=1, backward_slot=2, barriers=True)
-  free = windows("scmoe_pos2", slot=1, backward_slot=-2, barriers=True)
+  mirrored = windows("scmoe_pos2", schedule="mlp 0", order="barriers")
+  later = windows("scmoe_pos2", schedule="mlp 0", backward="attention 1", order="barriers")
+  free = windows("scmoe_pos2", schedule="mlp 0", backward="free", order="barriers")
   forward = lambda found: [w for w in found if w.direction == "forward"]
   assert forward(mirrored) == forward(later) == forward(free)
   # The combine's exchange comes first: a later slot leaves it fewer dense operations, XLA all.

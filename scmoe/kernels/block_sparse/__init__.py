@@ -9,11 +9,13 @@ from scmoe.kernels.block_sparse.api import (
   sdd,
   to_dense,
 )
+from scmoe.kernels.block_sparse.ffn import block_sparse_ffn
 from scmoe.kernels.block_sparse.topology import Topology, moe_topology, topology_from_mask
 
 __all__ = [
   "BlockSparse",
   "Topology",
+  "block_sparse_ffn",
   "dds",
   "dsd",
   "from_dense",

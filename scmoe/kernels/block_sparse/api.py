@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from scmoe.kernels.block_sparse.topology import Topology
-from scmoe.kernels.grouped_matmul.api import grouped_matmul, grouped_outer
+from scmoe.kernels.grouped_matmul.matmul import grouped_matmul, grouped_outer
 from scmoe.kernels.grouped_matmul.xla import accumulation_type
 
 

@@ -111,6 +111,10 @@ def moe_topology(layout: GroupLayout, hidden: int) -> Topology:
   e·F / block. Row blocks past the used ones repeat the last expert and hold zeros: the number of
   blocks is static, so nothing waits for the host.
 
+  Worked example: five rows of three experts, 3, 0 and 2 of them, blocks of two, F = 4. Row blocks
+  0 and 1 are of expert 0, row block 2 of expert 2, and row block 3 is not in use: their columns are
+  0 1, 0 1, 4 5 and 4 5.
+
   Args:
     layout: tiles of the rows; the tile is the block.
     hidden: F, a multiple of the tile.

@@ -1,27 +1,39 @@
 """Grouped matrix products: each group of rows times its own matrix, with gradients."""
 
 from scmoe.kernels.grouped_matmul.activations import activation_names, get_activation
-from scmoe.kernels.grouped_matmul.api import grouped_ffn, grouped_matmul, grouped_outer
 from scmoe.kernels.grouped_matmul.backend import BACKENDS, device_has_kernels, resolve_backend
-from scmoe.kernels.grouped_matmul.equal_groups import (
-  equal_ffn,
-  rows_have_kernels,
-  without_gradient,
+from scmoe.kernels.grouped_matmul.ffn import FFNConfig, expert_ffn
+from scmoe.kernels.grouped_matmul.layout import (
+  GroupLayout,
+  RowLayout,
+  TiledRows,
+  arrived_layout,
+  choices_layout,
+  padded_layout,
+  sorted_layout,
 )
-from scmoe.kernels.grouped_matmul.reference import grouped_ffn_reference, grouped_matmul_reference
+from scmoe.kernels.grouped_matmul.matmul import grouped_matmul, grouped_outer
+from scmoe.kernels.grouped_matmul.reference import expert_ffn_reference, grouped_matmul_reference
+from scmoe.kernels.grouped_matmul.weights import FFNWeights
 
 __all__ = [
   "BACKENDS",
+  "FFNConfig",
+  "FFNWeights",
+  "GroupLayout",
+  "RowLayout",
+  "TiledRows",
   "activation_names",
+  "arrived_layout",
+  "choices_layout",
   "device_has_kernels",
-  "equal_ffn",
+  "expert_ffn",
+  "expert_ffn_reference",
   "get_activation",
-  "grouped_ffn",
-  "grouped_ffn_reference",
   "grouped_matmul",
   "grouped_matmul_reference",
   "grouped_outer",
+  "padded_layout",
   "resolve_backend",
-  "rows_have_kernels",
-  "without_gradient",
+  "sorted_layout",
 ]

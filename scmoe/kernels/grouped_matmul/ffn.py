@@ -1,88 +1,257 @@
-"""The expert FFN on the padded layout, forward and backward, shared by the public entry points.
+"""The experts' feed-forward network: one function, one gradient, for every way that rows come.
 
-    D  model width      F  expert width      R  rows of the layout      G  groups (experts)
+    M  rows at hand      K  copies of each      R  rows of the tiles      G  groups (experts)
+    D  model width      F  expert width
 
-Only the input and the pre-activations are kept for the backward.
+Rows are read where they lie: the up-projection gathers them into tiles, and what comes out goes
+back to the rows' own order, each row's copies weighted and added up. Kept for the backward are the
+rows, the pre-activations and the permutation's integers. Neither the experts' output nor its
+gradient is needed for the weights' gradient, which is ⟨da', a⟩ (SonicMoE, arXiv 2512.14080).
 """
+
+from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
 
-from scmoe.kernels.grouped_matmul import xla
+from scmoe.kernels.grouped_matmul import pipeline, xla
 from scmoe.kernels.grouped_matmul.activations import get_activation
-from scmoe.kernels.grouped_matmul.backend import implementation
-from scmoe.kernels.grouped_matmul.layout import GroupLayout, take_rows
-
-
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=["gate_GDF", "up_GDF", "down_GFD", "gate_bias_GF", "up_bias_GF", "down_bias_GD"],
-  meta_fields=[],
+from scmoe.kernels.grouped_matmul.backend import implementation, resolve_backend
+from scmoe.kernels.grouped_matmul.layout import (
+  KERNEL_ROW_TILE,
+  RowLayout,
+  TiledRows,
+  make_equal_layout,
 )
-@dataclasses.dataclass(frozen=True)
-class FFNWeights:
-  """Weights of G experts; `gate_GDF` is None unless the activation is gated."""
+from scmoe.kernels.grouped_matmul.weights import Execution, FFNWeights
+from scmoe.kernels.permute import sum_copies, take_rows, zero_cotangents
 
-  gate_GDF: jax.Array | None
-  up_GDF: jax.Array
-  down_GFD: jax.Array
-  gate_bias_GF: jax.Array | None = None
-  up_bias_GF: jax.Array | None = None
-  down_bias_GD: jax.Array | None = None
-
-  @property
-  def up_weights(self) -> tuple[jax.Array, ...]:
-    """(gate, up), or (up,)."""
-    return (self.up_GDF,) if self.gate_GDF is None else (self.gate_GDF, self.up_GDF)
-
-  @property
-  def up_biases(self) -> tuple[jax.Array | None, ...]:
-    """The biases in the order of `up_weights`."""
-    return (self.up_bias_GF,) if self.gate_GDF is None else (self.gate_bias_GF, self.up_bias_GF)
+IMPLEMENTATIONS = ("auto", "grouped", "batched")
 
 
 @dataclasses.dataclass(frozen=True)
 class FFNConfig:
-  """What is static about an FFN: activation, resolved backend, precision, SMs to use."""
+  """What is static about the experts' network.
 
-  activation: str
-  backend: str
-  precision: str | None = None
+  Attributes:
+    activation: one of `activation_names()`.
+    impl: "grouped": grouped products (`backend` says whose); "batched": XLA's batched dense
+      products, for padded experts only; "auto": batched products where experts are padded and no
+      kernel is to be had, or something else is on the multiprocessors.
+    backend: of grouped products: "auto" (kernels on Hopper, XLA elsewhere), "mosaic_gpu" or "xla".
+    precision: for float32 operands, as in `jax.lax.dot_general`.
+    num_sms: multiprocessors that the kernels use; None: all.
+    shared_sms: a collective may hold multiprocessors while padded experts run.
+  """
+
+  activation: str = "swiglu"
+  impl: str = "auto"
+  backend: str = "auto"
+  precision: str | None = "highest"
   num_sms: int | None = None
+  shared_sms: bool = False
 
 
-def check_ffn(
-  rows: jax.Array | jax.ShapeDtypeStruct,
+# CTAs per multiprocessor, one after the other, where a collective may hold some of them. With one
+# each, a CTA whose multiprocessor is taken would begin when the others end, and the product take
+# twice its time; alone, one each is faster (experiments/kernels).
+WAVES = 8
+
+
+def expert_ffn(
+  rows: Float[Array, "*M D"],
   weights: FFNWeights,
-  num_groups: int,
-  activation: str,
-  *,
-  out_width: int | None = None,
-) -> None:
-  """Raises ValueError, naming both sides, unless all shapes agree.
+  layout: RowLayout,
+  config: FFNConfig = FFNConfig(),
+) -> Float[Array, "*M D_out"]:
+  """out[m] = Σ_k weight[m, k] · down(act(up(rows[m]))), by the expert of each copy.
+
+  With a gated activation act(gate(rows)) · up(rows) stands for act(up(rows)).
 
   Args:
-    rows: [rows, D].
-    weights: of `num_groups` experts.
-    num_groups: G.
-    activation: its name.
-    out_width: width of the result, D unless it is given.
+    rows: [..., D]; M rows in the order that `layout` describes. Rows of no expert must be finite.
+    weights: of the experts at hand; matrices are cast to the type of the rows.
+    layout: whose each row is.
+    config: see `FFNConfig`.
+
+  Returns:
+    [..., D'] in the rows' order and type, D' the width of the last layer; products are accumulated
+    in float32. Rows without an expert are zero and get a zero gradient.
+
+  Raises:
+    ValueError: shapes disagree, or a word of the config is unknown or does not fit.
   """
+  rows_MD = rows.reshape(-1, rows.shape[-1])
+  check_ffn(rows_MD, weights, layout, config.activation)
+  weights = weights.cast(rows.dtype)
+  static = _resolve(config, layout, rows.dtype, weights.up_GDF.shape[1:])
+  with jax.named_scope("plan"):
+    tiles = _tiles(layout, static)
+  out: Any = _expert_ffn(rows_MD, weights, layout.weight_MK, tiles, static)
+  return out.reshape(*rows.shape[:-1], out.shape[-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+  """A resolved `FFNConfig`: what one traced program depends on beside shapes."""
+
+  products: str  # "mosaic_gpu" or "xla"
+  how: Execution
+  ranks: int  # of padded experts that batched products need by expert; 1: rows stay in their order
+  padded: tuple[int, int, int] | None
+  weighted: bool
+
+
+def _resolve(config: FFNConfig, layout: RowLayout, dtype: Any, widths: tuple[int, ...]) -> _Static:
+  """Which implementation runs; one place that decides."""
+  if config.impl not in IMPLEMENTATIONS:
+    raise ValueError(f"unknown impl {config.impl!r}: use one of {', '.join(IMPLEMENTATIONS)}")
+  padded = layout.padded
+  if config.impl == "batched" and padded is None:
+    raise ValueError(
+      "impl='batched' needs padded experts, got rows with group sizes: use 'grouped'"
+    )
+  products = resolve_backend(config.backend, dtype, *widths)
+  if products == "reference":
+    raise ValueError("backend='reference' has no expert_ffn: use expert_ffn_reference")
+  batched = config.impl == "batched"
+  if padded is not None and config.impl == "auto":
+    whole = padded[2] > 0 and padded[2] % KERNEL_ROW_TILE == 0
+    taken = config.shared_sms and config.backend == "auto"
+    batched = products != "mosaic_gpu" or not whole or taken
+  num_sms = config.num_sms
+  if products == "mosaic_gpu" and padded is not None and config.shared_sms and num_sms is None:
+    num_sms = WAVES * pipeline.resolve_num_sms(None)
+  simulation = pipeline.interpretation() if products == "mosaic_gpu" else None
+  activation = get_activation(config.activation)
+  return _Static(
+    products="xla" if batched else products,
+    how=Execution(activation, config.precision, num_sms, simulation),
+    ranks=padded[0] if batched and padded is not None else 1,
+    padded=padded if batched else None,
+    weighted=layout.weight_MK is not None,
+  )
+
+
+def _tiles(layout: RowLayout, static: _Static) -> TiledRows:
+  if static.padded is not None:  # batched products: one tile for each expert
+    ranks, groups, rows = static.padded
+    return TiledRows(make_equal_layout(1, groups, ranks * rows, ranks * rows), None)
+  if static.products == "mosaic_gpu":
+    tile = KERNEL_ROW_TILE
+    if layout.padded is not None and layout.padded[2] % tile == 0:
+      return layout.in_place(tile)
+    return layout.sorted(tile)
+  return layout.sorted(xla.choose_tile(layout.num_copies, layout.num_groups))
+
+
+def _by_expert(rows_MN: jax.Array, static: _Static) -> jax.Array:
+  """Rows of padded experts, [W, G, C], as batched products want them: [G, W, C]."""
+  if static.ranks == 1:
+    return rows_MN
+  assert static.padded is not None
+  rows = rows_MN.reshape(*static.padded, rows_MN.shape[1])
+  return jnp.swapaxes(rows, 0, 1).reshape(rows_MN.shape)
+
+
+def _by_rank(rows_RN: jax.Array, static: _Static) -> jax.Array:
+  """The inverse of `_by_expert`."""
+  if static.ranks == 1:
+    return rows_RN
+  assert static.padded is not None
+  ranks, groups, size = static.padded
+  rows = rows_RN.reshape(groups, ranks, size, rows_RN.shape[1])
+  return jnp.swapaxes(rows, 0, 1).reshape(rows_RN.shape)
+
+
+# -- value and gradient ---------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _expert_ffn(rows_MD, weights, weight_MK, tiles, static):
+  """Without a gradient the pre-activations are not written."""
+  y_RD, _ = implementation(static.products).forward(
+    _by_expert(rows_MD, static),
+    weights,
+    tiles.groups,
+    static.how,
+    index_R=tiles.source_R,
+    with_pre=False,
+  )
+  return _back(y_RD, weight_MK, tiles, static)
+
+
+def _expert_ffn_fwd(rows_MD, weights, weight_MK, tiles, static):
+  y_RD, pre = implementation(static.products).forward(
+    _by_expert(rows_MD, static),
+    weights,
+    tiles.groups,
+    static.how,
+    index_R=tiles.source_R,
+    with_pre=True,
+  )
+  return _back(y_RD, weight_MK, tiles, static), (rows_MD, weights, weight_MK, tiles, pre)
+
+
+def _expert_ffn_bwd(static, residuals, dout_MD):
+  rows_MD, weights, weight_MK, tiles, pre = residuals
+  dx_RD, dweights, ds_R = implementation(static.products).backward(
+    _by_expert(rows_MD, static),
+    _by_expert(dout_MD, static),
+    weights,
+    pre,
+    _row_weights(weight_MK, tiles, xla.accumulation_type(rows_MD.dtype)),
+    tiles.groups,
+    static.how,
+    index_R=tiles.source_R,
+  )
+  drows_MD = _back(dx_RD, None, tiles, static)
+  dweight_MK = None
+  if weight_MK is not None:
+    assert tiles.permutation is not None
+    dweight_MK = take_rows(ds_R, tiles.permutation.row_TK).astype(weight_MK.dtype)
+  return drows_MD, dweights, dweight_MK, zero_cotangents(tiles)
+
+
+_expert_ffn.defvjp(_expert_ffn_fwd, _expert_ffn_bwd)
+
+
+def _back(y_RD, weight_MK, tiles: TiledRows, static: _Static):
+  """From the tiles to the rows' order; a row's copies are added up, weighted if that is given."""
+  if tiles.permutation is None:
+    return _by_rank(y_RD, static)
+  with jax.named_scope("combine" if static.weighted else "unpermute"):
+    return sum_copies(y_RD, tiles.permutation.row_TK, weight_MK)
+
+
+def _row_weights(weight_MK, tiles: TiledRows, dtype) -> jax.Array:
+  """What each row of the tiles is multiplied by; 0 on padding."""
+  if tiles.permutation is None:
+    return jnp.ones((tiles.groups.num_rows,), dtype)
+  copy_R = tiles.permutation.copy_R
+  if weight_MK is None:
+    return (copy_R >= 0).astype(dtype)
+  return take_rows(weight_MK.reshape(-1).astype(dtype), copy_R)
+
+
+def check_ffn(rows_MD: jax.Array, weights: FFNWeights, layout: RowLayout, activation: str) -> None:
+  """Raises ValueError, naming both sides, unless all shapes agree."""
   kind = get_activation(activation)
-  if rows.ndim != 2:
-    raise ValueError(f"rows must be [rows, D], got shape {rows.shape}")
   if weights.up_GDF.ndim != 3:
     raise ValueError(f"up must be [G, D, F], got shape {weights.up_GDF.shape}")
   groups, width, hidden = weights.up_GDF.shape
-  out_width = width if out_width is None else out_width
+  out_width = weights.down_GFD.shape[-1]
   if kind.gated != (weights.gate_GDF is not None):
     has = "has" if weights.gate_GDF is not None else "lacks"
     raise ValueError(
       f"activation {activation!r} is {'gated' if kind.gated else 'not gated'} but the FFN {has}"
-      f" gate weights: {'pass gate' if kind.gated else 'pass gate=None'}"
+      f" gate weights: {'pass gate_GDF' if kind.gated else 'pass gate_GDF=None'}"
     )
   expected = {
     "gate_GDF": (groups, width, hidden),
@@ -97,95 +266,10 @@ def check_ffn(
       raise ValueError(
         f"{name} has shape {value.shape}, but up has {weights.up_GDF.shape}: expected {shape}"
       )
-  if rows.shape[1] != width:
-    raise ValueError(f"rows have width {rows.shape[1]}, but up takes {width}: they must agree")
-  if num_groups != groups:
-    raise ValueError(f"there are {num_groups} group sizes but {groups} experts: they must agree")
-
-
-def ffn_forward(
-  x_XD: jax.Array,
-  index_R: jax.Array | None,
-  weights: FFNWeights,
-  layout: GroupLayout,
-  config: FFNConfig,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-  """Rows x[index], or x where the index is None, through their experts.
-
-  Returns:
-    y_RD in the type of x (padding rows unspecified) and the pre-activations.
-  """
-  ops = implementation(config.backend)
-  kind = get_activation(config.activation)
-  options = {"precision": config.precision, "num_sms": config.num_sms}
-  pre, a_RF = ops.up_activate(
-    x_XD, weights.up_weights, weights.up_biases, layout, kind, index_R=index_R, **options
-  )
-  bias_GD = weights.down_bias_GD
-  y_RD = ops.grouped_rows(
-    a_RF, weights.down_GFD, layout, bias_GN=bias_GD, out_dtype=x_XD.dtype, **options
-  )
-  return y_RD, pre
-
-
-def ffn_backward(
-  x_XD: jax.Array,
-  index_R: jax.Array | None,
-  dy_XD: jax.Array,
-  row_weight_R: jax.Array,
-  pre: tuple[jax.Array, ...],
-  weights: FFNWeights,
-  layout: GroupLayout,
-  config: FFNConfig,
-) -> tuple[jax.Array, FFNWeights, jax.Array]:
-  """Gradients of Σ dy · (s * y).
-
-  Args:
-    x_XD: the input of the forward.
-    index_R: row of x, and of dy, behind each row of the layout, negative for padding; None where
-      they are in the layout.
-    dy_XD: gradient of the weighted output, before the weight.
-    row_weight_R: s, zero on padding.
-    pre: what the forward kept.
-    weights: the experts.
-    layout: the tiles of R.
-    config: the static part.
-
-  Returns:
-    dx_RD in the layout (padding rows unspecified), the weights' gradients, ds_R in float32.
-  """
-  ops = implementation(config.backend)
-  kind = get_activation(config.activation)
-  options = {"precision": config.precision, "num_sms": config.num_sms}
-  scaled_a_RF, dpre, ds_R = ops.down_backward(
-    dy_XD, weights.down_GFD, pre, row_weight_R, layout, kind, index_R=index_R, **options
-  )
-  ddown_GFD = ops.grouped_weights(
-    scaled_a_RF, dy_XD, layout, rhs_index_R=index_R, out_dtype=weights.down_GFD.dtype, **options
-  )
-  # The scaled activation is as large as a pre-activation: let it go before dx is made.
-  dpre, ddown_GFD = jax.lax.optimization_barrier((dpre, ddown_GFD))
-  dups = ops.up_weight_gradients(
-    x_XD, dpre, layout, index_R=index_R, out_dtype=weights.up_GDF.dtype, **options
-  )
-  dx_RD = ops.up_input_gradient(dpre, weights.up_weights, layout, out_dtype=x_XD.dtype, **options)
-
-  def bias_gradient(bias, d_RN):
-    return None if bias is None else xla.group_sums(d_RN, layout).astype(bias.dtype)
-
-  dbiases = [bias_gradient(bias, d_RF) for bias, d_RF in zip(weights.up_biases, dpre)]
-  ddown_bias = None
-  if weights.down_bias_GD is not None:
-    dy_RD = dy_XD if index_R is None else take_rows(dy_XD, index_R)
-    dy_RD = dy_RD.astype(jnp.float32)
-    ds_R = ds_R + jnp.sum(dy_RD * xla.per_row(weights.down_bias_GD, layout), axis=1)
-    ddown_bias = bias_gradient(weights.down_bias_GD, dy_RD * row_weight_R[:, None])
-  gradients = FFNWeights(
-    gate_GDF=None if weights.gate_GDF is None else dups[0],
-    up_GDF=dups[-1],
-    down_GFD=ddown_GFD,
-    gate_bias_GF=None if weights.gate_GDF is None else dbiases[0],
-    up_bias_GF=dbiases[-1],
-    down_bias_GD=ddown_bias,
-  )
-  return dx_RD, gradients, ds_R
+  if rows_MD.shape[1] != width:
+    raise ValueError(f"rows have width {rows_MD.shape[1]}, but up takes {width}: they must agree")
+  if layout.num_groups != groups:
+    raise ValueError(f"the layout has {layout.num_groups} experts, the weights {groups}")
+  rows = layout.num_copies if layout.group_MK is None else layout.group_MK.shape[0]
+  if rows_MD.shape[0] != rows:
+    raise ValueError(f"there are {rows_MD.shape[0]} rows, the layout describes {rows}")

@@ -184,7 +184,7 @@ def start_gather(
   cast(Any, run)(x, index, stage, barriers, slot, first_row, first_col)
 
 
-def wait_gather(barriers: Any, *, slot: Any, parity: Any) -> None:
+def wait_rows(barriers: Any, slot: Any, parity: Any) -> None:
   """Waits until the rows of a stage are there and visible to wgmma.
 
   Args:

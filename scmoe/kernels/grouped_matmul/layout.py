@@ -6,13 +6,23 @@
 A tile then belongs to one group, so no kernel has ragged edges: every load and store is full and
 the weight gradient is a plain loop over tiles. All sizes are static bounds and all contents are
 computed on the device, so nothing waits for the host.
+
+Worked example: five rows of three groups, 3, 0 and 2 of them, in tiles of two rows.
+
+    tiles_G      = 2 0 1        tile_starts_G = 0 2 2        num_tiles = 3
+    tile_group_I = 0 0 2 2      the bound is four tiles; the last is not in use
+    rows of the tiles, by the row given that each holds:  0 1 | 2 - | 3 4 | - -
 """
+
+from __future__ import annotations
 
 import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
+
+from scmoe.kernels.permute import Permutation, make_permutation, running_positions, take_rows
 
 KERNEL_ROW_TILE = 128  # rows of a tile in the Mosaic GPU kernels
 
@@ -27,7 +37,7 @@ KERNEL_ROW_TILE = 128  # rows of a tile in the Mosaic GPU kernels
     "num_tiles",
     "by_size_G",
   ],
-  meta_fields=["tile", "runs"],
+  meta_fields=["tile", "runs", "one_tile_each"],
 )
 @dataclasses.dataclass(frozen=True)
 class GroupLayout:
@@ -42,7 +52,8 @@ class GroupLayout:
     by_size_G: int32, groups by falling number of tiles, equal ones in order.
     tile: rows of a tile, static.
     runs: static; with more than one, all groups are of one size and every run of the rows holds an
-      equal part of each, in their order (rows as several devices sent them).
+      equal part of each, in their order (rows as several source ranks sent them).
+    one_tile_each: static; every group is exactly one tile, so that all are one batched product.
   """
 
   group_sizes_G: jax.Array
@@ -53,6 +64,7 @@ class GroupLayout:
   by_size_G: jax.Array
   tile: int
   runs: int = 1
+  one_tile_each: bool = False
 
   @property
   def num_rows(self) -> int:
@@ -105,6 +117,9 @@ def make_layout(group_sizes_G: jax.Array, num_rows: int, tile: int) -> GroupLayo
 def make_equal_layout(runs: int, num_groups: int, rows: int, tile: int) -> GroupLayout:
   """The layout of rows [runs, G, rows], where each part of a group fills whole tiles.
 
+  Worked example: two source ranks, two experts, four rows for each from each, tiles of two rows:
+  tile_group_I = 0 0 1 1 0 0 1 1, as the rows lie; every group has four tiles, two in each run.
+
   Args:
     runs: as in `GroupLayout`.
     num_groups: G.
@@ -124,6 +139,7 @@ def make_equal_layout(runs: int, num_groups: int, rows: int, tile: int) -> Group
     by_size_G=index_G,
     tile=tile,
     runs=runs,
+    one_tile_each=runs == 1 and run_tiles == 1,
   )
 
 
@@ -144,7 +160,10 @@ def row_groups(group_sizes_G: jax.Array, num_rows: int) -> jax.Array:
 
 
 def padded_rows_of(layout: GroupLayout, num_rows: int) -> jax.Array:
-  """Padded position of each of M contiguous rows; R (out of range) for rows of no group."""
+  """Row of the padded layout of each of M contiguous rows; R (out of range) for rows of no group.
+
+  In the example at the top: 0 1 2 4 5.
+  """
   group_M = row_groups(layout.group_sizes_G, num_rows)
   # Padding only ever moves a row down by what the groups before it were padded with.
   starts_G = jnp.cumsum(layout.group_sizes_G, dtype=jnp.int32) - layout.group_sizes_G
@@ -155,7 +174,10 @@ def padded_rows_of(layout: GroupLayout, num_rows: int) -> jax.Array:
 
 
 def source_rows_of(layout: GroupLayout) -> jax.Array:
-  """Contiguous row behind each of the R padded rows; -1 for padding."""
+  """Contiguous row behind each of the R padded rows; -1 for padding.
+
+  In the example at the top: 0 1 2 -1 3 4 -1 -1.
+  """
   starts_G = jnp.cumsum(layout.group_sizes_G, dtype=jnp.int32) - layout.group_sizes_G
   first_I = (jnp.arange(layout.tile_group_I.shape[0], dtype=jnp.int32)) * layout.tile
   group_I = layout.tile_group_I
@@ -166,20 +188,6 @@ def source_rows_of(layout: GroupLayout) -> jax.Array:
   return source_IB.reshape(-1)
 
 
-def inverse_places(place_M: jax.Array, num_places: int) -> jax.Array:
-  """The row that stands at each of R places, which differ; -1 for none. Places past R are none."""
-  nobody_R = jnp.full((num_places,), -1, jnp.int32)
-  index_M = jnp.arange(place_M.shape[0], dtype=jnp.int32)
-  return nobody_R.at[place_M].set(index_M, mode="drop")
-
-
-def take_rows(x_MN: jax.Array, index_R: jax.Array) -> jax.Array:
-  """Rows of x by index; zeros where the index is outside [0, M)."""
-  # A negative index would count from the end, which is why it is moved past it.
-  index_R = jnp.where(index_R < 0, x_MN.shape[0], index_R)
-  return jnp.take(x_MN, index_R, axis=0, mode="fill", fill_value=0)
-
-
 def pad_rows(x_MN: jax.Array, layout: GroupLayout) -> jax.Array:
   """Contiguous rows to the padded layout, zeros between."""
   return take_rows(x_MN, source_rows_of(layout))
@@ -188,3 +196,152 @@ def pad_rows(x_MN: jax.Array, layout: GroupLayout) -> jax.Array:
 def unpad_rows(x_RN: jax.Array, layout: GroupLayout, num_rows: int) -> jax.Array:
   """The inverse of `pad_rows`; rows of no group are zero."""
   return take_rows(x_RN, padded_rows_of(layout, num_rows))
+
+
+# -- what a transport says about the rows that it hands to the experts ----------------------------
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=["sizes_G", "group_MK", "position_MK", "weight_MK"],
+  meta_fields=["padded"],
+)
+@dataclasses.dataclass(frozen=True)
+class RowLayout:
+  """Which experts the rows at hand are for. Every row m has K copies, each for one expert.
+
+      M  rows at hand      K  copies of each      G  groups: the experts of this device
+
+  Three shapes of it occur. Tokens that stay where they are have K copies each, with weights, and
+  the experts add up a token's copies. Rows that were exchanged have one copy each, without a
+  weight. *Padded experts* have equal room, C rows for each from each of W source ranks; then
+  where a row stands says whose it is, and the arrays are None. Worked example of the first, three
+  tokens with two choices over experts 0, 1, 2:
+
+      group_MK     = [[1, 0], [1, 2], [0, 3]]      the last choice is not made: 3 is no expert
+      position_MK  = [[0, 0], [1, 0], [1, 0]]      token 1 is the second row of expert 1
+      sizes_G      = [2, 2, 1]
+
+  Attributes:
+    sizes_G: int32, rows of each expert.
+    group_MK: int32, expert of each copy; G for none.
+    position_MK: int32, its position among the rows of that expert.
+    weight_MK: float32, what each copy's result is multiplied by before a row's copies are added
+      up; None: 1, and K is 1.
+    padded: static (W, G, C) of padded experts, M = W·G·C; None otherwise.
+  """
+
+  sizes_G: jax.Array | None
+  group_MK: jax.Array | None
+  position_MK: jax.Array | None
+  weight_MK: jax.Array | None = None
+  padded: tuple[int, int, int] | None = None
+
+  @property
+  def num_groups(self) -> int:
+    """G."""
+    if self.padded is not None:
+      return self.padded[1]
+    assert self.sizes_G is not None
+    return self.sizes_G.shape[0]
+
+  @property
+  def num_copies(self) -> int:
+    """M·K."""
+    if self.padded is not None:
+      ranks, groups, rows = self.padded
+      return ranks * groups * rows
+    assert self.group_MK is not None
+    return self.group_MK.size
+
+  def sorted(self, tile: int) -> TiledRows:
+    """Rows in the order of the experts, each expert's padded to whole tiles.
+
+    Worked example, tiles of two rows: five rows for experts 0, 2, 0, 0, 2, with the tiles of the
+    example at the top. The permutation has row_MK = 0 4 1 2 5 and copy_R = 0 2 3 -1 1 4 -1 -1.
+    """
+    sizes_G, group_MK, position_MK = self.places()
+    groups = make_layout(sizes_G, self.num_copies, tile)
+    starts_G1 = jnp.append(groups.tile_starts_G * tile, groups.num_rows)  # of "no expert": past all
+    # Read by copy, then row, as positions are counted (`choices_layout`): nothing is transposed.
+    row_MK = starts_G1[group_MK.T].T + position_MK
+    row_MK = jnp.where(group_MK < self.num_groups, row_MK, groups.num_rows)
+    return TiledRows(groups, make_permutation(row_MK, groups.num_rows))
+
+  def in_place(self, tile: int) -> TiledRows:
+    """Padded experts whose rows fill whole tiles where they lie."""
+    assert self.padded is not None
+    return TiledRows(make_equal_layout(*self.padded, tile), None)
+
+  def places(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """sizes_G, group_MK and position_MK, written out for padded experts too.
+
+    Two source ranks, two padded experts of one row each, (W, G, C) = (2, 2, 1): sizes 2 2, groups
+    0 1 0 1, positions 0 0 1 1.
+    """
+    if self.padded is None:
+      assert self.sizes_G is not None
+      assert self.group_MK is not None
+      assert self.position_MK is not None
+      return self.sizes_G, self.group_MK, self.position_MK
+    ranks, groups, rows = self.padded
+    rank, group, row = jnp.indices(self.padded, jnp.int32, sparse=True)
+    shape = (ranks, groups, rows)
+    flat = lambda a: jnp.broadcast_to(a, shape).reshape(-1, 1)
+    return jnp.full((groups,), ranks * rows, jnp.int32), flat(group), flat(rank * rows + row)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TiledRows:
+  """Rows as a grouped product walks them.
+
+  Attributes:
+    groups: the tiles of each expert.
+    permutation: between the copies of the rows at hand and the rows of the tiles; None where the
+      rows lie in tiles already.
+  """
+
+  groups: GroupLayout
+  permutation: Permutation | None
+
+  @property
+  def source_R(self) -> jax.Array | None:
+    """Row at hand behind each row of the tiles, -1 for padding; None where they are the same."""
+    return None if self.permutation is None else self.permutation.token_R
+
+
+def choices_layout(expert_TK: jax.Array, weight_TK: jax.Array, num_experts: int) -> RowLayout:
+  """Tokens in place, each with K weighted choices; an id outside [0, E) is no choice.
+
+  Raises:
+    ValueError: the two do not have one shape [T, K], or the ids are not integers.
+  """
+  if expert_TK.ndim != 2 or weight_TK.shape != expert_TK.shape:
+    raise ValueError(
+      f"expert has shape {expert_TK.shape} and weight {weight_TK.shape}: expected [T, K] for both"
+    )
+  # First choices, then second ones: the router's kernel writes them so, nothing is transposed.
+  position_KT, count_E = running_positions(expert_TK.T, num_experts)
+  made_TK = (expert_TK >= 0) & (expert_TK < num_experts)
+  group_TK = jnp.where(made_TK, expert_TK, num_experts).astype(jnp.int32)
+  return RowLayout(count_E, group_TK, position_KT.T, weight_TK)
+
+
+def arrived_layout(group_M: jax.Array, position_M: jax.Array, sizes_G: jax.Array) -> RowLayout:
+  """Rows in any order, one copy each; group G for a row of no expert."""
+  return RowLayout(sizes_G, group_M[:, None], position_M[:, None])
+
+
+def sorted_layout(sizes_G: jax.Array, num_rows: int) -> RowLayout:
+  """M rows sorted by expert; rows past the sum of the sizes are of no expert."""
+  sizes_G = sizes_G.astype(jnp.int32)
+  group_M = row_groups(sizes_G, num_rows)
+  starts_G1 = jnp.append(jnp.cumsum(sizes_G) - sizes_G, 0)
+  position_M = jnp.arange(num_rows, dtype=jnp.int32) - starts_G1[group_M]
+  return arrived_layout(group_M, position_M, sizes_G)
+
+
+def padded_layout(ranks: int, experts: int, rows: int) -> RowLayout:
+  """Padded experts: [W, G, C] rows, C for each expert from each source rank."""
+  return RowLayout(None, None, None, padded=(ranks, experts, rows))

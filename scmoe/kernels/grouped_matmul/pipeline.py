@@ -1,8 +1,9 @@
 """The skeleton of every kernel here: a persistent, warp-specialised loop over output tiles.
 
-One producer warpgroup copies operand blocks into a ring of shared-memory stages (TMA); two consumer
-warpgroups multiply them (wgmma) and finish the tile. The ring runs on from tile to tile, so the
-producer fetches the next tile while the consumers are still finishing this one.
+Three phases. The *producer*, one warpgroup, copies operand blocks into a ring of shared-memory
+stages (TMA). Two *consumer* warpgroups multiply them (wgmma). Their *epilogue* makes the tile's
+result of the accumulators and stores it. The ring runs on from tile to tile, so the producer
+fetches the next tile while the consumers are still in the epilogue of this one.
 
 Two ways to share the work:
   * cooperative: both consumers work on one tile, half of its rows each;
@@ -53,6 +54,11 @@ def interpreted(params: Any, num_sms: int = 2) -> Iterator[None]:
 def simulated() -> bool:
   """Whether kernels are traced for GPU interpret mode."""
   return _interpret.get() is not None
+
+
+def interpretation() -> Any:
+  """What a program traced now depends on beside its arguments: the simulation, or None."""
+  return (_interpret.get(), _default_sms.get()) if simulated() else None
 
 
 def can_gather() -> bool:
@@ -127,23 +133,23 @@ class Work:
     num_tiles: how many tiles there are; a pair of CTAs takes two at a time, counted as one.
     locate: tile number -> coordinates, any tree of traced scalars.
     steps: coordinates -> K steps of the tile (may be traced, may be zero).
-    load: (coordinates, step, slot, barrier) -> None; starts the copies of one stage.
-    copies: how many copies `load` starts.
-    multiply: (accumulators, slot, rows) -> None; starts the products of one stage.
+    producer: (coordinates, step, slot, barrier) -> None; starts the copies of one stage.
+    consumer: (accumulators, slot, rows) -> None; starts the products of one stage.
     accumulators: shapes of the accumulators of one consumer.
-    finish: (coordinates, accumulators, consumer, first row of the consumer) -> None.
-    prepare: (coordinates, consumer, first row) -> None, before the products; for prefetches.
+    epilogue: (coordinates, accumulators, consumer, first row of the consumer) -> None.
+    prologue: (coordinates, consumer, first row) -> None, before a consumer's first product of a
+      tile; for what the epilogue will read.
     ready: (slot, parity) -> None, waits for what the barriers here do not count.
   """
 
   num_tiles: Any
   locate: Callable[[Any], Any]
   steps: Callable[[Any], Any]
-  load: Callable[[Any, Any, Any, Any], None]
-  multiply: Callable[[Sequence[Any], Any, Any], None]
+  producer: Callable[[Any, Any, Any, Any], None]
+  consumer: Callable[[Sequence[Any], Any, Any], None]
   accumulators: Sequence[tuple[int, int]]
-  finish: Callable[[Any, Sequence[Any], Any, Any], None]
-  prepare: Callable[[Any, Any, Any], None] | None = None
+  epilogue: Callable[[Any, Sequence[Any], Any, Any], None]
+  prologue: Callable[[Any, Any, Any], None] | None = None
   ready: Callable[[Any, Any], None] | None = None
 
 
@@ -197,11 +203,12 @@ def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -
     return jnp.where(turn >= stages, turn - stages, turn)
 
   def locate(i):
-    # What lies past the end, or is all there is of no tiles, must still be readable.
+    # A tile past the end is located too, and so is tile 0 where there are none: clipping keeps
+    # what is read for them inside the arrays.
     return work.locate(jnp.clip(worker + i * workers, 0, jnp.maximum(work.num_tiles - 1, 0)))
 
   @pl.when(warpgroup < CONSUMERS)
-  def _consume():
+  def _consumers():
     plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
     first_row = 0 if tiling.pingpong else warpgroup * tiling.consumer_rows
     my_rows = slice(None) if tiling.pingpong else pl.ds(first_row, tiling.consumer_rows)
@@ -209,8 +216,8 @@ def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -
     def one_tile(i, first_turn):
       where = work.locate(worker + i * workers)
       steps = work.steps(where)
-      if work.prepare is not None:
-        work.prepare(where, warpgroup, first_row)
+      if work.prologue is not None:
+        work.prologue(where, warpgroup, first_row)
 
       def with_accumulators(*accumulators):
         def k_step(step, turn):
@@ -218,7 +225,7 @@ def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -
           plgpu.barrier_wait(full_barrier(slot, warpgroup))
           if work.ready is not None:
             work.ready(slot, jnp.where(turn >= stages, 1, 0))
-          work.multiply(accumulators, slot, my_rows)
+          work.consumer(accumulators, slot, my_rows)
           # All but the newest product are done, so the stage before this one is free.
           plgpu.wgmma_wait(1)
 
@@ -235,7 +242,7 @@ def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -
         def _release_last():
           plgpu.barrier_arrive(empty.at[jnp.where(slot == 0, stages - 1, slot - 1)])
 
-        work.finish(where, accumulators, warpgroup, first_row)
+        work.epilogue(where, accumulators, warpgroup, first_row)
 
       pl.run_scoped(
         with_accumulators, *(plgpu.ACC(shape, jnp.float32) for shape in work.accumulators)
@@ -243,7 +250,7 @@ def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -
       return lax.rem(first_turn + steps, jnp.int32(2 * stages))
 
     def steps_of(i):
-      return work.steps(locate(i))  # of the other consumer's tile
+      return work.steps(locate(i))  # tiles alternate: with i + 1 the other consumer's
 
     if tiling.pingpong:
 
@@ -259,12 +266,13 @@ def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
   @pl.when(warpgroup == CONSUMERS)
-  def _produce():
+  def _producer():
     plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
 
     def one_tile(i, carry):
       *carry, where = carry
-      # Divisions and a read of global memory, whose result is not waited for before the next tile.
+      # Located one tile ahead: that takes divisions and a read of global memory, whose result this
+      # tile does not wait for.
       upcoming = locate(i + 1)
       consumer = lax.rem(i, jnp.int32(CONSUMERS))
 
@@ -275,7 +283,7 @@ def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -
         def _wait_until_free():
           plgpu.barrier_wait(empty.at[slot])
 
-        work.load(where, step, slot, full_barrier(slot, consumer))
+        work.producer(where, step, slot, full_barrier(slot, consumer))
         return _wrap(slot + 1, stages), done + 1
 
       return *lax.fori_loop(0, work.steps(where), k_step, tuple(carry)), upcoming
@@ -283,7 +291,8 @@ def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -
     begin = jnp.int32(0), jnp.int32(0), locate(0)
     _, done, _ = lax.fori_loop(0, my_tiles, one_tile, begin)
 
-    # Every stage that was used is released once more than it was waited for.
+    # Consumers release every stage that was used once more than the producer has waited for it:
+    # here it waits for the last releases.
     def drain(slot, _):
       plgpu.barrier_wait(empty.at[slot])
 
@@ -295,16 +304,32 @@ def num_workers(tiling: Tiling, num_sms: int) -> int:
   return max(1, num_sms // tiling.cluster)
 
 
-def launch(body, out_type, tiling: Tiling, num_sms: int):
-  """`plgpu.kernel` with this skeleton's grid and warpgroups."""
+def launch(body, operands: Any, out_type: Any, tiling: Tiling, num_sms: int):
+  """The kernel of a body on this skeleton's grid and warpgroups: to be called with the operands.
+
+  Args:
+    body: (operands, outs) -> None, with refs in the places of the arrays.
+    operands: tree of arrays; None stands for what there is not.
+    out_type: tree of `jax.ShapeDtypeStruct`.
+    tiling, num_sms: of the launch.
+
+  Returns:
+    A function of the operands' leaves that gives the outs' leaves.
+  """
+  arrays, tree = jax.tree.flatten(operands)
+  outs, out_tree = jax.tree.flatten(out_type)
+
+  def flat(*refs):
+    body(tree.unflatten(refs[: len(arrays)]), out_tree.unflatten(refs[len(arrays) :]))
+
   options: dict[str, Any] = {}
   if tiling.pair:
     options |= {"cluster": (tiling.cluster,), "cluster_names": (_PAIR,)}
   if (interpret := _interpret.get()) is not None:
     options["interpret"] = interpret
   return plgpu.kernel(
-    body,
-    out_type=out_type,
+    flat,
+    out_type=outs,
     grid=(num_workers(tiling, num_sms),),
     grid_names=("worker",),
     num_threads=CONSUMERS + 1,
@@ -322,10 +347,13 @@ def banded(tile: Any, row_tiles: Any, col_tiles: int, band: int) -> tuple[Any, A
 
   CTAs that run at the same time then share the columns' operand and a few rows' operand, instead of
   streaming one of the two from memory again for each tile. `row_tiles` may be traced.
+
+  Worked example, three row tiles, two column tiles, bands of two: tiles 0 to 5 are (0, 0), (1, 0),
+  (0, 1), (1, 1), (2, 0), (2, 1).
   """
   per_band = band * col_tiles
   first = lax.div(tile, jnp.int32(per_band)) * band
-  width = jnp.clip(row_tiles - first, 1, band)  # 1: tile 0 of none is located too
+  width = jnp.clip(row_tiles - first, 1, band)  # at least 1, since tile 0 is located even of none
   inside = lax.rem(tile, jnp.int32(per_band))
   return first + lax.rem(inside, width), lax.div(inside, width)
 
@@ -382,7 +410,7 @@ def snake(tile: Any, num_tiles: int, workers: int) -> Any:
   """Tile number -> tile number, every other full wave of `workers` tiles backwards.
 
   Where tiles are in order of their work, the CTA with the longest tile of a wave then has the
-  shortest of the next.
+  shortest of the next. Eight tiles and three workers: 0 1 2, 5 4 3, 6 7.
   """
   wave, place = lax.div(tile, jnp.int32(workers)), lax.rem(tile, jnp.int32(workers))
   backwards = (lax.rem(wave, jnp.int32(2)) == 1) & ((wave + 1) * workers <= num_tiles)

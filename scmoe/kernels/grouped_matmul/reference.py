@@ -5,12 +5,15 @@
 Costs G dense products and is written to be read. Every backend is tested against it.
 """
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from scmoe.kernels.grouped_matmul.activations import activate, get_activation
-from scmoe.kernels.grouped_matmul.layout import row_groups
+from scmoe.kernels.grouped_matmul.layout import RowLayout, row_groups
+from scmoe.kernels.grouped_matmul.weights import FFNWeights
 
 
 def grouped_matmul_reference(
@@ -36,29 +39,25 @@ def grouped_matmul_reference(
   return out_MN
 
 
-def grouped_ffn_reference(
-  rows_MD: jax.Array,
-  gate_GDF: jax.Array | None,
-  up_GDF: jax.Array,
-  down_GFD: jax.Array,
-  group_sizes_G: jax.Array,
-  *,
-  activation: str,
-  row_weight_M: jax.Array | None = None,
-  gate_bias_GF: jax.Array | None = None,
-  up_bias_GF: jax.Array | None = None,
-  down_bias_GD: jax.Array | None = None,
+def expert_ffn_reference(
+  rows: jax.Array, weights: FFNWeights, layout: RowLayout, activation: str
 ) -> jax.Array:
-  """rows -> up (and gate) -> activation -> down, times the row's weight; nothing is rounded."""
+  """`expert_ffn` by every expert on every row, of which each copy's own is picked; not rounded."""
   kind = get_activation(activation)
-  up_MF = grouped_matmul_reference(rows_MD, up_GDF, group_sizes_G, up_bias_GF)
-  if kind.gated:
-    assert gate_GDF is not None
-    gate_MF = grouped_matmul_reference(rows_MD, gate_GDF, group_sizes_G, gate_bias_GF)
-    pre = (gate_MF, up_MF)
-  else:
-    pre = (up_MF,)
-  out_MD = grouped_matmul_reference(activate(kind, pre), down_GFD, group_sizes_G, down_bias_GD)
-  if row_weight_M is not None:
-    out_MD = out_MD * row_weight_M.astype(out_MD.dtype)[:, None]
-  return out_MD
+  wide = lambda a: a.astype(jnp.promote_types(rows.dtype, jnp.float32))
+  rows_MD = wide(rows.reshape(-1, rows.shape[-1]))
+
+  def product(equation, x, weight, bias):
+    y = jnp.einsum(equation, x, wide(weight), precision=lax.Precision.HIGHEST)
+    return y if bias is None else y + wide(bias)
+
+  pairs = zip(weights.up_weights, weights.up_biases)
+  pre = tuple(product("md,gdf->mgf", rows_MD, *pair) for pair in pairs)
+  down = weights.down_GFD, weights.down_bias_GD
+  y_MGD = product("mgf,gfd->mgd", activate(kind, pre), *down)
+  _, group_MK, _ = layout.places()
+  y_MG1D = jnp.pad(y_MGD, ((0, 0), (0, 1), (0, 0)))  # what a copy of no expert adds
+  y_MKD = jnp.take_along_axis(y_MG1D, group_MK[:, :, None], axis=1)
+  if layout.weight_MK is not None:
+    y_MKD = y_MKD * wide(layout.weight_MK)[:, :, None]
+  return y_MKD.sum(1).reshape(*rows.shape[:-1], -1)

@@ -1,21 +1,32 @@
-"""Grouped products on any device: one dense product per row tile, by XLA.
+"""Grouped products on any device, by XLA: one dense product per row tile, or one for all groups.
 
-    R  rows of the padded layout      K, N  widths      G  groups      I  row tiles
+    R  rows of the tiles      K, N  widths      G  groups      I  row tiles      B  rows of a tile
 
 The cost follows the rows (at most one part-filled tile per group), unlike the masked dense
 expansion behind `jax.lax.ragged_dot`, whose cost is multiplied by G. Tiles run one after the
 other, so the tile must be large enough to fill the device, and small enough to waste little memory:
-`choose_tile`.
+`choose_tile`. The experts' network takes a tile from its first product to its last, so that what
+lies between them exists for one tile only. Where every group is one tile (padded experts), all of
+them are one batched product, as fast as a kernel can be but for the activation, which is not fused
+into its end.
 """
 
+from __future__ import annotations
+
+import dataclasses
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from scmoe.kernels.grouped_matmul.activations import Activation, activate, activation_vjp
-from scmoe.kernels.grouped_matmul.layout import GroupLayout, take_rows
+from scmoe.kernels.grouped_matmul.activations import activate, activation_vjp
+from scmoe.kernels.grouped_matmul.layout import GroupLayout
+from scmoe.kernels.grouped_matmul.weights import Execution, FFNWeights
+from scmoe.kernels.permute import take_rows
 
 
 def choose_tile(num_rows: int, num_groups: int) -> int:
@@ -23,6 +34,9 @@ def choose_tile(num_rows: int, num_groups: int) -> int:
 
   The layout has room for a part-filled tile of every group, so this bounds what padding adds to the
   memory: 6 %, and up to 25 % where 64 rows, which a product should have, are more. A multiple of 8.
+
+  Worked example: 1,024 rows of 8 experts, 128 each if balanced: a sixteenth would be 8 rows, so it
+  is a quarter, 32.
   """
   group = -(-num_rows // max(num_groups, 1))
   rows = max(group / 16, min(group / 4, 64))
@@ -35,6 +49,128 @@ def accumulation_type(*dtypes) -> jnp.dtype:
   for dtype in dtypes:
     result = jnp.promote_types(result, dtype)
   return result
+
+
+# -- products of one tile, and of all groups at once ----------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Products:
+  """What a network is made of, for the rows of one tile or for all groups of one tile each.
+
+  Attributes:
+    product: (rows, matrix, transpose=False) -> rows @ matrix, or @ matrix.T.
+    outer: (rows, rows) -> the gradient of the matrix.
+    total: rows -> their sum, in the accumulation type.
+    of_rows: bias -> what each row adds.
+  """
+
+  product: Callable[..., jax.Array]
+  outer: Callable[[jax.Array, jax.Array], jax.Array]
+  total: Callable[[jax.Array], jax.Array]
+  of_rows: Callable[[jax.Array], jax.Array]
+
+  def plus(self, rows: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return rows if bias is None else rows + self.of_rows(bias).astype(rows.dtype)
+
+
+def _of_tile(precision) -> _Products:
+  """Of one tile: results in the accumulation type."""
+
+  def dot(lhs, rhs, left, right):
+    dtype = accumulation_type(lhs.dtype, rhs.dtype)
+    contracted = (((left,), (right,)), ((), ()))
+    return lax.dot_general(lhs, rhs, contracted, precision=precision, preferred_element_type=dtype)
+
+  return _Products(
+    product=lambda lhs_BK, rhs, transpose=False: dot(lhs_BK, rhs, 1, 1 if transpose else 0),
+    outer=lambda lhs_BK, rhs_BN: dot(lhs_BK, rhs_BN, 0, 0),
+    total=lambda x_BN: jnp.sum(x_BN, axis=0, dtype=accumulation_type(x_BN.dtype)),
+    of_rows=lambda bias_N: bias_N,
+  )
+
+
+def _of_groups(layout: GroupLayout, precision, dtype=None) -> _Products:
+  """One dense product for all groups; results in `dtype`, by default the operands' type."""
+  groups = layout.num_groups
+  by_group = lambda rows_RN: rows_RN.reshape(groups, -1, rows_RN.shape[1])
+
+  def options(*operands):
+    return {
+      "precision": precision,
+      "preferred_element_type": dtype or jnp.result_type(*operands),
+    }
+
+  def product(lhs_RK, rhs_GKN, transpose=False):
+    if groups == 1:  # a batch dimension of one would hide it from rematerialisation's policy
+      rhs_KN = rhs_GKN[0].T if transpose else rhs_GKN[0]
+      return jnp.matmul(lhs_RK, rhs_KN, **options(lhs_RK, rhs_GKN))
+    equation = "gbk,gnk->gbn" if transpose else "gbk,gkn->gbn"
+    out_GBN = jnp.einsum(equation, by_group(lhs_RK), rhs_GKN, **options(lhs_RK, rhs_GKN))
+    return out_GBN.reshape(lhs_RK.shape[0], -1)
+
+  def outer(lhs_RK, rhs_RN):
+    lhs_GBK, rhs_GBN = by_group(lhs_RK), by_group(rhs_RN)
+    return jnp.einsum("gbk,gbn->gkn", lhs_GBK, rhs_GBN, **options(lhs_RK, rhs_RN))
+
+  def total(x_RN):
+    return jnp.sum(by_group(x_RN), axis=1, dtype=accumulation_type(x_RN.dtype))
+
+  return _Products(product, outer, total, lambda bias_GN: per_row(bias_GN, layout))
+
+
+def _each_tile(
+  function: Callable[..., Any],
+  layout: GroupLayout,
+  rows: Any,
+  of_group: Any,
+) -> Any:
+  """function(tile's rows, its group's slices) of every tile, one after the other.
+
+  Args:
+    function: of trees like `rows`, [B, ...], and `of_group`, [...]; gives two trees: of the tile's
+      rows, [B, ...], and of what is added up for its group, [...] (None for nothing).
+    layout: the tiles.
+    rows: tree of arrays [R, ...].
+    of_group: tree of arrays [G, ...].
+
+  Returns:
+    The rows as [R, ...], and the sums as [G, ...], of each group; exactly zero of an empty one.
+  """
+  groups, tile_group_I = layout.num_groups, layout.tile_group_I
+  tiles = jax.tree.map(lambda a: a.reshape(-1, layout.tile, *a.shape[1:]), rows)
+  used_I = jnp.arange(tile_group_I.shape[0]) < layout.num_tiles[0]
+
+  def one_tile(arguments):
+    tile, group = arguments
+    pick = lambda a: lax.dynamic_index_in_dim(a, group, keepdims=False)
+    return function(tile, jax.tree.map(pick, of_group))
+
+  def step(sums, arguments):
+    tile, group, used = arguments
+    out, parts = one_tile((tile, group))
+
+    def add(sum_G, part):
+      old = lax.dynamic_index_in_dim(sum_G, group, keepdims=False)
+      # A tile that is not in use must add nothing, whatever lies in it.
+      return lax.dynamic_update_index_in_dim(sum_G, old + jnp.where(used, part, 0), group, 0)
+
+    return jax.tree.map(add, sums, parts), out
+
+  _, parts = jax.eval_shape(one_tile, (jax.tree.map(lambda a: a[0], tiles), tile_group_I[0]))
+  zeros = jax.tree.map(lambda part: jnp.zeros((groups, *part.shape), part.dtype), parts)
+  sums, out = lax.scan(step, zeros, (tiles, tile_group_I, used_I))
+  return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), out), sums
+
+
+def _reader(x_XN: jax.Array, index_R: jax.Array | None):
+  """What stands for the rows of a tile among its arguments, and how they are read from it."""
+  if index_R is None:
+    return x_XN, lambda x_BN: x_BN
+  return index_R, lambda index_B: take_rows(x_XN, index_B)
+
+
+# -- products -------------------------------------------------------------------------------------
 
 
 def grouped_rows(
@@ -63,26 +199,21 @@ def grouped_rows(
     num_sms: ignored; the kernels use it.
   """
   del num_sms
-  dtype = accumulation_type(lhs_XK.dtype, rhs_GKN.dtype)
-  lhs_RK = lhs_XK if index_R is None else take_rows(lhs_XK, index_R)
-  lhs_IBK = lhs_RK.reshape(-1, layout.tile, lhs_RK.shape[1])
+  out_dtype = out_dtype or accumulation_type(lhs_XK.dtype, rhs_GKN.dtype)
+  if layout.one_tile_each:
+    lhs_RK = lhs_XK if index_R is None else take_rows(lhs_XK, index_R)
+    ops = _of_groups(layout, precision, out_dtype)
+    return ops.plus(ops.product(lhs_RK, rhs_GKN, transpose_rhs), bias_GN)
+  ops = _of_tile(precision)
+  source, read = _reader(lhs_XK, index_R)
 
-  def one_tile(arguments):
-    lhs_BK, group = arguments
-    rhs = lax.dynamic_index_in_dim(rhs_GKN, group, keepdims=False)
-    out_BN = lax.dot_general(
-      lhs_BK,
-      rhs,
-      (((1,), (1 if transpose_rhs else 0,)), ((), ())),
-      precision=precision,
-      preferred_element_type=dtype,
-    )
-    if bias_GN is not None:
-      out_BN += lax.dynamic_index_in_dim(bias_GN, group).astype(dtype)
-    return out_BN.astype(out_dtype or dtype)
+  def one_tile(rows, of_group):
+    rhs, bias_N = of_group
+    out_BN = ops.plus(ops.product(read(rows), rhs, transpose_rhs), bias_N)
+    return out_BN.astype(out_dtype), None
 
-  out_IBN = lax.map(one_tile, (lhs_IBK, layout.tile_group_I))
-  return out_IBN.reshape(lhs_RK.shape[0], out_IBN.shape[-1])
+  out_RN, _ = _each_tile(one_tile, layout, source, (rhs_GKN, bias_GN))
+  return out_RN
 
 
 def grouped_weights(
@@ -102,93 +233,123 @@ def grouped_weights(
   of `grouped_rows`, one for each operand.
   """
   del num_sms
-  dtype = accumulation_type(lhs_XK.dtype, rhs_XN.dtype)
-  lhs_RK = lhs_XK if lhs_index_R is None else take_rows(lhs_XK, lhs_index_R)
-  rhs_RN = rhs_XN if rhs_index_R is None else take_rows(rhs_XN, rhs_index_R)
-  lhs_IBK = lhs_RK.reshape(-1, layout.tile, lhs_RK.shape[1])
-  rhs_IBN = rhs_RN.reshape(-1, layout.tile, rhs_RN.shape[1])
-  used_I = jnp.arange(lhs_IBK.shape[0]) < layout.num_tiles[0]
-
-  def one_tile(total_GKN, arguments):
-    lhs_BK, rhs_BN, group, used = arguments
-    product_KN = lax.dot_general(
-      lhs_BK, rhs_BN, (((0,), (0,)), ((), ())), precision=precision, preferred_element_type=dtype
-    )
-    # A tile that is not in use must add nothing, whatever lies in it.
-    product_KN = jnp.where(used, product_KN, 0)
-    old_KN = lax.dynamic_index_in_dim(total_GKN, group, keepdims=False)
-    return lax.dynamic_update_index_in_dim(total_GKN, old_KN + product_KN, group, 0), None
-
-  zeros = jnp.zeros((layout.num_groups, lhs_RK.shape[1], rhs_RN.shape[1]), dtype)
-  total_GKN, _ = lax.scan(one_tile, zeros, (lhs_IBK, rhs_IBN, layout.tile_group_I, used_I))
-  return total_GKN.astype(out_dtype or dtype)
+  ops = _of_tile(precision)
+  lhs, read_lhs = _reader(lhs_XK, lhs_index_R)
+  rhs, read_rhs = _reader(rhs_XN, rhs_index_R)
+  outer = lambda rows, _: (None, ops.outer(read_lhs(rows[0]), read_rhs(rows[1])))
+  _, out_GKN = _each_tile(outer, layout, (lhs, rhs), None)
+  return out_GKN if out_dtype is None else out_GKN.astype(out_dtype)
 
 
-def up_activate(
+# -- the experts' network -------------------------------------------------------------------------
+
+# Jitted, since layers are alike: an unrolled model lowers its experts once and not once per layer.
+
+
+@functools.partial(jax.jit, static_argnames=("how", "with_pre"))
+def forward(
   x_XD: jax.Array,
-  up_weights: tuple[jax.Array, ...],
-  biases: tuple[jax.Array | None, ...],
+  weights: FFNWeights,
   layout: GroupLayout,
-  activation: Activation,
+  how: Execution,
   *,
   index_R: jax.Array | None = None,
-  precision=None,
-  num_sms: int | None = None,
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
-  """Pre-activations and activation of every row: the first half of the expert.
+  with_pre: bool = True,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+  """Every row through its expert: y = down(act(up(x))).
 
   Args:
     x_XD: rows, read through `index_R` if that is given.
-    up_weights: (gate_GDF, up_GDF) for gated activations, (up_GDF,) otherwise.
-    biases: as many [G, F] biases, or None in their place.
+    weights: of the groups; matrices in the type of x.
     layout: the tiles of R.
-    activation: the kind.
+    how: what is used of it: activation and precision.
     index_R: as in `grouped_rows`.
-    precision: as in `jax.lax.dot_general`.
-    num_sms: ignored; the kernels use it.
+    with_pre: whether the pre-activations are wanted; () stands for them otherwise.
 
   Returns:
-    The pre-activations [R, F], in the order of the weights, and a_RF, in the type of x.
+    y_RD in the type of x, and the pre-activations [R, F] in the order of `weights.up_weights`.
   """
-  x_RD = x_XD if index_R is None else take_rows(x_XD, index_R)
-  pre = []
-  for weight_GDF, bias_GF in zip(up_weights, biases):
-    h_RF = grouped_rows(x_RD, weight_GDF, layout, precision=precision)
-    if bias_GF is not None:
-      h_RF = h_RF + per_row(bias_GF, layout).astype(h_RF.dtype)
+  dtype = x_XD.dtype
+
+  def network(ops: _Products, x, weights: FFNWeights):
     # Rounded before the activation, so that the backward recomputes the same value.
-    pre.append(h_RF.astype(x_XD.dtype))
-  return tuple(pre), activate(activation, tuple(pre)).astype(x_XD.dtype)
+    first = zip(weights.up_weights, weights.up_biases)
+    pre = tuple(ops.plus(ops.product(x, w), b).astype(dtype) for w, b in first)
+    a = activate(how.activation, pre).astype(dtype)
+    y = ops.plus(ops.product(a, weights.down_GFD), weights.down_bias_GD).astype(dtype)
+    return y, pre if with_pre else ()
+
+  source, read = _reader(x_XD, index_R)
+  if layout.one_tile_each:
+    return network(_of_groups(layout, how.precision), read(source), weights)
+  ops = _of_tile(how.precision)
+  one_tile = lambda rows, weights: (network(ops, read(rows), weights), None)
+  return _each_tile(one_tile, layout, source, weights)[0]
 
 
-def down_backward(
+@functools.partial(jax.jit, static_argnames="how")
+def backward(
+  x_XD: jax.Array,
   dy_XD: jax.Array,
-  down_GFD: jax.Array,
+  weights: FFNWeights,
   pre: tuple[jax.Array, ...],
   row_weight_R: jax.Array,
   layout: GroupLayout,
-  activation: Activation,
+  how: Execution,
   *,
   index_R: jax.Array | None = None,
-  precision=None,
-  num_sms: int | None = None,
-) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
-  """From the gradient of y = s * (a @ down) to that of the pre-activations.
+) -> tuple[jax.Array, FFNWeights, jax.Array]:
+  """The gradients of s · y, where y is what `forward` gives and dy the gradient of s · y.
 
-  With da' = dy @ down.T: the router weight's gradient is ds = <da', a>, so neither y nor a is kept
-  (SonicMoE, arXiv 2512.14080); a is recomputed from `pre`.
+  With da' = dy @ down.T the row weight's gradient is ds = ⟨da', a⟩ (+ ⟨dy, bias⟩), so neither y nor
+  a is kept (SonicMoE, arXiv 2512.14080); a is recomputed from `pre`.
+
+  Args:
+    x_XD, dy_XD: rows of the input and of the gradient, both read through `index_R`.
+    weights, layout, how, index_R: as in `forward`.
+    pre: what `forward` gave.
+    row_weight_R: s; 0 on padding.
 
   Returns:
-    s * a, for the gradient of the down weights; the gradients of `pre`; ds_R in float32.
+    dx_RD, the gradients of the weights in their types, and ds_R in the accumulation type.
   """
-  da_RF = grouped_rows(
-    dy_XD, down_GFD, layout, index_R=index_R, transpose_rhs=True, precision=precision
-  )
-  weight_R1 = row_weight_R.astype(da_RF.dtype)[:, None]
-  a_RF, dpre = activation_vjp(activation, pre, da_RF * weight_R1)
-  dtype = pre[0].dtype
-  ds_R = jnp.sum(da_RF * a_RF, axis=1)
-  return (a_RF * weight_R1).astype(dtype), tuple(d.astype(dtype) for d in dpre), ds_R
+  dtype = x_XD.dtype
+
+  def network(ops: _Products, x, dy, pre, s, weights: FFNWeights):
+    da = ops.product(dy, weights.down_GFD, transpose=True)
+    wide = accumulation_type(da.dtype)
+    s = s.astype(wide)[:, None]
+    a, dpre = activation_vjp(how.activation, pre, da.astype(wide) * s)
+    dpre = tuple(d.astype(dtype) for d in dpre)
+    ds = jnp.sum(da.astype(wide) * a, axis=1)
+    back = [ops.product(d, w, transpose=True) for d, w in zip(dpre, weights.up_weights)]
+    dups = [ops.outer(x, d) for d in dpre]
+    dbiases = [None if b is None else ops.total(d) for b, d in zip(weights.up_biases, dpre)]
+    ddown_bias = None
+    if weights.down_bias_GD is not None:
+      dy_wide = dy.astype(wide)
+      ds = ds + jnp.sum(dy_wide * ops.of_rows(weights.down_bias_GD).astype(wide), axis=1)
+      ddown_bias = ops.total(dy_wide * s)
+    gradients = FFNWeights.of_layers(
+      dups, ops.outer((a * s).astype(dtype), dy), dbiases, ddown_bias
+    )
+    return (sum(back[1:], back[0]).astype(dtype), ds), gradients
+
+  (x_source, read_x), (dy_source, read_dy) = _reader(x_XD, index_R), _reader(dy_XD, index_R)
+  if layout.one_tile_each:
+    ops = _of_groups(layout, how.precision)
+    x_RD, dy_RD = read_x(x_source), read_dy(dy_source)
+    (dx_RD, ds_R), gradients = network(ops, x_RD, dy_RD, pre, row_weight_R, weights)
+  else:
+    ops = _of_tile(how.precision)
+
+    def one_tile(rows, weights):
+      x, dy, pre, s = rows
+      return network(ops, read_x(x), read_dy(dy), pre, s, weights)
+
+    rows = (x_source, dy_source, pre, row_weight_R)
+    (dx_RD, ds_R), gradients = _each_tile(one_tile, layout, rows, weights)
+  return dx_RD, jax.tree.map(lambda d, w: d.astype(w.dtype), gradients, weights), ds_R
 
 
 def per_row(bias_GN: jax.Array, layout: GroupLayout) -> jax.Array:
@@ -196,49 +357,14 @@ def per_row(bias_GN: jax.Array, layout: GroupLayout) -> jax.Array:
   return jnp.repeat(bias_GN[layout.tile_group_I], layout.tile, axis=0)
 
 
-def group_sums(x_RN: jax.Array, layout: GroupLayout) -> jax.Array:
-  """Sum of each group's rows (padding must be zero), in the accumulation type."""
+def group_sums(x_RN: jax.Array, layout: GroupLayout, out_dtype=None) -> jax.Array:
+  """Sum of each group's rows (padding must be zero), added up in the accumulation type."""
   dtype = accumulation_type(x_RN.dtype)
   sums_IN = jnp.sum(x_RN.reshape(-1, layout.tile, x_RN.shape[1]), axis=1, dtype=dtype)
   used_I1 = (jnp.arange(sums_IN.shape[0]) < layout.num_tiles[0])[:, None]
   sums_IN = jnp.where(used_I1, sums_IN, 0)
   ordered = layout.runs == 1
-  return jax.ops.segment_sum(
+  sums_GN = jax.ops.segment_sum(
     sums_IN, layout.tile_group_I, num_segments=layout.num_groups, indices_are_sorted=ordered
   )
-
-
-def up_input_gradient(
-  dpre: tuple[jax.Array, ...],
-  up_weights: tuple[jax.Array, ...],
-  layout: GroupLayout,
-  *,
-  out_dtype=None,
-  precision=None,
-  num_sms: int | None = None,
-) -> jax.Array:
-  """dx_RD = Σ dpre @ weight.T over the gate and up projections, one rounding at the end."""
-  del num_sms
-  products = [
-    grouped_rows(d_RF, weight_GDF, layout, transpose_rhs=True, precision=precision)
-    for d_RF, weight_GDF in zip(dpre, up_weights)
-  ]
-  return sum(products[1:], products[0]).astype(out_dtype or products[0].dtype)
-
-
-def up_weight_gradients(
-  x_XD: jax.Array,
-  dpre: tuple[jax.Array, ...],
-  layout: GroupLayout,
-  *,
-  index_R: jax.Array | None = None,
-  out_dtype=None,
-  precision=None,
-  num_sms: int | None = None,
-) -> tuple[jax.Array, ...]:
-  """x.T @ dpre for the gate and up projections; the rows of x are read through `index_R`."""
-  del num_sms
-  x_RD = x_XD if index_R is None else take_rows(x_XD, index_R)
-  return tuple(
-    grouped_weights(x_RD, d_RF, layout, out_dtype=out_dtype, precision=precision) for d_RF in dpre
-  )
+  return sums_GN.astype(out_dtype or dtype)

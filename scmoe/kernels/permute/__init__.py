@@ -1,6 +1,25 @@
-"""The permutation to expert order and back, and its metadata."""
+"""Rows to the order of the experts and back: the permutation, and moving rows along it."""
 
-from scmoe.kernels.permute.api import combine_rows, gather_rows, sum_rows
-from scmoe.kernels.permute.plan import PermutePlan, make_plan
+from scmoe.kernels.permute.permutation import (
+  Permutation,
+  gather_rows,
+  make_permutation,
+  running_positions,
+  sum_copies,
+  sum_rows,
+  take_rows,
+  weigh_rows,
+  zero_cotangents,
+)
 
-__all__ = ["PermutePlan", "combine_rows", "gather_rows", "make_plan", "sum_rows"]
+__all__ = [
+  "Permutation",
+  "gather_rows",
+  "make_permutation",
+  "running_positions",
+  "sum_copies",
+  "sum_rows",
+  "take_rows",
+  "weigh_rows",
+  "zero_cotangents",
+]

@@ -3,10 +3,14 @@
 import numpy as np
 
 
-def plan_reference(
+def tile_rows_reference(
   expert_TK: np.ndarray, num_experts: int, tile: int
 ) -> tuple[np.ndarray, np.ndarray, int]:
-  """Row of each slot (-1: no expert), rows of each expert, and rows in use, by counting."""
+  """Row of each choice (-1: no expert), rows of each expert, and rows in use, by counting.
+
+  Experts lie one behind the other, each padded to whole tiles. In an expert's rows all first
+  choices come before all second ones, and equal choices in the order of tokens.
+  """
   tokens, choices = expert_TK.shape
   sizes_E = np.zeros(num_experts, np.int64)
   for e in expert_TK.reshape(-1):
@@ -15,8 +19,8 @@ def plan_reference(
   padded_E = -(-sizes_E // tile) * tile
   next_row_E = np.cumsum(padded_E) - padded_E
   row_TK = np.full((tokens, choices), -1, np.int64)
-  for t in range(tokens):
-    for k in range(choices):
+  for k in range(choices):
+    for t in range(tokens):
       e = expert_TK[t, k]
       if 0 <= e < num_experts:
         row_TK[t, k] = next_row_E[e]

@@ -7,17 +7,28 @@ be. Without an expert axis the buffer stays where it is.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
+from jaxtyping import Float
 
 from scmoe.errors import ConfigError
-from scmoe.moe.dispatch import local
-from scmoe.moe.types import Dispatched, Routing, Rows
-from scmoe.parallel.collectives import Exchange, all_to_all
+from scmoe.kernels.grouped_matmul import padded_layout
+from scmoe.kernels.permute import (
+  Permutation,
+  gather_rows,
+  make_permutation,
+  sum_rows,
+  weigh_rows,
+)
+from scmoe.moe.dispatch.positions import queue_positions
+from scmoe.moe.types import Dispatched, Routing
+from scmoe.parallel.collectives import Exchange
 
 
 def capacity(
@@ -40,9 +51,12 @@ def capacity(
   of 128 (Tutel's rules; floors truncate a double). `rule="megablocks"` takes ⌊|factor| · k · T / E⌋
   for the middle term instead.
 
+  Worked example: five tokens, three experts, n = 2. With k = 1 and factor 1 an expert has 2 rows;
+  with k = 2 and factor 1.25 it has 2 · ⌊2.5⌋ = 4.
+
   Args:
     factor: the capacity factor.
-    tokens: T; where devices have different numbers of live tokens, the padded, largest one.
+    tokens: T; where devices have different numbers of tokens, the largest, to which all pad.
     num_experts: E.
     k: choices per token.
     need: the longest queue, `exact_capacity(counts)`. It is data: where shapes must be known before
@@ -65,7 +79,7 @@ def capacity(
     least = 1 / (
       k * tokens / num_experts if rule == "megablocks" else math.ceil(tokens / num_experts)
     )
-    least = math.ceil(1000 * least) / 1000  # up, or the remedy would not do
+    least = math.ceil(1000 * least) / 1000  # rounded up, so that what the error suggests works
     raise ConfigError(
       f"dispatch.capacity_factor={factor} gives {tokens} tokens over {num_experts} experts a "
       f"capacity of 0; use at least {least:g} in size, or 0 to drop nothing"
@@ -93,51 +107,76 @@ def exact_capacity(count_GE: Array) -> int:
   return int(count_GE.max()) if count_GE.size else 0
 
 
-def dispatch(
-  x_TD: Array, routing: Routing, *, rows_per_expert: int, exchange: Exchange, chunks: int = 1
-) -> Dispatched:
-  """Sends each kept choice's token to its expert's device.
+@dataclasses.dataclass(frozen=True)
+class Capacity:
+  """Fixed buffers, one dense all-to-all each way. What finds no room is dropped and counted.
 
-  Args:
-    x_TD: tokens of this device.
-    routing: their choices, in G capacity groups.
-    rows_per_expert: C, for one capacity group.
-    exchange: the devices on the expert axis; E is a multiple of their number W.
-    chunks: parts of the buffers that travel, and are computed, one after the other, so that the
-      exchange of one can run beside the experts of another (Tutel's overlap degree). G·C is a
-      multiple of it.
-
-  Returns:
-    Dispatched with rows [W, E / W, G·C / chunks, D] in each chunk, in the order of their senders.
+  Attributes:
+    rows: C, rows of each expert's buffer from one capacity group of one device.
+    exchange: the ranks on the expert axis; E is a multiple of their number W.
+    groups: G, capacity groups of this device.
+    chunks: parts of the buffers that travel, and are computed, one after the other (Tutel's overlap
+      degree); G·C is a multiple of it.
+    order: who is served first; see `queue_positions`.
   """
-  groups, num_experts = routing.count_GE.shape
-  slot_TK, source_R, dropped = local.buffer_plan(routing, rows_per_expert)
-  rows_RD = local.fill_rows(x_TD, slot_TK, source_R, routing.input_weight_TK)
-  rows_ECD = rows_RD.reshape(num_experts, groups * rows_per_expert, x_TD.shape[-1])
-  parts = tuple(Rows(_to_experts(part, exchange)) for part in jnp.split(rows_ECD, chunks, 1))
-  return Dispatched(parts, dropped, jnp.ones((), jnp.int32), slot_TK, source_R)
 
+  rows: int
+  exchange: Exchange = Exchange()
+  groups: int = 1
+  chunks: int = 1
+  order: str = "choice"
 
-def combine(dispatched: Dispatched, weight_TK: Array, *, exchange: Exchange) -> Array:
-  """Sends the experts' rows back and adds each token's choices, weighted: the inverse of dispatch.
+  def dispatch(
+    self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any = None
+  ) -> Dispatched:
+    """Sends each kept choice's token to its expert's device.
 
-  Returns y_TD in the rows' dtype; dropped choices add exactly 0.
-  """
-  rows_ECD = jnp.concatenate([_to_tokens(part.rows, exchange) for part in dispatched.chunks], 1)
-  # Named so that a backward pass that recomputes its forward does not exchange rows again.
-  rows_RD = checkpoint_name(rows_ECD.reshape(-1, rows_ECD.shape[-1]), "moe_rows")
-  return local.sum_rows(rows_RD, weight_TK, dispatched.slot_TK, dispatched.source_R)
+    Returns:
+      Dispatched with rows [W, E / W, G·C / chunks, D] in each chunk, by source rank.
+    """
+    del experts
+    permutation, dropped = self.plan(routing)
+    rows_RD = gather_rows(x_TD, permutation)
+    if routing.input_weight_TK is not None:
+      rows_RD = weigh_rows(rows_RD, routing.input_weight_TK, permutation)
+    ranks, num_experts = self.exchange.size, routing.num_experts
+    sent_WeCD = rows_RD.reshape(ranks, num_experts // ranks, -1, x_TD.shape[-1])
+    rows, layouts = [], []
+    for part in jnp.split(sent_WeCD, self.chunks, 2):
+      # Named so that a backward pass that recomputes its forward does not exchange rows again.
+      rows.append(checkpoint_name(self.exchange.all_to_all(part), "moe_rows"))
+      layouts.append(padded_layout(*part.shape[:3]))
+    one = jnp.ones((), jnp.int32)
+    return Dispatched(tuple(rows), tuple(layouts), dropped, one, permutation, routing.weight_TK)
 
+  def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
+    """Sends the experts' rows back and adds each token's choices, weighted; dropped ones add 0."""
+    assert sent.permutation is not None
+    back = []
+    for part in sent.rows:
+      back.append(checkpoint_name(self.exchange.all_to_all(part), "moe_rows"))
+    rows_WeCD = back[0] if len(back) == 1 else jnp.concatenate(back, 2)
+    rows_RD = rows_WeCD.reshape(-1, rows_WeCD.shape[-1])
+    return sum_rows(rows_RD, sent.weight_TK, sent.permutation)
 
-def _to_experts(rows_ECD: Array, exchange: Exchange) -> Array:
-  """[E, C, D] -> [W, E/W, C, D]: what each device sent to the experts here."""
-  num_experts, rows, width = rows_ECD.shape
-  sent = rows_ECD.reshape(exchange.size, num_experts // exchange.size, rows, width)
-  return sent if exchange.size == 1 else all_to_all(sent, exchange)
+  def plan(self, routing: Routing) -> tuple[Permutation, Array]:
+    """Which choice fills which row of the buffer [E, G, C], and how many found no room.
 
+    Worked example: three tokens with the choices (0, 1), (0, 1), (1, 0), three experts, C = 2. The
+    positions are (0, 1), (1, 2), (0, 2), so the second choices of the last two find no room:
 
-def _to_tokens(rows_WeCD: Array, exchange: Exchange) -> Array:
-  """[W, E/W, C, D] -> [E, C, D]: the inverse of `_to_experts`."""
-  received = rows_WeCD if exchange.size == 1 else all_to_all(rows_WeCD, exchange)
-  shards, experts, rows, width = received.shape
-  return received.reshape(shards * experts, rows, width)
+        row_TK = [[0, 3], [1, 6], [2, 6]]      6 = E·G·C: nowhere
+        copy_R = [0, 2, 4, 1, -1, -1]
+    """
+    tokens, _ = routing.expert_TK.shape
+    taken_TK, num_experts, groups = routing.taken_TK, routing.num_experts, self.groups
+    priority_T = routing.probs_TE.max(-1) if self.order == "priority" else None
+    position_TK, count_GE = queue_positions(
+      routing.expert_TK, num_experts, groups, taken_TK, order=self.order, priority_T=priority_T
+    )
+    group_T1 = (jnp.arange(tokens, dtype=jnp.int32) // max(tokens // groups, 1))[:, None]
+    kept_TK = (position_TK < self.rows) & taken_TK
+    row_TK = (routing.expert_TK * groups + group_T1) * self.rows + position_TK
+    size = num_experts * groups * self.rows
+    dropped = count_GE.sum(dtype=jnp.int32) - kept_TK.sum(dtype=jnp.int32)
+    return make_permutation(jnp.where(kept_TK, row_TK, size), size), dropped

@@ -1,15 +1,19 @@
 """The dropless transport: rows in rounds over a fixed per-peer buffer. Nothing is ever dropped.
 
 XLA wants static shapes, and a buffer for the worst case, all tokens to one expert, would be W times
-too large. So each device keeps one queue per peer, sorted by expert, and a round moves at most P
-rows of every queue: P is a small factor over the balanced share. Balanced routing takes one round;
-skew adds rounds, and never memory. The first round goes through the stages like any other
-transport, so that it overlaps with dense work. Further rounds run in a loop whose trip count the
-devices agree on, forward and backward; they are smaller, because their temporaries exist beside
-what the first round keeps, and because a small round leaves less of its buffer empty.
+too large. So each rank keeps one queue per peer, sorted by expert, and a round moves at most P rows
+of every queue: P is a small factor over the balanced share. Balanced routing takes one round; skew
+adds *overflow rounds*, and never memory. The first round overlaps with dense work like any other
+exchange. Overflow rounds run in a loop whose trip count the ranks agree on, forward and backward;
+they are smaller, because their temporaries exist beside what the first round keeps, and because a
+small round leaves less of its buffer empty.
 
-Where the experts are not spread over devices there is nothing to exchange: the tokens stay where
-they are, and the experts' kernels gather, weigh and add up.
+Worked example: two ranks, two experts each (0 and 1 on rank 0, 2 and 3 on rank 1), P = 2. Five
+tokens of rank 0 choose the experts 2, 0, 3, 2, 2. Its queue for itself holds token 1; its queue for
+rank 1, sorted by expert, holds tokens 0, 3, 4 (expert 2) and token 2 (expert 3). The first round
+sends positions [0, 2) of each queue, tokens 1 and nobody, 0 and 3; two overflow rounds of one row
+each send the rest, 4 and then 2. Rank 1 knows from the counts alone (three for expert 2, one for
+expert 3) that the row of window [2, 3) is for its expert 2 and that of [3, 4) for its expert 3.
 """
 
 from __future__ import annotations
@@ -17,178 +21,199 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Float
 
-from scmoe.moe.dispatch import local
-from scmoe.moe.types import Dispatched, Routing, Rows, Tokens
-from scmoe.parallel.collectives import Exchange, all_to_all
+from scmoe.kernels.grouped_matmul import RowLayout, arrived_layout
+from scmoe.kernels.permute import (
+  Permutation,
+  gather_rows,
+  make_permutation,
+  sum_rows,
+  weigh_rows,
+)
+from scmoe.moe.dispatch.positions import queue_positions
+from scmoe.moe.types import Dispatched, Routing
+from scmoe.parallel.collectives import Exchange, largest
 
-# A further round moves 1/4 of the first round's rows. Each costs about 0.1 ms of launches on four
+# An overflow round moves 1/4 of the first round's rows. Each costs about 0.1 ms of launches on four
 # GPUs; half of the rows would add to the peak memory of a compiled layer (experiments/dispatch).
-FURTHER = 4
-
-# (rows, weights) -> rows: the expert stage on one chunk, as the layer runs it.
-Experts = Callable[[Rows, Any], Rows]
+OVERFLOW = 4
 
 
 def buffer_rows(choices: int, *, slack: float, peers: int, chunks: int = 1) -> int:
-  """P: rows for each peer in one chunk of a round.
+  """P: rows for each peer in one chunk of the first round.
 
   Args:
     choices: t·K of one device.
     slack: room over the balanced share choices / peers.
     peers: W.
-    chunks: parts of a round.
+    chunks: parts of the round.
   """
   if peers == 1:
     return choices
   return max(1, math.ceil(slack * choices / peers / chunks))
 
 
-def further_rows(first_rows: int) -> int:
-  """P of a further round, from the rows per peer of the first one."""
-  return max(1, -(-first_rows // FURTHER))
+def overflow_rows(first_rows: int) -> int:
+  """P of an overflow round, from the rows per peer of the first one."""
+  return max(1, -(-first_rows // OVERFLOW))
 
 
-def dispatch(
-  x_TD: Array, routing: Routing, *, slack: float, exchange: Exchange, chunks: int = 1
-) -> Dispatched:
-  """Sends the first round: up to P rows to every peer, in `chunks` parts.
+@dataclasses.dataclass(frozen=True)
+class Dropless:
+  """Rounds over a fixed buffer; needs an exchange (`Local` is dropless without one).
 
-  Args:
-    x_TD: tokens of this device.
-    routing: their choices, in one capacity group.
+  Attributes:
+    exchange: the ranks on the expert axis.
     slack: room over the balanced share, in (1, W] usually 1.25.
-    exchange: the devices on the expert axis.
-    chunks: parts that travel and are computed one after the other.
-
-  Returns:
-    Dispatched with rows [W·P, D] in the order of their senders in each chunk. `slot_TK` and
-    `source_R` describe the chunks' send buffers one behind the other. Without an exchange: the
-    tokens themselves, in one chunk.
+    chunks: parts of the first round that travel, and are computed, one after the other.
+    order: in which a queue's choices stand; see `queue_positions`.
   """
-  if exchange.size == 1:
-    # Only weights that come after the experts can wait for their sum.
-    stay = routing.input_weight_TK is None
-    return tokens_here(x_TD, routing) if stay else rows_here(x_TD, routing)
-  choices = routing.expert_TK.size
-  rows = buffer_rows(choices, slack=slack, peers=exchange.size, chunks=chunks)
-  queues = _queues(routing, exchange, None)
-  parts, slots, sources, input_TK = [], [], [], routing.input_weight_TK
-  for chunk in range(chunks):
-    low = chunk * rows
-    slot_TK, source_R = _window(queues, low, rows, exchange)
-    parts.append(_send(x_TD, input_TK, queues, slot_TK, source_R, low, rows, exchange))
-    slots.append(jnp.where(slot_TK < source_R.size, slot_TK + chunk * source_R.size, -1))
-    sources.append(source_R)
-  slot_TK = functools.reduce(jnp.maximum, slots)  # each choice is in one chunk at most
-  slot_TK = jnp.where(slot_TK < 0, chunks * exchange.size * rows, slot_TK)
-  longest = _agreed(queues.longest)
-  left = jnp.maximum(0, longest - rows * chunks)
-  rounds = 1 + -(-left // further_rows(rows * chunks))
-  none = jnp.zeros((), jnp.int32)
-  return Dispatched(
-    tuple(parts), none, rounds, slot_TK, jnp.concatenate(sources), queues.received_We
-  )
+
+  exchange: Exchange
+  slack: float = 1.25
+  chunks: int = 1
+  order: str = "choice"
+
+  def dispatch(self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any) -> Dispatched:
+    """Sends the first round, up to P rows to every peer, and sees to the overflow rounds.
+
+    Overflow rounds come before the experts of the first one: a GPU's host reads their number before
+    it can launch anything behind them, and there the exchange of the first round is under way and
+    hides that (experiments/dispatch: 6 to 8 % of dispatch and combine).
+
+    Args:
+      x_TD: tokens of this device.
+      routing: their choices.
+      experts: `(rows, layout) -> rows`, an nnx.Module or a function that captures no traced values;
+        computes the rows of overflow rounds.
+
+    Returns:
+      Dispatched with rows [W·P, D] by source rank in each chunk.
+    """
+    peers, choices = self.exchange.size, routing.expert_TK.size
+    size = buffer_rows(choices, slack=self.slack, peers=peers, chunks=self.chunks)
+    queues = _make_queues(routing, self.exchange, self.order)
+    rows, layouts, windows = [], [], []
+    for chunk in range(self.chunks):
+      window = _window(queues, chunk * size, size)
+      rows_RD, queues = _filled(x_TD, routing.input_weight_TK, queues, window)
+      arrived = self.exchange.all_to_all(rows_RD.reshape(peers, size, -1))
+      # Named so that a backward pass that recomputes its forward does not exchange rows again.
+      rows.append(checkpoint_name(arrived.reshape(rows_RD.shape), "moe_rows"))
+      layouts.append(_arrived(queues, chunk * size, size))
+      windows.append(window)
+    # All devices run one loop, so it has to suit the longest queue of any of them, also of those
+    # on the data and shard axes, which this exchange does not reach.
+    longest = largest(queues.longest, ("data", "shard"), "counts")
+    left = jnp.maximum(0, longest - size * self.chunks)
+    rounds = 1 + -(-left // overflow_rows(size * self.chunks))
+    overflow_TD = self._overflow(x_TD, routing, queues, rounds, experts)
+    # Lets nothing read the first round's rows before the overflow rounds are over.
+    arrived, overflow_TD = jax.lax.optimization_barrier((rows, overflow_TD))
+    none = jnp.zeros((), jnp.int32)
+    return Dispatched(
+      tuple(arrived),
+      tuple(layouts),
+      none,
+      rounds,
+      _one_behind_the_other(windows),
+      routing.weight_TK,
+      checkpoint_name(overflow_TD, "moe_rows"),
+    )
+
+  def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
+    """Brings the first round's rows back, adds them up, weighted, and adds the overflow."""
+    assert sent.permutation is not None
+    back = []
+    for rows_RD in sent.rows:
+      ours = self.exchange.all_to_all(rows_RD.reshape(self.exchange.size, -1, rows_RD.shape[-1]))
+      back.append(checkpoint_name(ours.reshape(rows_RD.shape), "moe_rows"))
+    rows_RD = back[0] if len(back) == 1 else jnp.concatenate(back)
+    y_TD = sum_rows(rows_RD, sent.weight_TK, sent.permutation)
+    return y_TD if sent.overflow_TD is None else y_TD + sent.overflow_TD.astype(y_TD.dtype)
+
+  def _overflow(
+    self, x_TD: Array, routing: Routing, queues: _Queues, rounds: Array, experts: Any
+  ) -> Array:
+    """What the rounds after the first one add to y_TD; no work where one was enough.
+
+    The backward pass runs the same rounds again, each with its own vector-Jacobian product, so that
+    memory does not depend on their number either. They are added up in the type of x: no token is
+    in more than K rounds.
+    """
+    peers, choices = self.exchange.size, routing.expert_TK.size
+    first = self.chunks * buffer_rows(choices, slack=self.slack, peers=peers, chunks=self.chunks)
+    size, before = overflow_rows(first), routing.input_weight_TK is not None
+    graph, state = nnx.split(experts) if isinstance(experts, nnx.Module) else (None, ())
+
+    def one(index, x_TD, given_TK, state, queues):
+      low = first + (index - 1) * size
+      window = _window(queues, low, size)
+      # Weights are 1 either before or after the experts. The loop is given the other ones, and
+      # differentiates them.
+      input_TK, weight_TK = (given_TK, jnp.ones_like(given_TK)) if before else (None, given_TK)
+      with jax.named_scope("dispatch"):
+        rows_RD, queues = _filled(x_TD, input_TK, queues, window)
+        arrived = self.exchange.all_to_all(rows_RD.reshape(peers, size, -1))
+      run = experts if graph is None else nnx.merge(graph, state)
+      with jax.named_scope("experts"):
+        done_RD = run(arrived.reshape(rows_RD.shape), _arrived(queues, low, size))
+      with jax.named_scope("combine"):
+        ours = self.exchange.all_to_all(done_RD.reshape(peers, size, -1))
+        return sum_rows(ours.reshape(done_RD.shape), weight_TK, window)
+
+    given_TK = routing.input_weight_TK if before else routing.weight_TK
+    return _loop(one, x_TD, given_TK, state, queues, rounds)
 
 
-def combine(dispatched: Dispatched, weight_TK: Array, *, exchange: Exchange) -> Array:
-  """Brings the first round's rows back and adds them up, weighted: y_TD of this round."""
-  first = dispatched.chunks[0]
-  if isinstance(first, Tokens):
-    return first.rows  # weighted and added up by the experts
-  parts = cast(tuple[Rows, ...], dispatched.chunks)
-  rows_RD = jnp.concatenate([_bring_back(part, exchange) for part in parts])
-  rows_RD = checkpoint_name(rows_RD, "moe_rows")  # what travelled is not sent again by remat
-  return local.sum_rows(rows_RD, weight_TK, dispatched.slot_TK, dispatched.source_R)
+def _filled(
+  x_TD: Array, input_weight_TK: Array | None, queues: _Queues, window: Permutation
+) -> tuple[Array, _Queues]:
+  """The rows of a send buffer, [R, D], weighted already if weights come before the experts.
 
-
-def further_rounds(
-  sent: Dispatched,
-  x_TD: Array,
-  routing: Routing,
-  weights: Any,
-  *,
-  slack: float,
-  exchange: Exchange,
-  experts: Experts,
-) -> tuple[Dispatched, Array]:
-  """What the rounds after the first one add to y_TD; no work where one was enough.
-
-  The backward pass runs the same rounds again, each with its own vector-Jacobian product, so that
-  memory does not depend on their number either.
-
-  A GPU's host reads the number of rounds before it can launch anything behind them. So they come
-  before the experts of the first round, where the exchange of the first round is under way and
-  hides that (experiments/dispatch: 6 to 8 % of dispatch and combine).
-
-  Args:
-    sent: the first round; all devices agree on its `rounds`.
-    x_TD: tokens of this device.
-    routing: their choices.
-    weights: the experts' weights.
-    slack, exchange: as in `dispatch`.
-    experts: the expert stage; captures no traced values.
-
-  Returns:
-    `sent`, whose rows nothing reads before the further rounds are over, and their sum [T, D] in the
-    type of x: a further round adds to it in that type, no token is in more than K rounds.
+  Also the queues, tied to the rows: what is read from them from here on, the layout of what
+  arrives, XLA computes beside the exchange and not before it.
   """
-  choices, peers, chunks = routing.expert_TK.size, exchange.size, len(sent.chunks)
-  first = chunks * buffer_rows(choices, slack=slack, peers=peers, chunks=chunks)
-  rows = further_rows(first)
-
-  before = routing.input_weight_TK is not None
-
-  def one(index, x_TD, given_TK, weights, queues):
-    low = first + (index - 1) * rows
-    slot_TK, source_R = _window(queues, low, rows, exchange)
-    # One kind of weights is always 1: the loop is given, and differentiates, the other.
-    ones_TK = jnp.ones_like(given_TK)
-    input_TK, weight_TK = (given_TK, ones_TK) if before else (None, given_TK)
-    sent = _send(x_TD, input_TK, queues, slot_TK, source_R, low, rows, exchange)
-    part = experts(sent, weights)
-    return local.sum_rows(_bring_back(part, exchange), weight_TK, slot_TK, source_R)
-
-  queues = _queues(routing, exchange, sent.received_We)
-  given_TK = routing.weight_TK if routing.input_weight_TK is None else routing.input_weight_TK
-  more_TD = _loop(one, x_TD, given_TK, weights, queues, sent.rounds)
-  arrived, more_TD = jax.lax.optimization_barrier(([part.rows for part in sent.chunks], more_TD))
-  parts = tuple(dataclasses.replace(p, rows=r) for p, r in zip(sent.chunks, arrived, strict=True))
-  return dataclasses.replace(sent, chunks=parts), more_TD
+  rows_RD = gather_rows(x_TD, window)
+  if input_weight_TK is not None:
+    rows_RD = weigh_rows(rows_RD, input_weight_TK, window)
+  queues, rows_RD = jax.lax.optimization_barrier((queues, rows_RD))
+  return rows_RD, queues
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loop(one, x_TD, weight_TK, weights, queues, end):
+def _loop(one, x_TD, weight_TK, state, queues, end):
   """Σ over index in [1, end) of one(index, ...), added up in the type of x."""
 
   def body(index, y_TD):
-    return y_TD + one(index, x_TD, weight_TK, weights, queues).astype(y_TD.dtype)
+    return y_TD + one(index, x_TD, weight_TK, state, queues).astype(y_TD.dtype)
 
   return jax.lax.fori_loop(1, end, body, jnp.zeros_like(x_TD))
 
 
-def _loop_fwd(one, x_TD, weight_TK, weights, queues, end):
-  y_TD = _loop(one, x_TD, weight_TK, weights, queues, end)
-  return y_TD, (x_TD, weight_TK, weights, queues, end)
+def _loop_fwd(one, x_TD, weight_TK, state, queues, end):
+  y_TD = _loop(one, x_TD, weight_TK, state, queues, end)
+  return y_TD, (x_TD, weight_TK, state, queues, end)
 
 
 def _loop_bwd(one, residuals, y_bar_TD):
-  x_TD, weight_TK, weights, queues, end = residuals
+  x_TD, weight_TK, state, queues, end = residuals
 
   def body(index, total):
-    run = lambda x_TD, weight_TK, weights: one(index, x_TD, weight_TK, weights, queues)
-    added_TD, pull = jax.vjp(run, x_TD, weight_TK, weights)
+    run = lambda x_TD, weight_TK, state: one(index, x_TD, weight_TK, state, queues)
+    added_TD, pull = jax.vjp(run, x_TD, weight_TK, state)
     gradients = pull(y_bar_TD.astype(added_TD.dtype))
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, gradients)
 
-  primals = (x_TD, weight_TK, weights)
+  primals = (x_TD, weight_TK, state)
   wide = lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32))
   total = jax.lax.fori_loop(1, end, body, jax.tree.map(wide, primals))
   narrow = jax.tree.map(lambda t, p: t.astype(p.dtype), total, primals)
@@ -198,7 +223,7 @@ def _loop_bwd(one, residuals, y_bar_TD):
 _loop.defvjp(_loop_fwd, _loop_bwd)
 
 
-# ------------------------------------------------------------------------------------- queues
+# -- queues ---------------------------------------------------------------------------------------
 
 
 @jax.tree_util.register_dataclass
@@ -207,145 +232,109 @@ class _Queues:
   """One queue per peer: this device's choices in the order of the peer's experts.
 
   Attributes:
-    peer_TK, rank_TK: int32, the queue of each choice and its position there; masked choices stand
-      behind every queue.
-    order_R: int32, flat choices sorted by queue and position.
-    start_W, length_W: int32, where each queue begins in `order_R`, and its length.
+    peer_TK, rank_TK: int32, the queue of each choice and its position there; choices that are not
+      taken stand behind every queue.
+    order_N: int32, all queues one behind the other: the flat choice at each position.
+    start_W, length_W: int32, where each queue begins in it, and its length.
     longest: int32 scalar, the longest queue on the exchange.
     received_We: int32, choices per local expert that each peer sends to this device.
+
+  Rank 0 of the example above has peer_TK = 1 0 1 1 1, rank_TK = 0 0 3 1 2, order_N = 1 0 3 4 2,
+  start_W = 0 1 and length_W = 1 4.
   """
 
   peer_TK: Array
   rank_TK: Array
-  order_R: Array
+  order_N: Array
   start_W: Array
   length_W: Array
   longest: Array
   received_We: Array
 
 
-def _agreed(longest: Array) -> Array:
-  """The most over the devices that this exchange does not reach but that share the loop."""
-  apart = tuple(axis for axis in ("data", "shard") if jax.lax.axis_size(axis) > 1)
-  return jax.lax.pmax(longest, apart) if apart else longest
-
-
-def _queues(routing: Routing, exchange: Exchange, received_We: Array | None) -> _Queues:
+def _make_queues(routing: Routing, exchange: Exchange, order: str) -> _Queues:
   """The queues of this device.
 
   One small all-gather of the counts tells every device both what it will receive and the longest
-  queue of all; unless `received_We` is given from before.
+  queue of all.
   """
-  num_experts = routing.probs_TE.shape[1]
-  sent_We = routing.count_GE.sum(0).reshape(exchange.size, num_experts // exchange.size)
+  assert exchange.axis is not None
+  num_experts, ranks = routing.num_experts, exchange.size
+  priority_T = routing.probs_TE.max(-1) if order == "priority" else None
+  taken_TK, expert_TK = routing.taken_TK, routing.expert_TK
+  position_TK, _ = queue_positions(
+    expert_TK, num_experts, 1, taken_TK, order=order, priority_T=priority_T
+  )
+  sent_We = routing.count_E.reshape(ranks, num_experts // ranks)
+  with jax.named_scope("counts"):
+    everyone_WWe = jax.lax.all_gather(sent_We, exchange.axis)  # [source, destination, expert]
   length_W = sent_We.sum(1)
+  start_W = jnp.cumsum(length_W) - length_W
   before_E = (jnp.cumsum(sent_We, 1) - sent_We).reshape(-1)  # earlier experts of the same peer
-  rank_TK = before_E[routing.expert_TK] + routing.place_TK
-  rank_TK = jnp.where(routing.live_T[:, None], rank_TK, jnp.iinfo(jnp.int32).max)
-  if received_We is None:
-    assert exchange.axis is not None
-    everyone_WWe = jax.lax.all_gather(sent_We, exchange.axis)  # [sender, receiver, expert]
-    arriving_We = everyone_WWe[:, jax.lax.axis_index(exchange.axis)]
-    longest = everyone_WWe.sum(-1).max()
-  else:
-    arriving_We, longest = received_We, length_W.max()
+  peer_TK = expert_TK // (num_experts // ranks)
+  rank_TK = before_E[expert_TK] + position_TK
+  nowhere = jnp.iinfo(jnp.int32).max
+  behind_TK = jnp.where(taken_TK, start_W[peer_TK] + rank_TK, nowhere)
   return _Queues(
-    peer_TK=routing.expert_TK // (num_experts // exchange.size),
-    rank_TK=rank_TK,
-    order_R=routing.order_R,
-    start_W=jnp.cumsum(length_W) - length_W,
+    peer_TK=peer_TK,
+    rank_TK=jnp.where(taken_TK, rank_TK, nowhere),
+    order_N=make_permutation(behind_TK, expert_TK.size).copy_R,
+    start_W=start_W,
     length_W=length_W,
-    longest=longest,
-    received_We=arriving_We,
+    longest=everyone_WWe.sum(-1).max(),
+    received_We=everyone_WWe[:, jax.lax.axis_index(exchange.axis)],
   )
 
 
-def _window(queues: _Queues, low: Any, rows: int, exchange: Exchange) -> tuple[Array, Array]:
+def _window(queues: _Queues, low: Any, rows: int) -> Permutation:
   """Positions [low, low + P) of every queue, as a send buffer of [W·P] rows.
 
-  Returns slot_TK (W·P for choices outside the window) and source_R (T·K for empty rows).
+  Rank 0's window [0, 2) in the example above has copy_R = 1 -1 0 3, and row_TK = 2 0 4 3 4, where 4
+  is no row of the buffer.
   """
-  size = exchange.size * rows
+  total = queues.start_W.shape[0] * rows
   inside_TK = (queues.rank_TK >= low) & (queues.rank_TK < low + rows)
-  slot_TK = jnp.where(inside_TK, queues.peer_TK * rows + queues.rank_TK - low, size)
-  position_P = low + jnp.arange(rows, dtype=jnp.int32)
-  filled_WP = position_P < queues.length_W[:, None]
-  nobody = queues.order_R.size
-  index_WP = jnp.where(filled_WP, queues.start_W[:, None] + position_P, nobody)
-  source_R = queues.order_R.at[index_WP.reshape(-1)].get(mode="fill", fill_value=nobody)
-  return slot_TK, source_R
+  row_TK = jnp.where(inside_TK, queues.peer_TK * rows + queues.rank_TK - low, total)
+  rank_1P = low + jnp.arange(rows, dtype=jnp.int32)[None, :]
+  copy_WP = queues.order_N[jnp.minimum(queues.start_W[:, None] + rank_1P, row_TK.size - 1)]
+  copy_WP = jnp.where(rank_1P < queues.length_W[:, None], copy_WP, -1)
+  return Permutation(row_TK, copy_WP.reshape(-1))
 
 
-def _send(
-  x_TD: Array,
-  input_weight_TK: Array | None,
-  queues: _Queues,
-  slot_TK: Array,
-  source_R: Array,
-  low: Any,
-  rows: int,
-  exchange: Exchange,
-) -> Rows:
-  """Exchanges one window, and says where what arrives stands in the order of local experts."""
-  rows_RD = local.fill_rows(x_TD, slot_TK, source_R, input_weight_TK)
-  received = all_to_all(rows_RD.reshape(exchange.size, rows, -1), exchange)
-  place_R, group_sizes_e = _places(queues.received_We, low, rows)
-  return Rows(received.reshape(rows_RD.shape), group_sizes_e, place_R)
+def _one_behind_the_other(windows: list[Permutation]) -> Permutation:
+  """Several send buffers as one; a choice is in one of them at most.
 
-
-def _bring_back(part: Rows, exchange: Exchange) -> Array:
-  """Undoes the exchange: rows of this device's send buffer, [W·P, D]."""
-  if exchange.size == 1:
-    return part.rows
-  sent = part.rows.reshape(exchange.size, -1, part.rows.shape[-1])
-  return all_to_all(sent, exchange).reshape(part.rows.shape)
-
-
-def _places(received_We: Array, low: Any, rows: int) -> tuple[Array, Array]:
-  """Where the rows of a received window stand in the order of local experts.
-
-  Sender s's queue holds its rows for expert 0, then expert 1, ...: what falls into the window
-  [low, low + P) follows from the counts alone.
-
-  Returns:
-    place_R int32 [W·P] (W·P for empty rows) and group_sizes_e, the rows of each expert.
+  Rank 0's windows [0, 2) and [2, 4) in the example above: copy_R = 1 -1 0 3 -1 -1 4 2 and
+  row_TK = 2 0 7 3 6.
   """
+  size = windows[0].copy_R.shape[0]
+  total_TK = jnp.full_like(windows[0].row_TK, len(windows) * size)
+  for number, window in enumerate(windows):
+    total_TK = jnp.where(window.row_TK < size, number * size + window.row_TK, total_TK)
+  return Permutation(total_TK, jnp.concatenate([window.copy_R for window in windows]))
+
+
+def _arrived(queues: _Queues, low: Any, rows: int) -> RowLayout:
+  """Whose the rows of a received window are.
+
+  Source rank s's queue holds its rows for expert 0, then expert 1, ...: what falls into the window
+  [low, low + P) follows from the counts alone. In an expert's order, rank 0's rows come first.
+
+  Rank 1 of the example above, where rank 1 sends itself one row for each of its two experts:
+  received_We = [[3, 1], [1, 1]]. Of window [0, 2) it gets two rows from each rank. They are for its
+  experts 0 0 | 0 1, at positions 0 1 | 2 0 of their buffers, three and one in all.
+  """
+  received_We = queues.received_We
   end_We = jnp.cumsum(received_We, 1)
-  start_We = end_We - received_We
   clip = lambda a: jnp.clip(a - low, 0, rows)
-  inside_We = clip(end_We) - clip(start_We)
-  group_sizes_e = inside_We.sum(0)
-  first_We = jnp.cumsum(inside_We, 0) - inside_We + (jnp.cumsum(group_sizes_e) - group_sizes_e)
+  start_We, end_We = clip(end_We - received_We), clip(end_We)
+  inside_We = end_We - start_We
+  earlier_We = jnp.cumsum(inside_We, 0) - inside_We  # rows of the ranks before
   index_P = jnp.arange(rows, dtype=jnp.int32)
-  ends_We = clip(end_We)
-  expert_WP = (index_P[None, :, None] >= ends_We[:, None, :]).sum(-1)
-  filled_WP = expert_WP < received_We.shape[1]
-  expert_WP = jnp.minimum(expert_WP, received_We.shape[1] - 1)
-  pick = lambda table_We: jnp.take_along_axis(table_We, expert_WP, 1)
-  place_WP = pick(first_We) + index_P - pick(clip(start_We))
-  place_WP = jnp.where(filled_WP, place_WP, place_WP.size)
-  return place_WP.reshape(-1), group_sizes_e
-
-
-def tokens_here(x_TD: Array, routing: Routing) -> Dispatched:
-  """Tokens with their choices, for experts on this device: nothing travels, nothing is copied."""
-  made_TK = routing.live_T[:, None]
-  if routing.present_TK is not None:
-    made_TK &= routing.present_TK
-  expert_TK = jnp.where(made_TK, routing.expert_TK, routing.probs_TE.shape[1])
-  tokens = Tokens(x_TD, expert_TK, routing.weight_TK)
-  return Dispatched((tokens,), jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32))
-
-
-def rows_here(x_TD: Array, routing: Routing) -> Dispatched:
-  """All choices as rows sorted by expert on this device; nothing travels."""
-  choices = routing.expert_TK.size
-  count_E = routing.count_GE.sum(0)
-  start_E = jnp.cumsum(count_E) - count_E
-  slot_TK = start_E[routing.expert_TK] + routing.place_TK
-  slot_TK = jnp.where(routing.live_T[:, None], slot_TK, choices)
-  filled_R = jnp.arange(choices, dtype=jnp.int32) < count_E.sum()
-  source_R = jnp.where(filled_R, routing.order_R, choices)
-  rows_RD = local.fill_rows(x_TD, slot_TK, source_R, routing.input_weight_TK)
-  one, none = jnp.ones((), jnp.int32), jnp.zeros((), jnp.int32)
-  return Dispatched((Rows(rows_RD, count_E),), none, one, slot_TK, source_R)
+  expert_WP = (index_P[None, :, None] >= end_We[:, None, :]).sum(-1, dtype=jnp.int32)
+  # One column more, for rows of no expert, whose position nobody reads.
+  first_We = jnp.pad(earlier_We - start_We, ((0, 0), (0, 1)))
+  position_WP = jnp.take_along_axis(first_We, expert_WP, 1) + index_P
+  return arrived_layout(
+    expert_WP.reshape(-1), position_WP.reshape(-1), inside_We.sum(0, dtype=jnp.int32)
+  )

@@ -1,4 +1,4 @@
-"""Orders of places, capacity rules and token rounding: loops, properties, and by hand."""
+"""Orders of positions, capacity rules and token rounding: loops, properties, and by hand."""
 
 import logging
 
@@ -10,18 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scmoe.errors import ConfigError
+from scmoe.kernels.permute import gather_rows, sum_rows
 from scmoe.moe import route as route_module
-from scmoe.moe.dispatch import capacity, dropless, local
-from scmoe.moe.dispatch.capacity import exact_capacity
-from scmoe.moe.options import ORDERS, RouterConfig
-from scmoe.moe.route import make_routing, queue_places, round_counts, rounded_choice, route
-from scmoe.moe.types import ABSENT
-from scmoe.parallel.collectives import Exchange
+from scmoe.moe.dispatch import Capacity, Local, capacity, exact_capacity, queue_positions
+from scmoe.moe.options import ORDERS, CompatConfig, RouterConfig
+from scmoe.moe.route import Draws, make_routing, rounded_choice, rounded_counts, route
 
 T, E, K = 8, 4, 2  # one shape for all properties: compiled once
 
 
-def places_loop(experts, order, priority, live, groups=1):
+def positions_loop(experts, order, priority, mask, groups=1):
   """Serves choices one by one, as the order says."""
   tokens, k = experts.shape
   size = max(tokens // groups, 1)
@@ -33,13 +31,13 @@ def places_loop(experts, order, priority, live, groups=1):
   else:
     turns = sorted((j, visits[t], t) for t in range(tokens) for j in range(k))
     turns = [(visit, j, t) for j, visit, t in turns]
-  queues, places = {}, np.full((tokens, k), -1)
+  queues, positions = {}, np.full((tokens, k), -1)
   for _, j, t in turns:
-    if live[t]:
+    if mask[t]:
       queue = queues.setdefault((t // size, int(experts[t, j])), [])
-      places[t, j] = len(queue)
+      positions[t, j] = len(queue)
       queue.append(t)
-  return places
+  return positions
 
 
 def routings(num_experts=E, tokens=T, k=K):
@@ -55,47 +53,46 @@ SKEWED = [
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("groups", [1, 2])
-def test_places_are_those_of_serving_one_by_one(order, groups):
+def test_positions_are_those_of_serving_one_by_one(order, groups):
   @settings(max_examples=25, deadline=None)
   @given(routings(), st.lists(st.integers(0, 3), min_size=T, max_size=T), st.integers(0, 2**T - 1))
-  def check(experts, ranks, mask):
-    live = np.array([bool(mask >> t & 1) for t in range(T)])
+  def check(experts, ranks, bits):
+    mask = np.array([bool(bits >> t & 1) for t in range(T)])
+    taken = np.repeat(mask[:, None], K, 1)
     priority = np.array(ranks, np.float32)  # with ties
-    place, flat, count = queue_places(
+    position, count = queue_positions(
       jnp.asarray(experts),
       E,
       groups,
-      jnp.asarray(live),
+      jnp.asarray(taken),
       order=order,
       priority_T=jnp.asarray(priority),
     )
-    want = places_loop(experts, order, priority, live, groups)
-    np.testing.assert_array_equal(np.where(live[:, None], place, -1), want)
-    assert count.sum() == live.sum() * K
-    served = np.asarray(flat)[: live.sum() * K]
-    position = {(t // (T // groups), experts[t, j], want[t, j]): t * K + j
-                for t in range(T) for j in range(K) if live[t]}  # fmt: skip
-    np.testing.assert_array_equal(served, [position[key] for key in sorted(position)])
+    want = positions_loop(experts, order, priority, mask, groups)
+    np.testing.assert_array_equal(np.where(taken, position, -1), want)
+    assert count.sum() == mask.sum() * K
 
   check()
   for experts in SKEWED:
-    place, _, count = queue_places(
+    position, count = queue_positions(
       jnp.asarray(experts, jnp.int32), E, groups, order=order, priority_T=jnp.ones(T)
     )
-    want = places_loop(experts, order, np.ones(T), np.ones(T, bool), groups)
-    np.testing.assert_array_equal(place, want)
+    want = positions_loop(experts, order, np.ones(T), np.ones(T, bool), groups)
+    np.testing.assert_array_equal(position, want)
     assert count.sum() == T * K
 
 
 def test_priority_serves_the_surest_token_first_and_loses_none_at_capacity_zero():
   logits = jnp.asarray([[1, 0], [3, 0], [2, 0], [0, 9]], jnp.float32)
-  gate = lambda x: logits
-  routing = route(jnp.zeros((4, 1)), gate, RouterConfig(order="priority"), k=1)
-  np.testing.assert_array_equal(routing.place_TK[:, 0], [2, 0, 1, 0])
-  rows = capacity.capacity(0, tokens=4, num_experts=2, k=1, need=exact_capacity(routing.count_GE))
+  routing = route(jnp.zeros((4, 1)), lambda x: logits, RouterConfig(), k=1)
+  surest = routing.probs_TE.max(-1)
+  position, _ = queue_positions(routing.expert_TK, 2, order="priority", priority_T=surest)
+  np.testing.assert_array_equal(position[:, 0], [2, 0, 1, 0])
+  rows = capacity(0, tokens=4, num_experts=2, k=1, need=exact_capacity(routing.count_E))
   assert rows == 3
-  assert local.buffer_plan(routing, rows)[2] == 0
-  kept = np.asarray(local.buffer_plan(routing, 1)[0])[:, 0] < 2
+  assert Capacity(rows, order="priority").plan(routing)[1] == 0
+  permutation, _ = Capacity(1, order="priority").plan(routing)
+  kept = np.asarray(permutation.row_TK)[:, 0] < 2
   np.testing.assert_array_equal(kept, [False, True, False, True])  # the least sure ones are dropped
 
 
@@ -103,12 +100,12 @@ def test_devices_with_different_numbers_of_tokens():
   # Capacity from the largest device, the others padded and masked: as if each had its own tokens.
   rng = np.random.default_rng(0)
   experts = rng.permuted(np.tile(np.arange(E), (T, 1)), axis=1)[:, :K].astype(np.int32)
-  rows = capacity.capacity(0.5, tokens=T, num_experts=E, k=K)
+  rows = capacity(0.5, tokens=T, num_experts=E, k=K)
   for tokens in (2, 5, T):
-    live = np.arange(T) < tokens
-    place, _, _ = queue_places(jnp.asarray(experts), E, live_T=jnp.asarray(live))
-    alone, _, _ = queue_places(jnp.asarray(experts[:tokens]), E)
-    np.testing.assert_array_equal(place[:tokens] < rows, alone < rows)
+    taken = np.repeat(np.arange(T)[:, None] < tokens, K, 1)
+    position, _ = queue_positions(jnp.asarray(experts), E, taken_TK=jnp.asarray(taken))
+    alone, _ = queue_positions(jnp.asarray(experts[:tokens]), E)
+    np.testing.assert_array_equal(position[:tokens] < rows, alone < rows)
 
 
 @settings(max_examples=25, deadline=None)
@@ -116,13 +113,13 @@ def test_devices_with_different_numbers_of_tokens():
 def test_what_is_kept_comes_back_with_its_weight(experts, rows, order):
   probs = jnp.full((T, E), 1 / E)
   weight = jnp.arange(1, T * K + 1, dtype=jnp.float32).reshape(T, K)
-  routing = make_routing(jnp.asarray(experts), weight, probs, probs, order=order)
+  routing = make_routing(jnp.asarray(experts), weight, probs, probs)
   np.testing.assert_array_equal(routing.weight_TK, weight)
-  slot, source, dropped = local.buffer_plan(routing, rows)
-  kept = np.asarray(slot) < E * rows
+  permutation, dropped = Capacity(rows, order=order).plan(routing)
+  kept = np.asarray(permutation.row_TK) < E * rows
   assert dropped + kept.sum() == T * K
   x = jnp.arange(1, T + 1, dtype=jnp.float32)[:, None]
-  y = local.sum_rows(local.gather_rows(x, slot, source), routing.weight_TK, slot, source)
+  y = sum_rows(gather_rows(x, permutation), routing.weight_TK, permutation)
   np.testing.assert_allclose(y, x * (np.asarray(weight) * kept).sum(1, keepdims=True), rtol=1e-6)
 
 
@@ -148,13 +145,13 @@ def test_what_is_kept_comes_back_with_its_weight(experts, rows, order):
   ],
 )
 def test_capacity_rules(factor, options, want):
-  assert capacity.capacity(factor, **options) == want
+  assert capacity(factor, **options) == want
 
 
 @pytest.mark.parametrize("factor", [0.1, -0.1])
 def test_a_capacity_of_zero_is_refused_and_never_dropless(factor):
   with pytest.raises(ConfigError, match=r"capacity of 0; use at least 0\.5"):
-    capacity.capacity(factor, tokens=8, num_experts=4, k=2, need=8)
+    capacity(factor, tokens=8, num_experts=4, k=2, need=8)
 
 
 def test_the_exact_need_is_not_known_under_jit():
@@ -168,8 +165,8 @@ def test_the_exact_need_is_not_known_under_jit():
 
 def test_rounded_counts_by_hand():
   counts = jnp.asarray([0, 1, 2, 3, 5, 6, 7])
-  np.testing.assert_array_equal(round_counts(counts, 4, 100), [0, 0, 4, 4, 4, 8, 8])
-  np.testing.assert_array_equal(round_counts(counts, 4, 7), [0, 0, 4, 4, 4, 4, 4])
+  np.testing.assert_array_equal(rounded_counts(counts, 4, 100), [0, 0, 4, 4, 4, 8, 8])
+  np.testing.assert_array_equal(rounded_counts(counts, 4, 7), [0, 0, 4, 4, 4, 4, 4])
 
 
 @pytest.mark.parametrize("skew", [0.0, 2.0, 8.0])
@@ -178,34 +175,33 @@ def test_every_expert_gets_whole_tiles(skew, k):
   tokens, experts, tile = 48, 6, 4
   rng = np.random.default_rng(k)
   logits = jnp.asarray(rng.normal(size=(tokens, experts)) + skew * np.eye(experts)[0], jnp.float32)
-  live = jnp.asarray(np.arange(tokens) % 8 != 3)
-  config = RouterConfig(round_to=tile)
-  options = {"k": k, "live_T": live}
-  choose = lambda logits, train: route(
-    jnp.zeros((tokens, 1)), lambda x: logits, config, train=train, **options
+  mask = jnp.asarray(np.arange(tokens) % 8 != 3)
+  config = RouterConfig(compat=CompatConfig(round_to=tile))
+  choose = lambda logits, training: route(
+    jnp.zeros((tokens, 1)), lambda x: logits, config, k=k, mask_T=mask, training=training
   )
-  plain, routing = (jax.jit(choose, static_argnums=1)(logits, train) for train in (False, True))
-  before, after = np.asarray(plain.count_GE[0]), np.asarray(routing.count_GE[0])
+  plain, routing = (jax.jit(choose)(logits, training) for training in (None, Draws()))
+  before, after = np.asarray(plain.count_E), np.asarray(routing.count_E)
   assert (after % tile == 0).all()
   assert (np.abs(after - before) < tile).all()
-  present = np.asarray(routing.place_TK != ABSENT) & np.asarray(live)[:, None]
+  taken = np.asarray(routing.taken_TK)
   for e in range(experts):
-    visitors = (present & (np.asarray(routing.expert_TK) == e)).sum(1)
+    visitors = (taken & (np.asarray(routing.expert_TK) == e)).sum(1)
     assert visitors.max(initial=0) <= 1
     assert visitors.sum() == after[e]
   weight = np.asarray(routing.weight_TK)
-  assert (weight[~present] == 0).all()
+  assert (weight[~taken] == 0).all()
   if k > 1:
-    np.testing.assert_allclose(weight.sum(1)[present.any(1)], 1, rtol=1e-5)
+    np.testing.assert_allclose(weight.sum(1)[taken.any(1)], 1, rtol=1e-5)
   # Every form that rows can have carries exactly the choices that are made.
   x = jnp.ones((tokens, 1))
-  sent = capacity.dispatch(x, routing, rows_per_expert=tokens, exchange=Exchange())
-  assert sent.chunks[0].rows.sum() == after.sum()
+  sent = Capacity(tokens).dispatch(x, routing)
+  assert sent.rows[0].sum() == after.sum()
   assert sent.dropped == 0
-  stayed = dropless.dispatch(x, routing, slack=1.25, exchange=Exchange()).chunks[0]
-  np.testing.assert_array_equal(np.asarray(stayed.expert_TK) < experts, present)
-  y = dropless.combine(dropless.rows_here(x, routing), routing.weight_TK, exchange=Exchange())
+  y = Capacity(tokens).combine(sent)
   np.testing.assert_allclose(y[:, 0], weight.sum(1), rtol=1e-6)
+  stayed = Local().dispatch(x, routing).layouts[0]
+  np.testing.assert_array_equal(np.asarray(stayed.group_MK) < experts, taken)
 
 
 def test_rounding_takes_the_tokens_that_like_an_expert_best():
@@ -223,16 +219,17 @@ def test_rounding_takes_the_tokens_that_like_an_expert_best():
 
 def test_rounding_warns_once_and_refuses_a_tile_without_tokens(caplog):
   route_module._warn_rounding.cache_clear()
-  arguments = (jnp.zeros((4, 1)), jnp.zeros((1, 2)), RouterConfig(round_to=2))
+  rounding = lambda tile: RouterConfig(compat=CompatConfig(round_to=tile))
+  arguments = (jnp.zeros((4, 1)), jnp.zeros((1, 2)), rounding(2))
   with caplog.at_level(logging.WARNING, logger="scmoe"):
     route(*arguments, k=1)
     assert not caplog.records  # evaluation: plain top-k
     for _ in range(2):
-      route(*arguments, k=1, train=True)
+      route(*arguments, k=1, training=Draws())
   assert len(caplog.records) == 1
   assert "not causal" in caplog.text
   with pytest.raises(ConfigError, match="round_to=8 is larger than the 4 tokens"):
-    route(*arguments[:2], RouterConfig(round_to=8), k=1, train=True)
+    route(*arguments[:2], rounding(8), k=1, training=Draws())
 
 
 # -- corners --------------------------------------------------------------------------------------
@@ -243,15 +240,16 @@ def test_rounding_warns_once_and_refuses_a_tile_without_tokens(caplog):
 def test_few_tokens_and_all_experts(order, tokens, k):
   rng = np.random.default_rng(0)
   x, gate = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((tokens, 3), (3, E)))
-  routing = route(x, gate, RouterConfig(order=order), k=k)
+  routing = route(x, gate, RouterConfig(), k=k)
   assert routing.expert_TK.shape == (tokens, k)
-  np.testing.assert_array_equal(np.sort(routing.expert_TK, 1).size, tokens * k)
   if k == E:
     np.testing.assert_array_equal(np.sort(routing.expert_TK, 1), np.tile(np.arange(E), (tokens, 1)))
-  rows = capacity.capacity(1.0, tokens=tokens, num_experts=E, k=k)
-  sent = capacity.dispatch(x, routing, rows_per_expert=rows, exchange=Exchange())
-  y = capacity.combine(sent, routing.weight_TK, exchange=Exchange())
-  kept = np.asarray(routing.place_TK) < rows
+  rows = capacity(1.0, tokens=tokens, num_experts=E, k=k)
+  transport = Capacity(rows, order=order)
+  y = transport.combine(transport.dispatch(x, routing))
+  surest = routing.probs_TE.max(-1)
+  position, _ = queue_positions(routing.expert_TK, E, order=order, priority_T=surest)
+  kept = np.asarray(position) < rows
   want = np.asarray(x) * (np.asarray(routing.weight_TK) * kept).sum(1, keepdims=True)
   np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-7)
 
@@ -262,6 +260,8 @@ def test_more_choices_than_experts_names_both():
 
 
 def test_equal_probabilities_go_to_the_smaller_index():
-  routing = route(jnp.ones((3, 2)), jnp.zeros((2, E)), RouterConfig(order="priority"), k=2)
+  routing = route(jnp.ones((3, 2)), jnp.zeros((2, E)), RouterConfig(), k=2)
   np.testing.assert_array_equal(routing.expert_TK, [[0, 1]] * 3)
-  np.testing.assert_array_equal(routing.place_TK, [[0, 0], [1, 1], [2, 2]])
+  surest = routing.probs_TE.max(-1)
+  position, _ = queue_positions(routing.expert_TK, E, order="priority", priority_T=surest)
+  np.testing.assert_array_equal(position, [[0, 0], [1, 1], [2, 2]])

@@ -1,0 +1,53 @@
+"""The one form of a batch of token sequences, from the data to the loss."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+  """B sequences of S tokens; numpy arrays on the host, jax arrays on devices.
+
+  A step's microbatches are one `Batch` with a leading dimension, [A, B, S].
+
+  Attributes:
+    inputs: int32 [B, S], token ids.
+    targets: int32 [B, S], the token that follows each.
+    weights: float32 [B, S], weight of each token's loss; 0 for none.
+    segment_ids: int32 [B, S], document of each token, counted from 1 in a row; 0 is padding.
+    positions: int32 [B, S], position of each token in its document.
+    domain: int32 [B], index of each row's domain; None where the data have none.
+  """
+
+  inputs: Any
+  targets: Any
+  weights: Any
+  segment_ids: Any
+  positions: Any
+  domain: Any = None
+
+  @classmethod
+  def of_tokens(cls, tokens: Any, targets: Any = None) -> Batch:
+    """Rows of one document each, of which every token counts.
+
+    Args:
+      tokens: int [..., B, S].
+      targets: the next tokens; by default the row shifted by one, its end meeting its beginning.
+    """
+    tokens = np.asarray(tokens, np.int32)
+    shifted = np.roll(tokens, -1, -1) if targets is None else np.asarray(targets, np.int32)
+    positions = np.broadcast_to(np.arange(tokens.shape[-1], dtype=np.int32), tokens.shape)
+    ones = np.ones(tokens.shape, np.int32)
+    return cls(tokens, shifted, ones.astype(np.float32), ones, np.ascontiguousarray(positions))
+
+  @classmethod
+  def stack(cls, microbatches: Sequence[Batch]) -> Batch:
+    """Microbatches on the host as one batch with a leading dimension."""
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *microbatches)

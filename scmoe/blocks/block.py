@@ -1,0 +1,231 @@
+"""A transformer block, and the options that blocks, pairs and whole models share."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from flax import nnx
+from jax import Array
+from jaxtyping import Float
+
+from scmoe.blocks.mix import MIXES
+from scmoe.blocks.wiring import WIRINGS, Wiring
+from scmoe.errors import ConfigError
+from scmoe.kernels.grouped_matmul import activation_names
+from scmoe.kernels.grouped_matmul.backend import widths_have_kernels
+from scmoe.layers.attention import Attention, AttentionConfig
+from scmoe.layers.mlp import MLP, MLPConfig
+from scmoe.layers.norm import Norm
+from scmoe.moe.dispatch import DispatchConfig
+from scmoe.moe.experts import IMPLEMENTATIONS
+from scmoe.moe.layer import MoEConfig
+from scmoe.moe.options import RouterConfig
+from scmoe.options import check_options, option
+
+SHORTCUT_NORMS = ("shared", "own", "megatron")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+EXPERT_BACKENDS = ("auto", "mosaic_gpu", "xla")
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockConfig:
+  """Transformer blocks of one wiring. The defaults are GPT-2 style blocks of laptop size."""
+
+  style: str = option(
+    "gpt2",
+    "gpt2: LayerNorm, learned positions, biases; llama: RMSNorm, rotary positions, no biases",
+    choices=("gpt2", "llama"),
+  )
+  wiring: str = option(
+    "scmoe_pos2", "which values the routed experts read; scmoe/blocks/wiring.py", choices=WIRINGS
+  )
+  mix: str = option(
+    "cg1", "how shared and routed output are added: direct, cg1 or cg2 (paper §5.2)", choices=MIXES
+  )
+  mix_input: str = option(
+    "current", "what the coefficients of cg1 and cg2 read", choices=("current", "shortcut")
+  )
+  shortcut_norm: str = option(
+    "shared",
+    "norm that feeds the shortcut: shared with the sublayer that reads the same value "
+    "(LongCat-Flash), own, or megatron (own, and one on shared + routed)",
+    choices=SHORTCUT_NORMS,
+  )
+  num_experts: int = option(8, "routed experts E", minimum=1)
+  top_k: int = option(
+    1,
+    "routed experts per token of topk, shared_expert and scmoe_pos1/2/3; the shared expert comes "
+    "on top. top1, top2, scmoe2, dgmoe say their own",
+    minimum=1,
+  )
+  moe_every: int = option(2, "every Nth block has the MoE", minimum=1)
+  width: int = option(128, "model width D", minimum=1)
+  num_heads: int = option(4, "attention heads H", minimum=1)
+  num_kv_heads: int = option(0, "key-value heads; 0: as many as heads", minimum=0)
+  head_dim: int = option(0, "width of a head; 0: width / num_heads", minimum=0)
+  mlp_hidden: int = option(0, "hidden width of dense MLPs; 0: 4 x width", minimum=0)
+  expert_hidden: int = option(0, "hidden width F of a routed expert; 0: mlp_hidden", minimum=0)
+  shared_hidden: int = option(0, "hidden width of the shared expert; 0: expert_hidden", minimum=0)
+  activation: str = option(
+    "",
+    "activation of MLPs and experts; empty: gelu (gpt2), swiglu (llama)",
+    choices=("", *activation_names()),
+  )
+  rope_theta: float = option(10000.0, "base of the rotary embedding (llama)", minimum=1)
+  norm_eps: float = option(1e-5, "epsilon of the norms", minimum=0)
+  init_std: float = option(0.02, "standard deviation of the initial weights", minimum=0)
+  dtype: str = option("bfloat16", "type of the computation; parameters are float32", choices=DTYPES)
+  expert_impl: str = option(
+    "auto",
+    "how experts are computed (MegaBlocks mlp_impl): grouped (grouped products), batched (XLA's "
+    "batched products; capacity transport), block_sparse (MegaBlocks' products), or auto",
+    choices=IMPLEMENTATIONS,
+  )
+  expert_backend: str = option(
+    "auto",
+    "whose grouped products: mosaic_gpu (kernels for Hopper), xla, auto (kernels where they run)",
+    choices=EXPERT_BACKENDS,
+  )
+  document_mask: bool = option(
+    False, "attention stays inside a document of a packed row (no fused GPU attention then)"
+  )
+
+  @property
+  def wiring_rule(self) -> Wiring:
+    """The wiring as data."""
+    return WIRINGS[self.wiring]
+
+  @property
+  def depth(self) -> int:
+    """Blocks that write to one residual stream, for the initial weights of what writes to it."""
+    return self.moe_every * self.wiring_rule.units_per_moe
+
+  def resolve(self) -> Any:
+    """Fills in every 0 and empty word, and checks what depends on more than one field.
+
+    Raises:
+      ConfigError: names the field, what was got and what would do.
+    """
+    check_options(self, "model")
+    hidden = self.mlp_hidden or 4 * self.width
+    expert_hidden = self.expert_hidden or hidden
+    resolved = dataclasses.replace(
+      self,
+      num_kv_heads=self.num_kv_heads or self.num_heads,
+      head_dim=self.head_dim or self.width // self.num_heads,
+      mlp_hidden=hidden,
+      expert_hidden=expert_hidden,
+      shared_hidden=self.shared_hidden or expert_hidden,
+      activation=self.activation or {"gpt2": "gelu", "llama": "swiglu"}[self.style],
+    )
+    resolved.check()
+    return resolved
+
+  def check(self) -> None:
+    """Checks what depends on more than one field of a resolved configuration.
+
+    Raises:
+      ConfigError: names the field, what was got and what would do.
+    """
+    rule = self.wiring_rule
+    if self.num_heads % self.num_kv_heads:
+      raise ConfigError(
+        f"model.num_heads={self.num_heads} is not a multiple of model.num_kv_heads="
+        f"{self.num_kv_heads}; use a divisor of {self.num_heads}"
+      )
+    if self.head_dim == 0 or (self.style == "llama" and self.head_dim % 2):
+      raise ConfigError(
+        f"model.head_dim={self.head_dim} (model.width={self.width} over model.num_heads="
+        f"{self.num_heads}) must be positive, and even for rotary positions; set model.head_dim"
+      )
+    chosen = rule.routed_per_gating(self.top_k) if rule.taps else 0
+    needed = max(chosen, 2 if rule.distinct else 0)
+    if needed > self.num_experts:
+      name = f"model.top_k={self.top_k}" if rule.k is None else f"model.wiring={self.wiring!r}"
+      raise ConfigError(
+        f"{name} needs {needed} experts, model.num_experts={self.num_experts}; raise "
+        f"model.num_experts to at least {needed}"
+      )
+    widths = (self.width, self.expert_hidden, self.mlp_hidden, self.shared_hidden)
+    if self.expert_backend == "mosaic_gpu" and not widths_have_kernels(self.dtype, *widths):
+      raise ConfigError(
+        "model.expert_backend='mosaic_gpu' takes bfloat16 or float16 and multiples of 64, got "
+        f"model.dtype={self.dtype!r}, model.width={self.width}, model.expert_hidden="
+        f"{self.expert_hidden}, model.mlp_hidden={self.mlp_hidden} and model.shared_hidden="
+        f"{self.shared_hidden}; use 'auto' or 'xla'"
+      )
+
+  # -- what the parts of a block are made of ------------------------------------------------------
+
+  @property
+  def bias(self) -> bool:
+    """Whether projections and feed-forward layers have biases."""
+    return self.style == "gpt2"
+
+  @property
+  def out_std(self) -> float:
+    """GPT-2's rule: layers that write to the residual stream start smaller, by sqrt(2 L)."""
+    return self.init_std / (2 * self.depth) ** 0.5
+
+  def norm(self) -> Norm:
+    """A norm of the model's width."""
+    kind = {"gpt2": "layernorm", "llama": "rmsnorm"}[self.style]
+    return Norm(self.width, kind, self.norm_eps)
+
+  @property
+  def attention(self) -> AttentionConfig:
+    """Of every attention."""
+    return AttentionConfig(
+      width=self.width,
+      num_heads=self.num_heads,
+      num_kv_heads=self.num_kv_heads,
+      head_dim=self.head_dim,
+      rope_theta=self.rope_theta if self.style == "llama" else 0.0,
+      bias=self.bias,
+      init_std=self.init_std,
+      out_std=self.out_std,
+    )
+
+  def mlp(self, hidden: int) -> MLPConfig:
+    """Of a dense MLP or shared expert of this hidden width."""
+    std = {"init_std": self.init_std, "out_std": self.out_std, "bias": self.bias}
+    return MLPConfig(self.width, hidden, self.activation, backend=self.expert_backend, **std)
+
+  def moe(
+    self, router: RouterConfig, dispatch: DispatchConfig, *, copy_engines: bool = False
+  ) -> MoEConfig:
+    """Of the MoE; `top_k` is what one gating gives a token."""
+    return MoEConfig(
+      width=self.width,
+      hidden=self.expert_hidden,
+      num_experts=self.num_experts,
+      top_k=self.wiring_rule.routed_per_gating(self.top_k),
+      activation=self.activation,
+      bias=self.bias,
+      init_std=self.init_std,
+      out_std=self.out_std,
+      impl=self.expert_impl,
+      backend=self.expert_backend,
+      copy_engines=copy_engines,
+      router=router,
+      dispatch=dispatch,
+    )
+
+
+class Block(nnx.Module):
+  """One transformer block: attention and, with `hidden` > 0, a feed-forward sublayer.
+
+  That is the dense MLP, the shared expert, or nothing where only routed experts follow attention.
+  """
+
+  def __init__(self, config: BlockConfig, hidden: int, *, rngs: nnx.Rngs):
+    self.norm_attention = config.norm()
+    self.attention = Attention(config.attention, rngs=rngs)
+    self.norm_mlp = config.norm()
+    self.mlp = MLP(config.mlp(hidden), rngs=rngs) if hidden else None
+
+  def dense(self, h_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+    """The dense MLP, or the shared expert, of normalised h; only where the block has one."""
+    assert self.mlp is not None
+    return self.mlp(self.norm_mlp(h_BSD))

@@ -1,0 +1,68 @@
+"""The experts' network as MegaBlocks has it: SDD, activation on blocks, DSD (`mlp_impl=sparse`)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from scmoe.kernels.block_sparse.api import BlockSparse, dsd, sdd
+from scmoe.kernels.block_sparse.topology import Topology, moe_topology
+from scmoe.kernels.grouped_matmul.activations import activate, get_activation
+from scmoe.kernels.grouped_matmul.backend import resolve_backend
+from scmoe.kernels.grouped_matmul.ffn import FFNConfig, check_ffn
+from scmoe.kernels.grouped_matmul.layout import KERNEL_ROW_TILE, RowLayout
+from scmoe.kernels.grouped_matmul.weights import FFNWeights
+from scmoe.kernels.grouped_matmul.xla import per_row
+from scmoe.kernels.permute import gather_rows, sum_rows
+
+
+def block_sparse_ffn(
+  rows: jax.Array, weights: FFNWeights, layout: RowLayout, config: FFNConfig = FFNConfig()
+) -> jax.Array:
+  """`expert_ffn` through block-sparse products: same arguments, same result.
+
+  The experts' activations are one matrix [rows, all experts' hidden units] of which a row has its
+  own expert's blocks. Slower than `expert_ffn`: rows are gathered first, the pre-activations are
+  kept as blocks, and nothing is fused.
+
+  Raises:
+    ValueError: shapes disagree.
+  """
+  rows_MD = rows.reshape(-1, rows.shape[-1])
+  check_ffn(rows_MD, weights, layout, config.activation)
+  weights = weights.cast(rows.dtype)
+  groups, _, hidden = weights.up_GDF.shape
+  backend = resolve_backend(config.backend, rows.dtype, *weights.up_GDF.shape[1:])
+  block = _block(hidden)
+  if block != KERNEL_ROW_TILE:
+    backend = "xla"
+  tiles = layout.sorted(block)
+  assert tiles.permutation is not None
+  topology = moe_topology(tiles.groups, hidden)
+  x_RD = gather_rows(rows_MD, tiles.permutation)
+  pre = []
+  for weight_GDF, bias_GF in zip(weights.up_weights, weights.up_biases):
+    columns_DN = jnp.swapaxes(weight_GDF, 0, 1).reshape(weight_GDF.shape[1], -1)
+    h = sdd(x_RD, columns_DN, topology, backend=backend).data
+    pre.append(h if bias_GF is None else (h + _block_bias(bias_GF, topology)).astype(h.dtype))
+  a = activate(get_activation(config.activation), tuple(pre)).astype(rows.dtype)
+  down_ND = weights.down_GFD.reshape(groups * hidden, -1)
+  y_RD = dsd(BlockSparse(a, topology), down_ND, backend=backend)
+  if weights.down_bias_GD is not None:
+    y_RD = (y_RD + per_row(weights.down_bias_GD, tiles.groups)).astype(rows.dtype)
+  out = sum_rows(y_RD, layout.weight_MK, tiles.permutation)
+  return out.reshape(*rows.shape[:-1], out.shape[-1])
+
+
+def _block(hidden: int) -> int:
+  """The largest side up to a kernel's tile that divides the hidden width."""
+  side = KERNEL_ROW_TILE
+  while hidden % side:
+    side //= 2
+  return side
+
+
+def _block_bias(bias_GF: jax.Array, topology: Topology) -> jax.Array:
+  """[Z, 1, B]: the part of the bias that each block's columns have."""
+  parts = bias_GF.reshape(-1, topology.block)  # block column e·F / B + c
+  return parts[topology.column_indices][:, None, :]

@@ -1,0 +1,265 @@
+"""Rows times their group's matrices, on Hopper, with bias and activation in the epilogue.
+
+    R  rows of the tiles      K, N  widths      G  groups      I  row tiles
+
+The layout pads each group to the row tile, so every tile belongs to one group and no load or store
+is ragged.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from scmoe.kernels.grouped_matmul import gather
+from scmoe.kernels.grouped_matmul.activations import Activation, kernel_form
+from scmoe.kernels.grouped_matmul.layout import GroupLayout
+from scmoe.kernels.grouped_matmul.pipeline import (
+  CONSUMERS,
+  Tiling,
+  Work,
+  barriers,
+  copy_block,
+  launch,
+  locate_rows,
+  paired_tiles,
+  resolve_num_sms,
+  run_tiles,
+  smem,
+)
+from scmoe.kernels.grouped_matmul.stores import CHUNK, store_tiles
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Operands:
+  """What the kernel reads: arrays outside, refs inside.
+
+  Attributes:
+    group_I: int32, group of each row tile.
+    num_tiles: int32 [1], tiles in use.
+    index_R: int32, row of lhs behind each row; None where they are the same.
+    lhs: operands [R, K], contracted one after the other into one result.
+    rhs: for each lhs the matrices of all results, [G, K, N] or transposed.
+    biases: for each result [G, N], or None.
+  """
+
+  group_I: Any
+  num_tiles: Any
+  index_R: Any
+  lhs: tuple[Any, ...]
+  rhs: tuple[tuple[Any, ...], ...]
+  biases: tuple[Any, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Memory:
+  """A CTA's shared memory.
+
+  Attributes:
+    lhs, rhs: the ring's stages.
+    stores: the epilogue's chunks.
+    full, empty: barriers of the ring.
+    gathered: barriers of rows that the producer gathers.
+    bias, bias_loaded: the tile's biases, where there are any.
+  """
+
+  lhs: Any
+  rhs: Any
+  stores: Any
+  full: Any
+  empty: Any
+  gathered: Any
+  bias: Any = None
+  bias_loaded: Any = None
+
+
+def rows_product(
+  lhs: tuple[jax.Array, ...],
+  rhs: tuple[tuple[jax.Array, ...], ...],
+  layout: GroupLayout,
+  tiling: Tiling,
+  *,
+  transpose_rhs: bool,
+  biases: tuple[jax.Array | None, ...] = (),
+  activation: Activation | None = None,
+  with_results: bool = True,
+  index_R: jax.Array | None = None,
+  out_dtype,
+  num_sms: int | None = None,
+) -> tuple[jax.Array, ...]:
+  """The rows' product with their group's matrices, and what is fused into its end.
+
+  Args:
+    lhs: operands [R, K]; several are contracted one after the other into the same result.
+    rhs: for each lhs, one matrix [G, K, N] for each result ([G, N, K] with `transpose_rhs`).
+    layout: tiles of R, each one or two times `tiling.rows` rows.
+    tiling: tile shape; `tiling.cols` is shared between the results.
+    transpose_rhs: contract the last dimension of rhs.
+    biases: for each result [G, N] or None, added before the result is rounded; () adds none.
+    activation: if given, the activation of the results is one more output.
+    with_results: whether the results are outputs; only together with an activation they need not.
+    index_R: if given, the only lhs has any number of rows and row r of the product reads row
+      index[r] of it (zero if that is negative), gathered while the operand is loaded.
+    out_dtype: type of the outputs.
+    num_sms: CTAs.
+
+  Returns:
+    One [R, N] for each matrix in rhs[0], then the activation. Rows of tiles that are not in use are
+    not written.
+  """
+  assert with_results or activation is not None
+  parts = len(rhs[0])
+  # Of the operands' type, as XLA adds a bias to a product: in shared memory they then fit into what
+  # the stages leave.
+  cast = lambda b: None if b is None else b.astype(lhs[0].dtype)
+  biases = tuple(map(cast, biases)) or (None,) * parts
+  places = [part for part, bias in enumerate(biases) if bias is not None]
+  operands = Operands(layout.tile_group_I, layout.num_tiles, index_R, lhs, rhs, biases)
+  rows, depth = layout.num_rows, tiling.depth
+  halves = layout.tile // tiling.rows
+  same_group = tiling.pair == "rows" and halves == 2  # a pair is one tile of the layout
+  fused = index_R is not None
+  n = rhs[0][0].shape[1 if transpose_rhs else 2]
+  cols = tiling.cols // parts
+  col_tiles, steps = n // cols, lhs[0].shape[1] // depth
+  dtype = lhs[0].dtype
+  num_sms = resolve_num_sms(num_sms)
+  num_outs = parts * with_results + (activation is not None)
+  assert not (fused and tiling.pair == "cols"), "a gathered operand cannot be shared"
+  assert halves == 1 or (tiling.pingpong and not fused), "half tiles are for ping-pong, ungathered"
+  rhs_block = (cols, depth) if transpose_rhs else (depth, cols)
+  consumer_rows = tiling.consumer_rows
+  form = None if activation is None else kernel_form(activation)
+
+  def body(gmem: Operands, outs):
+    row_tiles = gmem.num_tiles[0] * halves
+
+    def with_memory(shared: Memory):
+      if fused:
+        gather.init_barriers(shared.gathered, tiling.stages)
+
+      def locate(tile):
+        return locate_rows(tile, tiling, gmem.group_I, row_tiles, col_tiles, halves)
+
+      def producer(where, step, slot, barrier):
+        row_tile, col_tile, group, shared_rhs = where
+        row_slice = pl.ds(row_tile * tiling.rows, tiling.rows)
+        col_slice = pl.ds(col_tile * cols, cols)
+
+        def load_segment(segment):
+          k_slice = pl.ds((step - segment * steps) * depth, depth)
+          if fused:
+            gather.start_gather(
+              gmem.lhs[0],
+              gmem.index_R,
+              shared.lhs,
+              shared.gathered,
+              slot=slot,
+              first_row=row_tile * tiling.rows,
+              first_col=step * depth,
+            )
+          else:
+            block = gmem.lhs[segment].at[row_slice, k_slice]
+            copy_block(block, shared.lhs.at[slot], barrier, tiling.pair == "cols")
+          for part, w in enumerate(gmem.rhs[segment]):
+            block = (
+              w.at[group, col_slice, k_slice] if transpose_rhs else w.at[group, k_slice, col_slice]
+            )
+            copy_block(block, shared.rhs.at[slot, part], barrier, same_group or shared_rhs)
+
+        if len(lhs) == 1:
+          load_segment(0)
+        else:
+          for segment in range(len(lhs)):
+            inside = (step >= segment * steps) & (step < (segment + 1) * steps)
+            pl.when(inside)(functools.partial(load_segment, segment))
+
+      def consumer(accumulators, slot, my_rows):
+        a = shared.lhs.at[slot, my_rows]
+        for part in range(parts):
+          b = shared.rhs.at[slot, part]
+          plgpu.wgmma(accumulators[part], a, b.transpose((1, 0)) if transpose_rhs else b)
+
+      def load_biases(where, consumer, first_row):
+        _, col_tile, group, *_ = where
+        for place, part in enumerate(places):
+          plgpu.copy_gmem_to_smem(
+            gmem.biases[part].at[group, pl.ds(col_tile * cols, cols)],
+            shared.bias.at[consumer, place],
+            shared.bias_loaded.at[consumer],
+          )
+
+      def epilogue(where, accumulators, consumer, first_row):
+        row_tile, col_tile, *_ = where
+        results = [acc[...] for acc in accumulators]
+        if places:
+          plgpu.barrier_wait(shared.bias_loaded.at[consumer])
+
+        def result(part, s):
+          r = results[part][:, s]
+          if part not in places:
+            return r.astype(out_dtype)
+          bias = shared.bias[consumer, places.index(part), s].astype(jnp.float32)
+          bias = plgpu.layout_cast(bias, plgpu.Layout.WGMMA.reduce(0))
+          return (r + lax.broadcast_in_dim(bias, r.shape, (1,))).astype(out_dtype)
+
+        values: list[Any] = []
+        if with_results:
+          values += [(functools.partial(result, part), cols) for part in range(parts)]
+        if form is not None:
+
+          def activated(s, form=form):
+            # Rounded first, so that the backward recomputes the same value from what is stored.
+            h = [result(part, s).astype(jnp.float32) for part in range(parts)]
+            a = form.value(h[0])
+            return (a * h[1] if form.gated else a).astype(out_dtype)
+
+          values.append((activated, cols))
+        store_tiles(
+          values,
+          outs,
+          [col_tile * cols] * num_outs,
+          row_tile * tiling.rows + first_row,
+          shared.stores,
+          consumer,
+        )
+
+      work = Work(
+        num_tiles=paired_tiles(tiling, row_tiles, col_tiles),
+        locate=locate,
+        steps=lambda _: steps * len(lhs),
+        producer=producer,
+        consumer=consumer,
+        accumulators=[(consumer_rows, cols)] * parts,
+        epilogue=epilogue,
+        prologue=load_biases if places else None,
+        ready=functools.partial(gather.wait_rows, shared.gathered) if fused else None,
+      )
+      run_tiles(tiling, work, shared.full, shared.empty, num_sms)
+
+    full, empty = barriers(tiling, (not fused) + parts)
+    memory = Memory(
+      lhs=smem((tiling.stages, tiling.rows, depth), dtype),
+      rhs=smem((tiling.stages, parts, *rhs_block), dtype),
+      stores=smem((CONSUMERS, tiling.stores, consumer_rows, CHUNK), out_dtype),
+      full=full,
+      empty=empty,
+      gathered=gather.barrier_memory(tiling.stages),
+    )
+    if places:
+      memory = dataclasses.replace(
+        memory,
+        bias=plgpu.SMEM((CONSUMERS, len(places), cols), dtype),
+        bias_loaded=plgpu.Barrier(num_arrivals=len(places), num_barriers=CONSUMERS),
+      )
+    pl.run_scoped(with_memory, memory, collective_axes="wg")
+
+  out_type = [jax.ShapeDtypeStruct((rows, n), out_dtype)] * num_outs
+  return tuple(launch(body, operands, out_type, tiling, num_sms)(*jax.tree.leaves(operands)))

@@ -1,0 +1,73 @@
+"""What an implementation of the experts' network is given: their weights, and how to compute."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from scmoe.kernels.grouped_matmul.activations import Activation
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FFNWeights:
+  """Weights of G experts, from the module that holds them to the kernels.
+
+  Attributes:
+    up_GDF: first layer.
+    down_GFD: last layer; the width of the result may be another than D.
+    gate_GDF: second first-layer matrix of a gated activation (SwiGLU); None otherwise.
+    up_bias_GF, down_bias_GD, gate_bias_GF: biases, or None.
+  """
+
+  up_GDF: jax.Array
+  down_GFD: jax.Array
+  gate_GDF: jax.Array | None = None
+  up_bias_GF: jax.Array | None = None
+  down_bias_GD: jax.Array | None = None
+  gate_bias_GF: jax.Array | None = None
+
+  @property
+  def up_weights(self) -> tuple[jax.Array, ...]:
+    """(gate, up), or (up,)."""
+    return (self.up_GDF,) if self.gate_GDF is None else (self.gate_GDF, self.up_GDF)
+
+  @property
+  def up_biases(self) -> tuple[jax.Array | None, ...]:
+    """The biases in the order of `up_weights`."""
+    return (self.up_bias_GF,) if self.gate_GDF is None else (self.gate_bias_GF, self.up_bias_GF)
+
+  @classmethod
+  def of_layers(cls, ups, down_GFD, up_biases, down_bias_GD) -> FFNWeights:
+    """From `up_weights` and `up_biases`; with one of each there is no gate."""
+    gate_GDF, gate_bias_GF = (ups[0], up_biases[0]) if len(ups) == 2 else (None, None)
+    return cls(ups[-1], down_GFD, gate_GDF, up_biases[-1], down_bias_GD, gate_bias_GF)
+
+  def cast(self, dtype: Any) -> FFNWeights:
+    """Matrices in this type; biases as they are, since they are added before rounding."""
+    matrix = lambda w: None if w is None else w.astype(dtype)
+    return dataclasses.replace(
+      self,
+      up_GDF=self.up_GDF.astype(dtype),
+      down_GFD=self.down_GFD.astype(dtype),
+      gate_GDF=matrix(self.gate_GDF),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+  """How an implementation computes; static.
+
+  Attributes:
+    activation: the kind.
+    precision: of float32 operands, as in `jax.lax.dot_general`.
+    num_sms: multiprocessors that kernels use; None: all.
+    interpretation: how kernels are simulated, in tests; see `pipeline.interpretation`.
+  """
+
+  activation: Activation
+  precision: str | None = None
+  num_sms: int | None = None
+  interpretation: Any = None

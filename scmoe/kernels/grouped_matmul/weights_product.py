@@ -1,0 +1,212 @@
+"""The gradient of a group's matrices, on Hopper: lhs.T times rhs over the rows of each group.
+
+    R  rows of the tiles      M, N  widths of the result      G  groups
+
+Groups are padded to whole row tiles with zeros, so the contraction is a plain loop over a group's
+rows, without masks.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from scmoe.kernels.grouped_matmul import gather
+from scmoe.kernels.grouped_matmul.layout import GroupLayout
+from scmoe.kernels.grouped_matmul.pipeline import (
+  CONSUMERS,
+  Tiling,
+  Work,
+  barriers,
+  copy_block,
+  launch,
+  num_workers,
+  paired,
+  resolve_num_sms,
+  run_tiles,
+  smem,
+  snake,
+)
+from scmoe.kernels.grouped_matmul.stores import CHUNK, store_tiles
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Operands:
+  """What the kernel reads: arrays outside, refs inside.
+
+  Attributes:
+    by_size_G: int32, groups by falling size.
+    starts_G, tiles_G: int32, first tile of each group and their number.
+    index_R: int32, row behind each row of the gathered operand; None where nothing is gathered.
+    lhs: [R, M].
+    rhs: operands [R, N] of one width.
+  """
+
+  by_size_G: Any
+  starts_G: Any
+  tiles_G: Any
+  index_R: Any
+  lhs: Any
+  rhs: tuple[Any, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Memory:
+  """A CTA's shared memory: the ring's stages, the epilogue's chunks, barriers."""
+
+  lhs: Any
+  rhs: tuple[Any, ...]
+  stores: Any
+  full: Any
+  empty: Any
+  gathered: Any
+
+
+def weights_product(
+  lhs_RM: jax.Array,
+  rhs: tuple[jax.Array, ...],
+  layout: GroupLayout,
+  tiling: Tiling,
+  *,
+  lhs_index_R: jax.Array | None = None,
+  rhs_index_R: jax.Array | None = None,
+  out_dtype,
+  num_sms: int | None = None,
+) -> tuple[jax.Array, ...]:
+  """out[g] = lhs[rows of g].T @ rhs[rows of g], for each of several rhs; zero for empty groups.
+
+  Args:
+    lhs_RM: the operand whose width becomes the result's rows.
+    rhs: operands [R, N] of one width.
+    layout: tiles of R; with several runs, nothing is gathered.
+    tiling: tile shape; `tiling.cols` is shared between the results.
+    lhs_index_R: if given, lhs is gathered as in `rows_product`.
+    rhs_index_R: if given, the only rhs is gathered; not together with lhs.
+    out_dtype: type of the outputs.
+    num_sms: CTAs.
+  """
+  assert lhs_index_R is None or rhs_index_R is None
+  fused_lhs, fused_rhs = lhs_index_R is not None, rhs_index_R is not None
+  fused = fused_lhs or fused_rhs
+  operands = Operands(
+    layout.by_size_G,
+    layout.tile_starts_G,
+    layout.tiles_G,
+    lhs_index_R if fused_lhs else rhs_index_R,
+    lhs_RM,
+    tuple(rhs),
+  )
+  parts = len(rhs)
+  m, n = lhs_RM.shape[1], rhs[0].shape[1]
+  cols = tiling.cols // parts
+  row_tiles, col_tiles = m // tiling.rows, n // cols
+  depth = tiling.depth
+  per_tile = layout.tile // depth
+  dtype = lhs_RM.dtype
+  num_sms = resolve_num_sms(num_sms)
+  groups = layout.num_groups
+
+  if (tiling.pair == "rows" and fused_rhs) or (tiling.pair == "cols" and fused_lhs):
+    # `tiles.TABLE` does not tell which operand is gathered, and that one cannot be shared.
+    tiling = dataclasses.replace(tiling, pair="")
+  pair = tiling.pair
+  assert pair != "rows" or row_tiles % 2 == 0, (tiling, row_tiles)
+  assert pair != "cols" or col_tiles % 2 == 0, (tiling, col_tiles)
+  per_group = row_tiles * col_tiles // tiling.cluster
+  num_tiles = groups * per_group
+  assert layout.runs == 1 or not fused, "rows in several runs are not gathered"
+
+  def row_of(first_tile, step):
+    if layout.runs == 1:
+      return first_tile * layout.tile + step * depth
+    run = lax.div(step, jnp.int32(layout.run_tiles * per_tile))
+    inside = step - run * (layout.run_tiles * per_tile)
+    return (first_tile + run * (groups * layout.run_tiles)) * layout.tile + inside * depth
+
+  def body(gmem: Operands, outs):
+    def with_memory(shared: Memory):
+      if fused:
+        gather.init_barriers(shared.gathered, tiling.stages)
+
+      def locate(tile):
+        # Large groups first, and back and forth over the SMs: each gets its share of long tiles.
+        tile = snake(tile, num_tiles, num_workers(tiling, num_sms))
+        group = gmem.by_size_G[lax.div(tile, jnp.int32(per_group))]
+        inside = lax.rem(tile, jnp.int32(per_group))
+        row_tile, col_tile, _ = paired(inside, tiling, jnp.int32(row_tiles), col_tiles)
+        return group, row_tile, col_tile, gmem.starts_G[group], gmem.tiles_G[group] * per_tile
+
+      def producer(where, step, slot, barrier):
+        _, row_tile, col_tile, first_tile, _ = where
+        # Computed here: a loop's variable is not known to be a multiple.
+        first_row = row_of(first_tile, step)
+        k_slice = pl.ds(first_row, depth)
+        start = functools.partial(
+          gather.start_gather,
+          index=gmem.index_R,
+          barriers=shared.gathered,
+          slot=slot,
+          first_row=first_row,
+          prefetch=tiling.stages * depth,
+        )
+        if fused_lhs:
+          start(gmem.lhs, stage=shared.lhs, first_col=row_tile * tiling.rows)
+        else:
+          block = gmem.lhs.at[k_slice, pl.ds(row_tile * tiling.rows, tiling.rows)]
+          copy_block(block, shared.lhs.at[slot], barrier, pair == "cols")
+        for operand, stage in zip(gmem.rhs, shared.rhs):
+          if fused_rhs:
+            start(operand, stage=stage, first_col=col_tile * cols)
+          else:
+            block = operand.at[k_slice, pl.ds(col_tile * cols, cols)]
+            copy_block(block, stage.at[slot], barrier, pair == "rows")
+
+      def consumer(accumulators, slot, my_rows):
+        a = shared.lhs.at[slot, :, my_rows].transpose((1, 0))
+        for accumulator, stage in zip(accumulators, shared.rhs):
+          plgpu.wgmma(accumulator, a, stage.at[slot])
+
+      def epilogue(where, accumulators, consumer, first_row):
+        group, row_tile, col_tile, _, _ = where
+        results = [acc[...] for acc in accumulators]
+        store_tiles(
+          [(lambda s, r=r: r[:, s].astype(out_dtype), cols) for r in results],
+          [out.at[group] for out in outs],
+          [col_tile * cols] * parts,
+          row_tile * tiling.rows + first_row,
+          shared.stores,
+          consumer,
+        )
+
+      work = Work(
+        num_tiles=jnp.int32(num_tiles),
+        locate=locate,
+        steps=lambda where: where[-1],
+        producer=producer,
+        consumer=consumer,
+        accumulators=[(tiling.consumer_rows, cols)] * parts,
+        epilogue=epilogue,
+        ready=functools.partial(gather.wait_rows, shared.gathered) if fused else None,
+      )
+      run_tiles(tiling, work, shared.full, shared.empty, num_sms)
+
+    full, empty = barriers(tiling, 1 + parts - fused)
+    memory = Memory(
+      lhs=smem((tiling.stages, depth, tiling.rows), dtype),
+      rhs=(smem((tiling.stages, depth, cols), dtype),) * parts,
+      stores=smem((CONSUMERS, tiling.stores, tiling.consumer_rows, CHUNK), out_dtype),
+      full=full,
+      empty=empty,
+      gathered=gather.barrier_memory(tiling.stages),
+    )
+    pl.run_scoped(with_memory, memory, collective_axes="wg")
+
+  out_type = [jax.ShapeDtypeStruct((groups, m, n), out_dtype)] * parts
+  return tuple(launch(body, operands, out_type, tiling, num_sms)(*jax.tree.leaves(operands)))

@@ -1,0 +1,225 @@
+"""Which choice fills which row of a buffer, and moving rows both ways along it.
+
+    T  tokens      K  choices per token      R  rows of a buffer      D  width      E  experts
+
+A buffer has R rows; each choice (t, k) has at most one of them. Worked example: three tokens with
+one choice each, for experts 1, 0 and 1, and a buffer of two rows per expert:
+
+    row_TK  = [[2], [0], [3]]       token 0 stands in row 2, token 1 in row 0, token 2 in row 3
+    copy_R  = [1, -1, 0, 2]         rows 0, 2 and 3 hold choices 1, 0 and 2
+
+Both directions and both gradients are gathers along one of the two: no scatter-add, no atomics, so
+results do not depend on the order in which blocks of a GPU happen to run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+_BLOCK = 128  # choices that are compared with each other, and blocks of them in one product
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Permutation:
+  """A bijection between choices and the rows of a buffer that are filled.
+
+  Attributes:
+    row_TK: int32, row of each choice; R for a choice that has none.
+    copy_R: int32, flat choice t·K + k that fills each row; -1 where nobody does.
+  """
+
+  row_TK: Array
+  copy_R: Array
+
+  @property
+  def token_R(self) -> Array:
+    """int32, token behind each row; -1 where nobody is."""
+    return jnp.where(self.copy_R < 0, -1, self.copy_R // self.row_TK.shape[1])
+
+
+def make_permutation(row_TK: Array, num_rows: int) -> Permutation:
+  """The permutation with these rows; rows outside [0, R) mean that a choice has none.
+
+  Args:
+    row_TK: integer rows, different from each other where they are in range.
+    num_rows: R, static.
+  """
+  # First choices, then second ones: so the router's kernel writes them, and nothing is transposed.
+  copy_KT = jnp.arange(row_TK.size, dtype=jnp.int32).reshape(row_TK.shape).T
+  nobody_R = jnp.full((num_rows,), -1, jnp.int32)
+  copy_R = nobody_R.at[row_TK.T.reshape(-1)].set(
+    copy_KT.reshape(-1), mode="drop", unique_indices=True
+  )
+  return Permutation(row_TK, copy_R)
+
+
+def running_positions(expert_TK: Array, num_experts: int) -> tuple[Array, Array]:
+  """Position of each choice among those of its expert, in the order of the array, and the counts.
+
+  A position is the number of earlier choices of the same expert: inside a block of 128 they are
+  compared with each other, before it the blocks' counts are added up. No sort and no scatter, whose
+  work is small but whose steps wait for each other, in front of every exchange.
+
+  Worked example: five tokens that chose the experts 0, 2, 0, 0, 2 of three have the positions 0, 0,
+  1, 2, 1; the counts are 3, 0, 2.
+
+  Args:
+    expert_TK: integer expert ids of any shape, in row-major order; an id outside [0, E) is no
+      choice.
+    num_experts: E.
+
+  Returns:
+    position_TK int32 (anything for no choice) and count_E int32.
+
+  Raises:
+    ValueError: the ids are not integers.
+  """
+  if not jnp.issubdtype(expert_TK.dtype, jnp.integer):
+    raise ValueError(f"expert ids must be integers, got {expert_TK.dtype}")
+  made_TK = (expert_TK >= 0) & (expert_TK < num_experts)
+  id_N = jnp.where(made_TK, expert_TK, num_experts).reshape(-1).astype(jnp.int32)
+  blocks = -(-id_N.size // _BLOCK)
+  id_CB = jnp.pad(id_N, (0, blocks * _BLOCK - id_N.size), constant_values=num_experts)
+  id_CB = id_CB.reshape(blocks, _BLOCK)
+  index_B = jnp.arange(_BLOCK, dtype=jnp.int32)
+  equal_CBB = id_CB[:, :, None] == id_CB[:, None, :]
+  within_CB = jnp.sum(equal_CBB & (index_B[None, :] < index_B[:, None]), axis=2, dtype=jnp.int32)
+  ids_E = jnp.arange(num_experts, dtype=jnp.int32)
+  # Eight comparisons for each element of the reduction: XLA's is slow by the element.
+  id_CSJ = id_CB.reshape(blocks, _BLOCK // 8, 8)
+  count_CSE = sum((id_CSJ[:, :, j, None] == ids_E).astype(jnp.int32) for j in range(8))
+  before_CE, count_E = _running_sums(jnp.sum(count_CSE, axis=1))
+  before_CB = jnp.take_along_axis(before_CE, jnp.minimum(id_CB, num_experts - 1), axis=1)
+  position_N = (within_CB + before_CB).reshape(-1)[: id_N.size]
+  return position_N.reshape(expert_TK.shape), count_E
+
+
+def _running_sums(count_CE: Array) -> tuple[Array, Array]:
+  """Sums of the rows before each one, and of all. By products, which are exact: sums stay < 2²⁴."""
+  blocks, num_experts = count_CE.shape
+  if blocks <= _BLOCK:
+    value_CE = count_CE.astype(jnp.float32)
+    earlier_CC = jnp.tri(blocks, k=-1, dtype=jnp.float32)
+    before_CE = jnp.dot(earlier_CC, value_CE, precision=lax.Precision.HIGHEST)
+    return before_CE.astype(jnp.int32), count_CE.sum(0)
+  outer = -(-blocks // _BLOCK)
+  count_OBE = jnp.pad(count_CE, ((0, outer * _BLOCK - blocks), (0, 0)))
+  count_OBE = count_OBE.reshape(outer, _BLOCK, num_experts)
+  earlier_BB = jnp.tri(_BLOCK, k=-1, dtype=jnp.float32)
+  within_OBE = jnp.einsum(
+    "ij,oje->oie", earlier_BB, count_OBE.astype(jnp.float32), precision=lax.Precision.HIGHEST
+  )
+  within_OBE = within_OBE.astype(jnp.int32)
+  before_OE, count_E = _running_sums(within_OBE[:, -1] + count_OBE[:, -1])
+  before_CE = within_OBE + before_OE[:, None]
+  return before_CE.reshape(-1, num_experts)[:blocks], count_E
+
+
+# -- moving rows ----------------------------------------------------------------------------------
+
+
+def take_rows(x_MN: Array, index_R: Array) -> Array:
+  """Rows of x by index; zeros where the index is outside [0, M)."""
+  # jnp.take counts a negative index from the end, so it is replaced by M, which is out of range.
+  index_R = jnp.where(index_R < 0, x_MN.shape[0], index_R)
+  return jnp.take(x_MN, index_R, axis=0, mode="fill", fill_value=0)
+
+
+def sum_copies(rows_RD: Array, row_TK: Array, weight_TK: Array | None = None) -> Array:
+  """Σ_k weight[t, k] · rows[row[t, k]] in the type of the rows, accumulated in float32 (or wider).
+
+  Rows outside [0, R) add nothing. One term for each k, so that XLA makes one fused loop of K
+  gathers instead of a [T, K, D] array. Not differentiable by itself: see `sum_rows`.
+  """
+  wide = jnp.promote_types(rows_RD.dtype, jnp.float32)
+  total_TD = jnp.zeros((row_TK.shape[0], rows_RD.shape[1]), wide)
+  for k in range(row_TK.shape[1]):
+    term_TD = take_rows(rows_RD, row_TK[:, k]).astype(wide)
+    if weight_TK is not None:
+      term_TD = term_TD * weight_TK[:, k : k + 1].astype(wide)
+    total_TD = total_TD + term_TD
+  return total_TD.astype(rows_RD.dtype)
+
+
+@jax.custom_vjp
+def gather_rows(x_TD: Array, permutation: Permutation) -> Array:
+  """rows[r] = x[token of r], zero where nobody fills the row: [T, D] -> [R, D]."""
+  return take_rows(x_TD, permutation.token_R)
+
+
+def _gather_rows_fwd(x_TD, permutation):
+  return gather_rows(x_TD, permutation), permutation
+
+
+def _gather_rows_bwd(permutation, bar_RD):
+  return sum_copies(bar_RD, permutation.row_TK), zero_cotangents(permutation)
+
+
+gather_rows.defvjp(_gather_rows_fwd, _gather_rows_bwd)
+
+
+@jax.custom_vjp
+def weigh_rows(rows_RD: Array, weight_TK: Array, permutation: Permutation) -> Array:
+  """rows[r] · weight of the choice that fills row r; empty rows become zero. Rows' type."""
+  weight_R = take_rows(weight_TK.reshape(-1), permutation.copy_R)
+  return (weight_R[:, None] * rows_RD).astype(rows_RD.dtype)
+
+
+def _weigh_rows_fwd(rows_RD, weight_TK, permutation):
+  return weigh_rows(rows_RD, weight_TK, permutation), (rows_RD, weight_TK, permutation)
+
+
+def _weigh_rows_bwd(residuals, bar_RD):
+  rows_RD, weight_TK, permutation = residuals
+  rows_bar_RD = weigh_rows(bar_RD, weight_TK, permutation)
+  dot_R = (rows_RD.astype(weight_TK.dtype) * bar_RD.astype(weight_TK.dtype)).sum(-1)
+  return rows_bar_RD, take_rows(dot_R, permutation.row_TK), zero_cotangents(permutation)
+
+
+weigh_rows.defvjp(_weigh_rows_fwd, _weigh_rows_bwd)
+
+
+@jax.custom_vjp
+def sum_rows(rows_RD: Array, weight_TK: Array | None, permutation: Permutation) -> Array:
+  """y[t] = Σ_k weight[t, k] · rows[row[t, k]]; a choice without a row adds exactly 0.
+
+  Sums in float32, in the order of k; the result has the rows' type. None: all weights are 1.
+  """
+  return sum_copies(rows_RD, permutation.row_TK, weight_TK)
+
+
+def _sum_rows_fwd(rows_RD, weight_TK, permutation):
+  kept = None if weight_TK is None else rows_RD
+  # An empty array tells the backward pass the rows' type where the rows are not kept.
+  like = jnp.zeros((0,), rows_RD.dtype)
+  return sum_rows(rows_RD, weight_TK, permutation), (kept, like, weight_TK, permutation)
+
+
+def _sum_rows_bwd(residuals, y_bar_TD):
+  rows_RD, like, weight_TK, permutation = residuals
+  y_bar_RD = take_rows(y_bar_TD, permutation.token_R)
+  if weight_TK is None:
+    return y_bar_RD.astype(like.dtype), None, zero_cotangents(permutation)
+  weight_R = take_rows(weight_TK.reshape(-1), permutation.copy_R)
+  rows_bar_RD = (weight_R[:, None] * y_bar_RD).astype(like.dtype)
+  columns = []
+  for k in range(weight_TK.shape[1]):
+    row_TD = take_rows(rows_RD, permutation.row_TK[:, k]).astype(weight_TK.dtype)
+    columns.append((row_TD * y_bar_TD).sum(-1))
+  weight_bar_TK = jnp.stack(columns, axis=1).astype(weight_TK.dtype)
+  return rows_bar_RD, weight_bar_TK, zero_cotangents(permutation)
+
+
+sum_rows.defvjp(_sum_rows_fwd, _sum_rows_bwd)
+
+
+def zero_cotangents(tree: Any) -> Any:
+  """Cotangents of a tree of integer arrays."""
+  return jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), tree)

@@ -1,0 +1,121 @@
+"""Scores of a linear gate and the K experts with the largest.
+
+    T  tokens      D  model width      E  experts      K  experts per token
+
+A gate that computes in float32 on bfloat16 tokens needs no float32 product: its weights are the sum
+of three bfloat16 terms (8 bits of significand each, 24 in all), the tokens are exact, and products
+of bfloat16 are exact in the float32 in which the matrix unit adds them up.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from scmoe.kernels.grouped_matmul import pipeline
+from scmoe.kernels.grouped_matmul.backend import resolve_backend
+
+EXACT = 3  # bfloat16 terms of a float32 number
+
+
+def gate_product(x_TD: Array, gate_DE: Array, *, fp32: bool) -> Array:
+  """x · W in float32 (float64 for float64 tokens): [T, E]; differentiable by plain autodiff.
+
+  Args:
+    x_TD: tokens.
+    gate_DE: weights.
+    fp32: multiply in float32 even if the tokens are of lower precision; otherwise the weights are
+      rounded to the tokens' type.
+  """
+  wide = jnp.promote_types(x_TD.dtype, jnp.float32)
+  dtype = wide if fp32 else x_TD.dtype
+  return jnp.einsum(
+    "td,de->te",
+    x_TD.astype(dtype),
+    gate_DE.astype(dtype),
+    precision=jax.lax.Precision.HIGHEST,
+    preferred_element_type=wide,
+  )
+
+
+def gate_top_k(
+  x_TD: Array, gate_DE: Array, k: int, *, fp32: bool = True, backend: str = "auto"
+) -> tuple[Array, Array]:
+  """Logits float32 [T, E] of a linear gate, and the k experts with the largest, int32 [T, K].
+
+  Of equal logits the expert with the smaller index comes first; NaN counts as the largest.
+
+  Args:
+    x_TD: tokens.
+    gate_DE: weights.
+    k: K, at most E.
+    fp32: as in `gate_product`.
+    backend: "auto" (the kernel where it runs), "mosaic_gpu" or "xla". The kernel takes whole tiles
+      of 128 tokens, widths that are multiples of 64 and up to 192 experts.
+
+  Raises:
+    ValueError: k is not in [1, E], or the backend is unknown.
+  """
+  num_experts = gate_DE.shape[1]
+  if not 1 <= k <= num_experts:
+    raise ValueError(f"k={k} but there are {num_experts} experts: 1 <= k <= E")
+  if not has_kernel(x_TD, num_experts, fp32, backend):
+    logits_TE = gate_product(x_TD, gate_DE, fp32=fp32)
+    return logits_TE, jax.lax.top_k(logits_TE, k)[1].astype(jnp.int32)
+  terms = EXACT if fp32 and gate_DE.dtype != x_TD.dtype else 1
+  return _gate_top_k(x_TD, gate_DE, (k, terms, pipeline.interpretation()))
+
+
+def has_kernel(x_TD: Array, num_experts: int, fp32: bool, backend: str) -> bool:
+  """Whether the kernel takes these sizes: the router is small, what it cannot take XLA computes."""
+  tokens, width = x_TD.shape
+  whole = tokens > 0 and tokens % 128 == 0 and width % 64 == 0 and num_experts <= 192
+  # A gate in float32 is exact in bfloat16 terms; float16 has no range for them.
+  exact = x_TD.dtype == jnp.bfloat16 or (x_TD.dtype == jnp.float16 and not fp32)
+  return whole and exact and resolve_backend(backend, x_TD.dtype, width) == "mosaic_gpu"
+
+
+def split_terms(w: Array, terms: int, dtype: Any) -> Array:
+  """[terms, ...]: numbers of a narrow type that add up to w, the largest first."""
+  parts, rest = [], w.astype(jnp.float32)
+  for _ in range(terms):
+    parts.append(rest.astype(dtype))
+    rest = rest - parts[-1].astype(jnp.float32)
+  return jnp.stack(parts)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _gate_top_k(x_TD: Array, gate_DE: Array, static: tuple[int, int, Any]) -> tuple[Array, Array]:
+  from scmoe.kernels.top_k.mosaic_gpu import gate_top_k_kernel
+
+  k, terms, _ = static
+  return gate_top_k_kernel(x_TD, split_terms(gate_DE, terms, x_TD.dtype), k)
+
+
+def _gate_top_k_fwd(x_TD, gate_DE, static):
+  return _gate_top_k(x_TD, gate_DE, static), (x_TD, gate_DE)
+
+
+def _gate_top_k_bwd(static, residuals, cotangents):
+  """Gradients by products of narrow terms: one of float32 takes 15 times as long on Hopper.
+
+  Of a float32 gate all terms of dlogits count in the weights' gradient, which is float32. The
+  gradient of x is rounded to 8 bits of significand: of each factor two terms do, and of their
+  products the largest three.
+  """
+  (x_TD, gate_DE), dlogits_TE, terms = residuals, cotangents[0], static[1]
+  dlogits = split_terms(dlogits_TE, terms, x_TD.dtype)
+  dgate_DnE = jnp.matmul(x_TD.T, jnp.concatenate(dlogits, 1), preferred_element_type=jnp.float32)
+  dgate_DE = dgate_DnE.reshape(-1, terms, gate_DE.shape[1]).sum(1)
+  gate = split_terms(gate_DE, min(terms, 2), x_TD.dtype)
+  pairs = [(0, 0), (0, 1), (1, 0)] if terms > 1 else [(0, 0)]
+  left = jnp.concatenate([dlogits[i] for i, _ in pairs], 1)
+  right = jnp.concatenate([gate[i] for _, i in pairs], 1)
+  return left @ right.T, dgate_DE.astype(gate_DE.dtype)  # added up in float32, rounded once
+
+
+_gate_top_k.defvjp(_gate_top_k_fwd, _gate_top_k_bwd)

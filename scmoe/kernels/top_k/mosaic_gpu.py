@@ -1,0 +1,161 @@
+"""The gate in one kernel on Hopper: logits, and the K largest while they are in registers.
+
+    T  tokens      D  model width      E  experts      K  experts per token
+
+XLA needs a product, 2·K reductions and as many selections, whose launches cost more than their work
+when experts are small.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from scmoe.kernels.grouped_matmul.pipeline import (
+  CONSUMERS,
+  Tiling,
+  Work,
+  barriers,
+  launch,
+  resolve_num_sms,
+  run_tiles,
+  smem,
+)
+from scmoe.kernels.grouped_matmul.stores import CHUNK, store_tiles
+from scmoe.kernels.grouped_matmul.tiles import SMEM_LIMIT
+
+_ROWS = 128
+_LARGE = 1e9  # beyond every expert id
+_RESERVED = 8_192  # bytes: the chosen experts, barriers and their alignment
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Operands:
+  """Tokens [T, D], and the terms of the gate's weights, each [D, E]."""
+
+  x: Any
+  gate: tuple[Any, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Outs:
+  """Logits [T, E] in float32, and the chosen experts [K, T]."""
+
+  logits: Any
+  expert: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Memory:
+  """A CTA's shared memory: the ring's stages, the epilogue's chunks, barriers."""
+
+  x: Any
+  gate: Any
+  stores: Any
+  expert: Any
+  full: Any
+  empty: Any
+
+
+def gate_top_k_kernel(
+  x_TD: jax.Array, terms: jax.Array, top_k: int, num_sms: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+  """Logits and experts of `gate_top_k`.
+
+  Args:
+    x_TD: tokens; T a multiple of 128, D of 64.
+    terms: [terms, D, E] of the tokens' type, whose sum the gate's weights are; E at most 192.
+    top_k: K.
+    num_sms: CTAs.
+  """
+  tokens, width = x_TD.shape
+  num_terms, _, experts = terms.shape
+  padded = -(-experts // 64) * 64
+  terms = jnp.pad(terms, ((0, 0), (0, 0), (0, padded - experts)))
+  operands = Operands(x_TD, tuple(terms))
+  tiling = _fit(padded, num_terms)
+  consumer_rows, steps = tiling.consumer_rows, width // tiling.depth
+  num_sms = resolve_num_sms(num_sms)
+
+  def body(gmem: Operands, outs: Outs):
+    def with_memory(shared: Memory):
+      def producer(tile, step, slot, barrier):
+        k_slice = pl.ds(step * tiling.depth, tiling.depth)
+        block = gmem.x.at[pl.ds(tile * _ROWS, _ROWS), k_slice]
+        plgpu.copy_gmem_to_smem(block, shared.x.at[slot], barrier)
+        for term, gate in enumerate(gmem.gate):
+          plgpu.copy_gmem_to_smem(gate.at[k_slice, :], shared.gate.at[slot, term], barrier)
+
+      def consumer(accumulators, slot, my_rows):
+        for term in range(num_terms):
+          plgpu.wgmma(accumulators[0], shared.x.at[slot, my_rows], shared.gate.at[slot, term])
+
+      def epilogue(tile, accumulators, consumer, first_row):
+        logits = accumulators[0][...]
+        first = tile * _ROWS + first_row
+        values = [(lambda s: logits[:, s], padded)]
+        store_tiles(values, [outs.logits], [0], first, shared.stores, consumer)
+        shape = logits.shape
+        ids = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+        ids = ids.astype(jnp.float32)
+        lowest = jnp.full_like(logits, -jnp.inf)
+        left = logits if padded == experts else jnp.where(ids < experts, logits, lowest)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for k in range(top_k):
+          value = jnp.max(left, axis=1)
+          is_largest = left == lax.broadcast_in_dim(value, shape, (0,))
+          # The smallest id among equals, as `lax.top_k` chooses.
+          chosen = -jnp.max(jnp.where(is_largest, -ids, jnp.full_like(ids, -_LARGE)), axis=1)
+          left = jnp.where(ids == lax.broadcast_in_dim(chosen, shape, (0,)), lowest, left)
+          # NaN equals nothing: any expert will do, the step is skipped (`RouterSums.nonfinite`).
+          chosen = jnp.minimum(chosen, jnp.full_like(chosen, experts - 1))
+          shared.expert[consumer, k] = chosen.astype(jnp.int32)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(
+          shared.expert.at[consumer], outs.expert.at[:, pl.ds(first, consumer_rows)]
+        )
+
+      work = Work(
+        num_tiles=jnp.int32(tokens // _ROWS),
+        locate=lambda tile: tile,
+        steps=lambda _: jnp.int32(steps),
+        producer=producer,
+        consumer=consumer,
+        accumulators=[(consumer_rows, padded)],
+        epilogue=epilogue,
+      )
+      run_tiles(tiling, work, shared.full, shared.empty, num_sms)
+
+    full, empty = barriers(tiling, 1 + num_terms)
+    memory = Memory(
+      x=smem((tiling.stages, _ROWS, tiling.depth), x_TD.dtype),
+      gate=smem((tiling.stages, num_terms, tiling.depth, padded), x_TD.dtype),
+      stores=smem((CONSUMERS, tiling.stores, consumer_rows, CHUNK), jnp.float32),
+      expert=plgpu.SMEM((CONSUMERS, top_k, consumer_rows), jnp.int32),
+      full=full,
+      empty=empty,
+    )
+    pl.run_scoped(with_memory, memory, collective_axes="wg")
+
+  out_type = Outs(
+    jax.ShapeDtypeStruct((tokens, padded), jnp.float32),
+    jax.ShapeDtypeStruct((top_k, tokens), jnp.int32),
+  )
+  leaves = launch(body, operands, out_type, tiling, num_sms)(*jax.tree.leaves(operands))
+  outs = jax.tree.unflatten(jax.tree.structure(out_type), leaves)
+  return outs.logits[:, :experts], outs.expert.T
+
+
+def _fit(padded: int, terms: int) -> Tiling:
+  """As many stages as fit beside one buffer of stores, at most 6."""
+  stage = (_ROWS + terms * padded) * 64 * 2
+  stores = CONSUMERS * (_ROWS // CONSUMERS) * CHUNK * 4
+  stages = min(6, (SMEM_LIMIT - _RESERVED - stores) // stage)
+  return Tiling(rows=_ROWS, cols=padded, stages=stages, stores=1)

@@ -1,0 +1,69 @@
+"""Options of the transports; `docs/routing.md` says what Tutel and MegaBlocks call each of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from scmoe.errors import ConfigError
+from scmoe.options import option
+
+TRANSPORTS = ("capacity", "dropless")
+
+
+@dataclasses.dataclass(frozen=True)
+class DispatchConfig:
+  """How tokens travel to the experts."""
+
+  transport: str = option(
+    "capacity",
+    "capacity: fixed buffers, overflow is dropped and counted; dropless: rounds over a fixed "
+    "buffer, nothing is dropped",
+    choices=TRANSPORTS,
+  )
+  capacity_factor: float = option(
+    2.0,
+    "capacity: rows of an expert's buffer over its balanced share (Tutel capacity_factor); 0: drop "
+    "nothing; < 0: room for all, but at most -capacity_factor",
+  )
+  slack: float = option(
+    1.25, "dropless: rows of a peer's buffer over its balanced share", minimum=1
+  )
+  groups: int = option(
+    0,
+    "capacity groups the batch is split into; a multiple of data x expert devices, 0 for one per "
+    "device. Drops do not depend on the mesh for a fixed number of groups",
+    minimum=0,
+  )
+  chunks: int = option(
+    1,
+    "parts of an exchange, each with the experts of its own rows (Tutel a2a_ffn_overlap_degree)",
+    minimum=1,
+    maximum=32,
+  )
+  nodes: int = option(
+    1, "hosts under the expert axis; > 1 exchanges in two steps (Tutel use_2dh)", minimum=1
+  )
+  adaptive_r: int = option(
+    1,
+    "0: gather the experts' weights, no exchange; 1: expert parallel; up to the devices that share "
+    "an expert: send each token to r of them, which add partial sums (Tutel adaptive_r)",
+    minimum=0,
+  )
+  silent: bool = option(
+    False,
+    "advanced: the control of a measurement, which only experiments set: no row is exchanged, each "
+    "device's experts compute its own rows, whoever they were for; the result is not the model's",
+  )
+
+  def check_shards(self, shards: int) -> None:
+    """Checks `adaptive_r` against the number of devices that share an expert.
+
+    Raises:
+      ConfigError: r is neither 0 nor a divisor of `shards`.
+    """
+    if self.adaptive_r and shards % self.adaptive_r:
+      fits = [r for r in range(shards + 1) if r == 0 or shards % r == 0]
+      raise ConfigError(
+        f"dispatch.adaptive_r={self.adaptive_r} must be 0 or divide the {shards} devices that "
+        f"share an expert; one of: {', '.join(map(str, fits))}"
+      )

@@ -1,0 +1,86 @@
+"""Where each choice stands among those of its expert: the order in which a buffer is filled."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from scmoe.errors import ConfigError
+from scmoe.kernels.permute import running_positions
+
+
+def queue_positions(
+  expert_TK: Int[Array, "T K"],
+  num_experts: int,
+  groups: int = 1,
+  taken_TK: Bool[Array, "T K"] | None = None,
+  *,
+  order: str = "choice",
+  priority_T: Float[Array, " T"] | None = None,
+) -> tuple[Int[Array, "T K"], Int[Array, "G E"]]:
+  """Position of every choice in the queue of its (group, expert), from 0, and the queues' lengths.
+
+  Tokens are divided into G capacity groups of T/G consecutive tokens; each (group, expert) has a
+  queue. Lengths and positions follow from one count, so that they agree in every order (Tutel's
+  batch-prioritised counts do not).
+
+  Worked example: three tokens with two choices over three experts, one group, order `choice`.
+
+      expert_TK   = [[0, 1], [0, 1], [1, 0]]
+      first choices take positions first:   a -> 0@0   b -> 0@1   c -> 1@0
+      then the second ones:                 a -> 1@1   b -> 1@2   c -> 0@2
+      position_TK = [[0, 1], [1, 2], [0, 2]]    count_GE = [[3, 3, 0]]
+
+  Args:
+    expert_TK: int32 in [0, E).
+    num_experts: E.
+    groups: G; divides T.
+    taken_TK: choices that take a position; the others' positions are arbitrary. None: all do.
+    order: `choice`: within a group every first choice takes its position before any second choice
+      (GShard, Tutel), among equal choices tokens stand in order. `priority`: the same with tokens
+      by falling `priority_T`, ties by index (Tutel batch_prioritized_routing). `token`: by token,
+      then choice (MegaBlocks).
+    priority_T: float, the tokens' largest probabilities; only for `priority`.
+
+  Returns:
+    position_TK int32 and count_GE int32.
+
+  Raises:
+    ConfigError: T is not a multiple of G.
+  """
+  tokens, _ = expert_TK.shape
+  if tokens % groups:
+    raise ConfigError(f"dispatch.groups={groups} does not divide the {tokens} tokens of a device")
+  size = tokens // groups  # tokens of one group
+  token_T1 = jnp.arange(tokens, dtype=jnp.int32)[:, None]
+  queue_TK = (token_T1 // max(size, 1)) * num_experts + expert_TK
+  if taken_TK is not None:
+    queue_TK = jnp.where(taken_TK, queue_TK, groups * num_experts)
+  if order == "token":
+    position_TK, count_Q = running_positions(queue_TK, groups * num_experts)
+  else:
+    visit_T = None
+    if order == "priority":
+      assert priority_T is not None
+      order_T, visit_T = _visits(priority_T, groups)
+      queue_TK = queue_TK[order_T]
+    position_KT, count_Q = running_positions(queue_TK.T, groups * num_experts)
+    position_TK = position_KT.T if visit_T is None else position_KT.T[visit_T]
+  return position_TK, count_Q.reshape(groups, num_experts)
+
+
+def _visits(priority_T: Array, groups: int) -> tuple[Array, Array]:
+  """Tokens by falling priority within their group, ties by index, NaN last; and the inverse.
+
+  Worked example, one group: of priorities .2, .9, .5 the order is [1, 2, 0]. Its inverse [2, 0, 1]
+  says that token 0 comes last.
+  """
+  size = priority_T.size // groups
+  falling_GT = -jax.lax.stop_gradient(priority_T).reshape(groups, size)
+  order_GT = jnp.argsort(falling_GT, axis=1, stable=True)
+  first_G1 = jnp.arange(groups, dtype=jnp.int32)[:, None] * size
+  both = (order_GT + first_G1, jnp.argsort(order_GT, axis=1) + first_G1)
+  order_T, visit_T = (a.reshape(-1).astype(jnp.int32) for a in both)
+  return order_T, visit_T

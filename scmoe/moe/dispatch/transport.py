@@ -1,0 +1,100 @@
+"""What a transport is, and which one a layer uses where it is called."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from jax import Array
+from jaxtyping import Float
+
+from scmoe.errors import ConfigError
+from scmoe.moe.dispatch.capacity import Capacity, capacity
+from scmoe.moe.dispatch.dropless import Dropless
+from scmoe.moe.dispatch.local import Local
+from scmoe.moe.dispatch.options import DispatchConfig
+from scmoe.moe.types import Dispatched, Routing
+from scmoe.parallel.collectives import Exchange
+from scmoe.parallel.mesh import BATCH_AXES, axis_size
+
+
+class Transport(Protocol):
+  """How rows get to the experts and back; `tests/contracts/test_transports.py` is the contract."""
+
+  def dispatch(self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any) -> Dispatched:
+    """Hands rows to the experts.
+
+    Args:
+      x_TD: the tokens of this device.
+      routing: their choices.
+      experts: `(rows, layout) -> rows`; for transports that compute rows on the way.
+    """
+    ...
+
+  def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
+    """The inverse, after the experts: y[t] = Σ_k weight[t, k] · expert(x[t]), in the rows' type.
+
+    Args:
+      sent: from `dispatch`, its rows replaced by what the experts made of them.
+    """
+    ...
+
+
+def make_transport(
+  config: DispatchConfig,
+  *,
+  tokens: int,
+  num_experts: int,
+  k: int,
+  order: str = "choice",
+  capacity_factor: float | None = None,
+  no_drop: bool = False,
+) -> Transport:
+  """The transport of a layer on this device.
+
+  Args:
+    config: of the layer.
+    tokens: T of this device.
+    num_experts: E.
+    k: choices per token.
+    order: who is served first; see `queue_positions`.
+    capacity_factor: for this call, instead of the configured one (Tutel's runtime capacity); 0
+      drops nothing.
+    no_drop: whatever the configuration says, drop nothing (decoding, exact evaluation).
+
+  Raises:
+    ConfigError: a buffer would have no rows, or groups do not divide.
+  """
+  exchange = make_exchange(config)
+  factor = config.capacity_factor if capacity_factor is None else capacity_factor
+  lossless = no_drop or factor == 0
+  lossless |= capacity_factor is None and config.transport == "dropless"
+  if lossless and exchange.size == 1:
+    return Local()
+  if lossless:
+    return Dropless(exchange, config.slack, config.chunks, order)
+  groups = _local_groups(config)
+  size = tokens // groups
+  rows = capacity(factor, tokens=size, num_experts=num_experts, k=k)
+  rows = min(size, rows)  # a queue never holds more than the tokens of its group
+  rows += -rows % config.chunks
+  return Capacity(rows, exchange, groups, config.chunks, order)
+
+
+def make_exchange(config: DispatchConfig) -> Exchange:
+  """Who exchanges rows here: the expert axis, unless the weights are gathered instead."""
+  size = axis_size("expert")
+  if size == 1 or config.adaptive_r == 0:
+    return Exchange()
+  return Exchange("expert", size, config.nodes, config.silent)
+
+
+def _local_groups(config: DispatchConfig) -> int:
+  """Capacity groups of one device: the configured number over the batch shards."""
+  shards = axis_size(*BATCH_AXES)
+  groups = config.groups or shards
+  if groups % shards:
+    raise ConfigError(
+      f"dispatch.groups={groups} is not a multiple of mesh.data x mesh.expert = {shards}; "
+      f"use 0 (one per device) or a multiple of {shards}"
+    )
+  return groups // shards

@@ -1,0 +1,88 @@
+"""Compile, call, trace: the one harness of training, `scmoe.profile` and the experiments."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from scmoe.profiling.trace import Event, find_trace, read_events
+
+
+class Program:
+  """A lowered function, compiled with given options and called like the function.
+
+  Args:
+    lowered: of `jax.jit(f).lower(...)`.
+  """
+
+  def __init__(self, lowered: Any):
+    self.lowered = lowered
+    self.compiled: Any = None
+    self.compile_seconds: list[float] = []  # of every compilation so far
+
+  def compile(self, options: dict[str, Any], profile: bytes = b"") -> Program:
+    """Compiles; a second time with other options or a profile replaces the first.
+
+    Args:
+      options: of XLA.
+      profile: measured latencies (`latencies`), for its scheduler; empty: none.
+    """
+    start = time.perf_counter()
+    given = {**options, "fdo_profile": profile} if profile else options
+    self.compiled = self.lowered.compile(compiler_options=given)
+    self.compile_seconds.append(time.perf_counter() - start)
+    return self
+
+  def __call__(self, *args: Any) -> Any:
+    """Calls the compiled program."""
+    return self.compiled(*args)
+
+  @property
+  def text(self) -> str:
+    """The optimised program; a scheduled one for GPUs."""
+    return self.compiled.as_text()
+
+  @property
+  def gibibytes(self) -> float:
+    """Memory: arguments, results and temporaries, less what donation saves."""
+    m = self.compiled.memory_analysis()
+    used = m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes
+    return (used - m.alias_size_in_bytes) / 2**30
+
+
+def traced(run: Callable[[], object], folder: str | None = None) -> list[Event]:
+  """Kernels and copies of all GPUs while `run` runs; it returns when the devices are done.
+
+  Args:
+    run: calls programs.
+    folder: keeps the trace for XProf or Perfetto; None: a temporary one.
+  """
+  with tempfile.TemporaryDirectory() as directory:
+    place = folder or directory
+    with jax.profiler.trace(place):
+      run()
+    return read_events(find_trace(place))
+
+
+def latencies(folder: str) -> bytes:
+  """Times of every instruction, from the profiler's trace under `folder`; empty without a GPU.
+
+  What XLA's scheduler takes as a profile (profile-guided latency estimation).
+  """
+  from jax.experimental.profiler import get_profiled_instructions_proto
+
+  (run,) = list(Path(folder).glob("plugins/profile/*"))
+  return get_profiled_instructions_proto(str(run))
+
+
+def profiled(run: Callable[[], object]) -> bytes:
+  """`latencies` of what `run` calls."""
+  with tempfile.TemporaryDirectory() as directory:
+    with jax.profiler.trace(directory):
+      run()
+    return latencies(directory)

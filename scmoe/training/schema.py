@@ -1,0 +1,105 @@
+"""What earlier versions of this project called things: their checkpoints are read, and go on.
+
+Nothing is converted on disk. A checkpoint of schema 1 is read by the names below, and its next save
+is of the present schema.
+
+| schema 1                                     | now                                            |
+|----------------------------------------------|------------------------------------------------|
+| moe.up, .gate, .down, .up_bias, .down_bias   | moe.experts.up, ...                            |
+| router.skewed                                | gone, with dispatch.further                    |
+| router.order, weights, weight_norm, jitter, uniform, round_to | router.compat.order, ...      |
+| overlap.slot, sequential                     | overlap.schedule                               |
+| overlap.backward_slot                        | overlap.backward                               |
+| overlap.barriers                             | overlap.order                                  |
+| overlap.gradients                            | gone: each device adds up its own              |
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from typing import Any
+
+from scmoe.blocks.schedule import dense_steps, slot_names, tap_step
+from scmoe.blocks.wiring import WIRINGS, tap_index
+from scmoe.errors import CheckpointError
+
+SCHEMA = 2
+_EXPERTS = re.compile(r"(?<=\bmoe\.)(?=(up|gate|down|up_bias|down_bias)$)")
+_GONE = ("router.skewed",)
+_COMPAT = ("order", "weights", "weight_norm", "jitter", "uniform", "round_to")
+# Fields that came later, and what runs did before there were any: a field that is not stored would
+# count as a change of the configuration, and the run would not go on.
+_SINCE = {"model": {"expert_impl": "auto"}, "dispatch": {"silent": False}}
+
+
+def upgraded(meta: dict[str, Any]) -> dict[str, Any]:
+  """The description of a checkpoint of any schema, as of the present one.
+
+  A leaf that is stored under another name says so in `stored_as`.
+
+  Raises:
+    CheckpointError: of a schema that this version does not know.
+  """
+  schema, config = meta.get("schema", SCHEMA), meta.get("config", {})
+  if schema not in (1, SCHEMA):
+    raise CheckpointError(
+      f"the checkpoint of step {meta.get('step')} has schema {schema}, this version of scmoe reads "
+      f"1 to {SCHEMA}; use the version that wrote it, or a later one"
+    )
+  if schema == SCHEMA:
+    return meta | {"config": _completed(config)}
+  leaves = {}
+  for name, leaf in meta["leaves"].items():
+    if name not in _GONE:
+      leaves[_EXPERTS.sub("experts.", name)] = leaf | {"stored_as": name}
+  return meta | {"leaves": leaves, "config": _completed(upgraded_config(config))}
+
+
+def _completed(config: dict[str, Any]) -> dict[str, Any]:
+  """A stored configuration with the fields that came after it."""
+  return config | {part: new | config[part] for part, new in _SINCE.items() if part in config}
+
+
+def upgraded_config(values: dict[str, Any]) -> dict[str, Any]:
+  """A stored configuration with the names of today; one of today stays as it is.
+
+  What has no meaning stays too: who reads the fields complains.
+  """
+  values = copy.deepcopy(values)
+  group = lambda name: part if isinstance(part := values.get(name), dict) else {}
+  router, dispatch, overlap, model = map(group, ("router", "dispatch", "overlap", "model"))
+  compat = router.get("compat", {})
+  moved = {name: router.pop(name) for name in _COMPAT if name in router}
+  if moved and isinstance(compat, dict):
+    router["compat"] = compat | moved
+  dispatch.pop("further", None)
+  overlap.pop("gradients", None)
+  if "slot" in overlap:
+    overlap["schedule"] = _slot_name(overlap.pop("slot"), model)
+  if "backward_slot" in overlap:
+    slot = overlap.pop("backward_slot")
+    word = "mirror" if slot == -1 else "free" if slot == -2 else ""
+    overlap["backward"] = word or _slot_name(slot, model)
+  if "barriers" in overlap:
+    overlap["order"] = "barriers" if overlap.pop("barriers") else "xla"
+  if overlap.pop("sequential", False):
+    overlap["schedule"] = "off"
+  return values
+
+
+def _slot_name(slot: Any, model: dict[str, Any]) -> Any:
+  """The name of a slot that was the number of dense operations since the shortcut, or -1."""
+  if not (isinstance(slot, int | float) and math.isfinite(slot)):
+    return slot
+  wiring, blocks = WIRINGS.get(str(model.get("wiring", "scmoe_pos2"))), model.get("moe_every", 2)
+  if slot < 0 or wiring is None or not wiring.taps or not isinstance(blocks, int):
+    return "auto"
+  start = min(tap_step(tap_index(tap, blocks)) for tap in wiring.taps)
+  names = slot_names([step.name for step in dense_steps(wiring, blocks)][start:])
+  # An attention was one operation with a half in it, and is two steps.
+  whole = [name for name in names if ": " not in name]
+  before = whole[min(int(slot), len(whole) - 1)]
+  index = names.index(before) + (1 if slot % 1 else 0)
+  return names[min(index, len(names) - 1)]

@@ -5,9 +5,11 @@ import itertools
 import json
 import logging
 
+import jax
 import numpy as np
 import pytest
 
+from scmoe.batch import Batch
 from scmoe.data import (
   DataConfig,
   bigram,
@@ -20,6 +22,7 @@ from scmoe.data.files import atomic_write
 from scmoe.errors import ConfigError, DataError
 from scmoe.options import check_options
 
+FIELDS = tuple(field.name for field in dataclasses.fields(Batch))
 SMALL = DataConfig(source="procedural", limit_bytes=20_000, seq_len=32)
 
 
@@ -34,10 +37,10 @@ def take(iterator, n):
 def assert_same(left, right):
   assert len(left) == len(right)
   for a, b in zip(left, right):
-    assert a.keys() == b.keys()
-    for name in a:
-      assert a[name].dtype == b[name].dtype
-      np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+    for name in FIELDS:
+      x, y = getattr(a, name), getattr(b, name)
+      assert x.dtype == y.dtype
+      np.testing.assert_array_equal(x, y, err_msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +52,29 @@ def test_a_batch_is_what_the_contract_says(small):
   batch = next(small.train())
   ints = dict.fromkeys(("inputs", "targets", "segment_ids", "positions"), (np.int32, (8, 32)))
   expected = ints | {"weights": (np.float32, (8, 32)), "domain": (np.int32, (8,))}
-  assert {name: (a.dtype, a.shape) for name, a in batch.items()} == expected
+  assert {name: (a.dtype, a.shape) for name, a in vars(batch).items()} == expected
   assert small.domains == ("markov", "recall", "arithmetic")
+
+
+def test_a_batch_of_tokens_and_microbatches():
+  batch = Batch.of_tokens([[3, 1, 4], [1, 5, 9]])
+  np.testing.assert_array_equal(batch.targets, [[1, 4, 3], [5, 9, 1]])
+  np.testing.assert_array_equal(batch.positions, [[0, 1, 2]] * 2)
+  assert batch.weights.sum() == batch.segment_ids.sum() == 6
+  given = Batch.of_tokens([[3, 1, 4]], targets=[[1, 4, 1]])
+  np.testing.assert_array_equal(given.targets, [[1, 4, 1]])
+  for part in (batch, Batch.stack([batch, batch, batch])):
+    ids = dict.fromkeys(("inputs", "targets", "segment_ids", "positions"), np.int32)
+    types = {name: array.dtype for name, array in vars(part).items() if array is not None}
+    assert types == ids | {"weights": np.float32}
+  assert part.inputs.shape == (3, 2, 3)
+  np.testing.assert_array_equal(part.inputs[1], batch.inputs)
 
 
 def test_rows_never_mix_domains(small):
   letters = {0: set(b"abcdefghijklmnopqrstuvwxyz012345"), 2: set(b"0123456789+=;")}
   for batch in take(small.train(), 20):
-    for inputs, domain in zip(batch["inputs"], batch["domain"]):
+    for inputs, domain in zip(batch.inputs, batch.domain):
       seen = set(inputs.tolist()) - {0, 256}
       if domain == 1:
         assert seen <= set(b"abcdefghijklmnopqrstuvwxyz0123456789?")
@@ -68,7 +86,7 @@ def test_order_is_a_function_of_the_seed(small):
   again = open_data(SMALL, batch_size=8, seed=0)
   assert_same(take(small.train(), 6), take(again.train(), 6))
   other = next(open_data(SMALL, batch_size=8, seed=1).train())
-  assert not np.array_equal(next(small.train())["inputs"], other["inputs"])
+  assert not np.array_equal(next(small.train()).inputs, other.inputs)
 
 
 def test_every_row_comes_once_a_pass_and_passes_differ(tmp_path):
@@ -83,7 +101,7 @@ def test_every_row_comes_once_a_pass_and_passes_differ(tmp_path):
   iterator = open_data(cfg, batch_size=10, seed=3).train()
   passes = []
   for _ in range(3):
-    rows = np.concatenate([batch["inputs"] for batch in take(iterator, 4)])
+    rows = np.concatenate([batch.inputs for batch in take(iterator, 4)])
     passes.append([bytes(row[1:4].astype(np.uint8)).decode() for row in rows])
   for one in passes:
     assert sorted(one) == [f"{i:03}" for i in range(40)]
@@ -128,7 +146,7 @@ def test_processes_together_read_the_batches_of_one(small, count):
 
   def joined(streams):
     steps = zip(*streams)
-    return [{n: np.concatenate([s[n] for s in step]) for n in step[0]} for step in steps]
+    return [jax.tree.map(lambda *parts: np.concatenate(parts), *step) for step in steps]
 
   whole = take(small.train(), 6)
   assert_same(joined([take(share.train(), 6) for share in shares]), whole)
@@ -151,8 +169,8 @@ def test_validation_is_always_the_same_and_complete(small):
   assert_same(first, second)
   assert len(first) == len(small.validation())
   tokens = sum(d.validation.size for d in small.corpus.domains)
-  assert sum(batch["weights"].sum() for batch in first) == tokens
-  assert {batch["inputs"].shape for batch in first} == {(8, 32)}
+  assert sum(batch.weights.sum() for batch in first) == tokens
+  assert {batch.inputs.shape for batch in first} == {(8, 32)}
   assert len(list(small.validation(max_batches=2))) == 2
   other_seed = open_data(SMALL, batch_size=8, seed=5)
   assert_same(list(other_seed.validation()), first)
@@ -162,14 +180,14 @@ def test_validation_of_a_domain_pads_its_last_batch(small):
   rows = 0
   for index, name in enumerate(small.domains):
     batches = list(small.validation(name))
-    real = np.concatenate([batch["weights"].any(axis=1) for batch in batches])
-    domain = np.concatenate([batch["domain"] for batch in batches])
+    real = np.concatenate([batch.weights.any(axis=1) for batch in batches])
+    domain = np.concatenate([batch.domain for batch in batches])
     assert (domain[real] == index).all()
     count = int(real.sum())
     assert real[:count].all()
     assert len(real) == -(-count // 8) * 8
     rows += count
-  assert rows == sum(batch["weights"].any(axis=1).sum() for batch in small.validation())
+  assert rows == sum(batch.weights.any(axis=1).sum() for batch in small.validation())
 
 
 def split_of(tmp_path, rows):
@@ -233,7 +251,7 @@ def test_mixtures_keep_their_proportions(tmp_path):
   )
   data = open_data(cfg, batch_size=16, seed=0)
   assert data.domains == ("a", "markov")
-  domains = np.concatenate([batch["domain"] for batch in take(data.train(), 50)])
+  domains = np.concatenate([batch.domain for batch in take(data.train(), 50)])
   assert (domains == 0).mean() == pytest.approx(0.75, abs=0.01)
   assert "a: 75.0% of rows" in data.summary()
   assert data.validation_domains == ()
@@ -250,7 +268,7 @@ def test_a_single_source_mixes_its_domains_by_size(tmp_path):
     validation_fraction=0.0,
   )
   data = open_data(cfg, batch_size=10, seed=0)
-  domains = np.concatenate([batch["domain"] for batch in take(data.train(), 40)])
+  domains = np.concatenate([batch.domain for batch in take(data.train(), 40)])
   assert (domains == data.domains.index("big")).mean() == pytest.approx(0.9, abs=0.02)
 
 
@@ -345,7 +363,7 @@ def test_target_bytes_are_the_bytes_of_the_text(tmp_path, tokenizer, packing):
   sizes = data.tokenizer.token_bytes()
   for domain in data.corpus.domains:
     batches = data.validation(domain.name)
-    total = sum((sizes[b["targets"]] * b["weights"]).sum() for b in batches)
+    total = sum((sizes[b.targets] * b.weights).sum() for b in batches)
     assert total == domain.validation.text_bytes
 
 

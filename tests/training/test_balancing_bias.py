@@ -10,10 +10,12 @@ import pytest
 from training_fakes import bits
 
 from scmoe import build
+from scmoe.batch import Batch
 from scmoe.config import find_config, load_config, with_field
+from scmoe.parallel.mesh import shardings_of
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.options import CheckpointConfig
-from scmoe.training.step import make_train_step, shardings_of
+from scmoe.training.step import make_train_step
 
 RATE, BATCH, SEQ = 0.25, 8, 8  # a rate that moves choices from one step to the next
 FIELDS = {
@@ -37,12 +39,7 @@ def setup(rule):
   run = run.resolve(num_devices=1, vocab_size=build.vocab_size(run.data))
   built = build.build(run, jax.devices()[:1])
   abstract = built.abstract_state()
-  step = make_train_step(
-    built.objective,
-    built.optimizer,
-    built.mesh,
-    shardings_of(abstract),
-  )
+  step = make_train_step(built.objective, built.optimizer, abstract)
   # Drawn here: the model's own initialisation would have to be compiled.
   numbers = np.random.default_rng(0)
   fresh = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), abstract)
@@ -63,13 +60,13 @@ def batches(index, parts=2):
   else:
     live[0, : BATCH // 2] = live[1, BATCH // 2 :] = 1
   live = np.broadcast_to(live, (2, BATCH, SEQ))
-  return {
-    "inputs": tokens[..., :-1] * live,
-    "targets": tokens[..., 1:] * live,
-    "weights": live.astype(np.float32),
-    "segment_ids": live,
-    "positions": np.arange(SEQ, dtype=np.int32) * live,
-  }
+  return Batch(
+    inputs=tokens[..., :-1] * live,
+    targets=tokens[..., 1:] * live,
+    weights=live.astype(np.float32),
+    segment_ids=live,
+    positions=np.arange(SEQ, dtype=np.int32) * live,
+  )
 
 
 def train(rule, first, last, state=None, parts=2):

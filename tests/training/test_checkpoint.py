@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_fakes import Setup, Source, bits, leaf_files, stacked
+from training_fakes import Setup, Source, bits, leaf_files
 
+from scmoe.batch import Batch
 from scmoe.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
 from scmoe.training import checkpoint as module
 from scmoe.training.checkpoint import Checkpointer, read_meta, restore_params, restore_part
@@ -32,7 +33,7 @@ def saved(setup, tmp_path_factory):
   workdir = tmp_path_factory.mktemp("saved")
   checkpointer, state, written = Checkpointer(workdir, CFG), setup.state(), {}
   for step in (1, 2, 3):
-    state, _, _ = setup.step(state, stacked(Source(8).batch(step)))
+    state, _, _ = setup.step(state, Batch.stack([Source(8).batch(step)]))
     written[step] = bits(state)
     # The next step is given this state to overwrite while it is still being written.
     assert checkpointer.save(step, state, {"next_index": step}, {"config": {"a": step}})

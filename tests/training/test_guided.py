@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 
-from scmoe.blocks.schedule import OverlapConfig
+from scmoe.blocks.options import OverlapConfig
 from scmoe.training.guided import GuidedStep
 
 ON = OverlapConfig(profile_guided=True, profile_runs=2)
@@ -27,11 +27,8 @@ class FakeStep:
 
   def compile(self, compiler_options):
     self.compiles.append(compiler_options)
-    return lambda x: self.calls.append(len(self.compiles)) or x + 1
-
-  def __call__(self, x):
-    self.calls.append("plain")
-    return x + 1
+    number = len(self.compiles)
+    return lambda x: self.calls.append(number) or x + 1
 
 
 @pytest.fixture
@@ -44,8 +41,8 @@ def traces(monkeypatch):
 
 
 def guided(step, directory, overlap=ON, **options):
-  options = {"platform": "gpu", "processes": 1, "say": lambda line: None} | options
-  return GuidedStep(step, overlap, directory, collect=lambda d: b"latencies", **options)
+  options = {"gpu": True, "collect": lambda d: b"latencies", "say": lambda line: None} | options
+  return GuidedStep(step, overlap, directory, **options)
 
 
 def test_profiles_once_and_compiles_again(tmp_path, traces):
@@ -82,10 +79,22 @@ def test_another_program_needs_another_profile(tmp_path, traces):
   assert "fdo_profile" not in step.compiles[0]
 
 
-def test_without_a_gpu_the_step_is_called_as_it_is(tmp_path, traces):
+def test_without_a_gpu_the_step_is_compiled_as_it_is(tmp_path, traces):
   step = FakeStep()
-  assert guided(step, tmp_path, platform="cpu")(1) == 2
-  assert (step.calls, step.compiles, traces) == (["plain"], [], [])
+  run = guided(step, tmp_path, gpu=False)
+  assert [run(x) for x in range(5)] == [1, 2, 3, 4, 5]
+  assert (step.compiles, traces) == ([{}], [])
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_it_says_which_call_compiles(tmp_path, traces):
+  """The first, unless it was compiled before, and the one at whose end the profile is there."""
+  compiling = lambda run: [(run.compiles_next, run(x))[0] for x in range(5)]
+  assert compiling(guided(FakeStep(), tmp_path / "a")) == [True, False, True, False, False]
+  ahead = guided(FakeStep(), tmp_path / "b")
+  ahead.compile(0)
+  assert compiling(ahead) == [False, False, True, False, False]
+  assert compiling(guided(FakeStep(), tmp_path / "c", OverlapConfig())) == [True] + 4 * [False]
 
 
 def test_switched_off_it_only_sets_the_options(tmp_path, traces):
@@ -97,20 +106,24 @@ def test_switched_off_it_only_sets_the_options(tmp_path, traces):
   assert traces == []
 
 
-def test_several_processes_collect_nothing(tmp_path, traces):
+def test_several_processes_use_a_profile_but_collect_none(tmp_path, traces, monkeypatch):
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
   step = FakeStep()
-  run = guided(step, tmp_path, processes=2)
+  run = guided(step, tmp_path)
   for x in range(5):
     run(x)
   assert len(step.compiles) == 1
-  assert list(tmp_path.iterdir()) == []
+  assert "fdo_profile" not in step.compiles[0]
+  assert list(tmp_path.iterdir()) == traces == []
+  run.file.write_bytes(b"kept")
+  step = FakeStep()
+  guided(step, tmp_path)(0)
+  assert step.compiles[0]["fdo_profile"] == b"kept"
 
 
 def test_an_empty_profile_is_said_and_ignored(tmp_path, traces):
   said, step = [], FakeStep()
-  run = GuidedStep(
-    step, ON, tmp_path, platform="gpu", processes=1, collect=lambda d: b"", say=said.append
-  )
+  run = guided(step, tmp_path, collect=lambda d: b"", say=said.append)
   for x in range(5):
     run(x)
   assert len(step.compiles) == 1

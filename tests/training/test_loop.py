@@ -7,8 +7,9 @@ import signal
 import jax
 import numpy as np
 import pytest
-from training_fakes import Iterator, Poisoned, Setup, Source, bits, stacked, trainer
+from training_fakes import Iterator, Objective, Poisoned, Setup, Source, bits, trainer
 
+from scmoe.batch import Batch
 from scmoe.errors import ConfigError, DataError, NonFiniteError, Preempted, StorageError
 from scmoe.training.checkpoint import Checkpointer, list_steps
 from scmoe.training.metrics import MetricsFile, TensorBoard, read_metrics
@@ -97,12 +98,12 @@ def test_unsafe_change_is_refused(whole, mesh8):
 
 
 def test_how_it_runs_may_change_but_not_what_is_computed():
-  before = {"dispatch": {"further": "layer", "chunks": 1}, "overlap": {"slot": -1}}
-  after = {"dispatch": {"further": "retry", "chunks": 1}, "overlap": {"slot": 1}}
+  before = {"dispatch": {"adaptive_r": 1, "chunks": 1}, "overlap": {"schedule": "auto"}}
+  after = {"dispatch": {"adaptive_r": 0, "chunks": 1}, "overlap": {"schedule": "mlp 0"}}
   assert len(check_config(before, after)) == 2
   # Buffers are cut into equal parts: more of them may round the capacity up.
   with pytest.raises(ConfigError, match=r"dispatch\.chunks: 1 -> 2"):
-    check_config(before, {**before, "dispatch": {"further": "layer", "chunks": 2}})
+    check_config(before, {**before, "dispatch": {"adaptive_r": 1, "chunks": 2}})
 
 
 def test_other_data_are_refused(whole, mesh8):
@@ -136,8 +137,8 @@ def test_too_many_skipped_steps_end_the_run_and_can_be_replayed(mesh8, tmp_path)
   assert restored is not None
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(restored.state))
   with np.load(tmp_path / "replay" / "batch_0.npz") as file:
-    batch = {name: file[name] for name in file.files}
-  assert bits(batch) == bits(stacked(data.batch(8)))
+    batch = Batch(**file)
+  assert bits(batch) == bits(Batch.stack([data.batch(8)]))
   _, scalars, _ = setup.step(restored.state, batch)
   assert not np.isfinite(scalars["loss"])
 
@@ -167,13 +168,31 @@ def test_a_signal_finishes_the_step_and_saves(mesh8, tmp_path, whole, number):
   at = {"data": SignalAt(6, number)} if number == signal.SIGTERM else {"data": SignalAt(0, number)}
   with pytest.raises(Preempted) as caught:
     trainer(mesh8, tmp_path, **at).run()
-  done = 7 if number == signal.SIGTERM else 1  # the latter: during the first compilation
+  done = 7 if number == signal.SIGTERM else 1
   assert f"stopped at step {done} of 20" in str(caught.value)
   assert list_steps(tmp_path / "checkpoints")[-1] == done
   assert losses(tmp_path) == losses(whole[0])[:done]
   assert signal.getsignal(number) == before
   if number == signal.SIGTERM:
     assert bits(trainer(mesh8, tmp_path).run()) == bits(whole[1])
+
+
+def test_a_signal_during_compilation_is_obeyed_before_the_first_step(mesh8, tmp_path, whole):
+  class Interrupting(Objective):
+    def loss(self, params, router, batch, rng):
+      os.kill(os.getpid(), signal.SIGTERM)
+      return super().loss(params, router, batch, rng)
+
+  with pytest.raises(Preempted, match="stopped at step 0 of 20"):
+    trainer(mesh8, tmp_path, objective=Interrupting()).run()
+  assert list_steps(tmp_path / "checkpoints") == [0]
+  assert bits(trainer(mesh8, tmp_path).run()) == bits(whole[1])
+
+
+def test_a_tuned_run_computes_what_it_would_without(mesh8, tmp_path, whole, capsys):
+  state = trainer(mesh8, tmp_path, tune="chunks=1,2", tune_rounds=1).run()
+  assert bits(state) == bits(whole[1])
+  assert capsys.readouterr().out.count("is the fastest of chunks=1: ") == 1
 
 
 def test_a_signal_in_evaluation_discards_it_and_resume_does_it_again(mesh8, tmp_path, whole):

@@ -104,6 +104,7 @@ def test_equals_adamw_of_optax():
     grads = jax.tree.map(lambda p, s=step: jnp.cos(p * (s + 1)), params)
     updates, state = jax.jit(theirs.update)(grads, state, params)
     params = optax.apply_updates(params, updates)
-    updates, mine_state = jax.jit(ours.tx.update)(grads, mine_state, mine, step=step)
+    norm = optax.global_norm(grads)
+    updates, mine_state = jax.jit(ours.tx.update)(grads, mine_state, mine, step=step, norm=norm)
     mine = optax.apply_updates(mine, updates)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), params, mine)

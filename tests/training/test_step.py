@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from training_fakes import OPTIMIZER, Objective, Poisoned, Setup, Source, bits, init, stacked
+from training_fakes import OPTIMIZER, Objective, Poisoned, Setup, Source, bits, init
 
+from scmoe.batch import Batch
 from scmoe.errors import ConfigError
 from scmoe.training.options import TrainConfig
 from scmoe.training.step import accumulate
@@ -19,7 +20,7 @@ class Quiet(Objective):
 
 
 def split(batch, parts):
-  return {k: v.reshape(parts, -1, *v.shape[1:]) for k, v in batch.items()}
+  return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
 
 
 def run(setup, batches):
@@ -53,14 +54,14 @@ def test_microbatches_have_their_own_noise(mesh1):
   loss, _, aux = jax.jit(lambda b: accumulate(Objective(), params, router, b, key))(twice)
   assert one(0) != one(1)
   assert float(loss) == pytest.approx(float((one(0) + one(1)) / 2), rel=1e-6)
-  assert float(aux["count"]) == 2 * float(batch["weights"].sum())
+  assert float(aux["count"]) == 2 * float(batch.weights.sum())
 
 
 def test_meshes_agree(mesh_of):
-  batches = [stacked(Source(8).batch(i)) for i in range(6)]
+  batches = [Batch.stack([Source(8).batch(i)]) for i in range(6)]
   _, reference = run(Setup(mesh_of(1)), batches)
   assert reference[-1] < reference[0]
-  for shape in ((2, 4),):
+  for shape in ((2, 4), (2, 2, 2)):
     np.testing.assert_allclose(run(Setup(mesh_of(*shape)), batches)[1], reference, rtol=1e-5)
 
 
@@ -74,13 +75,13 @@ def test_optimizer_state_is_sharded_like_its_parameters(mesh8):
 def test_non_finite_step_changes_counters_only(mesh8):
   source = Source(8, bad=(1,))
   setup = Setup(mesh8, Poisoned())
-  state, first, _ = setup.step(setup.state(), stacked(source.batch(0)))
+  state, first, _ = setup.step(setup.state(), Batch.stack([source.batch(0)]))
   before = bits((state.params, state.opt_state, state.router, state.rng))
-  state, bad, _ = setup.step(state, stacked(source.batch(1)))
+  state, bad, _ = setup.step(state, Batch.stack([source.batch(1)]))
   assert not np.isfinite(bad["loss"] * bad["grad_norm"])
   assert bits((state.params, state.opt_state, state.router, state.rng)) == before
   assert (int(state.step), int(state.skipped), int(state.skipped_in_row)) == (2, 1, 1)
-  state, good, _ = setup.step(state, stacked(source.batch(2)))
+  state, good, _ = setup.step(state, Batch.stack([source.batch(2)]))
   assert bits(state.params) != before
   assert (int(state.step), int(state.skipped), int(state.skipped_in_row)) == (3, 1, 0)
   # The schedule goes on over a skipped step.
@@ -101,7 +102,7 @@ def test_one_infinite_leaf_skips_the_step_instead_of_zeroing_the_others(mesh1):
   setup = Setup(mesh1, OneInf())
   state = setup.state()
   before = bits(state.params)
-  state, scalars, _ = setup.step(state, stacked(Source(4).batch(0)))
+  state, scalars, _ = setup.step(state, Batch.stack([Source(4).batch(0)]))
   assert np.isfinite(scalars["loss"])
   assert not scalars["finite"]
   assert bits(state.params) == before
@@ -112,7 +113,7 @@ def test_clipping_bounds_the_update(mesh1):
   setup = Setup(mesh1, optimizer=cfg)
   state = setup.state()
   before = np.asarray(state.params["embed"])
-  state, scalars, _ = setup.step(state, stacked(Source(4).batch(0)))
+  state, scalars, _ = setup.step(state, Batch.stack([Source(4).batch(0)]))
   assert scalars["grad_norm"] > 1e-3
   assert np.abs(np.asarray(state.params["embed"]) - before).max() < 1e-5
 

@@ -11,8 +11,8 @@ from scmoe.config import find_config, load_config
 from scmoe.data import open_data
 from scmoe.errors import ConfigError
 from scmoe.moe.dispatch import DispatchConfig
-from scmoe.parallel.mesh import MeshConfig, batch_sharding
-from scmoe.training.step import make_train_step, shardings_of
+from scmoe.parallel.mesh import MeshConfig, batch_sharding, shardings_of
+from scmoe.training.step import make_train_step
 from scmoe.training.variants import StepVariants, Tuner, Variant, parse_candidates
 
 
@@ -36,13 +36,8 @@ def built(run):
 
 @pytest.fixture(scope="module")
 def steps(built):
-  shardings = shardings_of(built.abstract_state())
-
-  def make(variant):
-    objective = built.variant(variant)
-    return make_train_step(objective, built.optimizer, built.mesh, shardings)
-
-  return StepVariants(make)
+  abstract = built.abstract_state()
+  return StepVariants(lambda v: make_train_step(built.variant(v), built.optimizer, abstract))
 
 
 @pytest.fixture(scope="module")

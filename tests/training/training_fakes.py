@@ -13,10 +13,14 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from scmoe.batch import Batch
+from scmoe.blocks.options import OverlapConfig
+from scmoe.parallel.collectives import largest, total
+from scmoe.parallel.mesh import BATCH_AXES, axis_size, own_share, shardings_of
 from scmoe.training.loop import Trainer
-from scmoe.training.optimizer import make_optimizer
+from scmoe.training.optimizer import Optimizer, make_optimizer
 from scmoe.training.options import CheckpointConfig, OptimizerConfig, TrainConfig
-from scmoe.training.step import abstract_state, init_state, make_train_step, shardings_of
+from scmoe.training.step import abstract_state, init_state, make_train_step
 
 VOCAB, WIDTH, EXPERTS, SEQ = 17, 8, 4, 8
 
@@ -47,23 +51,38 @@ def shardings(mesh):
 
 
 class Objective:
-  """Weighted cross-entropy; the router bias follows the load."""
+  """Weighted cross-entropy; the router bias follows the load.
+
+  Every device computes all experts of its own tokens: experts are gathered over the expert axis,
+  and their gradients, by transposition, added up and handed back.
+  """
 
   noise = 0.01
 
   def loss(self, params, router, batch, rng):
-    x = params["embed"][batch["inputs"]]
+    x = params["embed"][batch.inputs]
     logits = x @ params["router"] + router["bias"]
     expert = jnp.argmax(logits, -1)
     gate = jax.nn.softmax(logits)
     one_hot = jax.nn.one_hot(expert, EXPERTS)
-    x = x + self.noise * jax.random.uniform(rng, x.shape)
-    y = jnp.einsum("bsd,edf,bse->bsf", x, params["experts"], one_hot * gate)
+    x = x + self.noise * self._draw(rng, x.shape)
+    experts = params["experts"]
+    if axis_size("expert") > 1:
+      experts = jax.lax.all_gather(experts, "expert", tiled=True)
+    y = jnp.einsum("bsd,edf,bse->bsf", x, experts, one_hot * gate)
     out = jax.nn.gelu(x + y) @ params["head"]["kernel"] + params["head"]["bias"]
-    token = jnp.take_along_axis(jax.nn.log_softmax(out), batch["targets"][..., None], -1)[..., 0]
-    total, count = -(token * batch["weights"]).sum(), batch["weights"].sum()
-    aux = {"loss": total, "count": count, "load": one_hot.sum((0, 1))[None]}
-    return total / count, aux
+    token = jnp.take_along_axis(jax.nn.log_softmax(out), batch.targets[..., None], -1)[..., 0]
+    own = -(token * batch.weights).sum(), batch.weights.sum(), one_hot.sum((0, 1))[None]
+    nats, count, load = total(own, BATCH_AXES, "statistics")
+    return nats / count, {"loss": nats, "count": count, "load": load}
+
+  def _draw(self, rng, shape):
+    """Drawn for the global batch, so that it is the same on every mesh."""
+    whole = (shape[0] * axis_size(*BATCH_AXES), *shape[1:])
+    return own_share(jax.random.uniform(rng, whole), 0, *BATCH_AXES)
+
+  def cast(self, params):
+    return params
 
   def metrics(self, aux):
     load = aux["load"] / aux["load"].sum()
@@ -76,11 +95,12 @@ class Objective:
 
 
 class Poisoned(Objective):
-  """NaN where a token 0 is the first input of the batch."""
+  """NaN where the batch has a token 0, which no good batch has."""
 
   def loss(self, params, router, batch, rng):
     loss, aux = super().loss(params, router, batch, rng)
-    poison = jnp.where(batch["inputs"][0, 0] == 0, jnp.nan, 1.0)
+    bad = largest((batch.inputs == 0).any().astype(jnp.float32), BATCH_AXES, "statistics")
+    poison = jnp.where(bad > 0, jnp.nan, 1.0)
     return loss * poison, aux | {"loss": aux["loss"] * poison}
 
 
@@ -93,7 +113,7 @@ class Iterator:
   def __iter__(self):
     return self
 
-  def __next__(self) -> dict[str, np.ndarray]:
+  def __next__(self) -> Batch:
     batch = self.source.batch(self.index)
     self.index += 1
     return batch
@@ -122,7 +142,7 @@ class Source:
   def fingerprint(self) -> dict[str, Any]:
     return {"source": "stride", "seed": self.seed, "batch_size": self.batch_size, "length": SEQ}
 
-  def batch(self, index: int) -> dict[str, np.ndarray]:
+  def batch(self, index: int) -> Batch:
     rng = np.random.default_rng([self.seed, index])
     start = rng.integers(1, VOCAB, (self.batch_size, 1))
     rows = (start + 3 * np.arange(SEQ + 1)) % (VOCAB - 1) + 1
@@ -132,17 +152,39 @@ class Source:
     local = self.batch_size // jax.process_count()
     rows = rows[jax.process_index() * local :][:local]
     ones = np.ones((local, SEQ), np.int32)
-    return {
-      "inputs": rows[:, :-1],
-      "targets": rows[:, 1:],
-      "weights": ones.astype(np.float32),
-      "segment_ids": ones,
-      "positions": np.arange(SEQ, dtype=np.int32) * ones,
-      "domain": np.zeros(local, np.int32),
-    }
+    positions = np.arange(SEQ, dtype=np.int32) * ones
+    weights, domain = ones.astype(np.float32), np.zeros(local, np.int32)
+    return Batch(rows[:, :-1], rows[:, 1:], weights, ones, positions, domain)
 
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup_steps=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeBuilt:
+  """The fake model on a mesh: a `Trainable`."""
+
+  mesh: Any
+  train: TrainConfig
+  checkpoint: CheckpointConfig
+  optimizer: Optimizer
+  config: dict[str, Any]
+  objective: Objective
+  overlap: OverlapConfig = OverlapConfig()
+  sequence_length: int = SEQ
+  flops_per_token: float = 0.0
+  peak_flops: float = 0.0
+
+  def init(self, key):
+    return init(key)
+
+  def abstract_state(self):
+    return abstract_state(init, self.optimizer, self.mesh, shardings(self.mesh))
+
+  def variant(self, variant):
+    """What a tuner may choose changes no result."""
+    assert variant.top_k is None
+    return self.objective
 
 
 def trainer(mesh, workdir, *, data=None, objective=None, config=None, **fields):
@@ -153,18 +195,15 @@ def trainer(mesh, workdir, *, data=None, objective=None, config=None, **fields):
   checkpoint = fields.pop("checkpoint", CheckpointConfig(every=5))
   parts = {"train": TrainConfig(**train), "optimizer": OPTIMIZER, "checkpoint": checkpoint}
   whole = {name: dataclasses.asdict(part) for name, part in parts.items()}
-  return Trainer(
-    objective=objective or Objective(),
-    init=init,
-    shardings=shardings(mesh),
-    mesh=mesh,
-    data=data or Source(train["batch_size"]),
-    sequence_length=SEQ,
-    workdir=workdir,
-    config=whole | (config or {}),
-    **parts,
-    **fields,
+  built = FakeBuilt(
+    mesh,
+    parts["train"],
+    checkpoint,
+    make_optimizer(OPTIMIZER, train["steps"]),
+    whole | (config or {}),
+    objective or Objective(),
   )
+  return Trainer(built, data or Source(train["batch_size"]), workdir, **fields)
 
 
 class Setup:
@@ -175,9 +214,7 @@ class Setup:
     self.optimizer = make_optimizer(optimizer, steps)
     self.abstract = abstract_state(init, self.optimizer, mesh, shardings(mesh))
     self._fresh: dict[int, Any] = {}
-    self.step = make_train_step(
-      objective or Objective(), self.optimizer, mesh, shardings_of(self.abstract)
-    )
+    self.step = make_train_step(objective or Objective(), self.optimizer, self.abstract)
 
   def state(self, seed: int = 0):
     """A fresh state; compiled once, since a state may be donated but not its copy on the host."""
@@ -189,11 +226,6 @@ class Setup:
 def bits(tree: Any) -> list[bytes]:
   """The raw bytes of every leaf, for bitwise comparison."""
   return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
-
-
-def stacked(*batches: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-  """Microbatches as leaves [A, B, ...]."""
-  return {k: np.stack([b[k] for b in batches]) for k in batches[0]}
 
 
 def leaf_files(step: Path) -> list[Path]:

@@ -1,0 +1,228 @@
+"""Each device adds up its own gradients; they are reduced once per step, and are those of one."""
+
+import dataclasses
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from scmoe.batch import Batch
+from scmoe.build import build
+from scmoe.config import RunConfig
+from scmoe.models.config import ModelConfig
+from scmoe.models.gpt import GPT
+from scmoe.models.objective import LanguageModelObjective
+from scmoe.moe.dispatch import DispatchConfig
+from scmoe.moe.options import RouterConfig
+from scmoe.parallel.collectives import NAMES
+from scmoe.parallel.mesh import (
+  BATCH_AXES,
+  MeshConfig,
+  batch_sharding,
+  make_mesh,
+  manual,
+  parameter_specs,
+)
+from scmoe.training.step import accumulate, global_norm, make_train_step, reduce_gradients
+
+CONFIG = ModelConfig(
+  wiring="shared_expert",
+  num_layers=1,
+  moe_every=1,
+  width=8,
+  num_heads=2,
+  num_experts=4,
+  top_k=2,
+  vocab_size=64,
+  context=8,
+  dtype="float32",
+).resolve()
+ROOM = DispatchConfig(capacity_factor=0.0)  # for all: what is dropped would follow the mesh
+DROPLESS = DispatchConfig(transport="dropless", slack=1.0)
+NOISY = RouterConfig(noise=1.0, z_loss=0.01)  # noise is drawn for the global batch
+MESHES = {
+  "one": MeshConfig(1, 1, 1),
+  "data and expert": MeshConfig(2, 2, 1),
+  "all three": MeshConfig(2, 2, 2),
+  "two devices share an expert": MeshConfig(1, 8, 1),
+}
+
+
+def parts(router=NOISY, dispatch=ROOM, dtype="float32"):
+  """(objective, parameters, their PartitionSpecs)."""
+  config = dataclasses.replace(CONFIG, dtype=dtype)
+  make = lambda: GPT(config, router=router, dispatch=dispatch, rngs=nnx.Rngs(params=0))
+  graph, state = nnx.split(nnx.eval_shape(make))
+  # Drawn here: the model's own initialisation would have to be compiled.
+  numbers = np.random.default_rng(0)
+  draw = lambda s: jnp.asarray(numbers.normal(0, 0.3, s.shape), s.dtype)
+  params = jax.tree.map(draw, nnx.to_pure_dict(state))
+  specs = nnx.to_pure_dict(parameter_specs(state))
+  return LanguageModelObjective(graph, router), params, specs
+
+
+def batch_of(microbatches, rows, length=8, uneven=True):
+  """Unequal weights, so that a mean of the devices' means would be wrong."""
+  tokens = np.random.default_rng(1).integers(0, 64, (microbatches, rows, length))
+  weights = np.random.default_rng(2).random(tokens.shape) < 0.6
+  batch = Batch.of_tokens(tokens)
+  return dataclasses.replace(batch, weights=weights.astype(np.float32)) if uneven else batch
+
+
+@functools.cache
+def run(mesh, router=NOISY, dispatch=ROOM, dtype="float32", microbatches=2, uneven=True):
+  """(loss, gradients, their norm, sums) of eight rows on a mesh of this name, as a step's."""
+  objective, params, specs = parts(router, dispatch)
+
+  def local(params, batch):
+    loss, grads, aux = accumulate(objective, params, {}, batch, jax.random.key(3))
+    grads = reduce_gradients(grads, specs, dtype)
+    return loss, grads, global_norm(grads, specs), aux
+
+  devices = jax.devices()[: MESHES[mesh].size]
+  on = make_mesh(MESHES[mesh], devices, num_experts=CONFIG.num_experts)
+  whole = manual(local, on, (specs, P(None, BATCH_AXES)), (P(), specs, P(), P()))
+  batch = batch_of(microbatches, 16 // microbatches, uneven=uneven)
+  return jax.device_get(jax.jit(whole)(params, batch))
+
+
+def assert_same(got, want):
+  """Loss, every gradient, and their norm."""
+  for a, b in zip(jax.tree.leaves(got[:3]), jax.tree.leaves(want[:3]), strict=True):
+    np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mesh", [name for name in MESHES if name != "one"])
+def test_a_mesh_gives_the_gradients_of_one_device(mesh):
+  assert_same(run(mesh), run("one"))
+
+
+def test_the_norm_is_that_of_all_gradients():
+  _, grads, norm, _ = run("one")
+  want = np.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in jax.tree.leaves(grads)))
+  assert norm == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.parametrize("mesh", ["data and expert", "two devices share an expert"])
+def test_skewed_routing_drops_nothing_in_a_step(mesh):
+  """Without a row to spare in the buffers: overflow rounds take what is left."""
+  got = run(mesh, dispatch=DROPLESS)
+  assert_same(got, run("one", dispatch=DROPLESS))
+  sums = got[3].router
+  assert sums.dropped.sum() == 0
+  assert (sums.rounds > sums.shards).all(), "some exchange needs more than one round"
+
+
+def test_microbatches_add_up_to_one_batch():
+  quiet = RouterConfig(balance_loss=0.0)  # a balancing loss is none of the single tokens
+  options = {"router": quiet, "uneven": False}
+  whole = run("one", microbatches=1, **options)
+  assert_same(run("data and expert", microbatches=4, **options), whole)
+
+
+def test_gradients_travel_in_the_type_asked_for():
+  rows = np.random.default_rng(0).normal(size=(2, 5)).astype(np.float32)
+  specs = {"everywhere": P(), "split": P("data")}
+  mesh = make_mesh(MeshConfig(data=2), jax.devices()[:2])
+  rounded = rows.astype(jnp.bfloat16)
+
+  def reduced(dtype):
+    local = lambda x: reduce_gradients({"everywhere": x[0], "split": x}, specs, dtype)
+    return jax.jit(manual(local, mesh, P("data"), specs))(rows)
+
+  for dtype, want in (("float32", rows[0] + rows[1]), ("bfloat16", rounded[0] + rounded[1])):
+    got = reduced(dtype)
+    np.testing.assert_array_equal(got["everywhere"], np.asarray(want, np.float32))
+    np.testing.assert_array_equal(got["split"], rows)  # nobody else has a part of it
+    assert {leaf.dtype for leaf in got.values()} == {np.dtype("float32")}
+
+
+def test_weights_are_cast_once_to_the_compute_type():
+  objective, params, _ = parts(RouterConfig(), DispatchConfig(), dtype="bfloat16")
+  cast = objective.cast(params)
+  types = {
+    jax.tree_util.keystr(path, simple=True, separator="."): leaf.dtype
+    for path, leaf in jax.tree_util.tree_leaves_with_path(cast)
+  }
+  wide = {name.split(".")[-2] for name, dtype in types.items() if dtype == jnp.float32}
+  assert all(dtype in (jnp.float32, jnp.bfloat16) for dtype in types.values())
+  assert {name for name in types if name.endswith((".up", ".down", ".query", ".out"))} <= {
+    name for name, dtype in types.items() if dtype == jnp.bfloat16
+  }
+  assert any("norm" in name for name in wide)
+  # The same products: loss and gradients are those of the float32 parameters.
+  batch = jax.tree.map(lambda x: x[0], batch_of(1, 2))
+  loss = lambda p: objective.loss(p, {}, batch, None)[0]
+  (want, wants), (got, gots) = (jax.jit(jax.value_and_grad(loss))(p) for p in (params, cast))
+  assert want == got
+  for a, b in zip(jax.tree.leaves(wants), jax.tree.leaves(gots), strict=True):
+    a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+    np.testing.assert_allclose(b, a, atol=2e-2 * max(np.abs(a).max(), 1e-3))
+
+
+class Program:
+  """The step of a run on 1 x 4 x 2 devices, compiled; nothing is allocated."""
+
+  def __init__(self):
+    run = RunConfig(model=CONFIG, router=NOISY, dispatch=ROOM, mesh=MeshConfig(1, 4, 2))
+    self.built = build(run)
+    self.abstract = self.built.abstract_state()
+    place = batch_sharding(self.built.mesh, leading=1)
+    self.batch = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), batch_of(2, 8)
+    )
+    split = lambda s: "expert" in jax.tree.leaves(tuple(s.sharding.spec))
+    shapes = [s for s in jax.tree.leaves(self.built.shapes) if not split(s)]
+    self.shared = [s.sharding.shard_shape(s.shape) for s in shapes]  # what several devices hold
+
+  def lower(self, **options):
+    step = make_train_step(self.built.objective, self.built.optimizer, self.abstract, **options)
+    return step.lower(self.abstract, self.batch)
+
+  @functools.cached_property
+  def collectives(self):
+    """(computation, shapes of the result, name of the operation) of every one."""
+    kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+    form = re.compile(rf" = (.*?) (?:{kinds})(?:-start)?\(.*op_name=\"([^\"]*)\"")
+    computation, found = "", []
+    for line in self.lower().compile().as_text().splitlines():
+      if line.endswith("{") and not line.startswith(" "):
+        computation = line.split()[0]
+      if match := form.search(line):
+        shapes = re.findall(r"\w+\[([\d,]*)\]", match[1])
+        found.append(
+          (computation, [tuple(map(int, re.findall(r"\d+", s))) for s in shapes], match[2])
+        )
+    return found
+
+
+@pytest.fixture(scope="module")
+def program():
+  return Program()
+
+
+def test_every_gradient_travels_once_per_step(program):
+  """Outside the loop over microbatches; those of experts not at all; and beside them their norm."""
+  found = [c for c in program.collectives if "/gradients/" in c[2]]
+  assert {computation for computation, _, _ in found} == {"ENTRY"}
+  sizes = [math.prod(shape) for _, shapes, _ in found for shape in shapes]
+  assert sorted(sizes) == sorted([1, *map(math.prod, program.shared)])
+
+
+def test_every_collective_of_the_step_has_a_name(program):
+  """Nothing travels that is not written down: the partitioner adds nothing of its own."""
+  names = [set(name.split("/")) & set(NAMES) for _, _, name in program.collectives]
+  assert all(names)
+  assert {"gradients", "statistics", "tensor", "dispatch", "combine"} <= set().union(*names)
+
+
+def test_the_step_sends_gradients_in_the_type_asked_for(program):
+  text = program.lower(gradient_dtype="bfloat16").as_text()
+  sums = re.findall(r"stablehlo\.all_reduce.*?\}\) : \(tensor<([^>]*)>", text, re.DOTALL)
+  assert sum("bf16" in kind for kind in sums) == len(program.shared) < len(sums)

@@ -1,53 +1,56 @@
-"""Where a layer's time goes, kernel by kernel.
+"""Where a layer's time goes, kernel by kernel: its forward, and forward + backward.
 
-python experiments/kernels/profile_layer.py NAME ...
+python experiments/kernels/profile_layer.py OLMoE          one GPU
+python experiments/kernels/profile_layer.py 64,64,64,4,2   T,D,F,E,K; without a GPU wall times only
 """
 
+import argparse
 import collections
-import glob
-import os
 import sys
-import tempfile
+from pathlib import Path
 
-sys.path.insert(0, os.getcwd())
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import jax
 
 from scmoe.kernels import bench
+from scmoe.profiling.program import traced
 
 
 def kernel_times(function, arguments, calls=3):
   """Milliseconds of each GPU kernel per call, from a profiler trace."""
-  jax.block_until_ready(function(*arguments))
-  folder = tempfile.mkdtemp()
-  options = jax.profiler.ProfileOptions()
-  options.python_tracer_level = 0
-  with jax.profiler.trace(folder, profiler_options=options):
+
+  def run():
     for _ in range(calls):
       jax.block_until_ready(function(*arguments))
-  (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+
+  run()
   total = collections.Counter()
-  for plane in jax.profiler.ProfileData.from_file(path).planes:
-    if not plane.name.startswith("/device:GPU"):
-      continue
-    for line in plane.lines:
-      if line.name.startswith("Stream"):
-        for event in line.events:
-          total[event.name] += event.duration_ns / 1e6 / calls
+  for event in traced(run):
+    total[event.name] += (event.end - event.start) / 1e6 / calls
   return total
 
 
 def main():
-  for name in sys.argv[1:]:
-    shape = bench.parse_shape(name)
-    arguments = bench.layer_inputs(shape, 0)
-    dy = bench.normal_arrays(1)(*arguments[0].shape)
-    forward, both = bench.training_functions(shape, "auto")
-    for label, function, a in (("forward", forward, arguments), ("both", both, (dy, *arguments))):
-      times = kernel_times(function, a)
-      wall = bench.interleaved({"x": (function, a)}, 3)["x"]
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("shapes", nargs="+", help=f"T,D,F,E,K or one of {', '.join(bench.SHAPES)}")
+  parser.add_argument("--top", type=int, default=18, help="kernels to list")
+  options = parser.parse_args()
+  for name in options.shapes:
+    layer = bench.Layer(bench.parse_shape(name))
+    arguments = layer.inputs(0)
+    dy = bench.normal_arrays(2)(*arguments[0].shape)
+    forward, both = bench.training_functions(layer)
+    for label, function, given in (
+      ("forward", forward, arguments),
+      ("both", both, (dy, *arguments)),
+    ):
+      times = kernel_times(function, given)
+      wall = bench.interleaved({label: (function, given)}, 3)[label]
       print(f"{name} {label}: wall {wall:.3f} ms, kernels {sum(times.values()):.3f} ms")
-      for kernel, ms in times.most_common(int(os.environ.get("TOP", 18))):
+      for kernel, ms in times.most_common(options.top):
         print(f"   {ms:7.3f}  {kernel[:70]}")
 
 

@@ -13,4 +13,128 @@ lower-case ones this device's share:
   G     capacity groups (g: local)
 
 Kernels use M, N, K, G as every grouped matrix product does, under a legend of their own.
+
+What a model or a notebook of one's own is made of has its name here; docs/library.md shows its use:
+
+  >>> import scmoe
+  >>> from flax import nnx
+  >>> moe = scmoe.MoE(scmoe.MoEConfig(width=64, hidden=128, num_experts=8), rngs=nnx.Rngs(0))
+
+Nothing is imported before it is asked for, jax neither: flags and environment variables can be set
+after `import scmoe`.
 """
+
+import importlib
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+  from scmoe.blocks.block import BlockConfig as BlockConfig
+  from scmoe.blocks.options import OverlapConfig as OverlapConfig
+  from scmoe.blocks.pair import BlockPair as BlockPair
+  from scmoe.blocks.pair import Context as Context
+  from scmoe.blocks.schedule import Times as Times
+  from scmoe.blocks.schedule import describe as describe
+  from scmoe.blocks.schedule import draw as draw
+  from scmoe.blocks.schedule import make_schedule as make_schedule
+  from scmoe.blocks.schedule import timeline as timeline
+  from scmoe.blocks.schedule import unit_times as unit_times
+  from scmoe.blocks.wiring import WIRINGS as WIRINGS
+  from scmoe.errors import ConfigError as ConfigError
+  from scmoe.inference.decode import generate as generate
+  from scmoe.inference.sampling import Sampling as Sampling
+  from scmoe.kernels.grouped_matmul import FFNConfig as FFNConfig
+  from scmoe.kernels.grouped_matmul import FFNWeights as FFNWeights
+  from scmoe.kernels.grouped_matmul import expert_ffn as expert_ffn
+  from scmoe.models.config import ModelConfig as ModelConfig
+  from scmoe.models.gpt import GPT as GPT
+  from scmoe.models.gpt import Pass as Pass
+  from scmoe.moe.dispatch import Capacity as Capacity
+  from scmoe.moe.dispatch import DispatchConfig as DispatchConfig
+  from scmoe.moe.dispatch import Dropless as Dropless
+  from scmoe.moe.dispatch import Local as Local
+  from scmoe.moe.dispatch import Transport as Transport
+  from scmoe.moe.dispatch import make_transport as make_transport
+  from scmoe.moe.experts import ExpertRows as ExpertRows
+  from scmoe.moe.experts import Experts as Experts
+  from scmoe.moe.gates import Gate as Gate
+  from scmoe.moe.layer import MoE as MoE
+  from scmoe.moe.layer import MoECall as MoECall
+  from scmoe.moe.layer import MoEConfig as MoEConfig
+  from scmoe.moe.losses import balance_loss as balance_loss
+  from scmoe.moe.losses import statistics as statistics
+  from scmoe.moe.options import RouterConfig as RouterConfig
+  from scmoe.moe.route import route as route
+  from scmoe.moe.types import RouterSums as RouterSums
+  from scmoe.moe.types import Routing as Routing
+  from scmoe.parallel.collectives import total as total
+  from scmoe.parallel.mesh import BATCH_AXES as BATCH_AXES
+  from scmoe.parallel.mesh import MeshConfig as MeshConfig
+  from scmoe.parallel.mesh import make_mesh as make_mesh
+  from scmoe.parallel.mesh import manual as manual
+  from scmoe.parallel.mesh import parameter_specs as parameter_specs
+  from scmoe.profiling.roofline import MACHINES as MACHINES
+  from scmoe.profiling.roofline import Machine as Machine
+  from scmoe.profiling.roofline import Sizes as Sizes
+  from scmoe.profiling.roofline import model_times as model_times
+  from scmoe.training.step import reduce_gradients as reduce_gradients
+
+# The same for the interpreter, which imports a module when one of its names is first read.
+_NAMES = {
+  "scmoe.moe.layer": ("MoE", "MoECall", "MoEConfig"),
+  "scmoe.moe.options": ("RouterConfig",),
+  "scmoe.moe.gates": ("Gate",),
+  "scmoe.moe.route": ("route",),
+  "scmoe.moe.types": ("RouterSums", "Routing"),
+  "scmoe.moe.losses": ("balance_loss", "statistics"),
+  "scmoe.moe.dispatch": (
+    "Capacity", "DispatchConfig", "Dropless", "Local", "Transport", "make_transport",
+  ),
+  "scmoe.moe.experts": ("ExpertRows", "Experts"),
+  "scmoe.kernels.grouped_matmul": ("FFNConfig", "FFNWeights", "expert_ffn"),
+  "scmoe.blocks.wiring": ("WIRINGS",),
+  "scmoe.blocks.options": ("OverlapConfig",),
+  "scmoe.blocks.block": ("BlockConfig",),
+  "scmoe.blocks.pair": ("BlockPair", "Context"),
+  "scmoe.blocks.schedule": (
+    "Times", "describe", "draw", "make_schedule", "timeline", "unit_times",
+  ),
+  "scmoe.profiling.roofline": ("MACHINES", "Machine", "Sizes", "model_times"),
+  "scmoe.models.config": ("ModelConfig",),
+  "scmoe.models.gpt": ("GPT", "Pass"),
+  "scmoe.inference.sampling": ("Sampling",),
+  "scmoe.inference.decode": ("generate",),
+  "scmoe.parallel.mesh": (
+    "BATCH_AXES", "MeshConfig", "make_mesh", "manual", "parameter_specs",
+  ),
+  "scmoe.parallel.collectives": ("total",),
+  "scmoe.training.step": ("reduce_gradients",),
+  "scmoe.errors": ("ConfigError",),
+}  # fmt: skip
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
+
+__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+  if name not in _HOME:
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+  value = getattr(importlib.import_module(_HOME[name]), name)
+  globals()[name] = value  # the next time it is there
+  return value
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *__all__})
+
+
+class _Package(types.ModuleType):
+  """`scmoe.generate` is the function also where the command of that name has been imported."""
+
+  def __setattr__(self, name: str, value: Any) -> None:
+    if name not in _HOME or not isinstance(value, types.ModuleType):
+      super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

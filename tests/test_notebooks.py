@@ -1,5 +1,9 @@
-"""Every notebook runs from its first cell to its last."""
+"""Every notebook runs from its first cell to its last, and begins where nothing is installed."""
 
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import nbclient
@@ -7,6 +11,12 @@ import nbformat
 import pytest
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
+
+
+def code_of(name):
+  """Sources of a notebook's code cells."""
+  cells = nbformat.read(FOLDER / name, as_version=4).cells
+  return [cell.source for cell in cells if cell.cell_type == "code"]
 
 
 @pytest.mark.parametrize("name", sorted(p.name for p in FOLDER.glob("*.ipynb")))
@@ -29,3 +39,37 @@ def test_no_notebook_upgrades_jax():
     source = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells)
     assert "install -U jax" not in source, path
     assert "upgrade jax" not in source.replace("does not upgrade jax", ""), path
+
+
+@pytest.mark.parametrize("name", ["library.ipynb", "quickstart.ipynb"])
+def test_first_cell_installs_what_is_missing_and_leaves_jax(name, tmp_path, monkeypatch):
+  commands = []
+
+  def version(package):
+    if package == "jax":
+      return "0.11.1"
+    raise importlib.metadata.PackageNotFoundError(package)
+
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setenv("SCMOE_SOURCE", "/a/checkout")
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+  monkeypatch.setattr(importlib.metadata, "version", version)
+  monkeypatch.setattr(subprocess, "run", lambda words, check: commands.append(words[3:]))
+  exec(compile(code_of(name)[0], name, "exec"), {})
+  package, missing = commands
+  assert package == ["install", "-q", "--no-deps", "/a/checkout"]
+  assert [word for word in missing if word.startswith("jax=") or word == "jax"] == ["jax==0.11.1"]
+  asked = {word for word in missing if ">" in word}
+  known = {line.partition(",")[0] for line in (FOLDER.parent / "requirements.txt").open()}
+  assert {"flax", "optax", "jaxtyping"} <= {word.partition(">")[0] for word in asked}
+  assert asked <= {line.strip() for line in known}  # the same least versions
+  assert not {"-U", "--upgrade"} & set(missing)
+
+
+@pytest.mark.parametrize("name", ["library.ipynb", "quickstart.ipynb"])
+def test_first_cell_in_a_checkout_installs_nothing(name, monkeypatch):
+  monkeypatch.chdir(FOLDER)
+  monkeypatch.setattr(sys, "path", list(sys.path))
+  monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it installs something"))
+  exec(compile(code_of(name)[0], name, "exec"), {})
+  assert sys.path[0] == str(FOLDER.parent)

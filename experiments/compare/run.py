@@ -33,6 +33,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 SHAPES = "7B-256 7B-1024 30B-512 120B-1024 OLMoE Qwen3-30B Mixtral"
+TRANSPORTS = "all_to_all,capacity,dropless"
 BEFORE, AFTER = "before", "after"
 Arms = dict[str, Callable[[int], object]]
 
@@ -46,7 +47,7 @@ def layer_arms(before: bool, args: argparse.Namespace) -> Arms:
   arms: Arms = {}
   for name in args.shapes.split():
     shape, seed = bench.parse_shape(name), 0
-    for gate in ("gate16",) if before else ("gate16", "gate32"):
+    for gate in ("gate16",) if before else args.gates.split():
       if before:
         forward, both = bench.training_functions(shape, "auto")
         given = bench.layer_inputs(shape, seed)
@@ -134,12 +135,12 @@ def exchange_arms(before: bool, args: argparse.Namespace) -> Arms:
   run = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(run)
   mesh = run.make_mesh(run.MeshConfig(data=1, expert=jax.device_count()))
-  names = "all_to_all,capacity,dropless" + (",retry" if before else "")
+  names = args.transports + (",retry" if before and args.transports == TRANSPORTS else "")
   given = argparse.Namespace(width=2048, experts=64, k=2, arms=names, layers=8, rounds=1, calls=1)
   if args.tiny:
     given.width, given.experts = 64, 8
   arms: Arms = {}
-  for size in (1,) if args.tiny else (16, 64, 256):
+  for size in (1,) if args.tiny else map(int, args.mebibytes.split()):
     for kind in ("balanced", "zipf"):
       if before:  # its arms are local to the function that times them
         caught: dict = {}
@@ -197,7 +198,9 @@ class Worker:
 
   def __init__(self, side: str, folder: str, task: str, args: argparse.Namespace):
     command = [sys.executable, str(Path(__file__).resolve()), "--worker", side, "--task", task]
-    command += ["--shapes", args.shapes] + (["--tiny"] if args.tiny else [])
+    for name in ("shapes", "gates", "transports", "mebibytes"):
+      command += [f"--{name}", getattr(args, name)]
+    command += ["--tiny"] if args.tiny else []
     # Each takes what it needs: two processes share the memory.
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     self.process = subprocess.Popen(
@@ -277,6 +280,9 @@ def main() -> None:
   parser.add_argument("--before", default="../before", help="checkout of the older commit")
   parser.add_argument("--tasks", default=",".join(TASKS))
   parser.add_argument("--shapes", default=SHAPES)
+  parser.add_argument("--gates", default="gate16 gate32", help="of the layer, after")
+  parser.add_argument("--transports", default=TRANSPORTS, help="of the exchange")
+  parser.add_argument("--mebibytes", default="16 64 256", help="of the exchange, on each GPU")
   parser.add_argument("--rounds", type=int, default=9)
   parser.add_argument("--sample", type=float, default=0.1, help="seconds of calls in a turn")
   parser.add_argument("--seconds", type=float, default=60, help="of turns of one task, about")

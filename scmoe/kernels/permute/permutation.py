@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-_BLOCK = 128  # choices that are compared with each other, and blocks of them in one product
+_BLOCK = 32  # choices that are compared with each other: 128 take four times as long
+_SUMMED = 128  # rows whose running sums are one product
 
 
 @jax.tree_util.register_dataclass
@@ -63,7 +64,7 @@ def make_permutation(row_TK: Array, num_rows: int) -> Permutation:
 def running_positions(expert_TK: Array, num_experts: int) -> tuple[Array, Array]:
   """Position of each choice among those of its expert, in the order of the array, and the counts.
 
-  A position is the number of earlier choices of the same expert: inside a block of 128 they are
+  A position is the number of earlier choices of the same expert: inside a block of 32 they are
   compared with each other, before it the blocks' counts are added up. No sort and no scatter, whose
   work is small but whose steps wait for each other, in front of every exchange.
 
@@ -85,7 +86,7 @@ def running_positions(expert_TK: Array, num_experts: int) -> tuple[Array, Array]
     raise ValueError(f"expert ids must be integers, got {expert_TK.dtype}")
   made_TK = (expert_TK >= 0) & (expert_TK < num_experts)
   id_N = jnp.where(made_TK, expert_TK, num_experts).reshape(-1).astype(jnp.int32)
-  blocks = -(-id_N.size // _BLOCK)
+  blocks = max(1, -(-id_N.size // _BLOCK))
   id_CB = jnp.pad(id_N, (0, blocks * _BLOCK - id_N.size), constant_values=num_experts)
   id_CB = id_CB.reshape(blocks, _BLOCK)
   index_B = jnp.arange(_BLOCK, dtype=jnp.int32)
@@ -95,29 +96,36 @@ def running_positions(expert_TK: Array, num_experts: int) -> tuple[Array, Array]
   # Eight comparisons for each element of the reduction: XLA's is slow by the element.
   id_CSJ = id_CB.reshape(blocks, _BLOCK // 8, 8)
   count_CSE = sum((id_CSJ[:, :, j, None] == ids_E).astype(jnp.int32) for j in range(8))
-  before_CE, count_E = _running_sums(jnp.sum(count_CSE, axis=1))
+  before_CE, count_E = _running_sums(jnp.sum(count_CSE, axis=1), _BLOCK)
   before_CB = jnp.take_along_axis(before_CE, jnp.minimum(id_CB, num_experts - 1), axis=1)
   position_N = (within_CB + before_CB).reshape(-1)[: id_N.size]
   return position_N.reshape(expert_TK.shape), count_E
 
 
-def _running_sums(count_CE: Array) -> tuple[Array, Array]:
-  """Sums of the rows before each one, and of all. By products, which are exact: sums stay < 2²⁴."""
+def _running_sums(count_CE: Array, largest: int) -> tuple[Array, Array]:
+  """Sums of the rows before each one, and of all. By products, which are exact: sums stay < 2²⁴.
+
+  Args:
+    count_CE: int32 counts.
+    largest: that a count can be; up to 256 it is exact in bfloat16, in a third of the time.
+  """
   blocks, num_experts = count_CE.shape
-  if blocks <= _BLOCK:
-    value_CE = count_CE.astype(jnp.float32)
-    earlier_CC = jnp.tri(blocks, k=-1, dtype=jnp.float32)
-    before_CE = jnp.dot(earlier_CC, value_CE, precision=lax.Precision.HIGHEST)
-    return before_CE.astype(jnp.int32), count_CE.sum(0)
-  outer = -(-blocks // _BLOCK)
-  count_OBE = jnp.pad(count_CE, ((0, outer * _BLOCK - blocks), (0, 0)))
-  count_OBE = count_OBE.reshape(outer, _BLOCK, num_experts)
-  earlier_BB = jnp.tri(_BLOCK, k=-1, dtype=jnp.float32)
+  small = blocks <= _SUMMED
+  outer, inner = (1, blocks) if small else (-(-blocks // _SUMMED), _SUMMED)
+  dtype = jnp.bfloat16 if largest <= 256 else jnp.float32
+  count_OBE = jnp.pad(count_CE, ((0, outer * inner - blocks), (0, 0)))
+  count_OBE = count_OBE.reshape(outer, inner, num_experts)
   within_OBE = jnp.einsum(
-    "ij,oje->oie", earlier_BB, count_OBE.astype(jnp.float32), precision=lax.Precision.HIGHEST
-  )
-  within_OBE = within_OBE.astype(jnp.int32)
-  before_OE, count_E = _running_sums(within_OBE[:, -1] + count_OBE[:, -1])
+    "ij,oje->oie",
+    jnp.tri(inner, k=-1, dtype=dtype),
+    count_OBE.astype(dtype),
+    precision=lax.Precision.HIGHEST,
+    preferred_element_type=jnp.float32,
+  ).astype(jnp.int32)
+  count_OE = within_OBE[:, -1] + count_OBE[:, -1]
+  if small:
+    return within_OBE[0], count_OE[0]
+  before_OE, count_E = _running_sums(count_OE, largest * inner)
   before_CE = within_OBE + before_OE[:, None]
   return before_CE.reshape(-1, num_experts)[:blocks], count_E
 

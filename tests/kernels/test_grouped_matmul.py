@@ -123,14 +123,18 @@ def test_an_epilogue_computes_the_same_activation_with_its_derivative(activation
   kind = get_activation(activation)
   h = jnp.concatenate([jnp.linspace(-9, 9, 3001), jnp.asarray([0.0, -40.0, 40.0])])
   form = kernel_form(kind)
-  got = form.value(h), *form.value_and_derivative(h)
+  epilogue = lambda h: (form.value(h), *form.value_and_derivative(h))
+  plain = lambda h: (kind.value(h), kind.value(h), jax.vmap(jax.grad(kind.value))(h))
   with jax.enable_x64(True):
     wide = h.astype(jnp.float64)
-    value = kind.value(wide)
-    slope = jax.vmap(jax.grad(kind.value))(wide)
-  scale = np.maximum(np.maximum(1, np.abs(wide)), np.abs(value))
-  for have, want in zip(got, (value, value, slope)):
-    assert np.max(np.abs(have - want) / scale) < 1e-6
+    wanted, exact = plain(wide), epilogue(wide)
+  scale = np.maximum(np.maximum(1, np.abs(wide)), np.abs(wanted[0]))
+  error = lambda have, want: np.max(np.abs(have - want) / scale)
+  for have, want in zip(exact, wanted):
+    assert error(have, want) < 1e-6
+  # In float32 nothing is lost that the activation itself does not lose with the platform's tanh.
+  for have, direct, want in zip(epilogue(h), plain(h), wanted):
+    assert error(have, want) <= max(1e-6, error(direct, want))
 
 
 def test_float64_under_x64():

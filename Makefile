@@ -55,4 +55,4 @@ bench: $(RUN_STAMP)
 	$(BIN)/python -m scmoe.kernels.bench
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache
+	rm -rf $(VENV) .pytest_cache .ruff_cache build *.egg-info

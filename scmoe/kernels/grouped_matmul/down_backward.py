@@ -153,7 +153,7 @@ def down_backward_product(
       def locate(tile):
         return locate_rows(tile, tiling, gmem.group_I, gmem.num_tiles[0], col_tiles)
 
-      def producer(where, step, slot, barrier):
+      def producer(where, step, stage, barrier):
         row_tile, col_tile, group, shared_rhs = where
         k_slice = pl.ds(step * depth, depth)
         if fused:
@@ -162,20 +162,20 @@ def down_backward_product(
             gmem.index_R,
             shared.dy,
             shared.gathered,
-            slot=slot,
+            stage=stage,
             first_row=row_tile * tiling.rows,
             first_col=step * depth,
           )
         else:
           row_slice = pl.ds(row_tile * tiling.rows, tiling.rows)
           block = gmem.dy.at[row_slice, k_slice]
-          copy_block(block, shared.dy.at[slot], barrier, tiling.pair == "cols")
+          copy_block(block, shared.dy.at[stage], barrier, tiling.pair == "cols")
         block = gmem.down.at[group, pl.ds(col_tile * cols, cols), k_slice]
-        copy_block(block, shared.down.at[slot], barrier, shared_rhs)
+        copy_block(block, shared.down.at[stage], barrier, shared_rhs)
 
-      def consumer(accumulators, slot, my_rows):
+      def consumer(accumulators, stage, my_rows):
         plgpu.wgmma(
-          accumulators[0], shared.dy.at[slot, my_rows], shared.down.at[slot].transpose((1, 0))
+          accumulators[0], shared.dy.at[stage, my_rows], shared.down.at[stage].transpose((1, 0))
         )
 
       def load_chunk(where, chunk, consumer, first_row):

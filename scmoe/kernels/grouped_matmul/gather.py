@@ -75,30 +75,30 @@ def init_barriers(barriers: Any, stages: int) -> None:
 def start_gather(
   x: Any,
   index: Any,
-  stage: Any,
+  ring: Any,
   barriers: Any,
   *,
-  slot: Any,
+  stage: Any,
   first_row: Any,
   first_col: Any,
   prefetch: int = 0,
 ) -> None:
-  """Starts copying x[index[first_row + r], first_col + c] to stage[slot, r, c].
+  """Starts copying x[index[first_row + r], first_col + c] to ring[stage, r, c].
 
   To be run by one whole warpgroup. Rows with a negative index become zero.
 
   Args:
     x: GMEM ref [rows, width], 2-byte elements.
     index: GMEM ref, int32.
-    stage: swizzled SMEM ref [stages, block rows, block columns].
-    barriers: what `init_barriers` made; the slot's one completes when the rows are there.
-    slot: which stage.
+    ring: swizzled SMEM ref [stages, block rows, block columns].
+    barriers: what `init_barriers` made; the stage's one completes when the rows are there.
+    stage: which stage.
     first_row: first entry of `index`.
     first_col: first column of x.
     prefetch: entries of `index` ahead of first_row to bring into the L1 cache, for callers whose
       next steps read other rows: the copies cannot start before their index is there.
   """
-  _, block_rows, block_cols = stage.shape
+  _, block_rows, block_cols = ring.shape
   itemsize = jnp.dtype(x.dtype).itemsize
   row_bytes = x.shape[-1] * itemsize
   col_blocks = block_cols * itemsize // _SWIZZLE_BYTES
@@ -119,7 +119,7 @@ def start_gather(
       _SCALAR,
     )
   )
-  def run(_, x_ref, index_ref, stage_ref, barrier_ref, slot_, first_row_, first_col_):
+  def run(_, x_ref, index_ref, ring_ref, barrier_ref, stage_, first_row_, first_col_):
     passes = block_rows // rows_per_pass
     # Every 8 rows of one swizzle width are 1 KiB; the row's low bits permute its 16-byte pieces.
     loads, copies = [], []
@@ -172,29 +172,29 @@ def start_gather(
       [
         _global_address(x_ref),
         _global_address(index_ref),
-        _shared_address(stage_ref),
+        _shared_address(ring_ref),
         _shared_address(barrier_ref),
-        _value(slot_),
+        _value(stage_),
         _value(first_row_),
         _value(first_col_),
       ],
       "l,l,r,r,r,r,r",
     )
 
-  cast(Any, run)(x, index, stage, barriers, slot, first_row, first_col)
+  cast(Any, run)(x, index, ring, barriers, stage, first_row, first_col)
 
 
-def wait_rows(barriers: Any, slot: Any, parity: Any) -> None:
+def wait_rows(barriers: Any, stage: Any, parity: Any) -> None:
   """Waits until the rows of a stage are there and visible to wgmma.
 
   Args:
     barriers: what `init_barriers` made.
-    slot: which stage.
+    stage: which stage.
     parity: 0 for the first use of the stage, 1 for the second, 0 for the third ...
   """
 
   @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR))
-  def run(_, memory, slot_, parity_):
+  def run(_, memory, stage_, parity_):
     text = """{
       .reg .pred done;
       .reg .b32 barrier;
@@ -204,6 +204,6 @@ def wait_rows(barriers: Any, slot: Any, parity: Any) -> None:
       @!done bra WAIT;
       fence.proxy.async.shared::cta;
     }"""
-    _asm(text, [_shared_address(memory), _value(slot_), _value(parity_)], "r,r,r")
+    _asm(text, [_shared_address(memory), _value(stage_), _value(parity_)], "r,r,r")
 
-  cast(Any, run)(barriers, slot, parity)
+  cast(Any, run)(barriers, stage, parity)

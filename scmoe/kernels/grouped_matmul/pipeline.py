@@ -133,13 +133,13 @@ class Work:
     num_tiles: how many tiles there are; a pair of CTAs takes two at a time, counted as one.
     locate: tile number -> coordinates, any tree of traced scalars.
     steps: coordinates -> K steps of the tile (may be traced, may be zero).
-    producer: (coordinates, step, slot, barrier) -> None; starts the copies of one stage.
-    consumer: (accumulators, slot, rows) -> None; starts the products of one stage.
+    producer: (coordinates, step, stage, barrier) -> None; starts the copies of one stage.
+    consumer: (accumulators, stage, rows) -> None; starts the products of one stage.
     accumulators: shapes of the accumulators of one consumer.
     epilogue: (coordinates, accumulators, consumer, first row of the consumer) -> None.
     prologue: (coordinates, consumer, first row) -> None, before a consumer's first product of a
       tile; for what the epilogue will read.
-    ready: (slot, parity) -> None, waits for what the barriers here do not count.
+    ready: (stage, parity) -> None, waits for what the barriers here do not count.
   """
 
   num_tiles: Any
@@ -195,10 +195,10 @@ def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -
   worker, workers = lax.axis_index("worker"), num_workers(tiling, num_sms)
   my_tiles = lax.div(work.num_tiles - worker + (workers - 1), jnp.int32(workers))
 
-  def full_barrier(slot, consumer):
-    return full.at[slot + consumer * stages] if tiling.pingpong else full.at[slot]
+  def full_barrier(stage, consumer):
+    return full.at[stage + consumer * stages] if tiling.pingpong else full.at[stage]
 
-  def slot_of(turn):
+  def stage_of(turn):
     # Consumers count two rounds of the ring: the round's parity is the phase of its barriers.
     return jnp.where(turn >= stages, turn - stages, turn)
 
@@ -221,26 +221,26 @@ def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -
 
       def with_accumulators(*accumulators):
         def k_step(step, turn):
-          slot = slot_of(turn)
-          plgpu.barrier_wait(full_barrier(slot, warpgroup))
+          stage = stage_of(turn)
+          plgpu.barrier_wait(full_barrier(stage, warpgroup))
           if work.ready is not None:
-            work.ready(slot, jnp.where(turn >= stages, 1, 0))
-          work.consumer(accumulators, slot, my_rows)
+            work.ready(stage, jnp.where(turn >= stages, 1, 0))
+          work.consumer(accumulators, stage, my_rows)
           # All but the newest product are done, so the stage before this one is free.
           plgpu.wgmma_wait(1)
 
           @pl.when(step > 0)
           def _release():
-            plgpu.barrier_arrive(empty.at[jnp.where(slot == 0, stages - 1, slot - 1)])
+            plgpu.barrier_arrive(empty.at[jnp.where(stage == 0, stages - 1, stage - 1)])
 
           return _wrap(turn + 1, 2 * stages)
 
-        slot = slot_of(lax.fori_loop(0, steps, k_step, first_turn))
+        stage = stage_of(lax.fori_loop(0, steps, k_step, first_turn))
         plgpu.wgmma_wait(0)
 
         @pl.when(steps > 0)
         def _release_last():
-          plgpu.barrier_arrive(empty.at[jnp.where(slot == 0, stages - 1, slot - 1)])
+          plgpu.barrier_arrive(empty.at[jnp.where(stage == 0, stages - 1, stage - 1)])
 
         work.epilogue(where, accumulators, warpgroup, first_row)
 
@@ -277,14 +277,14 @@ def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -
       consumer = lax.rem(i, jnp.int32(CONSUMERS))
 
       def k_step(step, carry):
-        slot, done = carry
+        stage, done = carry
 
         @pl.when(done >= stages)
         def _wait_until_free():
-          plgpu.barrier_wait(empty.at[slot])
+          plgpu.barrier_wait(empty.at[stage])
 
-        work.producer(where, step, slot, full_barrier(slot, consumer))
-        return _wrap(slot + 1, stages), done + 1
+        work.producer(where, step, stage, full_barrier(stage, consumer))
+        return _wrap(stage + 1, stages), done + 1
 
       return *lax.fori_loop(0, work.steps(where), k_step, tuple(carry)), upcoming
 
@@ -293,8 +293,8 @@ def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -
 
     # Consumers release every stage that was used once more than the producer has waited for it:
     # here it waits for the last releases.
-    def drain(slot, _):
-      plgpu.barrier_wait(empty.at[slot])
+    def drain(stage, _):
+      plgpu.barrier_wait(empty.at[stage])
 
     lax.fori_loop(0, jnp.minimum(done, stages), drain, None)
 

@@ -148,7 +148,7 @@ def rows_product(
       def locate(tile):
         return locate_rows(tile, tiling, gmem.group_I, row_tiles, col_tiles, halves)
 
-      def producer(where, step, slot, barrier):
+      def producer(where, step, stage, barrier):
         row_tile, col_tile, group, shared_rhs = where
         row_slice = pl.ds(row_tile * tiling.rows, tiling.rows)
         col_slice = pl.ds(col_tile * cols, cols)
@@ -161,18 +161,18 @@ def rows_product(
               gmem.index_R,
               shared.lhs,
               shared.gathered,
-              slot=slot,
+              stage=stage,
               first_row=row_tile * tiling.rows,
               first_col=step * depth,
             )
           else:
             block = gmem.lhs[segment].at[row_slice, k_slice]
-            copy_block(block, shared.lhs.at[slot], barrier, tiling.pair == "cols")
+            copy_block(block, shared.lhs.at[stage], barrier, tiling.pair == "cols")
           for part, w in enumerate(gmem.rhs[segment]):
             block = (
               w.at[group, col_slice, k_slice] if transpose_rhs else w.at[group, k_slice, col_slice]
             )
-            copy_block(block, shared.rhs.at[slot, part], barrier, same_group or shared_rhs)
+            copy_block(block, shared.rhs.at[stage, part], barrier, same_group or shared_rhs)
 
         if len(lhs) == 1:
           load_segment(0)
@@ -181,10 +181,10 @@ def rows_product(
             inside = (step >= segment * steps) & (step < (segment + 1) * steps)
             pl.when(inside)(functools.partial(load_segment, segment))
 
-      def consumer(accumulators, slot, my_rows):
-        a = shared.lhs.at[slot, my_rows]
+      def consumer(accumulators, stage, my_rows):
+        a = shared.lhs.at[stage, my_rows]
         for part in range(parts):
-          b = shared.rhs.at[slot, part]
+          b = shared.rhs.at[stage, part]
           plgpu.wgmma(accumulators[part], a, b.transpose((1, 0)) if transpose_rhs else b)
 
       def load_biases(where, consumer, first_row):

@@ -18,23 +18,23 @@ def store_tiles(
     outs: output refs, one for each.
     first_cols: first column of the tile in each output.
     first_row: first row of this consumer.
-    buffers: SMEM ref [consumers, slots, rows, CHUNK].
+    buffers: SMEM ref [consumers, count, rows, CHUNK].
     consumer: which buffers to use.
   """
-  slots, rows = buffers.shape[1], buffers.shape[2]
+  count, rows = buffers.shape[1], buffers.shape[2]
   # With a number of chunks that the ring does not divide, a tile begins at the buffer that the one
   # before it used last.
-  begins_free = sum(width // CHUNK for _, width in values) % slots == 0
+  begins_free = sum(width // CHUNK for _, width in values) % count == 0
   used = 0
   for (value, width), out, col in zip(values, outs, first_cols):
     for chunk in range(width // CHUNK):
-      slot = used % slots
+      index = used % count
       # The store that used this buffer before has left it.
-      plgpu.wait_smem_to_gmem(slots - 1 if used or begins_free else 0, wait_read_only=True)
+      plgpu.wait_smem_to_gmem(count - 1 if used or begins_free else 0, wait_read_only=True)
       used += 1
-      buffers[consumer, slot] = value(slice(chunk * CHUNK, (chunk + 1) * CHUNK))
+      buffers[consumer, index] = value(slice(chunk * CHUNK, (chunk + 1) * CHUNK))
       plgpu.commit_smem()
       plgpu.copy_smem_to_gmem(
-        buffers.at[consumer, slot],
+        buffers.at[consumer, index],
         out.at[pl.ds(first_row, rows), pl.ds(col + chunk * CHUNK, CHUNK)],
       )

@@ -143,7 +143,7 @@ def weights_product(
         row_tile, col_tile, _ = paired(inside, tiling, jnp.int32(row_tiles), col_tiles)
         return group, row_tile, col_tile, gmem.starts_G[group], gmem.tiles_G[group] * per_tile
 
-      def producer(where, step, slot, barrier):
+      def producer(where, step, stage, barrier):
         _, row_tile, col_tile, first_tile, _ = where
         # Computed here: a loop's variable is not known to be a multiple.
         first_row = row_of(first_tile, step)
@@ -152,26 +152,26 @@ def weights_product(
           gather.start_gather,
           index=gmem.index_R,
           barriers=shared.gathered,
-          slot=slot,
+          stage=stage,
           first_row=first_row,
           prefetch=tiling.stages * depth,
         )
         if fused_lhs:
-          start(gmem.lhs, stage=shared.lhs, first_col=row_tile * tiling.rows)
+          start(gmem.lhs, ring=shared.lhs, first_col=row_tile * tiling.rows)
         else:
           block = gmem.lhs.at[k_slice, pl.ds(row_tile * tiling.rows, tiling.rows)]
-          copy_block(block, shared.lhs.at[slot], barrier, pair == "cols")
-        for operand, stage in zip(gmem.rhs, shared.rhs):
+          copy_block(block, shared.lhs.at[stage], barrier, pair == "cols")
+        for operand, ring in zip(gmem.rhs, shared.rhs):
           if fused_rhs:
-            start(operand, stage=stage, first_col=col_tile * cols)
+            start(operand, ring=ring, first_col=col_tile * cols)
           else:
             block = operand.at[k_slice, pl.ds(col_tile * cols, cols)]
-            copy_block(block, stage.at[slot], barrier, pair == "rows")
+            copy_block(block, ring.at[stage], barrier, pair == "rows")
 
-      def consumer(accumulators, slot, my_rows):
-        a = shared.lhs.at[slot, :, my_rows].transpose((1, 0))
-        for accumulator, stage in zip(accumulators, shared.rhs):
-          plgpu.wgmma(accumulator, a, stage.at[slot])
+      def consumer(accumulators, stage, my_rows):
+        a = shared.lhs.at[stage, :, my_rows].transpose((1, 0))
+        for accumulator, ring in zip(accumulators, shared.rhs):
+          plgpu.wgmma(accumulator, a, ring.at[stage])
 
       def epilogue(where, accumulators, consumer, first_row):
         group, row_tile, col_tile, _, _ = where

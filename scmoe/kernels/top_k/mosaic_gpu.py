@@ -86,16 +86,16 @@ def gate_top_k_kernel(
 
   def body(gmem: Operands, outs: Outs):
     def with_memory(shared: Memory):
-      def producer(tile, step, slot, barrier):
+      def producer(tile, step, stage, barrier):
         k_slice = pl.ds(step * tiling.depth, tiling.depth)
         block = gmem.x.at[pl.ds(tile * _ROWS, _ROWS), k_slice]
-        plgpu.copy_gmem_to_smem(block, shared.x.at[slot], barrier)
+        plgpu.copy_gmem_to_smem(block, shared.x.at[stage], barrier)
         for term, gate in enumerate(gmem.gate):
-          plgpu.copy_gmem_to_smem(gate.at[k_slice, :], shared.gate.at[slot, term], barrier)
+          plgpu.copy_gmem_to_smem(gate.at[k_slice, :], shared.gate.at[stage, term], barrier)
 
-      def consumer(accumulators, slot, my_rows):
+      def consumer(accumulators, stage, my_rows):
         for term in range(num_terms):
-          plgpu.wgmma(accumulators[0], shared.x.at[slot, my_rows], shared.gate.at[slot, term])
+          plgpu.wgmma(accumulators[0], shared.x.at[stage, my_rows], shared.gate.at[stage, term])
 
       def epilogue(tile, accumulators, consumer, first_row):
         logits = accumulators[0][...]

@@ -1,0 +1,141 @@
+"""A block pair alone: what it computes, in which order, and what it hands over."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from scmoe.blocks.block import BlockConfig
+from scmoe.blocks.options import OverlapConfig
+from scmoe.blocks.pair import SCOPES, BlockPair, Context
+from scmoe.blocks.schedule import slot_names
+from scmoe.errors import ConfigError
+from scmoe.moe.dispatch import DispatchConfig
+from scmoe.moe.layer import MoECall
+
+ROOM = DispatchConfig(capacity_factor=0.0)  # for every token
+WIRINGS = ("dense", "top2", "shared_expert", "scmoe_pos1", "scmoe_pos2", "scmoe_pos3", "dgmoe")
+
+
+def make_pair(wiring, overlap=OverlapConfig(), **fields):
+  """A float32 pair of width 16 in which no norm is the identity."""
+  config = BlockConfig(wiring=wiring, width=16, num_heads=2, num_experts=4, dtype="float32")
+  config = dataclasses.replace(config, **fields)
+  pair = BlockPair(config, dispatch=ROOM, overlap=overlap, rngs=nnx.Rngs(params=0))
+  graph, state = nnx.split(pair)
+  keys = iter(jax.random.split(jax.random.key(1), 99))
+  moved = lambda p: p + 0.2 * jax.random.normal(next(keys), p.shape, p.dtype)
+  return nnx.merge(graph, jax.tree.map(moved, state))
+
+
+def inputs(batch=2, length=5, width=16):
+  return jax.random.normal(jax.random.key(2), (batch, length, width))
+
+
+def attention(block, h_BSD):
+  positions_BS = jnp.broadcast_to(jnp.arange(h_BSD.shape[1]), h_BSD.shape[:2])
+  projected = block.attention.project(block.norm_attention(h_BSD), positions_BS)
+  return block.attention.mix(projected, positions_BS, None, None)[0]
+
+
+# --- what it computes -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shortcut_norm", ["shared", "own", "megatron"])
+def test_pos2_is_the_papers_equation(shortcut_norm):
+  """The experts read between attention and MLP of the first block (paper Eq. 7-9)."""
+  pair = make_pair("scmoe_pos2", shortcut_norm=shortcut_norm, mix="direct")
+  (unit,), h = pair.units, inputs()
+  first, second = unit.blocks
+  h = h + attention(first, h)
+  read = (first.norm_mlp if shortcut_norm == "shared" else unit.own_norm)(h)
+  h = h + first.mlp(first.norm_mlp(h))
+  h = h + attention(second, h)
+  shared = second.mlp(second.norm_mlp(h))
+  routed, _ = pair.moe(read, MoECall(mask=jnp.ones(h.shape[:2], bool)))
+  added = shared + routed
+  want = h + (unit.post_norm(added) if shortcut_norm == "megatron" else added)
+  np.testing.assert_allclose(pair(inputs()).h_BSD, want, rtol=1e-5, atol=1e-5)
+
+
+def test_top2_reads_where_it_adds():
+  pair = make_pair("top2", top_k=2)
+  (unit,), h = pair.units, inputs()
+  first, second = unit.blocks
+  h = h + attention(first, h)
+  h = h + first.mlp(first.norm_mlp(h))
+  h = h + attention(second, h)
+  want = h + pair.moe(second.norm_mlp(h))[0]
+  np.testing.assert_allclose(pair(inputs()).h_BSD, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("wiring", ["scmoe_pos1", "scmoe_pos2", "scmoe_pos3", "dgmoe"])
+def test_no_schedule_changes_a_value(wiring):
+  slots = slot_names([step.name for step in make_pair(wiring).schedule.steps])
+  plain = make_pair(wiring, OverlapConfig(schedule="off"))(inputs()).h_BSD
+  ran = 0
+  for slot, order in itertools.product(slots, ("xla", "barriers")):
+    try:
+      pair = make_pair(wiring, OverlapConfig(schedule=slot, order=order))
+    except ConfigError:  # a step before the shortcut begins
+      continue
+    ran += 1
+    np.testing.assert_array_equal(pair(inputs()).h_BSD, plain)
+  assert ran >= 4
+
+
+def test_padding_visits_no_expert():
+  pair, h = make_pair("scmoe_pos2"), inputs()
+  mask = jnp.ones(h.shape[:2], bool).at[0, 3:].set(False)
+  whole, padded = pair(h), pair(h, Context(mask_BS=mask))
+  assert float(whole.sums.choices.sum()) == h.shape[0] * h.shape[1]
+  assert float(padded.sums.choices.sum()) == float(mask.sum())
+  # Real tokens keep their values; a causal attention never looks at what follows.
+  np.testing.assert_allclose(padded.h_BSD[mask], whole.h_BSD[mask], rtol=1e-5, atol=1e-5)
+  assert not np.allclose(padded.h_BSD[~mask], whole.h_BSD[~mask])
+
+
+# --- in which order -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wiring", WIRINGS)
+def test_the_traced_order_is_the_schedule(wiring):
+  """The program's operations stand in the order of the list that `describe` prints."""
+  pair = make_pair(wiring)
+  graph, state = nnx.split(pair)
+  run = lambda state, h: nnx.merge(graph, state)(h).h_BSD
+  jaxpr = jax.make_jaxpr(run)(state, inputs()).jaxpr
+  scopes = [str(equation.source_info.name_stack).split("/")[0] for equation in jaxpr.eqns]
+  found = [scope for scope, _ in itertools.groupby(filter(None, scopes))]
+  words = [SCOPES.get(step.operation, step.operation) for step in pair.schedule.steps]
+  words = words[:-1] if wiring == "dense" else words  # which has nothing to add
+  assert found == [word for word, _ in itertools.groupby(words)]
+
+
+# --- what it hands over ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wiring", ["scmoe_pos2", "scmoe_pos3"])
+def test_units_of_one_block_read_the_preceding_one(wiring):
+  pair, h = make_pair(wiring, moe_every=1), inputs()
+  first = pair(h)
+  # Nothing precedes the first pair: its experts read its own normalised input.
+  (block,) = pair.units[0].blocks
+  start = pair(h, handed_BSD=block.norm_attention(h))
+  np.testing.assert_array_equal(start.h_BSD, first.h_BSD)
+  # What is handed over is the tap, and the next pair's experts read it, they alone.
+  tap = block.norm_attention(h)
+  if wiring == "scmoe_pos2":
+    tap = block.norm_mlp(h + attention(block, h))
+  np.testing.assert_allclose(first.handed_BSD, tap, rtol=1e-5, atol=1e-5)
+  other = pair(h, handed_BSD=pair(-h).handed_BSD)
+  assert not np.array_equal(other.h_BSD, first.h_BSD)
+  np.testing.assert_array_equal(other.sums.main_square, first.sums.main_square)
+
+
+def test_a_pair_of_two_blocks_hands_nothing_over():
+  assert make_pair("scmoe_pos2")(inputs()).handed_BSD is None

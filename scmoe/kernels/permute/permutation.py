@@ -23,7 +23,7 @@ import numpy as np
 from jax import Array, lax
 
 _BLOCK = 32  # choices that are compared with each other: 128 take four times as long
-_SUMMED = 128  # rows whose running sums are one product
+_SUMMED = 512  # rows whose running sums are one product
 
 
 @jax.tree_util.register_dataclass

@@ -83,6 +83,9 @@ def gate_top_k_kernel(
   tiling = _fit(padded, num_terms)
   consumer_rows, steps = tiling.consumer_rows, width // tiling.depth
   num_sms = resolve_num_sms(num_sms)
+  # Tensor cores truncate what they add to. The small terms are summed up apart, so that this
+  # happens to the large sum as often as in one product.
+  sums = min(num_terms, 2)
 
   def body(gmem: Operands, outs: Outs):
     def with_memory(shared: Memory):
@@ -95,10 +98,13 @@ def gate_top_k_kernel(
 
       def consumer(accumulators, stage, my_rows):
         for term in range(num_terms):
-          plgpu.wgmma(accumulators[0], shared.x.at[stage, my_rows], shared.gate.at[stage, term])
+          weights = shared.gate.at[stage, term]
+          plgpu.wgmma(accumulators[min(term, sums - 1)], shared.x.at[stage, my_rows], weights)
 
       def epilogue(tile, accumulators, consumer, first_row):
         logits = accumulators[0][...]
+        for smaller in accumulators[1:]:
+          logits = logits + smaller[...]
         first = tile * _ROWS + first_row
         values = [(lambda s: logits[:, s], padded)]
         store_tiles(values, [outs.logits], [0], first, shared.stores, consumer)
@@ -128,7 +134,7 @@ def gate_top_k_kernel(
         steps=lambda _: jnp.int32(steps),
         producer=producer,
         consumer=consumer,
-        accumulators=[(consumer_rows, padded)],
+        accumulators=[(consumer_rows, padded)] * sums,
         epilogue=epilogue,
       )
       run_tiles(tiling, work, shared.full, shared.empty, num_sms)

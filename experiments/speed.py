@@ -205,7 +205,7 @@ class Arm:
     self.program.compile(options, self.profile)
 
   def collect_profile(self) -> None:
-    self.profile = profiled(lambda: self(3))
+    self.profile = profiled(lambda: self(3), self.program)
 
   def compile_json(self) -> dict:
     return {"compile_s": [round(s, 1) for s in self.program.compile_seconds]}

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
   from scmoe.moe.types import RouterSums as RouterSums
   from scmoe.moe.types import Routing as Routing
   from scmoe.parallel.collectives import total as total
+  from scmoe.parallel.gradients import reduce_gradients as reduce_gradients
   from scmoe.parallel.mesh import BATCH_AXES as BATCH_AXES
   from scmoe.parallel.mesh import MeshConfig as MeshConfig
   from scmoe.parallel.mesh import make_mesh as make_mesh
@@ -78,7 +79,6 @@ if TYPE_CHECKING:
   from scmoe.profiling.roofline import Machine as Machine
   from scmoe.profiling.roofline import Sizes as Sizes
   from scmoe.profiling.roofline import model_times as model_times
-  from scmoe.training.step import reduce_gradients as reduce_gradients
 
 # The same for the interpreter, which imports a module when one of its names is first read.
 _NAMES = {
@@ -109,7 +109,7 @@ _NAMES = {
     "BATCH_AXES", "MeshConfig", "make_mesh", "manual", "parameter_specs",
   ),
   "scmoe.parallel.collectives": ("total",),
-  "scmoe.training.step": ("reduce_gradients",),
+  "scmoe.parallel.gradients": ("reduce_gradients",),
   "scmoe.errors": ("ConfigError",),
 }  # fmt: skip
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

@@ -135,7 +135,7 @@ class RunConfig:
         f"dispatch.nodes={dispatch.nodes} does not divide the {mesh.expert // sharers} devices "
         "that exchange tokens; use the number of hosts under mesh.expert"
       )
-    if dispatch.transport != "capacity":
+    if dispatch.transport == "dropless":
       return
     shards, tokens = mesh.batch_shards, self.train.batch_size * self.data.seq_len
     groups = dispatch.groups or shards

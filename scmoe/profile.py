@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,9 @@ from scmoe.errors import ConfigError, run_main
 from scmoe.layers.mlp import is_gated
 from scmoe.parallel.collectives import request_copy_engines
 from scmoe.parallel.mesh import batch_sharding
-from scmoe.profiling.overlap import measure_overlap, name_events, stage_of, stage_table, stage_times
+from scmoe.profiling.overlap import measure_overlap, stage_of, stage_table, stage_times
 from scmoe.profiling.picture import Bar, draw_png, write_page
-from scmoe.profiling.program import traced
+from scmoe.profiling.program import Program, traced
 from scmoe.profiling.roofline import MACHINES, Sizes, machine, model_times
 from scmoe.profiling.timer import Timing, interleave, speed_up
 from scmoe.profiling.trace import Event
@@ -159,9 +159,11 @@ class _Arm:
     folder = str(self.directory / "trace")
     return traced(lambda: self(TRACED), folder), folder
 
-  def program(self) -> str:
-    """Text of the compiled step."""
-    return self.step.program.text if self.step.gpu and self.step.program is not None else ""
+  @property
+  def compiled(self) -> Program:
+    """The step as it runs."""
+    assert self.step.program is not None, "called after `warm_up`"
+    return self.step.program
 
 
 def _with_wiring(run: RunConfig, name: str) -> RunConfig:
@@ -183,18 +185,19 @@ def _arm_report(
     lines += [str(schedule), f"as modelled for {modelled_on}, one pair, forward:", describe(times)]
     bars = _bars(best_chunks(times)[1])
   events, folder = arm.trace()
-  overlap, program = measure_overlap(events, TRACED), arm.program()
+  overlap = measure_overlap(events, TRACED)
   if overlap is not None:
-    stages = stage_times(events, program, TRACED)
+    names = arm.compiled.names
+    stages = stage_times(events, names, TRACED)
     lines += [
       f"trace: communication {overlap.communication:.3f} ms, {100 * overlap.share_hidden:.1f} % "
       f"hidden, {overlap.exposed:.3f} ms exposed; computation {overlap.computation:.3f} ms",
       stage_table(stages),
       "beside each exchange of the compiled program:",
-      summary(program_windows(program)),
+      summary(program_windows(arm.compiled.text)),
     ]
     figures |= {"trace": overlap.as_json(), "stages": [dataclasses.asdict(s) for s in stages]}
-    bars = measured_bars(events, program)
+    bars = measured_bars(events, names)
   lines.append(f"trace for XProf or Perfetto: {folder}")
   return "\n".join(lines), figures | {"trace_folder": folder}, bars
 
@@ -206,11 +209,10 @@ def _bars(spans: Sequence[Span]) -> dict[str, list[Bar]]:
   }
 
 
-def measured_bars(events: Sequence[Event], program: str) -> dict[str, list[Bar]]:
+def measured_bars(events: Sequence[Event], names: Mapping[str, str]) -> dict[str, list[Bar]]:
   """One block pair of the traced forward pass, around its dispatch; ms."""
   device = min(e.device for e in events)
   own = [e for e in events if e.device == device]
-  names = name_events(own, program)
   stage = lambda e: stage_of(names.get(e.op) or e.op)
   sent = [e for e in own if e.is_communication and stage(e) == "dispatch"]
   if len(sent) < 2:

@@ -18,8 +18,8 @@ from scmoe.models.gpt import GPT, Pass
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.losses import gshard_loss, z_loss
 from scmoe.parallel.collectives import total
+from scmoe.parallel.gradients import reduce_gradients
 from scmoe.parallel.mesh import BATCH_AXES, manual, parameter_specs
-from scmoe.training.step import reduce_gradients
 
 VOCAB, LENGTH, BATCH = 11, 6, 2
 BALANCE, Z = 0.3, 0.1  # coefficients large enough for their gradients to be seen

@@ -58,11 +58,8 @@ def test_a_pair_of_the_trace_is_cut_out_around_its_dispatch():
       event("ncclSend", pair + 4, pair + 6, "send.1"),
       event("gemm", pair + 3, pair + 7, "mlp.1"),
     ]
-  program = """
-    %send.1 = f32[] custom-call(), metadata={op_name="jit(f)/dispatch/all_to_all"}
-    %mlp.1 = f32[] fusion(), metadata={op_name="jit(f)/mlp/dot_general"}
-  """
-  bars = profile.measured_bars(events, program)
+  names = {"send.1": "jit(f)/dispatch/all_to_all", "mlp.1": "jit(f)/mlp/dot_general"}
+  bars = profile.measured_bars(events, names)
   assert bars[LINK] == [("dispatch", 3, 5)]
   assert bars[COMPUTE] == [("mlp", 2, 6)]
 

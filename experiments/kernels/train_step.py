@@ -34,6 +34,7 @@ from scmoe.parallel.mesh import batch_sharding
 from scmoe.profiling.overlap import stage_table, stage_times
 from scmoe.profiling.timer import interleave, speed_up
 from scmoe.profiling.trace import find_trace, read_events
+from scmoe.profiling.wire import operation_names
 from scmoe.training.step import init_state, make_train_step
 
 COMPARED = ("objective", "grad_norm")
@@ -131,7 +132,8 @@ def stages(bench: Bench, compiled, folder: Path) -> str:
   """Where one arm's time goes, by stage and direction, from a profiler trace of two steps."""
   with jax.profiler.trace(str(folder)):
     bench.steps(compiled, 2)
-  return stage_table(stage_times(read_events(find_trace(str(folder))), compiled.as_text(), 2))
+  events, names = read_events(find_trace(str(folder))), operation_names(compiled)
+  return stage_table(stage_times(events, names, 2))
 
 
 def main() -> None:

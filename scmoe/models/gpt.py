@@ -22,6 +22,7 @@ from scmoe.models.config import ModelConfig
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.types import RouterSums
+from scmoe.parallel.gradients import Reduction
 from scmoe.parallel.mesh import axis_size
 
 REMATS = ("none", "dots", "moe", "full")
@@ -43,6 +44,7 @@ class Pass:
     remat: what the backward pass recomputes: none; dots (all but matrix products); moe (expert
       activations, nothing that travelled); full (all but the rows that travelled).
     gate: index of the gate that chooses, where `router.gates` > 1.
+    reduction: of the gradients of `stages`, one pair's at a time, or None.
   """
 
   positions_BS: Int[Array, "B S"] | None = None
@@ -54,6 +56,7 @@ class Pass:
   no_drop: bool = dataclasses.field(default=False, metadata={"static": True})
   remat: str = dataclasses.field(default="none", metadata={"static": True})
   gate: int = dataclasses.field(default=0, metadata={"static": True})
+  reduction: Reduction | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -144,10 +147,13 @@ class GPT(nnx.Module):
     if given.key is not None and rule.taps:
       keys = jax.random.split(given.key, (config.num_pairs, rule.units_per_moe, len(rule.taps)))
     graph, params = nnx.split(self.stages)
+    reduction = given.reduction
 
     def stage(carry, xs):
       # Here parameters that are spread over the data axis will be gathered, one pair's at a time.
-      params, caches, keys, bias_E = xs
+      params, sums, caches, keys, bias_E = xs
+      if reduction is not None:
+        params = dataclasses.replace(reduction, sums=sums)(params)
       h_BSD, handed_BSD, first = carry
       pair: BlockPair = nnx.merge(graph, params)
       if handed_BSD is not None:
@@ -164,7 +170,7 @@ class GPT(nnx.Module):
     carry, (sums, caches) = jax.lax.scan(
       _rematerialised(stage, given.remat),
       (h_BSD, handed_BSD, jnp.ones((), bool)),
-      (params, given.caches, keys, (given.router or {}).get("bias")),
+      (params, reduction and reduction.sums, given.caches, keys, (given.router or {}).get("bias")),
       unroll=self.overlap.unroll or config.num_pairs,
     )
     return Output(self.norm(carry[0]), sums, caches)

@@ -16,6 +16,7 @@ from scmoe.moe.losses import balance_loss, layer_balance, statistics, update_bia
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.types import RouterSums
 from scmoe.parallel.collectives import total
+from scmoe.parallel.gradients import Reduction
 from scmoe.parallel.mesh import BATCH_AXES
 
 
@@ -56,7 +57,12 @@ class LanguageModelObjective:
     self.graph, self.router, self.remat = graph, router, remat
 
   def loss(
-    self, params: Any, router: Any, batch: Batch, rng: Array | None
+    self,
+    params: Any,
+    router: Any,
+    batch: Batch,
+    rng: Array | None,
+    reduction: Reduction | None = None,
   ) -> tuple[Array, LossSums]:
     """Total loss of one microbatch, and its sums.
 
@@ -68,10 +74,16 @@ class LanguageModelObjective:
       router: state that gradients do not train (`GPT.init_router`); None or {} where there is none.
       batch: [B, S].
       rng: random key for gate noise.
+      reduction: how gradients travel, if they do so inside the backward pass: a pair's by itself.
 
     Returns:
       mean cross-entropy (nats per counted token) + balancing losses summed over layers, float32.
     """
+    stages = None
+    if reduction is not None:
+      others = [name for name in params if name != "stages"]
+      params = {**params, **reduction.part(*others)({name: params[name] for name in others})}
+      stages = reduction.part("stages")
     model: GPT = nnx.merge(self.graph, params)
     out = model(
       batch.inputs,
@@ -82,6 +94,7 @@ class LanguageModelObjective:
         key=rng,
         router=router,
         remat=self.remat,
+        reduction=stages,
       ),
     )
     with jax.named_scope("loss"):

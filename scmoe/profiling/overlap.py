@@ -1,7 +1,7 @@
 """How much communication had computation running beside it, by stage and direction.
 
 The words are those of the code's named scopes (route, dispatch, experts, combine, attention, mlp),
-found in the op_name of the compiled program's instructions.
+found in the op_name of the compiled program's instructions (`scmoe.profiling.wire`).
 """
 
 from __future__ import annotations
@@ -73,19 +73,16 @@ def device_overlap(events: list[Event], steps: int = 1) -> Overlap:
   )
 
 
-STAGES = ("attention", "mlp", "route", "dispatch", "experts", "combine")
-ALL_REDUCE = "all-reduce"  # of gradients, and of the few sums of the loss
+# Named scopes: of a pair's steps, of a step's other parts, and of what travels beside rows.
+STAGES = ("attention", "mlp", "route", "dispatch", "experts", "combine", "add")
+STAGES += ("embedding", "loss", "cast", "optimizer")
+STAGES += ("counts", "weights", "tensor", "gradients", "statistics")
+ALL_REDUCE = "all-reduce"  # a sum over devices that has no name
 OTHER = "other"
 
 
-def operation_names(program: str) -> dict[str, str]:
-  """Instruction -> op_name, from the text of an optimised HLO program."""
-  pattern = r'^\s*(?:ROOT )?%?([\w.\-]+) = .*?op_name="([^"]*)"'
-  return dict(re.findall(pattern, program, re.MULTILINE))
-
-
 def stage_of(op_name: str) -> str:
-  """The stage word of an op_name; "all-reduce" for sums over devices outside the stages."""
+  """The innermost stage word of an op_name."""
   parts = op_name.split("/")
   for part in reversed(parts):
     for stage in STAGES:
@@ -97,24 +94,6 @@ def stage_of(op_name: str) -> str:
 def direction_of(op_name: str) -> str:
   """ "backward" for what differentiation transposed, "forward" otherwise."""
   return "backward" if "transpose(" in op_name else "forward"
-
-
-def name_events(events: Iterable[Event], program: str) -> dict[str, str]:
-  """Instruction named by the trace -> op_name.
-
-  A trace names an asynchronous all-to-all after the operation inside, not after the program's
-  `all-to-all-start`. NCCL runs them in program order, so the n-th name to appear is the n-th start.
-  """
-  names = operation_names(program)
-  starts = re.findall(r'all-to-all-start\(.*?op_name="([^"]*)"', program)
-  seen: list[str] = []
-  for event in sorted(events, key=lambda e: e.start):
-    exchange = event.is_communication and re.match(r"all[-_]to[-_]all", event.op)
-    if exchange and event.op not in names and event.op not in seen:
-      seen.append(event.op)
-  if len(seen) == len(starts):
-    names.update(zip(seen, starts))
-  return names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,13 +113,20 @@ class StageTime:
   hidden: float
 
 
-def stage_times(events: Iterable[Event], program: str, steps: int = 1) -> list[StageTime]:
-  """Times by stage and direction of the first device, longest first."""
+def stage_times(
+  events: Iterable[Event], names: Mapping[str, str], steps: int = 1
+) -> list[StageTime]:
+  """Times by stage and direction of the first device, longest first.
+
+  Args:
+    events: of `steps` steps.
+    names: op_name of each instruction (`Program.names`).
+    steps: in the trace.
+  """
   devices = by_device(events)
   if not devices:
     return []
   own = next(iter(devices.values()))
-  names = name_events(own, program)
   computing = union((e.start, e.end) for e in own if not e.is_communication)
   groups: dict[tuple[str, str], list[Event]] = {}
   for event in own:
@@ -158,7 +144,7 @@ def stage_times(events: Iterable[Event], program: str, steps: int = 1) -> list[S
 
 def _stage_and_direction(event: Event, names: Mapping[str, str]) -> tuple[str, str]:
   op_name = names.get(event.op, event.op)
-  if event.is_communication and "AllReduce" in event.name:
+  if event.is_communication and event.op not in names and "AllReduce" in event.name:
     return ALL_REDUCE, "backward"
   return stage_of(op_name), direction_of(op_name)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 
+from scmoe.profiling.costs import instruction_costs
 from scmoe.profiling.trace import Event, find_trace, read_events
+from scmoe.profiling.wire import as_profile, operation_names
 
 
 class Program:
@@ -48,6 +49,11 @@ class Program:
     return self.compiled.as_text()
 
   @property
+  def names(self) -> dict[str, str]:
+    """Instruction -> op_name, of all that a trace may name."""
+    return operation_names(self.compiled)
+
+  @property
   def gibibytes(self) -> float:
     """Memory: arguments, results and temporaries, less what donation saves."""
     m = self.compiled.memory_analysis()
@@ -69,20 +75,22 @@ def traced(run: Callable[[], object], folder: str | None = None) -> list[Event]:
     return read_events(find_trace(place))
 
 
-def latencies(folder: str) -> bytes:
-  """Times of every instruction, from the profiler's trace under `folder`; empty without a GPU.
+def latencies(folder: str, program: Program) -> bytes:
+  """Times of every instruction of a program, from the trace of its runs; empty without a GPU.
 
   What XLA's scheduler takes as a profile (profile-guided latency estimation).
+
+  Args:
+    folder: of `jax.profiler`.
+    program: what ran, as it is compiled.
   """
-  from jax.experimental.profiler import get_profiled_instructions_proto
-
-  (run,) = list(Path(folder).glob("plugins/profile/*"))
-  return get_profiled_instructions_proto(str(run))
+  events = read_events(find_trace(folder))
+  return as_profile(instruction_costs(events, program.text)) if events else b""
 
 
-def profiled(run: Callable[[], object]) -> bytes:
-  """`latencies` of what `run` calls."""
+def profiled(run: Callable[[], object], program: Program) -> bytes:
+  """`latencies` of what `run` calls of a program."""
   with tempfile.TemporaryDirectory() as directory:
     with jax.profiler.trace(directory):
       run()
-    return latencies(directory)
+    return latencies(directory, program)

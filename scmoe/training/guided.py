@@ -21,7 +21,7 @@ import jax
 from scmoe.blocks.options import OverlapConfig
 from scmoe.profiling.program import Program, latencies
 
-Collect = Callable[[str], bytes]
+Collect = Callable[[str, Program], bytes]
 WARM_UP = 1  # steps before the profile: the first call of a program loads its kernels
 
 
@@ -36,7 +36,7 @@ class GuidedStep:
     overlap: see `OverlapConfig`.
     directory: where profiles are kept, one per program and device kind.
     gpu: whether it runs on NVIDIA GPUs, by default whether jax does.
-    collect: reads a profile from a folder of `jax.profiler`.
+    collect: reads the profile of a program from a folder of `jax.profiler`.
     say: prints a line.
   """
 
@@ -111,7 +111,7 @@ class GuidedStep:
       return
     with self.trace as directory:
       jax.profiler.stop_trace()
-      profile = self.collect(directory)
+      profile = self.collect(directory, self.program)
     self.trace = None
     if not profile:
       self.say("profile-guided scheduling: the profile is empty; going on without it")

@@ -17,15 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scmoe.batch import Batch
-from scmoe.parallel.mesh import (
-  AXES,
-  BATCH_AXES,
-  axis_size,
-  batch_sharding,
-  manual,
-  replicated,
-  shardings_of,
-)
+from scmoe.parallel.gradients import Reduction, global_norm, travels_over
+from scmoe.parallel.mesh import BATCH_AXES, batch_sharding, manual, replicated, shardings_of
 from scmoe.training.optimizer import Optimizer
 
 PyTree = Any
@@ -56,8 +49,18 @@ class Objective(Protocol):
   Called in the manual region: parameters and batch are one device's shares.
   """
 
-  def loss(self, params: PyTree, router: PyTree, batch: Batch, rng: Array) -> tuple[Array, PyTree]:
+  def loss(
+    self,
+    params: PyTree,
+    router: PyTree,
+    batch: Batch,
+    rng: Array,
+    reduction: Reduction | None = None,
+  ) -> tuple[Array, PyTree]:
     """Scalar to differentiate over one microbatch (leaves [B, ...]; `rng` a typed key), and aux.
+
+    With a `reduction`, which the last microbatch has, parameters go through it before they are
+    read: one layer's at a time, if their gradients are to travel while others are computed.
 
     The scalar is the loss of the global batch, the same on all devices, of which each device
     differentiates its own part (`scmoe.parallel.collectives.total`). `aux` is a pytree of sums over
@@ -148,8 +151,9 @@ def make_train_step(
     # Left inside the loop, every microbatch would read all float32 weights to cast them again.
     with jax.named_scope("cast"):
       params = objective.cast(state.params)
-    loss, grads, aux = accumulate(objective, params, state.router, batch, rng)
-    grads = reduce_gradients(grads, specs.params, gradient_dtype)
+    loss, grads, aux = accumulate(
+      objective, params, state.router, batch, rng, specs.params, gradient_dtype
+    )
     with jax.named_scope("optimizer"):
       norm = global_norm(grads, specs.params)
       # Before clipping: clipping by a norm with one inf turns that leaf into NaN, the rest into 0.
@@ -174,72 +178,69 @@ def make_train_step(
 
 
 def accumulate(
-  objective: Objective, params: PyTree, router: PyTree, batch: Batch, rng: Array
+  objective: Objective,
+  params: PyTree,
+  router: PyTree,
+  batch: Batch,
+  rng: Array,
+  specs: PyTree,
+  gradient_dtype: str = "float32",
 ) -> tuple[Array, PyTree, PyTree]:
   """Loss and fp32 gradients, meaned over microbatches, and the summed aux.
 
-  Each device adds up its own gradients: no collective but those of the loss. Batch leaves are
-  [A, B, ...]; microbatch i uses the key folded with i.
+  Each device adds up its own gradients, and the last microbatch's backward pass hands every sum
+  over as soon as it is complete (`Reduction`): each shared gradient travels once per step, beside
+  the layers that are still to come. Where nothing has to travel, all microbatches are one loop.
+
+  Args:
+    objective: whose loss.
+    params: in the types in which the loss reads them.
+    router: state that gradients do not train.
+    batch: leaves [A, B, ...] of A microbatches; the i-th uses the key folded with i.
+    rng: of the step.
+    specs: PartitionSpecs like the parameters.
+    gradient_dtype: in which gradients travel between devices.
   """
   differentiate = jax.value_and_grad(objective.loss, has_aux=True)
+  count = jax.tree.leaves(batch)[0].shape[0]
+  shared = jax.tree.map(lambda spec: bool(travels_over(spec)), specs)
+  handed_over = any(jax.tree.leaves(shared))
+  some = lambda which: jax.tree.map(lambda x: x[which], batch)
+  if count == 1 and not handed_over:
+    (loss, aux), grads = differentiate(params, router, some(0), jax.random.fold_in(rng, 0))
+    return loss.astype(jnp.float32), grads, aux
+
+  def add(total: PyTree, new: PyTree) -> PyTree:
+    # Widened as they are added: no float32 copy of all gradients is written.
+    return jax.tree.map(lambda sum, new: sum + new.astype(sum.dtype), total, new)
 
   def microbatch(total: PyTree, item: tuple[Batch, Array]) -> tuple[PyTree, None]:
     micro, index = item
-    result = differentiate(params, router, micro, jax.random.fold_in(rng, index))
-    # Widened as they are added: no float32 copy of all gradients is written.
-    return jax.tree.map(lambda sum, new: sum + new.astype(sum.dtype), total, result), None
+    return add(total, differentiate(params, router, micro, jax.random.fold_in(rng, index))), None
 
-  count = jax.tree.leaves(batch)[0].shape[0]
-  first = jax.tree.map(lambda x: x[0], batch)
-  if count == 1:
-    (loss, aux), grads = differentiate(params, router, first, jax.random.fold_in(rng, 0))
-    return loss.astype(jnp.float32), grads, aux
-  shapes = jax.eval_shape(differentiate, params, router, first, rng)
-  zeros = jax.tree.map(
+  shapes = jax.eval_shape(differentiate, params, router, some(0), rng)
+  total = jax.tree.map(
     lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), shapes
   )
-  ((loss, aux), grads), _ = jax.lax.scan(microbatch, zeros, (batch, jnp.arange(count)))
+  alone = count - 1 if handed_over else count
+  if alone:
+    total, _ = jax.lax.scan(microbatch, total, (some(slice(alone)), jnp.arange(alone)))
+  if handed_over:
+    last = some(count - 1), jax.random.fold_in(rng, count - 1)
+    first = dataclasses.replace(Reduction(None, specs, gradient_dtype), first=not alone)
+    keep = lambda which, tree: jax.tree.map(lambda s, x: x if s == which else None, shared, tree)
+
+    def loss_of(params: PyTree, sums: PyTree) -> tuple[Array, PyTree]:
+      return objective.loss(params, router, *last, dataclasses.replace(first, sums=sums))
+
+    own = keep(True, total[1])
+    result, (bars, sums) = jax.value_and_grad(loss_of, (0, 1), has_aux=True)(params, own)
+    added = add((total[0], keep(False, total[1])), (result, keep(False, bars)))
+    merge = lambda ours, theirs: theirs if ours is None else ours
+    grads = jax.tree.map(merge, sums, added[1], is_leaf=lambda leaf: leaf is None)
+    total = added[0], grads
+  (loss, aux), grads = total
   return loss / count, jax.tree.map(lambda g: g / count, grads), aux
-
-
-def reduce_gradients(grads: PyTree, specs: PyTree, dtype: str = "float32") -> PyTree:
-  """Sums of the devices' gradients over all that hold the same parameter: float32.
-
-  The one place that says how gradients travel, and when: once per step, all of them.
-
-  Args:
-    grads: this device's shares of the gradients of what it differentiates, in any type.
-    specs: PartitionSpecs like the parameters.
-    dtype: in which they travel.
-  """
-
-  def reduce(grad: Array, spec: P) -> Array:
-    over = tuple(a for a in BATCH_AXES if a not in _axes_of(spec) and axis_size(a) > 1)
-    if over:
-      grad = jax.lax.psum(grad.astype(dtype), over)
-    return grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
-
-  with jax.named_scope("gradients"):
-    return jax.tree.map(reduce, grads, specs)
-
-
-def global_norm(grads: PyTree, specs: PyTree) -> Array:
-  """Euclidean norm of a tree whose leaves lie on the mesh as `specs` say, each counted once."""
-
-  def square(grad: Array, spec: P) -> Array:
-    copies = axis_size(*AXES) // axis_size(*_axes_of(spec))
-    return jnp.sum(jnp.square(grad.astype(jnp.float32))) / copies
-
-  total = sum(jax.tree.leaves(jax.tree.map(square, grads, specs)))
-  over = tuple(axis for axis in AXES if axis_size(axis) > 1)
-  with jax.named_scope("gradients"):
-    return jnp.sqrt(jax.lax.psum(total, over) if over else total)
-
-
-def _axes_of(spec: P) -> tuple[str, ...]:
-  """Mesh axes that split an array."""
-  parts = [(part,) if isinstance(part, str) else part or () for part in spec]
-  return tuple(axis for part in parts for axis in part)
 
 
 def _updated(

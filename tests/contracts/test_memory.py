@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from scmoe.moe.dispatch import DispatchConfig, dropless
 from scmoe.moe.layer import MoE, MoEConfig
+from scmoe.parallel.gradients import reduce_gradients
 from scmoe.parallel.mesh import (
   AXES,
   BATCH_AXES,
@@ -23,7 +24,6 @@ from scmoe.parallel.mesh import (
   manual,
   parameter_specs,
 )
-from scmoe.training.step import reduce_gradients
 
 E, K = 16, 2
 

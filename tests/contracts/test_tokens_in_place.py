@@ -24,8 +24,8 @@ from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.layer import MoE, MoECall, MoEConfig
 from scmoe.moe.options import CompatConfig, RouterConfig
 from scmoe.moe.route import route
+from scmoe.parallel.gradients import reduce_gradients
 from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, make_mesh, manual, parameter_specs
-from scmoe.training.step import reduce_gradients
 
 B, S, D, F = 4, 8, 6, 12
 DROPLESS = DispatchConfig(transport="dropless")

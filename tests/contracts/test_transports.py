@@ -15,7 +15,15 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from scmoe.kernels.grouped_matmul import FFNWeights
-from scmoe.moe.dispatch import Capacity, Dropless, Local, dropless
+from scmoe.moe.dispatch import (
+  Capacity,
+  DispatchConfig,
+  Dropless,
+  Local,
+  Packed,
+  dropless,
+  make_transport,
+)
 from scmoe.moe.experts import FFNExperts, FFNExpertsConfig
 from scmoe.moe.route import make_routing
 from scmoe.parallel.collectives import Exchange
@@ -86,8 +94,11 @@ def experts_of(E, replicas):
 
 
 @functools.cache
-def compiled(*, devices, transport, chunks=1, nodes=1, slack=1.25, replicas=1, E=8):
-  """(x, weight, weights, expert, cotangent) -> y, gradients, rounds; for any routing."""
+def compiled(*, devices, transport, chunks=1, nodes=1, slack=1.25, replicas=1, E=8, room=0):
+  """(x, weight, weights, expert, cotangent) -> y, gradients, rounds, drops; for any routing.
+
+  Capacity has `room` rows for each expert and device; 0: for all that there can be.
+  """
   mesh = make_mesh(MeshConfig(data=1, expert=devices), num_experts=E)
   size = mesh.shape["expert"]
   exchange = Exchange("expert", size, nodes) if size > 1 and replicas else Exchange()
@@ -96,32 +107,34 @@ def compiled(*, devices, transport, chunks=1, nodes=1, slack=1.25, replicas=1, E
   def local(x, weight, weights, expert):
     probs = jnp.zeros((x.shape[0], E))
     routing = make_routing(expert, weight, probs, probs)
+    rows = room or x.shape[0] + -x.shape[0] % chunks
+    way = Dropless(exchange, slack, chunks) if exchange.size > 1 else Local()
     if transport == "capacity":
-      rows = x.shape[0] + -x.shape[0] % chunks
       way = Capacity(rows, exchange, chunks=chunks)
-    elif exchange.size > 1:
-      way = Dropless(exchange, slack, chunks)
-    else:
-      way = Local()
+    if transport == "packed":
+      way = Packed(rows, way)
     experts = with_weights(weights)
     sent = way.dispatch(x, routing, experts)
     rows = tuple(experts(rows, layout) for rows, layout in zip(sent.rows, sent.layouts))
-    return way.combine(dataclasses.replace(sent, rows=rows)), sent.rounds[None]
+    y = way.combine(dataclasses.replace(sent, rows=rows))
+    return y, (sent.rounds[None], sent.dropped[None])
 
   batch = P(BATCH_AXES)
-  function = manual(local, mesh, (batch, batch, specs, batch), (batch, P(AXES)))
+  function = manual(local, mesh, (batch, batch, specs, batch), (batch, (P(AXES), P(AXES))))
 
   @jax.jit
   def both(x, weight, weights, expert, cotangent):
-    y, pull, rounds = jax.vjp(lambda *a: function(*a, expert), x, weight, weights, has_aux=True)
-    return y, pull(cotangent), rounds[0]
+    y, pull, (rounds, drops) = jax.vjp(
+      lambda *a: function(*a, expert), x, weight, weights, has_aux=True
+    )
+    return y, pull(cotangent), rounds[0], drops.sum()
 
   return both
 
 
 def run(kind, *, E=8, **options):
   """y and gradients, and the number of rounds."""
-  y, gradients, rounds = compiled(E=E, **options)(*problem(kind, E))
+  y, gradients, rounds, _ = compiled(E=E, **options)(*problem(kind, E))
   return jax.tree.map(np.asarray, (y, gradients)), int(rounds)
 
 
@@ -139,13 +152,52 @@ def _child(tree, key):
 @pytest.mark.parametrize("kind", ["balanced", "zipf", "one"])
 @pytest.mark.parametrize(
   ("transport", "devices"),
-  [("capacity", 1), ("capacity", 8)] + [("dropless", devices) for devices in (1, 2, 4, 8)],
+  [("capacity", 1), ("capacity", 8), ("packed", 1), ("packed", 4)]
+  + [("dropless", devices) for devices in (1, 2, 4, 8)],
 )
 def test_equals_the_dense_sum(kind, transport, devices):
   got, rounds = run(kind, devices=devices, transport=transport)
   assert_equals_oracle(kind, got)
   if kind == "balanced" or transport == "capacity" or devices == 1:
     assert rounds == 1
+
+
+@pytest.mark.parametrize("room", [1, 3])
+@pytest.mark.parametrize("kind", ["zipf", "one"])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_packed_drops_what_capacity_drops(kind, devices, room):
+  """Values, gradients and the number of drops; with overflow rounds and without."""
+  given = problem(kind, 8)
+  want = compiled(devices=devices, transport="capacity", room=room)(*given)
+  for slack in (1.0, 4.0):
+    got = compiled(devices=devices, transport="packed", room=room, slack=slack)(*given)
+    assert int(got[3]) == int(want[3]) > 0
+    for a, b in zip(jax.tree.leaves(got[:2]), jax.tree.leaves(want[:2]), strict=True):
+      np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())
+
+
+@pytest.mark.parametrize(("factor", "rounds"), [(1.0, 1), (2.0, 5)])
+def test_packed_needs_no_overflow_where_capacity_bounds_its_queues(factor, rounds):
+  """All choices go to rank 0's two experts: capacity leaves one balanced share of them, or two."""
+  mesh = make_mesh(MeshConfig(data=1, expert=4), num_experts=8)
+  config = DispatchConfig(transport="packed", capacity_factor=factor, slack=1.0)
+
+  def local(x):
+    expert = jnp.tile(jnp.asarray([[0, 1]], jnp.int32), (x.shape[0], 1))
+    probs = jnp.zeros((x.shape[0], 8))
+    way = make_transport(config, tokens=x.shape[0], num_experts=8, k=2)
+    routing = make_routing(expert, jnp.ones(expert.shape), probs, probs)
+    sent = way.dispatch(x, routing, lambda rows, layout: rows)
+    return way.combine(sent), sent.rounds[None], sent.dropped[None]
+
+  function = manual(local, mesh, P(BATCH_AXES), (P(BATCH_AXES), P(AXES), P(AXES)))
+  x = jnp.arange(T * D, dtype=jnp.float32).reshape(T, D)
+  y, seen, dropped = jax.jit(function)(x)
+  rows = int(factor * 2 * 2)  # 16 tokens of a device over 8 experts, two choices each
+  assert int(seen[0]) == rounds
+  assert int(dropped[0]) == 2 * (16 - rows)
+  kept = np.arange(16) < rows
+  np.testing.assert_array_equal(y, 2 * np.asarray(x) * np.tile(kept, 4)[:, None])
 
 
 @pytest.mark.parametrize("slack", [1.0, 3.0])

@@ -14,8 +14,8 @@ from scmoe.layers.attention import Attention, AttentionConfig, KeyValues, rotate
 from scmoe.layers.embed import Embedding, EmbeddingConfig
 from scmoe.layers.mlp import MLP, MLPConfig, activate
 from scmoe.layers.norm import Norm
+from scmoe.parallel.gradients import reduce_gradients
 from scmoe.parallel.mesh import manual, parameter_specs
-from scmoe.training.step import reduce_gradients
 
 B, S, D = 2, 5, 12
 

@@ -13,8 +13,8 @@ from scmoe.moe.gates import GATES, CosineGate, LinearGate, cosine_logits, make_g
 from scmoe.moe.layer import MoE, MoECall, MoEConfig
 from scmoe.moe.options import CompatConfig, RouterConfig
 from scmoe.moe.route import route, scaled_weights
+from scmoe.parallel.gradients import reduce_gradients
 from scmoe.parallel.mesh import BATCH_AXES, manual, parameter_specs
-from scmoe.training.step import reduce_gradients
 
 T, D, E, PROJECTED = 6, 4, 5, 3
 

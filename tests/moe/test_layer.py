@@ -13,8 +13,8 @@ from scmoe.errors import ConfigError
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.experts import Experts
 from scmoe.moe.layer import MoE, MoECall, MoEConfig
+from scmoe.parallel.gradients import reduce_gradients
 from scmoe.parallel.mesh import BATCH_AXES, manual, parameter_specs
-from scmoe.training.step import reduce_gradients
 
 D, F, E = 4, 6, 4
 DISPATCH = {

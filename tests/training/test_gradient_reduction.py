@@ -21,6 +21,7 @@ from scmoe.models.objective import LanguageModelObjective
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.options import RouterConfig
 from scmoe.parallel.collectives import NAMES
+from scmoe.parallel.gradients import Reduction, global_norm, reduce_gradients
 from scmoe.parallel.mesh import (
   BATCH_AXES,
   MeshConfig,
@@ -29,7 +30,7 @@ from scmoe.parallel.mesh import (
   manual,
   parameter_specs,
 )
-from scmoe.training.step import accumulate, global_norm, make_train_step, reduce_gradients
+from scmoe.training.step import accumulate, make_train_step
 
 CONFIG = ModelConfig(
   wiring="shared_expert",
@@ -81,8 +82,7 @@ def run(mesh, router=NOISY, dispatch=ROOM, dtype="float32", microbatches=2, unev
   objective, params, specs = parts(router, dispatch)
 
   def local(params, batch):
-    loss, grads, aux = accumulate(objective, params, {}, batch, jax.random.key(3))
-    grads = reduce_gradients(grads, specs, dtype)
+    loss, grads, aux = accumulate(objective, params, {}, batch, jax.random.key(3), specs, dtype)
     return loss, grads, global_norm(grads, specs), aux
 
   devices = jax.devices()[: MESHES[mesh].size]
@@ -178,12 +178,35 @@ class Program:
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), batch_of(2, 8)
     )
     split = lambda s: "expert" in jax.tree.leaves(tuple(s.sharding.spec))
-    shapes = [s for s in jax.tree.leaves(self.built.shapes) if not split(s)]
-    self.shared = [s.sharding.shard_shape(s.shape) for s in shapes]  # what several devices hold
+    # What several devices hold, each pair's by itself.
+    self.shared = []
+    for path, s in jax.tree_util.tree_leaves_with_path(self.built.shapes):
+      pairs, *shape = s.sharding.shard_shape(s.shape)
+      own = [tuple(shape)] * pairs if path[0].key == "stages" else [(pairs, *shape)]
+      self.shared += [] if split(s) else own
 
   def lower(self, **options):
     step = make_train_step(self.built.objective, self.built.optimizer, self.abstract, **options)
     return step.lower(self.abstract, self.batch)
+
+  @property
+  def sums(self):
+    """(scope, number of elements) of every sum over devices, as often as a step makes it."""
+    step = make_train_step(self.built.objective, self.built.optimizer, self.abstract)
+    found = []
+
+    def walk(jaxpr, scope, times):
+      for eqn in jaxpr.eqns:
+        name = f"{scope}/{eqn.source_info.name_stack}"
+        if eqn.primitive.name.startswith("psum"):
+          found.extend([(name, v.aval.size) for v in eqn.invars] * times)
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
+          if is_jaxpr(inner):
+            walk(getattr(inner, "jaxpr", inner), name, times * eqn.params.get("length", 1))
+
+    is_jaxpr = lambda value: hasattr(getattr(value, "jaxpr", value), "eqns")
+    walk(step.trace(self.abstract, self.batch).jaxpr.jaxpr, "", 1)
+    return found
 
   @functools.cached_property
   def collectives(self):
@@ -202,16 +225,49 @@ class Program:
     return found
 
 
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_reduction_gives_what_reducing_at_the_end_gives(microbatches, dtype):
+  """Also a call for a part of the parameters, and sums of earlier microbatches."""
+  specs = {"shared": P(), "split": P("expert"), "other": {"a": P()}}
+  values = jnp.arange(1.0, 5.0)
+  params = {"shared": values, "split": values, "other": {"a": values.astype(jnp.bfloat16)}}
+  mesh = make_mesh(MeshConfig(2, 2, 1), jax.devices()[:4])
+
+  def loss(params, x):
+    return (jnp.sin(params["shared"] * x) * params["other"]["a"]).sum() + params["split"].sum()
+
+  def local(params, x):
+    earlier = jax.tree.map(lambda p: (microbatches - 1) * x.mean() * jnp.ones(p.shape), params)
+    _, pull = jax.vjp(lambda p: loss(p, x), params)
+    total = jax.tree.map(lambda a, b: a + b.astype(jnp.float32), earlier, pull(jnp.ones(()))[0])
+    sums = {**earlier, "split": None}
+    reduction = Reduction(sums, specs, dtype, first=microbatches == 1)
+
+    def through(params, sums):
+      given = dataclasses.replace(reduction, sums=sums)
+      some = given.part("shared", "split")({k: params[k] for k in ("shared", "split")})
+      return loss({**some, **given.part("other")({"other": params["other"]})}, x)
+
+    own, got = jax.grad(through, (0, 1))(params, sums)
+    return reduce_gradients(total, specs, dtype), {**got, "split": own["split"]}
+
+  split = {**jax.tree.map(lambda _: P(), specs), "split": P("expert")}
+  function = manual(local, mesh, (split, P(BATCH_AXES)), (split, split))
+  want, got = jax.jit(function)(params, jnp.linspace(0.1, 0.9, 4))
+  want["split"] = np.ones(4)  # this device's own, of one microbatch
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-6 if dtype == "float32" else 1e-2)
+
+
 @pytest.fixture(scope="module")
 def program():
   return Program()
 
 
 def test_every_gradient_travels_once_per_step(program):
-  """Outside the loop over microbatches; those of experts not at all; and beside them their norm."""
-  found = [c for c in program.collectives if "/gradients/" in c[2]]
-  assert {computation for computation, _, _ in found} == {"ENTRY"}
-  sizes = [math.prod(shape) for _, shapes, _ in found for shape in shapes]
+  """In the last microbatch, by pairs; those of experts not at all; and beside them their norm."""
+  sizes = [size for name, size in program.sums if re.search(r"gradients\)*$", name)]
   assert sorted(sizes) == sorted([1, *map(math.prod, program.shared)])
 
 

@@ -41,7 +41,7 @@ def traces(monkeypatch):
 
 
 def guided(step, directory, overlap=ON, **options):
-  options = {"gpu": True, "collect": lambda d: b"latencies", "say": lambda line: None} | options
+  options = {"gpu": True, "collect": lambda d, p: b"latencies", "say": lambda line: None} | options
   return GuidedStep(step, overlap, directory, **options)
 
 
@@ -123,7 +123,7 @@ def test_several_processes_use_a_profile_but_collect_none(tmp_path, traces, monk
 
 def test_an_empty_profile_is_said_and_ignored(tmp_path, traces):
   said, step = [], FakeStep()
-  run = guided(step, tmp_path, collect=lambda d: b"", say=said.append)
+  run = guided(step, tmp_path, collect=lambda d, p: b"", say=said.append)
   for x in range(5):
     run(x)
   assert len(step.compiles) == 1

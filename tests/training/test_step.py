@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 from training_fakes import OPTIMIZER, Objective, Poisoned, Setup, Source, bits, init
 
 from scmoe.batch import Batch
@@ -48,10 +49,10 @@ def test_microbatches_have_their_own_noise(mesh1):
   del mesh1
   params, router = init(jax.random.key(0))
   batch = jax.tree.map(jnp.asarray, Source(4).batch(0))
-  key = jax.random.key(1)
+  key, specs = jax.random.key(1), jax.tree.map(lambda _: P(), params)
   one = jax.jit(lambda i: Objective().loss(params, router, batch, jax.random.fold_in(key, i))[0])
   twice = jax.tree.map(lambda x: jnp.stack([x, x]), batch)
-  loss, _, aux = jax.jit(lambda b: accumulate(Objective(), params, router, b, key))(twice)
+  loss, _, aux = jax.jit(lambda b: accumulate(Objective(), params, router, b, key, specs))(twice)
   assert one(0) != one(1)
   assert float(loss) == pytest.approx(float((one(0) + one(1)) / 2), rel=1e-6)
   assert float(aux["count"]) == 2 * float(batch.weights.sum())
@@ -92,8 +93,8 @@ def test_non_finite_step_changes_counters_only(mesh8):
 class OneInf(Objective):
   """Infinite gradient of one leaf, finite loss."""
 
-  def loss(self, params, router, batch, rng):
-    loss, aux = super().loss(params, router, batch, rng)
+  def loss(self, params, router, batch, rng, reduction=None):
+    loss, aux = super().loss(params, router, batch, rng, reduction)
     bias = params["head"]["bias"]
     return loss + (jnp.sqrt(jnp.abs(bias)) - jnp.sqrt(jnp.abs(bias))).sum(), aux
 

@@ -59,7 +59,8 @@ class Objective:
 
   noise = 0.01
 
-  def loss(self, params, router, batch, rng):
+  def loss(self, params, router, batch, rng, reduction=None):
+    params = params if reduction is None else reduction(params)
     x = params["embed"][batch.inputs]
     logits = x @ params["router"] + router["bias"]
     expert = jnp.argmax(logits, -1)
@@ -97,8 +98,8 @@ class Objective:
 class Poisoned(Objective):
   """NaN where the batch has a token 0, which no good batch has."""
 
-  def loss(self, params, router, batch, rng):
-    loss, aux = super().loss(params, router, batch, rng)
+  def loss(self, params, router, batch, rng, reduction=None):
+    loss, aux = super().loss(params, router, batch, rng, reduction)
     bad = largest((batch.inputs == 0).any().astype(jnp.float32), BATCH_AXES, "statistics")
     poison = jnp.where(bad > 0, jnp.nan, 1.0)
     return loss * poison, aux | {"loss": aux["loss"] * poison}

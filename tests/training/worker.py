@@ -54,9 +54,9 @@ class SlowToCompile(Objective):
   def __init__(self, seconds):
     self.seconds = seconds
 
-  def loss(self, params, router, batch, rng):
+  def loss(self, params, router, batch, rng, reduction=None):
     time.sleep(self.seconds)
-    return super().loss(params, router, batch, rng)
+    return super().loss(params, router, batch, rng, reduction)
 
 
 def main(argv):

@@ -4,6 +4,7 @@ from scmoe.moe.dispatch.capacity import Capacity, capacity, exact_capacity
 from scmoe.moe.dispatch.dropless import Dropless
 from scmoe.moe.dispatch.local import Local
 from scmoe.moe.dispatch.options import TRANSPORTS, DispatchConfig
+from scmoe.moe.dispatch.packed import Packed
 from scmoe.moe.dispatch.positions import queue_positions
 from scmoe.moe.dispatch.transport import Transport, make_transport
 
@@ -13,6 +14,7 @@ __all__ = [
   "DispatchConfig",
   "Dropless",
   "Local",
+  "Packed",
   "Transport",
   "capacity",
   "exact_capacity",

@@ -169,14 +169,33 @@ class Capacity:
         copy_R = [0, 2, 4, 1, -1, -1]
     """
     tokens, _ = routing.expert_TK.shape
-    taken_TK, num_experts, groups = routing.taken_TK, routing.num_experts, self.groups
-    priority_T = routing.probs_TE.max(-1) if self.order == "priority" else None
-    position_TK, count_GE = queue_positions(
-      routing.expert_TK, num_experts, groups, taken_TK, order=self.order, priority_T=priority_T
-    )
+    num_experts, groups = routing.num_experts, self.groups
+    position_TK, kept_TK, count_GE = kept_choices(routing, self.rows, groups, self.order)
     group_T1 = (jnp.arange(tokens, dtype=jnp.int32) // max(tokens // groups, 1))[:, None]
-    kept_TK = (position_TK < self.rows) & taken_TK
     row_TK = (routing.expert_TK * groups + group_T1) * self.rows + position_TK
     size = num_experts * groups * self.rows
     dropped = count_GE.sum(dtype=jnp.int32) - kept_TK.sum(dtype=jnp.int32)
     return make_permutation(jnp.where(kept_TK, row_TK, size), size), dropped
+
+
+def kept_choices(
+  routing: Routing, rows: int, groups: int, order: str
+) -> tuple[Array, Array, Array]:
+  """The rule of what is dropped: all beyond the C-th of a (group, expert)'s queue.
+
+  Args:
+    routing: of this device.
+    rows: C.
+    groups: G, capacity groups of this device.
+    order: who is served first; see `queue_positions`.
+
+  Returns:
+    position_TK int32 (anything for a choice that is not taken), kept_TK bool, and count_GE int32,
+    the queues' lengths before anything is dropped.
+  """
+  taken_TK = routing.taken_TK
+  priority_T = routing.probs_TE.max(-1) if order == "priority" else None
+  position_TK, count_GE = queue_positions(
+    routing.expert_TK, routing.num_experts, groups, taken_TK, order=order, priority_T=priority_T
+  )
+  return position_TK, (position_TK < rows) & taken_TK, count_GE

@@ -75,12 +75,15 @@ class Dropless:
     slack: room over the balanced share, in (1, W] usually 1.25.
     chunks: parts of the first round that travel, and are computed, one after the other.
     order: in which a queue's choices stand; see `queue_positions`.
+    longest: choices that a queue holds at most, where something bounds them: a first round with
+      room for so many needs no overflow rounds.
   """
 
   exchange: Exchange
   slack: float = 1.25
   chunks: int = 1
   order: str = "choice"
+  longest: int | None = None
 
   def dispatch(self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any) -> Dispatched:
     """Sends the first round, up to P rows to every peer, and sees to the overflow rounds.
@@ -98,8 +101,8 @@ class Dropless:
     Returns:
       Dispatched with rows [W·P, D] by source rank in each chunk.
     """
-    peers, choices = self.exchange.size, routing.expert_TK.size
-    size = buffer_rows(choices, slack=self.slack, peers=peers, chunks=self.chunks)
+    peers = self.exchange.size
+    size = self._rows(routing)
     queues = _make_queues(routing, self.exchange, self.order)
     rows, layouts, windows = [], [], []
     for chunk in range(self.chunks):
@@ -110,6 +113,10 @@ class Dropless:
       rows.append(checkpoint_name(arrived.reshape(rows_RD.shape), "moe_rows"))
       layouts.append(_arrived(queues, chunk * size, size))
       windows.append(window)
+    none, sent = jnp.zeros((), jnp.int32), _one_behind_the_other(windows)
+    if self.longest is not None and size * self.chunks >= self.longest:
+      one = jnp.ones((), jnp.int32)
+      return Dispatched(tuple(rows), tuple(layouts), none, one, sent, routing.weight_TK)
     # All devices run one loop, so it has to suit the longest queue of any of them, also of those
     # on the data and shard axes, which this exchange does not reach.
     longest = largest(queues.longest, ("data", "shard"), "counts")
@@ -118,13 +125,12 @@ class Dropless:
     overflow_TD = self._overflow(x_TD, routing, queues, rounds, experts)
     # Lets nothing read the first round's rows before the overflow rounds are over.
     arrived, overflow_TD = jax.lax.optimization_barrier((rows, overflow_TD))
-    none = jnp.zeros((), jnp.int32)
     return Dispatched(
       tuple(arrived),
       tuple(layouts),
       none,
       rounds,
-      _one_behind_the_other(windows),
+      sent,
       routing.weight_TK,
       checkpoint_name(overflow_TD, "moe_rows"),
     )
@@ -140,6 +146,12 @@ class Dropless:
     y_TD = sum_rows(rows_RD, sent.weight_TK, sent.permutation)
     return y_TD if sent.overflow_TD is None else y_TD + sent.overflow_TD.astype(y_TD.dtype)
 
+  def _rows(self, routing: Routing) -> int:
+    """P: rows for each peer in one chunk of the first round."""
+    choices, peers, chunks = routing.expert_TK.size, self.exchange.size, self.chunks
+    rows = buffer_rows(choices, slack=self.slack, peers=peers, chunks=chunks)
+    return rows if self.longest is None else min(rows, -(-self.longest // chunks))
+
   def _overflow(
     self, x_TD: Array, routing: Routing, queues: _Queues, rounds: Array, experts: Any
   ) -> Array:
@@ -149,8 +161,8 @@ class Dropless:
     memory does not depend on their number either. They are added up in the type of x: no token is
     in more than K rounds.
     """
-    peers, choices = self.exchange.size, routing.expert_TK.size
-    first = self.chunks * buffer_rows(choices, slack=self.slack, peers=peers, chunks=self.chunks)
+    peers = self.exchange.size
+    first = self.chunks * self._rows(routing)
     size, before = overflow_rows(first), routing.input_weight_TK is not None
     graph, state = nnx.split(experts) if isinstance(experts, nnx.Module) else (None, ())
 

@@ -7,7 +7,7 @@ import dataclasses
 from scmoe.errors import ConfigError
 from scmoe.options import option
 
-TRANSPORTS = ("capacity", "dropless")
+TRANSPORTS = ("capacity", "packed", "dropless")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,8 +16,9 @@ class DispatchConfig:
 
   transport: str = option(
     "capacity",
-    "capacity: fixed buffers, overflow is dropped and counted; dropless: rounds over a fixed "
-    "buffer, nothing is dropped",
+    "capacity: fixed buffers, overflow is dropped and counted; packed: the same drops, but only "
+    "rows that are kept travel and are computed; dropless: rounds over a fixed buffer, nothing is "
+    "dropped",
     choices=TRANSPORTS,
   )
   capacity_factor: float = option(
@@ -26,7 +27,7 @@ class DispatchConfig:
     "nothing; < 0: room for all, but at most -capacity_factor",
   )
   slack: float = option(
-    1.25, "dropless: rows of a peer's buffer over its balanced share", minimum=1
+    1.25, "packed, dropless: rows of a peer's buffer over its balanced share", minimum=1
   )
   groups: int = option(
     0,

@@ -12,6 +12,7 @@ from scmoe.moe.dispatch.capacity import Capacity, capacity
 from scmoe.moe.dispatch.dropless import Dropless
 from scmoe.moe.dispatch.local import Local
 from scmoe.moe.dispatch.options import DispatchConfig
+from scmoe.moe.dispatch.packed import Packed
 from scmoe.moe.types import Dispatched, Routing
 from scmoe.parallel.collectives import Exchange
 from scmoe.parallel.mesh import BATCH_AXES, axis_size
@@ -76,6 +77,11 @@ def make_transport(
   size = tokens // groups
   rows = capacity(factor, tokens=size, num_experts=num_experts, k=k)
   rows = min(size, rows)  # a queue never holds more than the tokens of its group
+  if config.transport == "packed":
+    local = num_experts // exchange.size
+    longest = min(tokens * k, local * groups * rows)
+    inner = Dropless(exchange, config.slack, config.chunks, order, longest)
+    return Packed(rows, inner if exchange.size > 1 else Local(), groups, order)
   rows += -rows % config.chunks
   return Capacity(rows, exchange, groups, config.chunks, order)
 

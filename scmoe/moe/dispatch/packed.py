@@ -1,0 +1,54 @@
+"""The packed transport: capacity's drops, but only the rows that are kept travel.
+
+A buffer of capacity has room for C rows of every expert, filled or not: with a capacity factor of 2
+at least half of what travels, and of what the experts compute, is padding. Here choices are dropped
+by the same rule, and the kept ones go to the experts as the dropless transport sends them. The same
+function as `Capacity`, of another cost.
+
+Worked example: four tokens that chose the experts 0, 0, 0 and 1 of two, on two ranks, C = 2. The
+third is dropped. Capacity sends two rows to each rank, one of them empty; packed sends the tokens 0
+and 1 to rank 0 and the token 3 to rank 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from scmoe.moe.dispatch.capacity import kept_choices
+from scmoe.moe.dispatch.dropless import Dropless
+from scmoe.moe.dispatch.local import Local
+from scmoe.moe.types import Dispatched, Routing
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+  """Drops what capacity drops, then sends what is left; MegaBlocks' products for Tutel's drops.
+
+  Attributes:
+    rows: C, rows that an expert takes of one capacity group of one device.
+    inner: takes the kept choices to the experts.
+    groups: G, capacity groups of this device.
+    order: who is served first; see `queue_positions`.
+  """
+
+  rows: int
+  inner: Dropless | Local
+  groups: int = 1
+  order: str = "choice"
+
+  def dispatch(self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any) -> Dispatched:
+    """Drops, and sends the rest; see `Transport.dispatch`."""
+    _, kept_TK, count_GE = kept_choices(routing, self.rows, self.groups, self.order)
+    kept_GE = jnp.minimum(count_GE, self.rows)
+    kept = dataclasses.replace(routing, made_TK=kept_TK, count_E=kept_GE.sum(0, dtype=jnp.int32))
+    sent = self.inner.dispatch(x_TD, kept, experts)
+    return dataclasses.replace(sent, dropped=(count_GE - kept_GE).sum(dtype=jnp.int32))
+
+  def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
+    """Brings the kept rows back; dropped choices add 0. See `Transport.combine`."""
+    return self.inner.combine(sent)

@@ -1,0 +1,128 @@
+"""How gradients travel: sums over the devices that hold the same parameter, where and when."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec as P
+
+from scmoe.parallel.mesh import AXES, BATCH_AXES, axis_size
+
+PyTree = Any
+
+
+def reduce_gradients(grads: PyTree, specs: PyTree, dtype: str = "float32") -> PyTree:
+  """Sums of the devices' gradients over all that hold the same parameter: float32.
+
+  All of them at once, behind the backward pass; `Reduction` does the same inside it.
+
+  Args:
+    grads: this device's shares of the gradients of what it differentiates, in any type.
+    specs: PartitionSpecs like the parameters.
+    dtype: in which they travel.
+  """
+  reduce = lambda grad, spec: _summed(grad, travels_over(spec), dtype)
+  with jax.named_scope("gradients"):
+    return jax.tree.map(reduce, grads, specs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+  """Sums over devices inside the backward pass, each as soon as its gradient is there.
+
+  Called with parameters it returns them. Then the gradient of a loss with respect to `sums` is
+
+      sums + gradient of the parameters, added up over all devices that hold the same parameter
+
+  in float32. Behind the last layer's gradient stands the next layer's backward pass, so that a
+  schedule can lay its sum over devices beside that: SE-MoE's fused slices, one for each call.
+
+  Attributes:
+    sums: like the parameters, float32: what earlier microbatches of this device gave; None for a
+      parameter that travels nowhere, whose gradient is taken as usual.
+    specs: PartitionSpecs like the parameters.
+    dtype: in which gradients travel.
+    first: there are no earlier microbatches, and `sums` only has shapes.
+  """
+
+  sums: PyTree
+  specs: PyTree
+  dtype: str = "float32"
+  first: bool = False
+
+  def __call__(self, params: PyTree) -> PyTree:
+    """The same parameters; to be called once for each, before it is read."""
+    leaves, tree = jax.tree.flatten(params)
+    sums, axes = self._sums(), [travels_over(spec) for spec in jax.tree.leaves(self.specs)]
+    assert len(leaves) == len(sums) == len(axes), "the sums are those of other parameters"
+    here = [i for i, total in enumerate(sums) if total is not None]
+    static = (tuple(axes[i] for i in here), self.dtype, self.first)
+    same: Any = _reduced(static, [leaves[i] for i in here], [sums[i] for i in here])
+    for i, leaf in zip(here, same):
+      leaves[i] = leaf
+    return jax.tree.unflatten(tree, leaves)
+
+  def part(self, *names: str) -> Reduction:
+    """Of these entries of a dictionary of parameters."""
+    some = lambda tree: {name: tree[name] for name in names}
+    return dataclasses.replace(self, sums=some(self.sums), specs=some(self.specs))
+
+  def _sums(self) -> list[Array | None]:
+    return jax.tree.leaves(self.sums, is_leaf=lambda leaf: leaf is None)
+
+
+def travels_over(spec: P) -> tuple[str, ...]:
+  """Mesh axes over which a parameter's gradients are added up; () where its device is alone."""
+  split = axes_of(spec)
+  return tuple(axis for axis in BATCH_AXES if axis not in split and axis_size(axis) > 1)
+
+
+def global_norm(grads: PyTree, specs: PyTree) -> Array:
+  """Euclidean norm of a tree whose leaves lie on the mesh as `specs` say, each counted once."""
+
+  def square(grad: Array, spec: P) -> Array:
+    copies = axis_size(*AXES) // axis_size(*axes_of(spec))
+    return jnp.sum(jnp.square(grad.astype(jnp.float32))) / copies
+
+  total = sum(jax.tree.leaves(jax.tree.map(square, grads, specs)))
+  over = tuple(axis for axis in AXES if axis_size(axis) > 1)
+  with jax.named_scope("gradients"):
+    return jnp.sqrt(jax.lax.psum(total, over) if over else total)
+
+
+def axes_of(spec: P) -> tuple[str, ...]:
+  """Mesh axes that split an array."""
+  parts = [(part,) if isinstance(part, str) else part or () for part in spec]
+  return tuple(axis for part in parts for axis in part)
+
+
+def _summed(grad: Array, over: tuple[str, ...], dtype: str) -> Array:
+  if over:
+    grad = jax.lax.psum(grad.astype(dtype), over)
+  return grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _reduced(static: Any, leaves: list[Array], sums: list[Array]) -> list[Array]:
+  return leaves
+
+
+def _reduced_fwd(static, leaves, sums):
+  first = static[2]
+  return leaves, [None] * len(sums) if first else sums
+
+
+def _reduced_bwd(static, sums, bars):
+  axes, dtype, first = static
+  with jax.named_scope("gradients"):
+    wide = [bar.astype(jnp.promote_types(bar.dtype, jnp.float32)) for bar in bars]
+    wide = wide if first else [total + bar for total, bar in zip(sums, wide)]
+    return None, [_summed(bar, over, dtype) for bar, over in zip(wide, axes)]
+
+
+_reduced.defvjp(_reduced_fwd, _reduced_bwd)

@@ -1,0 +1,63 @@
+"""Measured times of a program's instructions, as XLA's scheduler takes them (a profile).
+
+XLA starts a collective as late as its cost model allows. With measured times (profile-guided
+latency estimation) the model is the machine. What jax makes of a trace has three gaps, of which
+each is enough to leave an exchange bare: kernels inside a fusion of slices are named after
+themselves and not after the fusion that is scheduled; an instruction of several kernels counts as
+their mean; and a collective's time includes waiting for the slowest device.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterable, Mapping
+
+from scmoe.profiling.trace import Event, by_device
+
+
+def instruction_costs(events: Iterable[Event], program: str) -> dict[str, float]:
+  """Microseconds of one execution of each instruction that the trace or the program names.
+
+  Of a collective the least that any device's median is: the others waited for their peers.
+
+  Args:
+    events: of one or more runs of the program, on any number of devices.
+    program: text of the optimised program that ran.
+  """
+  found: dict[str, list[float]] = {}
+  sends: set[str] = set()
+  for own in by_device(events).values():
+    kernels: dict[str, dict[str, list[float]]] = {}
+    for event in own:
+      if event.op:
+        kernels.setdefault(event.op, {}).setdefault(event.name, []).append(event.end - event.start)
+        if event.is_communication:
+          sends.add(event.op)
+    for op, names in kernels.items():
+      # An instruction of several kernels launches each as often as it is executed, or more often.
+      executions = min(map(len, names.values()))
+      total = sum(statistics.median(times) * len(times) for times in names.values())
+      found.setdefault(op, []).append(total / executions / 1e3)
+  costs = {op: min(us) if op in sends else statistics.median(us) for op, us in found.items()}
+  return costs | _of_fusions(program, costs)
+
+
+def _of_fusions(program: str, costs: Mapping[str, float]) -> dict[str, float]:
+  """Costs of fusions that the trace does not name, from the instructions that they call."""
+  bodies: dict[str, list[str]] = {}
+  calls: dict[str, str] = {}
+  here = ""
+  for line in program.splitlines():
+    opened = re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line)
+    if opened:
+      here = opened.group(1)
+      continue
+    named = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = ", line)
+    if named:
+      bodies.setdefault(here, []).append(named.group(1))
+      called = re.search(r" fusion\(.*calls=%?([\w.\-]+)", line)
+      if called and named.group(1) not in costs:
+        calls[named.group(1)] = called.group(1)
+  inner = lambda body: sum(costs.get(name, 0.0) for name in bodies.get(body, ()))
+  return {name: total for name, body in calls.items() if (total := inner(body))}

@@ -1,0 +1,77 @@
+"""The two messages that pass between XLA and this package, in protobuf's wire format.
+
+A program's text names an asynchronous exchange after its start and done, a trace after the
+operation inside, which the text leaves out; the serialised program (`HloModuleProto`) has both. A
+profile goes to XLA as a `ProfiledInstructionsProto`. Of either only a few fields are needed, and
+their numbers may not change, so no generated code is.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+# HloModuleProto.computations, HloComputationProto.instructions, HloInstructionProto.name and
+# .metadata, OpMetadata.op_name.
+_COMPUTATIONS, _INSTRUCTIONS, _NAME, _METADATA, _OP_NAME = 3, 2, 1, 7, 2
+
+
+def operation_names(compiled: Any) -> dict[str, str]:
+  """Instruction -> op_name of a compiled function (`jax.stages.Compiled`), inner ones included."""
+  names: dict[str, str] = {}
+  for module in compiled.runtime_executable().hlo_modules():
+    for computation in _all(module.as_serialized_hlo_module_proto(), _COMPUTATIONS):
+      for instruction in _all(computation, _INSTRUCTIONS):
+        found = dict(_fields(instruction))
+        op_name = dict(_fields(found.get(_METADATA, b""))).get(_OP_NAME, b"")
+        if op_name:
+          names[found[_NAME].decode()] = op_name.decode()
+  return names
+
+
+def as_profile(costs: Mapping[str, float]) -> bytes:
+  """Microseconds of each instruction, as XLA's scheduler reads them.
+
+  `ProfiledInstructionsProto`: field 1 is repeated, with a name (1) and microseconds (2, double).
+  """
+  entry = lambda name, us: _text(1, name.encode()) + b"\x11" + struct.pack("<d", us)
+  return b"".join(_text(1, entry(name, us)) for name, us in sorted(costs.items()))
+
+
+def _all(message: bytes, number: int) -> Iterator[bytes]:
+  return (value for field, value in _fields(message) if field == number)
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
+  """(number, value) of every field: whole numbers, and bytes of anything else."""
+  at = 0
+  while at < len(message):
+    key, at = _number(message, at)
+    kind = key & 7
+    if kind == 0:
+      value, at = _number(message, at)
+    else:
+      size = {1: 8, 5: 4}.get(kind)
+      if size is None:
+        size, at = _number(message, at)
+      value, at = message[at : at + size], at + size
+    yield key >> 3, value
+
+
+def _number(message: bytes, at: int) -> tuple[int, int]:
+  """Seven bits a byte, the lowest first; the top bit says that more follow."""
+  number = shift = 0
+  while True:
+    byte = message[at]
+    number, shift, at = number | (byte & 127) << shift, shift + 7, at + 1
+    if byte < 128:
+      return number, at
+
+
+def _text(field: int, body: bytes) -> bytes:
+  size, length = bytearray(), len(body)
+  while length > 127:
+    size.append(length & 127 | 128)
+    length >>= 7
+  return bytes([field << 3 | 2, *size, length]) + body

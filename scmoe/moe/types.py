@@ -67,8 +67,8 @@ class Dispatched:
     layouts: for each chunk, which experts its rows are for.
     dropped: int32 scalar, number of choices that found no room.
     rounds: int32 scalar, exchanges that the dropless transport needs; 1 for the others.
-    permutation: between the choices of this device and its send buffer, the chunks' buffers one
-      behind the other; None where tokens stay where they are and the experts add them up.
+    permutations: for each chunk, between the choices of this device and its send buffer; none where
+      tokens stay where they are and the experts add them up.
     weight_TK: combine weights, where they are still to be applied.
     overflow_TD: what overflow rounds add to the output; None where there are none.
   """
@@ -77,7 +77,7 @@ class Dispatched:
   layouts: tuple[RowLayout, ...]
   dropped: Array
   rounds: Array
-  permutation: Permutation | None = None
+  permutations: tuple[Permutation, ...] = ()
   weight_TK: Array | None = None
   overflow_TD: Array | None = None
 

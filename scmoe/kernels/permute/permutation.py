@@ -15,6 +15,7 @@ results do not depend on the order in which blocks of a GPU happen to run.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -143,17 +144,28 @@ def take_rows(x_MN: Array, index_R: Array) -> Array:
 def sum_copies(rows_RD: Array, row_TK: Array, weight_TK: Array | None = None) -> Array:
   """Σ_k weight[t, k] · rows[row[t, k]] in the type of the rows, accumulated in float32 (or wider).
 
-  Rows outside [0, R) add nothing. One term for each k, so that XLA makes one fused loop of K
-  gathers instead of a [T, K, D] array. Not differentiable by itself: see `sum_rows`.
+  Rows outside [0, R) add nothing. Not differentiable by itself: see `sum_rows`.
   """
-  wide = jnp.promote_types(rows_RD.dtype, jnp.float32)
-  total_TD = jnp.zeros((row_TK.shape[0], rows_RD.shape[1]), wide)
-  for k in range(row_TK.shape[1]):
-    term_TD = take_rows(rows_RD, row_TK[:, k]).astype(wide)
-    if weight_TK is not None:
-      term_TD = term_TD * weight_TK[:, k : k + 1].astype(wide)
-    total_TD = total_TD + term_TD
-  return total_TD.astype(rows_RD.dtype)
+  return _sum_copies((rows_RD,), (row_TK,), weight_TK)
+
+
+def _sum_copies(
+  chunks: Sequence[Array], rows: Sequence[Array], weight_TK: Array | None = None
+) -> Array:
+  """`sum_copies` of a buffer in several chunks, row_TK of each; the same order of k.
+
+  One term for each k, so that XLA makes one fused loop of K gathers instead of a [T, K, D] array.
+  """
+  wide = jnp.promote_types(chunks[0].dtype, jnp.float32)
+  tokens, choices = rows[0].shape
+  total_TD = jnp.zeros((tokens, chunks[0].shape[1]), wide)
+  for k in range(choices):
+    for rows_RD, row_TK in zip(chunks, rows):
+      term_TD = take_rows(rows_RD, row_TK[:, k]).astype(wide)
+      if weight_TK is not None:
+        term_TD = term_TD * weight_TK[:, k : k + 1].astype(wide)
+      total_TD = total_TD + term_TD
+  return total_TD.astype(chunks[0].dtype)
 
 
 @jax.custom_vjp
@@ -194,38 +206,55 @@ def _weigh_rows_bwd(residuals, bar_RD):
 weigh_rows.defvjp(_weigh_rows_fwd, _weigh_rows_bwd)
 
 
-@jax.custom_vjp
 def sum_rows(rows_RD: Array, weight_TK: Array | None, permutation: Permutation) -> Array:
   """y[t] = Σ_k weight[t, k] · rows[row[t, k]]; a choice without a row adds exactly 0.
 
   Sums in float32, in the order of k; the result has the rows' type. None: all weights are 1.
   """
-  return sum_copies(rows_RD, permutation.row_TK, weight_TK)
+  return sum_chunks((rows_RD,), weight_TK, (permutation,))
 
 
-def _sum_rows_fwd(rows_RD, weight_TK, permutation):
-  kept = None if weight_TK is None else rows_RD
+@jax.custom_vjp
+def sum_chunks(
+  chunks: tuple[Array, ...], weight_TK: Array | None, permutations: tuple[Permutation, ...]
+) -> Array:
+  """`sum_rows` of a buffer in several chunks, in one of which a choice has its row.
+
+  Each chunk's gradient is gathered by itself, so that it need not wait for another chunk's.
+  """
+  return _sum_copies(chunks, [p.row_TK for p in permutations], weight_TK)
+
+
+def _sum_chunks_fwd(chunks, weight_TK, permutations):
+  kept = None if weight_TK is None else chunks
   # An empty array tells the backward pass the rows' type where the rows are not kept.
-  like = jnp.zeros((0,), rows_RD.dtype)
-  return sum_rows(rows_RD, weight_TK, permutation), (kept, like, weight_TK, permutation)
+  like = jnp.zeros((0,), chunks[0].dtype)
+  return sum_chunks(chunks, weight_TK, permutations), (kept, like, weight_TK, permutations)
 
 
-def _sum_rows_bwd(residuals, y_bar_TD):
-  rows_RD, like, weight_TK, permutation = residuals
-  y_bar_RD = take_rows(y_bar_TD, permutation.token_R)
+def _sum_chunks_bwd(residuals, y_bar_TD):
+  chunks, like, weight_TK, permutations = residuals
+  bars = []
+  for permutation in permutations:
+    y_bar_RD = take_rows(y_bar_TD, permutation.token_R)
+    if weight_TK is not None:
+      weight_R = take_rows(weight_TK.reshape(-1), permutation.copy_R)
+      y_bar_RD = weight_R[:, None] * y_bar_RD
+    bars.append(y_bar_RD.astype(like.dtype))
+  none = zero_cotangents(permutations)
   if weight_TK is None:
-    return y_bar_RD.astype(like.dtype), None, zero_cotangents(permutation)
-  weight_R = take_rows(weight_TK.reshape(-1), permutation.copy_R)
-  rows_bar_RD = (weight_R[:, None] * y_bar_RD).astype(like.dtype)
+    return tuple(bars), None, none
   columns = []
   for k in range(weight_TK.shape[1]):
-    row_TD = take_rows(rows_RD, permutation.row_TK[:, k]).astype(weight_TK.dtype)
+    row_TD = sum(
+      take_rows(rows_RD, permutation.row_TK[:, k]).astype(weight_TK.dtype)
+      for rows_RD, permutation in zip(chunks, permutations)
+    )
     columns.append((row_TD * y_bar_TD).sum(-1))
-  weight_bar_TK = jnp.stack(columns, axis=1).astype(weight_TK.dtype)
-  return rows_bar_RD, weight_bar_TK, zero_cotangents(permutation)
+  return tuple(bars), jnp.stack(columns, axis=1).astype(weight_TK.dtype), none
 
 
-sum_rows.defvjp(_sum_rows_fwd, _sum_rows_bwd)
+sum_chunks.defvjp(_sum_chunks_fwd, _sum_chunks_bwd)
 
 
 def zero_cotangents(tree: Any) -> Any:

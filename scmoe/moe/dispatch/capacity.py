@@ -23,7 +23,7 @@ from scmoe.kernels.permute import (
   Permutation,
   gather_rows,
   make_permutation,
-  sum_rows,
+  sum_chunks,
   weigh_rows,
 )
 from scmoe.moe.dispatch.positions import queue_positions
@@ -135,29 +135,42 @@ class Capacity:
       Dispatched with rows [W, E / W, G·C / chunks, D] in each chunk, by source rank.
     """
     del experts
-    permutation, dropped = self.plan(routing)
-    rows_RD = gather_rows(x_TD, permutation)
-    if routing.input_weight_TK is not None:
-      rows_RD = weigh_rows(rows_RD, routing.input_weight_TK, permutation)
+    plan, dropped = self.plan(routing)
     ranks, num_experts = self.exchange.size, routing.num_experts
-    sent_WeCD = rows_RD.reshape(ranks, num_experts // ranks, -1, x_TD.shape[-1])
-    rows, layouts = [], []
-    for part in jnp.split(sent_WeCD, self.chunks, 2):
+    rows, layouts, permutations = [], [], []
+    # Each chunk is gathered by itself: its exchange waits for no other's rows.
+    for chunk in range(self.chunks):
+      permutation = self._chunk(plan, num_experts, chunk)
+      rows_RD = gather_rows(x_TD, permutation)
+      if routing.input_weight_TK is not None:
+        rows_RD = weigh_rows(rows_RD, routing.input_weight_TK, permutation)
+      part = rows_RD.reshape(ranks, num_experts // ranks, -1, x_TD.shape[-1])
       # Named so that a backward pass that recomputes its forward does not exchange rows again.
       rows.append(checkpoint_name(self.exchange.all_to_all(part), "moe_rows"))
       layouts.append(padded_layout(*part.shape[:3]))
-    one = jnp.ones((), jnp.int32)
-    return Dispatched(tuple(rows), tuple(layouts), dropped, one, permutation, routing.weight_TK)
+      permutations.append(permutation)
+    one, sent = jnp.ones((), jnp.int32), tuple(permutations)
+    return Dispatched(tuple(rows), tuple(layouts), dropped, one, sent, routing.weight_TK)
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
     """Sends the experts' rows back and adds each token's choices, weighted; dropped ones add 0."""
-    assert sent.permutation is not None
     back = []
     for part in sent.rows:
-      back.append(checkpoint_name(self.exchange.all_to_all(part), "moe_rows"))
-    rows_WeCD = back[0] if len(back) == 1 else jnp.concatenate(back, 2)
-    rows_RD = rows_WeCD.reshape(-1, rows_WeCD.shape[-1])
-    return sum_rows(rows_RD, sent.weight_TK, sent.permutation)
+      rows_WeCD = checkpoint_name(self.exchange.all_to_all(part), "moe_rows")
+      back.append(rows_WeCD.reshape(-1, rows_WeCD.shape[-1]))
+    return sum_chunks(tuple(back), sent.weight_TK, sent.permutations)
+
+  def _chunk(self, plan: Permutation, num_experts: int, chunk: int) -> Permutation:
+    """Of one part of the buffers: positions [chunk · n, (chunk + 1) · n) of every expert."""
+    if self.chunks == 1:
+      return plan
+    rows = self.groups * self.rows  # of an expert
+    part = rows // self.chunks
+    position_TK, nowhere = plan.row_TK % rows - chunk * part, num_experts * part
+    inside_TK = (position_TK >= 0) & (position_TK < part) & (plan.row_TK < num_experts * rows)
+    row_TK = jnp.where(inside_TK, plan.row_TK // rows * part + position_TK, nowhere)
+    copy_R = plan.copy_R.reshape(num_experts, self.chunks, part)[:, chunk].reshape(-1)
+    return Permutation(row_TK, copy_R)
 
   def plan(self, routing: Routing) -> tuple[Permutation, Array]:
     """Which choice fills which row of the buffer [E, G, C], and how many found no room.

@@ -35,6 +35,7 @@ from scmoe.kernels.permute import (
   Permutation,
   gather_rows,
   make_permutation,
+  sum_chunks,
   sum_rows,
   weigh_rows,
 )
@@ -113,7 +114,7 @@ class Dropless:
       rows.append(checkpoint_name(arrived.reshape(rows_RD.shape), "moe_rows"))
       layouts.append(_arrived(queues, chunk * size, size))
       windows.append(window)
-    none, sent = jnp.zeros((), jnp.int32), _one_behind_the_other(windows)
+    none, sent = jnp.zeros((), jnp.int32), tuple(windows)
     if self.longest is not None and size * self.chunks >= self.longest:
       one = jnp.ones((), jnp.int32)
       return Dispatched(tuple(rows), tuple(layouts), none, one, sent, routing.weight_TK)
@@ -123,10 +124,11 @@ class Dropless:
     left = jnp.maximum(0, longest - size * self.chunks)
     rounds = 1 + -(-left // overflow_rows(size * self.chunks))
     overflow_TD = self._overflow(x_TD, routing, queues, rounds, experts)
-    # Lets nothing read the first round's rows before the overflow rounds are over.
-    arrived, overflow_TD = jax.lax.optimization_barrier((rows, overflow_TD))
+    # Lets nothing read the first chunk before the overflow rounds are over; the others' exchanges
+    # run beside its experts.
+    first, overflow_TD = jax.lax.optimization_barrier((rows[0], overflow_TD))
     return Dispatched(
-      tuple(arrived),
+      (first, *rows[1:]),
       tuple(layouts),
       none,
       rounds,
@@ -137,13 +139,11 @@ class Dropless:
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
     """Brings the first round's rows back, adds them up, weighted, and adds the overflow."""
-    assert sent.permutation is not None
     back = []
     for rows_RD in sent.rows:
       ours = self.exchange.all_to_all(rows_RD.reshape(self.exchange.size, -1, rows_RD.shape[-1]))
       back.append(checkpoint_name(ours.reshape(rows_RD.shape), "moe_rows"))
-    rows_RD = back[0] if len(back) == 1 else jnp.concatenate(back)
-    y_TD = sum_rows(rows_RD, sent.weight_TK, sent.permutation)
+    y_TD = sum_chunks(tuple(back), sent.weight_TK, sent.permutations)
     return y_TD if sent.overflow_TD is None else y_TD + sent.overflow_TD.astype(y_TD.dtype)
 
   def _rows(self, routing: Routing) -> int:
@@ -311,19 +311,6 @@ def _window(queues: _Queues, low: Any, rows: int) -> Permutation:
   copy_WP = queues.order_N[jnp.minimum(queues.start_W[:, None] + rank_1P, row_TK.size - 1)]
   copy_WP = jnp.where(rank_1P < queues.length_W[:, None], copy_WP, -1)
   return Permutation(row_TK, copy_WP.reshape(-1))
-
-
-def _one_behind_the_other(windows: list[Permutation]) -> Permutation:
-  """Several send buffers as one; a choice is in one of them at most.
-
-  Rank 0's windows [0, 2) and [2, 4) in the example above: copy_R = 1 -1 0 3 -1 -1 4 2 and
-  row_TK = 2 0 7 3 6.
-  """
-  size = windows[0].copy_R.shape[0]
-  total_TK = jnp.full_like(windows[0].row_TK, len(windows) * size)
-  for number, window in enumerate(windows):
-    total_TK = jnp.where(window.row_TK < size, number * size + window.row_TK, total_TK)
-  return Permutation(total_TK, jnp.concatenate([window.copy_R for window in windows]))
 
 
 def _arrived(queues: _Queues, low: Any, rows: int) -> RowLayout:

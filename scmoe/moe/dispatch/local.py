@@ -14,7 +14,7 @@ from scmoe.kernels.permute import (
   gather_rows,
   make_permutation,
   running_positions,
-  sum_rows,
+  sum_chunks,
   weigh_rows,
 )
 from scmoe.moe.types import Dispatched, Routing
@@ -43,10 +43,10 @@ class Local:
     permutation = make_permutation(start_E1[expert_TK] + position_TK, expert_TK.size)
     rows_RD = weigh_rows(gather_rows(x_TD, permutation), routing.input_weight_TK, permutation)
     layout = sorted_layout(count_E, expert_TK.size)
-    return Dispatched((rows_RD,), (layout,), none, one, permutation, routing.weight_TK)
+    return Dispatched((rows_RD,), (layout,), none, one, (permutation,), routing.weight_TK)
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
     """What the experts have added up; see `Transport.combine`."""
-    if sent.permutation is None:
+    if not sent.permutations:
       return sent.rows[0]
-    return sum_rows(sent.rows[0], sent.weight_TK, sent.permutation)
+    return sum_chunks(sent.rows, sent.weight_TK, sent.permutations)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from scmoe.blocks.schedule import OverlapConfig
 from scmoe.config import RunConfig, as_config_dict, smoke_run
 from scmoe.data.config import DataConfig
 from scmoe.models.config import ModelConfig
@@ -34,9 +33,6 @@ RUN = RunConfig(
   ),
   router=RouterConfig(balance_loss=0.01),
   dispatch=DispatchConfig(capacity_factor=2.0),
-  # Measured on 4 H200s (experiments/LOG.md): latencies from the first steps, and several pairs per
-  # scan step.
-  overlap=OverlapConfig(schedule="mlp 0", unroll=4, profile_guided=True),
   # Without --config.data.*: this Python's own source text, with a tokenizer trained on it.
   data=DataConfig(tokenizer="bpe", seq_len=2048, document_mask=False),
   train=TrainConfig(steps=4000, batch_size=8, tokens_per_step=262144, eval_every=500, remat="full"),

@@ -17,14 +17,17 @@ from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from scmoe.blocks.options import OverlapConfig
+from scmoe.blocks.schedule import Times, best_slot, unit_times
 from scmoe.config import RunConfig, to_dict
 from scmoe.data.config import DataConfig
 from scmoe.data.tokenizers import ByteTokenizer, load_json
+from scmoe.layers.mlp import is_gated
 from scmoe.models.flops import forward_flops, peak_flops
 from scmoe.models.gpt import GPT
 from scmoe.models.objective import LanguageModelObjective
 from scmoe.options import check_options
 from scmoe.parallel.mesh import make_mesh, parameter_specs, shardings_of
+from scmoe.profiling.roofline import Sizes, machine, model_times
 from scmoe.training.optimizer import Optimizer, make_optimizer
 from scmoe.training.options import CheckpointConfig, TrainConfig
 from scmoe.training.step import TrainState, abstract_state
@@ -65,8 +68,24 @@ class Built:
 
   @property
   def overlap(self) -> OverlapConfig:
-    """Schedule and compilation."""
-    return self.run.overlap
+    """Schedule and compilation, with what follows from the machine filled in."""
+    return derived_overlap(self.run)
+
+  @property
+  def candidates(self) -> tuple[Variant, ...]:
+    """What `overlap.schedule=auto` chooses from: as configured, then what is likeliest to gain."""
+    run, dispatch, found = self.run, self.run.dispatch, [Variant()]
+    if not self.overlap.search_seconds:
+      return (Variant(),)
+    if dispatch.transport == "capacity" and dispatch.capacity_factor > 0:
+      found.append(Variant(transport="packed"))
+    if run.model.wiring_rule.is_shortcut and run.overlap.order == "xla":
+      times = modelled_times(run, "h200-slow")
+      assert times is not None
+      found.append(Variant(schedule=best_slot(times), order="barriers"))
+    if dispatch.chunks == 1:
+      found.append(Variant(chunks=2))
+    return tuple(found)
 
   @property
   def config(self) -> dict[str, Any]:
@@ -123,15 +142,17 @@ class Built:
       ConfigError: the variant does not fit the run, e.g. an r that does not divide the devices.
     """
     run = self.run
-    given = {k: v for k, v in dataclasses.asdict(variant).items() if v is not None}
+    given = variant.given
+    moved = {name: given.pop(name) for name in ("schedule", "order") if name in given}
     top_k = given.pop("top_k", run.model.top_k)
     if given.get("capacity_factor") == 0:  # nothing may be dropped
       given = {**given, "capacity_factor": run.dispatch.capacity_factor, "transport": "dropless"}
     dispatch = dataclasses.replace(run.dispatch, **given)
+    overlap = dataclasses.replace(run.overlap, **moved)
     check_options(dispatch, "dispatch")
     dispatch.check_shards(self.mesh.shape["shard"])
     model = dataclasses.replace(run.model, top_k=top_k).resolve()
-    changed = dataclasses.replace(run, model=model, dispatch=dispatch)
+    changed = dataclasses.replace(run, model=model, dispatch=dispatch, overlap=overlap)
     return make_objective(changed, build_model(changed, self.mesh)[0])
 
   def model(self, params: Params) -> GPT:
@@ -185,8 +206,14 @@ def build_model(run: RunConfig, mesh: Mesh | AbstractMesh | None) -> tuple[nnx.G
 
 def make_gpt(run: RunConfig, key: Array) -> GPT:
   """A model with fresh parameters."""
-  options = {"router": run.router, "dispatch": run.dispatch, "overlap": run.overlap}
+  options = {"router": run.router, "dispatch": run.dispatch, "overlap": derived_overlap(run)}
   return GPT(run.model, **options, rngs=nnx.Rngs(params=key))
+
+
+def derived_overlap(run: RunConfig) -> OverlapConfig:
+  """Schedule and compilation of a resolved run on this machine."""
+  exchange = run.mesh.expert > 1 and bool(run.model.wiring_rule.taps)
+  return run.overlap.derived(gpu=jax.default_backend() == "gpu", exchange=exchange)
 
 
 def single_device(run: RunConfig) -> RunConfig:
@@ -207,3 +234,28 @@ def vocab_size(data: DataConfig) -> int:
   if data.tokenizer == "bpe":
     return data.vocab_size
   return load_json(data.tokenizer, data.eos_token).vocab_size
+
+
+def modelled_times(run: RunConfig, modelled_on: str) -> Times | None:
+  """The schedule's times of one unit, in ms; None without experts."""
+  model, wiring = run.model, run.model.wiring_rule
+  if not wiring.taps:
+    return None
+  tokens = run.train.batch_size * run.data.seq_len // run.mesh.batch_shards
+  sizes = Sizes(
+    tokens=tokens,
+    seq=run.data.seq_len,
+    width=model.width,
+    mlp=model.mlp_hidden,
+    expert=model.expert_hidden,
+    shared=model.shared_hidden,
+    head_width=model.num_heads * model.head_dim,
+    kv_width=model.num_kv_heads * model.head_dim,
+    experts=model.num_experts,
+    k=wiring.routed_per_gating(model.top_k),
+    capacity_factor=run.dispatch.capacity_factor,
+    devices=run.mesh.expert,
+    matrices=3 if is_gated(model.activation) else 2,
+  )
+  found = model_times(sizes, machine(modelled_on))
+  return unit_times(wiring, model.moe_every, found.milliseconds())

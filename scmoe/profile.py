@@ -25,23 +25,20 @@ from scmoe.blocks.schedule import (
   COMPUTE,
   LINK,
   Span,
-  Times,
   best_chunks,
   describe,
   make_schedule,
-  unit_times,
 )
 from scmoe.blocks.wiring import WIRINGS
 from scmoe.command_line import TRAIN_FLAGS, Flag, help_text, parse, run_config
 from scmoe.config import RunConfig
 from scmoe.errors import ConfigError, run_main
-from scmoe.layers.mlp import is_gated
 from scmoe.parallel.collectives import request_copy_engines
 from scmoe.parallel.mesh import batch_sharding
 from scmoe.profiling.overlap import measure_overlap, stage_of, stage_table, stage_times
 from scmoe.profiling.picture import Bar, draw_png, write_page
 from scmoe.profiling.program import Program, traced
-from scmoe.profiling.roofline import MACHINES, Sizes, machine, model_times
+from scmoe.profiling.roofline import MACHINES
 from scmoe.profiling.timer import Timing, interleave, speed_up
 from scmoe.profiling.trace import Event
 from scmoe.profiling.windows import program_windows, summary
@@ -177,7 +174,7 @@ def _arm_report(
   lines = [f"step {1e3 * timing.median:.3f} ms (± {100 * timing.spread:.1f} %), "
            f"{speed_up(base, timing):.2f}x"]  # fmt: skip
   figures: dict[str, Any] = {"wall": timing.as_json(), "speed_up": speed_up(base, timing)}
-  times = modelled_times(arm.run, modelled_on)
+  times = build.modelled_times(arm.run, modelled_on)
   bars: dict[str, list[Bar]] = {COMPUTE: [], LINK: []}
   if times is not None:
     model = arm.run.model
@@ -226,31 +223,6 @@ def measured_bars(events: Sequence[Event], names: Mapping[str, str]) -> dict[str
       lane = LINK if event.is_communication else COMPUTE
       bars[lane].append((stage(event), (event.start - first) / 1e6, (event.end - first) / 1e6))
   return bars
-
-
-def modelled_times(run: RunConfig, modelled_on: str) -> Times | None:
-  """The schedule's times of one unit, in ms; None without experts."""
-  model, wiring = run.model, run.model.wiring_rule
-  if not wiring.taps:
-    return None
-  tokens = run.train.batch_size * run.data.seq_len // run.mesh.batch_shards
-  sizes = Sizes(
-    tokens=tokens,
-    seq=run.data.seq_len,
-    width=model.width,
-    mlp=model.mlp_hidden,
-    expert=model.expert_hidden,
-    shared=model.shared_hidden,
-    head_width=model.num_heads * model.head_dim,
-    kv_width=model.num_kv_heads * model.head_dim,
-    experts=model.num_experts,
-    k=wiring.routed_per_gating(model.top_k),
-    capacity_factor=run.dispatch.capacity_factor,
-    devices=run.mesh.expert,
-    matrices=3 if is_gated(model.activation) else 2,
-  )
-  found = model_times(sizes, machine(modelled_on))
-  return unit_times(wiring, model.moe_every, found.milliseconds())
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from scmoe import profile
+from scmoe import build, profile
 from scmoe.blocks.schedule import COMPUTE, LINK, best_slot, joined, split_window
 from scmoe.blocks.wiring import WIRINGS
 from scmoe.config import RunConfig
@@ -39,15 +39,15 @@ def test_the_modelled_schedule_of_a_large_model():
     train=dataclasses.replace(run.train, batch_size=16),
     model=model.resolve(),
   )
-  times = profile.modelled_times(run, "h200-slow")
+  times = build.modelled_times(run, "h200-slow")
   dense = joined(name for name, _ in times.dense)
   assert dense == ["mlp 0", "attention 1", "shared expert"]
   assert times.dispatch > 0
   assert best_slot(times) in ("mlp 0", "attention 1: projections", "attention 1")
-  fast = profile.modelled_times(run, "h200-nvlink")
+  fast = build.modelled_times(run, "h200-nvlink")
   assert fast.dispatch < times.dispatch / 5
   without = dataclasses.replace(run, model=dataclasses.replace(model, wiring="dense"))
-  assert profile.modelled_times(without, "h200-slow") is None
+  assert build.modelled_times(without, "h200-slow") is None
 
 
 def test_a_pair_of_the_trace_is_cut_out_around_its_dispatch():

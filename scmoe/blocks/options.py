@@ -7,6 +7,8 @@ from typing import Any
 
 from scmoe.options import option
 
+UNROLLED = 4  # pairs in a step of the scan over layers, where rows are exchanged
+
 
 @dataclasses.dataclass(frozen=True)
 class OverlapConfig:
@@ -15,8 +17,14 @@ class OverlapConfig:
   schedule: str = option(
     "auto",
     "where the experts stand: after which step of the main path (dispatch, mlp 0, attention 1: "
-    "projections, ...; scmoe.profile lists them); auto: in the last place before its result is "
-    "needed; off: nothing beside the MoE's stages, the control of a measurement",
+    "projections, ...; scmoe.profile lists them); auto: where the machine is fastest, which GPUs "
+    "that exchange rows measure in the first steps (WORKDIR/schedule.json); off: nothing beside "
+    "the MoE's stages, the control of a measurement",
+  )
+  search_seconds: float = option(
+    90.0,
+    "what auto may cost a first start, beyond one that compiles as configured; 0: no search",
+    minimum=0,
   )
   backward: str = option(
     "mirror",
@@ -30,18 +38,18 @@ class OverlapConfig:
     choices=("xla", "barriers"),
   )
   unroll: int = option(
-    1,
-    "advanced: stages per step of the scan over layers; 0: all. XLA moves no collective across a "
-    "step",
-    minimum=0,
+    -1,
+    "advanced: stages per step of the scan over layers; 0: all; -1: 4 where GPUs exchange rows, "
+    "else 1. XLA moves no collective across a step, and compiles for as long as a step is",
+    minimum=-1,
   )
   latency_hiding: bool = option(
     True, "advanced: GPU: XLA's latency-hiding scheduler, for the training step only"
   )
   profile_guided: bool = option(
-    False,
-    "GPU: profile the first steps and compile again with measured latencies; the profile is kept "
-    "in WORKDIR/profile_guided and used by every later start of the run",
+    True,
+    "advanced: GPUs that exchange rows: profile the first steps and compile again with measured "
+    "latencies; the profile is kept in WORKDIR/profile_guided and used by every later start",
   )
   profile_runs: int = option(3, "advanced: steps that are profiled for it", minimum=1)
   command_buffers: bool = option(
@@ -59,6 +67,26 @@ class OverlapConfig:
     "advanced: in which gradients travel between devices; they are added up in float32",
     choices=("float32", "bfloat16"),
   )
+
+  def derived(self, *, gpu: bool, exchange: bool) -> OverlapConfig:
+    """What the options that follow from others come to.
+
+    Args:
+      gpu: whether the program runs on NVIDIA GPUs.
+      exchange: whether rows travel between devices. Where they do not, nothing is to be laid beside
+        anything, nothing is measured, and nothing is said.
+    """
+    active = gpu and exchange
+    return dataclasses.replace(
+      self,
+      unroll=self.unroll if self.unroll >= 0 else UNROLLED if active else 1,
+      profile_guided=self.profile_guided and active,
+      search_seconds=self.search_seconds if active and self.schedule == "auto" else 0.0,
+    )
+
+  def pairs_per_step(self, pairs: int) -> int:
+    """Pairs in one step of the scan over layers, of so many in all."""
+    return max(self.unroll, 1) if self.unroll else pairs
 
   def compiler_options(self, *, gpu: bool, profiling: bool = False) -> dict[str, Any]:
     """XLA options of one jitted step, for `jax.jit(..., compiler_options=)`; none but on a GPU.

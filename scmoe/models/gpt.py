@@ -171,7 +171,7 @@ class GPT(nnx.Module):
       _rematerialised(stage, given.remat),
       (h_BSD, handed_BSD, jnp.ones((), bool)),
       (params, reduction and reduction.sums, given.caches, keys, (given.router or {}).get("bias")),
-      unroll=self.overlap.unroll or config.num_pairs,
+      unroll=self.overlap.pairs_per_step(config.num_pairs),
     )
     return Output(self.norm(carry[0]), sums, caches)
 

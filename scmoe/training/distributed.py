@@ -115,6 +115,15 @@ def first_decides(value: bool) -> bool:
   return bool(multihost_utils.broadcast_one_to_all(np.array(value)))
 
 
+def bytes_of_first(value: bytes) -> bytes:
+  """The bytes of process 0, of any length; all must call it."""
+  if jax.process_count() == 1:
+    return value
+  length = int(multihost_utils.broadcast_one_to_all(np.array(len(value))))
+  padded = np.frombuffer(value[:length].ljust(length, b"\0"), np.uint8)
+  return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))) if length else b""
+
+
 def from_all_processes(value: dict[str, Any]) -> list[dict[str, Any]]:
   """The JSON-able values of all processes, in their order; all must call it."""
   value = json.loads(json.dumps(value))

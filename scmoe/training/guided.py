@@ -20,6 +20,7 @@ import jax
 
 from scmoe.blocks.options import OverlapConfig
 from scmoe.profiling.program import Program, latencies
+from scmoe.training.distributed import all_agree, bytes_of_first, is_first
 
 Collect = Callable[[str, Program], bytes]
 WARM_UP = 1  # steps before the profile: the first call of a program loads its kernels
@@ -28,8 +29,8 @@ WARM_UP = 1  # steps before the profile: the first call of a program loads its k
 class GuidedStep:
   """A jitted step that profiles itself once, then runs with what it learnt.
 
-  Call it like the step. Not for several processes, whose programs must be compiled alike: there it
-  uses a profile that all of them find, and collects none.
+  Call it like the step. Several processes compile alike: each runs the profiler, and all take what
+  process 0 found, or has kept.
 
   Args:
     step: a `jax.jit`-ed function; compiled here with the options of `overlap`.
@@ -56,12 +57,18 @@ class GuidedStep:
     self.program: Program | None = None
     self.file = self.directory
     self.calls_to_profile = 0  # steps still to be profiled, warm-up included
+    self.called = False  # since it was compiled
     self.trace: tempfile.TemporaryDirectory[str] | None = None
 
   @property
   def compiles_next(self) -> bool:
     """Whether the next call compiles, which takes long."""
     return self.program is None or self.calls_to_profile == 1
+
+  @property
+  def settled(self) -> bool:
+    """Whether the program is the last one, and has been called: from now on its time counts."""
+    return self.program is not None and not self.calls_to_profile and self.called
 
   def compile(self, *args: Any) -> None:
     """Compiles for arguments of these shapes, with the kept profile, or for collecting one.
@@ -72,11 +79,13 @@ class GuidedStep:
     self.program = Program(self.step.lower(*args))
     self.file = self.directory / f"{self._fingerprint()}.pb"
     guided = self.gpu and self.overlap.profile_guided
-    profile = self.file.read_bytes() if guided and self.file.exists() else b""
-    collecting = guided and jax.process_count() == 1 and not profile
+    profile = b""
+    if guided:
+      profile = bytes_of_first(self.file.read_bytes() if self.file.exists() else b"")
+    collecting = guided and not profile
     if collecting:
       self.calls_to_profile = WARM_UP + self.overlap.profile_runs
-    self.program.compile(self._options(profiling=collecting), profile)
+    self._compile(profile, profiling=collecting)
 
   def __call__(self, *args: Any) -> Any:
     """One step; the first ones may compile and profile."""
@@ -86,6 +95,7 @@ class GuidedStep:
     if self.calls_to_profile == self.overlap.profile_runs:
       self._begin_trace()
     out = self.program(*args)
+    self.called = True
     if self.calls_to_profile:
       self.calls_to_profile -= 1
       if not self.calls_to_profile:
@@ -93,17 +103,25 @@ class GuidedStep:
         self._finish_trace()
     return out
 
-  def _options(self, *, profiling: bool) -> dict[str, Any]:
-    return self.overlap.compiler_options(gpu=self.gpu, profiling=profiling)
+  def _compile(self, profile: bytes, *, profiling: bool) -> None:
+    assert self.program is not None
+    options = self.overlap.compiler_options(gpu=self.gpu, profiling=profiling)
+    self.program.compile(options, profile)
+    self.called = False
 
   def _begin_trace(self) -> None:
-    self.trace = tempfile.TemporaryDirectory()
+    trace, started = tempfile.TemporaryDirectory(), True
     try:
-      jax.profiler.start_trace(self.trace.name)
+      jax.profiler.start_trace(trace.name)
     except RuntimeError:  # a trace that the user asked for is running: later steps will do
-      self.trace.cleanup()
-      self.trace = None
-      self.calls_to_profile += 1
+      started = False
+    if all_agree(started):
+      self.trace = trace
+      return
+    if started:
+      jax.profiler.stop_trace()
+    trace.cleanup()
+    self.calls_to_profile += 1
 
   def _finish_trace(self) -> None:
     assert self.program is not None
@@ -113,15 +131,17 @@ class GuidedStep:
       jax.profiler.stop_trace()
       profile = self.collect(directory, self.program)
     self.trace = None
+    profile = bytes_of_first(profile)
     if not profile:
       self.say("profile-guided scheduling: the profile is empty; going on without it")
       return
-    self.directory.mkdir(parents=True, exist_ok=True)
-    part = self.file.with_suffix(".part")
-    part.write_bytes(profile)
-    os.replace(part, self.file)
+    if is_first():
+      self.directory.mkdir(parents=True, exist_ok=True)
+      part = self.file.with_suffix(".part")
+      part.write_bytes(profile)
+      os.replace(part, self.file)
     self.say(f"profile-guided scheduling: compiling with measured latencies, kept in {self.file}")
-    self.program.compile(self._options(profiling=False), profile)
+    self._compile(profile, profiling=False)
 
   def _fingerprint(self) -> str:
     """Of the program, the devices and the versions: another of them needs another profile."""

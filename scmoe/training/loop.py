@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,13 +36,16 @@ from scmoe.training.metrics import Bar, Meter, Metrics, console_line, short_list
 from scmoe.training.optimizer import Optimizer
 from scmoe.training.options import CheckpointConfig, TrainConfig
 from scmoe.training.resume import check_config, check_data
+from scmoe.training.search import MOST_STEPS, Decisions, Search
 from scmoe.training.signals import StopRequest, Watchdog
 from scmoe.training.step import Objective, TrainState, init_state, make_train_step
-from scmoe.training.variants import Variant, tuned_step
+from scmoe.training.variants import StepVariants, Variant, parse_candidates
 from scmoe.training.workdir import RunLock, prepare_workdir, warn, write_json
 
 CONFIG = "config.json"
 PROFILES = "profile_guided"  # measured latencies of the step; see `GuidedStep`
+SCHEDULE = "schedule.json"  # which variant of the step is the fastest; see `Search`
+PROGRAMS = "programs"  # compiled, for jax's compilation cache
 REPLAY = "replay"
 Poll = Callable[[], bool]
 
@@ -116,8 +118,13 @@ class Trainable(Protocol):
     """Shapes, types and shardings of the state."""
     ...
 
+  @property
+  def candidates(self) -> Sequence[Variant]:
+    """What `overlap.schedule=auto` chooses from; the first is as configured."""
+    ...
+
   def variant(self, variant: Variant) -> Objective:
-    """What `train.tune` chooses from."""
+    """The objective that computes the same in another way."""
     ...
 
 
@@ -209,9 +216,6 @@ class _Run:
     self.stop, self.watchdog = stop, watchdog
     self.first = is_first()
     self.abstract = built.abstract_state()
-    self.step_fn = tuned_step(
-      self._make_step, built.train.tune, built.train.tune_rounds, say=self._say
-    )
     self.batch_sharding = batch_sharding(built.mesh, leading=1)
     self.checkpointer = Checkpointer(workdir, built.checkpoint)
     self.batches = trainer.data.train()
@@ -223,18 +227,35 @@ class _Run:
     self.tracing = False
     self.skipping = False  # the last step that was looked at was skipped
     self.bar = Bar(0, 0, shown=False)
+    self.step_fn = self._step()
     self.metrics: Metrics | None = None  # on process 0
     self.alarm = CollapseAlarm(built.train.collapse_steps)
     self.tokens_per_step = accumulation * built.train.batch_size * built.sequence_length
 
+  def _step(self) -> GuidedStep | Search:
+    """The step as configured or as an earlier start chose it, or one that finds the fastest."""
+    built, train = self.built, self.built.train
+    steps, tuned = StepVariants(self._make_step), parse_candidates(train.tune)
+    seconds = built.overlap.search_seconds
+    candidates = tuned if train.tune else built.candidates if seconds else (Variant(),)
+    if len(candidates) == 1:
+      return steps.step(candidates[0])
+    keep_programs(self.workdir / PROGRAMS)
+    decisions = Decisions(self.workdir / SCHEDULE, built.config)
+    known = decisions.known()
+    if known is not None:
+      self._say(f"schedule: {known}, as an earlier start chose ({decisions.file})")
+      return steps.step(known)
+    bounds = {} if train.tune else {"seconds": seconds, "most_steps": MOST_STEPS}
+    return Search(
+      steps, candidates, rounds=train.tune_rounds, keep=decisions.keep, say=self._say, **bounds
+    )
+
   def _make_step(self, variant: Variant) -> GuidedStep:
-    """The step as configured, or a variant of it; variants are compared without profiles."""
-    built, plain = self.built, variant == Variant()
-    overlap = built.overlap
-    if not plain:
-      overlap = dataclasses.replace(overlap, profile_guided=False)
+    """The step as configured, or a variant of it."""
+    built, overlap = self.built, self.built.overlap
     step = make_train_step(
-      built.objective if plain else built.variant(variant),
+      built.objective if variant == Variant() else built.variant(variant),
       built.optimizer,
       self.abstract,
       gradient_dtype=overlap.gradient_dtype,
@@ -512,6 +533,12 @@ class _Run:
       "tokens": self.step * self.tokens_per_step,
       "versions": {"jax": jax.__version__, "python": sys.version.split()[0]},
     }
+
+
+def keep_programs(folder: Path) -> None:
+  """Lets jax keep what it compiles with the run, unless its compilation cache is set already."""
+  if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
 
 
 class _FirstProcess:

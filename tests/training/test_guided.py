@@ -9,6 +9,7 @@ from scmoe.blocks.options import OverlapConfig
 from scmoe.training.guided import GuidedStep
 
 ON = OverlapConfig(profile_guided=True, profile_runs=2)
+OFF = OverlapConfig(profile_guided=False)
 
 
 @dataclasses.dataclass
@@ -94,31 +95,16 @@ def test_it_says_which_call_compiles(tmp_path, traces):
   ahead = guided(FakeStep(), tmp_path / "b")
   ahead.compile(0)
   assert compiling(ahead) == [False, False, True, False, False]
-  assert compiling(guided(FakeStep(), tmp_path / "c", OverlapConfig())) == [True] + 4 * [False]
+  assert compiling(guided(FakeStep(), tmp_path / "c", OFF)) == [True] + 4 * [False]
 
 
 def test_switched_off_it_only_sets_the_options(tmp_path, traces):
   step = FakeStep()
-  run = guided(step, tmp_path, OverlapConfig())
+  run = guided(step, tmp_path, OFF)
   for x in range(5):
     run(x)
   assert len(step.compiles) == 1
   assert traces == []
-
-
-def test_several_processes_use_a_profile_but_collect_none(tmp_path, traces, monkeypatch):
-  monkeypatch.setattr(jax, "process_count", lambda: 2)
-  step = FakeStep()
-  run = guided(step, tmp_path)
-  for x in range(5):
-    run(x)
-  assert len(step.compiles) == 1
-  assert "fdo_profile" not in step.compiles[0]
-  assert list(tmp_path.iterdir()) == traces == []
-  run.file.write_bytes(b"kept")
-  step = FakeStep()
-  guided(step, tmp_path)(0)
-  assert step.compiles[0]["fdo_profile"] == b"kept"
 
 
 def test_an_empty_profile_is_said_and_ignored(tmp_path, traces):

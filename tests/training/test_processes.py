@@ -147,6 +147,34 @@ def test_two_processes_stop_together_and_equal_one(tmp_path, reference):
   )
 
 
+def test_two_processes_search_together_and_decide_once(tmp_path, reference):
+  """Every program with process 0's profile, one decision, the losses of a run without a search."""
+  workdir = tmp_path / "run"
+
+  def run(code, **train):
+    workers = pair(workdir, search=True, train=train)
+    try:
+      assert [w.end(90) for w in workers] == [code, code]
+    finally:
+      for worker in workers:
+        worker.kill()
+    return [re.findall(r"compiled with '(.*)'", w.out.read_text()) for w in workers]
+
+  first, second = run(75, stop_after=18)
+  assert first == second
+  assert set(first) == {"", "profile of process 0"}
+  assert [p.read_text() for p in (workdir / "profile_guided").glob("*.pb")] == [first[-1]]
+  decision = json.loads((workdir / "schedule.json").read_text())
+  assert decision["tried"][0]["variant"] == {}
+  assert decision["chosen"] in [t["variant"] for t in decision["tried"]]
+  assert decision["for"]["processes"] == 2
+  again = run(0)
+  assert again == [["profile of process 0"]] * 2, "neither a search nor a profile is repeated"
+  np.testing.assert_allclose(
+    [loss for _, loss in losses(workdir)], [loss for _, loss in reference], rtol=1e-6
+  )
+
+
 def test_watchdog_leaves_a_collective_whose_peer_is_frozen(tmp_path):
   train = {"watchdog_seconds": 3.0, "first_step_seconds": 120.0}
   workers = pair(tmp_path / "run", freeze_at=3, train=train)

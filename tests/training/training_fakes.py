@@ -21,6 +21,7 @@ from scmoe.training.loop import Trainer
 from scmoe.training.optimizer import Optimizer, make_optimizer
 from scmoe.training.options import CheckpointConfig, OptimizerConfig, TrainConfig
 from scmoe.training.step import abstract_state, init_state, make_train_step
+from scmoe.training.variants import Variant
 
 VOCAB, WIDTH, EXPERTS, SEQ = 17, 8, 4, 8
 
@@ -175,6 +176,7 @@ class FakeBuilt:
   sequence_length: int = SEQ
   flops_per_token: float = 0.0
   peak_flops: float = 0.0
+  candidates: tuple[Variant, ...] = (Variant(),)
 
   def init(self, key):
     return init(key)

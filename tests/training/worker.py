@@ -3,6 +3,8 @@
 Prints `batch N` before microbatch N is read.
 """
 
+import dataclasses
+import functools
 import json
 import os
 import signal
@@ -19,10 +21,15 @@ if __name__ == "__main__":
 import jax
 from training_fakes import Iterator, Objective, Source, trainer
 
+from scmoe.blocks.options import OverlapConfig
 from scmoe.errors import run_main
 from scmoe.parallel.mesh import MeshConfig, make_mesh
+from scmoe.profiling.program import Program
+from scmoe.training import loop
 from scmoe.training.distributed import initialize
+from scmoe.training.guided import GuidedStep
 from scmoe.training.options import CheckpointConfig, DistributedConfig
+from scmoe.training.variants import Variant
 
 
 class Faulty(Source):
@@ -59,6 +66,22 @@ class SlowToCompile(Objective):
     return super().loss(params, router, batch, rng, reduction)
 
 
+def search(run):
+  """As on GPUs that exchange rows: a profile of each process' own, and three candidates."""
+  number = jax.process_index()
+  collect = lambda directory, program: f"profile of process {number}".encode()
+
+  def compile(self, options, profile=b""):
+    print(f"compiled with {profile.decode()!r}", flush=True)
+    self.compiled = self.lowered.compile()
+
+  Program.compile = compile
+  loop.GuidedStep = functools.partial(GuidedStep, gpu=True, collect=collect)
+  overlap = OverlapConfig(profile_guided=True, profile_runs=1, search_seconds=60)
+  candidates = (Variant(), Variant(chunks=2), Variant(chunks=4))
+  run.built = dataclasses.replace(run.built, overlap=overlap, candidates=candidates)
+
+
 def main(argv):
   args = json.loads(argv[0])
   initialize(DistributedConfig(heartbeat_seconds=10))
@@ -70,6 +93,8 @@ def main(argv):
     checkpoint=CheckpointConfig(every=5),
     **args.get("train", {}),
   )
+  if args.get("search"):
+    search(run)
   print(f"processes {jax.process_count()}", flush=True)
   run.run()
 

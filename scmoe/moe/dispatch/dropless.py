@@ -121,6 +121,7 @@ class Dropless:
     # All devices run one loop, so it has to suit the longest queue of any of them, also of those
     # on the data and shard axes, which this exchange does not reach.
     longest = largest(queues.longest, ("data", "shard"), "counts")
+    longest = checkpoint_name(longest, "moe_rows")
     left = jnp.maximum(0, longest - size * self.chunks)
     rounds = 1 + -(-left // overflow_rows(size * self.chunks))
     overflow_TD = self._overflow(x_TD, routing, queues, rounds, experts)
@@ -280,6 +281,8 @@ def _make_queues(routing: Routing, exchange: Exchange, order: str) -> _Queues:
   sent_We = routing.count_E.reshape(ranks, num_experts // ranks)
   with jax.named_scope("counts"):
     everyone_WWe = jax.lax.all_gather(sent_We, exchange.axis)  # [source, destination, expert]
+    # Named like the rows: a backward pass that recomputes its forward does not gather them again.
+    everyone_WWe = checkpoint_name(everyone_WWe, "moe_rows")
   length_W = sent_We.sum(1)
   start_W = jnp.cumsum(length_W) - length_W
   before_E = (jnp.cumsum(sent_We, 1) - sent_We).reshape(-1)  # earlier experts of the same peer

@@ -1,0 +1,137 @@
+"""The search trains, keeps to its bounds, takes the fastest, and is not repeated."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+from scmoe.training.search import Decisions, Search
+from scmoe.training.variants import StepVariants, Variant, parse_candidates
+
+
+class Clock:
+  """Seconds that pass as the fake steps say."""
+
+  def __init__(self):
+    self.now = 0.0
+
+  def __call__(self):
+    return self.now
+
+
+class FakeStep:
+  """Stands for a `GuidedStep`: compiles at once, then calls of given durations."""
+
+  def __init__(self, variant, clock, costs, profiled=0, compiling=0.0, fails=False):
+    self.variant, self.clock, self.costs = variant, clock, list(costs)
+    self.left, self.compiling, self.fails = profiled + 1, compiling, fails
+    self.calls = 0
+
+  compiles_next = False
+
+  @property
+  def settled(self):
+    return self.left == 0
+
+  def compile(self, *args):
+    if self.fails:
+      raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory")
+    self.clock.now += self.compiling
+
+  def __call__(self, state, batch):
+    self.calls += 1
+    self.left = max(0, self.left - 1)
+    self.clock.now += self.costs.pop(0) if self.costs else 0
+    return state + 1, {}, {}
+
+
+def search(costs, clock=None, **options):
+  """Of candidates chunks=1, 2, 4, ...; costs by chunks."""
+  clock = clock or Clock()
+  own = {name: options.pop(name) for name in ("profiled", "compiling") if name in options}
+  fails = options.pop("fails", ())
+  fakes = {
+    n: FakeStep(Variant(chunks=n), clock, c, fails=n in fails, **own) for n, c in costs.items()
+  }
+  candidates = parse_candidates("chunks=" + ",".join(map(str, costs)))
+  lines = []
+  steps = StepVariants(lambda variant: fakes[variant.chunks])
+  return Search(steps, candidates, say=lines.append, clock=clock, **options), fakes, lines
+
+
+def train(found, most=100):
+  """Steps until it has chosen, and two more."""
+  state = 0
+  for _ in range(most):
+    state, _, _ = found(state, {})
+    if found.chosen is not None:
+      break
+  before = state
+  for _ in range(2):
+    state, _, _ = found(state, {})
+  return before
+
+
+def test_it_takes_the_fastest_and_stays_with_it():
+  costs = {1: [9.0, 3.0, 3.1, 2.9], 2: [1.0, 2.0, 5.0, 2.1], 4: [2.0, 4.0, 4.0, 4.0]}
+  found, fakes, lines = search(costs, rounds=3)
+  assert train(found) == 12, "every step trains"
+  assert [f.calls for f in fakes.values()] == [4, 6, 4]
+  assert found.medians()[Variant(chunks=2)] == pytest.approx(2.1), "the first call does not count"
+  assert lines[-1].startswith("schedule: chunks=2 is the fastest of chunks=1: 3000.0 ms, chunks=2")
+
+
+def test_profiled_steps_are_not_measured():
+  found, _, _ = search({1: [7, 7, 7, 7, 2, 2], 2: [1, 1, 1, 1, 3, 3]}, profiled=3, rounds=2)
+  assert train(found) == 2 * 4 + 2 * 2
+  assert found.chosen == Variant(chunks=1)
+
+
+def test_it_ends_where_its_seconds_do():
+  """Each takes 40 s to compile: two fit into the 90 s behind the first, and no third."""
+  found, fakes, _ = search(dict.fromkeys((1, 2, 4, 8), [1.0] * 9), compiling=40, seconds=90)
+  train(found)
+  assert [f.calls > 0 for f in fakes.values()] == [True, True, True, False]
+  assert list(found.untried.values()) == ["no time left"]
+  spent = sum(found.prepared.values()) - next(iter(found.prepared.values()))
+  assert spent <= 90
+
+
+def test_it_takes_no_more_steps_than_it_may():
+  costs = dict.fromkeys((1, 2, 4, 8), [1.0] * 40)
+  found, _, _ = search(costs, profiled=4, rounds=3, most_steps=20)
+  assert train(found) <= 20
+  assert len(found.prepared) == 2
+
+
+def test_a_candidate_that_does_not_compile_is_left_out():
+  found, _, lines = search({1: [1.0] * 9, 2: [0.5] * 9, 4: [0.1] * 9}, fails=(4,))
+  train(found)
+  assert found.chosen == Variant(chunks=2)
+  assert any("chunks=4 does not compile: RESOURCE_EXHAUSTED" in line for line in lines)
+
+
+def test_one_that_cannot_run_as_configured_says_so():
+  found, _, _ = search({1: [], 2: []}, fails=(1,))
+  with pytest.raises(jax.errors.JaxRuntimeError, match="no memory"):
+    found(0, {})
+
+
+def test_the_decision_says_what_it_rests_on_and_is_found_again(tmp_path):
+  config = {"model": {"width": 8}, "train": {"batch_size": 4, "steps": 10}, "data": {"seq_len": 8}}
+  kept = Decisions(tmp_path / "schedule.json", config)
+  assert kept.known() is None
+  found, _, _ = search({1: [1.0] * 9, 2: [0.5] * 9}, keep=kept.keep)
+  train(found)
+  stored = json.loads(kept.file.read_text())
+  assert stored["chosen"] == {"chunks": 2}
+  assert [t["variant"] for t in stored["tried"]] == [{"chunks": 1}, {"chunks": 2}]
+  assert [t["step_ms"] for t in stored["tried"]] == [1000, 500]
+  assert kept.known() == Variant(chunks=2)
+  longer = {**config, "train": {"batch_size": 4, "steps": 20}}
+  assert dataclasses.replace(kept, config=longer).known() == Variant(chunks=2), "no time changes"
+  wider = {**config, "model": {"width": 16}}
+  assert dataclasses.replace(kept, config=wider).known() is None, "another program"
+  kept.file.write_text(kept.file.read_text()[:50])
+  assert kept.known() is None, "half a file is none"

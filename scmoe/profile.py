@@ -25,6 +25,7 @@ from scmoe.blocks.schedule import (
   COMPUTE,
   LINK,
   Span,
+  Times,
   best_chunks,
   describe,
   make_schedule,
@@ -35,15 +36,23 @@ from scmoe.config import RunConfig
 from scmoe.errors import ConfigError, run_main
 from scmoe.parallel.collectives import request_copy_engines
 from scmoe.parallel.mesh import batch_sharding
-from scmoe.profiling.overlap import measure_overlap, stage_of, stage_table, stage_times
+from scmoe.profiling.advice import advice
+from scmoe.profiling.overlap import (
+  StageTime,
+  measure_overlap,
+  stage_of,
+  stage_table,
+  stage_times,
+)
 from scmoe.profiling.picture import Bar, draw_png, write_page
 from scmoe.profiling.program import Program, traced
 from scmoe.profiling.roofline import MACHINES
 from scmoe.profiling.timer import Timing, interleave, speed_up
 from scmoe.profiling.trace import Event
 from scmoe.profiling.windows import program_windows, summary
-from scmoe.training.guided import GuidedStep
-from scmoe.training.step import init_state, make_train_step
+from scmoe.training.search import Search, fastest_step
+from scmoe.training.step import init_state
+from scmoe.training.variants import Variant
 from scmoe.training.workdir import write_json
 
 OWN = (
@@ -125,11 +134,7 @@ class _Arm:
     self.built = build.build(self.run)
     abstract = self.built.abstract_state()
     self.directory = directory
-    overlap = self.run.overlap
-    step = make_train_step(
-      self.built.objective, self.built.optimizer, abstract, gradient_dtype=overlap.gradient_dtype
-    )
-    self.step = GuidedStep(step, overlap, directory / "profile_guided")
+    self.step = fastest_step(self.built, abstract, directory)
     self.state = init_state(self.built.init, self.built.optimizer, 0, abstract)
     self.batch = self._batch()
 
@@ -141,9 +146,11 @@ class _Arm:
     return jax.device_put(Batch.of_tokens(tokens), batch_sharding(self.built.mesh, leading=1))
 
   def warm_up(self) -> None:
-    """Past compilation, and past the profile where one is collected."""
-    guided = self.step.gpu and self.run.overlap.profile_guided
-    self(2 + (self.run.overlap.profile_runs if guided else 0))
+    """Past compilation, profile and search: what a user's run comes to."""
+    self(1)
+    while not self.step.settled:
+      self(1)
+    self(1)
 
   def __call__(self, calls: int) -> None:
     scalars: Any = None
@@ -157,10 +164,16 @@ class _Arm:
     return traced(lambda: self(TRACED), folder), folder
 
   @property
+  def variant(self) -> Variant:
+    """What the search has chosen; as configured where there was none."""
+    return (self.step.chosen if isinstance(self.step, Search) else None) or Variant()
+
+  @property
   def compiled(self) -> Program:
     """The step as it runs."""
-    assert self.step.program is not None, "called after `warm_up`"
-    return self.step.program
+    step = self.step.best if isinstance(self.step, Search) else self.step
+    assert step.program is not None, "called after `warm_up`"
+    return step.program
 
 
 def _with_wiring(run: RunConfig, name: str) -> RunConfig:
@@ -178,8 +191,12 @@ def _arm_report(
   bars: dict[str, list[Bar]] = {COMPUTE: [], LINK: []}
   if times is not None:
     model = arm.run.model
-    schedule = make_schedule(model.wiring_rule, model.moe_every, arm.run.overlap)
-    lines += [str(schedule), f"as modelled for {modelled_on}, one pair, forward:", describe(times)]
+    given = arm.variant.given
+    moved = {name: given[name] for name in ("schedule", "order") if name in given}
+    overlap = dataclasses.replace(arm.run.overlap, **moved)
+    schedule = make_schedule(model.wiring_rule, model.moe_every, overlap)
+    lines += [f"runs: {arm.variant}", str(schedule)]
+    lines += [f"as modelled for {modelled_on}, one pair, forward:", describe(times)]
     bars = _bars(best_chunks(times)[1])
   events, folder = arm.trace()
   overlap = measure_overlap(events, TRACED)
@@ -193,10 +210,26 @@ def _arm_report(
       "beside each exchange of the compiled program:",
       summary(program_windows(arm.compiled.text)),
     ]
+    lines[:0] = _advice(arm, stages, 1e3 * timing.median, times)
     figures |= {"trace": overlap.as_json(), "stages": [dataclasses.asdict(s) for s in stages]}
     bars = measured_bars(events, names)
   lines.append(f"trace for XProf or Perfetto: {folder}")
   return "\n".join(lines), figures | {"trace_folder": folder}, bars
+
+
+def _advice(arm: _Arm, stages: Sequence[StageTime], step: float, times: Times | None) -> list[str]:
+  """What to change, for the first lines of the report."""
+  run, transport = arm.run, arm.variant.transport or arm.run.dispatch.transport
+  share = 1.0
+  if times is not None:
+    share = times.window / (times.window + times.before)
+  return advice(
+    stages,
+    step,
+    shortcut=run.model.wiring_rule.is_shortcut,
+    window_share=share,
+    capacity_factor=run.dispatch.capacity_factor if transport == "capacity" else 0.0,
+  )
 
 
 def _bars(spans: Sequence[Span]) -> dict[str, list[Bar]]:

@@ -30,22 +30,18 @@ from scmoe.errors import (
 from scmoe.parallel.mesh import batch_sharding
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.distributed import all_agree, first_decides, is_first
-from scmoe.training.guided import GuidedStep
 from scmoe.training.health import CollapseAlarm
 from scmoe.training.metrics import Bar, Meter, Metrics, console_line, short_lists
 from scmoe.training.optimizer import Optimizer
 from scmoe.training.options import CheckpointConfig, TrainConfig
 from scmoe.training.resume import check_config, check_data
-from scmoe.training.search import MOST_STEPS, Decisions, Search
+from scmoe.training.search import fastest_step
 from scmoe.training.signals import StopRequest, Watchdog
-from scmoe.training.step import Objective, TrainState, init_state, make_train_step
-from scmoe.training.variants import StepVariants, Variant, parse_candidates
+from scmoe.training.step import Objective, TrainState, init_state
+from scmoe.training.variants import Variant
 from scmoe.training.workdir import RunLock, prepare_workdir, warn, write_json
 
 CONFIG = "config.json"
-PROFILES = "profile_guided"  # measured latencies of the step; see `GuidedStep`
-SCHEDULE = "schedule.json"  # which variant of the step is the fastest; see `Search`
-PROGRAMS = "programs"  # compiled, for jax's compilation cache
 REPLAY = "replay"
 Poll = Callable[[], bool]
 
@@ -227,40 +223,10 @@ class _Run:
     self.tracing = False
     self.skipping = False  # the last step that was looked at was skipped
     self.bar = Bar(0, 0, shown=False)
-    self.step_fn = self._step()
+    self.step_fn = fastest_step(built, self.abstract, workdir, say=self._say)
     self.metrics: Metrics | None = None  # on process 0
     self.alarm = CollapseAlarm(built.train.collapse_steps)
     self.tokens_per_step = accumulation * built.train.batch_size * built.sequence_length
-
-  def _step(self) -> GuidedStep | Search:
-    """The step as configured or as an earlier start chose it, or one that finds the fastest."""
-    built, train = self.built, self.built.train
-    steps, tuned = StepVariants(self._make_step), parse_candidates(train.tune)
-    seconds = built.overlap.search_seconds
-    candidates = tuned if train.tune else built.candidates if seconds else (Variant(),)
-    if len(candidates) == 1:
-      return steps.step(candidates[0])
-    keep_programs(self.workdir / PROGRAMS)
-    decisions = Decisions(self.workdir / SCHEDULE, built.config)
-    known = decisions.known()
-    if known is not None:
-      self._say(f"schedule: {known}, as an earlier start chose ({decisions.file})")
-      return steps.step(known)
-    bounds = {} if train.tune else {"seconds": seconds, "most_steps": MOST_STEPS}
-    return Search(
-      steps, candidates, rounds=train.tune_rounds, keep=decisions.keep, say=self._say, **bounds
-    )
-
-  def _make_step(self, variant: Variant) -> GuidedStep:
-    """The step as configured, or a variant of it."""
-    built, overlap = self.built, self.built.overlap
-    step = make_train_step(
-      built.objective if variant == Variant() else built.variant(variant),
-      built.optimizer,
-      self.abstract,
-      gradient_dtype=overlap.gradient_dtype,
-    )
-    return GuidedStep(step, overlap, self.workdir / PROFILES, say=self._say)
 
   @property
   def abstract_batch(self) -> Batch:
@@ -533,12 +499,6 @@ class _Run:
       "tokens": self.step * self.tokens_per_step,
       "versions": {"jax": jax.__version__, "python": sys.version.split()[0]},
     }
-
-
-def keep_programs(folder: Path) -> None:
-  """Lets jax keep what it compiles with the run, unless its compilation cache is set already."""
-  if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
-    jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
 
 
 class _FirstProcess:

@@ -17,16 +17,24 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
 from scmoe.batch import Batch
+from scmoe.blocks.options import OverlapConfig
+from scmoe.profiling.program import latencies
 from scmoe.training.distributed import all_agree, first_decides, from_all_processes, is_first
-from scmoe.training.step import TrainState
-from scmoe.training.variants import StepVariants, Variant
+from scmoe.training.guided import Collect, GuidedStep
+from scmoe.training.optimizer import Optimizer
+from scmoe.training.options import TrainConfig
+from scmoe.training.step import Objective, TrainState, make_train_step
+from scmoe.training.variants import StepVariants, Variant, parse_candidates
 from scmoe.training.workdir import write_json
 
+PROFILES = "profile_guided"  # measured latencies of steps; see `GuidedStep`
+SCHEDULE = "schedule.json"  # the decision; see `Decisions`
+PROGRAMS = "programs"  # compiled, for jax's compilation cache
 MOST_STEPS = 40
 # What a decision depends on, beside the machine; the rest of a configuration changes no time.
 SECTIONS = ("model", "router", "dispatch", "mesh", "overlap")
@@ -47,6 +55,7 @@ class Search:
     seconds: that the others may take together, compilation included.
     most_steps: that are not yet the fastest's.
     keep: given the decision (`decision`) when it is made.
+    chosen: by an earlier start: nothing is tried.
     say: prints a line.
     clock: seconds.
   """
@@ -60,6 +69,7 @@ class Search:
     seconds: float = math.inf,
     most_steps: float = math.inf,
     keep: Callable[[dict[str, Any]], None] = lambda decision: None,
+    chosen: Variant | None = None,
     say: Callable[[str], None] = print,
     clock: Callable[[], float] = time.perf_counter,
   ):
@@ -68,7 +78,7 @@ class Search:
     self.measured: dict[Variant, list[float]] = {}
     self.prepared: dict[Variant, float] = {}  # seconds to compile and to profile
     self.untried: dict[Variant, str] = {}  # and why
-    self.chosen: Variant | None = None
+    self.chosen = chosen
     self._keep, self._say, self._clock = keep, say, clock
     self._given: tuple[Any, ...] = ()
     self._began, self._calls = 0.0, 0
@@ -76,15 +86,30 @@ class Search:
     self._visit: tuple[Variant, bool] | None = None
 
   @property
+  def settled(self) -> bool:
+    """Whether it has chosen, and what it has chosen is settled."""
+    return self.chosen is not None and self.best.settled
+
+  @property
+  def best(self) -> GuidedStep:
+    """The step that it has chosen."""
+    assert self.chosen is not None, "not chosen yet"
+    return self.steps.step(self.chosen)
+
+  @property
   def compiles_next(self) -> bool:
     """Whether the next call compiles, which takes long."""
+    if self.chosen is not None:
+      return self.best.compiles_next
     if self._visit is None:
-      return self.chosen is None
+      return True
     variant, counts = self._visit
     return not counts or self.steps.step(variant).compiles_next
 
   def compile(self, *args: Any) -> None:
     """Compiles the first candidate for arguments of these shapes; the others in their turn."""
+    if self.chosen is not None:
+      return self.best.compile(*args)
     self._given = args
     self._visit = next(self._visits)
 
@@ -183,6 +208,72 @@ class Search:
       figures = ", ".join(f"{c}: {1e3 * s:.1f} ms" for c, s in medians.items())
       self._say(f"schedule: {self.chosen} is the fastest of {figures}")
     self._keep(self.decision())
+
+
+class Searchable(Protocol):
+  """What is trained, by what a search asks of it; `Trainable` of `scmoe.training.loop` is one."""
+
+  @property
+  def train(self) -> TrainConfig: ...
+  @property
+  def overlap(self) -> OverlapConfig: ...
+  @property
+  def config(self) -> dict[str, Any]: ...
+  @property
+  def objective(self) -> Objective: ...
+  @property
+  def optimizer(self) -> Optimizer: ...
+  @property
+  def candidates(self) -> Sequence[Variant]: ...
+  def variant(self, variant: Variant) -> Objective: ...
+
+
+def fastest_step(
+  built: Searchable,
+  abstract: TrainState,
+  folder: Path,
+  *,
+  gpu: bool | None = None,
+  collect: Collect = latencies,
+  say: Callable[[str], None] = print,
+) -> GuidedStep | Search:
+  """The step as configured or as an earlier start chose it, or one that finds the fastest.
+
+  Args:
+    built: what is trained.
+    abstract: shapes of its state.
+    folder: where profiles, decisions and programs are kept.
+    gpu, collect, say: as of `GuidedStep`.
+  """
+  train, overlap = built.train, built.overlap
+
+  def make(variant: Variant) -> GuidedStep:
+    objective = built.objective if variant == Variant() else built.variant(variant)
+    dtype = overlap.gradient_dtype
+    step = make_train_step(objective, built.optimizer, abstract, gradient_dtype=dtype)
+    return GuidedStep(step, overlap, folder / PROFILES, gpu=gpu, collect=collect, say=say)
+
+  steps, tuned = StepVariants(make), parse_candidates(train.tune)
+  searches = train.tune or not overlap.search_seconds
+  candidates = tuned if searches else tuple(built.candidates)
+  if len(candidates) == 1:
+    return steps.step(candidates[0])
+  keep_programs(folder / PROGRAMS)
+  decisions = Decisions(folder / SCHEDULE, built.config)
+  known = decisions.known()
+  if known is not None:
+    say(f"schedule: {known}, as an earlier start chose ({decisions.file})")
+    return Search(steps, candidates, chosen=known)
+  bounds: dict[str, Any] = {}
+  if not train.tune:
+    bounds = {"seconds": overlap.search_seconds, "most_steps": MOST_STEPS}
+  return Search(steps, candidates, rounds=train.tune_rounds, keep=decisions.keep, say=say, **bounds)
+
+
+def keep_programs(folder: Path) -> None:
+  """Lets jax keep what it compiles with the run, unless its compilation cache is set already."""
+  if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,8 +27,8 @@ from scmoe.parallel.mesh import MeshConfig, make_mesh
 from scmoe.profiling.program import Program
 from scmoe.training import loop
 from scmoe.training.distributed import initialize
-from scmoe.training.guided import GuidedStep
 from scmoe.training.options import CheckpointConfig, DistributedConfig
+from scmoe.training.search import fastest_step
 from scmoe.training.variants import Variant
 
 
@@ -76,7 +76,7 @@ def search(run):
     self.compiled = self.lowered.compile()
 
   Program.compile = compile
-  loop.GuidedStep = functools.partial(GuidedStep, gpu=True, collect=collect)
+  loop.fastest_step = functools.partial(fastest_step, gpu=True, collect=collect)
   overlap = OverlapConfig(profile_guided=True, profile_runs=1, search_seconds=60)
   candidates = (Variant(), Variant(chunks=2), Variant(chunks=4))
   run.built = dataclasses.replace(run.built, overlap=overlap, candidates=candidates)

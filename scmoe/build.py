@@ -21,12 +21,13 @@ from scmoe.blocks.schedule import Times, best_slot, unit_times
 from scmoe.config import RunConfig, to_dict
 from scmoe.data.config import DataConfig
 from scmoe.data.tokenizers import ByteTokenizer, load_json
+from scmoe.errors import ConfigError
 from scmoe.layers.mlp import is_gated
 from scmoe.models.flops import forward_flops, peak_flops
 from scmoe.models.gpt import GPT
 from scmoe.models.objective import LanguageModelObjective
 from scmoe.options import check_options
-from scmoe.parallel.mesh import make_mesh, parameter_specs, shardings_of
+from scmoe.parallel.mesh import MeshConfig, make_mesh, parameter_specs, shardings_of
 from scmoe.profiling.roofline import Sizes, machine, model_times
 from scmoe.training.optimizer import Optimizer, make_optimizer
 from scmoe.training.options import CheckpointConfig, TrainConfig
@@ -217,10 +218,43 @@ def derived_overlap(run: RunConfig) -> OverlapConfig:
 
 
 def single_device(run: RunConfig) -> RunConfig:
-  """The same run on a mesh of one device, e.g. to generate from it."""
-  mesh = dataclasses.replace(run.mesh, data=1, expert=1, tensor=1)
-  dispatch = dataclasses.replace(run.dispatch, groups=0)
-  return dataclasses.replace(run, mesh=mesh, dispatch=dispatch)
+  """The same run on a mesh of one device."""
+  return _on(run, dataclasses.replace(run.mesh, data=1, expert=1, tensor=1))
+
+
+def on_mesh(run: RunConfig, text: str = "") -> RunConfig:
+  """A stored run on the devices that are here.
+
+  Args:
+    run: resolved.
+    text: axes such as "data=2,expert=2"; the others are 1. Empty: training's mesh where there are
+      devices for it, else one device.
+
+  Raises:
+    ConfigError: the text names no axes, or there are too few devices.
+  """
+  if not text:
+    return run if run.mesh.size <= jax.device_count() else single_device(run)
+  axes = {"data": 1, "expert": 1, "tensor": 1}
+  for part in text.split(","):
+    name, _, value = part.strip().partition("=")
+    if name not in axes or not value.isdecimal() or not int(value):
+      raise ConfigError(
+        f"--mesh={text!r}: {part.strip()!r} is not of the form AXIS=N with an AXIS of: "
+        f"{', '.join(axes)}; e.g. --mesh=data=2,expert=2"
+      )
+    axes[name] = int(value)
+  mesh = dataclasses.replace(run.mesh, **axes).resolve(jax.device_count())
+  return _on(run, mesh)
+
+
+def _on(run: RunConfig, mesh: MeshConfig) -> RunConfig:
+  """Another mesh; capacity groups stay where they divide, since drops depend on them."""
+  groups = run.dispatch.groups
+  groups = 0 if groups % mesh.batch_shards else groups
+  return dataclasses.replace(
+    run, mesh=mesh, dispatch=dataclasses.replace(run.dispatch, groups=groups)
+  )
 
 
 def vocab_size(data: DataConfig) -> int:

@@ -11,13 +11,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from scmoe import build
 from scmoe.command_line import HELP, Flag, help_text, parse
 from scmoe.data import BitsPerByte, bigram_bits_per_byte, check_vocab, open_data
 from scmoe.errors import ConfigError, StorageError, run_main
 from scmoe.inference.evaluation import evaluate
+from scmoe.programs import Programs
 from scmoe.summary import open_run
 from scmoe.training.checkpoint import restore_part
 from scmoe.training.workdir import write_json
@@ -26,6 +25,7 @@ FLAGS = (
   Flag("workdir", str, "", "folder of the run", required=True),
   Flag("step", int, -1, "step of the checkpoint; -1: the newest"),
   Flag("max_batches", int, 0, "batches to evaluate; 0: all validation text"),
+  Flag("mesh", str, "", "axes such as data=2,expert=2; training's, or one device, if not given"),
   Flag("json", str, "", "also write the figures to this file"),
   HELP,
 )
@@ -41,7 +41,8 @@ def main(argv: list[str]) -> None:
   out = Path(values["json"]) if values["json"] else None
   if out is not None and not out.absolute().parent.is_dir():
     raise ConfigError(f"--json={values['json']!r}: there is no folder {out.absolute().parent}")
-  figures = evaluate_run(values["workdir"], values["step"], values["max_batches"])
+  given = (values[name] for name in ("workdir", "step", "max_batches", "mesh"))
+  figures = evaluate_run(*given)
   print(table(figures))
   if out is not None:
     try:
@@ -50,15 +51,20 @@ def main(argv: list[str]) -> None:
       raise StorageError(f"--json={values['json']!r} cannot be written: {error}") from None
 
 
-def evaluate_run(workdir: str, step: int = -1, max_batches: int = 0) -> dict[str, Any]:
+def evaluate_run(
+  workdir: str, step: int = -1, max_batches: int = 0, mesh: str = ""
+) -> dict[str, Any]:
   """Figures of `scmoe.inference.evaluation.evaluate`, with `step` and the bigram model's beside.
 
-  Uses the mesh of training where there are devices for it, else one device.
+  Args:
+    workdir: folder of the run.
+    step: of the checkpoint; -1 for the newest.
+    max_batches: batches to evaluate; 0: all.
+    mesh: see `scmoe.build.on_mesh`.
   """
   stored = open_run(workdir, None if step < 0 else step)
-  run = stored.run
-  if run.mesh.size > jax.device_count():
-    run = build.single_device(run)
+  run = build.on_mesh(stored.run, mesh)
+  run.train.check_mesh(run.mesh.batch_shards)
   built = build.build(run)
   wanted = {"params": built.shapes, "router": built.router_shapes}
   state = restore_part(workdir, wanted, stored.step)
@@ -68,6 +74,7 @@ def evaluate_run(workdir: str, step: int = -1, max_batches: int = 0) -> dict[str
     "mesh": built.mesh,
     "router": state["router"],
     "max_batches": max_batches or None,
+    "prepare": Programs(built.overlap, Path(workdir)),
   }
   figures = evaluate(built.model(state["params"]), data, **options)
   assert figures is not None  # nothing asks it to stop

@@ -2,41 +2,67 @@
 
   python -m scmoe.generate --workdir runs/quickstart --prompt "def main(" --max_new_tokens 200
   python -m scmoe.generate --workdir runs/a --prompt "import " --prompt "class " --temperature 0
+  python -m scmoe.generate --benchmark --config gpt2_moe_medium --compare top2,scmoe_pos2
 
-Reads the configuration stored in the checkpoint. An empty prompt begins a new document.
+Reads the configuration stored in the checkpoint. An empty prompt begins a new document. With
+--benchmark: tokens per second of prefill and decode, in turns, of a configuration's wirings.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+from typing import Any
+
 from scmoe import build
-from scmoe.command_line import HELP, Flag, help_text, parse
+from scmoe.benchmark import Load, benchmark
+from scmoe.command_line import HELP, TRAIN_FLAGS, Flag, help_text, parse, run_config
 from scmoe.errors import ConfigError, run_main
 from scmoe.inference.decode import generate
 from scmoe.inference.sampling import Sampling
+from scmoe.programs import Programs
 from scmoe.summary import load_tokenizer, open_run
 from scmoe.training.checkpoint import restore_part
+from scmoe.training.workdir import write_json
 
+OF_CONFIG = ("config", "config_json", "smoke", "allow_config_change")
 FLAGS = (
-  Flag("workdir", str, "", "folder of the run", required=True),
+  Flag("workdir", str, "", "folder of the run"),
   Flag("step", int, -1, "step of the checkpoint; -1: the newest"),
-  Flag("prompt", str, "", "text to continue", repeat=True, required=True),
+  Flag("prompt", str, "", "text to continue", repeat=True),
   Flag("max_new_tokens", int, 64, "tokens to add"),
   Flag("temperature", float, 1.0, "divides the logits; 0 takes the most probable token"),
   Flag("top_k", int, 0, "draw from the k most probable tokens; 0: from all"),
   Flag("top_p", float, 1.0, "draw from the most probable tokens that make up this probability"),
   Flag("seed", int, 0, "of the draws"),
+  Flag("mesh", str, "", "axes such as data=2,expert=2; training's, or one device, if not given"),
+  Flag("benchmark", bool, False, "tokens per second instead of text, on random weights"),
+  Flag("compare", str, "", "benchmark: wirings in turns, by commas; the first is the base"),
+  Flag("batch", int, 8, "benchmark: prompts"),
+  Flag("prompt_tokens", int, 1024, "benchmark: tokens of a prompt"),
+  Flag("rounds", int, 5, "benchmark: turns of every wiring"),
+  Flag("json", str, "", "benchmark: also write the figures to this file"),
+  *(flag for flag in TRAIN_FLAGS if flag.name in OF_CONFIG),
   HELP,
 )
 
 
 def main(argv: list[str]) -> None:
   """Continues every prompt and prints it with its continuation."""
-  values, _ = parse(argv, FLAGS)
+  values, given = parse(argv, FLAGS, with_fields=True)
   if values["help"]:
-    return print(help_text(__doc__ or "", FLAGS))
+    return print(help_text(__doc__ or "", FLAGS, with_fields=True))
+  if values["benchmark"]:
+    return print(_benchmark(values, given))
+  if given:
+    raise ConfigError(f"--config.{given[0][0]} goes with --benchmark; a run has its configuration")
+  for name in ("workdir", "prompt"):
+    if not values[name]:
+      (flag,) = (flag for flag in FLAGS if flag.name == name)
+      raise ConfigError(f"--{name} is missing: {flag.help}")
   sampling = Sampling(values["temperature"], values["top_k"], values["top_p"])
   sampling.check()
-  options = {name: values[name] for name in ("step", "max_new_tokens", "seed")}
+  options = {name: values[name] for name in ("step", "max_new_tokens", "seed", "mesh")}
   texts = generate_texts(values["workdir"], values["prompt"], sampling, **options)
   for index, (prompt, text) in enumerate(zip(values["prompt"], texts)):
     if len(texts) > 1:
@@ -52,6 +78,7 @@ def generate_texts(
   step: int = -1,
   max_new_tokens: int = 64,
   seed: int = 0,
+  mesh: str = "",
 ) -> list[str]:
   """The continuation of every prompt, by the model of a run.
 
@@ -60,9 +87,10 @@ def generate_texts(
     prompts: texts; each is read as the beginning of a document.
     sampling, max_new_tokens, seed: see `scmoe.inference.decode.generate`.
     step: of the checkpoint; -1 for the newest.
+    mesh: see `scmoe.build.on_mesh`.
   """
   stored = open_run(workdir, None if step < 0 else step)
-  run = build.single_device(stored.run)
+  run = build.on_mesh(stored.run, mesh)
   tokenizer = load_tokenizer(run, workdir)
   # As in training, a document follows an end-of-text token.
   tokens = [[tokenizer.eos_id, *tokenizer.encode(_valid(prompt))] for prompt in prompts]
@@ -78,8 +106,23 @@ def generate_texts(
     eos_id=tokenizer.eos_id,
     router=state["router"],
     mesh=built.mesh,
+    prepare=Programs(built.overlap, Path(workdir)),
   )
   return [tokenizer.decode(row) for row in new]
+
+
+def _benchmark(values: dict[str, Any], given: list[tuple[str, str]]) -> str:
+  """The table of `--benchmark`; writes --json."""
+  run = run_config(values, given)
+  names = [name for name in values["compare"].split(",") if name] or [run.model.wiring]
+  load = Load(values["batch"], values["prompt_tokens"], values["max_new_tokens"])
+  if min(dataclasses.astuple(load)) < 1:
+    raise ConfigError("--batch, --prompt_tokens and --max_new_tokens must be at least 1")
+  workdir = Path(values["workdir"] or "runs/benchmark")
+  text, figures = benchmark(run, names, load, workdir, rounds=values["rounds"])
+  if values["json"]:
+    write_json(Path(values["json"]), figures)
+  return text
 
 
 def _valid(prompt: str) -> str:

@@ -100,7 +100,7 @@ def profile(
   run: RunConfig, names: Sequence[str], workdir: Path, *, rounds: int, calls: int, modelled_on: str
 ) -> Report:
   """Times and traces the training step of every wiring; writes the picture and the page."""
-  arms = {name: _Arm(_with_wiring(run, name), workdir / name) for name in names}
+  arms = {name: Arm(_with_wiring(run, name), workdir / name) for name in names}
   for arm in arms.values():
     arm.warm_up()
   timings = interleave(arms, rounds=rounds, calls=calls)
@@ -125,7 +125,7 @@ def profile(
   )
 
 
-class _Arm:
+class Arm:
   """One wiring: its step, called in turns."""
 
   def __init__(self, run: RunConfig, directory: Path):
@@ -181,7 +181,7 @@ def _with_wiring(run: RunConfig, name: str) -> RunConfig:
 
 
 def _arm_report(
-  arm: _Arm, timing: Timing, base: Timing, modelled_on: str
+  arm: Arm, timing: Timing, base: Timing, modelled_on: str
 ) -> tuple[str, dict[str, Any], dict[str, list[Bar]]]:
   """Text, figures and the bars of one block pair."""
   lines = [f"step {1e3 * timing.median:.3f} ms (± {100 * timing.spread:.1f} %), "
@@ -217,7 +217,7 @@ def _arm_report(
   return "\n".join(lines), figures | {"trace_folder": folder}, bars
 
 
-def _advice(arm: _Arm, stages: Sequence[StageTime], step: float, times: Times | None) -> list[str]:
+def _advice(arm: Arm, stages: Sequence[StageTime], step: float, times: Times | None) -> list[str]:
   """What to change, for the first lines of the report."""
   run, transport = arm.run, arm.variant.transport or arm.run.dispatch.transport
   share = 1.0

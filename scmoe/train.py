@@ -27,6 +27,7 @@ from scmoe.inference.decode import generate
 from scmoe.inference.evaluation import evaluate, flat_scalars
 from scmoe.inference.sampling import Sampling
 from scmoe.parallel.collectives import request_copy_engines
+from scmoe.programs import Programs
 from scmoe.summary import header, result, store_tokenizer
 from scmoe.training import distributed
 from scmoe.training.loop import Poll, Trainer
@@ -83,7 +84,7 @@ def train(run: RunConfig, workdir: Path) -> TrainState:
     built,
     data,
     workdir,
-    evaluate=evaluation(built, data),
+    evaluate=evaluation(built, data, workdir),
     sample=sampling(built, data),
     header=header(built, data, workdir),
   ).run()
@@ -92,14 +93,18 @@ def train(run: RunConfig, workdir: Path) -> TrainState:
   return state
 
 
-def evaluation(built: build.Built, data: Data) -> Callable[[TrainState, Poll], Any] | None:
+def evaluation(
+  built: build.Built, data: Data, workdir: Path
+) -> Callable[[TrainState, Poll], Any] | None:
   """What the trainer calls to evaluate; None without validation text."""
   if not data.validation_domains:
     return None
+  programs = Programs(built.overlap, workdir)
 
   def run(state: TrainState, stopping: Poll) -> dict[str, float] | None:
     limit = built.run.train.eval_batches or None
     options = {"mesh": built.mesh, "max_batches": limit, "stopping": stopping}
+    options["prepare"] = programs
     figures = evaluate(built.model(state.params), data, router=state.router, **options)
     return None if figures is None else flat_scalars(figures)
 

@@ -20,8 +20,8 @@ RANKS = [
   ("models",),
   ("training", "inference"),
   ("config",),
-  ("build", "command_line"),
-  ("dry_run",),
+  ("build", "command_line", "programs"),
+  ("dry_run", "benchmark"),
   ("summary",),
   ("train", "evaluate", "generate", "profile"),
 ]

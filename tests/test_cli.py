@@ -235,10 +235,54 @@ def test_train_stop_resume_evaluate_generate(here, capsys, quick_compiler):
   assert code == 0, err
   assert "--- prompt 2" in out
   assert out == outcome(generate.main, capsys, "--workdir=a", *prompts)[1]
+  # The mesh changes no greedy token, and no loss but by rounding.
+  for mesh in ("data=2", "expert=2,tensor=2"):
+    code, text, err = outcome(generate.main, capsys, "--workdir=a", *prompts, f"--mesh={mesh}")
+    assert (code, text) == (0, out), err
+  argv = ["--workdir=a", "--max_batches=2", "--json=f.json", "--mesh=expert=2"]
+  assert outcome(evaluate.main, capsys, *argv)[0] == 0
+  again = json.loads(Path("f.json").read_text())
+  assert again["loss"] == pytest.approx(figures["loss"], rel=0.05)  # drops follow the groups
+  code, _, err = outcome(evaluate.main, capsys, "--workdir=a", "--mesh=experts=2")
+  assert code == 2
+  assert "'experts=2' is not of the form AXIS=N with an AXIS of: data, expert, tensor" in err
+  code, _, err = outcome(generate.main, capsys, "--workdir=a", "--prompt=a", "--mesh=data=99")
+  assert code == 2
+  assert "needs 99 devices, 8 found" in err
+  code, _, err = outcome(generate.main, capsys, "--workdir=a", "--max_new_tokens=99")
+  assert code == 2
+  assert "--prompt is missing: text to continue" in err
   code, _, err = outcome(generate.main, capsys, "--workdir=a", "--prompt=a", "--max_new_tokens=99")
   assert code == 2
   assert "model.context=16" in err
   assert outcome(generate.main, capsys, "--workdir=a", "--prompt=a", "--temperature=-1")[0] == 2
+
+
+def test_prefill_and_decode_of_two_wirings(here, capsys, quick_compiler):
+  load = ["--batch=4", "--prompt_tokens=8", "--max_new_tokens=3", "--rounds=2"]
+  own = ["--benchmark", "--config=quickstart", "--smoke", "--config.mesh.data=2"]
+  own += ["--config.mesh.expert=2", "--json=b.json", "--compare=top2,scmoe_pos2"]
+  code, out, err = outcome(generate.main, capsys, *own, *load)
+  assert code == 0, err
+  assert "prefill ms" in out
+  assert "not GPU times" in out
+  arms = json.loads(Path("b.json").read_text())["arms"]
+  assert set(arms) == {"top2", "scmoe_pos2"}
+  for parts in arms.values():
+    assert parts["prefill"]["tokens_per_s"] == pytest.approx(
+      4 * 8 / parts["prefill"]["wall"]["ms"] * 1e3, rel=1e-2
+    )
+    assert parts["decode"]["wall"]["ms"] > 0
+  assert arms["top2"]["decode"]["speed_up"] == 1
+  code, _, err = outcome(generate.main, capsys, *own, "--batch=3")
+  assert code == 2
+  assert "--batch=3 does not divide over the 4 parts of the mesh; use a multiple of 4" in err
+  code, _, err = outcome(generate.main, capsys, *own, "--prompt_tokens=99")
+  assert code == 2
+  assert "model.context=16" in err
+  code, _, err = outcome(generate.main, capsys, *own[:-1], "--compare=top3")
+  assert code == 2
+  assert "--compare='top3' is no wiring" in err
 
 
 def test_default_run_is_the_quickstart(here, capsys, monkeypatch):

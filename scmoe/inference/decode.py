@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,6 +26,9 @@ from scmoe.inference.sampling import Sampling, sample
 from scmoe.models.gpt import GPT, Pass
 from scmoe.parallel.mesh import BATCH_AXES, make_mesh, manual, parameter_specs
 
+# (name, jitted function) -> a program that is called like the function.
+Prepare = Callable[[str, Any], Any]
+
 
 def generate(
   model: GPT,
@@ -36,6 +40,7 @@ def generate(
   eos_id: int | None = None,
   router: Any = None,
   mesh: Mesh | None = None,
+  prepare: Prepare | None = None,
 ) -> list[list[int]]:
   """Continues every prompt.
 
@@ -50,6 +55,7 @@ def generate(
     eos_id: a row that draws this token ends before it.
     router: router state of the training run (balancing biases), if it has any.
     mesh: devices of this process on which the model lies; None: one device.
+    prepare: makes a program of a jitted function (`scmoe.programs`); None: jit does.
 
   Returns:
     The new tokens of each prompt, without the prompt.
@@ -69,49 +75,89 @@ def generate(
   for row, prompt in enumerate(prompts):
     tokens_BS[row, : len(prompt)] = prompt
   graph, params = nnx.split(model)
-  static = _Static(graph, mesh, sampling, max_new_tokens)
-  new_BS = np.asarray(_generate(static, params, router, tokens_BS, lengths_B, jax.random.key(seed)))
+  static = Static(graph, mesh, sampling)
+  room, key = padded + max_new_tokens, jax.random.key(seed)
+  first, rest = make_prefill(static, room), make_decode(static, max_new_tokens - 1)
+  if prepare is not None:
+    first, rest = prepare("prefill", first), prepare("decode", rest)
+  given = params, router, lengths_B, key
+  first_B, caches = first(*given, tokens_BS)
+  rest_BS, _ = rest(*given, first_B, caches)
+  new_BS = np.concatenate([np.asarray(first_B)[:, None], np.asarray(rest_BS)], 1)
   return [_until(row.tolist(), eos_id) for row in new_BS[:asked]]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Static:
-  """What one compiled generation is for, beside shapes."""
+class Static:
+  """What a compiled generation is for, beside shapes.
+
+  Attributes:
+    graph: the model without parameters.
+    mesh: its devices.
+    sampling: how tokens are drawn.
+  """
 
   graph: nnx.GraphDef
   mesh: Mesh
   sampling: Sampling
-  new_tokens: int
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _generate(
-  static: _Static, params: Any, router: Any, tokens_BS: Array, lengths_B: Array, key: Array
-) -> Array:
-  """Prefill, then one token at a time, in one manual region: int32 [B, new_tokens]."""
-  batch = P(BATCH_AXES)
-  local = functools.partial(_generate_local, static)
-  specs = (parameter_specs(params), P(), batch, batch, P())
-  return manual(local, static.mesh, specs, batch)(params, router, tokens_BS, lengths_B, key)
+# A cache is [pairs, B, S, H, N]: rows over the batch axes, heads over the tensor axis.
+_CACHE = P(None, BATCH_AXES, None, "tensor")
+_ROWS = P(BATCH_AXES)
 
 
-def _generate_local(
-  static: _Static, params: Any, router: Any, tokens_BS: Array, lengths_B: Array, key: Array
-) -> Array:
-  model: GPT = nnx.merge(static.graph, params)
-  caches = model.init_caches(tokens_BS.shape[0], tokens_BS.shape[1] + static.new_tokens)
-  draw = lambda logits_BV, index: sample(logits_BV, static.sampling, jax.random.fold_in(key, index))
-  logits_BV, caches = prefill(model, tokens_BS, lengths_B, caches, router)
-  first_B = draw(logits_BV, 0)
+@functools.cache
+def make_prefill(static: Static, room: int) -> Any:
+  """Jitted: (params, router, lengths_B, key, tokens_BS) -> first new token int32 [B], caches.
 
-  def step(carry, index):
-    token_B, caches = carry
-    logits_BV, caches = decode_step(model, token_B, lengths_B + index - 1, caches, router)
-    next_B = draw(logits_BV, index)
-    return (next_B, caches), next_B
+  Args:
+    static: what for.
+    room: positions of the caches.
+  """
 
-  _, rest_SB = jax.lax.scan(step, (first_B, caches), jnp.arange(1, static.new_tokens))
-  return jnp.concatenate([first_B[:, None], rest_SB.T], 1)
+  def local(params, router, lengths_B, key, tokens_BS):
+    model: GPT = nnx.merge(static.graph, params)
+    caches = model.init_caches(tokens_BS.shape[0], room)
+    logits_BV, caches = prefill(model, tokens_BS, lengths_B, caches, router)
+    return sample(logits_BV, static.sampling, jax.random.fold_in(key, 0)), caches
+
+  def program(params, router, lengths_B, key, tokens_BS):
+    specs = (parameter_specs(params), P(), _ROWS, P(), _ROWS)
+    function = manual(local, static.mesh, specs, (_ROWS, _CACHE))
+    return function(params, router, lengths_B, key, tokens_BS)
+
+  return jax.jit(program)
+
+
+@functools.cache
+def make_decode(static: Static, steps: int) -> Any:
+  """Jitted: (params, router, lengths_B, key, token_B, caches) -> int32 [B, steps], caches.
+
+  Args:
+    static: what for.
+    steps: tokens to add behind `token_B`, which the prefill gave.
+  """
+
+  def local(params, router, lengths_B, key, token_B, caches):
+    model: GPT = nnx.merge(static.graph, params)
+
+    def step(carry, index):
+      token_B, caches = carry
+      logits_BV, caches = decode_step(model, token_B, lengths_B + index - 1, caches, router)
+      next_B = sample(logits_BV, static.sampling, jax.random.fold_in(key, index))
+      return (next_B, caches), next_B
+
+    (_, caches), new_SB = jax.lax.scan(step, (token_B, caches), jnp.arange(1, steps + 1))
+    return new_SB.T, caches
+
+  def program(params, router, lengths_B, key, token_B, caches):
+    specs = (parameter_specs(params), P(), _ROWS, P(), _ROWS, _CACHE)
+    function = manual(local, static.mesh, specs, (_ROWS, _CACHE))
+    return function(params, router, lengths_B, key, token_B, caches)
+
+  # The caches are handed back, so that they need not be there twice.
+  return jax.jit(program, donate_argnums=5)
 
 
 def prefill(

@@ -11,11 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from scmoe.batch import Batch
 from scmoe.errors import DataError
 from scmoe.models.gpt import GPT, Pass
 from scmoe.parallel.collectives import total
@@ -32,6 +30,7 @@ def evaluate(
   router: Any = None,
   max_batches: int | None = None,
   stopping: Callable[[], bool] | None = None,
+  prepare: Callable[[str, Any], Any] | None = None,
 ) -> dict[str, Any] | None:
   """Evaluates on the validation text, with the capacity of training and no gate noise.
 
@@ -45,6 +44,7 @@ def evaluate(
     router: router state of the training run (balancing biases), if it has any.
     max_batches: at most so many batches; None: all validation text.
     stopping: asked before every batch; True ends the evaluation.
+    prepare: makes a program of a jitted function (`scmoe.programs`); None: jit does.
 
   Returns:
     `loss` (nats per token), `perplexity`, `bits_per_byte`, `accuracy`, `drop` (share of choices
@@ -57,14 +57,16 @@ def evaluate(
   sizes_V = np.asarray(data.tokenizer.token_bytes(), np.int32)
   sharding = batch_sharding(mesh)
   graph, params = nnx.split(model)
-  static = (graph, mesh, len(data.domains))
+  counts_of = _make_counts(graph, mesh, len(data.domains))
+  if prepare is not None:
+    counts_of = prepare("evaluation", counts_of)
   sums = np.zeros((len(data.domains), len(COUNTED)))
   dropped = choices = 0.0
   for batch in data.validation(max_batches=max_batches):
     if stopping is not None and stopping():
       return None
     put = lambda x: jax.make_array_from_process_local_data(sharding, x)
-    counts, sent = _counts(static, params, router, jax.tree.map(put, batch), sizes_V)
+    counts, sent = counts_of(params, router, jax.tree.map(put, batch), sizes_V)
     sums += np.asarray(counts, np.float64)
     dropped, choices = dropped + float(sent[0]), choices + float(sent[1])
   total = _figures(sums.sum(0))
@@ -87,12 +89,9 @@ def flat_scalars(figures: dict[str, Any]) -> dict[str, float]:
   return flat
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _counts(
-  static: tuple[nnx.GraphDef, Mesh, int], params: Any, router: Any, batch: Batch, sizes_V: Array
-) -> tuple[Array, Array]:
-  """float32 [domains, len(COUNTED)], and (dropped, choices), of the whole batch."""
-  graph, mesh, num_domains = static
+@functools.cache
+def _make_counts(graph: nnx.GraphDef, mesh: Mesh, num_domains: int) -> Any:
+  """Jitted: float32 [domains, len(COUNTED)], and (dropped, choices), of the whole batch."""
 
   def local(params, router, batch, sizes_V):
     model: GPT = nnx.merge(graph, params)
@@ -111,8 +110,11 @@ def _counts(
       sent = jnp.stack([out.sums.dropped.sum(), out.sums.choices.sum()])
     return total((counts, sent), BATCH_AXES, "statistics")
 
-  specs = (parameter_specs(params), P(), P(BATCH_AXES), P())
-  return manual(local, mesh, specs, P())(params, router, batch, sizes_V)
+  def program(params, router, batch, sizes_V):
+    specs = (parameter_specs(params), P(), P(BATCH_AXES), P())
+    return manual(local, mesh, specs, P())(params, router, batch, sizes_V)
+
+  return jax.jit(program)
 
 
 def _figures(sums: np.ndarray) -> dict[str, float] | None:

@@ -117,14 +117,7 @@ class LanguageModelObjective:
     a cast weight has the compute type, as its product gives it.
     """
     model: GPT = nnx.merge(self.graph, params)
-    dtype = jnp.dtype(model.config.dtype)
-
-    def cast(path: tuple, leaf: Array) -> Array:
-      name = jax.tree_util.keystr(path)
-      keep = any(word in name for word in ("norm", "router_gate", "mix"))
-      return leaf if keep else leaf.astype(dtype)
-
-    return jax.tree_util.tree_map_with_path(cast, params)
+    return cast_params(params, model.config.dtype)
 
   def metrics(self, aux: LossSums) -> tuple[dict[str, Array], dict[str, Array]]:
     """Scalars and per-layer arrays of a step, from the sums over its microbatches.
@@ -164,3 +157,14 @@ class LanguageModelObjective:
       return router
     rule, rate = self.router.bias, self.router.bias_rate
     return {**router, "bias": update_bias(router["bias"], aux.router, rule, rate)}
+
+
+def cast_params(params: Any, dtype: Any) -> Any:
+  """Parameters as the products read them; norms, gates and mixing coefficients stay in float32."""
+
+  def cast(path: tuple, leaf: Array) -> Array:
+    name = jax.tree_util.keystr(path)
+    keep = any(word in name for word in ("norm", "router_gate", "mix"))
+    return leaf if keep else leaf.astype(dtype)
+
+  return jax.tree_util.tree_map_with_path(cast, params)

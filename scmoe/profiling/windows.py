@@ -66,15 +66,16 @@ def program_windows(program: str) -> list[Window]:
 
 
 def graph_windows(jaxpr: Any) -> list[Window]:
-  """Windows of all all-to-alls of a jaxpr: the products independent of each, barriers counted.
+  """Windows of a jaxpr's all-to-alls and sums of gradients: the products independent of each.
 
-  Calls and loops are looked into; the body of a loop is taken once.
+  Barriers count. Calls and loops are looked into; the body of a loop is taken once.
   """
   graph = _Graph()
   graph.add(getattr(jaxpr, "jaxpr", jaxpr), {})
   windows = []
   for index, node in enumerate(graph.nodes):
-    if node.primitive != "all_to_all":
+    is_sum = node.primitive.startswith("psum") and stage_of(node.name) == "gradients"
+    if node.primitive != "all_to_all" and not is_sum:
       continue
     related = graph.ancestors(index) | graph.descendants(index)
     beside = [

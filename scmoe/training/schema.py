@@ -31,7 +31,11 @@ _GONE = ("router.skewed",)
 _COMPAT = ("order", "weights", "weight_norm", "jitter", "uniform", "round_to")
 # Fields that came later, and what runs did before there were any: a field that is not stored would
 # count as a change of the configuration, and the run would not go on.
-_SINCE = {"model": {"expert_impl": "auto"}, "dispatch": {"silent": False}}
+_SINCE = {
+  "model": {"expert_impl": "auto"},
+  "dispatch": {"silent": False},
+  "overlap": {"search_seconds": 90.0},  # changes no result
+}
 
 
 def upgraded(meta: dict[str, Any]) -> dict[str, Any]:

@@ -10,15 +10,18 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from scmoe.blocks.block import BlockConfig
 from scmoe.blocks.options import OverlapConfig
+from scmoe.blocks.pair import BlockPair
 from scmoe.models.config import ModelConfig
-from scmoe.models.gpt import GPT
+from scmoe.models.gpt import GPT, Pass
+from scmoe.parallel.gradients import Reduction
 from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, make_mesh, manual, parameter_specs
 from scmoe.profiling.windows import Window, graph_windows, program_windows, summary
 
 
 @functools.cache
-def windows(wiring, **overlap):
+def windows(wiring, reduced=False, **overlap):
   """Windows of the forward and backward pass of one block pair on four devices."""
   config = ModelConfig(
     wiring=wiring,
@@ -34,8 +37,21 @@ def windows(wiring, **overlap):
   mesh = make_mesh(MeshConfig(expert=4), jax.devices()[:4])
   make = lambda: GPT(config, overlap=OverlapConfig(**overlap), rngs=nnx.Rngs(params=0))
   graph, params = nnx.split(nnx.eval_shape(make))
-  loss = lambda params, tokens: nnx.merge(graph, params)(tokens).h_BSD.sum()
   specs = parameter_specs(params)
+  pure = nnx.to_pure_dict(specs)
+
+  def loss(params, tokens):
+    if not reduced:
+      return nnx.merge(graph, params)(tokens).h_BSD.sum()
+    # As a training step does it: the gradients with respect to the sums come back reduced.
+    sums = nnx.to_pure_dict(params)
+    whole = jax.lax.stop_gradient(nnx.to_pure_dict(params))
+    reduction = Reduction(sums, pure, first=True)
+    others = [name for name in whole if name != "stages"]
+    merged = {**whole, **reduction.part(*others)({name: whole[name] for name in others})}
+    given = Pass(reduction=reduction.part("stages"))
+    return nnx.merge(graph, merged)(tokens, given).h_BSD.sum()
+
   gradient = manual(jax.grad(loss), mesh, (specs, P(BATCH_AXES)), specs)
   return graph_windows(jax.make_jaxpr(gradient)(params, jnp.zeros((4, 4), jnp.int32)))
 
@@ -89,6 +105,41 @@ def test_the_backward_pass_has_its_own_slot():
   assert forward(mirrored) == forward(later) == forward(free)
   # The combine's exchange comes first: a later slot leaves it fewer dense operations, XLA all.
   assert count(later, "combine") < count(mirrored, "combine") < count(free, "combine")
+
+
+def test_gradients_travel_beside_the_backward_pass_of_what_is_still_to_come():
+  """Of one pair: what its last block sends has the first block's backward pass beside it."""
+  found = [w for w in windows("scmoe_pos2", reduced=True) if w.stage == "gradients"]
+  assert all(w.direction == "backward" for w in found)
+  some = [set(w.beside) for w in found]
+  assert {"attention", "mlp", "experts"} <= set.union(*some)
+  # Behind the embedding's gradient, the last of all, there is nothing; before it nearly all is.
+  assert sum(bool(beside & {"attention", "mlp"}) for beside in some) > len(some) // 2
+  assert not [w for w in windows("scmoe_pos2") if w.stage == "gradients"]
+
+
+def test_a_unit_of_one_block_has_the_preceding_block_beside_its_dispatch():
+  """The tap of Pos-2 lies between the attention and the shared expert of the preceding block."""
+  config = BlockConfig(wiring="scmoe_pos2", moe_every=1, width=8, num_heads=2, num_experts=4)
+  make = lambda: [BlockPair(config, rngs=nnx.Rngs(params=n)) for n in range(2)]
+  graph, params = nnx.split(nnx.List(nnx.eval_shape(make)))
+  mesh = make_mesh(MeshConfig(expert=4), jax.devices()[:4])
+
+  def local(params, h):
+    first, second = nnx.merge(graph, params)
+    out = first(h)
+    return second(out.h_BSD, handed_BSD=out.handed_BSD).h_BSD
+
+  specs = parameter_specs(params)
+  function = manual(local, mesh, (specs, P(BATCH_AXES)), P(BATCH_AXES))
+  found = graph_windows(jax.make_jaxpr(function)(params, jnp.zeros((4, 4, 8))))
+  dispatched = [w for w in found if w.stage == "dispatch"]
+  assert len(dispatched) == 2
+  # Its own attention and shared expert, and the preceding block's shared expert.
+  count = lambda window: {stage: window.beside.count(stage) for stage in ("attention", "mlp")}
+  first, second = map(count, dispatched)
+  assert second["attention"] >= first["attention"] > 0
+  assert second["mlp"] == 2 * first["mlp"] > 0
 
 
 PROGRAM = """

@@ -1,0 +1,47 @@
+"""Compiled functions of the commands beside training: evaluation, prefill, decode.
+
+They are compiled as the step is: with latency hiding, and where GPUs exchange rows a second time
+with the times of their first calls (`scmoe.training.guided`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from scmoe.blocks.options import OverlapConfig
+from scmoe.training.guided import GuidedStep
+from scmoe.training.search import PROFILES
+
+
+class Programs:
+  """One `GuidedStep` for each function and shape of arguments: what `prepare` options take.
+
+  Args:
+    overlap: of the run, on this machine (`scmoe.build.derived_overlap`).
+    folder: where profiles are kept.
+  """
+
+  def __init__(self, overlap: OverlapConfig, folder: Path):
+    self.overlap, self.folder = overlap, Path(folder) / PROFILES
+    self._programs: dict[Any, GuidedStep] = {}
+
+  def __call__(self, name: str, function: Any) -> Any:
+    """A function that is called like `function`; a later one of this name is taken for the same."""
+
+    def call(*args: Any) -> Any:
+      shapes = tuple((x.shape, x.dtype) for x in map(jax.typeof, jax.tree.leaves(args)))
+      program = self._programs.get((name, shapes))
+      if program is None:
+        program = GuidedStep(function, self.overlap, self.folder, say=lambda line: None)
+        self._programs[name, shapes] = program
+      return program(*args)
+
+    return call
+
+  @property
+  def settled(self) -> bool:
+    """Whether all that were called are compiled as they stay."""
+    return all(program.settled for program in self._programs.values())

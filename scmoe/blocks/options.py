@@ -18,12 +18,12 @@ class OverlapConfig:
     "auto",
     "where the experts stand: after which step of the main path (dispatch, mlp 0, attention 1: "
     "projections, ...; scmoe.profile lists them); auto: where the machine is fastest, which GPUs "
-    "that exchange rows measure in the first steps (WORKDIR/schedule.json); off: nothing beside "
-    "the MoE's stages, the control of a measurement",
+    "that exchange rows measure before the first step (WORKDIR/schedule.json); off: nothing "
+    "beside the MoE's stages, the control of a measurement",
   )
   search_seconds: float = option(
     90.0,
-    "what auto may cost a first start, beyond one that compiles as configured; 0: no search",
+    "what the measurement of auto may cost a first start; 0: as configured, nothing is measured",
     minimum=0,
   )
   backward: str = option(

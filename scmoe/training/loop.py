@@ -123,6 +123,14 @@ class Trainable(Protocol):
     """The objective that computes the same in another way."""
     ...
 
+  def cut(self) -> Trainable:
+    """The same sizes in fewer layers and microbatches, to measure variants on."""
+    ...
+
+  def random_batch(self) -> Batch:
+    """A microbatch of random tokens of this process, numpy arrays [B / processes, ...]."""
+    ...
+
 
 class Trainer:
   """One training run. `run` trains; a new one of the same arguments resumes.

@@ -1,10 +1,13 @@
-"""The fastest way to run a step, found while it trains: `overlap.schedule=auto`, `train.tune`.
+"""The fastest way to run a step, by measurement: `overlap.schedule=auto` and `train.tune`.
 
 Which schedule hides most depends on the link, the sizes and the router's balance, and no model of
-them was right everywhere (experiments/LOG.md). So the first steps of a run are run in several ways,
-all of which compute the same, and the fastest stays. Every step of the search is an ordinary
-training step: nothing is lost but the time to compile. The decision and all that it rests on lie in
-WORKDIR/schedule.json, where a later start finds them.
+them was right everywhere (experiments/LOG.md). What computes the same can be compared by its time:
+
+  auto   before the first step, on a cut of the run: the same sizes on the same devices, but two
+         pairs and one microbatch, which compile in seconds where a whole step takes minutes
+  tune   in the first steps, each of which trains, with candidates that the user names
+
+The decision and all that it rests on lie in WORKDIR/schedule.json, where a later start finds them.
 """
 
 from __future__ import annotations
@@ -20,22 +23,27 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
 
 from scmoe.batch import Batch
 from scmoe.blocks.options import OverlapConfig
+from scmoe.parallel.mesh import batch_sharding
 from scmoe.profiling.program import latencies
 from scmoe.training.distributed import all_agree, first_decides, from_all_processes, is_first
 from scmoe.training.guided import Collect, GuidedStep
 from scmoe.training.optimizer import Optimizer
 from scmoe.training.options import TrainConfig
-from scmoe.training.step import Objective, TrainState, make_train_step
+from scmoe.training.step import Objective, TrainState, init_state, make_train_step
 from scmoe.training.variants import StepVariants, Variant, parse_candidates
 from scmoe.training.workdir import write_json
 
 PROFILES = "profile_guided"  # measured latencies of steps; see `GuidedStep`
 SCHEDULE = "schedule.json"  # the decision; see `Decisions`
 PROGRAMS = "programs"  # compiled, for jax's compilation cache
-MOST_STEPS = 40
+MOST_STEPS, ROUNDS, MARGIN = 100, 7, 0.01  # of a search on a cut of the run
+GLANCES = 3  # measured steps that say on which candidate the next one builds
 # What a decision depends on, beside the machine; the rest of a configuration changes no time.
 SECTIONS = ("model", "router", "dispatch", "mesh", "overlap")
 FIELDS = ("batch_size", "tokens_per_step", "remat", "tune")
@@ -44,16 +52,17 @@ FIELDS = ("batch_size", "tokens_per_step", "remat", "tune")
 class Search:
   """A training step that tries its variants, measures them in turns, and stays with the fastest.
 
-  Call it like the step. The first candidate is what a start without a search would run: what comes
-  after it is what the search costs, and it ends where `seconds` do. A candidate that would not fit
-  into what is left, judged by the first one, is not begun. Processes follow process 0.
+  Call it like the step. The first candidate is always tried; another one only if it fits into what
+  is left of `seconds`, judged by the one that took longest. Processes follow process 0.
 
   Args:
     steps: the variants.
     candidates: among them; the first is always tried.
+    on_best: candidates are changes, each made to the fastest so far.
     rounds: measured steps of each; the median decides.
-    seconds: that the others may take together, compilation included.
+    seconds: that all may take together, compilation included.
     most_steps: that are not yet the fastest's.
+    margin: share of time by which another candidate has to be faster than the first.
     keep: given the decision (`decision`) when it is made.
     chosen: by an earlier start: nothing is tried.
     say: prints a line.
@@ -65,16 +74,19 @@ class Search:
     steps: StepVariants,
     candidates: Sequence[Variant],
     *,
+    on_best: bool = False,
     rounds: int = 3,
     seconds: float = math.inf,
     most_steps: float = math.inf,
+    margin: float = 0.0,
     keep: Callable[[dict[str, Any]], None] = lambda decision: None,
     chosen: Variant | None = None,
     say: Callable[[str], None] = print,
     clock: Callable[[], float] = time.perf_counter,
   ):
     self.steps, self.candidates, self.rounds = steps, tuple(candidates), rounds
-    self.seconds, self.most_steps = seconds, most_steps
+    self.on_best = on_best
+    self.seconds, self.most_steps, self.margin = seconds, most_steps, margin
     self.measured: dict[Variant, list[float]] = {}
     self.prepared: dict[Variant, float] = {}  # seconds to compile and to profile
     self.untried: dict[Variant, str] = {}  # and why
@@ -157,12 +169,13 @@ class Search:
 
     Compiles and profiles each, then measures in turns: drift of the machine meets all alike.
     """
-    for candidate in self.candidates:
+    self._began = self._clock()
+    for change in self.candidates:
+      candidate = self._candidate(change)
       if self.prepared and not self._affordable():
         self.untried[candidate] = "no time left"
         continue
-      if self.prepared:
-        self._say(f"schedule: trying {candidate}")
+      self._say(f"schedule: trying {candidate}")
       start, step = self._clock(), self.steps.step(candidate)
       if not self._compiled(candidate):
         continue
@@ -170,11 +183,18 @@ class Search:
       while not step.settled:
         yield candidate, False
       self.prepared[candidate] = self._clock() - start
-      if len(self.prepared) == 1:
-        self._began = self._clock()
+      if self.on_best:
+        yield from ((candidate, True) for _ in range(GLANCES))
     if len(self.prepared) > 1:
+      self.measured.clear()
       for _ in range(self.rounds):
         yield from ((candidate, True) for candidate in self.prepared)
+
+  def _candidate(self, change: Variant) -> Variant:
+    if not self.on_best or not self.measured:
+      return change
+    best = from_all_processes(min(self.medians().items(), key=lambda item: item[1])[0].given)[0]
+    return Variant(**{**best, **change.given})
 
   def _compiled(self, candidate: Variant) -> bool:
     """Compiles; a candidate that cannot be, e.g. for want of memory, is left out."""
@@ -192,16 +212,17 @@ class Search:
     return False
 
   def _affordable(self) -> bool:
-    """Whether another candidate fits into what is left, if it takes as long as the first."""
-    first = next(iter(self.prepared.values()))
+    """Whether another candidate fits into what is left, if it takes as long as any has."""
+    longest = max(self.prepared.values())
     left = self.seconds - (self._clock() - self._began)
-    calls = self._calls // len(self.prepared)
+    calls = -(-self._calls // len(self.prepared))
     steps = self._calls + calls + self.rounds * (len(self.prepared) + 1)
-    return first_decides(first <= left and steps <= self.most_steps)
+    return first_decides(longest <= left and steps <= self.most_steps)
 
   def _choose(self) -> None:
     medians, tried = self.medians(), list(self.prepared)
-    best = min(range(len(tried)), key=lambda i: medians.get(tried[i], 0.0))
+    first = medians.get(tried[0], 0.0) * (1 - self.margin)
+    best = min(range(len(tried)), key=lambda i: medians.get(tried[i], 0.0) if i else first)
     best = from_all_processes({"best": best})[0]["best"]
     self.chosen = tried[best]
     if len(tried) > 1:
@@ -220,12 +241,46 @@ class Searchable(Protocol):
   @property
   def config(self) -> dict[str, Any]: ...
   @property
+  def mesh(self) -> Mesh: ...
+  @property
   def objective(self) -> Objective: ...
   @property
   def optimizer(self) -> Optimizer: ...
   @property
   def candidates(self) -> Sequence[Variant]: ...
+  def init(self, key: Array) -> tuple[Any, Any]: ...
+  def abstract_state(self) -> TrainState: ...
   def variant(self, variant: Variant) -> Objective: ...
+  def cut(self) -> Searchable: ...
+  def random_batch(self) -> Batch: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+  """Makes the steps of what is trained.
+
+  Attributes:
+    built: what is trained.
+    abstract: shapes of its state.
+    folder: where profiles, decisions and programs are kept.
+    gpu, collect, say: as of `GuidedStep`.
+  """
+
+  built: Searchable
+  abstract: TrainState
+  folder: Path
+  gpu: bool | None = None
+  collect: Collect = latencies
+  say: Callable[[str], None] = print
+
+  def __call__(self, variant: Variant) -> GuidedStep:
+    """The step as configured, or a variant of it."""
+    built, overlap = self.built, self.built.overlap
+    objective = built.objective if variant == Variant() else built.variant(variant)
+    dtype = overlap.gradient_dtype
+    step = make_train_step(objective, built.optimizer, self.abstract, gradient_dtype=dtype)
+    options = {"gpu": self.gpu, "collect": self.collect, "say": self.say}
+    return GuidedStep(step, overlap, self.folder / PROFILES, **options)
 
 
 def fastest_step(
@@ -237,37 +292,53 @@ def fastest_step(
   collect: Collect = latencies,
   say: Callable[[str], None] = print,
 ) -> GuidedStep | Search:
-  """The step as configured or as an earlier start chose it, or one that finds the fastest.
+  """The step as configured, or the fastest: measured here, by an earlier start, or as it trains.
 
-  Args:
-    built: what is trained.
-    abstract: shapes of its state.
-    folder: where profiles, decisions and programs are kept.
-    gpu, collect, say: as of `GuidedStep`.
+  Arguments as of `Steps`.
   """
-  train, overlap = built.train, built.overlap
-
-  def make(variant: Variant) -> GuidedStep:
-    objective = built.objective if variant == Variant() else built.variant(variant)
-    dtype = overlap.gradient_dtype
-    step = make_train_step(objective, built.optimizer, abstract, gradient_dtype=dtype)
-    return GuidedStep(step, overlap, folder / PROFILES, gpu=gpu, collect=collect, say=say)
-
-  steps, tuned = StepVariants(make), parse_candidates(train.tune)
-  searches = train.tune or not overlap.search_seconds
-  candidates = tuned if searches else tuple(built.candidates)
+  make = Steps(built, abstract, folder, gpu, collect, say)
+  steps, tuned = StepVariants(make), parse_candidates(built.train.tune)
+  searches = not built.train.tune and built.overlap.search_seconds > 0
+  candidates = tuple(built.candidates) if searches else tuned
   if len(candidates) == 1:
     return steps.step(candidates[0])
   keep_programs(folder / PROGRAMS)
   decisions = Decisions(folder / SCHEDULE, built.config)
-  known = decisions.known()
-  if known is not None:
-    say(f"schedule: {known}, as an earlier start chose ({decisions.file})")
-    return Search(steps, candidates, chosen=known)
-  bounds: dict[str, Any] = {}
-  if not train.tune:
-    bounds = {"seconds": overlap.search_seconds, "most_steps": MOST_STEPS}
-  return Search(steps, candidates, rounds=train.tune_rounds, keep=decisions.keep, say=say, **bounds)
+  chosen = decisions.known()
+  if chosen is not None:
+    say(f"schedule: {chosen}, as an earlier start chose ({decisions.file})")
+  elif searches:
+    chosen = _on_a_cut(make, candidates, decisions.keep)
+  if chosen is not None:
+    return Search(steps, candidates, chosen=chosen)
+  return Search(steps, candidates, rounds=built.train.tune_rounds, keep=decisions.keep, say=say)
+
+
+def _on_a_cut(
+  make: Steps, candidates: Sequence[Variant], keep: Callable[[dict[str, Any]], None]
+) -> Variant:
+  """The fastest of some candidates, by steps of a cut of the run; nothing of it stays."""
+  cut = make.built.cut()
+  abstract = cut.abstract_state()
+  quiet = dataclasses.replace(make, built=cut, abstract=abstract, say=lambda line: None)
+  search = Search(
+    StepVariants(quiet),
+    candidates,
+    on_best=True,
+    rounds=ROUNDS,
+    seconds=cut.overlap.search_seconds,
+    most_steps=MOST_STEPS,
+    margin=MARGIN,
+    keep=lambda decision: keep({**decision, "measured on": "two pairs, one microbatch"}),
+    say=make.say,
+  )
+  state = init_state(cut.init, cut.optimizer, cut.train.seed, abstract)
+  sharding = batch_sharding(cut.mesh, leading=1)
+  put = lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)[None])
+  batch = jax.tree.map(put, cut.random_batch())
+  while search.chosen is None:
+    state, _, _ = search(state, batch)
+  return search.chosen
 
 
 def keep_programs(folder: Path) -> None:

@@ -101,3 +101,39 @@ def test_a_variant_that_does_not_fit_names_the_field(built):
     built.variant(Variant(chunks=0))
   with pytest.raises(ConfigError, match=r"model.top_k=3 needs 3 experts"):
     built.variant(Variant(top_k=3))
+
+
+def test_a_cut_of_a_run_has_its_sizes_in_two_pairs_and_one_microbatch(run):
+  deep = dataclasses.replace(
+    run,
+    model=dataclasses.replace(run.model, num_layers=12),
+    train=dataclasses.replace(run.train, tokens_per_step=4 * run.train.batch_size * 16),
+  )
+  whole = build.build(deep, jax.devices()[:4])
+  cut = whole.cut()
+  assert cut.mesh == whole.mesh
+  assert cut.run.model.num_pairs == 2
+  assert cut.train.microbatches(cut.sequence_length) == 1
+  pair = lambda built: [s.shape[1:] for s in jax.tree.leaves(built.shapes["stages"])]
+  assert pair(cut) == pair(whole)
+  batch = cut.random_batch()
+  assert batch.inputs.shape == (run.train.batch_size, run.data.seq_len)
+  assert len(np.unique(batch.inputs)) > 10
+
+
+def test_what_auto_tries(built, run, monkeypatch):
+  assert built.candidates == (Variant(),), "nothing without a GPU"
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  chunks = dataclasses.replace(run.dispatch, chunks=2)
+  tried = lambda **fields: build.build(dataclasses.replace(run, **fields)).candidates
+  plain, packed, tied, chunked = tried()
+  assert (plain, packed, chunked) == (
+    Variant(),
+    Variant(transport="packed"),
+    Variant(chunks=2),
+  )
+  assert tied == Variant(schedule=tied.schedule, order="barriers")
+  assert Variant(chunks=2) not in tried(dispatch=chunks)
+  assert tried(overlap=dataclasses.replace(run.overlap, schedule="mlp 0")) == (Variant(),)
+  assert tried(overlap=dataclasses.replace(run.overlap, search_seconds=0)) == (Variant(),)
+  assert tried(mesh=MeshConfig(data=4, expert=1)) == (Variant(),), "no exchange, no choice"

@@ -184,6 +184,14 @@ class FakeBuilt:
   def abstract_state(self):
     return abstract_state(init, self.optimizer, self.mesh, shardings(self.mesh))
 
+  def cut(self):
+    """Small enough as it is."""
+    return self
+
+  def random_batch(self):
+    """Of good data."""
+    return Source(self.train.batch_size, seed=1).batch(0)
+
   def variant(self, variant):
     """What a tuner may choose changes no result."""
     assert variant.top_k is None

@@ -15,11 +15,17 @@ from collections.abc import Iterable, Mapping
 
 from scmoe.profiling.trace import Event, by_device
 
+# A collective takes longer beside computation than alone: 1.46 ms alone, 1.6 to 2.3 ms beside
+# products (2 H200s over a slow link; experiments/LOG.md, 2026-11-22). A window that is too long
+# costs nothing where there is work to fill it; one that is too short is waited for.
+STRETCH = 1.25
+
 
 def instruction_costs(events: Iterable[Event], program: str) -> dict[str, float]:
   """Microseconds of one execution of each instruction that the trace or the program names.
 
-  Of a collective the least that any device's median is: the others waited for their peers.
+  Of a collective the least that any device's median is, since the others waited for their peers,
+  times `STRETCH`.
 
   Args:
     events: of one or more runs of the program, on any number of devices.
@@ -39,7 +45,8 @@ def instruction_costs(events: Iterable[Event], program: str) -> dict[str, float]
       executions = min(map(len, names.values()))
       total = sum(statistics.median(times) * len(times) for times in names.values())
       found.setdefault(op, []).append(total / executions / 1e3)
-  costs = {op: min(us) if op in sends else statistics.median(us) for op, us in found.items()}
+  cost = lambda op, us: STRETCH * min(us) if op in sends else statistics.median(us)
+  costs = {op: cost(op, us) for op, us in found.items()}
   return costs | _of_fusions(program, costs)
 
 

@@ -332,6 +332,15 @@ def _on_a_cut(
     keep=lambda decision: keep({**decision, "measured on": "two pairs, one microbatch"}),
     say=make.say,
   )
+  try:
+    return _fastest(search, cut, abstract)
+  except jax.errors.JaxRuntimeError as error:  # e.g. memory that others hold
+    problem = " ".join(str(error).split())[:200]
+    make.say(f"schedule: nothing was measured ({problem}); going on as configured")
+    return Variant()
+
+
+def _fastest(search: Search, cut: Searchable, abstract: TrainState) -> Variant:
   state = init_state(cut.init, cut.optimizer, cut.train.seed, abstract)
   sharding = batch_sharding(cut.mesh, leading=1)
   put = lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)[None])

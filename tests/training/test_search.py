@@ -5,8 +5,11 @@ import json
 
 import jax
 import pytest
+from training_fakes import trainer
 
-from scmoe.training.search import Decisions, Search
+from scmoe.blocks.options import OverlapConfig
+from scmoe.training import search as search_module
+from scmoe.training.search import Decisions, Search, fastest_step
 from scmoe.training.variants import StepVariants, Variant, parse_candidates
 
 
@@ -164,3 +167,22 @@ def test_the_decision_says_what_it_rests_on_and_is_found_again(tmp_path):
   assert dataclasses.replace(kept, config=wider).known() is None, "another program"
   kept.file.write_text(kept.file.read_text()[:50])
   assert kept.known() is None, "half a file is none"
+
+
+def test_a_cut_that_fails_leaves_the_run_as_configured(tmp_path, mesh1, monkeypatch):
+  """What is measured before the first step may not end a run."""
+  built = trainer(mesh1, tmp_path).built
+  overlap = OverlapConfig(search_seconds=60)
+  built = dataclasses.replace(
+    built, overlap=overlap, candidates=(Variant(), Variant(transport="packed"))
+  )
+  lines, state = [], built.abstract_state()
+
+  def no_memory(*args):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+  monkeypatch.setattr(search_module, "init_state", no_memory)
+  step = fastest_step(built, state, tmp_path, say=lines.append)
+  assert step.chosen == Variant()
+  assert "nothing was measured (RESOURCE_EXHAUSTED: out of memory)" in lines[-1]
+  assert not (tmp_path / "schedule.json").exists(), "a later start tries again"

@@ -89,9 +89,8 @@ class Dropless:
   def dispatch(self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any) -> Dispatched:
     """Sends the first round, up to P rows to every peer, and sees to the overflow rounds.
 
-    Overflow rounds come before the experts of the first one: a GPU's host reads their number before
-    it can launch anything behind them, and there the exchange of the first round is under way and
-    hides that (experiments/dispatch: 6 to 8 % of dispatch and combine).
+    Overflow rounds come before the experts of the first one. XLA puts their loop, whose exchanges
+    can have no other beside them, in front of the first round's exchange.
 
     Args:
       x_TD: tokens of this device.

@@ -159,12 +159,14 @@ class Built:
     return make_objective(changed, build_model(changed, self.mesh)[0])
 
   def cut(self) -> Built:
-    """The same sizes on the same devices, in two pairs and one microbatch: compiled in seconds."""
+    """The same sizes on the same devices, in two pairs and one flight of microbatches."""
     run = self.run
     pair = run.model.moe_every * run.model.wiring_rule.units_per_moe
     layers = min(run.model.num_layers, 2 * pair)
     model = dataclasses.replace(run.model, num_layers=layers)
-    train = dataclasses.replace(run.train, tokens_per_step=0)
+    together = self.overlap.flight * run.train.batch_size * run.data.seq_len
+    tokens = min(together, run.train.tokens_per_step)
+    train = dataclasses.replace(run.train, tokens_per_step=tokens)
     cut = dataclasses.replace(run, model=model, train=train)
     return build(cut, list(self.mesh.devices.flat))
 

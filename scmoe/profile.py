@@ -50,6 +50,7 @@ from scmoe.profiling.roofline import MACHINES
 from scmoe.profiling.timer import Timing, interleave, speed_up
 from scmoe.profiling.trace import Event
 from scmoe.profiling.windows import program_windows, summary
+from scmoe.training.guided import GuidedStep
 from scmoe.training.search import Search, fastest_step
 from scmoe.training.step import init_state
 from scmoe.training.variants import Variant
@@ -164,16 +165,20 @@ class Arm:
     return traced(lambda: self(TRACED), folder), folder
 
   @property
+  def best(self) -> GuidedStep:
+    """The step as it runs."""
+    return self.step.best if isinstance(self.step, Search) else self.step
+
+  @property
   def variant(self) -> Variant:
-    """What the search has chosen; as configured where there was none."""
-    return (self.step.chosen if isinstance(self.step, Search) else None) or Variant()
+    """Which way of running it that is."""
+    return self.best.variant or Variant()
 
   @property
   def compiled(self) -> Program:
-    """The step as it runs."""
-    step = self.step.best if isinstance(self.step, Search) else self.step
-    assert step.program is not None, "called after `warm_up`"
-    return step.program
+    """Its program."""
+    assert self.best.program is not None, "called after `warm_up`"
+    return self.best.program
 
 
 def _with_wiring(run: RunConfig, name: str) -> RunConfig:

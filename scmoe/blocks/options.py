@@ -62,6 +62,12 @@ class OverlapConfig:
     "advanced: GPUs of one host, jax >= 0.11: all-to-alls by the GPUs' copy engines, which take no "
     "multiprocessor from the computation; slower below about 64 MiB per exchange",
   )
+  flight: int = option(
+    1,
+    "microbatches side by side, layer by layer, where it divides a step's: one's exchange has the "
+    "other's computation beside it, and activations take as many times the memory",
+    minimum=1,
+  )
   gradient_dtype: str = option(
     "float32",
     "advanced: in which gradients travel between devices; they are added up in float32",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -131,49 +131,7 @@ class GPT(nnx.Module):
     Raises:
       ConfigError: `given.remat` is unknown.
     """
-    config, rule = self.config, self.config.wiring_rule
-    positions_BS = given.positions_BS
-    if positions_BS is None:
-      positions_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1]), tokens_BS.shape)
-    context = Context(
-      positions_BS,
-      given.segments_BS if config.document_mask else None,
-      given.mask_BS,
-      gate=given.gate,
-      no_drop=given.no_drop,
-      recompute_experts=given.remat == "moe",
-    )
-    keys = None
-    if given.key is not None and rule.taps:
-      keys = jax.random.split(given.key, (config.num_pairs, rule.units_per_moe, len(rule.taps)))
-    graph, params = nnx.split(self.stages)
-    reduction = given.reduction
-
-    def stage(carry, xs):
-      # Here parameters that are spread over the data axis will be gathered, one pair's at a time.
-      params, sums, caches, keys, bias_E = xs
-      if reduction is not None:
-        params = dataclasses.replace(reduction, sums=sums)(params)
-      h_BSD, handed_BSD, first = carry
-      pair: BlockPair = nnx.merge(graph, params)
-      if handed_BSD is not None:
-        # Nothing precedes the first pair: its experts read its own input.
-        start_BSD = pair.units[0].hand_over(Tap.BLOCK_INPUT, h_BSD)
-        handed_BSD = jnp.where(first, start_BSD, handed_BSD)
-      here = dataclasses.replace(context, keys=keys, bias_E=bias_E)
-      out = pair(h_BSD, here, handed_BSD=handed_BSD, caches=caches)
-      return (out.h_BSD, out.handed_BSD, jnp.zeros((), bool)), (out.sums, out.caches)
-
-    with jax.named_scope("embedding"):
-      h_BSD = self.embedding(tokens_BS, positions_BS, jnp.dtype(config.dtype))
-    handed_BSD = None if self.stages.passed_on is None else jnp.zeros_like(h_BSD)
-    carry, (sums, caches) = jax.lax.scan(
-      _rematerialised(stage, given.remat),
-      (h_BSD, handed_BSD, jnp.ones((), bool)),
-      (params, reduction and reduction.sums, given.caches, keys, (given.router or {}).get("bias")),
-      unroll=self.overlap.pairs_per_step(config.num_pairs),
-    )
-    return Output(self.norm(carry[0]), sums, caches)
+    return together([self], [tokens_BS], [given])[0]
 
   def logits(self, h_BSD: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
     """Scores of the next token: float32 [B, S, V]."""
@@ -207,6 +165,77 @@ class GPT(nnx.Module):
     if not config.wiring_rule.taps or self.router.bias == "none":
       return {}
     return {"bias": jnp.zeros((config.num_pairs, config.num_experts), jnp.float32)}
+
+
+def together(
+  models: Sequence[GPT], streams: Sequence[Int[Array, "B S"]], given: Sequence[Pass]
+) -> list[Output]:
+  """Runs several batches side by side: layer by layer all of them, so that one's exchange has the
+  others' computation beside it.
+
+  Args:
+    models: for each batch, of the same parameters; one by one, so that their gradients stay apart.
+    streams: int32 token ids of each batch.
+    given: of each; router, remat, no_drop, gate and reduction are the first one's.
+
+  Raises:
+    ConfigError: `given[0].remat` is unknown.
+  """
+  model, shared = models[0], given[0]
+  config, rule, router = model.config, model.config.wiring_rule, shared.router or {}
+  contexts, starts, keys = [], [], []
+  for own, tokens_BS, one in zip(models, streams, given):
+    positions_BS = one.positions_BS
+    if positions_BS is None:
+      positions_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1]), tokens_BS.shape)
+    contexts.append(
+      Context(
+        positions_BS,
+        one.segments_BS if config.document_mask else None,
+        one.mask_BS,
+        gate=shared.gate,
+        no_drop=shared.no_drop,
+        recompute_experts=shared.remat == "moe",
+      )
+    )
+    shape, key = (config.num_pairs, rule.units_per_moe, len(rule.taps)), one.key
+    keys.append(None if key is None or not rule.taps else jax.random.split(key, shape))
+    with jax.named_scope("embedding"):
+      h_BSD = own.embedding(tokens_BS, positions_BS, jnp.dtype(config.dtype))
+    handed_BSD = None if model.stages.passed_on is None else jnp.zeros_like(h_BSD)
+    starts.append((h_BSD, handed_BSD))
+  graph = nnx.split(model.stages)[0]
+  params = [nnx.split(own.stages)[1] for own in models]
+  reduction = shared.reduction
+
+  def stage(carry, xs):
+    # Here parameters that are spread over the data axis will be gathered, one pair's at a time.
+    params, sums, caches, keys, bias_E = xs
+    if reduction is not None:
+      params = dataclasses.replace(reduction, sums=sums).copies(params)
+    first, values = carry
+    new, made = [], []
+    for own, (h_BSD, handed_BSD), context, key, cache in zip(
+      params, values, contexts, keys, caches
+    ):
+      pair: BlockPair = nnx.merge(graph, own)
+      if handed_BSD is not None:
+        # Nothing precedes the first pair: its experts read its own input.
+        start_BSD = pair.units[0].hand_over(Tap.BLOCK_INPUT, h_BSD)
+        handed_BSD = jnp.where(first, start_BSD, handed_BSD)
+      here = dataclasses.replace(context, keys=key, bias_E=bias_E)
+      out = pair(h_BSD, here, handed_BSD=handed_BSD, caches=cache)
+      new.append((out.h_BSD, out.handed_BSD))
+      made.append((out.sums, out.caches))
+    return (jnp.zeros((), bool), new), made
+
+  (_, ends), made = jax.lax.scan(
+    _rematerialised(stage, shared.remat),
+    (jnp.ones((), bool), starts),
+    (params, reduction and reduction.sums, [g.caches for g in given], keys, router.get("bias")),
+    unroll=model.overlap.pairs_per_step(config.num_pairs),
+  )
+  return [Output(own.norm(h_BSD), *of) for own, (h_BSD, _), of in zip(models, ends, made)]
 
 
 def _rematerialised(body: Callable[..., Any], remat: str) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from flax import nnx
 from jax import Array
 
 from scmoe.batch import Batch
-from scmoe.models.gpt import GPT, Pass
+from scmoe.models.gpt import GPT, Pass, together
 from scmoe.moe.losses import balance_loss, layer_balance, statistics, update_bias, z_loss
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.types import RouterSums
@@ -62,7 +63,6 @@ class LanguageModelObjective:
     router: Any,
     batch: Batch,
     rng: Array | None,
-    reduction: Reduction | None = None,
   ) -> tuple[Array, LossSums]:
     """Total loss of one microbatch, and its sums.
 
@@ -74,19 +74,41 @@ class LanguageModelObjective:
       router: state that gradients do not train (`GPT.init_router`); None or {} where there is none.
       batch: [B, S].
       rng: random key for gate noise.
-      reduction: how gradients travel, if they do so inside the backward pass: a pair's by itself.
 
     Returns:
       mean cross-entropy (nats per counted token) + balancing losses summed over layers, float32.
     """
-    stages = None
+    return self.losses([params], router, [batch], [rng])[1][0]
+
+  def losses(
+    self,
+    params: Sequence[Any],
+    router: Any,
+    batches: Sequence[Batch],
+    rngs: Sequence[Array | None],
+    sums: Any = None,
+    reduction: Reduction | None = None,
+  ) -> tuple[Array, list[tuple[Array, LossSums]]]:
+    """The sum of the losses, and `loss`, of several microbatches side by side.
+
+    Layer by layer all of them, so that one's exchange has the others' computation beside it.
+
+    Args:
+      params: the parameters, once for each microbatch, so that their gradients stay apart.
+      router: as of `loss`.
+      batches, rngs: of each microbatch.
+      sums, reduction: how gradients travel, if they do so inside the backward pass: a pair's by
+        itself.
+    """
+    stages, whole = None, list(params)
     if reduction is not None:
-      others = [name for name in params if name != "stages"]
-      params = {**params, **reduction.part(*others)({name: params[name] for name in others})}
+      reduction = dataclasses.replace(reduction, sums=sums)
+      others = [name for name in whole[0] if name != "stages"]
+      parts = reduction.part(*others).copies([{n: p[n] for n in others} for p in whole])
+      whole = [{**p, **part} for p, part in zip(whole, parts)]
       stages = reduction.part("stages")
-    model: GPT = nnx.merge(self.graph, params)
-    out = model(
-      batch.inputs,
+    models: list[GPT] = [nnx.merge(self.graph, p) for p in whole]
+    given = [
       Pass(
         batch.positions,
         batch.segment_ids,
@@ -95,20 +117,29 @@ class LanguageModelObjective:
         router=router,
         remat=self.remat,
         reduction=stages,
-      ),
-    )
+      )
+      for batch, rng in zip(batches, rngs)
+    ]
+    outs = together(models, [batch.inputs for batch in batches], given)
+    own = []
     with jax.named_scope("loss"):
-      nats, correct = model.embedding.token_losses(out.h_BSD, batch.targets)
-      own = [(a * batch.weights).sum() for a in (nats, correct, jnp.ones_like(nats))]
-      # All layers, all sums, one collective.
-      (nats, correct, weight), sums = total((own, out.sums), BATCH_AXES, "statistics")
-    loss = nats / jnp.maximum(weight, 1)
-    if sums is not None:
-      loss = loss + self.router.balance_loss * balance_loss(sums, self.router.balance)
-      loss = loss + self.router.z_loss * z_loss(sums).sum()
+      for model, out, batch in zip(models, outs, batches):
+        nats, correct = model.embedding.token_losses(out.h_BSD, batch.targets)
+        counted = [(a * batch.weights).sum() for a in (nats, correct, jnp.ones_like(nats))]
+        own.append((counted, out.sums))
+      # All microbatches, all layers, all sums: one collective.
+      totals = total(own, BATCH_AXES, "statistics")
     bias_LE = (router or {}).get("bias")
     bias_range = None if bias_LE is None else bias_LE.max(-1) - bias_LE.min(-1)
-    return loss, LossSums(nats, correct, weight, loss, jnp.ones(()), sums, bias_range)
+    found = []
+    for (nats, correct, weight), sums in totals:
+      loss = nats / jnp.maximum(weight, 1)
+      if sums is not None:
+        loss = loss + self.router.balance_loss * balance_loss(sums, self.router.balance)
+        loss = loss + self.router.z_loss * z_loss(sums).sum()
+      counts = LossSums(nats, correct, weight, loss, jnp.ones(()), sums, bias_range)
+      found.append((loss, counts))
+    return jnp.stack([loss for loss, _ in found]).sum(), found
 
   def cast(self, params: Any) -> Any:
     """Parameters as the products read them: in the compute type, once for many microbatches.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -57,15 +58,21 @@ class Reduction:
 
   def __call__(self, params: PyTree) -> PyTree:
     """The same parameters; to be called once for each, before it is read."""
-    leaves, tree = jax.tree.flatten(params)
+    return self.copies([params])[0]
+
+  def copies(self, trees: Sequence[PyTree]) -> list[PyTree]:
+    """The same for parameters that are there several times, whose gradients are one."""
     sums, axes = self._sums(), [travels_over(spec) for spec in jax.tree.leaves(self.specs)]
-    assert len(leaves) == len(sums) == len(axes), "the sums are those of other parameters"
     here = [i for i, total in enumerate(sums) if total is not None]
     static = (tuple(axes[i] for i in here), self.dtype, self.first)
-    same: Any = _reduced(static, [leaves[i] for i in here], [sums[i] for i in here])
-    for i, leaf in zip(here, same):
-      leaves[i] = leaf
-    return jax.tree.unflatten(tree, leaves)
+    leaves, structures = zip(*map(jax.tree.flatten, trees))
+    assert all(len(own) == len(sums) == len(axes) for own in leaves), "of other parameters"
+    picked = [[own[i] for i in here] for own in leaves]
+    same: Any = _reduced(static, picked, [sums[i] for i in here])
+    for own, replaced in zip(leaves, same):
+      for i, leaf in zip(here, replaced):
+        own[i] = leaf
+    return [jax.tree.unflatten(tree, own) for tree, own in zip(structures, leaves)]
 
   def part(self, *names: str) -> Reduction:
     """Of these entries of a dictionary of parameters."""
@@ -108,21 +115,23 @@ def _summed(grad: Array, over: tuple[str, ...], dtype: str) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _reduced(static: Any, leaves: list[Array], sums: list[Array]) -> list[Array]:
-  return leaves
+def _reduced(static: Any, copies: list[list[Array]], sums: list[Array]) -> list[list[Array]]:
+  return copies
 
 
-def _reduced_fwd(static, leaves, sums):
+def _reduced_fwd(static, copies, sums):
   first = static[2]
-  return leaves, [None] * len(sums) if first else sums
+  return copies, [None] * len(sums) if first else sums
 
 
-def _reduced_bwd(static, sums, bars):
+def _reduced_bwd(static, sums, copies):
   axes, dtype, first = static
   with jax.named_scope("gradients"):
-    wide = [bar.astype(jnp.promote_types(bar.dtype, jnp.float32)) for bar in bars]
-    wide = wide if first else [total + bar for total, bar in zip(sums, wide)]
-    return None, [_summed(bar, over, dtype) for bar, over in zip(wide, axes)]
+    totals: list[Any] = [None if first else total for total in sums]
+    for bars in copies:
+      wide = [bar.astype(jnp.promote_types(bar.dtype, jnp.float32)) for bar in bars]
+      totals = [w if t is None else t + w for t, w in zip(totals, wide)]
+    return None, [_summed(total, over, dtype) for total, over in zip(totals, axes)]
 
 
 _reduced.defvjp(_reduced_fwd, _reduced_bwd)

@@ -37,6 +37,7 @@ class GuidedStep:
     overlap: see `OverlapConfig`.
     directory: where profiles are kept, one per program and device kind.
     gpu: whether it runs on NVIDIA GPUs, by default whether jax does.
+    variant: which of several ways to run the step this is (`scmoe.training.variants`).
     collect: reads the profile of a program from a folder of `jax.profiler`.
     say: prints a line.
   """
@@ -48,12 +49,13 @@ class GuidedStep:
     directory: Path,
     *,
     gpu: bool | None = None,
+    variant: Any = None,
     collect: Collect = latencies,
     say: Callable[[str], None] = print,
   ):
     self.step, self.overlap, self.directory = step, overlap, Path(directory)
     self.gpu = jax.default_backend() == "gpu" if gpu is None else gpu
-    self.collect, self.say = collect, say
+    self.collect, self.say, self.variant = collect, say, variant
     self.program: Program | None = None
     self.file = self.directory
     self.calls_to_profile = 0  # steps still to be profiled, warm-up included

@@ -34,7 +34,7 @@ _COMPAT = ("order", "weights", "weight_norm", "jitter", "uniform", "round_to")
 _SINCE = {
   "model": {"expert_impl": "auto"},
   "dispatch": {"silent": False},
-  "overlap": {"search_seconds": 90.0},  # changes no result
+  "overlap": {"search_seconds": 90.0, "flight": 1},  # change no result
 }
 
 

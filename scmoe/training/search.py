@@ -64,7 +64,6 @@ class Search:
     most_steps: that are not yet the fastest's.
     margin: share of time by which another candidate has to be faster than the first.
     keep: given the decision (`decision`) when it is made.
-    chosen: by an earlier start: nothing is tried.
     say: prints a line.
     clock: seconds.
   """
@@ -80,7 +79,6 @@ class Search:
     most_steps: float = math.inf,
     margin: float = 0.0,
     keep: Callable[[dict[str, Any]], None] = lambda decision: None,
-    chosen: Variant | None = None,
     say: Callable[[str], None] = print,
     clock: Callable[[], float] = time.perf_counter,
   ):
@@ -90,7 +88,7 @@ class Search:
     self.measured: dict[Variant, list[float]] = {}
     self.prepared: dict[Variant, float] = {}  # seconds to compile and to profile
     self.untried: dict[Variant, str] = {}  # and why
-    self.chosen = chosen
+    self.chosen: Variant | None = None
     self._keep, self._say, self._clock = keep, say, clock
     self._given: tuple[Any, ...] = ()
     self._began, self._calls = 0.0, 0
@@ -120,8 +118,6 @@ class Search:
 
   def compile(self, *args: Any) -> None:
     """Compiles the first candidate for arguments of these shapes; the others in their turn."""
-    if self.chosen is not None:
-      return self.best.compile(*args)
     self._given = args
     self._visit = next(self._visits)
 
@@ -277,10 +273,10 @@ class Steps:
     """The step as configured, or a variant of it."""
     built, overlap = self.built, self.built.overlap
     objective = built.objective if variant == Variant() else built.variant(variant)
-    dtype = overlap.gradient_dtype
-    step = make_train_step(objective, built.optimizer, self.abstract, gradient_dtype=dtype)
+    how = {"gradient_dtype": overlap.gradient_dtype, "flight": overlap.flight}
+    step = make_train_step(objective, built.optimizer, self.abstract, **how)
     options = {"gpu": self.gpu, "collect": self.collect, "say": self.say}
-    return GuidedStep(step, overlap, self.folder / PROFILES, **options)
+    return GuidedStep(step, overlap, self.folder / PROFILES, variant=variant, **options)
 
 
 def fastest_step(
@@ -310,7 +306,7 @@ def fastest_step(
   elif searches:
     chosen = _on_a_cut(make, candidates, decisions.keep)
   if chosen is not None:
-    return Search(steps, candidates, chosen=chosen)
+    return steps.step(chosen)
   return Search(steps, candidates, rounds=built.train.tune_rounds, keep=decisions.keep, say=say)
 
 

@@ -6,7 +6,8 @@ The step knows nothing of models: it meets them through `Objective`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -49,22 +50,28 @@ class Objective(Protocol):
   Called in the manual region: parameters and batch are one device's shares.
   """
 
-  def loss(
+  def losses(
     self,
-    params: PyTree,
+    params: Sequence[PyTree],
     router: PyTree,
-    batch: Batch,
-    rng: Array,
+    batches: Sequence[Batch],
+    rngs: Sequence[Array],
+    sums: PyTree = None,
     reduction: Reduction | None = None,
-  ) -> tuple[Array, PyTree]:
-    """Scalar to differentiate over one microbatch (leaves [B, ...]; `rng` a typed key), and aux.
+  ) -> tuple[Array, list[tuple[Array, PyTree]]]:
+    """Of microbatches (leaves [B, ...]) the scalar to differentiate, and (loss, aux) of each.
 
-    With a `reduction`, which the last microbatch has, parameters go through it before they are
-    read: one layer's at a time, if their gradients are to travel while others are computed.
+    The scalar is the sum of their losses. A loss is that of the global batch, the same on all
+    devices, of which each device differentiates its own part
+    (`scmoe.parallel.collectives.total`). `aux` is a pytree of sums over the global batch that add
+    up over microbatches.
 
-    The scalar is the loss of the global batch, the same on all devices, of which each device
-    differentiates its own part (`scmoe.parallel.collectives.total`). `aux` is a pytree of sums over
-    the global batch that add up over microbatches.
+    Args:
+      params: the parameters, once for each microbatch: their gradients stay apart.
+      router: state that gradients do not train.
+      batches, rngs: of each microbatch; typed keys.
+      sums, reduction: if given, parameters go through the reduction, with these sums, before they
+        are read: one layer's at a time, if their gradients are to travel while others are computed.
     """
     ...
 
@@ -126,6 +133,7 @@ def make_train_step(
   abstract: TrainState,
   *,
   gradient_dtype: str = "float32",
+  flight: int = 1,
   compiler_options: dict[str, Any] | None = None,
 ) -> Any:
   """The jitted step: (state, batch) -> (state, scalars, arrays). The given state is donated.
@@ -137,6 +145,7 @@ def make_train_step(
     optimizer: from `make_optimizer`.
     abstract: of `abstract_state`: shapes and where they lie.
     gradient_dtype: in which gradients travel between devices.
+    flight: microbatches side by side; see `accumulate`.
     compiler_options: of XLA, for this step only.
 
   The scalars are those of the objective, and `objective` (what is differentiated, meaned over the
@@ -152,7 +161,7 @@ def make_train_step(
     with jax.named_scope("cast"):
       params = objective.cast(state.params)
     loss, grads, aux = accumulate(
-      objective, params, state.router, batch, rng, specs.params, gradient_dtype
+      objective, params, state.router, batch, rng, specs.params, gradient_dtype, flight
     )
     with jax.named_scope("optimizer"):
       norm = global_norm(grads, specs.params)
@@ -185,6 +194,7 @@ def accumulate(
   rng: Array,
   specs: PyTree,
   gradient_dtype: str = "float32",
+  flight: int = 1,
 ) -> tuple[Array, PyTree, PyTree]:
   """Loss and fp32 gradients, meaned over microbatches, and the summed aux.
 
@@ -200,45 +210,50 @@ def accumulate(
     rng: of the step.
     specs: PartitionSpecs like the parameters.
     gradient_dtype: in which gradients travel between devices.
+    flight: microbatches side by side, where it divides A; the results are those of one after the
+      other.
   """
-  differentiate = jax.value_and_grad(objective.loss, has_aux=True)
   count = jax.tree.leaves(batch)[0].shape[0]
   shared = jax.tree.map(lambda spec: bool(travels_over(spec)), specs)
   handed_over = any(jax.tree.leaves(shared))
-  some = lambda which: jax.tree.map(lambda x: x[which], batch)
-  if count == 1 and not handed_over:
-    (loss, aux), grads = differentiate(params, router, some(0), jax.random.fold_in(rng, 0))
-    return loss.astype(jnp.float32), grads, aux
+  keep = lambda which, tree: jax.tree.map(lambda s, x: x if s == which else None, shared, tree)
+  size = flight if count % flight == 0 else 1  # microbatches of a group
+
+  differentiate = jax.grad(objective.losses, (0, 4), has_aux=True)
+
+  def each(group: Batch, first: Any) -> tuple[list[PyTree], PyTree, list[Batch], list[Array]]:
+    """Parameters, router state, microbatches and keys of a group, apart."""
+    parts = [jax.tree.map(lambda x, i=i: x[i], group) for i in range(size)]
+    return [params] * size, router, parts, [jax.random.fold_in(rng, first + i) for i in range(size)]
 
   def add(total: PyTree, new: PyTree) -> PyTree:
     # Widened as they are added: no float32 copy of all gradients is written.
     return jax.tree.map(lambda sum, new: sum + new.astype(sum.dtype), total, new)
 
-  def microbatch(total: PyTree, item: tuple[Batch, Array]) -> tuple[PyTree, None]:
-    micro, index = item
-    return add(total, differentiate(params, router, micro, jax.random.fold_in(rng, index))), None
+  def microbatches(total: PyTree, item: tuple[Batch, Array]) -> tuple[PyTree, None]:
+    (grads, _), results = differentiate(*each(*item), None, None)
+    return functools.reduce(add, zip(results, grads), total), None
 
-  shapes = jax.eval_shape(differentiate, params, router, some(0), rng)
-  total = jax.tree.map(
-    lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), shapes
-  )
-  alone = count - 1 if handed_over else count
+  if count == 1 and not handed_over:
+    ((grads,), _), ((loss, aux),) = differentiate(*each(batch, 0), None, None)
+    return loss.astype(jnp.float32), grads, aux
+  grouped = jax.tree.map(lambda x: x.reshape(count // size, size, *x.shape[1:]), batch)
+  group = lambda which: jax.tree.map(lambda x: x[which], grouped)
+  (grads, _), results = jax.eval_shape(differentiate, *each(group(0), 0), None, None)
+  zeros = lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32))
+  total = jax.tree.map(zeros, (results[0], grads[0]))
+  alone = count // size - handed_over
   if alone:
-    total, _ = jax.lax.scan(microbatch, total, (some(slice(alone)), jnp.arange(alone)))
+    early = group(slice(alone)), size * jnp.arange(alone)
+    total, _ = jax.lax.scan(microbatches, total, early)
   if handed_over:
-    last = some(count - 1), jax.random.fold_in(rng, count - 1)
-    first = dataclasses.replace(Reduction(None, specs, gradient_dtype), first=not alone)
-    keep = lambda which, tree: jax.tree.map(lambda s, x: x if s == which else None, shared, tree)
-
-    def loss_of(params: PyTree, sums: PyTree) -> tuple[Array, PyTree]:
-      return objective.loss(params, router, *last, dataclasses.replace(first, sums=sums))
-
-    own = keep(True, total[1])
-    result, (bars, sums) = jax.value_and_grad(loss_of, (0, 1), has_aux=True)(params, own)
-    added = add((total[0], keep(False, total[1])), (result, keep(False, bars)))
+    reduction = Reduction(None, specs, gradient_dtype, first=not alone)
+    last, sums = each(group(-1), count - size), keep(True, total[1])
+    (grads, sums), results = differentiate(*last, sums, reduction)
+    own = [(result, keep(False, bars)) for result, bars in zip(results, grads)]
+    done, grads = functools.reduce(add, own, (total[0], keep(False, total[1])))
     merge = lambda ours, theirs: theirs if ours is None else ours
-    grads = jax.tree.map(merge, sums, added[1], is_leaf=lambda leaf: leaf is None)
-    total = added[0], grads
+    total = done, jax.tree.map(merge, sums, grads, is_leaf=lambda leaf: leaf is None)
   (loss, aux), grads = total
   return loss / count, jax.tree.map(lambda g: g / count, grads), aux
 

@@ -14,7 +14,7 @@ from scmoe.blocks.block import BlockConfig
 from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.pair import BlockPair
 from scmoe.models.config import ModelConfig
-from scmoe.models.gpt import GPT, Pass
+from scmoe.models.gpt import GPT, Pass, together
 from scmoe.parallel.gradients import Reduction
 from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, make_mesh, manual, parameter_specs
 from scmoe.profiling.windows import Window, graph_windows, program_windows, summary
@@ -116,6 +116,25 @@ def test_gradients_travel_beside_the_backward_pass_of_what_is_still_to_come():
   # Behind the embedding's gradient, the last of all, there is nothing; before it nearly all is.
   assert sum(bool(beside & {"attention", "mlp"}) for beside in some) > len(some) // 2
   assert not [w for w in windows("scmoe_pos2") if w.stage == "gradients"]
+
+
+def test_microbatches_side_by_side_give_even_top_k_a_window():
+  """An exchange has the attention and the experts of the other microbatch beside it."""
+  config = ModelConfig(
+    wiring="topk", num_layers=2, width=8, num_heads=2, num_experts=4, vocab_size=16, context=4
+  ).resolve()
+  make = lambda: GPT(config, rngs=nnx.Rngs(params=0))
+  graph, params = nnx.split(nnx.eval_shape(make))
+
+  def local(params, tokens):
+    models = [nnx.merge(graph, params)] * 2
+    return [out.h_BSD for out in together(models, [tokens, tokens], [Pass(), Pass()])]
+
+  mesh, specs = make_mesh(MeshConfig(expert=4), jax.devices()[:4]), parameter_specs(params)
+  function = manual(local, mesh, (specs, P(BATCH_AXES)), P(BATCH_AXES))
+  found = graph_windows(jax.make_jaxpr(function)(params, jnp.zeros((4, 4), jnp.int32)))
+  assert [w.stage for w in found] == ["dispatch", "combine"] * 2
+  assert all({"attention", "mlp", "experts"} <= set(w.beside) for w in found)
 
 
 def test_a_unit_of_one_block_has_the_preceding_block_beside_its_dispatch():

@@ -77,12 +77,14 @@ def batch_of(microbatches, rows, length=8, uneven=True):
 
 
 @functools.cache
-def run(mesh, router=NOISY, dispatch=ROOM, dtype="float32", microbatches=2, uneven=True):
+def run(mesh, router=NOISY, dispatch=ROOM, dtype="float32", microbatches=2, uneven=True, flight=1):
   """(loss, gradients, their norm, sums) of eight rows on a mesh of this name, as a step's."""
   objective, params, specs = parts(router, dispatch)
 
   def local(params, batch):
-    loss, grads, aux = accumulate(objective, params, {}, batch, jax.random.key(3), specs, dtype)
+    loss, grads, aux = accumulate(
+      objective, params, {}, batch, jax.random.key(3), specs, dtype, flight
+    )
     return loss, grads, global_norm(grads, specs), aux
 
   devices = jax.devices()[: MESHES[mesh].size]
@@ -124,6 +126,20 @@ def test_microbatches_add_up_to_one_batch():
   options = {"router": quiet, "uneven": False}
   whole = run("one", microbatches=1, **options)
   assert_same(run("data and expert", microbatches=4, **options), whole)
+
+
+@pytest.mark.parametrize(("mesh", "flight"), [("one", 2), ("data and expert", 2), ("one", 4)])
+def test_microbatches_side_by_side_are_those_of_one_after_the_other(mesh, flight):
+  """With drops, noise and what every microbatch reports."""
+  options = {"dispatch": DispatchConfig(capacity_factor=1.0), "microbatches": 4}
+  want, got = run(mesh, **options), run(mesh, flight=flight, **options)
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_a_flight_that_divides_no_step_is_none():
+  options = {"microbatches": 2}
+  assert_same(run("one", flight=3, **options), run("one", **options))
 
 
 def test_gradients_travel_in_the_type_asked_for():

@@ -179,9 +179,9 @@ def test_a_signal_finishes_the_step_and_saves(mesh8, tmp_path, whole, number):
 
 def test_a_signal_during_compilation_is_obeyed_before_the_first_step(mesh8, tmp_path, whole):
   class Interrupting(Objective):
-    def loss(self, params, router, batch, rng, reduction=None):
+    def loss(self, params, router, batch, rng):
       os.kill(os.getpid(), signal.SIGTERM)
-      return super().loss(params, router, batch, rng, reduction)
+      return super().loss(params, router, batch, rng)
 
   with pytest.raises(Preempted, match="stopped at step 0 of 20"):
     trainer(mesh8, tmp_path, objective=Interrupting()).run()

@@ -183,6 +183,6 @@ def test_a_cut_that_fails_leaves_the_run_as_configured(tmp_path, mesh1, monkeypa
 
   monkeypatch.setattr(search_module, "init_state", no_memory)
   step = fastest_step(built, state, tmp_path, say=lines.append)
-  assert step.chosen == Variant()
+  assert step.variant == Variant()
   assert "nothing was measured (RESOURCE_EXHAUSTED: out of memory)" in lines[-1]
   assert not (tmp_path / "schedule.json").exists(), "a later start tries again"

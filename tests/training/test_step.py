@@ -93,8 +93,8 @@ def test_non_finite_step_changes_counters_only(mesh8):
 class OneInf(Objective):
   """Infinite gradient of one leaf, finite loss."""
 
-  def loss(self, params, router, batch, rng, reduction=None):
-    loss, aux = super().loss(params, router, batch, rng, reduction)
+  def loss(self, params, router, batch, rng):
+    loss, aux = super().loss(params, router, batch, rng)
     bias = params["head"]["bias"]
     return loss + (jnp.sqrt(jnp.abs(bias)) - jnp.sqrt(jnp.abs(bias))).sum(), aux
 

@@ -60,8 +60,14 @@ class Objective:
 
   noise = 0.01
 
-  def loss(self, params, router, batch, rng, reduction=None):
-    params = params if reduction is None else reduction(params)
+  def losses(self, params, router, batches, rngs, sums=None, reduction=None):
+    """One after the other."""
+    if reduction is not None:
+      params = dataclasses.replace(reduction, sums=sums).copies(params)
+    found = [self.loss(p, router, b, r) for p, b, r in zip(params, batches, rngs)]
+    return jnp.stack([loss for loss, _ in found]).sum(), found
+
+  def loss(self, params, router, batch, rng):
     x = params["embed"][batch.inputs]
     logits = x @ params["router"] + router["bias"]
     expert = jnp.argmax(logits, -1)
@@ -99,8 +105,8 @@ class Objective:
 class Poisoned(Objective):
   """NaN where the batch has a token 0, which no good batch has."""
 
-  def loss(self, params, router, batch, rng, reduction=None):
-    loss, aux = super().loss(params, router, batch, rng, reduction)
+  def loss(self, params, router, batch, rng):
+    loss, aux = super().loss(params, router, batch, rng)
     bad = largest((batch.inputs == 0).any().astype(jnp.float32), BATCH_AXES, "statistics")
     poison = jnp.where(bad > 0, jnp.nan, 1.0)
     return loss * poison, aux | {"loss": aux["loss"] * poison}

@@ -61,9 +61,9 @@ class SlowToCompile(Objective):
   def __init__(self, seconds):
     self.seconds = seconds
 
-  def loss(self, params, router, batch, rng, reduction=None):
+  def loss(self, params, router, batch, rng):
     time.sleep(self.seconds)
-    return super().loss(params, router, batch, rng, reduction)
+    return super().loss(params, router, batch, rng)
 
 
 def search(run):

@@ -8,17 +8,15 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
 
 from scmoe.batch import Batch
-from scmoe.blocks.options import OverlapConfig
 from scmoe.errors import (
   ConfigError,
   DataError,
@@ -32,13 +30,11 @@ from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.distributed import all_agree, first_decides, is_first
 from scmoe.training.health import CollapseAlarm
 from scmoe.training.metrics import Bar, Meter, Metrics, console_line, short_lists
-from scmoe.training.optimizer import Optimizer
-from scmoe.training.options import CheckpointConfig, TrainConfig
+from scmoe.training.options import CheckpointConfig
 from scmoe.training.resume import check_config, check_data
-from scmoe.training.search import fastest_step
+from scmoe.training.search import Searchable, fastest_step
 from scmoe.training.signals import StopRequest, Watchdog
-from scmoe.training.step import Objective, TrainState, init_state
-from scmoe.training.variants import Variant
+from scmoe.training.step import TrainState, init_state
 from scmoe.training.workdir import RunLock, prepare_workdir, warn, write_json
 
 CONFIG = "config.json"
@@ -72,64 +68,24 @@ class Data(Protocol):
     ...
 
 
-class Trainable(Protocol):
+class Trainable(Searchable, Protocol):
   """What is trained and how, by shape only; `scmoe.build.Built` is the one of the commands.
 
   Attributes:
-    train, checkpoint, overlap: options.
-    config: the whole resolved configuration, JSON-able; stored and compared.
-    mesh: its devices.
-    objective, optimizer: see `scmoe.training.step`.
+    checkpoint: options.
     sequence_length: tokens of a sequence.
     flops_per_token: training FLOPs; 0: no MFU.
     peak_flops: FLOP/s of one device; 0: no MFU.
   """
 
   @property
-  def train(self) -> TrainConfig: ...
-  @property
   def checkpoint(self) -> CheckpointConfig: ...
-  @property
-  def overlap(self) -> OverlapConfig: ...
-  @property
-  def config(self) -> dict[str, Any]: ...
-  @property
-  def mesh(self) -> Mesh: ...
-  @property
-  def objective(self) -> Objective: ...
-  @property
-  def optimizer(self) -> Optimizer: ...
   @property
   def sequence_length(self) -> int: ...
   @property
   def flops_per_token(self) -> float: ...
   @property
   def peak_flops(self) -> float: ...
-
-  def init(self, key: Array) -> tuple[Any, Any]:
-    """Parameters and router state before the first step; jittable."""
-    ...
-
-  def abstract_state(self) -> TrainState:
-    """Shapes, types and shardings of the state."""
-    ...
-
-  @property
-  def candidates(self) -> Sequence[Variant]:
-    """What `overlap.schedule=auto` chooses from; the first is as configured."""
-    ...
-
-  def variant(self, variant: Variant) -> Objective:
-    """The objective that computes the same in another way."""
-    ...
-
-  def cut(self) -> Trainable:
-    """The same sizes in fewer layers and microbatches, to measure variants on."""
-    ...
-
-  def random_batch(self) -> Batch:
-    """A microbatch of random tokens of this process, numpy arrays [B / processes, ...]."""
-    ...
 
 
 class Trainer:

@@ -228,7 +228,15 @@ class Search:
 
 
 class Searchable(Protocol):
-  """What is trained, by what a search asks of it; `Trainable` of `scmoe.training.loop` is one."""
+  """What is trained, by what a step of it and a search ask; `Trainable` adds what a run does.
+
+  Attributes:
+    train, overlap: options.
+    config: the whole resolved configuration, JSON-able; stored and compared.
+    mesh: its devices.
+    objective, optimizer: see `scmoe.training.step`.
+    candidates: what `overlap.schedule=auto` chooses from; the first is as configured.
+  """
 
   @property
   def train(self) -> TrainConfig: ...
@@ -244,11 +252,26 @@ class Searchable(Protocol):
   def optimizer(self) -> Optimizer: ...
   @property
   def candidates(self) -> Sequence[Variant]: ...
-  def init(self, key: Array) -> tuple[Any, Any]: ...
-  def abstract_state(self) -> TrainState: ...
-  def variant(self, variant: Variant) -> Objective: ...
-  def cut(self) -> Searchable: ...
-  def random_batch(self) -> Batch: ...
+
+  def init(self, key: Array) -> tuple[Any, Any]:
+    """Parameters and router state before the first step; jittable."""
+    ...
+
+  def abstract_state(self) -> TrainState:
+    """Shapes, types and shardings of the state."""
+    ...
+
+  def variant(self, variant: Variant) -> Objective:
+    """The objective that computes the same in another way."""
+    ...
+
+  def cut(self) -> Searchable:
+    """The same sizes in fewer layers and microbatches, to measure variants on."""
+    ...
+
+  def random_batch(self) -> Batch:
+    """A microbatch of random tokens of this process, numpy arrays [B / processes, ...]."""
+    ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,7 @@ from scmoe.profiling.program import Program, latencies
 from scmoe.training.distributed import all_agree, bytes_of_first, is_first
 
 Collect = Callable[[str, Program], bytes]
+PATIENCE = 20  # steps for which another trace is waited for
 WARM_UP = 1  # steps before the profile: the first call of a program loads its kernels
 
 
@@ -60,6 +61,7 @@ class GuidedStep:
     self.file = self.directory
     self.calls_to_profile = 0  # steps still to be profiled, warm-up included
     self.called = False  # since it was compiled
+    self.refused = 0  # traces that could not be started
     self.trace: tempfile.TemporaryDirectory[str] | None = None
 
   @property
@@ -123,7 +125,12 @@ class GuidedStep:
     if started:
       jax.profiler.stop_trace()
     trace.cleanup()
-    self.calls_to_profile += 1
+    self.refused += 1
+    if self.refused < PATIENCE:
+      self.calls_to_profile += 1
+    else:
+      self.calls_to_profile = 0
+      self.say("profile-guided scheduling: another trace is running; going on without a profile")
 
   def _finish_trace(self) -> None:
     assert self.program is not None

@@ -130,3 +130,17 @@ def test_a_running_trace_is_waited_for(tmp_path, monkeypatch):
   for x in range(6):
     run(x)
   assert step.calls == [1, 1, 1, 1, 2, 2]
+
+
+def test_a_trace_that_does_not_end_is_not_waited_for(tmp_path, monkeypatch):
+  def start(directory):
+    raise RuntimeError("only one profile may be run at a time")
+
+  monkeypatch.setattr(jax.profiler, "start_trace", start)
+  said, step = [], FakeStep()
+  run = guided(step, tmp_path, say=said.append)
+  for x in range(40):
+    run(x)
+  assert run.settled
+  assert step.calls == [1] * 40
+  assert "another trace is running" in said[0]

@@ -18,13 +18,12 @@ import numpy as np
 from flax import nnx
 
 from scmoe import build
-from scmoe.blocks.wiring import WIRINGS
 from scmoe.config import RunConfig
 from scmoe.errors import ConfigError
 from scmoe.inference.decode import Static, make_decode, make_prefill
 from scmoe.inference.sampling import Sampling
 from scmoe.models.objective import cast_params
-from scmoe.profiling.timer import Timing, interleave, speed_up
+from scmoe.profiling.timer import NO_GPU, Timing, interleave, speed_up
 from scmoe.programs import Programs
 
 
@@ -48,7 +47,6 @@ class _Arm:
 
   def __init__(self, run: RunConfig, load: Load, folder: Path):
     built = build.build(run)
-    self.load, self.built = load, built
     shards = build.shardings_of(built.shapes)
     init = jax.jit(lambda: cast_params(built.init(jax.random.key(0))[0], run.model.dtype),
                    out_shardings=shards)  # fmt: skip
@@ -57,8 +55,8 @@ class _Arm:
     graph, self.params = nnx.split(model)
     self.programs = Programs(built.overlap, folder)
     static = Static(graph, built.mesh, Sampling(temperature=0.0))
-    self.prefill = self.programs("prefill", make_prefill(static, load.prompt + load.new + 1))
-    self.decode = self.programs("decode", make_decode(static, load.new))
+    self.prefill = self.programs(make_prefill(static, load.prompt + load.new + 1))
+    self.decode = self.programs(make_decode(static, load.new))
     tokens = np.random.default_rng(0).integers(0, run.model.vocab_size, (load.rows, load.prompt))
     self.tokens_BS = jnp.asarray(tokens, jnp.int32)
     self.lengths_B = jnp.full((load.rows,), load.prompt, jnp.int32)
@@ -75,12 +73,12 @@ class _Arm:
     given = self.params, self.router, self.lengths_B, jax.random.key(0)
     if self.state is None:
       self.run_prefill(1)
-    first_B, caches = self.state or (None, None)
     for _ in range(calls):
+      assert self.state is not None
+      first_B, caches = self.state
       # Every call writes the same positions again.
-      new_BS, caches = self.decode(*given, first_B, caches)
-      jax.block_until_ready(new_BS)
-    self.state = first_B, caches
+      self.state = first_B, self.decode(*given, first_B, caches)[1]
+    jax.block_until_ready(self.state)
 
   def warm_up(self) -> None:
     """Past compilation and profile."""
@@ -103,15 +101,13 @@ def benchmark(
     rounds: turns of every wiring.
 
   Raises:
-    ConfigError: a wiring is unknown, or the load does not fit the model or the mesh.
+    ConfigError: the load does not fit the model or the mesh.
   """
   arms = {}
   for name in names:
-    if name not in WIRINGS:
-      raise ConfigError(f"--compare={name!r} is no wiring; one of: {', '.join(WIRINGS)}")
-    model = dataclasses.replace(run.model, wiring=name)
-    own = dataclasses.replace(run, model=model)
-    own = own.resolve(num_devices=jax.device_count(), vocab_size=build.vocab_size(run.data))
+    own = build.with_wiring(run, name).resolve(
+      num_devices=jax.device_count(), vocab_size=build.vocab_size(run.data)
+    )
     _check(own, load)
     arms[name] = _Arm(own, load, workdir / name)
     arms[name].warm_up()
@@ -122,7 +118,7 @@ def benchmark(
   what = f"{load.rows} prompts of {load.prompt} tokens, {load.new} new tokens each"
   lines = [f"generation of {run.name}, {what}, {device}, {time.strftime('%Y-%m-%d')}"]
   if not gpu:
-    lines.append("NOTE: there is no GPU here; these are times of simulated devices, not GPU times")
+    lines.append(NO_GPU)
   line = "{:16s}{:>14s}{:>16s}{:>10s}{:>14s}{:>16s}{:>10s}".format
   lines.append(line("wiring", "prefill ms", "tokens/s", "", "decode ms", "tokens/s", ""))
   figures: dict[str, Any] = {"device": device, "gpu": gpu, "load": dataclasses.asdict(load)}

@@ -83,6 +83,7 @@ class Built:
     if dispatch.transport == "capacity" and dispatch.capacity_factor > 0:
       found.append(Variant(transport="packed"))
     if run.model.wiring_rule.is_shortcut and run.overlap.order == "xla":
+      # The slot that divides the window best where communication fills it; else any does.
       times = modelled_times(run, "h200-slow")
       assert times is not None
       found.append(Variant(schedule=best_slot(times), order="barriers"))
@@ -171,11 +172,11 @@ class Built:
     return build(cut, list(self.mesh.devices.flat))
 
   def random_batch(self) -> Batch:
-    """A microbatch of random tokens of this process: numpy arrays."""
-    rows = self.run.train.batch_size // jax.process_count()
+    """One step's random tokens of this process: numpy arrays [A, B / processes, ...]."""
+    train, length = self.train, self.sequence_length
+    shape = (train.microbatches(length), train.batch_size // jax.process_count(), length)
     draw = np.random.default_rng(jax.process_index()).integers
-    tokens = draw(0, self.run.model.vocab_size, (rows, self.run.data.seq_len), dtype=np.int32)
-    return jax.tree.map(np.asarray, Batch.of_tokens(tokens))
+    return Batch.of_tokens(draw(0, self.run.model.vocab_size, shape, dtype=np.int32))
 
   def model(self, params: Params) -> GPT:
     """The model with these parameters."""
@@ -234,13 +235,19 @@ def make_gpt(run: RunConfig, key: Array) -> GPT:
 
 def derived_overlap(run: RunConfig) -> OverlapConfig:
   """Schedule and compilation of a resolved run on this machine."""
-  exchange = run.mesh.expert > 1 and bool(run.model.wiring_rule.taps)
+  taps, gathered = run.model.wiring_rule.taps, run.dispatch.adaptive_r == 0
+  exchange = run.mesh.expert > 1 and bool(taps) and not gathered
   return run.overlap.derived(gpu=jax.default_backend() == "gpu", exchange=exchange)
 
 
 def single_device(run: RunConfig) -> RunConfig:
   """The same run on a mesh of one device."""
   return _on(run, dataclasses.replace(run.mesh, data=1, expert=1, tensor=1))
+
+
+def with_wiring(run: RunConfig, name: str) -> RunConfig:
+  """A run, not resolved, with another wiring."""
+  return dataclasses.replace(run, model=dataclasses.replace(run.model, wiring=name))
 
 
 def on_mesh(run: RunConfig, text: str = "") -> RunConfig:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import scmoe.errors
+from scmoe.blocks.wiring import WIRINGS
 from scmoe.config import (
   RunConfig,
   config_names,
@@ -127,6 +128,19 @@ def _unknown(name: str, known: dict[str, Flag], with_fields: bool) -> str:
   else:
     hint = "--help lists all"
   return f"{name} is not a flag; {hint}"
+
+
+def compared(text: str, run: RunConfig) -> list[str]:
+  """The wirings of `--compare`, separated by commas; the run's own if there are none.
+
+  Raises:
+    ConfigError: one of them is unknown.
+  """
+  names = [name for name in text.split(",") if name] or [run.model.wiring]
+  for name in names:
+    if name not in WIRINGS:
+      raise ConfigError(f"--compare={name!r} is no wiring; one of: {', '.join(WIRINGS)}")
+  return names
 
 
 def run_config(values: dict[str, Any], given: Sequence[tuple[str, str]]) -> RunConfig:

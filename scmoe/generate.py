@@ -16,7 +16,7 @@ from typing import Any
 
 from scmoe import build
 from scmoe.benchmark import Load, benchmark
-from scmoe.command_line import HELP, TRAIN_FLAGS, Flag, help_text, parse, run_config
+from scmoe.command_line import HELP, TRAIN_FLAGS, Flag, compared, help_text, parse, run_config
 from scmoe.errors import ConfigError, run_main
 from scmoe.inference.decode import generate
 from scmoe.inference.sampling import Sampling
@@ -114,7 +114,7 @@ def generate_texts(
 def _benchmark(values: dict[str, Any], given: list[tuple[str, str]]) -> str:
   """The table of `--benchmark`; writes --json."""
   run = run_config(values, given)
-  names = [name for name in values["compare"].split(",") if name] or [run.model.wiring]
+  names = compared(values["compare"], run)
   load = Load(values["batch"], values["prompt_tokens"], values["max_new_tokens"])
   if min(dataclasses.astuple(load)) < 1:
     raise ConfigError("--batch, --prompt_tokens and --max_new_tokens must be at least 1")

@@ -17,10 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from scmoe import build
-from scmoe.batch import Batch
 from scmoe.blocks.schedule import (
   COMPUTE,
   LINK,
@@ -30,10 +28,9 @@ from scmoe.blocks.schedule import (
   describe,
   make_schedule,
 )
-from scmoe.blocks.wiring import WIRINGS
-from scmoe.command_line import TRAIN_FLAGS, Flag, help_text, parse, run_config
+from scmoe.command_line import TRAIN_FLAGS, Flag, compared, help_text, parse, run_config
 from scmoe.config import RunConfig
-from scmoe.errors import ConfigError, run_main
+from scmoe.errors import run_main
 from scmoe.parallel.collectives import request_copy_engines
 from scmoe.parallel.mesh import batch_sharding
 from scmoe.profiling.advice import advice
@@ -47,7 +44,7 @@ from scmoe.profiling.overlap import (
 from scmoe.profiling.picture import Bar, draw_png, write_page
 from scmoe.profiling.program import Program, traced
 from scmoe.profiling.roofline import MACHINES
-from scmoe.profiling.timer import Timing, interleave, speed_up
+from scmoe.profiling.timer import NO_GPU, Timing, interleave, speed_up
 from scmoe.profiling.trace import Event
 from scmoe.profiling.windows import program_windows, summary
 from scmoe.training.guided import GuidedStep
@@ -74,10 +71,7 @@ def main(argv: list[str]) -> None:
   if values["help"]:
     return print(help_text(__doc__ or "", FLAGS, with_fields=True))
   run = run_config(values, given)
-  names = [name for name in values["compare"].split(",") if name] or [run.model.wiring]
-  for name in names:
-    if name not in WIRINGS:
-      raise ConfigError(f"--compare={name!r} is no wiring; one of: {', '.join(WIRINGS)}")
+  names = compared(values["compare"], run)
   if run.overlap.copy_engines:
     request_copy_engines()
   workdir = Path(values["workdir"] or "runs/profile")
@@ -101,7 +95,7 @@ def profile(
   run: RunConfig, names: Sequence[str], workdir: Path, *, rounds: int, calls: int, modelled_on: str
 ) -> Report:
   """Times and traces the training step of every wiring; writes the picture and the page."""
-  arms = {name: Arm(_with_wiring(run, name), workdir / name) for name in names}
+  arms = {name: Arm(build.with_wiring(run, name), workdir / name) for name in names}
   for arm in arms.values():
     arm.warm_up()
   timings = interleave(arms, rounds=rounds, calls=calls)
@@ -109,7 +103,7 @@ def profile(
   device = f"{jax.device_count()} x {jax.devices()[0].device_kind}, jax {jax.__version__}"
   lines = [f"training step of {run.name}, {device}, {time.strftime('%Y-%m-%d')}"]
   if not gpu:
-    lines.append("NOTE: there is no GPU here; these are times of simulated devices, not GPU times")
+    lines.append(NO_GPU)
   figures: dict[str, Any] = {"device": device, "gpu": gpu, "date": time.strftime("%Y-%m-%d")}
   figures["arms"], rows = {}, {}
   base = timings[names[0]]
@@ -137,14 +131,8 @@ class Arm:
     self.directory = directory
     self.step = fastest_step(self.built, abstract, directory)
     self.state = init_state(self.built.init, self.built.optimizer, 0, abstract)
-    self.batch = self._batch()
-
-  def _batch(self) -> Batch:
-    run = self.run
-    length = run.data.seq_len
-    shape = (run.train.microbatches(length), run.train.batch_size, length)
-    tokens = np.random.default_rng(0).integers(0, run.model.vocab_size, shape)
-    return jax.device_put(Batch.of_tokens(tokens), batch_sharding(self.built.mesh, leading=1))
+    batch = self.built.random_batch()
+    self.batch = jax.device_put(batch, batch_sharding(self.built.mesh, leading=1))
 
   def warm_up(self) -> None:
     """Past compilation, profile and search: what a user's run comes to."""
@@ -179,10 +167,6 @@ class Arm:
     """Its program."""
     assert self.best.program is not None, "called after `warm_up`"
     return self.best.program
-
-
-def _with_wiring(run: RunConfig, name: str) -> RunConfig:
-  return dataclasses.replace(run, model=dataclasses.replace(run.model, wiring=name))
 
 
 def _arm_report(

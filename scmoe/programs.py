@@ -1,7 +1,8 @@
 """Compiled functions of the commands beside training: evaluation, prefill, decode.
 
 They are compiled as the step is: with latency hiding, and where GPUs exchange rows a second time
-with the times of their first calls (`scmoe.training.guided`).
+with the times of their first calls (`scmoe.training.guided`). They print nothing of that: their
+output is text or a table.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from scmoe.training.search import PROFILES
 
 
 class Programs:
-  """One `GuidedStep` for each function and shape of arguments: what `prepare` options take.
+  """A `GuidedStep` for each jitted function and shapes of arguments: what `prepare` options take.
 
   Args:
     overlap: of the run, on this machine (`scmoe.build.derived_overlap`).
@@ -28,15 +29,15 @@ class Programs:
     self.overlap, self.folder = overlap, Path(folder) / PROFILES
     self._programs: dict[Any, GuidedStep] = {}
 
-  def __call__(self, name: str, function: Any) -> Any:
-    """A function that is called like `function`; a later one of this name is taken for the same."""
+  def __call__(self, function: Any) -> Any:
+    """A function that is called like this jitted one."""
 
     def call(*args: Any) -> Any:
       shapes = tuple((x.shape, x.dtype) for x in map(jax.typeof, jax.tree.leaves(args)))
-      program = self._programs.get((name, shapes))
+      program = self._programs.get((function, shapes))
       if program is None:
         program = GuidedStep(function, self.overlap, self.folder, say=lambda line: None)
-        self._programs[name, shapes] = program
+        self._programs[function, shapes] = program
       return program(*args)
 
     return call

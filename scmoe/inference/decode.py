@@ -26,8 +26,8 @@ from scmoe.inference.sampling import Sampling, sample
 from scmoe.models.gpt import GPT, Pass
 from scmoe.parallel.mesh import BATCH_AXES, make_mesh, manual, parameter_specs
 
-# (name, jitted function) -> a program that is called like the function.
-Prepare = Callable[[str, Any], Any]
+# A jitted function -> a program that is called like it.
+Prepare = Callable[[Any], Any]
 
 
 def generate(
@@ -79,7 +79,7 @@ def generate(
   room, key = padded + max_new_tokens, jax.random.key(seed)
   first, rest = make_prefill(static, room), make_decode(static, max_new_tokens - 1)
   if prepare is not None:
-    first, rest = prepare("prefill", first), prepare("decode", rest)
+    first, rest = prepare(first), prepare(rest)
   given = params, router, lengths_B, key
   first_B, caches = first(*given, tokens_BS)
   rest_BS, _ = rest(*given, first_B, caches)

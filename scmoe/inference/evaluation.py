@@ -30,7 +30,7 @@ def evaluate(
   router: Any = None,
   max_batches: int | None = None,
   stopping: Callable[[], bool] | None = None,
-  prepare: Callable[[str, Any], Any] | None = None,
+  prepare: Callable[[Any], Any] | None = None,
 ) -> dict[str, Any] | None:
   """Evaluates on the validation text, with the capacity of training and no gate noise.
 
@@ -59,7 +59,7 @@ def evaluate(
   graph, params = nnx.split(model)
   counts_of = _make_counts(graph, mesh, len(data.domains))
   if prepare is not None:
-    counts_of = prepare("evaluation", counts_of)
+    counts_of = prepare(counts_of)
   sums = np.zeros((len(data.domains), len(COUNTED)))
   dropped = choices = 0.0
   for batch in data.validation(max_batches=max_batches):

@@ -36,7 +36,7 @@ def reduce_gradients(grads: PyTree, specs: PyTree, dtype: str = "float32") -> Py
 class Reduction:
   """Sums over devices inside the backward pass, each as soon as its gradient is there.
 
-  Called with parameters it returns them. Then the gradient of a loss with respect to `sums` is
+  `copies` of parameters are the parameters. Then the gradient of a loss with respect to `sums` is
 
       sums + gradient of the parameters, added up over all devices that hold the same parameter
 
@@ -56,12 +56,11 @@ class Reduction:
   dtype: str = "float32"
   first: bool = False
 
-  def __call__(self, params: PyTree) -> PyTree:
-    """The same parameters; to be called once for each, before it is read."""
-    return self.copies([params])[0]
-
   def copies(self, trees: Sequence[PyTree]) -> list[PyTree]:
-    """The same for parameters that are there several times, whose gradients are one."""
+    """The same parameters, which may be there several times: their gradients are one.
+
+    To be called once for each, before it is read.
+    """
     sums, axes = self._sums(), [travels_over(spec) for spec in jax.tree.leaves(self.specs)]
     here = [i for i, total in enumerate(sums) if total is not None]
     static = (tuple(axes[i] for i in here), self.dtype, self.first)

@@ -144,8 +144,6 @@ def stage_times(
 
 def _stage_and_direction(event: Event, names: Mapping[str, str]) -> tuple[str, str]:
   op_name = names.get(event.op, event.op)
-  if event.is_communication and event.op not in names and "AllReduce" in event.name:
-    return ALL_REDUCE, "backward"
   return stage_of(op_name), direction_of(op_name)
 
 

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 
 Arm = Callable[[int], object]
+# What stands above times that were taken without a GPU.
+NO_GPU = "NOTE: there is no GPU here; these are times of simulated devices, not GPU times"
 _FLUSH_BYTES = 256 * 2**20  # more than any L2 cache
 
 

@@ -4,7 +4,7 @@ Which schedule hides most depends on the link, the sizes and the router's balanc
 them was right everywhere (experiments/LOG.md). What computes the same can be compared by its time:
 
   auto   before the first step, on a cut of the run: the same sizes on the same devices, but two
-         pairs and one microbatch, which compile in seconds where a whole step takes minutes
+         pairs and one flight of microbatches, compiled in seconds where a whole step takes minutes
   tune   in the first steps, each of which trains, with candidates that the user names
 
 The decision and all that it rests on lie in WORKDIR/schedule.json, where a later start finds them.
@@ -270,7 +270,7 @@ class Searchable(Protocol):
     ...
 
   def random_batch(self) -> Batch:
-    """A microbatch of random tokens of this process, numpy arrays [B / processes, ...]."""
+    """One step's random tokens of this process: numpy arrays [A, B / processes, ...]."""
     ...
 
 
@@ -348,7 +348,9 @@ def _on_a_cut(
     seconds=cut.overlap.search_seconds,
     most_steps=MOST_STEPS,
     margin=MARGIN,
-    keep=lambda decision: keep({**decision, "measured on": "two pairs, one microbatch"}),
+    keep=lambda decision: keep(
+      {**decision, "measured on": "two pairs, one flight of microbatches"}
+    ),
     say=make.say,
   )
   try:
@@ -362,7 +364,7 @@ def _on_a_cut(
 def _fastest(search: Search, cut: Searchable, abstract: TrainState) -> Variant:
   state = init_state(cut.init, cut.optimizer, cut.train.seed, abstract)
   sharding = batch_sharding(cut.mesh, leading=1)
-  put = lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)[None])
+  put = lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x))
   batch = jax.tree.map(put, cut.random_batch())
   while search.chosen is None:
     state, _, _ = search(state, batch)
@@ -394,9 +396,9 @@ class Decisions:
       try:
         stored = json.loads(self.file.read_text())
         if stored["for"] == self._identity():
-          found = stored["chosen"]
+          found = Variant(**stored["chosen"]).given
       except (OSError, ValueError, KeyError, TypeError):
-        found = None  # none, or half a file of another version: search again
+        found = None  # none, half a file, or one of another version: search again
     found = from_all_processes({"found": found})[0]["found"]
     return None if found is None else Variant(**found)
 

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from scmoe.blocks.options import OverlapConfig
 from scmoe.errors import ConfigError
 from scmoe.inference.decode import decode_step, generate, prefill
 from scmoe.inference.sampling import Sampling
 from scmoe.models.config import ModelConfig
 from scmoe.models.gpt import GPT, Pass
+from scmoe.programs import Programs
 
 VOCAB = 64
 GREEDY = Sampling(temperature=0.0)
@@ -139,3 +141,13 @@ def test_draws_follow_the_seed_and_end_at_eos():
 def test_bad_requests_name_the_argument(prompts, options, text):
   with pytest.raises(ConfigError, match=text):
     generate(make_model(), prompts, Sampling(**options), max_new_tokens=5)
+
+
+def test_programs_are_those_of_their_functions(tmp_path):
+  """Prompts padded to 16 with 20 new tokens, and to 32 with 4, have caches of one shape."""
+  model, programs = make_model(), Programs(OverlapConfig(), tmp_path)
+  for prompt, new in ((list(range(1, 9)), 20), (list(range(1, 21)), 4)):
+    for _ in range(2):
+      want = generate(model, [prompt], GREEDY, max_new_tokens=new)
+      assert generate(model, [prompt], GREEDY, max_new_tokens=new, prepare=programs) == want
+  assert programs.settled

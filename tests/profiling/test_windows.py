@@ -48,7 +48,10 @@ def windows(wiring, reduced=False, **overlap):
     whole = jax.lax.stop_gradient(nnx.to_pure_dict(params))
     reduction = Reduction(sums, pure, first=True)
     others = [name for name in whole if name != "stages"]
-    merged = {**whole, **reduction.part(*others)({name: whole[name] for name in others})}
+    merged = {
+      **whole,
+      **reduction.part(*others).copies([{name: whole[name] for name in others}])[0],
+    }
     given = Pass(reduction=reduction.part("stages"))
     return nnx.merge(graph, merged)(tokens, given).h_BSD.sum()
 

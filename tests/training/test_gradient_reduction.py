@@ -262,8 +262,8 @@ def test_a_reduction_gives_what_reducing_at_the_end_gives(microbatches, dtype):
 
     def through(params, sums):
       given = dataclasses.replace(reduction, sums=sums)
-      some = given.part("shared", "split")({k: params[k] for k in ("shared", "split")})
-      return loss({**some, **given.part("other")({"other": params["other"]})}, x)
+      some = given.part("shared", "split").copies([{k: params[k] for k in ("shared", "split")}])[0]
+      return loss({**some, **given.part("other").copies([{"other": params["other"]}])[0]}, x)
 
     own, got = jax.grad(through, (0, 1))(params, sums)
     return reduce_gradients(total, specs, dtype), {**got, "split": own["split"]}

@@ -165,7 +165,9 @@ def test_the_decision_says_what_it_rests_on_and_is_found_again(tmp_path):
   assert dataclasses.replace(kept, config=longer).known() == Variant(chunks=2), "no time changes"
   wider = {**config, "model": {"width": 16}}
   assert dataclasses.replace(kept, config=wider).known() is None, "another program"
-  kept.file.write_text(kept.file.read_text()[:50])
+  kept.file.write_text(json.dumps({**stored, "chosen": {"gone": 1}}))
+  assert kept.known() is None, "of another version"
+  kept.file.write_text(json.dumps(stored)[:50])
   assert kept.known() is None, "half a file is none"
 
 

@@ -117,8 +117,11 @@ def test_a_cut_of_a_run_has_its_sizes_in_two_pairs_and_one_microbatch(run):
   pair = lambda built: [s.shape[1:] for s in jax.tree.leaves(built.shapes["stages"])]
   assert pair(cut) == pair(whole)
   batch = cut.random_batch()
-  assert batch.inputs.shape == (run.train.batch_size, run.data.seq_len)
+  assert batch.inputs.shape == (1, run.train.batch_size, run.data.seq_len)
   assert len(np.unique(batch.inputs)) > 10
+  overlap = dataclasses.replace(deep.overlap, flight=2)
+  both = build.build(dataclasses.replace(deep, overlap=overlap), jax.devices()[:4]).cut()
+  assert both.random_batch().inputs.shape[0] == 2, "microbatches that are to run side by side"
 
 
 def test_what_auto_tries(built, run, monkeypatch):
@@ -137,3 +140,5 @@ def test_what_auto_tries(built, run, monkeypatch):
   assert tried(overlap=dataclasses.replace(run.overlap, schedule="mlp 0")) == (Variant(),)
   assert tried(overlap=dataclasses.replace(run.overlap, search_seconds=0)) == (Variant(),)
   assert tried(mesh=MeshConfig(data=4, expert=1)) == (Variant(),), "no exchange, no choice"
+  gathered = dataclasses.replace(run.dispatch, adaptive_r=0)
+  assert tried(dispatch=gathered) == (Variant(),), "weights travel there, not rows"

@@ -196,7 +196,7 @@ class FakeBuilt:
 
   def random_batch(self):
     """Of good data."""
-    return Source(self.train.batch_size, seed=1).batch(0)
+    return Batch.stack([Source(self.train.batch_size, seed=1).batch(0)])
 
   def variant(self, variant):
     """What a tuner may choose changes no result."""

@@ -54,11 +54,37 @@ def layer_arms(before: bool, args: argparse.Namespace) -> Arms:
       else:
         layer = bench.Layer(shape, fp32_gate=gate == "gate32")
         forward, both = bench.training_functions(layer)
-        given = layer.inputs(seed)
+        given = inputs_of_before(bench, layer, seed)
       dy = bench.normal_arrays(1)(*given[0].shape)
       arms[f"{name} forward {gate}"] = calls_of(forward.lower(*given).compile(), given)
       arms[f"{name} both {gate}"] = calls_of(both.lower(dy, *given).compile(), (dy, *given))
   return arms
+
+
+def inputs_of_before(bench, layer, seed: int) -> tuple:
+  """(x, parameters) of a layer with the arrays of 3495333's `bench.layer_inputs`.
+
+  Another router gives experts other numbers of tokens, hence other numbers of row tiles: of 8,192
+  tokens over Mixtral's 8 experts 130 or 131 tiles of 128 rows, which is as much as is measured here.
+  """
+  import jax
+
+  s, normal = layer.shape, bench.normal_arrays(seed)
+  arrays = {
+    "x": normal(s.tokens, s.width),
+    "weight": normal(s.width, s.experts, scale=s.width**-0.5),  # the router's
+    "gate": normal(s.experts, s.width, s.hidden, scale=s.width**-0.5),
+    "up": normal(s.experts, s.width, s.hidden, scale=s.width**-0.5),
+    "down": normal(s.experts, s.hidden, s.width, scale=s.hidden**-0.5),
+  }
+
+  def leaf(path, like):
+    [name] = {key.key for key in path if hasattr(key, "key")} & set(arrays)
+    assert arrays[name].shape == like.shape, (name, like.shape)
+    return arrays[name].astype(like.dtype)
+
+  params = jax.eval_shape(layer.params, seed)
+  return arrays["x"], jax.tree_util.tree_map_with_path(leaf, params)
 
 
 def olmoe_arms(before: bool, args: argparse.Namespace) -> Arms:

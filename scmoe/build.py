@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from scmoe.batch import Batch
 from scmoe.blocks.options import OverlapConfig
-from scmoe.blocks.schedule import Times, best_slot, unit_times
+from scmoe.blocks.schedule import Times, chunk_slots, unit_times
 from scmoe.config import RunConfig, to_dict
 from scmoe.data.config import DataConfig
 from scmoe.data.tokenizers import ByteTokenizer, load_json
@@ -34,7 +34,7 @@ from scmoe.profiling.roofline import Sizes, machine, model_times
 from scmoe.training.optimizer import Optimizer, make_optimizer
 from scmoe.training.options import CheckpointConfig, TrainConfig
 from scmoe.training.step import TrainState, abstract_state
-from scmoe.training.variants import Variant
+from scmoe.training.variants import Change, Variant
 
 Params = dict[str, Any]
 
@@ -75,21 +75,29 @@ class Built:
     return derived_overlap(self.run)
 
   @property
-  def candidates(self) -> tuple[Variant, ...]:
+  def candidates(self) -> tuple[Variant | Change, ...]:
     """What `overlap.schedule=auto` chooses from: as configured, then what is likeliest to gain."""
-    run, dispatch, found = self.run, self.run.dispatch, [Variant()]
+    run, dispatch = self.run, self.run.dispatch
+    found: list[Variant | Change] = [Variant()]
     if not self.overlap.search_seconds:
-      return (Variant(),)
+      return tuple(found)
     if dispatch.transport == "capacity" and dispatch.capacity_factor > 0:
       found.append(Variant(transport="packed"))
-    if run.model.wiring_rule.is_shortcut and run.overlap.order == "xla":
-      # The slot that divides the window best where communication fills it; else any does.
-      times = modelled_times(run, "h200-slow")
-      assert times is not None
-      found.append(Variant(schedule=best_slot(times), order="barriers"))
-    if dispatch.chunks == 1:
-      found.append(Variant(chunks=2))
+    if run.overlap.order == "xla":
+      # One chunk has dense steps beside it only with a shortcut; two have each other's experts.
+      least = 1 if run.model.wiring_rule.is_shortcut else 2
+      found += [lambda best, n=n: self._in_slots(best, n) for n in (1, 2) if n >= least]
     return tuple(found)
+
+  def _in_slots(self, best: Variant, chunks: int) -> Variant:
+    """A variant with each chunk's experts held by barriers where they divide the window best."""
+    run, transport = self.run, best.transport or self.run.dispatch.transport
+    dispatch = dataclasses.replace(run.dispatch, transport=transport)
+    # Where communication fills the window. On a faster link it does not, and any slot is as good.
+    times = modelled_times(dataclasses.replace(run, dispatch=dispatch), "h200-slow")
+    assert times is not None
+    slots = ", ".join(chunk_slots(times, chunks))
+    return dataclasses.replace(best, chunks=chunks, schedule=slots, order="barriers")
 
   @property
   def config(self) -> dict[str, Any]:
@@ -298,6 +306,14 @@ def vocab_size(data: DataConfig) -> int:
   return load_json(data.tokenizer, data.eos_token).vocab_size
 
 
+def _rows_over_share(run: RunConfig) -> float:
+  """Rows of the buffers that travel over the choices that are made."""
+  dispatch, factor = run.dispatch, abs(run.dispatch.capacity_factor)
+  if dispatch.transport != "capacity":
+    return dispatch.slack
+  return factor or run.model.num_experts / run.model.top_k  # 0: room for all tokens everywhere
+
+
 def modelled_times(run: RunConfig, modelled_on: str) -> Times | None:
   """The schedule's times of one unit, in ms; None without experts."""
   model, wiring = run.model, run.model.wiring_rule
@@ -315,7 +331,7 @@ def modelled_times(run: RunConfig, modelled_on: str) -> Times | None:
     kv_width=model.num_kv_heads * model.head_dim,
     experts=model.num_experts,
     k=wiring.routed_per_gating(model.top_k),
-    capacity_factor=run.dispatch.capacity_factor,
+    capacity_factor=_rows_over_share(run),
     devices=run.mesh.expert,
     matrices=3 if is_gated(model.activation) else 2,
   )

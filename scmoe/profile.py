@@ -183,7 +183,8 @@ def _arm_report(
     given = arm.variant.given
     moved = {name: given[name] for name in ("schedule", "order") if name in given}
     overlap = dataclasses.replace(arm.run.overlap, **moved)
-    schedule = make_schedule(model.wiring_rule, model.moe_every, overlap)
+    chunks = given.get("chunks", arm.run.dispatch.chunks)
+    schedule = make_schedule(model.wiring_rule, model.moe_every, overlap, chunks)
     lines += [f"runs: {arm.variant}", str(schedule)]
     lines += [f"as modelled for {modelled_on}, one pair, forward:", describe(times)]
     bars = _bars(best_chunks(times)[1])

@@ -64,8 +64,8 @@ def layer_arms(before: bool, args: argparse.Namespace) -> Arms:
 def inputs_of_before(bench, layer, seed: int) -> tuple:
   """(x, parameters) of a layer with the arrays of 3495333's `bench.layer_inputs`.
 
-  Another router gives experts other numbers of tokens, hence other numbers of row tiles: of 8,192
-  tokens over Mixtral's 8 experts 130 or 131 tiles of 128 rows, which is as much as is measured here.
+  Another router gives experts other numbers of tokens, hence other numbers of row tiles: 8,192
+  tokens over Mixtral's 8 experts are 130 or 131 tiles of 128 rows, as much as is measured here.
   """
   import jax
 

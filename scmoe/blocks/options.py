@@ -17,9 +17,9 @@ class OverlapConfig:
   schedule: str = option(
     "auto",
     "where the experts stand: after which step of the main path (dispatch, mlp 0, attention 1: "
-    "projections, ...; scmoe.profile lists them); auto: where the machine is fastest, which GPUs "
-    "that exchange rows measure before the first step (WORKDIR/schedule.json); off: nothing "
-    "beside the MoE's stages, the control of a measurement",
+    "projections, ...; scmoe.profile lists them), or a step for each chunk, with commas; auto: "
+    "where the machine is fastest, which GPUs that exchange rows measure before the first step "
+    "(WORKDIR/schedule.json); off: nothing beside the MoE's stages, the control of a measurement",
   )
   search_seconds: float = option(
     90.0,

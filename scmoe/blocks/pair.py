@@ -7,6 +7,7 @@ value: sequential and overlapped executions are the same function.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -176,7 +177,7 @@ class BlockPair(nnx.Module):
     config = config.resolve()
     rule = config.wiring_rule
     self.config, self.wiring = config, rule
-    self.schedule = make_schedule(rule, config.moe_every, overlap)
+    self.schedule = make_schedule(rule, config.moe_every, overlap, dispatch.chunks)
     self.units = nnx.List([Unit(config, rngs=rngs) for _ in range(rule.units_per_moe)])
     moe = config.moe(router, dispatch, copy_engines=overlap.copy_engines)
     self.moe = MoE(moe, experts=experts, gates=gates, rngs=rngs) if rule.taps else None
@@ -198,6 +199,34 @@ class BlockPair(nnx.Module):
         of the first unit read its own input (the paper's L0 Pos-1).
       caches: key-value caches [units][blocks], or None.
     """
+    turns = self.turns(h_BSD, context, handed_BSD=handed_BSD, caches=caches)
+    live = next(turns)
+    while not isinstance(live, PairOutput):
+      live = turns.send(live)
+    return live
+
+  def turns(
+    self,
+    h_BSD: Float[Array, "B S D"],
+    context: Context = Context(),
+    *,
+    handed_BSD: Float[Array, "B S D"] | None = None,
+    caches: list[list[KeyValues]] | None = None,
+  ) -> Generator[Any, Any, None]:
+    """A call in turns, so that several of them can run side by side.
+
+    It pauses at its start, behind every dispatch and before every combine: then it hands out what
+    it has computed, and goes on with what it is sent, the same values, perhaps `tied` to another's.
+    The last value is a PairOutput. Two batches, A and B, of Pos-2 with the experts after `mlp 0`:
+
+      A: attention 0, dispatch | B: attention 0, dispatch | A: mlp 0, experts | B: mlp 0, experts |
+      A: combine, attention 1, shared expert | B: combine, attention 1, shared expert
+
+    so that every exchange has a turn of the other beside it.
+
+    Arguments as of a call.
+    """
+    h_BSD = yield h_BSD
     wiring, total = self.wiring, None
     positions_BS = context.positions_BS
     if positions_BS is None:
@@ -216,9 +245,14 @@ class BlockPair(nnx.Module):
       inputs: dict[int, Array] = {}
       flights: dict[int, Flight] = {}
       routed: dict[int, tuple[Array, RouterSums]] = {}
-      shared_BSD = None
+      shared_BSD, dispatched = None, False
       for step in self.schedule.steps:
         block, g = unit.blocks[step.block], step.gating
+        if dispatched or step.operation == words.COMBINE:
+          # Outside of the step's scope, which others' steps would be named by. Before a combine,
+          # `main` is behind a barrier with the experts' rows, which leave whatever others do.
+          main = yield main
+        dispatched = step.operation == words.DISPATCH
         with jax.named_scope(SCOPES.get(step.operation, step.operation)):
           match step.operation:
             case words.PROJECTIONS:
@@ -245,30 +279,33 @@ class BlockPair(nnx.Module):
               sent = flight.transport.dispatch(flight.x_TD, flight.routing, moe.experts)
               flights[g] = dataclasses.replace(flight, sent=sent)
             case words.EXPERTS:
-              sent = flights[g].arrived
-              done = [experts(rows, layout) for rows, layout in zip(sent.rows, sent.layouts)]
-              flights[g] = flights[g].with_rows(tuple(done))
+              sent, rows = flights[g].arrived, list(flights[g].arrived.rows)
+              for i in step.chunks_of(rows):
+                rows[i] = experts(rows[i], sent.layouts[i])
+              flights[g] = flights[g].with_rows(tuple(rows))
             case words.COMBINE:
               y_TD = flights[g].transport.combine(flights[g].arrived)
               y_TD, sums = moe.completed(flights[g], y_TD)
               routed[g] = y_TD.reshape(*inputs[g].shape[:-1], -1), sums
             case words.BARRIER:
-              tied = TIES[step.direction]
+              tie = TIES[step.direction]
               if g in routed:
-                (y_BSD, main), sums = tied((routed[g][0], main)), routed[g][1]
+                (y_BSD, main), sums = tie((routed[g][0], main)), routed[g][1]
                 routed[g] = y_BSD, sums
               elif g in flights:
-                rows, main = tied((flights[g].arrived.rows, main))
-                flights[g] = flights[g].with_rows(rows)
+                rows = list(flights[g].arrived.rows)
+                for i in step.chunks_of(rows):
+                  rows[i], main = tie((rows[i], main))
+                flights[g] = flights[g].with_rows(tuple(rows))
               else:
-                inputs[g], main = tied((unit.tapped(wiring.taps[g], main, handed_BSD), main))
+                inputs[g], main = tie((unit.tapped(wiring.taps[g], main, handed_BSD), main))
             case words.ADD:
               h_BSD, sums = self._add(unit, main, shared_BSD, inputs, routed)
               total = sums if total is None else jax.tree.map(jnp.add, total, sums)
       handed_BSD = next_BSD
       if caches is not None:
         caches.append(new_caches)
-    return PairOutput(h_BSD, total, handed_BSD, caches)
+    yield PairOutput(h_BSD, total, handed_BSD, caches)
 
   @property
   def passed_on(self) -> Tap | None:
@@ -325,7 +362,21 @@ def _travelled(primitive: Any, *_: Any, **__: Any) -> bool:
   return primitive.name.startswith("all_gather")
 
 
-# -- barriers -------------------------------------------------------------------------------------
+# -- order ----------------------------------------------------------------------------------------
+
+
+def tied(live: list[Any], i: int) -> Any:
+  """What the i-th of several batches goes on with: not before the one before it has paused.
+
+  Left to itself, XLA lays equal steps of all batches side by side; then all wait at once.
+
+  Args:
+    live: what each has handed out last (`BlockPair.turns`); the tied values replace two of them.
+    i: the one whose turn it is.
+  """
+  if len(live) > 1:
+    live[i - 1], live[i] = jax.lax.optimization_barrier((live[i - 1], live[i]))
+  return live[i]
 
 
 @jax.custom_vjp

@@ -15,13 +15,18 @@ with pre and post the dense time before and after the experts. It has the same a
 Eq. 11, since max(a, b) = ½ (a + b + |a - b|) and pre + post does not depend on the slot. (The
 paper's K is the slot's index + 1, of whole operations; between an attention's two steps there is a
 slot that it does not have.)
+
+Where rows travel in chunks, the experts are one step per chunk, each with a slot of its own: the
+rows of the second arrive beside the experts of the first, and theirs leave beside the second's.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.wiring import Wiring, tap_index
@@ -43,21 +48,30 @@ class Step:
     block: of a dense step: which block of the pair.
     gating: of a step of the MoE: which of its gatings.
     direction: of a barrier: "forward" or "backward" for one pass only.
+    chunk: of the experts and their barriers: which chunk of the rows; None: all of them.
   """
 
   operation: str
   block: int = 0
   gating: int = 0
   direction: str = ""
+  chunk: int | None = None
 
   @property
   def name(self) -> str:
-    """What it is called: `attention 1: projections`, `mlp 0`, `experts`."""
+    """What it is called: `attention 1: projections`, `mlp 0`, `experts`, `experts: chunk 1`."""
     if self.operation in (PROJECTIONS, MIXING):
       return f"attention {self.block}: {self.operation}"
     if self.operation == MLP:
       return f"{MLP} {self.block}"
-    return self.operation + (f" {self.gating + 1}" if self.gating else "")
+    name = self.operation + (f" {self.gating + 1}" if self.gating else "")
+    return name if self.chunk is None else f"{name}: chunk {self.chunk + 1}"
+
+  def chunks_of(self, rows: Sequence[Any]) -> range:
+    """Which chunks it is for, of those that a transport made: perhaps one where more were meant."""
+    if self.chunk is None:
+      return range(len(rows))
+    return range(self.chunk, min(self.chunk + 1, len(rows)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +97,7 @@ class Schedule:
 
 
 def make_schedule(
-  wiring: Wiring, blocks: int, overlap: OverlapConfig = OverlapConfig()
+  wiring: Wiring, blocks: int, overlap: OverlapConfig = OverlapConfig(), chunks: int = 1
 ) -> Schedule:
   """The list of a pair's steps.
 
@@ -91,24 +105,27 @@ def make_schedule(
     wiring: of the pair.
     blocks: of a unit; the last one has the MoE.
     overlap: where the experts stand, and what ties the order.
+    chunks: in which rows travel (`dispatch.chunks`), each with a step of the experts.
 
   Raises:
-    ConfigError: `overlap.schedule` or `overlap.backward` names no step.
+    ConfigError: `overlap.schedule` or `overlap.backward` names no step, or more than there are
+      chunks.
   """
   dense = dense_steps(wiring, blocks)
   starts = [tap_step(tap_index(tap, blocks)) for tap in wiring.taps]
   if overlap.schedule == "off":
-    alone = [_Place(start, start, start) for start in starts]
+    alone = [_Place(start, (start,), (start,)) for start in starts]
     steps = _in_order(dense, alone)
     return Schedule(_alone(steps), _mirror(steps))
-  slot = back = len(dense)
+  slots = back = (len(dense),) * chunks
   if overlap.schedule != "auto":
-    slot = back = _position(overlap.schedule, "overlap.schedule", dense, blocks)
+    slots = back = _positions(overlap.schedule, "overlap.schedule", dense, blocks, chunks)
   if overlap.backward not in ("mirror", "free"):
-    back = _position(overlap.backward, "overlap.backward", dense, blocks)
-  places = [_Place(start, max(start, slot), max(start, back)) for start in starts]
+    back = _positions(overlap.backward, "overlap.backward", dense, blocks, chunks)
+  after = lambda start, slots: tuple(max(start, slot) for slot in slots)
+  places = [_Place(start, after(start, slots), after(start, back)) for start in starts]
   order = ""
-  if overlap.order == "barriers":
+  if overlap.order == "barriers" or overlap.flight > 1:  # turns need an order (`BlockPair.turns`)
     order = "forward" if overlap.backward == "free" else "both"
   mirrored = [_Place(place.start, place.back, place.back) for place in places]
   return Schedule(_in_order(dense, places, order), _mirror(_in_order(dense, mirrored)))
@@ -120,13 +137,36 @@ class _Place:
 
   Attributes:
     start: of route and dispatch.
-    experts: of the experts.
-    back: of the experts' backward pass.
+    experts: of the experts, for each chunk.
+    back: of their backward pass, for each chunk.
   """
 
   start: int
-  experts: int
-  back: int
+  experts: tuple[int, ...]
+  back: tuple[int, ...]
+
+  def steps(self, gating: int, position: int, tied: str) -> list[Step]:
+    """This gating's steps behind so many dense ones; `tied` as in `_in_order`."""
+    apart = tied == "both" and self.back != self.experts
+    direction = "forward" if apart or tied == "forward" else ""
+    steps: list[Step] = []
+    if position == self.start:
+      steps += [Step(BARRIER, gating=gating)] * bool(tied)
+      steps += [Step(ROUTE, gating=gating), Step(DISPATCH, gating=gating)]
+    for number, (experts, back) in enumerate(zip(self.experts, self.back)):
+      chunk = number if len(self.experts) > 1 else None
+      of = lambda operation, way="", c=chunk: Step(operation, gating=gating, direction=way, chunk=c)
+      if apart and position == back < experts:
+        steps.append(of(BARRIER, "backward"))
+      if position == experts:
+        barrier = [of(BARRIER, direction)] * bool(tied)
+        steps += [*barrier, of(EXPERTS), *barrier]
+      if apart and position == back > experts:
+        steps.append(of(BARRIER, "backward"))
+    # A barrier of the backward pass ties the experts' rows, which are gone after combine.
+    if position == max((*self.experts, *self.back) if apart else self.experts):
+      steps.append(Step(COMBINE, gating=gating))
+    return steps
 
 
 def _in_order(dense: Sequence[Step], places: Sequence[_Place], tied: str = "") -> tuple[Step, ...]:
@@ -144,23 +184,7 @@ def _in_order(dense: Sequence[Step], places: Sequence[_Place], tied: str = "") -
   steps: list[Step] = []
   for position in range(len(dense) + 1):
     for gating, place in enumerate(places):
-      of = lambda operation, direction="", g=gating: Step(operation, gating=g, direction=direction)
-      apart = tied == "both" and place.back != place.experts
-      direction = "forward" if apart or tied == "forward" else ""
-      if position == place.start:
-        steps += [of(BARRIER)] if tied else []
-        steps += [of(ROUTE), of(DISPATCH)]
-      if apart and position == place.back < place.experts:
-        steps.append(of(BARRIER, "backward"))
-      if position == place.experts:
-        steps += [of(BARRIER, direction)] if tied else []
-        steps.append(of(EXPERTS))
-        steps += [of(BARRIER, direction)] if tied else []
-      if apart and position == place.back > place.experts:
-        steps.append(of(BARRIER, "backward"))
-      # A barrier of the backward pass ties the experts' rows, which are gone after combine.
-      if position == (max(place.experts, place.back) if apart else place.experts):
-        steps.append(of(COMBINE))
+      steps += place.steps(gating, position, tied)
     steps += dense[position : position + 1]
   return (*steps, Step(ADD))
 
@@ -217,6 +241,19 @@ def joined(names: Iterable[str]) -> list[str]:
     else:
       result.append(name)
   return result
+
+
+def _positions(
+  names: str, field: str, dense: Sequence[Step], blocks: int, chunks: int
+) -> tuple[int, ...]:
+  """Numbers of dense steps before the slots of these names: one for all chunks, or for each one."""
+  slots = [_position(name.strip(), field, dense, blocks) for name in names.split(",")]
+  if len(slots) not in (1, chunks):
+    raise ConfigError(
+      f"{field}={names!r} names {len(slots)} slots for dispatch.chunks={chunks}; use one, or "
+      "one for each chunk"
+    )
+  return tuple(slots if len(slots) == chunks else slots * chunks)
 
 
 def _position(name: str, field: str, dense: Sequence[Step], blocks: int) -> int:
@@ -380,60 +417,51 @@ def hidden_share(times: Times, slot: str) -> float:
 
 def timeline(times: Times, slot: str) -> list[Span]:
   """The spans of the unit with the experts in `slot`."""
-  return chunked_timeline(times, 1, slot)
+  return chunked_timeline(times, [slot])
 
 
-def chunked_timeline(
-  times: Times, chunks: int, slot: str | None = None, overhead: float = 0.0
-) -> list[Span]:
-  """The spans of the unit with the MoE's stream in `chunks` parts.
+def chunked_timeline(times: Times, slots: Sequence[str], overhead: float = 0.0) -> list[Span]:
+  """The spans of the unit with the MoE's stream in as many chunks as there are slots.
 
-  The link takes all dispatches, then combines as they become ready. The main stream computes a part
-  of the experts as soon as its rows are there (in `slot` at the earliest and, unless None, at the
-  latest), else the next dense step.
+  The link takes all dispatches, then combines as they become ready.
 
   Args:
-    overhead: extra time of every part of every stage, for its launch.
+    slots: of each chunk's experts, in order.
+    overhead: extra time of every chunk of every stage, for its launch.
   """
-  spans: list[Span] = []
-  now = 0.0
-
-  def compute(name: str, time: float) -> None:
-    nonlocal now
-    if time > 0:
-      spans.append(Span(COMPUTE, name, now, now + time))
-    now += time
-
-  compute("before", times.before)
-  compute("route", times.route)
+  names, chunks = times.slots, len(slots)
   label = lambda name, i: name if chunks == 1 else f"{name} {i + 1}"
-  link = now
-  arrivals = []
+  now = times.before + times.route
+  spans = [Span(COMPUTE, "before", 0.0, times.before), Span(COMPUTE, "route", times.before, now)]
+
+  def compute(name: str, start: float, time: float) -> float:
+    spans.append(Span(COMPUTE, name, start, start + time))
+    return start + time
+
+  link, arrivals, back = now, [], []
   for i in range(chunks):
-    end = link + times.dispatch / chunks + overhead
-    spans.append(Span(LINK, label("dispatch", i), link, end))
-    arrivals.append(end)
-    link = end
-  index = 0 if slot is None else times.slots.index(slot)
-  dense, after, done, ready = list(times.dense), len(times.dense) - index, 0, []
-  while dense or done < chunks:
-    reached = len(dense) <= after
-    may = done < chunks and (slot is None or reached)
-    must = done < chunks and (not dense or (slot is not None and reached))
-    if may and (must or arrivals[done] <= now):
-      now = max(now, arrivals[done])
-      compute(label("experts", done), times.experts / chunks + overhead)
-      ready.append(now)
-      done += 1
-    else:
-      compute(*dense.pop(0))
-  for i, start in enumerate(ready):
-    link = max(link, start)
-    spans.append(Span(LINK, label("combine", i), link, link + times.combine / chunks + overhead))
-    link = spans[-1].end
-  now = max(now, link)
-  compute("add", times.add)
+    arrivals.append(link + times.dispatch / chunks + overhead)
+    spans.append(Span(LINK, label("dispatch", i), link, arrivals[-1]))
+    link = arrivals[-1]
+  for index in range(len(names)):
+    for i in (i for i, slot in enumerate(slots) if names.index(slot) == index):
+      start = max(now, arrivals[i])
+      now = compute(label("experts", i), start, times.experts / chunks + overhead)
+      link = max(link, now)
+      back.append(link)
+      link += times.combine / chunks + overhead
+      spans.append(Span(LINK, label("combine", i), back[-1], link))
+    if index < len(times.dense):
+      name, time = times.dense[index]
+      now = compute(name, now, time)
+  compute("add", max(now, link), times.add)
   return [span for span in spans if span.end > span.start]
+
+
+def chunk_slots(times: Times, chunks: int) -> tuple[str, ...]:
+  """The best slot of each chunk's experts, in order; among equals the earliest."""
+  choices = itertools.combinations_with_replacement(times.slots, chunks)
+  return min(choices, key=lambda slots: round(length(chunked_timeline(times, slots)), 9))
 
 
 def length(spans: Iterable[Span]) -> float:
@@ -442,16 +470,15 @@ def length(spans: Iterable[Span]) -> float:
 
 
 def best_chunks(
-  times: Times, overhead: float = 0.0, choices: Sequence[int] = (1, 2, 4, 8)
+  times: Times, overhead: float = 0.0, choices: Sequence[int] = (1, 2, 4)
 ) -> tuple[int, list[Span]]:
-  """How many parts to send and compute the MoE's stream in, and the timeline.
+  """How many chunks to send and compute the MoE's stream in, and the timeline.
 
-  One part, in the best slot, while the communication fits the window; more parts let the experts'
-  own computation hide communication too (the paper's fifth timeline, Fig. 7). This is a model: the
-  list that runs has no step for each part, so that only XLA may lay one beside another.
+  One, in the best slot, while the communication fits the window; more let the experts' own
+  computation hide communication too (the paper's fifth timeline, Fig. 7).
   """
-  plans = {1: chunked_timeline(times, 1, best_slot(times), overhead)}
-  plans |= {n: chunked_timeline(times, n, None, overhead) for n in choices if n > 1}
+  slots = {n: (best_slot(times),) if n == 1 else chunk_slots(times, n) for n in choices}
+  plans = {n: chunked_timeline(times, slots[n], overhead if n > 1 else 0.0) for n in choices}
   least = min(map(length, plans.values()))
   chunks = min(n for n, spans in plans.items() if length(spans) <= 1.001 * least)
   return chunks, plans[chunks]

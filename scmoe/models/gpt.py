@@ -13,7 +13,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from scmoe.blocks.options import OverlapConfig
-from scmoe.blocks.pair import BlockPair, Context
+from scmoe.blocks.pair import BlockPair, Context, PairOutput, tied
 from scmoe.blocks.wiring import Tap
 from scmoe.errors import ConfigError
 from scmoe.layers.attention import KeyValues
@@ -170,8 +170,8 @@ class GPT(nnx.Module):
 def together(
   models: Sequence[GPT], streams: Sequence[Int[Array, "B S"]], given: Sequence[Pass]
 ) -> list[Output]:
-  """Runs several batches side by side: layer by layer all of them, so that one's exchange has the
-  others' computation beside it.
+  """Runs several batches side by side, pair by pair, in turns (`BlockPair.turns`): one's exchange
+  has another's computation beside it.
 
   Args:
     models: for each batch, of the same parameters; one by one, so that their gradients stay apart.
@@ -214,7 +214,7 @@ def together(
     if reduction is not None:
       params = dataclasses.replace(reduction, sums=sums).copies(params)
     first, values = carry
-    new, made = [], []
+    turns = []
     for own, (h_BSD, handed_BSD), context, key, cache in zip(
       params, values, contexts, keys, caches
     ):
@@ -224,10 +224,13 @@ def together(
         start_BSD = pair.units[0].hand_over(Tap.BLOCK_INPUT, h_BSD)
         handed_BSD = jnp.where(first, start_BSD, handed_BSD)
       here = dataclasses.replace(context, keys=key, bias_E=bias_E)
-      out = pair(h_BSD, here, handed_BSD=handed_BSD, caches=cache)
-      new.append((out.h_BSD, out.handed_BSD))
-      made.append((out.sums, out.caches))
-    return (jnp.zeros((), bool), new), made
+      turns.append(pair.turns(h_BSD, here, handed_BSD=handed_BSD, caches=cache))
+    live: list[Any] = [next(turn) for turn in turns]
+    while not isinstance(live[-1], PairOutput):
+      for i, turn in enumerate(turns):
+        live[i] = turn.send(tied(live, i))
+    new = [(out.h_BSD, out.handed_BSD) for out in live]
+    return (jnp.zeros((), bool), new), [(out.sums, out.caches) for out in live]
 
   (_, ends), made = jax.lax.scan(
     _rematerialised(stage, shared.remat),

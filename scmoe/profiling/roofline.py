@@ -18,7 +18,7 @@ class Machine:
   Attributes:
     flops: dense matrix FLOP/s that large products reach.
     memory: bytes/s of device memory.
-    link: bytes/s that leave a device in an all-to-all.
+    link: bytes/s that leave a device in an all-to-all; what it keeps for itself does not count.
     latency: seconds of an exchange of nothing.
   """
 
@@ -29,10 +29,11 @@ class Machine:
 
 
 # bf16. Products and copies: about what was measured on one H200 (docs of the experiments); links:
-# all-to-all of 4 H200s of one host, 2026-11, through NVLink and with NCCL_P2P_DISABLE=1.
+# three quarters of the buffer's bytes per second of an all-to-all of 4 H200s of one host, 2026-11,
+# through NVLink and with NCCL_P2P_DISABLE=1 (two H200s, half of the buffer: 23 GB/s).
 MACHINES = {
-  "h200-nvlink": Machine(flops=700e12, memory=4.0e12, link=257e9, latency=60e-6),
-  "h200-slow": Machine(flops=700e12, memory=4.0e12, link=30.5e9, latency=60e-6),
+  "h200-nvlink": Machine(flops=700e12, memory=4.0e12, link=193e9, latency=60e-6),
+  "h200-slow": Machine(flops=700e12, memory=4.0e12, link=22.9e9, latency=60e-6),
 }
 
 
@@ -116,8 +117,7 @@ def model_times(sizes: Sizes, machine: Machine) -> StageSeconds:
   exchange = 0.0
   if z.devices > 1:
     sent = rows * z.width * z.bytes * (z.devices - 1) / z.devices
-    # The measured bandwidth counts all bytes of a buffer, its own part included.
-    exchange = machine.latency + sent * z.devices / (z.devices - 1) / machine.link
+    exchange = machine.latency + sent / machine.link
   return StageSeconds(
     projections=inward / machine.flops + 4 * z.tokens * stream,
     mixing=(scores + outward) / machine.flops + 4 * z.tokens * stream,

@@ -36,7 +36,7 @@ from scmoe.training.guided import Collect, GuidedStep
 from scmoe.training.optimizer import Optimizer
 from scmoe.training.options import TrainConfig
 from scmoe.training.step import Objective, TrainState, init_state, make_train_step
-from scmoe.training.variants import StepVariants, Variant, parse_candidates
+from scmoe.training.variants import Change, StepVariants, Variant, parse_candidates
 from scmoe.training.workdir import write_json
 
 PROFILES = "profile_guided"  # measured latencies of steps; see `GuidedStep`
@@ -58,7 +58,7 @@ class Search:
   Args:
     steps: the variants.
     candidates: among them; the first is always tried.
-    on_best: candidates are changes, each made to the fastest so far.
+    on_best: each candidate is a change, of fields or by a function, made to the fastest so far.
     rounds: measured steps of each; the median decides.
     seconds: that all may take together, compilation included.
     most_steps: that are not yet the fastest's.
@@ -71,7 +71,7 @@ class Search:
   def __init__(
     self,
     steps: StepVariants,
-    candidates: Sequence[Variant],
+    candidates: Sequence[Variant | Change],
     *,
     on_best: bool = False,
     rounds: int = 3,
@@ -168,6 +168,8 @@ class Search:
     self._began = self._clock()
     for change in self.candidates:
       candidate = self._candidate(change)
+      if candidate in self.prepared:
+        continue
       if self.prepared and not self._affordable():
         self.untried[candidate] = "no time left"
         continue
@@ -186,11 +188,13 @@ class Search:
       for _ in range(self.rounds):
         yield from ((candidate, True) for candidate in self.prepared)
 
-  def _candidate(self, change: Variant) -> Variant:
-    if not self.on_best or not self.measured:
-      return change
-    best = from_all_processes(min(self.medians().items(), key=lambda item: item[1])[0].given)[0]
-    return Variant(**{**best, **change.given})
+  def _candidate(self, change: Variant | Change) -> Variant:
+    best: dict[str, Any] = {}
+    if self.on_best and self.measured:
+      best = from_all_processes(min(self.medians().items(), key=lambda item: item[1])[0].given)[0]
+    if isinstance(change, Variant):
+      return Variant(**{**best, **change.given})
+    return change(Variant(**best))
 
   def _compiled(self, candidate: Variant) -> bool:
     """Compiles; a candidate that cannot be, e.g. for want of memory, is left out."""
@@ -251,7 +255,7 @@ class Searchable(Protocol):
   @property
   def optimizer(self) -> Optimizer: ...
   @property
-  def candidates(self) -> Sequence[Variant]: ...
+  def candidates(self) -> Sequence[Variant | Change]: ...
 
   def init(self, key: Array) -> tuple[Any, Any]:
     """Parameters and router state before the first step; jittable."""
@@ -320,7 +324,7 @@ def fastest_step(
   searches = not built.train.tune and built.overlap.search_seconds > 0
   candidates = tuple(built.candidates) if searches else tuned
   if len(candidates) == 1:
-    return steps.step(candidates[0])
+    return steps.step(Variant() if searches else tuned[0])
   keep_programs(folder / PROGRAMS)
   decisions = Decisions(folder / SCHEDULE, built.config)
   chosen = decisions.known()
@@ -330,11 +334,11 @@ def fastest_step(
     chosen = _on_a_cut(make, candidates, decisions.keep)
   if chosen is not None:
     return steps.step(chosen)
-  return Search(steps, candidates, rounds=built.train.tune_rounds, keep=decisions.keep, say=say)
+  return Search(steps, tuned, rounds=built.train.tune_rounds, keep=decisions.keep, say=say)
 
 
 def _on_a_cut(
-  make: Steps, candidates: Sequence[Variant], keep: Callable[[dict[str, Any]], None]
+  make: Steps, candidates: Sequence[Variant | Change], keep: Callable[[dict[str, Any]], None]
 ) -> Variant:
   """The fastest of some candidates, by steps of a cut of the run; nothing of it stays."""
   cut = make.built.cut()

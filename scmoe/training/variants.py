@@ -51,6 +51,9 @@ class Variant:
     return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
 
 
+# What may make the fastest variant so far faster.
+Change = Callable[[Variant], Variant]
+
 TUNABLE = ("adaptive_r", "chunks")
 
 

@@ -14,10 +14,12 @@ from scmoe.blocks.schedule import (
   LINK,
   ROUTE,
   Span,
+  Step,
   Times,
   best_chunks,
   best_slot,
   best_slots,
+  chunk_slots,
   chunked_timeline,
   dense_steps,
   describe,
@@ -140,6 +142,29 @@ def test_every_list_is_possible(wiring, blocks, order):
     assert (barriers > 0) == (bool(rule.taps) and (order == "barriers" or slot == "off"))
 
 
+def test_each_chunk_has_a_step():
+  make = lambda slots, chunks=2: make_schedule(
+    WIRINGS["scmoe_pos2"], 2, OverlapConfig(schedule=slots, order="barriers"), chunks
+  )
+  assert " | ".join(joined(make("mlp 0, attention 1").forward)) == (
+    "attention 0 | route | dispatch | mlp 0 | experts: chunk 1 | attention 1 | experts: chunk 2 | "
+    "combine | shared expert | add"
+  )
+  assert make("mlp 0").forward == make("mlp 0, mlp 0").forward
+  barriers = [step.chunk for step in make("mlp 0").steps if step.operation == BARRIER]
+  assert barriers == [None, 0, 0, 1, 1]
+  with pytest.raises(ConfigError, match=r"names 2 slots for dispatch.chunks=3; use one, or one f"):
+    make("mlp 0, attention 1", 3)
+
+
+def test_a_step_of_a_chunk_takes_what_the_transport_made():
+  first, second = Step(EXPERTS, chunk=0), Step(EXPERTS, chunk=1)
+  assert [list(step.chunks_of("ab")) for step in (first, second, Step(EXPERTS))] == [
+    [0], [1], [0, 1],
+  ]  # fmt: skip
+  assert (list(first.chunks_of("a")), list(second.chunks_of("a"))) == ([0], [])  # one device
+
+
 def test_words_that_name_no_step():
   make = lambda **overlap: make_schedule(WIRINGS["scmoe_pos2"], 2, OverlapConfig(**overlap))
   with pytest.raises(ConfigError, match=r"overlap.schedule='mlp0' names no step; did you mean"):
@@ -226,11 +251,11 @@ def assert_possible(spans):
       assert span.end <= at[name.replace("experts", "combine")].start + 1e-9
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 3, 8])
+@pytest.mark.parametrize("chunks", [1, 2, 3, 5])
 @pytest.mark.parametrize("communication", [5.0, 20.0, 60.0])
 def test_chunked_timelines_are_possible_and_bounded(chunks, communication):
   t = times("pos2", communication, communication, add=1.0)
-  spans = chunked_timeline(t, chunks)
+  spans = chunked_timeline(t, chunk_slots(t, chunks))
   assert_possible(spans)
   assert sum(s.end - s.start for s in spans if s.stream == LINK) == pytest.approx(t.communication)
   assert t.computation - 1e-9 <= length(spans) <= sequential_makespan(t) + 1e-9

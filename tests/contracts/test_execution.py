@@ -1,5 +1,6 @@
 """How a model is executed changes nothing: slots, barriers, unrolling and rematerialisation."""
 
+import dataclasses
 import functools
 
 import harness
@@ -19,9 +20,9 @@ PLAIN = OverlapConfig()
 
 
 @functools.cache
-def executed(wiring, overlap=PLAIN, remat="none"):
+def executed(wiring, overlap=PLAIN, remat="none", dispatch=DROPS):
   config = harness.tiny(wiring=wiring)
-  graph, params = harness.parts(config, dispatch=DROPS, overlap=overlap)
+  graph, params = harness.parts(config, dispatch=dispatch, overlap=overlap)
   return harness.run(graph, params, remat=remat)
 
 
@@ -46,6 +47,15 @@ def test_overlapped_equals_sequential(wiring, slot):
   sequential = executed(wiring, OverlapConfig(schedule="off"))
   assert_same_run(executed(wiring, overlap), sequential)
   assert sequential.aux["sums"].dropped.sum() > 0
+
+
+@pytest.mark.parametrize("wiring", ["topk", "scmoe_pos2", "dgmoe"])
+@pytest.mark.parametrize("slots", ["mlp 0, attention 1", "attention 1"])
+@pytest.mark.parametrize("backward", ["mirror", "attention 1: projections, shared expert"])
+def test_chunks_in_slots_of_their_own_equal_sequential(wiring, slots, backward):
+  overlap = OverlapConfig(schedule=slots, backward=backward, order="barriers")
+  chunks = dataclasses.replace(DROPS, chunks=2)
+  assert_same_run(executed(wiring, overlap, dispatch=chunks), executed(wiring))
 
 
 def test_a_backward_slot_of_its_own_and_unrolled_pairs_change_nothing():

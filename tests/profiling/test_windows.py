@@ -15,6 +15,7 @@ from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.pair import BlockPair
 from scmoe.models.config import ModelConfig
 from scmoe.models.gpt import GPT, Pass, together
+from scmoe.moe.dispatch import DispatchConfig
 from scmoe.parallel.gradients import Reduction
 from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, make_mesh, manual, parameter_specs
 from scmoe.profiling.windows import Window, graph_windows, program_windows, summary
@@ -121,23 +122,51 @@ def test_gradients_travel_beside_the_backward_pass_of_what_is_still_to_come():
   assert not [w for w in windows("scmoe_pos2") if w.stage == "gradients"]
 
 
-def test_microbatches_side_by_side_give_even_top_k_a_window():
-  """An exchange has the attention and the experts of the other microbatch beside it."""
+def forward_windows(wiring, batches=1, chunks=1, **overlap):
+  """Of the forward pass alone of one block pair, of several batches side by side."""
   config = ModelConfig(
-    wiring="topk", num_layers=2, width=8, num_heads=2, num_experts=4, vocab_size=16, context=4
+    wiring=wiring, num_layers=2, width=8, num_heads=2, num_experts=4, vocab_size=16, context=4
   ).resolve()
-  make = lambda: GPT(config, rngs=nnx.Rngs(params=0))
+  options = {"dispatch": DispatchConfig(chunks=chunks), "overlap": OverlapConfig(**overlap)}
+  make = lambda: GPT(config, **options, rngs=nnx.Rngs(params=0))
   graph, params = nnx.split(nnx.eval_shape(make))
 
   def local(params, tokens):
-    models = [nnx.merge(graph, params)] * 2
-    return [out.h_BSD for out in together(models, [tokens, tokens], [Pass(), Pass()])]
+    models = [nnx.merge(graph, params)] * batches
+    return [out.h_BSD for out in together(models, [tokens] * batches, [Pass()] * batches)]
 
   mesh, specs = make_mesh(MeshConfig(expert=4), jax.devices()[:4]), parameter_specs(params)
   function = manual(local, mesh, (specs, P(BATCH_AXES)), P(BATCH_AXES))
   found = graph_windows(jax.make_jaxpr(function)(params, jnp.zeros((4, 4), jnp.int32)))
-  assert [w.stage for w in found] == ["dispatch", "combine"] * 2
-  assert all({"attention", "mlp", "experts"} <= set(w.beside) for w in found)
+  stages = {"attention", "mlp", "experts"}
+  return [w.stage for w in found], [set(w.beside) & stages for w in found]
+
+
+ORDER = ["dispatch", "dispatch", "combine", "combine"]
+
+
+def test_chunks_have_each_others_experts_beside_them():
+  stages, beside = forward_windows("topk", chunks=2, schedule="dispatch", order="barriers")
+  assert stages == ORDER
+  # The second's rows arrive beside the first's experts; the first's leave beside the second's.
+  assert beside == [set(), {"experts"}, {"experts"}, set()]
+
+
+def test_barriers_put_each_chunk_where_its_slot_is():
+  """MLP | experts 1 | attention | experts 2 | shared expert."""
+  slots = "mlp 0, attention 1"
+  stages, beside = forward_windows("scmoe_pos2", chunks=2, schedule=slots, order="barriers")
+  assert stages == ORDER
+  every = {"mlp", "experts", "attention"}
+  assert beside == [{"mlp"}, every, every, {"mlp"}]
+
+
+def test_microbatches_in_turns_give_even_top_k_a_window():
+  stages, beside = forward_windows("topk", batches=2, flight=2)
+  assert stages == ORDER
+  # Beside the first's dispatch the other's way to its own; then the experts of either. The last
+  # combine has what the first does next, where the same step of the scan goes on.
+  assert beside == [{"attention", "mlp"}, {"experts"}, {"experts"}, set()]
 
 
 def test_a_unit_of_one_block_has_the_preceding_block_beside_its_dispatch():

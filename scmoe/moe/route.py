@@ -218,7 +218,7 @@ def choice_weights(
     made_TK: choices that are made; the others have weight 0. None: all are.
   """
   if normalise and made_TK is None and not config.compat.weight_norm:
-    return jax.nn.softmax(pick(scores.logits_TE, chosen_TK))
+    return softmax_of_choices(pick(scores.logits_TE, chosen_TK))
   weight_TK = pick(scores.probs_TE, chosen_TK)
   if made_TK is not None:
     weight_TK = jnp.where(made_TK, weight_TK, 0)
@@ -237,26 +237,50 @@ def scaled_weights(weight_TK: Array, normalise: bool, weight_norm: float = 0.0) 
 
 
 @jax.custom_vjp
+def softmax_of_choices(value_TK: Float[Array, "T K"]) -> Float[Array, "T K"]:
+  """Softmax over K, written out: one kernel, and its result is all that the backward pass reads."""
+  columns = [value_TK[:, k] for k in range(value_TK.shape[1])]
+  largest_T = jax.lax.stop_gradient(functools.reduce(jnp.maximum, columns))
+  powers = [jnp.exp(column_T - largest_T) for column_T in columns]
+  total_T = functools.reduce(jnp.add, powers)
+  return jnp.stack([power_T / total_T for power_T in powers], 1)
+
+
+def _softmax_fwd(value_TK):
+  weight_TK = softmax_of_choices(value_TK)
+  return weight_TK, weight_TK
+
+
+def _softmax_bwd(weight_TK, bar_TK):
+  return (weight_TK * (bar_TK - (weight_TK * bar_TK).sum(1, keepdims=True)),)
+
+
+softmax_of_choices.defvjp(_softmax_fwd, _softmax_bwd)
+
+
 def pick(value_TE: Float[Array, "T E"], expert_TK: Int[Array, "T K"]) -> Float[Array, "T K"]:
   """value[t, expert[t, k]]; the gradient is a sum over k, not a scatter."""
+  return _pick(value_TE, expert_TK, value_TE.shape[1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _pick(value_TE, expert_TK, num_experts):
   return jnp.take_along_axis(value_TE, expert_TK, 1)
 
 
-def _pick_fwd(value_TE, expert_TK):
-  # What is kept for the backward pass must be arrays: an empty one tells it E and the type.
-  return pick(value_TE, expert_TK), (jnp.zeros((0, value_TE.shape[1]), value_TE.dtype), expert_TK)
+def _pick_fwd(value_TE, expert_TK, num_experts):
+  return _pick(value_TE, expert_TK, num_experts), expert_TK
 
 
-def _pick_bwd(residuals, bar_TK):
-  like, expert_TK = residuals
-  ids_E = jnp.arange(like.shape[1], dtype=expert_TK.dtype)
-  bar_TE = jnp.zeros((expert_TK.shape[0], like.shape[1]), like.dtype)
+def _pick_bwd(num_experts, expert_TK, bar_TK):
+  ids_E = jnp.arange(num_experts, dtype=expert_TK.dtype)
+  bar_TE = jnp.zeros((expert_TK.shape[0], num_experts), bar_TK.dtype)
   for k in range(expert_TK.shape[1]):
     bar_TE += jnp.where(expert_TK[:, k : k + 1] == ids_E, bar_TK[:, k : k + 1], 0)
   return bar_TE, None
 
 
-pick.defvjp(_pick_fwd, _pick_bwd)
+_pick.defvjp(_pick_fwd, _pick_bwd)
 
 
 # -- token rounding -------------------------------------------------------------------------------

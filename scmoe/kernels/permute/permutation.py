@@ -15,6 +15,7 @@ results do not depend on the order in which blocks of a GPU happen to run.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from jax import Array, lax
 
 _BLOCK = 32  # choices that are compared with each other: 128 take four times as long
 _SUMMED = 512  # rows whose running sums are one product
+_ADDED = 16  # rows whose running sums are written out: XLA makes one kernel of them
 
 
 @jax.tree_util.register_dataclass
@@ -106,11 +108,16 @@ def running_positions(expert_TK: Array, num_experts: int) -> tuple[Array, Array]
 def _running_sums(count_CE: Array, largest: int) -> tuple[Array, Array]:
   """Sums of the rows before each one, and of all. By products, which are exact: sums stay < 2²⁴.
 
+  A few rows are added up one by one.
+
   Args:
     count_CE: int32 counts.
     largest: that a count can be; up to 256 it is exact in bfloat16, in a third of the time.
   """
   blocks, num_experts = count_CE.shape
+  if blocks <= _ADDED:
+    sums = list(itertools.accumulate(count_CE, initial=jnp.zeros_like(count_CE[0])))
+    return jnp.stack(sums[:-1]), sums[-1]
   small = blocks <= _SUMMED
   outer, inner = (1, blocks) if small else (-(-blocks // _SUMMED), _SUMMED)
   dtype = jnp.bfloat16 if largest <= 256 else jnp.float32

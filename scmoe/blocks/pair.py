@@ -7,6 +7,7 @@ value: sequential and overlapped executions are the same function.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Generator
 from typing import Any
 
@@ -28,6 +29,7 @@ from scmoe.moe.experts import Experts
 from scmoe.moe.layer import Flight, MoE, MoECall
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.types import RouterSums
+from scmoe.parallel.barriers import barrier
 
 # What profiles call a step, where that is not its own name.
 SCOPES = {
@@ -245,14 +247,16 @@ class BlockPair(nnx.Module):
       inputs: dict[int, Array] = {}
       flights: dict[int, Flight] = {}
       routed: dict[int, tuple[Array, RouterSums]] = {}
-      shared_BSD, dispatched = None, False
+      shared_BSD = sent = None
       for step in self.schedule.steps:
         block, g = unit.blocks[step.block], step.gating
-        if dispatched or step.operation == words.COMBINE:
-          # Outside of the step's scope, which others' steps would be named by. Before a combine,
-          # `main` is behind a barrier with the experts' rows, which leave whatever others do.
-          main = yield main
-        dispatched = step.operation == words.DISPATCH
+        if sent is not None or step.operation == words.COMBINE:
+          # Outside of the step's scope, which others' steps would be named by. With what a dispatch
+          # has computed, or XLA joins products of all batches that have an operand in common, and
+          # exchanges of counts, and the first one's rows wait for the last one's routing. Before a
+          # combine, `main` is behind a barrier with the experts' rows, which leave anyway.
+          main, _ = yield main, sent and (sent.layouts, sent.permutations)
+          sent = None
         with jax.named_scope(SCOPES.get(step.operation, step.operation)):
           match step.operation:
             case words.PROJECTIONS:
@@ -279,16 +283,16 @@ class BlockPair(nnx.Module):
               sent = flight.transport.dispatch(flight.x_TD, flight.routing, moe.experts)
               flights[g] = dataclasses.replace(flight, sent=sent)
             case words.EXPERTS:
-              sent, rows = flights[g].arrived, list(flights[g].arrived.rows)
+              layouts, rows = flights[g].arrived.layouts, list(flights[g].arrived.rows)
               for i in step.chunks_of(rows):
-                rows[i] = experts(rows[i], sent.layouts[i])
+                rows[i] = experts(rows[i], layouts[i])
               flights[g] = flights[g].with_rows(tuple(rows))
             case words.COMBINE:
               y_TD = flights[g].transport.combine(flights[g].arrived)
               y_TD, sums = moe.completed(flights[g], y_TD)
               routed[g] = y_TD.reshape(*inputs[g].shape[:-1], -1), sums
             case words.BARRIER:
-              tie = TIES[step.direction]
+              tie = functools.partial(barrier, direction=step.direction)
               if g in routed:
                 (y_BSD, main), sums = tie((routed[g][0], main)), routed[g][1]
                 routed[g] = y_BSD, sums
@@ -375,28 +379,5 @@ def tied(live: list[Any], i: int) -> Any:
     i: the one whose turn it is.
   """
   if len(live) > 1:
-    live[i - 1], live[i] = jax.lax.optimization_barrier((live[i - 1], live[i]))
+    live[i - 1], live[i] = barrier((live[i - 1], live[i]))
   return live[i]
-
-
-@jax.custom_vjp
-def _tie_forward(streams: Any) -> Any:
-  """A barrier that the backward pass does not have."""
-  return jax.lax.optimization_barrier(streams)
-
-
-@jax.custom_vjp
-def _tie_backward(streams: Any) -> Any:
-  """Nothing in the forward pass; a barrier on the cotangents."""
-  return streams
-
-
-_tie_forward.defvjp(lambda s: (jax.lax.optimization_barrier(s), None), lambda _, bar: (bar,))
-_tie_backward.defvjp(lambda s: (s, None), lambda _, bar: (jax.lax.optimization_barrier(bar),))
-
-# Neither stream's next step starts before both streams have come here.
-TIES = {
-  "": jax.lax.optimization_barrier,
-  "forward": _tie_forward,
-  "backward": _tie_backward,
-}

@@ -28,6 +28,7 @@ from scmoe.kernels.permute import (
 )
 from scmoe.moe.dispatch.positions import queue_positions
 from scmoe.moe.types import Dispatched, Routing
+from scmoe.parallel.barriers import barrier
 from scmoe.parallel.collectives import Exchange
 
 
@@ -144,6 +145,8 @@ class Capacity:
       rows_RD = gather_rows(x_TD, permutation)
       if routing.input_weight_TK is not None:
         rows_RD = weigh_rows(rows_RD, routing.input_weight_TK, permutation)
+      # Who waits for the plan, others' batches too (`BlockPair.turns`), lets the rows go first.
+      permutation, rows_RD = barrier((permutation, rows_RD), "forward")
       part = rows_RD.reshape(ranks, num_experts // ranks, -1, x_TD.shape[-1])
       # Named so that a backward pass that recomputes its forward does not exchange rows again.
       rows.append(checkpoint_name(self.exchange.all_to_all(part), "moe_rows"))

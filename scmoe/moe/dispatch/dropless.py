@@ -41,6 +41,7 @@ from scmoe.kernels.permute import (
 )
 from scmoe.moe.dispatch.positions import queue_positions
 from scmoe.moe.types import Dispatched, Routing
+from scmoe.parallel.barriers import barrier
 from scmoe.parallel.collectives import Exchange, largest
 
 # An overflow round moves 1/4 of the first round's rows. Each costs about 0.1 ms of launches on four
@@ -89,8 +90,8 @@ class Dropless:
   def dispatch(self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any) -> Dispatched:
     """Sends the first round, up to P rows to every peer, and sees to the overflow rounds.
 
-    Overflow rounds come before the experts of the first one. XLA puts their loop, whose exchanges
-    can have no other beside them, in front of the first round's exchange.
+    Overflow rounds come in front of the first one's exchange: XLA lets no other exchange be under
+    way beside a loop that has some, even if the loop has nothing to do.
 
     Args:
       x_TD: tokens of this device.
@@ -104,38 +105,33 @@ class Dropless:
     peers = self.exchange.size
     size = self._rows(routing)
     queues = _make_queues(routing, self.exchange, self.order)
+    none, rounds, overflow_TD = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32), None
+    if self.longest is None or size * self.chunks < self.longest:
+      # All devices run one loop, so it has to suit the longest queue of any of them, also of those
+      # on the data and shard axes, which this exchange does not reach.
+      longest = largest(queues.longest, ("data", "shard"), "counts")
+      longest = checkpoint_name(longest, "moe_rows")
+      left = jnp.maximum(0, longest - size * self.chunks)
+      rounds += -(-left // overflow_rows(size * self.chunks))
+      overflow_TD = self._overflow(x_TD, routing, queues, rounds, experts)
     rows, layouts, windows = [], [], []
     for chunk in range(self.chunks):
       window = _window(queues, chunk * size, size)
       rows_RD, queues = _filled(x_TD, routing.input_weight_TK, queues, window)
+      if chunk == 0:
+        held = barrier((rows_RD, queues, overflow_TD), "forward")
+        rows_RD, queues, overflow_TD = held
       arrived = self.exchange.all_to_all(rows_RD.reshape(peers, size, -1))
       # Named so that a backward pass that recomputes its forward does not exchange rows again.
       rows.append(checkpoint_name(arrived.reshape(rows_RD.shape), "moe_rows"))
       layouts.append(_arrived(queues, chunk * size, size))
       windows.append(window)
-    none, sent = jnp.zeros((), jnp.int32), tuple(windows)
-    if self.longest is not None and size * self.chunks >= self.longest:
-      one = jnp.ones((), jnp.int32)
-      return Dispatched(tuple(rows), tuple(layouts), none, one, sent, routing.weight_TK)
-    # All devices run one loop, so it has to suit the longest queue of any of them, also of those
-    # on the data and shard axes, which this exchange does not reach.
-    longest = largest(queues.longest, ("data", "shard"), "counts")
-    longest = checkpoint_name(longest, "moe_rows")
-    left = jnp.maximum(0, longest - size * self.chunks)
-    rounds = 1 + -(-left // overflow_rows(size * self.chunks))
-    overflow_TD = self._overflow(x_TD, routing, queues, rounds, experts)
-    # Lets nothing read the first chunk before the overflow rounds are over; the others' exchanges
-    # run beside its experts.
-    first, overflow_TD = jax.lax.optimization_barrier((rows[0], overflow_TD))
-    return Dispatched(
-      (first, *rows[1:]),
-      tuple(layouts),
-      none,
-      rounds,
-      sent,
-      routing.weight_TK,
-      checkpoint_name(overflow_TD, "moe_rows"),
-    )
+    if overflow_TD is not None:
+      # In the backward pass neither starts before the experts are done.
+      rows[0], overflow_TD = barrier((rows[0], overflow_TD))
+      overflow_TD = checkpoint_name(overflow_TD, "moe_rows")
+    sent = tuple(windows), routing.weight_TK, overflow_TD
+    return Dispatched(tuple(rows), tuple(layouts), none, rounds, *sent)
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
     """Brings the first round's rows back, adds them up, weighted, and adds the overflow."""
@@ -197,7 +193,7 @@ def _filled(
   rows_RD = gather_rows(x_TD, window)
   if input_weight_TK is not None:
     rows_RD = weigh_rows(rows_RD, input_weight_TK, window)
-  queues, rows_RD = jax.lax.optimization_barrier((queues, rows_RD))
+  queues, rows_RD = barrier((queues, rows_RD))
   return rows_RD, queues
 
 

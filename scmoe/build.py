@@ -84,16 +84,17 @@ class Built:
     if dispatch.transport == "capacity" and dispatch.capacity_factor > 0:
       found.append(Variant(transport="packed"))
     if run.overlap.order == "xla":
-      # One chunk has dense steps beside it only with a shortcut; two have each other's experts.
-      least = 1 if run.model.wiring_rule.is_shortcut else 2
-      found += [lambda best, n=n: self._in_slots(best, n) for n in (1, 2) if n >= least]
+      found.append(self._in_slots)
     return tuple(found)
 
-  def _in_slots(self, best: Variant, chunks: int) -> Variant:
-    """A variant with each chunk's experts held by barriers where they divide the window best."""
-    run, transport = self.run, best.transport or self.run.dispatch.transport
+  def _in_slots(self, best: Variant) -> Variant:
+    """A variant in two chunks or more, whose experts barriers hold where they hide most.
+
+    Where communication fits the window, what the search starts from hides it already.
+    """
+    run, chunks = self.run, max(2, self.run.dispatch.chunks)
+    transport = best.transport or run.dispatch.transport
     dispatch = dataclasses.replace(run.dispatch, transport=transport)
-    # Where communication fills the window. On a faster link it does not, and any slot is as good.
     times = modelled_times(dataclasses.replace(run, dispatch=dispatch), "h200-slow")
     assert times is not None
     slots = ", ".join(chunk_slots(times, chunks))

@@ -129,14 +129,15 @@ def test_what_auto_tries(built, run, monkeypatch):
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
   chunks = dataclasses.replace(run.dispatch, chunks=2)
   tried = lambda **fields: build.build(dataclasses.replace(run, **fields)).candidates
-  plain, packed, tied, chunked = tried()
-  assert (plain, packed, chunked) == (
-    Variant(),
-    Variant(transport="packed"),
-    Variant(chunks=2),
-  )
-  assert tied == Variant(schedule=tied.schedule, order="barriers")
-  assert Variant(chunks=2) not in tried(dispatch=chunks)
+  plain, packed, in_slots = tried()
+  assert (plain, packed) == (Variant(), Variant(transport="packed"))
+  found = in_slots(packed)
+  assert found == dataclasses.replace(packed, schedule=found.schedule, order="barriers", chunks=2)
+  assert len(found.schedule.split(",")) == 2
+  assert built.variant(found), "names that the schedule knows"
+  assert tried(dispatch=chunks)[-1](plain).chunks == 2
+  held = dataclasses.replace(run.overlap, order="barriers")
+  assert tried(overlap=held) == (plain, packed), "its order is the user's"
   assert tried(overlap=dataclasses.replace(run.overlap, schedule="mlp 0")) == (Variant(),)
   assert tried(overlap=dataclasses.replace(run.overlap, search_seconds=0)) == (Variant(),)
   assert tried(mesh=MeshConfig(data=4, expert=1)) == (Variant(),), "no exchange, no choice"

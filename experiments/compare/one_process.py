@@ -1,0 +1,100 @@
+"""MoE layers of two commits in one process, call by call in turns: the same clock, heat and arrays.
+
+  python experiments/compare/one_process.py --before ../before --seconds 15 --json OUT
+
+The arms of `run.py --tasks layer --gates gate16`, nearer to each other than two processes get: the
+modules of both commits are loaded side by side. A call's median is over all its turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from run import AFTER, BEFORE, SHAPES, layer_arms
+
+_SAMPLE = 0.05  # seconds of calls in a row
+
+
+@contextlib.contextmanager
+def modules_of(root: Path, kept: dict) -> Iterator[None]:
+  """Imports `scmoe` from a folder; `kept` holds its modules while another commit's are in use."""
+  own = lambda: [m for m in sys.modules if m == "scmoe" or m.startswith("scmoe.")]
+  others = {m: sys.modules.pop(m) for m in own()}
+  sys.modules.update(kept)
+  sys.path.insert(0, str(root))
+  try:
+    yield
+  finally:
+    sys.path.remove(str(root))
+    kept.update({m: sys.modules.pop(m) for m in own()})
+    sys.modules.update(others)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--before", type=Path, required=True, help="a folder with the older commit")
+  parser.add_argument("--shapes", default=SHAPES)
+  parser.add_argument("--seconds", type=float, default=15.0, help="of turns, for each shape")
+  parser.add_argument("--json", type=Path)
+  args = parser.parse_args()
+  import jax
+
+  roots = {BEFORE: args.before.resolve(), AFTER: Path(__file__).resolve().parents[2]}
+  kept: dict[str, dict] = {side: {} for side in roots}
+  report = {"date": time.strftime("%Y-%m-%d"), "device": jax.devices()[0].device_kind,
+            "jax": jax.__version__, "command": " ".join(sys.argv), "arms": {}}  # fmt: skip
+  for shape in args.shapes.split():
+    arms = {}
+    for side, root in roots.items():
+      given = argparse.Namespace(shapes=shape, gates="gate16")
+      with modules_of(root, kept[side]):
+        found = layer_arms(side == BEFORE, given)
+      arms |= {(name, side): arm for name, arm in found.items()}
+    for name, figures in in_turns(arms, args.seconds).items():
+      report["arms"][name] = figures
+      ratio = figures[AFTER]["ms"] / figures[BEFORE]["ms"]
+      print(f"{name:28s}{figures[BEFORE]['ms']:9.3f}{figures[AFTER]['ms']:9.3f} ms{ratio:8.3f}"
+            f"   spread {100 * figures[AFTER]['spread']:.1f} %", flush=True)  # fmt: skip
+  if args.json:
+    args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def in_turns(arms: dict, seconds: float) -> dict:
+  """name -> side -> median ms, spread (half the quartiles' distance over the median), turns."""
+
+  def one(key: tuple[str, str], calls: int) -> float:
+    start = time.perf_counter()
+    arms[key](calls)
+    return (time.perf_counter() - start) / calls
+
+  for key in arms:
+    one(key, 3)  # compiled, and warm
+  calls = {key: max(1, round(_SAMPLE / one(key, 2))) for key in arms}
+  times: dict = {key: [] for key in arms}
+  order, end = random.Random(0), time.perf_counter() + seconds
+  while time.perf_counter() < end:
+    for key in order.sample(list(arms), len(arms)):
+      times[key].append(one(key, calls[key]))
+  found: dict = {}
+  for (name, side), own in times.items():
+    low, median, high = statistics.quantiles(own, n=4)
+    figures = {"ms": round(1e3 * median, 4), "turns": len(own)}
+    figures["spread"] = round((high - low) / 2 / median, 4)
+    found.setdefault(name, {})[side] = figures
+  return found
+
+
+if __name__ == "__main__":
+  os.chdir(Path(__file__).resolve().parents[2])
+  main()

@@ -470,7 +470,7 @@ def length(spans: Iterable[Span]) -> float:
 
 
 def best_chunks(
-  times: Times, overhead: float = 0.0, choices: Sequence[int] = (1, 2, 4)
+  times: Times, overhead: float = 0.0, choices: Sequence[int] = (1, 2, 4, 8)
 ) -> tuple[int, list[Span]]:
   """How many chunks to send and compute the MoE's stream in, and the timeline.
 

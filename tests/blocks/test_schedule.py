@@ -251,7 +251,7 @@ def assert_possible(spans):
       assert span.end <= at[name.replace("experts", "combine")].start + 1e-9
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 3, 5])
+@pytest.mark.parametrize("chunks", [1, 2, 3, 8])
 @pytest.mark.parametrize("communication", [5.0, 20.0, 60.0])
 def test_chunked_timelines_are_possible_and_bounded(chunks, communication):
   t = times("pos2", communication, communication, add=1.0)

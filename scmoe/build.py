@@ -92,10 +92,7 @@ class Built:
 
     Where communication fits the window, what the search starts from hides it already.
     """
-    run, chunks = self.run, max(2, self.run.dispatch.chunks)
-    transport = best.transport or run.dispatch.transport
-    dispatch = dataclasses.replace(run.dispatch, transport=transport)
-    times = modelled_times(dataclasses.replace(run, dispatch=dispatch), "h200-slow")
+    times, chunks = modelled_times(self.varied(best), "h200-slow"), max(2, self.run.dispatch.chunks)
     assert times is not None
     slots = ", ".join(chunk_slots(times, chunks))
     return dataclasses.replace(best, chunks=chunks, schedule=slots, order="barriers")
@@ -154,6 +151,11 @@ class Built:
     Raises:
       ConfigError: the variant does not fit the run, e.g. an r that does not divide the devices.
     """
+    changed = self.varied(variant)
+    return make_objective(changed, build_model(changed, self.mesh)[0])
+
+  def varied(self, variant: Variant) -> RunConfig:
+    """The run that is configured as the variant has it; raises as `variant`."""
     run = self.run
     given = variant.given
     moved = {name: given.pop(name) for name in ("schedule", "order") if name in given}
@@ -165,8 +167,7 @@ class Built:
     check_options(dispatch, "dispatch")
     dispatch.check_shards(self.mesh.shape["shard"])
     model = dataclasses.replace(run.model, top_k=top_k).resolve()
-    changed = dataclasses.replace(run, model=model, dispatch=dispatch, overlap=overlap)
-    return make_objective(changed, build_model(changed, self.mesh)[0])
+    return dataclasses.replace(run, model=model, dispatch=dispatch, overlap=overlap)
 
   def cut(self) -> Built:
     """The same sizes on the same devices, in two pairs and one flight of microbatches."""
@@ -307,12 +308,12 @@ def vocab_size(data: DataConfig) -> int:
   return load_json(data.tokenizer, data.eos_token).vocab_size
 
 
-def _rows_over_share(run: RunConfig) -> float:
-  """Rows of the buffers that travel over the choices that are made."""
+def _rows_over_share(run: RunConfig, k: int) -> float:
+  """Rows of the buffers that travel over the choices that are made, k of each token."""
   dispatch, factor = run.dispatch, abs(run.dispatch.capacity_factor)
   if dispatch.transport != "capacity":
     return dispatch.slack
-  return factor or run.model.num_experts / run.model.top_k  # 0: room for all tokens everywhere
+  return factor or run.model.num_experts / k  # 0: room for all tokens everywhere
 
 
 def modelled_times(run: RunConfig, modelled_on: str) -> Times | None:
@@ -321,6 +322,7 @@ def modelled_times(run: RunConfig, modelled_on: str) -> Times | None:
   if not wiring.taps:
     return None
   tokens = run.train.batch_size * run.data.seq_len // run.mesh.batch_shards
+  k = wiring.routed_per_gating(model.top_k)
   sizes = Sizes(
     tokens=tokens,
     seq=run.data.seq_len,
@@ -331,8 +333,8 @@ def modelled_times(run: RunConfig, modelled_on: str) -> Times | None:
     head_width=model.num_heads * model.head_dim,
     kv_width=model.num_kv_heads * model.head_dim,
     experts=model.num_experts,
-    k=wiring.routed_per_gating(model.top_k),
-    capacity_factor=_rows_over_share(run),
+    k=k,
+    capacity_factor=_rows_over_share(run, k),
     devices=run.mesh.expert,
     matrices=3 if is_gated(model.activation) else 2,
   )

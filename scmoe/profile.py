@@ -176,15 +176,13 @@ def _arm_report(
   lines = [f"step {1e3 * timing.median:.3f} ms (± {100 * timing.spread:.1f} %), "
            f"{speed_up(base, timing):.2f}x"]  # fmt: skip
   figures: dict[str, Any] = {"wall": timing.as_json(), "speed_up": speed_up(base, timing)}
-  times = build.modelled_times(arm.run, modelled_on)
+  run = arm.built.varied(arm.variant)
+  times = build.modelled_times(run, modelled_on)
   bars: dict[str, list[Bar]] = {COMPUTE: [], LINK: []}
   if times is not None:
-    model = arm.run.model
-    given = arm.variant.given
-    moved = {name: given[name] for name in ("schedule", "order") if name in given}
-    overlap = dataclasses.replace(arm.run.overlap, **moved)
-    chunks = given.get("chunks", arm.run.dispatch.chunks)
-    schedule = make_schedule(model.wiring_rule, model.moe_every, overlap, chunks)
+    model = run.model
+    rule, chunks = model.wiring_rule, run.dispatch.chunks
+    schedule = make_schedule(rule, model.moe_every, run.overlap, chunks)
     lines += [f"runs: {arm.variant}", str(schedule)]
     lines += [f"as modelled for {modelled_on}, one pair, forward:", describe(times)]
     bars = _bars(best_chunks(times)[1])
@@ -200,17 +198,18 @@ def _arm_report(
       "beside each exchange of the compiled program:",
       summary(program_windows(arm.compiled.text)),
     ]
-    lines[:0] = _advice(arm, stages, 1e3 * timing.median, times)
+    lines[:0] = _advice(run, stages, 1e3 * timing.median, times)
     figures |= {"trace": overlap.as_json(), "stages": [dataclasses.asdict(s) for s in stages]}
     bars = measured_bars(events, names)
   lines.append(f"trace for XProf or Perfetto: {folder}")
   return "\n".join(lines), figures | {"trace_folder": folder}, bars
 
 
-def _advice(arm: Arm, stages: Sequence[StageTime], step: float, times: Times | None) -> list[str]:
+def _advice(
+  run: RunConfig, stages: Sequence[StageTime], step: float, times: Times | None
+) -> list[str]:
   """What to change, for the first lines of the report."""
-  run, transport = arm.run, arm.variant.transport or arm.run.dispatch.transport
-  share = 1.0
+  dispatch, share = run.dispatch, 1.0
   if times is not None:
     share = times.window / (times.window + times.before)
   return advice(
@@ -218,7 +217,7 @@ def _advice(arm: Arm, stages: Sequence[StageTime], step: float, times: Times | N
     step,
     shortcut=run.model.wiring_rule.is_shortcut,
     window_share=share,
-    capacity_factor=run.dispatch.capacity_factor if transport == "capacity" else 0.0,
+    capacity_factor=dispatch.capacity_factor if dispatch.transport == "capacity" else 0.0,
   )
 
 

@@ -12,8 +12,6 @@ import argparse
 import contextlib
 import json
 import os
-import random
-import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -50,49 +48,32 @@ def main() -> None:
   args = parser.parse_args()
   import jax
 
+  with modules_of(Path(__file__).resolve().parents[2], {}):
+    from scmoe.profiling import timer
   roots = {BEFORE: args.before.resolve(), AFTER: Path(__file__).resolve().parents[2]}
   kept: dict[str, dict] = {side: {} for side in roots}
   report = {"date": time.strftime("%Y-%m-%d"), "device": jax.devices()[0].device_kind,
             "jax": jax.__version__, "command": " ".join(sys.argv), "arms": {}}  # fmt: skip
   for shape in args.shapes.split():
-    arms = {}
+    arms: dict = {}
     for side, root in roots.items():
       given = argparse.Namespace(shapes=shape, gates="gate16")
       with modules_of(root, kept[side]):
         found = layer_arms(side == BEFORE, given)
       arms |= {(name, side): arm for name, arm in found.items()}
-    for name, figures in in_turns(arms, args.seconds).items():
-      report["arms"][name] = figures
-      ratio = figures[AFTER]["ms"] / figures[BEFORE]["ms"]
-      print(f"{name:28s}{figures[BEFORE]['ms']:9.3f}{figures[AFTER]['ms']:9.3f} ms{ratio:8.3f}"
-            f"   spread {100 * figures[AFTER]['spread']:.1f} %", flush=True)  # fmt: skip
+    for arm in arms.values():
+      arm(3)  # compiled, and warm
+    calls = {key: timer.calls_in(arm, _SAMPLE) for key, arm in arms.items()}
+    end = time.perf_counter() + args.seconds
+    found = timer.interleave(arms, rounds=10**6, calls=calls, deadline=end)
+    for name in dict.fromkeys(name for name, _ in arms):
+      before, after = found[name, BEFORE], found[name, AFTER]
+      report["arms"][name] = {BEFORE: before.as_json(), AFTER: after.as_json()}
+      print(f"{name:28s}{1e3 * before.median:9.3f}{1e3 * after.median:9.3f} ms"
+            f"{after.median / before.median:8.3f}   spread {100 * after.spread:.1f} %",
+            flush=True)  # fmt: skip
   if args.json:
     args.json.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def in_turns(arms: dict, seconds: float) -> dict:
-  """name -> side -> median ms, spread (half the quartiles' distance over the median), turns."""
-
-  def one(key: tuple[str, str], calls: int) -> float:
-    start = time.perf_counter()
-    arms[key](calls)
-    return (time.perf_counter() - start) / calls
-
-  for key in arms:
-    one(key, 3)  # compiled, and warm
-  calls = {key: max(1, round(_SAMPLE / one(key, 2))) for key in arms}
-  times: dict = {key: [] for key in arms}
-  order, end = random.Random(0), time.perf_counter() + seconds
-  while time.perf_counter() < end:
-    for key in order.sample(list(arms), len(arms)):
-      times[key].append(one(key, calls[key]))
-  found: dict = {}
-  for (name, side), own in times.items():
-    low, median, high = statistics.quantiles(own, n=4)
-    figures = {"ms": round(1e3 * median, 4), "turns": len(own)}
-    figures["spread"] = round((high - low) / 2 / median, 4)
-    found.setdefault(name, {})[side] = figures
-  return found
 
 
 if __name__ == "__main__":

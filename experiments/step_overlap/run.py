@@ -92,8 +92,8 @@ def main() -> None:
   base = next(iter(timings.values())).median
   for name, timing in timings.items():
     report["arms"][name]["wall"] = timing.as_json()
-    print(f"{name:16s}{1e3 * timing.median:10.2f} ms ± {100 * timing.spread:.1f} %"
-          f"{base / timing.median:8.3f}x", flush=True)  # fmt: skip
+    print(f"{name:16s}{1e3 * timing.median:10.2f} ms ± {100 * timing.spread:.1f} % of "
+          f"{len(timing.seconds)} turns{base / timing.median:8.3f}x", flush=True)  # fmt: skip
   keep()
 
 

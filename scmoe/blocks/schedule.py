@@ -459,8 +459,13 @@ def chunked_timeline(times: Times, slots: Sequence[str], overhead: float = 0.0) 
 
 
 def chunk_slots(times: Times, chunks: int) -> tuple[str, ...]:
-  """The best slot of each chunk's experts, in order; among equals the earliest."""
-  choices = itertools.combinations_with_replacement(times.slots, chunks)
+  """The best slot of each chunk's experts, in order; among equals the earliest.
+
+  All are tried, of four chunks at most: of more, neighbours share a slot.
+  """
+  apart = min(chunks, 4)
+  for_all = lambda slots: tuple(slots[i * apart // chunks] for i in range(chunks))
+  choices = map(for_all, itertools.combinations_with_replacement(times.slots, apart))
   return min(choices, key=lambda slots: round(length(chunked_timeline(times, slots)), 9))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -226,9 +227,11 @@ def together(
       here = dataclasses.replace(context, keys=key, bias_E=bias_E)
       turns.append(pair.turns(h_BSD, here, handed_BSD=handed_BSD, caches=cache))
     live: list[Any] = [next(turn) for turn in turns]
-    while not isinstance(live[-1], PairOutput):
-      for i, turn in enumerate(turns):
-        live[i] = turn.send(tied(live, i))
+    for count, i in enumerate(itertools.cycle(range(len(turns)))):
+      # The first one starts at once: the last one's rows of the pair before may be under way.
+      live[i] = turns[i].send(tied(live, i) if count else live[i])
+      if isinstance(live[-1], PairOutput):
+        break
     new = [(out.h_BSD, out.handed_BSD) for out in live]
     return (jnp.zeros((), bool), new), [(out.sums, out.caches) for out in live]
 

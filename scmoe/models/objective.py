@@ -91,7 +91,8 @@ class LanguageModelObjective:
   ) -> tuple[Array, list[tuple[Array, LossSums]]]:
     """The sum of the losses, and `loss`, of several microbatches side by side.
 
-    Layer by layer all of them, so that one's exchange has the others' computation beside it.
+    In turns (`scmoe.models.gpt.together`), so that one's exchange has another's computation beside
+    it.
 
     Args:
       params: the parameters, once for each microbatch, so that their gradients stay apart.

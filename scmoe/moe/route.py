@@ -240,7 +240,7 @@ def scaled_weights(weight_TK: Array, normalise: bool, weight_norm: float = 0.0) 
 def softmax_of_choices(value_TK: Float[Array, "T K"]) -> Float[Array, "T K"]:
   """Softmax over K, written out: one kernel, and its result is all that the backward pass reads."""
   columns = [value_TK[:, k] for k in range(value_TK.shape[1])]
-  largest_T = jax.lax.stop_gradient(functools.reduce(jnp.maximum, columns))
+  largest_T = functools.reduce(jnp.maximum, columns)
   powers = [jnp.exp(column_T - largest_T) for column_T in columns]
   total_T = functools.reduce(jnp.add, powers)
   return jnp.stack([power_T / total_T for power_T in powers], 1)

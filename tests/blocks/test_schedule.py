@@ -271,6 +271,14 @@ def test_chunks_where_communication_exceeds_the_window():
   assert best_chunks(t, overhead=10.0)[0] == 1
 
 
+def test_many_chunks_share_slots():
+  t = times("pos2", 20.0, 20.0)
+  slots = chunk_slots(t, 32)  # the most that there may be
+  assert len(slots) == 32
+  assert len(set(slots)) <= 4
+  assert length(chunked_timeline(t, slots)) <= length(chunked_timeline(t, chunk_slots(t, 2)))
+
+
 def test_the_backward_pass_is_the_mirror_image():
   t = times("pos2", 3.0, 14.0)
   back = t.backward()

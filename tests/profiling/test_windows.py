@@ -122,10 +122,16 @@ def test_gradients_travel_beside_the_backward_pass_of_what_is_still_to_come():
   assert not [w for w in windows("scmoe_pos2") if w.stage == "gradients"]
 
 
-def forward_windows(wiring, batches=1, chunks=1, **overlap):
-  """Of the forward pass alone of one block pair, of several batches side by side."""
+def forward_windows(wiring, batches=1, chunks=1, pairs=1, **overlap):
+  """Of the forward pass alone, in one step of the scan; of several batches side by side."""
   config = ModelConfig(
-    wiring=wiring, num_layers=2, width=8, num_heads=2, num_experts=4, vocab_size=16, context=4
+    wiring=wiring,
+    num_layers=2 * pairs,
+    width=8,
+    num_heads=2,
+    num_experts=4,
+    vocab_size=16,
+    context=4,
   ).resolve()
   options = {"dispatch": DispatchConfig(chunks=chunks), "overlap": OverlapConfig(**overlap)}
   make = lambda: GPT(config, **options, rngs=nnx.Rngs(params=0))
@@ -137,7 +143,9 @@ def forward_windows(wiring, batches=1, chunks=1, **overlap):
 
   mesh, specs = make_mesh(MeshConfig(expert=4), jax.devices()[:4]), parameter_specs(params)
   function = manual(local, mesh, (specs, P(BATCH_AXES)), P(BATCH_AXES))
-  found = graph_windows(jax.make_jaxpr(function)(params, jnp.zeros((4, 4), jnp.int32)))
+  with jax.disable_jit(pairs > 1):  # writes the steps of a scan out, as XLA does with its `unroll`
+    program = jax.make_jaxpr(function)(params, jnp.zeros((4, 4), jnp.int32))
+  found = graph_windows(program)
   stages = {"attention", "mlp", "experts"}
   return [w.stage for w in found], [set(w.beside) & stages for w in found]
 
@@ -164,9 +172,15 @@ def test_barriers_put_each_chunk_where_its_slot_is():
 def test_microbatches_in_turns_give_even_top_k_a_window():
   stages, beside = forward_windows("topk", batches=2, flight=2)
   assert stages == ORDER
-  # Beside the first's dispatch the other's way to its own; then the experts of either. The last
-  # combine has what the first does next, where the same step of the scan goes on.
+  # Beside the first's dispatch the other's way to its own; then the experts of either.
   assert beside == [{"attention", "mlp"}, {"experts"}, {"experts"}, set()]
+
+
+def test_the_last_of_a_turn_has_the_next_pair_beside_it():
+  stages, beside = forward_windows("topk", batches=2, pairs=2, flight=2)
+  assert stages == 2 * ORDER
+  assert beside[3] == {"attention", "mlp"}, "of the first batch, which has all that it needs"
+  assert beside[4:] == [{"attention", "mlp"}, {"experts"}, {"experts"}, set()]
 
 
 def test_a_unit_of_one_block_has_the_preceding_block_beside_its_dispatch():

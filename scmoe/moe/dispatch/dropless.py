@@ -118,7 +118,7 @@ class Dropless:
     for chunk in range(self.chunks):
       window = _window(queues, chunk * size, size)
       rows_RD, queues = _filled(x_TD, routing.input_weight_TK, queues, window)
-      if chunk == 0:
+      if overflow_TD is not None and chunk == 0:
         held = barrier((rows_RD, queues, overflow_TD), "forward")
         rows_RD, queues, overflow_TD = held
       arrived = self.exchange.all_to_all(rows_RD.reshape(peers, size, -1))
@@ -128,7 +128,7 @@ class Dropless:
       windows.append(window)
     if overflow_TD is not None:
       # In the backward pass neither starts before the experts are done.
-      rows[0], overflow_TD = barrier((rows[0], overflow_TD))
+      rows[0], overflow_TD = barrier((rows[0], overflow_TD), "backward")
       overflow_TD = checkpoint_name(overflow_TD, "moe_rows")
     sent = tuple(windows), routing.weight_TK, overflow_TD
     return Dispatched(tuple(rows), tuple(layouts), none, rounds, *sent)

@@ -216,6 +216,7 @@ class MoE(nnx.Module):
       order=router.compat.order,
       capacity_factor=call.capacity_factor,
       no_drop=call.no_drop,
+      buffers=config.impl == "batched",
     )
     return Flight(x_TD, routing, transport)
 

@@ -230,3 +230,14 @@ def test_every_way_to_share_an_expert_is_the_same_function(transport, replicas):
   """Two experts on eight devices: hidden width split in four; Tutel's r from 0 to 4."""
   got, _ = run("zipf", devices=8, transport=transport, replicas=replicas, E=2)
   assert_equals_oracle("zipf", got, E=2)
+
+
+@pytest.mark.parametrize("name", ["capacity", "packed"])
+def test_nothing_is_padded_where_nothing_is_exchanged(name):
+  """On one device both are the same; buffers of equal size only where the experts take such."""
+  config = DispatchConfig(transport=name, capacity_factor=2.0)
+  sizes = {"tokens": 16, "num_experts": 4, "k": 2}
+  way = make_transport(config, **sizes)
+  assert way == Packed(16, Local())
+  buffers = make_transport(config, **sizes, buffers=True)
+  assert buffers == (Capacity(16) if name == "capacity" else way)

@@ -46,14 +46,8 @@ class FFNWeights:
     return cls(ups[-1], down_GFD, gate_GDF, up_biases[-1], down_bias_GD, gate_bias_GF)
 
   def cast(self, dtype: Any) -> FFNWeights:
-    """Matrices in this type; biases as they are, since they are added before rounding."""
-    matrix = lambda w: None if w is None else w.astype(dtype)
-    return dataclasses.replace(
-      self,
-      up_GDF=self.up_GDF.astype(dtype),
-      down_GFD=self.down_GFD.astype(dtype),
-      gate_GDF=matrix(self.gate_GDF),
-    )
+    """All in this type, as the products and dense layers read theirs."""
+    return jax.tree.map(lambda w: w.astype(dtype), self)
 
 
 @dataclasses.dataclass(frozen=True)

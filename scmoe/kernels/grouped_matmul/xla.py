@@ -363,8 +363,7 @@ def group_sums(x_RN: jax.Array, layout: GroupLayout, out_dtype=None) -> jax.Arra
   sums_IN = jnp.sum(x_RN.reshape(-1, layout.tile, x_RN.shape[1]), axis=1, dtype=dtype)
   used_I1 = (jnp.arange(sums_IN.shape[0]) < layout.num_tiles[0])[:, None]
   sums_IN = jnp.where(used_I1, sums_IN, 0)
-  ordered = layout.runs == 1
-  sums_GN = jax.ops.segment_sum(
-    sums_IN, layout.tile_group_I, num_segments=layout.num_groups, indices_are_sorted=ordered
-  )
+  # Sums of tiles as a product: a scatter would read the rows once more, at a fifth of the speed.
+  group_GI = jnp.arange(layout.num_groups)[:, None] == layout.tile_group_I
+  sums_GN = jnp.matmul(group_GI.astype(dtype), sums_IN, precision="highest")
   return sums_GN.astype(out_dtype or dtype)

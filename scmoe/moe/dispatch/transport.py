@@ -49,8 +49,11 @@ def make_transport(
   order: str = "choice",
   capacity_factor: float | None = None,
   no_drop: bool = False,
+  buffers: bool = False,
 ) -> Transport:
   """The transport of a layer on this device.
+
+  Where nothing is exchanged, nothing has to have a fixed size: capacity's rows are packed then.
 
   Args:
     config: of the layer.
@@ -61,6 +64,7 @@ def make_transport(
     capacity_factor: for this call, instead of the configured one (Tutel's runtime capacity); 0
       drops nothing.
     no_drop: whatever the configuration says, drop nothing (decoding, exact evaluation).
+    buffers: the experts take buffers of equal size (`model.expert_impl=batched`).
 
   Raises:
     ConfigError: a buffer would have no rows, or groups do not divide.
@@ -77,7 +81,7 @@ def make_transport(
   size = tokens // groups
   rows = capacity(factor, tokens=size, num_experts=num_experts, k=k)
   rows = min(size, rows)  # a queue never holds more than the tokens of its group
-  if config.transport == "packed":
+  if config.transport == "packed" or (exchange.size == 1 and not buffers):
     local = num_experts // exchange.size
     longest = min(tokens * k, local * groups * rows)
     inner = Dropless(exchange, config.slack, config.chunks, order, longest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,8 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
-from scmoe.parallel.collectives import largest, repeat, total, whole
+from scmoe.layers.cross_entropy import scores, summed_losses, token_losses
+from scmoe.parallel.collectives import repeat, total, whole
 from scmoe.parallel.mesh import axis_index
 
 
@@ -68,43 +70,40 @@ class Embedding(nnx.Module):
 
   def logits(self, h_BSD: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
     """Scores of the next token: float32 [B, S, V], from products in the compute dtype."""
-    return whole(self.own_logits(h_BSD), 2, "tensor", "tensor")
-
-  def own_logits(self, h_BSD: Float[Array, "B S D"]) -> Float[Array, "B S v"]:
-    """The scores of this device's part of the vocabulary."""
-    h_BSD = repeat(h_BSD, ("tensor",), "tensor")
-    if self.head is None:
-      weight, equation = self.tokens, "bsd,vd->bsv"
-    else:
-      weight, equation = self.head, "bsd,dv->bsv"
-    return jnp.einsum(
-      equation, h_BSD, weight[...].astype(h_BSD.dtype), preferred_element_type=jnp.float32
-    )
+    h_TD, weight, by_token = self._read(h_BSD)
+    own_BSv = scores(h_TD, weight, by_token).reshape(*h_BSD.shape[:2], -1)
+    return whole(own_BSv, 2, "tensor", "tensor")
 
   def token_losses(
     self, h_BSD: Float[Array, "B S D"], targets_BS: Int[Array, "B S"]
   ) -> tuple[Float[Array, "B S"], Float[Array, "B S"]]:
     """Cross-entropy in nats, and 1 where the best guess is right: float32 [B, S] each.
 
-    With a vocabulary in parts (Megatron-LM's vocabulary-parallel cross-entropy), three small
-    collectives take the place of gathering the scores.
+    By chunks of tokens (`scmoe.layers.cross_entropy`).
     """
-    logits_BSV = self.own_logits(h_BSD)
-    own = logits_BSV.shape[-1]
-    if own == self.config.vocab_size:
-      chosen_BS = jnp.take_along_axis(logits_BSV, targets_BS[..., None], -1)[..., 0]
-      correct_BS = logits_BSV.argmax(-1) == targets_BS
-      return jax.nn.logsumexp(logits_BSV, -1) - chosen_BS, correct_BS.astype(jnp.float32)
-    axes, first = ("tensor",), axis_index("tensor") * own
-    best_BS = logits_BSV.max(-1)
-    top_BS = largest(best_BS, axes, "tensor")
-    index_BS = targets_BS - first
-    here_BS = (index_BS >= 0) & (index_BS < own)
-    picked_BS = jnp.take_along_axis(logits_BSV, jnp.clip(index_BS, 0, own - 1)[..., None], -1)
-    chosen_BS = jnp.where(here_BS, picked_BS[..., 0], 0)
-    power_BS = jnp.exp(logits_BSV - top_BS[..., None]).sum(-1)
-    power_BS, chosen_BS = total((power_BS, chosen_BS), axes, "tensor")
-    # Of equal scores the smallest index counts, as arg-max takes it.
-    guess_BS = jnp.where(best_BS == top_BS, first + logits_BSV.argmax(-1), self.config.vocab_size)
-    guess_BS = -largest(-guess_BS, axes, "tensor")
-    return jnp.log(power_BS) + top_BS - chosen_BS, (guess_BS == targets_BS).astype(jnp.float32)
+    h_TD, weight, by_token = self._read(h_BSD)
+    found: Any = token_losses(h_TD, weight, targets_BS.reshape(-1), by_token)
+    nats_BS, correct_BS = (a.reshape(targets_BS.shape) for a in found)
+    return nats_BS, correct_BS
+
+  def summed_losses(
+    self,
+    h_BSD: Float[Array, "B S D"],
+    targets_BS: Int[Array, "B S"],
+    weights_BS: Float[Array, "B S"],
+  ) -> tuple[Array, Array]:
+    """What training differentiates: Σ weight · nats, and Σ weight · [the best guess is right].
+
+    Each float32 []; by chunks of tokens, the gradient computed on the way.
+    """
+    h_TD, weight, by_token = self._read(h_BSD)
+    targets_T, weights_T = targets_BS.reshape(-1), weights_BS.reshape(-1).astype(jnp.float32)
+    found: Any = summed_losses(h_TD, weight, targets_T, weights_T, by_token)
+    return found
+
+  def _read(self, h_BSD: Array) -> tuple[Array, Array, bool]:
+    """Tokens in a row, the weight of the scores, and whether that lies by token."""
+    h_BSD = repeat(h_BSD, ("tensor",), "tensor")
+    by_token = self.head is None
+    weight = (self.tokens if self.head is None else self.head)[...].astype(h_BSD.dtype)
+    return h_BSD.reshape(-1, h_BSD.shape[-1]), weight, by_token

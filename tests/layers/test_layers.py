@@ -46,6 +46,32 @@ def test_norms(kind):
   )
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_gradients_of_norms(kind, dtype):
+  """Those of the formula in float32, rounded once at the end."""
+  norm, _ = randomised(Norm(D, kind, 0.1))
+  graph, state = nnx.split(norm)
+  x, c = (jnp.asarray(inputs(3, 4, D, seed=seed), dtype) for seed in (1, 2))
+
+  def plain(state, x):
+    own, wide = nnx.merge(graph, state), x.astype(jnp.float32)
+    if kind == "layernorm":
+      wide = wide - wide.mean(-1, keepdims=True)
+    unit = wide / jnp.sqrt((wide**2).mean(-1, keepdims=True) + 0.1)
+    return unit * own.scale[...] + (0 if own.bias is None else own.bias[...])
+
+  loss = lambda run: lambda state, x: (run(state, x).astype(jnp.float32) * c).sum()
+  ours = jax.grad(loss(lambda state, x: nnx.merge(graph, state)(x)), (0, 1))(state, x)
+  expected = jax.grad(loss(plain), (0, 1))(state, x)
+  assert ours[1].dtype == dtype
+  close = 1e-5 if dtype == jnp.float32 else 2**-7
+  for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+    np.testing.assert_allclose(
+      np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=close, atol=close
+    )
+
+
 def test_norms_of_large_bfloat16_values_are_computed_in_float32():
   norm = Norm(4, "rmsnorm", 0.0)
   y = norm(jnp.asarray([3e30, -3e30, 3e30, 3e30], jnp.bfloat16) / 1e20)
@@ -172,8 +198,9 @@ def test_a_vocabulary_in_parts_has_the_losses_and_gradients_of_a_whole_one(mesh_
     def value(params):
       model = nnx.merge(graph, params)
       h_BSD = model(ids, positions, jnp.float32)
-      nats, correct = model.token_losses(jnp.sin(h_BSD), targets)
-      return (nats * c).sum(), (nats, correct, model.logits(h_BSD))
+      losses = model.token_losses(jnp.sin(h_BSD), targets)
+      nats, correct = model.summed_losses(jnp.sin(h_BSD), targets, c)
+      return nats, (*losses, model.logits(h_BSD), nats, correct)
 
     (_, aux), grads = jax.value_and_grad(value, has_aux=True)(params)
     return aux, grads

@@ -1,0 +1,202 @@
+"""Cross-entropy of the next token, a chunk of tokens at a time.
+
+The scores of all tokens for a whole vocabulary are the largest array of many models, and read and
+written in float32 they take as long as the products themselves. Here a chunk of tokens has its
+scores, its losses and, in training, its gradient before the next one's scores are made, in memory
+that depends neither on the number of tokens nor on the vocabulary.
+
+The gradient of a sum of losses needs nothing that comes later but one number, so it is computed on
+the way and the backward pass multiplies it: scores are products once, and never kept.
+
+With a vocabulary in parts (Megatron-LM's vocabulary-parallel cross-entropy), three small
+collectives a chunk take the place of gathering the scores.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from scmoe.parallel.collectives import largest, total
+from scmoe.parallel.mesh import axis_index, axis_size
+
+CHUNK_SCORES = 2**28  # scores of a chunk: 1 GiB in float32
+CHUNK_TOKENS = 128  # a chunk has a multiple of this
+
+
+def scores(h_TD: Float[Array, "T D"], weight: Array, by_token: bool) -> Float[Array, "T v"]:
+  """Products with this device's part of the vocabulary, float32 from the inputs' type.
+
+  Args:
+    h_TD: last hidden states.
+    weight: [v, D] `by_token`, as embeddings have it, else [D, v]; of the same type.
+    by_token: which of the two.
+  """
+  equation = "td,vd->tv" if by_token else "td,dv->tv"
+  return jnp.einsum(equation, h_TD, weight, preferred_element_type=jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def token_losses(
+  h_TD: Float[Array, "T D"], weight: Array, targets_T: Int[Array, " T"], by_token: bool
+) -> tuple[Float[Array, " T"], Float[Array, " T"]]:
+  """Cross-entropy in nats, and 1 where the best guess is right: float32 [T] each.
+
+  The first has gradients, as of `summed_losses`; the backward pass computes the scores again.
+
+  Args:
+    h_TD, weight, by_token: as of `scores`.
+    targets_T: int32 tokens of the whole vocabulary.
+  """
+  return _token_fwd(h_TD, weight, targets_T, by_token)[0]
+
+
+def _token_fwd(h_TD, weight, targets_T, by_token):
+  def chunk(carry: None, xs: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
+    h_CD, targets_C = xs
+    nats_C, correct_C, _ = _losses(scores(h_CD, weight, by_token), targets_C)
+    return carry, (nats_C, correct_C)
+
+  _, found = _over_chunks(chunk, None, (h_TD, targets_T), _own_tokens(weight, by_token))
+  return found, (h_TD, weight, targets_T)
+
+
+def _token_bwd(by_token, kept, bars):
+  h_TD, weight, targets_T = kept
+  _, h_bar_TD, weight_bar = _with_gradients(h_TD, weight, targets_T, bars[0], by_token)
+  return h_bar_TD, weight_bar.astype(weight.dtype), None
+
+
+token_losses.defvjp(_token_fwd, _token_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def summed_losses(
+  h_TD: Float[Array, "T D"],
+  weight: Array,
+  targets_T: Int[Array, " T"],
+  weights_T: Float[Array, " T"],
+  by_token: bool,
+) -> tuple[Array, Array]:
+  """Σ weights · cross-entropy and Σ weights · [the best guess is right]: float32 [] each.
+
+  The first has gradients for `h_TD`, of this device's part of the vocabulary (give it a
+  `scmoe.parallel.collectives.repeat`), and for `weight`; the second has none. A gradient of the
+  scores is rounded to the type of `h_TD`, and products of it are added up in float32.
+
+  Args:
+    h_TD, weight, targets_T, by_token: as of `token_losses`.
+    weights_T: float32, of each token; 0: it does not count.
+  """
+  found: Any = token_losses(h_TD, weight, targets_T, by_token)
+  nats_T, correct_T = found
+  return (nats_T * weights_T).sum(), (correct_T * weights_T).sum()
+
+
+def _summed_fwd(h_TD, weight, targets_T, weights_T, by_token):
+  sums, h_bar_TD, weight_bar = _with_gradients(h_TD, weight, targets_T, weights_T, by_token)
+  like = jnp.zeros((0,), weight.dtype)  # the type of the gradient; no bytes
+  return sums, (h_bar_TD, weight_bar, like)
+
+
+def _summed_bwd(by_token, kept, bars):
+  h_bar_TD, weight_bar, like = kept
+  scale = bars[0]
+  times = lambda x, dtype: (x.astype(jnp.float32) * scale).astype(dtype)
+  return times(h_bar_TD, h_bar_TD.dtype), times(weight_bar, like.dtype), None, None
+
+
+summed_losses.defvjp(_summed_fwd, _summed_bwd)
+
+
+def _with_gradients(
+  h_TD: Array, weight: Array, targets_T: Array, weights_T: Array, by_token: bool
+) -> tuple[tuple[Array, Array], Array, Array]:
+  """The two sums of `summed_losses`, and the first one's gradients: of h, and float32 of weight."""
+  own = _own_tokens(weight, by_token)
+  first = _first_token(own)
+  back, outer = ("tv,vd->td", "tv,td->vd") if by_token else ("tv,dv->td", "td,tv->dv")
+
+  def chunk(carry: Any, xs: tuple[Array, ...]) -> tuple[Any, Array]:
+    nats, correct, weight_bar = carry
+    h_CD, targets_C, weights_C = xs
+    logits_Cv = scores(h_CD, weight, by_token)
+    nats_C, correct_C, log_sum_C = _losses(logits_Cv, targets_C)
+    here_Cv = jnp.arange(own) == (targets_C - first)[:, None]
+    bar_Cv = jnp.exp(logits_Cv - log_sum_C[:, None]) - here_Cv
+    bar_Cv = (bar_Cv * weights_C[:, None]).astype(h_CD.dtype)
+    h_bar_CD = jnp.einsum(back, bar_Cv, weight)
+    pair = (bar_Cv, h_CD) if by_token else (h_CD, bar_Cv)
+    weight_bar += jnp.einsum(outer, *pair, preferred_element_type=jnp.float32)
+    sums = nats + (nats_C * weights_C).sum(), correct + (correct_C * weights_C).sum()
+    return (*sums, weight_bar), h_bar_CD
+
+  zero = jnp.zeros((), jnp.float32)
+  start = zero, zero, jnp.zeros(weight.shape, jnp.float32)
+  (nats, correct, weight_bar), h_bar_TD = _over_chunks(
+    chunk, start, (h_TD, targets_T, weights_T), own
+  )
+  return (nats, correct), h_bar_TD, weight_bar
+
+
+def _losses(
+  logits_Cv: Float[Array, "C v"], targets_C: Int[Array, " C"]
+) -> tuple[Array, Array, Array]:
+  """Of each token its loss, [the best guess is right], and the log of the sum of exp(score)."""
+  axes, own = ("tensor",), logits_Cv.shape[-1]
+  first = _first_token(own)
+  at = lambda index_C: jnp.take_along_axis(logits_Cv, index_C[:, None], -1)[:, 0]
+  # Of equal scores the smallest index counts, as arg-max takes it. The largest score is read from
+  # there: one pass over the scores, not two.
+  guess_C = logits_Cv.argmax(-1).astype(targets_C.dtype)
+  best_C = at(guess_C)
+  top_C = largest(best_C, axes, "tensor")
+  power_C = jnp.exp(logits_Cv - top_C[:, None]).sum(-1)
+  if axis_size("tensor") == 1:
+    log_sum_C = jnp.log(power_C) + top_C
+    return log_sum_C - at(targets_C), (guess_C == targets_C).astype(jnp.float32), log_sum_C
+  index_C = targets_C - first
+  here_C = (index_C >= 0) & (index_C < own)
+  chosen_C = jnp.where(here_C, at(jnp.clip(index_C, 0, own - 1)), 0)
+  power_C, chosen_C = total((power_C, chosen_C), axes, "tensor")
+  nowhere = own * axis_size("tensor")
+  guess_C = -largest(-jnp.where(best_C == top_C, first + guess_C, nowhere), axes, "tensor")
+  log_sum_C = jnp.log(power_C) + top_C
+  return log_sum_C - chosen_C, (guess_C == targets_C).astype(jnp.float32), log_sum_C
+
+
+def _own_tokens(weight: Array, by_token: bool) -> int:
+  return weight.shape[0 if by_token else 1]
+
+
+def _first_token(own: int) -> Any:
+  """The first token of this device's part of the vocabulary."""
+  return axis_index("tensor") * own if axis_size("tensor") > 1 else 0
+
+
+def _over_chunks(
+  chunk: Callable[[Any, Any], tuple[Any, Any]], start: Any, arrays: Any, own: int
+) -> tuple[Any, Any]:
+  """`lax.scan` of a function over chunks of tokens; results for the tokens there are.
+
+  What fills the last chunk up is zeros: tokens of weight 0.
+  """
+  tokens = len(jax.tree.leaves(arrays)[0])
+  count = -(-tokens * own // CHUNK_SCORES)
+  if count == 1:
+    return chunk(start, arrays)
+  size = -(-tokens // (count * CHUNK_TOKENS)) * CHUNK_TOKENS
+  count = -(-tokens // size)
+
+  def cut(x: Array) -> Array:
+    x = jnp.pad(x, ((0, count * size - tokens), *((0, 0),) * (x.ndim - 1)))
+    return x.reshape(count, size, *x.shape[1:])
+
+  carry, made = jax.lax.scan(chunk, start, jax.tree.map(cut, arrays))
+  return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], made)

@@ -71,7 +71,7 @@ WORDS = {
   "scan": {"overlap.unroll": "1"},
   "nopgle": {"overlap.profile_guided": "false"},
   "nolhs": {"overlap.profile_guided": "false", "overlap.latency_hiding": "false"},
-  "cb": {"overlap.command_buffers": "true"},
+  "cb": {"overlap.command_buffers": "on"},
   "kernels": {"model.expert_backend": "mosaic_gpu", "model.expert_impl": "grouped"},
   "batched": {"model.expert_impl": "batched"},
   "bf16": {"overlap.gradient_dtype": "bfloat16"},

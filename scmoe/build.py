@@ -247,7 +247,9 @@ def derived_overlap(run: RunConfig) -> OverlapConfig:
   """Schedule and compilation of a resolved run on this machine."""
   taps, gathered = run.model.wiring_rule.taps, run.dispatch.adaptive_r == 0
   exchange = run.mesh.expert > 1 and bool(taps) and not gathered
-  return run.overlap.derived(gpu=jax.default_backend() == "gpu", exchange=exchange)
+  gpu = jax.default_backend() == "gpu"
+  pairs, devices = run.model.num_pairs, run.mesh.size
+  return run.overlap.derived(gpu=gpu, exchange=exchange, pairs=pairs, devices=devices)
 
 
 def single_device(run: RunConfig) -> RunConfig:

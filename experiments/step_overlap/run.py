@@ -78,14 +78,17 @@ def main() -> None:
     found: dict[str, Any] = {"fields": fields.strip(), "variant": arm.variant.given}
     found |= {"ready_s": round(seconds, 1), "compile_s": arm.compiled.compile_seconds}
     found |= {"alone": alone.as_json(), "gibibytes": round(arm.compiled.gibibytes, 2)}
-    print(f"{name}: ready in {seconds:.0f} s, {1e3 * alone.median:.2f} ms alone, {arm.variant}",
+    found |= {"tokens": tokens(arm), "mfu": round(mfu(arm, alone.median), 4)}
+    print(f"{name}: ready in {seconds:.0f} s, {1e3 * alone.median:.2f} ms alone, MFU "
+          f"{100 * found['mfu']:.1f} %, {found['gibibytes']} GiB, {arm.variant}",
           flush=True)  # fmt: skip
-    events, _ = arm.trace()
+    events, _, program = arm.trace()
     overlap = measure_overlap(events, TRACED)
     if overlap is not None:
-      stages = stage_times(events, arm.compiled.names, TRACED)
+      stages = stage_times(events, program.names, TRACED)
       found |= {"overlap": overlap.as_json(), "stages": [vars(s) for s in stages]}
-      print(stage_table(s for s in stages if s.communication), flush=True)
+      shown = [s for s in stages if s.communication or not overlap.communication]
+      print(stage_table(shown), flush=True)
     report["arms"][name] = found
     keep()
   timings = interleave(arms, rounds=args.rounds, calls=args.calls, deadline=begin + args.seconds)
@@ -95,6 +98,18 @@ def main() -> None:
     print(f"{name:16s}{1e3 * timing.median:10.2f} ms ± {100 * timing.spread:.1f} % of "
           f"{len(timing.seconds)} turns{base / timing.median:8.3f}x", flush=True)  # fmt: skip
   keep()
+
+
+def tokens(arm: Any) -> int:
+  """Of one step, on all devices."""
+  train, length = arm.built.train, arm.built.sequence_length
+  return train.microbatches(length) * train.batch_size * length
+
+
+def mfu(arm: Any, seconds: float) -> float:
+  """The model's FLOPs, no recomputation and no padding, over the devices' peak."""
+  peak = arm.built.peak_flops * arm.built.mesh.size
+  return arm.built.flops_per_token * tokens(arm) / seconds / peak if peak else 0.0
 
 
 def configured(command: str, fields: list[str]) -> Any:

@@ -7,7 +7,11 @@ from typing import Any
 
 from scmoe.options import option
 
-UNROLLED = 4  # pairs in a step of the scan over layers, where rows are exchanged
+# Pairs up to which GPUs run all of them as one step of the scan over layers: nothing is copied into
+# stacked arrays and out of them, for about three times the compilation (experiments/LOG.md). Where
+# rows are exchanged it is compiled twice, with a second copy for the last microbatch.
+WRITTEN_OUT, WRITTEN_OUT_EXCHANGING = 32, 8
+UNROLLED = 4  # of deeper models, where rows are exchanged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +43,10 @@ class OverlapConfig:
   )
   unroll: int = option(
     -1,
-    "advanced: stages per step of the scan over layers; 0: all; -1: 4 where GPUs exchange rows, "
-    "else 1. XLA moves no collective across a step, and compiles for as long as a step is",
+    "advanced: pairs per step of the scan over layers; 0: all; -1: on a GPU all of up to 32, where "
+    "rows are exchanged all of up to 8, else 4 of them; otherwise 1. What a step keeps for the "
+    "backward pass is copied, XLA moves no collective across a step, and compiles for as long as "
+    "a step is",
     minimum=-1,
   )
   latency_hiding: bool = option(
@@ -52,10 +58,11 @@ class OverlapConfig:
     "latencies; the profile is kept in WORKDIR/profile_guided and used by every later start",
   )
   profile_runs: int = option(3, "advanced: steps that are profiled for it", minimum=1)
-  command_buffers: bool = option(
-    False,
-    "advanced: GPU: record kernels into CUDA graphs. Off: graphs hide operations from the profile "
-    "and were slower beside collectives",
+  command_buffers: str = option(
+    "auto",
+    "advanced: GPU: CUDA graphs, which launch kernels faster but name none of them in a trace: on, "
+    "off, or auto (on one GPU, where nothing travels; they were slower beside collectives)",
+    choices=("auto", "on", "off"),
   )
   copy_engines: bool = option(
     False,
@@ -74,36 +81,48 @@ class OverlapConfig:
     choices=("float32", "bfloat16"),
   )
 
-  def derived(self, *, gpu: bool, exchange: bool) -> OverlapConfig:
+  def derived(self, *, gpu: bool, exchange: bool, pairs: int, devices: int = 1) -> OverlapConfig:
     """What the options that follow from others come to.
 
     Args:
       gpu: whether the program runs on NVIDIA GPUs.
       exchange: whether rows travel between devices. Where they do not, nothing is to be laid beside
         anything, nothing is measured, and nothing is said.
+      pairs: of the model.
+      devices: of the mesh.
     """
     active = gpu and exchange
+    few = pairs <= (WRITTEN_OUT_EXCHANGING if active else WRITTEN_OUT)
+    unroll = 0 if gpu and few else UNROLLED if active else 1
+    graphs = "on" if gpu and devices == 1 else "off"
     return dataclasses.replace(
       self,
-      unroll=self.unroll if self.unroll >= 0 else UNROLLED if active else 1,
+      command_buffers=graphs if self.command_buffers == "auto" else self.command_buffers,
+      unroll=self.unroll if self.unroll >= 0 else unroll,
       profile_guided=self.profile_guided and active,
       search_seconds=self.search_seconds if active and self.schedule == "auto" else 0.0,
     )
 
-  def pairs_per_step(self, pairs: int) -> int:
-    """Pairs in one step of the scan over layers, of so many in all."""
-    return max(self.unroll, 1) if self.unroll else pairs
+  def pairs_per_step(self, pairs: int, *, decoding: bool = False) -> int:
+    """Pairs in one step of the scan over layers, of so many in all.
+
+    Args:
+      decoding: with caches, which are copied as a whole where pairs are written out.
+    """
+    if self.unroll:
+      return max(self.unroll, 1)
+    return min(UNROLLED, pairs) if decoding else pairs
 
   def compiler_options(self, *, gpu: bool, profiling: bool = False) -> dict[str, Any]:
     """XLA options of one jitted step, for `jax.jit(..., compiler_options=)`; none but on a GPU.
 
     Args:
       gpu: whether the program runs on NVIDIA GPUs.
-      profiling: the program is run to collect a profile; a CUDA graph would name no operation.
+      profiling: the program is run for a trace; a CUDA graph would name no operation.
     """
     if not gpu:
       return {}
     options: dict[str, Any] = {"xla_gpu_enable_latency_hiding_scheduler": self.latency_hiding}
-    if profiling or not self.command_buffers:
+    if profiling or self.command_buffers != "on":
       options["xla_gpu_enable_command_buffer"] = ""
     return options

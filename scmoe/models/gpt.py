@@ -20,10 +20,11 @@ from scmoe.errors import ConfigError
 from scmoe.layers.attention import KeyValues
 from scmoe.layers.embed import Embedding, EmbeddingConfig
 from scmoe.models.config import ModelConfig
+from scmoe.models.stacked import joined, layers, stacked
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.types import RouterSums
-from scmoe.parallel.gradients import Reduction
+from scmoe.parallel.gradients import Reduction, added_to
 from scmoe.parallel.mesh import axis_size
 
 REMATS = ("none", "dots", "moe", "full")
@@ -46,6 +47,8 @@ class Pass:
       activations, nothing that travelled); full (all but the rows that travelled).
     gate: index of the gate that chooses, where `router.gates` > 1.
     reduction: of the gradients of `stages`, one pair's at a time, or None.
+    sums: float32 like `stages`, to which their gradients are added on this device, or None; see
+      `scmoe.parallel.gradients.added_to`.
   """
 
   positions_BS: Int[Array, "B S"] | None = None
@@ -58,6 +61,7 @@ class Pass:
   remat: str = dataclasses.field(default="none", metadata={"static": True})
   gate: int = dataclasses.field(default=0, metadata={"static": True})
   reduction: Reduction | None = dataclasses.field(default=None, metadata={"static": True})
+  sums: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -116,7 +120,7 @@ class GPT(nnx.Module):
       rngs=rngs,
     )
     options = {"router": router, "dispatch": dispatch, "overlap": overlap}
-    self.stages = _stacked(
+    self.stages = stacked(
       lambda key: BlockPair(config, **options, rngs=nnx.Rngs(params=key)),
       jax.random.split(rngs.params(), config.num_pairs),
     )
@@ -207,11 +211,13 @@ def together(
     starts.append((h_BSD, handed_BSD))
   graph = nnx.split(model.stages)[0]
   params = [nnx.split(own.stages)[1] for own in models]
-  reduction = shared.reduction
+  reduction, into = shared.reduction, shared.sums
+  if into is not None:
+    into = jax.tree.unflatten(jax.tree.structure(params[0]), jax.tree.leaves(into))
 
   def stage(carry, xs):
     # Here parameters that are spread over the data axis will be gathered, one pair's at a time.
-    params, sums, caches, keys, bias_E = xs
+    params, sums, (caches, keys, bias_E) = xs
     if reduction is not None:
       params = dataclasses.replace(reduction, sums=sums).copies(params)
     first, values = carry
@@ -235,12 +241,20 @@ def together(
     new = [(out.h_BSD, out.handed_BSD) for out in live]
     return (jnp.zeros((), bool), new), [(out.sums, out.caches) for out in live]
 
-  (_, ends), made = jax.lax.scan(
-    _rematerialised(stage, shared.remat),
-    (jnp.ones((), bool), starts),
-    (params, reduction and reduction.sums, [g.caches for g in given], keys, router.get("bias")),
-    unroll=model.overlap.pairs_per_step(config.num_pairs),
-  )
+  body = _rematerialised(stage, shared.remat)
+  carry, sums = (jnp.ones((), bool), starts), reduction and reduction.sums
+  others = [g.caches for g in given], keys, router.get("bias")
+  decoding, pairs = shared.caches is not None, config.num_pairs
+  per_step = model.overlap.pairs_per_step(pairs, decoding=decoding)
+  if per_step < pairs or pairs == 1:
+    params = params if into is None else added_to(into, params)
+    (_, ends), made = jax.lax.scan(body, carry, (params, sums, others), unroll=per_step)
+  else:
+    body, found = jax.jit(body, inline=True), []  # traced once, not once a pair
+    for pair in layers(params, sums, others, into):
+      carry, out = body(carry, pair)
+      found.append(out)
+    (_, ends), made = carry, joined(found)
   return [Output(own.norm(h_BSD), *of) for own, (h_BSD, _), of in zip(models, ends, made)]
 
 
@@ -256,10 +270,3 @@ def _rematerialised(body: Callable[..., Any], remat: str) -> Callable[..., Any]:
   if remat == "full":
     return jax.checkpoint(body, policy=policies.save_only_these_names("moe_rows"))
   raise ConfigError(f"train.remat={remat!r} is unknown; one of: {', '.join(REMATS)}")
-
-
-def _stacked(make: Callable[[Array], Any], keys: Array) -> Any:
-  """A module whose parameters carry a leading dimension, one slice per key."""
-  graph = nnx.split(nnx.eval_shape(lambda: make(jax.random.key(0))))[0]
-  params = jax.vmap(lambda key: nnx.split(make(key))[1])(keys)
-  return nnx.merge(graph, params)

@@ -17,7 +17,7 @@ from scmoe.moe.losses import balance_loss, layer_balance, statistics, update_bia
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.types import RouterSums
 from scmoe.parallel.collectives import total
-from scmoe.parallel.gradients import Reduction
+from scmoe.parallel.gradients import Reduction, added_to
 from scmoe.parallel.mesh import BATCH_AXES
 
 
@@ -98,16 +98,20 @@ class LanguageModelObjective:
       params: the parameters, once for each microbatch, so that their gradients stay apart.
       router: as of `loss`.
       batches, rngs: of each microbatch.
-      sums, reduction: how gradients travel, if they do so inside the backward pass: a pair's by
-        itself.
+      sums, reduction: of gradients, inside the backward pass, a pair's by itself: `sums` alone are
+        added to on this device; with a reduction they travel.
     """
-    stages, whole = None, list(params)
-    if reduction is not None:
-      reduction = dataclasses.replace(reduction, sums=sums)
+    stages, into, whole = None, None, list(params)
+    if sums is not None:
       others = [name for name in whole[0] if name != "stages"]
-      parts = reduction.part(*others).copies([{n: p[n] for n in others} for p in whole])
+      some = lambda tree: {name: tree[name] for name in others}
+      if reduction is None:
+        into, parts = sums["stages"], added_to(some(sums), [some(p) for p in whole])
+      else:
+        reduction = dataclasses.replace(reduction, sums=sums)
+        stages = reduction.part("stages")
+        parts = reduction.part(*others).copies([some(p) for p in whole])
       whole = [{**p, **part} for p, part in zip(whole, parts)]
-      stages = reduction.part("stages")
     models: list[GPT] = [nnx.merge(self.graph, p) for p in whole]
     given = [
       Pass(
@@ -118,6 +122,7 @@ class LanguageModelObjective:
         router=router,
         remat=self.remat,
         reduction=stages,
+        sums=into,
       )
       for batch, rng in zip(batches, rngs)
     ]
@@ -125,9 +130,9 @@ class LanguageModelObjective:
     own = []
     with jax.named_scope("loss"):
       for model, out, batch in zip(models, outs, batches):
-        nats, correct = model.embedding.token_losses(out.h_BSD, batch.targets)
-        counted = [(a * batch.weights).sum() for a in (nats, correct, jnp.ones_like(nats))]
-        own.append((counted, out.sums))
+        read = model.embedding.summed_losses
+        nats, correct = read(out.h_BSD, batch.targets, batch.weights)
+        own.append(((nats, correct, batch.weights.astype(jnp.float32).sum()), out.sums))
       # All microbatches, all layers, all sums: one collective.
       totals = total(own, BATCH_AXES, "statistics")
     bias_LE = (router or {}).get("bias")

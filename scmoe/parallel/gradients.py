@@ -82,6 +82,30 @@ class Reduction:
     return jax.tree.leaves(self.sums, is_leaf=lambda leaf: leaf is None)
 
 
+@jax.custom_vjp
+def added_to(sums: PyTree, copies: list[PyTree]) -> list[PyTree]:
+  """The same parameters, whose gradients are added up on this device.
+
+  The gradient of a loss with respect to `sums` is `sums` plus that of the parameters, which
+  themselves get none.
+
+  Args:
+    sums: like the parameters, float32: what earlier microbatches gave.
+    copies: the parameters, which may be there several times.
+  """
+  return copies
+
+
+def _added_bwd(sums: PyTree, bars: list[PyTree]) -> tuple[PyTree, None]:
+  with jax.named_scope("accumulate"):
+    for bar in bars:
+      sums = jax.tree.map(lambda total, new: total + new.astype(total.dtype), sums, bar)
+    return sums, None
+
+
+added_to.defvjp(lambda sums, copies: (copies, sums), _added_bwd)
+
+
 def travels_over(spec: P) -> tuple[str, ...]:
   """Mesh axes over which a parameter's gradients are added up; () where its device is alone."""
   split = axes_of(spec)

@@ -75,7 +75,7 @@ def device_overlap(events: list[Event], steps: int = 1) -> Overlap:
 
 # Named scopes: of a pair's steps, of a step's other parts, and of what travels beside rows.
 STAGES = ("attention", "mlp", "route", "dispatch", "experts", "combine", "add")
-STAGES += ("embedding", "loss", "cast", "optimizer")
+STAGES += ("embedding", "loss", "cast", "optimizer", "clip", "accumulate", "stack")
 STAGES += ("counts", "weights", "tensor", "gradients", "statistics")
 ALL_REDUCE = "all-reduce"  # a sum over devices that has no name
 OTHER = "other"
@@ -84,6 +84,8 @@ OTHER = "other"
 def stage_of(op_name: str) -> str:
   """The innermost stage word of an op_name."""
   parts = op_name.split("/")
+  if parts[-1] == "add":  # the operation, not the stage of that name
+    parts.pop()
   for part in reversed(parts):
     for stage in STAGES:
       if re.fullmatch(rf"(\w+\()*{stage}\)*", part):

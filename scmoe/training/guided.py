@@ -107,6 +107,14 @@ class GuidedStep:
         self._finish_trace()
     return out
 
+  def named_program(self) -> Program:
+    """The program, or where CUDA graphs hide its operations, the same compiled without them."""
+    assert self.program is not None, "not compiled yet"
+    plain = self.overlap.compiler_options(gpu=self.gpu, profiling=True)
+    if plain == self.overlap.compiler_options(gpu=self.gpu):
+      return self.program
+    return Program(self.program.lowered).compile(plain)
+
   def _compile(self, profile: bytes, *, profiling: bool) -> None:
     assert self.program is not None
     options = self.overlap.compiler_options(gpu=self.gpu, profiling=profiling)

@@ -88,6 +88,8 @@ def upgraded_config(values: dict[str, Any]) -> dict[str, Any]:
     overlap["backward"] = word or _slot_name(slot, model)
   if "barriers" in overlap:
     overlap["order"] = "barriers" if overlap.pop("barriers") else "xla"
+  if isinstance(overlap.get("command_buffers"), bool):
+    overlap["command_buffers"] = "on" if overlap["command_buffers"] else "auto"
   if overlap.pop("sequential", False):
     overlap["schedule"] = "off"
   return values

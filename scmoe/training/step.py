@@ -70,8 +70,10 @@ class Objective(Protocol):
       params: the parameters, once for each microbatch: their gradients stay apart.
       router: state that gradients do not train.
       batches, rngs: of each microbatch; typed keys.
-      sums, reduction: if given, parameters go through the reduction, with these sums, before they
-        are read: one layer's at a time, if their gradients are to travel while others are computed.
+      sums: if given, their gradient is what was there plus that of the parameters, which have none
+        (`scmoe.parallel.gradients.added_to`).
+      reduction: if given too, parameters go through it, with these sums, before they are read: one
+        layer's at a time, if their gradients are to travel while others are computed.
     """
     ...
 
@@ -164,12 +166,14 @@ def make_train_step(
       objective, params, state.router, batch, rng, specs.params, gradient_dtype, flight
     )
     with jax.named_scope("optimizer"):
-      norm = global_norm(grads, specs.params)
+      with jax.named_scope("clip"):
+        norm = global_norm(grads, specs.params)
       # Before clipping: clipping by a norm with one inf turns that leaf into NaN, the rest into 0.
       finite = jnp.isfinite(loss) & jnp.isfinite(norm)
       router = objective.update_router(state.router, aux)
       new = _updated(state, grads, norm, router, optimizer, finite)
-    scalars, arrays = objective.metrics(aux)
+    with jax.named_scope("statistics"):
+      scalars, arrays = objective.metrics(aux)
     scalars = {"loss": loss} | scalars | {"objective": loss}
     scalars |= {"grad_norm": norm, "lr": optimizer.schedule(state.step), "finite": finite}
     scalars |= {"skipped": new.skipped, "skipped_in_row": new.skipped_in_row}
@@ -228,20 +232,25 @@ def accumulate(
 
   def add(total: PyTree, new: PyTree) -> PyTree:
     # Widened as they are added: no float32 copy of all gradients is written.
-    return jax.tree.map(lambda sum, new: sum + new.astype(sum.dtype), total, new)
+    with jax.named_scope("accumulate"):
+      return jax.tree.map(lambda sum, new: sum + new.astype(sum.dtype), total, new)
 
   def microbatches(total: PyTree, item: tuple[Batch, Array]) -> tuple[PyTree, None]:
-    (grads, _), results = differentiate(*each(*item), None, None)
-    return functools.reduce(add, zip(results, grads), total), None
+    done, sums = total
+    sums, results = jax.grad(objective.losses, 4, has_aux=True)(*each(*item), sums, None)
+    return (functools.reduce(add, results, done), sums), None
 
   if count == 1 and not handed_over:
     ((grads,), _), ((loss, aux),) = differentiate(*each(batch, 0), None, None)
-    return loss.astype(jnp.float32), grads, aux
+    # Whole before they are read: the optimizer, joined with what puts the layers' own together,
+    # took twice as long (experiments/LOG.md, 2026-11-22).
+    return loss.astype(jnp.float32), jax.lax.optimization_barrier(grads), aux
   grouped = jax.tree.map(lambda x: x.reshape(count // size, size, *x.shape[1:]), batch)
   group = lambda which: jax.tree.map(lambda x: x[which], grouped)
   (grads, _), results = jax.eval_shape(differentiate, *each(group(0), 0), None, None)
   zeros = lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32))
-  total = jax.tree.map(zeros, (results[0], grads[0]))
+  with jax.named_scope("accumulate"):
+    total = jax.tree.map(zeros, (results[0], grads[0]))
   alone = count // size - handed_over
   if alone:
     early = group(slice(alone)), size * jnp.arange(alone)
@@ -255,7 +264,8 @@ def accumulate(
     merge = lambda ours, theirs: theirs if ours is None else ours
     total = done, jax.tree.map(merge, sums, grads, is_leaf=lambda leaf: leaf is None)
   (loss, aux), grads = total
-  return loss / count, jax.tree.map(lambda g: g / count, grads), aux
+  with jax.named_scope("accumulate"):
+    return loss / count, jax.tree.map(lambda g: g / count, grads), aux
 
 
 def _updated(

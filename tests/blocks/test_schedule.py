@@ -304,7 +304,12 @@ def test_compiler_options():
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_enable_command_buffer": "",
   }
-  graphs = OverlapConfig(command_buffers=True)
+  one = OverlapConfig().derived(gpu=True, exchange=False, pairs=1, devices=1)
+  assert "xla_gpu_enable_command_buffer" not in one.compiler_options(gpu=True)
+  for gpu, devices in ((True, 2), (False, 1)):
+    found = OverlapConfig().derived(gpu=gpu, exchange=False, pairs=1, devices=devices)
+    assert found.command_buffers == "off"
+  graphs = OverlapConfig(command_buffers="on")
   assert "xla_gpu_enable_command_buffer" not in graphs.compiler_options(gpu=True)
   assert "xla_gpu_enable_command_buffer" in graphs.compiler_options(gpu=True, profiling=True)
 
@@ -326,3 +331,21 @@ def test_the_description_names_the_best_slot_and_prints_the_list_that_runs():
   schedule = make_schedule(WIRINGS["scmoe_pos3"], 2, OverlapConfig(schedule=INSIDE))
   assert describe(times("pos3"), schedule).startswith(f"{schedule}\n")
   assert "attention 1: projections | experts | combine | attention 1: mixing" in str(schedule)
+
+
+@pytest.mark.parametrize(
+  ("given", "gpu", "exchange", "pairs", "per_step", "decoding"),
+  [
+    (-1, True, False, 12, 12, 4),  # GPUs: all written out
+    (-1, True, True, 4, 4, 4),
+    (-1, True, True, 12, 4, 4),  # compiled twice, and twice as long
+    (-1, True, False, 40, 1, 1),  # too many to compile
+    (-1, False, True, 4, 1, 1),
+    (0, False, False, 3, 3, 3),
+    (2, True, True, 12, 2, 2),  # as the user has it
+  ],
+)
+def test_pairs_of_a_step(given, gpu, exchange, pairs, per_step, decoding):
+  overlap = OverlapConfig(unroll=given).derived(gpu=gpu, exchange=exchange, pairs=pairs)
+  assert overlap.pairs_per_step(pairs) == per_step
+  assert overlap.pairs_per_step(pairs, decoding=True) == decoding

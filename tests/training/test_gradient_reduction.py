@@ -13,8 +13,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from scmoe.batch import Batch
+from scmoe.blocks.options import OverlapConfig
 from scmoe.build import build
 from scmoe.config import RunConfig
+from scmoe.models import stacked
 from scmoe.models.config import ModelConfig
 from scmoe.models.gpt import GPT
 from scmoe.models.objective import LanguageModelObjective
@@ -55,10 +57,11 @@ MESHES = {
 }
 
 
-def parts(router=NOISY, dispatch=ROOM, dtype="float32"):
+def parts(router=NOISY, dispatch=ROOM, dtype="float32", layers=1, unroll=1):
   """(objective, parameters, their PartitionSpecs)."""
-  config = dataclasses.replace(CONFIG, dtype=dtype)
-  make = lambda: GPT(config, router=router, dispatch=dispatch, rngs=nnx.Rngs(params=0))
+  config = dataclasses.replace(CONFIG, dtype=dtype, num_layers=layers)
+  options = {"router": router, "dispatch": dispatch, "overlap": OverlapConfig(unroll=unroll)}
+  make = lambda: GPT(config, **options, rngs=nnx.Rngs(params=0))
   graph, state = nnx.split(nnx.eval_shape(make))
   # Drawn here: the model's own initialisation would have to be compiled.
   numbers = np.random.default_rng(0)
@@ -77,9 +80,11 @@ def batch_of(microbatches, rows, length=8, uneven=True):
 
 
 @functools.cache
-def run(mesh, router=NOISY, dispatch=ROOM, dtype="float32", microbatches=2, uneven=True, flight=1):
+def run(
+  mesh, router=NOISY, dispatch=ROOM, dtype="float32", microbatches=2, uneven=True, flight=1, **model
+):
   """(loss, gradients, their norm, sums) of eight rows on a mesh of this name, as a step's."""
-  objective, params, specs = parts(router, dispatch)
+  objective, params, specs = parts(router, dispatch, **model)
 
   def local(params, batch):
     loss, grads, aux = accumulate(
@@ -135,6 +140,24 @@ def test_microbatches_side_by_side_are_those_of_one_after_the_other(mesh, flight
   want, got = run(mesh, **options), run(mesh, flight=flight, **options)
   for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+  ("mesh", "microbatches", "flight"),
+  # No flight of the mesh: exchanges that wait for nothing meet in any order on simulated devices.
+  [
+    ("one", 1, 1),
+    ("one", 4, 1),
+    ("one", 4, 2),
+    ("data and expert", 1, 1),
+    ("data and expert", 4, 1),
+  ],
+)
+def test_layers_written_out_have_the_gradients_of_the_scan(mesh, microbatches, flight, monkeypatch):
+  """As where there are too many to concatenate; each gradient added to its own place."""
+  monkeypatch.setattr(stacked, "CONCATENATED", 1)
+  options = {"microbatches": microbatches, "flight": flight, "layers": 2}
+  assert_same(run(mesh, unroll=0, **options), run(mesh, unroll=1, **options))
 
 
 def test_a_flight_that_divides_no_step_is_none():

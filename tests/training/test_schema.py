@@ -165,6 +165,8 @@ def test_leaves_of_every_kind_of_expert():
     ({"overlap": {"backward_slot": -2.0}}, {"overlap": {"backward": "free"}}),
     ({"overlap": {"backward_slot": 2.0}}, {"overlap": {"backward": "attention 1"}}),
     ({"overlap": {"unroll": 0}}, {"overlap": {"unroll": 0}}),
+    ({"overlap": {"command_buffers": False}}, {"overlap": {"command_buffers": "auto"}}),
+    ({"overlap": {"command_buffers": True}}, {"overlap": {"command_buffers": "on"}}),
   ],
   ids=lambda value: "-".join(f"{k}.{n}" for k, part in value.items() for n in part),
 )

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from scmoe.batch import Batch
 from scmoe.blocks.options import OverlapConfig
 from scmoe.parallel.collectives import largest, total
+from scmoe.parallel.gradients import added_to
 from scmoe.parallel.mesh import BATCH_AXES, axis_size, own_share, shardings_of
 from scmoe.training.loop import Trainer
 from scmoe.training.optimizer import Optimizer, make_optimizer
@@ -64,6 +65,8 @@ class Objective:
     """One after the other."""
     if reduction is not None:
       params = dataclasses.replace(reduction, sums=sums).copies(params)
+    elif sums is not None:
+      params = added_to(sums, params)
     found = [self.loss(p, router, b, r) for p, b, r in zip(params, batches, rngs)]
     return jnp.stack([loss for loss, _ in found]).sum(), found
 

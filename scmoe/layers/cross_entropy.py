@@ -2,8 +2,9 @@
 
 The scores of all tokens for a whole vocabulary are the largest array of many models, and read and
 written in float32 they take as long as the products themselves. Here a chunk of tokens has its
-scores, its losses and, in training, its gradient before the next one's scores are made, in memory
-that depends neither on the number of tokens nor on the vocabulary.
+scores, its losses and, in training, its gradient before the next one's scores are made. Scores take
+at most 1 GiB, however many tokens and however large a vocabulary; the weight's gradient is added up
+in one float32 array of its size.
 
 The gradient of a sum of losses needs nothing that comes later but one number, so it is computed on
 the way and the backward pass multiplies it: scores are products once, and never kept.

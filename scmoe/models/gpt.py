@@ -245,7 +245,8 @@ def together(
   carry, sums = (jnp.ones((), bool), starts), reduction and reduction.sums
   others = [g.caches for g in given], keys, router.get("bias")
   decoding, pairs = shared.caches is not None, config.num_pairs
-  per_step = model.overlap.pairs_per_step(pairs, decoding=decoding)
+  exchange = axis_size("expert") > 1
+  per_step = model.overlap.pairs_per_step(pairs, decoding=decoding, exchange=exchange)
   if per_step < pairs or pairs == 1:
     params = params if into is None else added_to(into, params)
     (_, ends), made = jax.lax.scan(body, carry, (params, sums, others), unroll=per_step)

@@ -247,10 +247,10 @@ def accumulate(
     return loss.astype(jnp.float32), jax.lax.optimization_barrier(grads), aux
   grouped = jax.tree.map(lambda x: x.reshape(count // size, size, *x.shape[1:]), batch)
   group = lambda which: jax.tree.map(lambda x: x[which], grouped)
-  (grads, _), results = jax.eval_shape(differentiate, *each(group(0), 0), None, None)
+  results = jax.eval_shape(objective.losses, *each(group(0), 0))[1]
   zeros = lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32))
   with jax.named_scope("accumulate"):
-    total = jax.tree.map(zeros, (results[0], grads[0]))
+    total = jax.tree.map(zeros, (results[0], params))
   alone = count // size - handed_over
   if alone:
     early = group(slice(alone)), size * jnp.arange(alone)

@@ -23,6 +23,7 @@ from scmoe.blocks.mix import Mix
 from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.schedule import make_schedule
 from scmoe.blocks.wiring import Tap, is_handed_over
+from scmoe.errors import ConfigError
 from scmoe.layers.attention import KeyValues
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.experts import Experts
@@ -51,7 +52,7 @@ class Context:
     mask_BS: bool, tokens that are not padding; all if None.
     keys: random keys of the gates' noise, [units, gatings]; None outside training.
     bias_E: balancing bias of the choice of experts, or None.
-    gate: index of the gate that chooses, where there are several.
+    gate: index of the gate that chooses, where there are several; may be traced.
     no_drop: experts have room for every token.
     recompute_experts: the backward pass computes the experts' activations again.
   """
@@ -61,7 +62,7 @@ class Context:
   mask_BS: Bool[Array, "B S"] | None = None
   keys: Array | None = None
   bias_E: Float[Array, " E"] | None = None
-  gate: int = dataclasses.field(default=0, metadata={"static": True})
+  gate: int | Array = 0
   no_drop: bool = dataclasses.field(default=False, metadata={"static": True})
   recompute_experts: bool = dataclasses.field(default=False, metadata={"static": True})
 
@@ -228,6 +229,11 @@ class BlockPair(nnx.Module):
 
     Arguments as of a call.
     """
+    if h_BSD.ndim != 3 or h_BSD.shape[-1] != self.config.width:
+      raise ConfigError(
+        f"the block pair reads [batch, sequence, width {self.config.width}], got "
+        f"{list(h_BSD.shape)}"
+      )
     h_BSD = yield h_BSD
     wiring, total = self.wiring, None
     positions_BS = context.positions_BS

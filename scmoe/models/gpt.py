@@ -45,7 +45,7 @@ class Pass:
     no_drop: experts have room for every token.
     remat: what the backward pass recomputes: none; dots (all but matrix products); moe (expert
       activations, nothing that travelled); full (all but the rows that travelled).
-    gate: index of the gate that chooses, where `router.gates` > 1.
+    gate: index of the gate that chooses, where `router.gates` > 1; may be traced.
     reduction: of the gradients of `stages`, one pair's at a time, or None.
     sums: float32 like `stages`, to which their gradients are added on this device, or None; see
       `scmoe.parallel.gradients.added_to`.
@@ -59,7 +59,7 @@ class Pass:
   caches: Any = None
   no_drop: bool = dataclasses.field(default=False, metadata={"static": True})
   remat: str = dataclasses.field(default="none", metadata={"static": True})
-  gate: int = dataclasses.field(default=0, metadata={"static": True})
+  gate: int | Array = 0
   reduction: Reduction | None = dataclasses.field(default=None, metadata={"static": True})
   sums: Any = None
 
@@ -164,12 +164,17 @@ class GPT(nnx.Module):
     per optimizer step.
 
     Returns:
-      `bias`: balancing biases [layers, E], with `router.bias`.
+      `bias`: balancing biases [layers, E], with `router.bias`; `turn`: int32, the gate whose turn
+      it is to train, with `router.gates` > 1.
     """
-    config = self.config
-    if not config.wiring_rule.taps or self.router.bias == "none":
-      return {}
-    return {"bias": jnp.zeros((config.num_pairs, config.num_experts), jnp.float32)}
+    config, state = self.config, {}
+    if not config.wiring_rule.taps:
+      return state
+    if self.router.bias != "none":
+      state["bias"] = jnp.zeros((config.num_pairs, config.num_experts), jnp.float32)
+    if self.router.gates > 1:
+      state["turn"] = jnp.zeros((), jnp.int32)
+    return state
 
 
 def together(

@@ -120,6 +120,7 @@ class LanguageModelObjective:
         mask_BS=batch.segment_ids > 0,
         key=rng,
         router=router,
+        gate=(router or {}).get("turn", 0),
         remat=self.remat,
         reduction=stages,
         sums=into,
@@ -189,11 +190,16 @@ class LanguageModelObjective:
     return scalars, arrays
 
   def update_router(self, router: Any, aux: LossSums) -> Any:
-    """Router state after a step, from the loads of the global batch and all its microbatches."""
-    if aux.router is None or "bias" not in (router or {}):
-      return router
-    rule, rate = self.router.bias, self.router.bias_rate
-    return {**router, "bias": update_bias(router["bias"], aux.router, rule, rate)}
+    """Router state after a step, from the loads of the global batch and all its microbatches.
+
+    Of several gates the next one has its turn: each trains in every `router.gates`-th step.
+    """
+    new = dict(router or {})
+    if aux.router is not None and "bias" in new:
+      new["bias"] = update_bias(new["bias"], aux.router, self.router.bias, self.router.bias_rate)
+    if "turn" in new:
+      new["turn"] = (new["turn"] + 1) % self.router.gates
+    return new
 
 
 def cast_params(params: Any, dtype: Any) -> Any:

@@ -70,7 +70,7 @@ class MoECall:
     bias_E: balancing bias of the choice (`router.bias`), or None.
     avoid_T: int32, an expert that each token must not visit (DGMoE), or None.
     k: experts per token; None: the layer's.
-    gate: index of the gate that chooses, where there are several (Tutel gate_index).
+    gate: index of the gate that chooses, where there are several (Tutel gate_index); may be traced.
     capacity_factor: for this call, instead of the configured one (Tutel's runtime capacity); 0
       drops nothing.
     no_drop: give every queue room for all tokens (decoding, exact evaluation).
@@ -81,7 +81,7 @@ class MoECall:
   bias_E: Float[Array, " E"] | None = None
   avoid_T: Int[Array, " T"] | None = None
   k: int | None = None
-  gate: int = 0
+  gate: int | Array = 0
   capacity_factor: float | None = None
   no_drop: bool = False
 
@@ -170,6 +170,7 @@ class MoE(nnx.Module):
     Raises:
       ConfigError: x has another width than the layer, or see `route` and `make_transport`.
     """
+    self._check_width(x)
     if not x.size:
       # Gathers and kernels need a row to read, so one masked token stands in for no token.
       one = dataclasses.replace(call, mask=jnp.zeros(1, bool), key=None, no_drop=True, avoid_T=None)
@@ -189,11 +190,7 @@ class MoE(nnx.Module):
   def route(self, x: Float[Array, "... D"], call: MoECall = MoECall()) -> Flight:
     """Chooses experts and weights for all tokens, and the transport that takes them there."""
     config, router = self.config, self.config.router
-    if x.shape[-1] != config.width:
-      raise ConfigError(
-        f"the MoE layer has width {config.width}, got tokens of shape {list(x.shape)}; the last "
-        "dimension must be the width"
-      )
+    self._check_width(x)
     x_TD = x.reshape(-1, config.width)
     options = {"num_experts": config.num_experts, "bias_E": call.bias_E}
     options |= {"mask_T": None if call.mask is None else call.mask.reshape(-1)}
@@ -227,7 +224,26 @@ class MoE(nnx.Module):
     y_TD = total(y_TD, self.experts.partial, "tensor")
     return y_TD, router_sums(flight.routing, flight.arrived.dropped, flight.arrived.rounds)
 
-  def _gate(self, index: int) -> Any:
+  def _check_width(self, x: Array) -> None:
+    if not x.ndim or x.shape[-1] != self.config.width:
+      raise ConfigError(
+        f"the MoE layer has width {self.config.width}, got tokens of shape {list(x.shape)}; the "
+        "last dimension must be the width"
+      )
+
+  def _gate(self, index: int | Array) -> Any:
+    """A gate by its index, which may be traced: then all of them are of one kind."""
+    if isinstance(index, Array):
+      apart = [nnx.split(gate) for gate in self.router_gate]
+      kinds = [
+        (graph, jax.tree.map(jnp.shape, nnx.to_pure_dict(params))) for graph, params in apart
+      ]
+      if any(kind != kinds[0] for kind in kinds):
+        raise ConfigError(
+          "gates that take turns must be of one class and size; pass an int as gate"
+        )
+      chosen = jax.tree.map(lambda *params: jnp.stack(params)[index], *(p for _, p in apart))
+      return nnx.merge(apart[0][0], chosen)
     if not 0 <= index < len(self.router_gate):
       raise ConfigError(
         f"gate={index} is none of the {len(self.router_gate)} gates; raise router.gates or use "

@@ -64,7 +64,10 @@ class RouterConfig:
     "linear", "what scores the experts: linear, cosine, or a word added to scmoe.moe.gates.GATES"
   )
   gates: int = option(
-    1, "gates over the one set of experts; a call says by index which one it uses", minimum=1
+    1,
+    "gates over the one set of experts, which train by turns, one in a step; a call says by index "
+    "which one it uses, evaluation and generation the first",
+    minimum=1,
   )
   cosine_dim: int = option(256, "cosine gate: width of its projection (Tutel proj_dim)", minimum=1)
   fp32_gate: bool = option(

@@ -186,7 +186,7 @@ class Checkpointer:
       meta, data = _read_json(place)
       if check is not None:
         check(meta)
-      restored = Restored(step, _load(place, abstract, meta), _own(data["processes"]), meta)
+      restored = Restored(step, load(place, abstract, meta), _own(data["processes"]), meta)
     except Damaged as error:
       problem = str(error)
     if not all_agree(restored is not None):
@@ -300,7 +300,7 @@ def restore_part(
   for candidate in reversed(steps):
     place = directory / str(candidate)
     try:
-      return _load(place, abstract, _read_json(place)[0], partial=True)
+      return load(place, abstract, _read_json(place)[0], partial=True)
     except Damaged as error:
       warn(f"checkpoint {place} cannot be used: {error}")
   raise CheckpointError(_nothing_there(directory, step))
@@ -312,15 +312,25 @@ def _nothing_there(directory: Path, step: int | None) -> str:
   return f"no valid {wanted} in {directory}; steps there: {have}"
 
 
-def _load(place: Path, abstract: PyTree, meta: dict, *, partial: bool = False) -> PyTree:
-  """Reads and verifies arrays.
+def load(place: Path, abstract: PyTree, meta: dict, *, partial: bool = False) -> PyTree:
+  """Reads and verifies the arrays of one step.
+
+  Args:
+    place: directory of the step.
+    abstract: pytree of ShapeDtypeStruct with shardings.
+    meta: of the step.
+    partial: `abstract` may leave out leaves.
 
   Raises:
     Damaged: a file cannot be read, or a leaf is not what was written.
     ConfigError: a leaf should have another shape or type, or is missing.
   """
   wanted = _flatten(abstract)
-  _check_leaves(place, wanted, meta["leaves"], partial)
+  # Before anything is read: orbax would cast or pad.
+  if problem := misfit(abstract, meta["leaves"], partial=partial):
+    raise ConfigError(
+      f"checkpoint {place} {problem}; resume with the configuration it was written with"
+    )
   stored = {name: meta["leaves"][name].get("stored_as", name) for name in wanted}
   arrays = _read_arrays(place, {stored[name]: leaf for name, leaf in wanted.items()})
   leaves = {name: arrays[stored[name]] for name in wanted}
@@ -356,22 +366,28 @@ def _read_arrays(place: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
   return {name: leaves[name] for name in wanted}
 
 
-def _check_leaves(place: Path, wanted: dict, stored: dict, partial: bool) -> None:
-  """Compares names, shapes and types before anything is read: orbax would cast or pad."""
-  remedy = "resume with the configuration it was written with"
+def misfit(abstract: PyTree, stored: dict[str, dict], *, partial: bool = False) -> str:
+  """How the names, shapes and types of stored leaves differ from those asked for; "" if not.
+
+  Args:
+    abstract: pytree of ShapeDtypeStruct.
+    stored: `leaves` of a checkpoint's meta.
+    partial: `abstract` may leave out leaves.
+  """
+  wanted = _flatten(abstract)
   missing = sorted(set(wanted) - set(stored))
   extra = [] if partial else sorted(set(stored) - set(wanted))
   if missing or extra:
-    what, where = (missing[0], "lacks") if missing else (extra[0], "also holds")
-    raise ConfigError(f"checkpoint {place} {where} {what!r}; {remedy}")
+    return f"lacks {missing[0]!r}" if missing else f"also holds {extra[0]!r}"
   for name, leaf in wanted.items():
     have = (tuple(stored[name]["shape"]), stored[name]["dtype"])
     want = (tuple(leaf.shape), str(leaf.dtype))
     if have != want:
-      raise ConfigError(
-        f"checkpoint {place} holds {name} as {have[1]}{list(have[0])}, the configuration asks for "
-        f"{want[1]}{list(want[0])}; {remedy}"
+      return (
+        f"holds {name} as {have[1]}{list(have[0])}, the configuration asks for "
+        f"{want[1]}{list(want[0])}"
       )
+  return ""
 
 
 def _describe(leaves: dict[str, jax.Array]) -> dict[str, dict]:

@@ -26,7 +26,7 @@ from scmoe.errors import (
   StorageError,
 )
 from scmoe.parallel.mesh import batch_sharding
-from scmoe.training.checkpoint import Checkpointer
+from scmoe.training.checkpoint import Checkpointer, misfit
 from scmoe.training.distributed import all_agree, first_decides, is_first
 from scmoe.training.health import CollapseAlarm
 from scmoe.training.metrics import Bar, Meter, Metrics, console_line, short_lists
@@ -269,7 +269,8 @@ class _Run:
     """Refuses a checkpoint of another configuration or other data; prints what may differ."""
     allow = self.built.checkpoint.allow_config_change
     current = json.loads(json.dumps(self.built.config))
-    lines = check_config(meta["config"], current, allow_change=allow)
+    fits = not misfit(self.abstract, meta["leaves"])
+    lines = check_config(meta["config"], current, allow_change=allow, fits=fits)
     data = json.loads(json.dumps(self.trainer.data.fingerprint()))
     lines += check_data(meta["data_fingerprint"], data, allow_change=allow)
     if lines and self.first:
@@ -374,8 +375,14 @@ class _Run:
     raise NonFiniteError(
       f"{values['skipped_in_row']} steps in a row up to step {step} had a non-finite loss or "
       f"gradient (train.max_skipped_in_row={self.train.max_skipped_in_row}); state and batch "
-      f"are in {folder}. Lower optimizer.learning_rate or optimizer.clip_norm, or look at the data"
+      f"are in {folder}. {self._remedy()}, or look at the data"
     )
+
+  def _remedy(self) -> str:
+    """What may help against numbers that are not finite, as this run is configured."""
+    clip = self.built.config.get("optimizer", {}).get("clip_norm", 0)
+    limit = f"lower optimizer.clip_norm={clip:g}" if clip else "set optimizer.clip_norm=1"
+    return f"Lower optimizer.learning_rate, {limit}"
 
   # -- between steps ----------------------------------------------------------------------------
 

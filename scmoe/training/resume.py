@@ -40,7 +40,11 @@ _ABSENT = "(not set)"
 
 
 def check_config(
-  stored: dict[str, Any], current: dict[str, Any], *, allow_change: bool = False
+  stored: dict[str, Any],
+  current: dict[str, Any],
+  *,
+  allow_change: bool = False,
+  fits: bool = True,
 ) -> list[str]:
   """Lines `field: stored -> current` for what differs; empty if nothing does.
 
@@ -48,16 +52,19 @@ def check_config(
     stored: nested dict of the checkpoint's configuration.
     current: nested dict of this run's configuration.
     allow_change: accept any difference.
+    fits: the stored arrays have the names, shapes and types that this run asks for. Where they have
+      not, no permission helps, and none is suggested.
 
   Raises:
     ConfigError: a field outside `SAFE` differs.
   """
   lines, refused = _compare(stored, current)
-  if refused and not allow_change:
-    raise ConfigError(
-      f"the checkpoint was written with another configuration: {_some(refused)}; undo the change, "
-      "use another workdir, or set checkpoint.allow_config_change=True"
-    )
+  if refused and not (allow_change and fits):
+    changed = f"the checkpoint was written with another configuration: {_some(refused)}"
+    remedy = "undo the change, use another workdir, or set checkpoint.allow_config_change=True"
+    if not fits:
+      remedy = "its arrays do not fit this one; undo the change, or use another workdir"
+    raise ConfigError(f"{changed}; {remedy}")
   return lines
 
 

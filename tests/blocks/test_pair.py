@@ -139,3 +139,9 @@ def test_units_of_one_block_read_the_preceding_one(wiring):
 
 def test_a_pair_of_two_blocks_hands_nothing_over():
   assert make_pair("scmoe_pos2")(inputs()).handed_BSD is None
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 15), (5, 16), (16,)])
+def test_a_wrong_shape_names_what_would_do(shape):
+  with pytest.raises(ConfigError, match=r"reads \[batch, sequence, width 16\], got \["):
+    make_pair("dense")(jnp.zeros(shape))

@@ -187,10 +187,15 @@ def test_gates_share_the_experts_and_are_chosen_per_call():
   moe = layer(RouterConfig(gates=2))
   first, second = run(moe, x)[0], run(moe, x, gate=1)[0]
   assert not np.allclose(first, second)
+  for index, want in ((0, first), (1, second)):  # traced, as training takes turns
+    np.testing.assert_array_equal(run(moe, x, gate=jnp.asarray(index))[0], want)
   moe.router_gate[0] = moe.router_gate[1]
   np.testing.assert_array_equal(run(moe, x)[0], second)
   with pytest.raises(ConfigError, match="gate=2 is none of the 2 gates"):
     moe.route(x, MoECall(gate=2))
+  moe.router_gate[1] = LinearGate(4, 2, RouterConfig(), init_std=1, rngs=nnx.Rngs(0))
+  with pytest.raises(ConfigError, match="one class and size"):
+    moe.route(x, MoECall(gate=jnp.asarray(1)))
 
 
 class ConstantGate(nnx.Module):

@@ -1,4 +1,7 @@
-"""Balancing biases of a real model, from the loads of all microbatches to a resumed run."""
+"""Balancing biases of a real model, from the loads of all microbatches to a resumed run.
+
+And two gates, which share its experts and train by turns.
+"""
 
 import dataclasses
 import functools
@@ -34,7 +37,8 @@ FIELDS = {
 def setup(rule):
   """(step, fresh state on the host, abstract state) of a tiny model with balancing biases."""
   run = load_config(find_config("quickstart"), "smoke")
-  for path, text in (FIELDS | {"router.bias": rule}).items():
+  gates = "2" if rule == "sign" else "1"
+  for path, text in (FIELDS | {"router.bias": rule, "router.gates": gates}).items():
     run = with_field(run, path, text)
   run = run.resolve(num_devices=1, vocab_size=build.vocab_size(run.data))
   built = build.build(run, jax.devices()[:1])
@@ -109,3 +113,23 @@ def test_biases_of_an_accumulated_run(rule, tmp_path):
   resumed, resumed_biases, _ = train(rule, 2, 4, restored.state)
   assert bits(resumed) == bits(state)
   np.testing.assert_array_equal(resumed_biases, biases[2:])
+
+
+def test_gates_train_by_turns_and_the_turn_is_resumed():
+  def moments(state):
+    """Largest first moment of each gate."""
+    gates = state.opt_state[1].mu["stages"]["moe"]["router_gate"]
+    return [float(np.abs(gates[i]["weight"]).max()) for i in (0, 1)]
+
+  one, _, _ = train("sign", 0, 1)
+  assert int(one.router["turn"]) == 1
+  first, second = moments(one)
+  assert first > 0
+  assert second == 0, "the second gate waits for its turn"
+  two, _, _ = train("sign", 1, 2, one)
+  assert int(two.router["turn"]) == 0
+  assert moments(two)[1] > 0
+  np.testing.assert_allclose(
+    moments(two)[0], 0.9 * first, rtol=1e-5
+  )  # beta1: no gradient of its own
+  assert "turn" not in setup("pid")[2].router

@@ -41,6 +41,15 @@ def saved(setup, tmp_path_factory):
   return workdir, written
 
 
+@pytest.fixture(scope="module")
+def read(saved, setup):
+  """Files of array data of step 3 that a restore reads, largest first, below its directory."""
+  step = saved[0] / "checkpoints" / "3"
+  files = [file.relative_to(step) for file in leaf_files(step, setup.abstract)]
+  assert {file.parts[0] for file in files} == {"params", "state"}
+  return files
+
+
 @pytest.fixture
 def run(saved, tmp_path):
   """A copy of the saved run that may be damaged."""
@@ -106,8 +115,8 @@ def test_expert_parallel_there_and_back(run, saved, setup, mesh_of, tmp_path):
 
 
 @pytest.mark.parametrize(("where", "bit"), [(0.5, 1), (0.7, 128)])
-def test_flipped_bit_is_detected_and_survived(run, saved, setup, capsys, where, bit):
-  flip(leaf_files(run / "checkpoints" / "3")[0], where, bit)
+def test_flipped_bit_is_detected_and_survived(run, saved, read, setup, capsys, where, bit):
+  flip(run / "checkpoints" / "3" / read[0], where, bit)
   restored = restore(run, setup)
   assert restored.step == 2
   assert bits(restored.state) == saved[1][2]
@@ -130,38 +139,39 @@ def test_a_flipped_bit_in_any_file_is_detected_or_without_effect(run, saved, set
   assert found >= 5  # descriptions, manifests and data; not copies that nothing refers to
 
 
-def truncate(step):
-  path = leaf_files(step)[0]
+def truncate(step, file):
+  path = step / file
   path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def zero(step):
-  path = leaf_files(step)[0]
+def zero(step, file):
+  path = step / file
   path.write_bytes(bytes(path.stat().st_size))
 
 
 DAMAGE = {
   "truncated": truncate,
-  "deleted": lambda step: leaf_files(step)[0].unlink(),
+  "deleted": lambda step, file: (step / file).unlink(),
   "zeroed": zero,
-  "no weights": lambda step: shutil.rmtree(step / "params"),
-  "no description": lambda step: (step / "meta" / "metadata").unlink(),
-  "description": lambda step: flip(step / "meta" / "metadata", 0.9),
-  "data position": lambda step: (step / "data" / "metadata").write_text('{"processes": [{}]}'),
+  "no weights": lambda step, _: shutil.rmtree(step / "params"),
+  "no description": lambda step, _: (step / "meta" / "metadata").unlink(),
+  "description": lambda step, _: flip(step / "meta" / "metadata", 0.9),
+  "data position": lambda step, _: (step / "data" / "metadata").write_text('{"processes": [{}]}'),
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damaged_step_is_set_aside_and_the_previous_used(run, saved, setup, kind):
-  DAMAGE[kind](run / "checkpoints" / "3")
+def test_damaged_step_is_set_aside_and_the_previous_used(run, saved, read, setup, kind):
+  DAMAGE[kind](run / "checkpoints" / "3", read[0])
   restored = restore(run, setup)
   assert restored.step == 2
   assert bits(restored.state) == saved[1][2]
   assert any(n.startswith("3.bad-") for n in names(run))
 
 
-def test_readers_fall_back_without_touching_the_directory(run, setup):
-  flip(leaf_files(run / "checkpoints" / "3" / "params")[0])
+def test_readers_fall_back_without_touching_the_directory(run, read, setup):
+  weights = next(file for file in read if file.parts[0] == "params")
+  flip(run / "checkpoints" / "3" / weights)
   before = names(run)
   params = restore_params(run, setup.abstract.params)
   assert bits(params) == bits(restore_params(run, setup.abstract.params, 2))
@@ -172,7 +182,8 @@ def test_readers_fall_back_without_touching_the_directory(run, setup):
 
 def test_all_bad_never_starts_again_from_nothing(run, setup):
   for step in (1, 2, 3):
-    zero(run / "checkpoints" / str(step))
+    for file in (run / "checkpoints" / str(step)).rglob("d/*"):
+      file.write_bytes(bytes(file.stat().st_size))
   for _ in range(2):  # the second time only renamed directories are left
     with pytest.raises(CheckpointError, match=r"1\.bad-.* are damaged") as caught:
       restore(run, setup)

@@ -1,5 +1,6 @@
 """Whole runs of the loop: resume, skipped steps, being stopped, outputs that fail."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -95,6 +96,32 @@ def test_unsafe_change_is_refused(whole, mesh8):
   assert "allow_config_change" in str(caught.value)
   with pytest.raises(ConfigError, match=r"model\.width: \(not set\) -> 4"):
     trainer(mesh8, whole[0], config={"model": {"width": 4}}).run()
+
+
+def test_a_permission_is_suggested_only_where_it_helps(whole, mesh8):
+  """A model of another shape does not load, whatever is allowed."""
+  other = Setup(mesh8).abstract
+  fewer = {name: leaf for name, leaf in other.params.items() if name != "router"}
+  abstract = dataclasses.replace(other, params=fewer)
+  for allowed in (False, True):
+    checkpoint = CheckpointConfig(every=5, allow_config_change=allowed)
+    run = trainer(mesh8, whole[0], config={"model": {"wiring": "top2"}}, checkpoint=checkpoint)
+    run.built = dataclasses.replace(run.built, state=abstract)
+    with pytest.raises(ConfigError, match=r"model\.wiring: \(not set\) -> top2") as caught:
+      run.run()
+    assert "do not fit" in str(caught.value)
+    assert "allow_config_change" not in str(caught.value)
+  assert list_steps(whole[0] / "checkpoints") == [10, 15, 20]
+
+
+@pytest.mark.parametrize(("clip", "remedy"), [(0.5, "lower optimizer.clip_norm=0.5"), (0.0, "set")])
+def test_the_remedy_is_one_that_this_run_has(mesh8, tmp_path, clip, remedy):
+  run = trainer(
+    mesh8, tmp_path, objective=Poisoned(), data=Source(8, bad=(0,)), max_skipped_in_row=0
+  )
+  run.built.config["optimizer"]["clip_norm"] = clip
+  with pytest.raises(NonFiniteError, match=f"learning_rate, {remedy}"):
+    run.run()
 
 
 def test_how_it_runs_may_change_but_not_what_is_computed():

@@ -18,6 +18,7 @@ from scmoe.blocks.options import OverlapConfig
 from scmoe.parallel.collectives import largest, total
 from scmoe.parallel.gradients import added_to
 from scmoe.parallel.mesh import BATCH_AXES, axis_size, own_share, shardings_of
+from scmoe.training.checkpoint import Damaged, load, read_meta
 from scmoe.training.loop import Trainer
 from scmoe.training.optimizer import Optimizer, make_optimizer
 from scmoe.training.options import CheckpointConfig, OptimizerConfig, TrainConfig
@@ -186,11 +187,14 @@ class FakeBuilt:
   flops_per_token: float = 0.0
   peak_flops: float = 0.0
   candidates: tuple[Variant, ...] = (Variant(),)
+  state: Any = None  # shapes to ask for instead of those of the mesh
 
   def init(self, key):
     return init(key)
 
   def abstract_state(self):
+    if self.state is not None:
+      return self.state
     return abstract_state(init, self.optimizer, self.mesh, shardings(self.mesh))
 
   def cut(self):
@@ -248,7 +252,20 @@ def bits(tree: Any) -> list[bytes]:
   return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
-def leaf_files(step: Path) -> list[Path]:
-  """Files of array data in a checkpoint, largest first."""
-  files = [f for f in step.rglob("d/*") if f.is_file()]
-  return sorted(files, key=lambda f: -f.stat().st_size)
+def leaf_files(step: Path, abstract: Any) -> list[Path]:
+  """Files of array data that a restore reads, largest first.
+
+  Found by taking each away in turn. Names and sizes do not tell: each process writes a database of
+  its own (`ocdbt.process_0`), and at the end orbax merges them into one. What is small is copied;
+  then the process's own file, as large as the merged one, is referred to by nothing. When a process
+  writes its file, and so which of the two a directory lists first, depends on the disk's load.
+  """
+  meta, found = read_meta(step.parent.parent, int(step.name)), []
+  for file in [f for f in step.rglob("d/*") if f.is_file()]:
+    away = file.rename(step.parent.parent / "away")
+    try:
+      load(step, abstract, meta)
+    except Damaged:
+      found.append(file)
+    away.rename(file)
+  return sorted(found, key=lambda f: -f.stat().st_size)

@@ -24,7 +24,8 @@ class DispatchConfig:
   capacity_factor: float = option(
     2.0,
     "capacity: rows of an expert's buffer over its balanced share (Tutel capacity_factor); 0: drop "
-    "nothing; < 0: room for all, but at most -capacity_factor",
+    "nothing; < 0: room for all, but at most -capacity_factor. Compiled buffers have the size of "
+    "the bound, needed or not; rows of transport=packed are as many as are kept",
   )
   slack: float = option(
     1.25, "packed, dropless: rows of a peer's buffer over its balanced share", minimum=1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import os
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,6 +44,7 @@ class Flag:
     help: its meaning.
     repeat: may be given several times; its value is then a list.
     required: must be given.
+    words: takes the words that belong to no flag; its value is a list.
   """
 
   name: str
@@ -51,6 +53,7 @@ class Flag:
   help: str
   repeat: bool = False
   required: bool = False
+  words: bool = False
 
 
 HELP = Flag("help", bool, False, "print this text")
@@ -62,6 +65,7 @@ TRAIN_FLAGS = (
   Flag("workdir", str, "", "folder to write to and to resume from; runs/NAME if not given"),
   Flag("dry_run", bool, False, "print sizes, memory, traffic and time for any mesh, then stop"),
   Flag("print_config", bool, False, "print the configuration as JSON, then stop"),
+  Flag("simulate", int, 0, "set up so many simulated devices on the CPU; 0: the devices there are"),
   Flag("list_configs", bool, False, "print the configurations that come with scmoe, then stop"),
   Flag("allow_config_change", bool, False, "resume although the configuration was changed"),
   HELP,
@@ -85,11 +89,15 @@ def parse(
     ConfigError: an unknown flag, a missing or wrong value, or a word that belongs to no flag.
   """
   known = {flag.name: flag for flag in flags}
-  values: dict[str, Any] = {f.name: [] if f.repeat else f.default for f in flags}
+  values: dict[str, Any] = {f.name: [] if f.repeat or f.words else f.default for f in flags}
+  words = next((f.name for f in flags if f.words), None)
   given: list[tuple[str, str]] = []
   rest = list(argv)
   while rest:
     word = rest.pop(0)
+    if words is not None and not word.startswith("-"):
+      values[words].append(word)
+      continue
     name, equals, value = word.partition("=")
     is_field = with_fields and name.startswith(FIELD)
     flag = None if is_field else known.get(name[2:]) if name.startswith("--") else None
@@ -128,6 +136,27 @@ def _unknown(name: str, known: dict[str, Flag], with_fields: bool) -> str:
   else:
     hint = "--help lists all"
   return f"{name} is not a flag; {hint}"
+
+
+def simulate(count: int) -> None:
+  """Makes jax use `count` simulated devices of the CPU; nothing for 0. Before any device is used.
+
+  Raises:
+    ConfigError: not 1 to 512, or jax has looked at its devices already.
+  """
+  if not count:
+    return
+  if not 0 < count <= 512:
+    raise ConfigError(f"--simulate={count} is not a number of devices; use 1 to 512")
+  # XLA sizes its pool by the number of cores, and a collective waits for all devices at once.
+  os.environ["NPROC"] = str(max(16, 2 * count))
+  import jax
+
+  try:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
+  except RuntimeError:
+    raise ConfigError(f"--simulate={count} comes too late: jax has devices already") from None
 
 
 def compared(text: str, run: RunConfig) -> list[str]:
@@ -183,6 +212,7 @@ def help_text(usage: str, flags: Sequence[Flag], *, with_fields: bool = False) -
   for flag in flags:
     note = "" if flag.kind is bool or flag.default in (None, "") else f" (default {flag.default})"
     name = f"--{flag.name}" + ("" if flag.kind is bool else f" {flag.kind.__name__.upper()}")
+    name = flag.name if flag.words else name
     lines += _entry(name, flag.help + note + (" (repeatable)" if flag.repeat else ""))
   if with_fields:
     lines += ["", f"Fields, written {FIELD}SECTION.FIELD=VALUE:"]

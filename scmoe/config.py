@@ -370,6 +370,8 @@ def from_json(text: str, where: str = "config JSON") -> RunConfig:
     values = json.loads(text, object_pairs_hook=unique)
   except (ValueError, RecursionError) as error:
     raise ConfigError(f"{where}: not JSON: {error}") from None
+  if isinstance(values, dict) and {"config", "starts"} <= set(values):
+    values = values["config"]  # a run's card (`scmoe.training.card`)
   return from_dict(upgraded_config(values) if isinstance(values, dict) else values, where)
 
 

@@ -28,7 +28,7 @@ from scmoe.blocks.schedule import (
   describe,
   make_schedule,
 )
-from scmoe.command_line import TRAIN_FLAGS, Flag, compared, help_text, parse, run_config
+from scmoe.command_line import TRAIN_FLAGS, Flag, compared, help_text, parse, run_config, simulate
 from scmoe.config import RunConfig
 from scmoe.errors import run_main
 from scmoe.parallel.collectives import request_copy_engines
@@ -60,7 +60,7 @@ OWN = (
   Flag("machine", str, "h200-nvlink", f"of the modelled schedule: {', '.join(MACHINES)}"),
   Flag("json", str, "", "also write the figures to this file"),
 )
-SHARED = ("config", "config_json", "smoke", "workdir", "allow_config_change", "help")
+SHARED = ("config", "config_json", "smoke", "workdir", "allow_config_change", "simulate", "help")
 FLAGS = tuple(f for f in TRAIN_FLAGS if f.name in SHARED) + OWN
 TRACED = 2  # steps in the trace
 
@@ -70,6 +70,7 @@ def main(argv: list[str]) -> None:
   values, given = parse(argv, FLAGS, with_fields=True)
   if values["help"]:
     return print(help_text(__doc__ or "", FLAGS, with_fields=True))
+  simulate(values["simulate"])
   run = run_config(values, given)
   names = compared(values["compare"], run)
   if run.overlap.copy_engines:

@@ -11,6 +11,7 @@ on where the run stopped.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,15 @@ from typing import Any
 import jax
 
 from scmoe import build
-from scmoe.command_line import TRAIN_FLAGS, help_text, list_configs, parse, run_config
-from scmoe.config import RunConfig, check_run_name, check_workdir, to_json
+from scmoe.command_line import TRAIN_FLAGS, help_text, list_configs, parse, run_config, simulate
+from scmoe.config import RunConfig, check_run_name, check_workdir, to_dict, to_json
 from scmoe.data import Data, check_vocab, open_data
 from scmoe.dry_run import dry_run, planned_devices, report
 from scmoe.errors import run_main
 from scmoe.inference.decode import generate
 from scmoe.inference.evaluation import evaluate, flat_scalars
 from scmoe.inference.sampling import Sampling
+from scmoe.models.flops import count_parameters
 from scmoe.parallel.collectives import request_copy_engines
 from scmoe.programs import Programs
 from scmoe.summary import header, result, store_tokenizer
@@ -41,6 +43,7 @@ def main(argv: list[str]) -> None:
     return print(help_text(__doc__ or "", TRAIN_FLAGS, with_fields=True))
   if values["list_configs"]:
     return print(list_configs())
+  simulate(values["simulate"])
   run = run_config(values, given)
   check_run_name(run.name, "name")
   workdir = check_workdir(values["workdir"] or f"runs/{run.name}")
@@ -64,6 +67,7 @@ def train(run: RunConfig, workdir: Path) -> TrainState:
   if run.overlap.copy_engines:
     request_copy_engines()
   distributed.initialize(run.distributed)
+  asked = run
   run = run.resolve(
     num_devices=jax.device_count(),
     vocab_size=build.vocab_size(run.data),
@@ -87,10 +91,29 @@ def train(run: RunConfig, workdir: Path) -> TrainState:
     evaluate=evaluation(built, data, workdir),
     sample=sampling(built, data),
     header=header(built, data, workdir),
+    card=card(asked, built, data),
   ).run()
   if distributed.is_first():
     print(result(data, workdir), flush=True)
   return state
+
+
+def card(asked: RunConfig, built: build.Built, data: Data) -> dict[str, Any]:
+  """What a run's card says beside its machine: what was typed, asked for, read and built."""
+  parameters = count_parameters(built.run.model, built.shapes)
+  return {
+    "command": [Path(sys.executable).name, "-m", *_module(), *sys.argv[1:]],
+    "config": to_dict(asked),
+    "data": data.fingerprint(),
+    "tokenizer": data.tokenizer.digest,
+    "parameters": {"total": parameters.total, "active": parameters.active},
+    "flops_per_token": built.flops_per_token,
+  }
+
+
+def _module() -> list[str]:
+  spec = getattr(sys.modules["__main__"], "__spec__", None)
+  return [spec.name] if spec else sys.argv[:1]
 
 
 def evaluation(

@@ -20,10 +20,10 @@ RANKS = [
   ("models",),
   ("training", "inference"),
   ("config",),
-  ("build", "command_line", "programs"),
+  ("build", "command_line", "programs", "reports"),
   ("dry_run", "benchmark"),
   ("summary",),
-  ("train", "evaluate", "generate", "profile"),
+  ("train", "evaluate", "generate", "profile", "compare", "sweep"),
 ]
 LEAVES = ("errors", "options", "_compat", "batch")
 ALONE = ("data", "profiling")  # know nothing but errors and options

@@ -72,7 +72,8 @@ class MeshConfig:
     if self.size > num_devices:
       raise ConfigError(
         f"mesh.data={self.data} x mesh.expert={self.expert} x mesh.tensor={self.tensor} needs "
-        f"{self.size} devices, {num_devices} found; make the axes smaller or add devices"
+        f"{self.size} devices, {num_devices} found; make the axes smaller or add devices "
+        f"(--simulate {self.size} sets up as many on a CPU)"
       )
     return self
 

@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,10 +27,20 @@ from scmoe.errors import (
   StorageError,
 )
 from scmoe.parallel.mesh import batch_sharding
+from scmoe.training.card import write_card
 from scmoe.training.checkpoint import Checkpointer, misfit
 from scmoe.training.distributed import all_agree, first_decides, is_first
 from scmoe.training.health import CollapseAlarm
-from scmoe.training.metrics import Bar, Meter, Metrics, console_line, short_lists
+from scmoe.training.metrics import (
+  Bar,
+  Means,
+  Meter,
+  Metrics,
+  console_line,
+  duration,
+  memory_in_use,
+  short_lists,
+)
 from scmoe.training.options import CheckpointConfig
 from scmoe.training.resume import check_config, check_data
 from scmoe.training.search import Searchable, fastest_step
@@ -99,6 +110,7 @@ class Trainer:
       batch, became true. Runs after the checkpoint of its step, so that its failure loses nothing.
     sample: `state` -> text; likewise.
     header: printed first.
+    card: what `scmoe.training.card.write_card` is told of this start; None: no card.
     warm_start: weights from elsewhere, at step 0.
   """
 
@@ -111,11 +123,12 @@ class Trainer:
     evaluate: Callable[[TrainState, Poll], dict[str, float] | None] | None = None,
     sample: Callable[[TrainState], str] | None = None,
     header: str = "",
+    card: dict[str, Any] | None = None,
     warm_start: Callable[[TrainState], TrainState] | None = None,
   ):
     self.built, self.data, self.workdir = built, data, workdir
     self.evaluate, self.sample = evaluate, sample
-    self.header, self.warm_start = header, warm_start
+    self.header, self.card, self.warm_start = header, card, warm_start
 
   def run(self) -> TrainState:
     """Trains to the last step, resuming from the newest valid checkpoint in the workdir.
@@ -139,7 +152,8 @@ class Trainer:
         run.start()
         if run.step < train.steps and not run.interrupted():
           run.arm("compilation", allowance=True)
-          run.step_fn.compile(run.abstract, run.abstract_batch)
+          with run.said("compiling the training step"):
+            run.step_fn.compile(run.abstract, run.abstract_batch)
         while run.step < train.steps and not run.interrupted():
           run.one_step()
           if run.due(self.built.checkpoint.every):
@@ -179,7 +193,7 @@ class _Run:
     self.batch_sharding = batch_sharding(built.mesh, leading=1)
     self.checkpointer = Checkpointer(workdir, built.checkpoint)
     self.batches = trainer.data.train()
-    self.meter = Meter()
+    self.meter, self.means = Meter(), Means()
     self.pending: tuple[int, dict, dict] | None = None  # results of a step not yet looked at
     self.batch: Batch | None = None
     self.compiled: set[str] = set()  # what ran before, and so needs no allowance for compiling
@@ -216,6 +230,8 @@ class _Run:
       self.batches.restore(restored.data_state)
     if self.first:
       write_json(self.workdir / CONFIG, built.config)
+      if trainer.card is not None:
+        write_card(self.workdir, **trainer.card)
       self.metrics = Metrics(self.workdir, self.step, tensorboard=self.train.tensorboard)
       shown = [trainer.header] if trainer.header else []
       origin = f"resuming from step {self.step} of" if restored else "new run in"
@@ -223,6 +239,14 @@ class _Run:
     self.bar = Bar(self.step, self.train.steps, shown=self.first)
     if restored is not None and self.due(self.train.eval_every) and not self._evaluated():
       self.evaluate()  # the run was stopped between this step's checkpoint and its evaluation
+
+  @contextlib.contextmanager
+  def said(self, what: str) -> Iterator[None]:
+    """Says what is about to take long, and how long it took."""
+    self._say(f"{what} ...")
+    began = time.perf_counter()
+    yield
+    self._say(f"{what}: {duration(time.perf_counter() - began)}")
 
   def finish(self) -> TrainState:
     """Saves; then says that it was stopped, or evaluates and sums up."""
@@ -260,9 +284,12 @@ class _Run:
     median, late = self.meter.percentiles()
     if math.isfinite(median):
       self.bar.print(f"seconds per step: median {median:.3g}, 99th percentile {late:.3g}")
-    peak = [(d.memory_stats() or {}).get("peak_bytes_in_use", 0) for d in jax.local_devices()]
-    if max(peak):
-      self.bar.print(f"peak memory of a device: {max(peak) / 2**30:.2f} GiB")
+    memory = memory_in_use()
+    if "device_memory_bytes" in memory:
+      self.bar.print(f"peak memory of a device: {memory['device_memory_bytes'] / 2**30:.2f} GiB")
+    if self.metrics is not None:
+      timed = {"median_seconds_per_step": median, "p99_seconds_per_step": late}
+      self.metrics.write(self.step, timed | memory, "end")
     self.bar.print(f"done: {self.step} steps; everything is in {self.workdir}")
 
   def _compare(self, meta: dict[str, Any]) -> None:
@@ -329,6 +356,7 @@ class _Run:
     values = {name: np.asarray(x).item() for name, x in jax.device_get(scalars).items()}
     self.skipping = bool(values["skipped_in_row"])
     self.meter.tick()
+    self.means.add(values)
     self.bar.advance()
     if self.skipping and self.first:
       warn(f"step {step}: loss {values['objective']}, gradient norm {values['grad_norm']}; skipped")
@@ -340,7 +368,8 @@ class _Run:
   def _log(self, step: int, values: dict[str, Any], arrays: dict[str, Array]) -> None:
     """One line on the console and in metrics.jsonl; router arrays where due."""
     train, per_step = self.train, self.meter.take()
-    values = values | {"tokens": step * self.tokens_per_step, "seconds_per_step": per_step}
+    values = values | self.means.take() | memory_in_use()
+    values |= {"tokens": step * self.tokens_per_step, "seconds_per_step": per_step}
     rate = values["tokens_per_second"] = self.tokens_per_step / per_step
     peak = self.built.peak_flops * self.built.mesh.size
     if peak and self.built.flops_per_token:

@@ -79,7 +79,7 @@ class MetricsFile:
 
 
 def read_metrics(workdir: str | os.PathLike[str], kind: str = "train") -> list[dict[str, Any]]:
-  """Lines of one kind (`train` or `eval`) of a run's metrics.jsonl, oldest first."""
+  """Lines of one kind (`train`, `eval` or `end`) of a run's metrics.jsonl, oldest first."""
   path = Path(workdir) / METRICS
   return [line for line in _parse(path.read_bytes())[0] if line.get("kind", "train") == kind]
 
@@ -167,6 +167,49 @@ def short_lists(arrays: dict[str, np.ndarray]) -> dict[str, list[float]]:
     for name, value in arrays.items()
     if value.ndim == 1 and value.size <= _LONGEST_LIST
   }
+
+
+class Means:
+  """Means of a few scalars over the steps since the last line that was logged.
+
+  A step that was skipped, or whose value is not finite, does not count.
+  """
+
+  NAMES = ("loss", "cross_entropy", "accuracy")
+
+  def __init__(self) -> None:
+    self._values: dict[str, list[float]] = {}
+
+  def add(self, values: dict[str, Any]) -> None:
+    """Notes the values of one step."""
+    if values.get("skipped_in_row"):
+      return
+    for name in self.NAMES:
+      if name in values and math.isfinite(values[name]):
+        self._values.setdefault(name, []).append(values[name])
+
+  def take(self) -> dict[str, float]:
+    """The means, and forgets them; empty where no step counted."""
+    means = {name: float(np.mean(values)) for name, values in self._values.items()}
+    self._values.clear()
+    return means
+
+
+def memory_in_use() -> dict[str, int]:
+  """Peak bytes of this process: `device_memory_bytes`, of the fullest device, where it is counted,
+  and `host_memory_bytes`, where the system tells."""
+  import jax
+
+  found = {}
+  if peak := max((d.memory_stats() or {}).get("peak_bytes_in_use", 0) for d in jax.local_devices()):
+    found["device_memory_bytes"] = peak
+  try:
+    import resource
+  except ImportError:  # Windows
+    return found
+  unit = 1 if sys.platform == "darwin" else 1024
+  found["host_memory_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+  return found
 
 
 class Meter:

@@ -94,18 +94,10 @@ class RunLock:
         return
 
   def _break_if_stale(self) -> None:
-    try:
-      silent = time.time() - self._path.stat().st_mtime
-      owner = json.loads(self._path.read_text() or "{}")
-    except FileNotFoundError:
+    owner, alive = _owner(self._path)
+    if owner is None:
       return
-    except (ValueError, OSError):
-      owner, silent = {}, FOREIGN_STALE_SECONDS + 1
     pid, host = owner.get("pid", 0), owner.get("host", "unknown")
-    if host == socket.gethostname():
-      alive = pid != os.getpid() and pid > 0 and owner == identity(pid)
-    else:
-      alive = silent < FOREIGN_STALE_SECONDS
     if alive:
       raise ConfigError(
         f"workdir={self._path.parent} is in use by process {pid} on {host}; give another "
@@ -115,6 +107,26 @@ class RunLock:
     stale = self._path.with_name(f"{LOCK}.stale-{os.getpid()}")
     os.replace(self._path, stale)
     stale.unlink()
+
+
+def owner_lives(path: Path) -> bool:
+  """Whether a lock is there and held by a process that still runs."""
+  return _owner(path)[1]
+
+
+def _owner(path: Path) -> tuple[dict[str, Any] | None, bool]:
+  """Who holds a lock, None if there is none, and whether that process still runs."""
+  try:
+    silent = time.time() - path.stat().st_mtime
+    owner = json.loads(path.read_text() or "{}")
+  except FileNotFoundError:
+    return None, False
+  except (ValueError, OSError):
+    owner, silent = {}, FOREIGN_STALE_SECONDS + 1
+  pid, host = owner.get("pid", 0), owner.get("host", "unknown")
+  if host == socket.gethostname():
+    return owner, pid != os.getpid() and pid > 0 and owner == identity(pid)
+  return owner, silent < FOREIGN_STALE_SECONDS
 
 
 def identity(pid: int) -> dict[str, Any]:

@@ -1,0 +1,46 @@
+"""python -m scmoe.compare: runs beside each other, those that differ in the seed only as one.
+
+  python -m scmoe.compare runs/a runs/b
+  python -m scmoe.compare runs/sweep --out reports/wirings --json figures.json
+
+A RUN is a run's folder, or a folder that holds runs. Writes compare.html (one file, to be opened
+or sent), compare.png and compare.md into --out, and prints the table. Runs that failed, stopped or
+still run are listed with what they came to.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from scmoe.command_line import HELP, Flag, help_text, parse
+from scmoe.errors import StorageError, run_main
+from scmoe.reports.comparison import compare
+from scmoe.reports.records import find_runs, read_run
+from scmoe.reports.written import write_comparison
+from scmoe.training.workdir import write_json
+
+FLAGS = (
+  Flag("RUN", str, None, "folder of a run, or of several", words=True),
+  Flag("out", str, "", "folder to write to; the first RUN's compare/ if not given"),
+  Flag("json", str, "", "also write the figures to this file"),
+  HELP,
+)
+
+
+def main(argv: list[str]) -> None:
+  """Compares what the command line names, and prints the table."""
+  values, _ = parse(argv, FLAGS)
+  if values["help"]:
+    return print(help_text(__doc__ or "", FLAGS))
+  comparison = compare([read_run(path) for path in find_runs(values["RUN"])])
+  out = Path(values["out"] or Path(values["RUN"][0]) / "compare")
+  print(write_comparison(comparison, out, " ".join(["python -m scmoe.compare", *argv])))
+  if values["json"]:
+    try:
+      write_json(Path(values["json"]), comparison.as_json())
+    except OSError as error:
+      raise StorageError(f"--json={values['json']!r} cannot be written: {error}") from None
+
+
+if __name__ == "__main__":
+  run_main(main)

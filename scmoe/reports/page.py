@@ -1,0 +1,66 @@
+"""One HTML file that needs nothing else: pictures inside, no script, no network."""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Sequence
+from pathlib import Path
+
+from scmoe.errors import StorageError
+from scmoe.reports.tables import Table
+
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; }
+h1 { font-size: 1.4em; } h2 { font-size: 1.05em; margin: 2em 0 .6em; }
+img { width: 100%; background: #fff; border-radius: 6px; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap; }
+th, td { padding: .3em .8em; text-align: right; border-bottom: 1px solid #8884; }
+th:first-child, td:first-child { text-align: left; }
+.warning { border-left: 4px solid #d33; padding: .2em 1em; }
+pre { overflow-x: auto; } small { color: #888; }
+"""
+
+
+def picture(png: bytes, about: str) -> str:
+  """A picture as part of a page; `about` is read out where pictures cannot be seen."""
+  data = base64.b64encode(png).decode()
+  return f"<img alt='{html.escape(about, quote=True)}' src='data:image/png;base64,{data}'>"
+
+
+def warning(lines: Sequence[str]) -> str:
+  """Something that must not be missed; empty without lines."""
+  inside = "<br>".join(html.escape(line) for line in lines)
+  return f"<p class='warning'>{inside}</p>" if lines else ""
+
+
+def page(title: str, parts: Sequence[str | Table], note: str = "") -> str:
+  """The whole file.
+
+  Args:
+    title: heading.
+    parts: HTML, or tables.
+    note: small text at the end, e.g. the command.
+  """
+  body = "\n".join(part.html() if isinstance(part, Table) else part for part in parts)
+  return (
+    f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
+    f'<meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title>'
+    f"<style>{_STYLE}</style></head><body><h1>{html.escape(title)}</h1>\n{body}\n"
+    f"<p><small>{html.escape(note)}</small></p></body></html>\n"
+  )
+
+
+def write(path: Path, content: str | bytes) -> None:
+  """Writes a file of a report, with its folder.
+
+  Raises:
+    StorageError: it cannot be written.
+  """
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+  except OSError as error:
+    raise StorageError(f"{path} cannot be written: {error.strerror}; give another --out") from None

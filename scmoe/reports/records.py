@@ -1,0 +1,256 @@
+"""A run as its work directory tells it: card, configuration and metrics.jsonl. Needs no jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from scmoe.errors import ConfigError, DataError
+from scmoe.training.metrics import METRICS, read_metrics
+from scmoe.training.workdir import LOCK
+
+ASKED = "asked.json"  # the configuration that a sweep asked for, and
+EXIT = "exit.json"  # how the run ended that it started
+_MARKS = (METRICS, "config.json", ASKED)
+
+Line = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+  """One run.
+
+  Attributes:
+    path: its work directory.
+    config: dotted name -> value, as asked for where the run says so, else as resolved.
+    devices: kind and number, e.g. "1 x cpu"; empty where unknown.
+    card: of the run; {} without one.
+    train, evals, end: lines of metrics.jsonl, oldest first.
+    ended: exit code and last words where a sweep started the run; {} otherwise.
+  """
+
+  path: Path
+  config: dict[str, Any]
+  devices: str
+  card: dict[str, Any]
+  train: list[Line]
+  evals: list[Line]
+  end: list[Line]
+  ended: dict[str, Any]
+
+  @property
+  def name(self) -> str:
+    """The folder's name."""
+    return self.path.name
+
+  @property
+  def seed(self) -> int:
+    """Of the initial weights and of the order of the data."""
+    return int(self.config.get("train.seed", 0))
+
+  @property
+  def step(self) -> int:
+    """The last step that was logged."""
+    return max((line["step"] for line in (*self.train, *self.evals)), default=0)
+
+  @property
+  def steps(self) -> int:
+    """Steps that were asked for."""
+    return int(self.config.get("train.steps", 0))
+
+  @property
+  def done(self) -> bool:
+    """Whether it trained and evaluated to its end."""
+    return bool(self.end) and self.end[-1]["step"] >= self.steps
+
+  @property
+  def status(self) -> str:
+    """`done`, or in a few words what it came to."""
+    if self.done:
+      return "done"
+    place = f"step {self.step} of {self.steps}"
+    if self.ended.get("code", 0) not in (0, 75):
+      return f"failed at {place}, exit {self.ended['code']}: {self.ended.get('words', '')}"
+    return f"{'running' if (self.path / LOCK).exists() else 'stopped'} at {place}"
+
+
+def find_runs(words: Sequence[str]) -> list[Path]:
+  """The runs that folders name: a run's own, or one that holds runs.
+
+  Raises:
+    ConfigError: a folder is no run and holds none, or nothing was given.
+  """
+  found: list[Path] = []
+  for word in words:
+    folder = Path(word).expanduser()
+    if is_run(folder):
+      inside = [folder]
+    else:
+      inside = sorted(p for p in folder.glob("*") if is_run(p)) if folder.is_dir() else []
+    if not inside:
+      raise ConfigError(
+        f"{word!r} is no run and holds none ({METRICS} is missing); give folders that "
+        "python -m scmoe.train or python -m scmoe.sweep wrote"
+      )
+    found += [path for path in inside if path not in found]
+  if not found:
+    raise ConfigError("no run is given; name their folders, e.g. runs/a runs/b")
+  return found
+
+
+def is_run(folder: Path) -> bool:
+  """Whether a folder is a run's work directory."""
+  return any((folder / name).is_file() for name in _MARKS)
+
+
+def read_run(path: str | os.PathLike[str]) -> Record:
+  """Reads a run's work directory, whatever state it is in.
+
+  Raises:
+    DataError: its configuration is not JSON.
+  """
+  folder = Path(path)
+  card = _json(folder / "card.json")
+  config = card.get("config") or _json(folder / ASKED) or _json(folder / "config.json")
+  lines = {kind: [] for kind in ("train", "eval", "end")}
+  if (folder / METRICS).is_file():
+    lines = {kind: read_metrics(folder, kind) for kind in lines}
+  at = card.get("devices", {})
+  devices = f"{at['count']} x {at['kind']}" if at else ""
+  ended = _json(folder / EXIT)
+  return Record(
+    folder, dict(flat(config)), devices, card, lines["train"], lines["eval"], lines["end"], ended
+  )
+
+
+def _json(path: Path) -> dict[str, Any]:
+  try:
+    value = json.loads(path.read_text("utf-8"))
+  except FileNotFoundError:
+    return {}
+  except (OSError, ValueError) as error:
+    raise DataError(f"{path}: cannot be read: {error}; delete it or the run") from None
+  if not isinstance(value, dict):
+    raise DataError(f"{path}: holds {type(value).__name__}, not an object; delete it or the run")
+  return value
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+  """(dotted name, value) of every field of a nested configuration."""
+  for name, value in config.items():
+    if isinstance(value, dict):
+      yield from flat(value, f"{prefix}{name}.")
+    else:
+      yield f"{prefix}{name}", value
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+  """One figure of a run.
+
+  Attributes:
+    name: in JSON.
+    title: of its column.
+    of: reads it off a record; None where the run does not have it.
+    form: of one value, e.g. "{:.4f}".
+    better: "lower", "higher", or empty where neither is.
+  """
+
+  name: str
+  title: str
+  of: Callable[[Record], float | None]
+  form: str = "{:.4f}"
+  better: str = ""
+
+  def text(self, value: float | None) -> str:
+    """The value as it is printed; a dash where there is none."""
+    return "–" if value is None else self.form.format(value)
+
+
+def measures(records: Sequence[Record]) -> list[Measure]:
+  """The figures that at least one of the runs has, bits per byte for each domain among them."""
+  domains = dict.fromkeys(
+    name.partition("/")[2]
+    for record in records
+    for line in record.evals[-1:]
+    for name in line
+    if name.startswith("bits_per_byte/")
+  )
+  bits = "bits_per_byte"
+  of_domains = [
+    Measure(f"{bits}/{d}", f"bits/byte {d}", _last_eval(f"{bits}/{d}"), better="lower")
+    for d in domains
+  ]
+  known = [
+    Measure("loss", "loss", _last_eval("loss"), better="lower"),
+    Measure("best_loss", "best loss", _best_loss, better="lower"),
+    Measure("bits_per_byte", "bits/byte", _last_eval("bits_per_byte"), better="lower"),
+    *of_domains,
+    Measure("accuracy", "accuracy", _last_eval("accuracy"), better="higher"),
+    Measure("train_loss", "training loss", _last("loss"), better="lower"),
+    Measure("tokens_per_second", "tokens/s", _median("tokens_per_second"), "{:,.0f}", "higher"),
+    Measure("milliseconds_per_step", "step ms", _step_ms, "{:,.1f}", "lower"),
+    Measure("mfu", "MFU", _median("mfu"), "{:.1%}", "higher"),
+    Measure("memory_gib", "memory GiB", _memory, "{:.2f}", "lower"),
+    Measure("parameters", "parameters", _parameters("total"), "{:,.0f}"),
+    Measure("active_parameters", "active", _parameters("active"), "{:,.0f}"),
+    Measure("drop", "drop", _last("drop"), "{:.2%}", "lower"),
+    Measure("imbalance", "imbalance", _last("imbalance"), "{:.2f}", "lower"),
+  ]
+  return [m for m in known if any(m.of(record) is not None for record in records)]
+
+
+def _number(value: Any) -> float | None:
+  is_number = isinstance(value, int | float) and not isinstance(value, bool)
+  return float(value) if is_number and math.isfinite(value) else None
+
+
+def _last_eval(name: str) -> Callable[[Record], float | None]:
+  """The last evaluation's."""
+  return lambda record: _number(record.evals[-1].get(name)) if record.evals else None
+
+
+def _best_loss(record: Record) -> float | None:
+  """The least of all evaluations."""
+  found = [v for line in record.evals if (v := _number(line.get("loss"))) is not None]
+  return min(found, default=None)
+
+
+def _last(name: str) -> Callable[[Record], float | None]:
+  """The last logged step's."""
+  return lambda record: _number(record.train[-1].get(name)) if record.train else None
+
+
+def _median(name: str) -> Callable[[Record], float | None]:
+  """The median of all logged steps."""
+
+  def of(record: Record) -> float | None:
+    found = [v for line in record.train if (v := _number(line.get(name))) is not None]
+    return statistics.median(found) if found else None
+
+  return of
+
+
+def _step_ms(record: Record) -> float | None:
+  seconds = _median("seconds_per_step")(record)
+  return None if seconds is None else 1e3 * seconds
+
+
+def _memory(record: Record) -> float | None:
+  """Peak of a device; on a CPU of the process."""
+  last = (record.end or record.train or [{}])[-1]
+  size = _number(last.get("device_memory_bytes")) or _number(last.get("host_memory_bytes"))
+  return None if size is None else size / 2**30
+
+
+def _parameters(kind: str) -> Callable[[Record], float | None]:
+  return lambda record: _number(record.card.get("parameters", {}).get(kind))

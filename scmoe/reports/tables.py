@@ -1,0 +1,120 @@
+"""Tables as text for a terminal, as Markdown and as HTML: the same cells."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+
+from scmoe.reports.comparison import Comparison, Group, Paired, Statistic
+from scmoe.reports.records import Measure
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+  """Cells of text; the first column is left-aligned, the others are numbers."""
+
+  title: str
+  heads: tuple[str, ...]
+  rows: tuple[tuple[str, ...], ...]
+
+  def text(self) -> str:
+    """Columns filled up with spaces."""
+    widths = [max(map(len, column)) for column in zip(self.heads, *self.rows)]
+    lines = [
+      "  ".join(f"{c:<{w}}" if not i else f"{c:>{w}}" for i, (c, w) in enumerate(zip(row, widths)))
+      for row in (self.heads, *self.rows)
+    ]
+    return "\n".join([self.title, *(line.rstrip() for line in lines)])
+
+  def markdown(self) -> str:
+    """A pipe table under its title."""
+    line = lambda cells: "| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |"
+    rule = line(["---", *["---:"] * (len(self.heads) - 1)])
+    return "\n".join([f"**{self.title}**", "", line(self.heads), rule, *map(line, self.rows)])
+
+  def html(self) -> str:
+    """A table element; long ones scroll inside their place."""
+    cells = lambda tag, row: "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in row)
+    rows = "".join(f"<tr>{cells('td', row)}</tr>" for row in self.rows)
+    return (
+      f"<h2>{html.escape(self.title)}</h2><div class='wide'><table><thead><tr>"
+      f"{cells('th', self.heads)}</tr></thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def result_table(comparison: Comparison) -> Table:
+  """One row per figure, one column per group: mean ± std."""
+  groups = comparison.groups
+  heads = ("", *(f"{g.label} ({_count(g)})" for g in groups))
+  rows = tuple((m.title, *(spread(m, g.statistic(m)) for g in groups)) for m in comparison.measures)
+  return Table("Mean ± standard deviation over seeds", heads, rows)
+
+
+def paired_table(comparison: Comparison) -> Table | None:
+  """What each group differs by from the first, paired by seed; None with a single group."""
+  base, others = comparison.groups[0], comparison.groups[1:]
+  rows = []
+  for m in comparison.measures:
+    found = [group.paired(base, m) for group in others]
+    if any(found):
+      rows.append((m.title, *(difference(m, p) for p in found)))
+  if not rows:
+    return None
+  return Table(
+    f"Difference to {base.label}, run by run of the same seed",
+    ("", *(g.label for g in others)),
+    tuple(rows),
+  )
+
+
+def runs_table(comparison: Comparison) -> Table:
+  """One row per run, with what it came to."""
+  shown = [m for m in comparison.measures if m.name not in ("parameters", "active_parameters")]
+  rows = tuple(
+    (r.name, str(r.seed), r.status, *(m.text(m.of(r)) for m in shown)) for r in comparison.records
+  )
+  return Table("Runs", ("run", "seed", "status", *(m.title for m in shown)), rows)
+
+
+def differences_table(comparison: Comparison) -> Table | None:
+  """Fields of the configuration that differ; None if none does."""
+  if not comparison.differences:
+    return None
+  rows = tuple((name, *map(str, values)) for name, values in comparison.differences.items())
+  return Table("What differs", ("field", *(g.label for g in comparison.groups)), rows)
+
+
+def tables(comparison: Comparison) -> list[Table]:
+  """All of them, in the order of reading."""
+  found = [
+    result_table(comparison),
+    paired_table(comparison),
+    differences_table(comparison),
+    runs_table(comparison),
+  ]
+  return [table for table in found if table is not None]
+
+
+def spread(measure: Measure, found: Statistic | None) -> str:
+  """`2.1034 ± 0.0121`."""
+  if found is None:
+    return "–"
+  text = measure.text(found.mean)
+  return text if not found.std else f"{text} ± {measure.text(found.std)}"
+
+
+def difference(measure: Measure, paired: Paired | None) -> str:
+  """`-0.0210 ± 0.0040, better in 3 of 3`."""
+  if paired is None:
+    return "–"
+  found = paired.difference
+  sign = "+" if found.mean >= 0 else "−"
+  text = sign + measure.text(abs(found.mean))
+  text += f" ± {measure.text(found.std)}" if found.std is not None else ""
+  return f"{text}, better in {paired.better} of {len(found.values)}"
+
+
+def _count(group: Group) -> str:
+  done = sum(record.done for record in group.records)
+  of = f"{len(group.records)} run" + ("s" if len(group.records) > 1 else "")
+  return of if done == len(group.records) else f"{done} of {of} done"

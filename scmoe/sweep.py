@@ -1,0 +1,311 @@
+"""python -m scmoe.sweep: a configuration in variants and seeds, ending in a comparison.
+
+  python -m scmoe.sweep --config quickstart --grid model.wiring=top2,scmoe_pos2 --seeds 3
+  python -m scmoe.sweep --grid router.bias=none,sign --grid model.top_k=2,4 --jobs 2 \\
+      --config.model.wiring=topk
+
+Each run is a process of its own, python -m scmoe.train, in a folder of its own below --workdir. The
+same command again goes on: runs that are done stay, one that was stopped resumes, one that failed
+is tried again. With --jobs the GPUs of this machine are shared out; timings are then those of runs
+beside each other. Values of a grid are separated by commas, or by semicolons if they hold commas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from scmoe import build
+from scmoe.command_line import TRAIN_FLAGS, Flag, help_text, parse, run_config
+from scmoe.config import RunConfig, check_workdir, to_json, with_field
+from scmoe.dry_run import planned_devices
+from scmoe.errors import ConfigError, Preempted, ScmoeError, StorageError, run_main
+from scmoe.reports.comparison import compare
+from scmoe.reports.records import ASKED, EXIT, Record, read_run
+from scmoe.reports.written import write_comparison
+from scmoe.training.metrics import duration
+from scmoe.training.workdir import LOCK, owner_lives, prepare_workdir, write_json
+
+OWN = (
+  Flag(
+    "grid", str, "", "FIELD=VALUE,VALUE,... of the configuration; all combinations", repeat=True
+  ),
+  Flag("seeds", int, 1, "runs of every combination: train.seed, train.seed + 1, ..."),
+  Flag("jobs", int, 1, "runs side by side, which share out the GPUs"),
+  Flag("dry_run", bool, False, "print the runs, then stop"),
+  Flag("json", str, "", "also write the figures of the comparison to this file"),
+)
+SHARED = ("config", "config_json", "smoke", "workdir", "simulate", "help")
+FLAGS = tuple(f for f in TRAIN_FLAGS if f.name in SHARED) + OWN
+LOG = "log.txt"
+POLL_SECONDS = 0.5
+TRAIN = (sys.executable, "-m", "scmoe.train")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """One run of a sweep: its folder and what it trains."""
+
+  folder: Path
+  config: RunConfig
+
+
+def main(argv: list[str]) -> None:
+  """Trains what is not trained yet, compares all, and says what failed."""
+  values, given = parse(argv, FLAGS, with_fields=True)
+  if values["help"]:
+    return print(help_text(__doc__ or "", FLAGS, with_fields=True))
+  if values["seeds"] < 1 or values["jobs"] < 1:
+    raise ConfigError(f"--seeds={values['seeds']} and --jobs={values['jobs']} must be at least 1")
+  base = run_config({**values, "allow_config_change": False}, given)
+  workdir = check_workdir(values["workdir"] or f"runs/sweep-{base.name}")
+  runs = planned(base, values["grid"], values["seeds"], workdir)
+  if values["dry_run"]:
+    return print("\n".join([f"{len(runs)} runs in {workdir}:", *(r.folder.name for r in runs)]))
+  environments = shared_out(values["jobs"])
+  prepare_workdir(workdir)
+  began, extra = time.monotonic(), [f"--simulate={n}"] if (n := values["simulate"]) else []
+  train_all(runs, environments, extra)
+  comparison = compare([read_run(run.folder) for run in runs])
+  command = shlex.join(["python", "-m", "scmoe.sweep", *argv])
+  print("\n" + write_comparison(comparison, workdir / "compare", command))
+  if values["json"]:
+    write_json(Path(values["json"]), comparison.as_json())
+  print(f"{len(runs)} runs, {duration(time.monotonic() - began)}")
+  failed = [record for record in comparison.unfinished if record.ended.get("code")]
+  if failed:
+    raise Failed(failed)
+
+
+class Failed(ScmoeError):
+  """Some runs of a sweep failed; its exit code is the first one's."""
+
+  def __init__(self, records: Sequence[Record]):
+    names = ", ".join(record.name for record in records)
+    super().__init__(
+      f"{len(records)} runs failed: {names}; their {LOG} says why, and the same command tries "
+      "them again"
+    )
+    self.code = int(records[0].ended["code"])
+
+
+# --- what is run ----------------------------------------------------------------------------------
+
+
+def planned(base: RunConfig, grid: Sequence[str], seeds: int, workdir: Path) -> list[Run]:
+  """Every combination of the grid with every seed, each checked as `python -m scmoe.train` would.
+
+  Raises:
+    ConfigError: a field or value cannot be used; nothing was written.
+  """
+  axes = [_axis(text) for text in grid]
+  names = [name for name, _ in axes]
+  if twice := next((name for name in names if names.count(name) > 1), None):
+    raise ConfigError(f"--grid: {twice} is given twice; write all its values in one --grid")
+  runs = []
+  for choice in itertools.product(*(texts for _, texts in axes)):
+    run = base
+    for name, text in zip(names, choice):
+      run = with_field(run, name, text)
+    run.resolve(num_devices=planned_devices(run), vocab_size=build.vocab_size(run.data))
+    for seed in range(base.train.seed, base.train.seed + seeds):
+      name = _folder_name([*zip(names, choice), ("seed", str(seed))])
+      train = dataclasses.replace(run.train, seed=seed)
+      runs.append(Run(workdir / name, dataclasses.replace(run, name=name, train=train)))
+  return runs
+
+
+def _axis(text: str) -> tuple[str, list[str]]:
+  name, equals, values = text.partition("=")
+  name = name.removeprefix("--").removeprefix("config.")
+  texts = [v.strip() for v in values.split(";" if ";" in values else ",")]
+  if not equals or not name or "" in texts:
+    raise ConfigError(
+      f"--grid={text!r} is not FIELD=VALUE,VALUE; e.g. model.wiring=top2,scmoe_pos2"
+    )
+  if name == "train.seed":
+    raise ConfigError(f"--grid={text!r}: seeds are given by --seeds={len(texts)}")
+  if len(set(texts)) < len(texts):
+    raise ConfigError(f"--grid={text!r} has a value twice; name each once")
+  return name, texts
+
+
+def _folder_name(choices: Sequence[tuple[str, str]]) -> str:
+  """`wiring-top2_seed-0`; with a digest where that would be too long for a run's name."""
+  words = [f"{name.rpartition('.')[2]}-{text}" for name, text in choices]
+  name = re.sub(r"[^A-Za-z0-9._-]+", "-", "_".join(words)).strip("-.")
+  plain = all(re.fullmatch(r"[A-Za-z0-9._-]+", text) for _, text in choices)
+  if plain and len(name) <= 64:
+    return name
+  digest = hashlib.blake2b(repr(choices).encode(), digest_size=4).hexdigest()
+  return f"{name[:40]}-{digest}_{words[-1]}"
+
+
+def shared_out(jobs: int) -> list[dict[str, str]]:
+  """The environment of each job: its share of the GPUs; on a CPU all have the same.
+
+  Raises:
+    ConfigError: there are fewer GPUs than jobs.
+  """
+  gpus = _gpus()
+  if not gpus or jobs == 1:
+    return [{} for _ in range(jobs)]
+  if len(gpus) < jobs:
+    raise ConfigError(f"--jobs={jobs} is more than the {len(gpus)} GPUs here; use {len(gpus)}")
+  share = len(gpus) // jobs
+  return [
+    {"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * share : (i + 1) * share])} for i in range(jobs)
+  ]
+
+
+def _gpus() -> list[str]:
+  """The GPUs that a process here would use, without starting jax, which would take their memory."""
+  if os.environ.get("JAX_PLATFORMS", "").startswith("cpu") or not shutil.which("nvidia-smi"):
+    return []
+  visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+  if visible is not None:
+    return [word for word in visible.split(",") if word]
+  listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+  return [str(i) for i, line in enumerate(listed.splitlines()) if line.startswith("GPU")]
+
+
+# --- running --------------------------------------------------------------------------------------
+
+
+def train_all(runs: Sequence[Run], environments: list[dict[str, str]], extra: list[str]) -> None:
+  """Trains every run that is not done, as many at a time as there are environments.
+
+  Raises:
+    Preempted: asked to stop; the runs in flight were told, and have saved.
+  """
+  waiting = [run for run in runs if not read_run(run.folder).done]
+  if len(waiting) < len(runs):
+    _say(f"{len(runs) - len(waiting)} of {len(runs)} runs are done already")
+  free, flying = list(environments), []
+  with _Stop() as stop:
+    while (waiting and not stop.asked) or flying:
+      while waiting and free and not stop.asked:
+        run, environment = waiting.pop(0), free.pop(0)
+        place = f"[{runs.index(run) + 1}/{len(runs)}] {run.folder.name}"
+        flying.append(_Flight(run, environment, extra, place))
+        stop.processes = [flight.process for flight in flying]
+      for flight in [f for f in flying if f.process.poll() is not None]:
+        flight.land()
+        flying.remove(flight)
+        free.append(flight.environment)
+      time.sleep(POLL_SECONDS)
+  if stop.asked:
+    raise Preempted("the sweep was stopped; run the same command again to go on")
+
+
+class _Flight:
+  """A run's process."""
+
+  def __init__(self, run: Run, environment: dict[str, str], extra: list[str], place: str):
+    self.run, self.environment, self.place = run, environment, place
+    self.began = time.monotonic()
+    folder = prepare_workdir(run.folder)
+    _wait_for_owner(folder, place)
+    (folder / EXIT).unlink(missing_ok=True)
+    try:
+      (folder / ASKED).write_text(to_json(run.config), "utf-8")
+      self.log = open(folder / LOG, "a", encoding="utf-8")  # noqa: SIM115 - closed by `land`
+    except OSError as error:
+      raise StorageError(f"{folder} cannot be written: {error.strerror}") from None
+    command = [*TRAIN, "--config_json", str(folder / ASKED)]
+    # Runs that differ in the seed only are one program: what one compiled, the next ones load.
+    cache = {
+      "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "programs"),
+      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+    }
+    self.process = subprocess.Popen(
+      [*command, "--workdir", str(folder), *extra],
+      stdout=self.log,
+      stderr=subprocess.STDOUT,
+      stdin=subprocess.DEVNULL,
+      env={**cache, **os.environ, **environment, "PYTHONPATH": _import_path()},
+    )
+    _say(f"{place}: training")
+
+  def land(self) -> None:
+    """Notes how it ended, and says so."""
+    self.log.close()
+    code, took = self.process.returncode, duration(time.monotonic() - self.began)
+    words = _last_words(self.run.folder / LOG)
+    write_json(self.run.folder / EXIT, {"code": code, "words": "" if code == 0 else words})
+    record = read_run(self.run.folder)
+    if code == 0:
+      last: dict[str, Any] = (record.evals or record.train or [{}])[-1]
+      loss = last.get("loss")
+      result = f"loss {loss:.4f}, " if isinstance(loss, float) else ""
+      _say(f"{self.place}: done, {result}{took}")
+    else:
+      _say(f"{self.place}: {record.status} ({took})")
+
+
+class _Stop:
+  """A context manager that passes SIGINT and SIGTERM on to the runs, which save and end."""
+
+  def __init__(self) -> None:
+    self.asked = False
+    self.processes: list[subprocess.Popen] = []
+    self._before: dict[int, Any] = {}
+
+  def __enter__(self) -> _Stop:
+    for number in (signal.SIGINT, signal.SIGTERM):
+      self._before[number] = signal.signal(number, self._handle)
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    for number, handler in self._before.items():
+      signal.signal(number, handler)
+
+  def _handle(self, number: int, frame: Any) -> None:
+    del frame
+    self.asked = True
+    for process in self.processes:
+      # Ctrl-C has reached them too; a second one of its kind would end them without saving.
+      if process.poll() is None and number == signal.SIGTERM:
+        process.terminate()
+
+
+def _wait_for_owner(folder: Path, place: str) -> None:
+  """A sweep that was killed outright leaves its runs training: they are not started twice."""
+  said = False
+  while owner_lives(folder / LOCK):
+    if not said:
+      _say(f"{place}: is being trained by another process; waiting for it")
+    said = True
+    time.sleep(POLL_SECONDS)
+
+
+def _last_words(log: Path) -> str:
+  """The last line of a log that says something, shortened."""
+  lines = [line.strip() for line in log.read_text("utf-8", errors="replace").splitlines()]
+  return next((line[:300] for line in reversed(lines) if line), "")
+
+
+def _import_path() -> str:
+  """So that a run imports the package that runs the sweep."""
+  here = str(Path(__file__).resolve().parent.parent)
+  return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def _say(line: str) -> None:
+  print(line, flush=True)
+
+
+if __name__ == "__main__":
+  run_main(main)

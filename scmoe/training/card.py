@@ -1,0 +1,94 @@
+"""WORKDIR/card.json: where a run comes from, in what it takes to repeat it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import socket
+import subprocess
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from scmoe.errors import StorageError
+from scmoe.training.workdir import write_json
+
+CARD = "card.json"
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
+# What changes how jax computes; nothing else of the environment, which may hold secrets.
+_VARIABLES = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_ENABLE_X64", "CUDA_VISIBLE_DEVICES", "NCCL_ALGO")
+
+
+def write_card(workdir: Path, **said: Any) -> None:
+  """Writes the card of a new start; what earlier starts said about themselves stays in `starts`.
+
+  Args:
+    workdir: of the run; exists.
+    **said: what the caller knows: `command`, `config` (as asked for, not resolved), `data` and
+      `tokenizer` (fingerprints), `parameters`.
+
+  Raises:
+    StorageError: it cannot be written.
+  """
+  start = {
+    "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    "git": commit(Path(__file__).resolve().parent),
+    "versions": versions(),
+    "host": {"name": socket.gethostname(), "system": platform.platform(), "cpus": os.cpu_count()},
+    "devices": devices(),
+    "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+  }
+  before = read_card(workdir).get("starts", [])
+  card = {**start, **said, "starts": [*before, {**start, "command": said.get("command")}]}
+  try:
+    write_json(workdir / CARD, card)
+  except OSError as error:
+    raise StorageError(f"{workdir / CARD} cannot be written: {error}") from None
+
+
+def read_card(workdir: str | os.PathLike[str]) -> dict[str, Any]:
+  """What a run's card says; empty without one, or where it is no JSON object."""
+  try:
+    card = json.loads((Path(workdir) / CARD).read_text("utf-8"))
+  except (OSError, ValueError):
+    return {}
+  return card if isinstance(card, dict) else {}
+
+
+def versions() -> dict[str, str]:
+  """Python's version and those of the packages that decide what a run computes."""
+  found = {"python": platform.python_version()}
+  for name in ("scmoe", *PACKAGES):
+    try:
+      found[name] = metadata.version(name)
+    except metadata.PackageNotFoundError:
+      continue
+  return found
+
+
+def devices() -> dict[str, Any]:
+  """Kind and number of the devices of all processes."""
+  first = jax.devices()[0]
+  return {"platform": first.platform, "kind": first.device_kind, "count": jax.device_count(),
+          "processes": jax.process_count()}  # fmt: skip
+
+
+def commit(folder: Path) -> dict[str, Any]:
+  """Commit of the checkout around `folder`, and whether files differ from it; {} outside of one."""
+  try:
+    head = _git(folder, "rev-parse", "HEAD").strip()
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", str(folder))
+  except (OSError, subprocess.SubprocessError):
+    return {}
+  return {"commit": head, "changed": bool(changed.strip())}
+
+
+def _git(folder: Path, *words: str) -> str:
+  command: Sequence[str] = ("git", "-C", str(folder), *words)
+  done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+  return done.stdout

@@ -1,0 +1,192 @@
+"""A sweep's runs: planned, shared out, killed and gone on with, failed and shown."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from scmoe import sweep
+from scmoe.config import RunConfig, from_json
+from scmoe.errors import ConfigError, Preempted, run_main
+from scmoe.reports.records import read_run
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Trains nothing: notes that it was started, waits while told to, ends as the learning rate says.
+FAKE = """
+import json, os, pathlib, sys, time
+argv = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+config = json.loads(pathlib.Path(argv["--config_json"]).read_text())
+folder = pathlib.Path(argv["--workdir"])
+with open(folder / "starts", "a") as file:
+  file.write(os.environ.get("CUDA_VISIBLE_DEVICES", "none") + "\\n")
+while (folder.parent / "hold").exists():
+  time.sleep(0.02)
+rate = config["optimizer"]["learning_rate"]
+if rate > 0.5:
+  print("NonFiniteError: no good")
+  sys.exit(4)
+loss = rate + config["train"]["seed"]
+steps = config["train"]["steps"]
+lines = [{"step": steps, "kind": "eval", "loss": loss, "bits_per_byte": loss},
+         {"step": steps, "kind": "end"}]
+(folder / "metrics.jsonl").write_text("".join(json.dumps(l) + "\\n" for l in lines))
+"""
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+  """Runs end at once, and the current folder is empty."""
+  script = tmp_path / "fake.py"
+  script.write_text(FAKE)
+  monkeypatch.setattr(sweep, "TRAIN", (sys.executable, str(script)))
+  monkeypatch.setattr(sweep, "POLL_SECONDS", 0.02)
+  here = tmp_path / "here"
+  here.mkdir()
+  monkeypatch.chdir(here)
+  return here
+
+
+def starts(run):
+  return (run / "starts").read_text().splitlines()
+
+
+def test_the_grid_is_checked_and_named():
+  base = RunConfig()
+  grid = ["model.wiring=top2,scmoe_pos2", "--config.optimizer.learning_rate=1e-3,2e-3"]
+  runs = sweep.planned(base, grid, 2, Path("w"))
+  names = [run.folder.name for run in runs]
+  assert names[:3] == [
+    "wiring-top2_learning_rate-1e-3_seed-0",
+    "wiring-top2_learning_rate-1e-3_seed-1",
+    "wiring-top2_learning_rate-2e-3_seed-0",
+  ]
+  assert len(set(names)) == len(runs) == 8
+  assert runs[-1].config.model.wiring == "scmoe_pos2"
+  assert (runs[-1].config.optimizer.learning_rate, runs[-1].config.train.seed) == (2e-3, 1)
+  odd = sweep.planned(base, ["overlap.schedule=auto;mlp 0"], 1, Path("w"))
+  assert odd[1].config.overlap.schedule == "mlp 0"
+  assert odd[1].folder.name.startswith("schedule-mlp-0")
+  for text, words in (
+    ("model.wiring", "is not FIELD=VALUE"),
+    ("model.wiring=top2,,top1", "is not FIELD=VALUE"),
+    ("model.wiring=top2,top2", "has a value twice"),
+    ("train.seed=1,2", "--seeds=2"),
+    ("model.wirings=top2", "did you mean model.wiring"),
+    ("model.num_experts=8,-1", "model.num_experts=-1"),
+    ("model.wiring=top2,top9", "model.wiring='top9'"),
+  ):
+    with pytest.raises(ConfigError, match=words):
+      sweep.planned(base, [text], 1, Path("w"))
+  with pytest.raises(ConfigError, match="given twice"):
+    sweep.planned(base, ["model.top_k=1", "model.top_k=2"], 1, Path("w"))
+
+
+def test_gpus_are_shared_out(monkeypatch):
+  monkeypatch.setattr(sweep, "_gpus", lambda: ["0", "1", "2", "3", "4"])
+  assert sweep.shared_out(1) == [{}]
+  assert [e["CUDA_VISIBLE_DEVICES"] for e in sweep.shared_out(2)] == ["0,1", "2,3"]
+  with pytest.raises(ConfigError, match="--jobs=6 is more than the 5 GPUs here"):
+    sweep.shared_out(6)
+  monkeypatch.setattr(sweep, "_gpus", list)
+  assert sweep.shared_out(3) == [{}, {}, {}]
+
+
+def test_runs_end_in_a_comparison_and_are_not_run_twice(fake, capsys):
+  argv = ["--grid", "optimizer.learning_rate=0.1,0.2", "--seeds", "3", "--json=c.json"]
+  sweep.main([*argv, "--jobs", "2"])
+  out = capsys.readouterr().out
+  assert "[6/6] learning_rate-0.2_seed-2: done, loss 2.2000" in out
+  assert "1.1000 ± 1.0000" in out
+  figures = json.loads((fake / "c.json").read_text())
+  assert [group["label"] for group in figures["groups"]] == ["0.1", "0.2"]
+  assert figures["groups"][1]["paired"]["loss"]["difference"]["mean"] == pytest.approx(0.1)
+  workdir = fake / "runs/sweep-quickstart"
+  assert (workdir / "compare/compare.html").is_file()
+  sweep.main([*argv, "--seeds", "4"])  # one more seed: only that one is trained
+  assert "6 of 8 runs are done already" in capsys.readouterr().out
+  counts = [len(starts(run)) for run in sorted(workdir.glob("learning*"))]
+  assert counts == [1] * 8
+  asked = from_json((workdir / "learning_rate-0.2_seed-1/asked.json").read_text())
+  assert (asked.optimizer.learning_rate, asked.train.seed) == (0.2, 1)
+
+
+def test_a_failed_run_is_shown_and_tried_again(fake, capsys):
+  argv = ["--grid=optimizer.learning_rate=0.9,0.1", "--workdir=w"]
+  with pytest.raises(SystemExit) as ended:
+    run_main(sweep.main, argv)
+  captured = capsys.readouterr()
+  assert ended.value.code == 4
+  assert captured.err.startswith("Failed: 1 runs failed: learning_rate-0.9_seed-0; their log.txt")
+  assert "done, loss 0.1000" in captured.out  # the others went on
+  assert "exit 4: NonFiniteError: no good" in captured.out
+  assert "exit 4: NonFiniteError: no good" in (fake / "w/compare/compare.html").read_text()
+  with pytest.raises(SystemExit):
+    run_main(sweep.main, argv)
+  assert len(starts(fake / "w/learning_rate-0.9_seed-0")) == 2
+  assert len(starts(fake / "w/learning_rate-0.1_seed-0")) == 1
+
+
+def test_dry_run_writes_nothing(fake, capsys):
+  sweep.main(["--grid=model.wiring=top2,top1", "--seeds=2", "--dry_run"])
+  assert "4 runs in runs/sweep-quickstart:" in capsys.readouterr().out
+  assert list(fake.iterdir()) == []
+
+
+def test_killed_in_the_middle_it_goes_on(fake):
+  """Killed outright, its run in flight stays alone: the next sweep waits for it."""
+  folder = fake / "w"
+  folder.mkdir()
+  (folder / "hold").write_text("")
+  code = (
+    "import sys\nfrom scmoe import sweep\nfrom scmoe.errors import run_main\n"
+    f"sweep.TRAIN = {sweep.TRAIN!r}\nsweep.POLL_SECONDS = 0.02\nrun_main(sweep.main)\n"
+  )
+  words = [sys.executable, "-c", code, "--grid=optimizer.learning_rate=0.1,0.2", "--workdir=w"]
+  environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+  first = folder / "learning_rate-0.1_seed-0"
+
+  def begin():
+    process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while not (first / "starts").exists() and time.monotonic() < until:
+      time.sleep(0.02)
+    return process
+
+  stopped = begin()
+  stopped.send_signal(signal.SIGTERM)  # passed on: the fake run ends without having saved
+  assert stopped.wait(60) == Preempted.code
+  assert not read_run(first).done
+  killed = begin()
+  while len(starts(first)) < 2:
+    time.sleep(0.02)
+  killed.kill()
+  killed.wait(60)
+  (folder / "hold").unlink()  # what it left behind now ends by itself
+  done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+  assert done.returncode == 0, done.stderr
+  assert "loss" in done.stdout
+  assert all(read_run(run).done for run in folder.glob("learning*"))
+
+
+def test_a_real_sweep(tmp_path):
+  """Two runs of the smallest configuration: one trains, one has too little text for its batch."""
+  words = [sys.executable, "-m", "scmoe.sweep", "--smoke", "--grid=train.batch_size=8,800000"]
+  environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+  done = subprocess.run([*words, "--config.data.limit_bytes=20000", "--workdir=w"], cwd=tmp_path,
+                        env=environment, capture_output=True, text=True, timeout=300)  # fmt: skip
+  assert done.returncode == 3, done.stderr
+  good, bad = (read_run(tmp_path / "w" / f"batch_size-{n}_seed-0") for n in (8, 800000))
+  assert good.done
+  assert good.card["config"]["train"]["batch_size"] == 8
+  assert good.card["versions"]["jax"]
+  assert good.card["data"]["digest"]
+  assert good.card["devices"]["count"] == 8
+  assert bad.status.startswith("failed at step 0 of 3, exit 3: DataError: ")
+  last = [json.loads(line) for line in (good.path / "metrics.jsonl").read_text().splitlines()]
+  assert f"{[line for line in last if line['kind'] == 'eval'][-1]['loss']:.4f}" in done.stdout

@@ -206,7 +206,8 @@ def build(run: RunConfig, devices: Sequence[Any] | None = None) -> Built:
   mesh = build_mesh(run, devices)
   graph, shapes = build_model(run, mesh)
   objective = make_objective(run, graph)
-  return Built(run, mesh, graph, shapes, objective, make_optimizer(run.optimizer, run.train.steps))
+  optimizer = make_optimizer(run.optimizer, run.train.steps, half=run.model.dtype == "float16")
+  return Built(run, mesh, graph, shapes, objective, optimizer)
 
 
 def make_objective(run: RunConfig, graph: nnx.GraphDef) -> LanguageModelObjective:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 from typing import Literal
 
 import jax
@@ -132,11 +134,11 @@ class Attention(nnx.Module):
     Returns:
       y_BSD, and the cache with the new keys and values (None if there was none).
     """
-    q_BSHN, k_BSHN, v_BSHN = projected
-    dtype = q_BSHN.dtype
+    dtype = projected[0].dtype
+    q_BSHN, k_BSHN, v_BSHN = (_computable(x) for x in projected)
     if cache is not None:
       cache = _store(cache, k_BSHN, v_BSHN, positions_BS)
-      k_BSHN, v_BSHN = cache.k_BSHN.astype(dtype), cache.v_BSHN.astype(dtype)
+      k_BSHN, v_BSHN = cache.k_BSHN.astype(q_BSHN.dtype), cache.v_BSHN.astype(q_BSHN.dtype)
       stored_S = jnp.arange(k_BSHN.shape[1])
       mask_BHSS = (stored_S <= positions_BS[..., None])[:, None]
       y_BSHN = jax.nn.dot_product_attention(q_BSHN, k_BSHN, v_BSHN, mask=mask_BHSS)
@@ -152,6 +154,7 @@ class Attention(nnx.Module):
         is_causal=True,
         implementation=_implementation(q_BSHN, masked=mask_BHSS is not None),
       )
+    y_BSHN = y_BSHN.astype(dtype)
     y_BSD = jnp.einsum("bshn,hnd->bsd", y_BSHN, self.out[...].astype(dtype))
     y_BSD = total(y_BSD, ("tensor",), "tensor")
     return (y_BSD if self.out_bias is None else y_BSD + self.out_bias[...].astype(dtype)), cache
@@ -174,6 +177,19 @@ def _store(cache: KeyValues, k_BSHN: Array, v_BSHN: Array, positions_BS: Array) 
     cache.k_BSHN.at[row_B1, positions_BS].set(k_BSHN.astype(cache.k_BSHN.dtype)),
     cache.v_BSHN.at[row_B1, positions_BS].set(v_BSHN.astype(cache.v_BSHN.dtype)),
   )
+
+
+def _computable(x_BSHN: Array) -> Array:
+  """In a type in which attention has a form here: XLA has no such float16 product for a CPU."""
+  if x_BSHN.dtype != jnp.float16 or jax.default_backend() != "cpu":
+    return x_BSHN
+  _say_once("attention runs in float32: XLA has no float16 products for it on a CPU")
+  return x_BSHN.astype(jnp.float32)
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+  logging.getLogger(__name__).warning(text)
 
 
 def _implementation(q_BSHN: Array, *, masked: bool) -> Literal["cudnn"] | None:

@@ -358,7 +358,11 @@ class _Run:
     self.meter.tick()
     self.means.add(values)
     self.bar.advance()
-    if self.skipping and self.first:
+    if not values["finite"] and not self.skipping:
+      self._say(
+        f"step {step}: an overflow in float16 at loss scale {values['loss_scale']:g}; skipped"
+      )
+    elif self.skipping and self.first:
       warn(f"step {step}: loss {values['objective']}, gradient norm {values['grad_norm']}; skipped")
     if step % self.train.log_every == 0 or step == self.train.steps:
       self._log(step, values, arrays)

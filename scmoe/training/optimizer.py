@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from scmoe.options import check_options
+from scmoe.training.loss_scale import LossScaling
 from scmoe.training.options import OptimizerConfig
 
 UNDECAYED = ("bias", "scale", "norm", "gain")  # name parts of parameters without weight decay
@@ -23,6 +24,7 @@ class Optimizer(NamedTuple):
 
   tx: optax.GradientTransformationExtraArgs
   schedule: Callable[[Any], Any]  # step -> learning rate
+  scaling: LossScaling | None = None  # of the loss before gradients are taken
 
 
 def make_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -64,7 +66,11 @@ def decay_mask(params: Any) -> Any:
 
 
 def make_optimizer(
-  cfg: OptimizerConfig, steps: int, mask: Any | Callable[[Any], Any] = decay_mask
+  cfg: OptimizerConfig,
+  steps: int,
+  mask: Any | Callable[[Any], Any] = decay_mask,
+  *,
+  half: bool = False,
 ) -> Optimizer:
   """Clipping, Adam, masked decoupled weight decay, learning rate: one optax chain.
 
@@ -72,6 +78,7 @@ def make_optimizer(
     cfg: see `OptimizerConfig`.
     steps: length of the schedule, train.steps.
     mask: pytree of bool like the parameters, or a function of them: which of them decay.
+    half: gradients are computed in float16, which needs a scaled loss.
 
   Raises:
     ConfigError: a field is out of range.
@@ -83,7 +90,8 @@ def make_optimizer(
     optax.add_decayed_weights(cfg.weight_decay, mask) if cfg.weight_decay else optax.identity(),
     scale_by_step(schedule),
   )
-  return Optimizer(optax.with_extra_args_support(tx), schedule)
+  scaling = LossScaling(cfg.loss_scale, cfg.loss_scale_window) if half or cfg.loss_scale else None
+  return Optimizer(optax.with_extra_args_support(tx), schedule, scaling)
 
 
 def clip_by_norm(limit: float) -> optax.GradientTransformationExtraArgs:

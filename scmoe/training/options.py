@@ -145,6 +145,15 @@ class OptimizerConfig:
   clip_norm: float = option(
     1.0, "global gradient norm above which gradients are scaled down; 0: no clipping", minimum=0
   )
+  loss_scale: float = option(
+    0.0,
+    "factor of the loss while gradients are taken; 0: for model.dtype=float16 one that follows the "
+    "overflows, else none",
+    minimum=0,
+  )
+  loss_scale_window: int = option(
+    1000, "steps without overflow after which that factor doubles", minimum=1
+  )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,6 +34,7 @@ _COMPAT = ("order", "weights", "weight_norm", "jitter", "uniform", "round_to")
 _SINCE = {
   "model": {"expert_impl": "auto"},
   "dispatch": {"silent": False},
+  "optimizer": {"loss_scale": 0.0, "loss_scale_window": 1000},
   "overlap": {"search_seconds": 90.0, "flight": 1},  # change no result
 }
 

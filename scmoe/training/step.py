@@ -41,7 +41,8 @@ class TrainState:
   router: PyTree  # router state that gradients do not train, e.g. balancing biases; may be {}
   rng: Array  # uint32 key data; never changes, the step's key is folded from it
   skipped: Array  # int32 [], skipped steps of the whole run
-  skipped_in_row: Array  # int32 [], skipped steps since the last good one
+  skipped_in_row: Array  # int32 [], of them since the last good one; no overflow of a scaled loss
+  scale: PyTree = None  # of `LossScaling`, where there is one
 
 
 class Objective(Protocol):
@@ -162,21 +163,26 @@ def make_train_step(
     # Left inside the loop, every microbatch would read all float32 weights to cast them again.
     with jax.named_scope("cast"):
       params = objective.cast(state.params)
+    factor = None if optimizer.scaling is None else state.scale["factor"]
     loss, grads, aux = accumulate(
-      objective, params, state.router, batch, rng, specs.params, gradient_dtype, flight
+      objective, params, state.router, batch, rng, specs.params, gradient_dtype, flight, factor
     )
     with jax.named_scope("optimizer"):
+      if optimizer.scaling is not None:
+        grads = optimizer.scaling.unscaled(grads, state.scale)
       with jax.named_scope("clip"):
         norm = global_norm(grads, specs.params)
       # Before clipping: clipping by a norm with one inf turns that leaf into NaN, the rest into 0.
       finite = jnp.isfinite(loss) & jnp.isfinite(norm)
       router = objective.update_router(state.router, aux)
-      new = _updated(state, grads, norm, router, optimizer, finite)
+      new = _updated(state, grads, norm, router, optimizer, finite, loss)
     with jax.named_scope("statistics"):
       scalars, arrays = objective.metrics(aux)
     scalars = {"loss": loss} | scalars | {"objective": loss}
     scalars |= {"grad_norm": norm, "lr": optimizer.schedule(state.step), "finite": finite}
     scalars |= {"skipped": new.skipped, "skipped_in_row": new.skipped_in_row}
+    if factor is not None:
+      scalars["loss_scale"] = factor
     return new, scalars, arrays
 
   everywhere: NamedSharding = replicated(mesh)
@@ -199,6 +205,7 @@ def accumulate(
   specs: PyTree,
   gradient_dtype: str = "float32",
   flight: int = 1,
+  factor: Array | None = None,
 ) -> tuple[Array, PyTree, PyTree]:
   """Loss and fp32 gradients, meaned over microbatches, and the summed aux.
 
@@ -216,6 +223,7 @@ def accumulate(
     gradient_dtype: in which gradients travel between devices.
     flight: microbatches side by side, where it divides A; the results are those of one after the
       other.
+    factor: of the loss that is differentiated, and so of the gradients; not of the loss returned.
   """
   count = jax.tree.leaves(batch)[0].shape[0]
   shared = jax.tree.map(lambda spec: bool(travels_over(spec)), specs)
@@ -223,7 +231,11 @@ def accumulate(
   keep = lambda which, tree: jax.tree.map(lambda s, x: x if s == which else None, shared, tree)
   size = flight if count % flight == 0 else 1  # microbatches of a group
 
-  differentiate = jax.grad(objective.losses, (0, 4), has_aux=True)
+  def losses(*given: Any) -> Any:
+    whole, results = objective.losses(*given)
+    return whole if factor is None else whole * factor, results
+
+  differentiate = jax.grad(losses, (0, 4), has_aux=True)
 
   def each(group: Batch, first: Any) -> tuple[list[PyTree], PyTree, list[Batch], list[Array]]:
     """Parameters, router state, microbatches and keys of a group, apart."""
@@ -237,7 +249,7 @@ def accumulate(
 
   def microbatches(total: PyTree, item: tuple[Batch, Array]) -> tuple[PyTree, None]:
     done, sums = total
-    sums, results = jax.grad(objective.losses, 4, has_aux=True)(*each(*item), sums, None)
+    sums, results = jax.grad(losses, 4, has_aux=True)(*each(*item), sums, None)
     return (functools.reduce(add, results, done), sums), None
 
   if count == 1 and not handed_over:
@@ -275,6 +287,7 @@ def _updated(
   router: PyTree,
   optimizer: Optimizer,
   finite: Array,
+  loss: Array,
 ) -> TrainState:
   """The next state; where not `finite`, only the counters move."""
   updates, opt_state = optimizer.tx.update(
@@ -283,6 +296,11 @@ def _updated(
   params = optax.apply_updates(state.params, updates)
   keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
   missed = 1 - finite.astype(jnp.int32)
+  scaling, scale, failed = optimizer.scaling, state.scale, missed
+  if scaling is not None:
+    # While the factor can fall, an overflow of the gradients says nothing of the loss.
+    failed = missed * (1 - (jnp.isfinite(loss) & scaling.may_fall(scale)).astype(jnp.int32))
+    scale = scaling.after(scale, finite)
   return TrainState(
     step=state.step + 1,
     params=keep(params, state.params),
@@ -290,7 +308,8 @@ def _updated(
     router=keep(router, state.router),
     rng=state.rng,
     skipped=state.skipped + missed,
-    skipped_in_row=(state.skipped_in_row + 1) * missed,
+    skipped_in_row=(state.skipped_in_row + failed) * missed,
+    scale=scale,
   )
 
 
@@ -306,4 +325,5 @@ def _fresh(init: Init, optimizer: Optimizer, seed: int) -> TrainState:
     rng=jax.random.key_data(base),
     skipped=zero,
     skipped_in_row=zero,
+    scale=None if optimizer.scaling is None else optimizer.scaling.init(),
   )

@@ -1,0 +1,58 @@
+"""Loss scaling: float16 gradients, moved to where float16 has numbers.
+
+float16 has none below 6e-8. The gradient of a mean over 8,192 tokens begins at 1e-4 and shrinks on
+its way: without a scale those of queries and keys are off by half or more. So the loss is
+multiplied by a factor before gradients are taken, and they are divided by it in float32. A dynamic
+factor is as large as it can be: an overflow halves it and skips the step, `window` good steps in a
+row double it (Micikevicius et al., arXiv 1710.03740; Megatron-LM `--loss-scale-window`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+LARGEST, SMALLEST = 2.0**24, 1.0
+START = 2.0**16  # of a dynamic factor
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScaling:
+  """How the factor begins and moves; its state is part of `TrainState`.
+
+  Attributes:
+    fixed: the factor; 0: a dynamic one.
+    window: good steps in a row after which a dynamic factor doubles.
+  """
+
+  fixed: float = 0.0
+  window: int = 1000
+
+  def init(self) -> dict[str, Array]:
+    """`factor`, float32 [], and `good`, int32 []: steps since it changed."""
+    return {
+      "factor": jnp.asarray(self.fixed or START, jnp.float32),
+      "good": jnp.zeros((), jnp.int32),
+    }
+
+  def unscaled(self, grads: Any, state: dict[str, Array]) -> Any:
+    """The gradients of the loss itself, in float32 at least: [...] each."""
+    wide = lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32))
+    return jax.tree.map(lambda g: wide(g) / state["factor"], grads)
+
+  def may_fall(self, state: dict[str, Array]) -> Array:
+    """Whether an overflow is answered by a smaller factor, and is no failure yet: bool []."""
+    return jnp.asarray(not self.fixed) & (state["factor"] > SMALLEST)
+
+  def after(self, state: dict[str, Array], finite: Array) -> dict[str, Array]:
+    """The state after a step whose loss and gradients were finite, or not."""
+    if self.fixed:
+      return state
+    grows = finite & (state["good"] + 1 >= self.window)
+    factor = jnp.where(finite, jnp.where(grows, 2.0, 1.0), 0.5) * state["factor"]
+    good = jnp.where(finite & ~grows, state["good"] + 1, 0)
+    return {"factor": jnp.clip(factor, SMALLEST, LARGEST), "good": good}

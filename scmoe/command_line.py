@@ -28,6 +28,7 @@ from scmoe.config import (
   sections,
   with_field,
 )
+from scmoe.effects import check_typed
 from scmoe.errors import ConfigError
 
 FIELD = "--config."
@@ -56,8 +57,11 @@ class Flag:
   words: bool = False
 
 
-HELP = Flag("help", bool, False, "print this text")
+HELP = Flag("help", str, "", "print this text, or only a section or field: --help model; also -h")
 
+SIMULATE = Flag(
+  "simulate", int, 0, "so many simulated devices on the CPU; 0: the devices there are"
+)
 TRAIN_FLAGS = (
   Flag("config", str, "quickstart", "config file (Python, which is run), or the name of one"),
   Flag("config_json", str, "", "read the configuration from JSON (--print_config) instead"),
@@ -65,7 +69,7 @@ TRAIN_FLAGS = (
   Flag("workdir", str, "", "folder to write to and to resume from; runs/NAME if not given"),
   Flag("dry_run", bool, False, "print sizes, memory, traffic and time for any mesh, then stop"),
   Flag("print_config", bool, False, "print the configuration as JSON, then stop"),
-  Flag("simulate", int, 0, "set up so many simulated devices on the CPU; 0: the devices there are"),
+  SIMULATE,
   Flag("list_configs", bool, False, "print the configurations that come with scmoe, then stop"),
   Flag("allow_config_change", bool, False, "resume although the configuration was changed"),
   HELP,
@@ -98,6 +102,9 @@ def parse(
     if words is not None and not word.startswith("-"):
       values[words].append(word)
       continue
+    if word in ("-h", "--help"):
+      values["help"] = rest.pop(0) if rest and not rest[0].startswith("-") else "all"
+      continue
     name, equals, value = word.partition("=")
     is_field = with_fields and name.startswith(FIELD)
     flag = None if is_field else known.get(name[2:]) if name.startswith("--") else None
@@ -123,6 +130,8 @@ def parse(
 
 
 def _unknown(name: str, known: dict[str, Flag], with_fields: bool) -> str:
+  if name in config_names():
+    return f"{name!r} belongs to no flag; did you mean --config={name}?"
   if not name.startswith("--"):
     return f"{name!r} belongs to no flag; write --flag=value (--help lists all)"
   near = difflib.get_close_matches(name[2:], known, n=1)
@@ -191,6 +200,7 @@ def run_config(values: dict[str, Any], given: Sequence[tuple[str, str]]) -> RunC
       run = dataclasses.replace(run, name=path.stem)
   for name, text in given:
     run = with_field(run, name, text)
+  check_typed(run, [name for name, _ in given])
   if values["allow_config_change"]:
     run = with_field(run, "checkpoint.allow_config_change", "true")
   return run
@@ -206,8 +216,22 @@ def list_configs() -> str:
   return "\n".join(lines)
 
 
-def help_text(usage: str, flags: Sequence[Flag], *, with_fields: bool = False) -> str:
-  """What `--help` prints: usage, flags, every field, exit codes."""
+def help_text(
+  usage: str, flags: Sequence[Flag], topic: str = "all", *, with_fields: bool = False
+) -> str:
+  """What `--help` prints: usage, flags, every field, exit codes; or of one topic only.
+
+  Args:
+    usage: of the entry point.
+    flags: its flags.
+    topic: `all`, or a flag, a section or a field.
+    with_fields: it knows the fields of the configuration.
+
+  Raises:
+    ConfigError: there is no such topic.
+  """
+  if topic != "all":
+    return _help_on(topic.removeprefix("--").removeprefix("config."), flags, with_fields)
   lines = [usage.strip(), "", "Flags:"]
   for flag in flags:
     note = "" if flag.kind is bool or flag.default in (None, "") else f" (default {flag.default})"
@@ -221,15 +245,31 @@ def help_text(usage: str, flags: Sequence[Flag], *, with_fields: bool = False) -
   return "\n".join(lines)
 
 
-def _field_lines() -> list[str]:
+def _help_on(topic: str, flags: Sequence[Flag], with_fields: bool) -> str:
+  paths = [f.path for f in fields()] if with_fields else []
+  inside = [p for p in paths if p == topic or p.startswith(f"{topic}.")]
+  inside = inside or [p for p in paths if p.endswith(f".{topic}")]
+  if inside:
+    return "\n".join(_field_lines(inside)).lstrip("\n")
+  if found := [flag for flag in flags if flag.name == topic]:
+    return "\n".join(_entry(f"--{topic}", found[0].help))
+  parts = [name for name, _ in sections(RunConfig())] if with_fields else []
+  near = difflib.get_close_matches(topic, [*parts, *paths, *(f.name for f in flags)], n=1)
+  hint = f"did you mean {near[0]}?" if near else f"sections: {', '.join(parts)}"
+  raise ConfigError(f"--help {topic}: no section, field or flag of that name; {hint}")
+
+
+def _field_lines(only: Sequence[str] = ()) -> list[str]:
   lines: list[str] = []
   heading, default = "", RunConfig()
   about = dict(sections(default))
   for field in fields(default):
+    if only and field.path not in only:
+      continue
     part = field.path.rpartition(".")[0]
     if part != heading:
       heading = part
-      lines += ["", f"  {part}: {about[part]}"]
+      lines += ["", f"  {part}: {about.get(part, 'the run itself')}"]
     lines += _entry(field.path, f"{field.help} [{describe_type(field)}]", indent=4)
   return lines
 

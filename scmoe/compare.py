@@ -31,7 +31,7 @@ def main(argv: list[str]) -> None:
   """Compares what the command line names, and prints the table."""
   values, _ = parse(argv, FLAGS)
   if values["help"]:
-    return print(help_text(__doc__ or "", FLAGS))
+    return print(help_text(__doc__ or "", FLAGS, values["help"]))
   comparison = compare([read_run(path) for path in find_runs(values["RUN"])])
   out = Path(values["out"] or Path(values["RUN"][0]) / "compare")
   print(write_comparison(comparison, out, " ".join(["python -m scmoe.compare", *argv])))

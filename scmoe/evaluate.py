@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scmoe import build
-from scmoe.command_line import HELP, Flag, help_text, parse
+from scmoe.command_line import HELP, SIMULATE, Flag, help_text, parse, simulate
 from scmoe.data import BitsPerByte, bigram_bits_per_byte, check_vocab, open_data
 from scmoe.errors import ConfigError, StorageError, run_main
 from scmoe.inference.evaluation import evaluate
@@ -26,6 +26,7 @@ FLAGS = (
   Flag("step", int, -1, "step of the checkpoint; -1: the newest"),
   Flag("max_batches", int, 0, "batches to evaluate; 0: all validation text"),
   Flag("mesh", str, "", "axes such as data=2,expert=2; training's, or one device, if not given"),
+  SIMULATE,
   Flag("json", str, "", "also write the figures to this file"),
   HELP,
 )
@@ -35,7 +36,8 @@ def main(argv: list[str]) -> None:
   """Evaluates a checkpoint and prints a table."""
   values, _ = parse(argv, FLAGS)
   if values["help"]:
-    return print(help_text(__doc__ or "", FLAGS))
+    return print(help_text(__doc__ or "", FLAGS, values["help"]))
+  simulate(values["simulate"])
   if values["max_batches"] < 0:
     raise ConfigError(f"--max_batches={values['max_batches']} must be >= 0; 0 takes all")
   out = Path(values["json"]) if values["json"] else None

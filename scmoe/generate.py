@@ -16,7 +16,17 @@ from typing import Any
 
 from scmoe import build
 from scmoe.benchmark import Load, benchmark
-from scmoe.command_line import HELP, TRAIN_FLAGS, Flag, compared, help_text, parse, run_config
+from scmoe.command_line import (
+  HELP,
+  SIMULATE,
+  TRAIN_FLAGS,
+  Flag,
+  compared,
+  help_text,
+  parse,
+  run_config,
+  simulate,
+)
 from scmoe.errors import ConfigError, run_main
 from scmoe.inference.decode import generate
 from scmoe.inference.sampling import Sampling
@@ -36,6 +46,7 @@ FLAGS = (
   Flag("top_p", float, 1.0, "draw from the most probable tokens that make up this probability"),
   Flag("seed", int, 0, "of the draws"),
   Flag("mesh", str, "", "axes such as data=2,expert=2; training's, or one device, if not given"),
+  SIMULATE,
   Flag("benchmark", bool, False, "tokens per second instead of text, on random weights"),
   Flag("compare", str, "", "benchmark: wirings in turns, by commas; the first is the base"),
   Flag("batch", int, 8, "benchmark: prompts"),
@@ -51,7 +62,8 @@ def main(argv: list[str]) -> None:
   """Continues every prompt and prints it with its continuation."""
   values, given = parse(argv, FLAGS, with_fields=True)
   if values["help"]:
-    return print(help_text(__doc__ or "", FLAGS, with_fields=True))
+    return print(help_text(__doc__ or "", FLAGS, values["help"], with_fields=True))
+  simulate(values["simulate"])
   if values["benchmark"]:
     return print(_benchmark(values, given))
   if given:

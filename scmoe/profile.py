@@ -69,7 +69,7 @@ def main(argv: list[str]) -> None:
   """Profiles what the command line asks for and prints the report."""
   values, given = parse(argv, FLAGS, with_fields=True)
   if values["help"]:
-    return print(help_text(__doc__ or "", FLAGS, with_fields=True))
+    return print(help_text(__doc__ or "", FLAGS, values["help"], with_fields=True))
   simulate(values["simulate"])
   run = run_config(values, given)
   names = compared(values["compare"], run)

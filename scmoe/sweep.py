@@ -31,6 +31,7 @@ from scmoe import build
 from scmoe.command_line import TRAIN_FLAGS, Flag, help_text, parse, run_config
 from scmoe.config import RunConfig, check_workdir, to_json, with_field
 from scmoe.dry_run import planned_devices
+from scmoe.effects import check_typed
 from scmoe.errors import ConfigError, Preempted, ScmoeError, StorageError, run_main
 from scmoe.reports.comparison import compare
 from scmoe.reports.records import ASKED, EXIT, Record, read_run
@@ -66,7 +67,7 @@ def main(argv: list[str]) -> None:
   """Trains what is not trained yet, compares all, and says what failed."""
   values, given = parse(argv, FLAGS, with_fields=True)
   if values["help"]:
-    return print(help_text(__doc__ or "", FLAGS, with_fields=True))
+    return print(help_text(__doc__ or "", FLAGS, values["help"], with_fields=True))
   if values["seeds"] < 1 or values["jobs"] < 1:
     raise ConfigError(f"--seeds={values['seeds']} and --jobs={values['jobs']} must be at least 1")
   base = run_config({**values, "allow_config_change": False}, given)
@@ -119,6 +120,7 @@ def planned(base: RunConfig, grid: Sequence[str], seeds: int, workdir: Path) -> 
     run = base
     for name, text in zip(names, choice):
       run = with_field(run, name, text)
+    check_typed(run, names)
     run.resolve(num_devices=planned_devices(run), vocab_size=build.vocab_size(run.data))
     for seed in range(base.train.seed, base.train.seed + seeds):
       name = _folder_name([*zip(names, choice), ("seed", str(seed))])

@@ -30,7 +30,7 @@ from scmoe.inference.sampling import Sampling
 from scmoe.models.flops import count_parameters
 from scmoe.parallel.collectives import request_copy_engines
 from scmoe.programs import Programs
-from scmoe.summary import header, result, store_tokenizer
+from scmoe.summary import check_memory, header, out_of_memory, result, store_tokenizer
 from scmoe.training import distributed
 from scmoe.training.loop import Poll, Trainer
 from scmoe.training.step import TrainState
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
   """Does what the command line asks for."""
   values, given = parse(argv, TRAIN_FLAGS, with_fields=True)
   if values["help"]:
-    return print(help_text(__doc__ or "", TRAIN_FLAGS, with_fields=True))
+    return print(help_text(__doc__ or "", TRAIN_FLAGS, values["help"], with_fields=True))
   if values["list_configs"]:
     return print(list_configs())
   simulate(values["simulate"])
@@ -84,7 +84,8 @@ def train(run: RunConfig, workdir: Path) -> TrainState:
   check_vocab(data, run.model.vocab_size)
   if distributed.is_first():
     store_tokenizer(data.tokenizer, workdir)
-  state = Trainer(
+  check_memory(built)
+  trainer = Trainer(
     built,
     data,
     workdir,
@@ -92,7 +93,11 @@ def train(run: RunConfig, workdir: Path) -> TrainState:
     sample=sampling(built, data),
     header=header(built, data, workdir),
     card=card(asked, built, data),
-  ).run()
+  )
+  try:
+    state = trainer.run()
+  except jax.errors.JaxRuntimeError as error:
+    raise out_of_memory(built, error) or error from None
   if distributed.is_first():
     print(result(data, workdir), flush=True)
   return state

@@ -19,7 +19,7 @@ RANKS = [
   ("blocks",),
   ("models",),
   ("training", "inference"),
-  ("config",),
+  ("config", "effects"),
   ("build", "command_line", "programs", "reports"),
   ("dry_run", "benchmark"),
   ("summary",),

@@ -10,7 +10,7 @@ from pathlib import Path
 from scmoe.errors import ConfigError
 from scmoe.options import check_options, option
 
-SOURCES = ("stdlib", "text", "jsonl", "parquet", "procedural", "mixture")
+SOURCES = ("auto", "stdlib", "text", "jsonl", "parquet", "procedural", "mixture")
 PACKINGS = ("concat", "pack", "pad")
 NEEDS_PATH = ("text", "jsonl", "parquet")
 
@@ -20,8 +20,9 @@ class DataConfig:
   """Where the text comes from, how it becomes tokens, and how tokens become rows."""
 
   source: str = option(
-    "stdlib",
-    "kind of source: stdlib (this Python's own source text), text, jsonl, parquet, procedural "
+    "auto",
+    "kind of source: auto (what data.path's name or folder says; mixture with data.mixture; stdlib "
+    "without either), stdlib (this Python's own source text), text, jsonl, parquet, procedural "
     "(known entropy), or a mixture of them",
     choices=SOURCES,
   )
@@ -95,11 +96,12 @@ class DataConfig:
       ConfigError: names the field, what was got and what would do.
     """
     check_options(self, "data")
-    if self.source in NEEDS_PATH and not self.path:
+    kind = self.kind
+    if kind in NEEDS_PATH and not self.path:
       raise ConfigError(
         f"data.path='' is empty; data.source={self.source!r} needs a file or folder"
       )
-    if self.source == "mixture":
+    if kind == "mixture":
       parse_mixture(self.mixture)
     elif self.mixture:
       raise ConfigError(
@@ -107,11 +109,20 @@ class DataConfig:
         "set data.source='mixture' or leave data.mixture empty"
       )
 
+  @property
+  def kind(self) -> str:
+    """`source`, with `auto` decided."""
+    if self.source != "auto":
+      return self.source
+    if self.mixture:
+      return "mixture"
+    return kind_of_path(self.path) if self.path else "stdlib"
+
   def parts(self) -> list[SourcePart]:
     """The sources to read, with their weights (one of weight 1 unless this is a mixture)."""
-    if self.source == "mixture":
+    if self.kind == "mixture":
       return parse_mixture(self.mixture)
-    return [SourcePart(self.source, self.path, 1.0)]
+    return [SourcePart(self.kind, self.path, 1.0)]
 
   def cache_folder(self) -> Path:
     """Folder for caches; not created here."""
@@ -119,6 +130,26 @@ class DataConfig:
       return Path(self.cache_dir).expanduser()
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(root).expanduser() / "scmoe"
+
+
+SUFFIXES = {
+  "text": (".txt", ".text", ".md", ".rst"),
+  "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson"),
+  "parquet": (".parquet",),
+}
+
+
+def kind_of_path(path: str) -> str:
+  """`jsonl`, `parquet` or `text`: what a file's suffix says, or of a folder what most files are.
+
+  A name with another suffix, and what is not there, counts as text: reading it says what is wrong.
+  """
+  root = Path(path).expanduser()
+  names = [root.name]
+  if root.is_dir():
+    names = [p.name for p in root.rglob("*") if p.is_file()]
+  counts = {kind: sum(name.endswith(ends) for name in names) for kind, ends in SUFFIXES.items()}
+  return max(("text", "jsonl", "parquet"), key=lambda kind: counts[kind])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,8 +184,10 @@ def _parse_part(text: str, form: str) -> SourcePart:
     raise ConfigError(f"data.mixture: {text!r} has no weight; {form}")
   if not 0 < weight < math.inf:
     raise ConfigError(f"data.mixture: weight {weight_text} of {head!r} must be above 0 and finite")
-  if kind not in SOURCES or kind == "mixture":
-    known = ", ".join(s for s in SOURCES if s != "mixture")
+  if kind == "auto" and path:
+    kind = kind_of_path(path)
+  if kind not in SOURCES or kind in ("auto", "mixture"):
+    known = ", ".join(s for s in SOURCES if s not in ("auto", "mixture"))
     raise ConfigError(f"data.mixture: unknown source {kind!r}; one of: {known}")
   if kind in NEEDS_PATH and not path:
     raise ConfigError(f"data.mixture: {text!r} names no file; write {kind}:PATH:{weight_text}")

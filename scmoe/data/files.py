@@ -15,16 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from scmoe.data.config import SUFFIXES
 from scmoe.data.packages import need
 from scmoe.errors import DataError
 
 log = logging.getLogger("scmoe.data")
 
-SUFFIXES = {
-  "text": (".txt", ".text", ".md", ".rst"),
-  "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson"),
-  "parquet": (".parquet",),
-}
 MAX_LINE = 10_000_000  # bytes; a longer line is almost always a broken file, and costs memory
 _SPLIT_NAME = re.compile(r"^(train|validation|valid|val|dev|test)([-_.].*)?$")
 _VALIDATION_NAMES = ("validation", "valid", "val", "dev")

@@ -173,6 +173,16 @@ class Data:
   def _read_train(self, key: int) -> Row:
     return self._train.read(key, self.config.document_mask)
 
+  def passes(self, rows: int) -> dict[str, float]:
+    """How often the training text of each domain is read by a run of so many rows."""
+    weights = self._mixing_weights()
+    shares = [weight / sum(weights) for weight in weights]
+    return {
+      name: rows * share / len(table)
+      for name, share, table in zip(self.domains, shares, self._train.tables)
+      if len(table)
+    }
+
   # --- what the data are --------------------------------------------------------------------------
 
   def check_size(self) -> None:

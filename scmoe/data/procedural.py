@@ -46,7 +46,8 @@ def domain_names(names: str) -> tuple[str, ...]:
   for name in chosen:
     if name not in _DOMAINS:
       raise ConfigError(
-        f"data.path={names!r}: unknown procedural domain {name!r}; some of: {'+'.join(_DOMAINS)}"
+        f"data.path={names!r}: unknown procedural domain {name!r}; some of: {'+'.join(_DOMAINS)}; "
+        "set data.source=auto to read a file"
       )
   return chosen
 

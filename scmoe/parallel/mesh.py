@@ -66,7 +66,8 @@ class MeshConfig:
       if num_devices % others:
         raise ConfigError(
           f"mesh.expert={self.expert} x mesh.tensor={self.tensor} = {others} does not divide the "
-          f"{num_devices} devices; choose axes whose product divides {num_devices}"
+          f"{num_devices} devices; choose axes whose product divides {num_devices}, or "
+          f"--simulate {others} for as many on a CPU"
         )
       return dataclasses.replace(self, data=num_devices // others)
     if self.size > num_devices:

@@ -480,7 +480,10 @@ def test_errors_of_the_call(small):
   [
     ({"source": "stdlibb"}, "data.source='stdlibb' is unknown; did you mean 'stdlib'?"),
     ({"source": "text"}, "data.path='' is empty; data.source='text' needs a file or folder"),
-    ({"mixture": "stdlib:1"}, "is not read by data.source='stdlib'; set data.source='mixture'"),
+    (
+      {"source": "stdlib", "mixture": "stdlib:1"},
+      "is not read by data.source='stdlib'; set data.source='mixture'",
+    ),
     ({"packing": "tight"}, "data.packing='tight' is unknown"),
     ({"seq_len": 1}, "data.seq_len=1 is too small; the least is 2"),
     ({"validation_fraction": 1.5}, "data.validation_fraction=1.5 is too large"),

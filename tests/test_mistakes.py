@@ -1,0 +1,340 @@
+"""Typical mistakes: one line that says what to do, and doing it works."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from scmoe import summary, train
+from scmoe.errors import ScmoeError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def field(*texts):
+  return [f"--config.{text}" for text in texts]
+
+
+# What was typed beside --smoke, what the line says, and what it says to type instead. On the eight
+# simulated devices of the tests; my.txt, rows.jsonl are there.
+MISTAKES = {
+  "text that is not read": (
+    field("data.path=my.txt", "data.source=stdlib"),
+    "data.path='my.txt' has no effect: data.source='stdlib' reads no path; set data.source=auto",
+    field("data.path=my.txt", "data.source=auto"),
+  ),
+  "text under a config that has another source": (
+    field("data.path=my.txt"),
+    "data.source=auto",
+    field("data.path=my.txt", "data.source=auto"),
+  ),
+  "experts that the wiring does not visit": (
+    field("model.wiring=top2", "model.top_k=4"),
+    "model.top_k=4 has no effect: model.wiring='top2' gives a token 2 experts per gating; "
+    "set model.wiring=topk",
+    field("model.wiring=topk", "model.top_k=4"),
+  ),
+  "a router without experts": (
+    field("model.wiring=dense", "router.bias=sign"),
+    "router.bias='sign' has no effect: model.wiring='dense' has no routed experts; set "
+    "model.wiring, e.g. scmoe_pos2",
+    field("model.wiring=scmoe_pos2", "router.bias=sign"),
+  ),
+  "a shared expert that is not there": (
+    field("model.wiring=top2", "model.mix=cg2"),
+    "has no shared expert; set model.wiring=shared_expert",
+    field("model.wiring=shared_expert", "model.mix=cg2"),
+  ),
+  "the rate of a bias that does not move": (
+    field("router.bias_rate=0.1"),
+    "set router.bias=sign",
+    field("router.bias_rate=0.1", "router.bias=sign"),
+  ),
+  "a capacity without a buffer": (
+    field("dispatch.transport=dropless", "dispatch.capacity_factor=1"),
+    "set dispatch.transport=capacity",
+    field("dispatch.transport=capacity", "dispatch.capacity_factor=1"),
+  ),
+  "a decay without a phase": (
+    field("optimizer.decay_fraction=0.5"),
+    "set optimizer.schedule=wsd",
+    field("optimizer.decay_fraction=0.5", "optimizer.schedule=wsd"),
+  ),
+  "steps of no trace": (
+    field("train.profile_steps=1"),
+    "set train.profile_step, e.g. 10",
+    field("train.profile_steps=1", "train.profile_step=10"),
+  ),
+  "a vocabulary of bytes": (
+    field("data.vocab_size=300"),
+    "set data.tokenizer=bpe",
+    field("data.vocab_size=300", "data.tokenizer=bpe", "data.limit_bytes=20000"),
+  ),
+  "a column of no rows": (
+    field("data.field=body"),
+    "give a data.path that ends in .jsonl",
+    field("data.field=body", "data.path=rows.jsonl", "data.source=auto"),
+  ),
+  "rows without that column": (
+    field("data.path=rows.jsonl", "data.source=auto", "data.max_bad_rows=0"),
+    "no field data.field='text'; it has: body",
+    field("data.path=rows.jsonl", "data.source=auto", "data.field=body"),
+  ),
+  "a balancing loss without its noise": (
+    field("router.balance=load_importance"),
+    "set router.noise > 0 (1 is usual)",
+    field("router.balance=load_importance", "router.noise=1"),
+  ),
+  "a field without its prefix": (
+    ["--model.wiring=top2"],
+    "did you mean --config.model.wiring?",
+    field("model.wiring=top2"),
+  ),
+  "a field that is misspelt": (
+    field("model.num_expertz=4"),
+    "did you mean model.num_experts?",
+    field("model.num_experts=4"),
+  ),
+  "a field of another section": (
+    field("train.learning_rate=1e-3"),
+    "did you mean optimizer.learning_rate?",
+    field("optimizer.learning_rate=1e-3"),
+  ),
+  "a wiring that is misspelt": (
+    field("model.wiring=scmoe_pos4"),
+    "model.wiring='scmoe_pos4' is unknown; did you mean 'scmoe_pos",
+    field("model.wiring=scmoe_pos3"),
+  ),
+  "a config that is misspelt": (
+    ["--config=quikstart"],
+    "did you mean quickstart?",
+    ["--config=quickstart"],
+  ),
+  "a config without its flag": (
+    ["quickstart"],
+    "did you mean --config=quickstart?",
+    ["--config=quickstart"],
+  ),
+  "a number with a fraction": (
+    field("train.steps=1e3"),
+    "use a whole number such as 8",
+    field("train.steps=1000"),
+  ),
+  "a batch that does not divide": (
+    field("train.batch_size=7"),
+    "is not divisible by mesh.data x mesh.expert = 8; use 8",
+    field("train.batch_size=8"),
+  ),
+  "tokens that are no microbatches": (
+    field("train.tokens_per_step=200"),
+    "use 256, or 0",
+    field("train.tokens_per_step=256"),
+  ),
+  "a sequence beyond the positions": (
+    field("data.seq_len=64"),
+    "use sequences of at most 16 tokens, or a larger model.context",
+    field("data.seq_len=64", "model.context=64"),
+  ),
+  "layers that are no pairs": (
+    field("model.num_layers=3"),
+    "use a multiple of 2",
+    field("model.num_layers=2"),
+  ),
+  "devices that are not there": (
+    field("mesh.data=4", "mesh.expert=4"),
+    "--simulate 16",
+    field("mesh.data=2", "mesh.expert=4"),
+  ),
+  "a mask on one side": (
+    field("model.document_mask=true"),
+    "set data.document_mask=True as well",
+    field("model.document_mask=true", "data.document_mask=true"),
+  ),
+  "a source without its file": (
+    field("data.source=jsonl"),
+    "needs a file or folder",
+    field("data.source=jsonl", "data.path=rows.jsonl", "data.field=body"),
+  ),
+  "a file that is not there": (
+    field("data.source=auto", "data.path=mine.txt"),
+    "does not exist; give a file",
+    field("data.source=auto", "data.path=my.txt"),
+  ),
+  "a tokenizer by its name": (
+    field("data.tokenizer=gpt2"),
+    "use bytes, bpe or the path of a tokenizer.json",
+    field("data.tokenizer=bytes"),
+  ),
+  "a weight that is missing": (
+    field("data.mixture=stdlib,text:my.txt", "data.source=auto"),
+    "write kind[:path]:weight joined by commas",
+    field("data.mixture=procedural:0.5,text:my.txt:0.5", "data.source=auto"),
+  ),
+  "more of a batch than there is text": (
+    field("data.path=my.txt", "data.source=auto", "train.batch_size=80000"),
+    "use a batch of at most",
+    field("data.path=my.txt", "data.source=auto", "train.batch_size=8"),
+  ),
+  "a folder above": (["--workdir=../a"], "give the folder itself", ["--workdir=a"]),
+}
+
+
+@pytest.fixture
+def started(tmp_path, monkeypatch):
+  """Commands go as far as the first step, and say with what."""
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+  text = "".join(f"line {i} of a short text that is a little longer\n\n" for i in range(2000))
+  (tmp_path / "my.txt").write_text(text)
+  (tmp_path / "rows.jsonl").write_text('{"body": "some text in a row"}\n' * 900)
+  runs = []
+
+  class Trainer:
+    def __init__(self, built, data, workdir, **options):
+      runs.append((built, data, options))
+
+    def run(self):
+      return None
+
+  monkeypatch.setattr(train, "Trainer", Trainer)
+  monkeypatch.setattr(train, "result", lambda data, workdir: "")
+  return runs
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_the_line_says_what_to_do_and_doing_it_works(name, started, capsys):
+  typed, words, instead = MISTAKES[name]
+  with pytest.raises(ScmoeError) as refused:
+    train.main(["--smoke", *typed])
+  line = str(refused.value)
+  assert words in line
+  assert "\n" not in line
+  assert not started, "it was noticed after something had been started"
+  train.main(["--smoke", *instead])
+  assert len(started) == 1
+
+
+def test_there_are_enough_of_them():
+  assert len(MISTAKES) >= 25
+
+
+def test_what_was_not_typed_is_not_refused(started):
+  """A config file may set what another wiring reads; so may a value that is in force anyway."""
+  train.main(["--config=olmoe", "--smoke", "--config.model.wiring=top2"])
+  train.main(["--smoke", *field("model.wiring=top2", "model.top_k=2")])
+  assert len(started) == 2
+
+
+def test_the_devices_that_are_suggested_can_be_had(tmp_path):
+  """The line's own flag, in a process of its own: jax has its devices already here."""
+  environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+  words = [sys.executable, "-m", "scmoe.train", "--smoke", "--config.mesh.expert=2"]
+  words += [
+    "--config.train.steps=1",
+    "--config.train.sample_tokens=0",
+    "--workdir=a",
+    "--config.data.limit_bytes=20000",
+  ]
+
+  def run(*more):
+    return subprocess.run([*words, *more], cwd=tmp_path, env=environment, capture_output=True,
+                          text=True, timeout=300)  # fmt: skip
+
+  refused = run()
+  assert refused.returncode == 2
+  (flag,) = re.findall(r"--simulate \d+", refused.stderr)
+  done = run(*flag.split())
+  assert done.returncode == 0, done.stderr
+  assert "data 1 x expert 2 x tensor 1: 2 of 2 x cpu" in done.stdout
+
+
+def test_the_source_follows_the_path(started):
+  for path, kind in (("my.txt", "text"), ("rows.jsonl", "jsonl")):
+    train.main(["--smoke", *field(f"data.path={path}", "data.source=auto", "data.field=body")]
+               if kind == "jsonl" else
+               ["--smoke", *field(f"data.path={path}", "data.source=auto")])  # fmt: skip
+    assert started[-1][0].run.data.source == kind
+
+
+def test_text_that_is_read_too_often_and_text_without_validation_are_said_before(started):
+  train.main(["--smoke", *field("data.path=my.txt", "data.source=auto", "train.steps=100000")])
+  header = started[-1][2]["header"]
+  assert re.search(r"passes +my \d+", header)
+  assert "WARNING      my is read" in header
+  (fewer,) = re.findall(r"at most train.steps=([\d,]+)", header)
+  mine = field("data.path=my.txt", "data.source=auto")
+  train.main(["--smoke", *mine, *field("train.steps=" + fewer.replace(",", ""))])
+  assert "WARNING" not in started[-1][2]["header"]
+  train.main(["--smoke", *mine, *field("data.validation_fraction=0")])
+  assert "no validation text: nothing will be evaluated" in started[-1][2]["header"]
+  assert started[-1][2]["evaluate"] is None
+
+
+def test_a_state_that_does_not_fit_is_said_before_it_is_allocated(started, monkeypatch):
+  monkeypatch.setattr(summary, "device_memory", lambda: 100_000)
+  with pytest.raises(
+    ScmoeError, match=r"need \d\d\d\.\d\d KiB on each device, which has 97\.66 KiB; try"
+  ):
+    train.main(["--smoke"])
+  assert not started
+  monkeypatch.undo()
+  assert summary.device_memory() > 2**20
+
+
+def test_a_step_that_does_not_fit_lists_levers_with_figures(started, monkeypatch):
+  class Full:
+    def __init__(self, *args, **options):
+      pass
+
+    def run(self):
+      raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
+
+  monkeypatch.setattr(train, "Trainer", Full)
+  argv = ["--smoke", *field("train.batch_size=64", "mesh.data=1")]
+  with pytest.raises(ScmoeError) as refused:
+    train.main(argv)
+  line = str(refused.value)
+  assert re.match(
+    r"out of memory: a step needs about [\d.]+ [KM]iB on each device \(parameters", line
+  )
+  need = dict(
+    re.findall(r"([\w.=]+(?: [\w.=]+| on \d devices)?) \(([\d.]+) [KM]iB\)", line.split("try ")[1])
+  )
+  assert set(need) == {"train.batch_size=32 train.tokens_per_step=1024", "train.remat=full",
+                       "mesh.expert=2 on 2 devices"}  # fmt: skip
+  monkeypatch.undo()
+  from scmoe.dry_run import dry_run
+  from scmoe.summary import size_of
+
+  (words,) = [w for w in need if w.startswith("train.batch_size")]
+  values, given = train.parse([*argv, *field(*words.split())], train.TRAIN_FLAGS, with_fields=True)
+  smaller = train.run_config(values, given).resolve(num_devices=1, vocab_size=257)
+  assert size_of(dry_run(smaller).memory.total).split()[0] == need[words]
+
+  class Broken(Full):
+    def run(self):
+      raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+  monkeypatch.setattr(train, "Trainer", Broken)
+  with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+    train.main(["--smoke", "--workdir=b"])
+
+
+def test_help_on_a_section_and_a_field(capsys):
+  train.main(["-h"])
+  everything = capsys.readouterr().out
+  assert "model.wiring" in everything
+  assert "Exit codes" in everything
+  train.main(["--help", "router"])
+  section = capsys.readouterr().out
+  assert "router.bias_rate" in section
+  assert "router.compat.order" in section
+  assert "model.wiring" not in section
+  train.main(["--help", "top_k"])
+  assert "model.top_k" in capsys.readouterr().out
+  with pytest.raises(ScmoeError, match="did you mean model"):
+    train.main(["--help", "modell"])

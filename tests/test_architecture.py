@@ -23,7 +23,7 @@ RANKS = [
   ("build", "command_line", "programs", "reports"),
   ("dry_run", "benchmark"),
   ("summary",),
-  ("train", "evaluate", "generate", "profile", "compare", "sweep"),
+  ("train", "evaluate", "generate", "profile", "compare", "sweep", "inspect"),
 ]
 LEAVES = ("errors", "options", "_compat", "batch")
 ALONE = ("data", "profiling")  # know nothing but errors and options

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
-from scmoe import evaluate, train
+from scmoe import evaluate, inspect, train
 from scmoe.command_line import TRAIN_FLAGS, Flag, parse
 from scmoe.config import RunConfig, fields, from_json, with_field
 from scmoe.errors import ConfigError, run_main
@@ -229,6 +230,18 @@ def test_train_stop_resume_evaluate_generate(here, capsys, quick_compiler):
   assert figures["loss"] == pytest.approx(last["loss"], rel=1e-5)
   assert figures["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-5)
   assert "bigram bits/byte" in out
+
+  code, out, err = outcome(inspect.main, capsys, "--workdir=a", "--batches=2")
+  assert code == 0, err
+  assert "layer 3" in out
+  with np.load("a/inspect/inspect.npz", allow_pickle=False) as arrays:
+    assert arrays["load_GE"].shape == (2, 4)
+    assert arrays["load_GE"].sum(-1) == pytest.approx(1)
+    assert arrays["training_load"].shape == (4, 2, 4)  # four logged steps
+    assert arrays["training_entropy"].shape == (4, 2)
+  page = Path("a/inspect/inspect.html").read_text()
+  for words in ("Experts by domain", "Experts by token class", "Load over training"):
+    assert words in page
 
   prompts = ["--prompt=ab", "--prompt=", "--max_new_tokens=3", "--temperature=0"]
   code, out, err = outcome(generate.main, capsys, "--workdir=a", *prompts)

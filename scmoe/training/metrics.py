@@ -21,7 +21,7 @@ from scmoe.training.workdir import warn
 
 METRICS = "metrics.jsonl"
 ROUTER = "router"
-_LONGEST_LIST = 128  # per-layer arrays up to this size also go into metrics.jsonl
+_LONGEST_LIST = 1024  # per-layer arrays with up to so many numbers also go into metrics.jsonl
 
 
 class Sink(Protocol):
@@ -160,12 +160,16 @@ class Metrics:
       warn(f"{path} cannot be written: {error.strerror}")
 
 
-def short_lists(arrays: dict[str, np.ndarray]) -> dict[str, list[float]]:
-  """The per-layer vectors [L] among the arrays, compact enough for a line of metrics.jsonl."""
+def short_lists(arrays: dict[str, np.ndarray]) -> dict[str, list]:
+  """Per-layer arrays [L] and [L, E], compact enough for a line of metrics.jsonl."""
+
+  def short(value: Any) -> Any:
+    return list(map(short, value)) if isinstance(value, list) else float(f"{value:.4g}")
+
   return {
-    name: [float(f"{v:.4g}") for v in value]
+    name: short(np.asarray(value).tolist())
     for name, value in arrays.items()
-    if value.ndim == 1 and value.size <= _LONGEST_LIST
+    if 0 < value.ndim <= 2 and value.size <= _LONGEST_LIST
   }
 
 

@@ -1,0 +1,161 @@
+"""Pictures of routers: over training, and of a probe of the trained model."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from scmoe.reports.records import Line, Record
+
+OVER_TRAINING = (
+  ("max_violation", "max violation (busiest expert / mean − 1)"),
+  ("entropy", "entropy of a token's probabilities / ln E"),
+  ("dead", "share of dead experts"),
+  ("drop", "share of choices dropped"),
+  ("confidence", "confidence (mean largest probability)"),
+  ("mutual_information", "token–expert mutual information, nats"),
+  ("diversity", "diversity exp(H) / E"),
+  ("shortcut_ratio", "|routed| / |main path|"),
+)
+
+
+def layers_over_training(record: Record, name: str) -> tuple[np.ndarray, np.ndarray]:
+  """(steps [N], values [N, layers]) of a per-layer statistic of metrics.jsonl."""
+  found = [(line["step"], line["layers"][name]) for line in _with_layers(record.train, name)]
+  steps = np.array([step for step, _ in found])
+  return steps, np.array([values for _, values in found], float).reshape(len(found), -1)
+
+
+def loads_over_training(record: Record) -> tuple[np.ndarray, np.ndarray]:
+  """(steps [N], load [N, layers, E]) of metrics.jsonl, or of the router files of larger models."""
+  lines = _with_layers(record.train, "load")
+  if lines:
+    loads = [line["layers"]["load"] for line in lines]
+    return np.array([line["step"] for line in lines]), np.array(loads, float)
+  files = sorted((record.path / "router").glob("step_*.npz"))
+  steps, loads = [], []
+  for path in files:
+    with np.load(path, allow_pickle=False) as arrays:
+      if "load" in arrays:
+        steps.append(int(path.stem.removeprefix("step_")))
+        loads.append(arrays["load"])
+  return np.array(steps), np.array(loads, float)
+
+
+def _with_layers(lines: Sequence[Line], name: str) -> list[Line]:
+  return [line for line in lines if name in line.get("layers", {})]
+
+
+# --- pictures -------------------------------------------------------------------------------------
+
+
+def draw_training(record: Record) -> bytes | None:
+  """PNG of every statistic over training, a line per layer; None where nothing was logged."""
+  shown = [(name, title) for name, title in OVER_TRAINING if _with_layers(record.train, name)]
+  if not shown:
+    return None
+  figure, axes = _figure(len(shown), columns=4, height=2.6)
+  for place, (name, title) in zip(axes, shown):
+    steps, values = layers_over_training(record, name)
+    for layer, colour in zip(range(values.shape[1]), _shades(values.shape[1])):
+      place.plot(steps, values[:, layer], color=colour, label=f"MoE layer {layer}", linewidth=1.2)
+    place.set_title(title, fontsize=9)
+    place.grid(alpha=0.25)
+  if len(axes[0].lines) <= 12:
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncol=6,
+                  frameon=False, fontsize=8)  # fmt: skip
+  return _png(figure)
+
+
+def draw_loads(record: Record) -> bytes | None:
+  """PNG: the load of each expert over training, a heat map per layer."""
+  steps, loads = loads_over_training(record)
+  if not len(steps):
+    return None
+  layers = loads.shape[1]
+  figure, axes = _figure(layers, columns=4, height=2.2)
+  top = 2.0 / loads.shape[-1]  # white is dead, the middle its share, the darkest twice of it
+  image = None
+  for layer, place in enumerate(axes[:layers]):
+    image = place.imshow(loads[:, layer].T, aspect="auto", cmap="Blues", vmin=0, vmax=top,
+                         extent=(0, len(steps), loads.shape[-1] - 0.5, -0.5))  # fmt: skip
+    marks = np.unique(np.linspace(0, len(steps) - 1, 4).astype(int))
+    place.set_xticks(marks + 0.5, [str(steps[m]) for m in marks], fontsize=8)
+    place.set_title(f"MoE layer {layer}", fontsize=9)
+  axes[0].set_ylabel("expert", fontsize=8)
+  figure.colorbar(image, ax=list(axes), label="share of choices", shrink=0.8)
+  return _png(figure)
+
+
+def draw_heat(
+  values: np.ndarray, rows: Sequence[str], title: str, *, label: str = "share of choices"
+) -> bytes:
+  """PNG of one heat map [rows, E]: rows named, experts numbered, from 0 to twice the even share."""
+  figure, (place,) = _figure(1, columns=1, height=0.7 + 0.32 * len(rows), width=9)
+  experts = values.shape[1]
+  image = place.imshow(values, aspect="auto", cmap="Blues", vmin=0, vmax=2.0 / experts)
+  place.set_yticks(range(len(rows)), rows, fontsize=8)
+  place.set_xlabel("expert", fontsize=8)
+  place.set_title(title, fontsize=9)
+  if experts <= 16 and len(rows) <= 40:
+    for row, column in np.ndindex(*values.shape):
+      share = values[row, column]
+      if np.isfinite(share):
+        ink = "white" if share > 1.4 / experts else "black"
+        place.text(
+          column, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=7, color=ink
+        )
+  figure.colorbar(image, ax=place, label=label)
+  return _png(figure)
+
+
+def draw_by(values: np.ndarray, gatings: Sequence[str], rows: Sequence[str], title: str) -> bytes:
+  """PNG of a heat map [rows, E] for each gating, e.g. of domains or of token classes."""
+  figure, axes = _figure(len(gatings), columns=3, height=0.9 + 0.28 * len(rows))
+  image = None
+  for place, name, heat in zip(axes, gatings, values):
+    image = place.imshow(heat, aspect="auto", cmap="Blues", vmin=0, vmax=2.0 / heat.shape[1])
+    place.set_yticks(range(len(rows)), rows, fontsize=8)
+    place.set_title(name, fontsize=9)
+  figure.suptitle(title, fontsize=10)
+  figure.colorbar(image, ax=list(axes), label="share of the row's choices", shrink=0.8)
+  return _png(figure)
+
+
+def draw_bars(values: np.ndarray, names: Sequence[str], title: str) -> bytes:
+  """PNG of one number per name, each between 0 and 1 where it is a share."""
+  figure, (place,) = _figure(1, columns=1, height=2.6, width=10)
+  place.bar(range(len(names)), np.nan_to_num(values), color="#0072b2")
+  place.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
+  place.set_title(title, fontsize=9)
+  place.grid(alpha=0.25, axis="y")
+  return _png(figure)
+
+
+def _figure(count: int, *, columns: int, height: float, width: float = 12) -> tuple[Any, list[Any]]:
+  from matplotlib.backends.backend_agg import FigureCanvasAgg
+  from matplotlib.figure import Figure
+
+  columns = min(columns, count)
+  rows = -(-count // columns)
+  figure = Figure(figsize=(width, 0.5 + height * rows), layout="constrained")
+  FigureCanvasAgg(figure)
+  axes = list(np.ravel(figure.subplots(rows, columns, squeeze=False)))
+  for place in axes[count:]:
+    place.set_axis_off()
+  return figure, axes[:count]
+
+
+def _shades(count: int) -> list[Any]:
+  import matplotlib
+
+  return [matplotlib.colormaps["viridis"](0.9 * i / max(count - 1, 1)) for i in range(count)]
+
+
+def _png(figure: Any) -> bytes:
+  out = io.BytesIO()
+  figure.savefig(out, format="png", dpi=120)
+  return out.getvalue()

@@ -23,6 +23,7 @@ from scmoe.config import (
   fields,
   find_config,
   from_json,
+  imports_of,
   load_config,
   parse_value,
   sections,
@@ -30,6 +31,7 @@ from scmoe.config import (
 )
 from scmoe.effects import check_typed
 from scmoe.errors import ConfigError
+from scmoe.extensions import FORM, check_allowed
 
 FIELD = "--config."
 
@@ -62,6 +64,15 @@ HELP = Flag("help", str, "", "print this text, or only a section or field: --hel
 SIMULATE = Flag(
   "simulate", int, 0, "so many simulated devices on the CPU; 0: the devices there are"
 )
+ALLOW_IMPORT = Flag(
+  "allow_import",
+  str,
+  "",
+  "package whose code a stored configuration may name (model.experts=PACKAGE:Name); see "
+  "docs/extending.md",
+  repeat=True,
+)
+
 TRAIN_FLAGS = (
   Flag("config", str, "quickstart", "config file (Python, which is run), or the name of one"),
   Flag("config_json", str, "", "read the configuration from JSON (--print_config) instead"),
@@ -71,6 +82,7 @@ TRAIN_FLAGS = (
   Flag("print_config", bool, False, "print the configuration as JSON, then stop"),
   SIMULATE,
   Flag("list_configs", bool, False, "print the configurations that come with scmoe, then stop"),
+  ALLOW_IMPORT,
   Flag("allow_config_change", bool, False, "resume although the configuration was changed"),
   HELP,
 )
@@ -193,6 +205,7 @@ def run_config(values: dict[str, Any], given: Sequence[tuple[str, str]]) -> RunC
       run = from_json(path.read_text("utf-8"), str(path))
     except (OSError, ValueError) as error:
       raise ConfigError(f"--config_json={str(path)!r} cannot be read: {error}") from None
+    check_allowed(imports_of(run), values.get("allow_import", ()), str(path))
   else:
     path = find_config(values["config"])
     run = load_config(path, "smoke" if values["smoke"] else "get_config")
@@ -280,6 +293,8 @@ def describe_type(field: Any) -> str:
   low, high = field.metadata.get("minimum"), field.metadata.get("maximum")
   if field.metadata.get("choices"):
     words.append("one of " + " | ".join(repr(c) for c in field.metadata["choices"]))
+  if field.metadata.get("importable"):
+    words.append(f"or {FORM}")
   if low is not None:
     words.append(f"at least {low}")
   if high is not None:

@@ -25,6 +25,7 @@ from typing import Any
 from scmoe.blocks.options import OverlapConfig
 from scmoe.data.config import DataConfig
 from scmoe.errors import ConfigError
+from scmoe.extensions import is_import_path
 from scmoe.models.config import ModelConfig
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.options import RouterConfig
@@ -136,7 +137,7 @@ class RunConfig:
         f"dispatch.nodes={dispatch.nodes} does not divide the {mesh.expert // sharers} devices "
         "that exchange tokens; use the number of hosts under mesh.expert"
       )
-    if dispatch.transport == "dropless":
+    if dispatch.transport == "dropless" or is_import_path(dispatch.transport):
       return
     shards, tokens = mesh.batch_shards, self.train.batch_size * self.data.seq_len
     groups = dispatch.groups or shards
@@ -298,6 +299,15 @@ def _unknown_field(path: str, known: list[str]) -> str:
     near = [n for n in known if leaf and n.rpartition(".")[2] == leaf[0]]
   hint = f"did you mean {near[0]}?" if near else "--help lists all fields"
   return f"{path!r} is not a field; {hint}"
+
+
+def imports_of(run: RunConfig) -> dict[str, str]:
+  """Field -> import path (`scmoe.extensions`), of the fields that have one."""
+  return {
+    field.path: field.default
+    for field in fields(run)
+    if field.metadata.get("importable") and is_import_path(field.default)
+  }
 
 
 # --- plain data: ConfigDict and JSON --------------------------------------------------------------

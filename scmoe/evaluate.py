@@ -8,11 +8,12 @@ Reads the configuration stored in the checkpoint, and the same data again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from scmoe import build
-from scmoe.command_line import HELP, SIMULATE, Flag, help_text, parse, simulate
+from scmoe.command_line import ALLOW_IMPORT, HELP, SIMULATE, Flag, help_text, parse, simulate
 from scmoe.data import BitsPerByte, bigram_bits_per_byte, check_vocab, open_data
 from scmoe.errors import ConfigError, StorageError, run_main
 from scmoe.inference.evaluation import evaluate
@@ -28,6 +29,7 @@ FLAGS = (
   Flag("mesh", str, "", "axes such as data=2,expert=2; training's, or one device, if not given"),
   SIMULATE,
   Flag("json", str, "", "also write the figures to this file"),
+  ALLOW_IMPORT,
   HELP,
 )
 
@@ -43,7 +45,7 @@ def main(argv: list[str]) -> None:
   out = Path(values["json"]) if values["json"] else None
   if out is not None and not out.absolute().parent.is_dir():
     raise ConfigError(f"--json={values['json']!r}: there is no folder {out.absolute().parent}")
-  given = (values[name] for name in ("workdir", "step", "max_batches", "mesh"))
+  given = (values[name] for name in ("workdir", "step", "max_batches", "mesh", "allow_import"))
   figures = evaluate_run(*given)
   print(table(figures))
   if out is not None:
@@ -54,7 +56,11 @@ def main(argv: list[str]) -> None:
 
 
 def evaluate_run(
-  workdir: str, step: int = -1, max_batches: int = 0, mesh: str = ""
+  workdir: str,
+  step: int = -1,
+  max_batches: int = 0,
+  mesh: str = "",
+  allow_import: Sequence[str] = (),
 ) -> dict[str, Any]:
   """Figures of `scmoe.inference.evaluation.evaluate`, with `step` and the bigram model's beside.
 
@@ -63,8 +69,9 @@ def evaluate_run(
     step: of the checkpoint; -1 for the newest.
     max_batches: batches to evaluate; 0: all.
     mesh: see `scmoe.build.on_mesh`.
+    allow_import: see `scmoe.extensions.check_allowed`.
   """
-  stored = open_run(workdir, None if step < 0 else step)
+  stored = open_run(workdir, None if step < 0 else step, allow_import)
   run = build.on_mesh(stored.run, mesh)
   run.train.check_mesh(run.mesh.batch_shards)
   built = build.build(run)

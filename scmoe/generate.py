@@ -11,6 +11,7 @@ Reads the configuration stored in the checkpoint. An empty prompt begins a new d
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from scmoe.summary import load_tokenizer, open_run
 from scmoe.training.checkpoint import restore_part
 from scmoe.training.workdir import write_json
 
-OF_CONFIG = ("config", "config_json", "smoke", "allow_config_change")
+OF_CONFIG = ("config", "config_json", "smoke", "allow_config_change", "allow_import")
 FLAGS = (
   Flag("workdir", str, "", "folder of the run"),
   Flag("step", int, -1, "step of the checkpoint; -1: the newest"),
@@ -74,7 +75,9 @@ def main(argv: list[str]) -> None:
       raise ConfigError(f"--{name} is missing: {flag.help}")
   sampling = Sampling(values["temperature"], values["top_k"], values["top_p"])
   sampling.check()
-  options = {name: values[name] for name in ("step", "max_new_tokens", "seed", "mesh")}
+  options = {
+    name: values[name] for name in ("step", "max_new_tokens", "seed", "mesh", "allow_import")
+  }
   texts = generate_texts(values["workdir"], values["prompt"], sampling, **options)
   for index, (prompt, text) in enumerate(zip(values["prompt"], texts)):
     if len(texts) > 1:
@@ -91,6 +94,7 @@ def generate_texts(
   max_new_tokens: int = 64,
   seed: int = 0,
   mesh: str = "",
+  allow_import: Sequence[str] = (),
 ) -> list[str]:
   """The continuation of every prompt, by the model of a run.
 
@@ -100,8 +104,9 @@ def generate_texts(
     sampling, max_new_tokens, seed: see `scmoe.inference.decode.generate`.
     step: of the checkpoint; -1 for the newest.
     mesh: see `scmoe.build.on_mesh`.
+    allow_import: see `scmoe.extensions.check_allowed`.
   """
-  stored = open_run(workdir, None if step < 0 else step)
+  stored = open_run(workdir, None if step < 0 else step, allow_import)
   run = build.on_mesh(stored.run, mesh)
   tokenizer = load_tokenizer(run, workdir)
   # As in training, a document follows an end-of-text token.

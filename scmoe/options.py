@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from scmoe.errors import ConfigError
+from scmoe.extensions import FORM, is_import_path
 
 
 def option(
@@ -21,9 +22,14 @@ def option(
   choices: Iterable[Any] = (),
   minimum: float | None = None,
   maximum: float | None = None,
+  importable: bool = False,
 ) -> Any:
-  """A dataclass field with a meaning and, where it has them, the values it may take."""
+  """A dataclass field with a meaning and, where it has them, the values it may take.
+
+  With `importable` also the import path of a part of one's own (`scmoe.extensions`).
+  """
   metadata = {"help": help, "choices": tuple(choices), "minimum": minimum, "maximum": maximum}
+  metadata["importable"] = importable
   return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -49,11 +55,13 @@ def check_options(config: Any, path: str) -> None:
       continue
     choices = f.metadata.get("choices", ())
     low, high = f.metadata.get("minimum"), f.metadata.get("maximum")
-    if choices and value not in choices:
+    own = bool(f.metadata.get("importable"))
+    if choices and value not in choices and not (own and is_import_path(value)):
       near = difflib.get_close_matches(str(value), [str(c) for c in choices], n=1)
       hint = f"did you mean {near[0]!r}? " if near else ""
       raise ConfigError(
         f"{name}={value!r} is unknown; {hint}one of: {', '.join(map(str, choices))}"
+        + (f", or your own as {FORM}" if own else "")
       )
     if low is not None and value < low:
       raise ConfigError(f"{name}={value} is too small; the least is {low}")

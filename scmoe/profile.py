@@ -60,7 +60,8 @@ OWN = (
   Flag("machine", str, "h200-nvlink", f"of the modelled schedule: {', '.join(MACHINES)}"),
   Flag("json", str, "", "also write the figures to this file"),
 )
-SHARED = ("config", "config_json", "smoke", "workdir", "allow_config_change", "simulate", "help")
+SHARED = ("config", "config_json", "smoke", "workdir", "allow_config_change", "allow_import",
+          "simulate", "help")  # fmt: skip
 FLAGS = tuple(f for f in TRAIN_FLAGS if f.name in SHARED) + OWN
 TRACED = 2  # steps in the trace
 

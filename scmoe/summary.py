@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 from scmoe import build
-from scmoe.config import RunConfig, from_dict
+from scmoe.config import RunConfig, from_dict, imports_of
 from scmoe.data import Data, Tokenizer, bigram_bits_per_byte
 from scmoe.data.tokenizers import ByteTokenizer, JsonTokenizer
 from scmoe.dry_run import dry_run, model_lines, size_of
 from scmoe.errors import ConfigError, StorageError
+from scmoe.extensions import check_allowed
 from scmoe.models.flops import count_parameters, forward_flops
 from scmoe.training.checkpoint import FOLDER, list_steps, read_meta
 from scmoe.training.metrics import read_metrics
@@ -194,15 +196,23 @@ class Stored(NamedTuple):
   step: int
 
 
-def open_run(workdir: str, step: int | None) -> Stored:
+def open_run(workdir: str, step: int | None, allow_import: Sequence[str] = ()) -> Stored:
   """Reads the configuration that a checkpoint stores; runs no config file.
+
+  Args:
+    workdir: of the run.
+    step: of the checkpoint; None: the newest.
+    allow_import: see `scmoe.extensions.check_allowed`.
 
   Raises:
     CheckpointError: there is no such checkpoint.
-    ConfigError: the stored configuration is not one of this version.
+    ConfigError: the stored configuration is not one of this version, or names code that nobody here
+      has asked for.
   """
   meta: dict[str, Any] = read_meta(workdir, step)
-  return Stored(from_dict(meta["config"], f"{workdir} (stored)"), meta["step"])
+  run = from_dict(meta["config"], f"{workdir} (stored)")
+  check_allowed(imports_of(run), allow_import, f"{workdir} (stored)", Path(workdir))
+  return Stored(run, meta["step"])
 
 
 def load_tokenizer(run: RunConfig, workdir: str) -> Tokenizer:

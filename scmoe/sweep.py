@@ -29,7 +29,7 @@ from typing import Any
 
 from scmoe import build
 from scmoe.command_line import TRAIN_FLAGS, Flag, help_text, parse, run_config
-from scmoe.config import RunConfig, check_workdir, to_json, with_field
+from scmoe.config import RunConfig, check_workdir, imports_of, to_json, with_field
 from scmoe.dry_run import planned_devices
 from scmoe.effects import check_typed
 from scmoe.errors import ConfigError, Preempted, ScmoeError, StorageError, run_main
@@ -48,7 +48,7 @@ OWN = (
   Flag("dry_run", bool, False, "print the runs, then stop"),
   Flag("json", str, "", "also write the figures of the comparison to this file"),
 )
-SHARED = ("config", "config_json", "smoke", "workdir", "simulate", "help")
+SHARED = ("config", "config_json", "smoke", "workdir", "allow_import", "simulate", "help")
 FLAGS = tuple(f for f in TRAIN_FLAGS if f.name in SHARED) + OWN
 LOG = "log.txt"
 POLL_SECONDS = 0.5
@@ -227,6 +227,7 @@ class _Flight:
     except OSError as error:
       raise StorageError(f"{folder} cannot be written: {error.strerror}") from None
     command = [*TRAIN, "--config_json", str(folder / ASKED)]
+    command += [f"--allow_import={path}" for path in imports_of(run.config).values()]
     # Runs that differ in the seed only are one program: what one compiled, the next ones load.
     cache = {
       "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "programs"),

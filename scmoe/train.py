@@ -20,10 +20,11 @@ import jax
 
 from scmoe import build
 from scmoe.command_line import TRAIN_FLAGS, help_text, list_configs, parse, run_config, simulate
-from scmoe.config import RunConfig, check_run_name, check_workdir, to_dict, to_json
+from scmoe.config import RunConfig, check_run_name, check_workdir, imports_of, to_dict, to_json
 from scmoe.data import Data, check_vocab, open_data
 from scmoe.dry_run import dry_run, planned_devices, report
 from scmoe.errors import run_main
+from scmoe.extensions import remember
 from scmoe.inference.decode import generate
 from scmoe.inference.evaluation import evaluate, flat_scalars
 from scmoe.inference.sampling import Sampling
@@ -34,6 +35,7 @@ from scmoe.summary import check_memory, header, out_of_memory, result, store_tok
 from scmoe.training import distributed
 from scmoe.training.loop import Poll, Trainer
 from scmoe.training.step import TrainState
+from scmoe.training.workdir import warn
 
 
 def main(argv: list[str]) -> None:
@@ -84,6 +86,8 @@ def train(run: RunConfig, workdir: Path) -> TrainState:
   check_vocab(data, run.model.vocab_size)
   if distributed.is_first():
     store_tokenizer(data.tokenizer, workdir)
+    if problem := remember(imports_of(run), workdir):
+      warn(problem)
   check_memory(built)
   trainer = Trainer(
     built,

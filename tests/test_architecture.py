@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Imports go from right to left only; parts of one rank do not know each other.
 RANKS = [
   ("errors", "_compat", "batch"),
+  ("extensions",),
   ("options",),
   ("parallel", "kernels"),
   ("layers",),
@@ -25,7 +26,7 @@ RANKS = [
   ("summary",),
   ("train", "evaluate", "generate", "profile", "compare", "sweep", "inspect"),
 ]
-LEAVES = ("errors", "options", "_compat", "batch")
+LEAVES = ("errors", "extensions", "options", "_compat", "batch")
 ALONE = ("data", "profiling")  # know nothing but errors and options
 TOP = {name: rank for rank, names in enumerate(RANKS) for name in names}
 COMMANDS = ("scmoe.kernels.bench",)  # measure the model's own layer: nothing imports them

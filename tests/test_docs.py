@@ -24,6 +24,7 @@ from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.schedule import dense_steps, make_schedule, slot_names
 from scmoe.blocks.wiring import WIRINGS
 from scmoe.command_line import TRAIN_FLAGS
+from scmoe.extensions import is_import_path
 from scmoe.moe.gates import GATES
 from scmoe.parallel import collectives
 from scmoe.training import schema
@@ -140,6 +141,8 @@ def wrong_option(path: str, value: str | None) -> str | None:
     return None
   choices = [str(choice) for choice in field.metadata.get("choices", ())]
   choices = list(GATES) if path == "router.gate" else choices
+  if field.metadata.get("importable") and is_import_path(value):
+    return None
   if path == "overlap.schedule":
     slots = (
       slot_names([s.name for s in dense_steps(w, b)]) for w in WIRINGS.values() for b in (1, 2)

@@ -76,6 +76,13 @@ class BlockConfig:
   norm_eps: float = option(1e-5, "epsilon of the norms", minimum=0)
   init_std: float = option(0.02, "standard deviation of the initial weights", minimum=0)
   dtype: str = option("bfloat16", "type of the computation; parameters are float32", choices=DTYPES)
+  experts: str = option(
+    "ffn",
+    "what the experts are: ffn (feed-forward networks), or experts of one's own as "
+    "my_package.module:Name",
+    choices=("ffn",),
+    importable=True,
+  )
   expert_impl: str = option(
     "auto",
     "how experts are computed (MegaBlocks mlp_impl): grouped (grouped products), batched (XLA's "
@@ -208,6 +215,7 @@ class BlockConfig:
       impl=self.expert_impl,
       backend=self.expert_backend,
       copy_engines=copy_engines,
+      kind=self.experts,
       router=router,
       dispatch=dispatch,
     )

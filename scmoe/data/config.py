@@ -23,8 +23,9 @@ class DataConfig:
     "auto",
     "kind of source: auto (what data.path's name or folder says; mixture with data.mixture; stdlib "
     "without either), stdlib (this Python's own source text), text, jsonl, parquet, procedural "
-    "(known entropy), or a mixture of them",
+    "(known entropy), a mixture of them, or one's own as my_package.module:name",
     choices=SOURCES,
+    importable=True,
   )
   path: str = option(
     "",

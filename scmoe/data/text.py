@@ -14,6 +14,7 @@ from scmoe.data.config import DataConfig, SourcePart
 from scmoe.data.files import BadRows, InputFile, find_files, log, read_lines
 from scmoe.data.packages import need
 from scmoe.errors import DataError
+from scmoe.extensions import is_import_path, load
 
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -37,12 +38,45 @@ def read_documents(part: SourcePart, config: DataConfig, bad: BadRows) -> Iterat
     return read_stdlib()
   if part.kind == "procedural":
     return read_procedural(part.path, config.limit_bytes)
+  if is_import_path(part.kind):
+    return read_own(part.kind, config)
   files = find_files(part.kind, part.path)
   domain = Path(part.path.rstrip("/")).name.split(".")[0].replace("*", "") or part.kind
   if part.kind == "text":
     return read_text(files, domain, config.document_bytes, bad)
   rows = read_jsonl(files, config, bad) if part.kind == "jsonl" else read_parquet(files, config)
   return _row_documents(rows, domain, config, bad)
+
+
+# --- one's own ------------------------------------------------------------------------------------
+
+
+def read_own(path: str, config: DataConfig) -> Iterator[Document]:
+  """What a function of one's own yields, given the `DataConfig`: texts, or (text, domain) pairs.
+
+  A text is a string or UTF-8 bytes; without a domain its name is that of the function.
+
+  Raises:
+    ConfigError: the function cannot be imported.
+    DataError: it fails, or yields something else.
+  """
+  domain = path.partition(":")[2]
+  make = load(path, "data.source")
+  try:
+    for number, item in enumerate(make(config)):
+      text, name = item if isinstance(item, tuple) and len(item) == 2 else (item, domain)
+      text = text.encode() if isinstance(text, str) else text
+      if not (isinstance(text, bytes) and isinstance(name, str) and _is_text(text)):
+        raise DataError(
+          f"data.source={path!r}: document {number} is a {type(item).__name__}; it yields texts in "
+          "UTF-8, or (text, domain) pairs"
+        )
+      yield Document(text, name)
+  except DataError:
+    raise
+  except Exception as error:
+    what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    raise DataError(f"data.source={path!r} failed: {what}") from None
 
 
 # --- the standard library -------------------------------------------------------------------------

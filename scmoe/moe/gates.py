@@ -1,16 +1,14 @@
 """Gates: x -> logits, one score for every expert. Modules that only hold parameters and compute.
 
-A gate of your own is a class with the two methods of `Gate` below; add it under a word,
-
-  GATES["mine"] = MyGate
-
-and select it with `router.gate=mine`. It must be an `nnx.Module`, so that its parameters are
-trained, stacked over layers and saved with all others. `docs/routing.md` has an example.
+A gate of your own is a class as `Gate` below, named by where it is: `router.gate=my_package:Mine`.
+It must be an `nnx.Module`, so that its parameters are trained, stacked over layers and saved with
+all others. `docs/extending.md` has an example. (Within one program a word added to `GATES` does.)
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -22,6 +20,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from scmoe.errors import ConfigError
+from scmoe.extensions import FORM, construct, is_import_path
 from scmoe.kernels.top_k import gate_product, gate_top_k
 from scmoe.moe.options import RouterConfig
 
@@ -148,15 +147,17 @@ def make_gates(
   """The `config.gates` gates over one set of experts, each with initial weights of its own.
 
   Raises:
-    ConfigError: nobody has registered a gate under the word `config.gate`.
+    ConfigError: `config.gate` is neither a word in `GATES` nor the import path of a gate.
   """
   make = GATES.get(config.gate)
+  if make is None and is_import_path(config.gate):
+    make = functools.partial(construct, config.gate, "router.gate", needs=("__call__",))
   if make is None:
     near = difflib.get_close_matches(config.gate, GATES, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ConfigError(
-      f"router.gate={config.gate!r} is unknown; {hint}one of: {', '.join(GATES)} (add your own to "
-      "scmoe.moe.gates.GATES)"
+      f"router.gate={config.gate!r} is unknown; {hint}one of: {', '.join(GATES)}, or your own as "
+      f"{FORM}"
     )
   return [
     make(width, num_experts, config, init_std=init_std, rngs=rngs) for _ in range(config.gates)

@@ -12,6 +12,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from scmoe.errors import ConfigError
+from scmoe.extensions import construct, is_import_path
 from scmoe.moe.dispatch import DispatchConfig, Transport, make_transport
 from scmoe.moe.experts import Experts, FFNExperts, FFNExpertsConfig
 from scmoe.moe.gates import make_gates
@@ -33,6 +34,7 @@ class MoEConfig:
     activation, bias, init_std, out_std: of the experts, as of `MLPConfig`.
     impl, backend: what computes them; see `FFNExpertsConfig`.
     copy_engines: whether copy engines exchange rows.
+    kind: ffn, or the import path of a subclass of `Experts`, called with this and `rngs`.
     router, dispatch: options of routing and of the transport.
   """
 
@@ -47,6 +49,7 @@ class MoEConfig:
   impl: str = "auto"
   backend: str = "auto"
   copy_engines: bool = False
+  kind: str = "ffn"
   router: RouterConfig = RouterConfig()
   dispatch: DispatchConfig = DispatchConfig()
 
@@ -152,7 +155,7 @@ class MoE(nnx.Module):
       config.width, config.num_experts, config.router, init_std=config.init_std, rngs=rngs
     )
     self.router_gate = nnx.List(make() if gates is None else gates)
-    self.experts = FFNExperts(config.experts, rngs=rngs) if experts is None else experts
+    self.experts = _make_experts(config, rngs) if experts is None else experts
 
   def __call__(
     self, x: Float[Array, "... D"], call: MoECall = MoECall()
@@ -267,3 +270,16 @@ class MoE(nnx.Module):
       )
       jitter = own_share(drawn, 0, *BATCH_AXES).reshape(-1, self.config.width)
     return Draws(noise, jitter)
+
+
+def _make_experts(config: MoEConfig, rngs: nnx.Rngs) -> Experts:
+  """Feed-forward networks, or those that `model.experts` names."""
+  if not is_import_path(config.kind):
+    return FFNExperts(config.experts, rngs=rngs)
+  made = construct(config.kind, "model.experts", config, rngs=rngs)
+  if not isinstance(made, Experts):
+    raise ConfigError(
+      f"model.experts={config.kind!r} made a {type(made).__name__}; it needs a subclass of "
+      "scmoe.Experts with a method compute"
+    )
+  return made

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from scmoe.errors import ConfigError
+from scmoe.extensions import construct, is_import_path
 from scmoe.moe.types import RouterSums, Routing
 
 
@@ -90,9 +92,24 @@ def megablocks_loss(sums: RouterSums) -> Array:
 
 
 def layer_balance(sums: RouterSums, kind: str) -> Array:
-  """The balancing loss `kind` of `router.balance`, one per layer; 0 for `none`."""
+  """The balancing loss `kind` of `router.balance`, one per layer; 0 for `none`.
+
+  One's own is a function of `RouterSums` [..., E], added up over the global batch, that gives
+  [...]: it must be differentiable through `probs_E`.
+
+  Raises:
+    ConfigError: one's own cannot be imported, or gives another shape.
+  """
   if kind == "none":
     return jnp.zeros_like(sums.tokens)
+  if is_import_path(kind):
+    loss = construct(kind, "router.balance", sums)
+    if jnp.shape(loss) != sums.tokens.shape:
+      raise ConfigError(
+        f"router.balance={kind!r} gave a loss of shape {list(jnp.shape(loss))}; one per layer is "
+        f"needed, {list(sums.tokens.shape)}"
+      )
+    return loss
   losses = {
     "gshard": gshard_loss,
     "load_importance": load_importance_loss,

@@ -61,7 +61,9 @@ class RouterConfig:
   """How experts are chosen and kept in balance."""
 
   gate: str = option(
-    "linear", "what scores the experts: linear, cosine, or a word added to scmoe.moe.gates.GATES"
+    "linear",
+    "what scores the experts: linear, cosine, or a gate of one's own as my_package.module:Name",
+    importable=True,
   )
   gates: int = option(
     1,
@@ -81,7 +83,11 @@ class RouterConfig:
     0.0, "training: Gaussian noise of this size / E on the logits (Tutel gate_noise)", minimum=0
   )
   balance: str = option(
-    "gshard", "the balancing loss; scmoe/moe/losses.py has the formulas", choices=BALANCES
+    "gshard",
+    "the balancing loss; scmoe/moe/losses.py has the formulas; or one's own as "
+    "my_package.module:name",
+    choices=BALANCES,
+    importable=True,
   )
   balance_loss: float = option(
     0.01,

@@ -32,7 +32,7 @@ _COMPAT = ("order", "weights", "weight_norm", "jitter", "uniform", "round_to")
 # Fields that came later, and what runs did before there were any: a field that is not stored would
 # count as a change of the configuration, and the run would not go on.
 _SINCE = {
-  "model": {"expert_impl": "auto"},
+  "model": {"expert_impl": "auto", "experts": "ffn"},
   "dispatch": {"silent": False},
   "optimizer": {"loss_scale": 0.0, "loss_scale_window": 1000},
   "overlap": {"search_seconds": 90.0, "flight": 1},  # change no result

@@ -18,8 +18,9 @@ class DispatchConfig:
     "capacity",
     "capacity: fixed buffers, overflow is dropped and counted; packed: the same drops, but only "
     "rows that are kept travel and are computed; dropless: rounds over a fixed buffer, nothing is "
-    "dropped",
+    "dropped; or one's own as my_package.module:Name",
     choices=TRANSPORTS,
+    importable=True,
   )
   capacity_factor: float = option(
     2.0,

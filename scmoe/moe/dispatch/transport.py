@@ -8,6 +8,7 @@ from jax import Array
 from jaxtyping import Float
 
 from scmoe.errors import ConfigError
+from scmoe.extensions import construct, is_import_path
 from scmoe.moe.dispatch.capacity import Capacity, capacity
 from scmoe.moe.dispatch.dropless import Dropless
 from scmoe.moe.dispatch.local import Local
@@ -56,7 +57,8 @@ def make_transport(
   Where nothing is exchanged, nothing has to have a fixed size: capacity's rows are packed then.
 
   Args:
-    config: of the layer.
+    config: of the layer; a transport of one's own (`dispatch.transport=my_package.module:Name`) is
+      called with all that is given here, `buffers` aside, and with `exchange`.
     tokens: T of this device.
     num_experts: E.
     k: choices per token.
@@ -70,6 +72,11 @@ def make_transport(
     ConfigError: a buffer would have no rows, or groups do not divide.
   """
   exchange = make_exchange(config)
+  if is_import_path(config.transport):
+    given = {"tokens": tokens, "num_experts": num_experts, "k": k, "order": order}
+    given |= {"capacity_factor": capacity_factor, "no_drop": no_drop, "exchange": exchange}
+    needs = ("dispatch", "combine")
+    return construct(config.transport, "dispatch.transport", config, **given, needs=needs)
   factor = config.capacity_factor if capacity_factor is None else capacity_factor
   lossless = no_drop or factor == 0
   lossless |= capacity_factor is None and config.transport == "dropless"

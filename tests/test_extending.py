@@ -1,0 +1,181 @@
+"""The package of docs/extending.md, outside of the repository, from training to the profile."""
+
+import importlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scmoe import evaluate, extensions, profile, train
+from scmoe.config import RunConfig, from_json, imports_of, to_json, with_field
+from scmoe.data.config import DataConfig
+from scmoe.data.text import read_own
+from scmoe.errors import ConfigError, DataError
+from scmoe.training.checkpoint import list_steps
+from scmoe.training.metrics import read_metrics
+
+generate = importlib.import_module("scmoe.generate")  # `scmoe.generate` is the function
+ROOT = Path(__file__).resolve().parents[1]
+FIELDS = {
+  "router.gate": "my_parts:SharpGate",
+  "model.experts": "my_parts:SquaredReLU",
+  "dispatch.transport": "my_parts:Lossless",
+  "router.balance": "my_parts:square_loss",
+  "data.source": "my_parts:counting",
+}
+OWN = [f"--config.{field}={path}" for field, path in FIELDS.items()]
+SMALL = ["--config", "quickstart", "--smoke", "--config.train.tensorboard=false"]
+LAST = 300
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+  """The folder with my_parts.py, as the page has it."""
+  folder = tmp_path_factory.mktemp("elsewhere")
+  text = (ROOT / "docs" / "extending.md").read_text()
+  ((name, body),) = re.findall(r"```python (my_parts\.py)\n(.*?)```", text, re.S)
+  (folder / name).write_text(body)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(folder))
+    patch.setenv("XDG_STATE_HOME", str(folder / "state"))
+    patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    yield folder
+
+
+def command(workdir, *more):
+  every = [f"--config.train.steps={LAST}", "--config.checkpoint.every=100"]
+  return [*SMALL, *OWN, *every, "--workdir", str(workdir), *more]
+
+
+@pytest.fixture(scope="module")
+def trained(package):
+  """Workdir of a run that was killed after its first checkpoint, and then finished."""
+  workdir = package / "run"
+  env = os.environ | {"PYTHONPATH": f"{ROOT}:{package}"}
+  args = [sys.executable, "-m", "scmoe.train", *command(workdir)]
+  quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+  process = subprocess.Popen(args, env=env, cwd=package, **quiet)
+  while not list_steps(workdir / "checkpoints"):
+    assert process.poll() is None, "it ended before its first checkpoint"
+    time.sleep(0.02)
+  process.send_signal(signal.SIGKILL)
+  process.wait()
+  train.main(command(workdir))
+  return workdir
+
+
+def test_killed_resumed_and_equal_to_the_unbroken_run(trained, package):
+  train.main(command(package / "whole"))
+  found, want = (
+    {line["step"]: line["loss"] for line in read_metrics(workdir)}
+    for workdir in (trained, package / "whole")
+  )
+  assert found[LAST] == want[LAST], "bitwise"
+  assert np.isfinite(list(want.values())).all()
+
+
+def test_evaluated_and_generated_from_what_is_stored(trained, capsys):
+  evaluate.main(["--workdir", str(trained), "--max_batches", "2"])
+  generate.main(["--workdir", str(trained), "--prompt", "1 2 3", "--max_new_tokens", "4"])
+  out = capsys.readouterr().out
+  assert "numbers" in out
+  assert "1 2 3" in out
+
+
+def test_profiled(package, capsys):
+  turns = ["--rounds", "1", "--calls", "1", "--workdir", str(package / "profile")]
+  profile.main([*SMALL, *OWN, *turns])
+  assert "scmoe_pos2" in capsys.readouterr().out
+
+
+def test_code_of_a_checkpoint_from_elsewhere_is_not_run(trained, tmp_path, capsys):
+  shutil.copytree(trained, tmp_path / "copy")
+  asked = ["--workdir", str(tmp_path / "copy"), "--max_batches", "1"]
+  with pytest.raises(ConfigError, match=r"names code, .* pass --allow_import=my_parts") as caught:
+    evaluate.main(asked)
+  assert "model.experts='my_parts:SquaredReLU'" in str(caught.value)
+  with pytest.raises(ConfigError, match="names code"):
+    generate.main(["--workdir", str(tmp_path / "copy"), "--prompt", "a", "--allow_import", "os"])
+  evaluate.main([*asked, "--allow_import", "my_parts"])
+  assert "numbers" in capsys.readouterr().out
+  with pytest.raises(ConfigError, match="names code"):
+    train.main(["--config_json", str(trained / "config.json"), "--print_config"])
+
+
+def test_a_name_of_a_file_is_not_imported_to_be_refused(tmp_path, monkeypatch):
+  (tmp_path / "evil.py").write_text("raise SystemExit('it ran')")
+  monkeypatch.syspath_prepend(str(tmp_path))
+  run = with_field(RunConfig(), "router.gate", "evil:Gate")
+  again = from_json(to_json(run))
+  assert imports_of(again) == {"router.gate": "evil:Gate"}
+  again.resolve(num_devices=1, vocab_size=257)
+  with pytest.raises(ConfigError, match="allow_import=evil"):
+    extensions.check_allowed(imports_of(again), ["evils", "my"], "a file", tmp_path)
+
+
+def test_what_a_run_was_started_with_is_known_for_its_folder_only(tmp_path, monkeypatch):
+  monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+  named = {"router.gate": "mine.gates:A"}
+  assert extensions.remember(named, tmp_path / "a") == ""
+  assert extensions.remember({}, tmp_path / "b") == ""
+  extensions.check_allowed(named, (), "a", tmp_path / "a")
+  for allowed in ("mine", "mine.gates", "mine.gates:A"):
+    extensions.check_allowed(named, [allowed], "b", tmp_path / "b")
+  with pytest.raises(ConfigError, match="b: router"):
+    extensions.check_allowed(named, (), "b", tmp_path / "b")
+  with pytest.raises(ConfigError, match="gates:B"):
+    extensions.check_allowed({"router.gate": "mine.gates:B"}, (), "a", tmp_path / "a")
+  (tmp_path / "file").write_text("")
+  monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+  assert "cannot be written" in extensions.remember(named, tmp_path / "a")
+
+
+WRONG = {
+  ("router.gate", "my_parts:SharpGat"): "has no 'SharpGat'; did you mean 'SharpGate'",
+  ("router.gate", "no_such_package:Gate"): "no_such_package cannot be imported",
+  ("router.gate", "os:name"): "holds a str as 'name'",
+  ("router.gate", "shapr"): "is unknown; one of: linear, cosine, or your own as",
+  ("model.experts", "my_parts:SharpGate"): "could not be made: TypeError",
+  ("model.experts", "builtins:dict"): "could not be made|needs a subclass of scmoe.Experts",
+  ("model.experts", "fnn"): "did you mean 'ffn'",
+  ("dispatch.transport", "my_parts:square_loss"): "could not be made: TypeError",
+  ("dispatch.transport", "types:SimpleNamespace"): "could not be made|without the method dispatch",
+  ("router.balance", "jax.numpy:shape"): "gave a loss of shape|could not be made",
+}
+
+
+@pytest.mark.parametrize(("field", "path"), WRONG)
+def test_a_wrong_part_is_refused_with_one_line(package, tmp_path, field, path):
+  argv = [*SMALL, f"--config.{field}={path}", "--workdir", str(tmp_path / "run")]
+  with pytest.raises(ConfigError, match=WRONG[field, path]) as caught:
+    train.main(argv)
+  assert field in str(caught.value)
+  assert "\n" not in str(caught.value)
+
+
+def numbers(config):
+  """A source that yields no text."""
+  yield from ("a text", 3)
+
+
+def broken(config):
+  """A source that fails."""
+  yield "a text"
+  raise ValueError("disk on fire")
+
+
+@pytest.mark.parametrize(
+  ("name", "problem"), [("numbers", "document 1 is a int"), ("broken", "ValueError: disk on fire")]
+)
+def test_a_source_that_gives_no_text(name, problem):
+  path = f"{__name__}:{name}"
+  with pytest.raises(DataError, match=problem) as caught:
+    list(read_own(path, DataConfig(source=path)))
+  assert f"data.source={path!r}" in str(caught.value)

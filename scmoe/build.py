@@ -8,7 +8,7 @@ belong, only their shapes exist, so that a sharded model never has to fit on one
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -107,10 +107,18 @@ class Built:
     """Tokens of a sequence."""
     return self.run.data.seq_len
 
-  @property
-  def flops_per_token(self) -> float:
-    """FLOPs of one token in training."""
-    return forward_flops(self.run.model, self.run.data.seq_len).training
+  def flops_per_token(self, figures: Mapping[str, Any]) -> float:
+    """FLOPs of one token in training.
+
+    Args:
+      figures: of a step; `real_experts` says how many experts have computed for a token.
+    """
+    run = self.run
+    k = run.model.wiring_rule.routed_per_gating(run.model.top_k)
+    share = run.router.real_share(k, run.model.num_experts, run.model.zero_experts)
+    if "real_experts" in figures:
+      share = figures["real_experts"] / k
+    return forward_flops(run.model, run.data.seq_len, share).training
 
   @property
   def peak_flops(self) -> float:
@@ -173,8 +181,8 @@ class Built:
     """The same sizes on the same devices, in two pairs and one flight of microbatches."""
     run = self.run
     pair = run.model.moe_every * run.model.wiring_rule.units_per_moe
-    layers = min(run.model.num_layers, 2 * pair)
-    model = dataclasses.replace(run.model, num_layers=layers)
+    layers = min(run.model.num_pairs * pair, 2 * pair)
+    model = dataclasses.replace(run.model, num_layers=layers, dense_layers="")
     together = self.overlap.flight * run.train.batch_size * run.data.seq_len
     tokens = min(together, run.train.tokens_per_step)
     train = dataclasses.replace(run.train, tokens_per_step=tokens)

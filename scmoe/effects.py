@@ -83,6 +83,24 @@ RULES = (
     "set model.style=llama",
   ),
   _Rule(
+    ("model.rope.",),
+    lambda run: run.model.style != "llama",
+    "model.style={run.model.style!r} has learned positions",
+    "set model.style=llama",
+  ),
+  _Rule(
+    ("model.latent_norm_eps",),
+    lambda run: not run.model.kv_lora_rank,
+    "model.kv_lora_rank=0 is ordinary attention",
+    "set model.kv_lora_rank and the widths of the heads",
+  ),
+  _Rule(
+    ("router.topk_group", "router.group_score"),
+    lambda run: run.router.n_group == 1,
+    "router.n_group=1 leaves all experts open",
+    "set router.n_group",
+  ),
+  _Rule(
     ("router.cosine_dim",),
     lambda run: run.router.gate != "cosine",
     "router.gate={run.router.gate!r} has no projection",

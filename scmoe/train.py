@@ -116,7 +116,7 @@ def card(asked: RunConfig, built: build.Built, data: Data) -> dict[str, Any]:
     "data": data.fingerprint(),
     "tokenizer": data.tokenizer.digest,
     "parameters": {"total": parameters.total, "active": parameters.active},
-    "flops_per_token": built.flops_per_token,
+    "flops_per_token": built.flops_per_token({}),
   }
 
 

@@ -23,8 +23,9 @@ RANKS = [
   ("config", "effects"),
   ("build", "command_line", "programs", "reports"),
   ("dry_run", "benchmark"),
+  ("pretrained",),
   ("summary",),
-  ("train", "evaluate", "generate", "profile", "compare", "sweep", "inspect"),
+  ("train", "evaluate", "generate", "profile", "compare", "sweep", "inspect", "convert"),
 ]
 LEAVES = ("errors", "extensions", "options", "_compat", "batch")
 ALONE = ("data", "profiling")  # know nothing but errors and options

@@ -109,7 +109,7 @@ def tokens(arm: Any) -> int:
 def mfu(arm: Any, seconds: float) -> float:
   """The model's FLOPs, no recomputation and no padding, over the devices' peak."""
   peak = arm.built.peak_flops * arm.built.mesh.size
-  return arm.built.flops_per_token * tokens(arm) / seconds / peak if peak else 0.0
+  return arm.built.flops_per_token({}) * tokens(arm) / seconds / peak if peak else 0.0
 
 
 def configured(command: str, fields: list[str]) -> Any:

@@ -14,14 +14,16 @@ from scmoe.blocks.wiring import WIRINGS, Wiring
 from scmoe.errors import ConfigError
 from scmoe.kernels.grouped_matmul import activation_names
 from scmoe.kernels.grouped_matmul.backend import widths_have_kernels
-from scmoe.layers.attention import Attention, AttentionConfig
+from scmoe.layers.attention import QK_NORMS, Attention, AttentionConfig
+from scmoe.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from scmoe.layers.mlp import MLP, MLPConfig
 from scmoe.layers.norm import Norm
+from scmoe.layers.rope import RopeConfig
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.experts import IMPLEMENTATIONS
 from scmoe.moe.layer import MoEConfig
 from scmoe.moe.options import RouterConfig
-from scmoe.options import check_options, option
+from scmoe.options import check_options, option, section
 
 SHORTCUT_NORMS = ("shared", "own", "megatron")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -72,7 +74,49 @@ class BlockConfig:
     "activation of MLPs and experts; empty: gelu (gpt2), swiglu (llama)",
     choices=("", *activation_names()),
   )
+  zero_experts: int = option(
+    0,
+    "experts that return their input and cost nothing (LongCat-Flash zero_expert_num), behind the "
+    "routed ones in the router's choice; router.real_experts is what their share is held at",
+    minimum=0,
+  )
+  attention_bias: bool = option(
+    False, "llama: biases of queries, keys, values and output; latent attention: of the "
+    "projections from x and of the output"
+  )  # fmt: skip
+  qk_norm: str = option(
+    "none",
+    "RMSNorm of queries and keys before they turn: head (each by itself; Qwen3), all (all heads at "
+    "once; OLMoE)",
+    choices=QK_NORMS,
+  )
+  clip_qkv: float = option(0.0, "clips queries, keys and values (OLMoE); 0: off", minimum=0)
+  sliding_window: int = option(
+    0, "positions that a token sees, itself included; 0: all before it", minimum=0
+  )
+  kv_lora_rank: int = option(
+    0,
+    "latent attention (DeepSeek-V2): width of the latent of keys and values, which with one rotary "
+    "key is all that the cache keeps; 0: ordinary attention",
+    minimum=0,
+  )
+  q_lora_rank: int = option(0, "latent attention: width of the queries' latent; 0: none", minimum=0)
+  qk_nope_head_dim: int = option(
+    0, "latent attention: part of a query that does not turn", minimum=0
+  )
+  qk_rope_head_dim: int = option(0, "latent attention: part of a query that turns", minimum=0)
+  v_head_dim: int = option(0, "latent attention: width of a value", minimum=0)
+  mla_scale_q_lora: bool = option(
+    False, "latent attention: queries times sqrt(width / q_lora_rank) (LongCat-Flash)"
+  )
+  mla_scale_kv_lora: bool = option(
+    False, "latent attention: latent times sqrt(width / kv_lora_rank) (LongCat-Flash)"
+  )
+  latent_norm_eps: float = option(
+    1e-6, "latent attention: epsilon of the latents' norms", minimum=0
+  )
   rope_theta: float = option(10000.0, "base of the rotary embedding (llama)", minimum=1)
+  rope: RopeConfig = section(RopeConfig, "pairs of the rotary embedding, and longer contexts")
   norm_eps: float = option(1e-5, "epsilon of the norms", minimum=0)
   init_std: float = option(0.02, "standard deviation of the initial weights", minimum=0)
   dtype: str = option("bfloat16", "type of the computation; parameters are float32", choices=DTYPES)
@@ -120,7 +164,9 @@ class BlockConfig:
     resolved = dataclasses.replace(
       self,
       num_kv_heads=self.num_kv_heads or self.num_heads,
-      head_dim=self.head_dim or self.width // self.num_heads,
+      head_dim=self.head_dim
+      or (self.qk_nope_head_dim + self.qk_rope_head_dim)
+      or self.width // self.num_heads,
       mlp_hidden=hidden,
       expert_hidden=expert_hidden,
       shared_hidden=self.shared_hidden or expert_hidden,
@@ -141,18 +187,26 @@ class BlockConfig:
         f"model.num_heads={self.num_heads} is not a multiple of model.num_kv_heads="
         f"{self.num_kv_heads}; use a divisor of {self.num_heads}"
       )
-    if self.head_dim == 0 or (self.style == "llama" and self.head_dim % 2):
+    odd = self.style == "llama" and not self.kv_lora_rank and self.head_dim % 2
+    if self.head_dim == 0 or odd:
       raise ConfigError(
         f"model.head_dim={self.head_dim} (model.width={self.width} over model.num_heads="
         f"{self.num_heads}) must be positive, and even for rotary positions; set model.head_dim"
       )
     chosen = rule.routed_per_gating(self.top_k) if rule.taps else 0
     needed = max(chosen, 2 if rule.distinct else 0)
-    if needed > self.num_experts:
+    if needed > self.num_experts + self.zero_experts:
       name = f"model.top_k={self.top_k}" if rule.k is None else f"model.wiring={self.wiring!r}"
       raise ConfigError(
         f"{name} needs {needed} experts, model.num_experts={self.num_experts}; raise "
         f"model.num_experts to at least {needed}"
+      )
+    self.rope.check()
+    self._check_attention()
+    if self.zero_experts and not rule.taps:
+      raise ConfigError(
+        f"model.zero_experts={self.zero_experts} needs routed experts beside it, model.wiring="
+        f"{self.wiring!r} has none; use 0 or another wiring"
       )
     widths = (self.width, self.expert_hidden, self.mlp_hidden, self.shared_hidden)
     if self.expert_backend == "mosaic_gpu" and not widths_have_kernels(self.dtype, *widths):
@@ -162,6 +216,33 @@ class BlockConfig:
         f"{self.expert_hidden}, model.mlp_hidden={self.mlp_hidden} and model.shared_hidden="
         f"{self.shared_hidden}; use 'auto' or 'xla'"
       )
+
+  def _check_attention(self) -> None:
+    """What latent attention needs, and what it does not go with."""
+    named = lambda *names: ", ".join(f"model.{name}={getattr(self, name)!r}" for name in names)
+    if self.style == "gpt2":
+      extra = [n for n in ("attention_bias", "kv_lora_rank") if getattr(self, n)]
+      if extra:
+        raise ConfigError(f"{named(*extra)} goes with model.style='llama', not with 'gpt2'")
+    sizes = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    if not self.kv_lora_rank:
+      extra = [n for n in ("q_lora_rank", *sizes, "mla_scale_kv_lora") if getattr(self, n)]
+      if extra:
+        raise ConfigError(
+          f"{named(*extra)} is for latent attention; set model.kv_lora_rank as well, or leave it"
+        )
+      return
+    if not all(getattr(self, name) for name in sizes) or self.qk_rope_head_dim % 2:
+      raise ConfigError(
+        f"model.kv_lora_rank={self.kv_lora_rank} makes latent attention, which needs "
+        f"{', '.join(f'model.{name}' for name in sizes)} (the second one even), got {named(*sizes)}"
+      )
+    extra = [n for n in ("clip_qkv", "sliding_window") if getattr(self, n)]
+    if self.qk_norm != "none" or extra:
+      extra = extra or ["qk_norm"]
+      raise ConfigError(f"{named(*extra)} does not go with latent attention (model.kv_lora_rank)")
+    if self.mla_scale_q_lora and not self.q_lora_rank:
+      raise ConfigError("model.mla_scale_q_lora=True scales the latent of model.q_lora_rank=0")
 
   # -- what the parts of a block are made of ------------------------------------------------------
 
@@ -181,18 +262,45 @@ class BlockConfig:
     return Norm(self.width, kind, self.norm_eps)
 
   @property
-  def attention(self) -> AttentionConfig:
+  def attention(self) -> AttentionConfig | LatentAttentionConfig:
     """Of every attention."""
+    shared: dict[str, Any] = {
+      "rope_theta": self.rope_theta if self.style == "llama" else 0.0,
+      "rope": self.rope,
+      "init_std": self.init_std,
+      "out_std": self.out_std,
+    }
+    if self.kv_lora_rank:
+      names = ("width", "num_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
+               "qk_rope_head_dim", "v_head_dim")  # fmt: skip
+      return LatentAttentionConfig(
+        **{name: getattr(self, name) for name in names},
+        scale_q=self.mla_scale_q_lora,
+        scale_kv=self.mla_scale_kv_lora,
+        norm_eps=self.latent_norm_eps,
+        bias=self.attention_bias,
+        **shared,
+      )
     return AttentionConfig(
       width=self.width,
       num_heads=self.num_heads,
       num_kv_heads=self.num_kv_heads,
       head_dim=self.head_dim,
-      rope_theta=self.rope_theta if self.style == "llama" else 0.0,
-      bias=self.bias,
-      init_std=self.init_std,
-      out_std=self.out_std,
+      bias=self.bias or self.attention_bias,
+      key_bias=self.attention_bias,
+      qk_norm=self.qk_norm,
+      norm_eps=self.norm_eps,
+      window=self.sliding_window,
+      clip_qkv=self.clip_qkv,
+      **shared,
     )
+
+  def make_attention(self, rngs: nnx.Rngs) -> Attention | LatentAttention:
+    """One of them."""
+    config = self.attention
+    if isinstance(config, LatentAttentionConfig):
+      return LatentAttention(config, rngs=rngs)
+    return Attention(config, rngs=rngs)
 
   def mlp(self, hidden: int) -> MLPConfig:
     """Of a dense MLP or shared expert of this hidden width."""
@@ -207,6 +315,7 @@ class BlockConfig:
       width=self.width,
       hidden=self.expert_hidden,
       num_experts=self.num_experts,
+      zero_experts=self.zero_experts,
       top_k=self.wiring_rule.routed_per_gating(self.top_k),
       activation=self.activation,
       bias=self.bias,
@@ -229,7 +338,7 @@ class Block(nnx.Module):
 
   def __init__(self, config: BlockConfig, hidden: int, *, rngs: nnx.Rngs):
     self.norm_attention = config.norm()
-    self.attention = Attention(config.attention, rngs=rngs)
+    self.attention = config.make_attention(rngs)
     self.norm_mlp = config.norm()
     self.mlp = MLP(config.mlp(hidden), rngs=rngs) if hidden else None
 

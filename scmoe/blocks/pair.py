@@ -24,7 +24,6 @@ from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.schedule import make_schedule
 from scmoe.blocks.wiring import Tap, is_handed_over
 from scmoe.errors import ConfigError
-from scmoe.layers.attention import KeyValues
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.experts import Experts
 from scmoe.moe.layer import Flight, MoE, MoECall
@@ -76,13 +75,13 @@ class PairOutput:
     h_BSD: the main path.
     sums: of all gatings of the pair, over this device's tokens; None without experts.
     handed_BSD: what the next pair's experts read, where `is_handed_over`; else None.
-    caches: updated key-value caches [units][blocks], or None.
+    caches: updated caches of the attentions [units][blocks], or None.
   """
 
   h_BSD: Float[Array, "B S D"]
   sums: RouterSums | None
   handed_BSD: Float[Array, "B S D"] | None = None
-  caches: list[list[KeyValues]] | None = None
+  caches: list[list[Any]] | None = None
 
 
 class Unit(nnx.Module):
@@ -99,7 +98,8 @@ class Unit(nnx.Module):
     if rule.taps:
       dense[-1] = config.shared_hidden if rule.shared_expert else 0
     self.blocks = nnx.List([Block(config, hidden, rngs=rngs) for hidden in dense])
-    own = rule.is_shortcut and config.shortcut_norm != "shared"
+    self.shared_norm = config.shortcut_norm == "shared"
+    own = rule.is_shortcut and not self.shared_norm
     self.own_norm = config.norm() if own else None
     post = rule.is_shortcut and config.shortcut_norm == "megatron"
     self.post_norm = config.norm() if post else None
@@ -132,7 +132,7 @@ class Unit(nnx.Module):
 
   def hand_over(self, tap: Tap, h_BSD: Array) -> Array:
     """What the next unit, of one block, reads of this one: the tap, normalised if shared."""
-    if self.own_norm is not None:
+    if not self.shared_norm:
       return h_BSD
     (block,) = self.blocks
     return (block.norm_mlp if tap is Tap.ATTENTION else block.norm_attention)(h_BSD)
@@ -160,6 +160,7 @@ class BlockPair(nnx.Module):
     config: wiring and sizes.
     router, dispatch, overlap: options of routing, transport and schedule.
     experts, gates: of one's own; see `MoE`.
+    hands_over: of a block without experts: what those of the next one read of it, if anything.
     rngs: stream `params` for the initial weights.
 
   Raises:
@@ -175,11 +176,12 @@ class BlockPair(nnx.Module):
     overlap: OverlapConfig = OverlapConfig(),
     experts: Experts | None = None,
     gates: list[Any] | None = None,
+    hands_over: Tap | None = None,
     rngs: nnx.Rngs,
   ):
     config = config.resolve()
     rule = config.wiring_rule
-    self.config, self.wiring = config, rule
+    self.config, self.wiring, self.hands_over = config, rule, hands_over
     self.schedule = make_schedule(rule, config.moe_every, overlap, dispatch.chunks)
     self.units = nnx.List([Unit(config, rngs=rngs) for _ in range(rule.units_per_moe)])
     moe = config.moe(router, dispatch, copy_engines=overlap.copy_engines)
@@ -191,7 +193,7 @@ class BlockPair(nnx.Module):
     context: Context = Context(),
     *,
     handed_BSD: Float[Array, "B S D"] | None = None,
-    caches: list[list[KeyValues]] | None = None,
+    caches: list[list[Any]] | None = None,
   ) -> PairOutput:
     """Runs the steps of the schedule, one unit after the other.
 
@@ -200,7 +202,7 @@ class BlockPair(nnx.Module):
       context: see `Context`.
       handed_BSD: the preceding pair's `PairOutput.handed_BSD`, where there is one; else the experts
         of the first unit read its own input (the paper's L0 Pos-1).
-      caches: key-value caches [units][blocks], or None.
+      caches: of the attentions [units][blocks], as `empty_cache` makes them, or None.
     """
     turns = self.turns(h_BSD, context, handed_BSD=handed_BSD, caches=caches)
     live = next(turns)
@@ -214,7 +216,7 @@ class BlockPair(nnx.Module):
     context: Context = Context(),
     *,
     handed_BSD: Float[Array, "B S D"] | None = None,
-    caches: list[list[KeyValues]] | None = None,
+    caches: list[list[Any]] | None = None,
   ) -> Generator[Any, Any, None]:
     """A call in turns, so that several of them can run side by side.
 
@@ -247,7 +249,7 @@ class BlockPair(nnx.Module):
       start_BSD = None if passed is None else unit.hand_over(Tap.BLOCK_INPUT, h_BSD)
       handed_BSD = start_BSD if handed_BSD is None else handed_BSD
       next_BSD = start_BSD  # unless the tap comes later
-      new_caches: list[KeyValues] = []
+      new_caches: list[Any] = []
       # What the main path's next step reads: its value, or queries, keys and values.
       main: Any = h_BSD
       inputs: dict[int, Array] = {}
@@ -320,7 +322,9 @@ class BlockPair(nnx.Module):
   @property
   def passed_on(self) -> Tap | None:
     """The tap that the next pair reads of this one, with one block per unit; else None."""
-    tap = self.wiring.taps[0] if self.wiring.taps else Tap.CURRENT
+    if not self.wiring.taps:
+      return self.hands_over
+    tap = self.wiring.taps[0]
     return tap if is_handed_over(tap, self.config.moe_every) else None
 
   def _call(self, context: Context, unit: int, gating: int, flights: dict[int, Flight]) -> MoECall:

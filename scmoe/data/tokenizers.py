@@ -74,11 +74,19 @@ class ByteTokenizer:
 class JsonTokenizer:
   """A tokenizer of the `tokenizers` library (the content of a Hugging Face tokenizer.json)."""
 
-  def __init__(self, content: str, *, eos_token: str = "", name: str = "tokenizer.json"):
+  def __init__(
+    self,
+    content: str,
+    *,
+    eos_token: str = "",
+    name: str = "tokenizer.json",
+    eos_id: int | None = None,
+  ):
     """Args:
       content: the JSON text.
       eos_token: name of the end-of-text token; empty takes the first usual name found.
       name: what errors call it.
+      eos_id: the end-of-text token by number instead; None: by name.
 
     Raises:
       DataError: not a tokenizer.
@@ -96,9 +104,16 @@ class JsonTokenizer:
     self._tokenizer.no_truncation()
     self._vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
     self.vocab_size = max(self._vocab.values()) + 1  # ids need not be dense
-    self.eos_id = self._vocab[_find_eos(self._vocab, eos_token, name)]
+    if eos_id is not None and eos_id not in self._vocab.values():
+      raise ConfigError(f"{name}: has no token {eos_id}, the model's eos_token_id")
+    found = eos_id if eos_id is not None else self._vocab[_find_eos(self._vocab, eos_token, name)]
+    self.eos_id: int = found
     self.digest = hashlib.sha256(f"{self.eos_id}\n{content}".encode()).hexdigest()[:16]
     self._parsed: dict[str, Any] = json.loads(content)
+
+  def token(self, index: int) -> str:
+    """The token of an id."""
+    return next(token for token, i in self._vocab.items() if i == index)
 
   def encode(self, text: str) -> list[int]:
     """Ids of `text`; nothing is added."""

@@ -102,8 +102,6 @@ class Static:
   sampling: Sampling
 
 
-# A cache is [pairs, B, S, H, N]: rows over the batch axes, heads over the tensor axis.
-_CACHE = P(None, BATCH_AXES, None, "tensor")
 _ROWS = P(BATCH_AXES)
 
 
@@ -123,8 +121,9 @@ def make_prefill(static: Static, room: int) -> Any:
     return sample(logits_BV, static.sampling, jax.random.fold_in(key, 0)), caches
 
   def program(params, router, lengths_B, key, tokens_BS):
+    model: GPT = nnx.merge(static.graph, params)
     specs = (parameter_specs(params), P(), _ROWS, P(), _ROWS)
-    function = manual(local, static.mesh, specs, (_ROWS, _CACHE))
+    function = manual(local, static.mesh, specs, (_ROWS, model.cache_specs()))
     return function(params, router, lengths_B, key, tokens_BS)
 
   return jax.jit(program)
@@ -152,8 +151,10 @@ def make_decode(static: Static, steps: int) -> Any:
     return new_SB.T, caches
 
   def program(params, router, lengths_B, key, token_B, caches):
-    specs = (parameter_specs(params), P(), _ROWS, P(), _ROWS, _CACHE)
-    function = manual(local, static.mesh, specs, (_ROWS, _CACHE))
+    model: GPT = nnx.merge(static.graph, params)
+    caches_lie = model.cache_specs()
+    specs = (parameter_specs(params), P(), _ROWS, P(), _ROWS, caches_lie)
+    function = manual(local, static.mesh, specs, (_ROWS, caches_lie))
     return function(params, router, lengths_B, key, token_B, caches)
 
   # The caches are handed back, so that they need not be there twice.

@@ -128,9 +128,20 @@ class _Layout:
     config, rule = model.config, model.config.wiring_rule
     per_pair = config.moe_every * rule.units_per_moe
     self.gatings, self.points, self.second, self.shortcut = [], [], [], []
-    for pair in range(config.num_pairs):
+    layer = 0  # the first one of the pair
+    for run in config.runs:
+      for _ in range(run.start, run.stop):
+        self._add(config, rule, layer, dense=run.dense)
+        layer += 1 if run.dense else per_pair
+    self.points.append("out")
+
+  def _add(self, config: Any, rule: Any, first: int, *, dense: bool) -> None:
+    """A pair that begins with this layer, or one layer without a MoE."""
+    if dense:
+      self.points += [f"{first} in", f"{first} attention"]
+    else:
       for unit in range(rule.units_per_moe):
-        last = pair * per_pair + (unit + 1) * config.moe_every - 1
+        last = first + (unit + 1) * config.moe_every - 1
         for g, tap in enumerate(rule.taps):
           word = "" if len(rule.taps) == 1 else (", current" if g else ", preceding")
           self.gatings.append(f"layer {last}{word}")
@@ -139,7 +150,6 @@ class _Layout:
         for block in range(config.moe_every):
           layer = last - config.moe_every + 1 + block
           self.points += [f"{layer} in", f"{layer} attention"]
-    self.points.append("out")
 
 
 class _Listener:
@@ -186,15 +196,17 @@ def _counts(
   config, rule = model.config, model.config.wiring_rule
   mask_BS = batch.segment_ids > 0
   segments = batch.segment_ids if config.document_mask else None
-  graph, params = nnx.split(model.stages)
+  stacks = {False: nnx.split(model.stages), True: model.dense and nnx.split(model.dense)}
   h_BSD = model.embedding(batch.inputs, batch.positions, jnp.dtype(config.dtype))
   handed, flights, values, current, sums = None, [], [], [], []
-  for i in range(config.num_pairs):
+  for dense, i in ((run.dense, i) for run in config.runs for i in range(run.start, run.stop)):
+    graph, params = stacks[dense]
     pair: BlockPair = nnx.merge(graph, jax.tree.map(lambda x, i=i: x[i], params))
     moe, seen = pair.moe, {}
     # Listeners are no modules, and the pair is never taken apart again.
     note = lambda flight, *_: flights.append(flight.routing)
-    object.__setattr__(pair, "moe", _Listener(moe, note, "route"))
+    if moe is not None:
+      object.__setattr__(pair, "moe", _Listener(moe, note, "route"))
     for unit in pair.units:
       for block in unit.blocks:
         for name in ("norm_attention", "norm_mlp"):
@@ -203,16 +215,18 @@ def _counts(
           hear = lambda out, x, key=key, seen=seen: seen.setdefault(key, (x, out))
           object.__setattr__(block, name, _Listener(norm, hear))
     bias = router.get("bias")
-    context = Context(batch.positions, segments, mask_BS, bias_E=None if bias is None else bias[i])
+    context = Context(
+      batch.positions, segments, mask_BS, bias_E=None if bias is None or dense else bias[i]
+    )
     out = pair(h_BSD, context, handed_BSD=handed)
     h_BSD, handed = out.h_BSD, out.handed_BSD
-    sums.append(out.sums)
+    sums += [] if dense else [out.sums]
     for unit in pair.units:
       for block in unit.blocks:
         values += [seen[id(block), name][0] for name in ("norm_attention", "norm_mlp")
                    if (id(block), name) in seen]  # fmt: skip
       last = seen[id(unit.blocks[-1]), "norm_mlp"][1]
-      for _ in rule.taps:
+      for _ in () if moe is None else rule.taps:
         assert moe is not None
         current.append(moe.route(last, pair._call(context, 0, 0, {})).routing)
   values.append(h_BSD)
@@ -243,7 +257,7 @@ def _of_routings(
   num_domains: int,
   num_classes: int,
 ) -> dict[str, Array]:
-  num_experts = routings[0].num_experts
+  num_experts = routings[0].probs_TE.shape[1]  # zero experts included
   load, domains, classes, neighbours, entropy, confidence, repeated, same = ([] for _ in range(8))
   for g, (routing, now) in enumerate(zip(routings, current)):
     chosen_TE = jax.nn.one_hot(routing.expert_TK, num_experts).sum(1) * mask_T[:, None]

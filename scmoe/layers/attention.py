@@ -5,15 +5,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
+from scmoe.layers.norm import rms_normalised
+from scmoe.layers.rope import PLAIN, RopeConfig, rotate
 from scmoe.parallel.collectives import repeat, total
+from scmoe.parallel.mesh import BATCH_AXES, axis_size
+
+QK_NORMS = ("none", "head", "all")
 
 
 @jax.tree_util.register_dataclass
@@ -29,7 +35,7 @@ class KeyValues:
   v_BSHN: Array
 
 
-# Queries, keys and values, each [B, S, H, N].
+# Queries, keys and values, each [B, S, H, N]; of latent attention see there.
 Projected = tuple[Array, Array, Array]
 
 
@@ -42,8 +48,14 @@ class AttentionConfig:
     num_heads, num_kv_heads: H of queries, and of keys and values; fewer of these share them over
       groups of heads.
     head_dim: N.
-    rope_theta: base of rotary embeddings (half-split pairs); 0: none.
-    bias: whether the projections have biases, but for the keys'.
+    rope_theta: base of rotary embeddings; 0: none.
+    rope: their pairs, and how they are stretched.
+    bias: whether the projections have biases, but for the keys'; key_bias: theirs.
+    qk_norm: RMSNorm of queries and keys before they turn: `none`, `head` (each head by itself, one
+      weight for all of them; Qwen3), or `all` (all heads at once; OLMoE).
+    norm_eps: its epsilon.
+    window: positions that a token sees, itself included; 0: all before it.
+    clip_qkv: queries, keys and values are clipped to ± this; 0: not.
     init_std, out_std: standard deviations of the initial projections in, and of the one out.
   """
 
@@ -52,7 +64,13 @@ class AttentionConfig:
   num_kv_heads: int
   head_dim: int
   rope_theta: float = 0.0
+  rope: RopeConfig = PLAIN
   bias: bool = False
+  key_bias: bool = False
+  qk_norm: str = "none"
+  norm_eps: float = 1e-5
+  window: int = 0
+  clip_qkv: float = 0.0
   init_std: float = 0.02
   out_std: float = 0.02
 
@@ -71,8 +89,13 @@ class Attention(nnx.Module):
     def weight(shape, std, axes):
       return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
 
-    def zeros(shape, axes):
-      return nnx.Param(jnp.zeros(shape), axes=axes) if c.bias else None
+    def zeros(shape, axes, wanted=c.bias):
+      return nnx.Param(jnp.zeros(shape), axes=axes) if wanted else None
+
+    def norm(heads, axis):
+      shape, axes = ((heads, c.head_dim), (axis, None)) if c.qk_norm == "all" else (
+        (c.head_dim,), (None,))  # fmt: skip
+      return None if c.qk_norm == "none" else nnx.Param(jnp.ones(shape), axes=axes)
 
     self.query = weight((c.width, c.num_heads, c.head_dim), c.init_std, ("embed", "heads", None))
     kv = (c.width, c.num_kv_heads, c.head_dim)
@@ -80,9 +103,13 @@ class Attention(nnx.Module):
     self.value = weight(kv, c.init_std, ("embed", "kv_heads", None))
     self.out = weight((c.num_heads, c.head_dim, c.width), c.out_std, ("heads", None, "embed"))
     self.query_bias = zeros((c.num_heads, c.head_dim), ("heads", None))
-    # No bias on keys: it adds the same to all scores of a query, which softmax does not see.
+    # Without norms or rotations a bias on keys adds the same to all scores of a query, which
+    # softmax does not see.
+    self.key_bias = zeros((c.num_kv_heads, c.head_dim), ("kv_heads", None), c.key_bias)
     self.value_bias = zeros((c.num_kv_heads, c.head_dim), ("kv_heads", None))
     self.out_bias = zeros((c.width,), ("embed",))
+    self.query_norm = norm(c.num_heads, "heads")
+    self.key_norm = norm(c.num_kv_heads, "kv_heads")
 
   def __call__(
     self,
@@ -100,20 +127,47 @@ class Attention(nnx.Module):
       x_BSD: normalised inputs.
       positions_BS: int32 position of each token in its document.
     """
-    dtype = x_BSD.dtype
+    c, dtype = self.config, x_BSD.dtype
     x_BSD = repeat(x_BSD, ("tensor",), "tensor")
 
-    def project(weight, bias):
+    def project(weight, bias, norm=None):
       y = jnp.einsum("bsd,dhn->bshn", x_BSD, weight[...].astype(dtype))
-      return y if bias is None else y + bias[...].astype(dtype)
+      y = y if bias is None else y + bias[...].astype(dtype)
+      y = y if norm is None else self._normalised(y, norm[...])
+      return jnp.clip(y, -c.clip_qkv, c.clip_qkv) if c.clip_qkv else y
 
-    q_BSHN = project(self.query, self.query_bias)
-    k_BSHN = project(self.key, None)
+    q_BSHN = project(self.query, self.query_bias, self.query_norm)
+    k_BSHN = project(self.key, self.key_bias, self.key_norm)
     v_BSHN = project(self.value, self.value_bias)
-    if self.config.rope_theta:
-      q_BSHN = rotate(q_BSHN, positions_BS, self.config.rope_theta)
-      k_BSHN = rotate(k_BSHN, positions_BS, self.config.rope_theta)
+    if c.rope_theta:
+      q_BSHN = rotate(q_BSHN, positions_BS, c.rope_theta, c.rope)
+      k_BSHN = rotate(k_BSHN, positions_BS, c.rope_theta, c.rope)
     return q_BSHN, k_BSHN, v_BSHN
+
+  def _normalised(self, y_BSHN: Array, scale: Array) -> Array:
+    """Queries or keys under their norm."""
+    eps, devices = self.config.norm_eps, axis_size("tensor")
+    if self.config.qk_norm == "head":
+      return rms_normalised(y_BSHN, repeat(scale, ("tensor",), "tensor"), eps)
+    if devices == 1:
+      flat = y_BSHN.reshape(*y_BSHN.shape[:2], -1)
+      return rms_normalised(flat, scale.reshape(-1), eps).reshape(y_BSHN.shape)
+    # Every device has a part of the heads, and reads the squares of all.
+    wide = y_BSHN.astype(jnp.float32)
+    square = total(jnp.square(wide).sum((2, 3), keepdims=True), ("tensor",), "tensor")
+    square = repeat(square, ("tensor",), "tensor") / (devices * wide.shape[2] * wide.shape[3])
+    return (wide * jax.lax.rsqrt(square + eps) * scale).astype(y_BSHN.dtype)
+
+  def empty_cache(self, batch: int, length: int, dtype: Any) -> KeyValues:
+    """A cache of `length` positions; of this device's heads in the manual region."""
+    heads = self.config.num_kv_heads // axis_size("tensor")
+    shape = (batch, length, heads, self.config.head_dim)
+    return KeyValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+  def cache_specs(self) -> KeyValues:
+    """How a cache with a leading dimension of layers lies on the mesh."""
+    spec = P(None, BATCH_AXES, None, "tensor")
+    return KeyValues(spec, spec)  # pyright: ignore[reportArgumentType]
 
   def mix(
     self,
@@ -134,41 +188,81 @@ class Attention(nnx.Module):
     Returns:
       y_BSD, and the cache with the new keys and values (None if there was none).
     """
-    dtype = projected[0].dtype
-    q_BSHN, k_BSHN, v_BSHN = (_computable(x) for x in projected)
+    q_BSHN, k_BSHN, v_BSHN = projected
+    dtype, window = q_BSHN.dtype, self.config.window
     if cache is not None:
       cache = _store(cache, k_BSHN, v_BSHN, positions_BS)
-      k_BSHN, v_BSHN = cache.k_BSHN.astype(q_BSHN.dtype), cache.v_BSHN.astype(q_BSHN.dtype)
-      stored_S = jnp.arange(k_BSHN.shape[1])
-      mask_BHSS = (stored_S <= positions_BS[..., None])[:, None]
-      y_BSHN = jax.nn.dot_product_attention(q_BSHN, k_BSHN, v_BSHN, mask=mask_BHSS)
+      k_BSHN, v_BSHN = cache.k_BSHN.astype(dtype), cache.v_BSHN.astype(dtype)
+      y_BSHN = attend_stored(q_BSHN, k_BSHN, v_BSHN, positions_BS, window=window)
     else:
-      mask_BHSS = None
-      if segments_BS is not None:
-        mask_BHSS = segments_BS[:, None, :, None] == segments_BS[:, None, None, :]
-      y_BSHN = jax.nn.dot_product_attention(
-        q_BSHN,
-        k_BSHN,
-        v_BSHN,
-        mask=mask_BHSS,
-        is_causal=True,
-        implementation=_implementation(q_BSHN, masked=mask_BHSS is not None),
-      )
-    y_BSHN = y_BSHN.astype(dtype)
+      y_BSHN = attend(q_BSHN, k_BSHN, v_BSHN, segments_BS, window=window)
     y_BSD = jnp.einsum("bshn,hnd->bsd", y_BSHN, self.out[...].astype(dtype))
     y_BSD = total(y_BSD, ("tensor",), "tensor")
     return (y_BSD if self.out_bias is None else y_BSD + self.out_bias[...].astype(dtype)), cache
 
 
-def rotate(x_BSHN: Array, positions_BS: Array, theta: float) -> Array:
-  """Rotary position embedding; dimension i turns with i + N/2 by position · theta^(-2i/N)."""
-  half = x_BSHN.shape[-1] // 2
-  frequency_N = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-  angle_BS1N = positions_BS[..., None, None].astype(jnp.float32) * frequency_N
-  sin, cos = jnp.sin(angle_BS1N), jnp.cos(angle_BS1N)
-  first, second = jnp.split(x_BSHN.astype(jnp.float32), 2, -1)
-  turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
-  return turned.astype(x_BSHN.dtype)
+def attend(
+  q_BSHN: Float[Array, "B S H N"],
+  k_BSHN: Float[Array, "B S K N"],
+  v_BSHN: Float[Array, "B S K M"],
+  segments_BS: Int[Array, "B S"] | None = None,
+  *,
+  window: int = 0,
+  scale: float | None = None,
+) -> Float[Array, "B S H M"]:
+  """Causal softmax attention of a row's tokens, whoever computes it.
+
+  Args:
+    q_BSHN, k_BSHN, v_BSHN: heads of keys and values are shared by groups of queries'; values may be
+      narrower than keys.
+    segments_BS: int32 document of each token; attention stays inside it. None: the whole row.
+    window: positions that a token sees, itself included; 0: all before it.
+    scale: of the scores; None: 1/√N.
+  """
+  dtype = q_BSHN.dtype
+  q_BSHN, k_BSHN, v_BSHN = map(_computable, (q_BSHN, k_BSHN, v_BSHN))
+  mask_BHSS = None
+  if segments_BS is not None:
+    mask_BHSS = segments_BS[:, None, :, None] == segments_BS[:, None, None, :]
+  y_BSHM = jax.nn.dot_product_attention(
+    q_BSHN,
+    k_BSHN,
+    _widened(v_BSHN, k_BSHN),
+    mask=mask_BHSS,
+    is_causal=True,
+    scale=scale,
+    local_window_size=(window - 1, 0) if window else None,
+    implementation=_implementation(q_BSHN, masked=mask_BHSS is not None),
+  )
+  return y_BSHM[..., : v_BSHN.shape[-1]].astype(dtype)
+
+
+def attend_stored(
+  q_BSHN: Float[Array, "B S H N"],
+  k_BTKN: Float[Array, "B T K N"],
+  v_BTKM: Float[Array, "B T K M"],
+  positions_BS: Int[Array, "B S"],
+  *,
+  window: int = 0,
+  scale: float | None = None,
+) -> Float[Array, "B S H M"]:
+  """The same over a cache of T positions, of which each token sees those up to its own."""
+  dtype = q_BSHN.dtype
+  q_BSHN, k_BTKN, v_BTKM = map(_computable, (q_BSHN, k_BTKN, v_BTKM))
+  stored_T = jnp.arange(k_BTKN.shape[1])
+  mask_BST = stored_T <= positions_BS[..., None]
+  if window:
+    mask_BST &= stored_T > positions_BS[..., None] - window
+  y_BSHM = jax.nn.dot_product_attention(
+    q_BSHN, k_BTKN, _widened(v_BTKM, k_BTKN), mask=mask_BST[:, None], scale=scale
+  )
+  return y_BSHM[..., : v_BTKM.shape[-1]].astype(dtype)
+
+
+def _widened(v: Array, k: Array) -> Array:
+  """Values as wide as keys, which jax's attention asks for."""
+  missing = k.shape[-1] - v.shape[-1]
+  return jnp.pad(v, [(0, 0)] * (v.ndim - 1) + [(0, missing)]) if missing > 0 else v
 
 
 def _store(cache: KeyValues, k_BSHN: Array, v_BSHN: Array, positions_BS: Array) -> KeyValues:

@@ -31,6 +31,11 @@ class Norm(nnx.Module):
     return _normalised(x, self.scale[...], bias, self.kind == "layernorm", self.eps)
 
 
+def rms_normalised(x: Array, scale: Array, eps: float) -> Array:
+  """RMSNorm of the last dimension, as `Norm`, with a weight that lies elsewhere."""
+  return _normalised(x, scale, None, False, eps)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _normalised(x: Array, scale: Array, bias: Array | None, centred: bool, eps: float) -> Array:
   return _normalised_fwd(x, scale, bias, centred, eps)[0]

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import re
+from typing import NamedTuple
 
 from scmoe.blocks.block import BlockConfig
 from scmoe.errors import ConfigError
 from scmoe.options import option
 from scmoe.parallel.mesh import expert_shards
+
+
+class Run(NamedTuple):
+  """Neighbouring layers of one kind.
+
+  Attributes:
+    dense: whether they are `dense_layers`.
+    start, stop: which, among those of their kind.
+  """
+
+  dense: bool
+  start: int
+  stop: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +36,11 @@ class ModelConfig(BlockConfig):
   )
   context: int = option(1024, "longest sequence (learned positions) S", minimum=1)
   tie_embeddings: bool = option(True, "read the logits from the token embeddings")
+  dense_layers: str = option(
+    "",
+    "layers with a dense MLP of model.mlp_hidden in place of the MoE, counted from 0: such as 0-2 "
+    "or 1,3,5 (first_k_dense_replace, mlp_only_layers); with one block per MoE",
+  )
 
   @property
   def depth(self) -> int:
@@ -28,8 +49,43 @@ class ModelConfig(BlockConfig):
 
   @property
   def num_pairs(self) -> int:
-    """Block pairs (`BlockPair`), each with a MoE of its own."""
-    return self.num_layers // (self.moe_every * self.wiring_rule.units_per_moe)
+    """Block pairs (`BlockPair`), each with a MoE of its own; layers of `dense_layers` are none."""
+    pairs = self.num_layers // (self.moe_every * self.wiring_rule.units_per_moe)
+    return pairs - len(self.dense_indices)
+
+  @property
+  def dense_indices(self) -> tuple[int, ...]:
+    """Layers of `dense_layers`, in order.
+
+    Raises:
+      ConfigError: it names no layers.
+    """
+    found: set[int] = set()
+    for part in filter(None, self.dense_layers.replace(" ", "").split(",")):
+      match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part)
+      if match is None:
+        raise ConfigError(
+          f"model.dense_layers={self.dense_layers!r} has {part!r}; use numbers and ranges of "
+          "layers such as 0-2 or 1,3,5"
+        )
+      found |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(sorted(found))
+
+  @property
+  def runs(self) -> tuple[Run, ...]:
+    """Neighbouring layers of one kind, in order: pairs with a MoE, and `dense_layers`."""
+    dense, found, counts = set(self.dense_indices), [], {True: 0, False: 0}
+    layers = [i in dense for i in range(self.num_pairs + len(dense))]
+    for kind, group in itertools.groupby(layers):
+      start, size = counts[kind], len(list(group))
+      counts[kind] += size
+      found.append(Run(kind, start, start + size))
+    return tuple(found)
+
+  @property
+  def of_dense_layers(self) -> ModelConfig:
+    """The blocks of `dense_layers`."""
+    return dataclasses.replace(self, wiring="dense", dense_layers="", zero_experts=0)
 
   def resolve(self, *, vocab_size: int = 0) -> ModelConfig:
     """Fills in every 0 and empty word, and checks what depends on more than one field.
@@ -52,6 +108,18 @@ class ModelConfig(BlockConfig):
         f"model.num_layers={self.num_layers} is not a multiple of model.moe_every={self.moe_every}"
         + (f" x {rule.units_per_moe} ({self.wiring} shares)" if rule.units_per_moe > 1 else "")
         + f"; use a multiple of {blocks}"
+      )
+    dense = self.dense_indices
+    if dense and (blocks != 1 or not rule.taps):
+      raise ConfigError(
+        f"model.dense_layers={self.dense_layers!r} needs a wiring with a MoE in every block, got "
+        f"model.wiring={self.wiring!r} and model.moe_every={self.moe_every}; use model.moe_every=1"
+      )
+    if dense and (dense[-1] >= self.num_layers or len(dense) == self.num_layers):
+      raise ConfigError(
+        f"model.dense_layers={self.dense_layers!r} of model.num_layers={self.num_layers} names "
+        "layers that are not there, or leaves no MoE; use some of 0 to "
+        f"{self.num_layers - 1}, or model.wiring='dense'"
       )
     super().check()
     if self.vocab_size == 0:

@@ -55,7 +55,7 @@ class Flops:
     attention: projections and, at half the sequence on average, scores and values.
     mlp: dense MLPs of blocks without MoE.
     shared: shared experts.
-    routed: routed experts, of the experts that a token visits.
+    routed: routed experts, of the experts that a token visits; zero experts count nothing.
     router: gates and mixing coefficients.
     logits: output projection.
   """
@@ -78,17 +78,22 @@ class Flops:
     return TRAINING * self.forward
 
 
-def forward_flops(model: ModelConfig, seq_len: int) -> Flops:
-  """FLOPs per token of a resolved model on sequences of `seq_len` tokens."""
+def forward_flops(model: ModelConfig, seq_len: int, real_share: float | None = None) -> Flops:
+  """FLOPs per token of a resolved model on sequences of `seq_len` tokens.
+
+  Args:
+    model: resolved.
+    seq_len: S.
+    real_share: share of a token's choices that are of experts that compute, measured or meant
+      (`RouterConfig.real_share`); None: in proportion to their number.
+  """
   rule, width = model.wiring_rule, model.width
-  moe_blocks = model.num_layers // model.moe_every if rule.taps else 0
-  heads = model.num_heads * model.head_dim
-  kv_heads = model.num_kv_heads * model.head_dim
-  projections = 2 * width * (2 * heads + 2 * kv_heads)
-  # Scores and weighted values: position i sees i + 1 positions, (S + 1) / 2 on average.
-  pairs = 2 * 2 * heads * (seq_len + 1) / 2
+  moe_blocks = model.num_pairs * rule.units_per_moe if rule.taps else 0
+  projections, pairs = _attention_flops(model, seq_len)
   ffn = lambda hidden: 2 * width * hidden * (3 if is_gated(model.activation) else 2)
-  experts = rule.routed_per_token(model.top_k)
+  choices = model.num_experts + model.zero_experts
+  share = model.num_experts / choices if real_share is None else real_share
+  experts = rule.routed_per_token(model.top_k) * share
   mix = {"direct": 0, "cg1": 1, "cg2": 2}[model.mix] if rule.shared_expert else 0
   dense_blocks = model.num_layers - moe_blocks
   return Flops(
@@ -96,9 +101,26 @@ def forward_flops(model: ModelConfig, seq_len: int) -> Flops:
     mlp=dense_blocks * ffn(model.mlp_hidden),
     shared=moe_blocks * ffn(model.shared_hidden) if rule.shared_expert else 0.0,
     routed=moe_blocks * experts * ffn(model.expert_hidden),
-    router=moe_blocks * 2 * width * (len(rule.taps) * model.num_experts + mix),
+    router=moe_blocks * 2 * width * (len(rule.taps) * choices + mix),
     logits=2 * width * model.vocab_size,
   )
+
+
+def _attention_flops(model: ModelConfig, seq_len: int) -> tuple[float, float]:
+  """(projections, scores and values) of one attention, per token; causal, in training's form."""
+  width, heads = model.width, model.num_heads
+  # Position i sees i + 1 positions, (S + 1) / 2 on average, or those of a window.
+  window = min(model.sliding_window or seq_len, seq_len)
+  seen = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
+  if not model.kv_lora_rank:
+    kept = 2 * (heads + model.num_kv_heads) * model.head_dim
+    return 2 * width * kept, 2 * 2 * heads * model.head_dim * seen
+  straight, turning, value = model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim
+  query, rank = heads * (straight + turning), model.q_lora_rank
+  projections = width * rank + rank * query if rank else width * query
+  projections += width * (model.kv_lora_rank + turning)
+  projections += model.kv_lora_rank * heads * (straight + value) + heads * value * width
+  return 2 * projections, 2 * heads * (straight + turning + value) * seen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +132,8 @@ class Parameters:
     dense: attention, norms, dense MLPs, gates and mixing coefficients.
     shared: shared experts.
     routed: routed experts, all of them.
-    routed_active: of those, what one token visits (at most, where several gatings choose).
+    routed_active: of those, what one token visits (at most, where several gatings choose; on
+      average, where some experts are zero experts).
   """
 
   embedding: int
@@ -142,7 +165,8 @@ def count_parameters(model: ModelConfig, shapes: Any) -> Parameters:
   for path, leaf in _leaves(shapes):
     counts[_kind(path, model)] += math.prod(leaf.shape)
   visited = rule.routed_per_token(model.top_k) * rule.units_per_moe
-  active = counts["routed"] * min(visited, model.num_experts) // model.num_experts
+  choices = model.num_experts + model.zero_experts
+  active = counts["routed"] * min(visited, choices) // choices
   return Parameters(**counts, routed_active=active)
 
 
@@ -155,8 +179,8 @@ def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 
 
 def _kind(path: tuple[str, ...], model: ModelConfig) -> str:
-  if path[0] == "embedding":
-    return "embedding"
+  if path[0] in ("embedding", "dense"):
+    return path[0]
   if "moe" in path:
     return "dense" if "router_gate" in path else "routed"
   last_block = str(model.moe_every - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,11 +18,11 @@ from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.pair import BlockPair, Context, PairOutput, tied
 from scmoe.blocks.wiring import Tap
 from scmoe.errors import ConfigError
-from scmoe.layers.attention import KeyValues
 from scmoe.layers.embed import Embedding, EmbeddingConfig
 from scmoe.models.config import ModelConfig
 from scmoe.models.stacked import joined, layers, stacked
 from scmoe.moe.dispatch import DispatchConfig
+from scmoe.moe.losses import init_bias
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.types import RouterSums
 from scmoe.parallel.gradients import Reduction, added_to
@@ -46,6 +47,7 @@ class Pass:
     remat: what the backward pass recomputes: none; dots (all but matrix products); moe (expert
       activations, nothing that travelled); full (all but the rows that travelled).
     gate: index of the gate that chooses, where `router.gates` > 1; may be traced.
+    hidden: hand out the main path after every pair.
     reduction: of the gradients of `stages`, one pair's at a time, or None.
     sums: float32 like `stages`, to which their gradients are added on this device, or None; see
       `scmoe.parallel.gradients.added_to`.
@@ -60,6 +62,7 @@ class Pass:
   no_drop: bool = dataclasses.field(default=False, metadata={"static": True})
   remat: str = dataclasses.field(default="none", metadata={"static": True})
   gate: int | Array = 0
+  hidden: bool = dataclasses.field(default=False, metadata={"static": True})
   reduction: Reduction | None = dataclasses.field(default=None, metadata={"static": True})
   sums: Any = None
 
@@ -73,20 +76,23 @@ class Output:
     h_BSD: the last hidden state, normalised, in the compute dtype; `GPT.logits` reads it.
     sums: router sums per MoE layer over this device's tokens, [layers, ...]; None for the dense
       wiring.
-    caches: updated key-value caches, or None.
+    caches: updated caches, or None.
+    hidden_LBSD: the main path after every pair or dense layer, in order; None unless asked for.
   """
 
   h_BSD: Float[Array, "B S D"]
   sums: RouterSums | None
   caches: Any = None
+  hidden_LBSD: Float[Array, "L B S D"] | None = None
 
 
 class GPT(nnx.Module):
   """A decoder-only language model whose blocks follow one wiring.
 
   Pairs are alike, so their parameters are stacked and run under one scan: compile time does not
-  grow with depth. Compute type `config.dtype`; parameters are float32. Works on one device as it
-  is, and in the manual region (`scmoe.manual`) on this device's share of batch and parameters.
+  grow with depth. So are `model.dense_layers` among them, in a stack of their own. Compute type
+  `config.dtype`; parameters are float32. Works on one device as it is, and in the manual region
+  (`scmoe.manual`) on this device's share of batch and parameters.
 
   Args:
     config: architecture.
@@ -124,6 +130,12 @@ class GPT(nnx.Module):
       lambda key: BlockPair(config, **options, rngs=nnx.Rngs(params=key)),
       jax.random.split(rngs.params(), config.num_pairs),
     )
+    passed, dense = self.stages.passed_on, config.of_dense_layers
+    some = len(config.dense_indices)
+    self.dense = stacked(
+      lambda key: BlockPair(dense, hands_over=passed, rngs=nnx.Rngs(params=key)),
+      jax.random.split(jax.random.fold_in(rngs.params(), 1), some),
+    ) if some else None  # fmt: skip
     self.norm = config.norm()
 
   def __call__(self, tokens_BS: Int[Array, "B S"], given: Pass = Pass()) -> Output:
@@ -143,19 +155,29 @@ class GPT(nnx.Module):
     return self.embedding.logits(h_BSD)
 
   def init_caches(self, batch: int, length: int, dtype: Any = None) -> Any:
-    """Empty key-value caches of `length` positions, stacked as the scan wants them.
+    """Empty caches of `length` positions, stacked as the scan wants them.
 
     Args:
       batch: sequences at hand; in the manual region this device's.
       length: S of the cache.
       dtype: by default the compute type.
     """
-    config = self.config
-    heads = config.num_kv_heads // axis_size("tensor")
-    shape = (config.num_pairs, batch, length, heads, config.head_dim)
-    empty = lambda: KeyValues(*(jnp.zeros(shape, dtype or config.dtype) for _ in "kv"))
-    units = config.wiring_rule.units_per_moe
-    return [[empty() for _ in range(config.moe_every)] for _ in range(units)]
+    empty = lambda attention: attention.empty_cache(batch, length, dtype or self.config.dtype)
+    return self._for_caches(empty, lambda x, layers: jnp.zeros((layers, *x.shape), x.dtype))
+
+  def cache_specs(self) -> Any:
+    """How these caches lie on the mesh: PartitionSpecs in the same tree."""
+    return self._for_caches(lambda attention: attention.cache_specs(), lambda spec, _: spec)
+
+  def _for_caches(self, of: Callable[[Any], Any], stack: Callable[[Any, int], Any]) -> Any:
+    """`of` the attentions [units][blocks] of either stack, stacked."""
+    config, found = self.config, {}
+    for name, stage in (("stages", self.stages), ("dense", self.dense)):
+      if stage is not None:
+        layers = config.num_pairs if name == "stages" else len(config.dense_indices)
+        caches = [[of(block.attention) for block in unit.blocks] for unit in stage.units]
+        found[name] = jax.tree.map(lambda leaf, n=layers: stack(leaf, n), caches)
+    return found
 
   def init_router(self) -> dict[str, Array]:
     """Router state before the first step, where there is any.
@@ -164,14 +186,13 @@ class GPT(nnx.Module):
     per optimizer step.
 
     Returns:
-      `bias`: balancing biases [layers, E], with `router.bias`; `turn`: int32, the gate whose turn
-      it is to train, with `router.gates` > 1.
+      what `scmoe.moe.losses.init_bias` says: `bias` [layers, E], with `router.bias`; and `turn`,
+      int32, the gate whose turn it is to train, with `router.gates` > 1.
     """
-    config, state = self.config, {}
+    config = self.config
     if not config.wiring_rule.taps:
-      return state
-    if self.router.bias != "none":
-      state["bias"] = jnp.zeros((config.num_pairs, config.num_experts), jnp.float32)
+      return {}
+    state = init_bias(config.num_pairs, config.num_experts + config.zero_experts, self.router)
     if self.router.gates > 1:
       state["turn"] = jnp.zeros((), jnp.int32)
     return state
@@ -220,7 +241,7 @@ def together(
   if into is not None:
     into = jax.tree.unflatten(jax.tree.structure(params[0]), jax.tree.leaves(into))
 
-  def stage(carry, xs):
+  def stage(carry, xs, graph=graph, reduction=reduction):
     # Here parameters that are spread over the data axis will be gathered, one pair's at a time.
     params, sums, (caches, keys, bias_E) = xs
     if reduction is not None:
@@ -244,24 +265,62 @@ def together(
       if isinstance(live[-1], PairOutput):
         break
     new = [(out.h_BSD, out.handed_BSD) for out in live]
-    return (jnp.zeros((), bool), new), [(out.sums, out.caches) for out in live]
+    kept = [out.h_BSD if shared.hidden else None for out in live]
+    return (jnp.zeros((), bool), new), [
+      (out.sums, out.caches, h_BSD) for out, h_BSD in zip(live, kept)
+    ]
 
   body = _rematerialised(stage, shared.remat)
   carry, sums = (jnp.ones((), bool), starts), reduction and reduction.sums
-  others = [g.caches for g in given], keys, router.get("bias")
-  decoding, pairs = shared.caches is not None, config.num_pairs
+  stored = lambda name: [None if g.caches is None else g.caches[name] for g in given]
+  others = stored("stages"), keys, router.get("bias")
+  decoding, pairs, runs = shared.caches is not None, config.num_pairs, config.runs
   exchange = axis_size("expert") > 1
   per_step = model.overlap.pairs_per_step(pairs, decoding=decoding, exchange=exchange)
-  if per_step < pairs or pairs == 1:
-    params = params if into is None else added_to(into, params)
-    (_, ends), made = jax.lax.scan(body, carry, (params, sums, others), unroll=per_step)
+  written_out = per_step >= pairs > 1
+  if written_out:
+    body = jax.jit(body, inline=True)  # traced once, not once a pair
+    of_pairs = layers(params, sums, others, into)
   else:
-    body, found = jax.jit(body, inline=True), []  # traced once, not once a pair
-    for pair in layers(params, sums, others, into):
-      carry, out = body(carry, pair)
-      found.append(out)
-    (_, ends), made = carry, joined(found)
-  return [Output(own.norm(h_BSD), *of) for own, (h_BSD, _), of in zip(models, ends, made)]
+    params = params if into is None else added_to(into, params)
+  if len(runs) > 1:
+    graph_of_dense = nnx.split(model.dense)[0]
+    of_dense = functools.partial(stage, graph=graph_of_dense, reduction=None)
+    of_dense = _rematerialised(of_dense, shared.remat)
+    dense = [nnx.split(own.dense)[1] for own in models], None, (
+      stored("dense"), [None] * len(models), None)  # fmt: skip
+  made: list[tuple[bool, Any]] = []  # of every run of layers: whether dense, and what came out
+  for run in runs:
+    take = lambda tree, run=run: tree if len(runs) == 1 else (
+      jax.tree.map(lambda x: x[run.start : run.stop], tree))  # fmt: skip
+    if run.dense:
+      carry, out = jax.lax.scan(of_dense, carry, take(dense))
+    elif written_out:
+      found = []
+      for pair in itertools.islice(of_pairs, run.stop - run.start):
+        carry, out = body(carry, pair)
+        found.append(out)
+      out = joined(found)
+    else:
+      carry, out = jax.lax.scan(body, carry, take((params, sums, others)), unroll=per_step)
+    made.append((run.dense, out))
+  return [
+    Output(own.norm(h_BSD), *_in_order([(dense, out[i]) for dense, out in made]))
+    for i, (own, (h_BSD, _)) in enumerate(zip(models, carry[1]))
+  ]
+
+
+def _in_order(made: list[tuple[bool, Any]]) -> tuple[RouterSums | None, Any, Array | None]:
+  """Sums of the MoE layers, caches of either stack, and hidden states, from all runs of layers."""
+  join = lambda parts: parts[0] if len(parts) == 1 else (
+    jax.tree.map(lambda *some: jnp.concatenate(some), *parts))  # fmt: skip
+  pairs, dense = ([out for kind, out in made if kind is wanted] for wanted in (False, True))
+  sums, caches = (join([out[i] for out in pairs]) for i in range(2))
+  if caches is not None:
+    caches = {"stages": caches}
+    if dense:
+      caches["dense"] = join([out[1] for out in dense])
+  return sums, caches, join([out[2] for _, out in made])
 
 
 def _rematerialised(body: Callable[..., Any], remat: str) -> Callable[..., Any]:

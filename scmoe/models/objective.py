@@ -162,8 +162,8 @@ class LanguageModelObjective:
 
     Scalars: `loss` (total), `cross_entropy` (nats per token), `accuracy`, `balance_loss`,
     `z_loss` (means over layers), and `drop`, `max_violation`, `imbalance` (the busiest expert's
-    load over the mean one), `dead`, `diversity` (the worst or mean layer). Arrays: the per-layer
-    `statistics` of the routers.
+    load over the mean one), `dead`, `diversity` (the worst or mean layer), and with zero experts
+    `zero_share` and `real_experts`. Arrays: the per-layer `statistics` of the routers.
     """
     weight = jnp.maximum(aux.weight, 1)
     scalars = {
@@ -187,6 +187,9 @@ class LanguageModelObjective:
       "confidence": arrays["confidence"].mean(),
       "shortcut_ratio": arrays["shortcut_ratio"].mean(),
     }
+    scalars |= {
+      name: arrays[name].mean() for name in ("zero_share", "real_experts") if name in arrays
+    }
     return scalars, arrays
 
   def update_router(self, router: Any, aux: LossSums) -> Any:
@@ -196,7 +199,7 @@ class LanguageModelObjective:
     """
     new = dict(router or {})
     if aux.router is not None and "bias" in new:
-      new["bias"] = update_bias(new["bias"], aux.router, self.router.bias, self.router.bias_rate)
+      new = update_bias(new, aux.router, self.router)
     if "turn" in new:
       new["turn"] = (new["turn"] + 1) % self.router.gates
     return new

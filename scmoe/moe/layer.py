@@ -31,6 +31,7 @@ class MoEConfig:
   Attributes:
     width, hidden: D, and F of one expert.
     num_experts, top_k: E and K.
+    zero_experts: experts behind the E that return their input; no parameters, no rows.
     activation, bias, init_std, out_std: of the experts, as of `MLPConfig`.
     impl, backend: what computes them; see `FFNExpertsConfig`.
     copy_engines: whether copy engines exchange rows.
@@ -42,6 +43,7 @@ class MoEConfig:
   hidden: int
   num_experts: int
   top_k: int = 1
+  zero_experts: int = 0
   activation: str = "gelu"
   bias: bool = False
   init_std: float = 0.02
@@ -52,6 +54,11 @@ class MoEConfig:
   kind: str = "ffn"
   router: RouterConfig = RouterConfig()
   dispatch: DispatchConfig = DispatchConfig()
+
+  @property
+  def choices(self) -> int:
+    """Experts that the router chooses from."""
+    return self.num_experts + self.zero_experts
 
   @property
   def experts(self) -> FFNExpertsConfig:
@@ -98,12 +105,14 @@ class Flight:
     routing: their choices.
     transport: how they get to the experts.
     sent: rows at their experts; None before dispatch.
+    kept_TD: what zero experts add to the output; None where there are none.
   """
 
   x_TD: Array
   routing: Routing
   transport: Transport
   sent: Dispatched | None = None
+  kept_TD: Array | None = None
 
   @property
   def arrived(self) -> Dispatched:
@@ -151,8 +160,9 @@ class MoE(nnx.Module):
   ):
     self.config = config
     config.router.check()
+    config.router.check_experts(config.top_k, config.num_experts, config.zero_experts)
     make = lambda: make_gates(
-      config.width, config.num_experts, config.router, init_std=config.init_std, rngs=rngs
+      config.width, config.choices, config.router, init_std=config.init_std, rngs=rngs
     )
     self.router_gate = nnx.List(make() if gates is None else gates)
     self.experts = _make_experts(config, rngs) if experts is None else experts
@@ -195,7 +205,8 @@ class MoE(nnx.Module):
     config, router = self.config, self.config.router
     self._check_width(x)
     x_TD = x.reshape(-1, config.width)
-    options = {"num_experts": config.num_experts, "bias_E": call.bias_E}
+    options: dict[str, Any] = {"num_experts": config.choices, "zero_experts": config.zero_experts}
+    options |= {"bias_E": call.bias_E}
     options |= {"mask_T": None if call.mask is None else call.mask.reshape(-1)}
     options |= {"training": None if call.key is None else self._draws(x.shape, call.key)}
     gate, k = self._gate(call.gate), config.top_k if call.k is None else call.k
@@ -203,6 +214,9 @@ class MoE(nnx.Module):
       routing = route(x_TD, gate, router, k=k, **options)
     else:
       routing, k = route_distinct(x_TD, gate, router, call.avoid_T, **options), 1
+    kept_TD = None
+    if config.zero_experts:
+      kept_TD = routing.zero_weight_T[:, None].astype(x_TD.dtype) * x_TD
     # Under tensor parallelism every device reads the same tokens and computes a part of every
     # result, so the gradients of what it reads are added up over devices.
     read = (x_TD, routing.weight_TK, routing.input_weight_TK)
@@ -212,19 +226,23 @@ class MoE(nnx.Module):
       config.dispatch,
       tokens=x_TD.shape[0],
       num_experts=config.num_experts,
+      zero_experts=config.zero_experts,
       k=k,
+      real_share=router.real_share(k, config.num_experts, config.zero_experts),
       order=router.compat.order,
       capacity_factor=call.capacity_factor,
       no_drop=call.no_drop,
       buffers=config.impl == "batched",
     )
-    return Flight(x_TD, routing, transport)
+    return Flight(x_TD, routing, transport, kept_TD=kept_TD)
 
   def completed(
     self, flight: Flight, y_TD: Float[Array, "T D"]
   ) -> tuple[Float[Array, "T D"], RouterSums]:
     """What came back, added up where devices computed parts of it; and what the router did."""
     y_TD = total(y_TD, self.experts.partial, "tensor")
+    if flight.kept_TD is not None:
+      y_TD = y_TD + flight.kept_TD
     return y_TD, router_sums(flight.routing, flight.arrived.dropped, flight.arrived.rounds)
 
   def _check_width(self, x: Array) -> None:
@@ -260,8 +278,8 @@ class MoE(nnx.Module):
     shape = (batch * axis_size(*BATCH_AXES), *rest)
     noise = jitter = None
     if router.noise:
-      drawn = jax.random.normal(key, (*shape, self.config.num_experts), jnp.float32)
-      noise = own_share(drawn, 0, *BATCH_AXES).reshape(-1, self.config.num_experts)
+      drawn = jax.random.normal(key, (*shape, self.config.choices), jnp.float32)
+      noise = own_share(drawn, 0, *BATCH_AXES).reshape(-1, self.config.choices)
     if router.compat.jitter:
       low, high = 1 - router.compat.jitter, 1 + router.compat.jitter
       key = jax.random.fold_in(key, 1)  # the noise has used the key itself

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -10,6 +11,7 @@ from jax import Array
 
 from scmoe.errors import ConfigError
 from scmoe.extensions import construct, is_import_path
+from scmoe.moe.options import RouterConfig
 from scmoe.moe.types import RouterSums, Routing
 
 
@@ -24,7 +26,8 @@ def router_sums(routing: Routing, dropped: Array, rounds: Array) -> RouterSums:
   first_TE = routing.expert_TK[:, :1] == jnp.arange(num_experts)
   first_E = (first_TE * mask_T[:, None]).sum(0)
   log_z_T = jax.nn.logsumexp(routing.logits_TE, -1)
-  log_probs_TE = masked(jax.nn.log_softmax(logits_TE))
+  shares_TE = jax.lax.stop_gradient(probs_TE)
+  log_probs_TE = jnp.log(jnp.where(shares_TE > 0, shares_TE, 1))
   finite_T = jnp.isfinite(logits_TE).all(-1)
   zero, zero_E = jnp.zeros((), jnp.float32), jnp.zeros(num_experts, jnp.float32)
   return RouterSums(
@@ -37,7 +40,7 @@ def router_sums(routing: Routing, dropped: Array, rounds: Array) -> RouterSums:
     first_E=first_E,
     probs_E=probs_TE.sum(0),
     z_square=masked(log_z_T**2).sum(),
-    entropy=-(jax.lax.stop_gradient(probs_TE) * log_probs_TE).sum(),
+    entropy=-(shares_TE * log_probs_TE).sum(),
     confidence=jax.lax.stop_gradient(probs_TE.max(-1)).sum(),
     logit_square=masked((logits_TE**2).mean(-1)).sum(),
     importance_E=zero_E if routing.importance_E is None else routing.importance_E,
@@ -45,7 +48,31 @@ def router_sums(routing: Routing, dropped: Array, rounds: Array) -> RouterSums:
     nonfinite=(mask_T * ~finite_T).sum(),
     shortcut_square=zero,
     main_square=zero,
+    zero_experts=routing.zero_experts,
   )
+
+
+def computing(sums: RouterSums) -> RouterSums:
+  """The sums over the experts that compute, as if there were no others.
+
+  Losses keep these in balance with each other. The share of zero experts is another matter, which
+  the balancing bias holds (`update_bias`). Probabilities and choices are those that are left:
+  tokens · K becomes the number of choices of experts that compute, and a token's probability that
+  of these.
+  """
+  if not sums.zero_experts:
+    return sums
+  real = slice(sums.load_E.shape[-1] - sums.zero_experts)
+  left = {name: getattr(sums, name)[..., real] for name in _BY_EXPERT}
+  part = jax.lax.stop_gradient(left["probs_E"].sum(-1)) / jnp.maximum(sums.tokens, 1)
+  left["probs_E"] = left["probs_E"] / jnp.maximum(part, 1e-30)[..., None]
+  first = left["first_E"].sum(-1)
+  scale = jnp.where(first > 0, sums.tokens / jnp.maximum(first, 1), 0)
+  left["first_E"] = left["first_E"] * scale[..., None]
+  return dataclasses.replace(sums, choices=left["load_E"].sum(-1), zero_experts=0, **left)
+
+
+_BY_EXPERT = ("load_E", "first_E", "probs_E", "importance_E", "soft_load_E")
 
 
 def gshard_loss(sums: RouterSums) -> Array:
@@ -102,6 +129,7 @@ def layer_balance(sums: RouterSums, kind: str) -> Array:
   """
   if kind == "none":
     return jnp.zeros_like(sums.tokens)
+  sums = computing(sums)
   if is_import_path(kind):
     loss = construct(kind, "router.balance", sums)
     if jnp.shape(loss) != sums.tokens.shape:
@@ -129,30 +157,71 @@ def balance_loss(sums: RouterSums, kind: str) -> Array:
   return loss.mean() if kind == "megablocks" else loss.sum()
 
 
-def update_bias(bias_LE: Array, sums: RouterSums, rule: str, rate: float) -> Array:
-  """Balancing biases after an optimizer step, from the loads of all that the step has seen.
-
-  With f_e the share of the choices that went to expert e, before dropping:
-
-    sign  b_e += rate · sign(1/E − f_e)   DeepSeek-V3's auxiliary-loss-free balancing
-    pid   b_e += rate · (1/E − f_e)       LongCat-Flash: μ (K_e/K · 1/N − T_e / (K·T))
-
-  A layer without tokens keeps its biases.
+def init_bias(layers: int, experts: int, config: RouterConfig) -> dict[str, Array]:
+  """Balancing biases before the first step; {} without `router.bias`.
 
   Args:
-    bias_LE: float32, biases of each layer.
-    sums: per layer, added up over the global batch and the microbatches.
-    rule: `sign`, `pid` or `none`.
-    rate: step size.
+    layers: with a router each.
+    experts: E, zero ones included.
+    config: of the router.
+
+  Returns:
+    `bias` float32 [layers, E]; for a controller with more than an integral gain also `error` and
+    `error_before`, of the last two steps.
   """
-  if rule == "none":
-    return bias_LE
+  if config.bias == "none":
+    return {}
+  names = ["bias"]
+  if config.bias_proportional or config.bias_derivative:
+    names += ["error", "error_before"]
+  return {name: jnp.zeros((layers, experts), jnp.float32) for name in names}
+
+
+def update_bias(
+  state: dict[str, Array], sums: RouterSums, config: RouterConfig
+) -> dict[str, Array]:
+  """Balancing biases after an optimizer step, from the loads of all that the step has seen.
+
+  Of E experts that compute, K_e per token are meant to be chosen, each as often as the others;
+  without zero experts K_e = K. With f_e the share of the choices that went to expert e, before
+  dropping, its error is e_e = K_e/K · 1/E − f_e:
+
+    sign  b_e += rate · sign(e_e)                              DeepSeek-V3's loss-free balancing
+    pid   b_e += rate · e_e + P · Δe_e + D · Δ²e_e             LongCat-Flash's controller
+
+  Its report states the first term, μ (K_e/K · 1/N − T_e / (K·T)): the bias then is the sum of the
+  errors, the integral part of a controller. Written in increments, the proportional and derivative
+  parts add the error's first and second difference (`router.bias_proportional`,
+  `router.bias_derivative`). Zero experts' biases stay: when all others have their share, so have
+  they. A layer without tokens keeps its biases.
+
+  Args:
+    state: see `init_bias`.
+    sums: per layer, added up over the global batch and the microbatches.
+    config: of the router.
+  """
   choices_L1 = sums.choices[..., None]
-  missing_LE = 1 / bias_LE.shape[-1] - sums.load_E / jnp.maximum(choices_L1, 1)
-  if rule == "sign":
+  total, zero = sums.load_E.shape[-1], sums.zero_experts
+  real = total - zero
+  target = 1 / total
+  if zero and config.real_experts:  # K is the choices over the tokens
+    target = config.real_experts * sums.tokens[..., None] / jnp.maximum(choices_L1, 1) / real
+  seen_L1, computes_E = choices_L1 > 0, jnp.arange(total) < real
+  moved = lambda delta_LE: jnp.where(seen_L1 & computes_E, delta_LE, 0)
+  error_LE = target - sums.load_E / jnp.maximum(choices_L1, 1)
+  if config.bias == "sign":
     # A difference of whole numbers is exact, so that an expert with exactly its share stays.
-    missing_LE = jnp.sign(choices_L1 - bias_LE.shape[-1] * sums.load_E)
-  return bias_LE + rate * jnp.where(choices_L1 > 0, missing_LE, 0)
+    exact_LE = choices_L1 - real * sums.load_E if not zero else error_LE
+    return {**state, "bias": state["bias"] + config.bias_rate * moved(jnp.sign(exact_LE))}
+  delta_LE = config.bias_rate * error_LE
+  new = dict(state)
+  if "error" in state:
+    last_LE, before_LE = state["error"], state["error_before"]
+    delta_LE += config.bias_proportional * (error_LE - last_LE)
+    delta_LE += config.bias_derivative * (error_LE - 2 * last_LE + before_LE)
+    new["error"] = jnp.where(seen_L1, error_LE, last_LE)
+    new["error_before"] = jnp.where(seen_L1, last_LE, before_LE)
+  return {**new, "bias": state["bias"] + moved(delta_LE)}
 
 
 def z_loss(sums: RouterSums) -> Array:
@@ -164,27 +233,34 @@ def statistics(sums: RouterSums, bias_range: Array | None = None) -> dict[str, A
   """Router health per layer, over everything that was summed.
 
   Returns float32 arrays with the leading (layer) shape of `sums`: `load` f_e [.., E] (share of
-  the choices), `max_violation` max_e(E f_e) - 1, `dead` share of experts without a choice,
-  `diversity` exp(H(f)) / E, `entropy` of a token's probabilities over ln E, `mutual_information`
-  between token and expert in nats, `drop` share of choices dropped, `rounds` exchanges of
-  the dropless transport, `confidence` mean top-1
-  probability, `logit_rms`, `nonfinite` share of tokens with a NaN or infinite logit,
-  `shortcut_ratio` |routed| / |main path| (0 where not measured), and `bias_range`, the given
-  largest minus smallest balancing bias (left out if None).
+  the choices, zero experts included), `drop` share of choices dropped, `rounds` exchanges of the
+  dropless transport, `entropy` of a token's probabilities over ln E, `mutual_information` between
+  token and expert in nats, `confidence` mean top-1 probability, `logit_rms`, `nonfinite` share of
+  tokens with a NaN or infinite logit, `shortcut_ratio` |routed| / |main path| (0 where not
+  measured), and `bias_range`, the given largest minus smallest balancing bias (left out if None).
+  Of the experts that compute: `max_violation` max_e(E f_e) - 1, `dead` share of experts without a
+  choice, `diversity` exp(H(f)) / E. With zero experts also `zero_share`, their share of the
+  choices, and `real_experts`, the mean number of experts per token that compute.
   """
-  num_experts = sums.load_E.shape[-1]
   tokens = jnp.maximum(sums.tokens, 1)
   choices = jnp.maximum(sums.choices, 1)
-  load_E = sums.load_E / choices[..., None]
+  real = computing(sums)
+  num_experts = real.load_E.shape[-1]
+  load_E = real.load_E / jnp.maximum(real.choices, 1)[..., None]
   mean_E = sums.probs_E / tokens[..., None]
   entropy = sums.entropy / tokens
   given = {} if bias_range is None else {"bias_range": bias_range}
+  if sums.zero_experts:
+    given |= {
+      "zero_share": 1 - real.choices / choices,
+      "real_experts": real.choices / tokens,
+    }
   return given | {
-    "load": load_E,
+    "load": sums.load_E / choices[..., None],
     "max_violation": num_experts * load_E.max(-1) - 1,
-    "dead": (sums.load_E == 0).mean(-1),
+    "dead": (real.load_E == 0).mean(-1),
     "diversity": jnp.exp(_entropy(load_E)) / num_experts,
-    "entropy": entropy / max(math.log(num_experts), 1e-9),
+    "entropy": entropy / max(math.log(sums.load_E.shape[-1]), 1e-9),
     "mutual_information": _entropy(mean_E) - entropy,
     "drop": sums.dropped / choices,
     "rounds": sums.rounds / jnp.maximum(sums.shards, 1),

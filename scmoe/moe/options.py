@@ -10,6 +10,8 @@ from scmoe.options import option, section
 ORDERS = ("choice", "priority", "token")
 BALANCES = ("gshard", "load_importance", "megablocks", "none")
 BIAS_RULES = ("none", "sign", "pid")
+SCORES = ("softmax", "sigmoid")
+GROUP_SCORES = ("top2", "max")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +77,28 @@ class RouterConfig:
   fp32_gate: bool = option(
     True, "the gate computes in float32 at least, whatever the model's type (Tutel fp32_gate)"
   )
+  scoring_func: str = option(
+    "softmax",
+    "scores of the experts from the logits: softmax over all of them, or sigmoid of each "
+    "(DeepSeek-V3)",
+    choices=SCORES,
+  )
   normalise: bool = option(
     True,
-    "divide the weights of the chosen experts by their sum; only for k > 1 (Tutel normalize_gate)",
+    "divide the weights of the chosen experts by their sum; only for k > 1 (Tutel normalize_gate, "
+    "norm_topk_prob)",
+  )
+  routed_scaling_factor: float = option(
+    1.0, "multiplies the weights of the chosen experts, zero ones included", minimum=0
+  )
+  n_group: int = option(
+    1, "groups of experts, of which only some are open to a token (DeepSeek)", minimum=1
+  )
+  topk_group: int = option(1, "groups that are open to a token", minimum=1)
+  group_score: str = option(
+    "top2",
+    "what a group is chosen by: top2 (sum of its two best scores; DeepSeek-V3), max (DeepSeek-V2)",
+    choices=GROUP_SCORES,
   )
   noise: float = option(
     0.0, "training: Gaussian noise of this size / E on the logits (Tutel gate_noise)", minimum=0
@@ -102,11 +123,58 @@ class RouterConfig:
   bias: str = option(
     "none",
     "balancing without a loss: a bias on the selection only, moved once per optimizer step by the "
-    "rule sign (DeepSeek-V3) or pid (LongCat-Flash)",
+    "rule sign (DeepSeek-V3) or pid (LongCat-Flash's controller)",
     choices=BIAS_RULES,
   )
-  bias_rate: float = option(1e-3, "step size of the balancing bias", minimum=0)
+  bias_rate: float = option(
+    1e-3, "step size of the balancing bias; of pid the integral gain, the report's mu", minimum=0
+  )
+  bias_proportional: float = option(0.0, "pid: proportional gain", minimum=0)
+  bias_derivative: float = option(0.0, "pid: derivative gain", minimum=0)
+  real_experts: float = option(
+    0.0,
+    "with model.zero_experts: mean number of experts per token that compute (K_e), which the "
+    "balancing bias holds; 0: in proportion, top_k · E / (E + zero experts)",
+    minimum=0,
+  )
   compat: CompatConfig = section(CompatConfig, "for those who come from Tutel or MegaBlocks")
+
+  def real_share(self, k: int, num_experts: int, zero_experts: int) -> float:
+    """K_e / K: share of a token's choices that are of experts that compute, as it should be.
+
+    Args:
+      k, num_experts, zero_experts: K, E without the zero ones, and those.
+    """
+    if not zero_experts:
+      return 1.0
+    return (
+      self.real_experts / k if self.real_experts else num_experts / (num_experts + zero_experts)
+    )
+
+  def check_experts(self, k: int, num_experts: int, zero_experts: int) -> None:
+    """Checks what depends on the number of experts; arguments as of `real_share`.
+
+    Raises:
+      ConfigError: names the fields, what was got and what would do.
+    """
+    total = num_experts + zero_experts
+    if self.n_group > 1:
+      size, need = total // self.n_group, 2 if self.group_score == "top2" else 1
+      if total % self.n_group or size < need or size * self.topk_group < k:
+        raise ConfigError(
+          f"router.n_group={self.n_group} with router.topk_group={self.topk_group} does not fit "
+          f"{total} experts and {k} per token; use groups of equal size, of {need} experts at "
+          f"least, of which the open ones hold {k}"
+        )
+    if self.real_experts > k or (self.real_experts and not zero_experts):
+      raise ConfigError(
+        f"router.real_experts={self.real_experts} is a mean number of {k} experts per token, with "
+        f"model.zero_experts={zero_experts}; use at most {k}, or 0"
+      )
+    if zero_experts and (self.compat.uniform or self.compat.round_to):
+      raise ConfigError(
+        f"model.zero_experts={zero_experts} does not go with router.compat.uniform or round_to"
+      )
 
   def check(self) -> None:
     """Checks what depends on more than one field.
@@ -118,6 +186,17 @@ class RouterConfig:
       raise ConfigError(
         "router.balance='load_importance' measures the load by the gate noise, got router.noise=0; "
         "set router.noise > 0 (1 is usual) or router.balance='gshard'"
+      )
+    if self.topk_group > self.n_group:
+      raise ConfigError(
+        f"router.topk_group={self.topk_group} is larger than router.n_group={self.n_group}; use at "
+        "most all groups"
+      )
+    gains = {n: getattr(self, n) for n in ("bias_proportional", "bias_derivative")}
+    if any(gains.values()) and self.bias != "pid":
+      name = next(n for n, gain in gains.items() if gain)
+      raise ConfigError(
+        f"router.{name}={gains[name]} is a gain of router.bias='pid', got {self.bias!r}"
       )
     if self.compat.uniform and self.compat.round_to:
       raise ConfigError(

@@ -46,6 +46,7 @@ def route(
   mask_T: Bool[Array, " T"] | None = None,
   bias_E: Float[Array, " E"] | None = None,
   training: Draws | None = None,
+  zero_experts: int = 0,
 ) -> Routing:
   """Chooses k experts for every token (paper Eq. 1-4, with Tutel's order of softmax and top-k).
 
@@ -64,6 +65,7 @@ def route(
     training: what was drawn, in training; None outside. Then scores, choice and weights follow the
       noisy logits and token rounding (`config.compat.round_to`) applies: K grows to hold the gained
       experts, and choices that are not made have weight 0.
+    zero_experts: how many of the E, the last ones, return their input.
 
   Raises:
     ConfigError: k is larger than the number of experts, the gate returns the wrong shape, or the
@@ -81,7 +83,8 @@ def route(
     # The weights stay those of the real choice, so that the gate gets its gradient.
     turn = jnp.arange(chosen_TK.size, dtype=jnp.int32) % scores.num_experts
     chosen_TK = turn.reshape(chosen_TK.shape)
-  return _routing(scores, chosen_TK, weight_TK, config, k, made_TK)
+  routing = _routing(scores, chosen_TK, weight_TK, config, k, made_TK)
+  return dataclasses.replace(routing, zero_experts=zero_experts)
 
 
 def route_distinct(
@@ -94,6 +97,7 @@ def route_distinct(
   mask_T: Bool[Array, " T"] | None = None,
   bias_E: Float[Array, " E"] | None = None,
   training: Draws | None = None,
+  zero_experts: int = 0,
 ) -> Routing:
   """Top-1 routing that avoids each token's previous expert (DGMoE's distinctness constraint, A.2).
 
@@ -106,7 +110,8 @@ def route_distinct(
   taken_T1 = (best_T2[:, :1] == previous_T[:, None]).astype(jnp.int32)
   chosen_T1 = jnp.take_along_axis(best_T2, taken_T1, 1)
   weight_T1 = choice_weights(scores, chosen_T1, config, normalise=False)
-  return _routing(scores, chosen_T1, weight_T1, config, 1, None)
+  routing = _routing(scores, chosen_T1, weight_T1, config, 1, None)
+  return dataclasses.replace(routing, zero_experts=zero_experts)
 
 
 # -- scores ---------------------------------------------------------------------------------------
@@ -119,12 +124,14 @@ class Scores:
   Attributes:
     logits_TE: float32, with noise where there is some; clean_TE: without.
     mask_T: bool, or None.
+    config: options of the router: how scores are made of logits, and which groups are open.
     best_TK: experts with the largest logits, where the gate has found them already.
   """
 
   logits_TE: Array
   clean_TE: Array
   mask_T: Array | None
+  config: RouterConfig
   best_TK: Array | None = None
 
   @property
@@ -132,25 +139,51 @@ class Scores:
     """E."""
     return self.logits_TE.shape[1]
 
+  @property
+  def independent(self) -> bool:
+    """Whether each expert's score is its own (sigmoid), so that they do not add up to 1."""
+    return self.config.scoring_func == "sigmoid"
+
+  @functools.cached_property
+  def scores_TE(self) -> Array:
+    """What weights are made of: softmax of the logits over all experts, or sigmoid of each."""
+    return jax.nn.sigmoid(self.logits_TE) if self.independent else jax.nn.softmax(self.logits_TE)
+
   @functools.cached_property
   def probs_TE(self) -> Array:
-    """softmax of the logits, over all experts."""
-    return jax.nn.softmax(self.logits_TE)
+    """The scores over their sum, what losses and statistics read (DeepSeek-V3, Eq. 19)."""
+    scores_TE = self.scores_TE
+    return scaled_weights(scores_TE, True) if self.independent else scores_TE
 
   def best(self, k: int, bias_E: Array | None = None) -> Array:
     """The k best experts, best first: int32 [T, K].
 
-    By the logits, in whose order the probabilities are, or by probability + balancing bias. Of
-    equal scores the expert with the smaller index comes first. NaN counts as the largest value, so
-    that the experts are valid indices whatever the logits are.
+    By the logits, in whose order the scores are, or by score + balancing bias. Of equal scores the
+    expert with the smaller index comes first. NaN counts as the largest value, so that the experts
+    are valid indices whatever the logits are. Where only some groups are open, those outside count
+    as 0, as the published models have it.
     """
-    if bias_E is not None:
-      score_TE = jax.lax.stop_gradient(self.probs_TE) + jax.lax.stop_gradient(bias_E)
+    if bias_E is not None or self.config.n_group > 1:
+      score_TE = jax.lax.stop_gradient(self.scores_TE)
+      score_TE = score_TE if bias_E is None else score_TE + jax.lax.stop_gradient(bias_E)
+      score_TE = _of_open_groups(score_TE, self.config)
     elif self.best_TK is not None:
       return self.best_TK
     else:
       score_TE = jax.lax.stop_gradient(self.logits_TE)
     return jax.lax.top_k(score_TE, k)[1].astype(jnp.int32)
+
+
+def _of_open_groups(score_TE: Array, config: RouterConfig) -> Array:
+  """Scores of the experts of each token's best groups; 0 for the others (DeepSeek)."""
+  groups = config.n_group
+  if groups == 1:
+    return score_TE
+  score_TGE = score_TE.reshape(score_TE.shape[0], groups, -1)
+  best = jax.lax.top_k(score_TGE, {"top2": 2, "max": 1}[config.group_score])[0]
+  open_TK = jax.lax.top_k(best.sum(-1), config.topk_group)[1]
+  open_TG = (open_TK[:, :, None] == jnp.arange(groups)).any(1)
+  return jnp.where(open_TG[:, :, None], score_TGE, 0).reshape(score_TE.shape)
 
 
 def _score(
@@ -189,7 +222,7 @@ def _score(
   if noise_TE is not None:
     size = config.noise / clean_TE.shape[1]
     logits_TE = clean_TE + size * noise_TE.astype(clean_TE.dtype)
-  return Scores(logits_TE, clean_TE, mask_T, best_TK)
+  return Scores(logits_TE, clean_TE, mask_T, config, best_TK)
 
 
 # -- weights --------------------------------------------------------------------------------------
@@ -217,12 +250,16 @@ def choice_weights(
     normalise: divide the weights by their sum (Tutel normalize_gate).
     made_TK: choices that are made; the others have weight 0. None: all are.
   """
-  if normalise and made_TK is None and not config.compat.weight_norm:
-    return softmax_of_choices(pick(scores.logits_TE, chosen_TK))
-  weight_TK = pick(scores.probs_TE, chosen_TK)
-  if made_TK is not None:
-    weight_TK = jnp.where(made_TK, weight_TK, 0)
-  return scaled_weights(weight_TK, normalise, config.compat.weight_norm)
+  plain = made_TK is None and not config.compat.weight_norm and not scores.independent
+  if normalise and plain:
+    weight_TK = softmax_of_choices(pick(scores.logits_TE, chosen_TK))
+  else:
+    weight_TK = pick(scores.scores_TE, chosen_TK)
+    if made_TK is not None:
+      weight_TK = jnp.where(made_TK, weight_TK, 0)
+    weight_TK = scaled_weights(weight_TK, normalise, config.compat.weight_norm)
+  factor = config.routed_scaling_factor
+  return weight_TK if factor == 1 else weight_TK * factor
 
 
 def scaled_weights(weight_TK: Array, normalise: bool, weight_norm: float = 0.0) -> Array:
@@ -391,7 +428,7 @@ def make_routing(
   mask_T: Array | None = None,
   made_TK: Array | None = None,
   weights: str = "after",
-  **sums: Array,
+  **sums: Any,
 ) -> Routing:
   """Completes a choice of experts to a Routing.
 

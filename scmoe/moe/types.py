@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
@@ -31,6 +32,7 @@ class Routing:
       is then 1; None where weights come after the experts.
     made_TK: bool, choices that are made; None where all are (no token rounding).
     importance_E, soft_load_E: sums of the load-importance loss; None unless it is asked for.
+    zero_experts: how many of the E, the last ones, return their input; they have no rows.
   """
 
   expert_TK: Int[Array, "T K"]
@@ -43,11 +45,38 @@ class Routing:
   made_TK: Bool[Array, "T K"] | None = None
   importance_E: Float[Array, " E"] | None = None
   soft_load_E: Float[Array, " E"] | None = None
+  zero_experts: int = dataclasses.field(default=0, metadata={"static": True})
 
   @property
   def num_experts(self) -> int:
-    """E."""
-    return self.probs_TE.shape[1]
+    """Experts that compute."""
+    return self.probs_TE.shape[1] - self.zero_experts
+
+  @property
+  def zero_TK(self) -> Bool[Array, "T K"]:
+    """Choices of zero experts."""
+    return self.expert_TK >= self.num_experts
+
+  @property
+  def zero_weight_T(self) -> Float[Array, " T"]:
+    """What a token itself adds to its output: the weights of its zero experts, float32."""
+    weight_TK = self.weight_TK if self.input_weight_TK is None else self.input_weight_TK
+    return jnp.where(self.zero_TK & self.taken_TK, weight_TK, 0).sum(1)
+
+  @property
+  def computed(self) -> Routing:
+    """The same for a transport: zero experts are choices that are not made."""
+    if not self.zero_experts:
+      return self
+    zero_TK, weight_TK = self.zero_TK, self.input_weight_TK
+    return dataclasses.replace(
+      self,
+      expert_TK=jnp.where(zero_TK, 0, self.expert_TK),
+      weight_TK=jnp.where(zero_TK, 0, self.weight_TK),
+      input_weight_TK=None if weight_TK is None else jnp.where(zero_TK, 0, weight_TK),
+      made_TK=~zero_TK if self.made_TK is None else self.made_TK & ~zero_TK,
+      count_E=self.count_E[: self.num_experts],
+    )
 
   @property
   def taken_TK(self) -> Bool[Array, "T K"]:
@@ -107,6 +136,7 @@ class RouterSums:
     soft_load_E: Σ_t Φ((probs - logit of the K-th choice) / (noise / E)); zero unless asked for.
     nonfinite: tokens with a logit that is NaN or infinite.
     shortcut_square, main_square: Σ_t |routed output|² and Σ_t |main path|², for their ratio.
+    zero_experts: how many of the E, the last ones, return their input.
   """
 
   tokens: Array
@@ -126,3 +156,4 @@ class RouterSums:
   nonfinite: Array
   shortcut_square: Array
   main_square: Array
+  zero_experts: int = dataclasses.field(default=0, metadata={"static": True})

@@ -33,8 +33,10 @@ from scmoe.training.workdir import warn
 
 PyTree = Any
 FOLDER = "checkpoints"
+WEIGHTS_ONLY = "weights_only"  # in meta: a step that was not trained, without an optimizer's state
 _STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 _LEFT_OVER = re.compile(r"\d+\.orbax-checkpoint-tmp.*|\d+\.trash")
+_NARROW = ("bfloat16", "float16")  # of a released model: read into float32, which loses nothing
 _BAD = re.compile(r"\d+\.bad-.*")
 
 
@@ -152,7 +154,8 @@ class Checkpointer:
     A damaged step is renamed to `N.bad-<time>` with a warning, and the one before it is tried.
 
     Args:
-      abstract: pytree of ShapeDtypeStruct with the shardings to restore to.
+      abstract: pytree of ShapeDtypeStruct with the shardings to restore to. Of a step that holds
+        weights alone (`WEIGHTS_ONLY` in its meta) the result is a dictionary of what is there.
       check: called with the stored meta before arrays are read; may raise to refuse.
 
     Raises:
@@ -186,7 +189,8 @@ class Checkpointer:
       meta, data = _read_json(place)
       if check is not None:
         check(meta)
-      restored = Restored(step, load(place, abstract, meta), _own(data["processes"]), meta)
+      state = load(place, _weights(abstract, meta), meta, partial=bool(meta.get(WEIGHTS_ONLY)))
+      restored = Restored(step, state, _own(data["processes"]), meta)
     except Damaged as error:
       problem = str(error)
     if not all_agree(restored is not None):
@@ -306,6 +310,25 @@ def restore_part(
   raise CheckpointError(_nothing_there(directory, step))
 
 
+def restore_stored(
+  workdir: str | os.PathLike[str], abstract: dict[str, Any], step: int
+) -> dict[str, jax.Array]:
+  """Leaves by dotted name as they were written, each in its own type; see `restore_part`.
+
+  Args:
+    workdir: of the run.
+    abstract: ShapeDtypeStruct with shardings by dotted name; their types are not looked at.
+    step: which one.
+  """
+  place = Path(workdir).absolute() / FOLDER / str(step)
+  try:
+    meta = _read_json(place)[0]
+    there = {name: leaf for name, leaf in abstract.items() if name in meta["leaves"]}
+    return _read_verified(place, there, meta)
+  except Damaged as error:
+    raise CheckpointError(f"checkpoint {place} cannot be used: {error}") from None
+
+
 def _nothing_there(directory: Path, step: int | None) -> str:
   wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
   have = ", ".join(map(str, list_steps(directory))) or "none"
@@ -331,16 +354,39 @@ def load(place: Path, abstract: PyTree, meta: dict, *, partial: bool = False) ->
     raise ConfigError(
       f"checkpoint {place} {problem}; resume with the configuration it was written with"
     )
-  stored = {name: meta["leaves"][name].get("stored_as", name) for name in wanted}
-  arrays = _read_arrays(place, {stored[name]: leaf for name, leaf in wanted.items()})
+  leaves = _read_verified(place, wanted, meta)
+  # One at a time: a parameter of a released model is kept in its own type.
+  whole = [_widened(leaves.pop(name), leaf.dtype) for name, leaf in wanted.items()]
+  return jax.tree.unflatten(jax.tree.structure(abstract), whole)
+
+
+def _read_verified(place: Path, wanted: dict[str, Any], meta: dict) -> dict[str, jax.Array]:
+  """Arrays by name in the types in which they were written; raises `Damaged`."""
+  known = meta["leaves"]
+  stored = {name: known[name].get("stored_as", name) for name in wanted}
+  typed = {
+    stored[name]: jax.ShapeDtypeStruct(x.shape, known[name]["dtype"], sharding=x.sharding)
+    for name, x in wanted.items()
+  }
+  arrays = _read_arrays(place, typed)
   leaves = {name: arrays[stored[name]] for name in wanted}
   prints, _ = survey(list(leaves.values()))
   for name, found in zip(leaves, prints):
-    if found != meta["leaves"][name]["fingerprint"]:
-      raise Damaged(
-        f"{name} has fingerprint {found}, written was {meta['leaves'][name]['fingerprint']}"
-      )
-  return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[name] for name in wanted])
+    if found != known[name]["fingerprint"]:
+      raise Damaged(f"{name} has fingerprint {found}, written was {known[name]['fingerprint']}")
+  return leaves
+
+
+def _widened(leaf: jax.Array, dtype: Any) -> jax.Array:
+  return leaf if leaf.dtype == dtype else jax.jit(lambda x: x.astype(dtype), donate_argnums=0)(leaf)
+
+
+def _weights(abstract: PyTree, meta: dict) -> PyTree:
+  """`abstract`; of a step that holds weights alone what it has of parameters and router state."""
+  if not meta.get(WEIGHTS_ONLY):
+    return abstract
+  router = {n: x for n, x in abstract.router.items() if f"router.{n}" in meta["leaves"]}
+  return {"params": abstract.params, "router": router}
 
 
 def _read_arrays(place: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
@@ -382,7 +428,8 @@ def misfit(abstract: PyTree, stored: dict[str, dict], *, partial: bool = False) 
   for name, leaf in wanted.items():
     have = (tuple(stored[name]["shape"]), stored[name]["dtype"])
     want = (tuple(leaf.shape), str(leaf.dtype))
-    if have != want:
+    exact = have[1] in _NARROW and want[1] == "float32"
+    if have[0] != want[0] or (have[1] != want[1] and not exact):
       return (
         f"holds {name} as {have[1]}{list(have[0])}, the configuration asks for "
         f"{want[1]}{list(want[0])}"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +29,7 @@ from scmoe.errors import (
 )
 from scmoe.parallel.mesh import batch_sharding
 from scmoe.training.card import write_card
-from scmoe.training.checkpoint import Checkpointer, misfit
+from scmoe.training.checkpoint import WEIGHTS_ONLY, Checkpointer, misfit
 from scmoe.training.distributed import all_agree, first_decides, is_first
 from scmoe.training.health import CollapseAlarm
 from scmoe.training.metrics import (
@@ -42,7 +43,7 @@ from scmoe.training.metrics import (
   short_lists,
 )
 from scmoe.training.options import CheckpointConfig
-from scmoe.training.resume import check_config, check_data
+from scmoe.training.resume import architecture, check_config, check_data
 from scmoe.training.search import Searchable, fastest_step
 from scmoe.training.signals import StopRequest, Watchdog
 from scmoe.training.step import TrainState, init_state
@@ -85,7 +86,6 @@ class Trainable(Searchable, Protocol):
   Attributes:
     checkpoint: options.
     sequence_length: tokens of a sequence.
-    flops_per_token: training FLOPs; 0: no MFU.
     peak_flops: FLOP/s of one device; 0: no MFU.
   """
 
@@ -94,9 +94,10 @@ class Trainable(Searchable, Protocol):
   @property
   def sequence_length(self) -> int: ...
   @property
-  def flops_per_token(self) -> float: ...
-  @property
   def peak_flops(self) -> float: ...
+  def flops_per_token(self, figures: Mapping[str, Any]) -> float:
+    """Training FLOPs of a token in a step with these figures; 0: no MFU."""
+    ...
 
 
 class Trainer:
@@ -225,6 +226,13 @@ class _Run:
       if trainer.warm_start is not None:
         self.state = trainer.warm_start(self.state)
       self.step = 0
+    elif restored.meta.get(WEIGHTS_ONLY):
+      weights = restored.state
+      options = (built.init, built.optimizer, self.train.seed, self.abstract)
+      self.state = init_state(*options, params=weights["params"])
+      router = self.state.router | weights["router"]
+      self.state, self.step = dataclasses.replace(self.state, router=router), 0
+      self.checkpointer.last_saved = None  # step 0 with an optimizer is another
     else:
       self.state, self.step = restored.state, restored.step
       self.batches.restore(restored.data_state)
@@ -235,6 +243,8 @@ class _Run:
       self.metrics = Metrics(self.workdir, self.step, tensorboard=self.train.tensorboard)
       shown = [trainer.header] if trainer.header else []
       origin = f"resuming from step {self.step} of" if restored else "new run in"
+      if restored and restored.meta.get(WEIGHTS_ONLY):
+        origin = "starting from the weights in"
       print("\n".join([*shown, f"{origin} {self.workdir}"]), flush=True)
     self.bar = Bar(self.step, self.train.steps, shown=self.first)
     if restored is not None and self.due(self.train.eval_every) and not self._evaluated():
@@ -296,6 +306,9 @@ class _Run:
     """Refuses a checkpoint of another configuration or other data; prints what may differ."""
     allow = self.built.checkpoint.allow_config_change
     current = json.loads(json.dumps(self.built.config))
+    if meta.get(WEIGHTS_ONLY):  # no data have been seen, nothing but the architecture is fixed
+      check_config(architecture(meta["config"]), architecture(current), allow_change=allow)
+      return
     fits = not misfit(self.abstract, meta["leaves"])
     lines = check_config(meta["config"], current, allow_change=allow, fits=fits)
     data = json.loads(json.dumps(self.trainer.data.fingerprint()))
@@ -376,8 +389,8 @@ class _Run:
     values |= {"tokens": step * self.tokens_per_step, "seconds_per_step": per_step}
     rate = values["tokens_per_second"] = self.tokens_per_step / per_step
     peak = self.built.peak_flops * self.built.mesh.size
-    if peak and self.built.flops_per_token:
-      values["mfu"] = rate * self.built.flops_per_token / peak
+    if peak and (flops := self.built.flops_per_token(values)):
+      values["mfu"] = rate * flops / peak
     values["eta_seconds"] = (train.steps - step) * per_step
     self.bar.print(console_line(step, train.steps, values))
     if self.metrics is None:

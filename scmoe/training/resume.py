@@ -36,7 +36,21 @@ SAFE = (
   "checkpoint",
   "distributed",
 )
+# Of weights alone, what else training may choose: it changes no output of the model.
+_CHOSEN = {
+  "model": ("dtype", "document_mask", "init_std"),
+  "router": ("noise", "balance", "balance_loss", "z_loss", "bias_rate", "bias_proportional",
+             "bias_derivative", "real_experts"),
+}  # fmt: skip
 _ABSENT = "(not set)"
+
+
+def architecture(config: dict[str, Any]) -> dict[str, Any]:
+  """What of a configuration decides what given weights compute."""
+  return {
+    part: {name: value for name, value in config[part].items() if name not in chosen}
+    for part, chosen in _CHOSEN.items()
+  }
 
 
 def check_config(

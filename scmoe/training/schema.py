@@ -17,6 +17,7 @@ is of the present schema.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import re
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 from scmoe.blocks.schedule import dense_steps, slot_names, tap_step
 from scmoe.blocks.wiring import WIRINGS, tap_index
 from scmoe.errors import CheckpointError
+from scmoe.layers.rope import RopeConfig
 
 SCHEMA = 2
 _EXPERTS = re.compile(r"(?<=\bmoe\.)(?=(up|gate|down|up_bias|down_bias)$)")
@@ -32,7 +34,35 @@ _COMPAT = ("order", "weights", "weight_norm", "jitter", "uniform", "round_to")
 # Fields that came later, and what runs did before there were any: a field that is not stored would
 # count as a change of the configuration, and the run would not go on.
 _SINCE = {
-  "model": {"expert_impl": "auto", "experts": "ffn"},
+  "model": {
+    "expert_impl": "auto",
+    "experts": "ffn",
+    "zero_experts": 0,
+    "dense_layers": "",
+    "attention_bias": False,
+    "qk_norm": "none",
+    "clip_qkv": 0.0,
+    "sliding_window": 0,
+    "kv_lora_rank": 0,
+    "q_lora_rank": 0,
+    "qk_nope_head_dim": 0,
+    "qk_rope_head_dim": 0,
+    "v_head_dim": 0,
+    "mla_scale_q_lora": False,
+    "mla_scale_kv_lora": False,
+    "latent_norm_eps": 1e-6,
+    "rope": dataclasses.asdict(RopeConfig()),
+  },
+  "router": {
+    "scoring_func": "softmax",
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+    "group_score": "top2",
+    "bias_proportional": 0.0,
+    "bias_derivative": 0.0,
+    "real_experts": 0.0,
+  },
   "dispatch": {"silent": False},
   "optimizer": {"loss_scale": 0.0, "loss_scale_window": 1000},
   "overlap": {"search_seconds": 90.0, "flight": 1},  # change no result

@@ -125,9 +125,23 @@ def abstract_state(
   )
 
 
-def init_state(init: Init, optimizer: Optimizer, seed: int, abstract: TrainState) -> TrainState:
-  """The state before step 0, created where it belongs; the same values on every mesh."""
-  return jax.jit(lambda: _fresh(init, optimizer, seed), out_shardings=shardings_of(abstract))()
+def init_state(
+  init: Init, optimizer: Optimizer, seed: int, abstract: TrainState, params: PyTree = None
+) -> TrainState:
+  """The state before step 0, created where it belongs; the same values on every mesh.
+
+  Args:
+    init, optimizer, seed, abstract: of the run.
+    params: weights from elsewhere, which are donated; None: fresh ones.
+  """
+
+  def make(params: PyTree) -> TrainState:
+    state = _fresh(init, optimizer, seed)
+    if params is None:
+      return state
+    return dataclasses.replace(state, params=params, opt_state=optimizer.tx.init(params))
+
+  return jax.jit(make, out_shardings=shardings_of(abstract), donate_argnums=0)(params)
 
 
 def make_train_step(

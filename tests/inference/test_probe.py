@@ -43,6 +43,8 @@ def probed(model, *batches) -> Probe:
   {"wiring": "scmoe_pos2", "num_layers": 4},
   {"wiring": "scmoe_pos3", "moe_every": 1, "num_layers": 2, "shortcut_norm": "own"},
   {"wiring": "dgmoe_share"},
+  {"wiring": "scmoe_pos2", "style": "llama", "moe_every": 1, "num_layers": 3, "top_k": 2,
+   "dense_layers": "1", "zero_experts": 2},
 ], ids=lambda f: f["wiring"])  # fmt: skip
 def test_counts_are_the_models_own(fields):
   model, batch = model_of(**fields), batch_of()

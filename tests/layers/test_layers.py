@@ -10,10 +10,11 @@ from flax import nnx
 from harness import named
 from jax.sharding import PartitionSpec as P
 
-from scmoe.layers.attention import Attention, AttentionConfig, KeyValues, rotate
+from scmoe.layers.attention import Attention, AttentionConfig, KeyValues
 from scmoe.layers.embed import Embedding, EmbeddingConfig
 from scmoe.layers.mlp import MLP, MLPConfig, activate
 from scmoe.layers.norm import Norm
+from scmoe.layers.rope import rotate
 from scmoe.parallel.gradients import reduce_gradients
 from scmoe.parallel.mesh import manual, parameter_specs
 

@@ -12,6 +12,7 @@ from scmoe.errors import ConfigError
 from scmoe.moe.losses import (
   balance_loss,
   gshard_loss,
+  init_bias,
   layer_balance,
   load_importance_loss,
   megablocks_loss,
@@ -213,11 +214,52 @@ def loads(*rows):
 def test_bias_rules_on_paper():
   sums = loads([4, 0, 2, 2], [0, 0, 0, 0])
   bias = jnp.asarray([[0.5, 0, 0, 0], [0.25, 0, 0, 0]], jnp.float32)
-  sign = update_bias(bias, sums, "sign", 0.125)
-  np.testing.assert_array_equal(sign, [[0.375, 0.125, 0, 0], [0.25, 0, 0, 0]])
-  pid = update_bias(bias, sums, "pid", 1.0)
-  np.testing.assert_array_equal(pid, [[0.25, 0.25, 0, 0], [0.25, 0, 0, 0]])
-  np.testing.assert_array_equal(update_bias(bias, sums, "none", 1.0), bias)
+  state = {"bias": bias}
+  sign = update_bias(state, sums, RouterConfig(bias="sign", bias_rate=0.125))
+  np.testing.assert_array_equal(sign["bias"], [[0.375, 0.125, 0, 0], [0.25, 0, 0, 0]])
+  pid = update_bias(state, sums, RouterConfig(bias="pid", bias_rate=1.0))
+  np.testing.assert_array_equal(pid["bias"], [[0.25, 0.25, 0, 0], [0.25, 0, 0, 0]])
+  assert init_bias(2, 4, RouterConfig()) == {}
+
+
+def test_zero_experts_share_is_held_by_the_others_biases():
+  """Two experts that compute and two that do not; K = 2 and K_e = 1.5 of four tokens."""
+  sums = dataclasses.replace(loads([4, 0, 2, 2]), tokens=jnp.asarray([4.0]), zero_experts=2)
+  config = RouterConfig(bias="pid", bias_rate=1.0, real_experts=1.5)
+  moved = update_bias({"bias": jnp.zeros((1, 4))}, sums, config)["bias"]
+  # The report's μ (K_e/K · 1/N − T_i / (K·T)) of those that compute; the others stay.
+  np.testing.assert_allclose(moved, [[0.75 / 2 - 4 / 8, 0.75 / 2 - 0 / 8, 0, 0]])
+  stats = statistics(sums)
+  np.testing.assert_allclose(stats["zero_share"], [0.5])
+  np.testing.assert_allclose(stats["real_experts"], [1.0])
+  np.testing.assert_allclose(stats["max_violation"], [1.0])  # of 2 experts one has all
+  np.testing.assert_allclose(stats["dead"], [0.5])
+
+
+def test_the_controllers_gains_act_on_the_errors_differences():
+  config = RouterConfig(
+    bias="pid", bias_rate=0.5, bias_proportional=2.0, bias_derivative=4.0, real_experts=0.0
+  )
+  state, errors = init_bias(1, 2, config), []
+  for load in ([4, 0], [3, 1], [1, 3], [2, 2]):
+    errors.append(0.5 - load[0] / 4)
+    state = update_bias(state, loads(load), config)
+  e = [0.0, 0.0, *errors]
+  differences = [e[i] - e[i - 1] for i in range(1, 6)]
+  expected = 0.5 * sum(errors) + 2 * errors[-1] + 4 * differences[-1]
+  np.testing.assert_allclose(state["bias"], [[expected, -expected]], atol=1e-6)
+
+
+def test_losses_of_the_experts_that_compute():
+  """Zero experts change no loss: what is left is a router of the others."""
+  sums = sums_of(np.ones((1, D)), np.random.default_rng(1).normal(size=(D, E)))
+  more = lambda a: jnp.concatenate([a, jnp.full((2,), 0.25)])
+  names = ("load_E", "first_E", "probs_E", "importance_E", "soft_load_E")
+  wide = {name: more(getattr(sums, name)) for name in names}
+  wide["probs_E"] = wide["probs_E"].at[:E].multiply(0.5)  # a share that the zero experts take
+  padded = dataclasses.replace(sums, choices=sums.choices + 0.5, zero_experts=2, **wide)
+  for kind in ("gshard", "megablocks"):
+    np.testing.assert_allclose(balance_loss(padded, kind), balance_loss(sums, kind), rtol=1e-6)
 
 
 def test_bias_balances_a_skewed_router():
@@ -228,7 +270,8 @@ def test_bias_balances_a_skewed_router():
   def step(bias):
     routing = route(x, gate, RouterConfig(), k=1, bias_E=bias)
     sums = router_sums(routing, jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32))
-    return update_bias(bias, sums, "sign", 0.01), statistics(sums)["max_violation"]
+    new = update_bias({"bias": bias}, sums, RouterConfig(bias="sign", bias_rate=0.01))
+    return new["bias"], statistics(sums)["max_violation"]
 
   bias, first = step(jnp.zeros(E))
   for _ in range(100):

@@ -24,6 +24,42 @@ MODELS = {
   "top2": {"wiring": "top2"},
   "dgmoe": {"wiring": "dgmoe", "style": "gpt2"},
   "scmoe_pos2-every1": {"wiring": "scmoe_pos2", "moe_every": 1, "num_layers": 2},
+  "longcat": {
+    "wiring": "scmoe_pos2",
+    "style": "llama",
+    "mix": "direct",
+    "top_k": 3,
+    "zero_experts": 4,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "mla_scale_q_lora": True,
+    "mla_scale_kv_lora": True,
+  },
+  "olmoe-dense-among": {
+    "wiring": "topk",
+    "style": "llama",
+    "top_k": 2,
+    "moe_every": 1,
+    "num_layers": 3,
+    "dense_layers": "1",
+    "num_kv_heads": 2,
+    "qk_norm": "all",
+    "attention_bias": True,
+  },
+  "qwen3": {
+    "wiring": "topk",
+    "style": "llama",
+    "top_k": 2,
+    "moe_every": 1,
+    "num_layers": 1,
+    "num_kv_heads": 2,
+    "qk_norm": "head",
+    "sliding_window": 3,
+    "clip_qkv": 0.5,
+  },
 }
 MESHES = {"1x8x1": (1, 8, 1), "4x2x1": (4, 2, 1), "2x4x1": (2, 4, 1), "2x2x2": (2, 2, 2)}
 CASES = [
@@ -32,6 +68,9 @@ CASES = [
   ("dgmoe", "2x4x1"),
   ("scmoe_pos2", "2x2x2"),
   ("top2", "2x2x2"),
+  ("longcat", "2x2x2"),
+  ("olmoe-dense-among", "2x2x2"),
+  ("qwen3", "2x2x2"),
 ]
 
 

@@ -184,7 +184,6 @@ class FakeBuilt:
   objective: Objective
   overlap: OverlapConfig = OverlapConfig()
   sequence_length: int = SEQ
-  flops_per_token: float = 0.0
   peak_flops: float = 0.0
   candidates: tuple[Variant, ...] = (Variant(),)
   state: Any = None  # shapes to ask for instead of those of the mesh

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any, Protocol
 
 from jax import Array
@@ -41,6 +43,25 @@ class Transport(Protocol):
     ...
 
 
+@dataclasses.dataclass(frozen=True)
+class Computed:
+  """Sends what experts compute, by another transport; zero experts have no rows.
+
+  Attributes:
+    inner: takes the choices of the others.
+  """
+
+  inner: Transport
+
+  def dispatch(self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any) -> Dispatched:
+    """See `Transport.dispatch`."""
+    return self.inner.dispatch(x_TD, routing.computed, experts)
+
+  def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
+    """Without what zero experts return, which `MoE.completed` adds; see `Transport.combine`."""
+    return self.inner.combine(sent)
+
+
 def make_transport(
   config: DispatchConfig,
   *,
@@ -51,6 +72,8 @@ def make_transport(
   capacity_factor: float | None = None,
   no_drop: bool = False,
   buffers: bool = False,
+  zero_experts: int = 0,
+  real_share: float = 1.0,
 ) -> Transport:
   """The transport of a layer on this device.
 
@@ -60,17 +83,31 @@ def make_transport(
     config: of the layer; a transport of one's own (`dispatch.transport=my_package.module:Name`) is
       called with all that is given here, `buffers` aside, and with `exchange`.
     tokens: T of this device.
-    num_experts: E.
+    num_experts: E, those that compute.
     k: choices per token.
     order: who is served first; see `queue_positions`.
     capacity_factor: for this call, instead of the configured one (Tutel's runtime capacity); 0
       drops nothing.
     no_drop: whatever the configuration says, drop nothing (decoding, exact evaluation).
     buffers: the experts take buffers of equal size (`model.expert_impl=batched`).
+    zero_experts: choices behind the E, for which nothing is sent.
+    real_share: share of the choices that a buffer is meant for.
 
   Raises:
     ConfigError: a buffer would have no rows, or groups do not divide.
   """
+  if zero_experts:
+    of_computed = make_transport(
+      config,
+      tokens=tokens,
+      num_experts=num_experts,
+      k=math.ceil(k * real_share) or 1,
+      order=order,
+      capacity_factor=capacity_factor,
+      no_drop=no_drop,
+      buffers=buffers,
+    )
+    return Computed(of_computed)
   exchange = make_exchange(config)
   if is_import_path(config.transport):
     given = {"tokens": tokens, "num_experts": num_experts, "k": k, "order": order}

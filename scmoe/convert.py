@@ -1,0 +1,339 @@
+"""python -m scmoe.convert: released models to runs, and runs to released models.
+
+  python -m scmoe.convert --from ~/models/OLMoE-1B-7B --workdir runs/olmoe
+  python -m scmoe.convert --workdir runs/olmoe --to exports/olmoe
+
+Reads and writes folders as Hugging Face transformers has them: config.json, safetensors, and
+tokenizer.json. What is read becomes step 0 of a run, in the types of its tensors: `scmoe.evaluate`,
+`scmoe.generate` and `scmoe.train` take it from there. Families: OLMoE, Mixtral, Qwen3-MoE,
+DeepSeek-V2 and V3, LongCat-Flash. Nothing is written before everything has been checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import resource
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+
+from scmoe import build
+from scmoe.command_line import HELP, Flag, help_text, parse
+from scmoe.config import RunConfig, check_workdir
+from scmoe.data.config import DataConfig
+from scmoe.data.tokenizers import JsonTokenizer
+from scmoe.dry_run import number, size_of
+from scmoe.errors import ConfigError, DataError, StorageError, run_main
+from scmoe.models.flops import count_parameters
+from scmoe.parallel.mesh import MeshConfig
+from scmoe.pretrained.families import read_config, write_config
+from scmoe.pretrained.folder import CONFIG, TYPES, Folder, Planned, appearing, write_weights
+from scmoe.pretrained.names import Tensor, tensors
+from scmoe.pretrained.stream import check_tensors, load, unload
+from scmoe.summary import TOKENIZER, open_run
+from scmoe.training.checkpoint import FOLDER, WEIGHTS_ONLY, Checkpointer, list_steps, restore_stored
+from scmoe.training.options import CheckpointConfig
+from scmoe.training.workdir import RunLock, prepare_workdir, write_json
+
+SOURCE = "source.json"  # in the run: config.json of the model that was read, and types of tensors
+FLAGS = (
+  Flag("from", str, "", "folder of a released model to read"),
+  Flag("to", str, "", "folder to write the run's model to; must not exist yet"),
+  Flag("workdir", str, "", "folder of the run", required=True),
+  Flag("step", int, -1, "with --to: step of the checkpoint; -1: the newest"),
+  Flag(
+    "dtype",
+    str,
+    "",
+    "with --to: bfloat16, float16 or float32; as the model that was read had it, if not given",
+  ),
+  Flag(
+    "mesh",
+    str,
+    "",
+    "axes such as data=2,expert=2; all devices on the expert axis, if not given and they divide",
+  ),
+  HELP,
+)
+_WORDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+def main(argv: list[str]) -> None:
+  """Reads or writes, as the command line asks for."""
+  values, _ = parse(argv, FLAGS)
+  if values["help"]:
+    return print(help_text(__doc__ or "", FLAGS))
+  if bool(values["from"]) == bool(values["to"]):
+    raise ConfigError("give --from FOLDER, to read a released model, or --to FOLDER, to write one")
+  workdir = check_workdir(values["workdir"])
+  if values["from"]:
+    return print(import_model(values["from"], workdir, mesh=values["mesh"]))
+  step = None if values["step"] < 0 else values["step"]
+  options = {"step": step, "dtype": values["dtype"], "mesh": values["mesh"]}
+  return print(export_model(workdir, Path(values["to"]).expanduser(), **options))
+
+
+# -- in -------------------------------------------------------------------------------------------
+
+
+class Released(NamedTuple):
+  """A released model that has been checked, and not read yet.
+
+  Attributes:
+    folder: its files.
+    family: one of `FAMILIES`.
+    tensors: what is read of it; skipped: names of what is not.
+    built: its model on a mesh.
+  """
+
+  folder: Folder
+  family: str
+  tensors: list[Tensor]
+  skipped: list[str]
+  built: build.Built
+
+  def leaves(self) -> dict[str, Array]:
+    """Parameters and router state by dotted name, on the mesh, in the types of the files."""
+    return dict(load(self.folder, self.tensors, leaves_of(self.built)))
+
+
+def open_released(
+  path: str, *, mesh: str = "", dtype: str = "", data: DataConfig | None = None
+) -> Released:
+  """Opens a folder and compares it with the architecture that its config.json asks for.
+
+  Args:
+    path: of the folder.
+    mesh: see `--mesh`.
+    dtype: of the computation; by default the folder's (float16 and mixed ones: bfloat16).
+    data: section of the run.
+
+  Raises:
+    DataError: a file or a tensor is not what it should be.
+    ConfigError: the mesh does not fit.
+  """
+  folder = Folder(path)
+  family, model, router = read_config(folder.config, str(folder.path / CONFIG))
+  listed, skipped = check_tensors(folder, family, model)
+  if not dtype:
+    wide = all(folder.entries[t.name].dtype == "F32" for t in listed)
+    dtype = "float32" if wide else "bfloat16"
+  model = dataclasses.replace(model, dtype=dtype)
+  data = data or DataConfig(seq_len=min(DataConfig.seq_len, model.context))
+  name = "".join(c if c.isalnum() or c in "._-" else "-" for c in folder.path.resolve().name)
+  run = RunConfig(name=name.strip("._-")[:64] or family, model=model, router=router, data=data)
+  devices = jax.device_count()
+  run = dataclasses.replace(run, mesh=_mesh(run, devices))
+  run = build.on_mesh(run, mesh) if mesh else run
+  shards = run.mesh.batch_shards
+  batch = -(-run.train.batch_size // shards) * shards
+  run = dataclasses.replace(run, train=dataclasses.replace(run.train, batch_size=batch))
+  run = run.resolve(num_devices=devices, vocab_size=0)
+  return Released(folder, family, listed, skipped, build.build(run))
+
+
+def _mesh(run: RunConfig, devices: int) -> MeshConfig:
+  """All devices on the expert axis where they divide the experts, else one."""
+  fits = bool(run.model.wiring_rule.taps) and run.model.num_experts % devices == 0
+  return MeshConfig(data=1, expert=devices if fits else 1)
+
+
+def leaves_of(built: build.Built) -> dict[str, Any]:
+  """`jax.ShapeDtypeStruct` with sharding of all parameters and router state, by dotted name."""
+  return flat({"params": built.shapes, "router": built.router_shapes})
+
+
+def flat(tree: Any) -> dict[str, Any]:
+  """Leaves by dotted name, as checkpoints call them."""
+  pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
+  return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in pairs}
+
+
+def nested(leaves: dict[str, Any], like: Any) -> Any:
+  """The inverse: the tree of `like` with these leaves."""
+  return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in flat(like)])
+
+
+def import_model(path: str, workdir: Path, *, mesh: str = "") -> str:
+  """Makes a released model step 0 of a run; returns what there is to say about it.
+
+  Raises:
+    DataError: a file or a tensor is not what it should be; nothing has been written.
+    ConfigError: tokenizer or mesh do not fit, or the workdir has a run already.
+    StorageError: the run cannot be written.
+  """
+  started = time.monotonic()
+  if list_steps(workdir / FOLDER):
+    raise ConfigError(f"--workdir={str(workdir)!r} has a run already; give a new folder")
+  released = open_released(path, mesh=mesh)
+  run, tokenizer = released.built.run, _tokenizer(released)
+  if tokenizer is not None:
+    eos = tokenizer.token(tokenizer.eos_id)
+    data = dataclasses.replace(run.data, tokenizer=str(workdir / TOKENIZER), eos_token=eos)
+    run = dataclasses.replace(run, data=data)
+  built = dataclasses.replace(released.built, run=run)
+  leaves = released.leaves()
+  like = {"params": built.shapes, "router": built.router_shapes}
+  state = nested(leaves, like if built.router_shapes else {"params": built.shapes})
+  workdir = prepare_workdir(workdir)
+  with RunLock(workdir):
+    if tokenizer is not None:
+      _write(workdir / TOKENIZER, tokenizer.content)
+    entries = released.folder.entries
+    types = {t.name: entries[t.name].dtype for t in released.tensors}
+    usual = max(types.values(), key=list(types.values()).count)
+    other = {name: kind for name, kind in types.items() if kind != usual}
+    source = {"family": released.family, "config": released.folder.config}
+    write_json(workdir / SOURCE, source | {"dtype": usual, "other_dtypes": other})
+    write_json(workdir / "config.json", built.config)
+    keeper = Checkpointer(workdir, CheckpointConfig(async_save=False))
+    try:
+      keeper.save_now(0, state, {}, _meta(built))
+    finally:
+      keeper.close()
+  seconds = time.monotonic() - started
+  return _said(released, workdir, leaves, seconds, tokenizer is not None)
+
+
+def _meta(built: build.Built) -> dict[str, Any]:
+  return {
+    "config": built.config,
+    "data_fingerprint": {},
+    "mesh": dict(built.mesh.shape),
+    "processes": jax.process_count(),
+    "tokens": 0,
+    WEIGHTS_ONLY: True,
+  }
+
+
+def _tokenizer(released: Released) -> JsonTokenizer | None:
+  """The folder's tokenizer, if it has one, with the end-of-text token that config.json names.
+
+  Raises:
+    ConfigError: it has more tokens than the model, or not that one.
+    DataError: it is none.
+  """
+  path = released.folder.path / TOKENIZER
+  if not path.is_file():
+    return None
+  eos_id: Any = released.folder.config.get("eos_token_id")
+  eos_id = eos_id[0] if isinstance(eos_id, list) and eos_id else eos_id
+  try:
+    content = path.read_text("utf-8")
+  except (OSError, UnicodeDecodeError) as error:
+    raise DataError(f"{path} cannot be read: {error}") from None
+  tokenizer = JsonTokenizer(content, name=str(path), eos_id=eos_id)
+  size = released.built.run.model.vocab_size
+  if tokenizer.vocab_size > size:
+    raise ConfigError(
+      f"{path} has {tokenizer.vocab_size} tokens, {CONFIG} has vocab_size={size}: they are not of "
+      "the same model"
+    )
+  return tokenizer
+
+
+def _write(path: Path, text: str) -> None:
+  try:
+    path.write_text(text, "utf-8")
+  except OSError as error:
+    raise StorageError(f"{path} cannot be written: {error}") from None
+
+
+def _said(
+  released: Released, workdir: Path, leaves: dict[str, Array], seconds: float, has_tokenizer: bool
+) -> str:
+  """What was read, and what to do next."""
+  built, folder = released.built, released.folder
+  counts = count_parameters(built.run.model, built.shapes)
+  held = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values())
+  lines = [
+    f"{released.family} from {folder.path}: {len(released.tensors)} tensors, "
+    f"{size_of(folder.size)}, {number(counts.total)} parameters ({number(counts.active)} active) "
+    f"in {seconds:.1f} s",
+    f"kept as step 0 of {workdir}: {size_of(held)} on {built.mesh.size} device(s); peak host "
+    f"memory {size_of(_peak_memory())}",
+  ]
+  if released.skipped:
+    some = ", ".join(released.skipped[:3]) + (", ..." if len(released.skipped) > 3 else "")
+    lines.append(f"not read: {len(released.skipped)} tensors that the model does not use: {some}")
+  if not has_tokenizer:
+    lines.append(
+      f"{folder.path} has no {TOKENIZER}: texts are bytes (data.tokenizer); give one with "
+      "--config.data.tokenizer=FILE"
+    )
+  return "\n".join([
+    *lines,
+    f"next: python -m scmoe.evaluate --workdir {workdir}",
+    f"      python -m scmoe.train --config_json {workdir}/config.json --workdir {workdir}",
+  ])  # fmt: skip
+
+
+def _peak_memory() -> int:
+  """Largest resident memory of this process in bytes, mapped files included."""
+  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  return peak if sys.platform == "darwin" else 1024 * peak
+
+
+# -- out ------------------------------------------------------------------------------------------
+
+
+def export_model(
+  workdir: Path, folder: Path, *, step: int | None = None, dtype: str = "", mesh: str = ""
+) -> str:
+  """Writes a run's model as transformers would load it; returns what there is to say about it.
+
+  Raises:
+    ConfigError: no released family has the run's architecture, or `dtype` is none.
+    CheckpointError: there is no such step.
+    StorageError: the folder is there already, or cannot be written.
+  """
+  if dtype and dtype not in _WORDS:
+    raise ConfigError(f"--dtype={dtype!r} is unknown; one of: {', '.join(_WORDS)}")
+  stored = open_run(str(workdir), step)
+  run = build.on_mesh(stored.run, mesh)
+  source = _source(workdir)
+  config = write_config(run.model, run.router, source.get("family", ""))
+  family, built = config["model_type"], build.build(run)
+  listed = list(tensors(family, run.model))
+  leaves = restore_stored(workdir, leaves_of(built), stored.step)
+  if missing := sorted({t.leaf for t in listed} - set(leaves)):  # a model without a bias of its own
+    raise ConfigError(f"{workdir} has no {missing[0]}, which a {family} has; set router.bias")
+  types, usual = source.get("other_dtypes", {}), source.get("dtype", "F32")
+  kind_of = lambda name: _WORDS[dtype] if dtype else types.get(name, usual)
+  planned = [Planned(t.name, t.shape, kind_of(t.name)) for t in listed]
+  values = unload(leaves, listed)
+  typed = (value.astype(TYPES[p.dtype], copy=False) for p, value in zip(planned, values))
+  word = next(name for name, kind in _WORDS.items() if kind == kind_of(listed[0].name))
+  with appearing(folder) as partial:
+    files = write_weights(partial, planned, typed)
+    written = {**source.get("config", {}), **config, "dtype": word}
+    written.pop("torch_dtype", None)
+    write_json(partial / CONFIG, written)
+    if (workdir / TOKENIZER).is_file():
+      shutil.copyfile(workdir / TOKENIZER, partial / TOKENIZER)
+  size = size_of(sum(p.size for p in planned))
+  return (
+    f"{family} of {workdir}, step {stored.step}: {len(planned)} tensors, {size}, in {folder} "
+    + (f"({len(files)} file{'s' if len(files) > 1 else ''})")
+  )
+
+
+def _source(workdir: Path) -> dict[str, Any]:
+  """What the run was read from; {} for one that was trained from random weights."""
+  path = workdir / SOURCE
+  if not path.is_file():
+    return {}
+  try:
+    return json.loads(path.read_text("utf-8"))
+  except (OSError, ValueError) as error:
+    raise DataError(f"{path} cannot be read: {error}") from None
+
+
+if __name__ == "__main__":
+  run_main(main)

@@ -1,0 +1,228 @@
+"""Multi-head latent attention: keys and values of all heads from one narrow vector per token.
+
+DeepSeek-V2 (arXiv 2405.04434, §2.1), with the scaled latents of LongCat-Flash. What a cache keeps
+is that vector, the latent, and one rotary key that all heads share:
+
+  c_t = norm(W_down x_t),  k_t = rope(W_rope x_t)      kept
+  score = q_nope · (W_k c_t) + q_rope · k_t            expanded: keys of every head are made
+        = (W_kᵀ q_nope) · c_t + q_rope · k_t           absorbed: the query goes to the latent
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Float, Int
+
+from scmoe.layers.attention import Projected, attend, attend_stored
+from scmoe.layers.norm import Norm
+from scmoe.layers.rope import NEIGHBOURS, RopeConfig, rotate
+from scmoe.parallel.collectives import repeat, total
+from scmoe.parallel.mesh import BATCH_AXES
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Latents:
+  """What one latent attention keeps of earlier positions.
+
+  Attributes:
+    latent_BSR: the normalised, scaled latent, then the turned rotary key.
+  """
+
+  latent_BSR: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentAttentionConfig:
+  """Latent attention; the names are those of published models.
+
+  Attributes:
+    width, num_heads: D and H.
+    q_lora_rank: width of the queries' latent; 0: queries come from x at once.
+    kv_lora_rank: width of the latent of keys and values.
+    qk_nope_head_dim, qk_rope_head_dim: of a query, the part that does not turn and the one that
+      does.
+    v_head_dim: width of a value.
+    rope_theta, rope: see `rotate`.
+    scale_q, scale_kv: latents times √(D / their width) (LongCat-Flash mla_scale_q_lora, _kv_lora).
+    norm_eps: epsilon of the latents' norms.
+    bias: of the two projections from x and of the one out.
+    init_std, out_std: as of `AttentionConfig`.
+  """
+
+  width: int
+  num_heads: int
+  kv_lora_rank: int
+  qk_nope_head_dim: int
+  qk_rope_head_dim: int
+  v_head_dim: int
+  q_lora_rank: int = 0
+  rope_theta: float = 10000.0
+  rope: RopeConfig = NEIGHBOURS
+  scale_q: bool = False
+  scale_kv: bool = False
+  norm_eps: float = 1e-6
+  bias: bool = False
+  init_std: float = 0.02
+  out_std: float = 0.02
+
+
+class LatentAttention(nnx.Module):
+  """Latent attention in two halves, `project` and `mix`, as `Attention`.
+
+  Under tensor parallelism each device has a part of the heads; latents are the same everywhere.
+  """
+
+  def __init__(self, config: LatentAttentionConfig, *, rngs: nnx.Rngs):
+    c = self.config = config
+    query = c.qk_nope_head_dim + c.qk_rope_head_dim
+
+    def weight(shape, std, axes):
+      return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
+
+    def zeros(size, wanted):
+      return nnx.Param(jnp.zeros(size), axes=(None,)) if wanted else None
+
+    heads, down = (None, "heads", None), ("embed", None)
+    rank = c.q_lora_rank or c.width
+    self.query_down = weight((c.width, rank), c.init_std, down) if c.q_lora_rank else None
+    self.query_down_bias = zeros(rank, c.bias and c.q_lora_rank)
+    self.query_norm = Norm(rank, "rmsnorm", c.norm_eps) if c.q_lora_rank else None
+    self.query = weight((rank, c.num_heads, query), c.init_std, heads)
+    kept = c.kv_lora_rank + c.qk_rope_head_dim
+    self.kv_down = weight((c.width, kept), c.init_std, down)
+    self.kv_down_bias = zeros(kept, c.bias)
+    self.kv_norm = Norm(c.kv_lora_rank, "rmsnorm", c.norm_eps)
+    made = c.qk_nope_head_dim + c.v_head_dim
+    self.kv_up = weight((c.kv_lora_rank, c.num_heads, made), c.init_std, heads)
+    out = (c.num_heads, c.v_head_dim, c.width)
+    self.out = weight(out, c.out_std, ("heads", None, "embed"))
+    self.out_bias = zeros(c.width, c.bias)
+
+  def __call__(
+    self,
+    x_BSD: Float[Array, "B S D"],
+    positions_BS: Int[Array, "B S"],
+    segments_BS: Int[Array, "B S"] | None = None,
+  ) -> Float[Array, "B S D"]:
+    """Attends causally: both halves in a row, without a cache."""
+    return self.mix(self.project(x_BSD, positions_BS), positions_BS, segments_BS)[0]
+
+  def project(self, x_BSD: Float[Array, "B S D"], positions_BS: Int[Array, "B S"]) -> Projected:
+    """Queries [B, S, H, N], the latent [B, S, R] and the rotary key [B, S, N] that heads share.
+
+    Args:
+      x_BSD: normalised inputs.
+      positions_BS: int32 position of each token in its document.
+    """
+    c = self.config
+    read_BSR = x_BSD
+    if self.query_down is not None and self.query_norm is not None:
+      read_BSR = self.query_norm(_down(x_BSD, self.query_down, self.query_down_bias))
+      read_BSR = _scaled(read_BSR, c.width / c.q_lora_rank if c.scale_q else 1)
+    read_BSR = repeat(read_BSR, ("tensor",), "tensor")
+    q_BSHN = jnp.einsum("bsr,rhn->bshn", read_BSR, self.query[...].astype(x_BSD.dtype))
+    straight, turning = jnp.split(q_BSHN, [c.qk_nope_head_dim], -1)
+    turning = rotate(turning, positions_BS, c.rope_theta, c.rope)
+    made = _down(x_BSD, self.kv_down, self.kv_down_bias)
+    c_BSR, k_BSN = jnp.split(made, [c.kv_lora_rank], -1)
+    c_BSR = _scaled(self.kv_norm(c_BSR), c.width / c.kv_lora_rank if c.scale_kv else 1)
+    k_BSN = rotate(k_BSN[:, :, None], positions_BS, c.rope_theta, c.rope)[:, :, 0]
+    c_BSR, k_BSN = repeat((c_BSR, k_BSN), ("tensor",), "tensor")
+    return jnp.concatenate([straight, turning], -1), c_BSR, k_BSN
+
+  def mix(
+    self,
+    projected: Projected,
+    positions_BS: Int[Array, "B S"],
+    segments_BS: Int[Array, "B S"] | None = None,
+    cache: Latents | None = None,
+  ) -> tuple[Float[Array, "B S D"], Latents | None]:
+    """Lets queries, keys and values meet; arguments and results as of `Attention.mix`.
+
+    One token per row reads the cache as it is (absorbed); of several, keys and values are expanded,
+    which costs less than queries as wide as the latent.
+    """
+    q_BSHN, c_BSR, k_BSN = projected
+    dtype = q_BSHN.dtype
+    if cache is None:
+      y_BSHV = self.expanded(q_BSHN, c_BSR, k_BSN, segments_BS=segments_BS)
+    else:
+      row_B1 = jnp.arange(q_BSHN.shape[0])[:, None]
+      new = jnp.concatenate([c_BSR, k_BSN], -1).astype(cache.latent_BSR.dtype)
+      cache = Latents(cache.latent_BSR.at[row_B1, positions_BS].set(new))
+      kept = jnp.split(cache.latent_BSR.astype(dtype), [self.config.kv_lora_rank], -1)
+      meet = self.absorbed if q_BSHN.shape[1] == 1 else self.expanded
+      y_BSHV = meet(q_BSHN, *kept, positions_BS=positions_BS)
+    y_BSD = jnp.einsum("bshv,hvd->bsd", y_BSHV, self.out[...].astype(dtype))
+    y_BSD = total(y_BSD, ("tensor",), "tensor")
+    return (y_BSD if self.out_bias is None else y_BSD + self.out_bias[...].astype(dtype)), cache
+
+  def expanded(
+    self,
+    q_BSHN: Array,
+    c_BTR: Array,
+    k_BTN: Array,
+    *,
+    segments_BS: Array | None = None,
+    positions_BS: Array | None = None,
+  ) -> Float[Array, "B S H V"]:
+    """Makes keys and values of every head from the latents.
+
+    Args:
+      q_BSHN, c_BTR, k_BTN: as of `project`; the last two perhaps of a cache.
+      segments_BS: of rows without a cache.
+      positions_BS: of the queries, with a cache; None without.
+    """
+    c, up = self.config, self.kv_up[...].astype(q_BSHN.dtype)
+    made = jnp.einsum("btr,rhn->bthn", c_BTR, up)
+    straight, v_BTHV = jnp.split(made, [c.qk_nope_head_dim], -1)
+    shared = jnp.broadcast_to(k_BTN[:, :, None], (*straight.shape[:3], k_BTN.shape[-1]))
+    k_BTHN = jnp.concatenate([straight, shared], -1)
+    if positions_BS is None:
+      return attend(q_BSHN, k_BTHN, v_BTHV, segments_BS, scale=self.score_scale)
+    return attend_stored(q_BSHN, k_BTHN, v_BTHV, positions_BS, scale=self.score_scale)
+
+  def absorbed(
+    self, q_BSHN: Array, c_BTR: Array, k_BTN: Array, *, positions_BS: Array
+  ) -> Float[Array, "B S H V"]:
+    """The same without a key or value of any head: queries and results pass through the latent."""
+    c, up = self.config, self.kv_up[...].astype(q_BSHN.dtype)
+    key_RHN, value_RHV = jnp.split(up, [c.qk_nope_head_dim], -1)
+    straight, turning = jnp.split(q_BSHN, [c.qk_nope_head_dim], -1)
+    wide = jnp.concatenate([jnp.einsum("bshn,rhn->bshr", straight, key_RHN), turning], -1)
+    stored = jnp.concatenate([c_BTR, k_BTN], -1)[:, :, None]
+    y_BSHR = attend_stored(wide, stored, c_BTR[:, :, None], positions_BS, scale=self.score_scale)
+    return jnp.einsum("bshr,rhv->bshv", y_BSHR, value_RHV)
+
+  @property
+  def score_scale(self) -> float:
+    """Factor on the scores."""
+    c = self.config
+    return (c.qk_nope_head_dim + c.qk_rope_head_dim) ** -0.5 * c.rope.score_factor
+
+  def empty_cache(self, batch: int, length: int, dtype: Any) -> Latents:
+    """A cache of `length` positions; every device of the tensor axis has all of it."""
+    kept = self.config.kv_lora_rank + self.config.qk_rope_head_dim
+    return Latents(jnp.zeros((batch, length, kept), dtype))
+
+  def cache_specs(self) -> Latents:
+    """How a cache with a leading dimension of layers lies on the mesh."""
+    return Latents(P(None, BATCH_AXES))  # pyright: ignore[reportArgumentType]
+
+
+def _down(x_BSD: Array, weight: Any, bias: Any) -> Array:
+  y = x_BSD @ weight[...].astype(x_BSD.dtype)
+  return y if bias is None else y + bias[...].astype(x_BSD.dtype)
+
+
+def _scaled(x: Array, square: float) -> Array:
+  return x if square == 1 else x * math.sqrt(square)

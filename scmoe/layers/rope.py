@@ -1,0 +1,146 @@
+"""Rotary position embeddings, and the ways in which they are stretched to longer contexts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from scmoe.errors import ConfigError
+from scmoe.options import option
+
+SCALINGS = ("none", "linear", "llama3", "yarn")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+  """How rotary embeddings turn; the names are those of `rope_scaling` in published models."""
+
+  interleaved: bool = option(
+    False,
+    "turn neighbours (2i, 2i+1) together (DeepSeek's rope_interleave); else i with i + N/2",
+  )
+  scaling: str = option(
+    "none",
+    "longer contexts (rope_type): linear (all frequencies over factor), llama3 (low ones), yarn "
+    "(arXiv 2309.00071)",
+    choices=SCALINGS,
+  )
+  factor: float = option(1.0, "by how much the context is longer than the original one", minimum=0)
+  original_context: int = option(
+    0, "context before stretching (original_max_position_embeddings); llama3 and yarn", minimum=0
+  )
+  beta_fast: float = option(32.0, "yarn: turns in the original context from which on none is "
+                            "stretched", minimum=0)  # fmt: skip
+  beta_slow: float = option(1.0, "yarn: turns below which all of it is", minimum=0)
+  truncate: bool = option(True, "yarn: bounds of the ramp between them are whole dimensions")
+  attention_factor: float = option(
+    0.0, "yarn: factor on sine and cosine; 0: from factor, mscale and mscale_all_dim", minimum=0
+  )
+  mscale: float = option(0.0, "yarn: see attention_factor", minimum=0)
+  mscale_all_dim: float = option(
+    0.0, "yarn: see attention_factor; latent attention also multiplies its scores by (0.1 · "
+    "mscale_all_dim · ln factor + 1)²", minimum=0
+  )  # fmt: skip
+  low_freq_factor: float = option(1.0, "llama3: wavelengths above original_context over it are "
+                                  "stretched whole", minimum=0)  # fmt: skip
+  high_freq_factor: float = option(4.0, "llama3: those below original_context over it not at all",
+                                   minimum=0)  # fmt: skip
+
+  def check(self) -> None:
+    """Checks what depends on more than one field.
+
+    Raises:
+      ConfigError: names the field, what was got and what would do.
+    """
+    if self.scaling != "none" and self.factor < 1:
+      raise ConfigError(f"model.rope.factor={self.factor} must be at least 1")
+    if self.scaling in ("llama3", "yarn") and not self.original_context:
+      raise ConfigError(
+        f"model.rope.original_context=0 does not go with model.rope.scaling={self.scaling!r}; give "
+        "the context that the model had before it was stretched"
+      )
+    if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+      raise ConfigError(
+        f"model.rope.high_freq_factor={self.high_freq_factor} must be larger than "
+        f"model.rope.low_freq_factor={self.low_freq_factor}"
+      )
+
+  @property
+  def amplitude(self) -> float:
+    """Factor on sine and cosine: 1, and with yarn what its paper calls the temperature's root."""
+    if self.scaling != "yarn":
+      return 1.0
+    if self.attention_factor:
+      return self.attention_factor
+    if self.mscale and self.mscale_all_dim:
+      return _magnitude(self.factor, self.mscale) / _magnitude(self.factor, self.mscale_all_dim)
+    return _magnitude(self.factor, 1.0)
+
+  @property
+  def score_factor(self) -> float:
+    """Factor on the scores of latent attention (DeepSeek-V2)."""
+    stretched = self.scaling == "yarn" and self.mscale_all_dim
+    return _magnitude(self.factor, self.mscale_all_dim) ** 2 if stretched else 1.0
+
+  def frequencies(self, dim: int, theta: float) -> np.ndarray:
+    """Radians per position of each of the dim/2 pairs, float32."""
+    plain = theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+    stretched = plain / self.factor
+    match self.scaling:
+      case "linear":
+        found = stretched
+      case "llama3":
+        # Turns in the original context, between the two bounds: 0 is low, 1 is high.
+        turns = self.original_context * plain / (2 * math.pi)
+        bounds = self.high_freq_factor - self.low_freq_factor
+        high = np.clip((turns - self.low_freq_factor) / bounds, 0, 1)
+        found = stretched * (1 - high) + plain * high
+      case "yarn":
+        place = lambda turns: (
+          dim * math.log(self.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        )
+        low, high = place(self.beta_fast), place(self.beta_slow)
+        if self.truncate:
+          low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0, 1)
+        found = stretched * ramp + plain * (1 - ramp)
+      case _:
+        found = plain
+    return found.astype(np.float32)
+
+
+PLAIN, NEIGHBOURS = RopeConfig(), RopeConfig(interleaved=True)
+
+
+def rotate(x_BSHN: Array, positions_BS: Array, theta: float, rope: RopeConfig = PLAIN) -> Array:
+  """Rotary position embedding; pair i turns by position · theta^(-2i/N), stretched as configured.
+
+  Pairs are (i, i + N/2), or (2i, 2i+1) where they are interleaved; each stays where it was.
+
+  Args:
+    x_BSHN: queries or keys, N even.
+    positions_BS: int32 position of each token.
+    theta: base.
+    rope: pairs and scaling.
+  """
+  frequency_N = jnp.asarray(rope.frequencies(x_BSHN.shape[-1], theta))
+  angle_BS1N = positions_BS[..., None, None].astype(jnp.float32) * frequency_N
+  sin, cos = (rope.amplitude * f(angle_BS1N) for f in (jnp.sin, jnp.cos))
+  wide = x_BSHN.astype(jnp.float32)
+  if rope.interleaved:
+    first, second = wide[..., 0::2], wide[..., 1::2]
+  else:
+    first, second = jnp.split(wide, 2, -1)
+  turned = first * cos - second * sin, second * cos + first * sin
+  if rope.interleaved:
+    return jnp.stack(turned, -1).reshape(x_BSHN.shape).astype(x_BSHN.dtype)
+  return jnp.concatenate(turned, -1).astype(x_BSHN.dtype)
+
+
+def _magnitude(factor: float, mscale: float) -> float:
+  return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,0 +1,1 @@
+"""Released models, in and out: configurations, names of tensors, folders of safetensors."""

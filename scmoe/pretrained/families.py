@@ -1,0 +1,591 @@
+"""Families of released models: their config.json as options of the model and its router, and back.
+
+Every family is one `Family`: how to read the configuration that Hugging Face transformers writes,
+how to write it, and which names its tensors have (`scmoe.pretrained.names`). What a configuration
+asks for and this model does not have is refused by name; what no computation reads is left alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from scmoe.errors import ConfigError, DataError
+from scmoe.layers.rope import RopeConfig
+from scmoe.models.config import ModelConfig
+from scmoe.moe.options import CompatConfig, RouterConfig
+
+_ACTIVATIONS = {
+  "silu": "swiglu",
+  "swish": "swiglu",
+  "gelu_new": "geglu",
+  "gelu_pytorch_tanh": "geglu",
+  "relu": "reglu",
+}
+_FAR = 4096  # a context that config.json does not give
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+  """One family of released models.
+
+  Attributes:
+    architecture: the name of its class in transformers.
+    read: from config.json to options of model and router.
+    write: the inverse, of a configuration that the family can express.
+  """
+
+  architecture: str
+  read: Callable[[Fields], tuple[ModelConfig, RouterConfig]]
+  write: Callable[[ModelConfig, RouterConfig], dict[str, Any]]
+
+
+class Fields:
+  """A config.json by field, with errors that name file and field.
+
+  Attributes:
+    name: what errors call the file.
+  """
+
+  def __init__(self, values: Mapping[str, Any], name: str = "config.json"):
+    self.values, self.name = values, name
+
+  def size(self, field: str, default: int | None = None) -> int:
+    """A whole number ≥ 0; null is the default, and without one an error."""
+    value = self.values.get(field)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+      raise DataError(f"{self.name}: {field}={value!r} is not a size; give a whole number")
+    return value
+
+  def number(self, field: str, default: float) -> float:
+    """A number; null is the default."""
+    value = self.values.get(field)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+      raise DataError(f"{self.name}: {field}={value!r} is not a number")
+    return float(value)
+
+  def flag(self, field: str, default: bool = False) -> bool:
+    """True or false; null is the default."""
+    value = self.values.get(field)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+      raise DataError(f"{self.name}: {field}={value!r} is neither true nor false")
+    return value
+
+  def layers(self, field: str) -> tuple[int, ...]:
+    """A list of layers."""
+    value = self.values.get(field) or []
+    if not isinstance(value, list) or not all(type(i) is int and i >= 0 for i in value):
+      raise DataError(f"{self.name}: {field}={value!r} is not a list of layers")
+    return tuple(value)
+
+  def refuse(self, field: str, *allowed: Any) -> None:
+    """An error if the field asks for what this model does not have."""
+    value = self.values.get(field)
+    if value is not None and value not in allowed:
+      known = ", ".join(map(repr, allowed)) or "null"
+      raise DataError(f"{self.name}: {field}={value!r} is not supported; known: {known}")
+
+  @property
+  def activation(self) -> str:
+    """Of gated MLPs and experts."""
+    name = self.values.get("hidden_act") or "silu"
+    if name not in _ACTIVATIONS:
+      raise DataError(
+        f"{self.name}: hidden_act={name!r} is not supported; known: {', '.join(_ACTIVATIONS)}"
+      )
+    return _ACTIVATIONS[name]
+
+  def rope(self, default_theta: float, *, interleaved: bool = False) -> dict[str, Any]:
+    """`rope_theta` and `rope` of a model: transformers 4 (rope_scaling) or 5 (rope_parameters)."""
+    given = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+      raise DataError(f"{self.name}: rope_scaling={given!r} is not a group of fields")
+    inner = Fields(given, f"{self.name}: rope_scaling")
+    theta = inner.number("rope_theta", self.number("rope_theta", default_theta))
+    kind = given.get("rope_type", given.get("type")) or "default"
+    if kind not in ("default", "linear", "llama3", "yarn"):
+      raise DataError(
+        f"{self.name}: rope_scaling has rope_type={kind!r}, which is not supported; known: "
+        "default, linear, llama3, yarn"
+      )
+    if self.number("partial_rotary_factor", 1.0) != 1:
+      self.refuse("partial_rotary_factor", 1.0)
+    if kind == "default":
+      return {"rope_theta": theta, "rope": RopeConfig(interleaved=interleaved)}
+    numbers = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
+               "low_freq_factor", "high_freq_factor")  # fmt: skip
+    plain = RopeConfig()
+    context = inner.size(
+      "original_max_position_embeddings", self.size("max_position_embeddings", _FAR)
+    )
+    rope = RopeConfig(
+      interleaved=interleaved,
+      scaling=kind,
+      factor=inner.number("factor", 1.0),
+      original_context=context if kind != "linear" else 0,
+      truncate=inner.flag("truncate", True),
+      **{name: inner.number(name, getattr(plain, name)) for name in numbers},
+    )
+    return {"rope_theta": theta, "rope": rope}
+
+  def common(
+    self, default_theta: float, *, eps: float, interleaved: bool = False
+  ) -> dict[str, Any]:
+    """What all families say alike."""
+    self.refuse("quantization_config")
+    self.refuse("mlp_bias", False)
+    return {
+      "style": "llama",
+      "mix": "direct",
+      "moe_every": 1,
+      "width": self.size("hidden_size"),
+      "num_heads": self.size("num_attention_heads"),
+      "vocab_size": self.size("vocab_size"),
+      "context": self.size("max_position_embeddings", _FAR),
+      "activation": self.activation,
+      "norm_eps": self.number("rms_norm_eps", eps),
+      "init_std": self.number("initializer_range", 0.02),
+      "tie_embeddings": self.flag("tie_word_embeddings"),
+      "attention_bias": self.flag("attention_bias"),
+      **self.rope(default_theta, interleaved=interleaved),
+    }
+
+  def heads(self, kv_heads: int | None = None) -> dict[str, Any]:
+    """Heads of ordinary attention; `head_dim` where it is given."""
+    heads = self.size("num_attention_heads")
+    return {
+      "num_kv_heads": self.size("num_key_value_heads", kv_heads or heads),
+      "head_dim": self.size("head_dim", 0),
+    }
+
+  def latent(self) -> dict[str, Any]:
+    """Sizes of latent attention."""
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return {"q_lora_rank": self.size("q_lora_rank", 0)} | {n: self.size(n) for n in names}
+
+  def balance(self, k: int, field: str = "router_aux_loss_coef") -> dict[str, Any]:
+    """The balancing loss of transformers, which counts all choices of a token: K times ours."""
+    return {"balance": "megablocks", "balance_loss": k * self.number(field, 0.001)}
+
+
+def _merged(fields: dict[str, Any], **others: Any) -> dict[str, Any]:
+  return {**fields, **others}
+
+
+def _normalised(normalise: bool, k: int) -> dict[str, Any]:
+  """Weights over their sum, also for k = 1, where this model's own rule would leave them."""
+  once = normalise and k == 1
+  return {"normalise": normalise, "compat": CompatConfig(weight_norm=1.0 if once else 0.0)}
+
+
+def _normalises(router: RouterConfig, k: int) -> bool:
+  return router.compat.weight_norm == 1 if k == 1 else router.normalise
+
+
+def _written(model: ModelConfig, family: str) -> dict[str, Any]:
+  """What all families write alike."""
+  kind = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
+  return {
+    "architectures": [FAMILIES[family].architecture],
+    "model_type": family,
+    "hidden_size": model.width,
+    "num_attention_heads": model.num_heads,
+    "num_hidden_layers": model.num_layers,
+    "vocab_size": model.vocab_size,
+    "max_position_embeddings": model.context,
+    "hidden_act": kind.get(model.activation, model.activation),
+    "rms_norm_eps": model.norm_eps,
+    "initializer_range": model.init_std,
+    "tie_word_embeddings": model.tie_embeddings,
+    "attention_bias": model.attention_bias,
+    "rope_theta": model.rope_theta,
+    "rope_scaling": _rope_scaling(model.rope),
+  }
+
+
+def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
+  if rope.scaling == "none":
+    return None
+  plain, found = RopeConfig(), {"rope_type": rope.scaling, "factor": rope.factor}
+  if rope.original_context:
+    found["original_max_position_embeddings"] = rope.original_context
+  names = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
+           "low_freq_factor", "high_freq_factor", "truncate")  # fmt: skip
+  if rope.scaling == "llama3":
+    return found | {name: getattr(rope, name) for name in names[5:7]}
+  return found | {n: getattr(rope, n) for n in names if getattr(rope, n) != getattr(plain, n)}
+
+
+def _heads_written(model: ModelConfig) -> dict[str, Any]:
+  return {"num_key_value_heads": model.num_kv_heads, "head_dim": model.head_dim}
+
+
+def _ranges(layers: tuple[int, ...]) -> str:
+  """Layers as `model.dense_layers` spells them."""
+  return ",".join(map(str, layers))
+
+
+# -- OLMoE ----------------------------------------------------------------------------------------
+
+
+def _read_olmoe(c: Fields) -> tuple[ModelConfig, RouterConfig]:
+  k = c.size("num_experts_per_tok")
+  model = ModelConfig(
+    **c.common(10000.0, eps=1e-5),
+    **_merged(c.heads(), head_dim=0),
+    wiring="topk",
+    num_layers=c.size("num_hidden_layers"),
+    num_experts=c.size("num_experts"),
+    top_k=k,
+    expert_hidden=c.size("intermediate_size"),
+    mlp_hidden=c.size("intermediate_size"),
+    qk_norm="all",
+    clip_qkv=c.number("clip_qkv", 0.0),
+  )
+  return model, RouterConfig(**_normalised(c.flag("norm_topk_prob"), k), **c.balance(k))
+
+
+def _write_olmoe(model: ModelConfig, router: RouterConfig) -> dict[str, Any]:
+  k = model.top_k
+  return _written(model, "olmoe") | {
+    "num_key_value_heads": model.num_kv_heads,
+    "num_experts": model.num_experts,
+    "num_experts_per_tok": k,
+    "intermediate_size": model.expert_hidden,
+    "clip_qkv": model.clip_qkv or None,
+    "norm_topk_prob": _normalises(router, k),
+    "router_aux_loss_coef": router.balance_loss / k,
+  }
+
+
+# -- Mixtral --------------------------------------------------------------------------------------
+
+
+def _read_mixtral(c: Fields) -> tuple[ModelConfig, RouterConfig]:
+  c.refuse("attention_bias", False)
+  k = c.size("num_experts_per_tok")
+  model = ModelConfig(
+    **c.common(1e6, eps=1e-5),
+    **c.heads(8),
+    wiring="topk",
+    num_layers=c.size("num_hidden_layers"),
+    num_experts=c.size("num_local_experts"),
+    top_k=k,
+    expert_hidden=c.size("intermediate_size"),
+    mlp_hidden=c.size("intermediate_size"),
+    sliding_window=c.size("sliding_window", 0),
+  )
+  return model, RouterConfig(**_normalised(True, k), **c.balance(k))
+
+
+def _write_mixtral(model: ModelConfig, router: RouterConfig) -> dict[str, Any]:
+  return _written(model, "mixtral") | _heads_written(model) | {
+    "num_local_experts": model.num_experts,
+    "num_experts_per_tok": model.top_k,
+    "intermediate_size": model.expert_hidden,
+    "sliding_window": model.sliding_window or None,
+    "router_aux_loss_coef": router.balance_loss / model.top_k,
+  }  # fmt: skip
+
+
+# -- Qwen3-MoE ------------------------------------------------------------------------------------
+
+
+def _read_qwen3_moe(c: Fields) -> tuple[ModelConfig, RouterConfig]:
+  k, layers = c.size("num_experts_per_tok"), c.size("num_hidden_layers")
+  step, only = c.size("decoder_sparse_step", 1), c.layers("mlp_only_layers")
+  if not step or (only and max(only) >= layers):
+    raise DataError(
+      f"{c.name}: decoder_sparse_step={step} and mlp_only_layers={list(only)} do not fit "
+      f"num_hidden_layers={layers}"
+    )
+  dense = [i for i in range(layers) if i in only or (i + 1) % step or not c.size("num_experts")]
+  window = c.size("sliding_window", 4096) if c.flag("use_sliding_window") else 0
+  regular = step > 1 and not only and layers % step == 0
+  model = ModelConfig(
+    **_merged(c.common(10000.0, eps=1e-6), moe_every=step if regular else 1),
+    **c.heads(4),
+    wiring="dense" if len(dense) == layers else "topk",
+    num_layers=layers,
+    num_experts=c.size("num_experts") or 1,
+    top_k=k if c.size("num_experts") else 1,
+    expert_hidden=c.size("moe_intermediate_size"),
+    mlp_hidden=c.size("intermediate_size"),
+    dense_layers="" if regular or len(dense) == layers else _ranges(tuple(dense)),
+    qk_norm="head",
+    sliding_window=window,
+  )
+  return model, RouterConfig(**_normalised(c.flag("norm_topk_prob"), k), **c.balance(k))
+
+
+def _write_qwen3_moe(model: ModelConfig, router: RouterConfig) -> dict[str, Any]:
+  k = model.top_k
+  return _written(model, "qwen3_moe") | _heads_written(model) | {
+    "num_experts": model.num_experts if model.wiring_rule.taps else 0,
+    "num_experts_per_tok": k,
+    "moe_intermediate_size": model.expert_hidden,
+    "intermediate_size": model.mlp_hidden,
+    "decoder_sparse_step": model.moe_every,
+    "mlp_only_layers": list(model.dense_indices),
+    "use_sliding_window": bool(model.sliding_window),
+    "sliding_window": model.sliding_window or None,
+    "norm_topk_prob": _normalises(router, k),
+    "router_aux_loss_coef": router.balance_loss / k,
+  }  # fmt: skip
+
+
+# -- DeepSeek-V2 and V3 ---------------------------------------------------------------------------
+
+
+def _deepseek(c: Fields, *, theta: float, interleaved: bool) -> dict[str, Any]:
+  layers, first = c.size("num_hidden_layers"), c.size("first_k_dense_replace", 0)
+  c.refuse("moe_layer_freq", 1)
+  shared = c.size("n_shared_experts", 0)
+  width = c.size("moe_intermediate_size")
+  if first > layers:
+    raise DataError(f"{c.name}: first_k_dense_replace={first} of num_hidden_layers={layers}")
+  return {
+    **c.common(theta, eps=1e-6, interleaved=interleaved),
+    **c.latent(),
+    "wiring": "dense" if first == layers else "shared_expert" if shared else "topk",
+    "num_layers": layers,
+    "num_experts": c.size("n_routed_experts"),
+    "top_k": c.size("num_experts_per_tok"),
+    "expert_hidden": width,
+    "shared_hidden": width * (shared or 1),
+    "mlp_hidden": c.size("intermediate_size"),
+    "dense_layers": "" if first == layers else _ranges(tuple(range(first))),
+  }
+
+
+def _deepseek_written(model: ModelConfig, router: RouterConfig, family: str) -> dict[str, Any]:
+  dense, shared = model.dense_indices, model.wiring_rule.shared_expert
+  return _written(model, family) | _latent_written(model) | {
+    "first_k_dense_replace": len(dense) if model.wiring_rule.taps else model.num_layers,
+    "n_routed_experts": model.num_experts,
+    "n_shared_experts": model.shared_hidden // model.expert_hidden if shared else None,
+    "num_experts_per_tok": model.top_k,
+    "moe_intermediate_size": model.expert_hidden,
+    "intermediate_size": model.mlp_hidden,
+    "num_key_value_heads": model.num_kv_heads,
+    "head_dim": model.qk_rope_head_dim,
+    "routed_scaling_factor": router.routed_scaling_factor,
+    "norm_topk_prob": _normalises(router, model.top_k),
+    "n_group": router.n_group,
+    "topk_group": router.topk_group,
+  }  # fmt: skip
+
+
+def _latent_written(model: ModelConfig) -> dict[str, Any]:
+  names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+  return {"q_lora_rank": model.q_lora_rank or None} | {n: getattr(model, n) for n in names}
+
+
+def _read_deepseek_v2(c: Fields) -> tuple[ModelConfig, RouterConfig]:
+  c.refuse("topk_method", "greedy", "group_limited_greedy")
+  c.refuse("scoring_func", "softmax")
+  model = ModelConfig(**_deepseek(c, theta=10000.0, interleaved=True))
+  k, limited = model.top_k, c.values.get("topk_method") == "group_limited_greedy"
+  normalise = c.flag("norm_topk_prob")
+  router = RouterConfig(
+    **_normalised(normalise, k),
+    **c.balance(k, "aux_loss_alpha"),
+    # The published code scales the weights or normalises them, not both.
+    routed_scaling_factor=1.0 if normalise else c.number("routed_scaling_factor", 1.0),
+    n_group=c.size("n_group", 1) if limited else 1,
+    topk_group=c.size("topk_group", 1) if limited else 1,
+    group_score="max",
+  )
+  return model, router
+
+
+def _write_deepseek_v2(model: ModelConfig, router: RouterConfig) -> dict[str, Any]:
+  return _deepseek_written(model, router, "deepseek_v2") | {
+    "topk_method": "group_limited_greedy" if router.n_group > 1 else "greedy",
+    "scoring_func": "softmax",
+    "aux_loss_alpha": router.balance_loss / model.top_k,
+  }
+
+
+def _read_deepseek_v3(c: Fields) -> tuple[ModelConfig, RouterConfig]:
+  c.refuse("topk_method", "noaux_tc")
+  c.refuse("scoring_func", "sigmoid")
+  model = ModelConfig(**_deepseek(c, theta=10000.0, interleaved=c.flag("rope_interleave", True)))
+  router = RouterConfig(
+    **_normalised(c.flag("norm_topk_prob", True), model.top_k),
+    scoring_func="sigmoid",
+    routed_scaling_factor=c.number("routed_scaling_factor", 2.5),
+    n_group=c.size("n_group", 1),
+    topk_group=c.size("topk_group", 1),
+    group_score="top2",
+    balance="none",
+    balance_loss=0.0,
+    bias="sign",
+  )
+  return model, router
+
+
+def _write_deepseek_v3(model: ModelConfig, router: RouterConfig) -> dict[str, Any]:
+  return _deepseek_written(model, router, "deepseek_v3") | {
+    "rope_interleave": model.rope.interleaved,
+  }
+
+
+# -- LongCat-Flash --------------------------------------------------------------------------------
+
+
+def _read_longcat(c: Fields) -> tuple[ModelConfig, RouterConfig]:
+  c.refuse("attention_method", "MLA")
+  c.refuse("zero_expert_type", "identity")
+  c.refuse("router_bias", False)
+  c.refuse("norm_topk_prob", False)
+  for name in ("mla_scale_q_lora", "mla_scale_kv_lora"):
+    c.refuse(name, True)
+  hidden, k = c.size("ffn_hidden_size"), c.size("moe_topk")
+  model = ModelConfig(
+    **_merged(c.common(1e7, eps=1e-5, interleaved=True), moe_every=2),
+    **c.latent(),
+    wiring="scmoe_pos2",
+    shortcut_norm="shared",
+    num_layers=2 * c.size("num_layers"),
+    num_experts=c.size("n_routed_experts"),
+    zero_experts=c.size("zero_expert_num", 0),
+    top_k=k,
+    mlp_hidden=hidden,
+    shared_hidden=hidden,
+    expert_hidden=c.size("expert_ffn_hidden_size"),
+    mla_scale_q_lora=True,
+    mla_scale_kv_lora=True,
+  )
+  router = RouterConfig(
+    normalise=False,
+    routed_scaling_factor=c.number("routed_scaling_factor", 1.0),
+    balance="none",
+    balance_loss=0.0,
+    bias="pid",
+  )
+  return model, router
+
+
+def _write_longcat(model: ModelConfig, router: RouterConfig) -> dict[str, Any]:
+  return _written(model, "longcat_flash") | _latent_written(model) | {
+    "num_layers": model.num_layers // 2,
+    "num_key_value_heads": model.num_kv_heads,
+    "head_dim": model.qk_rope_head_dim,
+    "qk_head_dim": model.qk_nope_head_dim + model.qk_rope_head_dim,
+    "ffn_hidden_size": model.mlp_hidden,
+    "expert_ffn_hidden_size": model.expert_hidden,
+    "n_routed_experts": model.num_experts,
+    "zero_expert_num": model.zero_experts,
+    "zero_expert_type": "identity",
+    "moe_topk": model.top_k,
+    "routed_scaling_factor": router.routed_scaling_factor,
+    "mla_scale_q_lora": True,
+    "mla_scale_kv_lora": True,
+    "attention_method": "MLA",
+  }  # fmt: skip
+
+
+FAMILIES: dict[str, Family] = {
+  "olmoe": Family("OlmoeForCausalLM", _read_olmoe, _write_olmoe),
+  "mixtral": Family("MixtralForCausalLM", _read_mixtral, _write_mixtral),
+  "qwen3_moe": Family("Qwen3MoeForCausalLM", _read_qwen3_moe, _write_qwen3_moe),
+  "deepseek_v2": Family("DeepseekV2ForCausalLM", _read_deepseek_v2, _write_deepseek_v2),
+  "deepseek_v3": Family("DeepseekV3ForCausalLM", _read_deepseek_v3, _write_deepseek_v3),
+  "longcat_flash": Family("LongcatFlashForCausalLM", _read_longcat, _write_longcat),
+}
+
+
+def read_config(
+  values: Mapping[str, Any], name: str = "config.json"
+) -> tuple[str, ModelConfig, RouterConfig]:
+  """The family of a config.json, and its options of model and router, resolved.
+
+  Args:
+    values: the parsed file.
+    name: what errors call it.
+
+  Raises:
+    DataError: an unknown family, a missing size, or something this model does not have.
+  """
+  family = values.get("model_type")
+  if family not in FAMILIES:
+    raise DataError(
+      f"{name}: model_type={family!r} is not a known family; one of: {', '.join(FAMILIES)}"
+    )
+  try:
+    model, router = FAMILIES[family].read(Fields(values, name))
+    model = model.resolve()
+    router.check()
+    if model.wiring_rule.taps:
+      router.check_experts(model.top_k, model.num_experts, model.zero_experts)
+  except ConfigError as error:
+    raise DataError(f"{name}: {error}") from None
+  return family, model, router
+
+
+def write_config(model: ModelConfig, router: RouterConfig, family: str = "") -> dict[str, Any]:
+  """The config.json of a resolved model, by the family that can express it.
+
+  Args:
+    model, router: options.
+    family: of a model that came from one; empty: the first that fits.
+
+  Raises:
+    ConfigError: no family, or not this one, can express it; names a field in the way.
+  """
+  if model.style != "llama":
+    raise ConfigError(
+      f"model.style={model.style!r} is that of no released family; they have 'llama' (RMSNorm, "
+      "rotary positions)"
+    )
+  differences = {}
+  for name in [family] if family else FAMILIES:
+    values = FAMILIES[name].write(model, router)
+    try:
+      found = read_config(values)[1:]
+    except DataError as error:
+      differences[name] = str(error)
+      continue
+    wrong = _difference(model, found[0], "model") or _difference(router, found[1], "router")
+    if not wrong:
+      return values
+    differences[name] = wrong
+  shown = "; ".join(f"{name}: {wrong}" for name, wrong in differences.items())
+  raise ConfigError(f"no released family has this architecture ({shown})")
+
+
+# What no checkpoint of a released family holds, because it does not change what is computed.
+_FREE = (
+  "model.dtype", "model.expert_impl", "model.expert_backend", "model.document_mask",
+  "model.mix_input", "model.shortcut_norm", "model.num_kv_heads", "model.head_dim",
+  "model.init_std", "model.context",
+  "router.fp32_gate", "router.noise", "router.balance", "router.balance_loss", "router.z_loss",
+  "router.bias", "router.bias_rate", "router.bias_proportional", "router.bias_derivative",
+  "router.real_experts", "router.compat.order", "router.compat.jitter",
+)  # fmt: skip
+
+
+def _difference(have: Any, want: Any, prefix: str) -> str:
+  """The first field in which two configurations differ, or ""."""
+  for f in dataclasses.fields(have):
+    ours, theirs, name = getattr(have, f.name), getattr(want, f.name), f"{prefix}.{f.name}"
+    if dataclasses.is_dataclass(ours):
+      if found := _difference(ours, theirs, name):
+        return found
+    elif name == "model.num_kv_heads" or name == "model.head_dim":
+      if not getattr(have, "kv_lora_rank", 0) and ours != theirs:
+        return f"{name}={ours!r}, not {theirs!r}"
+    elif name == "model.shortcut_norm":
+      if have.wiring_rule.is_shortcut and ours != theirs:
+        return f"{name}={ours!r}, not {theirs!r}"
+    elif name == "model.shared_hidden":
+      if have.wiring_rule.shared_expert and ours != theirs:
+        return f"{name}={ours!r}, not {theirs!r}"
+    elif name not in _FREE and ours != theirs:
+      return f"{name}={ours!r}, not {theirs!r}"
+  return ""

@@ -1,0 +1,221 @@
+"""Folders of safetensors, read and written one tensor at a time.
+
+Reading maps the files: what is in memory is the tensor at hand. Writing is by hand, since the
+library wants all tensors of a file at once: a file is eight bytes with the length of a JSON header,
+the header, and the bytes of the tensors in its order (the format's specification).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from scmoe.errors import DataError, StorageError
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+TYPES = {
+  "F32": np.dtype(np.float32),
+  "BF16": np.dtype(ml_dtypes.bfloat16),
+  "F16": np.dtype(np.float16),
+}
+SHARD_BYTES = 5 * 10**9  # of one file, as published models have it
+
+
+class Entry(NamedTuple):
+  """What a header says of a tensor: the file it lies in, its shape and its type."""
+
+  file: Path
+  shape: tuple[int, ...]
+  dtype: str
+
+
+class Folder:
+  """A released model on disk.
+
+  Attributes:
+    path: of the folder.
+    config: of config.json.
+    entries: of every tensor, by name.
+
+  Raises:
+    DataError: a file is missing, truncated or not what it should be; one line that names it.
+  """
+
+  def __init__(self, path: str | os.PathLike[str]):
+    self.path = Path(path).expanduser()
+    if not self.path.is_dir():
+      raise DataError(f"--from={str(path)!r} is not a folder; give one with {CONFIG} and {WEIGHTS}")
+    self.config = _json(self.path / CONFIG)
+    self._open: dict[Path, Any] = {}
+    self.entries: dict[str, Entry] = {}
+    index = self._index()
+    files = sorted(set(index.values())) if index else [self._only()]
+    for name in files:
+      self._read_header(self.path / name)
+    for name, file in index.items():
+      entry = self.entries.get(name)
+      if entry is None or entry.file.name != file:
+        raise DataError(
+          f"{self.path / INDEX} says that {name} is in {file}, which does not hold it"
+        )
+    if index and (extra := sorted(set(self.entries) - set(index))):
+      file = self.entries[extra[0]].file
+      raise DataError(f"{file} holds {extra[0]}, which {self.path / INDEX} does not name")
+
+  def read(self, name: str) -> np.ndarray:
+    """One tensor.
+
+    Raises:
+      DataError: its file cannot be read.
+    """
+    entry = self.entries[name]
+    try:
+      return self._open[entry.file].get_tensor(name)
+    except (SafetensorError, OSError) as error:
+      raise DataError(f"{entry.file}: {name} cannot be read: {error}") from None
+
+  @property
+  def size(self) -> int:
+    """Bytes of all tensors."""
+    return sum(math.prod(e.shape) * TYPES[e.dtype].itemsize for e in self.entries.values())
+
+  def _index(self) -> dict[str, str]:
+    """File of every tensor; {} for a folder of one file."""
+    path = self.path / INDEX
+    if not path.is_file():
+      return {}
+    found = _json(path).get("weight_map")
+    if not isinstance(found, dict) or not found:
+      raise DataError(f"{path} has no weight_map from tensors to files")
+    for name, file in found.items():
+      if not isinstance(file, str) or Path(file).name != file:
+        raise DataError(f"{path}: {name} is in {file!r}, which is no name of a file beside it")
+      if not (self.path / file).is_file():
+        raise DataError(f"{path} names {file} for {name}, and {self.path} has no such file")
+    return found
+
+  def _only(self) -> str:
+    files = sorted(p.name for p in self.path.glob("*.safetensors"))
+    if WEIGHTS in files:
+      return WEIGHTS
+    if len(files) == 1:
+      return files[0]
+    found = f"{len(files)} files without {INDEX}" if files else "no file"
+    raise DataError(f"{self.path} has no {WEIGHTS} ({found}); give all files of the model")
+
+  def _read_header(self, file: Path) -> None:
+    try:
+      opened = self._open[file] = safe_open(file, framework="np")
+      for name in opened.keys():  # noqa: SIM118  not a dictionary
+        part = opened.get_slice(name)
+        if name in self.entries:
+          raise DataError(f"{file} and {self.entries[name].file} both hold {name}")
+        self.entries[name] = Entry(file, tuple(part.get_shape()), part.get_dtype())
+    except (SafetensorError, OSError) as error:
+      raise DataError(f"{file} is damaged or incomplete: {error}") from None
+
+
+def _json(path: Path) -> dict[str, Any]:
+  try:
+    values = json.loads(path.read_text("utf-8"))
+  except FileNotFoundError:
+    raise DataError(f"{path} is missing; a model's folder has one") from None
+  except (OSError, ValueError, RecursionError) as error:
+    raise DataError(f"{path} cannot be read: {error}") from None
+  if not isinstance(values, dict):
+    raise DataError(f"{path} is not a JSON object")
+  return values
+
+
+# -- writing --------------------------------------------------------------------------------------
+
+
+class Planned(NamedTuple):
+  """A tensor to be written: its name, its shape and its type as a header spells it."""
+
+  name: str
+  shape: tuple[int, ...]
+  dtype: str
+
+  @property
+  def size(self) -> int:
+    """In bytes."""
+    return math.prod(self.shape) * TYPES[self.dtype].itemsize
+
+
+def write_weights(folder: Path, planned: list[Planned], values: Iterable[np.ndarray]) -> list[str]:
+  """Writes tensors as they come, in files of at most `SHARD_BYTES`, and the index of several.
+
+  Args:
+    folder: exists.
+    planned: all tensors, in order.
+    values: their values, in the same order.
+
+  Returns:
+    names of the files.
+  """
+  parts: list[list[Planned]] = [[]]
+  for tensor in planned:
+    if parts[-1] and sum(t.size for t in parts[-1]) + tensor.size > SHARD_BYTES:
+      parts.append([])
+    parts[-1].append(tensor)
+  count, stream, weight_map, names = len(parts), iter(values), {}, []
+  for i, part in enumerate(parts):
+    name = WEIGHTS if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+    with (folder / name).open("wb") as file:
+      file.write(_header(part))
+      for tensor in part:
+        value = next(stream)
+        assert (value.shape, value.dtype) == (tensor.shape, TYPES[tensor.dtype]), tensor
+        file.write(np.ascontiguousarray(value).view(np.uint8).data)
+        weight_map[tensor.name] = name
+    names.append(name)
+  if count > 1:
+    index = {"metadata": {"total_size": sum(t.size for t in planned)}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
+  return names
+
+
+def _header(part: list[Planned]) -> bytes:
+  header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+  start = 0
+  for tensor in part:
+    offsets = [start, start := start + tensor.size]
+    header[tensor.name] = {
+      "dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": offsets
+    }  # fmt: skip
+  text = json.dumps(header, separators=(",", ":")).encode()
+  text += b" " * (-len(text) % 8)
+  return len(text).to_bytes(8, "little") + text
+
+
+@contextlib.contextmanager
+def appearing(folder: Path) -> Iterator[Path]:
+  """A folder to write into, which gets its name when all is done and is gone if anything fails.
+
+  Raises:
+    StorageError: there is one already, or it cannot be written.
+  """
+  if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    raise StorageError(f"--to={str(folder)!r} is there already; give a new folder")
+  partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+  try:
+    partial.mkdir(parents=True)
+    yield partial
+    if folder.exists():
+      folder.rmdir()
+    partial.rename(folder)
+  except OSError as error:
+    raise StorageError(f"--to={str(folder)!r} cannot be written: {error}") from None
+  finally:
+    shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,209 @@
+"""Which tensor of a released model is which part of which parameter.
+
+Every tensor is one slice, by layer and perhaps by expert, of one stacked parameter, with its
+dimensions split and in another order: `[out, in]` there is `[in, out]` here. Nothing is fused,
+padded or scaled, so that what is read and written again is the same bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+
+from scmoe.models.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+  """One tensor.
+
+  Attributes:
+    name: in the files.
+    shape: there.
+    leaf: dotted name of the parameter, below `params` or `router`.
+    index: its place in the leading dimensions of the parameter, layer and expert.
+    split: its shape with heads apart.
+    order: of the dimensions of `split` in the parameter.
+  """
+
+  name: str
+  shape: tuple[int, ...]
+  leaf: str
+  index: tuple[int, ...]
+  split: tuple[int, ...]
+  order: tuple[int, ...]
+
+
+def tensors(family: str, model: ModelConfig) -> Iterator[Tensor]:
+  """All tensors of a model, in the order in which they are written."""
+  yield _plain(
+    "model.embed_tokens.weight", "params.embedding.tokens", model.vocab_size, model.width
+  )
+  for layer in range(model.num_layers // (2 if family == "longcat_flash" else 1)):
+    yield from _layer(family, model, layer)
+  yield _plain("model.norm.weight", "params.norm.scale", model.width)
+  if not model.tie_embeddings:
+    yield _linear("lm_head.weight", "params.embedding.head", (), model.width, model.vocab_size)
+
+
+def ignored(family: str, model: ModelConfig) -> re.Pattern[str]:
+  """Names of tensors that a model of this family may hold and this one does not read."""
+  found = [r".*\.rotary_emb\.inv_freq"]
+  if family.startswith("deepseek"):  # layers behind the last one predict further tokens
+    layers = "|".join(str(model.num_layers + i) for i in range(8))
+    found.append(rf"model\.layers\.({layers})\..*")
+  if family == "longcat_flash":
+    found.append(r"model\.mtp\..*")
+    # transformers 5 writes weights for experts that have none.
+    experts = "|".join(str(model.num_experts + i) for i in range(model.zero_experts))
+    found += [rf"model\.layers\.\d+\.mlp\.experts\.({experts})\..*"] if experts else []
+  if model.tie_embeddings:
+    found.append(r"lm_head\.weight")  # the embedding again
+  return re.compile("|".join(f"(?:{pattern})" for pattern in found))
+
+
+def _layer(family: str, model: ModelConfig, layer: int) -> Iterator[Tensor]:
+  prefix = f"model.layers.{layer}"
+  if family == "longcat_flash":
+    for i in range(2):
+      block = f"params.stages.units.0.blocks.{i}"
+      yield from _block(family, model, prefix, block, layer, suffix=f".{i}")
+      hidden = model.shared_hidden if i else model.mlp_hidden
+      yield from _mlp(f"{prefix}.mlps.{i}", f"{block}.mlp", model.width, hidden, (layer,))
+    yield from _moe(family, model, f"{prefix}.mlp", "params.stages", layer)
+    return
+  dense = model.dense_indices
+  if layer in dense:
+    stack, place, block_index, is_moe = "dense", dense.index(layer), 0, False
+  else:
+    before = layer - sum(i < layer for i in dense)
+    place, block_index = divmod(before, model.moe_every)
+    stack, is_moe = "stages", bool(model.wiring_rule.taps) and block_index == model.moe_every - 1
+  block = f"params.{stack}.units.0.blocks.{block_index}"
+  yield from _block(family, model, prefix, block, place)
+  if not is_moe:
+    yield from _mlp(f"{prefix}.mlp", f"{block}.mlp", model.width, model.mlp_hidden, (place,))
+    return
+  inner = "block_sparse_moe" if family == "mixtral" else "mlp"
+  yield from _moe(family, model, f"{prefix}.{inner}", f"params.{stack}", place)
+  if model.wiring_rule.shared_expert:
+    where = f"{prefix}.mlp.shared_experts"
+    yield from _mlp(where, f"{block}.mlp", model.width, model.shared_hidden, (place,))
+
+
+def _block(
+  family: str, model: ModelConfig, prefix: str, block: str, place: int, suffix: str = ""
+) -> Iterator[Tensor]:
+  """Norms and attention."""
+  norm = f"{prefix}.input_layernorm{suffix}.weight"
+  yield _plain(norm, f"{block}.norm_attention.scale", model.width, index=(place,))
+  attention = f"{prefix}.self_attn{suffix}", f"{block}.attention", model, (place,)
+  yield from (_latent_attention if model.kv_lora_rank else _attention)(*attention)
+  norm = f"{prefix}.post_attention_layernorm{suffix}.weight"
+  yield _plain(norm, f"{block}.norm_mlp.scale", model.width, index=(place,))
+
+
+def _attention(
+  prefix: str, leaf: str, model: ModelConfig, index: tuple[int, ...]
+) -> Iterator[Tensor]:
+  width, head = model.width, model.head_dim
+  projections = (("q", "query", model.num_heads), ("k", "key", model.num_kv_heads),
+                 ("v", "value", model.num_kv_heads))  # fmt: skip
+  for theirs, ours, heads in projections:
+    name = f"{prefix}.{theirs}_proj"
+    yield _into_heads(f"{name}.weight", f"{leaf}.{ours}", index, width, heads, head)
+    if model.attention_bias:
+      yield _plain(f"{name}.bias", f"{leaf}.{ours}_bias", heads, head, index=index, flat=True)
+  yield _out_of_heads(f"{prefix}.o_proj.weight", f"{leaf}.out", index, model.num_heads, head, width)
+  if model.attention_bias:
+    yield _plain(f"{prefix}.o_proj.bias", f"{leaf}.out_bias", width, index=index)
+  if model.qk_norm != "none":
+    for theirs, ours, heads in projections[:2]:
+      shape = (heads, head) if model.qk_norm == "all" else (head,)
+      name = f"{prefix}.{theirs}_norm.weight"
+      yield _plain(name, f"{leaf}.{ours}_norm", *shape, index=index, flat=True)
+
+
+def _latent_attention(
+  prefix: str, leaf: str, model: ModelConfig, index: tuple[int, ...]
+) -> Iterator[Tensor]:
+  width, heads, rank = model.width, model.num_heads, model.q_lora_rank
+  straight, turning, value = model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim
+  query = straight + turning
+  if rank:
+    yield _linear(f"{prefix}.q_a_proj.weight", f"{leaf}.query_down", index, width, rank)
+    if model.attention_bias:
+      yield _plain(f"{prefix}.q_a_proj.bias", f"{leaf}.query_down_bias", rank, index=index)
+    yield _plain(f"{prefix}.q_a_layernorm.weight", f"{leaf}.query_norm.scale", rank, index=index)
+  name = f"{prefix}.{'q_b_proj' if rank else 'q_proj'}.weight"
+  yield _into_heads(name, f"{leaf}.query", index, rank or width, heads, query)
+  name, kept = f"{prefix}.kv_a_proj_with_mqa", model.kv_lora_rank + turning
+  yield _linear(f"{name}.weight", f"{leaf}.kv_down", index, width, kept)
+  if model.attention_bias:
+    yield _plain(f"{name}.bias", f"{leaf}.kv_down_bias", kept, index=index)
+  norm = f"{prefix}.kv_a_layernorm.weight"
+  yield _plain(norm, f"{leaf}.kv_norm.scale", model.kv_lora_rank, index=index)
+  name = f"{prefix}.kv_b_proj.weight"
+  yield _into_heads(name, f"{leaf}.kv_up", index, model.kv_lora_rank, heads, straight + value)
+  yield _out_of_heads(f"{prefix}.o_proj.weight", f"{leaf}.out", index, heads, value, width)
+  if model.attention_bias:
+    yield _plain(f"{prefix}.o_proj.bias", f"{leaf}.out_bias", width, index=index)
+
+
+def _mlp(
+  prefix: str,
+  leaf: str,
+  width: int,
+  hidden: int,
+  index: tuple[int, ...],
+  names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Iterator[Tensor]:
+  gate, up, down = (f"{prefix}.{name}.weight" for name in names)
+  yield _linear(gate, f"{leaf}.gate", index, width, hidden)
+  yield _linear(up, f"{leaf}.up", index, width, hidden)
+  yield _linear(down, f"{leaf}.down", index, hidden, width)
+
+
+def _moe(family: str, model: ModelConfig, prefix: str, leaf: str, place: int) -> Iterator[Tensor]:
+  choices, gate = model.num_experts + model.zero_experts, f"{leaf}.moe.router_gate.0.weight"
+  router = f"{prefix}.router.classifier" if family == "longcat_flash" else f"{prefix}.gate"
+  yield _linear(f"{router}.weight", gate, (place,), model.width, choices)
+  if family in ("deepseek_v3", "longcat_flash"):
+    holder = f"{prefix}.router" if family == "longcat_flash" else router
+    yield _plain(f"{holder}.e_score_correction_bias", "router.bias", choices, index=(place,))
+  names = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+  for expert in range(model.num_experts):
+    where, own = f"{prefix}.experts.{expert}", (place, expert)
+    yield from _mlp(where, f"{leaf}.moe.experts", model.width, model.expert_hidden, own, names)
+
+
+def _plain(
+  name: str, leaf: str, *shape: int, index: tuple[int, ...] = (), flat: bool = False
+) -> Tensor:
+  """As it is; `flat`: of one dimension there."""
+  there = (_product(shape),) if flat else shape
+  return Tensor(name, there, leaf, index, shape, tuple(range(len(shape))))
+
+
+def _linear(name: str, leaf: str, index: tuple[int, ...], into: int, out: int) -> Tensor:
+  return Tensor(name, (out, into), leaf, index, (out, into), (1, 0))
+
+
+def _into_heads(
+  name: str, leaf: str, index: tuple[int, ...], into: int, heads: int, head: int
+) -> Tensor:
+  return Tensor(name, (heads * head, into), leaf, index, (heads, head, into), (2, 0, 1))
+
+
+def _out_of_heads(
+  name: str, leaf: str, index: tuple[int, ...], heads: int, head: int, out: int
+) -> Tensor:
+  return Tensor(name, (out, heads * head), leaf, index, (out, heads, head), (1, 2, 0))
+
+
+def _product(shape: tuple[int, ...]) -> int:
+  result = 1
+  for size in shape:
+    result *= size
+  return result

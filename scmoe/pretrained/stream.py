@@ -1,0 +1,169 @@
+"""Tensors of a folder to parameters on a mesh and back, one at a time.
+
+What a device holds of a parameter is filled piece by piece, as the tensors are read; a host never
+has a parameter whole, nor a device more than its share.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from scmoe.errors import DataError
+from scmoe.pretrained.folder import TYPES, Folder
+from scmoe.pretrained.names import Tensor, ignored, tensors
+
+
+def check_tensors(folder: Folder, family: str, model: Any) -> tuple[list[Tensor], list[str]]:
+  """Compares a folder's tensors with those of the architecture, before anything is read.
+
+  Returns:
+    the tensors, and the names of those that are there and not read.
+
+  Raises:
+    DataError: the first one that is missing, unknown, misshapen or of a type that is not read.
+  """
+  wanted, entries = list(tensors(family, model)), folder.entries
+  known, skip = {t.name for t in wanted}, ignored(family, model)
+  for tensor in wanted:
+    entry = entries.get(tensor.name)
+    if entry is None:
+      raise DataError(f"{folder.path}: tensor {tensor.name} is missing")
+    if entry.shape != tensor.shape:
+      raise DataError(
+        f"{entry.file}: tensor {tensor.name} has shape {list(entry.shape)}, the configuration asks "
+        f"for {list(tensor.shape)}"
+      )
+    if entry.dtype not in TYPES:
+      raise DataError(
+        f"{entry.file}: tensor {tensor.name} is of type {entry.dtype}; known: {', '.join(TYPES)}"
+      )
+  extra = [name for name in entries if name not in known]
+  if unknown := next((name for name in extra if not skip.fullmatch(name)), None):
+    raise DataError(
+      f"{entries[unknown].file}: tensor {unknown} is not one of a {family} with this configuration"
+    )
+  return wanted, extra
+
+
+def stored_types(folder: Folder, wanted: Iterable[Tensor]) -> dict[str, np.dtype]:
+  """In which type every parameter is kept: that of its tensors; float32 where they differ."""
+  found: dict[str, set[str]] = {}
+  for tensor in wanted:
+    found.setdefault(tensor.leaf, set()).add(folder.entries[tensor.name].dtype)
+  wide = TYPES["F32"]
+  return {leaf: TYPES[kinds.pop()] if len(kinds) == 1 else wide for leaf, kinds in found.items()}
+
+
+def load(
+  folder: Folder, wanted: list[Tensor], shapes: Mapping[str, Any]
+) -> Iterator[tuple[str, Array]]:
+  """Parameters by dotted name, each in the type of `stored_types`.
+
+  Args:
+    folder: checked.
+    wanted: its tensors.
+    shapes: `jax.ShapeDtypeStruct` with sharding of every parameter, by name.
+  """
+  types = stored_types(folder, wanted)
+  by_leaf = lambda tensor: tensor.leaf
+  for leaf, parts in itertools.groupby(sorted(wanted, key=by_leaf), by_leaf):
+    shape, sharding = shapes[leaf].shape, shapes[leaf].sharding
+    shares = [
+      _Share(device, share, shape, types[leaf])
+      for device, share in sharding.addressable_devices_indices_map(shape).items()
+    ]
+    for tensor in parts:
+      here = [share for share in shares if share.holds(tensor)]
+      if here:
+        value = folder.read(tensor.name).reshape(tensor.split)
+        for share in here:
+          share.put(tensor, value)
+    filled = [share.array() for share in shares]
+    yield leaf, jax.make_array_from_single_device_arrays(shape, sharding, filled)
+
+
+class _Share:
+  """One device's part of a parameter, while it is being filled."""
+
+  def __init__(self, device: Any, share: tuple, shape: tuple[int, ...], dtype: np.dtype):
+    self.device = device
+    self.bounds = [s.indices(n)[:2] for s, n in zip(share, shape)]
+    size = tuple(stop - start for start, stop in self.bounds)
+    # A CPU's memory is the host's: there the part is filled where it is.
+    self.on_host = device.platform == "cpu"
+    self.value: Any = np.empty(size, dtype) if self.on_host else _empty(size, dtype, device)
+
+  def holds(self, tensor: Tensor) -> bool:
+    """Whether any of the tensor lies here."""
+    return all(start <= i < stop for i, (start, stop) in zip(tensor.index, self.bounds))
+
+  def put(self, tensor: Tensor, value: np.ndarray) -> None:
+    """Writes what lies here of a tensor, split as `Tensor.split` says."""
+    place = tuple(i - start for i, (start, _) in zip(tensor.index, self.bounds))
+    own = self.bounds[len(place) :]
+    cut = [slice(None)] * len(own)
+    for to, origin in enumerate(tensor.order):
+      cut[origin] = slice(*own[to])
+    piece = value[tuple(cut)]
+    if self.on_host:
+      self.value[place] = piece.transpose(tensor.order)
+      return
+    start = jnp.asarray([*place, *[0] * len(own)], jnp.int32)
+    self.value = _written(self.value, jax.device_put(piece, self.device), start, tensor.order)
+
+  def array(self) -> Array:
+    """The part as an array of its device."""
+    return jax.device_put(self.value, self.device) if self.on_host else self.value
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype, device: Any) -> Array:
+  where = jax.sharding.SingleDeviceSharding(device)
+  return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=where)()
+
+
+@functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
+def _written(whole: Array, piece: Array, start: Array, order: tuple[int, ...]) -> Array:
+  piece = piece.transpose(order).astype(whole.dtype)
+  piece = piece.reshape((1,) * (whole.ndim - piece.ndim) + piece.shape)
+  return jax.lax.dynamic_update_slice(whole, piece, list(start))
+
+
+def unload(leaves: Mapping[str, Array], wanted: Iterable[Tensor]) -> Iterator[np.ndarray]:
+  """The tensors' values in their order, each read from the devices when it is asked for.
+
+  Args:
+    leaves: parameters by dotted name.
+    wanted: tensors.
+  """
+  for tensor in wanted:
+    leaf = leaves[tensor.leaf]
+    value = np.asarray(leaf) if not tensor.index else np.asarray(_slice_of(leaf, tensor.index))
+    back = np.argsort(tensor.order)
+    yield value.transpose(back).reshape(tensor.shape)
+
+
+def _slice_of(leaf: Array, index: tuple[int, ...]) -> Array:
+  """leaf[index], gathered from all devices."""
+  return _take(leaf, jnp.asarray(index, jnp.int32), len(index), _everywhere(leaf))
+
+
+def _everywhere(leaf: Array) -> Any:
+  sharding = leaf.sharding
+  if isinstance(sharding, jax.sharding.NamedSharding):
+    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+  return None
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _take(leaf: Array, index: Array, count: int, where: Any) -> Array:
+  for i in range(count):
+    leaf = jax.lax.dynamic_index_in_dim(leaf, index[i], 0, keepdims=False)
+  return leaf if where is None else jax.lax.with_sharding_constraint(leaf, where)

@@ -1,0 +1,254 @@
+"""Released models in and out: recorded logits, bits after a round trip, and every way to fail."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from released import PREFILL, check_case, there_and_back
+from safetensors.numpy import load_file, save_file
+
+from scmoe.config import RunConfig
+from scmoe.convert import export_model, import_model, open_released
+from scmoe.errors import ConfigError, DataError, ScmoeError, StorageError
+from scmoe.models.config import ModelConfig
+from scmoe.pretrained import folder as files
+from scmoe.pretrained.families import read_config, write_config
+from scmoe.pretrained.folder import INDEX, WEIGHTS, Folder
+from scmoe.pretrained.names import tensors
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "released"
+CASES = sorted(path.name for path in GOLDEN.iterdir())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_recorded_logits_and_hidden_states(name):
+  """On eight devices; all meshes: python -m tests.conformance ../shared/conformance."""
+  outcome = check_case(GOLDEN / name, ["data=2,expert=4"], round_trip=False)
+  assert not outcome.failures, str(outcome)
+  assert {"data=2,expert=4 logits", "data=2,expert=4 decode"} <= set(outcome.errors)
+  assert PREFILL < 12
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3_a", "longcat_flash_a"])
+def test_out_and_in_again_is_bitwise(name):
+  assert there_and_back(GOLDEN / name) == []
+
+
+def copy_of(tmp_path, name="olmoe_a"):
+  return Path(shutil.copytree(GOLDEN / name, tmp_path / "model", copy_function=shutil.copyfile))
+
+
+def change(folder, **fields):
+  path = folder / "config.json"
+  path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def test_bfloat16_in_several_files_stays_as_it_is(tmp_path, monkeypatch):
+  folder = copy_of(tmp_path, "deepseek_v3_a")
+  weights = load_file(folder / WEIGHTS)
+  narrow = {n: a if "bias" in n else a.astype(ml_dtypes.bfloat16) for n, a in weights.items()}
+  (folder / WEIGHTS).unlink()
+  names = sorted(narrow)
+  index = {}
+  for i, part in enumerate((names[:60], names[60:])):
+    file = f"model-{i + 1:05d}-of-00002.safetensors"
+    save_file({n: narrow[n] for n in part}, folder / file)
+    index |= dict.fromkeys(part, file)
+  (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+  change(folder, dtype="bfloat16")
+  monkeypatch.setattr(files, "SHARD_BYTES", 100_000)
+  assert there_and_back(folder) == []
+
+
+def test_a_mesh_holds_its_shares_in_the_files_types(tmp_path):
+  folder = copy_of(tmp_path)
+  weights = load_file(folder / WEIGHTS)
+  save_file({n: a.astype(ml_dtypes.bfloat16) for n, a in weights.items()}, folder / WEIGHTS)
+  released = open_released(str(folder), mesh="data=2,expert=2,tensor=2")
+  up = released.leaves()["params.stages.moe.experts.up"]
+  assert up.dtype == jnp.bfloat16
+  assert up.sharding.shard_shape(up.shape) == (2, 4, 64, 16)
+  want = weights["model.layers.1.mlp.experts.5.up_proj.weight"].T.astype(ml_dtypes.bfloat16)
+  np.testing.assert_array_equal(np.asarray(up[1, 5]), want)
+
+
+# -- errors: one line with the name, and nothing written ------------------------------------------
+
+
+def truncate(folder):
+  path = folder / WEIGHTS
+  path.write_bytes(path.read_bytes()[:-100])
+
+
+def with_tensors(edit):
+  def apply(folder):
+    weights = load_file(folder / WEIGHTS)
+    edit(weights)
+    save_file(weights, folder / WEIGHTS)
+
+  return apply
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+def with_index(change_map):
+  def apply(folder):
+    index = dict.fromkeys(load_file(folder / WEIGHTS), WEIGHTS)
+    change_map(index)
+    (folder / INDEX).write_text(json.dumps({"weight_map": index}))
+
+  return apply
+
+
+def with_tokenizer(folder):
+  pieces = {f"t{i}": i for i in range(200)}
+  tokenizer = {"version": "1.0", "added_tokens": [], "model": {
+    "type": "WordLevel", "vocab": pieces, "unk_token": "t0"}}  # fmt: skip
+  (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+FAILURES = {
+  "truncated": (truncate, rf"{WEIGHTS} is damaged or incomplete"),
+  "no header": (lambda f: (f / WEIGHTS).write_bytes(b"\0" * 4), rf"{WEIGHTS} is damaged"),
+  "missing file": (lambda f: (f / WEIGHTS).unlink(), rf"has no {WEIGHTS}"),
+  "missing config": (lambda f: (f / "config.json").unlink(), r"config.json is missing"),
+  "broken config": (lambda f: (f / "config.json").write_text("{"), r"config.json cannot be read"),
+  "unknown family": (lambda f: change(f, model_type="gpt_neo"), r"model_type='gpt_neo'.*olmoe"),
+  "missing tensor": (with_tensors(lambda w: w.pop(NORM)), rf"tensor {NORM} is missing"),
+  "unknown tensor": (
+    with_tensors(lambda w: w.update({"model.extra": w[NORM]})), r"tensor model.extra is not one"),
+  "misshapen": (
+    with_tensors(lambda w: w.update({NORM: w[NORM][:-1]})), rf"{NORM} has shape \[63\]"),
+  "wrong type": (
+    with_tensors(lambda w: w.update({NORM: w[NORM].astype(np.int8)})), rf"{NORM} is of type I8"),
+  "file of the index": (
+    with_index(lambda m: m.update({NORM: "model-00002.safetensors"})),
+    r"names model-00002.safetensors for .*no such file"),
+  "file outside": (with_index(lambda m: m.update({NORM: "../x"})), r"'../x', which is no name"),
+  "not in its file": (
+    with_index(lambda m: m.update({"model.extra": WEIGHTS})),
+    r"model.extra is in .* does not hold"),
+  "vocabulary": (with_tokenizer, r"tokenizer.json has 200 tokens, config.json has vocab_size=128"),
+  "rope": (
+    lambda f: change(f, rope_scaling={"rope_type": "longrope", "factor": 2.0}),
+    r"rope_type='longrope', which is not supported"),
+  "activation": (lambda f: change(f, hidden_act="gelu"), r"hidden_act='gelu' is not supported"),
+  "quantised": (
+    lambda f: change(f, quantization_config={"quant_method": "fp8"}), r"quantization_config="),
+  "no size": (lambda f: change(f, hidden_size=None), r"hidden_size=None is not a size"),
+  "heads": (lambda f: change(f, num_key_value_heads=3), r"model.num_heads=4 is not a multiple"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_what_does_not_fit_is_one_line_and_writes_nothing(name, tmp_path):
+  folder, workdir = copy_of(tmp_path), tmp_path / "run"
+  damage, message = FAILURES[name]
+  damage(folder)
+  with pytest.raises(ScmoeError, match=message) as caught:
+    import_model(str(folder), workdir)
+  assert "\n" not in str(caught.value)
+  assert not workdir.exists()
+
+
+def test_a_run_is_not_overwritten_and_a_folder_neither(tmp_path):
+  workdir = tmp_path / "run"
+  assert "next: python -m scmoe.evaluate" in import_model(str(GOLDEN / "olmoe_a"), workdir)
+  with pytest.raises(ConfigError, match="has a run already"):
+    import_model(str(GOLDEN / "olmoe_a"), workdir)
+  (tmp_path / "out").mkdir()
+  (tmp_path / "out" / "mine").touch()
+  with pytest.raises(StorageError, match="is there already"):
+    export_model(workdir, tmp_path / "out")
+  with pytest.raises(ConfigError, match="--dtype='int8' is unknown"):
+    export_model(workdir, tmp_path / "new", dtype="int8")
+  assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "run"]
+  export_model(workdir, tmp_path / "new", dtype="bfloat16")
+  narrow, wide = Folder(tmp_path / "new"), load_file(GOLDEN / "olmoe_a" / WEIGHTS)
+  want = wide["lm_head.weight"].astype(ml_dtypes.bfloat16)
+  np.testing.assert_array_equal(narrow.read("lm_head.weight"), want)
+  assert narrow.config["dtype"] == "bfloat16"
+
+
+# -- configurations -------------------------------------------------------------------------------
+
+
+def config_of(name, **fields):
+  return json.loads((GOLDEN / name / "config.json").read_text()) | fields
+
+
+def test_layers_without_a_moe():
+  model = lambda **fields: read_config(config_of("qwen3_moe_a", **fields))[1]
+  layered = {"num_hidden_layers": 4, "mlp_only_layers": []}
+  assert model().dense_layers == "1"
+  every2 = model(**layered, decoder_sparse_step=2)
+  assert (every2.moe_every, every2.dense_layers) == (2, "")
+  mixed = model(num_hidden_layers=6, mlp_only_layers=[3], decoder_sparse_step=2)
+  assert (mixed.moe_every, mixed.dense_indices) == (1, (0, 2, 3, 4))
+  assert [tuple(run) for run in mixed.runs] == [
+    (True, 0, 1), (False, 0, 1), (True, 1, 4), (False, 1, 2)]  # fmt: skip
+  assert read_config(config_of("deepseek_v3_a", first_k_dense_replace=0))[1].dense_layers == ""
+
+
+def test_every_second_layer_has_its_names():
+  fields = {"num_hidden_layers": 4, "mlp_only_layers": [], "decoder_sparse_step": 2}
+  family, model, _ = read_config(config_of("qwen3_moe_a", **fields))
+  listed = {t.name: t for t in tensors(family, model)}
+  assert listed["model.layers.2.mlp.up_proj.weight"].leaf.endswith("units.0.blocks.0.mlp.up")
+  assert listed["model.layers.3.mlp.experts.1.up_proj.weight"].index == (1, 1)
+  assert listed["model.layers.3.self_attn.q_proj.weight"].leaf.endswith("blocks.1.attention.query")
+
+
+VARIANTS = {
+  "tied": ("olmoe_a", {"tie_word_embeddings": True}),
+  "biases": ("qwen3_moe_a", {"attention_bias": True}),
+  "clipped": ("olmoe_a", {"clip_qkv": 3.0}),
+  "window": ("mixtral_a", {"sliding_window": 5}),
+  "window of qwen": ("qwen3_moe_a", {"use_sliding_window": True, "sliding_window": 4}),
+  "not normalised": ("qwen3_moe_a", {"norm_topk_prob": False}),
+  "normalised": ("olmoe_a", {"norm_topk_prob": True}),
+  "top-1": ("mixtral_a", {"num_experts_per_tok": 1}),
+  "no latent of queries": ("deepseek_v3_a", {"q_lora_rank": None}),
+  "latent biases": ("deepseek_v3_a", {"attention_bias": True}),
+  "one group": ("deepseek_v3_a", {"n_group": 1, "topk_group": 1}),
+  "halves": ("deepseek_v3_a", {"rope_interleave": False}),
+  "yarn": ("deepseek_v3_a", {"rope_scaling": {
+    "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32,
+    "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+  "no zero experts": ("longcat_flash_a", {"zero_expert_num": 0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_configurations_out_and_in_again(name):
+  case, fields = VARIANTS[name]
+  family, model, router = read_config(config_of(case, **fields))
+  again = read_config(write_config(model, router, family))
+  assert again[1:] == (model, router)
+  assert (model, router) != read_config(config_of(case))[1:]
+
+
+def test_transformers_5_spells_rotary_embeddings_otherwise():
+  values = config_of("olmoe_a")
+  theta = values.pop("rope_theta")
+  values["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
+  assert read_config(values)[1].rope_theta == 50000.0
+
+
+def test_what_no_family_has_is_not_written():
+  with pytest.raises(ConfigError, match=r"model.style='gpt2' is that of no released family"):
+    write_config(ModelConfig(vocab_size=128).resolve(), RunConfig().router)
+  model = ModelConfig(style="llama", wiring="top2", vocab_size=128, mix="direct", moe_every=1)
+  with pytest.raises(ConfigError, match=r"no released family .*olmoe: model.wiring='top2', not"):
+    write_config(model.resolve(), RunConfig().router)
+
+
+def test_names_that_errors_need_are_regular():
+  with pytest.raises(DataError, match=re.escape("mlp_only_layers='x' is not a list of layers")):
+    read_config(config_of("qwen3_moe_a", mlp_only_layers="x"))

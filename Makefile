@@ -1,6 +1,7 @@
 # make train     fresh machine -> environment, a trained model, its evaluation and a sample
 # make test      fresh machine -> environment with the test tools, then the tests
 # make check     format, lint, types, import direction: before every commit
+# make faults    every injected fault, those that take long too: for the night
 # make gpu-test  the tests that need a GPU
 # make bench     kernel benchmarks on this machine's GPU
 
@@ -17,7 +18,7 @@ STAMP_NAME := $(shell cat requirements.txt requirements-dev.txt | cksum | cut -d
 RUN_STAMP := $(VENV)/.run-$(STAMP_NAME)
 DEV_STAMP := $(VENV)/.dev-$(STAMP_NAME)
 
-.PHONY: train test check format gpu-test bench clean
+.PHONY: train test check format faults gpu-test bench clean
 .DEFAULT_GOAL := train
 
 $(RUN_STAMP):
@@ -36,7 +37,7 @@ train: $(RUN_STAMP)
 	@echo "everything was written to $(WORKDIR)"
 
 test: $(DEV_STAMP)
-	NPROC=16 $(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu"
+	NPROC=16 $(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu and not nightly"
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff format --check .
@@ -47,6 +48,9 @@ check: $(DEV_STAMP)
 format: $(DEV_STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+faults: $(DEV_STAMP)
+	NPROC=16 $(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu" tests/faults
 
 gpu-test: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m gpu tests/gpu

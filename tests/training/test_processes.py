@@ -1,61 +1,17 @@
 """Runs in processes of their own: killed, stopped, stuck, and two of them together."""
 
-import contextlib
 import json
-import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 from training_fakes import trainer
+from workers import Worker, pair
 
 from scmoe.training.checkpoint import list_steps
 from scmoe.training.metrics import read_metrics
-
-HERE = Path(__file__).parent
-
-
-class Worker:
-  """A `worker.py` process; its output is collected in files."""
-
-  def __init__(self, workdir, environment=None, **args):
-    self.name = f"{workdir.name}-{time.monotonic_ns()}"
-    self.out = workdir.parent / f"{self.name}.out"
-    self.err = workdir.parent / f"{self.name}.err"
-    paths = os.pathsep.join([str(HERE), str(HERE.parents[1])])
-    with open(self.out, "w") as out, open(self.err, "w") as err:
-      self.process = subprocess.Popen(
-        [sys.executable, str(HERE / "worker.py"), json.dumps({"workdir": str(workdir)} | args)],
-        env=os.environ | {"PYTHONPATH": paths} | (environment or {}),
-        stdout=out,
-        stderr=err,
-      )
-
-  def wait_for(self, text, seconds=90.0):
-    """Until the output holds the text."""
-    end = time.monotonic() + seconds
-    while text not in self.out.read_text():
-      assert self.process.poll() is None, self.err.read_text()[-3000:]
-      assert time.monotonic() < end, f"no {text!r} in {seconds} s"
-      time.sleep(0.01)
-
-  def end(self, seconds=90.0):
-    """Exit code."""
-    try:
-      return self.process.wait(seconds)
-    finally:
-      self.kill()
-
-  def kill(self):
-    with contextlib.suppress(ProcessLookupError):
-      self.process.kill()
-    self.process.wait()
 
 
 def losses(workdir):
@@ -95,27 +51,17 @@ def test_terminated_and_killed_again_and_again_ends_bitwise_equal(tmp_path, mesh
 
 
 def test_watchdog_ends_a_stuck_step_but_not_a_long_compilation(tmp_path):
-  train = {"watchdog_seconds": 2.0, "first_step_seconds": 120.0}
-  worker = Worker(tmp_path / "run", compile_seconds=3, sleep_at=3, train=train)
+  # The step sleeps for 100 s. No upper bound is nearer: the machine may be busy with other work.
+  train = {"watchdog_seconds": 4.0, "first_step_seconds": 120.0}
+  worker = Worker(tmp_path / "run", compile_seconds=5, sleep_at=3, train=train)
   worker.wait_for("batch 3\n")
   started = time.monotonic()
   assert worker.end() == 86
-  assert time.monotonic() - started == pytest.approx(2, abs=2)
+  assert time.monotonic() - started < 80
   message = worker.err.read_text()
-  assert "watchdog: step 4 took longer than 2 s; the stacks of all threads:" in message
+  assert "watchdog: step 4 took longer than 4 s; the stacks of all threads:" in message
   assert "worker.py" in message
   assert "__next__" in message
-
-
-def pair(workdir, **args):
-  """Two processes with four simulated devices each."""
-  with socket.socket() as probe:
-    probe.bind(("127.0.0.1", 0))
-    port = probe.getsockname()[1]
-  common = {"SCMOE_COORDINATOR": f"127.0.0.1:{port}", "SCMOE_NUM_PROCESSES": "2"}
-  return [
-    Worker(workdir, common | {"SCMOE_PROCESS_ID": str(i)}, devices=4, **args) for i in range(2)
-  ]
 
 
 def test_two_processes_stop_together_and_equal_one(tmp_path, reference):

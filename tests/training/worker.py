@@ -45,7 +45,7 @@ class Faulty(Source):
     class Loud(Iterator):
       def __next__(self):
         print(f"batch {self.index}", flush=True)
-        time.sleep(args.get("slow", 0.0))
+        time.sleep(args.get("slow", 0.0) * (1 + 9 * (jax.process_index() == args.get("slower"))))
         if self.index == args.get("sleep_at"):
           time.sleep(100)
         if self.index == args.get("freeze_at") and jax.process_index() == 1:
@@ -84,13 +84,14 @@ def search(run):
 
 def main(argv):
   args = json.loads(argv[0])
-  initialize(DistributedConfig(heartbeat_seconds=10))
+  # A busy machine leaves a process without time for seconds; only who waits for a death has haste.
+  initialize(DistributedConfig(heartbeat_seconds=args.get("heartbeat", 60)))
   run = trainer(
     make_mesh(MeshConfig(2, 4)),
     args["workdir"],
     data=Faulty(args),
     objective=SlowToCompile(args.get("compile_seconds", 0)),
-    checkpoint=CheckpointConfig(every=5),
+    checkpoint=CheckpointConfig(every=args.get("every", 5)),
     **args.get("train", {}),
   )
   if args.get("search"):

@@ -1,0 +1,242 @@
+"""Files that are damaged, foreign, swapped or cut short, and a disk that is full."""
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+
+import jax
+import numpy as np
+import pytest
+from training_fakes import Setup, Source, bits, leaf_files, trainer
+
+from scmoe.batch import Batch
+from scmoe.errors import CheckpointError, ConfigError, StorageError
+from scmoe.training import workdir as workdir_module
+from scmoe.training.checkpoint import Checkpointer, load, read_meta
+from scmoe.training.options import CheckpointConfig
+from scmoe.training.workdir import RunLock
+
+CFG = CheckpointConfig()
+
+
+@pytest.fixture(scope="module")
+def setup(mesh8):
+  return Setup(mesh8)
+
+
+@pytest.fixture(scope="module")
+def saved(setup, tmp_path_factory):
+  """(workdir, bits by step): steps 1 and 2 of a run."""
+  workdir = tmp_path_factory.mktemp("saved")
+  checkpointer, state, written = Checkpointer(workdir, CFG), setup.state(), {}
+  for step in (1, 2):
+    state, _, _ = setup.step(state, Batch.stack([Source(8).batch(step)]))
+    written[step] = bits(state)
+    checkpointer.save(step, state, {"next_index": step}, {"config": {"a": step}})
+  checkpointer.close()
+  return workdir, written
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+  """A copy of the saved run that may be damaged."""
+  shutil.copytree(saved[0], tmp_path / "run")
+  return tmp_path / "run"
+
+
+def restore(run, setup):
+  restored = Checkpointer(run, CFG).restore_latest_valid(setup.abstract)
+  assert restored is not None
+  return restored
+
+
+@pytest.mark.parametrize("share", [150, pytest.param(0, marks=pytest.mark.nightly)])
+def test_no_byte_of_a_checkpoint_changes_what_is_restored(run, saved, setup, share):
+  """Each byte inverted (or so many drawn ones): the step is found damaged, or is bitwise as it was.
+
+  Whatever a byte means to orbax, arrays are compared with the fingerprints of what was written, and
+  the rest is under a digest.
+  """
+  step, noticed = run / "checkpoints" / "2", 0
+  places = [
+    (file, at)
+    for file in sorted(f for f in step.rglob("*") if f.is_file())
+    for at in range(file.stat().st_size)
+  ]
+  drawn = random.Random(0).sample(places, share) if share else places
+  for file, at in drawn:
+    good = file.read_bytes()
+    damaged = bytearray(good)
+    damaged[at] ^= 0xFF
+    file.write_bytes(damaged)
+    restored = restore(run, setup)
+    assert bits(restored.state) == saved[1][restored.step], (file.name, at)
+    if restored.step == 1:
+      noticed += 1
+      next(p for p in step.parent.iterdir() if p.name.startswith("2.bad")).rename(step)
+    file.write_bytes(good)
+  assert noticed > len(drawn) // 4
+
+
+def test_large_leaves_lie_in_files_of_their_own_and_are_covered(tmp_path, mesh1):
+  """Above a size orbax leaves a leaf where its process wrote it: this is what large models read."""
+  value = jax.device_put(np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32))
+  state = {"params": {"a": value, "b": value + 1}, "step": jax.numpy.zeros((), "int32")}
+  checkpointer = Checkpointer(tmp_path, CFG)
+  checkpointer.save(1, state, {}, {})
+  checkpointer.close()
+  everywhere = jax.sharding.NamedSharding(mesh1, jax.sharding.PartitionSpec())
+  abstract = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), state
+  )
+  step = tmp_path / "checkpoints" / "1"
+  read = leaf_files(step, abstract)
+  large = [file for file in read if "ocdbt.process_0" in file.parts]
+  assert large, "not merged, but read"
+  draw, found = random.Random(1), 0
+  for file in read:
+    good = bytearray(file.read_bytes())
+    for at in draw.sample(range(len(good)), 5):
+      damaged = bytearray(good)
+      damaged[at] ^= 1
+      file.write_bytes(damaged)
+      try:
+        assert bits(load(step, abstract, read_meta(tmp_path, 1))) == bits(state)
+      except Exception as error:
+        assert type(error).__name__ == "Damaged"  # noqa: PT017
+        found += 1
+    file.write_bytes(good)
+  assert found >= 5
+
+
+def test_files_of_another_step_and_another_leaf_are_found(run, saved, setup):
+  """Both are whole files that orbax reads without complaint."""
+  shutil.rmtree(run / "checkpoints" / "2" / "params")
+  shutil.copytree(run / "checkpoints" / "1" / "params", run / "checkpoints" / "2" / "params")
+  restored = restore(run, setup)
+  assert restored.step == 1
+  assert bits(restored.state) == saved[1][1]
+
+
+def test_swapped_experts_are_found(run, saved, setup):
+  """As a repair by hand would: the arrays of a step saved again with two experts exchanged."""
+  meta = read_meta(run, 2)
+  state = load(run / "checkpoints" / "2", setup.abstract, meta)
+  experts = np.asarray(state.params["experts"])[[1, 0, 2, 3]]
+  place = state.params["experts"].sharding
+  state.params["experts"] = jax.device_put(experts, place)
+  other = Checkpointer(run.parent / "other", CFG)
+  other.save(2, state, {"next_index": 2}, {"config": {"a": 2}})
+  other.close()
+  shutil.rmtree(run / "checkpoints" / "2" / "params")
+  shutil.copytree(
+    run.parent / "other" / "checkpoints" / "2" / "params", run / "checkpoints" / "2" / "params"
+  )
+  assert restore(run, setup).step == 1
+
+
+def test_a_checkpoint_of_another_run_or_a_later_version(run, setup, mesh8, tmp_path):
+  foreign = run / "checkpoints" / "2"
+  shutil.rmtree(run / "checkpoints" / "1")
+  with pytest.raises(ConfigError, match="written with another configuration"):
+    trainer(mesh8, run).run()
+  meta = json.loads((foreign / "meta" / "metadata").read_text())
+  from scmoe.training import checkpoint
+
+  data = json.loads((foreign / "data" / "metadata").read_text())
+  later = checkpoint._sealed({**meta, "schema": 99}, data)
+  (foreign / "meta" / "metadata").write_text(json.dumps(later))
+  with pytest.raises(CheckpointError, match="schema 99, this version of scmoe reads"):
+    restore(run, setup)
+  assert foreign.is_dir(), "it is not damaged, and stays"
+
+
+@pytest.fixture
+def limited():
+  """limited(n): no file can grow over n bytes, as on a disk that fills up; limited(None): ends."""
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+  change = lambda n: resource.setrlimit(resource.RLIMIT_FSIZE, (n or before[0], before[1]))
+  yield change
+  change(None)
+  signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_disk_that_is_full_at_any_stage_of_a_save(run, saved, setup, limited, capsys):
+  """Files fail from the smallest to the largest: markers, manifests, descriptions, arrays."""
+  state, results = setup.state(), []
+  checkpointer = Checkpointer(run, CheckpointConfig(max_failures=99, async_save=False, keep=99))
+  sizes = (1, 30, 80, 97, 120, 300, 500, 900, 1500, 2200, 3000, 4000, 5000, 6000, 10**7)
+  for step, size in enumerate(sizes, start=3):
+    limited(size)
+    results.append(checkpointer.save(step, state, {}, {}))
+    limited(None)
+    complete = step in checkpointer.steps()
+    assert complete == results[-1], "a step is there whole, or not at all"
+    if complete:
+      assert bits(
+        load(run / "checkpoints" / str(step), setup.abstract, read_meta(run, step))
+      ) == bits(state)
+  assert not results[0]
+  assert results[-1]
+  assert {1, 2} <= set(checkpointer.steps())
+  assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_clock_that_is_set_back_changes_nothing(mesh8, tmp_path, monkeypatch):
+  whole = trainer(mesh8, tmp_path / "whole", steps=6).run()
+  real, calls = time.time, []
+
+  def back():
+    calls.append(1)
+    return real() - (3600 if len(calls) > 3 else 0)
+
+  monkeypatch.setattr(time, "time", back)
+  state = trainer(mesh8, tmp_path / "run", steps=6).run()
+  assert bits(state) == bits(whole)
+  # A lock of another host that was touched in what is now the future is not stale.
+  (tmp_path / "run" / "run.lock").write_text('{"pid": 1, "host": "elsewhere"}')
+  with pytest.raises(ConfigError, match="in use by process 1 on elsewhere"):
+    RunLock(tmp_path / "run").__enter__()
+  assert workdir_module.FOREIGN_STALE_SECONDS > 2 * workdir_module.TOUCH_SECONDS
+
+
+def test_a_read_only_checkpoint_directory_is_said_before_the_first_step(mesh8, tmp_path):
+  (tmp_path / "checkpoints").write_text("in the way")
+  with pytest.raises(StorageError, match="cannot be written"):
+    trainer(mesh8, tmp_path).run()
+  assert (
+    not (tmp_path / "metrics.jsonl").exists() or os.path.getsize(tmp_path / "metrics.jsonl") == 0
+  )
+
+
+CORRUPT = {
+  "schedule.json": [
+    '{"chosen": {"chunks": 64}, "for": ',
+    "[]",
+    "\0" * 50,
+    '{"chosen": 3, "for": {}}',
+  ],
+  "profile_guided/x.pb": ["no profile"],
+  "programs/jit_step-cache": ["not a program"],
+  "metrics.jsonl": ["\xff\n{", '{"step": "x"}\n'],
+  "config.json": ["{"],
+}
+
+
+@pytest.mark.parametrize("name", CORRUPT)
+def test_files_beside_the_checkpoints_may_hold_anything(mesh8, tmp_path, name):
+  """What can be made again is; the result is that of the undisturbed run."""
+  whole = trainer(mesh8, tmp_path / "whole", steps=4).run()
+  for number, content in enumerate(CORRUPT[name]):
+    file = tmp_path / f"run{number}" / name
+    file.parent.mkdir(parents=True)
+    file.write_bytes(content.encode("latin-1"))
+    state = trainer(
+      mesh8, tmp_path / f"run{number}", steps=4, tune="chunks=1,2", tune_rounds=1
+    ).run()
+    assert bits(state) == bits(whole)

@@ -1,0 +1,135 @@
+"""Processes that die: at random moments, again and again; one of two, and a slow one."""
+
+import os
+import random
+import signal
+import time
+
+import numpy as np
+import pytest
+from training_fakes import bits, trainer
+from workers import Worker, pair
+
+from scmoe.training.checkpoint import Checkpointer, list_steps
+from scmoe.training.metrics import read_metrics
+from scmoe.training.options import CheckpointConfig
+
+STEPS = 20
+CHECKPOINT = CheckpointConfig(every=2)
+
+
+def losses(workdir):
+  return [(line["step"], line["loss"]) for line in read_metrics(workdir)]
+
+
+@pytest.fixture(scope="module")
+def whole(mesh8, tmp_path_factory):
+  """(workdir, final state) of the unbroken run."""
+  workdir = tmp_path_factory.mktemp("whole")
+  return workdir, trainer(mesh8, workdir, steps=STEPS, checkpoint=CHECKPOINT).run()
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.nightly)])
+def test_killed_at_random_moments_it_ends_bitwise_equal(mesh8, tmp_path, whole, kills):
+  """kill -9 anywhere: in a step, in a save, in the start; what is left is always enough."""
+  draw, workdir, done = random.Random(kills), tmp_path / "run", []
+  steps = STEPS if kills < 10 else 10 * STEPS
+  for _ in range(kills):
+    worker = Worker(workdir, slow=0.02, every=2, train={"steps": steps})
+    if draw.random() < 0.9 and done[-1:] != [steps]:  # in its steps; else wherever its start is
+      worker.wait_for("batch ")
+    time.sleep(draw.uniform(0, 0.4))
+    worker.process.kill()
+    worker.process.wait()
+    done.append(max(list_steps(workdir / "checkpoints"), default=0))
+  assert done == sorted(done), "no kill took a finished checkpoint away"
+  state = trainer(mesh8, workdir, steps=steps, checkpoint=CHECKPOINT).run()
+  want, found = whole
+  if steps != STEPS:
+    want = tmp_path / "whole"
+    found = trainer(mesh8, want, steps=steps, checkpoint=CHECKPOINT).run()
+  assert bits(state) == bits(found)
+  assert losses(workdir) == losses(want)
+  assert not [p for p in (workdir / "checkpoints").iterdir() if "tmp" in p.name]
+  assert not [p for p in (workdir / "checkpoints").iterdir() if "bad" in p.name]
+
+
+def test_a_peer_that_is_killed_ends_the_other_and_leaves_a_good_checkpoint(tmp_path, whole):
+  workdir = tmp_path / "run"
+  workers = pair(workdir, slow=0.05, heartbeat=10, every=2, train={"steps": STEPS})
+  try:
+    workers[1].wait_for("batch 6\n")
+    workers[1].process.kill()
+    assert workers[0].end(100) not in (0, None), "it noticed"
+  finally:
+    for worker in workers:
+      worker.kill()
+  assert list_steps(workdir / "checkpoints"), "what was saved stays"
+  workers = pair(workdir, every=2, train={"steps": STEPS})
+  try:
+    assert [w.end(100) for w in workers] == [0, 0]
+  finally:
+    for worker in workers:
+      worker.kill()
+  np.testing.assert_allclose(
+    [loss for _, loss in losses(workdir)], [loss for _, loss in losses(whole[0])], rtol=1e-5
+  )
+
+
+@pytest.mark.nightly
+def test_a_slow_peer_is_waited_for(tmp_path):
+  workdir = tmp_path / "run"
+  train = {"steps": 6, "watchdog_seconds": 30.0}
+  workers = pair(workdir, slow=0.03, slower=1, train=train)
+  try:
+    assert [w.end(100) for w in workers] == [0, 0]
+  finally:
+    for worker in workers:
+      worker.kill()
+  assert [step for step, _ in losses(workdir)] == list(range(1, 7))
+
+
+class SignalInSave(Checkpointer):
+  """SIGTERM while a checkpoint is being written."""
+
+  def save(self, step, state, data_state, meta):
+    started = super().save(step, state, data_state, meta)
+    if step == 4:
+      os.kill(os.getpid(), signal.SIGTERM)
+    return started
+
+
+def test_terminated_while_it_saves(mesh8, tmp_path, whole, monkeypatch):
+  from scmoe.errors import Preempted
+  from scmoe.training import loop
+
+  monkeypatch.setattr(loop, "Checkpointer", SignalInSave)
+  with pytest.raises(Preempted, match="stopped at step 4 of 20 and saved"):
+    trainer(mesh8, tmp_path, steps=STEPS, checkpoint=CHECKPOINT).run()
+  assert list_steps(tmp_path / "checkpoints")[-1] == 4
+  monkeypatch.undo()
+  assert bits(trainer(mesh8, tmp_path, steps=STEPS, checkpoint=CHECKPOINT).run()) == bits(whole[1])
+
+
+def test_a_damaged_compilation_cache_costs_time_and_nothing_else(tmp_path, whole):
+  """Everything that jax keeps of compiled programs, replaced by other bytes."""
+  cache = tmp_path / "programs"
+  environment = {
+    "JAX_COMPILATION_CACHE_DIR": str(cache),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+  }
+  for name in ("first", "second"):
+    worker = Worker(tmp_path / name, environment, every=2, train={"steps": STEPS})
+    assert worker.end() == 0, worker.err.read_text()[-2000:]
+    assert losses(tmp_path / name) == losses(whole[0])
+    kept = [file for file in cache.rglob("*") if file.is_file()]
+    assert kept
+    for file in kept:
+      file.write_bytes(b"not a program" * 20)
+
+
+def test_the_same_command_twice_is_the_same_run(mesh8, tmp_path, whole):
+  state = trainer(mesh8, tmp_path, steps=STEPS, checkpoint=CHECKPOINT).run()
+  assert bits(state) == bits(whole[1])
+  assert losses(tmp_path) == losses(whole[0])

@@ -162,7 +162,7 @@ RULES = (
   ),
   _Rule(
     ("train.eval_every", "train.eval_batches"),
-    lambda run: not run.data.validation_fraction and not _reads(run, "text", "jsonl", "parquet"),
+    lambda run: not run.data.validation_fraction and _kinds(run) <= {"stdlib", "procedural"},
     "data.validation_fraction=0 leaves no validation text",
     "set data.validation_fraction, e.g. 0.05",
   ),
@@ -186,8 +186,8 @@ RULES = (
   ),
   _Rule(
     ("data.field", "data.domain_field"),
-    lambda run: not _reads(run, "jsonl", "parquet"),
-    "only rows of jsonl and parquet have columns",
+    lambda run: not _reads(run, "jsonl", "parquet", "arrow"),
+    "only rows of jsonl, parquet and arrow have columns",
     "give a data.path that ends in .jsonl or .parquet",
   ),
   _Rule(

@@ -10,9 +10,9 @@ from pathlib import Path
 from scmoe.errors import ConfigError
 from scmoe.options import check_options, option
 
-SOURCES = ("auto", "stdlib", "text", "jsonl", "parquet", "procedural", "mixture")
+SOURCES = ("auto", "stdlib", "text", "jsonl", "parquet", "arrow", "procedural", "mixture")
 PACKINGS = ("concat", "pack", "pad")
-NEEDS_PATH = ("text", "jsonl", "parquet")
+NEEDS_PATH = ("text", "jsonl", "parquet", "arrow")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,20 +21,22 @@ class DataConfig:
 
   source: str = option(
     "auto",
-    "kind of source: auto (what data.path's name or folder says; mixture with data.mixture; stdlib "
-    "without either), stdlib (this Python's own source text), text, jsonl, parquet, procedural "
-    "(known entropy), a mixture of them, or one's own as my_package.module:name",
+    "kind of source: auto (what data.path's name or folder says; mixture with data.mixture; "
+    "stdlib without either), stdlib (this Python's own source text), text, jsonl, parquet, arrow "
+    "(a folder that Hugging Face datasets saved), procedural (known entropy), a mixture of them, "
+    "or one's own as my_package.module:name",
     choices=SOURCES,
     importable=True,
   )
   path: str = option(
     "",
-    "file, folder or glob for text, jsonl and parquet; for procedural the names of its domains "
-    "joined by '+', e.g. 'markov+recall' (empty: all)",
+    "file, folder or glob for text, jsonl, parquet and arrow; for procedural the names of its "
+    "domains joined by '+', e.g. 'markov+recall' (empty: all)",
   )
-  field: str = option("text", "column of a jsonl or parquet row that holds the text")
+  field: str = option("text", "column of a jsonl, parquet or arrow row that holds the text")
   domain_field: str = option(
-    "", "column of a jsonl or parquet row that names its domain (empty: one domain per source)"
+    "",
+    "column of a jsonl, parquet or arrow row that names its domain (empty: one domain per source)",
   )
   mixture: str = option(
     "",
@@ -137,6 +139,7 @@ SUFFIXES = {
   "text": (".txt", ".text", ".md", ".rst"),
   "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson"),
   "parquet": (".parquet",),
+  "arrow": (".arrow",),
 }
 
 
@@ -150,7 +153,7 @@ def kind_of_path(path: str) -> str:
   if root.is_dir():
     names = [p.name for p in root.rglob("*") if p.is_file()]
   counts = {kind: sum(name.endswith(ends) for name in names) for kind, ends in SUFFIXES.items()}
-  return max(("text", "jsonl", "parquet"), key=lambda kind: counts[kind])
+  return max(SUFFIXES, key=lambda kind: counts[kind])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -33,13 +34,14 @@ class Stream:
   """The tokens of one domain and split.
 
   Attributes:
-    tokens: uint16[N + 1], or int32 for a large vocabulary; may be a memory map.
+    tokens: uint16[N + 1], or int32 for a large vocabulary; may be a memory map, or a
+      `scmoe.data.store.TokenFile`, of which slices are read.
     starts: int64[documents], where each document's leading end-of-text token lies.
     text_bytes: bytes of text, the denominator of bits per byte.
     pairs: int64[257, 257], counts of byte pairs, the end of text being byte 256.
   """
 
-  tokens: np.ndarray
+  tokens: Any
   starts: np.ndarray
   text_bytes: int
   pairs: np.ndarray
@@ -80,7 +82,7 @@ class _Texts:
 
 
 def load_corpus(config: DataConfig) -> Corpus:
-  """Reads, splits and tokenises all sources; the text must fit in memory.
+  """Reads, splits and tokenises all sources in memory; `scmoe.data.store` does it for larger ones.
 
   Raises:
     DataError: data are missing, empty or malformed.
@@ -91,7 +93,7 @@ def load_corpus(config: DataConfig) -> Corpus:
   for index, part in enumerate(config.parts()):
     found = _read_part(part, index, config, bad)
     for name, domain in found.items():
-      texts[_free_name(name, texts)] = domain
+      texts[free_name(name, texts)] = domain
   digest = _digest(texts)
   tokenizer = _make_tokenizer(config, texts)
   domains = tuple(
@@ -109,6 +111,20 @@ def load_corpus(config: DataConfig) -> Corpus:
 
 def _read_part(part: SourcePart, index: int, config: DataConfig, bad: BadRows) -> dict[str, _Texts]:
   by_domain: dict[str, list[Document]] = {}
+  for document in documents_of(part, config, bad):
+    by_domain.setdefault(document.domain, []).append(document)
+  return {
+    name: _split(documents, index, config.validation_fraction)
+    for name, documents in by_domain.items()
+  }
+
+
+def documents_of(part: SourcePart, config: DataConfig, bad: BadRows) -> Iterator[Document]:
+  """The documents of one source, up to `data.limit_bytes` of each domain.
+
+  Raises:
+    DataError: there is none, or see `read_documents`.
+  """
   used: dict[tuple[str, str | None], int] = {}
   one_domain = part.kind in NEEDS_PATH and not config.domain_field
   for document in read_documents(part, config, bad):
@@ -118,17 +134,14 @@ def _read_part(part: SourcePart, index: int, config: DataConfig, bad: BadRows) -
         break  # the rest of a large file need not be read
       continue
     used[key] = used.get(key, 0) + len(document.text)
-    by_domain.setdefault(document.domain, []).append(document)
-  if not by_domain:
+    yield document
+  if not used:
     where = f"data.path={part.path!r}" if part.path else f"data.source={part.kind!r}"
     raise DataError(f"{where} has no usable document ({bad.count} bad rows); give text to train on")
-  return {
-    name: _split(documents, index, config.validation_fraction)
-    for name, documents in by_domain.items()
-  }
 
 
-def _free_name(name: str, taken: Iterable[str]) -> str:
+def free_name(name: str, taken: Iterable[str]) -> str:
+  """`name`, or with a number behind it where another source has a domain of that name."""
   free, n = name, 1
   while free in taken:
     n += 1
@@ -145,19 +158,29 @@ def _split(documents: list[Document], part: int, fraction: float) -> _Texts:
   # By content: adding documents moves none of the old ones, and copies of one document stay
   # together, so that no validation text is trained on.
   texts = _Texts(part)
-  shares = [hash_share(d.text) for d in documents]
-  if fraction > 0 and all(d.split is None for d in documents) and len(set(shares)) > 1:
-    # Few documents: still one for validation, and one to train on.
-    low, high = min(shares), max(shares)
-    bound = min(max(fraction, np.nextafter(low, 1.0)), high)
-  else:
-    bound = fraction
+  shares = np.array([hash_share(d.text) for d in documents])
+  bound = bound_of(shares, fraction, named=any(d.split is not None for d in documents))
   for document, share in zip(documents, shares):
     split = document.split or ("validation" if share < bound else "train")
     (texts.train if split == "train" else texts.validation).append(document.text)
   if not texts.train and all(d.split is None for d in documents):
     texts.train, texts.validation = texts.validation, []  # one document: train on it
   return texts
+
+
+def bound_of(shares: np.ndarray, fraction: float, *, named: bool) -> float:
+  """Documents with a smaller hash are for validation.
+
+  Args:
+    shares: float64, of `hash_share`.
+    fraction: `data.validation_fraction`.
+    named: whether file names decide the split of some of them.
+  """
+  low, high = shares.min(), shares.max()
+  if fraction > 0 and not named and low < high:
+    # Few documents: still one for validation, and one to train on.
+    return float(min(max(fraction, np.nextafter(low, 1.0)), high))
+  return fraction
 
 
 def _digest(texts: dict[str, _Texts]) -> str:

@@ -84,9 +84,14 @@ def _split_name(root: Path, path: Path) -> str | None:
 class BadRows:
   """Counts rows that cannot be used, and gives up at the first one over the limit."""
 
-  def __init__(self, limit: int):
-    self.limit = limit
+  def __init__(self, limit: float, *, say: bool = True):
+    self.limit, self.say = limit, say
     self.count = 0
+
+  @classmethod
+  def silent(cls) -> BadRows:
+    """For a second reading: all of them were counted and said before."""
+    return cls(float("inf"), say=False)
 
   def skip(self, where: str, why: str) -> None:
     """Notes one bad row; `where` is file:line.
@@ -100,7 +105,9 @@ class BadRows:
         f"{where}: {why}; this is bad row {self.count} and data.max_bad_rows={self.limit}: "
         "mend the data or raise the limit"
       )
-    if self.count <= 5:  # a few say what is wrong; thousands of lines would bury the run's header
+    if (
+      self.say and self.count <= 5
+    ):  # a few say what is wrong; thousands of lines would bury the run's header
       log.warning("%s: %s; row skipped (%d so far)", where, why, self.count)
 
 

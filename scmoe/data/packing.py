@@ -8,6 +8,7 @@ same for all of them.
 from __future__ import annotations
 
 import dataclasses
+from typing import Protocol
 
 import numpy as np
 
@@ -15,6 +16,40 @@ from scmoe.data.corpus import Stream
 from scmoe.data.packages import need
 
 _BINS = 64  # rows that best-fit packing keeps open: more waste less and take longer
+
+
+class Rows(Protocol):
+  """The rows of a stream."""
+
+  def __len__(self) -> int: ...
+
+  def read(self, row: int, document_mask: bool = True) -> dict[str, np.ndarray]:
+    """One row: inputs, targets, segment_ids, positions int32[S] and weights float32[S]."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class JoinedRows:
+  """Rows of a stream that is cut every S tokens: nothing is held but where documents start.
+
+  Attributes:
+    stream: the tokens.
+    seq_len: S.
+  """
+
+  stream: Stream
+  seq_len: int
+
+  def __len__(self) -> int:
+    return -(-self.stream.size // self.seq_len)
+
+  def read(self, row: int, document_mask: bool = True) -> dict[str, np.ndarray]:
+    """See `Rows`."""
+    start = row * self.seq_len
+    end = min(start + self.seq_len, self.stream.size)
+    first, last = np.searchsorted(self.stream.starts, (start, end), side="left")
+    starts = np.unique(np.append(start, self.stream.starts[first:last]))
+    return _row(self.stream, starts, np.diff(starts, append=end), self.seq_len, document_mask)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,49 +73,47 @@ class RowTable:
     return len(self.first) - 1
 
   def read(self, row: int, document_mask: bool = True) -> dict[str, np.ndarray]:
-    """One row: inputs, targets, segment_ids, positions int32[S] and weights float32[S]."""
-    size = self.seq_len
-    inputs, targets, segments, positions = np.zeros((4, size), np.int32)
-    at = 0
-    for number, j in enumerate(range(self.first[row], self.first[row + 1]), start=1):
-      start, length = self.starts[j], self.lengths[j]
-      piece = slice(at, at + length)
-      inputs[piece] = self.stream.tokens[start : start + length]
-      targets[piece] = self.stream.tokens[start + 1 : start + length + 1]
-      segments[piece] = number
-      positions[piece] = np.arange(length)
-      at += length
-    if not document_mask:
-      segments[:at] = 1
-      positions[:at] = np.arange(at)
-    weights = (segments > 0).astype(np.float32)
-    return {
-      "inputs": inputs,
-      "targets": targets,
-      "weights": weights,
-      "segment_ids": segments,
-      "positions": positions,
-    }
+    """See `Rows`."""
+    own = slice(self.first[row], self.first[row + 1])
+    return _row(self.stream, self.starts[own], self.lengths[own], self.seq_len, document_mask)
 
 
-def make_rows(stream: Stream, packing: str, seq_len: int) -> RowTable:
+def _row(
+  stream: Stream, starts: np.ndarray, lengths: np.ndarray, size: int, document_mask: bool
+) -> dict[str, np.ndarray]:
+  """One row of these segments, one after the other."""
+  inputs, targets, segments, positions = np.zeros((4, size), np.int32)
+  at = 0
+  for number, (start, length) in enumerate(zip(starts, lengths), start=1):
+    piece, tokens = slice(at, at + length), stream.tokens[start : start + length + 1]
+    inputs[piece], targets[piece] = tokens[:-1], tokens[1:]
+    segments[piece] = number
+    positions[piece] = np.arange(length)
+    at += length
+  if not document_mask:
+    segments[:at] = 1
+    positions[:at] = np.arange(at)
+  weights = (segments > 0).astype(np.float32)
+  return {
+    "inputs": inputs,
+    "targets": targets,
+    "weights": weights,
+    "segment_ids": segments,
+    "positions": positions,
+  }
+
+
+def make_rows(stream: Stream, packing: str, seq_len: int) -> Rows:
   """The rows of a stream under `concat`, `pack` or `pad`; every token is predicted in one row."""
   if packing == "concat":
-    starts, lengths, rows = _concat(stream, seq_len)
-  else:
-    starts, lengths = _pieces(stream, seq_len)
-    rows = np.arange(len(starts)) if packing == "pad" else _best_fit(lengths, seq_len)
-    order = np.argsort(rows, kind="stable")
-    starts, lengths, rows = starts[order], lengths[order], rows[order]
+    return JoinedRows(stream, seq_len)
+  starts, lengths = _pieces(stream, seq_len)
+  rows = np.arange(len(starts)) if packing == "pad" else _best_fit(lengths, seq_len)
+  order = np.argsort(rows, kind="stable")
+  starts, lengths, rows = starts[order], lengths[order], rows[order]
   count = int(rows[-1]) + 1 if len(rows) else 0
   first = np.searchsorted(rows, np.arange(count + 1))
   return RowTable(stream, starts, lengths, first, seq_len)
-
-
-def _concat(stream: Stream, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  # Cut at every document's start and at every multiple of S.
-  starts = np.union1d(stream.starts, np.arange(0, stream.size, seq_len))
-  return starts, np.diff(starts, append=stream.size), starts // seq_len
 
 
 def _pieces(stream: Stream, seq_len: int) -> tuple[np.ndarray, np.ndarray]:

@@ -16,7 +16,8 @@ from scmoe.data import bigram
 from scmoe.data.config import DataConfig
 from scmoe.data.corpus import Corpus, load_corpus
 from scmoe.data.packages import need
-from scmoe.data.packing import RowTable, make_rows
+from scmoe.data.packing import Rows, make_rows
+from scmoe.data.store import is_large, stored_corpus
 from scmoe.data.tokenizers import Tokenizer
 from scmoe.errors import ConfigError, DataError
 
@@ -64,7 +65,8 @@ def open_data(
       f"use a multiple of {process_count}"
     )
   need("grain", "reading data")
-  data = Data(cfg, load_corpus(cfg), batch_size, seed, process_index, process_count)
+  corpus = stored_corpus(cfg) if is_large(cfg) else load_corpus(cfg)
+  data = Data(cfg, corpus, batch_size, seed, process_index, process_count)
   data.check_size()
   return data
 
@@ -304,7 +306,7 @@ class Validation:
 class _Rows:
   # The rows of all domains under one numbering: domain d has keys offsets[d] to offsets[d + 1].
 
-  def __init__(self, tables: list[RowTable]):
+  def __init__(self, tables: list[Rows]):
     self.tables = tables
     self.offsets = np.cumsum([0] + [len(t) for t in tables])
 

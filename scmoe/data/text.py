@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import json
 import sysconfig
@@ -17,6 +18,10 @@ from scmoe.errors import DataError
 from scmoe.extensions import is_import_path, load
 
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+_LARGE = 16 << 20  # bytes of a text file above which it is read piece by piece
+_BLOCK = 4 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +49,10 @@ def read_documents(part: SourcePart, config: DataConfig, bad: BadRows) -> Iterat
   domain = Path(part.path.rstrip("/")).name.split(".")[0].replace("*", "") or part.kind
   if part.kind == "text":
     return read_text(files, domain, config.document_bytes, bad)
-  rows = read_jsonl(files, config, bad) if part.kind == "jsonl" else read_parquet(files, config)
+  if part.kind == "jsonl":
+    rows = read_jsonl(files, config, bad)
+  else:
+    rows = (read_parquet if part.kind == "parquet" else read_arrow)(files, config)
   return _row_documents(rows, domain, config, bad)
 
 
@@ -140,15 +148,64 @@ def read_text(
   """Text files, long ones cut into documents of about `document_bytes`; a bad file is a bad row."""
   for file in files:
     try:
-      text = file.path.read_bytes()
+      large = file.path.stat().st_size > _LARGE and document_bytes > 0
+      text = b"" if large else file.path.read_bytes()
+      bad_place = _bad_place(file.path) if large else None
     except OSError as error:
       raise DataError(f"{file.path}: cannot be read: {error}") from None
-    if why := _bad_text(text):
-      line = 1 + text.count(b"\n", 0, _first_bad_byte(text))
+    if large and bad_place is None:
+      yield from (
+        Document(piece, domain, file.split) for piece in split_file(file.path, document_bytes)
+      )
+      continue
+    line, why = bad_place or (0, _bad_text(text))
+    if why:
+      line = line or 1 + text.count(b"\n", 0, _first_bad_byte(text))
       bad.skip(f"{file.path}:{line}", why)
       continue
     for piece in split_text(text, document_bytes):
       yield Document(piece, domain, file.split)
+
+
+def split_file(path: Path, document_bytes: int) -> Iterator[bytes]:
+  """`split_text` of a file's content, of which a few megabytes are held at a time.
+
+  Raises:
+    DataError: it cannot be read.
+  """
+  rest = b""
+  try:
+    with open(path, "rb") as file:
+      while block := file.read(_BLOCK):
+        rest += block
+        start, enough = 0, 2 * document_bytes + 4  # a cut looks no further
+        while len(rest) - start > enough:
+          end = _cut(rest, start + document_bytes, start + 2 * document_bytes)
+          yield rest[start:end]
+          start = end
+        rest = rest[start:]
+  except OSError as error:
+    raise DataError(f"{path}: cannot be read: {error}") from None
+  yield from split_text(rest, document_bytes)
+
+
+def _bad_place(path: Path) -> tuple[int, str] | None:
+  """(line, reason) where a large file is no text; None where it is."""
+  decoder, line, blank = codecs.getincrementaldecoder("utf-8")(), 1, True
+  with open(path, "rb") as file:
+    while block := file.read(_BLOCK):
+      if b"\0" in block:
+        return line + block.count(b"\n", 0, block.index(b"\0")), "NUL byte in the text"
+      try:
+        decoder.decode(block)
+      except UnicodeDecodeError as error:
+        return line + block.count(b"\n", 0, error.start), f"invalid UTF-8 ({error.reason})"
+      line, blank = line + block.count(b"\n"), blank and not block.strip()
+  try:
+    decoder.decode(b"", final=True)
+  except UnicodeDecodeError as error:
+    return line, f"invalid UTF-8 ({error.reason})"
+  return (1, "empty text") if blank else None
 
 
 def split_text(text: bytes, document_bytes: int) -> Iterator[bytes]:
@@ -231,18 +288,13 @@ def read_parquet(files: list[InputFile], config: DataConfig) -> Iterator[Row]:
     DataError: a file is no parquet file, or lacks the column.
   """
   parquet = need("pyarrow.parquet", "data.source='parquet'")
-  wanted = [c for c in (config.field, config.domain_field) if c]
   for file in files:
     try:
       table = parquet.ParquetFile(file.path)
       names = table.schema_arrow.names
     except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
       raise DataError(f"{file.path}: not a readable parquet file: {error}") from None
-    for name in wanted:
-      if name not in names:
-        option = "data.field" if name == config.field else "data.domain_field"
-        raise DataError(f"{file.path}: no column {option}={name!r}; it has: {', '.join(names)}")
-    yield from _parquet_rows(table, file, wanted)
+    yield from _parquet_rows(table, file, _wanted(names, file, config))
 
 
 def _parquet_rows(table: Any, file: InputFile, wanted: list[str]) -> Iterator[Row]:
@@ -250,17 +302,49 @@ def _parquet_rows(table: Any, file: InputFile, wanted: list[str]) -> Iterator[Ro
   number = 0
   try:
     for batch in table.iter_batches(batch_size=1024, columns=wanted):
-      columns = []
-      for name in wanted:
-        column = batch.column(name)
-        # As bytes: pyarrow raises on the first row that is not UTF-8, here only that row is bad.
-        is_text = types.types.is_string(column.type) or types.types.is_large_string(column.type)
-        columns.append((column.cast(types.large_binary()) if is_text else column).to_pylist())
+      columns = [_as_plain(batch.column(name), types) for name in wanted]
       for values in zip(*columns):
         number += 1
         yield f"{file.path}:{number}", file.split, dict(zip(wanted, values))
   except OSError as error:
     raise DataError(f"{file.path}:{number + 1}: cannot be read: {error}") from None
+
+
+def read_arrow(files: list[InputFile], config: DataConfig) -> Iterator[Row]:
+  """Rows of Arrow files, as `datasets.Dataset.save_to_disk` writes them; the wanted columns only.
+
+  Raises:
+    DataError: a file is no Arrow stream, or lacks the column.
+  """
+  arrow = need("pyarrow", "data.source='arrow'")
+  for file in files:
+    number = 0
+    try:
+      with arrow.memory_map(str(file.path)) as source:
+        reader = arrow.ipc.open_stream(source)
+        names = _wanted(reader.schema.names, file, config)
+        for batch in reader:
+          columns = [_as_plain(batch.column(name), arrow) for name in names]
+          for values in zip(*columns):
+            number += 1
+            yield f"{file.path}:{number}", file.split, dict(zip(names, values))
+    except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
+      raise DataError(f"{file.path}: not a readable Arrow file: {error}") from None
+
+
+def _wanted(names: list[str], file: InputFile, config: DataConfig) -> list[str]:
+  wanted = [c for c in (config.field, config.domain_field) if c]
+  for name in wanted:
+    if name not in names:
+      option = "data.field" if name == config.field else "data.domain_field"
+      raise DataError(f"{file.path}: no column {option}={name!r}; it has: {', '.join(names)}")
+  return wanted
+
+
+def _as_plain(column: Any, arrow: Any) -> list[Any]:
+  # As bytes: pyarrow raises on the first row that is not UTF-8, here only that row is bad.
+  is_text = arrow.types.is_string(column.type) or arrow.types.is_large_string(column.type)
+  return (column.cast(arrow.large_binary()) if is_text else column).to_pylist()
 
 
 def _row_documents(

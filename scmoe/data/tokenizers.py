@@ -171,7 +171,7 @@ def _piece_bytes(token: str) -> int:
   return len(token.removeprefix("##").replace("▁", " ").encode())
 
 
-def train_bpe(texts: Sequence[bytes], vocab_size: int) -> str:
+def train_bpe(texts: Iterable[bytes], vocab_size: int) -> str:
   """Trains a byte-level BPE; returns its tokenizer.json. Deterministic; round trips are exact.
 
   Raises:
@@ -187,7 +187,7 @@ def train_bpe(texts: Sequence[bytes], vocab_size: int) -> str:
     initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
     show_progress=False,
   )
-  tokenizer.train_from_iterator((t.decode("utf-8") for t in texts), trainer, length=len(texts))
+  tokenizer.train_from_iterator((t.decode("utf-8") for t in texts), trainer)
   if tokenizer.get_vocab_size() < vocab_size:
     log.warning(
       "the training text gives only %d tokens of data.vocab_size=%d",

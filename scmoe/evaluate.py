@@ -2,25 +2,38 @@
 
   python -m scmoe.evaluate --workdir runs/quickstart
   python -m scmoe.evaluate --workdir runs/a --step 500 --json result.json
+  python -m scmoe.evaluate --workdir runs/a --data.path=my.txt
+  python -m scmoe.evaluate --workdir runs/a --dispatch.capacity_factor=4 --data.seq_len=256
 
-Reads the configuration stored in the checkpoint, and the same data again.
+Reads the configuration stored in the checkpoint, and the same data again. With --data.path or
+another source: all of that text, or its validation files where files are named so. Routing can be
+another than in training: experts per token, capacity.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from scmoe import build
 from scmoe.command_line import ALLOW_IMPORT, HELP, SIMULATE, Flag, help_text, parse, simulate
-from scmoe.data import BitsPerByte, bigram_bits_per_byte, check_vocab, open_data
+from scmoe.config import RunConfig, with_field
+from scmoe.data import BitsPerByte, DataConfig, bigram_bits_per_byte, check_vocab, open_data
+from scmoe.effects import check_typed
 from scmoe.errors import ConfigError, StorageError, run_main
 from scmoe.inference.evaluation import evaluate
 from scmoe.programs import Programs
-from scmoe.summary import open_run
+from scmoe.summary import TOKENIZER, open_run
 from scmoe.training.checkpoint import restore_part
 from scmoe.training.workdir import write_json
+
+# Fields of the stored configuration that may be another in evaluation: none changes a parameter.
+DATA = ("data.path", "data.source", "data.mixture", "data.field", "data.domain_field",
+        "data.limit_bytes", "data.document_bytes")  # fmt: skip
+EVALUATED = (*DATA, "data.seq_len", "model.top_k", "dispatch.capacity_factor",
+             "dispatch.transport", "train.batch_size")  # fmt: skip
 
 FLAGS = (
   Flag("workdir", str, "", "folder of the run", required=True),
@@ -29,6 +42,7 @@ FLAGS = (
   Flag("mesh", str, "", "axes such as data=2,expert=2; training's, or one device, if not given"),
   SIMULATE,
   Flag("json", str, "", "also write the figures to this file"),
+  *(Flag(name, str, None, "instead of the run's own") for name in EVALUATED),
   ALLOW_IMPORT,
   HELP,
 )
@@ -46,7 +60,8 @@ def main(argv: list[str]) -> None:
   if out is not None and not out.absolute().parent.is_dir():
     raise ConfigError(f"--json={values['json']!r}: there is no folder {out.absolute().parent}")
   given = (values[name] for name in ("workdir", "step", "max_batches", "mesh", "allow_import"))
-  figures = evaluate_run(*given)
+  changed = {name: values[name] for name in EVALUATED if values[name] is not None}
+  figures = evaluate_run(*given, changed=changed)
   print(table(figures))
   if out is not None:
     try:
@@ -61,6 +76,7 @@ def evaluate_run(
   max_batches: int = 0,
   mesh: str = "",
   allow_import: Sequence[str] = (),
+  changed: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
   """Figures of `scmoe.inference.evaluation.evaluate`, with `step` and the bigram model's beside.
 
@@ -70,14 +86,24 @@ def evaluate_run(
     max_batches: batches to evaluate; 0: all.
     mesh: see `scmoe.build.on_mesh`.
     allow_import: see `scmoe.extensions.check_allowed`.
+    changed: fields of `EVALUATED` and what they are instead.
+
+  Raises:
+    ConfigError: a field cannot be used, or has no effect on this model.
+    DataError: there is no text to evaluate on.
   """
   stored = open_run(workdir, None if step < 0 else step, allow_import)
-  run = build.on_mesh(stored.run, mesh)
+  changed = changed or {}
+  run = build.on_mesh(with_changes(stored.run, changed), mesh)
   run.train.check_mesh(run.mesh.batch_shards)
   built = build.build(run)
   wanted = {"params": built.shapes, "router": built.router_shapes}
   state = restore_part(workdir, wanted, stored.step)
-  data = open_data(run.data, batch_size=run.train.batch_size, seed=run.train.seed)
+  elsewhere = any(name in DATA for name in changed)
+  source = with_tokenizer(run.data, workdir) if elsewhere else run.data
+  data = open_data(
+    source, batch_size=run.train.batch_size, seed=run.train.seed, evaluated=elsewhere
+  )
   check_vocab(data, run.model.vocab_size)
   options = {
     "mesh": built.mesh,
@@ -87,20 +113,51 @@ def evaluate_run(
   }
   figures = evaluate(built.model(state["params"]), data, **options)
   assert figures is not None  # nothing asks it to stop
-  bigram: BitsPerByte = bigram_bits_per_byte(data)
-  figures["bigram_bits_per_byte"] = bigram.total
-  for name, of_domain in figures["domains"].items():
-    of_domain["bigram_bits_per_byte"] = bigram.domains[name]
-  return {"workdir": str(workdir), "step": stored.step, **figures}
+  if not elsewhere:  # of other text there is none that a bigram model could be fit on
+    bigram: BitsPerByte = bigram_bits_per_byte(data)
+    figures["bigram_bits_per_byte"] = bigram.total
+    for name, of_domain in figures["domains"].items():
+      of_domain["bigram_bits_per_byte"] = bigram.domains[name]
+  return {"workdir": str(workdir), "step": stored.step, "changed": dict(changed), **figures}
+
+
+def with_changes(run: RunConfig, changed: Mapping[str, str]) -> RunConfig:
+  """A stored run with other data or routing; `data.source` follows the path unless it is given.
+
+  Raises:
+    ConfigError: a field cannot be used, or has no effect.
+  """
+  if not changed:
+    return run
+  if any(name in DATA for name in changed):
+    # The stored validation split is of the training text; another text is evaluated as a whole.
+    other = dataclasses.replace(run.data, source="auto", path="", mixture="", validation_fraction=0)
+    run = dataclasses.replace(run, data=other)
+  for name, text in changed.items():
+    run = with_field(run, name, text)
+  check_typed(run, changed)
+  return run.resolve(num_devices=max(run.mesh.size, 1), vocab_size=run.model.vocab_size)
+
+
+def with_tokenizer(data: DataConfig, workdir: str) -> DataConfig:
+  """The data read with the run's own tokenizer, which was stored with it."""
+  if data.tokenizer == "bytes":
+    return data
+  return dataclasses.replace(data, tokenizer=str(Path(workdir) / TOKENIZER))
 
 
 def table(figures: dict[str, Any]) -> str:
   """One line per domain and one for all of them."""
   names = ("loss", "perplexity", "bits_per_byte", "bigram_bits_per_byte", "accuracy", "tokens")
   heads = ("loss", "perplexity", "bits/byte", "bigram bits/byte", "accuracy", "tokens")
+  if "bigram_bits_per_byte" not in figures:
+    names = tuple(name for name in names if not name.startswith("bigram"))
+    heads = tuple(head for head in heads if not head.startswith("bigram"))
   rows = {**figures["domains"], "all": figures}
   width = max(len(name) for name in rows) + 2
-  lines = [f"validation of {figures['workdir']} at step {figures['step']}"]
+  with_ = ", ".join(f"{name}={text}" for name, text in figures["changed"].items())
+  title = f"{figures['workdir']} at step {figures['step']}"
+  lines = [f"validation of {title}" + (f" with {with_}" if with_ else "")]
   lines.append(" " * width + "".join(f"{head:>18}" for head in heads))
   for name, row in rows.items():
     cells = [f"{row[key]:,.0f}" if key == "tokens" else f"{row[key]:.4f}" for key in names]

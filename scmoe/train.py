@@ -23,7 +23,7 @@ from scmoe.command_line import TRAIN_FLAGS, help_text, list_configs, parse, run_
 from scmoe.config import RunConfig, check_run_name, check_workdir, imports_of, to_dict, to_json
 from scmoe.data import Data, check_vocab, open_data
 from scmoe.dry_run import dry_run, planned_devices, report
-from scmoe.errors import run_main
+from scmoe.errors import ConfigError, run_main
 from scmoe.extensions import remember
 from scmoe.inference.decode import generate
 from scmoe.inference.evaluation import evaluate, flat_scalars
@@ -31,8 +31,9 @@ from scmoe.inference.sampling import Sampling
 from scmoe.models.flops import count_parameters
 from scmoe.parallel.collectives import request_copy_engines
 from scmoe.programs import Programs
-from scmoe.summary import check_memory, header, out_of_memory, result, store_tokenizer
+from scmoe.summary import check_memory, header, open_run, out_of_memory, result, store_tokenizer
 from scmoe.training import distributed
+from scmoe.training.checkpoint import restore_part
 from scmoe.training.loop import Poll, Trainer
 from scmoe.training.step import TrainState
 from scmoe.training.workdir import warn
@@ -97,6 +98,7 @@ def train(run: RunConfig, workdir: Path) -> TrainState:
     sample=sampling(built, data),
     header=header(built, data, workdir),
     card=card(asked, built, data),
+    warm_start=beginning(built),
   )
   try:
     state = trainer.run()
@@ -105,6 +107,30 @@ def train(run: RunConfig, workdir: Path) -> TrainState:
   if distributed.is_first():
     print(result(data, workdir), flush=True)
   return state
+
+
+def beginning(built: build.Built) -> Callable[[TrainState], TrainState] | None:
+  """What gives a new run the parameters of `train.init_from`; None without one.
+
+  Raises:
+    CheckpointError: that folder has no checkpoint.
+    ConfigError: it has another model.
+  """
+  folder = built.run.train.init_from
+  if not folder:
+    return None
+  stored = open_run(folder, None)
+  if build.build_model(stored.run, None)[1] != build.build_model(built.run, None)[1]:
+    raise ConfigError(
+      f"train.init_from={folder!r} has parameters of other shapes; give the model section of "
+      f"{folder}/config.json, or leave train.init_from empty"
+    )
+
+  def start(state: TrainState) -> TrainState:
+    params = restore_part(folder, {"params": built.shapes}, stored.step)["params"]
+    return dataclasses.replace(state, params=params)
+
+  return start
 
 
 def card(asked: RunConfig, built: build.Built, data: Data) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from scmoe import evaluate, inspect, train
 from scmoe.command_line import TRAIN_FLAGS, Flag, parse
 from scmoe.config import RunConfig, fields, from_json, with_field
 from scmoe.errors import ConfigError, run_main
+from scmoe.training.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 generate = importlib.import_module("scmoe.generate")  # `scmoe.generate` is the library's function
@@ -230,6 +231,45 @@ def test_train_stop_resume_evaluate_generate(here, capsys, quick_compiler):
   assert figures["loss"] == pytest.approx(last["loss"], rel=1e-5)
   assert figures["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-5)
   assert "bigram bits/byte" in out
+
+  # Another run that begins where this one ended: one step that moves nothing, the same loss.
+  still = ["--config.train.init_from=a", "--config.optimizer.learning_rate=0"]
+  begun = ["--smoke", "--workdir=b", "--config.train.steps=1", *still]
+  code, out, err = outcome(train.main, capsys, *begun)
+  assert code == 0, err
+  (again,) = read_metrics("b", "eval")
+  assert again["loss"] == pytest.approx(last["loss"], rel=1e-5)
+  code, _, err = outcome(train.main, capsys, *begun, "--workdir=c", "--config.model.width=32")
+  assert code == 2
+  assert "train.init_from='a' has parameters of other shapes" in err
+
+  # Other text, all of it, by the same figures as its validation text had been; other routing.
+  text = "a text that the run has never seen, of a few lines\n\n" * 40
+  Path("mine.txt").write_text(text)
+  mine = ["--workdir=a", "--data.path=mine.txt", "--json=g.json"]
+  code, out, err = outcome(evaluate.main, capsys, *mine)
+  assert code == 0, err
+  assert "validation of a at step 4 with data.path=mine.txt" in out
+  assert "bigram" not in out
+  other = json.loads(Path("g.json").read_text())
+  assert other["domains"]["mine"]["bytes"] == other["bytes"] == len(text)
+  assert 7 < other["bits_per_byte"] < 9  # four steps: about as good as no model
+  few = ["--dispatch.capacity_factor=0.25", "--max_batches=2", "--json=h.json"]
+  assert outcome(evaluate.main, capsys, "--workdir=a", *few)[0] == 0
+  assert json.loads(Path("h.json").read_text())["drop"] > max(figures["drop"], 0.3)
+  assert outcome(evaluate.main, capsys, "--workdir=a", "--model.top_k=2", *few[1:])[0] == 0
+  assert json.loads(Path("h.json").read_text())["loss"] != figures["loss"]
+  assert outcome(evaluate.main, capsys, "--workdir=a", "--data.seq_len=8", *few[1:])[0] == 0
+  assert json.loads(Path("h.json").read_text())["tokens"] == 2 * 8 * 8
+  for argv, got, words in (
+    (["--data.seq_len=99"], 2, "model.context=16"),
+    (["--data.path=none.txt"], 3, "does not exist; give a file"),
+    (["--data.source=stdlib", "--data.path=mine.txt"], 2, "data.path='mine.txt' has no effect"),
+    (["--dispatch.slack=2"], 2, "--dispatch.slack is not a flag"),
+  ):
+    code, _, err = outcome(evaluate.main, capsys, "--workdir=a", *argv)
+    assert code == got
+    assert words in err
 
   code, out, err = outcome(inspect.main, capsys, "--workdir=a", "--batches=2")
   assert code == 0, err

@@ -48,7 +48,7 @@ SCRIPT = re.compile(r"\bpython3? ([\w./-]+\.py)")
 TARGET = re.compile(r"\bmake ([a-z][\w-]*)")
 OPTION = re.compile(r"(?<![\w./-])([a-z]\w*(?:\.[a-z]\w*)+)(?:=(\"[^\"]*\"|'[^']*'|[^\s,;)]+))?")
 CLASS = re.compile(r"([A-Z]\w*[a-z]\w*)((?:\.\w+)*)(?:\(.*\))?", re.DOTALL)
-FLAG = re.compile(r"(?<![\w-])--([a-z]\w*)")
+FLAG = re.compile(r"(?<![\w-])--(config(?=\.)|[a-z]\w*(?:\.[a-z]\w*)*)")
 
 
 # -- what exists ----------------------------------------------------------------------------------
@@ -278,9 +278,12 @@ def in_span(span: str, folder: Path) -> list[str]:
   found: list[str | None] = []
   for path, value in OPTION.findall(span):
     found.append(None if NO_OPTION.search(path) else in_dotted(path, value or None))
-  if (match := re.fullmatch(r"--([a-z]\w*)(?:[ =].*)?", span)) and not match[1].startswith("xla"):
+  if (match := re.fullmatch(r"--([a-z][\w.]*)(?:[ =].*)?", span)) and not match[1].startswith(
+    "xla"
+  ):
     known = set().union(*(flags_of(m) for m in programs() if m.startswith("scmoe.")))
-    found += [] if match[1] in known | {"config"} else [f"no flag --{match[1]}"]
+    name = re.sub(r"^config\..*", "config", match[1])
+    found += [] if name in known | {"config"} else [f"no flag --{match[1]}"]
   name = span.split("(")[0].split("=")[0]
   if re.fullmatch(r"[a-z]\w*_\w+", name) and name not in words():
     found.append(f"no name {name}")

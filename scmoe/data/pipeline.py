@@ -5,6 +5,7 @@ config -> corpus -> rows -> grain: shuffle per domain, mix, batch -> one process
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -45,6 +46,7 @@ def open_data(
   seed: int,
   process_index: int = 0,
   process_count: int = 1,
+  evaluated: bool = False,
 ) -> Data:
   """Reads, splits, tokenises and packs the data of a run.
 
@@ -53,6 +55,7 @@ def open_data(
     batch_size: rows of the global batch; each process gets batch_size / process_count of them.
     seed: of the order in which rows are visited, nothing else.
     process_index, process_count: this process among those that read together.
+    evaluated: nothing is trained: all text is for validation, unless files named so say which is.
 
   Raises:
     ConfigError: a field cannot be used.
@@ -66,8 +69,12 @@ def open_data(
     )
   need("grain", "reading data")
   corpus = stored_corpus(cfg) if is_large(cfg) else load_corpus(cfg)
+  if evaluated and not any(domain.validation.size for domain in corpus.domains):
+    swap = lambda d: dataclasses.replace(d, train=d.validation, validation=d.train)
+    corpus = dataclasses.replace(corpus, domains=tuple(map(swap, corpus.domains)))
   data = Data(cfg, corpus, batch_size, seed, process_index, process_count)
-  data.check_size()
+  if not evaluated:
+    data.check_size()
   return data
 
 

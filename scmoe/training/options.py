@@ -25,6 +25,11 @@ class TrainConfig:
     minimum=0,
   )
   seed: int = option(0, "seed of the initial weights and of the noise of training", minimum=0)
+  init_from: str = option(
+    "",
+    "folder of a run with whose newest parameters this one begins, at step 0 and with a fresh "
+    "optimizer; empty: fresh parameters",
+  )
   log_every: int = option(10, "steps between lines on the console and in metrics.jsonl", minimum=1)
   eval_every: int = option(0, "steps between evaluations; 0: only after the last step", minimum=0)
   eval_batches: int = option(8, "batches of one evaluation; 0: the whole validation set", minimum=0)

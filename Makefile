@@ -1,7 +1,7 @@
 # make train     fresh machine -> environment, a trained model, its evaluation and a sample
 # make test      fresh machine -> environment with the test tools, then the tests
 # make check     format, lint, types, import direction: before every commit
-# make faults    every injected fault, those that take long too: for the night
+# make faults    what takes long: kill -9 fifty times, a soak of 20,000 steps; for the night
 # make gpu-test  the tests that need a GPU
 # make bench     kernel benchmarks on this machine's GPU
 
@@ -50,7 +50,7 @@ format: $(DEV_STAMP)
 	$(BIN)/ruff check --fix .
 
 faults: $(DEV_STAMP)
-	NPROC=16 $(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu" tests/faults
+	NPROC=16 $(BIN)/python -m pytest -n auto --dist loadfile -m "nightly" tests
 
 gpu-test: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m gpu tests/gpu

@@ -33,8 +33,9 @@ from scmoe.parallel.collectives import request_copy_engines
 from scmoe.programs import Programs
 from scmoe.summary import check_memory, header, open_run, out_of_memory, result, store_tokenizer
 from scmoe.training import distributed
-from scmoe.training.checkpoint import restore_part
+from scmoe.training.checkpoint import FOLDER, list_steps, restore_part
 from scmoe.training.loop import Poll, Trainer
+from scmoe.training.restarts import supervise
 from scmoe.training.step import TrainState
 from scmoe.training.workdir import warn
 
@@ -46,6 +47,11 @@ def main(argv: list[str]) -> None:
     return print(help_text(__doc__ or "", TRAIN_FLAGS, values["help"], with_fields=True))
   if values["list_configs"]:
     return print(list_configs())
+  if values["restarts"] > 0:
+    folder = check_workdir(values["workdir"] or f"runs/{run_config(values, given).name}")
+    progress = lambda: max(list_steps(folder / FOLDER), default=0)
+    command = [sys.executable, "-m", "scmoe.train", *argv, "--restarts=0"]
+    raise SystemExit(supervise(command, values["restarts"], progress))
   simulate(values["simulate"])
   run = run_config(values, given)
   check_run_name(run.name, "name")

@@ -25,7 +25,7 @@ RANKS = [
   ("dry_run", "benchmark"),
   ("pretrained",),
   ("summary",),
-  ("train", "evaluate", "generate", "profile", "compare", "sweep", "inspect", "convert"),
+  ("train", "evaluate", "generate", "profile", "compare", "sweep", "inspect", "convert", "replay"),
 ]
 LEAVES = ("errors", "extensions", "options", "_compat", "batch")
 ALONE = ("data", "profiling")  # know nothing but errors and options

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +31,7 @@ from scmoe.errors import (
 from scmoe.parallel.mesh import batch_sharding
 from scmoe.training.card import write_card
 from scmoe.training.checkpoint import WEIGHTS_ONLY, Checkpointer, misfit
-from scmoe.training.distributed import all_agree, first_decides, is_first
+from scmoe.training.distributed import all_agree, first_decides, from_all_processes, is_first
 from scmoe.training.health import CollapseAlarm
 from scmoe.training.metrics import (
   Bar,
@@ -47,6 +48,7 @@ from scmoe.training.resume import architecture, check_config, check_data
 from scmoe.training.search import Searchable, fastest_step
 from scmoe.training.signals import StopRequest, Watchdog
 from scmoe.training.step import TrainState, init_state
+from scmoe.training.vitals import Vitals, stragglers
 from scmoe.training.workdir import RunLock, prepare_workdir, warn, write_json
 
 CONFIG = "config.json"
@@ -204,6 +206,7 @@ class _Run:
     self.bar = Bar(0, 0, shown=False)
     self.step_fn = fastest_step(built, self.abstract, workdir, say=self._say)
     self.metrics: Metrics | None = None  # on process 0
+    self.vitals = Vitals(workdir, jax.process_index())
     self.alarm = CollapseAlarm(built.train.collapse_steps)
     self.tokens_per_step = accumulation * built.train.batch_size * built.sequence_length
 
@@ -330,15 +333,19 @@ class _Run:
     """Dispatches a step; looks at the results of the one before while the device works."""
     self._profile()
     self.arm("step", allowance=self.step_fn.compiles_next)
+    began = time.perf_counter()
     self.batch = self._next_batch()
     put = lambda x: jax.make_array_from_process_local_data(self.batch_sharding, x)
-    self.state, scalars, arrays = self.step_fn(self.state, jax.tree.map(put, self.batch))
+    batch = jax.tree.map(put, self.batch)
+    self.vitals.worked(time.perf_counter() - began)
+    self.state, scalars, arrays = self.step_fn(self.state, batch)
     self.step += 1
     self._flush()
     self.pending = (self.step, scalars, arrays)
     train = self.train
     # Where the run may be given up do not run ahead: then the state is the one that met the batch.
     critical = self.skipping or not train.max_skipped_in_row
+    critical |= bool(train.spike_sigma) and train.spike_action == "stop"
     if critical or self.step in (train.stop_after, train.steps):
       self._flush()
 
@@ -365,21 +372,28 @@ class _Run:
     """
     if self.pending is None:
       return
-    (step, scalars, arrays), self.pending = self.pending, None
+    (step, scalars, arrays), self.pending, train = self.pending, None, self.train
     values = {name: np.asarray(x).item() for name, x in jax.device_get(scalars).items()}
     self.skipping = bool(values["skipped_in_row"])
     self.meter.tick()
     self.means.add(values)
     self.bar.advance()
-    if not values["finite"] and not self.skipping:
+    self.vitals.beat(step, self.meter.percentiles)
+    if values.get("spike"):
+      self._say(
+        f"step {step}: loss {values['objective']:.4f}, gradient norm {values['grad_norm']:.3g} are "
+        f"over {train.spike_sigma:g} standard deviations from the last steps'; skipped"
+      )
+    elif not values["finite"] and not self.skipping:
       self._say(
         f"step {step}: an overflow in float16 at loss scale {values['loss_scale']:g}; skipped"
       )
     elif self.skipping and self.first:
       warn(f"step {step}: loss {values['objective']}, gradient norm {values['grad_norm']}; skipped")
-    if step % self.train.log_every == 0 or step == self.train.steps:
+    if step % train.log_every == 0 or step == train.steps:
       self._log(step, values, arrays)
-    if values["skipped_in_row"] > self.train.max_skipped_in_row:
+    stop = values.get("spike") and train.spike_action == "stop"
+    if stop or values["skipped_in_row"] > train.max_skipped_in_row:
       self._give_up(step, values)
 
   def _log(self, step: int, values: dict[str, Any], arrays: dict[str, Array]) -> None:
@@ -393,6 +407,8 @@ class _Run:
       values["mfu"] = rate * flops / peak
     values["eta_seconds"] = (train.steps - step) * per_step
     self.bar.print(console_line(step, train.steps, values))
+    if grown := self.vitals.growth(values.get("host_memory_bytes", 0)):
+      warn(grown)
     if self.metrics is None:
       return
     host = jax.device_get(arrays)
@@ -415,13 +431,20 @@ class _Run:
     keeper.close()
     np.savez(folder / f"batch_{jax.process_index()}.npz", **vars(self.batch))  # pyright: ignore
     if self.first:
-      keys = ("objective", "loss", "grad_norm", "skipped", "skipped_in_row")
-      numbers = {k: str(values[k]) for k in keys}
-      write_json(folder / "failure.json", {"step": step, "seed": self.train.seed} | numbers)
+      keys = ("objective", "loss", "grad_norm", "skipped", "skipped_in_row", "loss_scale", "spike")
+      numbers = {k: str(values[k]) for k in keys if k in values}
+      how = {"step": step, "seed": self.train.seed, "variant": self.step_fn.variant.given}
+      write_json(folder / "failure.json", how | numbers)
+    if values.get("spike"):
+      raise NonFiniteError(
+        f"step {step}: loss {values['objective']:.4f} and gradient norm {values['grad_norm']:.3g} "
+        f"are a spike (train.spike_sigma={self.train.spike_sigma:g}); python -m scmoe.replay "
+        f"{folder} repeats the step. Look at its batch, or set train.spike_action=skip"
+      )
     raise NonFiniteError(
       f"{values['skipped_in_row']} steps in a row up to step {step} had a non-finite loss or "
       f"gradient (train.max_skipped_in_row={self.train.max_skipped_in_row}); state and batch "
-      f"are in {folder}. {self._remedy()}, or look at the data"
+      f"are in {folder} (python -m scmoe.replay). {self._remedy()}, or look at the data"
     )
 
   def _remedy(self) -> str:
@@ -443,7 +466,19 @@ class _Run:
         self.checkpointer.save_now(*arguments)
     elif self.checkpointer.last_saved != self.step:
       self.checkpointer.save(*arguments)
+    self._compare_hosts()
     self._pause()
+
+  def _compare_hosts(self) -> None:
+    """Step times of every host, and who is slower than the others; all processes call it."""
+    if jax.process_count() == 1:
+      return
+    own = self.vitals.times(self.meter.percentiles())
+    times = from_all_processes({**own, "host": socket.gethostname()})
+    if self.metrics is not None:
+      self.metrics.write(self.step, {"hosts": times}, "hosts")
+      if slow := stragglers(times):
+        warn(slow)
 
   def evaluate(self) -> None:
     """Evaluates this step, unless asked to stop meanwhile: then nothing of it is kept."""

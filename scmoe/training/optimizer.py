@@ -12,6 +12,7 @@ import optax
 from scmoe.options import check_options
 from scmoe.training.loss_scale import LossScaling
 from scmoe.training.options import OptimizerConfig
+from scmoe.training.spikes import Spikes
 
 UNDECAYED = ("bias", "scale", "norm", "gain")  # name parts of parameters without weight decay
 
@@ -25,6 +26,7 @@ class Optimizer(NamedTuple):
   tx: optax.GradientTransformationExtraArgs
   schedule: Callable[[Any], Any]  # step -> learning rate
   scaling: LossScaling | None = None  # of the loss before gradients are taken
+  spikes: Spikes | None = None  # which steps are skipped although they are finite
 
 
 def make_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -71,6 +73,7 @@ def make_optimizer(
   mask: Any | Callable[[Any], Any] = decay_mask,
   *,
   half: bool = False,
+  spike_sigma: float = 0.0,
 ) -> Optimizer:
   """Clipping, Adam, masked decoupled weight decay, learning rate: one optax chain.
 
@@ -79,6 +82,7 @@ def make_optimizer(
     steps: length of the schedule, train.steps.
     mask: pytree of bool like the parameters, or a function of them: which of them decay.
     half: gradients are computed in float16, which needs a scaled loss.
+    spike_sigma: see `TrainConfig`.
 
   Raises:
     ConfigError: a field is out of range.
@@ -91,7 +95,8 @@ def make_optimizer(
     scale_by_step(schedule),
   )
   scaling = LossScaling(cfg.loss_scale, cfg.loss_scale_window) if half or cfg.loss_scale else None
-  return Optimizer(optax.with_extra_args_support(tx), schedule, scaling)
+  spikes = Spikes(spike_sigma) if spike_sigma else None
+  return Optimizer(optax.with_extra_args_support(tx), schedule, scaling, spikes)
 
 
 def clip_by_norm(limit: float) -> optax.GradientTransformationExtraArgs:

@@ -65,6 +65,18 @@ class TrainConfig:
     "(exit 4)",
     minimum=0,
   )
+  spike_sigma: float = option(
+    0.0,
+    "a step whose loss or gradient norm is so many standard deviations above the last 128 is "
+    "skipped; 6 is usual; 0: none",
+    minimum=0,
+  )
+  spike_action: str = option(
+    "skip",
+    "after such a step: skip (go on), or stop (exit 4 and leave what repeats it; each step is "
+    "waited for)",
+    choices=("skip", "stop"),
+  )
   collapse_steps: int = option(
     200,
     "steps for which a layer's router may leave over a quarter of its experts without a token, or "

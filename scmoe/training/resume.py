@@ -27,6 +27,7 @@ SAFE = (
   "train.tune_rounds",
   "train.max_skipped_in_row",
   "train.collapse_steps",
+  "train.spike_action",
   "train.watchdog_seconds",
   "train.first_step_seconds",
   "train.tensorboard",

@@ -101,6 +101,11 @@ class Search:
     return self.chosen is not None and self.best.settled
 
   @property
+  def variant(self) -> Variant:
+    """What runs, as far as it is chosen."""
+    return self.chosen or Variant()
+
+  @property
   def best(self) -> GuidedStep:
     """The step that it has chosen."""
     assert self.chosen is not None, "not chosen yet"

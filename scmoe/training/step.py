@@ -43,6 +43,7 @@ class TrainState:
   skipped: Array  # int32 [], skipped steps of the whole run
   skipped_in_row: Array  # int32 [], of them since the last good one; no overflow of a scaled loss
   scale: PyTree = None  # of `LossScaling`, where there is one
+  recent: PyTree = None  # of `Spikes`, where there are some
 
 
 class Objective(Protocol):
@@ -167,7 +168,7 @@ def make_train_step(
 
   The scalars are those of the objective, and `objective` (what is differentiated, meaned over the
   microbatches), `loss` (the same, unless the objective says its own), `grad_norm` before clipping,
-  `lr`, `finite`, `skipped`, `skipped_in_row`.
+  `lr`, `finite`, `skipped`, `skipped_in_row`; where there are such, `loss_scale` and `spike`.
   """
   mesh: Any = abstract.step.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
   specs = jax.tree.map(lambda s: s.spec, shardings_of(abstract))
@@ -189,7 +190,11 @@ def make_train_step(
       # Before clipping: clipping by a norm with one inf turns that leaf into NaN, the rest into 0.
       finite = jnp.isfinite(loss) & jnp.isfinite(norm)
       router = objective.update_router(state.router, aux)
-      new = _updated(state, grads, norm, router, optimizer, finite, loss)
+      good, spike = finite, None
+      if optimizer.spikes is not None:
+        spike = finite & optimizer.spikes.seen(state.recent, loss, norm)
+        good = finite & ~spike
+      new = _updated(state, grads, norm, router, optimizer, good, loss)
     with jax.named_scope("statistics"):
       scalars, arrays = objective.metrics(aux)
     scalars = {"loss": loss} | scalars | {"objective": loss}
@@ -197,6 +202,8 @@ def make_train_step(
     scalars |= {"skipped": new.skipped, "skipped_in_row": new.skipped_in_row}
     if factor is not None:
       scalars["loss_scale"] = factor
+    if spike is not None:
+      scalars["spike"] = spike
     return new, scalars, arrays
 
   everywhere: NamedSharding = replicated(mesh)
@@ -245,10 +252,11 @@ def accumulate(
   keep = lambda which, tree: jax.tree.map(lambda s, x: x if s == which else None, shared, tree)
   size = flight if count % flight == 0 else 1  # microbatches of a group
 
-  def losses(*given: Any) -> Any:
+  def scaled(*given: Any) -> Any:
     whole, results = objective.losses(*given)
-    return whole if factor is None else whole * factor, results
+    return whole * jnp.asarray(factor), results
 
+  losses = objective.losses if factor is None else scaled
   differentiate = jax.grad(losses, (0, 4), has_aux=True)
 
   def each(group: Batch, first: Any) -> tuple[list[PyTree], PyTree, list[Batch], list[Array]]:
@@ -300,21 +308,22 @@ def _updated(
   norm: Array,
   router: PyTree,
   optimizer: Optimizer,
-  finite: Array,
+  good: Array,
   loss: Array,
 ) -> TrainState:
-  """The next state; where not `finite`, only the counters move."""
+  """The next state; where the step is not `good`, only the counters move."""
   updates, opt_state = optimizer.tx.update(
     grads, state.opt_state, state.params, step=state.step, norm=norm
   )
   params = optax.apply_updates(state.params, updates)
-  keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-  missed = 1 - finite.astype(jnp.int32)
+  keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)
+  missed = 1 - good.astype(jnp.int32)
   scaling, scale, failed = optimizer.scaling, state.scale, missed
   if scaling is not None:
     # While the factor can fall, an overflow of the gradients says nothing of the loss.
-    failed = missed * (1 - (jnp.isfinite(loss) & scaling.may_fall(scale)).astype(jnp.int32))
-    scale = scaling.after(scale, finite)
+    overflow = jnp.isfinite(loss) & ~jnp.isfinite(norm)
+    failed = missed * (1 - (overflow & scaling.may_fall(scale)).astype(jnp.int32))
+    scale = scaling.after(scale, jnp.isfinite(loss) & jnp.isfinite(norm))
   return TrainState(
     step=state.step + 1,
     params=keep(params, state.params),
@@ -324,6 +333,9 @@ def _updated(
     skipped=state.skipped + missed,
     skipped_in_row=(state.skipped_in_row + failed) * missed,
     scale=scale,
+    recent=None
+    if optimizer.spikes is None
+    else optimizer.spikes.after(state.recent, loss, norm, good),
   )
 
 
@@ -340,4 +352,5 @@ def _fresh(init: Init, optimizer: Optimizer, seed: int) -> TrainState:
     skipped=zero,
     skipped_in_row=zero,
     scale=None if optimizer.scaling is None else optimizer.scaling.init(),
+    recent=None if optimizer.spikes is None else optimizer.spikes.init(),
   )

@@ -222,7 +222,7 @@ def trainer(mesh, workdir, *, data=None, objective=None, config=None, **fields):
     mesh,
     parts["train"],
     checkpoint,
-    make_optimizer(OPTIMIZER, train["steps"]),
+    make_optimizer(OPTIMIZER, train["steps"], spike_sigma=parts["train"].spike_sigma),
     whole | (config or {}),
     objective or Objective(),
   )

@@ -1,0 +1,105 @@
+"""python -m scmoe.replay: repeats the step that ended a run, from the bundle that it left.
+
+  python -m scmoe.replay runs/a/replay
+
+The bundle holds state, batch and numbers of the step. On the hardware and versions of the run the
+numbers come out bitwise the same; then the cause can be looked for with what is here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scmoe import build
+from scmoe.batch import Batch
+from scmoe.command_line import ALLOW_IMPORT, HELP, SIMULATE, Flag, help_text, parse, simulate
+from scmoe.config import RunConfig
+from scmoe.errors import CheckpointError, ConfigError, run_main
+from scmoe.parallel.mesh import batch_sharding
+from scmoe.summary import open_run
+from scmoe.training.checkpoint import Checkpointer
+from scmoe.training.options import CheckpointConfig
+from scmoe.training.search import Searchable, Steps
+from scmoe.training.step import TrainState
+from scmoe.training.variants import Variant
+
+FAILURE = "failure.json"
+FLAGS = (
+  Flag("bundle", str, "", "folder that a run left: WORKDIR/replay", required=True),
+  SIMULATE,
+  ALLOW_IMPORT,
+  HELP,
+)
+
+
+def main(argv: list[str]) -> None:
+  """Repeats the step and prints what it gives beside what it gave."""
+  if argv and not argv[0].startswith("--"):
+    argv = ["--bundle", *argv]
+  values, _ = parse(argv, FLAGS)
+  if values["help"]:
+    return print(help_text(__doc__ or "", FLAGS))
+  simulate(values["simulate"])
+  bundle = Path(values["bundle"])
+  run: RunConfig = build.on_mesh(open_run(str(bundle), None, values["allow_import"]).run)
+  found, same = replay(build.build(run), bundle)
+  print(found)
+  print("bitwise the same" if same else "not the same: other hardware, versions or mesh?")
+
+
+def replay(built: Searchable, bundle: Path) -> tuple[str, bool]:
+  """Repeats the step of a bundle.
+
+  Returns:
+    A table of the numbers then and now, and whether all are equal, bit by bit.
+
+  Raises:
+    CheckpointError: the bundle is not whole.
+    ConfigError: another number of processes wrote it.
+  """
+  try:
+    failure = json.loads((bundle / FAILURE).read_text())
+    variant = Variant(**failure["variant"])
+  except (OSError, ValueError, KeyError, TypeError) as error:
+    raise CheckpointError(f"{bundle} is not the replay of a run: {error}") from None
+  if len(list(bundle.glob("batch_*.npz"))) != jax.process_count():
+    raise ConfigError(
+      f"{bundle} was written by {len(list(bundle.glob('batch_*.npz')))} processes, here are "
+      f"{jax.process_count()}; start as many"
+    )
+  abstract = built.abstract_state()
+  restored = Checkpointer(bundle, CheckpointConfig()).restore_latest_valid(abstract)
+  if restored is None:
+    raise CheckpointError(f"{bundle} holds no state")
+  with np.load(bundle / f"batch_{jax.process_index()}.npz", allow_pickle=False) as file:
+    batch = Batch(**file)
+  sharding = batch_sharding(built.mesh, leading=1)
+  put = lambda x: jax.make_array_from_process_local_data(sharding, x)
+  step = Steps(built, abstract, bundle)(variant)
+  _, scalars, _ = step(before(restored.state, failure), jax.tree.map(put, batch))
+  now = {name: str(np.asarray(x).item()) for name, x in scalars.items()}
+  names = [name for name in ("objective", "grad_norm", "loss_scale") if name in failure]
+  lines = [f"{'step ' + str(failure['step']):12}{'then':>24}{'now':>24}"]
+  lines += [f"{name:12}{failure[name]:>24}{now[name]:>24}" for name in names]
+  return "\n".join(lines), all(failure[name] == now[name] for name in names)
+
+
+def before(state: TrainState, failure: dict[str, Any]) -> TrainState:
+  """The state before a step that was skipped: it changed the counters only, and the loss scale."""
+  place = lambda value, like: jax.device_put(jnp.asarray(value, like.dtype), like.sharding)
+  state = dataclasses.replace(state, step=place(failure["step"] - 1, state.step))
+  if state.scale is None:
+    return state
+  factor = place(float(failure["loss_scale"]), state.scale["factor"])
+  return dataclasses.replace(state, scale={**state.scale, "factor": factor})
+
+
+if __name__ == "__main__":
+  run_main(main)

@@ -1,0 +1,78 @@
+"""Starting a run again without a person: `scmoe.train --restarts N`.
+
+The command runs as a child of this process, and again when it dies: killed, crashed, stuck (86), or
+left by its peers. What another start would not mend is passed on: done, a configuration or data
+that are wrong, no valid checkpoint, a full disk, numbers that are not finite, and having been asked
+to stop. A start that got to a later checkpoint gives all N restarts back.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from scmoe.training.workdir import warn
+
+FINAL = (0, 2, 3, 4, 5, 6, 75)
+LONGEST_WAIT = 60.0  # seconds between two starts
+
+
+def supervise(
+  command: Sequence[str],
+  restarts: int,
+  progress: Callable[[], int],
+  *,
+  wait: Callable[[float], Any] = time.sleep,
+) -> int:
+  """Runs a command until it ends for good; its exit code (128 + N where signal N killed it).
+
+  SIGTERM is passed on to it; then it is not started again.
+
+  Args:
+    command: program and arguments.
+    restarts: how often in a row without progress.
+    progress: the step of the newest checkpoint.
+    wait: sleeps so many seconds.
+  """
+  child: subprocess.Popen[bytes] | None = None
+  asked = False
+
+  def pass_on(number: int, frame: Any) -> None:
+    nonlocal asked
+    del frame
+    asked = True
+    if child is not None:
+      child.send_signal(number)
+
+  # A terminal sends SIGINT to both.
+  before = {
+    signal.SIGTERM: signal.signal(signal.SIGTERM, pass_on),
+    signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
+  }
+  used = 0
+  try:
+    while True:
+      reached = progress()
+      # The child has the handlers that this process had: it decides by itself what a signal means.
+      child = subprocess.Popen(
+        command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+      )
+      if asked:  # between two children
+        child.terminate()
+      code = child.wait()
+      code = 128 - code if code < 0 else code
+      if code in FINAL or asked:
+        return code
+      used = 1 if progress() > reached else used + 1
+      if used > restarts:
+        warn(f"ended with {code} after {restarts} restarts without a new checkpoint; giving up")
+        return code
+      pause = min(2.0 ** (used - 1), LONGEST_WAIT)
+      warn(f"the run ended with {code}; restart {used} of {restarts} in {pause:g} s")
+      wait(pause)
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)

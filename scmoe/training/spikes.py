@@ -1,0 +1,53 @@
+"""Steps whose loss or gradient norm is far outside of what the last ones were.
+
+A bad batch can undo days of training in one step. The step itself compares, before it updates:
+above mean + sigma · standard deviation of the last `WINDOW` good steps it is skipped, as a step
+that is not finite is (OLMo's skip-step optimizer; `train.spike_sigma`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import Array
+
+WINDOW = 128
+LEAST = 32  # good steps before anything is compared
+FLOOR = 1e-3  # least standard deviation, as a share of the mean
+
+
+@dataclasses.dataclass(frozen=True)
+class Spikes:
+  """What counts as a spike; what it is compared with is part of `TrainState`.
+
+  Attributes:
+    sigma: standard deviations above the mean.
+  """
+
+  sigma: float
+
+  def init(self) -> dict[str, Array]:
+    """`values`, float32 [2, WINDOW]: losses and norms in turn; `count`, int32 []: good steps."""
+    return {"values": jnp.zeros((2, WINDOW), jnp.float32), "count": jnp.zeros((), jnp.int32)}
+
+  def seen(self, recent: dict[str, Array], loss: Array, norm: Array) -> Array:
+    """Whether this loss or this norm is a spike: bool []."""
+    values_2W, count = recent["values"], jnp.minimum(recent["count"], WINDOW)
+    there_W = jnp.arange(WINDOW) < count
+    size = jnp.maximum(count, 1)
+    mean_2 = jnp.where(there_W, values_2W, 0).sum(1) / size
+    square_2 = jnp.where(there_W, (values_2W - mean_2[:, None]) ** 2, 0).sum(1) / size
+    width_2 = jnp.maximum(jnp.sqrt(square_2), FLOOR * jnp.abs(mean_2))
+    high = (jnp.stack([loss, norm]) > mean_2 + self.sigma * width_2).any()
+    return high & (recent["count"] >= LEAST)
+
+  def after(
+    self, recent: dict[str, Array], loss: Array, norm: Array, good: Array
+  ) -> dict[str, Array]:
+    """With this step, if it was good."""
+    values = recent["values"].at[:, recent["count"] % WINDOW].set(jnp.stack([loss, norm]))
+    return {
+      "values": jnp.where(good, values, recent["values"]),
+      "count": recent["count"] + good.astype(jnp.int32),
+    }

@@ -2,11 +2,13 @@
 
   python -m scmoe.convert --from ~/models/OLMoE-1B-7B --workdir runs/olmoe
   python -m scmoe.convert --workdir runs/olmoe --to exports/olmoe
+  python -m scmoe.convert --from ~/models/OLMoE-1B-7B --workdir runs/a --upcycle wiring=scmoe_pos2
 
 Reads and writes folders as Hugging Face transformers has them: config.json, safetensors, and
 tokenizer.json. What is read becomes step 0 of a run, in the types of its tensors: `scmoe.evaluate`,
 `scmoe.generate` and `scmoe.train` take it from there. Families: OLMoE, Mixtral, Qwen3-MoE,
-DeepSeek-V2 and V3, LongCat-Flash. Nothing is written before everything has been checked.
+DeepSeek-V2 and V3, LongCat-Flash, and Llama, Mistral and Qwen3 as sources of experts. Nothing is
+written before everything has been checked.
 """
 
 from __future__ import annotations
@@ -31,11 +33,13 @@ from scmoe.data.tokenizers import JsonTokenizer
 from scmoe.dry_run import number, size_of
 from scmoe.errors import ConfigError, DataError, StorageError, run_main
 from scmoe.models.flops import count_parameters
+from scmoe.moe.dispatch import DispatchConfig
 from scmoe.parallel.mesh import MeshConfig
 from scmoe.pretrained.families import read_config, write_config
 from scmoe.pretrained.folder import CONFIG, TYPES, Folder, Planned, appearing, write_weights
 from scmoe.pretrained.names import Tensor, tensors
 from scmoe.pretrained.stream import check_tensors, load, unload
+from scmoe.pretrained.upcycle import fill, plan
 from scmoe.summary import TOKENIZER, open_run
 from scmoe.training.checkpoint import FOLDER, WEIGHTS_ONLY, Checkpointer, list_steps, restore_stored
 from scmoe.training.options import CheckpointConfig
@@ -59,6 +63,13 @@ FLAGS = (
     "",
     "axes such as data=2,expert=2; all devices on the expert axis, if not given and they divide",
   ),
+  Flag(
+    "upcycle",
+    str,
+    "",
+    "with --from: start another architecture from it: wiring=scmoe_pos2 from one with experts, "
+    "experts=8 (or experts=8,top_k=2,wiring=...) from a dense one",
+  ),
   HELP,
 )
 _WORDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -73,7 +84,10 @@ def main(argv: list[str]) -> None:
     raise ConfigError("give --from FOLDER, to read a released model, or --to FOLDER, to write one")
   workdir = check_workdir(values["workdir"])
   if values["from"]:
-    return print(import_model(values["from"], workdir, mesh=values["mesh"]))
+    options = {"mesh": values["mesh"], "upcycle": values["upcycle"]}
+    return print(import_model(values["from"], workdir, **options))
+  if values["upcycle"]:
+    raise ConfigError("--upcycle goes with --from: it starts a run from a released model")
   step = None if values["step"] < 0 else values["step"]
   options = {"step": step, "dtype": values["dtype"], "mesh": values["mesh"]}
   return print(export_model(workdir, Path(values["to"]).expanduser(), **options))
@@ -127,7 +141,13 @@ def open_released(
   model = dataclasses.replace(model, dtype=dtype)
   data = data or DataConfig(seq_len=min(DataConfig.seq_len, model.context))
   name = "".join(c if c.isalnum() or c in "._-" else "-" for c in folder.path.resolve().name)
-  run = RunConfig(name=name.strip("._-")[:64] or family, model=model, router=router, data=data)
+  run = RunConfig(
+    name=name.strip("._-")[:64] or family,
+    model=model,
+    router=router,
+    dispatch=DispatchConfig(transport="dropless"),  # a released model drops nothing
+    data=data,
+  )
   devices = jax.device_count()
   run = dataclasses.replace(run, mesh=_mesh(run, devices))
   run = build.on_mesh(run, mesh) if mesh else run
@@ -160,8 +180,14 @@ def nested(leaves: dict[str, Any], like: Any) -> Any:
   return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in flat(like)])
 
 
-def import_model(path: str, workdir: Path, *, mesh: str = "") -> str:
+def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "") -> str:
   """Makes a released model step 0 of a run; returns what there is to say about it.
+
+  Args:
+    path: folder of the model.
+    workdir: of the run.
+    mesh: see `--mesh`.
+    upcycle: another architecture that starts from it; see `scmoe.pretrained.upcycle`.
 
   Raises:
     DataError: a file or a tensor is not what it should be; nothing has been written.
@@ -177,8 +203,16 @@ def import_model(path: str, workdir: Path, *, mesh: str = "") -> str:
     eos = tokenizer.token(tokenizer.eos_id)
     data = dataclasses.replace(run.data, tokenizer=str(workdir / TOKENIZER), eos_token=eos)
     run = dataclasses.replace(run, data=data)
-  built = dataclasses.replace(released.built, run=run)
+  built, begun, planned = dataclasses.replace(released.built, run=run), {}, None
+  if upcycle:
+    planned = plan(upcycle, run.model, run.router)
+    run = dataclasses.replace(run, model=planned.model, router=planned.router)
+    run = run.resolve(num_devices=jax.device_count(), vocab_size=0)
+    built = build.build(run, list(built.mesh.devices.flat))
   leaves = released.leaves()
+  if planned is not None:
+    fresh = lambda: flat(dict(zip(("params", "router"), built.init(jax.random.key(0)))))
+    leaves, begun = fill(leaves, leaves_of(built), fresh, planned)
   like = {"params": built.shapes, "router": built.router_shapes}
   state = nested(leaves, like if built.router_shapes else {"params": built.shapes})
   workdir = prepare_workdir(workdir)
@@ -190,7 +224,8 @@ def import_model(path: str, workdir: Path, *, mesh: str = "") -> str:
     usual = max(types.values(), key=list(types.values()).count)
     other = {name: kind for name, kind in types.items() if kind != usual}
     source = {"family": released.family, "config": released.folder.config}
-    write_json(workdir / SOURCE, source | {"dtype": usual, "other_dtypes": other})
+    if not upcycle:
+      write_json(workdir / SOURCE, source | {"dtype": usual, "other_dtypes": other})
     write_json(workdir / "config.json", built.config)
     keeper = Checkpointer(workdir, CheckpointConfig(async_save=False))
     try:
@@ -198,7 +233,11 @@ def import_model(path: str, workdir: Path, *, mesh: str = "") -> str:
     finally:
       keeper.close()
   seconds = time.monotonic() - started
-  return _said(released, workdir, leaves, seconds, tokenizer is not None)
+  said = _said(released, workdir, leaves, seconds, tokenizer is not None)
+  if upcycle:
+    said += f"\n{run.model.wiring}, upcycled; without a source of their own:"
+    said += "".join(f"\n  {name.removeprefix('params.')}: {how}" for name, how in begun.items())
+  return said
 
 
 def _meta(built: build.Built) -> dict[str, Any]:

@@ -52,8 +52,8 @@ _K = lambda run: run.model.wiring_rule.k
 
 RULES = (
   _Rule(
-    ("model.num_experts", "model.expert_hidden", "model.expert_impl", "model.expert_backend",
-     "model.top_k", "router.", "dispatch.", "mesh.expert"),
+    ("model.num_experts", "model.zero_experts", "model.expert_hidden", "model.expert_impl",
+     "model.expert_backend", "model.top_k", "router.", "dispatch.", "mesh.expert"),
     _DENSE,
     "model.wiring='dense' has no routed experts",
     "set model.wiring, e.g. scmoe_pos2",
@@ -81,6 +81,12 @@ RULES = (
     lambda run: run.model.style != "llama",
     "model.style={run.model.style!r} has learned positions",
     "set model.style=llama",
+  ),
+  _Rule(
+    ("router.real_experts",),
+    lambda run: not run.model.zero_experts or run.router.bias == "none",
+    "model.zero_experts={run.model.zero_experts} and router.bias={run.router.bias!r} hold no share",
+    "set model.zero_experts, and router.bias=pid",
   ),
   _Rule(
     ("model.rope.",),

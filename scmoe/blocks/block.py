@@ -203,11 +203,6 @@ class BlockConfig:
       )
     self.rope.check()
     self._check_attention()
-    if self.zero_experts and not rule.taps:
-      raise ConfigError(
-        f"model.zero_experts={self.zero_experts} needs routed experts beside it, model.wiring="
-        f"{self.wiring!r} has none; use 0 or another wiring"
-      )
     widths = (self.width, self.expert_hidden, self.mlp_hidden, self.shared_hidden)
     if self.expert_backend == "mosaic_gpu" and not widths_have_kernels(self.dtype, *widths):
       raise ConfigError(

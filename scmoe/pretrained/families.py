@@ -490,6 +490,44 @@ def _write_longcat(model: ModelConfig, router: RouterConfig) -> dict[str, Any]:
   }  # fmt: skip
 
 
+# -- dense models, which experts can be made of ---------------------------------------------------
+
+
+def _read_dense(c: Fields, *, qk_norm: str, window: int, theta: float) -> ModelConfig:
+  return ModelConfig(
+    **c.common(theta, eps=1e-6),
+    **c.heads(),
+    wiring="dense",
+    num_layers=c.size("num_hidden_layers"),
+    num_experts=1,
+    mlp_hidden=c.size("intermediate_size"),
+    qk_norm=qk_norm,
+    sliding_window=window,
+  )
+
+
+def _read_llama(c: Fields) -> tuple[ModelConfig, RouterConfig]:
+  return _read_dense(c, qk_norm="none", window=0, theta=10000.0), RouterConfig()
+
+
+def _read_mistral(c: Fields) -> tuple[ModelConfig, RouterConfig]:
+  c.refuse("attention_bias", False)
+  window = c.size("sliding_window", 0)
+  return _read_dense(c, qk_norm="none", window=window, theta=10000.0), RouterConfig()
+
+
+def _read_qwen3(c: Fields) -> tuple[ModelConfig, RouterConfig]:
+  c.refuse("use_sliding_window", False)
+  return _read_dense(c, qk_norm="head", window=0, theta=10000.0), RouterConfig()
+
+
+def _dense_writer(family: str) -> Callable[[ModelConfig, RouterConfig], dict[str, Any]]:
+  return lambda model, router: _written(model, family) | _heads_written(model) | {
+    "intermediate_size": model.mlp_hidden,
+    "sliding_window": model.sliding_window or None,
+  }  # fmt: skip
+
+
 FAMILIES: dict[str, Family] = {
   "olmoe": Family("OlmoeForCausalLM", _read_olmoe, _write_olmoe),
   "mixtral": Family("MixtralForCausalLM", _read_mixtral, _write_mixtral),
@@ -497,6 +535,9 @@ FAMILIES: dict[str, Family] = {
   "deepseek_v2": Family("DeepseekV2ForCausalLM", _read_deepseek_v2, _write_deepseek_v2),
   "deepseek_v3": Family("DeepseekV3ForCausalLM", _read_deepseek_v3, _write_deepseek_v3),
   "longcat_flash": Family("LongcatFlashForCausalLM", _read_longcat, _write_longcat),
+  "llama": Family("LlamaForCausalLM", _read_llama, _dense_writer("llama")),
+  "mistral": Family("MistralForCausalLM", _read_mistral, _dense_writer("mistral")),
+  "qwen3": Family("Qwen3ForCausalLM", _read_qwen3, _dense_writer("qwen3")),
 }
 
 

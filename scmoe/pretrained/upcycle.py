@@ -1,0 +1,150 @@
+"""Starting one architecture from the weights of another: `scmoe.convert --upcycle`.
+
+A shortcut model from a top-k one: experts, router and attention stay as they are, and only what the
+routed experts read moves. The norm of the shortcut starts as that of the experts' block. A shared
+expert that the source does not have begins with a last layer of zeros, so that it adds nothing yet.
+
+A MoE from a dense model (sparse upcycling, arXiv 2212.05055): every expert starts as the MLP of its
+layer. Under `topk` with weights that add up to 1 that is the same function. Where a wiring has a
+shared expert, that is the MLP, and the routed experts begin with a last layer of zeros.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from scmoe.blocks.wiring import WIRINGS
+from scmoe.errors import ConfigError
+from scmoe.models.config import ModelConfig
+from scmoe.moe.options import RouterConfig
+
+_KEYS = ("wiring", "experts", "top_k")
+_MLP, _EXPERTS = "params.stages.units.0.blocks.0.mlp.", "params.stages.moe.experts."
+
+
+class Upcycling(NamedTuple):
+  """What is asked for.
+
+  Attributes:
+    model, router: of the new model.
+    from_dense: whether its source has no experts.
+  """
+
+  model: ModelConfig
+  router: RouterConfig
+  from_dense: bool
+
+
+def plan(text: str, model: ModelConfig, router: RouterConfig) -> Upcycling:
+  """Reads `wiring=scmoe_pos2` or `experts=8,top_k=2` for a source of this architecture.
+
+  Raises:
+    ConfigError: it cannot be read, or does not go with the source.
+  """
+  parts = [part.partition("=") for part in text.split(",")]
+  given = {key.strip(): value.strip() for key, _, value in parts}
+  unknown = next((name for name in given if name not in _KEYS), None)
+  if unknown is not None or not all(given.values()):
+    raise ConfigError(
+      f"--upcycle={text!r} has {unknown or 'a key without a value'}; write wiring=WIRING, "
+      "experts=N, top_k=K, or several of them with commas"
+    )
+  numbers = {}
+  for name in ("experts", "top_k"):
+    if name in given:
+      if not given[name].isdecimal() or not int(given[name]):
+        raise ConfigError(f"--upcycle: {name}={given[name]!r} is not a number of experts")
+      numbers[name] = int(given[name])
+  wiring = given.get("wiring", "topk" if "experts" in given else "")
+  if wiring not in WIRINGS or not WIRINGS[wiring].taps or WIRINGS[wiring].units_per_moe > 1:
+    names = ", ".join(n for n, w in WIRINGS.items() if w.taps and w.units_per_moe == 1)
+    raise ConfigError(f"--upcycle: wiring={wiring!r} cannot be started so; one of: {names}")
+  from_dense = not model.wiring_rule.taps
+  if from_dense != ("experts" in given):
+    need = "has no experts: add experts=N" if from_dense else "has experts already: leave experts"
+    raise ConfigError(f"--upcycle={text!r}: the source {need}")
+  if model.wiring_rule.shared_expert and not WIRINGS[wiring].shared_expert:
+    raise ConfigError(
+      f"--upcycle: wiring={wiring!r} has no place for the shared expert of the source; use "
+      "scmoe_pos1, scmoe_pos2 or scmoe_pos3"
+    )
+  changes: dict[str, Any] = {"wiring": wiring, "mix": "direct"}
+  if WIRINGS[wiring].is_shortcut:
+    changes["shortcut_norm"] = "own"
+  if from_dense:
+    hidden = model.mlp_hidden
+    changes |= {"num_experts": numbers["experts"], "moe_every": 1}
+    changes |= {"expert_hidden": hidden, "shared_hidden": hidden}
+    changes["top_k"] = numbers.get("top_k", min(2, numbers["experts"]))
+    k = WIRINGS[wiring].routed_per_gating(changes["top_k"])
+    router = dataclasses.replace(router, normalise=k > 1, balance="gshard", balance_loss=0.01)
+  elif "top_k" in numbers:
+    changes["top_k"] = numbers["top_k"]
+  if not from_dense and not model.wiring_rule.shared_expert:
+    changes["shared_hidden"] = model.expert_hidden
+  return Upcycling(dataclasses.replace(model, **changes).resolve(), router, from_dense)
+
+
+def fill(
+  source: Mapping[str, Array], shapes: Mapping[str, Any], fresh: Callable[[], Any], of: Upcycling
+) -> tuple[dict[str, Array], dict[str, str]]:
+  """The new model's parameters.
+
+  Args:
+    source: parameters and router state of the source by dotted name, on the same mesh.
+    shapes: `jax.ShapeDtypeStruct` with sharding of the new ones.
+    fresh: makes initial values of all new ones, by name; called under jit.
+    of: what is made.
+
+  Returns:
+    parameters and router state by name; and, of those without a source, how each begins.
+  """
+  found: dict[str, Array] = {}
+  begun: dict[str, str] = {}
+  drawn: list[str] = []
+  shared, last = of.model.wiring_rule.shared_expert, of.model.moe_every - 1
+  shared_down = f"params.stages.units.0.blocks.{last}.mlp.down"
+  for name, shape in shapes.items():
+    if _same(source.get(name), shape):
+      found[name] = source[name]
+    elif of.from_dense and name.startswith(_EXPERTS):
+      origin = source[_MLP + name.removeprefix(_EXPERTS)]
+      silent = shared and name.endswith(".down")
+      found[name] = _repeated(origin, shape, 0.0 if silent else 1.0)
+      begun[name] = "zeros" if silent else "the layer's MLP, for every expert"
+    elif name == shared_down:
+      found[name], begun[name] = _zeros(shape), "zeros: adds nothing yet"
+    elif name.endswith("own_norm.scale"):
+      block = f"blocks.{last}.norm_mlp.scale"
+      found[name] = source[name.replace("own_norm.scale", block)]
+      begun[name] = "the norm of the experts' block"
+    elif name.startswith("router."):
+      found[name], begun[name] = _zeros(shape), "zeros"
+    else:
+      drawn.append(name)
+      begun[name] = "drawn"
+  if drawn:
+    places = {name: shapes[name].sharding for name in drawn}
+    take = lambda: (lambda all_: {name: all_[name] for name in drawn})(fresh())
+    found |= jax.jit(take, out_shardings=places)()
+  return {name: found[name] for name in shapes}, begun
+
+
+def _same(leaf: Array | None, shape: Any) -> bool:
+  return leaf is not None and leaf.shape == shape.shape
+
+
+def _zeros(shape: Any) -> Array:
+  return jax.jit(lambda: jnp.zeros(shape.shape, shape.dtype), out_shardings=shape.sharding)()
+
+
+def _repeated(origin: Array, shape: Any, factor: float) -> Array:
+  """[L, ...] for each of the experts: [L, E, ...]."""
+  make = lambda x: factor * jnp.broadcast_to(x[:, None], shape.shape).astype(x.dtype)
+  return jax.jit(make, out_shardings=shape.sharding)(origin)

@@ -1,0 +1,120 @@
+"""Other architectures from released weights: what stays, what begins how, and the first loss."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+from scmoe import build
+from scmoe.convert import flat, import_model, leaves_of, nested, open_released
+from scmoe.errors import ConfigError
+from scmoe.models.gpt import GPT, Pass
+from scmoe.pretrained.families import read_config
+from scmoe.pretrained.names import tensors
+from scmoe.pretrained.upcycle import fill, plan
+from scmoe.summary import open_run
+from scmoe.training.checkpoint import restore_stored
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "released"
+TOKENS = np.random.default_rng(0).integers(0, 128, (2, 9), np.int32)
+
+
+def dense_model(folder):
+  """A small llama with random weights."""
+  config = {
+    "model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 2, "intermediate_size": 48, "vocab_size": 128, "hidden_act": "silu",
+    "max_position_embeddings": 32, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+  }  # fmt: skip
+  family, model, _ = read_config(config)
+  draw = np.random.default_rng(1).normal
+  weights = {t.name: draw(size=t.shape).astype(np.float32) * 0.2 for t in tensors(family, model)}
+  folder.mkdir()
+  save_file(weights, folder / "model.safetensors")
+  (folder / "config.json").write_text(json.dumps(config))
+  return folder
+
+
+def logits_of(built, leaves):
+  params = nested(leaves, {"params": built.shapes})["params"]
+  model: GPT = nnx.merge(built.graph, jax.tree.map(lambda x: x.astype(jnp.float32), params))
+  out = jax.jit(lambda model: model.logits(model(TOKENS, Pass(no_drop=True)).h_BSD))(model)
+  return np.asarray(out)
+
+
+def upcycled(path, text):
+  released = open_released(str(path), mesh="data=1")
+  source, run = released.leaves(), released.built.run
+  planned = plan(text, run.model, run.router)
+  built = build.build(
+    open_resolved(run, planned.model, planned.router), list(released.built.mesh.devices.flat)
+  )
+  fresh = lambda: flat(dict(zip(("params", "router"), built.init(jax.random.key(0)))))
+  leaves, begun = fill(source, leaves_of(built), fresh, planned)
+  return released.built, source, built, leaves, begun
+
+
+def open_resolved(run, model, router):
+  changed = dataclasses.replace(run, model=model, router=router)
+  return changed.resolve(num_devices=1, vocab_size=0)
+
+
+@pytest.mark.parametrize("text", ["experts=4", "experts=4,wiring=scmoe_pos2,top_k=1"])
+def test_experts_of_a_dense_model_are_the_same_function_at_first(text, tmp_path):
+  before, source, built, leaves, begun = upcycled(dense_model(tmp_path / "m"), text)
+  with jax.default_matmul_precision("highest"):
+    np.testing.assert_allclose(
+      logits_of(built, leaves), logits_of(before, source), rtol=1e-4, atol=1e-4
+    )
+  up = leaves["params.stages.moe.experts.up"]
+  np.testing.assert_array_equal(up[:, 3], source["params.stages.units.0.blocks.0.mlp.up"])
+  assert begun["params.stages.moe.router_gate.0.weight"] == "drawn"
+
+
+def test_a_shortcut_model_keeps_experts_and_attention(tmp_path):
+  said = import_model(str(GOLDEN / "olmoe_a"), tmp_path / "run", upcycle="wiring=scmoe_pos2")
+  new = [line.split(":")[0].strip() for line in said.splitlines() if line.startswith("  stages")]
+  mlp = "stages.units.0.blocks.0.mlp."
+  assert set(new) == {f"{mlp}{n}" for n in ("up", "gate", "down")} | {
+    "stages.units.0.own_norm.scale"}  # fmt: skip
+  stored = open_run(str(tmp_path / "run"), None)
+  assert (stored.run.model.wiring, stored.run.model.shortcut_norm) == ("scmoe_pos2", "own")
+  built = build.build(build.on_mesh(stored.run, "data=1"))
+  leaves = restore_stored(tmp_path / "run", leaves_of(built), 0)
+  source = open_released(str(GOLDEN / "olmoe_a"), mesh="data=1").leaves()
+  for name, leaf in source.items():
+    np.testing.assert_array_equal(leaves[name], leaf)
+  assert not np.asarray(leaves[f"params.{mlp}down"]).any()
+  norm = source["params.stages.units.0.blocks.0.norm_mlp.scale"]
+  np.testing.assert_array_equal(leaves["params.stages.units.0.own_norm.scale"], norm)
+  assert np.isfinite(logits_of(built, leaves)).all()
+
+
+def test_only_what_the_experts_read_has_moved():
+  """Where the experts read the current value again, the source's logits come back bit for bit."""
+  before, source, built, leaves, _ = upcycled(GOLDEN / "olmoe_a", "wiring=shared_expert")
+  np.testing.assert_array_equal(logits_of(built, leaves), logits_of(before, source))
+
+
+@pytest.mark.parametrize(("text", "message"), [
+  ("wiring=dense", "wiring='dense' cannot be started so; one of: top1"),
+  ("experts=8", "has experts already: leave experts"),
+  ("experts=x", "experts='x' is not a number of experts"),
+  ("layers=3", "has layers; write wiring=WIRING"),
+  ("wiring", "a key without a value"),
+])  # fmt: skip
+def test_what_cannot_be_upcycled(text, message, tmp_path):
+  with pytest.raises(ConfigError, match=message):
+    import_model(str(GOLDEN / "olmoe_a"), tmp_path / "run", upcycle=text)
+  assert not (tmp_path / "run").exists()
+
+
+def test_a_shared_expert_has_to_stay(tmp_path):
+  with pytest.raises(ConfigError, match="has no place for the shared expert of the source"):
+    import_model(str(GOLDEN / "deepseek_v3_a"), tmp_path / "run", upcycle="wiring=topk")

@@ -3,8 +3,8 @@
 command   python -m scmoe.train --config longcat_flash_small
 hardware  2 CPU cores, no GPU
 time      2.5 minutes on the clock, with the two cores shared with other work
-expect    2.55 validation bits per byte (Python 3.11); a bigram model of bytes has 3.53. From step 100
-          on `zero_share`, as every 20 steps report it, is 0.306 to 0.337; its target is 0.333
+expect    2.55 validation bits per byte (Python 3.11); a bigram model of bytes has 3.53. From step
+          100 on `zero_share`, as every 20 steps report it, is 0.306 to 0.337; its target is 0.333
 data      stdlib: Python files of the running interpreter, and its language reference as prose
 
 A pair is a layer of LongCat's: two attentions, two MLPs, and a MoE whose input leaves after the

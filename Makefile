@@ -3,6 +3,7 @@
 # make check     format, lint, types, import direction: before every commit
 # make faults    what takes long: kill -9 fifty times, a soak of 20,000 steps; for the night
 # make gpu-test  the tests that need a GPU
+# make bench-check  benchmarks beside the committed figures of the same hardware; names what got slower
 # make bench     kernel benchmarks on this machine's GPU
 
 PYTHON ?= python3
@@ -18,7 +19,7 @@ STAMP_NAME := $(shell cat requirements.txt requirements-dev.txt | cksum | cut -d
 RUN_STAMP := $(VENV)/.run-$(STAMP_NAME)
 DEV_STAMP := $(VENV)/.dev-$(STAMP_NAME)
 
-.PHONY: train test check format faults gpu-test bench clean
+.PHONY: train test check format faults gpu-test bench bench-check clean
 .DEFAULT_GOAL := train
 
 $(RUN_STAMP):
@@ -57,6 +58,9 @@ gpu-test: $(DEV_STAMP)
 
 bench: $(RUN_STAMP)
 	$(BIN)/python -m scmoe.kernels.bench
+
+bench-check: $(RUN_STAMP)
+	$(BIN)/python experiments/bench_check.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache build *.egg-info

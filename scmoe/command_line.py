@@ -82,6 +82,7 @@ TRAIN_FLAGS = (
   Flag("print_config", bool, False, "print the configuration as JSON, then stop"),
   SIMULATE,
   Flag("list_configs", bool, False, "print the configurations that come with scmoe, then stop"),
+  Flag("deterministic", bool, False, "bitwise equal runs on the same hardware; on GPUs slower"),
   Flag("restarts", int, 0, "start again by itself so often, when the run dies"),
   ALLOW_IMPORT,
   Flag("allow_config_change", bool, False, "resume although the configuration was changed"),
@@ -215,6 +216,8 @@ def run_config(values: dict[str, Any], given: Sequence[tuple[str, str]]) -> RunC
   for name, text in given:
     run = with_field(run, name, text)
   check_typed(run, [name for name, _ in given])
+  if values.get("deterministic"):
+    run = with_field(run, "train.deterministic", "true")
   if values["allow_config_change"]:
     run = with_field(run, "checkpoint.allow_config_change", "true")
   return run

@@ -133,3 +133,20 @@ def test_the_same_command_twice_is_the_same_run(mesh8, tmp_path, whole):
   state = trainer(mesh8, tmp_path, steps=STEPS, checkpoint=CHECKPOINT).run()
   assert bits(state) == bits(whole[1])
   assert losses(tmp_path) == losses(whole[0])
+
+
+def test_deterministic_is_asked_for_before_a_device_is_used(monkeypatch, tmp_path):
+  """On a GPU XLA reads the flag when the first device is used; the command sets it first."""
+  from scmoe import train
+
+  class Stop(Exception):
+    pass
+
+  def initialize(config):
+    raise Stop
+
+  monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+  monkeypatch.setattr(train.distributed, "initialize", initialize)
+  with pytest.raises(Stop):
+    train.main(["--config", "quickstart", "--deterministic", "--workdir", str(tmp_path / "a")])
+  assert "--xla_gpu_deterministic_ops=true" in os.environ["XLA_FLAGS"]

@@ -199,7 +199,10 @@ class Endless(Source):
 
 @pytest.mark.nightly
 def test_soak(mesh_of, tmp_path):
-  """20,000 steps with evaluation, checkpoints and samples: memory and file handles stay flat."""
+  """20,000 steps with evaluation, checkpoints and samples: memory and file handles stay flat.
+
+  The second half: until about step 10,000 the allocator still finds its size.
+  """
   seen = []
 
   def evaluate(state, stopping):
@@ -220,7 +223,7 @@ def test_soak(mesh_of, tmp_path):
     checkpoint=CheckpointConfig(every=500, keep=2),
   ).run()
   assert list_steps(tmp_path / "checkpoints")[-1] == 20_000
-  half = [s for s in seen if s[0] >= 5_000]
+  half = [s for s in seen if s[0] >= 10_000]
   first, last = (np.median([s[1] for s in part]) for part in (half[:10], half[-10:]))
   print(f"resident: {first / 2**20:.1f} MiB, at the end {last / 2**20:.1f} MiB")
   assert last <= 1.01 * first

@@ -151,7 +151,10 @@ class Built:
 
   def abstract_state(self) -> TrainState:
     """Shapes, types and shardings of the whole training state."""
-    return abstract_state(self.init, self.optimizer, self.mesh, self.shardings)
+    choice = self.run.optimizer.masters
+    halves = jax.default_backend() == "gpu" if choice == "auto" else choice == "halves"
+    cast = self.objective.cast if halves else None
+    return abstract_state(self.init, self.optimizer, self.mesh, self.shardings, cast)
 
   def variant(self, variant: Variant) -> LanguageModelObjective:
     """The objective with another way to route or to move rows; the parameters stay the same.

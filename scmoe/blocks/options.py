@@ -103,17 +103,9 @@ class OverlapConfig:
       search_seconds=self.search_seconds if active and self.schedule == "auto" else 0.0,
     )
 
-  def pairs_per_step(self, pairs: int, *, decoding: bool = False, exchange: bool = False) -> int:
-    """Pairs in one step of the scan over layers, of so many in all.
-
-    Args:
-      pairs: of the model.
-      decoding: with caches, which are copied as a whole where pairs are written out.
-      exchange: whether rows travel between devices.
-    """
-    if self.unroll or not decoding:
-      return max(self.unroll, 1) if self.unroll else pairs
-    return min(UNROLLED, pairs) if exchange else 1
+  def pairs_per_step(self, pairs: int) -> int:
+    """Pairs in one step of the scan over layers, of so many in all."""
+    return min(self.unroll, pairs) if self.unroll > 0 else 1 if self.unroll else pairs
 
   def compiler_options(self, *, gpu: bool, profiling: bool = False) -> dict[str, Any]:
     """XLA options of one jitted step, for `jax.jit(..., compiler_options=)`; none but on a GPU.

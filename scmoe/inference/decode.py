@@ -140,10 +140,12 @@ def make_decode(static: Static, steps: int) -> Any:
 
   def local(params, router, lengths_B, key, token_B, caches):
     model: GPT = nnx.merge(static.graph, params)
+    pairs = model.pairs()
 
     def step(carry, index):
       token_B, caches = carry
-      logits_BV, caches = decode_step(model, token_B, lengths_B + index - 1, caches, router)
+      position_B = lengths_B + index - 1
+      logits_BV, caches = decode_step(model, token_B, position_B, caches, router, pairs)
       next_B = sample(logits_BV, static.sampling, jax.random.fold_in(key, index))
       return (next_B, caches), next_B
 
@@ -196,9 +198,17 @@ def decode_step(
   position_B: Int[Array, " B"],
   caches: Any,
   router: Any = None,
+  pairs: Any = None,
 ) -> tuple[Float[Array, "B V"], Any]:
-  """Runs one token per row at its own position: float32 logits [B, V], and the caches."""
-  given = Pass(position_B[:, None], caches=caches, no_drop=True, router=router)
+  """Runs one token per row at its own position: float32 logits [B, V], and the caches.
+
+  Args:
+    model: on this device, or in the manual region.
+    token_B, position_B: int32.
+    caches, router: as for `prefill`.
+    pairs: `model.pairs()`, if many tokens follow each other in one program.
+  """
+  given = Pass(position_B[:, None], caches=caches, no_drop=True, router=router, pairs=pairs)
   out = model(token_B[:, None], given)
   return model.logits(out.h_BSD)[:, 0], out.caches
 

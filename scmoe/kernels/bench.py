@@ -54,6 +54,26 @@ SHAPES = {
   "Qwen3-30B": (32768, 2048, 768, 128, 8),
   "Mixtral": (8192, 4096, 14336, 8, 2),
 }
+# Released models by the sizes of their configurations, 8,192 tokens. One eighth of the experts
+# where there are over 64 of them or they do not fit: one GPU of eight.
+MODELS = {
+  "Mixtral-8x22B": (8192, 6144, 16384, 8, 2),
+  "DBRX": (8192, 6144, 10752, 16, 4),
+  "Phi-3.5-MoE": (8192, 4096, 6400, 16, 2),
+  "Qwen3-235B": (8192, 4096, 1536, 16, 8),
+  "DeepSeek-V2-Lite": (8192, 2048, 1408, 64, 6),
+  "DeepSeek-V3": (8192, 7168, 2048, 32, 8),
+  "GPT-OSS-20B": (8192, 2880, 2880, 32, 4),
+  "GPT-OSS-120B": (8192, 2880, 2880, 16, 4),
+  "GLM-4.5": (8192, 5120, 1536, 20, 8),
+  "GLM-4.5-Air": (8192, 4096, 1408, 16, 8),
+  "Kimi-K2": (8192, 7168, 2048, 48, 8),
+  "Llama-4-Scout": (8192, 5120, 8192, 16, 1),
+  "MiniMax-Text-01": (8192, 6144, 9216, 4, 2),
+  "Granite-3B": (8192, 1536, 512, 40, 8),
+  "JetMoE": (8192, 2048, 5632, 8, 2),
+}
+KNOWN = SHAPES | MODELS
 # bf16 operands, float32 accumulation, and intermediates rounded to bf16 two or three times.
 TOLERANCE = 1e-2
 _SAMPLE_SECONDS = 0.04  # calls in a row are timed together, so that the host's part is hidden
@@ -78,7 +98,7 @@ class Shape:
   def name(self) -> str:
     """The name of a known shape, else the numbers."""
     numbers = dataclasses.astuple(self)
-    known = {value: name for name, value in SHAPES.items()}
+    known = {value: name for name, value in KNOWN.items()}
     return known.get(numbers, ",".join(map(str, numbers)))
 
 
@@ -88,13 +108,13 @@ def parse_shape(text: str) -> Shape:
   Raises:
     ValueError: neither.
   """
-  if text in SHAPES:
-    return Shape(*SHAPES[text])
+  if text in KNOWN:
+    return Shape(*KNOWN[text])
   try:
     numbers = [int(part) for part in text.split(",")]
     return Shape(*numbers)
   except (TypeError, ValueError):
-    raise ValueError(f"{text!r} is not T,D,F,E,K nor one of {', '.join(SHAPES)}") from None
+    raise ValueError(f"{text!r} is not T,D,F,E,K nor one of {', '.join(KNOWN)}") from None
 
 
 def relative_error(got: jax.Array, want: jax.Array) -> float:
@@ -299,7 +319,7 @@ def bench_layer(
 
 def print_layer(result: dict[str, Any]) -> None:
   """One line of a table."""
-  cells = [f"{result['name']:10s}"]
+  cells = [f"{result['name']:16s}"]
   for key in ("forward", "forward+backward"):
     r = result[key]
     cells.append(
@@ -496,14 +516,17 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--layer", action="store_true", help="the whole MoE layer")
   parser.add_argument("--kernels", action="store_true", help="each product alone")
   parser.add_argument("--tune", action="store_true", help="search tilings")
-  parser.add_argument("--shape", action="append", default=[], help="T,D,F,E,K or a known name")
+  parser.add_argument(
+    "--shape", action="append", default=[], help="T,D,F,E,K, a known name, or models"
+  )
   parser.add_argument("--skew", type=float, default=8.0, help="Dirichlet parameter for --kernels")
   parser.add_argument("--backend", default="auto", help="backend of --layer")
   parser.add_argument("--bf16_gate", action="store_true", help="router.fp32_gate=False")
   parser.add_argument("--rounds", type=int, default=7)
   parser.add_argument("--json", help="where results are written")
   options = parser.parse_args(argv)
-  shapes = [parse_shape(text) for text in options.shape or SHAPES]
+  named = [MODELS if text == "models" else [text] for text in options.shape or SHAPES]
+  shapes = [parse_shape(text) for names in named for text in names]
   if not (options.layer or options.kernels or options.tune):
     options.layer = True
   device = jax.devices()[0]

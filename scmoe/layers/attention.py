@@ -165,8 +165,8 @@ class Attention(nnx.Module):
     return KeyValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
   def cache_specs(self) -> KeyValues:
-    """How a cache with a leading dimension of layers lies on the mesh."""
-    spec = P(None, BATCH_AXES, None, "tensor")
+    """How a cache lies on the mesh."""
+    spec = P(BATCH_AXES, None, "tensor")
     return KeyValues(spec, spec)  # pyright: ignore[reportArgumentType]
 
   def mix(

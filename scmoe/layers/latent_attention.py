@@ -215,8 +215,8 @@ class LatentAttention(nnx.Module):
     return Latents(jnp.zeros((batch, length, kept), dtype))
 
   def cache_specs(self) -> Latents:
-    """How a cache with a leading dimension of layers lies on the mesh."""
-    return Latents(P(None, BATCH_AXES))  # pyright: ignore[reportArgumentType]
+    """How a cache lies on the mesh."""
+    return Latents(P(BATCH_AXES))  # pyright: ignore[reportArgumentType]
 
 
 def _down(x_BSD: Array, weight: Any, bias: Any) -> Array:

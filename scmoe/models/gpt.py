@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
 
 from scmoe.blocks.options import OverlapConfig
@@ -20,13 +21,12 @@ from scmoe.blocks.wiring import Tap
 from scmoe.errors import ConfigError
 from scmoe.layers.embed import Embedding, EmbeddingConfig
 from scmoe.models.config import ModelConfig
-from scmoe.models.stacked import joined, layers, stacked
+from scmoe.models.stacked import joined, layers, stacked, taken_apart
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.losses import init_bias
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.types import RouterSums
 from scmoe.parallel.gradients import Reduction, added_to
-from scmoe.parallel.mesh import axis_size
 
 REMATS = ("none", "dots", "moe", "full")
 
@@ -43,6 +43,7 @@ class Pass:
     key: random key of the gate noise; None outside training.
     router: router state (`GPT.init_router`), where there is any; evaluation needs it too.
     caches: key-value caches (`GPT.init_caches`) for decoding, or None.
+    pairs: `GPT.pairs()`, made before a loop over tokens, or None.
     no_drop: experts have room for every token.
     remat: what the backward pass recomputes: none; dots (all but matrix products); moe (expert
       activations, nothing that travelled); full (all but the rows that travelled).
@@ -59,6 +60,7 @@ class Pass:
   key: Array | None = None
   router: Any = None
   caches: Any = None
+  pairs: Any = None
   no_drop: bool = dataclasses.field(default=False, metadata={"static": True})
   remat: str = dataclasses.field(default="none", metadata={"static": True})
   gate: int | Array = 0
@@ -154,8 +156,17 @@ class GPT(nnx.Module):
     """Scores of the next token: float32 [B, S, V]."""
     return self.embedding.logits(h_BSD)
 
+  @property
+  def written_out(self) -> bool:
+    """Whether pairs run one after the other instead of in a scan (`overlap.unroll`)."""
+    pairs = self.config.num_pairs
+    return 1 < pairs == self.overlap.pairs_per_step(pairs)
+
   def init_caches(self, batch: int, length: int, dtype: Any = None) -> Any:
-    """Empty caches of `length` positions, stacked as the scan wants them.
+    """Empty caches of `length` positions.
+
+    Of pairs that are written out each has its own, which a token is written into in place; a scan
+    has one array for all pairs, and copies it.
 
     Args:
       batch: sequences at hand; in the manual region this device's.
@@ -167,17 +178,31 @@ class GPT(nnx.Module):
 
   def cache_specs(self) -> Any:
     """How these caches lie on the mesh: PartitionSpecs in the same tree."""
-    return self._for_caches(lambda attention: attention.cache_specs(), lambda spec, _: spec)
+    return self._for_caches(
+      lambda attention: attention.cache_specs(), lambda spec, _: PartitionSpec(None, *spec)
+    )
 
   def _for_caches(self, of: Callable[[Any], Any], stack: Callable[[Any, int], Any]) -> Any:
-    """`of` the attentions [units][blocks] of either stack, stacked."""
-    config, found = self.config, {}
+    """`of` the attentions [units][blocks] of either stack: each pair's, or stacked for a scan."""
+    found, config = {}, self.config
     for name, stage in (("stages", self.stages), ("dense", self.dense)):
-      if stage is not None:
-        layers = config.num_pairs if name == "stages" else len(config.dense_indices)
-        caches = [[of(block.attention) for block in unit.blocks] for unit in stage.units]
-        found[name] = jax.tree.map(lambda leaf, n=layers: stack(leaf, n), caches)
+      if stage is None:
+        continue
+      own = [[of(block.attention) for block in unit.blocks] for unit in stage.units]
+      count = config.num_pairs if name == "stages" else len(config.dense_indices)
+      if name == "stages" and self.written_out:
+        found[name] = [own] * count
+      else:
+        found[name] = jax.tree.map(lambda leaf, n=count: stack(leaf, n), own)
     return found
+
+  def pairs(self) -> Any:
+    """Parameters of `stages` for a loop over tokens, which would copy what it slices: each pair's
+    apart, but for those of experts, which kernels read where they are. None in a scan."""
+    if not self.written_out:
+      return None
+    params = nnx.split(self.stages)[1]
+    return taken_apart(params, self.config.num_pairs, lambda path: "experts" in path)
 
   def init_router(self) -> dict[str, Array]:
     """Router state before the first step, where there is any.
@@ -236,7 +261,7 @@ def together(
     handed_BSD = None if model.stages.passed_on is None else jnp.zeros_like(h_BSD)
     starts.append((h_BSD, handed_BSD))
   graph = nnx.split(model.stages)[0]
-  params = [nnx.split(own.stages)[1] for own in models]
+  params = [g.pairs or nnx.split(own.stages)[1] for own, g in zip(models, given)]
   reduction, into = shared.reduction, shared.sums
   if into is not None:
     into = jax.tree.unflatten(jax.tree.structure(params[0]), jax.tree.leaves(into))
@@ -273,14 +298,11 @@ def together(
   body = _rematerialised(stage, shared.remat)
   carry, sums = (jnp.ones((), bool), starts), reduction and reduction.sums
   stored = lambda name: [None if g.caches is None else g.caches[name] for g in given]
-  others = stored("stages"), keys, router.get("bias")
-  decoding, pairs, runs = shared.caches is not None, config.num_pairs, config.runs
-  exchange = axis_size("expert") > 1
-  per_step = model.overlap.pairs_per_step(pairs, decoding=decoding, exchange=exchange)
-  written_out = per_step >= pairs > 1
-  if written_out:
+  caches, others = stored("stages"), (keys, router.get("bias"))
+  runs, per_step = config.runs, model.overlap.pairs_per_step(config.num_pairs)
+  if model.written_out:
     body = jax.jit(body, inline=True)  # traced once, not once a pair
-    of_pairs = layers(params, sums, others, into)
+    of_pairs = enumerate(layers(params, config.num_pairs, sums, others, into))
   else:
     params = params if into is None else added_to(into, params)
   if len(runs) > 1:
@@ -295,27 +317,40 @@ def together(
       jax.tree.map(lambda x: x[run.start : run.stop], tree))  # fmt: skip
     if run.dense:
       carry, out = jax.lax.scan(of_dense, carry, take(dense))
-    elif written_out:
+    elif model.written_out:
       found = []
-      for pair in itertools.islice(of_pairs, run.stop - run.start):
-        carry, out = body(carry, pair)
+      for i, (own, own_sums, here) in itertools.islice(of_pairs, run.stop - run.start):
+        carry, out = body(carry, (own, own_sums, ([c and c[i] for c in caches], *here)))
         found.append(out)
-      out = joined(found)
+      out = [_of_pairs(list(of)) for of in zip(*found)]
     else:
-      carry, out = jax.lax.scan(body, carry, take((params, sums, others)), unroll=per_step)
+      xs = params, sums, (caches, *others)
+      carry, out = jax.lax.scan(body, carry, take(xs), unroll=per_step)
     made.append((run.dense, out))
   return [
-    Output(own.norm(h_BSD), *_in_order([(dense, out[i]) for dense, out in made]))
+    Output(own.norm(h_BSD), *_in_order([(dense, out[i]) for dense, out in made], model.written_out))
     for i, (own, (h_BSD, _)) in enumerate(zip(models, carry[1]))
   ]
 
 
-def _in_order(made: list[tuple[bool, Any]]) -> tuple[RouterSums | None, Any, Array | None]:
+def _of_pairs(found: list[tuple[Any, Any, Any]]) -> tuple[Any, Any, Any]:
+  """What a scan gives of (sums, caches, hidden state), but that caches stay each pair's own."""
+  sums, caches, hidden = zip(*found)
+  return joined(sums), None if caches[0] is None else list(caches), joined(hidden)
+
+
+def _in_order(
+  made: list[tuple[bool, Any]], written_out: bool
+) -> tuple[RouterSums | None, Any, Array | None]:
   """Sums of the MoE layers, caches of either stack, and hidden states, from all runs of layers."""
   join = lambda parts: parts[0] if len(parts) == 1 else (
     jax.tree.map(lambda *some: jnp.concatenate(some), *parts))  # fmt: skip
   pairs, dense = ([out for kind, out in made if kind is wanted] for wanted in (False, True))
-  sums, caches = (join([out[i] for out in pairs]) for i in range(2))
+  sums, caches = join([out[0] for out in pairs]), [out[1] for out in pairs]
+  if written_out and caches[0] is not None:
+    caches = list(itertools.chain(*caches))
+  else:
+    caches = join(caches)
   if caches is not None:
     caches = {"stages": caches}
     if dense:

@@ -7,6 +7,7 @@ gradients of the layers are written where they belong, as they come.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,8 +19,6 @@ from jax import Array
 
 PyTree = Any
 
-CONCATENATED = 4  # arrays that XLA's own kernel for it takes on a GPU
-
 
 def stacked(make: Callable[[Array], Any], keys: Array) -> Any:
   """A module whose parameters carry a leading dimension, one slice per key."""
@@ -28,19 +27,38 @@ def stacked(make: Callable[[Array], Any], keys: Array) -> Any:
   return nnx.merge(graph, params)
 
 
+def taken_apart(tree: PyTree, count: int, whole: Callable[[str], bool]) -> PyTree:
+  """A stack of so many layers for `layers`, each layer's arrays by themselves (`_Apart`).
+
+  For a loop around the layers: what it slices, it copies every time.
+
+  Args:
+    tree: leaves [L, ...].
+    count: L.
+    whole: of a path as `jax.tree_util.keystr` has it, whether that array stays as it is.
+  """
+
+  def take(path: tuple, x: Array) -> Any:
+    keep = whole(jax.tree_util.keystr(path))
+    return x if keep else _Apart(tuple(x[i] for i in range(count)))
+
+  return jax.tree_util.tree_map_with_path(take, tree)
+
+
 def layers(
-  copies: Sequence[PyTree], sums: PyTree, others: PyTree, into: PyTree = None
+  copies: Sequence[PyTree], count: int, sums: PyTree, others: PyTree, into: PyTree = None
 ) -> Iterator[tuple[PyTree, PyTree, PyTree]]:
   """What `jax.lax.scan` would give its body of (copies, sums, others), a layer at a time.
 
   Args:
-    copies: trees with leaves [L, ...], alike: the same parameters, once or several times.
+    copies: trees with leaves [L, ...], alike: the same parameters, once or several times; or of
+      `taken_apart`.
+    count: L.
     sums: like one of them, of earlier microbatches (`scmoe.parallel.gradients.Reduction`), or None.
     others: leaves [L, ...] without a gradient.
     into: float32 like one of the copies, or None. Given, their gradients are added to it: its
       gradient is the sum, and the parameters have none (`scmoe.parallel.gradients.added_to`).
   """
-  count = jax.tree.leaves(copies)[0].shape[0]
   own: Any = _apart(list(copies), count) if into is None else _apart_into(into, list(copies), count)
   apart: Any = _apart(sums, count)
   return zip(own, apart, _layers(others, count))
@@ -53,49 +71,65 @@ def joined(made: Sequence[PyTree]) -> PyTree:
 
 
 def _layers(tree: PyTree, count: int) -> list[PyTree]:
-  return [jax.tree.map(lambda x, i=i: x[i], tree) for i in range(count)]
+  apart = lambda x: isinstance(x, _Apart)
+  take = lambda x, i: x.parts[i] if apart(x) else x[i]
+  return [jax.tree.map(lambda x, i=i: take(x, i), tree, is_leaf=apart) for i in range(count)]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Apart:
+  """What was one array of a stack: each layer's own."""
+
+  parts: tuple[Array, ...]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _apart(tree: PyTree, count: int) -> list[PyTree]:
-  """The layers of a stack, each by itself.
-
-  Gradients of up to four are stacked by XLA's concatenation; of more, which it does at a fifth of
-  the speed, each is written where it belongs (experiments/LOG.md, 2026-11-22).
-  """
+  """The layers of a stack, each by itself; their gradients are put together as `_together` does."""
   return _layers(tree, count)
 
 
-def _apart_bwd(count: int, tree: PyTree, bars: list[PyTree]) -> tuple[PyTree]:
-  if count <= CONCATENATED:
-    return (joined(bars),)
+def _apart_bwd(count: int, dtypes: PyTree, bars: list[PyTree]) -> tuple[PyTree]:
+  del count
   with jax.named_scope("stack"):
-    whole, write = jax.tree.map(jnp.zeros_like, tree), jax.lax.dynamic_update_index_in_dim
-    for i in reversed(range(count)):
-      whole = jax.tree.map(lambda x, bar, i=i: write(x, bar, i, 0), whole, bars[i])
-    return (whole,)
+    return (jax.tree.map(_together, dtypes, *bars),)
 
 
-_apart.defvjp(lambda tree, count: (_layers(tree, count), tree), _apart_bwd)
+_apart.defvjp(lambda tree, count: (_layers(tree, count), _types(tree)), _apart_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _apart_into(into: PyTree, copies: list[PyTree], count: int) -> list[list[PyTree]]:
-  """`_apart`, with the gradients added up in place, a layer at a time."""
+  """`_apart`, with the gradients added up in place."""
   return _layers(copies, count)
 
 
 def _into_bwd(count: int, into: PyTree, bars: list[list[PyTree]]) -> tuple[PyTree, None]:
-  def add(total: Array, bar: Array, i: int) -> Array:
-    # Read from what has been written so far: a read of what was there before costs a copy of it.
-    own = jax.lax.dynamic_index_in_dim(total, i, 0, keepdims=False)
-    return jax.lax.dynamic_update_index_in_dim(total, own + bar.astype(total.dtype), i, 0)
-
+  del count
   with jax.named_scope("accumulate"):
-    for i in reversed(range(count)):
-      for bar in bars[i]:
-        into = jax.tree.map(functools.partial(add, i=i), into, bar)
+    for of_copy in zip(*bars):
+      add = lambda total, *parts: total + _together(total, *parts)
+      into = jax.tree.map(add, into, *of_copy)
   return into, None
 
 
 _apart_into.defvjp(lambda into, copies, count: (_layers(copies, count), into), _into_bwd)
+
+
+def _types(tree: PyTree) -> PyTree:
+  return jax.tree.map(lambda x: jnp.zeros((0,), x.dtype), tree)
+
+
+def _together(like: Array, *parts: Array) -> Array:
+  """The layers' arrays in one, of the type of `like`.
+
+  As a sum of arrays padded with zeros, which the kernel that reads it (optimizer, accumulation)
+  reads where they are: as a concatenation they are copied, or the kernel takes 1.4 times as long,
+  and written one by one into their places they are copied twice (experiments/LOG.md, 2026-11-22).
+  """
+  ahead = range(len(parts))
+  pads = [((i, len(parts) - 1 - i, 0), *((0, 0, 0),) * part.ndim) for i, part in zip(ahead, parts)]
+  zero = jnp.zeros((), like.dtype)
+  wide = [jax.lax.pad(p[None].astype(like.dtype), zero, pad) for p, pad in zip(parts, pads)]
+  return functools.reduce(jnp.add, wide)

@@ -112,12 +112,18 @@ def travels_over(spec: P) -> tuple[str, ...]:
   return tuple(axis for axis in BATCH_AXES if axis not in split and axis_size(axis) > 1)
 
 
+STACKED = 32  # layers at most
+
+
 def global_norm(grads: PyTree, specs: PyTree) -> Array:
   """Euclidean norm of a tree whose leaves lie on the mesh as `specs` say, each counted once."""
 
   def square(grad: Array, spec: P) -> Array:
     copies = axis_size(*AXES) // axis_size(*axes_of(spec))
-    return jnp.sum(jnp.square(grad.astype(jnp.float32))) / copies
+    squares = lambda part: jnp.sum(jnp.square(part.astype(jnp.float32)))
+    # A stack of layers by its layers: where they lie apart until they are read, one at a time is.
+    parts = grad if grad.ndim > 2 and len(grad) <= STACKED else [grad]
+    return jnp.stack([squares(part) for part in parts]).sum() / copies
 
   total = sum(jax.tree.leaves(jax.tree.map(square, grads, specs)))
   over = tuple(axis for axis in AXES if axis_size(axis) > 1)

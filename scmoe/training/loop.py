@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -223,21 +224,21 @@ class _Run:
   def start(self) -> None:
     """Restores the newest valid checkpoint, or initialises; opens the outputs."""
     built, trainer = self.built, self.trainer
-    restored = self.checkpointer.restore_latest_valid(self.abstract, self._compare)
+    stored = self.abstract.whole()
+    restored = self.checkpointer.restore_latest_valid(stored, self._compare)
+    make = functools.partial(init_state, built.init, built.optimizer, self.train.seed)
     if restored is None:
-      self.state = init_state(built.init, built.optimizer, self.train.seed, self.abstract)
-      if trainer.warm_start is not None:
-        self.state = trainer.warm_start(self.state)
+      warm = trainer.warm_start
+      self.state = warm(make(stored)).like(self.abstract) if warm else make(self.abstract)
       self.step = 0
     elif restored.meta.get(WEIGHTS_ONLY):
       weights = restored.state
-      options = (built.init, built.optimizer, self.train.seed, self.abstract)
-      self.state = init_state(*options, params=weights["params"])
+      self.state = make(self.abstract, params=weights["params"])
       router = self.state.router | weights["router"]
       self.state, self.step = dataclasses.replace(self.state, router=router), 0
       self.checkpointer.last_saved = None  # step 0 with an optimizer is another
     else:
-      self.state, self.step = restored.state, restored.step
+      self.state, self.step = restored.state.like(self.abstract), restored.step
       self.batches.restore(restored.data_state)
     if self.first:
       write_json(self.workdir / CONFIG, built.config)
@@ -278,7 +279,7 @@ class _Run:
     if not train.sample_every or self.step % train.sample_every:
       self.sample()
     self._sum_up()
-    return self.state
+    return self.state.whole()
 
   def close(self) -> None:
     """Lets a checkpoint in flight finish, however the run ends."""
@@ -427,7 +428,7 @@ class _Run:
       shutil.rmtree(folder, ignore_errors=True)
       folder.mkdir()
     keeper = Checkpointer(folder, CheckpointConfig(async_save=False))
-    keeper.save_now(self.step, self.state, self.batches.state(), self._meta())
+    keeper.save_now(self.step, self.state.whole(), self.batches.state(), self._meta())
     keeper.close()
     np.savez(folder / f"batch_{jax.process_index()}.npz", **vars(self.batch))  # pyright: ignore
     if self.first:
@@ -459,13 +460,13 @@ class _Run:
     """Starts a checkpoint of this step; `final` waits for it."""
     self._flush()  # its line is in metrics.jsonl before the step counts as done
     self.arm("save", allowance=True)
-    arguments = (self.step, self.state, self.batches.state(), self._meta())
+    arguments = lambda: (self.step, self.state.whole(), self.batches.state(), self._meta())
     if final:
       # `wait` may find that the last one failed: then this step is not saved, whatever was started.
       if not (self.checkpointer.wait() and self.checkpointer.last_saved == self.step):
-        self.checkpointer.save_now(*arguments)
+        self.checkpointer.save_now(*arguments())
     elif self.checkpointer.last_saved != self.step:
-      self.checkpointer.save(*arguments)
+      self.checkpointer.save(*arguments())
     self._compare_hosts()
     self._pause()
 
@@ -486,7 +487,7 @@ class _Run:
       return
     self._flush()
     self.arm("evaluation", allowance=True)
-    values = self.trainer.evaluate(self.state, self._poll_in_evaluation)
+    values = self.trainer.evaluate(self.state.readable(), self._poll_in_evaluation)
     if values is not None and self.metrics is not None:
       self.metrics.write(self.step, values, "eval")
       shown = " | ".join(f"{name} {value:.4f}" for name, value in values.items())
@@ -500,7 +501,7 @@ class _Run:
       return
     self._flush()
     self.arm("sample", allowance=True)
-    self.bar.print(f"sample at step {self.step}:\n{self.trainer.sample(self.state)}")
+    self.bar.print(f"sample at step {self.step}:\n{self.trainer.sample(self.state.readable())}")
     self._pause()
 
   def _evaluated(self) -> bool:

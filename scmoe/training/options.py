@@ -171,6 +171,13 @@ class OptimizerConfig:
   loss_scale_window: int = option(
     1000, "steps without overflow after which that factor doubles", minimum=1
   )
+  masters: str = option(
+    "auto",
+    "advanced: float32 parameters that are read in bfloat16: cast (a copy, every step), halves "
+    "(that copy and what it lacks, 2 bytes each: the same numbers without cast and copy), or auto "
+    "(halves on GPUs); checkpoints are the same",
+    choices=("auto", "cast", "halves"),
+  )
 
 
 @dataclasses.dataclass(frozen=True)

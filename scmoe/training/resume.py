@@ -11,6 +11,7 @@ SAFE = (
   "name",
   "model.expert_impl",
   "model.expert_backend",
+  "optimizer.masters",
   "dispatch.nodes",
   "dispatch.adaptive_r",
   "overlap",

@@ -65,7 +65,7 @@ _SINCE = {
   },
   "dispatch": {"silent": False},
   "train": {"spike_sigma": 0.0, "spike_action": "skip"},
-  "optimizer": {"loss_scale": 0.0, "loss_scale_window": 1000},
+  "optimizer": {"loss_scale": 0.0, "loss_scale_window": 1000, "masters": "auto"},
   "overlap": {"search_seconds": 90.0, "flight": 1},  # change no result
 }
 

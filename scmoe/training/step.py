@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from scmoe.batch import Batch
 from scmoe.parallel.gradients import Reduction, global_norm, travels_over
 from scmoe.parallel.mesh import BATCH_AXES, batch_sharding, manual, replicated, shardings_of
+from scmoe.training import masters
 from scmoe.training.optimizer import Optimizer
 
 PyTree = Any
@@ -36,7 +37,7 @@ class TrainState:
   """
 
   step: Array  # int32 [], optimizer steps done, skipped ones included
-  params: PyTree  # float32
+  params: PyTree  # float32, on GPUs in halves (`scmoe.training.masters`)
   opt_state: PyTree
   router: PyTree  # router state that gradients do not train, e.g. balancing biases; may be {}
   rng: Array  # uint32 key data; never changes, the step's key is folded from it
@@ -44,6 +45,18 @@ class TrainState:
   skipped_in_row: Array  # int32 [], of them since the last good one; no overflow of a scaled loss
   scale: PyTree = None  # of `LossScaling`, where there is one
   recent: PyTree = None  # of `Spikes`, where there are some
+
+  def whole(self) -> TrainState:
+    """With float32 parameters: what a checkpoint holds."""
+    return dataclasses.replace(self, params=masters.whole(self.params))
+
+  def readable(self) -> TrainState:
+    """With parameters as the model reads them, in arrays."""
+    return dataclasses.replace(self, params=masters.readable(self.params))
+
+  def like(self, abstract: TrainState) -> TrainState:
+    """A state with float32 parameters, laid out as `abstract` has them."""
+    return dataclasses.replace(self, params=masters.like(self.params, abstract.params))
 
 
 class Objective(Protocol):
@@ -99,7 +112,11 @@ Step = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array], dict[st
 
 
 def abstract_state(
-  init: Init, optimizer: Optimizer, mesh: Mesh, shardings: tuple[PyTree, PyTree]
+  init: Init,
+  optimizer: Optimizer,
+  mesh: Mesh,
+  shardings: tuple[PyTree, PyTree],
+  cast: Callable[[PyTree], PyTree] | None = None,
 ) -> TrainState:
   """Shapes, types and shardings of the state; nothing is allocated.
 
@@ -108,6 +125,8 @@ def abstract_state(
     optimizer: its state is sharded like the parameters it belongs to.
     mesh: counters and scalars are replicated over it.
     shardings: pytrees of NamedSharding like `params` and like `router`.
+    cast: parameters to the types in which the model reads them, if those it reads in bfloat16 are
+      to lie in halves (`scmoe.training.masters`).
   """
   shapes = jax.eval_shape(lambda: _fresh(init, optimizer, 0))
   params, router = shardings
@@ -121,9 +140,13 @@ def abstract_state(
   )
   placed = jax.tree.map(lambda _: everywhere, shapes)
   placed = dataclasses.replace(placed, params=params, router=router, opt_state=opt_state)
-  return jax.tree.map(
+  state = jax.tree.map(
     lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, placed
   )
+  if cast is None:
+    return state
+  lower = masters.halves_of(state.params, jax.eval_shape(cast, state.params))
+  return dataclasses.replace(state, params=lower)
 
 
 def init_state(
@@ -133,14 +156,15 @@ def init_state(
 
   Args:
     init, optimizer, seed, abstract: of the run.
-    params: weights from elsewhere, which are donated; None: fresh ones.
+    params: weights from elsewhere, whole, which are donated; None: fresh ones.
   """
 
   def make(params: PyTree) -> TrainState:
     state = _fresh(init, optimizer, seed)
     if params is None:
-      return state
-    return dataclasses.replace(state, params=params, opt_state=optimizer.tx.init(params))
+      return state.like(abstract)
+    opt_state = optimizer.tx.init(params)
+    return dataclasses.replace(state, params=params, opt_state=opt_state).like(abstract)
 
   return jax.jit(make, out_shardings=shardings_of(abstract), donate_argnums=0)(params)
 
@@ -172,21 +196,22 @@ def make_train_step(
   """
   mesh: Any = abstract.step.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
   specs = jax.tree.map(lambda s: s.spec, shardings_of(abstract))
+  params_specs = masters.readable(specs.params)
 
   def local_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict, dict]:
     rng = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
     # Left inside the loop, every microbatch would read all float32 weights to cast them again.
     with jax.named_scope("cast"):
-      params = objective.cast(state.params)
+      params = objective.cast(masters.readable(state.params))
     factor = None if optimizer.scaling is None else state.scale["factor"]
     loss, grads, aux = accumulate(
-      objective, params, state.router, batch, rng, specs.params, gradient_dtype, flight, factor
+      objective, params, state.router, batch, rng, params_specs, gradient_dtype, flight, factor
     )
     with jax.named_scope("optimizer"):
       if optimizer.scaling is not None:
         grads = optimizer.scaling.unscaled(grads, state.scale)
       with jax.named_scope("clip"):
-        norm = global_norm(grads, specs.params)
+        norm = global_norm(grads, params_specs)
       # Before clipping: clipping by a norm with one inf turns that leaf into NaN, the rest into 0.
       finite = jnp.isfinite(loss) & jnp.isfinite(norm)
       router = objective.update_router(state.router, aux)
@@ -276,9 +301,7 @@ def accumulate(
 
   if count == 1 and not handed_over:
     ((grads,), _), ((loss, aux),) = differentiate(*each(batch, 0), None, None)
-    # Whole before they are read: the optimizer, joined with what puts the layers' own together,
-    # took twice as long (experiments/LOG.md, 2026-11-22).
-    return loss.astype(jnp.float32), jax.lax.optimization_barrier(grads), aux
+    return loss.astype(jnp.float32), grads, aux
   grouped = jax.tree.map(lambda x: x.reshape(count // size, size, *x.shape[1:]), batch)
   group = lambda which: jax.tree.map(lambda x: x[which], grouped)
   results = jax.eval_shape(objective.losses, *each(group(0), 0))[1]
@@ -312,10 +335,11 @@ def _updated(
   loss: Array,
 ) -> TrainState:
   """The next state; where the step is not `good`, only the counters move."""
+  before = masters.whole(state.params)
   updates, opt_state = optimizer.tx.update(
-    grads, state.opt_state, state.params, step=state.step, norm=norm
+    grads, state.opt_state, before, step=state.step, norm=norm
   )
-  params = optax.apply_updates(state.params, updates)
+  params = optax.apply_updates(before, updates)
   keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)
   missed = 1 - good.astype(jnp.int32)
   scaling, scale, failed = optimizer.scaling, state.scale, missed
@@ -326,7 +350,7 @@ def _updated(
     scale = scaling.after(scale, jnp.isfinite(loss) & jnp.isfinite(norm))
   return TrainState(
     step=state.step + 1,
-    params=keep(params, state.params),
+    params=masters.like(keep(params, before), state.params),
     opt_state=keep(opt_state, state.opt_state),
     router=keep(router, state.router),
     rng=state.rng,

@@ -334,18 +334,17 @@ def test_the_description_names_the_best_slot_and_prints_the_list_that_runs():
 
 
 @pytest.mark.parametrize(
-  ("given", "gpu", "exchange", "pairs", "per_step", "decoding"),
+  ("given", "gpu", "exchange", "pairs", "per_step"),
   [
-    (-1, True, False, 12, 12, 1),  # GPUs: all written out, but for decoding
-    (-1, True, True, 4, 4, 4),
-    (-1, True, True, 12, 4, 4),  # compiled twice, and twice as long
-    (-1, True, False, 40, 1, 1),  # too many to compile
-    (-1, False, True, 4, 1, 1),
-    (0, False, False, 3, 3, 1),
-    (2, True, True, 12, 2, 2),  # as the user has it
+    (-1, True, False, 12, 12),  # GPUs: all written out
+    (-1, True, True, 4, 4),
+    (-1, True, True, 12, 4),  # compiled twice, and twice as long
+    (-1, True, False, 40, 1),  # too many to compile
+    (-1, False, True, 4, 1),
+    (0, False, False, 3, 3),
+    (2, True, True, 12, 2),  # as the user has it
   ],
 )
-def test_pairs_of_a_step(given, gpu, exchange, pairs, per_step, decoding):
+def test_pairs_of_a_step(given, gpu, exchange, pairs, per_step):
   overlap = OverlapConfig(unroll=given).derived(gpu=gpu, exchange=exchange, pairs=pairs)
   assert overlap.pairs_per_step(pairs) == per_step
-  assert overlap.pairs_per_step(pairs, decoding=True, exchange=exchange) == decoding

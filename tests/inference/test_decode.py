@@ -29,7 +29,7 @@ def compile_fast():
 
 
 @functools.cache
-def make_model(wiring="scmoe_pos2", *, style="gpt2", moe_every=2, context=64):
+def make_model(wiring="scmoe_pos2", *, style="gpt2", moe_every=2, context=64, unroll=1):
   config = ModelConfig(
     style=style,
     wiring=wiring,
@@ -43,24 +43,27 @@ def make_model(wiring="scmoe_pos2", *, style="gpt2", moe_every=2, context=64):
     dtype="float32",
     init_std=0.3,  # far from uniform predictions, so that greedy choices are no ties
   )
-  return GPT(config.resolve(vocab_size=VOCAB), rngs=nnx.Rngs(0))
+  overlap = OverlapConfig(unroll=unroll)
+  return GPT(config.resolve(vocab_size=VOCAB), overlap=overlap, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(
-  ("wiring", "style", "moe_every"),
+  ("wiring", "style", "moe_every", "unroll"),
   [
-    ("dense", "gpt2", 2),
-    ("topk", "llama", 1),
-    ("scmoe_pos1", "gpt2", 2),
-    ("scmoe_pos2", "llama", 2),
-    ("scmoe_pos2", "gpt2", 1),
-    ("scmoe_pos3", "gpt2", 2),
-    ("dgmoe_share", "gpt2", 2),
+    ("dense", "gpt2", 2, 1),
+    ("topk", "llama", 1, 1),
+    ("scmoe_pos1", "gpt2", 2, 1),
+    ("scmoe_pos2", "llama", 2, 1),
+    ("scmoe_pos2", "llama", 2, 0),  # written out, each pair with a cache of its own
+    ("scmoe_pos2", "gpt2", 1, 1),
+    ("scmoe_pos3", "gpt2", 2, 1),
+    ("dgmoe_share", "gpt2", 2, 1),
+    ("dgmoe_share", "gpt2", 2, 0),
   ],
 )
-def test_cached_logits_equal_uncached(wiring, style, moe_every):
+def test_cached_logits_equal_uncached(wiring, style, moe_every, unroll):
   """Two prompts of different lengths in one batch; every step against a full forward pass."""
-  model = make_model(wiring, style=style, moe_every=moe_every)
+  model = make_model(wiring, style=style, moe_every=moe_every, unroll=unroll)
   rng = np.random.default_rng(0)
   text_BS = rng.integers(0, VOCAB, (2, 12)).astype(np.int32)
   lengths_B = np.array([5, 8], np.int32)
@@ -109,12 +112,18 @@ def test_a_prompt_does_not_depend_on_its_batch():
   assert alone == crowd
 
 
-@pytest.mark.parametrize("sizes", [(2, 4, 1), (1, 2, 2)], ids=["data-expert", "expert-tensor"])
-def test_a_mesh_says_the_same(mesh_of, sizes):
+@pytest.mark.parametrize(
+  ("sizes", "unroll"),
+  [((2, 4, 1), 1), ((1, 2, 2), 1), ((1, 2, 2), 0)],
+  ids=["data-expert", "expert-tensor", "expert-tensor written out"],
+)
+def test_a_mesh_says_the_same(mesh_of, sizes, unroll):
   """Three prompts over eight, or two, parts of the batch."""
   prompts = [[5, 17, 3], [8], [1, 2, 3, 4, 5, 6]]
-  say = lambda **mesh: generate(make_model(), prompts, GREEDY, max_new_tokens=6, **mesh)
-  assert say(mesh=mesh_of(*sizes)) == say()
+  say = lambda unroll, **mesh: generate(
+    make_model(wiring="dgmoe_share", unroll=unroll), prompts, GREEDY, max_new_tokens=6, **mesh
+  )
+  assert say(unroll, mesh=mesh_of(*sizes)) == say(1)
 
 
 def test_draws_follow_the_seed_and_end_at_eos():

@@ -16,7 +16,6 @@ from scmoe.batch import Batch
 from scmoe.blocks.options import OverlapConfig
 from scmoe.build import build
 from scmoe.config import RunConfig
-from scmoe.models import stacked
 from scmoe.models.config import ModelConfig
 from scmoe.models.gpt import GPT
 from scmoe.models.objective import LanguageModelObjective
@@ -153,9 +152,7 @@ def test_microbatches_side_by_side_are_those_of_one_after_the_other(mesh, flight
     ("data and expert", 4, 1),
   ],
 )
-def test_layers_written_out_have_the_gradients_of_the_scan(mesh, microbatches, flight, monkeypatch):
-  """As where there are too many to concatenate; each gradient added to its own place."""
-  monkeypatch.setattr(stacked, "CONCATENATED", 1)
+def test_layers_written_out_have_the_gradients_of_the_scan(mesh, microbatches, flight):
   options = {"microbatches": microbatches, "flight": flight, "layers": 2}
   assert_same(run(mesh, unroll=0, **options), run(mesh, unroll=1, **options))
 

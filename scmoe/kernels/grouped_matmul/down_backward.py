@@ -27,12 +27,14 @@ from scmoe.kernels.grouped_matmul.pipeline import (
   Work,
   barriers,
   copy_block,
+  first_of,
   launch,
   locate_rows,
   paired_tiles,
   resolve_num_sms,
   run_tiles,
   smem,
+  tiles_over,
 )
 
 _COLS = 64  # columns of a chunk: one swizzle row of 2-byte elements
@@ -139,7 +141,8 @@ def down_backward_product(
   rows, width, hidden = layout.num_rows, dy_XD.shape[1], down_GFD.shape[1]
   dtype = dy_XD.dtype
   depth, cols = tiling.depth, tiling.cols
-  col_tiles, steps = hidden // cols, width // depth
+  col_tiles = tiles_over(hidden, cols, 2 if tiling.pair == "cols" else 1)
+  steps = width // depth
   consumer_rows = tiling.consumer_rows
   fused = index_R is not None
   assert not (fused and tiling.pair == "cols"), "a gathered operand cannot be shared"
@@ -170,7 +173,7 @@ def down_backward_product(
           row_slice = pl.ds(row_tile * tiling.rows, tiling.rows)
           block = gmem.dy.at[row_slice, k_slice]
           copy_block(block, shared.dy.at[stage], barrier, tiling.pair == "cols")
-        block = gmem.down.at[group, pl.ds(col_tile * cols, cols), k_slice]
+        block = gmem.down.at[group, pl.ds(first_of(col_tile, cols, hidden), cols), k_slice]
         copy_block(block, shared.down.at[stage], barrier, shared_rhs)
 
       def consumer(accumulators, stage, my_rows):
@@ -181,7 +184,7 @@ def down_backward_product(
       def load_chunk(where, chunk, consumer, first_row):
         row_tile, col_tile, *_ = where
         row_slice = pl.ds(row_tile * tiling.rows + first_row, consumer_rows)
-        col_slice = pl.ds(col_tile * cols + chunk * _COLS, _COLS)
+        col_slice = pl.ds(first_of(col_tile, cols, hidden) + chunk * _COLS, _COLS)
         for part in range(parts):
           plgpu.copy_gmem_to_smem(
             gmem.pre[part].at[row_slice, col_slice],
@@ -220,6 +223,10 @@ def down_backward_product(
             value, derivative = activation.value_and_derivative(h[0])
             a = value * h[1] if activation.gated else value
             share = jnp.sum(da * a, axis=1)
+            if hidden % cols:  # of columns that two tiles compute, the first one's counts
+              here = first_of(col_tile, cols, hidden) + chunk * _COLS
+              counts = jnp.where(here >= col_tile * cols, 1.0, 0.0)
+              share = share * lax.broadcast_in_dim(counts, share.shape, ())
             ds[half] = share if ds[half] is None else ds[half] + share
             da = da * s_full
             if activation.gated:
@@ -234,7 +241,7 @@ def down_backward_product(
             plgpu.commit_smem()
             target = (
               pl.ds(row_tile * tiling.rows + first_row + half * _ROWS, _ROWS),
-              pl.ds(col_tile * cols + chunk * _COLS, _COLS),
+              pl.ds(first_of(col_tile, cols, hidden) + chunk * _COLS, _COLS),
             )
             for part in range(parts):
               source = shared.pre.at[consumer, part, part_rows]

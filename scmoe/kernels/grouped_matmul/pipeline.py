@@ -32,6 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 CONSUMERS = 2
+_GRANULE = 64  # all widths are multiples of it
 _PAIR = "pair"  # name of the axis of a pair's CTAs
 _PRODUCER_REGISTERS = 40
 _CONSUMER_REGISTERS = 232
@@ -340,6 +341,22 @@ def launch(body, operands: Any, out_type: Any, tiling: Tiling, num_sms: int):
     ),
     **options,
   )
+
+
+def tiles_over(width: int, size: int, multiple: int = 1) -> int:
+  """Tiles of a size that cover a width, up to a multiple of so many; see `first_of`."""
+  return -(-width // (size * multiple)) * multiple
+
+
+def first_of(tile: Any, size: int, width: int) -> Any:
+  """Where a tile begins.
+
+  What does not divide is covered by tiles that end with the width: the last ones compute a part of
+  the one before once more, and store the same numbers.
+  """
+  if width % size == 0:
+    return tile * size
+  return pl.multiple_of(jnp.minimum(tile * size, width - size), _GRANULE)
 
 
 def banded(tile: Any, row_tiles: Any, col_tiles: int, band: int) -> tuple[Any, Any]:

@@ -25,12 +25,14 @@ from scmoe.kernels.grouped_matmul.pipeline import (
   Work,
   barriers,
   copy_block,
+  first_of,
   launch,
   locate_rows,
   paired_tiles,
   resolve_num_sms,
   run_tiles,
   smem,
+  tiles_over,
 )
 from scmoe.kernels.grouped_matmul.stores import CHUNK, store_tiles
 
@@ -128,7 +130,8 @@ def rows_product(
   fused = index_R is not None
   n = rhs[0][0].shape[1 if transpose_rhs else 2]
   cols = tiling.cols // parts
-  col_tiles, steps = n // cols, lhs[0].shape[1] // depth
+  col_tiles = tiles_over(n, cols, 2 if tiling.pair == "cols" else 1)
+  steps = lhs[0].shape[1] // depth
   dtype = lhs[0].dtype
   num_sms = resolve_num_sms(num_sms)
   num_outs = parts * with_results + (activation is not None)
@@ -151,7 +154,7 @@ def rows_product(
       def producer(where, step, stage, barrier):
         row_tile, col_tile, group, shared_rhs = where
         row_slice = pl.ds(row_tile * tiling.rows, tiling.rows)
-        col_slice = pl.ds(col_tile * cols, cols)
+        col_slice = pl.ds(first_of(col_tile, cols, n), cols)
 
         def load_segment(segment):
           k_slice = pl.ds((step - segment * steps) * depth, depth)
@@ -191,7 +194,7 @@ def rows_product(
         _, col_tile, group, *_ = where
         for place, part in enumerate(places):
           plgpu.copy_gmem_to_smem(
-            gmem.biases[part].at[group, pl.ds(col_tile * cols, cols)],
+            gmem.biases[part].at[group, pl.ds(first_of(col_tile, cols, n), cols)],
             shared.bias.at[consumer, place],
             shared.bias_loaded.at[consumer],
           )
@@ -225,7 +228,7 @@ def rows_product(
         store_tiles(
           values,
           outs,
-          [col_tile * cols] * num_outs,
+          [first_of(col_tile, cols, n)] * num_outs,
           row_tile * tiling.rows + first_row,
           shared.stores,
           consumer,

@@ -24,6 +24,7 @@ from scmoe.kernels.grouped_matmul.pipeline import (
   Work,
   barriers,
   copy_block,
+  first_of,
   launch,
   num_workers,
   paired,
@@ -31,6 +32,7 @@ from scmoe.kernels.grouped_matmul.pipeline import (
   run_tiles,
   smem,
   snake,
+  tiles_over,
 )
 from scmoe.kernels.grouped_matmul.stores import CHUNK, store_tiles
 
@@ -106,7 +108,6 @@ def weights_product(
   parts = len(rhs)
   m, n = lhs_RM.shape[1], rhs[0].shape[1]
   cols = tiling.cols // parts
-  row_tiles, col_tiles = m // tiling.rows, n // cols
   depth = tiling.depth
   per_tile = layout.tile // depth
   dtype = lhs_RM.dtype
@@ -117,8 +118,8 @@ def weights_product(
     # `tiles.TABLE` does not tell which operand is gathered, and that one cannot be shared.
     tiling = dataclasses.replace(tiling, pair="")
   pair = tiling.pair
-  assert pair != "rows" or row_tiles % 2 == 0, (tiling, row_tiles)
-  assert pair != "cols" or col_tiles % 2 == 0, (tiling, col_tiles)
+  row_tiles = tiles_over(m, tiling.rows, 2 if pair == "rows" else 1)
+  col_tiles = tiles_over(n, cols, 2 if pair == "cols" else 1)
   per_group = row_tiles * col_tiles // tiling.cluster
   num_tiles = groups * per_group
   assert layout.runs == 1 or not fused, "rows in several runs are not gathered"
@@ -157,15 +158,15 @@ def weights_product(
           prefetch=tiling.stages * depth,
         )
         if fused_lhs:
-          start(gmem.lhs, ring=shared.lhs, first_col=row_tile * tiling.rows)
+          start(gmem.lhs, ring=shared.lhs, first_col=first_of(row_tile, tiling.rows, m))
         else:
-          block = gmem.lhs.at[k_slice, pl.ds(row_tile * tiling.rows, tiling.rows)]
+          block = gmem.lhs.at[k_slice, pl.ds(first_of(row_tile, tiling.rows, m), tiling.rows)]
           copy_block(block, shared.lhs.at[stage], barrier, pair == "cols")
         for operand, ring in zip(gmem.rhs, shared.rhs):
           if fused_rhs:
-            start(operand, ring=ring, first_col=col_tile * cols)
+            start(operand, ring=ring, first_col=first_of(col_tile, cols, n))
           else:
-            block = operand.at[k_slice, pl.ds(col_tile * cols, cols)]
+            block = operand.at[k_slice, pl.ds(first_of(col_tile, cols, n), cols)]
             copy_block(block, ring.at[stage], barrier, pair == "rows")
 
       def consumer(accumulators, stage, my_rows):
@@ -179,8 +180,8 @@ def weights_product(
         store_tiles(
           [(lambda s, r=r: r[:, s].astype(out_dtype), cols) for r in results],
           [out.at[group] for out in outs],
-          [col_tile * cols] * parts,
-          row_tile * tiling.rows + first_row,
+          [first_of(col_tile, cols, n)] * parts,
+          first_of(row_tile, tiling.rows, m) + first_row,
           shared.stores,
           consumer,
         )

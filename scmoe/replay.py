@@ -75,7 +75,7 @@ def replay(built: Searchable, bundle: Path) -> tuple[str, bool]:
       f"{jax.process_count()}; start as many"
     )
   abstract = built.abstract_state()
-  restored = Checkpointer(bundle, CheckpointConfig()).restore_latest_valid(abstract)
+  restored = Checkpointer(bundle, CheckpointConfig()).restore_latest_valid(abstract.whole())
   if restored is None:
     raise CheckpointError(f"{bundle} holds no state")
   with np.load(bundle / f"batch_{jax.process_index()}.npz", allow_pickle=False) as file:
@@ -83,7 +83,7 @@ def replay(built: Searchable, bundle: Path) -> tuple[str, bool]:
   sharding = batch_sharding(built.mesh, leading=1)
   put = lambda x: jax.make_array_from_process_local_data(sharding, x)
   step = Steps(built, abstract, bundle)(variant)
-  _, scalars, _ = step(before(restored.state, failure), jax.tree.map(put, batch))
+  _, scalars, _ = step(before(restored.state, failure).like(abstract), jax.tree.map(put, batch))
   now = {name: str(np.asarray(x).item()) for name, x in scalars.items()}
   names = [name for name in ("objective", "grad_norm", "loss_scale") if name in failure]
   lines = [f"{'step ' + str(failure['step']):12}{'then':>24}{'now':>24}"]

@@ -99,6 +99,7 @@ class RunConfig:
     run = dataclasses.replace(self, mesh=mesh, model=model, data=data)
     model.check_mesh(expert=mesh.expert, tensor=mesh.tensor)
     self.train.check_mesh(mesh.batch_shards, num_processes)
+    self.train.check_trackers()
     self.train.microbatches(self.data.seq_len)
     run._check_sequence(vocab_size)
     run._check_dispatch()

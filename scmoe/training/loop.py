@@ -244,7 +244,13 @@ class _Run:
       write_json(self.workdir / CONFIG, built.config)
       if trainer.card is not None:
         write_card(self.workdir, **trainer.card)
-      self.metrics = Metrics(self.workdir, self.step, tensorboard=self.train.tensorboard)
+      self.metrics = Metrics(
+        self.workdir,
+        self.step,
+        tensorboard=self.train.tensorboard,
+        trackers=self.train.trackers,
+        config=built.config,
+      )
       shown = [trainer.header] if trainer.header else []
       origin = f"resuming from step {self.step} of" if restored else "new run in"
       if restored and restored.meta.get(WEIGHTS_ONLY):

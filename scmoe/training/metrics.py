@@ -6,12 +6,15 @@ Only `MetricsFile` matters for the run's record; every other output may fail wit
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import importlib
 import json
 import math
 import os
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -105,6 +108,37 @@ class TensorBoard:
     self._writer.close()
 
 
+class Tracker:
+  """Scalars to `wandb` or `trackio`, which have one interface: `init`, `log`, `finish`.
+
+  Who is logged in, and whether anything leaves the machine (WANDB_MODE=offline), is theirs. A
+  resumed run goes on under its own name.
+
+  Args:
+    package: `wandb` or `trackio`.
+    workdir: of the run, which gives its name.
+    config: of the run, JSON-able.
+  """
+
+  def __init__(self, package: str, workdir: Path, config: dict[str, Any]):
+    self._library = importlib.import_module(package)
+    options: dict[str, Any] = {"project": "scmoe", "name": workdir.name, "config": config}
+    if package == "wandb":
+      name = hashlib.blake2b(str(workdir).encode(), digest_size=6).hexdigest()
+      options |= {"id": name, "dir": str(workdir)}
+    self._library.init(resume="allow", **options)
+
+  def write(self, step: int, scalars: dict[str, Any]) -> None:
+    """Stores the scalars of a step; a number that is not finite leaves a gap."""
+    numbers = {name: value for name, value in scalars.items()
+               if isinstance(value, int | float) and math.isfinite(value)}  # fmt: skip
+    self._library.log(numbers, step=step)
+
+  def close(self) -> None:
+    """Ends it."""
+    self._library.finish()
+
+
 class Metrics:
   """Writes to metrics.jsonl and to the sinks; a sink that fails is dropped with one warning.
 
@@ -112,9 +146,19 @@ class Metrics:
     workdir: of the run.
     resumed_step: see `MetricsFile`.
     tensorboard: also write TensorBoard files.
+    trackers: `wandb`, `trackio`, joined by commas.
+    config: what trackers are told of the run.
   """
 
-  def __init__(self, workdir: Path, resumed_step: int, *, tensorboard: bool = True):
+  def __init__(
+    self,
+    workdir: Path,
+    resumed_step: int,
+    *,
+    tensorboard: bool = True,
+    trackers: str = "",
+    config: dict[str, Any] | None = None,
+  ):
     self.file = MetricsFile(workdir, resumed_step)
     self.sinks: list[Sink] = []
     self._router = workdir / ROUTER
@@ -122,10 +166,15 @@ class Metrics:
       if int(path.stem.removeprefix("step_")) > resumed_step:
         path.unlink()
     if tensorboard:
-      try:
-        self.sinks.append(TensorBoard(workdir, resumed_step))
-      except Exception as error:  # whatever an optional package raises
-        warn(f"no TensorBoard files: {type(error).__name__}: {error}")
+      self._add("TensorBoard files", lambda: TensorBoard(workdir, resumed_step))
+    for name in filter(None, trackers.split(",")):
+      self._add(name, lambda name=name: Tracker(name, workdir, config or {}))
+
+  def _add(self, name: str, make: Callable[[], Sink]) -> None:
+    try:
+      self.sinks.append(make())
+    except Exception as error:  # whatever an optional package raises
+      warn(f"no {name}: {type(error).__name__}: {error}")
 
   def write(self, step: int, values: dict[str, Any], kind: str = "train") -> None:
     """One line in metrics.jsonl and the same scalars in every sink."""

@@ -7,9 +7,12 @@ orbax.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 
 from scmoe.errors import ConfigError
 from scmoe.options import check_options, option
+
+TRACKERS = ("wandb", "trackio")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +95,11 @@ class TrainConfig:
     minimum=0,
   )
   tensorboard: bool = option(True, "write TensorBoard files beside metrics.jsonl")
+  trackers: str = option(
+    "",
+    "further places for the figures, joined by commas: wandb, trackio (pip install wandb); none of "
+    "them can stop a run",
+  )
   deterministic: bool = option(
     False, "ask XLA for bitwise reproducible GPU operations (slower; some have no such form)"
   )
@@ -118,6 +126,18 @@ class TrainConfig:
         "one microbatch"
       )
     return self.tokens_per_step // tokens
+
+  def check_trackers(self) -> None:
+    """Checks that the trackers are known and installed.
+
+    Raises:
+      ConfigError: one of them is not.
+    """
+    for name in filter(None, self.trackers.split(",")):
+      if name not in TRACKERS:
+        raise ConfigError(f"train.trackers={name!r} is unknown; one of: {', '.join(TRACKERS)}")
+      if importlib.util.find_spec(name) is None:
+        raise ConfigError(f"train.trackers={name!r} is not installed; pip install {name}")
 
   def check_mesh(self, batch_shards: int, processes: int = 1) -> None:
     """Checks that a microbatch can be split over `batch_shards` devices and the processes.

@@ -32,6 +32,7 @@ SAFE = (
   "train.watchdog_seconds",
   "train.first_step_seconds",
   "train.tensorboard",
+  "train.trackers",
   "train.profile_step",
   "train.profile_steps",
   "mesh",

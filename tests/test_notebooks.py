@@ -25,7 +25,7 @@ def test_notebook_runs(name, monkeypatch):
   monkeypatch.setenv("XLA_FLAGS", "")  # one device, as on a reader's machine
   monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # few steps: compile them fast
   notebook = nbformat.read(FOLDER / name, as_version=4)
-  client = nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3")
+  client = nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3")
   client.execute(cwd=str(FOLDER))
   assert not any(
     output.get("output_type") == "error"

@@ -77,3 +77,12 @@ def test_the_picture_and_the_page(tmp_path):
 def test_unknown_wiring(tmp_path):
   with pytest.raises(ConfigError, match=r"--compare='top9' is no wiring; one of: dense"):
     profile.main(["--compare", "top9", "--workdir", str(tmp_path)])
+
+
+def test_stages_are_told_apart_by_their_colours():
+  from scmoe.profiling.picture import COLOURS
+
+  assert len(set(COLOURS.values())) == len(COLOURS)
+  bars = {COMPUTE: [("attention 1: projections", 0, 2), ("shared expert", 2, 3)], LINK: []}
+  plain = {COMPUTE: [("attention", 0, 2), ("shared expert", 2, 3)], LINK: []}
+  assert draw_png({"a": bars}, "t") == draw_png({"a": plain}, "t")

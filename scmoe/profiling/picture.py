@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import html
 import io
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 COLOURS = {
   "attention": "#4c78a8",
   "mlp": "#72b7b2",
-  "shared expert": "#72b7b2",
+  "shared expert": "#54a24b",
   "experts": "#f58518",
   "route": "#b279a2",
   "dispatch": "#e45756",
@@ -43,7 +44,7 @@ def draw_png(
   seen: dict[str, str] = {}
   for lane, (_, _, bars) in enumerate(lanes):
     for stage, start, end in bars:
-      word = stage.rstrip(" 0123456789")
+      word = re.sub(r" \d+\b.*", "", stage)  # "attention 1: projections" is attention
       colour = seen.setdefault(word, COLOURS.get(word, COLOURS["other"]))
       axes.broken_barh([(start, end - start)], (lane - 0.38, 0.76), facecolors=colour)
   axes.set_yticks(range(len(lanes)), [f"{arm} · {stream}" for arm, stream, _ in lanes])

@@ -92,7 +92,8 @@ class Built:
 
     Where communication fits the window, what the search starts from hides it already.
     """
-    times, chunks = modelled_times(self.varied(best), "h200-slow"), max(2, self.run.dispatch.chunks)
+    times = modelled_times(self.varied(best), "h200-slow")
+    chunks = max(2, best.chunks or self.run.dispatch.chunks)
     assert times is not None
     slots = ", ".join(chunk_slots(times, chunks))
     return dataclasses.replace(best, chunks=chunks, schedule=slots, order="barriers")

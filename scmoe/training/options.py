@@ -52,8 +52,9 @@ class TrainConfig:
   )
   tune: str = option(
     "",
-    "ways to move rows that the first steps try, the fastest of which trains on, e.g. "
-    "'adaptive_r=0,1 chunks=1,2'; results do not depend on the choice; empty: no tuner",
+    "ways to move rows that are tried, the fastest of which trains on, e.g. 'adaptive_r=0,1 "
+    "chunks=1,2 transport=capacity,packed': in the search of overlap.schedule=auto where there is "
+    "one, else in the first steps; results do not depend on the choice; empty: no tuner",
   )
   tune_rounds: int = option(3, "measured steps of each of them", minimum=1)
   remat: str = option(

@@ -5,7 +5,8 @@ them was right everywhere (experiments/LOG.md). What computes the same can be co
 
   auto   before the first step, on a cut of the run: the same sizes on the same devices, but two
          pairs and one flight of microbatches, compiled in seconds where a whole step takes minutes
-  tune   in the first steps, each of which trains, with candidates that the user names
+  tune   candidates that the user names: together with those of auto, in its search; without it in
+         the first steps, each of which trains
 
 The decision and all that it rests on lie in WORKDIR/schedule.json, where a later start finds them.
 """
@@ -326,8 +327,11 @@ def fastest_step(
   """
   make = Steps(built, abstract, folder, gpu, collect, say)
   steps, tuned = StepVariants(make), parse_candidates(built.train.tune)
-  searches = not built.train.tune and built.overlap.search_seconds > 0
-  candidates = tuple(built.candidates) if searches else tuned
+  searches = built.overlap.search_seconds > 0
+  candidates: Sequence[Variant | Change] = tuned
+  if searches:  # one search: first the ways that the user names, then schedules for the fastest
+    first, *others = built.candidates
+    candidates = (first, *(tuned if built.train.tune else ()), *others)
   if len(candidates) == 1:
     return steps.step(Variant() if searches else tuned[0])
   keep_programs(folder / PROGRAMS)

@@ -54,24 +54,31 @@ class Variant:
 # What may make the fastest variant so far faster.
 Change = Callable[[Variant], Variant]
 
-TUNABLE = ("adaptive_r", "chunks")
+# What a user may ask to try, and the words that it may be; numbers where there are none.
+TUNABLE: dict[str, tuple[str, ...]] = {
+  "adaptive_r": (),
+  "chunks": (),
+  "transport": ("capacity", "packed"),
+}
 
 
 def parse_candidates(text: str) -> tuple[Variant, ...]:
   """All combinations of a specification such as "adaptive_r=0,1 chunks=1,2,4".
 
   Raises:
-    ConfigError: a word is no tunable field, or a value no whole number.
+    ConfigError: a word is no tunable field, or a value not one of its.
   """
   choices: dict[str, list[Any]] = {}
   for part in text.split():
     name, _, values = part.partition("=")
-    if name not in TUNABLE or not all(v.isdigit() for v in values.split(",")):
+    words = TUNABLE.get(name, ())
+    wrong = [v for v in values.split(",") if not (v in words if words else v.isdigit())]
+    if name not in TUNABLE or wrong:
       raise ConfigError(
         f"train.tune={text!r}: {part!r} is not of the form NAME=N,N with a NAME of: "
         f"{', '.join(TUNABLE)}; e.g. 'adaptive_r=0,1 chunks=1,2'"
       )
-    choices[name] = [int(v) for v in values.split(",")]
+    choices[name] = [v if words else int(v) for v in values.split(",")]
   return tuple(
     Variant(**dict(zip(choices, values))) for values in itertools.product(*choices.values())
   )

@@ -4,11 +4,13 @@ import dataclasses
 import json
 
 import jax
+import numpy as np
 import pytest
 from training_fakes import trainer
 
 from scmoe.blocks.options import OverlapConfig
 from scmoe.training import search as search_module
+from scmoe.training.metrics import read_metrics
 from scmoe.training.search import Decisions, Search, fastest_step
 from scmoe.training.variants import StepVariants, Variant, parse_candidates
 
@@ -188,3 +190,42 @@ def test_a_cut_that_fails_leaves_the_run_as_configured(tmp_path, mesh1, monkeypa
   assert step.variant == Variant()
   assert "nothing was measured (RESOURCE_EXHAUSTED: out of memory)" in lines[-1]
   assert not (tmp_path / "schedule.json").exists(), "a later start tries again"
+
+
+def test_the_tuner_and_the_schedule_are_one_search(tmp_path, mesh1):
+  """What the user names is tried first; what the schedule adds builds on the fastest of it."""
+  run = trainer(mesh1, tmp_path, tune="chunks=2,4")
+  overlap = OverlapConfig(search_seconds=600)
+  candidates = (Variant(), Variant(transport="packed"))
+  built = dataclasses.replace(run.built, overlap=overlap, candidates=candidates)
+  step = fastest_step(built, built.abstract_state(), tmp_path, say=lambda line: None)
+  decision = json.loads((tmp_path / "schedule.json").read_text())
+  tried = [t["variant"] for t in decision["tried"]]
+  assert tried[:3] == [{}, {"chunks": 2}, {"chunks": 4}]
+  assert tried[3]["transport"] == "packed"
+  assert decision["not_tried"] == []
+  assert step.variant.given == decision["chosen"]
+
+
+@pytest.mark.nightly
+def test_a_tuned_run_from_the_command_line(tmp_path, capsys):
+  """Without a search the first steps decide; a later start finds the decision."""
+  from scmoe import train
+
+  small = ["--config", "quickstart", "--smoke", "--config.mesh.expert=2"]
+  small += ["--config.train.tensorboard=false", "--config.train.steps=12"]
+  tune = ["--config.train.tune=chunks=1,2 transport=capacity,packed"]
+  tune += ["--config.train.tune_rounds=1", "--workdir", str(tmp_path / "tuned")]
+  train.main([*small, *tune])
+  assert "is the fastest of" in capsys.readouterr().out
+  decision = json.loads((tmp_path / "tuned" / "schedule.json").read_text())
+  assert len(decision["tried"]) == 4
+  assert decision["chosen"] in [t["variant"] for t in decision["tried"]]
+  train.main([*small, *tune, "--config.train.steps=14"])
+  assert "trying" not in capsys.readouterr().out
+  assert json.loads((tmp_path / "tuned" / "schedule.json").read_text()) == decision
+  train.main([*small, "--workdir", str(tmp_path / "plain")])
+  want, found = (
+    [line["loss"] for line in read_metrics(tmp_path / name)][:12] for name in ("plain", "tuned")
+  )
+  np.testing.assert_allclose(found, want, rtol=1e-3)

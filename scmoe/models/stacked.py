@@ -1,8 +1,8 @@
 """Alike layers whose parameters lie in one array each: stacked, taken apart, and their gradients.
 
 One array for all layers keeps checkpoints, optimizer and compilation small. What it costs is
-copies, so GPUs run the layers written out, one after the other (`overlap.unroll`), and the
-gradients of the layers are written where they belong, as they come.
+copies, so GPUs run the layers written out, one after the other (`overlap.unroll`), and whoever
+reads the layers' gradients reads them where they are.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class _Arm:
       assert self.state is not None
       first_B, caches = self.state
       # Every call writes the same positions again.
-      self.state = first_B, self.decode(*given, first_B, caches)[1]
+      self.state = first_B, self.decode(*given, np.int32(1), first_B, caches)[2]
     jax.block_until_ready(self.state)
 
   def warm_up(self) -> None:

@@ -2,16 +2,20 @@
 
   python -m scmoe.generate --workdir runs/quickstart --prompt "def main(" --max_new_tokens 200
   python -m scmoe.generate --workdir runs/a --prompt "import " --prompt "class " --temperature 0
+  python -m scmoe.generate --workdir runs/a --chat
   python -m scmoe.generate --benchmark --config gpt2_moe_medium --compare top2,scmoe_pos2
 
-Reads the configuration stored in the checkpoint. An empty prompt begins a new document. With
---benchmark: tokens per second of prefill and decode, in turns, of a configuration's wirings.
+Reads the configuration stored in the checkpoint. One prompt's text is printed as it is made, and
+how fast that went, to stderr. An empty prompt begins a new document. With --benchmark: tokens per
+second of prefill and decode, in turns, of a configuration's wirings.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +33,7 @@ from scmoe.command_line import (
   simulate,
 )
 from scmoe.errors import ConfigError, run_main
-from scmoe.inference.decode import generate
+from scmoe.inference.decode import stream
 from scmoe.inference.sampling import Sampling
 from scmoe.programs import Programs
 from scmoe.summary import load_tokenizer, open_run
@@ -41,6 +45,7 @@ FLAGS = (
   Flag("workdir", str, "", "folder of the run"),
   Flag("step", int, -1, "step of the checkpoint; -1: the newest"),
   Flag("prompt", str, "", "text to continue", repeat=True),
+  Flag("chat", bool, False, "continue every line of the input, each a document of its own"),
   Flag("max_new_tokens", int, 64, "tokens to add"),
   Flag("temperature", float, 1.0, "divides the logits; 0 takes the most probable token"),
   Flag("top_k", int, 0, "draw from the k most probable tokens; 0: from all"),
@@ -70,19 +75,113 @@ def main(argv: list[str]) -> None:
   if given:
     raise ConfigError(f"--config.{given[0][0]} goes with --benchmark; a run has its configuration")
   for name in ("workdir", "prompt"):
-    if not values[name]:
+    if not values[name] and not (name == "prompt" and values["chat"]):
       (flag,) = (flag for flag in FLAGS if flag.name == name)
       raise ConfigError(f"--{name} is missing: {flag.help}")
+  if values["chat"] and values["prompt"]:
+    raise ConfigError("--prompt goes without --chat, which reads prompts from the input")
   sampling = Sampling(values["temperature"], values["top_k"], values["top_p"])
   sampling.check()
-  options = {
-    name: values[name] for name in ("step", "max_new_tokens", "seed", "mesh", "allow_import")
-  }
-  texts = generate_texts(values["workdir"], values["prompt"], sampling, **options)
-  for index, (prompt, text) in enumerate(zip(values["prompt"], texts)):
-    if len(texts) > 1:
-      print(f"--- prompt {index + 1}")
-    print(prompt + text)
+  session = Session(
+    values["workdir"], values["step"], mesh=values["mesh"], allow_import=values["allow_import"]
+  )
+  options = {name: values[name] for name in ("max_new_tokens", "seed")}
+  if len(values["prompt"]) > 1:
+    texts = session.texts(values["prompt"], sampling, **options)
+    for index, (prompt, text) in enumerate(zip(values["prompt"], texts)):
+      print(f"--- prompt {index + 1}", prompt + text, sep="\n")
+    return
+  for prompt in map(str.rstrip, sys.stdin) if values["chat"] else values["prompt"]:
+    _show(prompt, session.stream([prompt], sampling, **options))
+
+
+def _show(prompt: str, pieces: Iterator[list[Piece]]) -> None:
+  """Prints a continuation as it comes, then how fast it was, to stderr."""
+  begin, first, tokens = time.perf_counter(), None, 0
+  for (piece,) in pieces:
+    first = first or time.perf_counter() - begin
+    print(prompt if not tokens else "", piece.text, sep="", end="", flush=True)
+    tokens, prompt = tokens + piece.tokens, ""
+  print(prompt)
+  seconds = time.perf_counter() - begin
+  print(f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} a second; the first after "
+        f"{first or seconds:.2f} s (compilation counts)", file=sys.stderr)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+  """What a continuation grows by.
+
+  Attributes:
+    text: empty where a character is not yet whole.
+    tokens: how many.
+  """
+
+  text: str
+  tokens: int
+
+
+class Session:
+  """A run's model and tokenizer, opened once for many prompts.
+
+  Args:
+    workdir: folder of the run.
+    step: of the checkpoint; -1 for the newest.
+    mesh: see `scmoe.build.on_mesh`.
+    allow_import: see `scmoe.extensions.check_allowed`.
+  """
+
+  def __init__(
+    self, workdir: str, step: int = -1, *, mesh: str = "", allow_import: Sequence[str] = ()
+  ):
+    stored = open_run(workdir, None if step < 0 else step, allow_import)
+    run = build.on_mesh(stored.run, mesh)
+    self.tokenizer = load_tokenizer(run, workdir)
+    built = build.build(run)
+    wanted = {"params": built.shapes, "router": built.router_shapes}
+    state = restore_part(workdir, wanted, stored.step)
+    self.model = built.model(state["params"])
+    self._options = {
+      "router": state["router"],
+      "mesh": built.mesh,
+      "eos_id": self.tokenizer.eos_id,
+      "prepare": Programs(built.overlap, Path(workdir)),
+    }
+
+  def stream(
+    self, prompts: Sequence[str], sampling: Sampling = Sampling(), **options: Any
+  ) -> Iterator[list[Piece]]:
+    """What every prompt's continuation grows by, as it is made.
+
+    Args:
+      prompts: texts; each is read as the beginning of a document.
+      sampling, options: `max_new_tokens`, `chunk` and `seed` of `scmoe.inference.decode.stream`.
+    """
+    decode, eos = self.tokenizer.decode, self.tokenizer.eos_id
+    # As in training, a document follows an end-of-text token.
+    tokens = [[eos, *self.tokenizer.encode(_valid(prompt))] for prompt in prompts]
+    rows: list[list[int]] = [[] for _ in prompts]
+    shown = [""] * len(prompts)
+    for new in stream(self.model, tokens, sampling, **self._options, **options):
+      pieces = []
+      for row, own in enumerate(new):
+        rows[row] += own
+        # The last character's bytes may still be to come.
+        whole = decode(rows[row]).rstrip("\ufffd")
+        pieces.append(Piece(whole[len(shown[row]) :], len(own)))
+        shown[row] = whole
+      yield pieces
+    ends = [decode(row)[len(text) :] for row, text in zip(rows, shown)]
+    if any(ends):
+      yield [Piece(end, 0) for end in ends]
+
+  def texts(
+    self, prompts: Sequence[str], sampling: Sampling = Sampling(), **options: Any
+  ) -> list[str]:
+    """The continuation of every prompt; arguments as for `stream`."""
+    chunk = {"chunk": options["max_new_tokens"]}
+    grown = list(self.stream(prompts, sampling, **options | chunk))
+    return ["".join(piece.text for piece in row) for row in zip(*grown)]
 
 
 def generate_texts(
@@ -96,36 +195,9 @@ def generate_texts(
   mesh: str = "",
   allow_import: Sequence[str] = (),
 ) -> list[str]:
-  """The continuation of every prompt, by the model of a run.
-
-  Args:
-    workdir: folder of the run.
-    prompts: texts; each is read as the beginning of a document.
-    sampling, max_new_tokens, seed: see `scmoe.inference.decode.generate`.
-    step: of the checkpoint; -1 for the newest.
-    mesh: see `scmoe.build.on_mesh`.
-    allow_import: see `scmoe.extensions.check_allowed`.
-  """
-  stored = open_run(workdir, None if step < 0 else step, allow_import)
-  run = build.on_mesh(stored.run, mesh)
-  tokenizer = load_tokenizer(run, workdir)
-  # As in training, a document follows an end-of-text token.
-  tokens = [[tokenizer.eos_id, *tokenizer.encode(_valid(prompt))] for prompt in prompts]
-  built = build.build(run)
-  wanted = {"params": built.shapes, "router": built.router_shapes}
-  state = restore_part(workdir, wanted, stored.step)
-  new = generate(
-    built.model(state["params"]),
-    tokens,
-    sampling,
-    max_new_tokens=max_new_tokens,
-    seed=seed,
-    eos_id=tokenizer.eos_id,
-    router=state["router"],
-    mesh=built.mesh,
-    prepare=Programs(built.overlap, Path(workdir)),
-  )
-  return [tokenizer.decode(row) for row in new]
+  """The continuation of every prompt, by the model of a run: `Session.texts` of a new session."""
+  session = Session(workdir, step, mesh=mesh, allow_import=allow_import)
+  return session.texts(prompts, sampling, max_new_tokens=max_new_tokens, seed=seed)
 
 
 def _benchmark(values: dict[str, Any], given: list[tuple[str, str]]) -> str:

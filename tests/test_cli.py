@@ -1,6 +1,7 @@
 """What a user types: flags, help, exit codes, and one run from training to generated text."""
 
 import importlib
+import io
 import json
 import os
 import subprocess
@@ -288,6 +289,17 @@ def test_train_stop_resume_evaluate_generate(here, capsys, quick_compiler):
   assert code == 0, err
   assert "--- prompt 2" in out
   assert out == outcome(generate.main, capsys, "--workdir=a", *prompts)[1]
+  # One prompt comes as it is made, and so does every line of a chat.
+  texts = [text.split("\n", 1)[1] for text in out.split("--- prompt ")[1:]]
+  code, alone, err = outcome(generate.main, capsys, "--workdir=a", *prompts[:1], *prompts[2:])
+  assert (code, alone) == (0, texts[0]), err
+  assert "3 tokens in " in err
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr("sys.stdin", io.StringIO("ab\n\n"))
+    code, chat, err = outcome(generate.main, capsys, "--workdir=a", "--chat", *prompts[2:])
+  assert (code, chat) == (0, "".join(texts)), err
+  code, _, err = outcome(generate.main, capsys, "--workdir=a", "--chat", "--prompt=a")
+  assert (code, "goes without --chat" in err) == (2, True)
   # The mesh changes no greedy token, and no loss but by rounding.
   for mesh in ("data=2", "expert=2,tensor=2"):
     code, text, err = outcome(generate.main, capsys, "--workdir=a", *prompts, f"--mesh={mesh}")

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -42,23 +43,56 @@ def generate(
   mesh: Mesh | None = None,
   prepare: Prepare | None = None,
 ) -> list[list[int]]:
-  """Continues every prompt.
+  """Continues every prompt: all that `stream` yields, as one program.
 
-  Where the mesh splits the batch, the last prompt is repeated until every part has one.
+  Args:
+    model, prompts, sampling, max_new_tokens, seed, eos_id, router, mesh, prepare: as for `stream`.
+
+  Returns:
+    The new tokens of each prompt, without the prompt.
+
+  Raises:
+    ConfigError: as `stream`.
+  """
+  options = {"seed": seed, "eos_id": eos_id, "router": router, "mesh": mesh, "prepare": prepare}
+  pieces = stream(
+    model, prompts, sampling, max_new_tokens=max_new_tokens, chunk=max_new_tokens, **options
+  )
+  return [list(itertools.chain(*row)) for row in zip(*pieces)]
+
+
+def stream(
+  model: GPT,
+  prompts: list[list[int]],
+  sampling: Sampling = Sampling(),
+  *,
+  max_new_tokens: int,
+  chunk: int = 8,
+  seed: int = 0,
+  eos_id: int | None = None,
+  router: Any = None,
+  mesh: Mesh | None = None,
+  prepare: Prepare | None = None,
+) -> Iterator[list[list[int]]]:
+  """Continues every prompt, token by token as they come: the first of each, then a few at a time.
+
+  Ends when all rows have. Where the mesh splits the batch, the last prompt is repeated until every
+  part has one.
 
   Args:
     model: a trained model.
     prompts: token ids, at least one per prompt.
-    sampling: how tokens are drawn.
+    sampling: how tokens are drawn; what is drawn does not depend on `chunk`.
     max_new_tokens: tokens to add.
+    chunk: tokens that the device makes before the host looks at them.
     seed: of the draws.
     eos_id: a row that draws this token ends before it.
     router: router state of the training run (balancing biases), if it has any.
     mesh: devices of this process on which the model lies; None: one device.
     prepare: makes a program of a jitted function (`scmoe.programs`); None: jit does.
 
-  Returns:
-    The new tokens of each prompt, without the prompt.
+  Yields:
+    The next tokens of each prompt; none of one that has ended.
 
   Raises:
     ConfigError: no or empty prompts, ids outside the vocabulary, or more tokens than the model's
@@ -76,15 +110,25 @@ def generate(
     tokens_BS[row, : len(prompt)] = prompt
   graph, params = nnx.split(model)
   static = Static(graph, mesh, sampling)
-  room, key = padded + max_new_tokens, jax.random.key(seed)
-  first, rest = make_prefill(static, room), make_decode(static, max_new_tokens - 1)
+  chunk = max(1, min(chunk, max_new_tokens - 1))
+  # The last chunk is as long as the others: one program, and room for what it makes too much.
+  room, key = padded + 1 + _round_up(max_new_tokens - 1, chunk), jax.random.key(seed)
+  first, rest = make_prefill(static, room), make_decode(static, chunk)
   if prepare is not None:
     first, rest = prepare(first), prepare(rest)
   given = params, router, lengths_B, key
-  first_B, caches = first(*given, tokens_BS)
-  rest_BS, _ = rest(*given, first_B, caches)
-  new_BS = np.concatenate([np.asarray(first_B)[:, None], np.asarray(rest_BS)], 1)
-  return [_until(row.tolist(), eos_id) for row in new_BS[:asked]]
+  token_B, caches = first(*given, tokens_BS)
+  new_BS, made, ended = np.asarray(token_B)[:, None], 0, [False] * asked
+  while True:
+    new_BS = new_BS[:asked, : max_new_tokens - made]
+    made += new_BS.shape[1]
+    pieces = [_until(row.tolist(), eos_id) for row in new_BS]
+    yield [[] if over else piece for over, piece in zip(ended, pieces)]
+    ended = [over or len(piece) < new_BS.shape[1] for over, piece in zip(ended, pieces)]
+    if all(ended) or made == max_new_tokens:
+      return
+    made_SB, token_B, caches = rest(*given, np.int32(made), token_B, caches)
+    new_BS = np.asarray(made_SB)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,14 +175,17 @@ def make_prefill(static: Static, room: int) -> Any:
 
 @functools.cache
 def make_decode(static: Static, steps: int) -> Any:
-  """Jitted: (params, router, lengths_B, key, token_B, caches) -> int32 [B, steps], caches.
+  """Jitted: (params, router, lengths_B, key, made, token_B, caches) -> int32 [B, steps], token_B,
+  caches.
+
+  `made` is the number of new tokens so far, int32 [], and `token_B` the last of each row.
 
   Args:
     static: what for.
-    steps: tokens to add behind `token_B`, which the prefill gave.
+    steps: tokens to add behind `token_B`.
   """
 
-  def local(params, router, lengths_B, key, token_B, caches):
+  def local(params, router, lengths_B, key, made, token_B, caches):
     model: GPT = nnx.merge(static.graph, params)
     pairs = model.pairs()
 
@@ -149,18 +196,18 @@ def make_decode(static: Static, steps: int) -> Any:
       next_B = sample(logits_BV, static.sampling, jax.random.fold_in(key, index))
       return (next_B, caches), next_B
 
-    (_, caches), new_SB = jax.lax.scan(step, (token_B, caches), jnp.arange(1, steps + 1))
-    return new_SB.T, caches
+    (token_B, caches), new_SB = jax.lax.scan(step, (token_B, caches), made + jnp.arange(steps))
+    return new_SB.T, token_B, caches
 
-  def program(params, router, lengths_B, key, token_B, caches):
+  def program(params, router, lengths_B, key, made, token_B, caches):
     model: GPT = nnx.merge(static.graph, params)
     caches_lie = model.cache_specs()
-    specs = (parameter_specs(params), P(), _ROWS, P(), _ROWS, caches_lie)
-    function = manual(local, static.mesh, specs, (_ROWS, caches_lie))
-    return function(params, router, lengths_B, key, token_B, caches)
+    specs = (parameter_specs(params), P(), _ROWS, P(), P(), _ROWS, caches_lie)
+    function = manual(local, static.mesh, specs, (_ROWS, _ROWS, caches_lie))
+    return function(params, router, lengths_B, key, made, token_B, caches)
 
   # The caches are handed back, so that they need not be there twice.
-  return jax.jit(program, donate_argnums=5)
+  return jax.jit(program, donate_argnums=6)
 
 
 def prefill(

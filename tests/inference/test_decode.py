@@ -1,6 +1,7 @@
 """Generation with a cache is the uncached model, token by token."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from flax import nnx
 
 from scmoe.blocks.options import OverlapConfig
 from scmoe.errors import ConfigError
-from scmoe.inference.decode import decode_step, generate, prefill
+from scmoe.inference.decode import decode_step, generate, prefill, stream
 from scmoe.inference.sampling import Sampling
 from scmoe.models.config import ModelConfig
 from scmoe.models.gpt import GPT, Pass
@@ -133,6 +134,29 @@ def test_draws_follow_the_seed_and_end_at_eos():
   assert draw(0) != draw(1)
   stop = draw(0)[5]
   assert draw(0, eos_id=stop) == draw(0)[: draw(0).index(stop)]
+
+
+@pytest.mark.parametrize("unroll", [1, 0])
+@pytest.mark.parametrize("chunk", [1, 3, 50])
+def test_a_stream_is_the_whole_in_pieces(chunk, unroll):
+  model, prompts = make_model(unroll=unroll), [[1, 2, 3], [9, 8]]
+  draws = {"max_new_tokens": 11, "seed": 1}
+  want = generate(model, prompts, **draws)
+  pieces = list(stream(model, prompts, chunk=chunk, **draws))
+  assert [len(piece) for piece, _ in pieces][:2] == [1, min(chunk, 10)]
+  assert [list(itertools.chain(*row)) for row in zip(*pieces)] == want
+  stop = want[0][4]  # one row ends there, the other later or not at all
+  ended = list(stream(model, prompts, chunk=chunk, eos_id=stop, **draws))
+  assert [list(itertools.chain(*row)) for row in zip(*ended)] == [
+    row[: row.index(stop)] if stop in row else row for row in want
+  ]
+
+
+def test_a_stream_ends_with_its_last_row():
+  draws = {"max_new_tokens": 40, "seed": 1}
+  (text,) = generate(make_model(), [[1]], **draws)
+  pieces = list(stream(make_model(), [[1]], chunk=2, eos_id=text[2], **draws))
+  assert len(pieces) <= 3
 
 
 @pytest.mark.parametrize(

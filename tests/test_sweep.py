@@ -53,7 +53,15 @@ def fake(tmp_path, monkeypatch):
 
 
 def starts(run):
-  return (run / "starts").read_text().splitlines()
+  return (run / "starts").read_text().splitlines() if (run / "starts").exists() else []
+
+
+def wait_for_starts(run, count):
+  """Until so many have been noted: a file that is there may still be without its line."""
+  until = time.monotonic() + 60
+  while len(starts(run)) < count:
+    assert time.monotonic() < until, f"{len(starts(run))} of {count} starts in a minute"
+    time.sleep(0.02)
 
 
 def test_the_grid_is_checked_and_named():
@@ -151,20 +159,16 @@ def test_killed_in_the_middle_it_goes_on(fake):
   environment = {**os.environ, "PYTHONPATH": str(ROOT)}
   first = folder / "learning_rate-0.1_seed-0"
 
-  def begin():
+  def begin(count):
     process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True)
-    until = time.monotonic() + 60
-    while not (first / "starts").exists() and time.monotonic() < until:
-      time.sleep(0.02)
+    wait_for_starts(first, count)
     return process
 
-  stopped = begin()
+  stopped = begin(1)
   stopped.send_signal(signal.SIGTERM)  # passed on: the fake run ends without having saved
   assert stopped.wait(60) == Preempted.code
   assert not read_run(first).done
-  killed = begin()
-  while len(starts(first)) < 2:
-    time.sleep(0.02)
+  killed = begin(2)
   killed.kill()
   killed.wait(60)
   (folder / "hold").unlink()  # what it left behind now ends by itself

@@ -204,7 +204,7 @@ class _Run:
     self.evaluated_step = -1
     self.tracing = False
     self.skipping = False  # the last step that was looked at was skipped
-    self.bar = Bar(0, 0, shown=False)
+    self.bar = Bar(0, 0, shown=self.first)
     self.step_fn = fastest_step(built, self.abstract, workdir, say=self._say)
     self.metrics: Metrics | None = None  # on process 0
     self.vitals = Vitals(workdir, jax.process_index())

@@ -340,11 +340,11 @@ def duration(seconds: float) -> str:
 
 
 class Bar:
-  """A progress bar on a terminal; elsewhere just lines."""
+  """A progress bar on a terminal; elsewhere, and where there are no steps yet, just lines."""
 
   def __init__(self, start: int, steps: int, *, shown: bool = True):
     self._shown, self._bar = shown, None
-    if shown and sys.stdout.isatty():
+    if shown and steps and sys.stdout.isatty():
       from tqdm import tqdm
 
       self._bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, leave=False)

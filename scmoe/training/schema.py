@@ -64,7 +64,7 @@ _SINCE = {
     "real_experts": 0.0,
   },
   "dispatch": {"silent": False},
-  "train": {"spike_sigma": 0.0, "spike_action": "skip"},
+  "train": {"spike_sigma": 0.0, "spike_action": "skip", "init_from": "", "trackers": ""},
   "optimizer": {"loss_scale": 0.0, "loss_scale_window": 1000, "masters": "auto"},
   "overlap": {"search_seconds": 90.0, "flight": 1},  # change no result
 }

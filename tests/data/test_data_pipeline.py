@@ -405,7 +405,9 @@ def test_cached_tokens_are_the_same_and_survive_damage(tmp_path, caplog):
   assert_same(take(open_data(cfg, batch_size=4, seed=0).train(), 3), first)
   assert not list(tmp_path.glob("*.tmp"))
   for file in tmp_path.glob("tokens-*.npy"):
-    file.write_bytes(file.read_bytes()[:-64])
+    damaged = file.read_bytes()[:-64]
+    file.unlink()  # a new file: threads of the readers above still have the old one mapped
+    file.write_bytes(damaged)
   with caplog.at_level(logging.WARNING):
     assert_same(take(open_data(cfg, batch_size=4, seed=0).train(), 3), first)
   assert "is damaged; tokenising again" in caplog.text

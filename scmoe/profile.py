@@ -4,13 +4,16 @@
   python -m scmoe.profile --config quickstart --smoke --compare top2,scmoe_pos2 --json overlap.json
 
 Runs the step of every wiring in turns on synthetic tokens, takes the wall clock of plain runs, then
-a profiler trace of two steps. The wall clock decides, the trace explains. Without a GPU it runs on
-the simulated devices: what it prints then are not GPU times.
+a profiler trace of two steps. The wall clock decides, the trace explains. WORKDIR/overlap.html
+draws one block pair of each, with the times of every bar under the pointer, and links the traces,
+which ui.perfetto.dev opens. Without a GPU it runs on simulated devices: what it prints and draws
+then are their times, and beside them the schedule as modelled for --machine; neither is a GPU's.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import html
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,16 +40,19 @@ from scmoe.profiling.advice import advice
 from scmoe.profiling.overlap import (
   StageTime,
   measure_overlap,
-  stage_of,
   stage_table,
   stage_times,
 )
-from scmoe.profiling.picture import Bar, draw_png, write_page
+from scmoe.profiling.pair import pair_bars
+from scmoe.profiling.perfetto import TRACKS, write_perfetto
+from scmoe.profiling.picture import Bar, Timeline, draw_png, draw_svg
 from scmoe.profiling.program import Program, traced
 from scmoe.profiling.roofline import MACHINES
 from scmoe.profiling.timer import NO_GPU, Timing, interleave, speed_up
-from scmoe.profiling.trace import Event
+from scmoe.profiling.trace import Event, find_trace, read_simulated
 from scmoe.profiling.windows import program_windows, summary
+from scmoe.reports import page
+from scmoe.reports.tables import Table
 from scmoe.training.guided import GuidedStep
 from scmoe.training.search import Search, fastest_step
 from scmoe.training.step import init_state
@@ -107,24 +113,97 @@ def profile(
   if not gpu:
     lines.append(NO_GPU)
   figures: dict[str, Any] = {"device": device, "gpu": gpu, "date": time.strftime("%Y-%m-%d")}
-  figures["arms"], rows = {}, {}
-  base = timings[names[0]]
+  base, figures["arms"] = timings[names[0]], {}
+  pictures: dict[str, dict[str, dict[str, list[Bar]]]] = {}  # kind of bar -> arm -> stream -> bars
   for name, arm in arms.items():
-    text, found, bars = _arm_report(arm, timings[name], base, modelled_on)
-    lines += ["", f"== {name}", text]
-    figures["arms"][name] = found
-    # What was not measured here says whose machine it is of; a wiring without experts has no bar.
-    if any(bars.values()):
-      rows[name if found["measured"] else f"{name}, modelled for {modelled_on}"] = bars
+    found = _arm_report(arm, timings[name], base, modelled_on)
+    lines += ["", f"== {name}", found.text]
+    figures["arms"][name] = found.figures
+    for kind, bars in found.bars.items():
+      if any(bars.values()):  # a wiring without experts has no pair to draw
+        pictures.setdefault(kind, {})[name] = bars
+  titles = {
+    MEASURED: f"measured on {device}",
+    SIMULATED: f"simulated: {device}; collectives are copies in this computer's memory",
+    MODELLED: f"modelled for {modelled_on}, from sizes and rates: not measured anywhere",
+  }
+  drawn = [Timeline(titles[kind], pictures[kind]) for kind in titles if kind in pictures]
+  page.write(workdir / "overlap.png", draw_png(drawn, f"one block pair, {lines[0]}"))
   text = "\n".join(lines)
-  measured = all(arm["measured"] for arm in figures["arms"].values())
-  where = device if measured else f"modelled for {modelled_on}, not measured on {device}"
-  png = draw_png(rows, f"one block pair, {where}")
-  (workdir / "overlap.png").write_bytes(png)
-  write_page(workdir / "overlap.html", png, lines[0], text)
-  return Report(
-    f"{text}\n\npicture: {workdir / 'overlap.png'}, {workdir / 'overlap.html'}", figures
+  page.write(workdir / "overlap.html", _page(lines[0], timings, drawn, figures, text))
+  written = f"{workdir / 'overlap.html'} (and overlap.png)"
+  return Report(f"{text}\n\npage: {written}", figures)
+
+
+MEASURED, SIMULATED, MODELLED = "measured", "simulated", "modelled"  # what bars may be
+PERFETTO = (
+  "A trace opens in <a href='https://ui.perfetto.dev'>ui.perfetto.dev</a> by <i>Open trace "
+  "file</i>, or dropped on its page: it is read inside the browser and goes nowhere. Without a "
+  "network, Chromium's own <code>chrome://tracing</code> loads the same file. On top are three "
+  f"tracks for each device: {'; '.join(TRACKS)}. A click on an operation shows its stage."
+)
+
+
+def _page(
+  title: str,
+  timings: Mapping[str, Timing],
+  drawn: Sequence[Timeline],
+  figures: dict[str, Any],
+  text: str,
+) -> str:
+  """The page: what is not measured, the arms, the pictures, the traces, the printed report."""
+  not_gpu = [] if figures["gpu"] else [
+    "There is no GPU here. Step times, stages and bars that say simulated are of devices that this "
+    "CPU simulates; bars that say modelled are computed. None of them is a GPU's time.",
+  ]  # fmt: skip
+  rows, links = [], []
+  for name, arm in figures["arms"].items():
+    trace = arm.get("trace", {})
+    hidden = f"{100 * trace['share_hidden']:.1f} %" if trace.get("communication") else "–"
+    busy = [f"{trace[key]:.3f}" if trace else "–" for key in ("computation", "communication")]
+    wall = (f"{arm['wall']['ms']:.3f}", _spread(timings[name]), f"{arm['speed_up']:.2f}×")
+    rows.append((name, *wall, *busy, hidden))
+    file = Path(arm["perfetto"])
+    links.append(f"<li><a href='{file.name}' download>{file.name}</a></li>")
+  heads = ("wiring", "step ms", "spread", "speed-up", "compute ms", "communication ms", "hidden")
+  pictures = [part for t in drawn for part in (f"<h2>One block pair, {t.title}</h2>", draw_svg(t))]
+  return page.page(
+    title,
+    [
+      page.warning(not_gpu),
+      Table("A training step", heads, tuple(rows)),
+      *pictures,
+      "<p><small>Times appear where the pointer rests on a bar.</small></p>",
+      f"<h2>Traces</h2><p>{PERFETTO}</p><ul>{''.join(links)}</ul>",
+      f"<h2>Report</h2><pre>{html.escape(text)}</pre>",
+    ],
+    "python -m scmoe.profile",
   )
+
+
+def _spread(timing: Timing) -> str:
+  """Of the rounds, or that they were too few for one."""
+  enough = len(timing.seconds) >= 3
+  return f"± {100 * timing.spread:.1f} %" if enough else f"{len(timing.seconds)} rounds"
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+  """Two steps of an arm.
+
+  Attributes:
+    kind: MEASURED or SIMULATED.
+    events: what the devices ran.
+    program: that was traced.
+    folder: the profiler's, for XProf.
+    file: for ui.perfetto.dev.
+  """
+
+  kind: str
+  events: list[Event]
+  program: Program
+  folder: str
+  file: Path
 
 
 class Arm:
@@ -154,8 +233,8 @@ class Arm:
       self.state, scalars, _ = self.step(self.state, self.batch)
     jax.block_until_ready((self.state, scalars))
 
-  def trace(self) -> tuple[list[Event], str, Program]:
-    """Events of two steps, the folder of the trace for XProf or Perfetto, and what was traced."""
+  def trace(self) -> Traced:
+    """Two steps under the profiler."""
     folder, program = str(self.directory / "trace"), self.best.named_program()
 
     def steps(calls: int) -> None:
@@ -164,7 +243,12 @@ class Arm:
       jax.block_until_ready(self.state)
 
     steps(1)  # the first call of a program loads its kernels
-    return traced(lambda: steps(TRACED), folder), folder, program
+    events, kind = traced(lambda: steps(TRACED), folder), MEASURED
+    if not events and jax.default_backend() == "cpu":
+      events, kind = read_simulated(find_trace(folder)), SIMULATED
+    target = self.directory.parent / f"{self.directory.name}.trace.json.gz"
+    file = write_perfetto(Path(find_trace(folder, ".trace.json.gz")), target, program.names)
+    return Traced(kind, events, program, folder, file)
 
   @property
   def best(self) -> GuidedStep:
@@ -183,42 +267,53 @@ class Arm:
     return self.best.program
 
 
-def _arm_report(
-  arm: Arm, timing: Timing, base: Timing, modelled_on: str
-) -> tuple[str, dict[str, Any], dict[str, list[Bar]]]:
-  """Text, figures and the bars of one block pair."""
-  lines = [f"step {1e3 * timing.median:.3f} ms (± {100 * timing.spread:.1f} %), "
-           f"{speed_up(base, timing):.2f}x"]  # fmt: skip
+@dataclasses.dataclass(frozen=True)
+class ArmReport:
+  """What is said of one arm: text, figures, and bars by kind and stream."""
+
+  text: str
+  figures: dict[str, Any]
+  bars: dict[str, dict[str, list[Bar]]]
+
+
+def _arm_report(arm: Arm, timing: Timing, base: Timing, modelled_on: str) -> ArmReport:
+  """Its wall clock, its schedule as modelled, its trace."""
+  lines = [f"step {1e3 * timing.median:.3f} ms ({_spread(timing)}), {speed_up(base, timing):.2f}x"]
   figures: dict[str, Any] = {"wall": timing.as_json(), "speed_up": speed_up(base, timing)}
-  figures["measured"] = False
+  bars: dict[str, dict[str, list[Bar]]] = {}
   run = arm.built.varied(arm.variant)
   times = build.modelled_times(run, modelled_on)
-  bars: dict[str, list[Bar]] = {COMPUTE: [], LINK: []}
   if times is not None:
     model = run.model
     rule, chunks = model.wiring_rule, run.dispatch.chunks
     schedule = make_schedule(rule, model.moe_every, run.overlap, chunks)
     lines += [f"runs: {arm.variant}", str(schedule)]
     lines += [f"as modelled for {modelled_on}, one pair, forward:", describe(times)]
-    bars = _bars(best_chunks(times)[1])
-  events, folder, program = arm.trace()
-  overlap = measure_overlap(events, TRACED)
+    bars[MODELLED] = _bars(best_chunks(times)[1])
+  trace = arm.trace()
+  overlap = measure_overlap(trace.events, TRACED)
   if overlap is not None:
-    names = program.names
-    stages = stage_times(events, names, TRACED)
+    names = trace.program.names
+    stages = stage_times(trace.events, names, TRACED)
     lines += [
-      f"trace: communication {overlap.communication:.3f} ms, {100 * overlap.share_hidden:.1f} % "
-      f"hidden, {overlap.exposed:.3f} ms exposed; computation {overlap.computation:.3f} ms",
+      f"trace, {trace.kind}: communication {overlap.communication:.3f} ms, "
+      f"{100 * overlap.share_hidden:.1f} % hidden, {overlap.exposed:.3f} ms exposed; "
+      f"computation {overlap.computation:.3f} ms",
       stage_table(stages),
-      "beside each exchange of the compiled program:",
-      summary(program_windows(program.text)),
     ]
-    lines[:0] = _advice(run, stages, 1e3 * timing.median, times)
     figures |= {"trace": overlap.as_json(), "stages": [dataclasses.asdict(s) for s in stages]}
-    if any((measured := measured_bars(events, names)).values()):
-      bars, figures["measured"] = measured, True
-  lines.append(f"trace for XProf or Perfetto: {folder}")
-  return "\n".join(lines), figures | {"trace_folder": folder}, bars
+    pair = pair_bars(trace.events, names)
+    if trace.kind == MEASURED:
+      lines += ["beside each exchange of the compiled program:",
+                summary(program_windows(trace.program.text))]  # fmt: skip
+      lines[:0] = _advice(run, stages, 1e3 * timing.median, times)
+      if any(pair.values()):  # what is measured needs no model beside it
+        bars.clear()
+    bars[trace.kind] = pair
+  figures["measured"] = any(bars.get(MEASURED, {}).values())
+  lines += [f"trace for ui.perfetto.dev: {trace.file}", f"trace for XProf: {trace.folder}"]
+  figures |= {"perfetto": str(trace.file), "trace_folder": trace.folder}
+  return ArmReport("\n".join(lines), figures, bars)
 
 
 def _advice(
@@ -239,28 +334,9 @@ def _advice(
 
 def _bars(spans: Sequence[Span]) -> dict[str, list[Bar]]:
   return {
-    stream: [(s.name, s.start, s.end) for s in spans if s.stream == stream]
+    stream: [Bar(s.name, s.start, s.end) for s in spans if s.stream == stream]
     for stream in (COMPUTE, LINK)
   }
-
-
-def measured_bars(events: Sequence[Event], names: Mapping[str, str]) -> dict[str, list[Bar]]:
-  """One block pair of the traced forward pass, around its dispatch; ms."""
-  device = min(e.device for e in events)
-  own = [e for e in events if e.device == device]
-  stage = lambda e: stage_of(names.get(e.op) or e.op)
-  sent = [e for e in own if e.is_communication and stage(e) == "dispatch"]
-  if len(sent) < 2:
-    return {COMPUTE: [], LINK: []}
-  # What comes before the dispatch is the shorter part of a pair.
-  period = sent[1].start - sent[0].start
-  first = sent[0].start - 0.3 * period
-  bars: dict[str, list[Bar]] = {COMPUTE: [], LINK: []}
-  for event in own:
-    if first <= event.start < first + period:
-      lane = LINK if event.is_communication else COMPUTE
-      bars[lane].append((stage(event), (event.start - first) / 1e6, (event.end - first) / 1e6))
-  return bars
 
 
 if __name__ == "__main__":

@@ -1,18 +1,19 @@
 """The profile command: what it models, what it draws, what it refuses."""
 
 import dataclasses
+import gzip
+import json
+import re
 
 import pytest
 
 from scmoe import build, profile
-from scmoe.blocks.schedule import COMPUTE, LINK, best_slot, joined, split_window
+from scmoe.blocks.schedule import best_slot, joined, split_window
 from scmoe.blocks.wiring import WIRINGS
 from scmoe.config import RunConfig
 from scmoe.errors import ConfigError
 from scmoe.models.config import ModelConfig
 from scmoe.parallel.mesh import MeshConfig
-from scmoe.profiling.picture import draw_png, write_page
-from scmoe.profiling.trace import Event
 
 
 @pytest.mark.parametrize(
@@ -50,39 +51,58 @@ def test_the_modelled_schedule_of_a_large_model():
   assert build.modelled_times(without, "h200-slow") is None
 
 
-def test_a_pair_of_the_trace_is_cut_out_around_its_dispatch():
-  event = lambda name, start, end, op: Event("gpu", "s", name, start * 1e6, end * 1e6, op)
-  events = []
-  for pair in (0, 10, 20):
-    events += [
-      event("ncclSend", pair + 4, pair + 6, "send.1"),
-      event("gemm", pair + 3, pair + 7, "mlp.1"),
-    ]
-  names = {"send.1": "jit(f)/dispatch/all_to_all", "mlp.1": "jit(f)/mlp/dot_general"}
-  bars = profile.measured_bars(events, names)
-  assert bars[LINK] == [("dispatch", 3, 5)]
-  assert bars[COMPUTE] == [("mlp", 2, 6)]
-
-
-def test_the_picture_and_the_page(tmp_path):
-  png = draw_png({"scmoe_pos2": {COMPUTE: [("mlp", 0, 2)], LINK: [("dispatch 1", 0, 1)]}}, "title")
-  assert png.startswith(b"\x89PNG")
-  write_page(tmp_path / "page.html", png, "a < b", "text & more")
-  page = (tmp_path / "page.html").read_text()
-  assert "a &lt; b" in page
-  assert "text &amp; more" in page
-  assert "src='data:image/png;base64," in page
-
-
 def test_unknown_wiring(tmp_path):
   with pytest.raises(ConfigError, match=r"--compare='top9' is no wiring; one of: dense"):
     profile.main(["--compare", "top9", "--workdir", str(tmp_path)])
 
 
-def test_stages_are_told_apart_by_their_colours():
-  from scmoe.profiling.picture import COLOURS
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory):
+  """The command's folder and its figures, of one ScMoE on simulated devices."""
+  folder = tmp_path_factory.mktemp("profile")
+  words = "--config quickstart --smoke --compare scmoe_pos2,dense --rounds 3 --calls 1"
+  fields = ("mesh.expert=8", "model.num_experts=8", "model.num_layers=4")
+  profile.main([*words.split(), "--workdir", str(folder), "--json", str(folder / "figures.json"),
+                *(f"--config.{field}" for field in fields)])  # fmt: skip
+  return folder, json.loads((folder / "figures.json").read_text())
 
-  assert len(set(COLOURS.values())) == len(COLOURS)
-  bars = {COMPUTE: [("attention 1: projections", 0, 2), ("shared expert", 2, 3)], LINK: []}
-  plain = {COMPUTE: [("attention", 0, 2), ("shared expert", 2, 3)], LINK: []}
-  assert draw_png({"a": bars}, "t") == draw_png({"a": plain}, "t")
+
+def test_on_a_cpu_the_page_says_what_is_simulated_and_what_is_modelled(profiled):
+  folder, figures = profiled
+  assert figures["gpu"] is False
+  assert figures["arms"]["scmoe_pos2"]["measured"] is False
+  page = (folder / "overlap.html").read_text()
+  assert "There is no GPU here" in page
+  assert "One block pair, simulated: 8 x cpu" in page
+  assert "One block pair, modelled for h200-nvlink, from sizes and rates: not measured" in page
+  assert "One block pair, measured" not in page
+  assert "<script" not in page
+  assert set(re.findall(r"(?:src|href)='([^']*)'", page)) == {
+    "https://ui.perfetto.dev",
+    "scmoe_pos2.trace.json.gz",
+    "dense.trace.json.gz",
+  }
+
+
+def test_the_simulated_pair_has_its_exchanges_and_every_bar_its_times(profiled):
+  folder, _ = profiled
+  simulated, modelled = re.findall(r"<svg.*?</svg>", (folder / "overlap.html").read_text(), re.S)
+  for svg in (simulated, modelled):
+    bars = re.findall(r'<g class="bar"><title>(.*?)</title>', svg, re.S)
+    assert len(bars) == svg.count('<g class="bar">') > 4
+    assert all(re.search(r"\n[\d.e-]+ to [\d.e-]+ ms: [\d.e-]+ ms", bar) for bar in bars)
+  for stage in ("dispatch", "combine"):
+    assert f"{stage} (scmoe_pos2 · link)" in simulated
+  assert "experts (scmoe_pos2 · compute)" in simulated
+  assert "(dense ·" not in simulated + modelled  # no experts, no pair
+
+
+def test_the_linked_trace_has_the_stages_of_every_device(profiled):
+  folder, _ = profiled
+  trace = json.loads(gzip.decompress((folder / "scmoe_pos2.trace.json.gz").read_bytes()))
+  names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
+  assert {f"scmoe: stages of simulated device {i}" for i in range(8)} <= set(names)
+  stages = {e["name"] for e in trace["traceEvents"]}
+  assert {"dispatch, forward", "combine, backward", "experts, forward"} <= stages
+  tagged = [e for e in trace["traceEvents"] if e.get("args", {}).get("stage") == "experts"]
+  assert any("/experts" in e["args"]["op_name"] for e in tagged)

@@ -20,6 +20,9 @@ _COPY = re.compile(r"memcpy\s*d(evice)?\s*2\s*d|memcpy.?d2d", re.IGNORECASE)
 _COLLECTIVE_OP = re.compile(
   r"all[-_]to[-_]all|all[-_]reduce|all[-_]gather|reduce[-_]scatter|collective[-_]permute|\bsend\b"
 )
+# What a simulated device runs is named by its instruction; these hold others, or move nothing.
+_COLLECTIVE_THUNK = re.compile(rf"({_COLLECTIVE_OP.pattern})(-start|-done)?(\.\d+)?")
+_CONTAINER = re.compile(r"(while|call|conditional|async-start|async-done)(\.\d+)*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,20 +54,25 @@ class Event:
 
 def is_communication(name: str, op: str = "") -> bool:
   """Whether a kernel or copy of this name, issued by this instruction, is communication."""
-  if _COLLECTIVE.search(name):
+  if _COLLECTIVE.search(name) or _COLLECTIVE_THUNK.fullmatch(name):
     return True
   return bool(_COPY.search(name) and _COLLECTIVE_OP.search(op))
 
 
-def find_trace(directory: str) -> str:
-  """The newest `*.xplane.pb` under a directory.
+def is_container(op: str) -> bool:
+  """Whether an instruction's time is that of the instructions inside it."""
+  return bool(_CONTAINER.fullmatch(op))
+
+
+def find_trace(directory: str, suffix: str = ".xplane.pb") -> str:
+  """The newest `*.xplane.pb` under a directory, or file of another suffix.
 
   Raises:
     DataError: there is none.
   """
-  files = glob.glob(os.path.join(directory, "**", "*.xplane.pb"), recursive=True)
+  files = glob.glob(os.path.join(directory, "**", f"*{suffix}"), recursive=True)
   if not files:
-    raise DataError(f"{directory} holds no *.xplane.pb; was the profiler running?")
+    raise DataError(f"{directory} holds no *{suffix}; was the profiler running?")
   return max(files, key=os.path.getmtime)
 
 
@@ -83,6 +91,32 @@ def read_events(path: str) -> list[Event]:
       # Other lines repeat the same work at the level of steps, modules and operations.
       if (line.name or "").startswith("Stream"):
         events.extend(_line_events(plane.name, line))
+  return sorted(events, key=lambda e: e.start)
+
+
+def read_simulated(path: str) -> list[Event]:
+  """What the simulated devices of a CPU ran, by start; empty for a trace of GPUs.
+
+  They share the CPU's cores and its memory: a collective is a copy, and waiting for the others.
+  """
+  import jax
+
+  events = []
+  for plane in jax.profiler.ProfileData.from_file(path).planes:
+    for line in plane.lines:
+      for event in line.events:
+        stats = dict(event.stats)
+        if "device_ordinal" not in stats or event.name.startswith("end: "):
+          continue
+        op, end = str(stats.get("hlo_op", "")), event.start_ns + event.duration_ns
+        if op and not is_container(op):
+          device, module = (
+            f"simulated device {stats['device_ordinal']}",
+            stats.get("hlo_module", ""),
+          )
+          events.append(
+            Event(device, line.name or "", event.name, event.start_ns, end, op, str(module))
+          )
   return sorted(events, key=lambda e: e.start)
 
 

@@ -1,0 +1,81 @@
+"""One block pair, cut out of the forward pass of a trace, as bars of its stages."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+
+from scmoe.profiling.overlap import direction_of, stage_of
+from scmoe.profiling.picture import Bar
+from scmoe.profiling.trace import Event, length, union
+
+COMPUTE, LINK = "compute", "link"  # the streams, as `scmoe.blocks.schedule` names them
+# What a step does once, and no pair.
+STEP = ("embedding", "loss", "cast", "optimizer", "clip", "accumulate", "stack", "gradients")
+BEFORE = 0.3  # of a pair is drawn before its dispatch: what comes before it is the shorter part
+NEAR = 0.01  # of a pair: bars of one stage that are this close are one
+
+
+def pair_bars(events: Sequence[Event], names: Mapping[str, str]) -> dict[str, list[Bar]]:
+  """The pair of middle length of the first device; milliseconds from the first bar on.
+
+  Args:
+    events: of some steps, in order of their start.
+    names: op_name of each instruction (`Program.names`).
+
+  Returns:
+    stream -> bars. Neighbours of one stage are one bar, which says how many operations it is made
+    of. Both streams are empty where fewer than two pairs were traced.
+  """
+  bars: dict[str, list[Bar]] = {COMPUTE: [], LINK: []}
+  op_name = lambda e: names.get(e.op) or e.op
+  device = min((e.device for e in events), default="")
+  own = [(stage_of(op_name(e)), e) for e in events
+         if e.device == device and direction_of(op_name(e)) == "forward"]  # fmt: skip
+  own = [(stage, e) for stage, e in own if stage not in STEP]
+  starts = _pair_starts(own)
+  if len(starts) < 2:
+    return bars
+  periods = [(after - start, start) for start, after in itertools.pairwise(starts)]
+  period = statistics.median_low(p for p, _ in periods)
+  sent = next(start for p, start in periods if p == period)
+  begin = sent - BEFORE * period
+  cut = [(s, e) for s, e in own if begin <= e.start < begin + period]
+  zero = min(e.start for _, e in cut)
+  for lane in bars:
+    found = [(s, e) for s, e in cut if e.is_communication == (lane == LINK)]
+    bars[lane] = [_bar(stage, group, zero) for stage, group in _grouped(found, NEAR * period)]
+  return bars
+
+
+def _pair_starts(own: Sequence[tuple[str, Event]]) -> list[float]:
+  """When each pair's first dispatch began; a pair routes before it sends, in chunks or at once."""
+  sends = any(stage == "dispatch" and e.is_communication for stage, e in own)
+  starts, routed = [], True
+  for stage, event in own:
+    if stage == "route":
+      routed = True
+    elif stage == "dispatch" and routed and event.is_communication == sends:
+      starts.append(event.start)
+      routed = False
+  return starts
+
+
+def _grouped(found: Sequence[tuple[str, Event]], near: float) -> list[tuple[str, list[Event]]]:
+  groups: list[tuple[str, list[Event]]] = []
+  for stage, event in found:
+    last = groups[-1] if groups else None
+    if last and last[0] == stage and event.start - max(e.end for e in last[1]) <= near:
+      last[1].append(event)
+    else:
+      groups.append((stage, [event]))
+  return groups
+
+
+def _bar(stage: str, group: Sequence[Event], zero: float) -> Bar:
+  start, end = group[0].start, max(e.end for e in group)
+  busy = length(union((e.start, e.end) for e in group)) / 1e6
+  count = f"{len(group)} operations, {busy:.3g} ms of them busy"
+  about = count if len(group) > 1 else group[0].op or group[0].name
+  return Bar(stage, (start - zero) / 1e6, (end - zero) / 1e6, about)

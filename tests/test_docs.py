@@ -42,7 +42,7 @@ SPAN = re.compile(r"`([^`]+)`")
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 DOTTED = re.compile(r"(?<![\w./-])scmoe(?:\.\w+)+")
 FIELD = re.compile(r"--config\.([a-z][\w.]+)(?:=(\S+))?")
-NO_OPTION = re.compile(r"\.(jsonl?|lock|npz|txt|gz|zst|pb)$")  # a file of a run, not an option
+NO_OPTION = re.compile(r"\.(jsonl?|lock|npz|txt|gz|zst|pb|html)$")  # a file of a run, not an option
 PROGRAM = re.compile(r"\bpython3? -m ([\w.]+)([^\n`|]*)")
 SCRIPT = re.compile(r"\bpython3? ([\w./-]+\.py)")
 TARGET = re.compile(r"\bmake ([a-z][\w-]*)")

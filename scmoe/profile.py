@@ -53,6 +53,7 @@ from scmoe.profiling.trace import Event, find_trace, read_simulated
 from scmoe.profiling.windows import program_windows, summary
 from scmoe.reports import page
 from scmoe.reports.tables import Table
+from scmoe.training.compiled import PROGRAMS, kept_programs
 from scmoe.training.guided import GuidedStep
 from scmoe.training.search import Search, fastest_step
 from scmoe.training.step import init_state
@@ -84,8 +85,9 @@ def main(argv: list[str]) -> None:
     request_copy_engines()
   workdir = Path(values["workdir"] or "runs/profile")
   workdir.mkdir(parents=True, exist_ok=True)
-  report = profile(run, names, workdir, rounds=values["rounds"], calls=values["calls"],
-                   modelled_on=values["machine"])  # fmt: skip
+  options = {"rounds": values["rounds"], "calls": values["calls"]}
+  with kept_programs(workdir / PROGRAMS):
+    report = profile(run, names, workdir, modelled_on=values["machine"], **options)
   print(report.text)
   if values["json"]:
     write_json(Path(values["json"]), report.figures)

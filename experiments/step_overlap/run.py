@@ -13,6 +13,7 @@ before the turns, and then in turns with the others. Compiled programs and profi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shlex
 import sys
@@ -47,9 +48,10 @@ def main() -> None:
   from scmoe.profile import TRACED, Arm
   from scmoe.profiling.overlap import measure_overlap, stage_table, stage_times
   from scmoe.profiling.timer import interleave
-  from scmoe.training.search import keep_programs
+  from scmoe.training.compiled import PROGRAMS, kept_programs
 
-  keep_programs(Path(args.folder) / "programs")
+  kept = contextlib.ExitStack()  # until the end: what was compiled once is loaded
+  kept.enter_context(kept_programs(Path(args.folder) / PROGRAMS))
   device = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
   report: dict[str, Any] = {
     "date": time.strftime("%Y-%m-%d"),

@@ -39,12 +39,18 @@ class Stream:
     starts: int64[documents], where each document's leading end-of-text token lies.
     text_bytes: bytes of text, the denominator of bits per byte.
     pairs: int64[257, 257], counts of byte pairs, the end of text being byte 256.
+    kept: of a stored corpus the path, less its suffix, beside which more may be kept.
   """
 
   tokens: Any
   starts: np.ndarray
   text_bytes: int
   pairs: np.ndarray
+  kept: Path | None = None
+
+  def end(self, document: int) -> int:
+    """Where a document's tokens end, its end of text excluded as an input."""
+    return int(self.starts[document + 1]) if document + 1 < len(self.starts) else self.size
 
   @property
   def size(self) -> int:

@@ -35,6 +35,7 @@ __all__ = [
 
 Row = dict[str, np.ndarray]  # the fields of one row of a `Batch`
 _SHARDING = "contiguous rows of one global batch"
+_HASHED = 1 << 16  # rows whose places are hashed at a time
 # Not compared: any number of processes reads the same global batches in the same order.
 _INFORMATIVE = ("process_count",)
 
@@ -108,6 +109,7 @@ class Data:
     self._validation = _Rows(
       [make_rows(d.validation, config.packing, config.seq_len) for d in corpus.domains]
     )
+    self._validation_order: dict[int | None, np.ndarray] = {}  # of a domain, or all: made once
 
   @property
   def validation_domains(self) -> tuple[str, ...]:
@@ -144,14 +146,17 @@ class Data:
     """
     if domain is not None and domain not in self.domains:
       raise DataError(f"no domain {domain!r} in the data; one of: {', '.join(self.domains)}")
-    keys = self._validation.keys(None if domain is None else self.domains.index(domain))
+    index = None if domain is None else self.domains.index(domain)
+    if index not in self._validation_order:
+      self._validation_order[index] = _shuffled(self._validation.keys(index))
+    keys = self._validation_order[index]
     if not len(keys):
       of = f"domain {domain!r}" if domain else "the data"
       raise DataError(
         f"{of} has no validation text; raise data.validation_fraction="
         f"{self.config.validation_fraction} or give more than one document"
       )
-    return Validation(self, _shuffled(keys), max_batches)
+    return Validation(self, keys, max_batches)
 
   def _train_order(self) -> Any:
     # A dataset of row keys without end: each domain shuffled by itself, then mixed by weight.
@@ -162,7 +167,7 @@ class Data:
       keys = self._train.keys(index)
       if len(keys):
         seed = _derived_seed(self.seed, self.domains[index])
-        ordered = grain.MapDataset.range(int(keys[0]), int(keys[-1]) + 1).shuffle(seed=seed)
+        ordered = grain.MapDataset.range(keys.start, keys.stop).shuffle(seed=seed)
         parts.append(ordered.repeat())
         weights.append(weight)
     return grain.MapDataset.mix(parts, weights)
@@ -320,10 +325,10 @@ class _Rows:
   def __len__(self) -> int:
     return int(self.offsets[-1])
 
-  def keys(self, domain: int | None) -> np.ndarray:
+  def keys(self, domain: int | None) -> range:
     if domain is None:
-      return np.arange(len(self))
-    return np.arange(self.offsets[domain], self.offsets[domain + 1])
+      return range(len(self))
+    return range(int(self.offsets[domain]), int(self.offsets[domain + 1]))
 
   def read(self, key: int, document_mask: bool) -> Row:
     domain = int(np.searchsorted(self.offsets, key, side="right")) - 1
@@ -352,10 +357,15 @@ def _derived_seed(seed: int, name: str) -> int:
   return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest(), "big")
 
 
-def _shuffled(keys: np.ndarray) -> np.ndarray:
-  # By a hash of the position: the same on every machine and version.
-  order = [hashlib.blake2b(b"%d" % i, digest_size=8).digest() for i in range(len(keys))]
-  return keys[sorted(range(len(keys)), key=order.__getitem__)]
+def _shuffled(keys: range) -> np.ndarray:
+  # By a hash of the position: the same on every machine and version. A piece at a time: millions of
+  # small objects would take more memory than all else here.
+  hashes = np.zeros(len(keys), ">u8")
+  for start in range(0, len(keys), _HASHED):
+    places = range(start, min(start + _HASHED, len(keys)))
+    digests = (hashlib.blake2b(b"%d" % i, digest_size=8).digest() for i in places)
+    hashes[start : start + _HASHED] = np.frombuffer(b"".join(digests), ">u8")
+  return keys.start + np.argsort(hashes, kind="stable")
 
 
 def check_fingerprint(stored: dict[str, Any], now: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@
                       0.train.tokens       the stream of domain 0, uint16 or int32, as it is
                       0.train.starts.npy   int64, where each document begins
                       0.train.pairs.npy    int64[257, 257], counts of byte pairs
+                      0.train.pack-512.npy int32, the rows of data.packing=pack
                       tokenizer.json       of a trained BPE
 
 KEY follows from the tokenizer, the options that decide which documents there are, and path, size
@@ -146,7 +147,7 @@ def _opened(folder: Path, config: DataConfig, tokenizer: tokenizers.Tokenizer | 
       if len(tokens) != own["tokens"] or len(starts) != own["documents"]:
         raise ValueError(f"{at}.tokens was cut off")
       pairs = np.load(folder / f"{at}.pairs.npy", allow_pickle=False)
-      streams[split] = Stream(tokens, starts, own["text_bytes"], pairs)
+      streams[split] = Stream(tokens, starts, own["text_bytes"], pairs, kept=folder / at)
     domains.append(Domain(of_domain["name"], of_domain["part"], **streams))
   return Corpus(tuple(domains), tokenizer, meta["digest"], meta["documents"], meta["bad_rows"])
 

@@ -32,6 +32,7 @@ from scmoe.errors import (
 from scmoe.parallel.mesh import batch_sharding
 from scmoe.training.card import write_card
 from scmoe.training.checkpoint import WEIGHTS_ONLY, Checkpointer, misfit
+from scmoe.training.compiled import PROGRAMS, kept_programs
 from scmoe.training.distributed import all_agree, first_decides, from_all_processes, is_first
 from scmoe.training.health import CollapseAlarm
 from scmoe.training.metrics import (
@@ -150,7 +151,12 @@ class Trainer:
     """
     train, accumulation = self.built.train, self._check()
     workdir = prepare_workdir(self.workdir)
-    with _FirstProcess(RunLock(workdir)), StopRequest() as stop, Watchdog() as watchdog:
+    with (
+      _FirstProcess(RunLock(workdir)),
+      StopRequest() as stop,
+      Watchdog() as watchdog,
+      kept_programs(workdir / PROGRAMS),
+    ):
       run = _Run(self, workdir, accumulation, stop, watchdog)
       try:
         run.start()

@@ -42,7 +42,6 @@ from scmoe.training.workdir import write_json
 
 PROFILES = "profile_guided"  # measured latencies of steps; see `GuidedStep`
 SCHEDULE = "schedule.json"  # the decision; see `Decisions`
-PROGRAMS = "programs"  # compiled, for jax's compilation cache
 MOST_STEPS, ROUNDS, MARGIN = 100, 7, 0.01  # of a search on a cut of the run
 GLANCES = 3  # measured steps that say on which candidate the next one builds
 # What a decision depends on, beside the machine; the rest of a configuration changes no time.
@@ -334,7 +333,6 @@ def fastest_step(
     candidates = (first, *(tuned if built.train.tune else ()), *others)
   if len(candidates) == 1:
     return steps.step(Variant() if searches else tuned[0])
-  keep_programs(folder / PROGRAMS)
   decisions = Decisions(folder / SCHEDULE, built.config)
   chosen = decisions.known()
   if chosen is not None:
@@ -382,12 +380,6 @@ def _fastest(search: Search, cut: Searchable, abstract: TrainState) -> Variant:
   while search.chosen is None:
     state, _, _ = search(state, batch)
   return search.chosen
-
-
-def keep_programs(folder: Path) -> None:
-  """Lets jax keep what it compiles with the run, unless its compilation cache is set already."""
-  if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
-    jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
 
 
 @dataclasses.dataclass(frozen=True)

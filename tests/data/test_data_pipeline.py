@@ -1,6 +1,7 @@
 """The pipeline: deterministic, resumable, the same for any number of processes."""
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import logging
@@ -17,6 +18,7 @@ from scmoe.data import (
   check_fingerprint,
   check_vocab,
   open_data,
+  pipeline,
 )
 from scmoe.data.files import atomic_write
 from scmoe.errors import ConfigError, DataError
@@ -106,6 +108,37 @@ def test_every_row_comes_once_a_pass_and_passes_differ(tmp_path):
   for one in passes:
     assert sorted(one) == [f"{i:03}" for i in range(40)]
   assert passes[0] != passes[1] != passes[2] != passes[0]
+
+
+def test_the_shuffle_takes_neighbours_far_apart():
+  """What docs/data.md says of it, against what a perfect shuffle would do."""
+  config = DataConfig(source="procedural", path="markov", limit_bytes=100_000, seq_len=4)
+  for seed in range(3):
+    data = open_data(config, batch_size=16, seed=seed)
+    (table,) = data._train.tables
+    rows, order = len(table), data._train_order()
+    assert rows > 20_000
+    first, second = ([order[i + p * rows] for i in range(rows)] for p in (0, 1))
+    assert sorted(first) == sorted(second) == list(range(rows))
+    places = np.argsort(first)
+    apart = np.abs(np.diff(places)) / rows
+    assert 0.2 < apart.mean() < 0.45  # a perfect shuffle: 1/3
+    assert (apart < 0.01).mean() < 0.025  # 0.02
+    assert (np.diff(places // 16) == 0).mean() < 2 * 15 / rows  # in one batch: 15 / rows
+    drift = np.abs([np.mean(part) / rows - 0.5 for part in np.array_split(np.array(first), 50)])
+    assert drift.max() < 4 * np.sqrt(50 / 12 / rows)  # any fiftieth of a pass is a fair sample
+    assert abs(np.corrcoef(first, second)[0, 1]) < 0.2
+
+
+def test_the_order_of_validation_is_that_of_the_hashes(monkeypatch):
+  """The plain form, and pieces of any size."""
+  hashed = lambda i: hashlib.blake2b(b"%d" % i, digest_size=8).digest()
+  for size in (3, 64, 1 << 16):
+    monkeypatch.setattr(pipeline, "_HASHED", size)
+    for count in (0, 1, 64, 200):
+      assert pipeline._shuffled(range(7, 7 + count)).tolist() == [
+        7 + i for i in sorted(range(count), key=hashed)
+      ]
 
 
 @pytest.mark.parametrize("packing", ["concat", "pack", "pad"])

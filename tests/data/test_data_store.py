@@ -5,12 +5,13 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from scmoe.data import DataConfig, open_data, store, text
+from scmoe.data import DataConfig, open_data, packing, store, text
 from scmoe.data.text import split_file, split_text
 from scmoe.errors import DataError
 
@@ -119,6 +120,46 @@ def test_other_text_other_options_and_other_tokenizers_have_other_files(folder, 
   after = opened(config, monkeypatch, large=True).fingerprint()
   assert count() == 4
   assert after["digest"] != before["digest"]
+
+
+def test_what_shares_a_row_is_decided_once(folder, monkeypatch, caplog):
+  """Best fit over all documents takes its time: a second start reads what the first one found."""
+  config = config_of("text", folder, packing="pack")
+  rows = lambda data: [
+    data._train.read(r, True)["inputs"].tolist() for r in range(len(data._train))
+  ]
+  plain = rows(opened(config, monkeypatch, large=False))
+  assert rows(opened(config, monkeypatch, large=True)) == plain
+  (kept,) = (folder / "cache").glob("corpus-*/0.train.pack-32.npy")
+  with monkeypatch.context() as patch:
+    patch.setattr(packing, "_best_fit", lambda *_: pytest.fail("it packs again"))
+    assert rows(opened(config, monkeypatch, large=True)) == plain
+  good = np.load(kept)
+  for damaged in (good[:-1], good + 1, np.zeros_like(good), good.astype(np.int64)):
+    np.save(kept, damaged)
+    caplog.clear()
+    assert rows(opened(config, monkeypatch, large=True)) == plain
+    assert "is damaged; packing again" in caplog.text
+    np.testing.assert_array_equal(np.load(kept), good)
+  kept.write_bytes(b"no array")
+  assert rows(opened(config, monkeypatch, large=True)) == plain
+
+
+@pytest.mark.parametrize("packing_", ["concat", "pad", "pack"])
+def test_opening_holds_nothing_per_row(packing_, folder, monkeypatch):
+  """What a data set holds grows with its documents, however short the rows are."""
+  sizes = []
+  for seq_len in (4, 64):
+    config = config_of("text", folder, packing=packing_, seq_len=seq_len)
+    opened(config, monkeypatch, large=True)  # tokenised
+    tracemalloc.start()
+    data = opened(config, monkeypatch, large=True)
+    next(data.train())
+    sizes.append((tracemalloc.get_traced_memory()[0], len(data._train)))
+    tracemalloc.stop()
+  (short, many), (long, few) = sizes
+  assert many > few + 9000
+  assert short - long < 4 * (many - few)
 
 
 @pytest.mark.parametrize("name", ["0.train.tokens", "meta.json", "0.validation.starts.npy"])

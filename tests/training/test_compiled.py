@@ -1,0 +1,70 @@
+"""A second start loads what the first one compiled, and computes the same bits."""
+
+from collections import Counter
+
+import jax
+import pytest
+from training_fakes import bits, trainer
+
+from scmoe.training.compiled import PROGRAMS, kept_programs
+from scmoe.training.options import CheckpointConfig
+
+
+@pytest.fixture
+def no_cache():
+  """As a user starts: no compilation cache is set."""
+  names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+  before = {name: getattr(jax.config, name) for name in names}
+  jax.config.update(names[0], None)
+  jax.config.update(names[1], 1.0)
+  yield
+  for name, value in before.items():
+    jax.config.update(name, value)
+
+
+@pytest.fixture
+def requests():
+  """Counts what jax's compilation cache was asked for and what it had."""
+  found = Counter()
+  listen = lambda event, **_: found.update([event.rpartition("/")[2]])
+  jax.monitoring.register_event_listener(listen)
+  yield found
+  jax.monitoring.clear_event_listeners()
+
+
+def test_a_second_start_compiles_no_step_and_goes_on_bitwise(
+  mesh8, tmp_path, no_cache, requests, monkeypatch
+):
+  monkeypatch.setattr("scmoe.training.compiled._WORTH", 0.0)
+  keep, run = CheckpointConfig(every=2), tmp_path / "run"
+  whole = bits(trainer(mesh8, tmp_path / "whole", steps=6, checkpoint=keep).run())
+  jax.clear_caches()
+  with pytest.raises(Exception, match="stopped at step 4"):
+    trainer(mesh8, run, steps=6, stop_after=4, checkpoint=keep).run()
+  kept = {file.name.split("-")[0] for file in (run / PROGRAMS).rglob("*-cache")}
+  assert "jit_local_step" in kept
+  jax.clear_caches()
+  requests.clear()
+  assert bits(trainer(mesh8, run, steps=6, checkpoint=keep).run()) == whole
+  again = {file.name.split("-")[0] for file in (run / PROGRAMS).rglob("*-cache")}
+  assert again >= kept
+  assert requests["cache_hits"] >= 1
+  (step,) = (run / PROGRAMS).rglob("jit_local_step-*-cache")  # the same program, found again
+  assert step.stat().st_size > 0
+  assert jax.config.jax_compilation_cache_dir is None, "what a run sets ends with it"
+
+
+def test_a_cache_that_is_set_stays(tmp_path, no_cache):
+  jax.config.update("jax_compilation_cache_dir", str(tmp_path / "mine"))
+  with kept_programs(tmp_path / PROGRAMS):
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "mine")
+  assert jax.config.jax_compilation_cache_dir == str(tmp_path / "mine")
+  assert not (tmp_path / PROGRAMS).exists()
+
+
+def test_two_runs_of_a_process_keep_their_own(tmp_path, no_cache, monkeypatch):
+  monkeypatch.setattr("scmoe.training.compiled._WORTH", 0.0)
+  for number, name in enumerate(("a", "b")):
+    with kept_programs(tmp_path / name):
+      jax.jit(lambda x, n=number: x * 3 + n).lower(1.0).compile()
+    assert len(list((tmp_path / name).rglob("*-cache"))) == 1

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
   from scmoe.blocks.wiring import WIRINGS as WIRINGS
   from scmoe.errors import ConfigError as ConfigError
   from scmoe.inference.decode import generate as generate
+  from scmoe.inference.offload import Offload as Offload
+  from scmoe.inference.offload import Usage as Usage
+  from scmoe.inference.offload import offloaded as offloaded
   from scmoe.inference.sampling import Sampling as Sampling
   from scmoe.kernels.grouped_matmul import FFNConfig as FFNConfig
   from scmoe.kernels.grouped_matmul import FFNWeights as FFNWeights
@@ -107,6 +110,7 @@ _NAMES = {
   "scmoe.models.gpt": ("GPT", "Pass"),
   "scmoe.inference.sampling": ("Sampling",),
   "scmoe.inference.decode": ("generate",),
+  "scmoe.inference.offload": ("Offload", "Usage", "offloaded"),
   "scmoe.parallel.mesh": (
     "BATCH_AXES", "MeshConfig", "make_mesh", "manual", "parameter_specs",
   ),

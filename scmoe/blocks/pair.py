@@ -27,6 +27,7 @@ from scmoe.errors import ConfigError
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.experts import Experts
 from scmoe.moe.layer import Flight, MoE, MoECall
+from scmoe.moe.migration import Cached, Guests, Migration
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.types import RouterSums
 from scmoe.parallel.barriers import barrier
@@ -54,6 +55,8 @@ class Context:
     gate: index of the gate that chooses, where there are several; may be traced.
     no_drop: experts have room for every token.
     recompute_experts: the backward pass computes the experts' activations again.
+    migration: how experts come to the device that lie in the host's memory; None where none do.
+    cached: what the device keeps of them (`Cached`), or None.
   """
 
   positions_BS: Int[Array, "B S"] | None = None
@@ -64,6 +67,8 @@ class Context:
   gate: int | Array = 0
   no_drop: bool = dataclasses.field(default=False, metadata={"static": True})
   recompute_experts: bool = dataclasses.field(default=False, metadata={"static": True})
+  migration: Migration | None = dataclasses.field(default=None, metadata={"static": True})
+  cached: Cached | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -76,12 +81,14 @@ class PairOutput:
     sums: of all gatings of the pair, over this device's tokens; None without experts.
     handed_BSD: what the next pair's experts read, where `is_handed_over`; else None.
     caches: updated caches of the attentions [units][blocks], or None.
+    cached: the experts that the device keeps now, or None.
   """
 
   h_BSD: Float[Array, "B S D"]
   sums: RouterSums | None
   handed_BSD: Float[Array, "B S D"] | None = None
   caches: list[list[Any]] | None = None
+  cached: Cached | None = None
 
 
 class Unit(nnx.Module):
@@ -244,7 +251,8 @@ class BlockPair(nnx.Module):
     segments_BS, stored = context.segments_BS, caches
     caches = None if stored is None else []
     moe: Any = self.moe  # the dense wiring has none, and no step that needs it
-    experts, passed = self._experts(context), self.passed_on
+    guests: Any = moe and Guests(self._experts(context), context.migration, context.cached)
+    passed = self.passed_on
     for number, unit in enumerate(self.units):
       start_BSD = None if passed is None else unit.hand_over(Tap.BLOCK_INPUT, h_BSD)
       handed_BSD = start_BSD if handed_BSD is None else handed_BSD
@@ -286,12 +294,14 @@ class BlockPair(nnx.Module):
                 inputs[g] = unit.tapped(wiring.taps[g], main, handed_BSD)
               call = self._call(context, number, g, flights)
               flights[g] = moe.route(inputs[g], call)
+              main = guests.chosen(g, flights[g].routing, main)
             case words.DISPATCH:
               flight = flights[g]
-              sent = flight.transport.dispatch(flight.x_TD, flight.routing, moe.experts)
+              sent = flight.transport.dispatch(flight.x_TD, flight.routing, guests.experts(g))
               flights[g] = dataclasses.replace(flight, sent=sent)
             case words.EXPERTS:
               layouts, rows = flights[g].arrived.layouts, list(flights[g].arrived.rows)
+              main, experts = guests.needed(g, main), guests.experts(g)
               for i in step.chunks_of(rows):
                 rows[i] = experts(rows[i], layouts[i])
               flights[g] = flights[g].with_rows(tuple(rows))
@@ -317,7 +327,7 @@ class BlockPair(nnx.Module):
       handed_BSD = next_BSD
       if caches is not None:
         caches.append(new_caches)
-    yield PairOutput(h_BSD, total, handed_BSD, caches)
+    yield PairOutput(h_BSD, total, handed_BSD, caches, guests and guests.cached)
 
   @property
   def passed_on(self) -> Tap | None:

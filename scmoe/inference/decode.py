@@ -23,8 +23,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
 from scmoe.errors import ConfigError
+from scmoe.inference.offload import Offload, Usage
 from scmoe.inference.sampling import Sampling, sample
 from scmoe.models.gpt import GPT, Pass
+from scmoe.moe.migration import HOLDERS, Migration
 from scmoe.parallel.mesh import BATCH_AXES, make_mesh, manual, parameter_specs
 
 # A jitted function -> a program that is called like it.
@@ -42,11 +44,14 @@ def generate(
   router: Any = None,
   mesh: Mesh | None = None,
   prepare: Prepare | None = None,
+  offload: Offload = Offload(),
+  usage: Usage | None = None,
 ) -> list[list[int]]:
   """Continues every prompt: all that `stream` yields, as one program.
 
   Args:
-    model, prompts, sampling, max_new_tokens, seed, eos_id, router, mesh, prepare: as for `stream`.
+    model, prompts, sampling, max_new_tokens, seed, eos_id, router, mesh, prepare, offload, usage:
+      as for `stream`.
 
   Returns:
     The new tokens of each prompt, without the prompt.
@@ -55,6 +60,7 @@ def generate(
     ConfigError: as `stream`.
   """
   options = {"seed": seed, "eos_id": eos_id, "router": router, "mesh": mesh, "prepare": prepare}
+  options |= {"offload": offload, "usage": usage}
   pieces = stream(
     model, prompts, sampling, max_new_tokens=max_new_tokens, chunk=max_new_tokens, **options
   )
@@ -73,6 +79,8 @@ def stream(
   router: Any = None,
   mesh: Mesh | None = None,
   prepare: Prepare | None = None,
+  offload: Offload = Offload(),
+  usage: Usage | None = None,
 ) -> Iterator[list[list[int]]]:
   """Continues every prompt, token by token as they come: the first of each, then a few at a time.
 
@@ -90,6 +98,9 @@ def stream(
     router: router state of the training run (balancing biases), if it has any.
     mesh: devices of this process on which the model lies; None: one device.
     prepare: makes a program of a jitted function (`scmoe.programs`); None: jit does.
+    offload: how experts come to the device; other than the default, of a model whose experts lie in
+      the host's memory (`scmoe.inference.offload.offloaded`).
+    usage: filled with what was asked of the experts' cache.
 
   Yields:
     The next tokens of each prompt; none of one that has ended.
@@ -109,7 +120,7 @@ def stream(
   for row, prompt in enumerate(prompts):
     tokens_BS[row, : len(prompt)] = prompt
   graph, params = nnx.split(model)
-  static = Static(graph, mesh, sampling)
+  static = Static(graph, mesh, sampling, offload.of(model))
   chunk = max(1, min(chunk, max_new_tokens - 1))
   # The last chunk is as long as the others: one program, and room for what it makes too much.
   room, key = padded + 1 + _round_up(max_new_tokens - 1, chunk), jax.random.key(seed)
@@ -118,6 +129,8 @@ def stream(
     first, rest = prepare(first), prepare(rest)
   given = params, router, lengths_B, key
   token_B, caches = first(*given, tokens_BS)
+  if usage is not None and "experts" in caches:
+    usage.begin(caches["experts"])
   new_BS, made, ended = np.asarray(token_B)[:, None], 0, [False] * asked
   while True:
     new_BS = new_BS[:asked, : max_new_tokens - made]
@@ -127,8 +140,10 @@ def stream(
     ended = [over or len(piece) < new_BS.shape[1] for over, piece in zip(ended, pieces)]
     if all(ended) or made == max_new_tokens:
       return
-    made_SB, token_B, caches = rest(*given, np.int32(made), token_B, caches)
+    made_SB, token_B, caches, needed = rest(*given, np.int32(made), token_B, caches)
     new_BS = np.asarray(made_SB)
+    if usage is not None and needed is not None:
+      usage.add(needed, caches["experts"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,11 +154,13 @@ class Static:
     graph: the model without parameters.
     mesh: its devices.
     sampling: how tokens are drawn.
+    offload: how experts come to the device.
   """
 
   graph: nnx.GraphDef
   mesh: Mesh
   sampling: Sampling
+  offload: Offload = Offload()
 
 
 _ROWS = P(BATCH_AXES)
@@ -157,17 +174,18 @@ def make_prefill(static: Static, room: int) -> Any:
     static: what for.
     room: positions of the caches.
   """
+  offload = static.offload
 
   def local(params, router, lengths_B, key, tokens_BS):
     model: GPT = nnx.merge(static.graph, params)
-    caches = model.init_caches(tokens_BS.shape[0], room)
-    logits_BV, caches = prefill(model, tokens_BS, lengths_B, caches, router)
+    caches = model.init_caches(tokens_BS.shape[0], room, experts=offload.slots)
+    logits_BV, caches = prefill(model, tokens_BS, lengths_B, caches, router, offload.prefill)
     return sample(logits_BV, static.sampling, jax.random.fold_in(key, 0)), caches
 
   def program(params, router, lengths_B, key, tokens_BS):
     model: GPT = nnx.merge(static.graph, params)
     specs = (parameter_specs(params), P(), _ROWS, P(), _ROWS)
-    function = manual(local, static.mesh, specs, (_ROWS, model.cache_specs()))
+    function = manual(local, static.mesh, specs, (_ROWS, model.cache_specs(offload.slots)))
     return function(params, router, lengths_B, key, tokens_BS)
 
   return jax.jit(program)
@@ -176,14 +194,17 @@ def make_prefill(static: Static, room: int) -> Any:
 @functools.cache
 def make_decode(static: Static, steps: int) -> Any:
   """Jitted: (params, router, lengths_B, key, made, token_B, caches) -> int32 [B, steps], token_B,
-  caches.
+  caches, asked.
 
-  `made` is the number of new tokens so far, int32 [], and `token_B` the last of each row.
+  `made` is the number of new tokens so far, int32 [], and `token_B` the last of each row. `asked`
+  is bool [pairs, steps · gatings, E], the experts that each call of a layer needed; None without a
+  cache of experts.
 
   Args:
     static: what for.
     steps: tokens to add behind `token_B`.
   """
+  offload = static.offload
 
   def local(params, router, lengths_B, key, made, token_B, caches):
     model: GPT = nnx.merge(static.graph, params)
@@ -192,18 +213,25 @@ def make_decode(static: Static, steps: int) -> Any:
     def step(carry, index):
       token_B, caches = carry
       position_B = lengths_B + index - 1
-      logits_BV, caches = decode_step(model, token_B, position_B, caches, router, pairs)
+      logits_BV, caches = decode_step(
+        model, token_B, position_B, caches, router, pairs, offload.decode
+      )
       next_B = sample(logits_BV, static.sampling, jax.random.fold_in(key, index))
-      return (next_B, caches), next_B
+      asked = [own.asked_Ne for own in caches["experts"]] if offload.slots else None
+      return (next_B, caches), (next_B, asked)
 
-    (token_B, caches), new_SB = jax.lax.scan(step, (token_B, caches), made + jnp.arange(steps))
-    return new_SB.T, token_B, caches
+    at = made + jnp.arange(steps)
+    (token_B, caches), (new_SB, asked) = jax.lax.scan(step, (token_B, caches), at)
+    if asked is not None:
+      asked = jnp.stack([own.reshape(-1, own.shape[-1]) for own in asked])
+    return new_SB.T, token_B, caches, asked
 
   def program(params, router, lengths_B, key, made, token_B, caches):
     model: GPT = nnx.merge(static.graph, params)
-    caches_lie = model.cache_specs()
+    caches_lie = model.cache_specs(offload.slots)
     specs = (parameter_specs(params), P(), _ROWS, P(), P(), _ROWS, caches_lie)
-    function = manual(local, static.mesh, specs, (_ROWS, _ROWS, caches_lie))
+    asked_lies = P(None, None, HOLDERS)
+    function = manual(local, static.mesh, specs, (_ROWS, _ROWS, caches_lie, asked_lies))
     return function(params, router, lengths_B, key, made, token_B, caches)
 
   # The caches are handed back, so that they need not be there twice.
@@ -216,6 +244,7 @@ def prefill(
   lengths_B: Int[Array, " B"],
   caches: Any,
   router: Any = None,
+  migration: Migration | None = None,
 ) -> tuple[Float[Array, "B V"], Any]:
   """Runs whole prompts and fills the cache.
 
@@ -225,6 +254,7 @@ def prefill(
     lengths_B: their lengths.
     caches: empty caches of at least S positions (`GPT.init_caches`).
     router: router state (balancing biases), if any.
+    migration: how experts come to the device; see `Pass`.
 
   Returns:
     float32 logits [B, V] after each prompt's last token, and the caches.
@@ -233,7 +263,8 @@ def prefill(
   # Padding sits behind the prompt; it may share the last position of the learned embedding.
   positions_BS = jnp.broadcast_to(position_S, tokens_BS.shape)
   mask_BS = position_S < lengths_B[:, None]
-  given = Pass(positions_BS, mask_BS=mask_BS, caches=caches, no_drop=True, router=router)
+  options = {"no_drop": True, "router": router, "migration": migration}
+  given = Pass(positions_BS, mask_BS=mask_BS, caches=caches, **options)
   out = model(tokens_BS, given)
   last_B1D = jnp.take_along_axis(out.h_BSD, (lengths_B - 1)[:, None, None], 1)
   return model.logits(last_B1D)[:, 0], out.caches
@@ -246,16 +277,18 @@ def decode_step(
   caches: Any,
   router: Any = None,
   pairs: Any = None,
+  migration: Migration | None = None,
 ) -> tuple[Float[Array, "B V"], Any]:
   """Runs one token per row at its own position: float32 logits [B, V], and the caches.
 
   Args:
     model: on this device, or in the manual region.
     token_B, position_B: int32.
-    caches, router: as for `prefill`.
+    caches, router, migration: as for `prefill`.
     pairs: `model.pairs()`, if many tokens follow each other in one program.
   """
-  given = Pass(position_B[:, None], caches=caches, no_drop=True, router=router, pairs=pairs)
+  options = {"no_drop": True, "router": router, "pairs": pairs, "migration": migration}
+  given = Pass(position_B[:, None], caches=caches, **options)
   out = model(token_B[:, None], given)
   return model.logits(out.h_BSD)[:, 0], out.caches
 

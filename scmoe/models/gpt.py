@@ -21,9 +21,11 @@ from scmoe.blocks.wiring import Tap
 from scmoe.errors import ConfigError
 from scmoe.layers.embed import Embedding, EmbeddingConfig
 from scmoe.models.config import ModelConfig
-from scmoe.models.stacked import joined, layers, stacked, taken_apart
+from scmoe.models.ring import Ring
+from scmoe.models.stacked import Apart, each_layer, joined, layers, stacked, taken_apart
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.losses import init_bias
+from scmoe.moe.migration import Migration, cache_specs, empty_cache
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.types import RouterSums
 from scmoe.parallel.gradients import Reduction, added_to
@@ -52,6 +54,8 @@ class Pass:
     reduction: of the gradients of `stages`, one pair's at a time, or None.
     sums: float32 like `stages`, to which their gradients are added on this device, or None; see
       `scmoe.parallel.gradients.added_to`.
+    migration: how experts come to the device that lie in the host's memory; None where none do.
+      Then pairs are written out, and their parameters `taken_apart`.
   """
 
   positions_BS: Int[Array, "B S"] | None = None
@@ -67,6 +71,7 @@ class Pass:
   hidden: bool = dataclasses.field(default=False, metadata={"static": True})
   reduction: Reduction | None = dataclasses.field(default=None, metadata={"static": True})
   sums: Any = None
+  migration: Migration | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -159,10 +164,16 @@ class GPT(nnx.Module):
   @property
   def written_out(self) -> bool:
     """Whether pairs run one after the other instead of in a scan (`overlap.unroll`)."""
-    pairs = self.config.num_pairs
-    return 1 < pairs == self.overlap.pairs_per_step(pairs)
+    pairs, unroll = self.config.num_pairs, self.overlap.unroll
+    return pairs == self.overlap.pairs_per_step(pairs) and (pairs > 1 or unroll == 0)
 
-  def init_caches(self, batch: int, length: int, dtype: Any = None) -> Any:
+  @property
+  def taken_apart(self) -> bool:
+    """Whether the pairs' parameters are arrays of their own, as those in the host's memory are."""
+    leaves = jax.tree.leaves(nnx.split(self.stages)[1], is_leaf=lambda x: isinstance(x, Apart))
+    return any(isinstance(leaf, Apart) for leaf in leaves)
+
+  def init_caches(self, batch: int, length: int, dtype: Any = None, experts: int = 0) -> Any:
     """Empty caches of `length` positions.
 
     Of pairs that are written out each has its own, which a token is written into in place; a scan
@@ -172,15 +183,27 @@ class GPT(nnx.Module):
       batch: sequences at hand; in the manual region this device's.
       length: S of the cache.
       dtype: by default the compute type.
+      experts: of every pair, that the device keeps of those in the host's memory; 0: none.
     """
     empty = lambda attention: attention.empty_cache(batch, length, dtype or self.config.dtype)
-    return self._for_caches(empty, lambda x, layers: jnp.zeros((layers, *x.shape), x.dtype))
+    caches = self._for_caches(empty, lambda x, layers: jnp.zeros((layers, *x.shape), x.dtype))
+    if experts:
+      rule = self.config.wiring_rule
+      calls = rule.units_per_moe * len(rule.taps)
+      caches["experts"] = [empty_cache(own, experts, calls) for own in self._experts_of_pairs()]
+    return caches
 
-  def cache_specs(self) -> Any:
+  def cache_specs(self, experts: int = 0) -> Any:
     """How these caches lie on the mesh: PartitionSpecs in the same tree."""
-    return self._for_caches(
+    specs = self._for_caches(
       lambda attention: attention.cache_specs(), lambda spec, _: PartitionSpec(None, *spec)
     )
+    if experts:
+      specs["experts"] = [cache_specs(own) for own in self._experts_of_pairs()]
+    return specs
+
+  def _experts_of_pairs(self) -> list[Any]:
+    return each_layer(nnx.split(self.stages.moe.experts)[1], self.config.num_pairs)
 
   def _for_caches(self, of: Callable[[Any], Any], stack: Callable[[Any, int], Any]) -> Any:
     """`of` the attentions [units][blocks] of either stack: each pair's, or stacked for a scan."""
@@ -199,7 +222,7 @@ class GPT(nnx.Module):
   def pairs(self) -> Any:
     """Parameters of `stages` for a loop over tokens, which would copy what it slices: each pair's
     apart, but for those of experts, which kernels read where they are. None in a scan."""
-    if not self.written_out:
+    if not self.written_out or self.taken_apart:
       return None
     params = nnx.split(self.stages)[1]
     return taken_apart(params, self.config.num_pairs, lambda path: "experts" in path)
@@ -252,6 +275,7 @@ def together(
         gate=shared.gate,
         no_drop=shared.no_drop,
         recompute_experts=shared.remat == "moe",
+        migration=shared.migration,
       )
     )
     shape, key = (config.num_pairs, rule.units_per_moe, len(rule.taps)), one.key
@@ -268,20 +292,20 @@ def together(
 
   def stage(carry, xs, graph=graph, reduction=reduction):
     # Here parameters that are spread over the data axis will be gathered, one pair's at a time.
-    params, sums, (caches, keys, bias_E) = xs
+    params, sums, (caches, kept, keys, bias_E) = xs
     if reduction is not None:
       params = dataclasses.replace(reduction, sums=sums).copies(params)
     first, values = carry
     turns = []
-    for own, (h_BSD, handed_BSD), context, key, cache in zip(
-      params, values, contexts, keys, caches
+    for own, (h_BSD, handed_BSD), context, key, cache, cached in zip(
+      params, values, contexts, keys, caches, kept
     ):
       pair: BlockPair = nnx.merge(graph, own)
       if handed_BSD is not None:
         # Nothing precedes the first pair: its experts read its own input.
         start_BSD = pair.units[0].hand_over(Tap.BLOCK_INPUT, h_BSD)
         handed_BSD = jnp.where(first, start_BSD, handed_BSD)
-      here = dataclasses.replace(context, keys=key, bias_E=bias_E)
+      here = dataclasses.replace(context, keys=key, bias_E=bias_E, cached=cached)
       turns.append(pair.turns(h_BSD, here, handed_BSD=handed_BSD, caches=cache))
     live: list[Any] = [next(turn) for turn in turns]
     for count, i in enumerate(itertools.cycle(range(len(turns)))):
@@ -290,19 +314,25 @@ def together(
       if isinstance(live[-1], PairOutput):
         break
     new = [(out.h_BSD, out.handed_BSD) for out in live]
-    kept = [out.h_BSD if shared.hidden else None for out in live]
+    hidden = [out.h_BSD if shared.hidden else None for out in live]
     return (jnp.zeros((), bool), new), [
-      (out.sums, out.caches, h_BSD) for out, h_BSD in zip(live, kept)
+      (out.sums, out.caches, h_BSD, out.cached) for out, h_BSD in zip(live, hidden)
     ]
 
   body = _rematerialised(stage, shared.remat)
   carry, sums = (jnp.ones((), bool), starts), reduction and reduction.sums
-  stored = lambda name: [None if g.caches is None else g.caches[name] for g in given]
-  caches, others = stored("stages"), (keys, router.get("bias"))
+  stored = lambda name: [None if g.caches is None else g.caches.get(name) for g in given]
+  caches, kept, others = stored("stages"), stored("experts"), (keys, router.get("bias"))
   runs, per_step = config.runs, model.overlap.pairs_per_step(config.num_pairs)
   if model.written_out:
     body = jax.jit(body, inline=True)  # traced once, not once a pair
     of_pairs = enumerate(layers(params, config.num_pairs, sums, others, into))
+    ring: Ring | None = None
+    if shared.migration is not None and shared.migration.mode == "ring":
+      of_pairs = list(of_pairs)
+      ring = Ring([own for _, (own, *_) in of_pairs], shared.migration.sections)
+      taken = ring.take
+      of_pairs = ((i, (taken(i), *rest)) for i, (_, *rest) in of_pairs)
   else:
     params = params if into is None else added_to(into, params)
   if len(runs) > 1:
@@ -310,7 +340,7 @@ def together(
     of_dense = functools.partial(stage, graph=graph_of_dense, reduction=None)
     of_dense = _rematerialised(of_dense, shared.remat)
     dense = [nnx.split(own.dense)[1] for own in models], None, (
-      stored("dense"), [None] * len(models), None)  # fmt: skip
+      stored("dense"), [None] * len(models), [None] * len(models), None)  # fmt: skip
   made: list[tuple[bool, Any]] = []  # of every run of layers: whether dense, and what came out
   for run in runs:
     take = lambda tree, run=run: tree if len(runs) == 1 else (
@@ -320,11 +350,14 @@ def together(
     elif model.written_out:
       found = []
       for i, (own, own_sums, here) in itertools.islice(of_pairs, run.stop - run.start):
-        carry, out = body(carry, (own, own_sums, ([c and c[i] for c in caches], *here)))
+        at = lambda some, i=i: [c and c[i] for c in some]
+        carry, out = body(carry, (own, own_sums, (at(caches), at(kept), *here)))
+        if ring is not None:
+          carry = ring.advance(i, carry)
         found.append(out)
       out = [_of_pairs(list(of)) for of in zip(*found)]
     else:
-      xs = params, sums, (caches, *others)
+      xs = params, sums, (caches, [None] * len(models), *others)
       carry, out = jax.lax.scan(body, carry, take(xs), unroll=per_step)
     made.append((run.dense, out))
   return [
@@ -333,10 +366,12 @@ def together(
   ]
 
 
-def _of_pairs(found: list[tuple[Any, Any, Any]]) -> tuple[Any, Any, Any]:
-  """What a scan gives of (sums, caches, hidden state), but that caches stay each pair's own."""
-  sums, caches, hidden = zip(*found)
-  return joined(sums), None if caches[0] is None else list(caches), joined(hidden)
+def _of_pairs(found: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+  """What a scan gives of `stage`'s (sums, caches, hidden state, experts that the device keeps), but
+  that caches and experts stay each pair's own."""
+  sums, caches, hidden, kept = zip(*found)
+  each = lambda some: None if some[0] is None else list(some)
+  return joined(sums), each(caches), joined(hidden), each(kept)
 
 
 def _in_order(
@@ -353,6 +388,8 @@ def _in_order(
     caches = join(caches)
   if caches is not None:
     caches = {"stages": caches}
+    if (kept := [out[3] for out in pairs])[0] is not None:
+      caches["experts"] = list(itertools.chain(*kept))
     if dense:
       caches["dense"] = join([out[1] for out in dense])
   return sums, caches, join([out[2] for _, out in made])

@@ -28,7 +28,7 @@ def stacked(make: Callable[[Array], Any], keys: Array) -> Any:
 
 
 def taken_apart(tree: PyTree, count: int, whole: Callable[[str], bool]) -> PyTree:
-  """A stack of so many layers for `layers`, each layer's arrays by themselves (`_Apart`).
+  """A stack of so many layers for `layers`, each layer's arrays by themselves (`Apart`).
 
   For a loop around the layers: what it slices, it copies every time.
 
@@ -40,7 +40,7 @@ def taken_apart(tree: PyTree, count: int, whole: Callable[[str], bool]) -> PyTre
 
   def take(path: tuple, x: Array) -> Any:
     keep = whole(jax.tree_util.keystr(path))
-    return x if keep else _Apart(tuple(x[i] for i in range(count)))
+    return x if keep else Apart(tuple(x[i] for i in range(count)))
 
   return jax.tree_util.tree_map_with_path(take, tree)
 
@@ -61,7 +61,7 @@ def layers(
   """
   own: Any = _apart(list(copies), count) if into is None else _apart_into(into, list(copies), count)
   apart: Any = _apart(sums, count)
-  return zip(own, apart, _layers(others, count))
+  return zip(own, apart, each_layer(others, count))
 
 
 def joined(made: Sequence[PyTree]) -> PyTree:
@@ -70,24 +70,29 @@ def joined(made: Sequence[PyTree]) -> PyTree:
     return jax.tree.map(lambda *parts: jnp.stack(parts), *made)
 
 
-def _layers(tree: PyTree, count: int) -> list[PyTree]:
-  apart = lambda x: isinstance(x, _Apart)
+def each_layer(tree: PyTree, count: int) -> list[PyTree]:
+  """The parameters of every layer of a stack, or of one that is `taken_apart`."""
+  apart = lambda x: isinstance(x, Apart)
   take = lambda x, i: x.parts[i] if apart(x) else x[i]
   return [jax.tree.map(lambda x, i=i: take(x, i), tree, is_leaf=apart) for i in range(count)]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Apart:
-  """What was one array of a stack: each layer's own."""
+class Apart:
+  """What was one array of a stack: each layer's own.
 
-  parts: tuple[Array, ...]
+  Attributes:
+    parts: as many as layers; arrays, or what stands for one (`scmoe.moe.migration.Int8`).
+  """
+
+  parts: tuple[Any, ...]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _apart(tree: PyTree, count: int) -> list[PyTree]:
   """The layers of a stack, each by itself; their gradients are put together as `_together` does."""
-  return _layers(tree, count)
+  return each_layer(tree, count)
 
 
 def _apart_bwd(count: int, dtypes: PyTree, bars: list[PyTree]) -> tuple[PyTree]:
@@ -96,13 +101,13 @@ def _apart_bwd(count: int, dtypes: PyTree, bars: list[PyTree]) -> tuple[PyTree]:
     return (jax.tree.map(_together, dtypes, *bars),)
 
 
-_apart.defvjp(lambda tree, count: (_layers(tree, count), _types(tree)), _apart_bwd)
+_apart.defvjp(lambda tree, count: (each_layer(tree, count), _types(tree)), _apart_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _apart_into(into: PyTree, copies: list[PyTree], count: int) -> list[list[PyTree]]:
   """`_apart`, with the gradients added up in place."""
-  return _layers(copies, count)
+  return each_layer(copies, count)
 
 
 def _into_bwd(count: int, into: PyTree, bars: list[list[PyTree]]) -> tuple[PyTree, None]:
@@ -114,7 +119,7 @@ def _into_bwd(count: int, into: PyTree, bars: list[list[PyTree]]) -> tuple[PyTre
   return into, None
 
 
-_apart_into.defvjp(lambda into, copies, count: (_layers(copies, count), into), _into_bwd)
+_apart_into.defvjp(lambda into, copies, count: (each_layer(copies, count), into), _into_bwd)
 
 
 def _types(tree: PyTree) -> PyTree:

@@ -156,9 +156,15 @@ def parameter_specs(state: Any) -> Any:
 
   def spec(param: Any) -> Any:
     names = param.get_metadata().get("axes") or ()
-    return param.replace(partition_spec(names, param.get_value().ndim))
+    # A value may be several arrays of one kind: layers taken apart, a matrix in eight bits.
+    return param.replace(jax.tree.map(lambda x: _spec_of(names, x.shape), param.get_value()))
 
   return jax.tree.map(spec, state, is_leaf=is_param)
+
+
+def _spec_of(names: Sequence[str | None], shape: Sequence[int]) -> P:
+  whole = partition_spec(names, len(shape))
+  return P(*(None if size == 1 else axis for axis, size in zip(whole, shape))) if whole else whole
 
 
 def batch_sharding(mesh: Mesh, *, leading: int = 0) -> NamedSharding:

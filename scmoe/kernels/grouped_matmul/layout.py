@@ -268,6 +268,18 @@ class RowLayout:
     row_MK = jnp.where(group_MK < self.num_groups, row_MK, groups.num_rows)
     return TiledRows(groups, make_permutation(row_MK, groups.num_rows))
 
+  def renamed(self, name_G: jax.Array, num_groups: int) -> RowLayout:
+    """The same rows where experts lie in another order, some perhaps not at all.
+
+    Args:
+      name_G: int32, new name of each expert; `num_groups` for one that is not there and has no row.
+      num_groups: G of the new names.
+    """
+    sizes_G, group_MK, position_MK = self.places()
+    name_G1 = jnp.append(name_G, num_groups).astype(jnp.int32)
+    sizes = jnp.zeros((num_groups,), jnp.int32).at[name_G].add(sizes_G, mode="drop")
+    return RowLayout(sizes, name_G1[group_MK], position_MK, self.weight_MK)
+
   def in_place(self, tile: int) -> TiledRows:
     """Padded experts whose rows fill whole tiles where they lie."""
     assert self.padded is not None

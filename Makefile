@@ -1,6 +1,7 @@
 # make train     fresh machine -> environment, a trained model, its evaluation and a sample
 # make test      fresh machine -> environment with the test tools, then the tests
 # make check     format, lint, types, import direction: before every commit
+# make docs      build/docs/index.html: these pages and the API; a dead link fails
 # make faults    what takes long: kill -9 fifty times, a soak of 20,000 steps; for the night
 # make gpu-test  the tests that need a GPU
 # make bench-check  benchmarks beside the committed figures of the same hardware; names what got slower
@@ -19,7 +20,7 @@ STAMP_NAME := $(shell cat requirements.txt requirements-dev.txt | cksum | cut -d
 RUN_STAMP := $(VENV)/.run-$(STAMP_NAME)
 DEV_STAMP := $(VENV)/.dev-$(STAMP_NAME)
 
-.PHONY: train test check format faults gpu-test bench bench-check clean
+.PHONY: train test check docs format faults gpu-test bench bench-check clean
 .DEFAULT_GOAL := train
 
 $(RUN_STAMP):
@@ -45,6 +46,10 @@ check: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+docs: $(DEV_STAMP)
+	$(BIN)/python -W ignore::ResourceWarning -m mkdocs build --quiet --strict --config-file docs/site/mkdocs.yml
+	@echo "build/docs/index.html"
 
 format: $(DEV_STAMP)
 	$(BIN)/ruff format .

@@ -17,6 +17,7 @@ line to standard error and exit with `code`; a traceback means a defect of ours.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -68,10 +69,17 @@ WATCHDOG_EXIT = (
 )
 
 
+_BROKEN_PIPE = 141  # what a shell gives for SIGPIPE
+
+
 def run_main(main: Callable[[list[str]], None], argv: list[str] | None = None) -> None:
   """Runs an entry point; turns a `ScmoeError` into one line on standard error and its exit code."""
   try:
     main(sys.argv[1:] if argv is None else argv)
+    sys.stdout.flush()
   except ScmoeError as error:
     print(f"{type(error).__name__}: {error}", file=sys.stderr)
     raise SystemExit(error.code) from None
+  except BrokenPipeError:  # the reader has had enough, as in `... --help | head`
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the end complain
+    raise SystemExit(_BROKEN_PIPE) from None

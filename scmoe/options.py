@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from scmoe.errors import ConfigError
@@ -28,7 +28,9 @@ def option(
 
   With `importable` also the import path of a part of one's own (`scmoe.extensions`).
   """
-  metadata = {"help": help, "choices": tuple(choices), "minimum": minimum, "maximum": maximum}
+  # A dictionary stays itself, so that a word which a program adds to it can be chosen.
+  words = choices if isinstance(choices, Mapping) else tuple(choices)
+  metadata = {"help": help, "choices": words, "minimum": minimum, "maximum": maximum}
   metadata["importable"] = importable
   return dataclasses.field(default=default, metadata=metadata)
 

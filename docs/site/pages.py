@@ -93,6 +93,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
   """Adds the pages from outside of docs/, one per module, and copies of what pages link."""
+  files.append(File.generated(config, "pages.css", abs_src_path=str(ROOT / "docs/site/pages.css")))
   texts = {path: (ROOT / path).read_text("utf-8") for path in OUTSIDE}
   for path, text in texts.items():
     files.append(File.generated(config, site_path(path), content=text))
@@ -105,7 +106,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
   index = "# API\n\nEvery public module.\n\n| module | what it is |\n|---|---|\n" + "\n".join(rows)
   files.append(File.generated(config, "api/index.md", content=index))
   here = {f.src_uri for f in files}
-  for path in {target for path, text in texts.items() for target in linked(path, text)}:
+  for path in {target for page, text in texts.items() for target in linked(page, text)}:
     if site_path(path) not in here and (ROOT / path).is_file():
       files.append(File.generated(config, site_path(path), abs_src_path=str(ROOT / path)))
   return files

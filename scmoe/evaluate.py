@@ -4,10 +4,12 @@
   python -m scmoe.evaluate --workdir runs/a --step 500 --json result.json
   python -m scmoe.evaluate --workdir runs/a --data.path=my.txt
   python -m scmoe.evaluate --workdir runs/a --dispatch.capacity_factor=4 --data.seq_len=256
+  python -m scmoe.evaluate --workdir runs/a --tasks hellaswag,arc_easy --limit 100
 
 Reads the configuration stored in the checkpoint, and the same data again. With --data.path or
 another source: all of that text, or its validation files where files are named so. Routing can be
-another than in training: experts per token, capacity.
+another than in training: experts per token, capacity. With --tasks: benchmarks, asked by
+EleutherAI's lm-evaluation-harness (pip install lm_eval).
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ from scmoe import build
 from scmoe.command_line import ALLOW_IMPORT, HELP, SIMULATE, Flag, help_text, parse, simulate
 from scmoe.config import RunConfig, with_field
 from scmoe.data import BitsPerByte, DataConfig, bigram_bits_per_byte, check_vocab, open_data
+from scmoe.data.packages import need
 from scmoe.effects import check_typed
 from scmoe.errors import ConfigError, StorageError, run_main
 from scmoe.inference.evaluation import evaluate
 from scmoe.programs import Programs
-from scmoe.summary import TOKENIZER, open_run
+from scmoe.summary import TOKENIZER, open_model, open_run
 from scmoe.training.checkpoint import restore_part
 from scmoe.training.workdir import write_json
 
@@ -35,6 +38,16 @@ DATA = ("data.path", "data.source", "data.mixture", "data.field", "data.domain_f
 EVALUATED = (*DATA, "data.seq_len", "model.top_k", "dispatch.capacity_factor",
              "dispatch.transport", "train.batch_size")  # fmt: skip
 
+# What a task does not read: its text is its own, and experts have room for every token.
+IDLE = (*DATA, "dispatch.capacity_factor", "dispatch.transport", "max_batches")
+OF_TASKS = (
+  Flag("tasks", str, "", "benchmarks of lm_eval instead of text, separated by commas"),
+  Flag("task_folder", str, "", "tasks: a folder with task files of one's own"),
+  Flag("num_fewshot", int, -1, "tasks: examples in a prompt; -1: as each task has it"),
+  Flag("limit", float, 0.0, "tasks: documents of each, or below 1 a share of them; 0: all"),
+  Flag("gen_kwargs", str, "", "tasks: instead of their own, e.g. max_gen_toks=64,temperature=0"),
+)
+
 FLAGS = (
   Flag("workdir", str, "", "folder of the run", required=True),
   Flag("step", int, -1, "step of the checkpoint; -1: the newest"),
@@ -43,6 +56,7 @@ FLAGS = (
   SIMULATE,
   Flag("json", str, "", "also write the figures to this file"),
   *(Flag(name, str, None, "instead of the run's own") for name in EVALUATED),
+  *OF_TASKS,
   ALLOW_IMPORT,
   HELP,
 )
@@ -59,15 +73,51 @@ def main(argv: list[str]) -> None:
   out = Path(values["json"]) if values["json"] else None
   if out is not None and not out.absolute().parent.is_dir():
     raise ConfigError(f"--json={values['json']!r}: there is no folder {out.absolute().parent}")
-  given = (values[name] for name in ("workdir", "step", "max_batches", "mesh", "allow_import"))
   changed = {name: values[name] for name in EVALUATED if values[name] is not None}
-  figures = evaluate_run(*given, changed=changed)
-  print(table(figures))
+  if values["tasks"]:
+    figures = _on_tasks(values, changed)
+  else:
+    if lost := [flag.name for flag in OF_TASKS if values[flag.name] != flag.default]:
+      raise ConfigError(f"--{lost[0]} has no effect without --tasks; name some, e.g. --tasks=piqa")
+    given = (values[name] for name in ("workdir", "step", "max_batches", "mesh", "allow_import"))
+    figures = evaluate_run(*given, changed=changed)
+    print(table(figures))
   if out is not None:
     try:
       write_json(out, figures)
     except OSError as error:
       raise StorageError(f"--json={values['json']!r} cannot be written: {error}") from None
+
+
+def _on_tasks(values: Mapping[str, Any], changed: Mapping[str, str]) -> dict[str, Any]:
+  """Asks the tasks of --tasks and prints their table; returns what the harness found.
+
+  Raises:
+    ConfigError: lm_eval is not installed, a task is unknown, or a flag has no effect.
+    DataError: a task's data cannot be had.
+  """
+  idle = [name for name in IDLE if values[name]]
+  if idle:
+    raise ConfigError(
+      f"--{idle[0]} has no effect with --tasks, which read their own text and drop no token; "
+      "leave one of them out"
+    )
+  need("lm_eval", "--tasks")
+  from scmoe.tasks import evaluate_tasks, task_table  # the harness takes seconds to import
+
+  step = None if values["step"] < 0 else values["step"]
+  stored = open_run(values["workdir"], step, values["allow_import"])
+  run = build.on_mesh(with_changes(stored.run, changed), values["mesh"])
+  found = evaluate_tasks(
+    open_model(run, values["workdir"], stored.step),
+    [name.strip() for name in values["tasks"].split(",") if name.strip()],
+    folder=values["task_folder"],
+    fewshot=None if values["num_fewshot"] < 0 else values["num_fewshot"],
+    limit=values["limit"] or None,
+    gen_kwargs=values["gen_kwargs"],
+  )
+  print(f"{values['workdir']} at step {stored.step}\n{task_table(found)}")
+  return found
 
 
 def evaluate_run(

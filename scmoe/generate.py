@@ -35,9 +35,7 @@ from scmoe.command_line import (
 from scmoe.errors import ConfigError, run_main
 from scmoe.inference.decode import stream
 from scmoe.inference.sampling import Sampling
-from scmoe.programs import Programs
-from scmoe.summary import load_tokenizer, open_run
-from scmoe.training.checkpoint import restore_part
+from scmoe.summary import open_model, open_run
 from scmoe.training.workdir import write_json
 
 OF_CONFIG = ("config", "config_json", "smoke", "allow_config_change", "allow_import")
@@ -135,17 +133,13 @@ class Session:
     self, workdir: str, step: int = -1, *, mesh: str = "", allow_import: Sequence[str] = ()
   ):
     stored = open_run(workdir, None if step < 0 else step, allow_import)
-    run = build.on_mesh(stored.run, mesh)
-    self.tokenizer = load_tokenizer(run, workdir)
-    built = build.build(run)
-    wanted = {"params": built.shapes, "router": built.router_shapes}
-    state = restore_part(workdir, wanted, stored.step)
-    self.model = built.model(state["params"])
+    opened = open_model(build.on_mesh(stored.run, mesh), workdir, stored.step)
+    self.model, self.tokenizer = opened.model, opened.tokenizer
     self._options = {
-      "router": state["router"],
-      "mesh": built.mesh,
+      "router": opened.router,
+      "mesh": opened.mesh,
       "eos_id": self.tokenizer.eos_id,
-      "prepare": Programs(built.overlap, Path(workdir)),
+      "prepare": opened.prepare,
     }
 
   def stream(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from scmoe import build
 from scmoe.config import RunConfig, from_dict, imports_of
@@ -19,7 +20,9 @@ from scmoe.dry_run import dry_run, model_lines, size_of
 from scmoe.errors import ConfigError, StorageError
 from scmoe.extensions import check_allowed
 from scmoe.models.flops import count_parameters, forward_flops
-from scmoe.training.checkpoint import FOLDER, list_steps, read_meta
+from scmoe.models.gpt import GPT
+from scmoe.programs import Programs
+from scmoe.training.checkpoint import FOLDER, list_steps, read_meta, restore_part
 from scmoe.training.metrics import read_metrics
 from scmoe.training.workdir import prepare_workdir
 
@@ -213,6 +216,46 @@ def open_run(workdir: str, step: int | None, allow_import: Sequence[str] = ()) -
   run = from_dict(meta["config"], f"{workdir} (stored)")
   check_allowed(imports_of(run), allow_import, f"{workdir} (stored)", Path(workdir))
   return Stored(run, meta["step"])
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenRun:
+  """A stored run with its model where it can be asked.
+
+  Attributes:
+    run: on the mesh that it has here.
+    workdir, step: where from.
+    model, router, mesh: parameters of the checkpoint, router state, and where they lie.
+    tokenizer: the one that it was trained with.
+    prepare: makes programs of jitted functions (`scmoe.programs`).
+  """
+
+  run: RunConfig
+  workdir: str
+  step: int
+  model: GPT
+  router: Any
+  mesh: Mesh
+  tokenizer: Tokenizer
+  prepare: Programs
+
+
+def open_model(run: RunConfig, workdir: str, step: int) -> OpenRun:
+  """Reads a run's parameters.
+
+  Args:
+    run: of `open_run`, on the mesh where they are to lie (`scmoe.build.on_mesh`).
+    workdir, step: of the checkpoint.
+
+  Raises:
+    CheckpointError: it is damaged.
+    ConfigError: the tokenizer was not stored with the run.
+  """
+  tokenizer = load_tokenizer(run, workdir)
+  built = build.build(run)
+  state = restore_part(workdir, {"params": built.shapes, "router": built.router_shapes}, step)
+  model, prepare = built.model(state["params"]), Programs(built.overlap, Path(workdir))
+  return OpenRun(run, workdir, step, model, state["router"], built.mesh, tokenizer, prepare)
 
 
 def load_tokenizer(run: RunConfig, workdir: str) -> Tokenizer:

@@ -25,6 +25,7 @@ RANKS = [
   ("dry_run", "benchmark"),
   ("pretrained",),
   ("summary",),
+  ("tasks",),
   ("train", "evaluate", "generate", "profile", "compare", "sweep", "inspect", "convert", "replay"),
 ]
 LEAVES = ("errors", "extensions", "options", "_compat", "batch")

@@ -113,6 +113,8 @@ def has_attribute(name: str, attribute: str) -> bool:
 def exists(dotted: str) -> bool:
   """Whether scmoe.x.y is a module or in one."""
   parts = dotted.split(".")
+  if dotted in modules():
+    return True
   for end in range(len(parts), 0, -1):
     if ".".join(parts[:end]) in modules():
       found = importlib.import_module(".".join(parts[:end]))

@@ -283,7 +283,7 @@ def model_lines(run: RunConfig, p: Parameters, f: Flops) -> list[str]:
   if rule.taps:
     beside = " + shared expert" if rule.shared_expert else ""
     visited = rule.routed_per_token(m.top_k)
-    experts = f"{visited} of {m.num_experts} experts{beside} in every {_nth(m.moe_every)} block"
+    experts = f"{visited} of {m.num_experts} experts{beside} in every {_nth(m.moe_every)}block"
   routed = f", routed {number(p.routed)} ({number(p.routed_active)} active)" if p.routed else ""
   shared = f", shared {number(p.shared)}" if p.shared else ""
   return [
@@ -296,7 +296,7 @@ def model_lines(run: RunConfig, p: Parameters, f: Flops) -> list[str]:
 
 
 def _nth(n: int) -> str:
-  return {1: "", 2: "2nd", 3: "3rd"}.get(n, f"{n}th")
+  return {1: "", 2: "2nd ", 3: "3rd "}.get(n, f"{n}th ")
 
 
 def _memory_lines(result: DryRun) -> list[str]:

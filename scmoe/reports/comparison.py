@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -183,7 +184,8 @@ def _differences(firsts: Sequence[Record]) -> dict[str, tuple[Any, ...]]:
 def _labels(firsts: Sequence[Record], differences: dict[str, tuple[Any, ...]]) -> list[str]:
   """What a group is called: its values of the fields that differ, or its first run's name."""
   if not differences or len(differences) > _LONGEST_LABEL:
-    return _unique([record.name for record in firsts])
+    # A sweep's folder ends in the seed, of which a group has several.
+    return _unique([re.sub(r"_seed-\d+$", "", record.name) for record in firsts])
   leaves = [name.rpartition(".")[2] for name in differences]
   shown = [leaf if leaves.count(leaf) == 1 else name for leaf, name in zip(leaves, differences)]
   columns = list(zip(*differences.values()))

@@ -125,6 +125,15 @@ def test_what_makes_a_group(tmp_path):
   assert groups[1].label == "learning_rate=0.1, devices=1 x cpu"
 
 
+def test_a_group_of_seeds_beside_very_different_runs_is_not_called_by_one_seed(tmp_path):
+  many = [("train.batch_size", "16"), ("train.steps", "7"), ("model.width", "64"),
+          ("optimizer.learning_rate", "0.1"), ("data.seq_len", "32")]  # fmt: skip
+  write_run(tmp_path / "a", losses=[1.0])
+  for seed in range(2):
+    write_run(tmp_path / f"wiring-top2_seed-{seed}", losses=[2.0], seed=seed, fields=many)
+  assert [group.label for group in compared(tmp_path).groups] == ["a", "wiring-top2"]
+
+
 def test_runs_without_evaluation_compare_by_training_loss(tmp_path):
   write_run(tmp_path / "a", losses=[3.0, 2.0], fields=TOP2)
   write_run(tmp_path / "b", losses=[3.0, math.nan], fields=POS2)

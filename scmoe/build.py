@@ -218,8 +218,13 @@ def build(run: RunConfig, devices: Sequence[Any] | None = None) -> Built:
   mesh = build_mesh(run, devices)
   graph, shapes = build_model(run, mesh)
   objective = make_objective(run, graph)
-  options = {"half": run.model.dtype == "float16", "spike_sigma": run.train.spike_sigma}
-  optimizer = make_optimizer(run.optimizer, run.train.steps, **options)
+  optimizer = make_optimizer(
+    run.optimizer,
+    run.train.steps,
+    half=run.model.dtype == "float16",
+    spike_sigma=run.train.spike_sigma,
+    specs=jax.tree.map(lambda s: s.sharding.spec, shapes),
+  )
   return Built(run, mesh, graph, shapes, objective, optimizer)
 
 

@@ -64,7 +64,9 @@ class RunConfig:
     default=_WHOLE_ROWS, metadata={"help": "text, tokenizer, sequences"}
   )
   train: TrainConfig = section(TrainConfig, "length, batch and cadence of the run")
-  optimizer: OptimizerConfig = section(OptimizerConfig, "AdamW and its learning-rate schedule")
+  optimizer: OptimizerConfig = section(
+    OptimizerConfig, "AdamW or Muon, and the learning-rate schedule"
+  )
   checkpoint: CheckpointConfig = section(CheckpointConfig, "when state is saved and what stays")
   distributed: DistributedConfig = section(DistributedConfig, "several processes of one run")
 

@@ -143,6 +143,12 @@ RULES = (
     "set dispatch.transport=packed or dropless, or dispatch.capacity_factor",
   ),
   _Rule(
+    ("optimizer.muon_beta", "optimizer.muon_rms"),
+    lambda run: run.optimizer.name != "muon",
+    "optimizer.name={run.optimizer.name!r} has no Muon",
+    "set optimizer.name=muon",
+  ),
+  _Rule(
     ("optimizer.decay_fraction",),
     lambda run: run.optimizer.schedule != "wsd",
     "optimizer.schedule={run.optimizer.schedule!r} has no decay phase of its own",

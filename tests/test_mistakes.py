@@ -49,6 +49,12 @@ MISTAKES = {
     "has no shared expert; set model.wiring=shared_expert",
     field("model.wiring=shared_expert", "model.mix=cg2"),
   ),
+  "the momentum of an optimizer that is not used": (
+    field("optimizer.muon_beta=0.9"),
+    "optimizer.muon_beta=0.9 has no effect: optimizer.name='adamw' has no Muon; set "
+    "optimizer.name=muon",
+    field("optimizer.muon_beta=0.9", "optimizer.name=muon"),
+  ),
   "the rate of a bias that does not move": (
     field("router.bias_rate=0.1"),
     "set router.bias=sign",

@@ -55,7 +55,8 @@ NAMES = (
   "counts",  # all-gather of how many rows each rank sends, and agreement on overflow rounds
   "weights",  # gathering or adding up what devices that share an expert hold of it
   "tensor",  # sums over the tensor axis: row-parallel products, vocabulary-parallel loss
-  "gradients",  # sums of gradients over the devices that hold the same parameter, and their norm
+  "gradients",  # sums of gradients over the devices that hold the same parameter, their norm, and
+  # matrices that Muon has to have whole
   "statistics",  # sums of the loss and of what a step reports
 )
 
@@ -126,6 +127,15 @@ _whole.defvjp(
 def whole(x: Array, dimension: int, axis: str, name: str) -> Array:
   """All devices' shares of a dimension, of which all compute the same: each gets its gradient."""
   return _whole(x, dimension, axis, name) if axis_size(axis) > 1 else x
+
+
+def gathered(x: Array, dimension: int, axes: tuple[str, ...], name: str) -> Array:
+  """All devices' shares of a dimension, the first of these axes varying slowest; no gradient."""
+  axes = _several(axes)
+  if not axes:
+    return x
+  with jax.named_scope(name):
+    return jax.lax.all_gather(x, axes, axis=dimension, tiled=True)
 
 
 def largest(x: Array, axes: tuple[str, ...], name: str) -> Array:

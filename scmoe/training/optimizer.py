@@ -1,4 +1,4 @@
-"""AdamW with clipping, a decay mask and schedules that follow the step of the run."""
+"""AdamW or Muon with clipping, a decay mask and schedules that follow the step of the run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import optax
 
 from scmoe.options import check_options
 from scmoe.training.loss_scale import LossScaling
+from scmoe.training.muon import muon_or
 from scmoe.training.options import OptimizerConfig
 from scmoe.training.spikes import Spikes
 
@@ -74,8 +75,9 @@ def make_optimizer(
   *,
   half: bool = False,
   spike_sigma: float = 0.0,
+  specs: Any = None,
 ) -> Optimizer:
-  """Clipping, Adam, masked decoupled weight decay, learning rate: one optax chain.
+  """Clipping, Adam or Muon, masked decoupled weight decay, learning rate: one optax chain.
 
   Args:
     cfg: see `OptimizerConfig`.
@@ -83,14 +85,18 @@ def make_optimizer(
     mask: pytree of bool like the parameters, or a function of them: which of them decay.
     half: gradients are computed in float16, which needs a scaled loss.
     spike_sigma: see `TrainConfig`.
+    specs: PartitionSpecs like the parameters, for `update` in the manual region.
 
   Raises:
     ConfigError: a field is out of range.
   """
   schedule = make_schedule(cfg, steps)
+  rule = optax.scale_by_adam(cfg.beta1, cfg.beta2, cfg.eps)
+  if cfg.name == "muon":
+    rule = muon_or(rule, beta=cfg.muon_beta, rms=cfg.muon_rms, specs=specs)
   tx = optax.chain(
     clip_by_norm(cfg.clip_norm) if cfg.clip_norm else optax.identity(),
-    optax.scale_by_adam(cfg.beta1, cfg.beta2, cfg.eps),
+    rule,
     optax.add_decayed_weights(cfg.weight_decay, mask) if cfg.weight_decay else optax.identity(),
     scale_by_step(schedule),
   )

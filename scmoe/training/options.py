@@ -156,8 +156,14 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-  """AdamW, its schedule and clipping (section `optimizer`)."""
+  """AdamW or Muon, the schedule and clipping (section `optimizer`)."""
 
+  name: str = option(
+    "adamw",
+    "adamw; or muon: the matrices of attention, MLPs and experts by Muon, all else by AdamW, both "
+    "with the same learning rate and weight decay",
+    choices=("adamw", "muon"),
+  )
   learning_rate: float = option(3e-4, "peak learning rate", minimum=0)
   schedule: str = option(
     "cosine",
@@ -177,6 +183,10 @@ class OptimizerConfig:
   beta1: float = option(0.9, "decay of the first moment", minimum=0, maximum=1)
   beta2: float = option(0.95, "decay of the second moment", minimum=0, maximum=1)
   eps: float = option(1e-8, "added to the root of the second moment", minimum=0)
+  muon_beta: float = option(0.95, "muon: decay of the momentum", minimum=0, maximum=1)
+  muon_rms: float = option(
+    0.2, "muon: root mean square of a matrix's update, times the learning rate", minimum=0
+  )
   weight_decay: float = option(
     0.1, "decoupled weight decay of matrices; none on biases, norms and gains", minimum=0
   )

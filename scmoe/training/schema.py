@@ -65,7 +65,14 @@ _SINCE = {
   },
   "dispatch": {"silent": False},
   "train": {"spike_sigma": 0.0, "spike_action": "skip", "init_from": "", "trackers": ""},
-  "optimizer": {"loss_scale": 0.0, "loss_scale_window": 1000, "masters": "auto"},
+  "optimizer": {
+    "loss_scale": 0.0,
+    "loss_scale_window": 1000,
+    "masters": "auto",
+    "name": "adamw",
+    "muon_beta": 0.95,
+    "muon_rms": 0.2,
+  },
   "overlap": {"search_seconds": 90.0, "flight": 1},  # change no result
 }
 

@@ -131,12 +131,14 @@ def abstract_state(
   shapes = jax.eval_shape(lambda: _fresh(init, optimizer, 0))
   params, router = shardings
   everywhere = replicated(mesh)
+  absent = lambda leaf: isinstance(leaf, optax.MaskedNode)  # of a parameter that another rule has
   opt_state = optax.tree_map_params(
     optimizer.tx,
-    lambda _, sharding: sharding,
+    lambda leaf, sharding: leaf if absent(leaf) else sharding,
     shapes.opt_state,
     params,
     transform_non_params=lambda _: everywhere,
+    is_leaf=absent,
   )
   placed = jax.tree.map(lambda _: everywhere, shapes)
   placed = dataclasses.replace(placed, params=params, router=router, opt_state=opt_state)

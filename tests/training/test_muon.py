@@ -1,0 +1,169 @@
+"""Muon against the iteration written out for one matrix at a time, in float64."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scmoe import build, summary
+from scmoe.config import find_config, load_config
+from scmoe.errors import ConfigError, Preempted
+from scmoe.parallel.mesh import MeshConfig, manual
+from scmoe.train import train
+from scmoe.training.muon import MATRICES
+from scmoe.training.optimizer import decay_mask
+
+DECAY, BETA, RMS = 0.1, 0.9, 0.3
+SCALAR = ("embedding", "router_gate", "mix", "norm", "bias")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_fast():
+  """Programs run once or twice here."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)
+
+
+def smoke(mesh=MeshConfig(), *, masters="cast", dtype="float32", config="quickstart", **training):
+  run = load_config(find_config(config), "smoke")
+  model = dataclasses.replace(run.model, dtype=dtype)
+  optimizer = dataclasses.replace(
+    run.optimizer, name="muon", muon_beta=BETA, muon_rms=RMS, masters=masters, warmup_steps=0,
+    weight_decay=DECAY, schedule="constant",
+  )  # fmt: skip
+  options = {"sample_tokens": 0, "tensorboard": False, **training}
+  own = dataclasses.replace(run.train, **options)
+  return dataclasses.replace(run, model=model, optimizer=optimizer, train=own, mesh=mesh)
+
+
+@functools.cache
+def built_on(mesh, **options):
+  run = smoke(mesh, **options).resolve(num_devices=mesh.size, vocab_size=257)
+  return build.build(run, jax.devices()[: mesh.size])
+
+
+def paths(tree):
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def newton_schulz(matrix):
+  """Five steps of the quintic iteration on one matrix, float64 (K. Jordan's coefficients)."""
+  a, b, c = 3.4445, -4.7750, 2.0315
+  x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+  x = x / (np.sqrt((x**2).sum()) + 1e-8)
+  for _ in range(5):
+    s = x @ x.T
+    x = a * x + (b * s + c * s @ s) @ x
+  return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+def oracle(grads):
+  """The update of one matrix after each of these gradients, before rate and decay: float64."""
+  momentum, found = 0.0, []
+  for step, g in enumerate(np.asarray(grads, np.float64), start=1):
+    momentum = BETA * momentum + (1 - BETA) * g
+    ahead = BETA * momentum / (1 - BETA ** (step + 1)) + (1 - BETA) * g / (1 - BETA**step)
+    found.append(RMS * math.sqrt(max(g.shape)) * newton_schulz(ahead))
+  return found
+
+
+def as_matrices(name, array):
+  """[number of matrices, rows, columns] of a stacked parameter."""
+  last = name.split(".")[-1]
+  if last in ("query", "key", "value", "kv_up"):
+    return array.reshape(-1, array.shape[-3], array.shape[-2] * array.shape[-1])
+  if last == "out":
+    return array.reshape(-1, array.shape[-3] * array.shape[-2], array.shape[-1])
+  return array.reshape(-1, *array.shape[-2:])
+
+
+def test_an_update_is_that_of_each_matrix_by_itself():
+  """Three steps of random gradients for a whole model, every layer's and expert's matrix alone."""
+  built = built_on(MeshConfig(1, 1, 1))
+  params, _ = jax.jit(built.init)(jax.random.key(0))
+  keys = jax.random.split(jax.random.key(1), 3)
+  grads = [
+    jax.tree.map(lambda p, k=k: jax.random.normal(jax.random.fold_in(k, p.size), p.shape), params)
+    for k in keys
+  ]
+  tx, rate = built.optimizer.tx, float(built.optimizer.schedule(0))
+  update = jax.jit(lambda g, s, step: tx.update(g, s, params, step=step, norm=jnp.float32(0.5)))
+  state, found = tx.init(params), []
+  for step, g in enumerate(grads):
+    updates, state = update(g, state, step)
+    found.append(paths(updates))
+  given, mask, before = [paths(g) for g in grads], paths(decay_mask(params)), paths(params)
+  matrices = {name for name in before if not any(word in name for word in SCALAR)}
+  assert {name.split(".")[-1] for name in matrices} == set(MATRICES) - {
+    "kv_up", "query_down", "kv_down", "gate"}  # fmt: skip
+  for name in matrices:
+    parts = [as_matrices(name, np.asarray(g[name])) for g in given]
+    assert len(parts[0]) == (8 if "experts" in name else 2)
+    for index in range(len(parts[0])):
+      wanted = oracle([part[index] for part in parts])
+      for step in range(3):
+        got = as_matrices(name, np.asarray(found[step][name]))[index]
+        own = as_matrices(name, np.asarray(before[name]))[index]
+        np.testing.assert_allclose(got / -rate - DECAY * own, wanted[step], atol=2e-4, err_msg=name)
+  for name in set(before) - matrices:  # Adam's first step is the sign
+    sign = np.sign(given[0][name]) + DECAY * np.asarray(before[name]) * mask[name]
+    np.testing.assert_allclose(np.asarray(found[0][name]) / -rate, sign, atol=1e-3, err_msg=name)
+
+
+@pytest.mark.parametrize("axes", [(2, 2, 2), (1, 8, 1), (1, 4, 2)], ids=str)
+def test_several_devices_update_as_one(axes):
+  """Experts spread, heads and widths split, one expert shared by two devices (four experts)."""
+  alone, built = built_on(MeshConfig(1, 1, 1)), built_on(MeshConfig(*axes))
+  if axes == (1, 8, 1):
+    assert built.mesh.shape["shard"] == 2
+  params, _ = jax.jit(alone.init)(jax.random.key(0))
+  params = jax.tree.map(np.asarray, params)
+  draw = lambda p, k: np.asarray(jax.random.normal(jax.random.key(p.size + k), p.shape))
+  grads = [jax.tree.map(lambda p, k=k: draw(p, k), params) for k in range(2)]
+
+  def updates(tx, params, first, second):
+    state = tx.init(params)
+    found, state = tx.update(first, state, params, step=0, norm=jnp.float32(0.5))
+    return found, tx.update(second, state, params, step=1, norm=jnp.float32(0.5))[0]
+
+  one = jax.jit(functools.partial(updates, alone.optimizer.tx))(params, *grads)
+  local = functools.partial(updates, built.optimizer.tx)
+  spread = manual(local, built.mesh, (built.specs,) * 3, (built.specs,) * 2)
+  many = jax.jit(spread)(params, *grads)
+  for step in range(2):
+    for name, value in paths(one[step]).items():
+      np.testing.assert_allclose(paths(many[step])[name], value, atol=1e-6, err_msg=name)
+
+
+def test_the_moments_lie_as_their_matrices_and_are_fewer():
+  built = built_on(MeshConfig(2, 2, 2))
+  own = {name: leaf.sharding for name, leaf in paths(built.shapes).items()}
+  found = paths(built.abstract_state().opt_state)
+  momenta = {name.partition(".mu.")[2]: leaf for name, leaf in found.items() if "matrix" in name}
+  assert {name for name in momenta if name} >= {n for n in own if n.endswith(("experts.up", "out"))}
+  for name, leaf in momenta.items():
+    assert not name or leaf.sharding == own[name]
+  adam = dataclasses.replace(built.run.optimizer, name="adamw")
+  adam = build.build(dataclasses.replace(built.run, optimizer=adam))
+  assert summary.state_bytes(built) < 0.85 * summary.state_bytes(adam)
+
+
+def test_stopped_and_resumed_bitwise(tmp_path):
+  run = smoke(MeshConfig(2, 2, 2), masters="halves", dtype="bfloat16", steps=4)
+  run = dataclasses.replace(run, checkpoint=dataclasses.replace(run.checkpoint, every=2))
+  whole = train(run, tmp_path / "whole")
+  cut = dataclasses.replace(run, train=dataclasses.replace(run.train, stop_after=2))
+  with pytest.raises(Preempted):
+    train(cut, tmp_path / "parts")
+  again = train(run, tmp_path / "parts")
+  for name, value in paths(whole).items():
+    np.testing.assert_array_equal(np.asarray(value), np.asarray(paths(again)[name]), err_msg=name)
+  other = dataclasses.replace(run, optimizer=dataclasses.replace(run.optimizer, name="adamw"))
+  with pytest.raises(ConfigError, match=r"optimizer\.name"):
+    train(other, tmp_path / "parts")

@@ -48,7 +48,7 @@ check: $(DEV_STAMP)
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
 docs: $(DEV_STAMP)
-	$(BIN)/python -W ignore::ResourceWarning -m mkdocs build --quiet --strict --config-file docs/site/mkdocs.yml
+	$(BIN)/python -W ignore::ResourceWarning -m mkdocs build --strict --config-file docs/site/mkdocs.yml
 	@echo "build/docs/index.html"
 
 format: $(DEV_STAMP)

@@ -134,6 +134,18 @@ def test_the_wiring_is_two_experts_of_pos1(wired):
   np.testing.assert_array_equal(*outputs)
 
 
+def test_a_run_is_opened_as_the_page_on_inference_does_it(trained, capsys):
+  page = (ROOT / "docs" / "inference.md").read_text("utf-8")
+  (body,) = re.findall(r"^```python run\n(.*?)^```", page, re.M | re.S)
+  code = (
+    body.replace("runs/a", str(trained))
+    .replace("def main(", "def ")
+    .replace('stored.run, ""', 'stored.run, "expert=4"')
+  )
+  exec(compile(code, "inference.md", "exec"), {"scmoe": scmoe})
+  assert capsys.readouterr().out.strip("\n")
+
+
 LOGS = (ROOT / "docs" / "reading_logs.md").read_text("utf-8")
 EXPLAINED = set(re.findall(r"[\w/]+", " ".join(re.findall(r"`([^`\n]+)`", LOGS))))
 

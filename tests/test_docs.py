@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 FOLDERS = ("scmoe", "tests", "docs", "configs", "experiments", "notebooks")
 SUFFIXES = (".py", ".md", ".sh", ".ipynb", ".toml", ".png")
-FOREIGN = re.compile(r"Tutel|MegaBlocks|Megatron|before|schema 1")
+FOREIGN = re.compile(r"Tutel|MegaBlocks|Megatron|MaxText|before|schema 1")
 # Names of other projects that stand in prose; keep it short.
 KNOWN = {"ConfigDict"}
 
@@ -584,7 +584,9 @@ def test_every_option_of_the_overlap_stands_in_the_page():
     assert f"`overlap.{field.name}" in page("docs/configuration.md"), field.name
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/configuration.md", "docs/routing.md"])
+@pytest.mark.parametrize(
+  "name", ["README.md", "docs/configuration.md", "docs/routing.md", "docs/inference.md"]
+)
 def test_examples_run(name):
   bodies = [body for kind, body in FENCE.findall(page(name)) if kind == "python"]
   assert bodies, "a page without an example"

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import types
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,12 @@ def test_every_link_leads_to_a_file(tmp_path, monkeypatch):
   assert 'href="experiments/LOG.html"' in start
 
 
+def test_make_does_not_silence_the_warnings_that_strict_counts():
+  (command,) = re.findall(r"^\t.*mkdocs build.*$", (ROOT / "Makefile").read_text(), re.M)
+  assert "--strict" in command
+  assert "quiet" not in command
+
+
 @pytest.mark.parametrize(
   "link", ["nowhere.md", "training.md#no-such-heading", "../scmoe/moe", "/absolute.md"]
 )
@@ -69,7 +76,10 @@ def test_every_page_of_docs_has_its_place():
   text = (SITE / "mkdocs.yml").read_text("utf-8")
   listed = re.findall(r"^ +- (?:Start: )?([\w/]+\.md)$", text, re.M)
   there = [path.name for path in (ROOT / "docs").glob("*.md")]
-  assert sorted(listed) == sorted([*there, "index.md", *pages.OUTSIDE[1:]])
+  assert len(listed) == len(set(listed))
+  assert set(listed) <= {*there, "index.md", *pages.OUTSIDE}
+  config = pages.on_config(types.SimpleNamespace(nav=[{"Using it": listed}]))
+  assert set(there) <= set(re.findall(r"[\w/]+\.md", str(config.nav)))
 
 
 def test_links_between_repository_and_pages():

@@ -1,4 +1,5 @@
-"""Docstrings for the API pages: "width, hidden: D and F" is one entry about two names."""
+"""Docstrings for the API pages: "width, hidden: D and F" is one entry about two names, and
+"[pairs][blocks]" are two brackets, not a link."""
 
 from __future__ import annotations
 
@@ -10,11 +11,12 @@ import griffe
 NAMES = re.compile(r"^( +)(\*{0,2}\w+(?:, \*{0,2}\w+)+)(?=: )", re.MULTILINE)
 
 
-class SeveralNames(griffe.Extension):
-  """Joins the names by a space that does not end the first one for the parser."""
+class AsWritten(griffe.Extension):
+  """Joins several names by a space that does not end the first one for the parser."""
 
   def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
     """Called for every module, class, function and attribute."""
     if obj.docstring is not None:
       joined = lambda m: m[1] + m[2].replace(", ", ",\N{NO-BREAK SPACE}")
-      obj.docstring.value = NAMES.sub(joined, obj.docstring.value)
+      text = NAMES.sub(joined, obj.docstring.value)
+      obj.docstring.value = re.sub(r"\](?=\s*\[)", "]\N{WORD JOINER}", text)

@@ -80,14 +80,18 @@ def modules() -> dict[str, str]:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-  """Adds the API to the navigation, a package at a time."""
+  """Adds to the navigation what it does not name: other pages, and the API, by package."""
   packages: dict[str, list[Any]] = {}
   for name in modules():
     packages.setdefault(".".join(name.split(".")[:2]), []).append({name: f"api/{name}.md"})
   entries: list[Any] = ["api/index.md"]
   for package, pages in packages.items():
     entries += pages if len(pages) == 1 else [{package: pages}]
-  config.nav = [*(config.nav or []), {"API": entries}]
+  nav: list[Any] = list(config.nav or [])
+  named = set(re.findall(r"[\w/]+\.md", str(nav)))
+  others = sorted(p.name for p in (ROOT / "docs").glob("*.md") if p.name not in named)
+  more: list[Any] = [{"More": others}] if others else []
+  config.nav = [*nav, *more, {"API": entries}]
   return config
 
 

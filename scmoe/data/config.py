@@ -13,6 +13,7 @@ from scmoe.options import check_options, option
 SOURCES = ("auto", "stdlib", "text", "jsonl", "parquet", "arrow", "procedural", "mixture")
 PACKINGS = ("concat", "pack", "pad")
 NEEDS_PATH = ("text", "jsonl", "parquet", "arrow")
+HUB = "hf:"  # how a path begins that is a name on the Hugging Face hub
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,8 @@ class DataConfig:
   )
   path: str = option(
     "",
-    "file, folder or glob for text, jsonl, parquet and arrow; for procedural the names of its "
+    "file, folder or glob for text, jsonl, parquet and arrow, or hf:OWNER/NAME of a dataset on the "
+    "Hugging Face hub (docs/data.md); for procedural the names of its "
     "domains joined by '+', e.g. 'markov+recall' (empty: all)",
   )
   field: str = option("text", "column of a jsonl, parquet or arrow row that holds the text")
@@ -148,6 +150,10 @@ def kind_of_path(path: str) -> str:
 
   A name with another suffix, and what is not there, counts as text: reading it says what is wrong.
   """
+  if path.startswith(HUB):
+    path = path.partition("@")[0]
+    # A dataset as nearly all are; what is there is not known yet.
+    path = path if path.endswith(sum(SUFFIXES.values(), ())) else f"{path}.parquet"
   root = Path(path).expanduser()
   names = [root.name]
   if root.is_dir():

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from scmoe.data.config import SUFFIXES
+from scmoe.data.config import HUB, SUFFIXES
+from scmoe.data.hub import fetched
 from scmoe.data.packages import need
 from scmoe.errors import DataError
 
@@ -43,10 +44,11 @@ def find_files(kind: str, path: str) -> list[InputFile]:
   Raises:
     DataError: nothing there, or nothing that matches.
   """
-  root = Path(path).expanduser()
+  named = path.startswith(HUB)
+  root = fetched(kind, path) if named else Path(path).expanduser()
   if root.is_file():
     return [InputFile(root, None)]
-  if root.is_dir():
+  if root.is_dir() or named:
     found = sorted(p for p in root.rglob("*") if p.is_file() and p.name.endswith(SUFFIXES[kind]))
     what = f"a file ending in {', '.join(SUFFIXES[kind])}"
   elif glob.has_magic(path):
@@ -54,6 +56,11 @@ def find_files(kind: str, path: str) -> list[InputFile]:
     found, what = sorted(Path(p) for p in hits if os.path.isfile(p)), "a file matching it"
   else:
     raise DataError(f"data.path={path!r} does not exist; give a file, a folder or a quoted glob")
+  if named and not found:
+    raise DataError(
+      f"data.path={path!r} has no {kind} file; look at its files on the hub, and name their kind "
+      "(data.source=jsonl) or their folder (hf:OWNER/NAME/FOLDER)"
+    )
   if not found:
     raise DataError(f"data.path={path!r} has no {kind} file; {what} was expected")
   return _with_splits(root, found)

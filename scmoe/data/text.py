@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from scmoe.data import procedural
-from scmoe.data.config import DataConfig, SourcePart
+from scmoe.data.config import HUB, DataConfig, SourcePart
 from scmoe.data.files import BadRows, InputFile, find_files, log, read_lines
 from scmoe.data.packages import need
 from scmoe.errors import DataError
@@ -46,7 +46,9 @@ def read_documents(part: SourcePart, config: DataConfig, bad: BadRows) -> Iterat
   if is_import_path(part.kind):
     return read_own(part.kind, config)
   files = find_files(part.kind, part.path)
-  domain = Path(part.path.rstrip("/")).name.split(".")[0].replace("*", "") or part.kind
+  domain = Path(part.path.partition("@")[0].rstrip("/")).name if part.path.startswith(HUB) else ""
+  domain = domain or Path(part.path.rstrip("/")).name
+  domain = domain.split(".")[0].replace("*", "") or part.kind
   if part.kind == "text":
     return read_text(files, domain, config.document_bytes, bad)
   if part.kind == "jsonl":

@@ -1,0 +1,74 @@
+"""Datasets by their name on the Hugging Face hub: fetched once, then read as files.
+
+  data.path=hf:OWNER/NAME            its files of data.source, Parquet if that is not given
+           hf:OWNER/NAME/FOLDER      only those in a folder or of a name
+           hf:OWNER/NAME@REVISION    of a branch, tag or commit; the newest otherwise
+
+Only files of text are fetched and nothing that a dataset brings is run. They lie in the hub's own
+cache (HF_HOME), where a later start without a network finds them.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+from scmoe.data.config import HUB, SUFFIXES
+from scmoe.data.packages import need
+from scmoe.errors import ConfigError, DataError
+
+
+class HubPath(NamedTuple):
+  """A dataset, a folder or file in it or "", and a revision or ""."""
+
+  repo: str
+  inside: str
+  revision: str
+
+
+def parse(path: str) -> HubPath:
+  """Reads `hf:OWNER/NAME[/FOLDER][@REVISION]`.
+
+  Raises:
+    ConfigError: it names no dataset.
+  """
+  name, _, revision = path.removeprefix(HUB).partition("@")
+  parts = name.strip("/").split("/")
+  if len(parts) < 2 or not all(parts):
+    raise ConfigError(
+      f"data.path={path!r} names no dataset; write hf:OWNER/NAME, e.g. hf:Salesforce/wikitext"
+    )
+  return HubPath("/".join(parts[:2]), "/".join(parts[2:]), revision)
+
+
+@functools.cache
+def fetched(kind: str, path: str) -> Path:
+  """Where the files of a dataset lie on this machine.
+
+  Args:
+    kind: of source; only its files are fetched.
+    path: see `parse`.
+
+  Raises:
+    ConfigError: the path names no dataset, or the hub's client is not installed.
+    DataError: there is no such dataset or no way to it.
+  """
+  asked = parse(path)
+  hub = need("huggingface_hub", f"data.path={path!r}")
+  inside = f"{asked.inside}/" if asked.inside else ""
+  wanted = [f"{inside}*{suffix}" for suffix in SUFFIXES[kind]]
+  if asked.inside.endswith(SUFFIXES[kind]):
+    wanted = [asked.inside]
+  try:
+    root = hub.snapshot_download(
+      asked.repo, repo_type="dataset", revision=asked.revision or None, allow_patterns=wanted
+    )
+  except Exception as error:  # of the network, the hub and the disk
+    what = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+    raise DataError(
+      f"data.path={path!r} cannot be fetched ({what}); check the name, or where there is no "
+      f"network fetch it elsewhere (hf download {asked.repo} --repo-type dataset --local-dir DIR) "
+      "and give data.path=DIR"
+    ) from None
+  return Path(root) / asked.inside

@@ -182,6 +182,17 @@ def simulate(count: int) -> None:
     raise ConfigError(f"--simulate={count} comes too late: jax has devices already") from None
 
 
+def one_model(values: dict[str, Any]) -> None:
+  """Checks that --model, which is one model, stands alone.
+
+  Raises:
+    ConfigError: a flag of a run is given with it.
+  """
+  if values["model"] and (values["workdir"] or values["step"] >= 0):
+    other = "workdir" if values["workdir"] else "step"
+    raise ConfigError(f"--{other} goes without --model, which is the folder of one model")
+
+
 def compared(text: str, run: RunConfig) -> list[str]:
   """The wirings of `--compare`, separated by commas; the run's own if there are none.
 

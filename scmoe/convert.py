@@ -3,12 +3,14 @@
   python -m scmoe.convert --from ~/models/OLMoE-1B-7B --workdir runs/olmoe
   python -m scmoe.convert --workdir runs/olmoe --to exports/olmoe
   python -m scmoe.convert --from ~/models/OLMoE-1B-7B --workdir runs/a --upcycle wiring=scmoe_pos2
+  python -m scmoe.convert --workdir runs/a --inference exports/a --dtype int8
 
 Reads and writes folders as Hugging Face transformers has them: config.json, safetensors, and
 tokenizer.json. What is read becomes step 0 of a run, in the types of its tensors: `scmoe.evaluate`,
 `scmoe.generate` and `scmoe.train` take it from there. Families: OLMoE, Mixtral, Qwen3-MoE,
 DeepSeek-V2 and V3, LongCat-Flash, and Llama, Mistral and Qwen3 as sources of experts. Nothing is
-written before everything has been checked.
+written before everything has been checked. --inference writes what scmoe.generate, scmoe.evaluate
+and scmoe.serve read with --model: any run's weights, without optimizer, checksummed.
 """
 
 from __future__ import annotations
@@ -37,10 +39,25 @@ from scmoe.moe.dispatch import DispatchConfig
 from scmoe.parallel.mesh import MeshConfig
 from scmoe.pretrained.families import read_config, write_config
 from scmoe.pretrained.folder import CONFIG, TYPES, Folder, Planned, appearing, write_weights
+from scmoe.pretrained.inference import (
+  check_dtype,
+  inference_run,
+  parts,
+  values_of,
+  write_folder,
+)
 from scmoe.pretrained.names import Tensor, tensors
-from scmoe.pretrained.stream import check_tensors, load, unload
+from scmoe.pretrained.stream import (
+  check_tensors,
+  flat,
+  leaves_of,
+  load,
+  nested,
+  stored_types,
+  unload,
+)
 from scmoe.pretrained.upcycle import fill, plan
-from scmoe.summary import TOKENIZER, open_run
+from scmoe.summary import TOKENIZER, load_tokenizer, open_run
 from scmoe.training.checkpoint import FOLDER, WEIGHTS_ONLY, Checkpointer, list_steps, restore_stored
 from scmoe.training.options import CheckpointConfig
 from scmoe.training.workdir import RunLock, prepare_workdir, write_json
@@ -49,13 +66,15 @@ SOURCE = "source.json"  # in the run: config.json of the model that was read, an
 FLAGS = (
   Flag("from", str, "", "folder of a released model to read"),
   Flag("to", str, "", "folder to write the run's model to; must not exist yet"),
+  Flag("inference", str, "", "folder to write the run's model to, as inference reads it; new"),
   Flag("workdir", str, "", "folder of the run", required=True),
-  Flag("step", int, -1, "with --to: step of the checkpoint; -1: the newest"),
+  Flag("step", int, -1, "with --to, --inference: step of the checkpoint; -1: the newest"),
   Flag(
     "dtype",
     str,
     "",
-    "with --to: bfloat16, float16 or float32; as the model that was read had it, if not given",
+    "with --to: bfloat16, float16 or float32; as the model that was read had it, if not given. "
+    "With --inference: bfloat16, float32 or int8 (experts; the rest bfloat16); as the run computes",
   ),
   Flag(
     "mesh",
@@ -80,8 +99,11 @@ def main(argv: list[str]) -> None:
   values, _ = parse(argv, FLAGS)
   if values["help"]:
     return print(help_text(__doc__ or "", FLAGS))
-  if bool(values["from"]) == bool(values["to"]):
-    raise ConfigError("give --from FOLDER, to read a released model, or --to FOLDER, to write one")
+  if sum(bool(values[name]) for name in ("from", "to", "inference")) != 1:
+    raise ConfigError(
+      "give --from FOLDER, to read a released model, --to FOLDER, to write one, or --inference "
+      "FOLDER, to write what inference reads"
+    )
   workdir = check_workdir(values["workdir"])
   if values["from"]:
     options = {"mesh": values["mesh"], "upcycle": values["upcycle"]}
@@ -90,7 +112,9 @@ def main(argv: list[str]) -> None:
     raise ConfigError("--upcycle goes with --from: it starts a run from a released model")
   step = None if values["step"] < 0 else values["step"]
   options = {"step": step, "dtype": values["dtype"], "mesh": values["mesh"]}
-  return print(export_model(workdir, Path(values["to"]).expanduser(), **options))
+  write = export_model if values["to"] else export_inference
+  folder = Path(values["to"] or values["inference"]).expanduser()
+  return print(write(workdir, folder, **options))
 
 
 # -- in -------------------------------------------------------------------------------------------
@@ -114,7 +138,8 @@ class Released(NamedTuple):
 
   def leaves(self) -> dict[str, Array]:
     """Parameters and router state by dotted name, on the mesh, in the types of the files."""
-    return dict(load(self.folder, self.tensors, leaves_of(self.built)))
+    types = stored_types(self.folder, self.tensors)
+    return dict(load(self.folder.read, types, self.tensors, leaves_of(self.built)))
 
 
 def open_released(
@@ -162,22 +187,6 @@ def _mesh(run: RunConfig, devices: int) -> MeshConfig:
   """All devices on the expert axis where they divide the experts, else one."""
   fits = bool(run.model.wiring_rule.taps) and run.model.num_experts % devices == 0
   return MeshConfig(data=1, expert=devices if fits else 1)
-
-
-def leaves_of(built: build.Built) -> dict[str, Any]:
-  """`jax.ShapeDtypeStruct` with sharding of all parameters and router state, by dotted name."""
-  return flat({"params": built.shapes, "router": built.router_shapes})
-
-
-def flat(tree: Any) -> dict[str, Any]:
-  """Leaves by dotted name, as checkpoints call them."""
-  pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
-  return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in pairs}
-
-
-def nested(leaves: dict[str, Any], like: Any) -> Any:
-  """The inverse: the tree of `like` with these leaves."""
-  return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in flat(like)])
 
 
 def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "") -> str:
@@ -360,6 +369,46 @@ def export_model(
   return (
     f"{family} of {workdir}, step {stored.step}: {len(planned)} tensors, {size}, in {folder} "
     + (f"({len(files)} file{'s' if len(files) > 1 else ''})")
+  )
+
+
+def export_inference(
+  workdir: Path, folder: Path, *, step: int | None = None, dtype: str = "", mesh: str = ""
+) -> str:
+  """Writes a run's model as inference reads it; returns what there is to say about it.
+
+  The weights come from the checkpoint to the devices, and from there a tensor at a time.
+
+  Args:
+    workdir: of the run.
+    folder: new; see `scmoe.pretrained.inference`.
+    step: of the checkpoint; None: the newest.
+    dtype: see `--dtype`.
+    mesh: see `--mesh`.
+
+  Raises:
+    ConfigError: `dtype` is none, or the tokenizer was not stored with the run.
+    CheckpointError: there is no such step.
+    StorageError: the folder is there already, or cannot be written.
+  """
+  started = time.monotonic()
+  stored = open_run(str(workdir), step)
+  dtype = check_dtype(dtype, stored.run)
+  tokenizer = load_tokenizer(stored.run, str(workdir))
+  content = tokenizer.content if isinstance(tokenizer, JsonTokenizer) else ""
+  run = build.on_mesh(inference_run(stored.run, dtype), mesh)
+  leaves = restore_stored(workdir, leaves_of(build.build(run)), stored.step)
+  planned = parts(run, dtype)
+  if missing := sorted({part.leaf for part in planned} - set(leaves)):
+    raise ConfigError(f"{workdir} has no {missing[0]}; its checkpoint is of another configuration")
+  options = {"dtype": dtype, "step": stored.step, "tokenizer": content}
+  write_folder(folder, run, values_of(leaves, planned), **options)
+  size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+  return (
+    f"{workdir}, step {stored.step}: {len(planned)} tensors, {size_of(size)} ({dtype}), in "
+    f"{folder} after {time.monotonic() - started:.1f} s; peak host memory "
+    f"{size_of(_peak_memory())}\n"
+    f'next: python -m scmoe.generate --model {folder} --prompt "def main("'
   )
 
 

@@ -3,6 +3,7 @@
   python -m scmoe.evaluate --workdir runs/quickstart
   python -m scmoe.evaluate --workdir runs/a --step 500 --json result.json
   python -m scmoe.evaluate --workdir runs/a --data.path=my.txt
+  python -m scmoe.evaluate --model exports/a
   python -m scmoe.evaluate --workdir runs/a --dispatch.capacity_factor=4 --data.seq_len=256
   python -m scmoe.evaluate --workdir runs/a --tasks hellaswag,arc_easy --limit 100
 
@@ -20,16 +21,24 @@ from pathlib import Path
 from typing import Any
 
 from scmoe import build
-from scmoe.command_line import ALLOW_IMPORT, HELP, SIMULATE, Flag, help_text, parse, simulate
+from scmoe.command_line import (
+  ALLOW_IMPORT,
+  HELP,
+  SIMULATE,
+  Flag,
+  help_text,
+  one_model,
+  parse,
+  simulate,
+)
 from scmoe.config import RunConfig, with_field
 from scmoe.data import BitsPerByte, DataConfig, bigram_bits_per_byte, check_vocab, open_data
 from scmoe.data.packages import need
 from scmoe.effects import check_typed
 from scmoe.errors import ConfigError, StorageError, run_main
 from scmoe.inference.evaluation import evaluate
-from scmoe.programs import Programs
-from scmoe.summary import TOKENIZER, open_model, open_run
-from scmoe.training.checkpoint import restore_part
+from scmoe.pretrained.inference import InferenceFolder
+from scmoe.summary import TOKENIZER, open_folder, open_model, open_run
 from scmoe.training.workdir import write_json
 
 # Fields of the stored configuration that may be another in evaluation: none changes a parameter.
@@ -49,7 +58,8 @@ OF_TASKS = (
 )
 
 FLAGS = (
-  Flag("workdir", str, "", "folder of the run", required=True),
+  Flag("workdir", str, "", "folder of the run"),
+  Flag("model", str, "", "folder of scmoe.convert --inference, in place of a run's"),
   Flag("step", int, -1, "step of the checkpoint; -1: the newest"),
   Flag("max_batches", int, 0, "batches to evaluate; 0: all validation text"),
   Flag("mesh", str, "", "axes such as data=2,expert=2; training's, or one device, if not given"),
@@ -68,6 +78,9 @@ def main(argv: list[str]) -> None:
   if values["help"]:
     return print(help_text(__doc__ or "", FLAGS, values["help"]))
   simulate(values["simulate"])
+  one_model(values)
+  if not values["workdir"] and not values["model"]:
+    raise ConfigError("--workdir is missing: folder of the run; or give --model")
   if values["max_batches"] < 0:
     raise ConfigError(f"--max_batches={values['max_batches']} must be >= 0; 0 takes all")
   out = Path(values["json"]) if values["json"] else None
@@ -80,7 +93,7 @@ def main(argv: list[str]) -> None:
     if lost := [flag.name for flag in OF_TASKS if values[flag.name] != flag.default]:
       raise ConfigError(f"--{lost[0]} has no effect without --tasks; name some, e.g. --tasks=piqa")
     given = (values[name] for name in ("workdir", "step", "max_batches", "mesh", "allow_import"))
-    figures = evaluate_run(*given, changed=changed)
+    figures = evaluate_run(*given, changed=changed, model=values["model"])
     print(table(figures))
   if out is not None:
     try:
@@ -106,27 +119,32 @@ def _on_tasks(values: Mapping[str, Any], changed: Mapping[str, str]) -> dict[str
   from scmoe.tasks import evaluate_tasks, task_table  # the harness takes seconds to import
 
   step = None if values["step"] < 0 else values["step"]
-  stored = open_run(values["workdir"], step, values["allow_import"])
+  allowed, folder = values["allow_import"], None
+  if values["model"]:
+    folder = InferenceFolder(values["model"], allowed)
+  stored = folder or open_run(values["workdir"], step, allowed)
   run = build.on_mesh(with_changes(stored.run, changed), values["mesh"])
+  opened = open_folder(folder, run) if folder else open_model(run, values["workdir"], stored.step)
   found = evaluate_tasks(
-    open_model(run, values["workdir"], stored.step),
+    opened,
     [name.strip() for name in values["tasks"].split(",") if name.strip()],
     folder=values["task_folder"],
     fewshot=None if values["num_fewshot"] < 0 else values["num_fewshot"],
     limit=values["limit"] or None,
     gen_kwargs=values["gen_kwargs"],
   )
-  print(f"{values['workdir']} at step {stored.step}\n{task_table(found)}")
+  print(f"{opened.workdir} at step {stored.step}\n{task_table(found)}")
   return found
 
 
 def evaluate_run(
-  workdir: str,
+  workdir: str = "",
   step: int = -1,
   max_batches: int = 0,
   mesh: str = "",
   allow_import: Sequence[str] = (),
   changed: Mapping[str, str] | None = None,
+  model: str = "",
 ) -> dict[str, Any]:
   """Figures of `scmoe.inference.evaluation.evaluate`, with `step` and the bigram model's beside.
 
@@ -137,18 +155,18 @@ def evaluate_run(
     mesh: see `scmoe.build.on_mesh`.
     allow_import: see `scmoe.extensions.check_allowed`.
     changed: fields of `EVALUATED` and what they are instead.
+    model: folder of `scmoe.convert --inference`, in place of a run's.
 
   Raises:
     ConfigError: a field cannot be used, or has no effect on this model.
-    DataError: there is no text to evaluate on.
+    DataError: there is no text to evaluate on, or the model's folder is damaged.
   """
-  stored = open_run(workdir, None if step < 0 else step, allow_import)
-  changed = changed or {}
+  folder = InferenceFolder(model, allow_import) if model else None
+  stored = folder or open_run(workdir, None if step < 0 else step, allow_import)
+  workdir, changed = workdir or model, changed or {}
   run = build.on_mesh(with_changes(stored.run, changed), mesh)
   run.train.check_mesh(run.mesh.batch_shards)
-  built = build.build(run)
-  wanted = {"params": built.shapes, "router": built.router_shapes}
-  state = restore_part(workdir, wanted, stored.step)
+  opened = open_folder(folder, run) if folder else open_model(run, workdir, stored.step)
   elsewhere = any(name in DATA for name in changed)
   source = with_tokenizer(run.data, workdir) if elsewhere else run.data
   data = open_data(
@@ -156,12 +174,12 @@ def evaluate_run(
   )
   check_vocab(data, run.model.vocab_size)
   options = {
-    "mesh": built.mesh,
-    "router": state["router"],
+    "mesh": opened.mesh,
+    "router": opened.router,
     "max_batches": max_batches or None,
-    "prepare": Programs(built.overlap, Path(workdir)),
+    "prepare": opened.prepare,
   }
-  figures = evaluate(built.model(state["params"]), data, **options)
+  figures = evaluate(opened.model, data, **options)
   assert figures is not None  # nothing asks it to stop
   if not elsewhere:  # of other text there is none that a bigram model could be fit on
     bigram: BitsPerByte = bigram_bits_per_byte(data)

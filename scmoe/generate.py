@@ -3,6 +3,7 @@
   python -m scmoe.generate --workdir runs/quickstart --prompt "def main(" --max_new_tokens 200
   python -m scmoe.generate --workdir runs/a --prompt "import " --prompt "class " --temperature 0
   python -m scmoe.generate --workdir runs/a --chat
+  python -m scmoe.generate --model exports/a --prompt "def main("
   python -m scmoe.generate --benchmark --config gpt2_moe_medium --compare top2,scmoe_pos2
 
 Reads the configuration stored in the checkpoint. One prompt's text is printed as it is made, and
@@ -28,6 +29,7 @@ from scmoe.command_line import (
   Flag,
   compared,
   help_text,
+  one_model,
   parse,
   run_config,
   simulate,
@@ -35,12 +37,14 @@ from scmoe.command_line import (
 from scmoe.errors import ConfigError, run_main
 from scmoe.inference.decode import stream
 from scmoe.inference.sampling import Sampling
-from scmoe.summary import open_model, open_run
+from scmoe.pretrained.inference import InferenceFolder
+from scmoe.summary import open_folder, open_model, open_run
 from scmoe.training.workdir import write_json
 
 OF_CONFIG = ("config", "config_json", "smoke", "allow_config_change", "allow_import")
 FLAGS = (
   Flag("workdir", str, "", "folder of the run"),
+  Flag("model", str, "", "folder of scmoe.convert --inference, in place of a run's"),
   Flag("step", int, -1, "step of the checkpoint; -1: the newest"),
   Flag("prompt", str, "", "text to continue", repeat=True),
   Flag("chat", bool, False, "continue every line of the input, each a document of its own"),
@@ -72,17 +76,18 @@ def main(argv: list[str]) -> None:
     return print(_benchmark(values, given))
   if given:
     raise ConfigError(f"--config.{given[0][0]} goes with --benchmark; a run has its configuration")
+  one_model(values)
   for name in ("workdir", "prompt"):
-    if not values[name] and not (name == "prompt" and values["chat"]):
+    instead = values["model"] if name == "workdir" else values["chat"]
+    if not values[name] and not instead:
       (flag,) = (flag for flag in FLAGS if flag.name == name)
       raise ConfigError(f"--{name} is missing: {flag.help}")
   if values["chat"] and values["prompt"]:
     raise ConfigError("--prompt goes without --chat, which reads prompts from the input")
   sampling = Sampling(values["temperature"], values["top_k"], values["top_p"])
   sampling.check()
-  session = Session(
-    values["workdir"], values["step"], mesh=values["mesh"], allow_import=values["allow_import"]
-  )
+  source = {name: values[name] for name in ("model", "mesh", "allow_import")}
+  session = Session(values["workdir"], values["step"], **source)
   options = {name: values[name] for name in ("max_new_tokens", "seed")}
   if len(values["prompt"]) > 1:
     texts = session.texts(values["prompt"], sampling, **options)
@@ -120,20 +125,31 @@ class Piece:
 
 
 class Session:
-  """A run's model and tokenizer, opened once for many prompts.
+  """A model and its tokenizer, opened once for many prompts.
 
   Args:
     workdir: folder of the run.
     step: of the checkpoint; -1 for the newest.
+    model: folder of `scmoe.convert --inference`, in place of a run's.
     mesh: see `scmoe.build.on_mesh`.
     allow_import: see `scmoe.extensions.check_allowed`.
   """
 
   def __init__(
-    self, workdir: str, step: int = -1, *, mesh: str = "", allow_import: Sequence[str] = ()
+    self,
+    workdir: str = "",
+    step: int = -1,
+    *,
+    model: str = "",
+    mesh: str = "",
+    allow_import: Sequence[str] = (),
   ):
-    stored = open_run(workdir, None if step < 0 else step, allow_import)
-    opened = open_model(build.on_mesh(stored.run, mesh), workdir, stored.step)
+    if model:
+      folder = InferenceFolder(model, allow_import)
+      opened = open_folder(folder, build.on_mesh(folder.run, mesh))
+    else:
+      stored = open_run(workdir, None if step < 0 else step, allow_import)
+      opened = open_model(build.on_mesh(stored.run, mesh), workdir, stored.step)
     self.model, self.tokenizer = opened.model, opened.tokenizer
     self._options = {
       "router": opened.router,

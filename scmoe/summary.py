@@ -21,6 +21,7 @@ from scmoe.errors import ConfigError, StorageError
 from scmoe.extensions import check_allowed
 from scmoe.models.flops import count_parameters, forward_flops
 from scmoe.models.gpt import GPT
+from scmoe.pretrained.inference import InferenceFolder
 from scmoe.programs import Programs
 from scmoe.training.checkpoint import FOLDER, list_steps, read_meta, restore_part
 from scmoe.training.metrics import read_metrics
@@ -256,6 +257,24 @@ def open_model(run: RunConfig, workdir: str, step: int) -> OpenRun:
   state = restore_part(workdir, {"params": built.shapes, "router": built.router_shapes}, step)
   model, prepare = built.model(state["params"]), Programs(built.overlap, Path(workdir))
   return OpenRun(run, workdir, step, model, state["router"], built.mesh, tokenizer, prepare)
+
+
+def open_folder(folder: InferenceFolder, run: RunConfig) -> OpenRun:
+  """Reads an inference checkpoint, after all of it has been compared with its checksums.
+
+  Args:
+    folder: of `scmoe.convert --inference`.
+    run: the folder's, on the mesh where parameters are to lie (`scmoe.build.on_mesh`).
+
+  Raises:
+    DataError: a file is damaged.
+  """
+  built, tokenizer = build.build(run), folder.tokenizer
+  folder.verify()
+  params, router = folder.load(built)
+  model, prepare = built.model(params), Programs(built.overlap, folder.path)
+  where = str(folder.path)
+  return OpenRun(run, where, folder.step, model, router, built.mesh, tokenizer, prepare)
 
 
 def load_tokenizer(run: RunConfig, workdir: str) -> Tokenizer:

@@ -28,6 +28,8 @@ TYPES = {
   "BF16": np.dtype(ml_dtypes.bfloat16),
   "F16": np.dtype(np.float16),
 }
+# What our own folders also hold (`scmoe.pretrained.inference`); released models are not read so.
+WRITTEN = {**TYPES, "I8": np.dtype(np.int8), "I32": np.dtype(np.int32)}
 SHARD_BYTES = 5 * 10**9  # of one file, as published models have it
 
 
@@ -55,7 +57,7 @@ class Folder:
     self.path = Path(path).expanduser()
     if not self.path.is_dir():
       raise DataError(f"--from={str(path)!r} is not a folder; give one with {CONFIG} and {WEIGHTS}")
-    self.config = _json(self.path / CONFIG)
+    self.config = read_json(self.path / CONFIG)
     self._open: dict[Path, Any] = {}
     self.entries: dict[str, Entry] = {}
     index = self._index()
@@ -94,7 +96,7 @@ class Folder:
     path = self.path / INDEX
     if not path.is_file():
       return {}
-    found = _json(path).get("weight_map")
+    found = read_json(path).get("weight_map")
     if not isinstance(found, dict) or not found:
       raise DataError(f"{path} has no weight_map from tensors to files")
     for name, file in found.items():
@@ -125,7 +127,12 @@ class Folder:
       raise DataError(f"{file} is damaged or incomplete: {error}") from None
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+  """A JSON object of a model's folder.
+
+  Raises:
+    DataError: it is missing, or is none.
+  """
   try:
     values = json.loads(path.read_text("utf-8"))
   except FileNotFoundError:
@@ -150,7 +157,7 @@ class Planned(NamedTuple):
   @property
   def size(self) -> int:
     """In bytes."""
-    return math.prod(self.shape) * TYPES[self.dtype].itemsize
+    return math.prod(self.shape) * WRITTEN[self.dtype].itemsize
 
 
 def write_weights(folder: Path, planned: list[Planned], values: Iterable[np.ndarray]) -> list[str]:
@@ -176,7 +183,7 @@ def write_weights(folder: Path, planned: list[Planned], values: Iterable[np.ndar
       file.write(_header(part))
       for tensor in part:
         value = next(stream)
-        assert (value.shape, value.dtype) == (tensor.shape, TYPES[tensor.dtype]), tensor
+        assert (value.shape, value.dtype) == (tensor.shape, WRITTEN[tensor.dtype]), tensor
         file.write(np.ascontiguousarray(value).view(np.uint8).data)
         weight_map[tensor.name] = name
     names.append(name)
@@ -200,14 +207,18 @@ def _header(part: list[Planned]) -> bytes:
 
 
 @contextlib.contextmanager
-def appearing(folder: Path) -> Iterator[Path]:
+def appearing(folder: Path, flag: str = "to") -> Iterator[Path]:
   """A folder to write into, which gets its name when all is done and is gone if anything fails.
+
+  Args:
+    folder: new, or empty.
+    flag: by which it was given.
 
   Raises:
     StorageError: there is one already, or it cannot be written.
   """
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-    raise StorageError(f"--to={str(folder)!r} is there already; give a new folder")
+    raise StorageError(f"--{flag}={str(folder)!r} is there already; give a new folder")
   partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
   try:
     partial.mkdir(parents=True)
@@ -216,6 +227,6 @@ def appearing(folder: Path) -> Iterator[Path]:
       folder.rmdir()
     partial.rename(folder)
   except OSError as error:
-    raise StorageError(f"--to={str(folder)!r} cannot be written: {error}") from None
+    raise StorageError(f"--{flag}={str(folder)!r} cannot be written: {error}") from None
   finally:
     shutil.rmtree(partial, ignore_errors=True)

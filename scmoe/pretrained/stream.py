@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,9 +16,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from scmoe.build import Built
 from scmoe.errors import DataError
 from scmoe.pretrained.folder import TYPES, Folder
 from scmoe.pretrained.names import Tensor, ignored, tensors
+
+
+def leaves_of(built: Built) -> dict[str, Any]:
+  """`jax.ShapeDtypeStruct` with sharding of all parameters and router state, by dotted name."""
+  return flat({"params": built.shapes, "router": built.router_shapes})
+
+
+def flat(tree: Any) -> dict[str, Any]:
+  """Leaves by dotted name, as checkpoints call them."""
+  pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
+  return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in pairs}
+
+
+def nested(leaves: dict[str, Any], like: Any) -> Any:
+  """The inverse: the tree of `like` with these leaves."""
+  return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in flat(like)])
 
 
 def check_tensors(folder: Folder, family: str, model: Any) -> tuple[list[Tensor], list[str]]:
@@ -63,16 +80,19 @@ def stored_types(folder: Folder, wanted: Iterable[Tensor]) -> dict[str, np.dtype
 
 
 def load(
-  folder: Folder, wanted: list[Tensor], shapes: Mapping[str, Any]
+  read: Callable[[str], np.ndarray],
+  types: Mapping[str, np.dtype],
+  wanted: list[Tensor],
+  shapes: Mapping[str, Any],
 ) -> Iterator[tuple[str, Array]]:
-  """Parameters by dotted name, each in the type of `stored_types`.
+  """Parameters by dotted name.
 
   Args:
-    folder: checked.
-    wanted: its tensors.
+    read: gives a tensor by its name, in the type of its parameter.
+    types: in which every parameter is kept, by name (`stored_types`).
+    wanted: the tensors.
     shapes: `jax.ShapeDtypeStruct` with sharding of every parameter, by name.
   """
-  types = stored_types(folder, wanted)
   by_leaf = lambda tensor: tensor.leaf
   for leaf, parts in itertools.groupby(sorted(wanted, key=by_leaf), by_leaf):
     shape, sharding = shapes[leaf].shape, shapes[leaf].sharding
@@ -83,7 +103,7 @@ def load(
     for tensor in parts:
       here = [share for share in shares if share.holds(tensor)]
       if here:
-        value = folder.read(tensor.name).reshape(tensor.split)
+        value = read(tensor.name).reshape(tensor.split)
         for share in here:
           share.put(tensor, value)
     filled = [share.array() for share in shares]
@@ -145,12 +165,12 @@ def unload(leaves: Mapping[str, Array], wanted: Iterable[Tensor]) -> Iterator[np
   """
   for tensor in wanted:
     leaf = leaves[tensor.leaf]
-    value = np.asarray(leaf) if not tensor.index else np.asarray(_slice_of(leaf, tensor.index))
+    value = np.asarray(leaf) if not tensor.index else np.asarray(slice_of(leaf, tensor.index))
     back = np.argsort(tensor.order)
     yield value.transpose(back).reshape(tensor.shape)
 
 
-def _slice_of(leaf: Array, index: tuple[int, ...]) -> Array:
+def slice_of(leaf: Array, index: tuple[int, ...]) -> Array:
   """leaf[index], gathered from all devices."""
   return _take(leaf, jnp.asarray(index, jnp.int32), len(index), _everywhere(leaf))
 

@@ -1,0 +1,449 @@
+"""A model as inference reads it: one folder, without optimizer, checked before it is used.
+
+  config.json         the resolved configuration of the run, with the type that it computes in
+  inference.json      what the folder is, and of every tensor its file, shape, type and CRC-32
+  *.safetensors       the tensors
+  tokenizer.json      where texts are not bytes
+
+Tensors have the parameters' own dotted names without `params.`. Those of routed experts are one per
+MoE layer, `stages.3.moe.experts.up` [E, D, F], contiguous by expert, so that one expert of one
+layer can be mapped and read by itself; all others are stacked over layers, as checkpoints have
+them. In eight bits `stages.3.moe.experts.up` is int8 and `stages.3.moe.experts.up.scale`
+[E, 1, F] float32 (`scmoe.moe.migration.Int8`). Norms, gates and mixing coefficients are float32 in
+every folder, since they are used in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import threading
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+
+from scmoe import build
+from scmoe.config import RunConfig, from_dict, imports_of, to_dict
+from scmoe.data import Tokenizer
+from scmoe.data.tokenizers import ByteTokenizer, JsonTokenizer
+from scmoe.errors import ConfigError, DataError
+from scmoe.extensions import check_allowed
+from scmoe.models.objective import cast_params
+from scmoe.moe.migration import quantised
+from scmoe.pretrained.folder import (
+  CONFIG,
+  WRITTEN,
+  Planned,
+  appearing,
+  read_json,
+  write_weights,
+)
+from scmoe.pretrained.names import Tensor
+from scmoe.pretrained.stream import flat, leaves_of, load, nested, slice_of
+
+MANIFEST, TOKENIZER = "inference.json", "tokenizer.json"
+FORMAT, VERSION = "scmoe-inference", 1
+DTYPES = ("bfloat16", "float32", "int8")
+_SCALE = ".scale"
+_EXPERTS = re.compile(r"params\.stages\.(?P<rest>.*\bexperts\..*)")
+_PIECE = 2**22  # bytes that a thread reads at once
+
+
+class Part(NamedTuple):
+  """A tensor of the folder and what it is of the model.
+
+  Attributes:
+    name, shape, dtype: in the files; types as a header spells them.
+    leaf: dotted name of the parameter, below `params` or `router`.
+    layer: index in the leading dimension of the parameter; None: all of it.
+    scale: whether these are the scales of the int8 tensor without the suffix.
+  """
+
+  name: str
+  shape: tuple[int, ...]
+  dtype: str
+  leaf: str
+  layer: int | None = None
+  scale: bool = False
+
+
+def parts(run: RunConfig, dtype: str) -> list[Part]:
+  """All tensors of a run's inference checkpoint, in the order of the files: experts layer by layer.
+
+  Args:
+    run: resolved.
+    dtype: one of `DTYPES`.
+  """
+  params = build.build_model(run, None)[1]
+  router = jax.eval_shape(lambda: build.make_gpt(run, jax.random.key(0)).init_router())
+  if dtype != "float32":
+    params = jax.eval_shape(lambda tree: cast_params(tree, "bfloat16"), params)
+  words = {kind: word for word, kind in WRITTEN.items()}
+  found, layers = [], {}
+  for leaf, x in flat({"params": params, "router": router}).items():
+    kind, expert = words[np.dtype(x.dtype)], _EXPERTS.fullmatch(leaf)
+    if not expert:
+      found.append(Part(leaf.removeprefix("params."), x.shape, kind, leaf))
+      continue
+    small = dtype == "int8" and len(x.shape) == 4
+    for layer in range(x.shape[0]):
+      own, name = layers.setdefault(layer, []), f"stages.{layer}.{expert['rest']}"
+      own.append(Part(name, x.shape[1:], "I8" if small else kind, leaf, layer))
+      if small:
+        shape = (x.shape[1], 1, x.shape[3])
+        own.append(Part(name + _SCALE, shape, "F32", leaf, layer, scale=True))
+  return [*found, *(part for layer in sorted(layers) for part in layers[layer])]
+
+
+# -- writing --------------------------------------------------------------------------------------
+
+
+def inference_run(run: RunConfig, dtype: str) -> RunConfig:
+  """The run as the folder has it: weights in bfloat16 and int8 are computed with in bfloat16."""
+  if dtype == "float32":
+    return run
+  return dataclasses.replace(run, model=dataclasses.replace(run.model, dtype="bfloat16"))
+
+
+def values_of(leaves: Mapping[str, Array], planned: Iterable[Part]) -> Iterator[np.ndarray]:
+  """The tensors' values in their order, each read from the devices when it is asked for.
+
+  Args:
+    leaves: parameters and router state by dotted name, in any type.
+    planned: of `parts`.
+  """
+  scale: Any = None
+  for part in planned:
+    if part.scale:  # comes behind its matrices
+      yield np.asarray(scale)
+      continue
+    leaf = leaves[part.leaf]
+    value = leaf if part.layer is None else slice_of(leaf, (part.layer,))
+    if part.dtype == "I8":
+      packed = quantised(value, np.float32)
+      value, scale = packed.value, packed.scale
+    yield np.asarray(value).astype(WRITTEN[part.dtype], copy=False)
+
+
+def write_folder(
+  folder: Path,
+  run: RunConfig,
+  values: Iterable[np.ndarray],
+  *,
+  dtype: str,
+  step: int = 0,
+  tokenizer: str = "",
+) -> list[Part]:
+  """Writes an inference checkpoint as its tensors come; the folder appears when all is there.
+
+  Args:
+    folder: new.
+    run: resolved, of `inference_run`.
+    values: of the tensors of `parts(run, dtype)`, in their order.
+    dtype: one of `DTYPES`.
+    step: of the checkpoint.
+    tokenizer: content of tokenizer.json; "": texts are bytes.
+
+  Returns:
+    the tensors.
+
+  Raises:
+    StorageError: the folder is there already, or cannot be written.
+  """
+  found, sums = parts(run, dtype), []
+
+  def summed() -> Iterator[np.ndarray]:
+    for value in values:
+      value = np.ascontiguousarray(value).reshape(value.shape)
+      sums.append(zlib.crc32(value.reshape(-1).view(np.uint8).data))
+      yield value
+
+  with appearing(folder, "inference") as partial:
+    planned = [Planned(part.name, part.shape, part.dtype) for part in found]
+    write_weights(partial, planned, summed())
+    texts = {CONFIG: json.dumps(to_dict(run), indent=2) + "\n"}
+    texts |= {TOKENIZER: tokenizer} if tokenizer else {}
+    for name, text in texts.items():
+      (partial / name).write_bytes(text.encode("utf-8"))
+    tensors = {
+      part.name: {"shape": list(part.shape), "dtype": part.dtype, "crc32": crc}
+      for part, crc in zip(found, sums, strict=True)
+    }
+    manifest = {
+      "format": FORMAT, "version": VERSION, "dtype": dtype, "step": step,
+      "files": {name: zlib.crc32(text.encode("utf-8")) for name, text in texts.items()},
+      "tensors": tensors,
+    }  # fmt: skip
+    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", "utf-8")
+  return found
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+  """Where a tensor lies: its file, the first byte there and how many, its shape and its type."""
+
+  file: Path
+  start: int
+  size: int
+  shape: tuple[int, ...]
+  dtype: str
+
+
+class InferenceFolder:
+  """An inference checkpoint on disk. Opening it reads descriptions alone; `verify` reads it all.
+
+  Args:
+    path: of the folder.
+    allow_import: see `scmoe.extensions.check_allowed`.
+
+  Attributes:
+    run: its resolved configuration.
+    dtype: of the experts' matrices: bfloat16, float32 or int8.
+    step: of the checkpoint that it was made of.
+    parts: its tensors by name.
+    places: where each lies.
+
+  Raises:
+    DataError: a file is missing, truncated or not what it should be; one line that names it.
+    ConfigError: the configuration is not one of this version, or names code that nobody allowed.
+  """
+
+  def __init__(self, path: str | os.PathLike[str], allow_import: Sequence[str] = ()):
+    self.path = Path(path).expanduser()
+    if not self.path.is_dir():
+      raise DataError(
+        f"--model={str(path)!r} is not a folder; make one with python -m scmoe.convert --workdir "
+        "RUN --inference FOLDER"
+      )
+    self._manifest = _manifest(self.path / MANIFEST)
+    self.dtype, self.step = self._manifest["dtype"], self._manifest["step"]
+    self._texts = {name: self._text(name, crc) for name, crc in self._manifest["files"].items()}
+    where = str(self.path / CONFIG)
+    if CONFIG not in self._texts:
+      raise DataError(f"{self.path / MANIFEST} does not name {CONFIG}")
+    self.run = from_dict(json.loads(self._texts[CONFIG]), where)
+    check_allowed(imports_of(self.run), allow_import, where)
+    self.places = self._placed()
+    self.parts = {part.name: part for part in parts(self.run, self.dtype)}
+    self._check_tensors()
+    self._maps: dict[Path, np.ndarray] = {}
+    self._lock = threading.Lock()
+
+  @property
+  def size(self) -> int:
+    """Bytes of all tensors."""
+    return sum(place.size for place in self.places.values())
+
+  @property
+  def tokenizer(self) -> Tokenizer:
+    """The one that the run was trained with.
+
+    Raises:
+      DataError: the folder has none.
+    """
+    data = self.run.data
+    if data.tokenizer == "bytes":
+      return ByteTokenizer()
+    if TOKENIZER not in self._texts:
+      raise DataError(f"{self.path} has no {TOKENIZER}, which data.tokenizer asks for")
+    content, name = self._texts[TOKENIZER], str(self.path / TOKENIZER)
+    return JsonTokenizer(content, eos_token=data.eos_token, name=name)
+
+  def verify(self, threads: int = 0) -> None:
+    """Compares every tensor with its checksum; reads all files once, by several threads.
+
+    Args:
+      threads: how many; 0: one for each core.
+
+    Raises:
+      DataError: a tensor is not what was written; the line names it and its file.
+    """
+    by_size = sorted(self.places, key=lambda name: -self.places[name].size)
+    pool = ThreadPoolExecutor(threads or os.cpu_count() or 1, thread_name_prefix="verify")
+    try:
+      for _ in pool.map(self._verify, by_size):
+        pass
+    finally:
+      pool.shutdown(cancel_futures=True)
+
+  def read(self, name: str) -> np.ndarray:
+    """A tensor as it is in the file, mapped: nothing is read before it is looked at.
+
+    Args:
+      name: of `parts`.
+
+    Returns:
+      read-only array; bfloat16 as `ml_dtypes` has it.
+    """
+    file, start, size, shape, dtype = self.places[name]
+    with self._lock:
+      if file not in self._maps:
+        self._maps[file] = np.memmap(file, np.uint8, "r")
+      mapped = self._maps[file]
+    return np.asarray(mapped[start : start + size]).view(WRITTEN[dtype]).reshape(shape)
+
+  def read_expert(self, layer: int, name: str, index: int) -> np.ndarray:
+    """What one expert of one layer has of a parameter, mapped.
+
+    Args:
+      layer: among the MoE layers, from 0.
+      name: of the parameter below `experts`, such as "up"; "up.scale" for the scales of int8.
+      index: of the expert.
+    """
+    return self.read(f"stages.{layer}.moe.experts.{name}")[index]
+
+  def whole(self, name: str) -> np.ndarray:
+    """`read`, with int8 multiplied out to the type that the model computes in."""
+    part, value = self.parts[name], self.read(name)
+    if part.dtype != "I8":
+      return value
+    scale, dtype = self.read(name + _SCALE), np.dtype(self.run.model.dtype)
+    out = np.empty(value.shape, dtype)
+    for e in range(len(value)):  # an expert at a time: float32 takes four times the bytes
+      out[e] = (value[e].astype(np.float32) * scale[e]).astype(dtype)
+    return out
+
+  def load(self, built: build.Built) -> tuple[Any, Any]:
+    """Parameters and router state on a mesh, tensor by tensor, in the types of the folder.
+
+    Args:
+      built: of `run`, on the mesh where they are to lie.
+    """
+    wanted, types = [], {}
+    for part in self.parts.values():
+      if part.scale:
+        continue
+      order, index = tuple(range(len(part.shape))), () if part.layer is None else (part.layer,)
+      wanted.append(Tensor(part.name, part.shape, part.leaf, index, part.shape, order))
+      computed = self.run.model.dtype if part.dtype == "I8" else WRITTEN[part.dtype]
+      types[part.leaf] = np.dtype(computed)
+    leaves = dict(load(self.whole, types, wanted, leaves_of(built)))
+    state = nested(leaves, {"params": built.shapes, "router": built.router_shapes})
+    return state["params"], state["router"]
+
+  def _text(self, name: str, crc: int) -> str:
+    path = self.path / name
+    try:
+      content = path.read_bytes()
+    except FileNotFoundError:
+      raise DataError(f"{path} is missing; {MANIFEST} names it") from None
+    except OSError as error:
+      raise DataError(f"{path} cannot be read: {error}") from None
+    if zlib.crc32(content) != crc:
+      raise DataError(f"{path} is not what was written: its checksum differs")
+    return content.decode("utf-8")
+
+  def _placed(self) -> dict[str, Place]:
+    files = sorted(self.path.glob("*.safetensors"))
+    found: dict[str, Place] = {}
+    for file in files:
+      for name, place in _header(file).items():
+        if name in found:
+          raise DataError(f"{file} and {found[name].file} both hold {name}")
+        found[name] = place
+    return found
+
+  def _check_tensors(self) -> None:
+    """What the model wants, what the manifest says and what the files hold are one."""
+    stated = self._manifest["tensors"]
+    for name, part in self.parts.items():
+      place, said = self.places.get(name), stated.get(name)
+      if place is None:
+        raise DataError(f"{self.path}: tensor {name} is missing; copy all files of the folder")
+      if said is None:
+        raise DataError(f"{self.path / MANIFEST} has no checksum of {name}")
+      there = (place.shape, place.dtype)
+      if there != (part.shape, part.dtype):
+        raise DataError(
+          f"{place.file}: tensor {name} is {place.dtype}{list(place.shape)}, {CONFIG} asks for "
+          f"{part.dtype}{list(part.shape)}"
+        )
+    if extra := sorted(set(self.places) - set(self.parts)):
+      raise DataError(f"{self.places[extra[0]].file}: tensor {extra[0]} is none of this model's")
+
+  def _verify(self, name: str) -> None:
+    file, start, size, _, _ = self.places[name]
+    crc, piece = 0, bytearray(min(_PIECE, max(size, 1)))
+    try:
+      with file.open("rb", buffering=0) as opened:
+        opened.seek(start)
+        while size:
+          count = opened.readinto(memoryview(piece)[: min(size, len(piece))])
+          if not count:
+            raise DataError(f"{file} is truncated: {name} is not all there")
+          crc, size = zlib.crc32(memoryview(piece)[:count], crc), size - count
+    except OSError as error:
+      raise DataError(f"{file}: {name} cannot be read: {error}") from None
+    if crc != self._manifest["tensors"][name]["crc32"]:
+      raise DataError(f"{file} is damaged: {name} has another checksum than when it was written")
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+  found = read_json(path)
+  if found.get("format") != FORMAT:
+    raise DataError(f"{path}: format {found.get('format')!r} is not {FORMAT!r}")
+  if found.get("version") != VERSION:
+    raise DataError(
+      f"{path}: version {found.get('version')!r} is unknown; this scmoe reads {VERSION}: write the "
+      "folder again with its scmoe.convert"
+    )
+  kinds = {"dtype": str, "step": int, "files": dict, "tensors": dict}
+  for name, kind in kinds.items():
+    if not isinstance(found.get(name), kind):
+      raise DataError(f"{path}: {name} is missing, or no {kind.__name__}")
+  if found["dtype"] not in DTYPES:
+    raise DataError(f"{path}: dtype {found['dtype']!r} is none of: {', '.join(DTYPES)}")
+  for name, tensor in found["tensors"].items():
+    if not isinstance(tensor, dict) or not isinstance(tensor.get("crc32"), int):
+      raise DataError(f"{path}: {name} has no crc32")
+  if any(Path(name).name != name for name in found["files"]):
+    raise DataError(f"{path}: a file's name is no name of a file beside it")
+  return found
+
+
+def _header(file: Path) -> dict[str, Place]:
+  """Places of the tensors of one file, whose size is what its header says."""
+  try:
+    total = file.stat().st_size
+    with file.open("rb") as opened:
+      length = int.from_bytes(opened.read(8), "little")
+      if not 0 < length <= min(total - 8, 2**28):
+        raise ValueError("its header is cut off")
+      header = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    found, end = {}, 8 + length
+    for name, tensor in header.items():
+      shape, dtype = tuple(map(int, tensor["shape"])), tensor["dtype"]
+      start, stop = (8 + length + int(offset) for offset in tensor["data_offsets"])
+      size = math.prod(shape) * WRITTEN[dtype].itemsize
+      if stop - start != size or start != end:
+        raise ValueError(f"{name} does not lie where its header says")
+      found[name], end = Place(file, start, size, shape, dtype), stop
+  except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    raise DataError(f"{file} is damaged or incomplete: {error}") from None
+  if end != total:
+    raise DataError(f"{file} is truncated: it has {total} bytes of {end}" if end > total else
+                    f"{file} has {total - end} bytes behind its last tensor")  # fmt: skip
+  return found
+
+
+def check_dtype(dtype: str, run: RunConfig) -> str:
+  """The type of a folder: the one that is given; else bfloat16 of a run in bfloat16, or float32.
+
+  Raises:
+    ConfigError: there is no such type.
+  """
+  if dtype and dtype not in DTYPES:
+    raise ConfigError(f"--dtype={dtype!r} is unknown; with --inference one of: {', '.join(DTYPES)}")
+  return dtype or ("bfloat16" if run.model.dtype == "bfloat16" else "float32")

@@ -37,11 +37,10 @@ def pair_bars(events: Sequence[Event], names: Mapping[str, str]) -> dict[str, li
   starts = _pair_starts(own)
   if len(starts) < 2:
     return bars
-  periods = [(after - start, start) for start, after in itertools.pairwise(starts)]
-  period = statistics.median_low(p for p, _ in periods)
-  sent = next(start for p, start in periods if p == period)
-  begin = sent - BEFORE * period
-  cut = [(s, e) for s, e in own if begin <= e.start < begin + period]
+  cuts = _cuts(own, starts)
+  period = statistics.median_low(end - begin for begin, end in cuts)
+  begin, end = next(cut for cut in cuts if cut[1] - cut[0] == period)
+  cut = [(s, e) for s, e in own if begin <= e.start < end]
   zero = min(e.start for _, e in cut)
   for lane in bars:
     found = [(s, e) for s, e in cut if e.is_communication == (lane == LINK)]
@@ -60,6 +59,21 @@ def _pair_starts(own: Sequence[tuple[str, Event]]) -> list[float]:
       starts.append(event.start)
       routed = False
   return starts
+
+
+def _cuts(own: Sequence[tuple[str, Event]], starts: Sequence[float]) -> list[tuple[float, float]]:
+  """Where each pair begins and ends: when what the one before it combined had arrived."""
+  sends = any(stage == "combine" and e.is_communication for stage, e in own)
+  arrived = [e.end for stage, e in own if stage == "combine" and e.is_communication == sends]
+  between = [[end for end in arrived if a < end <= b] for a, b in itertools.pairwise(starts)]
+  if len(starts) > 2 and all(between):
+    return list(itertools.pairwise(map(max, between)))
+  # Exchanges of neighbours cross, or too few were traced.
+  cuts = []
+  for start, after in itertools.pairwise(starts):
+    begin = start - BEFORE * (after - start)
+    cuts.append((begin, begin + after - start))
+  return cuts
 
 
 def _grouped(found: Sequence[tuple[str, Event]], near: float) -> list[tuple[str, list[Event]]]:

@@ -50,6 +50,17 @@ def test_what_a_step_does_once_and_the_backward_pass_are_left_out():
   assert {bar.stage for bar in bars[COMPUTE]} == {"route", "mlp"}
 
 
+def test_a_pair_has_its_own_combine_however_late_it_comes():
+  events = []
+  for at in (0, 10, 20, 30):
+    events += [event("route.1", at + 1, at + 2), event("send.1", at + 2, at + 8, "ncclSend")]
+    events += [event("mlp.1", at + 8, at + 9), event("back.2", at + 9, at + 10, "ncclSend")]
+  names = {**NAMES, "back.2": "jit(f)/combine/all_to_all"}
+  bars = pair_bars(events, names)
+  assert spans(bars[LINK]) == [("dispatch", 1, 7), ("combine", 8, 9)]
+  assert spans(bars[COMPUTE]) == [("route", 0, 1), ("mlp", 7, 8)]
+
+
 def test_chunks_of_one_exchange_are_one_pair():
   events = [*pairs(0, 10), event("send.1", 7, 8, "ncclSend"), event("send.1", 17, 18, "ncclSend")]
   bars = pair_bars(sorted(events, key=lambda e: e.start), NAMES)

@@ -158,6 +158,20 @@ class Session:
       "prepare": opened.prepare,
     }
 
+  def encode(self, prompt: str) -> list[int]:
+    """Tokens of a prompt; as in training, a document follows an end-of-text token.
+
+    Raises:
+      ConfigError: it is not valid UTF-8.
+    """
+    return [self.tokenizer.eos_id, *self.tokenizer.encode(_valid(prompt))]
+
+  def tokens(
+    self, prompts: list[list[int]], sampling: Sampling = Sampling(), **options: Any
+  ) -> Iterator[list[list[int]]]:
+    """The next tokens of each prompt, as they are made: `scmoe.inference.decode.stream`."""
+    return stream(self.model, prompts, sampling, **self._options, **options)
+
   def stream(
     self, prompts: Sequence[str], sampling: Sampling = Sampling(), **options: Any
   ) -> Iterator[list[Piece]]:
@@ -167,12 +181,10 @@ class Session:
       prompts: texts; each is read as the beginning of a document.
       sampling, options: `max_new_tokens`, `chunk` and `seed` of `scmoe.inference.decode.stream`.
     """
-    decode, eos = self.tokenizer.decode, self.tokenizer.eos_id
-    # As in training, a document follows an end-of-text token.
-    tokens = [[eos, *self.tokenizer.encode(_valid(prompt))] for prompt in prompts]
+    decode, tokens = self.tokenizer.decode, [self.encode(prompt) for prompt in prompts]
     rows: list[list[int]] = [[] for _ in prompts]
     shown = [""] * len(prompts)
-    for new in stream(self.model, tokens, sampling, **self._options, **options):
+    for new in self.tokens(tokens, sampling, **options):
       pieces = []
       for row, own in enumerate(new):
         rows[row] += own

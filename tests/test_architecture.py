@@ -27,6 +27,7 @@ RANKS = [
   ("summary",),
   ("tasks",),
   ("train", "evaluate", "generate", "profile", "compare", "sweep", "inspect", "convert", "replay"),
+  ("serve",),
 ]
 LEAVES = ("errors", "extensions", "options", "_compat", "batch")
 ALONE = ("data", "profiling")  # know nothing but errors and options

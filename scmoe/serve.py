@@ -1,0 +1,285 @@
+"""python -m scmoe.serve: answers prompts in a loop, a batch of requests at a time.
+
+  python -m scmoe.serve --model exports/a --max_new_tokens 32 < prompts.jsonl > answers.jsonl
+  mkfifo ask; python -m scmoe.serve --model exports/a --input ask --output answers.jsonl
+
+An example of a deployment, without a network: a service of one's own writes its requests to the
+input and reads the answers. A line of the input is a request, a JSON object with `prompt`, and, as
+it likes, `id` (handed back) and `max_new_tokens` (at most the flag's). Whatever has come within
+--max_wait seconds of the first request is decoded together; a batch has always the same number of
+rows, so that programs are compiled for lengths only. A line of the output is an answer: `id`,
+`text`, `tokens`, `seconds` since the request was read, and `batch`, the requests beside it; or `id`
+and `error`, and the loop goes on. It ends with its input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import queue
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from scmoe.command_line import ALLOW_IMPORT, HELP, SIMULATE, Flag, help_text, parse, simulate
+from scmoe.errors import ConfigError, DataError, StorageError, run_main
+from scmoe.generate import Session
+from scmoe.inference.sampling import Sampling
+
+FLAGS = (
+  Flag("model", str, "", "folder of scmoe.convert --inference", required=True),
+  Flag("input", str, "-", "file or pipe with requests, a line each; -: standard input"),
+  Flag("output", str, "-", "file to which answers are added; -: standard output"),
+  Flag("batch", int, 8, "requests that are decoded together, at most"),
+  Flag("max_wait", float, 0.05, "seconds that a request waits for others"),
+  Flag("max_new_tokens", int, 64, "tokens of an answer, at most"),
+  Flag("temperature", float, 1.0, "divides the logits; 0 takes the most probable token"),
+  Flag("top_k", int, 0, "draw from the k most probable tokens; 0: from all"),
+  Flag("top_p", float, 1.0, "draw from the most probable tokens that make up this probability"),
+  Flag("seed", int, 0, "of the draws"),
+  Flag("mesh", str, "", "axes such as data=2,expert=2; training's, or one device, if not given"),
+  SIMULATE,
+  ALLOW_IMPORT,
+  HELP,
+)
+_FIELDS = ("prompt", "id", "max_new_tokens")
+
+
+def main(argv: list[str]) -> None:
+  """Answers what the input asks."""
+  values, _ = parse(argv, FLAGS)
+  if values["help"]:
+    return print(help_text(__doc__ or "", FLAGS))
+  simulate(values["simulate"])
+  for name in ("batch", "max_new_tokens"):
+    if values[name] < 1:
+      raise ConfigError(f"--{name}={values[name]} must be at least 1")
+  if not values["max_wait"] >= 0:
+    raise ConfigError(f"--max_wait={values['max_wait']} must be at least 0 seconds")
+  sampling = Sampling(values["temperature"], values["top_k"], values["top_p"])
+  sampling.check()
+  with contextlib.ExitStack() as files:
+    given = _opened(values["input"], "input", files)
+    out = _opened(values["output"], "output", files)
+    options = {name: values[name] for name in ("model", "mesh", "allow_import")}
+    rest = {"rows": values["batch"], "seed": values["seed"]}
+    server = Server(Session(**options), sampling, values["max_new_tokens"], **rest)
+    try:
+      for answers in server.answers(batches(given, values["batch"], values["max_wait"])):
+        out.writelines(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
+        out.flush()
+    except KeyboardInterrupt:
+      raise SystemExit(130) from None
+    finally:
+      print(server.said(), file=sys.stderr)
+
+
+def _opened(name: str, flag: str, files: contextlib.ExitStack) -> IO[str]:
+  if name == "-":
+    return sys.stdin if flag == "input" else sys.stdout
+  try:
+    if flag == "output":
+      return files.enter_context(Path(name).open("a", encoding="utf-8"))
+    # A line that is no UTF-8 is an error of its own request, not the end of all.
+    return files.enter_context(Path(name).open(encoding="utf-8", errors="replace"))
+  except OSError as error:
+    kind = DataError if flag == "input" else StorageError
+    raise kind(f"--{flag}={name!r} cannot be opened: {error.strerror}") from None
+
+
+@dataclasses.dataclass
+class Request:
+  """A line of the input.
+
+  Attributes:
+    line: as it is there.
+    number: of the line, from 1.
+    since: when it was read, in seconds of `time.perf_counter`.
+  """
+
+  line: str
+  number: int
+  since: float
+
+
+def batches(lines: Iterable[str], size: int, max_wait: float) -> Iterator[list[Request]]:
+  """Requests together, in order: up to `size`, within `max_wait` seconds of the first.
+
+  A thread reads ahead, two batches at most; empty lines are no requests.
+
+  Args:
+    lines: of the input; the last batch is followed by its end.
+    size: requests of a batch.
+    max_wait: in seconds.
+
+  Raises:
+    DataError: the input cannot be read.
+  """
+  waiting: queue.Queue[Request | OSError | None] = queue.Queue(2 * size)
+
+  def read() -> None:
+    try:
+      for number, line in enumerate(lines, 1):
+        if line.strip():
+          waiting.put(Request(line, number, time.perf_counter()))
+    except OSError as error:
+      waiting.put(error)
+    waiting.put(None)
+
+  # A daemon: one that waits for a line of a terminal must not keep the process.
+  threading.Thread(target=read, name="requests", daemon=True).start()
+  ended = False
+  while not ended:
+    found: list[Request] = []
+    until = None
+    while len(found) < size:
+      wait = None if until is None else max(0.0, until - time.perf_counter())
+      try:
+        got = waiting.get(timeout=wait)
+      except queue.Empty:
+        break
+      if isinstance(got, OSError):
+        raise DataError(f"--input cannot be read: {got}") from None
+      if got is None:
+        ended = True
+        break
+      found.append(got)
+      until = until or time.perf_counter() + max_wait
+    if found:
+      yield found
+
+
+class Server:
+  """Answers batches of requests.
+
+  Args:
+    session: model and tokenizer.
+    sampling: how tokens are drawn.
+    max_new_tokens: of an answer, at most.
+    rows: of every batch; 0: as many as the first one has.
+    seed: of the draws, which are others in every batch.
+  """
+
+  def __init__(
+    self,
+    session: Session,
+    sampling: Sampling,
+    max_new_tokens: int,
+    *,
+    rows: int = 0,
+    seed: int = 0,
+  ):
+    self.session, self.sampling, self.max_new_tokens = session, sampling, max_new_tokens
+    self.rows, self.seed = rows, seed
+    self.tokens = self.failed = self.batches = 0
+    self.seconds: list[float] = []
+    self._busy = 0.0
+
+  def answers(self, asked: Iterable[list[Request]]) -> Iterator[list[dict[str, Any]]]:
+    """The answers of every batch, in the order of its requests."""
+    for requests in asked:
+      begin = time.perf_counter()
+      found = self.answer(requests)
+      self._busy += time.perf_counter() - begin
+      yield found
+
+  def answer(self, requests: list[Request]) -> list[dict[str, Any]]:
+    """One batch; what a request asks wrongly is the answer to it alone."""
+    found: list[dict[str, Any]] = []
+    good: list[tuple[int, list[int], int]] = []  # place, tokens, most new tokens
+    for place, request in enumerate(requests):
+      answer: dict[str, Any] = {"id": request.number}
+      try:
+        fields = _fields(request.line, self.max_new_tokens)
+        answer["id"] = fields.get("id", request.number)
+        good.append((place, *self._tokens(fields)))
+      except (ConfigError, DataError) as error:
+        answer["error"] = str(error)
+        self.failed += 1
+      found.append(answer)
+    if good:
+      self.batches += 1
+      made = self._decode([tokens for _, tokens, _ in good], [most for _, _, most in good])
+      for (place, _, _), new in zip(good, made):
+        took = time.perf_counter() - requests[place].since
+        text = self.session.tokenizer.decode(new)
+        found[place] |= {"text": text, "tokens": len(new), "seconds": round(took, 4)}
+        found[place]["batch"] = len(good)
+        self.tokens += len(new)
+        self.seconds.append(took)
+    return found
+
+  def said(self) -> str:
+    """What was done and how fast."""
+    count = len(self.seconds)
+    if not count:
+      return f"no request answered, {self.failed} refused"
+    ordered = sorted(self.seconds)
+    at = lambda share: ordered[min(count - 1, int(share * count))]
+    return (
+      f"{count} requests answered, {self.failed} refused, in {self.batches} batches; {self.tokens} "
+      f"tokens, {self.tokens / self._busy:.1f} a second (compilation counts); latency "
+      f"{at(0.5):.3f} s in the middle, {at(0.95):.3f} s for one of twenty"
+    )
+
+  def _tokens(self, fields: dict[str, Any]) -> tuple[list[int], int]:
+    """A prompt's tokens and how many may follow.
+
+    Raises:
+      ConfigError: both together are longer than the model's context.
+    """
+    tokens, most = self.session.encode(fields["prompt"]), fields["max_new_tokens"]
+    context = self.session.model.config.context
+    # The batch has room for the flag's, whatever this one asks for.
+    if len(tokens) + self.max_new_tokens > context:
+      raise ConfigError(
+        f"prompt has {len(tokens)} tokens, model.context={context} leaves room for "
+        f"{context - self.max_new_tokens} before --max_new_tokens={self.max_new_tokens}"
+      )
+    return tokens, most
+
+  def _decode(self, prompts: list[list[int]], most: list[int]) -> list[list[int]]:
+    """New tokens of every prompt; ends as soon as every one has what it asked for."""
+    self.rows = max(self.rows, len(prompts))
+    rows = [[] for _ in prompts]
+    # Rows that nobody asked for follow the shortest prompt.
+    filled = prompts + [min(prompts, key=len)] * (self.rows - len(prompts))
+    options = {"max_new_tokens": self.max_new_tokens, "seed": self.seed + self.batches}
+    over = [False] * len(prompts)
+    for new in self.session.tokens(filled, self.sampling, **options):
+      for i, own in enumerate(new[: len(rows)]):
+        over[i] = over[i] or not own or len(rows[i]) + len(own) >= most[i]
+        rows[i] = (rows[i] + own)[: most[i]]
+      if all(over):
+        break
+    return rows
+
+
+def _fields(line: str, max_new_tokens: int) -> dict[str, Any]:
+  """A request's fields, `max_new_tokens` filled in.
+
+  Raises:
+    DataError: the line is none.
+  """
+  try:
+    fields = json.loads(line)
+  except (ValueError, RecursionError) as error:
+    raise DataError(f"the line is not JSON: {error}") from None
+  if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str):
+    raise DataError('the line is not an object with a text as prompt, such as {"prompt": "def "}')
+  if unknown := [name for name in fields if name not in _FIELDS]:
+    raise DataError(f"{unknown[0]!r} is unknown; a request has: {', '.join(_FIELDS)}")
+  most = fields.setdefault("max_new_tokens", max_new_tokens)
+  if type(most) is not int or not 1 <= most <= max_new_tokens:
+    raise DataError(
+      f"max_new_tokens={most!r} must be a number from 1 to --max_new_tokens={max_new_tokens}"
+    )
+  return fields
+
+
+if __name__ == "__main__":
+  run_main(main)

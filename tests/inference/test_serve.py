@@ -1,0 +1,171 @@
+"""The loop over requests: batches by number and by time, the same tokens as alone, and lines that
+ask for nothing sensible."""
+
+import dataclasses
+import io
+import json
+import sys
+import threading
+import time
+
+import jax
+import pytest
+
+from scmoe import serve
+from scmoe.build import build, single_device, vocab_size
+from scmoe.config import find_config, load_config
+from scmoe.errors import ConfigError, DataError
+from scmoe.generate import Session
+from scmoe.inference.sampling import Sampling
+from scmoe.pretrained.inference import parts, values_of, write_folder
+from scmoe.pretrained.stream import flat
+from scmoe.serve import Request, Server, batches
+
+GREEDY = Sampling(temperature=0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  """A small model with random weights."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  run = load_config(find_config("quickstart"), "smoke")
+  model = dataclasses.replace(run.model, context=64, init_std=0.3)
+  run = dataclasses.replace(run, model=model)
+  run = single_device(run.resolve(num_devices=1, vocab_size=vocab_size(run.data)))
+  params, router = jax.jit(build(run).init)(jax.random.key(0))
+  leaves = flat({"params": params, "router": router})
+  path = tmp_path_factory.mktemp("model") / "a"
+  write_folder(path, run, values_of(leaves, parts(run, "float32")), dtype="float32")
+  yield str(path)
+  jax.config.update("jax_disable_most_optimizations", False)
+
+
+def alone(folder, prompt, new):
+  return Session(model=folder).texts([prompt], GREEDY, max_new_tokens=new)[0]
+
+
+def test_answers_are_those_of_single_requests(folder, tmp_path, capsys):
+  """Three batches of two, the last with a row to spare; one request asks for less."""
+  asked = [{"prompt": "def "}, {"prompt": "import os", "id": "x", "max_new_tokens": 3},
+           {"prompt": ""}, {"prompt": "é" * 9}, {"prompt": "a"}]  # fmt: skip
+  (tmp_path / "ask").write_text("\n\n".join(json.dumps(one) for one in asked) + "\n")
+  (tmp_path / "out").write_text('{"id": "before"}\n')
+  serve.main(
+    ["--model", folder, f"--input={tmp_path / 'ask'}", f"--output={tmp_path / 'out'}", "--batch=2",
+     "--max_new_tokens=9", "--temperature=0", "--max_wait=30"]
+  )  # fmt: skip
+  answers = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+  assert [answer["id"] for answer in answers] == ["before", 1, "x", 5, 7, 9]
+  session = Session(model=folder)
+  for one, answer in zip(asked, answers[1:]):
+    new = one.get("max_new_tokens", 9)
+    assert answer["text"] == session.texts([one["prompt"]], GREEDY, max_new_tokens=new)[0]
+    assert answer["tokens"] <= new
+  assert [answer["batch"] for answer in answers[1:]] == [2, 2, 2, 2, 1]
+  assert "5 requests answered, 0 refused, in 3 batches" in capsys.readouterr().err
+
+
+WRONG = {
+  "def ": "the line is not JSON",
+  "[1]": "the line is not an object with a text as prompt",
+  '{"prompt": 3}': "the line is not an object with a text as prompt",
+  '{"prompt": "a", "top_k": 3}': "'top_k' is unknown; a request has: prompt, id, max_new_tokens",
+  '{"prompt": "a", "max_new_tokens": 9}': "max_new_tokens=9 must be a number from 1 to",
+  '{"prompt": "a", "max_new_tokens": true}': "max_new_tokens=True must be a number",
+  json.dumps({"prompt": "a" * 99}): "prompt has 100 tokens, model.context=64 leaves room for 56",
+  '{"prompt": "\\ud800"}': "is not valid UTF-8",
+}
+
+
+def test_a_wrong_line_is_the_answer_to_itself_alone(folder, monkeypatch, capsys):
+  lines = [*WRONG, json.dumps({"prompt": "def ", "id": 0})]
+  monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+  argv = ["--model", folder, "--max_new_tokens=8", "--temperature=0", "--max_wait=30"]
+  serve.main([*argv, "--batch=20"])
+  out, err = capsys.readouterr()
+  answers = [json.loads(line) for line in out.splitlines()]
+  for number, (answer, words) in enumerate(zip(answers, WRONG.values()), 1):
+    assert answer["id"] == number
+    assert words in answer["error"]
+  assert answers[-1]["text"] == alone(folder, "def ", 8)
+  assert f"1 requests answered, {len(WRONG)} refused" in err
+
+
+def test_a_batch_is_full_or_its_time_is_over():
+  """Seven requests at once, then one that comes later than anybody waits."""
+  gate = threading.Event()
+
+  def lines():
+    yield from (f"{i}\n" for i in range(7))
+    gate.wait(30)
+    yield "late\n"
+
+  found = batches(lines(), 3, 0.2)
+  assert [[r.line for r in next(found)] for _ in range(2)] == [
+    ["0\n", "1\n", "2\n"],
+    ["3\n", "4\n", "5\n"],
+  ]
+  begin = time.perf_counter()
+  assert [r.line for r in next(found)] == ["6\n"]
+  assert time.perf_counter() - begin >= 0.2
+  gate.set()
+  assert [[r.line for r in batch] for batch in found] == [["late\n"]]
+  for thread in threading.enumerate():
+    if thread.name == "requests":
+      thread.join(10)
+  assert "requests" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_what_cannot_be_read_ends_the_loop():
+  def lines():
+    yield "a\n"
+    raise OSError("the disk is gone")
+
+  found = batches(lines(), 1, 0.0)
+  assert len(next(found)) == 1
+  with pytest.raises(DataError, match="--input cannot be read: the disk is gone"):
+    next(found)
+
+
+def test_rows_end_when_they_have_what_they_asked_for():
+  """A session that counts: the loop does not go on for rows that nobody asked for."""
+
+  class Counting:
+    asked = 0
+
+    class tokenizer:
+      decode = staticmethod(lambda tokens: " ".join(map(str, tokens)))
+
+    class model:
+      class config:
+        context = 100
+
+    def encode(self, prompt):
+      return list(range(len(prompt) + 1))
+
+    def tokens(self, prompts, sampling, **options):
+      assert len(prompts) == 3
+      for i in range(20):
+        self.asked += 1
+        yield [[i]] * 3
+
+  session = Counting()
+  server = Server(session, GREEDY, 20, rows=3)  # pyright: ignore
+  lines = ['{"prompt": "a", "max_new_tokens": 2}', '{"prompt": "abc", "max_new_tokens": 4}']
+  answers = server.answer([Request(line, i, 0.0) for i, line in enumerate(lines)])
+  assert [answer["text"] for answer in answers] == ["0 1", "0 1 2 3"]
+  assert session.asked == 4
+
+
+@pytest.mark.parametrize(
+  ("argv", "error", "words"),
+  [
+    (["--batch=0"], ConfigError, "--batch=0 must be at least 1"),
+    (["--max_wait=-1"], ConfigError, "--max_wait=-1.0 must be at least 0"),
+    (["--input=/nowhere/a"], DataError, "--input='/nowhere/a' cannot be opened"),
+    (["--temperature=-1"], ConfigError, "temperature"),
+  ],
+)
+def test_bad_flags_are_one_line(folder, argv, error, words):
+  with pytest.raises(error, match=words):
+    serve.main(["--model", folder, *argv])

@@ -25,7 +25,7 @@ from scmoe.data.config import DataConfig
 from scmoe.data.tokenizers import ByteTokenizer, load_json
 from scmoe.errors import ConfigError
 from scmoe.layers.mlp import is_gated
-from scmoe.models.flops import forward_flops, peak_flops
+from scmoe.models.flops import forward_flops, head_widths, peak_flops, projection_weights
 from scmoe.models.gpt import GPT
 from scmoe.models.objective import LanguageModelObjective
 from scmoe.options import check_options
@@ -344,6 +344,7 @@ def modelled_times(run: RunConfig, modelled_on: str) -> Times | None:
     return None
   tokens = run.train.batch_size * run.data.seq_len // run.mesh.batch_shards
   k = wiring.routed_per_gating(model.top_k)
+  query_width, value_width = head_widths(model)
   sizes = Sizes(
     tokens=tokens,
     seq=run.data.seq_len,
@@ -351,13 +352,15 @@ def modelled_times(run: RunConfig, modelled_on: str) -> Times | None:
     mlp=model.mlp_hidden,
     expert=model.expert_hidden,
     shared=model.shared_hidden,
-    head_width=model.num_heads * model.head_dim,
+    head_width=query_width,
     kv_width=model.num_kv_heads * model.head_dim,
     experts=model.num_experts,
-    k=k,
+    k=k * run.router.real_share(k, model.num_experts, model.zero_experts),
     capacity_factor=_rows_over_share(run, k),
     devices=run.mesh.expert,
     matrices=3 if is_gated(model.activation) else 2,
+    inward=projection_weights(model)[0],
+    value_width=value_width,
   )
   found = model_times(sizes, machine(modelled_on))
   return unit_times(wiring, model.moe_every, found.milliseconds())

@@ -16,7 +16,6 @@ and scmoe.serve read with --model: any run's weights, without optimizer, checksu
 from __future__ import annotations
 
 import dataclasses
-import json
 import resource
 import shutil
 import sys
@@ -39,6 +38,7 @@ from scmoe.moe.dispatch import DispatchConfig
 from scmoe.parallel.mesh import MeshConfig
 from scmoe.pretrained.families import read_config, write_config
 from scmoe.pretrained.folder import CONFIG, TYPES, Folder, Planned, appearing, write_weights
+from scmoe.pretrained.header import LIMITS, read_object, read_text
 from scmoe.pretrained.inference import (
   check_dtype,
   inference_run,
@@ -272,10 +272,7 @@ def _tokenizer(released: Released) -> JsonTokenizer | None:
     return None
   eos_id: Any = released.folder.config.get("eos_token_id")
   eos_id = eos_id[0] if isinstance(eos_id, list) and eos_id else eos_id
-  try:
-    content = path.read_text("utf-8")
-  except (OSError, UnicodeDecodeError) as error:
-    raise DataError(f"{path} cannot be read: {error}") from None
+  content = read_text(path, LIMITS[TOKENIZER])
   tokenizer = JsonTokenizer(content, name=str(path), eos_id=eos_id)
   size = released.built.run.model.vocab_size
   if tokenizer.vocab_size > size:
@@ -417,10 +414,11 @@ def _source(workdir: Path) -> dict[str, Any]:
   path = workdir / SOURCE
   if not path.is_file():
     return {}
-  try:
-    return json.loads(path.read_text("utf-8"))
-  except (OSError, ValueError) as error:
-    raise DataError(f"{path} cannot be read: {error}") from None
+  source = read_object(path, LIMITS["index"])
+  kinds = {"family": str, "config": dict, "dtype": str, "other_dtypes": dict}
+  if wrong := next((n for n, k in kinds.items() if not isinstance(source.get(n), k)), None):
+    raise DataError(f"{path} has no {wrong}, which scmoe.convert writes there")
+  return source
 
 
 if __name__ == "__main__":

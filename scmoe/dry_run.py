@@ -112,11 +112,17 @@ def dry_run(run: RunConfig) -> DryRun:
   )
   return DryRun(
     run,
-    count_parameters(run.model, shapes),
-    forward_flops(run.model, run.data.seq_len),
+    count_parameters(run.model, shapes, real_share(run)),
+    forward_flops(run.model, run.data.seq_len, real_share(run)),
     memory,
     _traffic(run, sent, shapes),
   )
+
+
+def real_share(run: RunConfig) -> float:
+  """Share of a token's choices that are meant to be of experts that compute."""
+  k = run.model.wiring_rule.routed_per_gating(run.model.top_k)
+  return run.router.real_share(k, run.model.num_experts, run.model.zero_experts)
 
 
 def planned_devices(run: RunConfig) -> int:
@@ -202,7 +208,7 @@ def _activation_bytes(run: RunConfig) -> int:
   kept = _saved_bytes(run)
   if run.train.remat != "none":  # one step of the scan is recomputed at a time
     plain = dataclasses.replace(run, train=dataclasses.replace(run.train, remat="none"))
-    kept += _saved_bytes(plain) // (run.model.num_layers // run.model.moe_every)
+    kept += _saved_bytes(plain) // (run.model.num_pairs + len(run.model.dense_indices))
   return kept // run.mesh.tensor
 
 
@@ -224,7 +230,8 @@ def _saved_bytes(run: RunConfig) -> int:
   arguments = {id(v) for v in jaxpr.invars}
   kept = {id(v): v.aval for v in jaxpr.outvars if hasattr(v, "aval") and id(v) not in arguments}
   # A GPU's fused attention keeps no scores, which the portable form traced here does.
-  fused = run.model.dtype in ("bfloat16", "float16") and not run.model.document_mask
+  fits = run.model.head_dim <= 128 and run.model.head_dim % 8 == 0
+  fused = run.model.dtype in ("bfloat16", "float16") and not run.model.document_mask and fits
   length = run.data.seq_len
   is_score = lambda a: len(a.shape) >= 5 and a.shape[-2:] == (length, length)
   return sum(a.size * a.dtype.itemsize for a in kept.values() if not (fused and is_score(a)))
@@ -237,7 +244,12 @@ def matched_baselines(run: RunConfig) -> dict[str, tuple[Parameters, Flops] | st
     try:
       model = dataclasses.replace(run.model, wiring=word).resolve()
       _, shapes = build.build_model(dataclasses.replace(run, model=model), None)
-      found[word] = count_parameters(model, shapes), forward_flops(model, run.data.seq_len)
+      changed = dataclasses.replace(run, model=model)
+      share = real_share(changed)
+      found[word] = (
+        count_parameters(model, shapes, share),
+        forward_flops(model, run.data.seq_len, share),
+      )
     except ConfigError as error:
       found[word] = str(error)
   return found
@@ -283,7 +295,11 @@ def model_lines(run: RunConfig, p: Parameters, f: Flops) -> list[str]:
   if rule.taps:
     beside = " + shared expert" if rule.shared_expert else ""
     visited = rule.routed_per_token(m.top_k)
-    experts = f"{visited} of {m.num_experts} experts{beside} in every {_nth(m.moe_every)}block"
+    zero = f" ({m.zero_experts} more return their input)" if m.zero_experts else ""
+    dense = f" but {len(m.dense_indices)}" if m.dense_indices else ""
+    experts = (
+      f"{visited} of {m.num_experts} experts{zero}{beside} in every {_nth(m.moe_every)}block{dense}"
+    )
   routed = f", routed {number(p.routed)} ({number(p.routed_active)} active)" if p.routed else ""
   shared = f", shared {number(p.shared)}" if p.shared else ""
   return [

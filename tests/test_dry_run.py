@@ -1,6 +1,7 @@
 """Counts worked out by hand, and the dry run against what really happens."""
 
 import dataclasses
+import math
 import time
 
 import jax
@@ -79,6 +80,53 @@ def test_papers_sizes():
   _, shapes = build.build_model(run, None)
   olmoe = count_parameters(run.model, shapes)
   assert (olmoe.total, olmoe.active) == pytest.approx((6.9e9, 1.3e9), rel=0.015)
+
+
+LATENT = """shared_expert model.mix=direct model.style=llama model.moe_every=1 model.num_layers=4
+  model.dense_layers=0,2 model.num_experts=4 model.zero_experts=2 model.top_k=3
+  model.kv_lora_rank=16 model.q_lora_rank=24 model.qk_nope_head_dim=12
+  model.qk_rope_head_dim=4 model.v_head_dim=10 model.attention_bias=True
+  router.real_experts=1.5 mesh.data=2 mesh.expert=2"""
+
+
+def latent():
+  fields = [part.partition("=")[::2] for part in f"model.wiring={LATENT}".split()]
+  return tiny(**{name.replace(".", "__"): value for name, value in fields})
+
+
+def test_latent_attention_dense_layers_and_zero_experts_by_hand():
+  run = latent()
+  model, result = run.model, dry_run(run)
+  built = build.build(run)
+  assert result.parameters.total == sum(leaf.size for leaf in jax.tree.leaves(built.shapes))
+  held = [s.sharding.shard_shape(s.shape) for s in jax.tree.leaves(built.shapes)]
+  assert result.memory.parameters == 4 * sum(map(math.prod, held))
+  # D = 16, H = 2, S = 16; every product of the model once, from the shapes of its weights.
+  flat, _ = jax.tree_util.tree_flatten_with_path(built.shapes)
+  sizes = {jax.tree_util.keystr(path): leaf.size for path, leaf in flat}
+  names = ("query_down'", "query'", "kv_down'", "kv_up'", "['out'")
+  is_product = lambda name: "attention" in name and "bias" not in name and "norm" not in name
+  weights = sum(n for name, n in sizes.items() if is_product(name))
+  assert len([name for name in sizes if is_product(name)]) == 2 * len(names)
+  seen = (16 + 1) / 2
+  heads = model.num_heads * (12 + 4 + 10)
+  assert result.flops.attention == 2 * weights + 4 * 2 * heads * seen
+  experts = sum(n for name, n in sizes.items() if "experts" in name)
+  assert result.flops.routed == pytest.approx(2 * experts * 1.5 / 4)  # K_e of E, in both layers
+  assert result.parameters.routed_active == round(experts * 1.5 / 4)
+  assert result.flops.router == 2 * 2 * model.width * (4 + 2)
+  assert result.flops.mlp == result.flops.shared * model.mlp_hidden / model.shared_hidden
+  assert "4 experts (2 more return their input) + shared expert" in report(result)
+
+
+def test_the_modelled_schedule_knows_them():
+  """Fewer experts compute, fewer seconds; products before attention as the weights have them."""
+  run = latent()
+  times = lambda run: build.modelled_times(run, "h200-nvlink")
+  more = with_field(run, "router.real_experts", "3.0")
+  assert dataclasses.asdict(times(more)) != dataclasses.asdict(times(run))
+  wide = resolved(run, model__q_lora_rank=4096)
+  assert dataclasses.asdict(times(wide)) != dataclasses.asdict(times(run))
 
 
 def test_peak_flops():

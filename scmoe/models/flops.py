@@ -106,21 +106,36 @@ def forward_flops(model: ModelConfig, seq_len: int, real_share: float | None = N
   )
 
 
+def projection_weights(model: ModelConfig) -> tuple[int, int]:
+  """Weights of one attention's products (before, after) scores and values, biases and norms not.
+
+  Of latent attention in training's form, in which keys and values of every head are made.
+  """
+  width, heads = model.width, model.num_heads
+  if not model.kv_lora_rank:
+    queries, keys = heads * model.head_dim, model.num_kv_heads * model.head_dim
+    return width * (queries + 2 * keys), queries * width
+  straight, turning, value = model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim
+  query, rank = heads * (straight + turning), model.q_lora_rank
+  inward = width * rank + rank * query if rank else width * query
+  inward += width * (model.kv_lora_rank + turning)
+  inward += model.kv_lora_rank * heads * (straight + value)
+  return inward, heads * value * width
+
+
+def head_widths(model: ModelConfig) -> tuple[int, int]:
+  """Widths of all heads' (queries, values) together, as scores and values are computed."""
+  latent = model.kv_lora_rank
+  query = model.qk_nope_head_dim + model.qk_rope_head_dim if latent else model.head_dim
+  return model.num_heads * query, model.num_heads * (model.v_head_dim if latent else query)
+
+
 def _attention_flops(model: ModelConfig, seq_len: int) -> tuple[float, float]:
   """(projections, scores and values) of one attention, per token; causal, in training's form."""
-  width, heads = model.width, model.num_heads
   # Position i sees i + 1 positions, (S + 1) / 2 on average, or those of a window.
   window = min(model.sliding_window or seq_len, seq_len)
   seen = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
-  if not model.kv_lora_rank:
-    kept = 2 * (heads + model.num_kv_heads) * model.head_dim
-    return 2 * width * kept, 2 * 2 * heads * model.head_dim * seen
-  straight, turning, value = model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim
-  query, rank = heads * (straight + turning), model.q_lora_rank
-  projections = width * rank + rank * query if rank else width * query
-  projections += width * (model.kv_lora_rank + turning)
-  projections += model.kv_lora_rank * heads * (straight + value) + heads * value * width
-  return 2 * projections, 2 * heads * (straight + turning + value) * seen
+  return 2 * sum(projection_weights(model)), 2 * sum(head_widths(model)) * seen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,12 +168,15 @@ class Parameters:
     return self.embedding + self.dense + self.shared + self.routed_active
 
 
-def count_parameters(model: ModelConfig, shapes: Any) -> Parameters:
+def count_parameters(
+  model: ModelConfig, shapes: Any, real_share: float | None = None
+) -> Parameters:
   """Counts parameters by kind.
 
   Args:
     model: resolved.
     shapes: the model's parameters as nested dictionaries of arrays or abstract arrays.
+    real_share: as of `forward_flops`.
   """
   rule = model.wiring_rule
   counts = {"embedding": 0, "dense": 0, "shared": 0, "routed": 0}
@@ -166,7 +184,8 @@ def count_parameters(model: ModelConfig, shapes: Any) -> Parameters:
     counts[_kind(path, model)] += math.prod(leaf.shape)
   visited = rule.routed_per_token(model.top_k) * rule.units_per_moe
   choices = model.num_experts + model.zero_experts
-  active = counts["routed"] * min(visited, choices) // choices
+  share = model.num_experts / choices if real_share is None else real_share
+  active = round(counts["routed"] * min(visited, choices) * share / model.num_experts)
   return Parameters(**counts, routed_active=active)
 
 

@@ -24,6 +24,15 @@ _ACTIVATIONS = {
   "relu": "reglu",
 }
 _FAR = 4096  # a context that config.json does not give
+_LARGEST = {  # of what lists are made of, before a file is compared with it
+  "num_hidden_layers": 2**14, "num_layers": 2**14, "first_k_dense_replace": 2**14,
+  "zero_expert_num": 2**16,
+}  # fmt: skip
+_ROPE = (
+  "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "truncate",
+  "partial_rotary_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
+  "mscale_all_dim", "low_freq_factor", "high_freq_factor",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +66,9 @@ class Fields:
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
       raise DataError(f"{self.name}: {field}={value!r} is not a size; give a whole number")
+    if value > (most := _LARGEST.get(field, 2**31)):
+      shown = value if value < 10**20 else "a number of more than 20 digits"
+      raise DataError(f"{self.name}: {field}={shown} is more than {most}, the most there may be")
     return value
 
   def number(self, field: str, default: float) -> float:
@@ -105,6 +117,10 @@ class Fields:
     if not isinstance(given, dict):
       raise DataError(f"{self.name}: rope_scaling={given!r} is not a group of fields")
     inner = Fields(given, f"{self.name}: rope_scaling")
+    if unknown := next((name for name in given if name not in _ROPE), None):
+      raise DataError(
+        f"{inner.name} has {unknown!r}, which is not supported; known: {', '.join(_ROPE)}"
+      )
     theta = inner.number("rope_theta", self.number("rope_theta", default_theta))
     kind = given.get("rope_type", given.get("type")) or "default"
     if kind not in ("default", "linear", "llama3", "yarn"):
@@ -112,8 +128,8 @@ class Fields:
         f"{self.name}: rope_scaling has rope_type={kind!r}, which is not supported; known: "
         "default, linear, llama3, yarn"
       )
-    if self.number("partial_rotary_factor", 1.0) != 1:
-      self.refuse("partial_rotary_factor", 1.0)
+    for fields in (self, inner):
+      fields.refuse("partial_rotary_factor", 1.0)
     if kind == "default":
       return {"rope_theta": theta, "rope": RopeConfig(interleaved=interleaved)}
     numbers = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
@@ -138,6 +154,11 @@ class Fields:
     """What all families say alike."""
     self.refuse("quantization_config")
     self.refuse("mlp_bias", False)
+    kinds = self.values.get("layer_types")
+    if kinds is not None and (other := [k for k in kinds if k != "full_attention"]):
+      raise DataError(
+        f"{self.name}: layer_types has {other[0]!r}, which is not supported; known: full_attention"
+      )
     return {
       "style": "llama",
       "mix": "direct",
@@ -233,6 +254,7 @@ def _ranges(layers: tuple[int, ...]) -> str:
 
 
 def _read_olmoe(c: Fields) -> tuple[ModelConfig, RouterConfig]:
+  c.refuse("sliding_window")
   k = c.size("num_experts_per_tok")
   model = ModelConfig(
     **c.common(10000.0, eps=1e-5),

@@ -21,6 +21,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from scmoe.errors import DataError, StorageError
+from scmoe.pretrained.header import LIMITS, TENSORS, read_header, read_object
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 TYPES = {
@@ -57,7 +58,7 @@ class Folder:
     self.path = Path(path).expanduser()
     if not self.path.is_dir():
       raise DataError(f"--from={str(path)!r} is not a folder; give one with {CONFIG} and {WEIGHTS}")
-    self.config = read_json(self.path / CONFIG)
+    self.config = read_object(self.path / CONFIG, LIMITS[CONFIG])
     self._open: dict[Path, Any] = {}
     self.entries: dict[str, Entry] = {}
     index = self._index()
@@ -96,9 +97,11 @@ class Folder:
     path = self.path / INDEX
     if not path.is_file():
       return {}
-    found = read_json(path).get("weight_map")
+    found = read_object(path, LIMITS["index"]).get("weight_map")
     if not isinstance(found, dict) or not found:
       raise DataError(f"{path} has no weight_map from tensors to files")
+    if len(found) > TENSORS:
+      raise DataError(f"{path} names {len(found)} tensors; at most {TENSORS} are read")
     for name, file in found.items():
       if not isinstance(file, str) or Path(file).name != file:
         raise DataError(f"{path}: {name} is in {file!r}, which is no name of a file beside it")
@@ -116,13 +119,12 @@ class Folder:
     raise DataError(f"{self.path} has no {WEIGHTS} ({found}); give all files of the model")
 
   def _read_header(self, file: Path) -> None:
+    for name, described in read_header(file).items():
+      if name in self.entries:
+        raise DataError(f"{file} and {self.entries[name].file} both hold {name}")
+      self.entries[name] = Entry(file, described.shape, described.dtype)
     try:
-      opened = self._open[file] = safe_open(file, framework="np")
-      for name in opened.keys():  # noqa: SIM118  not a dictionary
-        part = opened.get_slice(name)
-        if name in self.entries:
-          raise DataError(f"{file} and {self.entries[name].file} both hold {name}")
-        self.entries[name] = Entry(file, tuple(part.get_shape()), part.get_dtype())
+      self._open[file] = safe_open(file, framework="np")
     except (SafetensorError, OSError) as error:
       raise DataError(f"{file} is damaged or incomplete: {error}") from None
 
@@ -131,17 +133,9 @@ def read_json(path: Path) -> dict[str, Any]:
   """A JSON object of a model's folder.
 
   Raises:
-    DataError: it is missing, or is none.
+    DataError: it is missing, too large, or is none.
   """
-  try:
-    values = json.loads(path.read_text("utf-8"))
-  except FileNotFoundError:
-    raise DataError(f"{path} is missing; a model's folder has one") from None
-  except (OSError, ValueError, RecursionError) as error:
-    raise DataError(f"{path} cannot be read: {error}") from None
-  if not isinstance(values, dict):
-    raise DataError(f"{path} is not a JSON object")
-  return values
+  return read_object(path, LIMITS["index"])
 
 
 # -- writing --------------------------------------------------------------------------------------

@@ -47,9 +47,9 @@ def check_tensors(folder: Folder, family: str, model: Any) -> tuple[list[Tensor]
   Raises:
     DataError: the first one that is missing, unknown, misshapen or of a type that is not read.
   """
-  wanted, entries = list(tensors(family, model)), folder.entries
-  known, skip = {t.name for t in wanted}, ignored(family, model)
-  for tensor in wanted:
+  wanted, entries, skip = [], folder.entries, ignored(family, model)
+  # One at a time: a configuration may ask for more tensors than any memory could list.
+  for tensor in tensors(family, model):
     entry = entries.get(tensor.name)
     if entry is None:
       raise DataError(f"{folder.path}: tensor {tensor.name} is missing")
@@ -62,6 +62,8 @@ def check_tensors(folder: Folder, family: str, model: Any) -> tuple[list[Tensor]
       raise DataError(
         f"{entry.file}: tensor {tensor.name} is of type {entry.dtype}; known: {', '.join(TYPES)}"
       )
+    wanted.append(tensor)
+  known = {t.name for t in wanted}
   extra = [name for name in entries if name not in known]
   if unknown := next((name for name in extra if not skip.fullmatch(name)), None):
     raise DataError(

@@ -56,11 +56,13 @@ class Sizes:
     tokens: T of this device and microbatch; seq: S.
     width, mlp, expert, shared: D, and hidden widths of MLP, routed and shared expert.
     head_width, kv_width: H·N of queries, and of keys or values.
-    experts, k: E, and routed experts per token.
+    experts, k: E, and routed experts per token that compute, on average.
     capacity_factor: rows of a buffer over the balanced share.
     devices: of the expert axis.
     matrices: products of a feed-forward layer: 2, or 3 with a gated activation.
     bytes: of one number of the computation.
+    inward: weights of the products before scores and values; 0: those of queries, keys and values.
+    value_width: H·V of values, where they are not as wide as queries; 0: they are.
   """
 
   tokens: int
@@ -72,11 +74,13 @@ class Sizes:
   head_width: int
   kv_width: int
   experts: int
-  k: int
+  k: float
   capacity_factor: float = 1.0
   devices: int = 1
   matrices: int = 2
   bytes: int = 2
+  inward: int = 0
+  value_width: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,9 +115,10 @@ def model_times(sizes: Sizes, machine: Machine) -> StageSeconds:
     around = tokens * (4 * stream + 2 * z.bytes * hidden / machine.memory)
     return max(work, weights) + around
 
-  inward = 2 * z.tokens * z.width * (z.head_width + 2 * z.kv_width)
-  outward = 2 * z.tokens * z.width * z.head_width
-  scores = 2 * z.tokens * z.seq * z.head_width  # causal: half of 4 · T · S · width
+  inward = 2 * z.tokens * (z.inward or z.width * (z.head_width + 2 * z.kv_width))
+  values = z.value_width or z.head_width
+  outward = 2 * z.tokens * z.width * values
+  scores = z.tokens * z.seq * (z.head_width + values)  # causal: half of 2 · T · S · width each
   exchange = 0.0
   if z.devices > 1:
     sent = rows * z.width * z.bytes * (z.devices - 1) / z.devices

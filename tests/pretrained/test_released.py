@@ -141,6 +141,18 @@ FAILURES = {
   "activation": (lambda f: change(f, hidden_act="gelu"), r"hidden_act='gelu' is not supported"),
   "quantised": (
     lambda f: change(f, quantization_config={"quant_method": "fp8"}), r"quantization_config="),
+  "rope of layer types": (
+    lambda f: change(f, rope_parameters={"full_attention": {"rope_type": "default"}}),
+    r"rope_scaling has 'full_attention', which is not supported"),
+  "part of a head turns": (
+    lambda f: change(f, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}),
+    r"partial_rotary_factor=0.5 is not supported"),
+  "layers of other kinds": (
+    lambda f: change(f, layer_types=["full_attention", "sliding_attention"]),
+    r"layer_types has 'sliding_attention', which is not supported"),
+  "a window": (lambda f: change(f, sliding_window=4), r"sliding_window=4 is not supported"),
+  "config without end": (
+    lambda f: (f / "config.json").write_text('{"a":' + "[" * 10**6), r"config.json cannot be read"),
   "no size": (lambda f: change(f, hidden_size=None), r"hidden_size=None is not a size"),
   "heads": (lambda f: change(f, num_key_value_heads=3), r"model.num_heads=4 is not a multiple"),
 }  # fmt: skip

@@ -1,0 +1,150 @@
+"""What strangers' files say of themselves, checked before anything is as large as they say.
+
+A safetensors file is eight bytes with the length of a JSON header, the header, and the tensors'
+bytes, one after the other without a gap (the format's specification). The library that reads the
+tensors trusts this once it has been looked through here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from scmoe.errors import DataError
+
+LIMITS = {  # bytes
+  "config.json": 2**20,
+  "tokenizer.json": 2**27,
+  "index": 2**26,
+  "header": 2**26,
+}
+TENSORS = 2**20  # of one model; DeepSeek-V3 has 92 thousand
+RANK = 8
+# Bits of an element, as the format spells its types.
+_BITS = {
+  "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16, "I16": 16,
+  "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
+  "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+}  # fmt: skip
+
+
+class Described(NamedTuple):
+  """A tensor as a header describes it: its shape and its type, as the format spells it."""
+
+  shape: tuple[int, ...]
+  dtype: str
+
+
+def read_text(path: Path, limit: int) -> str:
+  """A text file of at most so many bytes.
+
+  Raises:
+    DataError: it is missing, larger, no file (a pipe, a device), or not UTF-8.
+  """
+  try:
+    if path.exists() and not path.is_file():
+      raise DataError(f"{path} is not a regular file")
+    with path.open("rb") as file:
+      content = file.read(limit + 1)
+  except FileNotFoundError:
+    raise DataError(f"{path} is missing; a model's folder has one") from None
+  except OSError as error:
+    raise DataError(f"{path} cannot be read: {error}") from None
+  if len(content) > limit:
+    raise DataError(f"{path} is larger than {limit} bytes, the most that such a file may have")
+  try:
+    return content.decode("utf-8")
+  except UnicodeDecodeError as error:
+    raise DataError(f"{path} cannot be read: {error}") from None
+
+
+def read_object(path: Path, limit: int) -> dict[str, Any]:
+  """A file with a JSON object, of at most so many bytes, that names nothing twice.
+
+  Raises:
+    DataError: it is none.
+  """
+  return parse_object(read_text(path, limit), str(path))
+
+
+def parse_object(text: str | bytes, name: str) -> dict[str, Any]:
+  """The same of a text that errors call `name`."""
+
+  def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+      seen: set[str] = set()
+      twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+      raise ValueError(f"{twice[:80]!r} is given twice")
+    return found
+
+  try:
+    values = json.loads(text, object_pairs_hook=unique)
+  except (ValueError, RecursionError) as error:  # nested too deep is the latter
+    raise DataError(f"{name} cannot be read: {error}") from None
+  if not isinstance(values, dict):
+    raise DataError(f"{name} is not a JSON object")
+  return values
+
+
+def read_header(file: Path) -> dict[str, Described]:
+  """The tensors of a safetensors file by name. Reads the header and nothing behind it.
+
+  Raises:
+    DataError: the header is larger than the file or the limit, is not what the format says, or its
+      tensors overlap, leave gaps, or do not end where the file does.
+  """
+  damaged = lambda why: DataError(f"{file} is damaged or incomplete: {why}")
+  try:
+    if not file.is_file():
+      raise DataError(f"{file} is not a regular file")
+    with file.open("rb") as opened:
+      whole = file.stat().st_size
+      first = opened.read(8)
+      length = int.from_bytes(first, "little")
+      if len(first) < 8 or length > whole - 8:
+        raise damaged(f"a header of {length} bytes in a file of {whole}")
+      if length > LIMITS["header"]:
+        raise damaged(f"a header of {length} bytes; at most {LIMITS['header']} are read")
+      text = opened.read(length)
+  except OSError as error:
+    raise damaged(error) from None
+  values = parse_object(text, f"{file} is damaged or incomplete: its header")
+  values.pop("__metadata__", None)
+  if len(values) > TENSORS:
+    raise damaged(f"{len(values)} tensors; at most {TENSORS} are read")
+  found, parts = {}, []
+  for name, said in values.items():
+    described, start, stop = _described(said, lambda why, name=name: damaged(f"{name[:200]} {why}"))
+    found[name] = described
+    parts.append((start, stop, name))
+  end = 0
+  for start, stop, name in sorted(parts):
+    if start != end:
+      kind = "overlaps another tensor" if start < end else "leaves a gap before it"
+      raise damaged(f"{name[:200]} begins at byte {start}, which {kind}")
+    end = stop
+  if end != whole - 8 - length:
+    raise damaged(f"its tensors have {end} bytes, the file has {whole - 8 - length} for them")
+  return found
+
+
+def _described(said: Any, damaged: Any) -> tuple[Described, int, int]:
+  """One tensor of a header: what it is, and where its bytes begin and end."""
+  whole = lambda x: type(x) is int and 0 <= x < 2**63
+  if not isinstance(said, Mapping) or set(said) != {"dtype", "shape", "data_offsets"}:
+    raise damaged("has not the fields dtype, shape and data_offsets")
+  kind, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
+  if not isinstance(kind, str) or kind not in _BITS:
+    raise damaged(f"is of type {str(kind)[:40]!r}, which the format does not have")
+  if not isinstance(shape, list) or len(shape) > RANK or not all(map(whole, shape)):
+    raise damaged(f"has no shape of at most {RANK} whole numbers: {str(shape)[:80]}")
+  if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(whole, offsets)):
+    raise damaged(f"has data_offsets that are not two whole numbers: {str(offsets)[:80]}")
+  start, stop = offsets
+  if 8 * (stop - start) != math.prod(shape) * _BITS[kind]:
+    raise damaged(f"has shape {shape} of {kind} and {stop - start} bytes")
+  return Described(tuple(shape), kind), start, stop

@@ -1,0 +1,119 @@
+"""Malformed files of strangers: refused by one line, before anything is as large as they say."""
+
+import json
+import os
+import resource
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from scmoe.errors import DataError
+from scmoe.pretrained import header
+from scmoe.pretrained.families import read_config
+from scmoe.pretrained.folder import Folder
+from scmoe.pretrained.header import read_header, read_object
+
+A = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+B = {"dtype": "BF16", "shape": [2, 2], "data_offsets": [8, 16]}
+
+
+def written(path, tensors, data=16, length=None):
+  text = (tensors if isinstance(tensors, str) else json.dumps(tensors)).encode()
+  start = (len(text) if length is None else length).to_bytes(8, "little")
+  path.write_bytes(start + text + b"\0" * data)
+  return path
+
+
+def test_what_the_library_writes_is_read(tmp_path):
+  tensors = {"a": np.ones((2, 3), np.float32), "b": np.zeros((0, 4), np.float16)}
+  save_file(tensors, tmp_path / "x", metadata={"format": "pt"})
+  assert read_header(tmp_path / "x") == {"a": ((2, 3), "F32"), "b": ((0, 4), "F16")}
+  assert read_header(written(tmp_path / "y", {"b": B, "a": A}))["b"] == ((2, 2), "BF16")
+
+
+HEADERS = {
+  "overlap": ({"a": A, "b": B | {"data_offsets": [0, 8]}}, "begins at byte 0, which overlaps"),
+  "gap": ({"a": A, "b": B | {"data_offsets": [12, 20]}}, "byte 12, which leaves a gap"),
+  "beyond the end": (
+    {"a": A, "b": B | {"shape": [2, 4], "data_offsets": [8, 24]}}, "24 bytes, the file has 16"),
+  "bytes of nobody": ({"a": A}, "its tensors have 8 bytes, the file has 16"),
+  "size": ({"a": A | {"shape": [3]}}, r"a has shape \[3\] of F32 and 8 bytes"),
+  "overflow": ({"a": A | {"shape": [2**62, 4]}}, "has shape"),
+  "enormous": ({"a": A | {"shape": [10**30]}}, "has no shape"),
+  "negative": ({"a": A | {"shape": [-2]}}, "has no shape of"),
+  "a flag for a size": ({"a": A | {"shape": [True, 2]}}, "has no shape of"),
+  "rank": ({"a": A | {"shape": [1] * 9 + [2]}}, "at most 8"),
+  "backwards": ({"a": A | {"data_offsets": [8, 0]}}, "and -8 bytes"),
+  "offsets": ({"a": A | {"data_offsets": [0]}}, "not two whole numbers"),
+  "type": ({"a": A | {"dtype": "PICKLE"}}, "type 'PICKLE', which the format does not have"),
+  "fields": ({"a": A | {"code": "x"}}, "has not the fields"),
+  "no object": ("[1, 2]", "its header is not a JSON object"),
+  "not a tensor": ({"a": 3}, "has not the fields"),
+  "twice": ('{"a": 1, "a": 2}', "'a' is given twice"),
+  "deep": ('{"a":' + "[" * 200_000, "its header cannot be read"),
+  "digits": ('{"a": ' + "9" * 5000 + "}", "cannot be read"),
+  "bytes": ('{"a": \x01', "its header cannot be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_malformed_header_is_one_line(tmp_path, name):
+  tensors, message = HEADERS[name]
+  with pytest.raises(DataError, match=message) as caught:
+    read_header(written(tmp_path / "x", tensors))
+  assert "\n" not in str(caught.value)
+  assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("length", [17, 2**40, 2**63, 2**64 - 1])
+def test_a_header_longer_than_its_file_is_not_read(tmp_path, length):
+  with pytest.raises(DataError, match=f"a header of {length} bytes in a file of"):
+    read_header(written(tmp_path / "x", "{}", data=8, length=length))
+
+
+def test_a_long_header_is_not_read_either(tmp_path):
+  """In a file that has it: with a hole, so that the disk does not."""
+  path = written(tmp_path / "x", "", data=0, length=2**33)
+  os.truncate(path, 2**34)
+  before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  with pytest.raises(DataError, match=r"a header of 8589934592 bytes; at most"):
+    read_header(path)
+  assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
+
+
+def test_numbers_of_tensors_and_sizes_of_json_are_limited(tmp_path, monkeypatch):
+  monkeypatch.setattr(header, "TENSORS", 1)
+  with pytest.raises(DataError, match="2 tensors; at most 1 are read"):
+    read_header(written(tmp_path / "x", {"a": A, "b": B}))
+  (tmp_path / "big").write_text('{"a": "' + "x" * 100 + '"}')
+  with pytest.raises(DataError, match="is larger than 50 bytes"):
+    read_object(tmp_path / "big", 50)
+  assert read_object(tmp_path / "big", 109)
+
+
+def test_pipes_and_devices_are_no_files(tmp_path):
+  """Opening one would wait for ever, or read for ever; links to files are how a hub's cache is."""
+  os.mkfifo(tmp_path / "pipe")
+  (tmp_path / "config.json").symlink_to("/dev/zero")
+  for read in (lambda: read_header(tmp_path / "pipe"), lambda: Folder(tmp_path)):
+    with pytest.raises(DataError, match="is not a regular file"):
+      read()
+  (tmp_path / "config.json").unlink()
+  (tmp_path / "blob").write_text("{}")
+  (tmp_path / "config.json").symlink_to(tmp_path / "blob")
+  save_file({"a": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
+  assert list(Folder(tmp_path).entries) == ["a"]
+  assert load_file(tmp_path / "model.safetensors")["a"].sum() == 2
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "zero_expert_num", "hidden_size"])
+def test_a_configuration_cannot_ask_for_lists_without_end(name):
+  values = {"model_type": "qwen3_moe", name: 10**12}
+  values |= {"model_type": "longcat_flash", "ffn_hidden_size": 8} if "zero" in name else {}
+  base = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128, "num_hidden_layers": 2}
+  base |= {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 32, "num_layers": 2}
+  base |= {"intermediate_size": 64, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "moe_topk": 2}
+  base |= {"qk_rope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4}
+  with pytest.raises(DataError, match=f"{name}=1000000000000 is more than"):
+    read_config(base | {"expert_ffn_hidden_size": 8} | values)

@@ -1,8 +1,13 @@
 """Starting one architecture from the weights of another: `scmoe.convert --upcycle`.
 
-A shortcut model from a top-k one: experts, router and attention stay as they are, and only what the
-routed experts read moves. The norm of the shortcut starts as that of the experts' block. A shared
-expert that the source does not have begins with a last layer of zeros, so that it adds nothing yet.
+A shortcut model from a top-k one: attention stays as it is. Under Pos-2 with a MoE in every block
+a unit's experts read what the preceding block hands over between its attention and its MoE, which
+is what that block's experts read in the source. So every MoE moves one layer on: it reads what it
+has always read, and its result comes one attention later. The first unit has nothing to take over
+and begins silent, with a last layer of zeros; the source's last MoE has no place. For other wirings
+experts and router stay in their layer, and what they read moves. The norm of the shortcut starts as
+that of the experts' block. A shared expert that the source does not have begins with a last layer
+of zeros, so that it adds nothing yet.
 
 A MoE from a dense model (sparse upcycling, arXiv 2212.05055): every expert starts as the MLP of its
 layer. Under `topk` with weights that add up to 1 that is the same function. Where a wiring has a
@@ -19,13 +24,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from scmoe.blocks.wiring import WIRINGS
+from scmoe.blocks.wiring import WIRINGS, Tap, is_handed_over
 from scmoe.errors import ConfigError
 from scmoe.models.config import ModelConfig
 from scmoe.moe.options import RouterConfig
 
 _KEYS = ("wiring", "experts", "top_k")
-_MLP, _EXPERTS = "params.stages.units.0.blocks.0.mlp.", "params.stages.moe.experts."
+_MLP, _MOE = "params.stages.units.0.blocks.0.mlp.", "params.stages.moe."
+_EXPERTS = _MOE + "experts."
 
 
 class Upcycling(NamedTuple):
@@ -34,11 +40,13 @@ class Upcycling(NamedTuple):
   Attributes:
     model, router: of the new model.
     from_dense: whether its source has no experts.
+    moves: whether every MoE goes to the next layer, whose experts read what it has read.
   """
 
   model: ModelConfig
   router: RouterConfig
   from_dense: bool
+  moves: bool = False
 
 
 def plan(text: str, model: ModelConfig, router: RouterConfig) -> Upcycling:
@@ -88,7 +96,12 @@ def plan(text: str, model: ModelConfig, router: RouterConfig) -> Upcycling:
     changes["top_k"] = numbers["top_k"]
   if not from_dense and not model.wiring_rule.shared_expert:
     changes["shared_hidden"] = model.expert_hidden
-  return Upcycling(dataclasses.replace(model, **changes).resolve(), router, from_dense)
+  new = dataclasses.replace(model, **changes).resolve()
+  rule, plain = new.wiring_rule, model.wiring_rule.taps == (Tap.CURRENT,)
+  handed = rule.taps == (Tap.ATTENTION,) and is_handed_over(Tap.ATTENTION, new.moe_every)
+  # Behind a shared expert, which stays, they stay as well.
+  moves = plain and handed and not model.wiring_rule.shared_expert and new.num_pairs > 1
+  return Upcycling(new, router, from_dense, moves and not new.dense_indices)
 
 
 def fill(
@@ -111,7 +124,11 @@ def fill(
   shared, last = of.model.wiring_rule.shared_expert, of.model.moe_every - 1
   shared_down = f"params.stages.units.0.blocks.{last}.mlp.down"
   for name, shape in shapes.items():
-    if _same(source.get(name), shape):
+    if of.moves and name.startswith(_MOE):
+      silent = name.startswith(_EXPERTS + "down")
+      found[name] = _moved(source[name], shape, 0.0 if silent else 1.0)
+      begun[name] = "of the layer before; in the first layer " + ("zeros" if silent else "its own")
+    elif _same(source.get(name), shape):
       found[name] = source[name]
     elif of.from_dense and name.startswith(_EXPERTS):
       origin = source[_MLP + name.removeprefix(_EXPERTS)]
@@ -122,8 +139,9 @@ def fill(
       found[name], begun[name] = _zeros(shape), "zeros: adds nothing yet"
     elif name.endswith("own_norm.scale"):
       block = f"blocks.{last}.norm_mlp.scale"
-      found[name] = source[name.replace("own_norm.scale", block)]
-      begun[name] = "the norm of the experts' block"
+      origin = source[name.replace("own_norm.scale", block)]
+      found[name] = _moved(origin, shape, 1.0) if of.moves else origin
+      begun[name] = "the norm of the experts' block" + (", the layer before" if of.moves else "")
     elif name.startswith("router."):
       found[name], begun[name] = _zeros(shape), "zeros"
     else:
@@ -142,6 +160,12 @@ def _same(leaf: Array | None, shape: Any) -> bool:
 
 def _zeros(shape: Any) -> Array:
   return jax.jit(lambda: jnp.zeros(shape.shape, shape.dtype), out_shardings=shape.sharding)()
+
+
+def _moved(origin: Array, shape: Any, first: float) -> Array:
+  """[L, ...], every layer's to the next one; the first layer keeps `first` times its own."""
+  make = lambda x: jnp.concatenate([first * x[:1], x[:-1]]).astype(x.dtype)
+  return jax.jit(make, out_shardings=shape.sharding)(origin)
 
 
 def _repeated(origin: Array, shape: Any, factor: float) -> Array:

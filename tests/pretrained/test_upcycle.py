@@ -77,22 +77,29 @@ def test_experts_of_a_dense_model_are_the_same_function_at_first(text, tmp_path)
   assert begun["params.stages.moe.router_gate.0.weight"] == "drawn"
 
 
-def test_a_shortcut_model_keeps_experts_and_attention(tmp_path):
+def test_a_shortcut_model_keeps_attention_and_every_moe_moves_on(tmp_path):
   said = import_model(str(GOLDEN / "olmoe_a"), tmp_path / "run", upcycle="wiring=scmoe_pos2")
   new = [line.split(":")[0].strip() for line in said.splitlines() if line.startswith("  stages")]
   mlp = "stages.units.0.blocks.0.mlp."
-  assert set(new) == {f"{mlp}{n}" for n in ("up", "gate", "down")} | {
-    "stages.units.0.own_norm.scale"}  # fmt: skip
+  names, moe = ("up", "gate", "down"), "stages.moe."
+  assert set(new) == {f"{mlp}{n}" for n in names} | {f"{moe}experts.{n}" for n in names} | {
+    "stages.units.0.own_norm.scale", f"{moe}router_gate.0.weight"}  # fmt: skip
   stored = open_run(str(tmp_path / "run"), None)
   assert (stored.run.model.wiring, stored.run.model.shortcut_norm) == ("scmoe_pos2", "own")
   built = build.build(build.on_mesh(stored.run, "data=1"))
   leaves = restore_stored(tmp_path / "run", leaves_of(built), 0)
   source = open_released(str(GOLDEN / "olmoe_a"), mesh="data=1").leaves()
   for name, leaf in source.items():
-    np.testing.assert_array_equal(leaves[name], leaf)
+    if moe not in name:
+      np.testing.assert_array_equal(leaves[name], leaf)
+      continue
+    np.testing.assert_array_equal(leaves[name][1:], leaf[:-1])
+    silent = name.endswith("experts.down")
+    np.testing.assert_array_equal(leaves[name][0], leaf[0] * (not silent))
   assert not np.asarray(leaves[f"params.{mlp}down"]).any()
   norm = source["params.stages.units.0.blocks.0.norm_mlp.scale"]
-  np.testing.assert_array_equal(leaves["params.stages.units.0.own_norm.scale"], norm)
+  own = leaves["params.stages.units.0.own_norm.scale"]
+  np.testing.assert_array_equal(own, jnp.concatenate([norm[:1], norm[:-1]]))
   assert np.isfinite(logits_of(built, leaves)).all()
 
 

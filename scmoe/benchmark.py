@@ -1,7 +1,8 @@
-"""Prefill and decode of several wirings, in turns: `python -m scmoe.generate --benchmark`.
+"""Prefill and decode in turns, of several wirings or of several ways to hold experts in the host's
+memory: `python -m scmoe.generate --benchmark`.
 
 Weights are random: they change no time but that of the router's balance, which fresh weights make
-worse than a trained router's.
+worse than a trained router's, and the hits of a cache of experts, for the same reason.
 """
 
 from __future__ import annotations
@@ -16,20 +17,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from scmoe import build
 from scmoe.config import RunConfig
+from scmoe.dry_run import size_of
 from scmoe.errors import ConfigError
+from scmoe.inference import expert_trace
 from scmoe.inference.decode import Static, make_decode, make_prefill
+from scmoe.inference.offload import HOST, Offload, Usage, is_routed, to_memory
 from scmoe.inference.sampling import Sampling
+from scmoe.models.gpt import GPT
 from scmoe.models.objective import cast_params
+from scmoe.models.stacked import Apart
 from scmoe.profiling.timer import NO_GPU, Timing, interleave, speed_up
 from scmoe.programs import Programs
 
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-  """What every wiring is given.
+  """What every arm is given.
 
   Attributes:
     rows: prompts.
@@ -42,25 +50,56 @@ class Load:
   new: int
 
 
-class _Arm:
-  """One wiring: its prefill and its decode, compiled, on random weights."""
+@dataclasses.dataclass(frozen=True)
+class Way:
+  """How an arm holds its experts.
 
-  def __init__(self, run: RunConfig, load: Load, folder: Path):
+  Attributes:
+    name: none, blocking, early, ring, or two of them for prefill,decode; +N for a cache of N
+      experts of every layer: `ring,early+4`.
+    policy, sections: as of `scmoe.moe.migration.Migration`.
+    int8: experts' matrices in eight bits in the host's memory.
+  """
+
+  name: str = "none"
+  policy: str = "lfu"
+  sections: int = 2
+  int8: bool = False
+
+  @property
+  def offload(self) -> Offload:
+    """The same for the model.
+
+    Raises:
+      ConfigError: the name is none.
+    """
+    way, _, slots = self.name.partition("+")
+    if slots and not slots.isdecimal():
+      raise ConfigError(f"--ways={self.name!r}: a number of experts follows the +, as in early+4")
+    prefill, _, decode = (part.strip() for part in way.partition(","))
+    options = {"policy": self.policy, "sections": self.sections}
+    return Offload.named(prefill, decode or prefill, int(slots or 0), **options)
+
+
+class _Arm:
+  """One wiring and one way: its prefill and its decode, compiled, on random weights."""
+
+  def __init__(self, run: RunConfig, load: Load, folder: Path, way: Way):
     built = build.build(run)
-    shards = build.shardings_of(built.shapes)
-    init = jax.jit(lambda: cast_params(built.init(jax.random.key(0))[0], run.model.dtype),
-                   out_shardings=shards)  # fmt: skip
-    model = built.model(init())
-    self.router = model.init_router()
-    graph, self.params = nnx.split(model)
+    self.model, self.offload = random_model(built, way), way.offload
+    self.router = self.model.init_router()
+    graph, self.params = nnx.split(self.model)
     self.programs = Programs(built.overlap, folder)
-    static = Static(graph, built.mesh, Sampling(temperature=0.0))
+    # Greedy tokens of random weights soon repeat, and with them their experts.
+    sampling = Sampling(temperature=0.0 if way.name == "none" else 1.0)
+    static = Static(graph, built.mesh, sampling, self.offload.of(self.model))
     self.prefill = self.programs(make_prefill(static, load.prompt + load.new + 1))
     self.decode = self.programs(make_decode(static, load.new))
     tokens = np.random.default_rng(0).integers(0, run.model.vocab_size, (load.rows, load.prompt))
     self.tokens_BS = jnp.asarray(tokens, jnp.int32)
     self.lengths_B = jnp.full((load.rows,), load.prompt, jnp.int32)
     self.state: Any = None
+    self.calls, self.usage = 0, Usage()
 
   def run_prefill(self, calls: int) -> None:
     given = self.params, self.router, self.lengths_B, jax.random.key(0)
@@ -70,15 +109,27 @@ class _Arm:
     jax.block_until_ready(self.state)
 
   def run_decode(self, calls: int) -> None:
-    given = self.params, self.router, self.lengths_B, jax.random.key(0)
     if self.state is None:
       self.run_prefill(1)
     for _ in range(calls):
       assert self.state is not None
       first_B, caches = self.state
-      # Every call writes the same positions again.
+      # Every call writes the same positions again, with tokens of its own.
+      self.calls += 1
+      given = self.params, self.router, self.lengths_B, jax.random.key(self.calls)
       self.state = first_B, self.decode(*given, np.int32(1), first_B, caches)[2]
     jax.block_until_ready(self.state)
+
+  def count(self) -> None:
+    """One more decode, of which is counted what it asks of the experts' caches."""
+    if not self.offload.slots:
+      return
+    first_B, caches = self.state
+    self.usage.begin(caches["experts"])
+    given = self.params, self.router, self.lengths_B, jax.random.key(0)
+    _, _, caches, asked = self.decode(*given, np.int32(1), first_B, caches)
+    self.usage.add(asked, caches["experts"])
+    self.state = first_B, caches
 
   def warm_up(self) -> None:
     """Past compilation and profile."""
@@ -87,9 +138,84 @@ class _Arm:
       while not self.programs.settled:
         run(1)
 
+  def memory(self) -> dict[str, int]:
+    """Bytes of each device that the two programs take, arguments included, and of the host."""
+    analyses = [program.memory_analysis() for program in self.programs.compiled]
+    found = [a for a in analyses if a is not None]
+    device = lambda a: (
+      a.argument_size_in_bytes + a.temp_size_in_bytes + a.output_size_in_bytes
+      - a.alias_size_in_bytes
+    )  # fmt: skip
+    return {
+      "device": max(map(device, found), default=0),
+      "host": max((a.host_argument_size_in_bytes for a in found), default=0),
+    }
+
+
+def random_model(built: build.Built, way: Way = Way(), seed: int = 0) -> GPT:
+  """A model with random weights in the types in which they are computed, as a way holds them.
+
+  The experts of one layer at a time are made on the device: all of them need not fit it. The
+  weights are the same for every way.
+
+  Args:
+    built: of the run.
+    way: how its experts are held.
+    seed: of the weights.
+  """
+  dtype, key = built.run.model.dtype, jax.random.key(seed)
+  pairs, is_param = built.run.model.num_pairs, lambda x: isinstance(x, nnx.Variable)
+  flat, tree = jax.tree_util.tree_flatten_with_path(built.shapes)
+  routed = [is_routed(path, leaf) for path, leaf in flat]
+
+  def others() -> list[Any]:
+    leaves = jax.tree.leaves(cast_params(built.init(key)[0], dtype))
+    return [None if own else leaf for leaf, own in zip(leaves, routed)]
+
+  places = [None if own else leaf.sharding for (_, leaf), own in zip(flat, routed)]
+  leaves = jax.jit(others, out_shardings=places)()
+  away = way.offload.decode is not None
+  for at, (_, leaf) in enumerate(flat):
+    if not routed[at]:
+      continue
+    own = NamedSharding(leaf.sharding.mesh, P(*leaf.sharding.spec[1:]))
+    of_key = jax.random.fold_in(key, at)
+    draw = lambda key, shape=leaf.shape[1:]: (
+      built.run.model.init_std * jax.random.normal(key, shape, jnp.float32)
+    ).astype(dtype)
+    if not away:
+      every = lambda of_key=of_key, draw=draw: jnp.stack(
+        [draw(jax.random.fold_in(of_key, i)) for i in range(pairs)]
+      )
+      leaves[at] = jax.jit(every, out_shardings=leaf.sharding)()
+      continue
+    one = jax.jit(draw, out_shardings=own)
+    parts = (one(jax.random.fold_in(of_key, i)) for i in range(pairs))
+    leaves[at] = Apart(tuple(to_memory(part, own, HOST, int8=way.int8) for part in parts))
+  if not away:
+    return built.model(jax.tree.unflatten(tree, leaves))
+  model = built.model(jax.tree.unflatten(tree, [jnp.zeros((0,)) for _ in leaves]))
+  graph, params = nnx.split(model)
+  paths, params_tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_param)
+  laid = []
+  for (path, param), leaf in zip(paths, leaves):
+    inside = jax.tree_util.keystr(path).startswith("['stages']")
+    if inside and not isinstance(leaf, Apart):
+      leaf = Apart(tuple(leaf[i] for i in range(pairs)))
+    laid.append(param.replace(leaf))
+  model = nnx.merge(graph, jax.tree.unflatten(params_tree, laid))
+  model.overlap = dataclasses.replace(model.overlap, unroll=0)
+  return model
+
 
 def benchmark(
-  run: RunConfig, names: Sequence[str], load: Load, workdir: Path, *, rounds: int = 5
+  run: RunConfig,
+  names: Sequence[str],
+  load: Load,
+  workdir: Path,
+  *,
+  rounds: int = 5,
+  ways: Sequence[Way] = (Way(),),
 ) -> tuple[str, dict[str, Any]]:
   """The table that is printed, and the figures behind it.
 
@@ -98,7 +224,8 @@ def benchmark(
     names: wirings; the first is the base of the comparison.
     load: what each is given.
     workdir: where profiles are kept.
-    rounds: turns of every wiring.
+    rounds: turns of every arm.
+    ways: of every wiring; an arm each.
 
   Raises:
     ConfigError: the load does not fit the model or the mesh.
@@ -109,8 +236,10 @@ def benchmark(
       num_devices=jax.device_count(), vocab_size=build.vocab_size(run.data)
     )
     _check(own, load)
-    arms[name] = _Arm(own, load, workdir / name)
-    arms[name].warm_up()
+    for way in ways:
+      arm = name if len(ways) == 1 else f"{name} {way.name}"
+      arms[arm] = _Arm(own, load, workdir / name, way)
+      arms[arm].warm_up()
   prefill = interleave({n: a.run_prefill for n, a in arms.items()}, rounds=rounds, calls=1)
   decode = interleave({n: a.run_decode for n, a in arms.items()}, rounds=rounds, calls=1)
   gpu = jax.default_backend() == "gpu"
@@ -119,21 +248,64 @@ def benchmark(
   lines = [f"generation of {run.name}, {what}, {device}, {time.strftime('%Y-%m-%d')}"]
   if not gpu:
     lines.append(NO_GPU)
-  line = "{:16s}{:>14s}{:>16s}{:>10s}{:>14s}{:>16s}{:>10s}".format
+  wide = max(16, *(len(name) + 2 for name in arms))
+  line = f"{{:{wide}s}}{{:>14s}}{{:>16s}}{{:>10s}}{{:>14s}}{{:>16s}}{{:>10s}}".format
   lines.append(line("wiring", "prefill ms", "tokens/s", "", "decode ms", "tokens/s", ""))
   figures: dict[str, Any] = {"device": device, "gpu": gpu, "load": dataclasses.asdict(load)}
   figures["arms"] = {}
   tokens = load.rows * load.prompt, load.rows * load.new
-  for name in names:
+  base = next(iter(arms))
+  for name, arm in arms.items():
     cells, found = [], {}
     for part, timings, count in zip(("prefill", "decode"), (prefill, decode), tokens):
       timing: Timing = timings[name]
-      rate, gain = count / timing.median, speed_up(timings[names[0]], timing)
+      rate, gain = count / timing.median, speed_up(timings[base], timing)
       cells += [f"{1e3 * timing.median:.3f}", f"{rate:,.0f}", f"{gain:.2f}x"]
       found[part] = {"wall": timing.as_json(), "tokens_per_s": round(rate), "speed_up": gain}
+    arm.count()
+    found["memory"] = arm.memory()
+    if arm.usage.requests:
+      found["experts"] = _of_cache(arm)
     lines.append(line(name, *cells))
     figures["arms"][name] = found
+  if len(ways) > 1 or ways[0].name != "none":
+    lines += _of_ways(figures["arms"])
   return "\n".join(lines), figures
+
+
+def _of_cache(arm: _Arm) -> dict[str, float]:
+  usage = arm.usage
+  found = {"requests": usage.requests, "misses": usage.misses, "hit_rate": usage.hit_rate}
+  if len(usage.held[0][0]) == arm.offload.slots:  # one device
+    found |= {policy: usage.hit_rate_of(policy) for policy in expert_trace.POLICIES}
+  return found
+
+
+def _of_ways(arms: dict[str, dict[str, Any]]) -> list[str]:
+  """Memory of every arm, hits of its cache, and how much of what blocking adds an early copy takes
+  away, of prefill and decode."""
+  lines = []
+  median = lambda name, part: arms[name][part]["wall"]["ms"]
+  for name, found in arms.items():
+    memory = found["memory"]
+    text = (
+      f"{name}: {size_of(memory['device'])} of the device, {size_of(memory['host'])} of the host"
+    )
+    if experts := found.get("experts"):
+      rates = ", ".join(
+        f"{n} {100 * experts[n]:.0f} %" for n in expert_trace.POLICIES if n in experts
+      )
+      text += f"; {100 * experts['hit_rate']:.0f} % of the experts found ({rates})"
+    lines.append(text)
+  for early in (name for name in arms if name.endswith(" early")):
+    none, blocking = (early.removesuffix("early") + way for way in ("none", "blocking"))
+    if none in arms and blocking in arms:
+      for part in ("prefill", "decode"):
+        added = median(blocking, part) - median(none, part)
+        share = (median(blocking, part) - median(early, part)) / added if added > 0 else 0.0
+        arms[early][part]["share_of_added_removed"] = share
+        lines.append(f"{early}: {100 * share:.0f} % of what blocking adds to {part} is gone")
+  return lines
 
 
 def _check(run: RunConfig, load: Load) -> None:

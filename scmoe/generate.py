@@ -20,8 +20,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from scmoe import build
-from scmoe.benchmark import Load, benchmark
+import jax
+
+from scmoe import benchmark, build
 from scmoe.command_line import (
   HELP,
   SIMULATE,
@@ -34,9 +35,13 @@ from scmoe.command_line import (
   run_config,
   simulate,
 )
+from scmoe.dry_run import size_of
 from scmoe.errors import ConfigError, run_main
 from scmoe.inference.decode import stream
+from scmoe.inference.offload import Usage
 from scmoe.inference.sampling import Sampling
+from scmoe.moe.migration import POLICIES
+from scmoe.plan import Load, Wish, bytes_of
 from scmoe.pretrained.inference import InferenceFolder
 from scmoe.summary import open_folder, open_model, open_run
 from scmoe.training.workdir import write_json
@@ -55,12 +60,43 @@ FLAGS = (
   Flag("seed", int, 0, "of the draws"),
   Flag("mesh", str, "", "axes such as data=2,expert=2; training's, or one device, if not given"),
   SIMULATE,
+  Flag(
+    "offload",
+    str,
+    "auto",
+    "experts in the host's memory: none, blocking, early, ring, or two of "
+    "them for prefill,decode; auto: where they do not fit, as fits and is fastest",
+  ),
+  Flag(
+    "gpu_memory", str, "", "bytes of each device that may be used, such as 8GiB; all if not given"
+  ),
+  Flag(
+    "host_memory", str, "", "bytes of the host's memory that experts may take; all if not given"
+  ),
+  Flag("expert_cache", int, -1, "experts of every layer that a device keeps; -1: what is left"),
+  Flag(
+    "cache_policy",
+    str,
+    "lfu",
+    "which expert makes room: lfu (fewest requests, the older ones worth less) or lru",
+  ),
+  Flag("ring_sections", int, 2, "layers of a ring that are on the device at once"),
+  Flag(
+    "int8_experts", bool, False, "experts in eight bits in the host's memory: half of the bytes"
+  ),
   Flag("benchmark", bool, False, "tokens per second instead of text, on random weights"),
   Flag("compare", str, "", "benchmark: wirings in turns, by commas; the first is the base"),
+  Flag(
+    "ways",
+    str,
+    "",
+    "benchmark: ways to hold experts, by semicolons, each with a cache of N "
+    "experts of every layer after a +: 'none; blocking; early; ring,early+4'",
+  ),
   Flag("batch", int, 8, "benchmark: prompts"),
   Flag("prompt_tokens", int, 1024, "benchmark: tokens of a prompt"),
   Flag("rounds", int, 5, "benchmark: turns of every wiring"),
-  Flag("json", str, "", "benchmark: also write the figures to this file"),
+  Flag("json", str, "", "also write the figures (speed, memory, copies) to this file"),
   *(flag for flag in TRAIN_FLAGS if flag.name in OF_CONFIG),
   HELP,
 )
@@ -86,19 +122,76 @@ def main(argv: list[str]) -> None:
     raise ConfigError("--prompt goes without --chat, which reads prompts from the input")
   sampling = Sampling(values["temperature"], values["top_k"], values["top_p"])
   sampling.check()
-  source = {name: values[name] for name in ("model", "mesh", "allow_import")}
-  session = Session(values["workdir"], values["step"], **source)
   options = {name: values[name] for name in ("max_new_tokens", "seed")}
+  session = Session(
+    values["workdir"],
+    values["step"],
+    model=values["model"],
+    mesh=values["mesh"],
+    allow_import=values["allow_import"],
+    wish=wish_of(values),
+    rows=max(1, len(values["prompt"])),
+    longest=max((len(prompt.encode()) for prompt in values["prompt"]), default=0) + 1,
+    max_new_tokens=values["max_new_tokens"],
+  )
+  if session.plan:
+    print(*session.plan, sep="\n", file=sys.stderr)
   if len(values["prompt"]) > 1:
+    begin = time.perf_counter()
     texts = session.texts(values["prompt"], sampling, **options)
     for index, (prompt, text) in enumerate(zip(values["prompt"], texts)):
       print(f"--- prompt {index + 1}", prompt + text, sep="\n")
-    return
-  for prompt in map(str.rstrip, sys.stdin) if values["chat"] else values["prompt"]:
-    _show(prompt, session.stream([prompt], sampling, **options))
+    figures = {"tokens": len(texts) * values["max_new_tokens"]}  # at most
+    figures["seconds"] = time.perf_counter() - begin
+  else:
+    for prompt in map(str.rstrip, sys.stdin) if values["chat"] else values["prompt"]:
+      figures = _show(prompt, session.stream([prompt], sampling, **options))
+  figures |= session.usage()
+  if session.plan and (line := _used(figures)):
+    print(line, file=sys.stderr)
+  if values["json"]:
+    write_json(Path(values["json"]), figures)
 
 
-def _show(prompt: str, pieces: Iterator[list[Piece]]) -> None:
+def wish_of(values: dict[str, Any]) -> Wish:
+  """What the flags say of offloading.
+
+  Raises:
+    ConfigError: one of them is out of range.
+  """
+  size = lambda name: bytes_of(values[name], name) if values[name] else 0
+  if values["cache_policy"] not in POLICIES:
+    raise ConfigError(
+      f"--cache_policy={values['cache_policy']!r} is unknown; one of: {', '.join(POLICIES)}"
+    )
+  if values["ring_sections"] < 1:
+    raise ConfigError(f"--ring_sections={values['ring_sections']} must be at least 1")
+  return Wish(
+    values["offload"],
+    size("gpu_memory"),
+    size("host_memory"),
+    values["expert_cache"],
+    values["cache_policy"],
+    values["ring_sections"],
+    values["int8_experts"],
+  )
+
+
+def _used(figures: dict[str, Any]) -> str:
+  """The line about an offloaded model's experts."""
+  parts = []
+  if figures["requests"]:
+    parts.append(
+      f"{figures['requests']:,} experts asked for, {100 * figures['hit_rate']:.0f} % of them found"
+    )
+    if "belady" in figures:
+      parts[0] += f" (Belady's rule: {100 * figures['belady']:.0f} %)"
+  if figures["peak_memory"]:
+    parts.append(f"peak memory {size_of(figures['peak_memory'])}")
+  return "; ".join(parts)
+
+
+def _show(prompt: str, pieces: Iterator[list[Piece]]) -> dict[str, Any]:
   """Prints a continuation as it comes, then how fast it was, to stderr."""
   begin, first, tokens = time.perf_counter(), None, 0
   for (piece,) in pieces:
@@ -109,6 +202,7 @@ def _show(prompt: str, pieces: Iterator[list[Piece]]) -> None:
   seconds = time.perf_counter() - begin
   print(f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} a second; the first after "
         f"{first or seconds:.2f} s (compilation counts)", file=sys.stderr)  # fmt: skip
+  return {"tokens": tokens, "seconds": seconds, "first_token_seconds": first or seconds}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +227,15 @@ class Session:
     model: folder of `scmoe.convert --inference`, in place of a run's.
     mesh: see `scmoe.build.on_mesh`.
     allow_import: see `scmoe.extensions.check_allowed`.
+    wish: where experts may lie (`scmoe.plan`); by default on the devices, if they fit.
+    rows, longest, max_new_tokens: prompts at once, tokens of the longest, and tokens to add to
+      each, for which there has to be room.
+
+  Attributes:
+    plan: lines about where the experts lie; none where they lie on the devices.
+
+  Raises:
+    ConfigError: the model does not fit, and no way of offloading makes it.
   """
 
   def __init__(
@@ -143,15 +246,25 @@ class Session:
     model: str = "",
     mesh: str = "",
     allow_import: Sequence[str] = (),
+    wish: Wish = Wish(),
+    rows: int = 1,
+    longest: int = 0,
+    max_new_tokens: int = 64,
   ):
-    if model:
-      folder = InferenceFolder(model, allow_import)
-      opened = open_folder(folder, build.on_mesh(folder.run, mesh))
+    folder = InferenceFolder(model, allow_import) if model else None
+    stored = folder or open_run(workdir, None if step < 0 else step, allow_import)
+    run = build.on_mesh(stored.run, mesh)
+    load = Load(rows, longest or run.model.context - max_new_tokens, max_new_tokens)
+    options = {"wish": wish, "load": load}
+    if folder is not None:
+      opened = open_folder(folder, run, **options)
     else:
-      stored = open_run(workdir, None if step < 0 else step, allow_import)
-      opened = open_model(build.on_mesh(stored.run, mesh), workdir, stored.step)
-    self.model, self.tokenizer = opened.model, opened.tokenizer
+      opened = open_model(run, workdir, stored.step, **options)
+    self.model, self.tokenizer, self.plan = opened.model, opened.tokenizer, opened.plan
+    self._usage = Usage()
     self._options = {
+      "offload": opened.offload,
+      "usage": self._usage,
       "router": opened.router,
       "mesh": opened.mesh,
       "eos_id": self.tokenizer.eos_id,
@@ -197,6 +310,17 @@ class Session:
     if any(ends):
       yield [Piece(end, 0) for end in ends]
 
+  def usage(self) -> dict[str, Any]:
+    """What was asked of the experts' caches so far, and the memory that it took, JSON-able."""
+    used = self._usage
+    peak = max((d.memory_stats() or {}).get("peak_bytes_in_use", 0) for d in jax.local_devices())
+    found: dict[str, Any] = {"peak_memory": peak, "requests": used.requests, "misses": used.misses}
+    if used.requests:
+      found["hit_rate"] = used.hit_rate
+      if self._options["mesh"].size == 1:
+        found["belady"] = used.hit_rate_of("belady")
+    return found
+
   def texts(
     self, prompts: Sequence[str], sampling: Sampling = Sampling(), **options: Any
   ) -> list[str]:
@@ -226,11 +350,17 @@ def _benchmark(values: dict[str, Any], given: list[tuple[str, str]]) -> str:
   """The table of `--benchmark`; writes --json."""
   run = run_config(values, given)
   names = compared(values["compare"], run)
-  load = Load(values["batch"], values["prompt_tokens"], values["max_new_tokens"])
+  load = benchmark.Load(values["batch"], values["prompt_tokens"], values["max_new_tokens"])
   if min(dataclasses.astuple(load)) < 1:
     raise ConfigError("--batch, --prompt_tokens and --max_new_tokens must be at least 1")
   workdir = Path(values["workdir"] or "runs/benchmark")
-  text, figures = benchmark(run, names, load, workdir, rounds=values["rounds"])
+  wish = wish_of(values)
+  ways = [
+    benchmark.Way(way.strip(), wish.policy, wish.sections, wish.int8)
+    for way in (values["ways"] or "none").split(";")
+  ]
+  options = {"rounds": values["rounds"], "ways": ways}
+  text, figures = benchmark.benchmark(run, names, load, workdir, **options)
   if values["json"]:
     write_json(Path(values["json"]), figures)
   return text

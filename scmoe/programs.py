@@ -46,3 +46,9 @@ class Programs:
   def settled(self) -> bool:
     """Whether all that were called are compiled as they stay."""
     return all(program.settled for program in self._programs.values())
+
+  @property
+  def compiled(self) -> list[Any]:
+    """What XLA has made of each, as `jax.stages.Compiled`."""
+    found = (program.program for program in self._programs.values())
+    return [program.compiled for program in found if program is not None]

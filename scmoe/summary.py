@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from scmoe import build
@@ -19,11 +20,14 @@ from scmoe.data.tokenizers import ByteTokenizer, JsonTokenizer
 from scmoe.dry_run import dry_run, model_lines, size_of
 from scmoe.errors import ConfigError, StorageError
 from scmoe.extensions import check_allowed
+from scmoe.inference.offload import Offload, offloaded
 from scmoe.models.flops import count_parameters, forward_flops
 from scmoe.models.gpt import GPT
+from scmoe.models.objective import cast_params
+from scmoe.plan import Load, Wish, chosen
 from scmoe.pretrained.inference import InferenceFolder
 from scmoe.programs import Programs
-from scmoe.training.checkpoint import FOLDER, list_steps, read_meta, restore_part
+from scmoe.training.checkpoint import FOLDER, list_steps, read_meta, restore_on_host, restore_part
 from scmoe.training.metrics import read_metrics
 from scmoe.training.workdir import prepare_workdir
 
@@ -229,6 +233,8 @@ class OpenRun:
     model, router, mesh: parameters of the checkpoint, router state, and where they lie.
     tokenizer: the one that it was trained with.
     prepare: makes programs of jitted functions (`scmoe.programs`).
+    offload: how its experts come to the devices; the default if they are there.
+    plan: lines about that; none if they are there.
   """
 
   run: RunConfig
@@ -239,42 +245,82 @@ class OpenRun:
   mesh: Mesh
   tokenizer: Tokenizer
   prepare: Programs
+  offload: Offload = Offload()
+  plan: Sequence[str] = ()
 
 
-def open_model(run: RunConfig, workdir: str, step: int) -> OpenRun:
+def open_model(
+  run: RunConfig,
+  workdir: str,
+  step: int,
+  *,
+  wish: Wish = Wish(way="none"),
+  load: Load | None = None,
+) -> OpenRun:
   """Reads a run's parameters.
 
   Args:
     run: of `open_run`, on the mesh where they are to lie (`scmoe.build.on_mesh`).
     workdir, step: of the checkpoint.
+    wish: where its experts may lie (`scmoe.plan`).
+    load: what is generated, if they may lie elsewhere than on the devices.
 
   Raises:
     CheckpointError: it is damaged.
-    ConfigError: the tokenizer was not stored with the run.
+    ConfigError: the tokenizer was not stored with the run, or the model does not fit.
   """
   tokenizer = load_tokenizer(run, workdir)
   built = build.build(run)
-  state = restore_part(workdir, {"params": built.shapes, "router": built.router_shapes}, step)
-  model, prepare = built.model(state["params"]), Programs(built.overlap, Path(workdir))
-  return OpenRun(run, workdir, step, model, state["router"], built.mesh, tokenizer, prepare)
+  prepare = Programs(built.overlap, Path(workdir))
+  offload, lines = Offload(), []
+  if load is not None:
+    found, lines = chosen(run.model, built.shapes, load, wish, run.mesh.expert)
+    offload = found.offload
+  parts = {"router": built.router_shapes} if built.router_shapes else {}
+  if offload.decode is None:
+    state = restore_part(workdir, {"params": built.shapes, **parts}, step)
+    model = built.model(state["params"])
+  else:
+    held = cast_params(restore_on_host(workdir, built.shapes, step), jnp.dtype(run.model.dtype))
+    model = offloaded(built.model(held), built.mesh, int8=wish.int8)
+    state = restore_part(workdir, parts, step) if parts else {}
+  rest = built.mesh, tokenizer, prepare, offload, lines
+  return OpenRun(run, workdir, step, model, state.get("router", {}), *rest)
 
 
-def open_folder(folder: InferenceFolder, run: RunConfig) -> OpenRun:
+def open_folder(
+  folder: InferenceFolder,
+  run: RunConfig,
+  *,
+  wish: Wish = Wish(way="none"),
+  load: Load | None = None,
+) -> OpenRun:
   """Reads an inference checkpoint, after all of it has been compared with its checksums.
 
   Args:
     folder: of `scmoe.convert --inference`.
     run: the folder's, on the mesh where parameters are to lie (`scmoe.build.on_mesh`).
+    wish, load: as of `open_model`.
 
   Raises:
     DataError: a file is damaged.
+    ConfigError: the model does not fit.
   """
   built, tokenizer = build.build(run), folder.tokenizer
+  offload, lines = Offload(), []
+  if load is not None:
+    wish = dataclasses.replace(wish, int8=wish.int8 or folder.dtype == "int8")
+    found, lines = chosen(run.model, built.shapes, load, wish, run.mesh.expert)
+    offload = found.offload
   folder.verify()
-  params, router = folder.load(built)
-  model, prepare = built.model(params), Programs(built.overlap, folder.path)
-  where = str(folder.path)
-  return OpenRun(run, where, folder.step, model, router, built.mesh, tokenizer, prepare)
+  if offload.decode is None:
+    params, router = folder.load(built)
+    model = built.model(params)
+  else:
+    params, router = folder.mapped(built)
+    model = offloaded(built.model(params), built.mesh, int8=wish.int8)
+  rest = built.mesh, tokenizer, Programs(built.overlap, folder.path), offload, lines
+  return OpenRun(run, str(folder.path), folder.step, model, router, *rest)
 
 
 def load_tokenizer(run: RunConfig, workdir: str) -> Tokenizer:

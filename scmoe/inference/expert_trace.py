@@ -7,17 +7,23 @@ a policy is measured against.
 from __future__ import annotations
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Float, Int
 
 from scmoe.moe.migration import Migration
 
 POLICIES = ("belady", "lfu", "lru")
 
 
-def hit_rate(
-  trace_LSE: Bool[np.ndarray, "L S E"], slots: int, policy: str, *, decay: float = Migration.decay
-) -> float:
-  """Share of the requests that find their expert in a cache that begins empty.
+def hits(
+  trace_LSE: Bool[np.ndarray, "L S E"],
+  slots: int,
+  policy: str,
+  *,
+  decay: float = Migration.decay,
+  held_LC: Int[np.ndarray, "L C"] | None = None,
+  worth_LE: Float[np.ndarray, "L E"] | None = None,
+) -> int:
+  """Requests that find their expert in a cache.
 
   Args:
     trace_LSE: the experts that each of L layers needed in each of S steps, each layer with a cache
@@ -25,15 +31,8 @@ def hit_rate(
     slots: C of every layer; no step asks for more.
     policy: of `POLICIES`; lfu and lru as in `scmoe.moe.migration.Migration`.
     decay: of lfu.
-  """
-  requests = int(trace_LSE.sum())
-  return hits(trace_LSE, slots, policy, decay=decay) / requests if requests else 1.0
-
-
-def hits(
-  trace_LSE: Bool[np.ndarray, "L S E"], slots: int, policy: str, *, decay: float = Migration.decay
-) -> int:
-  """The number behind `hit_rate`; same arguments.
+    held_LC: the expert in each slot before the first step, -1 for none; None: all are empty.
+    worth_LE: what lfu or lru knew of each expert by then; None: nothing.
 
   Raises:
     ValueError: the policy is unknown, or a step asks for more experts than there are slots.
@@ -42,15 +41,20 @@ def hits(
     raise ValueError(f"policy={policy!r} is none of {', '.join(POLICIES)}")
   if trace_LSE.size and trace_LSE.sum(-1).max() > slots:
     raise ValueError(f"a step asks for {trace_LSE.sum(-1).max()} experts, slots={slots}")
-  return sum(_hits_of_layer(asked_SE, slots, policy, decay) for asked_SE in trace_LSE)
+  if held_LC is None:
+    held_LC = np.full((len(trace_LSE), slots), -1)
+  if worth_LE is None:
+    worth_LE = np.zeros((len(trace_LSE), trace_LSE.shape[-1]), np.float32)
+  layers = zip(trace_LSE, held_LC, worth_LE)
+  return sum(_hits_of_layer(*layer, policy, decay) for layer in layers)
 
 
-def _hits_of_layer(asked_SE: np.ndarray, slots: int, policy: str, decay: float) -> int:
-  count = asked_SE.shape[1]
+def _hits_of_layer(
+  asked_SE: np.ndarray, held_C: np.ndarray, worth_E: np.ndarray, policy: str, decay: float
+) -> int:
   next_SE = _next_uses(asked_SE) if policy == "belady" else None
-  worth_E = np.zeros(count, np.float32)
-  held: dict[int, int] = {}  # expert: slot
-  free = list(range(slots))
+  held = {int(e): slot for slot, e in enumerate(held_C) if e >= 0}  # expert: slot
+  free = [slot for slot, e in enumerate(held_C) if e < 0]
   found = 0
   for step, asked_E in enumerate(asked_SE):
     wanted = np.flatnonzero(asked_E).tolist()

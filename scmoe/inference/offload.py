@@ -15,11 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from scmoe.errors import ConfigError
+from scmoe.inference import expert_trace
 from scmoe.models.gpt import GPT
 from scmoe.models.stacked import Apart
-from scmoe.moe.migration import MODES, Cached, Migration, quantised
+from scmoe.moe.migration import MODES, Cached, Int8, Migration, quantised
 from scmoe.parallel.mesh import parameter_specs
 
 WAYS = ("none", *MODES)
@@ -83,22 +85,28 @@ class Usage:
 
   Attributes:
     requests, misses: of experts, and of those that were copied; all devices and pairs.
-    trace: bool [pairs, calls, E] of each program.
+    held, worth: int32 [pairs, C] and float32 [pairs, E], whose the slots were before each
+      generation's decode, and what the policy knew by then.
+    traces: of each generation, bool [pairs, calls, E] of each of its programs.
   """
 
   requests: int = 0
   misses: int = 0
-  trace: list[np.ndarray] = dataclasses.field(default_factory=list)
-
+  held: list[np.ndarray] = dataclasses.field(default_factory=list)
+  worth: list[np.ndarray] = dataclasses.field(default_factory=list)
+  traces: list[list[np.ndarray]] = dataclasses.field(default_factory=list)
   _seen: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(2, np.int64))
 
   def begin(self, cached: Sequence[Cached]) -> None:
     """The caches as a prefill leaves them: what it has asked for does not count."""
     self._seen = _counted(cached)
+    self.held.append(np.stack([np.asarray(own.expert_C) for own in cached]))
+    self.worth.append(np.stack([np.asarray(own.worth_e) for own in cached]))
+    self.traces.append([])
 
   def add(self, asked: Any, cached: Sequence[Cached]) -> None:
     """What one program of decode has asked for, and its caches afterwards."""
-    self.trace.append(np.asarray(asked))
+    self.traces[-1].append(np.asarray(asked))
     counted = _counted(cached)
     requests, misses = (counted - self._seen).tolist()
     self._seen = counted
@@ -108,6 +116,15 @@ class Usage:
   def hit_rate(self) -> float:
     """Share of the requests that found their expert on the device; 1 without requests."""
     return 1 - self.misses / self.requests if self.requests else 1.0
+
+  def hit_rate_of(self, policy: str) -> float:
+    """The same under another policy, on the same trace: see `expert_trace.hits`. One device's."""
+    found = 0
+    for held_LC, worth_LE, programs in zip(self.held, self.worth, self.traces):
+      if programs:
+        trace, slots = np.concatenate(programs, 1), held_LC.shape[1]
+        found += expert_trace.hits(trace, slots, policy, held_LC=held_LC, worth_LE=worth_LE)
+    return found / self.requests if self.requests else 1.0
 
 
 def _counted(cached: Sequence[Cached]) -> np.ndarray:
@@ -129,54 +146,55 @@ def offloaded(model: GPT, mesh: Mesh, *, int8: bool = False) -> GPT:
     ConfigError: it has no experts, or devices share one.
   """
   check(model, mesh)
-  params = nnx.split(model.stages)[1]
-  count, wanted = model.config.num_pairs, parameter_specs(params)
-  is_param = lambda x: isinstance(x, nnx.Variable)
+  graph, params = nnx.split(model)
+  count, is_param = model.config.num_pairs, lambda x: isinstance(x, nnx.Variable)
 
   def lay(path: tuple, param: Any, spec: Any) -> Any:
-    stack, axes = param.get_value(), spec.get_value()[1:]
-    # Biases are too small to be worth a copy of their own.
-    goes = "experts" in jax.tree_util.keystr(path) and stack.ndim > 3
-    kind = HOST if goes else None
-    return param.replace(Apart(tuple(
-      to_memory(stack[i], NamedSharding(mesh, type(spec.get_value())(*axes)), kind, int8=int8)
-      for i in range(count)
-    )))  # fmt: skip
+    stack, axes = param.get_value(), spec.get_value()
+    if not jax.tree_util.keystr(path).startswith("['stages']"):
+      return param.replace(to_memory(stack, NamedSharding(mesh, axes)))
+    goes = HOST if is_routed(path, stack) else None
+    own = NamedSharding(mesh, P(*axes[1:]))
+    parts = (to_memory(stack[i], own, goes, int8=int8) for i in range(count))
+    return param.replace(Apart(tuple(parts)))
 
-  apart = jax.tree_util.tree_map_with_path(lay, params, wanted, is_leaf=is_param)
-  return with_stages(model, apart)
-
-
-def with_stages(model: GPT, params: Any) -> GPT:
-  """The model with these parameters of its pairs, taken apart."""
-  graph, rest = nnx.split(model)
-  model = nnx.merge(graph, rest)
+  laid = jax.tree_util.tree_map_with_path(lay, params, parameter_specs(params), is_leaf=is_param)
+  model = nnx.merge(graph, laid)
   model.overlap = dataclasses.replace(model.overlap, unroll=0)
-  model.stages = nnx.merge(nnx.split(model.stages)[0], params)
   return model
 
 
-def to_memory(x: Any, sharding: NamedSharding, kind: str | None, *, int8: bool = False) -> Any:
+def is_routed(path: tuple[Any, ...], leaf: Any) -> bool:
+  """Whether a parameter of the stacked pairs is a matrix of routed experts.
+
+  Their biases are too small to be worth a copy of their own.
+  """
+  return "experts" in jax.tree_util.keystr(path) and len(leaf.shape) > 3
+
+
+def to_memory(
+  x: Any, sharding: NamedSharding, kind: str | None = None, *, int8: bool = False
+) -> Any:
   """An array where it belongs.
 
   Args:
-    x: [E, ...] of one layer.
+    x: of any memory, or NumPy's; or an `Int8` of such.
     sharding: of it.
     kind: memory; None: the device's.
-    int8: a matrix of experts in eight bits.
+    int8: a matrix [E, M, N] of experts becomes an `Int8`.
   """
-  if kind is None:
-    return jax.device_put(x, sharding)
-  where = sharding.with_memory_kind(kind)
-  if not int8 or x.ndim < 3:
-    return jax.device_put(x, where)
-  packed = jax.jit(quantised, static_argnums=1)(x, jnp.dtype(x.dtype).name)
-  own = lambda a: tuple(
-    None if n == 1 else s for n, s in zip(a.shape, (*sharding.spec, None, None))
+  place = lambda x, spec: jax.device_put(x, NamedSharding(sharding.mesh, spec, memory_kind=kind))
+  packed = x
+  if not isinstance(x, Int8):
+    if not int8 or kind is None or x.ndim < 3:
+      return place(x, sharding.spec)
+    packed = jax.jit(quantised, static_argnums=1)(x, jnp.dtype(x.dtype).name)
+  whole = [*sharding.spec, *[None] * (packed.value.ndim - len(sharding.spec))]
+  return dataclasses.replace(
+    packed,
+    value=place(packed.value, P(*whole)),
+    scale=place(packed.scale, P(*whole[:-2], None, whole[-1])),
   )
-  return jax.tree.map(
-    lambda a: jax.device_put(a, NamedSharding(where.mesh, type(sharding.spec)(*own(a)),
-                                              memory_kind=kind)), packed)  # fmt: skip
 
 
 def check(model: GPT, mesh: Mesh) -> None:

@@ -419,8 +419,8 @@ class Int8:
     dtype: static, what they are multiplied out to.
   """
 
-  value: Array
-  scale: Array
+  value: Any
+  scale: Any
   dtype: str = dataclasses.field(default="float32", metadata={"static": True})
 
   @property

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -38,7 +39,7 @@ from scmoe.data.tokenizers import ByteTokenizer, JsonTokenizer
 from scmoe.errors import ConfigError, DataError
 from scmoe.extensions import check_allowed
 from scmoe.models.objective import cast_params
-from scmoe.moe.migration import quantised
+from scmoe.moe.migration import Int8, quantised
 from scmoe.pretrained.folder import (
   CONFIG,
   WRITTEN,
@@ -332,6 +333,24 @@ class InferenceFolder:
     state = nested(leaves, {"params": built.shapes, "router": built.router_shapes})
     return state["params"], state["router"]
 
+  def mapped(self, built: build.Built) -> tuple[Any, Any]:
+    """The same with parameters as NumPy has them, in the types in which they are computed; those of
+    experts as `Layers`, read when they are asked for.
+
+    Args:
+      built: of `run`.
+    """
+    leaves: dict[str, Any] = {}
+    for part in self.parts.values():
+      if part.scale:
+        continue
+      if part.layer is None:
+        leaves[part.leaf] = self.read(part.name)
+      else:
+        leaves.setdefault(part.leaf, Layers(self, [])).names.append(part.name)
+    state = nested(leaves, {"params": built.shapes, "router": built.router_shapes})
+    return state["params"], jax.tree.map(jnp.asarray, state["router"])
+
   def _text(self, name: str, crc: int) -> str:
     path = self.path / name
     try:
@@ -387,6 +406,37 @@ class InferenceFolder:
       raise DataError(f"{file}: {name} cannot be read: {error}") from None
     if crc != self._manifest["tensors"][name]["crc32"]:
       raise DataError(f"{file} is damaged: {name} has another checksum than when it was written")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+  """A parameter of the experts of all layers, of which each is read when it is asked for.
+
+  Attributes:
+    folder: where.
+    names: of its tensors, layer by layer.
+  """
+
+  folder: InferenceFolder
+  names: list[str]
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """[L, E, ...]."""
+    return (len(self.names), *self.folder.parts[self.names[0]].shape)
+
+  @property
+  def ndim(self) -> int:
+    """Dimensions, that of the layers counted."""
+    return len(self.shape)
+
+  def __getitem__(self, layer: int) -> Any:
+    """One layer's, mapped: an array, or an `Int8` of two."""
+    name = self.names[layer]
+    value = self.folder.read(name)
+    if self.folder.parts[name].dtype != "I8":
+      return value
+    return Int8(value, self.folder.read(name + _SCALE), self.folder.run.model.dtype)
 
 
 def _manifest(path: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from scmoe.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
@@ -308,6 +309,30 @@ def restore_part(
     except Damaged as error:
       warn(f"checkpoint {place} cannot be used: {error}")
   raise CheckpointError(_nothing_there(directory, step))
+
+
+def restore_on_host(
+  workdir: str | os.PathLike[str], abstract: PyTree, step: int | None = None
+) -> PyTree:
+  """Parameters as NumPy arrays, read one leaf at a time: no device holds more than one of them.
+
+  Args:
+    workdir: of the run.
+    abstract: of the parameters, dictionaries of `jax.ShapeDtypeStruct` with shardings.
+    step: which one; None: the newest.
+
+  Raises:
+    CheckpointError: as `restore_part`.
+  """
+
+  def read(path: tuple[Any, ...], leaf: Any) -> np.ndarray:
+    alone: Any = leaf
+    for key in reversed(path):
+      alone = {key.key: alone}
+    found = restore_part(workdir, {"params": alone}, step)["params"]
+    return np.asarray(jax.tree.leaves(found)[0])
+
+  return jax.tree_util.tree_map_with_path(read, abstract)
 
 
 def restore_stored(

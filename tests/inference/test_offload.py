@@ -86,10 +86,11 @@ def test_the_same_tokens(way, slots, prompts, options):
     usage=usage,
   )
   assert found == expected
-  assert bool(usage.trace) == bool(slots)
+  assert bool(usage.traces) == bool(slots)
   if slots:
-    assert usage.requests == np.concatenate(usage.trace, 1).sum()
-    assert 0 <= usage.misses <= usage.requests
+    assert usage.requests == np.concatenate(usage.traces[0], 1).sum()
+    assert usage.hit_rate == pytest.approx(usage.hit_rate_of("lfu"))
+    assert usage.hit_rate <= usage.hit_rate_of("belady")
 
 
 @pytest.mark.parametrize("config", [MeshConfig(2, 4, 1), MeshConfig(1, 2, 2)], ids=str)

@@ -268,6 +268,8 @@ def benchmark(
       found["experts"] = _of_cache(arm)
     lines.append(line(name, *cells))
     figures["arms"][name] = found
+  stats = [device.memory_stats() or {} for device in jax.local_devices()]
+  figures["peak_memory"] = max(found.get("peak_bytes_in_use", 0) for found in stats)
   if len(ways) > 1 or ways[0].name != "none":
     lines += _of_ways(figures["arms"])
   return "\n".join(lines), figures

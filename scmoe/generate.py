@@ -35,13 +35,14 @@ from scmoe.command_line import (
   run_config,
   simulate,
 )
+from scmoe.config import RunConfig
 from scmoe.dry_run import size_of
 from scmoe.errors import ConfigError, run_main
 from scmoe.inference.decode import stream
 from scmoe.inference.offload import Usage
 from scmoe.inference.sampling import Sampling
 from scmoe.moe.migration import POLICIES
-from scmoe.plan import Load, Wish, bytes_of
+from scmoe.plan import Load, Wish, bytes_of, expected, measured_bandwidth, needs
 from scmoe.pretrained.inference import InferenceFolder
 from scmoe.summary import open_folder, open_model, open_run
 from scmoe.training.workdir import write_json
@@ -361,9 +362,39 @@ def _benchmark(values: dict[str, Any], given: list[tuple[str, str]]) -> str:
   ]
   options = {"rounds": values["rounds"], "ways": ways}
   text, figures = benchmark.benchmark(run, names, load, workdir, **options)
+  if values["ways"]:
+    text += "\n" + _expected(run, names, ways, load, figures)
   if values["json"]:
     write_json(Path(values["json"]), figures)
   return text
+
+
+def _expected(
+  run: RunConfig,
+  names: Sequence[str],
+  ways: Sequence[benchmark.Way],
+  load: benchmark.Load,
+  figures: dict[str, Any],
+) -> str:
+  """What the model of rates says of every arm, beside what was measured; into `figures` as well."""
+  rate = figures["host_bandwidth"] = measured_bandwidth()
+  lines = [
+    f"expected at {rate / 1e9:.1f} GB/s from the host, measured (tokens/s, prefill and decode)"
+  ]
+  for name in names:
+    built = build.build(build.with_wiring(run, name).resolve(
+      num_devices=jax.device_count(), vocab_size=build.vocab_size(run.data)))  # fmt: skip
+    model, own = built.run.model, Load(load.rows, load.prompt, load.new)
+    for way in ways:
+      arm = name if len(ways) == 1 else f"{name} {way.name}"
+      needed = needs(model, built.shapes, own, int8=way.int8)
+      found = expected(way.offload, model, needed, own, rate, devices=built.run.mesh.expert)
+      figures["arms"][arm]["expected"] = {
+        "prefill": found.prefill, "decode": found.decode, "device": found.device
+      }  # fmt: skip
+      size = size_of(found.device)
+      lines.append(f"  {arm}: {found.prefill:,.0f} and {found.decode:,.0f}, {size} of the device")
+  return "\n".join(lines)
 
 
 def _valid(prompt: str) -> str:

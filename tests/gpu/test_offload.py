@@ -1,0 +1,41 @@
+"""Experts in the host's memory on a GPU: the same tokens, and copies that begin behind the gate."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from scmoe import build
+from scmoe.benchmark import Way, random_model
+from scmoe.config import RunConfig
+from scmoe.inference.decode import generate
+from scmoe.inference.sampling import Sampling
+from scmoe.models.config import ModelConfig
+from scmoe.parallel.mesh import MeshConfig
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [list(range(1, 40))]
+
+
+def tokens(way, dtype, **options):
+  config = ModelConfig(
+    width=512, num_heads=8, num_layers=4, num_experts=8, wiring="scmoe_pos2", context=128,
+    dtype=dtype, init_std=0.1, **options,
+  )  # fmt: skip
+  run = dataclasses.replace(RunConfig(), model=config, mesh=MeshConfig(1))
+  built = build.build(run.resolve(num_devices=1, vocab_size=512), jax.devices()[:1])
+  model = random_model(built, Way(way))
+  options = {"mesh": built.mesh, "offload": Way(way).offload, "max_new_tokens": 24}
+  return generate(model, PROMPTS, Sampling(temperature=0.0), **options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_way_says_the_same(dtype):
+  expected = tokens("none", dtype)
+  for way in ("blocking", "early", "early+3", "ring", "ring,early+8", "ring,blocking+2"):
+    assert tokens(way, dtype) == expected, way
+
+
+def test_two_experts_of_a_token():
+  assert tokens("ring,early+4", "bfloat16", top_k=2) == tokens("none", "bfloat16", top_k=2)

@@ -25,6 +25,7 @@ from scmoe.data.config import DataConfig
 from scmoe.data.tokenizers import ByteTokenizer, load_json
 from scmoe.errors import ConfigError
 from scmoe.layers.mlp import is_gated
+from scmoe.models.distillation import Distillation
 from scmoe.models.flops import forward_flops, head_widths, peak_flops, projection_weights
 from scmoe.models.gpt import GPT
 from scmoe.models.objective import LanguageModelObjective
@@ -32,7 +33,7 @@ from scmoe.options import check_options
 from scmoe.parallel.mesh import MeshConfig, make_mesh, parameter_specs, shardings_of
 from scmoe.profiling.roofline import Sizes, machine, model_times
 from scmoe.training.optimizer import Optimizer, make_optimizer
-from scmoe.training.options import CheckpointConfig, TrainConfig
+from scmoe.training.options import CheckpointConfig, OptimizerConfig, TrainConfig
 from scmoe.training.step import TrainState, abstract_state
 from scmoe.training.variants import Change, Variant
 
@@ -50,6 +51,7 @@ class Built:
     shapes: parameters as `jax.ShapeDtypeStruct`, each with its sharding.
     objective: loss and metrics.
     optimizer: of the run.
+    teacher: what the objective learns from (`beside`), or None.
   """
 
   run: RunConfig
@@ -58,6 +60,7 @@ class Built:
   shapes: Params
   objective: LanguageModelObjective
   optimizer: Optimizer
+  teacher: Built | None = None
 
   @property
   def train(self) -> TrainConfig:
@@ -119,7 +122,10 @@ class Built:
     share = run.router.real_share(k, run.model.num_experts, run.model.zero_experts)
     if "real_experts" in figures:
       share = figures["real_experts"] / k
-    return forward_flops(run.model, run.data.seq_len, share).training
+    flops = forward_flops(run.model, run.data.seq_len, share).training
+    if self.teacher is not None:
+      flops += forward_flops(self.teacher.run.model, run.data.seq_len).forward
+    return flops
 
   @property
   def peak_flops(self) -> float:
@@ -155,7 +161,15 @@ class Built:
     choice = self.run.optimizer.masters
     halves = jax.default_backend() == "gpu" if choice == "auto" else choice == "halves"
     cast = self.objective.cast if halves else None
-    return abstract_state(self.init, self.optimizer, self.mesh, self.shardings, cast)
+    teacher = None if self.teacher is None else self.teacher.given_shapes
+    return abstract_state(self.init, self.optimizer, self.mesh, self.shardings, cast, teacher)
+
+  @property
+  def given_shapes(self) -> dict[str, Any]:
+    """Parameters, in the types in which they are read, and router state: what a teacher gives."""
+    typed = jax.eval_shape(self.objective.cast, self.shapes)
+    place = lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at.sharding)
+    return {"params": jax.tree.map(place, typed, self.shapes), "router": self.router_shapes}
 
   def variant(self, variant: Variant) -> LanguageModelObjective:
     """The objective with another way to route or to move rows; the parameters stay the same.
@@ -164,7 +178,7 @@ class Built:
       ConfigError: the variant does not fit the run, e.g. an r that does not divide the devices.
     """
     changed = self.varied(variant)
-    return make_objective(changed, build_model(changed, self.mesh)[0])
+    return make_objective(changed, build_model(changed, self.mesh)[0], self.teacher)
 
   def varied(self, variant: Variant) -> RunConfig:
     """The run that is configured as the variant has it; raises as `variant`."""
@@ -205,19 +219,24 @@ class Built:
     return nnx.merge(self.graph, params)
 
 
-def build(run: RunConfig, devices: Sequence[Any] | None = None) -> Built:
+def build(
+  run: RunConfig, devices: Sequence[Any] | None = None, teacher: RunConfig | None = None
+) -> Built:
   """Builds everything for a resolved configuration; allocates nothing.
 
   Args:
     run: see `RunConfig.resolve`.
     devices: the devices of the mesh; all of jax by default.
+    teacher: the resolved run that `run.train.teacher` names. Without it the objective learns from
+      text alone, as whoever does not train wants it.
 
   Raises:
     ConfigError: the mesh needs more devices than there are.
   """
   mesh = build_mesh(run, devices)
   graph, shapes = build_model(run, mesh)
-  objective = make_objective(run, graph)
+  taught_by = None if teacher is None else beside(teacher, run, mesh)
+  objective = make_objective(run, graph, taught_by)
   optimizer = make_optimizer(
     run.optimizer,
     run.train.steps,
@@ -225,11 +244,55 @@ def build(run: RunConfig, devices: Sequence[Any] | None = None) -> Built:
     spike_sigma=run.train.spike_sigma,
     specs=jax.tree.map(lambda s: s.sharding.spec, shapes),
   )
-  return Built(run, mesh, graph, shapes, objective, optimizer)
+  return Built(run, mesh, graph, shapes, objective, optimizer, taught_by)
 
 
-def make_objective(run: RunConfig, graph: nnx.GraphDef) -> LanguageModelObjective:
+def beside(teacher: RunConfig, run: RunConfig, mesh: Mesh) -> Built:
+  """A teacher on the mesh of its student, whose rows travel as the student's do.
+
+  Raises:
+    ConfigError: it cannot lie on that mesh, or knows fewer positions or another vocabulary.
+  """
+  name, theirs, own = f"train.teacher={run.train.teacher!r}", teacher.model, run.model
+  if theirs.vocab_size != own.vocab_size:
+    raise ConfigError(
+      f"{name} has a vocabulary of {theirs.vocab_size}, model.vocab_size={own.vocab_size}; their "
+      "scores cannot be compared: give a teacher with the same tokenizer"
+    )
+  if theirs.context < run.data.seq_len:
+    raise ConfigError(
+      f"{name} has model.context={theirs.context}, data.seq_len={run.data.seq_len} is longer; use "
+      f"at most {theirs.context}"
+    )
+  experts = theirs.num_experts if theirs.wiring_rule.taps else 0
+  if experts % mesh.shape["expert"]:
+    raise ConfigError(
+      f"{name} has {experts} experts, which {mesh.shape['expert']} devices of mesh.expert do not "
+      "divide; use fewer of them"
+    )
+  try:
+    theirs.check_mesh(expert=run.mesh.expert, tensor=run.mesh.tensor)
+  except ConfigError as error:
+    raise ConfigError(f"{name}: {error}") from None
+  teacher = dataclasses.replace(teacher, mesh=run.mesh, dispatch=run.dispatch, overlap=run.overlap)
+  graph, shapes = build_model(teacher, mesh)
+  optimizer = make_optimizer(OptimizerConfig(), 1)  # of which nothing is asked
+  return Built(teacher, mesh, graph, shapes, make_objective(teacher, graph), optimizer)
+
+
+def make_objective(
+  run: RunConfig, graph: nnx.GraphDef, teacher: Built | None = None
+) -> LanguageModelObjective:
   """What a resolved run minimises."""
+  if teacher is not None:
+    return Distillation(
+      graph,
+      run.router,
+      teacher.graph,
+      share=run.train.teacher_share,
+      temperature=run.train.teacher_temperature,
+      remat=run.train.remat,
+    )
   return LanguageModelObjective(graph, run.router, remat=run.train.remat)
 
 

@@ -143,6 +143,12 @@ RULES = (
     "set dispatch.transport=packed or dropless, or dispatch.capacity_factor",
   ),
   _Rule(
+    ("train.teacher_share", "train.teacher_temperature"),
+    lambda run: not run.train.teacher,
+    "train.teacher='' is no teacher",
+    "set train.teacher, e.g. runs/teacher",
+  ),
+  _Rule(
     ("optimizer.muon_beta", "optimizer.muon_rms"),
     lambda run: run.optimizer.name != "muon",
     "optimizer.name={run.optimizer.name!r} has no Muon",

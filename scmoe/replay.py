@@ -24,6 +24,7 @@ from scmoe.config import RunConfig
 from scmoe.errors import CheckpointError, ConfigError, run_main
 from scmoe.parallel.mesh import batch_sharding
 from scmoe.summary import open_run
+from scmoe.teacher import open_teacher
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.options import CheckpointConfig
 from scmoe.training.search import Searchable, Steps
@@ -49,13 +50,21 @@ def main(argv: list[str]) -> None:
   simulate(values["simulate"])
   bundle = Path(values["bundle"])
   run: RunConfig = build.on_mesh(open_run(str(bundle), None, values["allow_import"]).run)
-  found, same = replay(build.build(run), bundle)
+  teacher = open_teacher(run, bundle.absolute().parent, values["allow_import"])
+  built = build.build(run, teacher=teacher and teacher.run)
+  given = teacher.load(built.teacher) if teacher and built.teacher else None
+  found, same = replay(built, bundle, given)
   print(found)
   print("bitwise the same" if same else "not the same: other hardware, versions or mesh?")
 
 
-def replay(built: Searchable, bundle: Path) -> tuple[str, bool]:
+def replay(built: Searchable, bundle: Path, teacher: Any = None) -> tuple[str, bool]:
   """Repeats the step of a bundle.
+
+  Args:
+    built: the run.
+    bundle: the folder.
+    teacher: `TrainState.teacher` of a run that has one.
 
   Returns:
     A table of the numbers then and now, and whether all are equal, bit by bit.
@@ -83,7 +92,8 @@ def replay(built: Searchable, bundle: Path) -> tuple[str, bool]:
   sharding = batch_sharding(built.mesh, leading=1)
   put = lambda x: jax.make_array_from_process_local_data(sharding, x)
   step = Steps(built, abstract, bundle)(variant)
-  _, scalars, _ = step(before(restored.state, failure).like(abstract), jax.tree.map(put, batch))
+  state = dataclasses.replace(before(restored.state, failure).like(abstract), teacher=teacher)
+  _, scalars, _ = step(state, jax.tree.map(put, batch))
   now = {name: str(np.asarray(x).item()) for name, x in scalars.items()}
   names = [name for name in ("objective", "grad_norm", "loss_scale") if name in failure]
   lines = [f"{'step ' + str(failure['step']):12}{'then':>24}{'now':>24}"]

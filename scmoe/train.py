@@ -11,6 +11,7 @@ on where the run stopped.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,7 @@ from scmoe.models.flops import count_parameters
 from scmoe.parallel.collectives import request_copy_engines
 from scmoe.programs import Programs
 from scmoe.summary import check_memory, header, open_run, out_of_memory, result, store_tokenizer
+from scmoe.teacher import check_tokenizer, open_teacher, remember_teacher
 from scmoe.training import distributed
 from scmoe.training.checkpoint import FOLDER, list_steps, restore_part
 from scmoe.training.loop import Poll, Trainer
@@ -82,7 +84,8 @@ def train(run: RunConfig, workdir: Path) -> TrainState:
     vocab_size=build.vocab_size(run.data),
     num_processes=jax.process_count(),
   )
-  built = build.build(run)
+  teacher = open_teacher(run, workdir, [*imports_of(run).values()])
+  built = build.build(run, teacher=teacher and teacher.run)
   data = open_data(
     run.data,
     batch_size=run.train.batch_size,
@@ -91,8 +94,12 @@ def train(run: RunConfig, workdir: Path) -> TrainState:
     process_count=jax.process_count(),
   )
   check_vocab(data, run.model.vocab_size)
+  if teacher is not None:
+    check_tokenizer(teacher, data.tokenizer)
   if distributed.is_first():
     store_tokenizer(data.tokenizer, workdir)
+    if teacher is not None:
+      remember_teacher(teacher, workdir)
     if problem := remember(imports_of(run), workdir):
       warn(problem)
   check_memory(built)
@@ -102,9 +109,10 @@ def train(run: RunConfig, workdir: Path) -> TrainState:
     workdir,
     evaluate=evaluation(built, data, workdir),
     sample=sampling(built, data),
-    header=header(built, data, workdir),
+    header="\n".join([header(built, data, workdir), *([teacher.said(run)] if teacher else [])]),
     card=card(asked, built, data),
     warm_start=beginning(built),
+    teacher=functools.partial(teacher.load, built.teacher) if teacher and built.teacher else None,
   )
   try:
     state = trainer.run()

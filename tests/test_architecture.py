@@ -25,7 +25,7 @@ RANKS = [
   ("dry_run",),
   ("benchmark", "pretrained", "plan"),
   ("summary",),
-  ("tasks",),
+  ("tasks", "teacher"),
   ("train", "evaluate", "generate", "profile", "compare", "sweep", "inspect", "convert", "replay"),
   ("serve",),
 ]

@@ -9,12 +9,15 @@ in one float32 array of its size.
 The gradient of a sum of losses needs nothing that comes later but one number, so it is computed on
 the way and the backward pass multiplies it: scores are products once, and never kept.
 
+A teacher's scores (`taught_losses`) are made and used in the same chunks.
+
 With a vocabulary in parts (Megatron-LM's vocabulary-parallel cross-entropy), three small
 collectives a chunk take the place of gathering the scores.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -116,13 +119,114 @@ def _summed_bwd(by_token, kept, bars):
 summed_losses.defvjp(_summed_fwd, _summed_bwd)
 
 
+@dataclasses.dataclass(frozen=True)
+class Teaching:
+  """How much a teacher counts, and how its output weight lies.
+
+  Attributes:
+    share: of the divergence in the loss, from 0 to 1; the rest is cross-entropy.
+    temperature: divides both models' scores before they are compared.
+    by_token, teacher_by_token: of either weight, as of `scores`.
+  """
+
+  share: float
+  temperature: float
+  by_token: bool
+  teacher_by_token: bool
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def taught_losses(
+  student: tuple[Float[Array, "T D"], Array],
+  teacher: tuple[Float[Array, "T d"], Array],
+  targets_T: Int[Array, " T"],
+  weights_T: Float[Array, " T"],
+  how: Teaching,
+) -> tuple[Array, Array, Array, Array]:
+  """Distillation (Hinton et al., arXiv 1503.02531): what is learned from text and from a teacher.
+
+  With q and t the softmax of the student's and of the teacher's scores over the temperature τ, a
+  token's loss is (1 - share) · cross-entropy + share · τ² · KL(t | q). τ² keeps the gradient's size
+  where τ changes.
+
+  Args:
+    student: last hidden states and the weight of the scores, as of `summed_losses`.
+    teacher: of the teacher, whose width may be another, over the same vocabulary; without gradient.
+    targets_T, weights_T: as of `summed_losses`.
+    how: static.
+
+  Returns:
+    Σ weights · loss, with gradients for `student` as `summed_losses` has them; and without any
+    Σ weights · cross-entropy, Σ weights · [the best guess is right], and Σ weights · KL. Each
+    float32 [].
+  """
+  return _taught_fwd(student, teacher, targets_T, weights_T, how)[0]
+
+
+def _taught_fwd(student, teacher, targets_T, weights_T, how):
+  (h_TD, weight), (taught_Td, given) = student, teacher
+  own = _own_tokens(weight, how.by_token)
+  first, heat = _first_token(own), how.temperature
+  back, outer = _PRODUCTS[how.by_token]
+
+  def chunk(carry: Any, xs: tuple[Array, ...]) -> tuple[Any, Array]:
+    sums, weight_bar = carry
+    h_CD, taught_Cd, targets_C, weights_C = xs
+    logits_Cv = scores(h_CD, weight, how.by_token)
+    nats_C, correct_C, log_sum_C = _losses(logits_Cv, targets_C)
+    wanted_Cv = scores(taught_Cd, given, how.teacher_by_token)
+    apart_C, gap_Cv = _divergence(logits_Cv / heat, wanted_Cv / heat)
+    here_Cv = jnp.arange(own) == (targets_C - first)[:, None]
+    bar_Cv = (1 - how.share) * (jnp.exp(logits_Cv - log_sum_C[:, None]) - here_Cv)
+    bar_Cv = ((bar_Cv + how.share * heat * gap_Cv) * weights_C[:, None]).astype(h_CD.dtype)
+    h_bar_CD = jnp.einsum(back, bar_Cv, weight)
+    pair = (bar_Cv, h_CD) if how.by_token else (h_CD, bar_Cv)
+    weight_bar += jnp.einsum(outer, *pair, preferred_element_type=jnp.float32)
+    loss_C = (1 - how.share) * nats_C + how.share * heat**2 * apart_C
+    new = jnp.stack([(each_C * weights_C).sum() for each_C in (loss_C, nats_C, correct_C, apart_C)])
+    return (sums + new, weight_bar), h_bar_CD
+
+  start = jnp.zeros(4, jnp.float32), jnp.zeros(weight.shape, jnp.float32)
+  arrays = (h_TD, taught_Td, targets_T, weights_T)
+  (sums, weight_bar), h_bar_TD = _over_chunks(chunk, start, arrays, 2 * own)
+  like = jnp.zeros((0,), weight.dtype)
+  return tuple(sums), (h_bar_TD, weight_bar, like)
+
+
+def _taught_bwd(how, kept, bars):
+  del how
+  h_bar_TD, weight_bar, _, _ = _summed_bwd(None, kept, bars)
+  return (h_bar_TD, weight_bar), None, None, None
+
+
+taught_losses.defvjp(_taught_fwd, _taught_bwd)
+
+
+def _divergence(
+  logits_Cv: Float[Array, "C v"], wanted_Cv: Float[Array, "C v"]
+) -> tuple[Array, Array]:
+  """KL(t | q) of each token, and q - t: q is the softmax of the first scores, t of the second."""
+  axes = ("tensor",)
+  tops = [x.max(-1) for x in (logits_Cv, wanted_Cv)]
+  tops = [largest(top_C, axes, "tensor") for top_C in tops]
+  shifted = [x - top_C[:, None] for x, top_C in zip((logits_Cv, wanted_Cv), tops)]
+  powers = total([jnp.exp(x).sum(-1) for x in shifted], axes, "tensor")
+  q_log, t_log = (x - jnp.log(power_C)[:, None] for x, power_C in zip(shifted, powers))
+  t_Cv = jnp.exp(t_log)
+  return total((t_Cv * (t_log - q_log)).sum(-1), axes, "tensor"), jnp.exp(q_log) - t_Cv
+
+
+# Equations of the gradients of h and of the weight, `by_token` or not.
+_PRODUCTS = {True: ("tv,vd->td", "tv,td->vd"), False: ("tv,dv->td", "td,tv->dv")}
+
+
 def _with_gradients(
   h_TD: Array, weight: Array, targets_T: Array, weights_T: Array, by_token: bool
 ) -> tuple[tuple[Array, Array], Array, Array]:
   """The two sums of `summed_losses`, and the first one's gradients: of h, and float32 of weight."""
   own = _own_tokens(weight, by_token)
   first = _first_token(own)
-  back, outer = ("tv,vd->td", "tv,td->vd") if by_token else ("tv,dv->td", "td,tv->dv")
+  back, outer = _PRODUCTS[by_token]
 
   def chunk(carry: Any, xs: tuple[Array, ...]) -> tuple[Any, Array]:
     nats, correct, weight_bar = carry

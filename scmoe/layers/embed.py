@@ -11,7 +11,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
-from scmoe.layers.cross_entropy import scores, summed_losses, token_losses
+from scmoe.layers.cross_entropy import Teaching, scores, summed_losses, taught_losses, token_losses
 from scmoe.parallel.collectives import repeat, total, whole
 from scmoe.parallel.mesh import axis_index
 
@@ -99,6 +99,32 @@ class Embedding(nnx.Module):
     h_TD, weight, by_token = self._read(h_BSD)
     targets_T, weights_T = targets_BS.reshape(-1), weights_BS.reshape(-1).astype(jnp.float32)
     found: Any = summed_losses(h_TD, weight, targets_T, weights_T, by_token)
+    return found
+
+  def taught_losses(
+    self,
+    h_BSD: Float[Array, "B S D"],
+    teacher: Embedding,
+    taught_BSd: Float[Array, "B S d"],
+    targets_BS: Int[Array, "B S"],
+    weights_BS: Float[Array, "B S"],
+    *,
+    share: float,
+    temperature: float,
+  ) -> tuple[Array, Array, Array, Array]:
+    """What a student differentiates: `scmoe.layers.cross_entropy.taught_losses`.
+
+    Args:
+      h_BSD: last hidden states.
+      teacher, taught_BSd: the teacher's embedding, and its last hidden states.
+      targets_BS, weights_BS: as of `summed_losses`.
+      share, temperature: of `Teaching`.
+    """
+    *student, by_token = self._read(h_BSD)
+    *given, teacher_by_token = teacher._read(taught_BSd)
+    how = Teaching(share, temperature, by_token, teacher_by_token)
+    targets_T, weights_T = targets_BS.reshape(-1), weights_BS.reshape(-1).astype(jnp.float32)
+    found: Any = taught_losses(tuple(student), tuple(given), targets_T, weights_T, how)
     return found
 
   def _read(self, h_BSD: Array) -> tuple[Array, Array, bool]:

@@ -12,7 +12,7 @@ from flax import nnx
 from jax import Array
 
 from scmoe.batch import Batch
-from scmoe.models.gpt import GPT, Pass, together
+from scmoe.models.gpt import GPT, Output, Pass, together
 from scmoe.moe.losses import balance_loss, layer_balance, statistics, update_bias, z_loss
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.types import RouterSums
@@ -34,6 +34,7 @@ class LossSums:
     microbatches: number of them.
     router: sums per MoE layer [layers, ...], or None.
     bias_range: Σ of the microbatches' largest minus smallest balancing bias per layer, or None.
+    divergence: Σ weight · divergence from a teacher (`scmoe.models.distillation`), or None.
   """
 
   nats: Array
@@ -43,6 +44,7 @@ class LossSums:
   microbatches: Array
   router: RouterSums | None
   bias_range: Array | None = None
+  divergence: Array | None = None
 
 
 class LanguageModelObjective:
@@ -131,22 +133,29 @@ class LanguageModelObjective:
     own = []
     with jax.named_scope("loss"):
       for model, out, batch in zip(models, outs, batches):
-        read = model.embedding.summed_losses
-        nats, correct = read(out.h_BSD, batch.targets, batch.weights)
-        own.append(((nats, correct, batch.weights.astype(jnp.float32).sum()), out.sums))
+        text = self.of_text(model, out, batch)
+        own.append((text | {"weight": batch.weights.astype(jnp.float32).sum()}, out.sums))
       # All microbatches, all layers, all sums: one collective.
       totals = total(own, BATCH_AXES, "statistics")
     bias_LE = (router or {}).get("bias")
     bias_range = None if bias_LE is None else bias_LE.max(-1) - bias_LE.min(-1)
     found = []
-    for (nats, correct, weight), sums in totals:
-      loss = nats / jnp.maximum(weight, 1)
+    for text, sums in totals:
+      loss = text.pop("loss", text["nats"]) / jnp.maximum(text["weight"], 1)
       if sums is not None:
         loss = loss + self.router.balance_loss * balance_loss(sums, self.router.balance)
         loss = loss + self.router.z_loss * z_loss(sums).sum()
-      counts = LossSums(nats, correct, weight, loss, jnp.ones(()), sums, bias_range)
-      found.append((loss, counts))
+      rest = {"loss": loss, "microbatches": jnp.ones(()), "bias_range": bias_range}
+      found.append((loss, LossSums(**text, **rest, router=sums)))
     return jnp.stack([loss for loss, _ in found]).sum(), found
+
+  def of_text(self, model: GPT, out: Output, batch: Batch) -> dict[str, Array]:
+    """This device's sums over a microbatch: `nats` and `correct` of `LossSums`.
+
+    A subclass may add `loss`, what is differentiated instead of `nats`, and `divergence`.
+    """
+    nats, correct = model.embedding.summed_losses(out.h_BSD, batch.targets, batch.weights)
+    return {"nats": nats, "correct": correct}
 
   def cast(self, params: Any) -> Any:
     """Parameters as the products read them: in the compute type, once for many microbatches.
@@ -156,6 +165,10 @@ class LanguageModelObjective:
     """
     model: GPT = nnx.merge(self.graph, params)
     return cast_params(params, model.config.dtype)
+
+  def taught(self, given: Any) -> LanguageModelObjective:
+    """Of an objective with a teacher, the one that has its arrays."""
+    raise TypeError("only scmoe.models.distillation.Distillation has a teacher")
 
   def metrics(self, aux: LossSums) -> tuple[dict[str, Array], dict[str, Array]]:
     """Scalars and per-layer arrays of a step, from the sums over its microbatches.

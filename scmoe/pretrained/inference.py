@@ -247,6 +247,11 @@ class InferenceFolder:
     return sum(place.size for place in self.places.values())
 
   @property
+  def checksums(self) -> dict[str, int]:
+    """CRC-32 of every tensor, by name."""
+    return {name: tensor["crc32"] for name, tensor in self._manifest["tensors"].items()}
+
+  @property
   def tokenizer(self) -> Tokenizer:
     """The one that the run was trained with.
 

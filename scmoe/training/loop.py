@@ -117,6 +117,7 @@ class Trainer:
     header: printed first.
     card: what `scmoe.training.card.write_card` is told of this start; None: no card.
     warm_start: weights from elsewhere, at step 0.
+    teacher: gives `TrainState.teacher`, at every start.
   """
 
   def __init__(
@@ -130,10 +131,12 @@ class Trainer:
     header: str = "",
     card: dict[str, Any] | None = None,
     warm_start: Callable[[TrainState], TrainState] | None = None,
+    teacher: Callable[[], Any] | None = None,
   ):
     self.built, self.data, self.workdir = built, data, workdir
     self.evaluate, self.sample = evaluate, sample
     self.header, self.card, self.warm_start = header, card, warm_start
+    self.teacher = teacher
 
   def run(self) -> TrainState:
     """Trains to the last step, resuming from the newest valid checkpoint in the workdir.
@@ -246,6 +249,8 @@ class _Run:
     else:
       self.state, self.step = restored.state.like(self.abstract), restored.step
       self.batches.restore(restored.data_state)
+    if trainer.teacher is not None:
+      self.state = dataclasses.replace(self.state, teacher=trainer.teacher())
     if self.first:
       write_json(self.workdir / CONFIG, built.config)
       if trainer.card is not None:
@@ -325,7 +330,7 @@ class _Run:
     if meta.get(WEIGHTS_ONLY):  # no data have been seen, nothing but the architecture is fixed
       check_config(architecture(meta["config"]), architecture(current), allow_change=allow)
       return
-    fits = not misfit(self.abstract, meta["leaves"])
+    fits = not misfit(dataclasses.replace(self.abstract, teacher=None), meta["leaves"])
     lines = check_config(meta["config"], current, allow_change=allow, fits=fits)
     data = json.loads(json.dumps(self.trainer.data.fingerprint()))
     lines += check_data(meta["data_fingerprint"], data, allow_change=allow)

@@ -33,6 +33,17 @@ class TrainConfig:
     "folder of a run with whose newest parameters this one begins, at step 0 and with a fresh "
     "optimizer; empty: fresh parameters",
   )
+  teacher: str = option(
+    "",
+    "folder of a run, or of scmoe.convert --inference, from whose scores the model learns beside "
+    "the text; of a run the newest checkpoint at the start; empty: text alone",
+  )
+  teacher_share: float = option(
+    0.5, "share of the divergence from the teacher in the loss", minimum=0, maximum=1
+  )
+  teacher_temperature: float = option(
+    2.0, "divides the scores of both before they are compared", minimum=0.01
+  )
   log_every: int = option(10, "steps between lines on the console and in metrics.jsonl", minimum=1)
   eval_every: int = option(0, "steps between evaluations; 0: only after the last step", minimum=0)
   eval_batches: int = option(8, "batches of one evaluation; 0: the whole validation set", minimum=0)

@@ -64,7 +64,15 @@ _SINCE = {
     "real_experts": 0.0,
   },
   "dispatch": {"silent": False},
-  "train": {"spike_sigma": 0.0, "spike_action": "skip", "init_from": "", "trackers": ""},
+  "train": {
+    "spike_sigma": 0.0,
+    "spike_action": "skip",
+    "init_from": "",
+    "trackers": "",
+    "teacher": "",
+    "teacher_share": 0.5,
+    "teacher_temperature": 2.0,
+  },
   "optimizer": {
     "loss_scale": 0.0,
     "loss_scale_window": 1000,

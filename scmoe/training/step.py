@@ -45,10 +45,11 @@ class TrainState:
   skipped_in_row: Array  # int32 [], of them since the last good one; no overflow of a scaled loss
   scale: PyTree = None  # of `LossScaling`, where there is one
   recent: PyTree = None  # of `Spikes`, where there are some
+  teacher: PyTree = None  # arrays that the loss reads and no step changes; in no checkpoint
 
   def whole(self) -> TrainState:
-    """With float32 parameters: what a checkpoint holds."""
-    return dataclasses.replace(self, params=masters.whole(self.params))
+    """With float32 parameters and without a teacher: what a checkpoint holds."""
+    return dataclasses.replace(self, params=masters.whole(self.params), teacher=None)
 
   def readable(self) -> TrainState:
     """With parameters as the model reads them, in arrays."""
@@ -96,6 +97,10 @@ class Objective(Protocol):
     """Parameters in the types in which `loss` reads them."""
     ...
 
+  def taught(self, given: PyTree) -> Objective:
+    """The objective that also reads the arrays of `TrainState.teacher`, where there are some."""
+    ...
+
   def metrics(self, aux: PyTree) -> tuple[dict[str, Array], dict[str, Array]]:
     """(scalars, per-layer arrays) of the summed `aux`.
 
@@ -117,6 +122,7 @@ def abstract_state(
   mesh: Mesh,
   shardings: tuple[PyTree, PyTree],
   cast: Callable[[PyTree], PyTree] | None = None,
+  teacher: PyTree = None,
 ) -> TrainState:
   """Shapes, types and shardings of the state; nothing is allocated.
 
@@ -127,6 +133,7 @@ def abstract_state(
     shardings: pytrees of NamedSharding like `params` and like `router`.
     cast: parameters to the types in which the model reads them, if those it reads in bfloat16 are
       to lie in halves (`scmoe.training.masters`).
+    teacher: ShapeDtypeStructs, with shardings, of what the objective's `taught` is given.
   """
   shapes = jax.eval_shape(lambda: _fresh(init, optimizer, 0))
   params, router = shardings
@@ -145,6 +152,7 @@ def abstract_state(
   state = jax.tree.map(
     lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, placed
   )
+  state = dataclasses.replace(state, teacher=teacher)
   if cast is None:
     return state
   lower = masters.halves_of(state.params, jax.eval_shape(cast, state.params))
@@ -159,7 +167,11 @@ def init_state(
   Args:
     init, optimizer, seed, abstract: of the run.
     params: weights from elsewhere, whole, which are donated; None: fresh ones.
+
+  Returns:
+    the state; a teacher is still to be put into it.
   """
+  abstract = dataclasses.replace(abstract, teacher=None)
 
   def make(params: PyTree) -> TrainState:
     state = _fresh(init, optimizer, seed)
@@ -201,13 +213,14 @@ def make_train_step(
   params_specs = masters.readable(specs.params)
 
   def local_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict, dict]:
+    own = objective if state.teacher is None else objective.taught(state.teacher)
     rng = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
     # Left inside the loop, every microbatch would read all float32 weights to cast them again.
     with jax.named_scope("cast"):
-      params = objective.cast(masters.readable(state.params))
+      params = own.cast(masters.readable(state.params))
     factor = None if optimizer.scaling is None else state.scale["factor"]
     loss, grads, aux = accumulate(
-      objective, params, state.router, batch, rng, params_specs, gradient_dtype, flight, factor
+      own, params, state.router, batch, rng, params_specs, gradient_dtype, flight, factor
     )
     with jax.named_scope("optimizer"):
       if optimizer.scaling is not None:
@@ -216,14 +229,14 @@ def make_train_step(
         norm = global_norm(grads, params_specs)
       # Before clipping: clipping by a norm with one inf turns that leaf into NaN, the rest into 0.
       finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-      router = objective.update_router(state.router, aux)
+      router = own.update_router(state.router, aux)
       good, spike = finite, None
       if optimizer.spikes is not None:
         spike = finite & optimizer.spikes.seen(state.recent, loss, norm)
         good = finite & ~spike
       new = _updated(state, grads, norm, router, optimizer, good, loss)
     with jax.named_scope("statistics"):
-      scalars, arrays = objective.metrics(aux)
+      scalars, arrays = own.metrics(aux)
     scalars = {"loss": loss} | scalars | {"objective": loss}
     scalars |= {"grad_norm": norm, "lr": optimizer.schedule(state.step), "finite": finite}
     scalars |= {"skipped": new.skipped, "skipped_in_row": new.skipped_in_row}
@@ -362,6 +375,7 @@ def _updated(
     recent=None
     if optimizer.spikes is None
     else optimizer.spikes.after(state.recent, loss, norm, good),
+    teacher=state.teacher,
   )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from scmoe.layers import cross_entropy
-from scmoe.layers.cross_entropy import summed_losses, token_losses
+from scmoe.layers.cross_entropy import Teaching, summed_losses, taught_losses, token_losses
 
 D, V = 8, 11
 
@@ -129,5 +129,92 @@ def test_no_array_of_all_tokens_and_scores(monkeypatch):
   rest = shape((tokens,), jnp.int32), shape((tokens,), jnp.float32)
   loss = lambda h, w, targets, weights: summed_losses(h, w, targets, weights, True)[0]
   text = jax.jit(jax.grad(loss, (0, 1))).lower(*given, *rest).as_text()
+  assert f"tensor<128x{vocabulary}xf32>" in text
+  assert f"tensor<{tokens}x{vocabulary}x" not in text
+
+
+# -- with a teacher -------------------------------------------------------------------------------
+
+
+def taught_oracle(student, teacher, targets_T, weights_T, how):
+  """Every sum of `taught_losses` and the first one's gradients, from all scores: float64."""
+  (h_TD, weight), (g_Td, given) = student, teacher
+  of = lambda x, w, by_token: x @ (w.T if by_token else w)
+  logits_TV, wanted_TV = of(h_TD, weight, how.by_token), of(g_Td, given, how.teacher_by_token)
+
+  def log_softmax(x):
+    x = x - x.max(1, keepdims=True)
+    return x - np.log(np.exp(x).sum(1, keepdims=True))
+
+  heat = how.temperature
+  p_TV, q_TV, t_TV = (log_softmax(x) for x in (logits_TV, logits_TV / heat, wanted_TV / heat))
+  rows_T = np.arange(len(targets_T))
+  nats_T, apart_T = -p_TV[rows_T, targets_T], (np.exp(t_TV) * (t_TV - q_TV)).sum(1)
+  loss_T = (1 - how.share) * nats_T + how.share * heat**2 * apart_T
+  correct_T = (logits_TV.argmax(1) == targets_T).astype(float)
+  bar_TV = np.exp(p_TV)
+  bar_TV[rows_T, targets_T] -= 1
+  bar_TV = (1 - how.share) * bar_TV + how.share * heat * (np.exp(q_TV) - np.exp(t_TV))
+  bar_TV *= weights_T[:, None]
+  h_bar_TD = bar_TV @ (weight if how.by_token else weight.T)
+  weight_bar = bar_TV.T @ h_TD if how.by_token else h_TD.T @ bar_TV
+  sums = tuple((x * weights_T).sum() for x in (loss_T, nats_T, correct_T, apart_T))
+  return sums, (h_bar_TD, weight_bar)
+
+
+def taught_example(tokens, by_token, teacher_by_token, seed=7):
+  h_TD, weight, targets_T, weights_T = example(tokens, by_token, seed)
+  rng = np.random.default_rng(seed + 1)
+  teacher = rng.normal(size=(tokens, 5)), rng.normal(size=(V, 5) if teacher_by_token else (5, V))
+  return (h_TD, weight), teacher, targets_T, weights_T
+
+
+def wide(tree):
+  return jax.tree.map(lambda a: jnp.asarray(a, jnp.float32 if a.dtype.kind == "f" else None), tree)
+
+
+@pytest.mark.parametrize(("share", "temperature"), [(0.0, 1.0), (0.3, 2.0), (1.0, 0.5)])
+@pytest.mark.parametrize("lies", [(True, False), (False, True)], ids=["tied", "head"])
+def test_taught_by_the_float64_oracle(chunks, lies, share, temperature):
+  how = Teaching(share, temperature, *lies)
+  given = taught_example(10, *lies)
+  sums, bars = taught_oracle(*given, how)
+  student, teacher, targets_T, weights_T = wide(given)
+
+  def run(student, teacher):
+    found = taught_losses(student, teacher, targets_T, weights_T, how)
+    return found[0], found[1:]
+
+  (loss, rest), (got, of_teacher) = jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))(
+    student, teacher
+  )
+  close = lambda a, b: np.testing.assert_allclose(a, b, rtol=5e-6, atol=5e-6)
+  close((loss, *rest), sums)
+  jax.tree.map(close, got, bars)
+  assert not any(x.any() for x in of_teacher)
+
+
+def test_the_same_scores_teach_nothing():
+  student, _, targets_T, weights_T = wide(taught_example(10, True, True))
+  how = Teaching(1.0, 3.0, True, True)
+  run = lambda s: taught_losses(s, student, targets_T, weights_T, how)[0]
+  loss, bars = jax.value_and_grad(run)(student)
+  np.testing.assert_allclose(loss, 0, atol=1e-5)
+  jax.tree.map(lambda x: np.testing.assert_allclose(x, 0, atol=1e-5), bars)
+
+
+def test_no_array_of_all_tokens_and_either_models_scores(monkeypatch):
+  """Two arrays of scores are there at a time: chunks are half as long."""
+  tokens, vocabulary = 1024, 512
+  monkeypatch.setattr(cross_entropy, "CHUNK_SCORES", 256 * vocabulary)
+  shape = jax.ShapeDtypeStruct
+  of = lambda width: (
+    shape((tokens, width), jnp.bfloat16),
+    shape((vocabulary, width), jnp.bfloat16),
+  )
+  rest = shape((tokens,), jnp.int32), shape((tokens,), jnp.float32)
+  how = Teaching(0.5, 2.0, True, True)
+  loss = lambda *given: taught_losses(*given, how)[0]
+  text = jax.jit(jax.grad(loss)).lower(of(D), of(2 * D), *rest).as_text()
   assert f"tensor<128x{vocabulary}xf32>" in text
   assert f"tensor<{tokens}x{vocabulary}x" not in text

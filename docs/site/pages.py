@@ -17,7 +17,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
-OUTSIDE = ("README.md", "experiments/README.md", "experiments/LOG.md")
+OUTSIDE = ("README.md", "SECURITY.md", "experiments/README.md", "experiments/LOG.md")
 OUTSIDE += ("experiments/dispatch/README.md", "experiments/kernels/README.md")
 LINK = re.compile(r"(\]\()([^)#\s]+)([^)]*\))")
 FENCE = re.compile(r"^(```.*?^```)", re.MULTILINE | re.DOTALL)

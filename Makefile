@@ -12,6 +12,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 CONFIG ?= configs/quickstart.py
 WORKDIR ?= runs/quickstart
+# What `make test` runs: files, folders, further options of pytest.
+TESTS ?= tests
 
 # The CUDA build of jax is chosen when a GPU answers. Override: make train JAX_EXTRA=cuda12
 JAX_EXTRA ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda13)
@@ -39,7 +41,7 @@ train: $(RUN_STAMP)
 	@echo "everything was written to $(WORKDIR)"
 
 test: $(DEV_STAMP)
-	NPROC=16 $(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu and not nightly"
+	NPROC=16 $(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu and not nightly" $(TESTS)
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff format --check .

@@ -5,6 +5,8 @@ that tests start. They change no result that a test looks at.
 """
 
 import os
+import shutil
+import tempfile
 from importlib.metadata import version
 
 import pytest
@@ -24,10 +26,27 @@ if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
 os.environ["NPROC"] = "16"
 
 
+# Programs are compiled once for all workers and the processes that tests start.
+CACHE = "JAX_COMPILATION_CACHE_DIR"
+
+
 def pytest_configure(config: pytest.Config) -> None:
-  """The CPU, except where the tests that need a GPU are asked for."""
+  """The CPU, except where the tests that need a GPU are asked for; and one compilation cache."""
   if config.getoption("markexpr", "") != "gpu":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+  if CACHE not in os.environ:  # workers have the first process' one
+    config.stash[OWN] = os.environ[CACHE] = tempfile.mkdtemp(prefix="programs-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+  """Deletes the programs with the session that made them."""
+  if folder := config.stash.get(OWN, None):
+    shutil.rmtree(folder, ignore_errors=True)
+    del os.environ[CACHE]
+
+
+OWN = pytest.StashKey[str]()
 
 
 @pytest.fixture(scope="session")

@@ -56,14 +56,18 @@ class Away:
     return jax.tree.map(away, params, nearest)
 
 
-@pytest.mark.parametrize("tokens", [0, 4], ids=["one microbatch", "four"])
-def test_steps_are_those_of_cast_parameters(tokens):
-  mesh, states = MeshConfig(data=2, expert=2), {}
+@pytest.mark.parametrize(
+  ("tokens", "mesh"),
+  [(0, MeshConfig(data=1)), (4, MeshConfig(data=2, expert=2))],
+  ids=["one microbatch", "four"],
+)
+def test_steps_are_those_of_cast_parameters(tokens, mesh):
+  states = {}
   for masters in ("cast", "halves"):
     run = smoke(masters, mesh)
     per_step = tokens * run.train.batch_size * run.data.seq_len
     run = dataclasses.replace(run, train=dataclasses.replace(run.train, tokens_per_step=per_step))
-    built = build.build(run.resolve(num_devices=4, vocab_size=257), jax.devices()[:4])
+    built = build.build(run.resolve(num_devices=mesh.size, vocab_size=257), jax.devices()[: mesh.size])
     abstract = built.abstract_state()
     state = init_state(built.init, built.optimizer, 0, abstract)
     step = make_train_step(Away(built.objective), built.optimizer, abstract)
@@ -81,8 +85,8 @@ def test_steps_are_those_of_cast_parameters(tokens):
 def test_a_checkpoint_knows_nothing_of_halves(tmp_path):
   """Stopped with halves, resumed with a cast copy; what is evaluated is what the model reads."""
   with pytest.raises(Preempted):
-    train(smoke("halves", steps=4, stop_after=2), tmp_path)
-  state = train(smoke("cast", steps=4), tmp_path)
+    train(smoke("halves", MeshConfig(data=1), steps=4, stop_after=2), tmp_path)
+  state = train(smoke("cast", MeshConfig(data=1), steps=4), tmp_path)
   assert int(state.step) == 4
   assert all(p.dtype == jnp.float32 for p in jax.tree.leaves(state.params))
 

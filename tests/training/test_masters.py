@@ -67,7 +67,9 @@ def test_steps_are_those_of_cast_parameters(tokens, mesh):
     run = smoke(masters, mesh)
     per_step = tokens * run.train.batch_size * run.data.seq_len
     run = dataclasses.replace(run, train=dataclasses.replace(run.train, tokens_per_step=per_step))
-    built = build.build(run.resolve(num_devices=mesh.size, vocab_size=257), jax.devices()[: mesh.size])
+    built = build.build(
+      run.resolve(num_devices=mesh.size, vocab_size=257), jax.devices()[: mesh.size]
+    )
     abstract = built.abstract_state()
     state = init_state(built.init, built.optimizer, 0, abstract)
     step = make_train_step(Away(built.objective), built.optimizer, abstract)

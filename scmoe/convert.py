@@ -218,7 +218,8 @@ def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "")
     run = dataclasses.replace(run, model=planned.model, router=planned.router)
     run = run.resolve(num_devices=jax.device_count(), vocab_size=0)
     built = build.build(run, list(built.mesh.devices.flat))
-  leaves = released.leaves()
+  leaves = jax.block_until_ready(released.leaves())
+  read = time.monotonic() - started
   if planned is not None:
     fresh = lambda: flat(dict(zip(("params", "router"), built.init(jax.random.key(0)))))
     leaves, begun = fill(leaves, leaves_of(built), fresh, planned)
@@ -242,7 +243,7 @@ def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "")
     finally:
       keeper.close()
   seconds = time.monotonic() - started
-  said = _said(released, workdir, leaves, seconds, tokenizer is not None)
+  said = _said(released, workdir, leaves, (seconds, read), tokenizer is not None)
   if upcycle:
     said += f"\n{run.model.wiring}, upcycled; without a source of their own:"
     said += "".join(f"\n  {name.removeprefix('params.')}: {how}" for name, how in begun.items())
@@ -291,16 +292,20 @@ def _write(path: Path, text: str) -> None:
 
 
 def _said(
-  released: Released, workdir: Path, leaves: dict[str, Array], seconds: float, has_tokenizer: bool
+  released: Released,
+  workdir: Path,
+  leaves: dict[str, Array],
+  seconds: tuple[float, float],
+  has_tokenizer: bool,
 ) -> str:
-  """What was read, and what to do next."""
+  """What was read, the seconds of it (all; until it was on the devices), and what to do next."""
   built, folder = released.built, released.folder
   counts = count_parameters(built.run.model, built.shapes)
   held = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values())
   lines = [
     f"{released.family} from {folder.path}: {len(released.tensors)} tensors, "
     f"{size_of(folder.size)}, {number(counts.total)} parameters ({number(counts.active)} active) "
-    f"in {seconds:.1f} s",
+    f"in {seconds[0]:.1f} s, {seconds[1]:.1f} of them until they were on the devices",
     f"kept as step 0 of {workdir}: {size_of(held)} on {built.mesh.size} device(s); peak host "
     f"memory {size_of(_peak_memory())}",
   ]

@@ -4,10 +4,12 @@ Most of the tests' time is compilation: LLVM's expensive passes are left out, al
 that tests start. They change no result that a test looks at.
 """
 
+import gc
 import os
 import shutil
 import tempfile
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +49,23 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 OWN = pytest.StashKey[str]()
+
+
+# Of 65,530 that Linux grants a process. A compiled program takes 3 to 30: a worker that has run
+# thousands of them is aborted by the next.
+MAPPINGS = 16_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs():
+  """Drops compiled programs when there are many; the slow ones come back from the cache on disk."""
+  yield
+  maps = Path("/proc/self/maps")
+  if maps.exists() and maps.read_bytes().count(b"\n") > MAPPINGS:
+    import jax
+
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -4,9 +4,9 @@
   python experiments/offload/run.py --configs gpt2_moe_medium --prompt_tokens 512 --rounds 5
 
 Decode at batch 1 and a long prefill of each configuration, all ways in turns in one process
-(`scmoe.generate --benchmark --ways`), on random weights. Then every way in a process of its own,
-for the most memory that it holds. Writes results.json, table.txt and ways.png beside this file, or
-to --to. The bandwidth from the host is measured in the same run, and what it would allow
+(`scmoe.generate --benchmark --ways`), on random weights. Then some ways in a process of their
+own, for the most memory that each holds. Writes results.json, table.txt and ways.png beside this
+file, or to --to. The bandwidth from the host is measured in the same run, and what it would allow
 (`scmoe.plan`) stands beside what was measured.
 """
 
@@ -30,6 +30,7 @@ def main() -> None:
   flags.add_argument("--configs", default="gpt2_moe_medium,gpt3_moe_xl")
   flags.add_argument("--wiring", default="scmoe_pos2")
   flags.add_argument("--ways", default=";".join(WAYS), help="HALF is half of the experts")
+  flags.add_argument("--alone", default="none;early", help="ways with a process of their own")
   flags.add_argument("--prompt_tokens", type=int, default=128)
   flags.add_argument("--max_new_tokens", type=int, default=64)
   flags.add_argument("--rounds", type=int, default=5)
@@ -48,7 +49,7 @@ def main() -> None:
   for name in given.configs.split(","):
     ways = given.ways.replace("HALF", str(experts_of(name, given.rest) // 2))
     text, figures = measured(given, name, ways, given.prompt_tokens, 1)
-    for way in ways.split(";"):
+    for way in filter(None, given.alone.split(";")):
       _, alone = measured(given, name, way, given.prompt_tokens, 1, rounds=1)
       (arm,) = alone["arms"].values()
       found = figures["arms"].get(f"{given.wiring} {way.strip()}")

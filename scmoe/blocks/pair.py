@@ -57,6 +57,7 @@ class Context:
     recompute_experts: the backward pass computes the experts' activations again.
     migration: how experts come to the device that lie in the host's memory; None where none do.
     cached: what the device keeps of them (`Cached`), or None.
+    begins: the attentions' caches are empty, the tokens their rows' first.
   """
 
   positions_BS: Int[Array, "B S"] | None = None
@@ -69,6 +70,7 @@ class Context:
   recompute_experts: bool = dataclasses.field(default=False, metadata={"static": True})
   migration: Migration | None = dataclasses.field(default=None, metadata={"static": True})
   cached: Cached | None = None
+  begins: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -280,7 +282,9 @@ class BlockPair(nnx.Module):
               main = block.attention.project(block.norm_attention(h_BSD), positions_BS)
             case words.MIXING:
               cache = None if stored is None else stored[number][step.block]
-              y_BSD, cache = block.attention.mix(main, positions_BS, segments_BS, cache)
+              y_BSD, cache = block.attention.mix(
+                main, positions_BS, segments_BS, cache, begins=context.begins
+              )
               main = h_BSD + y_BSD
               new_caches += [] if cache is None else [cache]
               if passed is Tap.ATTENTION:

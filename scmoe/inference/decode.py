@@ -164,6 +164,9 @@ class Static:
 
 
 _ROWS = P(BATCH_AXES)
+# Every operation rounds to its type. XLA would keep float32 within a fusion, so that tokens in bf16
+# would depend on what it fuses: on where experts lie, and how many tokens a program makes.
+_ROUND: dict[str, Any] = {"xla_allow_excess_precision": False}
 
 
 @functools.cache
@@ -188,7 +191,7 @@ def make_prefill(static: Static, room: int) -> Any:
     function = manual(local, static.mesh, specs, (_ROWS, model.cache_specs(offload.slots)))
     return function(params, router, lengths_B, key, tokens_BS)
 
-  return jax.jit(program)
+  return jax.jit(program, compiler_options=_ROUND)
 
 
 @functools.cache
@@ -235,7 +238,7 @@ def make_decode(static: Static, steps: int) -> Any:
     return function(params, router, lengths_B, key, made, token_B, caches)
 
   # The caches are handed back, so that they need not be there twice.
-  return jax.jit(program, donate_argnums=6)
+  return jax.jit(program, donate_argnums=6, compiler_options=_ROUND)
 
 
 def prefill(
@@ -264,7 +267,7 @@ def prefill(
   positions_BS = jnp.broadcast_to(position_S, tokens_BS.shape)
   mask_BS = position_S < lengths_B[:, None]
   options = {"no_drop": True, "router": router, "migration": migration}
-  given = Pass(positions_BS, mask_BS=mask_BS, caches=caches, **options)
+  given = Pass(positions_BS, mask_BS=mask_BS, caches=caches, begins=True, **options)
   out = model(tokens_BS, given)
   last_B1D = jnp.take_along_axis(out.h_BSD, (lengths_B - 1)[:, None, None], 1)
   return model.logits(last_B1D)[:, 0], out.caches

@@ -175,6 +175,8 @@ class Attention(nnx.Module):
     positions_BS: Int[Array, "B S"],
     segments_BS: Int[Array, "B S"] | None = None,
     cache: KeyValues | None = None,
+    *,
+    begins: bool = False,
   ) -> tuple[Float[Array, "B S D"], KeyValues | None]:
     """Lets queries, keys and values meet.
 
@@ -184,6 +186,8 @@ class Attention(nnx.Module):
       segments_BS: int32 document of each token; attention stays inside a document. None: it
         sees the whole row.
       cache: keys and values of earlier positions; the new ones are added.
+      begins: the cache is empty and the tokens are their rows' first: they see each other, in the
+        same kernels as without a cache.
 
     Returns:
       y_BSD, and the cache with the new keys and values (None if there was none).
@@ -191,7 +195,10 @@ class Attention(nnx.Module):
     q_BSHN, k_BSHN, v_BSHN = projected
     dtype, window = q_BSHN.dtype, self.config.window
     if cache is not None:
-      cache = _store(cache, k_BSHN, v_BSHN, positions_BS)
+      here = None if begins else positions_BS
+      keys, values = stored(cache.k_BSHN, k_BSHN, here), stored(cache.v_BSHN, v_BSHN, here)
+      cache = KeyValues(keys, values)
+    if cache is not None and not begins:
       k_BSHN, v_BSHN = cache.k_BSHN.astype(dtype), cache.v_BSHN.astype(dtype)
       y_BSHN = attend_stored(q_BSHN, k_BSHN, v_BSHN, positions_BS, window=window)
     else:
@@ -259,18 +266,25 @@ def attend_stored(
   return y_BSHM[..., : v_BTKM.shape[-1]].astype(dtype)
 
 
+def stored(cache_BT: Array, new_BS: Array, positions_BS: Array | None) -> Array:
+  """A cache [B, T, ...] with new tokens' values [B, S, ...].
+
+  Args:
+    cache_BT: of earlier positions.
+    new_BS: of the new tokens.
+    positions_BS: where they go; None: to the beginning, as one block.
+  """
+  new_BS = new_BS.astype(cache_BT.dtype)
+  if positions_BS is None:
+    return jax.lax.dynamic_update_slice_in_dim(cache_BT, new_BS, 0, 1)
+  row_B1 = jnp.arange(new_BS.shape[0])[:, None]
+  return cache_BT.at[row_B1, positions_BS].set(new_BS)
+
+
 def _widened(v: Array, k: Array) -> Array:
   """Values as wide as keys, which jax's attention asks for."""
   missing = k.shape[-1] - v.shape[-1]
   return jnp.pad(v, [(0, 0)] * (v.ndim - 1) + [(0, missing)]) if missing > 0 else v
-
-
-def _store(cache: KeyValues, k_BSHN: Array, v_BSHN: Array, positions_BS: Array) -> KeyValues:
-  row_B1 = jnp.arange(k_BSHN.shape[0])[:, None]
-  return KeyValues(
-    cache.k_BSHN.at[row_B1, positions_BS].set(k_BSHN.astype(cache.k_BSHN.dtype)),
-    cache.v_BSHN.at[row_B1, positions_BS].set(v_BSHN.astype(cache.v_BSHN.dtype)),
-  )
 
 
 def _computable(x_BSHN: Array) -> Array:

@@ -21,7 +21,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
-from scmoe.layers.attention import Projected, attend, attend_stored
+from scmoe.layers.attention import Projected, attend, attend_stored, stored
 from scmoe.layers.norm import Norm
 from scmoe.layers.rope import NEIGHBOURS, RopeConfig, rotate
 from scmoe.parallel.collectives import repeat, total
@@ -145,6 +145,8 @@ class LatentAttention(nnx.Module):
     positions_BS: Int[Array, "B S"],
     segments_BS: Int[Array, "B S"] | None = None,
     cache: Latents | None = None,
+    *,
+    begins: bool = False,
   ) -> tuple[Float[Array, "B S D"], Latents | None]:
     """Lets queries, keys and values meet; arguments and results as of `Attention.mix`.
 
@@ -153,12 +155,12 @@ class LatentAttention(nnx.Module):
     """
     q_BSHN, c_BSR, k_BSN = projected
     dtype = q_BSHN.dtype
-    if cache is None:
+    if cache is not None:
+      new = jnp.concatenate([c_BSR, k_BSN], -1)
+      cache = Latents(stored(cache.latent_BSR, new, None if begins else positions_BS))
+    if cache is None or begins:
       y_BSHV = self.expanded(q_BSHN, c_BSR, k_BSN, segments_BS=segments_BS)
     else:
-      row_B1 = jnp.arange(q_BSHN.shape[0])[:, None]
-      new = jnp.concatenate([c_BSR, k_BSN], -1).astype(cache.latent_BSR.dtype)
-      cache = Latents(cache.latent_BSR.at[row_B1, positions_BS].set(new))
       kept = jnp.split(cache.latent_BSR.astype(dtype), [self.config.kv_lora_rank], -1)
       meet = self.absorbed if q_BSHN.shape[1] == 1 else self.expanded
       y_BSHV = meet(q_BSHN, *kept, positions_BS=positions_BS)

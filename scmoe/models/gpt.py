@@ -45,6 +45,7 @@ class Pass:
     key: random key of the gate noise; None outside training.
     router: router state (`GPT.init_router`), where there is any; evaluation needs it too.
     caches: key-value caches (`GPT.init_caches`) for decoding, or None.
+    begins: the caches are empty, and the tokens their rows' first, at positions 0, 1, ...
     pairs: `GPT.pairs()`, made before a loop over tokens, or None.
     no_drop: experts have room for every token.
     remat: what the backward pass recomputes: none; dots (all but matrix products); moe (expert
@@ -64,6 +65,7 @@ class Pass:
   key: Array | None = None
   router: Any = None
   caches: Any = None
+  begins: bool = dataclasses.field(default=False, metadata={"static": True})
   pairs: Any = None
   no_drop: bool = dataclasses.field(default=False, metadata={"static": True})
   remat: str = dataclasses.field(default="none", metadata={"static": True})
@@ -276,6 +278,7 @@ def together(
         no_drop=shared.no_drop,
         recompute_experts=shared.remat == "moe",
         migration=shared.migration,
+        begins=shared.begins,
       )
     )
     shape, key = (config.num_pairs, rule.units_per_moe, len(rule.taps)), one.key

@@ -32,10 +32,12 @@ _BITS = {
 
 
 class Described(NamedTuple):
-  """A tensor as a header describes it: its shape and its type, as the format spells it."""
+  """A tensor as a header describes it: its shape, its type as the format spells it, and the byte of
+  the file at which it begins."""
 
   shape: tuple[int, ...]
   dtype: str
+  start: int
 
 
 def read_text(path: Path, limit: int) -> str:
@@ -119,7 +121,7 @@ def read_header(file: Path) -> dict[str, Described]:
   found, parts = {}, []
   for name, said in values.items():
     described, start, stop = _described(said, lambda why, name=name: damaged(f"{name[:200]} {why}"))
-    found[name] = described
+    found[name] = described._replace(start=described.start + 8 + length)
     parts.append((start, stop, name))
   end = 0
   for start, stop, name in sorted(parts):
@@ -147,4 +149,4 @@ def _described(said: Any, damaged: Any) -> tuple[Described, int, int]:
   start, stop = offsets
   if 8 * (stop - start) != math.prod(shape) * _BITS[kind]:
     raise damaged(f"has shape {shape} of {kind} and {stop - start} bytes")
-  return Described(tuple(shape), kind), start, stop
+  return Described(tuple(shape), kind, start), start, stop

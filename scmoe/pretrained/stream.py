@@ -1,7 +1,8 @@
 """Tensors of a folder to parameters on a mesh and back, one at a time.
 
 What a device holds of a parameter is filled piece by piece, as the tensors are read; a host never
-has a parameter whole, nor a device more than its share.
+has a parameter whole, nor a device more than its share. Some parameters are filled side by side, so
+that disk, copies to the device and compilation have each other's company.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -20,6 +22,8 @@ from scmoe.build import Built
 from scmoe.errors import DataError
 from scmoe.pretrained.folder import TYPES, Folder
 from scmoe.pretrained.names import Tensor, ignored, tensors
+
+AT_ONCE = 4  # parameters that are filled side by side
 
 
 def leaves_of(built: Built) -> dict[str, Any]:
@@ -96,7 +100,10 @@ def load(
     shapes: `jax.ShapeDtypeStruct` with sharding of every parameter, by name.
   """
   by_leaf = lambda tensor: tensor.leaf
-  for leaf, parts in itertools.groupby(sorted(wanted, key=by_leaf), by_leaf):
+  grouped = itertools.groupby(sorted(wanted, key=by_leaf), by_leaf)
+
+  def filled_in(group: tuple[str, list[Tensor]]) -> tuple[str, Array]:
+    leaf, parts = group
     shape, sharding = shapes[leaf].shape, shapes[leaf].sharding
     shares = [
       _Share(device, share, shape, types[leaf])
@@ -109,7 +116,13 @@ def load(
         for share in here:
           share.put(tensor, value)
     filled = [share.array() for share in shares]
-    yield leaf, jax.make_array_from_single_device_arrays(shape, sharding, filled)
+    return leaf, jax.make_array_from_single_device_arrays(shape, sharding, filled)
+
+  pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="read")
+  try:
+    yield from pool.map(filled_in, [(leaf, list(parts)) for leaf, parts in grouped])
+  finally:
+    pool.shutdown(cancel_futures=True)
 
 
 class _Share:

@@ -20,7 +20,7 @@ PROMPTS = [list(range(1, 40))]
 
 def tokens(way, dtype, **options):
   config = ModelConfig(
-    width=512, num_heads=8, num_layers=4, num_experts=8, wiring="scmoe_pos2", context=128,
+    width=512, num_heads=8, num_layers=4, num_experts=8, wiring="scmoe_pos2", context=256,
     dtype=dtype, init_std=0.1, **options,
   )  # fmt: skip
   run = dataclasses.replace(RunConfig(), model=config, mesh=MeshConfig(1))

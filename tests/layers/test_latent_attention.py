@@ -40,14 +40,16 @@ def test_absorbed_equals_expanded():
   np.testing.assert_allclose(plain, expanded, rtol=2e-5, atol=2e-6)
 
 
-def test_a_cache_holds_latents_only_and_decodes_the_same():
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_cache_holds_latents_only_and_decodes_the_same(begins):
   layer = LatentAttention(CONFIG, rngs=nnx.Rngs(params=1))
   x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 6, 20)), jnp.float32)
   positions = jnp.broadcast_to(jnp.arange(6), (2, 6))
   whole = layer(x, positions)
   cache = layer.empty_cache(2, 8, jnp.float32)
   assert sum(leaf.size for leaf in jax.tree.leaves(cache)) == 2 * 8 * (8 + 4)
-  y, cache = layer.mix(layer.project(x[:, :4], positions[:, :4]), positions[:, :4], cache=cache)
+  first = positions[:, :4]
+  y, cache = layer.mix(layer.project(x[:, :4], first), first, cache=cache, begins=begins)
   np.testing.assert_allclose(y, whole[:, :4], rtol=1e-4, atol=1e-5)
   for i in (4, 5):
     here = positions[:, i : i + 1]

@@ -122,18 +122,19 @@ def test_attention(kv_heads, theta, bias, packed):
     assert_close(got[b], oracles.values(expected))
 
 
+@pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize("theta", [0.0, 100.0], ids=["learned", "rope"])
-def test_attention_with_a_cache_equals_attention_without(theta):
+def test_attention_with_a_cache_equals_attention_without(theta, begins):
   module, _ = attention(2, theta, True)
   x = jnp.asarray(inputs(B, S, D))
   positions = jnp.broadcast_to(jnp.arange(S), (B, S))
   whole = module(x, positions)
-  part = lambda at, cache: module.mix(
-    module.project(x[:, at], positions[:, at]), positions[:, at], cache=cache
+  part = lambda at, cache, **options: module.mix(
+    module.project(x[:, at], positions[:, at]), positions[:, at], cache=cache, **options
   )
   empty = jnp.full((B, S + 3, 2, 6), 1e4)  # what lies beyond a row's position is never read
   cache = KeyValues(empty, empty)
-  first, cache = part(slice(0, 2), cache)
+  first, cache = part(slice(0, 2), cache, begins=begins)
   parts = [first]
   for t in range(2, S):
     y, cache = part(slice(t, t + 1), cache)

@@ -7,7 +7,11 @@ and of the NCCL that it brings.
 from typing import Any
 
 import jax
+from jax.experimental import compute_on as _compute_on
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# (f, compute_type, out_memory_spaces) -> f: compute_on2 in jax 0.10, and compute_on from 0.11.
+compute_on: Any = getattr(_compute_on, "compute_on2", None) or _compute_on.compute_on
 
 
 def jax_version() -> tuple[int, ...]:

@@ -39,7 +39,7 @@ from scmoe.config import RunConfig
 from scmoe.dry_run import size_of
 from scmoe.errors import ConfigError, run_main
 from scmoe.inference.decode import stream
-from scmoe.inference.offload import Usage
+from scmoe.inference.offload import Usage, allow_pinned_memory
 from scmoe.inference.sampling import Sampling
 from scmoe.moe.migration import POLICIES
 from scmoe.plan import Load, Wish, bytes_of, expected, measured_bandwidth, needs
@@ -48,19 +48,7 @@ from scmoe.summary import open_folder, open_model, open_run
 from scmoe.training.workdir import write_json
 
 OF_CONFIG = ("config", "config_json", "smoke", "allow_config_change", "allow_import")
-FLAGS = (
-  Flag("workdir", str, "", "folder of the run"),
-  Flag("model", str, "", "folder of scmoe.convert --inference, in place of a run's"),
-  Flag("step", int, -1, "step of the checkpoint; -1: the newest"),
-  Flag("prompt", str, "", "text to continue", repeat=True),
-  Flag("chat", bool, False, "continue every line of the input, each a document of its own"),
-  Flag("max_new_tokens", int, 64, "tokens to add"),
-  Flag("temperature", float, 1.0, "divides the logits; 0 takes the most probable token"),
-  Flag("top_k", int, 0, "draw from the k most probable tokens; 0: from all"),
-  Flag("top_p", float, 1.0, "draw from the most probable tokens that make up this probability"),
-  Flag("seed", int, 0, "of the draws"),
-  Flag("mesh", str, "", "axes such as data=2,expert=2; training's, or one device, if not given"),
-  SIMULATE,
+OFFLOAD_FLAGS = (
   Flag(
     "offload",
     str,
@@ -85,6 +73,21 @@ FLAGS = (
   Flag(
     "int8_experts", bool, False, "experts in eight bits in the host's memory: half of the bytes"
   ),
+)
+FLAGS = (
+  Flag("workdir", str, "", "folder of the run"),
+  Flag("model", str, "", "folder of scmoe.convert --inference, in place of a run's"),
+  Flag("step", int, -1, "step of the checkpoint; -1: the newest"),
+  Flag("prompt", str, "", "text to continue", repeat=True),
+  Flag("chat", bool, False, "continue every line of the input, each a document of its own"),
+  Flag("max_new_tokens", int, 64, "tokens to add"),
+  Flag("temperature", float, 1.0, "divides the logits; 0 takes the most probable token"),
+  Flag("top_k", int, 0, "draw from the k most probable tokens; 0: from all"),
+  Flag("top_p", float, 1.0, "draw from the most probable tokens that make up this probability"),
+  Flag("seed", int, 0, "of the draws"),
+  Flag("mesh", str, "", "axes such as data=2,expert=2; training's, or one device, if not given"),
+  SIMULATE,
+  *OFFLOAD_FLAGS,
   Flag("benchmark", bool, False, "tokens per second instead of text, on random weights"),
   Flag("compare", str, "", "benchmark: wirings in turns, by commas; the first is the base"),
   Flag(
@@ -109,6 +112,7 @@ def main(argv: list[str]) -> None:
   if values["help"]:
     return print(help_text(__doc__ or "", FLAGS, values["help"], with_fields=True))
   simulate(values["simulate"])
+  allow_pinned_memory()
   if values["benchmark"]:
     return print(_benchmark(values, given))
   if given:

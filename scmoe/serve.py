@@ -27,7 +27,8 @@ from typing import IO, Any
 
 from scmoe.command_line import ALLOW_IMPORT, HELP, SIMULATE, Flag, help_text, parse, simulate
 from scmoe.errors import ConfigError, DataError, StorageError, run_main
-from scmoe.generate import Session
+from scmoe.generate import OFFLOAD_FLAGS, Session, wish_of
+from scmoe.inference.offload import allow_pinned_memory
 from scmoe.inference.sampling import Sampling
 
 FLAGS = (
@@ -43,6 +44,7 @@ FLAGS = (
   Flag("seed", int, 0, "of the draws"),
   Flag("mesh", str, "", "axes such as data=2,expert=2; training's, or one device, if not given"),
   SIMULATE,
+  *OFFLOAD_FLAGS,
   ALLOW_IMPORT,
   HELP,
 )
@@ -55,6 +57,7 @@ def main(argv: list[str]) -> None:
   if values["help"]:
     return print(help_text(__doc__ or "", FLAGS))
   simulate(values["simulate"])
+  allow_pinned_memory()
   for name in ("batch", "max_new_tokens"):
     if values[name] < 1:
       raise ConfigError(f"--{name}={values[name]} must be at least 1")
@@ -65,7 +68,8 @@ def main(argv: list[str]) -> None:
   with contextlib.ExitStack() as files:
     given = _opened(values["input"], "input", files)
     out = _opened(values["output"], "output", files)
-    options = {name: values[name] for name in ("model", "mesh", "allow_import")}
+    options = {name: values[name] for name in ("model", "mesh", "allow_import", "max_new_tokens")}
+    options |= {"wish": wish_of(values), "rows": values["batch"]}
     rest = {"rows": values["batch"], "seed": values["seed"]}
     server = Server(Session(**options), sampling, values["max_new_tokens"], **rest)
     try:

@@ -164,9 +164,14 @@ class Static:
 
 
 _ROWS = P(BATCH_AXES)
-# Every operation rounds to its type. XLA would keep float32 within a fusion, so that tokens in bf16
-# would depend on what it fuses: on where experts lie, and how many tokens a program makes.
-_ROUND: dict[str, Any] = {"xla_allow_excess_precision": False}
+_COMPILED: dict[str, Any] = {
+  # Every operation rounds to its type. XLA would keep float32 within a fusion, so that tokens in
+  # bf16 would depend on what it fuses: on where experts lie, how many tokens a program makes.
+  "xla_allow_excess_precision": False,
+  # All matrices of a layer's experts may be on their way at once; of two, XLA waits for the first
+  # before the third begins.
+  "xla_gpu_experimental_parallel_async_compute_limit": 8,
+}
 
 
 @functools.cache
@@ -191,7 +196,7 @@ def make_prefill(static: Static, room: int) -> Any:
     function = manual(local, static.mesh, specs, (_ROWS, model.cache_specs(offload.slots)))
     return function(params, router, lengths_B, key, tokens_BS)
 
-  return jax.jit(program, compiler_options=_ROUND)
+  return jax.jit(program, compiler_options=_COMPILED)
 
 
 @functools.cache
@@ -238,7 +243,7 @@ def make_decode(static: Static, steps: int) -> Any:
     return function(params, router, lengths_B, key, made, token_B, caches)
 
   # The caches are handed back, so that they need not be there twice.
-  return jax.jit(program, donate_argnums=6, compiler_options=_ROUND)
+  return jax.jit(program, donate_argnums=6, compiler_options=_COMPILED)
 
 
 def prefill(

@@ -7,6 +7,7 @@ decode each have a way of their own (`scmoe.moe.migration`, `scmoe.models.ring`)
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -162,6 +163,13 @@ def offloaded(model: GPT, mesh: Mesh, *, int8: bool = False) -> GPT:
   model = nnx.merge(graph, laid)
   model.overlap = dataclasses.replace(model.overlap, unroll=0)
   return model
+
+
+def allow_pinned_memory() -> None:
+  """Lets pinned memory grow to all that the host has; jax would stop at 64 GB. Before any device is
+  used."""
+  size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+  os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(size // 10**9))
 
 
 def is_routed(path: tuple[Any, ...], leaf: Any) -> bool:

@@ -28,6 +28,7 @@ from scmoe.moe.losses import init_bias
 from scmoe.moe.migration import Migration, cache_specs, empty_cache
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.types import RouterSums
+from scmoe.parallel.barriers import barrier
 from scmoe.parallel.gradients import Reduction, added_to
 
 REMATS = ("none", "dots", "moe", "full")
@@ -355,8 +356,11 @@ def together(
       for i, (own, own_sums, here) in itertools.islice(of_pairs, run.stop - run.start):
         at = lambda some, i=i: [c and c[i] for c in some]
         carry, out = body(carry, (own, own_sums, (at(caches), at(kept), *here)))
+        # A cache is filled from experts that are here now: with the layer, or it would hold them.
         if ring is not None:
-          carry = ring.advance(i, carry)
+          carry, out = ring.advance(i, (carry, out))
+        elif shared.migration is not None and shared.begins:
+          carry, out = barrier((carry, out))
         found.append(out)
       out = [_of_pairs(list(of)) for of in zip(*found)]
     else:

@@ -26,6 +26,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Int
 
+from scmoe.kernels.fetch import fetch, has_kernel
 from scmoe.kernels.grouped_matmul import RowLayout
 from scmoe.moe.experts import Experts
 from scmoe.moe.types import Routing
@@ -218,27 +219,46 @@ class Asked:
     with jax.named_scope("migration"):
       graph, params = nnx.split(self.home)
       tied = self.id_N, self.place_N, self.copies
+      slot_e = self.slot_e
       if self.everything:
-        # It reads no ids, which could hold it: it is tied to what the gate has chosen.
-        params, _, after = barrier((params, self.need_e, after))
+        # It reads no ids, which could hold it: it is tied to what the gate has chosen, by something
+        # that is read later. XLA forgets what goes into a barrier and is not.
+        params, slot_e, after = barrier((params, slot_e, after))
         made = on_device(params)
       else:
         if after is not None:
           tied, after = barrier((tied, after))
         made = self._copied(params, *tied)  # pyright: ignore[reportArgumentType]
-      return Brought(graph, made, self.slot_e, self.count), after
+      return Brought(graph, made, slot_e, self.count), after
 
   def _copied(self, params: Any, id_N: Array, place_N: Array, copies: Array | None) -> Any:
+    if not _has_kernel(params):
+      return self._sliced(params, id_N, place_N, copies)
+    turn_N = jnp.arange(id_N.shape[0], dtype=jnp.int32)
+    if copies is None:
+      return multiplied_out(_fetched(params, id_N, turn_N, id_N.shape[0]))
+    held = self._held(params)
+    if jax.tree.structure(held) == jax.tree.structure(params):
+      return _fetched(params, id_N, place_N, copies, held)
+    # Eight bits are multiplied out before they lie in their slots.
+    new = multiplied_out(_fetched(params, id_N, turn_N, copies))
+    return jax.tree.map(lambda slots, x: _put(slots, x, place_N, copies), held, new)
+
+  def _sliced(self, params: Any, id_N: Array, place_N: Array, copies: Array | None) -> Any:
+    """The same where there is no kernel for it."""
     if copies is None:
       parts = [_taken(params, id_N[i]) for i in range(id_N.shape[0])]
       return jax.tree.map(lambda *some: jnp.concatenate(some), *parts)
-    held = self.cached.params if self.cached is not None else _room(params, self.count)
 
     def one(i: Array, held: Any) -> Any:
       put = lambda h, new: jax.lax.dynamic_update_slice_in_dim(h, new, place_N[i], 0)
       return jax.tree.map(put, held, _taken(params, id_N[i]))
 
-    return jax.lax.fori_loop(0, copies, one, held)
+    return jax.lax.fori_loop(0, copies, one, self._held(params))
+
+  def _held(self, params: Any) -> Any:
+    """What the slots hold before the copies."""
+    return self.cached.params if self.cached is not None else _room(params, self.count)
 
 
 def ask(
@@ -270,7 +290,8 @@ def ask(
   if cached is not None and most <= cached.slots:
     return _ask_cache(experts, routing, need_e, most, migration, cached)
   if most == e:
-    return Asked(experts, routing, need_e, index_e, index_e, None, index_e, e)
+    slot_e = jnp.where(need_e, index_e, e)
+    return Asked(experts, routing, need_e, index_e, index_e, None, slot_e, e)
   place_e = jnp.cumsum(need_e, dtype=jnp.int32) - 1
   slot_e = jnp.where(need_e, place_e, most)
   id_N = jnp.full((most,), e, jnp.int32).at[slot_e].set(index_e, mode="drop")
@@ -453,6 +474,38 @@ def multiplied_out(params: Any) -> Any:
   """`Int8` as matrices, everything else as it is."""
   packed = lambda x: isinstance(x, Int8)
   return jax.tree.map(lambda x: x.whole if packed(x) else x, params, is_leaf=packed)
+
+
+def _is_away(x: Any) -> bool:
+  return jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
+def _has_kernel(params: Any) -> bool:
+  return has_kernel([x for x in jax.tree.leaves(params) if _is_away(x)])
+
+
+def _fetched(params: Any, id_N: Array, place_N: Array, copies: Any, held: Any = None) -> Any:
+  """`fetch` for a tree; what lies on the device already is taken from there.
+
+  Args:
+    params: [E, ...] of every parameter.
+    id_N, place_N, copies: as of `fetch`.
+    held: what the slots hold, in the same tree; None: N new ones.
+  """
+  leaves, tree = jax.tree.flatten(params)
+  slots = jax.tree.leaves(held) if held is not None else [None] * len(leaves)
+  of = lambda some: [own for own, x in zip(some, leaves) if _is_away(x)]
+  found = iter(fetch(of(leaves), id_N, place_N, copies, None if held is None else of(slots)))
+  near = lambda x, own: x[id_N] if own is None else _put(own, x[id_N], place_N, copies)
+  return tree.unflatten(
+    [next(found) if _is_away(x) else near(x, own) for x, own in zip(leaves, slots)]
+  )
+
+
+def _put(slots: Array, new_N: Array, place_N: Array, copies: Any) -> Array:
+  """The first `copies` of `new_N` in their slots."""
+  place_N = jnp.where(jnp.arange(place_N.shape[0]) < copies, place_N, slots.shape[0])
+  return slots.at[place_N].set(new_N, mode="drop")
 
 
 def _taken(params: Any, index: Array) -> Any:

@@ -3,13 +3,17 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scmoe import build
 from scmoe.benchmark import Way, random_model
 from scmoe.config import RunConfig
 from scmoe.inference.decode import generate
 from scmoe.inference.sampling import Sampling
+from scmoe.kernels.fetch import fetch, has_kernel
 from scmoe.models.config import ModelConfig
 from scmoe.parallel.mesh import MeshConfig
 
@@ -39,3 +43,19 @@ def test_every_way_says_the_same(dtype):
 
 def test_two_experts_of_a_token():
   assert tokens("ring,early+4", "bfloat16", top_k=2) == tokens("none", "bfloat16", top_k=2)
+
+
+def test_experts_are_copied_into_their_slots_and_no_others():
+  host = NamedSharding(Mesh(jax.devices()[:1], "x"), PartitionSpec(), memory_kind="pinned_host")
+  wide = np.arange(5 * 256 * 384, dtype=np.float32).reshape(5, 256, 384)
+  stacks = [jax.device_put(x, host) for x in (wide, wide[:, :96].astype(jnp.bfloat16))]
+  slots = [jnp.full((4, *x.shape[1:]), 7, x.dtype) for x in stacks]
+  assert has_kernel(stacks)
+  id_N, place_N = jnp.asarray([3, 1, 5]), jnp.asarray([2, 0, 1])
+  for copies in (0, 2):
+    found = jax.jit(fetch)(stacks, id_N, place_N, jnp.int32(copies), slots)
+    for new, stack in zip(found, stacks):
+      expected = np.full(new.shape, 7, new.dtype)
+      for i in range(copies):
+        expected[place_N[i]] = np.asarray(stack)[id_N[i]]
+      np.testing.assert_array_equal(np.asarray(new), expected)

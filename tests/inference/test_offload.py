@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from scmoe.errors import ConfigError
-from scmoe.inference.decode import Static, generate, make_decode
+from scmoe.inference.decode import Static, generate, make_decode, make_prefill
 from scmoe.inference.offload import Offload, Usage, offloaded
 from scmoe.inference.sampling import Sampling
 from scmoe.models.config import ModelConfig
@@ -104,6 +104,33 @@ def test_the_same_tokens_on_a_mesh(config):
       model, PROMPTS["several"], GREEDY, max_new_tokens=NEW, mesh=mesh, offload=offload
     )
     assert found == expected
+
+
+@pytest.mark.parametrize("way", ["ring", "early"])
+def test_a_layer_is_let_go_before_its_experts_are_needed_for_a_cache(way):
+  """The next pair waits for the slots to be filled, or all layers' experts stay until the end."""
+  model, mesh = on_host(num_layers=8)
+  graph, params = nnx.split(model)
+  prefill = make_prefill(Static(graph, mesh, GREEDY, Offload.named(way, "early", 3)), 8)
+  tokens = jnp.ones((4, 4), jnp.int32)
+  traced = prefill.trace(params, None, jnp.full((4,), 4), jax.random.key(0), tokens)
+  slots = (3, 16, 24)  # of the first matrix
+  held = [
+    any(v.aval.shape == slots for v in eqn.invars)
+    for eqn in jaxpr_equations(traced.jaxpr.jaxpr, "optimization_barrier")
+  ]
+  assert sum(held) >= 4 - 2  # pairs, but those in the ring's two sections
+
+
+def jaxpr_equations(jaxpr, name):
+  """All equations of a primitive, inner ones too."""
+  for eqn in jaxpr.eqns:
+    if eqn.primitive.name == name:
+      yield eqn
+    for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+      inner = getattr(value, "jaxpr", value)  # closed ones have one
+      if hasattr(inner, "eqns"):
+        yield from jaxpr_equations(inner, name)
 
 
 def test_eight_bits_are_what_they_are_multiplied_out_to():

@@ -2,11 +2,14 @@
 ask for nothing sensible."""
 
 import dataclasses
+import gc
 import io
 import json
+import os
 import sys
 import threading
 import time
+from pathlib import Path
 
 import jax
 import pytest
@@ -17,6 +20,7 @@ from scmoe.config import find_config, load_config
 from scmoe.errors import ConfigError, DataError
 from scmoe.generate import Session
 from scmoe.inference.sampling import Sampling
+from scmoe.plan import Wish
 from scmoe.pretrained.inference import parts, values_of, write_folder
 from scmoe.pretrained.stream import flat
 from scmoe.serve import Request, Server, batches
@@ -44,7 +48,8 @@ def alone(folder, prompt, new):
   return Session(model=folder).texts([prompt], GREEDY, max_new_tokens=new)[0]
 
 
-def test_answers_are_those_of_single_requests(folder, tmp_path, capsys):
+@pytest.mark.parametrize("flags", [[], ["--offload=ring,early", "--expert_cache=3"]], ids=str)
+def test_answers_are_those_of_single_requests(folder, tmp_path, capsys, flags):
   """Three batches of two, the last with a row to spare; one request asks for less."""
   asked = [{"prompt": "def "}, {"prompt": "import os", "id": "x", "max_new_tokens": 3},
            {"prompt": ""}, {"prompt": "é" * 9}, {"prompt": "a"}]  # fmt: skip
@@ -52,7 +57,7 @@ def test_answers_are_those_of_single_requests(folder, tmp_path, capsys):
   (tmp_path / "out").write_text('{"id": "before"}\n')
   serve.main(
     ["--model", folder, f"--input={tmp_path / 'ask'}", f"--output={tmp_path / 'out'}", "--batch=2",
-     "--max_new_tokens=9", "--temperature=0", "--max_wait=30"]
+     "--max_new_tokens=9", "--temperature=0", "--max_wait=30", *flags]
   )  # fmt: skip
   answers = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
   assert [answer["id"] for answer in answers] == ["before", 1, "x", 5, 7, 9]
@@ -63,6 +68,26 @@ def test_answers_are_those_of_single_requests(folder, tmp_path, capsys):
     assert answer["tokens"] <= new
   assert [answer["batch"] for answer in answers[1:]] == [2, 2, 2, 2, 1]
   assert "5 requests answered, 0 refused, in 3 batches" in capsys.readouterr().err
+
+
+def test_an_interrupted_generation_leaves_nothing_behind(folder):
+  """No thread, no open file of the model and no pinned memory, once its session is gone."""
+  pinned = lambda: [x for x in jax.live_arrays() if x.sharding.memory_kind == "pinned_host"]
+  opened = lambda: [
+    link for link in map(os.path.realpath, Path("/proc/self/fd").iterdir()) if folder in link
+  ]
+  gc.collect()
+  threads, before = set(threading.enumerate()), len(pinned())
+  session = Session(model=folder, wish=Wish("ring,early", slots=2))
+  tokens = session.tokens([session.encode("def ")], GREEDY, max_new_tokens=30, chunk=2)
+  next(tokens), next(tokens)
+  assert len(pinned()) > before
+  tokens.close()  # as an interrupt does
+  del session, tokens
+  gc.collect()
+  assert len(pinned()) == before
+  assert set(threading.enumerate()) <= threads
+  assert not opened()
 
 
 WRONG = {

@@ -84,6 +84,7 @@ class Plan:
     prefill, decode: tokens/s.
     hit_rate: of the cache that `decode` was computed with.
     hidden: share of the time of decode's copies that has computation beside it.
+    pinned: pairs whose experts lie in pinned memory; the others' stay in their files. None: all.
   """
 
   offload: Offload
@@ -93,6 +94,7 @@ class Plan:
   decode: float
   hit_rate: float
   hidden: float
+  pinned: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +121,7 @@ class Wish:
 
 
 def chosen(
-  model: ModelConfig, shapes: Any, load: Load, wish: Wish, devices: int
+  model: ModelConfig, shapes: Any, load: Load, wish: Wish, devices: int, *, files: bool = False
 ) -> tuple[Plan, list[str]]:
   """The way of a run, and the lines that say so; none where all fits and nothing was asked for.
 
@@ -129,6 +131,7 @@ def chosen(
     load: what is generated.
     wish: the user's.
     devices: that hold experts.
+    files: experts that do not fit the host's memory can stay in the files that they come from.
 
   Raises:
     ConfigError: as `plan` and `Offload.named`, or what is wished does not fit.
@@ -141,6 +144,9 @@ def chosen(
     _check_fits(everything, budget, wish.way)
     return Plan(Offload(), everything, 0, 0.0, 0.0, 0.0, 0.0), []
   bandwidth, host = measured_bandwidth(), wish.host_budget or 2**62
+  pinned = None
+  if files and needed.host * devices > host:
+    pinned, host = host * needed.pairs // (needed.host * devices), 2**62
   if wish.way == "auto":
     found = plan(
       model,
@@ -161,6 +167,9 @@ def chosen(
     offload = Offload.named(first, second or first, max(wish.slots, 0), **options)
   result = expected(offload, model, needed, load, bandwidth, devices=devices)
   _check_fits(result.device, budget, wish.way)
+  if pinned is not None:
+    share = result.host * pinned // needed.pairs
+    result = dataclasses.replace(result, pinned=pinned, host=share)
   return result, described(result, needed, bandwidth)
 
 
@@ -177,7 +186,7 @@ def _check_host(needed: Needs, devices: int, budget: int) -> None:
   if host > budget:
     raise ConfigError(
       f"--host_memory: {size_of(budget)} is less than the {size_of(host)} of the experts; "
-      "--int8_experts takes half"
+      "--int8_experts takes half, and a folder of scmoe.convert --inference can stay on disk"
     )
 
 
@@ -390,4 +399,9 @@ def described(found: Plan, needed: Needs, bandwidth: float) -> list[str]:
     rates += f" and {100 * found.hit_rate:.0f} % of the experts found" * bool(offload.slots)
     rates += f"; {bandwidth / 1e9:.1f} GB/s from the host, measured"
   lines.append(f"expected     {rates}; computation as modelled for an H200")
+  if found.pinned is not None:
+    lines.append(
+      f"disk         the experts of {needed.pairs - found.pinned} of {needed.pairs} layers stay in "
+      "their files, whose speed is not in what is expected"
+    )
   return lines

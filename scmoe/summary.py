@@ -307,18 +307,23 @@ def open_folder(
     ConfigError: the model does not fit.
   """
   built, tokenizer = build.build(run), folder.tokenizer
-  offload, lines = Offload(), []
+  offload, lines, pinned = Offload(), [], None
   if load is not None:
     wish = dataclasses.replace(wish, int8=wish.int8 or folder.dtype == "int8")
-    found, lines = chosen(run.model, built.shapes, load, wish, run.mesh.expert)
-    offload = found.offload
+    found, lines = chosen(run.model, built.shapes, load, wish, run.mesh.expert, files=True)
+    offload, pinned = found.offload, found.pinned
+    if pinned is not None and wish.int8 and folder.dtype != "int8":
+      raise ConfigError(
+        "--int8_experts: experts that stay on disk are as the folder has them; write it with "
+        "scmoe.convert --inference --dtype int8"
+      )
   folder.verify()
   if offload.decode is None:
     params, router = folder.load(built)
     model = built.model(params)
   else:
     params, router = folder.mapped(built)
-    model = offloaded(built.model(params), built.mesh, int8=wish.int8)
+    model = offloaded(built.model(params), built.mesh, int8=wish.int8, pinned=pinned)
   rest = built.mesh, tokenizer, Programs(built.overlap, folder.path), offload, lines
   return OpenRun(run, str(folder.path), folder.step, model, router, *rest)
 

@@ -22,7 +22,7 @@ from scmoe.errors import ConfigError
 from scmoe.inference import expert_trace
 from scmoe.models.gpt import GPT
 from scmoe.models.stacked import Apart
-from scmoe.moe.migration import MODES, Cached, Int8, Migration, quantised
+from scmoe.moe.migration import MODES, Cached, Int8, Migration, OnDisk, quantised
 from scmoe.parallel.mesh import parameter_specs
 
 WAYS = ("none", *MODES)
@@ -133,7 +133,7 @@ def _counted(cached: Sequence[Cached]) -> np.ndarray:
   return np.array([total("requests"), total("misses")], np.int64)
 
 
-def offloaded(model: GPT, mesh: Mesh, *, int8: bool = False) -> GPT:
+def offloaded(model: GPT, mesh: Mesh, *, int8: bool = False, pinned: int | None = None) -> GPT:
   """The same model with its routed experts in the host's memory.
 
   Its pairs are taken apart and run one after the other. The model that is given can be dropped.
@@ -142,11 +142,16 @@ def offloaded(model: GPT, mesh: Mesh, *, int8: bool = False) -> GPT:
     model: any; parameters in the types in which they are computed.
     mesh: where it lies.
     int8: the experts' matrices in eight bits, half of the bytes to move (`Int8`).
+    pinned: of so many pairs, the first ones; the others' stay in their files (`OnDisk`), which only
+      a model of `InferenceFolder.mapped` has. None: of all.
 
   Raises:
     ConfigError: it has no experts, or devices share one.
   """
   check(model, mesh)
+  pinned = model.config.num_pairs if pinned is None else pinned
+  if pinned < model.config.num_pairs and mesh.shape["tensor"] > 1:
+    raise ConfigError("--host_memory: experts stay in their files where mesh.tensor=1; use that")
   graph, params = nnx.split(model)
   count, is_param = model.config.num_pairs, lambda x: isinstance(x, nnx.Variable)
 
@@ -156,7 +161,8 @@ def offloaded(model: GPT, mesh: Mesh, *, int8: bool = False) -> GPT:
       return param.replace(to_memory(stack, NamedSharding(mesh, axes)))
     goes = HOST if is_routed(path, stack) else None
     own = NamedSharding(mesh, P(*axes[1:]))
-    parts = (to_memory(stack[i], own, goes, int8=int8) for i in range(count))
+    at = lambda i: stack[i] if i < pinned or goes is None else stack.on_disk(i)
+    parts = (to_memory(at(i), own, goes, int8=int8) for i in range(count))
     return param.replace(Apart(tuple(parts)))
 
   laid = jax.tree_util.tree_map_with_path(lay, params, parameter_specs(params), is_leaf=is_param)
@@ -186,13 +192,19 @@ def to_memory(
   """An array where it belongs.
 
   Args:
-    x: of any memory, or NumPy's; or an `Int8` of such.
+    x: of any memory, or NumPy's; or an `Int8` of such; an `OnDisk` stays where it is.
     sharding: of it.
     kind: memory; None: the device's.
     int8: a matrix [E, M, N] of experts becomes an `Int8`.
   """
   place = lambda x, spec: jax.device_put(x, NamedSharding(sharding.mesh, spec, memory_kind=kind))
   packed = x
+  if isinstance(x, OnDisk):
+    own = NamedSharding(sharding.mesh, P(*sharding.spec[:1]))
+    return dataclasses.replace(x, number=jax.device_put(x.number, own))
+  if isinstance(x, Int8) and isinstance(x.value, OnDisk):
+    there = (to_memory(part, sharding) for part in (x.value, x.scale))
+    return dataclasses.replace(x, **dict(zip(("value", "scale"), there)))
   if not isinstance(x, Int8):
     if not int8 or kind is None or x.ndim < 3:
       return place(x, sharding.spec)

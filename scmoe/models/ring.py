@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from scmoe.moe.migration import Int8, on_device
+from scmoe.moe.migration import Int8, OnDisk, is_away, on_device
 from scmoe.parallel.barriers import barrier
 
 
@@ -53,7 +53,6 @@ class Ring:
 
 
 def _copied(params: Any) -> Any:
-  """Leaves that lie in the host's memory, in the device's."""
-  packed = lambda x: isinstance(x, Int8)
-  lies = lambda x: jax.typeof(jax.tree.leaves(x)[0]).memory_space == jax.memory.Space.Host
-  return jax.tree.map(lambda x: on_device(x) if lies(x) else x, params, is_leaf=packed)
+  """Leaves that lie elsewhere, in the device's memory."""
+  packed = lambda x: isinstance(x, Int8 | OnDisk)
+  return jax.tree.map(lambda x: on_device(x) if is_away(x) else x, params, is_leaf=packed)

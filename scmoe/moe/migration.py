@@ -17,10 +17,12 @@ A cache keeps C experts of every layer on the device. What it holds is decided o
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec as P
@@ -450,6 +452,35 @@ class Int8:
     return (self.value.astype(jnp.float32) * self.scale).astype(self.dtype)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OnDisk:
+  """Matrices of experts that lie in a file, of which a program reads those that it needs.
+
+  Attributes:
+    number: int32 [e, 1, 1], which of the file's experts these are.
+    read: static, hashable: int32 [n] -> [n, M, N], the experts of these numbers; on the host.
+    matrix: static, M and N.
+    dtype: static, of the file.
+  """
+
+  number: Any
+  read: Callable[[Any], np.ndarray] = dataclasses.field(metadata={"static": True})
+  matrix: tuple[int, int] = dataclasses.field(metadata={"static": True})
+  dtype: str = dataclasses.field(metadata={"static": True})
+
+  @property
+  def whole(self) -> Array:
+    """The matrices, on the device."""
+    shape = jax.ShapeDtypeStruct((self.number.shape[0], *self.matrix), self.dtype)
+    return jax.pure_callback(self.read, shape, self.number.reshape(-1))
+
+
+def is_on_disk(x: Any) -> bool:
+  """Whether a leaf of a tree of parameters is an `OnDisk`, for `is_leaf`."""
+  return isinstance(x, OnDisk)
+
+
 def quantised(matrix: Any, dtype: Any) -> Int8:
   """Rounds to the nearest of 255 steps of every expert's output channel, 127 for its largest.
 
@@ -471,9 +502,17 @@ def on_device(params: Any) -> Any:
 
 
 def multiplied_out(params: Any) -> Any:
-  """`Int8` as matrices, everything else as it is."""
+  """`OnDisk` and `Int8` as matrices, everything else as it is."""
+  read = lambda x: x.whole if is_on_disk(x) else x
+  params = jax.tree.map(read, params, is_leaf=is_on_disk)
   packed = lambda x: isinstance(x, Int8)
   return jax.tree.map(lambda x: x.whole if packed(x) else x, params, is_leaf=packed)
+
+
+def is_away(params: Any) -> bool:
+  """Whether any of these parameters is not in the device's memory."""
+  leaves = jax.tree.leaves(params, is_leaf=is_on_disk)
+  return any(is_on_disk(x) or _is_away(x) for x in leaves)
 
 
 def _is_away(x: Any) -> bool:
@@ -481,6 +520,8 @@ def _is_away(x: Any) -> bool:
 
 
 def _has_kernel(params: Any) -> bool:
+  if any(map(is_on_disk, jax.tree.leaves(params, is_leaf=is_on_disk))):
+    return False
   return has_kernel([x for x in jax.tree.leaves(params) if _is_away(x)])
 
 

@@ -39,7 +39,7 @@ from scmoe.data.tokenizers import ByteTokenizer, JsonTokenizer
 from scmoe.errors import ConfigError, DataError
 from scmoe.extensions import check_allowed
 from scmoe.models.objective import cast_params
-from scmoe.moe.migration import Int8, quantised
+from scmoe.moe.migration import Int8, OnDisk, quantised
 from scmoe.pretrained.folder import (
   CONFIG,
   WRITTEN,
@@ -57,6 +57,7 @@ DTYPES = ("bfloat16", "float32", "int8")
 _SCALE = ".scale"
 _EXPERTS = re.compile(r"params\.stages\.(?P<rest>.*\bexperts\..*)")
 _PIECE = 2**22  # bytes that a thread reads at once
+_READERS = 8  # threads that read experts
 
 
 class Part(NamedTuple):
@@ -442,6 +443,70 @@ class Layers:
     if self.folder.parts[name].dtype != "I8":
       return value
     return Int8(value, self.folder.read(name + _SCALE), self.folder.run.model.dtype)
+
+  def on_disk(self, layer: int) -> Any:
+    """One layer's, of which a program reads what it needs: an `OnDisk`, or an `Int8` of two."""
+    name = self.names[layer]
+    following = self.names[layer + 1] if layer + 1 < len(self.names) else ""
+    if self.folder.parts[name].dtype != "I8":
+      return self._read_by(name, following)
+    scale = self._read_by(name + _SCALE, "")
+    return Int8(self._read_by(name, following), scale, self.folder.run.model.dtype)
+
+  def _read_by(self, name: str, following: str) -> OnDisk:
+    _, _, _, (experts, *matrix), kind = self.folder.places[name]
+    number = np.arange(experts, dtype=np.int32)[:, None, None]
+    reader = ExpertReader(self.folder, name, following)
+    return OnDisk(number, reader, tuple(matrix), WRITTEN[kind].name)  # pyright: ignore
+
+
+class ExpertReader:
+  """Reads experts of one layer's tensor, several at a time by as many threads.
+
+  Whoever asks for all of a layer is a ring, which asks for the next layer's after them: the system
+  is told to have them ready.
+
+  Args:
+    folder: of the tensor.
+    name: of it.
+    following: the tensor of the next layer, or "".
+  """
+
+  def __init__(self, folder: InferenceFolder, name: str, following: str):
+    self._folder, self._name, self._following = folder, name, following
+
+  def __call__(self, number: Any) -> np.ndarray:
+    """[n, M, N] of the experts of these numbers.
+
+    Raises:
+      DataError: the file ends before they do.
+    """
+    wanted = np.asarray(number)
+    file, start, size, (experts, *matrix), kind = self._folder.places[self._name]
+    found, each = np.empty((len(wanted), *matrix), WRITTEN[kind]), size // experts
+    with file.open("rb", buffering=0) as opened:
+
+      def read(i: int) -> None:
+        left, at = memoryview(found[i].reshape(-1).view(np.uint8)), start + int(wanted[i]) * each  # pyright: ignore
+        while left:
+          count = os.preadv(opened.fileno(), [left], at)
+          if not count:
+            raise DataError(f"{file} is truncated: {self._name} is not all there")
+          left, at = left[count:], at + count
+
+      if len(wanted) == 1:
+        read(0)
+        return found
+      if len(wanted) == experts and self._following:
+        self._announce()
+      with ThreadPoolExecutor(min(_READERS, len(wanted)), "experts") as pool:
+        list(pool.map(read, range(len(wanted))))
+    return found
+
+  def _announce(self) -> None:
+    file, start, size, _, _ = self._folder.places[self._following]
+    with file.open("rb", buffering=0) as opened:
+      os.posix_fadvise(opened.fileno(), start, size, os.POSIX_FADV_WILLNEED)
 
 
 def _manifest(path: Path) -> dict[str, Any]:

@@ -5,9 +5,10 @@ device computes until they are read. ScMoE's gate fires a block before its exper
 determinate migration): `early` begins the copy there, `blocking` where the experts compute. Nothing
 is guessed, so nothing is copied that is not read.
 
-A copy is a slice of an array in pinned host memory, by an index that the device computes. XLA makes
-of it a kernel on a stream of its own that reads the host's memory; a copy of all experts goes by a
-copy engine. So a whole generation stays one program, and the host is not asked.
+Which experts are copied is an index that the device computes: `scmoe.kernels.fetch` reads them from
+pinned memory on a stream of its own; where it does not run, a slice is copied. All experts of a
+layer go by a copy engine. So a whole generation stays one program, and the host is not asked, but
+for experts that lie on disk (`OnDisk`).
 
 A cache keeps C experts of every layer on the device. What it holds is decided on the device too.
 

@@ -171,6 +171,9 @@ _COMPILED: dict[str, Any] = {
   # All matrices of a layer's experts may be on their way at once; of two, XLA waits for the first
   # before the third begins.
   "xla_gpu_experimental_parallel_async_compute_limit": 8,
+  # A token is hundreds of small kernels, captured as one CUDA graph. In XLA's order each waits for
+  # the one before it, a copy of experts too; so it waits for what it reads.
+  "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
 }
 
 

@@ -26,8 +26,10 @@ from jaxtyping import Int
 from scmoe._compat import compute_on
 from scmoe.kernels.grouped_matmul.backend import device_has_kernels
 
-BLOCKS = 32  # 46 GB/s of 48 over PCIe 5; 8 of them reach 41
-_BYTES = 65_536  # that a block has under way
+BLOCKS = 32
+# That a block has under way. 128 KiB of all blocks fill PCIe 5; behind 2 MiB every other kernel on
+# the device waited 40 us.
+_BYTES = 4_096
 _THREADS = 128
 _STREAM = "gpu_stream:1"  # any but 0, which computes
 
@@ -36,7 +38,7 @@ def has_kernel(stacks: Sequence[Array]) -> bool:
   """Whether `fetch` takes these arrays: a Hopper GPU, and matrices of a multiple of 2 KiB."""
   device = jax.devices()[0]
   on_hopper = device_has_kernels(device.platform, getattr(device, "compute_capability", None))
-  return on_hopper and all(x.ndim == 3 and _rows_at_once(x) for x in stacks)
+  return on_hopper and all(x.ndim == 3 and _piece(x)[0] for x in stacks)
 
 
 def fetch(
@@ -87,28 +89,37 @@ def _on_stream(order: Array, stack: Array, held: Array | None) -> Array:
 
 
 def _body(count: int, order: Any, stack: Any, out: Any) -> None:
-  """Every block takes every `BLOCKS`th group of rows."""
-  block, rows = lax.axis_index("block"), _rows_at_once(stack)
-  groups = stack.shape[1] // rows
+  """Every block takes every `BLOCKS`th piece."""
+  block, (rows, columns) = lax.axis_index("block"), _piece(stack)
+  across = stack.shape[2] // columns
+  pieces = stack.shape[1] // rows * across
 
   def one(i: Any, _: Any) -> None:
     expert, place = order[i], order[count + i]
 
-    def group(turn: Any, _: Any) -> None:
-      at = (block + turn * BLOCKS) * rows
-      out[place, pl.ds(at, rows)] = stack[expert, pl.ds(at, rows)]
+    def piece(turn: Any, _: Any) -> None:
+      index = block + turn * BLOCKS
+      row, column = lax.div(index, across), lax.rem(index, across)
+      # A row's part has one axis: only so is it seen to be contiguous.
+      at = row if across > 1 else pl.ds(row * rows, rows)
+      at = (at, pl.ds(column * columns, columns))
+      out[(place, *at)] = stack[(expert, *at)]
 
-    lax.fori_loop(0, lax.div(groups - block + BLOCKS - 1, BLOCKS), group, None)
+    lax.fori_loop(0, lax.div(pieces - block + BLOCKS - 1, BLOCKS), piece, None)
 
   lax.fori_loop(0, order[2 * count], one, None)
 
 
-def _rows_at_once(x: Any) -> int:
-  """The most rows of a matrix that divide it, are within `_BYTES` and give every thread as many
-  vectors of 16 bytes; 0: none."""
-  row = x.shape[2] * jnp.dtype(x.dtype).itemsize
-  fits = lambda rows: x.shape[1] % rows == 0 and rows * row % (16 * _THREADS) == 0
-  return max(filter(fits, range(1, max(_BYTES // row, 1) + 1)), default=0)
+def _piece(x: Any) -> tuple[int, int]:
+  """Rows and columns of a part that a block copies at once: the largest that divides a matrix, is
+  contiguous, within `_BYTES` and of as many vectors of 16 bytes for every thread; (0, 0): none."""
+  size, (rows, columns) = jnp.dtype(x.dtype).itemsize, x.shape[1:]
+  divisors = lambda n: [d for d in range(1, min(n, _BYTES) + 1) if n % d == 0]
+  whole = [(r, columns) for r in divisors(rows)]
+  parts = [(1, c) for c in divisors(columns)]
+  nbytes = lambda piece: piece[0] * piece[1] * size
+  fits = lambda piece: nbytes(piece) <= _BYTES and nbytes(piece) % (16 * _THREADS) == 0
+  return max(filter(fits, whole + parts), key=nbytes, default=(0, 0))
 
 
 # Pallas takes no array in the host's memory; the device reads pinned memory as it reads its own.

@@ -15,11 +15,13 @@ and scmoe.serve read with --model: any run's weights, without optimizer, checksu
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import resource
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,10 +138,11 @@ class Released(NamedTuple):
   skipped: list[str]
   built: build.Built
 
-  def leaves(self) -> dict[str, Array]:
-    """Parameters and router state by dotted name, on the mesh, in the types of the files."""
+  def leaves(self) -> Iterator[tuple[str, Array]]:
+    """Parameters and router state by dotted name, on the mesh, in the types of the files; more are
+    read while one is looked at."""
     types = stored_types(self.folder, self.tensors)
-    return dict(load(self.folder.read, types, self.tensors, leaves_of(self.built)))
+    return load(self.folder.read, types, self.tensors, leaves_of(self.built))
 
 
 def open_released(
@@ -218,15 +221,9 @@ def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "")
     run = dataclasses.replace(run, model=planned.model, router=planned.router)
     run = run.resolve(num_devices=jax.device_count(), vocab_size=0)
     built = build.build(run, list(built.mesh.devices.flat))
-  leaves = jax.block_until_ready(released.leaves())
-  read = time.monotonic() - started
-  if planned is not None:
-    fresh = lambda: flat(dict(zip(("params", "router"), built.init(jax.random.key(0)))))
-    leaves, begun = fill(leaves, leaves_of(built), fresh, planned)
-  like = {"params": built.shapes, "router": built.router_shapes}
-  state = nested(leaves, like if built.router_shapes else {"params": built.shapes})
+  there = workdir.exists()
   workdir = prepare_workdir(workdir)
-  with RunLock(workdir):
+  with _gone_if_it_fails(workdir, there), RunLock(workdir):
     if tokenizer is not None:
       _write(workdir / TOKENIZER, tokenizer.content)
     entries = released.folder.entries
@@ -239,15 +236,35 @@ def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "")
     write_json(workdir / "config.json", built.config)
     keeper = Checkpointer(workdir, CheckpointConfig(async_save=False))
     try:
-      keeper.save_now(0, state, {}, _meta(built))
+      if planned is None and jax.process_count() == 1:
+        keeper.save_parts(0, released.leaves(), {}, _meta(built))
+      else:
+        leaves = dict(released.leaves())
+        if planned is not None:
+          fresh = lambda: flat(dict(zip(("params", "router"), built.init(jax.random.key(0)))))
+          leaves, begun = fill(leaves, leaves_of(built), fresh, planned)
+        like = {"params": built.shapes, "router": built.router_shapes}
+        state = nested(leaves, like if built.router_shapes else {"params": built.shapes})
+        keeper.save_now(0, state, {}, _meta(built))
     finally:
       keeper.close()
   seconds = time.monotonic() - started
-  said = _said(released, workdir, leaves, (seconds, read), tokenizer is not None)
+  said = _said(released, workdir, seconds, tokenizer is not None)
   if upcycle:
     said += f"\n{run.model.wiring}, upcycled; without a source of their own:"
     said += "".join(f"\n  {name.removeprefix('params.')}: {how}" for name, how in begun.items())
   return said
+
+
+@contextlib.contextmanager
+def _gone_if_it_fails(folder: Path, there: bool) -> Iterator[None]:
+  """Removes a folder if what is in it was not finished, unless it was there before."""
+  try:
+    yield
+  except BaseException:
+    if not there:
+      shutil.rmtree(folder, ignore_errors=True)
+    raise
 
 
 def _meta(built: build.Built) -> dict[str, Any]:
@@ -291,23 +308,16 @@ def _write(path: Path, text: str) -> None:
     raise StorageError(f"{path} cannot be written: {error}") from None
 
 
-def _said(
-  released: Released,
-  workdir: Path,
-  leaves: dict[str, Array],
-  seconds: tuple[float, float],
-  has_tokenizer: bool,
-) -> str:
-  """What was read, the seconds of it (all; until it was on the devices), and what to do next."""
+def _said(released: Released, workdir: Path, seconds: float, has_tokenizer: bool) -> str:
+  """What was read, how long it took, and what to do next."""
   built, folder = released.built, released.folder
   counts = count_parameters(built.run.model, built.shapes)
-  held = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values())
   lines = [
     f"{released.family} from {folder.path}: {len(released.tensors)} tensors, "
     f"{size_of(folder.size)}, {number(counts.total)} parameters ({number(counts.active)} active) "
-    f"in {seconds[0]:.1f} s, {seconds[1]:.1f} of them until they were on the devices",
-    f"kept as step 0 of {workdir}: {size_of(held)} on {built.mesh.size} device(s); peak host "
-    f"memory {size_of(_peak_memory())}",
+    f"in {seconds:.1f} s",
+    f"kept as step 0 of {workdir}, on {built.mesh.size} device(s); peak host memory "
+    f"{size_of(_peak_memory())}",
   ]
   if released.skipped:
     some = ", ".join(released.skipped[:3]) + (", ..." if len(released.skipped) > 3 else "")

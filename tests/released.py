@@ -88,7 +88,7 @@ def check_case(folder: Path, meshes: Sequence[str] = MESHES, *, round_trip: bool
 def run(folder: Path, mesh: str, tokens: np.ndarray) -> dict[str, np.ndarray]:
   """Logits, hidden states and the logits of prefill and cached decode, on one mesh."""
   released = open_released(str(folder), mesh=mesh, dtype="float32")
-  built, leaves = released.built, released.leaves()
+  built, leaves = released.built, dict(released.leaves())
   params = nested(leaves, {"params": built.shapes})["params"]
   router = nested(leaves, {"router": built.router_shapes})["router"] if built.router_shapes else {}
   params = jax.tree.map(lambda x: x.astype(jnp.float32), params)

@@ -85,14 +85,8 @@ class Folder:
     """
     entry = self.entries[name]
     found = np.empty(entry.shape, TYPES[entry.dtype])
-    left: Any = memoryview(found.reshape(-1).view(np.uint8))  # pyright: ignore[reportArgumentType]
-    at = entry.start
     try:
-      while left:
-        count = os.preadv(self._open[entry.file].fileno(), [left], at)
-        if not count:
-          raise OSError("the file ends before it does")
-        left, at = left[count:], at + count
+      read_into(found, self._open[entry.file], entry.start)
     except OSError as error:
       raise DataError(f"{entry.file}: {name} cannot be read: {error}") from None
     return found
@@ -137,6 +131,20 @@ class Folder:
       self._open[file] = file.open("rb", buffering=0)
     except OSError as error:
       raise DataError(f"{file} is damaged or incomplete: {error}") from None
+
+
+def read_into(found: np.ndarray, file: BinaryIO, start: int) -> None:
+  """Fills a contiguous array from byte `start` of an open file; any number of threads may.
+
+  Raises:
+    OSError: it cannot be read, or ends before the array does.
+  """
+  left: Any = memoryview(found.reshape(-1).view(np.uint8))  # pyright: ignore[reportArgumentType]
+  while left:
+    count = os.preadv(file.fileno(), [left], start)
+    if not count:
+      raise OSError("it is truncated")
+    left, start = left[count:], start + count
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -120,9 +120,8 @@ def read_header(file: Path) -> dict[str, Described]:
     raise damaged(f"{len(values)} tensors; at most {TENSORS} are read")
   found, parts = {}, []
   for name, said in values.items():
-    described, start, stop = _described(said, lambda why, name=name: damaged(f"{name[:200]} {why}"))
-    found[name] = described._replace(start=described.start + 8 + length)
-    parts.append((start, stop, name))
+    found[name], size = _described(said, lambda why, name=name: damaged(f"{name[:200]} {why}"))
+    parts.append((found[name].start, found[name].start + size, name))
   end = 0
   for start, stop, name in sorted(parts):
     if start != end:
@@ -131,11 +130,11 @@ def read_header(file: Path) -> dict[str, Described]:
     end = stop
   if end != whole - 8 - length:
     raise damaged(f"its tensors have {end} bytes, the file has {whole - 8 - length} for them")
-  return found
+  return {name: own._replace(start=own.start + 8 + length) for name, own in found.items()}
 
 
-def _described(said: Any, damaged: Any) -> tuple[Described, int, int]:
-  """One tensor of a header: what it is, and where its bytes begin and end."""
+def _described(said: Any, damaged: Any) -> tuple[Described, int]:
+  """One tensor of a header, beginning where the header says, and its size in bytes."""
   whole = lambda x: type(x) is int and 0 <= x < 2**63
   if not isinstance(said, Mapping) or set(said) != {"dtype", "shape", "data_offsets"}:
     raise damaged("has not the fields dtype, shape and data_offsets")
@@ -149,4 +148,4 @@ def _described(said: Any, damaged: Any) -> tuple[Described, int, int]:
   start, stop = offsets
   if 8 * (stop - start) != math.prod(shape) * _BITS[kind]:
     raise damaged(f"has shape {shape} of {kind} and {stop - start} bytes")
-  return Described(tuple(shape), kind, start), start, stop
+  return Described(tuple(shape), kind, start), stop - start

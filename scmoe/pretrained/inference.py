@@ -45,6 +45,7 @@ from scmoe.pretrained.folder import (
   WRITTEN,
   Planned,
   appearing,
+  read_into,
   read_json,
   write_weights,
 )
@@ -487,12 +488,10 @@ class ExpertReader:
     with file.open("rb", buffering=0) as opened:
 
       def read(i: int) -> None:
-        left, at = memoryview(found[i].reshape(-1).view(np.uint8)), start + int(wanted[i]) * each  # pyright: ignore
-        while left:
-          count = os.preadv(opened.fileno(), [left], at)
-          if not count:
-            raise DataError(f"{file} is truncated: {self._name} is not all there")
-          left, at = left[count:], at + count
+        try:
+          read_into(found[i], opened, start + int(wanted[i]) * each)
+        except OSError as error:
+          raise DataError(f"{file}: {self._name} cannot be read: {error}") from None
 
       if len(wanted) == 1:
         read(0)

@@ -1,14 +1,16 @@
 """Tensors of a folder to parameters on a mesh and back, one at a time.
 
 What a device holds of a parameter is filled piece by piece, as the tensors are read; a host never
-has a parameter whole, nor a device more than its share. Some parameters are filled side by side, so
-that disk, copies to the device and compilation have each other's company.
+has a parameter whole, nor a device more than its share. Threads read ahead of the filling, across
+the ends of parameters, and filling goes on while whoever asked works with what is done.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,7 +25,8 @@ from scmoe.errors import DataError
 from scmoe.pretrained.folder import TYPES, Folder
 from scmoe.pretrained.names import Tensor, ignored, tensors
 
-AT_ONCE = 4  # parameters that are filled side by side
+READERS = 8  # threads that read tensors
+AHEAD = 16  # tensors that are read before they are wanted
 
 
 def leaves_of(built: Built) -> dict[str, Any]:
@@ -101,44 +104,72 @@ def load(
   """
   by_leaf = lambda tensor: tensor.leaf
   grouped = itertools.groupby(sorted(wanted, key=by_leaf), by_leaf)
-
-  def filled_in(group: tuple[str, list[Tensor]]) -> tuple[str, Array]:
-    leaf, parts = group
-    shape, sharding = shapes[leaf].shape, shapes[leaf].sharding
-    shares = [
-      _Share(device, share, shape, types[leaf])
-      for device, share in sharding.addressable_devices_indices_map(shape).items()
-    ]
-    for tensor in parts:
-      here = [share for share in shares if share.holds(tensor)]
-      if here:
-        value = read(tensor.name).reshape(tensor.split)
-        for share in here:
-          share.put(tensor, value)
-    filled = [share.array() for share in shares]
-    return leaf, jax.make_array_from_single_device_arrays(shape, sharding, filled)
-
-  pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="read")
+  parameters = [_Parameter(leaf, list(parts), shapes[leaf]) for leaf, parts in grouped]
+  # The largest first: whatever is done with them, all the rest comes meanwhile.
+  parameters.sort(key=lambda own: math.prod(own.shape), reverse=True)
+  names = (tensor.name for own in parameters for tensor in own.tensors)
+  readers = ThreadPoolExecutor(READERS, thread_name_prefix="read")
+  filler = ThreadPoolExecutor(1, thread_name_prefix="fill")
+  values = _ahead(readers, read, names)
   try:
-    yield from pool.map(filled_in, [(leaf, list(parts)) for leaf, parts in grouped])
+    yield from filler.map(lambda own: (own.leaf, own.filled(values, types[own.leaf])), parameters)
   finally:
-    pool.shutdown(cancel_futures=True)
+    filler.shutdown(cancel_futures=True)
+    readers.shutdown(cancel_futures=True)
+
+
+def _ahead(pool: ThreadPoolExecutor, read: Callable[[str], Any], names: Iterator[str]) -> Iterator:
+  """What is read by these names, in their order, `AHEAD` of them before they are asked for."""
+  coming = collections.deque(pool.submit(read, name) for name in itertools.islice(names, AHEAD))
+  while coming:
+    yield coming.popleft().result()
+    coming.extend(pool.submit(read, name) for name in itertools.islice(names, 1))
+
+
+class _Parameter:
+  """What this process' devices hold of a parameter, and the tensors that are in it.
+
+  Attributes:
+    leaf: its dotted name.
+    shape: of all of it.
+    tensors: those of which any lies here.
+  """
+
+  def __init__(self, leaf: str, parts: list[Tensor], like: Any):
+    self.leaf, self.shape, self._sharding = leaf, like.shape, like.sharding
+    indices = like.sharding.addressable_devices_indices_map(like.shape)
+    self._bounds = {
+      device: [s.indices(n)[:2] for s, n in zip(share, like.shape)]
+      for device, share in indices.items()
+    }
+    self.tensors = [t for t in parts if any(_lies(t, own) for own in self._bounds.values())]
+
+  def filled(self, values: Iterator[np.ndarray], dtype: np.dtype) -> Array:
+    """The parameter, of its tensors' values in their order."""
+    shares = [_Share(device, own, dtype) for device, own in self._bounds.items()]
+    for tensor in self.tensors:
+      value = next(values).reshape(tensor.split)
+      for share in shares:
+        if _lies(tensor, share.bounds):
+          share.put(tensor, value)
+    arrays = [share.array() for share in shares]
+    return jax.make_array_from_single_device_arrays(self.shape, self._sharding, arrays)
+
+
+def _lies(tensor: Tensor, bounds: list[tuple[int, int]]) -> bool:
+  """Whether any of a tensor is in the part of its parameter that has these bounds."""
+  return all(start <= i < stop for i, (start, stop) in zip(tensor.index, bounds))
 
 
 class _Share:
   """One device's part of a parameter, while it is being filled."""
 
-  def __init__(self, device: Any, share: tuple, shape: tuple[int, ...], dtype: np.dtype):
-    self.device = device
-    self.bounds = [s.indices(n)[:2] for s, n in zip(share, shape)]
-    size = tuple(stop - start for start, stop in self.bounds)
+  def __init__(self, device: Any, bounds: list[tuple[int, int]], dtype: np.dtype):
+    self.device, self.bounds = device, bounds
+    size = tuple(stop - start for start, stop in bounds)
     # A CPU's memory is the host's: there the part is filled where it is.
     self.on_host = device.platform == "cpu"
     self.value: Any = np.empty(size, dtype) if self.on_host else _empty(size, dtype, device)
-
-  def holds(self, tensor: Tensor) -> bool:
-    """Whether any of the tensor lies here."""
-    return all(start <= i < stop for i, (start, stop) in zip(tensor.index, self.bounds))
 
   def put(self, tensor: Tensor, value: np.ndarray) -> None:
     """Writes what lies here of a tensor, split as `Tensor.split` says."""

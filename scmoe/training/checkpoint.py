@@ -6,10 +6,14 @@ So this file keeps its own list of steps, fingerprints, shapes and types.
 
     WORKDIR/checkpoints/N/params    weights            N/data/metadata   data position (JSON)
                           N/state   everything else    N/meta/metadata   configuration ... (JSON)
+
+A step that was written as its arrays came (`Checkpointer.save_parts`) has its large weights apart,
+in N/params_1, N/params_2 and so on; its meta says which is where.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -17,7 +21,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +44,7 @@ _STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 _LEFT_OVER = re.compile(r"\d+\.orbax-checkpoint-tmp.*|\d+\.trash")
 _NARROW = ("bfloat16", "float16")  # of a released model: read into float32, which loses nothing
 _BAD = re.compile(r"\d+\.bad-.*")
+_APART = 2**28  # bytes of a weight that is written before the others have come
 
 
 class Restored(NamedTuple):
@@ -72,9 +78,7 @@ class Checkpointer:
     self._cfg = cfg
     self._failures = 0
     self._pending: tuple[int, float] | None = None
-    # Floats hardly get smaller, and compressing them takes longer than writing them.
-    arrays = lambda: ocp.PyTreeCheckpointHandler(use_compression=False)
-    handlers: dict[str, Any] = {"params": arrays(), "state": arrays()}
+    handlers: dict[str, Any] = {"params": _arrays(), "state": _arrays()}
     handlers |= {"data": ocp.JsonCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
     self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
     if is_first():
@@ -141,6 +145,65 @@ class Checkpointer:
     """
     while not (self.save(step, state, data_state, meta) and self.wait()):
       time.sleep(0.5)
+
+  def save_parts(
+    self, step: int, leaves: Iterable[tuple[str, jax.Array]], data_state: dict, meta: dict
+  ) -> None:
+    """Saves a step whose arrays come one by one: large weights are written beside the next ones.
+
+    For one process; the step appears when all of it is written.
+
+    Args:
+      step: optimizer steps done.
+      leaves: of the state, by dotted name, `params.` in front of weights.
+      data_state, meta: as for `save`.
+
+    Raises:
+      NonFiniteError: an array is not finite; the step does not appear.
+      StorageError: writing failed. What the arrays' source raises comes through; in every case
+        nothing of the step is left.
+    """
+    self._clear_destination(step)
+    place = self.directory / f"{step}.orbax-checkpoint-tmp-parts"
+    described: dict[str, dict] = {}
+    rest: dict[str, jax.Array] = {}
+    writers: list[ocp.AsyncCheckpointer] = []
+
+    def begin(name: str, leaf: jax.Array) -> None:
+      writers.append(ocp.AsyncCheckpointer(_arrays()))
+      described.update(_describe({name: leaf}))
+      described[name]["item"] = item = f"params_{len(writers)}"
+      writers[-1].save(place / item, args=ocp.args.PyTreeSave({name: leaf}))
+
+    try:
+      with _storage(f"saving step {step} to {self.directory} failed"):
+        place.mkdir()
+      for name, leaf in leaves:
+        if name.startswith("params.") and leaf.nbytes >= _APART:
+          with _storage(f"saving {name} to {self.directory} failed"):
+            begin(name, leaf)
+        else:
+          rest[name] = leaf
+      described |= _describe(rest)
+      data = {"processes": from_all_processes(data_state)}
+      meta = _sealed(meta | {"schema": SCHEMA, "step": step, "leaves": described}, data)
+      with _storage(f"saving step {step} to {self.directory} failed"):
+        for item, group in _split(rest).items():
+          if group:
+            writers.append(ocp.AsyncCheckpointer(_arrays()))
+            writers[-1].save(place / item, args=ocp.args.PyTreeSave(group))
+        with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as writer:
+          writer.save(place / "data", args=ocp.args.JsonSave(data))
+          writer.save(place / "meta", args=ocp.args.JsonSave(meta))
+        for writer in writers:
+          writer.wait_until_finished()
+        os.rename(place, self.directory / str(step))
+    finally:
+      for writer in writers:
+        with contextlib.suppress(Exception):  # was raised by wait_until_finished, or another was
+          writer.close()
+      shutil.rmtree(place, ignore_errors=True)
+    self.last_saved = step
 
   def close(self) -> None:
     """Waits for what is being written and ends the writer's threads."""
@@ -397,7 +460,8 @@ def _read_verified(place: Path, wanted: dict[str, Any], meta: dict) -> dict[str,
     stored[name]: jax.ShapeDtypeStruct(x.shape, known[name]["dtype"], sharding=x.sharding)
     for name, x in wanted.items()
   }
-  arrays = _read_arrays(place, typed)
+  items = {stored[name]: known[name].get("item", _item(name)) for name in wanted}
+  arrays = _read_arrays(place, typed, items)
   leaves = {name: arrays[stored[name]] for name in wanted}
   prints, _ = survey(list(leaves.values()))
   for name, found in zip(leaves, prints):
@@ -418,26 +482,44 @@ def _weights(abstract: PyTree, meta: dict) -> PyTree:
   return {"params": abstract.params, "router": router}
 
 
-def _read_arrays(place: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
-  """Leaves by name, in the order of `wanted`, with the types and shardings asked for."""
-  items = {}
-  for item, group in _split(wanted).items():
-    if group:
-      how = {
-        name: ocp.ArrayRestoreArgs(sharding=x.sharding, dtype=x.dtype, global_shape=x.shape)
-        for name, x in group.items()
-      }
-      items[item] = ocp.args.PyTreeRestore(item=group, restore_args=how, partial_restore=True)
-  try:
+def _read_arrays(
+  place: Path, wanted: dict[str, Any], items: dict[str, str]
+) -> dict[str, jax.Array]:
+  """Leaves by name, in the order of `wanted`, with the types and shardings asked for.
+
+  Args:
+    place: directory of the step.
+    wanted: ShapeDtypeStruct with shardings.
+    items: in which of the step's directories each lies.
+  """
+  groups: dict[str, dict[str, Any]] = {}
+  for name, x in wanted.items():
+    groups.setdefault(items[name], {})[name] = x
+
+  def read(item: str) -> dict[str, jax.Array]:
+    how = {
+      name: ocp.ArrayRestoreArgs(sharding=x.sharding, dtype=x.dtype, global_shape=x.shape)
+      for name, x in groups[item].items()
+    }
+    args = ocp.args.PyTreeRestore(item=groups[item], restore_args=how, partial_restore=True)
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-      found = reader.restore(place, args=ocp.args.Composite(**items))
+      return reader.restore(place, args=ocp.args.Composite(**{item: args}))[item]
+
+  leaves: dict[str, jax.Array] = {}
+  try:
+    if jax.process_count() > 1:  # all read in one order
+      for item in sorted(groups):
+        leaves |= read(item)
+    else:
+      with ThreadPoolExecutor(max(len(groups), 1)) as pool:
+        for found in pool.map(read, groups):
+          leaves |= found
   except (MemoryError, PermissionError):
     raise
   except Exception as error:
     if "RESOURCE_EXHAUSTED" in str(error):  # the machine is too small; the files may be good
       raise
     raise Damaged(" ".join(str(error).split())[:300]) from None
-  leaves = {name: leaf for item in items for name, leaf in found[item].items()}
   return {name: leaves[name] for name in wanted}
 
 
@@ -493,10 +575,30 @@ def _flatten(tree: PyTree) -> dict[str, Any]:
   return leaves
 
 
-def _split(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _item(name: str) -> str:
   """Weights and the rest are stored apart, so that weights can be read alone."""
-  weights = {n: x for n, x in leaves.items() if n.partition(".")[0] == "params"}
-  return {"params": weights, "state": {n: x for n, x in leaves.items() if n not in weights}}
+  return "params" if name.partition(".")[0] == "params" else "state"
+
+
+def _split(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
+  own = lambda item: {name: x for name, x in leaves.items() if _item(name) == item}
+  return {item: own(item) for item in ("params", "state")}
+
+
+def _arrays() -> ocp.PyTreeCheckpointHandler:
+  # Floats hardly get smaller, and compressing them takes longer than writing them.
+  return ocp.PyTreeCheckpointHandler(use_compression=False)
+
+
+@contextlib.contextmanager
+def _storage(what: str) -> Iterator[None]:
+  """Whatever the file system or tensorstore raises becomes a `StorageError`."""
+  try:
+    yield
+  except NonFiniteError:
+    raise
+  except Exception as error:
+    raise StorageError(f"{what}: {' '.join(str(error).split())[:300]}") from None
 
 
 def _items(leaves: dict[str, Any], data: dict, meta: dict) -> Any:

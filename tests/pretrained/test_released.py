@@ -70,7 +70,7 @@ def test_a_mesh_holds_its_shares_in_the_files_types(tmp_path):
   weights = load_file(folder / WEIGHTS)
   save_file({n: a.astype(ml_dtypes.bfloat16) for n, a in weights.items()}, folder / WEIGHTS)
   released = open_released(str(folder), mesh="data=2,expert=2,tensor=2")
-  up = released.leaves()["params.stages.moe.experts.up"]
+  up = dict(released.leaves())["params.stages.moe.experts.up"]
   assert up.dtype == jnp.bfloat16
   assert up.sharding.shard_shape(up.shape) == (2, 4, 64, 16)
   want = weights["model.layers.1.mlp.experts.5.up_proj.weight"].T.astype(ml_dtypes.bfloat16)

@@ -50,7 +50,7 @@ def logits_of(built, leaves):
 
 def upcycled(path, text):
   released = open_released(str(path), mesh="data=1")
-  source, run = released.leaves(), released.built.run
+  source, run = dict(released.leaves()), released.built.run
   planned = plan(text, run.model, run.router)
   built = build.build(
     open_resolved(run, planned.model, planned.router), list(released.built.mesh.devices.flat)
@@ -88,7 +88,7 @@ def test_a_shortcut_model_keeps_attention_and_every_moe_moves_on(tmp_path):
   assert (stored.run.model.wiring, stored.run.model.shortcut_norm) == ("scmoe_pos2", "own")
   built = build.build(build.on_mesh(stored.run, "data=1"))
   leaves = restore_stored(tmp_path / "run", leaves_of(built), 0)
-  source = open_released(str(GOLDEN / "olmoe_a"), mesh="data=1").leaves()
+  source = dict(open_released(str(GOLDEN / "olmoe_a"), mesh="data=1").leaves())
   for name, leaf in source.items():
     if moe not in name:
       np.testing.assert_array_equal(leaves[name], leaf)

@@ -13,7 +13,7 @@ import pytest
 from training_fakes import Setup, Source, bits, leaf_files
 
 from scmoe.batch import Batch
-from scmoe.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
+from scmoe.errors import CheckpointError, ConfigError, DataError, NonFiniteError, StorageError
 from scmoe.training import checkpoint as module
 from scmoe.training.checkpoint import Checkpointer, read_meta, restore_params, restore_part
 from scmoe.training.fingerprint import survey
@@ -69,6 +69,61 @@ def flip(path, where=0.5, bit=1):
   data = bytearray(path.read_bytes())
   data[int(len(data) * where)] ^= bit
   path.write_bytes(data)
+
+
+@pytest.fixture
+def whole(setup, saved):
+  """Step 3's state by dotted name."""
+  state = Checkpointer(saved[0], CFG).restore_latest_valid(setup.abstract).state
+  return module._flatten(state)
+
+
+def test_a_step_that_was_written_as_its_arrays_came_reads_like_any_other(
+  setup, saved, whole, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(module, "_APART", 1)  # every weight by itself
+  keeper = Checkpointer(tmp_path, CFG)
+  keeper.save_parts(0, iter(whole.items()), {"next_index": 7}, {"config": {"a": 0}})
+  keeper.close()
+  assert names(tmp_path) == ["0"]
+  apart = [p.name for p in (tmp_path / "checkpoints/0").iterdir() if p.name.startswith("params_")]
+  assert len(apart) == sum(name.startswith("params.") for name in whole)
+  restored = restore(tmp_path, setup)
+  assert restored is not None
+  assert bits(restored.state) == saved[1][3]
+  assert restored.data_state == {"next_index": 7}
+  params = restore_params(tmp_path, setup.abstract.params)
+  assert bits(params) == bits(restored.state.params)
+  for file in (tmp_path / "checkpoints/0").rglob("*"):  # and its damage is seen like any other's
+    if file.parent.name == "d" and "params_1" in file.parts:
+      flip(file)
+  with pytest.raises(CheckpointError, match="no valid checkpoint"):
+    restore(tmp_path, setup)
+
+
+@pytest.mark.parametrize(
+  ("trouble", "error"),
+  [("source", DataError), ("nan", NonFiniteError), ("disk", StorageError)],
+)
+def test_of_a_step_whose_arrays_stop_coming_nothing_is_left(
+  trouble, error, whole, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(module, "_APART", 1)
+  keeper = Checkpointer(tmp_path, CFG)
+
+  def coming():
+    for count, (name, leaf) in enumerate(whole.items()):
+      if count == 3 and trouble == "source":
+        raise DataError("a file ended")
+      if count == 3 and trouble == "disk":
+        shutil.rmtree(next((tmp_path / "checkpoints").iterdir()))
+      bad = count == 3 and trouble == "nan"
+      yield (name, jnp.full_like(leaf, jnp.nan) if bad else leaf)
+
+  with pytest.raises(error):
+    keeper.save_parts(0, coming(), {}, {"config": {}})
+  keeper.close()
+  assert names(tmp_path) == []
 
 
 def test_round_trip_is_bitwise_with_data_and_meta(run, saved, setup):

@@ -48,6 +48,14 @@ from scmoe.summary import open_folder, open_model, open_run
 from scmoe.training.workdir import write_json
 
 OF_CONFIG = ("config", "config_json", "smoke", "allow_config_change", "allow_import")
+SAMPLING_FLAGS = (
+  Flag("temperature", float, 1.0, "divides the logits; 0 takes the most probable token"),
+  Flag("top_k", int, 0, "draw from the k most probable tokens; 0: from all"),
+  Flag("top_p", float, 1.0, "draw from the most probable tokens that make up this probability"),
+  Flag("seed", int, 0, "of the draws"),
+  Flag("mesh", str, "", "axes such as data=2,expert=2; training's, or one device, if not given"),
+  SIMULATE,
+)
 OFFLOAD_FLAGS = (
   Flag(
     "offload",
@@ -81,12 +89,7 @@ FLAGS = (
   Flag("prompt", str, "", "text to continue", repeat=True),
   Flag("chat", bool, False, "continue every line of the input, each a document of its own"),
   Flag("max_new_tokens", int, 64, "tokens to add"),
-  Flag("temperature", float, 1.0, "divides the logits; 0 takes the most probable token"),
-  Flag("top_k", int, 0, "draw from the k most probable tokens; 0: from all"),
-  Flag("top_p", float, 1.0, "draw from the most probable tokens that make up this probability"),
-  Flag("seed", int, 0, "of the draws"),
-  Flag("mesh", str, "", "axes such as data=2,expert=2; training's, or one device, if not given"),
-  SIMULATE,
+  *SAMPLING_FLAGS,
   *OFFLOAD_FLAGS,
   Flag("benchmark", bool, False, "tokens per second instead of text, on random weights"),
   Flag("compare", str, "", "benchmark: wirings in turns, by commas; the first is the base"),

@@ -25,9 +25,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from scmoe.command_line import ALLOW_IMPORT, HELP, SIMULATE, Flag, help_text, parse, simulate
+from scmoe.command_line import ALLOW_IMPORT, HELP, Flag, help_text, parse, simulate
 from scmoe.errors import ConfigError, DataError, StorageError, run_main
-from scmoe.generate import OFFLOAD_FLAGS, Session, wish_of
+from scmoe.generate import OFFLOAD_FLAGS, SAMPLING_FLAGS, Session, wish_of
 from scmoe.inference.offload import allow_pinned_memory
 from scmoe.inference.sampling import Sampling
 
@@ -38,12 +38,7 @@ FLAGS = (
   Flag("batch", int, 8, "requests that are decoded together, at most"),
   Flag("max_wait", float, 0.05, "seconds that a request waits for others"),
   Flag("max_new_tokens", int, 64, "tokens of an answer, at most"),
-  Flag("temperature", float, 1.0, "divides the logits; 0 takes the most probable token"),
-  Flag("top_k", int, 0, "draw from the k most probable tokens; 0: from all"),
-  Flag("top_p", float, 1.0, "draw from the most probable tokens that make up this probability"),
-  Flag("seed", int, 0, "of the draws"),
-  Flag("mesh", str, "", "axes such as data=2,expert=2; training's, or one device, if not given"),
-  SIMULATE,
+  *SAMPLING_FLAGS,
   *OFFLOAD_FLAGS,
   ALLOW_IMPORT,
   HELP,

@@ -22,7 +22,7 @@ from scmoe.errors import ConfigError
 from scmoe.inference import expert_trace
 from scmoe.models.gpt import GPT
 from scmoe.models.stacked import Apart
-from scmoe.moe.migration import MODES, Cached, Int8, Migration, OnDisk, quantised
+from scmoe.moe.migration import MODES, Cached, Int8, Migration, is_on_disk, quantised
 from scmoe.parallel.mesh import parameter_specs
 
 WAYS = ("none", *MODES)
@@ -192,29 +192,27 @@ def to_memory(
   """An array where it belongs.
 
   Args:
-    x: of any memory, or NumPy's; or an `Int8` of such; an `OnDisk` stays where it is.
+    x: of any memory, NumPy's or `OnDisk`; or an `Int8` of such.
     sharding: of it.
     kind: memory; None: the device's.
     int8: a matrix [E, M, N] of experts becomes an `Int8`.
   """
-  place = lambda x, spec: jax.device_put(x, NamedSharding(sharding.mesh, spec, memory_kind=kind))
-  packed = x
-  if isinstance(x, OnDisk):
-    own = NamedSharding(sharding.mesh, P(*sharding.spec[:1]))
-    return dataclasses.replace(x, number=jax.device_put(x.number, own))
-  if isinstance(x, Int8) and isinstance(x.value, OnDisk):
-    there = (to_memory(part, sharding) for part in (x.value, x.scale))
-    return dataclasses.replace(x, **dict(zip(("value", "scale"), there)))
-  if not isinstance(x, Int8):
-    if not int8 or kind is None or x.ndim < 3:
-      return place(x, sharding.spec)
+
+  def place(x: Any, *spec: Any) -> Any:
+    if is_on_disk(x):  # stays there; who has which of its experts is what is placed
+      own = NamedSharding(sharding.mesh, P(*spec[:1]))
+      return dataclasses.replace(x, number=jax.device_put(x.number, own))
+    return jax.device_put(x, NamedSharding(sharding.mesh, P(*spec), memory_kind=kind))
+
+  if isinstance(x, Int8):
+    packed = x
+  elif int8 and kind is not None and not is_on_disk(x) and x.ndim > 2:
     packed = jax.jit(quantised, static_argnums=1)(x, jnp.dtype(x.dtype).name)
+  else:
+    return place(x, *sharding.spec)
   whole = [*sharding.spec, *[None] * (packed.value.ndim - len(sharding.spec))]
-  return dataclasses.replace(
-    packed,
-    value=place(packed.value, P(*whole)),
-    scale=place(packed.scale, P(*whole[:-2], None, whole[-1])),
-  )
+  value, scale = place(packed.value, *whole), place(packed.scale, *whole[:-2], None, whole[-1])
+  return dataclasses.replace(packed, value=value, scale=scale)
 
 
 def check(model: GPT, mesh: Mesh) -> None:

@@ -235,7 +235,7 @@ class Asked:
       return Brought(graph, made, slot_e, self.count), after
 
   def _copied(self, params: Any, id_N: Array, place_N: Array, copies: Array | None) -> Any:
-    if not _has_kernel(params):
+    if not _come_by_kernel(params):
       return self._sliced(params, id_N, place_N, copies)
     turn_N = jnp.arange(id_N.shape[0], dtype=jnp.int32)
     if copies is None:
@@ -471,6 +471,11 @@ class OnDisk:
   dtype: str = dataclasses.field(metadata={"static": True})
 
   @property
+  def ndim(self) -> int:
+    """Of the matrices of all experts."""
+    return 1 + len(self.matrix)
+
+  @property
   def whole(self) -> Array:
     """The matrices, on the device."""
     shape = jax.ShapeDtypeStruct((self.number.shape[0], *self.matrix), self.dtype)
@@ -513,17 +518,18 @@ def multiplied_out(params: Any) -> Any:
 def is_away(params: Any) -> bool:
   """Whether any of these parameters is not in the device's memory."""
   leaves = jax.tree.leaves(params, is_leaf=is_on_disk)
-  return any(is_on_disk(x) or _is_away(x) for x in leaves)
+  return any(is_on_disk(x) or _is_on_host(x) for x in leaves)
 
 
-def _is_away(x: Any) -> bool:
+def _is_on_host(x: Any) -> bool:
   return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
-def _has_kernel(params: Any) -> bool:
+def _come_by_kernel(params: Any) -> bool:
+  """Whether `fetch` takes all that is on the host."""
   if any(map(is_on_disk, jax.tree.leaves(params, is_leaf=is_on_disk))):
     return False
-  return has_kernel([x for x in jax.tree.leaves(params) if _is_away(x)])
+  return has_kernel([x for x in jax.tree.leaves(params) if _is_on_host(x)])
 
 
 def _fetched(params: Any, id_N: Array, place_N: Array, copies: Any, held: Any = None) -> Any:
@@ -536,11 +542,11 @@ def _fetched(params: Any, id_N: Array, place_N: Array, copies: Any, held: Any = 
   """
   leaves, tree = jax.tree.flatten(params)
   slots = jax.tree.leaves(held) if held is not None else [None] * len(leaves)
-  of = lambda some: [own for own, x in zip(some, leaves) if _is_away(x)]
+  of = lambda some: [own for own, x in zip(some, leaves) if _is_on_host(x)]
   found = iter(fetch(of(leaves), id_N, place_N, copies, None if held is None else of(slots)))
   near = lambda x, own: x[id_N] if own is None else _put(own, x[id_N], place_N, copies)
   return tree.unflatten(
-    [next(found) if _is_away(x) else near(x, own) for x, own in zip(leaves, slots)]
+    [next(found) if _is_on_host(x) else near(x, own) for x, own in zip(leaves, slots)]
   )
 
 

@@ -41,7 +41,7 @@ train: $(RUN_STAMP)
 	@echo "everything was written to $(WORKDIR)"
 
 test: $(DEV_STAMP)
-	NPROC=16 $(BIN)/python -m pytest -n auto --dist loadfile --max-worker-restart=0 -m "not gpu and not nightly" $(TESTS)
+	NPROC=16 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart=0 -m "not gpu and not nightly" $(TESTS)
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff format --check .

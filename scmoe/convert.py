@@ -235,11 +235,18 @@ def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "")
       write_json(workdir / SOURCE, source | {"dtype": usual, "other_dtypes": other})
     write_json(workdir / "config.json", built.config)
     keeper = Checkpointer(workdir, CheckpointConfig(async_save=False))
+    read = 0.0
+
+    def coming() -> Iterator[tuple[str, Array]]:
+      nonlocal read
+      yield from released.leaves()
+      read = time.monotonic() - started
+
     try:
       if planned is None and jax.process_count() == 1:
-        keeper.save_parts(0, released.leaves(), {}, _meta(built))
+        keeper.save_parts(0, coming(), {}, _meta(built))
       else:
-        leaves = dict(released.leaves())
+        leaves = dict(coming())
         if planned is not None:
           fresh = lambda: flat(dict(zip(("params", "router"), built.init(jax.random.key(0)))))
           leaves, begun = fill(leaves, leaves_of(built), fresh, planned)
@@ -249,7 +256,7 @@ def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "")
     finally:
       keeper.close()
   seconds = time.monotonic() - started
-  said = _said(released, workdir, seconds, tokenizer is not None)
+  said = _said(released, workdir, (seconds, read), tokenizer is not None)
   if upcycle:
     said += f"\n{run.model.wiring}, upcycled; without a source of their own:"
     said += "".join(f"\n  {name.removeprefix('params.')}: {how}" for name, how in begun.items())
@@ -308,14 +315,16 @@ def _write(path: Path, text: str) -> None:
     raise StorageError(f"{path} cannot be written: {error}") from None
 
 
-def _said(released: Released, workdir: Path, seconds: float, has_tokenizer: bool) -> str:
-  """What was read, how long it took, and what to do next."""
+def _said(
+  released: Released, workdir: Path, seconds: tuple[float, float], has_tokenizer: bool
+) -> str:
+  """What was read, how long it took (all; until the last was read), and what to do next."""
   built, folder = released.built, released.folder
   counts = count_parameters(built.run.model, built.shapes)
   lines = [
     f"{released.family} from {folder.path}: {len(released.tensors)} tensors, "
     f"{size_of(folder.size)}, {number(counts.total)} parameters ({number(counts.active)} active) "
-    f"in {seconds:.1f} s",
+    f"in {seconds[0]:.1f} s, {seconds[1]:.1f} of them until all was read",
     f"kept as step 0 of {workdir}, on {built.mesh.size} device(s); peak host memory "
     f"{size_of(_peak_memory())}",
   ]

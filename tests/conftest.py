@@ -16,6 +16,7 @@ import pytest
 DEVICES = "--xla_force_host_platform_device_count=8"
 
 COMPILE_FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+COMPILE_FAST += " --xla_cpu_parallel_codegen_split_count=1"  # a core is all that a worker has
 if version("jax").startswith("0.10."):  # later ones have no other emitters than the slow ones
   COMPILE_FAST += " --xla_cpu_use_fusion_emitters=false"
 
@@ -39,6 +40,16 @@ def pytest_configure(config: pytest.Config) -> None:
   if CACHE not in os.environ:  # workers have the first process' one
     config.stash[OWN] = os.environ[CACHE] = tempfile.mkdtemp(prefix="programs-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+
+
+# Files of minutes come first, so that no worker is left with one in the end.
+LONG = ("test_notebooks", "test_gradient_reduction", "test_causality", "test_offload", "test_cli")
+LONG += ("test_extending", "test_mistakes", "test_disk", "test_processes", "test_teacher")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+  """See `LONG`; other files stay in their order."""
+  items.sort(key=lambda item: item.path.stem not in LONG)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -69,7 +69,7 @@ def main() -> None:
   begin = time.perf_counter()
   said = run_module("scmoe.convert", "--from", source, "--workdir", workdir)
   result["command_seconds"] = time.perf_counter() - begin
-  result["convert_seconds"] = float(re.search(r" in ([\d.]+) s$", said, re.M)[1])  # pyright: ignore
+  result["convert_seconds"] = float(re.search(r" in ([\d.]+) s,", said)[1])  # pyright: ignore
   result["convert_said"] = said.splitlines()
   lines = [
     f"{result['date']}  {result['command']}",

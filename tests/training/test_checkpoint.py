@@ -101,10 +101,18 @@ def test_a_step_that_was_written_as_its_arrays_came_reads_like_any_other(
     restore(tmp_path, setup)
 
 
-@pytest.mark.parametrize(
-  ("trouble", "error"),
-  [("source", DataError), ("nan", NonFiniteError), ("disk", StorageError)],
-)
+@pytest.fixture
+def small_files():
+  """Files can not grow over 100 bytes, as on a full disk."""
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+  yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before)
+  resource.setrlimit(resource.RLIMIT_FSIZE, before)
+  signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize(("trouble", "error"), [("source", DataError), ("nan", NonFiniteError)])
 def test_of_a_step_whose_arrays_stop_coming_nothing_is_left(
   trouble, error, whole, tmp_path, monkeypatch
 ):
@@ -115,13 +123,22 @@ def test_of_a_step_whose_arrays_stop_coming_nothing_is_left(
     for count, (name, leaf) in enumerate(whole.items()):
       if count == 3 and trouble == "source":
         raise DataError("a file ended")
-      if count == 3 and trouble == "disk":
-        shutil.rmtree(next((tmp_path / "checkpoints").iterdir()))
       bad = count == 3 and trouble == "nan"
       yield (name, jnp.full_like(leaf, jnp.nan) if bad else leaf)
 
   with pytest.raises(error):
     keeper.save_parts(0, coming(), {}, {"config": {}})
+  keeper.close()
+  assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("apart", [1, 2**40])
+def test_nor_of_one_for_which_there_is_no_room(apart, whole, tmp_path, monkeypatch, small_files):
+  monkeypatch.setattr(module, "_APART", apart)
+  keeper = Checkpointer(tmp_path, CFG)
+  with pytest.raises(StorageError, match="failed"):
+    keeper.save_parts(0, iter(whole.items()), {}, {"config": {}})
+  small_files()
   keeper.close()
   assert names(tmp_path) == []
 
@@ -307,17 +324,6 @@ def test_non_finite_state_is_never_written(tmp_path, setup):
   with pytest.raises(NonFiniteError, match=r"params\.embed is not finite"):
     checkpointer.save(1, dataclasses.replace(state, params=bad), {}, {})
   assert checkpointer.steps() == []
-
-
-@pytest.fixture
-def small_files():
-  """Files can not grow over 100 bytes, as on a full disk."""
-  before = resource.getrlimit(resource.RLIMIT_FSIZE)
-  handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-  resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-  yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before)
-  resource.setrlimit(resource.RLIMIT_FSIZE, before)
-  signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_full_disk_keeps_the_old_step_and_retries(run, setup, small_files, capsys):

@@ -1,6 +1,7 @@
 """Released models in and out: recorded logits, bits after a round trip, and every way to fail."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -264,3 +265,21 @@ def test_what_no_family_has_is_not_written():
 def test_names_that_errors_need_are_regular():
   with pytest.raises(DataError, match=re.escape("mlp_only_layers='x' is not a list of layers")):
     read_config(config_of("qwen3_moe_a", mlp_only_layers="x"))
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_file_that_ends_while_it_is_read_leaves_no_run(there, tmp_path, monkeypatch):
+  folder, run, read = copy_of(tmp_path), tmp_path / "run", Folder.read
+
+  def reads(self, name):
+    if name == NORM:
+      os.truncate(folder / WEIGHTS, 0)
+    return read(self, name)
+
+  monkeypatch.setattr(Folder, "read", reads)
+  if there:
+    run.mkdir()
+  with pytest.raises(DataError, match=f"{WEIGHTS}: .* cannot be read: it is truncated"):
+    import_model(str(folder), run)
+  assert run.exists() == there
+  assert not list(run.glob("checkpoints/*"))

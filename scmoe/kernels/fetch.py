@@ -30,6 +30,7 @@ BLOCKS = 32
 # That a block has under way. 128 KiB of all blocks fill PCIe 5; behind 2 MiB every other kernel on
 # the device waited 40 us.
 _BYTES = 4_096
+_MOST = 65_536  # where no part is as small
 _THREADS = 128
 _STREAM = "gpu_stream:1"  # any but 0, which computes
 
@@ -111,15 +112,15 @@ def _body(count: int, order: Any, stack: Any, out: Any) -> None:
 
 
 def _piece(x: Any) -> tuple[int, int]:
-  """Rows and columns of a part that a block copies at once: the largest that divides a matrix, is
-  contiguous, within `_BYTES` and of as many vectors of 16 bytes for every thread; (0, 0): none."""
+  """Rows and columns of a part that a block copies at once, contiguous and of as many vectors of 16
+  bytes for every thread: the largest within `_BYTES`, else the smallest; (0, 0): none."""
   size, (rows, columns) = jnp.dtype(x.dtype).itemsize, x.shape[1:]
-  divisors = lambda n: [d for d in range(1, min(n, _BYTES) + 1) if n % d == 0]
-  whole = [(r, columns) for r in divisors(rows)]
-  parts = [(1, c) for c in divisors(columns)]
+  divisors = lambda n: [d for d in range(1, min(n, _MOST) + 1) if n % d == 0]
+  parts = [(r, columns) for r in divisors(rows)] + [(1, c) for c in divisors(columns)]
   nbytes = lambda piece: piece[0] * piece[1] * size
-  fits = lambda piece: nbytes(piece) <= _BYTES and nbytes(piece) % (16 * _THREADS) == 0
-  return max(filter(fits, whole + parts), key=nbytes, default=(0, 0))
+  fitting = [p for p in parts if nbytes(p) <= _MOST and nbytes(p) % (16 * _THREADS) == 0]
+  few = [p for p in fitting if nbytes(p) <= _BYTES]
+  return max(few, key=nbytes) if few else min(fitting, key=nbytes, default=(0, 0))
 
 
 # Pallas takes no array in the host's memory; the device reads pinned memory as it reads its own.

@@ -4,6 +4,7 @@ Most of the tests' time is compilation: LLVM's expensive passes are left out, al
 that tests start. They change no result that a test looks at.
 """
 
+import collections
 import gc
 import os
 import shutil
@@ -47,9 +48,23 @@ LONG = ("test_notebooks", "test_gradient_reduction", "test_causality", "test_off
 LONG += ("test_extending", "test_mistakes", "test_disk", "test_processes", "test_teacher")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-  """See `LONG`; other files stay in their order."""
-  items.sort(key=lambda item: item.path.stem not in LONG)
+def pytest_addoption(parser: pytest.Parser) -> None:
+  """What `.ci/run` asks of a second Python."""
+  text = "of every test's parameters only the first of each N"
+  parser.addoption("--every", type=int, default=1, metavar="N", help=text)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+  """`LONG` first, other files in their order; and what `--every` leaves out."""
+  seen: collections.Counter[tuple[Path, str]] = collections.Counter()
+  kept, left = [], []
+  for item in sorted(items, key=lambda item: item.path.stem not in LONG):
+    test = (item.path, getattr(item, "originalname", item.name))
+    (left if seen[test] % config.getoption("every") else kept).append(item)
+    seen[test] += 1
+  if left:
+    config.hook.pytest_deselected(items=left)
+  items[:] = kept
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -21,7 +21,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -223,30 +223,27 @@ def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "")
     built = build.build(run, list(built.mesh.devices.flat))
   there = workdir.exists()
   workdir = prepare_workdir(workdir)
-  with _gone_if_it_fails(workdir, there), RunLock(workdir):
+  read = 0.0
+
+  def coming() -> Generator[tuple[str, Array], None, None]:
+    """The arrays; what describes them is written when they are all there, and before the step."""
+    nonlocal read
+    yield from released.leaves()
+    read = time.monotonic() - started
     if tokenizer is not None:
       _write(workdir / TOKENIZER, tokenizer.content)
-    entries = released.folder.entries
-    types = {t.name: entries[t.name].dtype for t in released.tensors}
-    usual = max(types.values(), key=list(types.values()).count)
-    other = {name: kind for name, kind in types.items() if kind != usual}
-    source = {"family": released.family, "config": released.folder.config}
     if not upcycle:
-      write_json(workdir / SOURCE, source | {"dtype": usual, "other_dtypes": other})
+      write_json(workdir / SOURCE, _origin(released))
     write_json(workdir / "config.json", built.config)
+
+  # The lock first: a folder that another process writes to is none of ours.
+  with RunLock(workdir), _gone_if_it_fails(workdir, there), contextlib.closing(coming()) as arrays:
     keeper = Checkpointer(workdir, CheckpointConfig(async_save=False))
-    read = 0.0
-
-    def coming() -> Iterator[tuple[str, Array]]:
-      nonlocal read
-      yield from released.leaves()
-      read = time.monotonic() - started
-
     try:
       if planned is None and jax.process_count() == 1:
-        keeper.save_parts(0, coming(), {}, _meta(built))
+        keeper.save_parts(0, arrays, {}, _meta(built))
       else:
-        leaves = dict(coming())
+        leaves = dict(arrays)
         if planned is not None:
           fresh = lambda: flat(dict(zip(("params", "router"), built.init(jax.random.key(0)))))
           leaves, begun = fill(leaves, leaves_of(built), fresh, planned)
@@ -261,6 +258,16 @@ def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "")
     said += f"\n{run.model.wiring}, upcycled; without a source of their own:"
     said += "".join(f"\n  {name.removeprefix('params.')}: {how}" for name, how in begun.items())
   return said
+
+
+def _origin(released: Released) -> dict[str, Any]:
+  """What gives back the folder that was read: its config.json and the types of its tensors."""
+  entries = released.folder.entries
+  types = {t.name: entries[t.name].dtype for t in released.tensors}
+  usual = max(types.values(), key=list(types.values()).count)
+  other = {name: kind for name, kind in types.items() if kind != usual}
+  source = {"family": released.family, "config": released.folder.config}
+  return source | {"dtype": usual, "other_dtypes": other}
 
 
 @contextlib.contextmanager

@@ -54,6 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
   parser.addoption("--every", type=int, default=1, metavar="N", help=text)
 
 
+@pytest.hookimpl(trylast=True)  # of those that -m leaves
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
   """`LONG` first, other files in their order; and what `--every` leaves out."""
   seen: collections.Counter[tuple[Path, str]] = collections.Counter()

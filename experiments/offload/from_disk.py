@@ -24,19 +24,13 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+from larger import WIDE
 
 from scmoe.command_line import TRAIN_FLAGS, parse, run_config
 from scmoe.data.tokenizers import ByteTokenizer
 from scmoe.pretrained.inference import Part, inference_run, parts, write_folder
 
-LARGE = [
-  "--config", "llama2_moe", "--config.model.wiring=scmoe_pos2", "--config.model.moe_every=2",
-  "--config.model.num_layers=8",
-  "--config.model.width=4096", "--config.model.num_heads=32", "--config.model.num_kv_heads=8",
-  "--config.model.mlp_hidden=14336", "--config.model.shared_hidden=14336",
-  "--config.model.num_experts=28", "--config.model.expert_hidden=14336",
-  "--config.data.tokenizer=bytes",
-]  # fmt: skip
+LARGE = [*WIDE, "--config.model.num_layers=8", "--config.model.num_experts=28"]
 
 
 def main() -> None:

@@ -28,12 +28,14 @@ from scmoe.inference.offload import Usage, allow_pinned_memory, is_routed
 from scmoe.inference.sampling import Sampling
 from scmoe.programs import Programs
 
-LARGE = [
+WIDE = [
   "--config", "llama2_moe", "--config.model.wiring=scmoe_pos2", "--config.model.moe_every=2",
-  "--config.model.num_layers=28",
   "--config.model.width=4096", "--config.model.num_heads=32", "--config.model.num_kv_heads=8",
   "--config.model.mlp_hidden=14336", "--config.model.shared_hidden=14336",
-  "--config.model.num_experts=32", "--config.model.expert_hidden=14336",
+  "--config.model.expert_hidden=14336", "--config.data.tokenizer=bytes",
+]  # fmt: skip
+LARGE = [
+  *WIDE, "--config.model.num_layers=28", "--config.model.num_experts=32",
   "--config.model.dtype=bfloat16",
 ]  # fmt: skip
 

@@ -36,7 +36,7 @@ _STREAM = "gpu_stream:1"  # any but 0, which computes
 
 
 def has_kernel(stacks: Sequence[Array]) -> bool:
-  """Whether `fetch` takes these arrays: a Hopper GPU, and matrices of a multiple of 2 KiB."""
+  """Whether `fetch` takes these arrays: a Hopper GPU, and matrices that `_piece` cuts."""
   device = jax.devices()[0]
   on_hopper = device_has_kernels(device.platform, getattr(device, "compute_capability", None))
   return on_hopper and all(x.ndim == 3 and _piece(x)[0] for x in stacks)

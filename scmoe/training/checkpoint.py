@@ -103,8 +103,7 @@ class Checkpointer:
     """
     self.wait()
     leaves = _flatten(state)
-    data = {"processes": from_all_processes(data_state)}
-    meta = _sealed(meta | {"schema": SCHEMA, "step": step, "leaves": _describe(leaves)}, data)
+    data, meta = _records(step, _describe(leaves), data_state, meta)
     started = time.monotonic()
     try:
       self._clear_destination(step)
@@ -168,30 +167,29 @@ class Checkpointer:
     described: dict[str, dict] = {}
     rest: dict[str, jax.Array] = {}
     writers: list[ocp.AsyncCheckpointer] = []
+    failed = f"saving step {step} to {self.directory} failed"
 
-    def begin(name: str, leaf: jax.Array) -> None:
+    def write(item: str, group: dict[str, jax.Array]) -> None:
       writers.append(ocp.AsyncCheckpointer(_arrays()))
-      described.update(_describe({name: leaf}))
-      described[name]["item"] = item = f"params_{len(writers)}"
-      writers[-1].save(place / item, args=ocp.args.PyTreeSave({name: leaf}))
+      writers[-1].save(place / item, args=ocp.args.PyTreeSave(group))
 
     try:
-      with _storage(f"saving step {step} to {self.directory} failed"):
+      with _storage(failed):
         place.mkdir()
       for name, leaf in leaves:
-        if name.startswith("params.") and leaf.nbytes >= _APART:
-          with _storage(f"saving {name} to {self.directory} failed"):
-            begin(name, leaf)
-        else:
+        if _item(name) != "params" or leaf.nbytes < _APART:
           rest[name] = leaf
+          continue
+        described |= _describe({name: leaf})
+        described[name]["item"] = item = f"params_{len(writers) + 1}"
+        with _storage(failed):
+          write(item, {name: leaf})
       described |= _describe(rest)
-      data = {"processes": from_all_processes(data_state)}
-      meta = _sealed(meta | {"schema": SCHEMA, "step": step, "leaves": described}, data)
-      with _storage(f"saving step {step} to {self.directory} failed"):
+      data, meta = _records(step, described, data_state, meta)
+      with _storage(failed):
         for item, group in _split(rest).items():
           if group:
-            writers.append(ocp.AsyncCheckpointer(_arrays()))
-            writers[-1].save(place / item, args=ocp.args.PyTreeSave(group))
+            write(item, group)
         with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as writer:
           writer.save(place / "data", args=ocp.args.JsonSave(data))
           writer.save(place / "meta", args=ocp.args.JsonSave(meta))
@@ -300,8 +298,7 @@ class Checkpointer:
   def _failed(self, step: int, error: Exception) -> None:
     self._failures += 1
     free = shutil.disk_usage(self.directory).free / 2**30 if self.directory.exists() else 0.0
-    reason = " ".join(str(error).split())[:300]
-    text = f"saving step {step} to {self.directory} failed ({free:.1f} GiB free): {reason}"
+    text = f"saving step {step} to {self.directory} failed ({free:.1f} GiB free): {_line(error)}"
     if self._failures >= self._cfg.max_failures:
       raise StorageError(f"{text}; gave up after {self._failures} failures in a row") from None
     warn(f"{text}; training goes on, older checkpoints stay, the next save tries again")
@@ -506,20 +503,17 @@ def _read_arrays(
       return reader.restore(place, args=ocp.args.Composite(**{item: args}))[item]
 
   leaves: dict[str, jax.Array] = {}
+  at_once = len(groups) if jax.process_count() == 1 else 1  # several processes read in one order
   try:
-    if jax.process_count() > 1:  # all read in one order
-      for item in sorted(groups):
-        leaves |= read(item)
-    else:
-      with ThreadPoolExecutor(max(len(groups), 1)) as pool:
-        for found in pool.map(read, groups):
-          leaves |= found
+    with ThreadPoolExecutor(max(at_once, 1)) as pool:
+      for found in pool.map(read, sorted(groups)):
+        leaves |= found
   except (MemoryError, PermissionError):
     raise
   except Exception as error:
     if "RESOURCE_EXHAUSTED" in str(error):  # the machine is too small; the files may be good
       raise
-    raise Damaged(" ".join(str(error).split())[:300]) from None
+    raise Damaged(_line(error)) from None
   return {name: leaves[name] for name in wanted}
 
 
@@ -595,15 +589,25 @@ def _storage(what: str) -> Iterator[None]:
   """Whatever the file system or tensorstore raises becomes a `StorageError`."""
   try:
     yield
-  except NonFiniteError:
-    raise
   except Exception as error:
-    raise StorageError(f"{what}: {' '.join(str(error).split())[:300]}") from None
+    raise StorageError(f"{what}: {_line(error)}") from None
+
+
+def _line(error: Exception) -> str:
+  return " ".join(str(error).split())[:300]
 
 
 def _items(leaves: dict[str, Any], data: dict, meta: dict) -> Any:
   arrays = {k: ocp.args.PyTreeSave(v) for k, v in _split(leaves).items() if v}
   return ocp.args.Composite(**arrays, data=ocp.args.JsonSave(data), meta=ocp.args.JsonSave(meta))
+
+
+def _records(
+  step: int, described: dict[str, dict], data_state: dict, meta: dict
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """What is written of a step beside its arrays: data and meta."""
+  data = {"processes": from_all_processes(data_state)}
+  return data, _sealed(meta | {"schema": SCHEMA, "step": step, "leaves": described}, data)
 
 
 def _sealed(meta: dict, data: dict) -> dict:

@@ -13,6 +13,7 @@ import pytest
 from released import PREFILL, check_case, there_and_back
 from safetensors.numpy import load_file, save_file
 
+from scmoe import convert
 from scmoe.config import RunConfig
 from scmoe.convert import export_model, import_model, open_released
 from scmoe.errors import ConfigError, DataError, ScmoeError, StorageError
@@ -21,6 +22,7 @@ from scmoe.pretrained import folder as files
 from scmoe.pretrained.families import read_config, write_config
 from scmoe.pretrained.folder import INDEX, WEIGHTS, Folder
 from scmoe.pretrained.names import tensors
+from scmoe.training.workdir import identity
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "released"
 CASES = sorted(path.name for path in GOLDEN.iterdir())
@@ -282,4 +284,18 @@ def test_a_file_that_ends_while_it_is_read_leaves_no_run(there, tmp_path, monkey
   with pytest.raises(DataError, match=f"{WEIGHTS}: .* cannot be read: it is truncated"):
     import_model(str(folder), run)
   assert run.exists() == there
-  assert not list(run.glob("checkpoints/*"))
+  assert [p for p in run.rglob("*") if p != run / "checkpoints"] == []
+
+
+def test_a_folder_that_another_process_writes_to_is_left_alone(tmp_path, monkeypatch):
+  folder, run = copy_of(tmp_path), tmp_path / "run"
+
+  def prepared(workdir):  # the other one is a moment faster
+    (workdir / "checkpoints").mkdir(parents=True)
+    (workdir / "run.lock").write_text(json.dumps(identity(os.getppid())))
+    return workdir
+
+  monkeypatch.setattr(convert, "prepare_workdir", prepared)
+  with pytest.raises(ConfigError, match="in use by process"):
+    import_model(str(folder), run)
+  assert (run / "run.lock").exists()

@@ -445,7 +445,7 @@ def load(place: Path, abstract: PyTree, meta: dict, *, partial: bool = False) ->
     )
   leaves = _read_verified(place, wanted, meta)
   # One at a time: a parameter of a released model is kept in its own type.
-  whole = [_widened(leaves.pop(name), leaf.dtype) for name, leaf in wanted.items()]
+  whole = [_typed(leaves.pop(name), leaf.dtype) for name, leaf in wanted.items()]
   return jax.tree.unflatten(jax.tree.structure(abstract), whole)
 
 
@@ -467,7 +467,7 @@ def _read_verified(place: Path, wanted: dict[str, Any], meta: dict) -> dict[str,
   return leaves
 
 
-def _widened(leaf: jax.Array, dtype: Any) -> jax.Array:
+def _typed(leaf: jax.Array, dtype: Any) -> jax.Array:
   return leaf if leaf.dtype == dtype else jax.jit(lambda x: x.astype(dtype), donate_argnums=0)(leaf)
 
 
@@ -534,7 +534,8 @@ def misfit(abstract: PyTree, stored: dict[str, dict], *, partial: bool = False) 
     have = (tuple(stored[name]["shape"]), stored[name]["dtype"])
     want = (tuple(leaf.shape), str(leaf.dtype))
     exact = have[1] in _NARROW and want[1] == "float32"
-    if have[0] != want[0] or (have[1] != want[1] and not exact):
+    moments = name.startswith("opt_state.") and (have[1], want[1]) == ("float32", "bfloat16")
+    if have[0] != want[0] or (have[1] != want[1] and not exact and not moments):
       return (
         f"holds {name} as {have[1]}{list(have[0])}, the configuration asks for "
         f"{want[1]}{list(want[0])}"

@@ -39,13 +39,17 @@ def survey(leaves: list[Array]) -> tuple[list[str], list[bool]]:
 
 def _fingerprint(x: Array) -> Array:
   words = _words(x)
-  position = jnp.zeros(words.shape, jnp.uint32)
-  stride = 1
-  for axis in reversed(range(words.ndim)):  # iota per axis stays sharded; a flat one would not
-    axis_position = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+  return mixed(words ^ mixed(positions(words.shape))).sum(dtype=jnp.uint32)
+
+
+def positions(shape: tuple[int, ...]) -> Array:
+  """Row-major position of every element of an array, uint32, modulo 2^32."""
+  position, stride = jnp.zeros(shape, jnp.uint32), 1
+  for axis in reversed(range(len(shape))):  # iota per axis stays sharded; a flat one would not
+    axis_position = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
     position += axis_position * jnp.uint32(stride % 2**32)
-    stride *= words.shape[axis]
-  return _mix(words ^ _mix(position)).sum(dtype=jnp.uint32)
+    stride *= shape[axis]
+  return position
 
 
 def _words(x: Array) -> Array:
@@ -61,7 +65,7 @@ def _words(x: Array) -> Array:
   return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
 
 
-def _mix(x: Array) -> Array:
+def mixed(x: Array) -> Array:
   """The 32-bit finaliser of MurmurHash3: one to one, and every bit reaches every other."""
   x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
   x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)

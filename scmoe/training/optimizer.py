@@ -11,6 +11,7 @@ import optax
 
 from scmoe.options import check_options
 from scmoe.training.loss_scale import LossScaling
+from scmoe.training.moments import narrow
 from scmoe.training.muon import muon_or
 from scmoe.training.options import OptimizerConfig
 from scmoe.training.spikes import Spikes
@@ -94,6 +95,8 @@ def make_optimizer(
   rule = optax.scale_by_adam(cfg.beta1, cfg.beta2, cfg.eps)
   if cfg.name == "muon":
     rule = muon_or(rule, beta=cfg.muon_beta, rms=cfg.muon_rms, specs=specs)
+  if cfg.moments == "bfloat16":
+    rule = narrow(rule)
   tx = optax.chain(
     clip_by_norm(cfg.clip_norm) if cfg.clip_norm else optax.identity(),
     rule,

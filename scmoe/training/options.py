@@ -213,6 +213,12 @@ class OptimizerConfig:
   loss_scale_window: int = option(
     1000, "steps without overflow after which that factor doubles", minimum=1
   )
+  moments: str = option(
+    "float32",
+    "type in which moments (muon: momentum) are kept: float32, or bfloat16, rounded at random: 4 "
+    "bytes a parameter less to keep and 8 less to move in every step, for noise of 1/256 in them",
+    choices=("float32", "bfloat16"),
+  )
   masters: str = option(
     "auto",
     "advanced: float32 parameters that are read in bfloat16: cast (a copy, every step), halves "

@@ -77,6 +77,7 @@ _SINCE = {
     "loss_scale": 0.0,
     "loss_scale_window": 1000,
     "masters": "auto",
+    "moments": "float32",
     "name": "adamw",
     "muon_beta": 0.95,
     "muon_rms": 0.2,

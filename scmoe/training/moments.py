@@ -1,0 +1,69 @@
+"""An optimizer's moments in bfloat16, rounded at random so that small changes are not lost.
+
+A second moment changes by a share of 1 - β₂ of itself; bfloat16 has steps of 1/256. Rounded to the
+nearest it would stand still where β₂ is 0.999. Rounded up or down with the probability that keeps
+the mean, it moves as it would in float32, with a noise of at most 1/256 a step (P. Zamirai et al.,
+"Revisiting BFloat16 Training", arXiv 2010.06192).
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from scmoe.training.fingerprint import mixed, positions
+
+PyTree = Any
+
+
+def narrow(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+  """A rule whose state lies in bfloat16 between steps, and is computed in float32.
+
+  The random bits follow from the step (`step=` of `update`), the state's leaf and the place in it:
+  a run that is stopped and resumed draws the same, and so do devices that hold the same array.
+
+  Args:
+    rule: any transformation; what its state has of every parameter is kept in bfloat16.
+  """
+  inner = optax.with_extra_args_support(rule)
+
+  def init(params: PyTree) -> PyTree:
+    cut = lambda x: x.astype(jnp.bfloat16) if _is(jnp.float32, x) else x
+    return optax.tree_map_params(inner, cut, inner.init(params))
+
+  def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
+    narrowed = lambda x: _is(jnp.bfloat16, x)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32) if narrowed(x) else x, state)
+    updates, after = inner.update(updates, wide, params, **extra)
+
+    def kept(path: Any, new: Any, old: Any) -> Any:
+      name = jax.tree_util.keystr(path).encode()
+      return rounded(new, extra["step"], zlib.crc32(name)) if narrowed(old) else new
+
+    return updates, jax.tree_util.tree_map_with_path(kept, after, state)
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def rounded(x: Array, step: Array, salt: int) -> Array:
+  """A float32 array in bfloat16: up or down, in the mean what it was.
+
+  Args:
+    x: finite; any shape.
+    step: int32 [], of the run.
+    salt: uint32 that tells this array from others of the step.
+  """
+  seed = mixed(step.astype(jnp.uint32) ^ mixed(jnp.uint32(salt)))
+  bits = mixed(positions(x.shape) ^ seed) >> 16
+  # What is cut off carries into what is kept as often as it is large.
+  raised = jax.lax.bitcast_convert_type(x, jnp.uint32) + bits
+  return jax.lax.bitcast_convert_type((raised >> 16).astype(jnp.uint16), jnp.bfloat16)
+
+
+def _is(dtype: Any, x: Any) -> bool:
+  return getattr(x, "dtype", None) == dtype

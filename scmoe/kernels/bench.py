@@ -2,7 +2,6 @@
 
   python -m scmoe.kernels.bench --layer --shape T,D,F,E,K [--shape ...] [--bf16_gate] --json OUT
   python -m scmoe.kernels.bench --kernels --shape T,D,F,E,K [--skew 8] --json OUT
-  python -m scmoe.kernels.bench --tune --shape T,D,F,E,K
 
     T  tokens      D  model width      F  expert width      E  experts      K  experts per token
 
@@ -32,12 +31,10 @@ from scmoe.kernels.grouped_matmul import (
   FFNConfig,
   choices_layout,
   expert_ffn,
-  get_activation,
   tiles,
   xla,
 )
 from scmoe.kernels.grouped_matmul.layout import make_layout, pad_rows
-from scmoe.kernels.grouped_matmul.pipeline import can_gather
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.experts import FFNExperts
 from scmoe.moe.layer import MoE, MoEConfig
@@ -163,6 +160,10 @@ class Layer:
     )
     abstract = nnx.eval_shape(lambda: MoE(config, rngs=nnx.Rngs(0)))
     self.graph, self._params = nnx.split(abstract)
+
+  def shapes(self) -> Any:
+    """What the parameters are, as arrays without values."""
+    return self._params
 
   def params(self, seed: int) -> Any:
     """Random weights, scaled so that activations are of order one; a float32 gate as it trains."""
@@ -417,105 +418,11 @@ def bench_kernels(shape: Shape, skews: Sequence[float | None], seed: int, rounds
   return results
 
 
-def tune(shape: Shape, seed: int, rounds: int) -> list[str]:
-  """Times the candidate tilings of every product of a layer; prints lines for `tiles.TABLE`.
-
-  Operands are gathered where the layer gathers them: what is fastest without is not what is with.
-  """
-  lines = []
-  for key, (function, arguments) in tuned_products(shape, seed).items():
-    kind, width, n, gathered = key
-    candidates = tiles.candidates(kind, width, n, gathered=gathered and can_gather())
-    contenders: dict[str, tuple[Callable[..., Any], Sequence[Any]]] = {}
-    for tiling in candidates[:3]:
-      for band in (8, 4, 16):
-        candidate = dataclasses.replace(tiling, band=band)
-        run = lambda *a, t=candidate, f=function: f(*a, t)
-        contenders[str(candidate)] = (jax.jit(run), arguments)
-    times = interleaved(contenders, rounds)
-    first = times[str(candidates[0])]
-    best = min(times, key=lambda name: times[name])
-    print(f"# {shape.name} {key}: rule {first:.3f} ms, best {times[best]:.3f} ms", flush=True)
-    if times[best] < 0.99 * first:
-      lines.append(f"  {key!r}: {best},")
-  print("\n".join(lines), flush=True)
-  return lines
-
-
-def tuned_products(
-  shape: Shape, seed: int
-) -> dict[tiles.Key, tuple[Callable[..., Any], tuple[Any, ...]]]:
-  """The products of a layer as it computes them: key -> (function, arguments before the tiling)."""
-  from scmoe.kernels.grouped_matmul.down_backward import down_backward_product
-  from scmoe.kernels.grouped_matmul.rows_product import rows_product as product
-  from scmoe.kernels.grouped_matmul.weights_product import weights_product
-
-  s = shape
-  rows, d, f = s.tokens * s.top_k, s.width, s.hidden
-  normal = normal_arrays(seed)
-  layout = jax.jit(make_layout, static_argnums=(1, 2))(
-    group_sizes(s, None, seed), rows, tiles.ROW_TILE
-  )
-  x_TD = normal(s.tokens, d)
-  token_R = jax.random.randint(jax.random.key(seed), (layout.num_rows,), 0, s.tokens)
-  narrow = lambda: normal(layout.num_rows, f)
-  gate, up = (normal(s.experts, d, f, scale=d**-0.5) for _ in range(2))
-  down = normal(s.experts, f, d, scale=f**-0.5)
-  hidden = (narrow(), narrow())
-  weight_R = normal(layout.num_rows).astype(jnp.float32)
-  swiglu = get_activation("swiglu")
-  bf16 = {"out_dtype": jnp.bfloat16}
-
-  def rows_product(lhs, rhs, layout, tiling, **options):
-    return product(lhs, rhs, layout, tiling, **bf16, **options)
-
-  def up_product(x, index, weights, layout, tiling):
-    return rows_product(
-      (x,), (weights,), layout, tiling, transpose_rhs=False, activation=swiglu, index_R=index
-    )
-
-  def activated_product(x, weights, layout, tiling):
-    gelu = get_activation("gelu")
-    return rows_product((x,), ((weights,),), layout, tiling, transpose_rhs=False, activation=gelu)
-
-  def down_weights(a, dy, index, layout, tiling):
-    return weights_product(a, (dy,), layout, tiling, rhs_index_R=index, **bf16)
-
-  def up_weights(x, index, dpre, layout, tiling):
-    return weights_product(x, dpre, layout, tiling, lhs_index_R=index, **bf16)
-
-  def down_backward(dy, index, down, pre, s, layout, tiling):
-    return down_backward_product(dy, down, pre, s, layout, swiglu, tiling, index_R=index)
-
-  return {
-    ("up", d, f, True): (up_product, (x_TD, token_R, (gate, up), layout)),
-    ("activated", d, f, False): (
-      activated_product,
-      (normal(layout.num_rows, d), up, layout),
-    ),
-    ("rows", f, d, False): (
-      functools.partial(rows_product, transpose_rhs=False),
-      ((hidden[0],), ((down,),), layout),
-    ),
-    ("dx", f, d, False): (
-      functools.partial(rows_product, transpose_rhs=True),
-      (hidden, ((gate,), (up,)), layout),
-    ),
-    ("weights", f, d, True): (down_weights, (hidden[0], x_TD, token_R, layout)),
-    ("weights_pair", d, f, True): (up_weights, (x_TD, token_R, hidden, layout)),
-    ("down_backward", d, f, True): (
-      down_backward,
-      (x_TD, token_R, down, hidden, weight_R, layout),
-    ),
-  }
-
-
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the benchmark; see the module's text."""
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
   parser.add_argument("--layer", action="store_true", help="the whole MoE layer")
   parser.add_argument("--kernels", action="store_true", help="each product alone")
-  parser.add_argument("--tune", action="store_true", help="search tilings")
   parser.add_argument(
     "--shape", action="append", default=[], help="T,D,F,E,K, a known name, or models"
   )
@@ -527,7 +434,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   options = parser.parse_args(argv)
   named = [MODELS if text == "models" else [text] for text in options.shape or SHAPES]
   shapes = [parse_shape(text) for names in named for text in names]
-  if not (options.layer or options.kernels or options.tune):
+  if not (options.layer or options.kernels):
     options.layer = True
   device = jax.devices()[0]
   seed = time.time_ns() % 2**31
@@ -550,8 +457,6 @@ def main(argv: Sequence[str] | None = None) -> int:
       report.setdefault("kernels", []).extend(
         bench_kernels(shape, (None, options.skew), seed, options.rounds)
       )
-    if options.tune:
-      report.setdefault("tune", []).extend(tune(shape, seed, options.rounds))
     if options.json:
       with open(options.json, "w") as file:
         json.dump(report, file, indent=2)

@@ -14,6 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from scmoe.errors import ConfigError
+from scmoe.kernels.grouped_matmul import tuned
 from scmoe.options import check_options
 from scmoe.training.options import DistributedConfig
 
@@ -88,6 +89,14 @@ def initialize(cfg: DistributedConfig) -> None:
       f"distributed.coordinator={cluster.coordinator}: process {cluster.process_id} of "
       f"{cluster.num_processes} could not connect: {' '.join(str(error).split())[:200]}"
     ) from None
+  _share_tilings()
+
+
+def _share_tilings() -> None:
+  """Gives all processes the first one's measured tilings: they have to compile one program."""
+  kind = jax.devices()[0].device_kind
+  own = tuned.text(tuned.table(kind), kind) if is_first() else ""
+  tuned.use(kind, tuned.parsed(bytes_of_first(own.encode()).decode(), kind))
 
 
 def is_first() -> bool:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from scmoe.kernels import tune
 from scmoe.kernels.bench import Shape, check_layer, relative_error
 from scmoe.kernels.block_sparse import dsd, moe_topology, sdd, to_dense
 from scmoe.kernels.grouped_matmul import (
@@ -24,6 +25,8 @@ from scmoe.kernels.grouped_matmul import (
   grouped_matmul_reference,
   padded_layout,
   resolve_backend,
+  tiles,
+  tuned,
 )
 from scmoe.kernels.grouped_matmul.layout import make_layout
 from scmoe.kernels.top_k import gate_product, gate_top_k
@@ -252,3 +255,26 @@ def test_more_than_two_to_the_31_elements(normal):
   for rows, group in ((slice(0, 64), 0), (slice(100_001, 100_008), 1), (slice(m - 64, m), 2)):
     want = jnp.dot(*wide(lhs[rows], rhs[group]), precision="highest")
     assert relative_error(out[rows], want) < 5e-3
+
+
+def test_what_tune_measures_is_right_and_kept(tmp_path, monkeypatch, capsys):
+  """Every tiling that it offers computes what the rule's does; wrong ones would be left out."""
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+  monkeypatch.setattr(tuned, "_tables", {})
+  tune.main(["--shape", "1024,512,256,8,2", "--rounds", "3"])
+  said = capsys.readouterr().out
+  assert "left out" not in said
+  device_kind = jax.devices()[0].device_kind
+  found = tuned.stored(device_kind)
+  assert {key[0] for key in found} == {
+    "up", "rows", "down_backward", "weights", "weights_pair", "dx"
+  }  # fmt: skip
+  for key, shape in dict.fromkeys(found, Shape(1024, 512, 256, 8, 2)).items():
+    run, arguments = tune.product(key, shape, 1)
+    kind, width, n, gathered = key
+    want, *others = (
+      jax.jit(lambda *a, r=run, t=tiling: r(*a, t))(*arguments)
+      for tiling in tiles.variants(kind, width, n, gathered=gathered)[:12]
+    )
+    for got in others:
+      assert tune.error_of(got, want, arguments) < 5e-3

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from scmoe._compat import gpu_interpret_params, jax_version
-from scmoe.kernels import bench
 from scmoe.kernels.grouped_matmul import (
   FFNConfig,
   FFNWeights,
@@ -423,16 +422,6 @@ def test_shipped_tilings_lower_for_cuda(kind, tiling, width, n):
       x, (d,) * parts, layout, tiling, **{side: i}, out_dtype=bf16
     )
     lower(run, array(lengths[0], width), array(lengths[1], n), index)
-
-
-def test_what_is_tuned_lowers_for_cuda():
-  shape = bench.Shape(tokens=256, width=256, hidden=128, experts=4, top_k=2)
-  products = bench.tuned_products(shape, 0)
-  assert {key[0] for key in products} == set(tiles.KINDS)
-  for key, (function, arguments) in products.items():
-    *problem, gathered = key
-    tiling = tiles.candidates(*problem, gathered=gathered)[0]
-    lower(lambda *a, f=function, t=tiling: f(*a, t), *arguments)
 
 
 def test_a_measured_tiling_is_for_its_device_and_form_only(monkeypatch):

@@ -1,15 +1,21 @@
 """Runs in processes of their own: killed, stopped, stuck, and two of them together."""
 
 import json
+import os
 import re
 import signal
+import socket
+import subprocess
+import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 from training_fakes import trainer
 from workers import Worker, pair
 
+from scmoe.kernels.grouped_matmul import tiles, tuned
 from scmoe.training.checkpoint import list_steps
 from scmoe.training.metrics import read_metrics
 
@@ -130,3 +136,39 @@ def test_watchdog_leaves_a_collective_whose_peer_is_frozen(tmp_path):
   finally:
     for worker in workers:
       worker.kill()
+
+
+SHARED = """
+from scmoe.kernels.grouped_matmul import tiles
+from scmoe.training.distributed import initialize
+from scmoe.training.options import DistributedConfig
+initialize(DistributedConfig())
+print(tiles.choose("up", 128, 256, gathered=True))
+"""
+
+
+def test_all_processes_use_the_firsts_tilings(tmp_path, monkeypatch):
+  """Each has a cache folder of its own: with other tilings they would compile other programs."""
+  offered = tiles.variants("up", 128, 256, gathered=True)
+  for i in range(2):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(i)))
+    monkeypatch.setattr(tuned, "_tables", {})
+    own = tuned.Measured(offered[3 + i], 1.0, 2.0, "today")
+    tuned.keep(jax.devices()[0].device_kind, {("up", 128, 256, True): own})
+  with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    port = probe.getsockname()[1]
+  common = {"SCMOE_COORDINATOR": f"127.0.0.1:{port}", "SCMOE_NUM_PROCESSES": "2"}
+  started = [
+    subprocess.Popen(
+      [sys.executable, "-c", SHARED],
+      env=os.environ
+      | common
+      | {"SCMOE_PROCESS_ID": str(i), "XDG_CACHE_HOME": str(tmp_path / str(i))},
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    for i in range(2)
+  ]
+  said = [process.communicate(timeout=300)[0] for process in started]
+  assert [text.splitlines()[-1] for text in said] == [str(offered[3])] * 2

@@ -1,17 +1,24 @@
-"""Tile shapes of the kernels: a short rule, and a table of what was measured to be better.
+"""Tile shapes of the kernels: a short rule, and what was measured to be better.
 
-`python -m scmoe.kernels.bench --tune` measures candidates and prints entries for the table. A shape
-or device that is not in it gets the rule's choice, which always exists for widths that are
-multiples of 64.
+`python -m scmoe.kernels.tune` measures `variants` on a user's GPU and keeps the fastest there
+(`tuned`); a table of what was measured for known shapes is shipped here. A product that is in
+neither gets the rule's choice, which always exists for widths that are multiples of 64.
 """
 
+import contextlib
+import contextvars
 import dataclasses
+import functools
+import logging
+from collections.abc import Iterator
 from typing import Literal
 
 import jax
 
+from scmoe.kernels.grouped_matmul import tuned
 from scmoe.kernels.grouped_matmul.layout import KERNEL_ROW_TILE
 from scmoe.kernels.grouped_matmul.pipeline import Tiling, tiles_over
+from scmoe.kernels.grouped_matmul.tuned import Key
 
 ROW_TILE = KERNEL_ROW_TILE
 SMEM_LIMIT = 232_448  # bytes a CTA may have on Hopper
@@ -23,9 +30,10 @@ _RESERVED = 2_048  # barriers, biases and their alignment
 # "down_backward".
 KINDS = ("rows", "activated", "up", "dx", "weights", "weights_pair", "down_backward")
 
-# (kind, contracted width, result width, whether the kernel gathers an operand) -> tiling; for
-# "weights*" rows of the result and its columns.
-Key = tuple[str, int, int, bool]
+BANDS = (8, 4, 16, 32)  # that are measured
+_log = logging.getLogger(__name__)
+_recording: contextvars.ContextVar[dict[Key, None] | None]
+_recording = contextvars.ContextVar("recording", default=None)
 
 
 def _narrow(pair: Literal["", "rows", "cols"] = "") -> Tiling:
@@ -58,6 +66,14 @@ TABLE: dict[str, dict[Key, Tiling]] = {
     ("rows", 1536, 256, False): _narrow("cols"),
   },
 }
+
+
+# (model width, expert width) of the shapes that the table was measured with.
+MEASURED: dict[str, set[tuple[int, int]]] = {
+  "NVIDIA H200": {
+    (1536, 256), (1536, 1024), (4096, 512), (4096, 1024), (2048, 1024), (2048, 768), (4096, 14336)
+  },
+}  # fmt: skip
 
 
 def smem_bytes(tiling: Tiling, out_itemsize: int = 2) -> int:
@@ -158,11 +174,58 @@ def _overlaps_ends(kind: str, width: int, n: int, gathered: bool) -> bool:
   return kind == "weights" and not gathered
 
 
+def variants(kind: str, width: int, n: int, *, gathered: bool = False) -> list[Tiling]:
+  """All that is worth measuring for a 2-byte result: candidates alone and in pairs, in all bands.
+
+  The rule's choice comes first; arguments as for `candidates`.
+  """
+  alone = candidates(kind, width, n, gathered=gathered)
+  # A pair of "cols" shares the rows' operand, which cannot be gathered; of the weights' products
+  # the kernel knows which operand is, and drops what cannot be.
+  sides = ("rows",) if gathered and not kind.startswith("weights") else ("rows", "cols")
+  paired = [dataclasses.replace(t, pair=side) for t in alone if not t.pair for side in sides]
+  forms = alone if kind == "down_backward" else alone + paired
+  bands = [dataclasses.replace(form, band=band) for band in BANDS for form in forms]
+  return list(dict.fromkeys([alone[0], *bands]))
+
+
 def choose(
   kind: str, width: int, n: int, out_itemsize: int = 2, *, gathered: bool = False
 ) -> Tiling:
   """The tiling to use; arguments as for `candidates`."""
-  measured = TABLE.get(jax.devices()[0].device_kind, {})
-  if out_itemsize == 2 and (kind, width, n, gathered) in measured:
-    return measured[kind, width, n, gathered]
-  return candidates(kind, width, n, out_itemsize, gathered=gathered)[0]
+  rule = lambda: candidates(kind, width, n, out_itemsize, gathered=gathered)[0]
+  if out_itemsize != 2:
+    return rule()
+  device, key = jax.devices()[0], (kind, width, n, gathered)
+  if (keys := _recording.get()) is not None:
+    keys[key] = None
+  own = tuned.table(device.device_kind).get(key)
+  if own is not None and own.tiling in variants(kind, width, n, gathered=gathered):
+    return own.tiling
+  if (
+    device.platform == "gpu"
+    and kind in ("up", "activated")  # the first product of a layer speaks for all
+    and (width, n) not in MEASURED.get(device.device_kind, ())
+  ):
+    _say_once(
+      f"tilings for experts of {width} x {n} were not measured on {device.device_kind}: "
+      f"`python -m scmoe.kernels.tune --shape TOKENS,{width},{n},EXPERTS,TOP_K` looks for faster "
+      "ones"
+    )
+  return TABLE.get(device.device_kind, {}).get(key) or rule()
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[dict[Key, None]]:
+  """Collects the keys of the products that are traced inside this context, in their order."""
+  keys: dict[Key, None] = {}
+  token = _recording.set(keys)
+  try:
+    yield keys
+  finally:
+    _recording.reset(token)
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+  _log.info(message)

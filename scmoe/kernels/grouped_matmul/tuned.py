@@ -1,0 +1,140 @@
+"""Tilings that were measured on a user's own GPU: `python -m scmoe.kernels.tune` keeps them here.
+
+One JSON file for each kind of device, in the user's cache folder. What it says comes before what
+the package ships, which comes before the rule (`scmoe.kernels.grouped_matmul.tiles`). A file that
+cannot be used costs speed and nothing else: it is named in a warning, and left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from scmoe.errors import StorageError
+from scmoe.kernels.grouped_matmul.pipeline import Tiling
+
+# (kind, contracted width, result width, whether the kernel gathers an operand); for "weights*" rows
+# of the result and its columns.
+Key = tuple[str, int, int, bool]
+_log = logging.getLogger(__name__)
+_FORMAT = 1
+_MOST = 2**20  # bytes of a file that is read
+_FIELDS = {field.name: type(field.default) for field in dataclasses.fields(Tiling)}
+
+
+class Measured(NamedTuple):
+  """The fastest tiling of one product.
+
+  Attributes:
+    tiling: the tiling.
+    ms: of a call with it, milliseconds.
+    rule_ms: with what is taken where nothing was measured.
+    when: date, and the versions it was measured with.
+  """
+
+  tiling: Tiling
+  ms: float
+  rule_ms: float
+  when: str
+
+
+Table = dict[Key, Measured]
+_tables: dict[str, Table] = {}  # by device kind: what was read, or given by `use`
+
+
+def file_of(device_kind: str) -> Path:
+  """Where the measurements of a kind of device lie: $XDG_CACHE_HOME/scmoe/tilings/KIND.json."""
+  cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+  name = re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-")
+  return Path(cache) / "scmoe" / "tilings" / f"{name}.json"
+
+
+def table(device_kind: str) -> Table:
+  """What was measured on this kind of device; read once."""
+  if device_kind not in _tables:
+    _tables[device_kind] = stored(device_kind)
+  return _tables[device_kind]
+
+
+def use(device_kind: str, found: Table) -> None:
+  """Replaces what was read, e.g. by the first process' table: all compile the same program."""
+  _tables[device_kind] = found
+
+
+def stored(device_kind: str) -> Table:
+  """What the file of a kind of device holds; {} and a warning where it cannot be used."""
+  file = file_of(device_kind)
+  try:
+    with file.open("rb") as opened:
+      return parsed(opened.read(_MOST + 1).decode(), device_kind)
+  except FileNotFoundError:
+    return {}
+  except (OSError, ValueError) as error:
+    _log.warning("%s is left out: %s; `python -m scmoe.kernels.tune` writes it anew", file, error)
+    return {}
+
+
+def keep(device_kind: str, found: Table) -> Path:
+  """Adds measurements to the file, and to what this process uses; returns the file.
+
+  Raises:
+    StorageError: it cannot be written; it is then what it was.
+  """
+  file, merged = file_of(device_kind), stored(device_kind) | found
+  partial = file.with_name(f".{file.name}.{os.getpid()}")
+  try:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial.write_text(text(merged, device_kind), "utf-8")
+    os.replace(partial, file)
+  except OSError as error:
+    with contextlib.suppress(OSError):
+      partial.unlink()
+    raise StorageError(f"{file} cannot be written: {error}; set XDG_CACHE_HOME") from None
+  use(device_kind, merged)
+  return file
+
+
+def text(found: Mapping[Key, Measured], device_kind: str) -> str:
+  """The JSON of a file."""
+  entries = [
+    {"product": list(key), "tiling": dataclasses.asdict(own.tiling)}
+    | {"ms": own.ms, "rule_ms": own.rule_ms, "when": own.when}
+    for key, own in sorted(found.items())
+  ]
+  whole = {"format": _FORMAT, "device": device_kind, "tilings": entries}
+  return json.dumps(whole, indent=1) + "\n"
+
+
+def parsed(content: str, device_kind: str) -> Table:
+  """The inverse.
+
+  Raises:
+    ValueError: it is not what `text` writes, or of another kind of device.
+  """
+  whole = json.loads(content) if len(content) <= _MOST else None
+  if not isinstance(whole, dict) or whole.get("format") != _FORMAT:
+    raise ValueError(f"not a list of tilings of format {_FORMAT}")
+  if whole.get("device") != device_kind:
+    raise ValueError(f"it is of {whole.get('device')!r}, not of {device_kind!r}")
+  try:
+    return dict(map(_entry, whole["tilings"]))
+  except (KeyError, TypeError) as error:
+    raise ValueError(f"an entry lacks what it should have ({error})") from None
+
+
+def _entry(entry: Any) -> tuple[Key, Measured]:
+  kind, width, n, gathered = entry["product"]
+  fields = entry["tiling"]
+  wrong = [name for name, kind in _FIELDS.items() if type(fields[name]) is not kind]
+  if wrong or set(fields) != set(_FIELDS):
+    raise ValueError(f"{fields} is no tiling")
+  key = str(kind), int(width), int(n), bool(gathered)
+  numbers = float(entry["ms"]), float(entry["rule_ms"])
+  return key, Measured(Tiling(**fields), *numbers, str(entry["when"]))

@@ -1,0 +1,261 @@
+"""Tilings measured on a user's GPU: what is asked for, what is found, where it is kept."""
+
+import dataclasses
+import json
+import logging
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from scmoe.command_line import parse, run_config
+from scmoe.errors import ConfigError, StorageError
+from scmoe.kernels import bench, tune
+from scmoe.kernels.grouped_matmul import tiles, tuned
+from scmoe.kernels.grouped_matmul.pipeline import Tiling
+
+HERE = jax.devices()[0].device_kind
+KEY = ("up", 128, 256, True)
+OTHER = tiles.variants("up", 128, 256, gathered=True)[3]
+SHAPE = bench.Shape(tokens=256, width=128, hidden=256, experts=4, top_k=2)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+  """A cache folder of the test's own, and nothing read before."""
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+  monkeypatch.setattr(tuned, "_tables", {})
+
+
+def measured(tiling=OTHER, ms=1.0, rule_ms=2.0):
+  return tuned.Measured(tiling, ms, rule_ms, "2026-11-23, jax 0.0")
+
+
+def forgotten():
+  """As in a new process."""
+  tuned._tables.clear()
+
+
+def test_what_is_kept_is_chosen_by_later_processes():
+  before = tiles.choose(*KEY[:3], gathered=True)
+  file = tuned.keep(HERE, {KEY: measured()})
+  assert before != OTHER == tiles.choose(*KEY[:3], gathered=True)
+  forgotten()
+  assert tiles.choose(*KEY[:3], gathered=True) == OTHER
+  assert tiles.choose(*KEY[:3]) != OTHER
+  assert tiles.choose(*KEY[:3], 4, gathered=True) != OTHER
+  assert list(file.parent.iterdir()) == [file], "nothing half-written"
+
+
+def test_a_later_measurement_is_added_and_replaces():
+  more = ("rows", 256, 128, False)
+  rows = tiles.variants("rows", 256, 128)
+  tuned.keep(HERE, {KEY: measured(ms=3.0), more: measured(rows[0])})
+  forgotten()
+  tuned.keep(HERE, {KEY: measured(ms=0.5)})
+  found = tuned.stored(HERE)
+  assert found == {KEY: measured(ms=0.5), more: measured(rows[0])}
+
+
+def changed(**entry):
+  whole = json.loads(tuned.text({KEY: measured()}, HERE))
+  whole["tilings"][0] |= entry
+  return json.dumps(whole)
+
+
+@pytest.mark.parametrize(
+  ("content", "said"),
+  [
+    ("", "Expecting value"),
+    ("[]", "not a list of tilings of format 1"),
+    (tuned.text({KEY: measured()}, HERE)[:-40], "line"),
+    (tuned.text({KEY: measured()}, "another"), "it is of 'another'"),
+    (changed(tiling={"rows": 128}), "an entry lacks"),
+    (changed(product=["up", 128]), "not enough values"),
+    (changed(tiling=dataclasses.asdict(OTHER) | {"cols": "256"}), "is no tiling"),
+    (changed(tiling=dataclasses.asdict(OTHER) | {"more": 1}), "is no tiling"),
+    (" " * 2**20 + "{}", "not a list"),
+    ("\udcff", "utf-8"),
+  ],
+)
+def test_a_file_that_cannot_be_used_is_named_and_left_out(content, said, caplog):
+  file = tuned.file_of(HERE)
+  file.parent.mkdir(parents=True)
+  file.write_bytes(content.encode("utf-8", "surrogateescape"))
+  with caplog.at_level(logging.WARNING):
+    assert tiles.choose(*KEY[:3], gathered=True) != OTHER
+    tiles.choose(*KEY[:3], gathered=True)
+  (record,) = caplog.records
+  assert str(file) in record.getMessage()
+  assert said in record.getMessage()
+  tuned.keep(HERE, {KEY: measured()})
+  forgotten()
+  assert tiles.choose(*KEY[:3], gathered=True) == OTHER
+
+
+@pytest.mark.parametrize(
+  "tiling",
+  [Tiling(cols=96), Tiling(cols=256, stages=40), dataclasses.replace(OTHER, pair="cols")],
+  ids=["columns", "memory", "a gathered operand shared"],
+)
+def test_a_tiling_that_does_not_fit_is_not_chosen(tiling):
+  tuned.keep(HERE, {KEY: measured(tiling)})
+  assert tiles.choose(*KEY[:3], gathered=True) == tiles.candidates(*KEY[:3], gathered=True)[0]
+
+
+def test_what_cannot_be_kept_is_one_line(tmp_path):
+  (tmp_path / "cache").write_text("a file where the folder should be")
+  with pytest.raises(StorageError, match=r"cannot be written.*set XDG_CACHE_HOME"):
+    tuned.keep(HERE, {KEY: measured()})
+
+
+class Fake:
+  """Products that give what they are told to, and a clock that says how fast each tiling is."""
+
+  def __init__(self, times, wrong=(), broken=()):
+    self.times, self.wrong, self.broken, self.rounds = times, wrong, broken, []
+
+  def make(self, key, shape, seed):
+    def run(x, tiling):
+      if tiling in self.broken:
+        raise RuntimeError("no code for it")
+      # The clock knows a tiling by its result, 0.1 % apart; a wrong one is far off.
+      value = 1 + 1e-4 * self.place(tiling) if tiling not in self.wrong else 3.0
+      return x * value
+
+    self.offered = tiles.variants(*key[:3], gathered=key[3])
+    return run, (jnp.ones(4),)
+
+  def place(self, tiling):
+    return self.offered.index(tiling)
+
+  def __call__(self, contenders, rounds):
+    self.rounds.append(rounds)
+    found = {}
+    for name, (run, arguments) in contenders.items():
+      tiling = self.offered[round((float(run(*arguments)[0]) - 1) / 1e-4)]
+      found[name] = self.times.get(tiling, 2.0)
+    return found
+
+
+def run_fake(fake, **options):
+  tune.measure({KEY: SHAPE}, 9, timer=fake, make=fake.make, **options)
+  return tuned.stored(HERE)[KEY]
+
+
+def test_the_fastest_form_and_its_fastest_band_are_found(capsys):
+  offered = tiles.variants(*KEY[:3], gathered=True)
+  form = offered[2]
+  winner = dataclasses.replace(form, band=32)
+  fake = Fake({form: 1.5, winner: 1.2})
+  found = run_fake(fake)
+  assert (found.tiling, found.ms, found.rule_ms) == (winner, 1.2, 2.0)
+  assert fake.rounds == [3, 9]
+  assert tiles.choose(*KEY[:3], gathered=True) == winner
+  assert "2.000 ms by the rule" in capsys.readouterr().out
+
+
+def test_less_than_a_percent_leaves_the_rule():
+  offered = tiles.variants(*KEY[:3], gathered=True)
+  found = run_fake(Fake({offered[2]: 1.985}))
+  assert found.tiling == offered[0]
+
+
+def test_what_is_wrong_or_cannot_be_compiled_does_not_win(capsys):
+  offered = tiles.variants(*KEY[:3], gathered=True)
+  fake = Fake({offered[1]: 0.1, offered[2]: 0.1, offered[3]: 1.0}, offered[1:2], offered[2:3])
+  assert run_fake(fake).tiling == offered[3]
+  assert "is left out: no code for it" in capsys.readouterr().out
+
+
+def test_nothing_is_measured_twice_unless_asked(capsys):
+  offered = tiles.variants(*KEY[:3], gathered=True)
+  tuned.keep(HERE, {KEY: measured()})
+  fake = Fake({offered[2]: 1.0})
+  assert run_fake(fake) == measured()
+  assert not fake.rounds
+  assert "measured before" in capsys.readouterr().out
+  assert run_fake(fake, again=True).tiling == offered[2]
+
+
+# -- what is asked for ----------------------------------------------------------------------------
+
+
+def config(*words):
+  values, given = parse([*words], tune.FLAGS, with_fields=True)
+  other = {"config_json": "", "smoke": False, "allow_config_change": False}
+  return run_config({**values, **other}, given)
+
+
+def test_a_layers_products_are_those_that_its_training_traces():
+  keys = tune.asked_by_layer(SHAPE)
+  assert keys[0] == KEY
+  kinds = {key[0] for key in keys}
+  assert kinds == {"up", "rows", "down_backward", "weights", "weights_pair", "dx"}
+
+
+def test_a_configurations_products_and_the_share_of_one_device():
+  run = config(
+    "--config", "gpt2_moe_small", "--config.mesh.data=2", "--config.mesh.expert=2",
+    "--config.mesh.tensor=2", "--config.model.num_layers=2",
+  )  # fmt: skip
+  found = tune.asked_by_config(run)
+  shape = bench.Shape(run.train.batch_size * run.data.seq_len // 4, 768, 1536, 4, 1)
+  assert set(found.values()) == {shape}
+  assert ("activated", 768, 1536, False) in found, "rows come in blocks, gathered"
+  assert all({768, 1536} == set(key[1:3]) for key in found)
+
+
+def test_what_the_kernels_do_not_take_is_one_line():
+  with pytest.raises(ConfigError, match="multiples of 64"):
+    tune.asked_by_config(config("--config", "quickstart", "--config.mesh.data=8"))
+  dense = config("--config", "gpt2_moe_small", "--config.mesh.data=8",
+                 "--config.model.wiring=dense", "--config.model.num_layers=2")  # fmt: skip
+  with pytest.raises(ConfigError, match="has no experts"):
+    tune.asked_by_config(dense)
+
+
+@pytest.mark.parametrize(
+  ("key", "hidden"),
+  [
+    (("up", 256, 128, True), 128),
+    (("up", 256, 128, False), 128),
+    (("activated", 256, 128, True), 128),
+    (("rows", 128, 256, False), 128),
+    (("dx", 128, 256, False), 128),
+    (("weights", 128, 256, True), 128),
+    (("weights", 256, 128, True), 128),
+    (("weights", 256, 128, False), 128),
+    (("weights_pair", 256, 128, True), 128),
+    (("down_backward", 256, 128, True), 128),
+  ],
+  ids=str,
+)
+def test_every_product_is_made_and_lowers_for_cuda(key, hidden):
+  """With the rule's tiling, and in the pairs that the rule never offers."""
+  shape = bench.Shape(tokens=256, width=256, hidden=hidden, experts=4, top_k=2)
+  run, arguments = tune.product(key, shape, 0)
+  kind, width, n, gathered = key
+  offered = tiles.variants(kind, width, n, gathered=gathered)
+  pairs = {t.pair: t for t in reversed(offered) if t.rows == 128}
+  for tiling in {offered[0], *pairs.values()}:
+    jitted = jax.jit(lambda *a, t=tiling: run(*a, t))
+    jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
+
+
+def test_without_such_a_gpu_it_says_so(tmp_path):
+  command = [sys.executable, "-m", "scmoe.kernels.tune"]
+  env = os.environ | {"JAX_PLATFORMS": "cpu"}
+  run = lambda *words: subprocess.run(
+    [*command, *words], env=env, capture_output=True, text=True, check=False
+  )
+  none = run()
+  assert (none.returncode, none.stderr.count("\n")) == (2, 1)
+  assert "--config NAME or --shape" in none.stderr
+  here = run("--shape", "OLMoE")
+  assert here.returncode == 2
+  assert "does not run the kernels" in here.stderr
+  assert "nothing was measured on" in run("--list").stdout

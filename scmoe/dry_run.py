@@ -231,7 +231,7 @@ def _saved_bytes(run: RunConfig) -> int:
   kept = {id(v): v.aval for v in jaxpr.outvars if hasattr(v, "aval") and id(v) not in arguments}
   # A GPU's fused attention keeps no scores, which the portable form traced here does.
   fits = run.model.head_dim <= 128 and run.model.head_dim % 8 == 0
-  fused = run.model.dtype in ("bfloat16", "float16") and not run.model.document_mask and fits
+  fused = run.model.dtype in ("bfloat16", "float16") and fits
   length = run.data.seq_len
   is_score = lambda a: len(a.shape) >= 5 and a.shape[-2:] == (length, length)
   return sum(a.size * a.dtype.itemsize for a in kept.values() if not (fused and is_score(a)))

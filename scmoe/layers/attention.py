@@ -302,10 +302,11 @@ def _say_once(text: str) -> None:
 
 def _implementation(q_BSHN: Array, *, masked: bool) -> Literal["cudnn"] | None:
   """cuDNN's fused attention where it can run: a GPU from Ampere on (compute capability 8.0; a T4
-  has 7.5), 16-bit floats, heads of 8 to 128, no mask."""
-  head_dim = q_BSHN.shape[-1]
+  has 7.5), 16-bit floats, heads of 8 to 128; with a mask, of even lengths."""
+  length, head_dim = q_BSHN.shape[1], q_BSHN.shape[-1]
   fits = q_BSHN.dtype in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 and head_dim <= 128
-  return "cudnn" if fits and not masked and _has_fused(jax.devices()[0]) else None
+  fits &= not (masked and length % 2)
+  return "cudnn" if fits and _has_fused(jax.devices()[0]) else None
 
 
 def _has_fused(device: Any) -> bool:

@@ -388,7 +388,11 @@ def export_model(
   word = next(name for name, kind in _WORDS.items() if kind == kind_of(listed[0].name))
   with appearing(folder) as partial:
     files = write_weights(partial, planned, typed)
-    written = {**source.get("config", {}), **config, "dtype": word}
+    read = source.get("config", {})
+    # A model that says the same in other words keeps its own.
+    same = bool(read) and read_config(read, SOURCE)[1:] == read_config(config)[1:]
+    written = {**config, **read} if same else {**read, **config}
+    written["dtype"] = word
     written.pop("torch_dtype", None)
     write_json(partial / CONFIG, written)
     if (workdir / TOKENIZER).is_file():

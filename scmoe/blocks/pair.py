@@ -58,6 +58,7 @@ class Context:
     migration: how experts come to the device that lie in the host's memory; None where none do.
     cached: what the device keeps of them (`Cached`), or None.
     begins: the attentions' caches are empty, the tokens their rows' first.
+    hidden: hand out the main path behind every block.
   """
 
   positions_BS: Int[Array, "B S"] | None = None
@@ -71,6 +72,7 @@ class Context:
   migration: Migration | None = dataclasses.field(default=None, metadata={"static": True})
   cached: Cached | None = None
   begins: bool = dataclasses.field(default=False, metadata={"static": True})
+  hidden: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -84,6 +86,7 @@ class PairOutput:
     handed_BSD: what the next pair's experts read, where `is_handed_over`; else None.
     caches: updated caches of the attentions [units][blocks], or None.
     cached: the experts that the device keeps now, or None.
+    hidden: the main path behind every block, in order; None unless asked for.
   """
 
   h_BSD: Float[Array, "B S D"]
@@ -91,6 +94,7 @@ class PairOutput:
   handed_BSD: Float[Array, "B S D"] | None = None
   caches: list[list[Any]] | None = None
   cached: Cached | None = None
+  hidden: list[Float[Array, "B S D"]] | None = None
 
 
 class Unit(nnx.Module):
@@ -254,7 +258,7 @@ class BlockPair(nnx.Module):
     caches = None if stored is None else []
     moe: Any = self.moe  # the dense wiring has none, and no step that needs it
     guests: Any = moe and Guests(self._experts(context), context.migration, context.cached)
-    passed = self.passed_on
+    passed, hidden = self.passed_on, []
     for number, unit in enumerate(self.units):
       start_BSD = None if passed is None else unit.hand_over(Tap.BLOCK_INPUT, h_BSD)
       handed_BSD = start_BSD if handed_BSD is None else handed_BSD
@@ -279,6 +283,7 @@ class BlockPair(nnx.Module):
           match step.operation:
             case words.PROJECTIONS:
               h_BSD = main
+              hidden += [h_BSD] if step.block else []
               main = block.attention.project(block.norm_attention(h_BSD), positions_BS)
             case words.MIXING:
               cache = None if stored is None else stored[number][step.block]
@@ -329,9 +334,11 @@ class BlockPair(nnx.Module):
               h_BSD, sums = self._add(unit, main, shared_BSD, inputs, routed)
               total = sums if total is None else jax.tree.map(jnp.add, total, sums)
       handed_BSD = next_BSD
+      hidden.append(h_BSD)
       if caches is not None:
         caches.append(new_caches)
-    yield PairOutput(h_BSD, total, handed_BSD, caches, guests and guests.cached)
+    cached, hidden = guests and guests.cached, hidden if context.hidden else None
+    yield PairOutput(h_BSD, total, handed_BSD, caches, cached, hidden)
 
   @property
   def passed_on(self) -> Tap | None:

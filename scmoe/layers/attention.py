@@ -221,27 +221,28 @@ def attend(
 
   Args:
     q_BSHN, k_BSHN, v_BSHN: heads of keys and values are shared by groups of queries'; values may be
-      narrower than keys.
+      narrower or wider than keys.
     segments_BS: int32 document of each token; attention stays inside it. None: the whole row.
     window: positions that a token sees, itself included; 0: all before it.
     scale: of the scores; None: 1/√N.
   """
-  dtype = q_BSHN.dtype
-  q_BSHN, k_BSHN, v_BSHN = map(_computable, (q_BSHN, k_BSHN, v_BSHN))
+  dtype, size = q_BSHN.dtype, v_BSHN.shape[-1]
+  scale = q_BSHN.shape[-1] ** -0.5 if scale is None else scale
+  q_BSHN, k_BSHN, v_BSHN = _of_one_width(*map(_computable, (q_BSHN, k_BSHN, v_BSHN)))
   mask_BHSS = None
   if segments_BS is not None:
     mask_BHSS = segments_BS[:, None, :, None] == segments_BS[:, None, None, :]
   y_BSHM = jax.nn.dot_product_attention(
     q_BSHN,
     k_BSHN,
-    _widened(v_BSHN, k_BSHN),
+    v_BSHN,
     mask=mask_BHSS,
     is_causal=True,
     scale=scale,
     local_window_size=(window - 1, 0) if window else None,
     implementation=_implementation(q_BSHN, masked=mask_BHSS is not None),
   )
-  return y_BSHM[..., : v_BSHN.shape[-1]].astype(dtype)
+  return y_BSHM[..., :size].astype(dtype)
 
 
 def attend_stored(
@@ -254,16 +255,15 @@ def attend_stored(
   scale: float | None = None,
 ) -> Float[Array, "B S H M"]:
   """The same over a cache of T positions, of which each token sees those up to its own."""
-  dtype = q_BSHN.dtype
-  q_BSHN, k_BTKN, v_BTKM = map(_computable, (q_BSHN, k_BTKN, v_BTKM))
+  dtype, size = q_BSHN.dtype, v_BTKM.shape[-1]
+  scale = q_BSHN.shape[-1] ** -0.5 if scale is None else scale
+  q_BSHN, k_BTKN, v_BTKM = _of_one_width(*map(_computable, (q_BSHN, k_BTKN, v_BTKM)))
   stored_T = jnp.arange(k_BTKN.shape[1])
   mask_BST = stored_T <= positions_BS[..., None]
   if window:
     mask_BST &= stored_T > positions_BS[..., None] - window
-  y_BSHM = jax.nn.dot_product_attention(
-    q_BSHN, k_BTKN, _widened(v_BTKM, k_BTKN), mask=mask_BST[:, None], scale=scale
-  )
-  return y_BSHM[..., : v_BTKM.shape[-1]].astype(dtype)
+  y_BSHM = jax.nn.dot_product_attention(q_BSHN, k_BTKN, v_BTKM, mask=mask_BST[:, None], scale=scale)
+  return y_BSHM[..., :size].astype(dtype)
 
 
 def stored(cache_BT: Array, new_BS: Array, positions_BS: Array | None) -> Array:
@@ -281,10 +281,12 @@ def stored(cache_BT: Array, new_BS: Array, positions_BS: Array | None) -> Array:
   return cache_BT.at[row_B1, positions_BS].set(new_BS)
 
 
-def _widened(v: Array, k: Array) -> Array:
-  """Values as wide as keys, which jax's attention asks for."""
-  missing = k.shape[-1] - v.shape[-1]
-  return jnp.pad(v, [(0, 0)] * (v.ndim - 1) + [(0, missing)]) if missing > 0 else v
+def _of_one_width(*heads: Array) -> tuple[Array, ...]:
+  """Queries, keys and values as wide as the widest, which jax's attention asks for: zeros change no
+  score, and the values' are cut off again."""
+  width = max(x.shape[-1] for x in heads)
+  pad = lambda x: [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])]
+  return tuple(x if x.shape[-1] == width else jnp.pad(x, pad(x)) for x in heads)
 
 
 def _computable(x_BSHN: Array) -> Array:

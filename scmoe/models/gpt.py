@@ -52,7 +52,7 @@ class Pass:
     remat: what the backward pass recomputes: none; dots (all but matrix products); moe (expert
       activations, nothing that travelled); full (all but the rows that travelled).
     gate: index of the gate that chooses, where `router.gates` > 1; may be traced.
-    hidden: hand out the main path after every pair.
+    hidden: hand out the main path behind every block.
     reduction: of the gradients of `stages`, one pair's at a time, or None.
     sums: float32 like `stages`, to which their gradients are added on this device, or None; see
       `scmoe.parallel.gradients.added_to`.
@@ -87,7 +87,7 @@ class Output:
     sums: router sums per MoE layer over this device's tokens, [layers, ...]; None for the dense
       wiring.
     caches: updated caches, or None.
-    hidden_LBSD: the main path after every pair or dense layer, in order; None unless asked for.
+    hidden_LBSD: the main path behind every block, in order; None unless asked for.
   """
 
   h_BSD: Float[Array, "B S D"]
@@ -280,6 +280,7 @@ def together(
         recompute_experts=shared.remat == "moe",
         migration=shared.migration,
         begins=shared.begins,
+        hidden=shared.hidden,
       )
     )
     shape, key = (config.num_pairs, rule.units_per_moe, len(rule.taps)), one.key
@@ -318,9 +319,8 @@ def together(
       if isinstance(live[-1], PairOutput):
         break
     new = [(out.h_BSD, out.handed_BSD) for out in live]
-    hidden = [out.h_BSD if shared.hidden else None for out in live]
     return (jnp.zeros((), bool), new), [
-      (out.sums, out.caches, h_BSD, out.cached) for out, h_BSD in zip(live, hidden)
+      (out.sums, out.caches, out.hidden and jnp.stack(out.hidden), out.cached) for out in live
     ]
 
   body = _rematerialised(stage, shared.remat)
@@ -399,7 +399,8 @@ def _in_order(
       caches["experts"] = list(itertools.chain(*kept))
     if dense:
       caches["dense"] = join([out[1] for out in dense])
-  return sums, caches, join([out[2] for _, out in made])
+  hidden = [x if x is None else x.reshape(-1, *x.shape[2:]) for x in (out[2] for _, out in made)]
+  return sums, caches, join(hidden)
 
 
 def _rematerialised(body: Callable[..., Any], remat: str) -> Callable[..., Any]:

@@ -71,6 +71,12 @@ class Fields:
       raise DataError(f"{self.name}: {field}={shown} is more than {most}, the most there may be")
     return value
 
+  @property
+  def experts(self) -> int:
+    """Of a layer; transformers 5 spells it in either way, whatever 4 called it."""
+    fields = "num_experts", "num_local_experts"
+    return self.size(fields[self.values.get(fields[0]) is None and fields[1] in self.values])
+
   def number(self, field: str, default: float) -> float:
     """A number; null is the default."""
     value = self.values.get(field)
@@ -261,7 +267,7 @@ def _read_olmoe(c: Fields) -> tuple[ModelConfig, RouterConfig]:
     **_merged(c.heads(), head_dim=0),
     wiring="topk",
     num_layers=c.size("num_hidden_layers"),
-    num_experts=c.size("num_experts"),
+    num_experts=c.experts,
     top_k=k,
     expert_hidden=c.size("intermediate_size"),
     mlp_hidden=c.size("intermediate_size"),
@@ -295,7 +301,7 @@ def _read_mixtral(c: Fields) -> tuple[ModelConfig, RouterConfig]:
     **c.heads(8),
     wiring="topk",
     num_layers=c.size("num_hidden_layers"),
-    num_experts=c.size("num_local_experts"),
+    num_experts=c.experts,
     top_k=k,
     expert_hidden=c.size("intermediate_size"),
     mlp_hidden=c.size("intermediate_size"),
@@ -325,7 +331,7 @@ def _read_qwen3_moe(c: Fields) -> tuple[ModelConfig, RouterConfig]:
       f"{c.name}: decoder_sparse_step={step} and mlp_only_layers={list(only)} do not fit "
       f"num_hidden_layers={layers}"
     )
-  dense = [i for i in range(layers) if i in only or (i + 1) % step or not c.size("num_experts")]
+  dense = [i for i in range(layers) if i in only or (i + 1) % step or not c.experts]
   window = c.size("sliding_window", 4096) if c.flag("use_sliding_window") else 0
   regular = step > 1 and not only and layers % step == 0
   model = ModelConfig(
@@ -333,8 +339,8 @@ def _read_qwen3_moe(c: Fields) -> tuple[ModelConfig, RouterConfig]:
     **c.heads(4),
     wiring="dense" if len(dense) == layers else "topk",
     num_layers=layers,
-    num_experts=c.size("num_experts") or 1,
-    top_k=k if c.size("num_experts") else 1,
+    num_experts=c.experts or 1,
+    top_k=k if c.experts else 1,
     expert_hidden=c.size("moe_intermediate_size"),
     mlp_hidden=c.size("intermediate_size"),
     dense_layers="" if regular or len(dense) == layers else _ranges(tuple(dense)),

@@ -141,6 +141,19 @@ def test_a_pair_of_two_blocks_hands_nothing_over():
   assert make_pair("scmoe_pos2")(inputs()).handed_BSD is None
 
 
+@pytest.mark.parametrize("wiring", ["topk", "scmoe_pos2", "dgmoe"])
+def test_the_main_path_is_handed_out_behind_every_block(wiring):
+  pair, h = make_pair(wiring, moe_every=3), inputs()
+  out = pair(h, Context(hidden=True))
+  assert pair(h).hidden is None
+  for block, after in zip(pair.units[0].blocks[:2], out.hidden):
+    h = h + attention(block, h)
+    h = h + block.mlp(block.norm_mlp(h))
+    np.testing.assert_allclose(after, h, atol=1e-5)
+  assert len(out.hidden) == 3
+  np.testing.assert_array_equal(out.hidden[2], out.h_BSD)
+
+
 @pytest.mark.parametrize("shape", [(2, 5, 15), (5, 16), (16,)])
 def test_a_wrong_shape_names_what_would_do(shape):
   with pytest.raises(ConfigError, match=r"reads \[batch, sequence, width 16\], got \["):

@@ -10,7 +10,7 @@ from flax import nnx
 from harness import named
 from jax.sharding import PartitionSpec as P
 
-from scmoe.layers.attention import Attention, AttentionConfig, KeyValues
+from scmoe.layers.attention import Attention, AttentionConfig, KeyValues, attend, attend_stored
 from scmoe.layers.embed import Embedding, EmbeddingConfig
 from scmoe.layers.mlp import MLP, MLPConfig, activate
 from scmoe.layers.norm import Norm
@@ -140,6 +140,21 @@ def test_attention_with_a_cache_equals_attention_without(theta, begins):
     y, cache = part(slice(t, t + 1), cache)
     parts.append(y)
   assert_close(jnp.concatenate(parts, 1), np.asarray(whole))
+
+
+@pytest.mark.parametrize("size", [3, 6, 11])
+def test_values_may_be_narrower_or_wider_than_keys(size):
+  """Released latent attention has both; jax's attention wants one width."""
+  q, k = inputs(B, S, 4, 6), inputs(B, S, 2, 6, seed=2)
+  v = inputs(B, S, 2, size, seed=3)
+  keys, values = (np.repeat(x, 2, 2) for x in (k, v))
+  scores = np.einsum("bshn,bthn->bhst", q, keys) / np.sqrt(6)
+  scores = np.where(np.tril(np.ones((S, S), bool)), scores, -np.inf)
+  weights = np.exp(scores - scores.max(-1, keepdims=True))
+  expected = np.einsum("bhst,bthm->bshm", weights / weights.sum(-1, keepdims=True), values)
+  assert_close(attend(q, k, v), expected)
+  positions = jnp.broadcast_to(jnp.arange(S), (B, S))
+  assert_close(attend_stored(q, k, v, positions), expected)
 
 
 def test_rope_turns_pairs_of_halves_and_keeps_lengths():

@@ -256,6 +256,34 @@ def test_transformers_5_spells_rotary_embeddings_otherwise():
   assert read_config(values)[1].rope_theta == 50000.0
 
 
+@pytest.mark.parametrize(
+  "fields",
+  [
+    {"hidden_act": "gelu_pytorch_tanh"},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1}},
+    {"clip_qkv": None, "sliding_window": None, "note": "of whoever made it"},
+  ],
+  ids=lambda fields: next(iter(fields)),
+)
+def test_a_config_that_says_it_in_its_own_words_keeps_them(fields, tmp_path):
+  folder = copy_of(tmp_path)
+  config = json.loads((folder / "config.json").read_text()) | fields
+  (folder / "config.json").write_text(json.dumps(config))
+  import_model(str(folder), tmp_path / "run")
+  export_model(tmp_path / "run", tmp_path / "out")
+  assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
+
+
+@pytest.mark.parametrize("case", ["olmoe_a", "mixtral_a", "qwen3_moe_a"])
+def test_transformers_5_spells_the_number_of_experts_otherwise(case):
+  values = config_of(case)
+  count = values.pop("num_experts", None) or values.pop("num_local_experts")
+  spelled = [read_config(values | {name: count}) for name in ("num_experts", "num_local_experts")]
+  assert spelled[0] == spelled[1] == read_config(config_of(case))
+  with pytest.raises(DataError, match=r"num_experts=None is not a size"):
+    read_config(values)
+
+
 def test_what_no_family_has_is_not_written():
   with pytest.raises(ConfigError, match=r"model.style='gpt2' is that of no released family"):
     write_config(ModelConfig(vocab_size=128).resolve(), RunConfig().router)

@@ -112,6 +112,17 @@ def test_what_cannot_be_kept_is_one_line(tmp_path):
     tuned.keep(HERE, {KEY: measured()})
 
 
+def test_a_user_without_a_home_has_none_and_keeps_none(monkeypatch, tmp_path):
+  """A container may run as a number that no password file knows."""
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.delenv("XDG_CACHE_HOME")
+  monkeypatch.setattr("os.path.expanduser", lambda path: path)
+  assert tiles.choose(*KEY[:3], gathered=True) != OTHER
+  with pytest.raises(StorageError, match="set XDG_CACHE_HOME"):
+    tuned.keep(HERE, {KEY: measured()})
+  assert list(tmp_path.iterdir()) == []
+
+
 class Fake:
   """Products that give what they are told to, and a clock that says how fast each tiling is."""
 

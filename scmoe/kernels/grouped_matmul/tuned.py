@@ -51,7 +51,7 @@ _tables: dict[str, Table] = {}  # by device kind: what was read, or given by `us
 
 def file_of(device_kind: str) -> Path:
   """Where the measurements of a kind of device lie: $XDG_CACHE_HOME/scmoe/tilings/KIND.json."""
-  cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+  cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
   name = re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-")
   return Path(cache) / "scmoe" / "tilings" / f"{name}.json"
 
@@ -71,6 +71,8 @@ def use(device_kind: str, found: Table) -> None:
 def stored(device_kind: str) -> Table:
   """What the file of a kind of device holds; {} and a warning where it cannot be used."""
   file = file_of(device_kind)
+  if not file.is_absolute():  # nor would it be kept
+    return {}
   try:
     with file.open("rb") as opened:
       return parsed(opened.read(_MOST + 1).decode(), device_kind)
@@ -88,6 +90,8 @@ def keep(device_kind: str, found: Table) -> Path:
     StorageError: it cannot be written; it is then what it was.
   """
   file, merged = file_of(device_kind), stored(device_kind) | found
+  if not file.is_absolute():
+    raise StorageError("there is no home folder to keep tilings in; set XDG_CACHE_HOME")
   partial = file.with_name(f".{file.name}.{os.getpid()}")
   try:
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,7 @@ from scmoe.batch import Batch
 from scmoe.blocks.wiring import WIRINGS
 from scmoe.config import RunConfig
 from scmoe.errors import ConfigError
+from scmoe.layers.attention import fusable
 from scmoe.models.flops import Flops, Parameters, count_parameters, forward_flops, peak_flops
 from scmoe.models.objective import LanguageModelObjective
 from scmoe.parallel.mesh import BATCH_AXES, manual, shardings_of
@@ -230,9 +231,10 @@ def _saved_bytes(run: RunConfig) -> int:
   arguments = {id(v) for v in jaxpr.invars}
   kept = {id(v): v.aval for v in jaxpr.outvars if hasattr(v, "aval") and id(v) not in arguments}
   # A GPU's fused attention keeps no scores, which the portable form traced here does.
-  fits = run.model.head_dim <= 128 and run.model.head_dim % 8 == 0
-  fused = run.model.dtype in ("bfloat16", "float16") and fits
-  length = run.data.seq_len
+  model, length, masked = run.model, run.data.seq_len, run.model.document_mask
+  fused = fusable(
+    jnp.dtype(model.dtype), model.head_dim, length, masked=masked, window=model.sliding_window
+  )
   is_score = lambda a: len(a.shape) >= 5 and a.shape[-2:] == (length, length)
   return sum(a.size * a.dtype.itemsize for a in kept.values() if not (fused and is_score(a)))
 

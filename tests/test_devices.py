@@ -51,7 +51,10 @@ def test_kernels_where_there_is_a_hopper_and_cudnn_from_ampere_on(
   assert mlp._has_kernels(x_TD[None]) == kernels
   q_BSHN = jnp.zeros((1, 8, 2, 64), jnp.bfloat16)
   assert (attention._implementation(q_BSHN, masked=False) == "cudnn") == fused
-  assert (attention._implementation(q_BSHN, masked=True) == "cudnn") == fused
+  masked = fused and capability != "10.0"
+  assert (attention._implementation(q_BSHN, masked=True) == "cudnn") == masked
+  assert attention._implementation(q_BSHN, masked=True, window=4) is None
+  assert (attention._implementation(q_BSHN, masked=False, window=4) == "cudnn") == fused
   assert attention._implementation(q_BSHN[:, :7], masked=True) is None
   assert (attention._implementation(q_BSHN[:, :7], masked=False) == "cudnn") == fused
   assert attention._implementation(q_BSHN.astype(jnp.float32), masked=False) is None

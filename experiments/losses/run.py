@@ -2,11 +2,12 @@
 
   python experiments/losses/run.py --option model.dtype bfloat16 float16
   python experiments/losses/run.py --option optimizer.moments float32 bfloat16 --config quickstart
-  python experiments/losses/run.py --before ../scmoe-2111eff
+  python experiments/losses/run.py --before ../scmoe-2111eff -- --config.model.num_layers=4
 
 The same initial weights and batches; the second value is the one that is asked about. --before: the
-code of another checkout against this one's. Writes results.json (every step's losses), table.txt
-and losses.png into the folder beside this file that is named by option and second value, or --to.
+code of another checkout against this one's. What stands behind -- goes to scmoe.train. Writes
+results.json (every step's losses), table.txt and losses.png into a folder beside this file that is
+named by option and second value, or by the checkout; or into --to.
 Metrics of runs that are there already are read with --metrics FIRST.jsonl SECOND.jsonl.
 """
 
@@ -58,7 +59,7 @@ def main() -> None:
     "--config.train.sample_tokens=0", *given.rest,
   ]  # fmt: skip
   if given.before:
-    kept = "now"
+    kept = f"before-{given.before.resolve().name}"
     arms = [Arm("before", [], given.before.resolve()), Arm("now", [], ROOT)]
   else:
     field, *values = given.option
@@ -78,6 +79,7 @@ def main() -> None:
     "date": time.strftime("%Y-%m-%d"),
     "hardware": given.hardware or hardware(),
     "command": " ".join(["python -m scmoe.train", *options, *differs]),
+    "code": {arm.name: commit(arm.code) for arm in arms},
     "losses": {name: [own[s] for s in steps] for name, own in zip(names, losses)},
     "evaluation": {
       name: {r["step"]: r["loss"] for r in own if r["kind"] == "eval"}
@@ -101,6 +103,12 @@ def trained(options: list[str], arm: Arm, folder: Path) -> Path:
   workdir = folder / arm.name
   subprocess.run([*command, "--workdir", str(workdir)], check=True, cwd=arm.code, env=environment)
   return workdir / "metrics.jsonl"
+
+
+def commit(code: Path) -> str:
+  """What is checked out there."""
+  command = ["git", "-C", str(code), "describe", "--always", "--dirty"]
+  return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def hardware() -> str:

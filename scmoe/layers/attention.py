@@ -240,7 +240,7 @@ def attend(
     is_causal=True,
     scale=scale,
     local_window_size=(window - 1, 0) if window else None,
-    implementation=_implementation(q_BSHN, masked=mask_BHSS is not None),
+    implementation=_implementation(q_BSHN, masked=mask_BHSS is not None, window=window),
   )
   return y_BSHM[..., :size].astype(dtype)
 
@@ -302,15 +302,23 @@ def _say_once(text: str) -> None:
   logging.getLogger(__name__).warning(text)
 
 
-def _implementation(q_BSHN: Array, *, masked: bool) -> Literal["cudnn"] | None:
-  """cuDNN's fused attention where it can run: a GPU from Ampere on (compute capability 8.0; a T4
-  has 7.5), 16-bit floats, heads of 8 to 128; with a mask, of even lengths."""
-  length, head_dim = q_BSHN.shape[1], q_BSHN.shape[-1]
-  fits = q_BSHN.dtype in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 and head_dim <= 128
-  fits &= not (masked and length % 2)
-  return "cudnn" if fits and _has_fused(jax.devices()[0]) else None
+def fusable(dtype: Any, head_dim: int, length: int, *, masked: bool, window: int = 0) -> bool:
+  """Whether cuDNN's fused attention takes it, on a GPU that has it: 16-bit floats, heads of 8 to
+  128; with a mask, of even lengths and without a window."""
+  fits = dtype in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 and head_dim <= 128
+  return fits and not (masked and (length % 2 or window))
 
 
-def _has_fused(device: Any) -> bool:
+def _implementation(q_BSHN: Array, *, masked: bool, window: int = 0) -> Literal["cudnn"] | None:
+  """cuDNN's fused attention where it can run: from Ampere on (compute capability 8.0; a T4 has
+  7.5). With a mask, which cuDNN reads as a bias, up to Hopper: not deterministic on later ones."""
+  _, length, _, head_dim = q_BSHN.shape
+  fits = fusable(q_BSHN.dtype, head_dim, length, masked=masked, window=window)
+  major = _generation(jax.devices()[0])
+  return "cudnn" if fits and major >= 8 and not (masked and major > 9) else None
+
+
+def _generation(device: Any) -> int:
+  """Major compute capability of a GPU; 0 of what is none."""
   major = str(getattr(device, "compute_capability", "0")).partition(".")[0]
-  return device.platform == "gpu" and int(major) >= 8
+  return int(major) if device.platform == "gpu" else 0

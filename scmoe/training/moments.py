@@ -1,9 +1,10 @@
 """An optimizer's moments in bfloat16, rounded at random so that small changes are not lost.
 
-A second moment changes by a share of 1 - β₂ of itself; bfloat16 has steps of 1/256. Rounded to the
-nearest it would stand still where β₂ is 0.999. Rounded up or down with the probability that keeps
-the mean, it moves as it would in float32, with a noise of at most 1/256 a step (P. Zamirai et al.,
-"Revisiting BFloat16 Training", arXiv 2010.06192).
+A second moment changes by a share of 1 - β₂ of itself; bfloat16's numbers are 1/256 to 1/128 apart.
+Rounded to the nearest it would stand still where β₂ is 0.999. Rounded up or down with the
+probability that keeps the mean, it moves as it would in float32, with a noise of at most 1/256 a
+step (standard deviation), (1/256) / √(1 - β²) in the moment (P. Zamirai et al., "Revisiting
+BFloat16 Training", arXiv 2010.06192).
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ PyTree = Any
 def narrow(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
   """A rule whose state lies in bfloat16 between steps, and is computed in float32.
 
-  The random bits follow from the step (`step=` of `update`), the state's leaf and the place in it:
-  a run that is stopped and resumed draws the same, and so do devices that hold the same array.
+  The random bits follow from the step (`step=` of `update`), the state's leaf and the place in what
+  a device has of it: a run that is stopped and resumed on the same mesh draws the same, and so do
+  devices that hold the same array.
 
   Args:
     rule: any transformation; what its state has of every parameter is kept in bfloat16.

@@ -215,8 +215,9 @@ class OptimizerConfig:
   )
   moments: str = option(
     "float32",
-    "type in which moments (muon: momentum) are kept: float32, or bfloat16, rounded at random: 4 "
-    "bytes a parameter less to keep and 8 less to move in every step, for noise of 1/256 in them",
+    "type in which moments (muon: momentum) are kept: float32, or bfloat16, rounded at random: "
+    "half of their memory and traffic (adamw: 4 and 8 bytes a parameter and step), for noise of "
+    "1/256 a step in them",
     choices=("float32", "bfloat16"),
   )
   masters: str = option(

@@ -177,7 +177,7 @@ def _overlaps_ends(kind: str, width: int, n: int, gathered: bool) -> bool:
 def variants(kind: str, width: int, n: int, *, gathered: bool = False) -> list[Tiling]:
   """All that is worth measuring for a 2-byte result: candidates alone and in pairs, in all bands.
 
-  The rule's choice comes first; arguments as for `candidates`.
+  The rule's choice comes first; arguments as for `candidates`. What is shipped is among them.
   """
   alone = candidates(kind, width, n, gathered=gathered)
   # A pair of "cols" shares the rows' operand, which cannot be gathered; of the weights' products
@@ -189,13 +189,20 @@ def variants(kind: str, width: int, n: int, *, gathered: bool = False) -> list[T
   return list(dict.fromkeys([alone[0], *bands]))
 
 
+def shipped(kind: str, width: int, n: int, *, gathered: bool = False) -> Tiling:
+  """What is taken where a user has measured nothing, for a 2-byte result: of the table, or of the
+  rule; arguments as for `candidates`."""
+  table = TABLE.get(jax.devices()[0].device_kind, {})
+  known = table.get((kind, width, n, gathered))
+  return known or candidates(kind, width, n, gathered=gathered)[0]
+
+
 def choose(
   kind: str, width: int, n: int, out_itemsize: int = 2, *, gathered: bool = False
 ) -> Tiling:
   """The tiling to use; arguments as for `candidates`."""
-  rule = lambda: candidates(kind, width, n, out_itemsize, gathered=gathered)[0]
   if out_itemsize != 2:
-    return rule()
+    return candidates(kind, width, n, out_itemsize, gathered=gathered)[0]
   device, key = jax.devices()[0], (kind, width, n, gathered)
   if (keys := _recording.get()) is not None:
     keys[key] = None
@@ -204,15 +211,15 @@ def choose(
     return own.tiling
   if (
     device.platform == "gpu"
-    and kind in ("up", "activated")  # the first product of a layer speaks for all
+    and kind in ("up", "activated")
+    and gathered  # experts' first product, which speaks for the layer; a dense MLP gathers nothing
     and (width, n) not in MEASURED.get(device.device_kind, ())
   ):
     _say_once(
       f"tilings for experts of {width} x {n} were not measured on {device.device_kind}: "
-      f"`python -m scmoe.kernels.tune --shape TOKENS,{width},{n},EXPERTS,TOP_K` looks for faster "
-      "ones"
+      "`python -m scmoe.kernels.tune --config ...` looks for faster ones"
     )
-  return TABLE.get(device.device_kind, {}).get(key) or rule()
+  return shipped(kind, width, n, gathered=gathered)
 
 
 @contextlib.contextmanager

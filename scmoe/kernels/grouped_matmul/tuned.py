@@ -35,13 +35,13 @@ class Measured(NamedTuple):
   Attributes:
     tiling: the tiling.
     ms: of a call with it, milliseconds.
-    rule_ms: with what is taken where nothing was measured.
+    shipped_ms: with what is taken where nothing was measured (`tiles.shipped`).
     when: date, and the versions it was measured with.
   """
 
   tiling: Tiling
   ms: float
-  rule_ms: float
+  shipped_ms: float
   when: str
 
 
@@ -109,7 +109,7 @@ def text(found: Mapping[Key, Measured], device_kind: str) -> str:
   """The JSON of a file."""
   entries = [
     {"product": list(key), "tiling": dataclasses.asdict(own.tiling)}
-    | {"ms": own.ms, "rule_ms": own.rule_ms, "when": own.when}
+    | {"ms": own.ms, "shipped_ms": own.shipped_ms, "when": own.when}
     for key, own in sorted(found.items())
   ]
   whole = {"format": _FORMAT, "device": device_kind, "tilings": entries}
@@ -140,5 +140,5 @@ def _entry(entry: Any) -> tuple[Key, Measured]:
   if wrong or set(fields) != set(_FIELDS):
     raise ValueError(f"{fields} is no tiling")
   key = str(kind), int(width), int(n), bool(gathered)
-  numbers = float(entry["ms"]), float(entry["rule_ms"])
+  numbers = float(entry["ms"]), float(entry["shipped_ms"])
   return key, Measured(Tiling(**fields), *numbers, str(entry["when"]))

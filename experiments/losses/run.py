@@ -99,7 +99,8 @@ def main() -> None:
 def trained(options: list[str], arm: Arm, folder: Path) -> Path:
   """The metrics of an arm's run."""
   command = [sys.executable, "-m", "scmoe.train", *options, *arm.flags]
-  environment = os.environ | {"PYTHONPATH": str(arm.code)}
+  paths = [str(arm.code), *filter(None, [os.environ.get("PYTHONPATH")])]
+  environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
   workdir = folder / arm.name
   subprocess.run([*command, "--workdir", str(workdir)], check=True, cwd=arm.code, env=environment)
   return workdir / "metrics.jsonl"

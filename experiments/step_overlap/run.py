@@ -84,10 +84,10 @@ def main() -> None:
     print(f"{name}: ready in {seconds:.0f} s, {1e3 * alone.median:.2f} ms alone, MFU "
           f"{100 * found['mfu']:.1f} %, {found['gibibytes']} GiB, {arm.variant}",
           flush=True)  # fmt: skip
-    events, _, program = arm.trace()
-    overlap = measure_overlap(events, TRACED)
+    trace = arm.trace()
+    overlap = measure_overlap(trace.events, TRACED)
     if overlap is not None:
-      stages = stage_times(events, program.names, TRACED)
+      stages = stage_times(trace.events, trace.program.names, TRACED)
       found |= {"overlap": overlap.as_json(), "stages": [vars(s) for s in stages]}
       shown = [s for s in stages if s.communication or not overlap.communication]
       print(stage_table(shown), flush=True)

@@ -35,8 +35,11 @@ class Mix(nnx.Module):
     if self.weight is None:
       return shared_BSD + routed_BSD
     wide = jnp.promote_types(x_BSD.dtype, jnp.float32)
-    score_BS1 = x_BSD.astype(wide) @ self.weight[...].astype(wide)
+    x_BSD, weight = x_BSD.astype(wide), self.weight[...].astype(wide)
     if self.kind == "cg1":
+      # A sum, not a product: of one token XLA's GPU compiler takes no product of two vectors unless
+      # it may turn it into a sum itself, which decoding forbids.
+      score_BS1 = jnp.sum(x_BSD * weight[:, 0], axis=-1, keepdims=True)
       return jax.nn.sigmoid(score_BS1).astype(shared_BSD.dtype) * shared_BSD + routed_BSD
-    share_BS2 = jax.nn.softmax(score_BS1).astype(shared_BSD.dtype)
+    share_BS2 = jax.nn.softmax(x_BSD @ weight).astype(shared_BSD.dtype)
     return share_BS2[..., :1] * shared_BSD + share_BS2[..., 1:] * routed_BSD

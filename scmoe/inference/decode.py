@@ -174,6 +174,9 @@ _COMPILED: dict[str, Any] = {
   # A token is hundreds of small kernels, captured as one CUDA graph. In XLA's order each waits for
   # the one before it, a copy of experts too; so it waits for what it reads.
   "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+  # The products of one row stay products. As sums of terms, each rounded to its type, some matrices
+  # are written to memory once more, and the tokens are not those of prefill's products.
+  "xla_disable_hlo_passes": "dot-strength-reduction",
 }
 
 

@@ -277,6 +277,8 @@ def stored(cache_BT: Array, new_BS: Array, positions_BS: Array | None) -> Array:
   new_BS = new_BS.astype(cache_BT.dtype)
   if positions_BS is None:
     return jax.lax.dynamic_update_slice_in_dim(cache_BT, new_BS, 0, 1)
+  if positions_BS.shape == (1, 1):  # one place, which XLA writes in the kernel that makes the value
+    return jax.lax.dynamic_update_slice_in_dim(cache_BT, new_BS, positions_BS[0, 0], 1)
   row_B1 = jnp.arange(new_BS.shape[0])[:, None]
   return cache_BT.at[row_B1, positions_BS].set(new_BS)
 

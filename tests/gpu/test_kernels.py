@@ -171,6 +171,16 @@ def test_tokens_in_place(normal, activation, with_bias):
   check_ffn(normal(700, 256), normal(700, 256), weights, layout, activation)
 
 
+@pytest.mark.parametrize("shape", [(256, 512), (2048, 1024), (1024, 4096), (4096, 768)])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_one_row(normal, activation, shape):
+  """What decoding asks for, and what a gradient asks for of the same; one choice is not made."""
+  weights = ffn_weights(normal, activation, *shape, 8, activation == "gelu")
+  expert, weight = jnp.asarray([[3, 8, 0, 7]], jnp.int32), jnp.asarray([[0.4, 0.3, 0.2, 0.1]])
+  layout = choices_layout(expert, weight, 8)
+  check_ffn(normal(1, shape[0]), normal(1, shape[0]), weights, layout, activation)
+
+
 @pytest.mark.parametrize("padded", [(1, 2, 1024), (3, 2, 384)], ids=["one rank", "ranks"])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_padded_experts(normal, activation, padded):

@@ -20,8 +20,10 @@ from scmoe.kernels.grouped_matmul import (
   activation_names,
   choices_layout,
   expert_ffn,
+  expert_ffn_reference,
   get_activation,
   grouped_matmul,
+  one_row,
   padded_layout,
   tiles,
   xla,
@@ -119,8 +121,9 @@ def test_bias_and_activation_simulated(activation, with_results, pingpong):
 def test_who_computes_padded_experts():
   """The kernels where they run and nothing takes their multiprocessors; else XLA's products."""
   on_hopper = FFNConfig(backend="mosaic_gpu")
+  weights = FFNWeights(jnp.zeros((4, 128, 64)), jnp.zeros((4, 64, 128)))
   resolved = lambda config, rows, ranks=2: _resolve(
-    config, padded_layout(ranks, 4, rows), jnp.bfloat16, (128, 64)
+    config, padded_layout(ranks, 4, rows), jnp.bfloat16, weights
   )
   kernels = resolved(on_hopper, 256)
   assert (kernels.products, kernels.ranks, kernels.how.num_sms) == ("mosaic_gpu", 1, None)
@@ -489,3 +492,60 @@ def test_tilings_fit_shared_memory_for_any_widths():
               assert tiles.smem_bytes(tiling, itemsize) <= tiles.SMEM_LIMIT
   with pytest.raises(ValueError, match="widths 100 and 64 must both be multiples of 64"):
     tiles.candidates("rows", 100, 64)
+
+
+@needs_new_simulation
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_one_row_simulated(activation):
+  """Decoding's network: two warpgroups or four with columns of their own, one and several parts of
+  a sum, an expert that is none; and it is these kernels that run."""
+  gated = get_activation(activation).gated
+  width, hidden = (256, 512) if gated else (512, 256)
+  matrix = lambda seed, *shape: normal(seed, *shape) * jnp.bfloat16(shape[1] ** -0.5)
+  weights = FFNWeights(
+    up_GDF=matrix(1, 4, width, hidden),
+    down_GFD=matrix(2, 4, hidden, width),
+    gate_GDF=matrix(3, 4, width, hidden) if gated else None,
+    up_bias_GF=None if gated else normal(4, 4, hidden),
+    down_bias_GD=None if gated else normal(5, 4, width),
+  )
+  # What is no choice adds nothing, even where the expert that stands in for it is not finite.
+  weights = dataclasses.replace(weights, down_GFD=weights.down_GFD.at[3].set(jnp.inf))
+  layout = choices_layout(jnp.asarray([[2, 4, 0]]), jnp.asarray([[0.5, 0.3, 0.2]]), 4)
+  config, x = FFNConfig(activation, backend="mosaic_gpu"), normal(0, 1, width)
+  with interpreted(gpu_interpret_params(detect_races=True), num_sms=16 if gated else 3):
+    static = _resolve(config, layout, x.dtype, weights)
+    assert static.one_row
+    assert [own.parts > 1 for own in one_row.splits(weights, 3, None) or ()] == [gated, gated]
+    got = expert_ffn(x, weights, layout, config)
+  want = expert_ffn_reference(x, weights, layout, activation)
+  assert relative_error(got, want) < 3e-3
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu", "reglu"])
+@pytest.mark.parametrize("shape", [(2048, 1024, 8), (1024, 4096, 1), (4096, 14336, 2)])
+def test_one_row_lowers(activation, shape):
+  """For CUDA, at the sizes of OLMoE, `gpt2_moe_medium` and Mixtral 8x7B."""
+  width, hidden, choices = shape
+  gated = get_activation(activation).gated
+  of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+  into = of(8, width, hidden)
+  weights = FFNWeights(into, of(8, hidden, width), into if gated else None)
+  layout = choices_layout(jnp.arange(choices)[None], jnp.ones((1, choices)), 8)
+  run = lambda x, w: expert_ffn(x, w, layout, FFNConfig(activation, backend="mosaic_gpu"))
+  text = jax.jit(run).trace(of(1, width), weights).lower(lowering_platforms=("cuda",)).as_text()
+  assert text.count("custom_call @mosaic_gpu") == 2
+
+
+def test_how_a_row_is_shared_out():
+  """Most of the multiprocessors in one wave where the widths allow it; else another path."""
+  split = one_row.split
+  assert split(2048, 1024, 8, 132, 32) == one_row.Split(1024, 16)
+  assert split(1024, 2048, 8, 132, 128) == one_row.Split(1024, 8)
+  assert split(4096, 1024, 1, 132, 128) == one_row.Split(256, 32)
+  assert split(2048, 1408, 6, 132, 32) is None  # 1408 is 11 times 128
+  for width, out_width, choices in ((7168, 2048, 8), (4096, 1536, 8), (6144, 9216, 2)):
+    own = split(width, out_width, choices, 132, 32)
+    ctas = choices * (out_width // own.columns) * own.parts
+    assert 0.7 * 132 <= ctas <= 132, own
+    assert width % (32 * own.parts) == 0

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from scmoe.kernels.grouped_matmul import pipeline, xla
+from scmoe.kernels.grouped_matmul import one_row, pipeline, xla
 from scmoe.kernels.grouped_matmul.activations import get_activation
 from scmoe.kernels.grouped_matmul.backend import implementation, resolve_backend
 from scmoe.kernels.grouped_matmul.layout import (
@@ -90,10 +90,11 @@ def expert_ffn(
   rows_MD = rows.reshape(-1, rows.shape[-1])
   check_ffn(rows_MD, weights, layout, config.activation)
   weights = weights.cast(rows.dtype)
-  static = _resolve(config, layout, rows.dtype, weights.up_GDF.shape[1:])
+  static = _resolve(config, layout, rows.dtype, weights)
   with jax.named_scope("plan"):
     tiles = _tiles(layout, static)
-  out: Any = _expert_ffn(rows_MD, weights, layout.weight_MK, tiles, static)
+  choices = (layout.group_MK, layout.weight_MK)
+  out: Any = _expert_ffn(rows_MD, weights, choices, tiles, static)
   return out.reshape(*rows.shape[:-1], out.shape[-1])
 
 
@@ -106,9 +107,10 @@ class _Static:
   ranks: int  # of padded experts that batched products need by expert; 1: rows stay in their order
   padded: tuple[int, int, int] | None
   weighted: bool
+  one_row: bool  # kernels for a single row, where no gradient is asked for
 
 
-def _resolve(config: FFNConfig, layout: RowLayout, dtype: Any, widths: tuple[int, ...]) -> _Static:
+def _resolve(config: FFNConfig, layout: RowLayout, dtype: Any, weights: FFNWeights) -> _Static:
   """Which implementation runs; one place that decides."""
   if config.impl not in IMPLEMENTATIONS:
     raise ValueError(f"unknown impl {config.impl!r}: use one of {', '.join(IMPLEMENTATIONS)}")
@@ -117,7 +119,7 @@ def _resolve(config: FFNConfig, layout: RowLayout, dtype: Any, widths: tuple[int
     raise ValueError(
       "impl='batched' needs padded experts, got rows with group sizes: use 'grouped'"
     )
-  products = resolve_backend(config.backend, dtype, *widths)
+  products = resolve_backend(config.backend, dtype, *weights.up_GDF.shape[1:])
   if products == "reference":
     raise ValueError("backend='reference' has no expert_ffn: use expert_ffn_reference")
   batched = config.impl == "batched"
@@ -130,12 +132,15 @@ def _resolve(config: FFNConfig, layout: RowLayout, dtype: Any, widths: tuple[int
     num_sms = WAVES * pipeline.resolve_num_sms(None)
   simulation = pipeline.interpretation() if products == "mosaic_gpu" else None
   activation = get_activation(config.activation)
+  group_MK = layout.group_MK
+  one = group_MK is not None and group_MK.shape[0] == 1 and products == "mosaic_gpu"
   return _Static(
     products="xla" if batched else products,
     how=Execution(activation, config.precision, num_sms, simulation),
     ranks=padded[0] if batched and padded is not None else 1,
     padded=padded if batched else None,
     weighted=layout.weight_MK is not None,
+    one_row=one and one_row.splits(weights, layout.num_copies, num_sms) is not None,
   )
 
 
@@ -174,8 +179,12 @@ def _by_rank(rows_RN: jax.Array, static: _Static) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _expert_ffn(rows_MD, weights, weight_MK, tiles, static):
+def _expert_ffn(rows_MD, weights, choices, tiles, static):
   """Without a gradient the pre-activations are not written."""
+  group_MK, weight_MK = choices
+  if static.one_row:
+    weight_K = None if weight_MK is None else weight_MK[0]
+    return one_row.forward(rows_MD, weights, group_MK[0], weight_K, static.how)
   y_RD, _ = implementation(static.products).forward(
     _by_expert(rows_MD, static),
     weights,
@@ -187,7 +196,8 @@ def _expert_ffn(rows_MD, weights, weight_MK, tiles, static):
   return _back(y_RD, weight_MK, tiles, static)
 
 
-def _expert_ffn_fwd(rows_MD, weights, weight_MK, tiles, static):
+def _expert_ffn_fwd(rows_MD, weights, choices, tiles, static):
+  _, weight_MK = choices
   y_RD, pre = implementation(static.products).forward(
     _by_expert(rows_MD, static),
     weights,
@@ -196,11 +206,11 @@ def _expert_ffn_fwd(rows_MD, weights, weight_MK, tiles, static):
     index_R=tiles.source_R,
     with_pre=True,
   )
-  return _back(y_RD, weight_MK, tiles, static), (rows_MD, weights, weight_MK, tiles, pre)
+  return _back(y_RD, weight_MK, tiles, static), (rows_MD, weights, choices, tiles, pre)
 
 
 def _expert_ffn_bwd(static, residuals, dout_MD):
-  rows_MD, weights, weight_MK, tiles, pre = residuals
+  rows_MD, weights, (group_MK, weight_MK), tiles, pre = residuals
   dx_RD, dweights, ds_R = implementation(static.products).backward(
     _by_expert(rows_MD, static),
     _by_expert(dout_MD, static),
@@ -216,7 +226,8 @@ def _expert_ffn_bwd(static, residuals, dout_MD):
   if weight_MK is not None:
     assert tiles.permutation is not None
     dweight_MK = take_rows(ds_R, tiles.permutation.row_TK).astype(weight_MK.dtype)
-  return drows_MD, dweights, dweight_MK, zero_cotangents(tiles)
+  dchoices = zero_cotangents(group_MK), dweight_MK
+  return drows_MD, dweights, dchoices, zero_cotangents(tiles)
 
 
 _expert_ffn.defvjp(_expert_ffn_fwd, _expert_ffn_bwd)

@@ -326,15 +326,23 @@ def launch(body, operands: Any, out_type: Any, tiling: Tiling, num_sms: int):
   options: dict[str, Any] = {}
   if tiling.pair:
     options |= {"cluster": (tiling.cluster,), "cluster_names": (_PAIR,)}
-  if (interpret := _interpret.get()) is not None:
-    options["interpret"] = interpret
-  return plgpu.kernel(
+  return compiled(
     flat,
     out_type=outs,
     grid=(num_workers(tiling, num_sms),),
     grid_names=("worker",),
     num_threads=CONSUMERS + 1,
     thread_name="wg",
+    **options,
+  )
+
+
+def compiled(body, **options: Any):
+  """`plgpu.kernel` with the semantics that all kernels here are written for; simulated in tests."""
+  if (interpret := _interpret.get()) is not None:
+    options["interpret"] = interpret
+  return plgpu.kernel(
+    body,
     compiler_params=plgpu.CompilerParams(
       lowering_semantics=plgpu.LoweringSemantics.Warpgroup,  # the default differs by version
       approx_math=True,

@@ -47,7 +47,7 @@ from scmoe.build import build
 from scmoe.config import RunConfig, with_field
 from scmoe.data.config import DataConfig
 from scmoe.models.config import ModelConfig
-from scmoe.moe.dispatch import DispatchConfig, make_transport
+from scmoe.moe.dispatch import Capacity, DispatchConfig, make_transport
 from scmoe.parallel.collectives import Exchange, request_copy_engines
 from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, batch_sharding, manual
 from scmoe.profiling.overlap import measure_overlap
@@ -259,6 +259,7 @@ class Arm:
     k = model.wiring_rule.routed_per_gating(model.top_k)
     # Outside the manual region, but with the tokens of one device: what that device would send.
     sent = make_transport(run.dispatch, tokens=tokens, num_experts=model.num_experts, k=k)
+    assert isinstance(sent, Capacity), sent
     shape = (ranks * ranks, model.num_experts // ranks, sent.rows, model.width)
     exchange = Exchange("expert", ranks)
 

@@ -191,7 +191,7 @@ def table(results: list[dict]) -> str:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
   parser.add_argument("--mebibytes", default="16,64,256")
   parser.add_argument("--width", type=int, default=2048, help="D")
   parser.add_argument("--experts", type=int, default=64, help="E")

@@ -51,4 +51,4 @@ JOBS = {
 }
 
 if __name__ == "__main__":
-  speed.main(JOBS, Path("runs/figure8_overlap"), __doc__)
+  speed.main(JOBS, Path("runs/figure8_overlap"), __doc__ or "")

@@ -25,7 +25,7 @@ def kernel_times(function, arguments, calls=3):
       jax.block_until_ready(function(*arguments))
 
   run()
-  total = collections.Counter()
+  total: dict[str, float] = collections.defaultdict(float)
   for event in traced(run):
     total[event.name] += (event.end - event.start) / 1e6 / calls
   return total
@@ -50,7 +50,7 @@ def main():
       times = kernel_times(function, given)
       wall = bench.interleaved({label: (function, given)}, 3)[label]
       print(f"{name} {label}: wall {wall:.3f} ms, kernels {sum(times.values()):.3f} ms")
-      for kernel, ms in times.most_common(options.top):
+      for kernel, ms in sorted(times.items(), key=lambda own: -own[1])[: options.top]:
         print(f"   {ms:7.3f}  {kernel[:70]}")
 
 

@@ -104,7 +104,7 @@ def losses(workdir: Path) -> list[tuple[int, float]]:
 
 def main() -> None:
   """Makes the text, trains three times, prints and keeps the figures."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
   parser.add_argument("--gigabytes", type=float, default=1.0)
   parser.add_argument("--steps", type=int, default=10)
   parser.add_argument("--config", default="quickstart")

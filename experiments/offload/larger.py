@@ -15,6 +15,7 @@ import json
 import resource
 import sys
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -64,7 +65,7 @@ def main() -> None:
   usage, times = Usage(), [time.perf_counter()]
   pieces: list[int] = []
   options = {"mesh": built.mesh, "offload": way.offload, "usage": usage, "chunk": 8}
-  options |= {"prepare": Programs(built.overlap, "."), "max_new_tokens": given.max_new_tokens}
+  options |= {"prepare": Programs(built.overlap, Path(".")), "max_new_tokens": given.max_new_tokens}
   prompt = [tokenizer.eos_id, *tokenizer.encode(given.prompt)]
   for (new,) in stream(model, [prompt], Sampling(temperature=1.0), **options):
     pieces += new

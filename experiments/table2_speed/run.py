@@ -32,4 +32,4 @@ JOBS = {
 }
 
 if __name__ == "__main__":
-  speed.main(JOBS, Path("runs/table2_speed"), __doc__)
+  speed.main(JOBS, Path("runs/table2_speed"), __doc__ or "")

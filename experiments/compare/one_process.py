@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -55,7 +56,7 @@ def main() -> None:
   report = {"date": time.strftime("%Y-%m-%d"), "device": jax.devices()[0].device_kind,
             "jax": jax.__version__, "command": " ".join(sys.argv), "arms": {}}  # fmt: skip
   for shape in args.shapes.split():
-    arms: dict = {}
+    arms: dict[Any, Any] = {}
     for side, root in roots.items():
       given = argparse.Namespace(shapes=shape, gates="gate16")
       with modules_of(root, kept[side]):
@@ -65,7 +66,7 @@ def main() -> None:
       arm(3)  # compiled, and warm
     calls = {key: timer.calls_in(arm, _SAMPLE) for key, arm in arms.items()}
     end = time.perf_counter() + args.seconds
-    found = timer.interleave(arms, rounds=10**6, calls=calls, deadline=end)
+    found: Any = timer.interleave(arms, rounds=10**6, calls=calls, deadline=end)
     for name in dict.fromkeys(name for name, _ in arms):
       before, after = found[name, BEFORE], found[name, AFTER]
       report["arms"][name] = {BEFORE: before.as_json(), AFTER: after.as_json()}

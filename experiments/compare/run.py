@@ -7,21 +7,23 @@
 A task is a set of arms that both commits have:
 
   layer      forward, and forward + backward, of `scmoe.kernels.bench --layer`'s seven shapes, the
-             gate in bfloat16 as that layer had it; `gate32`: as the model's, float32 (after only)
+             gate in bfloat16 as 3495333 had it; `gate32`: as the model's, float32 (after only)
   olmoe      a training step of 3 of OLMoE's layers, batch 4 x 4096, on one GPU (both commits'
              states and temporaries are there at once)
   exchange   dispatch + combine of experiments/dispatch/run.py: 8 layers, balanced and Zipf
   medium     a training step of 8 layers of gpt2_moe_medium, 2-way experts, batch 8 x 2048
 
-Each commit runs in a process of its own, which compiles its arms and then waits for its turns. Both
-hold their memory all the time and have the GPUs in turns: in a round every arm of both runs once,
-in random order, a median is over rounds.
+The oldest commit that it knows is 3495333, whose functions had other arguments; what a checkout has
+is asked of it. Each commit runs in a process of its own, which compiles its arms and then waits for
+its turns. Both hold their memory all the time and have the GPUs in turns: in a round every arm of
+both runs once, in random order, a median is over rounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import json
 import os
 import random
@@ -31,6 +33,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 SHAPES = "7B-256 7B-1024 30B-512 120B-1024 OLMoE Qwen3-30B Mixtral"
 TRANSPORTS = "all_to_all,capacity,dropless"
@@ -42,13 +45,16 @@ Arms = dict[str, Callable[[int], object]]
 
 
 def layer_arms(before: bool, args: argparse.Namespace) -> Arms:
-  from scmoe.kernels import bench
+  from scmoe.kernels import bench as at_hand
+
+  bench: Any = at_hand
 
   arms: Arms = {}
+  old = hasattr(bench, "layer_inputs")  # up to 3495333
   for name in args.shapes.split():
     shape, seed = bench.parse_shape(name), 0
     for gate in ("gate16",) if before else args.gates.split():
-      if before:
+      if old:
         forward, both = bench.training_functions(shape, "auto")
         given = bench.layer_inputs(shape, seed)
       else:
@@ -88,22 +94,23 @@ def inputs_of_before(bench, layer, seed: int) -> tuple:
 
 
 def olmoe_arms(before: bool, args: argparse.Namespace) -> Arms:
-  return {"step": step_arm(before, "olmoe", layers=3, batch=4, expert=1, args=args)}
+  return {"step": step_arm("olmoe", layers=3, batch=4, expert=1, args=args)}
 
 
 def medium_arms(before: bool, args: argparse.Namespace) -> Arms:
-  return {"step": step_arm(before, "gpt2_moe_medium", layers=8, batch=8, expert=2, args=args)}
+  return {"step": step_arm("gpt2_moe_medium", layers=8, batch=8, expert=2, args=args)}
 
 
-def step_arm(before: bool, config: str, *, layers, batch, expert, args) -> Callable[[int], object]:
+def step_arm(config: str, *, layers, batch, expert, args) -> Callable[[int], object]:
   """The training step of a config file, at its defaults, cut to some layers and one microbatch."""
   import jax
 
   from scmoe import build
   from scmoe.config import find_config, load_config
   from scmoe.parallel.mesh import batch_sharding
-  from scmoe.training.step import init_state, make_train_step
+  from scmoe.training import step
 
+  steps: Any = step
   run = load_config(find_config(config), "smoke" if args.tiny else "get_config")
   replace = dataclasses.replace
   if not args.tiny:
@@ -123,24 +130,24 @@ def step_arm(before: bool, config: str, *, layers, batch, expert, args) -> Calla
   tokens = jax.random.randint(jax.random.key(7), shape, 0, run.model.vocab_size)
   abstract = built.abstract_state()
   options = run.overlap.compiler_options(gpu=jax.default_backend() == "gpu")
-  if before:
+  if "mesh" in inspect.signature(steps.make_train_step).parameters:  # up to 3495333
     import jax.numpy as jnp
-
-    from scmoe.training.step import shardings_of
 
     ones = jnp.ones(shape, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(shape[-1], dtype=jnp.int32), shape)
     given = {"inputs": tokens, "targets": jnp.roll(tokens, -1, -1), "segment_ids": ones}
     given |= {"weights": ones.astype(jnp.float32), "positions": positions}
-    step = make_train_step(built.objective, built.optimizer, built.mesh, shardings_of(abstract))
+    made = steps.make_train_step(
+      built.objective, built.optimizer, built.mesh, steps.shardings_of(abstract)
+    )
   else:
     from scmoe.batch import Batch
 
     given = Batch.of_tokens(tokens)
-    step = make_train_step(built.objective, built.optimizer, abstract)
+    made = steps.make_train_step(built.objective, built.optimizer, abstract)
   given = jax.device_put(given, batch_sharding(built.mesh, leading=1))
-  program = step.lower(abstract, given).compile(compiler_options=options)
-  state = [init_state(built.init, built.optimizer, 0, abstract)]
+  program = made.lower(abstract, given).compile(compiler_options=options)
+  state = [steps.init_state(built.init, built.optimizer, 0, abstract)]
 
   def arm(calls: int) -> object:
     scalars = {}
@@ -158,17 +165,20 @@ def exchange_arms(before: bool, args: argparse.Namespace) -> Arms:
 
   path = Path("experiments/dispatch/run.py")
   spec = importlib.util.spec_from_file_location("dispatch_run", path)
-  run = importlib.util.module_from_spec(spec)
+  assert spec is not None
+  assert spec.loader is not None
+  run: Any = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(run)
+  old = not hasattr(run, "programs")  # up to 3495333
   mesh = run.make_mesh(run.MeshConfig(data=1, expert=jax.device_count()))
-  names = args.transports + (",retry" if before and args.transports == TRANSPORTS else "")
+  names = args.transports + (",retry" if old and args.transports == TRANSPORTS else "")
   given = argparse.Namespace(width=2048, experts=64, k=2, arms=names, layers=8, rounds=1, calls=1)
   if args.tiny:
     given.width, given.experts = 64, 8
   arms: Arms = {}
   for size in (1,) if args.tiny else map(int, args.mebibytes.split()):
     for kind in ("balanced", "zipf"):
-      if before:  # its arms are local to the function that times them
+      if old:  # its arms are local to the function that times them
         caught: dict = {}
         run.interleave = lambda found, caught=caught, **_: caught.update(found) or {}
         run.measure(given, size, kind, mesh)

@@ -523,9 +523,11 @@ def test_one_row_simulated(activation):
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu", "reglu"])
-@pytest.mark.parametrize("shape", [(2048, 1024, 8), (1024, 4096, 1), (4096, 14336, 2)])
+@pytest.mark.parametrize(
+  "shape", [(2048, 1024, 8), (1024, 4096, 1), (4096, 14336, 2), (8192, 28672, 8)]
+)
 def test_one_row_lowers(activation, shape):
-  """For CUDA, at the sizes of OLMoE, `gpt2_moe_medium` and Mixtral 8x7B."""
+  """For CUDA, at the sizes of OLMoE, `gpt2_moe_medium`, Mixtral 8x7B and larger ones."""
   width, hidden, choices = shape
   gated = get_activation(activation).gated
   of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
@@ -544,6 +546,9 @@ def test_how_a_row_is_shared_out():
   assert split(1024, 2048, 8, 132, 128) == one_row.Split(1024, 8)
   assert split(4096, 1024, 1, 132, 128) == one_row.Split(256, 32)
   assert split(2048, 1408, 6, 132, 32) is None  # 1408 is 11 times 128
+  # The second layer holds its part of the activation: two parts would be one wave, but too long.
+  assert split(28672, 8192, 8, 132, 128) == one_row.Split(1024, 2)
+  assert split(28672, 8192, 8, 132, 128, 4096) == one_row.Split(1024, 8)
   for width, out_width, choices in ((7168, 2048, 8), (4096, 1536, 8), (6144, 9216, 2)):
     own = split(width, out_width, choices, 132, 32)
     ctas = choices * (out_width // own.columns) * own.parts

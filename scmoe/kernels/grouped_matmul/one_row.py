@@ -31,6 +31,7 @@ _WARPGROUP = 128  # threads
 _WARPGROUPS = 4  # of a CTA, each with a quarter of its rows
 _UNROLL = 8  # rows whose weights a thread has under way
 _ROWS = _WARPGROUPS * _UNROLL  # a CTA takes a multiple of them
+_HELD = 4096  # numbers of the activation that a warpgroup keeps in shared memory, at most
 # Columns that a CTA takes: a thread reads 16, 8 or 4 bytes of a row at once.
 _COLUMNS = (1024, 512, 256)
 
@@ -48,20 +49,24 @@ class Split:
   parts: int
 
 
-def split(width: int, out_width: int, choices: int, num_sms: int, multiple: int) -> Split | None:
-  """The division with the fewest waves' worth of idle multiprocessors; None: there is none.
+def split(
+  width: int, out_width: int, choices: int, num_sms: int, multiple: int, most: int = 0
+) -> Split | None:
+  """The division that leaves the fewest multiprocessors idle; None: there is none.
 
   Args:
     width, out_width: K and N.
     choices: C.
     num_sms: multiprocessors.
     multiple: of what the rows of a part are a multiple.
+    most: rows of a part at most; 0: any.
   """
   found: list[tuple[float, Split]] = []
   for columns in _COLUMNS:
     if out_width % columns:
       continue
     parts = [p for p in range(1, width // multiple + 1) if width % (p * multiple) == 0]
+    parts = [p for p in parts if not most or width // p <= most]
     for part in parts:
       ctas = choices * (out_width // columns) * part
       waves = -(-ctas // num_sms)
@@ -75,7 +80,7 @@ def splits(weights: FFNWeights, choices: int, num_sms: int | None) -> tuple[Spli
   _, width, hidden = weights.up_GDF.shape
   sms = resolve_num_sms(num_sms)
   first = split(width, hidden, choices, sms, _ROWS)
-  second = split(hidden, weights.down_GFD.shape[2], choices, sms, _WARPGROUP)
+  second = split(hidden, weights.down_GFD.shape[2], choices, sms, _WARPGROUP, _HELD)
   return None if first is None or second is None else (first, second)
 
 

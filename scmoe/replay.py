@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scmoe import build
+from scmoe.arrays import read_npz
 from scmoe.batch import Batch
 from scmoe.command_line import ALLOW_IMPORT, HELP, SIMULATE, Flag, help_text, parse, simulate
 from scmoe.config import RunConfig
@@ -87,8 +88,7 @@ def replay(built: Searchable, bundle: Path, teacher: Any = None) -> tuple[str, b
   restored = Checkpointer(bundle, CheckpointConfig()).restore_latest_valid(abstract.whole())
   if restored is None:
     raise CheckpointError(f"{bundle} holds no state")
-  with np.load(bundle / f"batch_{jax.process_index()}.npz", allow_pickle=False) as file:
-    batch = Batch(**file)
+  batch = _stored_batch(built, bundle / f"batch_{jax.process_index()}.npz")
   sharding = batch_sharding(built.mesh, leading=1)
   put = lambda x: jax.make_array_from_process_local_data(sharding, x)
   step = Steps(built, abstract, bundle)(variant)
@@ -99,6 +99,26 @@ def replay(built: Searchable, bundle: Path, teacher: Any = None) -> tuple[str, b
   lines = [f"{'step ' + str(failure['step']):12}{'then':>24}{'now':>24}"]
   lines += [f"{name:12}{failure[name]:>24}{now[name]:>24}" for name in names]
   return "\n".join(lines), all(failure[name] == now[name] for name in names)
+
+
+def _stored_batch(built: Searchable, path: Path) -> Batch:
+  """The batch of the step.
+
+  Raises:
+    CheckpointError: the file is damaged, or of another shape than the run's batches.
+  """
+  like = built.random_batch()
+  fields = len(dataclasses.fields(Batch))
+  try:
+    # Each field is as large as the tokens at most; the headers of a .npz are small.
+    batch = Batch(**read_npz(path, fields * (like.inputs.nbytes + 4096)))
+  except (ValueError, TypeError) as error:
+    raise CheckpointError(str(error)) from None
+  if batch.inputs.shape != like.inputs.shape:
+    raise CheckpointError(
+      f"{path} has tokens {batch.inputs.shape}, a step of this run {like.inputs.shape}"
+    )
+  return batch
 
 
 def before(state: TrainState, failure: dict[str, Any]) -> TrainState:

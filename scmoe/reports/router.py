@@ -8,7 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from scmoe.arrays import read_npz
+from scmoe.errors import DataError
 from scmoe.reports.records import Line, Record
+
+_MOST = 2**28  # bytes of a step's arrays, [layers, experts] each
 
 OVER_TRAINING = (
   ("max_violation", "max violation (busiest expert / mean − 1)"),
@@ -38,10 +42,13 @@ def loads_over_training(record: Record) -> tuple[np.ndarray, np.ndarray]:
   files = sorted((record.path / "router").glob("step_*.npz"))
   steps, loads = [], []
   for path in files:
-    with np.load(path, allow_pickle=False) as arrays:
-      if "load" in arrays:
-        steps.append(int(path.stem.removeprefix("step_")))
-        loads.append(arrays["load"])
+    try:
+      arrays = read_npz(path, _MOST)
+    except ValueError as error:
+      raise DataError(str(error)) from None
+    if "load" in arrays:
+      steps.append(int(path.stem.removeprefix("step_")))
+      loads.append(arrays["load"])
   return np.array(steps), np.array(loads, float)
 
 

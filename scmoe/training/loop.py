@@ -447,7 +447,8 @@ class _Run:
     keeper = Checkpointer(folder, CheckpointConfig(async_save=False))
     keeper.save_now(self.step, self.state.whole(), self.batches.state(), self._meta())
     keeper.close()
-    np.savez(folder / f"batch_{jax.process_index()}.npz", **vars(self.batch))  # pyright: ignore
+    stored = {name: x for name, x in vars(self.batch).items() if x is not None}
+    np.savez(folder / f"batch_{jax.process_index()}.npz", **stored)  # pyright: ignore
     if self.first:
       keys = ("objective", "loss", "grad_norm", "skipped", "skipped_in_row", "loss_scale", "spike")
       numbers = {k: str(values[k]) for k in keys if k in values}

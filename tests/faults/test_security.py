@@ -1,7 +1,9 @@
 """What strangers put into a run's folder runs no code, and a run opens no port to them."""
 
+import io
 import os
 import pickle
+import zipfile
 from pathlib import Path
 
 import jax
@@ -10,6 +12,7 @@ import pytest
 from training_fakes import bits, trainer
 
 from scmoe import evaluate, train
+from scmoe.arrays import read_npz
 from scmoe.config import from_json
 from scmoe.errors import ConfigError, ScmoeError
 from scmoe.training.checkpoint import list_steps
@@ -134,3 +137,53 @@ def test_a_linked_workdir_and_a_linked_step_are_refused(tmp_path, mesh8):
   again = trainer(mesh8, tmp_path / "run", steps=2).run()
   assert bits(again) == bits(state)
   assert jax.tree.leaves(again)
+
+
+def _bomb(path):
+  np.savez_compressed(path, a=np.zeros(2**24, np.uint8))
+  assert path.stat().st_size < 2**16
+
+
+def _liar(path):
+  """A header that asks for 8 TiB, over 3 bytes."""
+  header = io.BytesIO()
+  np.lib.format.write_array_header_1_0(
+    header, {"descr": "|u1", "fortran_order": False, "shape": (2**43,)}
+  )
+  with zipfile.ZipFile(path, "w") as archive:
+    archive.writestr("a.npy", header.getvalue() + b"abc")
+
+
+def _torn(path):
+  np.savez(path, a=np.arange(4096))
+  path.write_bytes(path.read_bytes()[:-4000])
+
+
+@pytest.mark.parametrize(
+  ("make", "reason"),
+  [
+    (_bomb, "unfolds to 16,777,344 bytes, at most 1,048,576 are expected"),
+    (_liar, "its header tells of others"),
+    (_torn, "not a zip file"),
+    (lambda path: np.savez(path, a=np.array([Bomb(path)], dtype=object)), "holds objects"),
+    (lambda path: path.write_bytes(b"text"), "not a zip file"),
+    (lambda path: None, "No such file"),
+  ],
+  ids=["bomb", "liar", "torn", "objects", "text", "none"],
+)
+def test_an_archive_of_arrays_is_looked_through_first(tmp_path, make, reason):
+  path = tmp_path / "a.npz"
+  make(path)
+  with pytest.raises(ValueError, match=reason) as caught:
+    read_npz(path, 2**20)
+  assert "\n" not in str(caught.value)
+
+
+def test_an_archive_of_arrays_is_read(tmp_path):
+  wide = np.arange(12.0).reshape(3, 4)
+  np.savez(tmp_path / "a.npz", wide=wide, turned=wide.T, one=np.int32(7))
+  found = read_npz(tmp_path / "a.npz", 2**20)
+  assert set(found) == {"wide", "turned", "one"}
+  np.testing.assert_array_equal(found["wide"], wide)
+  np.testing.assert_array_equal(found["turned"], wide.T)
+  assert found["one"] == 7

@@ -55,11 +55,12 @@ from scmoe.pretrained.stream import (
   leaves_of,
   load,
   nested,
+  on_host,
   stored_types,
   unload,
 )
 from scmoe.pretrained.upcycle import fill, plan
-from scmoe.summary import TOKENIZER, load_tokenizer, open_run
+from scmoe.summary import TOKENIZER, host_memory, load_tokenizer, open_run
 from scmoe.training.checkpoint import FOLDER, WEIGHTS_ONLY, Checkpointer, list_steps, restore_stored
 from scmoe.training.options import CheckpointConfig
 from scmoe.training.workdir import RunLock, prepare_workdir, write_json
@@ -138,11 +139,11 @@ class Released(NamedTuple):
   skipped: list[str]
   built: build.Built
 
-  def leaves(self) -> Iterator[tuple[str, Array]]:
-    """Parameters and router state by dotted name, on the mesh, in the types of the files; more are
-    read while one is looked at."""
-    types = stored_types(self.folder, self.tensors)
-    return load(self.folder.read, types, self.tensors, leaves_of(self.built))
+  def leaves(self, *, host: bool = False) -> Iterator[tuple[str, Array]]:
+    """Parameters and router state by dotted name, on the mesh (or whole in the host's memory), in
+    the types of the files; more are read while one is looked at."""
+    types, shapes = stored_types(self.folder, self.tensors), leaves_of(self.built)
+    return load(self.folder.read, types, self.tensors, on_host(shapes) if host else shapes)
 
 
 def open_released(
@@ -163,6 +164,7 @@ def open_released(
   folder = Folder(path)
   family, model, router = read_config(folder.config, str(folder.path / CONFIG))
   listed, skipped = check_tensors(folder, family, model)
+  folder.read_ahead()
   if not dtype:
     wide = all(folder.entries[t.name].dtype == "F32" for t in listed)
     dtype = "float32" if wide else "bfloat16"
@@ -224,11 +226,13 @@ def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "")
   there = workdir.exists()
   workdir = prepare_workdir(workdir)
   read = 0.0
+  in_parts = planned is None and jax.process_count() == 1
+  host = in_parts and _is_detour(released)
 
   def coming() -> Generator[tuple[str, Array], None, None]:
     """The arrays; what describes them is written when they are all there, and before the step."""
     nonlocal read
-    yield from released.leaves()
+    yield from released.leaves(host=host)
     read = time.monotonic() - started
     if tokenizer is not None:
       _write(workdir / TOKENIZER, tokenizer.content)
@@ -240,7 +244,7 @@ def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "")
   with RunLock(workdir), _gone_if_it_fails(workdir, there), contextlib.closing(coming()) as arrays:
     keeper = Checkpointer(workdir, CheckpointConfig(async_save=False))
     try:
-      if planned is None and jax.process_count() == 1:
+      if in_parts:
         keeper.save_parts(0, arrays, {}, _meta(built))
       else:
         leaves = dict(arrays)
@@ -258,6 +262,17 @@ def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "")
     said += f"\n{run.model.wiring}, upcycled; without a source of their own:"
     said += "".join(f"\n  {name.removeprefix('params.')}: {how}" for name, how in begun.items())
   return said
+
+
+def _is_detour(released: Released) -> bool:
+  """Whether a device is only a detour for arrays that are written as they come.
+
+  It is where one device would hold them all and the host has room for them. Of several devices each
+  has its share written apart, and restoring reads no more than that.
+  """
+  free = host_memory()
+  fits = free is not None and 2 * released.folder.size < free
+  return fits and released.built.mesh.size == 1
 
 
 def _origin(released: Released) -> dict[str, Any]:

@@ -95,12 +95,18 @@ def device_memory() -> int | None:
   device = jax.local_devices()[0]
   if limit := (device.memory_stats() or {}).get("bytes_limit"):
     return limit
+  free = host_memory()
+  return free if free is None else free // jax.local_device_count()
+
+
+def host_memory() -> int | None:
+  """Bytes of the host that are free or can be freed; None where the system does not tell."""
   try:
     lines = Path("/proc/meminfo").read_text().splitlines()
     (free,) = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
   except (OSError, ValueError):
     return None
-  return 1024 * int(free) // jax.local_device_count()
+  return 1024 * int(free)
 
 
 def check_memory(built: build.Built) -> None:

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import shutil
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -31,6 +32,7 @@ TYPES = {
 }
 # What our own folders also hold (`scmoe.pretrained.inference`); released models are not read so.
 WRITTEN = {**TYPES, "I8": np.dtype(np.int8), "I32": np.dtype(np.int32)}
+_PIECE = 2**24  # bytes that are read ahead at once
 SHARD_BYTES = 5 * 10**9  # of one file, as published models have it
 
 
@@ -62,6 +64,7 @@ class Folder:
       raise DataError(f"--from={str(path)!r} is not a folder; give one with {CONFIG} and {WEIGHTS}")
     self.config = read_object(self.path / CONFIG, LIMITS[CONFIG])
     self._open: dict[Path, BinaryIO] = {}
+    self._asked = threading.Event()  # for a tensor
     self.entries: dict[str, Entry] = {}
     index = self._index()
     files = sorted(set(index.values())) if index else [self._only()]
@@ -77,12 +80,33 @@ class Folder:
       file = self.entries[extra[0]].file
       raise DataError(f"{file} holds {extra[0]}, which {self.path / INDEX} does not name")
 
+  def read_ahead(self) -> None:
+    """Has the files read into the system's page cache until the first tensor is asked for.
+
+    A disk then works while devices are started and a model is built.
+    """
+    threading.Thread(target=self._read_ahead, name="ahead", daemon=True).start()
+
+  def _read_ahead(self) -> None:
+    piece = bytearray(_PIECE)
+    for file in self._open.values():
+      place = 0
+      while not self._asked.is_set():
+        try:
+          count = os.preadv(file.fileno(), [piece], place)
+        except OSError:  # whoever asks for a tensor of it is told
+          return
+        if not count:
+          break
+        place += count
+
   def read(self, name: str) -> np.ndarray:
     """One tensor; may be called by several threads at once.
 
     Raises:
       DataError: its file cannot be read.
     """
+    self._asked.set()
     entry = self.entries[name]
     found = np.empty(entry.shape, TYPES[entry.dtype])
     try:

@@ -180,10 +180,11 @@ class Checkpointer:
         if _item(name) != "params" or leaf.nbytes < _APART:
           rest[name] = leaf
           continue
-        described |= _describe({name: leaf})
-        described[name]["item"] = item = f"params_{len(writers) + 1}"
-        with _storage(failed):
+        item = f"params_{len(writers) + 1}"
+        with _storage(failed):  # it is looked through beside the writing: refused, nothing stays
           write(item, {name: leaf})
+        described |= _describe({name: leaf})
+        described[name]["item"] = item
       described |= _describe(rest)
       data, meta = _records(step, described, data_state, meta)
       with _storage(failed):

@@ -14,6 +14,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
+from scmoe.kernels.linear import products
 from scmoe.layers.norm import rms_normalised
 from scmoe.layers.rope import PLAIN, RopeConfig, rotate
 from scmoe.parallel.collectives import repeat, total
@@ -130,15 +131,16 @@ class Attention(nnx.Module):
     c, dtype = self.config, x_BSD.dtype
     x_BSD = repeat(x_BSD, ("tensor",), "tensor")
 
-    def project(weight, bias, norm=None):
-      y = jnp.einsum("bsd,dhn->bshn", x_BSD, weight[...].astype(dtype))
+    def finish(y, bias, norm=None):
       y = y if bias is None else y + bias[...].astype(dtype)
       y = y if norm is None else self._normalised(y, norm[...])
       return jnp.clip(y, -c.clip_qkv, c.clip_qkv) if c.clip_qkv else y
 
-    q_BSHN = project(self.query, self.query_bias, self.query_norm)
-    k_BSHN = project(self.key, self.key_bias, self.key_norm)
-    v_BSHN = project(self.value, self.value_bias)
+    weights = [w[...].astype(dtype) for w in (self.query, self.key, self.value)]
+    q_BSHN, k_BSHN, v_BSHN = _into_heads(x_BSD, weights)
+    q_BSHN = finish(q_BSHN, self.query_bias, self.query_norm)
+    k_BSHN = finish(k_BSHN, self.key_bias, self.key_norm)
+    v_BSHN = finish(v_BSHN, self.value_bias)
     if c.rope_theta:
       q_BSHN = rotate(q_BSHN, positions_BS, c.rope_theta, c.rope)
       k_BSHN = rotate(k_BSHN, positions_BS, c.rope_theta, c.rope)
@@ -203,9 +205,25 @@ class Attention(nnx.Module):
       y_BSHN = attend_stored(q_BSHN, k_BSHN, v_BSHN, positions_BS, window=window)
     else:
       y_BSHN = attend(q_BSHN, k_BSHN, v_BSHN, segments_BS, window=window)
-    y_BSD = jnp.einsum("bshn,hnd->bsd", y_BSHN, self.out[...].astype(dtype))
+    y_BSD = _out_of_heads(y_BSHN, self.out[...].astype(dtype))
     y_BSD = total(y_BSD, ("tensor",), "tensor")
     return (y_BSD if self.out_bias is None else y_BSD + self.out_bias[...].astype(dtype)), cache
+
+
+def _into_heads(x_BSD: Array, weights_DHN: list[Array]) -> list[Array]:
+  """Σ_d x · W for each of several W: [B, S, H, N]."""
+  flat = [w.reshape(w.shape[0], -1) for w in weights_DHN]
+  if found := products(x_BSD, flat):
+    return [y.reshape(*y.shape[:-1], *w.shape[1:]) for y, w in zip(found, weights_DHN)]
+  return [jnp.einsum("bsd,dhn->bshn", x_BSD, w) for w in weights_DHN]
+
+
+def _out_of_heads(y_BSHN: Array, weight_HND: Array) -> Array:
+  """Σ_hn y · W: [B, S, D]."""
+  flat = y_BSHN.reshape(*y_BSHN.shape[:2], -1)
+  if found := products(flat, [weight_HND.reshape(-1, weight_HND.shape[-1])]):
+    return found[0]
+  return jnp.einsum("bshn,hnd->bsd", y_BSHN, weight_HND)
 
 
 def attend(

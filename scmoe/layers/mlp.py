@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +15,15 @@ from jaxtyping import Float
 from scmoe.kernels.grouped_matmul import (
   FFNConfig,
   FFNWeights,
+  arrived_layout,
   expert_ffn,
   get_activation,
   padded_layout,
   resolve_backend,
+  splits_of_one_row,
 )
 from scmoe.kernels.grouped_matmul.layout import KERNEL_ROW_TILE
+from scmoe.kernels.without_gradient import without_gradient
 from scmoe.parallel.collectives import repeat, total
 from scmoe.parallel.mesh import AXES, axis_size
 
@@ -99,7 +100,8 @@ class MLP(nnx.Module):
     return y_BSD if bias_D is None else y_BSD + bias_D
 
   def _has_kernels(self, x_BSD: Array) -> bool:
-    """Whether kernels compute a forward pass without gradients: alone, on whole row tiles.
+    """Whether kernels compute a forward pass without gradients: alone, on whole row tiles or on one
+    row, whose matrices they only read.
 
     Beside NCCL's exchanges they had to share multiprocessors and lost what they gain
     (experiments/kernels).
@@ -109,24 +111,11 @@ class MLP(nnx.Module):
     rows = math.prod(x_BSD.shape[:-1])
     widths = self.up.shape
     backend = resolve_backend(self.config.backend, x_BSD.dtype, *widths)
-    return backend == "mosaic_gpu" and rows > 0 and rows % KERNEL_ROW_TILE == 0
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def without_gradient(fast: Callable[..., Any], plain: Callable[..., Any], *operands: Any) -> Any:
-  """fast(*operands); where a gradient is asked for, plain(*operands) and its gradient.
-
-  Args:
-    fast, plain: the same function computed in two ways; neither closes over traced values.
-    *operands: pytrees of arrays.
-  """
-  return fast(*operands)
-
-
-without_gradient.defvjp(
-  lambda fast, plain, *operands: jax.vjp(plain, *operands),
-  lambda fast, plain, pull, cotangents: pull(cotangents),
-)
+    if backend != "mosaic_gpu" or rows == 0:
+      return False
+    if rows == 1:
+      return splits_of_one_row((widths[0], widths[1], widths[0]), 1) is not None
+    return rows % KERNEL_ROW_TILE == 0
 
 
 def _on_xla(x_BSD, up_DF, gate_DF, down_FD, up_bias_F, *, activation: str) -> Array:
@@ -138,6 +127,11 @@ def _on_kernels(x_BSD, up_DF, gate_DF, down_FD, up_bias_F, *, config: MLPConfig)
   """As the only expert of all rows."""
   one = lambda w: None if w is None else w[None]
   weights = FFNWeights(up_DF[None], down_FD[None], one(gate_DF), one(up_bias_F))
-  layout = padded_layout(1, 1, math.prod(x_BSD.shape[:-1]))
+  rows = math.prod(x_BSD.shape[:-1])
+  if rows == 1:
+    first = jnp.zeros((1,), jnp.int32)
+    layout = arrived_layout(first, first, first + 1)
+  else:
+    layout = padded_layout(1, 1, rows)
   static = FFNConfig(activation=config.activation, impl="grouped", backend=config.backend)
   return expert_ffn(x_BSD, weights, layout, static)

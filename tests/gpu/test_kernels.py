@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scmoe.kernels import tune
+from scmoe.kernels import linear, tune
+from scmoe.kernels import norm as norm_kernels
 from scmoe.kernels.bench import Shape, check_layer, relative_error
 from scmoe.kernels.block_sparse import dsd, moe_topology, sdd, to_dense
 from scmoe.kernels.grouped_matmul import (
@@ -30,6 +31,7 @@ from scmoe.kernels.grouped_matmul import (
 )
 from scmoe.kernels.grouped_matmul.layout import make_layout
 from scmoe.kernels.top_k import gate_product, gate_top_k
+from scmoe.layers.norm import Norm
 
 pytestmark = pytest.mark.gpu
 kernels = functools.partial(grouped_matmul, backend="mosaic_gpu")
@@ -288,3 +290,36 @@ def test_what_tune_measures_is_right_and_kept(tmp_path, monkeypatch, capsys):
     )
     for got in others:
       assert tune.error_of(got, want, arguments) < 5e-3
+
+
+@pytest.mark.parametrize(
+  "shape", [(2048, (2048,) * 3), (4096, (4096, 1024, 1024)), (1024, (4096,))]
+)
+def test_products_of_a_token(normal, shape):
+  width, widths = shape
+  x, matrices = normal(1, 1, width), [normal(width, n) / width**0.5 for n in widths]
+  found = jax.jit(linear.products)(x, matrices)
+  assert found is not None
+  for y, w in zip(found, matrices):
+    want = np.asarray(x[0], np.float64) @ np.asarray(w, np.float64)
+    error = np.linalg.norm(np.asarray(y[0], np.float64) - want) / np.linalg.norm(want)
+    assert error < 3e-3, error
+
+
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("width", [768, 2048, 8192])
+def test_norm_of_a_token(normal, width, kind):
+  """The kernel beside what XLA makes of two rows."""
+  own = Norm(width, kind, 1e-5)
+  x = normal(1, 1, width) * 3 + 1
+  one, two = own(x), own(jnp.repeat(x, 2, 0))
+  assert norm_kernels.takes(x)
+  error = jnp.abs(one.astype(jnp.float32) - two[:1].astype(jnp.float32))
+  assert float(error.max()) <= 2**-6  # a bit of bfloat16 between 2 and 4
+  assert float((error > 0).mean()) < 0.05
+
+
+def test_gate_of_a_token(normal):
+  x, gate = normal(2, 2048), normal(2048, 64).astype(jnp.float32)
+  one, two = gate_product(x[:1], gate, fp32=True), gate_product(x, gate, fp32=True)
+  np.testing.assert_allclose(one, two[:1], rtol=1e-4, atol=1e-4)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from scmoe._compat import gpu_interpret_params, jax_version
+from scmoe.kernels import linear, norm
 from scmoe.kernels.grouped_matmul import (
   FFNConfig,
   FFNWeights,
@@ -516,7 +517,7 @@ def test_one_row_simulated(activation):
   with interpreted(gpu_interpret_params(detect_races=True), num_sms=16 if gated else 3):
     static = _resolve(config, layout, x.dtype, weights)
     assert static.one_row
-    assert [own.parts > 1 for own in one_row.splits(weights, 3, None) or ()] == [gated, gated]
+    assert [own.parts > 1 for own in one_row.splits(weights.widths, 3) or ()] == [gated, gated]
     got = expert_ffn(x, weights, layout, config)
   want = expert_ffn_reference(x, weights, layout, activation)
   assert relative_error(got, want) < 3e-3
@@ -554,3 +555,99 @@ def test_how_a_row_is_shared_out():
     ctas = choices * (out_width // own.columns) * own.parts
     assert 0.7 * 132 <= ctas <= 132, own
     assert width % (32 * own.parts) == 0
+
+
+@needs_new_simulation
+@pytest.mark.parametrize("widths", [(512,), (512, 256, 256)], ids=str)
+def test_products_of_a_token_simulated(widths):
+  """Decoding's dense products: matrices of one width and of several, sums in one part and many."""
+  x = normal(0, 1, 1, 512)
+  matrices = [normal(i + 1, 512, n) * jnp.bfloat16(512**-0.5) for i, n in enumerate(widths)]
+  for num_sms in (3, 16):
+    with interpreted(gpu_interpret_params(detect_races=True), num_sms=num_sms):
+      found = linear.products(x, matrices, backend="mosaic_gpu")
+    assert found is not None
+    for y, w in zip(found, matrices):
+      assert y.dtype == x.dtype
+      want = x.astype(jnp.float32) @ w.astype(jnp.float32)
+      assert relative_error(y, want) < 3e-3
+
+
+def test_products_of_a_token_that_kernels_leave():
+  of = lambda *shape, dtype=jnp.bfloat16: jnp.zeros(shape, dtype)
+  take = lambda x, *ws: linear.products(x, ws, backend="mosaic_gpu")
+  assert take(of(2, 512), of(512, 256)) is None  # two rows
+  assert take(of(1, 512), of(512, 256), of(512, 64)) is None  # narrow
+  assert take(of(1, 512), of(512, 256, dtype=jnp.float32)) is None
+  assert take(of(1, 511), of(511, 256)) is None
+  assert linear.products(of(1, 512), [of(512, 256)]) is None  # on a CPU
+
+
+def test_products_of_a_token_lower():
+  """For CUDA, at OLMoE's sizes and with few heads of keys; the gradient is that of products."""
+  of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+  def run(x, *ws):
+    found = linear.products(x, ws, backend="mosaic_gpu")
+    assert found is not None
+    return sum(y.sum() for y in found)
+
+  for width, widths in ((2048, (2048,) * 3), (4096, (4096, 1024, 1024)), (1024, (1024,))):
+    args = of(1, width), *[of(width, n) for n in widths]
+    text = jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+    text = jax.jit(jax.grad(run)).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" not in text
+
+
+@pytest.mark.parametrize("shape", [(2048, 64), (100, 6), (7, 3)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_narrow_product_of_a_token(shape, dtype):
+  x, w = (
+    jnp.asarray(np.random.default_rng(i).standard_normal(s), dtype)
+    for i, s in enumerate(((1, shape[0]), shape))
+  )
+  got = linear.narrow_product(x, w)
+  assert got.dtype == jnp.promote_types(x.dtype, jnp.float32)
+  want = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+  np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+  gradient = jax.grad(lambda x: linear.narrow_product(x, w).sum())(x)
+  np.testing.assert_allclose(
+    np.asarray(gradient, np.float64)[0], np.asarray(w, np.float64).sum(1), rtol=2e-2, atol=1e-2
+  )
+
+
+def _norm_operands(width, centred):
+  rng = np.random.default_rng(0)
+  numbers = lambda *s: jnp.asarray(rng.standard_normal(s), jnp.float32)
+  return normal(0, 1, 1, width) * 3, 1 + 0.1 * numbers(width), numbers(width) if centred else None
+
+
+@pytest.mark.parametrize("centred", [False, True], ids=["rmsnorm", "layernorm"])
+def test_norm_of_a_token_simulated(centred):
+  x, scale, bias = _norm_operands(512, centred)
+  with interpreted(gpu_interpret_params(detect_races=True)):
+    assert norm.takes(x, "mosaic_gpu")
+    got = norm.normalised(x, scale, bias, centred=centred, eps=1e-5)
+  wide = np.asarray(x, np.float64)
+  wide = wide - wide.mean() if centred else wide
+  want = wide / np.sqrt((wide**2).mean() + 1e-5) * np.asarray(scale)
+  want = want if bias is None else want + np.asarray(bias)
+  assert got.shape == x.shape
+  assert got.dtype == x.dtype
+  assert relative_error(got, want) < 3e-3
+
+
+def test_norm_of_a_token_lowers():
+  for width in (768, 2048, 8192):
+    for centred in (False, True):
+      x, scale, bias = _norm_operands(width, centred)
+      run = lambda *given, centred=centred: norm.normalised(*given, centred=centred, eps=1e-6)
+      text = jax.jit(run).trace(x, scale, bias).lower(lowering_platforms=("cuda",)).as_text()
+      assert text.count("custom_call @mosaic_gpu") == 1
+  take = lambda *shape, dtype=jnp.bfloat16: norm.takes(jnp.zeros(shape, dtype), "mosaic_gpu")
+  assert take(1, 1, 768)
+  assert not take(2, 768)
+  assert not take(1, 1000)
+  assert not take(1, 8192 + 256)
+  assert not norm.takes(jnp.zeros((1, 768), jnp.bfloat16))  # on a CPU

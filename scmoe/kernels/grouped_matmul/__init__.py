@@ -13,6 +13,7 @@ from scmoe.kernels.grouped_matmul.layout import (
   sorted_layout,
 )
 from scmoe.kernels.grouped_matmul.matmul import grouped_matmul, grouped_outer
+from scmoe.kernels.grouped_matmul.one_row import splits as splits_of_one_row
 from scmoe.kernels.grouped_matmul.reference import expert_ffn_reference, grouped_matmul_reference
 from scmoe.kernels.grouped_matmul.weights import FFNWeights
 
@@ -36,4 +37,5 @@ __all__ = [
   "padded_layout",
   "resolve_backend",
   "sorted_layout",
+  "splits_of_one_row",
 ]

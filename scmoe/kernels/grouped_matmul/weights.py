@@ -30,6 +30,11 @@ class FFNWeights:
   gate_bias_GF: jax.Array | None = None
 
   @property
+  def widths(self) -> tuple[int, int, int]:
+    """(D, F, D')."""
+    return self.up_GDF.shape[1], self.up_GDF.shape[2], self.down_GFD.shape[2]
+
+  @property
   def up_weights(self) -> tuple[jax.Array, ...]:
     """(gate, up), or (up,)."""
     return (self.up_GDF,) if self.gate_GDF is None else (self.gate_GDF, self.up_GDF)

@@ -18,6 +18,7 @@ from jax import Array
 
 from scmoe.kernels.grouped_matmul import pipeline
 from scmoe.kernels.grouped_matmul.backend import resolve_backend
+from scmoe.kernels.linear import narrow_product
 
 EXACT = 3  # bfloat16 terms of a float32 number
 
@@ -33,6 +34,8 @@ def gate_product(x_TD: Array, gate_DE: Array, *, fp32: bool) -> Array:
   """
   wide = jnp.promote_types(x_TD.dtype, jnp.float32)
   dtype = wide if fp32 else x_TD.dtype
+  if x_TD.shape[0] == 1 and jax.default_backend() == "gpu":
+    return narrow_product(x_TD.astype(dtype), gate_DE.astype(dtype))
   return jnp.einsum(
     "td,de->te",
     x_TD.astype(dtype),

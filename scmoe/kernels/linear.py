@@ -1,0 +1,112 @@
+"""Products of a single token with dense matrices, as decoding one sequence asks for.
+
+    D  width      N  outputs of a matrix      P  parts of a sum      E  outputs of a narrow one
+
+What they cost is reading the matrices, and one kernel more or less: cuBLAS, made for many rows,
+gets half of the memory's speed from a matrix that one token meets, and takes several kernels for a
+narrow one.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+
+from scmoe.kernels.grouped_matmul.backend import resolve_backend
+from scmoe.kernels.grouped_matmul.pipeline import interpretation, resolve_num_sms
+from scmoe.kernels.grouped_matmul.reading import (
+  ROWS,
+  Split,
+  added_up,
+  begin_sums,
+  kernel,
+  place,
+  split,
+  store_sums,
+)
+from scmoe.kernels.without_gradient import without_gradient
+
+_PARTS_OF_WIDE = 32  # whoever reads a product adds up so many
+
+
+def products(
+  x_BD: Array, matrices: Sequence[Array], *, backend: str = "auto"
+) -> list[Array] | None:
+  """x · W for several W at once, by a kernel; None where it does not take them.
+
+  It takes a single row of 16-bit floats, D a multiple of 32 and each N of 256. The gradient is that
+  of plain products.
+
+  Args:
+    x_BD: [..., D].
+    matrices: each [D, N], in the type of x.
+    backend: see `resolve_backend`.
+
+  Returns:
+    for each of them [..., N] in the type of x, added up in float32.
+  """
+  if x_BD.size != x_BD.shape[-1] or any(w.dtype != x_BD.dtype for w in matrices):
+    return None
+  own = _shared_out(x_BD, matrices)
+  widths = [w.shape[1] for w in matrices]
+  if own is None or resolve_backend(backend, x_BD.dtype, *widths) != "mosaic_gpu":
+    return None
+  fast = functools.partial(_read, own=own, simulation=interpretation())
+  plain = lambda x, *ws: tuple(x @ w for w in ws)
+  found: Any = without_gradient(fast, plain, x_BD.reshape(1, -1), *matrices)
+  return [y.reshape(*x_BD.shape[:-1], y.shape[1]) for y in found]
+
+
+def _shared_out(x_BD: Array, matrices: Sequence[Array]) -> Split | None:
+  widths = [w.shape[1] for w in matrices]
+  sms, unit = resolve_num_sms(None), math.gcd(*widths)
+  return split(x_BD.shape[-1], sum(widths), 1, sms, ROWS, unit=unit, parts=_PARTS_OF_WIDE)
+
+
+@functools.partial(jax.jit, static_argnames=("own", "simulation"))
+def _read(x_1D: Array, *matrices: Array, own: Split, simulation: Any) -> tuple[Array, ...]:
+  """The products, side by side in one kernel: each CTA has columns of one matrix."""
+  del simulation  # the program depends on it
+  width, widths = x_1D.shape[1], [w.shape[1] for w in matrices]
+  rows = width // own.parts
+
+  def body(x, *rest):
+    *matrices, out, shared, barrier = rest
+    column, part = place()[1:]
+    row, first = lambda k: x[0, k].astype(jnp.float32), 0
+    for matrix in matrices:
+      last = first + matrix.shape[2] // own.columns
+
+      @pl.when((column >= first) & (column < last))
+      def _(matrix=matrix, first=first):
+        start = begin_sums([matrix], 0, own, rows, row, column - first)
+        store_sums(start(), out.at[0, part], shared, barrier, own, column)
+
+      first = last
+
+  run = kernel(body, 1, 1, sum(widths), own)
+  sums_PN = run(x_1D, *[w[None] for w in matrices])[0, :, 0]
+  y_N = added_up(sums_PN).astype(x_1D.dtype)
+  ends = [sum(widths[: i + 1]) for i in range(len(widths) - 1)]
+  return tuple(y[None] for y in jnp.split(y_N, ends))
+
+
+_PARTS = 64  # of a narrow product's sum, at most
+
+
+def narrow_product(x_1D: Array, matrix_DE: Array) -> Array:
+  """x · W in float32 or wider, [1, E], for an E of some tens: XLA adds up many parts beside each
+  other, then those. As a product it would be five kernels."""
+  wide = jnp.promote_types(x_1D.dtype, jnp.float32)
+  terms_DE = x_1D[0, :, None].astype(wide) * matrix_DE.astype(wide)
+  parts = math.gcd(x_1D.shape[1], _PARTS)
+  sums_PE = jnp.sum(terms_DE.reshape(parts, -1, matrix_DE.shape[1]), axis=1)
+  # Else both sums become one again, which few multiprocessors would compute.
+  return jnp.sum(jax.lax.optimization_barrier(sums_PE), axis=0)[None]

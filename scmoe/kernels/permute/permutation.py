@@ -162,6 +162,7 @@ def _sum_copies(
   """`sum_copies` of a buffer in several chunks, row_TK of each; the same order of k.
 
   One term for each k, so that XLA makes one fused loop of K gathers instead of a [T, K, D] array.
+  Nothing that adds up over its rows or columns may join that loop, which would lose half its speed.
   """
   wide = jnp.promote_types(chunks[0].dtype, jnp.float32)
   tokens, choices = rows[0].shape
@@ -172,7 +173,7 @@ def _sum_copies(
       if weight_TK is not None:
         term_TD = term_TD * weight_TK[:, k : k + 1].astype(wide)
       total_TD = total_TD + term_TD
-  return total_TD.astype(chunks[0].dtype)
+  return jax.lax.optimization_barrier(total_TD.astype(chunks[0].dtype))
 
 
 @jax.custom_vjp

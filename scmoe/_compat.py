@@ -31,3 +31,10 @@ def gpu_interpret_params(**options: Any) -> Any:
   from jax._src.pallas.mosaic_gpu.interpret import params
 
   return params.InterpretGPUParams(**options)
+
+
+def load_as(ref: Any, layout: Any) -> Any:
+  """Loads in a kernel what lies in any memory, in a layout that its own does not suggest: from jax
+  0.11 on without an index."""
+  index = () if jax_version() >= (0, 11) else ((),)
+  return plgpu.load(ref, *index, layout=layout, optimized=False)

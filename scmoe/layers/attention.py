@@ -14,6 +14,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
+from scmoe.kernels.decode_attention import attend_cache, cache_length
 from scmoe.kernels.linear import products
 from scmoe.layers.norm import rms_normalised
 from scmoe.layers.rope import PLAIN, RopeConfig, rotate
@@ -161,8 +162,9 @@ class Attention(nnx.Module):
     return (wide * jax.lax.rsqrt(square + eps) * scale).astype(y_BSHN.dtype)
 
   def empty_cache(self, batch: int, length: int, dtype: Any) -> KeyValues:
-    """A cache of `length` positions; of this device's heads in the manual region."""
+    """A cache of at least `length` positions; of this device's heads in the manual region."""
     heads = self.config.num_kv_heads // axis_size("tensor")
+    length = cache_length(length, dtype, self.config.head_dim) if batch == 1 else length
     shape = (batch, length, heads, self.config.head_dim)
     return KeyValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
@@ -274,7 +276,12 @@ def attend_stored(
 ) -> Float[Array, "B S H M"]:
   """The same over a cache of T positions, of which each token sees those up to its own."""
   dtype, size = q_BSHN.dtype, v_BTKM.shape[-1]
-  scale = q_BSHN.shape[-1] ** -0.5 if scale is None else scale
+  scale = float(q_BSHN.shape[-1] ** -0.5) if scale is None else scale
+  if q_BSHN.shape[:2] == (1, 1):
+    q, k, v = q_BSHN[0, 0], k_BTKN[0], v_BTKM[0]
+    y_HM = attend_cache(q, k, v, positions_BS[0], scale=scale, window=window)
+    if y_HM is not None:
+      return y_HM[None, None]
   q_BSHN, k_BTKN, v_BTKM = _of_one_width(*map(_computable, (q_BSHN, k_BTKN, v_BTKM)))
   stored_T = jnp.arange(k_BTKN.shape[1])
   mask_BST = stored_T <= positions_BS[..., None]

@@ -14,6 +14,7 @@ from scmoe.kernels import linear, tune
 from scmoe.kernels import norm as norm_kernels
 from scmoe.kernels.bench import Shape, check_layer, relative_error
 from scmoe.kernels.block_sparse import dsd, moe_topology, sdd, to_dense
+from scmoe.kernels.decode_attention import attend_cache
 from scmoe.kernels.grouped_matmul import (
   FFNConfig,
   FFNWeights,
@@ -323,3 +324,24 @@ def test_gate_of_a_token(normal):
   x, gate = normal(2, 2048), normal(2048, 64).astype(jnp.float32)
   one, two = gate_product(x[:1], gate, fp32=True), gate_product(x, gate, fp32=True)
   np.testing.assert_allclose(one, two[:1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+  ("heads", "kv_heads", "width", "length", "window"),
+  [(16, 16, 128, 256, 0), (16, 16, 64, 256, 0), (32, 8, 128, 8320, 0), (16, 4, 64, 4096, 1000)],
+)
+def test_attention_of_a_token(normal, heads, kv_heads, width, length, window):
+  q, k, v = (
+    3 * normal(heads, width),
+    normal(length, kv_heads, width),
+    normal(length, kv_heads, width),
+  )
+  run = jax.jit(functools.partial(attend_cache, scale=width**-0.5, window=window))
+  for position in (0, 63, 64, length // 2 + 5, length - 1):
+    got = run(q, k, v, jnp.asarray([position], jnp.int32))
+    seen = slice(max(0, position - window + 1) if window else 0, position + 1)
+    wide = lambda x, seen=seen: jnp.repeat(x[seen].astype(jnp.float32), heads // kv_heads, 1)
+    with jax.default_matmul_precision("highest"):
+      scores = jnp.einsum("hn,thn->ht", q.astype(jnp.float32), wide(k)) * width**-0.5
+      want = jnp.einsum("ht,thn->hn", jax.nn.softmax(scores), wide(v))
+    assert relative_error(got, want) < 3e-3, position

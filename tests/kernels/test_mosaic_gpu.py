@@ -15,6 +15,7 @@ import pytest
 
 from scmoe._compat import gpu_interpret_params, jax_version
 from scmoe.kernels import linear, norm
+from scmoe.kernels.decode_attention import attend_cache
 from scmoe.kernels.grouped_matmul import (
   FFNConfig,
   FFNWeights,
@@ -651,3 +652,52 @@ def test_norm_of_a_token_lowers():
   assert not take(1, 1000)
   assert not take(1, 8192 + 256)
   assert not norm.takes(jnp.zeros((1, 768), jnp.bfloat16))  # on a CPU
+
+
+@needs_new_simulation
+@pytest.mark.parametrize(
+  ("heads", "kv_heads", "width", "length", "window", "num_sms"),
+  [(2, 2, 64, 128, 0, 2), (4, 2, 64, 192, 100, 2), (1, 1, 128, 1024, 0, 4)],
+  ids=["one CTA", "shared keys, window", "several CTAs"],
+)
+def test_attention_of_a_token_simulated(heads, kv_heads, width, length, window, num_sms):
+  """Against softmax in float64; what lies behind the position is not finite."""
+  scale = width**-0.5
+  for position in sorted({0, 63, 64, length // 2, length - 1}):
+    q = 3 * normal(0, heads, width)
+    k, v = (normal(i, length, kv_heads, width) for i in (1, 2))
+    with interpreted(gpu_interpret_params(detect_races=True), num_sms=num_sms):
+      got = attend_cache(
+        q, k, v, jnp.asarray([position], jnp.int32), scale=scale, window=window,
+        backend="mosaic_gpu",
+      )  # fmt: skip
+    assert got is not None
+    seen = slice(max(0, position - window + 1) if window else 0, position + 1)
+    keys, values = (
+      np.repeat(np.asarray(x, np.float64)[seen], heads // kv_heads, 1) for x in (k, v)
+    )
+    scores = np.einsum("hn,thn->ht", np.asarray(q, np.float64), keys) * scale
+    weights = np.exp(scores - scores.max(1, keepdims=True))
+    weights /= weights.sum(1, keepdims=True)
+    want = np.einsum("ht,thn->hn", weights, values)
+    assert got.dtype == q.dtype
+    assert relative_error(got, want) < 3e-3, position
+
+
+def test_attention_of_a_token_lowers():
+  of = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype)
+  run = functools.partial(attend_cache, scale=0.1, backend="mosaic_gpu")
+  for heads, kv_heads, width, length in ((16, 16, 128, 256), (16, 16, 64, 256), (32, 8, 128, 4096)):
+    cache, here = of(length, kv_heads, width), of(1, dtype=jnp.int32)
+    args = of(heads, width), cache, cache, here
+    text = jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+  take = lambda *shape: run(
+    jnp.zeros((shape[0], 64), jnp.bfloat16),
+    *[jnp.zeros(shape[1:], jnp.bfloat16)] * 2,
+    jnp.zeros(1, jnp.int32),
+  )
+  assert take(2, 193, 2, 64) is None  # 64 does not divide the length
+  assert take(32, 128, 2, 64) is None  # 16 heads share keys
+  q, cache = jnp.zeros((2, 64), jnp.bfloat16), jnp.zeros((128, 2, 64), jnp.bfloat16)
+  assert attend_cache(q, cache, cache, jnp.zeros(1, jnp.int32), scale=0.1) is None  # on a CPU

@@ -38,11 +38,18 @@ def read_npz(path: Path, most: int) -> dict[str, np.ndarray]:
         _check(archive, member)
     with np.load(path, allow_pickle=False) as file:
       return dict(file)
-  except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+  # RuntimeError: a compression that is not known, or a password.
+  except (
+    OSError,
+    ValueError,
+    EOFError,
+    KeyError,
+    RuntimeError,
+    zipfile.BadZipFile,
+    zlib.error,
+  ) as error:
     reason = str(error).partition("\n")[0] or type(error).__name__
     raise ValueError(f"{path} is not read: {reason}") from None
-  except (NotImplementedError, RuntimeError) as error:  # a compression, or a password
-    raise ValueError(f"{path} is not read: {error}") from None
 
 
 def _check(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:

@@ -307,6 +307,8 @@ def evaluate_tasks(
       gen_kwargs=gen_kwargs or None,
       log_samples=False,
     )
+  # What the harness says of a task that asks for more than scores and text, or of words it does not
+  # know; its reason stands in the line.
   except (NotImplementedError, ValueError, TypeError) as error:
     raise ConfigError(f"{words}: lm_eval cannot ask this model: {_said(error)}") from None
   return json.loads(json.dumps(found, default=_harness(".utils").handle_non_serializable))

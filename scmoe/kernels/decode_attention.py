@@ -54,21 +54,23 @@ def cache_length(length: int, dtype: Any, width: int) -> int:
   return -(-length // _BLOCK) * _BLOCK
 
 
-def attend_cache(
-  q_HN: Array,
-  k_TKN: Array,
-  v_TKN: Array,
-  position: Array,
-  *,
-  scale: float,
-  window: int = 0,
-  backend: str = "auto",
-) -> Array | None:
-  """Σ_t softmax_t(scale · q · k[t]) v[t] over t <= position, [H, N] in the type of q; None where
-  the kernel does not take it. Not differentiable.
+def takes(q_BSHN: Array, k_BTKN: Array, v_BTKM: Array, backend: str = "auto") -> bool:
+  """Whether the kernel takes this: one token's 16-bit floats, widths of 64 and 128, a cache whose
+  length 64 divides, and up to 512 numbers of queries that share keys."""
+  heads, width = q_BSHN.shape[2:]
+  length, kv_heads = k_BTKN.shape[1:3]
+  alike = q_BSHN.dtype == k_BTKN.dtype == v_BTKM.dtype and v_BTKM.shape == k_BTKN.shape
+  fits = q_BSHN.shape[:2] == (1, 1) and width in (64, 128) and length % _BLOCK == 0
+  fits = fits and alike and heads // kv_heads * width <= _HELD
+  # Asked last: it says what it decides.
+  return fits and resolve_backend(backend, q_BSHN.dtype, width) == "mosaic_gpu"
 
-  It takes 16-bit floats, widths of 64 and 128, caches whose length 64 divides, and up to 512
-  numbers of queries that share keys.
+
+def attend_cache(
+  q_HN: Array, k_TKN: Array, v_TKN: Array, position: Array, *, scale: float, window: int = 0
+) -> Array:
+  """Σ_t softmax_t(scale · q · k[t]) v[t] over t <= position, [H, N] in the type of q, of what the
+  kernel `takes`; not differentiable.
 
   Args:
     q_HN: queries of one token.
@@ -77,17 +79,10 @@ def attend_cache(
     position: int32 [1], of the token.
     scale: of the scores.
     window: positions that the token sees, itself included; 0: all.
-    backend: see `resolve_backend`.
   """
-  length, kv_heads, width = k_TKN.shape
-  heads = q_HN.shape[0]
-  alike = q_HN.dtype == k_TKN.dtype == v_TKN.dtype and v_TKN.shape == k_TKN.shape
-  fits = alike and width in (64, 128) and length % _BLOCK == 0
-  fits = fits and heads // kv_heads * width <= _HELD
-  if not fits or resolve_backend(backend, q_HN.dtype, width) != "mosaic_gpu":
-    return None
-  blocks = -(-length // _BLOCK)
-  parts = min(-(-blocks // (_WARPGROUPS * _BLOCKS_EACH)), resolve_num_sms(None) // kv_heads)
+  length, kv_heads, _ = k_TKN.shape
+  each = _WARPGROUPS * _BLOCKS_EACH * _BLOCK
+  parts = min(-(-length // each), resolve_num_sms(None) // kv_heads)
   static = _Static(scale, window, max(parts, 1), interpretation())
   return _attend(q_HN, k_TKN, v_TKN, position, static=static)
 
@@ -122,6 +117,7 @@ def _attend(q_HN: Array, k_TKN: Array, v_TKN: Array, position: Array, *, static:
       plgpu.commit_smem()  # all of the warpgroup has read before the next block is written there
       place = start + plgpu.broadcasted_iota(jnp.int32, (_BLOCK, width), 0, layout=tile)
       seen = (place >= first) & (place <= here)
+      v_BN = jnp.where(seen, v_BN, jnp.zeros_like(v_BN))  # nothing times what is not finite
       out = []
       for x_N, (most, weight, y_N) in zip(queries, carry):
         product = k_BN * lax.broadcast_in_dim(x_N, k_BN.shape, (1,))

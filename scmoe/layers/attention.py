@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 from typing import Any, Literal
 
 import jax
@@ -14,8 +15,9 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
-from scmoe.kernels.decode_attention import attend_cache, cache_length
+from scmoe.kernels import decode_attention
 from scmoe.kernels.linear import products
+from scmoe.kernels.without_gradient import without_gradient
 from scmoe.layers.norm import rms_normalised
 from scmoe.layers.rope import PLAIN, RopeConfig, rotate
 from scmoe.parallel.collectives import repeat, total
@@ -164,7 +166,8 @@ class Attention(nnx.Module):
   def empty_cache(self, batch: int, length: int, dtype: Any) -> KeyValues:
     """A cache of at least `length` positions; of this device's heads in the manual region."""
     heads = self.config.num_kv_heads // axis_size("tensor")
-    length = cache_length(length, dtype, self.config.head_dim) if batch == 1 else length
+    if batch == 1:
+      length = decode_attention.cache_length(length, dtype, self.config.head_dim)
     shape = (batch, length, heads, self.config.head_dim)
     return KeyValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
@@ -275,13 +278,19 @@ def attend_stored(
   scale: float | None = None,
 ) -> Float[Array, "B S H M"]:
   """The same over a cache of T positions, of which each token sees those up to its own."""
+  scale = 1 / math.sqrt(q_BSHN.shape[-1]) if scale is None else scale
+  plain = functools.partial(_attend_masked, window=window, scale=scale)
+  if not decode_attention.takes(q_BSHN, k_BTKN, v_BTKM):
+    return plain(q_BSHN, k_BTKN, v_BTKM, positions_BS)
+  one = functools.partial(decode_attention.attend_cache, window=window, scale=scale)
+  fast = lambda q, k, v, positions: one(q[0, 0], k[0], v[0], positions[0])[None, None]
+  return without_gradient(fast, plain, q_BSHN, k_BTKN, v_BTKM, positions_BS)
+
+
+def _attend_masked(
+  q_BSHN: Array, k_BTKN: Array, v_BTKM: Array, positions_BS: Array, *, window: int, scale: float
+) -> Array:
   dtype, size = q_BSHN.dtype, v_BTKM.shape[-1]
-  scale = float(q_BSHN.shape[-1] ** -0.5) if scale is None else scale
-  if q_BSHN.shape[:2] == (1, 1):
-    q, k, v = q_BSHN[0, 0], k_BTKN[0], v_BTKM[0]
-    y_HM = attend_cache(q, k, v, positions_BS[0], scale=scale, window=window)
-    if y_HM is not None:
-      return y_HM[None, None]
   q_BSHN, k_BTKN, v_BTKM = _of_one_width(*map(_computable, (q_BSHN, k_BTKN, v_BTKM)))
   stored_T = jnp.arange(k_BTKN.shape[1])
   mask_BST = stored_T <= positions_BS[..., None]

@@ -113,7 +113,7 @@ def load(
     for own in parameters:
       own.begin(types[own.leaf])
       for tensor in own.tensors:
-        yield functools.partial(own.take, tensor, lambda name=tensor.name: read(name))
+        yield functools.partial(own.take, tensor, functools.partial(read, tensor.name))
 
   readers = ThreadPoolExecutor(READERS, thread_name_prefix="read")
   filler = ThreadPoolExecutor(1, thread_name_prefix="fill")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from scmoe._compat import gpu_interpret_params, jax_version
-from scmoe.kernels import linear, norm
+from scmoe.kernels import decode_attention, linear, norm
 from scmoe.kernels.decode_attention import attend_cache
 from scmoe.kernels.grouped_matmul import (
   FFNConfig,
@@ -666,12 +666,11 @@ def test_attention_of_a_token_simulated(heads, kv_heads, width, length, window, 
   for position in sorted({0, 63, 64, length // 2, length - 1}):
     q = 3 * normal(0, heads, width)
     k, v = (normal(i, length, kv_heads, width) for i in (1, 2))
+    k, v = (x.at[position + 1 :].set(jnp.nan) for x in (k, v))
     with interpreted(gpu_interpret_params(detect_races=True), num_sms=num_sms):
-      got = attend_cache(
-        q, k, v, jnp.asarray([position], jnp.int32), scale=scale, window=window,
-        backend="mosaic_gpu",
-      )  # fmt: skip
-    assert got is not None
+      assert decode_attention.takes(q[None, None], k[None], v[None], "mosaic_gpu")
+      here = jnp.asarray([position], jnp.int32)
+      got = attend_cache(q, k, v, here, scale=scale, window=window)
     seen = slice(max(0, position - window + 1) if window else 0, position + 1)
     keys, values = (
       np.repeat(np.asarray(x, np.float64)[seen], heads // kv_heads, 1) for x in (k, v)
@@ -686,18 +685,23 @@ def test_attention_of_a_token_simulated(heads, kv_heads, width, length, window, 
 
 def test_attention_of_a_token_lowers():
   of = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype)
-  run = functools.partial(attend_cache, scale=0.1, backend="mosaic_gpu")
+  run = functools.partial(attend_cache, scale=0.1)
   for heads, kv_heads, width, length in ((16, 16, 128, 256), (16, 16, 64, 256), (32, 8, 128, 4096)):
     cache, here = of(length, kv_heads, width), of(1, dtype=jnp.int32)
     args = of(heads, width), cache, cache, here
     text = jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1
-  take = lambda *shape: run(
-    jnp.zeros((shape[0], 64), jnp.bfloat16),
-    *[jnp.zeros(shape[1:], jnp.bfloat16)] * 2,
-    jnp.zeros(1, jnp.int32),
-  )
-  assert take(2, 193, 2, 64) is None  # 64 does not divide the length
-  assert take(32, 128, 2, 64) is None  # 16 heads share keys
-  q, cache = jnp.zeros((2, 64), jnp.bfloat16), jnp.zeros((128, 2, 64), jnp.bfloat16)
-  assert attend_cache(q, cache, cache, jnp.zeros(1, jnp.int32), scale=0.1) is None  # on a CPU
+
+
+def test_attention_that_the_kernel_leaves():
+  def take(heads, length, kv_heads, width, batch=1, backend="mosaic_gpu"):
+    q = jnp.zeros((batch, 1, heads, width), jnp.bfloat16)
+    cache = jnp.zeros((batch, length, kv_heads, width), jnp.bfloat16)
+    return decode_attention.takes(q, cache, cache, backend)
+
+  assert take(2, 192, 2, 64)
+  assert not take(2, 193, 2, 64)  # 64 does not divide the length
+  assert not take(32, 128, 2, 64)  # 16 heads share keys
+  assert not take(2, 128, 2, 96)
+  assert not take(2, 128, 2, 64, batch=2)
+  assert not take(2, 128, 2, 64, backend="auto")  # on a CPU

@@ -22,7 +22,6 @@ from jax.experimental import pallas as pl
 from scmoe.kernels.grouped_matmul.backend import resolve_backend
 from scmoe.kernels.grouped_matmul.pipeline import interpretation, resolve_num_sms
 from scmoe.kernels.grouped_matmul.reading import (
-  ROWS,
   Split,
   added_up,
   begin_sums,
@@ -32,8 +31,6 @@ from scmoe.kernels.grouped_matmul.reading import (
   store_sums,
 )
 from scmoe.kernels.without_gradient import without_gradient
-
-_PARTS_OF_WIDE = 32  # whoever reads a product adds up so many
 
 
 def products(
@@ -67,7 +64,7 @@ def products(
 def _shared_out(x_BD: Array, matrices: Sequence[Array]) -> Split | None:
   widths = [w.shape[1] for w in matrices]
   sms, unit = resolve_num_sms(None), math.gcd(*widths)
-  return split(x_BD.shape[-1], sum(widths), 1, sms, ROWS, unit=unit, parts=_PARTS_OF_WIDE)
+  return split(x_BD.shape[-1], sum(widths), 1, sms, unit=unit)
 
 
 @functools.partial(jax.jit, static_argnames=("own", "simulation"))
@@ -104,9 +101,19 @@ _PARTS = 64  # of a narrow product's sum, at most
 def narrow_product(x_1D: Array, matrix_DE: Array) -> Array:
   """x · W in float32 or wider, [1, E], for an E of some tens: XLA adds up many parts beside each
   other, then those. As a product it would be five kernels."""
-  wide = jnp.promote_types(x_1D.dtype, jnp.float32)
-  terms_DE = x_1D[0, :, None].astype(wide) * matrix_DE.astype(wide)
-  parts = math.gcd(x_1D.shape[1], _PARTS)
-  sums_PE = jnp.sum(terms_DE.reshape(parts, -1, matrix_DE.shape[1]), axis=1)
+  sums_PE = narrow_sums(x_1D, matrix_DE)
   # Else both sums become one again, which few multiprocessors would compute.
   return jnp.sum(jax.lax.optimization_barrier(sums_PE), axis=0)[None]
+
+
+def narrow_sums(x_1D: Array, matrix_DE: Array) -> Array:
+  """The parts whose sum is `narrow_product`: [P, E], of which there are `parts_of` D."""
+  wide = jnp.promote_types(x_1D.dtype, jnp.float32)
+  terms_DE = x_1D[0, :, None].astype(wide) * matrix_DE.astype(wide)
+  parts = parts_of(x_1D.shape[1])
+  return jnp.sum(terms_DE.reshape(parts, -1, matrix_DE.shape[1]), axis=1)
+
+
+def parts_of(width: int) -> int:
+  """Parts of a narrow product's sum: the largest power of 2 up to 64 that divides the width."""
+  return math.gcd(width, _PARTS)

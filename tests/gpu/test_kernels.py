@@ -326,6 +326,16 @@ def test_gate_of_a_token(normal):
   np.testing.assert_allclose(one, two[:1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("num_experts", "k"), [(8, 1), (64, 8), (120, 120), (256, 70)])
+def test_experts_of_a_token(normal, num_experts, k):
+  """Chosen by the kernel as by XLA, of equal logits too."""
+  x, gate = normal(1, 2048), normal(2048, num_experts).astype(jnp.float32)
+  gate = gate.at[:, num_experts // 2 :].set(gate[:, : num_experts // 2])
+  logits, expert = jax.jit(functools.partial(gate_top_k, k=k, fp32=True))(x, gate)
+  np.testing.assert_allclose(logits, gate_product(x, gate, fp32=True), rtol=1e-4, atol=1e-3)
+  np.testing.assert_array_equal(expert[0], jax.lax.top_k(logits, k)[1][0])
+
+
 @pytest.mark.parametrize(
   ("heads", "kv_heads", "width", "length", "window"),
   [(16, 16, 128, 256, 0), (16, 16, 64, 256, 0), (32, 8, 128, 8320, 0), (16, 4, 64, 4096, 1000)],

@@ -544,18 +544,18 @@ def test_one_row_lowers(activation, shape):
 def test_how_a_row_is_shared_out():
   """Most of the multiprocessors in one wave where the widths allow it; else another path."""
   split = one_row.split
-  assert split(2048, 1024, 8, 132, 32) == one_row.Split(1024, 16)
-  assert split(1024, 2048, 8, 132, 128) == one_row.Split(1024, 8)
+  assert split(2048, 1024, 8, 132) == one_row.Split(256, 4)
+  assert split(1024, 2048, 8, 132, 128) == one_row.Split(256, 2)
   assert split(4096, 1024, 1, 132, 128) == one_row.Split(256, 32)
-  assert split(2048, 1408, 6, 132, 32) is None  # 1408 is 11 times 128
+  assert split(2048, 1408, 6, 132) is None  # 1408 is 11 times 128
   # The second layer holds its part of the activation: two parts would be one wave, but too long.
-  assert split(28672, 8192, 8, 132, 128) == one_row.Split(1024, 2)
+  assert split(28672, 8192, 8, 132, 128) == one_row.Split(512, 1)
   assert split(28672, 8192, 8, 132, 128, 4096) == one_row.Split(1024, 8)
   for width, out_width, choices in ((7168, 2048, 8), (4096, 1536, 8), (6144, 9216, 2)):
-    own = split(width, out_width, choices, 132, 32)
+    own = split(width, out_width, choices, 132)
     ctas = choices * (out_width // own.columns) * own.parts
     assert 0.7 * 132 <= ctas <= 132, own
-    assert width % (32 * own.parts) == 0
+    assert width % (4 * own.unroll * own.parts) == 0
 
 
 @needs_new_simulation
@@ -616,6 +616,34 @@ def test_narrow_product_of_a_token(shape, dtype):
   np.testing.assert_allclose(
     np.asarray(gradient, np.float64)[0], np.asarray(w, np.float64).sum(1), rtol=2e-2, atol=1e-2
   )
+
+
+@needs_new_simulation
+@pytest.mark.parametrize(("num_experts", "k"), [(8, 1), (64, 8), (120, 120), (256, 70)], ids=str)
+def test_gate_of_a_token_simulated(num_experts, k):
+  """Logits and experts as XLA's, of equal logits too: the smaller index comes first."""
+  x, gate = normal(0, 1, 128), normal(1, 128, num_experts).astype(jnp.float32)
+  gate = gate.at[:, num_experts // 2 :].set(gate[:, : num_experts // 2])
+  with interpreted(gpu_interpret_params(detect_races=True)):
+    logits, expert = gate_top_k(x, gate, k, fp32=True, backend="mosaic_gpu")
+  want, order = gate_top_k(x, gate, k, fp32=True, backend="xla")
+  np.testing.assert_allclose(logits, want, rtol=1e-5, atol=1e-4)
+  np.testing.assert_array_equal(expert, jax.lax.top_k(logits, k)[1])
+  np.testing.assert_array_equal(expert, order)
+  assert expert.dtype == jnp.int32
+
+
+def test_gate_of_a_token_lowers():
+  """For CUDA, and which numbers of experts; the gradient is that of products."""
+  of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+  run = lambda x, gate, k: gate_top_k(x, gate, k, fp32=True, backend="mosaic_gpu")[0].sum()
+  for num_experts, k, kernels in ((8, 2, 1), (64, 8, 1), (256, 8, 1), (264, 8, 0), (60, 4, 0)):
+    given = of(1, 2048), of(2048, num_experts)
+    lower = lambda f, given=given, k=k: (
+      jax.jit(functools.partial(f, k=k)).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    )
+    assert lower(run).count("custom_call @mosaic_gpu") == kernels
+    assert "mosaic_gpu" not in lower(jax.grad(run))
 
 
 def _norm_operands(width, centred):

@@ -21,7 +21,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from scmoe.kernels.grouped_matmul.activations import Activation, activate, kernel_form
 from scmoe.kernels.grouped_matmul.pipeline import resolve_num_sms
 from scmoe.kernels.grouped_matmul.reading import (
-  ROWS,
   WARPGROUP,
   WARPGROUPS,
   Split,
@@ -46,7 +45,7 @@ def splits(
   kernels do not take them: a width is not a multiple of what threads read at once."""
   width, hidden, out_width = widths
   sms = resolve_num_sms(num_sms)
-  first = split(width, hidden, choices, sms, ROWS)
+  first = split(width, hidden, choices, sms)
   second = split(hidden, out_width, choices, sms, WARPGROUP, _HELD)
   return None if first is None or second is None else (first, second)
 

@@ -5,13 +5,15 @@
 A tensor core wants 64 rows. With one there is nothing to compute beside reading the weights, so
 these kernels read as fast as memory gives: every CTA takes some rows of a matrix, in pieces of a
 few hundred columns, and every thread multiplies its columns with the row's numbers and adds up,
-nothing of which goes through shared memory. The CTAs' sums are added up by whoever reads them.
+nothing of which goes through shared memory. The CTAs' sums are added up by whoever reads them: the
+narrower the pieces, the fewer sums a column has, and the more rows a thread has under way.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -26,10 +28,9 @@ from scmoe.kernels.grouped_matmul.pipeline import compiled
 
 WARPGROUP = 128  # threads
 WARPGROUPS = 4  # of a CTA, each with a quarter of its rows
-_UNROLL = 8  # rows whose weights a thread has under way
-ROWS = WARPGROUPS * _UNROLL  # a CTA takes a multiple of them
-# Columns that a CTA takes: a thread reads 16, 8 or 4 bytes of a row at once.
-_COLUMNS = (1024, 512, 256)
+_UNDER_WAY = 64  # numbers of the weights that a thread has asked for and not yet used
+# Columns that a CTA takes: a thread reads 4, 8 or 16 bytes of a row at once.
+_COLUMNS = (256, 512, 1024)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,16 +45,20 @@ class Split:
   columns: int
   parts: int
 
+  @property
+  def unroll(self) -> int:
+    """Rows that a thread has under way."""
+    return _UNDER_WAY * WARPGROUP // self.columns
+
 
 def split(
   width: int,
   out_width: int,
   choices: int,
   num_sms: int,
-  multiple: int,
+  multiple: int = 1,
   most: int = 0,
   unit: int = 0,
-  parts: int = 0,
 ) -> Split | None:
   """The division that leaves the fewest multiprocessors idle; None: there is none.
 
@@ -64,20 +69,20 @@ def split(
     multiple: of what the rows of a part are a multiple.
     most: rows of a part at most; 0: any.
     unit: what a piece of columns divides; 0: N.
-    parts: at most; 0: any number.
   """
   found: list[tuple[float, Split]] = []
   for columns in _COLUMNS:
     if (unit or out_width) % columns:
       continue
-    divisors = [p for p in range(1, width // multiple + 1) if width % (p * multiple) == 0]
+    least = math.lcm(multiple, WARPGROUPS * Split(columns, 1).unroll)
+    divisors = [p for p in range(1, width // least + 1) if width % (p * least) == 0]
     for part in divisors:
-      if (most and width // part > most) or (parts and part > parts):
+      if most and width // part > most:
         continue
       ctas = choices * (out_width // columns) * part
       waves = -(-ctas // num_sms)
       found.append((ctas / (waves * num_sms) / waves**0.5, Split(columns, part)))
-  # Of equals the first: wide columns, few parts.
+  # Of equals the first: narrow columns, few parts.
   return max(found, key=lambda own: own[0])[1] if found else None
 
 
@@ -132,7 +137,7 @@ def begin_sums(matrices, group, own: Split, rows: int, row, column):
   share = rows // WARPGROUPS
   first = lax.axis_index("part") * rows + lax.axis_index("wg") * share
   at = pl.ds(column * own.columns, own.columns)
-  unroll = _UNROLL // len(matrices)
+  unroll = own.unroll // len(matrices)
   layout = plgpu.Layout.WG_STRIDED((own.columns,), vec_size=own.columns // WARPGROUP)
 
   def load(k):

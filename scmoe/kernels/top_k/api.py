@@ -18,7 +18,9 @@ from jax import Array
 
 from scmoe.kernels.grouped_matmul import pipeline
 from scmoe.kernels.grouped_matmul.backend import resolve_backend
-from scmoe.kernels.linear import narrow_product
+from scmoe.kernels.linear import narrow_product, narrow_sums, parts_of
+from scmoe.kernels.top_k import one_row
+from scmoe.kernels.without_gradient import without_gradient
 
 EXACT = 3  # bfloat16 terms of a float32 number
 
@@ -57,8 +59,8 @@ def gate_top_k(
     gate_DE: weights.
     k: K, at most E.
     fp32: as in `gate_product`.
-    backend: "auto" (the kernel where it runs), "mosaic_gpu" or "xla". The kernel takes whole tiles
-      of 128 tokens, widths that are multiples of 64 and up to 192 experts.
+    backend: "auto" (a kernel where it runs), "mosaic_gpu" or "xla". One takes whole tiles of 128
+      tokens, widths that are multiples of 64 and up to 192 experts, another a single token.
 
   Raises:
     ValueError: k is not in [1, E], or the backend is unknown.
@@ -66,11 +68,31 @@ def gate_top_k(
   num_experts = gate_DE.shape[1]
   if not 1 <= k <= num_experts:
     raise ValueError(f"k={k} but there are {num_experts} experts: 1 <= k <= E")
+  if _is_row_with_kernel(x_TD, num_experts, backend):
+    ways = (functools.partial(way, k=k, fp32=fp32) for way in (_of_row, _plain))
+    return without_gradient(*ways, x_TD, gate_DE)
   if not has_kernel(x_TD, num_experts, fp32, backend):
-    logits_TE = gate_product(x_TD, gate_DE, fp32=fp32)
-    return logits_TE, jax.lax.top_k(logits_TE, k)[1].astype(jnp.int32)
+    return _plain(x_TD, gate_DE, k=k, fp32=fp32)
   terms = EXACT if fp32 and gate_DE.dtype != x_TD.dtype else 1
   return _gate_top_k(x_TD, gate_DE, (k, terms, pipeline.interpretation()))
+
+
+def _plain(x_TD: Array, gate_DE: Array, *, k: int, fp32: bool) -> tuple[Array, Array]:
+  logits_TE = gate_product(x_TD, gate_DE, fp32=fp32)
+  return logits_TE, jax.lax.top_k(logits_TE, k)[1].astype(jnp.int32)
+
+
+def _of_row(x_1D: Array, gate_DE: Array, *, k: int, fp32: bool) -> tuple[Array, Array]:
+  dtype = jnp.float32 if fp32 else x_1D.dtype
+  sums_PE = narrow_sums(x_1D.astype(dtype), gate_DE.astype(dtype))
+  logits_E, expert_K = one_row.top_k_of_sums(sums_PE, k)
+  return logits_E[None], expert_K[None]
+
+
+def _is_row_with_kernel(x_TD: Array, num_experts: int, backend: str) -> bool:
+  tokens, width = x_TD.shape
+  fits = tokens == 1 and one_row.takes(parts_of(width), num_experts)
+  return fits and resolve_backend(backend, x_TD.dtype, width) == "mosaic_gpu"
 
 
 def has_kernel(x_TD: Array, num_experts: int, fp32: bool, backend: str) -> bool:

@@ -82,7 +82,12 @@ TRAIN_FLAGS = (
   Flag("print_config", bool, False, "print the configuration as JSON, then stop"),
   SIMULATE,
   Flag("list_configs", bool, False, "print the configurations that come with scmoe, then stop"),
-  Flag("deterministic", bool, False, "bitwise equal runs on the same hardware; on GPUs slower"),
+  Flag(
+    "deterministic",
+    bool,
+    False,
+    "bitwise equal runs on the same hardware; on GPUs slower, and attention keeps its scores",
+  ),
   Flag("restarts", int, 0, "start again by itself so often, when the run dies"),
   ALLOW_IMPORT,
   Flag("allow_config_change", bool, False, "resume although the configuration was changed"),

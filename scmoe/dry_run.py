@@ -230,11 +230,13 @@ def _saved_bytes(run: RunConfig) -> int:
   jaxpr = jax.make_jaxpr(backward)(shapes, _batch(alone)).jaxpr
   arguments = {id(v) for v in jaxpr.invars}
   kept = {id(v): v.aval for v in jaxpr.outvars if hasattr(v, "aval") and id(v) not in arguments}
-  # A GPU's fused attention keeps no scores, which the portable form traced here does.
+  # A GPU's fused attention keeps no scores, which the portable form traced here does; it is not
+  # used in a deterministic run.
   model, length, masked = run.model, run.data.seq_len, run.model.document_mask
   fused = fusable(
     jnp.dtype(model.dtype), model.head_dim, length, masked=masked, window=model.sliding_window
   )
+  fused = fused and not run.train.deterministic
   is_score = lambda a: len(a.shape) >= 5 and a.shape[-2:] == (length, length)
   return sum(a.size * a.dtype.itemsize for a in kept.values() if not (fused and is_score(a)))
 

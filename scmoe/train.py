@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from scmoe import build
+from scmoe import build, determinism
 from scmoe.command_line import TRAIN_FLAGS, help_text, list_configs, parse, run_config, simulate
 from scmoe.config import RunConfig, check_run_name, check_workdir, imports_of, to_dict, to_json
 from scmoe.data import Data, check_vocab, open_data
@@ -74,7 +74,7 @@ def train(run: RunConfig, workdir: Path) -> TrainState:
     ScmoeError: see `scmoe.errors` and `Trainer.run`.
   """
   if run.train.deterministic:
-    distributed.request_determinism()
+    determinism.request()
   if run.overlap.copy_engines:
     request_copy_engines()
   distributed.initialize(run.distributed)

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Imports go from right to left only; parts of one rank do not know each other.
 RANKS = [
-  ("errors", "_compat", "batch", "arrays"),
+  ("errors", "_compat", "batch", "arrays", "determinism"),
   ("extensions",),
   ("options",),
   ("parallel", "kernels"),

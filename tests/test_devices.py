@@ -1,5 +1,6 @@
 """Which implementation a GPU gets by its compute capability: a T4, as on Colab, has XLA's path."""
 
+import os
 import types
 
 import jax
@@ -8,6 +9,7 @@ import pytest
 from flax import nnx
 
 import scmoe
+from scmoe import determinism
 from scmoe.kernels.grouped_matmul import resolve_backend
 from scmoe.kernels.top_k.api import has_kernel
 from scmoe.layers import attention
@@ -58,6 +60,16 @@ def test_kernels_where_there_is_a_hopper_and_cudnn_from_ampere_on(
   assert attention._implementation(q_BSHN[:, :7], masked=True) is None
   assert (attention._implementation(q_BSHN[:, :7], masked=False) == "cudnn") == fused
   assert attention._implementation(q_BSHN.astype(jnp.float32), masked=False) is None
+
+
+@pytest.mark.parametrize("flag", determinism.FLAGS)
+def test_deterministic_runs_take_no_cudnn(on, monkeypatch, flag):
+  """Its program cannot be run then (jax 0.11.2)."""
+  on("gpu", "9.0")
+  q_BSHN = jnp.zeros((1, 8, 2, 64), jnp.bfloat16)
+  assert attention._implementation(q_BSHN, masked=False) == "cudnn"
+  monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {flag}")
+  assert attention._implementation(q_BSHN, masked=False) is None
 
 
 def test_a_layer_on_a_t4_has_no_kernel_in_its_program(on):

@@ -15,6 +15,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
+from scmoe import determinism
 from scmoe.kernels import decode_attention
 from scmoe.kernels.linear import products
 from scmoe.kernels.without_gradient import without_gradient
@@ -347,11 +348,13 @@ def fusable(dtype: Any, head_dim: int, length: int, *, masked: bool, window: int
 
 def _implementation(q_BSHN: Array, *, masked: bool, window: int = 0) -> Literal["cudnn"] | None:
   """cuDNN's fused attention where it can run: from Ampere on (compute capability 8.0; a T4 has
-  7.5). With a mask, which cuDNN reads as a bias, up to Hopper: not deterministic on later ones."""
+  7.5). With a mask, which cuDNN reads as a bias, up to Hopper: not deterministic on later ones.
+  Nowhere under `--deterministic`: jax 0.11.2 ends its first step with an IndexError."""
   _, length, _, head_dim = q_BSHN.shape
   fits = fusable(q_BSHN.dtype, head_dim, length, masked=masked, window=window)
   major = _generation(jax.devices()[0])
-  return "cudnn" if fits and major >= 8 and not (masked and major > 9) else None
+  runs = major >= 8 and not (masked and major > 9) and not determinism.is_requested()
+  return "cudnn" if fits and runs else None
 
 
 def _generation(device: Any) -> int:

@@ -33,13 +33,6 @@ class Cluster(NamedTuple):
   process_id: int
 
 
-def request_determinism() -> None:
-  """Asks XLA for deterministic GPU operations; has to come before the first use of a device."""
-  flag = "--xla_gpu_deterministic_ops=true"
-  if flag not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
-
-
 def find_cluster(
   cfg: DistributedConfig, environment: Mapping[str, str] = os.environ
 ) -> Cluster | None:

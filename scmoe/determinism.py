@@ -1,0 +1,20 @@
+"""Whether results have to be the same bits in every run on the same hardware."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+
+# Either makes XLA take operations that have one order; the second refuses where there is none.
+FLAGS = ("--xla_gpu_deterministic_ops=true", "--xla_gpu_exclude_nondeterministic_ops=true")
+
+
+def request(environment: MutableMapping[str, str] = os.environ) -> None:
+  """Asks XLA for deterministic GPU operations; has to come before the first use of a device."""
+  if not is_requested(environment):
+    environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {FLAGS[0]}".strip()
+
+
+def is_requested(environment: Mapping[str, str] = os.environ) -> bool:
+  """Whether XLA has been asked, by `request` or by whoever started the process."""
+  return any(flag in environment.get("XLA_FLAGS", "").split() for flag in FLAGS)

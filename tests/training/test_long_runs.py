@@ -236,4 +236,6 @@ def test_soak(mesh_of, tmp_path):
   first, last = (np.median([s[1] for s in part]) for part in (half[:10], half[-10:]))
   print(f"resident: {first / 2**20:.1f} MiB, at the end {last / 2**20:.1f} MiB")
   assert last <= 1.01 * first
-  assert max(s[2] for s in half[-10:]) <= max(s[2] for s in half[:10])
+  # The least, since a save that is under way has up to thirty of its own; one that stays open is
+  # in all of them.
+  assert min(s[2] for s in half[-10:]) <= min(s[2] for s in half[:10])

@@ -6,15 +6,17 @@ import os
 from collections.abc import Mapping, MutableMapping
 
 # Either makes XLA take operations that have one order; the second refuses where there is none.
-FLAGS = ("--xla_gpu_deterministic_ops=true", "--xla_gpu_exclude_nondeterministic_ops=true")
+FLAGS = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
+_YES = ("", "=true", "=True", "=1")  # what XLA takes for that
 
 
 def request(environment: MutableMapping[str, str] = os.environ) -> None:
   """Asks XLA for deterministic GPU operations; has to come before the first use of a device."""
   if not is_requested(environment):
-    environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {FLAGS[0]}".strip()
+    environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {FLAGS[0]}=true".strip()
 
 
 def is_requested(environment: Mapping[str, str] = os.environ) -> bool:
   """Whether XLA has been asked, by `request` or by whoever started the process."""
-  return any(flag in environment.get("XLA_FLAGS", "").split() for flag in FLAGS)
+  words = environment.get("XLA_FLAGS", "").split()
+  return any(flag + yes in words for flag in FLAGS for yes in _YES)

@@ -62,13 +62,15 @@ def test_kernels_where_there_is_a_hopper_and_cudnn_from_ampere_on(
   assert attention._implementation(q_BSHN.astype(jnp.float32), masked=False) is None
 
 
+@pytest.mark.parametrize("yes", ["", "=true", "=1"])
 @pytest.mark.parametrize("flag", determinism.FLAGS)
-def test_deterministic_runs_take_no_cudnn(on, monkeypatch, flag):
+def test_deterministic_runs_take_no_cudnn(on, monkeypatch, flag, yes):
   """Its program cannot be run then (jax 0.11.2)."""
   on("gpu", "9.0")
   q_BSHN = jnp.zeros((1, 8, 2, 64), jnp.bfloat16)
+  monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {flag}=false")
   assert attention._implementation(q_BSHN, masked=False) == "cudnn"
-  monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {flag}")
+  monkeypatch.setenv("XLA_FLAGS", f"{flag}{yes}")
   assert attention._implementation(q_BSHN, masked=False) is None
 
 

@@ -77,8 +77,8 @@ def attend_cache(
 
   Args:
     q_HN: queries of one token.
-    k_TKN, v_TKN: its cache, in the type of the queries, finite; what lies beyond the position does
-      not come into the result.
+    k_TKN, v_TKN: its cache, in the type of the queries. What lies beyond the position does not come
+      into the result, if its values are finite: as in XLA's form they are multiplied by 0.
     position: int32 [1], of the token.
     scale: of the scores.
     window: positions that the token sees, itself included; 0: all.

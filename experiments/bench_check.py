@@ -29,9 +29,10 @@ STEP = (
   "--config gpt2_moe_medium --config.model.num_layers=8 --config.train.batch_size=16 "
   "--config.train.tokens_per_step=0 --compare top2,scmoe_pos2 --rounds 7"
 )
+SHAPES = "--shape OLMoE --shape Mixtral"  # many small experts, few large; a minute each to compile
 # name -> (GPUs that it needs, command; OUT is the JSON)
 BENCHMARKS = {
-  "layer": (1, "-m scmoe.kernels.bench --rounds 5 --layer --json OUT"),
+  "layer": (1, f"-m scmoe.kernels.bench --rounds 5 --layer {SHAPES} --json OUT"),
   "step": (1, f"-m scmoe.profile {STEP} --workdir WORK --json OUT"),
   "dispatch": (
     2,

@@ -21,7 +21,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,14 +55,16 @@ from scmoe.pretrained.stream import (
   leaves_of,
   load,
   nested,
-  on_host,
+  pieced,
+  pieces,
   stored_types,
   unload,
 )
 from scmoe.pretrained.upcycle import fill, plan
-from scmoe.summary import TOKENIZER, host_memory, load_tokenizer, open_run
+from scmoe.summary import TOKENIZER, load_tokenizer, open_run
 from scmoe.training.checkpoint import FOLDER, WEIGHTS_ONLY, Checkpointer, list_steps, restore_stored
 from scmoe.training.options import CheckpointConfig
+from scmoe.training.pieces import Piece, PiecedArray
 from scmoe.training.workdir import RunLock, prepare_workdir, write_json
 
 SOURCE = "source.json"  # in the run: config.json of the model that was read, and types of tensors
@@ -139,11 +141,19 @@ class Released(NamedTuple):
   skipped: list[str]
   built: build.Built
 
-  def leaves(self, *, host: bool = False) -> Iterator[tuple[str, Array]]:
-    """Parameters and router state by dotted name, on the mesh (or whole in the host's memory), in
-    the types of the files; more are read while one is looked at."""
-    types, shapes = stored_types(self.folder, self.tensors), leaves_of(self.built)
-    return load(self.folder.read, types, self.tensors, on_host(shapes) if host else shapes)
+  def leaves(self) -> Iterator[tuple[str, Array]]:
+    """Parameters and router state by dotted name, on the mesh, in the types of the files; more are
+    read while one is looked at."""
+    types = stored_types(self.folder, self.tensors)
+    return load(self.folder.read, types, self.tensors, leaves_of(self.built))
+
+  def pieces(self) -> tuple[list[PiecedArray], Iterator[Callable[[], Piece]]]:
+    """What these are on no mesh, and their pieces in the order of the files, for a disk to read."""
+    types, entries = stored_types(self.folder, self.tensors), self.folder.entries
+    lies = lambda tensor: (str(entries[tensor.name].file), entries[tensor.name].start)
+    ordered = sorted(self.tensors, key=lies)
+    arrays = pieced(types, ordered, leaves_of(self.built))
+    return arrays, pieces(self.folder.read, types, ordered)
 
 
 def open_released(
@@ -225,15 +235,9 @@ def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "")
     built = build.build(run, list(built.mesh.devices.flat))
   there = workdir.exists()
   workdir = prepare_workdir(workdir)
-  read = 0.0
-  in_parts = planned is None and jax.process_count() == 1
-  host = in_parts and _is_detour(released)
 
-  def coming() -> Generator[tuple[str, Array], None, None]:
-    """The arrays; what describes them is written when they are all there, and before the step."""
-    nonlocal read
-    yield from released.leaves(host=host)
-    read = time.monotonic() - started
+  def describe() -> None:
+    """What describes the run is written when all has been read, and before the step appears."""
     if tokenizer is not None:
       _write(workdir / TOKENIZER, tokenizer.content)
     if not upcycle:
@@ -241,38 +245,28 @@ def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "")
     write_json(workdir / "config.json", built.config)
 
   # The lock first: a folder that another process writes to is none of ours.
-  with RunLock(workdir), _gone_if_it_fails(workdir, there), contextlib.closing(coming()) as arrays:
+  with RunLock(workdir), _gone_if_it_fails(workdir, there):
     keeper = Checkpointer(workdir, CheckpointConfig(async_save=False))
     try:
-      if in_parts:
-        keeper.save_parts(0, arrays, {}, _meta(built))
+      if planned is None and jax.process_count() == 1:
+        keeper.save_pieces(0, *released.pieces(), {}, _meta(built), describe)
       else:
-        leaves = dict(arrays)
+        leaves = dict(released.leaves())
         if planned is not None:
           fresh = lambda: flat(dict(zip(("params", "router"), built.init(jax.random.key(0)))))
           leaves, begun = fill(leaves, leaves_of(built), fresh, planned)
         like = {"params": built.shapes, "router": built.router_shapes}
         state = nested(leaves, like if built.router_shapes else {"params": built.shapes})
+        describe()
         keeper.save_now(0, state, {}, _meta(built))
     finally:
       keeper.close()
   seconds = time.monotonic() - started
-  said = _said(released, workdir, (seconds, read), tokenizer is not None)
+  said = _said(released, workdir, seconds, tokenizer is not None)
   if upcycle:
     said += f"\n{run.model.wiring}, upcycled; without a source of their own:"
     said += "".join(f"\n  {name.removeprefix('params.')}: {how}" for name, how in begun.items())
   return said
-
-
-def _is_detour(released: Released) -> bool:
-  """Whether a device is only a detour for arrays that are written as they come.
-
-  It is where one device would hold them all and the host has room for them. Of several devices each
-  has its share written apart, and restoring reads no more than that.
-  """
-  free = host_memory()
-  fits = free is not None and 2 * released.folder.size < free
-  return fits and released.built.mesh.size == 1
 
 
 def _origin(released: Released) -> dict[str, Any]:
@@ -337,16 +331,14 @@ def _write(path: Path, text: str) -> None:
     raise StorageError(f"{path} cannot be written: {error}") from None
 
 
-def _said(
-  released: Released, workdir: Path, seconds: tuple[float, float], has_tokenizer: bool
-) -> str:
-  """What was read, how long it took (all; until the last was read), and what to do next."""
+def _said(released: Released, workdir: Path, seconds: float, has_tokenizer: bool) -> str:
+  """What was read, how long it took, and what to do next."""
   built, folder = released.built, released.folder
   counts = count_parameters(built.run.model, built.shapes)
   lines = [
     f"{released.family} from {folder.path}: {len(released.tensors)} tensors, "
     f"{size_of(folder.size)}, {number(counts.total)} parameters ({number(counts.active)} active) "
-    f"in {seconds[0]:.1f} s, {seconds[1]:.1f} of them until all was read",
+    f"in {seconds:.1f} s",
     f"kept as step 0 of {workdir}, on {built.mesh.size} device(s); peak host memory "
     f"{size_of(_peak_memory())}",
   ]

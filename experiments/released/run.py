@@ -2,9 +2,9 @@
 
   python experiments/released/run.py --folder /tmp/released
 
-The weights are random; names, shapes and types are the published ones. The folder is dropped from
-the host's page cache before it is read for the first time, and again before scmoe.convert reads it,
-so that both times are those of the disk. Writes results.json and table.txt beside this file, or to
+The weights are random; names, shapes and types are the published ones. In every turn the folder is
+dropped from the host's page cache before it is read, and again before scmoe.convert reads it, so
+that both times are those of the disk. Writes results.json and table.txt beside this file, or to
 --to. Needs 30 GB of disk and a GPU of 141 GB for the steps of training, which end by a kill: their
 checkpoint would be 83 GB.
 """
@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -46,6 +47,7 @@ def main() -> None:
   flags = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
   flags.add_argument("--folder", default="/tmp/released")
   flags.add_argument("--layers", type=int, default=16)
+  flags.add_argument("--turns", type=int, default=3, help="of reading and of converting")
   flags.add_argument("--steps", type=int, default=6, help="of training; 0: none")
   flags.add_argument("--batch", type=int, default=4, help="rows of 4096 tokens a step")
   flags.add_argument("--to", default=str(HERE))
@@ -62,20 +64,33 @@ def main() -> None:
     "command": " ".join(["python experiments/released/run.py", *sys.argv[1:]]),
     "bytes": size,
     "made_seconds": time.perf_counter() - begin,
+    "turns": [],
   }
-  forget(source)
-  result["read_seconds"] = read(source)
-  forget(source)
-  begin = time.perf_counter()
-  said = run_module("scmoe.convert", "--from", source, "--workdir", workdir)
-  result["command_seconds"] = time.perf_counter() - begin
-  result["convert_seconds"] = float(re.search(r" in ([\d.]+) s,", said)[1])  # pyright: ignore
-  result["convert_said"] = said.splitlines()
+  said = ""
+  for _ in range(given.turns):
+    shutil.rmtree(workdir, ignore_errors=True)
+    forget(source)
+    turn = {"read": read(source)}
+    forget(source)
+    begin = time.perf_counter()
+    said = run_module("scmoe.convert", "--from", source, "--workdir", workdir)
+    turn["command"] = time.perf_counter() - begin
+    turn["convert"] = float(re.findall(r" in ([\d.]+) s$", said, re.MULTILINE)[0])
+    begin = time.perf_counter()
+    os.sync()  # what conversion leaves to the system
+    turn["synchronised_after"] = time.perf_counter() - begin
+    result["turns"].append(turn)
+    print(turn, flush=True)
+  median = {
+    name: statistics.median(turn[name] for turn in result["turns"]) for name in result["turns"][0]
+  }
+  result |= {"median": median, "convert_said": said.splitlines()}
   lines = [
     f"{result['date']}  {result['command']}",
-    f"{size / 1e9:.1f} GB read from the disk in {result['read_seconds']:.1f} s; converted in "
-    f"{result['convert_seconds']:.1f} s ({result['convert_seconds'] / result['read_seconds']:.2f} "
-    f"x), process and imports {result['command_seconds']:.1f} s",
+    f"{size / 1e9:.1f} GB read from the disk in {median['read']:.1f} s; converted in "
+    f"{median['convert']:.1f} s ({median['convert'] / median['read']:.2f} x), process and imports "
+    f"{median['command']:.1f} s; on the disk {median['synchronised_after']:.1f} s later (medians "
+    f"of {given.turns} turns)",
     *said.splitlines()[:2],
   ]
   if given.steps:
@@ -105,7 +120,8 @@ def make(folder: Path, config: dict[str, Any]) -> int:
         yield np.ones(tensor.shape, block.dtype)
         continue
       start = int(rng.integers(0, 2**24))
-      yield np.resize(block[start:], count).reshape(tensor.shape)
+      found = block[start : start + count]
+      yield (found if found.size == count else np.resize(block, count)).reshape(tensor.shape)
 
   write_weights(folder, planned, values())
   (folder / "config.json").write_text(json.dumps(config, indent=2), "utf-8")

@@ -42,6 +42,14 @@ LOGICAL_TO_MESH: dict[str | None, Any] = {
 }
 
 
+def host_device() -> Any | None:
+  """The device of jax that is the host itself; None where JAX_PLATFORMS leaves it out."""
+  try:
+    return jax.local_devices(backend="cpu")[0]
+  except RuntimeError:
+    return None
+
+
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
   """Sizes of the mesh axes; their product is the number of devices used."""

@@ -23,8 +23,10 @@ from jax import Array
 
 from scmoe.build import Built
 from scmoe.errors import DataError
+from scmoe.parallel.mesh import host_device
 from scmoe.pretrained.folder import TYPES, Folder
 from scmoe.pretrained.names import Tensor, ignored, tensors
+from scmoe.training.pieces import Piece, PiecedArray
 
 READERS = 8  # threads that read tensors
 AHEAD = 16  # tensors that are read before they are wanted
@@ -87,6 +89,26 @@ def stored_types(folder: Folder, wanted: Iterable[Tensor]) -> dict[str, np.dtype
     found.setdefault(tensor.leaf, set()).add(folder.entries[tensor.name].dtype)
   wide = TYPES["F32"]
   return {leaf: TYPES[kinds.pop()] if len(kinds) == 1 else wide for leaf, kinds in found.items()}
+
+
+def pieced(
+  types: Mapping[str, np.dtype], wanted: Iterable[Tensor], shapes: Mapping[str, Any]
+) -> list[PiecedArray]:
+  """The parameters that tensors are pieces of; arguments as `load` takes them."""
+  leading = {tensor.leaf: len(tensor.index) for tensor in wanted}
+  return [PiecedArray(n, tuple(shapes[n].shape), types[n], k) for n, k in leading.items()]
+
+
+def pieces(
+  read: Callable[[str], np.ndarray], types: Mapping[str, np.dtype], wanted: Iterable[Tensor]
+) -> Iterator[Callable[[], Piece]]:
+  """Tensors as pieces of their parameters, in their order, each read when it is called."""
+
+  def piece(tensor: Tensor) -> Piece:
+    value = _transposed(read(tensor.name).reshape(tensor.split), tensor.order)
+    return Piece(tensor.leaf, tensor.index, value.astype(types[tensor.leaf], copy=False))
+
+  return (functools.partial(piece, tensor) for tensor in wanted)
 
 
 def load(
@@ -221,25 +243,9 @@ def _room(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
   return room[start : start + size].view(dtype).reshape(shape)
 
 
-def host() -> Any | None:
-  """The device of jax that is the host itself; None where JAX_PLATFORMS leaves it out."""
-  try:
-    return jax.local_devices(backend="cpu")[0]
-  except RuntimeError:
-    return None
-
-
-def on_host(shapes: Mapping[str, Any]) -> dict[str, Any]:
-  """The same arrays, whole, in the memory of the host; where `host` is None, as they are."""
-  if (device := host()) is None:
-    return dict(shapes)
-  whole = jax.sharding.SingleDeviceSharding(device)
-  return {k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=whole) for k, v in shapes.items()}
-
-
 def _transposed(value: np.ndarray, order: Sequence[int]) -> np.ndarray:
   """value.transpose(order) as a contiguous array; XLA's copy is five times as fast as numpy's."""
-  turned, device = value.transpose(order), host()
+  turned, device = value.transpose(order), host_device()
   if device is None or turned.flags.c_contiguous:
     return np.ascontiguousarray(turned)
   return np.asarray(jax.device_put(turned, device))

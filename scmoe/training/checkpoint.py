@@ -1,14 +1,16 @@
 """Checkpoints: written by all processes, verified bit by bit, restored on any mesh.
 
-The only file that imports orbax. Orbax writes and reads arrays and commits a step by renaming its
-directory; it neither notices a flipped bit nor falls back to an older step, and it casts silently.
-So this file keeps its own list of steps, fingerprints, shapes and types.
+The only file that imports orbax, beside `scmoe.training.pieces`. Orbax writes and reads arrays
+and commits a step by renaming its directory; it neither notices a flipped bit nor falls back to
+an older step, and it casts silently. So this file keeps its own list of steps, fingerprints,
+shapes and types.
 
     WORKDIR/checkpoints/N/params    weights            N/data/metadata   data position (JSON)
                           N/state   everything else    N/meta/metadata   configuration ... (JSON)
 
-A step that was written as its arrays came (`Checkpointer.save_parts`) has its large weights apart,
-in N/params_1, N/params_2 and so on; its meta says which is where.
+A step whose arrays came in pieces (`Checkpointer.save_pieces`) has all of them in N/params. Meta
+says in which folder an array lies: earlier versions wrote large ones to N/params_1, N/params_2
+and so on.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,10 +32,17 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from scmoe.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
+from scmoe.errors import (
+  CheckpointError,
+  ConfigError,
+  NonFiniteError,
+  ScmoeError,
+  StorageError,
+)
 from scmoe.training.distributed import all_agree, barrier, from_all_processes, is_first
 from scmoe.training.fingerprint import survey
 from scmoe.training.options import CheckpointConfig
+from scmoe.training.pieces import Piece, PiecedArray, write_pieces
 from scmoe.training.schema import SCHEMA, upgraded
 from scmoe.training.workdir import warn
 
@@ -44,7 +53,7 @@ _STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 _LEFT_OVER = re.compile(r"\d+\.orbax-checkpoint-tmp.*|\d+\.trash")
 _NARROW = ("bfloat16", "float16")  # of a released model: read into float32, which loses nothing
 _BAD = re.compile(r"\d+\.bad-.*")
-_APART = 2**28  # bytes of a weight that is written before the others have come
+_PIECES = "params"  # item of a step whose arrays came in pieces: of all its arrays
 
 
 class Restored(NamedTuple):
@@ -145,63 +154,52 @@ class Checkpointer:
     while not (self.save(step, state, data_state, meta) and self.wait()):
       time.sleep(0.5)
 
-  def save_parts(
-    self, step: int, leaves: Iterable[tuple[str, jax.Array]], data_state: dict, meta: dict
+  def save_pieces(
+    self,
+    step: int,
+    arrays: Sequence[PiecedArray],
+    pieces: Iterable[Callable[[], Piece]],
+    data_state: dict,
+    meta: dict,
+    ready: Callable[[], None] = lambda: None,
   ) -> None:
-    """Saves a step whose arrays come one by one: large weights are written beside the next ones.
+    """Saves a step whose arrays come in pieces, of which the host holds few at a time.
 
-    For one process; the step appears when all of it is written.
+    For one process; the step appears when all of it is written. Its files are not synchronised, see
+    `scmoe.training.pieces`.
 
     Args:
       step: optimizer steps done.
-      leaves: of the state, by dotted name, `params.` in front of weights.
+      arrays: of the state; `params.` begins the names of weights.
+      pieces: all of theirs, in any order; called by several threads at once.
       data_state, meta: as for `save`.
+      ready: called when all is written and before the step appears.
 
     Raises:
       NonFiniteError: an array is not finite; the step does not appear.
-      StorageError: writing failed. What the arrays' source raises comes through; in every case
-        nothing of the step is left.
+      StorageError: writing failed. What making a piece raises comes through; in every case nothing
+        of the step is left.
     """
     self._clear_destination(step)
-    place = self.directory / f"{step}.orbax-checkpoint-tmp-parts"
-    described: dict[str, dict] = {}
-    rest: dict[str, jax.Array] = {}
-    writers: list[ocp.AsyncCheckpointer] = []
+    place = self.directory / f"{step}.orbax-checkpoint-tmp-pieces"
     failed = f"saving step {step} to {self.directory} failed"
-
-    def write(item: str, group: dict[str, jax.Array]) -> None:
-      lies = {device.platform for leaf in group.values() for device in leaf.devices()}
-      writers.append(ocp.AsyncCheckpointer(_arrays(on_host=lies == {"cpu"})))
-      writers[-1].save(place / item, args=ocp.args.PyTreeSave(group))
-
     try:
       with _storage(failed):
         place.mkdir()
-      for name, leaf in leaves:
-        if _item(name) != "params" or leaf.nbytes < _APART:
-          rest[name] = leaf
-          continue
-        item = f"params_{len(writers) + 1}"
-        with _storage(failed):  # it is looked through beside the writing: refused, nothing stays
-          write(item, {name: leaf})
-        described |= _describe({name: leaf})
-        described[name]["item"] = item
-      described |= _describe(rest)
+        found = write_pieces(place / _PIECES, arrays, pieces)
+      _refuse_non_finite({name: own.finite for name, own in found.items()})
+      ready()
+      described = {
+        array.name: _description(array, found[array.name].fingerprint) | {"item": _PIECES}
+        for array in arrays
+      }
       data, meta = _records(step, described, data_state, meta)
       with _storage(failed):
-        for item, group in _split(rest).items():
-          if group:
-            write(item, group)
         with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as writer:
           writer.save(place / "data", args=ocp.args.JsonSave(data))
           writer.save(place / "meta", args=ocp.args.JsonSave(meta))
-        for writer in writers:
-          writer.wait_until_finished()
         os.rename(place, self.directory / str(step))
     finally:
-      for writer in writers:
-        with contextlib.suppress(Exception):  # was raised by wait_until_finished, or another was
-          writer.close()
       shutil.rmtree(place, ignore_errors=True)
     self.last_saved = step
 
@@ -552,15 +550,17 @@ def _describe(leaves: dict[str, jax.Array]) -> dict[str, dict]:
     NonFiniteError: a leaf holds NaN or infinity.
   """
   prints, finite = survey(list(leaves.values()))
-  for name, good in zip(leaves, finite):
-    if not good:
-      raise NonFiniteError(
-        f"{name} is not finite and is not saved; resume from an older checkpoint"
-      )
-  return {
-    name: {"shape": list(x.shape), "dtype": str(x.dtype), "fingerprint": fingerprint}
-    for (name, x), fingerprint in zip(leaves.items(), prints)
-  }
+  _refuse_non_finite(dict(zip(leaves, finite)))
+  return {name: _description(x, own) for (name, x), own in zip(leaves.items(), prints)}
+
+
+def _description(x: Any, fingerprint: str) -> dict[str, Any]:
+  return {"shape": list(x.shape), "dtype": str(x.dtype), "fingerprint": fingerprint}
+
+
+def _refuse_non_finite(finite: Mapping[str, bool]) -> None:
+  if bad := next((name for name, good in finite.items() if not good), None):
+    raise NonFiniteError(f"{bad} is not finite and is not saved; resume from an older checkpoint")
 
 
 def _flatten(tree: PyTree) -> dict[str, Any]:
@@ -582,24 +582,20 @@ def _split(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
   return {item: own(item) for item in ("params", "state")}
 
 
-def _arrays(on_host: bool = False) -> ocp.PyTreeCheckpointHandler:
-  """A writer and reader of arrays.
-
-  Args:
-    on_host: whether what it writes lies in the host's memory, of a process that has GPUs too: Orbax
-      would copy it into memory that a GPU could read faster.
-  """
+def _arrays() -> ocp.PyTreeCheckpointHandler:
   # Floats hardly get smaller, and compressing them takes longer than writing them.
-  return ocp.PyTreeCheckpointHandler(
-    use_compression=False, enable_pinned_host_transfer=False if on_host else None
-  )
+  return ocp.PyTreeCheckpointHandler(use_compression=False)
 
 
 @contextlib.contextmanager
 def _storage(what: str) -> Iterator[None]:
-  """Whatever the file system or tensorstore raises becomes a `StorageError`."""
+  """Whatever the file system or tensorstore raises becomes a `StorageError`; ours come through."""
   try:
     yield
+  except StorageError as error:
+    raise StorageError(f"{what}: {error}") from None
+  except ScmoeError:
+    raise
   except Exception as error:
     raise StorageError(f"{what}: {_line(error)}") from None
 

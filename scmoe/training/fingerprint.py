@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from scmoe.parallel.mesh import host_device
+
 
 @jax.jit
 def _survey(leaves: list[Array]) -> tuple[Array, Array]:
@@ -51,6 +53,29 @@ _EXPONENTS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
 _INTEGERS = {"int8", "uint8", "int16", "uint16", "int32", "uint32"}
 
 
+def survey_piece(
+  value: np.ndarray, shape: tuple[int, ...], place: tuple[int, ...]
+) -> tuple[int, bool]:
+  """What a piece of an array adds to the number of its fingerprint, and whether it is finite.
+
+  The numbers of all pieces add up, modulo 2^32, to that of the array. Computed on the host.
+
+  Args:
+    value: array[place]; of at most 4 bytes an element, with one dimension at least.
+    shape: of the whole array.
+    place: numbers in its leading dimensions.
+  """
+  strides = _strides(shape)
+  start = sum(i * stride for i, stride in zip(place, strides))
+  own = jax.device_put(value, host_device())
+  part, good = _walk(own, strides[len(place) :], jnp.uint32(start % 2**32))
+  return int(part), bool(good)
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+  return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
 def _is_walked(leaf: Array) -> bool:
   kind = str(leaf.dtype)
   if leaf.size < _WALKED or not (kind in _EXPONENTS or kind in _INTEGERS):
@@ -60,12 +85,12 @@ def _is_walked(leaf: Array) -> bool:
 
 def _walked(leaf: Array) -> tuple[int, bool]:
   """The fingerprint of an array, and whether it is finite, from the parts that devices have."""
-  strides = [math.prod(leaf.shape[i + 1 :]) for i in range(leaf.ndim)]
+  strides = _strides(leaf.shape)
   total, finite = 0, True
   for shard in leaf.addressable_shards:
     if shard.replica_id == 0:
       start = sum((own.start or 0) * stride for own, stride in zip(shard.index, strides))
-      part, good = _walk(shard.data, tuple(strides), jnp.uint32(start % 2**32))
+      part, good = _walk(shard.data, strides, jnp.uint32(start % 2**32))
       total, finite = (total + int(part)) % 2**32, finite and bool(good)
   return total, finite
 

@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import re
 import resource
 import shutil
 import signal
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,9 @@ from scmoe.training import checkpoint as module
 from scmoe.training.checkpoint import Checkpointer, read_meta, restore_params, restore_part
 from scmoe.training.fingerprint import survey
 from scmoe.training.options import CheckpointConfig
+from scmoe.training.pieces import Piece, PiecedArray
 
+PIECE = re.compile(r"\d+(\.\d+)*")  # zarr's name of a file
 CFG = CheckpointConfig()
 
 
@@ -73,32 +77,54 @@ def flip(path, where=0.5, bit=1):
 
 @pytest.fixture
 def whole(setup, saved):
-  """Step 3's state by dotted name."""
+  """The weights of step 3 by dotted name, as NumPy has them."""
   state = Checkpointer(saved[0], CFG).restore_latest_valid(setup.abstract).state
-  return module._flatten(state)
+  return {name: np.array(x) for name, x in module._flatten({"params": state.params}).items()}
 
 
-def test_a_step_that_was_written_as_its_arrays_came_reads_like_any_other(
-  setup, saved, whole, tmp_path, monkeypatch
-):
-  monkeypatch.setattr(module, "_APART", 1)  # every weight by itself
-  keeper = Checkpointer(tmp_path, CFG)
-  keeper.save_parts(0, iter(whole.items()), {"next_index": 7}, {"config": {"a": 0}})
+def in_pieces(whole):
+  """The arrays, and pieces of theirs by their first dimension, the last ones first."""
+  arrays = [PiecedArray(n, x.shape, x.dtype, min(1, x.ndim - 1)) for n, x in whole.items()]
+  places = [(a.name, (i,) * a.leading) for a in arrays for i in range(a.count)]
+  make = lambda name, place: lambda: Piece(name, place, np.ascontiguousarray(whole[name][place]))
+  return arrays, [make(name, place) for name, place in reversed(places)]
+
+
+def test_a_step_that_was_written_in_pieces_reads_like_any_other(setup, saved, whole, tmp_path):
+  keeper, said = Checkpointer(tmp_path, CFG), []
+  arrays, pieces = in_pieces(whole)
+  assert any(array.count > 1 for array in arrays)
+  ready = lambda: said.append(names(tmp_path))
+  keeper.save_pieces(
+    0, arrays, pieces, {"next_index": 7}, {"config": {}, "weights_only": True}, ready
+  )
   keeper.close()
   assert names(tmp_path) == ["0"]
-  apart = [p.name for p in (tmp_path / "checkpoints/0").iterdir() if p.name.startswith("params_")]
-  assert len(apart) == sum(name.startswith("params.") for name in whole)
+  assert said == [["0.orbax-checkpoint-tmp-pieces"]]
   restored = restore(tmp_path, setup)
   assert restored is not None
-  assert bits(restored.state) == saved[1][3]
   assert restored.data_state == {"next_index": 7}
   params = restore_params(tmp_path, setup.abstract.params)
-  assert bits(params) == bits(restored.state.params)
-  for file in (tmp_path / "checkpoints/0").rglob("*"):  # and its damage is seen like any other's
-    if file.parent.name == "d" and "params_1" in file.parts:
-      flip(file)
-  with pytest.raises(CheckpointError, match="no valid checkpoint"):
-    restore(tmp_path, setup)
+  assert bits(params) == bits(restored.state["params"])
+  assert bits(params) == [x.tobytes() for x in whole.values()]
+  assert read_meta(tmp_path)["leaves"].keys() == whole.keys()
+  written = {n: leaf["fingerprint"] for n, leaf in read_meta(tmp_path)["leaves"].items()}
+  assert written == dict(zip(whole, survey([jnp.asarray(x) for x in whole.values()])[0]))
+
+
+def test_damage_to_any_piece_is_seen(setup, whole, tmp_path):
+  Checkpointer(tmp_path, CFG).save_pieces(0, *in_pieces(whole), {}, {"config": {}})
+  files = [f for f in (tmp_path / "checkpoints/0/params").rglob("*") if PIECE.fullmatch(f.name)]
+  assert len(files) == len(in_pieces(whole)[1])
+  for file in files:
+    sound = file.read_bytes()
+    for damage in (flip, lambda file: file.write_bytes(b""), Path.unlink):
+      damage(file)  # empty: as a loss of power leaves it; for one that is missing zarr has zeros
+      with pytest.raises(CheckpointError, match="no valid checkpoint"):
+        restore_params(tmp_path, setup.abstract.params)
+    file.write_bytes(sound)
+  params = restore_params(tmp_path, setup.abstract.params)
+  assert bits(params) == [x.tobytes() for x in whole.values()]
 
 
 @pytest.fixture
@@ -112,32 +138,32 @@ def small_files():
   signal.signal(signal.SIGXFSZ, handler)
 
 
-@pytest.mark.parametrize(("trouble", "error"), [("source", DataError), ("nan", NonFiniteError)])
-def test_of_a_step_whose_arrays_stop_coming_nothing_is_left(
-  trouble, error, whole, tmp_path, monkeypatch
-):
-  monkeypatch.setattr(module, "_APART", 1)
+@pytest.mark.parametrize(
+  ("trouble", "error"),
+  [("source", DataError), ("nan", NonFiniteError), ("last", NonFiniteError), ("few", StorageError)],
+)
+def test_of_a_step_whose_pieces_stop_coming_nothing_is_left(trouble, error, whole, tmp_path):
   keeper = Checkpointer(tmp_path, CFG)
+  arrays, pieces = in_pieces(whole)
+  place = len(pieces) - 1 if trouble == "last" else 3
 
-  def coming():
-    for count, (name, leaf) in enumerate(whole.items()):
-      if count == 3 and trouble == "source":
-        raise DataError("a file ended")
-      bad = count == 3 and trouble == "nan"
-      yield (name, jnp.full_like(leaf, jnp.nan) if bad else leaf)
+  def bad():
+    if trouble == "source":
+      raise DataError("a file ended")
+    piece = pieces[place]()
+    return piece._replace(value=np.full_like(piece.value, np.nan))
 
+  coming = [*pieces[:place], *([] if trouble == "few" else [bad]), *pieces[place + 1 :]]
   with pytest.raises(error):
-    keeper.save_parts(0, coming(), {}, {"config": {}})
+    keeper.save_pieces(0, arrays, coming, {}, {"config": {}})
   keeper.close()
   assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("apart", [1, 2**40])
-def test_nor_of_one_for_which_there_is_no_room(apart, whole, tmp_path, monkeypatch, small_files):
-  monkeypatch.setattr(module, "_APART", apart)
+def test_nor_of_one_for_which_there_is_no_room(whole, tmp_path, small_files):
   keeper = Checkpointer(tmp_path, CFG)
-  with pytest.raises(StorageError, match="failed"):
-    keeper.save_parts(0, iter(whole.items()), {}, {"config": {}})
+  with pytest.raises(StorageError, match=r"saving step 0 to .* failed: "):
+    keeper.save_pieces(0, *in_pieces(whole), {}, {"config": {}})
   small_files()
   keeper.close()
   assert names(tmp_path) == []

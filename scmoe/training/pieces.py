@@ -1,0 +1,159 @@
+"""A step's arrays written as their pieces come: in any order, and without one being held whole.
+
+Orbax describes the arrays and reads them like those of any step: each is a folder with a file for
+every piece (zarr). tensorstore writes the pieces, as it does for Orbax, but it is left to the
+system when they reach the disk: a disk that reads and writes by turns would hold a conversion up
+for as long as both take (experiments/LOG.md). What a loss of power takes is noticed by the
+fingerprints when the step is read, and its source is still there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+
+from scmoe.errors import StorageError
+from scmoe.training.fingerprint import survey_piece
+
+WORKERS = 16  # threads that make, look through and write pieces
+_CONTEXT = {"file_io_sync": False, "file_io_concurrency": {"limit": WORKERS}}
+
+
+class Piece(NamedTuple):
+  """array[place] = value.
+
+  Attributes:
+    name: of the array.
+    place: numbers in its leading dimensions; () for all of it.
+    value: contiguous, in the type of the array.
+  """
+
+  name: str
+  place: tuple[int, ...]
+  value: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class PiecedArray:
+  """An array that comes in pieces of one shape.
+
+  Attributes:
+    name: dotted, as checkpoints call it.
+    shape, dtype: of the whole.
+    leading: how many of its dimensions a piece's place gives.
+  """
+
+  name: str
+  shape: tuple[int, ...]
+  dtype: np.dtype
+  leading: int
+
+  @property
+  def piece(self) -> tuple[int, ...]:
+    """Shape of a piece, with as many dimensions as the whole."""
+    return (1,) * self.leading + self.shape[self.leading :]
+
+  @property
+  def count(self) -> int:
+    """How many pieces there are."""
+    return math.prod(self.shape[: self.leading])
+
+
+class Found(NamedTuple):
+  """What is known of an array once it is written: its fingerprint, and whether all is finite."""
+
+  fingerprint: str
+  finite: bool
+
+
+def write_pieces(
+  place: Path, arrays: Sequence[PiecedArray], pieces: Iterable[Callable[[], Piece]]
+) -> dict[str, Found]:
+  """Writes an item of a step.
+
+  Args:
+    place: its folder; new.
+    arrays: all that is in it.
+    pieces: all of theirs, in any order. Each is called once, by one of `WORKERS` threads.
+
+  Returns:
+    what was written, by name.
+
+  Raises:
+    StorageError: a piece cannot be written. What making one raises comes through, as does what
+      Orbax raises.
+  """
+  handler = _Handler(pieces)
+  registry = ocp.type_handlers.create_type_handler_registry((PiecedArray, handler))
+  tree = ocp.PyTreeCheckpointHandler(
+    use_ocdbt=False, use_compression=False, type_handler_registry=registry
+  )
+  with ocp.Checkpointer(tree) as writer:
+    writer.save(place, args=ocp.args.PyTreeSave({array.name: array for array in arrays}))
+  return handler.found
+
+
+class _Handler(ocp.type_handlers.ArrayHandler):
+  """Writes what is to be read as `jax.Array`."""
+
+  def __init__(self, pieces: Iterable[Callable[[], Piece]]):
+    super().__init__()
+    self._pieces = pieces
+    self.found: dict[str, Found] = {}
+
+  async def serialize(
+    self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
+  ) -> list[Any]:
+    """Called once by Orbax, with all arrays; nothing is left to be done later."""
+    stores, context = {}, ts.Context(_CONTEXT)
+    for array, info in zip(values, infos):
+      await info.await_path_creation()
+      spec = ocp.type_handlers.get_json_tspec_write(
+        info,
+        use_ocdbt=False,
+        global_shape=array.shape,
+        local_shape=array.piece,
+        dtype=array.dtype,
+      )
+      typed = ts.Spec(spec | {"dtype": array.dtype.name})  # Orbax 0.12.4 leaves it out
+      opened = ts.open(typed, create=True, open=True, context=context)
+      stores[array.name] = await opened
+    self.found = _write({array.name: array for array in values}, stores, self._pieces)
+    return []
+
+
+def _write(
+  arrays: Mapping[str, PiecedArray],
+  stores: Mapping[str, ts.TensorStore],
+  pieces: Iterable[Callable[[], Piece]],
+) -> dict[str, Found]:
+  def write(make: Callable[[], Piece]) -> tuple[str, int, bool]:
+    piece = make()
+    number, finite = survey_piece(piece.value, arrays[piece.name].shape, piece.place)
+    try:
+      stores[piece.name][piece.place].write(piece.value).result()
+    except Exception as error:  # whatever the file system or tensorstore raises
+      raise StorageError(f"{piece.name}: {' '.join(str(error).split())[:300]}") from None
+    return piece.name, number, finite
+
+  sums, finite = dict.fromkeys(arrays, 0), dict.fromkeys(arrays, True)
+  left = {name: array.count for name, array in arrays.items()}
+  pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="piece")
+  try:
+    for name, number, good in pool.map(write, pieces):
+      sums[name] = (sums[name] + number) % 2**32
+      finite[name] &= good
+      left[name] -= 1
+  finally:
+    pool.shutdown(cancel_futures=True)
+  if wrong := [name for name, count in left.items() if count]:
+    raise ValueError(f"{wrong[0]}: {left[wrong[0]]} of its {arrays[wrong[0]].count} pieces missing")
+  return {name: Found(f"{sums[name]:08x}", finite[name]) for name in arrays}

@@ -1,9 +1,10 @@
-"""Tensors of a folder to parameters on a mesh and back, one at a time.
+"""Tensors of a folder to parameters and back, one at a time: of a checkpoint, or on a mesh.
 
-What a device holds of a parameter is filled piece by piece, as the tensors are read; a host never
-has a parameter whole, nor a device more than its share. Threads read ahead of the filling, across
-the ends of parameters, and filling goes on while whoever asked works with what is done. Parts that
-lie in the host's memory are filled by the threads that read.
+A checkpoint takes them as `pieces`, in any order. On a mesh, what a device holds of a parameter
+is filled piece by piece, as the tensors are read; a host never has a parameter whole, nor a
+device more than its share. Threads read ahead of the filling, across the ends of parameters, and
+filling goes on while whoever asked works with what is done. Parts that lie in the host's memory
+are filled by the threads that read.
 """
 
 from __future__ import annotations

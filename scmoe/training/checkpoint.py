@@ -592,8 +592,6 @@ def _storage(what: str) -> Iterator[None]:
   """Whatever the file system or tensorstore raises becomes a `StorageError`; ours come through."""
   try:
     yield
-  except StorageError as error:
-    raise StorageError(f"{what}: {error}") from None
   except ScmoeError:
     raise
   except Exception as error:

@@ -20,7 +20,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from scmoe.errors import StorageError
 from scmoe.training.fingerprint import survey_piece
 
 WORKERS = 16  # threads that make, look through and write pieces
@@ -88,8 +87,8 @@ def write_pieces(
     what was written, by name.
 
   Raises:
-    StorageError: a piece cannot be written. What making one raises comes through, as does what
-      Orbax raises.
+    ValueError: a piece is missing. What making one raises comes through, as does whatever Orbax,
+      tensorstore and the file system raise.
   """
   handler = _Handler(pieces)
   registry = ocp.type_handlers.create_type_handler_registry((PiecedArray, handler))
@@ -138,10 +137,7 @@ def _write(
   def write(make: Callable[[], Piece]) -> tuple[str, int, bool]:
     piece = make()
     number, finite = survey_piece(piece.value, arrays[piece.name].shape, piece.place)
-    try:
-      stores[piece.name][piece.place].write(piece.value).result()
-    except Exception as error:  # whatever the file system or tensorstore raises
-      raise StorageError(f"{piece.name}: {' '.join(str(error).split())[:300]}") from None
+    stores[piece.name][piece.place].write(piece.value).result()
     return piece.name, number, finite
 
   sums, finite = dict.fromkeys(arrays, 0), dict.fromkeys(arrays, True)

@@ -112,6 +112,19 @@ def test_a_step_that_was_written_in_pieces_reads_like_any_other(setup, saved, wh
   assert written == dict(zip(whole, survey([jnp.asarray(x) for x in whole.values()])[0]))
 
 
+def test_weights_in_a_folder_of_their_own_are_found(run, saved, setup):
+  """As earlier versions wrote the large ones of a converted model."""
+  step = run / "checkpoints" / "3"
+  meta, data = module._read_json(step)
+  for name, leaf in meta["leaves"].items():
+    if name.startswith("params."):
+      leaf["item"] = "params_1"
+  (step / "params").rename(step / "params_1")
+  (step / "meta" / "metadata").write_text(json.dumps(module._sealed(meta, data)))
+  restored = restore(run, setup)
+  assert (restored.step, bits(restored.state)) == (3, saved[1][3])
+
+
 def test_damage_to_any_piece_is_seen(setup, whole, tmp_path):
   Checkpointer(tmp_path, CFG).save_pieces(0, *in_pieces(whole), {}, {"config": {}})
   files = [f for f in (tmp_path / "checkpoints/0/params").rglob("*") if PIECE.fullmatch(f.name)]

@@ -61,18 +61,20 @@ class GuidedStep:
     self.file = self.directory
     self.calls_to_profile = 0  # steps still to be profiled, warm-up included
     self.called = False  # since it was compiled
+    self.waiting: Callable[[], None] | None = None  # a compilation that the next call begins with
     self.refused = 0  # traces that could not be started
     self.trace: tempfile.TemporaryDirectory[str] | None = None
 
   @property
   def compiles_next(self) -> bool:
     """Whether the next call compiles, which takes long."""
-    return self.program is None or self.calls_to_profile == 1
+    return self.program is None or self.waiting is not None
 
   @property
   def settled(self) -> bool:
     """Whether the program is the last one, and has been called: from now on its time counts."""
-    return self.program is not None and not self.calls_to_profile and self.called
+    prepared = self.program is not None and self.waiting is None and not self.calls_to_profile
+    return prepared and self.called
 
   def compile(self, *args: Any) -> None:
     """Compiles for arguments of these shapes, with the kept profile, or for collecting one.
@@ -80,6 +82,11 @@ class GuidedStep:
     Args:
       *args: arrays, or `jax.ShapeDtypeStruct`s with their shardings.
     """
+    self.lower(*args)
+    self.finish()
+
+  def lower(self, *args: Any) -> None:
+    """All of `compile` but XLA's part, which waits for `finish`."""
     self.program = Program(self.step.lower(*args))
     self.file = self.directory / f"{self._fingerprint()}.pb"
     guided = self.gpu and self.overlap.profile_guided
@@ -89,12 +96,19 @@ class GuidedStep:
     collecting = guided and not profile
     if collecting:
       self.calls_to_profile = WARM_UP + self.overlap.profile_runs
-    self._compile(profile, profiling=collecting)
+    self.waiting = lambda: self._compile(profile, profiling=collecting)
+
+  def finish(self) -> None:
+    """The compilation that waits, if any; in a thread, beside others', if that is wanted."""
+    if self.waiting is not None:
+      self.waiting()
+      self.waiting = None
 
   def __call__(self, *args: Any) -> Any:
     """One step; the first ones may compile and profile."""
     if self.program is None:
-      self.compile(*args)
+      self.lower(*args)
+    self.finish()
     assert self.program is not None
     if self.calls_to_profile == self.overlap.profile_runs:
       self._begin_trace()
@@ -158,7 +172,7 @@ class GuidedStep:
       part.write_bytes(profile)
       os.replace(part, self.file)
     self.say(f"profile-guided scheduling: compiling with measured latencies, kept in {self.file}")
-    self._compile(profile, profiling=False)
+    self.waiting = lambda: self._compile(profile, profiling=False)
 
   def _fingerprint(self) -> str:
     """Of the program, the devices and the versions: another of them needs another profile."""

@@ -13,10 +13,13 @@ The decision and all that it rests on lie in WORKDIR/schedule.json, where a late
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import functools
 import hashlib
 import json
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +46,7 @@ from scmoe.training.workdir import write_json
 PROFILES = "profile_guided"  # measured latencies of steps; see `GuidedStep`
 SCHEDULE = "schedule.json"  # the decision; see `Decisions`
 MOST_STEPS, ROUNDS, MARGIN = 100, 7, 0.01  # of a search on a cut of the run
+CORES = 4  # of the host for each compilation that runs beside others
 GLANCES = 3  # measured steps that say on which candidate the next one builds
 # What a decision depends on, beside the machine; the rest of a configuration changes no time.
 SECTIONS = ("model", "router", "dispatch", "mesh", "overlap")
@@ -63,6 +67,8 @@ class Search:
     seconds: that all may take together, compilation included.
     most_steps: that are not yet the fastest's.
     margin: share of time by which another candidate has to be faster than the first.
+    together: candidates that are compiled side by side before the first is tried, each a change
+      to the one before it, as if that were the fastest; only with `on_best`. 1: none.
     keep: given the decision (`decision`) when it is made.
     say: prints a line.
     clock: seconds.
@@ -78,12 +84,13 @@ class Search:
     seconds: float = math.inf,
     most_steps: float = math.inf,
     margin: float = 0.0,
+    together: int = 1,
     keep: Callable[[dict[str, Any]], None] = lambda decision: None,
     say: Callable[[str], None] = print,
     clock: Callable[[], float] = time.perf_counter,
   ):
     self.steps, self.candidates, self.rounds = steps, tuple(candidates), rounds
-    self.on_best = on_best
+    self.on_best, self.together = on_best, together if on_best else 1
     self.seconds, self.most_steps, self.margin = seconds, most_steps, margin
     self.measured: dict[Variant, list[float]] = {}
     self.prepared: dict[Variant, float] = {}  # seconds to compile and to profile
@@ -122,7 +129,7 @@ class Search:
     return not counts or self.steps.step(variant).compiles_next
 
   def compile(self, *args: Any) -> None:
-    """Compiles the first candidate for arguments of these shapes; the others in their turn."""
+    """Compiles for arguments of these shapes: the first candidates; the others in their turn."""
     self._given = args
     self._visit = next(self._visits)
 
@@ -171,43 +178,82 @@ class Search:
     Compiles and profiles each, then measures in turns: drift of the machine meets all alike.
     """
     self._began = self._clock()
+    if self.together > 1:
+      yield from self._side_by_side()
     for change in self.candidates:
       candidate = self._candidate(change)
-      if candidate in self.prepared:
+      if candidate in self.prepared or candidate in self.untried:
         continue
       if self.prepared and not self._affordable():
         self.untried[candidate] = "no time left"
         continue
       self._say(f"schedule: trying {candidate}")
       start, step = self._clock(), self.steps.step(candidate)
-      if not self._compiled(candidate):
+      compile = functools.partial(step.compile, *self._given)
+      if not self._compiled(candidate, compile, required=not self.prepared):
         continue
       yield candidate, False
       while not step.settled:
         yield candidate, False
       self.prepared[candidate] = self._clock() - start
       if self.on_best:
-        yield from ((candidate, True) for _ in range(GLANCES))
+        yield from self._glances(candidate)
     if len(self.prepared) > 1:
       self.measured.clear()
       for _ in range(self.rounds):
         yield from ((candidate, True) for candidate in self.prepared)
 
+  def _side_by_side(self) -> Iterator[tuple[Variant, bool]]:
+    """As `_plan` for the likeliest candidates: compiled beside each other, profiled in turns.
+
+    XLA spends most of a compilation on one core, and a host with GPUs has many.
+    """
+    start, likely, last = self._clock(), list[Variant](), Variant()
+    for change in self.candidates[: self.together]:
+      last = self._changed(last, change)
+      likely += [last] if last not in likely else []
+    self._say(f"schedule: trying {'; '.join(map(str, likely))}")
+    with concurrent.futures.ThreadPoolExecutor(len(likely)) as pool:
+      # Nothing runs while they compile: XLA tries products on the GPU, and profiles measure it.
+      for c in likely:
+        self.steps.step(c).lower(*self._given)
+      jobs = [pool.submit(self.steps.step(c).finish) for c in likely]
+      likely = [c for c, job in zip(likely, jobs) if self._compiled(c, job.result, c == likely[0])]
+      for c in likely:
+        yield c, False
+        while not self.steps.step(c).settled and self.steps.step(c).waiting is None:
+          yield c, False
+      jobs = [pool.submit(self.steps.step(c).finish) for c in likely]
+      likely = [c for c, job in zip(likely, jobs) if self._compiled(c, job.result, c == likely[0])]
+    for c in likely:
+      while not self.steps.step(c).settled:
+        yield c, False
+      self.prepared[c] = self._clock() - start
+      yield from self._glances(c)
+
+  def _glances(self, candidate: Variant) -> Iterator[tuple[Variant, bool]]:
+    yield from ((candidate, True) for _ in range(GLANCES))
+
   def _candidate(self, change: Variant | Change) -> Variant:
     best: dict[str, Any] = {}
     if self.on_best and self.measured:
       best = from_all_processes(min(self.medians().items(), key=lambda item: item[1])[0].given)[0]
-    if isinstance(change, Variant):
-      return Variant(**{**best, **change.given})
-    return change(Variant(**best))
+    return self._changed(Variant(**best), change)
 
-  def _compiled(self, candidate: Variant) -> bool:
+  def _changed(self, best: Variant, change: Variant | Change) -> Variant:
+    if isinstance(change, Variant):
+      return Variant(**{**best.given, **change.given})
+    return change(best)
+
+  def _compiled(
+    self, candidate: Variant, compile: Callable[[], None], required: bool = False
+  ) -> bool:
     """Compiles; a candidate that cannot be, e.g. for want of memory, is left out."""
     problem = None
     try:
-      self.steps.step(candidate).compile(*self._given)
+      compile()
     except jax.errors.JaxRuntimeError as error:
-      if not self.prepared:
+      if required:
         raise
       problem = " ".join(str(error).split())[:200]
     if all_agree(problem is None):
@@ -359,6 +405,8 @@ def _on_a_cut(
     seconds=cut.overlap.search_seconds,
     most_steps=MOST_STEPS,
     margin=MARGIN,
+    # Processes compile together, and wait for each other where each does so in threads of its own.
+    together=1 if jax.process_count() > 1 else (os.cpu_count() or 1) // CORES,
     keep=lambda decision: keep(
       {**decision, "measured on": "two pairs, one flight of microbatches"}
     ),

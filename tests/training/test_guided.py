@@ -89,12 +89,12 @@ def test_without_a_gpu_the_step_is_compiled_as_it_is(tmp_path, traces):
 
 
 def test_it_says_which_call_compiles(tmp_path, traces):
-  """The first, unless it was compiled before, and the one at whose end the profile is there."""
+  """The first, unless it was compiled before, and the one behind those that were profiled."""
   compiling = lambda run: [(run.compiles_next, run(x))[0] for x in range(5)]
-  assert compiling(guided(FakeStep(), tmp_path / "a")) == [True, False, True, False, False]
+  assert compiling(guided(FakeStep(), tmp_path / "a")) == [True, False, False, True, False]
   ahead = guided(FakeStep(), tmp_path / "b")
   ahead.compile(0)
-  assert compiling(ahead) == [False, False, True, False, False]
+  assert compiling(ahead) == [False, False, False, True, False]
   assert compiling(guided(FakeStep(), tmp_path / "c", OFF)) == [True] + 4 * [False]
 
 

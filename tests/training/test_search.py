@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import threading
 
 import jax
 import numpy as np
@@ -31,7 +32,8 @@ class FakeStep:
   def __init__(self, variant, clock, costs, profiled=0, compiling=0.0, fails=False):
     self.variant, self.clock, self.costs = variant, clock, list(costs)
     self.left, self.compiling, self.fails = profiled + 1, compiling, fails
-    self.calls = 0
+    self.calls, self.threads = 0, set()
+    self.waiting = None
 
   compiles_next = False
 
@@ -44,8 +46,19 @@ class FakeStep:
       raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory")
     self.clock.now += self.compiling
 
+  def lower(self, *args):
+    self.waiting = self.compile
+
+  def finish(self):
+    if self.waiting is not None:
+      self.threads.add(threading.get_ident())
+      self.waiting()
+      self.waiting = None
+
   def __call__(self, state, batch):
+    self.finish()
     self.calls += 1
+    self.waiting = (lambda: None) if self.left == 2 else None  # with the profile
     self.left = max(0, self.left - 1)
     self.clock.now += self.costs.pop(0) if self.costs else 0
     return state + 1, {}, {}
@@ -115,6 +128,38 @@ def test_changes_are_made_to_the_fastest_so_far():
   assert tried == [*changes[:2], Variant(transport="packed", chunks=2), both]
   assert found.chosen == both
   assert found.medians() == {tried[0]: 4, tried[1]: 3, tried[2]: 5, both: 2}
+
+
+def test_candidates_compile_side_by_side():
+  """In threads, each twice, before the first is measured; what does not compile is left out."""
+  costs = {1: [0, 0, 0] + [5] * 20, 2: [0, 0, 0] + [4] * 20, 4: []}
+  found, fakes, lines = search(costs, profiled=2, on_best=True, together=3, fails=(4,))
+  train(found)
+  assert found.chosen == Variant(chunks=2)
+  assert lines[0].startswith("schedule: trying chunks=1; chunks=2; chunks=4")
+  assert list(found.prepared) == [Variant(chunks=1), Variant(chunks=2)]
+  assert "no memory" in found.untried[Variant(chunks=4)]
+  assert threading.get_ident() not in fakes[1].threads | fakes[2].threads
+  with pytest.raises(jax.errors.JaxRuntimeError, match="no memory"):
+    train(search({1: [], 2: []}, on_best=True, together=2, fails=(1,))[0])
+
+
+def test_what_builds_on_another_than_expected_is_tried_by_itself():
+  """The third was compiled as a change of the second; the first proves to be the fastest."""
+  first, second, third = (Variant(chunks=n) for n in (1, 2, 4))
+  costs = {first: [0] + [3] * 40, second: [0] + [9] * 40, third: [0] + [9] * 40}
+  again = Variant(chunks=1, order="barriers")
+  costs[again] = [0] + [2] * 40
+  clock = Clock()
+  fakes = {v: FakeStep(v, clock, c) for v, c in costs.items()}
+  change = lambda best: again if best == first else third
+  steps = StepVariants(lambda variant: fakes[variant])
+  found = Search(
+    steps, [first, second, change], on_best=True, together=3, say=lambda line: None, clock=clock
+  )
+  train(found)
+  assert list(found.prepared) == [first, second, third, again]
+  assert found.chosen == again
 
 
 def test_profiled_steps_are_not_measured():

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scmoe.batch import Batch
+from scmoe.parallel.barriers import barrier
 from scmoe.parallel.gradients import Reduction, global_norm, travels_over
 from scmoe.parallel.mesh import BATCH_AXES, batch_sharding, manual, replicated, shardings_of
 from scmoe.training import masters
@@ -329,7 +330,11 @@ def accumulate(
     total, _ = jax.lax.scan(microbatches, total, early)
   if handed_over:
     reduction = Reduction(None, specs, gradient_dtype, first=not alone)
-    last, sums = each(group(-1), count - size), keep(True, total[1])
+    final = group(-1)
+    if alone:
+      # XLA writes a loop of one turn out, and would mix its group with this one.
+      final, total = barrier((final, total))
+    last, sums = each(final, count - size), keep(True, total[1])
     (grads, sums), results = differentiate(*last, sums, reduction)
     own = [(result, keep(False, bars)) for result, bars in zip(results, grads)]
     done, grads = functools.reduce(add, own, (total[0], keep(False, total[1])))

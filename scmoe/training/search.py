@@ -215,9 +215,10 @@ class Search:
     self._say(f"schedule: trying {'; '.join(map(str, likely))}")
     with concurrent.futures.ThreadPoolExecutor(len(likely)) as pool:
       # Nothing runs while they compile: XLA tries products on the GPU, and profiles measure it.
-      for c in likely:
+      jobs = []
+      for c in likely:  # traced one by one, each while those before it compile
         self.steps.step(c).lower(*self._given)
-      jobs = [pool.submit(self.steps.step(c).finish) for c in likely]
+        jobs.append(pool.submit(self.steps.step(c).finish))
       likely = [c for c, job in zip(likely, jobs) if self._compiled(c, job.result, c == likely[0])]
       for c in likely:
         yield c, False

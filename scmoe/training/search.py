@@ -68,7 +68,8 @@ class Search:
     most_steps: that are not yet the fastest's.
     margin: share of time by which another candidate has to be faster than the first.
     together: candidates that are compiled side by side before the first is tried, each a change
-      to the one before it, as if that were the fastest; only with `on_best`. 1: none.
+      to the one before it, as if that were the fastest; only with `on_best`. 1: none. Once begun
+      they are compiled; if `seconds` are over then, only the first is gone on with.
     keep: given the decision (`decision`) when it is made.
     say: prints a line.
     clock: seconds.
@@ -192,12 +193,7 @@ class Search:
       compile = functools.partial(step.compile, *self._given)
       if not self._compiled(candidate, compile, required=not self.prepared):
         continue
-      yield candidate, False
-      while not step.settled:
-        yield candidate, False
-      self.prepared[candidate] = self._clock() - start
-      if self.on_best:
-        yield from self._glances(candidate)
+      yield from self._prepared(candidate, start)
     if len(self.prepared) > 1:
       self.measured.clear()
       for _ in range(self.rounds):
@@ -220,6 +216,9 @@ class Search:
         self.steps.step(c).lower(*self._given)
         jobs.append(pool.submit(self.steps.step(c).finish))
       likely = [c for c, job in zip(likely, jobs) if self._compiled(c, job.result, c == likely[0])]
+      if first_decides(self._clock() - start > self.seconds):
+        self.untried |= dict.fromkeys(likely[1:], "no time left")
+        likely = likely[:1]
       for c in likely:
         yield c, False
         while not self.steps.step(c).settled and self.steps.step(c).waiting is None:
@@ -227,13 +226,15 @@ class Search:
       jobs = [pool.submit(self.steps.step(c).finish) for c in likely]
       likely = [c for c, job in zip(likely, jobs) if self._compiled(c, job.result, c == likely[0])]
     for c in likely:
-      while not self.steps.step(c).settled:
-        yield c, False
-      self.prepared[c] = self._clock() - start
-      yield from self._glances(c)
+      yield from self._prepared(c, start)
 
-  def _glances(self, candidate: Variant) -> Iterator[tuple[Variant, bool]]:
-    yield from ((candidate, True) for _ in range(GLANCES))
+  def _prepared(self, candidate: Variant, start: float) -> Iterator[tuple[Variant, bool]]:
+    """The calls of a compiled candidate before it is measured in turns."""
+    while not self.steps.step(candidate).settled:
+      yield candidate, False
+    self.prepared[candidate] = self._clock() - start
+    if self.on_best:
+      yield from ((candidate, True) for _ in range(GLANCES))
 
   def _candidate(self, change: Variant | Change) -> Variant:
     best: dict[str, Any] = {}

@@ -144,6 +144,18 @@ def test_candidates_compile_side_by_side():
     train(search({1: [], 2: []}, on_best=True, together=2, fails=(1,))[0])
 
 
+def test_what_compiles_side_by_side_for_too_long_is_not_gone_on_with():
+  costs = {1: [0, 0, 0] + [5] * 20, 2: [0, 0, 0] + [4] * 20}
+  options = {"profiled": 2, "on_best": True, "together": 2, "compiling": 20}
+  found, fakes, _ = search(costs, seconds=30, **options)
+  train(found)
+  assert (found.chosen, fakes[2].calls) == (Variant(chunks=1), 0)
+  assert found.untried == {Variant(chunks=2): "no time left"}
+  found, _, _ = search(costs, seconds=50, **options)
+  train(found)
+  assert found.chosen == Variant(chunks=2)
+
+
 def test_what_builds_on_another_than_expected_is_tried_by_itself():
   """The third was compiled as a change of the second; the first proves to be the fastest."""
   first, second, third = (Variant(chunks=n) for n in (1, 2, 4))

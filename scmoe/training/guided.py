@@ -76,17 +76,13 @@ class GuidedStep:
     prepared = self.program is not None and self.waiting is None and not self.calls_to_profile
     return prepared and self.called
 
-  def compile(self, *args: Any) -> None:
+  def compile(self, *args: Any, later: bool = False) -> None:
     """Compiles for arguments of these shapes, with the kept profile, or for collecting one.
 
     Args:
       *args: arrays, or `jax.ShapeDtypeStruct`s with their shardings.
+      later: XLA's part waits for `finish`.
     """
-    self.lower(*args)
-    self.finish()
-
-  def lower(self, *args: Any) -> None:
-    """All of `compile` but XLA's part, which waits for `finish`."""
     self.program = Program(self.step.lower(*args))
     self.file = self.directory / f"{self._fingerprint()}.pb"
     guided = self.gpu and self.overlap.profile_guided
@@ -97,6 +93,8 @@ class GuidedStep:
     if collecting:
       self.calls_to_profile = WARM_UP + self.overlap.profile_runs
     self.waiting = lambda: self._compile(profile, profiling=collecting)
+    if not later:
+      self.finish()
 
   def finish(self) -> None:
     """The compilation that waits, if any; in a thread, beside others', if that is wanted."""
@@ -107,7 +105,7 @@ class GuidedStep:
   def __call__(self, *args: Any) -> Any:
     """One step; the first ones may compile and profile."""
     if self.program is None:
-      self.lower(*args)
+      self.compile(*args)
     self.finish()
     assert self.program is not None
     if self.calls_to_profile == self.overlap.profile_runs:

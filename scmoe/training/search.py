@@ -213,7 +213,7 @@ class Search:
       # Nothing runs while they compile: XLA tries products on the GPU, and profiles measure it.
       jobs = []
       for c in likely:  # traced one by one, each while those before it compile
-        self.steps.step(c).lower(*self._given)
+        self.steps.step(c).compile(*self._given, later=True)
         jobs.append(pool.submit(self.steps.step(c).finish))
       likely = [c for c, job in zip(likely, jobs) if self._compiled(c, job.result, c == likely[0])]
       if first_decides(self._clock() - start > self.seconds):

@@ -41,13 +41,13 @@ class FakeStep:
   def settled(self):
     return self.left == 0
 
-  def compile(self, *args):
+  def compile(self, *args, later=False):
+    if later:
+      self.waiting = self.compile
+      return
     if self.fails:
       raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory")
     self.clock.now += self.compiling
-
-  def lower(self, *args):
-    self.waiting = self.compile
 
   def finish(self):
     if self.waiting is not None:

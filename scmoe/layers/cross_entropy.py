@@ -257,12 +257,10 @@ def _losses(
   axes, own = ("tensor",), logits_Cv.shape[-1]
   first = _first_token(own)
   at = lambda index_C: jnp.take_along_axis(logits_Cv, index_C[:, None], -1)[:, 0]
-  # Of equal scores the smallest index counts, as arg-max takes it. The largest score is read from
-  # there: one pass over the scores, not two.
-  guess_C = logits_Cv.argmax(-1).astype(targets_C.dtype)
-  best_C = at(guess_C)
+  best_C, power_C, guess_C = _largest_and_power(logits_Cv)
+  guess_C = guess_C.astype(targets_C.dtype)
   top_C = largest(best_C, axes, "tensor")
-  power_C = jnp.exp(logits_Cv - top_C[:, None]).sum(-1)
+  power_C = power_C * jnp.exp(best_C - top_C)
   if axis_size("tensor") == 1:
     log_sum_C = jnp.log(power_C) + top_C
     return log_sum_C - at(targets_C), (guess_C == targets_C).astype(jnp.float32), log_sum_C
@@ -274,6 +272,41 @@ def _losses(
   guess_C = -largest(-jnp.where(best_C == top_C, first + guess_C, nowhere), axes, "tensor")
   log_sum_C = jnp.log(power_C) + top_C
   return log_sum_C - chosen_C, (guess_C == targets_C).astype(jnp.float32), log_sum_C
+
+
+def _largest_and_power(logits_Cv: Float[Array, "C v"]) -> tuple[Array, Array, Array]:
+  """Of each token the largest score, Σ exp(score - largest), and the largest one's index.
+
+  Of equal scores the smallest index counts, as arg-max takes it.
+  """
+  # A CPU takes a reduction of three values a number at a time, and exponentials by vectors.
+  return jax.lax.platform_dependent(logits_Cv, cpu=_in_two_passes, default=_in_one_pass)
+
+
+def _in_two_passes(logits_Cv: Array) -> tuple[Array, Array, Array]:
+  index_C = logits_Cv.argmax(-1).astype(jnp.int32)
+  top_C = jnp.take_along_axis(logits_Cv, index_C[:, None], -1)[:, 0]
+  return top_C, jnp.exp(logits_Cv - top_C[:, None]).sum(-1), index_C
+
+
+def _in_one_pass(logits_Cv: Array) -> tuple[Array, Array, Array]:
+  """The scores, the step's largest array, are read once: a sum is scaled down where a larger score
+  is met (online softmax, Milakov & Gimelshein, arXiv 1805.02867)."""
+
+  def merged(left, right):
+    (top_l, power_l, index_l), (top_r, power_r, index_r) = left, right
+    top = jnp.maximum(top_l, top_r)
+    less = jnp.exp(jnp.minimum(top_l, top_r) - top)
+    power = jnp.where(top_l >= top_r, power_l + power_r * less, power_l * less + power_r)
+    first = (top_l > top_r) | ((top_l == top_r) & (index_l < index_r))
+    return top, power, jnp.where(first, index_l, index_r)
+
+  index_Cv = jax.lax.broadcasted_iota(jnp.int32, logits_Cv.shape, 1)
+  dtype, own = logits_Cv.dtype, logits_Cv.shape[-1]
+  nothing = jnp.finfo(dtype).min, jnp.zeros((), dtype), jnp.int32(own)
+  nothing = tuple(jnp.asarray(x, each) for x, each in zip(nothing, (dtype, dtype, jnp.int32)))
+  each = logits_Cv, jnp.ones_like(logits_Cv), index_Cv
+  return jax.lax.reduce(each, nothing, merged, (1,))
 
 
 def _own_tokens(weight: Array, by_token: bool) -> int:

@@ -102,6 +102,21 @@ def test_a_score_that_is_not_a_number_is_seen():
   assert jnp.isfinite(nats_T[1])
 
 
+def test_one_pass_finds_what_two_find():
+  """GPUs read the scores once and CPUs twice."""
+  equal = jnp.asarray(
+    [[0, 0, 0], [1, 2, 2], [500, -500, 500], [-jnp.inf, 3, -jnp.inf]], jnp.float32
+  )
+  for scores in (equal, jax.random.normal(jax.random.key(0), (5, 1000)) * 30):
+    top, power, index = jax.jit(cross_entropy._in_one_pass)(scores)
+    expected = cross_entropy._in_two_passes(scores)
+    assert (top == expected[0]).all()
+    assert (index == expected[2]).all()
+    np.testing.assert_allclose(power, expected[1], rtol=2e-6)
+  nothing = cross_entropy._in_one_pass(jnp.asarray([[0, jnp.nan], [jnp.nan, 0]], jnp.float32))
+  assert jnp.isnan(jnp.asarray(nothing[:2])).all()
+
+
 @pytest.mark.parametrize("by_token", [True, False], ids=["tied", "head"])
 def test_types_of_the_products(by_token):
   """bf16 in, bf16 gradients, sums and scores in float32; near the oracle of the rounded inputs."""

@@ -138,6 +138,11 @@ class BlockConfig:
     "whose grouped products: mosaic_gpu (kernels for Hopper), xla, auto (kernels where they run)",
     choices=EXPERT_BACKENDS,
   )
+  expert_fp8: bool = option(
+    False,
+    "round the operands of the experts' forward products to e4m3, with a scale for 128 elements "
+    "of a row and 128 x 128 of a matrix (DeepSeek-V3); backward passes stay in model.dtype",
+  )
   document_mask: bool = option(
     False, "attention stays inside a document of a packed row (no fused GPU attention then)"
   )
@@ -200,6 +205,16 @@ class BlockConfig:
       raise ConfigError(
         f"{name} needs {needed} experts, model.num_experts={self.num_experts}; raise "
         f"model.num_experts to at least {needed}"
+      )
+    if self.expert_fp8 and self.expert_impl == "block_sparse":
+      raise ConfigError(
+        "model.expert_fp8=True goes with grouped and batched products, got "
+        "model.expert_impl='block_sparse'; use 'auto'"
+      )
+    if self.expert_fp8 and self.experts != "ffn":
+      raise ConfigError(
+        "model.expert_fp8=True rounds what feed-forward networks read, got "
+        f"model.experts={self.experts!r}; use 'ffn', or leave model.expert_fp8 out"
       )
     self.rope.check()
     self._check_attention()
@@ -318,6 +333,7 @@ class BlockConfig:
       out_std=self.out_std,
       impl=self.expert_impl,
       backend=self.expert_backend,
+      fp8=self.expert_fp8,
       copy_engines=copy_engines,
       kind=self.experts,
       router=router,

@@ -88,6 +88,7 @@ class FFNExpertsConfig:
     backend: of grouped products; see `FFNConfig`.
     adaptive_r: Tutel's r; see `FFNExperts`.
     copy_engines: whether copy engines exchange rows, which leaves all multiprocessors to kernels.
+    fp8: see `FFNConfig`.
   """
 
   width: int
@@ -101,6 +102,7 @@ class FFNExpertsConfig:
   backend: str = "auto"
   adaptive_r: int = 1
   copy_engines: bool = False
+  fp8: bool = False
 
 
 class FFNExperts(Experts):
@@ -163,7 +165,7 @@ class FFNExperts(Experts):
     c = self.config
     shared = axis_size(*AXES) > 1 and not c.copy_engines
     impl = "grouped" if c.impl == "block_sparse" else c.impl
-    return FFNConfig(c.activation, impl, c.backend, shared_sms=shared)
+    return FFNConfig(c.activation, impl, c.backend, shared_sms=shared, fp8=c.fp8)
 
   def _on_replicas(self, run: Any, rows: Array, weights: FFNWeights, layout: RowLayout) -> Array:
     """Every row on r devices, each with a part of the hidden width; the partial sums added."""

@@ -35,6 +35,7 @@ class MoEConfig:
     activation, bias, init_std, out_std: of the experts, as of `MLPConfig`.
     impl, backend: what computes them; see `FFNExpertsConfig`.
     copy_engines: whether copy engines exchange rows.
+    fp8: whether experts' products have operands of eight bits; see `FFNConfig`.
     kind: ffn, or the import path of a subclass of `Experts`, called with this and `rngs`.
     router, dispatch: options of routing and of the transport.
   """
@@ -51,6 +52,7 @@ class MoEConfig:
   impl: str = "auto"
   backend: str = "auto"
   copy_engines: bool = False
+  fp8: bool = False
   kind: str = "ffn"
   router: RouterConfig = RouterConfig()
   dispatch: DispatchConfig = DispatchConfig()
@@ -64,7 +66,7 @@ class MoEConfig:
   def experts(self) -> FFNExpertsConfig:
     """Of the feed-forward experts."""
     names = ("width", "hidden", "num_experts", "activation", "bias", "init_std", "out_std", "impl",
-             "backend", "copy_engines")  # fmt: skip
+             "backend", "copy_engines", "fp8")  # fmt: skip
     return FFNExpertsConfig(
       **{name: getattr(self, name) for name in names}, adaptive_r=self.dispatch.adaptive_r
     )

@@ -630,7 +630,8 @@ def write_config(model: ModelConfig, router: RouterConfig, family: str = "") -> 
 
 # What no checkpoint of a released family holds, because it does not change what is computed.
 _FREE = (
-  "model.dtype", "model.expert_impl", "model.expert_backend", "model.document_mask",
+  "model.dtype", "model.expert_impl", "model.expert_backend", "model.expert_fp8",
+  "model.document_mask",
   "model.mix_input", "model.shortcut_norm", "model.num_kv_heads", "model.head_dim",
   "model.init_std", "model.context",
   "router.fp32_gate", "router.noise", "router.balance", "router.balance_loss", "router.z_loss",

@@ -36,6 +36,7 @@ _COMPAT = ("order", "weights", "weight_norm", "jitter", "uniform", "round_to")
 _SINCE = {
   "model": {
     "expert_impl": "auto",
+    "expert_fp8": False,
     "experts": "ffn",
     "zero_experts": 0,
     "dense_layers": "",

@@ -48,6 +48,9 @@ class FFNConfig:
     precision: for float32 operands, as in `jax.lax.dot_general`.
     num_sms: multiprocessors that the kernels use; None: all.
     shared_sms: a collective may hold multiprocessors while padded experts run.
+    fp8: round the operands of the forward pass' products to e4m3, in blocks with scales of their
+      own (see `fp8`). The backward pass computes as if they had not been rounded, from the
+      pre-activations that rounded operands gave.
   """
 
   activation: str = "swiglu"
@@ -56,6 +59,7 @@ class FFNConfig:
   precision: str | None = "highest"
   num_sms: int | None = None
   shared_sms: bool = False
+  fp8: bool = False
 
 
 # CTAs per multiprocessor, one after the other, where a collective may hold some of them. With one
@@ -134,9 +138,10 @@ def _resolve(config: FFNConfig, layout: RowLayout, dtype: Any, weights: FFNWeigh
   activation = get_activation(config.activation)
   group_MK = layout.group_MK
   one = group_MK is not None and group_MK.shape[0] == 1 and products == "mosaic_gpu"
+  one = one and not config.fp8  # its kernels read the weights as they are
   return _Static(
     products="xla" if batched else products,
-    how=Execution(activation, config.precision, num_sms, simulation),
+    how=Execution(activation, config.precision, num_sms, simulation, config.fp8),
     ranks=padded[0] if batched and padded is not None else 1,
     padded=padded if batched else None,
     weighted=layout.weight_MK is not None,

@@ -11,7 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from scmoe.kernels.grouped_matmul import tiles
+from scmoe.kernels.grouped_matmul import fp8, tiles
 from scmoe.kernels.grouped_matmul.down_backward import down_backward_product
 from scmoe.kernels.grouped_matmul.layout import GroupLayout
 from scmoe.kernels.grouped_matmul.pipeline import can_gather
@@ -109,35 +109,75 @@ def forward(
   index_R: jax.Array | None = None,
   with_pre: bool = True,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-  """As `xla.forward`; gather, biases and activation are part of the products."""
+  """As `xla.forward`; gather, biases and activation are part of the products.
+
+  Operands of eight bits are multiplied as such where all widths are multiples of their block.
+  """
   _, width, hidden = weights.up_GDF.shape
   out_width = weights.down_GFD.shape[2]
+  product = _product
+  if how.fp8 and all(size % fp8.BLOCK == 0 for size in weights.widths):
+    product = _product_of_eight_bits
+  elif how.fp8:
+    x_XD, weights = fp8.rounded_rows(x_XD), fp8.rounded_weights(weights)
   x, index_R = _split_gather(x_XD, index_R, "up" in FUSED_GATHERS)
   kind = "up" if how.activation.gated else "activated"
-  *pre, a_RF = rows_product(
-    (x,),
-    (weights.up_weights,),
+  *pre, a_RF = product(
+    x,
+    weights.up_weights,
+    weights.up_biases,
     layout,
     tiles.choose(kind, width, hidden, gathered=index_R is not None),
-    transpose_rhs=False,
-    biases=weights.up_biases,
+    index_R=index_R,
     activation=how.activation,
     with_results=with_pre,
-    index_R=index_R,
-    out_dtype=x.dtype,
     num_sms=how.num_sms,
   )
-  (y_RD,) = rows_product(
-    (a_RF,),
-    ((weights.down_GFD,),),
+  if how.fp8 and product is _product:
+    a_RF = fp8.rounded_rows(a_RF)
+  (y_RD,) = product(
+    a_RF,
+    (weights.down_GFD,),
+    (weights.down_bias_GD,),
     layout,
     tiles.choose("rows", hidden, out_width, x.dtype.itemsize),
-    transpose_rhs=False,
-    biases=(weights.down_bias_GD,),
-    out_dtype=x.dtype,
     num_sms=how.num_sms,
   )
   return y_RD, tuple(pre)
+
+
+def _product(x_XK, matrices, biases, layout, tiling, **options):
+  """`rows_product` of rows with the matrices of all results, in the rows' type."""
+  return rows_product(
+    (x_XK,),
+    (matrices,),
+    layout,
+    tiling,
+    transpose_rhs=False,
+    biases=biases,
+    out_dtype=x_XK.dtype,
+    **options,
+  )
+
+
+def _product_of_eight_bits(x_XK, matrices, biases, layout, tiling, *, index_R=None, **options):
+  """As `_product`, of operands rounded to e4m3; gathered, and tiled, in a way of its own."""
+  del tiling
+  rows, scale = fp8.quantised_rows(x_XK)
+  if index_R is not None:
+    rows, scale = take_rows(rows, index_R), take_rows(scale, index_R)
+  quantised = [fp8.quantised_matrices(w) for w in matrices]
+  return rows_product(
+    (rows,),
+    (tuple(jnp.swapaxes(w, 1, 2) for w, _ in quantised),),
+    layout,
+    tiles.EIGHT_BITS,
+    transpose_rhs=True,
+    biases=biases,
+    scales=(scale, tuple(s for _, s in quantised)),
+    out_dtype=x_XK.dtype,
+    **options,
+  )
 
 
 @functools.partial(jax.jit, static_argnames="how")

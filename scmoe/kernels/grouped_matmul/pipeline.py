@@ -141,6 +141,9 @@ class Work:
     prologue: (coordinates, consumer, first row) -> None, before a consumer's first product of a
       tile; for what the epilogue will read.
     ready: (stage, parity) -> None, waits for what the barriers here do not count.
+    scales: (coordinates, step, first row of the consumer) -> for each accumulator a number for each
+      row. If given, each stage's products have accumulators of their own, and the epilogue is given
+      the sums of the products times these.
   """
 
   num_tiles: Any
@@ -152,6 +155,7 @@ class Work:
   epilogue: Callable[[Any, Sequence[Any], Any, Any], None]
   prologue: Callable[[Any, Any, Any], None] | None = None
   ready: Callable[[Any, Any], None] | None = None
+  scales: Callable[[Any, Any, Any], tuple[Any, ...]] | None = None
 
 
 def barriers(tiling: Tiling, copies: int) -> tuple[Any, Any]:
@@ -245,9 +249,34 @@ def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -
 
         work.epilogue(where, accumulators, warpgroup, first_row)
 
-      pl.run_scoped(
-        with_accumulators, *(plgpu.ACC(shape, jnp.float32) for shape in work.accumulators)
-      )
+      accumulators = [plgpu.ACC(shape, jnp.float32) for shape in work.accumulators]
+
+      def scaled_step(step, carry):
+        turn, sums = carry
+        stage = stage_of(turn)
+        scales = work.scales(where, step, first_row)  # pyright: ignore  (read while it waits)
+        plgpu.barrier_wait(full_barrier(stage, warpgroup))
+
+        def multiplied(*accumulators):
+          work.consumer(accumulators, stage, my_rows)
+          plgpu.wgmma_wait(0)
+          return tuple(acc[...] for acc in accumulators)
+
+        products = pl.run_scoped(multiplied, *accumulators)
+        plgpu.barrier_arrive(empty.at[stage])
+        spread = (lax.broadcast_in_dim(s, p.shape, (0,)) for s, p in zip(scales, products))
+        sums = tuple(total + p * s for total, p, s in zip(sums, products, spread))
+        return _wrap(turn + 1, 2 * stages), sums
+
+      if work.scales is None:
+        pl.run_scoped(with_accumulators, *accumulators)
+      else:
+        nothing = tuple(
+          plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+          for shape in work.accumulators
+        )
+        _, sums = lax.fori_loop(0, steps, scaled_step, (first_turn, nothing))
+        work.epilogue(where, sums, warpgroup, first_row)
       return lax.rem(first_turn + steps, jnp.int32(2 * stages))
 
     def steps_of(i):

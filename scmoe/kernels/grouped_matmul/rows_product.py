@@ -16,8 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from scmoe._compat import load_as
 from scmoe.kernels.grouped_matmul import gather
 from scmoe.kernels.grouped_matmul.activations import Activation, kernel_form
+from scmoe.kernels.grouped_matmul.fp8 import BLOCK
 from scmoe.kernels.grouped_matmul.layout import GroupLayout
 from scmoe.kernels.grouped_matmul.pipeline import (
   CONSUMERS,
@@ -49,6 +51,8 @@ class Operands:
     lhs: operands [R, K], contracted one after the other into one result.
     rhs: for each lhs the matrices of all results, [G, K, N] or transposed.
     biases: for each result [G, N], or None.
+    row_scale: of operands of eight bits, float32 [B, R]; else None.
+    rhs_scales: likewise, for each result float32 [G, B, C].
   """
 
   group_I: Any
@@ -57,6 +61,8 @@ class Operands:
   lhs: tuple[Any, ...]
   rhs: tuple[tuple[Any, ...], ...]
   biases: tuple[Any, ...]
+  row_scale: Any = None
+  rhs_scales: tuple[Any, ...] = ()
 
 
 @jax.tree_util.register_dataclass
@@ -93,6 +99,7 @@ def rows_product(
   activation: Activation | None = None,
   with_results: bool = True,
   index_R: jax.Array | None = None,
+  scales: tuple[jax.Array, tuple[jax.Array, ...]] | None = None,
   out_dtype,
   num_sms: int | None = None,
 ) -> tuple[jax.Array, ...]:
@@ -109,6 +116,10 @@ def rows_product(
     with_results: whether the results are outputs; only together with an activation they need not.
     index_R: if given, the only lhs has any number of rows and row r of the product reads row
       index[r] of it (zero if that is negative), gathered while the operand is loaded.
+    scales: of operands of eight bits, which are one lhs and transposed rhs: float32 [R, B] of the
+      rows, and [G, B, C] of each matrix (see `fp8`). A block's product is made of their numbers,
+      multiplied by both scales and added up in float32: Hopper's own sums of eight-bit products
+      keep some 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
     out_dtype: type of the outputs.
     num_sms: CTAs.
 
@@ -120,10 +131,14 @@ def rows_product(
   parts = len(rhs[0])
   # Of the operands' type, as XLA adds a bias to a product: in shared memory they then fit into what
   # the stages leave.
-  cast = lambda b: None if b is None else b.astype(lhs[0].dtype)
+  bias_dtype = lhs[0].dtype if scales is None else out_dtype
+  cast = lambda b: None if b is None else b.astype(bias_dtype)
   biases = tuple(map(cast, biases)) or (None,) * parts
   places = [part for part, bias in enumerate(biases) if bias is not None]
   operands = Operands(layout.tile_group_I, layout.num_tiles, index_R, lhs, rhs, biases)
+  if scales is not None:
+    # A stage's scales lie together.
+    operands = dataclasses.replace(operands, row_scale=scales[0].T, rhs_scales=scales[1])
   rows, depth = layout.num_rows, tiling.depth
   halves = layout.tile // tiling.rows
   same_group = tiling.pair == "rows" and halves == 2  # a pair is one tile of the layout
@@ -137,6 +152,12 @@ def rows_product(
   num_outs = parts * with_results + (activation is not None)
   assert not (fused and tiling.pair == "cols"), "a gathered operand cannot be shared"
   assert halves == 1 or (tiling.pingpong and not fused), "half tiles are for ping-pong, ungathered"
+  if scales is not None:
+    assert len(lhs) == 1, "operands of eight bits have one scale each"
+    assert transpose_rhs, "wgmma reads eight bits along the contracted dimension"
+    assert not fused, "scales would have to be gathered too"
+    assert depth == BLOCK, (tiling, "a stage has one scale")
+    assert n % BLOCK == BLOCK % cols == 0, (tiling, n, "a tile has one scale of rhs")
   rhs_block = (cols, depth) if transpose_rhs else (depth, cols)
   consumer_rows = tiling.consumer_rows
   form = None if activation is None else kernel_form(activation)
@@ -189,6 +210,13 @@ def rows_product(
         for part in range(parts):
           b = shared.rhs.at[stage, part]
           plgpu.wgmma(accumulators[part], a, b.transpose((1, 0)) if transpose_rhs else b)
+
+      def both_scales(where, step, first_row):
+        row_tile, col_tile, group, *_ = where
+        block = lax.div(jnp.int32(first_of(col_tile, cols, n)), jnp.int32(BLOCK))
+        rows_here = pl.ds(row_tile * tiling.rows + first_row, consumer_rows)
+        row_scale = load_as(gmem.row_scale.at[step, rows_here], plgpu.Layout.WGMMA.reduce(1))
+        return tuple(row_scale * w[group, step, block] for w in gmem.rhs_scales)
 
       def load_biases(where, consumer, first_row):
         _, col_tile, group, *_ = where
@@ -244,6 +272,7 @@ def rows_product(
         epilogue=epilogue,
         prologue=load_biases if places else None,
         ready=functools.partial(gather.wait_rows, shared.gathered) if fused else None,
+        scales=both_scales if scales is not None else None,
       )
       run_tiles(tiling, work, shared.full, shared.empty, num_sms)
 
@@ -259,7 +288,7 @@ def rows_product(
     if places:
       memory = dataclasses.replace(
         memory,
-        bias=plgpu.SMEM((CONSUMERS, len(places), cols), dtype),
+        bias=plgpu.SMEM((CONSUMERS, len(places), cols), bias_dtype),
         bias_loaded=plgpu.Barrier(num_arrivals=len(places), num_barriers=CONSUMERS),
       )
     pl.run_scoped(with_memory, memory, collective_axes="wg")

@@ -30,6 +30,9 @@ _RESERVED = 2_048  # barriers, biases and their alignment
 # "down_backward".
 KINDS = ("rows", "activated", "up", "dx", "weights", "weights_pair", "down_backward")
 
+# Of operands of eight bits: a stage is one block of `fp8` deep, and as the sums stand beside each
+# stage's accumulators, a tile has half the columns of others.
+EIGHT_BITS = Tiling(rows=128, cols=128, depth=128, stages=5, band=8)
 BANDS = (8, 4, 16, 32)  # that are measured
 _log = logging.getLogger(__name__)
 _recording: contextvars.ContextVar[dict[Key, None] | None]

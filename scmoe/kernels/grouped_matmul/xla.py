@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from scmoe.kernels.grouped_matmul import fp8
 from scmoe.kernels.grouped_matmul.activations import activate, activation_vjp
 from scmoe.kernels.grouped_matmul.layout import GroupLayout
 from scmoe.kernels.grouped_matmul.weights import Execution, FFNWeights
@@ -262,7 +263,7 @@ def forward(
     x_XD: rows, read through `index_R` if that is given.
     weights: of the groups; matrices in the type of x.
     layout: the tiles of R.
-    how: what is used of it: activation and precision.
+    how: what is used of it: activation, precision and fp8.
     index_R: as in `grouped_rows`.
     with_pre: whether the pre-activations are wanted; () stands for them otherwise.
 
@@ -275,11 +276,14 @@ def forward(
     # Rounded before the activation, so that the backward recomputes the same value.
     first = zip(weights.up_weights, weights.up_biases)
     pre = tuple(ops.plus(ops.product(x, w), b).astype(dtype) for w, b in first)
-    a = activate(how.activation, pre).astype(dtype)
+    a = rounded_rows(activate(how.activation, pre).astype(dtype))
     y = ops.plus(ops.product(a, weights.down_GFD), weights.down_bias_GD).astype(dtype)
     return y, pre if with_pre else ()
 
-  source, read = _reader(x_XD, index_R)
+  rounded_rows = fp8.rounded_rows if how.fp8 else lambda x: x
+  if how.fp8:
+    weights = fp8.rounded_weights(weights)
+  source, read = _reader(rounded_rows(x_XD), index_R)
   if layout.one_tile_each:
     return network(_of_groups(layout, how.precision), read(source), weights)
   ops = _of_tile(how.precision)

@@ -6,7 +6,7 @@ hardware  8 GPUs of 80 GB: --config.mesh.expert=8
 time      --dry_run estimates it for your mesh; experiments/kernels/train_step.py measures a step of
           a few of its layers on one GPU
 expect    the whole model has not been trained; a step of 4 of its layers on 16,384 tokens takes
-          91 ms on one H200 (181k tokens/s, MFU 44 %), of all 16 on 32,768 tokens 573 ms (MFU 46 %,
+          87 ms on one H200 (187k tokens/s, MFU 46 %), of all 16 on 32,768 tokens 573 ms (MFU 46 %,
           128 GiB; XLA_PYTHON_CLIENT_MEM_FRACTION=0.95)
 sizes     published: 16 blocks, width 2048, 16 heads, 8 of 64 experts of width 1024 in every block,
           no shared expert, context 4096, 50304 tokens in the vocabulary; dropless, weights that are

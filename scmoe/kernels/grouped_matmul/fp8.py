@@ -11,6 +11,7 @@ kernel for eight bits so computes the same from `rounded_rows` and `rounded_matr
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
@@ -50,14 +51,14 @@ def quantised_matrices(w_GKN: Float[Array, "G K N"]) -> tuple[Array, Array]:
 
 def rounded_rows(x_RK: Float[Array, "*R K"]) -> Float[Array, "*R K"]:
   """Every row rounded to eight bits and back, in its type; twice is once."""
-  q_RK, scale_RB = quantised_rows(x_RK)
+  q_RK, scale_RB = _kept(quantised_rows(x_RK))
   scale_RK = jnp.repeat(scale_RB, BLOCK, axis=-1)[..., : x_RK.shape[-1]]
   return (q_RK.astype(jnp.float32) * scale_RK).astype(x_RK.dtype)
 
 
 def rounded_matrices(w_GKN: Float[Array, "G K N"]) -> Float[Array, "G K N"]:
   """Every matrix rounded to eight bits and back, in its type; twice is once."""
-  q_GKN, scale_GBC = quantised_matrices(w_GKN)
+  q_GKN, scale_GBC = _kept(quantised_matrices(w_GKN))
   spread = lambda s, axis: jnp.repeat(s, BLOCK, axis=axis)
   scale_GKN = spread(spread(scale_GBC, 1), 2)[:, : w_GKN.shape[1], : w_GKN.shape[2]]
   return (q_GKN.astype(jnp.float32) * scale_GKN).astype(w_GKN.dtype)
@@ -69,6 +70,11 @@ def rounded_weights(weights: FFNWeights) -> FFNWeights:
   gate = None if weights.gate_GDF is None else rounded_matrices(weights.gate_GDF)
   biases = weights.up_bias_GF, weights.down_bias_GD, weights.gate_bias_GF
   return FFNWeights(up, down, gate, *biases)
+
+
+def _kept(quantised: tuple[Array, Array]) -> tuple[Array, Array]:
+  """The same, rounded in any program: XLA may leave out a conversion and its way back."""
+  return jax.lax.optimization_barrier(quantised)
 
 
 def _scale(largest: Array) -> Array:

@@ -12,7 +12,7 @@ import pytest
 
 from scmoe.kernels import linear, tune
 from scmoe.kernels import norm as norm_kernels
-from scmoe.kernels.bench import Shape, check_layer, relative_error
+from scmoe.kernels.bench import TOLERANCE_FP8, Shape, check_layer, relative_error
 from scmoe.kernels.block_sparse import dsd, moe_topology, sdd, to_dense
 from scmoe.kernels.decode_attention import attend_cache
 from scmoe.kernels.grouped_matmul import (
@@ -355,3 +355,26 @@ def test_attention_of_a_token(normal, heads, kv_heads, width, length, window):
       scores = jnp.einsum("hn,thn->ht", q.astype(jnp.float32), wide(k)) * width**-0.5
       want = jnp.einsum("ht,thn->hn", jax.nn.softmax(scores), wide(v))
     assert relative_error(got, want) < 3e-3, position
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("rows", [77, 1000])
+def test_operands_of_eight_bits(normal, rows, activation):
+  """The kernel against XLA's product of rounded operands, with biases, padding and no expert."""
+  experts, width, hidden, k = 8, 512, 384, 2
+  gated = get_activation(activation).gated
+  small = lambda *shape: 0.05 * normal(*shape)
+  gate = (small(experts, width, hidden), small(experts, hidden)) if gated else (None, None)
+  up, down = small(experts, width, hidden), small(experts, hidden, width)
+  weights = FFNWeights(up, down, gate[0], small(experts, hidden), small(experts, width), gate[1])
+  scores = normal(rows, experts + 1, dtype=jnp.float32)
+  group = jax.lax.top_k(scores, k)[1].astype(jnp.int32)  # the last is no expert
+  layout = choices_layout(group, jax.nn.softmax(normal(rows, k, dtype=jnp.float32)), experts)
+  x = normal(rows, width)
+  run = lambda backend: jax.jit(
+    lambda x, w: expert_ffn(x, w, layout, FFNConfig(activation, backend=backend, fp8=True))
+  )
+  got, want = (run(backend)(x, weights) for backend in ("mosaic_gpu", "xla"))
+  assert relative_error(got, want) < TOLERANCE_FP8
+  plain = expert_ffn(x, weights, layout, FFNConfig(activation))
+  assert relative_error(got, plain) > 2 * TOLERANCE_FP8  # rounded at all

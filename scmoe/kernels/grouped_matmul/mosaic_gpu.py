@@ -113,56 +113,47 @@ def forward(
 
   Operands of eight bits are multiplied as such where all widths are multiples of their block.
   """
-  _, width, hidden = weights.up_GDF.shape
-  out_width = weights.down_GFD.shape[2]
-  product = _product
+  product, between = _product, lambda a_RF: a_RF
   if how.fp8 and all(size % fp8.BLOCK == 0 for size in weights.widths):
     product = _product_of_eight_bits
   elif how.fp8:
     x_XD, weights = fp8.rounded_rows(x_XD), fp8.rounded_weights(weights)
-  x, index_R = _split_gather(x_XD, index_R, "up" in FUSED_GATHERS)
-  kind = "up" if how.activation.gated else "activated"
+    between = fp8.rounded_rows
   *pre, a_RF = product(
-    x,
+    x_XD,
     weights.up_weights,
     weights.up_biases,
     layout,
-    tiles.choose(kind, width, hidden, gathered=index_R is not None),
     index_R=index_R,
     activation=how.activation,
     with_results=with_pre,
     num_sms=how.num_sms,
   )
-  if how.fp8 and product is _product:
-    a_RF = fp8.rounded_rows(a_RF)
-  (y_RD,) = product(
-    a_RF,
-    (weights.down_GFD,),
-    (weights.down_bias_GD,),
-    layout,
-    tiles.choose("rows", hidden, out_width, x.dtype.itemsize),
-    num_sms=how.num_sms,
-  )
+  down = (weights.down_GFD,), (weights.down_bias_GD,)
+  (y_RD,) = product(between(a_RF), *down, layout, num_sms=how.num_sms)
   return y_RD, tuple(pre)
 
 
-def _product(x_XK, matrices, biases, layout, tiling, **options):
+def _product(x_XK, matrices, biases, layout, *, index_R=None, activation=None, **options):
   """`rows_product` of rows with the matrices of all results, in the rows' type."""
+  x, index_R = _split_gather(x_XK, index_R, "up" in FUSED_GATHERS)
+  kind = "rows" if activation is None else "up" if activation.gated else "activated"
   return rows_product(
-    (x_XK,),
+    (x,),
     (matrices,),
     layout,
-    tiling,
+    tiles.choose(kind, *matrices[0].shape[1:], gathered=index_R is not None),
     transpose_rhs=False,
     biases=biases,
-    out_dtype=x_XK.dtype,
+    index_R=index_R,
+    activation=activation,
+    out_dtype=x.dtype,
     **options,
   )
 
 
-def _product_of_eight_bits(x_XK, matrices, biases, layout, tiling, *, index_R=None, **options):
-  """As `_product`, of operands rounded to e4m3; gathered, and tiled, in a way of its own."""
-  del tiling
+def _product_of_eight_bits(x_XK, matrices, biases, layout, *, index_R=None, **options):
+  """As `_product`, of operands rounded to e4m3; gathered before the product, with their scales."""
   rows, scale = fp8.quantised_rows(x_XK)
   if index_R is not None:
     rows, scale = take_rows(rows, index_R), take_rows(scale, index_R)

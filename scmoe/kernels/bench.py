@@ -76,7 +76,7 @@ MODELS = {
 KNOWN = SHAPES | MODELS
 # bf16 operands, float32 accumulation, and intermediates rounded to bf16 two or three times.
 TOLERANCE = 1e-2
-# Of eight bits against the same on XLA: a sum in another order can round an activation to the
+# Of fp8 against the same on XLA: a sum in another order can round an activation to the
 # number beside it, 6 to 12 % away. Not rounded at all, the difference is 0.06.
 TOLERANCE_FP8 = 1.5e-2
 _SAMPLE_SECONDS = 0.04  # calls in a row are timed together, so that the host's part is hidden
@@ -425,7 +425,7 @@ def bench_kernels(shape: Shape, skews: Sequence[float | None], seed: int, rounds
 
 
 def bench_fp8(shape: Shape, seed: int, rounds: int) -> dict[str, Any]:
-  """The experts' forward pass in bfloat16 and in eight bits, and the roundings of the latter alone.
+  """The experts' forward pass in bfloat16 and in fp8, and the roundings of the latter alone.
 
   Routed evenly at random, without a router; what a backward pass would need is not kept.
   """
@@ -457,7 +457,7 @@ def bench_fp8(shape: Shape, seed: int, rounds: int) -> dict[str, Any]:
   times = interleaved(
     {
       "bfloat16": (forward("auto", False), given),
-      "eight bits": (forward("auto", True), given),
+      "fp8": (forward("auto", True), given),
       "rounding rows": (rows, (x_TD,)),
       "rounding activations": (rows, (a_RF,)),
       "rounding matrices": (matrices, (weights,)),
@@ -474,7 +474,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
   parser.add_argument("--layer", action="store_true", help="the whole MoE layer")
   parser.add_argument("--kernels", action="store_true", help="each product alone")
-  parser.add_argument("--fp8", action="store_true", help="experts in eight bits beside bfloat16")
+  parser.add_argument("--fp8", action="store_true", help="experts in fp8 beside bfloat16")
   parser.add_argument(
     "--shape", action="append", default=[], help="T,D,F,E,K, a known name, or models"
   )

@@ -35,7 +35,7 @@ class MoEConfig:
     activation, bias, init_std, out_std: of the experts, as of `MLPConfig`.
     impl, backend: what computes them; see `FFNExpertsConfig`.
     copy_engines: whether copy engines exchange rows.
-    fp8: whether experts' products have operands of eight bits; see `FFNConfig`.
+    fp8: whether experts' products have fp8 operands; see `FFNConfig`.
     kind: ffn, or the import path of a subclass of `Experts`, called with this and `rngs`.
     router, dispatch: options of routing and of the transport.
   """

@@ -359,7 +359,7 @@ def test_attention_of_a_token(normal, heads, kv_heads, width, length, window):
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("rows", [77, 1000])
-def test_operands_of_eight_bits(normal, rows, activation):
+def test_fp8_operands(normal, rows, activation):
   """The kernel against XLA's product of rounded operands, with biases, padding and no expert."""
   experts, width, hidden, k = 8, 512, 384, 2
   gated = get_activation(activation).gated

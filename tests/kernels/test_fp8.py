@@ -1,4 +1,4 @@
-"""Operands of eight bits: what is rounded, that no more is, and the network of rounded operands."""
+"""fp8 operands: what is rounded, that no more is, and the network of rounded operands."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_rounding_is_numpys(width, dtype):
 
 
 def test_every_element_is_a_bfloat16_number_and_rounding_twice_is_rounding_once():
-  """Why a product of eight bits is one of bfloat16 numbers, and weights may be rounded before."""
+  """Why a product of fp8 numbers is one of bfloat16 numbers, and weights may be rounded before."""
   for x, rounded in ((normal(4, 7, 300), rounded_rows), (normal(5, 3, 150, 260), rounded_matrices)):
     once = rounded(x * 1e-3)
     np.testing.assert_array_equal(once, once.astype(jnp.bfloat16).astype(jnp.float32))
@@ -198,7 +198,7 @@ def relative_error(got, want):
 )
 @needs_new_simulation
 def test_the_kernel_simulated(tiling, activation):
-  """Operands of eight bits against the bfloat16 kernel's oracle of what they stand for."""
+  """fp8 operands against the bfloat16 kernel's oracle of what they stand for."""
   kind = activation and get_activation(activation)
   parts = 1 + bool(kind and kind.gated)
   layout = make_layout(jnp.asarray([130, 0, 170]), 300, 128)  # an even number of tiles
@@ -230,7 +230,7 @@ def test_the_kernel_simulated(tiling, activation):
     assert relative_error(ours[:used], theirs[:used]) < 3e-3
 
 
-@pytest.mark.parametrize("hidden", [128, 192], ids=["in eight bits", "rounded"])
+@pytest.mark.parametrize("hidden", [128, 192], ids=["fp8", "rounded"])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @needs_new_simulation
 def test_the_network_on_kernels_is_xlas_simulated(activation, hidden):
@@ -255,5 +255,5 @@ def test_the_network_on_kernels_is_xlas_simulated(activation, hidden):
   # Not for races: of an odd number of tiles the last is stored by both of a pair, alike.
   with interpreted(gpu_interpret_params(detect_races=False), num_sms=4):
     got = run("mosaic_gpu")
-  # A sum's order can round an activation to another number of eight bits, 6 % away.
+  # A sum's order can round an activation to another fp8 number, 6 % away.
   assert relative_error(got, run("xla")) < 6e-3

@@ -1,12 +1,13 @@
-"""Operands of eight bits: e4m3 numbers with a scale for each block, as DeepSeek-V3 trains with.
+"""fp8 operands: e4m3 numbers with a scale for each block, as DeepSeek-V3 trains with.
 
     R  rows      K, N  widths      B  blocks of 128 along K      C  blocks along N      G  groups
 
 A row has a scale for each 128 of its elements, a matrix one for each 128 x 128 (arXiv 2412.19437,
 section 3.3). Scales are powers of two, the smallest that keep a block within e4m3 (448), so nothing
 is rounded but the elements: an element times its scale is a bfloat16 number, and the product of two
-operands of eight bits is exactly that of two of bfloat16, up to the order of sums. What has no
-kernel for eight bits so computes the same from `rounded_rows` and `rounded_matrices`.
+fp8 operands is exactly that of two of bfloat16, up to the order of sums. What has no kernel for fp8
+so computes the same from `rounded_rows` and `rounded_matrices`. Not the eight bits of `migration`,
+which are integers that only keep weights small.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _EXPONENTS = (-100, 100)
 
 
 def quantised_rows(x_RK: Float[Array, "*R K"]) -> tuple[Array, Array]:
-  """Rows of eight bits.
+  """Rows in fp8.
 
   Returns:
     e4m3 [..., K], and float32 scales [..., B]; the last block may be shorter.
@@ -39,7 +40,7 @@ def quantised_rows(x_RK: Float[Array, "*R K"]) -> tuple[Array, Array]:
 
 
 def quantised_matrices(w_GKN: Float[Array, "G K N"]) -> tuple[Array, Array]:
-  """Matrices of eight bits: e4m3 [G, K, N], and float32 scales [G, B, C]."""
+  """Matrices in fp8: e4m3 [G, K, N], and float32 scales [G, B, C]."""
   groups, *widths = w_GKN.shape
   w = _filled_up(_filled_up(w_GKN.astype(jnp.float32), 1), 2)
   w = w.reshape(groups, w.shape[1] // BLOCK, BLOCK, w.shape[2] // BLOCK, BLOCK)
@@ -50,14 +51,14 @@ def quantised_matrices(w_GKN: Float[Array, "G K N"]) -> tuple[Array, Array]:
 
 
 def rounded_rows(x_RK: Float[Array, "*R K"]) -> Float[Array, "*R K"]:
-  """Every row rounded to eight bits and back, in its type; twice is once."""
+  """Every row rounded to fp8 and back, in its type; twice is once."""
   q_RK, scale_RB = _kept(quantised_rows(x_RK))
   scale_RK = jnp.repeat(scale_RB, BLOCK, axis=-1)[..., : x_RK.shape[-1]]
   return (q_RK.astype(jnp.float32) * scale_RK).astype(x_RK.dtype)
 
 
 def rounded_matrices(w_GKN: Float[Array, "G K N"]) -> Float[Array, "G K N"]:
-  """Every matrix rounded to eight bits and back, in its type; twice is once."""
+  """Every matrix rounded to fp8 and back, in its type; twice is once."""
   q_GKN, scale_GBC = _kept(quantised_matrices(w_GKN))
   spread = lambda s, axis: jnp.repeat(s, BLOCK, axis=axis)
   scale_GKN = spread(spread(scale_GBC, 1), 2)[:, : w_GKN.shape[1], : w_GKN.shape[2]]
@@ -65,7 +66,7 @@ def rounded_matrices(w_GKN: Float[Array, "G K N"]) -> Float[Array, "G K N"]:
 
 
 def rounded_weights(weights: FFNWeights) -> FFNWeights:
-  """The network's matrices rounded to eight bits and back; biases stay."""
+  """The network's matrices rounded to fp8 and back; biases stay."""
   up, down = rounded_matrices(weights.up_GDF), rounded_matrices(weights.down_GFD)
   gate = None if weights.gate_GDF is None else rounded_matrices(weights.gate_GDF)
   biases = weights.up_bias_GF, weights.down_bias_GD, weights.gate_bias_GF

@@ -111,11 +111,11 @@ def forward(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
   """As `xla.forward`; gather, biases and activation are part of the products.
 
-  Operands of eight bits are multiplied as such where all widths are multiples of their block.
+  fp8 operands are multiplied as such where all widths are multiples of their block.
   """
   product, between = _product, lambda a_RF: a_RF
   if how.fp8 and all(size % fp8.BLOCK == 0 for size in weights.widths):
-    product = _product_of_eight_bits
+    product = _fp8_product
   elif how.fp8:
     x_XD, weights = fp8.rounded_rows(x_XD), fp8.rounded_weights(weights)
     between = fp8.rounded_rows
@@ -152,7 +152,7 @@ def _product(x_XK, matrices, biases, layout, *, index_R=None, activation=None, *
   )
 
 
-def _product_of_eight_bits(x_XK, matrices, biases, layout, *, index_R=None, **options):
+def _fp8_product(x_XK, matrices, biases, layout, *, index_R=None, **options):
   """As `_product`, of operands rounded to e4m3; gathered before the product, with their scales."""
   rows, scale = fp8.quantised_rows(x_XK)
   if index_R is not None:
@@ -162,7 +162,7 @@ def _product_of_eight_bits(x_XK, matrices, biases, layout, *, index_R=None, **op
     (rows,),
     (tuple(jnp.swapaxes(w, 1, 2) for w, _ in quantised),),
     layout,
-    tiles.EIGHT_BITS,
+    tiles.FP8,
     transpose_rhs=True,
     biases=biases,
     scales=(scale, tuple(s for _, s in quantised)),

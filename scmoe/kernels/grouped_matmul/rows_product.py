@@ -51,7 +51,7 @@ class Operands:
     lhs: operands [R, K], contracted one after the other into one result.
     rhs: for each lhs the matrices of all results, [G, K, N] or transposed.
     biases: for each result [G, N], or None.
-    row_scale: of operands of eight bits, float32 [B, R]; else None.
+    row_scale: of fp8 operands, float32 [B, R]; else None.
     rhs_scales: likewise, for each result float32 [G, B, C].
   """
 
@@ -116,7 +116,7 @@ def rows_product(
     with_results: whether the results are outputs; only together with an activation they need not.
     index_R: if given, the only lhs has any number of rows and row r of the product reads row
       index[r] of it (zero if that is negative), gathered while the operand is loaded.
-    scales: of operands of eight bits, which are one lhs and transposed rhs: float32 [R, B] of the
+    scales: of fp8 operands, which are one lhs and transposed rhs: float32 [R, B] of the
       rows, and [G, B, C] of each matrix (see `fp8`). A block's product is made of their numbers,
       multiplied by both scales and added up in float32: Hopper's own sums of eight-bit products
       keep some 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
@@ -153,8 +153,8 @@ def rows_product(
   assert not (fused and tiling.pair == "cols"), "a gathered operand cannot be shared"
   assert halves == 1 or (tiling.pingpong and not fused), "half tiles are for ping-pong, ungathered"
   if scales is not None:
-    assert len(lhs) == 1, "operands of eight bits have one scale each"
-    assert transpose_rhs, "wgmma reads eight bits along the contracted dimension"
+    assert len(lhs) == 1, "fp8 operands have one scale each"
+    assert transpose_rhs, "wgmma reads fp8 along the contracted dimension"
     assert not fused, "scales would have to be gathered too"
     assert depth == BLOCK, (tiling, "a stage has one scale")
     assert n % BLOCK == BLOCK % cols == 0, (tiling, n, "a tile has one scale of rhs")

@@ -30,10 +30,10 @@ _RESERVED = 2_048  # barriers, biases and their alignment
 # "down_backward".
 KINDS = ("rows", "activated", "up", "dx", "weights", "weights_pair", "down_backward")
 
-# Of operands of eight bits: a stage is one block of `fp8` deep, and as the sums stand beside each
+# Of fp8 operands: a stage is one block of `fp8` deep, and as the sums stand beside each
 # stage's accumulators, a tile has half the columns of others. Of six forms the fastest, at OLMoE's
 # and Mixtral's widths (experiments/LOG.md).
-EIGHT_BITS = Tiling(rows=128, cols=128, depth=128, stages=5, band=16, pair="rows")
+FP8 = Tiling(rows=128, cols=128, depth=128, stages=5, band=16, pair="rows")
 
 BANDS = (8, 4, 16, 32)  # that are measured
 _log = logging.getLogger(__name__)

@@ -64,7 +64,7 @@ class Execution:
     precision: of float32 operands, as in `jax.lax.dot_general`.
     num_sms: multiprocessors that kernels use; None: all.
     interpretation: how kernels are simulated, in tests; see `pipeline.interpretation`.
-    fp8: whether a forward pass rounds its products' operands to eight bits; see `fp8`.
+    fp8: whether a forward pass rounds its products' operands to fp8; see `fp8`.
   """
 
   activation: Activation

@@ -302,9 +302,8 @@ def _in_one_pass(logits_Cv: Array) -> tuple[Array, Array, Array]:
     return top, power, jnp.where(first, index_l, index_r)
 
   index_Cv = jax.lax.broadcasted_iota(jnp.int32, logits_Cv.shape, 1)
-  dtype, own = logits_Cv.dtype, logits_Cv.shape[-1]
-  nothing = jnp.finfo(dtype).min, jnp.zeros((), dtype), jnp.int32(own)
-  nothing = tuple(jnp.asarray(x, each) for x, each in zip(nothing, (dtype, dtype, jnp.int32)))
+  least = jnp.full((), jnp.finfo(logits_Cv.dtype).min, logits_Cv.dtype)
+  nothing = least, jnp.zeros_like(least), jnp.int32(logits_Cv.shape[-1])
   each = logits_Cv, jnp.ones_like(logits_Cv), index_Cv
   return jax.lax.reduce(each, nothing, merged, (1,))
 

@@ -22,7 +22,7 @@ from scmoe.errors import ConfigError
 from scmoe.layers.embed import Embedding, EmbeddingConfig
 from scmoe.models.config import ModelConfig
 from scmoe.models.ring import Ring
-from scmoe.models.stacked import Apart, each_layer, joined, layers, stacked, taken_apart
+from scmoe.models.stacked import each_layer, is_apart, joined, layers, stacked, taken_apart
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.losses import init_bias
 from scmoe.moe.migration import Migration, cache_specs, empty_cache
@@ -54,7 +54,8 @@ class Pass:
     gate: index of the gate that chooses, where `router.gates` > 1; may be traced.
     hidden: hand out the main path behind every block.
     reduction: of the gradients of `stages`, one pair's at a time, or None.
-    sums: float32 like `stages`, to which their gradients are added on this device, or None; see
+    sums: of `stages` (`scmoe.models.stacked.sums_of`, in a scan float32 like them), to which their
+      gradients are added on this device, or None; see
       `scmoe.parallel.gradients.added_to`.
     migration: how experts come to the device that lie in the host's memory; None where none do.
       Then pairs are written out, and their parameters `taken_apart`.
@@ -173,8 +174,8 @@ class GPT(nnx.Module):
   @property
   def taken_apart(self) -> bool:
     """Whether the pairs' parameters are arrays of their own, as those in the host's memory are."""
-    leaves = jax.tree.leaves(nnx.split(self.stages)[1], is_leaf=lambda x: isinstance(x, Apart))
-    return any(isinstance(leaf, Apart) for leaf in leaves)
+    leaves = jax.tree.leaves(nnx.split(self.stages)[1], is_leaf=is_apart)
+    return any(map(is_apart, leaves))
 
   def init_caches(self, batch: int, length: int, dtype: Any = None, experts: int = 0) -> Any:
     """Empty caches of `length` positions.
@@ -228,7 +229,7 @@ class GPT(nnx.Module):
     if not self.written_out or self.taken_apart:
       return None
     params = nnx.split(self.stages)[1]
-    return taken_apart(params, self.config.num_pairs, lambda path: "experts" in path)
+    return taken_apart(params, self.config.num_pairs, lambda path, _: "experts" in path)
 
   def init_router(self) -> dict[str, Array]:
     """Router state before the first step, where there is any.
@@ -293,7 +294,7 @@ def together(
   params = [g.pairs or nnx.split(own.stages)[1] for own, g in zip(models, given)]
   reduction, into = shared.reduction, shared.sums
   if into is not None:
-    into = jax.tree.unflatten(jax.tree.structure(params[0]), jax.tree.leaves(into))
+    into = jax.tree.unflatten(jax.tree.structure(params[0]), jax.tree.leaves(into, is_leaf=is_apart))
 
   def stage(carry, xs, graph=graph, reduction=reduction):
     # Here parameters that are spread over the data axis will be gathered, one pair's at a time.

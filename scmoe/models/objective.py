@@ -13,6 +13,7 @@ from jax import Array
 
 from scmoe.batch import Batch
 from scmoe.models.gpt import GPT, Output, Pass, together
+from scmoe.models.stacked import put_together, sums_of
 from scmoe.moe.losses import balance_loss, layer_balance, statistics, update_bias, z_loss
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.types import RouterSums
@@ -156,6 +157,21 @@ class LanguageModelObjective:
     """
     nats, correct = model.embedding.summed_losses(out.h_BSD, batch.targets, batch.weights)
     return {"nats": nats, "correct": correct}
+
+  def zeros(self, params: Any) -> Any:
+    """Float32 zeros for `losses` to add gradients to: like the parameters, but that pairs which are
+    written out have theirs apart (`scmoe.models.stacked.sums_of`)."""
+    model: GPT = nnx.merge(self.graph, params)
+    zeros = lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32))
+    sums = {name: jax.tree.map(zeros, own) for name, own in params.items() if name != "stages"}
+    stages = params["stages"]
+    apart = model.written_out
+    sums["stages"] = sums_of(stages, model.config.num_pairs) if apart else jax.tree.map(zeros, stages)
+    return sums
+
+  def gradients(self, sums: Any) -> Any:
+    """What has become of `zeros`, laid out like the parameters."""
+    return put_together(sums)
 
   def cast(self, params: Any) -> Any:
     """Parameters as the products read them: in the compute type, once for many microbatches.

@@ -19,6 +19,9 @@ from jax import Array
 
 PyTree = Any
 
+# Elements of a layer's array below which its sum of gradients shares a kernel with the others'.
+SMALL = 1 << 18
+
 
 def stacked(make: Callable[[Array], Any], keys: Array) -> Any:
   """A module whose parameters carry a leading dimension, one slice per key."""
@@ -27,7 +30,7 @@ def stacked(make: Callable[[Array], Any], keys: Array) -> Any:
   return nnx.merge(graph, params)
 
 
-def taken_apart(tree: PyTree, count: int, whole: Callable[[str], bool]) -> PyTree:
+def taken_apart(tree: PyTree, count: int, whole: Callable[[str, Array], bool]) -> PyTree:
   """A stack of so many layers for `layers`, each layer's arrays by themselves (`Apart`).
 
   For a loop around the layers: what it slices, it copies every time.
@@ -35,11 +38,12 @@ def taken_apart(tree: PyTree, count: int, whole: Callable[[str], bool]) -> PyTre
   Args:
     tree: leaves [L, ...].
     count: L.
-    whole: of a path as `jax.tree_util.keystr` has it, whether that array stays as it is.
+    whole: of a path as `jax.tree_util.keystr` has it, and the array there, whether it stays as it
+      is.
   """
 
   def take(path: tuple, x: Array) -> Any:
-    keep = whole(jax.tree_util.keystr(path))
+    keep = whole(jax.tree_util.keystr(path), x)
     return x if keep else Apart(tuple(x[i] for i in range(count)))
 
   return jax.tree_util.tree_map_with_path(take, tree)
@@ -54,10 +58,11 @@ def layers(
     copies: trees with leaves [L, ...], alike: the same parameters, once or several times; or of
       `taken_apart`.
     count: L.
-    sums: like one of them, of earlier microbatches (`scmoe.parallel.gradients.Reduction`), or None.
+    sums: like one of them, or of `sums_of`, of earlier microbatches
+      (`scmoe.parallel.gradients.Reduction`), or None.
     others: leaves [L, ...] without a gradient.
-    into: float32 like one of the copies, or None. Given, their gradients are added to it: its
-      gradient is the sum, and the parameters have none (`scmoe.parallel.gradients.added_to`).
+    into: of `sums_of`, or None. Given, their gradients are added to it: its gradient is the sum,
+      and the parameters have none (`scmoe.parallel.gradients.added_to`).
   """
   own: Any = _apart(list(copies), count) if into is None else _apart_into(into, list(copies), count)
   apart: Any = _apart(sums, count)
@@ -72,9 +77,26 @@ def joined(made: Sequence[PyTree]) -> PyTree:
 
 def each_layer(tree: PyTree, count: int) -> list[PyTree]:
   """The parameters of every layer of a stack, or of one that is `taken_apart`."""
-  apart = lambda x: isinstance(x, Apart)
-  take = lambda x, i: x.parts[i] if apart(x) else x[i]
-  return [jax.tree.map(lambda x, i=i: take(x, i), tree, is_leaf=apart) for i in range(count)]
+  take = lambda x, i: x.parts[i] if is_apart(x) else x[i]
+  return [jax.tree.map(lambda x, i=i: take(x, i), tree, is_leaf=is_apart) for i in range(count)]
+
+
+def sums_of(stack: PyTree, count: int) -> PyTree:
+  """Float32 zeros for a stack's gradients to be added to: each layer's by themselves, so that a
+  layer's kernel adds in place and reads nothing else; small ones stay together.
+
+  Args:
+    stack: leaves [L, ...].
+    count: L.
+  """
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), stack)
+  return taken_apart(zeros, count, lambda _, x: x.size < SMALL * count)
+
+
+def put_together(tree: PyTree) -> PyTree:
+  """What was `taken_apart` in one array again; see `_together`."""
+  join = lambda x: _together(x.parts[0], *x.parts) if is_apart(x) else x
+  return jax.tree.map(join, tree, is_leaf=is_apart)
 
 
 @jax.tree_util.register_dataclass
@@ -89,6 +111,11 @@ class Apart:
   parts: tuple[Any, ...]
 
 
+def is_apart(leaf: Any) -> bool:
+  """Whether that is an `Apart`."""
+  return isinstance(leaf, Apart)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _apart(tree: PyTree, count: int) -> list[PyTree]:
   """The layers of a stack, each by itself; their gradients are put together as `_together` does."""
@@ -98,7 +125,8 @@ def _apart(tree: PyTree, count: int) -> list[PyTree]:
 def _apart_bwd(count: int, dtypes: PyTree, bars: list[PyTree]) -> tuple[PyTree]:
   del count
   with jax.named_scope("stack"):
-    return (jax.tree.map(_together, dtypes, *bars),)
+    own = lambda like, *parts: Apart(parts) if is_apart(like) else _together(like, *parts)
+    return (jax.tree.map(own, dtypes, *bars, is_leaf=is_apart),)
 
 
 _apart.defvjp(lambda tree, count: (each_layer(tree, count), _types(tree)), _apart_bwd)
@@ -114,12 +142,17 @@ def _into_bwd(count: int, into: PyTree, bars: list[list[PyTree]]) -> tuple[PyTre
   del count
   with jax.named_scope("accumulate"):
     for of_copy in zip(*bars):
-      add = lambda total, *parts: total + _together(total, *parts)
-      into = jax.tree.map(add, into, *of_copy)
+      into = jax.tree.map(_added, into, *of_copy, is_leaf=is_apart)
   return into, None
 
 
 _apart_into.defvjp(lambda into, copies, count: (each_layer(copies, count), into), _into_bwd)
+
+
+def _added(total: Array | Apart, *parts: Array) -> Array | Apart:
+  if isinstance(total, Apart):
+    return Apart(tuple(own + part.astype(own.dtype) for own, part in zip(total.parts, parts)))
+  return total + _together(total, *parts)
 
 
 def _types(tree: PyTree) -> PyTree:

@@ -87,11 +87,19 @@ class Objective(Protocol):
       params: the parameters, once for each microbatch: their gradients stay apart.
       router: state that gradients do not train.
       batches, rngs: of each microbatch; typed keys.
-      sums: if given, their gradient is what was there plus that of the parameters, which have none
-        (`scmoe.parallel.gradients.added_to`).
+      sums: of `zeros`; if given, their gradient is what was there plus that of the parameters, which
+        have none (`scmoe.parallel.gradients.added_to`).
       reduction: if given too, parameters go through it, with these sums, before they are read: one
         layer's at a time, if their gradients are to travel while others are computed.
     """
+    ...
+
+  def zeros(self, params: PyTree) -> PyTree:
+    """Float32 zeros for the gradients of microbatches to be added to, laid out for `losses`."""
+    ...
+
+  def gradients(self, sums: PyTree) -> PyTree:
+    """What has become of `zeros`, laid out like the parameters."""
     ...
 
   def cast(self, params: PyTree) -> PyTree:
@@ -290,7 +298,6 @@ def accumulate(
   count = jax.tree.leaves(batch)[0].shape[0]
   shared = jax.tree.map(lambda spec: bool(travels_over(spec)), specs)
   handed_over = any(jax.tree.leaves(shared))
-  keep = lambda which, tree: jax.tree.map(lambda s, x: x if s == which else None, shared, tree)
   size = flight if count % flight == 0 else 1  # microbatches of a group
 
   def scaled(*given: Any) -> Any:
@@ -322,9 +329,10 @@ def accumulate(
   group = lambda which: jax.tree.map(lambda x: x[which], grouped)
   results = jax.eval_shape(objective.losses, *each(group(0), 0))[1]
   zeros = lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32))
-  with jax.named_scope("accumulate"):
-    total = jax.tree.map(zeros, (results[0], params))
   alone = count // size - handed_over
+  with jax.named_scope("accumulate"):
+    sums = objective.zeros(params) if alone else jax.tree.map(zeros, params)
+    total = jax.tree.map(zeros, results[0]), sums
   if alone:
     early = group(slice(alone)), size * jnp.arange(alone)
     total, _ = jax.lax.scan(microbatches, total, early)
@@ -334,15 +342,20 @@ def accumulate(
     if alone:
       # XLA writes a loop of one turn out, and would mix its group with this one.
       final, total = barrier((final, total))
+    # What travels nowhere needs a sum only if there were others before: alone it is a gradient.
+    through = jax.tree.map(lambda travels: travels or bool(alone), shared)
+    keep = lambda which, tree: jax.tree.map(lambda t, x: x if t == which else None, through, tree)
     last, sums = each(final, count - size), keep(True, total[1])
     (grads, sums), results = differentiate(*last, sums, reduction)
-    own = [(result, keep(False, bars)) for result, bars in zip(results, grads)]
-    done, grads = functools.reduce(add, own, (total[0], keep(False, total[1])))
-    merge = lambda ours, theirs: theirs if ours is None else ours
-    total = done, jax.tree.map(merge, sums, grads, is_leaf=lambda leaf: leaf is None)
+    done = functools.reduce(add, results, total[0])
+    if not alone:
+      grads = functools.reduce(add, (keep(False, bars) for bars in grads), keep(False, total[1]))
+      merge = lambda ours, theirs: theirs if ours is None else ours
+      sums = jax.tree.map(merge, sums, grads, is_leaf=lambda leaf: leaf is None)
+    total = done, sums
   (loss, aux), grads = total
   with jax.named_scope("accumulate"):
-    return loss / count, jax.tree.map(lambda g: g / count, grads), aux
+    return loss / count, objective.gradients(jax.tree.map(lambda g: g / count, grads)), aux
 
 
 def _updated(

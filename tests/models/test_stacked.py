@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from scmoe.models import stacked
 from scmoe.models.stacked import joined, layers
 from scmoe.parallel.gradients import added_to
 
@@ -72,6 +73,28 @@ def test_gradients_are_added_to_what_was_there(written_out):
   for name, before in into.items():
     assert not own[name].any()
     np.testing.assert_allclose(sums[name], before + alone[name].astype(jnp.float32), rtol=1e-6)
+
+
+def test_large_sums_of_gradients_lie_apart(monkeypatch):
+  """And are, put together, those of a stack."""
+  monkeypatch.setattr(stacked, "SMALL", D + 1)
+  rng, count = np.random.default_rng(3), 5
+  params = {"w": jnp.asarray(rng.normal(size=(count, D, D)) / 2, jnp.bfloat16)}
+  params["b"] = jnp.asarray(rng.normal(size=(count, D)), jnp.bfloat16)
+  into = stacked.sums_of(params, count)
+  assert stacked.is_apart(into["w"]) and not stacked.is_apart(into["b"])
+  assert all(part.dtype == jnp.float32 for part in into["w"].parts)
+  noise = jnp.zeros((count, D))
+
+  def loss(params, into):
+    return (run(True, params, None, noise, into)[0] * jnp.arange(D)).sum()
+
+  want = jax.jit(jax.grad(loss))(params, None)
+  once = jax.jit(jax.grad(loss, 1))(params, into)
+  twice = stacked.put_together(jax.jit(jax.grad(loss, 1))(params, once))
+  for name, grad in want.items():
+    assert twice[name].dtype == jnp.float32
+    np.testing.assert_allclose(twice[name], 2 * grad.astype(jnp.float32), rtol=1e-6)
 
 
 def test_how_gradients_are_put_together():

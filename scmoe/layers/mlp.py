@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jaxtyping import Float
 from scmoe.kernels.grouped_matmul import (
   FFNConfig,
   FFNWeights,
+  activations,
   arrived_layout,
   expert_ffn,
   get_activation,
@@ -22,6 +24,7 @@ from scmoe.kernels.grouped_matmul import (
   resolve_backend,
   splits_of_one_row,
 )
+from scmoe.kernels.grouped_matmul.activations import Activation
 from scmoe.kernels.grouped_matmul.layout import KERNEL_ROW_TILE
 from scmoe.kernels.without_gradient import without_gradient
 from scmoe.parallel.collectives import repeat, total
@@ -34,13 +37,32 @@ def is_gated(activation: str) -> bool:
 
 
 def activate(activation: str, up: Array, gate: Array | None = None) -> Array:
-  """act(up), or act(gate) · up for a gated activation; same shape and dtype as `up`."""
+  """act(up), or act(gate) · up for a gated activation; same shape and dtype as `up`.
+
+  Computed in float32 (or wider); what its derivative needs is computed again from up and gate.
+
+  Raises:
+    ValueError: a gated activation without a gate.
+  """
   kind = get_activation(activation)
   if not kind.gated:
-    return kind.value(up)
+    return _activated(kind, (up,))
   if gate is None:
     raise ValueError(f"activation {activation!r} is gated and needs a gate projection")
-  return kind.value(gate) * up
+  return _activated(kind, (gate, up))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _activated(kind: Activation, pre: tuple[Array, ...]) -> Array:
+  return activations.activate(kind, pre).astype(pre[-1].dtype)
+
+
+def _activated_bwd(kind: Activation, pre: tuple[Array, ...], bar: Array) -> Any:
+  _, grads = activations.activation_vjp(kind, pre, bar)
+  return (tuple(grad.astype(h.dtype) for grad, h in zip(grads, pre)),)
+
+
+_activated.defvjp(lambda kind, pre: (_activated(kind, pre), pre), _activated_bwd)
 
 
 @dataclasses.dataclass(frozen=True)

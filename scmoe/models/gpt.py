@@ -294,7 +294,8 @@ def together(
   params = [g.pairs or nnx.split(own.stages)[1] for own, g in zip(models, given)]
   reduction, into = shared.reduction, shared.sums
   if into is not None:
-    into = jax.tree.unflatten(jax.tree.structure(params[0]), jax.tree.leaves(into, is_leaf=is_apart))
+    own = jax.tree.leaves(into, is_leaf=is_apart)
+    into = jax.tree.unflatten(jax.tree.structure(params[0]), own)
 
   def stage(carry, xs, graph=graph, reduction=reduction):
     # Here parameters that are spread over the data axis will be gathered, one pair's at a time.

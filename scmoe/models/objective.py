@@ -163,10 +163,9 @@ class LanguageModelObjective:
     written out have theirs apart (`scmoe.models.stacked.sums_of`)."""
     model: GPT = nnx.merge(self.graph, params)
     zeros = lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32))
-    sums = {name: jax.tree.map(zeros, own) for name, own in params.items() if name != "stages"}
-    stages = params["stages"]
-    apart = model.written_out
-    sums["stages"] = sums_of(stages, model.config.num_pairs) if apart else jax.tree.map(zeros, stages)
+    sums = jax.tree.map(zeros, params)
+    if model.written_out:
+      sums["stages"] = sums_of(params["stages"], model.config.num_pairs)
     return sums
 
   def gradients(self, sums: Any) -> Any:

@@ -87,8 +87,8 @@ class Objective(Protocol):
       params: the parameters, once for each microbatch: their gradients stay apart.
       router: state that gradients do not train.
       batches, rngs: of each microbatch; typed keys.
-      sums: of `zeros`; if given, their gradient is what was there plus that of the parameters, which
-        have none (`scmoe.parallel.gradients.added_to`).
+      sums: of `zeros`; if given, their gradient is what was there plus that of the parameters,
+        which have none (`scmoe.parallel.gradients.added_to`).
       reduction: if given too, parameters go through it, with these sums, before they are read: one
         layer's at a time, if their gradients are to travel while others are computed.
     """

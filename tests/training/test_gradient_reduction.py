@@ -16,9 +16,9 @@ from scmoe.batch import Batch
 from scmoe.blocks.options import OverlapConfig
 from scmoe.build import build
 from scmoe.config import RunConfig
+from scmoe.models import stacked
 from scmoe.models.config import ModelConfig
 from scmoe.models.gpt import GPT
-from scmoe.models import stacked
 from scmoe.models.objective import LanguageModelObjective
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.options import RouterConfig
@@ -154,7 +154,7 @@ def test_microbatches_side_by_side_are_those_of_one_after_the_other(mesh, flight
   ],
 )
 def test_layers_written_out_have_the_gradients_of_the_scan(mesh, microbatches, flight, monkeypatch):
-  monkeypatch.setattr(stacked, "SMALL", 20)  # of the sums, norms' stay together and matrices' do not
+  monkeypatch.setattr(stacked, "SMALL", 20)  # norms' sums stay together, matrices' lie apart
   options = {"microbatches": microbatches, "flight": flight, "layers": 2}
   assert_same(run(mesh, unroll=0, **options), run(mesh, unroll=1, **options))
 

@@ -61,15 +61,34 @@ _SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
 _GELU_CUBIC = 0.044715
 
 
+def _gelu_inner(h):
+  """t with Φ(h) ≈ 0.5 + 0.5 · tanh(t) = sigmoid(2 t)."""
+  return _SQRT_2_OVER_PI * (h + _GELU_CUBIC * (h * (h * h)))
+
+
+def _gelu_inner_grad(h):
+  return _SQRT_2_OVER_PI + (3.0 * _GELU_CUBIC * _SQRT_2_OVER_PI) * (h * h)
+
+
 def _gelu(h):
-  # XLA makes a faster kernel of this order than of (0.5 * h) * ... and _GELU_CUBIC * h * h * h.
-  return h * (0.5 * (1.0 + jnp.tanh(_SQRT_2_OVER_PI * (h + _GELU_CUBIC * (h * (h * h))))))
+  # As a sigmoid: XLA's tanh is a polynomial, and below zero 1 + tanh would cancel.
+  return h * jax.nn.sigmoid(2.0 * _gelu_inner(h))
 
 
 def _gelu_grad(h):
-  t = jnp.tanh(_SQRT_2_OVER_PI * (h + _GELU_CUBIC * h * h * h))
-  inner = _SQRT_2_OVER_PI * (1.0 + 3.0 * _GELU_CUBIC * h * h)
-  return 0.5 * h * (1.0 + t), 0.5 * (1.0 + t) + 0.5 * h * (1.0 - t * t) * inner
+  s = jax.nn.sigmoid(2.0 * _gelu_inner(h))
+  value = h * s
+  return value, s + (value * (1.0 - s)) * (2.0 * _gelu_inner_grad(h))
+
+
+def _fast_gelu_grad(h):
+  s = 0.5 + 0.5 * jnp.tanh(_gelu_inner(h))
+  value = h * s
+  return value, s + (value * (1.0 - s)) * (2.0 * _gelu_inner_grad(h))
+
+
+def _fast_gelu(h):
+  return _fast_gelu_grad(h)[0]
 
 
 _SQRT_HALF = math.sqrt(0.5)
@@ -150,6 +169,7 @@ def kernel_form(activation: Activation) -> Activation:
   """
   fast = {
     _silu: (_fast_silu, _fast_silu_grad),
+    _gelu: (_fast_gelu, _fast_gelu_grad),
     _gelu_exact: (_fast_gelu_exact, _fast_gelu_exact_grad),
     jax.nn.relu: (_fast_relu, _relu_grad),
   }

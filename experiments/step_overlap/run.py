@@ -4,20 +4,33 @@
     "top2: model.wiring=top2" "pos2: model.wiring=scmoe_pos2" \\
     "packed: model.wiring=scmoe_pos2 dispatch.transport=packed"
 
-An arm is a name and fields of the configuration; without `overlap.` fields it is what a user gets,
-search included. Each is timed by itself as soon as it is compiled, which is kept if the time ends
-before the turns, and then in turns with the others. Compiled programs and profiles are kept under
---folder, so that a second run compiles nothing.
+An arm is a name and words: fields of the configuration (`model.wiring=top2`), flags of its own
+(`--config=olmoe`), and variables of its environment (`NCCL_P2P_DISABLE=1`, `XLA_FLAGS=...`).
+Without `overlap.` fields it is what a user gets, search included.
+
+Each arm is a process of its own, so that all compile at the same time; they share the GPUs' memory.
+What is measured has the GPUs to itself: steps that are profiled, a search, traces, and the turns,
+in each of which every arm runs once. An arm that fails or is silent for --patience seconds is left
+out, and the last line of its log in --folder printed. Compiled programs and profiles are kept
+there, so that a second run compiles nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
+import os
+import queue
+import re
 import shlex
+import statistics
+import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,79 +40,74 @@ COMMAND = (
   "--config gpt2_moe_medium --config.mesh.expert=2 --config.model.num_layers=8 "
   "--config.train.batch_size=16 --config.train.tokens_per_step=131072"
 )
+MARK = "> "  # before what a worker says to the driver
 
 
-def main() -> None:
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  parser.add_argument("arms", nargs="+", help="'name: section.field=value ...', the first the base")
-  parser.add_argument("--command", default=COMMAND, help="flags that all arms have")
-  parser.add_argument("--rounds", type=int, default=7)
-  parser.add_argument("--calls", type=int, default=2)
-  parser.add_argument("--seconds", type=float, default=1e9, help="no new arm or turn after these")
-  parser.add_argument("--folder", default="runs/step_overlap")
-  parser.add_argument("--json", type=Path)
-  args = parser.parse_args()
-  begin = time.perf_counter()
+# -- the worker: one arm --------------------------------------------------------------------------
 
+
+def work(args: argparse.Namespace) -> None:
+  """Says what the arm is, then answers each line: `trace`, or a number of steps with seconds."""
   import jax
 
   from scmoe.profile import TRACED, Arm
-  from scmoe.profiling.overlap import measure_overlap, stage_table, stage_times
-  from scmoe.profiling.timer import interleave
+  from scmoe.profiling.overlap import measure_overlap, stage_times
   from scmoe.training.compiled import PROGRAMS, kept_programs
+  from scmoe.training.guided import GuidedStep
 
-  kept = contextlib.ExitStack()  # until the end: what was compiled once is loaded
-  kept.enter_context(kept_programs(Path(args.folder) / PROGRAMS))
-  device = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
-  report: dict[str, Any] = {
-    "date": time.strftime("%Y-%m-%d"),
-    "device": device,
-    "jax": jax.__version__,
-    "command": " ".join(["python", *map(shlex.quote, sys.argv)]),
-    "arms": {},
-  }
-
-  def keep() -> None:
-    if args.json:
-      args.json.parent.mkdir(parents=True, exist_ok=True)
-      args.json.write_text(json.dumps(report, indent=1) + "\n")
-
-  arms: dict[str, Arm] = {}
-  for text in args.arms:
-    if time.perf_counter() - begin > args.seconds:
-      print(f"no time for {text!r}", flush=True)
-      continue
-    name, _, fields = text.partition(":")
-    arm = Arm(configured(args.command, shlex.split(fields)), Path(args.folder) / name)
+  name, _, words = args.arms[0].partition(":")
+  folder, run = Path(args.folder), configured(args.command, words)
+  alone = lambda: exclusive(folder / "lock")
+  with kept_programs(folder / PROGRAMS):
     start = time.perf_counter()
-    arm.warm_up()
-    arms[name], seconds = arm, time.perf_counter() - start
-    alone = interleave({name: arm}, rounds=3, calls=args.calls)[name]
-    found: dict[str, Any] = {"fields": fields.strip(), "variant": arm.variant.given}
-    found |= {"ready_s": round(seconds, 1), "compile_s": arm.compiled.compile_seconds}
-    found |= {"alone": alone.as_json(), "gibibytes": round(arm.compiled.gibibytes, 2)}
-    found |= {"tokens": tokens(arm), "mfu": round(mfu(arm, alone.median), 4)}
-    print(f"{name}: ready in {seconds:.0f} s, {1e3 * alone.median:.2f} ms alone, MFU "
-          f"{100 * found['mfu']:.1f} %, {found['gibibytes']} GiB, {arm.variant}",
-          flush=True)  # fmt: skip
-    trace = arm.trace()
-    overlap = measure_overlap(trace.events, TRACED)
-    if overlap is not None:
-      stages = stage_times(trace.events, trace.program.names, TRACED)
-      found |= {"overlap": overlap.as_json(), "stages": [vars(s) for s in stages]}
-      shown = [s for s in stages if s.communication or not overlap.communication]
-      print(stage_table(shown), flush=True)
-    report["arms"][name] = found
-    keep()
-  timings = interleave(arms, rounds=args.rounds, calls=args.calls, deadline=begin + args.seconds)
-  base = next(iter(timings.values())).median
-  for name, timing in timings.items():
-    report["arms"][name]["wall"] = timing.as_json()
-    print(f"{name:16s}{1e3 * timing.median:10.2f} ms ± {100 * timing.spread:.1f} % of "
-          f"{len(timing.seconds)} turns{base / timing.median:8.3f}x", flush=True)  # fmt: skip
-  keep()
+    searches = jax.device_count() > 1 and run.overlap.schedule == "auto"
+    with alone() if searches and run.overlap.search_seconds else contextlib.nullcontext():
+      arm = Arm(run, folder / name)
+    step = arm.step
+    if isinstance(step, GuidedStep):
+      while not step.settled:
+        if step.program is None:
+          step.compile(arm.state, arm.batch)
+        step.finish()
+        with alone():
+          while not (step.settled or step.compiles_next):
+            arm(1)
+    with alone():
+      arm.warm_up()
+    say(
+      device=f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+      jax=jax.__version__,
+      variant=arm.variant.given,
+      ready_s=round(time.perf_counter() - start, 1),
+      compile_s=[round(s, 1) for s in arm.compiled.compile_seconds],
+      gibibytes=round(arm.compiled.gibibytes, 2),
+      tokens=tokens(arm),
+      flops=arm.built.flops_per_token({}) * tokens(arm),
+      peak=arm.built.peak_flops * arm.built.mesh.size,
+    )
+    for line in sys.stdin:
+      if line.strip() == "trace":
+        trace = arm.trace()
+        overlap = measure_overlap(trace.events, TRACED)
+        stages = stage_times(trace.events, trace.program.names, TRACED) if overlap else []
+        say(overlap=overlap and overlap.as_json(), stages=[vars(stage) for stage in stages])
+        continue
+      arm(1)  # another's step was the last
+      start = time.perf_counter()
+      arm(int(line))
+      say(seconds=(time.perf_counter() - start) / int(line))
+
+
+@contextlib.contextmanager
+def exclusive(file: Path) -> Iterator[None]:
+  """Holds a lock among the arms' processes."""
+  with file.open("w") as held:
+    fcntl.flock(held, fcntl.LOCK_EX)
+    yield
+
+
+def say(**found: Any) -> None:
+  print(MARK + json.dumps(found), flush=True)
 
 
 def tokens(arm: Any) -> int:
@@ -108,19 +116,171 @@ def tokens(arm: Any) -> int:
   return train.microbatches(length) * train.batch_size * length
 
 
-def mfu(arm: Any, seconds: float) -> float:
-  """The model's FLOPs, no recomputation and no padding, over the devices' peak."""
-  peak = arm.built.peak_flops * arm.built.mesh.size
-  return arm.built.flops_per_token({}) * tokens(arm) / seconds / peak if peak else 0.0
-
-
-def configured(command: str, fields: list[str]) -> Any:
-  """The run of a command's flags and an arm's fields."""
+def configured(command: str, words: str) -> Any:
+  """The run of a command's flags and an arm's words."""
   from scmoe.command_line import TRAIN_FLAGS, parse, run_config
 
-  flags = [*shlex.split(command), *(f"--config.{field}" for field in fields)]
-  return run_config(*parse(flags, TRAIN_FLAGS, with_fields=True))
+  own = [word for word in shlex.split(words) if not _is_variable(word)]
+  flags = [word if word.startswith("--") else f"--config.{word}" for word in own]
+  return run_config(*parse([*shlex.split(command), *flags], TRAIN_FLAGS, with_fields=True))
+
+
+def _is_variable(word: str) -> bool:
+  return re.match(r"[A-Z][A-Z0-9_]*=", word) is not None
+
+
+# -- the driver -----------------------------------------------------------------------------------
+
+
+class Silent(Exception):
+  """A worker ended, or said nothing for too long."""
+
+
+class Worker:
+  """One arm's process."""
+
+  def __init__(self, text: str, args: argparse.Namespace):
+    self.name, _, self.words = text.partition(":")
+    self.log = Path(args.folder) / f"{self.name}.log"
+    self.patience = args.patience
+    command = [sys.executable, str(Path(__file__).resolve()), "--worker", text]
+    command += ["--command", args.command, "--folder", args.folder]
+    own = [word for word in shlex.split(self.words) if _is_variable(word)]
+    # Each takes what it needs: the arms share the memory.
+    variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | dict(w.split("=", 1) for w in own)
+    self.process = subprocess.Popen(
+      command,
+      env=os.environ | variables,
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      stderr=self.log.open("w"),
+      text=True,
+    )
+    self.said: queue.Queue[dict[str, Any] | None] = queue.Queue()
+    threading.Thread(target=self._listen, daemon=True).start()
+
+  def _listen(self) -> None:
+    assert self.process.stdout is not None
+    for line in self.process.stdout:
+      if line.startswith(MARK):
+        self.said.put(json.loads(line[len(MARK) :]))
+      else:
+        print(f"{self.name}: {line}", end="", flush=True)
+    self.said.put(None)
+
+  def answer(self) -> dict[str, Any]:
+    try:
+      found = self.said.get(timeout=self.patience)
+    except queue.Empty:
+      found = None
+    if found is None:
+      self.process.kill()
+      last = self.log.read_text(errors="replace").strip().splitlines()[-1:]
+      raise Silent(f"{self.name}: left out; the last line of {self.log}: {' '.join(last)}")
+    return found
+
+  def ask(self, what: str) -> dict[str, Any]:
+    assert self.process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # `answer` says so
+      self.process.stdin.write(what + "\n")
+      self.process.stdin.flush()
+    return self.answer()
+
+
+def drive(args: argparse.Namespace) -> int:
+  """Runs the arms and prints their table; 1 if one of them was left out."""
+  begin = time.perf_counter()
+  Path(args.folder).mkdir(parents=True, exist_ok=True)
+  report: dict[str, Any] = {"date": time.strftime("%Y-%m-%d")}
+  report |= {"command": " ".join(["python", *map(shlex.quote, sys.argv)]), "arms": {}}
+  workers = [Worker(text, args) for text in args.arms]
+  found: dict[str, dict[str, Any]] = report["arms"]
+
+  def each(what: str | None) -> Iterator[tuple[Worker, dict[str, Any]]]:
+    for worker in list(workers):
+      try:
+        yield worker, worker.answer() if what is None else worker.ask(what)
+      except Silent as silent:
+        print(silent, flush=True)
+        workers.remove(worker)
+
+  def keep() -> None:
+    if args.json:
+      args.json.parent.mkdir(parents=True, exist_ok=True)
+      args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+  for worker, told in each(None):
+    report |= {"device": told.pop("device"), "jax": told.pop("jax")}
+    found[worker.name] = {"fields": worker.words.strip()} | told
+    print(f"{worker.name}: ready in {told['ready_s']:.0f} s, {told['gibibytes']} GiB, "
+          f"{told['variant'] or 'as configured'}", flush=True)  # fmt: skip
+  seconds: dict[str, list[float]] = {worker.name: [] for worker in workers}
+  for _ in range(args.rounds):
+    if time.perf_counter() - begin > args.seconds:
+      break
+    for worker, told in each(str(args.calls)):
+      seconds[worker.name].append(told["seconds"])
+  first: float | None = None
+  for worker in workers:
+    own, taken = found[worker.name], seconds[worker.name]
+    middle = statistics.median(taken)
+    own["wall"] = {
+      "ms": round(1e3 * middle, 4),
+      "spread": round((max(taken) - min(taken)) / middle, 4),
+      "calls": args.calls,
+      "rounds_ms": [round(1e3 * s, 4) for s in taken],
+    }
+    own["mfu"] = round(own["flops"] / middle / own["peak"], 4) if own["peak"] else 0.0
+    first = first or middle
+    spread, mfu = own["wall"]["spread"], own["mfu"]
+    print(f"{worker.name:16s}{1e3 * middle:10.2f} ms, spread {100 * spread:.1f} % of {len(taken)} "
+          f"turns{first / middle:8.3f}x   MFU {100 * mfu:.1f} %", flush=True)  # fmt: skip
+  keep()
+  for worker, told in each("trace") if args.trace else ():
+    found[worker.name] |= told
+    if told["overlap"] and told["overlap"]["communication"]:
+      print(hidden(worker.name, told), flush=True)
+    keep()
+  for worker in workers:
+    worker.process.kill()
+  keep()
+  return int(len(workers) < len(args.arms))
+
+
+def hidden(name: str, told: dict[str, Any]) -> str:
+  """What of each exchange had computation beside it."""
+  whole = told["overlap"]
+  share = 100 * whole["share_hidden"]
+  lines = [f"{name}: {whole['communication']:.1f} ms of communication, {share:.0f} % hidden; "
+           f"{whole['computation']:.1f} of computation"]  # fmt: skip
+  for stage in sorted(told["stages"], key=lambda stage: -stage["communication"]):
+    if sent := stage["communication"]:
+      lines.append(f"  {stage['stage']:12s}{stage['direction']:10s}{sent:9.2f} ms"
+                   f"{100 * stage['hidden'] / sent:6.0f} % hidden"
+                   f"{sent - stage['hidden']:9.2f} bare")  # fmt: skip
+  return "\n".join(lines)
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("arms", nargs="+", help="'name: word ...', the first the base")
+  parser.add_argument("--command", default=COMMAND, help="flags that all arms have")
+  parser.add_argument("--rounds", type=int, default=7)
+  parser.add_argument("--calls", type=int, default=2, help="steps in a turn")
+  parser.add_argument("--seconds", type=float, default=1e9, help="no new turn after these")
+  parser.add_argument("--patience", type=float, default=400, help="seconds for one answer")
+  parser.add_argument("--no-trace", dest="trace", action="store_false", help="times alone")
+  parser.add_argument("--folder", default="runs/step_overlap")
+  parser.add_argument("--json", type=Path)
+  parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+  args = parser.parse_args()
+  if args.worker:
+    work(args)
+    return 0
+  return drive(args)
 
 
 if __name__ == "__main__":
-  main()
+  sys.exit(main())

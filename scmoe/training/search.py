@@ -280,7 +280,8 @@ class Search:
     self.chosen = tried[best]
     if len(tried) > 1:
       figures = ", ".join(f"{c}: {1e3 * s:.1f} ms" for c, s in medians.items())
-      self._say(f"schedule: {self.chosen} is the fastest of {figures}")
+      taken = self._clock() - self._began
+      self._say(f"schedule: {self.chosen} is the fastest of {figures}; found in {taken:.0f} s")
     self._keep(self.decision())
 
 

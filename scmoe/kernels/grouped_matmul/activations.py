@@ -82,9 +82,9 @@ def _gelu_grad(h):
 
 
 def _fast_gelu_grad(h):
-  s = 0.5 + 0.5 * jnp.tanh(_gelu_inner(h))
-  value = h * s
-  return value, s + (value * (1.0 - s)) * (2.0 * _gelu_inner_grad(h))
+  t = jnp.tanh(_gelu_inner(h))
+  s = 0.5 + 0.5 * t
+  return h * s, s + (0.5 * h) * (1.0 - t * t) * _gelu_inner_grad(h)
 
 
 def _fast_gelu(h):

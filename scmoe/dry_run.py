@@ -30,6 +30,7 @@ from scmoe.training.optimizer import make_optimizer
 from scmoe.training.step import abstract_state
 
 MFU = 0.40  # assumed share of the peak; an optimistic one for a MoE on GPUs
+LARGER = (2, 4)  # times as large are the microbatches whose memory is printed too
 DEVICES = ("B200", "H200", "A100", "L4")  # whose times are printed; H100 is as H200
 
 
@@ -54,6 +55,11 @@ class Memory:
   def total(self) -> int:
     """All kinds together."""
     return sum(dataclasses.astuple(self))
+
+  def of_microbatches(self, times: int) -> Memory:
+    """Of microbatches that many times as large."""
+    larger = {"activations": times * self.activations, "exchange": times * self.exchange}
+    return dataclasses.replace(self, **larger)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,7 +337,13 @@ def _memory_lines(result: DryRun) -> list[str]:
   names["exchange"] = "all-to-all buffers"
   for kind, size in dataclasses.asdict(memory).items():
     lines.append(f"  {names.get(kind, kind):36} {size_of(size):>12}")
-  return [*lines, f"  {'total':36} {size_of(memory.total):>12}"]
+  lines.append(f"  {'total':36} {size_of(memory.total):>12}")
+  train, length = result.run.train, result.run.data.seq_len
+  for times in LARGER:  # fewer microbatches add their gradients up less often
+    if train.microbatches(length) % times == 0:
+      larger = f"total with train.batch_size={times * train.batch_size}"
+      lines.append(f"  {larger:36} {size_of(memory.of_microbatches(times).total):>12}")
+  return lines
 
 
 def _traffic_lines(traffic: Traffic) -> list[str]:

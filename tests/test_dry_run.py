@@ -238,6 +238,20 @@ def test_report_of_a_mesh_nobody_has():
   assert "> scmoe_pos2" in text
 
 
+def test_what_larger_microbatches_would_take():
+  """As if they were asked for; of steps that have so many."""
+  length = tiny().data.seq_len
+  of = lambda rows: dry_run(tiny(train__batch_size=rows, train__tokens_per_step=4 * length))
+  result, larger = of(2), of(4)
+  got, want = result.memory.of_microbatches(2), larger.memory
+  # What does not grow with tokens counts in so small a model.
+  assert got.activations == pytest.approx(want.activations, rel=0.1)
+  assert dataclasses.replace(got, activations=0) == dataclasses.replace(want, activations=0)
+  assert f"train.batch_size=4         {size_of(got.total):>12}\n" in report(result)
+  assert "total with train.batch_size=8" not in report(result), "there are two microbatches"
+  assert "total with" not in report(larger)
+
+
 def test_baseline_that_cannot_be_built_says_why():
   assert "multiple of 4" in str(matched_baselines(tiny(model__num_layers=2))["dgmoe_share"])
 

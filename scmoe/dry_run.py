@@ -56,11 +56,6 @@ class Memory:
     """All kinds together."""
     return sum(dataclasses.astuple(self))
 
-  def of_microbatches(self, times: int) -> Memory:
-    """Of microbatches that many times as large."""
-    larger = {"activations": times * self.activations, "exchange": times * self.exchange}
-    return dataclasses.replace(self, **larger)
-
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
@@ -79,13 +74,18 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class DryRun:
-  """Everything that `--dry_run` prints; see `dry_run`."""
+  """Everything that `--dry_run` prints; see `dry_run`.
+
+  Attributes:
+    larger: the memory with microbatches that many times as large, of which a step has so many.
+  """
 
   run: RunConfig
   parameters: Parameters
   flops: Flops
   memory: Memory
   traffic: Traffic
+  larger: dict[int, Memory]
 
   @property
   def tokens_per_step(self) -> int:
@@ -123,7 +123,20 @@ def dry_run(run: RunConfig) -> DryRun:
     forward_flops(run.model, run.data.seq_len, real_share(run)),
     memory,
     _traffic(run, sent, shapes),
+    _larger(run, memory),
   )
+
+
+def _larger(run: RunConfig, memory: Memory) -> dict[int, Memory]:
+  count, rows = run.train.microbatches(run.data.seq_len), run.train.batch_size
+  found = {}
+  for times in LARGER:
+    if count % times == 0:
+      train = dataclasses.replace(run.train, batch_size=times * rows)
+      activations = _activation_bytes(dataclasses.replace(run, train=train))
+      exchange = times * memory.exchange
+      found[times] = dataclasses.replace(memory, activations=activations, exchange=exchange)
+  return found
 
 
 def real_share(run: RunConfig) -> float:
@@ -338,11 +351,9 @@ def _memory_lines(result: DryRun) -> list[str]:
   for kind, size in dataclasses.asdict(memory).items():
     lines.append(f"  {names.get(kind, kind):36} {size_of(size):>12}")
   lines.append(f"  {'total':36} {size_of(memory.total):>12}")
-  train, length = result.run.train, result.run.data.seq_len
-  for times in LARGER:  # fewer microbatches add their gradients up less often
-    if train.microbatches(length) % times == 0:
-      larger = f"total with train.batch_size={times * train.batch_size}"
-      lines.append(f"  {larger:36} {size_of(memory.of_microbatches(times).total):>12}")
+  for times, larger in result.larger.items():  # fewer add their gradients up less often
+    name = f"total with train.batch_size={times * result.run.train.batch_size}"
+    lines.append(f"  {name:36} {size_of(larger.total):>12}")
   return lines
 
 

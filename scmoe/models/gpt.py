@@ -54,9 +54,8 @@ class Pass:
     gate: index of the gate that chooses, where `router.gates` > 1; may be traced.
     hidden: hand out the main path behind every block.
     reduction: of the gradients of `stages`, one pair's at a time, or None.
-    sums: of `stages` (`scmoe.models.stacked.sums_of`, in a scan float32 like them), to which their
-      gradients are added on this device, or None; see
-      `scmoe.parallel.gradients.added_to`.
+    sums: float32 like `stages`, or of them by `scmoe.models.stacked.large_apart`, to which their
+      gradients are added on this device, or None; see `scmoe.parallel.gradients.added_to`.
     migration: how experts come to the device that lie in the host's memory; None where none do.
       Then pairs are written out, and their parameters `taken_apart`.
   """

@@ -13,7 +13,7 @@ from jax import Array
 
 from scmoe.batch import Batch
 from scmoe.models.gpt import GPT, Output, Pass, together
-from scmoe.models.stacked import put_together, sums_of
+from scmoe.models.stacked import large_apart, put_together
 from scmoe.moe.losses import balance_loss, layer_balance, statistics, update_bias, z_loss
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.types import RouterSums
@@ -158,18 +158,16 @@ class LanguageModelObjective:
     nats, correct = model.embedding.summed_losses(out.h_BSD, batch.targets, batch.weights)
     return {"nats": nats, "correct": correct}
 
-  def zeros(self, params: Any) -> Any:
-    """Float32 zeros for `losses` to add gradients to: like the parameters, but that pairs which are
-    written out have theirs apart (`scmoe.models.stacked.sums_of`)."""
-    model: GPT = nnx.merge(self.graph, params)
-    zeros = lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32))
-    sums = jax.tree.map(zeros, params)
-    if model.written_out:
-      sums["stages"] = sums_of(params["stages"], model.config.num_pairs)
-    return sums
+  def apart(self, sums: Any) -> Any:
+    """Sums of gradients, like the parameters, for `losses` to add to: pairs that are written out
+    have theirs by themselves (`scmoe.models.stacked.large_apart`)."""
+    model: GPT = nnx.merge(self.graph, sums)
+    if not model.written_out:
+      return sums
+    return {**sums, "stages": large_apart(sums["stages"], model.config.num_pairs)}
 
-  def gradients(self, sums: Any) -> Any:
-    """What has become of `zeros`, laid out like the parameters."""
+  def together(self, sums: Any) -> Any:
+    """Such sums like the parameters again."""
     return put_together(sums)
 
   def cast(self, params: Any) -> Any:

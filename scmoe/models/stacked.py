@@ -58,10 +58,10 @@ def layers(
     copies: trees with leaves [L, ...], alike: the same parameters, once or several times; or of
       `taken_apart`.
     count: L.
-    sums: like one of them, or of `sums_of`, of earlier microbatches
+    sums: like one of them, or of `large_apart`, of earlier microbatches
       (`scmoe.parallel.gradients.Reduction`), or None.
     others: leaves [L, ...] without a gradient.
-    into: of `sums_of`, or None. Given, their gradients are added to it: its gradient is the sum,
+    into: float32 like one of the copies, or of `large_apart`, or None. Given, their gradients are added to it: its gradient is the sum,
       and the parameters have none (`scmoe.parallel.gradients.added_to`).
   """
   own: Any = _apart(list(copies), count) if into is None else _apart_into(into, list(copies), count)
@@ -81,16 +81,15 @@ def each_layer(tree: PyTree, count: int) -> list[PyTree]:
   return [jax.tree.map(lambda x, i=i: take(x, i), tree, is_leaf=is_apart) for i in range(count)]
 
 
-def sums_of(stack: PyTree, count: int) -> PyTree:
-  """Float32 zeros for a stack's gradients to be added to: each layer's by themselves, so that a
-  layer's kernel adds in place and reads nothing else; small ones stay together.
+def large_apart(sums: PyTree, count: int) -> PyTree:
+  """Sums of a stack's gradients with each layer's by itself, so that its kernel adds in place and
+  reads nothing else; small ones stay together.
 
   Args:
-    stack: leaves [L, ...].
+    sums: leaves [L, ...].
     count: L.
   """
-  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), stack)
-  return taken_apart(zeros, count, lambda _, x: x.size < SMALL * count)
+  return taken_apart(sums, count, lambda _, x: x.size < SMALL * count)
 
 
 def put_together(tree: PyTree) -> PyTree:

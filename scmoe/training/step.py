@@ -87,19 +87,19 @@ class Objective(Protocol):
       params: the parameters, once for each microbatch: their gradients stay apart.
       router: state that gradients do not train.
       batches, rngs: of each microbatch; typed keys.
-      sums: of `zeros`; if given, their gradient is what was there plus that of the parameters,
+      sums: of `apart`; if given, their gradient is what was there plus that of the parameters,
         which have none (`scmoe.parallel.gradients.added_to`).
       reduction: if given too, parameters go through it, with these sums, before they are read: one
         layer's at a time, if their gradients are to travel while others are computed.
     """
     ...
 
-  def zeros(self, params: PyTree) -> PyTree:
-    """Float32 zeros for the gradients of microbatches to be added to, laid out for `losses`."""
+  def apart(self, sums: PyTree) -> PyTree:
+    """Sums of gradients, like the parameters, laid out as `losses` adds to them fastest."""
     ...
 
-  def gradients(self, sums: PyTree) -> PyTree:
-    """What has become of `zeros`, laid out like the parameters."""
+  def together(self, sums: PyTree) -> PyTree:
+    """Sums that may have been laid out by `apart`, like the parameters again."""
     ...
 
   def cast(self, params: PyTree) -> PyTree:
@@ -331,8 +331,8 @@ def accumulate(
   zeros = lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32))
   alone = count // size - handed_over
   with jax.named_scope("accumulate"):
-    sums = objective.zeros(params) if alone else jax.tree.map(zeros, params)
-    total = jax.tree.map(zeros, results[0]), sums
+    done, sums = jax.tree.map(zeros, (results[0], params))
+    total = done, objective.apart(sums) if alone else sums
   if alone:
     early = group(slice(alone)), size * jnp.arange(alone)
     total, _ = jax.lax.scan(microbatches, total, early)
@@ -355,7 +355,7 @@ def accumulate(
     total = done, sums
   (loss, aux), grads = total
   with jax.named_scope("accumulate"):
-    return loss / count, objective.gradients(jax.tree.map(lambda g: g / count, grads)), aux
+    return loss / count, objective.together(jax.tree.map(lambda g: g / count, grads)), aux
 
 
 def _updated(

@@ -61,8 +61,9 @@ def layers(
     sums: like one of them, or of `large_apart`, of earlier microbatches
       (`scmoe.parallel.gradients.Reduction`), or None.
     others: leaves [L, ...] without a gradient.
-    into: float32 like one of the copies, or of `large_apart`, or None. Given, their gradients are added to it: its gradient is the sum,
-      and the parameters have none (`scmoe.parallel.gradients.added_to`).
+    into: float32 like one of the copies, or of `large_apart`, or None. Given, their gradients are
+      added to it: its gradient is the sum, and the parameters have none
+      (`scmoe.parallel.gradients.added_to`).
   """
   own: Any = _apart(list(copies), count) if into is None else _apart_into(into, list(copies), count)
   apart: Any = _apart(sums, count)

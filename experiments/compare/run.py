@@ -35,6 +35,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from workers import Worker, say
+
 SHAPES = "7B-256 7B-1024 30B-512 120B-1024 OLMoE Qwen3-30B Mixtral"
 TRANSPORTS = "all_to_all,capacity,dropless"
 BEFORE, AFTER = "before", "after"
@@ -215,7 +219,6 @@ def work(args: argparse.Namespace) -> None:
   sys.path.insert(0, os.getcwd())
   if args.tiny:
     os.environ["NPROC"] = "16"
-  say = lambda value: print("> " + json.dumps(value), flush=True)
   arms = TASKS[args.task](args.worker == BEFORE, args)
   seen = {name: arm(2) for name, arm in arms.items()}
   say({"names": list(arms), "seen": {n: s for n, s in seen.items() if isinstance(s, dict)}})
@@ -229,33 +232,12 @@ def work(args: argparse.Namespace) -> None:
 # -- the driver -----------------------------------------------------------------------------------
 
 
-class Worker:
+def worker_of(side: str, folder: str, task: str, args: argparse.Namespace) -> Worker:
   """One commit's process for one task."""
-
-  def __init__(self, side: str, folder: str, task: str, args: argparse.Namespace):
-    command = [sys.executable, str(Path(__file__).resolve()), "--worker", side, "--task", task]
-    for name in ("shapes", "gates", "transports", "mebibytes"):
-      command += [f"--{name}", getattr(args, name)]
-    command += ["--tiny"] if args.tiny else []
-    # Each takes what it needs: two processes share the memory.
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    self.process = subprocess.Popen(
-      command, cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-
-  def answer(self):
-    assert self.process.stdout is not None
-    for line in self.process.stdout:
-      if line.startswith("> "):
-        return json.loads(line[2:])
-      print(line, end="", flush=True)
-    raise SystemExit(f"a worker ended: {self.process.wait()}")
-
-  def ask(self, name: str, calls: int) -> float:
-    assert self.process.stdin is not None
-    self.process.stdin.write(json.dumps([name, calls]) + "\n")
-    self.process.stdin.flush()
-    return self.answer()
+  command = [str(Path(__file__).resolve()), "--worker", side, "--task", task]
+  for name in ("shapes", "gates", "transports", "mebibytes"):
+    command += [f"--{name}", getattr(args, name)]
+  return Worker(side, [*command, *(["--tiny"] if args.tiny else [])], folder=folder)
 
 
 def compare(task: str, args: argparse.Namespace) -> dict:
@@ -263,24 +245,24 @@ def compare(task: str, args: argparse.Namespace) -> dict:
   workers: dict[str, Worker] = {}
   told: dict[str, dict] = {}
   for side, folder in ((BEFORE, args.before), (AFTER, ".")):
-    workers[side] = Worker(side, folder, task, args)
+    workers[side] = worker_of(side, folder, task, args)
     told[side] = workers[side].answer()  # one after the other: XLA times products while it compiles
     print(f"[{time.perf_counter() - begin:.0f} s] {task} {side}: {told[side]['seen']}", flush=True)
   arms = [(side, name) for side in told for name in told[side]["names"]]
   seconds: dict[tuple[str, str], list[float]] = {arm: [] for arm in arms}
   calls = {}
   for side, name in arms:
-    once = min(workers[side].ask(name, 1) for _ in range(2))
+    once = min(workers[side].ask(json.dumps([name, 1])) for _ in range(2))
     calls[side, name] = max(1, round(args.sample / once))
   order, end = random.Random(0), time.perf_counter() + args.seconds
   for turn in range(args.rounds):
     if turn >= 3 and time.perf_counter() > end:
       break
     for side, name in order.sample(arms, len(arms)):
-      seconds[side, name].append(workers[side].ask(name, calls[side, name]))
+      asked = json.dumps([name, calls[side, name]])
+      seconds[side, name].append(workers[side].ask(asked))
   for worker in workers.values():
-    worker.process.kill()
-    worker.process.wait()
+    worker.end()
   quarter = lambda a: statistics.quantiles(a, n=4, method="inclusive")
   figures: dict[str, dict] = {}
   for (side, name), values in seconds.items():

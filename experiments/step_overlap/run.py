@@ -21,26 +21,24 @@ import argparse
 import contextlib
 import fcntl
 import json
-import os
-import queue
 import re
 import shlex
 import statistics
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from workers import Silent, Worker, say
 
 COMMAND = (
   "--config gpt2_moe_medium --config.mesh.expert=2 --config.model.num_layers=8 "
   "--config.train.batch_size=16 --config.train.tokens_per_step=131072"
 )
-MARK = "> "  # before what a worker says to the driver
 
 
 # -- the worker: one arm --------------------------------------------------------------------------
@@ -75,27 +73,30 @@ def work(args: argparse.Namespace) -> None:
     with alone():
       arm.warm_up()
     say(
-      device=f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-      jax=jax.__version__,
-      variant=arm.variant.given,
-      ready_s=round(time.perf_counter() - start, 1),
-      compile_s=[round(s, 1) for s in arm.compiled.compile_seconds],
-      gibibytes=round(arm.compiled.gibibytes, 2),
-      tokens=tokens(arm),
-      flops=arm.built.flops_per_token({}) * tokens(arm),
-      peak=arm.built.peak_flops * arm.built.mesh.size,
+      {
+        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "jax": jax.__version__,
+        "variant": arm.variant.given,
+        "ready_s": round(time.perf_counter() - start, 1),
+        "compile_s": [round(s, 1) for s in arm.compiled.compile_seconds],
+        "gibibytes": round(arm.compiled.gibibytes, 2),
+        "tokens": tokens(arm),
+        "flops": arm.built.flops_per_token({}) * tokens(arm),
+        "peak": arm.built.peak_flops * arm.built.mesh.size,
+      }
     )
     for line in sys.stdin:
       if line.strip() == "trace":
         trace = arm.trace()
         overlap = measure_overlap(trace.events, TRACED)
         stages = stage_times(trace.events, trace.program.names, TRACED) if overlap else []
-        say(overlap=overlap and overlap.as_json(), stages=[vars(stage) for stage in stages])
+        told = [vars(stage) for stage in stages]
+        say({"overlap": overlap and overlap.as_json(), "stages": told})
         continue
       arm(1)  # another's step was the last
       start = time.perf_counter()
       arm(int(line))
-      say(seconds=(time.perf_counter() - start) / int(line))
+      say({"seconds": (time.perf_counter() - start) / int(line)})
 
 
 @contextlib.contextmanager
@@ -104,10 +105,6 @@ def exclusive(file: Path) -> Iterator[None]:
   with file.open("w") as held:
     fcntl.flock(held, fcntl.LOCK_EX)
     yield
-
-
-def say(**found: Any) -> None:
-  print(MARK + json.dumps(found), flush=True)
 
 
 def tokens(arm: Any) -> int:
@@ -132,59 +129,14 @@ def _is_variable(word: str) -> bool:
 # -- the driver -----------------------------------------------------------------------------------
 
 
-class Silent(Exception):
-  """A worker ended, or said nothing for too long."""
-
-
-class Worker:
+def worker_of(text: str, args: argparse.Namespace) -> Worker:
   """One arm's process."""
-
-  def __init__(self, text: str, args: argparse.Namespace):
-    self.name, _, self.words = text.partition(":")
-    self.log = Path(args.folder) / f"{self.name}.log"
-    self.patience = args.patience
-    command = [sys.executable, str(Path(__file__).resolve()), "--worker", text]
-    command += ["--command", args.command, "--folder", args.folder]
-    own = [word for word in shlex.split(self.words) if _is_variable(word)]
-    # Each takes what it needs: the arms share the memory.
-    variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | dict(w.split("=", 1) for w in own)
-    self.process = subprocess.Popen(
-      command,
-      env=os.environ | variables,
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      stderr=self.log.open("w"),
-      text=True,
-    )
-    self.said: queue.Queue[dict[str, Any] | None] = queue.Queue()
-    threading.Thread(target=self._listen, daemon=True).start()
-
-  def _listen(self) -> None:
-    assert self.process.stdout is not None
-    for line in self.process.stdout:
-      if line.startswith(MARK):
-        self.said.put(json.loads(line[len(MARK) :]))
-      else:
-        print(f"{self.name}: {line}", end="", flush=True)
-    self.said.put(None)
-
-  def answer(self) -> dict[str, Any]:
-    try:
-      found = self.said.get(timeout=self.patience)
-    except queue.Empty:
-      found = None
-    if found is None:
-      self.process.kill()
-      last = self.log.read_text(errors="replace").strip().splitlines()[-1:]
-      raise Silent(f"{self.name}: left out; the last line of {self.log}: {' '.join(last)}")
-    return found
-
-  def ask(self, what: str) -> dict[str, Any]:
-    assert self.process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # `answer` says so
-      self.process.stdin.write(what + "\n")
-      self.process.stdin.flush()
-    return self.answer()
+  name, _, words = text.partition(":")
+  command = [str(Path(__file__).resolve()), "--worker", text]
+  command += ["--command", args.command, "--folder", args.folder]
+  own = dict(word.split("=", 1) for word in shlex.split(words) if _is_variable(word))
+  log = Path(args.folder) / f"{name}.log"
+  return Worker(name, command, variables=own, log=log, patience=args.patience)
 
 
 def drive(args: argparse.Namespace) -> int:
@@ -193,7 +145,8 @@ def drive(args: argparse.Namespace) -> int:
   Path(args.folder).mkdir(parents=True, exist_ok=True)
   report: dict[str, Any] = {"date": time.strftime("%Y-%m-%d")}
   report |= {"command": " ".join(["python", *map(shlex.quote, sys.argv)]), "arms": {}}
-  workers = [Worker(text, args) for text in args.arms]
+  workers = [worker_of(text, args) for text in args.arms]
+  words = {worker.name: text.partition(":")[2] for worker, text in zip(workers, args.arms)}
   found: dict[str, dict[str, Any]] = report["arms"]
 
   def each(what: str | None) -> Iterator[tuple[Worker, dict[str, Any]]]:
@@ -211,7 +164,7 @@ def drive(args: argparse.Namespace) -> int:
 
   for worker, told in each(None):
     report |= {"device": told.pop("device"), "jax": told.pop("jax")}
-    found[worker.name] = {"fields": worker.words.strip()} | told
+    found[worker.name] = {"fields": words[worker.name].strip()} | told
     print(f"{worker.name}: ready in {told['ready_s']:.0f} s, {told['gibibytes']} GiB, "
           f"{told['variant'] or 'as configured'}", flush=True)  # fmt: skip
   seconds: dict[str, list[float]] = {worker.name: [] for worker in workers}
@@ -242,7 +195,7 @@ def drive(args: argparse.Namespace) -> int:
       print(hidden(worker.name, told), flush=True)
     keep()
   for worker in workers:
-    worker.process.kill()
+    worker.end()
   keep()
   return int(len(workers) < len(args.arms))
 

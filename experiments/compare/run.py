@@ -37,7 +37,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from workers import Worker, say
+from arms import Worker, say
 
 SHAPES = "7B-256 7B-1024 30B-512 120B-1024 OLMoE Qwen3-30B Mixtral"
 TRANSPORTS = "all_to_all,capacity,dropless"

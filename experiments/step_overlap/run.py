@@ -33,7 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from workers import Silent, Worker, say
+from arms import Silent, Worker, say
 
 COMMAND = (
   "--config gpt2_moe_medium --config.mesh.expert=2 --config.model.num_layers=8 "

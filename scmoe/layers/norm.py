@@ -18,7 +18,7 @@ class Norm(nnx.Module):
 
   `kind` is "layernorm" (mean and variance, scale and bias) or "rmsnorm" (scale only).
 
-  The backward pass reads the input as it came, and two numbers a row: float32 copies, which
+  The backward pass reads the input as it came, and nothing else: float32 copies, which
   differentiation would keep, are twice the size of what they were made from.
   """
 
@@ -50,28 +50,46 @@ def _normalised(x: Array, scale: Array, bias: Array | None, centred: bool, eps: 
 
 
 def _normalised_fwd(x, scale, bias, centred, eps):
-  wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-  mean = wide.mean(-1, keepdims=True) if centred else None
-  if mean is not None:
-    wide = wide - mean
-  inverse = jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + eps)
+  wide, _, inverse = _statistics(x, centred, eps)
   y = wide * inverse * scale
   y = y if bias is None else y + bias
-  return y.astype(x.dtype), (x, scale, bias, mean, inverse)
+  return y.astype(x.dtype), (x, scale, bias)
 
 
 def _normalised_bwd(centred, eps, kept, bar):
-  x, scale, bias, mean, inverse = kept
-  wide = x.astype(inverse.dtype)
-  unit = (wide if mean is None else wide - mean) * inverse
-  bar = bar.astype(inverse.dtype)
+  x, scale, bias = kept
+  # XLA shall not find the forward pass' statistics here: what normalises is one kernel as long as
+  # nobody else wants them.
+  x = jax.lax.optimization_barrier(x)
+  wide, mean, inverse = _statistics(x, centred, eps)
+  bar = bar.astype(wide.dtype)
   unit_bar = bar * scale
-  x_bar = unit_bar - unit * (unit_bar * unit).mean(-1, keepdims=True)
-  if centred:
-    x_bar = x_bar - unit_bar.mean(-1, keepdims=True)
+  along = (unit_bar * wide).mean(-1, keepdims=True) * inverse
+  offset = unit_bar.mean(-1, keepdims=True) if centred else None
+  # What each row has one number of ends here. From there on all is element by element and sums over
+  # columns, which XLA makes in one kernel; sums over rows among them, and it would write bar * unit
+  # in float32 to sum its columns in another.
+  mean, inverse, along, offset = jax.lax.optimization_barrier((mean, inverse, along, offset))
+  unit = _centred(x, mean) * inverse
+  x_bar = unit_bar - unit * along
+  if offset is not None:
+    x_bar = x_bar - offset
   rows = tuple(range(x.ndim - 1))
   bias_bar = None if bias is None else bar.sum(rows).astype(bias.dtype)
   return (x_bar * inverse).astype(x.dtype), (bar * unit).sum(rows).astype(scale.dtype), bias_bar
+
+
+def _statistics(x, centred, eps):
+  """`_centred`, the mean of each row, and one over its standard deviation."""
+  mean = _centred(x, None).mean(-1, keepdims=True) if centred else None
+  wide = _centred(x, mean)
+  return wide, mean, jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + eps)
+
+
+def _centred(x, mean):
+  """In float32 or wider, without its mean where there is one."""
+  wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+  return wide if mean is None else wide - mean
 
 
 _normalised.defvjp(_normalised_fwd, _normalised_bwd)

@@ -79,7 +79,9 @@ class Worker:
       said = None
     if said is None:
       self.end()
-      last = self.log.read_text(errors="replace").strip().splitlines()[-1:] if self.log else []
+      if self.log is None:
+        raise Silent(f"{self.name}: ended, or silent for too long; what it wrote stands above")
+      last = self.log.read_text(errors="replace").strip().splitlines()[-1:]
       raise Silent(f"{self.name}: left out; the last line of {self.log}: {' '.join(last)}")
     return json.loads(said)
 

@@ -6,7 +6,7 @@ hardware  1 GPU of 80 GB, or more with mesh.expert
 time      --dry_run estimates it for your mesh
 expect    not trained to its end. 130 steps of 262,144 tokens on 4 H200, with this Python's text and
           a tokenizer of 8,192: loss 8.82 to 4.16, 1.728 validation bits per byte, 324k tokens/s
-          (experiments/LOG.md, 2026-11-21). Today 138k tokens/s on one H200 (MFU 42 %)
+          (experiments/LOG.md, 2026-11-21). Today 139k tokens/s on one H200 (MFU 43 %)
 sizes     paper: 24 blocks, width 1024, 16 heads, 16 experts in every 2nd block, context 2K
           Not in the paper: batch, learning rate, schedule, tokenizer and FFN widths.
 """

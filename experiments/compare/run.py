@@ -12,6 +12,7 @@ A task is a set of arms that both commits have:
              states and temporaries are there at once)
   exchange   dispatch + combine of experiments/dispatch/run.py: 8 layers, balanced and Zipf
   medium     a training step of 8 layers of gpt2_moe_medium, 2-way experts, batch 8 x 2048
+  medium24   a training step of gpt2_moe_medium as its file has it, on one GPU
 
 The oldest commit that it knows is 3495333, whose functions had other arguments; what a checkout has
 is asked of it. Each commit runs in a process of its own, which compiles its arms and then waits for
@@ -105,8 +106,12 @@ def medium_arms(before: bool, args: argparse.Namespace) -> Arms:
   return {"step": step_arm("gpt2_moe_medium", layers=8, batch=8, expert=2, args=args)}
 
 
-def step_arm(config: str, *, layers, batch, expert, args) -> Callable[[int], object]:
-  """The training step of a config file, at its defaults, cut to some layers and one microbatch."""
+def medium24_arms(before: bool, args: argparse.Namespace) -> Arms:
+  return {"step": step_arm("gpt2_moe_medium", expert=1, args=args)}
+
+
+def step_arm(config: str, *, expert, args, layers=0, batch=0) -> Callable[[int], object]:
+  """The training step of a config file, at its defaults; given layers, cut to one microbatch."""
   import jax
 
   from scmoe import build
@@ -120,17 +125,19 @@ def step_arm(config: str, *, layers, batch, expert, args) -> Callable[[int], obj
   if not args.tiny:
     run = replace(
       run,
-      model=replace(run.model, num_layers=layers),
+      model=replace(run.model, num_layers=layers or run.model.num_layers),
       data=replace(run.data, tokenizer="bytes", seq_len=run.model.context),
-      train=replace(run.train, batch_size=batch, tokens_per_step=0, remat="none"),
     )
-  if expert == 1:
+  if layers and not args.tiny:
+    train = replace(run.train, batch_size=batch, tokens_per_step=0, remat="none")
+    run = replace(run, train=train)
+  if layers and expert == 1:
     run = replace(run, dispatch=replace(run.dispatch, transport="dropless"))
   run = replace(run, mesh=replace(run.mesh, data=1, expert=expert, tensor=1))
   run = run.resolve(num_devices=expert, vocab_size=build.vocab_size(run.data))
   devices = jax.devices()[:expert]
   built = build.build(run, devices)
-  shape = (1, run.train.batch_size, run.data.seq_len)
+  shape = (run.train.microbatches(run.data.seq_len), run.train.batch_size, run.data.seq_len)
   tokens = jax.random.randint(jax.random.key(7), shape, 0, run.model.vocab_size)
   abstract = built.abstract_state()
   options = run.overlap.compiler_options(gpu=jax.default_backend() == "gpu")
@@ -211,6 +218,7 @@ TASKS = {
   "olmoe": olmoe_arms,
   "exchange": exchange_arms,
   "medium": medium_arms,
+  "medium24": medium24_arms,
 }
 
 
@@ -296,7 +304,7 @@ def main() -> None:
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument("--before", default="../before", help="checkout of the older commit")
-  parser.add_argument("--tasks", default=",".join(TASKS))
+  parser.add_argument("--tasks", default="layer,olmoe,exchange,medium")
   parser.add_argument("--shapes", default=SHAPES)
   parser.add_argument("--gates", default="gate16 gate32", help="of the layer, after")
   parser.add_argument("--transports", default=TRANSPORTS, help="of the exchange")

@@ -290,7 +290,7 @@ class BlockPair(nnx.Module):
               y_BSD, cache = block.attention.mix(
                 main, positions_BS, segments_BS, cache, begins=context.begins
               )
-              main = h_BSD + y_BSD
+              main = _made_once(h_BSD + y_BSD)
               new_caches += [] if cache is None else [cache]
               if passed is Tap.ATTENTION:
                 next_BSD = unit.hand_over(Tap.ATTENTION, main)
@@ -389,7 +389,13 @@ class BlockPair(nnx.Module):
     sums = dataclasses.replace(sums, shortcut_square=square(total_BSD), main_square=square(h_BSD))
     current = self.config.mix_input == "current"
     read_BSD = unit.blocks[-1].norm_mlp(h_BSD) if current else inputs[0]
-    return unit.add(h_BSD, shared_BSD, total_BSD, read_BSD), sums
+    return _made_once(unit.add(h_BSD, shared_BSD, total_BSD, read_BSD)), sums
+
+
+def _made_once(h_BSD: Array) -> Array:
+  """A single token's residual stream, written to memory: else XLA adds up once more, in each kernel
+  that reads it, all parts of the products that have led to it."""
+  return jax.lax.optimization_barrier(h_BSD) if h_BSD.size == h_BSD.shape[-1] else h_BSD
 
 
 def _travelled(primitive: Any, *_: Any, **__: Any) -> bool:

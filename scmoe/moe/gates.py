@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from scmoe.errors import ConfigError
 from scmoe.extensions import FORM, construct, is_import_path
-from scmoe.kernels.top_k import gate_product, gate_top_k
+from scmoe.kernels.top_k import TopK, gate_product, gate_top_k
 from scmoe.moe.options import RouterConfig
 
 LOG_SCALE_MAX = math.log(100.0)
@@ -104,9 +104,7 @@ class LinearGate(nnx.Module):
   def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T E"]:
     return gate_product(x_TD, self.weight[...], fp32=self.fp32)
 
-  def top_k(
-    self, x_TD: Float[Array, "T D"], k: int
-  ) -> tuple[Float[Array, "T E"], Int[Array, "T K"]]:
+  def top_k(self, x_TD: Float[Array, "T D"], k: int) -> TopK:
     """Logits, and the experts with the k largest, in one kernel where there is one."""
     return gate_top_k(x_TD, self.weight[...], k, fp32=self.fp32)
 

@@ -14,7 +14,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from scmoe.errors import ConfigError
-from scmoe.kernels.top_k import gate_product
+from scmoe.kernels.top_k import TopK, gate_product
 from scmoe.moe.gates import check_logits, compute_dtype
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.types import Routing
@@ -126,6 +126,7 @@ class Scores:
     mask_T: bool, or None.
     config: options of the router: how scores are made of logits, and which groups are open.
     best_TK: experts with the largest logits, where the gate has found them already.
+    share_TK: of the softmax what is theirs, where the gate has made it on the way.
   """
 
   logits_TE: Array
@@ -133,6 +134,7 @@ class Scores:
   mask_T: Array | None
   config: RouterConfig
   best_TK: Array | None = None
+  share_TK: Array | None = None
 
   @property
   def num_experts(self) -> int:
@@ -207,9 +209,10 @@ def _score(
     dtype = compute_dtype(x_TD, config.fp32_gate)
     x_TD = x_TD.astype(dtype) * draws.jitter_TD.astype(dtype)
   noise_TE = draws.noise_TE if config.noise else None
-  best_TK = None
+  best_TK = share_TK = None
   if noise_TE is None and hasattr(gate, "top_k"):
-    clean_TE, best_TK = gate.top_k(x_TD, k)  # pyright: ignore[reportAttributeAccessIssue]
+    found: Any = gate.top_k(x_TD, k)  # pyright: ignore[reportAttributeAccessIssue]
+    clean_TE, best_TK, share_TK = TopK(*found)
   elif callable(gate):
     clean_TE = gate(x_TD)
   else:
@@ -222,7 +225,7 @@ def _score(
   if noise_TE is not None:
     size = config.noise / clean_TE.shape[1]
     logits_TE = clean_TE + size * noise_TE.astype(clean_TE.dtype)
-  return Scores(logits_TE, clean_TE, mask_T, config, best_TK)
+  return Scores(logits_TE, clean_TE, mask_T, config, best_TK, share_TK)
 
 
 # -- weights --------------------------------------------------------------------------------------
@@ -251,7 +254,9 @@ def choice_weights(
     made_TK: choices that are made; the others have weight 0. None: all are.
   """
   plain = made_TK is None and not config.compat.weight_norm and not scores.independent
-  if normalise and plain:
+  if plain and scores.share_TK is not None and chosen_TK is scores.best_TK:
+    weight_TK = scaled_weights(scores.share_TK, normalise)
+  elif normalise and plain:
     weight_TK = softmax_of_choices(pick(scores.logits_TE, chosen_TK))
   else:
     weight_TK = pick(scores.scores_TE, chosen_TK)

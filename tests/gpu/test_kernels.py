@@ -209,7 +209,7 @@ def test_layer_is_deterministic_with_any_number_of_sms(normal):
 
   def run(num_sms):
     def layer(x, gate, weights):
-      logits, expert = gate_top_k(x, gate, 4, backend="mosaic_gpu")
+      logits, expert, _ = gate_top_k(x, gate, 4, backend="mosaic_gpu")
       weight = jax.nn.softmax(jnp.take_along_axis(logits, expert, 1))
       config = FFNConfig(backend="mosaic_gpu", num_sms=num_sms)
       return expert_ffn(x, weights, choices_layout(expert, weight, 16), config)
@@ -230,7 +230,7 @@ def test_gate(normal, experts, top_k, fp32):
   x, gate = normal(2048, 512), normal(512, experts).astype(jnp.float32) * 1.01
   dlogits = normal(2048, experts).astype(jnp.float32)
   poison()
-  kernel = lambda x, gate: gate_top_k(x, gate, top_k, fp32=fp32, backend="mosaic_gpu")
+  kernel = lambda x, gate: gate_top_k(x, gate, top_k, fp32=fp32, backend="mosaic_gpu")[:2]
   (logits, expert), vjp = jax.vjp(kernel, x, gate)
   want, plain_vjp = jax.vjp(lambda x, gate: gate_product(x, gate, fp32=fp32), x, gate)
   assert relative_error(logits, want) < 1e-6
@@ -331,9 +331,12 @@ def test_experts_of_a_token(normal, num_experts, k):
   """Chosen by the kernel as by XLA, of equal logits too."""
   x, gate = normal(1, 2048), normal(2048, num_experts).astype(jnp.float32)
   gate = gate.at[:, num_experts // 2 :].set(gate[:, : num_experts // 2])
-  logits, expert = jax.jit(functools.partial(gate_top_k, k=k, fp32=True))(x, gate)
+  logits, expert, share = jax.jit(functools.partial(gate_top_k, k=k, fp32=True))(x, gate)
   np.testing.assert_allclose(logits, gate_product(x, gate, fp32=True), rtol=1e-4, atol=1e-3)
   np.testing.assert_array_equal(expert[0], jax.lax.top_k(logits, k)[1][0])
+  softmax = jax.nn.softmax(logits)
+  # Below the smallest normal number the kernel has 0.
+  np.testing.assert_allclose(share, np.take_along_axis(softmax, expert, 1), rtol=1e-5, atol=2e-38)
 
 
 @pytest.mark.parametrize(

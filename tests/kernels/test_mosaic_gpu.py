@@ -318,7 +318,7 @@ def test_pairs_of_ctas_lower_for_cuda(tiling):
 def test_gate_simulated(fp32):
   """In float32 by three terms: exact, where the rounded weights would be 1e-3 off."""
   x, gate = normal(0, 256, 64), normal(1, 64, 40).astype(jnp.float32) * 1.01
-  logits, expert = simulate(lambda: gate_top_k(x, gate, 3, fp32=fp32, backend="mosaic_gpu"))
+  logits, expert, _ = simulate(lambda: gate_top_k(x, gate, 3, fp32=fp32, backend="mosaic_gpu"))
   want = gate_product(x, gate, fp32=fp32)
   np.testing.assert_allclose(logits, want, rtol=1e-5, atol=1e-5)
   np.testing.assert_array_equal(expert, jax.lax.top_k(want, 3)[1])
@@ -460,7 +460,7 @@ def test_experts_gate_and_their_gradients_lower_for_cuda():
   config = FFNConfig(backend="mosaic_gpu")
 
   def layer(x, gate, up, gate_up, down):
-    logits, expert = gate_top_k(x, gate, top_k, backend="mosaic_gpu")
+    logits, expert, _ = gate_top_k(x, gate, top_k, backend="mosaic_gpu")
     weight = jnp.take_along_axis(jax.nn.softmax(logits), expert, 1)
     layout = choices_layout(expert, weight, experts)
     return expert_ffn(x, FFNWeights(up, down, gate_up), layout, config)
@@ -625,11 +625,13 @@ def test_gate_of_a_token_simulated(num_experts, k):
   x, gate = normal(0, 1, 128), normal(1, 128, num_experts).astype(jnp.float32)
   gate = gate.at[:, num_experts // 2 :].set(gate[:, : num_experts // 2])
   with interpreted(gpu_interpret_params(detect_races=True)):
-    logits, expert = gate_top_k(x, gate, k, fp32=True, backend="mosaic_gpu")
-  want, order = gate_top_k(x, gate, k, fp32=True, backend="xla")
+    logits, expert, share = gate_top_k(x, gate, k, fp32=True, backend="mosaic_gpu")
+  want, order, _ = gate_top_k(x, gate, k, fp32=True, backend="xla")
   np.testing.assert_allclose(logits, want, rtol=1e-5, atol=1e-4)
   np.testing.assert_array_equal(expert, jax.lax.top_k(logits, k)[1])
   np.testing.assert_array_equal(expert, order)
+  softmax = jax.nn.softmax(np.asarray(logits, np.float64))
+  np.testing.assert_allclose(share, np.take_along_axis(softmax, np.asarray(expert), 1), rtol=1e-5)
   assert expert.dtype == jnp.int32
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from scmoe.errors import ConfigError
 from scmoe.kernels.permute import gather_rows, sum_rows
+from scmoe.kernels.top_k import TopK
 from scmoe.moe.dispatch import Capacity, queue_positions
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.route import Draws, make_routing, route, route_distinct
@@ -157,6 +158,29 @@ def test_the_gate_learns(k):
   weigh = lambda g: (route(x, g, NO_NOISE, k=k).weight_TK * c).sum()
   gradient = jax.jit(jax.grad(weigh))(gate)
   assert np.abs(gradient).min() > 1e-4
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_weights_of_shares_that_the_gate_has_made(scores, normalise):
+  """The same as of logits; where no softmax is asked for, or other experts, shares are not read."""
+  logits = jnp.asarray(np.random.default_rng(0).normal(size=(5, 6)), jnp.float32)
+  best = jax.lax.top_k(logits, 2)[1].astype(jnp.int32)
+  share = jnp.take_along_axis(jax.nn.softmax(logits), best, 1)
+
+  class Gate:
+    def __call__(self, x):
+      return logits
+
+  class Knowing(Gate):
+    def top_k(self, x, k):
+      return TopK(logits, best, share)
+
+  config = RouterConfig(normalise=normalise, scoring_func=scores)
+  for bias in (None, jnp.asarray([0.0, 3, 0, 0, -3, 0])):
+    found = [route(jnp.zeros((5, 1)), gate(), config, k=2, bias_E=bias) for gate in (Gate, Knowing)]
+    np.testing.assert_array_equal(*(one.expert_TK for one in found))
+    np.testing.assert_allclose(*(one.weight_TK for one in found), rtol=1e-6)
 
 
 def test_more_choices_than_experts():

@@ -224,7 +224,7 @@ class RowLayout:
 
   Attributes:
     sizes_G: int32, rows of each expert.
-    group_MK: int32, expert of each copy; G for none.
+    group_MK: int32, expert of each copy; an id outside [0, G) for none.
     position_MK: int32, its position among the rows of that expert.
     weight_MK: float32, what each copy's result is multiplied by before a row's copies are added
       up; None: 1, and K is 1.
@@ -286,7 +286,7 @@ class RowLayout:
     return TiledRows(make_equal_layout(*self.padded, tile), None)
 
   def places(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """sizes_G, group_MK and position_MK, written out for padded experts too.
+    """sizes_G, group_MK and position_MK, written out for padded experts too; G stands for none.
 
     Two source ranks, two padded experts of one row each, (W, G, C) = (2, 2, 1): sizes 2 2, groups
     0 1 0 1, positions 0 0 1 1.
@@ -295,7 +295,9 @@ class RowLayout:
       assert self.sizes_G is not None
       assert self.group_MK is not None
       assert self.position_MK is not None
-      return self.sizes_G, self.group_MK, self.position_MK
+      group_MK, none = self.group_MK, self.num_groups
+      group_MK = jnp.where((group_MK >= 0) & (group_MK < none), group_MK, none)
+      return self.sizes_G, group_MK, self.position_MK
     ranks, groups, rows = self.padded
     rank, group, row = jnp.indices(self.padded, jnp.int32, sparse=True)
     shape = (ranks, groups, rows)
@@ -335,9 +337,7 @@ def choices_layout(expert_TK: jax.Array, weight_TK: jax.Array, num_experts: int)
     )
   # First choices, then second ones: the router's kernel writes them so, nothing is transposed.
   position_KT, count_E = running_positions(expert_TK.T, num_experts)
-  made_TK = (expert_TK >= 0) & (expert_TK < num_experts)
-  group_TK = jnp.where(made_TK, expert_TK, num_experts).astype(jnp.int32)
-  return RowLayout(count_E, group_TK, position_KT.T, weight_TK)
+  return RowLayout(count_E, expert_TK.astype(jnp.int32), position_KT.T, weight_TK)
 
 
 def arrived_layout(group_M: jax.Array, position_M: jax.Array, sizes_G: jax.Array) -> RowLayout:

@@ -10,7 +10,7 @@ of bfloat16 are exact in the float32 in which the matrix unit adds them up.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,21 @@ from scmoe.kernels.top_k import one_row
 from scmoe.kernels.without_gradient import without_gradient
 
 EXACT = 3  # bfloat16 terms of a float32 number
+
+
+class TopK(NamedTuple):
+  """What a gate finds of every token.
+
+  Attributes:
+    logits_TE: float32.
+    expert_TK: int32, the experts with the largest logits, best first.
+    share_TK: float32, of the softmax over all E logits what is theirs; None where it was not made
+      on the way.
+  """
+
+  logits_TE: Array
+  expert_TK: Array
+  share_TK: Array | None = None
 
 
 def gate_product(x_TD: Array, gate_DE: Array, *, fp32: bool) -> Array:
@@ -49,8 +64,8 @@ def gate_product(x_TD: Array, gate_DE: Array, *, fp32: bool) -> Array:
 
 def gate_top_k(
   x_TD: Array, gate_DE: Array, k: int, *, fp32: bool = True, backend: str = "auto"
-) -> tuple[Array, Array]:
-  """Logits float32 [T, E] of a linear gate, and the k experts with the largest, int32 [T, K].
+) -> TopK:
+  """Logits of a linear gate, and the k experts with the largest.
 
   Of equal logits the expert with the smaller index comes first; NaN counts as the largest.
 
@@ -72,21 +87,22 @@ def gate_top_k(
     ways = (functools.partial(way, k=k, fp32=fp32) for way in (_of_row, _plain))
     return without_gradient(*ways, x_TD, gate_DE)
   if not has_kernel(x_TD, num_experts, fp32, backend):
-    return _plain(x_TD, gate_DE, k=k, fp32=fp32)
+    return _plain(x_TD, gate_DE, k=k, fp32=fp32)._replace(share_TK=None)
   terms = EXACT if fp32 and gate_DE.dtype != x_TD.dtype else 1
-  return _gate_top_k(x_TD, gate_DE, (k, terms, pipeline.interpretation()))
+  return TopK(*_gate_top_k(x_TD, gate_DE, (k, terms, pipeline.interpretation())))
 
 
-def _plain(x_TD: Array, gate_DE: Array, *, k: int, fp32: bool) -> tuple[Array, Array]:
+def _plain(x_TD: Array, gate_DE: Array, *, k: int, fp32: bool) -> TopK:
   logits_TE = gate_product(x_TD, gate_DE, fp32=fp32)
-  return logits_TE, jax.lax.top_k(logits_TE, k)[1].astype(jnp.int32)
+  expert_TK = jax.lax.top_k(logits_TE, k)[1].astype(jnp.int32)
+  share_TE = jax.nn.softmax(logits_TE)
+  return TopK(logits_TE, expert_TK, jnp.take_along_axis(share_TE, expert_TK, 1))
 
 
-def _of_row(x_1D: Array, gate_DE: Array, *, k: int, fp32: bool) -> tuple[Array, Array]:
+def _of_row(x_1D: Array, gate_DE: Array, *, k: int, fp32: bool) -> TopK:
   dtype = jnp.float32 if fp32 else x_1D.dtype
   sums_PE = narrow_sums(x_1D.astype(dtype), gate_DE.astype(dtype))
-  logits_E, expert_K = one_row.top_k_of_sums(sums_PE, k)
-  return logits_E[None], expert_K[None]
+  return TopK(*(found[None] for found in one_row.top_k_of_sums(sums_PE, k)))
 
 
 def _is_row_with_kernel(x_TD: Array, num_experts: int, backend: str) -> bool:

@@ -1,10 +1,11 @@
-"""The K largest logits of a single token, by counting who is larger, in one kernel.
+"""The K largest logits of a single token and their shares of the softmax, in one kernel.
 
     P  parts of the logits' sums      E  experts, L up to a multiple of 64      K  experts per token
     M  rows that are looked at together
 
-XLA adds up, sorts, and reads the sorted ids: three kernels, each of which waits for the one before.
-Sorted needs not be more than the place of every expert: how many logits are larger than its own.
+XLA adds up, sorts, reads the sorted ids, makes a softmax, and picks from it: five kernels, each of
+which waits for the one before. Sorted needs not be more than the place of every expert: how many
+logits are larger than its own.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ def takes(parts: int, num_experts: int) -> bool:
   return parts == _ROWS and num_experts % 8 == 0 and num_experts <= _MOST
 
 
-def top_k_of_sums(sums_PE: Array, k: int) -> tuple[Array, Array]:
-  """The logits Σ_p sums[p], float32 [E], and the K experts with the largest, int32 [K].
+def top_k_of_sums(sums_PE: Array, k: int) -> tuple[Array, Array, Array]:
+  """The logits Σ_p sums[p], float32 [E], the K experts with the largest, int32 [K], and what of the
+  softmax over all experts is theirs, float32 [K].
 
   Of equal logits the expert with the smaller index comes first; where one is NaN, any.
 
@@ -42,14 +44,14 @@ def top_k_of_sums(sums_PE: Array, k: int) -> tuple[Array, Array]:
 
 
 @functools.partial(jax.jit, static_argnames=("k", "simulation"))
-def _top_k(sums_PE: Array, *, k: int, simulation: Any) -> tuple[Array, Array]:
+def _top_k(sums_PE: Array, *, k: int, simulation: Any) -> tuple[Array, Array, Array]:
   del simulation  # the program depends on it
   experts = sums_PE.shape[1]
   padded = -(-experts // _ROWS) * _ROWS
   tile = plgpu.Layout.WGMMA
   down, across = tile.reduce(1), tile.reduce(0)  # one number a row, one a column
 
-  def body(sums, logits, expert, values, numbers):
+  def body(sums, logits, expert, share, values, numbers, shares):
     own_E = jnp.sum(load_as(sums, tile), axis=0)
     if padded != experts:
       values[...] = plgpu.layout_cast(jnp.full((padded,), -jnp.inf, jnp.float32), across)
@@ -69,15 +71,22 @@ def _top_k(sums_PE: Array, *, k: int, simulation: Any) -> tuple[Array, Array]:
       larger_ML = jnp.where((value_ML > mine_ML) | before, one, none)
       numbers[first : first + _ROWS] = jnp.sum(larger_ML, axis=1)
     plgpu.commit_smem()
+    # Every row of the tile has all logits: each warp makes the softmax for itself.
+    most_ML = lax.broadcast_in_dim(jnp.max(value_ML, axis=1), shape, (0,))
+    part_ML = jnp.exp(value_ML - most_ML)
+    total_M = jnp.sum(part_ML, axis=1)
     place_ML = lax.broadcast_in_dim(load_as(numbers, across), shape, (1,))
     plgpu.commit_smem()  # all have read
     for first in range(0, -(-k // _ROWS) * _ROWS, _ROWS):
       is_here = place_ML == (row_ML + first).astype(jnp.float32)
       id_M = jnp.sum(jnp.where(is_here, column_ML.astype(jnp.float32), none), axis=1)
       numbers[first : first + _ROWS] = jnp.minimum(id_M, jnp.full_like(id_M, experts - 1))
+      part_M = jnp.sum(jnp.where(is_here, part_ML, none), axis=1)
+      shares[first : first + _ROWS] = part_M / total_M
     plgpu.commit_smem()
     for i in range(k):
       expert[i] = numbers[i].astype(jnp.int32)
+      share[i] = shares[i]
     plgpu.wait_smem_to_gmem(0)
 
   run = compiled(
@@ -85,7 +94,8 @@ def _top_k(sums_PE: Array, *, k: int, simulation: Any) -> tuple[Array, Array]:
     out_type=(
       jax.ShapeDtypeStruct((experts,), jnp.float32),
       jax.ShapeDtypeStruct((k,), jnp.int32),
+      jax.ShapeDtypeStruct((k,), jnp.float32),
     ),
-    scratch_types=[plgpu.SMEM((padded,), jnp.float32)] * 2,
+    scratch_types=[plgpu.SMEM((padded,), jnp.float32)] * 3,
   )
   return run(sums_PE)

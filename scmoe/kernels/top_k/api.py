@@ -89,7 +89,8 @@ def gate_top_k(
   if not has_kernel(x_TD, num_experts, fp32, backend):
     return _plain(x_TD, gate_DE, k=k, fp32=fp32)._replace(share_TK=None)
   terms = EXACT if fp32 and gate_DE.dtype != x_TD.dtype else 1
-  return TopK(*_gate_top_k(x_TD, gate_DE, (k, terms, pipeline.interpretation())))
+  found: Any = _gate_top_k(x_TD, gate_DE, (k, terms, pipeline.interpretation()))
+  return TopK(*found)
 
 
 def _plain(x_TD: Array, gate_DE: Array, *, k: int, fp32: bool) -> TopK:

@@ -19,6 +19,9 @@ def jax_version() -> tuple[int, ...]:
   return tuple(int(part) for part in jax.__version__.split(".")[:3])
 
 
+# Whether a Mosaic GPU kernel that returns arrays may also write into a `jax.Ref`: from jax 0.11.
+KERNELS_WRITE_IN_PLACE = jax_version() >= (0, 11)
+
 # NCCL's policy (2.28 and later) of no thread blocks, which leaves an all-to-all to copy engines.
 COPY_ENGINE_POLICY = ("NCCL_CTA_POLICY", "2")
 

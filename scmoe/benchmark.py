@@ -8,6 +8,7 @@ worse than a trained router's, and the hits of a cache of experts, for the same 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,7 +100,9 @@ class _Arm:
     self.tokens_BS = jnp.asarray(tokens, jnp.int32)
     self.lengths_B = jnp.full((load.rows,), load.prompt, jnp.int32)
     self.state: Any = None
-    self.calls, self.usage = 0, Usage()
+    # Generation makes its key once, too.
+    self.keys = itertools.cycle(list(jax.random.split(jax.random.key(0), 8)))
+    self.usage = Usage()
 
   def run_prefill(self, calls: int) -> None:
     given = self.params, self.router, self.lengths_B, jax.random.key(0)
@@ -115,8 +118,7 @@ class _Arm:
       assert self.state is not None
       first_B, caches = self.state
       # Every call writes the same positions again, with tokens of its own.
-      self.calls += 1
-      given = self.params, self.router, self.lengths_B, jax.random.key(self.calls)
+      given = self.params, self.router, self.lengths_B, next(self.keys)
       self.state = first_B, self.decode(*given, np.int32(1), first_B, caches)[2]
     jax.block_until_ready(self.state)
 

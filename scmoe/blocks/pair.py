@@ -284,7 +284,7 @@ class BlockPair(nnx.Module):
             case words.PROJECTIONS:
               h_BSD = main
               hidden += [h_BSD] if step.block else []
-              main = block.attention.project(block.norm_attention(h_BSD), positions_BS)
+              main = block.attention.project(h_BSD, positions_BS, block.norm_attention)
             case words.MIXING:
               cache = None if stored is None else stored[number][step.block]
               y_BSD, cache = block.attention.mix(

@@ -131,17 +131,22 @@ def stream(
   token_B, caches = first(*given, tokens_BS)
   if usage is not None and "experts" in caches:
     usage.begin(caches["experts"])
-  new_BS, made, ended = np.asarray(token_B)[:, None], 0, [False] * asked
+  new_BS, made, ended = token_B[:, None], 0, [False] * asked
+  # The device goes on while the host looks at what it has made; not where the experts' caches are
+  # counted, which the next tokens overwrite.
+  ahead = usage is None
   while True:
-    new_BS = new_BS[:asked, : max_new_tokens - made]
-    made += new_BS.shape[1]
-    pieces = [_until(row.tolist(), eos_id) for row in new_BS]
+    count = min(new_BS.shape[1], max_new_tokens - made)
+    following = *given, np.int32(made + count), token_B, caches
+    is_last = made + count == max_new_tokens
+    coming = rest(*following) if ahead and not is_last else None
+    pieces = [_until(row.tolist(), eos_id) for row in np.asarray(new_BS)[:asked, :count]]
+    made += count
     yield [[] if over else piece for over, piece in zip(ended, pieces)]
-    ended = [over or len(piece) < new_BS.shape[1] for over, piece in zip(ended, pieces)]
-    if all(ended) or made == max_new_tokens:
+    ended = [over or len(piece) < count for over, piece in zip(ended, pieces)]
+    if all(ended) or is_last:
       return
-    made_SB, token_B, caches, needed = rest(*given, np.int32(made), token_B, caches)
-    new_BS = np.asarray(made_SB)
+    new_BS, token_B, caches, needed = coming or rest(*following)
     if usage is not None and needed is not None:
       usage.add(needed, caches["experts"])
 

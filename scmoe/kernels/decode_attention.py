@@ -10,6 +10,10 @@ online form of Milakov and Gimelshein, arXiv 1805.02867); a CTA's warpgroups are
 memory, and several CTAs of a long cache by XLA. Both products are matrix instructions, most of
 whose rows stay empty: they add up across a warpgroup's warps, which sums of vectors may not, since
 all warpgroups of a CTA would do so by way of the same shared memory.
+
+What the projections leave, parts of sums (`linear.sums`), can be finished here too: queries, keys
+and values are added up, turned by their position, and the cache gets its new row. XLA takes three
+kernels for that, each of a few thousand numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from scmoe._compat import load_as
+from scmoe._compat import KERNELS_WRITE_IN_PLACE, load_as
 from scmoe.kernels.grouped_matmul.backend import resolve_backend
 from scmoe.kernels.grouped_matmul.pipeline import (
   compiled,
@@ -32,8 +36,10 @@ from scmoe.kernels.grouped_matmul.pipeline import (
   resolve_num_sms,
   smem,
 )
+from scmoe.kernels.grouped_matmul.reading import added_up
 
 _BLOCK = 64  # positions that a warpgroup looks at together
+_WARPGROUP = 128  # threads
 _WARPGROUPS = 2  # of a CTA
 _STAGES = 2  # blocks of a warpgroup that are on their way
 _ROWS = 64  # of a matrix instruction
@@ -48,6 +54,8 @@ class _Static:
   window: int
   parts: int
   simulation: Any
+  heads: int
+  turned: bool = False  # of what is finished here: whether it is turned
 
 
 def cache_length(length: int, dtype: Any, width: int) -> int:
@@ -84,23 +92,106 @@ def attend_cache(
     window: positions that the token sees, itself included; 0: all.
   """
   length, kv_heads, _ = k_TKN.shape
+  parts = _parts(length, kv_heads)
+  static = _Static(scale, window, parts, interpretation(), q_HN.shape[0])
+  return _attend((q_HN,), k_TKN, v_TKN, position, static=static)[0]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Unfinished:
+  """Queries, keys and values of one token, not added up and not turned.
+
+  Attributes:
+    sums_PM: float32, parts of the sums (`linear.sums`) of queries, keys and values, in this order;
+      M is (H + 2 K) N.
+    turn_2N: float32 [2, N/2], sine and cosine by which pairs (i, i + N/2) of queries and keys are
+      turned; None: they are not.
+    heads, kv_heads: H and K.
+    dtype: of what they will be.
+  """
+
+  sums_PM: Array
+  turn_2N: Array | None
+  heads: int = dataclasses.field(metadata={"static": True})
+  kv_heads: int = dataclasses.field(metadata={"static": True})
+  dtype: Any = dataclasses.field(metadata={"static": True})
+
+  @property
+  def width(self) -> int:
+    """N."""
+    return self.sums_PM.shape[1] // (self.heads + 2 * self.kv_heads)
+
+  def finished(self) -> tuple[Array, Array, Array]:
+    """What the kernel makes of it: queries [H, N], keys and values [K, N]."""
+    y_HN = added_up(self.sums_PM).astype(self.dtype).reshape(-1, self.width)
+    q_HN, k_KN, v_KN = jnp.split(y_HN, (self.heads, self.heads + self.kv_heads))
+    return self._turned(q_HN), self._turned(k_KN), v_KN
+
+  def _turned(self, x_HN: Array) -> Array:
+    if self.turn_2N is None:
+      return x_HN
+    sin, cos = self.turn_2N
+    first, second = jnp.split(x_HN.astype(jnp.float32), 2, -1)
+    turned = first * cos - second * sin, second * cos + first * sin
+    return jnp.concatenate(turned, -1).astype(x_HN.dtype)
+
+
+_MOST_SHARED = 8  # heads of queries that one CTA finishes
+
+
+def finishes(own: Unfinished, k_BTKN: Array, v_BTKN: Array, backend: str = "auto") -> bool:
+  """Whether `attend_unfinished` takes this: what `takes` asks of one row, whose keys at most 8
+  heads of queries share, and jax from 0.11 on."""
+  q_BSHN: Any = jax.ShapeDtypeStruct((1, 1, own.heads, own.width), own.dtype)
+  few = own.heads // own.kv_heads <= _MOST_SHARED and k_BTKN.shape[0] == 1
+  return KERNELS_WRITE_IN_PLACE and few and takes(q_BSHN, k_BTKN, v_BTKN, backend)
+
+
+def attend_unfinished(
+  own: Unfinished, k_TKN: Array, v_TKN: Array, position: Array, *, scale: float, window: int = 0
+) -> tuple[Array, Array, Array]:
+  """As `attend_cache` over a cache that does not have the token yet; not differentiable.
+
+  Args:
+    own: of the token, that `finishes` takes.
+    k_TKN, v_TKN, position, scale, window: as there.
+
+  Returns:
+    [H, N], and both parts of the cache with the token at its position, written in place.
+  """
+  length, kv_heads, _ = k_TKN.shape
+  turned = own.turn_2N is not None
+  static = _Static(
+    scale, window, _parts(length, kv_heads), interpretation(), own.heads, turned=turned
+  )
+  given = (own.sums_PM, own.turn_2N) if turned else (own.sums_PM,)
+  return _attend(given, k_TKN, v_TKN, position, static=static)
+
+
+def _parts(length: int, kv_heads: int) -> int:
+  """CTAs that a head's cache is shared out among."""
   each = _WARPGROUPS * _STAGES * _BLOCK
-  parts = min(-(-length // each), resolve_num_sms(None) // kv_heads)
-  static = _Static(scale, window, max(parts, 1), interpretation())
-  return _attend(q_HN, k_TKN, v_TKN, position, static=static)
+  return max(min(-(-length // each), resolve_num_sms(None) // kv_heads), 1)
 
 
 @functools.partial(jax.jit, static_argnames="static")
-def _attend(q_HN: Array, k_TKN: Array, v_TKN: Array, position: Array, *, static: _Static) -> Array:
+def _attend(
+  given: tuple[Array, ...], k_TKN: Array, v_TKN: Array, position: Array, *, static: _Static
+) -> tuple[Array, Array, Array]:
+  """The result and the cache; of given queries, or of sums (and turn), which are finished first."""
   length, kv_heads, width = k_TKN.shape
-  heads, parts, dtype = q_HN.shape[0], static.parts, q_HN.dtype
+  heads, parts, dtype = static.heads, static.parts, k_TKN.dtype
+  finishing = given[0].dtype == jnp.float32
   shared, blocks = heads // kv_heads, length // _BLOCK
   workers = parts * _WARPGROUPS
   tile = plgpu.Layout.WGMMA
-  row = tile.reduce(1)  # the layout of one number a row
+  row, across = tile.reduce(1), tile.reduce(0)  # the layouts of one number a row, and a column
 
-  def body(q, k, v, position, y, *rest):
-    outs, (in_out, queries, shares, keys, values, other, tops, totals) = rest[:-11], rest[-11:-3]
+  def body(*refs):
+    given_refs, (position, k, v, y, *rest) = refs[: len(given)], refs[len(given) :]
+    outs, scratch = rest[:-14], rest[-14:-3]
+    in_out, queries, shares, keys, values, other, tops, totals, q_row, k_row, v_row = scratch
     here_is_q, loaded, joined = rest[-3:]
     kv, part, wg = (lax.axis_index(name) for name in ("kv", "part", "wg"))
     mine = part * _WARPGROUPS + wg
@@ -115,26 +206,89 @@ def _attend(q_HN: Array, k_TKN: Array, v_TKN: Array, position: Array, *, static:
         block = first_block + mine + slot * workers
         pl.when(block < end)(functools.partial(load, block, slot))
 
-    @pl.when(wg == 0)
-    def _():
-      mine_of_q = pl.ds(kv * shared, shared)
-      plgpu.copy_gmem_to_smem(q.at[mine_of_q], in_out.at[pl.ds(0, shared)], here_is_q)
+    def added(head, to, first_of=0):
+      """Writes one head's numbers, added up and rounded."""
+      sums = given_refs[0]
+      # A thread has one of 128 numbers; as columns of a tile it would read half of 64.
+      whole = width % _WARPGROUP == 0
+      load = lambda p, at: sums[p, at] if whole else load_as(sums.at[p, at], across)
+      size = width if whole else width // 2
+      for first in range(0, width, size):
+        at = pl.ds(head * width + first, size)
+        x = load(0, at)
+        for p in range(1, sums.shape[0]):
+          x = x + load(p, at)
+        to[first_of + first : first_of + first + size] = x.astype(dtype)
+
+    def angles():
+      """Asked for before the sums, else after all of them."""
+      return [load_as(given_refs[1].at[i], across) for i in range(2 * static.turned)]
+
+    def turn(of_head, turns, first_of=0):
+      """Turns what has been written."""
+      places = [slice(first_of + half, first_of + half + width // 2) for half in (0, width // 2)]
+      sin, cos = turns
+      first, second = (load_as(of_head.at[at], across).astype(jnp.float32) for at in places)
+      plgpu.commit_smem()  # all have read
+      for at, x in zip(places, (first * cos - second * sin, second * cos + first * sin)):
+        of_head[at] = x.astype(dtype)
+
+    def as_rows(row):
+      """A head's numbers in every row of a tile."""
+      return lax.broadcast_in_dim(load_as(row, across), (_ROWS, width), (1,))
+
+    if not finishing:
+
+      @pl.when(wg == 0)
+      def _():
+        mine_of_q = pl.ds(kv * shared, shared)
+        plgpu.copy_gmem_to_smem(given_refs[0].at[mine_of_q], in_out.at[pl.ds(0, shared)], here_is_q)
 
     # Without a window the first blocks are known before the position is.
     if not static.window:
       load_first(0, blocks)
     here = position[0]
     first = jnp.maximum(here - (static.window - 1), 0) if static.window else jnp.int32(0)
-    first_block, end = first // _BLOCK, here // _BLOCK + 1
+    # What is finished here is not in the cache: of that, only what is before it is looked at.
+    first_block, end = first // _BLOCK, (here + (_BLOCK - 1 if finishing else _BLOCK)) // _BLOCK
     if static.window:
       load_first(first_block, end)
     steps = jnp.maximum((end - first_block - mine + workers - 1) // workers, 0)
 
+    if finishing:  # the cache's first blocks are on their way meanwhile
+
+      @pl.when(wg == 0)
+      def _():
+        turns = angles()
+        for g in range(shared):
+          added(kv * shared + g, q_row, g * width)
+        plgpu.commit_smem()
+        for g in range(shared if static.turned else 0):
+          turn(q_row, turns, g * width)
+        plgpu.commit_smem()
+
+      @pl.when(wg == 1)
+      def _():
+        turns = angles()
+        added(heads + kv, k_row)
+        added(heads + kv_heads + kv, v_row)
+        plgpu.commit_smem()
+        if static.turned:
+          turn(k_row, turns)
+          plgpu.commit_smem()
+
     @pl.when(wg == 0)
     def _():
-      plgpu.barrier_wait(here_is_q)
-      # Rows behind the queries hold whatever was there: nothing of a row comes into another.
-      queries[...] = load_as(in_out, tile)
+      if finishing:
+        q_MN = as_rows(q_row.at[pl.ds(0, width)])
+        row_MN = plgpu.broadcasted_iota(jnp.int32, q_MN.shape, 0, layout=tile)
+        for g in range(1, shared):
+          q_MN = jnp.where(row_MN == g, as_rows(q_row.at[pl.ds(g * width, width)]), q_MN)
+      else:
+        plgpu.barrier_wait(here_is_q)
+        # Rows behind the queries hold whatever was there: nothing of a row comes into another.
+        q_MN = load_as(in_out, tile)
+      queries[...] = q_MN
       plgpu.commit_smem()
 
     plgpu.barrier_arrive(joined)
@@ -148,9 +302,10 @@ def _attend(q_HN: Array, k_TKN: Array, v_TKN: Array, position: Array, *, static:
       keys_NB = plgpu.transpose_ref(keys.at[wg, slot], (1, 0))
       score_MB = _product(queries, keys_NB) * static.scale
       place = start + plgpu.broadcasted_iota(jnp.int32, score_MB.shape, 1, layout=tile)
-      seen = (place >= first) & (place <= here)
+      seen = (place >= first) & ((place < here) if finishing else (place <= here))
       score_MB = jnp.where(seen, score_MB, jnp.full_like(score_MB, _LOW))
-      # Of every block that is looked at something is seen.
+      # Of every block that is looked at something is seen, but for a window of the token alone:
+      # its own score is larger than `_LOW`.
       new_M = jnp.maximum(most_M, jnp.max(score_MB, axis=1))
       share_MB = jnp.exp(score_MB - lax.broadcast_in_dim(new_M, score_MB.shape, (0,)))
       old_M = jnp.exp(most_M - new_M)
@@ -167,11 +322,28 @@ def _attend(q_HN: Array, k_TKN: Array, v_TKN: Array, position: Array, *, static:
     low_M = plgpu.layout_cast(jnp.full((_ROWS,), _LOW, jnp.float32), row)
     zero_M = plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.float32), row)
     zero_MN = plgpu.layout_cast(jnp.zeros((_ROWS, width), jnp.float32), tile)
-    most_M, weight_M, y_MN = lax.fori_loop(0, steps, step, (low_M, zero_M, zero_MN))
+    begun = low_M, zero_M, zero_MN
+    # The token itself belongs to whoever has its block of the cache.
+    is_mine = lax.rem(here // _BLOCK - first_block, workers) == mine
+    if finishing:
+      q_MN = load_as(queries, tile).astype(jnp.float32)
+      k_MN, v_MN = (as_rows(of_head).astype(jnp.float32) for of_head in (k_row, v_row))
+      score_M = jnp.sum(q_MN * k_MN, axis=1) * static.scale
+      own = score_M, plgpu.layout_cast(jnp.full((_ROWS,), 1.0, jnp.float32), row), v_MN
+      begun = tuple(jnp.where(jnp.broadcast_to(is_mine, a.shape), a, b) for a, b in zip(own, begun))
+    most_M, weight_M, y_MN = lax.fori_loop(0, steps, step, begun)
     if not static.window:
       for slot in range(_STAGES):  # nothing may arrive after the end
         unused = (slot >= steps) & (mine + slot * workers < blocks)
         pl.when(unused)(functools.partial(plgpu.barrier_wait, loaded.at[wg, slot]))
+
+    if finishing:  # the block has been read
+
+      @pl.when(is_mine)
+      def _():
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(k_row, k.at[here, kv])
+        plgpu.copy_smem_to_gmem(v_row, v.at[here, kv])
 
     @pl.when(wg == 1)
     def _():
@@ -201,7 +373,8 @@ def _attend(q_HN: Array, k_TKN: Array, v_TKN: Array, position: Array, *, static:
           weight_of[part, kv * shared + g] = totals[g]
         written, to = other, y.at[part, pl.ds(kv * shared, shared)]
       plgpu.copy_smem_to_gmem(written.at[pl.ds(0, shared)], to)
-      plgpu.wait_smem_to_gmem(0)
+
+    plgpu.wait_smem_to_gmem(0)
 
   cache = smem((_WARPGROUPS, _STAGES, _BLOCK, width), dtype)
   a_number = plgpu.SMEM((_ROWS,), jnp.float32)
@@ -223,17 +396,24 @@ def _attend(q_HN: Array, k_TKN: Array, v_TKN: Array, position: Array, *, static:
       plgpu.SMEM((_ROWS, width), jnp.float32),
       a_number,
       a_number,
+      plgpu.SMEM((shared * width,), dtype),
+      plgpu.SMEM((width,), dtype),
+      plgpu.SMEM((width,), dtype),
       plgpu.Barrier(),
       plgpu.Barrier(num_arrivals=2, num_barriers=(_WARPGROUPS, _STAGES)),
       plgpu.Barrier(num_arrivals=_WARPGROUPS),
     ],
   )
-  if parts == 1:
-    return run(q_HN, k_TKN, v_TKN, position)
-  y_PHN, most_PH, weight_PH = run(q_HN, k_TKN, v_TKN, position)
-  share_PH = jnp.exp(most_PH - most_PH.max(0))
-  y_HN = jnp.sum(y_PHN * share_PH[..., None], 0) / jnp.sum(weight_PH * share_PH, 0)[:, None]
-  return y_HN.astype(dtype)
+  cached: list[Any] = [jax.new_ref(x) if finishing else x for x in (k_TKN, v_TKN)]
+  found = run(*given, position, *cached)
+  if finishing:
+    k_TKN, v_TKN = (jax.freeze(ref) for ref in cached)
+  if parts > 1:
+    y_PHN, most_PH, weight_PH = found
+    share_PH = jnp.exp(most_PH - most_PH.max(0))
+    y_HN = jnp.sum(y_PHN * share_PH[..., None], 0) / jnp.sum(weight_PH * share_PH, 0)[:, None]
+    found = y_HN.astype(dtype)
+  return found, k_TKN, v_TKN
 
 
 def _product(x_MK: Any, matrix_KN: Any) -> Array:

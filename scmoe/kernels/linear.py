@@ -10,14 +10,16 @@ narrow one.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scmoe.kernels.grouped_matmul.backend import resolve_backend
 from scmoe.kernels.grouped_matmul.pipeline import interpretation, resolve_num_sms
@@ -25,11 +27,14 @@ from scmoe.kernels.grouped_matmul.reading import (
   Split,
   added_up,
   begin_sums,
+  everyone,
   kernel,
   place,
   split,
   store_sums,
 )
+from scmoe.kernels.norm import Normalisation, of_part
+from scmoe.kernels.norm import takes as norm_takes
 from scmoe.kernels.without_gradient import without_gradient
 
 
@@ -49,16 +54,45 @@ def products(
   Returns:
     for each of them [..., N] in the type of x, added up in float32.
   """
+  sums_PN = sums(x_BD, matrices, backend=backend)
+  if sums_PN is None:
+    return None
+  y_N = added_up(sums_PN).astype(x_BD.dtype)
+  ends = list(itertools.accumulate(w.shape[1] for w in matrices))[:-1]
+  return [y.reshape(*x_BD.shape[:-1], y.size) for y in jnp.split(y_N, ends)]
+
+
+def sums(
+  x_BD: Array,
+  matrices: Sequence[Array],
+  norm: Normalisation | None = None,
+  *,
+  backend: str = "auto",
+) -> Array | None:
+  """What `products` adds up: parts of its sums, float32 [P, N + N' + ...]; None likewise.
+
+  Args:
+    x_BD, matrices, backend: see there.
+    norm: what x goes through first, in the same kernel; rounded to the type of x.
+  """
   if x_BD.size != x_BD.shape[-1] or any(w.dtype != x_BD.dtype for w in matrices):
     return None
   own = _shared_out(x_BD, matrices)
   widths = [w.shape[1] for w in matrices]
   if own is None or resolve_backend(backend, x_BD.dtype, *widths) != "mosaic_gpu":
     return None
+  if norm is not None and not norm_takes(x_BD, backend):
+    return sums(norm(x_BD), matrices, backend=backend)
   fast = functools.partial(_read, own=own, simulation=interpretation())
-  plain = lambda x, *ws: tuple(x @ w for w in ws)
-  found: Any = without_gradient(fast, plain, x_BD.reshape(1, -1), *matrices)
-  return [y.reshape(*x_BD.shape[:-1], y.shape[1]) for y in found]
+  plain = functools.partial(_plain_sums, parts=own.parts)
+  found: Any = without_gradient(fast, plain, x_BD.reshape(1, -1), norm, *matrices)
+  return found
+
+
+def _plain_sums(x_1D: Array, norm: Normalisation | None, *matrices: Array, parts: int) -> Array:
+  x_1D = x_1D if norm is None else norm(x_1D)
+  y_1N = jnp.concatenate([x_1D @ w for w in matrices], 1).astype(jnp.float32)
+  return jnp.pad(y_1N, ((0, parts - 1), (0, 0)))
 
 
 def _shared_out(x_BD: Array, matrices: Sequence[Array]) -> Split | None:
@@ -68,31 +102,47 @@ def _shared_out(x_BD: Array, matrices: Sequence[Array]) -> Split | None:
 
 
 @functools.partial(jax.jit, static_argnames=("own", "simulation"))
-def _read(x_1D: Array, *matrices: Array, own: Split, simulation: Any) -> tuple[Array, ...]:
-  """The products, side by side in one kernel: each CTA has columns of one matrix."""
+def _read(
+  x_1D: Array, norm: Normalisation | None, *matrices: Array, own: Split, simulation: Any
+) -> Array:
+  """The sums, side by side in one kernel: each CTA has columns of one matrix."""
   del simulation  # the program depends on it
   width, widths = x_1D.shape[1], [w.shape[1] for w in matrices]
-  rows = width // own.parts
+  rows, more = width // own.parts, () if norm is None else norm.arrays
 
   def body(x, *rest):
-    *matrices, out, shared, barrier = rest
+    arrays, rest = rest[: len(more)], rest[len(more) :]
+    matrices, (out, shared, barrier, *made) = rest[: len(widths)], rest[len(widths) :]
     column, part = place()[1:]
-    row, first = lambda k: x[0, k].astype(jnp.float32), 0
+    wg, mine = lax.axis_index("wg"), pl.ds(part * rows, rows)
+
+    def row(k):
+      return made[0][k - part * rows] if norm is not None else x[0, k].astype(jnp.float32)
+
+    def normalise(norm: Normalisation):
+      @pl.when(wg == 0)
+      def _():
+        made[0][...] = of_part(norm, x, arrays, mine).astype(x.dtype).astype(jnp.float32)
+
+      plgpu.barrier_arrive(made[1])
+      plgpu.barrier_wait(made[1])
+
+    first = 0
     for matrix in matrices:
       last = first + matrix.shape[2] // own.columns
 
       @pl.when((column >= first) & (column < last))
       def _(matrix=matrix, first=first):
         start = begin_sums([matrix], 0, own, rows, row, column - first)
+        if norm is not None:  # the weights are on their way meanwhile
+          normalise(norm)
         store_sums(start(), out.at[0, part], shared, barrier, own, column)
 
       first = last
 
-  run = kernel(body, 1, 1, sum(widths), own)
-  sums_PN = run(x_1D, *[w[None] for w in matrices])[0, :, 0]
-  y_N = added_up(sums_PN).astype(x_1D.dtype)
-  ends = [sum(widths[: i + 1]) for i in range(len(widths) - 1)]
-  return tuple(y[None] for y in jnp.split(y_N, ends))
+  scratch = () if norm is None else (plgpu.SMEM((rows,), jnp.float32), everyone())
+  run = kernel(body, 1, 1, sum(widths), own, *scratch)
+  return run(x_1D, *more, *[w[None] for w in matrices])[0, :, 0]
 
 
 _PARTS = 64  # of a narrow product's sum, at most

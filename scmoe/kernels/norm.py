@@ -5,12 +5,14 @@ D  width
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental import pallas as pl
 
 from scmoe.kernels.grouped_matmul.backend import resolve_backend
 from scmoe.kernels.grouped_matmul.pipeline import compiled, interpretation
@@ -27,38 +29,70 @@ def takes(x_BD: Array, backend: str = "auto") -> bool:
   return fits and resolve_backend(backend, x_BD.dtype, width) == "mosaic_gpu"
 
 
-def normalised(
-  x_BD: Array, scale_D: Array, bias_D: Array | None, *, centred: bool, eps: float
-) -> Array:
-  """LayerNorm or RMSNorm of a single row that the kernel `takes`, in float32; not differentiable.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Normalisation:
+  """LayerNorm or RMSNorm of the last dimension, as kernels that begin with it are given it.
 
-  Args:
-    x_BD: [..., D].
-    scale_D, bias_D: float32.
+  Attributes:
+    scale_D, bias_D: float32; no bias: None.
     centred: whether the mean is taken off first.
     eps: added to the mean square.
   """
-  more = () if bias_D is None else (bias_D,)
-  run = functools.partial(_normalised, centred=centred, eps=eps, simulation=interpretation())
-  return run(x_BD.reshape(1, -1), scale_D, *more).reshape(x_BD.shape)
+
+  scale_D: Array
+  bias_D: Array | None
+  centred: bool = dataclasses.field(metadata={"static": True})
+  eps: float = dataclasses.field(metadata={"static": True})
+
+  @property
+  def arrays(self) -> tuple[Array, ...]:
+    """The scale, and the bias where there is one."""
+    return (self.scale_D,) if self.bias_D is None else (self.scale_D, self.bias_D)
+
+  def __call__(self, x: Array) -> Array:
+    """Without a kernel: in float32, the result in the type of x."""
+    wide = x.astype(jnp.float32)
+    wide = wide - wide.mean(-1, keepdims=True) if self.centred else wide
+    wide = wide * lax.rsqrt((wide * wide).mean(-1, keepdims=True) + self.eps) * self.scale_D
+    return (wide if self.bias_D is None else wide + self.bias_D).astype(x.dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("centred", "eps", "simulation"))
-def _normalised(
-  x_1D: Array, scale_D: Array, *bias: Array, centred: bool, eps: float, simulation: Any
-) -> Array:
+def normalised(x_BD: Array, norm: Normalisation) -> Array:
+  """The norm of a single row that the kernel `takes`: [..., D] in the type of x; not
+  differentiable."""
+  y_1D = _normalised(x_BD.reshape(1, -1), norm, simulation=interpretation())
+  return y_1D.reshape(x_BD.shape)
+
+
+@functools.partial(jax.jit, static_argnames="simulation")
+def _normalised(x_1D: Array, norm: Normalisation, *, simulation: Any) -> Array:
   del simulation  # the program depends on it
-  width = x_1D.shape[1]
 
-  def body(x, scale, *rest):
-    *bias, y = rest
-    wide = x[0].astype(jnp.float32)
-    if centred:
-      wide = wide - jnp.sum(wide) / width
-    wide = wide * lax.rsqrt(jnp.sum(wide * wide) / width + eps) * scale[...].astype(jnp.float32)
-    for b in bias:
-      wide = wide + b[...].astype(jnp.float32)
-    y[0] = wide.astype(y.dtype)
+  def body(x, *rest):
+    *arrays, y = rest
+    y[0] = of_part(norm, x, arrays, pl.ds(0, x.shape[1])).astype(y.dtype)
 
   run = compiled(body, out_type=jax.ShapeDtypeStruct(x_1D.shape, x_1D.dtype))
-  return run(x_1D, scale_D, *bias)
+  return run(x_1D, *norm.arrays)
+
+
+def of_part(norm: Normalisation, x: Any, arrays: Any, part: Any) -> Array:
+  """In a kernel, by one warpgroup: a part of the normalised row in float32.
+
+  Args:
+    norm: which.
+    x: [1, D], all of the row.
+    arrays: scale and bias, as `Normalisation.arrays`.
+    part: slice of the row.
+  """
+  width = x.shape[1]
+  wide, found = x[0].astype(jnp.float32), x[0, part].astype(jnp.float32)
+  if norm.centred:
+    mean = jnp.sum(wide) / width
+    wide, found = wide - mean, found - mean
+  scale, *bias = arrays
+  found = found * lax.rsqrt(jnp.sum(wide * wide) / width + norm.eps) * scale[part]
+  for b in bias:
+    found = found + b[part]
+  return found

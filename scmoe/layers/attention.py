@@ -17,10 +17,11 @@ from jaxtyping import Float, Int
 
 from scmoe import determinism
 from scmoe.kernels import decode_attention
-from scmoe.kernels.linear import products
+from scmoe.kernels.decode_attention import Unfinished
+from scmoe.kernels.linear import products, sums
 from scmoe.kernels.without_gradient import without_gradient
-from scmoe.layers.norm import rms_normalised
-from scmoe.layers.rope import PLAIN, RopeConfig, rotate
+from scmoe.layers.norm import Norm, rms_normalised
+from scmoe.layers.rope import PLAIN, RopeConfig, rotate, turns
 from scmoe.parallel.collectives import repeat, total
 from scmoe.parallel.mesh import BATCH_AXES, axis_size
 
@@ -40,8 +41,8 @@ class KeyValues:
   v_BSHN: Array
 
 
-# Queries, keys and values, each [B, S, H, N]; of latent attention see there.
-Projected = tuple[Array, Array, Array]
+# Queries, keys and values, each [B, S, H, N], or their parts; of latent attention see there.
+Projected = tuple[Array, Array, Array] | Unfinished
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,22 +126,30 @@ class Attention(nnx.Module):
     """Attends causally: both halves in a row, without a cache."""
     return self.mix(self.project(x_BSD, positions_BS), positions_BS, segments_BS)[0]
 
-  def project(self, x_BSD: Float[Array, "B S D"], positions_BS: Int[Array, "B S"]) -> Projected:
+  def project(
+    self,
+    x_BSD: Float[Array, "B S D"],
+    positions_BS: Int[Array, "B S"],
+    norm: Norm | None = None,
+  ) -> Projected:
     """Queries, keys and values, turned by their positions where there are rotary embeddings.
 
     Args:
-      x_BSD: normalised inputs.
+      x_BSD: inputs.
       positions_BS: int32 position of each token in its document.
+      norm: what the inputs go through first; None: they are normalised.
     """
     c, dtype = self.config, x_BSD.dtype
-    x_BSD = repeat(x_BSD, ("tensor",), "tensor")
+    weights = [w[...].astype(dtype) for w in (self.query, self.key, self.value)]
+    if (own := self._unfinished(x_BSD, weights, positions_BS, norm)) is not None:
+      return own
+    x_BSD = repeat(x_BSD if norm is None else norm(x_BSD), ("tensor",), "tensor")
 
     def finish(y, bias, norm=None):
       y = y if bias is None else y + bias[...].astype(dtype)
       y = y if norm is None else self._normalised(y, norm[...])
       return jnp.clip(y, -c.clip_qkv, c.clip_qkv) if c.clip_qkv else y
 
-    weights = [w[...].astype(dtype) for w in (self.query, self.key, self.value)]
     q_BSHN, k_BSHN, v_BSHN = _into_heads(x_BSD, weights)
     q_BSHN = finish(q_BSHN, self.query_bias, self.query_norm)
     k_BSHN = finish(k_BSHN, self.key_bias, self.key_norm)
@@ -149,6 +158,24 @@ class Attention(nnx.Module):
       q_BSHN = rotate(q_BSHN, positions_BS, c.rope_theta, c.rope)
       k_BSHN = rotate(k_BSHN, positions_BS, c.rope_theta, c.rope)
     return q_BSHN, k_BSHN, v_BSHN
+
+  def _unfinished(
+    self, x_BSD: Array, weights_DHN: list[Array], positions_BS: Array, norm: Norm | None
+  ) -> Unfinished | None:
+    """A single token's parts, where nothing is done to them but adding up and turning."""
+    c = self.config
+    biased = any(b is not None for b in (self.query_bias, self.key_bias, self.value_bias))
+    normalised = self.query_norm is not None or self.key_norm is not None
+    if biased or normalised or c.clip_qkv or (c.rope_theta and c.rope.interleaved):
+      return None
+    given = x_BSD, None if norm is None else norm.normalisation
+    x_BSD, normalisation = repeat(given, ("tensor",), "tensor")
+    sums_PM = sums(x_BSD, [w.reshape(w.shape[0], -1) for w in weights_DHN], normalisation)
+    if sums_PM is None:
+      return None
+    turn_2N = turns(positions_BS[0, 0], c.head_dim, c.rope_theta, c.rope) if c.rope_theta else None
+    heads, kv_heads = (w.shape[1] for w in weights_DHN[:2])
+    return Unfinished(sums_PM, turn_2N, heads, kv_heads, x_BSD.dtype)
 
   def _normalised(self, y_BSHN: Array, scale: Array) -> Array:
     """Queries or keys under their norm."""
@@ -200,8 +227,14 @@ class Attention(nnx.Module):
     Returns:
       y_BSD, and the cache with the new keys and values (None if there was none).
     """
+    window = self.config.window
+    if isinstance(projected, Unfinished) and cache is not None and not begins:
+      y_BSHN, cache = attend_unfinished(projected, cache, positions_BS, window=window)
+      return self._out(y_BSHN), cache
+    if isinstance(projected, Unfinished):
+      projected = _finished(projected)
     q_BSHN, k_BSHN, v_BSHN = projected
-    dtype, window = q_BSHN.dtype, self.config.window
+    dtype = q_BSHN.dtype
     if cache is not None:
       here = None if begins else positions_BS
       keys, values = stored(cache.k_BSHN, k_BSHN, here), stored(cache.v_BSHN, v_BSHN, here)
@@ -211,9 +244,14 @@ class Attention(nnx.Module):
       y_BSHN = attend_stored(q_BSHN, k_BSHN, v_BSHN, positions_BS, window=window)
     else:
       y_BSHN = attend(q_BSHN, k_BSHN, v_BSHN, segments_BS, window=window)
+    return self._out(y_BSHN), cache
+
+  def _out(self, y_BSHN: Array) -> Array:
+    """The heads' results in the model's width: [B, S, D]."""
+    dtype = y_BSHN.dtype
     y_BSD = _out_of_heads(y_BSHN, self.out[...].astype(dtype))
     y_BSD = total(y_BSD, ("tensor",), "tensor")
-    return (y_BSD if self.out_bias is None else y_BSD + self.out_bias[...].astype(dtype)), cache
+    return y_BSD if self.out_bias is None else y_BSD + self.out_bias[...].astype(dtype)
 
 
 def _into_heads(x_BSD: Array, weights_DHN: list[Array]) -> list[Array]:
@@ -286,6 +324,38 @@ def attend_stored(
   one = functools.partial(decode_attention.attend_cache, window=window, scale=scale)
   fast = lambda q, k, v, positions: one(q[0, 0], k[0], v[0], positions[0])[None, None]
   return without_gradient(fast, plain, q_BSHN, k_BTKN, v_BTKM, positions_BS)
+
+
+def attend_unfinished(
+  own: Unfinished, cache: KeyValues, positions_BS: Int[Array, "1 1"], *, window: int = 0
+) -> tuple[Float[Array, "1 1 H N"], KeyValues]:
+  """A token's attention, and the cache with its key and value; in one kernel where there is one."""
+  fast = functools.partial(_attend_fast, window=window)
+  plain = functools.partial(_attend_plain, window=window)
+  if not decode_attention.finishes(own, cache.k_BSHN, cache.v_BSHN):
+    return plain(own, cache, positions_BS)
+  return without_gradient(fast, plain, own, cache, positions_BS)
+
+
+def _attend_fast(own: Unfinished, cache: KeyValues, positions_BS: Array, *, window: int):
+  scale, given = 1 / math.sqrt(own.width), (cache.k_BSHN[0], cache.v_BSHN[0], positions_BS[0])
+  options = {"scale": scale, "window": window}
+  y_HN, k_TKN, v_TKN = decode_attention.attend_unfinished(own, *given, **options)
+  return y_HN[None, None], KeyValues(k_TKN[None], v_TKN[None])
+
+
+def _attend_plain(own: Unfinished, cache: KeyValues, positions_BS: Array, *, window: int):
+  q_BSHN, k_BSHN, v_BSHN = _finished(own)
+  keys = stored(cache.k_BSHN, k_BSHN, positions_BS)
+  cache = KeyValues(keys, stored(cache.v_BSHN, v_BSHN, positions_BS))
+  k_BTKN, v_BTKN = (x.astype(own.dtype) for x in (cache.k_BSHN, cache.v_BSHN))
+  return attend_stored(q_BSHN, k_BTKN, v_BTKN, positions_BS, window=window), cache
+
+
+def _finished(own: Unfinished) -> tuple[Array, Array, Array]:
+  """Queries, keys and values of one token, [1, 1, H, N]."""
+  q_HN, k_KN, v_KN = own.finished()
+  return q_HN[None, None], k_KN[None, None], v_KN[None, None]
 
 
 def _attend_masked(

@@ -21,7 +21,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
-from scmoe.layers.attention import Projected, attend, attend_stored, stored
+from scmoe.layers.attention import attend, attend_stored, stored
 from scmoe.layers.norm import Norm
 from scmoe.layers.rope import NEIGHBOURS, RopeConfig, rotate
 from scmoe.parallel.collectives import repeat, total
@@ -116,14 +116,21 @@ class LatentAttention(nnx.Module):
     """Attends causally: both halves in a row, without a cache."""
     return self.mix(self.project(x_BSD, positions_BS), positions_BS, segments_BS)[0]
 
-  def project(self, x_BSD: Float[Array, "B S D"], positions_BS: Int[Array, "B S"]) -> Projected:
+  def project(
+    self,
+    x_BSD: Float[Array, "B S D"],
+    positions_BS: Int[Array, "B S"],
+    norm: Norm | None = None,
+  ) -> tuple[Array, Array, Array]:
     """Queries [B, S, H, N], the latent [B, S, R] and the rotary key [B, S, N] that heads share.
 
     Args:
-      x_BSD: normalised inputs.
+      x_BSD: inputs.
       positions_BS: int32 position of each token in its document.
+      norm: what the inputs go through first; None: they are normalised.
     """
     c = self.config
+    x_BSD = x_BSD if norm is None else norm(x_BSD)
     read_BSR = x_BSD
     if self.query_down is not None and self.query_norm is not None:
       read_BSR = self.query_norm(_down(x_BSD, self.query_down, self.query_down_bias))
@@ -141,7 +148,7 @@ class LatentAttention(nnx.Module):
 
   def mix(
     self,
-    projected: Projected,
+    projected: tuple[Array, Array, Array],
     positions_BS: Int[Array, "B S"],
     segments_BS: Int[Array, "B S"] | None = None,
     cache: Latents | None = None,

@@ -30,13 +30,17 @@ class Norm(nnx.Module):
     )
 
   def __call__(self, x: Array) -> Array:
-    bias = None if self.bias is None else self.bias[...]
-    centred = self.kind == "layernorm"
-    plain = lambda *given: _normalised(*given, centred, self.eps)
+    own = self.normalisation
+    plain = lambda x, own: _normalised(x, own.scale_D, own.bias_D, own.centred, own.eps)
     if not norm.takes(x):
-      return plain(x, self.scale[...], bias)
-    fast = functools.partial(norm.normalised, centred=centred, eps=self.eps)
-    return without_gradient(fast, plain, x, self.scale[...], bias)
+      return plain(x, own)
+    return without_gradient(norm.normalised, plain, x, own)
+
+  @property
+  def normalisation(self) -> norm.Normalisation:
+    """The same for kernels that begin with it."""
+    bias = None if self.bias is None else self.bias[...]
+    return norm.Normalisation(self.scale[...], bias, self.kind == "layernorm", self.eps)
 
 
 def rms_normalised(x: Array, scale: Array, eps: float) -> Array:

@@ -117,6 +117,19 @@ class RopeConfig:
 PLAIN, NEIGHBOURS = RopeConfig(), RopeConfig(interleaved=True)
 
 
+def turns(positions: Array, dim: int, theta: float, rope: RopeConfig = PLAIN) -> Array:
+  """Sine and cosine, times the amplitude, of each pair at each position: float32 [2, ..., dim/2].
+
+  Args:
+    positions: int32 [...].
+    dim: N, of a head.
+    theta, rope: see `rotate`.
+  """
+  frequency_N = jnp.asarray(rope.frequencies(dim, theta))
+  angle = positions[..., None].astype(jnp.float32) * frequency_N
+  return jnp.stack([rope.amplitude * jnp.sin(angle), rope.amplitude * jnp.cos(angle)])
+
+
 def rotate(x_BSHN: Array, positions_BS: Array, theta: float, rope: RopeConfig = PLAIN) -> Array:
   """Rotary position embedding; pair i turns by position · theta^(-2i/N), stretched as configured.
 
@@ -128,9 +141,7 @@ def rotate(x_BSHN: Array, positions_BS: Array, theta: float, rope: RopeConfig = 
     theta: base.
     rope: pairs and scaling.
   """
-  frequency_N = jnp.asarray(rope.frequencies(x_BSHN.shape[-1], theta))
-  angle_BS1N = positions_BS[..., None, None].astype(jnp.float32) * frequency_N
-  sin, cos = (rope.amplitude * f(angle_BS1N) for f in (jnp.sin, jnp.cos))
+  sin, cos = turns(positions_BS[..., None], x_BSHN.shape[-1], theta, rope)
   wide = x_BSHN.astype(jnp.float32)
   if rope.interleaved:
     first, second = wide[..., 0::2], wide[..., 1::2]

@@ -14,7 +14,7 @@ from scmoe.kernels import linear, tune
 from scmoe.kernels import norm as norm_kernels
 from scmoe.kernels.bench import TOLERANCE_FP8, Shape, check_layer, relative_error
 from scmoe.kernels.block_sparse import dsd, moe_topology, sdd, to_dense
-from scmoe.kernels.decode_attention import attend_cache
+from scmoe.kernels.decode_attention import Unfinished, attend_cache, attend_unfinished
 from scmoe.kernels.grouped_matmul import (
   FFNConfig,
   FFNWeights,
@@ -309,6 +309,18 @@ def test_products_of_a_token(normal, shape):
 
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("width", [768, 2048, 8192])
+def test_products_of_a_token_under_a_norm(normal, width, kind):
+  """The same as of the row that the norm's own kernel makes, whose sums other warps add up."""
+  own = Norm(width, kind, 1e-5).normalisation
+  x, matrices = normal(1, width) * 3 + 1, [normal(width, n) / width**0.5 for n in (2048, 1024)]
+  got = jax.jit(linear.sums)(x, matrices, own)
+  want = jax.jit(linear.sums)(norm_kernels.normalised(x, own), matrices)
+  assert got.shape == want.shape
+  assert relative_error(got.sum(0), want.sum(0)) < 2e-3
+
+
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("width", [768, 2048, 8192])
 def test_norm_of_a_token(normal, width, kind):
   """The kernel beside what XLA makes of two rows."""
   own = Norm(width, kind, 1e-5)
@@ -358,6 +370,34 @@ def test_attention_of_a_token(normal, heads, kv_heads, width, length, window):
       scores = jnp.einsum("hn,thn->ht", q.astype(jnp.float32), wide(k)) * width**-0.5
       want = jnp.einsum("ht,thn->hn", jax.nn.softmax(scores), wide(v))
     assert relative_error(got, want) < 3e-3, position
+
+
+@pytest.mark.parametrize(
+  ("heads", "kv_heads", "width", "length", "window"),
+  [(16, 16, 128, 256, 0), (32, 8, 128, 8320, 0), (16, 4, 64, 4096, 1000), (16, 2, 64, 192, 1)],
+)
+def test_attention_that_finishes_a_token(normal, heads, kv_heads, width, length, window):
+  """As of finished queries over a cache that has the token."""
+  angle = 0.1 * jnp.arange(width // 2)
+  sums = normal(4, (heads + 2 * kv_heads) * width).astype(jnp.float32)
+  turn = jnp.stack([jnp.sin(angle), jnp.cos(angle)])
+  own = Unfinished(sums, turn, heads, kv_heads, jnp.dtype(jnp.bfloat16))
+  q, own_k, own_v = jax.jit(Unfinished.finished)(own)
+  options = {"scale": width**-0.5, "window": window}
+  run = jax.jit(functools.partial(attend_unfinished, **options))
+  plain = jax.jit(functools.partial(attend_cache, **options))
+  for position in (0, 63, 64, length // 2 + 5, length - 1):
+    k, v = (normal(length, kv_heads, width).at[position:].set(1e4) for _ in range(2))
+    wanted = k.at[position].set(own_k), v.at[position].set(own_v)
+    here = jnp.asarray([position], jnp.int32)
+    got, *cache = run(own, k, v, here)
+    assert relative_error(got, plain(q, *wanted, here)) < 3e-3, position
+    for one, other in zip(cache, wanted):
+      # Of the token a bit, where one of the two multiplies and adds at once.
+      np.testing.assert_allclose(
+        *(x[position].astype(jnp.float32) for x in (one, other)), rtol=2**-7
+      )
+      np.testing.assert_array_equal(*(x.at[position].set(0) for x in (one, other)))
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scmoe._compat import gpu_interpret_params, jax_version
+from scmoe._compat import KERNELS_WRITE_IN_PLACE, gpu_interpret_params, jax_version
 from scmoe.kernels import decode_attention, linear, norm
-from scmoe.kernels.decode_attention import attend_cache
+from scmoe.kernels.decode_attention import Unfinished, attend_cache, attend_unfinished
 from scmoe.kernels.grouped_matmul import (
   FFNConfig,
   FFNWeights,
@@ -574,6 +574,30 @@ def test_products_of_a_token_simulated(widths):
       assert relative_error(y, want) < 3e-3
 
 
+@needs_new_simulation
+@pytest.mark.parametrize("centred", [False, True], ids=["rmsnorm", "layernorm"])
+def test_products_of_a_token_under_a_norm_simulated(centred):
+  """The same as of the row that the norm's own kernel makes; without a kernel, its formula."""
+  x, scale, bias = _norm_operands(512, centred)
+  matrices = [normal(i + 1, 512, n) * jnp.bfloat16(512**-0.5) for i, n in enumerate((512, 256))]
+  own = norm.Normalisation(scale, bias, centred, 1e-5)
+  for num_sms in (3, 16):
+    with interpreted(gpu_interpret_params(detect_races=True), num_sms=num_sms):
+      got = linear.sums(x, matrices, own, backend="mosaic_gpu")
+      want = linear.sums(norm.normalised(x, own), matrices, backend="mosaic_gpu")
+    assert got is not None
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+  # Rounded to the row's type: one in so many numbers falls to the other side.
+  np.testing.assert_allclose(own(x).astype(jnp.float32), norm_of(x, own), rtol=1e-2, atol=1e-3)
+
+
+def norm_of(x, own):
+  x = np.asarray(x, np.float64)
+  x = x - x.mean() if own.centred else x
+  y = x / np.sqrt(np.square(x).mean() + own.eps) * np.asarray(own.scale_D)
+  return y if own.bias_D is None else y + np.asarray(own.bias_D)
+
+
 def test_products_of_a_token_that_kernels_leave():
   of = lambda *shape, dtype=jnp.bfloat16: jnp.zeros(shape, dtype)
   take = lambda x, *ws: linear.products(x, ws, backend="mosaic_gpu")
@@ -659,7 +683,7 @@ def test_norm_of_a_token_simulated(centred):
   x, scale, bias = _norm_operands(512, centred)
   with interpreted(gpu_interpret_params(detect_races=True)):
     assert norm.takes(x, "mosaic_gpu")
-    got = norm.normalised(x, scale, bias, centred=centred, eps=1e-5)
+    got = norm.normalised(x, norm.Normalisation(scale, bias, centred, 1e-5))
   wide = np.asarray(x, np.float64)
   wide = wide - wide.mean() if centred else wide
   want = wide / np.sqrt((wide**2).mean() + 1e-5) * np.asarray(scale)
@@ -673,7 +697,9 @@ def test_norm_of_a_token_lowers():
   for width in (768, 2048, 8192):
     for centred in (False, True):
       x, scale, bias = _norm_operands(width, centred)
-      run = lambda *given, centred=centred: norm.normalised(*given, centred=centred, eps=1e-6)
+      run = lambda x, scale, bias, centred=centred: norm.normalised(
+        x, norm.Normalisation(scale, bias, centred, 1e-6)
+      )
       text = jax.jit(run).trace(x, scale, bias).lower(lowering_platforms=("cuda",)).as_text()
       assert text.count("custom_call @mosaic_gpu") == 1
   take = lambda *shape, dtype=jnp.bfloat16: norm.takes(jnp.zeros(shape, dtype), "mosaic_gpu")
@@ -713,6 +739,38 @@ def test_attention_of_a_token_simulated(heads, kv_heads, width, length, window, 
     assert relative_error(got, want) < 3e-3, position
 
 
+def _unfinished(heads, kv_heads, width, turned=True):
+  angle = 0.1 * np.arange(width // 2)
+  turn = jnp.asarray([np.sin(angle), np.cos(angle)], jnp.float32) if turned else None
+  sums = normal(3, 4, (heads + 2 * kv_heads) * width).astype(jnp.float32)
+  return Unfinished(sums, turn, heads, kv_heads, jnp.dtype(jnp.bfloat16))
+
+
+@needs_new_simulation
+@pytest.mark.parametrize(
+  ("heads", "kv_heads", "width", "length", "window", "num_sms"),
+  [(2, 2, 64, 128, 0, 2), (4, 2, 64, 192, 100, 2), (1, 1, 128, 384, 0, 4), (2, 1, 64, 128, 1, 2)],
+  ids=["one CTA", "shared keys, window", "several CTAs", "the token alone"],
+)
+def test_attention_that_finishes_a_token_simulated(heads, kv_heads, width, length, window, num_sms):
+  """The same as of finished queries over a cache that has the token; no other row is touched."""
+  own = _unfinished(heads, kv_heads, width, turned=window != 100)
+  options = {"scale": width**-0.5, "window": window}
+  for position in sorted({0, 63, 64, length - 1}):
+    # What is at the token's place and behind it does not count.
+    k, v = (normal(i, length, kv_heads, width).at[position:].set(1e4) for i in (1, 2))
+    q, own_k, own_v = own.finished()
+    wanted = k.at[position].set(own_k), v.at[position].set(own_v)
+    here = jnp.asarray([position], jnp.int32)
+    with interpreted(gpu_interpret_params(detect_races=True), num_sms=num_sms):
+      assert decode_attention.finishes(own, k[None], v[None], "mosaic_gpu")
+      got, *cache = attend_unfinished(own, k, v, here, **options)
+      want = attend_cache(q, *wanted, here, **options)
+    assert relative_error(got, want) < 3e-3, position
+    for one, other in zip(cache, wanted):
+      np.testing.assert_array_equal(one.astype(jnp.float32), other.astype(jnp.float32))
+
+
 def test_attention_of_a_token_lowers():
   of = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype)
   run = functools.partial(attend_cache, scale=0.1)
@@ -721,6 +779,24 @@ def test_attention_of_a_token_lowers():
     args = of(heads, width), cache, cache, here
     text = jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1
+    if not KERNELS_WRITE_IN_PLACE:
+      continue
+    run_unfinished = jax.jit(functools.partial(attend_unfinished, scale=0.1))
+    args = _unfinished(heads, kv_heads, width), cache, cache, here
+    text = run_unfinished.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+
+
+def test_unfinished_attention_that_the_kernel_leaves():
+  def take(heads, kv_heads, batch=1, backend="mosaic_gpu"):
+    cache = jnp.zeros((batch, 128, kv_heads, 64), jnp.bfloat16)
+    own = _unfinished(heads, kv_heads, 64)
+    return decode_attention.finishes(own, cache, cache, backend)
+
+  assert take(16, 2) == KERNELS_WRITE_IN_PLACE
+  assert not take(32, 2)  # 16 heads share keys
+  assert not take(2, 2, batch=2)
+  assert not take(2, 2, backend="auto")  # on a CPU
 
 
 def test_attention_that_the_kernel_leaves():

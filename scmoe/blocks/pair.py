@@ -24,6 +24,8 @@ from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.schedule import make_schedule
 from scmoe.blocks.wiring import Tap, is_handed_over
 from scmoe.errors import ConfigError
+from scmoe.kernels.norm import Normalised
+from scmoe.kernels.norm import takes as norm_takes
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.experts import Experts
 from scmoe.moe.layer import Flight, MoE, MoECall
@@ -119,8 +121,9 @@ class Unit(nnx.Module):
     mix = lambda: Mix(config.mix, config.width, init_std=config.init_std, rngs=rngs)
     self.mix = mix() if rule.shared_expert else None
 
-  def tapped(self, tap: Tap, h_BSD: Array, handed_BSD: Array | None) -> Array:
-    """The normalised value that routed experts read.
+  def tapped(self, tap: Tap, h_BSD: Array, handed_BSD: Array | None) -> Array | Normalised:
+    """The normalised value that routed experts read; of a single token that nothing else reads, the
+    value and its norm.
 
     Args:
       tap: which value.
@@ -132,7 +135,9 @@ class Unit(nnx.Module):
       assert handed_BSD is not None
       return handed_BSD if self.own_norm is None else self.own_norm(handed_BSD)
     if tap is Tap.CURRENT:
-      return blocks[-1].norm_mlp(h_BSD)
+      norm = blocks[-1].norm_mlp
+      alone = self.mix is None and norm_takes(h_BSD)
+      return Normalised(h_BSD, norm.normalisation) if alone else norm(h_BSD)
     if self.own_norm is not None:
       return self.own_norm(h_BSD)
     # The norm of the dense operation that reads the same value.
@@ -151,7 +156,7 @@ class Unit(nnx.Module):
     return (block.norm_mlp if tap is Tap.ATTENTION else block.norm_attention)(h_BSD)
 
   def add(
-    self, h_BSD: Array, shared_BSD: Array | None, routed_BSD: Array, read_BSD: Array
+    self, h_BSD: Array, shared_BSD: Array | None, routed_BSD: Array, read_BSD: Array | Normalised
   ) -> Array:
     """Residual + shared + routed, mixed and normalised as configured.
 
@@ -160,6 +165,7 @@ class Unit(nnx.Module):
       read_BSD: what the mixing coefficients read.
     """
     if shared_BSD is not None and self.mix is not None:
+      assert isinstance(read_BSD, Array)  # with a shared expert it is made at once
       routed_BSD = self.mix(shared_BSD, routed_BSD, read_BSD)
     return h_BSD + (routed_BSD if self.post_norm is None else self.post_norm(routed_BSD))
 
@@ -266,7 +272,7 @@ class BlockPair(nnx.Module):
       new_caches: list[Any] = []
       # What the main path's next step reads: its value, or queries, keys and values.
       main: Any = h_BSD
-      inputs: dict[int, Array] = {}
+      inputs: dict[int, Array | Normalised] = {}
       flights: dict[int, Flight] = {}
       routed: dict[int, tuple[Array, RouterSums]] = {}
       shared_BSD = sent = None
@@ -375,7 +381,7 @@ class BlockPair(nnx.Module):
     unit: Unit,
     h_BSD: Array,
     shared_BSD: Array | None,
-    inputs: dict[int, Array],
+    inputs: dict[int, Array | Normalised],
     routed: dict[int, tuple[Array, RouterSums]],
   ) -> tuple[Array, RouterSums | None]:
     """The end of a unit: the main path with everything added, and the sums of all gatings."""

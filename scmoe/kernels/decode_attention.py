@@ -7,9 +7,9 @@
 Scores, softmax and the sum over values are three kernels of XLA's, each of which waits for the one
 before. Here a warpgroup takes blocks of the cache's positions and keeps a running softmax (the
 online form of Milakov and Gimelshein, arXiv 1805.02867); a CTA's warpgroups are joined in shared
-memory, and several CTAs of a long cache by XLA. Both products are matrix instructions, most of
-whose rows stay empty: they add up across a warpgroup's warps, which sums of vectors may not, since
-all warpgroups of a CTA would do so by way of the same shared memory.
+memory, several CTAs of a head by who reads what they found. Both products are matrix instructions,
+most of whose rows stay empty: they add up across a warpgroup's warps, which sums of vectors may
+not, since all warpgroups of a CTA would do so by way of the same shared memory.
 
 What the projections leave, parts of sums (`linear.sums`), can be finished here too: queries, keys
 and values are added up, turned by their position, and the cache gets its new row. XLA takes three
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -92,9 +93,10 @@ def attend_cache(
     window: positions that the token sees, itself included; 0: all.
   """
   length, kv_heads, _ = k_TKN.shape
-  parts = _parts(length, kv_heads)
+  parts = _parts(length, kv_heads, _WARPGROUPS * _STAGES)
   static = _Static(scale, window, parts, interpretation(), q_HN.shape[0])
-  return _attend((q_HN,), k_TKN, v_TKN, position, static=static)[0]
+  found = _attend((q_HN,), k_TKN, v_TKN, position, static=static)[0]
+  return found.joined() if isinstance(found, Unjoined) else found
 
 
 @jax.tree_util.register_dataclass
@@ -137,6 +139,72 @@ class Unfinished:
     return jnp.concatenate(turned, -1).astype(x_HN.dtype)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Unjoined:
+  """What each part of a cache says, as `linear.Made`: what follows joins the parts.
+
+  Attributes:
+    y_PHN: float32, sums over the part's values, of weights e^(score - most).
+    most_PH, weight_PH: float32, each head's largest score of the part, and the sum of its weights.
+    dtype: of the result.
+  """
+
+  y_PHN: Array
+  most_PH: Array
+  weight_PH: Array
+  dtype: Any = dataclasses.field(metadata={"static": True})
+
+  @property
+  def width(self) -> int:
+    """H N."""
+    return self.y_PHN.shape[1] * self.y_PHN.shape[2]
+
+  @property
+  def size(self) -> int:
+    """Of one row."""
+    return self.width
+
+  @property
+  def arrays(self) -> tuple[Array, ...]:
+    """All of it."""
+    return self.y_PHN, self.most_PH, self.weight_PH
+
+  def takes(self, rows: int, backend: str) -> bool:
+    """Whole heads."""
+    del backend
+    return rows % self.y_PHN.shape[2] == 0
+
+  def write(self, arrays: Any, part: Any, to: Any) -> None:
+    """See `linear.Made`."""
+    y, most, weight = arrays
+    parts, _, width = y.shape
+    whole, across = width % _WARPGROUP == 0, plgpu.Layout.WGMMA.reduce(0)
+    for i in range(part.size // width):
+      head = lax.div(part.start, width) + i
+      as_row = lambda of, p, head=head: jnp.broadcast_to(of[p, head], (width,))
+      load = lambda p, head=head: y[p, head] if whole else load_as(y.at[p, head], across)
+      most_N = functools.reduce(jnp.maximum, [as_row(most, p) for p in range(parts)])
+      share_N = [jnp.exp(as_row(most, p) - most_N) for p in range(parts)]
+      y_N = _total([load(p) * share_N[p] for p in range(parts)])
+      weight_N = _total([as_row(weight, p) * share_N[p] for p in range(parts)])
+      to[i * width : (i + 1) * width] = (y_N / weight_N).astype(self.dtype).astype(jnp.float32)
+
+  def joined(self) -> Array:
+    """The result, [H, N]."""
+    share_PH = jnp.exp(self.most_PH - self.most_PH.max(0))
+    sums_HN = jnp.sum(self.y_PHN * share_PH[..., None], 0)
+    return (sums_HN / jnp.sum(self.weight_PH * share_PH, 0)[:, None]).astype(self.dtype)
+
+  def __call__(self) -> Array:
+    """The result in one row, [1, H N]."""
+    return self.joined().reshape(1, -1)
+
+
+def _total(terms: list[Array]) -> Array:
+  return functools.reduce(operator.add, terms)
+
+
 _MOST_SHARED = 8  # heads of queries that one CTA finishes
 
 
@@ -150,7 +218,7 @@ def finishes(own: Unfinished, k_BTKN: Array, v_BTKN: Array, backend: str = "auto
 
 def attend_unfinished(
   own: Unfinished, k_TKN: Array, v_TKN: Array, position: Array, *, scale: float, window: int = 0
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array | Unjoined, Array, Array]:
   """As `attend_cache` over a cache that does not have the token yet; not differentiable.
 
   Args:
@@ -158,27 +226,28 @@ def attend_unfinished(
     k_TKN, v_TKN, position, scale, window: as there.
 
   Returns:
-    [H, N], and both parts of the cache with the token at its position, written in place.
+    [H, N], or what it is joined of, and both parts of the cache with the token at its position,
+    written in place.
   """
   length, kv_heads, _ = k_TKN.shape
   turned = own.turn_2N is not None
-  static = _Static(
-    scale, window, _parts(length, kv_heads), interpretation(), own.heads, turned=turned
-  )
+  # A block each: they come sooner to many multiprocessors, and who reads the parts joins them.
+  parts = _parts(length, kv_heads, _WARPGROUPS)
+  static = _Static(scale, window, parts, interpretation(), own.heads, turned=turned)
   given = (own.sums_PM, own.turn_2N) if turned else (own.sums_PM,)
   return _attend(given, k_TKN, v_TKN, position, static=static)
 
 
-def _parts(length: int, kv_heads: int) -> int:
-  """CTAs that a head's cache is shared out among."""
-  each = _WARPGROUPS * _STAGES * _BLOCK
+def _parts(length: int, kv_heads: int, blocks: int) -> int:
+  """CTAs that a head's cache is shared out among, so many blocks each where there are enough."""
+  each = blocks * _BLOCK
   return max(min(-(-length // each), resolve_num_sms(None) // kv_heads), 1)
 
 
 @functools.partial(jax.jit, static_argnames="static")
 def _attend(
   given: tuple[Array, ...], k_TKN: Array, v_TKN: Array, position: Array, *, static: _Static
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array | Unjoined, Array, Array]:
   """The result and the cache; of given queries, or of sums (and turn), which are finished first."""
   length, kv_heads, width = k_TKN.shape
   heads, parts, dtype = static.heads, static.parts, k_TKN.dtype
@@ -244,16 +313,16 @@ def _attend(
         mine_of_q = pl.ds(kv * shared, shared)
         plgpu.copy_gmem_to_smem(given_refs[0].at[mine_of_q], in_out.at[pl.ds(0, shared)], here_is_q)
 
-    # Without a window the first blocks are known before the position is.
-    if not static.window:
-      load_first(0, blocks)
+    # Asked for now, looked at as late as may be: without a window the first blocks are known.
     here = position[0]
-    first = jnp.maximum(here - (static.window - 1), 0) if static.window else jnp.int32(0)
-    # What is finished here is not in the cache: of that, only what is before it is looked at.
-    first_block, end = first // _BLOCK, (here + (_BLOCK - 1 if finishing else _BLOCK)) // _BLOCK
-    if static.window:
-      load_first(first_block, end)
-    steps = jnp.maximum((end - first_block - mine + workers - 1) // workers, 0)
+
+    def places():
+      """The first position that is seen, its block, and the end of the blocks."""
+      first = jnp.maximum(here - (static.window - 1), 0) if static.window else jnp.int32(0)
+      # What is finished here is not in the cache: of that, only what is before it is looked at.
+      return first, first // _BLOCK, (here + (_BLOCK - 1 if finishing else _BLOCK)) // _BLOCK
+
+    load_first(*(places()[1:] if static.window else (0, blocks)))
 
     if finishing:  # the cache's first blocks are on their way meanwhile
 
@@ -276,6 +345,9 @@ def _attend(
         if static.turned:
           turn(k_row, turns)
           plgpu.commit_smem()
+
+    first, first_block, end = places()
+    steps = jnp.maximum((end - first_block - mine + workers - 1) // workers, 0)
 
     @pl.when(wg == 0)
     def _():
@@ -374,7 +446,7 @@ def _attend(
         written, to = other, y.at[part, pl.ds(kv * shared, shared)]
       plgpu.copy_smem_to_gmem(written.at[pl.ds(0, shared)], to)
 
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
   cache = smem((_WARPGROUPS, _STAGES, _BLOCK, width), dtype)
   a_number = plgpu.SMEM((_ROWS,), jnp.float32)
@@ -408,12 +480,7 @@ def _attend(
   found = run(*given, position, *cached)
   if finishing:
     k_TKN, v_TKN = (jax.freeze(ref) for ref in cached)
-  if parts > 1:
-    y_PHN, most_PH, weight_PH = found
-    share_PH = jnp.exp(most_PH - most_PH.max(0))
-    y_HN = jnp.sum(y_PHN * share_PH[..., None], 0) / jnp.sum(weight_PH * share_PH, 0)[:, None]
-    found = y_HN.astype(dtype)
-  return found, k_TKN, v_TKN
+  return Unjoined(*found, dtype=dtype) if parts > 1 else found, k_TKN, v_TKN
 
 
 def _product(x_MK: Any, matrix_KN: Any) -> Array:

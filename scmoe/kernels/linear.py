@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +33,53 @@ from scmoe.kernels.grouped_matmul.reading import (
   split,
   store_sums,
 )
-from scmoe.kernels.norm import Normalisation, of_part
-from scmoe.kernels.norm import takes as norm_takes
 from scmoe.kernels.without_gradient import without_gradient
 
 
+class Made(Protocol):
+  """A row that the products' kernel makes of what it is given, instead of reading it; a pytree.
+
+  Attributes:
+    width: D.
+    size: numbers, D of one row.
+    dtype: what the row is rounded to.
+  """
+
+  @property
+  def width(self) -> int: ...
+
+  @property
+  def size(self) -> int: ...
+
+  @property
+  def dtype(self) -> Any: ...
+
+  @property
+  def arrays(self) -> tuple[Array, ...]:
+    """What the kernel is given."""
+    ...
+
+  def takes(self, rows: int, backend: str) -> bool:
+    """Whether a kernel can make so many of the row's numbers at once."""
+    ...
+
+  def write(self, arrays: Sequence[Any], part: Any, to: Any) -> None:
+    """In a kernel, by one warpgroup: writes a part of the row, in float32 but rounded.
+
+    Args:
+      arrays: refs of `arrays`.
+      part: slice of the row.
+      to: ref of as many numbers in shared memory.
+    """
+    ...
+
+  def __call__(self) -> Array:
+    """The row without a kernel, [..., D]."""
+    ...
+
+
 def products(
-  x_BD: Array, matrices: Sequence[Array], *, backend: str = "auto"
+  row: Array | Made, matrices: Sequence[Array], *, backend: str = "auto"
 ) -> list[Array] | None:
   """x · W for several W at once, by a kernel; None where it does not take them.
 
@@ -47,82 +87,73 @@ def products(
   of plain products.
 
   Args:
-    x_BD: [..., D].
+    row: x, [..., D], or what the kernel makes it of.
     matrices: each [D, N], in the type of x.
     backend: see `resolve_backend`.
 
   Returns:
-    for each of them [..., N] in the type of x, added up in float32.
+    for each of them [..., N] in the type of x, added up in float32; [1, N] of a row that is made.
   """
-  sums_PN = sums(x_BD, matrices, backend=backend)
+  sums_PN = sums(row, matrices, backend=backend)
   if sums_PN is None:
     return None
-  y_N = added_up(sums_PN).astype(x_BD.dtype)
+  y_N = added_up(sums_PN).astype(row.dtype)
   ends = list(itertools.accumulate(w.shape[1] for w in matrices))[:-1]
-  return [y.reshape(*x_BD.shape[:-1], y.size) for y in jnp.split(y_N, ends)]
+  shape = row.shape[:-1] if isinstance(row, Array) else (1,)
+  return [y.reshape(*shape, y.size) for y in jnp.split(y_N, ends)]
 
 
-def sums(
-  x_BD: Array,
-  matrices: Sequence[Array],
-  norm: Normalisation | None = None,
-  *,
-  backend: str = "auto",
-) -> Array | None:
+def sums(row: Array | Made, matrices: Sequence[Array], *, backend: str = "auto") -> Array | None:
   """What `products` adds up: parts of its sums, float32 [P, N + N' + ...]; None likewise.
 
   Args:
-    x_BD, matrices, backend: see there.
-    norm: what x goes through first, in the same kernel; rounded to the type of x.
+    row: x, or what the kernel makes it of.
+    matrices, backend: see there.
   """
-  if x_BD.size != x_BD.shape[-1] or any(w.dtype != x_BD.dtype for w in matrices):
+  width = row.shape[-1] if isinstance(row, Array) else row.width
+  if row.size != width or any(w.dtype != row.dtype for w in matrices):
     return None
-  own = _shared_out(x_BD, matrices)
   widths = [w.shape[1] for w in matrices]
-  if own is None or resolve_backend(backend, x_BD.dtype, *widths) != "mosaic_gpu":
+  own = split(width, sum(widths), 1, resolve_num_sms(None), unit=math.gcd(*widths))
+  if own is None or resolve_backend(backend, row.dtype, *widths) != "mosaic_gpu":
     return None
-  if norm is not None and not norm_takes(x_BD, backend):
-    return sums(norm(x_BD), matrices, backend=backend)
+  if isinstance(row, Array):
+    row = row.reshape(1, -1)
+  elif not row.takes(width // own.parts, backend):
+    return sums(row(), matrices, backend=backend)
   fast = functools.partial(_read, own=own, simulation=interpretation())
   plain = functools.partial(_plain_sums, parts=own.parts)
-  found: Any = without_gradient(fast, plain, x_BD.reshape(1, -1), norm, *matrices)
+  found: Any = without_gradient(fast, plain, row, *matrices)
   return found
 
 
-def _plain_sums(x_1D: Array, norm: Normalisation | None, *matrices: Array, parts: int) -> Array:
-  x_1D = x_1D if norm is None else norm(x_1D)
+def _plain_sums(row: Array | Made, *matrices: Array, parts: int) -> Array:
+  x_1D = row if isinstance(row, Array) else row().reshape(1, -1)
   y_1N = jnp.concatenate([x_1D @ w for w in matrices], 1).astype(jnp.float32)
   return jnp.pad(y_1N, ((0, parts - 1), (0, 0)))
 
 
-def _shared_out(x_BD: Array, matrices: Sequence[Array]) -> Split | None:
-  widths = [w.shape[1] for w in matrices]
-  sms, unit = resolve_num_sms(None), math.gcd(*widths)
-  return split(x_BD.shape[-1], sum(widths), 1, sms, unit=unit)
-
-
 @functools.partial(jax.jit, static_argnames=("own", "simulation"))
-def _read(
-  x_1D: Array, norm: Normalisation | None, *matrices: Array, own: Split, simulation: Any
-) -> Array:
+def _read(row: Array | Made, *matrices: Array, own: Split, simulation: Any) -> Array:
   """The sums, side by side in one kernel: each CTA has columns of one matrix."""
   del simulation  # the program depends on it
-  width, widths = x_1D.shape[1], [w.shape[1] for w in matrices]
-  rows, more = width // own.parts, () if norm is None else norm.arrays
+  is_made = not isinstance(row, Array)
+  given = cast(Made, row).arrays if is_made else (row,)
+  widths = [w.shape[1] for w in matrices]
+  rows = matrices[0].shape[0] // own.parts
 
-  def body(x, *rest):
-    arrays, rest = rest[: len(more)], rest[len(more) :]
+  def body(*refs):
+    arrays, rest = refs[: len(given)], refs[len(given) :]
     matrices, (out, shared, barrier, *made) = rest[: len(widths)], rest[len(widths) :]
     column, part = place()[1:]
-    wg, mine = lax.axis_index("wg"), pl.ds(part * rows, rows)
 
-    def row(k):
-      return made[0][k - part * rows] if norm is not None else x[0, k].astype(jnp.float32)
+    def number(k):
+      return made[0][k - part * rows] if is_made else arrays[0][0, k].astype(jnp.float32)
 
-    def normalise(norm: Normalisation):
-      @pl.when(wg == 0)
+    def make():
+      @pl.when(lax.axis_index("wg") == 0)
       def _():
-        made[0][...] = of_part(norm, x, arrays, mine).astype(x.dtype).astype(jnp.float32)
+        cast(Made, row).write(arrays, pl.ds(part * rows, rows), made[0])
 
       plgpu.barrier_arrive(made[1])
       plgpu.barrier_wait(made[1])
@@ -133,16 +164,16 @@ def _read(
 
       @pl.when((column >= first) & (column < last))
       def _(matrix=matrix, first=first):
-        start = begin_sums([matrix], 0, own, rows, row, column - first)
-        if norm is not None:  # the weights are on their way meanwhile
-          normalise(norm)
+        start = begin_sums([matrix], 0, own, rows, number, column - first)
+        if is_made:  # the weights are on their way meanwhile
+          make()
         store_sums(start(), out.at[0, part], shared, barrier, own, column)
 
       first = last
 
-  scratch = () if norm is None else (plgpu.SMEM((rows,), jnp.float32), everyone())
+  scratch = (plgpu.SMEM((rows,), jnp.float32), everyone()) if is_made else ()
   run = kernel(body, 1, 1, sum(widths), own, *scratch)
-  return run(x_1D, *more, *[w[None] for w in matrices])[0, :, 0]
+  return run(*given, *[w[None] for w in matrices])[0, :, 0]
 
 
 _PARTS = 64  # of a narrow product's sum, at most

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 
 from scmoe.kernels.grouped_matmul.backend import resolve_backend
 from scmoe.kernels.grouped_matmul.pipeline import compiled, interpretation
+from scmoe.kernels.without_gradient import without_gradient
 
 _WIDEST = 8192  # numbers that a warpgroup holds: 64 a thread
 _MULTIPLE = 256  # two numbers for each of its threads
@@ -58,6 +59,65 @@ class Normalisation:
     return (wide if self.bias_D is None else wide + self.bias_D).astype(x.dtype)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Normalised:
+  """A row under a norm, as `linear.Made`.
+
+  Attributes:
+    x_BD: [..., D] of one row.
+    norm: which.
+  """
+
+  x_BD: Array
+  norm: Normalisation
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Of x."""
+    return self.x_BD.shape
+
+  @property
+  def width(self) -> int:
+    """D."""
+    return self.shape[-1]
+
+  @property
+  def size(self) -> int:
+    """Of x."""
+    return self.x_BD.size
+
+  @property
+  def dtype(self) -> Any:
+    """Of x."""
+    return self.x_BD.dtype
+
+  @property
+  def arrays(self) -> tuple[Array, ...]:
+    """x, scale and bias."""
+    return (self.x_BD.reshape(1, -1), *self.norm.arrays)
+
+  def takes(self, rows: int, backend: str) -> bool:
+    """Any part of a row that the norm's kernel takes."""
+    del rows
+    return takes(self.x_BD, backend)
+
+  def write(self, arrays: Any, part: Any, to: Any) -> None:
+    """See `linear.Made`."""
+    x, *arrays = arrays
+    to[...] = of_part(self.norm, x, arrays, part).astype(x.dtype).astype(jnp.float32)
+
+  def __call__(self) -> Array:
+    """Without a kernel, [..., D]."""
+    return self.norm(self.x_BD)
+
+  def alone(self) -> Array:
+    """In a kernel of its own, where it takes it."""
+    if not takes(self.x_BD):
+      return self()
+    return without_gradient(normalised, lambda x, norm: norm(x), self.x_BD, self.norm)
+
+
 def normalised(x_BD: Array, norm: Normalisation) -> Array:
   """The norm of a single row that the kernel `takes`: [..., D] in the type of x; not
   differentiable."""
@@ -87,12 +147,13 @@ def of_part(norm: Normalisation, x: Any, arrays: Any, part: Any) -> Array:
     part: slice of the row.
   """
   width = x.shape[1]
+  # Asked for together: what is asked for behind a sum waits for the sum.
   wide, found = x[0].astype(jnp.float32), x[0, part].astype(jnp.float32)
+  scale, *bias = (a[part] for a in arrays)
   if norm.centred:
     mean = jnp.sum(wide) / width
     wide, found = wide - mean, found - mean
-  scale, *bias = arrays
-  found = found * lax.rsqrt(jnp.sum(wide * wide) / width + norm.eps) * scale[part]
+  found = found * lax.rsqrt(jnp.sum(wide * wide) / width + norm.eps) * scale
   for b in bias:
-    found = found + b[part]
+    found = found + b
   return found

@@ -17,8 +17,9 @@ from jaxtyping import Float, Int
 
 from scmoe import determinism
 from scmoe.kernels import decode_attention
-from scmoe.kernels.decode_attention import Unfinished
+from scmoe.kernels.decode_attention import Unfinished, Unjoined
 from scmoe.kernels.linear import products, sums
+from scmoe.kernels.norm import Normalised
 from scmoe.kernels.without_gradient import without_gradient
 from scmoe.layers.norm import Norm, rms_normalised
 from scmoe.layers.rope import PLAIN, RopeConfig, rotate, turns
@@ -168,9 +169,9 @@ class Attention(nnx.Module):
     normalised = self.query_norm is not None or self.key_norm is not None
     if biased or normalised or c.clip_qkv or (c.rope_theta and c.rope.interleaved):
       return None
-    given = x_BSD, None if norm is None else norm.normalisation
-    x_BSD, normalisation = repeat(given, ("tensor",), "tensor")
-    sums_PM = sums(x_BSD, [w.reshape(w.shape[0], -1) for w in weights_DHN], normalisation)
+    row = x_BSD if norm is None else Normalised(x_BSD, norm.normalisation)
+    row = repeat(row, ("tensor",), "tensor")
+    sums_PM = sums(row, [w.reshape(w.shape[0], -1) for w in weights_DHN])
     if sums_PM is None:
       return None
     turn_2N = turns(positions_BS[0, 0], c.head_dim, c.rope_theta, c.rope) if c.rope_theta else None
@@ -229,8 +230,9 @@ class Attention(nnx.Module):
     """
     window = self.config.window
     if isinstance(projected, Unfinished) and cache is not None and not begins:
-      y_BSHN, cache = attend_unfinished(projected, cache, positions_BS, window=window)
-      return self._out(y_BSHN), cache
+      weight_HND = self.out[...].astype(projected.dtype)
+      y_BSD, cache = attend_unfinished(projected, cache, positions_BS, weight_HND, window=window)
+      return self._on_all(y_BSD), cache
     if isinstance(projected, Unfinished):
       projected = _finished(projected)
     q_BSHN, k_BSHN, v_BSHN = projected
@@ -248,10 +250,12 @@ class Attention(nnx.Module):
 
   def _out(self, y_BSHN: Array) -> Array:
     """The heads' results in the model's width: [B, S, D]."""
-    dtype = y_BSHN.dtype
-    y_BSD = _out_of_heads(y_BSHN, self.out[...].astype(dtype))
+    return self._on_all(_out_of_heads(y_BSHN, self.out[...].astype(y_BSHN.dtype)))
+
+  def _on_all(self, y_BSD: Array) -> Array:
+    """Of this device's heads: the sum over all of them, and the bias."""
     y_BSD = total(y_BSD, ("tensor",), "tensor")
-    return y_BSD if self.out_bias is None else y_BSD + self.out_bias[...].astype(dtype)
+    return y_BSD if self.out_bias is None else y_BSD + self.out_bias[...].astype(y_BSD.dtype)
 
 
 def _into_heads(x_BSD: Array, weights_DHN: list[Array]) -> list[Array]:
@@ -262,11 +266,12 @@ def _into_heads(x_BSD: Array, weights_DHN: list[Array]) -> list[Array]:
   return [jnp.einsum("bsd,dhn->bshn", x_BSD, w) for w in weights_DHN]
 
 
-def _out_of_heads(y_BSHN: Array, weight_HND: Array) -> Array:
-  """Σ_hn y · W: [B, S, D]."""
-  flat = y_BSHN.reshape(*y_BSHN.shape[:2], -1)
-  if found := products(flat, [weight_HND.reshape(-1, weight_HND.shape[-1])]):
-    return found[0]
+def _out_of_heads(y: Array | Unjoined, weight_HND: Array) -> Array:
+  """Σ_hn y · W, of y [B, S, H, N] or of one token that is not joined: [B, S, D]."""
+  row = y if isinstance(y, Unjoined) else y.reshape(*y.shape[:2], -1)
+  if found := products(row, [weight_HND.reshape(-1, weight_HND.shape[-1])]):
+    return found[0] if isinstance(y, Array) else found[0][None]
+  y_BSHN = y if isinstance(y, Array) else y.joined()[None, None]
   return jnp.einsum("bshn,hnd->bsd", y_BSHN, weight_HND)
 
 
@@ -327,29 +332,41 @@ def attend_stored(
 
 
 def attend_unfinished(
-  own: Unfinished, cache: KeyValues, positions_BS: Int[Array, "1 1"], *, window: int = 0
-) -> tuple[Float[Array, "1 1 H N"], KeyValues]:
-  """A token's attention, and the cache with its key and value; in one kernel where there is one."""
+  own: Unfinished,
+  cache: KeyValues,
+  positions_BS: Int[Array, "1 1"],
+  weight_HND: Float[Array, "H N D"],
+  *,
+  window: int = 0,
+) -> tuple[Float[Array, "1 1 D"], KeyValues]:
+  """A token's attention in the model's width, and the cache with its key and value; by kernels
+  where they take it."""
   fast = functools.partial(_attend_fast, window=window)
   plain = functools.partial(_attend_plain, window=window)
   if not decode_attention.finishes(own, cache.k_BSHN, cache.v_BSHN):
-    return plain(own, cache, positions_BS)
-  return without_gradient(fast, plain, own, cache, positions_BS)
+    return plain(own, cache, positions_BS, weight_HND)
+  return without_gradient(fast, plain, own, cache, positions_BS, weight_HND)
 
 
-def _attend_fast(own: Unfinished, cache: KeyValues, positions_BS: Array, *, window: int):
+def _attend_fast(
+  own: Unfinished, cache: KeyValues, positions_BS: Array, weight_HND: Array, *, window: int
+):
   scale, given = 1 / math.sqrt(own.width), (cache.k_BSHN[0], cache.v_BSHN[0], positions_BS[0])
   options = {"scale": scale, "window": window}
-  y_HN, k_TKN, v_TKN = decode_attention.attend_unfinished(own, *given, **options)
-  return y_HN[None, None], KeyValues(k_TKN[None], v_TKN[None])
+  y, k_TKN, v_TKN = decode_attention.attend_unfinished(own, *given, **options)
+  cache = KeyValues(k_TKN[None], v_TKN[None])
+  return _out_of_heads(y if isinstance(y, Unjoined) else y[None, None], weight_HND), cache
 
 
-def _attend_plain(own: Unfinished, cache: KeyValues, positions_BS: Array, *, window: int):
+def _attend_plain(
+  own: Unfinished, cache: KeyValues, positions_BS: Array, weight_HND: Array, *, window: int
+):
   q_BSHN, k_BSHN, v_BSHN = _finished(own)
   keys = stored(cache.k_BSHN, k_BSHN, positions_BS)
   cache = KeyValues(keys, stored(cache.v_BSHN, v_BSHN, positions_BS))
   k_BTKN, v_BTKN = (x.astype(own.dtype) for x in (cache.k_BSHN, cache.v_BSHN))
-  return attend_stored(q_BSHN, k_BTKN, v_BTKN, positions_BS, window=window), cache
+  y_BSHN = attend_stored(q_BSHN, k_BTKN, v_BTKN, positions_BS, window=window)
+  return _out_of_heads(y_BSHN, weight_HND), cache
 
 
 def _finished(own: Unfinished) -> tuple[Array, Array, Array]:

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 
 from scmoe.errors import ConfigError
 from scmoe.extensions import construct, is_import_path
+from scmoe.kernels.norm import Normalised
 from scmoe.moe.dispatch import DispatchConfig, Transport, make_transport
 from scmoe.moe.experts import Experts, FFNExperts, FFNExpertsConfig
 from scmoe.moe.gates import make_gates
@@ -202,16 +203,27 @@ class MoE(nnx.Module):
       y_TD, sums = self.completed(flight, flight.transport.combine(flight.arrived))
     return y_TD.reshape(*x.shape[:-1], y_TD.shape[-1]), sums
 
-  def route(self, x: Float[Array, "... D"], call: MoECall = MoECall()) -> Flight:
-    """Chooses experts and weights for all tokens, and the transport that takes them there."""
+  def route(self, x: Float[Array, "... D"] | Normalised, call: MoECall = MoECall()) -> Flight:
+    """Chooses experts and weights for all tokens, and the transport that takes them there.
+
+    Args:
+      x: normalised inputs; or a single token and its norm, which one kernel may read with the gate.
+      call: see `MoECall`.
+    """
     config, router = self.config, self.config.router
     self._check_width(x)
-    x_TD = x.reshape(-1, config.width)
     options: dict[str, Any] = {"num_experts": config.choices, "zero_experts": config.zero_experts}
     options |= {"bias_E": call.bias_E}
     options |= {"mask_T": None if call.mask is None else call.mask.reshape(-1)}
     options |= {"training": None if call.key is None else self._draws(x.shape, call.key)}
     gate, k = self._gate(call.gate), config.top_k if call.k is None else call.k
+    if isinstance(x, Normalised):
+      plain = call.mask is None and call.key is None and call.avoid_T is None
+      found = gate.begun(x) if plain and hasattr(gate, "begun") else None
+      x_BD, gate = (x.alone(), gate) if found is None else found
+    else:
+      x_BD = x
+    x_TD = x_BD.reshape(-1, config.width)
     if call.avoid_T is None:
       routing = route(x_TD, gate, router, k=k, **options)
     else:
@@ -247,8 +259,8 @@ class MoE(nnx.Module):
       y_TD = y_TD + flight.kept_TD
     return y_TD, router_sums(flight.routing, flight.arrived.dropped, flight.arrived.rounds)
 
-  def _check_width(self, x: Array) -> None:
-    if not x.ndim or x.shape[-1] != self.config.width:
+  def _check_width(self, x: Array | Normalised) -> None:
+    if not x.shape or x.shape[-1] != self.config.width:
       raise ConfigError(
         f"the MoE layer has width {self.config.width}, got tokens of shape {list(x.shape)}; the "
         "last dimension must be the width"

@@ -14,7 +14,7 @@ from scmoe.kernels import linear, tune
 from scmoe.kernels import norm as norm_kernels
 from scmoe.kernels.bench import TOLERANCE_FP8, Shape, check_layer, relative_error
 from scmoe.kernels.block_sparse import dsd, moe_topology, sdd, to_dense
-from scmoe.kernels.decode_attention import Unfinished, attend_cache, attend_unfinished
+from scmoe.kernels.decode_attention import Unfinished, Unjoined, attend_cache, attend_unfinished
 from scmoe.kernels.grouped_matmul import (
   FFNConfig,
   FFNWeights,
@@ -31,7 +31,7 @@ from scmoe.kernels.grouped_matmul import (
   tuned,
 )
 from scmoe.kernels.grouped_matmul.layout import make_layout
-from scmoe.kernels.top_k import gate_product, gate_top_k
+from scmoe.kernels.top_k import begin_gate, gate_product, gate_top_k
 from scmoe.layers.norm import Norm
 
 pytestmark = pytest.mark.gpu
@@ -313,7 +313,7 @@ def test_products_of_a_token_under_a_norm(normal, width, kind):
   """The same as of the row that the norm's own kernel makes, whose sums other warps add up."""
   own = Norm(width, kind, 1e-5).normalisation
   x, matrices = normal(1, width) * 3 + 1, [normal(width, n) / width**0.5 for n in (2048, 1024)]
-  got = jax.jit(linear.sums)(x, matrices, own)
+  got = jax.jit(linear.sums)(norm_kernels.Normalised(x, own), matrices)
   want = jax.jit(linear.sums)(norm_kernels.normalised(x, own), matrices)
   assert got.shape == want.shape
   assert relative_error(got.sum(0), want.sum(0)) < 2e-3
@@ -330,6 +330,19 @@ def test_norm_of_a_token(normal, width, kind):
   error = jnp.abs(one.astype(jnp.float32) - two[:1].astype(jnp.float32))
   assert float(error.max()) <= 2**-6  # a bit of bfloat16 between 2 and 4
   assert float((error > 0).mean()) < 0.05
+
+
+@pytest.mark.parametrize(("width", "experts"), [(2048, 64), (4096, 8), (1024, 128)])
+def test_gate_of_a_token_under_its_norm(normal, width, experts):
+  own = Norm(width, "rmsnorm", 1e-5)
+  x, gate = normal(1, 1, width) * 3, normal(width, experts).astype(jnp.float32)
+  found = jax.jit(lambda x: begin_gate(norm_kernels.Normalised(x, own.normalisation), gate))(x)
+  np.testing.assert_array_equal(found.x_TD.astype(jnp.float32), own(x)[0].astype(jnp.float32))
+  with jax.default_matmul_precision("highest"):
+    want = found.x_TD.astype(jnp.float32) @ gate
+  got = found.top_k(4)
+  assert relative_error(got.logits_TE, want) < 1e-5
+  np.testing.assert_array_equal(got.expert_TK, jax.lax.top_k(want, 4)[1])
 
 
 def test_gate_of_a_token(normal):
@@ -386,12 +399,20 @@ def test_attention_that_finishes_a_token(normal, heads, kv_heads, width, length,
   options = {"scale": width**-0.5, "window": window}
   run = jax.jit(functools.partial(attend_unfinished, **options))
   plain = jax.jit(functools.partial(attend_cache, **options))
+  product = jax.jit(
+    lambda y, w: linear.products(y if isinstance(y, Unjoined) else y.reshape(1, -1), w)
+  )
+  matrix = normal(heads * width, 2048) * jnp.bfloat16((heads * width) ** -0.5)
   for position in (0, 63, 64, length // 2 + 5, length - 1):
     k, v = (normal(length, kv_heads, width).at[position:].set(1e4) for _ in range(2))
     wanted = k.at[position].set(own_k), v.at[position].set(own_v)
     here = jnp.asarray([position], jnp.int32)
     got, *cache = run(own, k, v, here)
-    assert relative_error(got, plain(q, *wanted, here)) < 3e-3, position
+    y = got.joined() if isinstance(got, Unjoined) else got
+    assert relative_error(y, plain(q, *wanted, here)) < 3e-3, position
+    found = product(got, [matrix])[0].reshape(-1)
+    want = y.reshape(-1).astype(jnp.float32) @ matrix.astype(jnp.float32)
+    assert relative_error(found, want) < 5e-3, position
     for one, other in zip(cache, wanted):
       # Of the token a bit, where one of the two multiplies and adds at once.
       np.testing.assert_allclose(

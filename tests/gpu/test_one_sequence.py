@@ -17,7 +17,7 @@ from scmoe.parallel.mesh import MeshConfig
 
 pytestmark = pytest.mark.gpu
 
-PROMPT, LENGTH = 16, 80
+PROMPT, LENGTH, ROOM = 16, 80, 256  # of the cache, so that several CTAs attend
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_each_token_has_the_logits_of_the_whole(options):
   whole = jax.jit(lambda tokens: model.logits(model(tokens, Pass(no_drop=True)).h_BSD))
   want_SV = np.asarray(whole(text_1S), np.float64)[0]
   lengths = jnp.asarray([PROMPT], jnp.int32)
-  first = jax.jit(lambda t: prefill(model, t, lengths, model.init_caches(1, LENGTH)))
+  first = jax.jit(lambda t: prefill(model, t, lengths, model.init_caches(1, ROOM)))
   step = jax.jit(lambda token, position, caches: decode_step(model, token, position, caches))
   _, caches = first(text_1S[:, :PROMPT])
   errors = []

@@ -15,7 +15,7 @@ import pytest
 
 from scmoe._compat import KERNELS_WRITE_IN_PLACE, gpu_interpret_params, jax_version
 from scmoe.kernels import decode_attention, linear, norm
-from scmoe.kernels.decode_attention import Unfinished, attend_cache, attend_unfinished
+from scmoe.kernels.decode_attention import Unfinished, Unjoined, attend_cache, attend_unfinished
 from scmoe.kernels.grouped_matmul import (
   FFNConfig,
   FFNWeights,
@@ -37,7 +37,7 @@ from scmoe.kernels.grouped_matmul.layout import make_equal_layout, make_layout
 from scmoe.kernels.grouped_matmul.pipeline import Tiling, banded, interpreted
 from scmoe.kernels.grouped_matmul.rows_product import rows_product
 from scmoe.kernels.grouped_matmul.weights_product import weights_product
-from scmoe.kernels.top_k import gate_product, gate_top_k
+from scmoe.kernels.top_k import begin_gate, gate_product, gate_top_k
 
 SIZES = [60, 0, 70]
 # A tiling for each way in which two CTAs share an operand, cooperative and ping-pong.
@@ -583,7 +583,7 @@ def test_products_of_a_token_under_a_norm_simulated(centred):
   own = norm.Normalisation(scale, bias, centred, 1e-5)
   for num_sms in (3, 16):
     with interpreted(gpu_interpret_params(detect_races=True), num_sms=num_sms):
-      got = linear.sums(x, matrices, own, backend="mosaic_gpu")
+      got = linear.sums(norm.Normalised(x, own), matrices, backend="mosaic_gpu")
       want = linear.sums(norm.normalised(x, own), matrices, backend="mosaic_gpu")
     assert got is not None
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
@@ -640,6 +640,47 @@ def test_narrow_product_of_a_token(shape, dtype):
   np.testing.assert_allclose(
     np.asarray(gradient, np.float64)[0], np.asarray(w, np.float64).sum(1), rtol=2e-2, atol=1e-2
   )
+
+
+@needs_new_simulation
+@pytest.mark.parametrize("fp32", [True, False])
+@pytest.mark.parametrize(("width", "experts"), [(256, 8), (512, 64), (256, 120)])
+def test_gate_of_a_token_under_its_norm_simulated(width, experts, fp32):
+  """The token as the norm's kernel makes it, and the choice of a gate that reads it."""
+  x, scale, _ = _norm_operands(width, centred=False)
+  row = norm.Normalised(x, norm.Normalisation(scale, None, False, 1e-5))
+  gate = normal(5, width, experts).astype(jnp.float32)
+  with interpreted(gpu_interpret_params(detect_races=True)):
+    found = begin_gate(row, gate, fp32=fp32, backend="mosaic_gpu")
+    assert found is not None
+    got = found.top_k(4)
+    y = norm.normalised(x, row.norm)
+  np.testing.assert_array_equal(*(a.astype(jnp.float32) for a in (found.x_TD, y.reshape(1, -1))))
+  want = gate_top_k(y.reshape(1, -1), gate, 4, fp32=fp32, backend="xla")
+  assert relative_error(got.logits_TE, want.logits_TE) < 1e-5
+  np.testing.assert_array_equal(got.expert_TK, want.expert_TK)
+  share_TE = jax.nn.softmax(want.logits_TE)
+  np.testing.assert_allclose(
+    got.share_TK, jnp.take_along_axis(share_TE, want.expert_TK, 1), rtol=1e-4
+  )
+
+
+def test_gates_that_are_not_begun():
+  def take(*shape, experts=64, backend="mosaic_gpu"):
+    scale = jnp.ones(shape[-1])
+    row = norm.Normalised(
+      jnp.zeros(shape, jnp.bfloat16), norm.Normalisation(scale, None, False, 1e-5)
+    )
+    gate = jnp.zeros((shape[-1], experts))
+    run = functools.partial(begin_gate, backend=backend)
+    return jax.eval_shape(run, row, gate) is not None
+
+  assert take(1, 1, 2048)
+  assert not take(2, 2048)
+  assert not take(1, 2048, experts=100)
+  assert not take(1, 384, experts=120)  # 384 numbers a CTA
+  assert not take(1, 7168)  # 896
+  assert not take(1, 2048, backend="auto")  # on a CPU
 
 
 @needs_new_simulation
@@ -746,6 +787,10 @@ def _unfinished(heads, kv_heads, width, turned=True):
   return Unfinished(sums, turn, heads, kv_heads, jnp.dtype(jnp.bfloat16))
 
 
+def _joined(y):
+  return y.joined() if isinstance(y, Unjoined) else y
+
+
 @needs_new_simulation
 @pytest.mark.parametrize(
   ("heads", "kv_heads", "width", "length", "window", "num_sms"),
@@ -766,9 +811,29 @@ def test_attention_that_finishes_a_token_simulated(heads, kv_heads, width, lengt
       assert decode_attention.finishes(own, k[None], v[None], "mosaic_gpu")
       got, *cache = attend_unfinished(own, k, v, here, **options)
       want = attend_cache(q, *wanted, here, **options)
-    assert relative_error(got, want) < 3e-3, position
+    assert isinstance(got, Unjoined) == (length > 128 and num_sms > kv_heads)
+    assert relative_error(_joined(got), want) < 3e-3, position
     for one, other in zip(cache, wanted):
       np.testing.assert_array_equal(one.astype(jnp.float32), other.astype(jnp.float32))
+
+
+@needs_new_simulation
+@pytest.mark.parametrize(("heads", "width"), [(4, 64), (4, 128)])
+def test_products_of_a_token_that_is_not_joined_simulated(heads, width):
+  """The same as of the row that XLA joins; several heads of a part of the sums."""
+  parts = 3
+  y = normal(1, parts, heads, width).astype(jnp.float32)
+  most, weight = (normal(i, parts, heads).astype(jnp.float32) for i in (2, 3))
+  row = Unjoined(y, 3 * most, jnp.exp(weight), jnp.dtype(jnp.bfloat16))
+  matrices = [normal(7, heads * width, 256) * jnp.bfloat16((heads * width) ** -0.5)]
+  for num_sms in (1, 4):
+    with interpreted(gpu_interpret_params(detect_races=True), num_sms=num_sms):
+      got = linear.sums(row, matrices, backend="mosaic_gpu")
+      want = linear.sums(row(), matrices, backend="mosaic_gpu")
+    assert got is not None
+    assert want is not None
+    assert got.shape == want.shape
+    assert relative_error(got.sum(0), want.sum(0)) < 3e-3
 
 
 def test_attention_of_a_token_lowers():

@@ -159,8 +159,8 @@ def test_a_token_whose_projections_are_not_added_up(theta, begins, monkeypatch):
   finished, want, cache = one()
   assert isinstance(finished, tuple)
 
-  def parts(x_BSD, matrices, norm):
-    y = jnp.concatenate([norm(x_BSD[0]) @ w for w in matrices], 1)
+  def parts(row, matrices):
+    y = jnp.concatenate([row()[0] @ w for w in matrices], 1)
     return jnp.concatenate([0.25 * y, 0.75 * y])
 
   monkeypatch.setattr("scmoe.layers.attention.sums", parts)

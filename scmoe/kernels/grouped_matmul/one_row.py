@@ -45,7 +45,7 @@ def splits(
   kernels do not take them: a width is not a multiple of what threads read at once."""
   width, hidden, out_width = widths
   sms = resolve_num_sms(num_sms)
-  first = split(width, hidden, choices, sms)
+  first = split(width, hidden, choices, sms, WARPGROUP)
   second = split(hidden, out_width, choices, sms, WARPGROUP, _HELD)
   return None if first is None or second is None else (first, second)
 
@@ -90,13 +90,22 @@ def _first_layer(x_1D, weights: FFNWeights, expert_C, own: Split):
   rows = width // own.parts
 
   def body(expert, x, *rest):
-    *matrices, out, shared, barrier = rest
+    *matrices, out, shared, barrier, held, is_held = rest
     choice, column, part = place()
-    row = lambda k: x[0, k].astype(jnp.float32)
+    row = lambda k: held[k - part * rows]
     start = begin_sums(matrices, one_of(expert[choice], matrices[0]), own, rows, row, column)
+
+    # From global memory a number of the row would wait for the weights that were asked for before.
+    @pl.when(lax.axis_index("wg") == 0)
+    def _():
+      held[...] = x[0, pl.ds(part * rows, rows)].astype(jnp.float32)
+
+    plgpu.barrier_arrive(is_held)
+    plgpu.barrier_wait(is_held)
     store_sums(start(), out.at[choice, part], shared, barrier, own, column)
 
-  run = kernel(body, expert_C.shape[0], len(matrices), hidden, own)
+  scratch = [plgpu.SMEM((rows,), jnp.float32), everyone()]
+  run = kernel(body, expert_C.shape[0], len(matrices), hidden, own, *scratch)
   return run(expert_C, x_1D, *matrices)
 
 
@@ -112,7 +121,8 @@ def _second_layer(
   def body(expert, scale, pre, matrix, *rest):
     *bias, out, shared, barrier, a, is_made = rest
     choice, column, part = place()
-    group, wg = one_of(expert[choice], matrix), lax.axis_index("wg")
+    own_expert, own_scale = expert[choice], scale[choice]  # asked for now, not at the end
+    group, wg = one_of(own_expert, matrix), lax.axis_index("wg")
     row = lambda f: a[wg, f - part * rows]
     # The weights are on their way while the activation is made.
     start = begin_sums([matrix], group, own, rows, row, column)
@@ -125,8 +135,8 @@ def _second_layer(
     a[wg] = activate(kind, tuple(hs))
     plgpu.barrier_arrive(is_made)
     plgpu.barrier_wait(is_made)
-    made = (expert[choice] >= 0) & (expert[choice] < groups)
-    sums = [s * scale[choice] for s in start()]
+    made = (own_expert >= 0) & (own_expert < groups)
+    sums = [s * own_scale for s in start()]
     sums = [jnp.where(jnp.broadcast_to(made, s.shape), s, jnp.zeros_like(s)) for s in sums]
     store_sums(sums, out.at[choice, part], shared, barrier, own, column)
 

@@ -19,7 +19,8 @@ from jax import Array
 from scmoe.kernels.grouped_matmul import pipeline
 from scmoe.kernels.grouped_matmul.backend import resolve_backend
 from scmoe.kernels.linear import narrow_product, narrow_sums, parts_of
-from scmoe.kernels.top_k import one_row
+from scmoe.kernels.norm import Normalised
+from scmoe.kernels.top_k import one_row, under_norm
 from scmoe.kernels.without_gradient import without_gradient
 
 EXACT = 3  # bfloat16 terms of a float32 number
@@ -38,6 +39,47 @@ class TopK(NamedTuple):
   logits_TE: Array
   expert_TK: Array
   share_TK: Array | None = None
+
+
+class Begun(NamedTuple):
+  """What `begin_gate` finds of a single token.
+
+  Attributes:
+    x_TD: the token under its norm, [1, D].
+    sums_PE: float32, parts of its logits.
+  """
+
+  x_TD: Array
+  sums_PE: Array
+
+  def top_k(self, k: int) -> TopK:
+    """As `gate_top_k` of the token."""
+    return TopK(*(found[None] for found in one_row.top_k_of_sums(self.sums_PE, k)))
+
+
+def begin_gate(
+  row: Normalised, gate_DE: Array, *, fp32: bool = True, backend: str = "auto"
+) -> Begun | None:
+  """A single token's norm and its product with a gate's weights, in one kernel; None where that
+  does not take it. The gradient is that of XLA's products.
+
+  Args:
+    row: the token.
+    gate_DE, fp32, backend: as for `gate_top_k`.
+  """
+  width, num_experts = gate_DE.shape
+  fits = under_norm.shares(width, num_experts) > 0 and row.takes(width, backend)
+  if not fits or not one_row.takes(under_norm.SUMS, num_experts):
+    return None
+  dtype = jnp.float32 if fp32 else row.dtype
+
+  def plain(row, gate_DE):
+    y_1D = row().reshape(1, -1)
+    logits_1E = gate_product(y_1D, gate_DE, fp32=fp32)
+    return y_1D, jnp.pad(logits_1E, ((0, under_norm.SUMS - 1), (0, 0)))
+
+  found: Any = without_gradient(under_norm.sums_under_norm, plain, row, gate_DE.astype(dtype))
+  return Begun(*found)
 
 
 def gate_product(x_TD: Array, gate_DE: Array, *, fp32: bool) -> Array:

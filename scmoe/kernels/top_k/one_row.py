@@ -87,7 +87,7 @@ def _top_k(sums_PE: Array, *, k: int, simulation: Any) -> tuple[Array, Array, Ar
     for i in range(k):
       expert[i] = numbers[i].astype(jnp.int32)
       share[i] = shares[i]
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
   run = compiled(
     body,

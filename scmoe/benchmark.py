@@ -26,7 +26,7 @@ from scmoe.config import RunConfig
 from scmoe.dry_run import size_of
 from scmoe.errors import ConfigError
 from scmoe.inference import expert_trace
-from scmoe.inference.decode import Static, make_decode, make_prefill
+from scmoe.inference.decode import Static, make_decode, make_prefill, one_by_one, taken_apart
 from scmoe.inference.offload import HOST, Offload, Usage, is_routed, to_memory
 from scmoe.inference.sampling import Sampling
 from scmoe.models.gpt import GPT
@@ -94,8 +94,10 @@ class _Arm:
     # Greedy tokens of random weights soon repeat, and with them their experts.
     sampling = Sampling(temperature=0.0 if way.name == "none" else 1.0)
     static = Static(graph, built.mesh, sampling, self.offload.of(self.model))
+    self.apart = taken_apart(static, self.params)  # once for all tokens
     self.prefill = self.programs(make_prefill(static, load.prompt + load.new + 1))
-    self.decode = self.programs(make_decode(static, load.new))
+    in_order = one_by_one(self.model, static.offload, load.rows)
+    self.decode = self.programs(make_decode(static, load.new, in_order))
     tokens = np.random.default_rng(0).integers(0, run.model.vocab_size, (load.rows, load.prompt))
     self.tokens_BS = jnp.asarray(tokens, jnp.int32)
     self.lengths_B = jnp.full((load.rows,), load.prompt, jnp.int32)
@@ -118,7 +120,7 @@ class _Arm:
       assert self.state is not None
       first_B, caches = self.state
       # Every call writes the same positions again, with tokens of its own.
-      given = self.params, self.router, self.lengths_B, next(self.keys)
+      given = self.apart, self.router, self.lengths_B, next(self.keys)
       self.state = first_B, self.decode(*given, np.int32(1), first_B, caches)[2]
     jax.block_until_ready(self.state)
 
@@ -128,7 +130,7 @@ class _Arm:
       return
     first_B, caches = self.state
     self.usage.begin(caches["experts"])
-    given = self.params, self.router, self.lengths_B, jax.random.key(0)
+    given = self.apart, self.router, self.lengths_B, jax.random.key(0)
     _, _, caches, asked = self.decode(*given, np.int32(1), first_B, caches)
     self.usage.add(asked, caches["experts"])
     self.state = first_B, caches

@@ -26,6 +26,7 @@ from scmoe.errors import ConfigError
 from scmoe.inference.offload import Offload, Usage
 from scmoe.inference.sampling import Sampling, sample
 from scmoe.models.gpt import GPT, Pass
+from scmoe.models.stacked import Apart, is_apart
 from scmoe.moe.migration import HOLDERS, Migration
 from scmoe.parallel.mesh import BATCH_AXES, make_mesh, manual, parameter_specs
 
@@ -124,13 +125,18 @@ def stream(
   chunk = max(1, min(chunk, max_new_tokens - 1))
   # The last chunk is as long as the others: one program, and room for what it makes too much.
   room, key = padded + 1 + _round_up(max_new_tokens - 1, chunk), jax.random.key(seed)
-  first, rest = make_prefill(static, room), make_decode(static, chunk)
+  first, rest = (
+    make_prefill(static, room),
+    make_decode(static, chunk, one_by_one(model, static.offload, len(prompts))),
+  )
   if prepare is not None:
     first, rest = prepare(first), prepare(rest)
   given = params, router, lengths_B, key
   token_B, caches = first(*given, tokens_BS)
   if usage is not None and "experts" in caches:
     usage.begin(caches["experts"])
+  if max_new_tokens > 1:
+    given = taken_apart(static, params), *given[1:]
   new_BS, made, ended = token_B[:, None], 0, [False] * asked
   # The device goes on while the host looks at what it has made; not where the experts' caches are
   # counted, which the next tokens overwrite.
@@ -210,18 +216,60 @@ def make_prefill(static: Static, room: int) -> Any:
   return jax.jit(program, compiler_options=_COMPILED)
 
 
+def taken_apart(static: Static, params: Any) -> Any:
+  """The parameters for `make_decode`, which copies slices of the layers' stacks in every call.
+
+  Where layers are written out those copies are made here, once; the rest is as it was.
+  """
+  leaves, tree = jax.tree.flatten(params)
+  cut = _cut(static, tree, tuple((x.shape, x.dtype) for x in leaves))
+  if cut is None:
+    return params
+  which, copies, apart = cut
+  parts = iter(copies([x for x, is_cut in zip(leaves, which) if is_cut]))
+  return apart.unflatten([next(parts) if is_cut else x for x, is_cut in zip(leaves, which)])
+
+
 @functools.cache
-def make_decode(static: Static, steps: int) -> Any:
+def _cut(static: Static, tree: Any, kinds: tuple[tuple[Any, Any], ...]) -> Any:
+  """Which leaves are taken apart, a program that does so, and the tree of what comes of it; None if
+  none are. Found once: a tree of modules takes milliseconds, for which the first token waits."""
+  params = tree.unflatten([jax.ShapeDtypeStruct(*kind) for kind in kinds])
+  pairs = jax.eval_shape(lambda own: nnx.merge(static.graph, own).pairs(), params)
+  if pairs is None:
+    return None
+  model: GPT = nnx.merge(static.graph, params)
+  nnx.update(model.stages, pairs)
+  wanted, apart = jax.tree.flatten(nnx.split(model)[1], is_leaf=is_apart)
+  count = model.config.num_pairs
+  copies = jax.jit(lambda stacks: [Apart(tuple(x[i] for i in range(count))) for x in stacks])
+  return [is_apart(leaf) for leaf in wanted], copies, apart
+
+
+# In XLA's order a graph needs no branches, at whose beginning 10 us pass; what pairs have to do
+# beside each other waits then, so only for a single row of those that have nothing.
+_ONE_BY_ONE = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
+
+
+def one_by_one(model: GPT, offload: Offload, rows: int) -> bool:
+  """Whether decoding so many rows has nothing to do beside something else."""
+  rule = model.config.wiring_rule
+  return rows == 1 and offload == Offload() and not (rule.is_shortcut or rule.shared_expert)
+
+
+@functools.cache
+def make_decode(static: Static, steps: int, in_order: bool = False) -> Any:
   """Jitted: (params, router, lengths_B, key, made, token_B, caches) -> int32 [B, steps], token_B,
   caches, asked.
 
   `made` is the number of new tokens so far, int32 [], and `token_B` the last of each row. `asked`
   is bool [pairs, steps · gatings, E], the experts that each call of a layer needed; None without a
-  cache of experts.
+  cache of experts. `params` are the model's, or better those of `taken_apart`.
 
   Args:
     static: what for.
     steps: tokens to add behind `token_B`.
+    in_order: whether kernels wait for each other as XLA orders them; see `one_by_one`.
   """
   offload = static.offload
 
@@ -254,7 +302,8 @@ def make_decode(static: Static, steps: int) -> Any:
     return function(params, router, lengths_B, key, made, token_B, caches)
 
   # The caches are handed back, so that they need not be there twice.
-  return jax.jit(program, donate_argnums=6, compiler_options=_COMPILED)
+  options = _COMPILED | (_ONE_BY_ONE if in_order else {})
+  return jax.jit(program, donate_argnums=6, compiler_options=options)
 
 
 def prefill(

@@ -125,10 +125,8 @@ def stream(
   chunk = max(1, min(chunk, max_new_tokens - 1))
   # The last chunk is as long as the others: one program, and room for what it makes too much.
   room, key = padded + 1 + _round_up(max_new_tokens - 1, chunk), jax.random.key(seed)
-  first, rest = (
-    make_prefill(static, room),
-    make_decode(static, chunk, one_by_one(model, static.offload, len(prompts))),
-  )
+  in_order = one_by_one(model, static.offload, len(prompts))
+  first, rest = make_prefill(static, room), make_decode(static, chunk, in_order)
   if prepare is not None:
     first, rest = prepare(first), prepare(rest)
   given = params, router, lengths_B, key

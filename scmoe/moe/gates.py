@@ -35,7 +35,8 @@ class Gate(Protocol):
 
   Noise, softmax, choice and normalisation are not the gate's: it returns plain scores. It runs on
   each device's tokens alone, with replicated parameters, so it must treat tokens independently. A
-  gate that knows how to find its k best experts faster may have a method `top_k` as `LinearGate`.
+  gate that knows how to find its k best experts faster may have a method `top_k` as `LinearGate`,
+  and `begun`, if it can read a single token in the kernel that makes its norm.
   """
 
   def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T E"]:

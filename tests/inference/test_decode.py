@@ -11,10 +11,21 @@ from flax import nnx
 
 from scmoe.blocks.options import OverlapConfig
 from scmoe.errors import ConfigError
-from scmoe.inference.decode import decode_step, generate, prefill, stream
+from scmoe.inference.decode import (
+  Static,
+  decode_step,
+  generate,
+  one_by_one,
+  prefill,
+  stream,
+  taken_apart,
+)
+from scmoe.inference.offload import Offload
 from scmoe.inference.sampling import Sampling
 from scmoe.models.config import ModelConfig
 from scmoe.models.gpt import GPT, Pass
+from scmoe.models.stacked import is_apart
+from scmoe.parallel.mesh import make_mesh
 from scmoe.programs import Programs
 
 VOCAB = 64
@@ -125,6 +136,35 @@ def test_a_mesh_says_the_same(mesh_of, sizes, unroll):
     make_model(wiring="dgmoe_share", unroll=unroll), prompts, GREEDY, max_new_tokens=6, **mesh
   )
   assert say(unroll, mesh=mesh_of(*sizes)) == say(1)
+
+
+def test_layers_are_taken_apart_for_all_calls():
+  """Those that are written out, but for experts; the caller's model stays as it is."""
+  model = make_model("scmoe_pos2", unroll=0)
+  graph, params = nnx.split(model)
+  static = Static(graph, make_mesh(devices=jax.devices()[:1]), GREEDY)
+  got = taken_apart(static, params)
+  assert not model.taken_apart
+  assert nnx.merge(graph, got).taken_apart
+  assert taken_apart(static, got) is got
+  before, after = jax.tree.leaves(params), jax.tree.leaves(got, is_leaf=is_apart)
+  for old, new in zip(before, after, strict=True):
+    if not is_apart(new):
+      assert new is old
+    else:
+      np.testing.assert_array_equal(jnp.stack(new.parts), old)
+  experts = jax.tree.leaves(got["stages"]["moe"]["experts"], is_leaf=is_apart)
+  assert not any(map(is_apart, experts))
+  scanned = nnx.split(make_model("scmoe_pos2"))
+  assert taken_apart(Static(scanned[0], static.mesh, GREEDY), scanned[1]) is scanned[1]
+
+
+def test_what_has_nothing_beside_it_is_decoded_in_order():
+  whether = lambda wiring, rows: one_by_one(make_model(wiring), Offload(), rows)
+  assert whether("topk", 1)
+  assert not whether("topk", 2)
+  assert not whether("scmoe_pos2", 1)
+  assert not one_by_one(make_model("topk"), Offload.named("early", "early"), 1)
 
 
 def test_draws_follow_the_seed_and_end_at_eos():

@@ -794,8 +794,14 @@ def _joined(y):
 @needs_new_simulation
 @pytest.mark.parametrize(
   ("heads", "kv_heads", "width", "length", "window", "num_sms"),
-  [(2, 2, 64, 128, 0, 2), (4, 2, 64, 192, 100, 2), (1, 1, 128, 384, 0, 4), (2, 1, 64, 128, 1, 2)],
-  ids=["one CTA", "shared keys, window", "several CTAs", "the token alone"],
+  [
+    (2, 2, 64, 128, 0, 2),
+    (4, 2, 64, 192, 100, 2),
+    (1, 1, 128, 384, 0, 4),
+    (2, 1, 64, 384, 100, 4),
+    (2, 1, 64, 128, 1, 2),
+  ],
+  ids=["one CTA", "shared keys, window", "several CTAs", "of a window", "the token alone"],
 )
 def test_attention_that_finishes_a_token_simulated(heads, kv_heads, width, length, window, num_sms):
   """The same as of finished queries over a cache that has the token; no other row is touched."""

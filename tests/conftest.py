@@ -5,6 +5,7 @@ that tests start. They change no result that a test looks at.
 """
 
 import collections
+import ctypes
 import gc
 import os
 import shutil
@@ -81,18 +82,37 @@ OWN = pytest.StashKey[str]()
 # Of 65,530 that Linux grants a process. A compiled program takes 3 to 30: a worker that has run
 # thousands of them is aborted by the next.
 MAPPINGS = 16_000
+# Bytes that a worker may grow by before it drops what it has compiled: without a limit each holds
+# 5.6 GiB in the end.
+GROWTH = 3 << 29
+
+
+@pytest.fixture(scope="session")
+def smallest():
+  """Bytes that the process held when it had last dropped its programs."""
+  return [_resident()]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def forget_programs():
-  """Drops compiled programs when there are many; the slow ones come back from the cache on disk."""
+def forget_programs(smallest):
+  """Drops compiled programs when they are many; the slow ones come back from the cache on disk."""
   yield
   maps = Path("/proc/self/maps")
-  if maps.exists() and maps.read_bytes().count(b"\n") > MAPPINGS:
+  many = maps.exists() and maps.read_bytes().count(b"\n") > MAPPINGS
+  if many or _resident() > smallest[0] + GROWTH:
     import jax
 
     jax.clear_caches()
     gc.collect()
+    # What was freed goes back to the system only when it is asked for.
+    getattr(ctypes.CDLL(None), "malloc_trim", lambda keep: 0)(0)
+    smallest[0] = _resident()
+
+
+def _resident() -> int:
+  """Bytes of memory that this process holds; 0 where that is not known."""
+  statm = Path("/proc/self/statm")
+  return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ from flax import nnx
 from jax import Array
 
 from scmoe.kernels import norm
-from scmoe.kernels.without_gradient import without_gradient
 
 
 class Norm(nnx.Module):
@@ -31,10 +30,9 @@ class Norm(nnx.Module):
 
   def __call__(self, x: Array) -> Array:
     own = self.normalisation
-    plain = lambda x, own: _normalised(x, own.scale_D, own.bias_D, own.centred, own.eps)
-    if not norm.takes(x):
-      return plain(x, own)
-    return without_gradient(norm.normalised, plain, x, own)
+    if norm.takes(x):
+      return norm.Normalised(x, own).alone()
+    return _normalised(x, own.scale_D, own.bias_D, own.centred, own.eps)
 
   @property
   def normalisation(self) -> norm.Normalisation:

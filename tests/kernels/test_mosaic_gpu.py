@@ -37,7 +37,7 @@ from scmoe.kernels.grouped_matmul.layout import make_equal_layout, make_layout
 from scmoe.kernels.grouped_matmul.pipeline import Tiling, banded, interpreted
 from scmoe.kernels.grouped_matmul.rows_product import rows_product
 from scmoe.kernels.grouped_matmul.weights_product import weights_product
-from scmoe.kernels.top_k import begin_gate, gate_product, gate_top_k
+from scmoe.kernels.top_k import TopK, begin_gate, gate_product, gate_top_k
 
 SIZES = [60, 0, 70]
 # A tiling for each way in which two CTAs share an operand, cooperative and ping-pong.
@@ -663,6 +663,34 @@ def test_gate_of_a_token_under_its_norm_simulated(width, experts, fp32):
   np.testing.assert_allclose(
     got.share_TK, jnp.take_along_axis(share_TE, want.expert_TK, 1), rtol=1e-4
   )
+
+
+@needs_new_simulation
+def test_the_gradient_of_a_gate_under_its_norm_is_that_of_plain_products():
+  x, scale, _ = _norm_operands(256, centred=False)
+  gate = normal(5, 256, 8).astype(jnp.float32)
+
+  def value(x, scale, gate, choose):
+    row = norm.Normalised(x, norm.Normalisation(scale, None, False, 1e-5))
+    y, found = choose(row, gate)
+    return (y.astype(jnp.float32) ** 2).sum() + (found.share_TK * jnp.arange(1.0, 5.0)).sum()
+
+  def begun(row, gate):
+    found = begin_gate(row, gate, backend="mosaic_gpu")
+    assert found is not None
+    return found.x_TD, found.top_k(4)
+
+  def plain(row, gate):
+    y = row().reshape(1, -1)
+    logits = y.astype(jnp.float32) @ gate
+    share, expert = jax.lax.top_k(jax.nn.softmax(logits), 4)
+    return y, TopK(logits, expert, share)
+
+  gradient = jax.grad(value, (0, 1, 2))
+  with interpreted(gpu_interpret_params(detect_races=False)):
+    got = gradient(x, scale, gate, begun)
+  for one, other in zip(got, gradient(x, scale, gate, plain)):
+    assert relative_error(one, other) < 1e-2
 
 
 def test_gates_that_are_not_begun():

@@ -45,7 +45,7 @@ def splits(
   kernels do not take them: a width is not a multiple of what threads read at once."""
   width, hidden, out_width = widths
   sms = resolve_num_sms(num_sms)
-  first = split(width, hidden, choices, sms, WARPGROUP)
+  first = split(width, hidden, choices, sms)
   second = split(hidden, out_width, choices, sms, WARPGROUP, _HELD)
   return None if first is None or second is None else (first, second)
 
@@ -90,22 +90,13 @@ def _first_layer(x_1D, weights: FFNWeights, expert_C, own: Split):
   rows = width // own.parts
 
   def body(expert, x, *rest):
-    *matrices, out, shared, barrier, held, is_held = rest
+    *matrices, out, shared, barrier = rest
     choice, column, part = place()
-    row = lambda k: held[k - part * rows]
+    row = lambda k: x[0, k].astype(jnp.float32)
     start = begin_sums(matrices, one_of(expert[choice], matrices[0]), own, rows, row, column)
-
-    # From global memory a number of the row would wait for the weights that were asked for before.
-    @pl.when(lax.axis_index("wg") == 0)
-    def _():
-      held[...] = x[0, pl.ds(part * rows, rows)].astype(jnp.float32)
-
-    plgpu.barrier_arrive(is_held)
-    plgpu.barrier_wait(is_held)
     store_sums(start(), out.at[choice, part], shared, barrier, own, column)
 
-  scratch = [plgpu.SMEM((rows,), jnp.float32), everyone()]
-  run = kernel(body, expert_C.shape[0], len(matrices), hidden, own, *scratch)
+  run = kernel(body, expert_C.shape[0], len(matrices), hidden, own)
   return run(expert_C, x_1D, *matrices)
 
 

@@ -54,7 +54,8 @@ class Begun(NamedTuple):
 
   def top_k(self, k: int) -> TopK:
     """As `gate_top_k` of the token."""
-    return TopK(*(found[None] for found in one_row.top_k_of_sums(self.sums_PE, k)))
+    ways = (functools.partial(way, k=k) for way in (_of_sums, _of_added_sums))
+    return without_gradient(*ways, self.sums_PE)
 
 
 def begin_gate(
@@ -136,7 +137,14 @@ def gate_top_k(
 
 
 def _plain(x_TD: Array, gate_DE: Array, *, k: int, fp32: bool) -> TopK:
-  logits_TE = gate_product(x_TD, gate_DE, fp32=fp32)
+  return _of_logits(gate_product(x_TD, gate_DE, fp32=fp32), k)
+
+
+def _of_added_sums(sums_PE: Array, *, k: int) -> TopK:
+  return _of_logits(sums_PE.sum(0)[None], k)
+
+
+def _of_logits(logits_TE: Array, k: int) -> TopK:
   expert_TK = jax.lax.top_k(logits_TE, k)[1].astype(jnp.int32)
   share_TE = jax.nn.softmax(logits_TE)
   return TopK(logits_TE, expert_TK, jnp.take_along_axis(share_TE, expert_TK, 1))
@@ -144,7 +152,10 @@ def _plain(x_TD: Array, gate_DE: Array, *, k: int, fp32: bool) -> TopK:
 
 def _of_row(x_1D: Array, gate_DE: Array, *, k: int, fp32: bool) -> TopK:
   dtype = jnp.float32 if fp32 else x_1D.dtype
-  sums_PE = narrow_sums(x_1D.astype(dtype), gate_DE.astype(dtype))
+  return _of_sums(narrow_sums(x_1D.astype(dtype), gate_DE.astype(dtype)), k=k)
+
+
+def _of_sums(sums_PE: Array, *, k: int) -> TopK:
   return TopK(*(found[None] for found in one_row.top_k_of_sums(sums_PE, k)))
 
 

@@ -1,6 +1,7 @@
 """Measures the kernels on this machine's GPU.
 
-  python -m scmoe.kernels.bench --layer --shape T,D,F,E,K [--shape ...] [--bf16_gate] --json OUT
+  python -m scmoe.kernels.bench --layer --shape T,D,F,E,K [--shape ...] [--bf16_gate]
+                                [--turns_only] --json OUT
   python -m scmoe.kernels.bench --kernels --shape T,D,F,E,K [--skew 8] --json OUT
   python -m scmoe.kernels.bench --fp8 --shape T,D,F,E,K --json OUT
 
@@ -270,9 +271,15 @@ def training_functions(layer: Layer) -> tuple[Any, Any]:
 
 
 def bench_layer(
-  shape: Shape, seed: int, backend: str, rounds: int, *, fp32_gate: bool = True
+  shape: Shape,
+  seed: int,
+  backend: str,
+  rounds: int,
+  *,
+  fp32_gate: bool = True,
+  turns_only: bool = False,
 ) -> dict[str, Any]:
-  """Checks and times one layer, router included."""
+  """Checks and times one layer, router included; with `turns_only` beside the bound alone."""
   errors = check_layer(shape, seed, backend)
   worst = max(errors.values())
   if not worst <= TOLERANCE:
@@ -289,11 +296,13 @@ def bench_layer(
   ours = {"forward": (forward, arguments), "forward+backward": (both, (dy, *arguments))}
   # Timed in three ways, which differ on a GPU at its power limit: as the figures of others were
   # taken, with pauses; back to back; and in turns with the bound.
-  as_peers = {
-    name: 1e3 * alone(function, *given, rounds=rounds).median
-    for name, (function, given) in ours.items()
-  }
-  sustained = {name: interleaved({name: run}, rounds)[name] for name, run in ours.items()}
+  as_peers, sustained = {}, {}
+  if not turns_only:
+    as_peers = {
+      name: 1e3 * alone(function, *given, rounds=rounds).median
+      for name, (function, given) in ours.items()
+    }
+    sustained = {name: interleaved({name: run}, rounds)[name] for name, run in ours.items()}
   times = interleaved({**ours, **_bound(shape, seed + 3)}, rounds)
   bound = {
     "forward": times["bound forward"],
@@ -314,9 +323,9 @@ def bench_layer(
   }
   for key, factor in (("forward", 1), ("forward+backward", 3)):
     result[key] = {
-      "ms": as_peers[key],
-      "tflops": factor * shape.flops / as_peers[key] / 1e9,
-      "ms_sustained": sustained[key],
+      "ms": as_peers.get(key),
+      "tflops": factor * shape.flops / as_peers.get(key, times[key]) / 1e9,
+      "ms_sustained": sustained.get(key),
       "ms_interleaved": times[key],
       "bound_ms_interleaved": bound[key],
       "percent_of_bound": 100 * bound[key] / times[key],
@@ -329,9 +338,10 @@ def print_layer(result: dict[str, Any]) -> None:
   cells = [f"{result['name']:16s}"]
   for key in ("forward", "forward+backward"):
     r = result[key]
+    alone_ms = r["ms"] and f" (back to back {r['ms_sustained']:.3f} ms)"
     cells.append(
-      f"{key} {r['ms']:8.3f} ms {r['tflops']:6.1f} TFLOP/s"
-      f" (back to back {r['ms_sustained']:.3f} ms, {r['percent_of_bound']:.1f} % of bound)"
+      f"{key} {r['ms'] or r['ms_interleaved']:8.3f} ms {r['tflops']:6.1f} TFLOP/s"
+      f"{alone_ms or ''}, {r['percent_of_bound']:.1f} % of bound"
     )
   cells.append(f"kept {result['kept_bytes'] / 2**20:.0f} MiB")
   cells.append(f"temporary {result['temporary_bytes'] / 2**20:.0f} MiB")
@@ -481,6 +491,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--skew", type=float, default=8.0, help="Dirichlet parameter for --kernels")
   parser.add_argument("--backend", default="auto", help="backend of --layer")
   parser.add_argument("--bf16_gate", action="store_true", help="router.fp32_gate=False")
+  parser.add_argument(
+    "--turns_only", action="store_true", help="--layer in turns with the bound, not by itself too"
+  )
   parser.add_argument("--rounds", type=int, default=7)
   parser.add_argument("--json", help="where results are written")
   options = parser.parse_args(argv)
@@ -501,7 +514,12 @@ def main(argv: Sequence[str] | None = None) -> int:
   for shape in shapes:
     if options.layer:
       result = bench_layer(
-        shape, seed, options.backend, options.rounds, fp32_gate=not options.bf16_gate
+        shape,
+        seed,
+        options.backend,
+        options.rounds,
+        fp32_gate=not options.bf16_gate,
+        turns_only=options.turns_only,
       )
       report.setdefault("layer", []).append(result)
       print_layer(result)

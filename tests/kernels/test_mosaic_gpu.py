@@ -33,7 +33,7 @@ from scmoe.kernels.grouped_matmul import (
 from scmoe.kernels.grouped_matmul.activations import activate, activation_vjp
 from scmoe.kernels.grouped_matmul.down_backward import down_backward_product
 from scmoe.kernels.grouped_matmul.ffn import _resolve
-from scmoe.kernels.grouped_matmul.layout import make_equal_layout, make_layout
+from scmoe.kernels.grouped_matmul.layout import make_equal_layout, make_layout, source_rows_of
 from scmoe.kernels.grouped_matmul.pipeline import Tiling, banded, interpreted
 from scmoe.kernels.grouped_matmul.rows_product import rows_product
 from scmoe.kernels.grouped_matmul.weights_product import weights_product
@@ -62,6 +62,11 @@ def layout_of(sizes=SIZES):
 
 def normal(seed, *shape):
   return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.bfloat16)
+
+
+def padded(seed, layout, width):
+  """Random rows, zero where they are nobody's."""
+  return normal(seed, layout.num_rows, width) * (source_rows_of(layout) >= 0)[:, None]
 
 
 def used_rows(layout):
@@ -187,7 +192,7 @@ def test_transposed_two_part_product_simulated():
 @pytest.mark.parametrize("pingpong", [False, True], ids=["cooperative", "ping-pong"])
 def test_weights_product_simulated(pingpong):
   layout, tiling = layout_of(), Tiling(cols=128, stages=3, pingpong=pingpong)
-  x, d = normal(0, layout.num_rows, 128), normal(1, layout.num_rows, 128)
+  x, d = padded(0, layout, 128), padded(1, layout, 128)
   run = functools.partial(weights_product, tiling=tiling, out_dtype=jnp.bfloat16)
   (got,) = simulate(run, x, (d,), layout)
   assert relative_error(got, xla.grouped_weights(x, d, layout)) < 3e-3
@@ -219,7 +224,7 @@ def test_pairs_of_ctas_simulated(tiling, sizes):
   layout, groups = layout_of(sizes), len(sizes)
   # Both CTAs of a pair of rows store the last of an odd number of row tiles: a race, of equals.
   params = gpu_interpret_params(detect_races=tiling.pair == "cols" or sizes[-1] == 300)
-  x, d = normal(0, layout.num_rows, 128), normal(2, layout.num_rows, 128)
+  x, d = padded(0, layout, 128), padded(2, layout, 128)
   w = normal(1, groups, 128, 128)
   n = used_rows(layout)
   with interpreted(params, num_sms=4):
@@ -255,7 +260,7 @@ def test_tiles_that_do_not_divide_a_width_simulated(pair):
   """The last one ends with the width; the columns that two compute are stored twice: equals."""
   kind, layout = get_activation("swiglu"), layout_of([60, 0, 200])
   tiling = Tiling(cols=128, stages=3, pair=pair, pingpong=True, band=4)
-  x, w, n = normal(0, layout.num_rows, 192), normal(1, 3, 192, 192), used_rows(layout)
+  x, w, n = padded(0, layout, 192), normal(1, 3, 192, 192), used_rows(layout)
   bias, s = normal(3, 3, 192), normal(5, layout.num_rows).astype(jnp.float32)
   with interpreted(gpu_interpret_params(detect_races=False), num_sms=4):
     rows = product(False, tiling)((x,), ((w,),), layout, biases=(bias,))

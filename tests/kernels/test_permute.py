@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from scmoe.kernels.grouped_matmul import choices_layout
-from scmoe.kernels.permute import gather_rows, running_positions, sum_rows
+from scmoe.kernels.permute import (
+  gather_rows,
+  running_positions,
+  sum_rows,
+  take_rows,
+  take_words,
+)
 from scmoe.kernels.permute.reference import combine_reference, tile_rows_reference
 
 
@@ -85,6 +91,17 @@ def test_positions_are_counted_in_row_major_order(shape):
       assert places[index] == seen[ids[index]]
       seen[ids[index]] += 1
   np.testing.assert_array_equal(count, seen)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_rows_taken_by_words_are_those_taken_by_elements(dtype):
+  """Bit by bit, whatever they hold; none for an index outside."""
+  bits = np.random.default_rng(0).integers(0, 2**16, (37, 6)).astype(np.uint16)
+  x, index = jax.lax.bitcast_convert_type(bits, dtype), jnp.asarray([36, -1, 0, 5, 5, 37, 1])
+  bits_of = lambda rows: jax.lax.bitcast_convert_type(rows, jnp.uint16)
+  got, want = take_words(x, index), take_rows(x, index)
+  assert got.dtype == dtype
+  np.testing.assert_array_equal(bits_of(got), bits_of(want))
 
 
 def test_errors():

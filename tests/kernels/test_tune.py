@@ -229,6 +229,22 @@ def test_a_layers_products_are_those_that_its_training_traces():
   assert kinds == {"up", "rows", "down_backward", "weights", "weights_pair", "dx"}
 
 
+@pytest.mark.parametrize(
+  ("hidden", "inside"),
+  [
+    (1024, {"up", "down_backward", "weights", "weights_pair"}),
+    (1408, {"up", "weights_pair"}),
+    (2048, {"up"}),
+    (2880, set()),
+    (8192, set()),
+  ],
+)
+def test_wide_experts_have_their_rows_gathered_before_the_products(hidden, inside):
+  """The wider, the more often a kernel that gathers does so for the same rows."""
+  keys = tune.asked_by_layer(bench.Shape(256, 128, hidden, 2, 1))
+  assert {kind for kind, *_, gathered in keys if gathered} == inside
+
+
 def test_a_configurations_products_and_the_share_of_one_device():
   run = config(
     "--config", "gpt2_moe_small", "--config.mesh.data=2", "--config.mesh.expert=2",

@@ -19,18 +19,29 @@ from scmoe.kernels.grouped_matmul.rows_product import rows_product
 from scmoe.kernels.grouped_matmul.weights import Execution, FFNWeights
 from scmoe.kernels.grouped_matmul.weights_product import weights_product
 from scmoe.kernels.grouped_matmul.xla import group_sums, per_row
-from scmoe.kernels.permute import take_rows
+from scmoe.kernels.permute import take_rows, take_words
+
+# Hidden sizes from which rows are gathered before a product reads them. A kernel that gathers does
+# so for every tile of the width it multiplies by, with copies that wgmma waits for: 2.5 to 28 % of
+# its time, so the more the wider the experts; the gather before it takes 1.1 ps an element. From
+# products of fourteen models on one H200 (experiments/LOG.md).
+GATHERED_BEFORE = {"up": 8192, "down_backward": 1280, "weights_lhs": 2048}
+_UNEVEN = 2048  # "up" of a hidden size that 128 does not divide: its tiles compute columns twice
 
 
-def _split_gather(x_XN, index_R, fuse: bool):
+def _gathers_inside(product: str, hidden: int) -> bool:
+  """Whether a product of experts of this hidden size gathers its rows itself."""
+  if not can_gather():
+    return False
+  uneven = product == "up" and hidden % 128 and hidden >= _UNEVEN
+  return hidden < GATHERED_BEFORE[product] and not uneven
+
+
+def _split_gather(x_XN, index_R, inside: bool):
   """(x, index) for a kernel that gathers by itself, else the gathered rows and None."""
-  if index_R is None or (fuse and can_gather()):
+  if index_R is None or inside:
     return x_XN, index_R
-  return take_rows(x_XN, index_R), None
-
-
-# Where gathering inside the product beats a gather before it (experiments/kernels).
-FUSED_GATHERS = frozenset({"rows", "up", "down_backward", "weights_lhs", "weights_rhs"})
+  return take_words(x_XN, index_R), None
 
 
 def grouped_rows(
@@ -49,7 +60,7 @@ def grouped_rows(
   del precision  # 2-byte operands are exact in the matrix unit
   out_dtype = jnp.dtype(out_dtype or jnp.float32)
   n = rhs_GKN.shape[1 if transpose_rhs else 2]
-  lhs, index_R = _split_gather(lhs_XK, index_R, "rows" in FUSED_GATHERS)
+  lhs, index_R = _split_gather(lhs_XK, index_R, can_gather())
   gathered = index_R is not None
   tiling = tiles.choose("rows", lhs.shape[1], n, out_dtype.itemsize, gathered=gathered)
   (out_RN,) = rows_product(
@@ -80,9 +91,8 @@ def grouped_weights(
   """As `xla.grouped_weights`."""
   del precision
   out_dtype = jnp.dtype(out_dtype or jnp.float32)
-  lhs, lhs_index_R = _split_gather(lhs_XK, lhs_index_R, "weights_lhs" in FUSED_GATHERS)
-  fuse_rhs = "weights_rhs" in FUSED_GATHERS and lhs_index_R is None
-  rhs, rhs_index_R = _split_gather(rhs_XN, rhs_index_R, fuse_rhs)
+  lhs, lhs_index_R = _split_gather(lhs_XK, lhs_index_R, can_gather())
+  rhs, rhs_index_R = _split_gather(rhs_XN, rhs_index_R, can_gather() and lhs_index_R is None)
   gathered = lhs_index_R is not None or rhs_index_R is not None
   widths = lhs.shape[1], rhs.shape[1]
   tiling = tiles.choose("weights", *widths, out_dtype.itemsize, gathered=gathered)
@@ -136,7 +146,7 @@ def forward(
 
 def _product(x_XK, matrices, biases, layout, *, index_R=None, activation=None, **options):
   """`rows_product` of rows with the matrices of all results, in the rows' type."""
-  x, index_R = _split_gather(x_XK, index_R, "up" in FUSED_GATHERS)
+  x, index_R = _split_gather(x_XK, index_R, _gathers_inside("up", matrices[0].shape[2]))
   kind = "rows" if activation is None else "up" if activation.gated else "activated"
   return rows_product(
     (x,),
@@ -185,7 +195,7 @@ def backward(
 ) -> tuple[jax.Array, FFNWeights, jax.Array]:
   """As `xla.backward`: one kernel to the pre-activations, then three products."""
   dtype, (_, width, hidden) = x_XD.dtype, weights.up_GDF.shape
-  dy, dy_index_R = _split_gather(dy_XD, index_R, "down_backward" in FUSED_GATHERS)
+  dy, dy_index_R = _split_gather(dy_XD, index_R, _gathers_inside("down_backward", hidden))
   scaled_a_RF, dpre, ds_R = down_backward_product(
     dy,
     weights.down_GFD,
@@ -198,12 +208,13 @@ def backward(
     num_sms=how.num_sms,
   )
   ddown_GFD = grouped_weights(
-    scaled_a_RF, dy_XD, layout, rhs_index_R=index_R, out_dtype=dtype, num_sms=how.num_sms
+    scaled_a_RF, dy, layout, rhs_index_R=dy_index_R, out_dtype=dtype, num_sms=how.num_sms
   )
   if index_R is not None:
-    # The scaled activation is as large as a pre-activation: let it go before dx is made.
-    dpre, ddown_GFD = jax.lax.optimization_barrier((dpre, ddown_GFD))
-  x, x_index_R = _split_gather(x_XD, index_R, "weights_lhs" in FUSED_GATHERS)
+    # The scaled activation is as large as a pre-activation: let it go before dx is made. Nor are
+    # x's rows kept from the forward pass, should that have gathered them.
+    dpre, ddown_GFD, x_XD = jax.lax.optimization_barrier((dpre, ddown_GFD, x_XD))
+  x, x_index_R = _split_gather(x_XD, index_R, _gathers_inside("weights_lhs", hidden))
   kind = "weights_pair" if how.activation.gated else "weights"
   dups = weights_product(  # both from one read of x
     x,
@@ -227,7 +238,8 @@ def backward(
   dbiases = [gradient(b, d_RF) for b, d_RF in zip(weights.up_biases, dpre)]
   ddown_bias_GD = None
   if weights.down_bias_GD is not None:
-    dy_RD = (dy_XD if index_R is None else take_rows(dy_XD, index_R)).astype(jnp.float32)
+    dy_RD = dy if dy_index_R is None else take_rows(dy, dy_index_R)
+    dy_RD = dy_RD.astype(jnp.float32)
     ds_R = ds_R + jnp.sum(dy_RD * per_row(weights.down_bias_GD, layout), axis=1)
     ddown_bias_GD = gradient(weights.down_bias_GD, dy_RD * row_weight_R[:, None])
   return dx_RD, FFNWeights.of_layers(dups, ddown_GFD, dbiases, ddown_bias_GD), ds_R

@@ -2,8 +2,8 @@
 
     R  rows of the tiles      M, N  widths of the result      G  groups
 
-Groups are padded to whole row tiles with zeros, so the contraction is a plain loop over a group's
-rows, without masks.
+Groups are padded with zeros, so the contraction is a plain loop over the blocks of rows in which a
+group has one, without masks.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ class Operands:
 
   Attributes:
     by_size_G: int32, groups by falling size.
-    starts_G, tiles_G: int32, first tile of each group and their number.
+    starts_G, sizes_G: int32, first tile of each group, and its rows.
     index_R: int32, row behind each row of the gathered operand; None where nothing is gathered.
     lhs: [R, M].
     rhs: operands [R, N] of one width.
@@ -52,7 +52,7 @@ class Operands:
 
   by_size_G: Any
   starts_G: Any
-  tiles_G: Any
+  sizes_G: Any
   index_R: Any
   lhs: Any
   rhs: tuple[Any, ...]
@@ -100,7 +100,7 @@ def weights_product(
   operands = Operands(
     layout.by_size_G,
     layout.tile_starts_G,
-    layout.tiles_G,
+    layout.group_sizes_G,
     lhs_index_R if fused_lhs else rhs_index_R,
     lhs_RM,
     tuple(rhs),
@@ -142,7 +142,8 @@ def weights_product(
         group = gmem.by_size_G[lax.div(tile, jnp.int32(per_group))]
         inside = lax.rem(tile, jnp.int32(per_group))
         row_tile, col_tile, _ = paired(inside, tiling, jnp.int32(row_tiles), col_tiles)
-        return group, row_tile, col_tile, gmem.starts_G[group], gmem.tiles_G[group] * per_tile
+        steps = lax.div(gmem.sizes_G[group] + (depth - 1), jnp.int32(depth))
+        return group, row_tile, col_tile, gmem.starts_G[group], steps
 
       def producer(where, step, stage, barrier):
         _, row_tile, col_tile, first_tile, _ = where

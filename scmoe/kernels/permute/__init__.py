@@ -9,6 +9,7 @@ from scmoe.kernels.permute.permutation import (
   sum_copies,
   sum_rows,
   take_rows,
+  take_words,
   weigh_rows,
   zero_cotangents,
 )
@@ -22,6 +23,7 @@ __all__ = [
   "sum_copies",
   "sum_rows",
   "take_rows",
+  "take_words",
   "weigh_rows",
   "zero_cotangents",
 ]

@@ -148,6 +148,14 @@ def take_rows(x_MN: Array, index_R: Array) -> Array:
   return jnp.take(x_MN, index_R, axis=0, mode="fill", fill_value=0)
 
 
+def take_words(x_MN: Array, index_R: Array) -> Array:
+  """`take_rows` of 2-byte elements by words of four: XLA's gather moves as many words a second
+  whatever their size. An even N; not differentiable."""
+  words_MW = lax.bitcast_convert_type(x_MN.reshape(x_MN.shape[0], -1, 2), jnp.uint32)
+  rows_RW = take_rows(words_MW, index_R)
+  return lax.bitcast_convert_type(rows_RW, x_MN.dtype).reshape(index_R.shape[0], -1)
+
+
 def sum_copies(rows_RD: Array, row_TK: Array, weight_TK: Array | None = None) -> Array:
   """Σ_k weight[t, k] · rows[row[t, k]] in the type of the rows, accumulated in float32 (or wider).
 

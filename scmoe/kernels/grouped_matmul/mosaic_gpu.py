@@ -24,7 +24,7 @@ from scmoe.kernels.permute import take_rows, take_words
 # Hidden sizes from which rows are gathered before a product reads them. A kernel that gathers does
 # so for every tile of the width it multiplies by, with copies that wgmma waits for: 2.5 to 28 % of
 # its time, so the more the wider the experts; the gather before it takes 1.1 ps an element. From
-# products of fourteen models on one H200 (experiments/LOG.md).
+# products of fourteen models on one H200 (experiments/kernels/gathers.py).
 GATHERED_BEFORE = {"up": 8192, "down_backward": 1280, "weights_lhs": 2048}
 _UNEVEN = 2048  # "up" of a hidden size that 128 does not divide: its tiles compute columns twice
 

@@ -145,19 +145,21 @@ def _recorded() -> Any:
     yield keys
 
 
-def product(key: Key, shape: bench.Shape, seed: int) -> Product:
-  """A product on random operands, with groups of equal sizes, as a layer computes it.
+def product(key: Key, shape: bench.Shape, seed: int, sizes_G: jax.Array | None = None) -> Product:
+  """A product on random operands, as a layer computes it.
 
   Args:
     key: which; its widths are its own.
     shape: tokens, experts and choices.
     seed: of the operands.
+    sizes_G: int32, rows of each group, T·K in all; equal if None.
   """
   kind, width, n, gathered = key
   rows, experts = shape.tokens * shape.top_k, shape.experts
-  sizes = bench.group_sizes(shape, None, seed)
-  sizes = sizes.at[0].add(rows - sizes.sum())
-  layout = jax.jit(make_layout, static_argnums=(1, 2))(sizes, rows, tiles.ROW_TILE)
+  if sizes_G is None:
+    sizes = bench.group_sizes(shape, None, seed)
+    sizes_G = sizes.at[0].add(rows - sizes.sum())
+  layout = jax.jit(make_layout, static_argnums=(1, 2))(sizes_G, rows, tiles.ROW_TILE)
   index = jax.random.randint(jax.random.key(seed), (layout.num_rows,), 0, shape.tokens)
   index_R = index if gathered else None
   normal = bench.normal_arrays(seed)

@@ -234,15 +234,35 @@ def test_a_layers_products_are_those_that_its_training_traces():
   [
     (1024, {"up", "down_backward", "weights", "weights_pair"}),
     (1408, {"up", "weights_pair"}),
-    (2048, {"up"}),
-    (2880, set()),
-    (8192, set()),
+    (1984, {"up", "weights_pair"}),
+    (2048, set()),
   ],
 )
 def test_wide_experts_have_their_rows_gathered_before_the_products(hidden, inside):
   """The wider, the more often a kernel that gathers does so for the same rows."""
   keys = tune.asked_by_layer(bench.Shape(256, 128, hidden, 2, 1))
   assert {kind for kind, *_, gathered in keys if gathered} == inside
+
+
+def test_rows_in_order_have_tilings_of_their_own():
+  """Where nothing is gathered, narrow tiles overlap their ends; gathers want wide ones."""
+
+  def rule(kind, width, n, gathered=False):
+    return tiles.candidates(kind, width, n, gathered=gathered)[0]
+
+  assert rule("up", 4096, 1536).pingpong
+  assert not rule("up", 4096, 1536, gathered=True).pingpong
+  assert rule("weights", 4096, 1408).pair == "rows"
+  assert rule("weights", 1408, 4096).pair == "", "of eleven tiles one would be computed twice"
+  assert rule("weights", 4096, 1408, gathered=True).pair == ""
+  assert rule("dx", 6400, 4096).rows == 128
+  assert rule("dx", 5632, 2048).rows == 64, "halves of a row tile"
+
+
+def test_rows_in_order_give_the_gradients_of_both_first_weights_one_by_one():
+  kinds = {key[0]: key[3] for key in tune.asked_by_layer(bench.Shape(256, 128, 2048, 2, 1))}
+  assert "weights_pair" not in kinds
+  assert not any(kinds.values()), "nothing is gathered inside"
 
 
 def test_a_configurations_products_and_the_share_of_one_device():

@@ -22,19 +22,16 @@ from scmoe.kernels.grouped_matmul.xla import group_sums, per_row
 from scmoe.kernels.permute import take_rows, take_words
 
 # Hidden sizes from which rows are gathered before a product reads them. A kernel that gathers does
-# so for every tile of the width it multiplies by, with copies that wgmma waits for: 2.5 to 28 % of
-# its time, so the more the wider the experts; the gather before it takes 1.1 ps an element. From
-# products of fourteen models on one H200 (experiments/kernels/gathers.py).
-GATHERED_BEFORE = {"up": 8192, "down_backward": 1280, "weights_lhs": 2048}
-_UNEVEN = 2048  # "up" of a hidden size that 128 does not divide: its tiles compute columns twice
+# so for every tile of the width it multiplies by, with copies that wgmma waits for, and in the
+# tiles that gather each row least often; of rows in order it takes the tiles that are fastest. The
+# gather before takes 1.1 ps an element. From products of eleven models on one H200
+# (experiments/kernels/tilings.py).
+GATHERED_BEFORE = {"up": 2048, "down_backward": 1280, "weights_lhs": 2048}
 
 
 def _gathers_inside(product: str, hidden: int) -> bool:
   """Whether a product of experts of this hidden size gathers its rows itself."""
-  if not can_gather():
-    return False
-  uneven = product == "up" and hidden % 128 and hidden >= _UNEVEN
-  return hidden < GATHERED_BEFORE[product] and not uneven
+  return can_gather() and hidden < GATHERED_BEFORE[product]
 
 
 def _split_gather(x_XN, index_R, inside: bool):
@@ -146,13 +143,15 @@ def forward(
 
 def _product(x_XK, matrices, biases, layout, *, index_R=None, activation=None, **options):
   """`rows_product` of rows with the matrices of all results, in the rows' type."""
-  x, index_R = _split_gather(x_XK, index_R, _gathers_inside("up", matrices[0].shape[2]))
+  widths = matrices[0].shape[1:]
+  x, index_R = _split_gather(x_XK, index_R, _gathers_inside("up", widths[1]))
   kind = "rows" if activation is None else "up" if activation.gated else "activated"
+  experts = kind != "rows" and layout.num_groups > 1  # a dense MLP is one group
   return rows_product(
     (x,),
     (matrices,),
     layout,
-    tiles.choose(kind, *matrices[0].shape[1:], gathered=index_R is not None),
+    tiles.choose(kind, *widths, gathered=index_R is not None, experts=experts),
     transpose_rhs=False,
     biases=biases,
     index_R=index_R,
@@ -179,6 +178,19 @@ def _fp8_product(x_XK, matrices, biases, layout, *, index_R=None, **options):
     out_dtype=x_XK.dtype,
     **options,
   )
+
+
+def _up_gradients(x_XD, dpre, layout, index_R, how: Execution) -> tuple[jax.Array, ...]:
+  """Gradients of the weights of x's products, one for each pre-activation."""
+  options = {"out_dtype": x_XD.dtype, "num_sms": how.num_sms}
+  if index_R is None or len(dpre) == 1:
+    gradient = functools.partial(grouped_weights, lhs_index_R=index_R, **options)
+    return tuple(gradient(x_XD, d_RF, layout) for d_RF in dpre)
+  # Both from one gather of x. Rows in order are read twice instead: a tile of one result overlaps
+  # the end of the one before, 3 to 15 % faster than tiles of two.
+  widths = x_XD.shape[1], dpre[0].shape[1]
+  tiling = tiles.choose("weights_pair", *widths, x_XD.dtype.itemsize, gathered=True)
+  return weights_product(x_XD, dpre, layout, tiling, lhs_index_R=index_R, **options)
 
 
 @functools.partial(jax.jit, static_argnames="how")
@@ -215,16 +227,7 @@ def backward(
     # x's rows kept from the forward pass, should that have gathered them.
     dpre, ddown_GFD, x_XD = jax.lax.optimization_barrier((dpre, ddown_GFD, x_XD))
   x, x_index_R = _split_gather(x_XD, index_R, _gathers_inside("weights_lhs", hidden))
-  kind = "weights_pair" if how.activation.gated else "weights"
-  dups = weights_product(  # both from one read of x
-    x,
-    dpre,
-    layout,
-    tiles.choose(kind, width, hidden, dtype.itemsize, gathered=x_index_R is not None),
-    lhs_index_R=x_index_R,
-    out_dtype=dtype,
-    num_sms=how.num_sms,
-  )
+  dups = _up_gradients(x, dpre, layout, x_index_R, how)
   (dx_RD,) = rows_product(  # both into one accumulator
     dpre,
     tuple((w,) for w in weights.up_weights),

@@ -145,9 +145,9 @@ def candidates(
     narrow = kind in ("weights", "dx")
     result.sort(key=lambda t: (not t.pingpong, narrow and t.cols != 128))
   if kind == "weights" and not gathered and tiles_over(width, rows) % 2 == 0:
-    # 3 to 12 % faster than single CTAs for experts from 512 wide, as fast for narrower ones.
-    pair = dataclasses.replace(result[0], pair="rows")
-    result.insert(0, pair)
+    # Up to 12 % faster than single CTAs, once of eighteen over 2 % slower (512 columns); of an
+    # odd number of tiles one is computed for nothing, 3 to 16 % slower (experiments/kernels).
+    result.insert(0, dataclasses.replace(result[0], pair="rows"))
   if kind in ("rows", "dx") and _covers(256, n) and not gathered:
     result.insert(0 if _halves_pay(kind, width, n) else 1, _fit(_halved(), out_itemsize))
   if kind == "dx" and width >= 4096 and n >= 4096 and n % 256 == 0:

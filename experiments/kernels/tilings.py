@@ -27,9 +27,9 @@ import numpy as np
 
 from scmoe.kernels import bench, tune
 from scmoe.kernels.grouped_matmul import tiles
-from scmoe.kernels.grouped_matmul.backend import device_has_kernels
 from scmoe.kernels.grouped_matmul.tuned import Key
 from scmoe.kernels.permute import take_words
+from scmoe.kernels.running import device_has_kernels
 
 _BANDS = (8, 16)  # beside the rule's own; `scmoe.kernels.tune` measures the others
 

@@ -31,13 +31,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scmoe._compat import KERNELS_WRITE_IN_PLACE, load_as
 from scmoe.kernels.grouped_matmul.backend import resolve_backend
-from scmoe.kernels.grouped_matmul.pipeline import (
-  compiled,
-  interpretation,
-  resolve_num_sms,
-  smem,
-)
+from scmoe.kernels.grouped_matmul.pipeline import smem
 from scmoe.kernels.grouped_matmul.reading import added_up
+from scmoe.kernels.running import compiled, interpretation, resolve_num_sms
 
 _BLOCK = 64  # positions that a warpgroup looks at together
 _WARPGROUP = 128  # threads

@@ -24,7 +24,7 @@ from jax.interpreters import mlir
 from jaxtyping import Int
 
 from scmoe._compat import compute_on
-from scmoe.kernels.grouped_matmul.backend import device_has_kernels
+from scmoe.kernels.running import device_has_kernels
 
 BLOCKS = 32
 # That a block has under way. 128 KiB of all blocks fill PCIe 5; behind 2 MiB every other kernel on

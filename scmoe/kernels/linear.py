@@ -22,7 +22,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scmoe.kernels.grouped_matmul.backend import resolve_backend
-from scmoe.kernels.grouped_matmul.pipeline import interpretation, resolve_num_sms
 from scmoe.kernels.grouped_matmul.reading import (
   Split,
   added_up,
@@ -33,6 +32,7 @@ from scmoe.kernels.grouped_matmul.reading import (
   split,
   store_sums,
 )
+from scmoe.kernels.running import interpretation, resolve_num_sms
 from scmoe.kernels.without_gradient import without_gradient
 
 

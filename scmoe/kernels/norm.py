@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from scmoe.kernels.grouped_matmul.backend import resolve_backend
-from scmoe.kernels.grouped_matmul.pipeline import compiled, interpretation
+from scmoe.kernels.running import compiled, interpretation
 from scmoe.kernels.without_gradient import without_gradient
 
 _WIDEST = 8192  # numbers that a warpgroup holds: 64 a thread

@@ -29,13 +29,13 @@ from scmoe.command_line import HELP, Flag, help_text, parse, run_config
 from scmoe.errors import ConfigError, run_main
 from scmoe.kernels import bench
 from scmoe.kernels.grouped_matmul import get_activation, tiles, tuned
-from scmoe.kernels.grouped_matmul.backend import device_has_kernels
 from scmoe.kernels.grouped_matmul.down_backward import down_backward_product
 from scmoe.kernels.grouped_matmul.layout import make_layout
 from scmoe.kernels.grouped_matmul.pipeline import Tiling
 from scmoe.kernels.grouped_matmul.rows_product import rows_product
 from scmoe.kernels.grouped_matmul.tuned import Key, Measured
 from scmoe.kernels.grouped_matmul.weights_product import weights_product
+from scmoe.kernels.running import device_has_kernels
 from scmoe.parallel.mesh import batch_sharding, expert_shards
 from scmoe.training.step import make_train_step
 

@@ -241,6 +241,40 @@ def test_gate(normal, experts, top_k, fp32):
     assert relative_error(got, plain) < 3e-3
 
 
+@pytest.mark.parametrize(
+  ("tokens", "experts", "top_k"),
+  [(1, 64, 8), (37, 1000, 3), (5000, 8, 1), (4096, 384, 8), (32_768, 64, 8), (100_000, 1, 1)],
+)
+def test_places_of_choices(tokens, experts, top_k):
+  seed = time.time_ns() % 2**31
+  print("seed", seed)
+  expert_TK = np.random.default_rng(seed).integers(-1, experts + 1, (tokens, top_k))
+  poison()
+  layout = choices_layout(jnp.asarray(expert_TK, jnp.int32), jnp.ones(expert_TK.shape), experts)
+  tiles = layout.sorted(128)
+  # First choices, then second ones, stand in the order of their expert.
+  flat = expert_TK.T.reshape(-1)
+  made = (flat >= 0) & (flat < experts)
+  order = np.argsort(np.where(made, flat, experts), kind="stable")[: made.sum()]
+  count_E = np.bincount(flat[made], minlength=experts)
+  position = np.zeros_like(flat)
+  position[order] = np.concatenate([np.arange(count) for count in count_E])
+  np.testing.assert_array_equal(layout.sizes_G, count_E)
+  np.testing.assert_array_equal(layout.position_MK.T.reshape(-1)[made], position[made])
+  groups = make_layout(jnp.asarray(count_E), flat.size, 128)
+  for got, want in zip(jax.tree.leaves(tiles.groups), jax.tree.leaves(groups), strict=True):
+    np.testing.assert_array_equal(got, want)
+  starts = 128 * np.asarray(groups.tile_starts_G)
+  row = np.full_like(flat, groups.num_rows)
+  row[made] = starts[flat[made]] + position[made]
+  np.testing.assert_array_equal(tiles.permutation.row_TK.T.reshape(-1), row)
+  token_R, copy_R = np.full((2, groups.num_rows), -1)
+  choice, token = np.divmod(np.flatnonzero(made), tokens)
+  token_R[row[made]], copy_R[row[made]] = token, token * top_k + choice
+  np.testing.assert_array_equal(tiles.permutation.copy_R, copy_R)
+  np.testing.assert_array_equal(tiles.source_R, token_R)
+
+
 def test_block_sparse(normal):
   layout = make_layout(jnp.asarray([100, 0, 300, 112]), 512, 128)
   topology = moe_topology(layout, 256)

@@ -34,9 +34,10 @@ from scmoe.kernels.grouped_matmul.activations import activate, activation_vjp
 from scmoe.kernels.grouped_matmul.down_backward import down_backward_product
 from scmoe.kernels.grouped_matmul.ffn import _resolve
 from scmoe.kernels.grouped_matmul.layout import make_equal_layout, make_layout, source_rows_of
-from scmoe.kernels.grouped_matmul.pipeline import Tiling, banded, interpreted
+from scmoe.kernels.grouped_matmul.pipeline import Tiling, banded
 from scmoe.kernels.grouped_matmul.rows_product import rows_product
 from scmoe.kernels.grouped_matmul.weights_product import weights_product
+from scmoe.kernels.running import interpreted
 from scmoe.kernels.top_k import TopK, begin_gate, gate_product, gate_top_k
 
 SIZES = [60, 0, 70]

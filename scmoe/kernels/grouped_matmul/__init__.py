@@ -1,7 +1,7 @@
 """Grouped matrix products: each group of rows times its own matrix, with gradients."""
 
 from scmoe.kernels.grouped_matmul.activations import activation_names, get_activation
-from scmoe.kernels.grouped_matmul.backend import BACKENDS, device_has_kernels, resolve_backend
+from scmoe.kernels.grouped_matmul.backend import BACKENDS, resolve_backend
 from scmoe.kernels.grouped_matmul.ffn import FFNConfig, expert_ffn
 from scmoe.kernels.grouped_matmul.layout import (
   GroupLayout,
@@ -16,6 +16,7 @@ from scmoe.kernels.grouped_matmul.matmul import grouped_matmul, grouped_outer
 from scmoe.kernels.grouped_matmul.one_row import splits as splits_of_one_row
 from scmoe.kernels.grouped_matmul.reference import expert_ffn_reference, grouped_matmul_reference
 from scmoe.kernels.grouped_matmul.weights import FFNWeights
+from scmoe.kernels.running import device_has_kernels
 
 __all__ = [
   "BACKENDS",

@@ -7,18 +7,11 @@ from types import ModuleType
 import jax
 import jax.numpy as jnp
 
+from scmoe.kernels.running import device_has_kernels
+
 BACKENDS = ("auto", "mosaic_gpu", "xla", "reference")
 
 _log = logging.getLogger(__name__)
-
-
-def device_has_kernels(platform: str, compute_capability: str | None) -> bool:
-  """Whether the Mosaic GPU kernels run on a device.
-
-  They are written for Hopper's matrix instructions (wgmma), which compute capability 9.0 has; 10.0
-  and later replaced them, and 8.x never had them.
-  """
-  return platform == "gpu" and compute_capability == "9.0"
 
 
 def widths_have_kernels(dtype, *widths: int) -> bool:

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from scmoe.kernels.grouped_matmul import one_row, pipeline, xla
+from scmoe.kernels import running
+from scmoe.kernels.grouped_matmul import one_row, xla
 from scmoe.kernels.grouped_matmul.activations import get_activation
 from scmoe.kernels.grouped_matmul.backend import implementation, resolve_backend
 from scmoe.kernels.grouped_matmul.layout import (
@@ -133,8 +134,8 @@ def _resolve(config: FFNConfig, layout: RowLayout, dtype: Any, weights: FFNWeigh
     batched = products != "mosaic_gpu" or not whole or taken
   num_sms = config.num_sms
   if products == "mosaic_gpu" and padded is not None and config.shared_sms and num_sms is None:
-    num_sms = WAVES * pipeline.resolve_num_sms(None)
-  simulation = pipeline.interpretation() if products == "mosaic_gpu" else None
+    num_sms = WAVES * running.resolve_num_sms(None)
+  simulation = running.interpretation() if products == "mosaic_gpu" else None
   activation = get_activation(config.activation)
   group_MK = layout.group_MK
   one = group_MK is not None and group_MK.shape[0] == 1 and products == "mosaic_gpu"

@@ -11,43 +11,18 @@ These functions have no interpretation on a CPU; there, the rows are gathered be
 from typing import Any, cast
 
 import jax.numpy as jnp
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import llvm
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from scmoe.kernels import inline
 
 _THREADS = 128
 _SWIZZLE_BYTES = 128
 _COPY_BYTES = 16
-_SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 def barrier_memory(stages: int) -> Any:
   """Shared memory for one mbarrier (8 bytes) a stage."""
   return plgpu.SMEM((2 * stages,), jnp.int32)
-
-
-def _asm(text: str, operands: list[Any], constraints: str) -> None:
-  llvm.inline_asm(
-    ir.Type.parse("!llvm.void"),
-    operands,
-    text,
-    f"{constraints},~{{memory}}",
-    has_side_effects=True,
-    asm_dialect=0,
-  )
-
-
-def _shared_address(ref: Any) -> Any:
-  return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu_utils.memref_ptr(ref))
-
-
-def _global_address(ref: Any) -> Any:
-  return llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu_utils.memref_ptr(ref))
-
-
-def _value(scalar: Any) -> Any:
-  return scalar.registers.item()
 
 
 def init_barriers(barriers: Any, stages: int) -> None:
@@ -67,7 +42,7 @@ def init_barriers(barriers: Any, stages: int) -> None:
       fence.proxy.async;
       bar.sync 0;
     }}"""
-    _asm(text, [_shared_address(memory)], "r")
+    inline.ptx(text, [inline.shared_address(memory)], "r")
 
   cast(Any, run)(barriers)
 
@@ -114,9 +89,9 @@ def start_gather(
       plgpu.RefType(),
       plgpu.RefType(transforms),
       plgpu.RefType(),
-      _SCALAR,
-      _SCALAR,
-      _SCALAR,
+      inline.SCALAR,
+      inline.SCALAR,
+      inline.SCALAR,
     )
   )
   def run(_, x_ref, index_ref, ring_ref, barrier_ref, stage_, first_row_, first_col_):
@@ -167,16 +142,16 @@ def start_gather(
       mad.lo.s32 barrier, $4, 8, $3;
       cp.async.mbarrier.arrive.noinc.shared::cta.b64 [barrier];
     }}"""
-    _asm(
+    inline.ptx(
       text,
       [
-        _global_address(x_ref),
-        _global_address(index_ref),
-        _shared_address(ring_ref),
-        _shared_address(barrier_ref),
-        _value(stage_),
-        _value(first_row_),
-        _value(first_col_),
+        inline.global_address(x_ref),
+        inline.global_address(index_ref),
+        inline.shared_address(ring_ref),
+        inline.shared_address(barrier_ref),
+        inline.scalar(stage_),
+        inline.scalar(first_row_),
+        inline.scalar(first_col_),
       ],
       "l,l,r,r,r,r,r",
     )
@@ -193,7 +168,7 @@ def wait_rows(barriers: Any, stage: Any, parity: Any) -> None:
     parity: 0 for the first use of the stage, 1 for the second, 0 for the third ...
   """
 
-  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR))
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), inline.SCALAR, inline.SCALAR))
   def run(_, memory, stage_, parity_):
     text = """{
       .reg .pred done;
@@ -204,6 +179,8 @@ def wait_rows(barriers: Any, stage: Any, parity: Any) -> None:
       @!done bra WAIT;
       fence.proxy.async.shared::cta;
     }"""
-    _asm(text, [_shared_address(memory), _value(stage_), _value(parity_)], "r,r,r")
+    inline.ptx(
+      text, [inline.shared_address(memory), inline.scalar(stage_), inline.scalar(parity_)], "r,r,r"
+    )
 
   cast(Any, run)(barriers, stage, parity)

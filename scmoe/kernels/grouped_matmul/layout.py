@@ -22,7 +22,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from scmoe.kernels.grouped_matmul import sorting
 from scmoe.kernels.permute import Permutation, make_permutation, running_positions, take_rows
+from scmoe.kernels.running import runs_ptx
 
 KERNEL_ROW_TILE = 128  # rows of a tile in the Mosaic GPU kernels
 
@@ -261,6 +263,8 @@ class RowLayout:
     example at the top. The permutation has row_MK = 0 4 1 2 5 and copy_R = 0 2 3 -1 1 4 -1 -1.
     """
     sizes_G, group_MK, position_MK = self.places()
+    if runs_ptx() and sorting.takes(self.num_copies, self.num_groups):
+      return _sorted_by_kernel(sizes_G, group_MK, position_MK, tile)
     groups = make_layout(sizes_G, self.num_copies, tile)
     starts_G1 = jnp.append(groups.tile_starts_G * tile, groups.num_rows)  # of "no expert": past all
     # Read by copy, then row, as positions are counted (`choices_layout`): nothing is transposed.
@@ -303,6 +307,19 @@ class RowLayout:
     shape = (ranks, groups, rows)
     flat = lambda a: jnp.broadcast_to(a, shape).reshape(-1, 1)
     return jnp.full((groups,), ranks * rows, jnp.int32), flat(group), flat(rank * rows + row)
+
+
+def _sorted_by_kernel(
+  sizes_G: jax.Array, group_MK: jax.Array, position_MK: jax.Array, tile: int
+) -> TiledRows:
+  """`RowLayout.sorted` in one kernel."""
+  bound = max_tiles(group_MK.size, sizes_G.size, tile)
+  *groups, row_KM, copy_R, token_R = sorting.sorted_rows_kernel(
+    sizes_G, group_MK.T, position_MK.T, bound, tile
+  )
+  starts_G, tiles_G, by_size_G, num_tiles, tile_group_I = groups
+  layout = GroupLayout(sizes_G, starts_G, tiles_G, tile_group_I, num_tiles, by_size_G, tile)
+  return TiledRows(layout, Permutation(row_KM.T, copy_R, token_R))
 
 
 @jax.tree_util.register_dataclass

@@ -19,7 +19,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scmoe.kernels.grouped_matmul.activations import Activation, activate, kernel_form
-from scmoe.kernels.grouped_matmul.pipeline import resolve_num_sms
 from scmoe.kernels.grouped_matmul.reading import (
   WARPGROUP,
   WARPGROUPS,
@@ -34,6 +33,7 @@ from scmoe.kernels.grouped_matmul.reading import (
   store_sums,
 )
 from scmoe.kernels.grouped_matmul.weights import Execution, FFNWeights
+from scmoe.kernels.running import resolve_num_sms
 
 _HELD = 4096  # numbers of the activation that a warpgroup keeps in shared memory, at most
 

@@ -18,11 +18,9 @@ same number of steps, and each waits for all of its stages to be free before it 
 ends while the other may still write to it or signal it.
 """
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -31,50 +29,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from scmoe.kernels.running import compiled, simulated
+
 CONSUMERS = 2
 _GRANULE = 64  # all widths are multiples of it
 _PAIR = "pair"  # name of the axis of a pair's CTAs
 _PRODUCER_REGISTERS = 40
 _CONSUMER_REGISTERS = 232
 
-_interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=None)
-_default_sms: contextvars.ContextVar[int] = contextvars.ContextVar("default_sms", default=132)
-
-
-@contextlib.contextmanager
-def interpreted(params: Any, num_sms: int = 2) -> Iterator[None]:
-  """Traces kernels for GPU interpret mode (on a CPU) inside this context; for tests."""
-  tokens = _interpret.set(params), _default_sms.set(num_sms)
-  try:
-    yield
-  finally:
-    _interpret.reset(tokens[0])
-    _default_sms.reset(tokens[1])
-
-
-def simulated() -> bool:
-  """Whether kernels are traced for GPU interpret mode."""
-  return _interpret.get() is not None
-
-
-def interpretation() -> Any:
-  """What a program traced now depends on beside its arguments: the simulation, or None."""
-  return (_interpret.get(), _default_sms.get()) if simulated() else None
-
 
 def can_gather() -> bool:
   """Whether kernels may gather by inline code, which interpret mode cannot run."""
   return not simulated()
-
-
-def resolve_num_sms(num_sms: int | None) -> int:
-  """The number of CTAs to launch: what was asked for, else every multiprocessor of the GPU."""
-  if num_sms is not None:
-    return num_sms
-  if _interpret.get() is not None:
-    return _default_sms.get()
-  device = jax.devices()[0]
-  return getattr(device, "core_count", None) or 132 if device.platform == "gpu" else 132
 
 
 @dataclasses.dataclass(frozen=True)
@@ -362,20 +328,6 @@ def launch(body, operands: Any, out_type: Any, tiling: Tiling, num_sms: int):
     grid_names=("worker",),
     num_threads=CONSUMERS + 1,
     thread_name="wg",
-    **options,
-  )
-
-
-def compiled(body, **options: Any):
-  """`plgpu.kernel` with the semantics that all kernels here are written for; simulated in tests."""
-  if (interpret := _interpret.get()) is not None:
-    options["interpret"] = interpret
-  return plgpu.kernel(
-    body,
-    compiler_params=plgpu.CompilerParams(
-      lowering_semantics=plgpu.LoweringSemantics.Warpgroup,  # the default differs by version
-      approx_math=True,
-    ),
     **options,
   )
 

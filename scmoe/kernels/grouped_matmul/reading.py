@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from scmoe.kernels.grouped_matmul.pipeline import compiled
+from scmoe.kernels.running import compiled
 
 WARPGROUP = 128  # threads
 WARPGROUPS = 4  # of a CTA, each with a quarter of its rows

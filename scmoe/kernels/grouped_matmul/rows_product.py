@@ -31,12 +31,12 @@ from scmoe.kernels.grouped_matmul.pipeline import (
   launch,
   locate_rows,
   paired_tiles,
-  resolve_num_sms,
   run_tiles,
   smem,
   tiles_over,
 )
 from scmoe.kernels.grouped_matmul.stores import CHUNK, store_tiles
+from scmoe.kernels.running import resolve_num_sms
 
 
 @jax.tree_util.register_dataclass

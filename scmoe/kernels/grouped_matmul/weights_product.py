@@ -28,13 +28,13 @@ from scmoe.kernels.grouped_matmul.pipeline import (
   launch,
   num_workers,
   paired,
-  resolve_num_sms,
   run_tiles,
   smem,
   snake,
   tiles_over,
 )
 from scmoe.kernels.grouped_matmul.stores import CHUNK, store_tiles
+from scmoe.kernels.running import resolve_num_sms
 
 
 @jax.tree_util.register_dataclass

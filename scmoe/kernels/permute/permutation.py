@@ -24,6 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from scmoe.kernels import running
+from scmoe.kernels.permute import positions
+
 _BLOCK = 32  # choices that are compared with each other: 128 take four times as long
 _SUMMED = 512  # rows whose running sums are one product
 _ADDED = 16  # rows whose running sums are written out: XLA makes one kernel of them
@@ -37,15 +40,12 @@ class Permutation:
   Attributes:
     row_TK: int32, row of each choice; R for a choice that has none.
     copy_R: int32, flat choice t·K + k that fills each row; -1 where nobody does.
+    token_R: int32, its token t; -1 where nobody is.
   """
 
   row_TK: Array
   copy_R: Array
-
-  @property
-  def token_R(self) -> Array:
-    """int32, token behind each row; -1 where nobody is."""
-    return jnp.where(self.copy_R < 0, -1, self.copy_R // self.row_TK.shape[1])
+  token_R: Array
 
 
 def make_permutation(row_TK: Array, num_rows: int) -> Permutation:
@@ -61,7 +61,12 @@ def make_permutation(row_TK: Array, num_rows: int) -> Permutation:
   copy_R = nobody_R.at[row_TK.T.reshape(-1)].set(
     copy_KT.reshape(-1), mode="drop", unique_indices=True
   )
-  return Permutation(row_TK, copy_R)
+  return permutation_of(row_TK, copy_R)
+
+
+def permutation_of(row_TK: Array, copy_R: Array) -> Permutation:
+  """The permutation of which both directions are known."""
+  return Permutation(row_TK, copy_R, jnp.where(copy_R < 0, -1, copy_R // row_TK.shape[1]))
 
 
 def running_positions(expert_TK: Array, num_experts: int) -> tuple[Array, Array]:
@@ -87,6 +92,10 @@ def running_positions(expert_TK: Array, num_experts: int) -> tuple[Array, Array]
   """
   if not jnp.issubdtype(expert_TK.dtype, jnp.integer):
     raise ValueError(f"expert ids must be integers, got {expert_TK.dtype}")
+  if running.runs_ptx() and positions.takes(expert_TK.size, num_experts):
+    expert_N = expert_TK.reshape(-1).astype(jnp.int32)
+    position_N, count_E = positions.running_positions_kernel(expert_N, num_experts)
+    return position_N.reshape(expert_TK.shape), count_E
   made_TK = (expert_TK >= 0) & (expert_TK < num_experts)
   id_N = jnp.where(made_TK, expert_TK, num_experts).reshape(-1).astype(jnp.int32)
   blocks = max(1, -(-id_N.size // _BLOCK))
@@ -143,9 +152,12 @@ def _running_sums(count_CE: Array, largest: int) -> tuple[Array, Array]:
 
 def take_rows(x_MN: Array, index_R: Array) -> Array:
   """Rows of x by index; zeros where the index is outside [0, M)."""
-  # jnp.take counts a negative index from the end, so it is replaced by M, which is out of range.
-  index_R = jnp.where(index_R < 0, x_MN.shape[0], index_R)
-  return jnp.take(x_MN, index_R, axis=0, mode="fill", fill_value=0)
+  if not x_MN.shape[0]:
+    return jnp.zeros((*index_R.shape, *x_MN.shape[1:]), x_MN.dtype)
+  # One comparison, of an unsigned number: XLA makes a kernel of its own of a test of both bounds.
+  inside_R = index_R.astype(jnp.uint32) < x_MN.shape[0]
+  inside = inside_R.reshape(*index_R.shape, *(1,) * (x_MN.ndim - 1))
+  return jnp.where(inside, jnp.take(x_MN, index_R, axis=0, mode="clip"), 0)
 
 
 def take_words(x_MN: Array, index_R: Array) -> Array:

@@ -21,12 +21,12 @@ from scmoe.kernels.grouped_matmul.pipeline import (
   Work,
   barriers,
   launch,
-  resolve_num_sms,
   run_tiles,
   smem,
 )
 from scmoe.kernels.grouped_matmul.stores import CHUNK, store_tiles
 from scmoe.kernels.grouped_matmul.tiles import SMEM_LIMIT
+from scmoe.kernels.running import resolve_num_sms
 
 _ROWS = 128
 _LARGE = 1e9  # beyond every expert id

@@ -19,7 +19,7 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scmoe._compat import load_as
-from scmoe.kernels.grouped_matmul.pipeline import compiled, interpretation
+from scmoe.kernels.running import compiled, interpretation
 
 _ROWS = 64
 _MOST = 256  # experts: a row of comparisons stays in a warpgroup's registers

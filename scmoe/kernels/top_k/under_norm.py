@@ -19,8 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scmoe._compat import load_as
-from scmoe.kernels.grouped_matmul.pipeline import compiled, interpretation
 from scmoe.kernels.norm import Normalised, of_part
+from scmoe.kernels.running import compiled, interpretation
 
 SUMS = 64  # rows of the sums, of which P are not 0
 _ROWS = 64  # of a tile

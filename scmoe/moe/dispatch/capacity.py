@@ -23,6 +23,7 @@ from scmoe.kernels.permute import (
   Permutation,
   gather_rows,
   make_permutation,
+  permutation_of,
   sum_chunks,
   weigh_rows,
 )
@@ -173,7 +174,7 @@ class Capacity:
     inside_TK = (position_TK >= 0) & (position_TK < part) & (plan.row_TK < num_experts * rows)
     row_TK = jnp.where(inside_TK, plan.row_TK // rows * part + position_TK, nowhere)
     copy_R = plan.copy_R.reshape(num_experts, self.chunks, part)[:, chunk].reshape(-1)
-    return Permutation(row_TK, copy_R)
+    return permutation_of(row_TK, copy_R)
 
   def plan(self, routing: Routing) -> tuple[Permutation, Array]:
     """Which choice fills which row of the buffer [E, G, C], and how many found no room.

@@ -35,6 +35,7 @@ from scmoe.kernels.permute import (
   Permutation,
   gather_rows,
   make_permutation,
+  permutation_of,
   sum_chunks,
   sum_rows,
   weigh_rows,
@@ -308,7 +309,7 @@ def _window(queues: _Queues, low: Any, rows: int) -> Permutation:
   rank_1P = low + jnp.arange(rows, dtype=jnp.int32)[None, :]
   copy_WP = queues.order_N[jnp.minimum(queues.start_W[:, None] + rank_1P, row_TK.size - 1)]
   copy_WP = jnp.where(rank_1P < queues.length_W[:, None], copy_WP, -1)
-  return Permutation(row_TK, copy_WP.reshape(-1))
+  return permutation_of(row_TK, copy_WP.reshape(-1))
 
 
 def _arrived(queues: _Queues, low: Any, rows: int) -> RowLayout:

@@ -1,0 +1,75 @@
+"""On which devices kernels run, and how their bodies become programs; simulated in tests."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+_interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=None)
+_default_sms: contextvars.ContextVar[int] = contextvars.ContextVar("default_sms", default=132)
+
+
+@contextlib.contextmanager
+def interpreted(params: Any, num_sms: int = 2) -> Iterator[None]:
+  """Traces kernels for GPU interpret mode (on a CPU) inside this context; for tests."""
+  tokens = _interpret.set(params), _default_sms.set(num_sms)
+  try:
+    yield
+  finally:
+    _interpret.reset(tokens[0])
+    _default_sms.reset(tokens[1])
+
+
+def simulated() -> bool:
+  """Whether kernels are traced for GPU interpret mode."""
+  return _interpret.get() is not None
+
+
+def interpretation() -> Any:
+  """What a program traced now depends on beside its arguments: the simulation, or None."""
+  return (_interpret.get(), _default_sms.get()) if simulated() else None
+
+
+def device_has_kernels(platform: str, compute_capability: str | None) -> bool:
+  """Whether the Mosaic GPU kernels run on a device.
+
+  They are written for Hopper's matrix instructions (wgmma), which compute capability 9.0 has; 10.0
+  and later replaced them, and 8.x never had them.
+  """
+  return platform == "gpu" and compute_capability == "9.0"
+
+
+def runs_ptx() -> bool:
+  """Whether kernels of inline PTX run: on Hopper, and not where kernels are simulated."""
+  device = jax.devices()[0]
+  capability = getattr(device, "compute_capability", None)
+  return device_has_kernels(device.platform, capability) and not simulated()
+
+
+def resolve_num_sms(num_sms: int | None) -> int:
+  """The number of CTAs to launch: what was asked for, else every multiprocessor of the GPU."""
+  if num_sms is not None:
+    return num_sms
+  if _interpret.get() is not None:
+    return _default_sms.get()
+  device = jax.devices()[0]
+  return getattr(device, "core_count", None) or 132 if device.platform == "gpu" else 132
+
+
+def compiled(body, **options: Any):
+  """`plgpu.kernel` with the semantics that all kernels here are written for; simulated in tests."""
+  if (interpret := _interpret.get()) is not None:
+    options["interpret"] = interpret
+  return plgpu.kernel(
+    body,
+    compiler_params=plgpu.CompilerParams(
+      lowering_semantics=plgpu.LoweringSemantics.Warpgroup,  # the default differs by version
+      approx_math=True,
+    ),
+    **options,
+  )

@@ -1,8 +1,9 @@
-"""Attention of a single token over its cache, in one kernel.
+"""Attention of one token a row over the rows' caches, in one kernel.
 
-    H  heads of queries      K  heads of keys and values, each shared by G = H / K
-    T  length of the cache   N  width of a head               P  parts of the cache
-    B  positions of a block  M  rows of a matrix instruction, of which G are queries
+    R  rows                  H  heads of queries              N  width of a head
+    T  length of a cache     K  heads of keys and values, each shared by G = H / K
+    P  parts of a cache      B  positions of a block
+    M  rows of a matrix instruction, of which G are queries
 
 Scores, softmax and the sum over values are three kernels of XLA's, each of which waits for the one
 before. Here a warpgroup takes blocks of the cache's positions and keeps a running softmax (the
@@ -37,7 +38,7 @@ from scmoe.kernels.running import compiled, interpretation, resolve_num_sms
 
 _BLOCK = 64  # positions that a warpgroup looks at together
 _WARPGROUP = 128  # threads
-_WARPGROUPS = 2  # of a CTA
+_WARPGROUPS = 2  # of a CTA, for a single row: of many, two CTAs share a multiprocessor
 _STAGES = 2  # blocks of a warpgroup that are on their way
 _ROWS = 64  # of a matrix instruction
 _LOW = -1e30  # the score of what is not seen
@@ -51,48 +52,52 @@ class _Static:
   window: int
   parts: int
   simulation: Any
-  heads: int
+  heads: int  # of a row
+  rows: int = 1
   turned: bool = False  # of what is finished here: whether it is turned
 
 
 def cache_length(length: int, dtype: Any, width: int) -> int:
-  """The length of a single row's cache of at least so many positions that the kernel takes."""
+  """The length of a cache of at least so many positions that the kernel takes."""
   if resolve_backend("auto", dtype, width) != "mosaic_gpu":
     return length
   return -(-length // _BLOCK) * _BLOCK
 
 
 def takes(q_BSHN: Array, k_BTKN: Array, v_BTKM: Array, backend: str = "auto") -> bool:
-  """Whether the kernel takes this: one token's 16-bit floats, widths of 64 and 128, a cache whose
-  length 64 divides, and up to 64 heads of queries that share keys."""
+  """Whether the kernel takes this: one token a row, 16-bit floats, widths of 64 and 128, caches
+  whose length 64 divides, and up to 64 heads of queries that share keys."""
   heads, width = q_BSHN.shape[2:]
   length, kv_heads = k_BTKN.shape[1:3]
   alike = q_BSHN.dtype == k_BTKN.dtype == v_BTKM.dtype and v_BTKM.shape == k_BTKN.shape
-  fits = q_BSHN.shape[:2] == (1, 1) and width in (64, 128) and length % _BLOCK == 0
+  fits = q_BSHN.shape[1] == 1 and width in (64, 128) and length % _BLOCK == 0
   fits = fits and alike and heads // kv_heads <= _ROWS
   # Asked last: it says what it decides.
   return fits and resolve_backend(backend, q_BSHN.dtype, width) == "mosaic_gpu"
 
 
 def attend_cache(
-  q_HN: Array, k_TKN: Array, v_TKN: Array, position: Array, *, scale: float, window: int = 0
+  q_RHN: Array, k_RTKN: Array, v_RTKN: Array, position_R: Array, *, scale: float, window: int = 0
 ) -> Array:
-  """Σ_t softmax_t(scale · q · k[t]) v[t] over t <= position, [H, N] in the type of q, of what the
-  kernel `takes`; not differentiable. The softmax is rounded to the type of q before it meets v.
+  """Σ_t softmax_t(scale · q · k[t]) v[t] over t <= position, [R, H, N] in the type of q, of what
+  the kernel `takes`; not differentiable. The softmax is rounded to the type of q before it meets v.
 
   Args:
-    q_HN: queries of one token.
-    k_TKN, v_TKN: its cache, in the type of the queries. What lies beyond the position does not come
-      into the result, if its values are finite: as in XLA's form they are multiplied by 0.
-    position: int32 [1], of the token.
+    q_RHN: queries of each row's token.
+    k_RTKN, v_RTKN: the rows' caches, in the type of the queries. What lies beyond a position does
+      not come into the result, if its values are finite: as in XLA's form they are multiplied by 0.
+    position_R: int32, of the tokens.
     scale: of the scores.
-    window: positions that the token sees, itself included; 0: all.
+    window: positions that a token sees, itself included; 0: all.
   """
-  length, kv_heads, _ = k_TKN.shape
-  parts = _parts(length, kv_heads, _WARPGROUPS * _STAGES)
-  static = _Static(scale, window, parts, interpretation(), q_HN.shape[0])
-  found = _attend((q_HN,), k_TKN, v_TKN, position, static=static)[0]
-  return found.joined() if isinstance(found, Unjoined) else found
+  rows, length, kv_heads, width = k_RTKN.shape
+  parts = _parts(length, rows * kv_heads, _warpgroups(rows) * _STAGES)
+  static = _Static(scale, window, parts, interpretation(), q_RHN.shape[1], rows)
+  # All rows' heads, and all rows' positions, lie one after the other.
+  q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q_RHN, k_RTKN, v_RTKN))
+  found = _attend((q,), k, v, position_R, static=static)[0]
+  found = found.joined() if isinstance(found, Unjoined) else found
+  return found.reshape(rows, -1, width)
 
 
 @jax.tree_util.register_dataclass
@@ -215,11 +220,14 @@ def finishes(own: Unfinished, k_BTKN: Array, v_BTKN: Array, backend: str = "auto
 def attend_unfinished(
   own: Unfinished, k_TKN: Array, v_TKN: Array, position: Array, *, scale: float, window: int = 0
 ) -> tuple[Array | Unjoined, Array, Array]:
-  """As `attend_cache` over a cache that does not have the token yet; not differentiable.
+  """As `attend_cache` over a single row's cache that does not have the token yet; not
+  differentiable.
 
   Args:
     own: of the token, that `finishes` takes.
-    k_TKN, v_TKN, position, scale, window: as there.
+    k_TKN, v_TKN: the cache.
+    position: int32 [1], of the token.
+    scale, window: as there.
 
   Returns:
     [H, N], or what it is joined of, and both parts of the cache with the token at its position,
@@ -234,22 +242,30 @@ def attend_unfinished(
   return _attend(given, k_TKN, v_TKN, position, static=static)
 
 
-def _parts(length: int, kv_heads: int, blocks: int) -> int:
-  """CTAs that a head's cache is shared out among, so many blocks each where there are enough."""
+def _warpgroups(rows: int) -> int:
+  """Warpgroups of a CTA."""
+  return _WARPGROUPS if rows == 1 else 1
+
+
+def _parts(length: int, heads: int, blocks: int) -> int:
+  """CTAs that a head's cache is shared out among, so many blocks each where there are enough.
+  `heads` are all rows' heads of keys."""
   each = blocks * _BLOCK
-  return max(min(-(-length // each), resolve_num_sms(None) // kv_heads), 1)
+  return max(min(-(-length // each), resolve_num_sms(None) // heads), 1)
 
 
 @functools.partial(jax.jit, static_argnames="static")
 def _attend(
   given: tuple[Array, ...], k_TKN: Array, v_TKN: Array, position: Array, *, static: _Static
 ) -> tuple[Array | Unjoined, Array, Array]:
-  """The result and the cache; of given queries, or of sums (and turn), which are finished first."""
-  length, kv_heads, width = k_TKN.shape
+  """The result and the cache; of given queries, or of sums (and turn), which are finished first.
+  The queries, the caches and the result are those of all rows, one after the other."""
+  length, kv_heads, width = k_TKN.shape[0] // static.rows, *k_TKN.shape[1:]
   heads, parts, dtype = static.heads, static.parts, k_TKN.dtype
   finishing = given[0].dtype == jnp.float32
   shared, blocks = heads // kv_heads, length // _BLOCK
-  workers = parts * _WARPGROUPS
+  warpgroups = _warpgroups(static.rows)
+  workers = parts * warpgroups
   tile = plgpu.Layout.WGMMA
   row, across = tile.reduce(1), tile.reduce(0)  # the layouts of one number a row, and a column
 
@@ -258,11 +274,12 @@ def _attend(
     outs, scratch = rest[:-14], rest[-14:-3]
     in_out, queries, shares, keys, values, other, tops, totals, q_row, k_row, v_row = scratch
     here_is_q, loaded, joined = rest[-3:]
-    kv, part, wg = (lax.axis_index(name) for name in ("kv", "part", "wg"))
-    mine = part * _WARPGROUPS + wg
+    of_row, kv, part, wg = (lax.axis_index(name) for name in ("row", "kv", "part", "wg"))
+    mine = part * warpgroups + wg
+    first_head = of_row * heads + kv * shared
 
     def load(block, slot):
-      at = pl.ds(block * _BLOCK, _BLOCK)
+      at = pl.ds(of_row * length + block * _BLOCK, _BLOCK)
       plgpu.copy_gmem_to_smem(k.at[at, kv], keys.at[wg, slot], loaded.at[wg, slot])
       plgpu.copy_gmem_to_smem(v.at[at, kv], values.at[wg, slot], loaded.at[wg, slot])
 
@@ -306,11 +323,11 @@ def _attend(
 
       @pl.when(wg == 0)
       def _():
-        mine_of_q = pl.ds(kv * shared, shared)
+        mine_of_q = pl.ds(first_head, shared)
         plgpu.copy_gmem_to_smem(given_refs[0].at[mine_of_q], in_out.at[pl.ds(0, shared)], here_is_q)
 
     # Asked for now, looked at as late as may be: without a window the first blocks are known.
-    here = position[0]
+    here = position[of_row]
 
     def places():
       """The first position that is seen, its block, and the end of the blocks."""
@@ -413,63 +430,71 @@ def _attend(
         plgpu.copy_smem_to_gmem(k_row, k.at[here, kv])
         plgpu.copy_smem_to_gmem(v_row, v.at[here, kv])
 
-    @pl.when(wg == 1)
-    def _():
-      other[...], tops[...], totals[...] = y_MN, most_M, weight_M
+    if warpgroups > 1:
 
-    plgpu.barrier_arrive(joined)
-    plgpu.barrier_wait(joined)
+      @pl.when(wg == 1)
+      def _():
+        other[...], tops[...], totals[...] = y_MN, most_M, weight_M
 
-    @pl.when(wg == 0)
-    def _():
+      plgpu.barrier_arrive(joined)
+      plgpu.barrier_wait(joined)
+
+    def both():
+      """What this warpgroup and the other found."""
       others_M = load_as(tops, row)
       both_M = jnp.maximum(most_M, others_M)
       own_M, others_M = jnp.exp(most_M - both_M), jnp.exp(others_M - both_M)
       joint_M = weight_M * own_M + load_as(totals, row) * others_M
-      as_tile = lambda x_M: lax.broadcast_in_dim(x_M, y_MN.shape, (0,))
       joint_MN = y_MN * as_tile(own_M) + load_as(other, tile) * as_tile(others_M)
+      return both_M, joint_M, joint_MN
+
+    as_tile = lambda x_M: lax.broadcast_in_dim(x_M, y_MN.shape, (0,))
+
+    @pl.when(wg == 0)
+    def _():
+      both_M, joint_M, joint_MN = both() if warpgroups > 1 else (most_M, weight_M, y_MN)
       if parts == 1:
         in_out[...] = (joint_MN / as_tile(joint_M)).astype(dtype)
         plgpu.commit_smem()
-        written, to = in_out, y.at[pl.ds(kv * shared, shared)]
+        written, to = in_out, y.at[pl.ds(first_head, shared)]
       else:
         other[...], tops[...], totals[...] = joint_MN, both_M, joint_M
         plgpu.commit_smem()
         most_of, weight_of = outs
         for g in range(shared):
-          most_of[part, kv * shared + g] = tops[g]
-          weight_of[part, kv * shared + g] = totals[g]
-        written, to = other, y.at[part, pl.ds(kv * shared, shared)]
+          most_of[part, first_head + g] = tops[g]
+          weight_of[part, first_head + g] = totals[g]
+        written, to = other, y.at[part, pl.ds(first_head, shared)]
       plgpu.copy_smem_to_gmem(written.at[pl.ds(0, shared)], to)
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-  cache = smem((_WARPGROUPS, _STAGES, _BLOCK, width), dtype)
+  cache = smem((warpgroups, _STAGES, _BLOCK, width), dtype)
   a_number = plgpu.SMEM((_ROWS,), jnp.float32)
-  numbers = jax.ShapeDtypeStruct((parts, heads), jnp.float32)
-  several = jax.ShapeDtypeStruct((parts, heads, width), jnp.float32), numbers, numbers
+  numbers = jax.ShapeDtypeStruct((parts, static.rows * heads), jnp.float32)
+  several = jax.ShapeDtypeStruct((*numbers.shape, width), jnp.float32), numbers, numbers
   run = compiled(
     body,
-    out_type=jax.ShapeDtypeStruct((heads, width), dtype) if parts == 1 else several,
-    grid=(kv_heads, parts),
-    grid_names=("kv", "part"),
-    num_threads=_WARPGROUPS,
+    out_type=jax.ShapeDtypeStruct((static.rows * heads, width), dtype) if parts == 1 else several,
+    grid=(static.rows, kv_heads, parts),
+    grid_names=("row", "kv", "part"),
+    num_threads=warpgroups,
     thread_name="wg",
     scratch_types=[
       plgpu.SMEM((_ROWS, width), dtype),
       smem((_ROWS, width), dtype),
-      smem((_WARPGROUPS, _ROWS, _BLOCK), dtype),
+      smem((warpgroups, _ROWS, _BLOCK), dtype),
       cache,
       cache,
-      plgpu.SMEM((_ROWS, width), jnp.float32),
+      plgpu.SMEM((_ROWS if workers > 1 else 1, width), jnp.float32),
       a_number,
       a_number,
       plgpu.SMEM((shared * width,), dtype),
       plgpu.SMEM((width,), dtype),
       plgpu.SMEM((width,), dtype),
       plgpu.Barrier(),
-      plgpu.Barrier(num_arrivals=2, num_barriers=(_WARPGROUPS, _STAGES)),
-      plgpu.Barrier(num_arrivals=_WARPGROUPS),
+      plgpu.Barrier(num_arrivals=2, num_barriers=(warpgroups, _STAGES)),
+      plgpu.Barrier(num_arrivals=warpgroups),
     ],
   )
   cached: list[Any] = [jax.new_ref(x) if finishing else x for x in (k_TKN, v_TKN)]

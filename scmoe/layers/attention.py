@@ -195,8 +195,7 @@ class Attention(nnx.Module):
   def empty_cache(self, batch: int, length: int, dtype: Any) -> KeyValues:
     """A cache of at least `length` positions; of this device's heads in the manual region."""
     heads = self.config.num_kv_heads // axis_size("tensor")
-    if batch == 1:
-      length = decode_attention.cache_length(length, dtype, self.config.head_dim)
+    length = decode_attention.cache_length(length, dtype, self.config.head_dim)
     shape = (batch, length, heads, self.config.head_dim)
     return KeyValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
@@ -326,8 +325,8 @@ def attend_stored(
   plain = functools.partial(_attend_masked, window=window, scale=scale)
   if not decode_attention.takes(q_BSHN, k_BTKN, v_BTKM):
     return plain(q_BSHN, k_BTKN, v_BTKM, positions_BS)
-  one = functools.partial(decode_attention.attend_cache, window=window, scale=scale)
-  fast = lambda q, k, v, positions: one(q[0, 0], k[0], v[0], positions[0])[None, None]
+  kernel = functools.partial(decode_attention.attend_cache, window=window, scale=scale)
+  fast = lambda q, k, v, positions: kernel(q[:, 0], k, v, positions[:, 0])[:, None]
   return without_gradient(fast, plain, q_BSHN, k_BTKN, v_BTKM, positions_BS)
 
 

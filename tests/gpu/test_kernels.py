@@ -14,7 +14,12 @@ from scmoe.kernels import linear, tune
 from scmoe.kernels import norm as norm_kernels
 from scmoe.kernels.bench import TOLERANCE_FP8, Shape, check_layer, relative_error
 from scmoe.kernels.block_sparse import dsd, moe_topology, sdd, to_dense
-from scmoe.kernels.decode_attention import Unfinished, Unjoined, attend_cache, attend_unfinished
+from scmoe.kernels.decode_attention import (
+  Unfinished,
+  Unjoined,
+  attend_cache,
+  attend_unfinished,
+)
 from scmoe.kernels.grouped_matmul import (
   FFNConfig,
   FFNWeights,
@@ -398,25 +403,28 @@ def test_experts_of_a_token(normal, num_experts, k):
   np.testing.assert_allclose(share, np.take_along_axis(softmax, expert, 1), rtol=1e-5, atol=2e-38)
 
 
+@pytest.mark.parametrize("rows", [1, 5, 40])
 @pytest.mark.parametrize(
   ("heads", "kv_heads", "width", "length", "window"),
   [(16, 16, 128, 256, 0), (16, 16, 64, 256, 0), (32, 8, 128, 8320, 0), (16, 4, 64, 4096, 1000)],
 )
-def test_attention_of_a_token(normal, heads, kv_heads, width, length, window):
-  q, k, v = (
-    3 * normal(heads, width),
-    normal(length, kv_heads, width),
-    normal(length, kv_heads, width),
-  )
+def test_attention_of_a_token(normal, heads, kv_heads, width, length, window, rows):
+  q = 3 * normal(rows, heads, width)
+  k, v = (normal(rows, length, kv_heads, width) for _ in range(2))
   run = jax.jit(functools.partial(attend_cache, scale=width**-0.5, window=window))
-  for position in (0, 63, 64, length // 2 + 5, length - 1):
-    got = run(q, k, v, jnp.asarray([position], jnp.int32))
-    seen = slice(max(0, position - window + 1) if window else 0, position + 1)
-    wide = lambda x, seen=seen: jnp.repeat(x[seen].astype(jnp.float32), heads // kv_heads, 1)
-    with jax.default_matmul_precision("highest"):
-      scores = jnp.einsum("hn,thn->ht", q.astype(jnp.float32), wide(k)) * width**-0.5
-      want = jnp.einsum("ht,thn->hn", jax.nn.softmax(scores), wide(v))
-    assert relative_error(got, want) < 3e-3, position
+  positions = (0, 63, 64, length // 2 + 5, length - 1)
+  for first in positions if rows == 1 else (0,):
+    here = [first] if rows == 1 else [positions[r % len(positions)] for r in range(rows)]
+    got = run(q, k, v, jnp.asarray(here, jnp.int32))
+    for r, position in enumerate(here):
+      seen = slice(max(0, position - window + 1) if window else 0, position + 1)
+      wide = lambda x, r=r, seen=seen: jnp.repeat(
+        x[r, seen].astype(jnp.float32), heads // kv_heads, 1
+      )
+      with jax.default_matmul_precision("highest"):
+        scores = jnp.einsum("hn,thn->ht", q[r].astype(jnp.float32), wide(k)) * width**-0.5
+        want = jnp.einsum("ht,thn->hn", jax.nn.softmax(scores), wide(v))
+      assert relative_error(got[r], want) < 3e-3, (r, position)
 
 
 @pytest.mark.parametrize(
@@ -443,7 +451,8 @@ def test_attention_that_finishes_a_token(normal, heads, kv_heads, width, length,
     here = jnp.asarray([position], jnp.int32)
     got, *cache = run(own, k, v, here)
     y = got.joined() if isinstance(got, Unjoined) else got
-    assert relative_error(y, plain(q, *wanted, here)) < 3e-3, position
+    want = plain(q[None], wanted[0][None], wanted[1][None], here)[0]
+    assert relative_error(y, want) < 3e-3, position
     found = product(got, [matrix])[0].reshape(-1)
     want = y.reshape(-1).astype(jnp.float32) @ matrix.astype(jnp.float32)
     assert relative_error(found, want) < 5e-3, position

@@ -15,7 +15,12 @@ import pytest
 
 from scmoe._compat import KERNELS_WRITE_IN_PLACE, gpu_interpret_params, jax_version
 from scmoe.kernels import decode_attention, linear, norm
-from scmoe.kernels.decode_attention import Unfinished, Unjoined, attend_cache, attend_unfinished
+from scmoe.kernels.decode_attention import (
+  Unfinished,
+  Unjoined,
+  attend_cache,
+  attend_unfinished,
+)
 from scmoe.kernels.grouped_matmul import (
   FFNConfig,
   FFNWeights,
@@ -786,32 +791,35 @@ def test_norm_of_a_token_lowers():
 
 
 @needs_new_simulation
+@pytest.mark.parametrize("rows", ["one row", "rows"])
 @pytest.mark.parametrize(
   ("heads", "kv_heads", "width", "length", "window", "num_sms"),
-  [(2, 2, 64, 128, 0, 2), (4, 2, 64, 192, 100, 2), (1, 1, 128, 1024, 0, 4)],
+  [(2, 2, 64, 128, 0, 2), (4, 2, 64, 192, 100, 2), (1, 1, 128, 1024, 0, 24)],
   ids=["one CTA", "shared keys, window", "several CTAs"],
 )
-def test_attention_of_a_token_simulated(heads, kv_heads, width, length, window, num_sms):
+def test_attention_of_a_token_simulated(heads, kv_heads, width, length, window, num_sms, rows):
   """Against softmax in float64; keys behind the position are not finite, values are huge."""
   scale = width**-0.5
-  for position in sorted({0, 63, 64, length // 2, length - 1}):
-    q = 3 * normal(0, heads, width)
-    k, v = (normal(i, length, kv_heads, width) for i in (1, 2))
-    k, v = k.at[position + 1 :].set(jnp.nan), v.at[position + 1 :].set(1e4)
+  positions = sorted({0, 63, 64, length // 2, length - 1})
+  for here in [[p] for p in positions] if rows == "one row" else [positions]:
+    q = 3 * normal(0, len(here), heads, width)
+    k, v = (normal(i, len(here), length, kv_heads, width) for i in (1, 2))
+    for r, position in enumerate(here):
+      k, v = k.at[r, position + 1 :].set(jnp.nan), v.at[r, position + 1 :].set(1e4)
     with interpreted(gpu_interpret_params(detect_races=True), num_sms=num_sms):
-      assert decode_attention.takes(q[None, None], k[None], v[None], "mosaic_gpu")
-      here = jnp.asarray([position], jnp.int32)
-      got = attend_cache(q, k, v, here, scale=scale, window=window)
-    seen = slice(max(0, position - window + 1) if window else 0, position + 1)
-    keys, values = (
-      np.repeat(np.asarray(x, np.float64)[seen], heads // kv_heads, 1) for x in (k, v)
-    )
-    scores = np.einsum("hn,thn->ht", np.asarray(q, np.float64), keys) * scale
-    weights = np.exp(scores - scores.max(1, keepdims=True))
-    weights /= weights.sum(1, keepdims=True)
-    want = np.einsum("ht,thn->hn", weights, values)
+      assert decode_attention.takes(q[:, None], k, v, "mosaic_gpu")
+      got = attend_cache(q, k, v, jnp.asarray(here, jnp.int32), scale=scale, window=window)
     assert got.dtype == q.dtype
-    assert relative_error(got, want) < 3e-3, position
+    for r, position in enumerate(here):
+      seen = slice(max(0, position - window + 1) if window else 0, position + 1)
+      keys, values = (
+        np.repeat(np.asarray(x[r], np.float64)[seen], heads // kv_heads, 1) for x in (k, v)
+      )
+      scores = np.einsum("hn,thn->ht", np.asarray(q[r], np.float64), keys) * scale
+      weights = np.exp(scores - scores.max(1, keepdims=True))
+      weights /= weights.sum(1, keepdims=True)
+      want = np.einsum("ht,thn->hn", weights, values)
+      assert relative_error(got[r], want) < 3e-3, position
 
 
 def _unfinished(heads, kv_heads, width, turned=True):
@@ -850,7 +858,8 @@ def test_attention_that_finishes_a_token_simulated(heads, kv_heads, width, lengt
     with interpreted(gpu_interpret_params(detect_races=True), num_sms=num_sms):
       assert decode_attention.finishes(own, k[None], v[None], "mosaic_gpu")
       got, *cache = attend_unfinished(own, k, v, here, **options)
-      want = attend_cache(q, *wanted, here, **options)
+      k, v = (x[None] for x in wanted)
+      (want,) = attend_cache(q[None], k, v, here, **options)
     assert isinstance(got, Unjoined) == (length > 128 and num_sms > kv_heads)
     assert relative_error(_joined(got), want) < 3e-3, position
     for one, other in zip(cache, wanted):
@@ -880,10 +889,12 @@ def test_attention_of_a_token_lowers():
   of = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype)
   run = functools.partial(attend_cache, scale=0.1)
   for heads, kv_heads, width, length in ((16, 16, 128, 256), (16, 16, 64, 256), (32, 8, 128, 4096)):
+    for rows in (1, 64):
+      caches = of(rows, length, kv_heads, width)
+      args = of(rows, heads, width), caches, caches, of(rows, dtype=jnp.int32)
+      text = jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+      assert text.count("custom_call @mosaic_gpu") == 1
     cache, here = of(length, kv_heads, width), of(1, dtype=jnp.int32)
-    args = of(heads, width), cache, cache, here
-    text = jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 1
     if not KERNELS_WRITE_IN_PLACE:
       continue
     run_unfinished = jax.jit(functools.partial(attend_unfinished, scale=0.1))
@@ -915,5 +926,5 @@ def test_attention_that_the_kernel_leaves():
   assert take(128, 128, 2, 64)
   assert not take(256, 128, 2, 64)  # 128 heads share keys
   assert not take(2, 128, 2, 96)
-  assert not take(2, 128, 2, 64, batch=2)
+  assert take(2, 128, 2, 64, batch=2)
   assert not take(2, 128, 2, 64, backend="auto")  # on a CPU

@@ -32,10 +32,12 @@ from scmoe.kernels.grouped_matmul import (
   grouped_matmul_reference,
   padded_layout,
   resolve_backend,
+  spreading,
   tiles,
   tuned,
 )
 from scmoe.kernels.grouped_matmul.layout import make_layout
+from scmoe.kernels.permute import take_rows
 from scmoe.kernels.top_k import begin_gate, gate_product, gate_top_k
 from scmoe.layers.norm import Norm
 
@@ -177,6 +179,39 @@ def test_tokens_in_place(normal, activation, with_bias):
   )
   weights = ffn_weights(normal, activation, 256, 192, 4, with_bias)
   check_ffn(normal(700, 256), normal(700, 256), weights, layout, activation)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_wide_experts_whose_rows_are_spread_before(normal, activation):
+  """As the one before; the products read rows in order."""
+  rng = np.random.default_rng(0)
+  expert = np.stack([rng.permutation([0, 2, 3, 4])[:2] for _ in range(700)])
+  layout = choices_layout(
+    jnp.asarray(expert, jnp.int32), jnp.abs(normal(700, 2)).astype(jnp.float32), 4
+  )
+  weights = ffn_weights(normal, activation, 320, 2048, 4, True)
+  check_ffn(normal(700, 320), normal(700, 320), weights, layout, activation)
+
+
+@pytest.mark.parametrize(
+  ("rows", "width", "copies", "groups"),
+  [(700, 64, 2, 4), (1, 2880, 32, 40), (8192, 7168, 8, 32), (5000, 192, 1, 3), (33, 8192, 1, 1)],
+)
+def test_rows_at_all_their_places(normal, rows, width, copies, groups):
+  x = normal(rows, width)
+  rng = np.random.default_rng(time.time_ns() % 2**31)
+  expert_TK = jnp.asarray(rng.integers(0, groups + 1, (rows, copies)), jnp.int32)
+  tiles = choices_layout(expert_TK, jnp.ones(expert_TK.shape), groups).sorted(128)
+  layout = tiles.groups
+  assert spreading.takes(x, copies)
+  poison()
+  places = layout.group_sizes_G, layout.tile_starts_G, layout.tiles_G
+  got = spreading.spread_rows_kernel(
+    x, tiles.permutation.row_TK, *places, num_rows=layout.num_rows, tile=128
+  )
+  used = int(layout.num_tiles[0]) * 128  # behind them nothing is written
+  want = take_rows(x, tiles.source_R)[:used]
+  np.testing.assert_array_equal(got[:used].astype(jnp.float32), want.astype(jnp.float32))
 
 
 @pytest.mark.parametrize("shape", [(256, 512), (2048, 1024), (1024, 4096), (4096, 768)])

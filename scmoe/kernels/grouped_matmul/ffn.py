@@ -196,7 +196,7 @@ def _expert_ffn(rows_MD, weights, choices, tiles, static):
     weights,
     tiles.groups,
     static.how,
-    index_R=tiles.source_R,
+    permutation=tiles.permutation,
     with_pre=False,
   )
   return _back(y_RD, weight_MK, tiles, static)
@@ -209,7 +209,7 @@ def _expert_ffn_fwd(rows_MD, weights, choices, tiles, static):
     weights,
     tiles.groups,
     static.how,
-    index_R=tiles.source_R,
+    permutation=tiles.permutation,
     with_pre=True,
   )
   return _back(y_RD, weight_MK, tiles, static), (rows_MD, weights, choices, tiles, pre)
@@ -225,7 +225,7 @@ def _expert_ffn_bwd(static, residuals, dout_MD):
     _row_weights(weight_MK, tiles, xla.accumulation_type(rows_MD.dtype)),
     tiles.groups,
     static.how,
-    index_R=tiles.source_R,
+    permutation=tiles.permutation,
   )
   drows_MD = _back(dx_RD, None, tiles, static)
   dweight_MK = None

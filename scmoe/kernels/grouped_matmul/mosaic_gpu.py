@@ -11,7 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from scmoe.kernels.grouped_matmul import fp8, tiles
+from scmoe.kernels.grouped_matmul import fp8, spreading, tiles
 from scmoe.kernels.grouped_matmul.down_backward import down_backward_product
 from scmoe.kernels.grouped_matmul.layout import GroupLayout
 from scmoe.kernels.grouped_matmul.pipeline import can_gather
@@ -19,14 +19,15 @@ from scmoe.kernels.grouped_matmul.rows_product import rows_product
 from scmoe.kernels.grouped_matmul.weights import Execution, FFNWeights
 from scmoe.kernels.grouped_matmul.weights_product import weights_product
 from scmoe.kernels.grouped_matmul.xla import group_sums, per_row
-from scmoe.kernels.permute import take_rows, take_words
+from scmoe.kernels.permute import Permutation, take_rows, take_words
+from scmoe.kernels.running import runs_ptx
 
-# Hidden sizes from which rows are gathered before a product reads them. A kernel that gathers does
-# so for every tile of the width it multiplies by, with copies that wgmma waits for, and in the
-# tiles that gather each row least often; of rows in order it takes the tiles that are fastest. The
-# gather before takes 1.1 ps an element. From products of eleven models on one H200
-# (experiments/kernels/tilings.py).
-GATHERED_BEFORE = {"up": 2048, "down_backward": 1280, "weights_lhs": 2048}
+# Hidden sizes from which rows are spread over the tiles before a product reads them. A kernel that
+# gathers does so for every tile of the width it multiplies by, with copies that wgmma waits for,
+# and in the tiles that gather each row least often; of rows in order it takes the tiles that are
+# fastest. To spread them takes 0.7 ps an element (0.9 of two copies). From layers of nine models
+# on H200s (experiments/LOG.md, 2026-11-26).
+GATHERED_BEFORE = {"up": 1408, "down_backward": 640, "weights_lhs": 1408}
 
 
 def _gathers_inside(product: str, hidden: int) -> bool:
@@ -39,6 +40,19 @@ def _split_gather(x_XN, index_R, inside: bool):
   if index_R is None or inside:
     return x_XN, index_R
   return take_words(x_XN, index_R), None
+
+
+def _rows(x_XD, permutation: Permutation | None, layout: GroupLayout, inside: bool):
+  """(x, index) for a kernel that gathers by itself, else the rows in their tiles and None."""
+  if permutation is None:
+    return x_XD, None
+  if inside:
+    return x_XD, permutation.token_R
+  if not (runs_ptx() and spreading.takes(x_XD, permutation.row_TK.shape[1])):
+    return take_words(x_XD, permutation.token_R), None
+  places = layout.group_sizes_G, layout.tile_starts_G, layout.tiles_G
+  spread = functools.partial(spreading.spread_rows_kernel, num_rows=layout.num_rows)
+  return spread(x_XD, permutation.row_TK, *places, tile=layout.tile), None
 
 
 def grouped_rows(
@@ -113,7 +127,7 @@ def forward(
   layout: GroupLayout,
   how: Execution,
   *,
-  index_R: jax.Array | None = None,
+  permutation: Permutation | None = None,
   with_pre: bool = True,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
   """As `xla.forward`; gather, biases and activation are part of the products.
@@ -131,7 +145,7 @@ def forward(
     weights.up_weights,
     weights.up_biases,
     layout,
-    index_R=index_R,
+    permutation=permutation,
     activation=how.activation,
     with_results=with_pre,
     num_sms=how.num_sms,
@@ -141,10 +155,10 @@ def forward(
   return y_RD, tuple(pre)
 
 
-def _product(x_XK, matrices, biases, layout, *, index_R=None, activation=None, **options):
+def _product(x_XK, matrices, biases, layout, *, permutation=None, activation=None, **options):
   """`rows_product` of rows with the matrices of all results, in the rows' type."""
   widths = matrices[0].shape[1:]
-  x, index_R = _split_gather(x_XK, index_R, _gathers_inside("up", widths[1]))
+  x, index_R = _rows(x_XK, permutation, layout, _gathers_inside("up", widths[1]))
   kind = "rows" if activation is None else "up" if activation.gated else "activated"
   experts = kind != "rows" and layout.num_groups > 1  # a dense MLP is one group
   return rows_product(
@@ -161,11 +175,11 @@ def _product(x_XK, matrices, biases, layout, *, index_R=None, activation=None, *
   )
 
 
-def _fp8_product(x_XK, matrices, biases, layout, *, index_R=None, **options):
+def _fp8_product(x_XK, matrices, biases, layout, *, permutation=None, **options):
   """As `_product`, of operands rounded to e4m3; gathered before the product, with their scales."""
   rows, scale = fp8.quantised_rows(x_XK)
-  if index_R is not None:
-    rows, scale = take_rows(rows, index_R), take_rows(scale, index_R)
+  if permutation is not None:
+    rows, scale = (take_rows(x, permutation.token_R) for x in (rows, scale))
   quantised = [fp8.quantised_matrices(w) for w in matrices]
   return rows_product(
     (rows,),
@@ -203,11 +217,12 @@ def backward(
   layout: GroupLayout,
   how: Execution,
   *,
-  index_R: jax.Array | None = None,
+  permutation: Permutation | None = None,
 ) -> tuple[jax.Array, FFNWeights, jax.Array]:
   """As `xla.backward`: one kernel to the pre-activations, then three products."""
   dtype, (_, width, hidden) = x_XD.dtype, weights.up_GDF.shape
-  dy, dy_index_R = _split_gather(dy_XD, index_R, _gathers_inside("down_backward", hidden))
+  inside = _gathers_inside("down_backward", hidden)
+  dy, dy_index_R = _rows(dy_XD, permutation, layout, inside)
   scaled_a_RF, dpre, ds_R = down_backward_product(
     dy,
     weights.down_GFD,
@@ -222,11 +237,11 @@ def backward(
   ddown_GFD = grouped_weights(
     scaled_a_RF, dy, layout, rhs_index_R=dy_index_R, out_dtype=dtype, num_sms=how.num_sms
   )
-  if index_R is not None:
+  if permutation is not None:
     # The scaled activation is as large as a pre-activation: let it go before dx is made. Nor are
     # x's rows kept from the forward pass, should that have gathered them.
     dpre, ddown_GFD, x_XD = jax.lax.optimization_barrier((dpre, ddown_GFD, x_XD))
-  x, x_index_R = _split_gather(x_XD, index_R, _gathers_inside("weights_lhs", hidden))
+  x, x_index_R = _rows(x_XD, permutation, layout, _gathers_inside("weights_lhs", hidden))
   dups = _up_gradients(x, dpre, layout, x_index_R, how)
   (dx_RD,) = rows_product(  # both into one accumulator
     dpre,

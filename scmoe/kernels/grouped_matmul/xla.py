@@ -27,7 +27,7 @@ from scmoe.kernels.grouped_matmul import fp8
 from scmoe.kernels.grouped_matmul.activations import activate, activation_vjp
 from scmoe.kernels.grouped_matmul.layout import GroupLayout
 from scmoe.kernels.grouped_matmul.weights import Execution, FFNWeights
-from scmoe.kernels.permute import take_rows
+from scmoe.kernels.permute import Permutation, take_rows
 
 
 def choose_tile(num_rows: int, num_groups: int) -> int:
@@ -164,6 +164,11 @@ def _each_tile(
   return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), out), sums
 
 
+def _index(permutation: Permutation | None) -> jax.Array | None:
+  """Row behind each row of the tiles."""
+  return None if permutation is None else permutation.token_R
+
+
 def _reader(x_XN: jax.Array, index_R: jax.Array | None):
   """What stands for the rows of a tile among its arguments, and how they are read from it."""
   if index_R is None:
@@ -254,17 +259,17 @@ def forward(
   layout: GroupLayout,
   how: Execution,
   *,
-  index_R: jax.Array | None = None,
+  permutation: Permutation | None = None,
   with_pre: bool = True,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
   """Every row through its expert: y = down(act(up(x))).
 
   Args:
-    x_XD: rows, read through `index_R` if that is given.
+    x_XD: rows, read at the tokens of `permutation` if that is given.
     weights: of the groups; matrices in the type of x.
     layout: the tiles of R.
     how: what is used of it: activation, precision and fp8.
-    index_R: as in `grouped_rows`.
+    permutation: between the rows and those of the tiles; None: they are the same.
     with_pre: whether the pre-activations are wanted; () stands for them otherwise.
 
   Returns:
@@ -283,7 +288,7 @@ def forward(
   rounded_rows = fp8.rounded_rows if how.fp8 else lambda x: x
   if how.fp8:
     weights = fp8.rounded_weights(weights)
-  source, read = _reader(rounded_rows(x_XD), index_R)
+  source, read = _reader(rounded_rows(x_XD), _index(permutation))
   if layout.one_tile_each:
     return network(_of_groups(layout, how.precision), read(source), weights)
   ops = _of_tile(how.precision)
@@ -301,7 +306,7 @@ def backward(
   layout: GroupLayout,
   how: Execution,
   *,
-  index_R: jax.Array | None = None,
+  permutation: Permutation | None = None,
 ) -> tuple[jax.Array, FFNWeights, jax.Array]:
   """The gradients of s · y, where y is what `forward` gives and dy the gradient of s · y.
 
@@ -309,8 +314,8 @@ def backward(
   a is kept (SonicMoE, arXiv 2512.14080); a is recomputed from `pre`.
 
   Args:
-    x_XD, dy_XD: rows of the input and of the gradient, both read through `index_R`.
-    weights, layout, how, index_R: as in `forward`.
+    x_XD, dy_XD: rows of the input and of the gradient, both read as in `forward`.
+    weights, layout, how, permutation: as in `forward`.
     pre: what `forward` gave.
     row_weight_R: s; 0 on padding.
 
@@ -339,6 +344,7 @@ def backward(
     )
     return (sum(back[1:], back[0]).astype(dtype), ds), gradients
 
+  index_R = _index(permutation)
   (x_source, read_x), (dy_source, read_dy) = _reader(x_XD, index_R), _reader(dy_XD, index_R)
   if layout.one_tile_each:
     ops = _of_groups(layout, how.precision)

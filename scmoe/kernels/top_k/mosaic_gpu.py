@@ -28,7 +28,7 @@ from scmoe.kernels.grouped_matmul.stores import CHUNK, store_tiles
 from scmoe.kernels.grouped_matmul.tiles import SMEM_LIMIT
 from scmoe.kernels.running import resolve_num_sms
 
-_ROWS = 128
+_ROWS = 128  # of a tile, where there is one for every multiprocessor; else half
 _LARGE = 1e9  # beyond every expert id
 _RESERVED = 8_192  # bytes: the chosen experts, barriers and their alignment
 
@@ -80,9 +80,10 @@ def gate_top_k_kernel(
   padded = -(-experts // 64) * 64
   terms = jnp.pad(terms, ((0, 0), (0, 0), (0, padded - experts)))
   operands = Operands(x_TD, tuple(terms))
-  tiling = _fit(padded, num_terms)
-  consumer_rows, steps = tiling.consumer_rows, width // tiling.depth
   num_sms = resolve_num_sms(num_sms)
+  few = tokens // _ROWS < num_sms
+  tiling = _fit(_ROWS // 2 if few else _ROWS, padded, num_terms)
+  rows, consumer_rows, steps = tiling.rows, tiling.consumer_rows, width // tiling.depth
   # Tensor cores truncate what they add to. The small terms are summed up apart, so that this
   # happens to the large sum as often as in one product.
   sums = min(num_terms, 2)
@@ -91,7 +92,7 @@ def gate_top_k_kernel(
     def with_memory(shared: Memory):
       def producer(tile, step, stage, barrier):
         k_slice = pl.ds(step * tiling.depth, tiling.depth)
-        block = gmem.x.at[pl.ds(tile * _ROWS, _ROWS), k_slice]
+        block = gmem.x.at[pl.ds(tile * rows, rows), k_slice]
         plgpu.copy_gmem_to_smem(block, shared.x.at[stage], barrier)
         for term, gate in enumerate(gmem.gate):
           plgpu.copy_gmem_to_smem(gate.at[k_slice, :], shared.gate.at[stage, term], barrier)
@@ -105,7 +106,7 @@ def gate_top_k_kernel(
         logits = accumulators[0][...]
         for smaller in accumulators[1:]:
           logits = logits + smaller[...]
-        first = tile * _ROWS + first_row
+        first = tile * rows + first_row
         values = [(lambda s: logits[:, s], padded)]
         store_tiles(values, [outs.logits], [0], first, shared.stores, consumer)
         shape = logits.shape
@@ -129,7 +130,7 @@ def gate_top_k_kernel(
         )
 
       work = Work(
-        num_tiles=jnp.int32(tokens // _ROWS),
+        num_tiles=jnp.int32(tokens // rows),
         locate=lambda tile: tile,
         steps=lambda _: jnp.int32(steps),
         producer=producer,
@@ -141,7 +142,7 @@ def gate_top_k_kernel(
 
     full, empty = barriers(tiling, 1 + num_terms)
     memory = Memory(
-      x=smem((tiling.stages, _ROWS, tiling.depth), x_TD.dtype),
+      x=smem((tiling.stages, rows, tiling.depth), x_TD.dtype),
       gate=smem((tiling.stages, num_terms, tiling.depth, padded), x_TD.dtype),
       stores=smem((CONSUMERS, tiling.stores, consumer_rows, CHUNK), jnp.float32),
       expert=plgpu.SMEM((CONSUMERS, top_k, consumer_rows), jnp.int32),
@@ -159,9 +160,11 @@ def gate_top_k_kernel(
   return outs.logits[:, :experts], outs.expert.T
 
 
-def _fit(padded: int, terms: int) -> Tiling:
-  """As many stages as fit beside one buffer of stores, at most 6."""
-  stage = (_ROWS + terms * padded) * 64 * 2
+def _fit(rows: int, padded: int, terms: int) -> Tiling:
+  """As many stages as fit beside one buffer of stores, at most 6. Of half tiles each consumer has
+  its own: a matrix instruction has 64 rows."""
+  pingpong = rows < _ROWS
+  stage = (rows + terms * padded) * 64 * 2
   stores = CONSUMERS * (_ROWS // CONSUMERS) * CHUNK * 4
   stages = min(6, (SMEM_LIMIT - _RESERVED - stores) // stage)
-  return Tiling(rows=_ROWS, cols=padded, stages=stages, stores=1)
+  return Tiling(rows=rows, cols=padded, stages=stages, stores=1, pingpong=pingpong)

@@ -232,10 +232,10 @@ def test_a_layers_products_are_those_that_its_training_traces():
 @pytest.mark.parametrize(
   ("hidden", "inside"),
   [
-    (1024, {"up", "down_backward", "weights", "weights_pair"}),
-    (1408, {"up", "weights_pair"}),
-    (1984, {"up", "weights_pair"}),
-    (2048, set()),
+    (576, {"up", "down_backward", "weights", "weights_pair"}),
+    (640, {"up", "weights_pair"}),
+    (1344, {"up", "weights_pair"}),
+    (1408, set()),
   ],
 )
 def test_wide_experts_have_their_rows_gathered_before_the_products(hidden, inside):

@@ -10,6 +10,7 @@ kept by the forward (SonicMoE, arXiv 2512.14080).
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -144,6 +145,8 @@ def down_backward_product(
   col_tiles = tiles_over(hidden, cols, 2 if tiling.pair == "cols" else 1)
   steps = width // depth
   consumer_rows = tiling.consumer_rows
+  halves = consumer_rows // _ROWS
+  together = min(tiling.stores, halves)  # that the epilogue's buffers take
   fused = index_R is not None
   assert not (fused and tiling.pair == "cols"), "a gathered operand cannot be shared"
   num_sms = resolve_num_sms(num_sms)
@@ -181,13 +184,15 @@ def down_backward_product(
           accumulators[0], shared.dy.at[stage, my_rows], shared.down.at[stage].transpose((1, 0))
         )
 
-      def load_chunk(where, chunk, consumer, first_row):
+      def first_place(where, first_row):
         row_tile, col_tile, *_ = where
-        row_slice = pl.ds(row_tile * tiling.rows + first_row, consumer_rows)
-        col_slice = pl.ds(first_of(col_tile, cols, hidden) + chunk * _COLS, _COLS)
+        return row_tile * tiling.rows + first_row, first_of(col_tile, cols, hidden)
+
+      def load_chunk(row, col, consumer):
+        """Pre-activations from a row and a column on, as many as the buffers take."""
         for part in range(parts):
           plgpu.copy_gmem_to_smem(
-            gmem.pre[part].at[row_slice, col_slice],
+            gmem.pre[part].at[pl.ds(row, together * _ROWS), pl.ds(col, _COLS)],
             shared.pre.at[consumer, part],
             shared.pre_loaded.at[consumer],
           )
@@ -195,62 +200,63 @@ def down_backward_product(
       def prologue(where, consumer, first_row):
         # The previous tile's stores have left the buffers.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        row_tile = where[0]
+        row, col = first_place(where, first_row)
         plgpu.copy_gmem_to_smem(
-          gmem.weight_R.at[pl.ds(row_tile * tiling.rows + first_row, consumer_rows)],
+          gmem.weight_R.at[pl.ds(row, consumer_rows)],
           shared.weight.at[consumer],
           shared.weight_loaded.at[consumer],
         )
-        load_chunk(where, 0, consumer, first_row)
+        load_chunk(row, col, consumer)
 
       def epilogue(where, accumulators, consumer, first_row):
-        row_tile, col_tile, *_ = where
-        row_slice = pl.ds(row_tile * tiling.rows + first_row, consumer_rows)
+        first, first_col = first_place(where, first_row)
+        col_tile = where[1]
         da_tile = accumulators[0][...]
         plgpu.barrier_wait(shared.weight_loaded.at[consumer])
-        ds: list[Any] = [None] * (consumer_rows // _ROWS)
-        for chunk in range(cols // _COLS):
-          if chunk:
+        ds: list[Any] = [None] * halves
+        for chunk, half in itertools.product(range(cols // _COLS), range(halves)):
+          row, col = first + half * _ROWS, first_col + chunk * _COLS
+          begins = half % together == 0
+          if begins and (chunk or half):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            load_chunk(where, chunk, consumer, first_row)
-          plgpu.barrier_wait(shared.pre_loaded.at[consumer])
-          for half in range(consumer_rows // _ROWS):
-            part_rows = slice(half * _ROWS, (half + 1) * _ROWS)
-            da = da_tile[part_rows, chunk * _COLS : (chunk + 1) * _COLS]
-            h = [shared.pre[consumer, part, part_rows].astype(jnp.float32) for part in range(parts)]
-            s = plgpu.layout_cast(shared.weight[consumer, part_rows], plgpu.Layout.WGMMA.reduce(1))
-            s_full = lax.broadcast_in_dim(s, da.shape, (0,))
-            value, derivative = activation.value_and_derivative(h[0])
-            a = value * h[1] if activation.gated else value
-            share = jnp.sum(da * a, axis=1)
-            if hidden % cols:  # of columns that two tiles compute, the first one's counts
-              here = first_of(col_tile, cols, hidden) + chunk * _COLS
-              counts = jnp.where(here >= col_tile * cols, 1.0, 0.0)
-              share = share * lax.broadcast_in_dim(counts, share.shape, ())
-            ds[half] = share if ds[half] is None else ds[half] + share
-            da = da * s_full
-            if activation.gated:
-              dpre = (da * h[1] * derivative, da * value)
-            else:
-              dpre = (da * derivative,)
-            for part in range(parts):
-              shared.pre[consumer, part, part_rows] = dpre[part].astype(dtype)
-            # The half before this one has left the buffer that both use.
+            load_chunk(row, col, consumer)
+          if begins:
+            plgpu.barrier_wait(shared.pre_loaded.at[consumer])
+          in_buffer = slice(half % together * _ROWS, (half % together + 1) * _ROWS)
+          part_rows = slice(half * _ROWS, (half + 1) * _ROWS)
+          da = da_tile[part_rows, chunk * _COLS : (chunk + 1) * _COLS]
+          h = [shared.pre[consumer, part, in_buffer].astype(jnp.float32) for part in range(parts)]
+          s = plgpu.layout_cast(shared.weight[consumer, part_rows], plgpu.Layout.WGMMA.reduce(1))
+          s_full = lax.broadcast_in_dim(s, da.shape, (0,))
+          value, derivative = activation.value_and_derivative(h[0])
+          a = value * h[1] if activation.gated else value
+          share = jnp.sum(da * a, axis=1)
+          if hidden % cols:  # of columns that two tiles compute, the first one's counts
+            counts = jnp.where(col >= col_tile * cols, 1.0, 0.0)
+            share = share * lax.broadcast_in_dim(counts, share.shape, ())
+          ds[half] = share if ds[half] is None else ds[half] + share
+          da = da * s_full
+          if activation.gated:
+            dpre = (da * h[1] * derivative, da * value)
+          else:
+            dpre = (da * derivative,)
+          for part in range(parts):
+            shared.pre[consumer, part, in_buffer] = dpre[part].astype(dtype)
+          if not begins:  # the half before this one has left the buffer that both use
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            shared.scaled[consumer] = (a * s_full).astype(dtype)
-            plgpu.commit_smem()
-            target = (
-              pl.ds(row_tile * tiling.rows + first_row + half * _ROWS, _ROWS),
-              pl.ds(first_of(col_tile, cols, hidden) + chunk * _COLS, _COLS),
-            )
-            for part in range(parts):
-              source = shared.pre.at[consumer, part, part_rows]
-              plgpu.copy_smem_to_gmem(source, outs.dpre[part].at[target])
-            plgpu.copy_smem_to_gmem(shared.scaled.at[consumer], outs.scaled.at[target])
+          shared.scaled[consumer] = (a * s_full).astype(dtype)
+          plgpu.commit_smem()
+          target = pl.ds(row, _ROWS), pl.ds(col, _COLS)
+          for part in range(parts):
+            source = shared.pre.at[consumer, part, in_buffer]
+            plgpu.copy_smem_to_gmem(source, outs.dpre[part].at[target])
+          plgpu.copy_smem_to_gmem(shared.scaled.at[consumer], outs.scaled.at[target])
         for half, share in enumerate(ds):
           shared.ds[consumer, slice(half * _ROWS, (half + 1) * _ROWS)] = share
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(shared.ds.at[consumer], outs.ds.at[col_tile, row_slice])
+        plgpu.copy_smem_to_gmem(
+          shared.ds.at[consumer], outs.ds.at[col_tile, pl.ds(first, consumer_rows)]
+        )
 
       work = Work(
         num_tiles=paired_tiles(tiling, gmem.num_tiles[0], col_tiles),
@@ -269,7 +275,7 @@ def down_backward_product(
     memory = Memory(
       dy=smem((tiling.stages, tiling.rows, depth), dtype),
       down=smem((tiling.stages, cols, depth), dtype),
-      pre=smem((CONSUMERS, parts, consumer_rows, _COLS), dtype),
+      pre=smem((CONSUMERS, parts, together * _ROWS, _COLS), dtype),
       scaled=smem((CONSUMERS, _ROWS, _COLS), dtype),
       weight=plgpu.SMEM((CONSUMERS, consumer_rows), jnp.float32),
       ds=plgpu.SMEM((CONSUMERS, consumer_rows), jnp.float32),

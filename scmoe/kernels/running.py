@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 _interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=None)
@@ -73,3 +74,12 @@ def compiled(body, **options: Any):
     ),
     **options,
   )
+
+
+def varying_as(x: jax.Array, made: Any) -> Any:
+  """What a kernel has made of x, marked as differing between the devices between which x does.
+
+  Kernels lose that mark, which `jax.shard_map` checks (`check_vma`).
+  """
+  axes = tuple(sorted(jax.typeof(x).manual_axis_type.varying))
+  return jax.tree.map(lambda a: lax.pcast(a, axes, to="varying"), made) if axes else made

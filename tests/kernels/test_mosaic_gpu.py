@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from scmoe._compat import KERNELS_WRITE_IN_PLACE, gpu_interpret_params, jax_version
 from scmoe.kernels import decode_attention, linear, norm
@@ -38,10 +40,18 @@ from scmoe.kernels.grouped_matmul import (
 from scmoe.kernels.grouped_matmul.activations import activate, activation_vjp
 from scmoe.kernels.grouped_matmul.down_backward import down_backward_product
 from scmoe.kernels.grouped_matmul.ffn import _resolve
-from scmoe.kernels.grouped_matmul.layout import make_equal_layout, make_layout, source_rows_of
+from scmoe.kernels.grouped_matmul.layout import (
+  make_equal_layout,
+  make_layout,
+  max_tiles,
+  source_rows_of,
+)
 from scmoe.kernels.grouped_matmul.pipeline import Tiling, banded
 from scmoe.kernels.grouped_matmul.rows_product import rows_product
+from scmoe.kernels.grouped_matmul.sorting import sorted_rows_kernel
+from scmoe.kernels.grouped_matmul.spreading import spread_rows_kernel
 from scmoe.kernels.grouped_matmul.weights_product import weights_product
+from scmoe.kernels.permute.positions import running_positions_kernel
 from scmoe.kernels.running import interpreted
 from scmoe.kernels.top_k import TopK, begin_gate, gate_product, gate_top_k
 
@@ -772,6 +782,53 @@ def test_norm_of_a_token_simulated(centred):
   assert got.shape == x.shape
   assert got.dtype == x.dtype
   assert relative_error(got, want) < 3e-3
+
+
+def _kernels_of_ptx():
+  """Each as a function of ids [K, M] and rows [M, D]."""
+  groups, tile = 40, 128
+
+  def sorted_rows(ids_KM):
+    position_N, sizes_G = running_positions_kernel(ids_KM.reshape(-1), groups)
+    bound = max_tiles(ids_KM.size, groups, tile)
+    return sorted_rows_kernel(sizes_G, ids_KM, position_N.reshape(ids_KM.shape), bound, tile)
+
+  def spread(ids_KM, x_MD):
+    starts, tiles_G, *_, row_KM, copy_R, _ = sorted_rows(ids_KM)
+    places = row_KM.T, tiles_G, starts, tiles_G
+    return spread_rows_kernel(x_MD, *places, num_rows=copy_R.size, tile=tile)
+
+  return {
+    "positions": lambda ids, x: running_positions_kernel(ids.reshape(-1), groups),
+    "sorted": lambda ids, x: sorted_rows(ids),
+    "spread": spread,
+  }
+
+
+@pytest.mark.parametrize(("name", "kernels"), [("positions", 1), ("sorted", 2), ("spread", 3)])
+def test_kernels_of_ptx_lower(name, kernels):
+  run = jax.jit(_kernels_of_ptx()[name])
+  for tokens in (1, 8192):
+    ids = jax.ShapeDtypeStruct((8, tokens), jnp.int32)
+    x = jax.ShapeDtypeStruct((tokens, 2880), jnp.bfloat16)
+    text = run.trace(ids, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == kernels
+
+
+@pytest.mark.parametrize("name", ["positions", "sorted", "spread"])
+def test_what_kernels_of_ptx_make_differs_between_devices(name):
+  """Where ids and rows do, `jax.shard_map` has to know: it checks what is returned."""
+
+  def region(ids, x):
+    made = _kernels_of_ptx()[name](ids, x)
+    for array in jax.tree.leaves(made):
+      assert jax.typeof(array).manual_axis_type.varying == {"d"}
+    return x
+
+  mesh = Mesh(np.asarray(jax.devices()[:2]), ("d",))
+  whole = jax.shard_map(region, mesh=mesh, in_specs=(P(None, "d"), P("d")), out_specs=P("d"))
+  ids, x = jax.ShapeDtypeStruct((2, 256), jnp.int32), jax.ShapeDtypeStruct((256, 64), jnp.bfloat16)
+  jax.eval_shape(whole, ids, x)
 
 
 def test_norm_of_a_token_lowers():

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scmoe.kernels import inline
-from scmoe.kernels.running import compiled, resolve_num_sms
+from scmoe.kernels.running import compiled, resolve_num_sms, varying_as
 
 _THREADS = 512
 _MOST = 1024  # groups
@@ -47,7 +47,8 @@ def sorted_rows_kernel(
     tile_starts_G, tiles_G, by_size_G, num_tiles [1] and tile_group_I of the layout; row_KM, copy_R
     and token_R of the permutation.
   """
-  return _sorted(sizes_G, group_KM, position_KM, num_tiles=num_tiles, tile=tile)
+  made = _sorted(sizes_G, group_KM, position_KM, num_tiles=num_tiles, tile=tile)
+  return varying_as(group_KM, made)
 
 
 @functools.partial(jax.jit, static_argnames=("num_tiles", "tile"))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scmoe.kernels import inline
-from scmoe.kernels.running import compiled, resolve_num_sms
+from scmoe.kernels.running import compiled, resolve_num_sms, varying_as
 
 _LANES = 32
 _WARPS = 4  # of a block; eight are no faster
@@ -51,7 +51,8 @@ def spread_rows_kernel(
     num_rows: R.
     tile: rows of a tile.
   """
-  return _spread(x_MD, row_MK, sizes_G, starts_G, tiles_G, num_rows=num_rows, tile=tile)
+  made = _spread(x_MD, row_MK, sizes_G, starts_G, tiles_G, num_rows=num_rows, tile=tile)
+  return varying_as(x_MD, made)
 
 
 @functools.partial(jax.jit, static_argnames=("num_rows", "tile"))

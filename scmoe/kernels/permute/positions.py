@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scmoe.kernels import inline
-from scmoe.kernels.running import compiled
+from scmoe.kernels.running import compiled, varying_as
 
 _LANES = 32
 _WARPS = 32  # of a block
@@ -35,7 +35,7 @@ def takes(num_choices: int, num_experts: int) -> bool:
 
 def running_positions_kernel(expert_N: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
   """`running_positions` of a flat int32 array of a size that the kernel `takes`."""
-  return _positions(expert_N, num_experts=num_experts)
+  return varying_as(expert_N, _positions(expert_N, num_experts=num_experts))
 
 
 @functools.partial(jax.jit, static_argnames=("num_experts",))

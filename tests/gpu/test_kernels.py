@@ -168,29 +168,26 @@ def ffn_weights(normal, activation, width, hidden, groups, with_bias):
   )
 
 
-@pytest.mark.parametrize("activation", activation_names())
-@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
-def test_tokens_in_place(normal, activation, with_bias):
+def check_tokens_in_place(normal, activation, width, hidden, with_bias):
   """Choices of expert 4 are not made; expert 1 has no token."""
   rng = np.random.default_rng(0)
   expert = np.stack([rng.permutation([0, 2, 3, 4])[:2] for _ in range(700)])
   layout = choices_layout(
     jnp.asarray(expert, jnp.int32), jnp.abs(normal(700, 2)).astype(jnp.float32), 4
   )
-  weights = ffn_weights(normal, activation, 256, 192, 4, with_bias)
-  check_ffn(normal(700, 256), normal(700, 256), weights, layout, activation)
+  weights = ffn_weights(normal, activation, width, hidden, 4, with_bias)
+  check_ffn(normal(700, width), normal(700, width), weights, layout, activation)
+
+
+@pytest.mark.parametrize("activation", activation_names())
+@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
+def test_tokens_in_place(normal, activation, with_bias):
+  check_tokens_in_place(normal, activation, 256, 192, with_bias)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_wide_experts_whose_rows_are_spread_before(normal, activation):
-  """As the one before; the products read rows in order."""
-  rng = np.random.default_rng(0)
-  expert = np.stack([rng.permutation([0, 2, 3, 4])[:2] for _ in range(700)])
-  layout = choices_layout(
-    jnp.asarray(expert, jnp.int32), jnp.abs(normal(700, 2)).astype(jnp.float32), 4
-  )
-  weights = ffn_weights(normal, activation, 320, 2048, 4, True)
-  check_ffn(normal(700, 320), normal(700, 320), weights, layout, activation)
+  check_tokens_in_place(normal, activation, 320, 2048, True)
 
 
 @pytest.mark.parametrize(

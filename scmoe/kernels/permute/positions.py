@@ -4,10 +4,9 @@
 
 Every warp has an equal run of the choices and walks it 32 at a time: lanes that hold one expert
 find each other by votes on every bit (`match.any` is two to four times slower), and one of them
-advances the warp's count of it. Then counts of the
-warps before, and of the thread blocks before, are added. Up to eight blocks are one cluster, which
-can wait for each other and read each other's shared memory; so there is no second launch, and no
-atomic whose order could differ.
+advances the warp's count of it. Then counts of the warps before, and of the thread blocks before,
+are added. Up to eight blocks are one cluster, which can wait for each other and read each other's
+shared memory; so there is no second launch, and no atomic whose order could differ.
 """
 
 from __future__ import annotations

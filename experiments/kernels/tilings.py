@@ -29,7 +29,7 @@ from scmoe.kernels import bench, tune
 from scmoe.kernels.grouped_matmul import tiles
 from scmoe.kernels.grouped_matmul.tuned import Key
 from scmoe.kernels.permute import take_words
-from scmoe.kernels.running import device_has_kernels
+from scmoe.kernels.running import has_kernels
 
 _BANDS = (8, 16)  # beside the rule's own; `scmoe.kernels.tune` measures the others
 
@@ -137,7 +137,7 @@ def main():
   parser.add_argument("--json", help="where results are written")
   options = parser.parse_args()
   device = jax.devices()[0]
-  if not device_has_kernels(device.platform, getattr(device, "compute_capability", None)):
+  if not has_kernels(device):
     return print(f"{device.device_kind} does not run the kernels: nothing to measure")
   report = {"date": time.strftime("%Y-%m-%d"), "device": device.device_kind, "jax": jax.__version__}
   report |= {"command": " ".join(["python", *sys.argv]), "us": {}}

@@ -60,9 +60,8 @@ def variants(shape: bench.Shape) -> dict[str, Variant]:
 def forward(variant: Variant, x_TD, expert_TK, weight_TK, weights: FFNWeights):
   """y_TD of tokens that stay in place, and what training keeps of the products."""
   layout = choices_layout(expert_TK, weight_TK, weights.up_GDF.shape[0]).sorted(tiles.ROW_TILE)
-  rows, index_R = x_TD, layout.source_R
-  assert index_R is not None
   assert layout.permutation is not None
+  rows, index_R = x_TD, layout.permutation.token_R
   if not variant.fused_gather:
     rows, index_R = take_rows(x_TD, index_R), None
   product = functools.partial(

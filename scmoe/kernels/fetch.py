@@ -24,7 +24,7 @@ from jax.interpreters import mlir
 from jaxtyping import Int
 
 from scmoe._compat import compute_on
-from scmoe.kernels.running import device_has_kernels
+from scmoe.kernels.running import has_kernels
 
 BLOCKS = 32
 # That a block has under way. 128 KiB of all blocks fill PCIe 5; behind 2 MiB every other kernel on
@@ -37,9 +37,7 @@ _STREAM = "gpu_stream:1"  # any but 0, which computes
 
 def has_kernel(stacks: Sequence[Array]) -> bool:
   """Whether `fetch` takes these arrays: a Hopper GPU, and matrices that `_piece` cuts."""
-  device = jax.devices()[0]
-  on_hopper = device_has_kernels(device.platform, getattr(device, "compute_capability", None))
-  return on_hopper and all(x.ndim == 3 and _piece(x)[0] for x in stacks)
+  return has_kernels(jax.devices()[0]) and all(x.ndim == 3 and _piece(x)[0] for x in stacks)
 
 
 def fetch(

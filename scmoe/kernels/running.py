@@ -45,11 +45,14 @@ def device_has_kernels(platform: str, compute_capability: str | None) -> bool:
   return platform == "gpu" and compute_capability == "9.0"
 
 
+def has_kernels(device: Any) -> bool:
+  """`device_has_kernels` of a device of jax."""
+  return device_has_kernels(device.platform, getattr(device, "compute_capability", None))
+
+
 def runs_ptx() -> bool:
   """Whether kernels of inline PTX run: on Hopper, and not where kernels are simulated."""
-  device = jax.devices()[0]
-  capability = getattr(device, "compute_capability", None)
-  return device_has_kernels(device.platform, capability) and not simulated()
+  return has_kernels(jax.devices()[0]) and not simulated()
 
 
 def resolve_num_sms(num_sms: int | None) -> int:

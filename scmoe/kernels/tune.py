@@ -35,7 +35,7 @@ from scmoe.kernels.grouped_matmul.pipeline import Tiling
 from scmoe.kernels.grouped_matmul.rows_product import rows_product
 from scmoe.kernels.grouped_matmul.tuned import Key, Measured
 from scmoe.kernels.grouped_matmul.weights_product import weights_product
-from scmoe.kernels.running import device_has_kernels
+from scmoe.kernels.running import has_kernels
 from scmoe.parallel.mesh import batch_sharding, expert_shards
 from scmoe.training.step import make_train_step
 
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> None:
     return print(listed(device.device_kind))
   if not values["config"] and not values["shape"]:
     raise ConfigError("give --config NAME or --shape T,D,F,E,K: whose products are measured?")
-  if not device_has_kernels(device.platform, getattr(device, "compute_capability", None)):
+  if not has_kernels(device):
     raise ConfigError(
       f"{device.device_kind} does not run the kernels, so that there is nothing to measure; they "
       "are for GPUs of compute capability 9.0 (H100, H200)"

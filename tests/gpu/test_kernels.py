@@ -207,7 +207,7 @@ def test_rows_at_all_their_places(normal, rows, width, copies, groups):
     x, tiles.permutation.row_TK, *places, num_rows=layout.num_rows, tile=128
   )
   used = int(layout.num_tiles[0]) * 128  # behind them nothing is written
-  want = take_rows(x, tiles.source_R)[:used]
+  want = take_rows(x, tiles.permutation.token_R)[:used]
   np.testing.assert_array_equal(got[:used].astype(jnp.float32), want.astype(jnp.float32))
 
 
@@ -309,7 +309,7 @@ def test_places_of_choices(tokens, experts, top_k):
   choice, token = np.divmod(np.flatnonzero(made), tokens)
   token_R[row[made]], copy_R[row[made]] = token, token * top_k + choice
   np.testing.assert_array_equal(tiles.permutation.copy_R, copy_R)
-  np.testing.assert_array_equal(tiles.source_R, token_R)
+  np.testing.assert_array_equal(tiles.permutation.token_R, token_R)
 
 
 def test_block_sparse(normal):

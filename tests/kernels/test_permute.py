@@ -42,7 +42,7 @@ def test_rows_of_tiles_are_what_counting_gives(tokens, choices, experts, tile):
   copy_R[row_TK.reshape(-1)] = np.arange(tokens * choices)
   np.testing.assert_array_equal(tiles.permutation.copy_R, copy_R)
   token_R = np.where(copy_R < 0, -1, copy_R // choices)
-  np.testing.assert_array_equal(tiles.source_R, token_R)
+  np.testing.assert_array_equal(tiles.permutation.token_R, token_R)
 
 
 def test_choices_of_no_expert_go_nowhere():

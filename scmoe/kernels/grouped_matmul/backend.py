@@ -7,7 +7,7 @@ from types import ModuleType
 import jax
 import jax.numpy as jnp
 
-from scmoe.kernels.running import device_has_kernels
+from scmoe.kernels.running import has_kernels
 
 BACKENDS = ("auto", "mosaic_gpu", "xla", "reference")
 
@@ -53,8 +53,7 @@ def resolve_backend(backend: str, dtype, *widths: int) -> str:
   if backend != "auto":
     return backend
   device = jax.devices()[0]
-  capability = getattr(device, "compute_capability", None)
-  if not device_has_kernels(device.platform, capability):
+  if not has_kernels(device):
     _say_once(
       f"grouped products run on XLA: {device.device_kind} has no Mosaic GPU kernels here"
       " (they need compute capability 9.0)"

@@ -336,11 +336,6 @@ class TiledRows:
   groups: GroupLayout
   permutation: Permutation | None
 
-  @property
-  def source_R(self) -> jax.Array | None:
-    """Row at hand behind each row of the tiles, -1 for padding; None where they are the same."""
-    return None if self.permutation is None else self.permutation.token_R
-
 
 def choices_layout(expert_TK: jax.Array, weight_TK: jax.Array, num_experts: int) -> RowLayout:
   """Tokens in place, each with K weighted choices; an id outside [0, E) is no choice.

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from scmoe.errors import ConfigError
 from scmoe.extensions import construct, is_import_path
 from scmoe.kernels.norm import Normalised
+from scmoe.kernels.permute import gradient_apart
 from scmoe.moe.dispatch import DispatchConfig, Transport, make_transport
 from scmoe.moe.experts import Experts, FFNExperts, FFNExpertsConfig
 from scmoe.moe.gates import make_gates
@@ -223,7 +224,7 @@ class MoE(nnx.Module):
       x_BD, gate = (x.alone(), gate) if found is None else found
     else:
       x_BD = x
-    x_TD = x_BD.reshape(-1, config.width)
+    x_TD = gradient_apart(x_BD.reshape(-1, config.width))
     if call.avoid_T is None:
       routing = route(x_TD, gate, router, k=k, **options)
     else:

@@ -31,7 +31,7 @@ from scmoe.kernels.grouped_matmul.layout import (
   make_equal_layout,
 )
 from scmoe.kernels.grouped_matmul.weights import Execution, FFNWeights
-from scmoe.kernels.permute import sum_copies, take_rows, zero_cotangents
+from scmoe.kernels.permute import apart, sum_copies, take_rows, zero_cotangents
 
 IMPLEMENTATIONS = ("auto", "grouped", "batched")
 
@@ -87,7 +87,8 @@ def expert_ffn(
 
   Returns:
     [..., D'] in the rows' order and type, D' the width of the last layer; products are accumulated
-    in float32. Rows without an expert are zero and get a zero gradient.
+    in float32. Rows without an expert are zero and get a zero gradient. The gradient of the rows
+    is to pass `permute.gradient_apart`, behind all that reads them.
 
   Raises:
     ValueError: shapes disagree, or a word of the config is unknown or does not fit.
@@ -199,7 +200,7 @@ def _expert_ffn(rows_MD, weights, choices, tiles, static):
     permutation=tiles.permutation,
     with_pre=False,
   )
-  return _back(y_RD, weight_MK, tiles, static)
+  return _combined(y_RD, weight_MK, tiles, static)
 
 
 def _expert_ffn_fwd(rows_MD, weights, choices, tiles, static):
@@ -212,7 +213,7 @@ def _expert_ffn_fwd(rows_MD, weights, choices, tiles, static):
     permutation=tiles.permutation,
     with_pre=True,
   )
-  return _back(y_RD, weight_MK, tiles, static), (rows_MD, weights, choices, tiles, pre)
+  return _combined(y_RD, weight_MK, tiles, static), (rows_MD, weights, choices, tiles, pre)
 
 
 def _expert_ffn_bwd(static, residuals, dout_MD):
@@ -237,6 +238,12 @@ def _expert_ffn_bwd(static, residuals, dout_MD):
 
 
 _expert_ffn.defvjp(_expert_ffn_fwd, _expert_ffn_bwd)
+
+
+def _combined(y_RD, weight_MK, tiles: TiledRows, static: _Static):
+  """`_back` for the result."""
+  out_MD = _back(y_RD, weight_MK, tiles, static)
+  return out_MD if tiles.permutation is None else apart(out_MD)
 
 
 def _back(y_RD, weight_MK, tiles: TiledRows, static: _Static):

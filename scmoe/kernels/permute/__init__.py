@@ -2,7 +2,9 @@
 
 from scmoe.kernels.permute.permutation import (
   Permutation,
+  apart,
   gather_rows,
+  gradient_apart,
   make_permutation,
   permutation_of,
   running_positions,
@@ -17,7 +19,9 @@ from scmoe.kernels.permute.permutation import (
 
 __all__ = [
   "Permutation",
+  "apart",
   "gather_rows",
+  "gradient_apart",
   "make_permutation",
   "permutation_of",
   "running_positions",

@@ -168,10 +168,33 @@ def take_words(x_MN: Array, index_R: Array) -> Array:
   return lax.bitcast_convert_type(rows_RW, x_MN.dtype).reshape(index_R.shape[0], -1)
 
 
+def apart(x: Array) -> Array:
+  """x, and nothing that reads it joins the loop that makes it.
+
+  Of sums of copies: beside what adds up over their rows or columns, XLA's loop of K gathers would
+  have half its speed.
+  """
+  return lax.optimization_barrier(x)
+
+
+@jax.custom_vjp
+def gradient_apart(x: Array) -> Array:
+  """x, whose gradient is `apart`.
+
+  For what is read by a gate and by the experts behind it: both gradients become one loop, which
+  writes their sum, and what comes before x reads that.
+  """
+  return x
+
+
+gradient_apart.defvjp(lambda x: (x, None), lambda _, bar: (apart(bar),))
+
+
 def sum_copies(rows_RD: Array, row_TK: Array, weight_TK: Array | None = None) -> Array:
   """Σ_k weight[t, k] · rows[row[t, k]] in the type of the rows, accumulated in float32 (or wider).
 
-  Rows outside [0, R) add nothing. Not differentiable by itself: see `sum_rows`.
+  Rows outside [0, R) add nothing. Not differentiable by itself: see `sum_rows`. What is made of the
+  result may join this loop: see `apart`.
   """
   return _sum_copies((rows_RD,), (row_TK,), weight_TK)
 
@@ -182,7 +205,6 @@ def _sum_copies(
   """`sum_copies` of a buffer in several chunks, row_TK of each; the same order of k.
 
   One term for each k, so that XLA makes one fused loop of K gathers instead of a [T, K, D] array.
-  Nothing that adds up over its rows or columns may join that loop, which would lose half its speed.
   """
   wide = jnp.promote_types(chunks[0].dtype, jnp.float32)
   tokens, choices = rows[0].shape
@@ -193,7 +215,7 @@ def _sum_copies(
       if weight_TK is not None:
         term_TD = term_TD * weight_TK[:, k : k + 1].astype(wide)
       total_TD = total_TD + term_TD
-  return jax.lax.optimization_barrier(total_TD.astype(chunks[0].dtype))
+  return total_TD.astype(chunks[0].dtype)
 
 
 @jax.custom_vjp
@@ -250,7 +272,7 @@ def sum_chunks(
 
   Each chunk's gradient is gathered by itself, so that it need not wait for another chunk's.
   """
-  return _sum_copies(chunks, [p.row_TK for p in permutations], weight_TK)
+  return apart(_sum_copies(chunks, [p.row_TK for p in permutations], weight_TK))
 
 
 def _sum_chunks_fwd(chunks, weight_TK, permutations):

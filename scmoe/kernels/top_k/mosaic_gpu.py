@@ -3,7 +3,8 @@
     T  tokens      D  model width      E  experts      K  experts per token
 
 XLA needs a product, 2·K reductions and as many selections, whose launches cost more than their work
-when experts are small.
+when experts are small. Every tile of tokens reads all of the gate's terms, which are more than its
+tokens: two CTAs share them.
 """
 
 import dataclasses
@@ -20,7 +21,10 @@ from scmoe.kernels.grouped_matmul.pipeline import (
   Tiling,
   Work,
   barriers,
+  copy_block,
   launch,
+  paired,
+  paired_tiles,
   run_tiles,
   smem,
 )
@@ -89,13 +93,14 @@ def gate_top_k_kernel(
   sums = min(num_terms, 2)
 
   def body(gmem: Operands, outs: Outs):
+    row_tiles = jnp.int32(tokens // rows)
+
     def with_memory(shared: Memory):
       def producer(tile, step, stage, barrier):
         k_slice = pl.ds(step * tiling.depth, tiling.depth)
-        block = gmem.x.at[pl.ds(tile * rows, rows), k_slice]
-        plgpu.copy_gmem_to_smem(block, shared.x.at[stage], barrier)
+        copy_block(gmem.x.at[pl.ds(tile * rows, rows), k_slice], shared.x.at[stage], barrier)
         for term, gate in enumerate(gmem.gate):
-          plgpu.copy_gmem_to_smem(gate.at[k_slice, :], shared.gate.at[stage, term], barrier)
+          copy_block(gate.at[k_slice, :], shared.gate.at[stage, term], barrier, True)
 
       def consumer(accumulators, stage, my_rows):
         for term in range(num_terms):
@@ -130,8 +135,8 @@ def gate_top_k_kernel(
         )
 
       work = Work(
-        num_tiles=jnp.int32(tokens // rows),
-        locate=lambda tile: tile,
+        num_tiles=paired_tiles(tiling, row_tiles, 1),
+        locate=lambda tile: paired(tile, tiling, row_tiles, 1)[0],
         steps=lambda _: jnp.int32(steps),
         producer=producer,
         consumer=consumer,
@@ -167,4 +172,4 @@ def _fit(rows: int, padded: int, terms: int) -> Tiling:
   stage = (rows + terms * padded) * 64 * 2
   stores = CONSUMERS * (_ROWS // CONSUMERS) * CHUNK * 4
   stages = min(6, (SMEM_LIMIT - _RESERVED - stores) // stage)
-  return Tiling(rows=rows, cols=padded, stages=stages, stores=1, pingpong=pingpong)
+  return Tiling(rows=rows, cols=padded, stages=stages, stores=1, pingpong=pingpong, pair="rows")

@@ -14,7 +14,6 @@ from jaxtyping import Bool, Float, Int
 from scmoe.errors import ConfigError
 from scmoe.extensions import construct, is_import_path
 from scmoe.kernels.norm import Normalised
-from scmoe.kernels.permute import gradient_apart
 from scmoe.moe.dispatch import DispatchConfig, Transport, make_transport
 from scmoe.moe.experts import Experts, FFNExperts, FFNExpertsConfig
 from scmoe.moe.gates import make_gates
@@ -22,6 +21,7 @@ from scmoe.moe.losses import router_sums
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.route import Draws, route, route_distinct
 from scmoe.moe.types import Dispatched, RouterSums, Routing
+from scmoe.parallel.barriers import barrier
 from scmoe.parallel.collectives import repeat, total
 from scmoe.parallel.mesh import BATCH_AXES, axis_size, own_share
 
@@ -224,7 +224,8 @@ class MoE(nnx.Module):
       x_BD, gate = (x.alone(), gate) if found is None else found
     else:
       x_BD = x
-    x_TD = gradient_apart(x_BD.reshape(-1, config.width))
+    # What comes before reads the sum of the gate's gradient and the experts', which one loop makes.
+    x_TD = barrier(x_BD.reshape(-1, config.width), "backward")
     if call.avoid_T is None:
       routing = route(x_TD, gate, router, k=k, **options)
     else:

@@ -8,8 +8,8 @@ import pytest
 from scmoe.kernels.grouped_matmul import choices_layout
 from scmoe.kernels.permute import (
   gather_rows,
-  gradient_apart,
   running_positions,
+  sum_copies,
   sum_rows,
   take_rows,
   take_words,
@@ -105,20 +105,14 @@ def test_rows_taken_by_words_are_those_taken_by_elements(dtype):
   np.testing.assert_array_equal(bits_of(got), bits_of(want))
 
 
-def test_gradients_of_two_readers_are_added_before_they_are_kept_apart():
-  """One loop then writes their sum; the barrier keeps what reads that out of it."""
-
-  def read_twice(x):
-    x = gradient_apart(x)
-    return jnp.sum(jnp.sin(x)) + jnp.sum(x * x)
-
-  x = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
-  value, gradient = jax.value_and_grad(read_twice)(x)
-  np.testing.assert_allclose(value, jnp.sum(jnp.sin(x)) + jnp.sum(x * x), rtol=1e-6)
-  np.testing.assert_allclose(gradient, jnp.cos(x) + 2 * x, rtol=1e-6)
-  equations = jax.make_jaxpr(jax.grad(read_twice))(x).jaxpr.eqns
-  assert [e.primitive.name for e in equations][-2:] == ["add_any", "optimization_barrier"]
-  assert equations[-1].invars == equations[-2].outvars
+def test_sums_of_copies_are_kept_apart_unless_they_may_be_joined():
+  rows, row = jnp.ones((4, 3)), jnp.asarray([[0, 2], [1, 3]])
+  last = lambda joined: (
+    jax.make_jaxpr(lambda r: sum_copies(r, row, joined=joined))(rows).jaxpr.eqns[-1].primitive.name
+  )
+  assert last(False) == "optimization_barrier"
+  assert last(True) != "optimization_barrier"
+  np.testing.assert_array_equal(sum_copies(rows, row, joined=True), sum_copies(rows, row))
 
 
 def test_errors():

@@ -144,6 +144,17 @@ def test_experts_of_ones_own_on_every_transport_and_mesh(dispatch, mesh_of):
     jax.tree.map(close, (y, bars), (want, want_bars))
 
 
+def test_gradients_of_gate_and_experts_are_added_before_the_barrier():
+  """One loop then writes their sum; the barrier keeps what reads that out of it."""
+  moe = MoE(MoEConfig(D, F, E, 2, dispatch=DISPATCH["dropless"]), rngs=nnx.Rngs(0))
+  graph, params = nnx.split(moe)
+  value = lambda x: nnx.merge(graph, params)(x)[0].sum()
+  equations = jax.make_jaxpr(jax.grad(value))(jnp.ones((1, 8, D))).jaxpr.eqns
+  maker = {id(out): e for e in equations for out in e.outvars}
+  barriers = [e for e in equations if e.primitive.name == "optimization_barrier"]
+  assert maker[id(barriers[-1].invars[0])].primitive.name == "add_any"
+
+
 def test_experts_without_the_one_method_say_so():
   config = MoEConfig(D, F, E, 2, dispatch=DISPATCH["dropless"])
   moe = MoE(config, experts=Experts(), rngs=nnx.Rngs(0))

@@ -31,7 +31,7 @@ from scmoe.kernels.grouped_matmul.layout import (
   make_equal_layout,
 )
 from scmoe.kernels.grouped_matmul.weights import Execution, FFNWeights
-from scmoe.kernels.permute import apart, sum_copies, take_rows, zero_cotangents
+from scmoe.kernels.permute import sum_copies, take_rows, zero_cotangents
 
 IMPLEMENTATIONS = ("auto", "grouped", "batched")
 
@@ -87,8 +87,9 @@ def expert_ffn(
 
   Returns:
     [..., D'] in the rows' order and type, D' the width of the last layer; products are accumulated
-    in float32. Rows without an expert are zero and get a zero gradient. The gradient of the rows
-    is to pass `permute.gradient_apart`, behind all that reads them.
+    in float32. Rows without an expert are zero and get a zero gradient. The gradient of
+    tokens in place is a sum that what reads it may join: what adds up over it belongs behind a
+    barrier (`parallel.barriers.barrier`, "backward").
 
   Raises:
     ValueError: shapes disagree, or a word of the config is unknown or does not fit.
@@ -200,7 +201,7 @@ def _expert_ffn(rows_MD, weights, choices, tiles, static):
     permutation=tiles.permutation,
     with_pre=False,
   )
-  return _combined(y_RD, weight_MK, tiles, static)
+  return _back(y_RD, weight_MK, tiles, static)
 
 
 def _expert_ffn_fwd(rows_MD, weights, choices, tiles, static):
@@ -213,7 +214,7 @@ def _expert_ffn_fwd(rows_MD, weights, choices, tiles, static):
     permutation=tiles.permutation,
     with_pre=True,
   )
-  return _combined(y_RD, weight_MK, tiles, static), (rows_MD, weights, choices, tiles, pre)
+  return _back(y_RD, weight_MK, tiles, static), (rows_MD, weights, choices, tiles, pre)
 
 
 def _expert_ffn_bwd(static, residuals, dout_MD):
@@ -228,7 +229,8 @@ def _expert_ffn_bwd(static, residuals, dout_MD):
     static.how,
     permutation=tiles.permutation,
   )
-  drows_MD = _back(dx_RD, None, tiles, static)
+  # Of tokens in place the gate's part of the gradient is added in the loop that adds up theirs.
+  drows_MD = _back(dx_RD, None, tiles, static, joined=static.weighted)
   dweight_MK = None
   if weight_MK is not None:
     assert tiles.permutation is not None
@@ -240,18 +242,13 @@ def _expert_ffn_bwd(static, residuals, dout_MD):
 _expert_ffn.defvjp(_expert_ffn_fwd, _expert_ffn_bwd)
 
 
-def _combined(y_RD, weight_MK, tiles: TiledRows, static: _Static):
-  """`_back` for the result."""
-  out_MD = _back(y_RD, weight_MK, tiles, static)
-  return out_MD if tiles.permutation is None else apart(out_MD)
-
-
-def _back(y_RD, weight_MK, tiles: TiledRows, static: _Static):
-  """From the tiles to the rows' order; a row's copies are added up, weighted if that is given."""
+def _back(y_RD, weight_MK, tiles: TiledRows, static: _Static, joined: bool = False):
+  """From the tiles to the rows' order; a row's copies are added up, weighted if that is given.
+  `joined` as in `sum_copies`."""
   if tiles.permutation is None:
     return _by_rank(y_RD, static)
   with jax.named_scope("combine" if static.weighted else "unpermute"):
-    return sum_copies(y_RD, tiles.permutation.row_TK, weight_MK)
+    return sum_copies(y_RD, tiles.permutation.row_TK, weight_MK, joined=joined)
 
 
 def _row_weights(weight_MK, tiles: TiledRows, dtype) -> jax.Array:

@@ -2,9 +2,7 @@
 
 from scmoe.kernels.permute.permutation import (
   Permutation,
-  apart,
   gather_rows,
-  gradient_apart,
   make_permutation,
   permutation_of,
   running_positions,
@@ -19,9 +17,7 @@ from scmoe.kernels.permute.permutation import (
 
 __all__ = [
   "Permutation",
-  "apart",
   "gather_rows",
-  "gradient_apart",
   "make_permutation",
   "permutation_of",
   "running_positions",

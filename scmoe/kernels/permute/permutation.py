@@ -168,39 +168,28 @@ def take_words(x_MN: Array, index_R: Array) -> Array:
   return lax.bitcast_convert_type(rows_RW, x_MN.dtype).reshape(index_R.shape[0], -1)
 
 
-def apart(x: Array) -> Array:
-  """x, and nothing that reads it joins the loop that makes it.
-
-  Of sums of copies: beside what adds up over their rows or columns, XLA's loop of K gathers would
-  have half its speed.
-  """
-  return lax.optimization_barrier(x)
-
-
-@jax.custom_vjp
-def gradient_apart(x: Array) -> Array:
-  """x, whose gradient is `apart`.
-
-  For what is read by a gate and by the experts behind it: both gradients become one loop, which
-  writes their sum, and what comes before x reads that.
-  """
-  return x
-
-
-gradient_apart.defvjp(lambda x: (x, None), lambda _, bar: (apart(bar),))
-
-
-def sum_copies(rows_RD: Array, row_TK: Array, weight_TK: Array | None = None) -> Array:
+def sum_copies(
+  rows_RD: Array, row_TK: Array, weight_TK: Array | None = None, *, joined: bool = False
+) -> Array:
   """Σ_k weight[t, k] · rows[row[t, k]] in the type of the rows, accumulated in float32 (or wider).
 
-  Rows outside [0, R) add nothing. Not differentiable by itself: see `sum_rows`. What is made of the
-  result may join this loop: see `apart`.
+  Rows outside [0, R) add nothing. Not differentiable by itself: see `sum_rows`.
+
+  Args:
+    rows_RD: a buffer's rows.
+    row_TK: row of each copy.
+    weight_TK: None: 1.
+    joined: what reads the result may join the loop that makes it. For a caller who sees to it that
+      nothing does that adds up over its rows or columns: the loop would lose half its speed.
   """
-  return _sum_copies((rows_RD,), (row_TK,), weight_TK)
+  return _sum_copies((rows_RD,), (row_TK,), weight_TK, joined)
 
 
 def _sum_copies(
-  chunks: Sequence[Array], rows: Sequence[Array], weight_TK: Array | None = None
+  chunks: Sequence[Array],
+  rows: Sequence[Array],
+  weight_TK: Array | None = None,
+  joined: bool = False,
 ) -> Array:
   """`sum_copies` of a buffer in several chunks, row_TK of each; the same order of k.
 
@@ -215,7 +204,8 @@ def _sum_copies(
       if weight_TK is not None:
         term_TD = term_TD * weight_TK[:, k : k + 1].astype(wide)
       total_TD = total_TD + term_TD
-  return total_TD.astype(chunks[0].dtype)
+  total_TD = total_TD.astype(chunks[0].dtype)
+  return total_TD if joined else lax.optimization_barrier(total_TD)
 
 
 @jax.custom_vjp
@@ -272,7 +262,7 @@ def sum_chunks(
 
   Each chunk's gradient is gathered by itself, so that it need not wait for another chunk's.
   """
-  return apart(_sum_copies(chunks, [p.row_TK for p in permutations], weight_TK))
+  return _sum_copies(chunks, [p.row_TK for p in permutations], weight_TK)
 
 
 def _sum_chunks_fwd(chunks, weight_TK, permutations):

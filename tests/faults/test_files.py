@@ -61,7 +61,7 @@ def test_no_byte_of_a_checkpoint_changes_what_is_restored(run, saved, setup, cou
   Whatever a byte means to orbax, arrays are compared with the fingerprints of what was written, and
   the rest is under a digest.
   """
-  step, noticed = run / "checkpoints" / "2", 0
+  step, noticed, read = run / "checkpoints" / "2", 0, 0
   places = [
     (file, at)
     for file in sorted(f for f in step.rglob("*") if f.is_file())
@@ -75,11 +75,16 @@ def test_no_byte_of_a_checkpoint_changes_what_is_restored(run, saved, setup, cou
     file.write_bytes(damaged)
     restored = restore(run, setup)
     assert bits(restored.state) == saved[1][restored.step], (file.name, at)
+    # What a process has written before orbax merged it is never read; it is a third to over a half
+    # of all bytes, another share every time.
+    read += not any(part.startswith("ocdbt.process_") for part in file.parts)
+    if file.parent.parent.parent == step and file.parent.name == "d":  # the arrays themselves
+      assert restored.step == 1, (file.name, at)
     if restored.step == 1:
       noticed += 1
       next(p for p in step.parent.iterdir() if p.name.startswith("2.bad")).rename(step)
     file.write_bytes(good)
-  assert noticed > len(drawn) // 4
+  assert noticed > read // 3
 
 
 def test_large_leaves_lie_in_files_of_their_own_and_are_covered(tmp_path, mesh1):

@@ -64,7 +64,7 @@ gpu-test: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m gpu tests/gpu
 
 bench: $(RUN_STAMP)
-	$(BIN)/python -m scmoe.kernels.bench
+	$(BIN)/python -m scmoe.bench.layer
 
 bench-check: $(RUN_STAMP)
 	$(BIN)/python experiments/bench_check.py

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from scmoe.config import RunConfig, as_config_dict, smoke_run
 from scmoe.data.config import DataConfig
 from scmoe.models.config import ModelConfig
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.route import RouterConfig
+from scmoe.run.config import RunConfig, as_config_dict, smoke_run
 from scmoe.training.options import CheckpointConfig, OptimizerConfig, TrainConfig
 
 RUN = RunConfig(

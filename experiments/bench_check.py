@@ -32,7 +32,7 @@ STEP = (
 SHAPES = "--shape OLMoE --shape Mixtral"  # many small experts, few large; a minute each to compile
 # name -> (GPUs that it needs, command; OUT is the JSON)
 BENCHMARKS = {
-  "layer": (1, f"-m scmoe.kernels.bench --rounds 5 --layer {SHAPES} --json OUT"),
+  "layer": (1, f"-m scmoe.bench.layer --rounds 5 --layer {SHAPES} --json OUT"),
   "step": (1, f"-m scmoe.profile {STEP} --workdir WORK --json OUT"),
   "dispatch": (
     2,

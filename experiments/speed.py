@@ -41,10 +41,8 @@ import jax
 import jaxlib
 from jax.sharding import PartitionSpec as P
 
-from scmoe.batch import Batch
+from scmoe.base.batch import Batch
 from scmoe.blocks.options import OverlapConfig
-from scmoe.build import build
-from scmoe.config import RunConfig, with_field
 from scmoe.data.config import DataConfig
 from scmoe.models.config import ModelConfig
 from scmoe.moe.dispatch import Capacity, DispatchConfig, make_transport
@@ -53,6 +51,8 @@ from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, batch_sharding, manual
 from scmoe.profiling.overlap import measure_overlap
 from scmoe.profiling.program import Program, profiled, traced
 from scmoe.profiling.timer import interleave
+from scmoe.run.build import build
+from scmoe.run.config import RunConfig, with_field
 from scmoe.training.options import TrainConfig
 from scmoe.training.step import init_state, make_train_step
 

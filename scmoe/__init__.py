@@ -25,11 +25,15 @@ after `import scmoe`.
 """
 
 import importlib
-import sys
-import types
 from typing import TYPE_CHECKING, Any
 
+from scmoe.base import moved
+
+__version__ = "0.3.0"
+moved.install()
+
 if TYPE_CHECKING:
+  from scmoe.base.errors import ConfigError as ConfigError
   from scmoe.blocks.block import BlockConfig as BlockConfig
   from scmoe.blocks.options import OverlapConfig as OverlapConfig
   from scmoe.blocks.pair import BlockPair as BlockPair
@@ -41,11 +45,9 @@ if TYPE_CHECKING:
   from scmoe.blocks.schedule import timeline as timeline
   from scmoe.blocks.schedule import unit_times as unit_times
   from scmoe.blocks.wiring import WIRINGS as WIRINGS
-  from scmoe.errors import ConfigError as ConfigError
-  from scmoe.inference.decode import generate as generate
-  from scmoe.inference.offload import Offload as Offload
-  from scmoe.inference.offload import Usage as Usage
-  from scmoe.inference.offload import offloaded as offloaded
+  from scmoe.inference.offload.model import Offload as Offload
+  from scmoe.inference.offload.model import Usage as Usage
+  from scmoe.inference.offload.model import offloaded as offloaded
   from scmoe.inference.sampling import Sampling as Sampling
   from scmoe.kernels.grouped_matmul import FFNConfig as FFNConfig
   from scmoe.kernels.grouped_matmul import FFNWeights as FFNWeights
@@ -109,14 +111,13 @@ _NAMES = {
   "scmoe.models.config": ("ModelConfig",),
   "scmoe.models.gpt": ("GPT", "Pass"),
   "scmoe.inference.sampling": ("Sampling",),
-  "scmoe.inference.decode": ("generate",),
-  "scmoe.inference.offload": ("Offload", "Usage", "offloaded"),
+  "scmoe.inference.offload.model": ("Offload", "Usage", "offloaded"),
   "scmoe.parallel.mesh": (
     "BATCH_AXES", "MeshConfig", "make_mesh", "manual", "parameter_specs",
   ),
   "scmoe.parallel.collectives": ("total",),
   "scmoe.parallel.gradients": ("reduce_gradients",),
-  "scmoe.errors": ("ConfigError",),
+  "scmoe.base.errors": ("ConfigError",),
 }  # fmt: skip
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
@@ -133,14 +134,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
   return sorted({*globals(), *__all__})
-
-
-class _Package(types.ModuleType):
-  """`scmoe.generate` is the function also where the command of that name has been imported."""
-
-  def __setattr__(self, name: str, value: Any) -> None:
-    if name not in _HOME or not isinstance(value, types.ModuleType):
-      super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

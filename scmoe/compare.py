@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scmoe.command_line import HELP, Flag, help_text, parse
-from scmoe.errors import StorageError, run_main
+from scmoe.base.errors import StorageError, run_main
 from scmoe.reports.comparison import compare
 from scmoe.reports.records import find_runs, read_run
 from scmoe.reports.written import write_comparison
+from scmoe.run.command_line import HELP, Flag, help_text, parse
 from scmoe.training.workdir import write_json
 
 FLAGS = (

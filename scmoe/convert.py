@@ -28,13 +28,10 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 
-from scmoe import build
-from scmoe.command_line import HELP, Flag, help_text, parse
-from scmoe.config import RunConfig, check_workdir
+from scmoe.base.errors import ConfigError, DataError, StorageError, run_main
+from scmoe.base.sizes import number, size_of
 from scmoe.data.config import DataConfig
 from scmoe.data.tokenizers import JsonTokenizer
-from scmoe.dry_run import number, size_of
-from scmoe.errors import ConfigError, DataError, StorageError, run_main
 from scmoe.models.flops import count_parameters
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.parallel.mesh import MeshConfig
@@ -61,7 +58,11 @@ from scmoe.pretrained.stream import (
   unload,
 )
 from scmoe.pretrained.upcycle import fill, plan
-from scmoe.summary import TOKENIZER, load_tokenizer, open_run
+from scmoe.run import build
+from scmoe.run.command_line import HELP, Flag, help_text, parse
+from scmoe.run.config import RunConfig, check_workdir
+from scmoe.run.opened import load_tokenizer, open_run
+from scmoe.run.summary import TOKENIZER
 from scmoe.training.checkpoint import FOLDER, WEIGHTS_ONLY, Checkpointer, list_steps, restore_stored
 from scmoe.training.options import CheckpointConfig
 from scmoe.training.pieces import Piece, PiecedArray

@@ -20,8 +20,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scmoe import build
-from scmoe.command_line import (
+from scmoe.base.errors import ConfigError, StorageError, run_main
+from scmoe.data import BitsPerByte, DataConfig, bigram_bits_per_byte, check_vocab, open_data
+from scmoe.data.packages import need
+from scmoe.inference.evaluation import evaluate
+from scmoe.pretrained.inference import InferenceFolder
+from scmoe.run import build
+from scmoe.run.command_line import (
   ALLOW_IMPORT,
   HELP,
   SIMULATE,
@@ -31,14 +36,10 @@ from scmoe.command_line import (
   parse,
   simulate,
 )
-from scmoe.config import RunConfig, with_field
-from scmoe.data import BitsPerByte, DataConfig, bigram_bits_per_byte, check_vocab, open_data
-from scmoe.data.packages import need
-from scmoe.effects import check_typed
-from scmoe.errors import ConfigError, StorageError, run_main
-from scmoe.inference.evaluation import evaluate
-from scmoe.pretrained.inference import InferenceFolder
-from scmoe.summary import TOKENIZER, open_folder, open_model, open_run
+from scmoe.run.config import RunConfig, with_field
+from scmoe.run.effects import check_typed
+from scmoe.run.opened import open_folder, open_model, open_run
+from scmoe.run.summary import TOKENIZER
 from scmoe.training.workdir import write_json
 
 # Fields of the stored configuration that may be another in evaluation: none changes a parameter.
@@ -116,7 +117,7 @@ def _on_tasks(values: Mapping[str, Any], changed: Mapping[str, str]) -> dict[str
       "leave one of them out"
     )
   need("lm_eval", "--tasks")
-  from scmoe.tasks import evaluate_tasks, task_table  # the harness takes seconds to import
+  from scmoe.run.tasks import evaluate_tasks, task_table  # the harness takes seconds to import
 
   step = None if values["step"] < 0 else values["step"]
   allowed, folder = values["allow_import"], None
@@ -152,8 +153,8 @@ def evaluate_run(
     workdir: folder of the run.
     step: of the checkpoint; -1 for the newest.
     max_batches: batches to evaluate; 0: all.
-    mesh: see `scmoe.build.on_mesh`.
-    allow_import: see `scmoe.extensions.check_allowed`.
+    mesh: see `scmoe.run.build.on_mesh`.
+    allow_import: see `scmoe.base.extensions.check_allowed`.
     changed: fields of `EVALUATED` and what they are instead.
     model: folder of `scmoe.convert --inference`, in place of a run's.
 

@@ -22,8 +22,16 @@ from typing import Any
 
 import jax
 
-from scmoe import benchmark, build
-from scmoe.command_line import (
+from scmoe.base.errors import ConfigError, run_main
+from scmoe.base.sizes import size_of
+from scmoe.inference.decode import stream
+from scmoe.inference.offload.model import Usage, allow_pinned_memory
+from scmoe.inference.offload.plan import Load, Wish, bytes_of, expected, measured_bandwidth, needs
+from scmoe.inference.sampling import Sampling
+from scmoe.offload.experts import POLICIES
+from scmoe.pretrained.inference import InferenceFolder
+from scmoe.run import benchmark, build
+from scmoe.run.command_line import (
   HELP,
   SIMULATE,
   TRAIN_FLAGS,
@@ -35,16 +43,8 @@ from scmoe.command_line import (
   run_config,
   simulate,
 )
-from scmoe.config import RunConfig
-from scmoe.dry_run import size_of
-from scmoe.errors import ConfigError, run_main
-from scmoe.inference.decode import stream
-from scmoe.inference.offload import Usage, allow_pinned_memory
-from scmoe.inference.sampling import Sampling
-from scmoe.moe.migration import POLICIES
-from scmoe.plan import Load, Wish, bytes_of, expected, measured_bandwidth, needs
-from scmoe.pretrained.inference import InferenceFolder
-from scmoe.summary import open_folder, open_model, open_run
+from scmoe.run.config import RunConfig
+from scmoe.run.opened import open_folder, open_model, open_run
 from scmoe.training.workdir import write_json
 
 OF_CONFIG = ("config", "config_json", "smoke", "allow_config_change", "allow_import")
@@ -233,9 +233,10 @@ class Session:
     workdir: folder of the run.
     step: of the checkpoint; -1 for the newest.
     model: folder of `scmoe.convert --inference`, in place of a run's.
-    mesh: see `scmoe.build.on_mesh`.
-    allow_import: see `scmoe.extensions.check_allowed`.
-    wish: where experts may lie (`scmoe.plan`); by default on the devices, if they fit.
+    mesh: see `scmoe.run.build.on_mesh`.
+    allow_import: see `scmoe.base.extensions.check_allowed`.
+    wish: where experts may lie (`scmoe.inference.offload.plan`); by default on the devices, if
+      they fit.
     rows, longest, max_new_tokens: prompts at once, tokens of the longest, and tokens to add to
       each, for which there has to be room.
 

@@ -17,15 +17,15 @@ from pathlib import Path
 
 import numpy as np
 
-from scmoe import build
-from scmoe.command_line import HELP, Flag, help_text, parse
+from scmoe.base.errors import ConfigError, run_main
 from scmoe.data import Tokenizer, open_data
-from scmoe.errors import ConfigError, run_main
 from scmoe.inference.probe import Probe, probe
 from scmoe.reports import page, router
 from scmoe.reports.records import Record, read_run
 from scmoe.reports.tables import Table
-from scmoe.summary import open_run
+from scmoe.run import build
+from scmoe.run.command_line import HELP, Flag, help_text, parse
+from scmoe.run.opened import open_run
 from scmoe.training.checkpoint import restore_part
 
 FLAGS = (

@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from scmoe import build
+from scmoe.base.errors import run_main
 from scmoe.blocks.schedule import (
   COMPUTE,
   LINK,
@@ -31,9 +31,6 @@ from scmoe.blocks.schedule import (
   describe,
   make_schedule,
 )
-from scmoe.command_line import TRAIN_FLAGS, Flag, compared, help_text, parse, run_config, simulate
-from scmoe.config import RunConfig
-from scmoe.errors import run_main
 from scmoe.parallel.collectives import request_copy_engines
 from scmoe.parallel.mesh import batch_sharding
 from scmoe.profiling.advice import advice
@@ -53,6 +50,17 @@ from scmoe.profiling.trace import Event, find_trace, read_simulated
 from scmoe.profiling.windows import program_windows, summary
 from scmoe.reports import page
 from scmoe.reports.tables import Table
+from scmoe.run import build
+from scmoe.run.command_line import (
+  TRAIN_FLAGS,
+  Flag,
+  compared,
+  help_text,
+  parse,
+  run_config,
+  simulate,
+)
+from scmoe.run.config import RunConfig
 from scmoe.training.compiled import PROGRAMS, kept_programs
 from scmoe.training.guided import GuidedStep
 from scmoe.training.search import Search, fastest_step

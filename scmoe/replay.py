@@ -17,15 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scmoe import build
-from scmoe.arrays import read_npz
-from scmoe.batch import Batch
-from scmoe.command_line import ALLOW_IMPORT, HELP, SIMULATE, Flag, help_text, parse, simulate
-from scmoe.config import RunConfig
-from scmoe.errors import CheckpointError, ConfigError, run_main
+from scmoe.base.arrays import read_npz
+from scmoe.base.batch import Batch
+from scmoe.base.errors import CheckpointError, ConfigError, run_main
 from scmoe.parallel.mesh import batch_sharding
-from scmoe.summary import open_run
-from scmoe.teacher import open_teacher
+from scmoe.run import build
+from scmoe.run.command_line import ALLOW_IMPORT, HELP, SIMULATE, Flag, help_text, parse, simulate
+from scmoe.run.config import RunConfig
+from scmoe.run.opened import open_run
+from scmoe.run.teacher import open_teacher
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.options import CheckpointConfig
 from scmoe.training.search import Searchable, Steps

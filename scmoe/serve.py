@@ -25,11 +25,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from scmoe.command_line import ALLOW_IMPORT, HELP, Flag, help_text, parse, simulate
-from scmoe.errors import ConfigError, DataError, StorageError, run_main
+from scmoe.base.errors import ConfigError, DataError, StorageError, run_main
 from scmoe.generate import OFFLOAD_FLAGS, SAMPLING_FLAGS, Session, wish_of
-from scmoe.inference.offload import allow_pinned_memory
+from scmoe.inference.offload.model import allow_pinned_memory
 from scmoe.inference.sampling import Sampling
+from scmoe.run.command_line import ALLOW_IMPORT, HELP, Flag, help_text, parse, simulate
 
 FLAGS = (
   Flag("model", str, "", "folder of scmoe.convert --inference", required=True),

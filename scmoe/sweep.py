@@ -27,15 +27,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scmoe import build
-from scmoe.command_line import TRAIN_FLAGS, Flag, help_text, parse, run_config
-from scmoe.config import RunConfig, check_workdir, imports_of, to_json, with_field
-from scmoe.dry_run import planned_devices
-from scmoe.effects import check_typed
-from scmoe.errors import ConfigError, Preempted, ScmoeError, StorageError, run_main
+from scmoe.base.errors import ConfigError, Preempted, ScmoeError, StorageError, run_main
 from scmoe.reports.comparison import compare
 from scmoe.reports.records import ASKED, EXIT, Record, read_run
 from scmoe.reports.written import write_comparison
+from scmoe.run import build
+from scmoe.run.command_line import TRAIN_FLAGS, Flag, help_text, parse, run_config
+from scmoe.run.config import RunConfig, check_workdir, imports_of, to_json, with_field
+from scmoe.run.dry_run import planned_devices
+from scmoe.run.effects import check_typed
 from scmoe.training.metrics import duration
 from scmoe.training.workdir import LOCK, owner_lives, prepare_workdir, write_json
 

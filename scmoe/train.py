@@ -19,21 +19,23 @@ from typing import Any
 
 import jax
 
-from scmoe import build, determinism
-from scmoe.command_line import TRAIN_FLAGS, help_text, list_configs, parse, run_config, simulate
-from scmoe.config import RunConfig, check_run_name, check_workdir, imports_of, to_dict, to_json
+from scmoe.base import determinism
+from scmoe.base.errors import ConfigError, run_main
+from scmoe.base.extensions import remember
 from scmoe.data import Data, check_vocab, open_data
-from scmoe.dry_run import dry_run, planned_devices, report
-from scmoe.errors import ConfigError, run_main
-from scmoe.extensions import remember
 from scmoe.inference.decode import generate
 from scmoe.inference.evaluation import evaluate, flat_scalars
 from scmoe.inference.sampling import Sampling
 from scmoe.models.flops import count_parameters
 from scmoe.parallel.collectives import request_copy_engines
-from scmoe.programs import Programs
-from scmoe.summary import check_memory, header, open_run, out_of_memory, result, store_tokenizer
-from scmoe.teacher import check_tokenizer, open_teacher, remember_teacher
+from scmoe.run import build
+from scmoe.run.command_line import TRAIN_FLAGS, help_text, list_configs, parse, run_config, simulate
+from scmoe.run.config import RunConfig, check_run_name, check_workdir, imports_of, to_dict, to_json
+from scmoe.run.dry_run import dry_run, planned_devices, report
+from scmoe.run.opened import open_run
+from scmoe.run.programs import Programs
+from scmoe.run.summary import check_memory, header, out_of_memory, result, store_tokenizer
+from scmoe.run.teacher import check_tokenizer, open_teacher, remember_teacher
 from scmoe.training import distributed
 from scmoe.training.checkpoint import FOLDER, list_steps, restore_part
 from scmoe.training.loop import Poll, Trainer
@@ -71,7 +73,7 @@ def train(run: RunConfig, workdir: Path) -> TrainState:
   """Trains `run` in `workdir`, or goes on with what is there.
 
   Raises:
-    ScmoeError: see `scmoe.errors` and `Trainer.run`.
+    ScmoeError: see `scmoe.base.errors` and `Trainer.run`.
   """
   if run.train.deterministic:
     determinism.request()

@@ -20,8 +20,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from scmoe.base.errors import ScmoeError
 from scmoe.convert import export_model, import_model, nested, open_released
-from scmoe.errors import ScmoeError
 from scmoe.models.gpt import GPT, Pass
 from scmoe.parallel.mesh import BATCH_AXES, manual, parameter_specs
 from scmoe.pretrained.folder import Folder

@@ -1,6 +1,5 @@
 """What a user types: flags, help, exit codes, and one run from training to generated text."""
 
-import importlib
 import io
 import json
 import os
@@ -12,14 +11,13 @@ import jax
 import numpy as np
 import pytest
 
-from scmoe import evaluate, inspect, train
-from scmoe.command_line import TRAIN_FLAGS, Flag, parse
-from scmoe.config import RunConfig, fields, from_json, with_field
-from scmoe.errors import ConfigError, run_main
+from scmoe import evaluate, generate, inspect, train
+from scmoe.base.errors import ConfigError, run_main
+from scmoe.run.command_line import TRAIN_FLAGS, Flag, parse
+from scmoe.run.config import RunConfig, fields, from_json, with_field
 from scmoe.training.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
-generate = importlib.import_module("scmoe.generate")  # `scmoe.generate` is the library's function
 
 
 @pytest.fixture

@@ -5,8 +5,9 @@ import json
 
 import pytest
 
-from scmoe import build
-from scmoe.config import (
+from scmoe.base.errors import ConfigError
+from scmoe.run import build
+from scmoe.run.config import (
   RunConfig,
   as_config_dict,
   check_run_name,
@@ -22,7 +23,6 @@ from scmoe.config import (
   to_json,
   with_field,
 )
-from scmoe.errors import ConfigError
 
 
 def changed(**values):
@@ -248,7 +248,7 @@ def test_config_is_found_by_name_and_by_path(tmp_path):
 
 
 GOOD = """
-from scmoe.config import RunConfig, as_config_dict
+from scmoe.run.config import RunConfig, as_config_dict
 def get_config():
   config = as_config_dict(RunConfig())
   {line}
@@ -280,7 +280,7 @@ def test_good_config_file(tmp_path):
   path = tmp_path / "mine.py"
   path.write_text(GOOD.format(line="config.model.width = 96", result="config"))
   assert load_config(path).model.width == 96
-  path.write_text("from scmoe.config import RunConfig\ndef get_config(): return RunConfig()")
+  path.write_text("from scmoe.run.config import RunConfig\ndef get_config(): return RunConfig()")
   assert load_config(path) == RunConfig()
   assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.py"]  # no __pycache__
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scmoe import build
-from scmoe.batch import Batch
+from scmoe.base.batch import Batch
 from scmoe.blocks.wiring import WIRINGS
-from scmoe.config import config_names, find_config, load_config, to_dict, with_field
+from scmoe.run import build
+from scmoe.run.config import config_names, find_config, load_config, to_dict, with_field
 
 # Each config runs once as it is, each wiring once as quickstart; the rest are traced only.
 RUN = {(name, "") for name in config_names() if name != "quickstart"}

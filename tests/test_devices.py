@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import scmoe
-from scmoe import determinism
+from scmoe.base import determinism
 from scmoe.kernels.grouped_matmul import resolve_backend
 from scmoe.kernels.top_k.api import has_kernel
 from scmoe.layers import attention

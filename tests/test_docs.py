@@ -19,14 +19,14 @@ from pathlib import Path
 
 import pytest
 
-from scmoe import config as run_config
+from scmoe.base.extensions import is_import_path
 from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.schedule import dense_steps, make_schedule, slot_names
 from scmoe.blocks.wiring import WIRINGS
-from scmoe.command_line import TRAIN_FLAGS
-from scmoe.extensions import is_import_path
 from scmoe.moe.gates import GATES
 from scmoe.parallel import collectives
+from scmoe.run import config as run_config
+from scmoe.run.command_line import TRAIN_FLAGS
 from scmoe.training import schema
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -498,16 +498,16 @@ def test_the_ways_to_compute_experts():
 
 
 def test_the_exit_codes():
-  import scmoe.errors
+  import scmoe.base.errors
 
-  codes = re.findall(r"^\| (\d+) ", scmoe.errors.__doc__, re.MULTILINE)
+  codes = re.findall(r"^\| (\d+) ", scmoe.base.errors.__doc__, re.MULTILINE)
   assert [row[0] for row in rows(page("docs/reliability.md"), "| code | meaning")] == codes
   sentence = page("README.md").partition("Exit codes:")[2].partition(".")[0]
   assert re.findall(r"\b(\d+) [a-z]", sentence) == codes
 
 
 def test_the_sources_and_the_batch():
-  from scmoe.batch import Batch
+  from scmoe.base.batch import Batch
   from scmoe.data.config import SOURCES
 
   listed = [row[0].split()[0] for row in rows(page("docs/data.md"), "| `data.source`")]

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from scmoe import build
-from scmoe.batch import Batch
+from scmoe.base.batch import Batch
 from scmoe.blocks.wiring import WIRINGS
-from scmoe.config import RunConfig, find_config, load_config, with_field
-from scmoe.dry_run import (
+from scmoe.models.flops import count_parameters, forward_flops, peak_flops
+from scmoe.run import build
+from scmoe.run.config import RunConfig, find_config, load_config, with_field
+from scmoe.run.dry_run import (
   dry_run,
   duration,
   matched_baselines,
@@ -21,7 +22,6 @@ from scmoe.dry_run import (
   report,
   size_of,
 )
-from scmoe.models.flops import count_parameters, forward_flops, peak_flops
 
 
 def resolved(run, **values):

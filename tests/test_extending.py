@@ -1,6 +1,5 @@
 """The package of docs/extending.md, outside of the repository, from training to the profile."""
 
-import importlib
 import os
 import re
 import shutil
@@ -13,15 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scmoe import evaluate, extensions, profile, train
-from scmoe.config import RunConfig, from_json, imports_of, to_json, with_field
+from scmoe import evaluate, generate, profile, train
+from scmoe.base import extensions
+from scmoe.base.errors import ConfigError, DataError
 from scmoe.data.config import DataConfig
 from scmoe.data.text import read_own
-from scmoe.errors import ConfigError, DataError
+from scmoe.run.config import RunConfig, from_json, imports_of, to_json, with_field
 from scmoe.training.checkpoint import list_steps
 from scmoe.training.metrics import read_metrics
 
-generate = importlib.import_module("scmoe.generate")  # `scmoe.generate` is the function
 ROOT = Path(__file__).resolve().parents[1]
 FIELDS = {
   "router.gate": "my_parts:SharpGate",

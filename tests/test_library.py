@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import scmoe
+from scmoe.base import moved
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -38,7 +39,9 @@ def test_the_page_names_what_there_is():
   page = (ROOT / "docs" / "library.md").read_text("utf-8")
   words = set(re.findall(r"\w+", page))
   assert set(scmoe.__all__) <= words
-  assert set(re.findall(r"scmoe\.([A-Za-z]\w*)", page)) - {"profile"} <= set(scmoe.__all__)
+  assert set(re.findall(r"scmoe\.([A-Za-z]\w*)", page)) - {"profile", "inference"} <= set(
+    scmoe.__all__
+  )
 
 
 @pytest.mark.parametrize("name", scmoe.__all__)
@@ -59,10 +62,38 @@ def test_an_unknown_name():
     _ = scmoe.moe_layer
 
 
-def test_the_command_does_not_take_the_name_of_the_function():
+def test_generate_is_the_command_alone():
+  assert "generate" not in scmoe.__all__  # the function is `scmoe.inference.decode.generate`
   command = importlib.import_module("scmoe.generate")
+  assert scmoe.generate is command
   assert callable(command.main)
-  assert scmoe.generate is importlib.import_module("scmoe.inference.decode").generate
+
+
+@pytest.mark.parametrize("old", moved.MOVED)
+def test_modules_of_version_02_are_found_at_their_old_address(old):
+  sys.modules.pop(old, None)
+  with pytest.warns(DeprecationWarning, match=f"{old} is now {moved.MOVED[old]}"):
+    found = importlib.import_module(old)
+  assert found is importlib.import_module(moved.MOVED[old])
+
+
+def test_a_configuration_file_of_version_02_loads():
+  text = (
+    "from scmoe.config import RunConfig, as_config_dict\n"
+    "from scmoe.errors import ConfigError\n"
+    "from scmoe.options import option\n"
+    "from scmoe.models.config import ModelConfig\n"
+    "CONFIG = as_config_dict(RunConfig(model=ModelConfig(width=32)))\n"
+  )
+  done = subprocess.run(
+    [sys.executable, "-c", text + "print(CONFIG.model.width)"],
+    cwd=ROOT, capture_output=True, text=True, check=True,
+  )  # fmt: skip
+  assert done.stdout == "32\n"
+
+
+def test_the_version_is_the_one_that_is_built():
+  assert re.fullmatch(r"\d+\.\d+\.\d+", scmoe.__version__)
 
 
 def test_parameters_of_flax_layers_are_replicated_on_a_mesh():
@@ -79,7 +110,8 @@ import sys
 import scmoe
 dir(scmoe)
 heavy = [name for name in sys.modules if name.split(".")[0] in ("jax", "flax", "numpy")]
-assert not heavy and not [name for name in sys.modules if name.startswith("scmoe.")], heavy
+own = {name for name in sys.modules if name.startswith("scmoe.")}
+assert not heavy and own == {"scmoe.base", "scmoe.base.moved"}, (heavy, own)
 from scmoe import WIRINGS
 assert "jax" not in sys.modules
 """
@@ -98,6 +130,6 @@ def test_an_installed_package_finds_its_configurations(tmp_path):
   # As `pip install .` lays it out.
   package = shutil.copytree(ROOT / "scmoe", tmp_path / "scmoe")
   shutil.copytree(ROOT / "configs", package / "configs")
-  code = "from scmoe.config import find_config; print(find_config('quickstart'))"
+  code = "from scmoe.run.config import find_config; print(find_config('quickstart'))"
   found = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True)
   assert Path(found.strip()) == package / "configs" / "quickstart.py"

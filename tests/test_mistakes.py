@@ -9,8 +9,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from scmoe import summary, train
-from scmoe.errors import ScmoeError
+from scmoe import train
+from scmoe.base.errors import ScmoeError
+from scmoe.run import summary
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -313,8 +314,8 @@ def test_a_step_that_does_not_fit_lists_levers_with_figures(started, monkeypatch
   assert set(need) == {"train.batch_size=32 train.tokens_per_step=1024", "train.remat=full",
                        "mesh.expert=2 on 2 devices"}  # fmt: skip
   monkeypatch.undo()
-  from scmoe.dry_run import dry_run
-  from scmoe.summary import size_of
+  from scmoe.run.dry_run import dry_run
+  from scmoe.run.summary import size_of
 
   (words,) = [w for w in need if w.startswith("train.batch_size")]
   values, given = train.parse([*argv, *field(*words.split())], train.TRAIN_FLAGS, with_fields=True)

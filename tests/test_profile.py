@@ -7,13 +7,14 @@ import re
 
 import pytest
 
-from scmoe import build, profile
+from scmoe import profile
+from scmoe.base.errors import ConfigError
 from scmoe.blocks.schedule import best_slot, joined, split_window
 from scmoe.blocks.wiring import WIRINGS
-from scmoe.config import RunConfig
-from scmoe.errors import ConfigError
 from scmoe.models.config import ModelConfig
 from scmoe.parallel.mesh import MeshConfig
+from scmoe.run import build
+from scmoe.run.config import RunConfig
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from scmoe import build, train
-from scmoe.batch import Batch
-from scmoe.config import find_config, load_config, with_field
+from scmoe import train
+from scmoe.base.batch import Batch
 from scmoe.kernels.grouped_matmul import down_backward, rows_product, weights_product
 from scmoe.kernels.top_k import mosaic_gpu as top_k
 from scmoe.parallel.collectives import NAMES
 from scmoe.parallel.mesh import batch_sharding
 from scmoe.profiling.program import Program
+from scmoe.run import build
+from scmoe.run.config import find_config, load_config, with_field
 from scmoe.training.step import make_train_step
 
 PACKAGE = str(Path(train.__file__).parent)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from scmoe import sweep
-from scmoe.config import RunConfig, from_json
-from scmoe.errors import ConfigError, Preempted, run_main
+from scmoe.base.errors import ConfigError, Preempted, run_main
 from scmoe.reports.records import read_run
+from scmoe.run.config import RunConfig, from_json
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -152,7 +152,7 @@ def test_killed_in_the_middle_it_goes_on(fake):
   folder.mkdir()
   (folder / "hold").write_text("")
   code = (
-    "import sys\nfrom scmoe import sweep\nfrom scmoe.errors import run_main\n"
+    "import sys\nfrom scmoe import sweep\nfrom scmoe.base.errors import run_main\n"
     f"sweep.TRAIN = {sweep.TRAIN!r}\nsweep.POLL_SECONDS = 0.02\nrun_main(sweep.main)\n"
   )
   words = [sys.executable, "-c", code, "--grid=optimizer.learning_rate=0.1,0.2", "--workdir=w"]

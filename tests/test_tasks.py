@@ -12,11 +12,11 @@ import sys
 import jax
 import pytest
 
-from scmoe import evaluate, train
-from scmoe.errors import ConfigError, DataError
+from scmoe import evaluate, generate, train
+from scmoe.base.errors import ConfigError, DataError
 from scmoe.inference.sampling import Sampling
 from scmoe.inference.scoring import Continuation, score
-from scmoe.summary import open_model, open_run
+from scmoe.run.opened import open_model, open_run
 
 NEEDED = "lm_eval is not installed: pip install .[eval]"
 with_harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason=NEEDED)
@@ -142,14 +142,13 @@ def test_local_tasks_from_the_command_line(run, asked, capsys):
 
 @with_harness
 def test_generation_stops_where_it_is_asked_to(run):
-  import importlib
   from types import SimpleNamespace
 
-  from scmoe.tasks import ScmoeLM
+  from scmoe.run.tasks import ScmoeLM
 
   model = ScmoeLM(run, batch_size=2)
   request = lambda text, **kwargs: SimpleNamespace(args=(text, kwargs))
-  texts = importlib.import_module("scmoe.generate").generate_texts
+  texts = generate.generate_texts
   plain = texts(run, ["import ", "def"], Sampling(temperature=0.0), max_new_tokens=20)
   asked = [request("import ", max_gen_toks=20), request("def", max_gen_toks=20)]
   assert model.generate_until(asked) == plain
@@ -172,7 +171,7 @@ def test_the_harness_finds_the_model_by_its_name(run, asked):
   import lm_eval
   from lm_eval.tasks import TaskManager
 
-  import scmoe.tasks  # noqa: F401 - registers it
+  import scmoe.run.tasks  # noqa: F401 - registers it
 
   found = lm_eval.simple_evaluate(
     "scmoe",
@@ -189,7 +188,7 @@ def test_the_harness_finds_the_model_by_its_name(run, asked):
 @with_harness
 def test_what_there_is_not(run, asked, monkeypatch):
   """One line each, with what would do."""
-  from scmoe.tasks import evaluate_tasks
+  from scmoe.run.tasks import evaluate_tasks
 
   model, own = opened(run), {"folder": str(asked)}
   with pytest.raises(ConfigError, match=r"'local_txt' is no task .* did you mean local_text"):

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from scmoe import convert, evaluate, train
-from scmoe.errors import CheckpointError, ConfigError, DataError, Preempted
-from scmoe.summary import open_run
-from scmoe.teacher import PINNED, open_teacher
+from scmoe.base.errors import CheckpointError, ConfigError, DataError, Preempted
+from scmoe.run.opened import open_run
+from scmoe.run.teacher import PINNED, open_teacher
 from scmoe.training.checkpoint import list_steps, restore_part
 from scmoe.training.metrics import read_metrics
 
@@ -44,7 +44,7 @@ def whole(root):
 
 
 def parameters(workdir, step=4):
-  from scmoe.build import build
+  from scmoe.run.build import build
 
   wanted = {"params": build(open_run(str(workdir), step).run).shapes}
   return jax.device_get(restore_part(workdir, wanted, step)["params"])
@@ -124,7 +124,7 @@ def test_what_does_not_fit_is_one_line(root, argv, error, words):
 
 def test_another_tokenizer_is_refused(root):
   from scmoe.data.tokenizers import ByteTokenizer
-  from scmoe.teacher import check_tokenizer
+  from scmoe.run.teacher import check_tokenizer
 
   stored = open_run(str(root / "teacher"), None).run
   taught = dataclasses.replace(

@@ -6,7 +6,7 @@
 
 A task is a set of arms that both commits have:
 
-  layer      forward, and forward + backward, of `scmoe.kernels.bench --layer`'s seven shapes, the
+  layer      forward, and forward + backward, of `scmoe.bench.layer --layer`'s seven shapes, the
              gate in bfloat16 as 3495333 had it; `gate32`: as the model's, float32 (after only)
   olmoe      a training step of 3 of OLMoE's layers, batch 4 x 4096, on one GPU (both commits'
              states and temporaries are there at once)
@@ -50,7 +50,7 @@ Arms = dict[str, Callable[[int], object]]
 
 
 def layer_arms(before: bool, args: argparse.Namespace) -> Arms:
-  from scmoe.kernels import bench as at_hand
+  from scmoe.bench import layer as at_hand
 
   bench: Any = at_hand
 
@@ -114,9 +114,9 @@ def step_arm(config: str, *, expert, args, layers=0, batch=0) -> Callable[[int],
   """The training step of a config file, at its defaults; given layers, cut to one microbatch."""
   import jax
 
-  from scmoe import build
-  from scmoe.config import find_config, load_config
   from scmoe.parallel.mesh import batch_sharding
+  from scmoe.run import build
+  from scmoe.run.config import find_config, load_config
   from scmoe.training import step
 
   steps: Any = step
@@ -152,7 +152,7 @@ def step_arm(config: str, *, expert, args, layers=0, batch=0) -> Callable[[int],
       built.objective, built.optimizer, built.mesh, steps.shardings_of(abstract)
     )
   else:
-    from scmoe.batch import Batch
+    from scmoe.base.batch import Batch
 
     given = Batch.of_tokens(tokens)
     made = steps.make_train_step(built.objective, built.optimizer, abstract)

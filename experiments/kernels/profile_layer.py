@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import jax
 
-from scmoe.kernels import bench
+from scmoe.bench import layer as bench
 from scmoe.profiling.program import traced
 
 

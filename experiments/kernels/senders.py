@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import jax
 import jax.numpy as jnp
 
-from scmoe.kernels.bench import TOLERANCE, interleaved, normal_arrays, relative_error
+from scmoe.bench.layer import TOLERANCE, interleaved, normal_arrays, relative_error
 from scmoe.kernels.grouped_matmul import (
   FFNConfig,
   FFNWeights,

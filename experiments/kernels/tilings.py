@@ -25,13 +25,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scmoe.kernels import bench, tune
+from scmoe.bench import layer as bench
+from scmoe.bench import tune
 from scmoe.kernels.grouped_matmul import tiles
 from scmoe.kernels.grouped_matmul.tuned import Key
 from scmoe.kernels.permute import take_words
 from scmoe.kernels.running import has_kernels
 
-_BANDS = (8, 16)  # beside the rule's own; `scmoe.kernels.tune` measures the others
+_BANDS = (8, 16)  # beside the rule's own; `scmoe.bench.tune` measures the others
 
 
 def keys_of(shape, kinds):

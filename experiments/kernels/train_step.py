@@ -25,9 +25,7 @@ sys.path.insert(0, os.getcwd())
 import jax
 import jaxlib
 
-from scmoe import build
-from scmoe.batch import Batch
-from scmoe.config import RunConfig, find_config, load_config
+from scmoe.base.batch import Batch
 from scmoe.kernels.grouped_matmul.backend import resolve_backend
 from scmoe.models.flops import forward_flops, peak_flops
 from scmoe.parallel.mesh import batch_sharding
@@ -35,6 +33,8 @@ from scmoe.profiling.overlap import stage_table, stage_times
 from scmoe.profiling.timer import interleave, speed_up
 from scmoe.profiling.trace import find_trace, read_events
 from scmoe.profiling.wire import operation_names
+from scmoe.run import build
+from scmoe.run.config import RunConfig, find_config, load_config
 from scmoe.training.step import init_state, make_train_step
 
 COMPARED = ("objective", "grad_norm")

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import jax
 import jax.numpy as jnp
 
-from scmoe.kernels import bench
+from scmoe.bench import layer as bench
 from scmoe.kernels.grouped_matmul import FFNWeights, choices_layout, get_activation, tiles
 from scmoe.kernels.grouped_matmul.backend import resolve_backend
 from scmoe.kernels.grouped_matmul.pipeline import Tiling

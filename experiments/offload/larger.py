@@ -20,14 +20,14 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from scmoe import build
-from scmoe.benchmark import Way, random_model
-from scmoe.command_line import TRAIN_FLAGS, parse, run_config
 from scmoe.data.tokenizers import ByteTokenizer
 from scmoe.inference.decode import stream
-from scmoe.inference.offload import Usage, allow_pinned_memory, is_routed
+from scmoe.inference.offload.model import Usage, allow_pinned_memory, is_routed
 from scmoe.inference.sampling import Sampling
-from scmoe.programs import Programs
+from scmoe.run import build
+from scmoe.run.benchmark import Way, random_model
+from scmoe.run.command_line import TRAIN_FLAGS, parse, run_config
+from scmoe.run.programs import Programs
 
 WIDE = [
   "--config", "llama2_moe", "--config.model.wiring=scmoe_pos2", "--config.model.moe_every=2",

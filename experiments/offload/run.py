@@ -7,7 +7,7 @@ Decode at batch 1 and a long prefill of each configuration, all ways in turns in
 (`scmoe.generate --benchmark --ways`), on random weights. Then some ways in a process of their
 own, for the most memory that each holds. Writes results.json, table.txt and ways.png beside this
 file, or to --to. The bandwidth from the host is measured in the same run, and what it would allow
-(`scmoe.plan`) stands beside what was measured.
+(`scmoe.inference.offload.plan`) stands beside what was measured.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main() -> None:
 def experts_of(name: str, rest: list[str]) -> int:
   """Experts of a configuration."""
   code = (
-    "import sys; from scmoe.command_line import *; from scmoe.generate import FLAGS; "
+    "import sys; from scmoe.run.command_line import *; from scmoe.generate import FLAGS; "
     "v, g = parse(sys.argv[1:], FLAGS, with_fields=True); print(run_config(v, g).model.num_experts)"
   )
   command = [sys.executable, "-c", code, "--benchmark", "--config", name, *rest]

@@ -115,7 +115,7 @@ def tokens(arm: Any) -> int:
 
 def configured(command: str, words: str) -> Any:
   """The run of a command's flags and an arm's words."""
-  from scmoe.command_line import TRAIN_FLAGS, parse, run_config
+  from scmoe.run.command_line import TRAIN_FLAGS, parse, run_config
 
   own = [word for word in shlex.split(words) if not _is_variable(word)]
   flags = [word if word.startswith("--") else f"--config.{word}" for word in own]

@@ -9,9 +9,10 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
+from scmoe.base.errors import ConfigError
+from scmoe.base.options import check_options, option, section
 from scmoe.blocks.mix import MIXES
 from scmoe.blocks.wiring import WIRINGS, Wiring
-from scmoe.errors import ConfigError
 from scmoe.kernels.grouped_matmul import activation_names
 from scmoe.kernels.grouped_matmul.backend import widths_have_kernels
 from scmoe.layers.attention import QK_NORMS, Attention, AttentionConfig
@@ -23,7 +24,6 @@ from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.experts import IMPLEMENTATIONS
 from scmoe.moe.layer import MoEConfig
 from scmoe.moe.options import RouterConfig
-from scmoe.options import check_options, option, section
 
 SHORTCUT_NORMS = ("shared", "own", "megatron")
 DTYPES = ("float32", "bfloat16", "float16", "float64")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from scmoe.options import option
+from scmoe.base.options import option
 
 # Pairs up to which GPUs run all of them as one step of the scan over layers: nothing is copied into
 # stacked arrays and out of them, for about three times the compilation (experiments/LOG.md). Where

@@ -17,21 +17,21 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
+from scmoe.base.errors import ConfigError
 from scmoe.blocks import schedule as words
 from scmoe.blocks.block import Block, BlockConfig
 from scmoe.blocks.mix import Mix
 from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.schedule import make_schedule
 from scmoe.blocks.wiring import Tap, is_handed_over
-from scmoe.errors import ConfigError
-from scmoe.kernels.norm import Normalised
-from scmoe.kernels.norm import takes as norm_takes
+from scmoe.kernels.one_row.norm import Normalised
+from scmoe.kernels.one_row.norm import takes as norm_takes
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.experts import Experts
 from scmoe.moe.layer import Flight, MoE, MoECall
-from scmoe.moe.migration import Cached, Guests, Migration
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.types import RouterSums
+from scmoe.offload.experts import Cached, Guests, Migration
 from scmoe.parallel.barriers import barrier
 
 # What profiles call a step, where that is not its own name.

@@ -28,9 +28,9 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from scmoe.base.errors import ConfigError
 from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.wiring import Wiring, tap_index
-from scmoe.errors import ConfigError
 
 # Dense steps. An attention is two, so that the experts can stand behind its projections.
 PROJECTIONS, MIXING, MLP, SHARED = "projections", "mixing", "mlp", "shared expert"

@@ -1,6 +1,6 @@
 """Text, tokens and batches: `open_data` is the way in."""
 
-from scmoe.batch import Batch
+from scmoe.base.batch import Batch
 from scmoe.data.config import DataConfig
 from scmoe.data.pipeline import (
   BitsPerByte,

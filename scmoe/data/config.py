@@ -7,8 +7,8 @@ import math
 import os
 from pathlib import Path
 
-from scmoe.errors import ConfigError
-from scmoe.options import check_options, option
+from scmoe.base.errors import ConfigError
+from scmoe.base.options import check_options, option
 
 SOURCES = ("auto", "stdlib", "text", "jsonl", "parquet", "arrow", "procedural", "mixture")
 PACKINGS = ("concat", "pack", "pad")

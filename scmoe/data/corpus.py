@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
+from scmoe.base.errors import DataError
 from scmoe.data import tokenizers
 from scmoe.data.bigram import count_pairs
 from scmoe.data.config import NEEDS_PATH, DataConfig, SourcePart
 from scmoe.data.files import BadRows, atomic_write, log
 from scmoe.data.text import Document, read_documents
-from scmoe.errors import DataError
 
 SPLITS = ("train", "validation")
 

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from scmoe.base.errors import DataError
 from scmoe.data.config import HUB, SUFFIXES
 from scmoe.data.hub import fetched
 from scmoe.data.packages import need
-from scmoe.errors import DataError
 
 log = logging.getLogger("scmoe.data")
 

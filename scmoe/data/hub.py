@@ -14,9 +14,9 @@ import functools
 from pathlib import Path
 from typing import NamedTuple
 
+from scmoe.base.errors import ConfigError, DataError
 from scmoe.data.config import HUB, SUFFIXES
 from scmoe.data.packages import need
-from scmoe.errors import ConfigError, DataError
 
 
 class HubPath(NamedTuple):

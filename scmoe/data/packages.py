@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from scmoe.errors import ConfigError
+from scmoe.base.errors import ConfigError
 
 
 def need(package: str, purpose: str) -> ModuleType:

@@ -13,10 +13,10 @@ from typing import Protocol
 
 import numpy as np
 
+from scmoe.base.errors import DataError
 from scmoe.data.corpus import Stream
 from scmoe.data.files import atomic_write, log
 from scmoe.data.packages import need
-from scmoe.errors import DataError
 
 _BINS = 64  # rows that best-fit packing keeps open: more waste less and take longer
 

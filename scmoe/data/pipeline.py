@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from scmoe.batch import Batch
+from scmoe.base.batch import Batch
+from scmoe.base.errors import ConfigError, DataError
 from scmoe.data import bigram
 from scmoe.data.config import DataConfig
 from scmoe.data.corpus import Corpus, load_corpus
@@ -20,7 +21,6 @@ from scmoe.data.packages import need
 from scmoe.data.packing import Rows, make_rows
 from scmoe.data.store import is_large, stored_corpus
 from scmoe.data.tokenizers import Tokenizer
-from scmoe.errors import ConfigError, DataError
 
 __all__ = [
   "Batch",

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from scmoe.errors import ConfigError
+from scmoe.base.errors import ConfigError
 
 DEFAULT_BYTES = 1_000_000  # per domain, where data.limit_bytes sets no limit
 LETTERS = b"abcdefghijklmnopqrstuvwxyz012345"

@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from scmoe.base.errors import DataError
 from scmoe.data import tokenizers
 from scmoe.data.bigram import SYMBOLS, count_pairs
 from scmoe.data.config import NEEDS_PATH, DataConfig
@@ -45,7 +46,6 @@ from scmoe.data.corpus import (
 )
 from scmoe.data.files import BadRows, find_files, log
 from scmoe.data.text import Document
-from scmoe.errors import DataError
 
 LARGE = 64 << 20  # bytes of text above which a corpus is stored instead of held in memory
 BPE_BYTES = 128 << 20  # of training text that a BPE is trained on

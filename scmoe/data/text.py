@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from scmoe.base.errors import DataError
+from scmoe.base.extensions import is_import_path, load
 from scmoe.data import procedural
 from scmoe.data.config import HUB, DataConfig, SourcePart
 from scmoe.data.files import BadRows, InputFile, find_files, log, read_lines
 from scmoe.data.packages import need
-from scmoe.errors import DataError
-from scmoe.extensions import is_import_path, load
 
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 

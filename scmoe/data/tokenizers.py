@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from scmoe.base.errors import ConfigError, DataError
 from scmoe.data.files import atomic_write, log
 from scmoe.data.packages import need
-from scmoe.errors import ConfigError, DataError
 
 EOS = "<|endoftext|>"
 _EOS_NAMES = (EOS, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|end|>", "[SEP]", "[EOS]")

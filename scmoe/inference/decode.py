@@ -22,12 +22,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
-from scmoe.errors import ConfigError
-from scmoe.inference.offload import Offload, Usage
+from scmoe.base.errors import ConfigError
+from scmoe.inference.offload.model import Offload, Usage
 from scmoe.inference.sampling import Sampling, sample
 from scmoe.models.gpt import GPT, Pass
 from scmoe.models.stacked import Apart, is_apart
-from scmoe.moe.migration import HOLDERS, Migration
+from scmoe.offload.experts import HOLDERS, Migration
 from scmoe.parallel.mesh import BATCH_AXES, make_mesh, manual, parameter_specs
 
 # A jitted function -> a program that is called like it.
@@ -98,9 +98,9 @@ def stream(
     eos_id: a row that draws this token ends before it.
     router: router state of the training run (balancing biases), if it has any.
     mesh: devices of this process on which the model lies; None: one device.
-    prepare: makes a program of a jitted function (`scmoe.programs`); None: jit does.
+    prepare: makes a program of a jitted function (`scmoe.run.programs`); None: jit does.
     offload: how experts come to the device; other than the default, of a model whose experts lie in
-      the host's memory (`scmoe.inference.offload.offloaded`).
+      the host's memory (`scmoe.inference.offload.model.offloaded`).
     usage: filled with what was asked of the experts' cache.
 
   Yields:

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from scmoe.errors import DataError
+from scmoe.base.errors import DataError
 from scmoe.models.gpt import GPT, Pass
 from scmoe.parallel.collectives import total
 from scmoe.parallel.mesh import BATCH_AXES, batch_sharding, manual, parameter_specs
@@ -44,7 +44,7 @@ def evaluate(
     router: router state of the training run (balancing biases), if it has any.
     max_batches: at most so many batches; None: all validation text.
     stopping: asked before every batch; True ends the evaluation.
-    prepare: makes a program of a jitted function (`scmoe.programs`); None: jit does.
+    prepare: makes a program of a jitted function (`scmoe.run.programs`); None: jit does.
 
   Returns:
     `loss` (nats per token), `perplexity`, `bits_per_byte`, `accuracy`, `drop` (share of choices

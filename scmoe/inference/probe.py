@@ -17,10 +17,10 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from scmoe.batch import Batch
+from scmoe.base.batch import Batch
+from scmoe.base.errors import ConfigError
 from scmoe.blocks.pair import BlockPair, Context
 from scmoe.blocks.wiring import Tap
-from scmoe.errors import ConfigError
 from scmoe.models.gpt import GPT
 from scmoe.moe.losses import statistics
 from scmoe.moe.types import Routing

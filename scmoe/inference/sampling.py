@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from scmoe.errors import ConfigError
+from scmoe.base.errors import ConfigError
 from scmoe.parallel.mesh import BATCH_AXES, axis_size, own_share
 
 

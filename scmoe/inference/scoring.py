@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from scmoe.errors import ConfigError
+from scmoe.base.errors import ConfigError
 from scmoe.models.gpt import GPT, Pass
 from scmoe.parallel.mesh import BATCH_AXES, make_mesh, manual, parameter_specs
 
@@ -70,7 +70,7 @@ def score(
     batch_size: windows at a time, a multiple of the devices that share a batch.
     mesh: where the model lies; None: one device.
     router: router state of the training run (balancing biases), if it has any.
-    prepare: makes a program of a jitted function (`scmoe.programs`); None: jit does.
+    prepare: makes a program of a jitted function (`scmoe.run.programs`); None: jit does.
 
   Raises:
     ConfigError: nothing is asked for, ids are outside the vocabulary, or more than the context is

@@ -15,12 +15,12 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
-from scmoe import determinism
-from scmoe.kernels import decode_attention
-from scmoe.kernels.decode_attention import Unfinished, Unjoined
-from scmoe.kernels.linear import products, sums
-from scmoe.kernels.norm import Normalised
-from scmoe.kernels.without_gradient import without_gradient
+from scmoe.base import determinism
+from scmoe.kernels.one_row import attention as decode_attention
+from scmoe.kernels.one_row.attention import Unfinished, Unjoined
+from scmoe.kernels.one_row.linear import products, sums
+from scmoe.kernels.one_row.norm import Normalised
+from scmoe.kernels.one_row.without_gradient import without_gradient
 from scmoe.layers.norm import Norm, rms_normalised
 from scmoe.layers.rope import PLAIN, RopeConfig, rotate, turns
 from scmoe.parallel.collectives import repeat, total

@@ -26,7 +26,7 @@ from scmoe.kernels.grouped_matmul import (
 )
 from scmoe.kernels.grouped_matmul.activations import Activation
 from scmoe.kernels.grouped_matmul.layout import KERNEL_ROW_TILE
-from scmoe.kernels.without_gradient import without_gradient
+from scmoe.kernels.one_row.without_gradient import without_gradient
 from scmoe.parallel.collectives import repeat, total
 from scmoe.parallel.mesh import AXES, axis_size
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from scmoe.kernels import norm
+from scmoe.kernels.one_row import norm
 
 
 class Norm(nnx.Module):

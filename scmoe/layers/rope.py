@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from scmoe.errors import ConfigError
-from scmoe.options import option
+from scmoe.base.errors import ConfigError
+from scmoe.base.options import option
 
 SCALINGS = ("none", "linear", "llama3", "yarn")
 

@@ -7,9 +7,9 @@ import itertools
 import re
 from typing import NamedTuple
 
+from scmoe.base.errors import ConfigError
+from scmoe.base.options import option
 from scmoe.blocks.block import BlockConfig
-from scmoe.errors import ConfigError
-from scmoe.options import option
 from scmoe.parallel.mesh import expert_shards
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from scmoe.batch import Batch
+from scmoe.base.batch import Batch
 from scmoe.models.gpt import GPT, Output, Pass
 from scmoe.models.objective import LanguageModelObjective, LossSums
 from scmoe.moe.options import RouterConfig

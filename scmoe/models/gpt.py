@@ -15,19 +15,19 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
 
+from scmoe.base.errors import ConfigError
 from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.pair import BlockPair, Context, PairOutput, tied
 from scmoe.blocks.wiring import Tap
-from scmoe.errors import ConfigError
 from scmoe.layers.embed import Embedding, EmbeddingConfig
 from scmoe.models.config import ModelConfig
-from scmoe.models.ring import Ring
 from scmoe.models.stacked import each_layer, is_apart, joined, layers, stacked, taken_apart
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.losses import init_bias
-from scmoe.moe.migration import Migration, cache_specs, empty_cache
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.types import RouterSums
+from scmoe.offload.experts import Migration, cache_specs, empty_cache
+from scmoe.offload.ring import Ring
 from scmoe.parallel.barriers import barrier
 from scmoe.parallel.gradients import Reduction, added_to
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from scmoe.batch import Batch
+from scmoe.base.batch import Batch
 from scmoe.models.gpt import GPT, Output, Pass, together
 from scmoe.models.stacked import large_apart, put_together
 from scmoe.moe.losses import balance_loss, layer_balance, statistics, update_bias, z_loss

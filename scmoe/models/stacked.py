@@ -105,7 +105,7 @@ class Apart:
   """What was one array of a stack: each layer's own.
 
   Attributes:
-    parts: as many as layers; arrays, or what stands for one (`scmoe.moe.migration.Int8`).
+    parts: as many as layers; arrays, or what stands for one (`scmoe.offload.experts.Int8`).
   """
 
   parts: tuple[Any, ...]

@@ -20,9 +20,9 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from scmoe.errors import ConfigError
-from scmoe.extensions import FORM, construct, is_import_path
-from scmoe.kernels.norm import Normalised
+from scmoe.base.errors import ConfigError
+from scmoe.base.extensions import FORM, construct, is_import_path
+from scmoe.kernels.one_row.norm import Normalised
 from scmoe.kernels.top_k import Begun, TopK, begin_gate, gate_product, gate_top_k
 from scmoe.moe.options import RouterConfig
 

@@ -11,9 +11,9 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from scmoe.errors import ConfigError
-from scmoe.extensions import construct, is_import_path
-from scmoe.kernels.norm import Normalised
+from scmoe.base.errors import ConfigError
+from scmoe.base.extensions import construct, is_import_path
+from scmoe.kernels.one_row.norm import Normalised
 from scmoe.moe.dispatch import DispatchConfig, Transport, make_transport
 from scmoe.moe.experts import Experts, FFNExperts, FFNExpertsConfig
 from scmoe.moe.gates import make_gates

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from scmoe.errors import ConfigError
-from scmoe.extensions import construct, is_import_path
+from scmoe.base.errors import ConfigError
+from scmoe.base.extensions import construct, is_import_path
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.types import RouterSums, Routing
 

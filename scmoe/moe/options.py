@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from scmoe.errors import ConfigError
-from scmoe.options import option, section
+from scmoe.base.errors import ConfigError
+from scmoe.base.options import option, section
 
 ORDERS = ("choice", "priority", "token")
 BALANCES = ("gshard", "load_importance", "megablocks", "none")

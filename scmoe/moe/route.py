@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from scmoe.errors import ConfigError
+from scmoe.base.errors import ConfigError
 from scmoe.kernels.top_k import TopK, gate_product
 from scmoe.moe.gates import check_logits, compute_dtype
 from scmoe.moe.options import RouterConfig

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from scmoe._compat import COPY_ENGINE_POLICY, jax_version
-from scmoe.errors import ConfigError
+from scmoe.base.compat import COPY_ENGINE_POLICY, jax_version
+from scmoe.base.errors import ConfigError
 from scmoe.parallel.mesh import axis_size, own_share
 
 # NCCL hands an all-to-all to the GPU's copy engines where its policy asks for no thread blocks and

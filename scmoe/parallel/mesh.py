@@ -21,8 +21,8 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scmoe.errors import ConfigError
-from scmoe.options import check_options, option
+from scmoe.base.errors import ConfigError
+from scmoe.base.options import check_options, option
 
 AXES = ("data", "expert", "shard", "tensor")
 BATCH_AXES = ("data", "expert", "shard")  # the batch dimension is split over all three

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from scmoe.errors import ConfigError, DataError
+from scmoe.base.errors import ConfigError, DataError
 from scmoe.layers.rope import RopeConfig
 from scmoe.models.config import ModelConfig
 from scmoe.moe.options import CompatConfig, RouterConfig

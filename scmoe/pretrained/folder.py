@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from scmoe.errors import DataError, StorageError
+from scmoe.base.errors import DataError, StorageError
 from scmoe.pretrained.header import LIMITS, TENSORS, read_header, read_object
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scmoe.errors import DataError
+from scmoe.base.errors import DataError
 
 LIMITS = {  # bytes
   "config.json": 2**20,

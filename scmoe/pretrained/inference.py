@@ -9,8 +9,8 @@ Tensors have the parameters' own dotted names without `params.`. Those of routed
 MoE layer, `stages.3.moe.experts.up` [E, D, F], contiguous by expert, so that one expert of one
 layer can be mapped and read by itself; all others are stacked over layers, as checkpoints have
 them. In eight bits `stages.3.moe.experts.up` is int8 and `stages.3.moe.experts.up.scale`
-[E, 1, F] float32 (`scmoe.moe.migration.Int8`). Norms, gates and mixing coefficients are float32 in
-every folder, since they are used in float32.
+[E, 1, F] float32 (`scmoe.offload.experts.Int8`). Norms, gates and mixing coefficients are float32
+in every folder, since they are used in float32.
 """
 
 from __future__ import annotations
@@ -32,14 +32,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from scmoe import build
-from scmoe.config import RunConfig, from_dict, imports_of, to_dict
+from scmoe.base.errors import ConfigError, DataError
+from scmoe.base.extensions import check_allowed
 from scmoe.data import Tokenizer
 from scmoe.data.tokenizers import ByteTokenizer, JsonTokenizer
-from scmoe.errors import ConfigError, DataError
-from scmoe.extensions import check_allowed
 from scmoe.models.objective import cast_params
-from scmoe.moe.migration import Int8, OnDisk, quantised
+from scmoe.offload.experts import Int8, OnDisk, quantised
 from scmoe.pretrained.folder import (
   CONFIG,
   WRITTEN,
@@ -51,6 +49,8 @@ from scmoe.pretrained.folder import (
 )
 from scmoe.pretrained.names import Tensor
 from scmoe.pretrained.stream import flat, leaves_of, load, nested, slice_of
+from scmoe.run import build
+from scmoe.run.config import RunConfig, from_dict, imports_of, to_dict
 
 MANIFEST, TOKENIZER = "inference.json", "tokenizer.json"
 FORMAT, VERSION = "scmoe-inference", 1
@@ -208,7 +208,7 @@ class InferenceFolder:
 
   Args:
     path: of the folder.
-    allow_import: see `scmoe.extensions.check_allowed`.
+    allow_import: see `scmoe.base.extensions.check_allowed`.
 
   Attributes:
     run: its resolved configuration.

@@ -22,11 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from scmoe.build import Built
-from scmoe.errors import DataError
+from scmoe.base.errors import DataError
 from scmoe.parallel.mesh import host_device
 from scmoe.pretrained.folder import TYPES, Folder
 from scmoe.pretrained.names import Tensor, ignored, tensors
+from scmoe.run.build import Built
 from scmoe.training.pieces import Piece, PiecedArray
 
 READERS = 8  # threads that read tensors

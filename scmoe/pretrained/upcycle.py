@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from scmoe.base.errors import ConfigError
 from scmoe.blocks.wiring import WIRINGS, Tap, is_handed_over
-from scmoe.errors import ConfigError
 from scmoe.models.config import ModelConfig
 from scmoe.moe.options import RouterConfig
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scmoe.errors import StorageError
+from scmoe.base.errors import StorageError
 from scmoe.profiling.overlap import direction_of, stage_of
 from scmoe.profiling.trace import Event, by_device, is_container, union
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from scmoe.errors import ConfigError
+from scmoe.base.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 
-from scmoe.errors import DataError
+from scmoe.base.errors import DataError
 
 # NCCL kernels, and the copy engines' transfers between GPUs. Copies inside one GPU (MemcpyD2D) are
 # communication only where an all-to-all operation issued them: see `is_communication`.

@@ -7,7 +7,7 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
-from scmoe.errors import StorageError
+from scmoe.base.errors import StorageError
 from scmoe.reports.tables import Table
 
 _STYLE = """

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from scmoe.errors import ConfigError, DataError
+from scmoe.base.errors import ConfigError, DataError
 from scmoe.training.metrics import METRICS, read_metrics
 from scmoe.training.workdir import LOCK
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from scmoe.arrays import read_npz
-from scmoe.errors import DataError
+from scmoe.base.arrays import read_npz
+from scmoe.base.errors import DataError
 from scmoe.reports.records import Line, Record
 
 _MOST = 2**28  # bytes of a step's arrays, [layers, experts] each

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from scmoe.errors import StorageError
+from scmoe.base.errors import StorageError
 from scmoe.training.workdir import write_json
 
 CARD = "card.json"

@@ -32,7 +32,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from scmoe.errors import (
+from scmoe.base.errors import (
   CheckpointError,
   ConfigError,
   NonFiniteError,

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from scmoe.errors import ConfigError
+from scmoe.base.errors import ConfigError
+from scmoe.base.options import check_options
 from scmoe.kernels.grouped_matmul import tuned
-from scmoe.options import check_options
 from scmoe.training.options import DistributedConfig
 
 VARIABLES = {

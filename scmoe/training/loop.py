@@ -20,8 +20,8 @@ import jax
 import numpy as np
 from jax import Array
 
-from scmoe.batch import Batch
-from scmoe.errors import (
+from scmoe.base.batch import Batch
+from scmoe.base.errors import (
   ConfigError,
   DataError,
   NonFiniteError,
@@ -85,7 +85,7 @@ class Data(Protocol):
 
 
 class Trainable(Searchable, Protocol):
-  """What is trained and how, by shape only; `scmoe.build.Built` is the one of the commands.
+  """What is trained and how, by shape only; `scmoe.run.build.Built` is the one of the commands.
 
   Attributes:
     checkpoint: options.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from scmoe.options import check_options
+from scmoe.base.options import check_options
 from scmoe.training.loss_scale import LossScaling
 from scmoe.training.moments import narrow
 from scmoe.training.muon import muon_or

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 
-from scmoe.errors import ConfigError
-from scmoe.options import check_options, option
+from scmoe.base.errors import ConfigError
+from scmoe.base.options import check_options, option
 
 TRACKERS = ("wandb", "trackio")
 

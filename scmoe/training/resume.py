@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scmoe.errors import ConfigError, DataError
+from scmoe.base.errors import ConfigError, DataError
 
 # What a resumed run may change: it alters how long, how often and where, not what is computed.
 SAFE = (

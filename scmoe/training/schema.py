@@ -22,9 +22,9 @@ import math
 import re
 from typing import Any
 
+from scmoe.base.errors import CheckpointError
 from scmoe.blocks.schedule import dense_steps, slot_names, tap_step
 from scmoe.blocks.wiring import WIRINGS, tap_index
-from scmoe.errors import CheckpointError
 from scmoe.layers.rope import RopeConfig
 
 SCHEMA = 2

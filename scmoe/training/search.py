@@ -31,7 +31,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from scmoe.batch import Batch
+from scmoe.base.batch import Batch
 from scmoe.blocks.options import OverlapConfig
 from scmoe.parallel.mesh import batch_sharding
 from scmoe.profiling.program import latencies

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from scmoe.errors import WATCHDOG_EXIT
+from scmoe.base.errors import WATCHDOG_EXIT
 
 _GRACE_SECONDS = 10.0
 

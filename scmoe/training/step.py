@@ -17,7 +17,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scmoe.batch import Batch
+from scmoe.base.batch import Batch
 from scmoe.parallel.barriers import barrier
 from scmoe.parallel.gradients import Reduction, global_norm, travels_over
 from scmoe.parallel.mesh import BATCH_AXES, batch_sharding, manual, replicated, shardings_of

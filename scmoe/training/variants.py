@@ -12,8 +12,8 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from scmoe.batch import Batch
-from scmoe.errors import ConfigError
+from scmoe.base.batch import Batch
+from scmoe.base.errors import ConfigError
 from scmoe.training.guided import GuidedStep
 from scmoe.training.step import TrainState
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from scmoe.errors import ConfigError, StorageError
+from scmoe.base.errors import ConfigError, StorageError
 
 LOCK = "run.lock"
 TOUCH_SECONDS = 30  # a living run shows itself so often

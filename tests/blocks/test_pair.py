@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from scmoe.base.errors import ConfigError
 from scmoe.blocks.block import BlockConfig
 from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.pair import SCOPES, BlockPair, Context
 from scmoe.blocks.schedule import slot_names
-from scmoe.errors import ConfigError
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.layer import MoECall
 

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from scmoe.base.errors import ConfigError
 from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.schedule import (
   BARRIER,
@@ -34,7 +35,6 @@ from scmoe.blocks.schedule import (
   timeline,
 )
 from scmoe.blocks.wiring import WIRINGS
-from scmoe.errors import ConfigError
 
 INSIDE = "attention 1: projections"
 ATTENTION_0 = (("attention 0: projections", 3.0), ("attention 0: mixing", 3.0))

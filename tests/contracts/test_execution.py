@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
+from scmoe.base.errors import ConfigError
 from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.schedule import dense_steps, slot_names, tap_step
 from scmoe.blocks.wiring import WIRINGS, tap_index
-from scmoe.errors import ConfigError
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.parallel.mesh import MeshConfig, make_mesh
 

@@ -17,8 +17,8 @@ from flax import nnx
 from harness import assert_close
 from jax.sharding import PartitionSpec as P
 
+from scmoe.base.errors import ConfigError
 from scmoe.blocks.options import OverlapConfig
-from scmoe.errors import ConfigError
 from scmoe.layers.mlp import activate
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.layer import MoE, MoECall, MoEConfig

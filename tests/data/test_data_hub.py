@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from scmoe.base.errors import ConfigError, DataError
 from scmoe.data import DataConfig, hub
 from scmoe.data.files import find_files
-from scmoe.errors import ConfigError, DataError
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -60,7 +60,7 @@ def test_files_of_a_kind_are_fetched_and_no_others(tmp_path, monkeypatch):
 CODE = """
 import sys
 from scmoe.data import DataConfig, open_data
-from scmoe.errors import DataError
+from scmoe.base.errors import DataError
 options = {"batch_size": 2, "seed": 0}
 small = {"seq_len": 8, "source": "jsonl"}
 data = open_data(DataConfig(path="hf:someone/texts/en", **small), **options)

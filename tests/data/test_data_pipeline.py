@@ -10,7 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from scmoe.batch import Batch
+from scmoe.base.batch import Batch
+from scmoe.base.errors import ConfigError, DataError
+from scmoe.base.options import check_options
 from scmoe.data import (
   DataConfig,
   bigram,
@@ -21,8 +23,6 @@ from scmoe.data import (
   pipeline,
 )
 from scmoe.data.files import atomic_write
-from scmoe.errors import ConfigError, DataError
-from scmoe.options import check_options
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Batch))
 SMALL = DataConfig(source="procedural", limit_bytes=20_000, seq_len=32)

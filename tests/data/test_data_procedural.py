@@ -6,11 +6,11 @@ import math
 import numpy as np
 import pytest
 
+from scmoe.base.errors import ConfigError
 from scmoe.data import procedural
 from scmoe.data.bigram import count_pairs
 from scmoe.data.corpus import join_documents
 from scmoe.data.tokenizers import ByteTokenizer
-from scmoe.errors import ConfigError
 
 
 def stream(name, size):

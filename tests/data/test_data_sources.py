@@ -10,10 +10,10 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scmoe.base.errors import ConfigError, DataError
 from scmoe.data import text as sources
 from scmoe.data.config import DataConfig, SourcePart, parse_mixture
 from scmoe.data.files import BadRows, find_files, read_lines
-from scmoe.errors import ConfigError, DataError
 
 
 def read(kind, path, limit=0, **fields):

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from scmoe.base.errors import DataError
 from scmoe.data import DataConfig, open_data, packing, store, text
 from scmoe.data.text import split_file, split_text
-from scmoe.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[2]
 

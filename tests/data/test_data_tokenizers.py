@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scmoe.base.errors import ConfigError, DataError
 from scmoe.data import procedural, tokenizers
 from scmoe.data.corpus import join_documents
-from scmoe.errors import ConfigError, DataError
 
 TEXTS = [*procedural.documents("arithmetic", 20_000), "naïve café, 日本 🙂\r\n\ttab".encode()]
 

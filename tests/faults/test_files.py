@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from training_fakes import Setup, Source, bits, leaf_files, trainer
 
-from scmoe.batch import Batch
-from scmoe.errors import CheckpointError, ConfigError, StorageError
+from scmoe.base.batch import Batch
+from scmoe.base.errors import CheckpointError, ConfigError, StorageError
 from scmoe.training import workdir as workdir_module
 from scmoe.training.checkpoint import Checkpointer, load, read_meta
 from scmoe.training.options import CheckpointConfig

@@ -100,7 +100,7 @@ class SignalInSave(Checkpointer):
 
 
 def test_terminated_while_it_saves(mesh8, tmp_path, whole, monkeypatch):
-  from scmoe.errors import Preempted
+  from scmoe.base.errors import Preempted
   from scmoe.training import loop
 
   monkeypatch.setattr(loop, "Checkpointer", SignalInSave)

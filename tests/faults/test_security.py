@@ -12,9 +12,9 @@ import pytest
 from training_fakes import bits, trainer
 
 from scmoe import evaluate, train
-from scmoe.arrays import read_npz
-from scmoe.config import from_json
-from scmoe.errors import ConfigError, ScmoeError
+from scmoe.base.arrays import read_npz
+from scmoe.base.errors import ConfigError, ScmoeError
+from scmoe.run.config import from_json
 from scmoe.training.checkpoint import list_steps
 
 SMALL = ["--config", "quickstart", "--smoke", "--config.train.tensorboard=false"]

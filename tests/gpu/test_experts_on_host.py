@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from scmoe import build
-from scmoe.benchmark import Way, random_model
-from scmoe.config import RunConfig
 from scmoe.inference.decode import generate
 from scmoe.inference.sampling import Sampling
-from scmoe.kernels.fetch import fetch, has_kernel
 from scmoe.models.config import ModelConfig
+from scmoe.offload.fetch import fetch, has_kernel
 from scmoe.parallel.mesh import MeshConfig
+from scmoe.run import build
+from scmoe.run.benchmark import Way, random_model
+from scmoe.run.config import RunConfig
 
 pytestmark = pytest.mark.gpu
 

@@ -10,16 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scmoe.kernels import linear, tune
-from scmoe.kernels import norm as norm_kernels
-from scmoe.kernels.bench import TOLERANCE_FP8, Shape, check_layer, relative_error
+from scmoe.bench import tune
+from scmoe.bench.layer import TOLERANCE_FP8, Shape, check_layer, relative_error
 from scmoe.kernels.block_sparse import dsd, moe_topology, sdd, to_dense
-from scmoe.kernels.decode_attention import (
-  Unfinished,
-  Unjoined,
-  attend_cache,
-  attend_unfinished,
-)
 from scmoe.kernels.grouped_matmul import (
   FFNConfig,
   FFNWeights,
@@ -37,6 +30,14 @@ from scmoe.kernels.grouped_matmul import (
   tuned,
 )
 from scmoe.kernels.grouped_matmul.layout import make_layout
+from scmoe.kernels.one_row import linear
+from scmoe.kernels.one_row import norm as norm_kernels
+from scmoe.kernels.one_row.attention import (
+  Unfinished,
+  Unjoined,
+  attend_cache,
+  attend_unfinished,
+)
 from scmoe.kernels.permute import take_rows
 from scmoe.kernels.top_k import begin_gate, gate_product, gate_top_k
 from scmoe.layers.norm import Norm

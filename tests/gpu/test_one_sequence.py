@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scmoe import build
-from scmoe.benchmark import random_model
-from scmoe.config import RunConfig
 from scmoe.inference.decode import decode_step, prefill
 from scmoe.models.config import ModelConfig
 from scmoe.models.gpt import Pass
 from scmoe.parallel.mesh import MeshConfig
+from scmoe.run import build
+from scmoe.run.benchmark import random_model
+from scmoe.run.config import RunConfig
 
 pytestmark = pytest.mark.gpu
 

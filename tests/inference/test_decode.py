@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from scmoe.base.errors import ConfigError
 from scmoe.blocks.options import OverlapConfig
-from scmoe.errors import ConfigError
 from scmoe.inference.decode import (
   Static,
   decode_step,
@@ -20,13 +20,13 @@ from scmoe.inference.decode import (
   stream,
   taken_apart,
 )
-from scmoe.inference.offload import Offload
+from scmoe.inference.offload.model import Offload
 from scmoe.inference.sampling import Sampling
 from scmoe.models.config import ModelConfig
 from scmoe.models.gpt import GPT, Pass
 from scmoe.models.stacked import is_apart
 from scmoe.parallel.mesh import make_mesh
-from scmoe.programs import Programs
+from scmoe.run.programs import Programs
 
 VOCAB = 64
 GREEDY = Sampling(temperature=0.0)

@@ -7,13 +7,11 @@ import threading
 import jax
 import pytest
 
-from scmoe.build import build, single_device, vocab_size
-from scmoe.config import find_config, load_config
-from scmoe.errors import ConfigError
+from scmoe.base.errors import ConfigError
 from scmoe.generate import Session
+from scmoe.inference.offload.plan import Wish
 from scmoe.inference.sampling import Sampling
-from scmoe.moe.migration import is_on_disk
-from scmoe.plan import Wish
+from scmoe.offload.experts import is_on_disk
 from scmoe.pretrained.inference import (
   InferenceFolder,
   inference_run,
@@ -22,6 +20,8 @@ from scmoe.pretrained.inference import (
   write_folder,
 )
 from scmoe.pretrained.stream import flat
+from scmoe.run.build import build, single_device, vocab_size
+from scmoe.run.config import find_config, load_config
 
 GREEDY, PROMPTS = Sampling(temperature=0), ["def ", "import os"]
 LAYERS = 3  # with experts

@@ -9,9 +9,9 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from scmoe.errors import ConfigError
+from scmoe.base.errors import ConfigError
 from scmoe.inference.decode import Static, generate, make_decode, make_prefill
-from scmoe.inference.offload import Offload, Usage, offloaded
+from scmoe.inference.offload.model import Offload, Usage, offloaded
 from scmoe.inference.sampling import Sampling
 from scmoe.models.config import ModelConfig
 from scmoe.models.gpt import GPT

@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 from harness import parts, tiny
 
-from scmoe.batch import Batch
-from scmoe.errors import ConfigError
+from scmoe.base.batch import Batch
+from scmoe.base.errors import ConfigError
 from scmoe.inference.probe import Probe, probe
 from scmoe.inspect import CLASSES, token_classes
 from scmoe.models.gpt import GPT, Pass

@@ -11,7 +11,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scmoe.errors import ConfigError
+from scmoe.base.errors import ConfigError
 from scmoe.inference.scoring import Continuation, score, windows
 from scmoe.models.config import ModelConfig
 from scmoe.models.gpt import GPT, Pass

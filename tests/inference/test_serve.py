@@ -15,14 +15,14 @@ import jax
 import pytest
 
 from scmoe import serve
-from scmoe.build import build, single_device, vocab_size
-from scmoe.config import find_config, load_config
-from scmoe.errors import ConfigError, DataError
+from scmoe.base.errors import ConfigError, DataError
 from scmoe.generate import Session
+from scmoe.inference.offload.plan import Wish
 from scmoe.inference.sampling import Sampling
-from scmoe.plan import Wish
 from scmoe.pretrained.inference import parts, values_of, write_folder
 from scmoe.pretrained.stream import flat
+from scmoe.run.build import build, single_device, vocab_size
+from scmoe.run.config import find_config, load_config
 from scmoe.serve import Request, Server, batches
 
 GREEDY = Sampling(temperature=0)

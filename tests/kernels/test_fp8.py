@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from scmoe._compat import gpu_interpret_params, jax_version
-from scmoe.errors import ConfigError
+from scmoe.base.compat import gpu_interpret_params, jax_version
+from scmoe.base.errors import ConfigError
 from scmoe.kernels.grouped_matmul import (
   FFNConfig,
   FFNWeights,

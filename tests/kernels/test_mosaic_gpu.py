@@ -15,14 +15,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from scmoe._compat import KERNELS_WRITE_IN_PLACE, gpu_interpret_params, jax_version
-from scmoe.kernels import decode_attention, linear, norm
-from scmoe.kernels.decode_attention import (
-  Unfinished,
-  Unjoined,
-  attend_cache,
-  attend_unfinished,
-)
+from scmoe.base.compat import KERNELS_WRITE_IN_PLACE, gpu_interpret_params, jax_version
 from scmoe.kernels.grouped_matmul import (
   FFNConfig,
   FFNWeights,
@@ -51,6 +44,14 @@ from scmoe.kernels.grouped_matmul.rows_product import rows_product
 from scmoe.kernels.grouped_matmul.sorting import sorted_rows_kernel
 from scmoe.kernels.grouped_matmul.spreading import spread_rows_kernel
 from scmoe.kernels.grouped_matmul.weights_product import weights_product
+from scmoe.kernels.one_row import attention as decode_attention
+from scmoe.kernels.one_row import linear, norm
+from scmoe.kernels.one_row.attention import (
+  Unfinished,
+  Unjoined,
+  attend_cache,
+  attend_unfinished,
+)
 from scmoe.kernels.permute.positions import running_positions_kernel
 from scmoe.kernels.running import interpreted
 from scmoe.kernels.top_k import TopK, begin_gate, gate_product, gate_top_k

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from scmoe.command_line import parse, run_config
-from scmoe.errors import ConfigError, StorageError
-from scmoe.kernels import bench, tune
+from scmoe.base.errors import ConfigError, StorageError
+from scmoe.bench import layer as bench
+from scmoe.bench import tune
 from scmoe.kernels.grouped_matmul import tiles, tuned
 from scmoe.kernels.grouped_matmul.pipeline import Tiling
+from scmoe.run.command_line import parse, run_config
 
 HERE = jax.devices()[0].device_kind
 KEY = ("up", 128, 256, True)
@@ -317,7 +318,7 @@ def test_every_product_is_made_and_lowers_for_cuda(key, hidden):
 
 
 def test_without_such_a_gpu_it_says_so(tmp_path):
-  command = [sys.executable, "-m", "scmoe.kernels.tune"]
+  command = [sys.executable, "-m", "scmoe.bench.tune"]
   env = os.environ | {"JAX_PLATFORMS": "cpu"}
   run = lambda *words: subprocess.run(
     [*command, *words], env=env, capture_output=True, text=True, check=False

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from scmoe.errors import ConfigError
+from scmoe.base.errors import ConfigError
 from scmoe.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from scmoe.layers.rope import RopeConfig, rotate
 

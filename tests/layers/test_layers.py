@@ -10,7 +10,7 @@ from flax import nnx
 from harness import named
 from jax.sharding import PartitionSpec as P
 
-from scmoe.kernels.decode_attention import Unfinished
+from scmoe.kernels.one_row.attention import Unfinished
 from scmoe.layers.attention import Attention, AttentionConfig, KeyValues, attend, attend_stored
 from scmoe.layers.embed import Embedding, EmbeddingConfig
 from scmoe.layers.mlp import MLP, MLPConfig, activate

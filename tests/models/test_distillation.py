@@ -7,16 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scmoe.batch import Batch
-from scmoe.build import build
-from scmoe.config import RunConfig
-from scmoe.errors import ConfigError
+from scmoe.base.batch import Batch
+from scmoe.base.errors import ConfigError
 from scmoe.models.config import ModelConfig
 from scmoe.models.distillation import Distillation
 from scmoe.models.gpt import Pass
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.options import RouterConfig
 from scmoe.parallel.mesh import MeshConfig, batch_sharding
+from scmoe.run.build import build
+from scmoe.run.config import RunConfig
 from scmoe.training.options import TrainConfig
 from scmoe.training.step import init_state, make_train_step
 

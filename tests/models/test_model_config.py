@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from scmoe.base.errors import ConfigError
+from scmoe.base.options import check_options
 from scmoe.blocks.wiring import WIRINGS
-from scmoe.errors import ConfigError
 from scmoe.models.config import ModelConfig
 from scmoe.models.gpt import GPT
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.options import RouterConfig
-from scmoe.options import check_options
 
 D, F, E, V, S, L = 16, 24, 4, harness.VOCAB, harness.LENGTH, 4
 

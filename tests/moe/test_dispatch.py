@@ -9,7 +9,7 @@ import oracles
 import pytest
 from test_route import routed
 
-from scmoe.errors import ConfigError
+from scmoe.base.errors import ConfigError
 from scmoe.kernels.permute import gather_rows, sum_rows
 from scmoe.moe.dispatch import Capacity, capacity
 

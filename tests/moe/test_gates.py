@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from scmoe.errors import ConfigError
+from scmoe.base.errors import ConfigError
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.gates import GATES, CosineGate, LinearGate, cosine_logits, make_gates
 from scmoe.moe.layer import MoE, MoECall, MoEConfig

@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from scmoe.errors import ConfigError
-from scmoe.kernels.norm import Normalisation, Normalised
+from scmoe.base.errors import ConfigError
+from scmoe.kernels.one_row.norm import Normalisation, Normalised
 from scmoe.kernels.top_k import Begun, TopK
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.experts import Experts

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scmoe.errors import ConfigError
+from scmoe.base.errors import ConfigError
 from scmoe.moe.losses import (
   balance_loss,
   gshard_loss,

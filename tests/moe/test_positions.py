@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scmoe.errors import ConfigError
+from scmoe.base.errors import ConfigError
 from scmoe.kernels.permute import gather_rows, sum_rows
 from scmoe.moe import route as route_module
 from scmoe.moe.dispatch import Capacity, Local, capacity, exact_capacity, queue_positions

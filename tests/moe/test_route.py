@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scmoe.errors import ConfigError
+from scmoe.base.errors import ConfigError
 from scmoe.kernels.permute import gather_rows, sum_rows
 from scmoe.kernels.top_k import TopK
 from scmoe.moe.dispatch import Capacity, queue_positions

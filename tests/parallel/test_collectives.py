@@ -2,7 +2,7 @@
 
 import pytest
 
-from scmoe.errors import ConfigError
+from scmoe.base.errors import ConfigError
 from scmoe.parallel import collectives
 from scmoe.parallel.collectives import COPY_ENGINE_FLAG, request_copy_engines
 

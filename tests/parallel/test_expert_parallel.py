@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scmoe.errors import ConfigError
+from scmoe.base.errors import ConfigError
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.options import RouterConfig
 from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, make_mesh

@@ -6,7 +6,7 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from scmoe.errors import ConfigError
+from scmoe.base.errors import ConfigError
 from scmoe.parallel import mesh as meshes
 from scmoe.parallel.mesh import MeshConfig, batch_sharding, make_mesh, partition_spec, replicated
 

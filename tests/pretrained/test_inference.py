@@ -13,9 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from scmoe import convert, evaluate
-from scmoe.build import build, on_mesh, single_device, vocab_size
-from scmoe.config import find_config, load_config
-from scmoe.errors import ConfigError, DataError, ScmoeError, StorageError
+from scmoe.base.errors import ConfigError, DataError, ScmoeError, StorageError
 from scmoe.generate import Session
 from scmoe.generate import main as generate
 from scmoe.inference.sampling import Sampling
@@ -23,7 +21,9 @@ from scmoe.pretrained import folder as files
 from scmoe.pretrained import inference
 from scmoe.pretrained.inference import CONFIG, MANIFEST, InferenceFolder
 from scmoe.pretrained.stream import flat
-from scmoe.summary import open_model, open_run
+from scmoe.run.build import build, on_mesh, single_device, vocab_size
+from scmoe.run.config import find_config, load_config
+from scmoe.run.opened import open_model, open_run
 from scmoe.training.checkpoint import WEIGHTS_ONLY, Checkpointer, restore_part
 from scmoe.training.options import CheckpointConfig
 

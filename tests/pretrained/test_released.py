@@ -14,14 +14,14 @@ from released import PREFILL, check_case, there_and_back
 from safetensors.numpy import load_file, save_file
 
 from scmoe import convert
-from scmoe.config import RunConfig
+from scmoe.base.errors import ConfigError, DataError, ScmoeError, StorageError
 from scmoe.convert import export_model, import_model, open_released
-from scmoe.errors import ConfigError, DataError, ScmoeError, StorageError
 from scmoe.models.config import ModelConfig
 from scmoe.pretrained import folder as files
 from scmoe.pretrained.families import read_config, write_config
 from scmoe.pretrained.folder import INDEX, WEIGHTS, Folder
 from scmoe.pretrained.names import tensors
+from scmoe.run.config import RunConfig
 from scmoe.training.workdir import identity
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "released"

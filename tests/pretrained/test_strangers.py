@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from scmoe.errors import DataError
+from scmoe.base.errors import DataError
 from scmoe.pretrained import header
 from scmoe.pretrained.families import read_config
 from scmoe.pretrained.folder import Folder

@@ -11,14 +11,14 @@ import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 
-from scmoe import build
+from scmoe.base.errors import ConfigError
 from scmoe.convert import flat, import_model, leaves_of, nested, open_released
-from scmoe.errors import ConfigError
 from scmoe.models.gpt import GPT, Pass
 from scmoe.pretrained.families import read_config
 from scmoe.pretrained.names import tensors
 from scmoe.pretrained.upcycle import fill, plan
-from scmoe.summary import open_run
+from scmoe.run import build
+from scmoe.run.opened import open_run
 from scmoe.training.checkpoint import restore_stored
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "released"

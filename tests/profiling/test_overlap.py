@@ -2,7 +2,7 @@
 
 import pytest
 
-from scmoe.errors import DataError
+from scmoe.base.errors import DataError
 from scmoe.profiling.overlap import (
   Overlap,
   direction_of,

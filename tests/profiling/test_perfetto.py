@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from scmoe.errors import StorageError
+from scmoe.base.errors import StorageError
 from scmoe.profiling.perfetto import TRACKS, annotated, write_perfetto
 
 NAMES = {

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from scmoe.errors import ConfigError
+from scmoe.base.errors import ConfigError
 from scmoe.profiling.roofline import MACHINES, Machine, Sizes, machine, model_times
 
 XL = Sizes(

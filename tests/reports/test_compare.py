@@ -8,7 +8,7 @@ import pytest
 from runs_by_hand import write_run
 
 from scmoe import compare as command
-from scmoe.errors import ConfigError, DataError
+from scmoe.base.errors import ConfigError, DataError
 from scmoe.reports.comparison import compare
 from scmoe.reports.curves import curve, draw_curves
 from scmoe.reports.records import find_runs, read_run

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from training_fakes import bits
 
-from scmoe import build
-from scmoe.batch import Batch
-from scmoe.config import find_config, load_config, with_field
+from scmoe.base.batch import Batch
 from scmoe.parallel.mesh import shardings_of
+from scmoe.run import build
+from scmoe.run.config import find_config, load_config, with_field
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.options import CheckpointConfig
 from scmoe.training.step import make_train_step

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from training_fakes import Setup, Source, bits, leaf_files
 
-from scmoe.batch import Batch
-from scmoe.errors import CheckpointError, ConfigError, DataError, NonFiniteError, StorageError
+from scmoe.base.batch import Batch
+from scmoe.base.errors import CheckpointError, ConfigError, DataError, NonFiniteError, StorageError
 from scmoe.training import checkpoint as module
 from scmoe.training.checkpoint import Checkpointer, read_meta, restore_params, restore_part
 from scmoe.training.fingerprint import survey

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scmoe.errors import ConfigError
+from scmoe.base.errors import ConfigError
 from scmoe.training.distributed import Cluster, find_cluster
 from scmoe.training.options import DistributedConfig
 

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from scmoe import build
-from scmoe.config import find_config, load_config
 from scmoe.parallel.mesh import MeshConfig
+from scmoe.run import build
+from scmoe.run.config import find_config, load_config
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.options import CheckpointConfig
 from scmoe.training.step import init_state

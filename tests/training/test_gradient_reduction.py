@@ -12,10 +12,8 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from scmoe.batch import Batch
+from scmoe.base.batch import Batch
 from scmoe.blocks.options import OverlapConfig
-from scmoe.build import build
-from scmoe.config import RunConfig
 from scmoe.models import stacked
 from scmoe.models.config import ModelConfig
 from scmoe.models.gpt import GPT
@@ -32,6 +30,8 @@ from scmoe.parallel.mesh import (
   manual,
   parameter_specs,
 )
+from scmoe.run.build import build
+from scmoe.run.config import RunConfig
 from scmoe.training.step import accumulate, make_train_step
 
 CONFIG = ModelConfig(

@@ -12,7 +12,7 @@ import pytest
 from training_fakes import Iterator, Objective, Poisoned, Source, bits, trainer
 
 from scmoe import replay as module
-from scmoe.errors import CheckpointError, NonFiniteError, Preempted
+from scmoe.base.errors import CheckpointError, NonFiniteError, Preempted
 from scmoe.training.checkpoint import list_steps
 from scmoe.training.metrics import read_metrics
 from scmoe.training.options import CheckpointConfig

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from training_fakes import Iterator, Objective, Poisoned, Setup, Source, bits, trainer
 
-from scmoe.batch import Batch
-from scmoe.errors import ConfigError, DataError, NonFiniteError, Preempted, StorageError
+from scmoe.base.batch import Batch
+from scmoe.base.errors import ConfigError, DataError, NonFiniteError, Preempted, StorageError
 from scmoe.training.checkpoint import Checkpointer, list_steps
 from scmoe.training.metrics import MetricsFile, TensorBoard, read_metrics
 from scmoe.training.options import CheckpointConfig

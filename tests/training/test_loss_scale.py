@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 from training_fakes import OPTIMIZER, Objective, Source, bits, trainer
 
-from scmoe import build
-from scmoe.config import find_config, load_config, with_field
-from scmoe.errors import NonFiniteError, Preempted
+from scmoe.base.errors import NonFiniteError, Preempted
+from scmoe.run import build
+from scmoe.run.config import find_config, load_config, with_field
 from scmoe.training.loss_scale import START, LossScaling
 from scmoe.training.metrics import read_metrics
 from scmoe.training.optimizer import make_optimizer

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scmoe import build
-from scmoe.config import find_config, load_config
-from scmoe.errors import Preempted
+from scmoe.base.errors import Preempted
 from scmoe.parallel.mesh import MeshConfig
+from scmoe.run import build
+from scmoe.run.config import find_config, load_config
 from scmoe.train import train
 from scmoe.training.masters import Halves, readable, whole
 from scmoe.training.step import init_state, make_train_step

@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 
-from scmoe import build
-from scmoe.config import find_config, load_config
-from scmoe.errors import ConfigError, Preempted
+from scmoe.base.errors import ConfigError, Preempted
 from scmoe.parallel.mesh import MeshConfig
+from scmoe.run import build
+from scmoe.run.config import find_config, load_config
 from scmoe.train import train
 from scmoe.training.moments import narrow, rounded
 from scmoe.training.optimizer import make_optimizer

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scmoe import build, summary
-from scmoe.config import find_config, load_config
-from scmoe.errors import ConfigError, Preempted
+from scmoe.base.errors import ConfigError, Preempted
 from scmoe.parallel.mesh import MeshConfig, manual
+from scmoe.run import build, summary
+from scmoe.run.config import find_config, load_config
 from scmoe.train import train
 from scmoe.training.muon import MATRICES
 from scmoe.training.optimizer import decay_mask

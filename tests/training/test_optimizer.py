@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from scmoe.errors import ConfigError
+from scmoe.base.errors import ConfigError
 from scmoe.training.optimizer import decay_mask, make_optimizer, make_schedule
 from scmoe.training.options import OptimizerConfig
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from training_fakes import Setup, bits
 
-from scmoe import build
+from scmoe.base.errors import CheckpointError, ConfigError
 from scmoe.blocks.schedule import make_schedule
-from scmoe.config import from_dict, from_json, to_dict, with_field
-from scmoe.errors import CheckpointError, ConfigError
+from scmoe.run import build
+from scmoe.run.config import from_dict, from_json, to_dict, with_field
 from scmoe.train import train
 from scmoe.training import checkpoint
 from scmoe.training.checkpoint import Checkpointer, read_meta, restore_part

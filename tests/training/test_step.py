@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from training_fakes import OPTIMIZER, Objective, Poisoned, Setup, Source, bits, init
 
-from scmoe.batch import Batch
-from scmoe.errors import ConfigError
+from scmoe.base.batch import Batch
+from scmoe.base.errors import ConfigError
 from scmoe.training.options import TrainConfig
 from scmoe.training.step import accumulate
 

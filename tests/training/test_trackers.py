@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from scmoe.errors import ConfigError
+from scmoe.base.errors import ConfigError
 from scmoe.training.metrics import Metrics
 from scmoe.training.options import TrainConfig
 

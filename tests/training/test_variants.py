@@ -6,12 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from scmoe import build
-from scmoe.config import find_config, load_config
+from scmoe.base.errors import ConfigError
 from scmoe.data import open_data
-from scmoe.errors import ConfigError
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.parallel.mesh import MeshConfig, batch_sharding, shardings_of
+from scmoe.run import build
+from scmoe.run.config import find_config, load_config
 from scmoe.training.step import make_train_step
 from scmoe.training.variants import StepVariants, Variant, parse_candidates
 

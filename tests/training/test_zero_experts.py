@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scmoe.build import build
-from scmoe.config import find_config, load_config, with_field
-from scmoe.errors import Preempted
+from scmoe.base.errors import Preempted
 from scmoe.models.flops import forward_flops
 from scmoe.moe.losses import init_bias, router_sums, statistics, update_bias
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.route import route
+from scmoe.run.build import build
+from scmoe.run.config import find_config, load_config, with_field
 from scmoe.train import train
 from scmoe.training.checkpoint import restore_part
 from scmoe.training.metrics import read_metrics

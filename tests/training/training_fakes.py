@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scmoe.batch import Batch
+from scmoe.base.batch import Batch
 from scmoe.blocks.options import OverlapConfig
 from scmoe.parallel.collectives import largest, total
 from scmoe.parallel.gradients import added_to

@@ -21,8 +21,8 @@ if __name__ == "__main__":
 import jax
 from training_fakes import Iterator, Objective, Source, trainer
 
+from scmoe.base.errors import run_main
 from scmoe.blocks.options import OverlapConfig
-from scmoe.errors import run_main
 from scmoe.parallel.mesh import MeshConfig, make_mesh
 from scmoe.profiling.program import Program
 from scmoe.training import loop

@@ -21,7 +21,7 @@ from jax import Array
 from jaxtyping import Float
 
 from scmoe.kernels import running
-from scmoe.kernels.grouped_matmul import one_row, xla
+from scmoe.kernels.grouped_matmul import xla
 from scmoe.kernels.grouped_matmul.activations import get_activation
 from scmoe.kernels.grouped_matmul.backend import implementation, resolve_backend
 from scmoe.kernels.grouped_matmul.layout import (
@@ -31,6 +31,7 @@ from scmoe.kernels.grouped_matmul.layout import (
   make_equal_layout,
 )
 from scmoe.kernels.grouped_matmul.weights import Execution, FFNWeights
+from scmoe.kernels.one_row import experts as one_row
 from scmoe.kernels.permute import sum_copies, take_rows, zero_cotangents
 
 IMPLEMENTATIONS = ("auto", "grouped", "batched")

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from scmoe._compat import load_as
+from scmoe.base.compat import load_as
 from scmoe.kernels.grouped_matmul import gather
 from scmoe.kernels.grouped_matmul.activations import Activation, kernel_form
 from scmoe.kernels.grouped_matmul.fp8 import BLOCK

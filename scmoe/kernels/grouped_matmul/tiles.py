@@ -1,6 +1,6 @@
 """Tile shapes of the kernels: a short rule, and what was measured to be better.
 
-`python -m scmoe.kernels.tune` measures `variants` on a user's GPU and keeps the fastest there
+`python -m scmoe.bench.tune` measures `variants` on a user's GPU and keeps the fastest there
 (`tuned`); a table of what was measured for known shapes is shipped here. A product that is in
 neither gets the rule's choice, which always exists for widths that are multiples of 64.
 """
@@ -253,7 +253,7 @@ def choose(
   if experts and device.platform == "gpu" and (width, n) not in measured:
     _say_once(
       f"tilings for experts of {width} x {n} were not measured on {device.device_kind}: "
-      "`python -m scmoe.kernels.tune --config ...` looks for faster ones"
+      "`python -m scmoe.bench.tune --config ...` looks for faster ones"
     )
   return shipped(kind, width, n, gathered=gathered)
 

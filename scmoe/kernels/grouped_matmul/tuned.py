@@ -1,4 +1,4 @@
-"""Tilings that were measured on a user's own GPU: `python -m scmoe.kernels.tune` keeps them here.
+"""Tilings that were measured on a user's own GPU: `python -m scmoe.bench.tune` keeps them here.
 
 One JSON file for each kind of device, in the user's cache folder. What it says comes before what
 the package ships, which comes before the rule (`scmoe.kernels.grouped_matmul.tiles`). A file that
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scmoe.errors import StorageError
+from scmoe.base.errors import StorageError
 from scmoe.kernels.grouped_matmul.pipeline import Tiling
 
 # (kind, contracted width, result width, whether the kernel gathers an operand); for "weights*" rows
@@ -79,7 +79,7 @@ def stored(device_kind: str) -> Table:
   except FileNotFoundError:
     return {}
   except (OSError, ValueError) as error:
-    _log.warning("%s is left out: %s; `python -m scmoe.kernels.tune` writes it anew", file, error)
+    _log.warning("%s is left out: %s; `python -m scmoe.bench.tune` writes it anew", file, error)
     return {}
 
 

@@ -18,10 +18,11 @@ from jax import Array
 
 from scmoe.kernels import running
 from scmoe.kernels.grouped_matmul.backend import resolve_backend
-from scmoe.kernels.linear import narrow_product, narrow_sums, parts_of
-from scmoe.kernels.norm import Normalised
-from scmoe.kernels.top_k import one_row, under_norm
-from scmoe.kernels.without_gradient import without_gradient
+from scmoe.kernels.one_row import gate as under_norm
+from scmoe.kernels.one_row import top_k as one_row
+from scmoe.kernels.one_row.linear import narrow_product, narrow_sums, parts_of
+from scmoe.kernels.one_row.norm import Normalised
+from scmoe.kernels.one_row.without_gradient import without_gradient
 
 EXACT = 3  # bfloat16 terms of a float32 number
 

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jaxtyping import Float
 
-from scmoe.errors import ConfigError
+from scmoe.base.errors import ConfigError
 from scmoe.kernels.grouped_matmul import padded_layout
 from scmoe.kernels.permute import (
   Permutation,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from scmoe.errors import ConfigError
+from scmoe.base.errors import ConfigError
 from scmoe.kernels.permute import running_positions
 
 

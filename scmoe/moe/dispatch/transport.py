@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from jax import Array
 from jaxtyping import Float
 
-from scmoe.errors import ConfigError
-from scmoe.extensions import construct, is_import_path
+from scmoe.base.errors import ConfigError
+from scmoe.base.extensions import construct, is_import_path
 from scmoe.moe.dispatch.capacity import Capacity, capacity
 from scmoe.moe.dispatch.dropless import Dropless
 from scmoe.moe.dispatch.local import Local

@@ -1,0 +1,142 @@
+"""Parts of one's own, named in the configuration by where they are: `my_package.gates:Mine`.
+
+A configuration stores such a name as it stands, so that resuming, evaluation and generation find
+the part again: the package has to be installed, or on PYTHONPATH. Importing a module runs it, so a
+name that comes with a file (a checkpoint, a configuration in JSON) is imported only if a run of
+this user was started with it in that folder, or the command allows it (`--allow_import`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import hashlib
+import importlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from scmoe.base.errors import ConfigError
+
+FORM = "my_package.module:Name"
+_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def is_import_path(value: Any) -> bool:
+  """Whether a value of a configuration has the form `my_package.module:Name`."""
+  return isinstance(value, str) and len(value) <= 300 and bool(_PATH.fullmatch(value))
+
+
+@functools.cache
+def load(path: str, field: str) -> Any:
+  """What an import path names.
+
+  Args:
+    path: `module:Name`.
+    field: of the configuration, for messages.
+
+  Raises:
+    ConfigError: the module cannot be imported, or has no such name, or it cannot be called.
+  """
+  module_name, _, name = path.partition(":")
+  try:
+    module = importlib.import_module(module_name)
+  except Exception as error:  # whatever a module raises when it is run
+    what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    raise ConfigError(
+      f"{field}={path!r}: {module_name} cannot be imported ({what}); install its package, or put "
+      "its folder on PYTHONPATH"
+    ) from None
+  found = getattr(module, name, None)
+  if not callable(found):
+    near = difflib.get_close_matches(name, dir(module), n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"names are written {FORM}"
+    kind = "has no" if found is None else f"holds a {type(found).__name__} as"
+    raise ConfigError(f"{field}={path!r}: {module.__file__} {kind} {name!r}; {hint}")
+  return found
+
+
+def construct(path: str, field: str, *args: Any, needs: Iterable[str] = (), **options: Any) -> Any:
+  """Calls what an import path names, and checks that the result has the methods `needs`.
+
+  Raises:
+    ConfigError: as of `load`; the call failed; or a method is missing.
+  """
+  make = load(path, field)
+  try:
+    made = make(*args, **options)
+  except ConfigError:
+    raise
+  except Exception as error:
+    what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    raise ConfigError(f"{field}={path!r} could not be made: {what}") from None
+  missing = [name for name in needs if not callable(getattr(made, name, None))]
+  if missing:
+    raise ConfigError(
+      f"{field}={path!r} made a {type(made).__name__} without the method {missing[0]}; it needs: "
+      f"{', '.join(needs)}"
+    )
+  return made
+
+
+# -- names that come with a file ------------------------------------------------------------------
+
+
+def check_allowed(
+  named: Mapping[str, str], allowed: Iterable[str], where: str, workdir: Path | None = None
+) -> None:
+  """Refuses import paths that came with a file and that nobody here has asked for.
+
+  Args:
+    named: import paths by field.
+    allowed: import paths, modules or packages that the user allows.
+    where: what messages call the file.
+    workdir: the run's folder, if it has one: what its training was started with is allowed.
+
+  Raises:
+    ConfigError: names the field, the path, and the flag that allows it.
+  """
+  known = set(allowed) | (set() if workdir is None else _remembered(workdir))
+  for field, path in named.items():
+    module, _, _ = path.partition(":")
+    parents = {module[:i] for i, letter in enumerate(module) if letter == "."}
+    if not known & {path, module, *parents}:
+      raise ConfigError(
+        f"{where}: {field}={path!r} names code, which importing runs, and no run was started with "
+        f"it here; if you trust it, pass --allow_import={module.partition('.')[0]}"
+      )
+
+
+def remember(named: Mapping[str, str], workdir: Path) -> str:
+  """Keeps, with the user and not with the run, what a run is started with; "" or what failed."""
+  if not named:
+    return ""
+  place = _place(workdir)
+  values = sorted({*named.values(), *_remembered(workdir)})
+  try:
+    place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    partial = place.with_name(f"{place.name}.tmp-{os.getpid()}")
+    partial.write_text(json.dumps({"workdir": str(workdir.resolve()), "imports": values}) + "\n")
+    os.replace(partial, place)
+  except OSError as error:
+    return f"{place} cannot be written ({error.strerror}): evaluation will ask for --allow_import"
+  return ""
+
+
+def _remembered(workdir: Path) -> set[str]:
+  with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    stored = json.loads(_place(workdir).read_text())
+    if stored["workdir"] == str(workdir.resolve()):
+      return {path for path in stored["imports"] if is_import_path(path)}
+  return set()
+
+
+def _place(workdir: Path) -> Path:
+  """Outside of the run's folder, which somebody else may have filled."""
+  root = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+  name = hashlib.sha256(str(workdir.resolve()).encode()).hexdigest()[:32]
+  return Path(root).expanduser() / "scmoe" / "imports" / f"{name}.json"

@@ -1,0 +1,539 @@
+"""Measures the kernels on this machine's GPU.
+
+  python -m scmoe.bench.layer --layer --shape T,D,F,E,K [--shape ...] [--bf16_gate]
+                                [--turns_only] --json OUT
+  python -m scmoe.bench.layer --kernels --shape T,D,F,E,K [--skew 8] --json OUT
+  python -m scmoe.bench.layer --fp8 --shape T,D,F,E,K --json OUT
+
+    T  tokens      D  model width      F  expert width      E  experts      K  experts per token
+
+The layer is the model's, `scmoe.moe.layer.MoE` on one device, router included. Every result is
+compared with float32 before it is timed. Inputs are fresh and random; a time is the median over
+rounds in which all contenders take turns, so that a drift of the clock hits all of them. The bound
+is XLA's batched dense product of the same FLOPs on equal groups, timed in the same rounds: no
+router, no gather, no activation, no weighted sum.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from scmoe.kernels.grouped_matmul import (
+  FFNConfig,
+  FFNWeights,
+  choices_layout,
+  expert_ffn,
+  fp8,
+  tiles,
+  xla,
+)
+from scmoe.kernels.grouped_matmul.layout import make_layout, pad_rows
+from scmoe.moe.dispatch import DispatchConfig
+from scmoe.moe.experts import FFNExperts
+from scmoe.moe.layer import MoE, MoEConfig
+from scmoe.moe.options import RouterConfig
+from scmoe.profiling.timer import alone, calls_in, interleave, repeated
+
+# 7B-256, 7B-1024, 30B-512, 120B-1024 of SonicMoE; OLMoE, Qwen3-30B, Mixtral.
+SHAPES = {
+  "7B-256": (24576, 1536, 256, 128, 8),
+  "7B-1024": (24576, 1536, 1024, 32, 2),
+  "30B-512": (32768, 4096, 512, 128, 8),
+  "120B-1024": (32768, 4096, 1024, 128, 8),
+  "OLMoE": (32768, 2048, 1024, 64, 8),
+  "Qwen3-30B": (32768, 2048, 768, 128, 8),
+  "Mixtral": (8192, 4096, 14336, 8, 2),
+}
+# Released models by the sizes of their configurations, 8,192 tokens. One eighth of the experts
+# where there are over 64 of them or they do not fit: one GPU of eight.
+MODELS = {
+  "Mixtral-8x22B": (8192, 6144, 16384, 8, 2),
+  "DBRX": (8192, 6144, 10752, 16, 4),
+  "Phi-3.5-MoE": (8192, 4096, 6400, 16, 2),
+  "Qwen3-235B": (8192, 4096, 1536, 16, 8),
+  "DeepSeek-V2-Lite": (8192, 2048, 1408, 64, 6),
+  "DeepSeek-V3": (8192, 7168, 2048, 32, 8),
+  "GPT-OSS-20B": (8192, 2880, 2880, 32, 4),
+  "GPT-OSS-120B": (8192, 2880, 2880, 16, 4),
+  "GLM-4.5": (8192, 5120, 1536, 20, 8),
+  "GLM-4.5-Air": (8192, 4096, 1408, 16, 8),
+  "Kimi-K2": (8192, 7168, 2048, 48, 8),
+  "Llama-4-Scout": (8192, 5120, 8192, 16, 1),
+  "MiniMax-Text-01": (8192, 6144, 9216, 4, 2),
+  "Granite-3B": (8192, 1536, 512, 40, 8),
+  "JetMoE": (8192, 2048, 5632, 8, 2),
+}
+KNOWN = SHAPES | MODELS
+# bf16 operands, float32 accumulation, and intermediates rounded to bf16 two or three times.
+TOLERANCE = 1e-2
+# Of fp8 against the same on XLA: a sum in another order can round an activation to the
+# number beside it, 6 to 12 % away. Not rounded at all, the difference is 0.06.
+TOLERANCE_FP8 = 1.5e-2
+_SAMPLE_SECONDS = 0.04  # calls in a row are timed together, so that the host's part is hidden
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+  """Sizes of one layer."""
+
+  tokens: int
+  width: int
+  hidden: int
+  experts: int
+  top_k: int
+
+  @property
+  def flops(self) -> float:
+    """Forward FLOPs of a gated layer's experts: 6·T·K·D·F."""
+    return 6.0 * self.tokens * self.top_k * self.width * self.hidden
+
+  @property
+  def name(self) -> str:
+    """The name of a known shape, else the numbers."""
+    numbers = dataclasses.astuple(self)
+    known = {value: name for name, value in KNOWN.items()}
+    return known.get(numbers, ",".join(map(str, numbers)))
+
+
+def parse_shape(text: str) -> Shape:
+  """Parses T,D,F,E,K or the name of a known shape.
+
+  Raises:
+    ValueError: neither.
+  """
+  if text in KNOWN:
+    return Shape(*KNOWN[text])
+  try:
+    numbers = [int(part) for part in text.split(",")]
+    return Shape(*numbers)
+  except (TypeError, ValueError):
+    raise ValueError(f"{text!r} is not T,D,F,E,K nor one of {', '.join(KNOWN)}") from None
+
+
+def relative_error(got: jax.Array, want: jax.Array) -> float:
+  """‖got − want‖ / ‖want‖ in float32; NaN if anything is NaN."""
+  difference = got.astype(jnp.float32) - want.astype(jnp.float32)
+  return float(jnp.linalg.norm(difference) / jnp.linalg.norm(want.astype(jnp.float32)))
+
+
+def interleaved(
+  contenders: dict[str, tuple[Callable[..., Any], Sequence[Any]]], rounds: int = 7
+) -> dict[str, float]:
+  """Median milliseconds of each contender: name -> (jitted function, arguments)."""
+  arms = {name: repeated(run, *arguments) for name, (run, arguments) in contenders.items()}
+  calls = {name: calls_in(arm, _SAMPLE_SECONDS) for name, arm in arms.items()}
+  timings = interleave(arms, rounds=rounds, calls=calls)
+  return {name: 1e3 * timing.median for name, timing in timings.items()}
+
+
+def normal_arrays(seed: int, dtype=jnp.bfloat16) -> Callable[..., jax.Array]:
+  """A maker of fresh standard normal arrays: (*shape, scale=1) -> array."""
+  keys = iter(jax.random.split(jax.random.key(seed), 64))
+  return lambda *shape, scale=1.0: jax.random.normal(next(keys), shape, dtype) * scale
+
+
+class Layer:
+  """The model's MoE layer of one shape, as a function of x and its parameters in bfloat16.
+
+  Args:
+    shape: its sizes.
+    backend: of grouped products.
+    fp32_gate: as `router.fp32_gate`.
+  """
+
+  def __init__(self, shape: Shape, backend: str = "auto", *, fp32_gate: bool = True):
+    s = self.shape = shape
+    self.fp32_gate = fp32_gate
+    config = MoEConfig(
+      s.width,
+      s.hidden,
+      s.experts,
+      s.top_k,
+      activation="swiglu",
+      backend=backend,
+      router=RouterConfig(fp32_gate=fp32_gate),
+      dispatch=DispatchConfig(transport="dropless"),
+    )
+    abstract = nnx.eval_shape(lambda: MoE(config, rngs=nnx.Rngs(0)))
+    self.graph, self._params = nnx.split(abstract)
+
+  def shapes(self) -> Any:
+    """What the parameters are, as arrays without values."""
+    return self._params
+
+  def params(self, seed: int) -> Any:
+    """Random weights, scaled so that activations are of order one; a float32 gate as it trains."""
+    normal = normal_arrays(seed)
+
+    def leaf(path: Any, p: Any) -> jax.Array:
+      gate = self.fp32_gate and "router_gate" in str(path)
+      value = normal(*p.shape, scale=p.shape[-2] ** -0.5)
+      return value.astype(jnp.float32) if gate else value
+
+    return jax.tree_util.tree_map_with_path(leaf, self._params)
+
+  def inputs(self, seed: int) -> tuple[jax.Array, Any]:
+    """(x, parameters)."""
+    return normal_arrays(seed + 1)(self.shape.tokens, self.shape.width), self.params(seed)
+
+  def __call__(self, x_TD: jax.Array, params: Any) -> jax.Array:
+    """y_TD; the sums of which statistics are made are dropped."""
+    return nnx.merge(self.graph, params)(x_TD)[0]
+
+
+def check_layer(shape: Shape, seed: int, backend: str) -> dict[str, float]:
+  """Relative errors of the experts' output and all gradients against float32.
+
+  The routing is decided once: two routers in different precision may break near-ties differently.
+  """
+  layer = Layer(shape, backend)
+  x, params = layer.inputs(seed)
+  dy = normal_arrays(seed + 2)(*x.shape)
+  moe = nnx.merge(layer.graph, params)
+  routing = jax.jit(lambda x: moe.route(x).routing)(x)
+  layout = choices_layout(routing.expert_TK, routing.weight_TK, shape.experts)
+
+  def run(backend, x, weight_TK, weights):
+    config = FFNConfig(backend=backend)
+    ffn = lambda x, weight_TK, weights: expert_ffn(
+      x, weights, dataclasses.replace(layout, weight_MK=weight_TK), config
+    )
+    y, vjp = jax.vjp(ffn, x, weight_TK, weights)
+    dx, dweight_TK, dweights = vjp(dy.astype(y.dtype))
+    return y, dx, dweight_TK, dweights.gate_GDF, dweights.up_GDF, dweights.down_GFD
+
+  # The reference runs once: searching its float32 products would take longer than running them.
+  on_gpu = jax.devices()[0].platform == "gpu"
+  options = {"xla_gpu_autotune_level": 0} if on_gpu else {}
+  assert isinstance(moe.experts, FFNExperts)
+  weights = moe.experts.weights()
+  got = jax.jit(functools.partial(run, backend))(x, routing.weight_TK, weights)
+  wide = jax.tree.map(lambda a: a.astype(jnp.float32), (x, routing.weight_TK, weights))
+  want = jax.jit(functools.partial(run, "xla"), compiler_options=options)(*wide)
+  names = ("y", "dx", "dweight", "dgate", "dup", "ddown")
+  return {name: relative_error(a, b) for name, a, b in zip(names, got, want)}
+
+
+def _bound(shape: Shape, seed: int) -> dict[str, tuple[Callable[..., Any], Sequence[Any]]]:
+  """Batched dense products of the layer's FLOPs, forward and backward."""
+  normal = normal_arrays(seed)
+  rows = shape.tokens * shape.top_k // shape.experts
+  e, d, f = shape.experts, shape.width, shape.hidden
+  x, h, a = normal(e, rows, d), normal(e, rows, 2 * f), normal(e, rows, f)
+  up, down = normal(e, d, 2 * f), normal(e, f, d)
+  forward = jax.jit(
+    lambda x, a, up, down: (
+      jnp.einsum("erd,edf->erf", x, up),
+      jnp.einsum("erf,efd->erd", a, down),
+    )
+  )
+  backward = jax.jit(
+    lambda x, h, a, up, down: (
+      jnp.einsum("erd,efd->erf", x, down),
+      jnp.einsum("erf,edf->erd", h, up),
+      jnp.einsum("erd,erf->edf", x, h),
+      jnp.einsum("erf,erd->efd", a, x),
+    )
+  )
+  return {
+    "bound forward": (forward, (x, a, up, down)),
+    "bound backward": (backward, (x, h, a, up, down)),
+  }
+
+
+def training_functions(layer: Layer) -> tuple[Any, Any]:
+  """The forward as training runs it (what the backward needs is kept), and forward + backward."""
+
+  def forward(x, params):
+    y, vjp = jax.vjp(layer, x, params)
+    # The caller's own arrays are among the kept ones; returning them would copy them.
+    given = {id(a) for a in jax.tree.leaves((x, params))}
+    return y, [a for a in jax.tree.leaves(vjp) if id(a) not in given]
+
+  def both(dy, x, params):
+    y, vjp = jax.vjp(layer, x, params)
+    # A loss would make dy from y: the forward ends before the backward begins.
+    y, dy = jax.lax.optimization_barrier((y, dy))
+    return y, vjp(dy)
+
+  return jax.jit(forward), jax.jit(both)
+
+
+def bench_layer(
+  shape: Shape,
+  seed: int,
+  backend: str,
+  rounds: int,
+  *,
+  fp32_gate: bool = True,
+  turns_only: bool = False,
+) -> dict[str, Any]:
+  """Checks and times one layer, router included; with `turns_only` beside the bound alone."""
+  errors = check_layer(shape, seed, backend)
+  worst = max(errors.values())
+  if not worst <= TOLERANCE:
+    raise ValueError(f"{shape.name}: errors {errors} exceed {TOLERANCE}: not timed")
+  layer = Layer(shape, backend, fp32_gate=fp32_gate)
+  arguments = layer.inputs(seed)
+  dy = normal_arrays(seed + 2)(*arguments[0].shape)
+  forward_function, both_function = training_functions(layer)
+  kept = jax.eval_shape(forward_function, *arguments)[1]
+  kept_bytes = sum(math.prod(a.shape) * a.dtype.itemsize for a in kept)
+  forward = forward_function.lower(*arguments).compile()
+  both = both_function.lower(dy, *arguments).compile()
+  memory = both.memory_analysis()
+  ours = {"forward": (forward, arguments), "forward+backward": (both, (dy, *arguments))}
+  # Timed in three ways, which differ on a GPU at its power limit: as the figures of others were
+  # taken, with pauses; back to back; and in turns with the bound.
+  as_peers, sustained = {}, {}
+  if not turns_only:
+    as_peers = {
+      name: 1e3 * alone(function, *given, rounds=rounds).median
+      for name, (function, given) in ours.items()
+    }
+    sustained = {name: interleaved({name: run}, rounds)[name] for name, run in ours.items()}
+  times = interleaved({**ours, **_bound(shape, seed + 3)}, rounds)
+  bound = {
+    "forward": times["bound forward"],
+    "forward+backward": times["bound forward"] + times["bound backward"],
+  }
+  result: dict[str, Any] = {
+    "shape": dataclasses.asdict(shape),
+    "name": shape.name,
+    "fp32_gate": fp32_gate,
+    "errors": errors,
+    # x belongs to the caller, so that a layer which keeps it allocates nothing: added by hand.
+    "kept_bytes": kept_bytes + arguments[0].nbytes,
+    "contract_bytes": 2 * shape.tokens * (shape.width + 2 * shape.top_k * shape.hidden),
+    "temporary_bytes": memory.temp_size_in_bytes,
+    "argument_bytes": memory.argument_size_in_bytes,
+    "output_bytes": memory.output_size_in_bytes,
+    "peak_bytes_of_process": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
+  }
+  for key, factor in (("forward", 1), ("forward+backward", 3)):
+    result[key] = {
+      "ms": as_peers.get(key),
+      "tflops": factor * shape.flops / as_peers.get(key, times[key]) / 1e9,
+      "ms_sustained": sustained.get(key),
+      "ms_interleaved": times[key],
+      "bound_ms_interleaved": bound[key],
+      "percent_of_bound": 100 * bound[key] / times[key],
+    }
+  return result
+
+
+def print_layer(result: dict[str, Any]) -> None:
+  """One line of a table."""
+  cells = [f"{result['name']:16s}"]
+  for key in ("forward", "forward+backward"):
+    r = result[key]
+    alone_ms = r["ms"] and f" (back to back {r['ms_sustained']:.3f} ms)"
+    cells.append(
+      f"{key} {r['ms'] or r['ms_interleaved']:8.3f} ms {r['tflops']:6.1f} TFLOP/s"
+      f"{alone_ms or ''}, {r['percent_of_bound']:.1f} % of bound"
+    )
+  cells.append(f"kept {result['kept_bytes'] / 2**20:.0f} MiB")
+  cells.append(f"temporary {result['temporary_bytes'] / 2**20:.0f} MiB")
+  cells.append(f"worst error {max(result['errors'].values()):.1e}")
+  print(" | ".join(cells), flush=True)
+
+
+def group_sizes(shape: Shape, skew: float | None, seed: int) -> jax.Array:
+  """Equal groups, or sizes drawn from Dirichlet(skew), summing to T·K."""
+  rows, experts = shape.tokens * shape.top_k, shape.experts
+  if skew is None:
+    return jnp.full((experts,), rows // experts, jnp.int32)
+  shares = np.random.default_rng(seed).dirichlet(np.full(experts, skew))
+  return jnp.asarray(np.random.default_rng(seed + 1).multinomial(rows, shares), jnp.int32)
+
+
+def bench_kernels(shape: Shape, skews: Sequence[float | None], seed: int, rounds: int):
+  """Forward, input gradient and weight gradient of the gate-and-up and the down projection."""
+  from scmoe.kernels.grouped_matmul import mosaic_gpu as kernels
+
+  s, results = shape, []
+  rows = s.tokens * s.top_k
+  for label, k, n in (("up", s.width, 2 * s.hidden), ("down", s.hidden, s.width)):
+    contenders: dict[str, tuple[Callable[..., Any], Sequence[Any]]] = {}
+    normal = normal_arrays(seed)
+    lhs, dout, rhs = normal(rows, k), normal(rows, n), normal(s.experts, k, n, scale=k**-0.5)
+    equal = lambda a, experts=s.experts: a.reshape(experts, -1, a.shape[1])
+    for name, expression, operands in (
+      ("forward", "erk,ekn->ern", (equal(lhs), rhs)),
+      ("dgrad", "ern,ekn->erk", (equal(dout), rhs)),
+      ("wgrad", "erk,ern->ekn", (equal(lhs), equal(dout))),
+    ):
+      contenders[f"{name} dense"] = (
+        jax.jit(functools.partial(jnp.einsum, expression)),
+        operands,
+      )
+    for skew in skews:
+      sizes = group_sizes(s, skew, seed)
+      layout = jax.jit(make_layout, static_argnums=(1, 2))(sizes, rows, tiles.ROW_TILE)
+      lhs_R, dout_R = jax.jit(pad_rows)(lhs, layout), jax.jit(pad_rows)(dout, layout)
+      bf16 = {"out_dtype": jnp.bfloat16}
+      forward = jax.jit(functools.partial(kernels.grouped_rows, **bf16))
+      dgrad = jax.jit(functools.partial(kernels.grouped_rows, transpose_rhs=True, **bf16))
+      wgrad = jax.jit(functools.partial(kernels.grouped_weights, **bf16))
+      runs = {
+        "forward": (forward, (lhs_R, rhs, layout)),
+        "dgrad": (dgrad, (dout_R, rhs, layout)),
+        "wgrad": (wgrad, (lhs_R, dout_R, layout)),
+      }
+      used = (jnp.arange(layout.num_rows) < layout.num_tiles[0] * layout.tile)[:, None]
+      wide = [a.astype(jnp.float32) for a in (lhs_R, dout_R, rhs)]
+      want = {
+        "forward": xla.grouped_rows(wide[0], wide[2], layout, precision="highest"),
+        "dgrad": xla.grouped_rows(
+          wide[1], wide[2], layout, transpose_rhs=True, precision="highest"
+        ),
+        "wgrad": xla.grouped_weights(wide[0], wide[1], layout, precision="highest"),
+      }
+      for name, (function, arguments) in runs.items():
+        got = function(*arguments)
+        if name != "wgrad":
+          got = jnp.where(used, got, 0)
+        error = relative_error(got, want[name] if name == "wgrad" else want[name] * used)
+        if not error <= TOLERANCE:
+          raise ValueError(f"{s.name} {label} {name}: error {error} exceeds {TOLERANCE}: not timed")
+        contenders[f"{name} {'balanced' if skew is None else f'dirichlet({skew:g})'}"] = (
+          function,
+          arguments,
+        )
+      del want, wide
+    times = interleaved(contenders, rounds)
+    flops = 2.0 * rows * k * n
+    for name, ms in times.items():
+      dense = times[f"{name.split()[0]} dense"]
+      results.append(
+        {
+          "name": s.name,
+          "projection": label,
+          "product": name,
+          "ms": ms,
+          "tflops": flops / ms / 1e9,
+          "percent_of_dense": 100 * dense / ms,
+        }
+      )
+      print(
+        f"{s.name:10s} {label:4s} {name:24s} {ms:8.3f} ms {flops / ms / 1e9:6.1f} TFLOP/s"
+        f" {100 * dense / ms:6.1f} % of dense",
+        flush=True,
+      )
+  return results
+
+
+def bench_fp8(shape: Shape, seed: int, rounds: int) -> dict[str, Any]:
+  """The experts' forward pass in bfloat16 and in fp8, and the roundings of the latter alone.
+
+  Routed evenly at random, without a router; what a backward pass would need is not kept.
+  """
+  s, normal = shape, normal_arrays(seed)
+  x_TD, a_RF = normal(s.tokens, s.width), normal(s.tokens * s.top_k, s.hidden)
+  up = lambda: normal(s.experts, s.width, s.hidden, scale=s.width**-0.5)
+  weights = FFNWeights(up(), normal(s.experts, s.hidden, s.width, scale=s.hidden**-0.5), up())
+  scores_TE = normal(s.tokens, s.experts)
+  expert_TK = jax.lax.top_k(scores_TE, s.top_k)[1].astype(jnp.int32)
+  given = x_TD, weights, expert_TK, jax.nn.softmax(normal(s.tokens, s.top_k))
+
+  def forward(backend: str, fp8: bool) -> Callable[..., Any]:
+    def run(x_TD, weights, expert_TK, weight_TK):
+      layout = choices_layout(expert_TK, weight_TK, s.experts)
+      return expert_ffn(x_TD, weights, layout, FFNConfig(backend=backend, fp8=fp8))
+
+    return jax.jit(run)
+
+  error = relative_error(forward("auto", True)(*given), forward("xla", True)(*given))
+  if not error <= TOLERANCE_FP8:
+    raise ValueError(f"{s.name} fp8: error {error} exceeds {TOLERANCE_FP8}: not timed")
+  rows = jax.jit(fp8.quantised_rows)
+
+  @jax.jit
+  def matrices(weights):
+    both = map(fp8.quantised_matrices, (*weights.up_weights, weights.down_GFD))
+    return [(jnp.swapaxes(q, 1, 2), scale) for q, scale in both]
+
+  times = interleaved(
+    {
+      "bfloat16": (forward("auto", False), given),
+      "fp8": (forward("auto", True), given),
+      "rounding rows": (rows, (x_TD,)),
+      "rounding activations": (rows, (a_RF,)),
+      "rounding matrices": (matrices, (weights,)),
+    },
+    rounds,
+  )
+  cells = (f"{name} {ms:.3f} ms" for name, ms in times.items())
+  print(f"{s.name:16s} {' | '.join(cells)} | error {error:.1e}", flush=True)
+  return {"shape": dataclasses.asdict(s), "name": s.name, "error": error, "ms": times}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the benchmark; see the module's text."""
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+  parser.add_argument("--layer", action="store_true", help="the whole MoE layer")
+  parser.add_argument("--kernels", action="store_true", help="each product alone")
+  parser.add_argument("--fp8", action="store_true", help="experts in fp8 beside bfloat16")
+  parser.add_argument(
+    "--shape", action="append", default=[], help="T,D,F,E,K, a known name, or models"
+  )
+  parser.add_argument("--skew", type=float, default=8.0, help="Dirichlet parameter for --kernels")
+  parser.add_argument("--backend", default="auto", help="backend of --layer")
+  parser.add_argument("--bf16_gate", action="store_true", help="router.fp32_gate=False")
+  parser.add_argument(
+    "--turns_only", action="store_true", help="--layer in turns with the bound, not by itself too"
+  )
+  parser.add_argument("--rounds", type=int, default=7)
+  parser.add_argument("--json", help="where results are written")
+  options = parser.parse_args(argv)
+  named = [MODELS if text == "models" else [text] for text in options.shape or SHAPES]
+  shapes = [parse_shape(text) for names in named for text in names]
+  if not (options.layer or options.kernels or options.fp8):
+    options.layer = True
+  device = jax.devices()[0]
+  seed = time.time_ns() % 2**31
+  report: dict[str, Any] = {
+    "date": time.strftime("%Y-%m-%d"),
+    "device": device.device_kind,
+    "jax": jax.__version__,
+    "command": "python -m scmoe.bench.layer " + " ".join(argv or sys.argv[1:]),
+    "seed": seed,
+  }
+  print(f"{device.device_kind}, jax {jax.__version__}", flush=True)
+  for shape in shapes:
+    if options.layer:
+      result = bench_layer(
+        shape,
+        seed,
+        options.backend,
+        options.rounds,
+        fp32_gate=not options.bf16_gate,
+        turns_only=options.turns_only,
+      )
+      report.setdefault("layer", []).append(result)
+      print_layer(result)
+    if options.kernels:
+      report.setdefault("kernels", []).extend(
+        bench_kernels(shape, (None, options.skew), seed, options.rounds)
+      )
+    if options.fp8:
+      report.setdefault("fp8", []).append(bench_fp8(shape, seed, options.rounds))
+    if options.json:
+      with open(options.json, "w") as file:
+        json.dump(report, file, indent=2)
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,407 @@
+"""Fits, or tells: where the experts of a model lie, from its sizes and the memory there is.
+
+Arithmetic over shapes, before anything is loaded. What a way costs follows from three rates: the
+device's arithmetic and memory (modelled), and the bytes a second from the host (measured).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from scmoe.base.errors import ConfigError
+from scmoe.base.sizes import size_of
+from scmoe.inference.offload.model import HOST, Offload, is_routed
+from scmoe.layers.mlp import is_gated
+from scmoe.models.config import ModelConfig
+from scmoe.offload.experts import Migration
+from scmoe.profiling.roofline import MACHINES, Machine, Sizes, StageSeconds, model_times
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+FLOOR = 8e-6  # seconds of a stage of few rows, its kernels' launches (experiments/LOG.md)
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+  """What is generated: rows of so many tokens, and new ones for each."""
+
+  rows: int
+  prompt: int
+  new: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+  """Bytes on each device.
+
+  Attributes:
+    dense: parameters that every token reads.
+    expert: one expert of one pair; moved: the same as it lies in the host's memory.
+    experts: experts of one pair on this device.
+    pairs: of the model.
+    caches: of attention.
+    scratch: activations and scores of a prefill.
+  """
+
+  dense: int
+  expert: int
+  moved: int
+  experts: int
+  pairs: int
+  caches: int
+  scratch: int
+
+  @property
+  def layer(self) -> int:
+    """All experts of one pair."""
+    return self.expert * self.experts
+
+  @property
+  def host(self) -> int:
+    """All experts of this device, as they lie in the host's memory."""
+    return self.moved * self.experts * self.pairs
+
+  @property
+  def fixed(self) -> int:
+    """What no way of offloading moves."""
+    return self.dense + self.caches + self.scratch
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """A way, and what is expected of it.
+
+  Attributes:
+    offload: the way.
+    device: bytes of each device; host: bytes of pinned memory, all devices together.
+    prefill, decode: tokens/s.
+    hit_rate: of the cache that `decode` was computed with.
+    hidden: share of the time of decode's copies that has computation beside it.
+    pinned: pairs whose experts lie in pinned memory; the others' stay in their files. None: all.
+  """
+
+  offload: Offload
+  device: int
+  host: int
+  prefill: float
+  decode: float
+  hit_rate: float
+  hidden: float
+  pinned: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Wish:
+  """What a user says of offloading; the planner decides the rest.
+
+  Attributes:
+    way: none, blocking, early or ring; two with a comma for prefill and decode; auto: the
+      planner's.
+    device_budget, host_budget: bytes of one device, and of pinned memory for all devices; 0: what
+      there is.
+    slots: experts of every layer that a device keeps; -1: the planner's.
+    policy, sections: as of `Migration`.
+    int8: experts' matrices in eight bits, where they lie in the host's memory.
+  """
+
+  way: str = "auto"
+  device_budget: int = 0
+  host_budget: int = 0
+  slots: int = -1
+  policy: str = Migration.policy
+  sections: int = Migration.sections
+  int8: bool = False
+
+
+def chosen(
+  model: ModelConfig, shapes: Any, load: Load, wish: Wish, devices: int, *, files: bool = False
+) -> tuple[Plan, list[str]]:
+  """The way of a run, and the lines that say so; none where all fits and nothing was asked for.
+
+  Args:
+    model: resolved.
+    shapes: parameters as `jax.ShapeDtypeStruct` with shardings.
+    load: what is generated.
+    wish: the user's.
+    devices: that hold experts.
+    files: experts that do not fit the host's memory can stay in the files that they come from.
+
+  Raises:
+    ConfigError: as `plan` and `Offload.named`, or what is wished does not fit.
+  """
+  needed = needs(model, shapes, load, int8=wish.int8)
+  limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
+  budget = wish.device_budget or limit or 2**62
+  everything = needed.fixed + needed.pairs * needed.layer
+  if (wish.way == "auto" and everything <= budget) or wish.way == "none":
+    _check_fits(everything, budget, wish.way)
+    return Plan(Offload(), everything, 0, 0.0, 0.0, 0.0, 0.0), []
+  bandwidth, host = measured_bandwidth(), wish.host_budget or 2**62
+  pinned = None
+  if files and needed.host * devices > host:
+    pinned, host = host * needed.pairs // (needed.host * devices), 2**62
+  if wish.way == "auto":
+    found = plan(
+      model,
+      needed,
+      load,
+      device_budget=budget,
+      host_budget=host,
+      bandwidth=bandwidth,
+      devices=devices,
+    ).offload
+    slots = found.slots if wish.slots < 0 else wish.slots
+    ours = lambda way: dataclasses.replace(way, policy=wish.policy)
+    offload = Offload(ours(found.prefill), ours(found.decode), slots)
+  else:
+    _check_host(needed, devices, host)
+    first, _, second = wish.way.partition(",")
+    options = {"policy": wish.policy, "sections": wish.sections}
+    offload = Offload.named(first, second or first, max(wish.slots, 0), **options)
+  result = expected(offload, model, needed, load, bandwidth, devices=devices)
+  _check_fits(result.device, budget, wish.way)
+  if pinned is not None:
+    share = result.host * pinned // needed.pairs
+    result = dataclasses.replace(result, pinned=pinned, host=share)
+  return result, described(result, needed, bandwidth)
+
+
+def _check_fits(size: int, budget: int, way: str) -> None:
+  if size > budget:
+    raise ConfigError(
+      f"--gpu_memory: {size_of(budget)} is less than the {size_of(size)} that --offload={way} "
+      "needs; use --offload=auto, or a smaller --expert_cache"
+    )
+
+
+def _check_host(needed: Needs, devices: int, budget: int) -> None:
+  host = needed.host * devices
+  if host > budget:
+    raise ConfigError(
+      f"--host_memory: {size_of(budget)} is less than the {size_of(host)} of the experts; "
+      "--int8_experts takes half, and a folder of scmoe.convert --inference can stay on disk"
+    )
+
+
+def bytes_of(text: str, flag: str) -> int:
+  """A number of bytes such as 8GiB, 500MB or 1048576.
+
+  Raises:
+    ConfigError: it is none.
+  """
+  number = text.strip().rstrip("TGMKiB ")
+  unit = text.strip()[len(number) :].strip()
+  try:
+    size = float(number) * UNITS[unit]
+  except (ValueError, KeyError):
+    size = 0.0
+  if size <= 0 or not math.isfinite(size):
+    raise ConfigError(f"--{flag}={text!r} is no size; write it as 8GiB, 500MB or in bytes")
+  return int(size)
+
+
+def needs(model: ModelConfig, shapes: Any, load: Load, *, int8: bool = False) -> Needs:
+  """Bytes that a model and its load take on each device.
+
+  Args:
+    model: resolved.
+    shapes: parameters as `jax.ShapeDtypeStruct` with shardings.
+    load: what is generated.
+    int8: experts' matrices in eight bits.
+  """
+  item = jnp.dtype(model.dtype).itemsize
+  dense = routed = moved = 0
+  flat, _ = jax.tree_util.tree_flatten_with_path(shapes)
+  for path, leaf in flat:
+    shape = leaf.sharding.shard_shape(leaf.shape)
+    if is_routed(path, leaf):
+      routed += math.prod(shape) * item
+      moved += math.prod(shape) * (1 if int8 else item)
+      moved += math.prod((*shape[:-2], shape[-1])) * 4 * int8  # scales
+    else:
+      dense += math.prod(shape) * item
+  pairs, tokens = model.num_pairs, load.rows * load.prompt
+  experts = next((p[1].sharding.shard_shape(p[1].shape)[1] for p in flat if is_routed(*p)), 0)
+  width = 2 * model.num_kv_heads * model.head_dim
+  caches = load.rows * (load.prompt + load.new) * model.num_layers * width * item
+  hidden = max(model.mlp_hidden, model.shared_hidden, model.expert_hidden * model.top_k)
+  scratch = tokens * item * (8 * model.width + 2 * hidden) + load.rows * model.vocab_size * 8
+  every = max(pairs * experts, 1)
+  return Needs(dense, routed // every, moved // every, experts, pairs, caches, scratch)
+
+
+def plan(
+  model: ModelConfig,
+  needed: Needs,
+  load: Load,
+  *,
+  device_budget: int,
+  host_budget: int,
+  bandwidth: float,
+  machine: Machine = MACHINES["h200-nvlink"],
+  devices: int = 1,
+) -> Plan:
+  """The fastest way that fits, by the model of rates.
+
+  Args:
+    model: resolved.
+    needed: bytes on each device.
+    load: what is generated.
+    device_budget: bytes of one device that may be used.
+    host_budget: bytes of pinned memory that may be used, for all devices.
+    bandwidth: bytes/s from the host to a device.
+    machine: rates of a device.
+    devices: that hold experts; they are spread over these first.
+
+  Raises:
+    ConfigError: not even a layer's experts fit beside the dense part, or the experts do not fit the
+      host; it names the number needed.
+  """
+  everything = needed.fixed + needed.pairs * needed.layer
+  if everything <= device_budget:
+    return expected(Offload(), model, needed, load, bandwidth, machine, devices)
+  if not model.wiring_rule.taps or needed.fixed + needed.layer > device_budget:
+    least = needed.fixed + needed.layer if model.wiring_rule.taps else everything
+    raise ConfigError(
+      f"--gpu_memory: {size_of(device_budget)} is less than the {size_of(least)} that the dense "
+      f"part ({size_of(needed.dense)}), caches and activations "
+      f"({size_of(needed.caches + needed.scratch)}) and one layer's experts "
+      f"({size_of(needed.layer)}) need; shorten the prompt, or use more devices (--mesh=expert=N)"
+    )
+  _check_host(needed, devices, host_budget)
+  k = model.wiring_rule.routed_per_gating(model.top_k)
+  at_once = min(load.rows * k, needed.experts)
+  sections = 2 if needed.fixed + 2 * needed.layer <= device_budget else 1
+  early = "early" if model.wiring_rule.is_shortcut else "blocking"
+  prefill = Migration("ring", sections=sections)
+  if load.rows * load.prompt * k < needed.experts:
+    prefill = Migration(early)
+  if at_once == needed.experts:
+    return expected(
+      Offload(prefill, Migration("ring", sections=sections)),
+      model, needed, load, bandwidth, machine, devices,
+    )  # fmt: skip
+  # A cache is filled while prefill runs.
+  left = device_budget - needed.fixed - sections * needed.layer
+  slots = min(left // (needed.pairs * needed.expert), needed.experts)
+  offload = Offload(prefill, Migration(early), slots if slots >= at_once else 0)
+  return expected(offload, model, needed, load, bandwidth, machine, devices)
+
+
+def expected(
+  offload: Offload,
+  model: ModelConfig,
+  needed: Needs,
+  load: Load,
+  bandwidth: float,
+  machine: Machine = MACHINES["h200-nvlink"],
+  devices: int = 1,
+) -> Plan:
+  """Memory and speed of a way; arguments as of `plan`.
+
+  A copy is hidden by what computes between gate and experts (early), or by a whole pair (ring). The
+  cache hits as often as it holds an expert: what routers prefer makes it better.
+  """
+  k = model.wiring_rule.routed_per_gating(model.top_k)
+  pairs = max(needed.pairs, 1)
+  at_once = min(load.rows * k, needed.experts)
+  hit = min(offload.slots / needed.experts, 1.0) if needed.experts and offload.slots else 0.0
+
+  def seconds(tokens: int, way: Migration | None, copied: float) -> tuple[float, float]:
+    """Of a pass over all pairs; and the hidden share of its copies."""
+    stages = _stages(model, tokens, load.prompt, machine)
+    pair = sum(dataclasses.asdict(stages).values())
+    if way is None or not copied:
+      return pairs * pair, 0.0
+    copy = copied * needed.moved / bandwidth
+    window = {"blocking": 0.0, "ring": pair * (way.sections > 1)}.get(way.mode, _window(stages))
+    hidden = min(copy, window if model.wiring_rule.is_shortcut or way.mode == "ring" else 0.0)
+    return pairs * (pair + copy - hidden), hidden / copy
+
+  first, _ = seconds(load.rows * load.prompt, offload.prefill, needed.experts)
+  whole = offload.decode is not None and offload.decode.mode == "ring"
+  step, hidden = seconds(
+    load.rows, offload.decode, needed.experts if whole else at_once * (1 - hit)
+  )
+  if offload.decode is None:
+    device, host = needed.fixed + pairs * needed.layer, 0
+  else:
+    ring = offload.prefill is not None and offload.prefill.mode == "ring"
+    held = offload.prefill.sections * needed.layer if ring and offload.prefill else needed.layer
+    device = needed.fixed + held + pairs * offload.slots * needed.expert
+    host = needed.host * devices
+  rows = load.rows
+  return Plan(offload, device, host, rows * load.prompt / first, rows / step, hit, hidden)
+
+
+def _stages(model: ModelConfig, tokens: int, seq: int, machine: Machine) -> StageSeconds:
+  sizes = Sizes(
+    tokens=tokens,
+    seq=seq,
+    width=model.width,
+    mlp=model.mlp_hidden,
+    expert=model.expert_hidden,
+    shared=model.shared_hidden,
+    head_width=model.num_heads * model.head_dim,
+    kv_width=model.num_kv_heads * model.head_dim,
+    experts=model.num_experts,
+    k=model.wiring_rule.routed_per_gating(model.top_k),
+    matrices=3 if is_gated(model.activation) else 2,
+  )
+  found = dataclasses.asdict(model_times(sizes, machine))
+  never = () if tokens > 1024 else ("dispatch", "combine")
+  return StageSeconds(**{n: max(s, FLOOR * (n not in never)) for n, s in found.items()})
+
+
+def _window(stages: StageSeconds) -> float:
+  """What computes between gate and experts of Pos-2: an MLP, an attention, the shared expert."""
+  return stages.mlp + stages.projections + stages.mixing + stages.shared
+
+
+def measured_bandwidth(size: int = 256 * 2**20, calls: int = 3) -> float:
+  """Bytes/s from pinned host memory to the first device; the best of a few copies of `size`."""
+  device = jax.local_devices()[0]
+  there = SingleDeviceSharding(device)
+  host = jax.device_put(jnp.zeros((size,), jnp.uint8), there.with_memory_kind(HOST))
+  copy = jax.jit(lambda x: jax.device_put(x, jax.memory.Space.Device), out_shardings=there)
+  jax.block_until_ready(copy(host))
+  times = []
+  for _ in range(calls):
+    begin = time.perf_counter()
+    jax.block_until_ready(copy(host))
+    times.append(time.perf_counter() - begin)
+  return size / min(times)
+
+
+def described(found: Plan, needed: Needs, bandwidth: float) -> list[str]:
+  """The lines that are printed before anything is loaded."""
+  offload = found.offload
+  name = lambda way: "none" if way is None else way.mode
+  lines = [f"offload      prefill {name(offload.prefill)}, decode {name(offload.decode)}"]
+  if offload.slots:
+    lines[0] += f", {offload.slots} of {needed.experts} experts of every layer stay on the device"
+  experts = found.device - needed.fixed
+  lines.append(
+    f"memory       {size_of(found.device)} of each device (dense {size_of(needed.dense)}, caches "
+    f"{size_of(needed.caches)}, experts {size_of(experts)}, activations "
+    f"{size_of(needed.scratch)}), {size_of(found.host)} of the host"
+  )
+  rates = f"prefill {found.prefill:,.0f} tokens/s, decode {found.decode:,.0f}"
+  if offload.decode is not None:
+    rates += f" with {100 * found.hidden:.0f} % of its copies hidden"
+    rates += f" and {100 * found.hit_rate:.0f} % of the experts found" * bool(offload.slots)
+    rates += f"; {bandwidth / 1e9:.1f} GB/s from the host, measured"
+  lines.append(f"expected     {rates}; computation as modelled for an H200")
+  if found.pinned is not None:
+    lines.append(
+      f"disk         the experts of {needed.pairs - found.pinned} of {needed.pairs} layers stay in "
+      "their files, whose speed is not in what is expected"
+    )
+  return lines

@@ -1,0 +1,85 @@
+"""A single token's norm and its gate's product, in one kernel.
+
+    D  width      E  experts      P  CTAs, each with D / P of the row's numbers
+
+The norm is a kernel that waits for what is before it, the product's sums are one that waits for the
+norm. Of one row the norm costs less than waiting: every CTA makes it for itself, while its part of
+the gate's weights is on its way.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from scmoe.base.compat import load_as
+from scmoe.kernels.one_row.norm import Normalised, of_part
+from scmoe.kernels.running import compiled, interpretation
+
+SUMS = 64  # rows of the sums, of which P are not 0
+_ROWS = 64  # of a tile
+_UNIT = 128  # numbers of the row that a warpgroup writes at once
+_HELD = 128  # numbers of the weights that a thread holds
+
+
+def shares(width: int, num_experts: int) -> int:
+  """P, the most CTAs that the width can be shared out among; 0: the kernel does not take it."""
+  for parts in (64, 32, 16, 8, 4, 2, 1):
+    rows = width // parts
+    if width % (parts * _UNIT) == 0:
+      held = rows * num_experts // _UNIT
+      return parts if num_experts % 8 == 0 and num_experts <= 256 and held <= _HELD else 0
+  return 0
+
+
+def sums_under_norm(row: Normalised, gate_DE: Array) -> tuple[Array, Array]:
+  """The row, [1, D] in its type, and parts of its product with the gate, float32 [64, E]."""
+  return _sums(row, gate_DE, simulation=interpretation())
+
+
+@functools.partial(jax.jit, static_argnames="simulation")
+def _sums(row: Normalised, gate_DE: Array, *, simulation: Any) -> tuple[Array, Array]:
+  del simulation  # the program depends on it
+  width, experts = gate_DE.shape
+  parts = shares(width, experts)
+  rows, dtype = width // parts, row.dtype
+  tile = plgpu.Layout.WGMMA
+  down = tile.reduce(1)  # one number a row
+
+  def body(x, *rest):
+    *arrays, gate, y, sums, made = rest
+    part = lax.axis_index("part")
+    mine = pl.ds(part * rows, rows)
+    firsts = range(0, rows, _ROWS)
+    weights = [load_as(gate.at[pl.ds(part * rows + f, _ROWS)], tile) for f in firsts]
+    x_N = of_part(row.norm, x, arrays, mine).astype(dtype)
+    y[0, mine] = x_N
+    made[...] = x_N.astype(jnp.float32)
+    plgpu.commit_smem()
+    terms_ME = jnp.float32(0)
+    for first, w_ME in zip(firsts, weights):
+      x_M = load_as(made.at[first : first + _ROWS], down)
+      x_ME = lax.broadcast_in_dim(x_M, w_ME.shape, (0,))
+      terms_ME = terms_ME + x_ME * w_ME.astype(jnp.float32)
+    sums[part] = jnp.sum(terms_ME, axis=0)
+    zero_E = plgpu.layout_cast(jnp.zeros((experts,), jnp.float32), tile.reduce(0))
+    for other in range(parts, SUMS, parts):
+      sums[part + other] = zero_E
+
+  run = compiled(
+    body,
+    out_type=(
+      jax.ShapeDtypeStruct((1, width), dtype),
+      jax.ShapeDtypeStruct((SUMS, experts), jnp.float32),
+    ),
+    grid=(parts,),
+    grid_names=("part",),
+    scratch_types=[plgpu.SMEM((rows,), jnp.float32)],
+  )
+  return run(*row.arrays, gate_DE)

@@ -1,0 +1,159 @@
+"""The norm of a single token in one kernel: XLA takes one for each sum over the row, and one more.
+
+D  width
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from scmoe.kernels.grouped_matmul.backend import resolve_backend
+from scmoe.kernels.one_row.without_gradient import without_gradient
+from scmoe.kernels.running import compiled, interpretation
+
+_WIDEST = 8192  # numbers that a warpgroup holds: 64 a thread
+_MULTIPLE = 256  # two numbers for each of its threads
+
+
+def takes(x_BD: Array, backend: str = "auto") -> bool:
+  """Whether the kernel takes this: one row of 16-bit floats, D a multiple of 256, at most 8192."""
+  width = x_BD.shape[-1]
+  fits = x_BD.size == width and width % _MULTIPLE == 0 and width <= _WIDEST
+  # Asked last: it says what it decides.
+  return fits and resolve_backend(backend, x_BD.dtype, width) == "mosaic_gpu"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Normalisation:
+  """LayerNorm or RMSNorm of the last dimension, as kernels that begin with it are given it.
+
+  Attributes:
+    scale_D, bias_D: float32; no bias: None.
+    centred: whether the mean is taken off first.
+    eps: added to the mean square.
+  """
+
+  scale_D: Array
+  bias_D: Array | None
+  centred: bool = dataclasses.field(metadata={"static": True})
+  eps: float = dataclasses.field(metadata={"static": True})
+
+  @property
+  def arrays(self) -> tuple[Array, ...]:
+    """The scale, and the bias where there is one."""
+    return (self.scale_D,) if self.bias_D is None else (self.scale_D, self.bias_D)
+
+  def __call__(self, x: Array) -> Array:
+    """Without a kernel: in float32, the result in the type of x."""
+    wide = x.astype(jnp.float32)
+    wide = wide - wide.mean(-1, keepdims=True) if self.centred else wide
+    wide = wide * lax.rsqrt((wide * wide).mean(-1, keepdims=True) + self.eps) * self.scale_D
+    return (wide if self.bias_D is None else wide + self.bias_D).astype(x.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Normalised:
+  """A row under a norm, as `linear.Made`.
+
+  Attributes:
+    x_BD: [..., D] of one row.
+    norm: which.
+  """
+
+  x_BD: Array
+  norm: Normalisation
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Of x."""
+    return self.x_BD.shape
+
+  @property
+  def width(self) -> int:
+    """D."""
+    return self.shape[-1]
+
+  @property
+  def size(self) -> int:
+    """Of x."""
+    return self.x_BD.size
+
+  @property
+  def dtype(self) -> Any:
+    """Of x."""
+    return self.x_BD.dtype
+
+  @property
+  def arrays(self) -> tuple[Array, ...]:
+    """x, scale and bias."""
+    return (self.x_BD.reshape(1, -1), *self.norm.arrays)
+
+  def takes(self, rows: int, backend: str) -> bool:
+    """Any part of a row that the norm's kernel takes."""
+    del rows
+    return takes(self.x_BD, backend)
+
+  def write(self, arrays: Any, part: Any, to: Any) -> None:
+    """See `linear.Made`."""
+    x, *arrays = arrays
+    to[...] = of_part(self.norm, x, arrays, part).astype(x.dtype).astype(jnp.float32)
+
+  def __call__(self) -> Array:
+    """Without a kernel, [..., D]."""
+    return self.norm(self.x_BD)
+
+  def alone(self) -> Array:
+    """In a kernel of its own, where it takes it."""
+    if not takes(self.x_BD):
+      return self()
+    return without_gradient(normalised, lambda x, norm: norm(x), self.x_BD, self.norm)
+
+
+def normalised(x_BD: Array, norm: Normalisation) -> Array:
+  """The norm of a single row that the kernel `takes`: [..., D] in the type of x; not
+  differentiable."""
+  y_1D = _normalised(x_BD.reshape(1, -1), norm, simulation=interpretation())
+  return y_1D.reshape(x_BD.shape)
+
+
+@functools.partial(jax.jit, static_argnames="simulation")
+def _normalised(x_1D: Array, norm: Normalisation, *, simulation: Any) -> Array:
+  del simulation  # the program depends on it
+
+  def body(x, *rest):
+    *arrays, y = rest
+    y[0] = of_part(norm, x, arrays, pl.ds(0, x.shape[1])).astype(y.dtype)
+
+  run = compiled(body, out_type=jax.ShapeDtypeStruct(x_1D.shape, x_1D.dtype))
+  return run(x_1D, *norm.arrays)
+
+
+def of_part(norm: Normalisation, x: Any, arrays: Any, part: Any) -> Array:
+  """In a kernel, by one warpgroup: a part of the normalised row in float32.
+
+  Args:
+    norm: which.
+    x: [1, D], all of the row.
+    arrays: scale and bias, as `Normalisation.arrays`.
+    part: slice of the row.
+  """
+  width = x.shape[1]
+  # Asked for together: what is asked for behind a sum waits for the sum.
+  wide, found = x[0].astype(jnp.float32), x[0, part].astype(jnp.float32)
+  scale, *bias = (a[part] for a in arrays)
+  if norm.centred:
+    mean = jnp.sum(wide) / width
+    wide, found = wide - mean, found - mean
+  found = found * lax.rsqrt(jnp.sum(wide * wide) / width + norm.eps) * scale
+  for b in bias:
+    found = found + b
+  return found

@@ -1,0 +1,429 @@
+"""From a resolved RunConfig to the objects that run: mesh, model, objective, optimizer.
+
+Parameters travel as a plain nested dict of arrays (`nnx.to_pure_dict`): the optimizer, the
+checkpoint and `nnx.merge` all take it as it is. Until `init_state` makes the arrays where they
+belong, only their shapes exist, so that a sharded model never has to fit on one device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from scmoe.base.batch import Batch
+from scmoe.base.errors import ConfigError
+from scmoe.base.options import check_options
+from scmoe.blocks.options import OverlapConfig
+from scmoe.blocks.schedule import Times, chunk_slots, unit_times
+from scmoe.data.config import DataConfig
+from scmoe.data.tokenizers import ByteTokenizer, load_json
+from scmoe.layers.mlp import is_gated
+from scmoe.models.distillation import Distillation
+from scmoe.models.flops import forward_flops, head_widths, peak_flops, projection_weights
+from scmoe.models.gpt import GPT
+from scmoe.models.objective import LanguageModelObjective
+from scmoe.parallel.mesh import MeshConfig, make_mesh, parameter_specs, shardings_of
+from scmoe.profiling.roofline import Sizes, machine, model_times
+from scmoe.run.config import RunConfig, to_dict
+from scmoe.training.optimizer import Optimizer, make_optimizer
+from scmoe.training.options import CheckpointConfig, OptimizerConfig, TrainConfig
+from scmoe.training.step import TrainState, abstract_state
+from scmoe.training.variants import Change, Variant
+
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+  """What a run consists of: the `Trainable` of the commands.
+
+  Attributes:
+    run: the resolved configuration.
+    mesh: its devices.
+    graph: the model without parameters; `nnx.merge(graph, params)` is a `GPT`.
+    shapes: parameters as `jax.ShapeDtypeStruct`, each with its sharding.
+    objective: loss and metrics.
+    optimizer: of the run.
+    teacher: what the objective learns from (`beside`), or None.
+  """
+
+  run: RunConfig
+  mesh: Mesh
+  graph: nnx.GraphDef
+  shapes: Params
+  objective: LanguageModelObjective
+  optimizer: Optimizer
+  teacher: Built | None = None
+
+  @property
+  def train(self) -> TrainConfig:
+    """Options of the loop."""
+    return self.run.train
+
+  @property
+  def checkpoint(self) -> CheckpointConfig:
+    """What is kept, and when."""
+    return self.run.checkpoint
+
+  @property
+  def overlap(self) -> OverlapConfig:
+    """Schedule and compilation, with what follows from the machine filled in."""
+    return derived_overlap(self.run)
+
+  @property
+  def candidates(self) -> tuple[Variant | Change, ...]:
+    """What `overlap.schedule=auto` chooses from: as configured, then what is likeliest to gain."""
+    run, dispatch = self.run, self.run.dispatch
+    found: list[Variant | Change] = [Variant()]
+    if not self.overlap.search_seconds:
+      return tuple(found)
+    if dispatch.transport == "capacity" and dispatch.capacity_factor > 0:
+      found.append(Variant(transport="packed"))
+    if run.overlap.order == "xla":
+      found.append(self._in_slots)
+    return tuple(found)
+
+  def _in_slots(self, best: Variant) -> Variant:
+    """A variant in two chunks or more, whose experts barriers hold where they hide most.
+
+    Where communication fits the window, what the search starts from hides it already.
+    """
+    times = modelled_times(self.varied(best), "h200-slow")
+    chunks = max(2, best.chunks or self.run.dispatch.chunks)
+    assert times is not None
+    slots = ", ".join(chunk_slots(times, chunks))
+    return dataclasses.replace(best, chunks=chunks, schedule=slots, order="barriers")
+
+  @property
+  def config(self) -> dict[str, Any]:
+    """The whole configuration, JSON-able."""
+    return to_dict(self.run)
+
+  @property
+  def sequence_length(self) -> int:
+    """Tokens of a sequence."""
+    return self.run.data.seq_len
+
+  def flops_per_token(self, figures: Mapping[str, Any]) -> float:
+    """FLOPs of one token in training.
+
+    Args:
+      figures: of a step; `real_experts` says how many experts have computed for a token.
+    """
+    run = self.run
+    k = run.model.wiring_rule.routed_per_gating(run.model.top_k)
+    share = run.router.real_share(k, run.model.num_experts, run.model.zero_experts)
+    if "real_experts" in figures:
+      share = figures["real_experts"] / k
+    flops = forward_flops(run.model, run.data.seq_len, share).training
+    if self.teacher is not None:
+      flops += forward_flops(self.teacher.run.model, run.data.seq_len).forward
+    return flops
+
+  @property
+  def peak_flops(self) -> float:
+    """FLOP/s of one device in the compute type; 0 where it is not known."""
+    device = self.mesh.devices.flat[0]
+    return peak_flops(device.device_kind, self.run.model.dtype) or 0.0
+
+  def init(self, key: Array) -> tuple[Params, dict[str, Any]]:
+    """Initial parameters and router state; call it under jit."""
+    model = make_gpt(self.run, key)
+    return nnx.to_pure_dict(nnx.state(model)), model.init_router()
+
+  @property
+  def shardings(self) -> tuple[Params, dict[str, Any]]:
+    """Where parameters and router state lie."""
+    return shardings_of(self.shapes), shardings_of(self.router_shapes)
+
+  @property
+  def specs(self) -> Params:
+    """PartitionSpecs of the parameters."""
+    return jax.tree.map(lambda s: s.sharding.spec, self.shapes)
+
+  @property
+  def router_shapes(self) -> dict[str, Any]:
+    """Router state as `jax.ShapeDtypeStruct`; every device holds it whole."""
+    _, router = jax.eval_shape(lambda: self.init(jax.random.key(0)))
+    everywhere = NamedSharding(self.mesh, jax.sharding.PartitionSpec())
+    place = lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=everywhere)
+    return jax.tree.map(place, router)
+
+  def abstract_state(self) -> TrainState:
+    """Shapes, types and shardings of the whole training state."""
+    choice = self.run.optimizer.masters
+    halves = jax.default_backend() == "gpu" if choice == "auto" else choice == "halves"
+    cast = self.objective.cast if halves else None
+    teacher = None if self.teacher is None else self.teacher.given_shapes
+    return abstract_state(self.init, self.optimizer, self.mesh, self.shardings, cast, teacher)
+
+  @property
+  def given_shapes(self) -> dict[str, Any]:
+    """Parameters, in the types in which they are read, and router state: what a teacher gives."""
+    typed = jax.eval_shape(self.objective.cast, self.shapes)
+    place = lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at.sharding)
+    return {"params": jax.tree.map(place, typed, self.shapes), "router": self.router_shapes}
+
+  def variant(self, variant: Variant) -> LanguageModelObjective:
+    """The objective with another way to route or to move rows; the parameters stay the same.
+
+    Raises:
+      ConfigError: the variant does not fit the run, e.g. an r that does not divide the devices.
+    """
+    changed = self.varied(variant)
+    return make_objective(changed, build_model(changed, self.mesh)[0], self.teacher)
+
+  def varied(self, variant: Variant) -> RunConfig:
+    """The run that is configured as the variant has it; raises as `variant`."""
+    run = self.run
+    given = variant.given
+    moved = {name: given.pop(name) for name in ("schedule", "order") if name in given}
+    top_k = given.pop("top_k", run.model.top_k)
+    if given.get("capacity_factor") == 0:  # nothing may be dropped
+      given = {**given, "capacity_factor": run.dispatch.capacity_factor, "transport": "dropless"}
+    dispatch = dataclasses.replace(run.dispatch, **given)
+    overlap = dataclasses.replace(run.overlap, **moved)
+    check_options(dispatch, "dispatch")
+    dispatch.check_shards(self.mesh.shape["shard"])
+    model = dataclasses.replace(run.model, top_k=top_k).resolve()
+    return dataclasses.replace(run, model=model, dispatch=dispatch, overlap=overlap)
+
+  def cut(self) -> Built:
+    """The same sizes on the same devices, in two pairs and one flight of microbatches."""
+    run = self.run
+    pair = run.model.moe_every * run.model.wiring_rule.units_per_moe
+    layers = min(run.model.num_pairs * pair, 2 * pair)
+    model = dataclasses.replace(run.model, num_layers=layers, dense_layers="")
+    together = self.overlap.flight * run.train.batch_size * run.data.seq_len
+    tokens = min(together, run.train.tokens_per_step)
+    train = dataclasses.replace(run.train, tokens_per_step=tokens)
+    cut = dataclasses.replace(run, model=model, train=train)
+    return build(cut, list(self.mesh.devices.flat))
+
+  def random_batch(self) -> Batch:
+    """One step's random tokens of this process: numpy arrays [A, B / processes, ...]."""
+    train, length = self.train, self.sequence_length
+    shape = (train.microbatches(length), train.batch_size // jax.process_count(), length)
+    draw = np.random.default_rng(jax.process_index()).integers
+    return Batch.of_tokens(draw(0, self.run.model.vocab_size, shape, dtype=np.int32))
+
+  def model(self, params: Params) -> GPT:
+    """The model with these parameters."""
+    return nnx.merge(self.graph, params)
+
+
+def build(
+  run: RunConfig, devices: Sequence[Any] | None = None, teacher: RunConfig | None = None
+) -> Built:
+  """Builds everything for a resolved configuration; allocates nothing.
+
+  Args:
+    run: see `RunConfig.resolve`.
+    devices: the devices of the mesh; all of jax by default.
+    teacher: the resolved run that `run.train.teacher` names. Without it the objective learns from
+      text alone, as whoever does not train wants it.
+
+  Raises:
+    ConfigError: the mesh needs more devices than there are.
+  """
+  mesh = build_mesh(run, devices)
+  graph, shapes = build_model(run, mesh)
+  taught_by = None if teacher is None else beside(teacher, run, mesh)
+  objective = make_objective(run, graph, taught_by)
+  optimizer = make_optimizer(
+    run.optimizer,
+    run.train.steps,
+    half=run.model.dtype == "float16",
+    spike_sigma=run.train.spike_sigma,
+    specs=jax.tree.map(lambda s: s.sharding.spec, shapes),
+  )
+  return Built(run, mesh, graph, shapes, objective, optimizer, taught_by)
+
+
+def beside(teacher: RunConfig, run: RunConfig, mesh: Mesh) -> Built:
+  """A teacher on the mesh of its student, whose rows travel as the student's do.
+
+  Raises:
+    ConfigError: it cannot lie on that mesh, or knows fewer positions or another vocabulary.
+  """
+  name, theirs, own = f"train.teacher={run.train.teacher!r}", teacher.model, run.model
+  if theirs.vocab_size != own.vocab_size:
+    raise ConfigError(
+      f"{name} has a vocabulary of {theirs.vocab_size}, model.vocab_size={own.vocab_size}; their "
+      "scores cannot be compared: give a teacher with the same tokenizer"
+    )
+  if theirs.context < run.data.seq_len:
+    raise ConfigError(
+      f"{name} has model.context={theirs.context}, data.seq_len={run.data.seq_len} is longer; use "
+      f"at most {theirs.context}"
+    )
+  experts = theirs.num_experts if theirs.wiring_rule.taps else 0
+  if experts % mesh.shape["expert"]:
+    raise ConfigError(
+      f"{name} has {experts} experts, which {mesh.shape['expert']} devices of mesh.expert do not "
+      "divide; use fewer of them"
+    )
+  try:
+    theirs.check_mesh(expert=run.mesh.expert, tensor=run.mesh.tensor)
+  except ConfigError as error:
+    raise ConfigError(f"{name}: {error}") from None
+  teacher = dataclasses.replace(teacher, mesh=run.mesh, dispatch=run.dispatch, overlap=run.overlap)
+  graph, shapes = build_model(teacher, mesh)
+  optimizer = make_optimizer(OptimizerConfig(), 1)  # of which nothing is asked
+  return Built(teacher, mesh, graph, shapes, make_objective(teacher, graph), optimizer)
+
+
+def make_objective(
+  run: RunConfig, graph: nnx.GraphDef, teacher: Built | None = None
+) -> LanguageModelObjective:
+  """What a resolved run minimises."""
+  if teacher is not None:
+    return Distillation(
+      graph,
+      run.router,
+      teacher.graph,
+      share=run.train.teacher_share,
+      temperature=run.train.teacher_temperature,
+      remat=run.train.remat,
+    )
+  return LanguageModelObjective(graph, run.router, remat=run.train.remat)
+
+
+def build_mesh(run: RunConfig, devices: Sequence[Any] | None = None) -> Mesh:
+  """The device mesh of a resolved configuration."""
+  experts = run.model.num_experts if run.model.wiring_rule.taps else 0
+  return make_mesh(run.mesh, devices, num_experts=experts)
+
+
+def build_model(run: RunConfig, mesh: Mesh | AbstractMesh | None) -> tuple[nnx.GraphDef, Params]:
+  """The model's graph, and the shapes and shardings of its parameters; nothing is allocated.
+
+  With `mesh` None the shapes have no sharding.
+  """
+  model = nnx.eval_shape(lambda: make_gpt(run, jax.random.key(0)))
+  graph, state = nnx.split(model)
+
+  if mesh is not None:
+    place = lambda shape, spec: jax.ShapeDtypeStruct(
+      shape.shape, shape.dtype, sharding=NamedSharding(mesh, spec)
+    )
+    state = jax.tree.map(place, nnx.to_pure_dict(state), nnx.to_pure_dict(parameter_specs(state)))
+    return graph, state
+  return graph, nnx.to_pure_dict(state)
+
+
+def make_gpt(run: RunConfig, key: Array) -> GPT:
+  """A model with fresh parameters."""
+  options = {"router": run.router, "dispatch": run.dispatch, "overlap": derived_overlap(run)}
+  return GPT(run.model, **options, rngs=nnx.Rngs(params=key))
+
+
+def derived_overlap(run: RunConfig) -> OverlapConfig:
+  """Schedule and compilation of a resolved run on this machine."""
+  taps, gathered = run.model.wiring_rule.taps, run.dispatch.adaptive_r == 0
+  exchange = run.mesh.expert > 1 and bool(taps) and not gathered
+  gpu = jax.default_backend() == "gpu"
+  pairs, devices = run.model.num_pairs, run.mesh.size
+  return run.overlap.derived(gpu=gpu, exchange=exchange, pairs=pairs, devices=devices)
+
+
+def single_device(run: RunConfig) -> RunConfig:
+  """The same run on a mesh of one device."""
+  return _on(run, dataclasses.replace(run.mesh, data=1, expert=1, tensor=1))
+
+
+def with_wiring(run: RunConfig, name: str) -> RunConfig:
+  """A run, not resolved, with another wiring."""
+  return dataclasses.replace(run, model=dataclasses.replace(run.model, wiring=name))
+
+
+def on_mesh(run: RunConfig, text: str = "") -> RunConfig:
+  """A stored run on the devices that are here.
+
+  Args:
+    run: resolved.
+    text: axes such as "data=2,expert=2"; the others are 1. Empty: training's mesh where there are
+      devices for it, else one device.
+
+  Raises:
+    ConfigError: the text names no axes, or there are too few devices.
+  """
+  if not text:
+    return run if run.mesh.size <= jax.device_count() else single_device(run)
+  axes = {"data": 1, "expert": 1, "tensor": 1}
+  for part in text.split(","):
+    name, _, value = part.strip().partition("=")
+    if name not in axes or not value.isdecimal() or not int(value):
+      raise ConfigError(
+        f"--mesh={text!r}: {part.strip()!r} is not of the form AXIS=N with an AXIS of: "
+        f"{', '.join(axes)}; e.g. --mesh=data=2,expert=2"
+      )
+    axes[name] = int(value)
+  mesh = dataclasses.replace(run.mesh, **axes).resolve(jax.device_count())
+  return _on(run, mesh)
+
+
+def _on(run: RunConfig, mesh: MeshConfig) -> RunConfig:
+  """Another mesh; capacity groups stay where they divide, since drops depend on them."""
+  groups = run.dispatch.groups
+  groups = 0 if groups % mesh.batch_shards else groups
+  return dataclasses.replace(
+    run, mesh=mesh, dispatch=dataclasses.replace(run.dispatch, groups=groups)
+  )
+
+
+def vocab_size(data: DataConfig) -> int:
+  """Size of the tokenizer's vocabulary, without reading the data.
+
+  Raises:
+    DataError: `data.tokenizer` is not a tokenizer.
+  """
+  if data.tokenizer == "bytes":
+    return ByteTokenizer.vocab_size
+  if data.tokenizer == "bpe":
+    return data.vocab_size
+  return load_json(data.tokenizer, data.eos_token).vocab_size
+
+
+def _rows_over_share(run: RunConfig, k: int) -> float:
+  """Rows of the buffers that travel over the choices that are made, k of each token."""
+  dispatch, factor = run.dispatch, abs(run.dispatch.capacity_factor)
+  if dispatch.transport != "capacity":
+    return dispatch.slack
+  return factor or run.model.num_experts / k  # 0: room for all tokens everywhere
+
+
+def modelled_times(run: RunConfig, modelled_on: str) -> Times | None:
+  """The schedule's times of one unit, in ms; None without experts."""
+  model, wiring = run.model, run.model.wiring_rule
+  if not wiring.taps:
+    return None
+  tokens = run.train.batch_size * run.data.seq_len // run.mesh.batch_shards
+  k = wiring.routed_per_gating(model.top_k)
+  query_width, value_width = head_widths(model)
+  sizes = Sizes(
+    tokens=tokens,
+    seq=run.data.seq_len,
+    width=model.width,
+    mlp=model.mlp_hidden,
+    expert=model.expert_hidden,
+    shared=model.shared_hidden,
+    head_width=query_width,
+    kv_width=model.num_kv_heads * model.head_dim,
+    experts=model.num_experts,
+    k=k * run.router.real_share(k, model.num_experts, model.zero_experts),
+    capacity_factor=_rows_over_share(run, k),
+    devices=run.mesh.expert,
+    matrices=3 if is_gated(model.activation) else 2,
+    inward=projection_weights(model)[0],
+    value_width=value_width,
+  )
+  found = model_times(sizes, machine(modelled_on))
+  return unit_times(wiring, model.moe_every, found.milliseconds())

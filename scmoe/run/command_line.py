@@ -1,0 +1,338 @@
+"""The command line of the entry points: flags by type, fields of the configuration, and help.
+
+Written out instead of using argparse, because a wrong flag has to give one line that says what
+would do, and because help is generated from the declared options.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import os
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import scmoe.base.errors
+from scmoe.base.errors import ConfigError
+from scmoe.base.extensions import FORM, check_allowed
+from scmoe.blocks.wiring import WIRINGS
+from scmoe.run.config import (
+  RunConfig,
+  config_names,
+  fields,
+  find_config,
+  from_json,
+  imports_of,
+  load_config,
+  parse_value,
+  sections,
+  with_field,
+)
+from scmoe.run.effects import check_typed
+
+FIELD = "--config."
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+  """One flag of an entry point.
+
+  Attributes:
+    name: without the dashes.
+    kind: bool (needs no value), int, float or str.
+    default: value without the flag; None: the flag is required or means "not given".
+    help: its meaning.
+    repeat: may be given several times; its value is then a list.
+    required: must be given.
+    words: takes the words that belong to no flag; its value is a list.
+  """
+
+  name: str
+  kind: type
+  default: Any
+  help: str
+  repeat: bool = False
+  required: bool = False
+  words: bool = False
+
+
+HELP = Flag("help", str, "", "print this text, or only a section or field: --help model; also -h")
+
+SIMULATE = Flag(
+  "simulate", int, 0, "so many simulated devices on the CPU; 0: the devices there are"
+)
+ALLOW_IMPORT = Flag(
+  "allow_import",
+  str,
+  "",
+  "package whose code a stored configuration may name (model.experts=PACKAGE:Name); see "
+  "docs/extending.md",
+  repeat=True,
+)
+
+TRAIN_FLAGS = (
+  Flag("config", str, "quickstart", "config file (Python, which is run), or the name of one"),
+  Flag("config_json", str, "", "read the configuration from JSON (--print_config) instead"),
+  Flag("smoke", bool, False, "the config file's reduced form: seconds, to see that it runs"),
+  Flag("workdir", str, "", "folder to write to and to resume from; runs/NAME if not given"),
+  Flag("dry_run", bool, False, "print sizes, memory, traffic and time for any mesh, then stop"),
+  Flag("print_config", bool, False, "print the configuration as JSON, then stop"),
+  SIMULATE,
+  Flag("list_configs", bool, False, "print the configurations that come with scmoe, then stop"),
+  Flag(
+    "deterministic",
+    bool,
+    False,
+    "bitwise equal runs on the same hardware; on GPUs slower, and attention keeps its scores",
+  ),
+  Flag("restarts", int, 0, "start again by itself so often, when the run dies"),
+  ALLOW_IMPORT,
+  Flag("allow_config_change", bool, False, "resume although the configuration was changed"),
+  HELP,
+)
+
+
+def parse(
+  argv: Sequence[str], flags: Sequence[Flag], *, with_fields: bool = False
+) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+  """Reads `--flag=value` and `--flag value`.
+
+  Args:
+    argv: arguments.
+    flags: those that are known.
+    with_fields: `--config.SECTION.FIELD=VALUE` is known too.
+
+  Returns:
+    The value of every flag, and (field, text) of the fields in the order given.
+
+  Raises:
+    ConfigError: an unknown flag, a missing or wrong value, or a word that belongs to no flag.
+  """
+  known = {flag.name: flag for flag in flags}
+  values: dict[str, Any] = {f.name: [] if f.repeat or f.words else f.default for f in flags}
+  words = next((f.name for f in flags if f.words), None)
+  given: list[tuple[str, str]] = []
+  rest = list(argv)
+  while rest:
+    word = rest.pop(0)
+    if words is not None and not word.startswith("-"):
+      values[words].append(word)
+      continue
+    if word in ("-h", "--help"):
+      values["help"] = rest.pop(0) if rest and not rest[0].startswith("-") else "all"
+      continue
+    name, equals, value = word.partition("=")
+    is_field = with_fields and name.startswith(FIELD)
+    flag = None if is_field else known.get(name[2:]) if name.startswith("--") else None
+    if flag is None and not is_field:
+      raise ConfigError(_unknown(name, known, with_fields))
+    if flag is not None and flag.kind is bool and not equals:
+      values[flag.name] = True
+      continue
+    if not equals:
+      if not rest or rest[0].startswith("--"):
+        raise ConfigError(f"{name} has no value; write {name}=VALUE")
+      value = rest.pop(0)
+    if flag is None:
+      given.append((name.removeprefix(FIELD), value))
+    elif flag.repeat:
+      values[flag.name].append(parse_value(value, flag.kind, name))
+    else:
+      values[flag.name] = parse_value(value, flag.kind, name)
+  for flag in flags:
+    if flag.required and not values[flag.name] and not values.get("help"):
+      raise ConfigError(f"--{flag.name} is missing: {flag.help}")
+  return values, given
+
+
+def _unknown(name: str, known: dict[str, Flag], with_fields: bool) -> str:
+  if name in config_names():
+    return f"{name!r} belongs to no flag; did you mean --config={name}?"
+  if not name.startswith("--"):
+    return f"{name!r} belongs to no flag; write --flag=value (--help lists all)"
+  near = difflib.get_close_matches(name[2:], known, n=1)
+  paths = [f.path for f in fields()] if with_fields else []
+  if near:
+    hint = f"did you mean --{near[0]}?"
+  elif name[2:] in paths:
+    hint = f"did you mean {FIELD}{name[2:]}?"
+  elif found := [p for p in paths if p.endswith(f".{name[2:]}")]:
+    hint = f"did you mean {FIELD}{found[0]}?"
+  else:
+    hint = "--help lists all"
+  return f"{name} is not a flag; {hint}"
+
+
+def simulate(count: int) -> None:
+  """Makes jax use `count` simulated devices of the CPU; nothing for 0. Before any device is used.
+
+  Raises:
+    ConfigError: not 1 to 512, or jax has looked at its devices already.
+  """
+  if not count:
+    return
+  if not 0 < count <= 512:
+    raise ConfigError(f"--simulate={count} is not a number of devices; use 1 to 512")
+  # XLA sizes its pool by the number of cores, and a collective waits for all devices at once.
+  os.environ["NPROC"] = str(max(16, 2 * count))
+  import jax
+
+  try:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
+  except RuntimeError:
+    raise ConfigError(f"--simulate={count} comes too late: jax has devices already") from None
+
+
+def one_model(values: dict[str, Any]) -> None:
+  """Checks that --model, which is one model, stands alone.
+
+  Raises:
+    ConfigError: a flag of a run is given with it.
+  """
+  if values["model"] and (values["workdir"] or values["step"] >= 0):
+    other = "workdir" if values["workdir"] else "step"
+    raise ConfigError(f"--{other} goes without --model, which is the folder of one model")
+
+
+def compared(text: str, run: RunConfig) -> list[str]:
+  """The wirings of `--compare`, separated by commas; the run's own if there are none.
+
+  Raises:
+    ConfigError: one of them is unknown.
+  """
+  names = [name for name in text.split(",") if name] or [run.model.wiring]
+  for name in names:
+    if name not in WIRINGS:
+      raise ConfigError(f"--compare={name!r} is no wiring; one of: {', '.join(WIRINGS)}")
+  return names
+
+
+def run_config(values: dict[str, Any], given: Sequence[tuple[str, str]]) -> RunConfig:
+  """The configuration that parsed `TRAIN_FLAGS` and fields ask for; not resolved yet.
+
+  Raises:
+    ConfigError: file or field cannot be used.
+  """
+  if values["config_json"]:
+    path = Path(values["config_json"])
+    try:
+      run = from_json(path.read_text("utf-8"), str(path))
+    except (OSError, ValueError) as error:
+      raise ConfigError(f"--config_json={str(path)!r} cannot be read: {error}") from None
+    check_allowed(imports_of(run), values.get("allow_import", ()), str(path))
+  else:
+    path = find_config(values["config"])
+    run = load_config(path, "smoke" if values["smoke"] else "get_config")
+    if run.name == RunConfig.name:
+      run = dataclasses.replace(run, name=path.stem)
+  for name, text in given:
+    run = with_field(run, name, text)
+  check_typed(run, [name for name, _ in given])
+  if values.get("deterministic"):
+    run = with_field(run, "train.deterministic", "true")
+  if values["allow_config_change"]:
+    run = with_field(run, "checkpoint.allow_config_change", "true")
+  return run
+
+
+def list_configs() -> str:
+  """One line per configuration: its name and the first line of its file."""
+  lines = []
+  for name in config_names():
+    text = find_config(name).read_text("utf-8")
+    about = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+    lines.append(f"{name:20} {about}")
+  return "\n".join(lines)
+
+
+def help_text(
+  usage: str, flags: Sequence[Flag], topic: str = "all", *, with_fields: bool = False
+) -> str:
+  """What `--help` prints: usage, flags, every field, exit codes; or of one topic only.
+
+  Args:
+    usage: of the entry point.
+    flags: its flags.
+    topic: `all`, or a flag, a section or a field.
+    with_fields: it knows the fields of the configuration.
+
+  Raises:
+    ConfigError: there is no such topic.
+  """
+  if topic != "all":
+    return _help_on(topic.removeprefix("--").removeprefix("config."), flags, with_fields)
+  lines = [usage.strip(), "", "Flags:"]
+  for flag in flags:
+    note = "" if flag.kind is bool or flag.default in (None, "") else f" (default {flag.default})"
+    name = f"--{flag.name}" + ("" if flag.kind is bool else f" {flag.kind.__name__.upper()}")
+    name = flag.name if flag.words else name
+    lines += _entry(name, flag.help + note + (" (repeatable)" if flag.repeat else ""))
+  if with_fields:
+    lines += ["", f"Fields, written {FIELD}SECTION.FIELD=VALUE:"]
+    lines += _field_lines()
+  lines += ["", "Exit codes:", *_exit_codes()]
+  return "\n".join(lines)
+
+
+def _help_on(topic: str, flags: Sequence[Flag], with_fields: bool) -> str:
+  paths = [f.path for f in fields()] if with_fields else []
+  inside = [p for p in paths if p == topic or p.startswith(f"{topic}.")]
+  inside = inside or [p for p in paths if p.endswith(f".{topic}")]
+  if inside:
+    return "\n".join(_field_lines(inside)).lstrip("\n")
+  if found := [flag for flag in flags if flag.name == topic]:
+    return "\n".join(_entry(f"--{topic}", found[0].help))
+  parts = [name for name, _ in sections(RunConfig())] if with_fields else []
+  near = difflib.get_close_matches(topic, [*parts, *paths, *(f.name for f in flags)], n=1)
+  hint = f"did you mean {near[0]}?" if near else f"sections: {', '.join(parts)}"
+  raise ConfigError(f"--help {topic}: no section, field or flag of that name; {hint}")
+
+
+def _field_lines(only: Sequence[str] = ()) -> list[str]:
+  lines: list[str] = []
+  heading, default = "", RunConfig()
+  about = dict(sections(default))
+  for field in fields(default):
+    if only and field.path not in only:
+      continue
+    part = field.path.rpartition(".")[0]
+    if part != heading:
+      heading = part
+      lines += ["", f"  {part}: {about.get(part, 'the run itself')}"]
+    lines += _entry(field.path, f"{field.help} [{describe_type(field)}]", indent=4)
+  return lines
+
+
+def describe_type(field: Any) -> str:
+  """Type, default, and choices or range of a field, e.g. `int, default 8, at least 1`."""
+  words = [field.type.__name__, f"default {field.default!r}"]
+  low, high = field.metadata.get("minimum"), field.metadata.get("maximum")
+  if field.metadata.get("choices"):
+    words.append("one of " + " | ".join(repr(c) for c in field.metadata["choices"]))
+  if field.metadata.get("importable"):
+    words.append(f"or {FORM}")
+  if low is not None:
+    words.append(f"at least {low}")
+  if high is not None:
+    words.append(f"at most {high}")
+  return ", ".join(words)
+
+
+def _entry(name: str, text: str, indent: int = 2) -> list[str]:
+  pad, hang = " " * indent, " " * 32
+  wrapped = textwrap.wrap(text, 100 - len(hang)) or [""]
+  first = f"{pad}{name}"
+  if len(first) < len(hang) - 1:
+    return [f"{first:{len(hang)}}{wrapped[0]}", *(hang + line for line in wrapped[1:])]
+  return [first, *(hang + line for line in wrapped)]
+
+
+def _exit_codes() -> list[str]:
+  # The table in the documentation of `scmoe.base.errors` is the only place where they are written.
+  rows = [r.strip() for r in (scmoe.base.errors.__doc__ or "").splitlines() if r.startswith("|")]
+  cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+  return [f"  {code:4}{meaning}" for code, meaning in cells if code.isdigit()]

@@ -1,0 +1,544 @@
+"""RunConfig: everything that decides a run, composed of the sections that components own.
+
+A configuration comes in as a Python file (`configs/*.py`), as JSON, or as fields on the command
+line. All three become the same frozen dataclass, which `resolve` checks as a whole before anything
+is compiled or written. What a checkpoint stores is JSON: reading it back runs no code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib.util
+import json
+import math
+import os
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from scmoe.base.errors import ConfigError
+from scmoe.base.extensions import is_import_path
+from scmoe.base.options import check_options, option, section
+from scmoe.blocks.options import OverlapConfig
+from scmoe.data.config import DataConfig
+from scmoe.models.config import ModelConfig
+from scmoe.moe.dispatch import DispatchConfig
+from scmoe.moe.options import RouterConfig
+from scmoe.parallel.mesh import MeshConfig, expert_shards
+from scmoe.training.options import (
+  CheckpointConfig,
+  DistributedConfig,
+  OptimizerConfig,
+  TrainConfig,
+)
+from scmoe.training.schema import upgraded_config
+
+_HERE = Path(__file__).resolve().parents[1]
+# An installed package has the checkout's folder inside, as scmoe/configs.
+CONFIG_FOLDER = _HERE / "configs" if (_HERE / "configs").is_dir() else _HERE.parent / "configs"
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+# As GPT-2 was trained: attention crosses documents (model.document_mask), so positions do too.
+_WHOLE_ROWS = DataConfig(document_mask=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+  """Everything that decides a run. Each section belongs to the component that reads it."""
+
+  name: str = option("run", "name of the run; without --workdir it is written to runs/NAME")
+  model: ModelConfig = section(ModelConfig, "architecture: sizes, wiring, number of experts")
+  router: RouterConfig = section(RouterConfig, "how experts are chosen and kept in balance")
+  dispatch: DispatchConfig = section(DispatchConfig, "how tokens travel to the experts")
+  overlap: OverlapConfig = section(OverlapConfig, "where the expert stage sits in the schedule")
+  mesh: MeshConfig = section(MeshConfig, "devices: data x expert x tensor")
+  data: DataConfig = dataclasses.field(
+    default=_WHOLE_ROWS, metadata={"help": "text, tokenizer, sequences"}
+  )
+  train: TrainConfig = section(TrainConfig, "length, batch and cadence of the run")
+  optimizer: OptimizerConfig = section(
+    OptimizerConfig, "AdamW or Muon, and the learning-rate schedule"
+  )
+  checkpoint: CheckpointConfig = section(CheckpointConfig, "when state is saved and what stays")
+  distributed: DistributedConfig = section(DistributedConfig, "several processes of one run")
+
+  def resolve(
+    self,
+    *,
+    num_devices: int,
+    vocab_size: int,
+    num_processes: int = 1,
+  ) -> RunConfig:
+    """Fills in what follows from other fields, and checks all fields against each other.
+
+    Args:
+      num_devices: devices of all processes.
+      vocab_size: of the tokenizer; used where `model.vocab_size` is 0.
+      num_processes: processes of the run.
+
+    Returns:
+      The same configuration with the sizes of the model and of the mesh filled in.
+
+    Raises:
+      ConfigError: names the field, what was got and what would do.
+    """
+    check_run_name(self.name, "name")
+    for part in ("router", "dispatch", "overlap", "train", "optimizer", "checkpoint"):
+      check_options(getattr(self, part), part)
+    check_options(self.distributed, "distributed")
+    self.data.check()
+    mesh = self.mesh.resolve(num_devices)
+    model = self.model.resolve(vocab_size=vocab_size)
+    data = dataclasses.replace(self.data, source=self.data.kind)
+    run = dataclasses.replace(self, mesh=mesh, model=model, data=data)
+    model.check_mesh(expert=mesh.expert, tensor=mesh.tensor)
+    self.train.check_mesh(mesh.batch_shards, num_processes)
+    self.train.check_trackers()
+    self.train.microbatches(self.data.seq_len)
+    run._check_sequence(vocab_size)
+    run._check_dispatch()
+    run._check_types()
+    _check_schedule(self.optimizer, self.train.steps)
+    return run
+
+  def _check_sequence(self, vocab_size: int) -> None:
+    if self.data.seq_len > self.model.context:
+      raise ConfigError(
+        f"data.seq_len={self.data.seq_len} is longer than model.context={self.model.context}; use "
+        f"sequences of at most {self.model.context} tokens, or a larger model.context"
+      )
+    if vocab_size > self.model.vocab_size:
+      raise ConfigError(
+        f"model.vocab_size={self.model.vocab_size} is smaller than the {vocab_size} tokens of "
+        f"data.tokenizer={self.data.tokenizer!r}; use at least {vocab_size}, or 0 to follow it"
+      )
+    if self.model.document_mask and not self.data.document_mask:
+      raise ConfigError(
+        "model.document_mask=True needs documents that are numbered; set data.document_mask=True "
+        "as well, or both to False"
+      )
+
+  def _check_dispatch(self) -> None:
+    """What the transport asks of the mesh, and room for one token at least for every expert."""
+    from scmoe.moe.dispatch import capacity
+
+    rule, dispatch, mesh = self.model.wiring_rule, self.dispatch, self.mesh
+    if not rule.taps:
+      return
+    sharers = expert_shards(mesh.expert, self.model.num_experts)
+    dispatch.check_shards(sharers)
+    if mesh.expert // sharers % dispatch.nodes:
+      raise ConfigError(
+        f"dispatch.nodes={dispatch.nodes} does not divide the {mesh.expert // sharers} devices "
+        "that exchange tokens; use the number of hosts under mesh.expert"
+      )
+    if dispatch.transport == "dropless" or is_import_path(dispatch.transport):
+      return
+    shards, tokens = mesh.batch_shards, self.train.batch_size * self.data.seq_len
+    groups = dispatch.groups or shards
+    if groups % shards or tokens % groups:
+      raise ConfigError(
+        f"dispatch.groups={groups} must be a multiple of mesh.data x mesh.expert = {shards} and "
+        f"divide the {tokens} tokens of a microbatch; use 0 for one per device"
+      )
+    if dispatch.capacity_factor > 0:
+      capacity(
+        dispatch.capacity_factor,
+        tokens=tokens // groups,
+        num_experts=self.model.num_experts,
+        k=rule.routed_per_gating(self.model.top_k),
+      )
+
+  def _check_types(self) -> None:
+    import jax
+
+    if self.model.dtype == "float64" and not jax.config.jax_enable_x64:  # pyright: ignore
+      raise ConfigError(
+        "model.dtype='float64' is off in jax; set the environment variable JAX_ENABLE_X64=1"
+      )
+
+
+def _check_schedule(optimizer: OptimizerConfig, steps: int) -> None:
+  from scmoe.training.optimizer import make_schedule
+
+  make_schedule(optimizer, steps)
+
+
+def smoke_run(run: RunConfig) -> RunConfig:
+  """`run` small enough for a CPU and seconds, with every mechanism it has: what tests run.
+
+  Sizes, data and length shrink. Style, wiring, types, routing, transport, overlap, mesh and
+  rematerialisation stay.
+  """
+  model = dataclasses.replace(
+    run.model,
+    num_experts=4,
+    top_k=min(run.model.top_k, 2),
+    num_layers=4,
+    width=16,
+    num_heads=2,
+    num_kv_heads=min(run.model.num_kv_heads, 1),  # grouped queries stay grouped
+    mlp_hidden=32,
+    expert_hidden=0,
+    vocab_size=0,
+    context=16,
+  )
+  train = TrainConfig(
+    steps=3, batch_size=8, log_every=1, eval_batches=2, sample_tokens=8, remat=run.train.remat
+  )
+  return dataclasses.replace(
+    run,
+    model=model,
+    data=DataConfig(source="procedural", seq_len=16, document_mask=False),
+    train=train,
+    optimizer=OptimizerConfig(warmup_steps=1),
+    checkpoint=CheckpointConfig(every=0, keep=2),
+  )
+
+
+# --- fields by name -------------------------------------------------------------------------------
+
+
+class Field(typing.NamedTuple):
+  """One field of a RunConfig: its dotted name, its type and what was declared about it."""
+
+  path: str
+  type: type
+  default: Any
+  help: str
+  metadata: Mapping[str, Any]
+
+
+@functools.cache
+def field_types(cls: type) -> dict[str, type]:
+  """Name -> type of a dataclass of options."""
+  hints = typing.get_type_hints(cls)
+  return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+
+
+def fields(config: Any = None, prefix: str = "") -> Iterator[Field]:
+  """All fields of a RunConfig (the default one if None), sections opened, in order."""
+  config = RunConfig() if config is None else config
+  kinds = field_types(type(config))
+  for f in dataclasses.fields(config):
+    value, path = getattr(config, f.name), prefix + f.name
+    if dataclasses.is_dataclass(value):
+      yield from fields(value, f"{path}.")
+    else:
+      yield Field(path, kinds[f.name], value, f.metadata.get("help", ""), f.metadata)
+
+
+def sections(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+  """(dotted name, meaning) of every section, groups inside sections included."""
+  for f in dataclasses.fields(config):
+    value, path = getattr(config, f.name), prefix + f.name
+    if dataclasses.is_dataclass(value):
+      yield path, f.metadata.get("help", "")
+      yield from sections(value, f"{path}.")
+
+
+def with_field(run: RunConfig, path: str, text: str) -> RunConfig:
+  """`run` with one field replaced by the value that `text` spells.
+
+  The text is read by the field's type; nothing is evaluated.
+
+  Raises:
+    ConfigError: no such field, or the text is not of its type.
+  """
+  known = {f.path: f for f in fields(run)}
+  if path not in known:
+    raise ConfigError(_unknown_field(path, list(known)))
+  return _replaced(run, path.split("."), parse_value(text, known[path].type, path))
+
+
+def _replaced(config: Any, path: list[str], value: Any) -> Any:
+  if len(path) > 1:
+    value = _replaced(getattr(config, path[0]), path[1:], value)
+  return dataclasses.replace(config, **{path[0]: value})
+
+
+def parse_value(text: str, kind: type, name: str) -> Any:
+  """Reads `text` as a bool, int, float or str.
+
+  Raises:
+    ConfigError: it is not of that type.
+  """
+  word = text.strip()
+  if kind is str:
+    return text
+  if kind is bool:
+    if word.lower() in _WORDS:
+      return _WORDS[word.lower()]
+    raise ConfigError(f"{name}={text!r} is not of type bool; use true or false")
+  if kind is int:
+    if re.fullmatch(r"[+-]?\d+(_\d+)*", word) and len(word) < 20:
+      return int(word)
+    raise ConfigError(f"{name}={text!r} is not of type int; use a whole number such as 8")
+  try:
+    value = float(word)
+  except ValueError:
+    value = math.nan
+  if not math.isfinite(value):
+    raise ConfigError(f"{name}={text!r} is not of type float; use a number such as 0.1 or 3e-4")
+  return value
+
+
+def _unknown_field(path: str, known: list[str]) -> str:
+  if any(name.startswith(path + ".") for name in known):
+    inside = [n for n in known if n.startswith(path + ".")]
+    return f"{path!r} is a section; name a field of it: {', '.join(inside)}"
+  near = difflib.get_close_matches(path, known, n=1, cutoff=0.75)
+  if not near:  # the right field in the wrong section, or without one
+    last = path.rpartition(".")[2]
+    leaf = difflib.get_close_matches(last, [n.rpartition(".")[2] for n in known], n=1)
+    near = [n for n in known if leaf and n.rpartition(".")[2] == leaf[0]]
+  hint = f"did you mean {near[0]}?" if near else "--help lists all fields"
+  return f"{path!r} is not a field; {hint}"
+
+
+def imports_of(run: RunConfig) -> dict[str, str]:
+  """Field -> import path (`scmoe.base.extensions`), of the fields that have one."""
+  return {
+    field.path: field.default
+    for field in fields(run)
+    if field.metadata.get("importable") and is_import_path(field.default)
+  }
+
+
+# --- plain data: ConfigDict and JSON --------------------------------------------------------------
+
+
+def to_dict(run: RunConfig) -> dict[str, Any]:
+  """Nested dictionaries of plain values."""
+  return dataclasses.asdict(run)
+
+
+def from_dict(values: Mapping[str, Any], where: str = "config") -> RunConfig:
+  """The inverse of `to_dict`. A field that is missing keeps its default.
+
+  Args:
+    values: nested mappings.
+    where: what errors call the source.
+
+  Raises:
+    ConfigError: a field is unknown or has a value of the wrong type.
+  """
+  return _from_dict(RunConfig(), values, "", where)
+
+
+def _from_dict(config: Any, values: Any, prefix: str, where: str) -> Any:
+  if not isinstance(values, Mapping):
+    name = prefix.rstrip(".") or "the configuration"
+    raise ConfigError(f"{where}: {name} is {type(values).__name__}, not a group of fields")
+  kinds, replaced = field_types(type(config)), {}
+  for name, value in values.items():
+    path = f"{prefix}{name}"
+    if name not in kinds:
+      raise ConfigError(f"{where}: {_unknown_field(path, [f.path for f in fields()])}")
+    if dataclasses.is_dataclass(kinds[name]):
+      replaced[name] = _from_dict(getattr(config, name), value, f"{path}.", where)
+    else:
+      replaced[name] = _typed(value, kinds[name], path, where)
+  return dataclasses.replace(config, **replaced)
+
+
+def _typed(value: Any, kind: type, path: str, where: str) -> Any:
+  if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    value = float(value)
+  if type(value) is not kind or (kind is float and not math.isfinite(value)):
+    raise ConfigError(
+      f"{where}: {path}={value!r} is of type {type(value).__name__}, not {kind.__name__}"
+    )
+  return value
+
+
+def to_json(run: RunConfig) -> str:
+  """JSON text; `from_json` reads it back to an equal configuration."""
+  return json.dumps(to_dict(run), indent=2, allow_nan=False) + "\n"
+
+
+def from_json(text: str, where: str = "config JSON") -> RunConfig:
+  """Reads what `to_json` wrote, in whichever version. Runs no code, whatever the text holds.
+
+  Raises:
+    ConfigError: not JSON, a key twice, an unknown field, or a value of the wrong type.
+  """
+
+  def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+      names = [name for name, _ in pairs]
+      twice = next(name for name in names if names.count(name) > 1)
+      raise ConfigError(f"{where}: {twice!r} is given twice")
+    return found
+
+  try:
+    values = json.loads(text, object_pairs_hook=unique)
+  except (ValueError, RecursionError) as error:
+    raise ConfigError(f"{where}: not JSON: {error}") from None
+  if isinstance(values, dict) and {"config", "starts"} <= set(values):
+    values = values["config"]  # a run's card (`scmoe.training.card`)
+  return from_dict(upgraded_config(values) if isinstance(values, dict) else values, where)
+
+
+def as_config_dict(run: RunConfig) -> Any:
+  """A locked `ml_collections.ConfigDict` of all fields: what `get_config` of a config file gives.
+
+  It refuses unknown fields, and values that its types cannot hold.
+
+  Raises:
+    ConfigError: ml_collections is not installed.
+  """
+  try:
+    from ml_collections import ConfigDict
+  except ImportError:
+    raise ConfigError(
+      "config files need ml_collections; install requirements.txt, or use --config_json"
+    ) from None
+  return ConfigDict(to_dict(run)).lock()
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def config_names() -> list[str]:
+  """Names of the configurations that come with the project."""
+  return sorted(p.stem for p in CONFIG_FOLDER.glob("*.py") if not p.stem.startswith("_"))
+
+
+def find_config(name: str) -> Path:
+  """The config file that `--config` names: a path, or a bare name such as `quickstart`.
+
+  Raises:
+    ConfigError: there is no such file.
+  """
+  path = Path(name).expanduser()
+  if "\0" not in name and path.is_file():
+    return path
+  if RUN_NAME.fullmatch(name) and name in config_names():
+    return CONFIG_FOLDER / f"{name}.py"
+  near = difflib.get_close_matches(Path(name).stem, config_names(), n=1)
+  hint = f"did you mean {near[0]}? " if near else ""
+  raise ConfigError(
+    f"--config={name!r} is not a file; {hint}give a path or one of: {', '.join(config_names())}"
+  )
+
+
+def load_config(path: Path, function: str = "get_config") -> RunConfig:
+  """Runs a config file (it is Python code) and reads what its function returns.
+
+  Args:
+    path: the file.
+    function: `get_config`, or `smoke` for the reduced form that tests run.
+
+  Raises:
+    ConfigError: the file fails, or lacks the function, or returns something else.
+  """
+  module = _run_file(path)
+  make: Callable[[], Any] | None = getattr(module, function, None)
+  if not callable(make):
+    raise ConfigError(
+      f"{path}: has no {function}(); a config file defines get_config() and smoke()"
+    )
+  try:
+    values = make()
+  except ConfigError:
+    raise
+  except Exception as error:  # whatever the user's code raises: one line, with the place
+    raise ConfigError(f"{path}{_line_of(error, path)}: {_in_words(error)}") from None
+  if isinstance(values, RunConfig):
+    return values
+  if hasattr(values, "to_dict"):
+    values = values.to_dict()
+  if not isinstance(values, Mapping):
+    raise ConfigError(
+      f"{path}: {function}() returned {type(values).__name__}, not as_config_dict(RunConfig(...))"
+    )
+  return from_dict(values, str(path))
+
+
+def _run_file(path: Path) -> types.ModuleType:
+  spec = importlib.util.spec_from_file_location(f"scmoe_config_{path.stem}", path)
+  if spec is None or spec.loader is None:
+    raise ConfigError(f"{path}: not a Python file; its name must end in .py")
+  module = importlib.util.module_from_spec(spec)
+  writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # leave no traces beside configs
+  try:
+    spec.loader.exec_module(module)
+  except ConfigError:
+    raise
+  except Exception as error:
+    raise ConfigError(f"{path}{_line_of(error, path)}: {_in_words(error)}") from None
+  finally:
+    sys.dont_write_bytecode = writes
+  return module
+
+
+def _in_words(error: Exception) -> str:
+  lines = str(error).splitlines()
+  return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _line_of(error: Exception, path: Path) -> str:
+  """The line, as ":LINE", of the last place in the file that the error passed."""
+  if isinstance(error, SyntaxError) and error.lineno:
+    return f":{error.lineno}"
+  trace, line = error.__traceback__, ""
+  while trace is not None:
+    if trace.tb_frame.f_code.co_filename == str(path):
+      line = f":{trace.tb_lineno}"
+    trace = trace.tb_next
+  return line
+
+
+# --- names and folders ----------------------------------------------------------------------------
+
+
+def check_run_name(name: str, field: str) -> None:
+  """A run's name becomes a folder below runs/: letters, digits, '.', '_' and '-', at most 64.
+
+  Raises:
+    ConfigError: it could leave that folder, or is not portable.
+  """
+  if not RUN_NAME.fullmatch(name):
+    raise ConfigError(
+      f"{field}={name[:80]!r} is not a run name; use 1 to 64 letters, digits, '.', '_' or '-', "
+      "starting with a letter or digit"
+    )
+
+
+def check_workdir(text: str) -> Path:
+  """The folder of a run from `--workdir`: a bare run name, or any path without '..'.
+
+  Nothing is created here.
+
+  Raises:
+    ConfigError: it is empty or too long, leaves its root, is a link, or is not a folder.
+  """
+  shown = f"--workdir={text[:80]!r}"
+  if "\0" in text or not text.strip():
+    raise ConfigError(f"{shown} is empty or holds a NUL; give a folder such as runs/a")
+  path = Path(text).expanduser()
+  if ".." in path.parts:
+    raise ConfigError(f"{shown} holds '..'; give the folder itself")
+  if len(os.fsencode(path)) > 1000 or any(len(os.fsencode(p)) > 200 for p in path.parts):
+    raise ConfigError(f"{shown}... is too long; use at most 200 bytes a folder and 1000 in all")
+  if len(path.parts) <= 1 and not path.is_absolute():
+    check_run_name(text, "--workdir")
+  if path.is_symlink():
+    raise ConfigError(f"{shown} is a symbolic link; give the folder that it points to")
+  try:
+    nearest = next(p for p in (path, *path.absolute().parents) if p.exists())
+  except OSError as error:
+    raise ConfigError(f"{shown} cannot be used: {error}") from None
+  if not nearest.is_dir():
+    raise ConfigError(f"{shown}: {nearest} is a file, not a folder; choose another one")
+  return path

@@ -1,0 +1,396 @@
+"""`--dry_run`: what a configuration needs, for any mesh, without owning a device.
+
+Parameters, traffic and saved activations are read off the real training step, traced on abstract
+arrays and an abstract mesh; nothing is compiled or allocated. FLOPs are analytic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+from scmoe.base.batch import Batch
+from scmoe.base.errors import ConfigError
+from scmoe.base.sizes import duration, number, size_of
+from scmoe.blocks.wiring import WIRINGS
+from scmoe.layers.attention import fusable
+from scmoe.models.flops import Flops, Parameters, count_parameters, forward_flops, peak_flops
+from scmoe.models.objective import LanguageModelObjective
+from scmoe.parallel.mesh import BATCH_AXES, manual, shardings_of
+from scmoe.run import build
+from scmoe.run.config import RunConfig
+from scmoe.training.optimizer import make_optimizer
+from scmoe.training.step import abstract_state
+
+MFU = 0.40  # assumed share of the peak; an optimistic one for a MoE on GPUs
+LARGER = (2, 4)  # times as large are the microbatches whose memory is printed too
+DEVICES = ("B200", "H200", "A100", "L4")  # whose times are printed; H100 is as H200
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+  """Bytes on each device, by kind.
+
+  Attributes:
+    parameters, gradients, optimizer: exact.
+    activations: what the backward pass keeps of one microbatch, and what one step of the scan over
+      layers recomputes; an estimate, since XLA fuses.
+    exchange: send and receive buffers of one dispatch and one combine.
+  """
+
+  parameters: int
+  gradients: int
+  optimizer: int
+  activations: int
+  exchange: int
+
+  @property
+  def total(self) -> int:
+    """All kinds together."""
+    return sum(dataclasses.astuple(self))
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+  """Bytes that each device sends in one optimizer step.
+
+  Attributes:
+    exchanges: all-to-alls, forward and backward, over all microbatches.
+    all_to_all: what leaves the device in them.
+    gradients: ring all-reduce of the gradients of replicated parameters.
+  """
+
+  exchanges: int
+  all_to_all: int
+  gradients: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DryRun:
+  """Everything that `--dry_run` prints; see `dry_run`.
+
+  Attributes:
+    larger: the memory with microbatches that many times as large, of which a step has so many.
+  """
+
+  run: RunConfig
+  parameters: Parameters
+  flops: Flops
+  memory: Memory
+  traffic: Traffic
+  larger: dict[int, Memory]
+
+  @property
+  def tokens_per_step(self) -> int:
+    """Tokens of one optimizer step."""
+    train, length = self.run.train, self.run.data.seq_len
+    return train.microbatches(length) * train.batch_size * length
+
+  def seconds_per_step(self, device: str) -> float | None:
+    """Time of a step at `MFU` of that device's peak on every device of the mesh."""
+    peak = peak_flops(device)
+    if peak is None:
+      return None
+    return self.flops.training * self.tokens_per_step / (MFU * peak * self.run.mesh.size)
+
+
+def dry_run(run: RunConfig) -> DryRun:
+  """Sizes, memory, traffic and FLOPs of a resolved configuration, on any mesh."""
+  mesh = abstract_mesh(run)
+  graph, shapes = build.build_model(run, mesh)
+  optimizer = make_optimizer(run.optimizer, run.train.steps)
+  init = lambda key: (nnx.to_pure_dict(nnx.state(build.make_gpt(run, key))), {})
+  state = abstract_state(init, optimizer, mesh, (shardings_of(shapes), {}))  # pyright: ignore
+  sent = list(_all_to_alls(_traced_step(run, mesh, graph, shapes)))
+  parameters = _bytes_per_device(state.params)
+  memory = Memory(
+    parameters=parameters,
+    gradients=parameters,
+    optimizer=_bytes_per_device(state.opt_state),
+    activations=_activation_bytes(run),
+    exchange=4 * max((size for _, size, _ in sent), default=0),
+  )
+  return DryRun(
+    run,
+    count_parameters(run.model, shapes, real_share(run)),
+    forward_flops(run.model, run.data.seq_len, real_share(run)),
+    memory,
+    _traffic(run, sent, shapes),
+    _larger(run, memory),
+  )
+
+
+def _larger(run: RunConfig, memory: Memory) -> dict[int, Memory]:
+  count, rows = run.train.microbatches(run.data.seq_len), run.train.batch_size
+  found = {}
+  for times in LARGER:
+    if count % times == 0:
+      train = dataclasses.replace(run.train, batch_size=times * rows)
+      activations = _activation_bytes(dataclasses.replace(run, train=train))
+      exchange = times * memory.exchange
+      found[times] = dataclasses.replace(memory, activations=activations, exchange=exchange)
+  return found
+
+
+def real_share(run: RunConfig) -> float:
+  """Share of a token's choices that are meant to be of experts that compute."""
+  k = run.model.wiring_rule.routed_per_gating(run.model.top_k)
+  return run.router.real_share(k, run.model.num_experts, run.model.zero_experts)
+
+
+def planned_devices(run: RunConfig) -> int:
+  """Devices that the mesh asks for; a free `mesh.data` (-1) counts as 1."""
+  mesh = run.mesh
+  return max(mesh.data, 1) * max(mesh.expert, 1) * max(mesh.tensor, 1)
+
+
+def abstract_mesh(run: RunConfig) -> AbstractMesh:
+  """The run's mesh without devices."""
+  devices = [_NoDevice(i) for i in range(run.mesh.size)]
+  return build.build_mesh(run, devices).abstract_mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class _NoDevice:
+  # What `jax.sharding.Mesh` asks of a device before it is used.
+  id: int
+  platform: str = "cpu"
+  device_kind: str = "none"
+  process_index: int = 0
+
+
+def _batch(run: RunConfig) -> Batch:
+  shape = (run.train.batch_size, run.data.seq_len)
+  ids = jax.ShapeDtypeStruct(shape, jnp.int32)
+  return Batch(ids, ids, jax.ShapeDtypeStruct(shape, jnp.float32), ids, ids)
+
+
+def _traced_step(run: RunConfig, mesh: AbstractMesh, graph: nnx.GraphDef, shapes: Any) -> Any:
+  """Loss and gradients of one microbatch as a jaxpr."""
+  objective = LanguageModelObjective(graph, run.router, remat=run.train.remat)
+  gradient = jax.value_and_grad(objective.loss, has_aux=True)
+  specs = jax.tree.map(lambda s: s.sharding.spec, shapes)
+  out_specs = ((P(), P()), specs)
+  local = manual(lambda p, b: gradient(p, {}, b, None), mesh, (specs, P(BATCH_AXES)), out_specs)
+  bare = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), shapes)
+  return jax.make_jaxpr(local)(bare, _batch(run)).jaxpr
+
+
+def _all_to_alls(jaxpr: Any, times: int = 1) -> Iterator[tuple[int, int, int]]:
+  """(how often, bytes of the buffer, devices that exchange) of every all-to-all.
+
+  A loop whose length depends on data counts for nothing: balanced dropless routing enters none.
+  """
+  for equation in jaxpr.eqns:
+    if equation.primitive.name == "all_to_all":
+      buffer = equation.invars[0].aval
+      parties = buffer.shape[equation.params["split_axis"]]
+      yield times, buffer.size * buffer.dtype.itemsize, parties
+    inner = {"scan": equation.params.get("length"), "while": 0}.get(equation.primitive.name, 1)
+    for value in equation.params.values():
+      for item in value if isinstance(value, (tuple, list)) else (value,):
+        item = getattr(item, "jaxpr", item)
+        if hasattr(item, "eqns"):
+          yield from _all_to_alls(item, times * inner)
+
+
+def _traffic(run: RunConfig, sent: list[tuple[int, int, int]], shapes: Any) -> Traffic:
+  microbatches = run.train.microbatches(run.data.seq_len)
+  # The n-th part of a buffer is for the device itself and does not leave it.
+  leaving = sum(times * size * (n - 1) // n for times, size, n in sent)
+  gradients = 0.0
+  for leaf in jax.tree.leaves(shapes):
+    mesh, spec = leaf.sharding.mesh, leaf.sharding.spec
+    split = {axis for part in spec if part for axis in ((part,) if isinstance(part, str) else part)}
+    copies = math.prod(mesh.shape[axis] for axis in BATCH_AXES if axis not in split)
+    gradients += 2 * (copies - 1) / copies * _bytes_per_device(leaf)
+  return Traffic(
+    exchanges=microbatches * sum(times for times, _, _ in sent),
+    all_to_all=microbatches * leaving,
+    gradients=round(gradients),
+  )
+
+
+def _bytes_per_device(tree: Any) -> int:
+  leaves = jax.tree.leaves(tree)
+  return sum(math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize for s in leaves)
+
+
+def _activation_bytes(run: RunConfig) -> int:
+  """Bytes kept for the backward pass of one microbatch on one device, tensor axis included."""
+  kept = _saved_bytes(run)
+  if run.train.remat != "none":  # one step of the scan is recomputed at a time
+    plain = dataclasses.replace(run, train=dataclasses.replace(run.train, remat="none"))
+    kept += _saved_bytes(plain) // (run.model.num_pairs + len(run.model.dense_indices))
+  return kept // run.mesh.tensor
+
+
+def _saved_bytes(run: RunConfig) -> int:
+  """Bytes of the residuals that jax keeps, of one device's share of a microbatch."""
+  # One device with its own tokens has as many expert rows as a device of the mesh: E·C.
+  shards = run.mesh.batch_shards
+  alone = build.single_device(run)
+  train = dataclasses.replace(run.train, batch_size=run.train.batch_size // shards)
+  alone = dataclasses.replace(alone, train=train)
+  graph, shapes = build.build_model(alone, None)
+  objective = LanguageModelObjective(graph, alone.router, remat=run.train.remat)
+
+  def backward(params: Any, batch: Any) -> Any:
+    loss = lambda p: objective.loss(p, {}, batch, None)[0]
+    return jax.vjp(loss, params)[1]
+
+  jaxpr = jax.make_jaxpr(backward)(shapes, _batch(alone)).jaxpr
+  arguments = {id(v) for v in jaxpr.invars}
+  kept = {id(v): v.aval for v in jaxpr.outvars if hasattr(v, "aval") and id(v) not in arguments}
+  # A GPU's fused attention keeps no scores, which the portable form traced here does; it is not
+  # used in a deterministic run.
+  model, length, masked = run.model, run.data.seq_len, run.model.document_mask
+  fused = fusable(
+    jnp.dtype(model.dtype), model.head_dim, length, masked=masked, window=model.sliding_window
+  )
+  fused = fused and not run.train.deterministic
+  is_score = lambda a: len(a.shape) >= 5 and a.shape[-2:] == (length, length)
+  return sum(a.size * a.dtype.itemsize for a in kept.values() if not (fused and is_score(a)))
+
+
+def matched_baselines(run: RunConfig) -> dict[str, tuple[Parameters, Flops] | str]:
+  """Every wiring with all other fields as they are; the reason where it cannot be built."""
+  found: dict[str, tuple[Parameters, Flops] | str] = {}
+  for word in WIRINGS:
+    try:
+      model = dataclasses.replace(run.model, wiring=word).resolve()
+      _, shapes = build.build_model(dataclasses.replace(run, model=model), None)
+      changed = dataclasses.replace(run, model=model)
+      share = real_share(changed)
+      found[word] = (
+        count_parameters(model, shapes, share),
+        forward_flops(model, run.data.seq_len, share),
+      )
+    except ConfigError as error:
+      found[word] = str(error)
+  return found
+
+
+# --- what is printed ------------------------------------------------------------------------------
+
+
+def report(result: DryRun) -> str:
+  """The text that `--dry_run` prints."""
+  run, p, f = result.run, result.parameters, result.flops
+  tokens, steps = result.tokens_per_step, run.train.steps
+  micro = run.train.microbatches(run.data.seq_len)
+  lines = [
+    f"dry run of {run.name}: nothing is allocated or written",
+    "",
+    *model_lines(run, p, f),
+    f"FLOPs        {number(f.training * tokens)} per step, {number(f.training * tokens * steps)} "
+    f"in all; forward by kind: "
+    + ", ".join(f"{k} {v / f.forward:.0%}" for k, v in dataclasses.asdict(f).items() if v),
+    f"tokens       {tokens:,} per step ({micro} x {run.train.batch_size} sequences of "
+    f"{run.data.seq_len}), {number(tokens * steps)} in {steps:,} steps",
+    *_memory_lines(result),
+    *_traffic_lines(result.traffic),
+    "",
+    f"time at {MFU:.0%} of the peak (an assumption) on {run.mesh.size} x:",
+  ]
+  for device in DEVICES:
+    seconds = result.seconds_per_step(device)
+    if seconds is not None:
+      rate = number(tokens / seconds)
+      lines.append(
+        f"  {device:6} {duration(seconds)} a step, {rate} tokens/s, "
+        f"{duration(seconds * steps)} for the run"
+      )
+  return "\n".join([*lines, "", *_baseline_lines(result)])
+
+
+def model_lines(run: RunConfig, p: Parameters, f: Flops) -> list[str]:
+  """Model, parameters and FLOPs per token: the first lines of a run's header."""
+  m, rule = run.model, run.model.wiring_rule
+  experts = "no experts"
+  if rule.taps:
+    beside = " + shared expert" if rule.shared_expert else ""
+    visited = rule.routed_per_token(m.top_k)
+    zero = f" ({m.zero_experts} more return their input)" if m.zero_experts else ""
+    dense = f" but {len(m.dense_indices)}" if m.dense_indices else ""
+    experts = (
+      f"{visited} of {m.num_experts} experts{zero}{beside} in every {_nth(m.moe_every)}block{dense}"
+    )
+  routed = f", routed {number(p.routed)} ({number(p.routed_active)} active)" if p.routed else ""
+  shared = f", shared {number(p.shared)}" if p.shared else ""
+  return [
+    f"model        {m.style}, {m.wiring}: {m.num_layers} blocks, width {m.width}, {experts}, "
+    f"{m.dtype}",
+    f"parameters   {number(p.total)} in all, {number(p.active)} active per token: embedding "
+    f"{number(p.embedding)}, dense {number(p.dense)}{shared}{routed}",
+    f"per token    {number(f.forward)} FLOPs forward, {number(f.training)} in training",
+  ]
+
+
+def _nth(n: int) -> str:
+  return {1: "", 2: "2nd ", 3: "3rd "}.get(n, f"{n}th ")
+
+
+def _memory_lines(result: DryRun) -> list[str]:
+  mesh, memory = result.run.mesh, result.memory
+  lines = [
+    f"mesh         data {mesh.data} x expert {mesh.expert} x tensor {mesh.tensor} = "
+    f"{mesh.size} device{'s' if mesh.size > 1 else ''}",
+    "",
+    "memory on each device",
+  ]
+  names = {"activations": f"activations (estimate, remat {result.run.train.remat})"}
+  names["exchange"] = "all-to-all buffers"
+  for kind, size in dataclasses.asdict(memory).items():
+    lines.append(f"  {names.get(kind, kind):36} {size_of(size):>12}")
+  lines.append(f"  {'total':36} {size_of(memory.total):>12}")
+  for times, larger in result.larger.items():  # fewer add their gradients up less often
+    name = f"total with train.batch_size={times * result.run.train.batch_size}"
+    lines.append(f"  {name:36} {size_of(larger.total):>12}")
+  return lines
+
+
+def _traffic_lines(traffic: Traffic) -> list[str]:
+  if not traffic.exchanges and not traffic.gradients:
+    return ["", "traffic      none: one device"]
+  return [
+    "",
+    "traffic that leaves each device, per step",
+    f"  {f'all-to-all ({traffic.exchanges} exchanges)':36} {size_of(traffic.all_to_all):>12}",
+    f"  {'gradients (ring all-reduce)':36} {size_of(traffic.gradients):>12}",
+  ]
+
+
+def _baseline_lines(result: DryRun) -> list[str]:
+  lines = ["matched baselines: the same configuration with another model.wiring"]
+  lines.append(
+    f"    {'wiring':14} {'total':>9} {'active':>9} {'FLOPs/token':>12}  experts per token"
+  )
+  top_k = result.run.model.top_k
+  for word, counts in matched_baselines(result.run).items():
+    mark = ">" if word == result.run.model.wiring else " "
+    if isinstance(counts, str):
+      lines.append(f"  {mark} {word:14} cannot be built: {counts}")
+      continue
+    p, f = counts
+    rule = WIRINGS[word]
+    experts = f"{rule.routed_per_token(top_k)} routed" if rule.taps else "a dense MLP instead"
+    experts += " + shared" if rule.shared_expert else ""
+    experts += f", {rule.units_per_moe} MoE blocks share them" if rule.units_per_moe > 1 else ""
+    lines.append(
+      f"  {mark} {word:14} {number(p.total):>9} {number(p.active):>9} {number(f.training):>12}"
+      f"  {experts}"
+    )
+  lines.append(
+    "  Same routed experts everywhere. A shared expert adds an MLP (and a mixing coefficient) to "
+    "each MoE block;\n  active parameters and FLOPs follow the experts that a token visits."
+  )
+  return lines

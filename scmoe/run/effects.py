@@ -1,0 +1,255 @@
+"""Fields that were typed and change nothing: refused, with the reason and what would do.
+
+Only what a user typed is looked at. A config file may well say how many experts a token visits
+under `topk` and be run with `model.wiring=top2`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from scmoe.base.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+  """Fields, when they change nothing, why, and what would make them count.
+
+  Attributes:
+    fields: dotted names; one that ends in '.' is a section.
+    idle: whether they change nothing in a run.
+    why: with `{...}` filled in from the run.
+    remedy: what to set instead.
+  """
+
+  fields: tuple[str, ...]
+  idle: Callable[[Any], bool]
+  why: str
+  remedy: str
+
+
+def _kinds(run: Any) -> set[str]:
+  return {part.kind for part in run.data.parts()} if _can_be_read(run) else set()
+
+
+def _can_be_read(run: Any) -> bool:
+  """A mixture that cannot be read has an error of its own."""
+  try:
+    run.data.parts()
+  except ConfigError:
+    return False
+  return True
+
+
+def _reads(run: Any, *kinds: str) -> bool:
+  return not _can_be_read(run) or bool(_kinds(run) & set(kinds))
+
+
+_DENSE = lambda run: not run.model.wiring_rule.taps
+_K = lambda run: run.model.wiring_rule.k
+
+RULES = (
+  _Rule(
+    ("model.num_experts", "model.zero_experts", "model.expert_hidden", "model.expert_impl",
+     "model.expert_backend", "model.expert_fp8", "model.top_k", "router.", "dispatch.",
+     "mesh.expert"),
+    _DENSE,
+    "model.wiring='dense' has no routed experts",
+    "set model.wiring, e.g. scmoe_pos2",
+  ),
+  _Rule(
+    ("model.top_k",),
+    lambda run: _K(run) is not None and run.model.top_k != _K(run),
+    "model.wiring={run.model.wiring!r} gives a token {run.model.wiring_rule.k} experts per gating",
+    "set model.wiring=topk (or shared_expert, scmoe_pos2), which read it",
+  ),
+  _Rule(
+    ("model.shared_hidden", "model.mix", "model.mix_input"),
+    lambda run: not run.model.wiring_rule.shared_expert,
+    "model.wiring={run.model.wiring!r} has no shared expert",
+    "set model.wiring=shared_expert or scmoe_pos2",
+  ),
+  _Rule(
+    ("model.shortcut_norm",),
+    lambda run: not run.model.wiring_rule.is_shortcut,
+    "model.wiring={run.model.wiring!r} has no shortcut",
+    "set model.wiring=scmoe_pos2",
+  ),
+  _Rule(
+    ("model.rope_theta",),
+    lambda run: run.model.style != "llama",
+    "model.style={run.model.style!r} has learned positions",
+    "set model.style=llama",
+  ),
+  _Rule(
+    ("router.real_experts",),
+    lambda run: not run.model.zero_experts or run.router.bias == "none",
+    "model.zero_experts={run.model.zero_experts} and router.bias={run.router.bias!r} hold no share",
+    "set model.zero_experts, and router.bias=pid",
+  ),
+  _Rule(
+    ("model.rope.",),
+    lambda run: run.model.style != "llama",
+    "model.style={run.model.style!r} has learned positions",
+    "set model.style=llama",
+  ),
+  _Rule(
+    ("model.latent_norm_eps",),
+    lambda run: not run.model.kv_lora_rank,
+    "model.kv_lora_rank=0 is ordinary attention",
+    "set model.kv_lora_rank and the widths of the heads",
+  ),
+  _Rule(
+    ("router.topk_group", "router.group_score"),
+    lambda run: run.router.n_group == 1,
+    "router.n_group=1 leaves all experts open",
+    "set router.n_group",
+  ),
+  _Rule(
+    ("router.cosine_dim",),
+    lambda run: run.router.gate != "cosine",
+    "router.gate={run.router.gate!r} has no projection",
+    "set router.gate=cosine",
+  ),
+  _Rule(
+    ("router.bias_rate",),
+    lambda run: run.router.bias == "none",
+    "router.bias='none' moves no bias",
+    "set router.bias=sign or pid",
+  ),
+  _Rule(
+    ("router.balance",),
+    lambda run: not run.router.balance_loss and run.router.balance != "none",
+    "router.balance_loss=0 weighs the balancing loss with nothing",
+    "set router.balance_loss, e.g. 0.01",
+  ),
+  _Rule(
+    ("router.balance_loss",),
+    lambda run: run.router.balance == "none" and run.router.balance_loss > 0,
+    "router.balance='none' is no loss",
+    "set router.balance=gshard",
+  ),
+  _Rule(
+    ("dispatch.capacity_factor",),
+    lambda run: run.dispatch.transport == "dropless",
+    "dispatch.transport='dropless' has no capacity",
+    "set dispatch.transport=capacity or packed",
+  ),
+  _Rule(
+    ("dispatch.slack",),
+    lambda run: run.dispatch.transport == "capacity",
+    "dispatch.transport='capacity' has fixed buffers",
+    "set dispatch.transport=packed or dropless, or dispatch.capacity_factor",
+  ),
+  _Rule(
+    ("train.teacher_share", "train.teacher_temperature"),
+    lambda run: not run.train.teacher,
+    "train.teacher='' is no teacher",
+    "set train.teacher, e.g. runs/teacher",
+  ),
+  _Rule(
+    ("optimizer.muon_beta", "optimizer.muon_rms"),
+    lambda run: run.optimizer.name != "muon",
+    "optimizer.name={run.optimizer.name!r} has no Muon",
+    "set optimizer.name=muon",
+  ),
+  _Rule(
+    ("optimizer.decay_fraction",),
+    lambda run: run.optimizer.schedule != "wsd",
+    "optimizer.schedule={run.optimizer.schedule!r} has no decay phase of its own",
+    "set optimizer.schedule=wsd",
+  ),
+  _Rule(
+    ("optimizer.min_lr_ratio",),
+    lambda run: run.optimizer.schedule == "constant",
+    "optimizer.schedule='constant' does not decay",
+    "set optimizer.schedule=cosine or wsd",
+  ),
+  _Rule(
+    ("train.profile_steps",),
+    lambda run: not run.train.profile_step,
+    "train.profile_step=0 traces nothing",
+    "set train.profile_step, e.g. 10",
+  ),
+  _Rule(
+    ("train.tune_rounds",),
+    lambda run: not run.train.tune,
+    "train.tune is empty",
+    "set train.tune, e.g. chunks=1,2",
+  ),
+  _Rule(
+    ("train.eval_every", "train.eval_batches"),
+    lambda run: not run.data.validation_fraction and _kinds(run) <= {"stdlib", "procedural"},
+    "data.validation_fraction=0 leaves no validation text",
+    "set data.validation_fraction, e.g. 0.05",
+  ),
+  _Rule(
+    ("overlap.search_seconds",),
+    lambda run: run.overlap.schedule != "auto",
+    "overlap.schedule={run.overlap.schedule!r} leaves nothing to search",
+    "set overlap.schedule=auto",
+  ),
+  _Rule(
+    ("overlap.profile_runs",),
+    lambda run: not run.overlap.profile_guided,
+    "overlap.profile_guided=false profiles nothing",
+    "set overlap.profile_guided=true",
+  ),
+  _Rule(
+    ("data.path",),
+    lambda run: _kinds(run) == {"stdlib"} or run.data.source == "mixture",
+    "data.source={run.data.source!r} reads no path",
+    "set data.source=auto, which follows the path, or name the path in data.mixture",
+  ),
+  _Rule(
+    ("data.field", "data.domain_field"),
+    lambda run: not _reads(run, "jsonl", "parquet", "arrow"),
+    "only rows of jsonl, parquet and arrow have columns",
+    "give a data.path that ends in .jsonl or .parquet",
+  ),
+  _Rule(
+    ("data.document_bytes",),
+    lambda run: not _reads(run, "text"),
+    "only text files are cut",
+    "give a data.path that ends in .txt",
+  ),
+  _Rule(
+    ("data.vocab_size",),
+    lambda run: run.data.tokenizer != "bpe",
+    "data.tokenizer={run.data.tokenizer!r} has a vocabulary of its own",
+    "set data.tokenizer=bpe",
+  ),
+  _Rule(
+    ("data.eos_token",),
+    lambda run: run.data.tokenizer in ("bytes", "bpe"),
+    "data.tokenizer={run.data.tokenizer!r} has an end of text of its own",
+    "set data.tokenizer to the path of a tokenizer.json",
+  ),
+)  # fmt: skip
+
+
+def check_typed(run: Any, names: Iterable[str]) -> None:
+  """Checks that every field that was typed changes something in this run.
+
+  Args:
+    run: a `RunConfig` with the typed values in it.
+    names: dotted names of the fields that were typed.
+
+  Raises:
+    ConfigError: one of them has no effect; says why and what would do.
+  """
+  for name in names:
+    for rule in RULES:
+      covers = any(name == f or (f.endswith(".") and name.startswith(f)) for f in rule.fields)
+      if covers and rule.idle(run):
+        why = rule.why.format(run=run)
+        raise ConfigError(f"{name}={_value(run, name)!r} has no effect: {why}; {rule.remedy}, "
+                          f"or leave {name} out")  # fmt: skip
+
+
+def _value(run: Any, name: str) -> Any:
+  for part in name.split("."):
+    run = getattr(run, part)
+  return run

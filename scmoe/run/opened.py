@@ -1,0 +1,173 @@
+"""A stored run, opened again: its configuration, and its model where it can be asked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from scmoe.base.errors import ConfigError
+from scmoe.base.extensions import check_allowed
+from scmoe.data import Tokenizer
+from scmoe.data.tokenizers import ByteTokenizer, JsonTokenizer
+from scmoe.inference.offload.model import Offload, offloaded
+from scmoe.inference.offload.plan import Load, Wish, chosen
+from scmoe.models.gpt import GPT
+from scmoe.models.objective import cast_params
+from scmoe.pretrained.inference import InferenceFolder
+from scmoe.run import build
+from scmoe.run.config import RunConfig, from_dict, imports_of
+from scmoe.run.programs import Programs
+from scmoe.run.summary import TOKENIZER
+from scmoe.training.checkpoint import read_meta, restore_on_host, restore_part
+
+
+class Stored(NamedTuple):
+  """A run read back from its checkpoint: the resolved configuration and the step."""
+
+  run: RunConfig
+  step: int
+
+
+def open_run(workdir: str, step: int | None, allow_import: Sequence[str] = ()) -> Stored:
+  """Reads the configuration that a checkpoint stores; runs no config file.
+
+  Args:
+    workdir: of the run.
+    step: of the checkpoint; None: the newest.
+    allow_import: see `scmoe.base.extensions.check_allowed`.
+
+  Raises:
+    CheckpointError: there is no such checkpoint.
+    ConfigError: the stored configuration is not one of this version, or names code that nobody here
+      has asked for.
+  """
+  meta: dict[str, Any] = read_meta(workdir, step)
+  run = from_dict(meta["config"], f"{workdir} (stored)")
+  check_allowed(imports_of(run), allow_import, f"{workdir} (stored)", Path(workdir))
+  return Stored(run, meta["step"])
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenRun:
+  """A stored run with its model where it can be asked.
+
+  Attributes:
+    run: on the mesh that it has here.
+    workdir, step: where from.
+    model, router, mesh: parameters of the checkpoint, router state, and where they lie.
+    tokenizer: the one that it was trained with.
+    prepare: makes programs of jitted functions (`scmoe.run.programs`).
+    offload: how its experts come to the devices; the default if they are there.
+    plan: lines about that; none if they are there.
+  """
+
+  run: RunConfig
+  workdir: str
+  step: int
+  model: GPT
+  router: Any
+  mesh: Mesh
+  tokenizer: Tokenizer
+  prepare: Programs
+  offload: Offload = Offload()
+  plan: Sequence[str] = ()
+
+
+def open_model(
+  run: RunConfig,
+  workdir: str,
+  step: int,
+  *,
+  wish: Wish = Wish(way="none"),
+  load: Load | None = None,
+) -> OpenRun:
+  """Reads a run's parameters.
+
+  Args:
+    run: of `open_run`, on the mesh where they are to lie (`scmoe.run.build.on_mesh`).
+    workdir, step: of the checkpoint.
+    wish: where its experts may lie (`scmoe.inference.offload.plan`).
+    load: what is generated, if they may lie elsewhere than on the devices.
+
+  Raises:
+    CheckpointError: it is damaged.
+    ConfigError: the tokenizer was not stored with the run, or the model does not fit.
+  """
+  tokenizer = load_tokenizer(run, workdir)
+  built = build.build(run)
+  prepare = Programs(built.overlap, Path(workdir))
+  offload, lines = Offload(), []
+  if load is not None:
+    found, lines = chosen(run.model, built.shapes, load, wish, run.mesh.expert)
+    offload = found.offload
+  parts = {"router": built.router_shapes} if built.router_shapes else {}
+  if offload.decode is None:
+    state = restore_part(workdir, {"params": built.shapes, **parts}, step)
+    model = built.model(state["params"])
+  else:
+    held = cast_params(restore_on_host(workdir, built.shapes, step), jnp.dtype(run.model.dtype))
+    model = offloaded(built.model(held), built.mesh, int8=wish.int8)
+    state = restore_part(workdir, parts, step) if parts else {}
+  rest = built.mesh, tokenizer, prepare, offload, lines
+  return OpenRun(run, workdir, step, model, state.get("router", {}), *rest)
+
+
+def open_folder(
+  folder: InferenceFolder,
+  run: RunConfig,
+  *,
+  wish: Wish = Wish(way="none"),
+  load: Load | None = None,
+) -> OpenRun:
+  """Reads an inference checkpoint, after all of it has been compared with its checksums.
+
+  Args:
+    folder: of `scmoe.convert --inference`.
+    run: the folder's, on the mesh where parameters are to lie (`scmoe.run.build.on_mesh`).
+    wish, load: as of `open_model`.
+
+  Raises:
+    DataError: a file is damaged.
+    ConfigError: the model does not fit.
+  """
+  built, tokenizer = build.build(run), folder.tokenizer
+  offload, lines, pinned = Offload(), [], None
+  if load is not None:
+    wish = dataclasses.replace(wish, int8=wish.int8 or folder.dtype == "int8")
+    found, lines = chosen(run.model, built.shapes, load, wish, run.mesh.expert, files=True)
+    offload, pinned = found.offload, found.pinned
+    if pinned is not None and wish.int8 and folder.dtype != "int8":
+      raise ConfigError(
+        "--int8_experts: experts that stay on disk are as the folder has them; write it with "
+        "scmoe.convert --inference --dtype int8"
+      )
+  folder.verify()
+  if offload.decode is None:
+    params, router = folder.load(built)
+    model = built.model(params)
+  else:
+    params, router = folder.mapped(built)
+    model = offloaded(built.model(params), built.mesh, int8=wish.int8, pinned=pinned)
+  rest = built.mesh, tokenizer, Programs(built.overlap, folder.path), offload, lines
+  return OpenRun(run, str(folder.path), folder.step, model, router, *rest)
+
+
+def load_tokenizer(run: RunConfig, workdir: str) -> Tokenizer:
+  """The tokenizer that a run was trained with.
+
+  Raises:
+    ConfigError: it was not stored with the run.
+  """
+  if run.data.tokenizer == "bytes":
+    return ByteTokenizer()
+  path = Path(workdir) / TOKENIZER
+  try:
+    content = path.read_text("utf-8")
+  except (OSError, UnicodeDecodeError) as error:
+    raise ConfigError(f"{path}: the tokenizer of the run cannot be read: {error}") from None
+  return JsonTokenizer(content, eos_token=run.data.eos_token, name=str(path))

@@ -1,0 +1,193 @@
+"""What a run says: its header, its result, and how a stored run is opened again."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+from pathlib import Path
+
+import jax
+
+from scmoe.base.errors import ConfigError, StorageError
+from scmoe.base.sizes import size_of
+from scmoe.data import Data, Tokenizer, bigram_bits_per_byte
+from scmoe.data.tokenizers import JsonTokenizer
+from scmoe.models.flops import count_parameters, forward_flops
+from scmoe.run import build
+from scmoe.run.config import RunConfig
+from scmoe.run.dry_run import dry_run, model_lines
+from scmoe.training.checkpoint import FOLDER, list_steps
+from scmoe.training.metrics import read_metrics
+from scmoe.training.workdir import prepare_workdir
+
+TOKENIZER = "tokenizer.json"
+MANY_PASSES = 20  # over the same text, from which a small model learns it by heart
+
+
+def header(built: build.Built, data: Data, workdir: Path) -> str:
+  """Model, parameters, FLOPs per token, mesh, memory, data and where things are written."""
+  run, mesh = built.run, built.run.mesh
+  parameters = count_parameters(run.model, built.shapes)
+  held = state_bytes(built)
+  lines = [
+    f"run          {run.name} -> {workdir}",
+    *model_lines(run, parameters, forward_flops(run.model, run.data.seq_len)),
+    f"mesh         data {mesh.data} x expert {mesh.expert} x tensor {mesh.tensor}: {mesh.size} of "
+    f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+    f"memory       {size_of(held)} of parameters and optimizer on each device; --dry_run has more",
+    data.summary(),
+    *passes(built, data),
+  ]
+  if not data.validation_domains:
+    lines.append(
+      "WARNING      no validation text: nothing will be evaluated; set data.validation_fraction, "
+      "or give more than one document"
+    )
+  if jax.default_backend() == "cpu" and shutil.which("nvidia-smi"):
+    lines.append(
+      "WARNING      jax uses the CPU although this machine has nvidia-smi: install the CUDA build "
+      "of jax, or unset JAX_PLATFORMS"
+    )
+  return "\n".join(lines)
+
+
+def passes(built: build.Built, data: Data) -> list[str]:
+  """How often the run reads each domain's training text, with a warning where that is often."""
+  run = built.run
+  rows = run.train.steps * run.train.microbatches(run.data.seq_len) * run.train.batch_size
+  found = data.passes(rows)
+  if not found:
+    return []
+  shown = ", ".join(f"{name} {count:.2g}" for name, count in found.items())
+  lines = [f"passes       {shown} times over the training text in {run.train.steps:,} steps"]
+  name, most = max(found.items(), key=lambda item: item[1])
+  if most > MANY_PASSES:
+    fewer = max(1, int(run.train.steps * MANY_PASSES / most))
+    lines.append(
+      f"WARNING      {name} is read {most:.0f} times, which is learned by heart: give more text "
+      f"(data.path), or at most train.steps={fewer:,}"
+    )
+  return lines
+
+
+def state_bytes(built: build.Built) -> int:
+  """Bytes of parameters and optimizer on each device."""
+  state = jax.tree.leaves(built.abstract_state())
+  return sum(math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize for s in state)
+
+
+def device_memory() -> int | None:
+  """Bytes that each device here can hold; of the host's free memory its share, on a CPU.
+
+  None where neither the device nor the system tells.
+  """
+  device = jax.local_devices()[0]
+  if limit := (device.memory_stats() or {}).get("bytes_limit"):
+    return limit
+  free = host_memory()
+  return free if free is None else free // jax.local_device_count()
+
+
+def host_memory() -> int | None:
+  """Bytes of the host that are free or can be freed; None where the system does not tell."""
+  try:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    (free,) = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+  except (OSError, ValueError):
+    return None
+  return 1024 * int(free)
+
+
+def check_memory(built: build.Built) -> None:
+  """Says before anything is allocated that the state will not fit.
+
+  Raises:
+    ConfigError: parameters, their gradients and the optimizer need more than a device has.
+  """
+  held, limit = state_bytes(built), device_memory()
+  if limit is not None and held > limit:
+    raise ConfigError(
+      f"parameters and optimizer need {size_of(held)} on each device, which has {size_of(limit)}; "
+      f"{levers(built.run)}"
+    )
+
+
+def out_of_memory(built: build.Built, error: Exception) -> ConfigError | None:
+  """The line for a step that did not fit; None where `error` is another."""
+  if "RESOURCE_EXHAUSTED" not in str(error) and "out of memory" not in str(error).lower():
+    return None
+  memory, limit = dry_run(built.run).memory, device_memory()
+  parts = {f.name: getattr(memory, f.name) for f in dataclasses.fields(memory)}
+  shown = ", ".join(f"{name} {size_of(size)}" for name, size in parts.items())
+  return ConfigError(
+    f"out of memory: a step needs about {size_of(memory.total)} on each device ({shown})"
+    + (f", which has {size_of(limit)}" if limit else "")
+    + f"; {levers(built.run)}"
+  )
+
+
+def levers(run: RunConfig) -> str:
+  """What makes a step smaller, each with what the dry run says it would then need."""
+  train, mesh, length = run.train, run.mesh, run.data.seq_len
+  found = []
+  tokens = train.microbatches(length) * train.batch_size * length
+  if train.batch_size % (2 * mesh.batch_shards) == 0:
+    half = dataclasses.replace(train, batch_size=train.batch_size // 2, tokens_per_step=tokens)
+    words = f"train.batch_size={half.batch_size} train.tokens_per_step={tokens}"
+    found.append((words, dataclasses.replace(run, train=half)))
+  if train.remat != "full":
+    full = dataclasses.replace(train, remat="full")
+    found.append(("train.remat=full", dataclasses.replace(run, train=full)))
+  if run.model.wiring_rule.taps and run.model.num_experts % (2 * mesh.expert) == 0:
+    wide = dataclasses.replace(mesh, expert=2 * mesh.expert)
+    if train.batch_size % wide.batch_shards == 0:
+      words = f"mesh.expert={wide.expert} on {wide.size} devices"
+      found.append((words, dataclasses.replace(run, mesh=wide)))
+  if run.model.num_layers > 2 * run.model.moe_every:
+    words = f"fewer than model.num_layers={run.model.num_layers}"
+    return "try " + ", ".join([*(_with_need(*lever) for lever in found), words])
+  return (
+    "try " + ", ".join(_with_need(*lever) for lever in found) if found else "use a smaller model"
+  )
+
+
+def _with_need(words: str, run: RunConfig) -> str:
+  try:
+    return f"{words} ({size_of(dry_run(run).memory.total)})"
+  except ConfigError:  # the lever does not fit the rest of the configuration
+    return words
+
+
+def result(data: Data, workdir: Path) -> str:
+  """The last evaluation beside the bigram byte model, and what to do next."""
+  lines = []
+  evaluations = read_metrics(workdir, "eval")
+  if evaluations:
+    last = evaluations[-1]
+    lines.append(
+      f"validation loss {last['loss']:.4f}, bits per byte {last['bits_per_byte']:.4f} "
+      f"(a bigram model of bytes: {bigram_bits_per_byte(data).total:.4f})"
+    )
+  lines += [
+    f"next: python -m scmoe.evaluate --workdir {workdir}",
+    f'      python -m scmoe.generate --workdir {workdir} --prompt "def main("',
+  ]
+  return "\n".join(lines)
+
+
+def store_tokenizer(tokenizer: Tokenizer, workdir: Path) -> None:
+  """Keeps a tokenizer with the run, so that text can be generated without its training data.
+
+  Raises:
+    StorageError: it cannot be written.
+  """
+  if not isinstance(tokenizer, JsonTokenizer):
+    return
+  path = prepare_workdir(workdir) / TOKENIZER
+  if path.exists() and list_steps(path.parent / FOLDER):
+    return  # it belongs to what was trained here, whatever this command was given
+  try:
+    path.write_text(tokenizer.content, "utf-8")
+  except OSError as error:
+    raise StorageError(f"{path} cannot be written: {error}") from None

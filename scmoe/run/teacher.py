@@ -1,0 +1,166 @@
+"""The teacher of a run that distils: opened, checked, and the same one at every start."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from scmoe.base.errors import ConfigError, DataError, StorageError
+from scmoe.base.sizes import number
+from scmoe.data import Tokenizer
+from scmoe.models.flops import count_parameters
+from scmoe.pretrained.inference import MANIFEST, InferenceFolder
+from scmoe.run import build
+from scmoe.run.config import RunConfig
+from scmoe.run.opened import load_tokenizer, open_run
+from scmoe.training.checkpoint import FOLDER, list_steps, read_meta, restore_part
+from scmoe.training.workdir import prepare_workdir, write_json
+
+PINNED = "teacher.json"  # in the run: which teacher it began with
+
+
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+  """A stored model from whose scores a run learns.
+
+  Attributes:
+    path: as `train.teacher` has it.
+    run: its resolved configuration.
+    step: of its checkpoint.
+    identity: digest of all of its values' checksums.
+    tokenizer: the one that it was trained with.
+    folder: the inference checkpoint; None where it is a run.
+  """
+
+  path: str
+  run: RunConfig
+  step: int
+  identity: str
+  tokenizer: Tokenizer
+  folder: InferenceFolder | None = None
+
+  def load(self, built: build.Built) -> dict[str, Any]:
+    """Parameters, in the types in which they are read, and router state, on the student's mesh.
+
+    Args:
+      built: the teacher's, `build.Built.teacher` of the student's.
+
+    Raises:
+      CheckpointError, DataError: its files are damaged.
+    """
+    if self.folder is None:
+      wanted = {"params": built.shapes, "router": built.router_shapes}
+      state = restore_part(self.path, wanted, self.step)
+      params, router = state["params"], state["router"]
+    else:
+      self.folder.verify()
+      params, router = self.folder.load(built)
+    places = jax.tree.map(lambda s: s.sharding, built.shapes)
+    cast = jax.jit(built.objective.cast, out_shardings=places, donate_argnums=0)
+    return {"params": cast(params), "router": router}
+
+  def said(self, run: RunConfig) -> str:
+    """A line of the run's header."""
+    model, train = self.run.model, run.train
+    total = number(count_parameters(model, build.build_model(self.run, None)[1]).total)
+    return (
+      f"teacher      {self.path} at step {self.step}: {total} parameters, {model.num_experts} "
+      f"experts; {train.teacher_share:g} of the loss, at temperature {train.teacher_temperature:g}"
+    )
+
+
+def open_teacher(run: RunConfig, workdir: Path, allow_import: Sequence[str] = ()) -> Teacher | None:
+  """The teacher that `run.train.teacher` names, of a resumed run as it began; None without one.
+
+  Args:
+    run: resolved.
+    workdir: of the run that learns.
+    allow_import: see `scmoe.base.extensions.check_allowed`.
+
+  Raises:
+    ConfigError: it is the run itself, or has changed since the run began.
+    CheckpointError: it has no checkpoint, or no longer the one that the run began with.
+    DataError: it is an inference checkpoint whose description is damaged.
+  """
+  path = run.train.teacher
+  if not path:
+    return None
+  if Path(path).expanduser().resolve() == workdir.resolve():
+    raise ConfigError(f"train.teacher={path!r} is the run itself; give another run's folder")
+  pinned = _pinned(workdir)
+  if (Path(path).expanduser() / MANIFEST).is_file():
+    folder = InferenceFolder(path, allow_import)
+    found = Teacher(
+      path, folder.run, folder.step, _digest(folder.checksums), folder.tokenizer, folder
+    )
+  else:
+    step = pinned.get("step")
+    stored = open_run(path, step, allow_import)
+    step = stored.step if step is None else step
+    leaves = read_meta(path, step)["leaves"]
+    prints = {name: leaf["fingerprint"] for name, leaf in leaves.items() if _is_read(name)}
+    tokenizer = load_tokenizer(stored.run, path)
+    found = Teacher(path, stored.run, step, _digest(prints), tokenizer)
+  if pinned and pinned["identity"] != found.identity:
+    raise ConfigError(
+      f"train.teacher={path!r} is not the model that this run began to learn from, at step "
+      f"{pinned['step']}; restore it, or use another workdir"
+    )
+  return found
+
+
+def check_tokenizer(teacher: Teacher, tokenizer: Tokenizer) -> None:
+  """Whether both models mean the same by a token.
+
+  Raises:
+    ConfigError: they do not.
+  """
+  if teacher.tokenizer.digest != tokenizer.digest:
+    raise ConfigError(
+      f"train.teacher={teacher.path!r} was trained with another tokenizer (fingerprint "
+      f"{teacher.tokenizer.digest}, data.tokenizer has {tokenizer.digest}); their scores cannot be "
+      "compared"
+    )
+
+
+def remember_teacher(teacher: Teacher, workdir: Path) -> None:
+  """Keeps with a new run which teacher it begins with, so that it goes on with the same one.
+
+  Raises:
+    StorageError: it cannot be written.
+  """
+  workdir = prepare_workdir(workdir)
+  if _pinned(workdir):
+    return
+  values = {"teacher": teacher.path, "step": teacher.step, "identity": teacher.identity}
+  try:
+    write_json(workdir / PINNED, values)
+  except OSError as error:
+    raise StorageError(f"{workdir / PINNED} cannot be written: {error}") from None
+
+
+def _pinned(workdir: Path) -> dict[str, Any]:
+  """What a run that has a checkpoint began with; {} for a new one."""
+  path = workdir / PINNED
+  if not path.is_file() or not list_steps(workdir / FOLDER):
+    return {}
+  try:
+    values = json.loads(path.read_text("utf-8"))
+    return {"step": int(values["step"]), "identity": str(values["identity"])}
+  except (OSError, ValueError, KeyError, TypeError) as error:
+    raise DataError(f"{path} cannot be read: {error}") from None
+
+
+def _is_read(name: str) -> bool:
+  return name.partition(".")[0] in ("params", "router")
+
+
+def _digest(prints: dict[str, Any]) -> str:
+  text = json.dumps(prints, sort_keys=True)
+  return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,144 @@
+"""Where the experts of a model lie, from its sizes and the memory there is."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from scmoe.base.errors import ConfigError
+from scmoe.inference.offload.model import Offload, plan
+from scmoe.models.config import ModelConfig
+from scmoe.parallel.mesh import MeshConfig
+from scmoe.run import build
+from scmoe.run.config import RunConfig
+
+RATE = 1e9  # bytes/s from the host
+ONE = plan.Load(1, 64, 32)
+
+
+def built(wiring="scmoe_pos2", **options):
+  sizes = {"width": 128, "num_heads": 4, "num_layers": 8, "num_experts": 16, "expert_hidden": 512}
+  model = ModelConfig(wiring=wiring, top_k=2, dtype="bfloat16", **{**sizes, **options})
+  run = dataclasses.replace(RunConfig(), model=model, mesh=MeshConfig(1))
+  return build.build(run.resolve(num_devices=1, vocab_size=256))
+
+
+@pytest.fixture(scope="module")
+def pos2():
+  """Four pairs of Pos-2."""
+  return built()
+
+
+def needed(made, load=ONE, **options):
+  return plan.needs(made.run.model, made.shapes, load, **options)
+
+
+def planned(made, share, load=ONE, host=2**40, budget=0):
+  need = needed(made, load)
+  budget = budget or need.fixed + int(share * need.pairs * need.layer)
+  return plan.plan(
+    made.run.model, need, load, device_budget=budget, host_budget=host, bandwidth=RATE
+  )
+
+
+def test_bytes_are_those_of_the_arrays(pos2):
+  need = needed(pos2)
+  assert need.expert == need.moved == 2 * 128 * 512 * 2
+  assert (need.experts, need.pairs, need.layer) == (16, 4, 16 * need.expert)
+  every = sum(leaf.size for leaf in jax.tree.leaves(pos2.shapes))
+  assert need.dense == 2 * every - need.pairs * need.layer
+  # Keys and values of eight layers, 96 positions.
+  assert need.caches == 96 * 8 * 2 * 128 * 2
+  packed = needed(pos2, int8=True)
+  assert packed.expert == need.expert
+  assert packed.moved == 2 * 128 * 512 + 4 * (128 + 512)
+  assert packed.host == 64 * packed.moved
+
+
+@pytest.mark.parametrize(
+  ("share", "prefill", "decode", "slots"),
+  [
+    (1.0, None, None, 0),
+    (0.99, "ring", "early", 7),  # half of the layers' experts are the ring's
+    (0.6, "ring", "early", 1),
+    (0.25, "ring", "early", 0),
+  ],
+)
+def test_the_way_follows_from_the_budget(pos2, share, prefill, decode, slots):
+  found = planned(pos2, share).offload
+  mode = lambda way: way and way.mode
+  assert (mode(found.prefill), mode(found.decode)) == (prefill, decode)
+  assert found.slots == (slots if slots >= 2 else 0), "a cache holds what one token asks for"
+
+
+def test_what_is_planned_fits(pos2):
+  need = needed(pos2)
+  for share in (1.0, 0.9, 0.7, 0.5, 0.3, 0.26):
+    assert planned(pos2, share).device <= need.fixed + int(share * need.pairs * need.layer)
+
+
+def test_a_model_without_a_shortcut_can_only_block():
+  assert planned(built("topk"), 0.5).offload.decode.mode == "blocking"
+
+
+def test_many_rows_ask_for_everything(pos2):
+  found = planned(pos2, 0.5, plan.Load(8, 64, 32)).offload
+  assert (found.prefill.mode, found.decode.mode) == ("ring", "ring")
+
+
+def test_a_short_prompt_needs_no_ring(pos2):
+  assert planned(pos2, 0.5, plan.Load(1, 4, 32)).offload.prefill.mode == "early"
+
+
+def test_what_is_expected_orders_the_ways(pos2):
+  need, load = needed(pos2), plan.Load(1, 64, 32)
+  of = lambda *way, slots=0: plan.expected(
+    Offload.named(*way, slots), pos2.run.model, need, load, RATE
+  )
+  none, blocking, early = of("none", "none"), of("blocking", "blocking"), of("early", "early")
+  cached = of("early", "early", slots=8)
+  assert none.decode > cached.decode > early.decode > blocking.decode
+  assert none.device > cached.device > early.device
+  assert (none.host, early.host) == (0, need.host)
+  assert 0 < early.hidden <= 1
+  assert blocking.hidden == 0
+  assert of("ring", "early").prefill > of("blocking", "early").prefill
+
+
+@pytest.mark.parametrize(
+  ("make", "message"),
+  [
+    (lambda: planned(built(), 0.1), r"--gpu_memory: .* is less than the .* of the|one layer's exp"),
+    (lambda: planned(built("dense"), 0.0, budget=1000), r"--gpu_memory: 1000 B is less than the"),
+    (
+      lambda: planned(built(), 0.5, host=1000),
+      r"--host_memory: 1000 B is less than the .* of the ",
+    ),
+    (lambda: plan.bytes_of("8x", "gpu_memory"), r"--gpu_memory='8x' is no size; write it as 8GiB"),
+    (lambda: plan.bytes_of("-1GiB", "host_memory"), r"--host_memory='-1GiB' is no size"),
+  ],
+)
+def test_what_does_not_fit_names_the_number_needed(make, message):
+  with pytest.raises(ConfigError, match=message) as error:
+    make()
+  assert "\n" not in str(error.value)
+
+
+def test_sizes():
+  sizes = {"8GiB": 8 * 2**30, "500MB": 500_000_000, "1048576": 2**20, "1.5 KiB": 1536, "7B": 7}
+  assert {text: plan.bytes_of(text, "x") for text in sizes} == sizes
+
+
+def test_a_wish_is_kept_or_refused(pos2):
+  model, shapes, load = pos2.run.model, pos2.shapes, plan.Load(1, 64, 32)
+  wish = lambda **options: plan.chosen(model, shapes, load, plan.Wish(**options), 1)
+  resident, lines = wish()
+  assert (resident.offload, lines) == (Offload(), [])
+  found, lines = wish(way="ring,blocking", slots=3, policy="lru")
+  assert (found.offload.prefill.mode, found.offload.decode.mode) == ("ring", "blocking")
+  assert (found.offload.slots, found.offload.decode.policy) == (3, "lru")
+  assert [line.split()[0] for line in lines] == ["offload", "memory", "expected"]
+  tight = resident.device // 2
+  assert wish(device_budget=tight)[0].device <= tight
+  with pytest.raises(ConfigError, match=r"--offload=none needs; use --offload=auto"):
+    wish(way="none", device_budget=tight)

@@ -1,6 +1,6 @@
 """Two commits of this project side by side on one machine, in turns.
 
-  git worktree add ../before 3495333
+  git worktree add ../before 6ec4f97
   python experiments/compare/run.py --before ../before --tasks layer,olmoe --json OUT      # 1 GPU
   python experiments/compare/run.py --before ../before --tasks exchange,medium --json OUT  # 2 GPUs
 
@@ -12,17 +12,21 @@ A task is a set of arms that both commits have:
              states and temporaries are there at once)
   exchange   dispatch + combine of experiments/dispatch/run.py: 8 layers, balanced and Zipf
   medium     a training step of 8 layers of gpt2_moe_medium, 2-way experts, batch 8 x 2048
+  medium8    the same on one GPU
   medium24   a training step of gpt2_moe_medium as its file has it, on one GPU
+  decode     64 tokens after a prompt of 128, 1, 8 and 64 rows: 4 of OLMoE's layers, one GPU
 
-The oldest commit that it knows is 3495333, whose functions had other arguments; what a checkout has
-is asked of it. Each commit runs in a process of its own, which compiles its arms and then waits for
-its turns. Both hold their memory all the time and have the GPUs in turns: in a round every arm of
-both runs once, in random order, a median is over rounds.
+The oldest commit that it knows is 3495333, whose functions had other arguments and whose modules
+had other addresses: a worker asks its checkout which it has. Each commit runs in a process of its
+own, which compiles its arms and then waits for its turns. Both hold their memory all the time and
+take turns on the GPUs: in a round every arm of both runs once, in random order, and a median is
+over rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -49,11 +53,18 @@ Arms = dict[str, Callable[[int], object]]
 # -- the worker: the arms of one commit -----------------------------------------------------------
 
 
+def module(*addresses: str) -> Any:
+  """The first of a module's addresses, newest first, that this checkout has."""
+  import importlib
+
+  for address in addresses[:-1]:
+    with contextlib.suppress(ModuleNotFoundError):
+      return importlib.import_module(address)
+  return importlib.import_module(addresses[-1])
+
+
 def layer_arms(before: bool, args: argparse.Namespace) -> Arms:
-  from scmoe.bench import layer as at_hand
-
-  bench: Any = at_hand
-
+  bench = module("scmoe.bench.layer", "scmoe.kernels.bench")
   arms: Arms = {}
   old = hasattr(bench, "layer_inputs")  # up to 3495333
   for name in args.shapes.split():
@@ -106,6 +117,10 @@ def medium_arms(before: bool, args: argparse.Namespace) -> Arms:
   return {"step": step_arm("gpt2_moe_medium", layers=8, batch=8, expert=2, args=args)}
 
 
+def medium8_arms(before: bool, args: argparse.Namespace) -> Arms:
+  return {"step": step_arm("gpt2_moe_medium", layers=8, batch=8, expert=1, args=args)}
+
+
 def medium24_arms(before: bool, args: argparse.Namespace) -> Arms:
   return {"step": step_arm("gpt2_moe_medium", expert=1, args=args)}
 
@@ -115,12 +130,14 @@ def step_arm(config: str, *, expert, args, layers=0, batch=0) -> Callable[[int],
   import jax
 
   from scmoe.parallel.mesh import batch_sharding
-  from scmoe.run import build
-  from scmoe.run.config import find_config, load_config
-  from scmoe.training import step
 
-  steps: Any = step
-  run = load_config(find_config(config), "smoke" if args.tiny else "get_config")
+  build, config_of = (
+    module("scmoe.run.build", "scmoe.build"),
+    module("scmoe.run.config", "scmoe.config"),
+  )
+  steps = module("scmoe.training.step")
+  path = config_of.find_config(config)
+  run = config_of.load_config(path, "smoke" if args.tiny else "get_config")
   replace = dataclasses.replace
   if not args.tiny:
     run = replace(
@@ -152,9 +169,7 @@ def step_arm(config: str, *, expert, args, layers=0, batch=0) -> Callable[[int],
       built.objective, built.optimizer, built.mesh, steps.shardings_of(abstract)
     )
   else:
-    from scmoe.base.batch import Batch
-
-    given = Batch.of_tokens(tokens)
+    given = module("scmoe.base.batch", "scmoe.batch").Batch.of_tokens(tokens)
     made = steps.make_train_step(built.objective, built.optimizer, abstract)
   given = jax.device_put(given, batch_sharding(built.mesh, leading=1))
   program = made.lower(abstract, given).compile(compiler_options=options)
@@ -201,6 +216,51 @@ def exchange_arms(before: bool, args: argparse.Namespace) -> Arms:
   return arms
 
 
+def decode_arms(before: bool, args: argparse.Namespace) -> Arms:
+  build, config_of = (
+    module("scmoe.run.build", "scmoe.build"),
+    module("scmoe.run.config", "scmoe.config"),
+  )
+  benchmark = module("scmoe.run.benchmark", "scmoe.benchmark")
+  run = config_of.load_config(
+    config_of.find_config("olmoe"), "smoke" if args.tiny else "get_config"
+  )
+  replace = dataclasses.replace
+  if not args.tiny:
+    run = replace(run, model=replace(run.model, num_layers=4))
+  run = replace(run, data=replace(run.data, tokenizer="bytes", seq_len=run.model.context))
+  run = run.resolve(num_devices=1, vocab_size=build.vocab_size(run.data))
+  prompt, new = (8, 4) if args.tiny else (128, 64)
+  arms: Arms = {}
+  for rows in (1, 8) if args.tiny else (1, 8, 64):
+    arms[f"decode {rows}"] = decode_arm(benchmark, run, (rows, prompt, new))
+  return arms
+
+
+def decode_arm(benchmark: Any, run: Any, load: tuple[int, int, int]) -> Callable[[int], object]:
+  """Decoding as `scmoe.generate --benchmark` times it; the first call also says its tokens."""
+  import tempfile
+
+  import numpy as np
+
+  arm = benchmark._Arm(run, benchmark.Load(*load), Path(tempfile.mkdtemp()), benchmark.Way())
+  arm.warm_up()
+  arm.run_prefill(1)
+  first_B, caches = arm.state
+  made = arm.decode(
+    arm.apart, arm.router, arm.lengths_B, next(arm.keys), np.int32(1), first_B, caches
+  )
+  tokens = {"tokens": int(np.asarray(made[0], np.int64).ravel() @ np.arange(1, made[0].size + 1))}
+  arm.run_prefill(1)  # the caches above were given away
+  seen = [tokens]
+
+  def calls(count: int) -> object:
+    arm.run_decode(count)
+    return seen.pop() if seen else None
+
+  return calls
+
+
 def calls_of(function, given) -> Callable[[int], object]:
   import jax
 
@@ -218,7 +278,9 @@ TASKS = {
   "olmoe": olmoe_arms,
   "exchange": exchange_arms,
   "medium": medium_arms,
+  "medium8": medium8_arms,
   "medium24": medium24_arms,
+  "decode": decode_arms,
 }
 
 

@@ -67,7 +67,7 @@ bench: $(RUN_STAMP)
 	$(BIN)/python -m scmoe.bench.layer
 
 bench-check: $(RUN_STAMP)
-	$(BIN)/python experiments/bench_check.py
+	$(BIN)/python experiments/bench_check/run.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache build *.egg-info

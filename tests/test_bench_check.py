@@ -5,7 +5,9 @@ import json
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-spec = importlib.util.spec_from_file_location("bench_check", ROOT / "experiments/bench_check.py")
+spec = importlib.util.spec_from_file_location(
+  "bench_check", ROOT / "experiments/bench_check/run.py"
+)
 assert spec is not None
 check = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(check)  # pyright: ignore[reportOptionalMemberAccess]
@@ -16,7 +18,7 @@ def test_times_are_found_in_what_the_benchmarks_write():
   assert dict(check.times(layer)) == {"layer 7B forward": (1.5, 0.01)}
   step = {"arms": {"top2": {"step_ms": 20, "ms": 3}}}
   assert dict(check.times(step)) == {"arms top2": (20.0, check.UNKNOWN)}
-  for name in ("dispatch/results.json", "kernels/h200-layer-2026-11-21.json"):
+  for name in ("dispatch/results/results.json", "kernels/h200-layer-2026-11-21.json"):
     found = dict(check.times(json.loads((ROOT / "experiments" / name).read_text())))
     assert len(found) > 5, name
 

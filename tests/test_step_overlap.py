@@ -1,4 +1,4 @@
-"""experiments/step_overlap/run.py: what an arm's words mean, and an arm that fails."""
+"""experiments/step/run.py: what an arm's words mean, and an arm that fails."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-FILE = Path(__file__).resolve().parents[1] / "experiments/step_overlap/run.py"
+FILE = Path(__file__).resolve().parents[1] / "experiments/step/run.py"
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Dispatch + combine of three transports, without experts between: what moving rows costs.
 
-  python experiments/dispatch/run.py --json experiments/dispatch/results.json
+  python experiments/dispatch/run.py --json experiments/dispatch/results/results.json
 
 Every device holds t tokens of D bf16 numbers, each with K choices, so that t·K·D·2 bytes are the
 size asked for. Arms, in one run and in turns:

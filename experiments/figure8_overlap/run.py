@@ -5,7 +5,7 @@
   python experiments/figure8_overlap/run.py --tiny        simulated devices, to see that it runs
 
 Writes results.json, table.txt and plot.png to runs/figure8_overlap (--out for another folder); what
-is beside this file was put there by hand. Every link has a process of its own; `slow` has
+is in results/ was put there by hand. Every link has a process of its own; `slow` has
 NCCL_P2P_DISABLE=1: about 30 GB/s, like PCIe. Words of arms: experiments/speed.py.
 """
 

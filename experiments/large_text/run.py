@@ -1,7 +1,7 @@
 """Text larger than memory: how soon a second start trains, in how much memory, and goes on exactly.
 
   python experiments/large_text/run.py --gigabytes 1
-  python experiments/large_text/run.py --gigabytes 10 --json experiments/large_text/10gb.json
+  python experiments/large_text/run.py --gigabytes 10 --json OUT
 
 Makes a text of that size of the running Python's standard library, its paragraphs in random order,
 then trains `--config` on it three times: once in a piece, once stopped halfway, and once more from

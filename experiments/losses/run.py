@@ -6,8 +6,8 @@
 
 The same initial weights and batches; the second value is the one that is asked about. --before: the
 code of another checkout against this one's. What stands behind -- goes to scmoe.train. Writes
-results.json (every step's losses), table.txt and losses.png into a folder beside this file that is
-named by option and second value, or by the checkout; or into --to.
+results.json (every step's losses), table.txt and losses.png into a folder of results/ that is named
+by option and second value, or by the checkout; or into --to.
 Metrics of runs that are there already are read with --metrics FIRST.jsonl SECOND.jsonl.
 """
 
@@ -87,7 +87,7 @@ def main() -> None:
     },
     "skipped_steps": max(r["skipped"] for r in train[1]),
   }
-  to = given.to or HERE / kept
+  to = given.to or HERE / "results" / kept
   to.mkdir(parents=True, exist_ok=True)
   (to / "results.json").write_text(json.dumps(result, indent=1) + "\n", "utf-8")
   text = table(result)

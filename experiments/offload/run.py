@@ -4,10 +4,10 @@
   python experiments/offload/run.py --configs gpt2_moe_medium --prompt_tokens 512 --rounds 5
 
 Decode at batch 1 and a long prefill of each configuration, all ways in turns in one process
-(`scmoe.generate --benchmark --ways`), on random weights. Then some ways in a process of their
-own, for the most memory that each holds. Writes results.json, table.txt and ways.png beside this
-file, or to --to. The bandwidth from the host is measured in the same run, and what it would allow
-(`scmoe.inference.offload.plan`) stands beside what was measured.
+(`scmoe.generate --benchmark --ways`), on random weights. Then some ways in a process of their own,
+for the most memory that each holds. Writes results.json, table.txt and ways.png to results/ beside
+this file, or to --to. The bandwidth from the host is measured in the same run, and what it would
+allow (`scmoe.inference.offload.plan`) stands beside what was measured.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
   flags.add_argument("--max_new_tokens", type=int, default=64)
   flags.add_argument("--rounds", type=int, default=5)
   flags.add_argument("--long_prefill", type=int, default=0, help="tokens; 0: not measured")
-  flags.add_argument("--to", default=str(HERE))
+  flags.add_argument("--to", default=str(HERE / "results"))
   flags.add_argument("rest", nargs="*", help="further flags of scmoe.generate")
   given = flags.parse_args()
   folder = Path(given.to)

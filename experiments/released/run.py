@@ -4,9 +4,9 @@
 
 The weights are random; names, shapes and types are the published ones. In every turn the folder is
 dropped from the host's page cache before it is read, and again before scmoe.convert reads it, so
-that both times are those of the disk. Writes results.json and table.txt beside this file, or to
---to. Needs 30 GB of disk and a GPU of 141 GB for the steps of training, which end by a kill: their
-checkpoint would be 83 GB.
+that both times are those of the disk. Writes results.json and table.txt to results/ beside this
+file, or to --to. Needs 30 GB of disk and a GPU of 141 GB for the steps of training, which end by a
+kill: their checkpoint would be 83 GB.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
   flags.add_argument("--turns", type=int, default=3, help="of reading and of converting")
   flags.add_argument("--steps", type=int, default=6, help="of training; 0: none")
   flags.add_argument("--batch", type=int, default=4, help="rows of 4096 tokens a step")
-  flags.add_argument("--to", default=str(HERE))
+  flags.add_argument("--to", default=str(HERE / "results"))
   given = flags.parse_args()
   folder = Path(given.folder)
   shutil.rmtree(folder, ignore_errors=True)

@@ -6,7 +6,7 @@
 
 The step is that of `python -m scmoe.train`: microbatches, one reduction of the gradients, AdamW.
 Writes results.json, table.txt and plot.png to runs/table2_speed (--out for another folder); what is
-beside this file was put there by hand. Words of arms: experiments/speed.py.
+in results/ was put there by hand. Words of arms: experiments/speed.py.
 """
 
 import sys

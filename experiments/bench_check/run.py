@@ -1,12 +1,12 @@
 """What got slower since the last figures of the same hardware were committed.
 
-  python experiments/bench_check.py                 run all that fits this machine, and compare
-  python experiments/bench_check.py --only layer --keep
+  python experiments/bench_check/run.py                 run all that fits this machine, and compare
+  python experiments/bench_check/run.py --only layer --keep
 
 Runs the benchmarks of the step, the layer, the dispatch and the overlap, and compares every time
-with `experiments/baselines/HARDWARE.json`. An arm is slower when it takes more time than before by
-more than both spreads together, and by more than 1 %. Exit code 1 if one is. `--keep` stores what
-was measured as the new baseline; a person commits it.
+with `results/HARDWARE.json` beside this file. An arm is slower when it takes more time than before
+by more than both spreads together, and by more than 1 %. Exit code 1 if one is. `--keep` stores
+what was measured as the new baseline; a person commits it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-BASELINES = ROOT / "experiments" / "baselines"
+ROOT = Path(__file__).resolve().parents[2]
+BASELINES = Path(__file__).resolve().parent / "results"
 LEAST, UNKNOWN = 0.01, 0.03  # share of time that counts; spread of a figure that has none
 STEP = (
   "--config gpt2_moe_medium --config.model.num_layers=8 --config.train.batch_size=16 "

@@ -1,6 +1,6 @@
 """Whole training steps of several configurations in turns, with what each hides.
 
-  NCCL_P2P_DISABLE=1 python experiments/step_overlap/run.py --json OUT \\
+  NCCL_P2P_DISABLE=1 python experiments/step/run.py --json OUT \\
     "top2: model.wiring=top2" "pos2: model.wiring=scmoe_pos2" \\
     "packed: model.wiring=scmoe_pos2 dispatch.transport=packed"
 

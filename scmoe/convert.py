@@ -104,7 +104,7 @@ def main(argv: list[str]) -> None:
   """Reads or writes, as the command line asks for."""
   values, _ = parse(argv, FLAGS)
   if values["help"]:
-    return print(help_text(__doc__ or "", FLAGS))
+    return print(help_text(__doc__ or "", FLAGS, values["help"]))
   if sum(bool(values[name]) for name in ("from", "to", "inference")) != 1:
     raise ConfigError(
       "give --from FOLDER, to read a released model, --to FOLDER, to write one, or --inference "

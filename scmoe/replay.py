@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
     argv = ["--bundle", *argv]
   values, _ = parse(argv, FLAGS)
   if values["help"]:
-    return print(help_text(__doc__ or "", FLAGS))
+    return print(help_text(__doc__ or "", FLAGS, values["help"]))
   simulate(values["simulate"])
   bundle = Path(values["bundle"])
   run: RunConfig = build.on_mesh(open_run(str(bundle), None, values["allow_import"]).run)

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
   """Answers what the input asks."""
   values, _ = parse(argv, FLAGS)
   if values["help"]:
-    return print(help_text(__doc__ or "", FLAGS))
+    return print(help_text(__doc__ or "", FLAGS, values["help"]))
   simulate(values["simulate"])
   allow_pinned_memory()
   for name in ("batch", "max_new_tokens"):

@@ -29,7 +29,15 @@ from scmoe.inference.sampling import Sampling
 from scmoe.models.flops import count_parameters
 from scmoe.parallel.collectives import request_copy_engines
 from scmoe.run import build
-from scmoe.run.command_line import TRAIN_FLAGS, help_text, list_configs, parse, run_config, simulate
+from scmoe.run.command_line import (
+  TRAIN_FLAGS,
+  default_workdir,
+  help_text,
+  list_configs,
+  parse,
+  run_config,
+  simulate,
+)
 from scmoe.run.config import RunConfig, check_run_name, check_workdir, imports_of, to_dict, to_json
 from scmoe.run.dry_run import dry_run, planned_devices, report
 from scmoe.run.opened import open_run
@@ -52,14 +60,14 @@ def main(argv: list[str]) -> None:
   if values["list_configs"]:
     return print(list_configs())
   if values["restarts"] > 0:
-    folder = check_workdir(values["workdir"] or f"runs/{run_config(values, given).name}")
+    folder = check_workdir(default_workdir(values, run_config(values, given)))
     progress = lambda: max(list_steps(folder / FOLDER), default=0)
     command = [sys.executable, "-m", "scmoe.train", *argv, "--restarts=0"]
     raise SystemExit(supervise(command, values["restarts"], progress))
   simulate(values["simulate"])
   run = run_config(values, given)
   check_run_name(run.name, "name")
-  workdir = check_workdir(values["workdir"] or f"runs/{run.name}")
+  workdir = check_workdir(default_workdir(values, run))
   if values["print_config"] or values["dry_run"]:
     vocabulary = build.vocab_size(run.data)
     planned = run.resolve(num_devices=planned_devices(run), vocab_size=vocabulary)
@@ -153,7 +161,7 @@ def card(asked: RunConfig, built: build.Built, data: Data) -> dict[str, Any]:
   """What a run's card says beside its machine: what was typed, asked for, read and built."""
   parameters = count_parameters(built.run.model, built.shapes)
   return {
-    "command": [Path(sys.executable).name, "-m", *_module(), *sys.argv[1:]],
+    "command": [*_program(), *sys.argv[1:]],
     "config": to_dict(asked),
     "data": data.fingerprint(),
     "tokenizer": data.tokenizer.digest,
@@ -162,9 +170,10 @@ def card(asked: RunConfig, built: build.Built, data: Data) -> dict[str, Any]:
   }
 
 
-def _module() -> list[str]:
+def _program() -> list[str]:
+  """How the process was started: `python -m scmoe.train`, or the console script's name."""
   spec = getattr(sys.modules["__main__"], "__spec__", None)
-  return [spec.name] if spec else sys.argv[:1]
+  return [Path(sys.executable).name, "-m", spec.name] if spec else [Path(sys.argv[0]).name]
 
 
 def evaluation(

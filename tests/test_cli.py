@@ -1,20 +1,24 @@
 """What a user types: flags, help, exit codes, and one run from training to generated text."""
 
+import importlib
 import io
 import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+import scmoe
 from scmoe import evaluate, generate, inspect, train
 from scmoe.base.errors import ConfigError, run_main
 from scmoe.run.command_line import TRAIN_FLAGS, Flag, parse
 from scmoe.run.config import RunConfig, fields, from_json, with_field
+from scmoe.run.suggestions import OTHER_NAMES
 from scmoe.training.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,6 +84,15 @@ def test_repeated_and_required_flags():
     (["--config.train.steps"], "--config.train.steps has no value"),
     (["--config.train.steps", "--dry_run"], "--config.train.steps has no value"),
     (["--zzz"], "--help"),
+    # another framework's name, another spelling, a value after a switch
+    (["--lr=1e-3"], "did you mean --config.optimizer.learning_rate?"),
+    (["--epochs=3"], "did you mean --config.train.steps?"),
+    (["--dry-run"], "did you mean --dry_run?"),
+    (["-workdir=a"], "did you mean --workdir?"),
+    (["model.width=3"], "did you mean --config.model.width?"),
+    (["config.model.width=3"], "did you mean --config.model.width?"),
+    (["--output_dir=a"], "did you mean --workdir?"),
+    (["--smoke", "true"], "'true' belongs to no flag; write --smoke=true, or --smoke alone"),
   ],
 )
 def test_wrong_flags(argv, words):
@@ -90,15 +103,63 @@ def test_wrong_flags(argv, words):
 # --- text that is printed -------------------------------------------------------------------------
 
 
+COMMANDS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+
+
 def test_help_lists_every_field_and_every_exit_code(capsys):
-  code, text, _ = outcome(train.main, capsys, "--help")
+  code, text, _ = outcome(train.main, capsys, "--help", "all")
   assert code == 0
   for field in fields():
     assert f" {field.path}" in text, field.path
   for word in ("watchdog", "configuration error", "75", "86", "--dry_run", "one of 'none'"):
     assert word in text
   for main in (evaluate.main, generate.main):
-    assert "--workdir" in outcome(main, capsys, "--help")[1]
+    assert "--workdir" in outcome(main, capsys, "--help", "all")[1]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_a_screen_and_names_every_flag(name, capsys):
+  module = importlib.import_module(name.replace("scmoe-", "scmoe."))
+  code, text, _ = outcome(module.main, capsys, "--help")
+  lines = text.splitlines()
+  assert code == 0
+  assert len(lines) <= 24
+  assert max(map(len, lines)) <= 100
+  assert lines[0].startswith(f"python -m scmoe.{name.removeprefix('scmoe-')}: ")
+  for flag in getattr(module, "FLAGS", TRAIN_FLAGS):
+    assert (flag.name if flag.words else f"--{flag.name}") in text
+  assert "--help all" in text
+  code, everything, _ = outcome(module.main, capsys, "--help", "all")
+  assert code == 0
+  assert "Exit codes:" in everything
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_console_script_is_its_command(name, capsys, monkeypatch):
+  module, _, function = COMMANDS[name].partition(":")
+  script = getattr(importlib.import_module(module), function)
+  monkeypatch.setattr(sys, "argv", [name, "--version"])
+  with pytest.raises(SystemExit) as ended:
+    script()
+  assert (ended.value.code, capsys.readouterr().out) == (0, f"scmoe {scmoe.__version__}\n")
+  monkeypatch.setattr(sys, "argv", [name, "--zzz"])
+  with pytest.raises(SystemExit) as ended:
+    script()
+  err = capsys.readouterr().err
+  assert ended.value.code == 2
+  assert err == "ConfigError: --zzz is not a flag; see --help all\n"
+
+
+def test_a_script_s_card_names_the_script(monkeypatch):
+  monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+  monkeypatch.setattr(sys, "argv", ["/usr/local/bin/scmoe-train", "--smoke"])
+  assert train._program() == ["scmoe-train"]
+
+
+def test_names_of_other_frameworks_stand_for_fields_and_flags_that_there_are():
+  known = {field.path for field in fields()}
+  known |= {flag.name for flags in (TRAIN_FLAGS, generate.FLAGS) for flag in flags}
+  assert set(OTHER_NAMES.values()) <= known
 
 
 def test_list_configs(capsys):
@@ -137,6 +198,8 @@ def test_dry_run_writes_nothing(here, capsys):
     (["--config=no/such.py"], 2, "is not a file"),
     (["--config_json=none.json"], 2, "cannot be read"),
     (["--config.model.num_expertz=4"], 2, "did you mean model.num_experts"),
+    (["--config.model.experts=8"], 2, "did you mean model.num_experts=8?"),
+    (["--config.lr=1"], 2, "did you mean optimizer.learning_rate?"),
     (["--config.model.num_experts=-3"], 2, "model.num_experts=-3"),
     (["--config.model.num_experts=four"], 2, "not of type int"),
     (["--config.model.wiring=topk", "--config.model.top_k=99"], 2, "model.top_k=99"),
@@ -356,4 +419,9 @@ def test_default_run_is_the_quickstart(here, capsys, monkeypatch):
   train.main(["--allow_config_change", "--config.name=b"])
   assert seen["run"].checkpoint.allow_config_change
   assert seen["workdir"] == Path("runs/b")
+  # The plain command after a smoke run finds no run of other sizes in its folder.
+  train.main(["--smoke"])
+  assert (seen["run"].name, seen["workdir"]) == ("quickstart", Path("runs/quickstart-smoke"))
+  train.main(["--smoke", "--workdir=a"])
+  assert seen["workdir"] == Path("a")
   assert with_field(RunConfig(), "name", "b").name == "b"

@@ -333,6 +333,8 @@ def test_a_step_that_does_not_fit_lists_levers_with_figures(started, monkeypatch
 
 def test_help_on_a_section_and_a_field(capsys):
   train.main(["-h"])
+  assert "router" in capsys.readouterr().out
+  train.main(["-h", "all"])
   everything = capsys.readouterr().out
   assert "model.wiring" in everything
   assert "Exit codes" in everything

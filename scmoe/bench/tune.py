@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
   """Measures what is asked for."""
   values, given = parse(argv, FLAGS, with_fields=True)
   if values["help"]:
-    return print(help_text(__doc__ or "", FLAGS))
+    return print(help_text(__doc__ or "", FLAGS, values["help"]))
   device = jax.devices()[0]
   if values["list"]:
     return print(listed(device.device_kind))

@@ -15,11 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import scmoe
 import scmoe.base.errors
 from scmoe.base.errors import ConfigError
 from scmoe.base.extensions import FORM, check_allowed
 from scmoe.blocks.wiring import WIRINGS
 from scmoe.run.config import (
+  WORDS,
   RunConfig,
   config_names,
   fields,
@@ -32,8 +34,11 @@ from scmoe.run.config import (
   with_field,
 )
 from scmoe.run.effects import check_typed
+from scmoe.run.suggestions import nearest
 
 FIELD = "--config."
+SCREEN = (24, 100)  # lines and columns of `--help`
+_EXAMPLES = 3  # of a command's docstring that `--help` shows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +64,12 @@ class Flag:
   words: bool = False
 
 
-HELP = Flag("help", str, "", "print this text, or only a section or field: --help model; also -h")
+HELP = Flag(
+  "help",
+  str,
+  "",
+  "a short help; --help all prints everything, --help model a section; also -h",
+)
 
 SIMULATE = Flag(
   "simulate", int, 0, "so many simulated devices on the CPU; 0: the devices there are"
@@ -77,7 +87,12 @@ TRAIN_FLAGS = (
   Flag("config", str, "quickstart", "config file (Python, which is run), or the name of one"),
   Flag("config_json", str, "", "read the configuration from JSON (--print_config) instead"),
   Flag("smoke", bool, False, "the config file's reduced form: seconds, to see that it runs"),
-  Flag("workdir", str, "", "folder to write to and to resume from; runs/NAME if not given"),
+  Flag(
+    "workdir",
+    str,
+    "",
+    "folder to write to and to resume from; runs/NAME if not given, runs/NAME-smoke with --smoke",
+  ),
   Flag("dry_run", bool, False, "print sizes, memory, traffic and time for any mesh, then stop"),
   Flag("print_config", bool, False, "print the configuration as JSON, then stop"),
   SIMULATE,
@@ -115,20 +130,24 @@ def parse(
   values: dict[str, Any] = {f.name: [] if f.repeat or f.words else f.default for f in flags}
   words = next((f.name for f in flags if f.words), None)
   given: list[tuple[str, str]] = []
-  rest = list(argv)
+  rest, before = list(argv), ""
   while rest:
     word = rest.pop(0)
     if words is not None and not word.startswith("-"):
       values[words].append(word)
       continue
+    if word == "--version":
+      print(f"scmoe {scmoe.__version__}")
+      raise SystemExit(0)
     if word in ("-h", "--help"):
-      values["help"] = rest.pop(0) if rest and not rest[0].startswith("-") else "all"
+      values["help"] = rest.pop(0) if rest and not rest[0].startswith("-") else "short"
       continue
     name, equals, value = word.partition("=")
     is_field = with_fields and name.startswith(FIELD)
     flag = None if is_field else known.get(name[2:]) if name.startswith("--") else None
     if flag is None and not is_field:
-      raise ConfigError(_unknown(name, known, with_fields))
+      raise ConfigError(_unknown(word, known, with_fields, before))
+    before = name
     if flag is not None and flag.kind is bool and not equals:
       values[flag.name] = True
       continue
@@ -148,22 +167,21 @@ def parse(
   return values, given
 
 
-def _unknown(name: str, known: dict[str, Flag], with_fields: bool) -> str:
+def _unknown(word: str, known: dict[str, Flag], with_fields: bool, before: str) -> str:
+  """The error for a word that is no flag; `before` is the flag that stands before it."""
+  name = word.partition("=")[0]
   if name in config_names():
     return f"{name!r} belongs to no flag; did you mean --config={name}?"
-  if not name.startswith("--"):
-    return f"{name!r} belongs to no flag; write --flag=value (--help lists all)"
-  near = difflib.get_close_matches(name[2:], known, n=1)
-  paths = [f.path for f in fields()] if with_fields else []
-  if near:
-    hint = f"did you mean --{near[0]}?"
-  elif name[2:] in paths:
-    hint = f"did you mean {FIELD}{name[2:]}?"
-  elif found := [p for p in paths if p.endswith(f".{name[2:]}")]:
-    hint = f"did you mean {FIELD}{found[0]}?"
-  else:
-    hint = "--help lists all"
-  return f"{name} is not a flag; {hint}"
+  switch = known.get(before.removeprefix("--"))
+  if switch is not None and switch.kind is bool and word.lower() in WORDS:
+    return f"{word!r} belongs to no flag; write {before}={word}, or {before} alone for true"
+  paths = [field.path for field in fields()] if with_fields else []
+  near = nearest(name.lstrip("-").removeprefix("config."), [*known, *paths])
+  near = None if near is None else f"--{near}" if near in known else f"{FIELD}{near}"
+  if not word.startswith("--"):
+    hint = f"did you mean {near}?" if near and "=" in word else "write --flag=value (see --help)"
+    return f"{name!r} belongs to no flag; {hint}"
+  return f"{name} is not a flag; " + (f"did you mean {near}?" if near else "see --help all")
 
 
 def simulate(count: int) -> None:
@@ -239,6 +257,11 @@ def run_config(values: dict[str, Any], given: Sequence[tuple[str, str]]) -> RunC
   return run
 
 
+def default_workdir(values: dict[str, Any], run: RunConfig) -> str:
+  """`--workdir`, or a folder of the run's name: a smoke run has its own beside the real one's."""
+  return values["workdir"] or f"runs/{run.name}" + ("-smoke" if values["smoke"] else "")
+
+
 def list_configs() -> str:
   """One line per configuration: its name and the first line of its file."""
   lines = []
@@ -250,32 +273,79 @@ def list_configs() -> str:
 
 
 def help_text(
-  usage: str, flags: Sequence[Flag], topic: str = "all", *, with_fields: bool = False
+  usage: str, flags: Sequence[Flag], topic: str = "short", *, with_fields: bool = False
 ) -> str:
-  """What `--help` prints: usage, flags, every field, exit codes; or of one topic only.
+  """What `--help` prints.
 
   Args:
-    usage: of the entry point.
+    usage: the command's docstring.
     flags: its flags.
-    topic: `all`, or a flag, a section or a field.
-    with_fields: it knows the fields of the configuration.
+    topic: `short`, a screen of at most 24 lines; `all`, every flag, field and exit code; or a flag,
+      a section or a field.
+    with_fields: the command takes the fields of the configuration.
 
   Raises:
     ConfigError: there is no such topic.
   """
+  if topic == "short":
+    return _short_help(usage, flags, with_fields)
   if topic != "all":
     return _help_on(topic.removeprefix("--").removeprefix("config."), flags, with_fields)
   lines = [usage.strip(), "", "Flags:"]
   for flag in flags:
-    note = "" if flag.kind is bool or flag.default in (None, "") else f" (default {flag.default})"
-    name = f"--{flag.name}" + ("" if flag.kind is bool else f" {flag.kind.__name__.upper()}")
-    name = flag.name if flag.words else name
-    lines += _entry(name, flag.help + note + (" (repeatable)" if flag.repeat else ""))
+    lines += _entry(_spelling(flag), _meaning(flag))
   if with_fields:
     lines += ["", f"Fields, written {FIELD}SECTION.FIELD=VALUE:"]
     lines += _field_lines()
   lines += ["", "Exit codes:", *_exit_codes()]
   return "\n".join(lines)
+
+
+def _short_help(usage: str, flags: Sequence[Flag], with_fields: bool) -> str:
+  """One screen: what the command does, examples, and as many flags as fit, each in one line."""
+  rows = usage.strip().splitlines()
+  examples = [row for row in rows[1:] if row.startswith("  ")][:_EXAMPLES]
+  head = [rows[0], "", *(_cut(row) for row in examples), "", "Flags:"]
+  flags = [flag for flag in flags if flag.name != HELP.name]
+  tail = ["--help all: every flag and exit code; --help FLAG: one of them; --version"]
+  if with_fields:
+    parts = ", ".join(name for name, _ in sections(RunConfig()) if "." not in name)
+    tail = _wrapped(f"Fields, written {FIELD}SECTION.FIELD=VALUE, of the sections {parts}.")
+    tail += [
+      "--help all: every flag, field and exit code; --help SECTION, FIELD or FLAG; --version"
+    ]
+  shown = len(flags)
+  while True:
+    more = [f"--{flag.name}" for flag in flags[shown:]]
+    rest = _wrapped(f"  and {', '.join(more)}", "  ") if more else []
+    entries = [
+      _cut(_entry(_spelling(flag), _meaning(flag), wrap=False)[0]) for flag in flags[:shown]
+    ]
+    lines = [*head, *entries, *rest, "", *tail]
+    if len(lines) <= SCREEN[0] or not shown:
+      return "\n".join(lines)
+    shown -= 1
+
+
+def _cut(line: str) -> str:
+  return line if len(line) <= SCREEN[1] else line[: SCREEN[1] - 4].rpartition(" ")[0] + " ..."
+
+
+def _wrapped(text: str, indent: str = "") -> list[str]:
+  options = {"break_long_words": False, "break_on_hyphens": False}
+  return textwrap.wrap(text, SCREEN[1], subsequent_indent=indent, **options)
+
+
+def _spelling(flag: Flag) -> str:
+  if flag.words:
+    return flag.name
+  return f"--{flag.name}" + ("" if flag.kind is bool else f" {flag.kind.__name__.upper()}")
+
+
+def _meaning(flag: Flag) -> str:
+  plain = flag.kind is bool or flag.default in (None, "")
+  note = "" if plain else f" (default {flag.default})"
+  return flag.help + note + (" (repeatable)" if flag.repeat else "")
 
 
 def _help_on(topic: str, flags: Sequence[Flag], with_fields: bool) -> str:
@@ -322,9 +392,9 @@ def describe_type(field: Any) -> str:
   return ", ".join(words)
 
 
-def _entry(name: str, text: str, indent: int = 2) -> list[str]:
+def _entry(name: str, text: str, indent: int = 2, *, wrap: bool = True) -> list[str]:
   pad, hang = " " * indent, " " * 32
-  wrapped = textwrap.wrap(text, 100 - len(hang)) or [""]
+  wrapped = (textwrap.wrap(text, SCREEN[1] - len(hang)) if wrap else [text]) or [""]
   first = f"{pad}{name}"
   if len(first) < len(hang) - 1:
     return [f"{first:{len(hang)}}{wrapped[0]}", *(hang + line for line in wrapped[1:])]

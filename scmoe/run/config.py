@@ -31,6 +31,7 @@ from scmoe.models.config import ModelConfig
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.options import RouterConfig
 from scmoe.parallel.mesh import MeshConfig, expert_shards
+from scmoe.run.suggestions import OTHER_NAMES, nearest
 from scmoe.training.options import (
   CheckpointConfig,
   DistributedConfig,
@@ -43,7 +44,7 @@ _HERE = Path(__file__).resolve().parents[1]
 # An installed package has the checkout's folder inside, as scmoe/configs.
 CONFIG_FOLDER = _HERE / "configs" if (_HERE / "configs").is_dir() else _HERE.parent / "configs"
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
 # As GPT-2 was trained: attention crosses documents (model.document_mask), so positions do too.
@@ -256,6 +257,9 @@ def with_field(run: RunConfig, path: str, text: str) -> RunConfig:
   known = {f.path: f for f in fields(run)}
   if path not in known:
     raise ConfigError(_unknown_field(path, list(known)))
+  twin = OTHER_NAMES.get(path.rpartition(".")[2])
+  if known[path].type is str and twin in known and text.strip().isdecimal():
+    raise ConfigError(f"{path}={text!r} is a number; did you mean {twin}={text.strip()}?")
   return _replaced(run, path.split("."), parse_value(text, known[path].type, path))
 
 
@@ -275,8 +279,8 @@ def parse_value(text: str, kind: type, name: str) -> Any:
   if kind is str:
     return text
   if kind is bool:
-    if word.lower() in _WORDS:
-      return _WORDS[word.lower()]
+    if word.lower() in WORDS:
+      return WORDS[word.lower()]
     raise ConfigError(f"{name}={text!r} is not of type bool; use true or false")
   if kind is int:
     if re.fullmatch(r"[+-]?\d+(_\d+)*", word) and len(word) < 20:
@@ -292,16 +296,11 @@ def parse_value(text: str, kind: type, name: str) -> Any:
 
 
 def _unknown_field(path: str, known: list[str]) -> str:
-  if any(name.startswith(path + ".") for name in known):
-    inside = [n for n in known if n.startswith(path + ".")]
+  inside = [name for name in known if name.startswith(path + ".")]
+  if inside:
     return f"{path!r} is a section; name a field of it: {', '.join(inside)}"
-  near = difflib.get_close_matches(path, known, n=1, cutoff=0.75)
-  if not near:  # the right field in the wrong section, or without one
-    last = path.rpartition(".")[2]
-    leaf = difflib.get_close_matches(last, [n.rpartition(".")[2] for n in known], n=1)
-    near = [n for n in known if leaf and n.rpartition(".")[2] == leaf[0]]
-  hint = f"did you mean {near[0]}?" if near else "--help lists all fields"
-  return f"{path!r} is not a field; {hint}"
+  near = nearest(path, known)
+  return f"{path!r} is not a field; " + (f"did you mean {near}?" if near else "see --help all")
 
 
 def imports_of(run: RunConfig) -> dict[str, str]:
@@ -518,17 +517,21 @@ def check_run_name(name: str, field: str) -> None:
 def check_workdir(text: str) -> Path:
   """The folder of a run from `--workdir`: a bare run name, or any path without '..'.
 
-  Nothing is created here.
+  Nothing is created here. A path with '..' is refused since scripts and sweeps put names of runs
+  into paths, and a name must not lead out of the folder that they meant.
 
   Raises:
-    ConfigError: it is empty or too long, leaves its root, is a link, or is not a folder.
+    ConfigError: it is empty or too long, holds '..', is a link, or is not a folder.
   """
   shown = f"--workdir={text[:80]!r}"
   if "\0" in text or not text.strip():
     raise ConfigError(f"{shown} is empty or holds a NUL; give a folder such as runs/a")
   path = Path(text).expanduser()
   if ".." in path.parts:
-    raise ConfigError(f"{shown} holds '..'; give the folder itself")
+    raise ConfigError(
+      f"{shown} holds '..', which could lead a name out of its folder; give the folder itself: "
+      f"{os.path.abspath(path)[:300]}"
+    )
   if len(os.fsencode(path)) > 1000 or any(len(os.fsencode(p)) > 200 for p in path.parts):
     raise ConfigError(f"{shown}... is too long; use at most 200 bytes a folder and 1000 in all")
   if len(path.parts) <= 1 and not path.is_absolute():

@@ -332,8 +332,9 @@ def _cut(line: str) -> str:
 
 
 def _wrapped(text: str, indent: str = "") -> list[str]:
-  options = {"break_long_words": False, "break_on_hyphens": False}
-  return textwrap.wrap(text, SCREEN[1], subsequent_indent=indent, **options)
+  return textwrap.wrap(
+    text, SCREEN[1], subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+  )
 
 
 def _spelling(flag: Flag) -> str:

@@ -21,7 +21,8 @@ RANKS = [
   ("blocks",),
   ("models",),
   ("training", "inference"),
-  ("run.config", "run.effects"),
+  ("run.suggestions", "run.effects"),
+  ("run.config",),
   ("run.build", "run.command_line", "run.programs", "reports"),
   ("run.dry_run",),
   ("run.benchmark", "pretrained", "run.summary"),
@@ -29,7 +30,7 @@ RANKS = [
   ("run.tasks", "run.teacher"),
   ("bench",),
   ("train", "evaluate", "generate", "profile", "compare", "sweep", "inspect", "convert", "replay"),
-  ("serve",),
+  ("serve", "run.scripts"),
 ]
 BY_MODULE = ("base", "run")  # packages whose modules have ranks of their own
 ALONE = ("data", "profiling")  # know nothing of the project but base

@@ -71,6 +71,8 @@ HELP = Flag(
   "a short help; --help all prints everything, --help model a section; also -h",
 )
 
+VERSION = Flag("version", bool, False, "print the version, then stop; every command has it")
+
 SIMULATE = Flag(
   "simulate", int, 0, "so many simulated devices on the CPU; 0: the devices there are"
 )
@@ -106,6 +108,7 @@ TRAIN_FLAGS = (
   Flag("restarts", int, 0, "start again by itself so often, when the run dies"),
   ALLOW_IMPORT,
   Flag("allow_config_change", bool, False, "resume although the configuration was changed"),
+  VERSION,
   HELP,
 )
 
@@ -136,7 +139,7 @@ def parse(
     if words is not None and not word.startswith("-"):
       values[words].append(word)
       continue
-    if word == "--version":
+    if word == f"--{VERSION.name}":
       print(f"scmoe {scmoe.__version__}")
       raise SystemExit(0)
     if word in ("-h", "--help"):
@@ -306,7 +309,7 @@ def _short_help(usage: str, flags: Sequence[Flag], with_fields: bool) -> str:
   rows = usage.strip().splitlines()
   examples = [row for row in rows[1:] if row.startswith("  ")][:_EXAMPLES]
   head = [rows[0], "", *(_cut(row) for row in examples), "", "Flags:"]
-  flags = [flag for flag in flags if flag.name != HELP.name]
+  flags = [flag for flag in flags if flag not in (HELP, VERSION)]
   tail = ["--help all: every flag and exit code; --help FLAG: one of them; --version"]
   if with_fields:
     parts = ", ".join(name for name, _ in sections(RunConfig()) if "." not in name)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Imports go from right to left only; parts of one rank do not know each other.
 RANKS = [
   ("base.errors", "base.compat", "base.batch", "base.arrays", "base.determinism", "base.moved"),
-  ("base.extensions", "base.sizes"),
+  ("base.extensions", "base.paths", "base.sizes"),
   ("base.options",),
   ("parallel", "kernels"),
   ("layers",),

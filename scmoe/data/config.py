@@ -9,6 +9,7 @@ from pathlib import Path
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.options import check_options, option
+from scmoe.base.paths import expanded
 
 SOURCES = ("auto", "stdlib", "text", "jsonl", "parquet", "arrow", "procedural", "mixture")
 PACKINGS = ("concat", "pack", "pad")
@@ -71,7 +72,10 @@ class DataConfig:
     "bytes", "bytes, bpe (trained on the training text), or the path of a tokenizer.json"
   )
   vocab_size: int = option(
-    8192, "vocabulary of the trained bpe, its end-of-text token included", minimum=257
+    8192,
+    "vocabulary of the trained bpe, its end-of-text token included",
+    minimum=257,
+    maximum=2**22,
   )
   eos_token: str = option(
     "", "end-of-text token of a tokenizer.json (empty: the first usual name that it has)"
@@ -91,8 +95,10 @@ class DataConfig:
   cache_dir: str = option(
     "", "folder for trained tokenizers and token arrays (empty: ~/.cache/scmoe)"
   )
-  read_threads: int = option(2, "threads that build rows ahead of training", minimum=0)
-  prefetch: int = option(4, "batches built ahead of training", minimum=1)
+  read_threads: int = option(
+    2, "threads that build rows ahead of training", minimum=0, maximum=1024
+  )
+  prefetch: int = option(4, "batches built ahead of training", minimum=1, maximum=10_000)
 
   def check(self) -> None:
     """Checks every field and the fields against each other.
@@ -101,6 +107,10 @@ class DataConfig:
       ConfigError: names the field, what was got and what would do.
     """
     check_options(self, "data")
+    for name in ("path", "tokenizer", "cache_dir"):
+      expanded(getattr(self, name), f"data.{name}")
+    if self.source == "auto" and not self.mixture:
+      check_is_text(self.path, "data.path")
     kind = self.kind
     if kind in NEEDS_PATH and not self.path:
       raise ConfigError(
@@ -132,7 +142,7 @@ class DataConfig:
   def cache_folder(self) -> Path:
     """Folder for caches; not created here."""
     if self.cache_dir:
-      return Path(self.cache_dir).expanduser()
+      return expanded(self.cache_dir, "data.cache_dir")
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(root).expanduser() / "scmoe"
 
@@ -145,16 +155,41 @@ SUFFIXES = {
 }
 
 
+# Files of rows that `auto` would read as plain text, with what makes rows of them.
+_TABLES = {
+  ".csv": "a .parquet or .jsonl file with a column of text",
+  ".tsv": "a .parquet or .jsonl file with a column of text",
+  ".json": "a .jsonl file, one object a line (data.source=jsonl if it is one already)",
+}
+
+
+def check_is_text(path: str, field: str) -> None:
+  """Refuses a table where `auto` is to say what a file is.
+
+  The model would learn its commas and quotes as text, and nothing in the run would show it. A user
+  who wants that sets `data.source=text`.
+
+  Raises:
+    ConfigError: the name of the file ends as that of a table.
+  """
+  suffix = Path(path).suffix.lower()
+  if suffix in _TABLES:
+    raise ConfigError(
+      f"{field}={path!r} is a table ({suffix}), not plain text; make {_TABLES[suffix]} of it, or "
+      "set data.source=text to learn the file as it stands"
+    )
+
+
 def kind_of_path(path: str) -> str:
   """`jsonl`, `parquet` or `text`: what a file's suffix says, or of a folder what most files are.
 
-  A name with another suffix, and what is not there, counts as text: reading it says what is wrong.
+  A file with another suffix counts as text, and so does a missing one, which reading it reports.
   """
   if path.startswith(HUB):
     path = path.partition("@")[0]
-    # A dataset as nearly all are; what is there is not known yet.
+    # Nearly all datasets are Parquet; nothing is known of this one before it is fetched.
     path = path if path.endswith(sum(SUFFIXES.values(), ())) else f"{path}.parquet"
-  root = Path(path).expanduser()
+  root = expanded(path, "data.path")
   names = [root.name]
   if root.is_dir():
     names = [p.name for p in root.rglob("*") if p.is_file()]
@@ -195,10 +230,12 @@ def _parse_part(text: str, form: str) -> SourcePart:
   if not 0 < weight < math.inf:
     raise ConfigError(f"data.mixture: weight {weight_text} of {head!r} must be above 0 and finite")
   if kind == "auto" and path:
+    check_is_text(path, "data.mixture: file")
     kind = kind_of_path(path)
   if kind not in SOURCES or kind in ("auto", "mixture"):
     known = ", ".join(s for s in SOURCES if s not in ("auto", "mixture"))
     raise ConfigError(f"data.mixture: unknown source {kind!r}; one of: {known}")
   if kind in NEEDS_PATH and not path:
     raise ConfigError(f"data.mixture: {text!r} names no file; write {kind}:PATH:{weight_text}")
+  expanded(path, "data.mixture: file")
   return SourcePart(kind, path, weight)

@@ -5,8 +5,8 @@ A stream is one flat array for each domain and split:
     E d1 d1 d1 E d2 d2 E
 
 E, the end-of-text token, stands before each document and after the last. Position i of a stream is
-one training example, "read tokens[i], predict tokens[i + 1]": every token of a document and its end
-is predicted exactly once, which is what bits per byte counts.
+one training example, "read tokens[i], predict tokens[i + 1]". So every token of a document and its
+end is predicted exactly once; bits per byte counts these predictions.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from scmoe.base.errors import DataError
 from scmoe.data import tokenizers
 from scmoe.data.bigram import count_pairs
 from scmoe.data.config import NEEDS_PATH, DataConfig, SourcePart
-from scmoe.data.files import BadRows, atomic_write, log
+from scmoe.data.files import BadRows, keep_array, kept_array, log
 from scmoe.data.text import Document, read_documents
 
 SPLITS = ("train", "validation")
+MOST_DOMAINS = 500  # each takes 1 MB of counts and has files and figures of its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +35,12 @@ class Stream:
   """The tokens of one domain and split.
 
   Attributes:
-    tokens: uint16[N + 1], or int32 for a large vocabulary; may be a memory map, or a
-      `scmoe.data.store.TokenFile`, of which slices are read.
-    starts: int64[documents], where each document's leading end-of-text token lies.
+    tokens: uint16[N + 1], or int32 for a vocabulary above 65536; an array in memory, or a
+      `scmoe.data.store.TokenFile`, which reads a slice when it is asked for.
+    starts: int64[documents], index of each document's leading end-of-text token.
     text_bytes: bytes of text, the denominator of bits per byte.
-    pairs: int64[257, 257], counts of byte pairs, the end of text being byte 256.
-    kept: of a stored corpus the path, less its suffix, beside which more may be kept.
+    pairs: int64[257, 257], counts of byte pairs; the end of text counts as byte 256.
+    kept: path without suffix of a stored corpus's files; None in memory.
   """
 
   tokens: Any
@@ -49,7 +50,7 @@ class Stream:
   kept: Path | None = None
 
   def end(self, document: int) -> int:
-    """Where a document's tokens end, its end of text excluded as an input."""
+    """Index of the end-of-text token that follows a document."""
     return int(self.starts[document + 1]) if document + 1 < len(self.starts) else self.size
 
   @property
@@ -70,7 +71,7 @@ class Domain:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-  """All domains, their tokenizer, and what identifies them."""
+  """All domains and their tokenizer, with a digest that identifies the text."""
 
   domains: tuple[Domain, ...]
   tokenizer: tokenizers.Tokenizer
@@ -135,6 +136,12 @@ def documents_of(part: SourcePart, config: DataConfig, bad: BadRows) -> Iterator
   one_domain = part.kind in NEEDS_PATH and not config.domain_field
   for document in read_documents(part, config, bad):
     key = (document.domain, document.split)
+    if len(used) >= MOST_DOMAINS and key not in used:
+      raise DataError(
+        f"{part.path or part.kind} has more than {MOST_DOMAINS} domains, the last "
+        f"{document.domain!r}; data.domain_field={config.domain_field!r} should name a column "
+        "with a few different values"
+      )
     if config.limit_bytes and used.get(key, 0) >= config.limit_bytes:
       if one_domain and document.split is None:
         break  # the rest of a large file need not be read
@@ -143,11 +150,13 @@ def documents_of(part: SourcePart, config: DataConfig, bad: BadRows) -> Iterator
     yield document
   if not used:
     where = f"data.path={part.path!r}" if part.path else f"data.source={part.kind!r}"
-    raise DataError(f"{where} has no usable document ({bad.count} bad rows); give text to train on")
+    rows = f"{bad.count} bad row{'s' * (bad.count != 1)}"
+    why = f"the first is {bad.first}" if bad.first else "give text to train on"
+    raise DataError(f"{where} has no usable document ({rows}); {why}")
 
 
 def free_name(name: str, taken: Iterable[str]) -> str:
-  """`name`, or with a number behind it where another source has a domain of that name."""
+  """`name`, or `name#2`, `name#3` and so on where another source has a domain of that name."""
   free, n = name, 1
   while free in taken:
     n += 1
@@ -156,7 +165,7 @@ def free_name(name: str, taken: Iterable[str]) -> str:
 
 
 def hash_share(text: bytes) -> float:
-  """A number in [0, 1) that depends on the content only."""
+  """A number in [0, 1) that depends only on the text."""
   return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") / 2.0**64
 
 
@@ -175,12 +184,12 @@ def _split(documents: list[Document], part: int, fraction: float) -> _Texts:
 
 
 def bound_of(shares: np.ndarray, fraction: float, *, named: bool) -> float:
-  """Documents with a smaller hash are for validation.
+  """The bound of a domain's split: documents whose hash is smaller are validation text.
 
   Args:
     shares: float64, of `hash_share`.
     fraction: `data.validation_fraction`.
-    named: whether file names decide the split of some of them.
+    named: whether file names decide the split of some documents.
   """
   low, high = shares.min(), shares.max()
   if fraction > 0 and not named and low < high:
@@ -217,7 +226,7 @@ def _make_stream(texts: list[bytes], tokenizer: tokenizers.Tokenizer, config: Da
     tokens = byte_tokens
   else:
     tokens = _cached_tokens(texts, tokenizer, config.cache_folder())
-  # No tokenizer yields the end of text from within a text, so it marks the documents.
+  # `join_documents` refuses text that yields the end of text, so that it marks documents only.
   starts = np.flatnonzero(tokens == tokenizer.eos_id)[:-1].astype(np.int64)
   return Stream(tokens, starts, sum(map(len, texts)), count_pairs(byte_tokens))
 
@@ -232,10 +241,13 @@ def join_documents(texts: list[bytes], tokenizer: tokenizers.Tokenizer) -> np.nd
   if not texts:
     return np.zeros(0, dtype)
   eos = np.array([tokenizer.eos_id], dtype)
-  pieces = [eos]
+  pieces, lost = [eos], 0
   for ids in tokenizer.encode_documents(texts):
     pieces += [ids.astype(dtype), eos]
+    lost += not len(ids)
   tokens = np.concatenate(pieces)
+  if lost:
+    log.warning("data.tokenizer makes no token of %d of %d documents", lost, len(texts))
   if int((tokens == eos).sum()) != len(texts) + 1:
     raise DataError(
       f"the text spells the end-of-text token {tokenizer.eos_id} of data.tokenizer, which would "
@@ -250,24 +262,7 @@ def _cached_tokens(texts: list[bytes], tokenizer: tokenizers.Tokenizer, cache: P
     digest.update(len(text).to_bytes(8, "little"))
     digest.update(text)
   path = cache / f"tokens-{digest.hexdigest()}.npy"
-  if path.is_file():
-    try:
-      tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-      if _is_stream(tokens, len(texts), tokenizer):
-        return tokens
-    except (OSError, ValueError, EOFError):
-      pass
-    log.warning("%s is damaged; tokenising again", path)
-  tokens = join_documents(texts, tokenizer)
-  with atomic_write(path) as file:
-    np.save(file, tokens, allow_pickle=False)
+  if (tokens := kept_array(path)) is None:
+    tokens = join_documents(texts, tokenizer)
+    keep_array(path, tokens)
   return tokens
-
-
-def _is_stream(tokens: np.ndarray, documents: int, tokenizer: tokenizers.Tokenizer) -> bool:
-  if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-    return False
-  ends = int((tokens == tokenizer.eos_id).sum())
-  return ends == (documents + 1 if documents else 0) and (
-    not len(tokens) or int(tokens.max()) < tokenizer.vocab_size
-  )

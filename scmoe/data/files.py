@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import glob
 import gzip
 import io
@@ -11,14 +12,19 @@ import logging
 import os
 import re
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+
 from scmoe.base.errors import DataError
+from scmoe.base.paths import expanded
 from scmoe.data.config import HUB, SUFFIXES
 from scmoe.data.hub import fetched
 from scmoe.data.packages import need
+from scmoe.data.sniff import HEAD
 
 log = logging.getLogger("scmoe.data")
 
@@ -29,7 +35,7 @@ _VALIDATION_NAMES = ("validation", "valid", "val", "dev")
 
 @dataclasses.dataclass(frozen=True)
 class InputFile:
-  """A file and the split that its name gives it: 'train', 'validation' or None (decide by hash)."""
+  """A file, and the split that its name says: 'train', 'validation', or None to split by hash."""
 
   path: Path
   split: str | None
@@ -45,7 +51,7 @@ def find_files(kind: str, path: str) -> list[InputFile]:
     DataError: nothing there, or nothing that matches.
   """
   named = path.startswith(HUB)
-  root = fetched(kind, path) if named else Path(path).expanduser()
+  root = fetched(kind, path) if named else expanded(path, "data.path")
   if root.is_file():
     return [InputFile(root, None)]
   if root.is_dir() or named:
@@ -89,15 +95,16 @@ def _split_name(root: Path, path: Path) -> str | None:
 
 
 class BadRows:
-  """Counts rows that cannot be used, and gives up at the first one over the limit."""
+  """Counts rows that cannot be used; the first one over the limit is an error."""
 
   def __init__(self, limit: float, *, say: bool = True):
     self.limit, self.say = limit, say
     self.count = 0
+    self.first = ""  # where it was and why
 
   @classmethod
   def silent(cls) -> BadRows:
-    """For a second reading: all of them were counted and said before."""
+    """Without limit or warnings, for a second reading of rows that were counted before."""
     return cls(float("inf"), say=False)
 
   def skip(self, where: str, why: str) -> None:
@@ -107,15 +114,27 @@ class BadRows:
       DataError: more than `limit` rows were bad.
     """
     self.count += 1
+    self.first = self.first or f"{where}: {why}"
     if self.count > self.limit:
       raise DataError(
         f"{where}: {why}; this is bad row {self.count} and data.max_bad_rows={self.limit}: "
         "mend the data or raise the limit"
       )
-    if (
-      self.say and self.count <= 5
-    ):  # a few say what is wrong; thousands of lines would bury the run's header
+    if self.say and self.count <= 5:  # thousands of lines would bury the run's header
       log.warning("%s: %s; row skipped (%d so far)", where, why, self.count)
+
+
+def read_head(path: Path) -> bytes:
+  """The first bytes of a file, for `scmoe.data.sniff.kind_of`.
+
+  Raises:
+    DataError: it cannot be read.
+  """
+  try:
+    with path.open("rb") as file:
+      return file.read(HEAD)
+  except OSError as error:
+    raise DataError(f"{path}: cannot be read: {error}") from None
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
@@ -156,7 +175,7 @@ def _open(path: Path) -> BinaryIO | Any:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-  """A binary file that appears under `path` only when it is complete.
+  """Opens a binary file that gets the name `path` only when it is complete.
 
   Raises:
     DataError: the folder cannot be written, or the disk is full.
@@ -176,6 +195,83 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     if isinstance(error, OSError):  # the disk is full
       raise _unwritable(path, error) from None
     raise
+
+
+def keep(path: Path, content: bytes) -> Path:
+  """Writes a file of a cache under a name with its CRC-32, so that damage is found by `kept`.
+
+  Args:
+    path: its name without the checksum; `tokens-5f.npy` becomes `tokens-5f.0a1b2c3d.npy`.
+    content: of the file.
+
+  Returns:
+    where it lies.
+
+  Raises:
+    DataError: it cannot be written.
+  """
+  place = path.with_name(f"{path.stem}.{zlib.crc32(content):08x}{path.suffix}")
+  with atomic_write(place) as file:
+    file.write(content)
+  return place
+
+
+def kept(path: Path) -> bytes | None:
+  """What `keep` wrote under this name; None if nothing did, or if it is damaged, which is said."""
+  pattern = f"{glob.escape(path.stem)}.{'[0-9a-f]' * 8}{path.suffix}"
+  for place in sorted(path.parent.glob(pattern)):
+    with contextlib.suppress(OSError):
+      content = place.read_bytes()
+      if f".{zlib.crc32(content):08x}{path.suffix}" == place.name[len(path.stem) :]:
+        return content
+    log.warning("%s is damaged; making it again", place)
+    with contextlib.suppress(OSError):
+      place.unlink()
+  return None
+
+
+def keep_array(path: Path, array: np.ndarray) -> None:
+  """`keep` of an array, as a .npy file."""
+  buffer = io.BytesIO()
+  np.save(buffer, array, allow_pickle=False)
+  keep(path, buffer.getvalue())
+
+
+def kept_array(path: Path) -> np.ndarray | None:
+  """The array that `keep_array` wrote under this name, or None, as `kept`."""
+  content = kept(path)
+  if content is None:
+    return None
+  try:
+    return np.load(io.BytesIO(content), allow_pickle=False)
+  except (ValueError, EOFError):
+    return None
+
+
+@contextlib.contextmanager
+def alone(path: Path, what: str) -> Iterator[None]:
+  """Holds a lock that only one process of this host has at a time; the others wait.
+
+  Where the file system has no locks, or the folder cannot be written, nothing is locked.
+
+  Args:
+    path: of the lock file, which stays.
+    what: what the processes make, for the message of one that waits.
+  """
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("ab")
+  except OSError:
+    yield
+    return
+  with file:
+    with contextlib.suppress(OSError):
+      try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError:
+        log.info("waiting for another process that makes %s", what)
+        fcntl.flock(file, fcntl.LOCK_EX)
+    yield
 
 
 def _unwritable(path: Path, error: OSError) -> DataError:

@@ -1,4 +1,4 @@
-"""Packages are imported where they are needed, so that a machine without one can say so."""
+"""Optional packages are imported where they are used, so that an error can say what for."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """From token streams to rows of a fixed length.
 
-A row is a list of segments, each a range of the stream that stays inside one document. How
-documents are cut and put together (`data.packing`) only decides these ranges; reading a row is the
-same for all of them.
+A row is a list of segments, each a range of the stream that stays inside one document.
+`data.packing` decides these ranges; every kind reads a row in the same way.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy as np
 
 from scmoe.base.errors import DataError
 from scmoe.data.corpus import Stream
-from scmoe.data.files import atomic_write, log
+from scmoe.data.files import keep_array, kept_array
 from scmoe.data.packages import need
 
 _BINS = 64  # rows that best-fit packing keeps open: more waste less and take longer
@@ -33,7 +32,7 @@ class Rows(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class JoinedRows:
-  """Rows of a stream that is cut every S tokens: nothing is held but where documents start.
+  """Rows of a stream that is cut every S tokens; only the documents' starts are in memory.
 
   Attributes:
     stream: the tokens.
@@ -57,7 +56,7 @@ class JoinedRows:
 
 @dataclasses.dataclass(frozen=True)
 class PaddedRows:
-  """Rows of one document, or of a piece of S tokens of one: 8 bytes are held for each document.
+  """Rows that each hold one document, or S tokens of one; 8 bytes of memory for each document.
 
   Attributes:
     stream: the tokens.
@@ -82,12 +81,16 @@ class PaddedRows:
 
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
-  """Full pieces of S tokens first, then rows that what is left over of documents shares.
+  """Each document's full pieces of S tokens first, then rows that documents' remainders share.
+
+  With S = 4, documents of 6, 3 and 5 tokens have two full pieces (of the first and the third) and
+  remainders of 2, 3 and 1 tokens. `left` = [1, 2, 0] and `first` = [0, 2, 3] put the remainders of
+  documents 1 and 2 into one row and that of document 0 into another.
 
   Attributes:
     full: the rows of full pieces.
-    left: int64[documents with a piece left over], these documents in the order of their rows.
-    first: int64[rows + 1]; row r of the shared ones has left[first[r] : first[r + 1]].
+    left: int64, the documents with a remainder, in the order of the shared rows.
+    first: int64[rows + 1]; shared row r holds the remainders of left[first[r] : first[r + 1]].
   """
 
   full: PaddedRows
@@ -151,28 +154,24 @@ def make_rows(stream: Stream, packing: str, seq_len: int) -> Rows:
 
 
 def _kept_fit(stream: Stream, lengths: np.ndarray, seq_len: int) -> np.ndarray:
-  """`_best_fit`, which takes seconds for a million pieces: of a stored stream, from its folder."""
+  """`_best_fit`, kept beside a stored stream: a million pieces take seconds."""
   if stream.kept is None:
     return _best_fit(lengths, seq_len)
   path = stream.kept.with_name(f"{stream.kept.name}.pack-{seq_len}.npy")
-  try:
-    rows = np.load(path, allow_pickle=False)
-    if rows.dtype == np.int32 and rows.shape == lengths.shape and _fits(rows, lengths, seq_len):
-      return rows
-    log.warning("%s is damaged; packing again", path)
-  except FileNotFoundError:
-    pass
-  except (OSError, ValueError, EOFError):
-    log.warning("%s is damaged; packing again", path)
+  rows = kept_array(path)
+  if rows is not None and _fits(rows, lengths, seq_len):
+    return rows
   rows = _best_fit(lengths, seq_len)
-  # The folder may be one that others made and only they can write: then every start packs anew.
-  with contextlib.suppress(DataError), atomic_write(path) as file:
-    np.save(file, rows, allow_pickle=False)
+  # The folder may belong to another user. Then every start packs anew.
+  with contextlib.suppress(DataError):
+    keep_array(path, rows)
   return rows
 
 
 def _fits(rows: np.ndarray, lengths: np.ndarray, seq_len: int) -> bool:
-  """Whether these are rows without gaps that hold their pieces."""
+  """Whether `rows` gives each piece a row, leaves no row empty, and overfills none."""
+  if rows.dtype != np.int32 or rows.shape != lengths.shape:
+    return False
   if not len(rows):
     return True
   return bool(rows.min() == 0) and bool(
@@ -181,8 +180,8 @@ def _fits(rows: np.ndarray, lengths: np.ndarray, seq_len: int) -> bool:
 
 
 def _best_fit(lengths: np.ndarray, seq_len: int) -> np.ndarray:
-  # The row of each piece, int32, by grain's best-fit packer. It packs arrays, so that each piece is
-  # handed over as an array of its length that holds its number.
+  # The row of each piece, int32, by grain's best-fit packer. The packer takes arrays: piece 3 of
+  # length 5 is handed over as [3, 3, 3, 3, 3].
   grain = need("grain", "data.packing='pack'")
   rows = np.zeros(len(lengths), np.int32)
   if not len(lengths):
@@ -200,7 +199,7 @@ def _best_fit(lengths: np.ndarray, seq_len: int) -> np.ndarray:
   for packed_row in packed:
     filled = packed_row["number_segment_ids"] > 0
     if not filled.any():
-      continue  # a bin of the last, partly filled set
+      continue  # grain fills its last set of bins up with empty ones
     rows[np.unique(packed_row["number"][filled])] = row
     row += 1
   return rows

@@ -35,6 +35,7 @@ __all__ = [
 
 Row = dict[str, np.ndarray]  # the fields of one row of a `Batch`
 _SHARDING = "contiguous rows of one global batch"
+_MOST_ROWS = 1 << 53
 _HASHED = 1 << 16  # rows whose places are hashed at a time
 # Not compared: any number of processes reads the same global batches in the same order.
 _INFORMATIVE = ("process_count",)
@@ -56,7 +57,8 @@ def open_data(
     batch_size: rows of the global batch; each process gets batch_size / process_count of them.
     seed: of the order in which rows are visited, nothing else.
     process_index, process_count: this process among those that read together.
-    evaluated: nothing is trained: all text is for validation, unless files named so say which is.
+    evaluated: whether nothing is trained; all text is then validation text, unless file names say
+      which is.
 
   Raises:
     ConfigError: a field cannot be used.
@@ -80,9 +82,9 @@ def open_data(
 
 
 class Data:
-  """The data of a run. Made by `open_data`.
+  """The data of a run; `open_data` makes it.
 
-  A batch is a `Batch` of this process's rows, B = batch_size / process_count; `Batch.domain` is an
+  A batch is a `Batch` of this process's rows, B = batch_size / process_count. `Batch.domain` is an
   index into `domains`.
   """
 
@@ -103,17 +105,14 @@ class Data:
     self.process_count = process_count
     self.tokenizer: Tokenizer = corpus.tokenizer
     self.domains: tuple[str, ...] = tuple(d.name for d in corpus.domains)
-    self._train = _Rows(
-      [make_rows(d.train, config.packing, config.seq_len) for d in corpus.domains]
-    )
-    self._validation = _Rows(
-      [make_rows(d.validation, config.packing, config.seq_len) for d in corpus.domains]
-    )
+    rows = lambda stream: make_rows(stream, config.packing, config.seq_len)
+    self._train = _Rows([rows(d.train) for d in corpus.domains], self.tokenizer)
+    self._validation = _Rows([rows(d.validation) for d in corpus.domains], self.tokenizer)
     self._validation_order: dict[int | None, np.ndarray] = {}  # of a domain, or all: made once
 
   @property
   def validation_domains(self) -> tuple[str, ...]:
-    """The domains that have validation text; empty with `data.validation_fraction=0`."""
+    """The domains with validation text; none with `data.validation_fraction=0`."""
     return tuple(d for d, table in zip(self.domains, self._validation.tables) if len(table))
 
   # --- batches ------------------------------------------------------------------------------------
@@ -159,7 +158,7 @@ class Data:
     return Validation(self, keys, max_batches)
 
   def _train_order(self) -> Any:
-    # A dataset of row keys without end: each domain shuffled by itself, then mixed by weight.
+    # An endless dataset of row keys: each domain is shuffled by itself, all are mixed by weight.
     import grain
 
     parts, weights = [], []
@@ -318,8 +317,8 @@ class Validation:
 class _Rows:
   # The rows of all domains under one numbering: domain d has keys offsets[d] to offsets[d + 1].
 
-  def __init__(self, tables: list[Rows]):
-    self.tables = tables
+  def __init__(self, tables: list[Rows], tokenizer: Tokenizer):
+    self.tables, self._tokenizer = tables, tokenizer
     self.offsets = np.cumsum([0] + [len(t) for t in tables])
 
   def __len__(self) -> int:
@@ -333,19 +332,24 @@ class _Rows:
   def read(self, key: int, document_mask: bool) -> Row:
     domain = int(np.searchsorted(self.offsets, key, side="right")) - 1
     row = self.tables[domain].read(key - int(self.offsets[domain]), document_mask)
+    eos, bos = self._tokenizer.eos_id, self._tokenizer.bos_id
+    if bos != eos:
+      # A stream has the end of text before each document; this model's documents begin otherwise.
+      row["inputs"] = np.where(row["inputs"] == eos, np.int32(bos), row["inputs"])
     return {**row, "domain": np.int32(domain)}  # pyright: ignore[reportReturnType]
 
 
 class _ProcessRows:
-  # The rows of one process, as a source of grain: its contiguous slice of every global batch. Row
-  # slices, not every n-th row, since that is how processes hold a sharded batch of jax.
+  # The rows of one process, as a source of grain: a contiguous slice of every global batch. It is
+  # not every n-th row, because jax gives each process a contiguous slice of a sharded batch.
 
   def __init__(self, order: Any, batch_size: int, index: int, count: int):
     self._order, self._batch = order, batch_size
     self._share, self._index = batch_size // count, index
 
   def __len__(self) -> int:
-    return len(self._order) // self._batch * self._share
+    # grain divides this length in float64, which is exact up to here. No run reads so many rows.
+    return min(len(self._order) // self._batch, _MOST_ROWS // self._share) * self._share
 
   def __getitem__(self, index: int) -> int:
     batch, row = divmod(int(index), self._share)
@@ -358,8 +362,8 @@ def _derived_seed(seed: int, name: str) -> int:
 
 
 def _shuffled(keys: range) -> np.ndarray:
-  # By a hash of the position: the same on every machine and version. A piece at a time: millions of
-  # small objects would take more memory than all else here.
+  # By a hash of the position: the same on every machine and version. Hashes are made a piece at a
+  # time, because millions of small objects would take more memory than all the data.
   hashes = np.zeros(len(keys), ">u8")
   for start in range(0, len(keys), _HASHED):
     places = range(start, min(start + _HASHED, len(keys)))

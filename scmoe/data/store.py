@@ -1,16 +1,21 @@
-"""Corpora that do not fit in memory: tokenised once into files, read a row at a time.
+"""Corpora that do not fit in memory are tokenised once into files and read a row at a time.
 
   CACHE/corpus-KEY/   meta.json            domains, sizes, digests; written last
                       0.train.tokens       the stream of domain 0, uint16 or int32, as it is
+                      0.train.crc.npy      uint32, CRC-32 of each 64 KiB of it
                       0.train.starts.npy   int64, where each document begins
                       0.train.pairs.npy    int64[257, 257], counts of byte pairs
-                      0.train.pack-512.npy int32, the rows of data.packing=pack
+                      0.train.pack-512.CRC.npy  int32, the rows of data.packing=pack
                       tokenizer.json       of a trained BPE
 
 KEY follows from the tokenizer, the options that decide which documents there are, and path, size
 and time of every file: a second start reads none of them. Documents pass through memory in batches
 of a few megabytes; the source is read twice, first to decide the split, then to tokenise, and once
 more in between where a BPE is trained.
+
+One process of a host makes a corpus while the others wait for it. Small files are compared with
+their checksums when the corpus is opened, tokens when a row first needs them: opening 10 GB reads
+none of them, and a flipped bit is found before it is trained on.
 """
 
 from __future__ import annotations
@@ -18,10 +23,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import io
 import json
 import os
 import shutil
 import tempfile
+import zlib
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from scmoe.base.errors import DataError
+from scmoe.base.errors import ConfigError, DataError
 from scmoe.data import tokenizers
 from scmoe.data.bigram import SYMBOLS, count_pairs
 from scmoe.data.config import NEEDS_PATH, DataConfig
@@ -44,11 +51,13 @@ from scmoe.data.corpus import (
   hash_share,
   join_documents,
 )
-from scmoe.data.files import BadRows, find_files, log
+from scmoe.data.files import BadRows, alone, find_files, log
 from scmoe.data.text import Document
 
 LARGE = 64 << 20  # bytes of text above which a corpus is stored instead of held in memory
 BPE_BYTES = 128 << 20  # of training text that a BPE is trained on
+BLOCK = 64 << 10  # bytes of tokens that have a checksum of their own
+META = "meta.json"
 _BATCH = 4 << 20  # bytes of documents that are tokenised at a time
 _VERSION = 1
 # Fields that decide which documents there are and where they go.
@@ -60,13 +69,25 @@ _EXPANSION = {".gz": 4, ".zst": 4, ".parquet": 3}  # text over file, about
 class TokenFile:
   """Tokens in a file, read where they are needed: `tokens[a:b]` is a numpy array.
 
-  Not a memory map, whose pages would count as this process's memory, all of them in the end.
+  Not a memory map, whose pages would count as this process's memory, all of them in the end. The
+  first reading of each block compares it with its checksum.
+
+  Args:
+    path: of the file.
+    dtype: of a token.
+    sums: CRC-32 of each `BLOCK` bytes; None: of a corpus of version 0.2, which has none.
+
+  Raises:
+    DataError: while reading, a block is not what was written; the corpus is then made again at the
+      next start.
   """
 
-  def __init__(self, path: Path, dtype: Any):
+  def __init__(self, path: Path, dtype: Any, sums: np.ndarray | None = None):
     self.dtype = np.dtype(dtype)
+    self._path, self._sums = path, sums
     self._file = open(path, "rb")  # noqa: SIM115 - open as long as the tokens are used
     self._size = os.fstat(self._file.fileno()).st_size // self.dtype.itemsize
+    self._checked = bytearray(0 if sums is None else len(sums))
 
   def __len__(self) -> int:
     return self._size
@@ -74,8 +95,23 @@ class TokenFile:
   def __getitem__(self, where: slice) -> np.ndarray:
     start, stop, _ = where.indices(self._size)
     size = self.dtype.itemsize
-    data = os.pread(self._file.fileno(), max(stop - start, 0) * size, start * size)
-    return np.frombuffer(data, self.dtype)
+    begin, length = start * size, max(stop - start, 0) * size
+    for block in range(begin // BLOCK, -(-(begin + length) // BLOCK)) if self._checked else ():
+      if not self._checked[block]:
+        self._check(block)
+    return np.frombuffer(os.pread(self._file.fileno(), length, begin), self.dtype)
+
+  def _check(self, block: int) -> None:
+    assert self._sums is not None
+    content = os.pread(self._file.fileno(), BLOCK, block * BLOCK)
+    if zlib.crc32(content) != self._sums[block]:
+      with contextlib.suppress(OSError):
+        (self._path.parent / META).unlink()
+      raise DataError(
+        f"{self._path} is damaged at byte {block * BLOCK}: its checksum differs; run the same "
+        "command again, which makes the corpus anew"
+      )
+    self._checked[block] = 1
 
 
 def is_large(config: DataConfig) -> bool:
@@ -109,16 +145,30 @@ def stored_corpus(config: DataConfig) -> Corpus:
     tokenizer = tokenizers.ByteTokenizer()
   elif config.tokenizer != "bpe":
     tokenizer = tokenizers.load_json(config.tokenizer, config.eos_token)
-  folder = config.cache_folder() / f"corpus-{_key(config, tokenizer)}"
-  if (folder / "meta.json").is_file():
-    try:
-      return _opened(folder, config, tokenizer)
-    except (OSError, ValueError, KeyError, TypeError):
-      log.warning("%s is damaged; reading the text again", folder)
-      shutil.rmtree(folder, ignore_errors=True)
-  log.info("tokenising into %s", folder)
-  _Building(config, tokenizer, folder).run()
-  return _opened(folder, config, tokenizer)
+  key = _key(config, tokenizer)
+  folder = config.cache_folder() / f"corpus-{key}"
+  if (found := _usable(folder, config, tokenizer)) is not None:
+    return found
+  with alone(folder.with_name(f".{folder.name}.lock"), f"{folder}"):
+    if (found := _usable(folder, config, tokenizer)) is not None:  # made while this one waited
+      return found
+    shutil.rmtree(folder, ignore_errors=True)
+    log.info("tokenising into %s", folder)
+    _Building(config, tokenizer, folder).run()
+    return _opened(folder, config, tokenizer)
+
+
+def _usable(
+  folder: Path, config: DataConfig, tokenizer: tokenizers.Tokenizer | None
+) -> Corpus | None:
+  """The corpus of a folder; None where there is none, or a damaged one, which is said."""
+  if not (folder / META).is_file():
+    return None
+  try:
+    return _opened(folder, config, tokenizer)
+  except (OSError, ValueError, KeyError, TypeError, RecursionError, DataError, ConfigError):
+    log.warning("%s is damaged; reading the text again", folder)
+    return None
 
 
 def _key(config: DataConfig, tokenizer: tokenizers.Tokenizer | None) -> str:
@@ -133,20 +183,34 @@ def _key(config: DataConfig, tokenizer: tokenizers.Tokenizer | None) -> str:
 
 
 def _opened(folder: Path, config: DataConfig, tokenizer: tokenizers.Tokenizer | None) -> Corpus:
-  """Raises ValueError, KeyError or OSError where the files are not what was written."""
-  meta = json.loads((folder / "meta.json").read_text("utf-8"))
+  """The corpus in a folder.
+
+  Raises:
+    ValueError, KeyError, TypeError, OSError, DataError: a file is not what was written.
+  """
+  meta = json.loads((folder / META).read_text("utf-8"))
+  sums = meta.get("crc32", {})  # version 0.2 wrote none
+
+  def load(name: str) -> bytes:
+    content = (folder / name).read_bytes()
+    if zlib.crc32(content) != sums.get(name, zlib.crc32(content)):
+      raise ValueError(f"{name} is not what was written")
+    return content
+
+  array = lambda name: np.load(io.BytesIO(load(name)), allow_pickle=False)
   if tokenizer is None:
-    tokenizer = tokenizers.JsonTokenizer((folder / "tokenizer.json").read_text("utf-8"), name="bpe")
+    tokenizer = tokenizers.JsonTokenizer(load("tokenizer.json").decode("utf-8"), name="bpe")
   domains = []
   for i, of_domain in enumerate(meta["domains"]):
     streams = {}
     for split in SPLITS:
       at, own = f"{i}.{split}", of_domain[split]
-      tokens = TokenFile(folder / f"{at}.tokens", meta["dtype"])
-      starts = np.load(folder / f"{at}.starts.npy", allow_pickle=False)
+      blocks = array(f"{at}.crc.npy") if sums else None
+      tokens = TokenFile(folder / f"{at}.tokens", meta["dtype"], blocks)
+      starts = array(f"{at}.starts.npy")
       if len(tokens) != own["tokens"] or len(starts) != own["documents"]:
         raise ValueError(f"{at}.tokens was cut off")
-      pairs = np.load(folder / f"{at}.pairs.npy", allow_pickle=False)
+      pairs = array(f"{at}.pairs.npy")
       streams[split] = Stream(tokens, starts, own["text_bytes"], pairs, kept=folder / at)
     domains.append(Domain(of_domain["name"], of_domain["part"], **streams))
   return Corpus(tuple(domains), tokenizer, meta["digest"], meta["documents"], meta["bad_rows"])
@@ -154,20 +218,21 @@ def _opened(folder: Path, config: DataConfig, tokenizer: tokenizers.Tokenizer | 
 
 @dataclasses.dataclass
 class _Seen:
-  """What the first reading notes of a domain."""
+  """A domain's state during the first reading."""
 
   part: int
   shares: array = dataclasses.field(default_factory=lambda: array("d"))
-  named: bool = False  # a file's name decides the split of some documents
+  named: bool = False  # whether file names decide the split of some documents
   bound: float = 0.0
-  swapped: bool = False  # what looks like validation text is all there is
+  swapped: bool = False  # whether all text, which hashes to validation, is trained on
 
 
 class _Building:
-  """Writes the files of a corpus into a folder beside its own, which then takes its name."""
+  """Writes a corpus into a folder beside its own, and renames that folder when it is complete."""
 
   def __init__(self, config: DataConfig, tokenizer: Any, folder: Path):
     self.config, self.tokenizer, self.folder = config, tokenizer, folder
+    self.given = tokenizer  # None where a BPE is to be trained
     self.seen: dict[str, _Seen] = {}
     self.names: dict[tuple[int, str], str] = {}
 
@@ -179,7 +244,10 @@ class _Building:
     """
     try:
       self.folder.parent.mkdir(parents=True, exist_ok=True)
-      partial = Path(tempfile.mkdtemp(dir=self.folder.parent, prefix="corpus-"))
+      beside = f"{self.folder.name}.partial-"
+      for left in self.folder.parent.glob(f"{beside}*"):  # by a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
+      partial = Path(tempfile.mkdtemp(dir=self.folder.parent, prefix=beside))
     except OSError as error:
       raise self._unwritable(error) from None
     try:
@@ -187,9 +255,15 @@ class _Building:
       if self.tokenizer is None:
         self.tokenizer = self._train_bpe(partial)
       meta = self._tokenise(partial)
+      if self.folder.name != f"corpus-{_key(self.config, self.given)}":
+        raise DataError(
+          "the text changed while it was read; run the same command again when it stays as it is"
+        )
       meta["bad_rows"] = bad
-      (partial / "meta.json").write_text(json.dumps(meta, indent=1))
-      with contextlib.suppress(OSError):  # another process was faster: its files are the same
+      small = (p for p in sorted(partial.iterdir()) if p.suffix in (".npy", ".json"))
+      meta["crc32"] = {path.name: zlib.crc32(path.read_bytes()) for path in small}
+      (partial / META).write_text(json.dumps(meta, indent=1))
+      with contextlib.suppress(OSError):  # another host was faster; its files are the same
         os.replace(partial, self.folder)
     except OSError as error:
       raise self._unwritable(error) from None
@@ -219,7 +293,7 @@ class _Building:
     return "train" if seen.swapped or share >= seen.bound else "validation"
 
   def _read_once(self) -> int:
-    """Decides the bound of each domain's split; returns the number of bad rows."""
+    """Reads all text and decides each domain's split; returns the number of bad rows."""
     bad = BadRows(self.config.max_bad_rows)
     for name, document in self._documents(bad):
       seen = self.seen[name]
@@ -247,17 +321,20 @@ class _Building:
     return tokenizers.JsonTokenizer(content, name="bpe")
 
   def _tokenise(self, partial: Path) -> dict[str, Any]:
-    """The second reading: every stream's file; what meta.json says of them."""
+    """Reads all text again and writes every stream's files; returns the content of meta.json."""
+    domains_seen = dict(self.seen)
     writers = {
       (name, split): _Writer(partial / f"{i}.{split}", self.tokenizer)
-      for i, name in enumerate(self.seen)
+      for i, name in enumerate(domains_seen)
       for split in SPLITS
     }
     for name, document in self._documents(BadRows.silent()):
       share = hash_share(document.text)
-      writers[name, self._split_of(name, document, share)].add(document.text)
+      place = name, self._split_of(name, document, share)
+      if place in writers:  # a domain that came since the first reading: the text has changed
+        writers[place].add(document.text)
     digest, domains = hashlib.blake2b(digest_size=16), []
-    for name, seen in self.seen.items():
+    for name, seen in domains_seen.items():
       of_domain: dict[str, Any] = {"name": name, "part": seen.part}
       for split in SPLITS:
         of_domain[split] = found = writers[name, split].close()
@@ -283,11 +360,12 @@ class _Writer:
     self.file = open(f"{at}.tokens", "wb")  # noqa: SIM115 - closed by `close`
     self.starts, self.digest = array("q"), hashlib.blake2b(digest_size=16)
     self.pairs = np.zeros((SYMBOLS, SYMBOLS), np.int64)
+    self.sums, self.block = array("I"), b""  # checksums of whole blocks, and what follows them
     self.waiting: list[bytes] = []
     self.waiting_bytes = self.text_bytes = self.tokens = 0
 
   def add(self, text: bytes) -> None:
-    """Takes a document; writes when there are enough of them."""
+    """Takes one document; writes when `_BATCH` bytes have come together."""
     self.waiting.append(text)
     self.waiting_bytes += len(text)
     if self.waiting_bytes >= _BATCH:
@@ -300,11 +378,13 @@ class _Writer:
       tokens = join_documents(self.waiting, self.tokenizer)
     self.pairs += count_pairs(as_bytes)
     ends = np.flatnonzero(tokens == self.tokenizer.eos_id)
-    # Each batch has an end of text on both sides; the one that two batches share is written once.
+    # Each batch has an end of text on both sides. Two batches share one, which is written once.
     first = 1 if self.tokens else 0
     offset = self.tokens - first
     self.starts.extend((ends[:-1] + offset).tolist())
-    tokens[first:].tofile(self.file)
+    content = tokens[first:].tobytes()
+    self.file.write(content)
+    self._sum(content)
     self.tokens += len(tokens) - first
     for text in self.waiting:
       self.digest.update(len(text).to_bytes(8, "little"))
@@ -312,11 +392,21 @@ class _Writer:
     self.text_bytes += self.waiting_bytes
     self.waiting, self.waiting_bytes = [], 0
 
+  def _sum(self, content: bytes) -> None:
+    content = self.block + content
+    whole = len(content) // BLOCK * BLOCK
+    blocks = (content[start : start + BLOCK] for start in range(0, whole, BLOCK))
+    self.sums.extend(map(zlib.crc32, blocks))
+    self.block = content[whole:]
+
   def close(self) -> dict[str, Any]:
-    """Writes what is left; says what there is."""
+    """Writes the last documents; returns the stream's entry of meta.json."""
     if self.waiting:
       self._flush()
     self.file.close()
+    if self.block:
+      self.sums.append(zlib.crc32(self.block))
+    np.save(f"{self.at}.crc.npy", np.array(self.sums, np.uint32))
     np.save(f"{self.at}.starts.npy", np.array(self.starts, np.int64))
     np.save(f"{self.at}.pairs.npy", self.pairs)
     return {"documents": len(self.starts), "tokens": self.tokens, "text_bytes": self.text_bytes,

@@ -14,14 +14,16 @@ from scmoe.base.errors import DataError
 from scmoe.base.extensions import is_import_path, load
 from scmoe.data import procedural
 from scmoe.data.config import HUB, DataConfig, SourcePart
-from scmoe.data.files import BadRows, InputFile, find_files, log, read_lines
+from scmoe.data.files import BadRows, InputFile, find_files, log, read_head, read_lines
 from scmoe.data.packages import need
+from scmoe.data.sniff import kind_of
 
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 _LARGE = 16 << 20  # bytes of a text file above which it is read piece by piece
 _BLOCK = 4 << 20
+_LONGEST_NAME = 100  # characters of a domain's name, which tables and logs show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +60,14 @@ def read_documents(part: SourcePart, config: DataConfig, bad: BadRows) -> Iterat
   return _row_documents(rows, domain, config, bad)
 
 
-# --- one's own ------------------------------------------------------------------------------------
+# --- a function of the user's ---------------------------------------------------------------------
 
 
 def read_own(path: str, config: DataConfig) -> Iterator[Document]:
-  """What a function of one's own yields, given the `DataConfig`: texts, or (text, domain) pairs.
+  """Documents from a function of the user's, which is called with the `DataConfig`.
 
-  A text is a string or UTF-8 bytes; without a domain its name is that of the function.
+  The function yields texts or (text, domain) pairs. A text is a string or UTF-8 bytes. A text
+  without a domain gets the function's name as its domain.
 
   Raises:
     ConfigError: the function cannot be imported.
@@ -147,7 +150,10 @@ def read_procedural(names: str, limit_bytes: int) -> Iterator[Document]:
 def read_text(
   files: list[InputFile], domain: str, document_bytes: int, bad: BadRows
 ) -> Iterator[Document]:
-  """Text files, long ones cut into documents of about `document_bytes`; a bad file is a bad row."""
+  """Documents of text files; long files are cut into documents of about `document_bytes`.
+
+  A file that is not UTF-8 text counts as a bad row.
+  """
   for file in files:
     try:
       large = file.path.stat().st_size > _LARGE and document_bytes > 0
@@ -163,14 +169,14 @@ def read_text(
     line, why = bad_place or (0, _bad_text(text))
     if why:
       line = line or 1 + text.count(b"\n", 0, _first_bad_byte(text))
-      bad.skip(f"{file.path}:{line}", why)
+      bad.skip(f"{file.path}:{line}", kind_of(read_head(file.path)) or why)
       continue
     for piece in split_text(text, document_bytes):
       yield Document(piece, domain, file.split)
 
 
 def split_file(path: Path, document_bytes: int) -> Iterator[bytes]:
-  """`split_text` of a file's content, of which a few megabytes are held at a time.
+  """The pieces of `split_text` of a file, which is read a few megabytes at a time.
 
   Raises:
     DataError: it cannot be read.
@@ -262,8 +268,15 @@ Row = tuple[str, str | None, dict[str, Any]]  # file:line, split, columns
 
 
 def read_jsonl(files: list[InputFile], config: DataConfig, bad: BadRows) -> Iterator[Row]:
-  """Rows of .jsonl, .jsonl.gz and .jsonl.zst files; what is no JSON object is a bad row."""
+  """Rows of .jsonl, .jsonl.gz and .jsonl.zst files; what is no JSON object is a bad row.
+
+  Raises:
+    DataError: a file cannot be read, or is of another kind; too many rows are bad.
+  """
   for file in files:
+    is_plain = not file.path.name.endswith((".gz", ".zst"))
+    if is_plain and (kind := kind_of(read_head(file.path))):
+      raise DataError(f"{file.path}: {kind}")
     for number, line in read_lines(file.path):
       where = f"{file.path}:{number}"
       if line is None:
@@ -369,6 +382,9 @@ def _row_documents(
       bad.skip(where, f"no domain in data.domain_field={config.domain_field!r}")
       continue
     name = named.decode("utf-8", errors="replace") if isinstance(named, bytes) else str(named)
+    if len(name) > _LONGEST_NAME or not name.isprintable():
+      bad.skip(where, f"data.domain_field={config.domain_field!r} holds {name[:40]!r}, no name")
+      continue
     yield Document(encoded, name, split)
 
 

@@ -1,34 +1,55 @@
 """Tokenizers: bytes, a BPE trained on the corpus, or any tokenizer.json.
 
-All of them turn UTF-8 text into ids without adding anything; the pipeline puts the end-of-text
-token (`eos_id`) before every document, so that it both ends one document and begins the next.
+`encode` turns UTF-8 text into ids and adds nothing. In a token stream the end-of-text token
+(`eos_id`) stands before each document and after the last: it ends one document and begins the next.
+A released model may begin its texts otherwise (`scmoe.data.conventions`): `bos_id` then replaces
+the end-of-text token in a row's inputs, and `prompt_ids` begins a prompt as that model's own
+tokenizer does.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from scmoe.base.errors import ConfigError, DataError
-from scmoe.data.files import atomic_write, log
+from scmoe.base.paths import expanded
+from scmoe.data.chat import render
+from scmoe.data.conventions import FILE, Conventions, conventions_beside
+from scmoe.data.files import keep, kept, log
 from scmoe.data.packages import need
 
+TOKENIZER = "tokenizer.json"
 EOS = "<|endoftext|>"
 _EOS_NAMES = (EOS, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|end|>", "[SEP]", "[EOS]")
 _ENCODE_BATCH = 256  # documents handed to the tokenizer's threads at a time
+_MOST_BYTES = 2**27  # of a tokenizer.json
+_MOST_TOKENS = 2**24  # of a vocabulary: arrays of this length are made of it
 
 
 class Tokenizer(Protocol):
-  """What the pipeline, evaluation and generation need of a tokenizer."""
+  """What the pipeline, evaluation and generation need of a tokenizer.
 
-  vocab_size: int  # ids are below this
+  Attributes:
+    vocab_size: all ids are below it.
+    eos_id: the end-of-text token.
+    bos_id: the token that begins a document for the model; `eos_id`, or as conventions say.
+    begin_ids: tokens before every prompt that has text.
+    stop_ids: tokens at which generation ends, `eos_id` among them.
+    digest: changes with everything that decides the ids.
+  """
+
+  vocab_size: int
   eos_id: int
-  digest: str  # of everything that decides the ids
+  bos_id: int
+  begin_ids: tuple[int, ...]
+  stop_ids: frozenset[int]
+  digest: str
 
   def encode(self, text: str) -> list[int]:
     """Ids of `text`, without an end-of-text token."""
@@ -47,11 +68,18 @@ class Tokenizer(Protocol):
     ...
 
 
+def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+  """Ids of a prompt with what the model expects before it; an empty prompt is `bos_id` alone."""
+  return [*tokenizer.begin_ids, *tokenizer.encode(text)] or [tokenizer.bos_id]
+
+
 class ByteTokenizer:
   """Ids 0-255 are the bytes of UTF-8; 256 is the end of text."""
 
   vocab_size = 257
-  eos_id = 256
+  eos_id = bos_id = 256
+  begin_ids: tuple[int, ...] = (256,)
+  stop_ids: frozenset[int] = frozenset({256})
   digest = "bytes-257"
 
   def encode(self, text: str) -> list[int]:
@@ -72,7 +100,13 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-  """A tokenizer of the `tokenizers` library (the content of a Hugging Face tokenizer.json)."""
+  """A tokenizer of the `tokenizers` library (the content of a Hugging Face tokenizer.json).
+
+  Attributes:
+    content: the JSON text; parsed: the same as a dictionary.
+    name: what errors call the file.
+    conventions: of a released model, or None.
+  """
 
   def __init__(
     self,
@@ -81,19 +115,21 @@ class JsonTokenizer:
     eos_token: str = "",
     name: str = "tokenizer.json",
     eos_id: int | None = None,
+    conventions: Conventions | None = None,
   ):
     """Args:
       content: the JSON text.
       eos_token: name of the end-of-text token; empty takes the first usual name found.
-      name: what errors call it.
+      name: what errors call the file.
       eos_id: the end-of-text token by number instead; None: by name.
+      conventions: how a released model's texts begin and end; None: with the end-of-text token.
 
     Raises:
-      DataError: not a tokenizer.
+      DataError: not a tokenizer, or one without a usable vocabulary.
       ConfigError: it has no such end-of-text token.
     """
     library = need("tokenizers", f"data.tokenizer={name!r}")
-    self.content = content
+    self.content, self.name = content, name
     try:
       self._tokenizer = library.Tokenizer.from_str(content)
     except Exception as error:  # the library raises plain Exception
@@ -103,25 +139,94 @@ class JsonTokenizer:
     self._tokenizer.no_padding()
     self._tokenizer.no_truncation()
     self._vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+    self.parsed: dict[str, Any] = json.loads(content)
+    _check_vocabulary(self._vocab, name)
     self.vocab_size = max(self._vocab.values()) + 1  # ids need not be dense
     if eos_id is not None and eos_id not in self._vocab.values():
       raise ConfigError(f"{name}: has no token {eos_id}, the model's eos_token_id")
     found = eos_id if eos_id is not None else self._vocab[_find_eos(self._vocab, eos_token, name)]
     self.eos_id: int = found
-    self.digest = hashlib.sha256(f"{self.eos_id}\n{content}".encode()).hexdigest()[:16]
-    self._parsed: dict[str, Any] = json.loads(content)
+    self.conventions = conventions
+    said = conventions or Conventions(begin_ids=(self.eos_id,))
+    self.bos_id = self.eos_id if said.bos_id is None else said.bos_id
+    self.begin_ids = said.begin_ids
+    self.stop_ids = frozenset({self.eos_id, *said.stop_ids})
+    # The documents' first tokens count too, which the text of tokenizer.json does not decide.
+    begins = "" if self.bos_id == self.eos_id else f" {self.bos_id}"
+    digest = hashlib.sha256(f"{self.eos_id}{begins}\n{content}".encode())
+    self.digest = digest.hexdigest()[:16]
+
+  @property
+  def can_chat(self) -> bool:
+    """Whether the model's folder says how conversations are written."""
+    return self.conventions is not None and bool(self.conventions.chat_template)
+
+  def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Ids of a conversation, as the model's chat template writes it.
+
+    Special tokens that the template spells become these tokens, as in the published library. So do
+    those that a message spells.
+
+    Args:
+      messages: turns in order, each with `role` and `content`.
+
+    Raises:
+      ConfigError: jinja2 is not installed.
+      DataError: the template fails.
+    """
+    assert self.conventions is not None
+    bos = "" if self.conventions.bos_id is None else self.token(self.bos_id)
+    names = {"bos_token": bos, "eos_token": self.token(self.eos_id)}
+    text = render(self.conventions.chat_template, messages, **names)
+    self._tokenizer.encode_special_tokens = False
+    try:
+      return self._tokenizer.encode(text, add_special_tokens=False).ids
+    finally:
+      self._tokenizer.encode_special_tokens = True
+
+  def write(self, folder: Path) -> None:
+    """Writes tokenizer.json into a folder, and the conventions beside it where there are some.
+
+    Raises:
+      OSError: a file cannot be written.
+    """
+    for name, text in self.files().items():
+      (folder / name).write_text(text, "utf-8")
+
+  def files(self) -> dict[str, str]:
+    """The contents of the files that describe this tokenizer, by name."""
+    found = {TOKENIZER: self.content}
+    return found | ({FILE: self.conventions.to_json()} if self.conventions else {})
+
+  @property
+  def vocab(self) -> Mapping[str, int]:
+    """The id of every token."""
+    return self._vocab
 
   def token(self, index: int) -> str:
-    """The token of an id."""
-    return next(token for token, i in self._vocab.items() if i == index)
+    """The token of an id; "" where the vocabulary has none of that id."""
+    return next((token for token, i in self._vocab.items() if i == index), "")
 
   def encode(self, text: str) -> list[int]:
-    """Ids of `text`; nothing is added."""
-    return self._tokenizer.encode(text, add_special_tokens=False).ids
+    """Ids of `text`; nothing is added.
+
+    Raises:
+      DataError: the tokenizer has no token for a part of it, nor one for unknown text.
+    """
+    try:
+      return self._tokenizer.encode(text, add_special_tokens=False).ids
+    except Exception as error:  # the library raises plain Exception
+      raise self._cannot_encode(error) from None
+
+  def _cannot_encode(self, error: Exception) -> DataError:
+    return DataError(
+      f"data.tokenizer={self.name!r} cannot encode the text: {' '.join(str(error).split())[:200]}"
+    )
 
   def decode(self, ids: Iterable[int]) -> str:
-    """Text of `ids`; end-of-text tokens and ids outside the vocabulary are left out."""
-    kept = [i for i in map(int, ids) if i != self.eos_id and 0 <= i < self.vocab_size]
+    """Text of `ids`; tokens that begin or end texts and ids outside the vocabulary are left out."""
+    left_out = self.stop_ids | {self.bos_id}
+    kept = [i for i in map(int, ids) if i not in left_out and 0 <= i < self.vocab_size]
     return self._tokenizer.decode(kept, skip_special_tokens=False)
 
   def token_bytes(self) -> np.ndarray:
@@ -131,8 +236,8 @@ class JsonTokenizer:
     differ from its length by these spaces.
     """
     sizes = np.zeros(self.vocab_size, np.int32)
-    byte_level = "ByteLevel" in _types(self._parsed.get("decoder"))
-    added = {t["id"]: t for t in self._parsed.get("added_tokens", [])}
+    byte_level = "ByteLevel" in _types(self.parsed.get("decoder"))
+    added = {t["id"]: t for t in self.parsed.get("added_tokens", [])}
     for token, i in self._vocab.items():
       if i in added:
         sizes[i] = 0 if added[i]["special"] else len(token.encode())
@@ -145,8 +250,25 @@ class JsonTokenizer:
     """int32 ids of each document; the library encodes documents in parallel."""
     for start in range(0, len(texts), _ENCODE_BATCH):
       batch = [t.decode("utf-8") for t in texts[start : start + _ENCODE_BATCH]]
-      for encoding in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+      try:
+        found = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+      except Exception as error:  # the library raises plain Exception
+        raise self._cannot_encode(error) from None
+      for encoding in found:
         yield np.asarray(encoding.ids, np.int32)
+
+
+def _check_vocabulary(vocab: Mapping[str, int], name: str) -> None:
+  """Raises:
+  DataError: the vocabulary is empty, or has ids too large to index arrays by.
+  """
+  if not vocab:
+    raise DataError(f"data.tokenizer={name!r} has no token: its vocabulary is empty")
+  token, worst = max(vocab.items(), key=lambda item: item[1])
+  if worst >= _MOST_TOKENS:
+    raise DataError(
+      f"data.tokenizer={name!r} gives {token[:40]!r} the id {worst}; ids are below {_MOST_TOKENS}"
+    )
 
 
 def _find_eos(vocab: dict[str, int], wanted: str, name: str) -> str:
@@ -203,31 +325,41 @@ def load_bpe(texts: Sequence[bytes], vocab_size: int, cache: Path) -> JsonTokeni
   for text in texts:
     digest.update(len(text).to_bytes(8, "little") + text)
   path = cache / f"bpe-{vocab_size}-{digest.hexdigest()[:16]}.json"
-  if path.is_file():
-    try:
-      return JsonTokenizer(path.read_text("utf-8"), name="bpe")
-    except (DataError, ConfigError, UnicodeDecodeError):
-      log.warning("%s is damaged; training the tokenizer again", path)
+  if (found := kept(path)) is not None:
+    return JsonTokenizer(found.decode("utf-8"), name="bpe")
   content = train_bpe(texts, vocab_size)
-  with atomic_write(path) as file:
-    file.write(content.encode())
+  keep(path, content.encode())
   return JsonTokenizer(content, name="bpe")
 
 
 def load_json(path: str, eos_token: str) -> JsonTokenizer:
-  """Reads a tokenizer.json, or the one inside a folder.
+  """Reads a tokenizer.json, or the one inside a folder, with the conventions beside it.
+
+  Args:
+    path: of the file, or of a folder that holds it.
+    eos_token: see `JsonTokenizer`.
 
   Raises:
-    DataError: missing or no tokenizer.
+    DataError: the file is missing or no tokenizer.
+    ConfigError: it has no such end-of-text token.
   """
-  file = Path(path).expanduser()
-  file = file / "tokenizer.json" if file.is_dir() else file
+  file = expanded(path, "data.tokenizer")
+  file = file / TOKENIZER if file.is_dir() else file
   if not file.is_file():
     raise DataError(
       f"data.tokenizer={path!r} is not a file; use bytes, bpe or the path of a tokenizer.json"
     )
+  if file.suffix == ".model":
+    raise DataError(
+      f"data.tokenizer={path!r} is a SentencePiece model; give the tokenizer.json of the same "
+      "model (transformers' AutoTokenizer.from_pretrained(...).save_pretrained writes one)"
+    )
   try:
-    content = file.read_text("utf-8")
+    with file.open("rb") as opened:
+      content = opened.read(_MOST_BYTES + 1).decode("utf-8")
   except (OSError, UnicodeDecodeError) as error:
     raise DataError(f"data.tokenizer={path!r}: cannot be read: {error}") from None
-  return JsonTokenizer(content, eos_token=eos_token, name=path)
+  if len(content) > _MOST_BYTES:
+    raise DataError(f"data.tokenizer={path!r} is larger than {_MOST_BYTES} bytes")
+  conventions = conventions_beside(file)
+  return JsonTokenizer(content, eos_token=eos_token, name=path, conventions=conventions)

@@ -443,7 +443,37 @@ def test_cached_tokens_are_the_same_and_survive_damage(tmp_path, caplog):
     file.write_bytes(damaged)
   with caplog.at_level(logging.WARNING):
     assert_same(take(open_data(cfg, batch_size=4, seed=0).train(), 3), first)
-  assert "is damaged; tokenising again" in caplog.text
+  assert "is damaged; making it again" in caplog.text
+
+
+def test_a_flipped_bit_of_cached_tokens_is_found(tmp_path, caplog):
+  """The same length, the same documents, tokens of the vocabulary: other text all the same."""
+  cfg = dataclasses.replace(SMALL, tokenizer="bpe", vocab_size=300, cache_dir=str(tmp_path))
+  first = take(open_data(cfg, batch_size=4, seed=0).train(), 3)
+  for file in tmp_path.glob("tokens-*.npy"):
+    content = bytearray(file.read_bytes())
+    content[-40] ^= 2
+    file.write_bytes(content)
+  with caplog.at_level(logging.WARNING):
+    assert_same(take(open_data(cfg, batch_size=4, seed=0).train(), 3), first)
+  assert "is damaged; making it again" in caplog.text
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_one_row_a_process(processes):
+  """Was an OverflowError of grain: the length of an endless order is more than it can divide."""
+  whole = take(open_data(SMALL, batch_size=processes, seed=0).train(), 5)
+  shares = [
+    take(open_data(SMALL, batch_size=processes, seed=0, process_index=i,
+                   process_count=processes).train(), 5)
+    for i in range(processes)
+  ]  # fmt: skip
+  for step in range(5):
+    rows = np.concatenate([share[step].inputs for share in shares])
+    assert rows.shape == (processes, SMALL.seq_len)
+    np.testing.assert_array_equal(rows, whole[step].inputs)
+  eight = take(open_data(SMALL, batch_size=8, seed=0).train(), 1)
+  np.testing.assert_array_equal(whole[0].inputs[0], eight[0].inputs[0])
 
 
 def test_a_cache_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path):

@@ -1,7 +1,9 @@
 """Sources: what is read, in which order, and what becomes of bad rows."""
 
+import bz2
 import gzip
 import json
+import lzma
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scmoe.base.errors import ConfigError, DataError
+from scmoe.data import open_data
 from scmoe.data import text as sources
 from scmoe.data.config import DataConfig, SourcePart, parse_mixture
 from scmoe.data.files import BadRows, find_files, read_lines
@@ -134,6 +137,56 @@ def test_a_text_file_that_is_no_utf8_names_its_line(tmp_path):
   (tmp_path / "a.txt").write_bytes(b"fine\nbroken \xff\n")
   with pytest.raises(DataError, match=r"a\.txt:2: invalid UTF-8 \(invalid start byte 0xff\)"):
     read("text", tmp_path)
+
+
+OTHER_FILES = {
+  "utf16": ("Some text.\n".encode("utf-16"), r"text in UTF-16, not UTF-8 text: iconv -f UTF-16"),
+  "utf16be": ("\ufeffSome".encode("utf-16-be"), r"text in UTF-16"),
+  "utf16 unmarked": ("Some text.\n".encode("utf-16-le"), r"looks like text in UTF-16, not UTF-8"),
+  "utf32": ("Some text.\n".encode("utf-32"), r"text in UTF-32"),
+  "gzip": (gzip.compress(b"Some text."), r"compressed by gzip, not UTF-8 text: gunzip"),
+  "zstd": (zstandard.compress(b"Some text."), r"compressed by zstd"),
+  "bzip2": (bz2.compress(b"Some text."), r"compressed by bzip2"),
+  "xz": (lzma.compress(b"Some text."), r"compressed by xz"),
+  "png": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", r"a PNG image"),
+  "jpeg": (b"\xff\xd8\xff\xe0\0\x10JFIF\0", r"a JPEG image"),
+  "pdf": (b"%PDF-1.7\n\xb5\xed\xae\xfb\n", r"a PDF document"),
+  "zip": (b"PK\x03\x04\x14\0\0\0", r"a zip archive"),
+  "parquet": (b"PAR1\x15\x04\0\xff", r"a Parquet file, .*name it .parquet"),
+  "tar": (b"a.txt" + b"\0" * 252 + b"ustar  \0" + b"\0" * 200, r"a tar archive"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FILES)
+def test_a_file_that_is_no_text_is_called_what_it_is(tmp_path, name):
+  """All of these were a "NUL byte in the text" or "invalid UTF-8"."""
+  content, message = OTHER_FILES[name]
+  for kind, file in (("text", "a.txt"), ("jsonl", "a.jsonl")):
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(DataError, match=message) as refused:
+      read(kind, tmp_path / file)
+    assert file in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_nothing_but_bad_files_says_what_the_first_one_is(tmp_path):
+  (tmp_path / "a.txt").write_bytes(gzip.compress(b"Some text."))
+  config = DataConfig(path=str(tmp_path / "a.txt"), seq_len=8)
+  with pytest.raises(DataError, match=r"\(1 bad row\); the first is .*a.txt:1: .* by gzip"):
+    open_data(config, batch_size=1, seed=0)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.TSV", "a.json"])
+def test_a_table_is_no_text_unless_it_is_said_to_be(tmp_path, name):
+  """It trained on quotes and commas, and nothing showed it."""
+  (tmp_path / name).write_text("text,label\n" + "".join(f'"row {i}",{i}\n' for i in range(99)))
+  path = str(tmp_path / name)
+  with pytest.raises(ConfigError, match=r"is a table \(\.\w+\), not plain text; .*source=text"):
+    open_data(DataConfig(path=path, seq_len=8), batch_size=1, seed=0)
+  with pytest.raises(ConfigError, match=r"data\.mixture: file=.* is a table"):
+    parse_mixture(f"auto:{path}:1")
+  asked = DataConfig(source="text", path=path, seq_len=8, document_bytes=100)
+  assert open_data(asked, batch_size=1, seed=0).corpus.documents > 5
 
 
 def test_damaged_compressed_files_name_their_line(tmp_path):

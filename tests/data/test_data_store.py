@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tracemalloc
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -130,7 +131,7 @@ def test_what_shares_a_row_is_decided_once(folder, monkeypatch, caplog):
   ]
   plain = rows(opened(config, monkeypatch, large=False))
   assert rows(opened(config, monkeypatch, large=True)) == plain
-  (kept,) = (folder / "cache").glob("corpus-*/0.train.pack-32.npy")
+  (kept,) = (folder / "cache").glob("corpus-*/0.train.pack-32.*.npy")
   with monkeypatch.context() as patch:
     patch.setattr(packing, "_best_fit", lambda *_: pytest.fail("it packs again"))
     assert rows(opened(config, monkeypatch, large=True)) == plain
@@ -139,7 +140,7 @@ def test_what_shares_a_row_is_decided_once(folder, monkeypatch, caplog):
     np.save(kept, damaged)
     caplog.clear()
     assert rows(opened(config, monkeypatch, large=True)) == plain
-    assert "is damaged; packing again" in caplog.text
+    assert "is damaged; making it again" in caplog.text
     np.testing.assert_array_equal(np.load(kept), good)
   kept.write_bytes(b"no array")
   assert rows(opened(config, monkeypatch, large=True)) == plain
@@ -170,6 +171,118 @@ def test_damaged_files_are_made_again(name, folder, monkeypatch, caplog):
   (made / name).write_bytes((made / name).read_bytes()[:-10])
   assert opened(config, monkeypatch, large=True).fingerprint() == before
   assert "is damaged; reading the text again" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["0.train.starts.npy", "0.train.pairs.npy", "meta.json"])
+def test_one_flipped_bit_of_a_small_file_is_found_at_the_start(name, folder, monkeypatch, caplog):
+  config = config_of("text", folder)
+  before = opened(config, monkeypatch, large=True).fingerprint()
+  (made,) = (folder / "cache").glob("corpus-*")
+  content = bytearray((made / name).read_bytes())
+  at = content.index(b'"tokens": ') + 10 if name == "meta.json" else len(content) - 9
+  content[at] ^= 1
+  (made / name).write_bytes(content)
+  assert opened(config, monkeypatch, large=True).fingerprint() == before
+  assert "is damaged; reading the text again" in caplog.text
+
+
+def test_one_flipped_bit_of_the_tokens_is_found_before_it_is_trained_on(folder, monkeypatch):
+  """Of the same length, and still tokens of the vocabulary: the batch would be another one."""
+  config = config_of("text", folder)
+  plain = opened(config, monkeypatch, large=True)
+  rows = [next(it).inputs.tolist() for it in [plain.train()] for _ in range(9)]
+  (made,) = (folder / "cache").glob("corpus-*")
+  content = bytearray((made / "0.train.tokens").read_bytes())
+  content[len(content) // 2 * 2 - 40] ^= 1
+  (made / "0.train.tokens").write_bytes(content)
+  data = opened(config, monkeypatch, large=True)
+  with pytest.raises(
+    DataError, match=r"0\.train\.tokens is damaged at byte 65536: .* run the same"
+  ):
+    [data._train.read(row, True) for row in range(len(data._train))]
+  again = opened(config, monkeypatch, large=True)
+  assert [next(it).inputs.tolist() for it in [again.train()] for _ in range(9)] == rows
+
+
+def test_blocks_are_summed_as_they_lie_in_the_file(folder, monkeypatch):
+  monkeypatch.setattr(store, "BLOCK", 1000)
+  data = opened(config_of("text", folder), monkeypatch, large=True)
+  tokens = data.corpus.domains[0].train.tokens
+  content = tokens[0 : len(tokens)].tobytes()
+  sums = [zlib.crc32(content[at : at + 1000]) for at in range(0, len(content), 1000)]
+  assert len(sums) > 20
+  assert tokens._sums.tolist() == sums
+  assert all(tokens._checked)
+
+
+def test_a_corpus_of_version_02_is_read_as_it_is(folder, monkeypatch):
+  config = config_of("text", folder)
+  before = opened(config, monkeypatch, large=True).fingerprint()
+  (made,) = (folder / "cache").glob("corpus-*")
+  meta = json.loads((made / "meta.json").read_text())
+  del meta["crc32"]
+  (made / "meta.json").write_text(json.dumps(meta))
+  for file in made.glob("*.crc.npy"):
+    file.unlink()
+  monkeypatch.setattr(store, "documents_of", lambda *_: pytest.fail("it reads the text again"))
+  assert opened(config, monkeypatch, large=True).fingerprint() == before
+
+
+def test_text_that_changes_while_it_is_read_is_no_corpus(folder, monkeypatch):
+  config = config_of("rows", folder)
+  read, calls = store.documents_of, []
+
+  def changing(*args):
+    calls.append(1)
+    if len(calls) == 2:  # between the two readings; with a domain that the first has not seen
+      with open(folder / "rows.jsonl", "a") as file:
+        file.write(json.dumps({"text": "late", "kind": "z"}) + "\n")
+    return read(*args)
+
+  monkeypatch.setattr(store, "documents_of", changing)
+  with pytest.raises(DataError, match="the text changed while it was read; run the same command"):
+    opened(config, monkeypatch, large=True)
+  assert not list((folder / "cache").glob("corpus-*"))
+  assert opened(config, monkeypatch, large=True).corpus.documents == 400
+
+
+BUILD = """
+import logging, sys, time
+from scmoe.data import DataConfig, open_data, store
+logging.basicConfig(level=logging.INFO)
+store.LARGE = 0
+read = store.documents_of
+def slowly(*args):
+  for document in read(*args):
+    time.sleep(0.002)
+    yield document
+store.documents_of = slowly
+config = DataConfig(path=sys.argv[1], cache_dir=sys.argv[2], seq_len=32, document_bytes=300)
+data = open_data(config, batch_size=2, seed=0)
+print(data.fingerprint()["digest"], next(data.train()).inputs.sum())
+"""
+
+
+def test_of_two_builders_one_makes_the_corpus_and_the_other_waits(folder):
+  words = [sys.executable, "-c", BUILD, str(folder / "a.txt"), str(folder / "cache")]
+  environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+  options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+  running = [subprocess.Popen(words, env=environment, **options) for _ in range(2)]
+  said = [process.communicate(timeout=120) for process in running]
+  assert [process.returncode for process in running] == [0, 0], said
+  assert said[0][0] == said[1][0]
+  assert sum("tokenising into" in errors for _, errors in said) == 1
+  assert len(list((folder / "cache").glob("corpus-*"))) == 1
+
+
+def test_what_a_killed_builder_left_is_removed(folder, monkeypatch):
+  config = config_of("text", folder)
+  key = store._key(config, store.tokenizers.ByteTokenizer())
+  left = folder / "cache" / f"corpus-{key}.partial-abc"
+  left.mkdir(parents=True)
+  (left / "0.train.tokens").write_bytes(b"half")
+  opened(config, monkeypatch, large=True)
+  assert [p.name for p in (folder / "cache").glob("corpus-*")] == [f"corpus-{key}"]
 
 
 def test_a_cache_that_cannot_be_written_and_text_that_is_none(folder, monkeypatch):

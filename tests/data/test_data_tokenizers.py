@@ -132,6 +132,35 @@ def test_files_that_are_no_tokenizer_are_named(tmp_path):
     tokenizers.load_json(str(tmp_path / "t.json"), "")
 
 
+def test_a_flipped_bit_of_a_cached_tokenizer_is_found(tmp_path, caplog):
+  """Still a tokenizer, of another vocabulary."""
+  first = tokenizers.load_bpe(TEXTS, 300, tmp_path)
+  (file,) = tmp_path.iterdir()
+  content = file.read_text()
+  token = '"37"' if '"37"' in content else next(t for t in ('"25"', '"=1"', '"00"') if t in content)
+  file.write_text(content.replace(token, token[:2] + '~"', 1))
+  assert tokenizers.load_bpe(TEXTS, 300, tmp_path).digest == first.digest
+  assert "is damaged; making it again" in caplog.text
+
+
+@pytest.mark.parametrize(
+  ("vocab", "message"),
+  [
+    ({}, r"'t' has no token: its vocabulary is empty"),
+    ({"</s>": 0, "a": 4 * 10**9}, r"'t' gives 'a' the id 4000000000; ids are below 16777216"),
+    ({"</s>": 0, "a": 10**12}, r"'t': not a tokenizer.json"),
+    ({"</s>": 0, "a": -1}, r"'t': not a tokenizer.json"),
+    ({"</s>": 0, "a": 1.5}, r"'t': not a tokenizer.json"),
+  ],
+)
+def test_vocabularies_that_cannot_be_used_are_one_line(vocab, message):
+  content = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"},
+             "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "</s>"}}  # fmt: skip
+  with pytest.raises(DataError, match=message) as caught:
+    tokenizers.JsonTokenizer(json.dumps(content), name="t")
+  assert "\n" not in str(caught.value)
+
+
 def test_a_missing_package_is_named(monkeypatch):
   import sys
 

@@ -1,0 +1,111 @@
+"""How a released model's texts begin and end, and how its conversations are written.
+
+A model is asked for text the way it was trained: Mixtral's texts begin with `<s>`, OLMoE's with
+nothing, and an instruct model ends its answer at any of several tokens. `scmoe.convert` takes these
+conventions from a model's folder (`scmoe.pretrained.conventions`) and keeps them in a file beside
+the run's tokenizer.json. A tokenizer without that file follows this project's own rule: the
+end-of-text token begins and ends every document.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from scmoe.base.errors import DataError
+
+FILE = "conventions.json"  # beside a tokenizer.json
+TEMPLATE_BYTES = 2**20  # a chat template that is longer is refused
+_BYTES = 2 * TEMPLATE_BYTES  # of the whole file
+_MOST_IDS = 256  # that begin a text, or end one
+
+
+@dataclasses.dataclass(frozen=True)
+class Conventions:
+  """What a released model's folder says about texts.
+
+  Attributes:
+    begin_ids: tokens that the model's tokenizer puts before every prompt; () for none.
+    bos_id: token that begins a document of training text, a scored text and an empty prompt; None:
+      the end-of-text token does.
+    stop_ids: tokens at which generation ends, beside the end-of-text token.
+    chat_template: Jinja template of a conversation, or "".
+  """
+
+  begin_ids: tuple[int, ...] = ()
+  bos_id: int | None = None
+  stop_ids: tuple[int, ...] = ()
+  chat_template: str = ""
+
+  def to_json(self) -> str:
+    """The content of the file `conventions.json`."""
+    return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+
+  def check(self, vocab_size: int, name: str) -> None:
+    """Checks that every token is in a vocabulary of `vocab_size` tokens.
+
+    Raises:
+      DataError: one is not; `name` is what the message calls the file.
+    """
+    bos = () if self.bos_id is None else (self.bos_id,)
+    worst = max((*self.begin_ids, *bos, *self.stop_ids), default=0)
+    if worst >= vocab_size:
+      raise DataError(f"{name} names token {worst}; the vocabulary has {vocab_size} tokens")
+
+
+def conventions_from_json(text: str, name: str) -> Conventions:
+  """Reads what `Conventions.to_json` wrote.
+
+  Args:
+    text: the content of the file.
+    name: what errors call it.
+
+  Raises:
+    DataError: the text is not such a file.
+  """
+  try:
+    values = json.loads(text)
+  except (ValueError, RecursionError) as error:
+    raise DataError(f"{name} cannot be read: {error}") from None
+  fields = {field.name for field in dataclasses.fields(Conventions)}
+  if not isinstance(values, dict) or set(values) != fields:
+    raise DataError(f"{name} does not have the fields {', '.join(sorted(fields))}")
+  bos, template = values["bos_id"], values["chat_template"]
+  if bos is not None and not is_token_id(bos):
+    raise DataError(f"{name}: bos_id={bos!r} is not a token id")
+  if not isinstance(template, str) or len(template) > TEMPLATE_BYTES:
+    raise DataError(f"{name}: chat_template is not a text of at most {TEMPLATE_BYTES} characters")
+  begin, stop = (_ids(values[field], f"{name}: {field}") for field in ("begin_ids", "stop_ids"))
+  return Conventions(begin, bos, stop, template)
+
+
+def _ids(value: Any, name: str) -> tuple[int, ...]:
+  if not isinstance(value, list) or len(value) > _MOST_IDS or not all(map(is_token_id, value)):
+    raise DataError(f"{name} is not a list of at most {_MOST_IDS} token ids")
+  return tuple(value)
+
+
+def is_token_id(value: Any) -> bool:
+  """Whether a value of a JSON file can be a token id."""
+  return type(value) is int and 0 <= value < 2**31
+
+
+def conventions_beside(tokenizer: Path) -> Conventions | None:
+  """The conventions in the folder of a tokenizer.json; None where the folder has none.
+
+  Raises:
+    DataError: the file is there and cannot be read.
+  """
+  path = tokenizer.with_name(FILE)
+  if not path.is_file():
+    return None
+  try:
+    with path.open("rb") as file:
+      content = file.read(_BYTES + 1)
+    if len(content) > _BYTES:
+      raise DataError(f"{path} is larger than {_BYTES} bytes, the most that this file may have")
+    return conventions_from_json(content.decode("utf-8"), str(path))
+  except (OSError, UnicodeDecodeError) as error:
+    raise DataError(f"{path} cannot be read: {error}") from None

@@ -1,0 +1,124 @@
+"""Mistakes with data files and tokenizers that ended in tracebacks, aborts, or ever more memory."""
+
+import json
+
+import numpy as np
+import pytest
+
+from scmoe.base.errors import ConfigError, DataError
+from scmoe.data import DataConfig, corpus, open_data
+from scmoe.data import text as sources
+
+
+def opened(tmp_path, **fields):
+  return open_data(
+    DataConfig(**{"seq_len": 16, "cache_dir": str(tmp_path / "cache")} | fields),
+    batch_size=1,
+    seed=0,
+  )
+
+
+@pytest.fixture
+def text(tmp_path):
+  (tmp_path / "a.txt").write_text("hello world\n\n" * 200)
+  return str(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize("field", ["path", "tokenizer", "cache_dir"])
+@pytest.mark.parametrize(
+  ("value", "message"),
+  [
+    ("~nosuchuser/x", "names a user that this machine does not have"),
+    ("a\0b", "holds a NUL byte"),
+    ("x" * 5000, "xxx'... cannot be used: File name too long"),
+  ],
+)
+def test_no_path_is_a_traceback(field, value, message, tmp_path, text):
+  fields = {"path": text, "tokenizer": "bpe", "vocab_size": 257} | {field: value}
+  with pytest.raises(ConfigError, match=message) as refused:
+    opened(tmp_path, **fields)
+  assert f"data.{field}=" in str(refused.value)
+  assert len(str(refused.value)) < 300
+  if field == "path":
+    with pytest.raises(ConfigError, match=message):
+      DataConfig(mixture=f"text:{value}:1").check()
+
+
+@pytest.mark.parametrize(
+  ("field", "value"), [("vocab_size", 5 * 10**9), ("prefetch", 10**12), ("read_threads", 10**6)]
+)
+def test_sizes_beyond_any_machine(field, value, tmp_path, text):
+  """The process was aborted, or took memory without end."""
+  with pytest.raises(ConfigError, match=rf"data.{field}={value} is too large; the most is"):
+    opened(tmp_path, path=text, tokenizer="bpe", **{field: value})
+
+
+def rows(path, row, count=60):
+  path.write_text("".join(json.dumps(row(i)) + "\n" for i in range(count)))
+  return str(path)
+
+
+def test_a_column_with_another_value_in_every_row_names_no_domains(tmp_path, monkeypatch):
+  """Every domain takes a megabyte: a column of ids took all memory."""
+  path = rows(tmp_path / "a.jsonl", lambda i: {"text": f"text {i}", "id": f"n{i}"})
+  monkeypatch.setattr(corpus, "MOST_DOMAINS", 20)
+  with pytest.raises(DataError, match=r"more than 20 domains, the last 'n20'; data.domain_field="):
+    opened(tmp_path, path=path, domain_field="id")
+  few = rows(tmp_path / "b.jsonl", lambda i: {"text": f"text {i}", "id": f"n{i % 20}"})
+  assert len(opened(tmp_path, path=few, domain_field="id").domains) == 20
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[2J", "x" * 101, "\u202e"])
+def test_names_of_domains_cannot_write_to_the_terminal(name, tmp_path):
+  path = rows(tmp_path / "a.jsonl", lambda i: {"text": f"text {i}", "kind": name if i else "good"})
+  with pytest.raises(DataError, match=r"a.jsonl:2: data.domain_field='kind' holds .*, no name;"):
+    opened(tmp_path, path=path, domain_field="kind", max_bad_rows=0)
+
+
+def tokenizer_of(tmp_path, model):
+  content = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}}
+  (tmp_path / "tok.json").write_text(json.dumps(content | {"model": model}))
+  return str(tmp_path / "tok.json")
+
+
+@pytest.mark.parametrize(
+  "model",
+  [
+    {"type": "WordLevel", "vocab": {"</s>": 0, "a": 1}, "unk_token": "unk"},
+    {"type": "Unigram", "unk_id": None, "vocab": [["</s>", 0.0], ["a", -1.0]]},
+  ],
+  ids=["WordLevel", "Unigram"],
+)
+def test_a_tokenizer_that_knows_too_little_is_one_line(model, tmp_path, text):
+  path = tokenizer_of(tmp_path, model)
+  with pytest.raises(
+    DataError, match=r"data.tokenizer='.*tok.json' cannot encode the text: .*(?i:unk)"
+  ):
+    opened(tmp_path, path=text, tokenizer=path)
+  with pytest.raises(DataError, match="cannot encode the text"):
+    corpus.tokenizers.load_json(path, "").encode("hello")
+
+
+def test_a_tokenizer_that_drops_the_text_is_warned_of(tmp_path, text, caplog):
+  model = {"type": "BPE", "vocab": {"</s>": 0, "q": 1}, "merges": []}
+  opened(tmp_path, path=text, tokenizer=tokenizer_of(tmp_path, model))
+  assert "data.tokenizer makes no token of 1 of 1 documents" in caplog.text
+
+
+def test_files_that_are_taken_for_a_tokenizer_json(tmp_path, text, monkeypatch):
+  (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e<unk>\xff")
+  with pytest.raises(DataError, match=r"is a SentencePiece model; give the tokenizer.json"):
+    opened(tmp_path, path=text, tokenizer=str(tmp_path / "tokenizer.model"))
+  monkeypatch.setattr(corpus.tokenizers, "_MOST_BYTES", 10)
+  (tmp_path / "t.json").write_text("{}" * 99)
+  with pytest.raises(DataError, match="is larger than 10 bytes"):
+    opened(tmp_path, path=text, tokenizer=str(tmp_path / "t.json"))
+
+
+def test_a_pipe_is_no_file(tmp_path):
+  import os
+
+  os.mkfifo(tmp_path / "p.txt")
+  with pytest.raises(DataError, match="does not exist; give a file"):
+    opened(tmp_path, path=str(tmp_path / "p.txt"))
+  assert sources.kind_of(np.zeros(64, np.uint8).tobytes()) == ""

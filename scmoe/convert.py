@@ -1,16 +1,17 @@
-"""python -m scmoe.convert: released models to runs, and runs to released models.
+"""python -m scmoe.convert: a released model to a run, and a run to a released model.
 
   python -m scmoe.convert --from ~/models/OLMoE-1B-7B --workdir runs/olmoe
   python -m scmoe.convert --workdir runs/olmoe --to exports/olmoe
   python -m scmoe.convert --from ~/models/OLMoE-1B-7B --workdir runs/a --upcycle wiring=scmoe_pos2
   python -m scmoe.convert --workdir runs/a --inference exports/a --dtype int8
 
-Reads and writes folders as Hugging Face transformers has them: config.json, safetensors, and
-tokenizer.json. What is read becomes step 0 of a run, in the types of its tensors: `scmoe.evaluate`,
-`scmoe.generate` and `scmoe.train` take it from there. Families: OLMoE, Mixtral, Qwen3-MoE,
-DeepSeek-V2 and V3, LongCat-Flash, and Llama, Mistral and Qwen3 as sources of experts. Nothing is
-written before everything has been checked. --inference writes what scmoe.generate, scmoe.evaluate
-and scmoe.serve read with --model: any run's weights, without optimizer, checksummed.
+Reads and writes model folders in the layout of Hugging Face transformers: config.json, safetensors,
+tokenizer.json, and the files that say how texts begin and end. --from makes the model step 0 of a
+run, in the types of its tensors; scmoe.evaluate, scmoe.generate and scmoe.train take it from there.
+Families: OLMoE, Mixtral, Qwen3-MoE, DeepSeek-V2 and V3, LongCat-Flash, and Llama, Mistral and Qwen3
+as sources of experts. Everything is checked before anything is written. --inference writes a folder
+for --model of scmoe.generate, scmoe.evaluate and scmoe.serve: any run's weights without optimizer,
+with checksums.
 """
 
 from __future__ import annotations
@@ -29,13 +30,21 @@ import jax
 from jax import Array
 
 from scmoe.base.errors import ConfigError, DataError, StorageError, run_main
+from scmoe.base.paths import expanded
 from scmoe.base.sizes import number, size_of
 from scmoe.data.config import DataConfig
-from scmoe.data.tokenizers import JsonTokenizer
+from scmoe.data.tokenizers import TOKENIZER, JsonTokenizer
 from scmoe.models.flops import count_parameters
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.parallel.mesh import MeshConfig
-from scmoe.pretrained.families import read_config, write_config
+from scmoe.pretrained.conventions import (
+  check_kept,
+  config_fields,
+  eos_ids,
+  kept_files,
+  read_conventions,
+)
+from scmoe.pretrained.families import FAMILIES, read_config, write_config
 from scmoe.pretrained.folder import CONFIG, TYPES, Folder, Planned, appearing, write_weights
 from scmoe.pretrained.header import LIMITS, read_object, read_text
 from scmoe.pretrained.inference import (
@@ -62,17 +71,21 @@ from scmoe.run import build
 from scmoe.run.command_line import HELP, Flag, help_text, parse
 from scmoe.run.config import RunConfig, check_workdir
 from scmoe.run.opened import load_tokenizer, open_run
-from scmoe.run.summary import TOKENIZER
 from scmoe.training.checkpoint import FOLDER, WEIGHTS_ONLY, Checkpointer, list_steps, restore_stored
 from scmoe.training.options import CheckpointConfig
 from scmoe.training.pieces import Piece, PiecedArray
 from scmoe.training.workdir import RunLock, prepare_workdir, write_json
 
-SOURCE = "source.json"  # in the run: config.json of the model that was read, and types of tensors
+SOURCE = "source.json"  # in the run: what `--to` needs to give back the folder that was read
 FLAGS = (
   Flag("from", str, "", "folder of a released model to read"),
   Flag("to", str, "", "folder to write the run's model to; must not exist yet"),
-  Flag("inference", str, "", "folder to write the run's model to, as inference reads it; new"),
+  Flag(
+    "inference",
+    str,
+    "",
+    "folder to write the run's model to, for --model of other commands; must not exist yet",
+  ),
   Flag("workdir", str, "", "folder of the run", required=True),
   Flag("step", int, -1, "with --to, --inference: step of the checkpoint; -1: the newest"),
   Flag(
@@ -101,14 +114,14 @@ _WORDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def main(argv: list[str]) -> None:
-  """Reads or writes, as the command line asks for."""
+  """Runs the command line: one of --from, --to and --inference."""
   values, _ = parse(argv, FLAGS)
   if values["help"]:
     return print(help_text(__doc__ or "", FLAGS, values["help"]))
   if sum(bool(values[name]) for name in ("from", "to", "inference")) != 1:
     raise ConfigError(
-      "give --from FOLDER, to read a released model, --to FOLDER, to write one, or --inference "
-      "FOLDER, to write what inference reads"
+      "give one of: --from FOLDER to read a released model, --to FOLDER to write one, --inference "
+      "FOLDER to write a folder for inference"
     )
   workdir = check_workdir(values["workdir"])
   if values["from"]:
@@ -119,7 +132,8 @@ def main(argv: list[str]) -> None:
   step = None if values["step"] < 0 else values["step"]
   options = {"step": step, "dtype": values["dtype"], "mesh": values["mesh"]}
   write = export_model if values["to"] else export_inference
-  folder = Path(values["to"] or values["inference"]).expanduser()
+  flag = "to" if values["to"] else "inference"
+  folder = expanded(values[flag], f"--{flag}")
   return print(write(workdir, folder, **options))
 
 
@@ -127,12 +141,12 @@ def main(argv: list[str]) -> None:
 
 
 class Released(NamedTuple):
-  """A released model that has been checked, and not read yet.
+  """A released model that has been checked but not read.
 
   Attributes:
     folder: its files.
     family: one of `FAMILIES`.
-    tensors: what is read of it; skipped: names of what is not.
+    tensors: those that are read; skipped: names of those that are not.
     built: its model on a mesh.
   """
 
@@ -143,13 +157,18 @@ class Released(NamedTuple):
   built: build.Built
 
   def leaves(self) -> Iterator[tuple[str, Array]]:
-    """Parameters and router state by dotted name, on the mesh, in the types of the files; more are
-    read while one is looked at."""
+    """Yields parameters and router state by dotted name, on the mesh, in the types of the files.
+
+    Threads read the following ones meanwhile.
+    """
     types = stored_types(self.folder, self.tensors)
     return load(self.folder.read, types, self.tensors, leaves_of(self.built))
 
   def pieces(self) -> tuple[list[PiecedArray], Iterator[Callable[[], Piece]]]:
-    """What these are on no mesh, and their pieces in the order of the files, for a disk to read."""
+    """Parameters and router state as arrays of a checkpoint, and functions that read their pieces.
+
+    The pieces come in the order of the files, so that the disk reads forward.
+    """
     types, entries = stored_types(self.folder, self.tensors), self.folder.entries
     lies = lambda tensor: (str(entries[tensor.name].file), entries[tensor.name].start)
     ordered = sorted(self.tensors, key=lies)
@@ -165,8 +184,8 @@ def open_released(
   Args:
     path: of the folder.
     mesh: see `--mesh`.
-    dtype: of the computation; by default the folder's (float16 and mixed ones: bfloat16).
-    data: section of the run.
+    dtype: type to compute in; by default float32 for a folder in float32, else bfloat16.
+    data: section of the run; by default with rows of at most the model's context.
 
   Raises:
     DataError: a file or a tensor is not what it should be.
@@ -200,19 +219,19 @@ def open_released(
 
 
 def _mesh(run: RunConfig, devices: int) -> MeshConfig:
-  """All devices on the expert axis where they divide the experts, else one."""
+  """All devices on the expert axis; one device where their number does not divide the experts."""
   fits = bool(run.model.wiring_rule.taps) and run.model.num_experts % devices == 0
   return MeshConfig(data=1, expert=devices if fits else 1)
 
 
 def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "") -> str:
-  """Makes a released model step 0 of a run; returns what there is to say about it.
+  """Makes a released model step 0 of a run; returns lines for the user.
 
   Args:
     path: folder of the model.
     workdir: of the run.
     mesh: see `--mesh`.
-    upcycle: another architecture that starts from it; see `scmoe.pretrained.upcycle`.
+    upcycle: request for another architecture; see `scmoe.pretrained.upcycle`.
 
   Raises:
     DataError: a file or a tensor is not what it should be; nothing has been written.
@@ -234,18 +253,18 @@ def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "")
     run = dataclasses.replace(run, model=planned.model, router=planned.router)
     run = run.resolve(num_devices=jax.device_count(), vocab_size=0)
     built = build.build(run, list(built.mesh.devices.flat))
-  there = workdir.exists()
+  there, origin = workdir.exists(), _origin(released)
   workdir = prepare_workdir(workdir)
 
   def describe() -> None:
-    """What describes the run is written when all has been read, and before the step appears."""
+    """Writes the files that describe the run: after everything is read, before the step appears."""
     if tokenizer is not None:
-      _write(workdir / TOKENIZER, tokenizer.content)
+      _write_tokenizer(tokenizer, workdir)
     if not upcycle:
-      write_json(workdir / SOURCE, _origin(released))
+      write_json(workdir / SOURCE, origin)
     write_json(workdir / "config.json", built.config)
 
-  # The lock first: a folder that another process writes to is none of ours.
+  # The lock comes first, so that a folder in which another process works is never removed.
   with RunLock(workdir), _gone_if_it_fails(workdir, there):
     keeper = Checkpointer(workdir, CheckpointConfig(async_save=False))
     try:
@@ -271,18 +290,19 @@ def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "")
 
 
 def _origin(released: Released) -> dict[str, Any]:
-  """What gives back the folder that was read: its config.json and the types of its tensors."""
+  """The content of `SOURCE`: the folder's config.json, types of tensors and files about texts."""
   entries = released.folder.entries
   types = {t.name: entries[t.name].dtype for t in released.tensors}
   usual = max(types.values(), key=list(types.values()).count)
   other = {name: kind for name, kind in types.items() if kind != usual}
   source = {"family": released.family, "config": released.folder.config}
-  return source | {"dtype": usual, "other_dtypes": other}
+  files = kept_files(released.folder.path)
+  return source | {"dtype": usual, "other_dtypes": other, "files": files}
 
 
 @contextlib.contextmanager
 def _gone_if_it_fails(folder: Path, there: bool) -> Iterator[None]:
-  """Removes a folder if what is in it was not finished, unless it was there before."""
+  """Removes a folder if the block fails, unless `there`: it existed before."""
   try:
     yield
   except BaseException:
@@ -303,20 +323,25 @@ def _meta(built: build.Built) -> dict[str, Any]:
 
 
 def _tokenizer(released: Released) -> JsonTokenizer | None:
-  """The folder's tokenizer, if it has one, with the end-of-text token that config.json names.
+  """The folder's tokenizer, if it has one, with the model's conventions.
+
+  The end-of-text token is the first that config.json or generation_config.json names.
 
   Raises:
     ConfigError: it has more tokens than the model, or not that one.
-    DataError: it is none.
+    DataError: it is none, or a file about conventions is not what it should be.
   """
-  path = released.folder.path / TOKENIZER
+  folder, config = released.folder.path, released.folder.config
+  path = folder / TOKENIZER
   if not path.is_file():
     return None
-  eos_id: Any = released.folder.config.get("eos_token_id")
-  eos_id = eos_id[0] if isinstance(eos_id, list) and eos_id else eos_id
   content = read_text(path, LIMITS[TOKENIZER])
-  tokenizer = JsonTokenizer(content, name=str(path), eos_id=eos_id)
+  name, eos_id = str(path), next(iter(eos_ids(folder, config)), None)
+  plain = JsonTokenizer(content, name=name, eos_id=eos_id)
+  conventions = read_conventions(folder, config, plain)
   size = released.built.run.model.vocab_size
+  conventions.check(size, str(folder))
+  tokenizer = JsonTokenizer(content, name=name, eos_id=plain.eos_id, conventions=conventions)
   if tokenizer.vocab_size > size:
     raise ConfigError(
       f"{path} has {tokenizer.vocab_size} tokens, {CONFIG} has vocab_size={size}: they are not of "
@@ -325,15 +350,15 @@ def _tokenizer(released: Released) -> JsonTokenizer | None:
   return tokenizer
 
 
-def _write(path: Path, text: str) -> None:
+def _write_tokenizer(tokenizer: JsonTokenizer, folder: Path) -> None:
   try:
-    path.write_text(text, "utf-8")
+    tokenizer.write(folder)
   except OSError as error:
-    raise StorageError(f"{path} cannot be written: {error}") from None
+    raise StorageError(f"{folder / TOKENIZER} cannot be written: {error}") from None
 
 
 def _said(released: Released, workdir: Path, seconds: float, has_tokenizer: bool) -> str:
-  """What was read, how long it took, and what to do next."""
+  """Lines for the user: what was read, how long it took, and what to do next."""
   built, folder = released.built, released.folder
   counts = count_parameters(built.run.model, built.shapes)
   lines = [
@@ -359,7 +384,7 @@ def _said(released: Released, workdir: Path, seconds: float, has_tokenizer: bool
 
 
 def _peak_memory() -> int:
-  """Largest resident memory of this process in bytes, mapped files included."""
+  """Most bytes of resident memory that this process has had, mapped files included."""
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   return peak if sys.platform == "darwin" else 1024 * peak
 
@@ -370,7 +395,7 @@ def _peak_memory() -> int:
 def export_model(
   workdir: Path, folder: Path, *, step: int | None = None, dtype: str = "", mesh: str = ""
 ) -> str:
-  """Writes a run's model as transformers would load it; returns what there is to say about it.
+  """Writes a run's model so that transformers can load it; returns a line for the user.
 
   Raises:
     ConfigError: no released family has the run's architecture, or `dtype` is none.
@@ -397,14 +422,18 @@ def export_model(
   with appearing(folder) as partial:
     files = write_weights(partial, planned, typed)
     read = source.get("config", {})
-    # A model that says the same in other words keeps its own.
+    # If our config.json means the same as the one that was read, the folder keeps its own words.
     same = bool(read) and read_config(read, SOURCE)[1:] == read_config(config)[1:]
     written = {**config, **read} if same else {**read, **config}
     written["dtype"] = word
     written.pop("torch_dtype", None)
-    write_json(partial / CONFIG, written)
     if (workdir / TOKENIZER).is_file():
       shutil.copyfile(workdir / TOKENIZER, partial / TOKENIZER)
+      if not read:
+        written |= _text_fields(run, workdir)
+    write_json(partial / CONFIG, written)
+    for name, text in source.get("files", {}).items():
+      (partial / name).write_text(text, "utf-8")
   size = size_of(sum(p.size for p in planned))
   return (
     f"{family} of {workdir}, step {stored.step}: {len(planned)} tensors, {size}, in {folder} "
@@ -415,9 +444,9 @@ def export_model(
 def export_inference(
   workdir: Path, folder: Path, *, step: int | None = None, dtype: str = "", mesh: str = ""
 ) -> str:
-  """Writes a run's model as inference reads it; returns what there is to say about it.
+  """Writes a run's model as an inference folder; returns lines for the user.
 
-  The weights come from the checkpoint to the devices, and from there a tensor at a time.
+  The checkpoint is restored on the devices and fetched from there one tensor at a time.
 
   Args:
     workdir: of the run.
@@ -435,13 +464,13 @@ def export_inference(
   stored = open_run(str(workdir), step)
   dtype = check_dtype(dtype, stored.run)
   tokenizer = load_tokenizer(stored.run, str(workdir))
-  content = tokenizer.content if isinstance(tokenizer, JsonTokenizer) else ""
+  files = tokenizer.files() if isinstance(tokenizer, JsonTokenizer) else {}
   run = build.on_mesh(inference_run(stored.run, dtype), mesh)
   leaves = restore_stored(workdir, leaves_of(build.build(run)), stored.step)
   planned = parts(run, dtype)
   if missing := sorted({part.leaf for part in planned} - set(leaves)):
     raise ConfigError(f"{workdir} has no {missing[0]}; its checkpoint is of another configuration")
-  options = {"dtype": dtype, "step": stored.step, "tokenizer": content}
+  options = {"dtype": dtype, "step": stored.step, "tokenizer": files}
   write_folder(folder, run, values_of(leaves, planned), **options)
   size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
   return (
@@ -453,7 +482,11 @@ def export_inference(
 
 
 def _source(workdir: Path) -> dict[str, Any]:
-  """What the run was read from; {} for one that was trained from random weights."""
+  """The content of `SOURCE`; {} for a run that was trained from random weights.
+
+  Raises:
+    DataError: the file is damaged.
+  """
   path = workdir / SOURCE
   if not path.is_file():
     return {}
@@ -461,7 +494,20 @@ def _source(workdir: Path) -> dict[str, Any]:
   kinds = {"family": str, "config": dict, "dtype": str, "other_dtypes": dict}
   if wrong := next((n for n, k in kinds.items() if not isinstance(source.get(n), k)), None):
     raise DataError(f"{path} has no {wrong}, which scmoe.convert writes there")
+  kinds_named = [source["dtype"], *source["other_dtypes"].values()]
+  if unknown := [kind for kind in kinds_named if kind not in _WORDS.values()]:
+    raise DataError(f"{path}: {str(unknown[0])[:40]!r} is none of: {', '.join(_WORDS.values())}")
+  if source["family"] not in FAMILIES:
+    raise DataError(f"{path}: {source['family'][:40]!r} is none of: {', '.join(FAMILIES)}")
+  check_kept(source.setdefault("files", {}), path)  # version 0.2 kept none
   return source
+
+
+def _text_fields(run: RunConfig, workdir: Path) -> dict[str, Any]:
+  """The fields of config.json about the beginning and end of texts, of a run's own tokenizer."""
+  tokenizer = load_tokenizer(run, str(workdir))
+  others = sorted(tokenizer.stop_ids - {tokenizer.eos_id})
+  return config_fields(tokenizer.bos_id, (tokenizer.eos_id, *others))
 
 
 if __name__ == "__main__":

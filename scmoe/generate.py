@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import jax
 
 from scmoe.base.errors import ConfigError, run_main
 from scmoe.base.sizes import size_of
+from scmoe.data.tokenizers import JsonTokenizer, prompt_ids
 from scmoe.inference.decode import stream
 from scmoe.inference.offload.model import Usage, allow_pinned_memory
 from scmoe.inference.offload.plan import Load, Wish, bytes_of, expected, measured_bandwidth, needs
@@ -87,7 +88,13 @@ FLAGS = (
   Flag("model", str, "", "folder of scmoe.convert --inference, in place of a run's"),
   Flag("step", int, -1, "step of the checkpoint; -1: the newest"),
   Flag("prompt", str, "", "text to continue", repeat=True),
-  Flag("chat", bool, False, "continue every line of the input, each a document of its own"),
+  Flag(
+    "chat",
+    bool,
+    False,
+    "answer every line of the input: as messages of one conversation where the model has a chat "
+    "template, else each line is a document to continue",
+  ),
   Flag("max_new_tokens", int, 64, "tokens to add"),
   *SAMPLING_FLAGS,
   *OFFLOAD_FLAGS,
@@ -151,6 +158,10 @@ def main(argv: list[str]) -> None:
       print(f"--- prompt {index + 1}", prompt + text, sep="\n")
     figures = {"tokens": len(texts) * values["max_new_tokens"]}  # at most
     figures["seconds"] = time.perf_counter() - begin
+  elif (
+    values["chat"] and isinstance(session.tokenizer, JsonTokenizer) and (session.tokenizer.can_chat)
+  ):
+    figures = _converse(session, map(str.rstrip, sys.stdin), sampling, options)
   else:
     for prompt in map(str.rstrip, sys.stdin) if values["chat"] else values["prompt"]:
       figures = _show(prompt, session.stream([prompt], sampling, **options))
@@ -211,6 +222,27 @@ def _show(prompt: str, pieces: Iterator[list[Piece]]) -> dict[str, Any]:
   print(f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} a second; the first after "
         f"{first or seconds:.2f} s (compilation counts)", file=sys.stderr)  # fmt: skip
   return {"tokens": tokens, "seconds": seconds, "first_token_seconds": first or seconds}
+
+
+def _converse(
+  session: Session, lines: Iterable[str], sampling: Sampling, options: dict[str, Any]
+) -> dict[str, Any]:
+  """Answers every line as the next message of one conversation; the figures of the last answer."""
+  messages: list[dict[str, str]] = []
+  figures: dict[str, Any] = {}
+  for line in lines:
+    messages.append({"role": "user", "content": line})
+    said: list[str] = []
+    figures = _show("", _noting(session.answer(messages, sampling, **options), said))
+    messages.append({"role": "assistant", "content": "".join(said)})
+  return figures
+
+
+def _noting(pieces: Iterator[list[Piece]], said: list[str]) -> Iterator[list[Piece]]:
+  """The same pieces; their texts are added to `said`."""
+  for piece in pieces:
+    said.append(piece[0].text)
+    yield piece
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,17 +308,20 @@ class Session:
       "usage": self._usage,
       "router": opened.router,
       "mesh": opened.mesh,
-      "eos_id": self.tokenizer.eos_id,
+      "eos_id": self.tokenizer.stop_ids,
       "prepare": opened.prepare,
     }
 
   def encode(self, prompt: str) -> list[int]:
-    """Tokens of a prompt; as in training, a document follows an end-of-text token.
+    """Tokens of a prompt, with those that the model expects before it.
+
+    As in training, a document follows an end-of-text token; of a released model, what its own
+    tokenizer adds (`scmoe.data.conventions`).
 
     Raises:
       ConfigError: it is not valid UTF-8.
     """
-    return [self.tokenizer.eos_id, *self.tokenizer.encode(_valid(prompt))]
+    return prompt_ids(self.tokenizer, _valid(prompt))
 
   def tokens(
     self, prompts: list[list[int]], sampling: Sampling = Sampling(), **options: Any
@@ -303,10 +338,39 @@ class Session:
       prompts: texts; each is read as the beginning of a document.
       sampling, options: `max_new_tokens`, `chunk` and `seed` of `scmoe.inference.decode.stream`.
     """
-    decode, tokens = self.tokenizer.decode, [self.encode(prompt) for prompt in prompts]
+    yield from self._pieces([self.encode(prompt) for prompt in prompts], sampling, **options)
+
+  def answer(
+    self, messages: Sequence[Mapping[str, str]], sampling: Sampling = Sampling(), **options: Any
+  ) -> Iterator[list[Piece]]:
+    """What the model's answer to a conversation grows by, as it is made.
+
+    Args:
+      messages: turns in order, each with `role` and `content`; the oldest are left out where all of
+        them and the answer are longer than the model's context.
+      sampling, options: as for `stream`.
+
+    Raises:
+      ConfigError: the model has no chat template, or jinja2 is not installed.
+      DataError: the template fails.
+    """
+    if not isinstance(self.tokenizer, JsonTokenizer) or not self.tokenizer.can_chat:
+      raise ConfigError("the model has no chat template; give prompts to continue")
+    room = self.model.config.context - options.get("max_new_tokens", 0)
+    tokens = self.tokenizer.chat_ids(messages)
+    while len(tokens) > room and len(messages) > 2:
+      messages = messages[2:]
+      tokens = self.tokenizer.chat_ids(messages)
+    yield from self._pieces([tokens], sampling, **options)
+
+  def _pieces(
+    self, prompts: list[list[int]], sampling: Sampling, **options: Any
+  ) -> Iterator[list[Piece]]:
+    """What every row's text grows by; a character is given out when all its bytes are there."""
+    decode = self.tokenizer.decode
     rows: list[list[int]] = [[] for _ in prompts]
     shown = [""] * len(prompts)
-    for new in self.tokens(tokens, sampling, **options):
+    for new in self.tokens(prompts, sampling, **options):
       pieces = []
       for row, own in enumerate(new):
         rows[row] += own

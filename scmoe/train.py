@@ -200,7 +200,7 @@ def sampling(built: build.Built, data: Data) -> Callable[[TrainState], str] | No
     return None
 
   def run(state: TrainState) -> str:
-    start, eos = [data.tokenizer.eos_id], data.tokenizer.eos_id
+    start = [data.tokenizer.bos_id]
     room = built.run.model.context - len(start)
     (tokens,) = generate(
       built.model(state.params),
@@ -208,7 +208,7 @@ def sampling(built: build.Built, data: Data) -> Callable[[TrainState], str] | No
       Sampling(temperature=0.8),
       max_new_tokens=min(built.run.train.sample_tokens, room),
       seed=built.run.train.seed,
-      eos_id=eos,
+      eos_id=data.tokenizer.stop_ids,
       router=state.router,
       mesh=built.mesh,
     )

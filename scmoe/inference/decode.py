@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -41,7 +41,7 @@ def generate(
   *,
   max_new_tokens: int,
   seed: int = 0,
-  eos_id: int | None = None,
+  eos_id: int | Collection[int] | None = None,
   router: Any = None,
   mesh: Mesh | None = None,
   prepare: Prepare | None = None,
@@ -76,7 +76,7 @@ def stream(
   max_new_tokens: int,
   chunk: int = 8,
   seed: int = 0,
-  eos_id: int | None = None,
+  eos_id: int | Collection[int] | None = None,
   router: Any = None,
   mesh: Mesh | None = None,
   prepare: Prepare | None = None,
@@ -95,7 +95,7 @@ def stream(
     max_new_tokens: tokens to add.
     chunk: tokens that the device makes before the host looks at them.
     seed: of the draws.
-    eos_id: a row that draws this token ends before it.
+    eos_id: a row that draws this token, or one of these, ends before it.
     router: router state of the training run (balancing biases), if it has any.
     mesh: devices of this process on which the model lies; None: one device.
     prepare: makes a program of a jitted function (`scmoe.run.programs`); None: jit does.
@@ -112,6 +112,7 @@ def stream(
   """
   sampling.check()
   _check_prompts(model, prompts, max_new_tokens)
+  ends = {eos_id} if eos_id is None or isinstance(eos_id, int) else set(eos_id)
   mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
   asked, parts = len(prompts), mesh.size // mesh.shape["tensor"]
   prompts = prompts + [prompts[-1]] * (-asked % parts)
@@ -144,7 +145,7 @@ def stream(
     following = *given, np.int32(made + count), token_B, caches
     is_last = made + count == max_new_tokens
     coming = rest(*following) if ahead and not is_last else None
-    pieces = [_until(row.tolist(), eos_id) for row in np.asarray(new_BS)[:asked, :count]]
+    pieces = [_until(row.tolist(), ends) for row in np.asarray(new_BS)[:asked, :count]]
     made += count
     yield [[] if over else piece for over, piece in zip(ended, pieces)]
     ended = [over or len(piece) < count for over, piece in zip(ended, pieces)]
@@ -380,5 +381,5 @@ def _round_up(value: int, multiple: int) -> int:
   return -(-value // multiple) * multiple
 
 
-def _until(tokens: list[int], eos_id: int | None) -> list[int]:
-  return tokens[: tokens.index(eos_id)] if eos_id in tokens else tokens
+def _until(tokens: list[int], ends: Collection[int | None]) -> list[int]:
+  return tokens[: next((i for i, token in enumerate(tokens) if token in ends), len(tokens))]

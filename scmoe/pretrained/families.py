@@ -1,8 +1,8 @@
 """Families of released models: their config.json as options of the model and its router, and back.
 
-Every family is one `Family`: how to read the configuration that Hugging Face transformers writes,
-how to write it, and which names its tensors have (`scmoe.pretrained.names`). What a configuration
-asks for and this model does not have is refused by name; what no computation reads is left alone.
+A `Family` reads the configuration that Hugging Face transformers writes, and writes it again. The
+names of its tensors are in `scmoe.pretrained.names`. A field that asks for something this model
+does not have is refused by name. Fields that no computation reads are left alone.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ _ACTIVATIONS = {
   "gelu_pytorch_tanh": "geglu",
   "relu": "reglu",
 }
-_FAR = 4096  # a context that config.json does not give
-_LARGEST = {  # of what lists are made of, before a file is compared with it
+_LARGEST_NUMBER = 1e30  # of a field that is not a size: larger ones overflow float32
+_FAR = 4096  # tokens of context where config.json gives none
+_LARGEST = {  # of fields that decide how many tensors are listed; the list is made before any check
   "num_hidden_layers": 2**14, "num_layers": 2**14, "first_k_dense_replace": 2**14,
   "zero_expert_num": 2**16,
 }  # fmt: skip
@@ -40,9 +41,9 @@ class Family:
   """One family of released models.
 
   Attributes:
-    architecture: the name of its class in transformers.
-    read: from config.json to options of model and router.
-    write: the inverse, of a configuration that the family can express.
+    architecture: the name of the model's class in transformers.
+    read: makes options of model and router from config.json.
+    write: the inverse, for a configuration that the family can express.
   """
 
   architecture: str
@@ -51,17 +52,22 @@ class Family:
 
 
 class Fields:
-  """A config.json by field, with errors that name file and field.
+  """The fields of a config.json, with errors that name file and field.
 
   Attributes:
-    name: what errors call the file.
+    values: the parsed file.
+    name: what errors call it.
   """
 
   def __init__(self, values: Mapping[str, Any], name: str = "config.json"):
     self.values, self.name = values, name
 
   def size(self, field: str, default: int | None = None) -> int:
-    """A whole number ≥ 0; null is the default, and without one an error."""
+    """A whole number ≥ 0; null gives the default.
+
+    Raises:
+      DataError: it is another value, too large, or null without a default.
+    """
     value = self.values.get(field)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -73,20 +79,29 @@ class Fields:
 
   @property
   def experts(self) -> int:
-    """Of a layer; transformers 5 spells it in either way, whatever 4 called it."""
+    """Experts of a layer: transformers 5 writes either field, whichever version 4 used."""
     fields = "num_experts", "num_local_experts"
     return self.size(fields[self.values.get(fields[0]) is None and fields[1] in self.values])
 
   def number(self, field: str, default: float) -> float:
-    """A number; null is the default."""
+    """A finite number; null gives the default.
+
+    Raises:
+      DataError: it is another value.
+    """
     value = self.values.get(field)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float):
-      raise DataError(f"{self.name}: {field}={value!r} is not a number")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(value) < _LARGEST_NUMBER:  # NaN is not, either
+      raise DataError(f"{self.name}: {field}={str(value)[:40]!r} is not a number")
     return float(value)
 
   def flag(self, field: str, default: bool = False) -> bool:
-    """True or false; null is the default."""
+    """True or false; null gives the default.
+
+    Raises:
+      DataError: it is another value.
+    """
     value = self.values.get(field)
     value = default if value is None else value
     if not isinstance(value, bool):
@@ -94,14 +109,26 @@ class Fields:
     return value
 
   def layers(self, field: str) -> tuple[int, ...]:
-    """A list of layers."""
+    """A list of layers, counted from 0; null gives an empty one.
+
+    Raises:
+      DataError: it is another value.
+    """
     value = self.values.get(field) or []
     if not isinstance(value, list) or not all(type(i) is int and i >= 0 for i in value):
       raise DataError(f"{self.name}: {field}={value!r} is not a list of layers")
     return tuple(value)
 
   def refuse(self, field: str, *allowed: Any) -> None:
-    """An error if the field asks for what this model does not have."""
+    """Refuses a field that asks for something this model does not have.
+
+    Args:
+      field: of the file.
+      allowed: values that this model has, beside null.
+
+    Raises:
+      DataError: the field has another value.
+    """
     value = self.values.get(field)
     if value is not None and value not in allowed:
       known = ", ".join(map(repr, allowed)) or "null"
@@ -109,16 +136,31 @@ class Fields:
 
   @property
   def activation(self) -> str:
-    """Of gated MLPs and experts."""
-    name = self.values.get("hidden_act") or "silu"
-    if name not in _ACTIVATIONS:
+    """`model.activation` of gated MLPs and experts.
+
+    Raises:
+      DataError: `hidden_act` names another.
+    """
+    name = self.values.get("hidden_act")
+    name = "silu" if name is None else name
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
       raise DataError(
         f"{self.name}: hidden_act={name!r} is not supported; known: {', '.join(_ACTIVATIONS)}"
       )
     return _ACTIVATIONS[name]
 
   def rope(self, default_theta: float, *, interleaved: bool = False) -> dict[str, Any]:
-    """`rope_theta` and `rope` of a model: transformers 4 (rope_scaling) or 5 (rope_parameters)."""
+    """The model's options `rope_theta` and `rope`.
+
+    transformers 4 writes them as rope_theta and rope_scaling, version 5 as rope_parameters.
+
+    Args:
+      default_theta: where the file gives none.
+      interleaved: whether neighbouring dimensions turn together, not halves of a head.
+
+    Raises:
+      DataError: the file asks for another kind of rotary embedding.
+    """
     given = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
     if not isinstance(given, dict):
       raise DataError(f"{self.name}: rope_scaling={given!r} is not a group of fields")
@@ -128,7 +170,8 @@ class Fields:
         f"{inner.name} has {unknown!r}, which is not supported; known: {', '.join(_ROPE)}"
       )
     theta = inner.number("rope_theta", self.number("rope_theta", default_theta))
-    kind = given.get("rope_type", given.get("type")) or "default"
+    kind = given.get("rope_type", given.get("type"))
+    kind = "default" if kind is None else kind
     if kind not in ("default", "linear", "llama3", "yarn"):
       raise DataError(
         f"{self.name}: rope_scaling has rope_type={kind!r}, which is not supported; known: "
@@ -157,10 +200,17 @@ class Fields:
   def common(
     self, default_theta: float, *, eps: float, interleaved: bool = False
   ) -> dict[str, Any]:
-    """What all families say alike."""
+    """Options of the model that all families write in the same fields.
+
+    Args:
+      default_theta, eps: rope_theta and rms_norm_eps where the file gives none.
+      interleaved: see `rope`.
+    """
     self.refuse("quantization_config")
     self.refuse("mlp_bias", False)
     kinds = self.values.get("layer_types")
+    if kinds is not None and not isinstance(kinds, list):
+      raise DataError(f"{self.name}: layer_types={str(kinds)[:40]!r} is not a list")
     if kinds is not None and (other := [k for k in kinds if k != "full_attention"]):
       raise DataError(
         f"{self.name}: layer_types has {other[0]!r}, which is not supported; known: full_attention"
@@ -182,7 +232,11 @@ class Fields:
     }
 
   def heads(self, kv_heads: int | None = None) -> dict[str, Any]:
-    """Heads of ordinary attention; `head_dim` where it is given."""
+    """Options of ordinary attention's heads.
+
+    Args:
+      kv_heads: heads of keys and values where the file gives none; None: as many as of queries.
+    """
     heads = self.size("num_attention_heads")
     return {
       "num_kv_heads": self.size("num_key_value_heads", kv_heads or heads),
@@ -190,12 +244,18 @@ class Fields:
     }
 
   def latent(self) -> dict[str, Any]:
-    """Sizes of latent attention."""
+    """Options of latent attention's sizes."""
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     return {"q_lora_rank": self.size("q_lora_rank", 0)} | {n: self.size(n) for n in names}
 
   def balance(self, k: int, field: str = "router_aux_loss_coef") -> dict[str, Any]:
-    """The balancing loss of transformers, which counts all choices of a token: K times ours."""
+    """The balancing loss that comes nearest to transformers' own: MegaBlocks', times K.
+
+    For one layer the two are equal. Over several layers transformers pools the tokens of all of
+    them before it multiplies, E·K·Σ_e f̄_e·p̄_e with f̄ and p̄ the means over layers; ours is the mean
+    over layers of E·K·Σ_e f_e·p_e. Two layers that each send everything to one expert, another in
+    each, have 1 there and 2 here (E = 2, K = 1): pooled, their imbalances cancel.
+    """
     return {"balance": "megablocks", "balance_loss": k * self.number(field, 0.001)}
 
 
@@ -204,7 +264,10 @@ def _merged(fields: dict[str, Any], **others: Any) -> dict[str, Any]:
 
 
 def _normalised(normalise: bool, k: int) -> dict[str, Any]:
-  """Weights over their sum, also for k = 1, where this model's own rule would leave them."""
+  """Router options for weights that are divided by their sum, or are not.
+
+  For k = 1 our own rule leaves a weight as it is; the released models divide it too, which gives 1.
+  """
   once = normalise and k == 1
   return {"normalise": normalise, "compat": CompatConfig(weight_norm=1.0 if once else 0.0)}
 
@@ -214,7 +277,7 @@ def _normalises(router: RouterConfig, k: int) -> bool:
 
 
 def _written(model: ModelConfig, family: str) -> dict[str, Any]:
-  """What all families write alike."""
+  """The fields of config.json that all families have."""
   kind = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
   return {
     "architectures": [FAMILIES[family].architecture],
@@ -252,7 +315,7 @@ def _heads_written(model: ModelConfig) -> dict[str, Any]:
 
 
 def _ranges(layers: tuple[int, ...]) -> str:
-  """Layers as `model.dense_layers` spells them."""
+  """Layers as `model.dense_layers` spells them: "0,1,5"."""
   return ",".join(map(str, layers))
 
 
@@ -518,7 +581,7 @@ def _write_longcat(model: ModelConfig, router: RouterConfig) -> dict[str, Any]:
   }  # fmt: skip
 
 
-# -- dense models, which experts can be made of ---------------------------------------------------
+# -- dense models: experts can be made of their MLPs ----------------------------------------------
 
 
 def _read_dense(c: Fields, *, qk_norm: str, window: int, theta: float) -> ModelConfig:
@@ -572,7 +635,7 @@ FAMILIES: dict[str, Family] = {
 def read_config(
   values: Mapping[str, Any], name: str = "config.json"
 ) -> tuple[str, ModelConfig, RouterConfig]:
-  """The family of a config.json, and its options of model and router, resolved.
+  """The family of a config.json, and the resolved options of model and router.
 
   Args:
     values: the parsed file.
@@ -582,7 +645,7 @@ def read_config(
     DataError: an unknown family, a missing size, or something this model does not have.
   """
   family = values.get("model_type")
-  if family not in FAMILIES:
+  if not isinstance(family, str) or family not in FAMILIES:
     raise DataError(
       f"{name}: model_type={family!r} is not a known family; one of: {', '.join(FAMILIES)}"
     )
@@ -598,14 +661,14 @@ def read_config(
 
 
 def write_config(model: ModelConfig, router: RouterConfig, family: str = "") -> dict[str, Any]:
-  """The config.json of a resolved model, by the family that can express it.
+  """The config.json of a resolved model, in the words of a family that can express it.
 
   Args:
     model, router: options.
-    family: of a model that came from one; empty: the first that fits.
+    family: the family that the model came from; empty: the first that fits.
 
   Raises:
-    ConfigError: no family, or not this one, can express it; names a field in the way.
+    ConfigError: no family, or not this one, can express the model; names a field in the way.
   """
   if model.style != "llama":
     raise ConfigError(
@@ -628,7 +691,8 @@ def write_config(model: ModelConfig, router: RouterConfig, family: str = "") -> 
   raise ConfigError(f"no released family has this architecture ({shown})")
 
 
-# What no checkpoint of a released family holds, because it does not change what is computed.
+# Options that a released family does not fix: they change how the model is computed or trained,
+# not which function it is.
 _FREE = (
   "model.dtype", "model.expert_impl", "model.expert_backend", "model.expert_fp8",
   "model.document_mask",
@@ -653,7 +717,7 @@ def _difference(have: Any, want: Any, prefix: str) -> str:
     elif name == "model.shortcut_norm":
       if have.wiring_rule.is_shortcut and ours != theirs:
         return f"{name}={ours!r}, not {theirs!r}"
-    elif name == "model.shared_hidden":
+    elif name in ("model.shared_hidden", "model.mix"):  # of a shared expert
       if have.wiring_rule.shared_expert and ours != theirs:
         return f"{name}={ours!r}, not {theirs!r}"
     elif name not in _FREE and ours != theirs:

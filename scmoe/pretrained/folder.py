@@ -1,9 +1,9 @@
 """Folders of safetensors, read and written one tensor at a time.
 
-Reading takes a tensor's bytes from the place that the header names, in as many threads as ask for
-one: the library's own reader holds Python's lock while the disk works. Writing is by hand too,
-since the library wants all tensors of a file at once: a file is eight bytes with the length of a
-JSON header, the header, and the bytes of the tensors in its order (the format's specification).
+The library's own reader holds Python's lock while the disk works, and its writer wants all tensors
+of a file at once. So both are done here. A file is eight bytes with the length of a JSON header,
+the header, and the bytes of the tensors in its order (the format's specification). A tensor is read
+from the byte that the header names; any number of threads may read at once.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -22,6 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from scmoe.base.errors import DataError, StorageError
+from scmoe.base.paths import expanded
 from scmoe.pretrained.header import LIMITS, TENSORS, read_header, read_object
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -30,15 +32,25 @@ TYPES = {
   "BF16": np.dtype(ml_dtypes.bfloat16),
   "F16": np.dtype(np.float16),
 }
-# What our own folders also hold (`scmoe.pretrained.inference`); released models are not read so.
+# Types of our own inference folders (`scmoe.pretrained.inference`). Released models in int8 are
+# refused, since they come with scales that nothing here reads.
 WRITTEN = {**TYPES, "I8": np.dtype(np.int8), "I32": np.dtype(np.int32)}
+_OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+_REWRITE = "only safetensors are read: save_pretrained(FOLDER) of the published library writes them"
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _PIECE = 2**24  # bytes that are read ahead at once
-SHARD_BYTES = 5 * 10**9  # of one file, as published models have it
+SHARD_BYTES = 5 * 10**9  # of one file at most, as in published models
 
 
 class Entry(NamedTuple):
-  """What a header says of a tensor: the file it lies in, its shape, its type, and the byte of the
-  file at which it begins."""
+  """A tensor as the header of its file describes it.
+
+  Attributes:
+    file: it lies in.
+    shape: of the tensor.
+    dtype: as the format spells types, such as "BF16".
+    start: first byte of the tensor, counted from the beginning of the file.
+  """
 
   file: Path
   shape: tuple[int, ...]
@@ -51,39 +63,49 @@ class Folder:
 
   Attributes:
     path: of the folder.
-    config: of config.json.
-    entries: of every tensor, by name.
+    config: the parsed config.json.
+    entries: every tensor of the model, by name.
 
   Raises:
     DataError: a file is missing, truncated or not what it should be; one line that names it.
   """
 
   def __init__(self, path: str | os.PathLike[str]):
-    self.path = Path(path).expanduser()
+    self.path = expanded(os.fspath(path), "--from")
     if not self.path.is_dir():
-      raise DataError(f"--from={str(path)!r} is not a folder; give one with {CONFIG} and {WEIGHTS}")
+      name = os.fspath(path)
+      hint = (
+        f" (hf download {name} --local-dir DIR fetches one)" if _HUB_NAME.fullmatch(name) else ""
+      )
+      raise DataError(
+        f"--from={name!r} is not a folder; give one with {CONFIG} and {WEIGHTS}{hint}"
+      )
     self.config = read_object(self.path / CONFIG, LIMITS[CONFIG])
     self._open: dict[Path, BinaryIO] = {}
-    self._asked = threading.Event()  # for a tensor
-    self.entries: dict[str, Entry] = {}
-    index = self._index()
-    files = sorted(set(index.values())) if index else [self._only()]
-    for name in files:
-      self._read_header(self.path / name)
+    self._asked = threading.Event()  # set by the first `read`
+    self.entries = self._indexed(self._index())
+
+  def _indexed(self, index: Mapping[str, str]) -> dict[str, Entry]:
+    """The tensors of the folder by name.
+
+    The index decides: a tensor that a file holds and the index does not name, or names in another
+    file, is not read.
+    """
+    if not index:
+      return self._read_header(self.path / self._only())
+    held = {file: self._read_header(self.path / file) for file in sorted(set(index.values()))}
     for name, file in index.items():
-      entry = self.entries.get(name)
-      if entry is None or entry.file.name != file:
+      if name not in held[file]:
         raise DataError(
           f"{self.path / INDEX} says that {name} is in {file}, which does not hold it"
         )
-    if index and (extra := sorted(set(self.entries) - set(index))):
-      file = self.entries[extra[0]].file
-      raise DataError(f"{file} holds {extra[0]}, which {self.path / INDEX} does not name")
+    return {name: held[file][name] for name, file in index.items()}
 
   def read_ahead(self) -> None:
-    """Has the files read into the system's page cache until the first tensor is asked for.
+    """Starts a thread that reads the files into the system's page cache.
 
-    A disk then works while devices are started and a model is built.
+    The disk then works while devices are started and a model is built. The thread ends at the first
+    `read`.
     """
     threading.Thread(target=self._read_ahead, name="ahead", daemon=True).start()
 
@@ -94,14 +116,14 @@ class Folder:
       while not self._asked.is_set():
         try:
           count = os.preadv(file.fileno(), [piece], place)
-        except OSError:  # whoever asks for a tensor of it is told
+        except OSError:  # `read` says so, when it is called for a tensor of this file
           return
         if not count:
           break
         place += count
 
   def read(self, name: str) -> np.ndarray:
-    """One tensor; may be called by several threads at once.
+    """Reads one tensor; several threads may call it at once.
 
     Raises:
       DataError: its file cannot be read.
@@ -117,11 +139,15 @@ class Folder:
 
   @property
   def size(self) -> int:
-    """Bytes of all tensors."""
+    """Bytes of all tensors together."""
     return sum(math.prod(e.shape) * TYPES[e.dtype].itemsize for e in self.entries.values())
 
   def _index(self) -> dict[str, str]:
-    """File of every tensor; {} for a folder of one file."""
+    """The file of every tensor, by name; {} for a folder without an index.
+
+    Raises:
+      DataError: the index is not one, or names a file that is not beside it.
+    """
     path = self.path / INDEX
     if not path.is_file():
       return {}
@@ -133,6 +159,8 @@ class Folder:
     for name, file in found.items():
       if not isinstance(file, str) or Path(file).name != file:
         raise DataError(f"{path}: {name} is in {file!r}, which is no name of a file beside it")
+      if not file.endswith(".safetensors"):
+        raise DataError(f"{path}: {name} is in {file!r}, which is no .safetensors file; {_REWRITE}")
       if not (self.path / file).is_file():
         raise DataError(f"{path} names {file} for {name}, and {self.path} has no such file")
     return found
@@ -143,25 +171,27 @@ class Folder:
       return WEIGHTS
     if len(files) == 1:
       return files[0]
+    others = sorted(p.name for p in self.path.iterdir() if p.suffix in _OTHER_FORMATS)
+    if others and not files:
+      raise DataError(f"{self.path} has {others[0]} and no .safetensors file; {_REWRITE}")
     found = f"{len(files)} files without {INDEX}" if files else "no file"
     raise DataError(f"{self.path} has no {WEIGHTS} ({found}); give all files of the model")
 
-  def _read_header(self, file: Path) -> None:
-    for name, described in read_header(file).items():
-      if name in self.entries:
-        raise DataError(f"{file} and {self.entries[name].file} both hold {name}")
-      self.entries[name] = Entry(file, *described)
+  def _read_header(self, file: Path) -> dict[str, Entry]:
+    """The tensors of one file, which stays open."""
+    found = {name: Entry(file, *described) for name, described in read_header(file).items()}
     try:
       self._open[file] = file.open("rb", buffering=0)
     except OSError as error:
       raise DataError(f"{file} is damaged or incomplete: {error}") from None
+    return found
 
 
 def read_into(found: np.ndarray, file: BinaryIO, start: int) -> None:
-  """Fills a contiguous array from byte `start` of an open file; any number of threads may.
+  """Fills a contiguous array from byte `start` of an open file; several threads may do so at once.
 
   Raises:
-    OSError: it cannot be read, or ends before the array does.
+    OSError: the file cannot be read, or ends before the array is full.
   """
   left: Any = memoryview(found.reshape(-1).view(np.uint8))  # pyright: ignore[reportArgumentType]
   while left:
@@ -172,10 +202,10 @@ def read_into(found: np.ndarray, file: BinaryIO, start: int) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-  """A JSON object of a model's folder.
+  """Reads a JSON object of a model's folder.
 
   Raises:
-    DataError: it is missing, too large, or is none.
+    DataError: the file is missing, too large, or no JSON object.
   """
   return read_object(path, LIMITS["index"])
 
@@ -184,7 +214,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Planned(NamedTuple):
-  """A tensor to be written: its name, its shape and its type as a header spells it."""
+  """A tensor that is to be written; `dtype` as the format spells types."""
 
   name: str
   shape: tuple[int, ...]
@@ -192,12 +222,15 @@ class Planned(NamedTuple):
 
   @property
   def size(self) -> int:
-    """In bytes."""
+    """Bytes of the tensor."""
     return math.prod(self.shape) * WRITTEN[self.dtype].itemsize
 
 
 def write_weights(folder: Path, planned: list[Planned], values: Iterable[np.ndarray]) -> list[str]:
-  """Writes tensors as they come, in files of at most `SHARD_BYTES`, and the index of several.
+  """Writes tensors one after the other, in files of at most `SHARD_BYTES`.
+
+  Several files get an index. The values are taken one at a time, so that they may be made one at a
+  time.
 
   Args:
     folder: exists.
@@ -206,6 +239,9 @@ def write_weights(folder: Path, planned: list[Planned], values: Iterable[np.ndar
 
   Returns:
     names of the files.
+
+  Raises:
+    OSError: a file cannot be written.
   """
   parts: list[list[Planned]] = [[]]
   for tensor in planned:
@@ -244,14 +280,16 @@ def _header(part: list[Planned]) -> bytes:
 
 @contextlib.contextmanager
 def appearing(folder: Path, flag: str = "to") -> Iterator[Path]:
-  """A folder to write into, which gets its name when all is done and is gone if anything fails.
+  """Yields a folder to write into, which gets the name `folder` when the block ends.
+
+  If the block fails, what it has written is removed.
 
   Args:
-    folder: new, or empty.
-    flag: by which it was given.
+    folder: does not exist, or is empty.
+    flag: the command's option that gave it, for messages.
 
   Raises:
-    StorageError: there is one already, or it cannot be written.
+    StorageError: the folder has files already, or cannot be written.
   """
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
     raise StorageError(f"--{flag}={str(folder)!r} is there already; give a new folder")

@@ -1,8 +1,8 @@
-"""What strangers' files say of themselves, checked before anything is as large as they say.
+"""Checks what a stranger's file says about its own size, before memory of that size is taken.
 
 A safetensors file is eight bytes with the length of a JSON header, the header, and the tensors'
-bytes, one after the other without a gap (the format's specification). The library that reads the
-tensors trusts this once it has been looked through here.
+bytes, one after the other without a gap (the format's specification). `scmoe.pretrained.folder`
+trusts a header that has passed these checks.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 from scmoe.base.errors import DataError
 
-LIMITS = {  # bytes
+LIMITS = {  # most bytes of each kind of file
   "config.json": 2**20,
   "tokenizer.json": 2**27,
   "index": 2**26,
   "header": 2**26,
 }
-TENSORS = 2**20  # of one model; DeepSeek-V3 has 92 thousand
-RANK = 8
+TENSORS = 2**20  # most tensors of one model; DeepSeek-V3 has 92 thousand
+RANK = 8  # most dimensions of a tensor
 # Bits of an element, as the format spells its types.
 _BITS = {
   "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16, "I16": 16,
@@ -32,8 +32,13 @@ _BITS = {
 
 
 class Described(NamedTuple):
-  """A tensor as a header describes it: its shape, its type as the format spells it, and the byte of
-  the file at which it begins."""
+  """A tensor as a header describes it.
+
+  Attributes:
+    shape: of the tensor.
+    dtype: as the format spells types, such as "BF16".
+    start: first byte of the tensor, counted from the beginning of the file.
+  """
 
   shape: tuple[int, ...]
   dtype: str
@@ -41,10 +46,10 @@ class Described(NamedTuple):
 
 
 def read_text(path: Path, limit: int) -> str:
-  """A text file of at most so many bytes.
+  """Reads a text file of at most `limit` bytes.
 
   Raises:
-    DataError: it is missing, larger, no file (a pipe, a device), or not UTF-8.
+    DataError: it is missing, larger, no regular file (a pipe, a device), or not UTF-8.
   """
   try:
     if path.exists() and not path.is_file():
@@ -64,16 +69,16 @@ def read_text(path: Path, limit: int) -> str:
 
 
 def read_object(path: Path, limit: int) -> dict[str, Any]:
-  """A file with a JSON object, of at most so many bytes, that names nothing twice.
+  """Reads a file of at most `limit` bytes with a JSON object in which no name occurs twice.
 
   Raises:
-    DataError: it is none.
+    DataError: it is no such file.
   """
   return parse_object(read_text(path, limit), str(path))
 
 
 def parse_object(text: str | bytes, name: str) -> dict[str, Any]:
-  """The same of a text that errors call `name`."""
+  """The JSON object of a text, as `read_object`; errors call the text `name`."""
 
   def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
@@ -93,7 +98,7 @@ def parse_object(text: str | bytes, name: str) -> dict[str, Any]:
 
 
 def read_header(file: Path) -> dict[str, Described]:
-  """The tensors of a safetensors file by name. Reads the header and nothing behind it.
+  """The tensors of a safetensors file by name; reads the header only.
 
   Raises:
     DataError: the header is larger than the file or the limit, is not what the format says, or its
@@ -134,7 +139,10 @@ def read_header(file: Path) -> dict[str, Described]:
 
 
 def _described(said: Any, damaged: Any) -> tuple[Described, int]:
-  """One tensor of a header, beginning where the header says, and its size in bytes."""
+  """One tensor of a header, and its size in bytes.
+
+  Here `start` is counted from the end of the header, as the header counts.
+  """
   whole = lambda x: type(x) is int and 0 <= x < 2**63
   if not isinstance(said, Mapping) or set(said) != {"dtype", "shape", "data_offsets"}:
     raise damaged("has not the fields dtype, shape and data_offsets")

@@ -1,16 +1,17 @@
-"""A model as inference reads it: one folder, without optimizer, checked before it is used.
+"""Inference folders: a run's weights without optimizer, with a checksum for each tensor.
 
   config.json         the resolved configuration of the run, with the type that it computes in
-  inference.json      what the folder is, and of every tensor its file, shape, type and CRC-32
+  inference.json      format and version, and for each tensor its shape, type and CRC-32
   *.safetensors       the tensors
   tokenizer.json      where texts are not bytes
+  conventions.json    how texts begin and end, of a released model (`scmoe.data.conventions`)
 
-Tensors have the parameters' own dotted names without `params.`. Those of routed experts are one per
-MoE layer, `stages.3.moe.experts.up` [E, D, F], contiguous by expert, so that one expert of one
-layer can be mapped and read by itself; all others are stacked over layers, as checkpoints have
-them. In eight bits `stages.3.moe.experts.up` is int8 and `stages.3.moe.experts.up.scale`
+A tensor has the dotted name of its parameter without `params.`. Routed experts have one tensor for
+each MoE layer, `stages.3.moe.experts.up` [E, D, F], contiguous by expert: one expert of one layer
+can then be mapped and read by itself. All other parameters are stacked over layers, as in
+checkpoints. In eight bits `stages.3.moe.experts.up` is int8 and `stages.3.moe.experts.up.scale`
 [E, 1, F] float32 (`scmoe.offload.experts.Int8`). Norms, gates and mixing coefficients are float32
-in every folder, since they are used in float32.
+in every folder, since the model uses them in float32.
 """
 
 from __future__ import annotations
@@ -34,8 +35,11 @@ from jax import Array
 
 from scmoe.base.errors import ConfigError, DataError
 from scmoe.base.extensions import check_allowed
+from scmoe.base.paths import expanded
 from scmoe.data import Tokenizer
-from scmoe.data.tokenizers import ByteTokenizer, JsonTokenizer
+from scmoe.data.conventions import FILE as CONVENTIONS
+from scmoe.data.conventions import conventions_from_json
+from scmoe.data.tokenizers import TOKENIZER, ByteTokenizer, JsonTokenizer
 from scmoe.models.objective import cast_params
 from scmoe.offload.experts import Int8, OnDisk, quantised
 from scmoe.pretrained.folder import (
@@ -47,28 +51,30 @@ from scmoe.pretrained.folder import (
   read_json,
   write_weights,
 )
+from scmoe.pretrained.header import parse_object
 from scmoe.pretrained.names import Tensor
 from scmoe.pretrained.stream import flat, leaves_of, load, nested, slice_of
 from scmoe.run import build
 from scmoe.run.config import RunConfig, from_dict, imports_of, to_dict
 
-MANIFEST, TOKENIZER = "inference.json", "tokenizer.json"
+MANIFEST = "inference.json"
 FORMAT, VERSION = "scmoe-inference", 1
 DTYPES = ("bfloat16", "float32", "int8")
 _SCALE = ".scale"
 _EXPERTS = re.compile(r"params\.stages\.(?P<rest>.*\bexperts\..*)")
 _PIECE = 2**22  # bytes that a thread reads at once
+_LAYERS = 2**14  # of a model; tensors are listed layer by layer
 _READERS = 8  # threads that read experts
 
 
 class Part(NamedTuple):
-  """A tensor of the folder and what it is of the model.
+  """A tensor of the folder, and the parameter that it belongs to.
 
   Attributes:
-    name, shape, dtype: in the files; types as a header spells them.
+    name, shape, dtype: in the files; types as the format spells them.
     leaf: dotted name of the parameter, below `params` or `router`.
-    layer: index in the leading dimension of the parameter; None: all of it.
-    scale: whether these are the scales of the int8 tensor without the suffix.
+    layer: index of this slice in the parameter's leading dimension; None: the whole parameter.
+    scale: whether the tensor holds the scales of the int8 tensor whose name lacks the suffix.
   """
 
   name: str
@@ -111,22 +117,22 @@ def parts(run: RunConfig, dtype: str) -> list[Part]:
 
 
 def inference_run(run: RunConfig, dtype: str) -> RunConfig:
-  """The run as the folder has it: weights in bfloat16 and int8 are computed with in bfloat16."""
+  """The run with the type that the folder's model computes in: int8 weights compute in bfloat16."""
   if dtype == "float32":
     return run
   return dataclasses.replace(run, model=dataclasses.replace(run.model, dtype="bfloat16"))
 
 
 def values_of(leaves: Mapping[str, Array], planned: Iterable[Part]) -> Iterator[np.ndarray]:
-  """The tensors' values in their order, each read from the devices when it is asked for.
+  """Yields the tensors' values in order; each is read from the devices when it is its turn.
 
   Args:
     leaves: parameters and router state by dotted name, in any type.
-    planned: of `parts`.
+    planned: tensors of `parts`, in their order.
   """
   scale: Any = None
   for part in planned:
-    if part.scale:  # comes behind its matrices
+    if part.scale:  # follows its matrices, which have made it
       yield np.asarray(scale)
       continue
     leaf = leaves[part.leaf]
@@ -144,9 +150,9 @@ def write_folder(
   *,
   dtype: str,
   step: int = 0,
-  tokenizer: str = "",
+  tokenizer: Mapping[str, str] | None = None,
 ) -> list[Part]:
-  """Writes an inference checkpoint as its tensors come; the folder appears when all is there.
+  """Writes an inference folder tensor by tensor; it gets its name when all files are written.
 
   Args:
     folder: new.
@@ -154,7 +160,7 @@ def write_folder(
     values: of the tensors of `parts(run, dtype)`, in their order.
     dtype: one of `DTYPES`.
     step: of the checkpoint.
-    tokenizer: content of tokenizer.json; "": texts are bytes.
+    tokenizer: `JsonTokenizer.files`; None: texts are bytes.
 
   Returns:
     the tensors.
@@ -174,7 +180,7 @@ def write_folder(
     planned = [Planned(part.name, part.shape, part.dtype) for part in found]
     write_weights(partial, planned, summed())
     texts = {CONFIG: json.dumps(to_dict(run), indent=2) + "\n"}
-    texts |= {TOKENIZER: tokenizer} if tokenizer else {}
+    texts |= tokenizer or {}
     for name, text in texts.items():
       (partial / name).write_bytes(text.encode("utf-8"))
     tensors = {
@@ -194,7 +200,7 @@ def write_folder(
 
 
 class Place(NamedTuple):
-  """Where a tensor lies: its file, the first byte there and how many, its shape and its type."""
+  """A tensor's place in the files: `size` bytes from byte `start` of `file`."""
 
   file: Path
   start: int
@@ -204,18 +210,18 @@ class Place(NamedTuple):
 
 
 class InferenceFolder:
-  """An inference checkpoint on disk. Opening it reads descriptions alone; `verify` reads it all.
+  """An inference folder on disk. Opening it reads only descriptions; `verify` reads all tensors.
 
   Args:
     path: of the folder.
     allow_import: see `scmoe.base.extensions.check_allowed`.
 
   Attributes:
-    run: its resolved configuration.
-    dtype: of the experts' matrices: bfloat16, float32 or int8.
-    step: of the checkpoint that it was made of.
-    parts: its tensors by name.
-    places: where each lies.
+    run: the resolved configuration.
+    dtype: type of the experts' matrices: bfloat16, float32 or int8.
+    step: of the checkpoint that the folder was made of.
+    parts: the tensors by name.
+    places: where each tensor lies.
 
   Raises:
     DataError: a file is missing, truncated or not what it should be; one line that names it.
@@ -223,7 +229,7 @@ class InferenceFolder:
   """
 
   def __init__(self, path: str | os.PathLike[str], allow_import: Sequence[str] = ()):
-    self.path = Path(path).expanduser()
+    self.path = expanded(os.fspath(path), "--model")
     if not self.path.is_dir():
       raise DataError(
         f"--model={str(path)!r} is not a folder; make one with python -m scmoe.convert --workdir "
@@ -235,9 +241,10 @@ class InferenceFolder:
     where = str(self.path / CONFIG)
     if CONFIG not in self._texts:
       raise DataError(f"{self.path / MANIFEST} does not name {CONFIG}")
-    self.run = from_dict(json.loads(self._texts[CONFIG]), where)
-    check_allowed(imports_of(self.run), allow_import, where)
+    run = from_dict(parse_object(self._texts[CONFIG], where), where)
+    check_allowed(imports_of(run), allow_import, where)
     self.places = self._placed()
+    self.run = _checked(run, where)
     self.parts = {part.name: part for part in parts(self.run, self.dtype)}
     self._check_tensors()
     self._maps: dict[Path, np.ndarray] = {}
@@ -255,10 +262,10 @@ class InferenceFolder:
 
   @property
   def tokenizer(self) -> Tokenizer:
-    """The one that the run was trained with.
+    """The tokenizer that the run was trained with.
 
     Raises:
-      DataError: the folder has none.
+      DataError: the folder has none, or a damaged one.
     """
     data = self.run.data
     if data.tokenizer == "bytes":
@@ -266,7 +273,12 @@ class InferenceFolder:
     if TOKENIZER not in self._texts:
       raise DataError(f"{self.path} has no {TOKENIZER}, which data.tokenizer asks for")
     content, name = self._texts[TOKENIZER], str(self.path / TOKENIZER)
-    return JsonTokenizer(content, eos_token=data.eos_token, name=name)
+    conventions = None
+    if CONVENTIONS in self._texts:
+      conventions = conventions_from_json(self._texts[CONVENTIONS], str(self.path / CONVENTIONS))
+      conventions.check(self.run.model.vocab_size, str(self.path / CONVENTIONS))
+    options: dict[str, Any] = {"eos_token": data.eos_token, "conventions": conventions}
+    return JsonTokenizer(content, name=name, **options)
 
   def verify(self, threads: int = 0) -> None:
     """Compares every tensor with its checksum; reads all files once, by several threads.
@@ -286,7 +298,7 @@ class InferenceFolder:
       pool.shutdown(cancel_futures=True)
 
   def read(self, name: str) -> np.ndarray:
-    """A tensor as it is in the file, mapped: nothing is read before it is looked at.
+    """Maps a tensor as it is in the file; the system reads a page when it is first used.
 
     Args:
       name: of `parts`.
@@ -302,7 +314,7 @@ class InferenceFolder:
     return np.asarray(mapped[start : start + size]).view(WRITTEN[dtype]).reshape(shape)
 
   def read_expert(self, layer: int, name: str, index: int) -> np.ndarray:
-    """What one expert of one layer has of a parameter, mapped.
+    """Maps one expert's part of a parameter.
 
     Args:
       layer: among the MoE layers, from 0.
@@ -312,7 +324,7 @@ class InferenceFolder:
     return self.read(f"stages.{layer}.moe.experts.{name}")[index]
 
   def whole(self, name: str) -> np.ndarray:
-    """`read`, with int8 multiplied out to the type that the model computes in."""
+    """`read`; int8 values are multiplied by their scales, in the type the model computes in."""
     part, value = self.parts[name], self.read(name)
     if part.dtype != "I8":
       return value
@@ -323,10 +335,10 @@ class InferenceFolder:
     return out
 
   def load(self, built: build.Built) -> tuple[Any, Any]:
-    """Parameters and router state on a mesh, tensor by tensor, in the types of the folder.
+    """Loads parameters and router state onto a mesh, in the types of the folder.
 
     Args:
-      built: of `run`, on the mesh where they are to lie.
+      built: of `run`, on that mesh.
     """
     wanted, types = [], {}
     for part in self.parts.values():
@@ -341,8 +353,7 @@ class InferenceFolder:
     return state["params"], state["router"]
 
   def mapped(self, built: build.Built) -> tuple[Any, Any]:
-    """The same with parameters as NumPy has them, in the types in which they are computed; those of
-    experts as `Layers`, read when they are asked for.
+    """Parameters as mapped NumPy arrays, experts as `Layers`, and router state on the device.
 
     Args:
       built: of `run`.
@@ -368,7 +379,10 @@ class InferenceFolder:
       raise DataError(f"{path} cannot be read: {error}") from None
     if zlib.crc32(content) != crc:
       raise DataError(f"{path} is not what was written: its checksum differs")
-    return content.decode("utf-8")
+    try:
+      return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+      raise DataError(f"{path} cannot be read: {error}") from None
 
   def _placed(self) -> dict[str, Place]:
     files = sorted(self.path.glob("*.safetensors"))
@@ -381,7 +395,11 @@ class InferenceFolder:
     return found
 
   def _check_tensors(self) -> None:
-    """What the model wants, what the manifest says and what the files hold are one."""
+    """Compares the model's tensors with those of the manifest and of the files.
+
+    Raises:
+      DataError: one is missing, misshapen, or unknown.
+    """
     stated = self._manifest["tensors"]
     for name, part in self.parts.items():
       place, said = self.places.get(name), stated.get(name)
@@ -417,11 +435,11 @@ class InferenceFolder:
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-  """A parameter of the experts of all layers, of which each is read when it is asked for.
+  """A parameter of the experts of all layers; indexing by layer maps that layer's tensor.
 
   Attributes:
-    folder: where.
-    names: of its tensors, layer by layer.
+    folder: of the tensors.
+    names: of the tensors, layer by layer.
   """
 
   folder: InferenceFolder
@@ -434,11 +452,11 @@ class Layers:
 
   @property
   def ndim(self) -> int:
-    """Dimensions, that of the layers counted."""
+    """Number of dimensions, the layers' included."""
     return len(self.shape)
 
   def __getitem__(self, layer: int) -> Any:
-    """One layer's, mapped: an array, or an `Int8` of two."""
+    """One layer's experts, mapped: an array, or an `Int8` of two."""
     name = self.names[layer]
     value = self.folder.read(name)
     if self.folder.parts[name].dtype != "I8":
@@ -446,7 +464,11 @@ class Layers:
     return Int8(value, self.folder.read(name + _SCALE), self.folder.run.model.dtype)
 
   def on_disk(self, layer: int) -> Any:
-    """One layer's, of which a program reads what it needs: an `OnDisk`, or an `Int8` of two."""
+    """One layer's experts, which a program reads when it needs them.
+
+    Returns:
+      an `OnDisk`, or an `Int8` of two.
+    """
     name = self.names[layer]
     following = self.names[layer + 1] if layer + 1 < len(self.names) else ""
     if self.folder.parts[name].dtype != "I8":
@@ -462,25 +484,28 @@ class Layers:
 
 
 class ExpertReader:
-  """Reads experts of one layer's tensor, several at a time by as many threads.
+  """Reads experts of one layer's tensor, each by a thread of its own.
 
-  Whoever asks for all of a layer is a ring, which asks for the next layer's after them: the system
-  is told to have them ready.
+  Only a ring (`scmoe.offload.ring`) asks for all experts of a layer at once, and it asks for the
+  next layer's after that. So the system is then told to read the next tensor ahead.
 
   Args:
     folder: of the tensor.
-    name: of it.
-    following: the tensor of the next layer, or "".
+    name: of the tensor.
+    following: name of the next layer's tensor, or "".
   """
 
   def __init__(self, folder: InferenceFolder, name: str, following: str):
     self._folder, self._name, self._following = folder, name, following
 
   def __call__(self, number: Any) -> np.ndarray:
-    """[n, M, N] of the experts of these numbers.
+    """The matrices [n, M, N] of n experts.
+
+    Args:
+      number: int [n], their indices.
 
     Raises:
-      DataError: the file ends before they do.
+      DataError: the file cannot be read, or is too short.
     """
     wanted = np.asarray(number)
     file, start, size, (experts, *matrix), kind = self._folder.places[self._name]
@@ -508,6 +533,22 @@ class ExpertReader:
       os.posix_fadvise(opened.fileno(), start, size, os.POSIX_FADV_WILLNEED)
 
 
+def _checked(run: RunConfig, where: str) -> RunConfig:
+  """The run, once all its fields have been checked against each other.
+
+  Raises:
+    DataError: a field cannot be used, which a folder that this program wrote does not have.
+  """
+  try:
+    run.model.resolve()
+    run.router.check()
+    if run.model.num_layers > _LAYERS:
+      raise ConfigError(f"model.num_layers={run.model.num_layers} is too large; at most {_LAYERS}")
+  except ConfigError as error:
+    raise DataError(f"{where}: {error}") from None
+  return run
+
+
 def _manifest(path: Path) -> dict[str, Any]:
   found = read_json(path)
   if found.get("format") != FORMAT:
@@ -532,7 +573,11 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def _header(file: Path) -> dict[str, Place]:
-  """Places of the tensors of one file, whose size is what its header says."""
+  """The places of one file's tensors.
+
+  Raises:
+    DataError: the header is damaged, or does not account for every byte of the file.
+  """
   try:
     total = file.stat().st_size
     with file.open("rb") as opened:
@@ -558,10 +603,10 @@ def _header(file: Path) -> dict[str, Place]:
 
 
 def check_dtype(dtype: str, run: RunConfig) -> str:
-  """The type of a folder: the one that is given; else bfloat16 of a run in bfloat16, or float32.
+  """The type of a folder: `dtype` if given, else bfloat16 for a run in bfloat16, else float32.
 
   Raises:
-    ConfigError: there is no such type.
+    ConfigError: `dtype` is none of `DTYPES`.
   """
   if dtype and dtype not in DTYPES:
     raise ConfigError(f"--dtype={dtype!r} is unknown; with --inference one of: {', '.join(DTYPES)}")

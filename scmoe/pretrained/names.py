@@ -1,8 +1,10 @@
-"""Which tensor of a released model is which part of which parameter.
+"""The place of every tensor of a released model among our stacked parameters.
 
-Every tensor is one slice, by layer and perhaps by expert, of one stacked parameter, with its
-dimensions split and in another order: `[out, in]` there is `[in, out]` here. Nothing is fused,
-padded or scaled, so that what is read and written again is the same bit for bit.
+A tensor is one slice of a parameter, by layer and perhaps by expert. Its dimensions are split into
+heads and stand in another order: `[out, in]` there is `[in, out]` here. Example: of OLMoE
+`model.layers.3.mlp.experts.5.up_proj.weight` [F, D] is `params.stages.moe.experts.up[3, 5]` [D, F].
+Nothing is fused, padded or scaled, so that a model that is read and written again is the same, bit
+for bit.
 """
 
 from __future__ import annotations
@@ -16,15 +18,15 @@ from scmoe.models.config import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-  """One tensor.
+  """One tensor of a released model.
 
   Attributes:
     name: in the files.
-    shape: there.
-    leaf: dotted name of the parameter, below `params` or `router`.
-    index: its place in the leading dimensions of the parameter, layer and expert.
-    split: its shape with heads apart.
-    order: of the dimensions of `split` in the parameter.
+    shape: in the files.
+    leaf: dotted name of the parameter that it is a slice of, below `params` or `router`.
+    index: of the slice, in the leading dimensions of the parameter: (layer,) or (layer, expert).
+    split: `shape` with heads as a dimension of their own.
+    order: dimension i of the slice is dimension order[i] of `split`.
   """
 
   name: str
@@ -48,14 +50,14 @@ def tensors(family: str, model: ModelConfig) -> Iterator[Tensor]:
 
 
 def ignored(family: str, model: ModelConfig) -> re.Pattern[str]:
-  """Names of tensors that a model of this family may hold and this one does not read."""
+  """Matches the names of tensors that a model of this family may have and that are not read."""
   found = [r".*\.rotary_emb\.inv_freq"]
-  if family.startswith("deepseek"):  # layers behind the last one predict further tokens
+  if family.startswith("deepseek"):  # layers after the last one predict further tokens
     layers = "|".join(str(model.num_layers + i) for i in range(8))
     found.append(rf"model\.layers\.({layers})\..*")
   if family == "longcat_flash":
     found.append(r"model\.mtp\..*")
-    # transformers 5 writes weights for experts that have none.
+    # transformers 5 also writes weights for the zero experts, which need none.
     experts = "|".join(str(model.num_experts + i) for i in range(model.zero_experts))
     found += [rf"model\.layers\.\d+\.mlp\.experts\.({experts})\..*"] if experts else []
   if model.tie_embeddings:
@@ -95,7 +97,7 @@ def _layer(family: str, model: ModelConfig, layer: int) -> Iterator[Tensor]:
 def _block(
   family: str, model: ModelConfig, prefix: str, block: str, place: int, suffix: str = ""
 ) -> Iterator[Tensor]:
-  """Norms and attention."""
+  """The norms and the attention of one block."""
   norm = f"{prefix}.input_layernorm{suffix}.weight"
   yield _plain(norm, f"{block}.norm_attention.scale", model.width, index=(place,))
   attention = f"{prefix}.self_attn{suffix}", f"{block}.attention", model, (place,)
@@ -181,7 +183,7 @@ def _moe(family: str, model: ModelConfig, prefix: str, leaf: str, place: int) ->
 def _plain(
   name: str, leaf: str, *shape: int, index: tuple[int, ...] = (), flat: bool = False
 ) -> Tensor:
-  """As it is; `flat`: of one dimension there."""
+  """A tensor whose dimensions keep their order; `flat`: it has one dimension in the files."""
   there = (_product(shape),) if flat else shape
   return Tensor(name, there, leaf, index, shape, tuple(range(len(shape))))
 

@@ -1,10 +1,10 @@
-"""Tensors of a folder to parameters and back, one at a time: of a checkpoint, or on a mesh.
+"""Moves tensors one at a time: from a model's folder into a checkpoint or onto a mesh, and back.
 
-A checkpoint takes them as `pieces`, in any order. On a mesh, what a device holds of a parameter
-is filled piece by piece, as the tensors are read; a host never has a parameter whole, nor a
-device more than its share. Threads read ahead of the filling, across the ends of parameters, and
-filling goes on while whoever asked works with what is done. Parts that lie in the host's memory
-are filled by the threads that read.
+A checkpoint takes tensors as `pieces`, in any order. On a mesh, each device's share of a parameter
+is filled as the tensors are read: the host never holds a whole parameter, and a device never holds
+more than its share. Reading threads run ahead of the filling thread, also into the next parameter.
+The caller works on finished parameters meanwhile. A share that lies in the host's memory is filled
+by the reading threads themselves.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from scmoe.run.build import Built
 from scmoe.training.pieces import Piece, PiecedArray
 
 READERS = 8  # threads that read tensors
-AHEAD = 16  # tensors that are read before they are wanted
+AHEAD = 16  # tensors that the reading threads may be ahead of the filling one
 
 
 def leaves_of(built: Built) -> dict[str, Any]:
@@ -45,18 +45,19 @@ def flat(tree: Any) -> dict[str, Any]:
 
 
 def nested(leaves: dict[str, Any], like: Any) -> Any:
-  """The inverse: the tree of `like` with these leaves."""
+  """The inverse of `flat`: a tree of the structure of `like` with these leaves."""
   return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in flat(like)])
 
 
 def check_tensors(folder: Folder, family: str, model: Any) -> tuple[list[Tensor], list[str]]:
-  """Compares a folder's tensors with those of the architecture, before anything is read.
+  """Compares a folder's tensors with those of the architecture, before any is read.
 
   Returns:
-    the tensors, and the names of those that are there and not read.
+    the tensors of the architecture, and the names of further tensors, which are not read.
 
   Raises:
-    DataError: the first one that is missing, unknown, misshapen or of a type that is not read.
+    DataError: a tensor is missing, unknown, misshapen or of a type that is not read; the line names
+      the first one.
   """
   wanted, entries, skip = [], folder.entries, ignored(family, model)
   # One at a time: a configuration may ask for more tensors than any memory could list.
@@ -84,7 +85,7 @@ def check_tensors(folder: Folder, family: str, model: Any) -> tuple[list[Tensor]
 
 
 def stored_types(folder: Folder, wanted: Iterable[Tensor]) -> dict[str, np.dtype]:
-  """In which type every parameter is kept: that of its tensors; float32 where they differ."""
+  """The type in which each parameter is kept: that of its tensors, float32 if they differ."""
   found: dict[str, set[str]] = {}
   for tensor in wanted:
     found.setdefault(tensor.leaf, set()).add(folder.entries[tensor.name].dtype)
@@ -95,7 +96,7 @@ def stored_types(folder: Folder, wanted: Iterable[Tensor]) -> dict[str, np.dtype
 def pieced(
   types: Mapping[str, np.dtype], wanted: Iterable[Tensor], shapes: Mapping[str, Any]
 ) -> list[PiecedArray]:
-  """The parameters that tensors are pieces of; arguments as `load` takes them."""
+  """Describes the parameters that tensors are pieces of; arguments as of `load`."""
   leading = {tensor.leaf: len(tensor.index) for tensor in wanted}
   return [PiecedArray(n, tuple(shapes[n].shape), types[n], k) for n, k in leading.items()]
 
@@ -103,7 +104,7 @@ def pieced(
 def pieces(
   read: Callable[[str], np.ndarray], types: Mapping[str, np.dtype], wanted: Iterable[Tensor]
 ) -> Iterator[Callable[[], Piece]]:
-  """Tensors as pieces of their parameters, in their order, each read when it is called."""
+  """A function for each tensor, in order, that reads it and returns it as a piece."""
 
   def piece(tensor: Tensor) -> Piece:
     value = _transposed(read(tensor.name).reshape(tensor.split), tensor.order)
@@ -118,18 +119,21 @@ def load(
   wanted: list[Tensor],
   shapes: Mapping[str, Any],
 ) -> Iterator[tuple[str, Array]]:
-  """Parameters by dotted name.
+  """Yields (dotted name, parameter on its mesh), the largest parameters first.
 
   Args:
-    read: gives a tensor by its name, in the type of its parameter.
-    types: in which every parameter is kept, by name (`stored_types`).
-    wanted: the tensors.
+    read: returns the tensor of a name, in the type of its parameter.
+    types: the type of every parameter, by name (`stored_types`).
+    wanted: the tensors to read.
     shapes: `jax.ShapeDtypeStruct` with sharding of every parameter, by name.
+
+  Raises:
+    DataError: `read` does.
   """
   by_leaf = lambda tensor: tensor.leaf
   grouped = itertools.groupby(sorted(wanted, key=by_leaf), by_leaf)
   parameters = [_Parameter(leaf, list(parts), shapes[leaf]) for leaf, parts in grouped]
-  # The largest first: whatever is done with them, all the rest comes meanwhile.
+  # The largest first: while the caller works on them, the others are read.
   parameters.sort(key=lambda own: math.prod(own.shape), reverse=True)
 
   def pieces() -> Iterator[Callable[[], np.ndarray]]:
@@ -149,7 +153,7 @@ def load(
 
 
 def _ahead(pool: ThreadPoolExecutor, pieces: Iterator[Callable[[], Any]]) -> Iterator:
-  """What these return, in their order; `AHEAD` of them are begun before they are asked for."""
+  """Yields the results of these functions in order, while the pool works on the next `AHEAD`."""
   coming = collections.deque(pool.submit(piece) for piece in itertools.islice(pieces, AHEAD))
   while coming:
     yield coming.popleft().result()
@@ -157,12 +161,12 @@ def _ahead(pool: ThreadPoolExecutor, pieces: Iterator[Callable[[], Any]]) -> Ite
 
 
 class _Parameter:
-  """What this process' devices hold of a parameter, and the tensors that are in it.
+  """A parameter that is being read: the shares of this process's devices, and their tensors.
 
   Attributes:
-    leaf: its dotted name.
-    shape: of all of it.
-    tensors: those of which any lies here.
+    leaf: dotted name of the parameter.
+    shape: of the whole parameter.
+    tensors: those of which these devices hold any part.
   """
 
   def __init__(self, leaf: str, parts: list[Tensor], like: Any):
@@ -176,12 +180,17 @@ class _Parameter:
     self._shares: list[_Share] = []
 
   def begin(self, dtype: np.dtype) -> None:
-    """Makes room for it."""
+    """Makes room for the shares."""
     self._shares = [_Share(device, own, dtype) for device, own in self._bounds.items()]
 
   def take(self, tensor: Tensor, read: Callable[[], np.ndarray]) -> np.ndarray:
-    """One of its tensors, read, and written to the parts of it that the host's memory holds. May be
-    called by several threads at once, for different tensors."""
+    """Reads one tensor and copies it into the shares that lie in the host's memory.
+
+    Several threads may call it at once, for different tensors.
+
+    Returns:
+      the tensor, which `filled` copies to the other devices.
+    """
     value = read().reshape(tensor.split)
     for share in self._shares:
       if share.on_host and _lies(tensor, share.bounds):
@@ -189,7 +198,11 @@ class _Parameter:
     return value
 
   def filled(self, values: Iterator[np.ndarray]) -> Array:
-    """The parameter, of what `take` returned of its tensors, in their order."""
+    """The finished parameter.
+
+    Args:
+      values: what `take` returned for each of `tensors`, in order.
+    """
     for tensor in self.tensors:
       value = next(values)
       for share in self._shares:
@@ -201,22 +214,27 @@ class _Parameter:
 
 
 def _lies(tensor: Tensor, bounds: list[tuple[int, int]]) -> bool:
-  """Whether any of a tensor is in the part of its parameter that has these bounds."""
+  """Whether a tensor overlaps the part of its parameter that has these bounds."""
   return all(start <= i < stop for i, (start, stop) in zip(tensor.index, bounds))
 
 
 class _Share:
-  """One device's part of a parameter, while it is being filled."""
+  """One device's share of a parameter, while it is being filled."""
 
   def __init__(self, device: Any, bounds: list[tuple[int, int]], dtype: np.dtype):
     self.device, self.bounds = device, bounds
     size = tuple(stop - start for start, stop in bounds)
-    # A CPU's memory is the host's: there the part is filled where it is.
+    # A CPU device's memory is the host's: numpy fills the share in place.
     self.on_host = device.platform == "cpu"
     self.value: Any = _room(size, dtype) if self.on_host else _empty(size, dtype, device)
 
   def put(self, tensor: Tensor, value: np.ndarray) -> None:
-    """Writes what lies here of a tensor, split as `Tensor.split` says."""
+    """Writes the part of a tensor that this share holds.
+
+    Args:
+      tensor: which one.
+      value: all of it, in the shape `tensor.split`.
+    """
     place = tuple(i - start for i, (start, _) in zip(tensor.index, self.bounds))
     own = self.bounds[len(place) :]
     cut = [slice(None)] * len(own)
@@ -230,11 +248,11 @@ class _Share:
     self.value = _written(self.value, jax.device_put(piece, self.device), start, tensor.order)
 
   def array(self) -> Array:
-    """The part as an array of its device."""
+    """The share as an array of its device."""
     return jax.device_put(self.value, self.device) if self.on_host else self.value
 
 
-_ALIGNED = 64  # bytes: jax takes such an array of numpy's as it is, others it copies
+_ALIGNED = 64  # bytes; jax uses a numpy array with this alignment in place and copies any other
 
 
 def _room(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -265,11 +283,11 @@ def _written(whole: Array, piece: Array, start: Array, order: tuple[int, ...]) -
 
 
 def unload(leaves: Mapping[str, Array], wanted: Iterable[Tensor]) -> Iterator[np.ndarray]:
-  """The tensors' values in their order, each read from the devices when it is asked for.
+  """Yields the tensors' values in order; each is read from the devices when it is its turn.
 
   Args:
     leaves: parameters by dotted name.
-    wanted: tensors.
+    wanted: tensors of these parameters.
   """
   for tensor in wanted:
     leaf = leaves[tensor.leaf]

@@ -1,17 +1,18 @@
 """Starting one architecture from the weights of another: `scmoe.convert --upcycle`.
 
-A shortcut model from a top-k one: attention stays as it is. Under Pos-2 with a MoE in every block
-a unit's experts read what the preceding block hands over between its attention and its MoE, which
-is what that block's experts read in the source. So every MoE moves one layer on: it reads what it
-has always read, and its result comes one attention later. The first unit has nothing to take over
-and begins silent, with a last layer of zeros; the source's last MoE has no place. For other wirings
-experts and router stay in their layer, and what they read moves. The norm of the shortcut starts as
-that of the experts' block. A shared expert that the source does not have begins with a last layer
-of zeros, so that it adds nothing yet.
+From a top-k model to a shortcut model. Attention stays as it is. Under Pos-2 with a MoE in every
+block, the experts of layer i read the value between attention and MoE of layer i - 1. The source's
+experts of layer i - 1 read that same value. So every MoE moves one layer on: it reads what it has
+always read, and its result comes one attention later. Layer 0 has no MoE to take over and begins
+silent, with a last layer of zeros. The source's last MoE has no place. For other wirings experts
+and router stay in their layer and read another value. The norm of the shortcut starts as that of
+the experts' block. A shared expert that the source does not have begins with a last layer of zeros,
+so that it adds nothing at first.
 
-A MoE from a dense model (sparse upcycling, arXiv 2212.05055): every expert starts as the MLP of its
-layer. Under `topk` with weights that add up to 1 that is the same function. Where a wiring has a
-shared expert, that is the MLP, and the routed experts begin with a last layer of zeros.
+From a dense model to a MoE (sparse upcycling, arXiv 2212.05055). Every expert starts as the MLP of
+its layer. Under `topk` with weights that add up to 1 that is the same function. Where a wiring has
+a shared expert, the MLP becomes it, and the routed experts begin with a last layer of
+zeros.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ _EXPERTS = _MOE + "experts."
 
 
 class Upcycling(NamedTuple):
-  """What is asked for.
+  """A checked request of `--upcycle`.
 
   Attributes:
-    model, router: of the new model.
-    from_dense: whether its source has no experts.
-    moves: whether every MoE goes to the next layer, whose experts read what it has read.
+    model, router: options of the new model.
+    from_dense: whether the source has no experts.
+    moves: whether every MoE goes to the next layer, where it reads the same value as in the source.
   """
 
   model: ModelConfig
@@ -52,8 +53,12 @@ class Upcycling(NamedTuple):
 def plan(text: str, model: ModelConfig, router: RouterConfig) -> Upcycling:
   """Reads `wiring=scmoe_pos2` or `experts=8,top_k=2` for a source of this architecture.
 
+  Args:
+    text: value of the flag.
+    model, router: options of the source.
+
   Raises:
-    ConfigError: it cannot be read, or does not go with the source.
+    ConfigError: the text cannot be read, or does not fit the source.
   """
   parts = [part.partition("=") for part in text.split(",")]
   given = {key.strip(): value.strip() for key, _, value in parts}
@@ -99,7 +104,7 @@ def plan(text: str, model: ModelConfig, router: RouterConfig) -> Upcycling:
   new = dataclasses.replace(model, **changes).resolve()
   rule, plain = new.wiring_rule, model.wiring_rule.taps == (Tap.CURRENT,)
   handed = rule.taps == (Tap.ATTENTION,) and is_handed_over(Tap.ATTENTION, new.moe_every)
-  # Behind a shared expert, which stays, they stay as well.
+  # A shared expert stays in its layer; routed experts beside it then stay too.
   moves = plain and handed and not model.wiring_rule.shared_expert and new.num_pairs > 1
   return Upcycling(new, router, from_dense, moves and not new.dense_indices)
 
@@ -107,16 +112,17 @@ def plan(text: str, model: ModelConfig, router: RouterConfig) -> Upcycling:
 def fill(
   source: Mapping[str, Array], shapes: Mapping[str, Any], fresh: Callable[[], Any], of: Upcycling
 ) -> tuple[dict[str, Array], dict[str, str]]:
-  """The new model's parameters.
+  """Makes the new model's parameters.
 
   Args:
     source: parameters and router state of the source by dotted name, on the same mesh.
-    shapes: `jax.ShapeDtypeStruct` with sharding of the new ones.
-    fresh: makes initial values of all new ones, by name; called under jit.
-    of: what is made.
+    shapes: of the new model's parameters, each a `jax.ShapeDtypeStruct` with its sharding.
+    fresh: makes initial values of all new parameters, by name; called under jit.
+    of: the request.
 
   Returns:
-    parameters and router state by name; and, of those without a source, how each begins.
+    parameters and router state by name; and, for each parameter that the source does not have as it
+    is, how it begins.
   """
   found: dict[str, Array] = {}
   begun: dict[str, str] = {}
@@ -163,12 +169,12 @@ def _zeros(shape: Any) -> Array:
 
 
 def _moved(origin: Array, shape: Any, first: float) -> Array:
-  """[L, ...], every layer's to the next one; the first layer keeps `first` times its own."""
+  """[L, ...] with layer i's slice at i + 1; slice 0 is `first` times the source's own."""
   make = lambda x: jnp.concatenate([first * x[:1], x[:-1]]).astype(x.dtype)
   return jax.jit(make, out_shardings=shape.sharding)(origin)
 
 
 def _repeated(origin: Array, shape: Any, factor: float) -> Array:
-  """[L, ...] for each of the experts: [L, E, ...]."""
+  """[L, ...] to [L, E, ...]: `factor` times the same values for each expert."""
   make = lambda x: factor * jnp.broadcast_to(x[:, None], shape.shape).astype(x.dtype)
   return jax.jit(make, out_shardings=shape.sharding)(origin)

@@ -189,6 +189,7 @@ def smoke_run(run: RunConfig) -> RunConfig:
     num_kv_heads=min(run.model.num_kv_heads, 1),  # grouped queries stay grouped
     mlp_hidden=32,
     expert_hidden=0,
+    shared_hidden=0,
     vocab_size=0,
     context=16,
   )

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from scmoe.base.errors import ConfigError
 from scmoe.base.extensions import check_allowed
 from scmoe.data import Tokenizer
+from scmoe.data.conventions import FILE, conventions_beside
 from scmoe.data.tokenizers import ByteTokenizer, JsonTokenizer
 from scmoe.inference.offload.model import Offload, offloaded
 from scmoe.inference.offload.plan import Load, Wish, chosen
@@ -170,4 +171,8 @@ def load_tokenizer(run: RunConfig, workdir: str) -> Tokenizer:
     content = path.read_text("utf-8")
   except (OSError, UnicodeDecodeError) as error:
     raise ConfigError(f"{path}: the tokenizer of the run cannot be read: {error}") from None
-  return JsonTokenizer(content, eos_token=run.data.eos_token, name=str(path))
+  conventions = conventions_beside(path)
+  if conventions is not None:
+    conventions.check(run.model.vocab_size, str(path.with_name(FILE)))
+  options: dict[str, Any] = {"eos_token": run.data.eos_token, "conventions": conventions}
+  return JsonTokenizer(content, name=str(path), **options)

@@ -12,7 +12,7 @@ import jax
 from scmoe.base.errors import ConfigError, StorageError
 from scmoe.base.sizes import size_of
 from scmoe.data import Data, Tokenizer, bigram_bits_per_byte
-from scmoe.data.tokenizers import JsonTokenizer
+from scmoe.data.tokenizers import TOKENIZER, JsonTokenizer
 from scmoe.models.flops import count_parameters, forward_flops
 from scmoe.run import build
 from scmoe.run.config import RunConfig
@@ -21,7 +21,6 @@ from scmoe.training.checkpoint import FOLDER, list_steps
 from scmoe.training.metrics import read_metrics
 from scmoe.training.workdir import prepare_workdir
 
-TOKENIZER = "tokenizer.json"
 MANY_PASSES = 20  # over the same text, from which a small model learns it by heart
 
 
@@ -188,6 +187,6 @@ def store_tokenizer(tokenizer: Tokenizer, workdir: Path) -> None:
   if path.exists() and list_steps(path.parent / FOLDER):
     return  # it belongs to what was trained here, whatever this command was given
   try:
-    path.write_text(tokenizer.content, "utf-8")
+    tokenizer.write(path.parent)
   except OSError as error:
     raise StorageError(f"{path} cannot be written: {error}") from None

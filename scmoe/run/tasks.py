@@ -9,8 +9,8 @@ registered with it under the name "scmoe":
   import lm_eval, scmoe.run.tasks
   lm_eval.simple_evaluate("scmoe", "workdir=runs/a", tasks=["hellaswag"])
 
-As in training, every document begins after an end-of-text
-token: that is what a context begins with, and what stands for an empty one.
+A context begins as the model's texts do: after an end-of-text token, as in training; of a released
+model, with the tokens that its own tokenizer adds (`scmoe.data.conventions`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 
 from scmoe.base.errors import ConfigError, DataError
 from scmoe.data.packages import need
+from scmoe.data.tokenizers import prompt_ids
 from scmoe.inference.decode import stream
 from scmoe.inference.sampling import Sampling
 from scmoe.inference.scoring import Continuation, Score, score
@@ -100,8 +101,13 @@ class ScmoeLM(_Model):
 
   @property
   def eot_token_id(self) -> int:
-    """The end of text, which also stands before every text."""
+    """The end of text."""
     return self.encoder.eos_id
+
+  @property
+  def prefix_token_id(self) -> int:
+    """The token that stands for an empty context."""
+    return self.encoder.bos_id
 
   @property
   def tokenizer_name(self) -> str:
@@ -124,9 +130,9 @@ class ScmoeLM(_Model):
     self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
   ) -> list[tuple[float, bool]]:
     """(log-likelihood, greedy) of every continuation, given its context."""
-    asked = []
+    asked, begin = [], list(self.encoder.begin_ids)
     for _texts, context, continuation in requests:
-      context = context if context[:1] == [self.eot_token_id] else [self.eot_token_id, *context]
+      context = context if context[: len(begin)] == begin else [*begin, *context]
       asked.append(Continuation([*context, *continuation], len(continuation)))
     found = [(said.log_likelihood, said.greedy) for said in self._score(asked)]
     for (texts, _context, _continuation), said in zip(requests, found):
@@ -137,7 +143,7 @@ class ScmoeLM(_Model):
     """Log-likelihood of whole texts, in windows of `max_length` tokens."""
     del disable_tqdm
     texts = [self.tok_encode(request.args[0]) for request in requests]
-    asked = [Continuation([self.eot_token_id, *tokens], len(tokens)) for tokens in texts]
+    asked = [Continuation([self.encoder.bos_id, *tokens], len(tokens)) for tokens in texts]
     found = [said.log_likelihood for said in self._score(asked)]
     for request, said in zip(requests, found):
       self.cache_hook.add_partial("loglikelihood_rolling", request.args, said)
@@ -185,7 +191,7 @@ class ScmoeLM(_Model):
         f"max_gen_toks={new} of a task leaves no room for its prompt in model.context="
         f"{self.opened.run.model.context}; give --gen_kwargs=max_gen_toks={max(1, new // 4)}"
       )
-    prompts = [[self.eot_token_id, *self.tok_encode(text)] for text in texts]
+    prompts = [prompt_ids(self.encoder, text) for text in texts]
     cut = sum(len(prompt) > room for prompt in prompts)
     if cut:
       warn(f"{cut} of {len(prompts)} prompts are longer than {room} tokens: their ends are read")
@@ -200,7 +206,7 @@ class ScmoeLM(_Model):
       max_new_tokens=way.tokens,
       chunk=_CHUNK,
       seed=way.seed,
-      eos_id=self.eot_token_id,
+      eos_id=self.encoder.stop_ids,
       router=opened.router,
       mesh=opened.mesh,
       prepare=opened.prepare,

@@ -236,7 +236,7 @@ def test_of_another_configuration(folders, tmp_path):
 @pytest.mark.parametrize(
   ("command", "argv", "words"),
   [
-    (convert.main, ["--inference=a", "--to=b"], "give --from FOLDER"),
+    (convert.main, ["--inference=a", "--to=b"], "give one of: --from FOLDER"),
     (
       convert.main,
       ["--inference=a", "--dtype=int4"],

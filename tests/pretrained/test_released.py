@@ -1,5 +1,6 @@
 """Released models in and out: recorded logits, bits after a round trip, and every way to fail."""
 
+import dataclasses
 import json
 import os
 import re
@@ -17,6 +18,8 @@ from scmoe import convert
 from scmoe.base.errors import ConfigError, DataError, ScmoeError, StorageError
 from scmoe.convert import export_model, import_model, open_released
 from scmoe.models.config import ModelConfig
+from scmoe.moe.losses import balance_loss
+from scmoe.moe.types import RouterSums
 from scmoe.pretrained import folder as files
 from scmoe.pretrained.families import read_config, write_config
 from scmoe.pretrained.folder import INDEX, WEIGHTS, Folder
@@ -66,6 +69,62 @@ def test_bfloat16_in_several_files_stays_as_it_is(tmp_path, monkeypatch):
   change(folder, dtype="bfloat16")
   monkeypatch.setattr(files, "SHARD_BYTES", 100_000)
   assert there_and_back(folder) == []
+
+
+def test_the_index_decides_which_tensors_count(tmp_path):
+  """What a file holds beside them is not read: leftovers of another shard, and of another model."""
+  folder = copy_of(tmp_path)
+  weights = load_file(folder / WEIGHTS)
+  (folder / WEIGHTS).unlink()
+  names = sorted(weights)
+  first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+  elsewhere = {names[-1]: np.zeros_like(weights[names[-1]])}  # the index names the second file
+  unnamed = {"model.leftover": np.ones(3, np.float32)}
+  save_file({n: weights[n] for n in names[:9]} | elsewhere | unnamed, folder / first)
+  save_file({n: weights[n] for n in names[9:]}, folder / second)
+  index = dict.fromkeys(names[:9], first) | dict.fromkeys(names[9:], second)
+  (folder / INDEX).write_text(json.dumps({"weight_map": index}))
+  found = Folder(folder)
+  assert set(found.entries) == set(weights)
+  assert found.size == sum(a.nbytes for a in weights.values())
+  for name, want in weights.items():
+    np.testing.assert_array_equal(found.read(name), want, name)
+  import_model(str(folder), tmp_path / "run")
+
+
+def balance_of_transformers(logits_LTE, k):
+  """Its load_balancing_loss_func in numpy: all layers' tokens in one."""
+  layers, tokens, experts = logits_LTE.shape
+  pooled = logits_LTE.reshape(layers * tokens, experts)
+  probs = np.exp(pooled - pooled.max(-1, keepdims=True))
+  probs /= probs.sum(-1, keepdims=True)
+  chosen = np.eye(experts)[np.argsort(-probs, -1)[:, :k]]
+  return experts * (chosen.mean(0) * probs.mean(0)[None]).sum()
+
+
+def balance_of_ours(logits_LTE, k):
+  """K times MegaBlocks' loss, of these router logits."""
+  layers, tokens, experts = logits_LTE.shape
+  probs = np.exp(logits_LTE - logits_LTE.max(-1, keepdims=True))
+  probs /= probs.sum(-1, keepdims=True)
+  load = np.eye(experts)[np.argsort(-probs, -1)[..., :k]].sum((1, 2))
+  zero = jnp.zeros(layers)
+  fields = [f.name for f in dataclasses.fields(RouterSums) if f.name != "zero_experts"]
+  values = {n: jnp.zeros((layers, experts)) if n.endswith("_E") else zero for n in fields}
+  values |= {"tokens": zero + tokens, "choices": zero + tokens * k}
+  values |= {"load_E": jnp.asarray(load), "probs_E": jnp.asarray(probs.sum(1))}
+  return k * float(balance_loss(RouterSums(**values), "megablocks"))
+
+
+def test_the_balancing_loss_is_that_of_transformers_for_one_layer_only():
+  """As `Fields.balance` says: pooled over layers, opposite imbalances cancel."""
+  draw = np.random.default_rng(0)
+  one = draw.normal(size=(1, 64, 8)) + 2 * draw.normal(size=(1, 1, 8))
+  assert balance_of_ours(one, 2) == pytest.approx(balance_of_transformers(one, 2), rel=1e-5)
+  opposite = np.zeros((2, 4, 2))
+  opposite[0, :, 0] = opposite[1, :, 1] = 50
+  assert balance_of_transformers(opposite, 1) == pytest.approx(1)
+  assert balance_of_ours(opposite, 1) == pytest.approx(2)
 
 
 def test_a_mesh_holds_its_shares_in_the_files_types(tmp_path):

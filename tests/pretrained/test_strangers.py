@@ -3,16 +3,22 @@
 import json
 import os
 import resource
+import shutil
+import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from scmoe.base.errors import DataError
+from scmoe import convert
+from scmoe.base.errors import ConfigError, DataError
+from scmoe.pretrained import folder as files
 from scmoe.pretrained import header
 from scmoe.pretrained.families import read_config
 from scmoe.pretrained.folder import Folder
 from scmoe.pretrained.header import read_header, read_object
+from scmoe.pretrained.inference import InferenceFolder
 
 A = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 B = {"dtype": "BF16", "shape": [2, 2], "data_offsets": [8, 16]}
@@ -106,6 +112,114 @@ def test_pipes_and_devices_are_no_files(tmp_path):
   save_file({"a": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
   assert list(Folder(tmp_path).entries) == ["a"]
   assert load_file(tmp_path / "model.safetensors")["a"].sum() == 2
+
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "released" / "olmoe_a"
+
+
+@pytest.mark.parametrize(
+  ("field", "value", "message"),
+  [
+    ("model_type", [], r"model_type=\[\] is not a known family"),
+    ("hidden_act", [], r"hidden_act=\[\] is not supported"),
+    ("hidden_act", "", r"hidden_act='' is not supported"),
+    ("layer_types", 5, r"layer_types='5' is not a list"),
+    ("rope_scaling", {"rope_type": []}, r"rope_type=\[\], which is not supported"),
+    ("rms_norm_eps", float("nan"), r"rms_norm_eps='nan' is not a number"),
+    ("rope_theta", float("inf"), r"rope_theta='inf' is not a number"),
+    ("router_aux_loss_coef", 10**400, r"router_aux_loss_coef='1000.*' is not a number"),
+  ],
+)
+def test_fields_of_other_kinds_are_one_line(field, value, message):
+  values = json.loads((GOLDEN / "config.json").read_text()) | {field: value}
+  with pytest.raises(DataError, match=message) as caught:
+    read_config(values)
+  assert len(str(caught.value)) < 300
+
+
+def test_what_is_no_folder_of_safetensors_says_how_to_get_one(tmp_path):
+  with pytest.raises(DataError, match=r"hf download allenai/OLMoE-1B-7B --local-dir"):
+    Folder("allenai/OLMoE-1B-7B")
+  for path, message in (
+    ("~nosuchuser/x", "--from='~nosuchuser/x' names a user that this machine does not have"),
+    ("a\0b", "--from='a.x00b' holds a NUL byte"),
+    ("x" * 5000, "File name too long"),
+  ):
+    with pytest.raises(ConfigError, match=message) as caught:
+      Folder(path)
+    assert len(str(caught.value)) < 300
+  shutil.copyfile(GOLDEN / "config.json", tmp_path / "config.json")
+  (tmp_path / "pytorch_model.bin").write_bytes(b"x" * 99)
+  with pytest.raises(DataError, match=r"has pytorch_model.bin and no .safetensors file; .*pretrai"):
+    Folder(tmp_path)
+  (tmp_path / files.INDEX).write_text('{"weight_map": {"a": "pytorch_model.bin"}}')
+  with pytest.raises(DataError, match=r"a is in 'pytorch_model.bin', which is no .safetensors"):
+    Folder(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+  """A run, and its inference folder."""
+  root = tmp_path_factory.mktemp("exported")
+  convert.import_model(str(GOLDEN), root / "run")
+  convert.export_inference(root / "run", root / "inference")
+  return root
+
+
+@pytest.mark.parametrize(
+  ("field", "value", "message"),
+  [
+    ("dtype", "F99", "source.json: 'F99' is none of: F32, BF16, F16"),
+    ("other_dtypes", {"lm_head.weight": []}, r"source.json: '\[\]' is none of"),
+    ("family", "nope", "source.json: 'nope' is none of: olmoe, mixtral"),
+    ("files", {"../../x": "y"}, "source.json: files are not texts by name, of: generation_config"),
+    ("files", {"generation_config.json": 3}, "source.json: files are not texts by name"),
+  ],
+)
+def test_a_strangers_source_json_is_one_line(field, value, message, exported, tmp_path):
+  run = shutil.copytree(exported / "run", tmp_path / "run")
+  path = run / convert.SOURCE
+  path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+  with pytest.raises(DataError, match=message):
+    convert.export_model(run, tmp_path / "out")
+  assert not (tmp_path / "out").exists()
+
+
+def test_no_path_is_a_traceback(exported):
+  for flag in ("to", "inference"):
+    for path, message in (("~nosuchuser/x", "names a user"), ("a\0", "holds a NUL byte")):
+      with pytest.raises(ConfigError, match=f"--{flag}=.* {message}"):
+        convert.main(["--workdir", str(exported / "run"), f"--{flag}", path])
+
+
+INFERENCE = {
+  "no json": (lambda c: b"{", "config.json cannot be read"),
+  "no text": (lambda c: b"\xff", "config.json cannot be read: 'utf-8'"),
+  "deep": (lambda c: b"[" * 10**5, "config.json cannot be read"),
+  "twice": (lambda c: b'{"name": "a", "name": "b"}', "'name' is given twice"),
+  "layers": (
+    lambda c: json.dumps(c | {"model": c["model"] | {"num_layers": 10**7}}).encode(),
+    "num_layers=10000000"),
+  "no width": (
+    lambda c: json.dumps(c | {"model": c["model"] | {"width": 0}}).encode(), "width=0 is too"),
+  "no vocabulary": (
+    lambda c: json.dumps(c | {"model": c["model"] | {"vocab_size": 0}}).encode(), "vocab_size=0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INFERENCE)
+def test_a_forged_inference_folder_is_one_line(name, exported, tmp_path):
+  """With the checksums that belong to its content."""
+  make, message = INFERENCE[name]
+  folder = shutil.copytree(exported / "inference", tmp_path / "m")
+  content = make(json.loads((folder / "config.json").read_text()))
+  (folder / "config.json").write_bytes(content)
+  manifest = json.loads((folder / "inference.json").read_text())
+  manifest["files"]["config.json"] = zlib.crc32(content)
+  (folder / "inference.json").write_text(json.dumps(manifest))
+  with pytest.raises(DataError, match=message) as caught:
+    InferenceFolder(folder)
+  assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["num_hidden_layers", "zero_expert_num", "hidden_size"])

@@ -1,0 +1,188 @@
+"""How a released model begins and ends texts, taken from the files of its folder.
+
+Four files say so, and they do not all agree: config.json (`bos_token_id`, `eos_token_id`),
+generation_config.json (the same two; it has the tokens that end an instruct model's answer),
+tokenizer_config.json (`bos_token`, `eos_token`, `add_bos_token`, `chat_template`) and
+tokenizer.json (its post-processor adds tokens before each text). The rules here follow
+transformers, so that a prompt becomes the same ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from scmoe.base.errors import DataError
+from scmoe.data.conventions import TEMPLATE_BYTES, Conventions, is_token_id
+from scmoe.data.tokenizers import JsonTokenizer
+from scmoe.pretrained.folder import CONFIG
+from scmoe.pretrained.header import parse_object, read_object, read_text
+
+GENERATION, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
+# Files that `--to` writes again as they were read.
+KEPT = (GENERATION, TOKENIZER_CONFIG, TEMPLATE, "special_tokens_map.json")
+_BYTES = 2**24  # of each of them
+# Classes of transformers' tokenizers that add `bos_token` unless `add_bos_token` forbids it.
+_ADD_BOS = (
+  "LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast",
+  "GemmaTokenizer", "GemmaTokenizerFast", "CohereTokenizerFast",
+)  # fmt: skip
+
+
+def kept_files(folder: Path) -> dict[str, str]:
+  """The contents of the files of `KEPT` that a folder has, by name.
+
+  Raises:
+    DataError: one cannot be read, or is no JSON object although it is named so.
+  """
+  found = {name: read_text(folder / name, _BYTES) for name in KEPT if (folder / name).exists()}
+  for name, text in found.items():
+    if name.endswith(".json"):
+      parse_object(text, str(folder / name))
+  return found
+
+
+def eos_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+  """Tokens that end a text: those of config.json first, then those of generation_config.json.
+
+  Raises:
+    DataError: a file names something else than token ids.
+  """
+  found = _token_ids(config, "eos_token_id", folder / CONFIG)
+  if (folder / GENERATION).exists():
+    generation = read_object(folder / GENERATION, _BYTES)
+    found += _token_ids(generation, "eos_token_id", folder / GENERATION)
+  return tuple(dict.fromkeys(found))
+
+
+def read_conventions(
+  folder: Path, config: Mapping[str, Any], tokenizer: JsonTokenizer
+) -> Conventions:
+  """The conventions of a released model.
+
+  Args:
+    folder: of the model.
+    config: its config.json.
+    tokenizer: of its tokenizer.json.
+
+  Raises:
+    DataError: a file is not what it should be; one line with file and field.
+  """
+  path, vocab = folder / TOKENIZER_CONFIG, tokenizer.vocab
+  said = read_object(path, _BYTES) if path.exists() else None
+  stop = eos_ids(folder, config)
+  if said is not None and (eos := _named(said, "eos_token", vocab, path)) is not None:
+    stop = tuple(dict.fromkeys((*stop, eos)))
+  if said is not None and "bos_token" in said:
+    bos = _named(said, "bos_token", vocab, path)
+  else:
+    bos = next(iter(_token_ids(config, "bos_token_id", folder / CONFIG)), None)
+  begin = _begin(said, tokenizer.parsed, bos, path)
+  if bos is None and begin:
+    bos = begin[-1]
+  return Conventions(begin, bos, stop, _template(folder, said or {}))
+
+
+def _begin(
+  said: Mapping[str, Any] | None, tokenizer: Mapping[str, Any], bos: int | None, path: Path
+) -> tuple[int, ...]:
+  """Tokens that the model's tokenizer puts before a text.
+
+  tokenizer_config.json's `add_bos_token` decides where it is given; then the default of its class;
+  then the template of tokenizer.json's post-processor. A folder that says nothing of all this
+  begins texts with the `bos_token_id` of config.json.
+  """
+  alone = () if bos is None else (bos,)
+  adds = (said or {}).get("add_bos_token")
+  if adds is not None and not isinstance(adds, bool):
+    raise DataError(f"{path}: add_bos_token={adds!r} is neither true nor false")
+  if adds and bos is None:
+    raise DataError(f"{path}: add_bos_token=true, and no bos_token of the vocabulary is named")
+  if adds is not None:
+    return alone if adds else ()
+  if (said or {}).get("tokenizer_class") in _ADD_BOS:
+    return alone
+  template = _before_text(tokenizer.get("post_processor"))
+  if template is not None:
+    return template
+  return alone if said is None else ()
+
+
+def _before_text(processor: Any) -> tuple[int, ...] | None:
+  """Ids that a post-processor of tokenizer.json adds before one text; None: it does not say."""
+  if not isinstance(processor, dict):
+    return None
+  if processor.get("type") == "Sequence":
+    found = [_before_text(part) for part in processor.get("processors") or []]
+    return next((ids for ids in found if ids is not None), None)
+  if processor.get("type") in ("BertProcessing", "RobertaProcessing"):
+    return (processor["cls"][1],)
+  if processor.get("type") != "TemplateProcessing":
+    return None
+  ids: list[int] = []
+  for part in processor["single"]:
+    if "SpecialToken" not in part:
+      break
+    ids += processor["special_tokens"][part["SpecialToken"]["id"]]["ids"]
+  return tuple(ids)
+
+
+def _token_ids(values: Mapping[str, Any], field: str, path: Path) -> list[int]:
+  """A field that is a token id, a list of them, or null."""
+  value = values.get(field)
+  ids = [] if value is None else value if isinstance(value, list) else [value]
+  if len(ids) > 256 or not all(map(is_token_id, ids)):
+    raise DataError(f"{path}: {field}={str(value)[:80]} is neither a token id nor a list of them")
+  return ids
+
+
+def _named(
+  values: Mapping[str, Any], field: str, vocab: Mapping[str, int], path: Path
+) -> int | None:
+  """The id of a token that tokenizer_config.json names: a text, an object with it, or null."""
+  value = values.get(field)
+  token = value.get("content") if isinstance(value, dict) else value
+  if token is None:
+    return None
+  if not isinstance(token, str) or token not in vocab:
+    raise DataError(f"{path}: {field}={str(token)[:80]!r} is not a token of tokenizer.json")
+  return vocab[token]
+
+
+def _template(folder: Path, said: Mapping[str, Any]) -> str:
+  """The chat template: a file of its own, or a field of tokenizer_config.json; "" for none.
+
+  The field is a template, or a list of named ones, of which the one named "default" is taken.
+  """
+  if (folder / TEMPLATE).exists():
+    return read_text(folder / TEMPLATE, TEMPLATE_BYTES)
+  value, path = said.get("chat_template"), folder / TOKENIZER_CONFIG
+  if isinstance(value, list):
+    named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
+    value = named.get("default")
+  if value is None:
+    return ""
+  if not isinstance(value, str) or len(value) > TEMPLATE_BYTES:
+    raise DataError(f"{path}: chat_template is not a text of at most {TEMPLATE_BYTES} characters")
+  return value
+
+
+def check_kept(files: Any, path: Path) -> dict[str, str]:
+  """The files that a run keeps of the folder it was read from, as source.json has them.
+
+  Raises:
+    DataError: they are not texts by these names.
+  """
+  if not isinstance(files, dict) or not all(
+    name in KEPT and isinstance(text, str) for name, text in files.items()
+  ):
+    raise DataError(f"{path}: files are not texts by name, of: {', '.join(KEPT)}")
+  return files
+
+
+def config_fields(bos_id: int, stop_ids: tuple[int, ...]) -> dict[str, Any]:
+  """The fields of config.json for a run of our own: where its texts begin and end."""
+  ends: Any = stop_ids[0] if len(stop_ids) == 1 else list(stop_ids)
+  return {"bos_token_id": bos_id, "eos_token_id": ends}

@@ -39,6 +39,7 @@ from scmoe.run.command_line import (
 from scmoe.run.config import RunConfig, with_field
 from scmoe.run.effects import check_typed
 from scmoe.run.opened import open_folder, open_model, open_run
+from scmoe.run.programs import user_programs
 from scmoe.run.summary import TOKENIZER
 from scmoe.training.workdir import write_json
 
@@ -73,6 +74,7 @@ FLAGS = (
 )
 
 
+@user_programs()
 def main(argv: list[str]) -> None:
   """Evaluates a checkpoint and prints a table."""
   values, _ = parse(argv, FLAGS)
@@ -167,6 +169,7 @@ def evaluate_run(
   workdir, changed = workdir or model, changed or {}
   run = build.on_mesh(with_changes(stored.run, changed), mesh)
   run.train.check_mesh(run.mesh.batch_shards)
+  run = build.with_capacity_groups_of(run, stored.run)
   opened = open_folder(folder, run) if folder else open_model(run, workdir, stored.step)
   elsewhere = any(name in DATA for name in changed)
   source = with_tokenizer(run.data, workdir) if elsewhere else run.data
@@ -187,7 +190,15 @@ def evaluate_run(
     figures["bigram_bits_per_byte"] = bigram.total
     for name, of_domain in figures["domains"].items():
       of_domain["bigram_bits_per_byte"] = bigram.domains[name]
-  return {"workdir": str(workdir), "step": stored.step, "changed": dict(changed), **figures}
+  capacity = {"capacity_factor": run.dispatch.capacity_factor, "groups": capacity_groups(run)}
+  capacity["groups_trained"] = capacity_groups(stored.run)
+  where = {"workdir": str(workdir), "step": stored.step, "changed": dict(changed)}
+  return {**where, **figures, "capacity": capacity}
+
+
+def capacity_groups(run: RunConfig) -> int:
+  """Parts of a batch in which every expert has a buffer of its own."""
+  return run.dispatch.groups or run.mesh.batch_shards
 
 
 def with_changes(run: RunConfig, changed: Mapping[str, str]) -> RunConfig:
@@ -226,14 +237,27 @@ def table(figures: dict[str, Any]) -> str:
   width = max(len(name) for name in rows) + 2
   with_ = ", ".join(f"{name}={text}" for name, text in figures["changed"].items())
   title = f"{figures['workdir']} at step {figures['step']}"
+  title += f", {figures['batches']:,} batches" if "batches" in figures else ""
   lines = [f"validation of {title}" + (f" with {with_}" if with_ else "")]
   lines.append(" " * width + "".join(f"{head:>18}" for head in heads))
   for name, row in rows.items():
     cells = [f"{row[key]:,.0f}" if key == "tokens" else f"{row[key]:.4f}" for key in names]
     lines.append(f"{name:{width}}" + "".join(f"{cell:>18}" for cell in cells))
   if figures["drop"]:
-    lines.append(f"{figures['drop']:.2%} of the choices of experts found no room")
+    lines.append(f"{figures['drop']:.2%} of the choices of experts found no room" + _room(figures))
   return "\n".join(lines)
+
+
+def _room(figures: dict[str, Any]) -> str:
+  """The capacity behind a share of dropped choices, and whether training had the same."""
+  if "capacity" not in figures:
+    return ""
+  capacity = figures["capacity"]
+  parts = lambda n: f"{n} part{'s' if n > 1 else ''}"
+  text = f" (capacity factor {capacity['capacity_factor']:g}, {parts(capacity['groups'])} a batch"
+  if capacity["groups"] != capacity["groups_trained"]:
+    text += f"; {parts(capacity['groups_trained'])} in training, which drops otherwise"
+  return text + ")"
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ from scmoe.run.command_line import (
 )
 from scmoe.run.config import RunConfig
 from scmoe.run.opened import open_folder, open_model, open_run
+from scmoe.run.programs import user_programs
 from scmoe.training.workdir import write_json
 
 OF_CONFIG = ("config", "config_json", "smoke", "allow_config_change", "allow_import")
@@ -116,6 +117,7 @@ FLAGS = (
 )
 
 
+@user_programs()
 def main(argv: list[str]) -> None:
   """Continues every prompt and prints it with its continuation."""
   values, given = parse(argv, FLAGS, with_fields=True)

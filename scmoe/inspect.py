@@ -26,6 +26,7 @@ from scmoe.reports.tables import Table
 from scmoe.run import build
 from scmoe.run.command_line import HELP, Flag, help_text, parse
 from scmoe.run.opened import open_run
+from scmoe.run.programs import user_programs
 from scmoe.training.checkpoint import restore_part
 
 FLAGS = (
@@ -38,6 +39,7 @@ FLAGS = (
 CLASSES = ("lower case", "upper case", "digit", "space", "line end", "punctuation", "other", "end")
 
 
+@user_programs()
 def main(argv: list[str]) -> None:
   """Inspects a run and prints where the page is."""
   values, _ = parse(argv, FLAGS)

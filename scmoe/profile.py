@@ -12,16 +12,19 @@ then are their times, and beside them the schedule as modelled for --machine; ne
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import html
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from scmoe.base.errors import run_main
+from scmoe.base.sizes import duration
 from scmoe.blocks.schedule import (
   COMPUTE,
   LINK,
@@ -113,10 +116,14 @@ def profile(
   run: RunConfig, names: Sequence[str], workdir: Path, *, rounds: int, calls: int, modelled_on: str
 ) -> Report:
   """Times and traces the training step of every wiring; writes the picture and the page."""
-  arms = {name: Arm(build.with_wiring(run, name), workdir / name) for name in names}
-  for arm in arms.values():
-    arm.warm_up()
-  timings = interleave(arms, rounds=rounds, calls=calls)
+  took = Stopwatch()
+  arms = {}
+  for name in names:
+    with took.part(f"{name}: compilation and search"):
+      arms[name] = Arm(build.with_wiring(run, name), workdir / name)
+      arms[name].warm_up()
+  with took.part(f"{rounds} rounds of {calls} steps"):
+    timings = interleave(arms, rounds=rounds, calls=calls)
   gpu = jax.default_backend() == "gpu"
   device = f"{jax.device_count()} x {jax.devices()[0].device_kind}, jax {jax.__version__}"
   lines = [f"training step of {run.name}, {device}, {time.strftime('%Y-%m-%d')}"]
@@ -126,7 +133,8 @@ def profile(
   base, figures["arms"] = timings[names[0]], {}
   pictures: dict[str, dict[str, dict[str, list[Bar]]]] = {}  # kind of bar -> arm -> stream -> bars
   for name, arm in arms.items():
-    found = _arm_report(arm, timings[name], base, modelled_on)
+    with took.part(f"{name}: trace"):
+      found = _arm_report(arm, timings[name], base, modelled_on)
     lines += ["", f"== {name}", found.text]
     figures["arms"][name] = found.figures
     for kind, bars in found.bars.items():
@@ -138,7 +146,10 @@ def profile(
     MODELLED: f"modelled for {modelled_on}, from sizes and rates: not measured anywhere",
   }
   drawn = [Timeline(titles[kind], pictures[kind]) for kind in titles if kind in pictures]
-  page.write(workdir / "overlap.png", draw_png(drawn, f"one block pair, {lines[0]}"))
+  with took.part("picture"):
+    page.write(workdir / "overlap.png", draw_png(drawn, f"one block pair, {lines[0]}"))
+  lines += ["", str(took)]
+  figures["seconds"] = took.seconds
   text = "\n".join(lines)
   page.write(workdir / "overlap.html", _page(lines[0], timings, drawn, figures, text))
   written = f"{workdir / 'overlap.html'} (and overlap.png)"
@@ -189,6 +200,32 @@ def _page(
     ],
     "python -m scmoe.profile",
   )
+
+
+class Stopwatch:
+  """How long each part of a command took; every part is also said on stderr when it is over.
+
+  Attributes:
+    seconds: of each part, in order.
+  """
+
+  def __init__(self) -> None:
+    self.seconds: dict[str, float] = {}
+
+  @contextlib.contextmanager
+  def part(self, name: str) -> Iterator[None]:
+    """Measures what runs inside."""
+    begin = time.perf_counter()
+    yield
+    self.seconds[name] = round(time.perf_counter() - begin, 2)
+    print(f"profile: {name}, {duration(self.seconds[name])}", file=sys.stderr)
+
+  def __str__(self) -> str:
+    parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in self.seconds.items())
+    return (
+      f"this profile took {duration(sum(self.seconds.values()))}: {parts}. A second one in this "
+      "--workdir finds programs and schedules; --config.overlap.search_seconds=0 searches none"
+    )
 
 
 def _spread(timing: Timing) -> str:

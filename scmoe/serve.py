@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
 import queue
 import sys
@@ -30,6 +31,7 @@ from scmoe.generate import OFFLOAD_FLAGS, SAMPLING_FLAGS, Session, wish_of
 from scmoe.inference.offload.model import allow_pinned_memory
 from scmoe.inference.sampling import Sampling
 from scmoe.run.command_line import ALLOW_IMPORT, HELP, Flag, help_text, parse, simulate
+from scmoe.run.programs import user_programs
 
 FLAGS = (
   Flag("model", str, "", "folder of scmoe.convert --inference", required=True),
@@ -44,8 +46,11 @@ FLAGS = (
   HELP,
 )
 _FIELDS = ("prompt", "id", "max_new_tokens")
+MOST_LINE, MOST_ID = 2**24, 256  # characters of a request, and of its id
+MOST_ROWS, MOST_WAIT = 2**16, 3600.0  # requests of a batch; seconds that one waits for others
 
 
+@user_programs()
 def main(argv: list[str]) -> None:
   """Answers what the input asks."""
   values, _ = parse(argv, FLAGS)
@@ -53,11 +58,7 @@ def main(argv: list[str]) -> None:
     return print(help_text(__doc__ or "", FLAGS, values["help"]))
   simulate(values["simulate"])
   allow_pinned_memory()
-  for name in ("batch", "max_new_tokens"):
-    if values[name] < 1:
-      raise ConfigError(f"--{name}={values[name]} must be at least 1")
-  if not values["max_wait"] >= 0:
-    raise ConfigError(f"--max_wait={values['max_wait']} must be at least 0 seconds")
+  _check_flags(values)
   sampling = Sampling(values["temperature"], values["top_k"], values["top_p"])
   sampling.check()
   with contextlib.ExitStack() as files:
@@ -66,23 +67,63 @@ def main(argv: list[str]) -> None:
     options = {name: values[name] for name in ("model", "mesh", "allow_import", "max_new_tokens")}
     options |= {"wish": wish_of(values), "rows": values["batch"]}
     rest = {"rows": values["batch"], "seed": values["seed"]}
-    server = Server(Session(**options), sampling, values["max_new_tokens"], **rest)
+    session = Session(**options)
+    context = session.model.config.context
+    if values["max_new_tokens"] >= context:
+      raise ConfigError(
+        f"--max_new_tokens={values['max_new_tokens']} leaves no room for a prompt in model.context="
+        f"{context}"
+      )
+    server = Server(session, sampling, values["max_new_tokens"], **rest)
     try:
       for answers in server.answers(batches(given, values["batch"], values["max_wait"])):
-        out.writelines(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
-        out.flush()
+        _write(answers, out, values["output"])
     except KeyboardInterrupt:
       raise SystemExit(130) from None
     finally:
       print(server.said(), file=sys.stderr)
 
 
+def _check_flags(values: dict[str, Any]) -> None:
+  """Checks the numbers of the command line, and that answers do not become requests."""
+  for name, most in (("batch", MOST_ROWS), ("max_new_tokens", 2**31 - 1)):
+    if not 1 <= values[name] <= most:
+      raise ConfigError(f"--{name}={values[name]} must be at least 1, and at most {most}")
+  if not 0 <= values["max_wait"] <= MOST_WAIT:
+    raise ConfigError(
+      f"--max_wait={values['max_wait']} must be at least 0 seconds, and at most {MOST_WAIT}"
+    )
+  if values["input"] == values["output"] != "-":
+    raise ConfigError(f"--input and --output are both {values['input']!r}; give two files")
+
+
+def _write(answers: list[dict[str, Any]], out: IO[str], name: str) -> None:
+  """Adds answers to the output, each a line of JSON.
+
+  Raises:
+    StorageError: the disk is full, or gone.
+  """
+  try:
+    out.writelines(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
+    out.flush()
+  except BrokenPipeError:
+    raise
+  except OSError as error:
+    with contextlib.suppress(OSError):  # closing writes the rest once more
+      out.close()
+    raise StorageError(f"--output={name!r} cannot be written: {error.strerror}") from None
+
+
 def _opened(name: str, flag: str, files: contextlib.ExitStack) -> IO[str]:
   if name == "-":
-    return sys.stdin if flag == "input" else sys.stdout
+    stream = sys.stdin if flag == "input" else sys.stdout
+    # JSON is UTF-8, whatever the terminal's language.
+    if isinstance(stream, io.TextIOWrapper):
+      stream.reconfigure(encoding="utf-8", errors="replace")
+    return stream
   try:
     if flag == "output":
-      return files.enter_context(Path(name).open("a", encoding="utf-8"))
+      return files.enter_context(Path(name).open("a", encoding="utf-8", errors="replace"))
     # A line that is no UTF-8 is an error of its own request, not the end of all.
     return files.enter_context(Path(name).open(encoding="utf-8", errors="replace"))
   except OSError as error:
@@ -122,7 +163,7 @@ def batches(lines: Iterable[str], size: int, max_wait: float) -> Iterator[list[R
 
   def read() -> None:
     try:
-      for number, line in enumerate(lines, 1):
+      for number, line in enumerate(_short(lines), 1):
         if line.strip():
           waiting.put(Request(line, number, time.perf_counter()))
     except OSError as error:
@@ -150,6 +191,22 @@ def batches(lines: Iterable[str], size: int, max_wait: float) -> Iterator[list[R
       until = until or time.perf_counter() + max_wait
     if found:
       yield found
+
+
+def _short(lines: Iterable[str]) -> Iterator[str]:
+  """Lines of a file or an iterable; of one longer than `MOST_LINE`, one character more than that.
+
+  A file is read in pieces: a line that never ends would otherwise fill the memory.
+  """
+  readline = getattr(lines, "readline", None)
+  if readline is None:
+    yield from (line[: MOST_LINE + 1] for line in lines)
+    return
+  while line := readline(MOST_LINE + 1):
+    rest = line
+    while len(rest) > MOST_LINE and not rest.endswith("\n"):
+      rest = readline(MOST_LINE + 1)
+    yield line
 
 
 class Server:
@@ -264,20 +321,31 @@ def _fields(line: str, max_new_tokens: int) -> dict[str, Any]:
   Raises:
     DataError: the line is none.
   """
+  if len(line) > MOST_LINE:
+    raise DataError(f"the line is longer than {MOST_LINE:,} characters")
   try:
-    fields = json.loads(line)
+    fields = json.loads(line, parse_constant=_no_number)
   except (ValueError, RecursionError) as error:
     raise DataError(f"the line is not JSON: {error}") from None
   if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str):
     raise DataError('the line is not an object with a text as prompt, such as {"prompt": "def "}')
   if unknown := [name for name in fields if name not in _FIELDS]:
-    raise DataError(f"{unknown[0]!r} is unknown; a request has: {', '.join(_FIELDS)}")
+    raise DataError(f"{unknown[0][:40]!r} is unknown; a request has: {', '.join(_FIELDS)}")
+  if not isinstance(fields.get("id"), (str, int, float, type(None))):
+    raise DataError(f"id={str(fields['id'])[:40]} must be a text or a number")
+  if len(str(fields.get("id"))) > MOST_ID:
+    raise DataError(f"id is longer than {MOST_ID} characters")
   most = fields.setdefault("max_new_tokens", max_new_tokens)
   if type(most) is not int or not 1 <= most <= max_new_tokens:
+    shown = str(most)[:40]
     raise DataError(
-      f"max_new_tokens={most!r} must be a number from 1 to --max_new_tokens={max_new_tokens}"
+      f"max_new_tokens={shown} must be a number from 1 to --max_new_tokens={max_new_tokens}"
     )
   return fields
+
+
+def _no_number(word: str) -> Any:
+  raise ValueError(f"{word} is no number of JSON")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ RANKS = [
   ("blocks",),
   ("models",),
   ("training", "inference"),
-  ("run.suggestions", "run.effects"),
+  ("run.bounds", "run.suggestions", "run.effects", "run.estimates"),
   ("run.config",),
   ("run.build", "run.command_line", "run.programs", "reports"),
   ("run.dry_run",),

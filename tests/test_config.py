@@ -7,6 +7,7 @@ import pytest
 
 from scmoe.base.errors import ConfigError
 from scmoe.run import build
+from scmoe.run.bounds import MOST
 from scmoe.run.config import (
   RunConfig,
   as_config_dict,
@@ -179,6 +180,25 @@ def test_resolve_refuses_on_a_mesh(values, devices, words):
   message = error_of(resolve, changed(**values), num_devices=devices)
   for word in words:
     assert word in message
+
+
+WHOLE = [field.path for field in fields() if field.type is int]
+
+
+@pytest.mark.parametrize("path", [path for path in WHOLE if path != "train.seed"])
+def test_an_absurd_size_is_one_line_at_once(path):
+  """10^18 of anything: refused by name, before a layer is traced or an array is shaped."""
+  message = error_of(resolve, with_field(RunConfig(), path, str(10**18)))
+  assert path in message or path in ("model.top_k", "router.topk_group")
+
+
+def test_a_billion_layers_are_refused():
+  message = error_of(resolve, changed(model__num_layers=10**9))
+  assert message == "model.num_layers=1000000000 is too large; the most is 10000"
+
+
+def test_bounds_are_of_fields_that_there_are():
+  assert set(MOST) <= set(WHOLE)
 
 
 def test_batch_is_divided_over_processes():

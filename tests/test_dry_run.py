@@ -9,19 +9,20 @@ import jax.numpy as jnp
 import pytest
 
 from scmoe.base.batch import Batch
+from scmoe.base.sizes import duration
 from scmoe.blocks.wiring import WIRINGS
 from scmoe.models.flops import count_parameters, forward_flops, peak_flops
 from scmoe.run import build
 from scmoe.run.config import RunConfig, find_config, load_config, with_field
 from scmoe.run.dry_run import (
   dry_run,
-  duration,
   matched_baselines,
   number,
   planned_devices,
   report,
   size_of,
 )
+from scmoe.run.estimates import DEVICES, USABLE, StepNeeds, device_table, fits, step_seconds
 
 
 def resolved(run, **values):
@@ -236,6 +237,39 @@ def test_report_of_a_mesh_nobody_has():
   for wiring in WIRINGS:
     assert f" {wiring} " in text
   assert "> scmoe_pos2" in text
+
+
+def test_fits_is_said_of_every_kind_of_gpu():
+  """OLMoE on one device: 154 GiB of a step are more than 92 % of an H200's 141 GB."""
+  run = resolved(load_config(find_config("olmoe")))
+  result = dry_run(run)
+  lines = {line.split()[0]: line for line in device_table(result.step_needs, 1) if line.split()}
+  assert {"B200", "H200", "H100", "A100", "L4"} <= set(lines)
+  for device in DEVICES:
+    over = result.memory.total - USABLE * device.memory
+    words = f"does not fit, {size_of(over)} over" if over > 0 else f"fits, {size_of(-over)} left"
+    assert words in lines[device.name]
+    assert fits(result.memory.total, device) == words
+  assert "does not fit" in lines["H200"]
+  assert "does not fit" not in lines["B200"]
+  assert "\n".join(device_table(result.step_needs, run.train.steps)) in report(result)
+
+
+def test_the_exchange_has_a_time_of_its_own_by_hand():
+  """989 TFLOP/s and 450 GB/s of an H100: 40 % and 43 % of them, one after the other or together."""
+  needs = StepNeeds(memory=0, flops=989e12, exchange=450e9, tokens=1e6, exchanging=8)
+  h100 = next(device for device in DEVICES if device.name == "H100")
+  assert step_seconds(needs, h100) == pytest.approx((1 / 0.40, 1 / 0.43, 9 / 0.43))
+  (line,) = [line for line in device_table(needs, 10) if line.startswith("  H100")]
+  slow, fast = 1e6 / (1 / 0.40 + 1 / 0.43), 1e6 / (1 / 0.40)
+  assert f"{number(slow)} to {number(fast)}, 48.3 s to 25 s" in line
+  # An expert axis that one host cannot hold exchanges between hosts.
+  (line,) = [
+    line
+    for line in device_table(dataclasses.replace(needs, exchanging=16), 1)
+    if line.startswith("  H100")
+  ]
+  assert f"{number(1e6 / (1 / 0.40 + 9 / 0.43))} to {number(1e6 / (9 / 0.43))}" in line
 
 
 def test_what_larger_microbatches_would_take():

@@ -1,5 +1,6 @@
 """Typical mistakes: one line that says what to do, and doing it works."""
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -12,6 +13,8 @@ import pytest
 from scmoe import train
 from scmoe.base.errors import ScmoeError
 from scmoe.run import summary
+from scmoe.run.config import find_config, load_config, with_field
+from scmoe.run.dry_run import dry_run
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -314,7 +317,6 @@ def test_a_step_that_does_not_fit_lists_levers_with_figures(started, monkeypatch
   assert set(need) == {"train.batch_size=32 train.tokens_per_step=1024", "train.remat=full",
                        "mesh.expert=2 on 2 devices"}  # fmt: skip
   monkeypatch.undo()
-  from scmoe.run.dry_run import dry_run
   from scmoe.run.summary import size_of
 
   (words,) = [w for w in need if w.startswith("train.batch_size")]
@@ -329,6 +331,29 @@ def test_a_step_that_does_not_fit_lists_levers_with_figures(started, monkeypatch
   monkeypatch.setattr(train, "Trainer", Broken)
   with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
     train.main(["--smoke", "--workdir=b"])
+
+
+def test_only_changes_that_fit_are_suggested():
+  """Each with its need; where none fits, what would."""
+  run = load_config(find_config("olmoe")).resolve(num_devices=1, vocab_size=50304)
+  need = lambda **train: (
+    dry_run(dataclasses.replace(run, train=dataclasses.replace(run.train, **train))).memory.total
+  )
+  full = need(remat="full")
+  assert full < need(batch_size=4)
+  line = summary.levers(run, full)
+  assert line.startswith(f"try train.remat=full ({summary.size_of(full)})")
+  assert "train.batch_size=4" not in line
+  line = summary.levers(run, 20 * 2**30)
+  assert "no single change fits, of train.batch_size=4" in line
+  (words, size) = re.findall(r"; (model.num_layers=.*) would fit \(([\d.]+) GiB\)", line)[0]
+  assert float(size) <= 20
+  smaller = run
+  for word in words.split():
+    smaller = with_field(smaller, *word.split("="))
+  smaller = smaller.resolve(num_devices=1, vocab_size=50304)
+  assert summary.size_of(dry_run(smaller).memory.total) == f"{size} GiB"
+  assert "does not fit here in any depth" in summary.levers(run, 2**20)
 
 
 def test_help_on_a_section_and_a_field(capsys):

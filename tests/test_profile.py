@@ -5,6 +5,7 @@ import gzip
 import json
 import re
 
+import jax
 import pytest
 
 from scmoe import profile
@@ -14,7 +15,9 @@ from scmoe.blocks.wiring import WIRINGS
 from scmoe.models.config import ModelConfig
 from scmoe.parallel.mesh import MeshConfig
 from scmoe.run import build
-from scmoe.run.config import RunConfig
+from scmoe.run.config import RunConfig, find_config, load_config, with_field
+from scmoe.training import search
+from scmoe.training.variants import Variant
 
 
 @pytest.mark.parametrize(
@@ -66,6 +69,37 @@ def profiled(tmp_path_factory):
   profile.main([*words.split(), "--workdir", str(folder), "--json", str(folder / "figures.json"),
                 *(f"--config.{field}" for field in fields)])  # fmt: skip
   return folder, json.loads((folder / "figures.json").read_text())
+
+
+def test_it_says_what_took_how_long(profiled):
+  _, figures = profiled
+  parts = ("scmoe_pos2: compilation and search", "dense: compilation and search",
+           "3 rounds of 1 steps", "scmoe_pos2: trace", "dense: trace", "picture")  # fmt: skip
+  assert set(figures["seconds"]) == set(parts)
+  assert all(seconds > 0 for seconds in figures["seconds"].values())
+
+
+def test_neither_an_asked_for_nor_a_kept_schedule_is_searched_for(tmp_path, monkeypatch):
+  """On GPUs that exchange rows, where a first profile searches."""
+  run = load_config(find_config("quickstart"), "smoke")
+  run = with_field(with_field(run, "mesh.expert", "4"), "mesh.data", "2")
+  searched = []
+
+  def on_a_cut(make, candidates, keep):
+    searched.append(make.folder)
+    make.folder.mkdir()
+    keep({"chosen": {"chunks": 2}})
+    return Variant(chunks=2)
+
+  monkeypatch.setattr(search, "_on_a_cut", on_a_cut)
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  monkeypatch.setattr(profile, "init_state", lambda *_: None)
+  off = with_field(run, "overlap.search_seconds", "0")
+  assert profile.Arm(off, tmp_path / "off").step.variant == Variant()
+  assert not searched
+  for _ in range(2):
+    assert profile.Arm(run, tmp_path / "on").step.variant == Variant(chunks=2)
+  assert searched == [tmp_path / "on"]
 
 
 def test_on_a_cpu_the_page_says_what_is_simulated_and_what_is_modelled(profiled):

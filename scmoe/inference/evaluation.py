@@ -48,8 +48,8 @@ def evaluate(
 
   Returns:
     `loss` (nats per token), `perplexity`, `bits_per_byte`, `accuracy`, `drop` (share of choices
-    dropped), `tokens`, `bytes`, and `domains`: the same without `drop` for each domain that was
-    seen. None if it was stopped.
+    dropped), `batches`, `tokens`, `bytes`, and `domains`: the same without `drop` and `batches` for
+    each domain that was seen. None if it was stopped.
 
   Raises:
     DataError: there is no validation text.
@@ -62,6 +62,7 @@ def evaluate(
     counts_of = prepare(counts_of)
   sums = np.zeros((len(data.domains), len(COUNTED)))
   dropped = choices = 0.0
+  batches = 0
   for batch in data.validation(max_batches=max_batches):
     if stopping is not None and stopping():
       return None
@@ -69,6 +70,7 @@ def evaluate(
     counts, sent = counts_of(params, router, jax.tree.map(put, batch), sizes_V)
     sums += np.asarray(counts, np.float64)
     dropped, choices = dropped + float(sent[0]), choices + float(sent[1])
+    batches += 1
   total = _figures(sums.sum(0))
   if total is None:
     raise DataError("the validation text has no token that counts; give more of it")
@@ -76,13 +78,14 @@ def evaluate(
   return {
     **total,
     "drop": dropped / max(choices, 1.0),
+    "batches": batches,
     "domains": {name: figures for name, figures in domains.items() if figures is not None},
   }
 
 
 def flat_scalars(figures: dict[str, Any]) -> dict[str, float]:
-  """What a line of metrics.jsonl holds: loss and bits per byte, in all and for each domain."""
-  flat = {name: figures[name] for name in ("loss", "bits_per_byte", "accuracy")}
+  """The figures for a line of metrics.jsonl: of all text, and bits per byte of each domain."""
+  flat = {name: figures[name] for name in ("loss", "bits_per_byte", "accuracy", "drop")}
   if len(figures["domains"]) > 1:
     for name, of_domain in figures["domains"].items():
       flat[f"bits_per_byte/{name}"] = of_domain["bits_per_byte"]

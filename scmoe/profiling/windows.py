@@ -148,10 +148,20 @@ def _inner(eqn: Any) -> Any:
 
 
 def summary(windows: Iterable[Window]) -> str:
-  """A line per exchange: what stands beside it."""
-  lines = []
+  """What stands beside each exchange: one line for all exchanges of a kind with the same products.
+
+  A step of 12 pairs has 48 exchanges or more, most of them alike: `12 x forward dispatch beside:
+  ... (3 to 5 operations)`.
+  """
+  alike: dict[str, list[int]] = {}
   for w in windows:
     counted = {stage: w.beside.count(stage) for stage in dict.fromkeys(w.beside)}
     beside = ", ".join(f"{n} {stage}" for stage, n in counted.items()) or "nothing"
-    lines.append(f"{w.direction:8s} {w.stage:8s} beside: {beside} ({w.operations} operations)")
+    alike.setdefault(f"{w.direction:8s} {w.stage:8s} beside: {beside}", []).append(w.operations)
+  lines = []
+  for words, operations in alike.items():
+    least, most = min(operations), max(operations)
+    span = f"{least}" if least == most else f"{least} to {most}"
+    count = f"{len(operations)} x " if len(operations) > 1 else ""
+    lines.append(f"{count}{words} ({span} operations)")
   return "\n".join(lines)

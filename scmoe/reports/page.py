@@ -18,6 +18,7 @@ img { width: 100%; background: #fff; border-radius: 6px; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap; }
 th, td { padding: .3em .8em; text-align: right; border-bottom: 1px solid #8884; }
+th { white-space: normal; vertical-align: bottom; }
 th:first-child, td:first-child { text-align: left; }
 .warning { border-left: 4px solid #d33; padding: .2em 1em; }
 pre { overflow-x: auto; } small { color: #888; }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+from collections.abc import Sequence
 
 from scmoe.reports.comparison import Comparison, Group, Paired, Statistic
 from scmoe.reports.records import Measure
@@ -17,14 +18,16 @@ class Table:
   heads: tuple[str, ...]
   rows: tuple[tuple[str, ...], ...]
 
-  def text(self) -> str:
-    """Columns filled up with spaces."""
+  def text(self, width: int = 100) -> str:
+    """Columns filled up with spaces; those beyond `width` follow in a second part of the table."""
     widths = [max(map(len, column)) for column in zip(self.heads, *self.rows)]
-    lines = [
-      "  ".join(f"{c:<{w}}" if not i else f"{c:>{w}}" for i, (c, w) in enumerate(zip(row, widths)))
-      for row in (self.heads, *self.rows)
-    ]
-    return "\n".join([self.title, *(line.rstrip() for line in lines)])
+    lines = []
+    for columns in _parts(widths, width):
+      lines += [""] if lines else []
+      for row in (self.heads, *self.rows):
+        cells = [f"{row[i]:>{widths[i]}}" if i else f"{row[i]:<{widths[i]}}" for i in columns]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join([self.title, *lines])
 
   def markdown(self) -> str:
     """A pipe table under its title."""
@@ -40,6 +43,18 @@ class Table:
       f"<h2>{html.escape(self.title)}</h2><div class='wide'><table><thead><tr>"
       f"{cells('th', self.heads)}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
+
+
+def _parts(widths: Sequence[int], width: int) -> list[list[int]]:
+  """Columns of every part of a table: each begins with column 0 and stays within `width`."""
+  parts, used = [[0]], widths[0]
+  for i in range(1, len(widths)):
+    if used + 2 + widths[i] > width and len(parts[-1]) > 1:
+      parts.append([0])
+      used = widths[0]
+    parts[-1].append(i)
+    used += 2 + widths[i]
+  return parts
 
 
 def result_table(comparison: Comparison) -> Table:

@@ -379,6 +379,23 @@ def _on(run: RunConfig, mesh: MeshConfig) -> RunConfig:
   )
 
 
+def with_capacity_groups_of(run: RunConfig, trained: RunConfig) -> RunConfig:
+  """A run whose experts have the capacity that they had in training, on another mesh too.
+
+  With `dispatch.groups=0` every device of training had buffers of its own. One device that
+  evaluates what eight trained would have one buffer for all tokens, which drops fewer choices.
+
+  Args:
+    run: on the mesh where it is evaluated.
+    trained: on the mesh where it was trained; both resolved.
+  """
+  groups, shards = trained.mesh.batch_shards, run.mesh.batch_shards
+  tokens = run.train.batch_size * run.data.seq_len
+  if run.dispatch.groups or groups % shards or tokens % groups:
+    return run
+  return dataclasses.replace(run, dispatch=dataclasses.replace(run.dispatch, groups=groups))
+
+
 def vocab_size(data: DataConfig) -> int:
   """Size of the tokenizer's vocabulary, without reading the data.
 

@@ -31,6 +31,7 @@ from scmoe.models.config import ModelConfig
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.options import RouterConfig
 from scmoe.parallel.mesh import MeshConfig, expert_shards
+from scmoe.run.bounds import check_bound
 from scmoe.run.suggestions import OTHER_NAMES, nearest
 from scmoe.training.options import (
   CheckpointConfig,
@@ -92,6 +93,8 @@ class RunConfig:
       ConfigError: names the field, what was got and what would do.
     """
     check_run_name(self.name, "name")
+    for field in fields(self):
+      check_bound(field.path, field.default)
     for part in ("router", "dispatch", "overlap", "train", "optimizer", "checkpoint"):
       check_options(getattr(self, part), part)
     check_options(self.distributed, "distributed")

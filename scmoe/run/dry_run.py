@@ -19,20 +19,19 @@ from jax.sharding import PartitionSpec as P
 
 from scmoe.base.batch import Batch
 from scmoe.base.errors import ConfigError
-from scmoe.base.sizes import duration, number, size_of
+from scmoe.base.sizes import number, size_of
 from scmoe.blocks.wiring import WIRINGS
 from scmoe.layers.attention import fusable
-from scmoe.models.flops import Flops, Parameters, count_parameters, forward_flops, peak_flops
+from scmoe.models.flops import Flops, Parameters, count_parameters, forward_flops
 from scmoe.models.objective import LanguageModelObjective
 from scmoe.parallel.mesh import BATCH_AXES, manual, shardings_of
 from scmoe.run import build
 from scmoe.run.config import RunConfig
+from scmoe.run.estimates import StepNeeds, device_table
 from scmoe.training.optimizer import make_optimizer
 from scmoe.training.step import abstract_state
 
-MFU = 0.40  # assumed share of the peak; an optimistic one for a MoE on GPUs
 LARGER = (2, 4)  # times as large are the microbatches whose memory is printed too
-DEVICES = ("B200", "H200", "A100", "L4")  # whose times are printed; H100 is as H200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +93,17 @@ class DryRun:
     train, length = self.run.train, self.run.data.seq_len
     return train.microbatches(length) * train.batch_size * length
 
-  def seconds_per_step(self, device: str) -> float | None:
-    """Time of a step at `MFU` of that device's peak on every device of the mesh."""
-    peak = peak_flops(device)
-    if peak is None:
-      return None
-    return self.flops.training * self.tokens_per_step / (MFU * peak * self.run.mesh.size)
+  @property
+  def step_needs(self) -> StepNeeds:
+    """Memory, FLOPs and exchanged bytes of a step on each device."""
+    mesh = self.run.mesh
+    return StepNeeds(
+      memory=self.memory.total,
+      flops=self.flops.training * self.tokens_per_step / mesh.size,
+      exchange=self.traffic.all_to_all,
+      tokens=self.tokens_per_step,
+      exchanging=mesh.expert,
+    )
 
 
 def dry_run(run: RunConfig) -> DryRun:
@@ -299,17 +303,11 @@ def report(result: DryRun) -> str:
     *_memory_lines(result),
     *_traffic_lines(result.traffic),
     "",
-    f"time at {MFU:.0%} of the peak (an assumption) on {run.mesh.size} x:",
+    *device_table(result.step_needs, steps),
+    "",
+    *_baseline_lines(result),
   ]
-  for device in DEVICES:
-    seconds = result.seconds_per_step(device)
-    if seconds is not None:
-      rate = number(tokens / seconds)
-      lines.append(
-        f"  {device:6} {duration(seconds)} a step, {rate} tokens/s, "
-        f"{duration(seconds * steps)} for the run"
-      )
-  return "\n".join([*lines, "", *_baseline_lines(result)])
+  return "\n".join(lines)
 
 
 def model_lines(run: RunConfig, p: Parameters, f: Flops) -> list[str]:

@@ -15,7 +15,7 @@ from scmoe.data import Data, Tokenizer, bigram_bits_per_byte
 from scmoe.data.tokenizers import TOKENIZER, JsonTokenizer
 from scmoe.models.flops import count_parameters, forward_flops
 from scmoe.run import build
-from scmoe.run.config import RunConfig
+from scmoe.run.config import RunConfig, from_json
 from scmoe.run.dry_run import dry_run, model_lines
 from scmoe.training.checkpoint import FOLDER, list_steps
 from scmoe.training.metrics import read_metrics
@@ -108,7 +108,7 @@ def check_memory(built: build.Built) -> None:
   if limit is not None and held > limit:
     raise ConfigError(
       f"parameters and optimizer need {size_of(held)} on each device, which has {size_of(limit)}; "
-      f"{levers(built.run)}"
+      f"{levers(built.run, limit)}"
     )
 
 
@@ -122,12 +122,58 @@ def out_of_memory(built: build.Built, error: Exception) -> ConfigError | None:
   return ConfigError(
     f"out of memory: a step needs about {size_of(memory.total)} on each device ({shown})"
     + (f", which has {size_of(limit)}" if limit else "")
-    + f"; {levers(built.run)}"
+    + f"; {levers(built.run, limit)}"
   )
 
 
-def levers(run: RunConfig) -> str:
-  """What makes a step smaller, each with what the dry run says it would then need."""
+@dataclasses.dataclass(frozen=True)
+class Lever:
+  """A change that makes a step smaller.
+
+  Attributes:
+    words: the fields as they are typed.
+    memory: bytes of each device that a step then needs; None where the change does not fit the rest
+      of the configuration.
+    limit: bytes that a device then has; None where that is not known.
+  """
+
+  words: str
+  memory: int | None
+  limit: int | None
+
+  @property
+  def fits(self) -> bool:
+    """Whether the step then fits, as far as that is known."""
+    return self.limit is None or self.memory is None or self.memory <= self.limit
+
+  def __str__(self) -> str:
+    return self.words if self.memory is None else f"{self.words} ({size_of(self.memory)})"
+
+
+def levers(run: RunConfig, limit: int | None = None) -> str:
+  """What to try so that a step fits: changes that suffice, or why none of them does.
+
+  Args:
+    run: resolved.
+    limit: bytes that a device has; None: not known, so that every change is named.
+  """
+  found = [
+    Lever(words, _needed(changed), _limit_on(changed.mesh.size, run.mesh.size, limit))
+    for words, changed in _smaller(run)
+  ]
+  layers = [f"fewer than model.num_layers={run.model.num_layers}"]
+  if run.model.num_layers <= 2 * run.model.moe_every:
+    layers = []
+  if useful := [str(lever) for lever in found if lever.fits]:
+    return "try " + ", ".join(useful + layers)
+  if not found:
+    return f"try {layers[0]}" if layers else "use a smaller model"
+  none = f"try a smaller model: no single change fits, of {', '.join(map(str, found))}"
+  return f"{none}; {_largest_that_fits(run, limit)}"
+
+
+def _smaller(run: RunConfig) -> list[tuple[str, RunConfig]]:
+  """Changes that leave the result of training as it is, each with the words that ask for it."""
   train, mesh, length = run.train, run.mesh, run.data.seq_len
   found = []
   tokens = train.microbatches(length) * train.batch_size * length
@@ -143,19 +189,41 @@ def levers(run: RunConfig) -> str:
     if train.batch_size % wide.batch_shards == 0:
       words = f"mesh.expert={wide.expert} on {wide.size} devices"
       found.append((words, dataclasses.replace(run, mesh=wide)))
-  if run.model.num_layers > 2 * run.model.moe_every:
-    words = f"fewer than model.num_layers={run.model.num_layers}"
-    return "try " + ", ".join([*(_with_need(*lever) for lever in found), words])
-  return (
-    "try " + ", ".join(_with_need(*lever) for lever in found) if found else "use a smaller model"
-  )
+  return found
 
 
-def _with_need(words: str, run: RunConfig) -> str:
+def _needed(run: RunConfig) -> int | None:
   try:
-    return f"{words} ({size_of(dry_run(run).memory.total)})"
-  except ConfigError:  # the lever does not fit the rest of the configuration
-    return words
+    return dry_run(run).memory.total
+  except ConfigError:
+    return None
+
+
+def _limit_on(devices: int, before: int, limit: int | None) -> int | None:
+  """What a device has of that many; simulated ones share the host's memory."""
+  if limit is None or jax.default_backend() != "cpu":
+    return limit
+  return limit * before // devices
+
+
+def _largest_that_fits(run: RunConfig, limit: int | None) -> str:
+  """The most layers, halved again and again, with which the step fits in its smallest form."""
+  step = run.model.moe_every * run.model.wiring_rule.units_per_moe
+  batch, layers = run.mesh.batch_shards, run.model.num_layers // 2
+  train = dataclasses.replace(run.train, batch_size=batch, tokens_per_step=0, remat="full")
+  while limit is not None and layers >= step:
+    layers -= layers % step
+    model = dataclasses.replace(run.model, num_layers=layers, dense_layers="")
+    needed = _needed(dataclasses.replace(run, model=model, train=train))
+    if needed is not None and needed <= limit:
+      return (
+        f"model.num_layers={layers} train.batch_size={batch} train.tokens_per_step=0 "
+        f"train.remat=full would fit ({size_of(needed)})"
+      )
+    layers //= 2
+  return (
+    "it does not fit here in any depth: another --config (--list_configs), or --dry_run for GPUs"
+  )
 
 
 def result(data: Data, workdir: Path) -> str:
@@ -165,14 +233,24 @@ def result(data: Data, workdir: Path) -> str:
   if evaluations:
     last = evaluations[-1]
     lines.append(
-      f"validation loss {last['loss']:.4f}, bits per byte {last['bits_per_byte']:.4f} "
-      f"(a bigram model of bytes: {bigram_bits_per_byte(data).total:.4f})"
+      f"validation loss {last['loss']:.4f}, bits per byte {last['bits_per_byte']:.4f}"
+      f"{_sample(data, workdir)} (a bigram model of bytes: {bigram_bits_per_byte(data).total:.4f})"
     )
   lines += [
     f"next: python -m scmoe.evaluate --workdir {workdir}",
     f'      python -m scmoe.generate --workdir {workdir} --prompt "def main("',
   ]
   return "\n".join(lines)
+
+
+def _sample(data: Data, workdir: Path) -> str:
+  """How much of the validation text the run's evaluations read; empty where it is all of it."""
+  try:
+    asked = from_json((workdir / "config.json").read_text("utf-8")).train.eval_batches
+  except (OSError, ValueError, ConfigError):
+    return ""
+  there = len(data.validation())
+  return f" on {asked} of {there:,} batches, scmoe.evaluate reads all" if 0 < asked < there else ""
 
 
 def store_tokenizer(tokenizer: Tokenizer, workdir: Path) -> None:

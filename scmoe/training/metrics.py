@@ -228,7 +228,7 @@ class Means:
   A step that was skipped, or whose value is not finite, does not count.
   """
 
-  NAMES = ("loss", "cross_entropy", "accuracy")
+  NAMES = ("loss", "cross_entropy", "accuracy", "drop")
 
   def __init__(self) -> None:
     self._values: dict[str, list[float]] = {}

@@ -15,7 +15,7 @@ import jax
 import pytest
 
 from scmoe import serve
-from scmoe.base.errors import ConfigError, DataError
+from scmoe.base.errors import ConfigError, DataError, StorageError
 from scmoe.generate import Session
 from scmoe.inference.offload.plan import Wish
 from scmoe.inference.sampling import Sampling
@@ -99,6 +99,20 @@ WRONG = {
   '{"prompt": "a", "max_new_tokens": true}': "max_new_tokens=True must be a number",
   json.dumps({"prompt": "a" * 99}): "prompt has 100 tokens, model.context=64 leaves room for 56",
   '{"prompt": "\\ud800"}': "is not valid UTF-8",
+  # Requests that nobody sends by accident.
+  "[" * 100_000: "the line is not JSON",
+  '{"a":' * 100_000: "the line is not JSON",
+  "9" * 5000: "the line is not JSON",
+  '{"prompt": "a", "id": NaN}': "NaN is no number of JSON",
+  '{"prompt": "a", "max_new_tokens": Infinity}': "Infinity is no number of JSON",
+  '{"prompt": "a", "max_new_tokens": -1}': "max_new_tokens=-1 must be a number",
+  '{"prompt": "a", "max_new_tokens": 1e99}': "max_new_tokens=1e+99 must be a number",
+  '{"prompt": "a", "max_new_tokens": [[1]]}': "max_new_tokens=[[1]] must be a number",
+  '{"prompt": "a", "id": {"b": [1]}}': "id={'b': [1]} must be a text or a number",
+  json.dumps({"prompt": "a", "id": "x" * 300}): "id is longer than 256 characters",
+  json.dumps({"prompt": "a", "y" * 10_000: 1}): "y' is unknown; a request has",
+  "\0": "the line is not JSON",
+  '"' + "a" * 2**24 + '"': "the line is longer than 16,777,216 characters",
 }
 
 
@@ -114,6 +128,31 @@ def test_a_wrong_line_is_the_answer_to_itself_alone(folder, monkeypatch, capsys)
     assert words in answer["error"]
   assert answers[-1]["text"] == alone(folder, "def ", 8)
   assert f"1 requests answered, {len(WRONG)} refused" in err
+
+
+def test_a_line_without_an_end_is_read_in_pieces_and_the_next_one_is_answered(monkeypatch):
+  monkeypatch.setattr(serve, "MOST_LINE", 100)
+  text = io.StringIO("a" * 1000 + "\n" + "b\n" + "c" * 100 + "\n" + "d" * 1000)
+  lines = [request.line for found in batches(text, 9, 1.0) for request in found]
+  assert [len(line.rstrip()) for line in lines] == [101, 1, 100, 101]
+
+
+def test_an_id_and_a_terminal_that_cannot_be_written_end_nothing(folder, monkeypatch, capsys):
+  """Half of a character as an id, and answers for a terminal of ASCII."""
+  out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+  lines = '{"prompt": "a", "id": "\\ud800"}\n{"prompt": "é", "id": "é"}\n'
+  monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+  monkeypatch.setattr(sys, "stdout", out)
+  serve.main(["--model", folder, "--max_new_tokens=2", "--temperature=0", "--max_wait=1"])
+  answers = [json.loads(line) for line in out.buffer.getvalue().decode("utf-8").splitlines()]
+  assert [answer["id"] for answer in answers] == ["?", "é"]
+
+
+def test_a_full_disk_is_one_line(folder, monkeypatch):
+  monkeypatch.setattr(sys, "stdin", io.StringIO('{"prompt": "a"}\n'))
+  argv = ["--model", folder, "--max_new_tokens=2", "--max_wait=0", "--output=/dev/full"]
+  with pytest.raises(StorageError, match="--output='/dev/full' cannot be written: No space left"):
+    serve.main(argv)
 
 
 def test_a_batch_is_full_or_its_time_is_over():
@@ -189,6 +228,12 @@ def test_rows_end_when_they_have_what_they_asked_for():
     (["--max_wait=-1"], ConfigError, "--max_wait=-1.0 must be at least 0"),
     (["--input=/nowhere/a"], DataError, "--input='/nowhere/a' cannot be opened"),
     (["--temperature=-1"], ConfigError, "temperature"),
+    (["--batch=1000000000"], ConfigError, "--batch=1000000000 must be at least 1, and at most"),
+    (["--max_wait=1e300"], ConfigError, r"--max_wait=1e\+300 must be at least 0 seconds, and at"),
+    (["--max_new_tokens=99"], ConfigError, "--max_new_tokens=99 leaves no room for a prompt in"),
+    (["--input=a", "--output=a"], ConfigError, "--input and --output are both 'a'"),
+    (["--input=."], DataError, "--input='.' cannot be opened"),
+    (["--output=/nowhere/a"], StorageError, "--output='/nowhere/a' cannot be opened"),
   ],
 )
 def test_bad_flags_are_one_line(folder, argv, error, words):

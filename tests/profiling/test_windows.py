@@ -2,6 +2,7 @@
 
 # ruff: noqa: E501 (lines of a program)
 
+import dataclasses
 import functools
 
 import jax
@@ -232,3 +233,13 @@ def test_windows_of_a_scheduled_program():
     Window("combine", "forward", (), 0),
   ]
   assert "dispatch beside: 1 mlp, 1 attention (3 operations)" in summary(found)
+
+
+def test_exchanges_that_are_alike_share_a_line():
+  dispatch = Window("dispatch", "forward", ("mlp", "attention", "mlp"), 5)
+  combine = Window("combine", "backward", (), 0)
+  windows = [dispatch, combine, dataclasses.replace(dispatch, operations=7)] * 6
+  assert summary(windows).splitlines() == [
+    "12 x forward  dispatch beside: 2 mlp, 1 attention (5 to 7 operations)",
+    "6 x backward combine  beside: nothing (0 operations)",
+  ]

@@ -1,0 +1,79 @@
+"""Sizes beyond which a configuration is a slip of the keyboard, checked before anything is built.
+
+Tracing a model takes memory and time by its number of layers, and jax counts in int32: a
+`model.num_layers=1000000000` would be traced for hours, a `model.context` of 10^18 would end in an
+OverflowError. The bounds lie far above every model that has been trained.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scmoe.base.errors import ConfigError
+
+INT32 = 2**31 - 1  # the most that jax counts to in an array's dimension
+COUNT = 2**53  # the most for counts of steps, bytes and tokens: exact as JSON and as float64
+
+# Field -> its most. Every other whole number: INT32.
+MOST = {
+  "model.num_layers": 10_000,
+  "model.num_experts": 2**16,
+  "model.zero_experts": 2**16,
+  "model.width": 2**20,
+  "model.num_heads": 2**16,
+  "model.num_kv_heads": 2**16,
+  "model.mlp_hidden": 2**24,
+  "model.expert_hidden": 2**24,
+  "model.shared_hidden": 2**24,
+  "model.vocab_size": 2**24,
+  "model.context": 2**28,
+  "model.head_dim": 2**16,
+  "model.kv_lora_rank": 2**20,
+  "model.q_lora_rank": 2**20,
+  "model.qk_nope_head_dim": 2**16,
+  "model.qk_rope_head_dim": 2**16,
+  "model.v_head_dim": 2**16,
+  "router.gates": 64,
+  "router.cosine_dim": 2**20,
+  "router.n_group": 2**16,
+  "router.topk_group": 2**16,
+  "dispatch.groups": 2**20,
+  "dispatch.nodes": 2**20,
+  "data.vocab_size": 2**24,
+  "data.seq_len": 2**28,
+  "data.limit_bytes": COUNT,
+  "data.document_bytes": COUNT,
+  "data.prefetch": 2**16,
+  "data.read_threads": 2**10,
+  "mesh.data": 2**20,
+  "mesh.expert": 2**20,
+  "mesh.tensor": 2**20,
+  "overlap.flight": 2**10,
+  "train.batch_size": 2**24,
+  "train.steps": COUNT,
+  "train.tokens_per_step": COUNT,
+  "train.seed": 2**63 - 1,
+  "train.stop_after": COUNT,
+  "train.eval_every": COUNT,
+  "train.eval_batches": COUNT,
+  "train.sample_every": COUNT,
+  "train.router_every": COUNT,
+  "train.log_every": COUNT,
+  "train.profile_step": COUNT,
+  "train.collapse_steps": COUNT,
+  "checkpoint.every": COUNT,
+  "checkpoint.keep": COUNT,
+  "checkpoint.keep_every": COUNT,
+  "optimizer.warmup_steps": COUNT,
+}
+
+
+def check_bound(path: str, value: Any) -> None:
+  """Checks a whole number of the configuration against its bound.
+
+  Raises:
+    ConfigError: it is larger.
+  """
+  most = MOST.get(path, INT32)
+  if type(value) is int and value > most:
+    raise ConfigError(f"{path}={value} is too large; the most is {most}")

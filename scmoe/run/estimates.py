@@ -1,0 +1,99 @@
+"""What a step would take on GPUs that are not here: whether it fits, computation, exchange.
+
+Rates are assumptions, and the table says so: matrix products at `MFU` of the makers' peak in
+bfloat16, exchanges at `LINK_SHARE` of the link's. The schedule hides all of the exchange or none of
+it; the two rates of tokens are these ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from scmoe.base.sizes import duration, number, size_of
+from scmoe.models.flops import peak_flops
+
+MFU = 0.40  # assumed share of the peak; an optimistic one for a MoE on GPUs
+LINK_SHARE = 0.43  # measured: 193 of 450 GB/s in an all-to-all of 4 H200s of one host
+USABLE = 0.92  # share of the memory that a program gets: CUDA, NCCL and XLA take the rest
+HOST_DEVICES = 8  # GPUs that the makers' links join in one host
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+  """A kind of GPU.
+
+  Attributes:
+    name: part of its `device_kind`.
+    memory: bytes.
+    host_link: bytes/s that leave it for another device of its host (NVLink, or PCIe for an L4).
+    network: bytes/s that leave it for another host, with one network port a GPU.
+  """
+
+  name: str
+  memory: float
+  host_link: float
+  network: float
+
+
+# From the makers' data sheets.
+DEVICES = (
+  Device("B200", 180e9, 900e9, 50e9),
+  Device("H200", 141e9, 450e9, 50e9),
+  Device("H100", 80e9, 450e9, 50e9),
+  Device("A100", 80e9, 300e9, 25e9),
+  Device("L4", 24e9, 32e9, 12.5e9),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepNeeds:
+  """What one optimizer step asks of each device.
+
+  Attributes:
+    memory: bytes.
+    flops: of the whole step, on this device.
+    exchange: bytes that leave the device in all-to-alls.
+    tokens: of the whole step, on all devices.
+    exchanging: devices of the expert axis.
+  """
+
+  memory: float
+  flops: float
+  exchange: float
+  tokens: float
+  exchanging: int
+
+
+def fits(memory: float, device: Device) -> str:
+  """`fits, 12.00 GiB left`, or `does not fit, 3.00 GiB over`."""
+  left = USABLE * device.memory - memory
+  return f"fits, {size_of(left)} left" if left >= 0 else f"does not fit, {size_of(-left)} over"
+
+
+def step_seconds(needs: StepNeeds, device: Device) -> tuple[float, float, float]:
+  """Seconds of computation, of the exchange inside a host, and of the exchange between hosts."""
+  peak = peak_flops(device.name)
+  assert peak is not None, device
+  exchange = lambda rate: needs.exchange / (LINK_SHARE * rate)
+  return needs.flops / (MFU * peak), exchange(device.host_link), exchange(device.network)
+
+
+def device_table(needs: StepNeeds, steps: int) -> list[str]:
+  """One line a kind of GPU: whether the step fits, its times, and tokens per second."""
+  row = "  {:6}{:32}{:>12}{:>12}{:>12}  {}".format
+  lines = [
+    f"one step: computation at {MFU:.0%} of the bfloat16 peak, exchange at {LINK_SHARE:.0%} of the "
+    "link's peak (assumptions);",
+    "the last column first with none of the exchange hidden, then with all of it",
+    row("", "", "", "exchange", "exchange", ""),
+    row("", f"{USABLE:.0%} of the memory", "computation", "in a host", "of hosts", "tokens/s, run"),
+  ]
+  for device in DEVICES:
+    compute, inside, between = step_seconds(needs, device)
+    link = inside if needs.exchanging <= HOST_DEVICES else between
+    ends = dict.fromkeys((compute + link, max(compute, link)))  # one end without an exchange
+    rates = " to ".join(number(needs.tokens / seconds) for seconds in ends)
+    spans = " to ".join(duration(seconds * steps) for seconds in ends)
+    times = [duration(s) if s else "–" for s in (compute, inside, between)]
+    lines.append(row(device.name, fits(needs.memory, device), *times, f"{rates}, {spans}"))
+  return lines

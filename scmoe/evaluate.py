@@ -237,8 +237,9 @@ def table(figures: dict[str, Any]) -> str:
   width = max(len(name) for name in rows) + 2
   with_ = ", ".join(f"{name}={text}" for name, text in figures["changed"].items())
   title = f"{figures['workdir']} at step {figures['step']}"
+  title += f" with {with_}" if with_ else ""
   title += f", {figures['batches']:,} batches" if "batches" in figures else ""
-  lines = [f"validation of {title}" + (f" with {with_}" if with_ else "")]
+  lines = [f"validation of {title}"]
   lines.append(" " * width + "".join(f"{head:>18}" for head in heads))
   for name, row in rows.items():
     cells = [f"{row[key]:,.0f}" if key == "tokens" else f"{row[key]:.4f}" for key in names]

@@ -85,7 +85,9 @@ def replay(built: Searchable, bundle: Path, teacher: Any = None) -> tuple[str, b
       f"{jax.process_count()}; start as many"
     )
   abstract = built.abstract_state()
-  restored = Checkpointer(bundle, CheckpointConfig()).restore_latest_valid(abstract.whole())
+  restored = Checkpointer(bundle, CheckpointConfig()).restore_latest_valid(
+    abstract.for_checkpoint()
+  )
   if restored is None:
     raise CheckpointError(f"{bundle} holds no state")
   batch = _stored_batch(built, bundle / f"batch_{jax.process_index()}.npz")

@@ -12,7 +12,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from scmoe.layers.cross_entropy import Teaching, scores, summed_losses, taught_losses, token_losses
-from scmoe.parallel.collectives import repeat, total, whole
+from scmoe.parallel.collectives import gather_replicated, repeat, total
 from scmoe.parallel.mesh import axis_index
 
 
@@ -72,7 +72,7 @@ class Embedding(nnx.Module):
     """Scores of the next token: float32 [B, S, V], from products in the compute dtype."""
     h_TD, weight, by_token = self._read(h_BSD)
     own_BSv = scores(h_TD, weight, by_token).reshape(*h_BSD.shape[:2], -1)
-    return whole(own_BSv, 2, "tensor", "tensor")
+    return gather_replicated(own_BSv, 2, "tensor", "tensor")
 
   def token_losses(
     self, h_BSD: Float[Array, "B S D"], targets_BS: Int[Array, "B S"]

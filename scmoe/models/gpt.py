@@ -21,7 +21,8 @@ from scmoe.blocks.pair import BlockPair, Context, PairOutput, tied
 from scmoe.blocks.wiring import Tap
 from scmoe.layers.embed import Embedding, EmbeddingConfig
 from scmoe.models.config import ModelConfig
-from scmoe.models.stacked import each_layer, is_apart, joined, layers, stacked, taken_apart
+from scmoe.models.gradient_sums import added, added_by_layer, added_by_scan
+from scmoe.models.stacked import each_layer, is_apart, split_layers, stack_outputs, stacked
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.losses import init_bias
 from scmoe.moe.options import RouterConfig
@@ -29,7 +30,6 @@ from scmoe.moe.types import RouterSums
 from scmoe.offload.experts import Migration, cache_specs, empty_cache
 from scmoe.offload.ring import Ring
 from scmoe.parallel.barriers import barrier
-from scmoe.parallel.gradients import Reduction, added_to
 
 REMATS = ("none", "dots", "moe", "full")
 
@@ -53,9 +53,8 @@ class Pass:
       activations, nothing that travelled); full (all but the rows that travelled).
     gate: index of the gate that chooses, where `router.gates` > 1; may be traced.
     hidden: hand out the main path behind every block.
-    reduction: of the gradients of `stages`, one pair's at a time, or None.
-    sums: float32 like `stages`, or of them by `scmoe.models.stacked.large_apart`, to which their
-      gradients are added on this device, or None; see `scmoe.parallel.gradients.added_to`.
+    gradient_totals: `scmoe.models.gradient_sums.GradientTotal`s like `stages`, to which their
+      gradients are added; None: gradients are taken as usual.
     migration: how experts come to the device that lie in the host's memory; None where none do.
       Then pairs are written out, and their parameters `taken_apart`.
   """
@@ -72,8 +71,7 @@ class Pass:
   remat: str = dataclasses.field(default="none", metadata={"static": True})
   gate: int | Array = 0
   hidden: bool = dataclasses.field(default=False, metadata={"static": True})
-  reduction: Reduction | None = dataclasses.field(default=None, metadata={"static": True})
-  sums: Any = None
+  gradient_totals: Any = None
   migration: Migration | None = dataclasses.field(default=None, metadata={"static": True})
 
 
@@ -158,7 +156,7 @@ class GPT(nnx.Module):
     Raises:
       ConfigError: `given.remat` is unknown.
     """
-    return together([self], [tokens_BS], [given])[0]
+    return run_batches_in_turns([self], [tokens_BS], [given])[0]
 
   def logits(self, h_BSD: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
     """Scores of the next token: float32 [B, S, V]."""
@@ -228,7 +226,7 @@ class GPT(nnx.Module):
     if not self.written_out or self.taken_apart:
       return None
     params = nnx.split(self.stages)[1]
-    return taken_apart(params, self.config.num_pairs, lambda path, _: "experts" in path)
+    return split_layers(params, self.config.num_pairs, lambda path, _: "experts" in path)
 
   def init_router(self) -> dict[str, Array]:
     """Router state before the first step, where there is any.
@@ -249,7 +247,7 @@ class GPT(nnx.Module):
     return state
 
 
-def together(
+def run_batches_in_turns(
   models: Sequence[GPT], streams: Sequence[Int[Array, "B S"]], given: Sequence[Pass]
 ) -> list[Output]:
   """Runs several batches side by side, pair by pair, in turns (`BlockPair.turns`): one's exchange
@@ -258,7 +256,7 @@ def together(
   Args:
     models: for each batch, of the same parameters; one by one, so that their gradients stay apart.
     streams: int32 token ids of each batch.
-    given: of each; router, remat, no_drop, gate and reduction are the first one's.
+    given: of each; router, remat, no_drop, gate and gradient_totals are the first one's.
 
   Raises:
     ConfigError: `given[0].remat` is unknown.
@@ -291,16 +289,11 @@ def together(
     starts.append((h_BSD, handed_BSD))
   graph = nnx.split(model.stages)[0]
   params = [g.pairs or nnx.split(own.stages)[1] for own, g in zip(models, given)]
-  reduction, into = shared.reduction, shared.sums
-  if into is not None:
-    own = jax.tree.leaves(into, is_leaf=is_apart)
-    into = jax.tree.unflatten(jax.tree.structure(params[0]), own)
 
-  def stage(carry, xs, graph=graph, reduction=reduction):
+  def stage(carry, xs, graph=graph):
     # Here parameters that are spread over the data axis will be gathered, one pair's at a time.
-    params, sums, (caches, kept, keys, bias_E) = xs
-    if reduction is not None:
-      params = dataclasses.replace(reduction, sums=sums).copies(params)
+    params, totals, (caches, kept, keys, bias_E) = xs
+    params = added(params, totals)
     first, values = carry
     turns = []
     for own, (h_BSD, handed_BSD), context, key, cache, cached in zip(
@@ -325,13 +318,14 @@ def together(
     ]
 
   body = _rematerialised(stage, shared.remat)
-  carry, sums = (jnp.ones((), bool), starts), reduction and reduction.sums
+  carry, totals = (jnp.ones((), bool), starts), shared.gradient_totals
   stored = lambda name: [None if g.caches is None else g.caches.get(name) for g in given]
   caches, kept, others = stored("stages"), stored("experts"), (keys, router.get("bias"))
   runs, per_step = config.runs, model.overlap.pairs_per_step(config.num_pairs)
   if model.written_out:
     body = jax.jit(body, inline=True)  # traced once, not once a pair
-    of_pairs = enumerate(layers(params, config.num_pairs, sums, others, into))
+    own_params, own_totals = added_by_layer(params, totals, config.num_pairs)
+    of_pairs = enumerate(zip(own_params, own_totals, each_layer(others, config.num_pairs)))
     ring: Ring | None = None
     if shared.migration is not None and shared.migration.mode == "ring":
       of_pairs = list(of_pairs)
@@ -339,10 +333,10 @@ def together(
       taken = ring.take
       of_pairs = ((i, (taken(i), *rest)) for i, (_, *rest) in of_pairs)
   else:
-    params = params if into is None else added_to(into, params)
+    params, totals = added_by_scan(params, totals)
   if len(runs) > 1:
     graph_of_dense = nnx.split(model.dense)[0]
-    of_dense = functools.partial(stage, graph=graph_of_dense, reduction=None)
+    of_dense = functools.partial(stage, graph=graph_of_dense)
     of_dense = _rematerialised(of_dense, shared.remat)
     dense = [nnx.split(own.dense)[1] for own in models], None, (
       stored("dense"), [None] * len(models), [None] * len(models), None)  # fmt: skip
@@ -354,9 +348,9 @@ def together(
       carry, out = jax.lax.scan(of_dense, carry, take(dense))
     elif model.written_out:
       found = []
-      for i, (own, own_sums, here) in itertools.islice(of_pairs, run.stop - run.start):
+      for i, (own, own_total, here) in itertools.islice(of_pairs, run.stop - run.start):
         at = lambda some, i=i: [c and c[i] for c in some]
-        carry, out = body(carry, (own, own_sums, (at(caches), at(kept), *here)))
+        carry, out = body(carry, (own, own_total, (at(caches), at(kept), *here)))
         # A cache is filled from experts that are here now: with the layer, or it would hold them.
         if ring is not None:
           carry, out = ring.advance(i, (carry, out))
@@ -365,7 +359,7 @@ def together(
         found.append(out)
       out = [_of_pairs(list(of)) for of in zip(*found)]
     else:
-      xs = params, sums, (caches, [None] * len(models), *others)
+      xs = params, totals, (caches, [None] * len(models), *others)
       carry, out = jax.lax.scan(body, carry, take(xs), unroll=per_step)
     made.append((run.dense, out))
   return [
@@ -379,7 +373,7 @@ def _of_pairs(found: list[tuple[Any, ...]]) -> tuple[Any, ...]:
   that caches and experts stay each pair's own."""
   sums, caches, hidden, kept = zip(*found)
   each = lambda some: None if some[0] is None else list(some)
-  return joined(sums), each(caches), joined(hidden), each(kept)
+  return stack_outputs(sums), each(caches), stack_outputs(hidden), each(kept)
 
 
 def _in_order(

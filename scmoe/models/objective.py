@@ -12,13 +12,12 @@ from flax import nnx
 from jax import Array
 
 from scmoe.base.batch import Batch
-from scmoe.models.gpt import GPT, Output, Pass, together
-from scmoe.models.stacked import large_apart, put_together
+from scmoe.models.gpt import GPT, Output, Pass, run_batches_in_turns
+from scmoe.models.gradient_sums import added, large_layers_apart
 from scmoe.moe.losses import balance_loss, layer_balance, statistics, update_bias, z_loss
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.types import RouterSums
 from scmoe.parallel.collectives import total
-from scmoe.parallel.gradients import Reduction, added_to
 from scmoe.parallel.mesh import BATCH_AXES
 
 
@@ -89,33 +88,27 @@ class LanguageModelObjective:
     router: Any,
     batches: Sequence[Batch],
     rngs: Sequence[Array | None],
-    sums: Any = None,
-    reduction: Reduction | None = None,
+    totals: Any = None,
   ) -> tuple[Array, list[tuple[Array, LossSums]]]:
     """The sum of the losses, and `loss`, of several microbatches side by side.
 
-    In turns (`scmoe.models.gpt.together`), so that one's exchange has another's computation beside
-    it.
+    They run in turns (`scmoe.models.gpt.run_batches_in_turns`), so that one's exchange has
+    another's computation beside it.
 
     Args:
       params: the parameters, once for each microbatch, so that their gradients stay apart.
       router: as of `loss`.
       batches, rngs: of each microbatch.
-      sums, reduction: of gradients, inside the backward pass, a pair's by itself: `sums` alone are
-        added to on this device; with a reduction they travel.
+      totals: of the gradients (`scmoe.models.gradient_sums`); those of `stages` are added layer by
+        layer.
     """
-    stages, into, whole = None, None, list(params)
-    if sums is not None:
-      others = [name for name in whole[0] if name != "stages"]
-      some = lambda tree: {name: tree[name] for name in others}
-      if reduction is None:
-        into, parts = sums["stages"], added_to(some(sums), [some(p) for p in whole])
-      else:
-        reduction = dataclasses.replace(reduction, sums=sums)
-        stages = reduction.part("stages")
-        parts = reduction.part(*others).copies([some(p) for p in whole])
-      whole = [{**p, **part} for p, part in zip(whole, parts)]
-    models: list[GPT] = [nnx.merge(self.graph, p) for p in whole]
+    stages = None
+    if totals is not None:
+      stages = totals["stages"]
+      others = lambda tree: {name: tree[name] for name in tree if name != "stages"}
+      parts = added([others(own) for own in params], others(totals))
+      params = [{**own, **part} for own, part in zip(params, parts)]
+    models: list[GPT] = [nnx.merge(self.graph, own) for own in params]
     given = [
       Pass(
         batch.positions,
@@ -125,12 +118,11 @@ class LanguageModelObjective:
         router=router,
         gate=(router or {}).get("turn", 0),
         remat=self.remat,
-        reduction=stages,
-        sums=into,
+        gradient_totals=stages,
       )
       for batch, rng in zip(batches, rngs)
     ]
-    outs = together(models, [batch.inputs for batch in batches], given)
+    outs = run_batches_in_turns(models, [batch.inputs for batch in batches], given)
     own = []
     with jax.named_scope("loss"):
       for model, out, batch in zip(models, outs, batches):
@@ -158,17 +150,12 @@ class LanguageModelObjective:
     nats, correct = model.embedding.summed_losses(out.h_BSD, batch.targets, batch.weights)
     return {"nats": nats, "correct": correct}
 
-  def apart(self, sums: Any) -> Any:
-    """Sums of gradients, like the parameters, for `losses` to add to: pairs that are written out
-    have theirs by themselves (`scmoe.models.stacked.large_apart`)."""
-    model: GPT = nnx.merge(self.graph, sums)
+  def lay_out_totals(self, zeros: Any) -> Any:
+    """Zeros like the parameters; large layers that are written out have arrays of their own."""
+    model: GPT = nnx.merge(self.graph, zeros)
     if not model.written_out:
-      return sums
-    return {**sums, "stages": large_apart(sums["stages"], model.config.num_pairs)}
-
-  def together(self, sums: Any) -> Any:
-    """Such sums like the parameters again."""
-    return put_together(sums)
+      return zeros
+    return {**zeros, "stages": large_layers_apart(zeros["stages"], model.config.num_pairs)}
 
   def cast(self, params: Any) -> Any:
     """Parameters as the products read them: in the compute type, once for many microbatches.

@@ -113,20 +113,23 @@ def repeat(tree: Any, axes: tuple[str, ...], name: str) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _whole(x: Array, dimension: int, axis: str, name: str) -> Array:
+def _gather_replicated(x: Array, dimension: int, axis: str, name: str) -> Array:
   with jax.named_scope(name):
     return jax.lax.all_gather(x, axis, axis=dimension, tiled=True)
 
 
-_whole.defvjp(
-  lambda x, dimension, axis, name: (_whole(x, dimension, axis, name), None),
+_gather_replicated.defvjp(
+  lambda x, dimension, axis, name: (_gather_replicated(x, dimension, axis, name), None),
   lambda dimension, axis, name, _, bar: (own_share(bar, dimension, axis),),
 )
 
 
-def whole(x: Array, dimension: int, axis: str, name: str) -> Array:
-  """All devices' shares of a dimension, of which all compute the same: each gets its gradient."""
-  return _whole(x, dimension, axis, name) if axis_size(axis) > 1 else x
+def gather_replicated(x: Array, dimension: int, axis: str, name: str) -> Array:
+  """All devices' shares of a dimension, from which every device then computes the same.
+
+  The gradient of a share is this device's slice of the result's gradient: nothing travels back.
+  """
+  return _gather_replicated(x, dimension, axis, name) if axis_size(axis) > 1 else x
 
 
 def gathered(x: Array, dimension: int, axes: tuple[str, ...], name: str) -> Array:

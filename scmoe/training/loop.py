@@ -233,7 +233,7 @@ class _Run:
   def start(self) -> None:
     """Restores the newest valid checkpoint, or initialises; opens the outputs."""
     built, trainer = self.built, self.trainer
-    stored = self.abstract.whole()
+    stored = self.abstract.for_checkpoint()
     restored = self.checkpointer.restore_latest_valid(stored, self._compare)
     make = functools.partial(init_state, built.init, built.optimizer, self.train.seed)
     if restored is None:
@@ -296,7 +296,7 @@ class _Run:
     if not train.sample_every or self.step % train.sample_every:
       self.sample()
     self._sum_up()
-    return self.state.whole()
+    return self.state.for_checkpoint()
 
   def close(self) -> None:
     """Lets a checkpoint in flight finish, however the run ends."""
@@ -445,7 +445,7 @@ class _Run:
       shutil.rmtree(folder, ignore_errors=True)
       folder.mkdir()
     keeper = Checkpointer(folder, CheckpointConfig(async_save=False))
-    keeper.save_now(self.step, self.state.whole(), self.batches.state(), self._meta())
+    keeper.save_now(self.step, self.state.for_checkpoint(), self.batches.state(), self._meta())
     keeper.close()
     stored = {name: x for name, x in vars(self.batch).items() if x is not None}
     np.savez(folder / f"batch_{jax.process_index()}.npz", **stored)  # pyright: ignore
@@ -478,7 +478,7 @@ class _Run:
     """Starts a checkpoint of this step; `final` waits for it."""
     self._flush()  # its line is in metrics.jsonl before the step counts as done
     self.arm("save", allowance=True)
-    arguments = lambda: (self.step, self.state.whole(), self.batches.state(), self._meta())
+    arguments = lambda: (self.step, self.state.for_checkpoint(), self.batches.state(), self._meta())
     if final:
       # `wait` may find that the last one failed: then this step is not saved, whatever was started.
       if not (self.checkpointer.wait() and self.checkpointer.last_saved == self.step):

@@ -36,7 +36,7 @@ class Halves:
     """The halves of a float32 array without NaN."""
     return _halved(x)
 
-  def whole(self) -> Array:
+  def to_float32(self) -> Array:
     """The float32 array; of shapes and shardings (`jax.ShapeDtypeStruct`) those of the array."""
     if isinstance(self.high, jax.ShapeDtypeStruct):
       return self.high.update(dtype=jnp.dtype(jnp.float32))  # pyright: ignore
@@ -61,9 +61,9 @@ def halves_of(params: PyTree, read: PyTree) -> PyTree:
   return jax.tree.map(lay, params, read)
 
 
-def whole(params: PyTree) -> PyTree:
+def to_float32(params: PyTree) -> PyTree:
   """Float32 throughout: what checkpoints hold and optimizers update."""
-  return jax.tree.map(lambda x: x.whole() if _is_halves(x) else x, params, is_leaf=_is_halves)
+  return jax.tree.map(lambda x: x.to_float32() if _is_halves(x) else x, params, is_leaf=_is_halves)
 
 
 def readable(params: PyTree) -> PyTree:

@@ -6,7 +6,6 @@ The step knows nothing of models: it meets them through `Objective`.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -18,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scmoe.base.batch import Batch
-from scmoe.parallel.barriers import barrier
-from scmoe.parallel.gradients import Reduction, global_norm, travels_over
+from scmoe.models.gradient_sums import sum_gradients
+from scmoe.parallel.gradients import global_norm
 from scmoe.parallel.mesh import BATCH_AXES, batch_sharding, manual, replicated, shardings_of
 from scmoe.training import masters
 from scmoe.training.optimizer import Optimizer
@@ -48,9 +47,9 @@ class TrainState:
   recent: PyTree = None  # of `Spikes`, where there are some
   teacher: PyTree = None  # arrays that the loss reads and no step changes; in no checkpoint
 
-  def whole(self) -> TrainState:
+  def for_checkpoint(self) -> TrainState:
     """With float32 parameters and without a teacher: what a checkpoint holds."""
-    return dataclasses.replace(self, params=masters.whole(self.params), teacher=None)
+    return dataclasses.replace(self, params=masters.to_float32(self.params), teacher=None)
 
   def readable(self) -> TrainState:
     """With parameters as the model reads them, in arrays."""
@@ -73,8 +72,7 @@ class Objective(Protocol):
     router: PyTree,
     batches: Sequence[Batch],
     rngs: Sequence[Array],
-    sums: PyTree = None,
-    reduction: Reduction | None = None,
+    totals: PyTree = None,
   ) -> tuple[Array, list[tuple[Array, PyTree]]]:
     """Of microbatches (leaves [B, ...]) the scalar to differentiate, and (loss, aux) of each.
 
@@ -87,19 +85,13 @@ class Objective(Protocol):
       params: the parameters, once for each microbatch: their gradients stay apart.
       router: state that gradients do not train.
       batches, rngs: of each microbatch; typed keys.
-      sums: of `apart`; if given, their gradient is what was there plus that of the parameters,
-        which have none (`scmoe.parallel.gradients.added_to`).
-      reduction: if given too, parameters go through it, with these sums, before they are read: one
-        layer's at a time, if their gradients are to travel while others are computed.
+      totals: of the parameters' gradients, or None. If given, the objective passes each parameter
+        through `scmoe.models.gradient_sums` before it reads it.
     """
     ...
 
-  def apart(self, sums: PyTree) -> PyTree:
-    """Sums of gradients, like the parameters, laid out as `losses` adds to them fastest."""
-    ...
-
-  def together(self, sums: PyTree) -> PyTree:
-    """Sums that may have been laid out by `apart`, like the parameters again."""
+  def lay_out_totals(self, zeros: PyTree) -> PyTree:
+    """Float32 zeros like the parameters, as `losses` adds gradients to them fastest."""
     ...
 
   def cast(self, params: PyTree) -> PyTree:
@@ -277,11 +269,9 @@ def accumulate(
   flight: int = 1,
   factor: Array | None = None,
 ) -> tuple[Array, PyTree, PyTree]:
-  """Loss and fp32 gradients, meaned over microbatches, and the summed aux.
+  """Loss and gradients, meaned over microbatches, and the summed aux.
 
-  Each device adds up its own gradients, and the last microbatch's backward pass hands every sum
-  over as soon as it is complete (`Reduction`): each shared gradient travels once per step, beside
-  the layers that are still to come. Where nothing has to travel, all microbatches are one loop.
+  `scmoe.models.gradient_sums` says how gradients are added and when they travel.
 
   Args:
     objective: whose loss.
@@ -296,66 +286,25 @@ def accumulate(
     factor: of the loss that is differentiated, and so of the gradients; not of the loss returned.
   """
   count = jax.tree.leaves(batch)[0].shape[0]
-  shared = jax.tree.map(lambda spec: bool(travels_over(spec)), specs)
-  handed_over = any(jax.tree.leaves(shared))
-  size = flight if count % flight == 0 else 1  # microbatches of a group
+  size = flight if count % flight == 0 else 1
 
-  def scaled(*given: Any) -> Any:
-    whole, results = objective.losses(*given)
-    return whole * jnp.asarray(factor), results
-
-  losses = objective.losses if factor is None else scaled
-  differentiate = jax.grad(losses, (0, 4), has_aux=True)
-
-  def each(group: Batch, first: Any) -> tuple[list[PyTree], PyTree, list[Batch], list[Array]]:
-    """Parameters, router state, microbatches and keys of a group, apart."""
+  def losses(params: list[PyTree], group: Batch, first: Any, totals: PyTree) -> Any:
     parts = [jax.tree.map(lambda x, i=i: x[i], group) for i in range(size)]
-    return [params] * size, router, parts, [jax.random.fold_in(rng, first + i) for i in range(size)]
+    keys = [jax.random.fold_in(rng, first + i) for i in range(size)]
+    loss, results = objective.losses(params, router, parts, keys, totals)
+    return loss if factor is None else loss * jnp.asarray(factor), results
 
-  def add(total: PyTree, new: PyTree) -> PyTree:
-    # Widened as they are added: no float32 copy of all gradients is written.
-    with jax.named_scope("accumulate"):
-      return jax.tree.map(lambda sum, new: sum + new.astype(sum.dtype), total, new)
-
-  def microbatches(total: PyTree, item: tuple[Batch, Array]) -> tuple[PyTree, None]:
-    done, sums = total
-    sums, results = jax.grad(losses, 4, has_aux=True)(*each(*item), sums, None)
-    return (functools.reduce(add, results, done), sums), None
-
-  if count == 1 and not handed_over:
-    ((grads,), _), ((loss, aux),) = differentiate(*each(batch, 0), None, None)
-    return loss.astype(jnp.float32), grads, aux
-  grouped = jax.tree.map(lambda x: x.reshape(count // size, size, *x.shape[1:]), batch)
-  group = lambda which: jax.tree.map(lambda x: x[which], grouped)
-  results = jax.eval_shape(objective.losses, *each(group(0), 0))[1]
-  zeros = lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32))
-  alone = count // size - handed_over
-  with jax.named_scope("accumulate"):
-    done, sums = jax.tree.map(zeros, (results[0], params))
-    total = done, objective.apart(sums) if alone else sums
-  if alone:
-    early = group(slice(alone)), size * jnp.arange(alone)
-    total, _ = jax.lax.scan(microbatches, total, early)
-  if handed_over:
-    reduction = Reduction(None, specs, gradient_dtype, first=not alone)
-    final = group(-1)
-    if alone:
-      # XLA writes a loop of one turn out, and would mix its group with this one.
-      final, total = barrier((final, total))
-    # What travels nowhere needs a sum only if there were others before: alone it is a gradient.
-    through = jax.tree.map(lambda travels: travels or bool(alone), shared)
-    keep = lambda which, tree: jax.tree.map(lambda t, x: x if t == which else None, through, tree)
-    last, sums = each(final, count - size), keep(True, total[1])
-    (grads, sums), results = differentiate(*last, sums, reduction)
-    done = functools.reduce(add, results, total[0])
-    if not alone:
-      grads = functools.reduce(add, (keep(False, bars) for bars in grads), keep(False, total[1]))
-      merge = lambda ours, theirs: theirs if ours is None else ours
-      sums = jax.tree.map(merge, sums, grads, is_leaf=lambda leaf: leaf is None)
-    total = done, sums
-  (loss, aux), grads = total
-  with jax.named_scope("accumulate"):
-    return loss / count, objective.together(jax.tree.map(lambda g: g / count, grads)), aux
+  groups = jax.tree.map(lambda x: x.reshape(count // size, size, *x.shape[1:]), batch)
+  (loss, aux), grads = sum_gradients(
+    losses,
+    params,
+    specs,
+    groups,
+    size=size,
+    dtype=gradient_dtype,
+    layout=objective.lay_out_totals,
+  )
+  return loss.astype(jnp.float32) / count, grads, aux
 
 
 def _updated(
@@ -368,7 +317,7 @@ def _updated(
   loss: Array,
 ) -> TrainState:
   """The next state; where the step is not `good`, only the counters move."""
-  before = masters.whole(state.params)
+  before = masters.to_float32(state.params)
   updates, opt_state = optimizer.tx.update(
     grads, state.opt_state, before, step=state.step, norm=norm
   )

@@ -134,7 +134,7 @@ def test_a_mesh_learns_the_same(alone, sizes):
 def test_the_teacher_stays_as_it_is(alone):
   _, before, after, _ = alone
   jax.tree.map(np.testing.assert_array_equal, before.teacher, after.teacher)
-  assert after.whole().teacher is None
+  assert after.for_checkpoint().teacher is None
 
 
 @pytest.mark.parametrize(

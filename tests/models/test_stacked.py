@@ -6,58 +6,77 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from scmoe.models import stacked
-from scmoe.models.stacked import joined, layers
-from scmoe.parallel.gradients import added_to
+from scmoe.models import gradient_sums
+from scmoe.models.gradient_sums import (
+  GradientTotal,
+  added,
+  added_by_layer,
+  added_by_scan,
+  for_last_group,
+  large_layers_apart,
+)
+from scmoe.models.stacked import each_layer, is_apart, stack_outputs, stacked_again
 
 D = 5
 
 
-def run(written_out: bool, params, sums, noise, into=None):
-  """A made-up layer of a carry, parameters, sums and something without a gradient."""
+def run(written_out: bool, params, totals, noise):
+  """A made-up layer of a carry, parameters, their totals and something without a gradient."""
 
   def layer(carry, xs):
-    (own,), total, added = xs
-    y = jnp.tanh(carry @ own["w"] + own["b"]) + added
-    if total is not None:
-      y = y + 0.01 * total["w"].sum(0)
+    own, total, noise = xs
+    (own,) = added(own, total)
+    y = jnp.tanh(carry @ own["w"] + own["b"]) + noise
     return y, {"norm": (y * y).sum(), "y": y}
 
-  params, carry = [params], jnp.ones(D)
+  carry, count = jnp.ones(D), len(noise)
   if not written_out:
-    params = params if into is None else added_to(into, params)
-    return jax.lax.scan(layer, carry, (params, sums, noise))
+    return jax.lax.scan(layer, carry, (*added_by_scan([params], totals), noise))
   made = []
-  for xs in layers(params, len(noise), sums, noise, into):
+  for xs in zip(*added_by_layer([params], totals, count), each_layer(noise, count)):
     carry, out = layer(carry, xs)
     made.append(out)
-  return carry, joined(made)
+  return carry, stack_outputs(made)
 
 
-@pytest.mark.parametrize("with_sums", [False, True], ids=["params", "sums"])
+def totals_of(values, last):
+  """Totals that hold these values, before the last group or for it."""
+  totals = jax.tree.map(GradientTotal, values)
+  specs = jax.tree.map(lambda _: P(), values)
+  return for_last_group(totals, specs, "float32", empty=False) if last else totals
+
+
+def values_of(totals):
+  return jax.tree.map(lambda t: t.value, totals, is_leaf=lambda t: isinstance(t, GradientTotal))
+
+
+@pytest.mark.parametrize("last", [None, False, True], ids=["no_totals", "early", "last"])
 @pytest.mark.parametrize("count", [1, 4, 7])
-def test_written_out_equals_the_scan(count, with_sums):
+def test_written_out_equals_the_scan(count, last):
   rng = np.random.default_rng(count)
   wide = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
   params = {"w": wide(count, D, D) / 2, "b": wide(count, D)}
-  sums = {"w": wide(count, D, D)} if with_sums else None
+  earlier = {"w": wide(count, D, D), "b": wide(count, D)}
+  totals = None if last is None else totals_of(earlier, last)
   noise = wide(count, D)
 
-  def loss(params, sums, written_out):
-    carry, made = run(written_out, params, sums, noise)
+  def loss(params, totals, written_out):
+    carry, made = run(written_out, params, totals, noise)
     return (carry * jnp.arange(D)).sum() + made["norm"].sum(), made
 
   both = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), static_argnums=2)
-  scanned, written = both(params, sums, False), both(params, sums, True)
+  scanned, written = both(params, totals, False), both(params, totals, True)
   assert jax.tree.structure(scanned) == jax.tree.structure(written)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), scanned, written
   )
 
 
+@pytest.mark.parametrize("last", [False, True], ids=["early", "last"])
 @pytest.mark.parametrize("written_out", [False, True], ids=["scan", "written_out"])
-def test_gradients_are_added_to_what_was_there(written_out):
+def test_gradients_are_added_to_what_was_there(written_out, last):
   """Those of all copies, in float32; the parameters themselves get none."""
   rng, count = np.random.default_rng(3), 5
   params = {"w": jnp.asarray(rng.normal(size=(count, D, D)) / 2, jnp.bfloat16)}
@@ -65,39 +84,40 @@ def test_gradients_are_added_to_what_was_there(written_out):
   into = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), params)
   noise = jnp.zeros((count, D))
 
-  def loss(params, into):
-    return (run(written_out, params, None, noise, into)[0] * jnp.arange(D)).sum()
+  def loss(params, totals):
+    return (run(written_out, params, totals, noise)[0] * jnp.arange(D)).sum()
 
   alone = jax.jit(jax.grad(lambda params: loss(params, None)))(params)
-  own, sums = jax.jit(jax.grad(loss, (0, 1)))(params, into)
+  own, totals = jax.jit(jax.grad(loss, (0, 1)))(params, totals_of(into, last))
   for name, before in into.items():
     assert not own[name].any()
-    np.testing.assert_allclose(sums[name], before + alone[name].astype(jnp.float32), rtol=1e-6)
+    want = before + alone[name].astype(jnp.float32)
+    np.testing.assert_allclose(totals[name].value, want, rtol=1e-6)
 
 
-def test_large_sums_of_gradients_lie_apart(monkeypatch):
-  """And are, put together, those of a stack."""
-  monkeypatch.setattr(stacked, "SMALL", D + 1)
+def test_large_layers_have_totals_of_their_own(monkeypatch):
+  """And these are, stacked again, those of a stack."""
+  monkeypatch.setattr(gradient_sums, "LARGE_LAYER", D + 1)
   rng, count = np.random.default_rng(3), 5
   params = {"w": jnp.asarray(rng.normal(size=(count, D, D)) / 2, jnp.bfloat16)}
   params["b"] = jnp.asarray(rng.normal(size=(count, D)), jnp.bfloat16)
-  into = stacked.large_apart(jax.tree.map(lambda p: jnp.zeros(p.shape), params), count)
-  assert {name: stacked.is_apart(own) for name, own in into.items()} == {"w": True, "b": False}
-  assert all(part.dtype == jnp.float32 for part in into["w"].parts)
-  noise = jnp.zeros((count, D))
+  zeros = large_layers_apart(jax.tree.map(lambda p: jnp.zeros(p.shape), params), count)
+  assert {name: is_apart(own) for name, own in zeros.items()} == {"w": True, "b": False}
+  assert all(part.dtype == jnp.float32 for part in zeros["w"].parts)
+  totals, noise = jax.tree.map(GradientTotal, zeros, is_leaf=is_apart), jnp.zeros((count, D))
 
-  def loss(params, into):
-    return (run(True, params, None, noise, into)[0] * jnp.arange(D)).sum()
+  def loss(params, totals):
+    return (run(True, params, totals, noise)[0] * jnp.arange(D)).sum()
 
   want = jax.jit(jax.grad(loss))(params, None)
-  once = jax.jit(jax.grad(loss, 1))(params, into)
-  twice = stacked.put_together(jax.jit(jax.grad(loss, 1))(params, once))
+  once = jax.jit(jax.grad(loss, 1))(params, totals)
+  twice = stacked_again(values_of(jax.jit(jax.grad(loss, 1))(params, once)))
   for name, grad in want.items():
     assert twice[name].dtype == jnp.float32
     np.testing.assert_allclose(twice[name], 2 * grad.astype(jnp.float32), rtol=1e-6)
 
 
-def test_how_gradients_are_put_together():
+def test_how_gradients_are_stacked_again():
   """As a sum of padded arrays, which a loop fusion reads where they are: nothing is copied."""
   count = 5
   params = {"w": jax.ShapeDtypeStruct((count, D, D), jnp.float32)}

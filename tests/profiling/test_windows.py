@@ -15,9 +15,9 @@ from scmoe.blocks.block import BlockConfig
 from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.pair import BlockPair
 from scmoe.models.config import ModelConfig
-from scmoe.models.gpt import GPT, Pass, together
+from scmoe.models.gpt import GPT, Pass, run_batches_in_turns
+from scmoe.models.gradient_sums import GradientTotal, added, for_last_group
 from scmoe.moe.dispatch import DispatchConfig
-from scmoe.parallel.gradients import Reduction
 from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, make_mesh, manual, parameter_specs
 from scmoe.profiling.windows import Window, graph_windows, program_windows, summary
 
@@ -46,15 +46,12 @@ def windows(wiring, reduced=False, **overlap):
     if not reduced:
       return nnx.merge(graph, params)(tokens).h_BSD.sum()
     # As a training step does it: the gradients with respect to the sums come back reduced.
-    sums = nnx.to_pure_dict(params)
-    whole = jax.lax.stop_gradient(nnx.to_pure_dict(params))
-    reduction = Reduction(sums, pure, first=True)
-    others = [name for name in whole if name != "stages"]
-    merged = {
-      **whole,
-      **reduction.part(*others).copies([{name: whole[name] for name in others}])[0],
-    }
-    given = Pass(reduction=reduction.part("stages"))
+    zeros = jax.tree.map(GradientTotal, nnx.to_pure_dict(params))
+    totals = for_last_group(zeros, pure, "float32", empty=True)
+    read = jax.lax.stop_gradient(nnx.to_pure_dict(params))
+    others = lambda tree: {name: tree[name] for name in tree if name != "stages"}
+    merged = {**read, **added([others(read)], others(totals))[0]}
+    given = Pass(gradient_totals=totals["stages"])
     return nnx.merge(graph, merged)(tokens, given).h_BSD.sum()
 
   gradient = manual(jax.grad(loss), mesh, (specs, P(BATCH_AXES)), specs)
@@ -140,7 +137,9 @@ def forward_windows(wiring, batches=1, chunks=1, pairs=1, **overlap):
 
   def local(params, tokens):
     models = [nnx.merge(graph, params)] * batches
-    return [out.h_BSD for out in together(models, [tokens] * batches, [Pass()] * batches)]
+    return [
+      out.h_BSD for out in run_batches_in_turns(models, [tokens] * batches, [Pass()] * batches)
+    ]
 
   mesh, specs = make_mesh(MeshConfig(expert=4), jax.devices()[:4]), parameter_specs(params)
   function = manual(local, mesh, (specs, P(BATCH_AXES)), P(BATCH_AXES))

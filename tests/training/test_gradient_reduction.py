@@ -14,14 +14,15 @@ from jax.sharding import PartitionSpec as P
 
 from scmoe.base.batch import Batch
 from scmoe.blocks.options import OverlapConfig
-from scmoe.models import stacked
+from scmoe.models import gradient_sums
 from scmoe.models.config import ModelConfig
 from scmoe.models.gpt import GPT
+from scmoe.models.gradient_sums import GradientTotal, added, for_last_group
 from scmoe.models.objective import LanguageModelObjective
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.options import RouterConfig
 from scmoe.parallel.collectives import NAMES
-from scmoe.parallel.gradients import Reduction, global_norm, reduce_gradients
+from scmoe.parallel.gradients import global_norm, reduce_gradients
 from scmoe.parallel.mesh import (
   BATCH_AXES,
   MeshConfig,
@@ -154,7 +155,9 @@ def test_microbatches_side_by_side_are_those_of_one_after_the_other(mesh, flight
   ],
 )
 def test_layers_written_out_have_the_gradients_of_the_scan(mesh, microbatches, flight, monkeypatch):
-  monkeypatch.setattr(stacked, "SMALL", 20)  # norms' sums stay together, matrices' lie apart
+  monkeypatch.setattr(
+    gradient_sums, "LARGE_LAYER", 20
+  )  # norms' sums stay together, matrices' lie apart
   options = {"microbatches": microbatches, "flight": flight, "layers": 2}
   assert_same(run(mesh, unroll=0, **options), run(mesh, unroll=1, **options))
 
@@ -279,16 +282,19 @@ def test_a_reduction_gives_what_reducing_at_the_end_gives(microbatches, dtype):
     earlier = jax.tree.map(lambda p: (microbatches - 1) * x.mean() * jnp.ones(p.shape), params)
     _, pull = jax.vjp(lambda p: loss(p, x), params)
     total = jax.tree.map(lambda a, b: a + b.astype(jnp.float32), earlier, pull(jnp.ones(()))[0])
-    sums = {**earlier, "split": None}
-    reduction = Reduction(sums, specs, dtype, first=microbatches == 1)
+    totals = jax.tree.map(GradientTotal, earlier)
+    totals = for_last_group(totals, specs, dtype, empty=microbatches == 1) | {"split": None}
 
-    def through(params, sums):
-      given = dataclasses.replace(reduction, sums=sums)
-      some = given.part("shared", "split").copies([{k: params[k] for k in ("shared", "split")}])[0]
-      return loss({**some, **given.part("other").copies([{"other": params["other"]}])[0]}, x)
+    def through(params, totals):
+      pick = lambda tree, *names: {name: tree[name] for name in names}
+      parts = [("shared", "split"), ("other",)]
+      read = [added([pick(params, *names)], pick(totals, *names))[0] for names in parts]
+      return loss(read[0] | read[1], x)
 
-    own, got = jax.grad(through, (0, 1))(params, sums)
-    return reduce_gradients(total, specs, dtype), {**got, "split": own["split"]}
+    own, got = jax.grad(through, (0, 1))(params, totals)
+    got = {name: got[name] for name in ("shared", "other")}
+    got = jax.tree.map(lambda t: t.value, got, is_leaf=lambda t: isinstance(t, GradientTotal))
+    return reduce_gradients(total, specs, dtype), got | {"split": own["split"]}
 
   split = {**jax.tree.map(lambda _: P(), specs), "split": P("expert")}
   function = manual(local, mesh, (split, P(BATCH_AXES)), (split, split))

@@ -12,7 +12,7 @@ from scmoe.parallel.mesh import MeshConfig
 from scmoe.run import build
 from scmoe.run.config import find_config, load_config
 from scmoe.train import train
-from scmoe.training.masters import Halves, readable, whole
+from scmoe.training.masters import Halves, readable, to_float32
 from scmoe.training.step import init_state, make_train_step
 
 
@@ -35,7 +35,7 @@ def test_halves_are_the_number_to_the_last_bit():
   x = bits.view(np.float32)
   x = x[~np.isnan(x)]
   halves = Halves.of(jnp.asarray(x))
-  np.testing.assert_array_equal(np.asarray(halves.whole()).view(np.uint32), x.view(np.uint32))
+  np.testing.assert_array_equal(np.asarray(halves.to_float32()).view(np.uint32), x.view(np.uint32))
   tie = (x.view(np.uint32) & 0xFFFF) == 0x8000
   nearest = np.asarray(jnp.asarray(x).astype(jnp.bfloat16))
   np.testing.assert_array_equal(np.asarray(halves.high)[~tie], nearest[~tie])
@@ -80,7 +80,7 @@ def test_steps_are_those_of_cast_parameters(tokens, mesh):
   halves, cast = states["halves"], states["cast"]
   kinds = {leaf.dtype.name for leaf in jax.tree.leaves(halves.params)}
   assert kinds == {"bfloat16", "int16", "float32"}, "norms and gates stay whole"
-  for a, b in zip(jax.tree.leaves(halves.whole()), jax.tree.leaves(cast), strict=True):
+  for a, b in zip(jax.tree.leaves(halves.to_float32()), jax.tree.leaves(cast), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9)
 
 
@@ -96,4 +96,4 @@ def test_a_checkpoint_knows_nothing_of_halves(tmp_path):
 def test_what_is_read_of_a_state_needs_no_second_array():
   x = {"a": Halves.of(jnp.ones((4, 4))), "norm": jnp.ones(4)}
   assert readable(x)["a"] is x["a"].high
-  assert whole(x)["norm"] is x["norm"]
+  assert to_float32(x)["norm"] is x["norm"]

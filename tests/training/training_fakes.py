@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from scmoe.base.batch import Batch
 from scmoe.blocks.options import OverlapConfig
+from scmoe.models.gradient_sums import added
 from scmoe.parallel.collectives import largest, total
-from scmoe.parallel.gradients import added_to
 from scmoe.parallel.mesh import BATCH_AXES, axis_size, own_share, shardings_of
 from scmoe.training.checkpoint import Damaged, load, read_meta
 from scmoe.training.loop import Trainer
@@ -62,20 +62,14 @@ class Objective:
 
   noise = 0.01
 
-  def losses(self, params, router, batches, rngs, sums=None, reduction=None):
+  def losses(self, params, router, batches, rngs, totals=None):
     """One after the other."""
-    if reduction is not None:
-      params = dataclasses.replace(reduction, sums=sums).copies(params)
-    elif sums is not None:
-      params = added_to(sums, params)
+    params = added(params, totals)
     found = [self.loss(p, router, b, r) for p, b, r in zip(params, batches, rngs)]
     return jnp.stack([loss for loss, _ in found]).sum(), found
 
-  def apart(self, sums):
-    return sums
-
-  def together(self, sums):
-    return sums
+  def lay_out_totals(self, zeros):
+    return zeros
 
   def loss(self, params, router, batch, rng):
     x = params["embed"][batch.inputs]

@@ -1,4 +1,4 @@
-"""The one form of a batch of token sequences, from the data to the loss."""
+"""The batch of token sequences that data, step and loss pass on."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import numpy as np
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-  """B sequences of S tokens; numpy arrays on the host, jax arrays on devices.
+  """B sequences of S tokens: numpy arrays on the host, jax arrays on devices.
 
-  A step's microbatches are one `Batch` with a leading dimension, [A, B, S].
+  The A microbatches of a step are one `Batch` with leaves [A, B, S].
 
   Attributes:
     inputs: int32 [B, S], token ids.
     targets: int32 [B, S], the token that follows each.
-    weights: float32 [B, S], weight of each token's loss; 0 for none.
+    weights: float32 [B, S], weight of each token's loss; 0: it does not count.
     segment_ids: int32 [B, S], document of each token, counted from 1 in a row; 0 is padding.
     positions: int32 [B, S], position of each token in its document.
     domain: int32 [B], index of each row's domain; None where the data have none.
@@ -35,11 +35,11 @@ class Batch:
 
   @classmethod
   def of_tokens(cls, tokens: Any, targets: Any = None) -> Batch:
-    """Rows of one document each, of which every token counts.
+    """Rows of one document each; every token counts.
 
     Args:
       tokens: int [..., B, S].
-      targets: the next tokens; by default the row shifted by one, its end meeting its beginning.
+      targets: the next tokens; by default the row rolled by one: the last token's is the first.
     """
     tokens = np.asarray(tokens, np.int32)
     shifted = np.roll(tokens, -1, -1) if targets is None else np.asarray(targets, np.int32)

@@ -1,18 +1,19 @@
 """Cross-entropy of the next token, a chunk of tokens at a time.
 
-The scores of all tokens for a whole vocabulary are the largest array of many models, and read and
-written in float32 they take as long as the products themselves. Here a chunk of tokens has its
-scores, its losses and, in training, its gradient before the next one's scores are made. Scores take
-at most 1 GiB, however many tokens and however large a vocabulary; the weight's gradient is added up
-in one float32 array of its size.
+The scores of all tokens for a whole vocabulary are the largest array of many models: 8,192 tokens
+and a vocabulary of 50,304 make 1.5 GiB in float32, and reading and writing them takes as long as
+the products themselves. Here the losses of a chunk of tokens, and in training its gradient, are
+computed before the scores of the next chunk are made. Scores take at most 1 GiB, however many
+tokens and however large a vocabulary; the weight's gradient is added up in one float32 array.
 
-The gradient of a sum of losses needs nothing that comes later but one number, so it is computed on
-the way and the backward pass multiplies it: scores are products once, and never kept.
+The gradient of a sum of losses depends on later computation only by one factor. So the forward pass
+computes it without that factor and the backward pass multiplies: the scores are computed once and
+never kept.
 
-A teacher's scores (`taught_losses`) are made and used in the same chunks.
+A teacher's scores (`taught_losses`) are computed and used in the same chunks.
 
-With a vocabulary in parts (Megatron-LM's vocabulary-parallel cross-entropy), three small
-collectives a chunk take the place of gathering the scores.
+If several devices share the vocabulary (Megatron-LM's vocabulary-parallel cross-entropy), three
+small collectives a chunk replace a gather of the scores.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ CHUNK_TOKENS = 128  # a chunk has a multiple of this
 
 
 def scores(h_TD: Float[Array, "T D"], weight: Array, by_token: bool) -> Float[Array, "T v"]:
-  """Products with this device's part of the vocabulary, float32 from the inputs' type.
+  """Scores of this device's part of the vocabulary, float32; the products read the inputs' type.
 
   Args:
     h_TD: last hidden states.
-    weight: [v, D] `by_token`, as embeddings have it, else [D, v]; of the same type.
+    weight: [v, D] with `by_token`, like an embedding; else [D, v]. Of the type of `h_TD`.
     by_token: which of the two.
   """
   equation = "td,vd->tv" if by_token else "td,dv->tv"
@@ -52,10 +53,10 @@ def token_losses(
 ) -> tuple[Float[Array, " T"], Float[Array, " T"]]:
   """Cross-entropy in nats, and 1 where the best guess is right: float32 [T] each.
 
-  The first has gradients, as of `summed_losses`; the backward pass computes the scores again.
+  The first has gradients, as in `summed_losses`; the backward pass computes the scores again.
 
   Args:
-    h_TD, weight, by_token: as of `scores`.
+    h_TD, weight, by_token: as in `scores`.
     targets_T: int32 tokens of the whole vocabulary.
   """
   return _token_fwd(h_TD, weight, targets_T, by_token)[0]
@@ -90,13 +91,14 @@ def summed_losses(
 ) -> tuple[Array, Array]:
   """Σ weights · cross-entropy and Σ weights · [the best guess is right]: float32 [] each.
 
-  The first has gradients for `h_TD`, of this device's part of the vocabulary (give it a
-  `scmoe.parallel.collectives.repeat`), and for `weight`; the second has none. A gradient of the
-  scores is rounded to the type of `h_TD`, and products of it are added up in float32.
+  The first has gradients for `weight` and for `h_TD`; that of `h_TD` comes from this device's part
+  of the vocabulary alone, so pass `h_TD` through `scmoe.parallel.collectives.repeat` before. The
+  second has none. Gradients of the scores are rounded to the type of `h_TD`; their products are
+  added up in float32.
 
   Args:
-    h_TD, weight, targets_T, by_token: as of `token_losses`.
-    weights_T: float32, of each token; 0: it does not count.
+    h_TD, weight, targets_T, by_token: as in `token_losses`.
+    weights_T: float32, one for each token; 0: it does not count.
   """
   found: Any = token_losses(h_TD, weight, targets_T, by_token)
   nats_T, correct_T = found
@@ -121,12 +123,12 @@ summed_losses.defvjp(_summed_fwd, _summed_bwd)
 
 @dataclasses.dataclass(frozen=True)
 class Teaching:
-  """How much a teacher counts, and how its output weight lies.
+  """How much a teacher counts, and the layout of both output weights.
 
   Attributes:
-    share: of the divergence in the loss, from 0 to 1; the rest is cross-entropy.
+    share: weight of the divergence in the loss, from 0 to 1; the rest is cross-entropy.
     temperature: divides both models' scores before they are compared.
-    by_token, teacher_by_token: of either weight, as of `scores`.
+    by_token, teacher_by_token: layout of the student's and the teacher's weight; see `scores`.
   """
 
   share: float
@@ -143,22 +145,22 @@ def taught_losses(
   weights_T: Float[Array, " T"],
   how: Teaching,
 ) -> tuple[Array, Array, Array, Array]:
-  """Distillation (Hinton et al., arXiv 1503.02531): what is learned from text and from a teacher.
+  """The loss of distillation (Hinton et al., arXiv 1503.02531): from text and from a teacher.
 
-  With q and t the softmax of the student's and of the teacher's scores over the temperature τ, a
-  token's loss is (1 - share) · cross-entropy + share · τ² · KL(t | q). τ² keeps the gradient's size
-  where τ changes.
+  Let q and t be the softmax of the student's and of the teacher's scores over the temperature τ. A
+  token's loss is (1 - share) · cross-entropy + share · τ² · KL(t | q). The factor τ² keeps the size
+  of the gradient whatever τ is.
 
   Args:
-    student: last hidden states and the weight of the scores, as of `summed_losses`.
-    teacher: of the teacher, whose width may be another, over the same vocabulary; without gradient.
-    targets_T, weights_T: as of `summed_losses`.
+    student: last hidden states and output weight, as in `summed_losses`.
+    teacher: the same of the teacher: any width, the same vocabulary; no gradient.
+    targets_T, weights_T: as in `summed_losses`.
     how: static.
 
   Returns:
-    Σ weights · loss, with gradients for `student` as `summed_losses` has them; and without any
-    Σ weights · cross-entropy, Σ weights · [the best guess is right], and Σ weights · KL. Each
-    float32 [].
+    Σ weights · loss, Σ weights · cross-entropy, Σ weights · [the best guess is right], and
+    Σ weights · KL, float32 [] each. Only the first has gradients, for `student`, as in
+    `summed_losses`.
   """
   return _taught_fwd(student, teacher, targets_T, weights_T, how)[0]
 
@@ -205,7 +207,7 @@ taught_losses.defvjp(_taught_fwd, _taught_bwd)
 def _divergence(
   logits_Cv: Float[Array, "C v"], wanted_Cv: Float[Array, "C v"]
 ) -> tuple[Array, Array]:
-  """KL(t | q) of each token, and q - t: q is the softmax of the first scores, t of the second."""
+  """KL(t | q) of each token, and q - t; q is the softmax of `logits_Cv`, t that of `wanted_Cv`."""
   axes = ("tensor",)
   tops = [x.max(-1) for x in (logits_Cv, wanted_Cv)]
   tops = [largest(top_C, axes, "tensor") for top_C in tops]
@@ -216,14 +218,14 @@ def _divergence(
   return total((t_Cv * (t_log - q_log)).sum(-1), axes, "tensor"), jnp.exp(q_log) - t_Cv
 
 
-# Equations of the gradients of h and of the weight, `by_token` or not.
+# `by_token` -> equations of the gradients of h and of the weight.
 _PRODUCTS = {True: ("tv,vd->td", "tv,td->vd"), False: ("tv,dv->td", "td,tv->dv")}
 
 
 def _with_gradients(
   h_TD: Array, weight: Array, targets_T: Array, weights_T: Array, by_token: bool
 ) -> tuple[tuple[Array, Array], Array, Array]:
-  """The two sums of `summed_losses`, and the first one's gradients: of h, and float32 of weight."""
+  """(both sums of `summed_losses`, gradient of h, float32 gradient of the weight)."""
   own = _own_tokens(weight, by_token)
   first = _first_token(own)
   back, outer = _PRODUCTS[by_token]
@@ -253,7 +255,7 @@ def _with_gradients(
 def _losses(
   logits_Cv: Float[Array, "C v"], targets_C: Int[Array, " C"]
 ) -> tuple[Array, Array, Array]:
-  """Of each token its loss, [the best guess is right], and the log of the sum of exp(score)."""
+  """(loss, [the best guess is right], log Σ exp(score)) of each token, float32 [C] each."""
   axes, own = ("tensor",), logits_Cv.shape[-1]
   first = _first_token(own)
   at = lambda index_C: jnp.take_along_axis(logits_Cv, index_C[:, None], -1)[:, 0]
@@ -275,11 +277,11 @@ def _losses(
 
 
 def _largest_and_power(logits_Cv: Float[Array, "C v"]) -> tuple[Array, Array, Array]:
-  """Of each token the largest score, Σ exp(score - largest), and the largest one's index.
+  """(largest score, Σ exp(score - largest), index of the largest) of each token.
 
-  Of equal scores the smallest index counts, as arg-max takes it.
+  Among equal scores the first counts, as in arg-max.
   """
-  # A CPU takes a reduction of three values a number at a time, and exponentials by vectors.
+  # XLA vectorises exponentials on a CPU, but no reduction of three values at once.
   return jax.lax.platform_dependent(logits_Cv, cpu=_in_two_passes, default=_in_one_pass)
 
 
@@ -290,8 +292,8 @@ def _in_two_passes(logits_Cv: Array) -> tuple[Array, Array, Array]:
 
 
 def _in_one_pass(logits_Cv: Array) -> tuple[Array, Array, Array]:
-  """The scores, the step's largest array, are read once: a sum is scaled down where a larger score
-  is met (online softmax, Milakov & Gimelshein, arXiv 1805.02867)."""
+  """Online softmax (Milakov & Gimelshein, arXiv 1805.02867): reads the scores, the step's largest
+  array, once. When a larger score comes, the sum so far is scaled down."""
 
   def merged(left, right):
     (top_l, power_l, index_l), (top_r, power_r, index_r) = left, right
@@ -320,9 +322,9 @@ def _first_token(own: int) -> Any:
 def _over_chunks(
   chunk: Callable[[Any, Any], tuple[Any, Any]], start: Any, arrays: Any, own: int
 ) -> tuple[Any, Any]:
-  """`lax.scan` of a function over chunks of tokens; results for the tokens there are.
+  """`lax.scan` of a function over chunks of tokens.
 
-  What fills the last chunk up is zeros: tokens of weight 0.
+  Zeros, tokens of weight 0, fill the last chunk up; the results are cut to the number of tokens.
   """
   tokens = len(jax.tree.leaves(arrays)[0])
   count = -(-tokens * own // CHUNK_SCORES)

@@ -1,9 +1,9 @@
-"""A student that learns from text and from a teacher's scores.
+"""Distillation: a student learns from text and from a teacher's scores.
 
-SE-MoE's second step (arXiv 2205.10034), with the loss of Hinton et al. (arXiv 1503.02531).
+It is SE-MoE's second step (arXiv 2205.10034), with the loss of Hinton et al. (arXiv 1503.02531).
 
-The teacher computes in the student's step, on the same mesh and the same tokens, without gradients
-and with room for every token at its experts. Neither model's scores are ever there for all tokens.
+The teacher runs inside the student's step, on the same mesh and tokens, without gradients and
+without dropping tokens. The scores of both models are computed chunk by chunk and never stored.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from scmoe.moe.options import RouterConfig
 
 
 class Distillation(LanguageModelObjective):
-  """`LanguageModelObjective` whose loss of text is `scmoe.layers.cross_entropy.taught_losses`.
+  """`LanguageModelObjective` with the loss `scmoe.layers.cross_entropy.taught_losses`.
 
   Args:
     graph, router, remat: of the student.
     teacher: the teacher's graph definition.
-    share: of the divergence in the loss, 0 to 1.
+    share: weight of the divergence in the loss, 0 to 1.
     temperature: divides the scores that are compared.
   """
 
@@ -47,7 +47,7 @@ class Distillation(LanguageModelObjective):
     self.given: Any = None
 
   def taught(self, given: Any) -> Distillation:
-    """The objective with the teacher's arrays, inside the step.
+    """This objective with the teacher's arrays; the step calls it.
 
     Args:
       given: `params` and `router` of the teacher; in the manual region this device's shares.
@@ -57,7 +57,7 @@ class Distillation(LanguageModelObjective):
     return own
 
   def of_text(self, model: GPT, out: Output, batch: Batch) -> dict[str, Array]:
-    """As the objective's, with `loss` and `divergence`."""
+    """Sums as in `LanguageModelObjective.of_text`, with `loss` and `divergence`."""
     assert self.given is not None, "the step gives the teacher's arrays by `taught`"
     with jax.named_scope("teacher"):
       teacher: GPT = nnx.merge(self.teacher, self.given["params"])
@@ -76,7 +76,7 @@ class Distillation(LanguageModelObjective):
     return dict(zip(("loss", "nats", "correct", "divergence"), found))
 
   def metrics(self, aux: LossSums) -> tuple[dict[str, Array], dict[str, Array]]:
-    """With `divergence`: nats per token from the teacher, at the temperature."""
+    """Metrics with `divergence`: nats per token from the teacher, at the temperature."""
     scalars, arrays = super().metrics(aux)
     assert aux.divergence is not None
     return scalars | {"divergence": aux.divergence / jnp.maximum(aux.weight, 1)}, arrays

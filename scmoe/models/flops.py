@@ -1,8 +1,8 @@
-"""Analytic counts: FLOPs per token, parameters by kind, and what devices can do at their peak.
+"""Analytic counts: FLOPs per token, parameters by kind, and the peak FLOP/s of devices.
 
-A product of [m, k] and [k, n] counts 2·m·n·k; everything smaller (norms, activations, softmax) is
-left out, as is usual for MFU. Capacity padding is not counted: it is no useful work. XLA's own cost
-analysis is not used: it counts a scan's body once.
+A product of [m, k] and [k, n] counts 2·m·n·k; smaller operations (norms, activations, softmax) are
+left out, as is usual for MFU, and so is capacity padding, which is no useful work. XLA's own cost
+analysis is not used, because it counts the body of a scan once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from scmoe.layers.mlp import is_gated
 from scmoe.models.config import ModelConfig
 
-TRAINING = 3  # one forward product has two in the backward pass
+TRAINING = 3  # for each product of the forward pass the backward pass has two
 
 # Dense peak of 16-bit matrix products, FLOP/s per device: (part of jax's device_kind, peak). The
 # first match counts. From the makers' data sheets, without sparsity.
@@ -41,7 +41,7 @@ _PEAKS = (
 
 
 def peak_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
-  """Peak FLOP/s of one device; None where unknown (CPUs) or where `dtype` is not of 16 bits."""
+  """Peak FLOP/s of one device; None for unknown devices (CPUs) and for types not of 16 bits."""
   if dtype not in ("bfloat16", "float16"):
     return None
   return next((peak for name, peak in _PEAKS if name.lower() in device_kind.lower()), None)
@@ -55,7 +55,7 @@ class Flops:
     attention: projections and, at half the sequence on average, scores and values.
     mlp: dense MLPs of blocks without MoE.
     shared: shared experts.
-    routed: routed experts, of the experts that a token visits; zero experts count nothing.
+    routed: the routed experts that a token visits; zero experts count nothing.
     router: gates and mixing coefficients.
     logits: output projection.
   """
@@ -84,8 +84,8 @@ def forward_flops(model: ModelConfig, seq_len: int, real_share: float | None = N
   Args:
     model: resolved.
     seq_len: S.
-    real_share: share of a token's choices that are of experts that compute, measured or meant
-      (`RouterConfig.real_share`); None: in proportion to their number.
+    real_share: share of a token's choices that go to experts that compute, not to zero experts:
+      measured, or from `RouterConfig.real_share`. None: in proportion to their number.
   """
   rule, width = model.wiring_rule, model.width
   moe_blocks = model.num_pairs * rule.units_per_moe if rule.taps else 0
@@ -107,9 +107,10 @@ def forward_flops(model: ModelConfig, seq_len: int, real_share: float | None = N
 
 
 def projection_weights(model: ModelConfig) -> tuple[int, int]:
-  """Weights of one attention's products (before, after) scores and values, biases and norms not.
+  """Numbers of weights of one attention's products (before, after) scores and values.
 
-  Of latent attention in training's form, in which keys and values of every head are made.
+  Biases and norms do not count. Latent attention counts as training computes it, with keys and
+  values of every head.
   """
   width, heads = model.width, model.num_heads
   if not model.kv_lora_rank:
@@ -132,7 +133,7 @@ def head_widths(model: ModelConfig) -> tuple[int, int]:
 
 def _attention_flops(model: ModelConfig, seq_len: int) -> tuple[float, float]:
   """(projections, scores and values) of one attention, per token; causal, in training's form."""
-  # Position i sees i + 1 positions, (S + 1) / 2 on average, or those of a window.
+  # Position i attends to i + 1 positions, (S + 1) / 2 on average, or to those of its window.
   window = min(model.sliding_window or seq_len, seq_len)
   seen = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
   return 2 * sum(projection_weights(model)), 2 * sum(head_widths(model)) * seen
@@ -146,9 +147,9 @@ class Parameters:
     embedding: tokens, positions and an untied output projection.
     dense: attention, norms, dense MLPs, gates and mixing coefficients.
     shared: shared experts.
-    routed: routed experts, all of them.
-    routed_active: of those, what one token visits (at most, where several gatings choose; on
-      average, where some experts are zero experts).
+    routed: all routed experts.
+    routed_active: those that one token visits: at most, with several gatings; on average, with zero
+      experts.
   """
 
   embedding: int
@@ -176,7 +177,7 @@ def count_parameters(
   Args:
     model: resolved.
     shapes: the model's parameters as nested dictionaries of arrays or abstract arrays.
-    real_share: as of `forward_flops`.
+    real_share: as in `forward_flops`.
   """
   rule = model.wiring_rule
   counts = {"embedding": 0, "dense": 0, "shared": 0, "routed": 0}

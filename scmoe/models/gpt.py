@@ -37,22 +37,22 @@ REMATS = ("none", "dots", "moe", "full")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pass:
-  """What one forward pass is given beside its tokens.
+  """The arguments of one forward pass beside its tokens.
 
   Attributes:
     positions_BS: int32 position of each token; 0, 1, ... if None.
     segments_BS: int32 document of each token, used with `model.document_mask`.
     mask_BS: bool, False for padding, which visits no expert and is not counted; None: no padding.
     key: random key of the gate noise; None outside training.
-    router: router state (`GPT.init_router`), where there is any; evaluation needs it too.
+    router: router state (`GPT.init_router`), in evaluation too; None or {} if the model has none.
     caches: key-value caches (`GPT.init_caches`) for decoding, or None.
     begins: the caches are empty, and the tokens their rows' first, at positions 0, 1, ...
     pairs: `GPT.pairs()`, made before a loop over tokens, or None.
     no_drop: experts have room for every token.
     remat: what the backward pass recomputes: none; dots (all but matrix products); moe (expert
       activations, nothing that travelled); full (all but the rows that travelled).
-    gate: index of the gate that chooses, where `router.gates` > 1; may be traced.
-    hidden: hand out the main path behind every block.
+    gate: index of the gate that chooses, if `router.gates` > 1; may be traced.
+    hidden: whether to return the main path after every block.
     gradient_totals: `scmoe.models.gradient_sums.GradientTotal`s like `stages`, to which their
       gradients are added; None: gradients are taken as usual.
     migration: how experts come to the device that lie in the host's memory; None where none do.
@@ -78,14 +78,14 @@ class Pass:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Output:
-  """What a forward pass gives.
+  """The results of a forward pass.
 
   Attributes:
     h_BSD: the last hidden state, normalised, in the compute dtype; `GPT.logits` reads it.
     sums: router sums per MoE layer over this device's tokens, [layers, ...]; None for the dense
       wiring.
     caches: updated caches, or None.
-    hidden_LBSD: the main path behind every block, in order; None unless asked for.
+    hidden_LBSD: the main path after every block, in order; None without `Pass.hidden`.
   """
 
   h_BSD: Float[Array, "B S D"]
@@ -97,9 +97,9 @@ class Output:
 class GPT(nnx.Module):
   """A decoder-only language model whose blocks follow one wiring.
 
-  Pairs are alike, so their parameters are stacked and run under one scan: compile time does not
-  grow with depth. So are `model.dense_layers` among them, in a stack of their own. Compute type
-  `config.dtype`; parameters are float32. Works on one device as it is, and in the manual region
+  All pairs have the same shape, so their parameters are stacked and one scan runs them: compile
+  time does not grow with depth. `model.dense_layers` have a second stack. The model computes in
+  `config.dtype`; parameters are float32. It runs on one device as it is, and in the manual region
   (`scmoe.manual`) on this device's share of batch and parameters.
 
   Args:
@@ -250,13 +250,14 @@ class GPT(nnx.Module):
 def run_batches_in_turns(
   models: Sequence[GPT], streams: Sequence[Int[Array, "B S"]], given: Sequence[Pass]
 ) -> list[Output]:
-  """Runs several batches side by side, pair by pair, in turns (`BlockPair.turns`): one's exchange
-  has another's computation beside it.
+  """Runs several batches through the pairs in turns (`BlockPair.turns`).
+
+  While the rows of one batch travel to their experts, another batch computes.
 
   Args:
-    models: for each batch, of the same parameters; one by one, so that their gradients stay apart.
+    models: one per batch, with the same parameters; several, so that gradients stay separate.
     streams: int32 token ids of each batch.
-    given: of each; router, remat, no_drop, gate and gradient_totals are the first one's.
+    given: one per batch; router, remat, no_drop, gate and gradient_totals of the first one hold.
 
   Raises:
     ConfigError: `given[0].remat` is unknown.

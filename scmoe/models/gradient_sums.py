@@ -21,16 +21,21 @@ Why so:
 - Totals are float32, because bfloat16 gradients of many microbatches lose what they add.
 - The kernel that makes a gradient adds it to the total: no copy of all gradients is written.
 
-`jax.grad` has no option for this, so the totals are an argument of the loss. `added` returns the
-parameters as they are; its backward rule says that the gradient *with respect to a total* is the
-total plus the parameter's gradient. `jax.grad(losses, 3)` then returns the new totals, and XLA sees
-each addition, and each sum over devices, at the place where the gradient is made.
+The loss of a step is a sum over all its tokens, divided once by the step's count of them. The count
+follows from the batch alone (`Losses.counts`), so it is known before the first microbatch, whose
+gradient is then already its part of the step's. With 6 tokens in microbatch 1 and 2 in microbatch 2
+they weigh 6/8 and 2/8; a mean of both means would weigh them a half each.
+
+JAX has no option to add a gradient to a total, so the totals are an argument of the losses. `added`
+returns the parameters as they are; its backward rule says that the gradient *with respect to a
+total* is the total plus the parameter's gradient. A `jax.vjp` of the losses then returns the new
+totals, and XLA sees each addition, and each sum over devices, where the gradient is made.
 
 Two cases need less. A parameter that no other device holds (an expert, with as many devices as
 experts) has no sum over devices; in a step of one microbatch it needs no total either. And where
 nothing travels at all, the last microbatch runs in the same loop as the others.
 
-`sum_gradients` drives this for a step; models call `added`, `added_by_scan` or `added_by_layer` on
+`accumulate` drives this for a step; models call `added`, `added_by_scan` or `added_by_layer` on
 the parameters they are about to read. `scmoe.parallel.gradients` says which devices hold the same
 parameter.
 """
@@ -40,12 +45,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from scmoe.base.batch import Batch
 from scmoe.models.stacked import (
   Apart,
   each_layer,
@@ -59,7 +65,6 @@ from scmoe.parallel.barriers import barrier
 from scmoe.parallel.gradients import sum_over_devices, travels_over
 
 PyTree = Any
-Losses = Callable[[list[PyTree], PyTree, Any, PyTree], tuple[Array, list[PyTree]]]
 
 # Elements of one layer's array from which its total is an array of its own. Smaller ones of all
 # layers stay stacked and share one kernel.
@@ -91,66 +96,234 @@ class GradientTotal:
 # -- the step's side ------------------------------------------------------------------------------
 
 
-def sum_gradients(
-  losses: Losses,
+class Losses(Protocol):
+  """The methods of an objective that `accumulate` calls, in the manual region.
+
+  Parameters and batches are one device's shares.
+  """
+
+  def losses(
+    self,
+    params: Sequence[PyTree],
+    totals: PyTree = None,
+    *,
+    router: PyTree,
+    batches: Sequence[Batch],
+    rngs: Sequence[Array],
+    ahead: PyTree = None,
+  ) -> tuple[list[dict[str, Array]], list[PyTree]]:
+    """The terms of the loss, and `aux`, of each of several microbatches (leaves [B, ...]).
+
+    A term is a sum over the global microbatch, float32 [], the same on all devices, of which each
+    device differentiates its own part (`scmoe.parallel.collectives.total`). The step divides it by
+    the count of the same name. `aux` is a pytree of sums over the global microbatch. Both add up
+    over microbatches.
+
+    Args:
+      params: the parameters, once for each microbatch: their gradients stay separate.
+      totals: of the parameters' gradients, or None. If given, the objective passes each parameter
+        through `added` and its kin before it reads it.
+      router: state that gradients do not train.
+      batches, rngs: of each microbatch; typed keys.
+      ahead: from `look_ahead`.
+    """
+    ...
+
+  def counts(self, batch: Batch) -> dict[str, Array]:
+    """The numbers by which the step divides each term: over all devices and microbatches.
+
+    Args:
+      batch: this device's share of the step, leaves [A, B, ...].
+    """
+    ...
+
+  def look_ahead(
+    self, params: PyTree, router: PyTree, batch: Batch, key_of: Callable[[Any], Array]
+  ) -> PyTree:
+    """What a microbatch's loss needs to know of the step's other microbatches, or None.
+
+    Args:
+      params, router: as in `losses`.
+      batch: as in `counts`.
+      key_of: number of a microbatch -> its key.
+    """
+    ...
+
+  def lay_out_totals(self, zeros: PyTree) -> PyTree:
+    """Float32 zeros like the parameters, with `Apart` where layers add to arrays of their own."""
+    ...
+
+
+def accumulate(
+  objective: Losses,
   params: PyTree,
+  router: PyTree,
+  batch: Batch,
+  rng: Array,
   specs: PyTree,
-  groups: PyTree,
-  *,
-  size: int = 1,
-  dtype: str = "float32",
-  layout: Callable[[PyTree], PyTree] = lambda totals: totals,
-) -> tuple[PyTree, PyTree]:
-  """Results and gradients of a step's microbatches, summed over microbatches and devices.
+  gradient_dtype: str = "float32",
+  flight: int = 1,
+  factor: Array | None = None,
+) -> tuple[Array, PyTree, PyTree]:
+  """Loss and gradients of a step, and its summed aux.
 
   Args:
-    losses: (copies of the parameters, one per microbatch; microbatches of a group; number of its
-      first microbatch; totals or None) -> (sum of their losses, result of each). Each parameter
-      goes through one of this module's functions with its totals before it is read.
-    params: in the types in which the losses read them.
+    objective: what is trained.
+    params: in the types in which the loss reads them.
+    router: state that gradients do not train.
+    batch: leaves [A, B, ...] of A microbatches; the i-th uses the key folded with i.
+    rng: of the step.
     specs: PartitionSpecs like the parameters.
-    groups: leaves [G, size, ...]: groups of microbatches that run side by side.
-    size: microbatches of a group.
-    dtype: in which gradients travel between devices.
-    layout: float32 zeros like the parameters -> the same with `Apart` where layers add to arrays
-      of their own.
+    gradient_dtype: in which gradients travel between devices.
+    flight: microbatches that run side by side; 1 if it does not divide A. The results do not depend
+      on it.
+    factor: multiplies the loss before it is differentiated, and so the gradients (`LossScaling`);
+      the returned loss is without it.
 
   Returns:
-    the sum of the results, and gradients like the parameters: float32; in the parameters' types
-    for a single microbatch without a sum over devices.
+    the loss, float32 []; gradients like the parameters, float32 (of a single microbatch without a
+    sum over devices: in the parameters' types); aux, summed over the microbatches.
   """
-  number = jax.tree.leaves(groups)[0].shape[0]
-  copies, group = [params] * size, lambda which: jax.tree.map(lambda x: x[which], groups)
-  differentiate = jax.grad(losses, (0, 3), has_aux=True)
+  count = jax.tree.leaves(batch)[0].shape[0]
+  size = flight if count % flight == 0 else 1
+  key_of = lambda number: jax.random.fold_in(rng, number)
+  counts = objective.counts(batch)
+  ahead = objective.look_ahead(params, router, batch, key_of)
+  # A microbatch's part of the loss is about 1/A of the mean over its own tokens: too small for
+  # float16's range, so a scaled loss is multiplied by A too.
+  scale = 1.0 if factor is None else jnp.asarray(factor) * count
+  slopes = {name: scale / jnp.maximum(number, 1) for name, number in counts.items()}
+  step = _Step(objective, [params] * size, router, ahead, key_of, slopes)
   reduces = any(travels_over(spec) for spec in jax.tree.leaves(specs))
-  if number * size == 1 and not reduces:
-    ((grads,), _), (result,) = differentiate(copies, group(0), 0, None)
-    return result, grads
-  early = number - reduces  # groups before the one whose backward pass reduces
-  shapes = jax.eval_shape(losses, copies, group(0), 0, None)[1][0]
-  with jax.named_scope("accumulate"):
-    done, zeros = jax.tree.map(_zeros, (shapes, params))
-    totals = jax.tree.map(GradientTotal, layout(zeros) if early else zeros, is_leaf=is_apart)
+  if count == 1 and not reduces:
+    (terms, aux), grads = step.only(batch)
+  else:
+    groups = jax.tree.map(lambda x: x.reshape(count // size, size, *x.shape[1:]), batch)
+    early = count // size - reduces  # groups before the one whose backward pass reduces
+    results = jax.eval_shape(step.losses(_at(groups, 0), 0), step.copies)
+    done, totals = step.begin(results, early)
+    if early:
+      done, totals = _early_groups(step, groups, early, done, totals)
+    if reduces:
+      done, totals = _last_group(step, groups, early, done, totals, specs, gradient_dtype)
+    values = jax.tree.map(lambda total: total.value, totals, is_leaf=_is_total)
+    with jax.named_scope("accumulate"):
+      (terms, aux), grads = done, stacked_again(values)
+  if factor is not None and count > 1:
+    grads = jax.tree.map(lambda g: g / count, grads)
+  return divided(terms, counts).astype(jnp.float32), grads, aux
 
-  def add_group(carry: PyTree, item: tuple[PyTree, Array]) -> tuple[PyTree, None]:
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+  """The arguments that all groups of a step share.
+
+  Attributes:
+    copies: the parameters, once for each microbatch of a group.
+    slopes: gradient of the loss with respect to each term: 1 / count, times the loss scale.
+  """
+
+  objective: Losses
+  copies: list[PyTree]
+  router: PyTree
+  ahead: PyTree
+  key_of: Callable[[Any], Array]
+  slopes: dict[str, Array]
+
+  def losses(self, group: Batch, first: Any) -> Callable[..., Any]:
+    """`Losses.losses` of a group [size, B, ...], a function of (copies, totals).
+
+    Args:
+      group: microbatches.
+      first: number of the first of them in the step.
+    """
+    numbers = range(len(self.copies))
+    batches = [_at(group, i) for i in numbers]
+    rngs = [self.key_of(first + i) for i in numbers]
+    given = {"router": self.router, "batches": batches, "rngs": rngs, "ahead": self.ahead}
+    return functools.partial(self.objective.losses, **given)
+
+  def begin(self, results: tuple[list[Any], list[Any]], early: int) -> tuple[Any, PyTree]:
+    """(terms, aux) and totals before the first group: zeros.
+
+    Args:
+      results: shapes of what `losses` gives.
+      early: number of groups before the last one.
+    """
+    with jax.named_scope("accumulate"):
+      shapes = tuple(each[0] for each in results)
+      done, zeros = jax.tree.map(_zeros, (shapes, self.copies[0]))
+      zeros = self.objective.lay_out_totals(zeros) if early else zeros
+    return done, jax.tree.map(GradientTotal, zeros, is_leaf=is_apart)
+
+  def only(self, group: Batch) -> tuple[tuple[Any, Any], PyTree]:
+    """(terms, aux) and gradients of a step of one microbatch [1, B, ...]."""
+    (terms,), pull, (aux,) = jax.vjp(self.losses(group, 0), self.copies, has_aux=True)
+    ((grads,),) = pull(self._slopes([terms]))
+    return (terms, aux), grads
+
+  def added(self, group: Batch, first: Any, totals: PyTree) -> tuple[PyTree, list[PyTree]]:
+    """The totals with a group's gradients, and (terms, aux) of each microbatch."""
+    losses = functools.partial(self.losses(group, first), self.copies)
+    terms, pull, aux = jax.vjp(losses, totals, has_aux=True)
+    (totals,) = pull(self._slopes(terms))
+    return totals, list(zip(terms, aux))
+
+  def last(self, group: Batch, first: int, totals: PyTree) -> tuple[PyTree, PyTree, list[PyTree]]:
+    """Gradients of the copies, of the totals, and (terms, aux) of each microbatch."""
+    terms, pull, aux = jax.vjp(self.losses(group, first), self.copies, totals, has_aux=True)
+    grads, totals = pull(self._slopes(terms))
+    return grads, totals, list(zip(terms, aux))
+
+  def _slopes(self, terms: list[dict[str, Array]]) -> list[dict[str, Array]]:
+    slope = lambda name, term: jnp.asarray(self.slopes[name], term.dtype)
+    return [{name: slope(name, term) for name, term in each.items()} for each in terms]
+
+
+def _early_groups(
+  step: _Step, groups: Batch, early: int, done: PyTree, totals: PyTree
+) -> tuple[PyTree, PyTree]:
+  """Results and totals after the groups before the last, which run in one loop."""
+
+  def add_group(carry: PyTree, item: tuple[Batch, Array]) -> tuple[PyTree, None]:
     done, totals = carry
-    totals, results = jax.grad(losses, 3, has_aux=True)(copies, *item, totals)
+    totals, results = step.added(*item, totals)
     return (_added_up(results, done), totals), None
 
+  items = _at(groups, slice(early)), len(step.copies) * jnp.arange(early)
+  return jax.lax.scan(add_group, (done, totals), items)[0]
+
+
+def _last_group(
+  step: _Step,
+  groups: Batch,
+  early: int,
+  done: PyTree,
+  totals: PyTree,
+  specs: PyTree,
+  dtype: str,
+) -> tuple[PyTree, PyTree]:
+  """Results and totals after the last group, whose backward pass reduces the totals."""
+  group = _at(groups, -1)
   if early:
-    items = group(slice(early)), size * jnp.arange(early)
-    (done, totals), _ = jax.lax.scan(add_group, (done, totals), items)
-  if reduces:
-    last = group(-1)
-    if early:
-      # XLA unrolls a loop of one iteration, and would then mix its group with the last one.
-      last, (done, totals) = barrier((last, (done, totals)))
-    given = for_last_group(totals, specs, dtype, empty=not early)
-    (grads, found), results = differentiate(copies, last, (number - 1) * size, given)
-    done, totals = _added_up(results, done), _completed(found, grads, totals)
-  with jax.named_scope("accumulate"):
-    values = jax.tree.map(lambda total: total.value, totals, is_leaf=_is_total)
-    return done, stacked_again(jax.tree.map(lambda g: g / (number * size), values))
+    # XLA unrolls a loop of one iteration, and would then mix its group with the last one.
+    group, (done, totals) = barrier((group, (done, totals)))
+  given = for_last_group(totals, specs, dtype, empty=not early)
+  grads, found, results = step.last(group, early * len(step.copies), given)
+  return _added_up(results, done), _completed(found, grads, totals)
+
+
+def _at(tree: PyTree, index: Any) -> PyTree:
+  return jax.tree.map(lambda x: x[index], tree)
+
+
+def divided(terms: dict[str, Array], counts: dict[str, Array]) -> Array:
+  """A loss: the sum of its terms, each divided by the step's count of the same name, float32 [].
+
+  A count below 1 divides as 1: without tokens the loss is 0.
+  """
+  parts = [term / jnp.maximum(counts[name], 1) for name, term in terms.items()]
+  return functools.reduce(jnp.add, parts)
 
 
 def _zeros(like: Any) -> Array:

@@ -1,9 +1,9 @@
-"""What training minimises: cross-entropy of the next token plus the routers' losses."""
+"""The objective of a language model: cross-entropy of the next token plus the routers' losses."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,8 +13,15 @@ from jax import Array
 
 from scmoe.base.batch import Batch
 from scmoe.models.gpt import GPT, Output, Pass, run_batches_in_turns
-from scmoe.models.gradient_sums import added, large_layers_apart
-from scmoe.moe.losses import balance_loss, layer_balance, statistics, update_bias, z_loss
+from scmoe.models.gradient_sums import added, divided, large_layers_apart
+from scmoe.moe.losses import (
+  balance_loss,
+  balance_part,
+  layer_balance,
+  statistics,
+  update_bias,
+  z_loss,
+)
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.types import RouterSums
 from scmoe.parallel.collectives import total
@@ -24,13 +31,12 @@ from scmoe.parallel.mesh import BATCH_AXES
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossSums:
-  """Sums over the global batch, additive over microbatches: everything that a step reports.
+  """The sums from which a step computes all it reports: over the global microbatch, additive.
 
   Attributes:
     nats: Σ weight · cross-entropy.
     correct: Σ weight · [the best guess is right].
     weight: Σ weight, the number of tokens that count.
-    loss: Σ of the microbatches' total losses.
     microbatches: number of them.
     router: sums per MoE layer [layers, ...], or None.
     bias_range: Σ of the microbatches' largest minus smallest balancing bias per layer, or None.
@@ -40,7 +46,6 @@ class LossSums:
   nats: Array
   correct: Array
   weight: Array
-  loss: Array
   microbatches: Array
   router: RouterSums | None
   bias_range: Array | None = None
@@ -48,10 +53,10 @@ class LossSums:
 
 
 class LanguageModelObjective:
-  """Loss, metrics and router update of a `GPT`, as the training step wants them.
+  """Loss, metrics and router update of a `GPT`: a `scmoe.training.step.Objective`.
 
   Args:
-    graph: the model's graph definition; `loss` merges it with the parameters it is given.
+    graph: the model's graph definition; each method merges it with the parameters it gets.
     router: coefficients of the balancing losses.
     remat: rematerialisation preset (`Pass.remat`).
   """
@@ -66,10 +71,10 @@ class LanguageModelObjective:
     batch: Batch,
     rng: Array | None,
   ) -> tuple[Array, LossSums]:
-    """Total loss of one microbatch, and its sums.
+    """Loss of a step of one microbatch, and its sums.
 
     In the manual region parameters and batch are this device's shares, and the loss is that of the
-    global batch on all of them: its gradient is what this device adds to the whole one.
+    global batch. Its gradient is this device's addend: the gradient is the sum over all devices.
 
     Args:
       params: the model's parameters.
@@ -80,27 +85,32 @@ class LanguageModelObjective:
     Returns:
       mean cross-entropy (nats per counted token) + balancing losses summed over layers, float32.
     """
-    return self.losses([params], router, [batch], [rng])[1][0]
+    (terms,), (sums,) = self.losses([params], router=router, batches=[batch], rngs=[rng])
+    return divided(terms, self.counts(jax.tree.map(lambda x: x[None], batch))), sums
 
   def losses(
     self,
     params: Sequence[Any],
+    totals: Any = None,
+    *,
     router: Any,
     batches: Sequence[Batch],
     rngs: Sequence[Array | None],
-    totals: Any = None,
-  ) -> tuple[Array, list[tuple[Array, LossSums]]]:
-    """The sum of the losses, and `loss`, of several microbatches side by side.
+    ahead: RouterSums | None = None,
+  ) -> tuple[list[dict[str, Array]], list[LossSums]]:
+    """Terms of the loss and `LossSums` of several microbatches side by side.
 
     They run in turns (`scmoe.models.gpt.run_batches_in_turns`), so that one's exchange has
     another's computation beside it.
 
     Args:
-      params: the parameters, once for each microbatch, so that their gradients stay apart.
-      router: as of `loss`.
-      batches, rngs: of each microbatch.
-      totals: of the gradients (`scmoe.models.gradient_sums`); those of `stages` are added layer by
-        layer.
+      params, totals, router, batches, rngs, ahead: see `scmoe.models.gradient_sums.Losses`.
+
+    Returns:
+      for each microbatch its terms by the names of `counts`, and its `LossSums`. The terms are
+      `tokens`, the weighted cross-entropy (or `loss` of `of_text`); and with their coefficients,
+      summed over layers, `routed`, the router z-loss, and `microbatches` or `steps`
+      (`router.balance_over`), the balancing loss.
     """
     stages = None
     if totals is not None:
@@ -109,19 +119,7 @@ class LanguageModelObjective:
       parts = added([others(own) for own in params], others(totals))
       params = [{**own, **part} for own, part in zip(params, parts)]
     models: list[GPT] = [nnx.merge(self.graph, own) for own in params]
-    given = [
-      Pass(
-        batch.positions,
-        batch.segment_ids,
-        mask_BS=batch.segment_ids > 0,
-        key=rng,
-        router=router,
-        gate=(router or {}).get("turn", 0),
-        remat=self.remat,
-        gradient_totals=stages,
-      )
-      for batch, rng in zip(batches, rngs)
-    ]
+    given = [self._given(router, *each, stages) for each in zip(batches, rngs)]
     outs = run_batches_in_turns(models, [batch.inputs for batch in batches], given)
     own = []
     with jax.named_scope("loss"):
@@ -129,23 +127,91 @@ class LanguageModelObjective:
         text = self.of_text(model, out, batch)
         own.append((text | {"weight": batch.weights.astype(jnp.float32).sum()}, out.sums))
       # All microbatches, all layers, all sums: one collective.
-      totals = total(own, BATCH_AXES, "statistics")
+      own = total(own, BATCH_AXES, "statistics")
     bias_LE = (router or {}).get("bias")
     bias_range = None if bias_LE is None else bias_LE.max(-1) - bias_LE.min(-1)
-    found = []
-    for text, sums in totals:
-      loss = text.pop("loss", text["nats"]) / jnp.maximum(text["weight"], 1)
+    terms, found = [], []
+    for model, (text, sums) in zip(models, own):
+      terms.append({"tokens": text.pop("loss", text["nats"])})
       if sums is not None:
-        loss = loss + self.router.balance_loss * balance_loss(sums, self.router.balance)
-        loss = loss + self.router.z_loss * z_loss(sums).sum()
-      rest = {"loss": loss, "microbatches": jnp.ones(()), "bias_range": bias_range}
-      found.append((loss, LossSums(**text, **rest, router=sums)))
-    return jnp.stack([loss for loss, _ in found]).sum(), found
+        terms[-1] |= self._router_terms(model, sums, ahead)
+      rest = {"microbatches": jnp.ones(()), "bias_range": bias_range}
+      found.append(LossSums(**text, **rest, router=sums))
+    return terms, found
+
+  def _given(self, router: Any, batch: Batch, rng: Array | None, totals: Any = None) -> Pass:
+    return Pass(
+      batch.positions,
+      batch.segment_ids,
+      mask_BS=batch.segment_ids > 0,
+      key=rng,
+      router=router,
+      gate=(router or {}).get("turn", 0),
+      remat=self.remat,
+      gradient_totals=totals,
+    )
+
+  def _router_terms(
+    self, model: GPT, sums: RouterSums, ahead: RouterSums | None
+  ) -> dict[str, Array]:
+    kind, rule = self.router.balance, model.config.wiring_rule
+    if ahead is None:
+      name, balance = "microbatches", balance_loss(sums, kind)
+    else:
+      name, balance = "steps", balance_part(sums, ahead, kind)
+    # The sums of a pair with two routers count each token twice.
+    routers = rule.units_per_moe * len(rule.taps)
+    routed = self.router.z_loss * sums.z_square.sum() / routers
+    return {name: self.router.balance_loss * balance, "routed": routed}
+
+  def counts(self, batch: Batch) -> dict[str, Array]:
+    """The counts of a step by which its terms are divided, float32 [], over all devices.
+
+    Args:
+      batch: this device's share, leaves [A, B, ...].
+
+    Returns:
+      `tokens`, the sum of their weights; `routed`, tokens that are no padding; `microbatches`, A;
+      `steps`, 1.
+    """
+    counted = batch.weights, batch.segment_ids > 0
+    own = jnp.stack([each.astype(jnp.float32).sum() for each in counted])
+    tokens, routed = total(own, BATCH_AXES, "statistics")
+    microbatches = jnp.asarray(batch.inputs.shape[0], jnp.float32)
+    one = jnp.ones(())
+    return {"tokens": tokens, "routed": routed, "microbatches": microbatches, "steps": one}
+
+  def look_ahead(
+    self, params: Any, router: Any, batch: Batch, key_of: Callable[[Any], Array]
+  ) -> RouterSums | None:
+    """Router sums of a whole step, for `router.balance_over=step`; else None.
+
+    The gradient of the step's balancing loss needs the loads of all microbatches, which only a
+    forward pass of each can tell. A step of one microbatch needs none.
+
+    Args:
+      params, router: as of `loss`.
+      batch: as of `counts`.
+      key_of: number of a microbatch -> its key.
+    """
+    microbatches, options = batch.inputs.shape[0], self.router
+    if microbatches == 1 or options.balance_over != "step" or not options.balance_loss:
+      return None
+    model: GPT = nnx.merge(self.graph, params)
+
+    def router_sums(item: tuple[Array, Batch]) -> RouterSums | None:
+      number, own = item
+      return model(own.inputs, self._given(router, own, key_of(number))).sums
+
+    with jax.named_scope("look_ahead"):
+      found = jax.lax.map(router_sums, (jnp.arange(microbatches), batch))
+      found = jax.tree.map(lambda x: x.sum(0), found)
+      return total(found, BATCH_AXES, "statistics")
 
   def of_text(self, model: GPT, out: Output, batch: Batch) -> dict[str, Array]:
     """This device's sums over a microbatch: `nats` and `correct` of `LossSums`.
 
-    A subclass may add `loss`, what is differentiated instead of `nats`, and `divergence`.
+    A subclass may add `loss`, which is then differentiated instead of `nats`, and `divergence`.
     """
     nats, correct = model.embedding.summed_losses(out.h_BSD, batch.targets, batch.weights)
     return {"nats": nats, "correct": correct}
@@ -158,29 +224,28 @@ class LanguageModelObjective:
     return {**zeros, "stages": large_layers_apart(zeros["stages"], model.config.num_pairs)}
 
   def cast(self, params: Any) -> Any:
-    """Parameters as the products read them: in the compute type, once for many microbatches.
+    """Parameters in the compute type, cast once for all microbatches of a step.
 
-    Norms, gates and mixing coefficients stay in float32, in which they are used. The gradient of
-    a cast weight has the compute type, as its product gives it.
+    Norms, gates and mixing coefficients stay float32, because they compute in it. The gradient of a
+    cast weight has the compute type.
     """
     model: GPT = nnx.merge(self.graph, params)
     return cast_params(params, model.config.dtype)
 
   def taught(self, given: Any) -> LanguageModelObjective:
-    """Of an objective with a teacher, the one that has its arrays."""
+    """Raises TypeError: only `Distillation` has a teacher."""
     raise TypeError("only scmoe.models.distillation.Distillation has a teacher")
 
   def metrics(self, aux: LossSums) -> tuple[dict[str, Array], dict[str, Array]]:
     """Scalars and per-layer arrays of a step, from the sums over its microbatches.
 
-    Scalars: `loss` (total), `cross_entropy` (nats per token), `accuracy`, `balance_loss`,
+    Scalars: `cross_entropy` (nats per token), `accuracy`, `balance_loss`,
     `z_loss` (means over layers), and `drop`, `max_violation`, `imbalance` (the busiest expert's
     load over the mean one), `dead`, `diversity` (the worst or mean layer), and with zero experts
     `zero_share` and `real_experts`. Arrays: the per-layer `statistics` of the routers.
     """
     weight = jnp.maximum(aux.weight, 1)
     scalars = {
-      "loss": aux.loss / aux.microbatches,
       "cross_entropy": aux.nats / weight,
       "accuracy": aux.correct / weight,
     }
@@ -206,9 +271,9 @@ class LanguageModelObjective:
     return scalars, arrays
 
   def update_router(self, router: Any, aux: LossSums) -> Any:
-    """Router state after a step, from the loads of the global batch and all its microbatches.
+    """Router state after a step, from the loads of all its microbatches and devices.
 
-    Of several gates the next one has its turn: each trains in every `router.gates`-th step.
+    With several gates the turn passes to the next: each trains in every `router.gates`-th step.
     """
     new = dict(router or {})
     if aux.router is not None and "bias" in new:
@@ -219,7 +284,7 @@ class LanguageModelObjective:
 
 
 def cast_params(params: Any, dtype: Any) -> Any:
-  """Parameters as the products read them; norms, gates and mixing coefficients stay in float32."""
+  """Parameters in the compute type; norms, gates and mixing coefficients stay float32."""
 
   def cast(path: tuple, leaf: Array) -> Array:
     name = jax.tree_util.keystr(path)

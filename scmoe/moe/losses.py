@@ -1,4 +1,4 @@
-"""Balance: losses and statistics, all functions of the additive `RouterSums`."""
+"""Balancing losses, router statistics and balancing biases: all are functions of `RouterSums`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from scmoe.moe.types import RouterSums, Routing
 
 
 def router_sums(routing: Routing, dropped: Array, rounds: Array) -> RouterSums:
-  """The sums over this device's tokens; see `RouterSums`. Masked tokens count nowhere."""
+  """The `RouterSums` of this device's tokens; masked tokens count nowhere."""
   mask_T = routing.mask_T.astype(jnp.float32)
-  # Selected, not multiplied by the mask: a masked token may hold NaN, and zero times NaN is NaN.
+  # `where` and no product with the mask: a masked token may hold NaN, and 0 · NaN is NaN.
   masked = lambda a: jnp.where(routing.mask_T.reshape(-1, *[1] * (a.ndim - 1)), a, 0)
   probs_TE = masked(routing.probs_TE)
   logits_TE = jax.lax.stop_gradient(routing.logits_TE)
@@ -53,12 +53,11 @@ def router_sums(routing: Routing, dropped: Array, rounds: Array) -> RouterSums:
 
 
 def computing(sums: RouterSums) -> RouterSums:
-  """The sums over the experts that compute, as if there were no others.
+  """The sums over the experts that compute, as if there were no zero experts.
 
-  Losses keep these in balance with each other. The share of zero experts is another matter, which
-  the balancing bias holds (`update_bias`). Probabilities and choices are those that are left:
-  tokens · K becomes the number of choices of experts that compute, and a token's probability that
-  of these.
+  The losses balance these experts with each other; the balancing bias controls the share of zero
+  experts (`update_bias`). Example: 100 tokens, K = 2, 50 of the 200 choices went to zero experts.
+  Then `choices` becomes 150, and probabilities are divided by the experts' share of them.
   """
   if not sums.zero_experts:
     return sums
@@ -121,11 +120,11 @@ def megablocks_loss(sums: RouterSums) -> Array:
 def layer_balance(sums: RouterSums, kind: str) -> Array:
   """The balancing loss `kind` of `router.balance`, one per layer; 0 for `none`.
 
-  One's own is a function of `RouterSums` [..., E], added up over the global batch, that gives
-  [...]: it must be differentiable through `probs_E`.
+  A user's own loss is a function: `RouterSums` with leaves [..., E] or [...], summed over the
+  global batch -> losses [...]. It has to be differentiable with respect to `probs_E`.
 
   Raises:
-    ConfigError: one's own cannot be imported, or gives another shape.
+    ConfigError: the user's loss cannot be imported, or returns another shape.
   """
   if kind == "none":
     return jnp.zeros_like(sums.tokens)
@@ -147,14 +146,38 @@ def layer_balance(sums: RouterSums, kind: str) -> Array:
 
 
 def balance_loss(sums: RouterSums, kind: str) -> Array:
-  """The balancing loss of a whole model, without its coefficient: a scalar.
+  """The balancing loss of all layers together, without its coefficient: a scalar.
 
-  The sum over layers (each Tutel layer adds its l_aux); for `megablocks` the mean, its definition.
-  The sums may come from one device or microbatch, or be added up over all of them: then this is
-  the loss of the global batch.
+  It is the sum over layers (each Tutel layer adds its l_aux); for `megablocks` the mean, as defined
+  there. It is the loss of the tokens in `sums`. GShard, Tutel and MegaBlocks take those of one
+  forward pass, a microbatch; `router.balance_over=step` takes all of a step (`balance_part`).
   """
   loss = layer_balance(sums, kind)
   return loss.mean() if kind == "megablocks" else loss.sum()
+
+
+def balance_part(sums: RouterSums, step: RouterSums, kind: str) -> Array:
+  """A microbatch's part of the balancing loss of its whole step: a scalar; all parts add up to it.
+
+  The loss L is not linear in the sums, so the microbatches' own losses do not add up to the step's.
+  Its gradient does, by the chain rule: with S = Σ_m S_m over microbatches m,
+
+    dL/dθ = Σ_m ⟨∂L/∂S, dS_m/dθ⟩
+
+  This function has the gradient ⟨∂L/∂S, dS_m/dθ⟩, for a user's own loss too. Its value is L(S)
+  times the microbatch's share of the tokens.
+
+  Args:
+    sums: S_m, of this microbatch.
+    step: S, of all the step's microbatches, without a gradient; made by a forward pass before.
+    kind: of `router.balance`.
+  """
+  step = jax.lax.stop_gradient(step)
+  slope = jax.grad(balance_loss)(step, kind)
+  products = jax.tree.map(lambda a, b: (a * b).sum(), slope, sums)
+  part = sum(jax.tree.leaves(products))
+  share = jax.lax.stop_gradient(sums.tokens.sum()) / jnp.maximum(step.tokens.sum(), 1)
+  return balance_loss(step, kind) * share + part - jax.lax.stop_gradient(part)
 
 
 def init_bias(layers: int, experts: int, config: RouterConfig) -> dict[str, Array]:
@@ -180,7 +203,7 @@ def init_bias(layers: int, experts: int, config: RouterConfig) -> dict[str, Arra
 def update_bias(
   state: dict[str, Array], sums: RouterSums, config: RouterConfig
 ) -> dict[str, Array]:
-  """Balancing biases after an optimizer step, from the loads of all that the step has seen.
+  """Balancing biases after an optimizer step, from the loads of all its tokens.
 
   Of E experts that compute, K_e per token are meant to be chosen, each as often as the others;
   without zero experts K_e = K. With f_e the share of the choices that went to expert e, before
@@ -210,7 +233,7 @@ def update_bias(
   moved = lambda delta_LE: jnp.where(seen_L1 & computes_E, delta_LE, 0)
   error_LE = target - sums.load_E / jnp.maximum(choices_L1, 1)
   if config.bias == "sign":
-    # A difference of whole numbers is exact, so that an expert with exactly its share stays.
+    # Differences of integers are exact, so the bias of an expert with exactly its share stays.
     exact_LE = choices_L1 - real * sums.load_E if not zero else error_LE
     return {**state, "bias": state["bias"] + config.bias_rate * moved(jnp.sign(exact_LE))}
   delta_LE = config.bias_rate * error_LE
@@ -230,7 +253,7 @@ def z_loss(sums: RouterSums) -> Array:
 
 
 def statistics(sums: RouterSums, bias_range: Array | None = None) -> dict[str, Array]:
-  """Router health per layer, over everything that was summed.
+  """Router health per layer, over all tokens in `sums`.
 
   Returns float32 arrays with the leading (layer) shape of `sums`: `load` f_e [.., E] (share of
   the choices, zero experts included), `drop` share of choices dropped, `rounds` exchanges of the

@@ -9,6 +9,7 @@ from scmoe.base.options import option, section
 
 ORDERS = ("choice", "priority", "token")
 BALANCES = ("gshard", "load_importance", "megablocks", "none")
+BALANCED_OVER = ("microbatch", "step")
 BIAS_RULES = ("none", "sign", "pid")
 SCORES = ("softmax", "sigmoid")
 GROUP_SCORES = ("top2", "max")
@@ -114,6 +115,13 @@ class RouterConfig:
     0.01,
     "coefficient of the balancing loss (Tutel l_aux weight, MegaBlocks moe_loss_weight)",
     minimum=0,
+  )
+  balance_over: str = option(
+    "microbatch",
+    "over which tokens the balancing loss is taken: microbatch (each microbatch's on all devices, "
+    "and the mean of these losses; GShard, Tutel, MegaBlocks), step (all of the step's, however "
+    "split; arXiv 2501.11873; with several microbatches it costs another forward pass)",
+    choices=BALANCED_OVER,
   )
   z_loss: float = option(
     0.0,

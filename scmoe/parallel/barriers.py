@@ -1,4 +1,4 @@
-"""Points that values pass together: they hold an order that data leaves open."""
+"""Barriers: they fix an order of computations where the data alone would allow several."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ _BARRIERS = {"": jax.lax.optimization_barrier, "forward": _forward, "backward": 
 
 
 def barrier(values: Any, direction: str = "") -> Any:
-  """The same values, of which none is read before all are there.
+  """The same values; XLA reads none of them before all are computed.
 
   Args:
     values: any tree of arrays.
-    direction: "forward" or "backward": in one pass only. Else the cotangents pass it together too.
+    direction: "forward" or "backward": a barrier in that pass only. "": in both, where the backward
+      pass has it for the gradients of the values.
   """
   return _BARRIERS[direction](values)

@@ -1,6 +1,6 @@
-"""What travels between devices, inside the manual region, each under a name.
+"""The collectives of the manual region; each runs under a name that traces and tests know.
 
-All are differentiable, and nothing where an axis has one device.
+All are differentiable. Over an axis of one device none sends anything.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from scmoe.base.compat import COPY_ENGINE_POLICY, jax_version
 from scmoe.base.errors import ConfigError
 from scmoe.parallel.mesh import axis_size, own_share
 
-# NCCL hands an all-to-all to the GPU's copy engines where its policy asks for no thread blocks and
-# both buffers are symmetric memory, which XLA (jax 0.11 and later) then uses.
+# NCCL gives an all-to-all to the GPU's copy engines if its policy asks for no thread blocks and
+# both buffers are symmetric memory. XLA allocates such memory with this flag (jax 0.11 and later).
 COPY_ENGINE_FLAG = "--xla_enable_nccl_symmetric_buffers_for_collectives=AllToAll"
 
 
 def request_copy_engines(environment: MutableMapping[str, str] = os.environ) -> None:
-  """Asks for all-to-alls by copy engines; has to come before the first use of a device.
+  """Asks XLA and NCCL for all-to-alls by copy engines; call it before the first use of a device.
 
-  They take no multiprocessor from the computation beside them. For GPUs of one host that reach each
-  other's memory; elsewhere NCCL goes on with its kernels.
+  Copy engines take no multiprocessor from the computation beside them. They serve GPUs of one host
+  that reach each other's memory; elsewhere NCCL uses its kernels as before.
 
   Args:
     environment: changed in place.
@@ -47,8 +47,8 @@ def request_copy_engines(environment: MutableMapping[str, str] = os.environ) -> 
   environment.setdefault(*COPY_ENGINE_POLICY)
 
 
-# Every collective of a program, by the name that its trace and its tests know. A hierarchical
-# exchange has two steps of one name.
+# The names of all collectives, in traces and tests. Both steps of a hierarchical exchange have the
+# same name.
 NAMES = (
   "dispatch",  # all-to-all of rows to their experts, and of their gradient back
   "combine",  # the inverse
@@ -60,9 +60,10 @@ NAMES = (
   "statistics",  # sums of the loss and of what a step reports
 )
 
-# Jax transposes a sum over devices to a sum over devices, which counts a gradient once per device.
-# Where all devices compute the same function of a sum, as of a loss, the gradient of an addend is
-# the sum's own. `total` and `repeat` are the two halves (Megatron-LM's g and f).
+# JAX's backward pass of a sum over devices is another sum over devices. If all devices compute the
+# same function of the sum, for example a loss, that counts its gradient once per device: with 4
+# devices, 4 times. The gradient of an addend is then just the sum's. `total` and `repeat` are the
+# two halves of this (Megatron-LM's g and f).
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -77,13 +78,13 @@ _total.defvjp(
 
 
 def total(tree: Any, axes: tuple[str, ...], name: str) -> Any:
-  """Sums over these axes; every addend's gradient is the sum's.
+  """Sums over mesh axes; the gradient of every addend is that of the sum.
 
-  For a sum of which all its devices compute the same: a loss, a row-parallel product's result.
+  For sums from which all devices compute the same: a loss, the result of a row-parallel product.
 
   Args:
     tree: arrays, each device's addends.
-    axes: mesh axes; those of one device are left out.
+    axes: mesh axes; axes of one device are left out.
     name: one of `NAMES`.
   """
   axes = _several(axes)
@@ -104,9 +105,10 @@ _repeat.defvjp(lambda tree, axes, name: (tree, None), _repeat_bwd)
 
 
 def repeat(tree: Any, axes: tuple[str, ...], name: str) -> Any:
-  """The same arrays, of which each device then computes another part: their gradients are summed.
+  """The same arrays; their gradients are summed over mesh axes.
 
-  For what all devices have alike and a column-parallel product reads; arguments as in `total`.
+  For arrays that are equal on all devices, from which each device computes another part: the input
+  of a column-parallel product. Arguments as in `total`.
   """
   axes = _several(axes)
   return _repeat(tree, axes, name) if axes else tree
@@ -133,7 +135,7 @@ def gather_replicated(x: Array, dimension: int, axis: str, name: str) -> Array:
 
 
 def gathered(x: Array, dimension: int, axes: tuple[str, ...], name: str) -> Array:
-  """All devices' shares of a dimension, the first of these axes varying slowest; no gradient."""
+  """All devices' shares of a dimension; the first of the axes varies slowest; no gradient."""
   axes = _several(axes)
   if not axes:
     return x
@@ -142,7 +144,7 @@ def gathered(x: Array, dimension: int, axes: tuple[str, ...], name: str) -> Arra
 
 
 def largest(x: Array, axes: tuple[str, ...], name: str) -> Array:
-  """The largest over these axes; no gradient."""
+  """The elementwise maximum over mesh axes; no gradient."""
   axes = _several(axes)
   if not axes:
     return x
@@ -159,13 +161,13 @@ def _several(axes: tuple[str, ...]) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-  """Who exchanges rows with whom, and how.
+  """An all-to-all of rows between the ranks of one mesh axis.
 
   Attributes:
-    axis: name of the mesh axis; None where there is nobody to exchange with.
+    axis: name of the mesh axis; None: one device, no exchange.
     size: W, ranks on it.
-    nodes: hosts that the axis spans, for the hierarchical exchange; 1 for the linear one.
-    silent: a control for measurements, which computes something else: rows stay where they are.
+    nodes: hosts that the axis spans, for the hierarchical exchange; 1: the linear one.
+    silent: for measurements: no row moves, so the result is another.
   """
 
   axis: str | None = None
@@ -181,10 +183,10 @@ class Exchange:
       )
 
   def all_to_all(self, x: Array) -> Array:
-    """Slice w of the leading dimension goes to rank w: [W, ...] -> [W, ...], by source rank.
+    """Sends slice w of the leading dimension to rank w: [W, ...] -> [W, ...], by source rank.
 
-    Only an exchange over the major-most dimension moves what it sends without a transpose. It is
-    its own transpose.
+    XLA needs no transpose of the data only if the exchange is over the first dimension. The
+    backward pass is the same exchange.
     """
     if self.axis is None or self.size == 1 or self.silent:
       return x

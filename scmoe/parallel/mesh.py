@@ -3,9 +3,10 @@
 A user gives `data` x `expert` x `tensor`. The batch is sharded over data x expert, experts over
 expert, hidden widths and heads over tensor. Everything else is replicated.
 
-Where there are more devices on the expert axis than experts, the mesh splits that axis in two:
+If the expert axis has more devices than there are experts, the mesh splits that axis in two:
 `expert`, one position per expert, and `shard`, over which the hidden width of each expert is
-divided. `shard` has size 1 otherwise. Parameters keep their logical shape on every mesh.
+divided. Example: 8 devices and 4 experts make expert=4 x shard=2. Otherwise `shard` has size 1.
+Parameters keep their logical shape on every mesh.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ LOGICAL_TO_MESH: dict[str | None, Any] = {
 
 
 def host_device() -> Any | None:
-  """The device of jax that is the host itself; None where JAX_PLATFORMS leaves it out."""
+  """JAX's device for the host itself, a CPU; None if JAX_PLATFORMS leaves it out."""
   try:
     return jax.local_devices(backend="cpu")[0]
   except RuntimeError:
@@ -102,14 +103,14 @@ def make_mesh(
 ) -> Mesh:
   """Builds the mesh over the first `config.size` devices (all processes' devices by default).
 
-  The tensor axis varies fastest, then shard and expert: their collectives stay inside a host where
-  they can.
+  The tensor axis varies fastest, then shard and expert, so that their collectives stay inside a
+  host if they fit.
 
   Args:
     config: sizes of the axes.
     devices: all of jax by default.
-    num_experts: E; where the expert axis has more devices, it is split over experts and shards.
-      0: never split.
+    num_experts: E; an expert axis with more devices is split into experts and shards. 0: never
+      split.
 
   Raises:
     ConfigError: the mesh needs more devices than there are, or neither of the expert axis and the
@@ -155,16 +156,15 @@ def partition_spec(logical: Sequence[str | None], ndim: int | None = None) -> P:
 
 
 def parameter_specs(state: Any) -> Any:
-  """PartitionSpecs in the tree of `nnx.Param`s, by the logical names they were declared with.
+  """PartitionSpecs like a tree of `nnx.Param`s, from the logical names in their declarations.
 
-  A module is such a tree itself. Parameters without names, as Flax's own layers have, are
-  replicated.
+  A module is such a tree. Parameters without names, such as those of Flax's layers, are replicated.
   """
   is_param = lambda leaf: isinstance(leaf, nnx.Variable)
 
   def spec(param: Any) -> Any:
     names = param.get_metadata().get("axes") or ()
-    # A value may be several arrays of one kind: layers taken apart, a matrix in eight bits.
+    # A value may be several arrays: one per layer (`Apart`), or a matrix in eight bits.
     return param.replace(jax.tree.map(lambda x: _spec_of(names, x.shape), param.get_value()))
 
   return jax.tree.map(spec, state, is_leaf=is_param)
@@ -176,12 +176,12 @@ def _spec_of(names: Sequence[str | None], shape: Sequence[int]) -> P:
 
 
 def batch_sharding(mesh: Mesh, *, leading: int = 0) -> NamedSharding:
-  """Sharding of an array whose batch dimension comes after `leading` unsharded ones."""
+  """Sharding of a batch whose batch dimension comes after `leading` unsharded dimensions."""
   return NamedSharding(mesh, P(*([None] * leading), BATCH_AXES))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-  """Sharding of an array that every device holds whole."""
+  """Sharding of an array of which every device holds all."""
   return NamedSharding(mesh, P())
 
 
@@ -194,39 +194,39 @@ def shardings_of(tree: Any) -> Any:
 
 
 def manual(function: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) -> Any:
-  """`function` of a device's shares as a function of whole arrays: the door to the manual region.
+  """Makes a function of one device's shares a function of global arrays: the manual region.
 
-  A training step, an evaluation, a prefill each go through it once, over all axes of the mesh.
-  Inside, arrays are this device's shares, layers and losses are plain functions of them, and what
-  travels between devices does so by the functions of `scmoe.parallel.collectives`, under a name:
-  nothing is left to XLA's partitioner, so nothing that a schedule does not see can stand between an
-  exchange and the work beside it. Gradients are taken inside (`scmoe.training.step`): from outside,
-  those of a mesh with a tensor axis would be too small.
+  A training step, an evaluation and a prefill enter it once, over all axes of the mesh. Inside,
+  arrays are this device's shares, and layers and losses are plain functions of them. Data travels
+  only by the named functions of `scmoe.parallel.collectives`. XLA's partitioner adds no collective,
+  which a schedule would not know and which could separate an exchange from the work beside it.
+  Take gradients inside (`scmoe.training.step`): taken outside, on a mesh with a tensor axis, they
+  would be too small.
 
   Args:
     function: pure.
-    mesh: of the axes `AXES`, or an abstract one.
+    mesh: with the axes `AXES`; may be abstract.
     in_specs, out_specs: PartitionSpecs, trees that prefix arguments and results.
   """
   return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def axis_size(*axes: str) -> int:
-  """Devices on these axes together; 1 outside the manual region, where arrays are whole."""
+  """Number of devices on these axes together; 1 outside the manual region."""
   mesh = jax.sharding.get_abstract_mesh()
   return math.prod(mesh.shape[axis] for axis in axes if axis in mesh.manual_axes)
 
 
 def axis_index(*axes: str) -> Any:
-  """This device's place on these axes together, the first varying slowest; 0 outside."""
+  """This device's index on these axes together, the first varying slowest; 0 outside the region."""
   here = tuple(axis for axis in axes if axis_size(axis) > 1)
   return jax.lax.axis_index(here) if here else 0
 
 
-def own_share(whole: Any, dimension: int, *axes: str) -> Any:
-  """This device's part of an array that every device has made whole, e.g. of random draws."""
+def own_share(x: Any, dimension: int, *axes: str) -> Any:
+  """This device's slice of an array that all devices hold, e.g. of random draws."""
   parts = axis_size(*axes)
   if parts == 1:
-    return whole
-  size = whole.shape[dimension] // parts
-  return jax.lax.dynamic_slice_in_dim(whole, axis_index(*axes) * size, size, dimension)
+    return x
+  size = x.shape[dimension] // parts
+  return jax.lax.dynamic_slice_in_dim(x, axis_index(*axes) * size, size, dimension)

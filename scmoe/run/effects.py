@@ -126,6 +126,12 @@ RULES = (
     "set router.balance_loss, e.g. 0.01",
   ),
   _Rule(
+    ("router.balance_over",),
+    lambda run: run.router.balance == "none" or not run.router.balance_loss,
+    "there is no balancing loss",
+    "set router.balance=gshard and router.balance_loss, e.g. 0.01",
+  ),
+  _Rule(
     ("router.balance_loss",),
     lambda run: run.router.balance == "none" and run.router.balance_loss > 0,
     "router.balance='none' is no loss",

@@ -1,7 +1,7 @@
-"""The alarm for routers that collapse: experts without tokens, and all tokens at a few.
+"""An alarm for collapsed routers, which send all tokens to a few experts.
 
-A collapsed router costs no error and hardly any loss at first; it is seen in the per-layer
-statistics (`scmoe.moe.losses.statistics`) or, too late, in the model.
+A collapse raises no error and hardly changes the loss at first. The per-layer statistics
+(`scmoe.moe.losses.statistics`) show it at once, the quality of the model too late.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ DIVERSITY = 0.3  # exp(entropy of the load) / E below which it does
 
 
 class CollapseAlarm:
-  """Says once, for each layer and episode, that its router has collapsed.
+  """Reports a collapsed router once for each layer, and again if it recovers and collapses anew.
 
   Args:
-    steps: how long a layer has to be collapsed; 0 for no alarm.
+    steps: a layer is reported when it has been collapsed for so many steps; 0: no alarm.
   """
 
   def __init__(self, steps: int):
@@ -27,11 +27,11 @@ class CollapseAlarm:
     self._said: set[int] = set()
 
   def check(self, step: int, arrays: Mapping[str, np.ndarray]) -> str | None:
-    """One line about layers that are due, or None.
+    """One line about the layers to report now, or None.
 
     Args:
-      step: whose statistics these are; steps between two calls count as the later one.
-      arrays: `dead` and `diversity`, float [layers] each; without them there is nothing to say.
+      step: number of the step of these statistics. Steps since the call before count as it does.
+      arrays: `dead` and `diversity`, float [layers] each; without them the result is None.
     """
     if not self.steps or not {"dead", "diversity"} <= set(arrays):
       return None

@@ -1,10 +1,10 @@
-"""Loss scaling: float16 gradients, moved to where float16 has numbers.
+"""Loss scaling: keeps float16 gradients within float16's range.
 
-float16 has none below 6e-8. The gradient of a mean over 8,192 tokens begins at 1e-4 and shrinks on
-its way: without a scale those of queries and keys are off by half or more. So the loss is
-multiplied by a factor before gradients are taken, and they are divided by it in float32. A dynamic
-factor is as large as it can be: an overflow halves it and skips the step, `window` good steps in a
-row double it (Micikevicius et al., arXiv 1710.03740; Megatron-LM `--loss-scale-window`).
+float16's smallest number is 6e-8. The gradient of a mean over 8,192 tokens starts at 1e-4 and
+shrinks on its way back: unscaled, the gradients of queries and keys are off by half or more. So the
+step multiplies the loss by a factor before it takes gradients, and divides them by it in float32. A
+dynamic factor stays as large as possible: an overflow halves it and skips the step, `window` good
+steps in a row double it (Micikevicius et al., arXiv 1710.03740; Megatron-LM `--loss-scale-window`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ START = 2.0**16  # of a dynamic factor
 
 @dataclasses.dataclass(frozen=True)
 class LossScaling:
-  """How the factor begins and moves; its state is part of `TrainState`.
+  """How the factor starts and changes; `TrainState.scale` holds its state.
 
   Attributes:
     fixed: the factor; 0: a dynamic one.
@@ -40,16 +40,21 @@ class LossScaling:
     }
 
   def unscaled(self, grads: Any, state: dict[str, Array]) -> Any:
-    """The gradients of the loss itself, in float32 at least: [...] each."""
+    """The gradients divided by the factor, in float32 (float64 stays)."""
     wide = lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32))
     return jax.tree.map(lambda g: wide(g) / state["factor"], grads)
 
   def may_fall(self, state: dict[str, Array]) -> Array:
-    """Whether an overflow is answered by a smaller factor, and is no failure yet: bool []."""
+    """Whether an overflow makes the factor smaller, and so is no failure yet: bool []."""
     return jnp.asarray(not self.fixed) & (state["factor"] > SMALLEST)
 
   def after(self, state: dict[str, Array], finite: Array) -> dict[str, Array]:
-    """The state after a step whose loss and gradients were finite, or not."""
+    """The state after a step.
+
+    Args:
+      state: before it.
+      finite: bool [], whether its loss and gradients were finite.
+    """
     if self.fixed:
       return state
     grows = finite & (state["good"] + 1 >= self.window)

@@ -1,9 +1,12 @@
-"""Float32 parameters that lie in two halves: the bfloat16 that the model reads, and what it lacks.
+"""Float32 parameters stored in two halves: the bfloat16 that the model reads, and the rest.
 
-A step that computes in bfloat16 needs its float32 parameters in bfloat16 as well. As a copy, that
-is 2 bytes a parameter more, and every step reads 4 bytes to write them. In halves the copy is a
-part of the parameter: nothing is cast, nothing is kept twice, and the float32 number is still there
-to the last bit (NVIDIA Apex, `DistributedFusedAdam(store_param_remainders=True)`).
+A step that computes in bfloat16 needs its float32 parameters in bfloat16 too. A separate copy takes
+2 bytes a parameter more, and every step reads 4 bytes to write them. Stored in halves, the bfloat16
+is a part of the parameter: no step casts it, nothing is stored twice, and both halves together give
+the float32 number to the last bit (NVIDIA Apex, `DistributedFusedAdam`, `store_param_remainders`).
+
+Example: 1.0039 has the bits 3F80 7FCC. Its upper half is 3F80, the nearest bfloat16, 1.0; its lower
+half is 7FCC. From 8000 on the upper half is rounded up, and the lower half, as int16, is negative.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ class Halves:
   """One float32 array.
 
   Attributes:
-    high: bfloat16, the nearest; of two equally near the one farther from zero.
-    low: int16, so that the bits of the two, as integers high · 2^16 + low, are the float32's.
+    high: bfloat16, the nearest to the float32; of two equally near, the one farther from zero.
+    low: int16; the float32's bits, as an integer, are bits(high) · 2^16 + low.
   """
 
   high: Array
@@ -37,18 +40,18 @@ class Halves:
     return _halved(x)
 
   def to_float32(self) -> Array:
-    """The float32 array; of shapes and shardings (`jax.ShapeDtypeStruct`) those of the array."""
+    """The float32 array; a `jax.ShapeDtypeStruct` if the halves are such."""
     if isinstance(self.high, jax.ShapeDtypeStruct):
       return self.high.update(dtype=jnp.dtype(jnp.float32))  # pyright: ignore
     return _joined(self.high, self.low)
 
 
 def halves_of(params: PyTree, read: PyTree) -> PyTree:
-  """`jax.ShapeDtypeStruct`s of parameters, those in halves that the model reads in bfloat16.
+  """`jax.ShapeDtypeStruct`s of parameters, with `Halves` for those that are read in bfloat16.
 
   Args:
     params: shapes with types and shardings.
-    read: likewise, in the types in which the model reads them.
+    read: the same in the types in which the model reads them.
   """
 
   def lay(param: Any, read: Any) -> Any:
@@ -62,17 +65,20 @@ def halves_of(params: PyTree, read: PyTree) -> PyTree:
 
 
 def to_float32(params: PyTree) -> PyTree:
-  """Float32 throughout: what checkpoints hold and optimizers update."""
+  """Parameters in float32, as checkpoints hold and optimizers update them."""
   return jax.tree.map(lambda x: x.to_float32() if _is_halves(x) else x, params, is_leaf=_is_halves)
 
 
 def readable(params: PyTree) -> PyTree:
-  """What the model reads: of halves the upper one. Also of trees that only look like parameters."""
+  """Parameters as the model reads them: of `Halves` the upper one.
+
+  Works on any tree with `Halves` in it, e.g. of shardings.
+  """
   return jax.tree.map(lambda x: x.high if _is_halves(x) else x, params, is_leaf=_is_halves)
 
 
 def like(params: PyTree, wanted: PyTree) -> PyTree:
-  """Float32 parameters, laid out as `wanted` has them."""
+  """Float32 parameters, with `Halves` wherever `wanted` has them."""
   lay = lambda want, x: Halves.of(x) if _is_halves(want) else x
   return jax.tree.map(lay, wanted, params, is_leaf=_is_halves)
 

@@ -1,10 +1,11 @@
 """An optimizer's moments in bfloat16, rounded at random so that small changes are not lost.
 
-A second moment changes by a share of 1 - β₂ of itself; bfloat16's numbers are 1/256 to 1/128 apart.
-Rounded to the nearest it would stand still where β₂ is 0.999. Rounded up or down with the
-probability that keeps the mean, it moves as it would in float32, with a noise of at most 1/256 a
-step (standard deviation), (1/256) / √(1 - β²) in the moment (P. Zamirai et al., "Revisiting
-BFloat16 Training", arXiv 2010.06192).
+A second moment changes by 1 - β₂ of itself a step, a thousandth with β₂ = 0.999, but neighbouring
+bfloat16 numbers are 1/256 to 1/128 apart: rounded to the nearest, the moment would never change.
+Here it is rounded up or down at random, with the probabilities that keep its mean. It then moves as
+in float32, with a noise of at most 1/256 a step (standard deviation), which adds up to
+(1/256) / √(1 - β²) in the moment (P. Zamirai et al., "Revisiting BFloat16 Training", arXiv
+2010.06192).
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ PyTree = Any
 
 
 def narrow(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-  """A rule whose state lies in bfloat16 between steps, and is computed in float32.
+  """An optax rule that stores its state in bfloat16 and computes it in float32.
 
-  The random bits follow from the step (`step=` of `update`), the state's leaf and the place in what
-  a device has of it: a run that is stopped and resumed on the same mesh draws the same, and so do
+  The random bits are a function of the step (`step=` of `update`), the leaf and the position in the
+  device's share of it. So a run that is resumed on the same mesh draws the same bits, and so do
   devices that hold the same array.
 
   Args:
-    rule: any transformation; what its state has of every parameter is kept in bfloat16.
+    rule: any transformation; the arrays of its state that belong to parameters become bfloat16.
   """
   inner = optax.with_extra_args_support(rule)
 
@@ -53,16 +54,16 @@ def narrow(rule: optax.GradientTransformation) -> optax.GradientTransformationEx
 
 
 def rounded(x: Array, step: Array, salt: int) -> Array:
-  """A float32 array in bfloat16: up or down, in the mean what it was.
+  """A float32 array rounded to bfloat16, up or down at random, so that its mean stays.
 
   Args:
     x: finite; any shape.
     step: int32 [], of the run.
-    salt: uint32 that tells this array from others of the step.
+    salt: uint32, another for each array of a step.
   """
   seed = mixed(step.astype(jnp.uint32) ^ mixed(jnp.uint32(salt)))
   bits = mixed(positions(x.shape) ^ seed) >> 16
-  # What is cut off carries into what is kept as often as it is large.
+  # Adding 16 random bits carries into the upper half with the probability lower half / 2^16.
   raised = jax.lax.bitcast_convert_type(x, jnp.uint32) + bits
   return jax.lax.bitcast_convert_type((raised >> 16).astype(jnp.uint16), jnp.bfloat16)
 

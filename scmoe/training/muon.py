@@ -1,8 +1,8 @@
-"""Muon: a matrix's momentum, made orthogonal, is its update.
+"""Muon: the update of a matrix is its momentum, made orthogonal.
 
-Which parameters are matrices is known by their names; a stack of layers, and of experts in each,
-is as many matrices. The iteration is optax's. Embeddings, the head, routers, norms, biases and
-what a module of one's own calls otherwise are AdamW's.
+A parameter's name says whether it is a matrix (`MATRICES`). A stack of 12 layers with 8 experts
+each is 96 matrices. The iteration is optax's. AdamW updates the rest: embeddings, the head,
+routers, norms, biases, and parameters of a user's modules with other names.
 
 Sources: K. Jordan et al., Muon (2024); the scale is that of J. Liu et al., "Muon is Scalable for
 LLM Training" (arXiv 2502.16982), under which the learning rate and weight decay of AdamW fit.
@@ -25,8 +25,8 @@ from scmoe.parallel.collectives import gathered
 from scmoe.parallel.gradients import axes_of
 from scmoe.parallel.mesh import own_share
 
-# Name of a parameter -> (dimensions that it reads, dimensions that it writes), from the last one.
-# What stands before them are layers and experts.
+# Name of a parameter -> (its input dimensions, its output dimensions), counted from the last one.
+# The dimensions before them are layers and experts.
 _HEADS_OUT, _HEADS_IN, _PLAIN = ((-3,), (-2, -1)), ((-3, -2), (-1,)), ((-2,), (-1,))
 MATRICES = {
   "query": _HEADS_OUT,
@@ -44,7 +44,7 @@ _HOLDERS = ("attention", "mlp", "experts", "shared")  # modules whose parameters
 
 
 def dimensions(path: tuple[Any, ...], leaf: Any) -> MuonDimensionNumbers | None:
-  """Which dimensions of a parameter make a matrix; None: it is none.
+  """The dimensions of a parameter that make a matrix; None if it is no matrix.
 
   Args:
     path: of `jax.tree_util`.
@@ -62,14 +62,14 @@ def dimensions(path: tuple[Any, ...], leaf: Any) -> MuonDimensionNumbers | None:
 def muon_or(
   other: optax.GradientTransformation, *, beta: float, rms: float, specs: Any = None
 ) -> optax.GradientTransformationExtraArgs:
-  """Muon for matrices, `other` for the rest; what both give is still to be multiplied by the rate.
+  """Muon for matrices, `other` for the rest; the updates are not yet multiplied by the rate.
 
   Args:
-    other: of the parameters that are no matrices.
+    other: for the parameters that are no matrices.
     beta: decay of the momentum (Nesterov's).
-    rms: root mean square of an update of a matrix that has been made orthogonal.
-    specs: PartitionSpecs like the parameters; None: `update` sees them whole. A matrix that several
-      devices share is gathered, and each keeps its part of the update.
+    rms: root mean square of a matrix's update.
+    specs: PartitionSpecs like the parameters; None: `update` sees all of each parameter. If several
+      devices share a matrix, each gathers it and keeps its part of the update.
   """
   spec_of = {}
   if specs is not None:
@@ -84,8 +84,8 @@ def muon_or(
 
   def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
     del params, extra
-    whole = state._replace(mu=each(_gathered, state.mu))
-    results: Any = inner.update(each(_gathered, updates), whole)
+    gathered_state = state._replace(mu=each(_gathered, state.mu))
+    results: Any = inner.update(each(_gathered, updates), gathered_state)
     found, after = results
     scaled = jax.tree_util.tree_map_with_path(lambda path, x: _scaled(path, x, rms), found)
     return each(_share, scaled), after._replace(mu=each(_share, after.mu))
@@ -98,27 +98,27 @@ def muon_or(
 
 
 def _scaled(path: tuple[Any, ...], update: Array, rms: float) -> Array:
-  """An orthogonal matrix [m, n] has a root mean square of 1 / sqrt(max(m, n)); then `rms`."""
+  """The update with a root mean square of `rms`; an orthogonal [m, n] has 1 / sqrt(max(m, n))."""
   numbers: Any = dimensions(path, update)
   sizes = (math.prod(update.shape[d] for d in side) for side in numbers)
   return update * jnp.asarray(rms * math.sqrt(max(sizes)), update.dtype)
 
 
 def _gathered(x: Array, spec: P) -> Array:
-  """All of a matrix: the dimensions that several devices share; experts stay where they are."""
+  """All of a matrix, from the devices that share it; no expert moves to another device."""
   for dimension, axes in _split(x, spec):
     x = gathered(x, dimension, axes, "gradients")
   return x
 
 
 def _share(x: Array, spec: P) -> Array:
-  """This device's part of what `_gathered` gave."""
+  """This device's part of a gathered matrix."""
   for dimension, axes in _split(x, spec):
     x = own_share(x, dimension, *axes)
   return x
 
 
 def _split(x: Array, spec: P) -> list[tuple[int, tuple[str, ...]]]:
-  """The dimensions that are split, but for the experts', and the axes that split them."""
+  """(dimension, mesh axes that split it) for every split dimension but the experts'."""
   found = [(i, axes_of(P(axes))) for i, axes in enumerate(spec)]
   return [(i, axes) for i, axes in found if axes and axes != ("expert",) and i < x.ndim]

@@ -20,15 +20,16 @@ UNDECAYED = ("bias", "scale", "norm", "gain")  # name parts of parameters withou
 
 
 class Optimizer(NamedTuple):
-  """An optax transformation whose `update` takes `step=` and `norm=`, and the schedule it follows.
+  """An optax transformation and the schedule that it follows.
 
-  It may see one device's share of gradients and parameters, so `norm` is given: of all gradients.
+  `update` takes `step=`, of the run, and `norm=`, of all gradients: the transformation may see one
+  device's share of them and could not compute it.
   """
 
   tx: optax.GradientTransformationExtraArgs
   schedule: Callable[[Any], Any]  # step -> learning rate
-  scaling: LossScaling | None = None  # of the loss before gradients are taken
-  spikes: Spikes | None = None  # which steps are skipped although they are finite
+  scaling: LossScaling | None = None  # None: the loss is not scaled
+  spikes: Spikes | None = None  # None: every finite step counts
 
 
 def make_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -57,9 +58,9 @@ def make_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def decay_mask(params: Any) -> Any:
-  """True for the parameters that decay: matrices, and not what is named a bias, norm or gain.
+  """A bool per parameter, True if it decays: matrices do, but no bias, scale, norm or gain.
 
-  Names count as well as dimensions, since a vector becomes a matrix when layers are stacked.
+  The mask looks at names too, because stacked layers make a matrix of a vector.
   """
 
   def decays(path: tuple, leaf: Any) -> bool:
@@ -78,15 +79,15 @@ def make_optimizer(
   spike_sigma: float = 0.0,
   specs: Any = None,
 ) -> Optimizer:
-  """Clipping, Adam or Muon, masked decoupled weight decay, learning rate: one optax chain.
+  """One optax chain: clipping, Adam or Muon, decoupled weight decay by mask, learning rate.
 
   Args:
     cfg: see `OptimizerConfig`.
     steps: length of the schedule, train.steps.
-    mask: pytree of bool like the parameters, or a function of them: which of them decay.
-    half: gradients are computed in float16, which needs a scaled loss.
-    spike_sigma: see `TrainConfig`.
-    specs: PartitionSpecs like the parameters, for `update` in the manual region.
+    mask: which parameters decay: a pytree of bool like them, or a function that makes it of them.
+    half: gradients are computed in float16, so the loss is scaled.
+    spike_sigma: see `TrainConfig`; 0: no spike test.
+    specs: PartitionSpecs like the parameters; needed if `update` runs in the manual region.
 
   Raises:
     ConfigError: a field is out of range.
@@ -109,7 +110,7 @@ def make_optimizer(
 
 
 def clip_by_norm(limit: float) -> optax.GradientTransformationExtraArgs:
-  """`optax.clip_by_global_norm` for a norm that is given to `update` (`norm=`)."""
+  """`optax.clip_by_global_norm`, with the norm as an argument of `update` (`norm=`)."""
 
   def init(params: Any) -> optax.EmptyState:
     del params
@@ -125,10 +126,10 @@ def clip_by_norm(limit: float) -> optax.GradientTransformationExtraArgs:
 
 
 def scale_by_step(schedule: optax.Schedule) -> optax.GradientTransformationExtraArgs:
-  """Multiplies updates by -schedule(step), where `step` is given to `update`.
+  """Multiplies updates by -schedule(step), with `step` as an argument of `update`.
 
-  Optax's own counter lives in the optimizer state, which a skipped step leaves alone; the schedule
-  must follow the run nevertheless.
+  Optax's own counter lies in the optimizer state, which a skipped step does not change; the
+  schedule has to go on.
   """
 
   def init(params: Any) -> optax.EmptyState:

@@ -1,8 +1,8 @@
-"""Steps whose loss or gradient norm is far outside of what the last ones were.
+"""Spikes: steps whose loss or gradient norm is far above that of the steps before.
 
-A bad batch can undo days of training in one step. The step itself compares, before it updates:
-above mean + sigma · standard deviation of the last `WINDOW` good steps it is skipped, as a step
-that is not finite is (OLMo's skip-step optimizer; `train.spike_sigma`).
+A bad batch can undo days of training in one step. So the step compares before it updates: a loss or
+norm above mean + sigma · standard deviation of the last `WINDOW` good steps skips it, as a value
+that is not finite does (OLMo's skip-step optimizer; `train.spike_sigma`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jax import Array
 
 WINDOW = 128
-LEAST = 32  # good steps before anything is compared
-FLOOR = 1e-3  # least standard deviation, as a share of the mean
+LEAST = 32  # good steps before the first comparison
+FLOOR = 1e-3  # smallest standard deviation, as a share of the mean
 
 
 @dataclasses.dataclass(frozen=True)
 class Spikes:
-  """What counts as a spike; what it is compared with is part of `TrainState`.
+  """The test for spikes; `TrainState.recent` holds the values of the last good steps.
 
   Attributes:
     sigma: standard deviations above the mean.
@@ -45,7 +45,7 @@ class Spikes:
   def after(
     self, recent: dict[str, Array], loss: Array, norm: Array, good: Array
   ) -> dict[str, Array]:
-    """With this step, if it was good."""
+    """The recent values after this step, which joins them if it was good."""
     values = recent["values"].at[:, recent["count"] % WINDOW].set(jnp.stack([loss, norm]))
     return {
       "values": jnp.where(good, values, recent["values"]),

@@ -1,12 +1,12 @@
-"""One optimizer step: microbatches, reduction, finite test, clip, update; in one manual region.
+"""One optimizer step: gradients of all microbatches, test for finite values, clipping, update.
 
-The step knows nothing of models: it meets them through `Objective`.
+All of it runs in one manual region. The step knows no model, only the protocol `Objective`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scmoe.base.batch import Batch
-from scmoe.models.gradient_sums import sum_gradients
+from scmoe.models.gradient_sums import Losses, accumulate
 from scmoe.parallel.gradients import global_norm
 from scmoe.parallel.mesh import BATCH_AXES, batch_sharding, manual, replicated, shardings_of
 from scmoe.training import masters
@@ -32,74 +32,48 @@ Init = Callable[[Array], tuple[PyTree, PyTree]]
 class TrainState:
   """Everything that a step changes and a checkpoint holds.
 
-  A skipped step (non-finite loss or gradient) leaves `params`, `opt_state` and `router` bitwise
-  alone but counts in `step`: the data and the learning-rate schedule go on.
+  A skipped step (non-finite loss or gradient) changes no bit of `params`, `opt_state` and `router`.
+  `step` still counts it, so that the data and the learning-rate schedule go on.
   """
 
   step: Array  # int32 [], optimizer steps done, skipped ones included
-  params: PyTree  # float32, on GPUs in halves (`scmoe.training.masters`)
+  params: PyTree  # float32; on GPUs `Halves` (`scmoe.training.masters`)
   opt_state: PyTree
   router: PyTree  # router state that gradients do not train, e.g. balancing biases; may be {}
-  rng: Array  # uint32 key data; never changes, the step's key is folded from it
+  rng: Array  # uint32 key data; never changes: each step folds its number into it
   skipped: Array  # int32 [], skipped steps of the whole run
-  skipped_in_row: Array  # int32 [], of them since the last good one; no overflow of a scaled loss
-  scale: PyTree = None  # of `LossScaling`, where there is one
-  recent: PyTree = None  # of `Spikes`, where there are some
-  teacher: PyTree = None  # arrays that the loss reads and no step changes; in no checkpoint
+  skipped_in_row: (
+    Array  # int32 [], since the last good step; overflows of a scaled loss not counted
+  )
+  scale: PyTree = None  # state of `LossScaling`; None without loss scaling
+  recent: PyTree = None  # state of `Spikes`; None without a spike test
+  teacher: PyTree = None  # arrays that the loss reads and no step changes; checkpoints omit them
 
   def for_checkpoint(self) -> TrainState:
-    """With float32 parameters and without a teacher: what a checkpoint holds."""
+    """The state as a checkpoint holds it: float32 parameters, no teacher."""
     return dataclasses.replace(self, params=masters.to_float32(self.params), teacher=None)
 
   def readable(self) -> TrainState:
-    """With parameters as the model reads them, in arrays."""
+    """The state with the parameters that the model reads: the bfloat16 of `Halves`."""
     return dataclasses.replace(self, params=masters.readable(self.params))
 
   def like(self, abstract: TrainState) -> TrainState:
-    """A state with float32 parameters, laid out as `abstract` has them."""
+    """This state, of float32 parameters, with `Halves` wherever `abstract` has them."""
     return dataclasses.replace(self, params=masters.like(self.params, abstract.params))
 
 
-class Objective(Protocol):
-  """What is trained; the model's side of the contract.
+class Objective(Losses, Protocol):
+  """What is trained: the model's side of the contract with the step.
 
-  Called in the manual region: parameters and batch are one device's shares.
+  The step calls all methods in the manual region: parameters and batch are one device's shares.
   """
 
-  def losses(
-    self,
-    params: Sequence[PyTree],
-    router: PyTree,
-    batches: Sequence[Batch],
-    rngs: Sequence[Array],
-    totals: PyTree = None,
-  ) -> tuple[Array, list[tuple[Array, PyTree]]]:
-    """Of microbatches (leaves [B, ...]) the scalar to differentiate, and (loss, aux) of each.
-
-    The scalar is the sum of their losses. A loss is that of the global batch, the same on all
-    devices, of which each device differentiates its own part
-    (`scmoe.parallel.collectives.total`). `aux` is a pytree of sums over the global batch that add
-    up over microbatches.
-
-    Args:
-      params: the parameters, once for each microbatch: their gradients stay apart.
-      router: state that gradients do not train.
-      batches, rngs: of each microbatch; typed keys.
-      totals: of the parameters' gradients, or None. If given, the objective passes each parameter
-        through `scmoe.models.gradient_sums` before it reads it.
-    """
-    ...
-
-  def lay_out_totals(self, zeros: PyTree) -> PyTree:
-    """Float32 zeros like the parameters, as `losses` adds gradients to them fastest."""
-    ...
-
   def cast(self, params: PyTree) -> PyTree:
-    """Parameters in the types in which `loss` reads them."""
+    """Parameters in the types in which `losses` reads them."""
     ...
 
   def taught(self, given: PyTree) -> Objective:
-    """The objective that also reads the arrays of `TrainState.teacher`, where there are some."""
+    """This objective with the arrays of `TrainState.teacher`; called only if there are some."""
     ...
 
   def metrics(self, aux: PyTree) -> tuple[dict[str, Array], dict[str, Array]]:
@@ -110,7 +84,7 @@ class Objective(Protocol):
     ...
 
   def update_router(self, router: PyTree, aux: PyTree) -> PyTree:
-    """Router state after one optimizer step; called once per step, not per microbatch."""
+    """The router state after one optimizer step; called once per step, not per microbatch."""
     ...
 
 
@@ -125,21 +99,21 @@ def abstract_state(
   cast: Callable[[PyTree], PyTree] | None = None,
   teacher: PyTree = None,
 ) -> TrainState:
-  """Shapes, types and shardings of the state; nothing is allocated.
+  """Shapes, types and shardings of the state; allocates nothing.
 
   Args:
     init: key -> (params, router).
     optimizer: its state is sharded like the parameters it belongs to.
     mesh: counters and scalars are replicated over it.
     shardings: pytrees of NamedSharding like `params` and like `router`.
-    cast: parameters to the types in which the model reads them, if those it reads in bfloat16 are
-      to lie in halves (`scmoe.training.masters`).
-    teacher: ShapeDtypeStructs, with shardings, of what the objective's `taught` is given.
+    cast: parameters -> the types in which the model reads them. If given, the parameters that it
+      reads in bfloat16 become `Halves` (`scmoe.training.masters`).
+    teacher: ShapeDtypeStructs, with shardings, of the arrays for `Objective.taught`.
   """
   shapes = jax.eval_shape(lambda: _fresh(init, optimizer, 0))
   params, router = shardings
   everywhere = replicated(mesh)
-  absent = lambda leaf: isinstance(leaf, optax.MaskedNode)  # of a parameter that another rule has
+  absent = lambda leaf: isinstance(leaf, optax.MaskedNode)  # another rule updates this parameter
   opt_state = optax.tree_map_params(
     optimizer.tx,
     lambda leaf, sharding: leaf if absent(leaf) else sharding,
@@ -163,14 +137,14 @@ def abstract_state(
 def init_state(
   init: Init, optimizer: Optimizer, seed: int, abstract: TrainState, params: PyTree = None
 ) -> TrainState:
-  """The state before step 0, created where it belongs; the same values on every mesh.
+  """The state before step 0, with the same values on every mesh; each device makes its own share.
 
   Args:
     init, optimizer, seed, abstract: of the run.
-    params: weights from elsewhere, whole, which are donated; None: fresh ones.
+    params: float32 weights to begin with, which are donated; None: fresh ones from `init`.
 
   Returns:
-    the state; a teacher is still to be put into it.
+    the state, with `teacher` None.
   """
   abstract = dataclasses.replace(abstract, teacher=None)
 
@@ -198,16 +172,16 @@ def make_train_step(
   Batch leaves are global arrays [A, B, ...] of A microbatches, B over the mesh's batch axes.
 
   Args:
-    objective: see `Objective`.
+    objective: what is trained.
     optimizer: from `make_optimizer`.
-    abstract: of `abstract_state`: shapes and where they lie.
+    abstract: from `abstract_state`.
     gradient_dtype: in which gradients travel between devices.
     flight: microbatches side by side; see `accumulate`.
-    compiler_options: of XLA, for this step only.
+    compiler_options: XLA's, for this step only.
 
-  The scalars are those of the objective, and `objective` (what is differentiated, meaned over the
-  microbatches), `loss` (the same, unless the objective says its own), `grad_norm` before clipping,
-  `lr`, `finite`, `skipped`, `skipped_in_row`; where there are such, `loss_scale` and `spike`.
+  The scalars are those of the objective, and `objective` (what is differentiated), `loss` (the
+  same, unless the objective has its own), `grad_norm` before clipping, `lr`, `finite`, `skipped`,
+  `skipped_in_row`; with loss scaling `loss_scale`, with a spike test `spike`.
   """
   mesh: Any = abstract.step.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
   specs = jax.tree.map(lambda s: s.spec, shardings_of(abstract))
@@ -216,7 +190,7 @@ def make_train_step(
   def local_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict, dict]:
     own = objective if state.teacher is None else objective.taught(state.teacher)
     rng = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
-    # Left inside the loop, every microbatch would read all float32 weights to cast them again.
+    # Once per step: inside the loop, each microbatch would read all float32 weights again.
     with jax.named_scope("cast"):
       params = own.cast(masters.readable(state.params))
     factor = None if optimizer.scaling is None else state.scale["factor"]
@@ -228,7 +202,8 @@ def make_train_step(
         grads = optimizer.scaling.unscaled(grads, state.scale)
       with jax.named_scope("clip"):
         norm = global_norm(grads, params_specs)
-      # Before clipping: clipping by a norm with one inf turns that leaf into NaN, the rest into 0.
+      # Tested before clipping, which divides by the norm: with an infinite gradient it would turn
+      # that leaf into NaN and all others into 0.
       finite = jnp.isfinite(loss) & jnp.isfinite(norm)
       router = own.update_router(state.router, aux)
       good, spike = finite, None
@@ -258,55 +233,6 @@ def make_train_step(
   )
 
 
-def accumulate(
-  objective: Objective,
-  params: PyTree,
-  router: PyTree,
-  batch: Batch,
-  rng: Array,
-  specs: PyTree,
-  gradient_dtype: str = "float32",
-  flight: int = 1,
-  factor: Array | None = None,
-) -> tuple[Array, PyTree, PyTree]:
-  """Loss and gradients, meaned over microbatches, and the summed aux.
-
-  `scmoe.models.gradient_sums` says how gradients are added and when they travel.
-
-  Args:
-    objective: whose loss.
-    params: in the types in which the loss reads them.
-    router: state that gradients do not train.
-    batch: leaves [A, B, ...] of A microbatches; the i-th uses the key folded with i.
-    rng: of the step.
-    specs: PartitionSpecs like the parameters.
-    gradient_dtype: in which gradients travel between devices.
-    flight: microbatches side by side, where it divides A; the results are those of one after the
-      other.
-    factor: of the loss that is differentiated, and so of the gradients; not of the loss returned.
-  """
-  count = jax.tree.leaves(batch)[0].shape[0]
-  size = flight if count % flight == 0 else 1
-
-  def losses(params: list[PyTree], group: Batch, first: Any, totals: PyTree) -> Any:
-    parts = [jax.tree.map(lambda x, i=i: x[i], group) for i in range(size)]
-    keys = [jax.random.fold_in(rng, first + i) for i in range(size)]
-    loss, results = objective.losses(params, router, parts, keys, totals)
-    return loss if factor is None else loss * jnp.asarray(factor), results
-
-  groups = jax.tree.map(lambda x: x.reshape(count // size, size, *x.shape[1:]), batch)
-  (loss, aux), grads = sum_gradients(
-    losses,
-    params,
-    specs,
-    groups,
-    size=size,
-    dtype=gradient_dtype,
-    layout=objective.lay_out_totals,
-  )
-  return loss.astype(jnp.float32) / count, grads, aux
-
-
 def _updated(
   state: TrainState,
   grads: PyTree,
@@ -316,7 +242,7 @@ def _updated(
   good: Array,
   loss: Array,
 ) -> TrainState:
-  """The next state; where the step is not `good`, only the counters move."""
+  """The next state; of a step that is not `good`, only counters and loss scale change."""
   before = masters.to_float32(state.params)
   updates, opt_state = optimizer.tx.update(
     grads, state.opt_state, before, step=state.step, norm=norm
@@ -326,7 +252,7 @@ def _updated(
   missed = 1 - good.astype(jnp.int32)
   scaling, scale, failed = optimizer.scaling, state.scale, missed
   if scaling is not None:
-    # While the factor can fall, an overflow of the gradients says nothing of the loss.
+    # As long as the factor can fall, an overflow means that it was too large: no failure.
     overflow = jnp.isfinite(loss) & ~jnp.isfinite(norm)
     failed = missed * (1 - (overflow & scaling.may_fall(scale)).astype(jnp.int32))
     scale = scaling.after(scale, jnp.isfinite(loss) & jnp.isfinite(norm))

@@ -1,8 +1,8 @@
 """One training step in several variants.
 
-The state is the same for all of them, so that changing the variant from one step to the next moves
-no parameter: Tutel's runtime switching. Each variant is compiled when it is first used and kept;
-`scmoe.training.search` finds the fastest.
+All variants have the same state, so that a run can change the variant from one step to the next
+without moving a parameter (Tutel's runtime switching). A variant is compiled at its first use and
+kept; `scmoe.training.search` finds the fastest.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from scmoe.training.step import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-  """What a step may do differently; None keeps what the run is configured with.
+  """The options in which steps of a run may differ; None: as the run is configured.
 
-  All but the last two change how rows travel or when, and never the result, so the search may
-  choose them. `top_k` and `capacity_factor` change the function that is computed.
+  All but the last two only change how and when rows travel, so the search may choose them. `top_k`
+  and `capacity_factor` change the result.
 
   Attributes:
     transport: `dispatch.transport`, from capacity to packed.
@@ -47,14 +47,14 @@ class Variant:
 
   @property
   def given(self) -> dict[str, Any]:
-    """The fields that are not as configured."""
+    """The fields that differ from the run's configuration."""
     return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
 
 
-# What may make the fastest variant so far faster.
+# The fastest variant so far -> a variant that may be faster.
 Change = Callable[[Variant], Variant]
 
-# What a user may ask to try, and the words that it may be; numbers where there are none.
+# Fields that `train.tune` may name -> their words; () for fields that take numbers.
 TUNABLE: dict[str, tuple[str, ...]] = {
   "adaptive_r": (),
   "chunks": (),
@@ -85,10 +85,10 @@ def parse_candidates(text: str) -> tuple[Variant, ...]:
 
 
 class StepVariants:
-  """Training steps by variant, each made once and compiled by its first call.
+  """Training steps by variant; each is built once and compiled by its first call.
 
   Args:
-    make: builds the jitted step of a variant. Steps share the state and its shardings.
+    make: variant -> its jitted step. All steps have the same state and shardings.
   """
 
   def __init__(self, make: Callable[[Variant], GuidedStep]):
@@ -98,7 +98,7 @@ class StepVariants:
   def __call__(
     self, state: TrainState, batch: Batch, variant: Variant | None = None
   ) -> tuple[TrainState, dict, dict]:
-    """One step of the given variant, by default of the run as configured."""
+    """Runs one step of a variant, by default of the run as configured."""
     return self.step(variant or Variant())(state, batch)
 
   def step(self, variant: Variant) -> GuidedStep:
@@ -109,5 +109,5 @@ class StepVariants:
 
   @property
   def variants(self) -> tuple[Variant, ...]:
-    """What has been built so far."""
+    """The variants whose steps have been built so far."""
     return tuple(self._steps)

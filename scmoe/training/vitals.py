@@ -1,4 +1,4 @@
-"""Signs of life of a run that nobody watches: a heartbeat, hosts that lag, memory that grows."""
+"""Signs of life of an unattended run: a heartbeat, hosts that lag, memory that grows."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from scmoe.training.workdir import write_json
 
 HEARTBEAT = "heartbeat"
 BEAT_SECONDS = 5.0  # least time between two writes of the file
-LAG, SHARE = (
-  1.5,
-  0.05,
-)  # a host's own time over the median's, and the least share of a step it costs
-GROWTH, MARGIN = 1.5, 2**30  # of memory since the run has settled
-SETTLED = 20  # logged lines after which it has
+# A host lags if its own time is LAG times the median and costs at least SHARE of a step.
+LAG, SHARE = 1.5, 0.05
+# Memory grows if it is GROWTH times, and MARGIN bytes more than, what it was after SETTLED lines.
+GROWTH, MARGIN = 1.5, 2**30
+SETTLED = 20
 
 
 class Vitals:
-  """Of one process: WORKDIR/heartbeat/process_N.json, and what its steps cost this host.
+  """One process's heartbeat file WORKDIR/heartbeat/process_N.json and its host's times.
 
   Args:
     workdir: of the run.
@@ -42,17 +41,24 @@ class Vitals:
     self._settled = 0
 
   def worked(self, seconds: float) -> None:
-    """This host needed so long to read a batch and to start a step: the rest of it is shared."""
+    """Records the seconds in which this host read a batch and started a step.
+
+    The rest of a step's time is the same on all hosts, because they wait for each other.
+    """
     self._own.append(seconds)
 
   def times(self, step: tuple[float, float]) -> dict[str, float]:
-    """Median and 99th percentile of whole steps (given) and of this host's own part, in seconds."""
+    """`step_p50`, `step_p99`, `own_p50`, `own_p99` in seconds, rounded to four digits.
+
+    Args:
+      step: median and 99th percentile of whole steps; those of this host's own part are known here.
+    """
     own = (0.0, 0.0) if not self._own else tuple(map(float, np.percentile(self._own, (50, 99))))
     named = zip(("step_p50", "step_p99", "own_p50", "own_p99"), (*step, *own))
     return {name: float(f"{value:.4g}") for name, value in named}
 
   def beat(self, step: int, percentiles: Callable[[], tuple[float, float]]) -> None:
-    """Says that the run lives, at most every few seconds. A file that cannot be written is none."""
+    """Writes the heartbeat file, at most every `BEAT_SECONDS`; a failed write is ignored."""
     now = time.monotonic()
     if now - self._last < BEAT_SECONDS:
       return
@@ -65,7 +71,11 @@ class Vitals:
       write_json(self.file, values | {k: v for k, v in times.items() if np.isfinite(v)})
 
   def growth(self, size: int) -> str:
-    """A warning when memory has grown by half, and a GiB, since the run settled; else ""."""
+    """A warning if memory has grown since the run settled, by half and by 1 GiB at least; else "".
+
+    Args:
+      size: bytes that this process holds now; called once per logged line.
+    """
     self._lines += 1
     if self._lines <= SETTLED:
       self._settled = max(self._settled, size)
@@ -80,9 +90,10 @@ class Vitals:
 
 
 def stragglers(times: Sequence[dict[str, Any]]) -> str:
-  """A warning that names the processes whose own part of a step lags behind the median's, or "".
+  """A warning that names the processes whose own part of a step is slow, or "".
 
-  All wait for the slowest: the time of a whole step is the same everywhere and names nobody.
+  Whole steps take the same time everywhere, because all processes wait for the slowest one: only
+  their own parts tell which it is.
   """
   median = statistics.median(t["own_p50"] for t in times)
   slow = [

@@ -108,11 +108,13 @@ def test_the_plain_loss_of_both_models_scores(alone):
     loss = (1 - SHARE) * mean(nats_BS) + SHARE * HEAT**2 * mean(apart_BS)
     text = type(built.objective).__base__(built.graph, built.run.router)
     rest = text.loss(params, {}, batch, None)[0] - mean(nats_BS)  # the router's losses
-    return loss + rest, (mean(nats_BS), mean(apart_BS))
+    # The mean over microbatches of this is the loss over all tokens of the step.
+    part = batch.weights.sum() / weights.mean()
+    return part * loss + rest, (mean(nats_BS), mean(apart_BS))
 
+  weights = np.array([batch.weights.sum() for batch in batches])
   run = jax.jit(jax.value_and_grad(plain, has_aux=True))
   found = [run(before.params, batch) for batch in batches]
-  weights = np.array([batch.weights.sum() for batch in batches])
   close = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5)
   close(scalars["objective"], np.mean([loss for (loss, _), _ in found]))
   at = lambda i: np.average([float(rest[i]) for (_, rest), _ in found], weights=weights)

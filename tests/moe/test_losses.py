@@ -11,6 +11,7 @@ import pytest
 from scmoe.base.errors import ConfigError
 from scmoe.moe.losses import (
   balance_loss,
+  balance_part,
   gshard_loss,
   init_bias,
   layer_balance,
@@ -131,6 +132,26 @@ def test_losses_of_added_sums_are_those_of_the_whole_batch():
       layer_balance(add(*parts), kind), layer_balance(whole, kind), rtol=1e-5
     )
     assert abs(np.mean([layer_balance(p, kind) for p in parts]) - layer_balance(whole, kind)) > 1e-6
+
+
+@pytest.mark.parametrize("kind", ["gshard", "load_importance", "megablocks"])
+def test_parts_of_a_steps_balancing_loss_add_up_to_it(kind):
+  """Values and gradients, of microbatches with unequal numbers of tokens."""
+  x, gate, noise = problem(tokens=12)
+  parts = [slice(0, 1), slice(1, 4), slice(4, 12)]
+  sums = lambda gate, part: plain_sums(jnp.asarray(x[part]), gate, noise[part], None, K, SOFT)
+
+  def at_once(gate):
+    return balance_loss(sums(gate, slice(None)), kind)
+
+  def in_parts(gate):
+    step = sums(jnp.asarray(fixed), slice(None))
+    return sum(balance_part(sums(gate, part), step, kind) for part in parts)
+
+  fixed = gate
+  want, got = (jax.jit(jax.value_and_grad(f))(jnp.asarray(gate)) for f in (at_once, in_parts))
+  np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+  np.testing.assert_allclose(got[1], want[1], rtol=1e-4, atol=1e-6)
 
 
 def test_layers_add_up_and_megablocks_takes_their_mean():

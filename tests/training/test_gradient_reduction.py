@@ -17,7 +17,7 @@ from scmoe.blocks.options import OverlapConfig
 from scmoe.models import gradient_sums
 from scmoe.models.config import ModelConfig
 from scmoe.models.gpt import GPT
-from scmoe.models.gradient_sums import GradientTotal, added, for_last_group
+from scmoe.models.gradient_sums import GradientTotal, accumulate, added, for_last_group
 from scmoe.models.objective import LanguageModelObjective
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.options import RouterConfig
@@ -33,7 +33,7 @@ from scmoe.parallel.mesh import (
 )
 from scmoe.run.build import build
 from scmoe.run.config import RunConfig
-from scmoe.training.step import accumulate, make_train_step
+from scmoe.training.step import make_train_step
 
 CONFIG = ModelConfig(
   wiring="shared_expert",

@@ -12,8 +12,8 @@ from training_fakes import OPTIMIZER, Objective, Poisoned, Setup, Source, bits, 
 
 from scmoe.base.batch import Batch
 from scmoe.base.errors import ConfigError
+from scmoe.models.gradient_sums import accumulate
 from scmoe.training.options import TrainConfig
-from scmoe.training.step import accumulate
 
 
 class Quiet(Objective):

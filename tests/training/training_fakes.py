@@ -62,11 +62,17 @@ class Objective:
 
   noise = 0.01
 
-  def losses(self, params, router, batches, rngs, totals=None):
+  def losses(self, params, totals=None, *, router, batches, rngs, ahead=None):
     """One after the other."""
     params = added(params, totals)
     found = [self.loss(p, router, b, r) for p, b, r in zip(params, batches, rngs)]
-    return jnp.stack([loss for loss, _ in found]).sum(), found
+    return [{"count": loss * aux["count"]} for loss, aux in found], [aux for _, aux in found]
+
+  def counts(self, batch):
+    return total({"count": batch.weights.sum()}, BATCH_AXES, "statistics")
+
+  def look_ahead(self, params, router, batch, key_of):
+    return None
 
   def lay_out_totals(self, zeros):
     return zeros

@@ -32,6 +32,7 @@ from scmoe.run.command_line import (
   SIMULATE,
   Flag,
   help_text,
+  json_file,
   one_model,
   parse,
   simulate,
@@ -86,9 +87,7 @@ def main(argv: list[str]) -> None:
     raise ConfigError("--workdir is missing: folder of the run; or give --model")
   if values["max_batches"] < 0:
     raise ConfigError(f"--max_batches={values['max_batches']} must be >= 0; 0 takes all")
-  out = Path(values["json"]) if values["json"] else None
-  if out is not None and not out.absolute().parent.is_dir():
-    raise ConfigError(f"--json={values['json']!r}: there is no folder {out.absolute().parent}")
+  out = json_file(values["json"])
   changed = {name: values[name] for name in EVALUATED if values[name] is not None}
   if values["tasks"]:
     figures = _on_tasks(values, changed)

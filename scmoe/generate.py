@@ -37,8 +37,10 @@ from scmoe.run.command_line import (
   SIMULATE,
   TRAIN_FLAGS,
   Flag,
+  at_least,
   compared,
   help_text,
+  json_file,
   one_model,
   parse,
   run_config,
@@ -124,6 +126,10 @@ def main(argv: list[str]) -> None:
   if values["help"]:
     return print(help_text(__doc__ or "", FLAGS, values["help"], with_fields=True))
   simulate(values["simulate"])
+  at_least(values, 1, "rounds")
+  if abs(values["seed"]) >= 2**63:
+    raise ConfigError(f"--seed={values['seed']} is too large; the most is {2**63 - 1}")
+  out = json_file(values["json"])
   allow_pinned_memory()
   if values["benchmark"]:
     return print(_benchmark(values, given))
@@ -170,8 +176,8 @@ def main(argv: list[str]) -> None:
   figures |= session.usage()
   if session.plan and (line := _used(figures)):
     print(line, file=sys.stderr)
-  if values["json"]:
-    write_json(Path(values["json"]), figures)
+  if out is not None:
+    write_json(out, figures)
 
 
 def wish_of(values: dict[str, Any]) -> Wish:

@@ -47,7 +47,7 @@ from scmoe.profiling.pair import pair_bars
 from scmoe.profiling.perfetto import TRACKS, write_perfetto
 from scmoe.profiling.picture import Bar, Timeline, draw_png, draw_svg
 from scmoe.profiling.program import Program, traced
-from scmoe.profiling.roofline import MACHINES
+from scmoe.profiling.roofline import MACHINES, machine
 from scmoe.profiling.timer import NO_GPU, Timing, interleave, speed_up
 from scmoe.profiling.trace import Event, find_trace, read_simulated
 from scmoe.profiling.windows import program_windows, summary
@@ -57,13 +57,15 @@ from scmoe.run import build
 from scmoe.run.command_line import (
   TRAIN_FLAGS,
   Flag,
+  at_least,
   compared,
   help_text,
+  json_file,
   parse,
   run_config,
   simulate,
 )
-from scmoe.run.config import RunConfig
+from scmoe.run.config import RunConfig, check_workdir
 from scmoe.training.compiled import PROGRAMS, kept_programs
 from scmoe.training.guided import GuidedStep
 from scmoe.training.search import Search, fastest_step
@@ -90,18 +92,21 @@ def main(argv: list[str]) -> None:
   if values["help"]:
     return print(help_text(__doc__ or "", FLAGS, values["help"], with_fields=True))
   simulate(values["simulate"])
+  at_least(values, 1, "rounds", "calls")
+  machine(values["machine"])
+  out = json_file(values["json"])
   run = run_config(values, given)
   names = compared(values["compare"], run)
   if run.overlap.copy_engines:
     request_copy_engines()
-  workdir = Path(values["workdir"] or "runs/profile")
+  workdir = check_workdir(values["workdir"] or "runs/profile")
   workdir.mkdir(parents=True, exist_ok=True)
   options = {"rounds": values["rounds"], "calls": values["calls"]}
   with kept_programs(workdir / PROGRAMS):
     report = profile(run, names, workdir, modelled_on=values["machine"], **options)
   print(report.text)
-  if values["json"]:
-    write_json(Path(values["json"]), report.figures)
+  if out is not None:
+    write_json(out, report.figures)
 
 
 @dataclasses.dataclass(frozen=True)

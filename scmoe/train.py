@@ -31,6 +31,7 @@ from scmoe.parallel.collectives import request_copy_engines
 from scmoe.run import build
 from scmoe.run.command_line import (
   TRAIN_FLAGS,
+  at_least,
   default_workdir,
   help_text,
   list_configs,
@@ -59,6 +60,7 @@ def main(argv: list[str]) -> None:
     return print(help_text(__doc__ or "", TRAIN_FLAGS, values["help"], with_fields=True))
   if values["list_configs"]:
     return print(list_configs())
+  at_least(values, 0, "restarts")
   if values["restarts"] > 0:
     folder = check_workdir(default_workdir(values, run_config(values, given)))
     progress = lambda: max(list_steps(folder / FOLDER), default=0)

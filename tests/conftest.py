@@ -6,6 +6,7 @@ that tests start. They change no result that a test looks at.
 
 import collections
 import ctypes
+import functools
 import gc
 import os
 import shutil
@@ -91,6 +92,18 @@ GROWTH = 3 << 29
 def smallest():
   """Bytes that the process held when it had last dropped its programs."""
   return [_resident()]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def remember_procedural_text():
+  """Smoke runs read the same procedural text: it is written once a process, not at every start."""
+  from scmoe.data import procedural
+
+  written = functools.cache(lambda name, size: tuple(original(name, size)))
+  original = procedural.documents
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(procedural, "documents", lambda name, size: iter(written(name, size)))
+    yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,6 +1,7 @@
 """Typical mistakes: one line that says what to do, and doing it works."""
 
 import dataclasses
+import importlib.util
 import os
 import re
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from scmoe import train
+from scmoe import evaluate, generate, profile, train
 from scmoe.base.errors import ScmoeError
 from scmoe.run import summary
 from scmoe.run.config import find_config, load_config, with_field
@@ -226,6 +227,39 @@ def test_the_line_says_what_to_do_and_doing_it_works(name, started, capsys):
   assert not started, "it was noticed after something had been started"
   train.main(["--smoke", *instead])
   assert len(started) == 1
+
+
+# Of other commands, and of the environment: refused before a model is made. (command, flags, words)
+OF_COMMANDS = (
+  (train, ["--restarts=-1"], "--restarts=-1 must be at least 0"),
+  (profile, ["--rounds=0"], "--rounds=0 must be at least 1"),
+  (profile, ["--calls=0"], "--calls=0 must be at least 1"),
+  (profile, ["--workdir=my.txt"], "my.txt is a file, not a folder"),
+  (profile, ["--machine=h100"], "machine='h100' is unknown; one of: h200-nvlink"),
+  (profile, ["--json=nowhere/x.json"], "--json='nowhere/x.json': there is no folder"),
+  (generate, ["--json=nowhere/x.json"], "--json='nowhere/x.json': there is no folder"),
+  (generate, ["--json=."], "--json='.' is a folder; give a file"),
+  (generate, ["--seed=9999999999999999999"], "--seed=9999999999999999999 is too large"),
+  (generate, ["--benchmark", "--rounds=0"], "--rounds=0 must be at least 1"),
+  (evaluate, ["--workdir=a", "--json=."], "--json='.' is a folder; give a file"),
+)
+
+
+@pytest.mark.parametrize(("command", "typed", "words"), OF_COMMANDS)
+def test_other_commands_refuse_before_they_work(command, typed, words, started):
+  with pytest.raises(ScmoeError) as refused:
+    command.main(typed)
+  assert words in str(refused.value)
+  assert "\n" not in str(refused.value)
+
+
+def test_a_platform_that_jax_has_not_is_one_line(monkeypatch):
+  for platform, words in (("nonsense", "is unknown; use cpu, cuda or tpu"),
+                          ("cuda", "this jax has no CUDA build; pip install")):  # fmt: skip
+    monkeypatch.setenv("JAX_PLATFORMS", platform)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ScmoeError, match=words):
+      train.main(["--smoke"])
 
 
 def test_there_are_enough_of_them():

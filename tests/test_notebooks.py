@@ -76,6 +76,23 @@ def test_first_cell_clones_installs_what_is_missing_and_leaves_jax(name, tmp_pat
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_first_cell_replaces_what_is_too_old_and_refuses_an_old_jax(name, monkeypatch):
+  commands, found = [], {"flax": "0.10.9", "optax": "0.3.dev1", "jax": "0.12.0"}
+  installed = importlib.metadata.version
+  monkeypatch.chdir(FOLDER)
+  monkeypatch.setattr(sys, "path", list(sys.path))
+  monkeypatch.setattr(importlib.metadata, "version", lambda p: found.get(p) or installed(p))
+  monkeypatch.setattr(subprocess, "run", lambda words, check: commands.append(words))
+  exec(compile(code_of(name)[0], name, "exec"), {})
+  (words,) = commands
+  asked = words[words.index("-q") + 1 :]
+  assert [word.partition(">")[0] for word in asked] == ["flax", "jax==0.12.0"]
+  found["jax"] = "0.4.35"
+  with pytest.raises(RuntimeError, match=r"jax 0\.4\.35 is too old: this needs jax>=0\.10\.2"):
+    exec(compile(code_of(name)[0], name, "exec"), {})
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_first_cell_in_a_checkout_installs_nothing(name, monkeypatch):
   monkeypatch.chdir(FOLDER)
   monkeypatch.setattr(sys, "path", list(sys.path))

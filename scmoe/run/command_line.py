@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import importlib.util
 import os
 import textwrap
 from collections.abc import Sequence
@@ -187,12 +188,57 @@ def _unknown(word: str, known: dict[str, Flag], with_fields: bool, before: str) 
   return f"{name} is not a flag; " + (f"did you mean {near}?" if near else "see --help all")
 
 
+def json_file(text: str) -> Path | None:
+  """The file of `--json`, checked before a command works for minutes; None where none is asked for.
+
+  Raises:
+    ConfigError: it is a folder, or its folder is not there.
+  """
+  if not text:
+    return None
+  path = Path(text).expanduser()
+  if path.is_dir():
+    raise ConfigError(f"--json={text!r} is a folder; give a file")
+  if not path.absolute().parent.is_dir():
+    raise ConfigError(f"--json={text!r}: there is no folder {path.absolute().parent}")
+  return path
+
+
+def at_least(values: dict[str, Any], least: int, *names: str) -> None:
+  """Checks numbers of the command line.
+
+  Raises:
+    ConfigError: one of these flags is below `least`.
+  """
+  for name in names:
+    if values[name] < least:
+      raise ConfigError(f"--{name}={values[name]} must be at least {least}")
+
+
+_PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu", "METAL", "")
+_CUDA = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+
+
+def _check_platforms() -> None:
+  """Checks JAX_PLATFORMS, which jax itself answers with a traceback at the first device."""
+  asked = os.environ.get("JAX_PLATFORMS", "")
+  for word in asked.split(","):
+    if word not in _PLATFORMS:
+      raise ConfigError(f"JAX_PLATFORMS={asked!r} is unknown; use cpu, cuda or tpu, or unset it")
+    if word == "cuda" and not any(map(importlib.util.find_spec, _CUDA)):
+      raise ConfigError(
+        f"JAX_PLATFORMS={asked!r}: this jax has no CUDA build; pip install 'jax[cuda13]', or unset "
+        "it"
+      )
+
+
 def simulate(count: int) -> None:
   """Makes jax use `count` simulated devices of the CPU; nothing for 0. Before any device is used.
 
   Raises:
-    ConfigError: not 1 to 512, or jax has looked at its devices already.
+    ConfigError: not 1 to 512, jax has devices already, or JAX_PLATFORMS cannot be used.
   """
+  _check_platforms()
   if not count:
     return
   if not 0 < count <= 512:

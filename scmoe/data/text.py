@@ -308,7 +308,8 @@ def read_parquet(files: list[InputFile], config: DataConfig) -> Iterator[Row]:
       table = parquet.ParquetFile(file.path)
       names = table.schema_arrow.names
     except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
-      raise DataError(f"{file.path}: not a readable parquet file: {error}") from None
+      why = " ".join(str(error).split())[:300]
+      raise DataError(f"{file.path}: not a readable parquet file: {why}") from None
     yield from _parquet_rows(table, file, _wanted(names, file, config))
 
 
@@ -321,8 +322,9 @@ def _parquet_rows(table: Any, file: InputFile, wanted: list[str]) -> Iterator[Ro
       for values in zip(*columns):
         number += 1
         yield f"{file.path}:{number}", file.split, dict(zip(wanted, values))
-  except OSError as error:
-    raise DataError(f"{file.path}:{number + 1}: cannot be read: {error}") from None
+  except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
+    why = " ".join(str(error).split())[:300]
+    raise DataError(f"{file.path}:{number + 1}: cannot be read: {why}") from None
 
 
 def read_arrow(files: list[InputFile], config: DataConfig) -> Iterator[Row]:
@@ -344,7 +346,8 @@ def read_arrow(files: list[InputFile], config: DataConfig) -> Iterator[Row]:
             number += 1
             yield f"{file.path}:{number}", file.split, dict(zip(names, values))
     except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
-      raise DataError(f"{file.path}: not a readable Arrow file: {error}") from None
+      why = " ".join(str(error).split())[:300]
+      raise DataError(f"{file.path}: not a readable Arrow file: {why}") from None
 
 
 def _wanted(names: list[str], file: InputFile, config: DataConfig) -> list[str]:
@@ -358,8 +361,14 @@ def _wanted(names: list[str], file: InputFile, config: DataConfig) -> list[str]:
 
 def _as_plain(column: Any, arrow: Any) -> list[Any]:
   # As bytes: pyarrow raises on the first row that is not UTF-8, here only that row is bad.
-  is_text = arrow.types.is_string(column.type) or arrow.types.is_large_string(column.type)
-  return (column.cast(arrow.large_binary()) if is_text else column).to_pylist()
+  if arrow.types.is_string(column.type):
+    column = column.view(arrow.binary())
+  elif arrow.types.is_large_string(column.type):
+    column = column.view(arrow.large_binary())
+  # pyarrow reads where a damaged file's offsets point, which ends the process by a segmentation
+  # fault.
+  column.validate(full=True)
+  return column.to_pylist()
 
 
 def _row_documents(

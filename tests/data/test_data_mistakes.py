@@ -75,6 +75,37 @@ def test_names_of_domains_cannot_write_to_the_terminal(name, tmp_path):
     opened(tmp_path, path=path, domain_field="kind", max_bad_rows=0)
 
 
+def test_damaged_offsets_of_an_arrow_file_are_one_line(tmp_path):
+  """pyarrow read beyond its memory: the process ended by a segmentation fault."""
+  import pyarrow as pa
+
+  path = tmp_path / "a.arrow"
+  table = pa.table({"text": ["abcdef", "ghijkl", "mnopqr"]})
+  with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+    writer.write_table(table)
+  content = path.read_bytes()
+  offsets = np.array([0, 6, 12, 18], "<i4").tobytes()
+  assert content.count(offsets) == 1
+  path.write_bytes(content.replace(offsets, np.array([0, 6, 2**30, 18], "<i4").tobytes()))
+  with pytest.raises(DataError, match=r"a.arrow: not a readable Arrow file: .*") as refused:
+    opened(tmp_path, path=str(path))
+  assert "\n" not in str(refused.value)
+
+
+def test_a_damaged_page_of_a_parquet_file_is_one_line(tmp_path):
+  import pyarrow as pa
+  import pyarrow.parquet as pq
+
+  path = tmp_path / "a.parquet"
+  pq.write_table(pa.table({"text": [f"row {i} " * 9 for i in range(500)]}), path)
+  content = bytearray(path.read_bytes())
+  content[4:40] = b"\xff" * 36
+  path.write_bytes(content)
+  with pytest.raises(DataError, match=r"a.parquet:1: cannot be read: ") as refused:
+    opened(tmp_path, path=str(path))
+  assert "\n" not in str(refused.value)
+
+
 def tokenizer_of(tmp_path, model):
   content = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}}
   (tmp_path / "tok.json").write_text(json.dumps(content | {"model": model}))

@@ -1,4 +1,4 @@
-"""Checks released models against what their library computed: the other kind of conformance case.
+"""Checks released models against the recorded results of transformers.
 
 A case is a folder with a model in the published layout (config.json, safetensors) and an `io.npz`:
 `input_ids`, `logits`, and perhaps `hidden_states`. The model is read by `scmoe.convert` and run on
@@ -33,7 +33,7 @@ PREFILL = 5  # tokens of a prompt that are run at once; the others follow one by
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """Of one case.
+  """The result of one case.
 
   Attributes:
     name: of the case.
@@ -111,7 +111,7 @@ def run(folder: Path, mesh: str, tokens: np.ndarray) -> dict[str, np.ndarray]:
     first = model.embedding(tokens_BS, positions_BS, jnp.dtype(jnp.float32))
     layers = out.hidden_LBSD[blocks - 1 :: blocks]
     hidden = jnp.concatenate([first[None], layers[:-1], out.h_BSD[None]])
-    caches = model.init_caches(tokens_BS.shape[0], length + 3)  # room that nobody reads
+    caches = model.init_caches(tokens_BS.shape[0], length + 3)  # three positions more than are read
     start = dataclasses.replace(given, caches=caches, positions_BS=positions_BS[:, :PREFILL])
     prompt = model(tokens_BS[:, :PREFILL], start)
 
@@ -142,7 +142,7 @@ def params_of(model: GPT) -> Any:
 
 
 def there_and_back(folder: Path) -> list[str]:
-  """What differs after the folder has become a run and a folder again."""
+  """Lists the differences after the folder has become a run and a folder again."""
   with tempfile.TemporaryDirectory() as scratch:
     workdir, out = Path(scratch) / "run", Path(scratch) / "out"
     import_model(str(folder), workdir)

@@ -19,14 +19,14 @@ HUB = "hf:"  # how a path begins that is a name on the Hugging Face hub
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-  """Where the text comes from, how it becomes tokens, and how tokens become rows."""
+  """Options of the text's source, its tokenizer, and the rows that are made of the tokens."""
 
   source: str = option(
     "auto",
     "kind of source: auto (what data.path's name or folder says; mixture with data.mixture; "
     "stdlib without either), stdlib (this Python's own source text), text, jsonl, parquet, arrow "
     "(a folder that Hugging Face datasets saved), procedural (known entropy), a mixture of them, "
-    "or one's own as my_package.module:name",
+    "or a function of yours as my_package.module:name",
     choices=SOURCES,
     importable=True,
   )

@@ -24,7 +24,7 @@ _MOST_IDS = 256  # that begin a text, or end one
 
 @dataclasses.dataclass(frozen=True)
 class Conventions:
-  """What a released model's folder says about texts.
+  """The rules of a released model for the beginning and end of texts.
 
   Attributes:
     begin_ids: tokens that the model's tokenizer puts before every prompt; () for none.

@@ -217,7 +217,10 @@ def keep(path: Path, content: bytes) -> Path:
 
 
 def kept(path: Path) -> bytes | None:
-  """What `keep` wrote under this name; None if nothing did, or if it is damaged, which is said."""
+  """The content that `keep` wrote under this name; None if there is none or it is damaged.
+
+  A damaged file is removed, with a warning.
+  """
   pattern = f"{glob.escape(path.stem)}.{'[0-9a-f]' * 8}{path.suffix}"
   for place in sorted(path.parent.glob(pattern)):
     with contextlib.suppress(OSError):

@@ -1,10 +1,10 @@
 """Datasets by their name on the Hugging Face hub: fetched once, then read as files.
 
-  data.path=hf:OWNER/NAME            its files of data.source, Parquet if that is not given
-           hf:OWNER/NAME/FOLDER      only those in a folder or of a name
-           hf:OWNER/NAME@REVISION    of a branch, tag or commit; the newest otherwise
+  data.path=hf:OWNER/NAME            its files of the kind data.source; Parquet by default
+           hf:OWNER/NAME/FOLDER      only the files in a folder, or one file
+           hf:OWNER/NAME@REVISION    the files of a branch, tag or commit; by default the newest
 
-Only files of text are fetched and nothing that a dataset brings is run. They lie in the hub's own
+Only files of text are fetched, and no code of a dataset is run. The files lie in the hub's own
 cache (HF_HOME), where a later start without a network finds them.
 """
 
@@ -44,10 +44,10 @@ def parse(path: str) -> HubPath:
 
 @functools.cache
 def fetched(kind: str, path: str) -> Path:
-  """Where the files of a dataset lie on this machine.
+  """Fetches a dataset's files; returns their folder on this machine.
 
   Args:
-    kind: of source; only its files are fetched.
+    kind: of source; only files of this kind are fetched.
     path: see `parse`.
 
   Raises:

@@ -212,7 +212,10 @@ class Data:
       )
 
   def fingerprint(self) -> dict[str, Any]:
-    """What decides the order and content of batches, JSON-able; compare by `check_fingerprint`."""
+    """Everything that decides the order and content of batches, as values for JSON.
+
+    `check_fingerprint` compares two of them.
+    """
     cfg = self.config
     return {
       "source": "+".join(part.kind for part in cfg.parts()),

@@ -1,4 +1,4 @@
-"""What a file is that is no UTF-8 text, told by its first bytes, and what makes text of it."""
+"""Recognises files that are not UTF-8 text by their first bytes; says how to make text of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _KINDS = (
 
 
 def kind_of(head: bytes) -> str:
-  """What a file is, with what would do, as the end of a sentence; "" where it is not known.
+  """Names a file's kind and the command that makes text of it; "" where the kind is not known.
 
   Args:
     head: its first `HEAD` bytes.

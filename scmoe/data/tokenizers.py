@@ -33,7 +33,7 @@ _MOST_TOKENS = 2**24  # of a vocabulary: arrays of this length are made of it
 
 
 class Tokenizer(Protocol):
-  """What the pipeline, evaluation and generation need of a tokenizer.
+  """The tokenizer as pipeline, evaluation and generation use it.
 
   Attributes:
     vocab_size: all ids are below it.

@@ -154,7 +154,7 @@ def _named(
 def _template(folder: Path, said: Mapping[str, Any]) -> str:
   """The chat template: a file of its own, or a field of tokenizer_config.json; "" for none.
 
-  The field is a template, or a list of named ones, of which the one named "default" is taken.
+  The field is a template or a list of named templates; the one named "default" is taken.
   """
   if (folder / TEMPLATE).exists():
     return read_text(folder / TEMPLATE, TEMPLATE_BYTES)

@@ -41,13 +41,13 @@ from scmoe.data.conventions import FILE as CONVENTIONS
 from scmoe.data.conventions import conventions_from_json
 from scmoe.data.tokenizers import TOKENIZER, ByteTokenizer, JsonTokenizer
 from scmoe.models.objective import cast_params
-from scmoe.offload.experts import Int8, OnDisk, quantised
+from scmoe.offload.experts import quantised
+from scmoe.pretrained.expert_files import SCALE, Layers, Place
 from scmoe.pretrained.folder import (
   CONFIG,
   WRITTEN,
   Planned,
   appearing,
-  read_into,
   read_json,
   write_weights,
 )
@@ -60,11 +60,9 @@ from scmoe.run.config import RunConfig, from_dict, imports_of, to_dict
 MANIFEST = "inference.json"
 FORMAT, VERSION = "scmoe-inference", 1
 DTYPES = ("bfloat16", "float32", "int8")
-_SCALE = ".scale"
 _EXPERTS = re.compile(r"params\.stages\.(?P<rest>.*\bexperts\..*)")
 _PIECE = 2**22  # bytes that a thread reads at once
 _LAYERS = 2**14  # of a model; tensors are listed layer by layer
-_READERS = 8  # threads that read experts
 
 
 class Part(NamedTuple):
@@ -109,7 +107,7 @@ def parts(run: RunConfig, dtype: str) -> list[Part]:
       own.append(Part(name, x.shape[1:], "I8" if small else kind, leaf, layer))
       if small:
         shape = (x.shape[1], 1, x.shape[3])
-        own.append(Part(name + _SCALE, shape, "F32", leaf, layer, scale=True))
+        own.append(Part(name + SCALE, shape, "F32", leaf, layer, scale=True))
   return [*found, *(part for layer in sorted(layers) for part in layers[layer])]
 
 
@@ -197,16 +195,6 @@ def write_folder(
 
 
 # -- reading --------------------------------------------------------------------------------------
-
-
-class Place(NamedTuple):
-  """A tensor's place in the files: `size` bytes from byte `start` of `file`."""
-
-  file: Path
-  start: int
-  size: int
-  shape: tuple[int, ...]
-  dtype: str
 
 
 class InferenceFolder:
@@ -328,7 +316,7 @@ class InferenceFolder:
     part, value = self.parts[name], self.read(name)
     if part.dtype != "I8":
       return value
-    scale, dtype = self.read(name + _SCALE), np.dtype(self.run.model.dtype)
+    scale, dtype = self.read(name + SCALE), np.dtype(self.run.model.dtype)
     out = np.empty(value.shape, dtype)
     for e in range(len(value)):  # an expert at a time: float32 takes four times the bytes
       out[e] = (value[e].astype(np.float32) * scale[e]).astype(dtype)
@@ -365,7 +353,7 @@ class InferenceFolder:
       if part.layer is None:
         leaves[part.leaf] = self.read(part.name)
       else:
-        leaves.setdefault(part.leaf, Layers(self, [])).names.append(part.name)
+        leaves.setdefault(part.leaf, Layers(self, [], self.run.model.dtype)).names.append(part.name)
     state = nested(leaves, {"params": built.shapes, "router": built.router_shapes})
     return state["params"], jax.tree.map(jnp.asarray, state["router"])
 
@@ -431,106 +419,6 @@ class InferenceFolder:
       raise DataError(f"{file}: {name} cannot be read: {error}") from None
     if crc != self._manifest["tensors"][name]["crc32"]:
       raise DataError(f"{file} is damaged: {name} has another checksum than when it was written")
-
-
-@dataclasses.dataclass(frozen=True)
-class Layers:
-  """A parameter of the experts of all layers; indexing by layer maps that layer's tensor.
-
-  Attributes:
-    folder: of the tensors.
-    names: of the tensors, layer by layer.
-  """
-
-  folder: InferenceFolder
-  names: list[str]
-
-  @property
-  def shape(self) -> tuple[int, ...]:
-    """[L, E, ...]."""
-    return (len(self.names), *self.folder.parts[self.names[0]].shape)
-
-  @property
-  def ndim(self) -> int:
-    """Number of dimensions, the layers' included."""
-    return len(self.shape)
-
-  def __getitem__(self, layer: int) -> Any:
-    """One layer's experts, mapped: an array, or an `Int8` of two."""
-    name = self.names[layer]
-    value = self.folder.read(name)
-    if self.folder.parts[name].dtype != "I8":
-      return value
-    return Int8(value, self.folder.read(name + _SCALE), self.folder.run.model.dtype)
-
-  def on_disk(self, layer: int) -> Any:
-    """One layer's experts, which a program reads when it needs them.
-
-    Returns:
-      an `OnDisk`, or an `Int8` of two.
-    """
-    name = self.names[layer]
-    following = self.names[layer + 1] if layer + 1 < len(self.names) else ""
-    if self.folder.parts[name].dtype != "I8":
-      return self._read_by(name, following)
-    scale = self._read_by(name + _SCALE, "")
-    return Int8(self._read_by(name, following), scale, self.folder.run.model.dtype)
-
-  def _read_by(self, name: str, following: str) -> OnDisk:
-    _, _, _, (experts, *matrix), kind = self.folder.places[name]
-    number = np.arange(experts, dtype=np.int32)[:, None, None]
-    reader = ExpertReader(self.folder, name, following)
-    return OnDisk(number, reader, tuple(matrix), WRITTEN[kind].name)  # pyright: ignore
-
-
-class ExpertReader:
-  """Reads experts of one layer's tensor, each by a thread of its own.
-
-  Only a ring (`scmoe.offload.ring`) asks for all experts of a layer at once, and it asks for the
-  next layer's after that. So the system is then told to read the next tensor ahead.
-
-  Args:
-    folder: of the tensor.
-    name: of the tensor.
-    following: name of the next layer's tensor, or "".
-  """
-
-  def __init__(self, folder: InferenceFolder, name: str, following: str):
-    self._folder, self._name, self._following = folder, name, following
-
-  def __call__(self, number: Any) -> np.ndarray:
-    """The matrices [n, M, N] of n experts.
-
-    Args:
-      number: int [n], their indices.
-
-    Raises:
-      DataError: the file cannot be read, or is too short.
-    """
-    wanted = np.asarray(number)
-    file, start, size, (experts, *matrix), kind = self._folder.places[self._name]
-    found, each = np.empty((len(wanted), *matrix), WRITTEN[kind]), size // experts
-    with file.open("rb", buffering=0) as opened:
-
-      def read(i: int) -> None:
-        try:
-          read_into(found[i], opened, start + int(wanted[i]) * each)
-        except OSError as error:
-          raise DataError(f"{file}: {self._name} cannot be read: {error}") from None
-
-      if len(wanted) == 1:
-        read(0)
-        return found
-      if len(wanted) == experts and self._following:
-        self._announce()
-      with ThreadPoolExecutor(min(_READERS, len(wanted)), "experts") as pool:
-        list(pool.map(read, range(len(wanted))))
-    return found
-
-  def _announce(self) -> None:
-    file, start, size, _, _ = self._folder.places[self._following]
-    with file.open("rb", buffering=0) as opened:
-      os.posix_fadvise(opened.fileno(), start, size, os.POSIX_FADV_WILLNEED)
 
 
 def _checked(run: RunConfig, where: str) -> RunConfig:

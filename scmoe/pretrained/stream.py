@@ -166,7 +166,7 @@ class _Parameter:
   Attributes:
     leaf: dotted name of the parameter.
     shape: of the whole parameter.
-    tensors: those of which these devices hold any part.
+    tensors: those that overlap a share of these devices.
   """
 
   def __init__(self, leaf: str, parts: list[Tensor], like: Any):

@@ -32,7 +32,7 @@ def test_the_kind_follows_from_the_name():
 
 
 def test_files_of_a_kind_are_fetched_and_no_others(tmp_path, monkeypatch):
-  """What the hub's client is asked for; it answers with a folder."""
+  """Records the requests to the hub's client, which answers with a folder."""
   asked = []
 
   def snapshot_download(repo, **options):

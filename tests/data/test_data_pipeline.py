@@ -111,7 +111,7 @@ def test_every_row_comes_once_a_pass_and_passes_differ(tmp_path):
 
 
 def test_the_shuffle_takes_neighbours_far_apart():
-  """What docs/data.md says of it, against what a perfect shuffle would do."""
+  """docs/data.md compares the shuffle with a perfect one; these are its figures."""
   config = DataConfig(source="procedural", path="markov", limit_bytes=100_000, seq_len=4)
   for seed in range(3):
     data = open_data(config, batch_size=16, seed=seed)
@@ -447,7 +447,7 @@ def test_cached_tokens_are_the_same_and_survive_damage(tmp_path, caplog):
 
 
 def test_a_flipped_bit_of_cached_tokens_is_found(tmp_path, caplog):
-  """The same length, the same documents, tokens of the vocabulary: other text all the same."""
+  """A flipped bit that keeps length, documents and vocabulary still makes other text."""
   cfg = dataclasses.replace(SMALL, tokenizer="bpe", vocab_size=300, cache_dir=str(tmp_path))
   first = take(open_data(cfg, batch_size=4, seed=0).train(), 3)
   for file in tmp_path.glob("tokens-*.npy"):

@@ -148,7 +148,7 @@ def test_what_shares_a_row_is_decided_once(folder, monkeypatch, caplog):
 
 @pytest.mark.parametrize("packing_", ["concat", "pad", "pack"])
 def test_opening_holds_nothing_per_row(packing_, folder, monkeypatch):
-  """What a data set holds grows with its documents, however short the rows are."""
+  """Memory grows with the number of documents, however short the rows are."""
   sizes = []
   for seq_len in (4, 64):
     config = config_of("text", folder, packing=packing_, seq_len=seq_len)
@@ -187,7 +187,7 @@ def test_one_flipped_bit_of_a_small_file_is_found_at_the_start(name, folder, mon
 
 
 def test_one_flipped_bit_of_the_tokens_is_found_before_it_is_trained_on(folder, monkeypatch):
-  """Of the same length, and still tokens of the vocabulary: the batch would be another one."""
+  """The damaged file has the same length and valid tokens; only the batch would differ."""
   config = config_of("text", folder)
   plain = opened(config, monkeypatch, large=True)
   rows = [next(it).inputs.tolist() for it in [plain.train()] for _ in range(9)]
@@ -315,7 +315,7 @@ def test_a_file_is_cut_as_its_text_is(tmp_path, monkeypatch):
 
 
 def test_arrow_folders_of_hugging_face_datasets(tmp_path, monkeypatch):
-  """As `save_to_disk` lays them out: a folder per split, with files in Arrow's stream format."""
+  """`save_to_disk` makes a folder per split, with files in Arrow's stream format."""
   arrow = pytest.importorskip("pyarrow")
   for split, count in (("train", 60), ("validation", 6)):
     (tmp_path / "set" / split).mkdir(parents=True)

@@ -72,7 +72,7 @@ def test_bfloat16_in_several_files_stays_as_it_is(tmp_path, monkeypatch):
 
 
 def test_the_index_decides_which_tensors_count(tmp_path):
-  """What a file holds beside them is not read: leftovers of another shard, and of another model."""
+  """Tensors that the index does not name, or names in another file, are not read."""
   folder = copy_of(tmp_path)
   weights = load_file(folder / WEIGHTS)
   (folder / WEIGHTS).unlink()
@@ -117,7 +117,7 @@ def balance_of_ours(logits_LTE, k):
 
 
 def test_the_balancing_loss_is_that_of_transformers_for_one_layer_only():
-  """As `Fields.balance` says: pooled over layers, opposite imbalances cancel."""
+  """Pooled over layers, opposite imbalances cancel (`Fields.balance`)."""
   draw = np.random.default_rng(0)
   one = draw.normal(size=(1, 64, 8)) + 2 * draw.normal(size=(1, 1, 8))
   assert balance_of_ours(one, 2) == pytest.approx(balance_of_transformers(one, 2), rel=1e-5)

@@ -104,7 +104,7 @@ def test_a_shortcut_model_keeps_attention_and_every_moe_moves_on(tmp_path):
 
 
 def test_only_what_the_experts_read_has_moved():
-  """Where the experts read the current value again, the source's logits come back bit for bit."""
+  """If the experts read the current value again, the source's logits come back bit for bit."""
   before, source, built, leaves, _ = upcycled(GOLDEN / "olmoe_a", "wiring=shared_expert")
   np.testing.assert_array_equal(logits_of(built, leaves), logits_of(before, source))
 

@@ -1,0 +1,240 @@
+"""The fields of a released model's config.json, read with checks.
+
+Every family of `scmoe.pretrained.families` reads its configuration through `Fields`, so that a
+field of the wrong kind is one line with its name, whichever family it belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from scmoe.base.errors import DataError
+from scmoe.layers.rope import RopeConfig
+
+ACTIVATIONS = {
+  "silu": "swiglu",
+  "swish": "swiglu",
+  "gelu_new": "geglu",
+  "gelu_pytorch_tanh": "geglu",
+  "relu": "reglu",
+}
+_LARGEST_NUMBER = 1e30  # of a field that is not a size: larger ones overflow float32
+_FAR = 4096  # tokens of context where config.json gives none
+_LARGEST = {  # of fields that decide how many tensors are listed; the list is made before any check
+  "num_hidden_layers": 2**14, "num_layers": 2**14, "first_k_dense_replace": 2**14,
+  "zero_expert_num": 2**16,
+}  # fmt: skip
+_ROPE = (
+  "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "truncate",
+  "partial_rotary_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
+  "mscale_all_dim", "low_freq_factor", "high_freq_factor",
+)  # fmt: skip
+
+
+class Fields:
+  """The fields of a config.json, with errors that name file and field.
+
+  Attributes:
+    values: the parsed file.
+    name: what errors call it.
+  """
+
+  def __init__(self, values: Mapping[str, Any], name: str = "config.json"):
+    self.values, self.name = values, name
+
+  def size(self, field: str, default: int | None = None) -> int:
+    """A whole number ≥ 0; null gives the default.
+
+    Raises:
+      DataError: it is another value, too large, or null without a default.
+    """
+    value = self.values.get(field)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+      raise DataError(f"{self.name}: {field}={value!r} is not a size; give a whole number")
+    if value > (most := _LARGEST.get(field, 2**31)):
+      shown = value if value < 10**20 else "a number of more than 20 digits"
+      raise DataError(f"{self.name}: {field}={shown} is more than {most}, the most there may be")
+    return value
+
+  @property
+  def experts(self) -> int:
+    """Experts of a layer: transformers 5 writes either field, whichever version 4 used."""
+    fields = "num_experts", "num_local_experts"
+    return self.size(fields[self.values.get(fields[0]) is None and fields[1] in self.values])
+
+  def number(self, field: str, default: float) -> float:
+    """A finite number; null gives the default.
+
+    Raises:
+      DataError: it is another value.
+    """
+    value = self.values.get(field)
+    value = default if value is None else value
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(value) < _LARGEST_NUMBER:  # NaN is not, either
+      raise DataError(f"{self.name}: {field}={str(value)[:40]!r} is not a number")
+    return float(value)
+
+  def flag(self, field: str, default: bool = False) -> bool:
+    """True or false; null gives the default.
+
+    Raises:
+      DataError: it is another value.
+    """
+    value = self.values.get(field)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+      raise DataError(f"{self.name}: {field}={value!r} is neither true nor false")
+    return value
+
+  def layers(self, field: str) -> tuple[int, ...]:
+    """A list of layers, counted from 0; null gives an empty one.
+
+    Raises:
+      DataError: it is another value.
+    """
+    value = self.values.get(field) or []
+    if not isinstance(value, list) or not all(type(i) is int and i >= 0 for i in value):
+      raise DataError(f"{self.name}: {field}={value!r} is not a list of layers")
+    return tuple(value)
+
+  def refuse(self, field: str, *allowed: Any) -> None:
+    """Refuses a field that asks for something this model does not have.
+
+    Args:
+      field: of the file.
+      allowed: values that this model has, beside null.
+
+    Raises:
+      DataError: the field has another value.
+    """
+    value = self.values.get(field)
+    if value is not None and value not in allowed:
+      known = ", ".join(map(repr, allowed)) or "null"
+      raise DataError(f"{self.name}: {field}={value!r} is not supported; known: {known}")
+
+  @property
+  def activation(self) -> str:
+    """`model.activation` of gated MLPs and experts.
+
+    Raises:
+      DataError: `hidden_act` names another.
+    """
+    name = self.values.get("hidden_act")
+    name = "silu" if name is None else name
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+      raise DataError(
+        f"{self.name}: hidden_act={name!r} is not supported; known: {', '.join(ACTIVATIONS)}"
+      )
+    return ACTIVATIONS[name]
+
+  def rope(self, default_theta: float, *, interleaved: bool = False) -> dict[str, Any]:
+    """The model's options `rope_theta` and `rope`.
+
+    transformers 4 writes them as rope_theta and rope_scaling, version 5 as rope_parameters.
+
+    Args:
+      default_theta: where the file gives none.
+      interleaved: whether neighbouring dimensions turn together, not halves of a head.
+
+    Raises:
+      DataError: the file asks for another kind of rotary embedding.
+    """
+    given = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+      raise DataError(f"{self.name}: rope_scaling={given!r} is not a group of fields")
+    inner = Fields(given, f"{self.name}: rope_scaling")
+    if unknown := next((name for name in given if name not in _ROPE), None):
+      raise DataError(
+        f"{inner.name} has {unknown!r}, which is not supported; known: {', '.join(_ROPE)}"
+      )
+    theta = inner.number("rope_theta", self.number("rope_theta", default_theta))
+    kind = given.get("rope_type", given.get("type"))
+    kind = "default" if kind is None else kind
+    if kind not in ("default", "linear", "llama3", "yarn"):
+      raise DataError(
+        f"{self.name}: rope_scaling has rope_type={kind!r}, which is not supported; known: "
+        "default, linear, llama3, yarn"
+      )
+    for fields in (self, inner):
+      fields.refuse("partial_rotary_factor", 1.0)
+    if kind == "default":
+      return {"rope_theta": theta, "rope": RopeConfig(interleaved=interleaved)}
+    numbers = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
+               "low_freq_factor", "high_freq_factor")  # fmt: skip
+    plain = RopeConfig()
+    context = inner.size(
+      "original_max_position_embeddings", self.size("max_position_embeddings", _FAR)
+    )
+    rope = RopeConfig(
+      interleaved=interleaved,
+      scaling=kind,
+      factor=inner.number("factor", 1.0),
+      original_context=context if kind != "linear" else 0,
+      truncate=inner.flag("truncate", True),
+      **{name: inner.number(name, getattr(plain, name)) for name in numbers},
+    )
+    return {"rope_theta": theta, "rope": rope}
+
+  def common(
+    self, default_theta: float, *, eps: float, interleaved: bool = False
+  ) -> dict[str, Any]:
+    """Options of the model that all families write in the same fields.
+
+    Args:
+      default_theta, eps: rope_theta and rms_norm_eps where the file gives none.
+      interleaved: see `rope`.
+    """
+    self.refuse("quantization_config")
+    self.refuse("mlp_bias", False)
+    kinds = self.values.get("layer_types")
+    if kinds is not None and not isinstance(kinds, list):
+      raise DataError(f"{self.name}: layer_types={str(kinds)[:40]!r} is not a list")
+    if kinds is not None and (other := [k for k in kinds if k != "full_attention"]):
+      raise DataError(
+        f"{self.name}: layer_types has {other[0]!r}, which is not supported; known: full_attention"
+      )
+    return {
+      "style": "llama",
+      "mix": "direct",
+      "moe_every": 1,
+      "width": self.size("hidden_size"),
+      "num_heads": self.size("num_attention_heads"),
+      "vocab_size": self.size("vocab_size"),
+      "context": self.size("max_position_embeddings", _FAR),
+      "activation": self.activation,
+      "norm_eps": self.number("rms_norm_eps", eps),
+      "init_std": self.number("initializer_range", 0.02),
+      "tie_embeddings": self.flag("tie_word_embeddings"),
+      "attention_bias": self.flag("attention_bias"),
+      **self.rope(default_theta, interleaved=interleaved),
+    }
+
+  def heads(self, kv_heads: int | None = None) -> dict[str, Any]:
+    """Options of ordinary attention's heads.
+
+    Args:
+      kv_heads: heads of keys and values where the file gives none; None: as many as of queries.
+    """
+    heads = self.size("num_attention_heads")
+    return {
+      "num_kv_heads": self.size("num_key_value_heads", kv_heads or heads),
+      "head_dim": self.size("head_dim", 0),
+    }
+
+  def latent(self) -> dict[str, Any]:
+    """Options of latent attention's sizes."""
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return {"q_lora_rank": self.size("q_lora_rank", 0)} | {n: self.size(n) for n in names}
+
+  def balance(self, k: int, field: str = "router_aux_loss_coef") -> dict[str, Any]:
+    """The balancing loss that comes nearest to transformers' own: MegaBlocks', times K.
+
+    For one layer the two are equal. Over several layers transformers pools the tokens of all of
+    them before it multiplies, E·K·Σ_e f̄_e·p̄_e with f̄ and p̄ the means over layers; ours is the mean
+    over layers of E·K·Σ_e f_e·p_e. Two layers that each send everything to one expert, another in
+    each, have 1 there and 2 here (E = 2, K = 1): pooled, their imbalances cancel.
+    """
+    return {"balance": "megablocks", "balance_loss": k * self.number(field, 0.001)}

@@ -41,6 +41,7 @@ from scmoe.pretrained.conventions import (
   check_kept,
   config_fields,
   eos_ids,
+  eos_token,
   kept_files,
   read_conventions,
 )
@@ -325,7 +326,8 @@ def _meta(built: build.Built) -> dict[str, Any]:
 def _tokenizer(released: Released) -> JsonTokenizer | None:
   """The folder's tokenizer, if it has one, with the model's conventions.
 
-  The end-of-text token is the first that config.json or generation_config.json names.
+  The end-of-text token is the first that config.json, generation_config.json or
+  tokenizer_config.json names.
 
   Raises:
     ConfigError: it has more tokens than the model, or not that one.
@@ -336,12 +338,13 @@ def _tokenizer(released: Released) -> JsonTokenizer | None:
   if not path.is_file():
     return None
   content = read_text(path, LIMITS[TOKENIZER])
-  name, eos_id = str(path), next(iter(eos_ids(folder, config)), None)
-  plain = JsonTokenizer(content, name=name, eos_id=eos_id)
-  conventions = read_conventions(folder, config, plain)
+  eos_id = next(iter(eos_ids(folder, config)), None)
+  named = eos_token(folder) if eos_id is None else ""
+  tokenizer = JsonTokenizer(content, name=str(path), eos_id=eos_id, eos_token=named)
+  conventions = read_conventions(folder, config, tokenizer)
   size = released.built.run.model.vocab_size
   conventions.check(size, str(folder))
-  tokenizer = JsonTokenizer(content, name=name, eos_id=plain.eos_id, conventions=conventions)
+  tokenizer.adopt(conventions)
   if tokenizer.vocab_size > size:
     raise ConfigError(
       f"{path} has {tokenizer.vocab_size} tokens, {CONFIG} has vocab_size={size}: they are not of "

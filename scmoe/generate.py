@@ -159,6 +159,7 @@ def main(argv: list[str]) -> None:
   )
   if session.plan:
     print(*session.plan, sep="\n", file=sys.stderr)
+  figures: dict[str, Any] = {}  # an empty input has none
   if len(values["prompt"]) > 1:
     begin = time.perf_counter()
     texts = session.texts(values["prompt"], sampling, **options)
@@ -364,6 +365,8 @@ class Session:
     """
     if not isinstance(self.tokenizer, JsonTokenizer) or not self.tokenizer.can_chat:
       raise ConfigError("the model has no chat template; give prompts to continue")
+    for message in messages:
+      _valid(message["content"])
     room = self.model.config.context - options.get("max_new_tokens", 0)
     tokens = self.tokenizer.chat_ids(messages)
     while len(tokens) > room and len(messages) > 2:

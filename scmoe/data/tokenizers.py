@@ -146,6 +146,10 @@ class JsonTokenizer:
       raise ConfigError(f"{name}: has no token {eos_id}, the model's eos_token_id")
     found = eos_id if eos_id is not None else self._vocab[_find_eos(self._vocab, eos_token, name)]
     self.eos_id: int = found
+    self.adopt(conventions)
+
+  def adopt(self, conventions: Conventions | None) -> None:
+    """Begins and ends texts by these conventions; None: with the end-of-text token."""
     self.conventions = conventions
     said = conventions or Conventions(begin_ids=(self.eos_id,))
     self.bos_id = self.eos_id if said.bos_id is None else said.bos_id
@@ -153,7 +157,7 @@ class JsonTokenizer:
     self.stop_ids = frozenset({self.eos_id, *said.stop_ids})
     # The documents' first tokens count too, which the text of tokenizer.json does not decide.
     begins = "" if self.bos_id == self.eos_id else f" {self.bos_id}"
-    digest = hashlib.sha256(f"{self.eos_id}{begins}\n{content}".encode())
+    digest = hashlib.sha256(f"{self.eos_id}{begins}\n{self.content}".encode())
     self.digest = digest.hexdigest()[:16]
 
   @property

@@ -57,6 +57,18 @@ def eos_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
   return tuple(dict.fromkeys(found))
 
 
+def eos_token(folder: Path) -> str:
+  """The end-of-text token by the name that tokenizer_config.json gives; "" if it gives none.
+
+  Raises:
+    DataError: the file is not a JSON object.
+  """
+  path = folder / TOKENIZER_CONFIG
+  value = read_object(path, _BYTES).get("eos_token") if path.exists() else None
+  token = value.get("content") if isinstance(value, dict) else value
+  return token if isinstance(token, str) else ""
+
+
 def read_conventions(
   folder: Path, config: Mapping[str, Any], tokenizer: JsonTokenizer
 ) -> Conventions:

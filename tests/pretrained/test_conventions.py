@@ -409,6 +409,24 @@ def test_chat_answers_as_one_conversation(imported, tmp_path, monkeypatch, capsy
   assert second == [BOS, 20, 21, *said, 22]
 
 
+def test_the_end_of_text_may_be_named_in_the_tokenizers_file_only(tmp_path):
+  said = {"eos_token": {"content": "t009"}, "add_bos_token": True, "bos_token": T}
+  folder = model_folder(tmp_path / "m", config={"eos_token_id": None}, tokenizer_config=said)
+  import_model(str(folder), tmp_path / "run")
+  tokenizer = Session(str(tmp_path / "run"), mesh="data=1").tokenizer
+  assert (tokenizer.eos_id, tokenizer.stop_ids) == (9, {9})
+
+
+def test_an_empty_input_and_one_that_is_no_utf8(imported, monkeypatch, capsys):
+  argv = ["--workdir", str(imported[1]), "--chat", "--mesh=data=1"]
+  monkeypatch.setattr("sys.stdin", io.StringIO(""))
+  generate.main(argv)
+  monkeypatch.setattr("sys.stdin", io.StringIO("t020 \udcff\n"))
+  with pytest.raises(ConfigError, match="is not valid UTF-8"):
+    generate.main(argv)
+  assert capsys.readouterr().out == ""
+
+
 def test_old_turns_make_room(imported, tmp_path):
   template = "{{ bos_token }}{% for m in messages %} {{ m.content }}{% endfor %}"
   import_model(str(model_folder(tmp_path / "m", chat_template=template)), tmp_path / "run")

@@ -330,7 +330,10 @@ def load_bpe(texts: Sequence[bytes], vocab_size: int, cache: Path) -> JsonTokeni
     digest.update(len(text).to_bytes(8, "little") + text)
   path = cache / f"bpe-{vocab_size}-{digest.hexdigest()[:16]}.json"
   if (found := kept(path)) is not None:
-    return JsonTokenizer(found.decode("utf-8"), name="bpe")
+    try:
+      return JsonTokenizer(found.decode("utf-8"), name="bpe")
+    except DataError:
+      log.warning("%s is of another version of tokenizers; training the tokenizer again", path)
   content = train_bpe(texts, vocab_size)
   keep(path, content.encode())
   return JsonTokenizer(content, name="bpe")

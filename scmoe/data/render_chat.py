@@ -44,8 +44,18 @@ def render(asked: dict[str, Any]) -> str:
   def tojson(value: Any, indent: int | None = None, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
+  class Generation(jinja2.ext.Extension):
+    """The tag `generation` of transformers marks the model's own turns; only their text counts."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja reads a set
+
+    def parse(self, parser: Any) -> Any:
+      """The statements up to `endgeneration`."""
+      next(parser.stream)
+      return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
   environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation]
   )
   environment.filters["tojson"] = tojson
   environment.globals["raise_exception"] = raise_exception

@@ -19,6 +19,7 @@ from scmoe import convert, generate
 from scmoe.base.errors import ConfigError, DataError, ScmoeError
 from scmoe.convert import export_inference, export_model, import_model
 from scmoe.data import DataConfig, open_data
+from scmoe.data.chat import render
 from scmoe.data.conventions import FILE, Conventions
 from scmoe.data.tokenizers import JsonTokenizer, load_json, prompt_ids
 from scmoe.generate import Session
@@ -349,6 +350,18 @@ def test_a_conversation_becomes_the_templates_tokens():
   tokenizer = with_template(template)
   assert tokenizer.chat_ids(messages) == want
   assert tokenizer._tokenizer.encode_special_tokens  # of other texts they stay text
+
+
+def test_what_published_templates_use():
+  template = (
+    "{%- set ns = namespace(n=0) -%}\n{% for m in messages %}\n"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}\n"
+    "{% set ns.n = ns.n + 1 %}\n{% endfor %}{{ ns.n }} {{ strftime_now('%Y') | length }} "
+    "{{ messages[0] | tojson }}{{ tools is none }}"
+  )
+  messages = [{"role": "user", "content": "é<"}, {"role": "assistant", "content": "yes"}]
+  found = render(template, messages, bos_token="", eos_token="")
+  assert found == 'yes2 4 {"role": "user", "content": "é<"}True'
 
 
 HOSTILE = {

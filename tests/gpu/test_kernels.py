@@ -18,6 +18,7 @@ from scmoe.kernels.grouped_matmul import (
   FFNWeights,
   activation_names,
   choices_layout,
+  copy_to_tiles,
   expert_ffn,
   expert_ffn_reference,
   get_activation,
@@ -25,7 +26,6 @@ from scmoe.kernels.grouped_matmul import (
   grouped_matmul_reference,
   padded_layout,
   resolve_backend,
-  spreading,
   tiles,
   tuned,
 )
@@ -201,10 +201,10 @@ def test_rows_at_all_their_places(normal, rows, width, copies, groups):
   expert_TK = jnp.asarray(rng.integers(0, groups + 1, (rows, copies)), jnp.int32)
   tiles = choices_layout(expert_TK, jnp.ones(expert_TK.shape), groups).sorted(128)
   layout = tiles.groups
-  assert spreading.takes(x, copies)
+  assert copy_to_tiles.takes(x, copies)
   poison()
   places = layout.group_sizes_G, layout.tile_starts_G, layout.tiles_G
-  got = spreading.spread_rows_kernel(
+  got = copy_to_tiles.copy_rows_to_tiles(
     x, tiles.permutation.row_TK, *places, num_rows=layout.num_rows, tile=128
   )
   used = int(layout.num_tiles[0]) * 128  # behind them nothing is written

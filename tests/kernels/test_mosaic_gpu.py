@@ -31,6 +31,7 @@ from scmoe.kernels.grouped_matmul import (
   xla,
 )
 from scmoe.kernels.grouped_matmul.activations import activate, activation_vjp
+from scmoe.kernels.grouped_matmul.copy_to_tiles import copy_rows_to_tiles
 from scmoe.kernels.grouped_matmul.down_backward import down_backward_product
 from scmoe.kernels.grouped_matmul.ffn import _resolve
 from scmoe.kernels.grouped_matmul.layout import (
@@ -42,7 +43,6 @@ from scmoe.kernels.grouped_matmul.layout import (
 from scmoe.kernels.grouped_matmul.pipeline import Tiling, banded
 from scmoe.kernels.grouped_matmul.rows_product import rows_product
 from scmoe.kernels.grouped_matmul.sorting import sorted_rows_kernel
-from scmoe.kernels.grouped_matmul.spreading import spread_rows_kernel
 from scmoe.kernels.grouped_matmul.weights_product import weights_product
 from scmoe.kernels.one_row import attention as decode_attention
 from scmoe.kernels.one_row import linear, norm
@@ -799,7 +799,7 @@ def _kernels_of_ptx():
   def spread(ids_KM, x_MD):
     starts, tiles_G, *_, row_KM, copy_R, _ = sorted_rows(ids_KM)
     places = row_KM.T, tiles_G, starts, tiles_G
-    return spread_rows_kernel(x_MD, *places, num_rows=copy_R.size, tile=tile)
+    return copy_rows_to_tiles(x_MD, *places, num_rows=copy_R.size, tile=tile)
 
   return {
     "positions": lambda ids, x: running_positions_kernel(ids.reshape(-1), groups),

@@ -11,7 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from scmoe.kernels.grouped_matmul import fp8, spreading, tiles
+from scmoe.kernels.grouped_matmul import copy_to_tiles, fp8, tiles
 from scmoe.kernels.grouped_matmul.down_backward import down_backward_product
 from scmoe.kernels.grouped_matmul.layout import GroupLayout
 from scmoe.kernels.grouped_matmul.pipeline import can_gather
@@ -48,10 +48,10 @@ def _rows(x_XD, permutation: Permutation | None, layout: GroupLayout, inside: bo
     return x_XD, None
   if inside:
     return x_XD, permutation.token_R
-  if not (runs_ptx() and spreading.takes(x_XD, permutation.row_TK.shape[1])):
+  if not (runs_ptx() and copy_to_tiles.takes(x_XD, permutation.row_TK.shape[1])):
     return take_words(x_XD, permutation.token_R), None
   places = layout.group_sizes_G, layout.tile_starts_G, layout.tiles_G
-  spread = functools.partial(spreading.spread_rows_kernel, num_rows=layout.num_rows)
+  spread = functools.partial(copy_to_tiles.copy_rows_to_tiles, num_rows=layout.num_rows)
   return spread(x_XD, permutation.row_TK, *places, tile=layout.tile), None
 
 

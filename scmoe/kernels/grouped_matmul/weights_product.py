@@ -33,7 +33,7 @@ from scmoe.kernels.grouped_matmul.pipeline import (
   snake,
   tiles_over,
 )
-from scmoe.kernels.grouped_matmul.stores import CHUNK, store_tiles
+from scmoe.kernels.grouped_matmul.tile_stores import CHUNK, store_tiles
 from scmoe.kernels.running import resolve_num_sms
 
 

@@ -28,7 +28,7 @@ from scmoe.kernels.grouped_matmul.pipeline import (
   run_tiles,
   smem,
 )
-from scmoe.kernels.grouped_matmul.stores import CHUNK, store_tiles
+from scmoe.kernels.grouped_matmul.tile_stores import CHUNK, store_tiles
 from scmoe.kernels.grouped_matmul.tiles import SMEM_LIMIT
 from scmoe.kernels.running import resolve_num_sms
 

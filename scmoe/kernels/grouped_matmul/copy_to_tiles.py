@@ -32,7 +32,7 @@ def takes(x_MD: jax.Array, num_copies: int) -> bool:
   return fits and x_MD.shape[0] > 0 and num_copies <= _LANES
 
 
-def spread_rows_kernel(
+def copy_rows_to_tiles(
   x_MD: jax.Array,
   row_MK: jax.Array,
   sizes_G: jax.Array,

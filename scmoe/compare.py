@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scmoe.base.errors import StorageError, run_main
+from scmoe.base.errors import run_main
 from scmoe.reports.comparison import compare
 from scmoe.reports.records import find_runs, read_run
-from scmoe.reports.written import write_comparison
+from scmoe.reports.written import write_comparison, write_figures
 from scmoe.run.command_line import HELP, Flag, help_text, parse
-from scmoe.training.workdir import write_json
 
 FLAGS = (
   Flag("RUN", str, None, "folder of a run, or of several", words=True),
@@ -36,10 +35,7 @@ def main(argv: list[str]) -> None:
   out = Path(values["out"] or Path(values["RUN"][0]) / "compare")
   print(write_comparison(comparison, out, " ".join(["python -m scmoe.compare", *argv])))
   if values["json"]:
-    try:
-      write_json(Path(values["json"]), comparison.as_json())
-    except OSError as error:
-      raise StorageError(f"--json={values['json']!r} cannot be written: {error}") from None
+    write_figures(Path(values["json"]), comparison)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from jax import Array
 from scmoe.base.errors import ConfigError, DataError, StorageError, run_main
 from scmoe.base.paths import expanded
 from scmoe.base.sizes import number, size_of
+from scmoe.base.stored import write_json
 from scmoe.data.config import DataConfig
 from scmoe.data.tokenizers import TOKENIZER, JsonTokenizer
 from scmoe.models.flops import count_parameters
@@ -75,7 +76,7 @@ from scmoe.run.opened import load_tokenizer, open_run
 from scmoe.training.checkpoint import FOLDER, WEIGHTS_ONLY, Checkpointer, list_steps, restore_stored
 from scmoe.training.options import CheckpointConfig
 from scmoe.training.pieces import Piece, PiecedArray
-from scmoe.training.workdir import RunLock, prepare_workdir, write_json
+from scmoe.training.workdir import RunLock, prepare_workdir
 
 SOURCE = "source.json"  # in the run: what `--to` needs to give back the folder that was read
 FLAGS = (

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from scmoe.base.errors import ConfigError, StorageError, run_main
+from scmoe.base.stored import write_json
 from scmoe.data import BitsPerByte, DataConfig, bigram_bits_per_byte, check_vocab, open_data
 from scmoe.data.packages import need
 from scmoe.inference.evaluation import evaluate
@@ -42,7 +43,6 @@ from scmoe.run.effects import check_typed
 from scmoe.run.opened import open_folder, open_model, open_run
 from scmoe.run.programs import user_programs
 from scmoe.run.summary import TOKENIZER
-from scmoe.training.workdir import write_json
 
 # Fields of the stored configuration that may be another in evaluation: none changes a parameter.
 DATA = ("data.path", "data.source", "data.mixture", "data.field", "data.domain_field",

@@ -24,6 +24,7 @@ import jax
 
 from scmoe.base.errors import ConfigError, run_main
 from scmoe.base.sizes import size_of
+from scmoe.base.stored import write_json
 from scmoe.data.tokenizers import JsonTokenizer, prompt_ids
 from scmoe.inference.decode import stream
 from scmoe.inference.offload.model import Usage, allow_pinned_memory
@@ -49,7 +50,6 @@ from scmoe.run.command_line import (
 from scmoe.run.config import RunConfig
 from scmoe.run.opened import open_folder, open_model, open_run
 from scmoe.run.programs import user_programs
-from scmoe.training.workdir import write_json
 
 OF_CONFIG = ("config", "config_json", "smoke", "allow_config_change", "allow_import")
 SAMPLING_FLAGS = (

@@ -25,6 +25,7 @@ import jax
 
 from scmoe.base.errors import run_main
 from scmoe.base.sizes import duration
+from scmoe.base.stored import write_json
 from scmoe.blocks.schedule import (
   COMPUTE,
   LINK,
@@ -71,7 +72,6 @@ from scmoe.training.guided import GuidedStep
 from scmoe.training.search import Search, fastest_step
 from scmoe.training.step import init_state
 from scmoe.training.variants import Variant
-from scmoe.training.workdir import write_json
 
 OWN = (
   Flag("compare", str, "", "wirings to run in turns, separated by commas; the first is the base"),

@@ -9,7 +9,6 @@ numbers come out bitwise the same; then the cause can be looked for with what is
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import numpy as np
 from scmoe.base.arrays import read_npz
 from scmoe.base.batch import Batch
 from scmoe.base.errors import CheckpointError, ConfigError, run_main
+from scmoe.base.stored import Maybe, StoredError, read_json
 from scmoe.parallel.mesh import batch_sharding
 from scmoe.run import build
 from scmoe.run.command_line import ALLOW_IMPORT, HELP, SIMULATE, Flag, help_text, parse, simulate
@@ -28,11 +28,13 @@ from scmoe.run.opened import open_run
 from scmoe.run.teacher import open_teacher
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.options import CheckpointConfig
-from scmoe.training.search import Searchable, Steps
+from scmoe.training.search import Searchable, Steps, stored_variant
 from scmoe.training.step import TrainState
 from scmoe.training.variants import Variant
 
 FAILURE = "failure.json"
+NUMBERS = ("objective", "grad_norm", "loss_scale")  # compared; as texts, with all their digits
+_SHAPE = {"step": int, "variant": dict} | dict.fromkeys(NUMBERS, Maybe(str))
 FLAGS = (
   Flag("bundle", str, "", "folder that a run left: WORKDIR/replay", required=True),
   SIMULATE,
@@ -74,11 +76,7 @@ def replay(built: Searchable, bundle: Path, teacher: Any = None) -> tuple[str, b
     CheckpointError: the bundle is not whole.
     ConfigError: another number of processes wrote it.
   """
-  try:
-    failure = json.loads((bundle / FAILURE).read_text())
-    variant = Variant(**failure["variant"])
-  except (OSError, ValueError, KeyError, TypeError) as error:
-    raise CheckpointError(f"{bundle} is not the replay of a run: {error}") from None
+  failure, variant = _failure(bundle)
   if len(list(bundle.glob("batch_*.npz"))) != jax.process_count():
     raise ConfigError(
       f"{bundle} was written by {len(list(bundle.glob('batch_*.npz')))} processes, here are "
@@ -97,10 +95,28 @@ def replay(built: Searchable, bundle: Path, teacher: Any = None) -> tuple[str, b
   state = dataclasses.replace(before(restored.state, failure).like(abstract), teacher=teacher)
   _, scalars, _ = step(state, jax.tree.map(put, batch))
   now = {name: str(np.asarray(x).item()) for name, x in scalars.items()}
-  names = [name for name in ("objective", "grad_norm", "loss_scale") if name in failure]
+  names = [name for name in NUMBERS if name in failure and name in now]
   lines = [f"{'step ' + str(failure['step']):12}{'then':>24}{'now':>24}"]
-  lines += [f"{name:12}{failure[name]:>24}{now[name]:>24}" for name in names]
+  lines += [f"{name:12}{failure[name][:80]:>24}{now[name]:>24}" for name in names]
   return "\n".join(lines), all(failure[name] == now[name] for name in names)
+
+
+def _failure(bundle: Path) -> tuple[dict[str, Any], Variant]:
+  """Step and numbers of the failure, and the variant of the step that was run.
+
+  Raises:
+    CheckpointError: the file is missing, or no run has written it.
+  """
+  path = bundle / FAILURE
+  try:
+    failure = read_json(path, _SHAPE)
+    if not 0 < failure["step"] < 2**31:
+      raise StoredError(f"{path} cannot be used: 'step' is {failure['step']}, not 1 to {2**31 - 1}")
+    if "loss_scale" in failure:
+      float(failure["loss_scale"])
+    return failure, stored_variant(failure["variant"], str(path))
+  except (FileNotFoundError, StoredError, ValueError) as error:
+    raise CheckpointError(f"{bundle} is not the replay of a run: {error}") from None
 
 
 def _stored_batch(built: Searchable, path: Path) -> Batch:
@@ -116,10 +132,13 @@ def _stored_batch(built: Searchable, path: Path) -> Batch:
     batch = Batch(**read_npz(path, fields * (like.inputs.nbytes + 4096)))
   except (ValueError, TypeError) as error:
     raise CheckpointError(str(error)) from None
-  if batch.inputs.shape != like.inputs.shape:
-    raise CheckpointError(
-      f"{path} has tokens {batch.inputs.shape}, a step of this run {like.inputs.shape}"
-    )
+  for field in dataclasses.fields(Batch):
+    stored, wanted = getattr(batch, field.name), getattr(like, field.name)
+    have, want = (None if x is None else (x.shape, x.dtype.name) for x in (stored, wanted))
+    if have != want:
+      raise CheckpointError(
+        f"{path} has {field.name} {have}, a step of this run {want}; it is of another run"
+      )
   return batch
 
 

@@ -28,16 +28,28 @@ from pathlib import Path
 from typing import Any
 
 from scmoe.base.errors import ConfigError, Preempted, ScmoeError, StorageError, run_main
+from scmoe.base.output import say, warn
+from scmoe.base.stored import read_bytes, write_json, write_whole
 from scmoe.reports.comparison import compare
 from scmoe.reports.records import ASKED, EXIT, Record, read_run
-from scmoe.reports.written import write_comparison
+from scmoe.reports.written import write_comparison, write_figures
 from scmoe.run import build
 from scmoe.run.command_line import TRAIN_FLAGS, Flag, help_text, parse, run_config
-from scmoe.run.config import RunConfig, check_workdir, imports_of, to_json, with_field
+from scmoe.run.config import (
+  RunConfig,
+  check_workdir,
+  from_json,
+  imports_of,
+  to_dict,
+  to_json,
+  with_field,
+)
 from scmoe.run.dry_run import planned_devices
 from scmoe.run.effects import check_typed
 from scmoe.training.metrics import duration
-from scmoe.training.workdir import LOCK, owner_lives, prepare_workdir, write_json
+from scmoe.training.resume import check_config
+from scmoe.training.signals import hangups
+from scmoe.training.workdir import LOCK, RunLock, owner_lives, prepare_workdir
 
 OWN = (
   Flag(
@@ -51,6 +63,8 @@ OWN = (
 SHARED = ("config", "config_json", "smoke", "workdir", "allow_import", "simulate", "help")
 FLAGS = tuple(f for f in TRAIN_FLAGS if f.name in SHARED) + OWN
 LOG = "log.txt"
+_LOG_END = 2**16  # bytes of a log in which its last line is looked for
+SWEEP_LOCK = "sweep.lock"
 POLL_SECONDS = 0.5
 TRAIN = (sys.executable, "-m", "scmoe.train")
 
@@ -73,17 +87,21 @@ def main(argv: list[str]) -> None:
   base = run_config({**values, "allow_config_change": False}, given)
   workdir = check_workdir(values["workdir"] or f"runs/sweep-{base.name}")
   runs = planned(base, values["grid"], values["seeds"], workdir)
+  waiting = [run for run in runs if not is_done(run)]
   if values["dry_run"]:
     return print("\n".join([f"{len(runs)} runs in {workdir}:", *(r.folder.name for r in runs)]))
   environments = shared_out(values["jobs"])
   prepare_workdir(workdir)
   began, extra = time.monotonic(), [f"--simulate={n}"] if (n := values["simulate"]) else []
-  train_all(runs, environments, extra)
+  with RunLock(workdir, SWEEP_LOCK):
+    if len(waiting) < len(runs):
+      say(f"{len(runs) - len(waiting)} of {len(runs)} runs are done already")
+    train_all(waiting, environments, extra)
   comparison = compare([read_run(run.folder) for run in runs])
   command = shlex.join(["python", "-m", "scmoe.sweep", *argv])
   print("\n" + write_comparison(comparison, workdir / "compare", command))
   if values["json"]:
-    write_json(Path(values["json"]), comparison.as_json())
+    write_figures(Path(values["json"]), comparison)
   print(f"{len(runs)} runs, {duration(time.monotonic() - began)}")
   failed = [record for record in comparison.unfinished if record.ended.get("code")]
   if failed:
@@ -99,7 +117,8 @@ class Failed(ScmoeError):
       f"{len(records)} runs failed: {names}; their {LOG} says why, and the same command tries "
       "them again"
     )
-    self.code = int(records[0].ended["code"])
+    code = records[0].ended["code"]
+    self.code = 128 - code if code < 0 else code  # signal N ended it: 128 + N, as in a shell
 
 
 # --- what is run ----------------------------------------------------------------------------------
@@ -186,34 +205,55 @@ def _gpus() -> list[str]:
 # --- running --------------------------------------------------------------------------------------
 
 
-def train_all(runs: Sequence[Run], environments: list[dict[str, str]], extra: list[str]) -> None:
-  """Trains every run that is not done, as many at a time as there are environments.
+def is_done(run: Run) -> bool:
+  """Whether a run of exactly this configuration was trained to its end in its folder.
+
+  A folder is named by the grid and the seed alone. After a sweep with other options it holds
+  another run: one that goes on where nothing but its length and the like has changed.
 
   Raises:
-    Preempted: asked to stop; the runs in flight were told, and have saved.
+    ConfigError: it holds a run that cannot go on with this configuration.
+    DataError: its files are damaged.
   """
-  waiting = [run for run in runs if not read_run(run.folder).done]
-  if len(waiting) < len(runs):
-    _say(f"{len(runs) - len(waiting)} of {len(runs)} runs are done already")
-  free, flying = list(environments), []
+  path = run.folder / ASKED
+  try:
+    stored = to_dict(from_json(read_bytes(path).decode("utf-8", "replace"), str(path)))
+  except FileNotFoundError:
+    return False
+  wanted = to_dict(run.config)
+  try:
+    changed = check_config(stored, wanted, allow_change=run.config.checkpoint.allow_config_change)
+  except ConfigError as error:
+    raise ConfigError(
+      f"{run.folder} holds a run of another sweep ({str(error).partition(': ')[2]})"
+    ) from None
+  return not changed and read_run(run.folder).done
+
+
+def train_all(runs: Sequence[Run], environments: list[dict[str, str]], extra: list[str]) -> None:
+  """Trains runs, as many at a time as there are environments.
+
+  Raises:
+    Preempted: asked to stop; the runs that were training were told, and have saved.
+  """
+  waiting, free, training = list(runs), list(environments), []
   with _Stop() as stop:
-    while (waiting and not stop.asked) or flying:
+    while (waiting and not stop.asked) or training:
       while waiting and free and not stop.asked:
-        run, environment = waiting.pop(0), free.pop(0)
-        place = f"[{runs.index(run) + 1}/{len(runs)}] {run.folder.name}"
-        flying.append(_Flight(run, environment, extra, place))
-        stop.processes = [flight.process for flight in flying]
-      for flight in [f for f in flying if f.process.poll() is not None]:
-        flight.land()
-        flying.remove(flight)
-        free.append(flight.environment)
+        place = f"[{len(runs) - len(waiting) + 1}/{len(runs)}] {waiting[0].folder.name}"
+        training.append(_Training(waiting.pop(0), free.pop(0), extra, place))
+        stop.processes = [one.process for one in training]
+      for ended in [one for one in training if one.process.poll() is not None]:
+        ended.note_end()
+        training.remove(ended)
+        free.append(ended.environment)
       time.sleep(POLL_SECONDS)
   if stop.asked:
     raise Preempted("the sweep was stopped; run the same command again to go on")
 
 
-class _Flight:
-  """A run's process."""
+class _Training:
+  """The process that trains a run."""
 
   def __init__(self, run: Run, environment: dict[str, str], extra: list[str], place: str):
     self.run, self.environment, self.place = run, environment, place
@@ -222,8 +262,8 @@ class _Flight:
     _wait_for_owner(folder, place)
     (folder / EXIT).unlink(missing_ok=True)
     try:
-      (folder / ASKED).write_text(to_json(run.config), "utf-8")
-      self.log = open(folder / LOG, "a", encoding="utf-8")  # noqa: SIM115 - closed by `land`
+      write_whole(folder / ASKED, to_json(run.config).encode())
+      self.log = open(folder / LOG, "a", encoding="utf-8")  # noqa: SIM115 - closed by `note_end`
     except OSError as error:
       raise StorageError(f"{folder} cannot be written: {error.strerror}") from None
     command = [*TRAIN, "--config_json", str(folder / ASKED)]
@@ -240,26 +280,30 @@ class _Flight:
       stdin=subprocess.DEVNULL,
       env={**cache, **os.environ, **environment, "PYTHONPATH": _import_path()},
     )
-    _say(f"{place}: training")
+    say(f"{place}: training")
 
-  def land(self) -> None:
-    """Notes how it ended, and says so."""
+  def note_end(self) -> None:
+    """Notes how the process ended, and says so."""
     self.log.close()
     code, took = self.process.returncode, duration(time.monotonic() - self.began)
     words = _last_words(self.run.folder / LOG)
-    write_json(self.run.folder / EXIT, {"code": code, "words": "" if code == 0 else words})
+    path = self.run.folder / EXIT
+    try:
+      write_json(path, {"code": code, "words": "" if code == 0 else words})
+    except OSError as error:
+      warn(f"{path} cannot be written ({error.strerror})")
     record = read_run(self.run.folder)
     if code == 0:
       last: dict[str, Any] = (record.evals or record.train or [{}])[-1]
       loss = last.get("loss")
       result = f"loss {loss:.4f}, " if isinstance(loss, float) else ""
-      _say(f"{self.place}: done, {result}{took}")
+      say(f"{self.place}: done, {result}{took}")
     else:
-      _say(f"{self.place}: {record.status} ({took})")
+      say(f"{self.place}: {record.status} ({took})")
 
 
 class _Stop:
-  """A context manager that passes SIGINT and SIGTERM on to the runs, which save and end."""
+  """A context manager that passes SIGINT, SIGTERM and SIGHUP on to the runs, which save and end."""
 
   def __init__(self) -> None:
     self.asked = False
@@ -267,7 +311,7 @@ class _Stop:
     self._before: dict[int, Any] = {}
 
   def __enter__(self) -> _Stop:
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, *hangups()):
       self._before[number] = signal.signal(number, self._handle)
     return self
 
@@ -280,7 +324,7 @@ class _Stop:
     self.asked = True
     for process in self.processes:
       # Ctrl-C has reached them too; a second one of its kind would end them without saving.
-      if process.poll() is None and number == signal.SIGTERM:
+      if process.poll() is None and number != signal.SIGINT:
         process.terminate()
 
 
@@ -289,14 +333,20 @@ def _wait_for_owner(folder: Path, place: str) -> None:
   said = False
   while owner_lives(folder / LOCK):
     if not said:
-      _say(f"{place}: is being trained by another process; waiting for it")
+      say(f"{place}: is being trained by another process; waiting for it")
     said = True
     time.sleep(POLL_SECONDS)
 
 
 def _last_words(log: Path) -> str:
-  """The last line of a log that says something, shortened."""
-  lines = [line.strip() for line in log.read_text("utf-8", errors="replace").splitlines()]
+  """The last line of a log that says something, shortened; empty where the log is gone."""
+  try:
+    with open(log, "rb") as file:
+      file.seek(max(file.seek(0, os.SEEK_END) - _LOG_END, 0))
+      text = file.read().decode("utf-8", errors="replace")
+  except OSError:
+    return ""
+  lines = [line.strip() for line in text.splitlines()]
   return next((line[:300] for line in reversed(lines) if line), "")
 
 
@@ -304,10 +354,6 @@ def _import_path() -> str:
   """So that a run imports the package that runs the sweep."""
   here = str(Path(__file__).resolve().parent.parent)
   return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
-def _say(line: str) -> None:
-  print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import jax
 from scmoe.base import determinism
 from scmoe.base.errors import ConfigError, run_main
 from scmoe.base.extensions import remember
+from scmoe.base.output import warn
 from scmoe.data import Data, check_vocab, open_data
 from scmoe.inference.decode import generate
 from scmoe.inference.evaluation import evaluate, flat_scalars
@@ -50,7 +51,6 @@ from scmoe.training.checkpoint import FOLDER, list_steps, restore_part
 from scmoe.training.loop import Poll, Trainer
 from scmoe.training.restarts import supervise
 from scmoe.training.step import TrainState
-from scmoe.training.workdir import warn
 
 
 def main(argv: list[str]) -> None:

@@ -14,6 +14,7 @@ from scmoe import sweep
 from scmoe.base.errors import ConfigError, Preempted, run_main
 from scmoe.reports.records import read_run
 from scmoe.run.config import RunConfig, from_json
+from scmoe.training.workdir import RunLock
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -138,6 +139,33 @@ def test_a_failed_run_is_shown_and_tried_again(fake, capsys):
     run_main(sweep.main, argv)
   assert len(starts(fake / "w/learning_rate-0.9_seed-0")) == 2
   assert len(starts(fake / "w/learning_rate-0.1_seed-0")) == 1
+
+
+def test_the_figures_of_another_sweep_are_not_taken(fake, capsys):
+  """A folder is named by grid and seed: with other options beside them it holds another run."""
+  argv = ["--grid=model.wiring=top2,top1", "--workdir=w"]
+  sweep.main([*argv, "--config.optimizer.learning_rate=0.1"])
+  assert "loss 0.1000" in capsys.readouterr().out
+  other = [*argv, "--config.optimizer.learning_rate=0.2"]
+  with pytest.raises(
+    ConfigError, match=r"holds a run of another sweep .*learning_rate: 0.1 -> 0.2"
+  ):
+    sweep.main(other)
+  assert len(starts(fake / "w/wiring-top2_seed-0")) == 1
+  sweep.main([*argv, "--config.optimizer.learning_rate=0.1", "--config.train.steps=77"])
+  assert "are done already" not in capsys.readouterr().out, "longer runs go on"
+  assert len(starts(fake / "w/wiring-top2_seed-0")) == 2
+  sweep.main(["--grid=model.wiring=top2,scmoe_pos2", "--workdir=w",
+              "--config.optimizer.learning_rate=0.1", "--config.train.steps=77"])  # fmt: skip
+  assert "1 of 2 runs are done already" in capsys.readouterr().out
+
+
+def test_a_second_sweep_is_refused(fake):
+  folder = fake / "w"
+  folder.mkdir()
+  with RunLock(folder, sweep.SWEEP_LOCK), pytest.raises(ConfigError, match="is in use by process"):
+    sweep.main(["--grid=model.wiring=top2,top1", "--workdir=w"])
+  assert [p.name for p in folder.iterdir()] == []
 
 
 def test_dry_run_writes_nothing(fake, capsys):

@@ -1,7 +1,7 @@
-"""What a user may do wrong, and the exit code that says so.
+"""Expected failures: each has a class, a one-line message and an exit code.
 
-Every error is one line: which field or file, what was got, what would do. Entry points print that
-line to standard error and exit with `code`; a traceback means a defect of ours.
+Every message is one line: the field or file, what was got, what would do. Entry points print that
+line to standard error and exit with `code`; a traceback means a defect of scmoe.
 
 | code | meaning                                            |
 |------|----------------------------------------------------|
@@ -17,9 +17,11 @@ line to standard error and exit with `code`; a traceback means a defect of ours.
 
 from __future__ import annotations
 
-import os
+import errno
 import sys
 from collections.abc import Callable
+
+from scmoe.base.output import OutputError, guarded
 
 
 class ScmoeError(Exception):
@@ -64,22 +66,37 @@ class Preempted(ScmoeError):
   code = 75
 
 
-WATCHDOG_EXIT = (
-  86  # the watchdog ends the process itself: no exception can leave a stuck collective
-)
-
-
-_BROKEN_PIPE = 141  # what a shell gives for SIGPIPE
+# The watchdog ends the process itself: no exception can leave a stuck collective.
+WATCHDOG_EXIT = 86
+_READER_LEFT = 141  # what a shell gives for a process that SIGPIPE ended
+_INTERRUPTED = 130  # and for SIGINT
+_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def run_main(main: Callable[[list[str]], None], argv: list[str] | None = None) -> None:
-  """Runs an entry point; turns a `ScmoeError` into one line on standard error and its exit code."""
-  try:
-    main(sys.argv[1:] if argv is None else argv)
-    sys.stdout.flush()
-  except ScmoeError as error:
-    print(f"{type(error).__name__}: {error}", file=sys.stderr)
-    raise SystemExit(error.code) from None
-  except BrokenPipeError:  # the reader has had enough, as in `... --help | head`
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the end complain
-    raise SystemExit(_BROKEN_PIPE) from None
+  """Runs an entry point; turns a `ScmoeError` into one line on standard error and its exit code.
+
+  Text that standard output does not take is a storage failure (6), except where the reader of a
+  pipe has had enough (141).
+  """
+  with guarded():
+    try:
+      main(sys.argv[1:] if argv is None else argv)
+      sys.stdout.flush()
+    except ScmoeError as error:
+      print(f"{type(error).__name__}: {error}", file=sys.stderr)
+      raise SystemExit(error.code) from None
+    except OutputError as error:
+      if error.reader_left:
+        raise SystemExit(_READER_LEFT) from None
+      print(f"StorageError: standard output cannot be written: {error}", file=sys.stderr)
+      raise SystemExit(StorageError.code) from None
+    except OSError as error:
+      # The last net: a disk that filled up, or files that somebody took away, at any moment.
+      if error.filename is None and error.errno not in _STORAGE:
+        raise
+      print(f"StorageError: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr)
+      raise SystemExit(StorageError.code) from None
+    except KeyboardInterrupt:
+      print("interrupted", file=sys.stderr)
+      raise SystemExit(_INTERRUPTED) from None

@@ -8,12 +8,10 @@ this user was started with it in that folder, or the command allows it (`--allow
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 import hashlib
 import importlib
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from scmoe.base.errors import ConfigError
+from scmoe.base.stored import StoredError, read_json, write_json
 
 FORM = "my_package.module:Name"
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -119,20 +118,20 @@ def remember(named: Mapping[str, str], workdir: Path) -> str:
   values = sorted({*named.values(), *_remembered(workdir)})
   try:
     place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    partial = place.with_name(f"{place.name}.tmp-{os.getpid()}")
-    partial.write_text(json.dumps({"workdir": str(workdir.resolve()), "imports": values}) + "\n")
-    os.replace(partial, place)
+    write_json(place, {"workdir": str(workdir.resolve()), "imports": values})
   except OSError as error:
     return f"{place} cannot be written ({error.strerror}): evaluation will ask for --allow_import"
   return ""
 
 
 def _remembered(workdir: Path) -> set[str]:
-  with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-    stored = json.loads(_place(workdir).read_text())
-    if stored["workdir"] == str(workdir.resolve()):
-      return {path for path in stored["imports"] if is_import_path(path)}
-  return set()
+  try:
+    stored = read_json(_place(workdir), {"workdir": str, "imports": [str]})
+  except (FileNotFoundError, StoredError):
+    return set()
+  if stored["workdir"] != str(workdir.resolve()):
+    return set()
+  return {path for path in stored["imports"] if is_import_path(path)}
 
 
 def _place(workdir: Path) -> Path:

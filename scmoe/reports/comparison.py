@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from scmoe.reports.records import Measure, Record, measures
+from scmoe.reports.records import Measure, Record, measures, printable
 
 # What may differ within a group: names and places, and what is done about interruptions.
 IGNORED = (
@@ -197,7 +197,7 @@ def _labels(firsts: Sequence[Record], differences: dict[str, tuple[Any, ...]]) -
 def _word(value: Any) -> str:
   if isinstance(value, float) and math.isfinite(value):
     return f"{value:g}"
-  return str(value) if value != "" else "(empty)"
+  return printable(str(value)) if value != "" else "(empty)"
 
 
 def _unique(labels: list[str]) -> list[str]:

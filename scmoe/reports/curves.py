@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import statistics
 from collections.abc import Callable
 from typing import Any
 
 from scmoe.reports.comparison import Comparison, Group
-from scmoe.reports.records import Line, Measure, Record
+from scmoe.reports.figures import literal_text, new_figure, png
+from scmoe.reports.records import Line, Measure, Record, number
 
 # Told apart by people who confuse red and green, and in grey (Okabe and Ito).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8a8a00")
@@ -28,19 +28,16 @@ def curve(group: Group, lines: Callable[[Record], list[Line]], name: str, x: str
   for record in group.records:
     per_step = _tokens_per_step(record) if x == "tokens" else 1.0
     for line in lines(record):
-      if isinstance(value := line.get(name), int | float):
-        at.setdefault(line["step"] * per_step, []).append(float(value))
+      if (value := number(line.get(name))) is not None:
+        at.setdefault(line["step"] * per_step, []).append(value)
   spread = lambda values: statistics.stdev(values) if len(values) > 1 else 0.0
   return [(x, statistics.fmean(values), spread(values)) for x, values in sorted(at.items())]
 
 
+@literal_text
 def draw_curves(comparison: Comparison) -> bytes:
   """PNG: training loss and validation loss over steps, and the final figure of every run."""
-  from matplotlib.backends.backend_agg import FigureCanvasAgg
-  from matplotlib.figure import Figure
-
-  figure = Figure(figsize=(12, 4.2), layout="constrained")
-  FigureCanvasAgg(figure)
+  figure = new_figure(12, 4.2)
   train, evals, final = figure.subplots(1, 3, width_ratios=(5, 5, 4))
   x = _axis(comparison)
   for axes, lines, name, title in (
@@ -57,9 +54,7 @@ def draw_curves(comparison: Comparison) -> bytes:
     figure.legend(*train.get_legend_handles_labels(), loc="outside lower center", fontsize=9,
                   ncol=min(len(comparison.groups), 4), frameon=False)  # fmt: skip
   _draw_final(final, comparison)
-  out = io.BytesIO()
-  figure.savefig(out, format="png", dpi=140)
-  return out.getvalue()
+  return png(figure, dpi=140)
 
 
 def _axis(comparison: Comparison) -> str:
@@ -70,7 +65,8 @@ def _axis(comparison: Comparison) -> str:
 
 def _tokens_per_step(record: Record) -> float:
   last = (record.train or [{}])[-1]
-  return last["tokens"] / last["step"] if last.get("tokens") and last["step"] else 1.0
+  tokens, step = number(last.get("tokens")), number(last.get("step"))
+  return tokens / step if tokens and step else 1.0
 
 
 def _colours(comparison: Comparison) -> list[str]:

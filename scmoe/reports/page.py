@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scmoe.base.errors import StorageError
+from scmoe.base.stored import write_whole
 from scmoe.reports.tables import Table
 
 _STYLE = """
@@ -62,6 +63,7 @@ def write(path: Path, content: str | bytes) -> None:
   """
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    data = content if isinstance(content, bytes) else content.encode(errors="backslashreplace")
+    write_whole(path, data)
   except OSError as error:
     raise StorageError(f"{path} cannot be written: {error.strerror}; give another --out") from None

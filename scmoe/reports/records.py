@@ -1,22 +1,24 @@
-"""A run as its work directory tells it: card, configuration and metrics.jsonl. Needs no jax."""
+"""Reads a run off its work directory: card, configuration and metrics.jsonl. Uses no device."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from scmoe.base.errors import ConfigError, DataError
-from scmoe.training.metrics import METRICS, read_metrics
-from scmoe.training.workdir import LOCK
+from scmoe.base.errors import ConfigError
+from scmoe.base.stored import Maybe, StoredError, read_json
+from scmoe.training.card import CARD, CARD_SHAPE
+from scmoe.training.metrics import METRICS, metrics_by_kind
+from scmoe.training.workdir import LOCK, owner_lives
 
-ASKED = "asked.json"  # the configuration that a sweep asked for, and
-EXIT = "exit.json"  # how the run ended that it started
+ASKED = "asked.json"  # the configuration that a sweep asked for
+EXIT = "exit.json"  # how a run ended that a sweep started
+_EXIT_SHAPE = {"code": int, "words": Maybe(str)}
+_LARGEST = 1e100  # no figure of a run is larger, and sums of some such numbers are still finite
 _MARKS = (METRICS, "config.json", ASKED)
 
 Line = dict[str, Any]
@@ -46,13 +48,13 @@ class Record:
 
   @property
   def name(self) -> str:
-    """The folder's name."""
-    return self.path.name
+    """The folder's name, where it can be printed."""
+    return printable(self.path.name)
 
   @property
   def seed(self) -> int:
-    """Of the initial weights and of the order of the data."""
-    return int(self.config.get("train.seed", 0))
+    """The seed of the initial weights and of the order of the data."""
+    return _whole_number(self.config.get("train.seed"))
 
   @property
   def step(self) -> int:
@@ -61,8 +63,8 @@ class Record:
 
   @property
   def steps(self) -> int:
-    """Steps that were asked for."""
-    return int(self.config.get("train.steps", 0))
+    """The steps that were asked for."""
+    return _whole_number(self.config.get("train.steps"))
 
   @property
   def done(self) -> bool:
@@ -76,8 +78,9 @@ class Record:
       return "done"
     place = f"step {self.step} of {self.steps}"
     if self.ended.get("code", 0) not in (0, 75):
-      return f"failed at {place}, exit {self.ended['code']}: {self.ended.get('words', '')}"
-    return f"{'running' if (self.path / LOCK).exists() else 'stopped'} at {place}"
+      words = printable(self.ended.get("words", ""))
+      return f"failed at {place}, exit {self.ended['code']}: {words}"
+    return f"{'running' if owner_lives(self.path / LOCK) else 'stopped'} at {place}"
 
 
 def find_runs(words: Sequence[str]) -> list[Path]:
@@ -113,32 +116,31 @@ def read_run(path: str | os.PathLike[str]) -> Record:
   """Reads a run's work directory, whatever state it is in.
 
   Raises:
-    DataError: its configuration is not JSON.
+    StoredError: its card, its configuration or its end is no JSON, or has fields of other types.
   """
   folder = Path(path)
-  card = _json(folder / "card.json")
+  card = _json(folder / CARD, CARD_SHAPE)
   config = card.get("config") or _json(folder / ASKED) or _json(folder / "config.json")
-  lines = {kind: [] for kind in ("train", "eval", "end")}
-  if (folder / METRICS).is_file():
-    lines = {kind: read_metrics(folder, kind) for kind in lines}
+  lines = metrics_by_kind(folder) if (folder / METRICS).is_file() else {}
   at = card.get("devices", {})
-  devices = f"{at['count']} x {at['kind']}" if at else ""
-  ended = _json(folder / EXIT)
-  return Record(
-    folder, dict(flat(config)), devices, card, lines["train"], lines["eval"], lines["end"], ended
-  )
+  devices = f"{at['count']} x {printable(at['kind'])}" if at else ""
+  train, evals, end = (lines.get(kind, []) for kind in ("train", "eval", "end"))
+  ended = _json(folder / EXIT, _EXIT_SHAPE)
+  return Record(folder, dict(flat(config)), devices, card, train, evals, end, ended)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path, shape: Any = dict) -> dict[str, Any]:
   try:
-    value = json.loads(path.read_text("utf-8"))
+    return read_json(path, shape)
   except FileNotFoundError:
     return {}
-  except (OSError, ValueError) as error:
-    raise DataError(f"{path}: cannot be read: {error}; delete it or the run") from None
-  if not isinstance(value, dict):
-    raise DataError(f"{path}: holds {type(value).__name__}, not an object; delete it or the run")
-  return value
+  except StoredError as error:
+    raise StoredError(f"{error}; delete it or the run") from None
+
+
+def printable(text: str) -> str:
+  """A text in one line, with escapes for characters that would steer a terminal."""
+  return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -209,32 +211,37 @@ def measures(records: Sequence[Record]) -> list[Measure]:
   return [m for m in known if any(m.of(record) is not None for record in records)]
 
 
-def _number(value: Any) -> float | None:
+def number(value: Any) -> float | None:
+  """A value of a record as a number; None for everything else, NaN and infinities included."""
   is_number = isinstance(value, int | float) and not isinstance(value, bool)
-  return float(value) if is_number and math.isfinite(value) else None
+  return float(value) if is_number and -_LARGEST < value < _LARGEST else None
+
+
+def _whole_number(value: Any) -> int:
+  return int(number(value) or 0)
 
 
 def _last_eval(name: str) -> Callable[[Record], float | None]:
-  """The last evaluation's."""
-  return lambda record: _number(record.evals[-1].get(name)) if record.evals else None
+  """Reads a value off the last evaluation."""
+  return lambda record: number(record.evals[-1].get(name)) if record.evals else None
 
 
 def _best_loss(record: Record) -> float | None:
-  """The least of all evaluations."""
-  found = [v for line in record.evals if (v := _number(line.get("loss"))) is not None]
+  """The smallest loss of all evaluations."""
+  found = [v for line in record.evals if (v := number(line.get("loss"))) is not None]
   return min(found, default=None)
 
 
 def _last(name: str) -> Callable[[Record], float | None]:
-  """The last logged step's."""
-  return lambda record: _number(record.train[-1].get(name)) if record.train else None
+  """Reads a value off the last logged step."""
+  return lambda record: number(record.train[-1].get(name)) if record.train else None
 
 
 def _median(name: str) -> Callable[[Record], float | None]:
-  """The median of all logged steps."""
+  """Takes the median of a value over all logged steps."""
 
   def of(record: Record) -> float | None:
-    found = [v for line in record.train if (v := _number(line.get(name))) is not None]
+    found = [v for line in record.train if (v := number(line.get(name))) is not None]
     return statistics.median(found) if found else None
 
   return of
@@ -246,11 +253,11 @@ def _step_ms(record: Record) -> float | None:
 
 
 def _memory(record: Record) -> float | None:
-  """Peak of a device; on a CPU of the process."""
+  """Peak memory of a device in GiB; on a CPU that of the process."""
   last = (record.end or record.train or [{}])[-1]
-  size = _number(last.get("device_memory_bytes")) or _number(last.get("host_memory_bytes"))
+  size = number(last.get("device_memory_bytes")) or number(last.get("host_memory_bytes"))
   return None if size is None else size / 2**30
 
 
 def _parameters(kind: str) -> Callable[[Record], float | None]:
-  return lambda record: _number(record.card.get("parameters", {}).get(kind))
+  return lambda record: number(record.card.get("parameters", {}).get(kind))

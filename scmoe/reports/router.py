@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,9 @@ import numpy as np
 
 from scmoe.base.arrays import read_npz
 from scmoe.base.errors import DataError
+from scmoe.reports.figures import literal_text, new_figure, png
 from scmoe.reports.records import Line, Record
+from scmoe.training.metrics import router_files
 
 _MOST = 2**28  # bytes of a step's arrays, [layers, experts] each
 
@@ -28,40 +29,51 @@ OVER_TRAINING = (
 
 def layers_over_training(record: Record, name: str) -> tuple[np.ndarray, np.ndarray]:
   """(steps [N], values [N, layers]) of a per-layer statistic of metrics.jsonl."""
-  found = [(line["step"], line["layers"][name]) for line in _with_layers(record.train, name)]
-  steps = np.array([step for step, _ in found])
-  return steps, np.array([values for _, values in found], float).reshape(len(found), -1)
+  steps, values = _logged(record.train, name)
+  return steps, values.reshape(len(steps), -1 if len(steps) else 0)
 
 
 def loads_over_training(record: Record) -> tuple[np.ndarray, np.ndarray]:
   """(steps [N], load [N, layers, E]) of metrics.jsonl, or of the router files of larger models."""
-  lines = _with_layers(record.train, "load")
-  if lines:
-    loads = [line["layers"]["load"] for line in lines]
-    return np.array([line["step"] for line in lines]), np.array(loads, float)
-  files = sorted((record.path / "router").glob("step_*.npz"))
+  logged, values = _logged(record.train, "load")
+  if len(logged) and values.ndim == 3:
+    return logged, values
   steps, loads = [], []
-  for path in files:
+  for step, path in router_files(record.path):
     try:
       arrays = read_npz(path, _MOST)
     except ValueError as error:
       raise DataError(str(error)) from None
-    if "load" in arrays:
-      steps.append(int(path.stem.removeprefix("step_")))
-      loads.append(arrays["load"])
+    load = arrays.get("load", np.zeros(0))
+    if load.ndim == 2 and load.dtype.kind == "f" and load.shape == (loads or [load])[0].shape:
+      steps.append(step)
+      loads.append(load)
   return np.array(steps), np.array(loads, float)
 
 
-def _with_layers(lines: Sequence[Line], name: str) -> list[Line]:
-  return [line for line in lines if name in line.get("layers", {})]
+def _logged(lines: Sequence[Line], name: str) -> tuple[np.ndarray, np.ndarray]:
+  """(steps [N], values [N, ...]) of a per-layer statistic, from lines as long as the last one."""
+  found = [(line["step"], _floats(line.get("layers", {}).get(name))) for line in lines]
+  found = [(step, values) for step, values in found if values.size]
+  found = [(step, values) for step, values in found if values.shape == found[-1][1].shape]
+  return np.array([step for step, _ in found]), np.array([values for _, values in found])
+
+
+def _floats(value: Any) -> np.ndarray:
+  """A list of JSON as an array; empty where it is missing, uneven or no numbers."""
+  try:
+    return np.array([] if value is None else value, float)
+  except (ValueError, TypeError, OverflowError):
+    return np.zeros(0)
 
 
 # --- pictures -------------------------------------------------------------------------------------
 
 
+@literal_text
 def draw_training(record: Record) -> bytes | None:
   """PNG of every statistic over training, a line per layer; None where nothing was logged."""
-  shown = [(name, title) for name, title in OVER_TRAINING if _with_layers(record.train, name)]
+  shown = [(name, title) for name, title in OVER_TRAINING if len(_logged(record.train, name)[0])]
   if not shown:
     return None
   figure, axes = _figure(len(shown), columns=4, height=2.6)
@@ -74,9 +86,10 @@ def draw_training(record: Record) -> bytes | None:
   if len(axes[0].lines) <= 12:
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncol=6,
                   frameon=False, fontsize=8)  # fmt: skip
-  return _png(figure)
+  return png(figure, dpi=120)
 
 
+@literal_text
 def draw_loads(record: Record) -> bytes | None:
   """PNG: the load of each expert over training, a heat map per layer."""
   steps, loads = loads_over_training(record)
@@ -94,9 +107,10 @@ def draw_loads(record: Record) -> bytes | None:
     place.set_title(f"MoE layer {layer}", fontsize=9)
   axes[0].set_ylabel("expert", fontsize=8)
   figure.colorbar(image, ax=list(axes), label="share of choices", shrink=0.8)
-  return _png(figure)
+  return png(figure, dpi=120)
 
 
+@literal_text
 def draw_heat(
   values: np.ndarray, rows: Sequence[str], title: str, *, label: str = "share of choices"
 ) -> bytes:
@@ -116,9 +130,10 @@ def draw_heat(
           column, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=7, color=ink
         )
   figure.colorbar(image, ax=place, label=label)
-  return _png(figure)
+  return png(figure, dpi=120)
 
 
+@literal_text
 def draw_by(values: np.ndarray, gatings: Sequence[str], rows: Sequence[str], title: str) -> bytes:
   """PNG of a heat map [rows, E] for each gating, e.g. of domains or of token classes."""
   figure, axes = _figure(len(gatings), columns=3, height=0.9 + 0.28 * len(rows))
@@ -129,9 +144,10 @@ def draw_by(values: np.ndarray, gatings: Sequence[str], rows: Sequence[str], tit
     place.set_title(name, fontsize=9)
   figure.suptitle(title, fontsize=10)
   figure.colorbar(image, ax=list(axes), label="share of the row's choices", shrink=0.8)
-  return _png(figure)
+  return png(figure, dpi=120)
 
 
+@literal_text
 def draw_bars(values: np.ndarray, names: Sequence[str], title: str) -> bytes:
   """PNG of one number per name, each between 0 and 1 where it is a share."""
   figure, (place,) = _figure(1, columns=1, height=2.6, width=10)
@@ -139,17 +155,13 @@ def draw_bars(values: np.ndarray, names: Sequence[str], title: str) -> bytes:
   place.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
   place.set_title(title, fontsize=9)
   place.grid(alpha=0.25, axis="y")
-  return _png(figure)
+  return png(figure, dpi=120)
 
 
 def _figure(count: int, *, columns: int, height: float, width: float = 12) -> tuple[Any, list[Any]]:
-  from matplotlib.backends.backend_agg import FigureCanvasAgg
-  from matplotlib.figure import Figure
-
   columns = min(columns, count)
   rows = -(-count // columns)
-  figure = Figure(figsize=(width, 0.5 + height * rows), layout="constrained")
-  FigureCanvasAgg(figure)
+  figure = new_figure(width, 0.5 + height * rows)
   axes = list(np.ravel(figure.subplots(rows, columns, squeeze=False)))
   for place in axes[count:]:
     place.set_axis_off()
@@ -160,9 +172,3 @@ def _shades(count: int) -> list[Any]:
   import matplotlib
 
   return [matplotlib.colormaps["viridis"](0.9 * i / max(count - 1, 1)) for i in range(count)]
-
-
-def _png(figure: Any) -> bytes:
-  out = io.BytesIO()
-  figure.savefig(out, format="png", dpi=120)
-  return out.getvalue()

@@ -7,16 +7,25 @@ import html
 from collections.abc import Sequence
 
 from scmoe.reports.comparison import Comparison, Group, Paired, Statistic
-from scmoe.reports.records import Measure
+from scmoe.reports.records import Measure, printable
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-  """Cells of text; the first column is left-aligned, the others are numbers."""
+  """Cells of text; the first column is left-aligned, the others are numbers.
+
+  Cells may hold what somebody else wrote into a run's folder: control characters are escaped here,
+  and each form escapes what it would take for markup.
+  """
 
   title: str
   heads: tuple[str, ...]
   rows: tuple[tuple[str, ...], ...]
+
+  def __post_init__(self) -> None:
+    object.__setattr__(self, "title", printable(self.title))
+    object.__setattr__(self, "heads", tuple(map(printable, self.heads)))
+    object.__setattr__(self, "rows", tuple(tuple(map(printable, row)) for row in self.rows))
 
   def text(self, width: int = 100) -> str:
     """Columns filled up with spaces; those beyond `width` follow in a second part of the table."""
@@ -31,9 +40,11 @@ class Table:
 
   def markdown(self) -> str:
     """A pipe table under its title."""
-    line = lambda cells: "| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |"
+    line = lambda cells: "| " + " | ".join(cells) + " |"
     rule = line(["---", *["---:"] * (len(self.heads) - 1)])
-    return "\n".join([f"**{self.title}**", "", line(self.heads), rule, *map(line, self.rows)])
+    rows = (line(map(markdown_text, row)) for row in (self.heads, *self.rows))
+    head, *body = rows
+    return "\n".join([f"**{markdown_text(self.title)}**", "", head, rule, *body])
 
   def html(self) -> str:
     """A table element; long ones scroll inside their place."""
@@ -55,6 +66,12 @@ def _parts(widths: Sequence[int], width: int) -> list[list[int]]:
     parts[-1].append(i)
     used += 2 + widths[i]
   return parts
+
+
+def markdown_text(text: str) -> str:
+  """A text as Markdown that is no HTML, no link, no picture and no end of a cell."""
+  text = printable(text).replace("&", "&amp;").replace("<", "&lt;")
+  return text.replace("[", "\\[").replace("|", "\\|")
 
 
 def result_table(comparison: Comparison) -> Table:

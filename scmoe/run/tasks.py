@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from scmoe.base.errors import ConfigError, DataError
+from scmoe.base.output import warn
 from scmoe.data.packages import need
 from scmoe.data.tokenizers import prompt_ids
 from scmoe.inference.decode import stream
@@ -32,7 +33,6 @@ from scmoe.inference.sampling import Sampling
 from scmoe.inference.scoring import Continuation, Score, score
 from scmoe.run import build
 from scmoe.run.opened import OpenRun, open_model, open_run
-from scmoe.training.workdir import warn
 
 _INSTALLED = importlib.util.find_spec("lm_eval") is not None
 

@@ -13,6 +13,7 @@ import jax
 
 from scmoe.base.errors import ConfigError, DataError, StorageError
 from scmoe.base.sizes import number
+from scmoe.base.stored import write_json
 from scmoe.data import Tokenizer
 from scmoe.models.flops import count_parameters
 from scmoe.pretrained.inference import MANIFEST, InferenceFolder
@@ -20,7 +21,7 @@ from scmoe.run import build
 from scmoe.run.config import RunConfig
 from scmoe.run.opened import load_tokenizer, open_run
 from scmoe.training.checkpoint import FOLDER, list_steps, read_meta, restore_part
-from scmoe.training.workdir import prepare_workdir, write_json
+from scmoe.training.workdir import prepare_workdir
 
 PINNED = "teacher.json"  # in the run: which teacher it began with
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import platform
 import socket
@@ -13,13 +12,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from scmoe.base.errors import StorageError
-from scmoe.training.workdir import write_json
+from scmoe.base.stored import Maybe, StoredError, read_json, write_json
 
 CARD = "card.json"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
+# What readers of a card rely on; see `scmoe.base.stored.check_shape`.
+CARD_SHAPE = {
+  "config": Maybe(dict),
+  "devices": Maybe({"count": int, "kind": str}),
+  "parameters": Maybe(dict),
+  "starts": Maybe([dict]),
+}
 # What changes how jax computes; nothing else of the environment, which may hold secrets.
 _VARIABLES = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_ENABLE_X64", "CUDA_VISIBLE_DEVICES", "NCCL_ALGO")
 
@@ -52,12 +56,11 @@ def write_card(workdir: Path, **said: Any) -> None:
 
 
 def read_card(workdir: str | os.PathLike[str]) -> dict[str, Any]:
-  """What a run's card says; empty without one, or where it is no JSON object."""
+  """The fields of a run's card; empty without one, or where it is damaged."""
   try:
-    card = json.loads((Path(workdir) / CARD).read_text("utf-8"))
-  except (OSError, ValueError):
+    return read_json(Path(workdir) / CARD, CARD_SHAPE)
+  except (FileNotFoundError, StoredError):
     return {}
-  return card if isinstance(card, dict) else {}
 
 
 def versions() -> dict[str, str]:
@@ -73,6 +76,8 @@ def versions() -> dict[str, str]:
 
 def devices() -> dict[str, Any]:
   """Kind and number of the devices of all processes."""
+  import jax  # here: readers of a card need none
+
   first = jax.devices()[0]
   return {"platform": first.platform, "kind": first.device_kind, "count": jax.device_count(),
           "processes": jax.process_count()}  # fmt: skip

@@ -22,13 +22,15 @@ import logging
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -39,12 +41,13 @@ from scmoe.base.errors import (
   ScmoeError,
   StorageError,
 )
+from scmoe.base.output import warn
+from scmoe.base.stored import Maybe, StoredError, read_json
 from scmoe.training.distributed import all_agree, barrier, from_all_processes, is_first
 from scmoe.training.fingerprint import survey
 from scmoe.training.options import CheckpointConfig
 from scmoe.training.pieces import Piece, PiecedArray, write_pieces
 from scmoe.training.schema import SCHEMA, upgraded
-from scmoe.training.workdir import warn
 
 PyTree = Any
 FOLDER = "checkpoints"
@@ -54,6 +57,19 @@ _LEFT_OVER = re.compile(r"\d+\.orbax-checkpoint-tmp.*|\d+\.trash")
 _NARROW = ("bfloat16", "float16")  # of a released model: read into float32, which loses nothing
 _BAD = re.compile(r"\d+\.bad-.*")
 _PIECES = "params"  # item of a step whose arrays came in pieces: of all its arrays
+_ITEM = re.compile(r"params(_\d+)?|state")
+_LEAF = {
+  "shape": [int],
+  "dtype": str,
+  "fingerprint": str,
+  "stored_as": Maybe(str),
+  "item": Maybe(str),
+}
+_META = {"digest": str, "step": int, "leaves": {"*": _LEAF}, "config": Maybe({"*": object}),
+         "data_fingerprint": Maybe(dict)}  # fmt: skip
+_DATA = {"processes": [dict]}
+ATTEMPTS = 10  # to read the newest step beside a run that removes it
+T = TypeVar("T")
 
 
 class Restored(NamedTuple):
@@ -69,6 +85,10 @@ class Damaged(Exception):
   """The files of one step are not what was written."""
 
 
+class StepGone(CheckpointError):
+  """The step that was asked for is not there, or not any more: a run removes its old steps."""
+
+
 class Checkpointer:
   """Writes, keeps and restores the checkpoints of one run.
 
@@ -80,7 +100,7 @@ class Checkpointer:
   """
 
   def __init__(self, workdir: str | os.PathLike[str], cfg: CheckpointConfig):
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # its tracebacks are our one-line warnings
+    quiet_libraries()
     self.directory = Path(workdir).absolute() / FOLDER
     self.last_saved: int | None = None  # newest step known to be complete
     self.last_seconds = 0.0  # from the start of that save to its completion
@@ -180,11 +200,11 @@ class Checkpointer:
       StorageError: writing failed. What making a piece raises comes through; in every case nothing
         of the step is left.
     """
-    self._clear_destination(step)
     place = self.directory / f"{step}.orbax-checkpoint-tmp-pieces"
     failed = f"saving step {step} to {self.directory} failed"
     try:
       with _storage(failed):
+        self._clear_destination(step)
         place.mkdir()
         found = write_pieces(place / _PIECES, arrays, pieces)
       _refuse_non_finite({name: own.finite for name, own in found.items()})
@@ -252,7 +272,7 @@ class Checkpointer:
     """One step, or None after setting it aside; all processes come to the same decision."""
     place, problem, restored = self.directory / str(step), "", None
     try:
-      meta, data = _read_json(place)
+      meta, data = _read_description(place)
       if check is not None:
         check(meta)
       state = load(place, _weights(abstract, meta), meta, partial=bool(meta.get(WEIGHTS_ONLY)))
@@ -297,7 +317,9 @@ class Checkpointer:
 
   def _failed(self, step: int, error: Exception) -> None:
     self._failures += 1
-    free = shutil.disk_usage(self.directory).free / 2**30 if self.directory.exists() else 0.0
+    free = 0.0
+    with contextlib.suppress(OSError):  # the folder may be gone
+      free = shutil.disk_usage(self.directory).free / 2**30
     text = f"saving step {step} to {self.directory} failed ({free:.1f} GiB free): {_line(error)}"
     if self._failures >= self._cfg.max_failures:
       raise StorageError(f"{text}; gave up after {self._failures} failures in a row") from None
@@ -314,6 +336,31 @@ class Checkpointer:
         shutil.rmtree(trash)
       except OSError as error:
         warn(f"old checkpoint {step} could not be removed: {error}")
+
+
+def quiet_libraries() -> None:
+  """Keeps the tracebacks of orbax and tensorstore off standard error: ours are one-line warnings.
+
+  orbax logs them. Where one of its reads or writes fails it closes its event loop, and each of the
+  others that were under way then raises in a thread of tensorstore, which hands the exception to
+  `sys.unraisablehook`: over a hundred tracebacks for one full disk.
+  """
+  for name in ("absl", "asyncio"):
+    logging.getLogger(name).setLevel(logging.CRITICAL)
+  if not isinstance(sys.unraisablehook, _WithoutClosedLoops):
+    sys.unraisablehook = _WithoutClosedLoops(sys.unraisablehook)
+
+
+class _WithoutClosedLoops:
+  """A `sys.unraisablehook` that passes on everything but the end of an event loop."""
+
+  def __init__(self, hook: Callable[..., Any]):
+    self._hook = hook
+
+  def __call__(self, unraisable: Any) -> None:
+    error = unraisable.exc_value
+    if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+      self._hook(unraisable)
 
 
 def list_steps(directory: Path) -> list[int]:
@@ -333,14 +380,54 @@ def read_meta(workdir: str | os.PathLike[str], step: int | None = None) -> dict[
   Raises:
     CheckpointError: no such step, or no readable one.
   """
-  directory = Path(workdir).absolute() / FOLDER
-  steps = list_steps(directory) if step is None else [step]
-  for candidate in reversed(steps):
+  return _of_step(workdir, step, lambda place: _read_description(place)[0])
+
+
+def _of_step(workdir: str | os.PathLike[str], step: int | None, read: Callable[[Path], T]) -> T:
+  """`read(place)` of a step, or of the newest step where that does not raise `Damaged`.
+
+  Raises:
+    StepGone: `step` is not there.
+    CheckpointError: it is damaged, or there is none that can be read.
+  """
+  directory, tried = Path(workdir).absolute() / FOLDER, set()
+  while True:
+    steps = list_steps(directory) if step is None else [step]  # again: a run may remove some
+    left = [candidate for candidate in steps if candidate not in tried]
+    if not left:
+      raise CheckpointError(_nothing_there(directory, step))
+    place = directory / str(left[-1])
     try:
-      return _read_json(directory / str(candidate))[0]
+      return read(place)
     except Damaged as error:
-      warn(f"checkpoint {directory / str(candidate)} cannot be used: {error}")
-  raise CheckpointError(_nothing_there(directory, step))
+      if place.is_dir():
+        warn(f"checkpoint {place} cannot be used: {error}")
+      elif step is not None:
+        raise StepGone(_nothing_there(directory, step)) from None
+    tried.add(left[-1])
+
+
+def with_newest(attempt: Callable[[], T], step: int | None = None) -> T:
+  """`attempt()`, which chooses the newest step and reads it, again when the step was removed.
+
+  A run that trains meanwhile keeps few steps (`checkpoint.keep`). What reads slowly may find the
+  step that it chose removed, and a newer one in its place.
+
+  Args:
+    attempt: reads a step.
+    step: that the user named, for which there is no second attempt; None: the newest.
+
+  Raises:
+    StepGone: the step that the user named is not there.
+  """
+  for _ in range(ATTEMPTS - 1):
+    try:
+      return attempt()
+    except StepGone as error:
+      if step is not None:
+        raise
+      warn(f"{error}; the run has removed it meanwhile, taking the newest")
+  return attempt()
 
 
 def restore_params(
@@ -364,15 +451,8 @@ def restore_part(
   workdir: str | os.PathLike[str], abstract: dict[str, PyTree], step: int | None = None
 ) -> dict[str, PyTree]:
   """Some fields of the state, e.g. `{"params": ..., "router": ...}`; see `restore_params`."""
-  directory = Path(workdir).absolute() / FOLDER
-  steps = list_steps(directory) if step is None else [step]
-  for candidate in reversed(steps):
-    place = directory / str(candidate)
-    try:
-      return load(place, abstract, _read_json(place)[0], partial=True)
-    except Damaged as error:
-      warn(f"checkpoint {place} cannot be used: {error}")
-  raise CheckpointError(_nothing_there(directory, step))
+  read = lambda place: load(place, abstract, _read_description(place)[0], partial=True)
+  return _of_step(workdir, step, read)
 
 
 def restore_on_host(
@@ -409,13 +489,13 @@ def restore_stored(
     abstract: ShapeDtypeStruct with shardings by dotted name; their types are not looked at.
     step: which one.
   """
-  place = Path(workdir).absolute() / FOLDER / str(step)
-  try:
-    meta = _read_json(place)[0]
+
+  def read(place: Path) -> dict[str, jax.Array]:
+    meta = _read_description(place)[0]
     there = {name: leaf for name, leaf in abstract.items() if name in meta["leaves"]}
     return _read_verified(place, there, meta)
-  except Damaged as error:
-    raise CheckpointError(f"checkpoint {place} cannot be used: {error}") from None
+
+  return _of_step(workdir, step, read)
 
 
 def _nothing_there(directory: Path, step: int | None) -> str:
@@ -489,6 +569,7 @@ def _read_arrays(
     wanted: ShapeDtypeStruct with shardings.
     items: in which of the step's directories each lies.
   """
+  quiet_libraries()
   groups: dict[str, dict[str, Any]] = {}
   for name, x in wanted.items():
     groups.setdefault(items[name], {})[name] = x
@@ -626,20 +707,28 @@ def _digest(meta: dict, data: dict) -> str:
   return hashlib.sha256(json.dumps([rest, data], sort_keys=True).encode()).hexdigest()
 
 
-def _read_json(place: Path) -> tuple[dict, dict]:
+def _read_description(place: Path) -> tuple[dict, dict]:
   """(meta, data) of a step, verified, by the names of today (`scmoe.training.schema`).
 
   Raises:
-    Damaged: missing, not JSON, or changed since it was written.
+    Damaged: missing, of another form than ours, changed since it was written, or another step's.
+    CheckpointError: a later version of scmoe wrote it.
   """
   try:
-    meta = json.loads((place / "meta" / "metadata").read_bytes())
-    data = json.loads((place / "data" / "metadata").read_bytes())
-    sound = meta["digest"] == _digest(meta, data)
-  except (OSError, ValueError, KeyError, TypeError) as error:
-    raise Damaged(f"its description cannot be read: {type(error).__name__}") from None
-  if not sound:
+    meta = read_json(place / "meta" / "metadata", _META)
+    data = read_json(place / "data" / "metadata", _DATA)
+    for leaf in meta["leaves"].values():
+      jnp.dtype(leaf["dtype"])
+  except (FileNotFoundError, StoredError, TypeError) as error:
+    raise Damaged(f"its description cannot be read: {error}") from None
+  if meta["digest"] != _digest(meta, data):
     raise Damaged("its description was changed after it was written")
+  if str(meta["step"]) != place.name:
+    raise Damaged(f"it is a copy of step {meta['step']}")
+  if odd := [
+    leaf for leaf in meta["leaves"].values() if not _ITEM.fullmatch(leaf.get("item", _PIECES))
+  ]:
+    raise Damaged(f"an array lies in {odd[0]['item']!r}, which is no folder of a step")
   return upgraded(meta), data
 
 
@@ -662,7 +751,7 @@ def _own(states: list[dict]) -> dict:
   """
   if len(states) == jax.process_count():
     return states[jax.process_index()]
-  if all(state == states[0] for state in states):
+  if states and all(state == states[0] for state in states):
     return states[0]
   raise ConfigError(
     f"the checkpoint's data positions are those of {len(states)} processes, this run has "

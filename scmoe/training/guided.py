@@ -10,7 +10,6 @@ the run: a later start reads it and compiles once.
 from __future__ import annotations
 
 import hashlib
-import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,8 @@ from typing import Any
 
 import jax
 
+from scmoe.base.output import warn
+from scmoe.base.stored import StoredError, read_bytes, write_whole
 from scmoe.blocks.options import OverlapConfig
 from scmoe.profiling.program import Program, latencies
 from scmoe.training.distributed import all_agree, bytes_of_first, is_first
@@ -88,7 +89,7 @@ class GuidedStep:
     guided = self.gpu and self.overlap.profile_guided
     profile = b""
     if guided:
-      profile = bytes_of_first(self.file.read_bytes() if self.file.exists() else b"")
+      profile = bytes_of_first(self._kept())
     collecting = guided and not profile
     if collecting:
       self.calls_to_profile = WARM_UP + self.overlap.profile_runs
@@ -165,12 +166,23 @@ class GuidedStep:
       self.say("profile-guided scheduling: the profile is empty; going on without it")
       return
     if is_first():
-      self.directory.mkdir(parents=True, exist_ok=True)
-      part = self.file.with_suffix(".part")
-      part.write_bytes(profile)
-      os.replace(part, self.file)
+      self._keep(profile)
     self.say(f"profile-guided scheduling: compiling with measured latencies, kept in {self.file}")
     self.waiting = lambda: self._compile(profile, profiling=False)
+
+  def _kept(self) -> bytes:
+    """The profile of an earlier start; empty without one that can be read."""
+    try:
+      return read_bytes(self.file)
+    except (FileNotFoundError, StoredError):
+      return b""
+
+  def _keep(self, profile: bytes) -> None:
+    try:
+      self.directory.mkdir(parents=True, exist_ok=True)
+      write_whole(self.file, profile)
+    except OSError as error:
+      warn(f"{self.file} cannot be written ({error.strerror}): the next start measures again")
 
   def _fingerprint(self) -> str:
     """Of the program, the devices and the versions: another of them needs another profile."""

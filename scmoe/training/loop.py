@@ -20,8 +20,10 @@ import jax
 import numpy as np
 from jax import Array
 
+from scmoe.base import output
 from scmoe.base.batch import Batch
 from scmoe.base.errors import (
+  CheckpointError,
   ConfigError,
   DataError,
   NonFiniteError,
@@ -29,6 +31,8 @@ from scmoe.base.errors import (
   ScmoeError,
   StorageError,
 )
+from scmoe.base.output import warn
+from scmoe.base.stored import write_json
 from scmoe.parallel.mesh import batch_sharding
 from scmoe.training.card import write_card
 from scmoe.training.checkpoint import WEIGHTS_ONLY, Checkpointer, misfit
@@ -51,7 +55,7 @@ from scmoe.training.search import Searchable, fastest_step
 from scmoe.training.signals import StopRequest, Watchdog
 from scmoe.training.step import TrainState, init_state
 from scmoe.training.vitals import Vitals, stragglers
-from scmoe.training.workdir import RunLock, prepare_workdir, warn, write_json
+from scmoe.training.workdir import RunLock, prepare_workdir
 
 CONFIG = "config.json"
 REPLAY = "replay"
@@ -155,6 +159,7 @@ class Trainer:
     train, accumulation = self.built.train, self._check()
     workdir = prepare_workdir(self.workdir)
     with (
+      output.optional(),
       _FirstProcess(RunLock(workdir)),
       StopRequest() as stop,
       Watchdog() as watchdog,
@@ -248,11 +253,11 @@ class _Run:
       self.checkpointer.last_saved = None  # step 0 with an optimizer is another
     else:
       self.state, self.step = restored.state.like(self.abstract), restored.step
-      self.batches.restore(restored.data_state)
+      self._go_to(restored.data_state)
     if trainer.teacher is not None:
       self.state = dataclasses.replace(self.state, teacher=trainer.teacher())
     if self.first:
-      write_json(self.workdir / CONFIG, built.config)
+      self._write_config()
       if trainer.card is not None:
         write_card(self.workdir, **trainer.card)
       self.metrics = Metrics(
@@ -270,6 +275,22 @@ class _Run:
     self.bar = Bar(self.step, self.train.steps, shown=self.first)
     if restored is not None and self.due(self.train.eval_every) and not self._evaluated():
       self.evaluate()  # the run was stopped between this step's checkpoint and its evaluation
+
+  def _go_to(self, position: dict[str, Any]) -> None:
+    try:
+      self.batches.restore(position)
+    except (KeyError, TypeError, ValueError) as error:
+      raise CheckpointError(
+        f"the position in the data that step {self.step} stores cannot be used: {error!r}; start "
+        "anew in another workdir"
+      ) from None
+
+  def _write_config(self) -> None:
+    path = self.workdir / CONFIG
+    try:
+      write_json(path, self.built.config)
+    except OSError as error:
+      raise StorageError(f"{path} cannot be written: {error.strerror}") from None
 
   @contextlib.contextmanager
   def said(self, what: str) -> Iterator[None]:
@@ -326,14 +347,14 @@ class _Run:
   def _compare(self, meta: dict[str, Any]) -> None:
     """Refuses a checkpoint of another configuration or other data; prints what may differ."""
     allow = self.built.checkpoint.allow_config_change
-    current = json.loads(json.dumps(self.built.config))
+    current, stored = json.loads(json.dumps(self.built.config)), meta.get("config", {})
     if meta.get(WEIGHTS_ONLY):  # no data have been seen, nothing but the architecture is fixed
-      check_config(architecture(meta["config"]), architecture(current), allow_change=allow)
+      check_config(architecture(stored), architecture(current), allow_change=allow)
       return
     fits = not misfit(dataclasses.replace(self.abstract, teacher=None), meta["leaves"])
-    lines = check_config(meta["config"], current, allow_change=allow, fits=fits)
+    lines = check_config(stored, current, allow_change=allow, fits=fits)
     data = json.loads(json.dumps(self.trainer.data.fingerprint()))
-    lines += check_data(meta["data_fingerprint"], data, allow_change=allow)
+    lines += check_data(meta.get("data_fingerprint", {}), data, allow_change=allow)
     if lines and self.first:
       print("changed since the checkpoint was written:", *lines, sep="\n  ", flush=True)
 
@@ -439,8 +460,27 @@ class _Run:
     self.metrics.write(step, values)
 
   def _give_up(self, step: int, values: dict[str, Any]) -> None:
-    """Leaves what reproduces the failure: the state, the batch, the numbers."""
-    folder = self.workdir / REPLAY
+    """Ends the run, and leaves behind what reproduces the failure."""
+    folder, spike = self.workdir / REPLAY, values.get("spike")
+    left = f"python -m scmoe.replay {folder} repeats the step"
+    try:
+      self._write_bundle(folder, step, values)
+    except (OSError, StorageError) as error:
+      left = f"{folder} could not be written ({error})"
+    if spike:
+      raise NonFiniteError(
+        f"step {step}: loss {values['objective']:.4f} and gradient norm {values['grad_norm']:.3g} "
+        f"are a spike (train.spike_sigma={self.train.spike_sigma:g}); {left}. Look at its batch, "
+        "or set train.spike_action=skip"
+      )
+    raise NonFiniteError(
+      f"{values['skipped_in_row']} steps in a row up to step {step} had a non-finite loss or "
+      f"gradient (train.max_skipped_in_row={self.train.max_skipped_in_row}); {left}. "
+      f"{self._remedy()}, or look at the data"
+    )
+
+  def _write_bundle(self, folder: Path, step: int, values: dict[str, Any]) -> None:
+    """Writes state, batch and numbers of the step that ended the run, for `scmoe.replay`."""
     if self.first:
       shutil.rmtree(folder, ignore_errors=True)
       folder.mkdir()
@@ -454,17 +494,6 @@ class _Run:
       numbers = {k: str(values[k]) for k in keys if k in values}
       how = {"step": step, "seed": self.train.seed, "variant": self.step_fn.variant.given}
       write_json(folder / "failure.json", how | numbers)
-    if values.get("spike"):
-      raise NonFiniteError(
-        f"step {step}: loss {values['objective']:.4f} and gradient norm {values['grad_norm']:.3g} "
-        f"are a spike (train.spike_sigma={self.train.spike_sigma:g}); python -m scmoe.replay "
-        f"{folder} repeats the step. Look at its batch, or set train.spike_action=skip"
-      )
-    raise NonFiniteError(
-      f"{values['skipped_in_row']} steps in a row up to step {step} had a non-finite loss or "
-      f"gradient (train.max_skipped_in_row={self.train.max_skipped_in_row}); state and batch "
-      f"are in {folder} (python -m scmoe.replay). {self._remedy()}, or look at the data"
-    )
 
   def _remedy(self) -> str:
     """What may help against numbers that are not finite, as this run is configured."""
@@ -514,12 +543,16 @@ class _Run:
     self._pause()
 
   def sample(self) -> None:
-    """Prints a sample of the model's text; failing to is no reason to stop."""
+    """Prints a sample of the model's text. A sample that fails does not stop the run."""
     if self.trainer.sample is None or not self.train.sample_tokens:
       return
     self._flush()
     self.arm("sample", allowance=True)
-    self.bar.print(f"sample at step {self.step}:\n{self.trainer.sample(self.state.readable())}")
+    try:
+      text = self.trainer.sample(self.state.readable())
+      self.bar.print(f"sample at step {self.step}:\n{text}")
+    except Exception as error:  # whatever a model or a tokenizer raises
+      warn(f"no sample at step {self.step}: {type(error).__name__}: {error}")
     self._pause()
 
   def _evaluated(self) -> bool:

@@ -8,22 +8,29 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import io
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from scmoe.training.workdir import warn
+from scmoe.base.errors import StorageError
+from scmoe.base.output import warn
+from scmoe.base.stored import Maybe, StoredError, parse_json, read_bytes, write_whole
 
 METRICS = "metrics.jsonl"
+MOST_METRICS = 2**33  # bytes of the record: a million lines with the numbers of 32 layers
 ROUTER = "router"
+_LINE = {"step": int, "kind": Maybe(str), "layers": Maybe({"*": list})}
+_ROUTER_FILE = re.compile(r"step_([0-9]{1,18})\.npz")
 _LONGEST_LIST = 1024  # per-layer arrays with up to so many numbers also go into metrics.jsonl
 
 
@@ -54,8 +61,9 @@ class MetricsFile:
     self.path = workdir / METRICS
     self._waiting: list[str] = []
     self._warned = False
+    self._torn = False  # the last write failed, perhaps in the middle of a line
     lines = _repair(self.path, resumed_step)
-    self._size = self.path.stat().st_size if self.path.exists() else 0
+    self._size = self.path.stat().st_size if self.path.exists() else 0  # up to the last whole line
     self._evaluated = {line["step"] for line in lines if line.get("kind") == "eval"}
 
   def has_eval(self, step: int) -> bool:
@@ -69,22 +77,57 @@ class MetricsFile:
       self._evaluated.add(step)
     data = "".join(self._waiting).encode()
     try:
-      with open(self.path, "ab") as file:
-        file.truncate(self._size)  # a line that was cut off when the disk was full
+      with open(self.path, "a+b") as file:
+        self._begin_line(file)
         file.write(data)
+        file.flush()
+        self._size = file.tell()
     except OSError as error:
+      self._torn = True
       if not self._warned:
         warn(f"{self.path} cannot be written ({error.strerror}); lines are kept and retried")
       self._warned = True
       return
-    self._size += len(data)
+    self._torn = False
     self._waiting.clear()
+
+  def _begin_line(self, file: BinaryIO) -> None:
+    """Removes what a failed write left behind; ends a line that somebody else has cut.
+
+    Somebody may have removed or cut the file meanwhile: truncating it to the size that it had would
+    fill it up with zero bytes.
+    """
+    size = file.seek(0, os.SEEK_END)
+    if size < self._size:
+      warn(f"{self.path} was removed or cut by somebody else: lines before this one are lost")
+      if size and not _ends_a_line(file):
+        file.write(b"\n")
+    elif self._torn:
+      file.truncate(self._size)
+
+
+def _ends_a_line(file: BinaryIO) -> bool:
+  file.seek(-1, os.SEEK_END)
+  return file.read(1) == b"\n"
 
 
 def read_metrics(workdir: str | os.PathLike[str], kind: str = "train") -> list[dict[str, Any]]:
   """Lines of one kind (`train`, `eval` or `end`) of a run's metrics.jsonl, oldest first."""
-  path = Path(workdir) / METRICS
-  return [line for line in _parse(path.read_bytes())[0] if line.get("kind", "train") == kind]
+  return metrics_by_kind(workdir).get(kind, [])
+
+
+def metrics_by_kind(workdir: str | os.PathLike[str]) -> dict[str, list[dict[str, Any]]]:
+  """All lines of a run's metrics.jsonl by their kind, oldest first; broken lines are left out.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    StoredError: it cannot be read.
+  """
+  lines, _ = _parse(read_bytes(Path(workdir) / METRICS, MOST_METRICS))
+  found: dict[str, list[dict[str, Any]]] = {}
+  for line in lines:
+    found.setdefault(line.get("kind", "train"), []).append(line)
+  return found
 
 
 class TensorBoard:
@@ -162,9 +205,10 @@ class Metrics:
     self.file = MetricsFile(workdir, resumed_step)
     self.sinks: list[Sink] = []
     self._router = workdir / ROUTER
-    for path in self._router.glob("step_*.npz") if self._router.is_dir() else ():
-      if int(path.stem.removeprefix("step_")) > resumed_step:
-        path.unlink()
+    for step, path in router_files(workdir):
+      if step > resumed_step:
+        with contextlib.suppress(OSError):
+          path.unlink()
     if tensorboard:
       self._add("TensorBoard files", lambda: TensorBoard(workdir, resumed_step))
     for name in filter(None, trackers.split(",")):
@@ -198,15 +242,20 @@ class Metrics:
   def write_router(self, step: int, arrays: dict[str, np.ndarray]) -> None:
     """Per-layer arrays as WORKDIR/router/step_N.npz (float32), whole or not at all."""
     path = self._router / f"step_{step:08d}.npz"
-    partial = path.with_suffix(".tmp")
     values: dict[str, Any] = {name: x.astype(np.float32) for name, x in arrays.items()}
+    content = io.BytesIO()
+    np.savez_compressed(content, **values)
     try:
       self._router.mkdir(exist_ok=True)
-      with open(partial, "wb") as file:
-        np.savez_compressed(file, **values)
-      os.replace(partial, path)
+      write_whole(path, content.getvalue())
     except OSError as error:
       warn(f"{path} cannot be written: {error.strerror}")
+
+
+def router_files(workdir: Path) -> list[tuple[int, Path]]:
+  """(step, file) of the router arrays of a run, oldest first; files of other names are left out."""
+  found = [(_ROUTER_FILE.fullmatch(p.name), p) for p in (workdir / ROUTER).glob("step_*.npz")]
+  return sorted((int(match[1]), path) for match, path in found if match)
 
 
 def short_lists(arrays: dict[str, np.ndarray]) -> dict[str, list]:
@@ -344,7 +393,7 @@ class Bar:
 
   def __init__(self, start: int, steps: int, *, shown: bool = True):
     self._shown, self._bar = shown, None
-    if shown and steps and sys.stdout.isatty():
+    if shown and steps and _is_terminal():
       from tqdm import tqdm
 
       self._bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, leave=False)
@@ -355,7 +404,7 @@ class Bar:
       self._bar.update()
 
   def print(self, text: str) -> None:
-    """A line above the bar; nothing on processes other than the first."""
+    """Prints a line above the bar, on the first process only."""
     if self._bar is not None:
       self._bar.write(text)
     elif self._shown:
@@ -367,28 +416,34 @@ class Bar:
       self._bar.close()
 
 
+def _is_terminal() -> bool:
+  with contextlib.suppress(AttributeError, ValueError):  # there is no standard output, or not now
+    return sys.stdout.isatty()
+  return False
+
+
 def _repair(path: Path, last_step: int) -> list[dict[str, Any]]:
   """Rewrites the file without broken lines and steps after `last_step`; returns what stays."""
-  if not path.exists():
+  try:
+    lines, broken = _parse(read_bytes(path, MOST_METRICS))
+    kept = [line for line in lines if line["step"] <= last_step]
+    if broken or len(kept) < len(lines):
+      write_whole(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+  except FileNotFoundError:
     return []
-  lines, broken = _parse(path.read_bytes())
-  kept = [line for line in lines if line["step"] <= last_step]
-  if broken or len(kept) < len(lines):
-    partial = path.with_name(f"{path.name}.tmp")
-    partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    os.replace(partial, path)
+  except OSError as error:
+    raise StorageError(f"{path} cannot be written: {error.strerror}") from None
   return kept
 
 
 def _parse(data: bytes) -> tuple[list[dict[str, Any]], int]:
   """(lines, number of broken ones); a last line without its end counts as broken."""
-  *whole, rest = data.split(b"\n")
+  *ended, rest = data.split(b"\n")
   lines, broken = [], int(bool(rest))
-  for text in whole:
+  for text in ended:
     try:
-      line = json.loads(text)
-      lines.append(line | {"step": int(line["step"])})
-    except (ValueError, TypeError, KeyError):
+      lines.append(parse_json(text, METRICS, _LINE))
+    except StoredError:
       broken += 1
   return lines, broken
 

@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scmoe.training.workdir import warn
+from scmoe.base.output import warn
+from scmoe.training.signals import hangups
 
 FINAL = (0, 2, 3, 4, 5, 6, 75)
 LONGEST_WAIT = 60.0  # seconds between two starts
@@ -29,7 +30,7 @@ def supervise(
 ) -> int:
   """Runs a command until it ends for good; its exit code (128 + N where signal N killed it).
 
-  SIGTERM is passed on to it; then it is not started again.
+  SIGTERM and SIGHUP are passed on to it; then it is not started again.
 
   Args:
     command: program and arguments.
@@ -48,10 +49,8 @@ def supervise(
       child.send_signal(number)
 
   # A terminal sends SIGINT to both.
-  before = {
-    signal.SIGTERM: signal.signal(signal.SIGTERM, pass_on),
-    signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
-  }
+  before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, *hangups())}
+  before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
   used = 0
   try:
     while True:

@@ -50,9 +50,11 @@ _ABSENT = "(not set)"
 
 def architecture(config: dict[str, Any]) -> dict[str, Any]:
   """What of a configuration decides what given weights compute."""
+  parts = {part: config.get(part) for part in _CHOSEN}
   return {
-    part: {name: value for name, value in config[part].items() if name not in chosen}
-    for part, chosen in _CHOSEN.items()
+    part: {name: value for name, value in fields.items() if name not in _CHOSEN[part]}
+    for part, fields in parts.items()
+    if isinstance(fields, dict)
   }
 
 

@@ -30,6 +30,7 @@ from scmoe.layers.rope import RopeConfig
 SCHEMA = 2
 _EXPERTS = re.compile(r"(?<=\bmoe\.)(?=(up|gate|down|up_bias|down_bias)$)")
 _GONE = ("router.skewed",)
+_MOST_BLOCKS = 1024  # of a pair: a stored configuration may say anything
 _COMPAT = ("order", "weights", "weight_norm", "jitter", "uniform", "round_to")
 # Fields that came later, and what runs did before there were any: a field that is not stored would
 # count as a change of the configuration, and the run would not go on.
@@ -112,7 +113,8 @@ def upgraded(meta: dict[str, Any]) -> dict[str, Any]:
 
 def _completed(config: dict[str, Any]) -> dict[str, Any]:
   """A stored configuration with the fields that came after it."""
-  return config | {part: new | config[part] for part, new in _SINCE.items() if part in config}
+  stored = {part: config[part] for part in _SINCE if isinstance(config.get(part), dict)}
+  return config | {part: _SINCE[part] | fields for part, fields in stored.items()}
 
 
 def upgraded_config(values: dict[str, Any]) -> dict[str, Any]:
@@ -149,12 +151,13 @@ def _slot_name(slot: Any, model: dict[str, Any]) -> Any:
   if not (isinstance(slot, int | float) and math.isfinite(slot)):
     return slot
   wiring, blocks = WIRINGS.get(str(model.get("wiring", "scmoe_pos2"))), model.get("moe_every", 2)
-  if slot < 0 or wiring is None or not wiring.taps or not isinstance(blocks, int):
+  sensible = isinstance(blocks, int) and 0 < blocks <= _MOST_BLOCKS
+  if slot < 0 or wiring is None or not wiring.taps or not sensible:
     return "auto"
   start = min(tap_step(tap_index(tap, blocks)) for tap in wiring.taps)
   names = slot_names([step.name for step in dense_steps(wiring, blocks)][start:])
   # An attention was one operation with a half in it, and is two steps.
-  whole = [name for name in names if ": " not in name]
-  before = whole[min(int(slot), len(whole) - 1)]
+  operations = [name for name in names if ": " not in name]
+  before = operations[min(int(slot), len(operations) - 1)]
   index = names.index(before) + (1 if slot % 1 else 0)
   return names[min(index, len(names) - 1)]

@@ -32,6 +32,9 @@ from jax import Array
 from jax.sharding import Mesh
 
 from scmoe.base.batch import Batch
+from scmoe.base.errors import ConfigError
+from scmoe.base.output import warn
+from scmoe.base.stored import Maybe, StoredError, check_shape, read_json, write_json
 from scmoe.blocks.options import OverlapConfig
 from scmoe.parallel.mesh import batch_sharding
 from scmoe.profiling.program import latencies
@@ -41,7 +44,6 @@ from scmoe.training.optimizer import Optimizer
 from scmoe.training.options import TrainConfig
 from scmoe.training.step import Objective, TrainState, init_state, make_train_step
 from scmoe.training.variants import Change, StepVariants, Variant, parse_candidates
-from scmoe.training.workdir import write_json
 
 PROFILES = "profile_guided"  # measured latencies of steps; see `GuidedStep`
 SCHEDULE = "schedule.json"  # the decision; see `Decisions`
@@ -385,10 +387,15 @@ def fastest_step(
   decisions = Decisions(folder / SCHEDULE, built.config)
   chosen = decisions.known()
   if chosen is not None:
-    say(f"schedule: {chosen}, as an earlier start chose ({decisions.file})")
-  elif searches:
+    try:
+      known = steps.step(chosen)
+    except ConfigError as error:
+      warn(f"{decisions.file} is not used: {error}; searching again")
+    else:
+      say(f"schedule: {chosen}, as an earlier start chose ({decisions.file})")
+      return known
+  if searches:
     chosen = _on_a_cut(make, candidates, decisions.keep)
-  if chosen is not None:
     return steps.step(chosen)
   return Search(steps, tuned, rounds=built.train.tune_rounds, keep=decisions.keep, say=say)
 
@@ -433,6 +440,31 @@ def _fastest(search: Search, cut: Searchable, abstract: TrainState) -> Variant:
   return search.chosen
 
 
+# What the search may choose: fields that change no result.
+_CHOSEN = {
+  "transport": Maybe(str),
+  "schedule": Maybe(str),
+  "order": Maybe(str),
+  "adaptive_r": Maybe(int),
+  "chunks": Maybe(int),
+}
+
+
+def stored_variant(fields: dict[str, Any], where: str) -> Variant:
+  """The variant that a file stores.
+
+  Raises:
+    StoredError: it has other fields than those that a search chooses, or of other types.
+  """
+  try:
+    check_shape(fields, _CHOSEN, "the variant")
+    if unknown := sorted(set(fields) - set(_CHOSEN)):
+      raise ValueError(f"{unknown[0]!r} is not chosen by a search")
+  except ValueError as error:
+    raise StoredError(f"{where} cannot be used: {error}") from None
+  return Variant(**fields)
+
+
 @dataclasses.dataclass(frozen=True)
 class Decisions:
   """WORKDIR/schedule.json: the decision of a search, and for what it holds.
@@ -450,18 +482,22 @@ class Decisions:
     found = None
     if is_first():
       try:
-        stored = json.loads(self.file.read_text())
+        stored = read_json(self.file, {"for": dict, "chosen": dict})
         if stored["for"] == self._identity():
-          found = Variant(**stored["chosen"]).given
-      except (OSError, ValueError, KeyError, TypeError):
+          found = stored_variant(stored["chosen"], str(self.file)).given
+      except (FileNotFoundError, StoredError):
         found = None  # none, half a file, or one of another version: search again
     found = from_all_processes({"found": found})[0]["found"]
     return None if found is None else Variant(**found)
 
   def keep(self, decision: dict[str, Any]) -> None:
-    """Writes it, on process 0."""
-    if is_first():
+    """Writes it, on process 0; where that fails the next start searches again."""
+    if not is_first():
+      return
+    try:
       write_json(self.file, {**decision, "for": self._identity()})
+    except OSError as error:
+      warn(f"{self.file} cannot be written ({error.strerror}): the next start searches again")
 
   def _identity(self) -> dict[str, Any]:
     relevant = {name: self.config.get(name) for name in SECTIONS}

@@ -1,8 +1,8 @@
 """Being asked to stop, and noticing that nothing moves.
 
-SIGTERM and the first SIGINT ask the loop to finish its step, save and exit 75; a second SIGINT ends
-the process as usual. With several processes SIGTERM belongs to jax: its preemption service agrees
-on one step at which all of them stop.
+SIGTERM, SIGHUP (the terminal hung up) and the first SIGINT ask the loop to finish its step, save
+and exit 75; a second SIGINT ends the process as usual. With several processes SIGTERM belongs to
+jax: its preemption service agrees on one step at which all of them stop.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class StopRequest:
 
   def __enter__(self) -> StopRequest:
     # jax.distributed has its own handler of SIGTERM, and ours would silently disable it.
-    mine = (signal.SIGINT,) if self._several else (signal.SIGTERM, signal.SIGINT)
+    mine = [signal.SIGINT] if self._several else [signal.SIGTERM, signal.SIGINT]
+    mine += hangups()
     if threading.current_thread() is threading.main_thread():
       self._before = {number: signal.signal(number, self._handle) for number in mine}
     return self
@@ -70,6 +71,11 @@ class StopRequest:
       os.kill(os.getpid(), signal.SIGTERM)  # jax passes it on to all processes
     else:
       self._asked = True
+
+
+def hangups() -> list[signal.Signals]:
+  """[SIGHUP], but nothing under nohup, which lets a process ignore it."""
+  return [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
 
 
 class Watchdog:

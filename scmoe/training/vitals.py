@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from scmoe.training.workdir import write_json
+from scmoe.base.stored import write_json
 
 HEARTBEAT = "heartbeat"
 BEAT_SECONDS = 5.0  # least time between two writes of the file

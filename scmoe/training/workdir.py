@@ -1,28 +1,30 @@
-"""The directory of a run: who may write it, and how a file appears in it whole or not at all."""
+"""The directory of a run: it is there and can be written, and one run at a time writes to it."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from scmoe.base.errors import ConfigError, StorageError
+from scmoe.base.output import warn
+from scmoe.base.stored import StoredError, read_json
 
 LOCK = "run.lock"
-TOUCH_SECONDS = 30  # a living run shows itself so often
+TOUCH_SECONDS = 30  # so often a living run touches its lock
 FOREIGN_STALE_SECONDS = 300  # silence after which a lock of another host counts as left behind
+_PROBE_BYTES = 4096
+_BUSY = (errno.EAGAIN, errno.EACCES)  # somebody else holds the lock
+_LARGEST_PID = 2**31 - 1
 
-
-def warn(text: str) -> None:
-  """One line on standard error; where that is a file on a full disk, training goes on without."""
-  with contextlib.suppress(OSError):
-    print(f"WARNING: {text}", file=sys.stderr, flush=True)
+_descriptors: set[int] = set()  # of held locks
 
 
 def prepare_workdir(path: str | os.PathLike[str]) -> Path:
@@ -30,7 +32,7 @@ def prepare_workdir(path: str | os.PathLike[str]) -> Path:
 
   Raises:
     ConfigError: a file is in the way, or the name cannot be one.
-    StorageError: it cannot be created or written.
+    StorageError: it cannot be created or written; nothing that was created stays.
   """
   text = os.fspath(path)
   if not text or "\0" in text or any(len(part) > 255 for part in Path(text).parts):
@@ -39,94 +41,161 @@ def prepare_workdir(path: str | os.PathLike[str]) -> Path:
   for place in (workdir, *workdir.parents):
     if place.exists() and not place.is_dir():
       raise ConfigError(f"workdir={workdir}: {place} is a file; give another directory")
+  missing = [place for place in (workdir, *workdir.parents) if not place.exists()]
   try:
     workdir.mkdir(parents=True, exist_ok=True)
-    probe = workdir / f".probe-{os.getpid()}"
-    probe.touch()
-    probe.unlink(missing_ok=True)  # a process of another host may have the same number
+    _write_probe(workdir)
   except OSError as error:
+    for place in missing:  # the innermost first
+      with contextlib.suppress(OSError):
+        place.rmdir()
     raise StorageError(
       f"workdir={workdir} cannot be written ({error.strerror}); give another directory or free it"
     ) from None
   return workdir
 
 
-def write_json(path: Path, value: Any) -> None:
-  """Writes JSON so that readers see the old file or the new one, never a part."""
-  partial = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-  partial.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
-  os.replace(partial, path)
+def _write_probe(workdir: Path) -> None:
+  """Writes and removes a file: on a full disk an empty one can still be made."""
+  probe = workdir / f".probe-{os.getpid()}"
+  try:
+    probe.write_bytes(b"\0" * _PROBE_BYTES)
+  finally:
+    probe.unlink(missing_ok=True)  # a process of another host may have the same number
 
 
 class RunLock:
   """Keeps a second run out of a directory. A context manager.
 
-  The lock names process and host. One left by a process that is gone is broken with a warning; of
-  another host we know only whether it still touches the file.
+  Two things together: an OS lock (flock) on the directory and on a file in it, which exactly one
+  process can hold and which the kernel releases when that process dies, however it dies; and the
+  name of process and host in that file. The name is for messages, for file systems without OS
+  locks, and for those whose locks do not reach other hosts: there a file that another host touched
+  within `FOREIGN_STALE_SECONDS` counts as held.
+
+  Args:
+    workdir: exists.
+    name: of the file; different names do not keep each other out.
   """
 
-  def __init__(self, workdir: Path):
-    self._path = workdir / LOCK
+  def __init__(self, workdir: Path, name: str = LOCK):
+    self._path = workdir / name
     self._done = threading.Event()
+    self._file = -1
+    self._held: list[int] = []  # descriptors
 
   def __enter__(self) -> RunLock:
-    for _ in range(3):
-      try:
-        handle = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-      except FileExistsError:
-        self._break_if_stale()
-        continue
-      with os.fdopen(handle, "w") as file:
-        json.dump(identity(os.getpid()), file)
-      threading.Thread(target=self._touch, daemon=True).start()
-      return self
-    raise ConfigError(f"workdir: {self._path} appears again and again; is another run starting?")
+    """Takes the lock.
+
+    Raises:
+      ConfigError: another process holds it.
+      StorageError: the file cannot be written; it is removed again.
+    """
+    try:
+      self._take()
+      self._refuse_named_owner()
+      self._write_name()
+    except BaseException:
+      self._release()
+      raise
+    threading.Thread(target=self._touch, daemon=True).start()
+    return self
 
   def __exit__(self, *_: object) -> None:
     self._done.set()
-    self._path.unlink(missing_ok=True)
+    if _is_same_file(self._file, self._path):
+      self._path.unlink(missing_ok=True)
+    self._release()
+
+  def _take(self) -> None:
+    """Opens directory and file and locks both."""
+    # A file can be deleted under a running process; the directory's lock then still holds.
+    if self._path.name == LOCK:
+      self._hold(os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY), warns=False)
+    while True:
+      try:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        self._file = os.open(self._path, flags, 0o644)
+      except OSError as error:
+        raise StorageError(f"{self._path} cannot be written ({error.strerror})") from None
+      self._hold(self._file, warns=True)
+      # Its holder may have deleted the file between our opening and locking it.
+      if _is_same_file(self._file, self._path):
+        return
+      self._held.remove(self._file)
+      _close(self._file)
+
+  def _hold(self, descriptor: int, *, warns: bool) -> None:
+    self._held.append(descriptor)
+    _descriptors.add(descriptor)
+    try:
+      fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+      if error.errno in _BUSY:
+        raise self._in_use(_owner(self._path)[0]) from None
+      if warns:  # the directory on NFS, and both on some parallel file systems
+        warn(
+          f"the file system of {self._path} has no locks ({error.strerror}): two runs that start "
+          "there in the same moment are not kept apart"
+        )
+
+  def _refuse_named_owner(self) -> None:
+    owner, alive = _owner(self._path)
+    if alive:
+      raise self._in_use(owner)
+    if owner:
+      warn(
+        f"breaking the lock that process {owner['pid']} on {owner['host']} left in "
+        f"{self._path.parent}"
+      )
+
+  def _in_use(self, owner: dict[str, Any]) -> ConfigError:
+    who = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
+    return ConfigError(
+      f"workdir={self._path.parent} is in use by {who}; give another workdir, or stop that run"
+    )
+
+  def _write_name(self) -> None:
+    text = json.dumps(identity(os.getpid())).encode()
+    try:
+      os.ftruncate(self._file, 0)
+      if os.pwrite(self._file, text, 0) != len(text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+      self._path.unlink(missing_ok=True)
+      raise StorageError(f"{self._path} cannot be written ({error.strerror})") from None
+
+  def _release(self) -> None:
+    for descriptor in self._held:
+      _close(descriptor)
+    self._held.clear()
+    self._file = -1
 
   def _touch(self) -> None:
     while not self._done.wait(TOUCH_SECONDS):
       try:
-        os.utime(self._path)
+        os.utime(self._file)
       except OSError:
         return
 
-  def _break_if_stale(self) -> None:
-    owner, alive = _owner(self._path)
-    if owner is None:
-      return
-    pid, host = owner.get("pid", 0), owner.get("host", "unknown")
-    if alive:
-      raise ConfigError(
-        f"workdir={self._path.parent} is in use by process {pid} on {host}; give another "
-        f"workdir, or stop that run (delete {self._path} only if it is gone)"
-      )
-    warn(f"breaking the lock that process {pid} on {host} left in {self._path.parent}")
-    stale = self._path.with_name(f"{LOCK}.stale-{os.getpid()}")
-    os.replace(self._path, stale)
-    stale.unlink()
-
 
 def owner_lives(path: Path) -> bool:
-  """Whether a lock is there and held by a process that still runs."""
+  """Whether a lock is there and names a process that still runs."""
   return _owner(path)[1]
 
 
-def _owner(path: Path) -> tuple[dict[str, Any] | None, bool]:
-  """Who holds a lock, None if there is none, and whether that process still runs."""
+def _owner(path: Path) -> tuple[dict[str, Any], bool]:
+  """Process and host that a lock names, {} without one, and whether that process still runs."""
   try:
     silent = time.time() - path.stat().st_mtime
-    owner = json.loads(path.read_text() or "{}")
-  except FileNotFoundError:
-    return None, False
-  except (ValueError, OSError):
-    owner, silent = {}, FOREIGN_STALE_SECONDS + 1
-  pid, host = owner.get("pid", 0), owner.get("host", "unknown")
-  if host == socket.gethostname():
-    return owner, pid != os.getpid() and pid > 0 and owner == identity(pid)
-  return owner, silent < FOREIGN_STALE_SECONDS
+    owner = read_json(path, {"pid": int, "host": str}, most=4096)
+  except (OSError, StoredError):  # none, or a name that was cut off when the disk was full
+    return {}, False
+  pid = owner["pid"]
+  if owner["host"] != socket.gethostname():
+    return owner, silent < FOREIGN_STALE_SECONDS
+  possible = 0 < pid <= _LARGEST_PID and pid != os.getpid()
+  return owner, possible and owner == identity(pid)
 
 
 def identity(pid: int) -> dict[str, Any]:
@@ -146,3 +215,24 @@ def _alive(pid: int) -> bool:
   except PermissionError:
     return True
   return True
+
+
+def _is_same_file(descriptor: int, path: Path) -> bool:
+  with contextlib.suppress(OSError):
+    return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
+  return False
+
+
+def _close(descriptor: int) -> None:
+  _descriptors.discard(descriptor)
+  with contextlib.suppress(OSError):
+    os.close(descriptor)
+
+
+def _close_in_child() -> None:
+  """A forked child, such as TensorBoard's writer, must not hold the lock when the run is dead."""
+  for descriptor in list(_descriptors):
+    _close(descriptor)
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -172,5 +172,5 @@ def test_mistakes_are_one_line(tmp_path):
     command.main([])
   run = write_run(tmp_path / "a", losses=[1.0])
   (run / "card.json").write_text("[]")
-  with pytest.raises(DataError, match=r"card\.json: holds list, not an object"):
+  with pytest.raises(DataError, match=r"card\.json cannot be used: it is \[\], not an object"):
     read_run(run)

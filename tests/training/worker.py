@@ -22,6 +22,7 @@ import jax
 from training_fakes import Iterator, Objective, Source, trainer
 
 from scmoe.base.errors import run_main
+from scmoe.base.output import say
 from scmoe.blocks.options import OverlapConfig
 from scmoe.parallel.mesh import MeshConfig, make_mesh
 from scmoe.profiling.program import Program
@@ -96,7 +97,7 @@ def main(argv):
   )
   if args.get("search"):
     search(run)
-  print(f"processes {jax.process_count()}", flush=True)
+  say(f"processes {jax.process_count()}")
   run.run()
 
 

@@ -1,0 +1,177 @@
+"""Small files that scmoe keeps: written whole or not at all, and read as if anybody wrote them.
+
+A stored JSON file may have been cut off by a full disk, edited by hand, or made by somebody who
+wants to crash its reader. `read_json` is the one reader: it limits size and depth, checks the
+fields that the caller is going to use, and raises `StoredError` for everything else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from scmoe.base.errors import DataError
+
+MOST_BYTES = 2**28  # of a file; the metadata of a checkpoint with 10,000 leaves has 2 MB
+MOST_DEPTH = 64  # nested objects and lists; a configuration has 4
+_MOST_INT = 2**63
+_OPENERS = ("{", "[")
+_NAMES = {dict: "an object", list: "a list", str: "a text", int: "a whole number",
+          float: "a finite number", bool: "true or false"}  # fmt: skip
+
+
+class StoredError(DataError):
+  """A stored file cannot be read, is not JSON, or has other fields than it should have."""
+
+
+class Maybe:
+  """A field of a shape that may be missing."""
+
+  def __init__(self, shape: Any):
+    self.shape = shape
+
+
+def read_json(path: str | os.PathLike[str], shape: Any = dict, *, most: int = MOST_BYTES) -> Any:
+  """The value of a JSON file that has the given shape.
+
+  Args:
+    path: of a regular file: reading a pipe or a device might never end.
+    shape: see `check_shape`.
+    most: bytes that the file may have.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    StoredError: it cannot be read, or holds something else.
+  """
+  return parse_json(read_bytes(path, most), str(path), shape)
+
+
+def read_bytes(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
+  """The bytes of a regular file.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    StoredError: it cannot be read, is no regular file, or has more than `most` bytes.
+  """
+  try:
+    found = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would wait for its writer
+    with os.fdopen(found, "rb") as file:
+      if not stat.S_ISREG(os.fstat(found).st_mode):
+        raise StoredError(f"{path} is no regular file")
+      data = file.read(most + 1)
+  except (FileNotFoundError, NotADirectoryError):
+    raise FileNotFoundError(f"{path} does not exist") from None
+  except OSError as error:
+    raise StoredError(f"{path} cannot be read: {error.strerror}") from None
+  if len(data) > most:
+    raise StoredError(f"{path} has more than {most:,} bytes; such a file has fewer")
+  return data
+
+
+def parse_json(text: str | bytes, where: str, shape: Any = dict) -> Any:
+  """The value of a JSON text that has the given shape.
+
+  Args:
+    text: UTF-8 where it is bytes.
+    where: what messages call it.
+    shape: see `check_shape`.
+
+  Raises:
+    StoredError: it is not JSON, names a key twice, is nested too deep, or has another shape.
+  """
+  try:
+    text = text.decode("utf-8") if isinstance(text, bytes) else text
+    value = json.loads(text, object_pairs_hook=_unique)
+    if sum(map(text.count, _OPENERS)) > MOST_DEPTH:  # otherwise it cannot be that deep
+      _check_depth(value)
+    if "\\u" in text:
+      json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no character
+    check_shape(value, shape)
+  except (ValueError, RecursionError) as error:
+    reason = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
+    raise StoredError(f"{where} cannot be used: {' '.join(reason.split())[:200]}") from None
+  return value
+
+
+def check_shape(value: Any, shape: Any, name: str = "it") -> None:
+  """Checks that a JSON value has the fields and types that its reader is going to use.
+
+  Args:
+    value: of `json.loads`.
+    shape: a type, where `float` includes integers, both are finite and integers have at most 63
+      bits; `object` for anything; `[shape]` for a list; `{"*": shape}` for an object whose fields
+      all have one shape; `{"step": int, "kind": Maybe(str)}` for an object with these fields, and
+      possibly others.
+    name: of the value in messages.
+
+  Raises:
+    ValueError: the first difference.
+  """
+  if isinstance(shape, list):
+    _check_type(value, list, name)
+    for number, item in enumerate(value):
+      check_shape(item, shape[0], f"{name}[{number}]")
+  elif isinstance(shape, dict):
+    _check_type(value, dict, name)
+    fields = dict.fromkeys(value, shape["*"]) if "*" in shape else shape
+    for field, inner in fields.items():
+      if field in value:
+        check_shape(value[field], inner.shape if isinstance(inner, Maybe) else inner, repr(field))
+      elif not isinstance(inner, Maybe):
+        raise ValueError(f"{name} has no {field!r}")
+  else:
+    _check_type(value, shape, name)
+
+
+def write_json(path: Path, value: Any) -> None:
+  """Writes JSON so that readers see the old file or the new one, never a part.
+
+  Raises:
+    OSError: it cannot be written; the old file stays and nothing is left beside it.
+  """
+  write_whole(path, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
+
+
+def write_whole(path: Path, data: bytes) -> None:
+  """Writes a file so that readers see the old one or the new one, never a part.
+
+  Raises:
+    OSError: it cannot be written; the old file stays and nothing is left beside it.
+  """
+  partial = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+  try:
+    partial.write_bytes(data)
+    os.replace(partial, path)
+  except OSError:
+    partial.unlink(missing_ok=True)
+    raise
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  found = dict(pairs)
+  if len(found) < len(pairs):
+    seen: set[str] = set()
+    twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+    raise ValueError(f"{twice[:80]!r} is given twice")
+  return found
+
+
+def _check_depth(value: Any) -> None:
+  level = [value]
+  for _ in range(MOST_DEPTH + 1):
+    inside = [x for x in level if isinstance(x, dict | list)]
+    level = [x for outer in inside for x in (outer.values() if isinstance(outer, dict) else outer)]
+  if level:
+    raise ValueError(f"it is nested deeper than {MOST_DEPTH} levels")
+
+
+def _check_type(value: Any, wanted: type, name: str) -> None:
+  kinds = (int, float) if wanted is float else wanted
+  good = isinstance(value, kinds) and (wanted in (bool, object) or not isinstance(value, bool))
+  if good and wanted in (int, float):
+    good = -_MOST_INT <= value < _MOST_INT  # false for NaN and infinities too
+  if not good:
+    raise ValueError(f"{name} is {repr(value)[:60]}, not {_NAMES.get(wanted, wanted.__name__)}")

@@ -40,9 +40,10 @@ from scmoe.run.command_line import (
 )
 from scmoe.run.config import RunConfig, with_field
 from scmoe.run.effects import check_typed
-from scmoe.run.opened import open_folder, open_model, open_run
+from scmoe.run.opened import OpenRun, Stored, open_folder, open_model, open_run
 from scmoe.run.programs import user_programs
 from scmoe.run.summary import TOKENIZER
+from scmoe.training.checkpoint import with_newest
 
 # Fields of the stored configuration that may be another in evaluation: none changes a parameter.
 DATA = ("data.path", "data.source", "data.mixture", "data.field", "data.domain_field",
@@ -124,9 +125,15 @@ def _on_tasks(values: Mapping[str, Any], changed: Mapping[str, str]) -> dict[str
   allowed, folder = values["allow_import"], None
   if values["model"]:
     folder = InferenceFolder(values["model"], allowed)
-  stored = folder or open_run(values["workdir"], step, allowed)
-  run = build.on_mesh(with_changes(stored.run, changed), values["mesh"])
-  opened = open_folder(folder, run) if folder else open_model(run, values["workdir"], stored.step)
+
+  def opened_step() -> tuple[int, OpenRun]:
+    stored = folder or open_run(values["workdir"], step, allowed)
+    run = build.on_mesh(with_changes(stored.run, changed), values["mesh"])
+    if folder:
+      return stored.step, open_folder(folder, run)
+    return stored.step, open_model(run, values["workdir"], stored.step)
+
+  at, opened = with_newest(opened_step, step)
   found = evaluate_tasks(
     opened,
     [name.strip() for name in values["tasks"].split(",") if name.strip()],
@@ -135,7 +142,7 @@ def _on_tasks(values: Mapping[str, Any], changed: Mapping[str, str]) -> dict[str
     limit=values["limit"] or None,
     gen_kwargs=values["gen_kwargs"],
   )
-  print(f"{opened.workdir} at step {stored.step}\n{task_table(found)}")
+  print(f"{opened.workdir} at step {at}\n{task_table(found)}")
   return found
 
 
@@ -164,12 +171,17 @@ def evaluate_run(
     DataError: there is no text to evaluate on, or the model's folder is damaged.
   """
   folder = InferenceFolder(model, allow_import) if model else None
-  stored = folder or open_run(workdir, None if step < 0 else step, allow_import)
-  workdir, changed = workdir or model, changed or {}
-  run = build.on_mesh(with_changes(stored.run, changed), mesh)
-  run.train.check_mesh(run.mesh.batch_shards)
-  run = build.with_capacity_groups_of(run, stored.run)
-  opened = open_folder(folder, run) if folder else open_model(run, workdir, stored.step)
+  named, workdir, changed = None if step < 0 else step, workdir or model, changed or {}
+
+  def opened_step() -> tuple[Stored | InferenceFolder, RunConfig, OpenRun]:
+    stored = folder or open_run(workdir, named, allow_import)
+    run = build.on_mesh(with_changes(stored.run, changed), mesh)
+    run.train.check_mesh(run.mesh.batch_shards)
+    run = build.with_capacity_groups_of(run, stored.run)
+    opened = open_folder(folder, run) if folder else open_model(run, workdir, stored.step)
+    return stored, run, opened
+
+  stored, run, opened = with_newest(opened_step, named)
   elsewhere = any(name in DATA for name in changed)
   source = with_tokenizer(run.data, workdir) if elsewhere else run.data
   data = open_data(

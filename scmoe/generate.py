@@ -48,8 +48,9 @@ from scmoe.run.command_line import (
   simulate,
 )
 from scmoe.run.config import RunConfig
-from scmoe.run.opened import open_folder, open_model, open_run
+from scmoe.run.opened import OpenRun, open_folder, open_model, open_run
 from scmoe.run.programs import user_programs
+from scmoe.training.checkpoint import with_newest
 
 OF_CONFIG = ("config", "config_json", "smoke", "allow_config_change", "allow_import")
 SAMPLING_FLAGS = (
@@ -302,14 +303,18 @@ class Session:
     max_new_tokens: int = 64,
   ):
     folder = InferenceFolder(model, allow_import) if model else None
-    stored = folder or open_run(workdir, None if step < 0 else step, allow_import)
-    run = build.on_mesh(stored.run, mesh)
-    load = Load(rows, longest or run.model.context - max_new_tokens, max_new_tokens)
-    options = {"wish": wish, "load": load}
-    if folder is not None:
-      opened = open_folder(folder, run, **options)
-    else:
-      opened = open_model(run, workdir, stored.step, **options)
+    named = None if step < 0 else step
+
+    def opened_step() -> OpenRun:
+      stored = folder or open_run(workdir, named, allow_import)
+      run = build.on_mesh(stored.run, mesh)
+      load = Load(rows, longest or run.model.context - max_new_tokens, max_new_tokens)
+      options = {"wish": wish, "load": load}
+      if folder is not None:
+        return open_folder(folder, run, **options)
+      return open_model(run, workdir, stored.step, **options)
+
+    opened = with_newest(opened_step, named)
     self.model, self.tokenizer, self.plan = opened.model, opened.tokenizer, opened.plan
     self._usage = Usage()
     self._options = {

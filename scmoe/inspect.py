@@ -14,6 +14,7 @@ import io
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from scmoe.run import build
 from scmoe.run.command_line import HELP, Flag, help_text, parse
 from scmoe.run.opened import open_run
 from scmoe.run.programs import user_programs
-from scmoe.training.checkpoint import restore_part
+from scmoe.training.checkpoint import restore_part, with_newest
 
 FLAGS = (
   Flag("workdir", str, "", "folder of the run", required=True),
@@ -151,11 +152,16 @@ def inspect_run(workdir: str, step: int = -1, batches: int = 16) -> Inspection:
     ConfigError: the wiring has no routed experts.
     DataError: there is no validation text.
   """
-  stored = open_run(workdir, None if step < 0 else step)
-  run = build.single_device(stored.run)
-  built = build.build(run)
-  wanted = {"params": built.shapes, "router": built.router_shapes}
-  state = restore_part(workdir, wanted, stored.step)
+  named = None if step < 0 else step
+
+  def opened_step() -> tuple[int, build.Built, dict[str, Any]]:
+    stored = open_run(workdir, named)
+    built = build.build(build.single_device(stored.run))
+    wanted = {"params": built.shapes, "router": built.router_shapes}
+    return stored.step, built, restore_part(workdir, wanted, stored.step)
+
+  at, built, state = with_newest(opened_step, named)
+  run = built.run
   data = open_data(run.data, batch_size=run.train.batch_size, seed=run.train.seed)
   found = probe(
     built.model(state["params"]),
@@ -165,7 +171,7 @@ def inspect_run(workdir: str, step: int = -1, batches: int = 16) -> Inspection:
     num_classes=len(CLASSES),
     router=state["router"],
   )
-  return Inspection(read_run(workdir), stored.step, found, data.domains)
+  return Inspection(read_run(workdir), at, found, data.domains)
 
 
 def token_classes(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:

@@ -22,7 +22,7 @@ import jax
 from scmoe.base import determinism
 from scmoe.base.errors import ConfigError, run_main
 from scmoe.base.extensions import remember
-from scmoe.base.output import warn
+from scmoe.base.output import optional, say, warn
 from scmoe.data import Data, check_vocab, open_data
 from scmoe.inference.decode import generate
 from scmoe.inference.evaluation import evaluate, flat_scalars
@@ -76,7 +76,8 @@ def main(argv: list[str]) -> None:
     if values["print_config"]:
       return print(to_json(dataclasses.replace(planned, mesh=run.mesh)), end="")
     return print(report(dry_run(planned)))
-  train(run, workdir)
+  with optional():
+    train(run, workdir)
 
 
 def train(run: RunConfig, workdir: Path) -> TrainState:
@@ -131,7 +132,7 @@ def train(run: RunConfig, workdir: Path) -> TrainState:
   except jax.errors.JaxRuntimeError as error:
     raise out_of_memory(built, error) or error from None
   if distributed.is_first():
-    print(result(data, workdir), flush=True)
+    say(result(data, workdir))
   return state
 
 

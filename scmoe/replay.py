@@ -73,7 +73,7 @@ def replay(built: Searchable, bundle: Path, teacher: Any = None) -> tuple[str, b
     A table of the numbers then and now, and whether all are equal, bit by bit.
 
   Raises:
-    CheckpointError: the bundle is not whole.
+    CheckpointError: the bundle is damaged or incomplete.
     ConfigError: another number of processes wrote it.
   """
   failure, variant = _failure(bundle)

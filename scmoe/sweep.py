@@ -206,7 +206,7 @@ def _gpus() -> list[str]:
 
 
 def is_done(run: Run) -> bool:
-  """Whether a run of exactly this configuration was trained to its end in its folder.
+  """True if a run of exactly this configuration was trained to its end in its folder.
 
   A folder is named by the grid and the seed alone. After a sweep with other options it holds
   another run: one that goes on where nothing but its length and the like has changed.
@@ -329,7 +329,7 @@ class _Stop:
 
 
 def _wait_for_owner(folder: Path, place: str) -> None:
-  """A sweep that was killed outright leaves its runs training: they are not started twice."""
+  """Waits for a run that a killed sweep left training: it must not be started twice."""
   said = False
   while owner_lives(folder / LOCK):
     if not said:
@@ -351,7 +351,7 @@ def _last_words(log: Path) -> str:
 
 
 def _import_path() -> str:
-  """So that a run imports the package that runs the sweep."""
+  """A PYTHONPATH with which a run imports the package that runs the sweep."""
   here = str(Path(__file__).resolve().parent.parent)
   return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
 

@@ -18,8 +18,8 @@ _HEADERS = {
 def read_npz(path: Path, most: int) -> dict[str, np.ndarray]:
   """All arrays of a file, by name.
 
-  An archive can unfold to a thousand times its size, and an array's header can ask for more than
-  the archive holds. So all sizes are looked at before anything is as large.
+  An archive can unfold to a thousand times its size, and the header of an array can claim more than
+  the archive holds. So all sizes are checked before memory is taken.
 
   Args:
     path: of the file.

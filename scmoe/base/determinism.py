@@ -1,4 +1,4 @@
-"""Whether results have to be the same bits in every run on the same hardware."""
+"""Asks XLA for the same bits in every run on the same hardware."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def request(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def is_requested(environment: Mapping[str, str] = os.environ) -> bool:
-  """Whether XLA has been asked, by `request` or by whoever started the process."""
+  """True if `request` or the user's XLA_FLAGS asked XLA for deterministic operations."""
   words = environment.get("XLA_FLAGS", "").split()
   return any(flag + yes in words for flag in FLAGS for yes in _YES)

@@ -1,4 +1,4 @@
-"""Parts of one's own, named in the configuration by where they are: `my_package.gates:Mine`.
+"""Parts from other packages, which a configuration names by import path: `my_package.gates:Mine`.
 
 A configuration stores such a name as it stands, so that resuming, evaluation and generation find
 the part again: the package has to be installed, or on PYTHONPATH. Importing a module runs it, so a
@@ -26,13 +26,13 @@ _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def is_import_path(value: Any) -> bool:
-  """Whether a value of a configuration has the form `my_package.module:Name`."""
+  """True if a value of a configuration has the form `my_package.module:Name`."""
   return isinstance(value, str) and len(value) <= 300 and bool(_PATH.fullmatch(value))
 
 
 @functools.cache
 def load(path: str, field: str) -> Any:
-  """What an import path names.
+  """The object that an import path names.
 
   Args:
     path: `module:Name`.
@@ -88,7 +88,7 @@ def construct(path: str, field: str, *args: Any, needs: Iterable[str] = (), **op
 def check_allowed(
   named: Mapping[str, str], allowed: Iterable[str], where: str, workdir: Path | None = None
 ) -> None:
-  """Refuses import paths that came with a file and that nobody here has asked for.
+  """Refuses import paths from a file that the user has not allowed.
 
   Args:
     named: import paths by field.
@@ -111,7 +111,7 @@ def check_allowed(
 
 
 def remember(named: Mapping[str, str], workdir: Path) -> str:
-  """Keeps, with the user and not with the run, what a run is started with; "" or what failed."""
+  """Keeps the import paths of a run in the user's own folder; returns "" or what failed."""
   if not named:
     return ""
   place = _place(workdir)
@@ -135,7 +135,7 @@ def _remembered(workdir: Path) -> set[str]:
 
 
 def _place(workdir: Path) -> Path:
-  """Outside of the run's folder, which somebody else may have filled."""
+  """A file of the user's: the run's folder may come from somebody else."""
   root = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
   name = hashlib.sha256(str(workdir.resolve()).encode()).hexdigest()[:32]
   return Path(root).expanduser() / "scmoe" / "imports" / f"{name}.json"

@@ -1,4 +1,4 @@
-"""What to change, in words: the exchanges that a trace shows bare, and why they are."""
+"""Advice in words: which exchanges nothing hides in a trace, why, and what to change."""
 
 from __future__ import annotations
 

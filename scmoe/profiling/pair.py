@@ -62,7 +62,7 @@ def _pair_starts(own: Sequence[tuple[str, Event]]) -> list[float]:
 
 
 def _cuts(own: Sequence[tuple[str, Event]], starts: Sequence[float]) -> list[tuple[float, float]]:
-  """Where each pair begins and ends: when what the one before it combined had arrived."""
+  """Begin and end of each pair: it begins when the combine of the pair before it has arrived."""
   sends = any(stage == "combine" and e.is_communication for stage, e in own)
   arrived = [e.end for stage, e in own if stage == "combine" and e.is_communication == sends]
   between = [[end for end in arrived if a < end <= b] for a, b in itertools.pairwise(starts)]

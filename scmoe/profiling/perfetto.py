@@ -134,7 +134,7 @@ def _append(slices: list[tuple[str, float, float]], name: str, start: float, end
 def _without(
   start: float, end: float, intervals: list[tuple[float, float]]
 ) -> list[tuple[float, float]]:
-  """What of [start, end) no interval covers."""
+  """The parts of [start, end) that no interval covers."""
   left, at = [], start
   for a, b in intervals:
     if b <= at:

@@ -48,19 +48,19 @@ class Event:
 
   @property
   def is_communication(self) -> bool:
-    """Whether this event moves data between devices."""
+    """True if this event moves data between devices."""
     return is_communication(self.name, self.op)
 
 
 def is_communication(name: str, op: str = "") -> bool:
-  """Whether a kernel or copy of this name, issued by this instruction, is communication."""
+  """True if a kernel or copy of this name, issued by this instruction, is communication."""
   if _COLLECTIVE.search(name) or _COLLECTIVE_THUNK.fullmatch(name):
     return True
   return bool(_COPY.search(name) and _COLLECTIVE_OP.search(op))
 
 
 def is_container(op: str) -> bool:
-  """Whether an instruction's time is that of the instructions inside it."""
+  """True if an instruction only contains others, whose times would be counted twice."""
   return bool(_CONTAINER.fullmatch(op))
 
 
@@ -95,7 +95,7 @@ def read_events(path: str) -> list[Event]:
 
 
 def read_simulated(path: str) -> list[Event]:
-  """What the simulated devices of a CPU ran, by start; empty for a trace of GPUs.
+  """The events of the simulated devices of a CPU, by start; empty for a trace of GPUs.
 
   They share the CPU's cores and its memory: a collective is a copy, and waiting for the others.
   """

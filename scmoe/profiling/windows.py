@@ -1,4 +1,4 @@
-"""What may run, and what was put, beside each all-to-all: a check of order that needs no GPU.
+"""The operations that may run, and that were put, beside each all-to-all: checked without a GPU.
 
 `program_windows` reads a scheduled GPU program (optimised HLO text): the operations between the
 start and the done of each exchange. `graph_windows` reads a jaxpr, before any compiler: the matrix
@@ -148,7 +148,7 @@ def _inner(eqn: Any) -> Any:
 
 
 def summary(windows: Iterable[Window]) -> str:
-  """What stands beside each exchange: one line for all exchanges of a kind with the same products.
+  """The products beside each exchange: one line for all exchanges of a kind with the same ones.
 
   A step of 12 pairs has 48 exchanges or more, most of them alike: `12 x forward dispatch beside:
   ... (3 to 5 operations)`.

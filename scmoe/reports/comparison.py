@@ -1,7 +1,7 @@
-"""Runs beside each other: those that differ in the seed only are one group, mean ± std.
+"""Compares runs: those that differ in the seed only form one group, shown as mean ± std.
 
-Groups are paired by seed: what two groups differ by is the mean of the differences between runs of
-the same seed, whose spread is smaller than that of the runs.
+Groups are paired by seed. The difference of two groups is the mean of the differences between runs
+of the same seed, which spread less than the runs themselves.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _differences(firsts: Sequence[Record]) -> dict[str, tuple[Any, ...]]:
 
 
 def _labels(firsts: Sequence[Record], differences: dict[str, tuple[Any, ...]]) -> list[str]:
-  """What a group is called: its values of the fields that differ, or its first run's name."""
+  """The label of each group: its values of the fields that differ, or its first run's name."""
   if not differences or len(differences) > _LONGEST_LABEL:
     # A sweep's folder ends in the seed, of which a group has several.
     return _unique([re.sub(r"_seed-\d+$", "", record.name) for record in firsts])

@@ -87,7 +87,7 @@ def _draw(axes: Any, points: Curve, colour: str, label: str) -> None:
 
 
 def final_measure(comparison: Comparison) -> Measure | None:
-  """What the last panel shows: bits per byte, or the loss that there is."""
+  """The figure of the last panel: bits per byte if there is one, else a loss."""
   known = {m.name: m for m in comparison.measures}
   return next((known[n] for n in ("bits_per_byte", "loss", "train_loss") if n in known), None)
 

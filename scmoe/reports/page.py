@@ -9,6 +9,7 @@ from pathlib import Path
 
 from scmoe.base.errors import StorageError
 from scmoe.base.stored import write_whole
+from scmoe.reports.records import printable
 from scmoe.reports.tables import Table
 
 _STYLE = """
@@ -33,13 +34,13 @@ def picture(png: bytes, about: str) -> str:
 
 
 def warning(lines: Sequence[str]) -> str:
-  """Something that must not be missed; empty without lines."""
+  """A paragraph that stands out; empty without lines."""
   inside = "<br>".join(html.escape(line) for line in lines)
   return f"<p class='warning'>{inside}</p>" if lines else ""
 
 
 def page(title: str, parts: Sequence[str | Table], note: str = "") -> str:
-  """The whole file.
+  """The HTML of a page.
 
   Args:
     title: heading.
@@ -47,11 +48,12 @@ def page(title: str, parts: Sequence[str | Table], note: str = "") -> str:
     note: small text at the end, e.g. the command.
   """
   body = "\n".join(part.html() if isinstance(part, Table) else part for part in parts)
+  title, note = html.escape(printable(title)), html.escape(printable(note))
   return (
     f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
-    f'<meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title>'
-    f"<style>{_STYLE}</style></head><body><h1>{html.escape(title)}</h1>\n{body}\n"
-    f"<p><small>{html.escape(note)}</small></p></body></html>\n"
+    f'<meta name="viewport" content="width=device-width"><title>{title}</title>'
+    f"<style>{_STYLE}</style></head><body><h1>{title}</h1>\n{body}\n"
+    f"<p><small>{note}</small></p></body></html>\n"
   )
 
 

@@ -68,7 +68,7 @@ class Record:
 
   @property
   def done(self) -> bool:
-    """Whether it trained and evaluated to its end."""
+    """True if it trained and evaluated to its end."""
     return bool(self.end) and self.end[-1]["step"] >= self.steps
 
   @property
@@ -108,7 +108,7 @@ def find_runs(words: Sequence[str]) -> list[Path]:
 
 
 def is_run(folder: Path) -> bool:
-  """Whether a folder is a run's work directory."""
+  """True if a folder is a run's work directory."""
   return any((folder / name).is_file() for name in _MARKS)
 
 

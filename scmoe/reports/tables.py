@@ -83,7 +83,7 @@ def result_table(comparison: Comparison) -> Table:
 
 
 def paired_table(comparison: Comparison) -> Table | None:
-  """What each group differs by from the first, paired by seed; None with a single group."""
+  """The difference of each group from the first, paired by seed; None with a single group."""
   base, others = comparison.groups[0], comparison.groups[1:]
   rows = []
   for m in comparison.measures:

@@ -9,7 +9,6 @@ from scmoe.base.stored import write_json
 from scmoe.reports import page
 from scmoe.reports.comparison import Comparison
 from scmoe.reports.curves import draw_curves
-from scmoe.reports.records import printable
 from scmoe.reports.tables import markdown_text, tables
 
 
@@ -37,7 +36,7 @@ def write_comparison(comparison: Comparison, out: Path, command: str) -> str:
   unfinished = [f"{record.name}: {record.status}" for record in comparison.unfinished]
   about = "training loss, validation loss and final figure of every group, with bands over seeds"
   parts = [page.warning(unfinished), page.picture(png, about), *found]
-  page.write(out / "compare.html", page.page(printable(title), parts, command))
+  page.write(out / "compare.html", page.page(title, parts, command))
   page.write(out / "compare.png", png)
   warned = [f"- {markdown_text(line)}" for line in unfinished]
   text = [f"# {markdown_text(title)}", *warned, "![curves](compare.png)"]

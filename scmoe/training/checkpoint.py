@@ -73,7 +73,7 @@ T = TypeVar("T")
 
 
 class Restored(NamedTuple):
-  """What a checkpoint held."""
+  """The contents of a checkpoint."""
 
   step: int
   state: PyTree
@@ -197,8 +197,8 @@ class Checkpointer:
 
     Raises:
       NonFiniteError: an array is not finite; the step does not appear.
-      StorageError: writing failed. What making a piece raises comes through; in every case nothing
-        of the step is left.
+      StorageError: writing failed. An exception that a piece raises is passed on. In every case
+        nothing of the step is left.
     """
     place = self.directory / f"{step}.orbax-checkpoint-tmp-pieces"
     failed = f"saving step {step} to {self.directory} failed"
@@ -525,8 +525,8 @@ def load(place: Path, abstract: PyTree, meta: dict, *, partial: bool = False) ->
     )
   leaves = _read_verified(place, wanted, meta)
   # One at a time: a parameter of a released model is kept in its own type.
-  whole = [_typed(leaves.pop(name), leaf.dtype) for name, leaf in wanted.items()]
-  return jax.tree.unflatten(jax.tree.structure(abstract), whole)
+  typed = [_typed(leaves.pop(name), leaf.dtype) for name, leaf in wanted.items()]
+  return jax.tree.unflatten(jax.tree.structure(abstract), typed)
 
 
 def _read_verified(place: Path, wanted: dict[str, Any], meta: dict) -> dict[str, jax.Array]:
@@ -552,7 +552,7 @@ def _typed(leaf: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _weights(abstract: PyTree, meta: dict) -> PyTree:
-  """`abstract`; of a step that holds weights alone what it has of parameters and router state."""
+  """The arrays to read: all of `abstract`, or of a step without an optimizer its weights alone."""
   if not meta.get(WEIGHTS_ONLY):
     return abstract
   router = {n: x for n, x in abstract.router.items() if f"router.{n}" in meta["leaves"]}
@@ -654,7 +654,7 @@ def _flatten(tree: PyTree) -> dict[str, Any]:
 
 
 def _item(name: str) -> str:
-  """Weights and the rest are stored apart, so that weights can be read alone."""
+  """The folder of an array: weights have their own, so that they can be read alone."""
   return "params" if name.partition(".")[0] == "params" else "state"
 
 
@@ -670,7 +670,7 @@ def _arrays() -> ocp.PyTreeCheckpointHandler:
 
 @contextlib.contextmanager
 def _storage(what: str) -> Iterator[None]:
-  """Whatever the file system or tensorstore raises becomes a `StorageError`; ours come through."""
+  """Turns what the file system or tensorstore raises into a `StorageError`."""
   try:
     yield
   except ScmoeError:
@@ -691,7 +691,7 @@ def _items(leaves: dict[str, Any], data: dict, meta: dict) -> Any:
 def _records(
   step: int, described: dict[str, dict], data_state: dict, meta: dict
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-  """What is written of a step beside its arrays: data and meta."""
+  """The two JSON descriptions of a step, data and meta, which are written beside its arrays."""
   data = {"processes": from_all_processes(data_state)}
   return data, _sealed(meta | {"schema": SCHEMA, "step": step, "leaves": described}, data)
 

@@ -1,4 +1,4 @@
-"""Compiled programs stay with a run, so that a second start loads what the first one compiled."""
+"""Keeps compiled programs in the folder of a run: a second start loads them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _WORTH = 0.1  # seconds of compilation from which a program is kept
 
 @contextlib.contextmanager
 def kept_programs(folder: Path) -> Iterator[None]:
-  """jax keeps what is compiled in here in `folder`, and finds what was kept before.
+  """Makes `folder` jax's compilation cache, as long as the context lasts.
 
-  Nothing, where its compilation cache is set already (`JAX_COMPILATION_CACHE_DIR`). Programs for
-  CPUs are machine code of the instructions that this processor has: each kind has a folder.
+  A cache that the user set (`JAX_COMPILATION_CACHE_DIR`) stays. Programs for CPUs use the
+  instructions of this processor, so each kind of processor has a folder of its own.
   """
   if getattr(jax.config, _CACHE) is not None:
     yield
@@ -29,7 +29,7 @@ def kept_programs(folder: Path) -> Iterator[None]:
   least = getattr(jax.config, _LEAST)
   jax.config.update(_CACHE, str(folder.resolve() / _processor()))
   jax.config.update(_LEAST, min(least, _WORTH))
-  # What was compiled before has settled that there is no cache, or which one.
+  # jax settles at its first compilation which cache it uses; this makes it look again.
   compilation_cache.reset_cache()
   try:
     yield

@@ -93,18 +93,18 @@ def _share_tilings() -> None:
 
 
 def is_first() -> bool:
-  """Whether this is process 0, which prints and writes what is written once."""
+  """True on process 0, which prints, and writes the files that a run has once."""
   return jax.process_index() == 0
 
 
 def barrier(name: str) -> None:
-  """Waits until all processes are here."""
+  """Waits until every process has called it with this name."""
   if jax.process_count() > 1:
     multihost_utils.sync_global_devices(f"scmoe-{name}")
 
 
 def all_agree(good: bool) -> bool:
-  """Whether `good` on every process; all must call it."""
+  """True if `good` is true on every process; all must call it."""
   if jax.process_count() == 1:
     return good
   return bool(np.all(multihost_utils.process_allgather(np.array([good]))))

@@ -56,7 +56,7 @@ _INTEGERS = {"int8", "uint8", "int16", "uint16", "int32", "uint32"}
 def survey_piece(
   value: np.ndarray, shape: tuple[int, ...], place: tuple[int, ...]
 ) -> tuple[int, bool]:
-  """What a piece of an array adds to the number of its fingerprint, and whether it is finite.
+  """The share of a piece in the fingerprint of its array, and whether the piece is finite.
 
   The numbers of all pieces add up, modulo 2^32, to that of the array. Computed on the host.
 
@@ -97,7 +97,7 @@ def _walked(leaf: Array) -> tuple[int, bool]:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _walk(x: Array, strides: tuple[int, ...], start: Array) -> tuple[Array, Array]:
-  """What `_survey` gives of a part of an array: the whole's strides, the part's first position."""
+  """The arguments of `_survey` for a part: strides of its array, position of its first element."""
   last = x.shape[-1]
   size = next((n for n in range(_BLOCK, _BLOCK // 8, -1) if last % n == 0), last)
   dims, steps = (*x.shape[:-1], last // size), (*strides[:-1], size)

@@ -68,12 +68,12 @@ class GuidedStep:
 
   @property
   def compiles_next(self) -> bool:
-    """Whether the next call compiles, which takes long."""
+    """True if the next call compiles, which takes long."""
     return self.program is None or self.waiting is not None
 
   @property
   def settled(self) -> bool:
-    """Whether the program is the last one, and has been called: from now on its time counts."""
+    """True once the last program was called: from now on its time can be measured."""
     prepared = self.program is not None and self.waiting is None and not self.calls_to_profile
     return prepared and self.called
 
@@ -98,7 +98,7 @@ class GuidedStep:
       self.finish()
 
   def finish(self) -> None:
-    """The compilation that waits, if any; in a thread, beside others', if that is wanted."""
+    """Compiles, if `compile` left that for later. Several steps may do it in threads at once."""
     if self.waiting is not None:
       self.waiting()
       self.waiting = None
@@ -185,7 +185,7 @@ class GuidedStep:
       warn(f"{self.file} cannot be written ({error.strerror}): the next start measures again")
 
   def _fingerprint(self) -> str:
-    """Of the program, the devices and the versions: another of them needs another profile."""
+    """A name for program, devices and versions: if one of them changes, so must the profile."""
     assert self.program is not None
     device = jax.devices()[0].device_kind
     text = self.program.lowered.as_text()

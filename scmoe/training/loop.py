@@ -63,7 +63,7 @@ Poll = Callable[[], bool]
 
 
 class Batches(Protocol):
-  """Microbatches of this process: `Batch`es of numpy arrays [B / processes, ...]."""
+  """The microbatches of this process: `Batch`es of numpy arrays [B / processes, ...]."""
 
   def __iter__(self) -> Iterator[Batch]: ...
   def __next__(self) -> Batch: ...
@@ -77,7 +77,7 @@ class Batches(Protocol):
 
 
 class Data(Protocol):
-  """The training data, by shape only: this package knows no source of them."""
+  """The training data, as far as the loop uses them; `scmoe.data` has the sources."""
 
   def train(self) -> Batches:
     """The microbatches from the beginning."""
@@ -89,7 +89,7 @@ class Data(Protocol):
 
 
 class Trainable(Searchable, Protocol):
-  """What is trained and how, by shape only; `scmoe.run.build.Built` is the one of the commands.
+  """A model with its options, as far as the loop uses it; the commands give a `run.build.Built`.
 
   Attributes:
     checkpoint: options.
@@ -197,7 +197,7 @@ class Trainer:
 
 
 class _Run:
-  """The moving parts of `Trainer.run`."""
+  """The state of one call of `Trainer.run`: model, data, outputs, and the step it has reached."""
 
   def __init__(
     self, trainer: Trainer, workdir: Path, accumulation: int, stop: StopRequest, watchdog: Watchdog
@@ -320,7 +320,7 @@ class _Run:
     return self.state.for_checkpoint()
 
   def close(self) -> None:
-    """Lets a checkpoint in flight finish, however the run ends."""
+    """Waits for a checkpoint that is being written, however the run ends."""
     self.watchdog.disarm()
     self.bar.close()
     if self.metrics is not None:
@@ -361,11 +361,11 @@ class _Run:
   # -- one step ---------------------------------------------------------------------------------
 
   def interrupted(self) -> bool:
-    """Whether to stop before the next step."""
+    """True if the run should stop before the next step."""
     return self.stop.poll() or 0 < self.train.stop_after <= self.step
 
   def due(self, every: int) -> bool:
-    """Whether something that happens every so many steps follows this one; the end is `finish`."""
+    """True if this step is a multiple of `every`; the last step is left to `finish`."""
     return bool(every) and self.step % every == 0 and 0 < self.step < self.train.steps
 
   def one_step(self) -> None:
@@ -382,7 +382,8 @@ class _Run:
     self._flush()
     self.pending = (self.step, scalars, arrays)
     train = self.train
-    # Where the run may be given up do not run ahead: then the state is the one that met the batch.
+    # A run that may end after this step does not start the next one: the replay then has the state
+    # that met the batch.
     critical = self.skipping or not train.max_skipped_in_row
     critical |= bool(train.spike_sigma) and train.spike_action == "stop"
     if critical or self.step in (train.stop_after, train.steps):
@@ -496,7 +497,7 @@ class _Run:
       write_json(folder / "failure.json", how | numbers)
 
   def _remedy(self) -> str:
-    """What may help against numbers that are not finite, as this run is configured."""
+    """Advice against numbers that are not finite, with the settings of this run."""
     clip = self.built.config.get("optimizer", {}).get("clip_norm", 0)
     limit = f"lower optimizer.clip_norm={clip:g}" if clip else "set optimizer.clip_norm=1"
     return f"Lower optimizer.learning_rate, {limit}"
@@ -556,7 +557,7 @@ class _Run:
     self._pause()
 
   def _evaluated(self) -> bool:
-    """Whether this step needs no evaluation (any more); the same answer on all processes."""
+    """True if this step needs no evaluation; all processes get the same answer."""
     if self.trainer.evaluate is None or self.evaluated_step == self.step:
       return True
     return first_decides(self.metrics is not None and self.metrics.file.has_eval(self.step))
@@ -566,7 +567,7 @@ class _Run:
     return self.stop.poll()
 
   def arm(self, what: str, *, allowance: bool = False) -> None:
-    """The first time of anything compiles, and saving writes: that may take longer."""
+    """Arms the watchdog. A first call, which compiles, and a save get longer."""
     train = self.train
     if not train.watchdog_seconds:
       return
@@ -594,7 +595,7 @@ class _Run:
       self.tracing = False
 
   def _meta(self) -> dict[str, Any]:
-    """What a checkpoint says about itself, beside its arrays."""
+    """The description that a checkpoint carries beside its arrays."""
     return {
       "config": self.built.config,
       "data_fingerprint": self.trainer.data.fingerprint(),

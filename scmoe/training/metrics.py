@@ -1,6 +1,6 @@
-"""What one sees of a run: metrics.jsonl as the truth, the console line, TensorBoard, router files.
+"""Outputs of a run: metrics.jsonl, the console line, TensorBoard, trackers, router files.
 
-Only `MetricsFile` matters for the run's record; every other output may fail without stopping it.
+The record of a run is metrics.jsonl (`MetricsFile`). Every other output may fail; the run goes on.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Sink(Protocol):
     ...
 
   def close(self) -> None:
-    """Ends it; nothing is written any more."""
+    """Closes the output."""
     ...
 
 
@@ -67,7 +67,7 @@ class MetricsFile:
     self._evaluated = {line["step"] for line in lines if line.get("kind") == "eval"}
 
   def has_eval(self, step: int) -> bool:
-    """Whether an evaluation of that step was recorded."""
+    """True if an evaluation of that step was recorded."""
     return step in self._evaluated
 
   def write(self, step: int, values: dict[str, Any], kind: str = "train") -> None:
@@ -178,7 +178,7 @@ class Tracker:
     self._library.log(numbers, step=step)
 
   def close(self) -> None:
-    """Ends it."""
+    """Ends the tracker's run."""
     self._library.finish()
 
 
@@ -291,7 +291,7 @@ class Means:
         self._values.setdefault(name, []).append(values[name])
 
   def take(self) -> dict[str, float]:
-    """The means, and forgets them; empty where no step counted."""
+    """Returns the means and starts anew; empty where no step counted."""
     means = {name: float(np.mean(values)) for name, values in self._values.items()}
     self._values.clear()
     return means
@@ -334,7 +334,7 @@ class Meter:
     self._last = now
 
   def pause(self) -> None:
-    """The time up to the next tick is no step's."""
+    """Leaves out the time from here to the next `tick`, which is not one of a step."""
     self._last = None
 
   def take(self) -> float:
@@ -378,14 +378,14 @@ def console_line(step: int, steps: int, values: dict[str, Any]) -> str:
 
 def duration(seconds: float) -> str:
   """`47s`, `3m05s`, `2h03m`, `4d07h`."""
-  whole = round(seconds)
-  if whole < 60:
-    return f"{whole}s"
-  if whole < 3600:
-    return f"{whole // 60}m{whole % 60:02d}s"
-  if whole < 86400:
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-  return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+  rounded = round(seconds)
+  if rounded < 60:
+    return f"{rounded}s"
+  if rounded < 3600:
+    return f"{rounded // 60}m{rounded % 60:02d}s"
+  if rounded < 86400:
+    return f"{rounded // 3600}h{rounded % 3600 // 60:02d}m"
+  return f"{rounded // 86400}d{rounded % 86400 // 3600:02d}h"
 
 
 class Bar:
@@ -449,7 +449,7 @@ def _parse(data: bytes) -> tuple[list[dict[str, Any]], int]:
 
 
 def _plain(value: Any) -> Any:
-  """JSON-able, without the NaN that is not JSON."""
+  """The value as JSON can hold it: lists for arrays, None for NaN and infinities."""
   if isinstance(value, dict):
     return {k: _plain(v) for k, v in value.items()}
   if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""What a user may set about training, the optimizer, checkpoints and processes; nothing else.
+"""The options of training, the optimizer, checkpoints and processes.
 
 Kept apart from the code that reads it, so that `--help` and the dry run need neither optax nor
 orbax.

@@ -1,4 +1,4 @@
-"""A step's arrays written as their pieces come: in any order, and without one being held whole.
+"""Writes the arrays of a step piece by piece, in any order: no array has to fit into memory.
 
 Orbax describes the arrays and reads them like those of any step: each is a folder with a file for
 every piece (zarr). tensorstore writes the pieces, as it does for Orbax, but it is left to the
@@ -67,7 +67,7 @@ class PiecedArray:
 
 
 class Found(NamedTuple):
-  """What is known of an array once it is written: its fingerprint, and whether all is finite."""
+  """The fingerprint of an array that was written, and whether all its elements are finite."""
 
   fingerprint: str
   finite: bool

@@ -1,9 +1,9 @@
-"""Starting a run again without a person: `scmoe.train --restarts N`.
+"""Starts a run again when it dies: `scmoe.train --restarts N`.
 
 The command runs as a child of this process, and again when it dies: killed, crashed, stuck (86), or
-left by its peers. What another start would not mend is passed on: done, a configuration or data
-that are wrong, no valid checkpoint, a full disk, numbers that are not finite, and having been asked
-to stop. A start that got to a later checkpoint gives all N restarts back.
+left by its peers. Exit codes that another start would not mend are passed on: done, wrong
+configuration or data, no valid checkpoint, a full disk, numbers that are not finite, asked to stop.
+A start that got to a later checkpoint gives all N restarts back.
 """
 
 from __future__ import annotations

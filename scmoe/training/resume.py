@@ -1,4 +1,4 @@
-"""Whether a run may go on with another configuration or other data than it was started with."""
+"""Compares configuration and data of a resumed run with those that it was started with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from scmoe.base.errors import ConfigError, DataError
 
-# What a resumed run may change: it alters how long, how often and where, not what is computed.
+# Fields that a resumed run may change: they decide how long, how often and where, not the result.
 SAFE = (
   "name",
   "model.expert_impl",
@@ -39,7 +39,7 @@ SAFE = (
   "checkpoint",
   "distributed",
 )
-# Of weights alone, what else training may choose: it changes no output of the model.
+# Fields that may differ where only weights are taken over: they change no output of the model.
 _CHOSEN = {
   "model": ("dtype", "document_mask", "init_std"),
   "router": ("noise", "balance", "balance_loss", "z_loss", "bias_rate", "bias_proportional",
@@ -49,7 +49,7 @@ _ABSENT = "(not set)"
 
 
 def architecture(config: dict[str, Any]) -> dict[str, Any]:
-  """What of a configuration decides what given weights compute."""
+  """The part of a configuration that decides which function given weights compute."""
   parts = {part: config.get(part) for part in _CHOSEN}
   return {
     part: {name: value for name, value in fields.items() if name not in _CHOSEN[part]}

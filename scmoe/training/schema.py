@@ -1,4 +1,4 @@
-"""What earlier versions of this project called things: their checkpoints are read, and go on.
+"""Reads checkpoints of earlier versions, which called some things by other names.
 
 Nothing is converted on disk. A checkpoint of schema 1 is read by the names below, and its next save
 is of the present schema.
@@ -32,8 +32,8 @@ _EXPERTS = re.compile(r"(?<=\bmoe\.)(?=(up|gate|down|up_bias|down_bias)$)")
 _GONE = ("router.skewed",)
 _MOST_BLOCKS = 1024  # of a pair: a stored configuration may say anything
 _COMPAT = ("order", "weights", "weight_norm", "jitter", "uniform", "round_to")
-# Fields that came later, and what runs did before there were any: a field that is not stored would
-# count as a change of the configuration, and the run would not go on.
+# Fields that later versions added, with the value that stands for what runs did before. Without it
+# the missing field would count as a change of the configuration, and the run would be refused.
 _SINCE = {
   "model": {
     "expert_impl": "auto",
@@ -112,15 +112,15 @@ def upgraded(meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def _completed(config: dict[str, Any]) -> dict[str, Any]:
-  """A stored configuration with the fields that came after it."""
+  """A stored configuration with the fields that later versions added."""
   stored = {part: config[part] for part in _SINCE if isinstance(config.get(part), dict)}
   return config | {part: _SINCE[part] | fields for part, fields in stored.items()}
 
 
 def upgraded_config(values: dict[str, Any]) -> dict[str, Any]:
-  """A stored configuration with the names of today; one of today stays as it is.
+  """A stored configuration with the present names; one with the present names stays as it is.
 
-  What has no meaning stays too: who reads the fields complains.
+  Values without a meaning stay as they are: the check of the configuration refuses them.
   """
   values = copy.deepcopy(values)
   group = lambda name: part if isinstance(part := values.get(name), dict) else {}

@@ -107,12 +107,12 @@ class Search:
 
   @property
   def settled(self) -> bool:
-    """Whether it has chosen, and what it has chosen is settled."""
+    """True once a variant is chosen and its last program was called."""
     return self.chosen is not None and self.best.settled
 
   @property
   def variant(self) -> Variant:
-    """What runs, as far as it is chosen."""
+    """The variant that runs; the one as configured until one is chosen."""
     return self.chosen or Variant()
 
   @property
@@ -123,7 +123,7 @@ class Search:
 
   @property
   def compiles_next(self) -> bool:
-    """Whether the next call compiles, which takes long."""
+    """True if the next call compiles, which takes long."""
     if self.chosen is not None:
       return self.best.compiles_next
     if self._visit is None:
@@ -160,7 +160,7 @@ class Search:
     return {c: statistics.median(s) for c, s in self.measured.items()}
 
   def decision(self) -> dict[str, Any]:
-    """What was chosen, from what, and what was not tried and why; JSON-able."""
+    """The choice, all candidates with their times, and why others were left out; JSON-able."""
     medians = self.medians()
     tried = [
       {
@@ -267,7 +267,7 @@ class Search:
     return False
 
   def _affordable(self) -> bool:
-    """Whether another candidate fits into what is left, if it takes as long as any has."""
+    """True if there is time for another candidate that takes as long as the slowest so far."""
     longest = max(self.prepared.values())
     left = self.seconds - (self._clock() - self._began)
     calls = -(-self._calls // len(self.prepared))
@@ -288,7 +288,7 @@ class Search:
 
 
 class Searchable(Protocol):
-  """What is trained, by what a step of it and a search ask; `Trainable` adds what a run does.
+  """A model with its options, as far as a step and a search use it; `Trainable` adds the run's.
 
   Attributes:
     train, overlap: options.

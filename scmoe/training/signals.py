@@ -1,4 +1,4 @@
-"""Being asked to stop, and noticing that nothing moves.
+"""Signals that ask a run to stop, and a watchdog for steps that never end.
 
 SIGTERM, SIGHUP (the terminal hung up) and the first SIGINT ask the loop to finish its step, save
 and exit 75; a second SIGINT ends the process as usual. With several processes SIGTERM belongs to
@@ -26,7 +26,7 @@ _GRACE_SECONDS = 10.0
 
 
 class StopRequest:
-  """Whether the run was asked to stop. A context manager that holds the signal handlers."""
+  """Knows if the run was asked to stop. A context manager that holds the signal handlers."""
 
   def __init__(self) -> None:
     self._asked = False
@@ -112,7 +112,7 @@ class Watchdog:
       faulthandler.dump_traceback_later(seconds + _GRACE_SECONDS, exit=True)
 
   def disarm(self) -> None:
-    """No limit until armed again."""
+    """Takes the limit away until `arm` is called again."""
     with self._changed:
       self._deadline = 0.0
       self._changed.notify()

@@ -180,7 +180,7 @@ class RunLock:
 
 
 def owner_lives(path: Path) -> bool:
-  """Whether a lock is there and names a process that still runs."""
+  """True if a lock file is there and names a process that still runs."""
   return _owner(path)[1]
 
 

@@ -87,8 +87,7 @@ import os, pathlib, sys, time
 from scmoe.training.workdir import RunLock
 with RunLock(pathlib.Path(sys.argv[1])):
   if os.fork() == 0:
-    time.sleep(60)
-  print("held", flush=True)
+    print("held", flush=True)
   time.sleep(60)
 """
 

@@ -37,6 +37,7 @@ from typing import Any
 import numpy as np
 
 from scmoe.base.errors import ConfigError, DataError
+from scmoe.base.stored import read_json
 from scmoe.data import tokenizers
 from scmoe.data.bigram import SYMBOLS, count_pairs
 from scmoe.data.config import NEEDS_PATH, DataConfig
@@ -188,7 +189,7 @@ def _opened(folder: Path, config: DataConfig, tokenizer: tokenizers.Tokenizer | 
   Raises:
     ValueError, KeyError, TypeError, OSError, DataError: a file is not what was written.
   """
-  meta = json.loads((folder / META).read_text("utf-8"))
+  meta = read_json(folder / META)
   sums = meta.get("crc32", {})  # version 0.2 wrote none
 
   def load(name: str) -> bytes:

@@ -482,7 +482,8 @@ def _header(file: Path) -> dict[str, Place]:
       if stop - start != size or start != end:
         raise ValueError(f"{name} does not lie where its header says")
       found[name], end = Place(file, start, size, shape, dtype), stop
-  except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+  except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError,
+          OverflowError) as error:  # fmt: skip
     raise DataError(f"{file} is damaged or incomplete: {error}") from None
   if end != total:
     raise DataError(f"{file} is truncated: it has {total} bytes of {end}" if end > total else

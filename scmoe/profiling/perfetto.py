@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def write_perfetto(source: Path, target: Path, names: Mapping[str, str]) -> Path
       trace = json.load(file)
     written = json.dumps(annotated(trace, names), separators=(",", ":")).encode()
     target.write_bytes(gzip.compress(written, 6, mtime=0))
-  except (OSError, ValueError) as error:
+  except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
     raise StorageError(f"{target} cannot be made of {source}: {error}") from None
   return target
 

@@ -13,7 +13,7 @@ import jax
 
 from scmoe.base.errors import ConfigError, DataError, StorageError
 from scmoe.base.sizes import number
-from scmoe.base.stored import write_json
+from scmoe.base.stored import read_json, write_json
 from scmoe.data import Tokenizer
 from scmoe.models.flops import count_parameters
 from scmoe.pretrained.inference import MANIFEST, InferenceFolder
@@ -152,10 +152,10 @@ def _pinned(workdir: Path) -> dict[str, Any]:
   if not path.is_file() or not list_steps(workdir / FOLDER):
     return {}
   try:
-    values = json.loads(path.read_text("utf-8"))
-    return {"step": int(values["step"]), "identity": str(values["identity"])}
-  except (OSError, ValueError, KeyError, TypeError) as error:
+    values = read_json(path, {"step": int, "identity": str})
+  except FileNotFoundError as error:  # between the two looks
     raise DataError(f"{path} cannot be read: {error}") from None
+  return {"step": values["step"], "identity": values["identity"]}
 
 
 def _is_read(name: str) -> bool:

@@ -183,7 +183,7 @@ def main(argv: list[str]) -> None:
 
 
 def wish_of(values: dict[str, Any]) -> Wish:
-  """What the flags say of offloading.
+  """Reads the offloading flags.
 
   Raises:
     ConfigError: one of them is out of range.
@@ -257,7 +257,7 @@ def _noting(pieces: Iterator[list[Piece]], said: list[str]) -> Iterator[list[Pie
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-  """What a continuation grows by.
+  """A piece by which a continuation grows.
 
   Attributes:
     text: empty where a character is not yet whole.
@@ -346,7 +346,7 @@ class Session:
   def stream(
     self, prompts: Sequence[str], sampling: Sampling = Sampling(), **options: Any
   ) -> Iterator[list[Piece]]:
-    """What every prompt's continuation grows by, as it is made.
+    """Yields the next piece of every prompt's continuation, as it is made.
 
     Args:
       prompts: texts; each is read as the beginning of a document.
@@ -357,7 +357,7 @@ class Session:
   def answer(
     self, messages: Sequence[Mapping[str, str]], sampling: Sampling = Sampling(), **options: Any
   ) -> Iterator[list[Piece]]:
-    """What the model's answer to a conversation grows by, as it is made.
+    """Yields the next piece of the model's answer to a conversation, as it is made.
 
     Args:
       messages: turns in order, each with `role` and `content`; the oldest are left out where all of
@@ -382,7 +382,7 @@ class Session:
   def _pieces(
     self, prompts: list[list[int]], sampling: Sampling, **options: Any
   ) -> Iterator[list[Piece]]:
-    """What every row's text grows by; a character is given out when all its bytes are there."""
+    """The next piece of every row's text; a character comes when all of its bytes are there."""
     decode = self.tokenizer.decode
     rows: list[list[int]] = [[] for _ in prompts]
     shown = [""] * len(prompts)
@@ -400,7 +400,7 @@ class Session:
       yield [Piece(end, 0) for end in ends]
 
   def usage(self) -> dict[str, Any]:
-    """What was asked of the experts' caches so far, and the memory that it took, JSON-able."""
+    """Requests to the experts' caches so far and peak memory in bytes, JSON-able."""
     used = self._usage
     peak = max((d.memory_stats() or {}).get("peak_bytes_in_use", 0) for d in jax.local_devices())
     found: dict[str, Any] = {"peak_memory": peak, "requests": used.requests, "misses": used.misses}
@@ -464,7 +464,7 @@ def _expected(
   load: benchmark.Load,
   figures: dict[str, Any],
 ) -> str:
-  """What the model of rates says of every arm, beside what was measured; into `figures` as well."""
+  """The rates that the cost model expects of every arm; adds them to `figures`."""
   rate = figures["host_bandwidth"] = measured_bandwidth()
   lines = [
     f"expected at {rate / 1e9:.1f} GB/s from the host, measured (tokens/s, prefill and decode)"

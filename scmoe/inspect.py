@@ -57,7 +57,7 @@ def main(argv: list[str]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
-  """What a run's router did and does; `scmoe.inspect.inspect_run` makes it.
+  """A run's router in training and at its end; `scmoe.inspect.inspect_run` makes one.
 
   Attributes:
     record: the run's lines.

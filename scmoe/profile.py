@@ -234,7 +234,7 @@ class Stopwatch:
 
 
 def _spread(timing: Timing) -> str:
-  """Of the rounds, or that they were too few for one."""
+  """The rounds' spread, or their number where they are too few for one."""
   enough = len(timing.seconds) >= 3
   return f"± {100 * timing.spread:.1f} %" if enough else f"{len(timing.seconds)} rounds"
 
@@ -321,7 +321,7 @@ class Arm:
 
 @dataclasses.dataclass(frozen=True)
 class ArmReport:
-  """What is said of one arm: text, figures, and bars by kind and stream."""
+  """The report on one arm: text, figures, and bars by kind and stream."""
 
   text: str
   figures: dict[str, Any]
@@ -371,7 +371,7 @@ def _arm_report(arm: Arm, timing: Timing, base: Timing, modelled_on: str) -> Arm
 def _advice(
   run: RunConfig, stages: Sequence[StageTime], step: float, times: Times | None
 ) -> list[str]:
-  """What to change, for the first lines of the report."""
+  """Advice on options to change, for the first lines of the report."""
   dispatch, share = run.dispatch, 1.0
   if times is not None:
     share = times.window / (times.window + times.before)

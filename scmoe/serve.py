@@ -270,7 +270,7 @@ class Server:
     return found
 
   def said(self) -> str:
-    """What was done and how fast."""
+    """The number of answers and their speed, as a line."""
     count = len(self.seconds)
     if not count:
       return f"no request answered, {self.failed} refused"

@@ -137,7 +137,7 @@ def train(run: RunConfig, workdir: Path) -> TrainState:
 
 
 def beginning(built: build.Built) -> Callable[[TrainState], TrainState] | None:
-  """What gives a new run the parameters of `train.init_from`; None without one.
+  """Returns a function that gives a new run the parameters of `train.init_from`, or None.
 
   Raises:
     CheckpointError: that folder has no checkpoint.
@@ -161,7 +161,7 @@ def beginning(built: build.Built) -> Callable[[TrainState], TrainState] | None:
 
 
 def card(asked: RunConfig, built: build.Built, data: Data) -> dict[str, Any]:
-  """What a run's card says beside its machine: what was typed, asked for, read and built."""
+  """The run's part of its card: command, configuration, data, tokenizer and sizes."""
   parameters = count_parameters(built.run.model, built.shapes)
   return {
     "command": [*_program(), *sys.argv[1:]],
@@ -182,7 +182,7 @@ def _program() -> list[str]:
 def evaluation(
   built: build.Built, data: Data, workdir: Path
 ) -> Callable[[TrainState, Poll], Any] | None:
-  """What the trainer calls to evaluate; None without validation text."""
+  """The function that the trainer calls to evaluate; None without validation text."""
   if not data.validation_domains:
     return None
   programs = Programs(built.overlap, workdir)
@@ -198,7 +198,7 @@ def evaluation(
 
 
 def sampling(built: build.Built, data: Data) -> Callable[[TrainState], str] | None:
-  """What the trainer calls for a sample; None where the model is spread over processes."""
+  """The function that the trainer calls for a sample; None with several processes."""
   if jax.process_count() > 1:
     return None
 

@@ -40,7 +40,7 @@ _SAMPLE_SECONDS = 0.2  # calls of decoding that are timed together
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-  """What every arm is given.
+  """The work that every arm gets.
 
   Attributes:
     rows: prompts.

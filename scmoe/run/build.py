@@ -42,7 +42,7 @@ Params = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-  """What a run consists of: the `Trainable` of the commands.
+  """The objects of a run: the `Trainable` of the commands.
 
   Attributes:
     run: the resolved configuration.
@@ -69,7 +69,7 @@ class Built:
 
   @property
   def checkpoint(self) -> CheckpointConfig:
-    """What is kept, and when."""
+    """When checkpoints are written, and how many stay."""
     return self.run.checkpoint
 
   @property
@@ -79,7 +79,7 @@ class Built:
 
   @property
   def candidates(self) -> tuple[Variant | Change, ...]:
-    """What `overlap.schedule=auto` chooses from: as configured, then what is likeliest to gain."""
+    """Candidates of `overlap.schedule=auto`: as configured, then the likeliest to gain."""
     run, dispatch = self.run, self.run.dispatch
     found: list[Variant | Change] = [Variant()]
     if not self.overlap.search_seconds:
@@ -140,7 +140,7 @@ class Built:
 
   @property
   def shardings(self) -> tuple[Params, dict[str, Any]]:
-    """Where parameters and router state lie."""
+    """Shardings of parameters and router state."""
     return shardings_of(self.shapes), shardings_of(self.router_shapes)
 
   @property
@@ -283,7 +283,7 @@ def beside(teacher: RunConfig, run: RunConfig, mesh: Mesh) -> Built:
 def make_objective(
   run: RunConfig, graph: nnx.GraphDef, teacher: Built | None = None
 ) -> LanguageModelObjective:
-  """What a resolved run minimises."""
+  """The objective that a resolved run minimises."""
   if teacher is not None:
     return Distillation(
       graph,

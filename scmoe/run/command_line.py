@@ -324,7 +324,7 @@ def list_configs() -> str:
 def help_text(
   usage: str, flags: Sequence[Flag], topic: str = "short", *, with_fields: bool = False
 ) -> str:
-  """What `--help` prints.
+  """The text of `--help`.
 
   Args:
     usage: the command's docstring.

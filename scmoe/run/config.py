@@ -131,7 +131,7 @@ class RunConfig:
       )
 
   def _check_dispatch(self) -> None:
-    """What the transport asks of the mesh, and room for one token at least for every expert."""
+    """Checks the transport against the mesh, and that every expert has room for a token."""
     from scmoe.moe.dispatch import capacity
 
     rule, dispatch, mesh = self.model.wiring_rule, self.dispatch, self.mesh

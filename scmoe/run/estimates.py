@@ -1,4 +1,4 @@
-"""What a step would take on GPUs that are not here: whether it fits, computation, exchange.
+"""Estimates a step on GPUs that are not here: whether it fits, computation, exchange.
 
 Rates are assumptions, and the table says so: matrix products at `MFU` of the makers' peak in
 bfloat16, exchanges at `LINK_SHARE` of the link's. The schedule hides all of the exchange or none of
@@ -47,7 +47,7 @@ DEVICES = (
 
 @dataclasses.dataclass(frozen=True)
 class StepNeeds:
-  """What one optimizer step asks of each device.
+  """The demands of one optimizer step on each device.
 
   Attributes:
     memory: bytes.

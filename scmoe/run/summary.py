@@ -1,4 +1,4 @@
-"""What a run says: its header, its result, and how a stored run is opened again."""
+"""A run's own words: its header, its result, and changes that help where memory is short."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class Lever:
 
 
 def levers(run: RunConfig, limit: int | None = None) -> str:
-  """What to try so that a step fits: changes that suffice, or why none of them does.
+  """Suggests changes with which a step fits, or says that none suffices.
 
   Args:
     run: resolved.
@@ -200,7 +200,7 @@ def _needed(run: RunConfig) -> int | None:
 
 
 def _limit_on(devices: int, before: int, limit: int | None) -> int | None:
-  """What a device has of that many; simulated ones share the host's memory."""
+  """Bytes of each of `devices` devices; simulated ones share the host's memory."""
   if limit is None or jax.default_backend() != "cpu":
     return limit
   return limit * before // devices

@@ -115,7 +115,7 @@ class ScmoeLM(_Model):
     return self.encoder.digest
 
   def get_model_info(self) -> dict[str, Any]:
-    """What the harness keeps beside its results."""
+    """Facts about the model that the harness stores with its results."""
     opened = self.opened
     return {"workdir": opened.workdir, "step": opened.step, "max_length": self.max_length}
 
@@ -270,7 +270,7 @@ def evaluate_tasks(
   limit: float | None = None,
   gen_kwargs: str = "",
 ) -> dict[str, Any]:
-  """What lm_eval.simple_evaluate finds, JSON-able; `results` has the figures of each task.
+  """Runs lm_eval.simple_evaluate; its findings, JSON-able, with each task's figures in `results`.
 
   Args:
     opened: the run.
@@ -332,7 +332,7 @@ class _Tasks(_TaskManager):
     return name in self.all_tasks or (name.endswith((".yaml", ".yml")) and Path(name).is_file())
 
   def load(self, task_list: Any) -> Any:
-    """As the harness's."""
+    """Loads as the harness does, but each list of tasks once."""
     key = repr(task_list)
     if key not in self._loaded:
       self._loaded[key] = super().load(task_list)

@@ -117,7 +117,7 @@ def open_teacher(run: RunConfig, workdir: Path, allow_import: Sequence[str] = ()
 
 
 def check_tokenizer(teacher: Teacher, tokenizer: Tokenizer) -> None:
-  """Whether both models mean the same by a token.
+  """Checks that teacher and student have the same tokenizer.
 
   Raises:
     ConfigError: they do not.
@@ -147,7 +147,7 @@ def remember_teacher(teacher: Teacher, workdir: Path) -> None:
 
 
 def _pinned(workdir: Path) -> dict[str, Any]:
-  """What a run that has a checkpoint began with; {} for a new one."""
+  """The teacher that a run with a checkpoint began with; {} for a new run."""
   path = workdir / PINNED
   if not path.is_file() or not list_steps(workdir / FOLDER):
     return {}

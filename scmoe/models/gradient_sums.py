@@ -196,14 +196,16 @@ def accumulate(
   step = _Step(objective, [params] * size, router, ahead, key_of, slopes)
   reduces = any(travels_over(spec) for spec in jax.tree.leaves(specs))
   if count == 1 and not reduces:
-    (terms, aux), grads = step.only(batch)
+    (terms,), pull, (aux,) = jax.vjp(step.losses(batch, 0), step.copies, has_aux=True)
+    ((grads,),) = pull(step.slopes_of([terms]))
   else:
     groups = jax.tree.map(lambda x: x.reshape(count // size, size, *x.shape[1:]), batch)
     early = count // size - reduces  # groups before the one whose backward pass reduces
     results = jax.eval_shape(step.losses(_at(groups, 0), 0), step.copies)
     done, totals = step.begin(results, early)
     if early:
-      done, totals = _early_groups(step, groups, early, done, totals)
+      items = _at(groups, slice(early)), size * jnp.arange(early)
+      (done, totals), _ = jax.lax.scan(step.add_group, (done, totals), items)
     if reduces:
       done, totals = _last_group(step, groups, early, done, totals, specs, gradient_dtype)
     values = jax.tree.map(lambda total: total.value, totals, is_leaf=_is_total)
@@ -256,42 +258,18 @@ class _Step:
       zeros = self.objective.lay_out_totals(zeros) if early else zeros
     return done, jax.tree.map(GradientTotal, zeros, is_leaf=is_apart)
 
-  def only(self, group: Batch) -> tuple[tuple[Any, Any], PyTree]:
-    """(terms, aux) and gradients of a step of one microbatch [1, B, ...]."""
-    (terms,), pull, (aux,) = jax.vjp(self.losses(group, 0), self.copies, has_aux=True)
-    ((grads,),) = pull(self._slopes([terms]))
-    return (terms, aux), grads
-
-  def added(self, group: Batch, first: Any, totals: PyTree) -> tuple[PyTree, list[PyTree]]:
-    """The totals with a group's gradients, and (terms, aux) of each microbatch."""
-    losses = functools.partial(self.losses(group, first), self.copies)
+  def add_group(self, carry: PyTree, item: tuple[Batch, Array]) -> tuple[PyTree, None]:
+    """Body of the loop over the groups before the last: adds one to (results, totals)."""
+    done, totals = carry
+    losses = functools.partial(self.losses(*item), self.copies)
     terms, pull, aux = jax.vjp(losses, totals, has_aux=True)
-    (totals,) = pull(self._slopes(terms))
-    return totals, list(zip(terms, aux))
+    (totals,) = pull(self.slopes_of(terms))
+    return (_added_up(list(zip(terms, aux)), done), totals), None
 
-  def last(self, group: Batch, first: int, totals: PyTree) -> tuple[PyTree, PyTree, list[PyTree]]:
-    """Gradients of the copies, of the totals, and (terms, aux) of each microbatch."""
-    terms, pull, aux = jax.vjp(self.losses(group, first), self.copies, totals, has_aux=True)
-    grads, totals = pull(self._slopes(terms))
-    return grads, totals, list(zip(terms, aux))
-
-  def _slopes(self, terms: list[dict[str, Array]]) -> list[dict[str, Array]]:
+  def slopes_of(self, terms: list[dict[str, Array]]) -> list[dict[str, Array]]:
+    """The gradient of the loss with respect to each term of each microbatch."""
     slope = lambda name, term: jnp.asarray(self.slopes[name], term.dtype)
     return [{name: slope(name, term) for name, term in each.items()} for each in terms]
-
-
-def _early_groups(
-  step: _Step, groups: Batch, early: int, done: PyTree, totals: PyTree
-) -> tuple[PyTree, PyTree]:
-  """Results and totals after the groups before the last, which run in one loop."""
-
-  def add_group(carry: PyTree, item: tuple[Batch, Array]) -> tuple[PyTree, None]:
-    done, totals = carry
-    totals, results = step.added(*item, totals)
-    return (_added_up(results, done), totals), None
-
-  items = _at(groups, slice(early)), len(step.copies) * jnp.arange(early)
-  return jax.lax.scan(add_group, (done, totals), items)[0]
 
 
 def _last_group(
@@ -309,8 +287,10 @@ def _last_group(
     # XLA unrolls a loop of one iteration, and would then mix its group with the last one.
     group, (done, totals) = barrier((group, (done, totals)))
   given = for_last_group(totals, specs, dtype, empty=not early)
-  grads, found, results = step.last(group, early * len(step.copies), given)
-  return _added_up(results, done), _completed(found, grads, totals)
+  losses = step.losses(group, early * len(step.copies))
+  terms, pull, aux = jax.vjp(losses, step.copies, given, has_aux=True)
+  grads, found = pull(step.slopes_of(terms))
+  return _added_up(list(zip(terms, aux)), done), _completed(found, grads, totals)
 
 
 def _at(tree: PyTree, index: Any) -> PyTree:

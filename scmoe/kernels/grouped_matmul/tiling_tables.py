@@ -1,0 +1,150 @@
+"""Which tilings were found fast, as tables: for known products, and by ranges of widths for others.
+
+To add a known product, put a line into `TABLE`. To change what other products take, change or add
+a row of `PINGPONG_FIRST`, `PAIRS` or `DOWN_BACKWARD`. All numbers are from H200s
+(experiments/kernels).
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from scmoe.kernels.grouped_matmul.pipeline import Tiling
+from scmoe.kernels.grouped_matmul.tuned import Key
+
+# "rows" (one result), "activated" (one with its activation), "up" (gate and up with theirs), "dx"
+# (two products into one result), "weights" and "weights_pair" (weight gradients), "down_backward".
+KINDS = ("rows", "activated", "up", "dx", "weights", "weights_pair", "down_backward")
+WEIGHTS = ("weights", "weights_pair")
+TWO_RESULTS = ("up", "weights_pair")
+
+
+class Product(NamedTuple):
+  """A product to be tiled; the fields are those of `tuned.Key`."""
+
+  kind: str
+  width: int
+  n: int
+  gathered: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Where:
+  """The products that a row of a table is for; bounds are inclusive.
+
+  Attributes:
+    kinds: kinds of product.
+    gathered: whether the kernel gathers an operand; None for either.
+    width: least and largest contracted width.
+    n: least and largest result width.
+    n_multiple: the result width is a multiple of it.
+  """
+
+  kinds: tuple[str, ...]
+  gathered: bool | None = None
+  width: tuple[float, float] = (0, math.inf)
+  n: tuple[float, float] = (0, math.inf)
+  n_multiple: int = 64
+
+  def holds(self, product: Product) -> bool:
+    """Whether the row is for this product."""
+    return (
+      product.kind in self.kinds
+      and self.gathered in (None, product.gathered)
+      and self.width[0] <= product.width <= self.width[1]
+      and self.n[0] <= product.n <= self.n[1]
+      and product.n % self.n_multiple == 0
+    )
+
+
+def first_form(rows: Sequence[tuple[Where, Tiling]], product: Product) -> Tiling:
+  """The form of the first row that is for a product."""
+  return next(form for where, form in rows if where.holds(product))
+
+
+def _narrow(pair: Literal["", "rows", "cols"] = "") -> Tiling:
+  """A ping-pong tile of 128 columns with all the stages that fit."""
+  return Tiling(cols=128, stages=6, pingpong=True, band=8, stores=1, pair=pair)
+
+
+def _halved(band: int = 16) -> Tiling:
+  """A pair of CTAs on the halves of a row tile of the layout: one group, 256 columns for both."""
+  return Tiling(rows=64, cols=256, stages=5, pingpong=True, band=band, stores=1, pair="rows")
+
+
+# Where ping-pong comes before cooperative tiles. With few steps, and where nothing but a group's
+# result is written, the end of a tile weighs more than its operands' traffic. Gathers are the other
+# way round: narrow tiles gather each row more often.
+PINGPONG_FIRST = (
+  Where(("activated", "up", "weights"), gathered=False),
+  Where(("rows", "dx"), width=(0, 512)),
+  Where(("rows",), gathered=False, width=(0, 1536), n=(257, math.inf)),
+)
+
+# (products, form, its place among the forms before it), applied in order; the first row for a form
+# counts. Halves of a row tile overlap the ends of tiles as 128 x 128 ping-pong does, with the
+# operands' traffic of 128 x 256: 1 to 9 % faster than either, except for short products of one
+# operand and for results no wider than one tile. Whole pairs are 2 to 6 % faster than halves for
+# long and wide dx, and up to 5 % slower for others.
+PAIRS = (
+  (Where(("dx",), gathered=False), _halved(), 0),
+  (Where(("rows",), gathered=False, width=(512, math.inf), n=(512, math.inf)), _halved(), 0),
+  (Where(("rows",), gathered=False), _halved(), 1),
+  (
+    Where(("dx",), width=(4096, math.inf), n=(4096, math.inf), n_multiple=256),
+    Tiling(cols=256, band=8, pair="rows"),
+    0,
+  ),
+)
+
+# Ungathered, bands of 16 are 1 to 8 % slower than those of 8. A fifth stage, for half of the
+# epilogue's buffers, makes long products up to 9 % faster. A short product does not hide the longer
+# epilogue (even at 2,048, 2 % slower at 1,536).
+DOWN_BACKWARD = (
+  (Where(("down_backward",), gathered=True), Tiling(stages=4, pingpong=True, band=16)),
+  (
+    Where(("down_backward",), width=(2049, math.inf)),
+    Tiling(stages=5, stores=1, pingpong=True, band=8),
+  ),
+  (Where(("down_backward",)), Tiling(stages=4, pingpong=True, band=8)),
+)
+
+# Device kind -> product -> a tiling that beat the first candidate there, timed in turns with the
+# others (experiments/kernels).
+TABLE: dict[str, dict[Key, Tiling]] = {
+  "NVIDIA H200": {
+    # 6.521 ms, with skewed groups 6.741 ms; single CTAs: 7.266 and 7.274 ms
+    ("weights", 4096, 2048, False): _narrow("cols"),
+    # 1.875 ms; single CTAs: 2.070 ms
+    ("weights", 1024, 2048, True): Tiling(cols=256, stages=4, band=8, pair="cols"),
+    # 1.788 ms; bands of 16: 1.836 ms
+    ("rows", 512, 4096, False): _halved(band=32),
+    # 6.350 ms; bands of 16: 6.603 ms
+    ("rows", 2048, 4096, False): _halved(band=32),
+    # OLMoE: 1.695 ms; bands of 16: 1.749 ms
+    ("rows", 1024, 2048, False): _halved(band=32),
+    # 0.498 ms; single CTAs, 128 columns: 0.517 ms
+    ("rows", 512, 1536, False): Tiling(cols=192, stages=4, pingpong=True, band=8, pair="cols"),
+    # With skewed groups 0.280 ms, single CTAs: 0.288 ms; equal ones 0.271 and 0.274 ms
+    ("rows", 1536, 256, False): _narrow("cols"),
+    # GPT-OSS: 0.938 and 1.893 ms; single CTAs: 0.989 and 1.930 ms
+    ("rows", 2880, 2880, False): Tiling(cols=192, stages=4, pingpong=True, band=8, pair="rows"),
+    ("dx", 2880, 2880, False): Tiling(cols=192, stages=4, pingpong=True, band=8, pair="rows"),
+    # Llama-4-Scout: 1.264 and 2.518 ms; halves of row tiles: 1.311, bands of 8: 2.587 ms
+    ("rows", 8192, 5120, False): Tiling(cols=256, stages=4, band=8, pair="cols"),
+    ("dx", 8192, 5120, False): Tiling(cols=256, stages=4, band=16, pair="rows"),
+    # JetMoE: 0.627 ms; halves of row tiles: 0.645 ms
+    ("rows", 5632, 2048, False): _narrow(),
+  },
+}
+
+
+# (model width, expert width) of the shapes that these tables were measured with.
+MEASURED: dict[str, set[tuple[int, int]]] = {
+  "NVIDIA H200": {
+    (1536, 256), (1536, 1024), (4096, 512), (4096, 1024), (2048, 1024), (2048, 768), (4096, 14336),
+    (1536, 512), (2048, 1408), (2048, 5632), (2880, 2880), (4096, 1408), (4096, 1536), (4096, 6400),
+    (5120, 8192), (7168, 2048),
+  },
+}  # fmt: skip

@@ -25,7 +25,6 @@ from scmoe.kernels.grouped_matmul import (
   expert_ffn_reference,
   get_activation,
   grouped_matmul,
-  one_row,
   padded_layout,
   tiles,
   xla,
@@ -45,6 +44,7 @@ from scmoe.kernels.grouped_matmul.rows_product import rows_product
 from scmoe.kernels.grouped_matmul.sorting import sorted_rows_kernel
 from scmoe.kernels.grouped_matmul.weights_product import weights_product
 from scmoe.kernels.one_row import attention as decode_attention
+from scmoe.kernels.one_row import experts as one_row
 from scmoe.kernels.one_row import linear, norm
 from scmoe.kernels.one_row.attention import (
   Unfinished,

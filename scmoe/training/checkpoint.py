@@ -273,6 +273,8 @@ class Checkpointer:
     place, problem, restored = self.directory / str(step), "", None
     try:
       meta, data = _read_description(place)
+      if meta["step"] != step:  # a run would go on with the data of another step
+        raise Damaged(f"it is a copy of step {meta['step']}")
       if check is not None:
         check(meta)
       state = load(place, _weights(abstract, meta), meta, partial=bool(meta.get(WEIGHTS_ONLY)))
@@ -711,7 +713,7 @@ def _read_description(place: Path) -> tuple[dict, dict]:
   """(meta, data) of a step, verified, by the names of today (`scmoe.training.schema`).
 
   Raises:
-    Damaged: missing, of another form than ours, changed since it was written, or another step's.
+    Damaged: missing, of another form, or changed since it was written.
     CheckpointError: a later version of scmoe wrote it.
   """
   try:
@@ -723,8 +725,6 @@ def _read_description(place: Path) -> tuple[dict, dict]:
     raise Damaged(f"its description cannot be read: {error}") from None
   if meta["digest"] != _digest(meta, data):
     raise Damaged("its description was changed after it was written")
-  if str(meta["step"]) != place.name:
-    raise Damaged(f"it is a copy of step {meta['step']}")
   if odd := [
     leaf for leaf in meta["leaves"].values() if not _ITEM.fullmatch(leaf.get("item", _PIECES))
   ]:

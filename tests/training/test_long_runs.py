@@ -192,7 +192,7 @@ def test_the_step_that_is_no_number_is_repeated(mesh8, tmp_path):
   with np.load(stored) as file:
     batch = dict(file)
   np.savez(stored, **{name: x[:, :-1] for name, x in batch.items()})
-  with pytest.raises(CheckpointError, match=r"has tokens \(.*\), a step of this run \("):
+  with pytest.raises(CheckpointError, match=r"has inputs \(.*\), a step of this run \("):
     module.replay(run.built, tmp_path / "replay")
   stored.write_bytes(b"")
   with pytest.raises(CheckpointError, match=r"batch_0.npz is not read"):

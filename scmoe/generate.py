@@ -28,9 +28,16 @@ from scmoe.base.stored import write_json
 from scmoe.data.tokenizers import JsonTokenizer, prompt_ids
 from scmoe.inference.decode import stream
 from scmoe.inference.offload.model import Usage, allow_pinned_memory
-from scmoe.inference.offload.plan import Load, Wish, bytes_of, expected, measured_bandwidth, needs
+from scmoe.inference.offload.plan import (
+  OffloadRequest,
+  Workload,
+  bytes_of,
+  expected,
+  measured_bandwidth,
+  needs,
+)
 from scmoe.inference.sampling import Sampling
-from scmoe.offload.experts import POLICIES
+from scmoe.offload.cache import POLICIES
 from scmoe.pretrained.inference import InferenceFolder
 from scmoe.run import benchmark, build
 from scmoe.run.command_line import (
@@ -153,7 +160,7 @@ def main(argv: list[str]) -> None:
     model=values["model"],
     mesh=values["mesh"],
     allow_import=values["allow_import"],
-    wish=wish_of(values),
+    request=offload_request(values),
     rows=max(1, len(values["prompt"])),
     longest=max((len(prompt.encode()) for prompt in values["prompt"]), default=0) + 1,
     max_new_tokens=values["max_new_tokens"],
@@ -182,7 +189,7 @@ def main(argv: list[str]) -> None:
     write_json(out, figures)
 
 
-def wish_of(values: dict[str, Any]) -> Wish:
+def offload_request(values: dict[str, Any]) -> OffloadRequest:
   """Reads the offloading flags.
 
   Raises:
@@ -195,7 +202,7 @@ def wish_of(values: dict[str, Any]) -> Wish:
     )
   if values["ring_sections"] < 1:
     raise ConfigError(f"--ring_sections={values['ring_sections']} must be at least 1")
-  return Wish(
+  return OffloadRequest(
     values["offload"],
     size("gpu_memory"),
     size("host_memory"),
@@ -277,7 +284,7 @@ class Session:
     model: folder of `scmoe.convert --inference`, in place of a run's.
     mesh: see `scmoe.run.build.on_mesh`.
     allow_import: see `scmoe.base.extensions.check_allowed`.
-    wish: where experts may lie (`scmoe.inference.offload.plan`); by default on the devices, if
+    request: where experts may lie (`scmoe.inference.offload.plan`); by default on the devices, if
       they fit.
     rows, longest, max_new_tokens: prompts at once, tokens of the longest, and tokens to add to
       each, for which there has to be room.
@@ -297,7 +304,7 @@ class Session:
     model: str = "",
     mesh: str = "",
     allow_import: Sequence[str] = (),
-    wish: Wish = Wish(),
+    request: OffloadRequest = OffloadRequest(),
     rows: int = 1,
     longest: int = 0,
     max_new_tokens: int = 64,
@@ -308,8 +315,8 @@ class Session:
     def opened_step() -> OpenRun:
       stored = folder or open_run(workdir, named, allow_import)
       run = build.on_mesh(stored.run, mesh)
-      load = Load(rows, longest or run.model.context - max_new_tokens, max_new_tokens)
-      options = {"wish": wish, "load": load}
+      load = Workload(rows, longest or run.model.context - max_new_tokens, max_new_tokens)
+      options = {"request": request, "load": load}
       if folder is not None:
         return open_folder(folder, run, **options)
       return open_model(run, workdir, stored.step, **options)
@@ -439,15 +446,12 @@ def _benchmark(values: dict[str, Any], given: list[tuple[str, str]]) -> str:
   """The table of `--benchmark`; writes --json."""
   run = run_config(values, given)
   names = compared(values["compare"], run)
-  load = benchmark.Load(values["batch"], values["prompt_tokens"], values["max_new_tokens"])
+  load = Workload(values["batch"], values["prompt_tokens"], values["max_new_tokens"])
   if min(dataclasses.astuple(load)) < 1:
     raise ConfigError("--batch, --prompt_tokens and --max_new_tokens must be at least 1")
   workdir = Path(values["workdir"] or "runs/benchmark")
-  wish = wish_of(values)
-  ways = [
-    benchmark.Way(way.strip(), wish.policy, wish.sections, wish.int8)
-    for way in (values["ways"] or "none").split(";")
-  ]
+  request = offload_request(values)
+  ways = [benchmark.offload_request(way, request) for way in (values["ways"] or "none").split(";")]
   options = {"rounds": values["rounds"], "ways": ways}
   text, figures = benchmark.benchmark(run, names, load, workdir, **options)
   if values["ways"]:
@@ -460,8 +464,8 @@ def _benchmark(values: dict[str, Any], given: list[tuple[str, str]]) -> str:
 def _expected(
   run: RunConfig,
   names: Sequence[str],
-  ways: Sequence[benchmark.Way],
-  load: benchmark.Load,
+  ways: Sequence[OffloadRequest],
+  load: Workload,
   figures: dict[str, Any],
 ) -> str:
   """The rates that the cost model expects of every arm; adds them to `figures`."""
@@ -472,11 +476,11 @@ def _expected(
   for name in names:
     built = build.build(build.with_wiring(run, name).resolve(
       num_devices=jax.device_count(), vocab_size=build.vocab_size(run.data)))  # fmt: skip
-    model, own = built.run.model, Load(load.rows, load.prompt, load.new)
+    model = built.run.model
     for way in ways:
-      arm = name if len(ways) == 1 else f"{name} {way.name}"
-      needed = needs(model, built.shapes, own, int8=way.int8)
-      found = expected(way.offload, model, needed, own, rate, devices=built.run.mesh.expert)
+      arm = name if len(ways) == 1 else f"{name} {benchmark.name_of(way)}"
+      needed = needs(model, built.shapes, load, int8=way.int8)
+      found = expected(way.offload, model, needed, load, rate, devices=built.run.mesh.expert)
       figures["arms"][arm]["expected"] = {
         "prefill": found.prefill, "decode": found.decode, "device": found.device
       }  # fmt: skip

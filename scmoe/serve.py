@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from scmoe.base.errors import ConfigError, DataError, StorageError, run_main
-from scmoe.generate import OFFLOAD_FLAGS, SAMPLING_FLAGS, Session, wish_of
+from scmoe.generate import OFFLOAD_FLAGS, SAMPLING_FLAGS, Session, offload_request
 from scmoe.inference.offload.model import allow_pinned_memory
 from scmoe.inference.sampling import Sampling
 from scmoe.run.command_line import ALLOW_IMPORT, HELP, Flag, help_text, parse, simulate
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> None:
     given = _opened(values["input"], "input", files)
     out = _opened(values["output"], "output", files)
     options = {name: values[name] for name in ("model", "mesh", "allow_import", "max_new_tokens")}
-    options |= {"wish": wish_of(values), "rows": values["batch"]}
+    options |= {"request": offload_request(values), "rows": values["batch"]}
     rest = {"rows": values["batch"], "seed": values["seed"]}
     session = Session(**options)
     context = session.model.config.context

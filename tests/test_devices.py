@@ -12,7 +12,7 @@ import scmoe
 from scmoe.base import determinism
 from scmoe.kernels.grouped_matmul import resolve_backend
 from scmoe.kernels.top_k.api import has_kernel
-from scmoe.layers import attention
+from scmoe.layers import dot_product
 from scmoe.layers.mlp import MLP, MLPConfig
 
 WIDTHS = (128, 256)
@@ -52,14 +52,14 @@ def test_kernels_where_there_is_a_hopper_and_cudnn_from_ampere_on(
   mlp = MLP(MLPConfig(width=128, hidden=256), rngs=nnx.Rngs(0))
   assert mlp._has_kernels(x_TD[None]) == kernels
   q_BSHN = jnp.zeros((1, 8, 2, 64), jnp.bfloat16)
-  assert (attention._implementation(q_BSHN, masked=False) == "cudnn") == fused
+  assert (dot_product._implementation(q_BSHN, masked=False) == "cudnn") == fused
   masked = fused and capability != "10.0"
-  assert (attention._implementation(q_BSHN, masked=True) == "cudnn") == masked
-  assert attention._implementation(q_BSHN, masked=True, window=4) is None
-  assert (attention._implementation(q_BSHN, masked=False, window=4) == "cudnn") == fused
-  assert attention._implementation(q_BSHN[:, :7], masked=True) is None
-  assert (attention._implementation(q_BSHN[:, :7], masked=False) == "cudnn") == fused
-  assert attention._implementation(q_BSHN.astype(jnp.float32), masked=False) is None
+  assert (dot_product._implementation(q_BSHN, masked=True) == "cudnn") == masked
+  assert dot_product._implementation(q_BSHN, masked=True, window=4) is None
+  assert (dot_product._implementation(q_BSHN, masked=False, window=4) == "cudnn") == fused
+  assert dot_product._implementation(q_BSHN[:, :7], masked=True) is None
+  assert (dot_product._implementation(q_BSHN[:, :7], masked=False) == "cudnn") == fused
+  assert dot_product._implementation(q_BSHN.astype(jnp.float32), masked=False) is None
 
 
 @pytest.mark.parametrize("yes", ["", "=true", "=1"])
@@ -69,9 +69,9 @@ def test_deterministic_runs_take_no_cudnn(on, monkeypatch, flag, yes):
   on("gpu", "9.0")
   q_BSHN = jnp.zeros((1, 8, 2, 64), jnp.bfloat16)
   monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {flag}=false")
-  assert attention._implementation(q_BSHN, masked=False) == "cudnn"
+  assert dot_product._implementation(q_BSHN, masked=False) == "cudnn"
   monkeypatch.setenv("XLA_FLAGS", f"{flag}{yes}")
-  assert attention._implementation(q_BSHN, masked=False) is None
+  assert dot_product._implementation(q_BSHN, masked=False) is None
 
 
 def test_a_layer_on_a_t4_has_no_kernel_in_its_program(on):

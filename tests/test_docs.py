@@ -444,6 +444,33 @@ def travelled(tmp_path_factory):
   return seen
 
 
+@pytest.fixture(scope="module")
+def travelled_on_hopper(tmp_path_factory):
+  """Frames at the first `rows_product` of a training step traced for a GPU with the kernels."""
+  from scmoe import train
+  from scmoe.kernels import running
+  from scmoe.kernels.grouped_matmul import backend, mosaic_gpu
+
+  seen = []
+
+  def rows_product(*args, **options):
+    path = "scmoe/kernels/grouped_matmul/rows_product.py"
+    seen.extend([*frames(), (path, "rows_product")])
+    raise Seen
+
+  options = ["dtype=bfloat16", "width=128", "mlp_hidden=256", "num_heads=2", "expert_impl=grouped"]
+  workdir = tmp_path_factory.mktemp("hopper")
+  with pytest.MonkeyPatch.context() as patch:
+    for module in (running, backend):
+      patch.setattr(module, "has_kernels", lambda device: True)
+    patch.setattr(mosaic_gpu, "rows_product", rows_product)
+    with pytest.raises(Seen):
+      train.main(["--config", "quickstart", "--smoke", "--workdir", str(workdir / "run"),
+                  "--config.train.sample_tokens=0", "--config.dispatch.transport=dropless",
+                  *(f"--config.model.{o}" for o in options)])  # fmt: skip
+  return seen
+
+
 def listed(kind: str) -> list[tuple[str, str]]:
   """Frames that the page lists."""
   lines = [line.split(None, 1) for line in block(page("docs/architecture.md"), f"frames {kind}")]
@@ -456,6 +483,15 @@ def test_the_frames_of_a_token(travelled):
   assert experts == travelled["experts"][-len(experts) :]
   (count,) = re.findall(r"in (\d+) frames", page("README.md"))
   assert int(count) == len(travelled["dispatch"])
+  assert len(travelled["dispatch"]) <= 12
+
+
+def test_the_frames_to_the_first_product_on_hopper(travelled_on_hopper):
+  products = listed("rows_product")
+  assert products == travelled_on_hopper[-len(products) :]
+  assert len(travelled_on_hopper) <= 16
+  (number,) = re.findall(r"first product is the (\d+)th frame", page("docs/architecture.md"))
+  assert int(number) == len(travelled_on_hopper)
 
 
 def test_the_layers_of_the_packages():

@@ -243,7 +243,10 @@ def decode_arm(benchmark: Any, run: Any, load: tuple[int, int, int]) -> Callable
 
   import numpy as np
 
-  arm = benchmark._Arm(run, benchmark.Load(*load), Path(tempfile.mkdtemp()), benchmark.Way())
+  # Earlier commits have their own types for the workload and for where the experts are.
+  workload = getattr(benchmark, "Workload", None) or benchmark.Load
+  way = getattr(benchmark, "RESIDENT", None) or benchmark.Way()
+  arm = benchmark._Arm(run, workload(*load), Path(tempfile.mkdtemp()), way)
   arm.warm_up()
   arm.run_prefill(1)
   first_B, caches = arm.state

@@ -25,7 +25,7 @@ from scmoe.inference.decode import stream
 from scmoe.inference.offload.model import Usage, allow_pinned_memory, is_routed
 from scmoe.inference.sampling import Sampling
 from scmoe.run import build
-from scmoe.run.benchmark import Way, random_model
+from scmoe.run.benchmark import offload_request, random_model
 from scmoe.run.command_line import TRAIN_FLAGS, parse, run_config
 from scmoe.run.programs import Programs
 
@@ -50,7 +50,7 @@ def main() -> None:
   flags.add_argument("--to", default="", help="file of the figures")
   given, rest = flags.parse_known_args()
   allow_pinned_memory()
-  tokenizer, way = ByteTokenizer(), Way(given.way)
+  tokenizer, way = ByteTokenizer(), offload_request(given.way)
   values, fields = parse(rest or LARGE, TRAIN_FLAGS, with_fields=True)
   run = run_config(values, fields).resolve(num_devices=1, vocab_size=tokenizer.vocab_size)
   built = build.build(run, jax.devices()[:1])

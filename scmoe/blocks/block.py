@@ -1,4 +1,4 @@
-"""A transformer block, and the options that blocks, pairs and whole models share."""
+"""The options that blocks, pairs and whole models share, and the parts that they make."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import dataclasses
 from typing import Any
 
 from flax import nnx
-from jax import Array
-from jaxtyping import Float
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.options import check_options, option, section
@@ -17,7 +15,7 @@ from scmoe.kernels.grouped_matmul import activation_names
 from scmoe.kernels.grouped_matmul.backend import widths_have_kernels
 from scmoe.layers.attention import QK_NORMS, Attention, AttentionConfig
 from scmoe.layers.latent_attention import LatentAttention, LatentAttentionConfig
-from scmoe.layers.mlp import MLP, MLPConfig
+from scmoe.layers.mlp import MLPConfig
 from scmoe.layers.norm import Norm
 from scmoe.layers.rope import RopeConfig
 from scmoe.moe.dispatch import DispatchConfig
@@ -339,21 +337,3 @@ class BlockConfig:
       router=router,
       dispatch=dispatch,
     )
-
-
-class Block(nnx.Module):
-  """One transformer block: attention and, with `hidden` > 0, a feed-forward sublayer.
-
-  That is the dense MLP, the shared expert, or nothing where only routed experts follow attention.
-  """
-
-  def __init__(self, config: BlockConfig, hidden: int, *, rngs: nnx.Rngs):
-    self.norm_attention = config.norm()
-    self.attention = config.make_attention(rngs)
-    self.norm_mlp = config.norm()
-    self.mlp = MLP(config.mlp(hidden), rngs=rngs) if hidden else None
-
-  def dense(self, h_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-    """The dense MLP, or the shared expert, of normalised h; only where the block has one."""
-    assert self.mlp is not None
-    return self.mlp(self.norm_mlp(h_BSD))

@@ -131,6 +131,17 @@ def make_schedule(
   return Schedule(_in_order(dense, places, order), _mirror(_in_order(dense, mirrored)))
 
 
+def turns_of(steps: Sequence[Step]) -> list[list[Step]]:
+  """Steps cut where a batch pauses for others: behind every dispatch and before every combine."""
+  turns: list[list[Step]] = [[]]
+  for before, step in itertools.pairwise((None, *steps)):
+    assert step is not None
+    if step.operation == COMBINE or (before and before.operation == DISPATCH):
+      turns.append([])
+    turns[-1].append(step)
+  return turns
+
+
 @dataclasses.dataclass(frozen=True)
 class _Place:
   """Where one gating stands: numbers of dense steps before it, in forward order.

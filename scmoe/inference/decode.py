@@ -1,8 +1,8 @@
 """Generation with a key-value cache, for a batch of prompts of different lengths.
 
-Prompts are padded on the right. A row's next token overwrites the cache at the row's own length,
-so padding is written but never read. Experts always have room for every token: what a model says
-does not depend on who else is in the batch.
+Prompts are padded on the right. A row's next token overwrites the cache at the row's own length, so
+padding is written but never read. Experts have room for every token, so a row's text does not
+depend on the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
 from scmoe.base.errors import ConfigError
-from scmoe.inference.offload.model import Offload, Usage
+from scmoe.inference.offload.model import Offload, Usage, expert_cache_specs, expert_caches
 from scmoe.inference.sampling import Sampling, sample
+from scmoe.inference.token import for_one_token
 from scmoe.models.gpt import GPT, Pass
 from scmoe.models.stacked import Apart, is_apart
-from scmoe.offload.experts import HOLDERS, Migration
+from scmoe.moe.experts import ExpertSource, OnDevice
+from scmoe.offload.cache import HOLDERS
 from scmoe.parallel.mesh import BATCH_AXES, make_mesh, manual, parameter_specs
 
 # A jitted function -> a program that is called like it.
@@ -122,7 +124,7 @@ def stream(
   for row, prompt in enumerate(prompts):
     tokens_BS[row, : len(prompt)] = prompt
   graph, params = nnx.split(model)
-  static = Static(graph, mesh, sampling, offload.of(model))
+  static = Static(graph, mesh, sampling, offload.checked(model))
   chunk = max(1, min(chunk, max_new_tokens - 1))
   # The last chunk is as long as the others: one program, and room for what it makes too much.
   room, key = padded + 1 + _round_up(max_new_tokens - 1, chunk), jax.random.key(seed)
@@ -199,17 +201,19 @@ def make_prefill(static: Static, room: int) -> Any:
     room: positions of the caches.
   """
   offload = static.offload
+  experts = offload.prefill or OnDevice()
 
   def local(params, router, lengths_B, key, tokens_BS):
     model: GPT = nnx.merge(static.graph, params)
-    caches = model.init_caches(tokens_BS.shape[0], room, experts=offload.slots)
-    logits_BV, caches = prefill(model, tokens_BS, lengths_B, caches, router, offload.prefill)
+    caches = model.init_caches(tokens_BS.shape[0], room) | expert_caches(model, offload)
+    logits_BV, caches = prefill(model, tokens_BS, lengths_B, caches, router, experts)
     return sample(logits_BV, static.sampling, jax.random.fold_in(key, 0)), caches
 
   def program(params, router, lengths_B, key, tokens_BS):
     model: GPT = nnx.merge(static.graph, params)
     specs = (parameter_specs(params), P(), _ROWS, P(), _ROWS)
-    function = manual(local, static.mesh, specs, (_ROWS, model.cache_specs(offload.slots)))
+    caches = model.cache_specs() | expert_cache_specs(model, offload)
+    function = manual(local, static.mesh, specs, (_ROWS, caches))
     return function(params, router, lengths_B, key, tokens_BS)
 
   return jax.jit(program, compiler_options=_COMPILED)
@@ -271,6 +275,7 @@ def make_decode(static: Static, steps: int, in_order: bool = False) -> Any:
     in_order: whether kernels wait for each other as XLA orders them; see `one_by_one`.
   """
   offload = static.offload
+  experts = offload.decode or OnDevice()
 
   def local(params, router, lengths_B, key, made, token_B, caches):
     model: GPT = nnx.merge(static.graph, params)
@@ -279,28 +284,26 @@ def make_decode(static: Static, steps: int, in_order: bool = False) -> Any:
     def step(carry, index):
       token_B, caches = carry
       position_B = lengths_B + index - 1
-      logits_BV, caches = decode_step(
-        model, token_B, position_B, caches, router, pairs, offload.decode
-      )
+      logits_BV, caches = decode_step(model, token_B, position_B, caches, router, pairs, experts)
       next_B = sample(logits_BV, static.sampling, jax.random.fold_in(key, index))
-      asked = [own.asked_Ne for own in caches["experts"]] if offload.slots else None
-      return (next_B, caches), (next_B, asked)
+      requested = [own.requested_Ne for own in caches["experts"]] if offload.cache_size else None
+      return (next_B, caches), (next_B, requested)
 
     at = made + jnp.arange(steps)
-    (token_B, caches), (new_SB, asked) = jax.lax.scan(step, (token_B, caches), at)
-    if asked is not None:
-      asked = jnp.stack([own.reshape(-1, own.shape[-1]) for own in asked])
-    return new_SB.T, token_B, caches, asked
+    (token_B, caches), (new_SB, requested) = jax.lax.scan(step, (token_B, caches), at)
+    if requested is not None:
+      requested = jnp.stack([own.reshape(-1, own.shape[-1]) for own in requested])
+    return new_SB.T, token_B, caches, requested
 
   def program(params, router, lengths_B, key, made, token_B, caches):
     model: GPT = nnx.merge(static.graph, params)
-    caches_lie = model.cache_specs(offload.slots)
-    specs = (parameter_specs(params), P(), _ROWS, P(), P(), _ROWS, caches_lie)
-    asked_lies = P(None, None, HOLDERS)
-    function = manual(local, static.mesh, specs, (_ROWS, _ROWS, caches_lie, asked_lies))
+    of_caches = model.cache_specs() | expert_cache_specs(model, offload)
+    specs = (parameter_specs(params), P(), _ROWS, P(), P(), _ROWS, of_caches)
+    of_requested = P(None, None, HOLDERS)
+    function = manual(local, static.mesh, specs, (_ROWS, _ROWS, of_caches, of_requested))
     return function(params, router, lengths_B, key, made, token_B, caches)
 
-  # The caches are handed back, so that they need not be there twice.
+  # The caches are donated: the program returns them, and memory holds them once.
   options = _COMPILED | (_ONE_BY_ONE if in_order else {})
   return jax.jit(program, donate_argnums=6, compiler_options=options)
 
@@ -311,26 +314,26 @@ def prefill(
   lengths_B: Int[Array, " B"],
   caches: Any,
   router: Any = None,
-  migration: Migration | None = None,
+  experts: ExpertSource = OnDevice(),
 ) -> tuple[Float[Array, "B V"], Any]:
-  """Runs whole prompts and fills the cache.
+  """Runs whole prompts and fills the caches.
 
   Args:
     model: on this device, or in the manual region.
-    tokens_BS: prompts, padded on the right.
-    lengths_B: their lengths.
+    tokens_BS: int32 prompts, padded on the right.
+    lengths_B: int32 lengths of the prompts.
     caches: empty caches of at least S positions (`GPT.init_caches`).
-    router: router state (balancing biases), if any.
-    migration: how experts come to the device; see `Pass`.
+    router: router state (balancing biases), if the model has any.
+    experts: where the experts are; see `Pass`.
 
   Returns:
     float32 logits [B, V] after each prompt's last token, and the caches.
   """
   position_S = jnp.arange(tokens_BS.shape[1])
-  # Padding sits behind the prompt; it may share the last position of the learned embedding.
+  # Padding is behind the prompt; it may share the last position of the learned embedding.
   positions_BS = jnp.broadcast_to(position_S, tokens_BS.shape)
   mask_BS = position_S < lengths_B[:, None]
-  options = {"no_drop": True, "router": router, "migration": migration}
+  options = {"no_drop": True, "router": router, "experts": experts}
   given = Pass(positions_BS, mask_BS=mask_BS, caches=caches, begins=True, **options)
   out = model(tokens_BS, given)
   last_B1D = jnp.take_along_axis(out.h_BSD, (lengths_B - 1)[:, None, None], 1)
@@ -344,17 +347,20 @@ def decode_step(
   caches: Any,
   router: Any = None,
   pairs: Any = None,
-  migration: Migration | None = None,
+  experts: ExpertSource = OnDevice(),
 ) -> tuple[Float[Array, "B V"], Any]:
   """Runs one token per row at its own position: float32 logits [B, V], and the caches.
 
   Args:
     model: on this device, or in the manual region.
-    token_B, position_B: int32.
-    caches, router, migration: as for `prefill`.
+    token_B, position_B: int32 token of each row, and its position.
+    caches: filled by `prefill` and by earlier steps.
+    router, experts: as for `prefill`.
     pairs: `model.pairs()`, if many tokens follow each other in one program.
   """
-  options = {"no_drop": True, "router": router, "pairs": pairs, "migration": migration}
+  if token_B.shape[0] == 1:
+    model = for_one_token(model)
+  options = {"no_drop": True, "router": router, "pairs": pairs, "experts": experts}
   given = Pass(position_B[:, None], caches=caches, **options)
   out = model(token_B[:, None], given)
   return model.logits(out.h_BSD)[:, 0], out.caches
@@ -362,19 +368,45 @@ def decode_step(
 
 def _check_prompts(model: GPT, prompts: list[list[int]], max_new_tokens: int) -> None:
   config = model.config
-  if not prompts or not all(prompts):
-    raise ConfigError("--prompt is empty; give at least one token to continue")
+  if not _are_lists_of_ids(prompts):
+    raise ConfigError(
+      f"prompts={_shown(prompts)} must be a list of lists of token ids, one list for each prompt, "
+      "such as [[1, 2, 3]]"
+    )
+  if not prompts or not all(len(p) for p in prompts):
+    raise ConfigError(
+      "prompts: one of them is empty, or there is none; give at least one token each"
+    )
   if max_new_tokens < 1:
-    raise ConfigError(f"--max_new_tokens={max_new_tokens} must be at least 1")
-  worst = max(max(p) for p in prompts)
-  if worst >= config.vocab_size or min(min(p) for p in prompts) < 0:
-    raise ConfigError(f"--prompt holds token {worst}, the vocabulary has {config.vocab_size}")
+    raise ConfigError(f"max_new_tokens={max_new_tokens} must be at least 1")
+  for row, prompt in enumerate(prompts):
+    wrong = next((t for t in prompt if not 0 <= t < config.vocab_size), None)
+    if wrong is not None:
+      raise ConfigError(
+        f"prompts[{row}] has token {wrong}, the vocabulary has {config.vocab_size}; use ids from 0 "
+        f"to {config.vocab_size - 1}"
+      )
   longest = max(len(p) for p in prompts) + max_new_tokens
   if longest > config.context:
     raise ConfigError(
-      f"--max_new_tokens={max_new_tokens} after a prompt of {longest - max_new_tokens} tokens "
+      f"max_new_tokens={max_new_tokens} after a prompt of {longest - max_new_tokens} tokens "
       f"needs {longest} positions, model.context={config.context}; shorten one of them"
     )
+
+
+def _are_lists_of_ids(prompts: Any) -> bool:
+  """Whether these are sequences of sequences of integers."""
+  is_list = lambda x: isinstance(x, (list, tuple)) or getattr(x, "ndim", 0) == 1
+  is_id = lambda x: isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+  return isinstance(prompts, (list, tuple)) and all(
+    is_list(prompt) and all(map(is_id, prompt)) for prompt in prompts
+  )
+
+
+def _shown(value: Any) -> str:
+  """A value in an error's one line."""
+  text = " ".join(repr(value).split())
+  return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -22,6 +22,7 @@ from scmoe.base.errors import ConfigError
 from scmoe.blocks.pair import BlockPair, Context
 from scmoe.blocks.wiring import Tap
 from scmoe.models.gpt import GPT
+from scmoe.moe.layer import MoECall
 from scmoe.moe.losses import statistics
 from scmoe.moe.types import Routing
 
@@ -228,7 +229,8 @@ def _counts(
       last = seen[id(unit.blocks[-1]), "norm_mlp"][1]
       for _ in () if moe is None else rule.taps:
         assert moe is not None
-        current.append(moe.route(last, pair._call(context, 0, 0, {})).routing)
+        call = MoECall(mask=mask_BS, bias_E=context.bias_E)
+        current.append(moe.route(last, call).routing)
   values.append(h_BSD)
   flat = lambda x: x.reshape(-1)
   mask_T = flat(mask_BS).astype(jnp.float32)

@@ -30,11 +30,11 @@ class Sampling:
   def check(self) -> None:
     """Raises ConfigError where a value is out of range."""
     if self.temperature < 0:
-      raise ConfigError(f"--temperature={self.temperature} must be >= 0; 0 is greedy")
+      raise ConfigError(f"temperature={self.temperature} must be >= 0; 0 is greedy")
     if self.top_k < 0:
-      raise ConfigError(f"--top_k={self.top_k} must be >= 0; 0 keeps all tokens")
+      raise ConfigError(f"top_k={self.top_k} must be >= 0; 0 keeps all tokens")
     if not 0 < self.top_p <= 1:
-      raise ConfigError(f"--top_p={self.top_p} must be in (0, 1]; 1 keeps all tokens")
+      raise ConfigError(f"top_p={self.top_p} must be in (0, 1]; 1 keeps all tokens")
 
 
 def keep_top_k(logits_BV: Array, k: int) -> Array:

@@ -1,11 +1,11 @@
 """Multi-head latent attention: keys and values of all heads from one narrow vector per token.
 
-DeepSeek-V2 (arXiv 2405.04434, §2.1), with the scaled latents of LongCat-Flash. What a cache keeps
-is that vector, the latent, and one rotary key that all heads share:
+DeepSeek-V2 (arXiv 2405.04434, §2.1), with the scaled latents of LongCat-Flash. A cache keeps that
+vector, the latent, and one rotary key that all heads share:
 
-  c_t = norm(W_down x_t),  k_t = rope(W_rope x_t)      kept
-  score = q_nope · (W_k c_t) + q_rope · k_t            expanded: keys of every head are made
-        = (W_kᵀ q_nope) · c_t + q_rope · k_t           absorbed: the query goes to the latent
+  c_t = norm(W_down x_t),  k_t = rope(W_rope x_t)      kept in the cache
+  score = q_nope · (W_k c_t) + q_rope · k_t            expanded: computes every head's keys
+        = (W_kᵀ q_nope) · c_t + q_rope · k_t           absorbed: multiplies the query by W_k instead
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
-from scmoe.layers.attention import attend, attend_stored, stored
+from scmoe.layers.dot_product import attend, attend_stored, stored
 from scmoe.layers.norm import Norm
 from scmoe.layers.rope import NEIGHBOURS, RopeConfig, rotate
 from scmoe.parallel.collectives import repeat, total
@@ -31,10 +31,11 @@ from scmoe.parallel.mesh import BATCH_AXES
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Latents:
-  """What one latent attention keeps of earlier positions.
+  """The cache of one latent attention.
 
   Attributes:
-    latent_BSR: the normalised, scaled latent, then the turned rotary key.
+    latent_BSR: R is the latent's width plus the rotary key's. First the normalised and scaled
+      latent, then the rotated key.
   """
 
   latent_BSR: Array
@@ -42,20 +43,20 @@ class Latents:
 
 @dataclasses.dataclass(frozen=True)
 class LatentAttentionConfig:
-  """Latent attention; the names are those of published models.
+  """Options of latent attention, named as in the config.json of released models.
 
   Attributes:
     width, num_heads: D and H.
-    q_lora_rank: width of the queries' latent; 0: queries come from x at once.
+    q_lora_rank: width of the queries' latent; 0: queries are projected from x directly.
     kv_lora_rank: width of the latent of keys and values.
-    qk_nope_head_dim, qk_rope_head_dim: of a query, the part that does not turn and the one that
-      does.
+    qk_nope_head_dim, qk_rope_head_dim: widths of a query's two parts, without and with rotation.
     v_head_dim: width of a value.
     rope_theta, rope: see `rotate`.
-    scale_q, scale_kv: latents times √(D / their width) (LongCat-Flash mla_scale_q_lora, _kv_lora).
+    scale_q, scale_kv: whether a latent is multiplied by √(D / its width) (LongCat-Flash
+      mla_scale_q_lora, mla_scale_kv_lora).
     norm_eps: epsilon of the latents' norms.
-    bias: of the two projections from x and of the one out.
-    init_std, out_std: as of `AttentionConfig`.
+    bias: whether both projections from x and the output projection have biases.
+    init_std, out_std: see `AttentionConfig`.
   """
 
   width: int
@@ -76,9 +77,9 @@ class LatentAttentionConfig:
 
 
 class LatentAttention(nnx.Module):
-  """Latent attention in two halves, `project` and `mix`, as `Attention`.
+  """Latent attention in the same two halves as `Attention`: `project` and `mix`.
 
-  Under tensor parallelism each device has a part of the heads; latents are the same everywhere.
+  Under tensor parallelism each device has some of the heads; every device has the whole latent.
   """
 
   def __init__(self, config: LatentAttentionConfig, *, rngs: nnx.Rngs):
@@ -113,24 +114,19 @@ class LatentAttention(nnx.Module):
     positions_BS: Int[Array, "B S"],
     segments_BS: Int[Array, "B S"] | None = None,
   ) -> Float[Array, "B S D"]:
-    """Attends causally: both halves in a row, without a cache."""
+    """Both halves in a row, without a cache: [B, S, D] in the type of x."""
     return self.mix(self.project(x_BSD, positions_BS), positions_BS, segments_BS)[0]
 
   def project(
-    self,
-    x_BSD: Float[Array, "B S D"],
-    positions_BS: Int[Array, "B S"],
-    norm: Norm | None = None,
+    self, x_BSD: Float[Array, "B S D"], positions_BS: Int[Array, "B S"]
   ) -> tuple[Array, Array, Array]:
     """Queries [B, S, H, N], the latent [B, S, R] and the rotary key [B, S, N] that heads share.
 
     Args:
-      x_BSD: inputs.
+      x_BSD: normalised inputs.
       positions_BS: int32 position of each token in its document.
-      norm: what the inputs go through first; None: they are normalised.
     """
     c = self.config
-    x_BSD = x_BSD if norm is None else norm(x_BSD)
     read_BSR = x_BSD
     if self.query_down is not None and self.query_norm is not None:
       read_BSR = self.query_norm(_down(x_BSD, self.query_down, self.query_down_bias))
@@ -155,10 +151,10 @@ class LatentAttention(nnx.Module):
     *,
     begins: bool = False,
   ) -> tuple[Float[Array, "B S D"], Latents | None]:
-    """Lets queries, keys and values meet; arguments and results as of `Attention.mix`.
+    """Scores, softmax, values and output projection; arguments and results as of `Attention.mix`.
 
-    One token per row reads the cache as it is (absorbed); of several, keys and values are expanded,
-    which costs less than queries as wide as the latent.
+    One token per row reads the cache as it is (absorbed). With several tokens per row every head's
+    keys and values are computed (expanded): that costs less than queries of the latent's width.
     """
     q_BSHN, c_BSR, k_BSN = projected
     dtype = q_BSHN.dtype
@@ -184,12 +180,12 @@ class LatentAttention(nnx.Module):
     segments_BS: Array | None = None,
     positions_BS: Array | None = None,
   ) -> Float[Array, "B S H V"]:
-    """Makes keys and values of every head from the latents.
+    """Attention with the keys and values of every head, computed from the latents.
 
     Args:
-      q_BSHN, c_BTR, k_BTN: as of `project`; the last two perhaps of a cache.
-      segments_BS: of rows without a cache.
-      positions_BS: of the queries, with a cache; None without.
+      q_BSHN, c_BTR, k_BTN: as `project` returns them; the last two may come from a cache.
+      segments_BS: int32 document of each token, without a cache.
+      positions_BS: int32 positions of the queries, with a cache; None without one.
     """
     c, up = self.config, self.kv_up[...].astype(q_BSHN.dtype)
     made = jnp.einsum("btr,rhn->bthn", c_BTR, up)
@@ -203,7 +199,11 @@ class LatentAttention(nnx.Module):
   def absorbed(
     self, q_BSHN: Array, c_BTR: Array, k_BTN: Array, *, positions_BS: Array
   ) -> Float[Array, "B S H V"]:
-    """The same without a key or value of any head: queries and results pass through the latent."""
+    """The same result without any head's keys or values.
+
+    Queries are multiplied by the keys' matrix and attend to the latents; the sum over latents is
+    multiplied by the values' matrix.
+    """
     c, up = self.config, self.kv_up[...].astype(q_BSHN.dtype)
     key_RHN, value_RHV = jnp.split(up, [c.qk_nope_head_dim], -1)
     straight, turning = jnp.split(q_BSHN, [c.qk_nope_head_dim], -1)
@@ -214,17 +214,23 @@ class LatentAttention(nnx.Module):
 
   @property
   def score_scale(self) -> float:
-    """Factor on the scores."""
+    """The factor on the scores: 1/√(width of a query), times the long-context correction."""
     c = self.config
     return (c.qk_nope_head_dim + c.qk_rope_head_dim) ** -0.5 * c.rope.score_factor
 
   def empty_cache(self, batch: int, length: int, dtype: Any) -> Latents:
-    """A cache of `length` positions; every device of the tensor axis has all of it."""
+    """A cache of zeros; every device of the tensor axis holds all of it.
+
+    Args:
+      batch: rows on this device.
+      length: positions.
+      dtype: type of the latents.
+    """
     kept = self.config.kv_lora_rank + self.config.qk_rope_head_dim
     return Latents(jnp.zeros((batch, length, kept), dtype))
 
   def cache_specs(self) -> Latents:
-    """How a cache lies on the mesh."""
+    """PartitionSpecs of a cache: rows over the batch axes."""
     return Latents(P(BATCH_AXES))  # pyright: ignore[reportArgumentType]
 
 

@@ -8,17 +8,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-
-from scmoe.kernels.one_row import norm
+from jaxtyping import Float
 
 
 class Norm(nnx.Module):
-  """Normalises the last dimension; statistics in float32, result in the input's dtype.
+  """Normalises the last dimension; statistics in float32, the result in the input's type.
 
-  `kind` is "layernorm" (mean and variance, scale and bias) or "rmsnorm" (scale only).
+  The backward pass keeps only the input, in its own type: the float32 copies that automatic
+  differentiation would keep are twice as large.
 
-  The backward pass reads the input as it came, and nothing else: float32 copies, which
-  differentiation would keep, are twice the size of what they were made from.
+  Args:
+    width: D.
+    kind: "layernorm" (mean and variance, scale and bias) or "rmsnorm" (root mean square, scale).
+    eps: added to the mean square.
   """
 
   def __init__(self, width: int, kind: str, eps: float):
@@ -28,21 +30,13 @@ class Norm(nnx.Module):
       nnx.Param(jnp.zeros((width,), jnp.float32), axes=("embed",)) if kind == "layernorm" else None
     )
 
-  def __call__(self, x: Array) -> Array:
-    own = self.normalisation
-    if norm.takes(x):
-      return norm.Normalised(x, own).alone()
-    return _normalised(x, own.scale_D, own.bias_D, own.centred, own.eps)
-
-  @property
-  def normalisation(self) -> norm.Normalisation:
-    """The same for kernels that begin with it."""
+  def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
     bias = None if self.bias is None else self.bias[...]
-    return norm.Normalisation(self.scale[...], bias, self.kind == "layernorm", self.eps)
+    return _normalised(x, self.scale[...], bias, self.kind == "layernorm", self.eps)
 
 
 def rms_normalised(x: Array, scale: Array, eps: float) -> Array:
-  """RMSNorm of the last dimension, as `Norm`, with a weight that lies elsewhere."""
+  """RMSNorm of the last dimension as in `Norm`, with a scale that another module holds."""
   return _normalised(x, scale, None, False, eps)
 
 
@@ -60,17 +54,17 @@ def _normalised_fwd(x, scale, bias, centred, eps):
 
 def _normalised_bwd(centred, eps, kept, bar):
   x, scale, bias = kept
-  # XLA shall not find the forward pass' statistics here: what normalises is one kernel as long as
-  # nobody else wants them.
+  # The barrier keeps XLA from sharing the forward pass' statistics with this pass. The forward norm
+  # is one kernel only while nothing else reads them.
   x = jax.lax.optimization_barrier(x)
   wide, mean, inverse = _statistics(x, centred, eps)
   bar = bar.astype(wide.dtype)
   unit_bar = bar * scale
   along = (unit_bar * wide).mean(-1, keepdims=True) * inverse
   offset = unit_bar.mean(-1, keepdims=True) if centred else None
-  # What each row has one number of ends here. From there on all is element by element and sums over
-  # columns, which XLA makes in one kernel; sums over rows among them, and it would write bar * unit
-  # in float32 to sum its columns in another.
+  # Sums within a row end at this barrier. Behind it are element-wise operations and sums over
+  # columns, which XLA fuses into one kernel. Without it XLA writes bar * unit in float32, and a
+  # second kernel sums its columns.
   mean, inverse, along, offset = jax.lax.optimization_barrier((mean, inverse, along, offset))
   unit = _centred(x, mean) * inverse
   x_bar = unit_bar - unit * along
@@ -82,14 +76,14 @@ def _normalised_bwd(centred, eps, kept, bar):
 
 
 def _statistics(x, centred, eps):
-  """`_centred`, the mean of each row, and one over its standard deviation."""
+  """The centred input, the mean of each row, and the inverse of each row's standard deviation."""
   mean = _centred(x, None).mean(-1, keepdims=True) if centred else None
   wide = _centred(x, mean)
   return wide, mean, jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + eps)
 
 
 def _centred(x, mean):
-  """In float32 or wider, without its mean where there is one."""
+  """x in float32 or wider, minus the mean if one is given."""
   wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
   return wide if mean is None else wide - mean
 

@@ -17,19 +17,17 @@ from jaxtyping import Bool, Float, Int
 
 from scmoe.base.errors import ConfigError
 from scmoe.blocks.options import OverlapConfig
-from scmoe.blocks.pair import BlockPair, Context, PairOutput, tied
+from scmoe.blocks.pair import BlockPair, Context, PairWalk, in_turns
 from scmoe.blocks.wiring import Tap
 from scmoe.layers.embed import Embedding, EmbeddingConfig
 from scmoe.models.config import ModelConfig
 from scmoe.models.gradient_sums import added, added_by_layer, added_by_scan
 from scmoe.models.stacked import each_layer, is_apart, split_layers, stack_outputs, stacked
 from scmoe.moe.dispatch import DispatchConfig
+from scmoe.moe.experts import ExpertSource, OnDevice
 from scmoe.moe.losses import init_bias
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.types import RouterSums
-from scmoe.offload.experts import Migration, cache_specs, empty_cache
-from scmoe.offload.ring import Ring
-from scmoe.parallel.barriers import barrier
 
 REMATS = ("none", "dots", "moe", "full")
 
@@ -55,8 +53,8 @@ class Pass:
     hidden: whether to return the main path after every block.
     gradient_totals: `scmoe.models.gradient_sums.GradientTotal`s like `stages`, to which their
       gradients are added; None: gradients are taken as usual.
-    migration: how experts come to the device that lie in the host's memory; None where none do.
-      Then pairs are written out, and their parameters `taken_apart`.
+    experts: where the experts are. Those of another source than the default need pairs that are
+      written out, and parameters `taken_apart`.
   """
 
   positions_BS: Int[Array, "B S"] | None = None
@@ -72,7 +70,7 @@ class Pass:
   gate: int | Array = 0
   hidden: bool = dataclasses.field(default=False, metadata={"static": True})
   gradient_totals: Any = None
-  migration: Migration | None = dataclasses.field(default=None, metadata={"static": True})
+  experts: ExpertSource = dataclasses.field(default=OnDevice(), metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -174,37 +172,25 @@ class GPT(nnx.Module):
     leaves = jax.tree.leaves(nnx.split(self.stages)[1], is_leaf=is_apart)
     return any(map(is_apart, leaves))
 
-  def init_caches(self, batch: int, length: int, dtype: Any = None, experts: int = 0) -> Any:
-    """Empty caches of `length` positions.
+  def init_caches(self, batch: int, length: int, dtype: Any = None) -> Any:
+    """Empty key-value caches.
 
-    Of pairs that are written out each has its own, which a token is written into in place; a scan
-    has one array for all pairs, and copies it.
+    Each pair that is written out has its own cache, into which a token is written in place. A scan
+    over pairs has one array for all of them, and copies it.
 
     Args:
-      batch: sequences at hand; in the manual region this device's.
+      batch: rows; in the manual region this device's.
       length: S of the cache.
-      dtype: by default the compute type.
-      experts: of every pair, that the device keeps of those in the host's memory; 0: none.
+      dtype: type of keys and values; None: the compute type.
     """
     empty = lambda attention: attention.empty_cache(batch, length, dtype or self.config.dtype)
-    caches = self._for_caches(empty, lambda x, layers: jnp.zeros((layers, *x.shape), x.dtype))
-    if experts:
-      rule = self.config.wiring_rule
-      calls = rule.units_per_moe * len(rule.taps)
-      caches["experts"] = [empty_cache(own, experts, calls) for own in self._experts_of_pairs()]
-    return caches
+    return self._for_caches(empty, lambda x, layers: jnp.zeros((layers, *x.shape), x.dtype))
 
-  def cache_specs(self, experts: int = 0) -> Any:
-    """How these caches lie on the mesh: PartitionSpecs in the same tree."""
-    specs = self._for_caches(
+  def cache_specs(self) -> Any:
+    """PartitionSpecs of the key-value caches, in the same tree."""
+    return self._for_caches(
       lambda attention: attention.cache_specs(), lambda spec, _: PartitionSpec(None, *spec)
     )
-    if experts:
-      specs["experts"] = [cache_specs(own) for own in self._experts_of_pairs()]
-    return specs
-
-  def _experts_of_pairs(self) -> list[Any]:
-    return each_layer(nnx.split(self.stages.moe.experts)[1], self.config.num_pairs)
 
   def _for_caches(self, of: Callable[[Any], Any], stack: Callable[[Any, int], Any]) -> Any:
     """`of` the attentions [units][blocks] of either stack: each pair's, or stacked for a scan."""
@@ -264,6 +250,7 @@ def run_batches_in_turns(
   """
   model, shared = models[0], given[0]
   config, rule, router = model.config, model.config.wiring_rule, shared.router or {}
+  experts = OnDevice(recompute=True) if shared.remat == "moe" else shared.experts
   contexts, starts, keys = [], [], []
   for own, tokens_BS, one in zip(models, streams, given):
     positions_BS = one.positions_BS
@@ -276,8 +263,7 @@ def run_batches_in_turns(
         one.mask_BS,
         gate=shared.gate,
         no_drop=shared.no_drop,
-        recompute_experts=shared.remat == "moe",
-        migration=shared.migration,
+        experts=experts,
         begins=shared.begins,
         hidden=shared.hidden,
       )
@@ -296,8 +282,8 @@ def run_batches_in_turns(
     params, totals, (caches, kept, keys, bias_E) = xs
     params = added(params, totals)
     first, values = carry
-    turns = []
-    for own, (h_BSD, handed_BSD), context, key, cache, cached in zip(
+    walks = []
+    for own, (h_BSD, handed_BSD), context, key, cache, own_kept in zip(
       params, values, contexts, keys, caches, kept
     ):
       pair: BlockPair = nnx.merge(graph, own)
@@ -305,17 +291,14 @@ def run_batches_in_turns(
         # Nothing precedes the first pair: its experts read its own input.
         start_BSD = pair.units[0].hand_over(Tap.BLOCK_INPUT, h_BSD)
         handed_BSD = jnp.where(first, start_BSD, handed_BSD)
-      here = dataclasses.replace(context, keys=key, bias_E=bias_E, cached=cached)
-      turns.append(pair.turns(h_BSD, here, handed_BSD=handed_BSD, caches=cache))
-    live: list[Any] = [next(turn) for turn in turns]
-    for count, i in enumerate(itertools.cycle(range(len(turns)))):
-      # The first one starts at once: the last one's rows of the pair before may be under way.
-      live[i] = turns[i].send(tied(live, i) if count else live[i])
-      if isinstance(live[-1], PairOutput):
-        break
-    new = [(out.h_BSD, out.handed_BSD) for out in live]
+      here = dataclasses.replace(context, keys=key, bias_E=bias_E, kept=own_kept)
+      walks.append(PairWalk(pair, h_BSD, here, handed_BSD, cache))
+    for run, step in in_turns(walks):
+      run(step)
+    outs = [walk.output for walk in walks]
+    new = [(out.h_BSD, out.handed_BSD) for out in outs]
     return (jnp.zeros((), bool), new), [
-      (out.sums, out.caches, out.hidden and jnp.stack(out.hidden), out.cached) for out in live
+      (out.sums, out.caches, out.hidden and jnp.stack(out.hidden), out.kept) for out in outs
     ]
 
   body = _rematerialised(stage, shared.remat)
@@ -326,13 +309,8 @@ def run_batches_in_turns(
   if model.written_out:
     body = jax.jit(body, inline=True)  # traced once, not once a pair
     own_params, own_totals = added_by_layer(params, totals, config.num_pairs)
-    of_pairs = enumerate(zip(own_params, own_totals, each_layer(others, config.num_pairs)))
-    ring: Ring | None = None
-    if shared.migration is not None and shared.migration.mode == "ring":
-      of_pairs = list(of_pairs)
-      ring = Ring([own for _, (own, *_) in of_pairs], shared.migration.sections)
-      taken = ring.take
-      of_pairs = ((i, (taken(i), *rest)) for i, (_, *rest) in of_pairs)
+    of_pairs = list(zip(own_totals, each_layer(others, config.num_pairs)))
+    at_hand = experts.of_pairs(list(own_params), begins=shared.begins)
   else:
     params, totals = added_by_scan(params, totals)
   if len(runs) > 1:
@@ -349,14 +327,11 @@ def run_batches_in_turns(
       carry, out = jax.lax.scan(of_dense, carry, take(dense))
     elif model.written_out:
       found = []
-      for i, (own, own_total, here) in itertools.islice(of_pairs, run.stop - run.start):
+      for i in range(run.start, run.stop):
+        own_total, here = of_pairs[i]
         at = lambda some, i=i: [c and c[i] for c in some]
-        carry, out = body(carry, (own, own_total, (at(caches), at(kept), *here)))
-        # A cache is filled from experts that are here now: with the layer, or it would hold them.
-        if ring is not None:
-          carry, out = ring.advance(i, (carry, out))
-        elif shared.migration is not None and shared.begins:
-          carry, out = barrier((carry, out))
+        made_here = body(carry, (at_hand.take(i), own_total, (at(caches), at(kept), *here)))
+        carry, out = at_hand.advance(i, made_here)
         found.append(out)
       out = [_of_pairs(list(of)) for of in zip(*found)]
     else:

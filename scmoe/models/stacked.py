@@ -26,7 +26,7 @@ class Apart:
   """A stack's array split into one array per layer.
 
   Attributes:
-    parts: one per layer; arrays, or what stands for one (`scmoe.offload.experts.Int8`).
+    parts: one per layer; arrays, or what stands for one (`scmoe.offload.memory.Int8`).
   """
 
   parts: tuple[Any, ...]

@@ -1,9 +1,14 @@
-"""rows -> rows: the experts of this device. Feed-forward networks, or a user's own."""
+"""The experts of this device, rows -> rows: feed-forward networks, or a user's own module.
+
+`ExpertSource` says where a model's experts are while it runs. In training they are on the device
+(`OnDevice`); `scmoe.offload.experts.Migration` copies them from the host's memory.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,17 +28,21 @@ from scmoe.kernels.grouped_matmul import (
 from scmoe.kernels.grouped_matmul.xla import choose_tile
 from scmoe.kernels.permute import gather_rows, sum_rows
 from scmoe.layers.mlp import is_gated
+from scmoe.moe.types import Routing
 from scmoe.parallel.collectives import repeat
 from scmoe.parallel.mesh import AXES, axis_index, axis_size
 
 IMPLEMENTATIONS = ("auto", "grouped", "batched", "block_sparse")
 
+# (rows, layout) -> the rows after their experts, in the rows' own order.
+ApplyExperts = Callable[[Array, RowLayout], Array]
+
 
 class ExpertRows:
-  """Rows in the order of the experts, and the product that each kind of expert is made of.
+  """Rows sorted by expert, and the product from which a kind of expert is built.
 
   Attributes:
-    groups: how many rows each expert has, and where; rows of no expert lie between and are zero.
+    groups: how many rows each expert has, and where they lie; padding rows between are zero.
   """
 
   def __init__(self, groups: GroupLayout):
@@ -47,27 +56,27 @@ class ExpertRows:
 
 
 class Experts(nnx.Module):
-  """Experts of one's own: a subclass with one method, `compute`.
+  """Base class of experts: a subclass has one method, `compute`.
 
-  Its parameters have the experts as first dimension, `nnx.Param(value, axes=("expert", ...))`, so
-  that expert parallelism spreads them: inside `compute` a device sees its own experts'. Everything
-  else, transports, weights, gradients, is the layer's.
+  The first dimension of every parameter counts experts, `nnx.Param(value, axes=("expert", ...))`,
+  so that expert parallelism spreads them: inside `compute` a device sees its own experts. The layer
+  does everything else: transport, weights and gradients.
   """
 
-  # Axes over which a device has a part of every result, which the layer adds up.
+  # Axes over which each device computes only a part of every result; the layer adds the parts.
   partial: ClassVar[tuple[str, ...]] = ()
 
   def compute(self, rows_RD: Float[Array, "R D"], experts: ExpertRows) -> Float[Array, "R D"]:
-    """What the experts make of their rows; a row may only depend on itself.
+    """The experts' output for their rows; each row's output depends on that row only.
 
     Args:
-      rows_RD: rows in the order of the experts.
+      rows_RD: rows sorted by expert.
       experts: `matmul` multiplies each row with its expert's matrix.
     """
     raise NotImplementedError(f"{type(self).__name__} has no method compute(rows_RD, experts)")
 
   def __call__(self, rows: Array, layout: RowLayout) -> Array:
-    """The rows' experts applied to them, in the rows' own order; see `expert_ffn`."""
+    """The rows after their experts, in the rows' own order; see `expert_ffn`."""
     rows_MD = rows.reshape(-1, rows.shape[-1])
     tiles = layout.sorted(choose_tile(layout.num_copies, layout.num_groups))
     assert tiles.permutation is not None
@@ -77,17 +86,166 @@ class Experts(nnx.Module):
     return out.reshape(*rows.shape[:-1], out.shape[-1])
 
 
+# -- where the experts are ------------------------------------------------------------------------
+
+
+class LayerExperts(Protocol):
+  """One layer's experts during one pass of its block pair.
+
+  The pair calls, for each of its gatings:
+
+      main = experts.chosen(gating, routing, main)    # the gate has named its tokens' experts
+      main = experts.ready(gating, main)              # the experts compute next
+      rows = experts.of(gating)(rows, layout)
+
+  `main` is the value that the main path reads next. An implementation that copies experts ties the
+  copy to it where nothing may run beside the copy.
+  """
+
+  def chosen(self, gating: int, routing: Routing, main: Any) -> Any:
+    """The gate has chosen: a copy of these experts may begin. Returns `main`."""
+    ...
+
+  def ready(self, gating: int, main: Any) -> Any:
+    """The experts compute next: whatever has not been copied is copied now. Returns `main`."""
+    ...
+
+  def of(self, gating: int) -> ApplyExperts:
+    """The experts as this gating's rows meet them."""
+    ...
+
+  @property
+  def kept(self) -> Any:
+    """The experts that the device keeps for the next pass, a pytree; None: no such cache."""
+    ...
+
+
+class LayerParams(Protocol):
+  """The parameters of a model's pairs, taken in order; `advance` is called after each pair."""
+
+  def take(self, pair: int) -> Any:
+    """The parameters of a pair, as its computation reads them."""
+    ...
+
+  def advance(self, pair: int, after: Any) -> Any:
+    """A pair has computed `after`, which is returned; the next pair reads the returned value."""
+    ...
+
+
+class ExpertSource(Protocol):
+  """Where a model's experts are; chosen when the program is built, hashable."""
+
+  def of_layer(self, experts: Experts, kept: Any) -> LayerExperts:
+    """One layer's experts for one pass.
+
+    Args:
+      experts: the layer's module.
+      kept: `LayerExperts.kept` of the pass before, or None.
+    """
+    ...
+
+  def of_pairs(self, params: Sequence[Any], *, begins: bool) -> LayerParams:
+    """The parameters of pairs that run one after the other.
+
+    Args:
+      params: of every pair.
+      begins: whether the pass reads whole prompts (`Pass.begins`).
+    """
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class OnDevice:
+  """The `ExpertSource` of training: all experts are in the device's memory.
+
+  Attributes:
+    recompute: whether the backward pass computes the experts' activations again.
+  """
+
+  recompute: bool = False
+
+  def of_layer(self, experts: Experts, kept: Any) -> LayerExperts:
+    """See `ExpertSource`."""
+    del kept
+    if not self.recompute:
+      return ExpertsOnDevice(experts)
+    # Rows, and weights that were gathered, are kept: nothing is sent twice.
+    apply = jax.checkpoint(lambda rows, layout: experts(rows, layout), policy=_was_gathered)
+    return ExpertsOnDevice(apply)
+
+  def of_pairs(self, params: Sequence[Any], *, begins: bool) -> LayerParams:
+    """See `ExpertSource`."""
+    del begins
+    return ParamsOnDevice(params)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsOnDevice:
+  """`LayerExperts` that need no copy.
+
+  Attributes:
+    apply: the experts.
+    kept: None.
+  """
+
+  apply: ApplyExperts
+  kept: Any = None
+
+  def chosen(self, gating: int, routing: Routing, main: Any) -> Any:
+    """See `LayerExperts`."""
+    del gating, routing
+    return main
+
+  def ready(self, gating: int, main: Any) -> Any:
+    """See `LayerExperts`."""
+    del gating
+    return main
+
+  def of(self, gating: int) -> ApplyExperts:
+    """See `LayerExperts`."""
+    del gating
+    return self.apply
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamsOnDevice:
+  """`LayerParams` that need no copy.
+
+  Attributes:
+    params: of every pair.
+  """
+
+  params: Sequence[Any]
+
+  def take(self, pair: int) -> Any:
+    """See `LayerParams`."""
+    return self.params[pair]
+
+  def advance(self, pair: int, after: Any) -> Any:
+    """See `LayerParams`."""
+    del pair
+    return after
+
+
+def _was_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+  """A policy of `jax.checkpoint` that keeps what other devices sent."""
+  return primitive.name.startswith("all_gather")
+
+
+# -- feed-forward experts -------------------------------------------------------------------------
+
+
 @dataclasses.dataclass(frozen=True)
 class FFNExpertsConfig:
-  """Feed-forward experts.
+  """Options of feed-forward experts.
 
   Attributes:
     width, hidden, num_experts: D, F and E.
-    activation, bias, init_std, out_std: as of `MLPConfig`.
+    activation, bias, init_std, out_std: as in `MLPConfig`.
     impl: one of `IMPLEMENTATIONS` (MegaBlocks mlp_impl); see `FFNConfig`.
-    backend: of grouped products; see `FFNConfig`.
+    backend: which grouped products; see `FFNConfig`.
     adaptive_r: Tutel's r; see `FFNExperts`.
-    copy_engines: whether copy engines exchange rows, which leaves all multiprocessors to kernels.
+    copy_engines: whether copy engines exchange rows. Kernels may then use all multiprocessors.
     fp8: see `FFNConfig`.
   """
 
@@ -106,13 +264,13 @@ class FFNExpertsConfig:
 
 
 class FFNExperts(Experts):
-  """down(act(up(rows))) for every expert, on the grouped kernels.
+  """down(act(up(rows))) for every expert, by the grouped products.
 
   Where several devices share an expert, each holds a part of its hidden width. Tutel's adaptive
-  parallelism says who moves: with r replicas, the weights are gathered within r groups of devices,
-  every row is sent to one device of each group, and the r partial sums are added. r = 1 moves
-  weights only, r = all of them rows only; r = 0 gathers the weights of all experts. Results and
-  gradients do not depend on r.
+  parallelism decides whether weights or rows travel. With r replicas the devices form r groups;
+  weights are gathered within a group, every row is sent to one device of each group, and the r
+  partial sums are added. r = 1 moves weights only, r = the number of devices rows only, and r = 0
+  gathers the weights of all experts. Results and gradients do not depend on r.
   """
 
   partial = ("tensor",)
@@ -135,7 +293,7 @@ class FFNExperts(Experts):
     self.down_bias = zeros((c.num_experts, c.width), ("expert", "embed"))
 
   def __call__(self, rows: Array, layout: RowLayout) -> Array:
-    """See `expert_ffn`; with whatever must be gathered or added up over devices first and last."""
+    """`expert_ffn` of the rows, with weights gathered before and partial sums added after it."""
     weights, r = self.weights(), self.config.adaptive_r
     if axis_size("shard") > 1 or r == 0:
       weights = _gathered(weights, max(r, 1), every_expert=r == 0)
@@ -145,11 +303,11 @@ class FFNExperts(Experts):
     return self._on_replicas(run, rows, weights, layout)
 
   def weights(self) -> FFNWeights:
-    """This device's share of the weights, as they are stored."""
+    """This device's share of the weights, in the type in which they are stored."""
     read = lambda param: None if param is None else param[...]
     down_bias_GD = read(self.down_bias)
     if down_bias_GD is not None and (self.config.adaptive_r > 1 or axis_size("tensor") > 1):
-      # The output's bias counts once among partial sums.
+      # Only one of the devices whose partial sums are added may add the output's bias.
       shards = axis_size("shard") // max(self.config.adaptive_r, 1)
       first = (axis_index("shard") < shards) & (axis_index("tensor") == 0)
       down_bias_GD = jnp.where(first, repeat(down_bias_GD, ("tensor",), "tensor"), 0)
@@ -168,10 +326,10 @@ class FFNExperts(Experts):
     return FFNConfig(c.activation, impl, c.backend, shared_sms=shared, fp8=c.fp8)
 
   def _on_replicas(self, run: Any, rows: Array, weights: FFNWeights, layout: RowLayout) -> Array:
-    """Every row on r devices, each with a part of the hidden width; the partial sums added."""
-    # Four devices per expert and r = 2: weights are gathered within [0, 1] and [2, 3], which gives
-    # every device a half of the hidden width. Rows are shared between [0, 2] and [1, 3], whose two
-    # halves make the whole expert.
+    """Every row on r devices, each with a part of the hidden width; returns the added results."""
+    # Four devices per expert and r = 2: weights are gathered within [0, 1] and within [2, 3], so
+    # that every device has half of the hidden width. Devices 0 and 2 exchange their rows, and so do
+    # 1 and 3: their two halves are the whole expert.
     r = self.config.adaptive_r
     group = axis_size("shard") // r
     peers = [[place + group * i for i in range(r)] for place in range(group)]
@@ -187,7 +345,13 @@ class FFNExperts(Experts):
 
 
 def _gathered(weights: FFNWeights, replicas: int, *, every_expert: bool) -> FFNWeights:
-  """Collects the slices of the hidden width, and all experts if asked; gradients scatter back."""
+  """The weights with their slices of the hidden width gathered; gradients are scattered back.
+
+  Args:
+    weights: this device's share.
+    replicas: r of `FFNExperts`.
+    every_expert: gather all experts too.
+  """
   shards = axis_size("shard")
   group = shards // replicas
   groups = [[group * r + place for place in range(group)] for r in range(replicas)]

@@ -7,7 +7,6 @@ all others. `docs/extending.md` has an example. (Within one program a word added
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import functools
 import math
@@ -22,8 +21,7 @@ from jaxtyping import Float
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.extensions import FORM, construct, is_import_path
-from scmoe.kernels.one_row.norm import Normalised
-from scmoe.kernels.top_k import Begun, TopK, begin_gate, gate_product, gate_top_k
+from scmoe.kernels.top_k import TopK, gate_product, gate_top_k
 from scmoe.moe.options import RouterConfig
 
 LOG_SCALE_MAX = math.log(100.0)
@@ -35,8 +33,7 @@ class Gate(Protocol):
 
   Noise, softmax, choice and normalisation are not the gate's: it returns plain scores. It runs on
   each device's tokens alone, with replicated parameters, so it must treat tokens independently. A
-  gate that knows how to find its k best experts faster may have a method `top_k` as `LinearGate`,
-  and `begun`, if it can read a single token in the kernel that makes its norm.
+  gate that knows how to find its k best experts faster may have a method `top_k` as `LinearGate`.
   """
 
   def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T E"]:
@@ -110,25 +107,6 @@ class LinearGate(nnx.Module):
   def top_k(self, x_TD: Float[Array, "T D"], k: int) -> TopK:
     """Logits, and the experts with the k largest, in one kernel where there is one."""
     return gate_top_k(x_TD, self.weight[...], k, fp32=self.fp32)
-
-  def begun(self, row: Normalised) -> tuple[Array, Gate] | None:
-    """A single token under its norm, [1, D], and this gate for it alone, whose product the same
-    kernel has begun; None where there is no such kernel."""
-    found = begin_gate(row, self.weight[...], fp32=self.fp32)
-    return None if found is None else (found.x_TD, _BegunGate(found))
-
-
-@dataclasses.dataclass(frozen=True)
-class _BegunGate:
-  """A `LinearGate` of one token, which has read it."""
-
-  found: Begun
-
-  def __call__(self, x_TD: Array) -> Array:
-    return self.found.sums_PE.sum(0)[None]
-
-  def top_k(self, x_TD: Array, k: int) -> TopK:
-    return self.found.top_k(k)
 
 
 class CosineGate(nnx.Module):

@@ -13,10 +13,9 @@ from jaxtyping import Bool, Float, Int
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.extensions import construct, is_import_path
-from scmoe.kernels.one_row.norm import Normalised
 from scmoe.moe.dispatch import DispatchConfig, Transport, make_transport
 from scmoe.moe.experts import Experts, FFNExperts, FFNExpertsConfig
-from scmoe.moe.gates import make_gates
+from scmoe.moe.gates import Gate, make_gates
 from scmoe.moe.losses import router_sums
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.route import Draws, route, route_distinct
@@ -28,17 +27,18 @@ from scmoe.parallel.mesh import BATCH_AXES, axis_size, own_share
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
-  """A MoE layer.
+  """Options of a MoE layer.
 
   Attributes:
     width, hidden: D, and F of one expert.
     num_experts, top_k: E and K.
-    zero_experts: experts behind the E that return their input; no parameters, no rows.
-    activation, bias, init_std, out_std: of the experts, as of `MLPConfig`.
-    impl, backend: what computes them; see `FFNExpertsConfig`.
+    zero_experts: number of further experts, with ids from E on, that return their input. They have
+      no parameters and receive no rows.
+    activation, bias, init_std, out_std: of the experts; see `MLPConfig`.
+    impl, backend: which products compute the experts; see `FFNExpertsConfig`.
     copy_engines: whether copy engines exchange rows.
-    fp8: whether experts' products have fp8 operands; see `FFNConfig`.
-    kind: ffn, or the import path of a subclass of `Experts`, called with this and `rngs`.
+    fp8: whether the experts' products have fp8 operands; see `FFNConfig`.
+    kind: ffn, or the import path of a subclass of `Experts`, which is called with this and `rngs`.
     router, dispatch: options of routing and of the transport.
   """
 
@@ -66,7 +66,7 @@ class MoEConfig:
 
   @property
   def experts(self) -> FFNExpertsConfig:
-    """Of the feed-forward experts."""
+    """The options of feed-forward experts."""
     names = ("width", "hidden", "num_experts", "activation", "bias", "init_std", "out_std", "impl",
              "backend", "copy_engines", "fp8")  # fmt: skip
     return FFNExpertsConfig(
@@ -76,18 +76,18 @@ class MoEConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MoECall:
-  """What one call of the layer is given beside its tokens.
+  """Arguments of one call of the layer, beside its tokens.
 
   Attributes:
-    mask: bool, in the shape of the tokens: those that take part; all if None.
-    key: random key of gate noise and jitter in training; None outside.
-    bias_E: balancing bias of the choice (`router.bias`), or None.
-    avoid_T: int32, an expert that each token must not visit (DGMoE), or None.
-    k: experts per token; None: the layer's.
+    mask: bool, in the shape of the tokens: True for tokens that take part; None: all do.
+    key: random key of gate noise and jitter in training; None outside training.
+    bias_E: float32 bias added to the scores for the choice only (`router.bias`), or None.
+    avoid_T: int32, one expert that each token must not visit (DGMoE), or None.
+    k: experts per token; None: the layer's `top_k`.
     gate: index of the gate that chooses, where there are several (Tutel gate_index); may be traced.
-    capacity_factor: for this call, instead of the configured one (Tutel's runtime capacity); 0
-      drops nothing.
-    no_drop: give every queue room for all tokens (decoding, exact evaluation).
+    capacity_factor: replaces the configured one in this call (Tutel's runtime capacity); 0 drops
+      nothing.
+    no_drop: every expert has room for all tokens (decoding, exact evaluation).
   """
 
   mask: Bool[Array, ...] | None = None
@@ -101,15 +101,15 @@ class MoECall:
 
 
 @dataclasses.dataclass(frozen=True)
-class Flight:
-  """Tokens on their way through the layer, from `MoE.route` to `MoE.completed`.
+class RoutedTokens:
+  """Tokens between the layer's stages, from `MoE.route` to `MoE.completed`.
 
   Attributes:
     x_TD: the tokens.
     routing: their choices.
-    transport: how they get to the experts.
-    sent: rows at their experts; None before dispatch.
-    kept_TD: what zero experts add to the output; None where there are none.
+    transport: brings rows to the experts and back.
+    sent: the rows at their experts; None before dispatch.
+    kept_TD: the output of zero experts, which is added at the end; None without zero experts.
   """
 
   x_TD: Array
@@ -120,34 +120,34 @@ class Flight:
 
   @property
   def arrived(self) -> Dispatched:
-    """`sent`, once there is something."""
+    """`sent`, which must not be None."""
     assert self.sent is not None, "not dispatched yet"
     return self.sent
 
-  def with_rows(self, rows: tuple[Array, ...]) -> Flight:
-    """The same flight with other rows, e.g. what the experts made of them."""
+  def with_rows(self, rows: tuple[Array, ...]) -> RoutedTokens:
+    """The same with other rows, for instance those that the experts have computed."""
     return dataclasses.replace(self, sent=dataclasses.replace(self.arrived, rows=rows))
 
 
 class MoE(nnx.Module):
   """Sparse feed-forward layer: each token visits k of E experts (paper Eq. 1-4).
 
-  Calling the layer runs its stages in a row. A schedule runs them one at a time, with other work
+  A call of the layer runs its stages in a row. A schedule runs them one at a time, with other work
   between them:
 
-      flight = moe.route(x)
-      sent = flight.transport.dispatch(flight.x_TD, flight.routing, moe.experts)
+      routed = moe.route(x)
+      sent = routed.transport.dispatch(routed.x_TD, routed.routing, moe.experts)
       rows = tuple(map(moe.experts, sent.rows, sent.layouts))
-      flight = dataclasses.replace(flight, sent=dataclasses.replace(sent, rows=rows))
-      y, sums = moe.completed(flight, flight.transport.combine(flight.sent))
+      routed = dataclasses.replace(routed, sent=dataclasses.replace(sent, rows=rows))
+      y, sums = moe.completed(routed, routed.transport.combine(routed.sent))
 
-  On one device all experts are here. In the manual region (`scmoe.manual`) the expert axis spreads
-  them, and dispatch and combine exchange rows.
+  On one device all experts are there. In the manual region (`scmoe.manual`) the expert axis spreads
+  them over devices, and dispatch and combine exchange rows.
 
   Args:
     config: see `MoEConfig`.
-    experts: experts of one's own; by default feed-forward networks.
-    gates: gates of one's own; by default those that `config.router` names.
+    experts: the user's own experts; None: feed-forward networks.
+    gates: the user's own gates; None: those that `config.router` names.
     rngs: stream `params` for the initial weights.
 
   Raises:
@@ -181,66 +181,84 @@ class MoE(nnx.Module):
       call: see `MoECall`.
 
     Returns:
-      y in the shape of x, and the sums of which losses and statistics are made
-      (`scmoe.moe.losses`), over this device's tokens.
+      y in the shape of x, and sums over this device's tokens, from which `scmoe.moe.losses` makes
+      losses and statistics.
 
     Raises:
       ConfigError: x has another width than the layer, or see `route` and `make_transport`.
     """
     self._check_width(x)
     if not x.size:
-      # Gathers and kernels need a row to read, so one masked token stands in for no token.
+      # Gathers and kernels need a row to read: no token becomes one masked token.
       one = dataclasses.replace(call, mask=jnp.zeros(1, bool), key=None, no_drop=True, avoid_T=None)
       y, sums = self(jnp.zeros((1, self.config.width), x.dtype), one)
       return jnp.zeros((*x.shape[:-1], y.shape[-1]), y.dtype), sums
     with jax.named_scope("route"):
-      flight = self.route(x, call)
+      routed = self.route(x, call)
     with jax.named_scope("dispatch"):
-      sent = flight.transport.dispatch(flight.x_TD, flight.routing, self.experts)
+      sent = routed.transport.dispatch(routed.x_TD, routed.routing, self.experts)
     with jax.named_scope("experts"):
       rows = tuple(self.experts(rows, layout) for rows, layout in zip(sent.rows, sent.layouts))
     with jax.named_scope("combine"):
-      flight = dataclasses.replace(flight, sent=sent).with_rows(rows)
-      y_TD, sums = self.completed(flight, flight.transport.combine(flight.arrived))
+      routed = dataclasses.replace(routed, sent=sent).with_rows(rows)
+      y_TD, sums = self.completed(routed, routed.transport.combine(routed.arrived))
     return y_TD.reshape(*x.shape[:-1], y_TD.shape[-1]), sums
 
-  def route(self, x: Float[Array, "... D"] | Normalised, call: MoECall = MoECall()) -> Flight:
-    """Chooses experts and weights for all tokens, and the transport that takes them there.
+  def route(
+    self, x: Float[Array, "... D"], call: MoECall = MoECall(), gate: Gate | None = None
+  ) -> RoutedTokens:
+    """Chooses experts and weights for all tokens, and the transport to those experts.
 
     Args:
-      x: normalised inputs; or a single token and its norm, which one kernel may read with the gate.
+      x: normalised inputs.
       call: see `MoECall`.
+      gate: replaces the gate that `call.gate` names, for one that has read x already.
+
+    Raises:
+      ConfigError: x has another width than the layer, or see `make_transport`.
     """
-    config, router = self.config, self.config.router
     self._check_width(x)
-    options: dict[str, Any] = {"num_experts": config.choices, "zero_experts": config.zero_experts}
-    options |= {"bias_E": call.bias_E}
-    options |= {"mask_T": None if call.mask is None else call.mask.reshape(-1)}
-    options |= {"training": None if call.key is None else self._draws(x.shape, call.key)}
-    gate, k = self._gate(call.gate), config.top_k if call.k is None else call.k
-    if isinstance(x, Normalised):
-      plain = call.mask is None and call.key is None and call.avoid_T is None
-      found = gate.begun(x) if plain and hasattr(gate, "begun") else None
-      x_BD, gate = (x.alone(), gate) if found is None else found
-    else:
-      x_BD = x
-    # What comes before reads the sum of the gate's gradient and the experts', which one loop makes.
-    x_TD = barrier(x_BD.reshape(-1, config.width), "backward")
-    if call.avoid_T is None:
-      routing = route(x_TD, gate, router, k=k, **options)
-    else:
-      routing, k = route_distinct(x_TD, gate, router, call.avoid_T, **options), 1
+    chosen: Any = self._gate(call.gate) if gate is None else gate
+    # In the backward pass one loop adds the gradients of gate and experts. The barrier keeps XLA
+    # from joining that loop to the norm's backward pass, which reads the sum.
+    x_TD = barrier(x.reshape(-1, self.config.width), "backward")
+    routing, k = self._routing(x_TD, x.shape, chosen, call)
     kept_TD = None
-    if config.zero_experts:
+    if self.config.zero_experts:
       kept_TD = routing.zero_weight_T[:, None].astype(x_TD.dtype) * x_TD
     # Under tensor parallelism every device reads the same tokens and computes a part of every
-    # result, so the gradients of what it reads are added up over devices.
+    # result. `repeat` adds up the devices' gradients of the inputs.
     read = (x_TD, routing.weight_TK, routing.input_weight_TK)
     x_TD, weight_TK, input_TK = repeat(read, self.experts.partial, "tensor")
     routing = dataclasses.replace(routing, weight_TK=weight_TK, input_weight_TK=input_TK)
-    transport = make_transport(
+    return RoutedTokens(x_TD, routing, self._transport(x_TD.shape[0], k, call), kept_TD=kept_TD)
+
+  def _routing(
+    self, x_TD: Array, shape: tuple[int, ...], gate: Gate, call: MoECall
+  ) -> tuple[Routing, int]:
+    """The choices of all tokens, and how many experts a token has.
+
+    Args:
+      x_TD: tokens.
+      shape: of the tokens before they were put into one dimension.
+      gate, call: as for `route`.
+    """
+    config, router = self.config, self.config.router
+    options: dict[str, Any] = {"num_experts": config.choices, "zero_experts": config.zero_experts}
+    options |= {"bias_E": call.bias_E}
+    options |= {"mask_T": None if call.mask is None else call.mask.reshape(-1)}
+    options |= {"training": None if call.key is None else self._draws(shape, call.key)}
+    if call.avoid_T is not None:
+      return route_distinct(x_TD, gate, router, call.avoid_T, **options), 1
+    k = config.top_k if call.k is None else call.k
+    return route(x_TD, gate, router, k=k, **options), k
+
+  def _transport(self, tokens: int, k: int, call: MoECall) -> Transport:
+    """The transport of so many tokens with k experts each."""
+    config, router = self.config, self.config.router
+    return make_transport(
       config.dispatch,
-      tokens=x_TD.shape[0],
+      tokens=tokens,
       num_experts=config.num_experts,
       zero_experts=config.zero_experts,
       k=k,
@@ -250,18 +268,22 @@ class MoE(nnx.Module):
       no_drop=call.no_drop,
       buffers=config.impl == "batched",
     )
-    return Flight(x_TD, routing, transport, kept_TD=kept_TD)
 
   def completed(
-    self, flight: Flight, y_TD: Float[Array, "T D"]
+    self, routed: RoutedTokens, y_TD: Float[Array, "T D"]
   ) -> tuple[Float[Array, "T D"], RouterSums]:
-    """What came back, added up where devices computed parts of it; and what the router did."""
-    y_TD = total(y_TD, self.experts.partial, "tensor")
-    if flight.kept_TD is not None:
-      y_TD = y_TD + flight.kept_TD
-    return y_TD, router_sums(flight.routing, flight.arrived.dropped, flight.arrived.rounds)
+    """The layer's output, and the sums for losses and statistics.
 
-  def _check_width(self, x: Array | Normalised) -> None:
+    Args:
+      routed: the tokens, after dispatch.
+      y_TD: what `combine` returned; the devices' parts of it are added up here.
+    """
+    y_TD = total(y_TD, self.experts.partial, "tensor")
+    if routed.kept_TD is not None:
+      y_TD = y_TD + routed.kept_TD
+    return y_TD, router_sums(routed.routing, routed.arrived.dropped, routed.arrived.rounds)
+
+  def _check_width(self, x: Array) -> None:
     if not x.shape or x.shape[-1] != self.config.width:
       raise ConfigError(
         f"the MoE layer has width {self.config.width}, got tokens of shape {list(x.shape)}; the "
@@ -269,7 +291,7 @@ class MoE(nnx.Module):
       )
 
   def _gate(self, index: int | Array) -> Any:
-    """A gate by its index, which may be traced: then all of them are of one kind."""
+    """The gate with this index. A traced index requires gates of one class and size."""
     if isinstance(index, Array):
       apart = [nnx.split(gate) for gate in self.router_gate]
       kinds = [
@@ -289,7 +311,7 @@ class MoE(nnx.Module):
     return self.router_gate[index]
 
   def _draws(self, shape: tuple[int, ...], key: Array) -> Draws:
-    """Noise and jitter of these tokens, drawn for the global batch: the same on every mesh."""
+    """Noise and jitter of these tokens; drawn for the global batch, so equal on every mesh."""
     router, (batch, *rest) = self.config.router, shape[:-1]
     shape = (batch * axis_size(*BATCH_AXES), *rest)
     noise = jitter = None
@@ -307,7 +329,7 @@ class MoE(nnx.Module):
 
 
 def _make_experts(config: MoEConfig, rngs: nnx.Rngs) -> Experts:
-  """Feed-forward networks, or those that `model.experts` names."""
+  """Feed-forward experts, or the class that `model.experts` names."""
   if not is_import_path(config.kind):
     return FFNExperts(config.experts, rngs=rngs)
   made = construct(config.kind, "model.experts", config, rngs=rngs)

@@ -1,9 +1,9 @@
-"""A ring of layers: the experts of K of them on the device, the others in the host's memory.
+"""A ring of layers: the experts of K layers are on the device, the others in the host's memory.
 
-After a layer has computed, its section is released and the next layer that has none is copied,
-while the layers between compute (SE-MoE's ring memory offload: calculate, release, load). All
-experts of a layer travel, so that this pays where tokens ask for nearly all of them: long prompts,
-large batches. A copy costs nothing where it is shorter than the computation of a layer.
+When a layer has computed, its experts are released and the copy of the next missing layer begins,
+beside the computation of the layers between (SE-MoE's ring memory offload: calculate, release,
+load). All experts of a layer are copied. That pays where tokens choose nearly all of them: long
+prompts and large batches. The copy costs no time if it is shorter than a layer's computation.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from typing import Any
 
 import jax
 
-from scmoe.offload.experts import Int8, OnDisk, is_away, on_device
+from scmoe.offload.memory import Int8, OnDisk, is_away, on_device
 from scmoe.parallel.barriers import barrier
 
 
 class Ring:
-  """Layers whose experts come to the device K at a time, in order.
+  """Layers whose experts come to the device K at a time; a `scmoe.moe.experts.LayerParams`.
 
   Args:
-    params: of every layer; what lies in the host's memory is copied, the rest is as it is.
-    sections: K; no more are on the device at once. 1 copies a layer when the one before is done.
+    params: of every layer; leaves in the host's memory are copied.
+    sections: K, the most layers on the device at once. 1 begins a copy when the layer before it has
+      computed.
   """
 
   def __init__(self, params: Sequence[Any], sections: int):
@@ -30,22 +31,22 @@ class Ring:
     for i in range(min(sections, len(self._params))):
       self._params[i] = _copied(self._params[i])
 
-  def take(self, layer: int) -> Any:
-    """A layer's parameters, on the device."""
-    return self._params[layer]
+  def take(self, pair: int) -> Any:
+    """A layer's parameters, on the device; see `LayerParams`."""
+    return self._params[pair]
 
-  def advance(self, layer: int, after: Any) -> Any:
-    """Begins the copy that a layer's section is free for.
+  def advance(self, pair: int, after: Any) -> Any:
+    """Releases a layer's experts and begins the next copy.
 
     Args:
-      layer: that has computed.
-      after: what it has computed.
+      pair: the layer that has computed.
+      after: its results.
 
     Returns:
-      `after`, which what comes next has to read.
+      `after`; the next layer must read this value.
     """
-    following = layer + self._sections
-    self._params[layer] = None
+    following = pair + self._sections
+    self._params[pair] = None
     if following < len(self._params):
       tied, after = barrier((self._params[following], after))
       self._params[following] = _copied(tied)
@@ -53,6 +54,6 @@ class Ring:
 
 
 def _copied(params: Any) -> Any:
-  """Leaves that lie elsewhere, in the device's memory."""
+  """The same parameters, with leaves that are elsewhere copied to the device."""
   packed = lambda x: isinstance(x, Int8 | OnDisk)
   return jax.tree.map(lambda x: on_device(x) if is_away(x) else x, params, is_leaf=packed)

@@ -10,7 +10,7 @@ A tensor has the dotted name of its parameter without `params.`. Routed experts 
 each MoE layer, `stages.3.moe.experts.up` [E, D, F], contiguous by expert: one expert of one layer
 can then be mapped and read by itself. All other parameters are stacked over layers, as in
 checkpoints. In eight bits `stages.3.moe.experts.up` is int8 and `stages.3.moe.experts.up.scale`
-[E, 1, F] float32 (`scmoe.offload.experts.Int8`). Norms, gates and mixing coefficients are float32
+[E, 1, F] float32 (`scmoe.offload.memory.Int8`). Norms, gates and mixing coefficients are float32
 in every folder, since the model uses them in float32.
 """
 
@@ -41,7 +41,7 @@ from scmoe.data.conventions import FILE as CONVENTIONS
 from scmoe.data.conventions import conventions_from_json
 from scmoe.data.tokenizers import TOKENIZER, ByteTokenizer, JsonTokenizer
 from scmoe.models.objective import cast_params
-from scmoe.offload.experts import quantised
+from scmoe.offload.memory import quantised
 from scmoe.pretrained.expert_files import SCALE, Layers, Place
 from scmoe.pretrained.folder import (
   CONFIG,

@@ -25,7 +25,8 @@ from scmoe.base.errors import ConfigError
 from scmoe.base.sizes import size_of
 from scmoe.inference.decode import Static, make_decode, make_prefill, one_by_one, taken_apart
 from scmoe.inference.offload import trace as expert_trace
-from scmoe.inference.offload.model import HOST, Offload, Usage, is_routed, to_memory
+from scmoe.inference.offload.model import HOST, Usage, is_routed, to_memory
+from scmoe.inference.offload.plan import OffloadRequest, Workload
 from scmoe.inference.sampling import Sampling
 from scmoe.models.gpt import GPT
 from scmoe.models.objective import cast_params
@@ -38,64 +39,43 @@ from scmoe.run.programs import Programs
 _SAMPLE_SECONDS = 0.2  # calls of decoding that are timed together
 
 
-@dataclasses.dataclass(frozen=True)
-class Load:
-  """The work that every arm gets.
-
-  Attributes:
-    rows: prompts.
-    prompt: tokens of each.
-    new: tokens to add to each.
-  """
-
-  rows: int
-  prompt: int
-  new: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Way:
+def offload_request(name: str, base: OffloadRequest = OffloadRequest()) -> OffloadRequest:
   """How an arm holds its experts.
 
-  Attributes:
+  Args:
     name: none, blocking, early, ring, or two of them for prefill,decode; +N for a cache of N
       experts of every layer: `ring,early+4`.
-    policy, sections: as of `scmoe.offload.experts.Migration`.
-    int8: experts' matrices in eight bits in the host's memory.
+    base: all other fields.
+
+  Raises:
+    ConfigError: no number follows the +.
   """
+  way, plus, size = name.strip().partition("+")
+  if plus and not size.isdecimal():
+    raise ConfigError(f"--ways={name!r}: a number of experts follows the +, as in early+4")
+  return dataclasses.replace(base, way=way.strip(), cache_size=int(size or 0))
 
-  name: str = "none"
-  policy: str = "lfu"
-  sections: int = 2
-  int8: bool = False
 
-  @property
-  def offload(self) -> Offload:
-    """The same for the model.
+def name_of(request: OffloadRequest) -> str:
+  """The name that `offload_request` reads."""
+  return request.way + (f"+{request.cache_size}" if request.cache_size > 0 else "")
 
-    Raises:
-      ConfigError: the name is none.
-    """
-    way, _, slots = self.name.partition("+")
-    if slots and not slots.isdecimal():
-      raise ConfigError(f"--ways={self.name!r}: a number of experts follows the +, as in early+4")
-    prefill, _, decode = (part.strip() for part in way.partition(","))
-    options = {"policy": self.policy, "sections": self.sections}
-    return Offload.named(prefill, decode or prefill, int(slots or 0), **options)
+
+RESIDENT = OffloadRequest(way="none", cache_size=0)
 
 
 class _Arm:
   """One wiring and one way: its prefill and its decode, compiled, on random weights."""
 
-  def __init__(self, run: RunConfig, load: Load, folder: Path, way: Way):
+  def __init__(self, run: RunConfig, load: Workload, folder: Path, way: OffloadRequest):
     built = build.build(run)
     self.model, self.offload = random_model(built, way), way.offload
     self.router = self.model.init_router()
     graph, self.params = nnx.split(self.model)
     self.programs = Programs(built.overlap, folder)
     # Greedy tokens of random weights soon repeat, and with them their experts.
-    sampling = Sampling(temperature=0.0 if way.name == "none" else 1.0)
-    static = Static(graph, built.mesh, sampling, self.offload.of(self.model))
+    sampling = Sampling(temperature=0.0 if way.way == "none" else 1.0)
+    static = Static(graph, built.mesh, sampling, self.offload.checked(self.model))
     self.apart = taken_apart(static, self.params)  # once for all tokens
     self.prefill = self.programs(make_prefill(static, load.prompt + load.new + 1))
     in_order = one_by_one(self.model, static.offload, load.rows)
@@ -128,7 +108,7 @@ class _Arm:
 
   def count(self) -> None:
     """One more decode, of which is counted what it asks of the experts' caches."""
-    if not self.offload.slots:
+    if not self.offload.cache_size:
       return
     first_B, caches = self.state
     self.usage.begin(caches["experts"])
@@ -158,7 +138,7 @@ class _Arm:
     }
 
 
-def random_model(built: build.Built, way: Way = Way(), seed: int = 0) -> GPT:
+def random_model(built: build.Built, way: OffloadRequest = RESIDENT, seed: int = 0) -> GPT:
   """A model with random weights in the types in which they are computed, as a way holds them.
 
   The experts of one layer at a time are made on the device: all of them need not fit it. The
@@ -217,11 +197,11 @@ def random_model(built: build.Built, way: Way = Way(), seed: int = 0) -> GPT:
 def benchmark(
   run: RunConfig,
   names: Sequence[str],
-  load: Load,
+  load: Workload,
   workdir: Path,
   *,
   rounds: int = 5,
-  ways: Sequence[Way] = (Way(),),
+  ways: Sequence[OffloadRequest] = (RESIDENT,),
 ) -> tuple[str, dict[str, Any]]:
   """The table that is printed, and the figures behind it.
 
@@ -243,13 +223,13 @@ def benchmark(
     )
     _check(own, load)
     for way in ways:
-      arm = name if len(ways) == 1 else f"{name} {way.name}"
+      arm = name if len(ways) == 1 else f"{name} {name_of(way)}"
       arms[arm] = _Arm(own, load, workdir / name, way)
       arms[arm].warm_up()
   prefill = interleave({n: a.run_prefill for n, a in arms.items()}, rounds=rounds, calls=1)
   # Calls follow each other as in a generation, which begins one before it reads the last; not where
   # it counts what a call asked of the experts' caches.
-  waits = [name for name, arm in arms.items() if arm.offload.slots]
+  waits = [name for name, arm in arms.items() if arm.offload.cache_size]
   calls = {
     name: 1 if name in waits else calls_in(arm.run_decode, _SAMPLE_SECONDS, least=1)
     for name, arm in arms.items()
@@ -283,7 +263,7 @@ def benchmark(
     figures["arms"][name] = found
   stats = [device.memory_stats() or {} for device in jax.local_devices()]
   figures["peak_memory"] = max(found.get("peak_bytes_in_use", 0) for found in stats)
-  if len(ways) > 1 or ways[0].name != "none":
+  if len(ways) > 1 or ways[0].way != "none":
     lines += _of_ways(figures["arms"])
   return "\n".join(lines), figures
 
@@ -291,7 +271,7 @@ def benchmark(
 def _of_cache(arm: _Arm) -> dict[str, float]:
   usage = arm.usage
   found = {"requests": usage.requests, "misses": usage.misses, "hit_rate": usage.hit_rate}
-  if len(usage.held[0][0]) == arm.offload.slots:  # one device
+  if len(usage.held[0][0]) == arm.offload.cache_size:  # one device
     found |= {policy: usage.hit_rate_of(policy) for policy in expert_trace.POLICIES}
   return found
 
@@ -323,7 +303,7 @@ def _of_ways(arms: dict[str, dict[str, Any]]) -> list[str]:
   return lines
 
 
-def _check(run: RunConfig, load: Load) -> None:
+def _check(run: RunConfig, load: Workload) -> None:
   shards = run.mesh.batch_shards
   if load.rows % shards:
     raise ConfigError(

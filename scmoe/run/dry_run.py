@@ -21,7 +21,7 @@ from scmoe.base.batch import Batch
 from scmoe.base.errors import ConfigError
 from scmoe.base.sizes import number, size_of
 from scmoe.blocks.wiring import WIRINGS
-from scmoe.layers.attention import fusable
+from scmoe.layers.dot_product import fusable
 from scmoe.models.flops import Flops, Parameters, count_parameters, forward_flops
 from scmoe.models.objective import LanguageModelObjective
 from scmoe.parallel.mesh import BATCH_AXES, manual, shardings_of

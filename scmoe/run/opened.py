@@ -16,7 +16,7 @@ from scmoe.data import Tokenizer
 from scmoe.data.conventions import FILE, conventions_beside
 from scmoe.data.tokenizers import ByteTokenizer, JsonTokenizer
 from scmoe.inference.offload.model import Offload, offloaded
-from scmoe.inference.offload.plan import Load, Wish, chosen
+from scmoe.inference.offload.plan import OffloadRequest, Workload, chosen
 from scmoe.models.gpt import GPT
 from scmoe.models.objective import cast_params
 from scmoe.pretrained.inference import InferenceFolder
@@ -84,15 +84,15 @@ def open_model(
   workdir: str,
   step: int,
   *,
-  wish: Wish = Wish(way="none"),
-  load: Load | None = None,
+  request: OffloadRequest = OffloadRequest(way="none"),
+  load: Workload | None = None,
 ) -> OpenRun:
   """Reads a run's parameters.
 
   Args:
     run: of `open_run`, on the mesh where they are to lie (`scmoe.run.build.on_mesh`).
     workdir, step: of the checkpoint.
-    wish: where its experts may lie (`scmoe.inference.offload.plan`).
+    request: where its experts may lie (`scmoe.inference.offload.plan`).
     load: what is generated, if they may lie elsewhere than on the devices.
 
   Raises:
@@ -104,7 +104,7 @@ def open_model(
   prepare = Programs(built.overlap, Path(workdir))
   offload, lines = Offload(), []
   if load is not None:
-    found, lines = chosen(run.model, built.shapes, load, wish, run.mesh.expert)
+    found, lines = chosen(run.model, built.shapes, load, request, run.mesh.expert)
     offload = found.offload
   parts = {"router": built.router_shapes} if built.router_shapes else {}
   if offload.decode is None:
@@ -112,7 +112,7 @@ def open_model(
     model = built.model(state["params"])
   else:
     held = cast_params(restore_on_host(workdir, built.shapes, step), jnp.dtype(run.model.dtype))
-    model = offloaded(built.model(held), built.mesh, int8=wish.int8)
+    model = offloaded(built.model(held), built.mesh, int8=request.int8)
     state = restore_part(workdir, parts, step) if parts else {}
   rest = built.mesh, tokenizer, prepare, offload, lines
   return OpenRun(run, workdir, step, model, state.get("router", {}), *rest)
@@ -122,15 +122,15 @@ def open_folder(
   folder: InferenceFolder,
   run: RunConfig,
   *,
-  wish: Wish = Wish(way="none"),
-  load: Load | None = None,
+  request: OffloadRequest = OffloadRequest(way="none"),
+  load: Workload | None = None,
 ) -> OpenRun:
   """Reads an inference checkpoint, after all of it has been compared with its checksums.
 
   Args:
     folder: of `scmoe.convert --inference`.
     run: the folder's, on the mesh where parameters are to lie (`scmoe.run.build.on_mesh`).
-    wish, load: as of `open_model`.
+    request, load: as of `open_model`.
 
   Raises:
     DataError: a file is damaged.
@@ -139,10 +139,10 @@ def open_folder(
   built, tokenizer = build.build(run), folder.tokenizer
   offload, lines, pinned = Offload(), [], None
   if load is not None:
-    wish = dataclasses.replace(wish, int8=wish.int8 or folder.dtype == "int8")
-    found, lines = chosen(run.model, built.shapes, load, wish, run.mesh.expert, files=True)
+    request = dataclasses.replace(request, int8=request.int8 or folder.dtype == "int8")
+    found, lines = chosen(run.model, built.shapes, load, request, run.mesh.expert, files=True)
     offload, pinned = found.offload, found.pinned
-    if pinned is not None and wish.int8 and folder.dtype != "int8":
+    if pinned is not None and request.int8 and folder.dtype != "int8":
       raise ConfigError(
         "--int8_experts: experts that stay on disk are as the folder has them; write it with "
         "scmoe.convert --inference --dtype int8"
@@ -153,7 +153,7 @@ def open_folder(
     model = built.model(params)
   else:
     params, router = folder.mapped(built)
-    model = offloaded(built.model(params), built.mesh, int8=wish.int8, pinned=pinned)
+    model = offloaded(built.model(params), built.mesh, int8=request.int8, pinned=pinned)
   rest = built.mesh, tokenizer, Programs(built.overlap, folder.path), offload, lines
   return OpenRun(run, str(folder.path), folder.step, model, router, *rest)
 

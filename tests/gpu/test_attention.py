@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scmoe.layers import attention
+from scmoe.layers import dot_product
 
 pytestmark = pytest.mark.gpu
 
@@ -48,14 +48,14 @@ def test_attention_and_its_gradients(documents, heads, kv_heads, width, value, w
   dy = normal(keys[3], batch, length, heads, value)
   ends = jnp.asarray([[7, 200, 201], [0, 300, 511]])
   segments = (jnp.arange(length)[None, :, None] >= ends[:, None]).sum(-1) if documents else None
-  fused = attention._implementation(q, masked=documents, window=window) == "cudnn"
+  fused = dot_product._implementation(q, masked=documents, window=window) == "cudnn"
   assert fused == (not (documents and window))
 
   def both(function):
     y, vjp = jax.vjp(function, q, k, v)
     return y, *vjp(dy.astype(y.dtype))
 
-  got = jax.jit(lambda: both(lambda *a: attention.attend(*a, segments, window=window)))()
+  got = jax.jit(lambda: both(lambda *a: dot_product.attend(*a, segments, window=window)))()
   want = jax.jit(lambda: both(lambda *a: oracle(*a, segments, window)))()
   for a, b in zip(got, want):
     a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)

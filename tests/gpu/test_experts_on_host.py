@@ -14,7 +14,7 @@ from scmoe.models.config import ModelConfig
 from scmoe.offload.fetch import fetch, has_kernel
 from scmoe.parallel.mesh import MeshConfig
 from scmoe.run import build
-from scmoe.run.benchmark import Way, random_model
+from scmoe.run.benchmark import offload_request, random_model
 from scmoe.run.config import RunConfig
 
 pytestmark = pytest.mark.gpu
@@ -29,8 +29,8 @@ def tokens(way, dtype, **options):
   )  # fmt: skip
   run = dataclasses.replace(RunConfig(), model=config, mesh=MeshConfig(1))
   built = build.build(run.resolve(num_devices=1, vocab_size=512), jax.devices()[:1])
-  model = random_model(built, Way(way))
-  options = {"mesh": built.mesh, "offload": Way(way).offload, "max_new_tokens": 24}
+  model = random_model(built, offload_request(way))
+  options = {"mesh": built.mesh, "offload": offload_request(way).offload, "max_new_tokens": 24}
   return generate(model, PROMPTS, Sampling(temperature=0.0), **options)
 
 

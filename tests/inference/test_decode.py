@@ -202,13 +202,18 @@ def test_a_stream_ends_with_its_last_row():
 @pytest.mark.parametrize(
   ("prompts", "options", "text"),
   [
-    ([], {}, "--prompt is empty"),
-    ([[]], {}, "--prompt is empty"),
-    ([[64]], {}, "token 64, the vocabulary has 64"),
+    ([], {}, "prompts: one of them is empty, or there is none"),
+    ([[1], []], {}, "prompts: one of them is empty, or there is none"),
+    ([1, 2, 3], {}, r"prompts=\[1, 2, 3\] must be a list of lists of token ids"),
+    ("abc", {}, "prompts='abc' must be a list of lists of token ids"),
+    ([["a"]], {}, "must be a list of lists of token ids"),
+    ([[1.5]], {}, "must be a list of lists of token ids"),
+    ([[1], [64]], {}, r"prompts\[1\] has token 64, the vocabulary has 64; use ids from 0 to 63"),
+    ([[-1]], {}, r"prompts\[0\] has token -1"),
     ([[1] * 60], {}, "needs 65 positions, model.context=64"),
-    ([[1]], {"temperature": -1.0}, "--temperature=-1.0 must be >= 0"),
-    ([[1]], {"top_p": 0.0}, "--top_p=0.0 must be in"),
-    ([[1]], {"top_k": -1}, "--top_k=-1 must be >= 0"),
+    ([[1]], {"temperature": -1.0}, "^temperature=-1.0 must be >= 0"),
+    ([[1]], {"top_p": 0.0}, "^top_p=0.0 must be in"),
+    ([[1]], {"top_k": -1}, "^top_k=-1 must be >= 0"),
   ],
 )
 def test_bad_requests_name_the_argument(prompts, options, text):

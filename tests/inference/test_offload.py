@@ -57,7 +57,7 @@ def on_host(mesh_config=None, int8=False, **options):
 
 
 @pytest.mark.parametrize(
-  ("way", "slots", "prompts", "options"),
+  ("way", "size", "prompts", "options"),
   [
     (("blocking", "blocking"), 0, "one", {}),
     (("early", "early"), 0, "several", {"dtype": "bfloat16"}),
@@ -72,7 +72,7 @@ def on_host(mesh_config=None, int8=False, **options):
   ],
   ids=str,
 )
-def test_the_same_tokens(way, slots, prompts, options):
+def test_the_same_tokens(way, size, prompts, options):
   expected = resident(prompts, **options)
   model, mesh = on_host(**options)
   usage = Usage()
@@ -82,12 +82,12 @@ def test_the_same_tokens(way, slots, prompts, options):
     GREEDY,
     max_new_tokens=NEW,
     mesh=mesh,
-    offload=Offload.named(*way, slots),
+    offload=Offload.named(*way, size),
     usage=usage,
   )
   assert found == expected
-  assert bool(usage.traces) == bool(slots)
-  if slots:
+  assert bool(usage.traces) == bool(size)
+  if size:
     assert usage.requests == np.concatenate(usage.traces[0], 1).sum()
     assert usage.hit_rate == pytest.approx(usage.hit_rate_of("lfu"))
     assert usage.hit_rate <= usage.hit_rate_of("belady")
@@ -108,15 +108,15 @@ def test_the_same_tokens_on_a_mesh(config):
 
 @pytest.mark.parametrize("way", ["ring", "early"])
 def test_a_layer_is_let_go_before_its_experts_are_needed_for_a_cache(way):
-  """The next pair waits for the slots to be filled, or all layers' experts stay until the end."""
+  """The next pair waits for the places to be filled, or all layers' experts stay until the end."""
   model, mesh = on_host(num_layers=8)
   graph, params = nnx.split(model)
   prefill = make_prefill(Static(graph, mesh, GREEDY, Offload.named(way, "early", 3)), 8)
   tokens = jnp.ones((4, 4), jnp.int32)
   traced = prefill.trace(params, None, jnp.full((4,), 4), jax.random.key(0), tokens)
-  slots = (3, 16, 24)  # of the first matrix
+  places = (3, 16, 24)  # of the first matrix
   held = [
-    any(v.aval.shape == slots for v in eqn.invars)
+    any(v.aval.shape == places for v in eqn.invars)
     for eqn in jaxpr_equations(traced.jaxpr.jaxpr, "optimization_barrier")
   ]
   assert sum(held) >= 4 - 2  # pairs, but those in the ring's two sections
@@ -183,10 +183,10 @@ def test_an_early_copy_begins_before_the_window_and_a_blocking_one_behind_it():
 @pytest.mark.parametrize(
   ("make", "message"),
   [
-    (lambda: Offload.named("late", "early"), r"--offload='late' is unknown; one of: none, block"),
+    (lambda: Offload.named("late", "early"), r"offload='late' is unknown; one of: none, block"),
     (lambda: Offload.named("none", "early"), r"use none for both, or for neither"),
-    (lambda: Offload.named("ring", "ring").of(make_model()[0]), r"lie in the device's memory"),
-    (lambda: Offload().of(on_host()[0]), r"lie in the host's memory"),
+    (lambda: Offload.named("ring", "ring").checked(make_model()[0]), r"lie in the device's memory"),
+    (lambda: Offload().checked(on_host()[0]), r"lie in the host's memory"),
     (
       lambda: offloaded(make_model(wiring="dense")[0], make_mesh(devices=jax.devices()[:1])),
       r"model.wiring='dense' has no experts",

@@ -6,14 +6,15 @@ import jax
 import pytest
 
 from scmoe.base.errors import ConfigError
-from scmoe.inference.offload.model import Offload, plan
+from scmoe.inference.offload import plan
+from scmoe.inference.offload.model import Offload
 from scmoe.models.config import ModelConfig
 from scmoe.parallel.mesh import MeshConfig
 from scmoe.run import build
 from scmoe.run.config import RunConfig
 
 RATE = 1e9  # bytes/s from the host
-ONE = plan.Load(1, 64, 32)
+ONE = plan.Workload(1, 64, 32)
 
 
 def built(wiring="scmoe_pos2", **options):
@@ -68,7 +69,7 @@ def test_the_way_follows_from_the_budget(pos2, share, prefill, decode, slots):
   found = planned(pos2, share).offload
   mode = lambda way: way and way.mode
   assert (mode(found.prefill), mode(found.decode)) == (prefill, decode)
-  assert found.slots == (slots if slots >= 2 else 0), "a cache holds what one token asks for"
+  assert found.cache_size == (slots if slots >= 2 else 0), "a cache holds what one token asks for"
 
 
 def test_what_is_planned_fits(pos2):
@@ -82,21 +83,21 @@ def test_a_model_without_a_shortcut_can_only_block():
 
 
 def test_many_rows_ask_for_everything(pos2):
-  found = planned(pos2, 0.5, plan.Load(8, 64, 32)).offload
+  found = planned(pos2, 0.5, plan.Workload(8, 64, 32)).offload
   assert (found.prefill.mode, found.decode.mode) == ("ring", "ring")
 
 
 def test_a_short_prompt_needs_no_ring(pos2):
-  assert planned(pos2, 0.5, plan.Load(1, 4, 32)).offload.prefill.mode == "early"
+  assert planned(pos2, 0.5, plan.Workload(1, 4, 32)).offload.prefill.mode == "early"
 
 
 def test_what_is_expected_orders_the_ways(pos2):
-  need, load = needed(pos2), plan.Load(1, 64, 32)
-  of = lambda *way, slots=0: plan.expected(
-    Offload.named(*way, slots), pos2.run.model, need, load, RATE
+  need, load = needed(pos2), plan.Workload(1, 64, 32)
+  of = lambda *way, cache_size=0: plan.expected(
+    Offload.named(*way, cache_size), pos2.run.model, need, load, RATE
   )
   none, blocking, early = of("none", "none"), of("blocking", "blocking"), of("early", "early")
-  cached = of("early", "early", slots=8)
+  cached = of("early", "early", cache_size=8)
   assert none.decode > cached.decode > early.decode > blocking.decode
   assert none.device > cached.device > early.device
   assert (none.host, early.host) == (0, need.host)
@@ -129,16 +130,16 @@ def test_sizes():
   assert {text: plan.bytes_of(text, "x") for text in sizes} == sizes
 
 
-def test_a_wish_is_kept_or_refused(pos2):
-  model, shapes, load = pos2.run.model, pos2.shapes, plan.Load(1, 64, 32)
-  wish = lambda **options: plan.chosen(model, shapes, load, plan.Wish(**options), 1)
-  resident, lines = wish()
+def test_a_request_is_kept_or_refused(pos2):
+  model, shapes, load = pos2.run.model, pos2.shapes, plan.Workload(1, 64, 32)
+  request = lambda **options: plan.chosen(model, shapes, load, plan.OffloadRequest(**options), 1)
+  resident, lines = request()
   assert (resident.offload, lines) == (Offload(), [])
-  found, lines = wish(way="ring,blocking", slots=3, policy="lru")
+  found, lines = request(way="ring,blocking", cache_size=3, policy="lru")
   assert (found.offload.prefill.mode, found.offload.decode.mode) == ("ring", "blocking")
-  assert (found.offload.slots, found.offload.decode.policy) == (3, "lru")
+  assert (found.offload.cache_size, found.offload.decode.policy) == (3, "lru")
   assert [line.split()[0] for line in lines] == ["offload", "memory", "expected"]
   tight = resident.device // 2
-  assert wish(device_budget=tight)[0].device <= tight
+  assert request(device_budget=tight)[0].device <= tight
   with pytest.raises(ConfigError, match=r"--offload=none needs; use --offload=auto"):
-    wish(way="none", device_budget=tight)
+    request(way="none", device_budget=tight)

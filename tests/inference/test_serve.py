@@ -17,7 +17,7 @@ import pytest
 from scmoe import serve
 from scmoe.base.errors import ConfigError, DataError, StorageError
 from scmoe.generate import Session
-from scmoe.inference.offload.plan import Wish
+from scmoe.inference.offload.plan import OffloadRequest
 from scmoe.inference.sampling import Sampling
 from scmoe.pretrained.inference import parts, values_of, write_folder
 from scmoe.pretrained.stream import flat
@@ -78,7 +78,7 @@ def test_an_interrupted_generation_leaves_nothing_behind(folder):
   ]
   gc.collect()
   threads, before = set(threading.enumerate()), len(pinned())
-  session = Session(model=folder, wish=Wish("ring,early", slots=2))
+  session = Session(model=folder, request=OffloadRequest("ring,early", cache_size=2))
   tokens = session.tokens([session.encode("def ")], GREEDY, max_new_tokens=30, chunk=2)
   next(tokens), next(tokens)
   assert len(pinned()) > before

@@ -10,8 +10,9 @@ from flax import nnx
 from harness import named
 from jax.sharding import PartitionSpec as P
 
-from scmoe.kernels.one_row.attention import Unfinished
-from scmoe.layers.attention import Attention, AttentionConfig, KeyValues, attend, attend_stored
+from scmoe.base.errors import ConfigError
+from scmoe.layers.attention import Attention, AttentionConfig, KeyValues
+from scmoe.layers.dot_product import attend, attend_stored
 from scmoe.layers.embed import Embedding, EmbeddingConfig
 from scmoe.layers.mlp import MLP, MLPConfig, activate
 from scmoe.layers.norm import Norm
@@ -143,32 +144,18 @@ def test_attention_with_a_cache_equals_attention_without(theta, begins):
   assert_close(jnp.concatenate(parts, 1), np.asarray(whole))
 
 
-@pytest.mark.parametrize("begins", [False, True])
-@pytest.mark.parametrize("theta", [0.0, 100.0], ids=["learned", "rope"])
-def test_a_token_whose_projections_are_not_added_up(theta, begins, monkeypatch):
-  """What a kernel leaves of a single token is finished, with or without a cache that has others."""
-  module, _ = attention(2, theta, False)
-  norm = Norm(D, "rmsnorm", 1e-5)
-  x, positions = jnp.asarray(inputs(1, 1, D)), jnp.asarray([[0 if begins else 3]])
-  past = KeyValues(*(jnp.asarray(inputs(1, 8, 2, 6, seed=i)) for i in (1, 2)))
-
-  def one():
-    projected = module.project(x, positions, norm)
-    return projected, *module.mix(projected, positions, cache=past, begins=begins)
-
-  finished, want, cache = one()
-  assert isinstance(finished, tuple)
-
-  def parts(row, matrices):
-    y = jnp.concatenate([row()[0] @ w for w in matrices], 1)
-    return jnp.concatenate([0.25 * y, 0.75 * y])
-
-  monkeypatch.setattr("scmoe.layers.attention.sums", parts)
-  unfinished, got, new_cache = one()
-  assert isinstance(unfinished, Unfinished)
-  assert_close(got, np.asarray(want))
-  for one_part, other in zip(jax.tree.leaves(new_cache), jax.tree.leaves(cache)):
-    assert_close(one_part, np.asarray(other))
+@pytest.mark.parametrize(
+  ("fields", "text"),
+  [
+    ({"num_kv_heads": 3}, r"num_heads=4 is not a multiple of num_kv_heads=3; use a divisor of 4"),
+    ({"head_dim": 0}, r"head_dim=0; use at least 1"),
+    ({"head_dim": 5, "rope_theta": 100.0}, r"head_dim=5 with rotary positions; use an even number"),
+    ({"qk_norm": "heads"}, r"qk_norm='heads'; one of: none, head, all"),
+  ],
+)
+def test_options_of_attention_are_checked_when_they_are_made(fields, text):
+  with pytest.raises(ConfigError, match=text):
+    AttentionConfig(**{"width": D, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6} | fields)
 
 
 @pytest.mark.parametrize("size", [3, 6, 11])

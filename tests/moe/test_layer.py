@@ -10,8 +10,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from scmoe.base.errors import ConfigError
-from scmoe.kernels.one_row.norm import Normalisation, Normalised
-from scmoe.kernels.top_k import Begun, TopK
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.experts import Experts
 from scmoe.moe.layer import MoE, MoECall, MoEConfig
@@ -166,36 +164,6 @@ def test_tokens_of_another_width_are_refused():
   moe = MoE(MoEConfig(D, F, E), rngs=nnx.Rngs(0))
   with pytest.raises(ConfigError, match=r"has width 4, got tokens of shape \[1, 2, 5\]"):
     moe(jnp.zeros((1, 2, 5)))
-
-
-@pytest.mark.parametrize("is_begun", [False, True])
-def test_a_token_and_its_norm(is_begun, monkeypatch):
-  """One row may come with its norm, which a kernel makes with the gate's product."""
-  moe = MoE(MoEConfig(D, F, E, 2, init_std=1.0), rngs=nnx.Rngs(0))
-  scale = jnp.asarray([1.0, 2.0, 0.5, 1.5])
-  x = jnp.asarray([[[1.0, -2.0, 0.5, 3.0]]])
-  row = Normalised(x, Normalisation(scale, None, False, 1e-5))
-  asked = []
-
-  def begin(row, gate_DE, *, fp32):
-    asked.append(row)
-    y_TD = row().reshape(1, -1)
-    sums_PE = jnp.concatenate([0.25 * (y_TD @ gate_DE), 0.75 * (y_TD @ gate_DE)])
-    logits_TE = sums_PE.sum(0)[None]
-    found = Begun(y_TD, sums_PE)
-    choice = TopK(logits_TE, jax.lax.top_k(logits_TE, 2)[1].astype(jnp.int32))
-    monkeypatch.setattr(Begun, "top_k", lambda self, k: choice)
-    return found if is_begun else None
-
-  monkeypatch.setattr("scmoe.moe.gates.begin_gate", begin)
-  want, got = moe.route(row()), moe.route(row)
-  assert len(asked) == 1
-  np.testing.assert_allclose(got.x_TD, want.x_TD, rtol=1e-6)
-  np.testing.assert_array_equal(got.routing.expert_TK, want.routing.expert_TK)
-  np.testing.assert_allclose(got.routing.weight_TK, want.routing.weight_TK, rtol=1e-5)
-  # Where tokens are masked or noise is drawn, the gate reads what is left of them.
-  moe.route(row, MoECall(mask=jnp.ones((1, 1), bool)))
-  assert len(asked) == 1
 
 
 @pytest.mark.parametrize("impl", ["auto", "grouped", "batched", "block_sparse"])

@@ -12,15 +12,9 @@ from scmoe.inference.offload import trace as expert_trace
 from scmoe.kernels.grouped_matmul.layout import choices_layout, padded_layout
 from scmoe.moe.experts import FFNExperts, FFNExpertsConfig
 from scmoe.moe.route import route
-from scmoe.offload.experts import (
-  Int8,
-  Migration,
-  ask,
-  empty_cache,
-  filled,
-  multiplied_out,
-  quantised,
-)
+from scmoe.offload.cache import CachePolicy, empty_cache, filled
+from scmoe.offload.experts import request_experts
+from scmoe.offload.memory import Int8, multiplied_out, quantised
 
 E, D, F = 8, 4, 6
 
@@ -50,18 +44,18 @@ def output(experts, routing, x_TD):
   [[[5, 2]], [[3]], [[1, 6], [6, 1], [1, 6]], [[0, 1], [2, 3], [4, 5], [6, 7], [7, 0]]],
   ids=["one token", "one choice", "three alike", "all of them"],
 )
-@pytest.mark.parametrize("slots", [0, 4])
-def test_what_is_brought_computes_what_is_there(experts, choices, slots):
+@pytest.mark.parametrize("size", [0, 4])
+def test_fetched_experts_compute_what_resident_ones_compute(experts, choices, size):
   routing = routed(choices)
   x_TD = jax.random.normal(jax.random.key(1), (len(choices), D))
-  cached = empty_cache(nnx.split(experts)[1], slots) if slots else None
-  asked = ask(experts, routing, Migration(), cached)
-  brought, _ = asked.bring()
-  np.testing.assert_array_equal(output(brought, routing, x_TD), output(experts, routing, x_TD))
+  cache = empty_cache(nnx.split(experts)[1], size) if size else None
+  request = request_experts(experts, routing, cache=cache)
+  fetched, _ = request.fetched()
+  np.testing.assert_array_equal(output(fetched, routing, x_TD), output(experts, routing, x_TD))
   wanted = set(np.asarray(routing.expert_TK).ravel().tolist())
-  assert set(np.flatnonzero(asked.need_e)) == wanted or asked.everything
-  if asked.copies is not None:
-    assert int(asked.copies) == len(wanted)
+  assert set(np.flatnonzero(request.needed_e)) == wanted or request.everything
+  if request.copies is not None:
+    assert int(request.copies) == len(wanted)
 
 
 def test_rows_keep_their_places_under_other_names():
@@ -74,34 +68,34 @@ def test_rows_keep_their_places_under_other_names():
   np.testing.assert_array_equal(padded.group_MK, [[2], [1]])
 
 
-def test_masked_tokens_and_zero_experts_ask_for_nothing(experts):
+def test_masked_tokens_and_zero_experts_request_nothing(experts):
   routing = dataclasses.replace(routed([[1, 2], [3, 4]]), mask_T=jnp.array([True, False]))
-  assert np.flatnonzero(ask(experts, routing, Migration()).need_e).tolist() == [1, 2]
+  assert np.flatnonzero(request_experts(experts, routing).needed_e).tolist() == [1, 2]
   zeros = dataclasses.replace(routed([[1, 9]], num=E + 2), zero_experts=2)
-  asked = ask(experts, zeros, Migration())
-  assert (np.flatnonzero(asked.need_e).tolist(), int(asked.copies)) == ([1], 1)
+  request = request_experts(experts, zeros)
+  assert (np.flatnonzero(request.needed_e).tolist(), int(request.copies)) == ([1], 1)
 
 
 @pytest.mark.parametrize("policy", ["lfu", "lru"])
-@pytest.mark.parametrize(("slots", "k"), [(2, 2), (3, 1), (8, 2)])
-def test_a_cache_does_what_its_policy_says(experts, policy, slots, k):
-  rng = np.random.default_rng(slots)
+@pytest.mark.parametrize(("size", "k"), [(2, 2), (3, 1), (8, 2)])
+def test_a_cache_does_what_its_policy_says(experts, policy, size, k):
+  rng = np.random.default_rng(size)
   skew = rng.dirichlet(np.full(E, 0.3))
   draws = [rng.choice(E, k, replace=False, p=skew * 0.9 + 0.1 / E) for _ in range(60)]
-  migration, params = Migration(policy=policy, decay=0.8), nnx.split(experts)[1]
+  how, params = CachePolicy(policy, decay=0.8), nnx.split(experts)[1]
 
   @jax.jit
   def step(cached, expert_TK, x_TD):
-    asked = ask(experts, routed(expert_TK), migration, cached)
-    brought, _ = asked.bring()
-    cached = dataclasses.replace(asked.cached, params=brought.params)
-    return cached, output(brought, routed(expert_TK), x_TD)
+    request = request_experts(experts, routed(expert_TK), how, cached)
+    fetched, _ = request.fetched()
+    cached = dataclasses.replace(request.cache, params=fetched.params)
+    return cached, output(fetched, routed(expert_TK), x_TD)
 
   @jax.jit
   def there(expert_TK, x_TD):
     return output(experts, routed(expert_TK), x_TD)
 
-  cached = empty_cache(params, slots)
+  cached = empty_cache(params, size)
   trace, missed = np.zeros((1, len(draws), E), bool), []
   for i, draw in enumerate(draws):
     x_TD = rng.normal(size=(1, D)).astype(np.float32)
@@ -109,28 +103,28 @@ def test_a_cache_does_what_its_policy_says(experts, policy, slots, k):
     np.testing.assert_allclose(y_TD, there(draw[None], x_TD), rtol=1e-6)
     trace[0, i, draw] = True
     missed.append(int(cached.misses[0]))
-    np.testing.assert_array_equal(cached.asked_Ne[0], trace[0, i])
-  for slot, expert in enumerate(np.asarray(cached.expert_C)):  # what it says it holds, it holds
+    np.testing.assert_array_equal(cached.requested_Ne[0], trace[0, i])
+  for place, expert in enumerate(np.asarray(cached.expert_C)):  # what it says it holds, it holds
     if expert >= 0:
-      np.testing.assert_array_equal(cached.params["up"][slot], experts.up[expert])
+      np.testing.assert_array_equal(cached.params["up"][place], experts.up[expert])
   requests = int(cached.requests[0])
   assert requests == 60 * k
-  assert requests - missed[-1] == expert_trace.hits(trace, slots, policy, decay=0.8)
-  best = expert_trace.hits(trace, slots, "belady")
+  assert requests - missed[-1] == expert_trace.hits(trace, size, policy, decay=0.8)
+  best = expert_trace.hits(trace, size, "belady")
   assert requests - missed[-1] <= best
-  if slots == E:
+  if size == E:
     assert missed[-1] == trace[0].any(0).sum(), "nothing is ever replaced"
 
 
-def test_a_call_that_asks_for_more_than_there_are_slots_passes_the_cache_by(experts):
-  cached = empty_cache(nnx.split(experts)[1], 3)
-  asked = ask(experts, routed([[0, 1], [2, 3]]), Migration(), cached)
-  assert asked.cached is None
+def test_a_call_that_can_request_more_than_the_cache_holds_does_not_use_it(experts):
+  cache = empty_cache(nnx.split(experts)[1], 3)
+  request = request_experts(experts, routed([[0, 1], [2, 3]]), cache=cache)
+  assert request.cache is None
 
 
 def test_a_layer_that_was_there_leaves_its_favourites(experts):
   routing = routed([[5], [5], [1], [5], [1], [2]])
-  cached = filled(empty_cache(nnx.split(experts)[1], 2), experts, routing, Migration(decay=0.5))
+  cached = filled(empty_cache(nnx.split(experts)[1], 2), experts, routing, CachePolicy(decay=0.5))
   assert cached.expert_C.tolist() == [5, 1]
   np.testing.assert_array_equal(cached.params["down"], experts.down[jnp.array([5, 1])])
   np.testing.assert_allclose(cached.worth_e[jnp.array([5, 1, 2])], [1.0, 2 / 3, 1 / 3], rtol=1e-6)

@@ -1,7 +1,7 @@
-"""Generation with experts in the host's memory: which way they come, and what that cost.
+"""Generation with experts in the host's memory: how they come to the device, and what that cost.
 
-The dense part, the caches of attention and the shared experts stay on the device. Prefill and
-decode each have a way of their own (`scmoe.offload.experts`, `scmoe.offload.ring`).
+The dense part, the attentions' caches and the shared experts stay on the device. Prefill and decode
+each have a `Migration` of their own.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from jax.sharding import PartitionSpec as P
 from scmoe.base.errors import ConfigError
 from scmoe.inference.offload import trace as expert_trace
 from scmoe.models.gpt import GPT
-from scmoe.models.stacked import Apart
-from scmoe.offload.experts import MODES, Cached, Int8, Migration, is_on_disk, quantised
+from scmoe.models.stacked import Apart, each_layer
+from scmoe.offload.cache import ExpertCache, cache_specs, empty_cache
+from scmoe.offload.experts import MODES, Migration
+from scmoe.offload.memory import Int8, is_on_disk, quantised
 from scmoe.parallel.mesh import parameter_specs
 
 WAYS = ("none", *MODES)
@@ -31,45 +33,45 @@ HOST = "pinned_host"
 
 @dataclasses.dataclass(frozen=True)
 class Offload:
-  """How experts come to the device.
+  """How a model's experts come to the device.
 
   Attributes:
-    prefill, decode: of each; None: they are there.
-    slots: experts of every pair that a device keeps between the tokens of decode; 0: none.
+    prefill, decode: how they come in each phase; None: they are on the device.
+    cache_size: experts of every pair that a device keeps between the tokens of decode; 0: none.
   """
 
   prefill: Migration | None = None
   decode: Migration | None = None
-  slots: int = 0
+  cache_size: int = 0
 
   @staticmethod
-  def named(prefill: str, decode: str, slots: int = 0, **options: Any) -> Offload:
-    """By the names of the ways, of `WAYS`.
+  def named(prefill: str, decode: str, cache_size: int = 0, **options: Any) -> Offload:
+    """An `Offload` from the names in `WAYS`.
 
     Args:
-      prefill, decode: none, blocking, early or ring; none for one of them is none for both.
-      slots: see `Offload`.
-      options: of `Migration`.
+      prefill, decode: none, blocking, early or ring; both none, or neither.
+      cache_size: see `Offload`.
+      options: further fields of both `Migration`s.
 
     Raises:
-      ConfigError: there is no such way, or only one of them is none.
+      ConfigError: a name is unknown, or only one of them is none.
     """
     for name in (prefill, decode):
       if name not in WAYS:
-        raise ConfigError(f"--offload={name!r} is unknown; one of: {', '.join(WAYS)}")
+        raise ConfigError(f"offload={name!r} is unknown; one of: {', '.join(WAYS)}")
     if (prefill == "none") != (decode == "none"):
       raise ConfigError(
-        f"--offload={prefill},{decode}: experts lie in one memory for both; use none for both, or "
-        "for neither"
+        f"offload={prefill},{decode}: experts lie in one memory for prefill and decode; use none "
+        "for both, or for neither"
       )
     of = lambda name: None if name == "none" else Migration(name, **options)
-    return Offload(of(prefill), of(decode), slots)
+    return Offload(of(prefill), of(decode), cache_size)
 
-  def of(self, model: GPT) -> Offload:
-    """The same for a model.
+  def checked(self, model: GPT) -> Offload:
+    """The same, for a model whose experts are where this expects them.
 
     Raises:
-      ConfigError: its experts do not lie where this expects them.
+      ConfigError: they are not.
     """
     if model.taken_apart != (self.decode is not None):
       where = "the host's memory" if model.taken_apart else "the device's memory"
@@ -80,15 +82,37 @@ class Offload:
     return self
 
 
+def expert_caches(model: GPT, offload: Offload) -> dict[str, list[ExpertCache]]:
+  """Empty caches of experts, one for each pair, as an entry of `GPT.init_caches`; or no entry."""
+  if not offload.cache_size:
+    return {}
+  rule = model.config.wiring_rule
+  calls = rule.units_per_moe * len(rule.taps)
+  make = lambda params: empty_cache(params, offload.cache_size, calls)
+  return {"experts": [make(params) for params in _experts_of_pairs(model)]}
+
+
+def expert_cache_specs(model: GPT, offload: Offload) -> dict[str, list[ExpertCache]]:
+  """PartitionSpecs of `expert_caches`, as an entry of `GPT.cache_specs`; or no entry."""
+  if not offload.cache_size:
+    return {}
+  return {"experts": [cache_specs(params) for params in _experts_of_pairs(model)]}
+
+
+def _experts_of_pairs(model: GPT) -> list[Any]:
+  """The parameters of each pair's experts."""
+  return each_layer(nnx.split(model.stages.moe.experts)[1], model.config.num_pairs)
+
+
 @dataclasses.dataclass
 class Usage:
-  """What the tokens of decode have asked of the experts' caches; filled by `stream`.
+  """What decoding requested of the experts' caches; filled by `stream`.
 
   Attributes:
-    requests, misses: of experts, and of those that were copied; all devices and pairs.
-    held, worth: int32 [pairs, C] and float32 [pairs, E], whose the slots were before each
-      generation's decode, and what the policy knew by then.
-    traces: of each generation, bool [pairs, calls, E] of each of its programs.
+    requests, misses: requested experts, and those that were copied; of all devices and pairs.
+    held, worth: int32 [pairs, C] and float32 [pairs, E] before each generation's decode: the expert
+      in each place, and every expert's worth by the policy.
+    traces: of each generation, one array for each program: bool [pairs, calls, E], the requests.
   """
 
   requests: int = 0
@@ -98,17 +122,17 @@ class Usage:
   traces: list[list[np.ndarray]] = dataclasses.field(default_factory=list)
   _seen: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(2, np.int64))
 
-  def begin(self, cached: Sequence[Cached]) -> None:
-    """The caches as a prefill leaves them: what it has asked for does not count."""
-    self._seen = _counted(cached)
-    self.held.append(np.stack([np.asarray(own.expert_C) for own in cached]))
-    self.worth.append(np.stack([np.asarray(own.worth_e) for own in cached]))
+  def begin(self, caches: Sequence[ExpertCache]) -> None:
+    """Notes the caches after a prefill; its requests do not count."""
+    self._seen = _counted(caches)
+    self.held.append(np.stack([np.asarray(own.expert_C) for own in caches]))
+    self.worth.append(np.stack([np.asarray(own.worth_e) for own in caches]))
     self.traces.append([])
 
-  def add(self, asked: Any, cached: Sequence[Cached]) -> None:
-    """What one program of decode has asked for, and its caches afterwards."""
-    self.traces[-1].append(np.asarray(asked))
-    counted = _counted(cached)
+  def add(self, requested: Any, caches: Sequence[ExpertCache]) -> None:
+    """Adds one program of decode: bool [pairs, calls, E], and the caches after it."""
+    self.traces[-1].append(np.asarray(requested))
+    counted = _counted(caches)
     requests, misses = (counted - self._seen).tolist()
     self._seen = counted
     self.requests, self.misses = self.requests + requests, self.misses + misses
@@ -119,39 +143,42 @@ class Usage:
     return 1 - self.misses / self.requests if self.requests else 1.0
 
   def hit_rate_of(self, policy: str) -> float:
-    """The same under another policy, on the same trace: see `expert_trace.hits`. One device's."""
+    """The hit rate of another policy on the same requests (`expert_trace.hits`), of one device."""
     found = 0
     for held_LC, worth_LE, programs in zip(self.held, self.worth, self.traces):
       if programs:
-        trace, slots = np.concatenate(programs, 1), held_LC.shape[1]
-        found += expert_trace.hits(trace, slots, policy, held_LC=held_LC, worth_LE=worth_LE)
+        trace, size = np.concatenate(programs, 1), held_LC.shape[1]
+        found += expert_trace.hits(trace, size, policy, held_LC=held_LC, worth_LE=worth_LE)
     return found / self.requests if self.requests else 1.0
 
 
-def _counted(cached: Sequence[Cached]) -> np.ndarray:
-  total = lambda name: sum(int(np.asarray(getattr(own, name)).sum()) for own in cached)
+def _counted(caches: Sequence[ExpertCache]) -> np.ndarray:
+  """Requests and misses of all caches, int64 [2]."""
+  total = lambda name: sum(int(np.asarray(getattr(own, name)).sum()) for own in caches)
   return np.array([total("requests"), total("misses")], np.int64)
 
 
 def offloaded(model: GPT, mesh: Mesh, *, int8: bool = False, pinned: int | None = None) -> GPT:
   """The same model with its routed experts in the host's memory.
 
-  Its pairs are taken apart and run one after the other. The model that is given can be dropped.
+  The parameters of its pairs are arrays of their own, and its pairs are written out in the program.
+  The model that is given can be deleted.
 
   Args:
-    model: any; parameters in the types in which they are computed.
-    mesh: where it lies.
-    int8: the experts' matrices in eight bits, half of the bytes to move (`Int8`).
-    pinned: of so many pairs, the first ones; the others' stay in their files (`OnDisk`), which only
-      a model of `InferenceFolder.mapped` has. None: of all.
+    model: any, with parameters in the types in which they compute.
+    mesh: the devices that hold it.
+    int8: keep the experts' matrices in eight bits (`Int8`), so that half of the bytes are copied.
+    pinned: number of pairs, from the first, whose experts go to pinned memory. The experts of the
+      other pairs stay in their files (`OnDisk`); only a model of `InferenceFolder.mapped` has such
+      files. None: all pairs.
 
   Raises:
-    ConfigError: it has no experts, or devices share one.
+    ConfigError: the model has no experts, or several devices share one expert.
   """
   check(model, mesh)
   pinned = model.config.num_pairs if pinned is None else pinned
   if pinned < model.config.num_pairs and mesh.shape["tensor"] > 1:
-    raise ConfigError("--host_memory: experts stay in their files where mesh.tensor=1; use that")
+    raise ConfigError("host_memory: experts stay in their files only with mesh.tensor=1; use that")
   graph, params = nnx.split(model)
   count, is_param = model.config.num_pairs, lambda x: isinstance(x, nnx.Variable)
 
@@ -172,8 +199,10 @@ def offloaded(model: GPT, mesh: Mesh, *, int8: bool = False, pinned: int | None 
 
 
 def allow_pinned_memory() -> None:
-  """Lets pinned memory grow to all that the host has; jax would stop at 64 GB. Before any device is
-  used."""
+  """Lets pinned memory grow to the host's whole memory; jax's limit is 64 GB.
+
+  To be called before jax initialises its devices.
+  """
   size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
   os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(size // 10**9))
 
@@ -181,7 +210,7 @@ def allow_pinned_memory() -> None:
 def is_routed(path: tuple[Any, ...], leaf: Any) -> bool:
   """Whether a parameter of the stacked pairs is a matrix of routed experts.
 
-  Their biases are too small to be worth a copy of their own.
+  The experts' biases stay on the device: they are too small to be copied one by one.
   """
   return "experts" in jax.tree_util.keystr(path) and len(leaf.shape) > 3
 
@@ -189,17 +218,17 @@ def is_routed(path: tuple[Any, ...], leaf: Any) -> bool:
 def to_memory(
   x: Any, sharding: NamedSharding, kind: str | None = None, *, int8: bool = False
 ) -> Any:
-  """An array where it belongs.
+  """An array in a memory of the devices.
 
   Args:
-    x: of any memory, NumPy's or `OnDisk`; or an `Int8` of such.
-    sharding: of it.
-    kind: memory; None: the device's.
-    int8: a matrix [E, M, N] of experts becomes an `Int8`.
+    x: an array in any memory, of NumPy, an `OnDisk`, or an `Int8` of these.
+    sharding: how the devices share it.
+    kind: kind of memory; None: the devices' default.
+    int8: whether a matrix [E, M, N] of experts becomes an `Int8`.
   """
 
   def place(x: Any, *spec: Any) -> Any:
-    if is_on_disk(x):  # stays there; who has which of its experts is what is placed
+    if is_on_disk(x):  # the matrices stay on disk; only their experts' numbers are placed
       own = NamedSharding(sharding.mesh, P(*spec[:1]))
       return dataclasses.replace(x, number=jax.device_put(x.number, own))
     return jax.device_put(x, NamedSharding(sharding.mesh, P(*spec), memory_kind=kind))
@@ -216,17 +245,17 @@ def to_memory(
 
 
 def check(model: GPT, mesh: Mesh) -> None:
-  """Whether this model's experts can lie in the host's memory.
+  """Checks that a model's experts can be in the host's memory.
 
   Raises:
-    ConfigError: it has no experts, or devices share one.
+    ConfigError: the model has no experts, or several devices share one expert.
   """
   if not model.config.wiring_rule.taps:
     raise ConfigError(
-      f"--offload: model.wiring={model.config.wiring!r} has no experts; use --offload=none"
+      f"offload: model.wiring={model.config.wiring!r} has no experts; use offload=none"
     )
   if mesh.shape["shard"] > 1 or model.dispatch.adaptive_r != 1:
     raise ConfigError(
-      "--offload needs devices that each hold whole experts: at most as many on the expert axis as "
+      "offload needs devices that each hold whole experts: at most as many on the expert axis as "
       "there are experts, and dispatch.adaptive_r=1"
     )

@@ -1,7 +1,8 @@
-"""Fits, or tells: where the experts of a model lie, from its sizes and the memory there is.
+"""Plans where a model's experts go, from its sizes and the memory that there is.
 
-Arithmetic over shapes, before anything is loaded. What a way costs follows from three rates: the
-device's arithmetic and memory (modelled), and the bytes a second from the host (measured).
+The plan is arithmetic over shapes, made before anything is loaded. Three rates decide what a way of
+offloading costs: the device's arithmetic and memory (modelled), and bytes/s from the host
+(measured). Where nothing fits, an error names the number of bytes that is needed.
 """
 
 from __future__ import annotations
@@ -25,12 +26,18 @@ from scmoe.profiling.roofline import MACHINES, Machine, Sizes, StageSeconds, mod
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-FLOOR = 8e-6  # seconds of a stage of few rows, its kernels' launches (experiments/LOG.md)
+FLOOR = 8e-6  # seconds of a stage of few rows: its kernels' launches (experiments/LOG.md)
 
 
 @dataclasses.dataclass(frozen=True)
-class Load:
-  """What is generated: rows of so many tokens, and new ones for each."""
+class Workload:
+  """What is generated.
+
+  Attributes:
+    rows: prompts at once.
+    prompt: tokens of each prompt.
+    new: tokens to add to each.
+  """
 
   rows: int
   prompt: int
@@ -39,15 +46,15 @@ class Load:
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-  """Bytes on each device.
+  """Bytes and numbers of experts on each device.
 
   Attributes:
-    dense: parameters that every token reads.
-    expert: one expert of one pair; moved: the same as it lies in the host's memory.
+    dense: bytes of the parameters that every token reads.
+    expert: bytes of one expert of one pair; moved: the same in the host's memory.
     experts: experts of one pair on this device.
     pairs: of the model.
-    caches: of attention.
-    scratch: activations and scores of a prefill.
+    caches: bytes of the attentions' caches.
+    scratch: bytes of a prefill's activations and scores.
   """
 
   dense: int
@@ -60,31 +67,66 @@ class Needs:
 
   @property
   def layer(self) -> int:
-    """All experts of one pair."""
+    """Bytes of all experts of one pair."""
     return self.expert * self.experts
 
   @property
   def host(self) -> int:
-    """All experts of this device, as they lie in the host's memory."""
+    """Bytes of all experts of this device in the host's memory."""
     return self.moved * self.experts * self.pairs
 
   @property
   def fixed(self) -> int:
-    """What no way of offloading moves."""
+    """Bytes that are on the device in every way of offloading."""
     return self.dense + self.caches + self.scratch
 
 
 @dataclasses.dataclass(frozen=True)
+class OffloadRequest:
+  """What a user asks for; the planner decides the rest.
+
+  Attributes:
+    way: none, blocking, early or ring; two of them with a comma for prefill and decode; auto: the
+      planner chooses.
+    device_budget, host_budget: bytes of one device that may be used, and of pinned memory for all
+      devices; 0: all that there is.
+    cache_size: experts of every layer that a device keeps; -1: the planner chooses.
+    policy, sections: see `Migration`.
+    int8: keep the experts' matrices in eight bits in the host's memory.
+  """
+
+  way: str = "auto"
+  device_budget: int = 0
+  host_budget: int = 0
+  cache_size: int = -1
+  policy: str = Migration.policy
+  sections: int = Migration.sections
+  int8: bool = False
+
+  @property
+  def offload(self) -> Offload:
+    """The `Offload` of a way that is not auto.
+
+    Raises:
+      ConfigError: the way is unknown.
+    """
+    prefill, _, decode = (part.strip() for part in self.way.partition(","))
+    options = {"policy": self.policy, "sections": self.sections}
+    return Offload.named(prefill, decode or prefill, max(self.cache_size, 0), **options)
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
-  """A way, and what is expected of it.
+  """A way of offloading, and the memory and speed that are expected of it.
 
   Attributes:
     offload: the way.
-    device: bytes of each device; host: bytes of pinned memory, all devices together.
+    device: bytes of each device; host: bytes of pinned memory for all devices.
     prefill, decode: tokens/s.
-    hit_rate: of the cache that `decode` was computed with.
+    hit_rate: of the cache, as assumed for `decode`.
     hidden: share of the time of decode's copies that has computation beside it.
-    pinned: pairs whose experts lie in pinned memory; the others' stay in their files. None: all.
+    pinned: pairs whose experts are in pinned memory; those of the others stay in their files. None:
+      all pairs.
   """
 
   offload: Offload
@@ -97,57 +139,40 @@ class Plan:
   pinned: int | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Wish:
-  """What a user says of offloading; the planner decides the rest.
-
-  Attributes:
-    way: none, blocking, early or ring; two with a comma for prefill and decode; auto: the
-      planner's.
-    device_budget, host_budget: bytes of one device, and of pinned memory for all devices; 0: what
-      there is.
-    slots: experts of every layer that a device keeps; -1: the planner's.
-    policy, sections: as of `Migration`.
-    int8: experts' matrices in eight bits, where they lie in the host's memory.
-  """
-
-  way: str = "auto"
-  device_budget: int = 0
-  host_budget: int = 0
-  slots: int = -1
-  policy: str = Migration.policy
-  sections: int = Migration.sections
-  int8: bool = False
-
-
 def chosen(
-  model: ModelConfig, shapes: Any, load: Load, wish: Wish, devices: int, *, files: bool = False
+  model: ModelConfig,
+  shapes: Any,
+  load: Workload,
+  request: OffloadRequest,
+  devices: int,
+  *,
+  files: bool = False,
 ) -> tuple[Plan, list[str]]:
-  """The way of a run, and the lines that say so; none where all fits and nothing was asked for.
+  """The way of a run, and lines that describe it; no lines where everything stays on the device.
 
   Args:
     model: resolved.
     shapes: parameters as `jax.ShapeDtypeStruct` with shardings.
     load: what is generated.
-    wish: the user's.
-    devices: that hold experts.
-    files: experts that do not fit the host's memory can stay in the files that they come from.
+    request: what the user asks for.
+    devices: number of devices that hold experts.
+    files: whether experts that do not fit the host's memory can stay in their files.
 
   Raises:
-    ConfigError: as `plan` and `Offload.named`, or what is wished does not fit.
+    ConfigError: the request does not fit; or see `plan` and `Offload.named`.
   """
-  needed = needs(model, shapes, load, int8=wish.int8)
+  needed = needs(model, shapes, load, int8=request.int8)
   limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
-  budget = wish.device_budget or limit or 2**62
+  budget = request.device_budget or limit or 2**62
   everything = needed.fixed + needed.pairs * needed.layer
-  if (wish.way == "auto" and everything <= budget) or wish.way == "none":
-    _check_fits(everything, budget, wish.way)
+  if (request.way == "auto" and everything <= budget) or request.way == "none":
+    _check_fits(everything, budget, request.way)
     return Plan(Offload(), everything, 0, 0.0, 0.0, 0.0, 0.0), []
-  bandwidth, host = measured_bandwidth(), wish.host_budget or 2**62
+  bandwidth, host = measured_bandwidth(), request.host_budget or 2**62
   pinned = None
   if files and needed.host * devices > host:
     pinned, host = host * needed.pairs // (needed.host * devices), 2**62
-  if wish.way == "auto":
+  if request.way == "auto":
     found = plan(
       model,
       needed,
@@ -157,16 +182,14 @@ def chosen(
       bandwidth=bandwidth,
       devices=devices,
     ).offload
-    slots = found.slots if wish.slots < 0 else wish.slots
-    ours = lambda way: dataclasses.replace(way, policy=wish.policy)
-    offload = Offload(ours(found.prefill), ours(found.decode), slots)
+    size = found.cache_size if request.cache_size < 0 else request.cache_size
+    ours = lambda way: dataclasses.replace(way, policy=request.policy)
+    offload = Offload(ours(found.prefill), ours(found.decode), size)
   else:
     _check_host(needed, devices, host)
-    first, _, second = wish.way.partition(",")
-    options = {"policy": wish.policy, "sections": wish.sections}
-    offload = Offload.named(first, second or first, max(wish.slots, 0), **options)
+    offload = request.offload
   result = expected(offload, model, needed, load, bandwidth, devices=devices)
-  _check_fits(result.device, budget, wish.way)
+  _check_fits(result.device, budget, request.way)
   if pinned is not None:
     share = result.host * pinned // needed.pairs
     result = dataclasses.replace(result, pinned=pinned, host=share)
@@ -191,10 +214,14 @@ def _check_host(needed: Needs, devices: int, budget: int) -> None:
 
 
 def bytes_of(text: str, flag: str) -> int:
-  """A number of bytes such as 8GiB, 500MB or 1048576.
+  """The number of bytes that a text such as 8GiB, 500MB or 1048576 means.
+
+  Args:
+    text: a number with or without a unit.
+    flag: name of the option, for the error.
 
   Raises:
-    ConfigError: it is none.
+    ConfigError: the text is no size.
   """
   number = text.strip().rstrip("TGMKiB ")
   unit = text.strip()[len(number) :].strip()
@@ -207,14 +234,14 @@ def bytes_of(text: str, flag: str) -> int:
   return int(size)
 
 
-def needs(model: ModelConfig, shapes: Any, load: Load, *, int8: bool = False) -> Needs:
-  """Bytes that a model and its load take on each device.
+def needs(model: ModelConfig, shapes: Any, load: Workload, *, int8: bool = False) -> Needs:
+  """The bytes that a model and its workload take on each device.
 
   Args:
     model: resolved.
     shapes: parameters as `jax.ShapeDtypeStruct` with shardings.
     load: what is generated.
-    int8: experts' matrices in eight bits.
+    int8: whether the experts' matrices are in eight bits in the host's memory.
   """
   item = jnp.dtype(model.dtype).itemsize
   dense = routed = moved = 0
@@ -240,7 +267,7 @@ def needs(model: ModelConfig, shapes: Any, load: Load, *, int8: bool = False) ->
 def plan(
   model: ModelConfig,
   needed: Needs,
-  load: Load,
+  load: Workload,
   *,
   device_budget: int,
   host_budget: int,
@@ -248,7 +275,7 @@ def plan(
   machine: Machine = MACHINES["h200-nvlink"],
   devices: int = 1,
 ) -> Plan:
-  """The fastest way that fits, by the model of rates.
+  """The fastest way that fits, by the modelled rates.
 
   Args:
     model: resolved.
@@ -258,11 +285,11 @@ def plan(
     host_budget: bytes of pinned memory that may be used, for all devices.
     bandwidth: bytes/s from the host to a device.
     machine: rates of a device.
-    devices: that hold experts; they are spread over these first.
+    devices: number of devices over which the experts are spread.
 
   Raises:
-    ConfigError: not even a layer's experts fit beside the dense part, or the experts do not fit the
-      host; it names the number needed.
+    ConfigError: the experts of a single layer do not fit beside the dense part, or all experts do
+      not fit the host. The message names the number of bytes needed.
   """
   everything = needed.fixed + needed.pairs * needed.layer
   if everything <= device_budget:
@@ -288,10 +315,10 @@ def plan(
       Offload(prefill, Migration("ring", sections=sections)),
       model, needed, load, bandwidth, machine, devices,
     )  # fmt: skip
-  # A cache is filled while prefill runs.
+  # A cache is filled during prefill, while the ring's sections are on the device too.
   left = device_budget - needed.fixed - sections * needed.layer
-  slots = min(left // (needed.pairs * needed.expert), needed.experts)
-  offload = Offload(prefill, Migration(early), slots if slots >= at_once else 0)
+  size = min(left // (needed.pairs * needed.expert), needed.experts)
+  offload = Offload(prefill, Migration(early), size if size >= at_once else 0)
   return expected(offload, model, needed, load, bandwidth, machine, devices)
 
 
@@ -299,23 +326,29 @@ def expected(
   offload: Offload,
   model: ModelConfig,
   needed: Needs,
-  load: Load,
+  load: Workload,
   bandwidth: float,
   machine: Machine = MACHINES["h200-nvlink"],
   devices: int = 1,
 ) -> Plan:
-  """Memory and speed of a way; arguments as of `plan`.
+  """Expected memory and speed of a way; arguments as of `plan`.
 
-  A copy is hidden by what computes between gate and experts (early), or by a whole pair (ring). The
-  cache hits as often as it holds an expert: what routers prefer makes it better.
+  A copy is hidden by the computation between gate and experts (early), or by a whole pair (ring).
+  The hit rate is taken to be the share of experts in the cache; uneven routing makes it larger.
+
+  Args:
+    offload: the way.
+    model, needed, load, bandwidth, machine, devices: see `plan`.
   """
   k = model.wiring_rule.routed_per_gating(model.top_k)
   pairs = max(needed.pairs, 1)
   at_once = min(load.rows * k, needed.experts)
-  hit = min(offload.slots / needed.experts, 1.0) if needed.experts and offload.slots else 0.0
+  hit = (
+    min(offload.cache_size / needed.experts, 1.0) if needed.experts and offload.cache_size else 0.0
+  )
 
   def seconds(tokens: int, way: Migration | None, copied: float) -> tuple[float, float]:
-    """Of a pass over all pairs; and the hidden share of its copies."""
+    """Seconds of a pass over all pairs, and the hidden share of its copies."""
     stages = _stages(model, tokens, load.prompt, machine)
     pair = sum(dataclasses.asdict(stages).values())
     if way is None or not copied:
@@ -335,7 +368,7 @@ def expected(
   else:
     ring = offload.prefill is not None and offload.prefill.mode == "ring"
     held = offload.prefill.sections * needed.layer if ring and offload.prefill else needed.layer
-    device = needed.fixed + held + pairs * offload.slots * needed.expert
+    device = needed.fixed + held + pairs * offload.cache_size * needed.expert
     host = needed.host * devices
   rows = load.rows
   return Plan(offload, device, host, rows * load.prompt / first, rows / step, hit, hidden)
@@ -361,7 +394,7 @@ def _stages(model: ModelConfig, tokens: int, seq: int, machine: Machine) -> Stag
 
 
 def _window(stages: StageSeconds) -> float:
-  """What computes between gate and experts of Pos-2: an MLP, an attention, the shared expert."""
+  """Seconds between gate and experts of Pos-2: an MLP, an attention and the shared expert."""
   return stages.mlp + stages.projections + stages.mixing + stages.shared
 
 
@@ -381,12 +414,14 @@ def measured_bandwidth(size: int = 256 * 2**20, calls: int = 3) -> float:
 
 
 def described(found: Plan, needed: Needs, bandwidth: float) -> list[str]:
-  """The lines that are printed before anything is loaded."""
+  """The lines that describe a plan to the user, before anything is loaded."""
   offload = found.offload
   name = lambda way: "none" if way is None else way.mode
   lines = [f"offload      prefill {name(offload.prefill)}, decode {name(offload.decode)}"]
-  if offload.slots:
-    lines[0] += f", {offload.slots} of {needed.experts} experts of every layer stay on the device"
+  if offload.cache_size:
+    lines[0] += (
+      f", {offload.cache_size} of {needed.experts} experts of every layer stay on the device"
+    )
   experts = found.device - needed.fixed
   lines.append(
     f"memory       {size_of(found.device)} of each device (dense {size_of(needed.dense)}, caches "
@@ -396,7 +431,7 @@ def described(found: Plan, needed: Needs, bandwidth: float) -> list[str]:
   rates = f"prefill {found.prefill:,.0f} tokens/s, decode {found.decode:,.0f}"
   if offload.decode is not None:
     rates += f" with {100 * found.hidden:.0f} % of its copies hidden"
-    rates += f" and {100 * found.hit_rate:.0f} % of the experts found" * bool(offload.slots)
+    rates += f" and {100 * found.hit_rate:.0f} % of the experts found" * bool(offload.cache_size)
     rates += f"; {bandwidth / 1e9:.1f} GB/s from the host, measured"
   lines.append(f"expected     {rates}; computation as modelled for an H200")
   if found.pinned is not None:

@@ -1,0 +1,123 @@
+"""A transformer block, and a unit of blocks around one expert stage: modules without an order.
+
+`scmoe.blocks.pair` runs their parts in the order of a schedule.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax import nnx
+from jax import Array
+from jaxtyping import Float, Int
+
+from scmoe.blocks.block import BlockConfig
+from scmoe.blocks.mix import Mix
+from scmoe.blocks.wiring import Tap, is_handed_over
+from scmoe.layers.mlp import MLP
+
+
+class Block(nnx.Module):
+  """One transformer block: attention and, with `hidden` > 0, a feed-forward sublayer.
+
+  The sublayer is a dense MLP or the shared expert. A block has none where only routed experts
+  follow its attention.
+  """
+
+  def __init__(self, config: BlockConfig, hidden: int, *, rngs: nnx.Rngs):
+    self.norm_attention = config.norm()
+    self.attention = config.make_attention(rngs)
+    self.norm_mlp = config.norm()
+    self.mlp = MLP(config.mlp(hidden), rngs=rngs) if hidden else None
+
+  def project(self, h_BSD: Float[Array, "B S D"], positions_BS: Int[Array, "B S"]) -> Any:
+    """The first half of the attention: queries, keys and values of the residual stream h."""
+    return self.attention.project(self.norm_attention(h_BSD), positions_BS)
+
+  def mix(self, h_BSD: Float[Array, "B S D"], projected: Any, *args: Any, **options: Any) -> Any:
+    """The second half: the residual stream with the attention's output added, and the cache.
+
+    Args:
+      h_BSD: the residual stream.
+      projected: what `project` returned.
+      args, options: positions, segments, cache and `begins`; see `Attention.mix`.
+    """
+    y_BSD, cache = self.attention.mix(projected, *args, **options)
+    return h_BSD + y_BSD, cache
+
+  def dense(self, h_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+    """The dense MLP or shared expert of the normalised h; for blocks that have one."""
+    assert self.mlp is not None
+    return self.mlp(self.norm_mlp(h_BSD))
+
+
+class Unit(nnx.Module):
+  """`moe_every` blocks, the last of which ends in the expert stage, with norms and mix of that.
+
+  `model.shortcut_norm` says what normalises the value that the shortcut hands to the experts:
+  "shared": the norm of the sublayer that reads the same value (LongCat-Flash); "own": a norm of its
+  own; "megatron": a norm of its own, and another one on shared + routed before the residual
+  addition (Megatron-LM ShortcutMoE). Only wirings with a shortcut have such norms.
+  """
+
+  def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs):
+    rule = config.wiring_rule
+    dense = [config.mlp_hidden] * config.moe_every
+    if rule.taps:
+      dense[-1] = config.shared_hidden if rule.shared_expert else 0
+    self.blocks = nnx.List([Block(config, hidden, rngs=rngs) for hidden in dense])
+    self.shared_norm = config.shortcut_norm == "shared"
+    self.mix_current = config.mix_input == "current"
+    own = rule.is_shortcut and not self.shared_norm
+    self.own_norm = config.norm() if own else None
+    post = rule.is_shortcut and config.shortcut_norm == "megatron"
+    self.post_norm = config.norm() if post else None
+    mix = lambda: Mix(config.mix, config.width, init_std=config.init_std, rngs=rngs)
+    self.mix = mix() if rule.shared_expert else None
+
+  def tapped(self, tap: Tap, h_BSD: Array, handed_BSD: Array | None) -> Array:
+    """The normalised value that routed experts read.
+
+    Args:
+      tap: which value of the main path.
+      h_BSD: the residual stream at the tap.
+      handed_BSD: the tap of the unit before, where `is_handed_over`.
+    """
+    blocks = self.blocks
+    if is_handed_over(tap, len(blocks)):
+      assert handed_BSD is not None
+      return handed_BSD if self.own_norm is None else self.own_norm(handed_BSD)
+    if tap is Tap.CURRENT:
+      return blocks[-1].norm_mlp(h_BSD)
+    if self.own_norm is not None:
+      return self.own_norm(h_BSD)
+    # The norm of the sublayer that reads the same value.
+    norms = {
+      Tap.BLOCK_INPUT: lambda: blocks[-2].norm_attention,
+      Tap.ATTENTION: lambda: blocks[-2].norm_mlp,
+      Tap.BLOCK_OUTPUT: lambda: blocks[-1].norm_attention,
+    }
+    return norms[tap]()(h_BSD)
+
+  def hand_over(self, tap: Tap, h_BSD: Array) -> Array:
+    """What the next unit's experts read of this unit of one block; normalised if "shared"."""
+    if not self.shared_norm:
+      return h_BSD
+    (block,) = self.blocks
+    return (block.norm_mlp if tap is Tap.ATTENTION else block.norm_attention)(h_BSD)
+
+  def add(
+    self, h_BSD: Array, shared_BSD: Array | None, routed_BSD: Array, tapped_BSD: Any
+  ) -> Array:
+    """The residual stream behind the unit: h + norm(mix(shared, routed)).
+
+    Args:
+      h_BSD: the residual stream before.
+      shared_BSD: the shared expert's output; None without one.
+      routed_BSD: the sum of all gatings' outputs.
+      tapped_BSD: what the first gating read.
+    """
+    if shared_BSD is not None and self.mix is not None:
+      read_BSD = self.blocks[-1].norm_mlp(h_BSD) if self.mix_current else tapped_BSD
+      routed_BSD = self.mix(shared_BSD, routed_BSD, read_BSD)
+    return h_BSD + (routed_BSD if self.post_norm is None else self.post_norm(routed_BSD))

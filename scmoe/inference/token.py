@@ -1,0 +1,240 @@
+"""Decoding one token at a time, by kernels that fuse neighbouring steps of a block.
+
+A step of a single row costs little more than its kernel's launch and the wait for the kernel before
+it, so fewer kernels make a faster token. `for_one_token` gives a model the same parameters and
+other classes of modules:
+
+    TokenNorm        the norm of one row, in one kernel
+    TokenBlock       a norm and the attention's input projections, in one kernel
+    TokenAttention   adds up the projections' partial sums, rotates, attends and writes the cache
+    TokenUnit        hands the experts' norm to the gate; writes the residual stream once
+    TokenMoE         that norm and the gate's product, in one kernel
+
+The schedule, the transports and the experts are those of the plain pair. Where a kernel does not
+take a shape, the plain class computes, so on a CPU the results are bitwise those of the plain model
+(`tests/inference/test_token.py`).
+
+    D  width      E  experts      K  experts per token      H  heads of queries      N  head width
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import Array
+from jaxtyping import Float
+
+from scmoe.blocks.unit import Block, Unit
+from scmoe.blocks.wiring import Tap
+from scmoe.kernels.one_row import attention as kernel
+from scmoe.kernels.one_row.attention import Unfinished, Unjoined
+from scmoe.kernels.one_row.linear import products, sums
+from scmoe.kernels.one_row.norm import Normalisation, Normalised, takes
+from scmoe.kernels.top_k import Begun, TopK, begin_gate
+from scmoe.layers.attention import Attention, KeyValues
+from scmoe.layers.norm import Norm
+from scmoe.layers.rope import turns
+from scmoe.models.gpt import GPT
+from scmoe.moe.gates import Gate, LinearGate
+from scmoe.moe.layer import MoE, MoECall, RoutedTokens
+from scmoe.parallel.collectives import repeat
+
+
+def for_one_token(model: GPT) -> GPT:
+  """The same model for passes of one token of one row; it shares the parameters of `model`.
+
+  Args:
+    model: any; it stays as it is.
+  """
+  copy = nnx.merge(*nnx.split(model))
+  for _, module in nnx.iter_modules(copy):
+    # Each class has the attributes of the class that it replaces, and no constructor of its own.
+    if (own := _CLASSES.get(type(module))) is not None:
+      object.__setattr__(module, "__class__", own)
+  return copy
+
+
+def normalisation_of(norm: Norm) -> Normalisation:
+  """A norm in the form in which kernels read it."""
+  bias = None if norm.bias is None else norm.bias[...]
+  return Normalisation(norm.scale[...], bias, norm.kind == "layernorm", norm.eps)
+
+
+class TokenNorm(Norm):
+  """A `Norm` whose one row is computed by one kernel; XLA takes one for each sum, and one more."""
+
+  def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+    if not takes(x):
+      return super().__call__(x)
+    return Normalised(x, normalisation_of(self)).alone()
+
+
+class TokenAttention(Attention):
+  """An `Attention` of one token, whose matrices are read as fast as memory gives."""
+
+  def partial_sums(self, row: Normalised, positions_BS: Array) -> Unfinished | None:
+    """The token's projections as partial sums, which the attention kernel adds up and rotates.
+
+    None where something else is done to queries, keys or values (a bias, a norm, clipping), or
+    where the kernel does not take the widths.
+    """
+    c = self.config
+    biased = any(b is not None for b in (self.query_bias, self.key_bias, self.value_bias))
+    normalised = self.query_norm is not None or self.key_norm is not None
+    if biased or normalised or c.clip_qkv or (c.rope_theta and c.rope.interleaved):
+      return None
+    weights = [w[...].astype(row.dtype) for w in (self.query, self.key, self.value)]
+    row = repeat(row, ("tensor",), "tensor")
+    sums_PM = sums(row, [w.reshape(w.shape[0], -1) for w in weights])
+    if sums_PM is None:
+      return None
+    turn_2N = turns(positions_BS[0, 0], c.head_dim, c.rope_theta, c.rope) if c.rope_theta else None
+    heads, kv_heads = (w.shape[1] for w in weights[:2])
+    return Unfinished(sums_PM, turn_2N, heads, kv_heads, row.dtype)
+
+  def into_heads(self, x_BSD: Array) -> list[Array]:
+    """See `Attention`."""
+    weights = [w[...].astype(x_BSD.dtype) for w in (self.query, self.key, self.value)]
+    found = products(x_BSD, [w.reshape(w.shape[0], -1) for w in weights])
+    if found is None:
+      return super().into_heads(x_BSD)
+    return [y.reshape(*y.shape[:-1], *w.shape[1:]) for y, w in zip(found, weights)]
+
+  def out_of_heads(self, y_BSHN: Array) -> Array:
+    """See `Attention`."""
+    found = self._out_product(y_BSHN.reshape(*y_BSHN.shape[:2], -1))
+    return super().out_of_heads(y_BSHN) if found is None else found
+
+  def mix(self, projected: Any, *args: Any, **options: Any) -> Any:
+    """See `Attention.mix`; `projected` may be partial sums."""
+    if not isinstance(projected, Unfinished):
+      return super().mix(projected, *args, **options)
+    positions_BS, _, cache = args
+    if kernel.finishes(projected, cache.k_BSHN, cache.v_BSHN):
+      return self._mix_partial_sums(projected, positions_BS, cache)
+    finished = tuple(x[None, None] for x in projected.finished())
+    return super().mix(finished, *args, **options)  # pyright: ignore[reportArgumentType]
+
+  def _mix_partial_sums(
+    self, own: Unfinished, positions_BS: Array, cache: KeyValues
+  ) -> tuple[Array, KeyValues]:
+    """Attention over the cache and the output projection, in two kernels; writes the cache."""
+    y, k_TKN, v_TKN = kernel.attend_unfinished(
+      own,
+      cache.k_BSHN[0],
+      cache.v_BSHN[0],
+      positions_BS[0],
+      scale=1 / math.sqrt(own.width),
+      window=self.config.window,
+    )
+    y_BSD = self._out_of_parts(y) if isinstance(y, Unjoined) else self.out_of_heads(y[None, None])
+    return self.over_devices(y_BSD), KeyValues(k_TKN[None], v_TKN[None])
+
+  def _out_of_parts(self, parts: Unjoined) -> Array:
+    """The output projection of what several CTAs found in parts of the cache: [1, 1, D]."""
+    found = self._out_product(parts)
+    return super().out_of_heads(parts.joined()[None, None]) if found is None else found[None]
+
+  def _out_product(self, row: Any) -> Array | None:
+    weight_HND = self.out[...].astype(row.dtype)
+    found = products(row, [weight_HND.reshape(-1, weight_HND.shape[-1])])
+    return None if found is None else found[0]
+
+
+class TokenBlock(Block):
+  """A `Block` of one token: its norm is computed in the kernel of the input projections."""
+
+  def project(self, h_BSD: Array, positions_BS: Array) -> Any:
+    """See `Block`; partial sums where `TokenAttention.mix` adds them up."""
+    if isinstance(self.attention, TokenAttention):
+      row = Normalised(h_BSD, normalisation_of(self.norm_attention))
+      found = self.attention.partial_sums(row, positions_BS)
+      if found is not None:
+        return found
+    return super().project(h_BSD, positions_BS)
+
+  def mix(self, h_BSD: Array, projected: Any, *args: Any, **options: Any) -> Any:
+    """See `Block`."""
+    h_BSD, cache = super().mix(h_BSD, projected, *args, **options)
+    return _written_once(h_BSD), cache
+
+
+class TokenUnit(Unit):
+  """A `Unit` of one token."""
+
+  def tapped(self, tap: Tap, h_BSD: Array, handed_BSD: Array | None) -> Any:
+    """See `Unit`; the token with its norm where only the MoE reads the normalised value."""
+    if tap is Tap.CURRENT and self.mix is None and takes(h_BSD):
+      return Normalised(h_BSD, normalisation_of(self.blocks[-1].norm_mlp))
+    return super().tapped(tap, h_BSD, handed_BSD)
+
+  def add(self, *args: Any) -> Array:
+    """See `Unit`."""
+    return _written_once(super().add(*args))
+
+
+class TokenMoE(MoE):
+  """A `MoE` whose gate can read a token in the kernel that computes the token's norm."""
+
+  def route(
+    self, x: Array | Normalised, call: MoECall = MoECall(), gate: Gate | None = None
+  ) -> RoutedTokens:
+    """See `MoE`; x may be a token with its norm."""
+    if not isinstance(x, Normalised):
+      return super().route(x, call, gate)
+    gate = self._gate(call.gate) if gate is None else gate
+    plain = call.mask is None and call.key is None and call.avoid_T is None
+    begun = _gate_under_norm(x, gate) if plain else None
+    if begun is None:
+      return super().route(x.alone(), call, gate)
+    return super().route(begun.x_TD, call, GateOfSums(begun))
+
+
+@dataclasses.dataclass(frozen=True)
+class GateOfSums:
+  """A linear gate of one token whose product is there already, as partial sums.
+
+  Attributes:
+    begun: the token and the partial sums.
+  """
+
+  begun: Begun
+
+  def __call__(self, x_TD: Array) -> Array:
+    """Logits [1, E]; see `Gate`."""
+    del x_TD
+    return self.begun.sums_PE.sum(0)[None]
+
+  def top_k(self, x_TD: Array, k: int) -> TopK:
+    """See `LinearGate.top_k`."""
+    del x_TD
+    return self.begun.top_k(k)
+
+
+def _gate_under_norm(row: Normalised, gate: Any) -> Begun | None:
+  """The token's norm and its product with a linear gate, in one kernel; None: no such kernel."""
+  if not isinstance(gate, LinearGate):
+    return None
+  return begin_gate(row, gate.weight[...], fp32=gate.fp32)
+
+
+def _written_once(h_BSD: Array) -> Array:
+  """The residual stream of a token, written to memory.
+
+  Without the barrier XLA repeats the additions of the products' partial sums in every kernel that
+  reads the residual stream.
+  """
+  return jax.lax.optimization_barrier(h_BSD)
+
+
+_CLASSES: dict[type, type] = {
+  Norm: TokenNorm,
+  Attention: TokenAttention,
+  Block: TokenBlock,
+  Unit: TokenUnit,
+  MoE: TokenMoE,
+}

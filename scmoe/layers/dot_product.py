@@ -1,0 +1,177 @@
+"""Softmax attention of given queries, keys and values, in training and over a cache.
+
+This module decides which kernel computes: cuDNN's fused attention, our kernel for one token a row
+(`scmoe.kernels.one_row.attention`), or XLA's products.
+
+    B  rows      S  tokens of a row      T  positions of a cache
+    H  heads of queries      K  heads of keys      N  width of a query and key      M  of a value
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from scmoe.base import determinism
+from scmoe.kernels.one_row import attention as one_token
+from scmoe.kernels.one_row.without_gradient import without_gradient
+
+
+def attend(
+  q_BSHN: Float[Array, "B S H N"],
+  k_BSKN: Float[Array, "B S K N"],
+  v_BSKM: Float[Array, "B S K M"],
+  segments_BS: Int[Array, "B S"] | None = None,
+  *,
+  window: int = 0,
+  scale: float | None = None,
+) -> Float[Array, "B S H M"]:
+  """Causal softmax attention among the tokens of each row; the result has the type of q.
+
+  Args:
+    q_BSHN, k_BSKN, v_BSKM: H is a multiple of K: consecutive heads of queries share one head of
+      keys and values. M may differ from N.
+    segments_BS: int32 document of each token; attention stays inside it. None: the whole row.
+    window: positions that a token sees, itself included; 0: all before it.
+    scale: factor on the scores; None: 1/√N.
+  """
+  dtype, size = q_BSHN.dtype, v_BSKM.shape[-1]
+  scale = q_BSHN.shape[-1] ** -0.5 if scale is None else scale
+  q_BSHN, k_BSKN, v_BSKM = _of_one_width(*map(_computable, (q_BSHN, k_BSKN, v_BSKM)))
+  mask_BHSS = None
+  if segments_BS is not None:
+    mask_BHSS = segments_BS[:, None, :, None] == segments_BS[:, None, None, :]
+  y_BSHM = jax.nn.dot_product_attention(
+    q_BSHN,
+    k_BSKN,
+    v_BSKM,
+    mask=mask_BHSS,
+    is_causal=True,
+    scale=scale,
+    local_window_size=(window - 1, 0) if window else None,
+    implementation=_implementation(q_BSHN, masked=mask_BHSS is not None, window=window),
+  )
+  return y_BSHM[..., :size].astype(dtype)
+
+
+def attend_stored(
+  q_BSHN: Float[Array, "B S H N"],
+  k_BTKN: Float[Array, "B T K N"],
+  v_BTKM: Float[Array, "B T K M"],
+  positions_BS: Int[Array, "B S"],
+  *,
+  window: int = 0,
+  scale: float | None = None,
+) -> Float[Array, "B S H M"]:
+  """`attend` over a cache: a token at position 5 sees the cache's positions 0 to 5.
+
+  One token a row is computed by our kernel where that takes it; any gradient comes from XLA's form.
+
+  Args:
+    q_BSHN: queries of the new tokens.
+    k_BTKN, v_BTKM: caches that contain the new tokens' keys and values already.
+    positions_BS: int32 position of each new token.
+    window, scale: as for `attend`.
+  """
+  scale = 1 / math.sqrt(q_BSHN.shape[-1]) if scale is None else scale
+  plain = functools.partial(_attend_masked, window=window, scale=scale)
+  if not one_token.takes(q_BSHN, k_BTKN, v_BTKM):
+    return plain(q_BSHN, k_BTKN, v_BTKM, positions_BS)
+  kernel = functools.partial(one_token.attend_cache, window=window, scale=scale)
+  fast = lambda q, k, v, positions: kernel(q[:, 0], k, v, positions[:, 0])[:, None]
+  return without_gradient(fast, plain, q_BSHN, k_BTKN, v_BTKM, positions_BS)
+
+
+def cache_length(length: int, dtype: Any, head_dim: int) -> int:
+  """`length`, rounded up to a multiple of 64 where our kernel runs."""
+  return one_token.cache_length(length, dtype, head_dim)
+
+
+def stored(cache_BT: Array, new_BS: Array, positions_BS: Array | None) -> Array:
+  """A cache [B, T, ...] with the new tokens' values [B, S, ...] written into it.
+
+  Args:
+    cache_BT: values of earlier positions.
+    new_BS: values of the new tokens.
+    positions_BS: int32 position of each new token; None: 0 to S - 1, written as one block.
+  """
+  new_BS = new_BS.astype(cache_BT.dtype)
+  if positions_BS is None:
+    return jax.lax.dynamic_update_slice_in_dim(cache_BT, new_BS, 0, 1)
+  if positions_BS.shape == (1, 1):  # XLA writes a single place in the kernel that makes the value
+    return jax.lax.dynamic_update_slice_in_dim(cache_BT, new_BS, positions_BS[0, 0], 1)
+  row_B1 = jnp.arange(new_BS.shape[0])[:, None]
+  return cache_BT.at[row_B1, positions_BS].set(new_BS)
+
+
+def fusable(dtype: Any, head_dim: int, length: int, *, masked: bool, window: int = 0) -> bool:
+  """Whether cuDNN's fused attention takes these shapes, on a GPU that has it.
+
+  It takes 16-bit floats and heads of 8 to 128; with a mask only even lengths and no window.
+  """
+  fits = dtype in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 and head_dim <= 128
+  return fits and not (masked and (length % 2 or window))
+
+
+def _attend_masked(
+  q_BSHN: Array, k_BTKN: Array, v_BTKM: Array, positions_BS: Array, *, window: int, scale: float
+) -> Array:
+  """`attend_stored` by XLA's products, with a mask over the cache's positions."""
+  dtype, size = q_BSHN.dtype, v_BTKM.shape[-1]
+  q_BSHN, k_BTKN, v_BTKM = _of_one_width(*map(_computable, (q_BSHN, k_BTKN, v_BTKM)))
+  stored_T = jnp.arange(k_BTKN.shape[1])
+  mask_BST = stored_T <= positions_BS[..., None]
+  if window:
+    mask_BST &= stored_T > positions_BS[..., None] - window
+  y_BSHM = jax.nn.dot_product_attention(q_BSHN, k_BTKN, v_BTKM, mask=mask_BST[:, None], scale=scale)
+  return y_BSHM[..., :size].astype(dtype)
+
+
+def _of_one_width(*heads: Array) -> tuple[Array, ...]:
+  """Queries, keys and values padded with zeros to the widest of them, as jax's attention requires.
+
+  The zeros change no score; the caller cuts the result back to the values' width.
+  """
+  width = max(x.shape[-1] for x in heads)
+  pad = lambda x: [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])]
+  return tuple(x if x.shape[-1] == width else jnp.pad(x, pad(x)) for x in heads)
+
+
+def _computable(x_BSHN: Array) -> Array:
+  """float16 as float32 on a CPU, where XLA has no float16 products for attention."""
+  if x_BSHN.dtype != jnp.float16 or jax.default_backend() != "cpu":
+    return x_BSHN
+  _say_once("attention runs in float32: XLA has no float16 products for it on a CPU")
+  return x_BSHN.astype(jnp.float32)
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+  logging.getLogger(__name__).warning(text)
+
+
+def _implementation(q_BSHN: Array, *, masked: bool, window: int = 0) -> Literal["cudnn"] | None:
+  """cuDNN's fused attention where it runs; None lets jax choose.
+
+  It needs Ampere (compute capability 8.0; a T4 has 7.5). cuDNN reads a mask as a bias, which is not
+  deterministic after Hopper. Under `--deterministic` it is never used: jax 0.11.2 ends the first
+  such step with an IndexError.
+  """
+  _, length, _, head_dim = q_BSHN.shape
+  fits = fusable(q_BSHN.dtype, head_dim, length, masked=masked, window=window)
+  major = _compute_capability(jax.devices()[0])
+  runs = major >= 8 and not (masked and major > 9) and not determinism.is_requested()
+  return "cudnn" if fits and runs else None
+
+
+def _compute_capability(device: Any) -> int:
+  """Major compute capability of a GPU; 0 for any other device."""
+  major = str(getattr(device, "compute_capability", "0")).partition(".")[0]
+  return int(major) if device.platform == "gpu" else 0

@@ -152,7 +152,7 @@ class BlockConfig:
 
   @property
   def depth(self) -> int:
-    """Blocks that write to one residual stream, for the initial weights of what writes to it."""
+    """Number of blocks that write to one residual stream; `out_std` depends on it."""
     return self.moe_every * self.wiring_rule.units_per_moe
 
   def resolve(self) -> Any:
@@ -164,12 +164,16 @@ class BlockConfig:
     check_options(self, "model")
     hidden = self.mlp_hidden or 4 * self.width
     expert_hidden = self.expert_hidden or hidden
+    own_width = self.head_dim or self.qk_nope_head_dim + self.qk_rope_head_dim
+    if not own_width and self.width % self.num_heads:
+      raise ConfigError(
+        f"model.width={self.width} is not a multiple of model.num_heads={self.num_heads}; use a "
+        f"divisor of {self.width}, or set model.head_dim"
+      )
     resolved = dataclasses.replace(
       self,
       num_kv_heads=self.num_kv_heads or self.num_heads,
-      head_dim=self.head_dim
-      or (self.qk_nope_head_dim + self.qk_rope_head_dim)
-      or self.width // self.num_heads,
+      head_dim=own_width or self.width // self.num_heads,
       mlp_hidden=hidden,
       expert_hidden=expert_hidden,
       shared_hidden=self.shared_hidden or expert_hidden,
@@ -226,7 +230,7 @@ class BlockConfig:
       )
 
   def _check_attention(self) -> None:
-    """What latent attention needs, and what it does not go with."""
+    """Checks the options of latent attention, and those that it excludes."""
     named = lambda *names: ", ".join(f"model.{name}={getattr(self, name)!r}" for name in names)
     if self.style == "gpt2":
       extra = [n for n in ("attention_bias", "kv_lora_rank") if getattr(self, n)]
@@ -261,7 +265,10 @@ class BlockConfig:
 
   @property
   def out_std(self) -> float:
-    """GPT-2's rule: layers that write to the residual stream start smaller, by sqrt(2 L)."""
+    """Initial standard deviation of layers that write to the residual stream: smaller by sqrt(2 L).
+
+    This is the initialisation of GPT-2.
+    """
     return self.init_std / (2 * self.depth) ** 0.5
 
   def norm(self) -> Norm:
@@ -271,7 +278,7 @@ class BlockConfig:
 
   @property
   def attention(self) -> AttentionConfig | LatentAttentionConfig:
-    """Of every attention."""
+    """The options of every attention."""
     shared: dict[str, Any] = {
       "rope_theta": self.rope_theta if self.style == "llama" else 0.0,
       "rope": self.rope,
@@ -304,21 +311,21 @@ class BlockConfig:
     )
 
   def make_attention(self, rngs: nnx.Rngs) -> Attention | LatentAttention:
-    """One of them."""
+    """A new attention with these options."""
     config = self.attention
     if isinstance(config, LatentAttentionConfig):
       return LatentAttention(config, rngs=rngs)
     return Attention(config, rngs=rngs)
 
   def mlp(self, hidden: int) -> MLPConfig:
-    """Of a dense MLP or shared expert of this hidden width."""
+    """The options of a dense MLP or shared expert of this hidden width."""
     std = {"init_std": self.init_std, "out_std": self.out_std, "bias": self.bias}
     return MLPConfig(self.width, hidden, self.activation, backend=self.expert_backend, **std)
 
   def moe(
     self, router: RouterConfig, dispatch: DispatchConfig, *, copy_engines: bool = False
   ) -> MoEConfig:
-    """Of the MoE; `top_k` is what one gating gives a token."""
+    """The options of the MoE; its `top_k` is the number of experts per token and gating."""
     return MoEConfig(
       width=self.width,
       hidden=self.expert_hidden,

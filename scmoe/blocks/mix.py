@@ -1,4 +1,4 @@
-"""How shared and routed output are added (paper §5.2, Eq. 14-17)."""
+"""The weighted sum of shared and routed output (paper §5.2, Eq. 14-17)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MIXES = ("direct", "cg1", "cg2")
 
 
 class Mix(nnx.Module):
-  """shared + routed, with coefficients read off the input x.
+  """shared + routed, with coefficients that are computed from an input x.
 
   direct: shared + routed
   cg1:    sigmoid(w·x) · shared + routed                     w in R^{1 x D}
@@ -37,8 +37,8 @@ class Mix(nnx.Module):
     wide = jnp.promote_types(x_BSD.dtype, jnp.float32)
     x_BSD, weight = x_BSD.astype(wide), self.weight[...].astype(wide)
     if self.kind == "cg1":
-      # A sum, not a product: of one token XLA's GPU compiler takes no product of two vectors unless
-      # it may turn it into a sum itself, which decoding forbids.
+      # For one token this is a product of two vectors. XLA's GPU compiler must turn such a product
+      # into a sum, and decoding disables that pass. So it is written as a sum.
       score_BS1 = jnp.sum(x_BSD * weight[:, 0], axis=-1, keepdims=True)
       return jax.nn.sigmoid(score_BS1).astype(shared_BSD.dtype) * shared_BSD + routed_BSD
     share_BS2 = jax.nn.softmax(x_BSD @ weight).astype(shared_BSD.dtype)

@@ -1,4 +1,4 @@
-"""Options of the schedule: where the experts stand, and how a GPU is made to keep the order."""
+"""Options of the schedule: where the experts compute, and what keeps the order on a GPU."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import Any
 
 from scmoe.base.options import option
 
-# Pairs up to which GPUs run all of them as one step of the scan over layers: nothing is copied into
-# stacked arrays and out of them, for about three times the compilation (experiments/LOG.md). Where
-# rows are exchanged it is compiled twice, with a second copy for the last microbatch.
+# Up to so many pairs, a GPU program writes out all of them instead of scanning over layers. Nothing
+# is then copied into and out of stacked arrays, and compilation takes about three times as long
+# (experiments/LOG.md). Programs that exchange rows contain all pairs twice, the second time for the
+# last microbatch, so their limit is lower.
 WRITTEN_OUT, WRITTEN_OUT_EXCHANGING = 32, 8
-UNROLLED = 4  # of deeper models, where rows are exchanged
+UNROLLED = 4  # pairs per step of the scan in deeper models that exchange rows
 
 
 @dataclasses.dataclass(frozen=True)
 class OverlapConfig:
-  """How communication is laid beside the dense path."""
+  """Options of running communication beside the dense path."""
 
   schedule: str = option(
     "auto",
@@ -82,14 +83,14 @@ class OverlapConfig:
   )
 
   def derived(self, *, gpu: bool, exchange: bool, pairs: int, devices: int = 1) -> OverlapConfig:
-    """What the options that follow from others come to.
+    """The options with every automatic value replaced by the value that it has here.
 
     Args:
       gpu: whether the program runs on NVIDIA GPUs.
-      exchange: whether rows travel between devices. Where they do not, nothing is to be laid beside
-        anything, nothing is measured, and nothing is said.
-      pairs: of the model.
-      devices: of the mesh.
+      exchange: whether rows travel between devices. If not, there is nothing to overlap, and
+        nothing is measured.
+      pairs: number of pairs of the model.
+      devices: number of devices of the mesh.
     """
     active = gpu and exchange
     few = pairs <= (WRITTEN_OUT_EXCHANGING if active else WRITTEN_OUT)
@@ -104,7 +105,7 @@ class OverlapConfig:
     )
 
   def pairs_per_step(self, pairs: int) -> int:
-    """Pairs in one step of the scan over layers, of so many in all."""
+    """Pairs in one step of the scan over layers, for a model of `pairs` pairs."""
     return min(self.unroll, pairs) if self.unroll > 0 else 1 if self.unroll else pairs
 
   def compiler_options(self, *, gpu: bool, profiling: bool = False) -> dict[str, Any]:

@@ -42,7 +42,7 @@ SCOPES = {
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-  """What one pass hands to every pair.
+  """Arguments of one pass that every pair reads.
 
   Attributes:
     positions_BS: int32 position of each token in its document; 0, 1, ... if None.

@@ -30,7 +30,7 @@ from typing import Any
 
 from scmoe.base.errors import ConfigError
 from scmoe.blocks.options import OverlapConfig
-from scmoe.blocks.wiring import Wiring, tap_index
+from scmoe.blocks.wiring import Wiring, is_handed_over, tap_index
 
 # Dense steps. An attention is two, so that the experts can stand behind its projections.
 PROJECTIONS, MIXING, MLP, SHARED = "projections", "mixing", "mlp", "shared expert"
@@ -59,7 +59,7 @@ class Step:
 
   @property
   def name(self) -> str:
-    """What it is called: `attention 1: projections`, `mlp 0`, `experts`, `experts: chunk 1`."""
+    """The step's name: `attention 1: projections`, `mlp 0`, `experts`, `experts: chunk 1`."""
     if self.operation in (PROJECTIONS, MIXING):
       return f"attention {self.block}: {self.operation}"
     if self.operation == MLP:
@@ -68,7 +68,7 @@ class Step:
     return name if self.chunk is None else f"{name}: chunk {self.chunk + 1}"
 
   def chunks_of(self, rows: Sequence[Any]) -> range:
-    """Which chunks it is for, of those that a transport made: perhaps one where more were meant."""
+    """The chunks that the step computes, of those that the transport made: perhaps only one."""
     if self.chunk is None:
       return range(len(rows))
     return range(self.chunk, min(self.chunk + 1, len(rows)))
@@ -113,6 +113,7 @@ def make_schedule(
   """
   dense = dense_steps(wiring, blocks)
   starts = [tap_step(tap_index(tap, blocks)) for tap in wiring.taps]
+  earlier = [is_handed_over(tap, blocks) for tap in wiring.taps]
   if overlap.schedule == "off":
     alone = [_Place(start, (start,), (start,)) for start in starts]
     steps = _in_order(dense, alone)
@@ -123,7 +124,10 @@ def make_schedule(
   if overlap.backward not in ("mirror", "free"):
     back = _positions(overlap.backward, "overlap.backward", dense, blocks, chunks)
   after = lambda start, slots: tuple(max(start, slot) for slot in slots)
-  places = [_Place(start, after(start, slots), after(start, back)) for start in starts]
+  places = [
+    _Place(start, after(start, slots), after(start, back), before)
+    for start, before in zip(starts, earlier)
+  ]
   order = ""
   if overlap.order == "barriers" or overlap.flight > 1:  # turns need an order (`BlockPair.turns`)
     order = "forward" if overlap.backward == "free" else "both"
@@ -144,25 +148,29 @@ def turns_of(steps: Sequence[Step]) -> list[list[Step]]:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-  """Where one gating stands: numbers of dense steps before it, in forward order.
+  """The position of one gating, as numbers of dense steps before it in forward order.
 
   Attributes:
-    start: of route and dispatch.
-    experts: of the experts, for each chunk.
-    back: of their backward pass, for each chunk.
+    start: before route and dispatch.
+    experts: before the experts, for each chunk.
+    back: before the backward pass of the experts, for each chunk.
+    handed_over: whether the unit before hands the tap over. Routing then needs nothing of this
+      unit, so no barrier holds it behind the end of that unit: the window of Pos-2 begins with the
+      shared expert there, while that of Pos-1 begins with this unit's attention.
   """
 
   start: int
   experts: tuple[int, ...]
   back: tuple[int, ...]
+  handed_over: bool = False
 
   def steps(self, gating: int, position: int, tied: str) -> list[Step]:
-    """This gating's steps behind so many dense ones; `tied` as in `_in_order`."""
+    """This gating's steps behind `position` dense steps; `tied` as in `_in_order`."""
     apart = tied == "both" and self.back != self.experts
     direction = "forward" if apart or tied == "forward" else ""
     steps: list[Step] = []
     if position == self.start:
-      steps += [Step(BARRIER, gating=gating)] * bool(tied)
+      steps += [Step(BARRIER, gating=gating)] * (bool(tied) and not self.handed_over)
       steps += [Step(ROUTE, gating=gating), Step(DISPATCH, gating=gating)]
     for number, (experts, back) in enumerate(zip(self.experts, self.back)):
       chunk = number if len(self.experts) > 1 else None
@@ -174,18 +182,18 @@ class _Place:
         steps += [*barrier, of(EXPERTS), *barrier]
       if apart and position == back > experts:
         steps.append(of(BARRIER, "backward"))
-    # A barrier of the backward pass ties the experts' rows, which are gone after combine.
+    # The backward pass' barrier ties the experts' rows, so combine comes behind it.
     if position == max((*self.experts, *self.back) if apart else self.experts):
       steps.append(Step(COMBINE, gating=gating))
     return steps
 
 
 def _in_order(dense: Sequence[Step], places: Sequence[_Place], tied: str = "") -> tuple[Step, ...]:
-  """All steps, and the barriers at which the two streams meet.
+  """All steps, with the barriers that tie the main path to the MoE's values.
 
-  They meet before routing and on both sides of the experts. The transpose of a barrier is a
-  barrier, so that the backward pass has the mirror image of the schedule, unless its experts stand
-  elsewhere: then each pass has barriers of its own.
+  The barriers are before routing and on both sides of the experts. The transpose of a barrier is a
+  barrier, so the backward pass runs the mirror image of the schedule. If its experts have another
+  slot, each pass has barriers of its own.
 
   Args:
     dense: the main path.
@@ -201,7 +209,7 @@ def _in_order(dense: Sequence[Step], places: Sequence[_Place], tied: str = "") -
 
 
 def _alone(steps: Sequence[Step]) -> tuple[Step, ...]:
-  """Nothing beside the MoE's steps: the control of every measurement."""
+  """The steps with barriers around the MoE: nothing runs beside it. The control of measurements."""
   tied: list[Step] = []
   for step in steps:
     barrier = [Step(BARRIER, gating=step.gating)]
@@ -211,12 +219,12 @@ def _alone(steps: Sequence[Step]) -> tuple[Step, ...]:
 
 
 def _mirror(steps: Sequence[Step]) -> tuple[str, ...]:
-  """Names of the steps from last to first: each pulls back what its forward did."""
+  """Names of the steps from last to first: the backward pass of each."""
   return tuple(step.name for step in reversed(steps) if step.operation != BARRIER)
 
 
 def dense_steps(wiring: Wiring, blocks: int) -> list[Step]:
-  """The main path of a unit; the last MLP is the shared expert, or missing."""
+  """The steps of a unit's main path; its last MLP is the shared expert, or there is none."""
   steps: list[Step] = []
   for block in range(blocks):
     steps += [Step(PROJECTIONS, block), Step(MIXING, block)]
@@ -242,7 +250,7 @@ def slot_names(dense: Sequence[str]) -> list[str]:
 
 
 def joined(names: Iterable[str]) -> list[str]:
-  """The same list with the two steps of an attention as one, where nothing stands between them."""
+  """Names with the two steps of an attention joined where they are neighbours."""
   result: list[str] = []
   for name in names:
     whole, _, half = name.partition(": ")
@@ -257,7 +265,7 @@ def joined(names: Iterable[str]) -> list[str]:
 def _positions(
   names: str, field: str, dense: Sequence[Step], blocks: int, chunks: int
 ) -> tuple[int, ...]:
-  """Numbers of dense steps before the slots of these names: one for all chunks, or for each one."""
+  """Numbers of dense steps before the named slots, one for each chunk."""
   slots = [_position(name.strip(), field, dense, blocks) for name in names.split(",")]
   if len(slots) not in (1, chunks):
     raise ConfigError(
@@ -488,7 +496,7 @@ def length(spans: Iterable[Span]) -> float:
 def best_chunks(
   times: Times, overhead: float = 0.0, choices: Sequence[int] = (1, 2, 4, 8)
 ) -> tuple[int, list[Span]]:
-  """How many chunks to send and compute the MoE's stream in, and the timeline.
+  """The best number of chunks for the MoE's stream, and the timeline.
 
   One, in the best slot, while the communication fits the window; more let the experts' own
   computation hide communication too (the paper's fifth timeline, Fig. 7).

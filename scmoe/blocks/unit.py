@@ -100,7 +100,7 @@ class Unit(nnx.Module):
     return norms[tap]()(h_BSD)
 
   def hand_over(self, tap: Tap, h_BSD: Array) -> Array:
-    """What the next unit's experts read of this unit of one block; normalised if "shared"."""
+    """The value of this unit of one block that the next unit's experts read; see `Unit`."""
     if not self.shared_norm:
       return h_BSD
     (block,) = self.blocks

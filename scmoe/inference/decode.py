@@ -50,7 +50,7 @@ def generate(
   offload: Offload = Offload(),
   usage: Usage | None = None,
 ) -> list[list[int]]:
-  """Continues every prompt: all that `stream` yields, as one program.
+  """Continues every prompt: the tokens of `stream`, made by one program.
 
   Args:
     model, prompts, sampling, max_new_tokens, seed, eos_id, router, mesh, prepare, offload, usage:
@@ -92,7 +92,7 @@ def stream(
 
   Args:
     model: a trained model.
-    prompts: token ids, at least one per prompt.
+    prompts: a list of token ids for each prompt, at least one id each.
     sampling: how tokens are drawn; what is drawn does not depend on `chunk`.
     max_new_tokens: tokens to add.
     chunk: tokens that the device makes before the host looks at them.
@@ -103,7 +103,7 @@ def stream(
     prepare: makes a program of a jitted function (`scmoe.run.programs`); None: jit does.
     offload: how experts come to the device; other than the default, of a model whose experts lie in
       the host's memory (`scmoe.inference.offload.model.offloaded`).
-    usage: filled with what was asked of the experts' cache.
+    usage: filled with the requests to the experts' cache.
 
   Yields:
     The next tokens of each prompt; none of one that has ended.
@@ -126,7 +126,7 @@ def stream(
   graph, params = nnx.split(model)
   static = Static(graph, mesh, sampling, offload.checked(model))
   chunk = max(1, min(chunk, max_new_tokens - 1))
-  # The last chunk is as long as the others: one program, and room for what it makes too much.
+  # The last chunk is as long as the others, so one program serves all; the caches have room for it.
   room, key = padded + 1 + _round_up(max_new_tokens - 1, chunk), jax.random.key(seed)
   in_order = one_by_one(model, static.offload, len(prompts))
   first, rest = make_prefill(static, room), make_decode(static, chunk, in_order)
@@ -139,8 +139,8 @@ def stream(
   if max_new_tokens > 1:
     given = taken_apart(static, params), *given[1:]
   new_BS, made, ended = token_B[:, None], 0, [False] * asked
-  # The device goes on while the host looks at what it has made; not where the experts' caches are
-  # counted, which the next tokens overwrite.
+  # The device makes the next tokens while the host reads the last ones. If the experts' caches are
+  # counted it must wait: the next tokens overwrite them.
   ahead = usage is None
   while True:
     count = min(new_BS.shape[1], max_new_tokens - made)
@@ -160,13 +160,13 @@ def stream(
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-  """What a compiled generation is for, beside shapes.
+  """Everything that a compiled generation depends on, beside shapes.
 
   Attributes:
     graph: the model without parameters.
-    mesh: its devices.
+    mesh: the devices.
     sampling: how tokens are drawn.
-    offload: how experts come to the device.
+    offload: how experts come to the devices.
   """
 
   graph: nnx.GraphDef
@@ -177,17 +177,17 @@ class Static:
 
 _ROWS = P(BATCH_AXES)
 _COMPILED: dict[str, Any] = {
-  # Every operation rounds to its type. XLA would keep float32 within a fusion, so that tokens in
-  # bf16 would depend on what it fuses: on where experts lie, how many tokens a program makes.
+  # Every operation rounds to its type. XLA would keep float32 within a fusion, and tokens in bf16
+  # would depend on what it fuses: on where the experts are, and on the number of tokens.
   "xla_allow_excess_precision": False,
-  # All matrices of a layer's experts may be on their way at once; of two, XLA waits for the first
-  # before the third begins.
+  # All matrices of a layer's experts may be copied at once. With a limit of two, XLA would wait for
+  # the first copy before it begins the third.
   "xla_gpu_experimental_parallel_async_compute_limit": 8,
-  # A token is hundreds of small kernels, captured as one CUDA graph. In XLA's order each waits for
-  # the one before it, a copy of experts too; so it waits for what it reads.
+  # A token is hundreds of small kernels in one CUDA graph. In XLA's order each kernel, and a copy
+  # of experts, would wait for the one before it. Here a kernel waits only for its operands.
   "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
-  # The products of one row stay products. As sums of terms, each rounded to its type, some matrices
-  # are written to memory once more, and the tokens are not those of prefill's products.
+  # The products of one row stay products. This pass would make them sums of rounded terms: some
+  # matrices would be written to memory again, and tokens would differ from prefill's.
   "xla_disable_hlo_passes": "dot-strength-reduction",
 }
 
@@ -197,7 +197,7 @@ def make_prefill(static: Static, room: int) -> Any:
   """Jitted: (params, router, lengths_B, key, tokens_BS) -> first new token int32 [B], caches.
 
   Args:
-    static: what for.
+    static: see `Static`.
     room: positions of the caches.
   """
   offload = static.offload
@@ -220,9 +220,10 @@ def make_prefill(static: Static, room: int) -> Any:
 
 
 def taken_apart(static: Static, params: Any) -> Any:
-  """The parameters for `make_decode`, which copies slices of the layers' stacks in every call.
+  """The parameters as `make_decode` reads them fastest.
 
-  Where layers are written out those copies are made here, once; the rest is as it was.
+  Layers that are written out read slices of stacked arrays, and XLA copies each slice in every
+  call. Here the slices are made once. Parameters of a scan, and experts, stay as they are.
   """
   leaves, tree = jax.tree.flatten(params)
   cut = _cut(static, tree, tuple((x.shape, x.dtype) for x in leaves))
@@ -235,8 +236,10 @@ def taken_apart(static: Static, params: Any) -> Any:
 
 @functools.cache
 def _cut(static: Static, tree: Any, kinds: tuple[tuple[Any, Any], ...]) -> Any:
-  """Which leaves are taken apart, a program that does so, and the tree of what comes of it; None if
-  none are. Found once: a tree of modules takes milliseconds, for which the first token waits."""
+  """Which leaves are cut, a program that cuts them, and the resulting tree; None if none are.
+
+  The result is kept: merging modules takes milliseconds, and the first token waits for them.
+  """
   params = tree.unflatten([jax.ShapeDtypeStruct(*kind) for kind in kinds])
   pairs = jax.eval_shape(lambda own: nnx.merge(static.graph, own).pairs(), params)
   if pairs is None:
@@ -249,13 +252,13 @@ def _cut(static: Static, tree: Any, kinds: tuple[tuple[Any, Any], ...]) -> Any:
   return [is_apart(leaf) for leaf in wanted], copies, apart
 
 
-# In XLA's order a graph needs no branches, at whose beginning 10 us pass; what pairs have to do
-# beside each other waits then, so only for a single row of those that have nothing.
+# In XLA's order a CUDA graph needs no branches, each of which begins with 10 us of waiting. Then
+# nothing runs beside anything else, so this is only for models that have nothing to overlap.
 _ONE_BY_ONE = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
 
 
 def one_by_one(model: GPT, offload: Offload, rows: int) -> bool:
-  """Whether decoding so many rows has nothing to do beside something else."""
+  """Whether decoding so many rows has nothing to overlap."""
   rule = model.config.wiring_rule
   return rows == 1 and offload == Offload() and not (rule.is_shortcut or rule.shared_expert)
 
@@ -263,16 +266,16 @@ def one_by_one(model: GPT, offload: Offload, rows: int) -> bool:
 @functools.cache
 def make_decode(static: Static, steps: int, in_order: bool = False) -> Any:
   """Jitted: (params, router, lengths_B, key, made, token_B, caches) -> int32 [B, steps], token_B,
-  caches, asked.
+  caches, requested.
 
-  `made` is the number of new tokens so far, int32 [], and `token_B` the last of each row. `asked`
-  is bool [pairs, steps · gatings, E], the experts that each call of a layer needed; None without a
-  cache of experts. `params` are the model's, or better those of `taken_apart`.
+  `made` is the number of new tokens so far, int32 [], and `token_B` the last token of each row.
+  `requested` is bool [pairs, steps · gatings, E], the experts that each call of a layer requested;
+  None without a cache of experts. `params` are the model's, or faster those of `taken_apart`.
 
   Args:
-    static: what for.
+    static: see `Static`.
     steps: tokens to add behind `token_B`.
-    in_order: whether kernels wait for each other as XLA orders them; see `one_by_one`.
+    in_order: whether kernels run one after the other in XLA's order; see `one_by_one`.
   """
   offload = static.offload
   experts = offload.decode or OnDevice()

@@ -1,4 +1,4 @@
-"""What a trained router does with text: every choice of every gating, counted by what it was for.
+"""Every choice of a trained router over a text, counted by gating, domain and class of token.
 
 The model is run as it is, on one device, pair by pair instead of under a scan, with a listener on
 each router and on each norm of the main path (`_Listener`). Nothing of the model is written again.

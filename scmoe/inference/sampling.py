@@ -15,7 +15,7 @@ from scmoe.parallel.mesh import BATCH_AXES, axis_size, own_share
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-  """How the next token is drawn.
+  """Options of drawing the next token.
 
   Attributes:
     temperature: divides the logits; 0 takes the most probable token.

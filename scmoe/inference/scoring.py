@@ -1,7 +1,7 @@
-"""How likely a model finds given continuations: what benchmarks of language models ask for.
+"""Log-likelihoods of given continuations, as benchmarks of language models need them.
 
-As in generation, experts have room for every token: what a model says of a text does not depend on
-the other texts of the batch.
+As in generation, experts have room for every token, so a text's score does not depend on the other
+texts of the batch.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _SHORTEST = 16  # tokens to which rows are padded at least
 
 
 class Continuation(NamedTuple):
-  """Tokens of which the last ones are asked for.
+  """A context and its continuation, whose likelihood is computed.
 
   Attributes:
-    tokens: of the context and of the continuation, in one.
-    asked: how many of the last of them; the first token of all has no context and is never asked.
+    tokens: ids of the context, then of the continuation.
+    asked: number of tokens of the continuation; less than all, since the first has no context.
   """
 
   tokens: Sequence[int]
@@ -37,7 +37,7 @@ class Continuation(NamedTuple):
 
 
 class Score(NamedTuple):
-  """What a model says of a continuation.
+  """The score of a continuation.
 
   Attributes:
     log_likelihood: natural logarithm of its probability.

@@ -45,7 +45,7 @@ from scmoe.parallel.collectives import repeat
 
 
 def for_one_token(model: GPT) -> GPT:
-  """The same model for passes of one token of one row; it shares the parameters of `model`.
+  """A copy of a model for passes of one token of one row; both share their parameters.
 
   Args:
     model: any; it stays as it is.

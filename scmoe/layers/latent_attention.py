@@ -199,7 +199,7 @@ class LatentAttention(nnx.Module):
   def absorbed(
     self, q_BSHN: Array, c_BTR: Array, k_BTN: Array, *, positions_BS: Array
   ) -> Float[Array, "B S H V"]:
-    """The same result without any head's keys or values.
+    """Attention without the keys or values of any head; the result is that of `expanded`.
 
     Queries are multiplied by the keys' matrix and attend to the latents; the sum over latents is
     multiplied by the values' matrix.

@@ -39,7 +39,7 @@ def is_gated(activation: str) -> bool:
 def activate(activation: str, up: Array, gate: Array | None = None) -> Array:
   """act(up), or act(gate) · up for a gated activation; same shape and dtype as `up`.
 
-  Computed in float32 (or wider); what its derivative needs is computed again from up and gate.
+  Computed in float32 (or wider). The backward pass computes it again from up and gate.
 
   Raises:
     ValueError: a gated activation without a gate.
@@ -74,7 +74,7 @@ class MLPConfig:
     activation: one of `activation_names()`.
     bias: whether both layers have one.
     init_std, out_std: standard deviations of the first and the last layer's initial weights.
-    backend: of products that are fused with the activation; see `FFNConfig`.
+    backend: which products compute it; see `FFNConfig`.
   """
 
   width: int
@@ -87,9 +87,9 @@ class MLPConfig:
 
 
 class MLP(nnx.Module):
-  """down(act(up(x))), the dense path of a block and the shared expert.
+  """down(act(up(x))): the dense MLP of a block, and the shared expert.
 
-  Under tensor parallelism each device has a part of the hidden width; the result is a sum.
+  Under tensor parallelism each device has a part of the hidden width, and the results are added up.
   """
 
   def __init__(self, config: MLPConfig, *, rngs: nnx.Rngs):
@@ -113,7 +113,7 @@ class MLP(nnx.Module):
     plain = functools.partial(_on_xla, activation=self.config.activation)
     if self._has_kernels(x_BSD):
       kernels = functools.partial(_on_kernels, config=self.config)
-      # XLA lays out gradients of batch and sequence in one dimension worse than of both apart.
+      # The plain form keeps batch and sequence apart: XLA's gradients are faster that way.
       y_BSD = without_gradient(kernels, plain, x_BSD, *weights)
     else:
       y_BSD = plain(x_BSD, *weights)
@@ -122,11 +122,10 @@ class MLP(nnx.Module):
     return y_BSD if bias_D is None else y_BSD + bias_D
 
   def _has_kernels(self, x_BSD: Array) -> bool:
-    """Whether kernels compute a forward pass without gradients: alone, on whole row tiles or on one
-    row, whose matrices they only read.
+    """Whether our kernels compute a forward pass without gradients.
 
-    Beside NCCL's exchanges they had to share multiprocessors and lost what they gain
-    (experiments/kernels).
+    They take whole row tiles, or a single row. Several devices use XLA: beside NCCL's exchanges the
+    kernels share multiprocessors, which cost more than they gained (experiments/kernels).
     """
     if axis_size(*AXES) > 1:
       return False
@@ -146,7 +145,7 @@ def _on_xla(x_BSD, up_DF, gate_DF, down_FD, up_bias_F, *, activation: str) -> Ar
 
 
 def _on_kernels(x_BSD, up_DF, gate_DF, down_FD, up_bias_F, *, config: MLPConfig) -> Array:
-  """As the only expert of all rows."""
+  """The MLP as a single expert that all rows visit, by the experts' kernels."""
   one = lambda w: None if w is None else w[None]
   weights = FFNWeights(up_DF[None], down_FD[None], one(gate_DF), one(up_bias_F))
   rows = math.prod(x_BSD.shape[:-1])

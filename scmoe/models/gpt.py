@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
 
@@ -152,9 +153,35 @@ class GPT(nnx.Module):
       given: see `Pass`.
 
     Raises:
-      ConfigError: `given.remat` is unknown.
+      ConfigError: `given.remat` is unknown; the rows are longer than the context; an id is outside
+        the vocabulary (ids are looked at outside of jit only).
     """
     return run_batches_in_turns([self], [tokens_BS], [given])[0]
+
+  def check_tokens(self, tokens_BS: Int[Array, "B S"], given: Pass = Pass()) -> None:
+    """Checks shape and values of token ids, where they are known.
+
+    Padding of whole prompts (`given.begins`) may be longer than the context: nothing reads it.
+
+    Raises:
+      ConfigError: names what was got and what would do.
+    """
+    config, shape = self.config, tuple(tokens_BS.shape)
+    if len(shape) != 2:
+      raise ConfigError(f"the model reads token ids [batch, sequence], got {list(shape)}")
+    if shape[1] > config.context and not given.begins:
+      raise ConfigError(
+        f"model.context={config.context}, got rows of {shape[1]} tokens; use at most "
+        f"{config.context}, or a larger model.context"
+      )
+    if isinstance(tokens_BS, Tracer) or not tokens_BS.size:
+      return
+    for worst in (int(tokens_BS.min()), int(tokens_BS.max())):
+      if not 0 <= worst < config.vocab_size:
+        raise ConfigError(
+          f"model.vocab_size={config.vocab_size}, got token id {worst}; use ids from 0 to "
+          f"{config.vocab_size - 1}"
+        )
 
   def logits(self, h_BSD: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
     """Scores of the next token: float32 [B, S, V]."""
@@ -253,6 +280,7 @@ def run_batches_in_turns(
   experts = OnDevice(recompute=True) if shared.remat == "moe" else shared.experts
   contexts, starts, keys = [], [], []
   for own, tokens_BS, one in zip(models, streams, given):
+    own.check_tokens(tokens_BS, one)
     positions_BS = one.positions_BS
     if positions_BS is None:
       positions_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1]), tokens_BS.shape)

@@ -133,7 +133,7 @@ class LayerParams(Protocol):
 
 
 class ExpertSource(Protocol):
-  """Where a model's experts are; chosen when the program is built, hashable."""
+  """The place of a model's experts; chosen when the program is built, hashable."""
 
   def of_layer(self, experts: Experts, kept: Any) -> LayerExperts:
     """One layer's experts for one pass.

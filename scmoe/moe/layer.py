@@ -125,7 +125,7 @@ class RoutedTokens:
     return self.sent
 
   def with_rows(self, rows: tuple[Array, ...]) -> RoutedTokens:
-    """The same with other rows, for instance those that the experts have computed."""
+    """These tokens with other rows, for instance those that the experts have computed."""
     return dataclasses.replace(self, sent=dataclasses.replace(self.arrived, rows=rows))
 
 

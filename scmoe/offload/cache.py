@@ -81,7 +81,7 @@ class ExpertCache:
 
 
 class Lookup(NamedTuple):
-  """Where a call's experts will be, and which of them must be copied.
+  """Places of the experts that a call requests, and the copies that it needs.
 
   Attributes:
     cache: after the call, but with its parameters from before the copies.

@@ -54,6 +54,6 @@ class Ring:
 
 
 def _copied(params: Any) -> Any:
-  """The same parameters, with leaves that are elsewhere copied to the device."""
+  """Parameters with all leaves in the device's memory."""
   packed = lambda x: isinstance(x, Int8 | OnDisk)
   return jax.tree.map(lambda x: on_device(x) if is_away(x) else x, params, is_leaf=packed)

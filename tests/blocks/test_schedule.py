@@ -142,6 +142,21 @@ def test_every_list_is_possible(wiring, blocks, order):
     assert (barriers > 0) == (bool(rule.taps) and (order == "barriers" or slot == "off"))
 
 
+@pytest.mark.parametrize(
+  ("wiring", "begins_before"),
+  [("scmoe_pos1", False), ("scmoe_pos2", True), ("scmoe_pos3", True), ("topk", False)],
+)
+def test_a_tap_of_the_unit_before_is_not_held_back_to_its_end(wiring, begins_before):
+  """With one block per unit Pos-2 reads before the shared expert of the unit before, and may send
+  its rows beside that; Pos-1 reads behind it (paper §3.1)."""
+  make = lambda **overlap: make_schedule(WIRINGS[wiring], 1, OverlapConfig(**overlap)).steps
+  operations = [step.operation for step in make(order="barriers")]
+  assert (BARRIER not in operations[: operations.index(ROUTE)]) == begins_before
+  assert BARRIER in operations[operations.index(ROUTE) :], "the experts are tied in every wiring"
+  alone = [step.operation for step in make(schedule="off")]
+  assert BARRIER in alone[: alone.index(ROUTE)], "nothing is beside the control"
+
+
 def test_each_chunk_has_a_step():
   make = lambda slots, chunks=2: make_schedule(
     WIRINGS["scmoe_pos2"], 2, OverlapConfig(schedule=slots, order="barriers"), chunks

@@ -1,4 +1,4 @@
-"""How a model is executed changes nothing: slots, barriers, unrolling and rematerialisation."""
+"""Slots, barriers, unrolling and rematerialisation change no value and no gradient."""
 
 import dataclasses
 import functools
@@ -20,8 +20,8 @@ PLAIN = OverlapConfig()
 
 
 @functools.cache
-def executed(wiring, overlap=PLAIN, remat="none", dispatch=DROPS):
-  config = harness.tiny(wiring=wiring)
+def executed(wiring, overlap=PLAIN, remat="none", dispatch=DROPS, every=2):
+  config = harness.tiny(wiring=wiring, moe_every=every)
   graph, params = harness.parts(config, dispatch=dispatch, overlap=overlap)
   return harness.run(graph, params, remat=remat)
 
@@ -47,6 +47,13 @@ def test_overlapped_equals_sequential(wiring, slot):
   sequential = executed(wiring, OverlapConfig(schedule="off"))
   assert_same_run(executed(wiring, overlap), sequential)
   assert sequential.aux["sums"].dropped.sum() > 0
+
+
+@pytest.mark.parametrize("wiring", ["scmoe_pos1", "scmoe_pos2"])
+def test_units_of_one_block_overlapped_equal_sequential(wiring):
+  run = functools.partial(executed, wiring, every=1)
+  overlap = OverlapConfig(schedule="attention 0", order="barriers", unroll=0)
+  assert_same_run(run(overlap), run(OverlapConfig(schedule="off")))
 
 
 @pytest.mark.parametrize("wiring", ["topk", "scmoe_pos2", "dgmoe"])

@@ -1,4 +1,4 @@
-"""Where the experts of a model lie, from its sizes and the memory there is."""
+"""Plans of where experts lie, from a model's sizes and the memory that there is."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""How the copy of experts from the host's memory is cut; the copy itself is in tests/gpu."""
+"""The pieces in which experts are copied from the host's memory; tests/gpu has the copy itself."""
 
 import jax
 import jax.numpy as jnp

@@ -33,7 +33,7 @@ HOST = "pinned_host"
 
 @dataclasses.dataclass(frozen=True)
 class Offload:
-  """How a model's experts come to the device.
+  """The way in which a model's experts come to the device.
 
   Attributes:
     prefill, decode: how they come in each phase; None: they are on the device.
@@ -106,7 +106,7 @@ def _experts_of_pairs(model: GPT) -> list[Any]:
 
 @dataclasses.dataclass
 class Usage:
-  """What decoding requested of the experts' caches; filled by `stream`.
+  """Requests of decoding to the experts' caches; filled by `stream`.
 
   Attributes:
     requests, misses: requested experts, and those that were copied; of all devices and pairs.
@@ -159,7 +159,7 @@ def _counted(caches: Sequence[ExpertCache]) -> np.ndarray:
 
 
 def offloaded(model: GPT, mesh: Mesh, *, int8: bool = False, pinned: int | None = None) -> GPT:
-  """The same model with its routed experts in the host's memory.
+  """A copy of a model with its routed experts in the host's memory.
 
   The parameters of its pairs are arrays of their own, and its pairs are written out in the program.
   The model that is given can be deleted.

@@ -31,7 +31,7 @@ FLOOR = 8e-6  # seconds of a stage of few rows: its kernels' launches (experimen
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-  """What is generated.
+  """Size of a generation.
 
   Attributes:
     rows: prompts at once.
@@ -83,7 +83,7 @@ class Needs:
 
 @dataclasses.dataclass(frozen=True)
 class OffloadRequest:
-  """What a user asks for; the planner decides the rest.
+  """A user's request; the planner decides what it leaves open.
 
   Attributes:
     way: none, blocking, early or ring; two of them with a comma for prefill and decode; auto: the

@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import scmoe
 from scmoe.base.errors import ConfigError
 from scmoe.blocks.block import BlockConfig
 from scmoe.blocks.options import OverlapConfig
@@ -114,6 +117,32 @@ def test_the_traced_order_is_the_schedule(wiring):
   words = [SCOPES.get(step.operation, step.operation) for step in pair.schedule.steps]
   words = words[:-1] if wiring == "dense" else words  # which has nothing to add
   assert found == [word for word, _ in itertools.groupby(words)]
+
+
+def test_a_token_walks_through_the_files_one_way():
+  """Of two files of the project none calls the other and is called by it, and none of `offload`,
+  `inference` or the kernels of one row is entered."""
+  pair, edges = make_pair("scmoe_pos2"), set()
+  root = str(Path(scmoe.__file__).parent)
+
+  def note(frame, event, _):
+    path, back = frame.f_code.co_filename, frame.f_back
+    while back is not None and not back.f_code.co_filename.startswith(root):
+      back = back.f_back
+    if event == "call" and path.startswith(root) and back is not None:
+      edges.add((back.f_code.co_filename[len(root) + 1 :], path[len(root) + 1 :]))
+
+  before = sys.getprofile()
+  sys.setprofile(note)
+  try:
+    jax.make_jaxpr(lambda h: pair(h).h_BSD)(inputs())
+  finally:
+    sys.setprofile(before)
+  entered = {callee for _, callee in edges}
+  assert {"moe/layer.py", "moe/experts.py", "layers/attention.py", "blocks/unit.py"} <= entered
+  assert not [(a, b) for a, b in edges if a != b and (b, a) in edges]
+  elsewhere = ("offload/", "inference/", "kernels/one_row/norm", "kernels/one_row/linear")
+  assert not [path for path in entered if path.startswith(elsewhere)]
 
 
 # --- what it hands over ---------------------------------------------------------------------------

@@ -129,7 +129,7 @@ def make_schedule(
     for start, before in zip(starts, earlier)
   ]
   order = ""
-  if overlap.order == "barriers" or overlap.flight > 1:  # turns need an order (`BlockPair.turns`)
+  if overlap.order == "barriers" or overlap.flight > 1:  # turns need an order (`in_turns`)
     order = "forward" if overlap.backward == "free" else "both"
   mirrored = [_Place(place.start, place.back, place.back) for place in places]
   return Schedule(_in_order(dense, places, order), _mirror(_in_order(dense, mirrored)))

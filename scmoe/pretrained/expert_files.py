@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from scmoe.base.errors import DataError
-from scmoe.offload.experts import Int8, OnDisk
+from scmoe.offload.memory import Int8, OnDisk
 from scmoe.pretrained.folder import WRITTEN, read_into
 
 SCALE = ".scale"  # ends the name of the tensor with an int8 tensor's scales

@@ -160,32 +160,46 @@ class Scores:
   def best(self, k: int, bias_E: Array | None = None) -> Array:
     """The k best experts, best first: int32 [T, K].
 
-    By the logits, in whose order the scores are, or by score + balancing bias. Of equal scores the
-    expert with the smaller index comes first. NaN counts as the largest value, so that the experts
-    are valid indices whatever the logits are. Where only some groups are open, those outside count
-    as 0, as the published models have it.
+    Ordered by the logits, which have the order of the scores, or by score + balancing bias. Of
+    equal scores the expert with the smaller index comes first. top_k takes NaN for the largest
+    value, so the experts are valid indices whatever the logits are. With groups
+    (`router.n_group` > 1) only experts of a token's open groups are chosen.
+
+    Raises:
+      ConfigError: the open groups hold fewer than k experts.
     """
-    if bias_E is not None or self.config.n_group > 1:
+    if bias_E is None and self.config.n_group == 1:
+      if self.best_TK is not None:
+        return self.best_TK
+      score_TE = jax.lax.stop_gradient(self.logits_TE)
+    else:
       score_TE = jax.lax.stop_gradient(self.scores_TE)
       score_TE = score_TE if bias_E is None else score_TE + jax.lax.stop_gradient(bias_E)
-      score_TE = _of_open_groups(score_TE, self.config)
-    elif self.best_TK is not None:
-      return self.best_TK
-    else:
-      score_TE = jax.lax.stop_gradient(self.logits_TE)
+      score_TE = _closed_groups_masked(score_TE, self.config, k)
     return jax.lax.top_k(score_TE, k)[1].astype(jnp.int32)
 
 
-def _of_open_groups(score_TE: Array, config: RouterConfig) -> Array:
-  """Scores of the experts of each token's best groups; 0 for the others (DeepSeek)."""
-  groups = config.n_group
+def _closed_groups_masked(score_TE: Array, config: RouterConfig, k: int) -> Array:
+  """Scores of the experts of each token's best groups; -inf for all others (DeepSeek-V2, -V3).
+
+  Worked example, four experts in two groups of which one is open, `group_score="max"`: the biased
+  scores -1.2 -1.4 | -1.1 -1.5 open the second group and become -inf -inf | -1.1 -1.5. A finite
+  fill such as 0 would win against every negative score.
+  """
+  groups, size = config.n_group, score_TE.shape[1] // config.n_group
   if groups == 1:
     return score_TE
-  score_TGE = score_TE.reshape(score_TE.shape[0], groups, -1)
+  if k > size * config.topk_group:
+    raise ConfigError(
+      f"{k} experts per token are more than the {size * config.topk_group} of the open groups: "
+      f"router.topk_group={config.topk_group} of router.n_group={groups}, {size} experts each; "
+      "raise router.topk_group, or choose fewer experts"
+    )
+  score_TGE = score_TE.reshape(score_TE.shape[0], groups, size)
   best = jax.lax.top_k(score_TGE, {"top2": 2, "max": 1}[config.group_score])[0]
   open_TK = jax.lax.top_k(best.sum(-1), config.topk_group)[1]
   open_TG = (open_TK[:, :, None] == jnp.arange(groups)).any(1)
-  return jnp.where(open_TG[:, :, None], score_TGE, 0).reshape(score_TE.shape)
+  return jnp.where(open_TG[:, :, None], score_TGE, -jnp.inf).reshape(score_TE.shape)
 
 
 def _score(

@@ -152,7 +152,6 @@ def main(argv: list[str]) -> None:
   if values["chat"] and values["prompt"]:
     raise ConfigError("--prompt goes without --chat, which reads prompts from the input")
   sampling = Sampling(values["temperature"], values["top_k"], values["top_p"])
-  sampling.check()
   options = {name: values[name] for name in ("max_new_tokens", "seed")}
   session = Session(
     values["workdir"],

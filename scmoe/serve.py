@@ -60,7 +60,6 @@ def main(argv: list[str]) -> None:
   allow_pinned_memory()
   _check_flags(values)
   sampling = Sampling(values["temperature"], values["top_k"], values["top_p"])
-  sampling.check()
   with contextlib.ExitStack() as files:
     given = _opened(values["input"], "input", files)
     out = _opened(values["output"], "output", files)

@@ -160,7 +160,7 @@ def test_unknown_field_is_named_with_a_near_one(path, near):
   ],
 )
 def test_resolve_refuses(values, words):
-  message = error_of(resolve, changed(**values))
+  message = error_of(lambda: resolve(changed(**values)))
   for word in words:
     assert word in message
 

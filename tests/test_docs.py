@@ -142,7 +142,6 @@ def wrong_option(path: str, value: str | None) -> str | None:
   if len(value) < 2 or re.search(r"[<>…]|[A-Z]{2}|\.\.\.", value):
     return None
   choices = [str(choice) for choice in field.metadata.get("choices", ())]
-  choices = list(GATES) if path == "router.gate" else choices
   if field.metadata.get("importable") and is_import_path(value):
     return None
   if path == "overlap.schedule":

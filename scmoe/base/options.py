@@ -1,71 +1,246 @@
-"""One way to declare a configuration field: its default, its meaning and what it may be.
+"""Configuration fields that carry their meaning and their limits, and the check of both.
 
-Every component owns a frozen dataclass of options beside its code. `--help`, validation and the
-documentation are all read from here, so a field cannot be without a meaning.
+Every component declares its options in a frozen dataclass beside its code:
+
+  @dataclasses.dataclass(frozen=True)
+  class RouterConfig(Options, path="router"):
+    gates: int = option(1, "gates over the one set of experts", minimum=1)
+
+`RouterConfig(gates=0)` raises "router.gates=0 is too small; the least is 1". `--help`, validation
+and the documentation read the same declaration, so no field can lack a meaning. A check of several
+fields against each other has no place here: it would refuse the first of two `dataclasses.replace`
+calls. Such checks are methods that run when the whole is there (`check`, `resolve`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import math
+import numbers
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
+
+import numpy as np
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.extensions import FORM, is_import_path
 
+# Annotation of a field -> the Python type that it keeps, and what such a value looks like. The
+# abstract number types also cover NumPy's scalars.
+_KINDS: dict[str, tuple[type, Any, str]] = {
+  "bool": (bool, (bool, np.bool_), "use True or False"),
+  "int": (int, numbers.Integral, "use a whole number such as 8"),
+  "float": (float, numbers.Real, "use a number such as 0.1 or 3e-4"),
+  "str": (str, str, "use a text"),
+}
+
 
 def option(
-  default: Any,
-  help: str,
+  default: Any = dataclasses.MISSING,
+  help: str = "",
   *,
   choices: Iterable[Any] = (),
   minimum: float | None = None,
   maximum: float | None = None,
+  above: float | None = None,
   importable: bool = False,
 ) -> Any:
-  """A dataclass field with a meaning and, where it has them, the values it may take.
+  """A dataclass field with its meaning and the values that it may have.
 
-  With `importable` also the import path of a part of one's own (`scmoe.base.extensions`).
+  Args:
+    default: the value if none is given; left out, the field is required.
+    help: the meaning, for `--help` and docs. Parts that only the library's users see leave it
+      empty and describe the field in their class's docstring.
+    choices: the values that are allowed; empty: any. A mapping is kept as it is, so that a word
+      that a program adds to it later is allowed too.
+    minimum, maximum: the least and the largest value.
+    above: the value must be larger than this.
+    importable: besides `choices`, an import path `my_package.module:Name` is allowed
+      (`scmoe.base.extensions`).
   """
-  # A dictionary stays itself, so that a word which a program adds to it can be chosen.
   words = choices if isinstance(choices, Mapping) else tuple(choices)
   metadata = {"help": help, "choices": words, "minimum": minimum, "maximum": maximum}
-  metadata["importable"] = importable
+  metadata |= {"above": above, "importable": importable}
+  if default is dataclasses.MISSING:
+    return dataclasses.field(metadata=metadata)
   return dataclasses.field(default=default, metadata=metadata)
 
 
-def section(cls: type, help: str) -> Any:
-  """A field that holds a component's own options, e.g. `mesh`."""
-  return dataclasses.field(default_factory=cls, metadata={"help": help})
+def section(cls: type, help: str = "", *, default: Any = None) -> Any:
+  """A field that holds another component's options, e.g. `model.rope`.
+
+  Args:
+    cls: their class.
+    help: as of `option`.
+    default: the value if none is given; None: `cls()`.
+  """
+  metadata = {"help": help, "section": cls}
+  if default is not None:
+    return dataclasses.field(default=default, metadata=metadata)
+  return dataclasses.field(default_factory=cls, metadata=metadata)
+
+
+class Options:
+  """Base of every dataclass of options: checks each field by itself when an object is made.
+
+  `dataclasses.replace` makes a new object, so it checks too. A number of another kind is stored as
+  the field's Python type: `capacity_factor=2` as 2.0, `np.int64(8)` as 8. Subclasses inherit the
+  check; only fields that were declared with `option` or `section` are checked.
+  """
+
+  _path: ClassVar[str] = ""
+
+  def __init_subclass__(cls, path: str = "", **given: Any) -> None:
+    """Sets what messages call the section.
+
+    Args:
+      path: its dotted name in a run's configuration, e.g. `router`; "": a base class's path, or,
+        where there is none, the class's name.
+      **given: for other base classes.
+    """
+    super().__init_subclass__(**given)
+    if path:
+      cls._path = path
+
+  def __post_init__(self) -> None:
+    check_options(self, self._path or type(self).__name__)
 
 
 def check_options(config: Any, path: str) -> None:
-  """Checks choices and ranges of an options dataclass and of its groups.
+  """Checks type, choices and range of every field of an options dataclass.
 
   Args:
-    config: the dataclass.
-    path: its dotted name, e.g. `model`.
+    config: the dataclass; a number of another type becomes the field's Python type in place.
+    path: what messages call it, e.g. `model`.
 
   Raises:
     ConfigError: names the field, what was got and what would do.
   """
-  for f in dataclasses.fields(config):
-    name, value = f"{path}.{f.name}", getattr(config, f.name)
-    if dataclasses.is_dataclass(value):
-      check_options(value, name)
-      continue
-    choices = f.metadata.get("choices", ())
-    low, high = f.metadata.get("minimum"), f.metadata.get("maximum")
-    own = bool(f.metadata.get("importable"))
-    if choices and value not in choices and not (own and is_import_path(value)):
-      near = difflib.get_close_matches(str(value), [str(c) for c in choices], n=1)
-      hint = f"did you mean {near[0]!r}? " if near else ""
+  for field in _checked_fields(type(config)):
+    given = getattr(config, field.name)
+    value = field.accepted(f"{path}.{field.name}", given)
+    if value is not given:
+      object.__setattr__(config, field.name, value)  # the dataclass is frozen
+
+
+def check_choice(
+  name: str, value: Any, choices: Iterable[Any], *, importable: bool = False
+) -> None:
+  """Checks that a value is one of the choices.
+
+  Args:
+    name: what the message calls the value.
+    value: the value.
+    choices: the values that are allowed.
+    importable: an import path `my_package.module:Name` is allowed too.
+
+  Raises:
+    ConfigError: names the value, the nearest choice and all choices.
+  """
+  choices = list(choices)
+  if value in choices or (importable and is_import_path(value)):
+    return
+  near = difflib.get_close_matches(str(value), [str(c) for c in choices], n=1)
+  hint = f"did you mean {near[0]!r}? " if near else ""
+  words = ", ".join(str(choice) or "''" for choice in choices)
+  raise ConfigError(
+    f"{name}={_shown(value)} is unknown; {hint}one of: {words}"
+    + (f", or your own as {FORM}" if importable else "")
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Field:
+  """What is known about one field of a dataclass of options.
+
+  Attributes:
+    name: of the field.
+    kind: a key of `_KINDS`, or "" where the type is not checked.
+    optional: whether None is allowed.
+    section: class of the options that it holds, or None.
+    metadata: as `option` declared it.
+  """
+
+  name: str
+  kind: str
+  optional: bool
+  section: type | None
+  metadata: Mapping[str, Any]
+
+  def accepted(self, name: str, value: Any) -> Any:
+    """The value as the field stores it; raises ConfigError where it is not allowed."""
+    if value is None and self.optional:
+      return value
+    if self.section is not None:
+      if not isinstance(value, self.section):
+        raise ConfigError(
+          f"{name}={_shown(value)} is of type {type(value).__name__}, not "
+          f"{self.section.__name__}; use {self.section.__name__}(...)"
+        )
+      return value
+    if self.kind:
+      value = self._typed(name, value)
+    if self.metadata["choices"]:
+      check_choice(name, value, self.metadata["choices"], importable=self.metadata["importable"])
+    self._check_range(name, value)
+    return value
+
+  def _typed(self, name: str, value: Any) -> Any:
+    """The value as the field's Python type. A bool is no number; NaN and infinity neither."""
+    kind, accepts, advice = _KINDS[self.kind]
+    right = isinstance(value, accepts) and (kind is bool or not isinstance(value, bool))
+    if not right:
+      choices = self.metadata["choices"]
+      advice = f"one of: {', '.join(map(str, choices))}" if choices else advice
       raise ConfigError(
-        f"{name}={value!r} is unknown; {hint}one of: {', '.join(map(str, choices))}"
-        + (f", or your own as {FORM}" if own else "")
+        f"{name}={_shown(value)} is of type {type(value).__name__}, not {self.kind}; {advice}"
       )
+    if kind is float and not _is_finite(value):
+      raise ConfigError(f"{name}={_shown(value)} is not a finite float; {advice}")
+    return value if type(value) is kind or kind is str else kind(value)
+
+  def _check_range(self, name: str, value: Any) -> None:
+    low, high, above = (self.metadata[word] for word in ("minimum", "maximum", "above"))
     if low is not None and value < low:
       raise ConfigError(f"{name}={value} is too small; the least is {low}")
+    if above is not None and value <= above:
+      raise ConfigError(f"{name}={value} is too small; it must be larger than {above}")
     if high is not None and value > high:
       raise ConfigError(f"{name}={value} is too large; the most is {high}")
+
+
+@functools.cache
+def _checked_fields(cls: type) -> tuple[_Field, ...]:
+  """The fields of a dataclass that `option` or `section` declared."""
+  found = []
+  for field in dataclasses.fields(cls):
+    declared = field.metadata
+    if "section" not in declared and "choices" not in declared:
+      continue  # a plain field, as a user's subclass may have
+    words = _annotation(field.type)
+    kinds = [word for word in words if word in _KINDS]
+    kind = kinds[0] if len(kinds) == 1 and set(words) <= {*kinds, "None"} else ""
+    found.append(_Field(field.name, kind, "None" in words, declared.get("section"), declared))
+  return tuple(found)
+
+
+def _annotation(kind: Any) -> list[str]:
+  """The words of an annotation, a type or its text: `int | None` gives ["int", "None"]."""
+  text = kind.__name__ if isinstance(kind, type) else str(kind)
+  return [word.strip() for word in text.split("|")]
+
+
+def _is_finite(value: Any) -> bool:
+  """Whether float64 holds this number as a finite one."""
+  try:
+    return math.isfinite(value)
+  except OverflowError:  # an int beyond float64's range
+    return False
+
+
+def _shown(value: Any) -> str:
+  """The value for a message of one line."""
+  text = " ".join(repr(value).split())
+  return text if len(text) <= 80 else f"{text[:77]}..."

@@ -8,7 +8,7 @@ from typing import Any
 from flax import nnx
 
 from scmoe.base.errors import ConfigError
-from scmoe.base.options import check_options, option, section
+from scmoe.base.options import Options, option, section
 from scmoe.blocks.mix import MIXES
 from scmoe.blocks.wiring import WIRINGS, Wiring
 from scmoe.kernels.grouped_matmul import activation_names
@@ -29,7 +29,7 @@ EXPERT_BACKENDS = ("auto", "mosaic_gpu", "xla")
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockConfig:
+class BlockConfig(Options, path="model"):
   """Transformer blocks of one wiring. The defaults are GPT-2 style blocks of laptop size."""
 
   style: str = option(
@@ -161,7 +161,6 @@ class BlockConfig:
     Raises:
       ConfigError: names the field, what was got and what would do.
     """
-    check_options(self, "model")
     hidden = self.mlp_hidden or 4 * self.width
     expert_hidden = self.expert_hidden or hidden
     own_width = self.head_dim or self.qk_nope_head_dim + self.qk_rope_head_dim
@@ -173,7 +172,7 @@ class BlockConfig:
     resolved = dataclasses.replace(
       self,
       num_kv_heads=self.num_kv_heads or self.num_heads,
-      head_dim=own_width or self.width // self.num_heads,
+      head_dim=self._head_width(),
       mlp_hidden=hidden,
       expert_hidden=expert_hidden,
       shared_hidden=self.shared_hidden or expert_hidden,
@@ -181,6 +180,16 @@ class BlockConfig:
     )
     resolved.check()
     return resolved
+
+  def _head_width(self) -> int:
+    """N: as configured, or what follows from other fields; raises where nothing does."""
+    given = self.head_dim or self.qk_nope_head_dim + self.qk_rope_head_dim
+    if not given and self.width % self.num_heads:
+      raise ConfigError(
+        f"model.width={self.width} is not divisible by model.num_heads={self.num_heads}; use a "
+        "multiple, or set model.head_dim"
+      )
+    return given or self.width // self.num_heads
 
   def check(self) -> None:
     """Checks what depends on more than one field of a resolved configuration.

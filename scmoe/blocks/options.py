@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from scmoe.base.options import option
+from scmoe.base.options import Options, option
 
 # Up to so many pairs, a GPU program writes out all of them instead of scanning over layers. Nothing
 # is then copied into and out of stacked arrays, and compilation takes about three times as long
@@ -16,7 +16,7 @@ UNROLLED = 4  # pairs per step of the scan in deeper models that exchange rows
 
 
 @dataclasses.dataclass(frozen=True)
-class OverlapConfig:
+class OverlapConfig(Options, path="overlap"):
   """Options of running communication beside the dense path."""
 
   schedule: str = option(

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from scmoe.base.errors import ConfigError
-from scmoe.base.options import check_options, option
+from scmoe.base.options import Options, option
 from scmoe.base.paths import expanded
 
 SOURCES = ("auto", "stdlib", "text", "jsonl", "parquet", "arrow", "procedural", "mixture")
@@ -18,7 +18,7 @@ HUB = "hf:"  # how a path begins that is a name on the Hugging Face hub
 
 
 @dataclasses.dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Options, path="data"):
   """Options of the text's source, its tokenizer, and the rows that are made of the tokens."""
 
   source: str = option(
@@ -106,7 +106,6 @@ class DataConfig:
     Raises:
       ConfigError: names the field, what was got and what would do.
     """
-    check_options(self, "data")
     for name in ("path", "tokenizer", "cache_dir"):
       expanded(getattr(self, name), f"data.{name}")
     if self.source == "auto" and not self.mixture:

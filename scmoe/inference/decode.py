@@ -112,7 +112,6 @@ def stream(
     ConfigError: no or empty prompts, ids outside the vocabulary, or more tokens than the model's
       context holds.
   """
-  sampling.check()
   _check_prompts(model, prompts, max_new_tokens)
   ends = {eos_id} if eos_id is None or isinstance(eos_id, int) else set(eos_id)
   mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh

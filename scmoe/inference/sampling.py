@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from scmoe.base.errors import ConfigError
+from scmoe.base.options import Options, option
 from scmoe.parallel.mesh import BATCH_AXES, axis_size, own_share
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampling:
+class Sampling(Options):
   """Options of drawing the next token.
 
   Attributes:
@@ -23,18 +23,9 @@ class Sampling:
     top_p: keep the smallest set of tokens whose probabilities reach this sum; 1 keeps all.
   """
 
-  temperature: float = 1.0
-  top_k: int = 0
-  top_p: float = 1.0
-
-  def check(self) -> None:
-    """Raises ConfigError where a value is out of range."""
-    if self.temperature < 0:
-      raise ConfigError(f"temperature={self.temperature} must be >= 0; 0 is greedy")
-    if self.top_k < 0:
-      raise ConfigError(f"top_k={self.top_k} must be >= 0; 0 keeps all tokens")
-    if not 0 < self.top_p <= 1:
-      raise ConfigError(f"top_p={self.top_p} must be in (0, 1]; 1 keeps all tokens")
+  temperature: float = option(1.0, minimum=0)
+  top_k: int = option(0, minimum=0)
+  top_p: float = option(1.0, above=0, maximum=1)
 
 
 def keep_top_k(logits_BV: Array, k: int) -> Array:

@@ -12,10 +12,10 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
-from scmoe.base.errors import ConfigError
+from scmoe.base.options import Options, option, section
 from scmoe.layers.dot_product import attend, attend_stored, cache_length, stored
 from scmoe.layers.norm import rms_normalised
-from scmoe.layers.rope import PLAIN, RopeConfig, rotate
+from scmoe.layers.rope import RopeConfig, rotate
 from scmoe.parallel.collectives import repeat, total
 from scmoe.parallel.mesh import BATCH_AXES, axis_size
 
@@ -40,7 +40,7 @@ Projected = tuple[Array, Array, Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionConfig:
+class AttentionConfig(Options):
   """Options of softmax attention.
 
   Attributes:
@@ -63,20 +63,20 @@ class AttentionConfig:
     ConfigError: heads of queries cannot share those of keys, or a size or word is impossible.
   """
 
-  width: int
-  num_heads: int
-  num_kv_heads: int
-  head_dim: int
-  rope_theta: float = 0.0
-  rope: RopeConfig = PLAIN
-  bias: bool = False
-  key_bias: bool = False
-  qk_norm: str = "none"
-  norm_eps: float = 1e-5
-  window: int = 0
-  clip_qkv: float = 0.0
-  init_std: float = 0.02
-  out_std: float = 0.02
+  width: int = option(minimum=1)
+  num_heads: int = option(minimum=1)
+  num_kv_heads: int = option(minimum=1)
+  head_dim: int = option(minimum=1)
+  rope_theta: float = option(0.0, minimum=0)
+  rope: RopeConfig = section(RopeConfig)
+  bias: bool = option(False)
+  key_bias: bool = option(False)
+  qk_norm: str = option("none", choices=QK_NORMS)
+  norm_eps: float = option(1e-5, minimum=0)
+  window: int = option(0, minimum=0)
+  clip_qkv: float = option(0.0, minimum=0)
+  init_std: float = option(0.02, minimum=0)
+  out_std: float = option(0.02, minimum=0)
 
   def __post_init__(self):
     for name in ("width", "num_heads", "num_kv_heads", "head_dim"):

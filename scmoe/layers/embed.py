@@ -11,13 +11,14 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
+from scmoe.base.options import Options, option
 from scmoe.layers.cross_entropy import Teaching, scores, summed_losses, taught_losses, token_losses
 from scmoe.parallel.collectives import gather_replicated, repeat, total
 from scmoe.parallel.mesh import axis_index
 
 
 @dataclasses.dataclass(frozen=True)
-class EmbeddingConfig:
+class EmbeddingConfig(Options):
   """Token embeddings.
 
   Attributes:
@@ -27,11 +28,11 @@ class EmbeddingConfig:
     init_std: standard deviation of the initial weights.
   """
 
-  vocab_size: int
-  width: int
-  context: int = 0
-  tied: bool = True
-  init_std: float = 0.02
+  vocab_size: int = option(minimum=1)
+  width: int = option(minimum=1)
+  context: int = option(0, minimum=0)
+  tied: bool = option(True)
+  init_std: float = option(0.02, minimum=0)
 
 
 class Embedding(nnx.Module):

@@ -21,6 +21,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
+from scmoe.base.options import Options, option, section
 from scmoe.layers.dot_product import attend, attend_stored, stored
 from scmoe.layers.norm import Norm
 from scmoe.layers.rope import NEIGHBOURS, RopeConfig, rotate
@@ -42,7 +43,7 @@ class Latents:
 
 
 @dataclasses.dataclass(frozen=True)
-class LatentAttentionConfig:
+class LatentAttentionConfig(Options):
   """Options of latent attention, named as in the config.json of released models.
 
   Attributes:
@@ -59,21 +60,21 @@ class LatentAttentionConfig:
     init_std, out_std: see `AttentionConfig`.
   """
 
-  width: int
-  num_heads: int
-  kv_lora_rank: int
-  qk_nope_head_dim: int
-  qk_rope_head_dim: int
-  v_head_dim: int
-  q_lora_rank: int = 0
-  rope_theta: float = 10000.0
-  rope: RopeConfig = NEIGHBOURS
-  scale_q: bool = False
-  scale_kv: bool = False
-  norm_eps: float = 1e-6
-  bias: bool = False
-  init_std: float = 0.02
-  out_std: float = 0.02
+  width: int = option(minimum=1)
+  num_heads: int = option(minimum=1)
+  kv_lora_rank: int = option(minimum=1)
+  qk_nope_head_dim: int = option(minimum=1)
+  qk_rope_head_dim: int = option(minimum=1)
+  v_head_dim: int = option(minimum=1)
+  q_lora_rank: int = option(0, minimum=0)
+  rope_theta: float = option(10000.0, minimum=1)
+  rope: RopeConfig = section(RopeConfig, default=NEIGHBOURS)
+  scale_q: bool = option(False)
+  scale_kv: bool = option(False)
+  norm_eps: float = option(1e-6, minimum=0)
+  bias: bool = option(False)
+  init_std: float = option(0.02, minimum=0)
+  out_std: float = option(0.02, minimum=0)
 
 
 class LatentAttention(nnx.Module):

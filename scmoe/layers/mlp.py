@@ -13,9 +13,12 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
+from scmoe.base.options import Options, option
 from scmoe.kernels.grouped_matmul import (
+  BACKENDS,
   FFNConfig,
   FFNWeights,
+  activation_names,
   activations,
   arrived_layout,
   expert_ffn,
@@ -66,7 +69,7 @@ _activated.defvjp(lambda kind, pre: (_activated(kind, pre), pre), _activated_bwd
 
 
 @dataclasses.dataclass(frozen=True)
-class MLPConfig:
+class MLPConfig(Options):
   """A feed-forward network.
 
   Attributes:
@@ -77,13 +80,13 @@ class MLPConfig:
     backend: which products compute it; see `FFNConfig`.
   """
 
-  width: int
-  hidden: int
-  activation: str = "gelu"
-  bias: bool = False
-  init_std: float = 0.02
-  out_std: float = 0.02
-  backend: str = "auto"
+  width: int = option(minimum=1)
+  hidden: int = option(minimum=1)
+  activation: str = option("gelu", choices=activation_names())
+  bias: bool = option(False)
+  init_std: float = option(0.02, minimum=0)
+  out_std: float = option(0.02, minimum=0)
+  backend: str = option("auto", choices=BACKENDS)
 
 
 class MLP(nnx.Module):

@@ -10,13 +10,13 @@ import numpy as np
 from jax import Array
 
 from scmoe.base.errors import ConfigError
-from scmoe.base.options import option
+from scmoe.base.options import Options, option
 
 SCALINGS = ("none", "linear", "llama3", "yarn")
 
 
 @dataclasses.dataclass(frozen=True)
-class RopeConfig:
+class RopeConfig(Options, path="model.rope"):
   """How rotary embeddings turn; the names are those of `rope_scaling` in published models."""
 
   interleaved: bool = option(

@@ -16,12 +16,15 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
+from scmoe.base.options import Options, option
 from scmoe.kernels.block_sparse import block_sparse_ffn
 from scmoe.kernels.grouped_matmul import (
+  BACKENDS,
   FFNConfig,
   FFNWeights,
   GroupLayout,
   RowLayout,
+  activation_names,
   expert_ffn,
   grouped_matmul,
 )
@@ -236,7 +239,7 @@ def _was_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class FFNExpertsConfig:
+class FFNExpertsConfig(Options):
   """Options of feed-forward experts.
 
   Attributes:
@@ -249,18 +252,18 @@ class FFNExpertsConfig:
     fp8: see `FFNConfig`.
   """
 
-  width: int
-  hidden: int
-  num_experts: int
-  activation: str = "gelu"
-  bias: bool = False
-  init_std: float = 0.02
-  out_std: float = 0.02
-  impl: str = "auto"
-  backend: str = "auto"
-  adaptive_r: int = 1
-  copy_engines: bool = False
-  fp8: bool = False
+  width: int = option(minimum=1)
+  hidden: int = option(minimum=1)
+  num_experts: int = option(minimum=1)
+  activation: str = option("gelu", choices=activation_names())
+  bias: bool = option(False)
+  init_std: float = option(0.02, minimum=0)
+  out_std: float = option(0.02, minimum=0)
+  impl: str = option("auto", choices=IMPLEMENTATIONS)
+  backend: str = option("auto", choices=BACKENDS)
+  adaptive_r: int = option(1, minimum=0)
+  copy_engines: bool = option(False)
+  fp8: bool = option(False)
 
 
 class FFNExperts(Experts):

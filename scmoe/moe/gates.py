@@ -7,7 +7,6 @@ all others. `docs/extending.md` has an example. (Within one program a word added
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 from collections.abc import Callable
@@ -20,9 +19,9 @@ from jax import Array
 from jaxtyping import Float
 
 from scmoe.base.errors import ConfigError
-from scmoe.base.extensions import FORM, construct, is_import_path
+from scmoe.base.extensions import construct
 from scmoe.kernels.top_k import TopK, gate_product, gate_top_k
-from scmoe.moe.options import RouterConfig
+from scmoe.moe.options import GATES, RouterConfig
 
 LOG_SCALE_MAX = math.log(100.0)
 COSINE_EPS = 1e-12
@@ -136,27 +135,17 @@ class CosineGate(nnx.Module):
     return cosine_logits(x_TD, *(p[...] for p in parameters), fp32=self.fp32)
 
 
-GATES: dict[str, GateMaker] = {"linear": LinearGate, "cosine": CosineGate}
-
-
 def make_gates(
   width: int, num_experts: int, config: RouterConfig, *, init_std: float, rngs: nnx.Rngs
 ) -> list[Any]:
   """The `config.gates` gates over one set of experts, each with initial weights of its own.
 
   Raises:
-    ConfigError: `config.gate` is neither a word in `GATES` nor the import path of a gate.
+    ConfigError: `config.gate` is the import path of something that makes no gate.
   """
-  make = GATES.get(config.gate)
-  if make is None and is_import_path(config.gate):
-    make = functools.partial(construct, config.gate, "router.gate", needs=("__call__",))
-  if make is None:
-    near = difflib.get_close_matches(config.gate, GATES, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ConfigError(
-      f"router.gate={config.gate!r} is unknown; {hint}one of: {', '.join(GATES)}, or your own as "
-      f"{FORM}"
-    )
+  make: GateMaker = GATES.get(config.gate, config.gate)
+  if is_import_path(make):
+    make = functools.partial(construct, make, "router.gate", needs=("__call__",))
   return [
     make(width, num_experts, config, init_std=init_std, rngs=rngs) for _ in range(config.gates)
   ]

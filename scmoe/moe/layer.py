@@ -13,8 +13,10 @@ from jaxtyping import Bool, Float, Int
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.extensions import construct, is_import_path
+from scmoe.base.options import Options, option, section
+from scmoe.kernels.grouped_matmul import BACKENDS, activation_names
 from scmoe.moe.dispatch import DispatchConfig, Transport, make_transport
-from scmoe.moe.experts import Experts, FFNExperts, FFNExpertsConfig
+from scmoe.moe.experts import IMPLEMENTATIONS, Experts, FFNExperts, FFNExpertsConfig
 from scmoe.moe.gates import Gate, make_gates
 from scmoe.moe.losses import router_sums
 from scmoe.moe.options import RouterConfig
@@ -26,7 +28,7 @@ from scmoe.parallel.mesh import BATCH_AXES, axis_size, own_share
 
 
 @dataclasses.dataclass(frozen=True)
-class MoEConfig:
+class MoEConfig(Options):
   """Options of a MoE layer.
 
   Attributes:
@@ -42,22 +44,26 @@ class MoEConfig:
     router, dispatch: options of routing and of the transport.
   """
 
-  width: int
-  hidden: int
-  num_experts: int
-  top_k: int = 1
-  zero_experts: int = 0
-  activation: str = "gelu"
-  bias: bool = False
-  init_std: float = 0.02
-  out_std: float = 0.02
-  impl: str = "auto"
-  backend: str = "auto"
-  copy_engines: bool = False
-  fp8: bool = False
-  kind: str = "ffn"
-  router: RouterConfig = RouterConfig()
-  dispatch: DispatchConfig = DispatchConfig()
+  width: int = option(minimum=1)
+  hidden: int = option(minimum=1)
+  num_experts: int = option(minimum=1)
+  top_k: int = option(1, minimum=1)
+  zero_experts: int = option(0, minimum=0)
+  activation: str = option("gelu", choices=activation_names())
+  bias: bool = option(False)
+  init_std: float = option(0.02, minimum=0)
+  out_std: float = option(0.02, minimum=0)
+  impl: str = option("auto", choices=IMPLEMENTATIONS)
+  backend: str = option("auto", choices=BACKENDS)
+  copy_engines: bool = option(False)
+  fp8: bool = option(False)
+  kind: str = option("ffn", choices=("ffn",), importable=True)
+  router: RouterConfig = section(RouterConfig)
+  dispatch: DispatchConfig = section(DispatchConfig)
+
+  def __post_init__(self):
+    super().__post_init__()
+    self.router.check_experts(self.top_k, self.num_experts, self.zero_experts)
 
   @property
   def choices(self) -> int:
@@ -164,7 +170,6 @@ class MoE(nnx.Module):
   ):
     self.config = config
     config.router.check()
-    config.router.check_experts(config.top_k, config.num_experts, config.zero_experts)
     make = lambda: make_gates(
       config.width, config.choices, config.router, init_std=config.init_std, rngs=rngs
     )

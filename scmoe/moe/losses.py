@@ -11,7 +11,8 @@ from jax import Array
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.extensions import construct, is_import_path
-from scmoe.moe.options import RouterConfig
+from scmoe.base.options import check_choice
+from scmoe.moe.options import BALANCES, RouterConfig
 from scmoe.moe.types import RouterSums, Routing
 
 
@@ -124,8 +125,9 @@ def layer_balance(sums: RouterSums, kind: str) -> Array:
   global batch -> losses [...]. It has to be differentiable with respect to `probs_E`.
 
   Raises:
-    ConfigError: the user's loss cannot be imported, or returns another shape.
+    ConfigError: `kind` is unknown, or the user's loss cannot be imported or returns another shape.
   """
+  check_choice("router.balance", kind, BALANCES, importable=True)
   if kind == "none":
     return jnp.zeros_like(sums.tokens)
   sums = computing(sums)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from scmoe.base.errors import ConfigError
-from scmoe.base.options import option, section
+from scmoe.base.options import Options, option, section
 
 ORDERS = ("choice", "priority", "token")
 BALANCES = ("gshard", "load_importance", "megablocks", "none")
@@ -14,9 +15,15 @@ BIAS_RULES = ("none", "sign", "pid")
 SCORES = ("softmax", "sigmoid")
 GROUP_SCORES = ("top2", "max")
 
+# Word of `router.gate` -> the gate's class, or its import path (`scmoe.moe.gates.Gate`).
+GATES: dict[str, Any] = {
+  "linear": "scmoe.moe.gates:LinearGate",
+  "cosine": "scmoe.moe.gates:CosineGate",
+}
+
 
 @dataclasses.dataclass(frozen=True)
-class CompatConfig:
+class CompatConfig(Options, path="router.compat"):
   """What Tutel and MegaBlocks can do and few want: to compare with them, or to go on from them."""
 
   order: str = option(
@@ -60,12 +67,13 @@ class CompatConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class RouterConfig:
+class RouterConfig(Options, path="router"):
   """How experts are chosen and kept in balance."""
 
   gate: str = option(
     "linear",
     "what scores the experts: linear, cosine, or a gate of one's own as my_package.module:Name",
+    choices=GATES,
     importable=True,
   )
   gates: int = option(
@@ -166,6 +174,12 @@ class RouterConfig:
       ConfigError: names the fields, what was got and what would do.
     """
     total = num_experts + zero_experts
+    if k > total:
+      raise ConfigError(
+        f"top_k={k} is larger than the number of experts, {total} (num_experts={num_experts}"
+        + (f", zero_experts={zero_experts}" if zero_experts else "")
+        + f"); use at most {total}"
+      )
     if self.n_group > 1:
       size, need = total // self.n_group, 2 if self.group_score == "top2" else 1
       if total % self.n_group or size < need or size * self.topk_group < k:

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scmoe.base.errors import ConfigError
-from scmoe.base.options import check_options, option
+from scmoe.base.options import Options, option
 
 AXES = ("data", "expert", "shard", "tensor")
 BATCH_AXES = ("data", "expert", "shard")  # the batch dimension is split over all three
@@ -52,7 +52,7 @@ def host_device() -> Any | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshConfig:
+class MeshConfig(Options, path="mesh"):
   """Sizes of the mesh axes; their product is the number of devices used."""
 
   data: int = option(-1, "devices on the data axis; -1 takes all that the others leave", minimum=-1)
@@ -67,7 +67,6 @@ class MeshConfig:
     Raises:
       ConfigError: an axis is 0, or the product does not fit the number of devices.
     """
-    check_options(self, "mesh")
     if self.data == 0:
       raise ConfigError("mesh.data=0 has no devices; use -1 for all that the other axes leave")
     others = self.expert * self.tensor
@@ -76,14 +75,15 @@ class MeshConfig:
         raise ConfigError(
           f"mesh.expert={self.expert} x mesh.tensor={self.tensor} = {others} does not divide the "
           f"{num_devices} devices; choose axes whose product divides {num_devices}, or "
-          f"--simulate {others} for as many on a CPU"
+          f"set up as many on a CPU with jax_num_cpu_devices={others} (commands: --simulate "
+          f"{others})"
         )
       return dataclasses.replace(self, data=num_devices // others)
     if self.size > num_devices:
       raise ConfigError(
         f"mesh.data={self.data} x mesh.expert={self.expert} x mesh.tensor={self.tensor} needs "
         f"{self.size} devices, {num_devices} found; make the axes smaller or add devices "
-        f"(--simulate {self.size} sets up as many on a CPU)"
+        f"(on a CPU jax_num_cpu_devices={self.size} sets them up; commands: --simulate {self.size})"
       )
     return self
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 
 from scmoe.base.errors import ConfigError
+from scmoe.base.options import Options, option
 
 
 @dataclasses.dataclass(frozen=True)
-class Machine:
+class Machine(Options):
   """Rates of one device and its link.
 
   Attributes:
@@ -22,10 +23,10 @@ class Machine:
     latency: seconds of an exchange of nothing.
   """
 
-  flops: float
-  memory: float
-  link: float
-  latency: float
+  flops: float = option(above=0)
+  memory: float = option(above=0)
+  link: float = option(above=0)
+  latency: float = option(minimum=0)
 
 
 # bf16. Products and copies: about what was measured on one H200 (docs of the experiments); links:
@@ -49,7 +50,7 @@ def machine(name: str) -> Machine:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class Sizes(Options):
   """One block pair on one device.
 
   Attributes:
@@ -65,22 +66,22 @@ class Sizes:
     value_width: H·V of values, where they are not as wide as queries; 0: they are.
   """
 
-  tokens: int
-  seq: int
-  width: int
-  mlp: int
-  expert: int
-  shared: int
-  head_width: int
-  kv_width: int
-  experts: int
-  k: float
-  capacity_factor: float = 1.0
-  devices: int = 1
-  matrices: int = 2
-  bytes: int = 2
-  inward: int = 0
-  value_width: int = 0
+  tokens: int = option(minimum=1)
+  seq: int = option(minimum=1)
+  width: int = option(minimum=1)
+  mlp: int = option(minimum=0)
+  expert: int = option(minimum=0)
+  shared: int = option(minimum=0)
+  head_width: int = option(minimum=1)
+  kv_width: int = option(minimum=1)
+  experts: int = option(minimum=0)
+  k: float = option(minimum=0)
+  capacity_factor: float = option(1.0, minimum=0)
+  devices: int = option(1, minimum=1)
+  matrices: int = option(2, minimum=1)
+  bytes: int = option(2, minimum=1)
+  inward: int = option(0, minimum=0)
+  value_width: int = option(0, minimum=0)
 
 
 @dataclasses.dataclass(frozen=True)

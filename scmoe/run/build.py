@@ -19,7 +19,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from scmoe.base.batch import Batch
 from scmoe.base.errors import ConfigError
-from scmoe.base.options import check_options
 from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.schedule import Times, chunk_slots, unit_times
 from scmoe.data.config import DataConfig
@@ -190,7 +189,6 @@ class Built:
       given = {**given, "capacity_factor": run.dispatch.capacity_factor, "transport": "dropless"}
     dispatch = dataclasses.replace(run.dispatch, **given)
     overlap = dataclasses.replace(run.overlap, **moved)
-    check_options(dispatch, "dispatch")
     dispatch.check_shards(self.mesh.shape["shard"])
     model = dataclasses.replace(run.model, top_k=top_k).resolve()
     return dataclasses.replace(run, model=model, dispatch=dispatch, overlap=overlap)

@@ -24,7 +24,7 @@ from typing import Any
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.extensions import is_import_path
-from scmoe.base.options import check_options, option, section
+from scmoe.base.options import Options, option, section
 from scmoe.blocks.options import OverlapConfig
 from scmoe.data.config import DataConfig
 from scmoe.models.config import ModelConfig
@@ -53,7 +53,7 @@ _WHOLE_ROWS = DataConfig(document_mask=False)
 
 
 @dataclasses.dataclass(frozen=True)
-class RunConfig:
+class RunConfig(Options):
   """Everything that decides a run. Each section belongs to the component that reads it."""
 
   name: str = option("run", "name of the run; without --workdir it is written to runs/NAME")
@@ -62,9 +62,7 @@ class RunConfig:
   dispatch: DispatchConfig = section(DispatchConfig, "how tokens travel to the experts")
   overlap: OverlapConfig = section(OverlapConfig, "where the expert stage sits in the schedule")
   mesh: MeshConfig = section(MeshConfig, "devices: data x expert x tensor")
-  data: DataConfig = dataclasses.field(
-    default=_WHOLE_ROWS, metadata={"help": "text, tokenizer, sequences"}
-  )
+  data: DataConfig = section(DataConfig, "text, tokenizer, sequences", default=_WHOLE_ROWS)
   train: TrainConfig = section(TrainConfig, "length, batch and cadence of the run")
   optimizer: OptimizerConfig = section(
     OptimizerConfig, "AdamW or Muon, and the learning-rate schedule"
@@ -95,9 +93,6 @@ class RunConfig:
     check_run_name(self.name, "name")
     for field in fields(self):
       check_bound(field.path, field.default)
-    for part in ("router", "dispatch", "overlap", "train", "optimizer", "checkpoint"):
-      check_options(getattr(self, part), part)
-    check_options(self.distributed, "distributed")
     self.data.check()
     mesh = self.mesh.resolve(num_devices)
     model = self.model.resolve(vocab_size=vocab_size)

@@ -251,7 +251,6 @@ def _way(asked: dict[str, Any]) -> _Way:
     int(given.get("top_k") or 0) if drawn else 0,
     float(given.get("top_p") or 1.0) if drawn else 1.0,
   )
-  sampling.check()
   until = tuple(stop for stop in given["until"] if stop)
   return _Way(int(given["max_gen_toks"]), until, sampling, int(given.get("seed") or 0))
 

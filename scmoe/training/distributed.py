@@ -14,7 +14,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from scmoe.base.errors import ConfigError
-from scmoe.base.options import check_options
 from scmoe.kernels.grouped_matmul import tuned
 from scmoe.training.options import DistributedConfig
 
@@ -41,7 +40,6 @@ def find_cluster(
   Raises:
     ConfigError: a part is missing or does not fit the others.
   """
-  check_options(cfg, "distributed")
   slurm = _slurm(environment)
   coordinator = (
     cfg.coordinator

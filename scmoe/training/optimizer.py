@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from scmoe.base.options import check_options
 from scmoe.training.loss_scale import LossScaling
 from scmoe.training.moments import narrow
 from scmoe.training.muon import muon_or
@@ -37,11 +36,7 @@ def make_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
 
   Warm-up is (n + 1) / (warmup_steps + 1) of the peak, so that the first step already learns. It
   takes at most half of `steps`, so that a run made short for a trial still has a peak and a decay.
-
-  Raises:
-    ConfigError: a field is out of range.
   """
-  check_options(cfg, "optimizer")
   peak, warmup = cfg.learning_rate, min(cfg.warmup_steps, steps // 2)
   decay = min(round(cfg.decay_fraction * steps), steps - warmup)
   parts = [(0, optax.linear_schedule(peak / (warmup + 1), peak, warmup))] if warmup else []

@@ -10,13 +10,13 @@ import dataclasses
 import importlib.util
 
 from scmoe.base.errors import ConfigError
-from scmoe.base.options import check_options, option
+from scmoe.base.options import Options, option
 
 TRACKERS = ("wandb", "trackio")
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Options, path="train"):
   """Length, batch and cadence of a run (section `train`)."""
 
   steps: int = option(1000, "optimizer steps; the schedule spans them", minimum=1)
@@ -126,7 +126,6 @@ class TrainConfig:
     Raises:
       ConfigError: `tokens_per_step` is not a whole number of microbatches.
     """
-    check_options(self, "train")
     if not self.tokens_per_step:
       return 1
     tokens = self.batch_size * sequence_length
@@ -166,7 +165,7 @@ class TrainConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Options, path="optimizer"):
   """AdamW or Muon, the schedule and clipping (section `optimizer`)."""
 
   name: str = option(
@@ -230,7 +229,7 @@ class OptimizerConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(Options, path="checkpoint"):
   """When checkpoints are written and how many stay (section `checkpoint`)."""
 
   every: int = option(
@@ -250,7 +249,7 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class DistributedConfig:
+class DistributedConfig(Options, path="distributed"):
   """Several processes of one run (section `distributed`).
 
   Under SLURM nothing has to be set. Otherwise every process gets the same coordinator and count

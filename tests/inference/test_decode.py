@@ -211,9 +211,9 @@ def test_a_stream_ends_with_its_last_row():
     ([[1], [64]], {}, r"prompts\[1\] has token 64, the vocabulary has 64; use ids from 0 to 63"),
     ([[-1]], {}, r"prompts\[0\] has token -1"),
     ([[1] * 60], {}, "needs 65 positions, model.context=64"),
-    ([[1]], {"temperature": -1.0}, "^temperature=-1.0 must be >= 0"),
-    ([[1]], {"top_p": 0.0}, "^top_p=0.0 must be in"),
-    ([[1]], {"top_k": -1}, "^top_k=-1 must be >= 0"),
+    ([[1]], {"temperature": -1.0}, r"Sampling\.temperature=-1\.0 is too small; the least is 0"),
+    ([[1]], {"top_p": 0.0}, r"Sampling\.top_p=0\.0 is too small; it must be larger than 0"),
+    ([[1]], {"top_k": -1}, r"Sampling\.top_k=-1 is too small; the least is 0"),
   ],
 )
 def test_bad_requests_name_the_argument(prompts, options, text):

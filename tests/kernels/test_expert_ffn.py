@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from scmoe.base.errors import ConfigError
 from scmoe.kernels.block_sparse import block_sparse_ffn
 from scmoe.kernels.grouped_matmul import (
   FFNConfig,
@@ -171,7 +172,7 @@ def test_errors_name_both_sides():
   for rows, w, given, message in cases:
     with pytest.raises(ValueError, match=message):
       expert_ffn(rows, w, given)
-  with pytest.raises(ValueError, match=r"unknown impl 'sparse': use one of auto, grouped, batched"):
+  with pytest.raises(ConfigError, match=r"FFNConfig\.impl='sparse' is unknown; .*batched"):
     expert_ffn(x, weights, layout, FFNConfig(impl="sparse"))
 
 

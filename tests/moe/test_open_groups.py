@@ -109,7 +109,8 @@ def test_ties_go_to_the_smaller_number_inside_open_groups(scoring):
   # All scores alike: groups 0 and 1 of four are open, and of their experts 0, 1, 2 are chosen.
   config = RouterConfig(scoring_func=scoring, n_group=4, topk_group=2)
   for bias in (None, np.full(E, -1.5), np.full(E, 1.5)):
-    np.testing.assert_array_equal(run(np.zeros((2, E)), config, bias=bias).expert_TK, [[0, 1, 2]] * 2)
+    routing = run(np.zeros((2, E)), config, bias=bias)
+    np.testing.assert_array_equal(routing.expert_TK, [[0, 1, 2]] * 2)
 
 
 def test_a_score_that_is_zero_in_float32_still_beats_a_closed_group():

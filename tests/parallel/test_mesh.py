@@ -36,19 +36,22 @@ def test_shape_and_order_of_the_mesh():
 
 
 @pytest.mark.parametrize(
-  ("config", "message"),
+  ("sizes", "message"),
   [
-    (MeshConfig(data=0), r"mesh\.data=0 has no devices; use -1"),
-    (MeshConfig(expert=0), r"mesh\.expert=0 is too small; the least is 1"),
-    (MeshConfig(data=-2), r"mesh\.data=-2 is too small; the least is -1"),
-    (MeshConfig(expert=3), r"mesh\.expert=3 x mesh\.tensor=1 = 3 does not divide the 8 devices"),
-    (MeshConfig(4, 4), r"mesh\.data=4 x mesh\.expert=4 x mesh\.tensor=1 needs 16 devices, 8 found"),
+    ({"data": 0}, r"mesh\.data=0 has no devices; use -1"),
+    ({"expert": 0}, r"mesh\.expert=0 is too small; the least is 1"),
+    ({"data": -2}, r"mesh\.data=-2 is too small; the least is -1"),
+    ({"expert": 3}, r"mesh\.expert=3 x mesh\.tensor=1 = 3 does not divide the 8 devices"),
+    (
+      {"data": 4, "expert": 4},
+      r"mesh\.data=4 x mesh\.expert=4 x mesh\.tensor=1 needs 16 devices, 8 found",
+    ),
   ],
   ids=str,
 )
-def test_meshes_that_cannot_be(config, message):
+def test_meshes_that_cannot_be(sizes, message):
   with pytest.raises(ConfigError, match=message):
-    make_mesh(config)
+    make_mesh(MeshConfig(**sizes))
 
 
 def test_names_align_to_the_right():

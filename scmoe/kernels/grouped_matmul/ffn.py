@@ -20,10 +20,11 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from scmoe.base.options import Options, option
 from scmoe.kernels import running
 from scmoe.kernels.grouped_matmul import xla
-from scmoe.kernels.grouped_matmul.activations import get_activation
-from scmoe.kernels.grouped_matmul.backend import implementation, resolve_backend
+from scmoe.kernels.grouped_matmul.activations import activation_names, get_activation
+from scmoe.kernels.grouped_matmul.backend import BACKENDS, implementation, resolve_backend
 from scmoe.kernels.grouped_matmul.layout import (
   KERNEL_ROW_TILE,
   RowLayout,
@@ -38,7 +39,7 @@ IMPLEMENTATIONS = ("auto", "grouped", "batched")
 
 
 @dataclasses.dataclass(frozen=True)
-class FFNConfig:
+class FFNConfig(Options):
   """What is static about the experts' network.
 
   Attributes:
@@ -55,13 +56,13 @@ class FFNConfig:
       pre-activations that rounded operands gave.
   """
 
-  activation: str = "swiglu"
-  impl: str = "auto"
-  backend: str = "auto"
+  activation: str = option("swiglu", choices=activation_names())
+  impl: str = option("auto", choices=IMPLEMENTATIONS)
+  backend: str = option("auto", choices=BACKENDS)
   precision: str | None = "highest"
-  num_sms: int | None = None
-  shared_sms: bool = False
-  fp8: bool = False
+  num_sms: int | None = option(None, minimum=1)
+  shared_sms: bool = option(False)
+  fp8: bool = option(False)
 
 
 # CTAs per multiprocessor, one after the other, where a collective may hold some of them. With one
@@ -120,8 +121,6 @@ class _Static:
 
 def _resolve(config: FFNConfig, layout: RowLayout, dtype: Any, weights: FFNWeights) -> _Static:
   """Which implementation runs; one place that decides."""
-  if config.impl not in IMPLEMENTATIONS:
-    raise ValueError(f"unknown impl {config.impl!r}: use one of {', '.join(IMPLEMENTATIONS)}")
   padded = layout.padded
   if config.impl == "batched" and padded is None:
     raise ValueError(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 from scmoe.base.errors import ConfigError
-from scmoe.base.options import option
+from scmoe.base.options import Options, option
 
 TRANSPORTS = ("capacity", "packed", "dropless")
 
 
 @dataclasses.dataclass(frozen=True)
-class DispatchConfig:
+class DispatchConfig(Options, path="dispatch"):
   """How tokens travel to the experts."""
 
   transport: str = option(

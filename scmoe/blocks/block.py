@@ -163,12 +163,6 @@ class BlockConfig(Options, path="model"):
     """
     hidden = self.mlp_hidden or 4 * self.width
     expert_hidden = self.expert_hidden or hidden
-    own_width = self.head_dim or self.qk_nope_head_dim + self.qk_rope_head_dim
-    if not own_width and self.width % self.num_heads:
-      raise ConfigError(
-        f"model.width={self.width} is not a multiple of model.num_heads={self.num_heads}; use a "
-        f"divisor of {self.width}, or set model.head_dim"
-      )
     resolved = dataclasses.replace(
       self,
       num_kv_heads=self.num_kv_heads or self.num_heads,

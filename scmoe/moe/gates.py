@@ -143,8 +143,8 @@ def make_gates(
   Raises:
     ConfigError: `config.gate` is the import path of something that makes no gate.
   """
-  make: GateMaker = GATES.get(config.gate, config.gate)
-  if is_import_path(make):
+  make: Any = GATES.get(config.gate, config.gate)  # a class, or where to import it from
+  if isinstance(make, str):
     make = functools.partial(construct, make, "router.gate", needs=("__call__",))
   return [
     make(width, num_experts, config, init_std=init_std, rngs=rngs) for _ in range(config.gates)

@@ -12,6 +12,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
+from scmoe.base.errors import ConfigError
 from scmoe.base.options import Options, option, section
 from scmoe.layers.dot_product import attend, attend_stored, cache_length, stored
 from scmoe.layers.norm import rms_normalised
@@ -78,10 +79,8 @@ class AttentionConfig(Options):
   init_std: float = option(0.02, minimum=0)
   out_std: float = option(0.02, minimum=0)
 
-  def __post_init__(self):
-    for name in ("width", "num_heads", "num_kv_heads", "head_dim"):
-      if getattr(self, name) < 1:
-        raise ConfigError(f"attention: {name}={getattr(self, name)}; use at least 1")
+  def __post_init__(self) -> None:
+    super().__post_init__()
     if self.num_heads % self.num_kv_heads:
       raise ConfigError(
         f"attention: num_heads={self.num_heads} is not a multiple of num_kv_heads="
@@ -91,8 +90,6 @@ class AttentionConfig(Options):
       raise ConfigError(
         f"attention: head_dim={self.head_dim} with rotary positions; use an even number"
       )
-    if self.qk_norm not in QK_NORMS:
-      raise ConfigError(f"attention: qk_norm={self.qk_norm!r}; one of: {', '.join(QK_NORMS)}")
 
 
 class Attention(nnx.Module):

@@ -148,9 +148,9 @@ def test_attention_with_a_cache_equals_attention_without(theta, begins):
   ("fields", "text"),
   [
     ({"num_kv_heads": 3}, r"num_heads=4 is not a multiple of num_kv_heads=3; use a divisor of 4"),
-    ({"head_dim": 0}, r"head_dim=0; use at least 1"),
+    ({"head_dim": 0}, r"head_dim=0 is too small; the least is 1"),
     ({"head_dim": 5, "rope_theta": 100.0}, r"head_dim=5 with rotary positions; use an even number"),
-    ({"qk_norm": "heads"}, r"qk_norm='heads'; one of: none, head, all"),
+    ({"qk_norm": "heads"}, r"qk_norm='heads' is unknown; .*one of: none, head, all"),
   ],
 )
 def test_options_of_attention_are_checked_when_they_are_made(fields, text):

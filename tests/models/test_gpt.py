@@ -45,6 +45,6 @@ def test_the_padding_of_a_prompt_may_be_longer_than_the_context(model):
 
 
 def test_a_width_that_heads_do_not_divide():
-  with pytest.raises(ConfigError, match=r"model.width=32 is not a multiple of model.num_heads=3"):
+  with pytest.raises(ConfigError, match=r"model.width=32 is not divisible by model.num_heads=3"):
     ModelConfig(width=32, num_heads=3).resolve(vocab_size=64)
   assert ModelConfig(width=32, num_heads=3, head_dim=8).resolve(vocab_size=64).head_dim == 8

@@ -45,7 +45,7 @@ EXAMPLES = (
   FFNExpertsConfig(width=8, hidden=8, num_experts=4),
   FFNConfig(),
   MLPConfig(8, 8),
-  AttentionConfig(width=8, num_heads=2, num_kv_heads=2, head_dim=4),
+  AttentionConfig(width=8, num_heads=2, num_kv_heads=1, head_dim=4),
   LatentAttentionConfig(8, 2, 4, 4, 4, 4),
   EmbeddingConfig(8, 8),
   scmoe.Sampling(),

@@ -54,7 +54,7 @@ class Sizes(Options):
   """One block pair on one device.
 
   Attributes:
-    tokens: T of this device and microbatch; seq: S.
+    tokens: T of this device and microbatch; seq: S. 0 where no prompt is known yet.
     width, mlp, expert, shared: D, and hidden widths of MLP, routed and shared expert.
     head_width, kv_width: H·N of queries, and of keys or values.
     experts, k: E, and routed experts per token that compute, on average.
@@ -66,8 +66,8 @@ class Sizes(Options):
     value_width: H·V of values, where they are not as wide as queries; 0: they are.
   """
 
-  tokens: int = option(minimum=1)
-  seq: int = option(minimum=1)
+  tokens: int = option(minimum=0)
+  seq: int = option(minimum=0)
   width: int = option(minimum=1)
   mlp: int = option(minimum=0)
   expert: int = option(minimum=0)

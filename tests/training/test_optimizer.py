@@ -70,7 +70,7 @@ def test_a_short_run_warms_up_for_half_of_it():
 def test_errors():
   with pytest.raises(ConfigError, match=r"schedule='cosin' is unknown; did you mean 'cosine'"):
     make_schedule(config(schedule="cosin"), STEPS)
-  with pytest.raises(ConfigError, match=r"optimizer.learning_rate=-1 is too small"):
+  with pytest.raises(ConfigError, match=r"optimizer\.learning_rate=-1\.0 is too small"):
     make_schedule(OptimizerConfig(learning_rate=-1), STEPS)
 
 

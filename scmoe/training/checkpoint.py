@@ -54,9 +54,9 @@ FOLDER = "checkpoints"
 WEIGHTS_ONLY = "weights_only"  # in meta: a step that was not trained, without an optimizer's state
 _STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 _LEFT_OVER = re.compile(r"\d+\.orbax-checkpoint-tmp.*|\d+\.trash")
-_NARROW = ("bfloat16", "float16")  # of a released model: read into float32, which loses nothing
+_NARROW = ("bfloat16", "float16")  # types of released models: read into float32 without loss
 _BAD = re.compile(r"\d+\.bad-.*")
-_PIECES = "params"  # item of a step whose arrays came in pieces: of all its arrays
+_PIECES = "params"  # for a step saved in pieces: the item that holds all its arrays
 _ITEM = re.compile(r"params(_\d+)?|state")
 _LEAF = {
   "shape": [int],
@@ -68,7 +68,7 @@ _LEAF = {
 _META = {"digest": str, "step": int, "leaves": {"*": _LEAF}, "config": Maybe({"*": object}),
          "data_fingerprint": Maybe(dict)}  # fmt: skip
 _DATA = {"processes": [dict]}
-ATTEMPTS = 10  # to read the newest step beside a run that removes it
+ATTEMPTS = 10  # attempts to read the newest step while a run removes old steps
 T = TypeVar("T")
 
 
@@ -82,19 +82,19 @@ class Restored(NamedTuple):
 
 
 class Damaged(Exception):
-  """The files of one step are not what was written."""
+  """The files of one step differ from those that were written."""
 
 
 class StepGone(CheckpointError):
-  """The step that was asked for is not there, or not any more: a run removes its old steps."""
+  """The requested step does not exist (a run removes its old steps)."""
 
 
 class Checkpointer:
   """Writes, keeps and restores the checkpoints of one run.
 
   Args:
-    workdir: of the run; steps are directories of WORKDIR/checkpoints.
-    cfg: how many stay, and what happens when writing fails.
+    workdir: folder of the run; steps are directories of WORKDIR/checkpoints.
+    cfg: says how many steps to keep, and what to do when writing fails.
 
   With several processes all of them make every call.
   """
@@ -144,7 +144,7 @@ class Checkpointer:
     return self._cfg.async_save or self.wait()
 
   def wait(self) -> bool:
-    """Waits until what was started is complete; False if that failed.
+    """Waits until the started save is complete; False if it failed.
 
     Raises:
       StorageError: writing failed `checkpoint.max_failures` times in a row.
@@ -166,10 +166,10 @@ class Checkpointer:
     return True
 
   def save_now(self, step: int, state: PyTree, data_state: dict, meta: dict) -> None:
-    """Saves and waits, trying again until it worked or failed `checkpoint.max_failures` times.
+    """Saves and waits; tries again up to `checkpoint.max_failures` times.
 
     Raises:
-      StorageError: it never worked.
+      StorageError: every attempt failed.
     """
     while not (self.save(step, state, data_state, meta) and self.wait()):
       time.sleep(0.5)
@@ -183,17 +183,17 @@ class Checkpointer:
     meta: dict,
     ready: Callable[[], None] = lambda: None,
   ) -> None:
-    """Saves a step whose arrays come in pieces, of which the host holds few at a time.
+    """Saves a step whose arrays come in pieces; the host holds few pieces at a time.
 
     For one process; the step appears when all of it is written. Its files are not synchronised, see
     `scmoe.training.pieces`.
 
     Args:
       step: optimizer steps done.
-      arrays: of the state; `params.` begins the names of weights.
-      pieces: all of theirs, in any order; called by several threads at once.
+      arrays: those of the state; the names of weights begin with `params.`.
+      pieces: gives all pieces of the arrays, in any order; several threads call it at once.
       data_state, meta: as for `save`.
-      ready: called when all is written and before the step appears.
+      ready: called after everything is written and before the step appears.
 
     Raises:
       NonFiniteError: an array is not finite; the step does not appear.
@@ -224,7 +224,7 @@ class Checkpointer:
     self.last_saved = step
 
   def close(self) -> None:
-    """Waits for what is being written and ends the writer's threads."""
+    """Waits for a save under way and ends the writer's threads."""
     self.wait()
     self._writer.close()
 
@@ -235,17 +235,17 @@ class Checkpointer:
   def restore_latest_valid(
     self, abstract: PyTree, check: Callable[[dict], None] | None = None
   ) -> Restored | None:
-    """The newest step whose every bit is what was written; None if there never was a checkpoint.
+    """Restores the newest undamaged step; None if there never was a checkpoint.
 
     A damaged step is renamed to `N.bad-<time>` with a warning, and the one before it is tried.
 
     Args:
-      abstract: pytree of ShapeDtypeStruct with the shardings to restore to. Of a step that holds
-        weights alone (`WEIGHTS_ONLY` in its meta) the result is a dictionary of what is there.
+      abstract: pytree of ShapeDtypeStruct with the shardings to restore to. If the step holds
+        weights only (`WEIGHTS_ONLY` in its meta), the result is a dictionary of them.
       check: called with the stored meta before arrays are read; may raise to refuse.
 
     Raises:
-      CheckpointError: there are checkpoints, or were, but none is valid.
+      CheckpointError: there are or were checkpoints, but none is valid.
       ConfigError: a stored shape or type is not that of `abstract`.
     """
     _warn_of_junk(self.directory)
@@ -269,11 +269,11 @@ class Checkpointer:
   def _try(
     self, step: int, abstract: PyTree, check: Callable[[dict], None] | None
   ) -> Restored | None:
-    """One step, or None after setting it aside; all processes come to the same decision."""
+    """Restores one step; None, the same on all processes, if it was damaged and set aside."""
     place, problem, restored = self.directory / str(step), "", None
     try:
       meta, data = _read_description(place)
-      if meta["step"] != step:  # a run would go on with the data of another step
+      if meta["step"] != step:  # without this, a run would continue with the data of another step
         raise Damaged(f"it is a copy of step {meta['step']}")
       if check is not None:
         check(meta)
@@ -297,7 +297,7 @@ class Checkpointer:
       raise StorageError(f"{self.directory} cannot be written: {error.strerror}") from None
 
   def _clear_destination(self, step: int) -> None:
-    """Moves junk with the name of the step out of the way."""
+    """Renames leftover files that have the step's name."""
     place = self.directory / str(step)
     if is_first() and (place.is_symlink() or place.exists()):
       self._rename(place, "ignored")
@@ -343,8 +343,8 @@ class Checkpointer:
 def quiet_libraries() -> None:
   """Keeps the tracebacks of orbax and tensorstore off standard error: ours are one-line warnings.
 
-  orbax logs them. Where one of its reads or writes fails it closes its event loop, and each of the
-  others that were under way then raises in a thread of tensorstore, which hands the exception to
+  orbax logs tracebacks. When one of its reads or writes fails, it closes its event loop. Every
+  other read or write then raises in a tensorstore thread, and tensorstore passes the exception to
   `sys.unraisablehook`: over a hundred tracebacks for one full disk.
   """
   for name in ("absl", "asyncio"):
@@ -354,7 +354,7 @@ def quiet_libraries() -> None:
 
 
 class _WithoutClosedLoops:
-  """A `sys.unraisablehook` that passes on everything but the end of an event loop."""
+  """A `sys.unraisablehook` that passes on every exception but that of a closed event loop."""
 
   def __init__(self, hook: Callable[..., Any]):
     self._hook = hook
@@ -369,7 +369,7 @@ def list_steps(directory: Path) -> list[int]:
   """Steps of a checkpoint directory, oldest first.
 
   A step is a real directory with a plain number as its name and something in it; symlinks, files,
-  empty directories and other names are not looked at.
+  empty directories and other names are ignored.
   """
   if not directory.is_dir():
     return []
@@ -394,7 +394,7 @@ def _of_step(workdir: str | os.PathLike[str], step: int | None, read: Callable[[
   """
   directory, tried = Path(workdir).absolute() / FOLDER, set()
   while True:
-    steps = list_steps(directory) if step is None else [step]  # again: a run may remove some
+    steps = list_steps(directory) if step is None else [step]  # a run may remove some
     left = [candidate for candidate in steps if candidate not in tried]
     if not left:
       raise CheckpointError(_nothing_there(directory, step))
@@ -410,14 +410,14 @@ def _of_step(workdir: str | os.PathLike[str], step: int | None, read: Callable[[
 
 
 def with_newest(attempt: Callable[[], T], step: int | None = None) -> T:
-  """`attempt()`, which chooses the newest step and reads it, again when the step was removed.
+  """Calls `attempt()`, which reads the newest step, and again if that step was removed.
 
-  A run that trains meanwhile keeps few steps (`checkpoint.keep`). What reads slowly may find the
-  step that it chose removed, and a newer one in its place.
+  A run that trains meanwhile keeps few steps (`checkpoint.keep`). It may remove the chosen step
+  during a slow read; a newer one then exists.
 
   Args:
     attempt: reads a step.
-    step: that the user named, for which there is no second attempt; None: the newest.
+    step: the step that the user named, tried once; None: the newest.
 
   Raises:
     StepGone: the step that the user named is not there.
@@ -435,7 +435,7 @@ def with_newest(attempt: Callable[[], T], step: int | None = None) -> T:
 def restore_params(
   workdir: str | os.PathLike[str], abstract_params: PyTree, step: int | None = None
 ) -> PyTree:
-  """The weights alone, verified, on whatever mesh `abstract_params` asks for. Changes no file.
+  """Reads and verifies the weights only, on the mesh of `abstract_params`. Changes no file.
 
   Args:
     workdir: of the run.
@@ -460,7 +460,7 @@ def restore_part(
 def restore_on_host(
   workdir: str | os.PathLike[str], abstract: PyTree, step: int | None = None
 ) -> PyTree:
-  """Parameters as NumPy arrays, read one leaf at a time: no device holds more than one of them.
+  """Parameters as NumPy arrays, read one leaf at a time: a device holds at most one of them.
 
   Args:
     workdir: of the run.
@@ -484,11 +484,11 @@ def restore_on_host(
 def restore_stored(
   workdir: str | os.PathLike[str], abstract: dict[str, Any], step: int
 ) -> dict[str, jax.Array]:
-  """Leaves by dotted name as they were written, each in its own type; see `restore_part`.
+  """Reads leaves by dotted name, each in the type it was written in; see `restore_part`.
 
   Args:
     workdir: of the run.
-    abstract: ShapeDtypeStruct with shardings by dotted name; their types are not looked at.
+    abstract: ShapeDtypeStruct with shardings by dotted name; their types are ignored.
     step: which one.
   """
 
@@ -516,7 +516,7 @@ def load(place: Path, abstract: PyTree, meta: dict, *, partial: bool = False) ->
     partial: `abstract` may leave out leaves.
 
   Raises:
-    Damaged: a file cannot be read, or a leaf is not what was written.
+    Damaged: a file cannot be read, or a leaf differs from what was written.
     ConfigError: a leaf should have another shape or type, or is missing.
   """
   wanted = _flatten(abstract)
@@ -526,7 +526,7 @@ def load(place: Path, abstract: PyTree, meta: dict, *, partial: bool = False) ->
       f"checkpoint {place} {problem}; resume with the configuration it was written with"
     )
   leaves = _read_verified(place, wanted, meta)
-  # One at a time: a parameter of a released model is kept in its own type.
+  # One leaf at a time: a parameter of a released model is kept in its own type.
   typed = [_typed(leaves.pop(name), leaf.dtype) for name, leaf in wanted.items()]
   return jax.tree.unflatten(jax.tree.structure(abstract), typed)
 
@@ -554,7 +554,7 @@ def _typed(leaf: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _weights(abstract: PyTree, meta: dict) -> PyTree:
-  """The arrays to read: all of `abstract`, or of a step without an optimizer its weights alone."""
+  """The arrays to read: all of `abstract`; only weights if the step has no optimizer state."""
   if not meta.get(WEIGHTS_ONLY):
     return abstract
   router = {n: x for n, x in abstract.router.items() if f"router.{n}" in meta["leaves"]}
@@ -564,12 +564,12 @@ def _weights(abstract: PyTree, meta: dict) -> PyTree:
 def _read_arrays(
   place: Path, wanted: dict[str, Any], items: dict[str, str]
 ) -> dict[str, jax.Array]:
-  """Leaves by name, in the order of `wanted`, with the types and shardings asked for.
+  """Reads leaves by name, in the order, types and shardings of `wanted`.
 
   Args:
     place: directory of the step.
     wanted: ShapeDtypeStruct with shardings.
-    items: in which of the step's directories each lies.
+    items: name of the step's directory that holds each leaf.
   """
   quiet_libraries()
   groups: dict[str, dict[str, Any]] = {}
@@ -586,7 +586,7 @@ def _read_arrays(
       return reader.restore(place, args=ocp.args.Composite(**{item: args}))[item]
 
   leaves: dict[str, jax.Array] = {}
-  at_once = len(groups) if jax.process_count() == 1 else 1  # several processes read in one order
+  at_once = len(groups) if jax.process_count() == 1 else 1  # processes read in one order
   try:
     with ThreadPoolExecutor(max(at_once, 1)) as pool:
       for found in pool.map(read, sorted(groups)):
@@ -594,14 +594,14 @@ def _read_arrays(
   except (MemoryError, PermissionError):
     raise
   except Exception as error:
-    if "RESOURCE_EXHAUSTED" in str(error):  # the machine is too small; the files may be good
+    if "RESOURCE_EXHAUSTED" in str(error):  # too little memory; the files may be undamaged
       raise
     raise Damaged(_line(error)) from None
   return {name: leaves[name] for name in wanted}
 
 
 def misfit(abstract: PyTree, stored: dict[str, dict], *, partial: bool = False) -> str:
-  """How the names, shapes and types of stored leaves differ from those asked for; "" if not.
+  """Says how stored names, shapes and types differ from the requested ones; "" if they agree.
 
   Args:
     abstract: pytree of ShapeDtypeStruct.
@@ -666,13 +666,13 @@ def _split(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _arrays() -> ocp.PyTreeCheckpointHandler:
-  # Floats hardly get smaller, and compressing them takes longer than writing them.
+  # No compression: floats hardly shrink, and compressing them takes longer than writing them.
   return ocp.PyTreeCheckpointHandler(use_compression=False)
 
 
 @contextlib.contextmanager
 def _storage(what: str) -> Iterator[None]:
-  """Turns what the file system or tensorstore raises into a `StorageError`."""
+  """Turns exceptions of the file system or tensorstore into a `StorageError`."""
   try:
     yield
   except ScmoeError:
@@ -699,7 +699,7 @@ def _records(
 
 
 def _sealed(meta: dict, data: dict) -> dict:
-  """Adds a digest over meta and data, in the form in which JSON gives them back."""
+  """Adds a digest over meta and data in the form that JSON reads back."""
   meta = json.loads(json.dumps(meta))
   return meta | {"digest": _digest(meta, data)}
 
@@ -710,7 +710,7 @@ def _digest(meta: dict, data: dict) -> str:
 
 
 def _read_description(place: Path) -> tuple[dict, dict]:
-  """(meta, data) of a step, verified, by the names of today (`scmoe.training.schema`).
+  """(meta, data) of a step, verified, with current field names (`scmoe.training.schema`).
 
   Raises:
     Damaged: missing, of another form, or changed since it was written.

@@ -1,6 +1,6 @@
 """A 32-bit fingerprint of an array that does not depend on how it is sharded.
 
-Every element's raw bits are mixed with its global position, and the results are added modulo 2^32.
+Each element's raw bits are mixed with its global position; the results are added modulo 2^32.
 For a given position the mixing is one to one, so any change of a single element changes the sum;
 swapped elements, experts or layers change it too. (A plain position-weighted sum would miss two
 flipped sign bits: both contribute 2^31.) It guards against accidents, not against an adversary.
@@ -44,8 +44,8 @@ def survey(leaves: list[Array]) -> tuple[list[str], list[bool]]:
 
 
 # -- large arrays of a CPU ------------------------------------------------------------------------
-# There XLA writes what is added up to memory first, twice the size of an array in bfloat16, and
-# takes ten times as long as a loop over blocks that stay in registers.
+# On a CPU, XLA writes the mixed words to memory before it adds them: twice the size of a bfloat16
+# array. That takes ten times as long as a loop over blocks that stay in registers.
 
 _WALKED = 2**20  # elements
 _BLOCK = 1024
@@ -56,14 +56,14 @@ _INTEGERS = {"int8", "uint8", "int16", "uint16", "int32", "uint32"}
 def survey_piece(
   value: np.ndarray, shape: tuple[int, ...], place: tuple[int, ...]
 ) -> tuple[int, bool]:
-  """The share of a piece in the fingerprint of its array, and whether the piece is finite.
+  """A piece's share in the fingerprint of its array, and True if the piece is finite.
 
-  The numbers of all pieces add up, modulo 2^32, to that of the array. Computed on the host.
+  The shares of all pieces add up, modulo 2^32, to the array's fingerprint. Runs on the host.
 
   Args:
-    value: array[place]; of at most 4 bytes an element, with one dimension at least.
-    shape: of the whole array.
-    place: numbers in its leading dimensions.
+    value: array[place]: at most 4 bytes an element, at least one dimension.
+    shape: shape of the whole array.
+    place: indices into the array's leading dimensions.
   """
   strides = _strides(shape)
   start = sum(i * stride for i, stride in zip(place, strides))
@@ -84,7 +84,7 @@ def _is_walked(leaf: Array) -> bool:
 
 
 def _walked(leaf: Array) -> tuple[int, bool]:
-  """The fingerprint of an array, and whether it is finite, from the parts that devices have."""
+  """Fingerprint of an array, and True if it is finite, from its parts on the devices."""
   strides = _strides(leaf.shape)
   total, finite = 0, True
   for shard in leaf.addressable_shards:
@@ -97,13 +97,13 @@ def _walked(leaf: Array) -> tuple[int, bool]:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _walk(x: Array, strides: tuple[int, ...], start: Array) -> tuple[Array, Array]:
-  """The arguments of `_survey` for a part: strides of its array, position of its first element."""
+  """For a part: the strides of its array and the position of its first element, for `_survey`."""
   last = x.shape[-1]
   size = next((n for n in range(_BLOCK, _BLOCK // 8, -1) if last % n == 0), last)
   dims, steps = (*x.shape[:-1], last // size), (*strides[:-1], size)
   blocks = x.reshape(-1, size)
   lane = jnp.arange(size, dtype=jnp.uint32)
-  exponent = _EXPONENTS.get(str(x.dtype), 0)  # all ones in NaN and infinity
+  exponent = _EXPONENTS.get(str(x.dtype), 0)  # the exponent bits: all ones in NaN and infinity
 
   def add(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
     place = start
@@ -129,7 +129,7 @@ def _fingerprint(x: Array) -> Array:
 def positions(shape: tuple[int, ...]) -> Array:
   """Row-major position of every element of an array, uint32, modulo 2^32."""
   position, stride = jnp.zeros(shape, jnp.uint32), 1
-  for axis in reversed(range(len(shape))):  # iota per axis stays sharded; a flat one would not
+  for axis in reversed(range(len(shape))):  # XLA keeps an iota per axis sharded, but not a flat one
     axis_position = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
     position += axis_position * jnp.uint32(stride % 2**32)
     stride *= shape[axis]
@@ -150,7 +150,7 @@ def _words(x: Array) -> Array:
 
 
 def mixed(x: Array) -> Array:
-  """The 32-bit finaliser of MurmurHash3: one to one, and every bit reaches every other."""
+  """The 32-bit finaliser of MurmurHash3: one to one; every input bit affects every output bit."""
   x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
   x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
   return x ^ (x >> 16)

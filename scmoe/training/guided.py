@@ -1,10 +1,10 @@
 """The training step under XLA's latency-hiding scheduler, with latencies measured in the run.
 
 XLA starts a collective as late as its cost model allows, and the model assumes fast links. With
-measured times (profile-guided latency estimation) it leaves the all-to-all the window it needs:
-on 4 x H200 over a slow link 94 % of it hidden, against 33 % without (experiments/LOG.md). So the
-first steps of a run are profiled, the step is compiled a second time, and the profile stays with
-the run: a later start reads it and compiles once.
+measured times (profile-guided latency estimation) XLA starts the all-to-all early enough: on
+4 x H200 over a slow link computation hides 94 % of it, against 33 % without (experiments/LOG.md).
+So a run profiles its first steps, compiles the step a second time, and keeps the profile: a later
+start reads it and compiles once.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from scmoe.profiling.program import Program, latencies
 from scmoe.training.distributed import all_agree, bytes_of_first, is_first
 
 Collect = Callable[[str, Program], bytes]
-PATIENCE = 20  # steps for which another trace is waited for
+PATIENCE = 20  # steps to wait for another trace to end
 WARM_UP = 1  # steps before the profile: the first call of a program loads its kernels
 
 
 class GuidedStep:
-  """A jitted step that profiles itself once, then runs with what it learnt.
+  """A jitted step that profiles itself once and recompiles with the profile.
 
-  Call it like the step. Several processes compile alike: each runs the profiler, and all take what
-  process 0 found, or has kept.
+  Call it like the step. Several processes must compile the same program: each runs the profiler,
+  and all use the profile of process 0, new or kept.
 
   Args:
     step: a `jax.jit`-ed function; compiled here with the options of `overlap`.
     overlap: see `OverlapConfig`.
     directory: where profiles are kept, one per program and device kind.
-    gpu: whether it runs on NVIDIA GPUs, by default whether jax does.
-    variant: which of several ways to run the step this is (`scmoe.training.variants`).
-    collect: reads the profile of a program from a folder of `jax.profiler`.
+    gpu: True if it runs on NVIDIA GPUs; by default, True if jax does.
+    variant: the way to run the step (`scmoe.training.variants`).
+    collect: reads a program's profile from a folder that `jax.profiler` wrote.
     say: prints a line.
   """
 
@@ -61,14 +61,14 @@ class GuidedStep:
     self.program: Program | None = None
     self.file = self.directory
     self.calls_to_profile = 0  # steps still to be profiled, warm-up included
-    self.called = False  # since it was compiled
-    self.waiting: Callable[[], None] | None = None  # a compilation that the next call begins with
+    self.called = False  # calls since it was compiled
+    self.waiting: Callable[[], None] | None = None  # a compilation for the next call to begin with
     self.refused = 0  # traces that could not be started
     self.trace: tempfile.TemporaryDirectory[str] | None = None
 
   @property
   def compiles_next(self) -> bool:
-    """True if the next call compiles, which takes long."""
+    """True if the next call compiles, and so takes long."""
     return self.program is None or self.waiting is not None
 
   @property
@@ -78,11 +78,11 @@ class GuidedStep:
     return prepared and self.called
 
   def compile(self, *args: Any, later: bool = False) -> None:
-    """Compiles for arguments of these shapes, with the kept profile, or for collecting one.
+    """Compiles for arguments of these shapes, with the kept profile or to collect one.
 
     Args:
       *args: arrays, or `jax.ShapeDtypeStruct`s with their shardings.
-      later: XLA's part waits for `finish`.
+      later: trace only; `finish` has XLA compile.
     """
     self.program = Program(self.step.lower(*args))
     self.file = self.directory / f"{self._fingerprint()}.pb"
@@ -98,7 +98,7 @@ class GuidedStep:
       self.finish()
 
   def finish(self) -> None:
-    """Compiles, if `compile` left that for later. Several steps may do it in threads at once."""
+    """Has XLA compile, if `compile` left that for later; steps may do so in parallel threads."""
     if self.waiting is not None:
       self.waiting()
       self.waiting = None
@@ -121,7 +121,7 @@ class GuidedStep:
     return out
 
   def named_program(self) -> Program:
-    """The program, or where CUDA graphs hide its operations, the same compiled without them."""
+    """The program, recompiled without CUDA graphs if these hide its operations from a profile."""
     assert self.program is not None, "not compiled yet"
     plain = self.overlap.compiler_options(gpu=self.gpu, profiling=True)
     if plain == self.overlap.compiler_options(gpu=self.gpu):
@@ -138,7 +138,7 @@ class GuidedStep:
     trace, started = tempfile.TemporaryDirectory(), True
     try:
       jax.profiler.start_trace(trace.name)
-    except RuntimeError:  # a trace that the user asked for is running: later steps will do
+    except RuntimeError:  # the user's own trace is running: try again at a later step
       started = False
     if all_agree(started):
       self.trace = trace
@@ -171,7 +171,7 @@ class GuidedStep:
     self.waiting = lambda: self._compile(profile, profiling=False)
 
   def _kept(self) -> bytes:
-    """The profile of an earlier start; empty without one that can be read."""
+    """The profile of an earlier start; empty if there is no readable one."""
     try:
       return read_bytes(self.file)
     except (FileNotFoundError, StoredError):
@@ -185,7 +185,7 @@ class GuidedStep:
       warn(f"{self.file} cannot be written ({error.strerror}): the next start measures again")
 
   def _fingerprint(self) -> str:
-    """A name for program, devices and versions: if one of them changes, so must the profile."""
+    """A digest of program, devices and versions: a profile is valid only for the same ones."""
     assert self.program is not None
     device = jax.devices()[0].device_kind
     text = self.program.lowered.as_text()

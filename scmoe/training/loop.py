@@ -68,16 +68,16 @@ class Batches(Protocol):
   def __iter__(self) -> Iterator[Batch]: ...
   def __next__(self) -> Batch: ...
   def state(self) -> dict[str, Any]:
-    """JSON-able position: what `__next__` gives next."""
+    """JSON-able position of the next microbatch."""
     ...
 
   def restore(self, state: dict[str, Any]) -> None:
-    """Goes to a position that `state` gave."""
+    """Goes to a position that `state` returned."""
     ...
 
 
 class Data(Protocol):
-  """The training data, as far as the loop uses them; `scmoe.data` has the sources."""
+  """The part of the training data's interface that the loop uses; for sources see `scmoe.data`."""
 
   def train(self) -> Batches:
     """The microbatches from the beginning."""
@@ -89,11 +89,11 @@ class Data(Protocol):
 
 
 class Trainable(Searchable, Protocol):
-  """A model with its options, as far as the loop uses it; the commands give a `run.build.Built`.
+  """The model and options that the loop needs; the commands pass a `run.build.Built`.
 
   Attributes:
     checkpoint: options.
-    sequence_length: tokens of a sequence.
+    sequence_length: tokens per sequence.
     peak_flops: FLOP/s of one device; 0: no MFU.
   """
 
@@ -112,14 +112,14 @@ class Trainer:
   """One training run. `run` trains; a new one of the same arguments resumes.
 
   Args:
-    built: what is trained, and how.
-    data: what on.
+    built: the model and its options.
+    data: the training data.
     workdir: of the run.
-    evaluate: `(state, stopping)` -> scalars, or None if `stopping()`, which it asks before every
-      batch, became true. Runs after the checkpoint of its step, so that its failure loses nothing.
-    sample: `state` -> text; likewise.
+    evaluate: `(state, stopping)` -> scalars. It calls `stopping()` before every batch and returns
+      None once that is true. Runs after the step's checkpoint, so that a failure loses nothing.
+    sample: `state` -> text; runs after the step's checkpoint too.
     header: printed first.
-    card: what `scmoe.training.card.write_card` is told of this start; None: no card.
+    card: this start's arguments for `scmoe.training.card.write_card`; None: no card.
     warm_start: weights from elsewhere, at step 0.
     teacher: gives `TrainState.teacher`, at every start.
   """
@@ -214,7 +214,7 @@ class _Run:
     self.meter, self.means = Meter(), Means()
     self.pending: tuple[int, dict, dict] | None = None  # results of a step not yet looked at
     self.batch: Batch | None = None
-    self.compiled: set[str] = set()  # what ran before, and so needs no allowance for compiling
+    self.compiled: set[str] = set()  # kinds of work that have run once: no extra time for compiling
     self.evaluated_step = -1
     self.tracing = False
     self.skipping = False  # the last step that was looked at was skipped
@@ -227,7 +227,7 @@ class _Run:
 
   @property
   def abstract_batch(self) -> Batch:
-    """Shapes and places of one step's batch."""
+    """Shapes and shardings of one step's batch."""
     rows = (self.accumulation, self.train.batch_size)
     of = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=self.batch_sharding)
     ids = of((*rows, self.built.sequence_length), np.int32)
@@ -294,14 +294,14 @@ class _Run:
 
   @contextlib.contextmanager
   def said(self, what: str) -> Iterator[None]:
-    """Says what is about to take long, and how long it took."""
+    """Prints the name of a slow part before it begins, and its duration after it."""
     self._say(f"{what} ...")
     began = time.perf_counter()
     yield
     self._say(f"{what}: {duration(time.perf_counter() - began)}")
 
   def finish(self) -> TrainState:
-    """Saves; then says that it was stopped, or evaluates and sums up."""
+    """Saves; then raises `Preempted` if the run was stopped, or else evaluates and sums up."""
     train = self.train
     self._flush()
     self.save(final=True)
@@ -325,7 +325,7 @@ class _Run:
     self.bar.close()
     if self.metrics is not None:
       self.metrics.close()
-    with contextlib.suppress(StorageError):  # its failure was warned of; the run's own end counts
+    with contextlib.suppress(StorageError):  # it was warned of already
       self.checkpointer.close()
 
   def _say(self, line: str) -> None:
@@ -345,10 +345,10 @@ class _Run:
     self.bar.print(f"done: {self.step} steps; everything is in {self.workdir}")
 
   def _compare(self, meta: dict[str, Any]) -> None:
-    """Refuses a checkpoint of another configuration or other data; prints what may differ."""
+    """Refuses a checkpoint of another configuration or other data; prints permitted changes."""
     allow = self.built.checkpoint.allow_config_change
     current, stored = json.loads(json.dumps(self.built.config)), meta.get("config", {})
-    if meta.get(WEIGHTS_ONLY):  # no data have been seen, nothing but the architecture is fixed
+    if meta.get(WEIGHTS_ONLY):  # nothing was trained: only the architecture is fixed
       check_config(architecture(stored), architecture(current), allow_change=allow)
       return
     fits = not misfit(dataclasses.replace(self.abstract, teacher=None), meta["leaves"])
@@ -382,8 +382,8 @@ class _Run:
     self._flush()
     self.pending = (self.step, scalars, arrays)
     train = self.train
-    # A run that may end after this step does not start the next one: the replay then has the state
-    # that met the batch.
+    # A run that may end after this step must not start the next one: the replay needs the state
+    # that this batch was given to.
     critical = self.skipping or not train.max_skipped_in_row
     critical |= bool(train.spike_sigma) and train.spike_action == "stop"
     if critical or self.step in (train.stop_after, train.steps):
@@ -461,7 +461,7 @@ class _Run:
     self.metrics.write(step, values)
 
   def _give_up(self, step: int, values: dict[str, Any]) -> None:
-    """Ends the run, and leaves behind what reproduces the failure."""
+    """Ends the run and writes the files that reproduce the failure."""
     folder, spike = self.workdir / REPLAY, values.get("spike")
     left = f"python -m scmoe.replay {folder} repeats the step"
     try:
@@ -510,7 +510,7 @@ class _Run:
     self.arm("save", allowance=True)
     arguments = lambda: (self.step, self.state.for_checkpoint(), self.batches.state(), self._meta())
     if final:
-      # `wait` may find that the last one failed: then this step is not saved, whatever was started.
+      # If `wait` finds that the last save failed, this step does not count as saved.
       if not (self.checkpointer.wait() and self.checkpointer.last_saved == self.step):
         self.checkpointer.save_now(*arguments())
     elif self.checkpointer.last_saved != self.step:
@@ -519,7 +519,7 @@ class _Run:
     self._pause()
 
   def _compare_hosts(self) -> None:
-    """Step times of every host, and who is slower than the others; all processes call it."""
+    """Step times of every host, with a warning about slow ones; all processes call it."""
     if jax.process_count() == 1:
       return
     own = self.vitals.times(self.meter.percentiles())
@@ -530,7 +530,7 @@ class _Run:
         warn(slow)
 
   def evaluate(self) -> None:
-    """Evaluates this step, unless asked to stop meanwhile: then nothing of it is kept."""
+    """Evaluates this step; drops the evaluation if the run is asked to stop meanwhile."""
     if self.trainer.evaluate is None:
       return
     self._flush()
@@ -552,7 +552,7 @@ class _Run:
     try:
       text = self.trainer.sample(self.state.readable())
       self.bar.print(f"sample at step {self.step}:\n{text}")
-    except Exception as error:  # whatever a model or a tokenizer raises
+    except Exception as error:  # any exception of the model or the tokenizer
       warn(f"no sample at step {self.step}: {type(error).__name__}: {error}")
     self._pause()
 
@@ -583,7 +583,7 @@ class _Run:
     self.watchdog.disarm()
 
   def _profile(self) -> None:
-    """Starts and ends the profiler trace; a trace in this process opens no port."""
+    """Starts and ends the profiler trace, in this process: no port is opened."""
     train = self.train
     if train.profile_step and self.step + 1 == train.profile_step:
       self._flush()
@@ -607,7 +607,7 @@ class _Run:
 
 
 class _FirstProcess:
-  """A context manager that process 0 enters for all; if it cannot, none of them goes on."""
+  """A context manager that process 0 enters for all; if that fails, every process raises."""
 
   def __init__(self, inner: RunLock):
     self._inner = inner if is_first() else None

@@ -45,7 +45,7 @@ class LossScaling:
     return jax.tree.map(lambda g: wide(g) / state["factor"], grads)
 
   def may_fall(self, state: dict[str, Array]) -> Array:
-    """Whether an overflow makes the factor smaller, and so is no failure yet: bool []."""
+    """True if an overflow can still lower the factor, and so is no failure yet: bool []."""
     return jnp.asarray(not self.fixed) & (state["factor"] > SMALLEST)
 
   def after(self, state: dict[str, Array], finite: Array) -> dict[str, Array]:

@@ -1,7 +1,6 @@
 """The options of training, the optimizer, checkpoints and processes.
 
-Kept apart from the code that reads it, so that `--help` and the dry run need neither optax nor
-orbax.
+They have a module of their own so that `--help` and the dry run need neither optax nor orbax.
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ class TrainConfig(Options, path="train"):
   profile_steps: int = option(3, "steps in the trace", minimum=1)
 
   def microbatches(self, sequence_length: int) -> int:
-    """Microbatches A of one optimizer step, for sequences of `sequence_length` tokens.
+    """Number of microbatches A of one optimizer step, for sequences of `sequence_length` tokens.
 
     Raises:
       ConfigError: `tokens_per_step` is not a whole number of microbatches.
@@ -142,7 +141,7 @@ class TrainConfig(Options, path="train"):
     """Checks that the trackers are known and installed.
 
     Raises:
-      ConfigError: one of them is not.
+      ConfigError: a tracker is unknown or not installed.
     """
     for name in filter(None, self.trackers.split(",")):
       if name not in TRACKERS:

@@ -62,7 +62,7 @@ class PiecedArray:
 
   @property
   def count(self) -> int:
-    """How many pieces there are."""
+    """The number of pieces."""
     return math.prod(self.shape[: self.leading])
 
 

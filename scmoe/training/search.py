@@ -1,14 +1,15 @@
 """The fastest way to run a step, by measurement: `overlap.schedule=auto` and `train.tune`.
 
 Which schedule hides most depends on the link, the sizes and the router's balance, and no model of
-them was right everywhere (experiments/LOG.md). What computes the same can be compared by its time:
+them was right everywhere (experiments/LOG.md). All candidates compute the same result, so they can
+be compared by their time:
 
-  auto   before the first step, on a cut of the run: the same sizes on the same devices, but two
+  auto   measures before the first step, on a cut of the run: same sizes, same devices, but two
          pairs and one flight of microbatches, compiled in seconds where a whole step takes minutes
-  tune   candidates that the user names: together with those of auto, in its search; without it in
+  tune   measures candidates that the user names: with auto, in its search; without auto, in
          the first steps, each of which trains
 
-The decision and all that it rests on lie in WORKDIR/schedule.json, where a later start finds them.
+WORKDIR/schedule.json keeps the decision and its measurements; a later start reads them.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ from scmoe.training.options import TrainConfig
 from scmoe.training.step import Objective, TrainState, init_state, make_train_step
 from scmoe.training.variants import Change, StepVariants, Variant, parse_candidates
 
-PROFILES = "profile_guided"  # measured latencies of steps; see `GuidedStep`
+PROFILES = "profile_guided"  # measured latencies of a step's operations; see `GuidedStep`
 SCHEDULE = "schedule.json"  # the decision; see `Decisions`
 MOST_STEPS, ROUNDS, MARGIN = 100, 7, 0.01  # of a search on a cut of the run
-CORES = 4  # of the host for each compilation that runs beside others
-GLANCES = 3  # measured steps that say on which candidate the next one builds
-# What a decision depends on, beside the machine; the rest of a configuration changes no time.
+CORES = 4  # CPU cores of the host for each of several simultaneous compilations
+GLANCES = 3  # steps measured before choosing the candidate on which the next one builds
+# A decision depends on the machine and these sections; other settings do not change step times.
 SECTIONS = ("model", "router", "dispatch", "mesh", "overlap")
 FIELDS = ("batch_size", "tokens_per_step", "remat", "tune")
 
@@ -58,23 +59,23 @@ FIELDS = ("batch_size", "tokens_per_step", "remat", "tune")
 class Search:
   """A training step that tries its variants, measures them in turns, and stays with the fastest.
 
-  Call it like the step. The first candidate is always tried; another one only if it fits into what
-  is left of `seconds`, judged by the one that took longest. Processes follow process 0.
+  Call it like the step. The first candidate is always tried. Another one is tried only if the
+  slowest candidate so far would fit into the rest of `seconds`. All processes follow process 0.
 
   Args:
     steps: the variants.
-    candidates: among them; the first is always tried.
-    on_best: each candidate is a change, of fields or by a function, made to the fastest so far.
-    rounds: measured steps of each; the median decides.
-    seconds: that all may take together, compilation included.
-    most_steps: that are not yet the fastest's.
-    margin: share of time by which another candidate has to be faster than the first.
-    together: candidates that are compiled side by side before the first is tried, each a change
-      to the one before it, as if that were the fastest; only with `on_best`. 1: none. Once begun
-      they are compiled; if `seconds` are over then, only the first is gone on with.
-    keep: given the decision (`decision`) when it is made.
+    candidates: the variants to compare; the first is always tried.
+    on_best: True if each candidate is a change (fields or a function) of the fastest so far.
+    rounds: measured steps of each candidate; their median decides.
+    seconds: limit of the whole search, compilation included.
+    most_steps: limit of steps before the choice.
+    margin: fraction by which another candidate must be faster than the first to be chosen.
+    together: number of candidates to compile at once before the first is tried; only with
+      `on_best`. Each changes the one before it, as if that were the fastest. 1: one by one.
+      If they take longer than `seconds`, the search goes on with the first only.
+    keep: called with the decision (`decision`) when it is made.
     say: prints a line.
-    clock: seconds.
+    clock: returns the time in seconds.
   """
 
   def __init__(
@@ -112,18 +113,18 @@ class Search:
 
   @property
   def variant(self) -> Variant:
-    """The variant that runs; the one as configured until one is chosen."""
+    """The chosen variant; before the choice, the configured one."""
     return self.chosen or Variant()
 
   @property
   def best(self) -> GuidedStep:
-    """The step that it has chosen."""
+    """The chosen step."""
     assert self.chosen is not None, "not chosen yet"
     return self.steps.step(self.chosen)
 
   @property
   def compiles_next(self) -> bool:
-    """True if the next call compiles, which takes long."""
+    """True if the next call compiles, and so takes long."""
     if self.chosen is not None:
       return self.best.compiles_next
     if self._visit is None:
@@ -132,7 +133,7 @@ class Search:
     return not counts or self.steps.step(variant).compiles_next
 
   def compile(self, *args: Any) -> None:
-    """Compiles for arguments of these shapes: the first candidates; the others in their turn."""
+    """Compiles the first candidates for arguments of these shapes; the others when tried."""
     self._given = args
     self._visit = next(self._visits)
 
@@ -156,11 +157,11 @@ class Search:
     return result
 
   def medians(self) -> dict[Variant, float]:
-    """Seconds per step of what was measured."""
+    """Median seconds per step of each measured candidate."""
     return {c: statistics.median(s) for c, s in self.measured.items()}
 
   def decision(self) -> dict[str, Any]:
-    """The choice, all candidates with their times, and why others were left out; JSON-able."""
+    """The choice, the candidates' times, and why some were left out; JSON-able."""
     medians = self.medians()
     tried = [
       {
@@ -176,9 +177,10 @@ class Search:
     return {"chosen": self.chosen.given, "tried": tried, "not_tried": untried}
 
   def _plan(self) -> Iterator[tuple[Variant, bool]]:
-    """(variant, whether its time counts) of every call, each decided when the one before is over.
+    """Yields (variant, time counts) for every call, each decided after the call before it.
 
-    Compiles and profiles each, then measures in turns: drift of the machine meets all alike.
+    Compiles and profiles each candidate, then measures them in turns, so that drift of the
+    machine's speed affects all alike.
     """
     self._began = self._clock()
     if self.together > 1:
@@ -202,7 +204,7 @@ class Search:
         yield from ((candidate, True) for candidate in self.prepared)
 
   def _side_by_side(self) -> Iterator[tuple[Variant, bool]]:
-    """As `_plan` for the likeliest candidates: compiled beside each other, profiled in turns.
+    """Does `_plan`'s work for the likeliest candidates, which it compiles at the same time.
 
     XLA spends most of a compilation on one core, and a host with GPUs has many.
     """
@@ -212,9 +214,10 @@ class Search:
       likely += [last] if last not in likely else []
     self._say(f"schedule: trying {'; '.join(map(str, likely))}")
     with concurrent.futures.ThreadPoolExecutor(len(likely)) as pool:
-      # Nothing runs while they compile: XLA tries products on the GPU, and profiles measure it.
+      # No step runs meanwhile: XLA times matrix products on the GPU as it compiles, and a step's
+      # profile would measure those too.
       jobs = []
-      for c in likely:  # traced one by one, each while those before it compile
+      for c in likely:  # jax traces one candidate while XLA compiles those before it
         self.steps.step(c).compile(*self._given, later=True)
         jobs.append(pool.submit(self.steps.step(c).finish))
       likely = [c for c, job in zip(likely, jobs) if self._compiled(c, job.result, c == likely[0])]
@@ -231,7 +234,7 @@ class Search:
       yield from self._prepared(c, start)
 
   def _prepared(self, candidate: Variant, start: float) -> Iterator[tuple[Variant, bool]]:
-    """The calls of a compiled candidate before it is measured in turns."""
+    """Yields the calls (warm-up, profile) of a compiled candidate before its measurement."""
     while not self.steps.step(candidate).settled:
       yield candidate, False
     self.prepared[candidate] = self._clock() - start
@@ -252,7 +255,7 @@ class Search:
   def _compiled(
     self, candidate: Variant, compile: Callable[[], None], required: bool = False
   ) -> bool:
-    """Compiles; a candidate that cannot be, e.g. for want of memory, is left out."""
+    """Compiles a candidate; leaves it out if that fails, e.g. for lack of memory."""
     problem = None
     try:
       compile()
@@ -267,7 +270,7 @@ class Search:
     return False
 
   def _affordable(self) -> bool:
-    """True if there is time for another candidate that takes as long as the slowest so far."""
+    """True if the time left is enough for a candidate as slow as the slowest so far."""
     longest = max(self.prepared.values())
     left = self.seconds - (self._clock() - self._began)
     calls = -(-self._calls // len(self.prepared))
@@ -288,12 +291,12 @@ class Search:
 
 
 class Searchable(Protocol):
-  """A model with its options, as far as a step and a search use it; `Trainable` adds the run's.
+  """The model and options that a step and a search need; `Trainable` adds those of a run.
 
   Attributes:
     train, overlap: options.
     config: the whole resolved configuration, JSON-able; stored and compared.
-    mesh: its devices.
+    mesh: the devices it runs on.
     objective, optimizer: see `scmoe.training.step`.
     candidates: what `overlap.schedule=auto` chooses from; the first is as configured.
   """
@@ -322,11 +325,11 @@ class Searchable(Protocol):
     ...
 
   def variant(self, variant: Variant) -> Objective:
-    """The objective that computes the same in another way."""
+    """The objective of a variant: the same result, computed in another way."""
     ...
 
   def cut(self) -> Searchable:
-    """The same sizes in fewer layers and microbatches, to measure variants on."""
+    """A model of the same sizes with fewer layers and microbatches, to measure variants on."""
     ...
 
   def random_batch(self) -> Batch:
@@ -336,13 +339,13 @@ class Searchable(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-  """Makes the steps of what is trained.
+  """Makes the training steps of a model.
 
   Attributes:
-    built: what is trained.
-    abstract: shapes of its state.
-    folder: where profiles, decisions and programs are kept.
-    gpu, collect, say: as of `GuidedStep`.
+    built: the model and its options.
+    abstract: shapes of the training state.
+    folder: holds profiles, decisions and programs.
+    gpu, collect, say: see `GuidedStep`.
   """
 
   built: Searchable
@@ -353,7 +356,7 @@ class Steps:
   say: Callable[[str], None] = print
 
   def __call__(self, variant: Variant) -> GuidedStep:
-    """The step as configured, or a variant of it."""
+    """Makes the step as configured, or a variant of it."""
     built, overlap = self.built, self.built.overlap
     objective = built.objective if variant == Variant() else built.variant(variant)
     how = {"gradient_dtype": overlap.gradient_dtype, "flight": overlap.flight}
@@ -371,15 +374,17 @@ def fastest_step(
   collect: Collect = latencies,
   say: Callable[[str], None] = print,
 ) -> GuidedStep | Search:
-  """The step as configured, or the fastest: measured here, by an earlier start, or as it trains.
+  """Makes the configured step, or the fastest one.
 
-  Arguments as of `Steps`.
+  The fastest is measured here, by an earlier start, or during training.
+
+  For the arguments see `Steps`.
   """
   make = Steps(built, abstract, folder, gpu, collect, say)
   steps, tuned = StepVariants(make), parse_candidates(built.train.tune)
   searches = built.overlap.search_seconds > 0
   candidates: Sequence[Variant | Change] = tuned
-  if searches:  # one search: first the ways that the user names, then schedules for the fastest
+  if searches:  # one search: first the user's candidates, then schedules for the fastest of them
     first, *others = built.candidates
     candidates = (first, *(tuned if built.train.tune else ()), *others)
   if len(candidates) == 1:
@@ -403,7 +408,7 @@ def fastest_step(
 def _on_a_cut(
   make: Steps, candidates: Sequence[Variant | Change], keep: Callable[[dict[str, Any]], None]
 ) -> Variant:
-  """The fastest of some candidates, by steps of a cut of the run; nothing of it stays."""
+  """Finds the fastest candidate by steps of a cut of the run; keeps nothing of the cut."""
   cut = make.built.cut()
   abstract = cut.abstract_state()
   quiet = dataclasses.replace(make, built=cut, abstract=abstract, say=lambda line: None)
@@ -415,7 +420,7 @@ def _on_a_cut(
     seconds=cut.overlap.search_seconds,
     most_steps=MOST_STEPS,
     margin=MARGIN,
-    # Processes compile together, and wait for each other where each does so in threads of its own.
+    # Several processes compile each program together: in threads of their own they could deadlock.
     together=1 if jax.process_count() > 1 else (os.cpu_count() or 1) // CORES,
     keep=lambda decision: keep(
       {**decision, "measured on": "two pairs, one flight of microbatches"}
@@ -424,7 +429,7 @@ def _on_a_cut(
   )
   try:
     return _fastest(search, cut, abstract)
-  except jax.errors.JaxRuntimeError as error:  # e.g. memory that others hold
+  except jax.errors.JaxRuntimeError as error:  # e.g. too little free memory
     problem = " ".join(str(error).split())[:200]
     make.say(f"schedule: nothing was measured ({problem}); going on as configured")
     return Variant()
@@ -440,7 +445,7 @@ def _fastest(search: Search, cut: Searchable, abstract: TrainState) -> Variant:
   return search.chosen
 
 
-# What the search may choose: fields that change no result.
+# The search may choose these fields: they change no result.
 _CHOSEN = {
   "transport": Maybe(str),
   "schedule": Maybe(str),
@@ -451,10 +456,10 @@ _CHOSEN = {
 
 
 def stored_variant(fields: dict[str, Any], where: str) -> Variant:
-  """The variant that a file stores.
+  """Reads the variant that a file stores.
 
   Raises:
-    StoredError: it has other fields than those that a search chooses, or of other types.
+    StoredError: it has fields that a search does not choose, or fields of other types.
   """
   try:
     check_shape(fields, _CHOSEN, "the variant")
@@ -467,10 +472,10 @@ def stored_variant(fields: dict[str, Any], where: str) -> Variant:
 
 @dataclasses.dataclass(frozen=True)
 class Decisions:
-  """WORKDIR/schedule.json: the decision of a search, and for what it holds.
+  """WORKDIR/schedule.json: a search's decision, with the program and machine it is valid for.
 
   Attributes:
-    file: where it lies.
+    file: path of schedule.json.
     config: the run's configuration, JSON-able.
   """
 
@@ -486,12 +491,12 @@ class Decisions:
         if stored["for"] == self._identity():
           found = stored_variant(stored["chosen"], str(self.file)).given
       except (FileNotFoundError, StoredError):
-        found = None  # none, half a file, or one of another version: search again
+        found = None  # missing, incomplete, or of another version: search again
     found = from_all_processes({"found": found})[0]["found"]
     return None if found is None else Variant(**found)
 
   def keep(self, decision: dict[str, Any]) -> None:
-    """Writes it, on process 0; where that fails the next start searches again."""
+    """Writes the decision, on process 0; if that fails, the next start searches again."""
     if not is_first():
       return
     try:

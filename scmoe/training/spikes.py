@@ -32,7 +32,7 @@ class Spikes:
     return {"values": jnp.zeros((2, WINDOW), jnp.float32), "count": jnp.zeros((), jnp.int32)}
 
   def seen(self, recent: dict[str, Array], loss: Array, norm: Array) -> Array:
-    """Whether this loss or this norm is a spike: bool []."""
+    """True if this loss or this norm is a spike: bool []."""
     values_2W, count = recent["values"], jnp.minimum(recent["count"], WINDOW)
     there_W = jnp.arange(WINDOW) < count
     size = jnp.maximum(count, 1)

@@ -63,7 +63,7 @@ class TrainState:
 
 
 class Objective(Losses, Protocol):
-  """What is trained: the model's side of the contract with the step.
+  """The model's side of the contract with the step.
 
   The step calls all methods in the manual region: parameters and batch are one device's shares.
   """

@@ -184,7 +184,14 @@ class GPT(nnx.Module):
         )
 
   def logits(self, h_BSD: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
-    """Scores of the next token: float32 [B, S, V]."""
+    """Logits of the next token at every position: float32 [B, S, V].
+
+    The model's call returns hidden states, so that training need not hold all logits at once:
+    `gpt.logits(gpt(tokens_BS).h_BSD)`.
+
+    Args:
+      h_BSD: `Output.h_BSD` of a call.
+    """
     return self.embedding.logits(h_BSD)
 
   @property

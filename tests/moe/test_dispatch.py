@@ -1,5 +1,6 @@
 """The capacity rule, the permutation's gradients, and the layer against its oracle."""
 
+import dataclasses
 import re
 
 import jax
@@ -7,11 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from jax.sharding import PartitionSpec as P
 from test_route import routed
 
+import scmoe
 from scmoe.base.errors import ConfigError
 from scmoe.kernels.permute import gather_rows, sum_rows
 from scmoe.moe.dispatch import Capacity, capacity
+from scmoe.moe.route import make_routing
 
 
 @pytest.mark.parametrize(
@@ -100,3 +104,37 @@ def test_no_scatter_where_rows_travel():
   program = str(jax.make_jaxpr(jax.grad(function, (0, 1)))(jnp.ones((2, 3)), jnp.ones((2, 2))))
   assert "gather" in program
   assert "scatter" not in program
+
+
+# The example of docs/routing.md: token t holds the number t + 1, so that 0 is a row of zeros, and
+# the choices of six tokens on two ranks.
+EXAMPLE_EXPERTS = [[2, 0], [2, 3], [2, 1], [0, 1], [2, 0], [3, 2]]
+EXAMPLE_WEIGHTS = [[0.6, 0.4], [0.7, 0.3], [0.5, 0.5], [0.8, 0.2], [0.9, 0.1], [0.6, 0.4]]
+ARRIVED = {
+  "capacity": ([1, 0, 3, 0, 4, 5, 4, 0], [1, 2, 2, 0, 5, 6, 6, 0]),
+  "dropless": ([1, 3, 0, 0, 4, 5, 4, 0], [1, 2, 3, 2, 5, 6, 6, 0]),
+  "packed": ([1, 3, 0, 0, 4, 5, 4, 0], [1, 2, 2, 0, 5, 6, 6, 0]),
+}
+
+
+@pytest.mark.parametrize("transport", ARRIVED)
+def test_the_example_of_the_page(transport):
+  config = scmoe.DispatchConfig(transport, capacity_factor=1.0)
+  mesh = scmoe.make_mesh(scmoe.MeshConfig(expert=2), jax.devices()[:2], num_experts=4)
+
+  def there_and_back(x_TD, expert_TK, weight_TK):
+    flat_TE = jnp.full((3, 4), 0.25)
+    routing = make_routing(expert_TK, weight_TK, flat_TE, flat_TE)
+    moved = scmoe.make_transport(config, tokens=3, num_experts=4, k=2)
+    sent = moved.dispatch(x_TD, routing, lambda rows, layout: 10 * rows)
+    done = dataclasses.replace(sent, rows=tuple(10 * rows for rows in sent.rows))
+    return sent.rows[0].reshape(1, -1), sent.dropped[None], moved.combine(done)
+
+  spread = scmoe.manual(there_and_back, mesh, (P("expert"),) * 3, (P("expert"),) * 3)
+  given = jnp.arange(1.0, 7)[:, None], jnp.asarray(EXAMPLE_EXPERTS), jnp.asarray(EXAMPLE_WEIGHTS)
+  rows, dropped, y_TD = jax.jit(spread)(*given)
+  np.testing.assert_array_equal(rows, ARRIVED[transport])
+  drops = transport != "dropless"
+  np.testing.assert_array_equal(dropped, [int(drops), 0])
+  # Each expert multiplies by ten; token 2 has lost half of its weight where choices are dropped.
+  np.testing.assert_allclose(y_TD[:, 0], [10, 20, 15 if drops else 30, 40, 50, 60], rtol=1e-6)

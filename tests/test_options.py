@@ -253,6 +253,16 @@ def test_a_word_that_a_program_adds_is_a_choice(monkeypatch):
   check_options(scmoe.ModelConfig(wiring="mine"), "model")
 
 
+@pytest.mark.parametrize(("config", "field"), declared(lambda f: f.metadata["help"]))
+def test_the_docstring_of_a_class_says_what_each_field_means(config, field):
+  text = " ".join(type(config).__doc__.split())
+  words = " ".join(field.metadata["help"].split())
+  start = text.index(f" {field.name}: {field.type} = {field.default!r}")
+  # A word with a hyphen may stand on two lines.
+  assert words.replace("- ", "-")[:20] in text[start:].replace("- ", "-")
+  assert type(config).__doc__.count("Fields:") == 1
+
+
 def test_the_declarations_cost_nothing_at_import():
   """`import scmoe.base.options` brings neither jax nor flax."""
   code = "import sys, scmoe.base.options; print([m for m in ('jax', 'flax') if m in sys.modules])"

@@ -17,8 +17,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import inspect
 import math
 import numbers
+import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -85,6 +87,8 @@ def section(cls: type, help: str = "", *, default: Any = None) -> Any:
 class Options:
   """Base of every dataclass of options: checks each field by itself when an object is made.
 
+  `help` of the class shows each field's meaning, default and limits.
+
   `dataclasses.replace` makes a new object, so it checks too. A number of another kind is stored as
   the field's Python type: `capacity_factor=2` as 2.0, `np.int64(8)` as 8. Subclasses inherit the
   check; only fields that were declared with `option` or `section` are checked.
@@ -103,6 +107,7 @@ class Options:
     super().__init_subclass__(**given)
     if path:
       cls._path = path
+    cls.__doc__ = _described(cls)
 
   def __post_init__(self) -> None:
     check_options(self, self._path or type(self).__name__)
@@ -224,6 +229,33 @@ def _checked_fields(cls: type) -> tuple[_Field, ...]:
     kind = kinds[0] if len(kinds) == 1 and set(words) <= {*kinds, "None"} else ""
     found.append(_Field(field.name, kind, "None" in words, declared.get("section"), declared))
   return tuple(found)
+
+
+def _described(cls: type) -> str:
+  """The docstring of a class of options, with a line for each field whose meaning is declared."""
+  declared = dict(getattr(cls, "__dataclass_fields__", {}))  # of its bases
+  for name, kind in vars(cls).get("__annotations__", {}).items():
+    value = vars(cls).get(name)
+    declared.pop(name, None)
+    if isinstance(value, dataclasses.Field):
+      declared[name] = value
+      value.type = value.type or kind
+  lines = [
+    textwrap.fill(_line(name, field), 98, initial_indent="  ", subsequent_indent="    ")
+    for name, field in declared.items()
+    if field.metadata.get("help")
+  ]
+  parts = [inspect.cleandoc(cls.__doc__ or ""), "Fields:\n" + "\n".join(lines) if lines else ""]
+  return "\n\n".join(filter(None, parts))
+
+
+def _line(name: str, field: dataclasses.Field[Any]) -> str:
+  """`gates: int = 1, at least 1: gates over the one set of experts`."""
+  words = field.metadata
+  default = "" if field.default is dataclasses.MISSING else f" = {field.default!r}"
+  bounds = (("minimum", "at least"), ("above", "above"), ("maximum", "at most"))
+  limits = [f"{said} {words[key]}" for key, said in bounds if words.get(key) is not None]
+  return ", ".join([f"{name}: {field.type}{default}", *limits]) + f": {words['help']}"
 
 
 def _annotation(kind: Any) -> list[str]:

@@ -30,16 +30,24 @@ class Run(NamedTuple):
 class ModelConfig(BlockConfig):
   """Architecture of a language model. The defaults are a GPT-2 style model of laptop size."""
 
-  num_layers: int = option(4, "transformer blocks L", minimum=1)
+  num_layers: int = option(4, "transformer blocks L (n_layer, num_hidden_layers)", minimum=1)
   vocab_size: int = option(
-    0, "size of the embedding V; 0: the tokenizer's, rounded up to a multiple of 64", minimum=0
+    0,
+    "rows of the embedding V, in tokens; 0: the tokenizer's size, rounded up to a multiple of 64",
+    minimum=0,
   )
-  context: int = option(1024, "longest sequence (learned positions) S", minimum=1)
-  tie_embeddings: bool = option(True, "read the logits from the token embeddings")
+  context: int = option(
+    1024,
+    "longest sequence S, in tokens; 1024 is GPT-2's (n_positions, max_position_embeddings)",
+    minimum=1,
+  )
+  tie_embeddings: bool = option(
+    True, "the logits are products with the token embeddings, as in GPT-2 (tie_word_embeddings)"
+  )
   dense_layers: str = option(
     "",
-    "layers with a dense MLP of model.mlp_hidden in place of the MoE, counted from 0: such as 0-2 "
-    "or 1,3,5 (first_k_dense_replace, mlp_only_layers); with one block per MoE",
+    "layers, counted from 0, with a dense MLP of width mlp_hidden in place of the MoE, such as 0-2 "
+    "or 1,3,5 (DeepSeek first_k_dense_replace, Qwen mlp_only_layers); needs moe_every=1",
   )
 
   @property

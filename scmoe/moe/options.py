@@ -72,14 +72,15 @@ class RouterConfig(Options, path="router"):
 
   gate: str = option(
     "linear",
-    "what scores the experts: linear, cosine, or a gate of one's own as my_package.module:Name",
+    "what scores the experts: linear (the paper's W · x, Eq. 1; Tutel top), cosine (Tutel "
+    "cosine_top), or a gate of your own as my_package.module:Name",
     choices=GATES,
     importable=True,
   )
   gates: int = option(
     1,
-    "gates over the one set of experts, which train by turns, one in a step; a call says by index "
-    "which one it uses, evaluation and generation the first",
+    "gates over the one set of experts (Tutel's list of gates); training steps use them in turn, "
+    "evaluation and generation use the first, a call names one by index (Tutel gate_index)",
     minimum=1,
   )
   cosine_dim: int = option(256, "cosine gate: width of its projection (Tutel proj_dim)", minimum=1)
@@ -88,8 +89,8 @@ class RouterConfig(Options, path="router"):
   )
   scoring_func: str = option(
     "softmax",
-    "scores of the experts from the logits: softmax over all of them, or sigmoid of each "
-    "(DeepSeek-V3)",
+    "an expert's score from the logits: softmax over all experts (paper Eq. 1), or sigmoid of its "
+    "own logit (DeepSeek-V3 scoring_func)",
     choices=SCORES,
   )
   normalise: bool = option(
@@ -98,30 +99,42 @@ class RouterConfig(Options, path="router"):
     "norm_topk_prob)",
   )
   routed_scaling_factor: float = option(
-    1.0, "multiplies the weights of the chosen experts, zero ones included", minimum=0
+    1.0,
+    "multiplies the weights of the chosen experts, zero experts included (DeepSeek-V2 option of "
+    "this name)",
+    minimum=0,
   )
   n_group: int = option(
-    1, "groups of experts, of which only some are open to a token (DeepSeek)", minimum=1
+    1,
+    "groups of equal size that the experts form; a token visits experts of its topk_group best "
+    "groups only (DeepSeek-V2, -V3 n_group); 1: all experts are candidates",
+    minimum=1,
   )
-  topk_group: int = option(1, "groups that are open to a token", minimum=1)
+  topk_group: int = option(
+    1, "groups that are open to a token, at most n_group (DeepSeek-V2, -V3 topk_group)", minimum=1
+  )
   group_score: str = option(
     "top2",
-    "what a group is chosen by: top2 (sum of its two best scores; DeepSeek-V3), max (DeepSeek-V2)",
+    "a group's score: top2 (the sum of its two best experts' scores; DeepSeek-V3) or max (its best "
+    "expert's; DeepSeek-V2)",
     choices=GROUP_SCORES,
   )
   noise: float = option(
-    0.0, "training: Gaussian noise of this size / E on the logits (Tutel gate_noise)", minimum=0
+    0.0,
+    "training: Gaussian noise on the logits, of standard deviation noise / E (Tutel gate_noise)",
+    minimum=0,
   )
   balance: str = option(
     "gshard",
-    "the balancing loss; scmoe/moe/losses.py has the formulas; or one's own as "
-    "my_package.module:name",
+    "balancing loss: gshard (GShard; Tutel is_gshard_loss), load_importance (Tutel, Swin-MoE), "
+    "megablocks, none, or your own as my_package.module:name; formulas: scmoe/moe/losses.py",
     choices=BALANCES,
     importable=True,
   )
   balance_loss: float = option(
     0.01,
-    "coefficient of the balancing loss (Tutel l_aux weight, MegaBlocks moe_loss_weight)",
+    "coefficient of the balancing loss (Tutel l_aux weight, MegaBlocks moe_loss_weight); 0.01 is "
+    "Switch Transformer's",
     minimum=0,
   )
   balance_over: str = option(
@@ -138,22 +151,27 @@ class RouterConfig(Options, path="router"):
   )
   bias: str = option(
     "none",
-    "balancing without a loss: a bias on the selection only, moved once per optimizer step by the "
-    "rule sign (DeepSeek-V3) or pid (LongCat-Flash's controller)",
+    "balancing without a loss: a bias that is added to the scores for the choice alone and updated "
+    "once per optimizer step, by the rule sign (DeepSeek-V3) or pid (LongCat-Flash's controller)",
     choices=BIAS_RULES,
   )
   bias_rate: float = option(
-    1e-3, "step size of the balancing bias; of pid the integral gain, the report's mu", minimum=0
-  )
-  bias_proportional: float = option(0.0, "pid: proportional gain", minimum=0)
-  bias_derivative: float = option(0.0, "pid: derivative gain", minimum=0)
-  real_experts: float = option(
-    0.0,
-    "with model.zero_experts: mean number of experts per token that compute (K_e), which the "
-    "balancing bias holds; 0: in proportion, top_k · E / (E + zero experts)",
+    1e-3,
+    "change of the balancing bias in one step (DeepSeek-V3's gamma, 0.001); for pid the integral "
+    "gain (LongCat-Flash's mu)",
     minimum=0,
   )
-  compat: CompatConfig = section(CompatConfig, "for those who come from Tutel or MegaBlocks")
+  bias_proportional: float = option(
+    0.0, "pid: proportional gain of the bias's controller", minimum=0
+  )
+  bias_derivative: float = option(0.0, "pid: derivative gain of the bias's controller", minimum=0)
+  real_experts: float = option(
+    0.0,
+    "with model.zero_experts: mean number of computing experts per token that the balancing bias "
+    "aims at (LongCat-Flash K_e); 0: top_k · E / (E + zero experts)",
+    minimum=0,
+  )
+  compat: CompatConfig = section(CompatConfig, "options that only Tutel or MegaBlocks have")
 
   def real_share(self, k: int, num_experts: int, zero_experts: int) -> float:
     """K_e / K: share of a token's choices that are of experts that compute, as it should be.

@@ -208,7 +208,7 @@ def _page(
 
 
 class Stopwatch:
-  """How long each part of a command took; every part is also said on stderr when it is over.
+  """Durations of a command's parts; each is also printed on stderr at its end.
 
   Attributes:
     seconds: of each part, in order.
@@ -309,7 +309,7 @@ class Arm:
 
   @property
   def variant(self) -> Variant:
-    """Which way of running it that is."""
+    """The way in which it runs."""
     return self.best.variant or Variant()
 
   @property

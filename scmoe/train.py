@@ -174,7 +174,7 @@ def card(asked: RunConfig, built: build.Built, data: Data) -> dict[str, Any]:
 
 
 def _program() -> list[str]:
-  """How the process was started: `python -m scmoe.train`, or the console script's name."""
+  """The command that started the process: `python -m scmoe.train`, or the console script's name."""
   spec = getattr(sys.modules["__main__"], "__spec__", None)
   return [Path(sys.executable).name, "-m", spec.name] if spec else [Path(sys.argv[0]).name]
 

@@ -1,7 +1,6 @@
 """The differences between jax 0.10 (Python 3.11) and jax 0.11-0.12 (Python >= 3.12), in one place.
 
-Anything whose name or default depends on the version is looked up here and nowhere else; of jax,
-and of the NCCL that it brings.
+Only this module looks up names and defaults that depend on the version of jax or of its NCCL.
 """
 
 from typing import Any

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, MutableMapping
 
-# Either makes XLA take operations that have one order; the second refuses where there is none.
+# Both make XLA choose deterministic operations; the second fails if there is none.
 FLAGS = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
 _YES = ("", "=true", "=True", "=1")  # what XLA takes for that
 

@@ -9,7 +9,7 @@ Every component declares its options in a frozen dataclass beside its code:
 `RouterConfig(gates=0)` raises "router.gates=0 is too small; the least is 1". `--help`, validation
 and the documentation read the same declaration, so no field can lack a meaning. A check of several
 fields against each other has no place here: it would refuse the first of two `dataclasses.replace`
-calls. Such checks are methods that run when the whole is there (`check`, `resolve`).
+calls. Such checks are methods that run on the complete configuration (`check`, `resolve`).
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def check_choice(
 
 @dataclasses.dataclass(frozen=True)
 class _Field:
-  """What is known about one field of a dataclass of options.
+  """The declaration of one field of a dataclass of options.
 
   Attributes:
     name: of the field.
@@ -265,7 +265,7 @@ def _annotation(kind: Any) -> list[str]:
 
 
 def _is_finite(value: Any) -> bool:
-  """Whether float64 holds this number as a finite one."""
+  """True if float64 holds this number as a finite one."""
   try:
     return math.isfinite(value)
   except OverflowError:  # an int beyond float64's range

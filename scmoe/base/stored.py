@@ -1,4 +1,4 @@
-"""Small files that scmoe keeps: written whole or not at all, and read as if anybody wrote them.
+"""Small files that scmoe keeps: written whole or not at all, and read without trust.
 
 A stored JSON file may have been cut off by a full disk, edited by hand, or made by somebody who
 wants to crash its reader. `read_json` is the one reader: it limits size and depth, checks the

@@ -88,7 +88,7 @@ def _ids(value: Any, name: str) -> tuple[int, ...]:
 
 
 def is_token_id(value: Any) -> bool:
-  """Whether a value of a JSON file can be a token id."""
+  """True if a value of a JSON file can be a token id."""
   return type(value) is int and 0 <= value < 2**31
 
 

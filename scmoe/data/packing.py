@@ -169,7 +169,7 @@ def _kept_fit(stream: Stream, lengths: np.ndarray, seq_len: int) -> np.ndarray:
 
 
 def _fits(rows: np.ndarray, lengths: np.ndarray, seq_len: int) -> bool:
-  """Whether `rows` gives each piece a row, leaves no row empty, and overfills none."""
+  """True if `rows` gives each piece a row, leaves no row empty, and overfills none."""
   if rows.dtype != np.int32 or rows.shape != lengths.shape:
     return False
   if not len(rows):

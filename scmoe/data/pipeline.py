@@ -187,7 +187,7 @@ class Data:
     return self._train.read(key, self.config.document_mask)
 
   def passes(self, rows: int) -> dict[str, float]:
-    """How often the training text of each domain is read by a run of so many rows."""
+    """Epochs of each domain's training text in a run of so many rows."""
     weights = self._mixing_weights()
     shares = [weight / sum(weights) for weight in weights]
     return {

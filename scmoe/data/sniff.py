@@ -47,7 +47,7 @@ def kind_of(head: bytes) -> str:
 
 
 def _is_utf16(head: bytes) -> bool:
-  """Whether every second byte is zero, as in UTF-16 of Latin letters without a mark in front."""
+  """True if every second byte is zero, as in UTF-16 Latin text without a byte order mark."""
   pairs = len(head) // 2
   if pairs < 8:
     return False

@@ -116,7 +116,7 @@ class TokenFile:
 
 
 def is_large(config: DataConfig) -> bool:
-  """Whether the sources are files with more text than should be held in memory.
+  """True if the sources are files with more text than should be held in memory.
 
   Raises:
     DataError: files are missing.

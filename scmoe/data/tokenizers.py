@@ -162,7 +162,7 @@ class JsonTokenizer:
 
   @property
   def can_chat(self) -> bool:
-    """Whether the model's folder says how conversations are written."""
+    """True if the model's folder says how conversations are written."""
     return self.conventions is not None and bool(self.conventions.chat_template)
 
   def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:

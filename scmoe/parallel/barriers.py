@@ -1,4 +1,4 @@
-"""Barriers: they fix an order of computations where the data alone would allow several."""
+"""Barriers: they fix an order of computations that data dependencies leave open."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BARRIERS = {"": jax.lax.optimization_barrier, "forward": _forward, "backward": 
 
 
 def barrier(values: Any, direction: str = "") -> Any:
-  """The same values; XLA reads none of them before all are computed.
+  """Returns the same values; XLA lets nothing read one before all are computed.
 
   Args:
     values: any tree of arrays.

@@ -31,7 +31,7 @@ def request_copy_engines(environment: MutableMapping[str, str] = os.environ) -> 
   that reach each other's memory; elsewhere NCCL uses its kernels as before.
 
   Args:
-    environment: changed in place.
+    environment: the environment variables, changed in place.
 
   Raises:
     ConfigError: this jax does not know the flag.
@@ -52,12 +52,12 @@ def request_copy_engines(environment: MutableMapping[str, str] = os.environ) -> 
 NAMES = (
   "dispatch",  # all-to-all of rows to their experts, and of their gradient back
   "combine",  # the inverse
-  "counts",  # all-gather of how many rows each rank sends, and agreement on overflow rounds
-  "weights",  # gathering or adding up what devices that share an expert hold of it
+  "counts",  # all-gather of row counts per rank, and agreement on overflow rounds
+  "weights",  # gathers and sums over devices that share an expert
   "tensor",  # sums over the tensor axis: row-parallel products, vocabulary-parallel loss
   "gradients",  # sums of gradients over the devices that hold the same parameter, their norm, and
-  # matrices that Muon has to have whole
-  "statistics",  # sums of the loss and of what a step reports
+  # gathers of matrices that Muon needs whole
+  "statistics",  # sums of the loss and of a step's metrics
 )
 
 # JAX's backward pass of a sum over devices is another sum over devices. If all devices compute the
@@ -80,7 +80,7 @@ _total.defvjp(
 def total(tree: Any, axes: tuple[str, ...], name: str) -> Any:
   """Sums over mesh axes; the gradient of every addend is that of the sum.
 
-  For sums from which all devices compute the same: a loss, the result of a row-parallel product.
+  Use it if all devices compute the same from the sum: a loss, a row-parallel product's result.
 
   Args:
     tree: arrays, each device's addends.
@@ -107,8 +107,8 @@ _repeat.defvjp(lambda tree, axes, name: (tree, None), _repeat_bwd)
 def repeat(tree: Any, axes: tuple[str, ...], name: str) -> Any:
   """The same arrays; their gradients are summed over mesh axes.
 
-  For arrays that are equal on all devices, from which each device computes another part: the input
-  of a column-parallel product. Arguments as in `total`.
+  Use it for arrays equal on all devices if each device computes a different part from them: the
+  input of a column-parallel product. Arguments as in `total`.
   """
   axes = _several(axes)
   return _repeat(tree, axes, name) if axes else tree
@@ -127,15 +127,15 @@ _gather_replicated.defvjp(
 
 
 def gather_replicated(x: Array, dimension: int, axis: str, name: str) -> Array:
-  """All devices' shares of a dimension, from which every device then computes the same.
+  """Gathers a dimension's shares; every device then computes the same from the result.
 
-  The gradient of a share is this device's slice of the result's gradient: nothing travels back.
+  A share's gradient is this device's slice of the result's gradient: no data travel back.
   """
   return _gather_replicated(x, dimension, axis, name) if axis_size(axis) > 1 else x
 
 
 def gathered(x: Array, dimension: int, axes: tuple[str, ...], name: str) -> Array:
-  """All devices' shares of a dimension; the first of the axes varies slowest; no gradient."""
+  """Gathers a dimension's shares; the first axis varies slowest; no gradient."""
   axes = _several(axes)
   if not axes:
     return x
@@ -167,7 +167,7 @@ class Exchange:
     axis: name of the mesh axis; None: one device, no exchange.
     size: W, ranks on it.
     nodes: hosts that the axis spans, for the hierarchical exchange; 1: the linear one.
-    silent: for measurements: no row moves, so the result is another.
+    silent: for measurements: no row moves, so the result is wrong.
   """
 
   axis: str | None = None

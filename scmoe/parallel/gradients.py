@@ -4,7 +4,7 @@ A parameter's PartitionSpec says which devices those are. On a mesh of data=2 x 
 of a norm, `P()`, is on all four devices: its gradients are summed over both axes. An expert's,
 `P("expert")`, is on the two devices of its column of the data axis: over that axis only.
 
-When the sums are made, `scmoe.models.gradient_sums` decides.
+`scmoe.models.gradient_sums` decides when the sums are made.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def reduce_gradients(grads: PyTree, specs: PyTree, dtype: str = "float32") -> Py
   Args:
     grads: this device's shares of the gradients, in any type.
     specs: PartitionSpecs like the parameters.
-    dtype: in which they travel.
+    dtype: type in which they travel.
 
   Returns:
     float32 gradients of the whole batch, this device's shares.
@@ -43,9 +43,9 @@ def sum_over_devices(grad: Array, axes: tuple[str, ...], dtype: str) -> Array:
   """The float32 sum of a gradient over mesh axes.
 
   Args:
-    grad: this device's.
-    axes: of `travels_over`; (): there is nothing to sum.
-    dtype: in which it travels.
+    grad: this device's gradient.
+    axes: result of `travels_over`; (): there is nothing to sum.
+    dtype: type in which it travels.
   """
   if axes:
     grad = jax.lax.psum(grad.astype(dtype), axes)

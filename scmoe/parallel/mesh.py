@@ -94,7 +94,7 @@ class MeshConfig(Options, path="mesh"):
 
   @property
   def batch_shards(self) -> int:
-    """Number of parts the batch is split into."""
+    """Number of shards of the batch."""
     return self.data * self.expert
 
 
@@ -149,7 +149,7 @@ def expert_shards(expert_axis: int, num_experts: int) -> int:
 def partition_spec(logical: Sequence[str | None], ndim: int | None = None) -> P:
   """PartitionSpec of an array with these logical dimensions.
 
-  Names are aligned to the right, so that stacking layers in front leaves them valid.
+  Names align with the last dimensions, so they stay valid when layers are stacked in front.
   """
   missing = 0 if ndim is None else ndim - len(logical)
   return P(*([None] * missing), *(LOGICAL_TO_MESH[name] for name in logical))
@@ -181,7 +181,7 @@ def batch_sharding(mesh: Mesh, *, leading: int = 0) -> NamedSharding:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-  """Sharding of an array of which every device holds all."""
+  """Sharding of an array that every device holds whole."""
   return NamedSharding(mesh, P())
 
 
@@ -198,8 +198,8 @@ def manual(function: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: An
 
   A training step, an evaluation and a prefill enter it once, over all axes of the mesh. Inside,
   arrays are this device's shares, and layers and losses are plain functions of them. Data travels
-  only by the named functions of `scmoe.parallel.collectives`. XLA's partitioner adds no collective,
-  which a schedule would not know and which could separate an exchange from the work beside it.
+  only by the named functions of `scmoe.parallel.collectives`. XLA's partitioner adds no collective:
+  the schedule would not know it, and it could separate an exchange from the work beside it.
   Take gradients inside (`scmoe.training.step`): taken outside, on a mesh with a tensor axis, they
   would be too small.
 

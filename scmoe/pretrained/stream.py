@@ -214,7 +214,7 @@ class _Parameter:
 
 
 def _lies(tensor: Tensor, bounds: list[tuple[int, int]]) -> bool:
-  """Whether a tensor overlaps the part of its parameter that has these bounds."""
+  """True if a tensor overlaps the part of its parameter with these bounds."""
   return all(start <= i < stop for i, (start, stop) in zip(tensor.index, bounds))
 
 

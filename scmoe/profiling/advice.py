@@ -1,4 +1,4 @@
-"""Advice in words: which exchanges nothing hides in a trace, why, and what to change."""
+"""Advice in words: which exchanges of a trace are not hidden, why, and what to change."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def advice(
   window_share: float = 1.0,
   capacity_factor: float = 0.0,
 ) -> list[str]:
-  """A line for all communication that is bare, the worst first; what would do at its end.
+  """A line on exposed communication, the longest first; it ends with a remedy.
 
   Args:
-    stages: of one step (`stage_times`).
-    step: milliseconds of it.
-    shortcut: whether the routed experts read an older value than the current one.
-    window_share: of the dense computation, what comes after the shortcut.
-    capacity_factor: of padded buffers; 0 where only rows that are kept travel.
+    stages: times of one step's stages (`stage_times`).
+    step: milliseconds of the step.
+    shortcut: True if the routed experts read an earlier value than the current one.
+    window_share: fraction of the dense computation after the shortcut.
+    capacity_factor: that of padded buffers; 0 if only kept rows travel.
   """
   found = []
   for stage in stages:

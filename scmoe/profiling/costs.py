@@ -1,10 +1,10 @@
 """Measured times of a program's instructions, as XLA's scheduler takes them (a profile).
 
 XLA starts a collective as late as its cost model allows. With measured times (profile-guided
-latency estimation) the model is the machine. What jax makes of a trace has three gaps, of which
-each is enough to leave an exchange bare: kernels inside a fusion of slices are named after
-themselves and not after the fusion that is scheduled; an instruction of several kernels counts as
-their mean; and a collective's time includes waiting for the slowest device.
+latency estimation) the scheduler plans for the actual machine. jax's own conversion of a trace has
+three faults, each enough to leave an exchange exposed: it names kernels of a fusion of slices by
+their own instruction, not by the fusion that XLA schedules; it counts an instruction of several
+kernels as their mean; and it includes a collective's wait for the slowest device.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from scmoe.profiling.trace import Event, by_device
 
 # A collective takes longer beside computation than alone: 1.46 ms alone, 1.6 to 2.3 ms beside
 # products (2 H200s over a slow link; experiments/LOG.md, 2026-11-22). A window that is too long
-# costs nothing where there is work to fill it; one that is too short is waited for.
+# costs nothing if other work fills it; after one that is too short, the device waits.
 STRETCH = 1.25
 
 
 def instruction_costs(events: Iterable[Event], program: str) -> dict[str, float]:
   """Microseconds of one execution of each instruction that the trace or the program names.
 
-  Of a collective the least that any device's median is, since the others waited for their peers,
-  times `STRETCH`.
+  A collective's cost is the smallest of the devices' medians times `STRETCH`: on the other devices
+  its time includes waiting for their peers.
 
   Args:
-    events: of one or more runs of the program, on any number of devices.
-    program: text of the optimised program that ran.
+    events: kernels of one or more runs of the program, on any number of devices.
+    program: text of the optimised program.
   """
   found: dict[str, list[float]] = {}
   sends: set[str] = set()
@@ -41,7 +41,7 @@ def instruction_costs(events: Iterable[Event], program: str) -> dict[str, float]
         if event.is_communication:
           sends.add(event.op)
     for op, names in kernels.items():
-      # An instruction of several kernels launches each as often as it is executed, or more often.
+      # Each execution of an instruction launches each of its kernels once or more.
       executions = min(map(len, names.values()))
       total = sum(statistics.median(times) * len(times) for times in names.values())
       found.setdefault(op, []).append(total / executions / 1e3)

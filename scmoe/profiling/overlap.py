@@ -1,6 +1,6 @@
-"""How much communication had computation running beside it, by stage and direction.
+"""Measures how much communication computation hides, by stage and direction.
 
-The words are those of the code's named scopes (route, dispatch, experts, combine, attention, mlp),
+Stages are the code's named scopes (route, dispatch, experts, combine, attention, mlp),
 found in the op_name of the compiled program's instructions (`scmoe.profiling.wire`).
 """
 
@@ -19,12 +19,12 @@ class Overlap:
   """Communication and computation of one step: medians over devices, milliseconds.
 
   Attributes:
-    communication: time during which anything was under way between devices.
-    computation: time during which any kernel computed.
-    hidden: the part of `communication` beside which something computed.
+    communication: time with at least one transfer between devices under way.
+    computation: time with at least one computing kernel.
+    hidden: the part of `communication` during which a kernel computed.
     elapsed: from the first event to the last.
     fastest: the shortest `communication` of any device: NCCL time includes waiting for the
-      slowest rank, so that the fastest device is nearest to the transfer itself.
+      slowest rank, so the fastest device comes closest to the time of the transfer alone.
   """
 
   communication: float
@@ -35,7 +35,7 @@ class Overlap:
 
   @property
   def exposed(self) -> float:
-    """Communication beside which nothing computed."""
+    """Communication during which no kernel computed."""
     return self.communication - self.hidden
 
   @property
@@ -73,18 +73,18 @@ def device_overlap(events: list[Event], steps: int = 1) -> Overlap:
   )
 
 
-# Named scopes: of a pair's steps, of a step's other parts, and of what travels beside rows.
+# Named scopes: of a pair's stages, of a step's other parts, and of exchanges other than of rows.
 STAGES = ("attention", "mlp", "route", "dispatch", "experts", "combine", "add")
 STAGES += ("embedding", "loss", "cast", "optimizer", "clip", "accumulate", "stack")
 STAGES += ("counts", "weights", "tensor", "gradients", "statistics")
-ALL_REDUCE = "all-reduce"  # a sum over devices that has no name
+ALL_REDUCE = "all-reduce"  # a sum over devices outside any named scope
 OTHER = "other"
 
 
 def stage_of(op_name: str) -> str:
   """The innermost stage word of an op_name."""
   parts = op_name.split("/")
-  if parts[-1] == "add":  # the operation, not the stage of that name
+  if parts[-1] == "add":  # the HLO operation, not the stage of that name
     parts.pop()
   for part in reversed(parts):
     for stage in STAGES:
@@ -94,7 +94,7 @@ def stage_of(op_name: str) -> str:
 
 
 def direction_of(op_name: str) -> str:
-  """ "backward" for what differentiation transposed, "forward" otherwise."""
+  """ "backward" for operations that differentiation transposed, else "forward"."""
   return "backward" if "transpose(" in op_name else "forward"
 
 
@@ -121,9 +121,9 @@ def stage_times(
   """Times by stage and direction of the first device, longest first.
 
   Args:
-    events: of `steps` steps.
+    events: kernels and copies of `steps` steps.
     names: op_name of each instruction (`Program.names`).
-    steps: in the trace.
+    steps: number of steps in the trace.
   """
   devices = by_device(events)
   if not devices:
@@ -150,12 +150,12 @@ def _stage_and_direction(event: Event, names: Mapping[str, str]) -> tuple[str, s
 
 
 def slow_down(overlapped: Overlap, alone: Overlap) -> float:
-  """Computation beside communication over the same computation without any; 1 is no slow-down."""
+  """Time of computation during communication over its time without; 1: no slow-down."""
   return overlapped.computation / alone.computation
 
 
 def stage_table(times: Iterable[StageTime]) -> str:
-  """The stages as text; milliseconds."""
+  """The stages as a text table, in milliseconds."""
   line = "{:11s} {:9s}{:>10s}{:>10s}{:>8s}{:>10s}".format
   lines = [line("stage", "direction", "compute", "comm", "hidden", "exposed")]
   for t in times:

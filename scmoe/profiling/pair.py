@@ -11,22 +11,22 @@ from scmoe.profiling.picture import Bar
 from scmoe.profiling.trace import Event, length, union
 
 COMPUTE, LINK = "compute", "link"  # the streams, as `scmoe.blocks.schedule` names them
-# What a step does once, and no pair.
+# Stages that a step runs once, outside the pairs.
 STEP = ("embedding", "loss", "cast", "optimizer", "clip", "accumulate", "stack", "gradients")
-BEFORE = 0.3  # of a pair is drawn before its dispatch: what comes before it is the shorter part
-NEAR = 0.01  # of a pair: bars of one stage that are this close are one
+BEFORE = 0.3  # fraction of a pair before its dispatch: the shorter part
+NEAR = 0.01  # fraction of a pair: bars of one stage with a smaller gap are merged
 
 
 def pair_bars(events: Sequence[Event], names: Mapping[str, str]) -> dict[str, list[Bar]]:
   """The pair of middle length of the first device; milliseconds from the first bar on.
 
   Args:
-    events: of some steps, in order of their start.
+    events: kernels and copies of some steps, in order of their start.
     names: op_name of each instruction (`Program.names`).
 
   Returns:
-    stream -> bars. Neighbours of one stage are one bar, which says how many operations it is made
-    of. Both streams are empty where fewer than two pairs were traced.
+    stream -> bars. Neighbours of one stage become one bar with their number of operations. Both
+    streams are empty if the trace has fewer than two pairs.
   """
   bars: dict[str, list[Bar]] = {COMPUTE: [], LINK: []}
   op_name = lambda e: names.get(e.op) or e.op
@@ -49,7 +49,7 @@ def pair_bars(events: Sequence[Event], names: Mapping[str, str]) -> dict[str, li
 
 
 def _pair_starts(own: Sequence[tuple[str, Event]]) -> list[float]:
-  """When each pair's first dispatch began; a pair routes before it sends, in chunks or at once."""
+  """Start of each pair's first dispatch; a pair routes before it sends, in chunks or at once."""
   sends = any(stage == "dispatch" and e.is_communication for stage, e in own)
   starts, routed = [], True
   for stage, event in own:
@@ -62,13 +62,13 @@ def _pair_starts(own: Sequence[tuple[str, Event]]) -> list[float]:
 
 
 def _cuts(own: Sequence[tuple[str, Event]], starts: Sequence[float]) -> list[tuple[float, float]]:
-  """Begin and end of each pair: it begins when the combine of the pair before it has arrived."""
+  """Begin and end of each pair: it begins when the combine of the pair before ends."""
   sends = any(stage == "combine" and e.is_communication for stage, e in own)
   arrived = [e.end for stage, e in own if stage == "combine" and e.is_communication == sends]
   between = [[end for end in arrived if a < end <= b] for a, b in itertools.pairwise(starts)]
   if len(starts) > 2 and all(between):
     return list(itertools.pairwise(map(max, between)))
-  # Exchanges of neighbours cross, or too few were traced.
+  # Exchanges of neighbouring pairs cross, or the trace has too few.
   cuts = []
   for start, after in itertools.pairwise(starts):
     begin = start - BEFORE * (after - start)

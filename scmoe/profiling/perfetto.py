@@ -1,8 +1,8 @@
 """The profiler's trace with the project's words in it, as a file for ui.perfetto.dev.
 
-The profiler writes Chrome's JSON, in which kernels have the compiler's names. Here every operation
-also says its stage, direction and op_name, and each device has three tracks more, on top: its
-computation and its communication by stage, and the communication beside which nothing computed.
+The profiler writes Chrome's JSON, in which kernels have the compiler's names. This module adds
+each operation's stage, direction and op_name, and three tracks on top of each device: its
+computation by stage, its communication by stage, and the exposed communication.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from scmoe.profiling.overlap import direction_of, stage_of
 from scmoe.profiling.trace import Event, by_device, is_container, union
 
 TRACKS = ("compute by stage", "communication by stage", "communication, bare")
-_FIRST = 10_000_000  # process numbers of our tracks: no process of the trace has one
+_FIRST = 10_000_000  # first process number of our tracks: above all of the trace's own
 
 
 def write_perfetto(source: Path, target: Path, names: Mapping[str, str]) -> Path:
@@ -46,7 +46,7 @@ def write_perfetto(source: Path, target: Path, names: Mapping[str, str]) -> Path
 def annotated(trace: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
   """A trace with stages; Chrome's JSON in and out, times in microseconds.
 
-  Perfetto does not take the `metadata` that the profiler writes; it is left out.
+  Leaves out the profiler's `metadata`, which Perfetto does not accept.
   """
   known = [entry for entry in trace.get("traceEvents", []) if "name" in entry]  # the last is {}
   places = _places(known)
@@ -121,7 +121,7 @@ def _tracks(
 
 
 def _append(slices: list[tuple[str, float, float]], name: str, start: float, end: float) -> None:
-  """Adds a slice; slices of a track follow each other, equal neighbours are one."""
+  """Adds a slice after the track's others; merges it with an equal neighbour."""
   last = slices[-1] if slices else ("", start, start)
   start = max(start, last[2])
   if end <= start:

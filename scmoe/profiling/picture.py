@@ -1,4 +1,4 @@
-"""Timelines of two streams, as PNG and as SVG whose bars say their times under the pointer."""
+"""Timelines of two streams, as PNG, and as SVG with each bar's times as its tooltip."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-# Told apart on white and on black, with black words upon them.
+# Colours that differ on white and on black and carry black words.
 COLOURS = {
   "before": "#8496b0",
   "attention": "#4f94dc",
@@ -34,9 +34,10 @@ class Bar(NamedTuple):
   """One stage on one stream.
 
   Attributes:
-    stage: its word; a number and what follows it are not coloured by: "attention 1: projections".
+    stage: its name. A number and the text after it do not change the colour, as in
+    "attention 1: projections".
     start, end: in the timeline's unit.
-    about: what else is known of it, e.g. how many kernels it is made of.
+    about: further text, e.g. its number of kernels.
   """
 
   stage: str
@@ -56,7 +57,7 @@ Rows = Mapping[str, Mapping[str, Sequence[Bar]]]  # arm -> stream -> bars
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-  """Rows on one axis of time.
+  """Rows of bars on one time axis.
 
   Attributes:
     title: says what was measured, simulated or modelled, and of which machine.
@@ -75,12 +76,12 @@ class Timeline:
 
   @property
   def end(self) -> float:
-    """When the last bar ends."""
+    """End of the last bar."""
     return max((bar.end for _, _, bars in self.lanes for bar in bars), default=0.0)
 
   @property
   def words(self) -> list[str]:
-    """Those of the legend, in the order of the palette."""
+    """The legend's words, in the order of the palette."""
     seen = {bar.word for _, _, bars in self.lanes for bar in bars}
     return [word for word in COLOURS if word in seen]
 
@@ -128,7 +129,7 @@ _STYLE = (
 def draw_svg(timeline: Timeline) -> str:
   """SVG element of a timeline for a page: no script; every bar's times are its title.
 
-  A browser shows them where the pointer rests, a screen reader reads them.
+  A browser shows the title under the pointer; a screen reader reads it.
   """
   scale = (_WIDTH - _LEFT - 24) / (timeline.end or 1.0)
   lanes, ticks = timeline.lanes, _ticks(timeline.end)

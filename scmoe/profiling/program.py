@@ -18,7 +18,7 @@ class Program:
   """A lowered function, compiled with given options and called like the function.
 
   Args:
-    lowered: of `jax.jit(f).lower(...)`.
+    lowered: result of `jax.jit(f).lower(...)`.
   """
 
   def __init__(self, lowered: Any):
@@ -30,8 +30,8 @@ class Program:
     """Compiles; a second time with other options or a profile replaces the first.
 
     Args:
-      options: of XLA.
-      profile: measured latencies (`latencies`), for its scheduler; empty: none.
+      options: XLA's compiler options.
+      profile: measured latencies (`latencies`) for XLA's scheduler; empty: none.
     """
     start = time.perf_counter()
     given = {**options, "fdo_profile": profile} if profile else options
@@ -50,7 +50,7 @@ class Program:
 
   @property
   def names(self) -> dict[str, str]:
-    """Instruction -> op_name, of all that a trace may name."""
+    """Instruction -> op_name, for all instructions that a trace may name."""
     return operation_names(self.compiled)
 
   @property
@@ -62,10 +62,10 @@ class Program:
 
 
 def traced(run: Callable[[], object], folder: str | None = None) -> list[Event]:
-  """Kernels and copies of all GPUs while `run` runs; it returns when the devices are done.
+  """Kernels and copies of all GPUs during `run`, which returns when the devices are done.
 
   Args:
-    run: calls programs.
+    run: a function that calls programs.
     folder: keeps the trace for XProf or Perfetto; None: a temporary one.
   """
   with tempfile.TemporaryDirectory() as directory:
@@ -78,18 +78,18 @@ def traced(run: Callable[[], object], folder: str | None = None) -> list[Event]:
 def latencies(folder: str, program: Program) -> bytes:
   """Times of every instruction of a program, from the trace of its runs; empty without a GPU.
 
-  What XLA's scheduler takes as a profile (profile-guided latency estimation).
+  XLA's scheduler reads them as its profile (profile-guided latency estimation).
 
   Args:
-    folder: of `jax.profiler`.
-    program: what ran, as it is compiled.
+    folder: written by `jax.profiler`.
+    program: the compiled program that ran.
   """
   events = read_events(find_trace(folder))
   return as_profile(instruction_costs(events, program.text)) if events else b""
 
 
 def profiled(run: Callable[[], object], program: Program) -> bytes:
-  """`latencies` of what `run` calls of a program."""
+  """`latencies` of a program, profiled while `run` calls it."""
   with tempfile.TemporaryDirectory() as directory:
     with jax.profiler.trace(directory):
       run()

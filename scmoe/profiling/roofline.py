@@ -1,7 +1,7 @@
 """Modelled times: arithmetic and memory traffic over a device's rates, bytes over a link's.
 
-A model, for choosing a slot before anything has run and for knowing how far a measurement is from
-what the hardware allows. Measured times replace it (`scmoe.profile`).
+The model chooses a slot before anything has run, and tells how far a measurement is from the
+hardware's limit. Measured times replace it (`scmoe.profile`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Machine(Options):
   Attributes:
     flops: dense matrix FLOP/s that large products reach.
     memory: bytes/s of device memory.
-    link: bytes/s that leave a device in an all-to-all; what it keeps for itself does not count.
-    latency: seconds of an exchange of nothing.
+    link: bytes/s that leave a device in an all-to-all, without its own share.
+    latency: seconds of an empty exchange.
   """
 
   flops: float = option(above=0)
@@ -61,8 +61,8 @@ class Sizes(Options):
     capacity_factor: rows of a buffer over the balanced share.
     devices: of the expert axis.
     matrices: products of a feed-forward layer: 2, or 3 with a gated activation.
-    bytes: of one number of the computation.
-    inward: weights of the products before scores and values; 0: those of queries, keys and values.
+    bytes: size of one number of the compute type.
+    inward: weights of the products before scores and values; 0: queries, keys, values only.
     value_width: H·V of values, where they are not as wide as queries; 0: they are.
   """
 
@@ -99,7 +99,7 @@ class StageSeconds:
   add: float
 
   def milliseconds(self) -> dict[str, float]:
-    """The same in ms, by the field's name: what `scmoe.blocks.schedule.unit_times` reads."""
+    """Milliseconds by field name, for `scmoe.blocks.schedule.unit_times`."""
     return {name: 1e3 * seconds for name, seconds in dataclasses.asdict(self).items()}
 
 

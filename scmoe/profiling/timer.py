@@ -1,7 +1,7 @@
-"""Wall-clock comparison of arms that take turns, so that drift of the machine meets all alike.
+"""Wall-clock comparison of arms in turns, so that drift of the machine's speed affects all alike.
 
-An *arm* is a function of a number of calls, which makes them and returns when the device is done:
-`repeated` makes one of a jitted function. Warm-up and compilation come before.
+An *arm* is a function: given a number, it makes so many calls and returns when the device is done.
+`repeated` turns a jitted function into an arm. Warm up and compile before the comparison.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 
 Arm = Callable[[int], object]
-# What stands above times that were taken without a GPU.
+# The heading of times measured without a GPU.
 NO_GPU = "NOTE: there is no GPU here; these are times of simulated devices, not GPU times"
-_FLUSH_BYTES = 256 * 2**20  # more than any L2 cache
+_FLUSH_BYTES = 256 * 2**20  # bytes: more than any L2 cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Timing:
 
 
 def repeated(function: Callable[..., Any], *arguments: Any) -> Arm:
-  """The arm that calls a function again and again on the same arguments."""
+  """The arm that repeats a function on the same arguments."""
 
   def run(calls: int) -> None:
     result = None
@@ -80,8 +80,8 @@ def interleave(
 ) -> dict[str, Timing]:
   """Times arms in turns, one round of `calls` calls each.
 
-  What an arm finds depends on the one before it: at its power limit a GPU runs slower after work
-  that was harder. So the order within a round is random, the same in every run.
+  An arm's time depends on the arm before it: at its power limit, a GPU runs slower after harder
+  work. So the order within a round is random, but the same in every run.
 
   Args:
     arms: by name.
@@ -104,7 +104,7 @@ def interleave(
 
 
 def calls_in(arm: Arm, seconds: float, least: int = 3) -> int:
-  """How many calls of an arm take so long: together they hide the host's part of one."""
+  """Number of calls that take that long: enough to hide the host's work for one call."""
   arm(1)
   start = time.perf_counter()
   arm(1)
@@ -115,13 +115,13 @@ def alone(function: Callable[..., Any], *arguments: Any, rounds: int) -> Timing:
   """Times one function as `triton.testing.do_bench` does: 20 ms of warm-up, then 150 ms of calls,
   before each of which a buffer larger than the L2 cache is zeroed.
 
-  The zeroing is what a second one before each call adds, and is subtracted, where do_bench records
-  events around the call. (Alone, many short launches would measure the host.)
+  The time of zeroing is subtracted; a second zeroing before each call measures it. (do_bench
+  records events around the call instead. Without zeroing, short calls would time the host.)
 
   Args:
     function: jitted.
     *arguments: its arguments.
-    rounds: how often all of this is done, half a second apart.
+    rounds: repetitions of the whole, half a second apart.
   """
   flush = jax.jit(lambda: jnp.zeros((_FLUSH_BYTES // 4,), jnp.int32))
   jax.block_until_ready((function(*arguments), flush()))
@@ -145,5 +145,5 @@ def alone(function: Callable[..., Any], *arguments: Any, rounds: int) -> Timing:
 
 
 def speed_up(baseline: Timing, arm: Timing) -> float:
-  """How many times faster `arm` is; the median of the rounds' ratios, since they ran in turns."""
+  """Speed-up of `arm`: median of the rounds' ratios, since the arms ran in turns."""
   return statistics.median(b / a for b, a in zip(baseline.seconds, arm.seconds))

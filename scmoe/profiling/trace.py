@@ -20,7 +20,7 @@ _COPY = re.compile(r"memcpy\s*d(evice)?\s*2\s*d|memcpy.?d2d", re.IGNORECASE)
 _COLLECTIVE_OP = re.compile(
   r"all[-_]to[-_]all|all[-_]reduce|all[-_]gather|reduce[-_]scatter|collective[-_]permute|\bsend\b"
 )
-# What a simulated device runs is named by its instruction; these hold others, or move nothing.
+# A simulated device's events are named by their instruction; these contain others or move no data.
 _COLLECTIVE_THUNK = re.compile(rf"({_COLLECTIVE_OP.pattern})(-start|-done)?(\.\d+)?")
 _CONTAINER = re.compile(r"(while|call|conditional|async-start|async-done)(\.\d+)*")
 
@@ -32,10 +32,10 @@ class Event:
   Attributes:
     device: e.g. "/device:GPU:0".
     stream: the trace's name of the stream.
-    name: of the kernel or copy.
+    name: name of the kernel or copy.
     start, end: nanoseconds.
-    op: the HLO instruction that issued it, "" where the trace does not say.
-    module: the HLO module, "" likewise.
+    op: the HLO instruction that issued it; "" if the trace lacks it.
+    module: the HLO module; "" if the trace lacks it.
   """
 
   device: str
@@ -97,7 +97,7 @@ def read_events(path: str) -> list[Event]:
 def read_simulated(path: str) -> list[Event]:
   """The events of the simulated devices of a CPU, by start; empty for a trace of GPUs.
 
-  They share the CPU's cores and its memory: a collective is a copy, and waiting for the others.
+  Simulated devices share the CPU's cores and memory: a collective is a copy and a wait for peers.
   """
   import jax
 

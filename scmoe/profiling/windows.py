@@ -1,9 +1,9 @@
-"""The operations that may run, and that were put, beside each all-to-all: checked without a GPU.
+"""The operations that may run, or are scheduled, beside each all-to-all; needs no GPU.
 
 `program_windows` reads a scheduled GPU program (optimised HLO text): the operations between the
 start and the done of each exchange. `graph_windows` reads a jaxpr, before any compiler: the matrix
-products that neither wait for an exchange nor feed it. Barriers are edges there, so that it shows
-the window that the schedule leaves, in the forward and in the backward pass.
+products that neither wait for an exchange nor feed it. It counts barriers as dependencies, and so
+shows the window that the schedule leaves in the forward and the backward pass.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def program_windows(program: str) -> list[Window]:
 def graph_windows(jaxpr: Any) -> list[Window]:
   """Windows of a jaxpr's all-to-alls and sums of gradients: the products independent of each.
 
-  Barriers count. Calls and loops are looked into; the body of a loop is taken once.
+  Barriers count as dependencies. Calls are inlined; a loop's body counts once.
   """
   graph = _Graph()
   graph.add(getattr(jaxpr, "jaxpr", jaxpr), {})
@@ -130,7 +130,7 @@ class _Graph:
 
   def descendants(self, index: int) -> set[int]:
     seen = {index}
-    for j in range(index + 1, len(self.nodes)):  # nodes are in an order of execution
+    for j in range(index + 1, len(self.nodes)):  # nodes are in execution order
       if self.nodes[j].parents & seen:
         seen.add(j)
     return seen - {index}
@@ -148,7 +148,7 @@ def _inner(eqn: Any) -> Any:
 
 
 def summary(windows: Iterable[Window]) -> str:
-  """The products beside each exchange: one line for all exchanges of a kind with the same ones.
+  """The products beside each exchange: one line for equal exchanges.
 
   A step of 12 pairs has 48 exchanges or more, most of them alike: `12 x forward dispatch beside:
   ... (3 to 5 operations)`.

@@ -1,9 +1,9 @@
 """The two messages that pass between XLA and this package, in protobuf's wire format.
 
-A program's text names an asynchronous exchange after its start and done, a trace after the
-operation inside, which the text leaves out; the serialised program (`HloModuleProto`) has both. A
-profile goes to XLA as a `ProfiledInstructionsProto`. Of either only a few fields are needed, and
-their numbers may not change, so no generated code is.
+A program's text names an asynchronous exchange by its start and done. A trace names it by the
+operation inside, which the text omits. The serialised program (`HloModuleProto`) has both names. A
+profile goes to XLA as a `ProfiledInstructionsProto`. This module needs a few fields of each, and
+protobuf's field numbers never change, so it needs no generated code.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _all(message: bytes, number: int) -> Iterator[bytes]:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-  """(number, value) of every field: whole numbers, and bytes of anything else."""
+  """Yields (number, value) of every field: an int, or bytes for any other type."""
   at = 0
   while at < len(message):
     key, at = _number(message, at)

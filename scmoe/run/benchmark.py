@@ -1,8 +1,8 @@
 """Prefill and decode in turns, of several wirings or of several ways to hold experts in the host's
 memory: `python -m scmoe.generate --benchmark`.
 
-Weights are random: they change no time but that of the router's balance, which fresh weights make
-worse than a trained router's, and the hits of a cache of experts, for the same reason.
+Weights are random. A fresh router balances worse than a trained one, which changes the times of
+routed experts and the hits of an expert cache; other times do not depend on weights.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SAMPLE_SECONDS = 0.2  # calls of decoding that are timed together
 
 
 def offload_request(name: str, base: OffloadRequest = OffloadRequest()) -> OffloadRequest:
-  """How an arm holds its experts.
+  """Reads how an arm holds its experts.
 
   Args:
     name: none, blocking, early, ring, or two of them for prefill,decode; +N for a cache of N
@@ -57,7 +57,7 @@ def offload_request(name: str, base: OffloadRequest = OffloadRequest()) -> Offlo
 
 
 def name_of(request: OffloadRequest) -> str:
-  """The name that `offload_request` reads."""
+  """The name of an offload request; `offload_request` reads it back."""
   return request.way + (f"+{request.cache_size}" if request.cache_size > 0 else "")
 
 
@@ -107,7 +107,7 @@ class _Arm:
     jax.block_until_ready(self.state)
 
   def count(self) -> None:
-    """One more decode, of which is counted what it asks of the experts' caches."""
+    """Decodes once more and counts the lookups in the expert caches."""
     if not self.offload.cache_size:
       return
     first_B, caches = self.state
@@ -118,7 +118,7 @@ class _Arm:
     self.state = first_B, caches
 
   def warm_up(self) -> None:
-    """Past compilation and profile."""
+    """Runs both programs until compilation and profiling are over."""
     for run in (self.run_prefill, self.run_decode):
       run(1)
       while not self.programs.settled:

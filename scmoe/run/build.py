@@ -1,8 +1,8 @@
 """From a resolved RunConfig to the objects that run: mesh, model, objective, optimizer.
 
 Parameters travel as a plain nested dict of arrays (`nnx.to_pure_dict`): the optimizer, the
-checkpoint and `nnx.merge` all take it as it is. Until `init_state` makes the arrays where they
-belong, only their shapes exist, so that a sharded model never has to fit on one device.
+checkpoint and `nnx.merge` all take it as it is. Only shapes exist until `init_state` makes each
+array on its own devices, so a sharded model never has to fit on one device.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Built:
     shapes: parameters as `jax.ShapeDtypeStruct`, each with its sharding.
     objective: loss and metrics.
     optimizer: of the run.
-    teacher: what the objective learns from (`beside`), or None.
+    teacher: the teacher of the objective (`beside`), or None.
   """
 
   run: RunConfig
@@ -92,7 +92,7 @@ class Built:
   def _in_slots(self, best: Variant) -> Variant:
     """A variant in two chunks or more, whose experts barriers hold where they hide most.
 
-    Where communication fits the window, what the search starts from hides it already.
+    If communication fits the window, the search's starting point hides it already.
     """
     times = modelled_times(self.varied(best), "h200-slow")
     chunks = max(2, best.chunks or self.run.dispatch.chunks)
@@ -226,7 +226,7 @@ def build(
     run: see `RunConfig.resolve`.
     devices: the devices of the mesh; all of jax by default.
     teacher: the resolved run that `run.train.teacher` names. Without it the objective learns from
-      text alone, as whoever does not train wants it.
+      text only, which is enough for all commands but training.
 
   Raises:
     ConfigError: the mesh needs more devices than there are.

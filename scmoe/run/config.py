@@ -388,7 +388,7 @@ def from_json(text: str, where: str = "config JSON") -> RunConfig:
 
 
 def as_config_dict(run: RunConfig) -> Any:
-  """A locked `ml_collections.ConfigDict` of all fields: what `get_config` of a config file gives.
+  """A locked `ml_collections.ConfigDict` of all fields; `get_config` of a config file returns one.
 
   It refuses unknown fields, and values that its types cannot hold.
 
@@ -450,7 +450,7 @@ def load_config(path: Path, function: str = "get_config") -> RunConfig:
     values = make()
   except ConfigError:
     raise
-  except Exception as error:  # whatever the user's code raises: one line, with the place
+  except Exception as error:  # any exception of the user's code becomes one line, with its place
     raise ConfigError(f"{path}{_line_of(error, path)}: {_in_words(error)}") from None
   if isinstance(values, RunConfig):
     return values

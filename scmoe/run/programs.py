@@ -52,7 +52,7 @@ class Programs:
 
   @property
   def settled(self) -> bool:
-    """Whether every program that was called is compiled for the last time."""
+    """True if no called program will be compiled again."""
     return all(program.settled for program in self._programs.values())
 
   @property

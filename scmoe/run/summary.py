@@ -143,7 +143,7 @@ class Lever:
 
   @property
   def fits(self) -> bool:
-    """Whether the step then fits, as far as that is known."""
+    """True if the step then fits, as far as that is known."""
     return self.limit is None or self.memory is None or self.memory <= self.limit
 
   def __str__(self) -> str:

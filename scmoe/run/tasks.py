@@ -327,7 +327,7 @@ class _Tasks(_TaskManager):
     self._loaded: dict[str, Any] = {}
 
   def knows(self, name: str) -> bool:
-    """Whether there is such a task, group, tag or task file."""
+    """True if there is such a task, group, tag or task file."""
     return name in self.all_tasks or (name.endswith((".yaml", ".yml")) and Path(name).is_file())
 
   def load(self, task_list: Any) -> Any:

@@ -406,7 +406,8 @@ def in_turns(walks: Sequence[PairWalk]) -> Iterator[tuple[Callable[[Step], None]
   turns = walks[0].turns
   for number, turn in enumerate(turns):
     for i, walk in enumerate(walks):
-      if number or i:  # the first turn is free: the last batch's rows may still be travelling
+      # No tie for the very first turn: the last batch may still wait for rows of the pair before.
+      if number or i:
         _tie(walks, i)
       walk.resume()
       for step in turn:

@@ -235,7 +235,8 @@ def taken_apart(static: Static, params: Any) -> Any:
 
 @functools.cache
 def _cut(static: Static, tree: Any, kinds: tuple[tuple[Any, Any], ...]) -> Any:
-  """Which leaves are cut, a program that cuts them, and the resulting tree; None if none are.
+  """(which leaves to cut, a program that cuts them, the resulting tree), or None if no leaf has to
+  be cut.
 
   The result is kept: merging modules takes milliseconds, and the first token waits for them.
   """

@@ -137,7 +137,7 @@ class _Layout:
     self.points.append("out")
 
   def _add(self, config: Any, rule: Any, first: int, *, dense: bool) -> None:
-    """A pair that begins with this layer, or one layer without a MoE."""
+    """Adds the names of a pair that begins with layer `first`, or of one layer without a MoE."""
     if dense:
       self.points += [f"{first} in", f"{first} attention"]
     else:
@@ -158,7 +158,7 @@ class _Listener:
 
   Args:
     inner: the part.
-    note: called with the arguments and the result of `name`.
+    note: called with the result of the method, then with its positional arguments.
     name: of the method; `__call__` for a part that is called.
   """
 
@@ -204,7 +204,8 @@ def _counts(
     graph, params = stacks[dense]
     pair: BlockPair = nnx.merge(graph, jax.tree.map(lambda x, i=i: x[i], params))
     moe, seen = pair.moe, {}
-    # Listeners are no modules, and the pair is never taken apart again.
+    # A listener is no nnx.Module, so it is set behind nnx's back. That is safe here: nothing splits
+    # this pair again.
     note = lambda flight, *_: flights.append(flight.routing)
     if moe is not None:
       object.__setattr__(pair, "moe", _Listener(moe, note, "route"))

@@ -306,7 +306,8 @@ class FFNExperts(Experts):
     return self._on_replicas(run, rows, weights, layout)
 
   def weights(self) -> FFNWeights:
-    """This device's share of the weights, in the type in which they are stored."""
+    """This device's share of the weights, in the stored type. Where devices add partial sums, all
+    but one get a zero output bias."""
     read = lambda param: None if param is None else param[...]
     down_bias_GD = read(self.down_bias)
     if down_bias_GD is not None and (self.config.adaptive_r > 1 or axis_size("tensor") > 1):

@@ -224,8 +224,9 @@ class MoE(nnx.Module):
     """
     self._check_width(x)
     chosen: Any = self._gate(call.gate) if gate is None else gate
-    # In the backward pass one loop adds the gradients of gate and experts. The barrier keeps XLA
-    # from joining that loop to the norm's backward pass, which reads the sum.
+    # Where tokens stay in place (`Local`), one loop in the backward pass adds the gradients of the
+    # gate and of the K experts. The norm's backward pass reads this sum and adds up over rows and
+    # columns. If XLA fused the two, the loop would lose half its speed: the barrier prevents that.
     x_TD = barrier(x.reshape(-1, self.config.width), "backward")
     routing, k = self._routing(x_TD, x.shape, chosen, call)
     kept_TD = None

@@ -235,7 +235,8 @@ def update_bias(
   moved = lambda delta_LE: jnp.where(seen_L1 & computes_E, delta_LE, 0)
   error_LE = target - sums.load_E / jnp.maximum(choices_L1, 1)
   if config.bias == "sign":
-    # Differences of integers are exact, so the bias of an expert with exactly its share stays.
+    # Without zero experts both numbers are integers in float32, exact up to 2^24. Their difference
+    # is then exactly 0 for an expert with its fair share, and its bias stays.
     exact_LE = choices_L1 - real * sums.load_E if not zero else error_LE
     return {**state, "bias": state["bias"] + config.bias_rate * moved(jnp.sign(exact_LE))}
   delta_LE = config.bias_rate * error_LE

@@ -393,7 +393,8 @@ def rounded_choice(
   mask_T = jnp.ones(tokens, bool) if mask_T is None else mask_T
   chosen_TE = (expert_TK[:, :, None] == jnp.arange(num_experts)).any(1) & mask_T[:, None]
   count_E = chosen_TE.sum(0)
-  # By expert: those that chose it, then the others, each by falling probability; masked ones last.
+  # Each expert ranks the tokens: first those that chose it, then the others, both by falling
+  # probability, and masked tokens last.
   class_TE = jnp.where(mask_T[:, None], jnp.where(chosen_TE, 0, 1), 2)
   rank_TE = jnp.argsort(jnp.lexsort((-probs_TE, class_TE), axis=0), axis=0)
   target_E = rounded_counts(count_E, tile, mask_T.sum())

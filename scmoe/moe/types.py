@@ -116,8 +116,8 @@ class Dispatched:
 class RouterSums:
   """Sums over tokens from which every routing loss and statistic follows.
 
-  All are additive over devices and microbatches, so that a loss over the global batch needs one
-  reduction per step, not one per layer. float32 throughout.
+  All are additive over devices and microbatches, so that one reduction serves all layers and all
+  microbatches that run side by side. float32 throughout.
 
   Attributes:
     tokens: number of tokens that are not masked.

@@ -57,7 +57,8 @@ def find_cluster(
 def initialize(cfg: DistributedConfig) -> None:
   """Connects the processes of the run, if it has several; call before any other use of jax.
 
-  The coordinator listens on the loopback interface only when its address is one.
+  If the coordinator's address is a loopback address, it listens on 127.0.0.1 alone; else jax
+  chooses the interface.
 
   Raises:
     ConfigError: see `find_cluster`; or the processes did not find each other.

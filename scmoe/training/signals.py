@@ -102,7 +102,7 @@ class Watchdog:
       self._changed.notify()
 
   def arm(self, seconds: float, what: str) -> None:
-    """Starts, or starts anew, the allowance for `what`; 0 seconds: no limit."""
+    """Gives `what` this many seconds from now, in place of any earlier limit; 0: no limit."""
     if not seconds:
       return self.disarm()
     with self._changed:

@@ -45,7 +45,7 @@ class Spikes:
   def after(
     self, recent: dict[str, Array], loss: Array, norm: Array, good: Array
   ) -> dict[str, Array]:
-    """The recent values after this step, which joins them if it was good."""
+    """The recent values after this step. Its loss and norm are added if the step was good."""
     values = recent["values"].at[:, recent["count"] % WINDOW].set(jnp.stack([loss, norm]))
     return {
       "values": jnp.where(good, values, recent["values"]),

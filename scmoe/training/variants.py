@@ -22,11 +22,12 @@ from scmoe.training.step import TrainState
 class Variant:
   """The options in which steps of a run may differ; None: as the run is configured.
 
-  All but the last two only change how and when rows travel, so the search may choose them. `top_k`
+  All but the last two only change how and when rows or weights travel, so the search may choose
+  them. `top_k`
   and `capacity_factor` change the result.
 
   Attributes:
-    transport: `dispatch.transport`, from capacity to packed.
+    transport: `dispatch.transport`: capacity or packed.
     schedule, order: `overlap.schedule` and `overlap.order`.
     adaptive_r: `dispatch.adaptive_r` (Tutel adaptive_r).
     chunks: `dispatch.chunks` (Tutel a2a_ffn_overlap_degree).

@@ -148,7 +148,8 @@ def chosen(
   *,
   files: bool = False,
 ) -> tuple[Plan, list[str]]:
-  """The way of a run, and lines that describe it; no lines where everything stays on the device.
+  """The plan of a run, and the lines that describe it to the user. There are no lines if everything
+  stays on the device.
 
   Args:
     model: resolved.
@@ -288,8 +289,9 @@ def plan(
     devices: number of devices over which the experts are spread.
 
   Raises:
-    ConfigError: the experts of a single layer do not fit beside the dense part, or all experts do
-      not fit the host. The message names the number of bytes needed.
+    ConfigError: one layer's experts do not fit beside the dense part, caches and activations; all
+      experts do not fit the host; or a model without experts does not fit the device. The message
+      names the number of bytes needed.
   """
   everything = needed.fixed + needed.pairs * needed.layer
   if everything <= device_budget:

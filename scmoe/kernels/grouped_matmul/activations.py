@@ -106,7 +106,7 @@ def _gelu_exact_grad(h):
 
 
 # Φ(-|h|) = exp(-h²/2) · t · polynomial(t), t = 1 / (1 + p |h| / √2), to 7.5e-8 (Abramowitz and
-# Stegun 7.1.26). The coefficients are halved: theirs are of erfc.
+# Stegun 7.1.26). The coefficients are half of the published ones, which give erfc.
 _TAIL_SLOPE = 0.3275911 * _SQRT_HALF
 _TAIL = (0.5307027145, -0.7265760135, 0.7107068705, -0.142248368, 0.127414796)
 

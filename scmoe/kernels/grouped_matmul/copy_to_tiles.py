@@ -26,7 +26,7 @@ _ALIGNED = 128  # bytes
 
 
 def takes(x_MD: jax.Array, num_copies: int) -> bool:
-  """Whether the kernel takes rows of this type and width, for so many places each."""
+  """Whether the kernel can copy rows of this type and width to `num_copies` places each."""
   row_bytes = x_MD.shape[1] * x_MD.dtype.itemsize
   fits = 0 < row_bytes <= _ROOM // (2 * _WARPS + 1) and row_bytes % _ALIGNED == 0
   return fits and x_MD.shape[0] > 0 and num_copies <= _LANES

@@ -89,7 +89,8 @@ class Memory:
 
   Attributes:
     dy, down: the ring's stages.
-    pre, scaled: chunks of the epilogue; `pre` is loaded and dH stored from it.
+    pre, scaled: chunks of the epilogue. Pre-activations are loaded into `pre`, and their gradients
+      are stored from it.
     weight, ds: of a consumer's rows.
     full, empty: barriers of the ring.
     pre_loaded, weight_loaded: barriers of the epilogue's loads.
@@ -189,7 +190,7 @@ def down_backward_product(
         return row_tile * tiling.rows + first_row, first_of(col_tile, cols, hidden)
 
       def load_chunk(row, col, consumer):
-        """Pre-activations from a row and a column on, as many as the buffers take."""
+        """Starts to load the block of pre-activations at (row, col) into the consumer's buffers."""
         for part in range(parts):
           plgpu.copy_gmem_to_smem(
             gmem.pre[part].at[pl.ds(row, together * _ROWS), pl.ds(col, _COLS)],

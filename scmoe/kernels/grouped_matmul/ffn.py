@@ -89,9 +89,9 @@ def expert_ffn(
 
   Returns:
     [..., D'] in the rows' order and type, D' the width of the last layer; products are accumulated
-    in float32. Rows without an expert are zero and get a zero gradient. The gradient of
-    tokens in place is a sum that what reads it may join: what adds up over it belongs behind a
-    barrier (`parallel.barriers.barrier`, "backward").
+    in float32. Rows without an expert are zero and get a zero gradient. XLA may fuse the loop that
+    sums the gradient of tokens in place with its reader. If the reader reduces over rows or
+    columns, put a barrier between them (`parallel.barriers.barrier`, "backward").
 
   Raises:
     ValueError: shapes disagree, or a word of the config is unknown or does not fit.

@@ -266,8 +266,11 @@ class RowLayout:
     if runs_ptx() and sorting.takes(self.num_copies, self.num_groups):
       return _sorted_by_kernel(sizes_G, group_MK, position_MK, tile)
     groups = make_layout(sizes_G, self.num_copies, tile)
-    starts_G1 = jnp.append(groups.tile_starts_G * tile, groups.num_rows)  # of "no expert": past all
-    # Read by copy, then row, as positions are counted (`choices_layout`): nothing is transposed.
+    starts_G1 = jnp.append(
+      groups.tile_starts_G * tile, groups.num_rows
+    )  # last entry: "no expert" starts behind all rows
+    # The lookup goes copy by copy, then row by row, the order in which `choices_layout` counts
+    # positions, so XLA transposes nothing.
     row_MK = starts_G1[group_MK.T].T + position_MK
     row_MK = jnp.where(group_MK < self.num_groups, row_MK, groups.num_rows)
     return TiledRows(groups, make_permutation(row_MK, groups.num_rows))

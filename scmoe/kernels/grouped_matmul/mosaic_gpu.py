@@ -195,7 +195,7 @@ def _fp8_product(x_XK, matrices, biases, layout, *, permutation=None, **options)
 
 
 def _up_gradients(x_XD, dpre, layout, index_R, how: Execution) -> tuple[jax.Array, ...]:
-  """Gradients of the weights of x's products, one for each pre-activation."""
+  """Gradients of the first layer's weights, one array for each pre-activation."""
   options = {"out_dtype": x_XD.dtype, "num_sms": how.num_sms}
   if index_R is None or len(dpre) == 1:
     gradient = functools.partial(grouped_weights, lhs_index_R=index_R, **options)

@@ -57,7 +57,7 @@ def file_of(device_kind: str) -> Path:
 
 
 def table(device_kind: str) -> Table:
-  """What was measured on this kind of device; read once."""
+  """The measurements of this kind of device. Their file is read once per process."""
   if device_kind not in _tables:
     _tables[device_kind] = stored(device_kind)
   return _tables[device_kind]
@@ -71,7 +71,9 @@ def use(device_kind: str, found: Table) -> None:
 def stored(device_kind: str) -> Table:
   """What the file of a kind of device holds; {} and a warning where it cannot be used."""
   file = file_of(device_kind)
-  if not file.is_absolute():  # nor would it be kept
+  if (
+    not file.is_absolute()
+  ):  # without a home folder nothing is read; `keep` refuses to write there too
     return {}
   try:
     with file.open("rb") as opened:

@@ -18,7 +18,7 @@ class FFNWeights:
   Attributes:
     up_GDF: first layer.
     down_GFD: last layer; the width of the result may be another than D.
-    gate_GDF: second first-layer matrix of a gated activation (SwiGLU); None otherwise.
+    gate_GDF: the gate's matrices, beside `up_GDF`, for a gated activation (SwiGLU); None otherwise.
     up_bias_GF, down_bias_GD, gate_bias_GF: biases, or None.
   """
 

@@ -65,14 +65,15 @@ def cache_length(length: int, dtype: Any, width: int) -> int:
 
 
 def takes(q_BSHN: Array, k_BTKN: Array, v_BTKM: Array, backend: str = "auto") -> bool:
-  """Whether the kernel takes this: one token a row, 16-bit floats, widths of 64 and 128, caches
-  whose length 64 divides, and up to 64 heads of queries that share keys."""
+  """Whether the kernel can compute this attention. It needs one token per row, one 16-bit float
+  type for all, heads of width 64 or 128, keys and values of equal shape with a length that is a
+  multiple of 64, at most 64 query heads per key head, and the kernels' backend."""
   heads, width = q_BSHN.shape[2:]
   length, kv_heads = k_BTKN.shape[1:3]
   alike = q_BSHN.dtype == k_BTKN.dtype == v_BTKM.dtype and v_BTKM.shape == k_BTKN.shape
   fits = q_BSHN.shape[1] == 1 and width in (64, 128) and length % _BLOCK == 0
   fits = fits and alike and heads // kv_heads <= _ROWS
-  # Asked last: it says what it decides.
+  # Called last, because it logs its decision.
   return fits and resolve_backend(backend, q_BSHN.dtype, width) == "mosaic_gpu"
 
 

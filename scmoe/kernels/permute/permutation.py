@@ -179,8 +179,8 @@ def sum_copies(
     rows_RD: a buffer's rows.
     row_TK: row of each copy.
     weight_TK: None: 1.
-    joined: what reads the result may join the loop that makes it. For a caller who sees to it that
-      nothing does that adds up over its rows or columns: the loop would lose half its speed.
+    joined: XLA may fuse the loop with the reader of its result. Set it only if no reader reduces
+      over rows or columns: fused with such a reader, the loop would lose half its speed.
   """
   return _sum_copies((rows_RD,), (row_TK,), weight_TK, joined)
 

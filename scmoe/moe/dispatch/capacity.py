@@ -146,7 +146,8 @@ class Capacity:
       rows_RD = gather_rows(x_TD, permutation)
       if routing.input_weight_TK is not None:
         rows_RD = weigh_rows(rows_RD, routing.input_weight_TK, permutation)
-      # Who waits for the plan, others' batches too (`in_turns`), lets the rows go first.
+      # The barrier ties the plan to the gathered rows. Whatever reads the plan, also another
+      # batch's turn (`in_turns`), waits until these rows are gathered.
       permutation, rows_RD = barrier((permutation, rows_RD), "forward")
       part = rows_RD.reshape(ranks, num_experts // ranks, -1, x_TD.shape[-1])
       # Named so that a backward pass that recomputes its forward does not exchange rows again.

@@ -89,10 +89,10 @@ class Dropless:
   longest: int | None = None
 
   def dispatch(self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any) -> Dispatched:
-    """Sends the first round, up to P rows to every peer, and sees to the overflow rounds.
+    """Runs the overflow rounds, and sends the first round: P rows to every peer in each chunk.
 
-    Overflow rounds come in front of the first one's exchange: XLA lets no other exchange be under
-    way beside a loop that has some, even if the loop has nothing to do.
+    The overflow rounds run before the first round's exchange. XLA runs no exchange beside a loop
+    that contains exchanges, even if the loop runs zero times.
 
     Args:
       x_TD: tokens of this device.
@@ -128,7 +128,8 @@ class Dropless:
       layouts.append(_arrived(queues, chunk * size, size))
       windows.append(window)
     if overflow_TD is not None:
-      # In the backward pass neither starts before the experts are done.
+      # In the backward pass, neither the first round's exchange nor the overflow rounds start
+      # before the experts' gradients are done.
       rows[0], overflow_TD = barrier((rows[0], overflow_TD), "backward")
       overflow_TD = checkpoint_name(overflow_TD, "moe_rows")
     sent = tuple(windows), routing.weight_TK, overflow_TD
@@ -166,8 +167,8 @@ class Dropless:
     def one(index, x_TD, given_TK, state, queues):
       low = first + (index - 1) * size
       window = _window(queues, low, size)
-      # Weights are 1 either before or after the experts. The loop is given the other ones, and
-      # differentiates them.
+      # Weights multiply rows either before or after the experts. The loop gets only the weights in
+      # use, and differentiates them.
       input_TK, weight_TK = (given_TK, jnp.ones_like(given_TK)) if before else (None, given_TK)
       with jax.named_scope("dispatch"):
         rows_RD, queues = _filled(x_TD, input_TK, queues, window)

@@ -46,7 +46,8 @@ class Local:
     return Dispatched((rows_RD,), (layout,), none, one, (permutation,), routing.weight_TK)
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
-    """What the experts have added up; see `Transport.combine`."""
+    """The sum of each token's choices. The experts have made it, unless weights come before them:
+    then it is made here."""
     if not sent.permutations:
       return sent.rows[0]
     return sum_chunks(sent.rows, sent.weight_TK, sent.permutations)

@@ -77,7 +77,8 @@ def make_transport(
 ) -> Transport:
   """The transport of a layer on this device.
 
-  Where nothing is exchanged, nothing has to have a fixed size: capacity's rows are packed then.
+  Without an exchange no buffer needs a fixed size. `capacity` then runs as `Packed`, unless the
+  experts take buffers of equal size.
 
   Args:
     config: of the layer; a transport of one's own (`dispatch.transport=my_package.module:Name`) is

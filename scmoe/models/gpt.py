@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jax.core import Tracer
@@ -174,9 +175,14 @@ class GPT(nnx.Module):
         f"model.context={config.context}, got rows of {shape[1]} tokens; use at most "
         f"{config.context}, or a larger model.context"
       )
-    if isinstance(tokens_BS, Tracer) or not tokens_BS.size:
+    is_known = not isinstance(tokens_BS, Tracer) and getattr(
+      tokens_BS, "is_fully_addressable", True
+    )
+    if not is_known or not tokens_BS.size:
       return
-    for worst in (int(tokens_BS.min()), int(tokens_BS.max())):
+    # By NumPy: inside a traced function jnp would trace even the minimum of a known array.
+    ids = np.asarray(tokens_BS)
+    for worst in (int(ids.min()), int(ids.max())):
       if not 0 <= worst < config.vocab_size:
         raise ConfigError(
           f"model.vocab_size={config.vocab_size}, got token id {worst}; use ids from 0 to "

@@ -39,6 +39,14 @@ def test_a_length_is_checked_inside_of_jit_as_well(model):
     jax.eval_shape(run, jnp.zeros((1, 7), jnp.int32))
 
 
+def test_known_ids_inside_of_jit_are_checked_too(model):
+  # A traced function may close over ids that are known: they are not tracers.
+  ids, wrong = jnp.asarray([[1, 2]]), jnp.asarray([[1, 11]])
+  assert jax.eval_shape(lambda: model(ids).h_BSD).shape == (1, 2, 16)
+  with pytest.raises(ConfigError, match=r"got token id 11"):
+    jax.eval_shape(lambda: model(wrong).h_BSD)
+
+
 def test_the_padding_of_a_prompt_may_be_longer_than_the_context(model):
   run = lambda ids: model(ids, Pass(caches=model.init_caches(1, 16), begins=True)).h_BSD
   assert jax.eval_shape(run, jnp.zeros((1, 16), jnp.int32)).shape == (1, 16, 16)

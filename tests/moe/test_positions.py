@@ -155,7 +155,10 @@ def test_a_capacity_of_zero_is_refused_and_never_dropless(factor):
 
 
 def test_the_exact_need_is_not_known_under_jit():
-  assert exact_capacity(jnp.asarray([[1, 4], [2, 0]])) == 4
+  known = jnp.asarray([[1, 4], [2, 0]])
+  assert exact_capacity(known) == 4
+  sized = jax.jit(lambda: jnp.zeros(exact_capacity(known)))  # known counts inside a traced function
+  assert sized().shape == (4,)
   with pytest.raises(ConfigError, match="traced"):
     jax.jit(exact_capacity)(jnp.ones((1, 2), jnp.int32))
 

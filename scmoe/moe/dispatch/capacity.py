@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
@@ -106,7 +107,7 @@ def exact_capacity(count_GE: Array) -> int:
       "exact_capacity got traced counts; under jit a buffer's size cannot depend on data: leave "
       "`need` out of capacity(...), or use dispatch.transport=dropless"
     )
-  return int(count_GE.max()) if count_GE.size else 0
+  return int(np.asarray(count_GE).max()) if count_GE.size else 0
 
 
 @dataclasses.dataclass(frozen=True)

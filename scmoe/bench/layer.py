@@ -169,7 +169,7 @@ class Layer:
     self.graph, self._params = nnx.split(abstract)
 
   def shapes(self) -> Any:
-    """What the parameters are, as arrays without values."""
+    """The parameters' shapes and types, as arrays without values."""
     return self._params
 
   def params(self, seed: int) -> Any:

@@ -93,7 +93,7 @@ class Embedding(nnx.Module):
     targets_BS: Int[Array, "B S"],
     weights_BS: Float[Array, "B S"],
   ) -> tuple[Array, Array]:
-    """What training differentiates: Σ weight · nats, and Σ weight · [the best guess is right].
+    """The sums of a training loss: Σ weight · nats, and Σ weight · [the best guess is right].
 
     Each float32 []; by chunks of tokens, the gradient computed on the way.
     """
@@ -113,7 +113,7 @@ class Embedding(nnx.Module):
     share: float,
     temperature: float,
   ) -> tuple[Array, Array, Array, Array]:
-    """What a student differentiates: `scmoe.layers.cross_entropy.taught_losses`.
+    """A student's loss: `scmoe.layers.cross_entropy.taught_losses`.
 
     Args:
       h_BSD: last hidden states.

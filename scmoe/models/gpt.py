@@ -386,7 +386,7 @@ def run_batches_in_turns(
 
 
 def _of_pairs(found: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-  """What a scan gives of `stage`'s (sums, caches, hidden state, experts that the device keeps), but
+  """A scan's results over `stage`: (sums, caches, hidden state, kept experts), but
   that caches and experts stay each pair's own."""
   sums, caches, hidden, kept = zip(*found)
   each = lambda some: None if some[0] is None else list(some)

@@ -74,7 +74,7 @@ LARGE_LAYER = 1 << 18
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GradientTotal:
-  """What this device's microbatches have added up for one parameter.
+  """The sum over this device's microbatches for one parameter.
 
   A pytree with one child: `jax.grad` with respect to it gives a `GradientTotal` with the new value.
 
@@ -140,7 +140,7 @@ class Losses(Protocol):
   def look_ahead(
     self, params: PyTree, router: PyTree, batch: Batch, key_of: Callable[[Any], Array]
   ) -> PyTree:
-    """What a microbatch's loss needs to know of the step's other microbatches, or None.
+    """The sums over the step's other microbatches that a microbatch's loss needs, or None.
 
     Args:
       params, router: as in `losses`.

@@ -28,7 +28,7 @@ COSINE_EPS = 1e-12
 
 
 class Gate(Protocol):
-  """What routing asks of a gate.
+  """The protocol of gates.
 
   Noise, softmax, choice and normalisation are not the gate's: it returns plain scores. It runs on
   each device's tokens alone, with replicated parameters, so it must treat tokens independently. A

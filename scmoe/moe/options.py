@@ -24,7 +24,7 @@ GATES: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class CompatConfig(Options, path="router.compat"):
-  """What Tutel and MegaBlocks can do and few want: to compare with them, or to go on from them."""
+  """Options of Tutel and MegaBlocks that few want: to compare with them, or to go on from them."""
 
   order: str = option(
     "choice",

@@ -25,7 +25,7 @@ Gate = Callable[[Array], Array] | Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draws:
-  """What is drawn for the gate in training; it comes from outside, so that no mesh changes it.
+  """Random numbers for the gate in training, drawn outside so that no mesh changes them.
 
   Attributes:
     noise_TE: standard normal, with `router.noise`; else None.
@@ -119,7 +119,7 @@ def route_distinct(
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-  """What a gate says of every token.
+  """The scores that a gate gives every token.
 
   Attributes:
     logits_TE: float32, with noise where there is some; clean_TE: without.
@@ -148,7 +148,7 @@ class Scores:
 
   @functools.cached_property
   def scores_TE(self) -> Array:
-    """What weights are made of: softmax of the logits over all experts, or sigmoid of each."""
+    """The scores behind the weights: softmax of the logits over all experts, or sigmoid of each."""
     return jax.nn.sigmoid(self.logits_TE) if self.independent else jax.nn.softmax(self.logits_TE)
 
   @functools.cached_property

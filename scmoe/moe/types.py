@@ -59,7 +59,7 @@ class Routing:
 
   @property
   def zero_weight_T(self) -> Float[Array, " T"]:
-    """What a token itself adds to its output: the weights of its zero experts, float32."""
+    """The share of a token's own value in its output: its zero experts' weights, float32."""
     weight_TK = self.weight_TK if self.input_weight_TK is None else self.input_weight_TK
     return jnp.where(self.zero_TK & self.taken_TK, weight_TK, 0).sum(1)
 

@@ -45,7 +45,7 @@ _ROWS = 64  # rows that are in registers at a time: a consumer's whole chunk wou
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Operands:
-  """What the kernel reads: arrays outside, refs inside.
+  """The kernel's operands: arrays outside it, refs inside.
 
   Attributes:
     group_I: int32, group of each row tile.
@@ -69,7 +69,7 @@ class Operands:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Outs:
-  """What it writes.
+  """The kernel's results.
 
   Attributes:
     scaled: s·A, [R, F].

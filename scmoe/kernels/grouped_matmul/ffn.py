@@ -40,7 +40,7 @@ IMPLEMENTATIONS = ("auto", "grouped", "batched")
 
 @dataclasses.dataclass(frozen=True)
 class FFNConfig(Options):
-  """What is static about the experts' network.
+  """The static options of the experts' network.
 
   Attributes:
     activation: one of `activation_names()`.
@@ -252,7 +252,7 @@ def _back(y_RD, weight_MK, tiles: TiledRows, static: _Static, joined: bool = Fal
 
 
 def _row_weights(weight_MK, tiles: TiledRows, dtype) -> jax.Array:
-  """What each row of the tiles is multiplied by; 0 on padding."""
+  """The factor of each row of the tiles; 0 on padding."""
   if tiles.permutation is None:
     return jnp.ones((tiles.groups.num_rows,), dtype)
   copy_R = tiles.permutation.copy_R

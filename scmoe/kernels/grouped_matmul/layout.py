@@ -1,4 +1,4 @@
-"""Where each group's rows lie once groups are padded to whole row tiles.
+"""The places of each group's rows, once groups are padded to whole row tiles.
 
     M  rows given              R  rows of the padded layout (a multiple of `tile`)
     G  groups (experts)        I  row tiles: R // tile

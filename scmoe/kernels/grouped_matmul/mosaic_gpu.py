@@ -67,7 +67,7 @@ def grouped_rows(
   precision=None,
   num_sms: int | None = None,
 ) -> jax.Array:
-  """As `xla.grouped_rows`; rows of tiles that are not in use are not written."""
+  """The kernel for `xla.grouped_rows`; it does not write rows of unused tiles."""
   del precision  # 2-byte operands are exact in the matrix unit
   out_dtype = jnp.dtype(out_dtype or jnp.float32)
   n = rhs_GKN.shape[1 if transpose_rhs else 2]
@@ -99,7 +99,7 @@ def grouped_weights(
   precision=None,
   num_sms: int | None = None,
 ) -> jax.Array:
-  """As `xla.grouped_weights`."""
+  """The kernel for `xla.grouped_weights`."""
   del precision
   out_dtype = jnp.dtype(out_dtype or jnp.float32)
   lhs, lhs_index_R = _split_gather(lhs_XK, lhs_index_R, can_gather())
@@ -130,7 +130,7 @@ def forward(
   permutation: Permutation | None = None,
   with_pre: bool = True,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-  """As `xla.forward`; gather, biases and activation are part of the products.
+  """The kernels for `xla.forward`; the products do gather, biases and activation.
 
   fp8 operands are multiplied as such where all widths are multiples of their block.
   """
@@ -176,7 +176,7 @@ def _product(x_XK, matrices, biases, layout, *, permutation=None, activation=Non
 
 
 def _fp8_product(x_XK, matrices, biases, layout, *, permutation=None, **options):
-  """As `_product`, of operands rounded to e4m3; gathered before the product, with their scales."""
+  """`_product` of operands rounded to e4m3; they are gathered first, with their scales."""
   rows, scale = fp8.quantised_rows(x_XK)
   if permutation is not None:
     rows, scale = (take_rows(x, permutation.token_R) for x in (rows, scale))
@@ -219,7 +219,7 @@ def backward(
   *,
   permutation: Permutation | None = None,
 ) -> tuple[jax.Array, FFNWeights, jax.Array]:
-  """As `xla.backward`: one kernel to the pre-activations, then three products."""
+  """The kernels for `xla.backward`: one to the pre-activations, then three products."""
   dtype, (_, width, hidden) = x_XD.dtype, weights.up_GDF.shape
   inside = _gathers_inside("down_backward", hidden)
   dy, dy_index_R = _rows(dy_XD, permutation, layout, inside)

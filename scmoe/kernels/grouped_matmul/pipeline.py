@@ -94,7 +94,7 @@ def smem(shape: Sequence[int], dtype) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """What `run_tiles` does for each tile.
+  """The work of `run_tiles` for each tile.
 
   Attributes:
     num_tiles: how many tiles there are; a pair of CTAs takes two at a time, counted as one.
@@ -338,7 +338,7 @@ def tiles_over(width: int, size: int, multiple: int = 1) -> int:
 
 
 def first_of(tile: Any, size: int, width: int) -> Any:
-  """Where a tile begins.
+  """The first row or column of a tile.
 
   What does not divide is covered by tiles that end with the width: the last ones compute a part of
   the one before once more, and store the same numbers.

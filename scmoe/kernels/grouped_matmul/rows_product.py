@@ -42,7 +42,7 @@ from scmoe.kernels.running import resolve_num_sms
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Operands:
-  """What the kernel reads: arrays outside, refs inside.
+  """The kernel's operands: arrays outside it, refs inside.
 
   Attributes:
     group_I: int32, group of each row tile.

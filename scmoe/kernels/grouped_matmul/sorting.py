@@ -1,4 +1,4 @@
-"""Where every choice stands among the experts' tiles, and the tiles, in one kernel on Hopper.
+"""The place of every choice among the experts' tiles, and the tiles, in one kernel on Hopper.
 
     N  choices      G  groups (experts)      R  rows of the tiles      I  tiles
 

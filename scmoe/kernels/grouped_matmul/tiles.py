@@ -55,7 +55,7 @@ def smem_bytes(tiling: Tiling, out_itemsize: int = 2) -> int:
 
 
 def _fit(tiling: Tiling, out_itemsize: int) -> Tiling:
-  """As many stages as fit, at most 6; a stage more is worth a buffer of stores."""
+  """The largest number of stages that fits, at most 6; one more is worth a buffer of stores."""
   for stages in (6, 5, 4, 3, 2):
     for stores in (2, 1):
       candidate = dataclasses.replace(tiling, stages=stages, stores=stores)

@@ -50,7 +50,7 @@ _tables: dict[str, Table] = {}  # by device kind: what was read, or given by `us
 
 
 def file_of(device_kind: str) -> Path:
-  """Where the measurements of a kind of device lie: $XDG_CACHE_HOME/scmoe/tilings/KIND.json."""
+  """The file of a kind of device's measurements: $XDG_CACHE_HOME/scmoe/tilings/KIND.json."""
   cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
   name = re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-")
   return Path(cache) / "scmoe" / "tilings" / f"{name}.json"
@@ -69,7 +69,7 @@ def use(device_kind: str, found: Table) -> None:
 
 
 def stored(device_kind: str) -> Table:
-  """What the file of a kind of device holds; {} and a warning where it cannot be used."""
+  """The content of a kind of device's file; {} and a warning if it cannot be used."""
   file = file_of(device_kind)
   if (
     not file.is_absolute()

@@ -1,4 +1,4 @@
-"""What an implementation of the experts' network is given: their weights, and how to compute."""
+"""The inputs of an implementation of the experts' network: weights, and how to compute."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class _Products:
 
 
 def _of_tile(precision) -> _Products:
-  """Of one tile: results in the accumulation type."""
+  """The products of one tile, with results in the accumulation type."""
 
   def dot(lhs, rhs, left, right):
     dtype = accumulation_type(lhs.dtype, rhs.dtype)

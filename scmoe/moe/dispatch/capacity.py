@@ -167,7 +167,7 @@ class Capacity:
     return sum_chunks(tuple(back), sent.weight_TK, sent.permutations)
 
   def _chunk(self, plan: Permutation, num_experts: int, chunk: int) -> Permutation:
-    """Of one part of the buffers: positions [chunk · n, (chunk + 1) · n) of every expert."""
+    """One part of the buffers: positions [chunk · n, (chunk + 1) · n) of every expert."""
     if self.chunks == 1:
       return plan
     rows = self.groups * self.rows  # of an expert

@@ -153,7 +153,7 @@ class Dropless:
   def _overflow(
     self, x_TD: Array, routing: Routing, queues: _Queues, rounds: Array, experts: Any
   ) -> Array:
-    """What the rounds after the first one add to y_TD; no work where one was enough.
+    """The part of y_TD from the rounds after the first; no work where one round was enough.
 
     The backward pass runs the same rounds again, each with its own vector-Jacobian product, so that
     memory does not depend on their number either. They are added up in the type of x: no token is

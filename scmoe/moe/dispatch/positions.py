@@ -1,4 +1,4 @@
-"""Where each choice stands among those of its expert: the order in which a buffer is filled."""
+"""The position of each choice among its expert's: the order in which a buffer is filled."""
 
 from __future__ import annotations
 

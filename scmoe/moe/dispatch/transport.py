@@ -1,4 +1,4 @@
-"""What a transport is, and which one a layer uses where it is called."""
+"""The protocol of transports, and the choice of one for a call of the layer."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def make_transport(
 
 
 def make_exchange(config: DispatchConfig) -> Exchange:
-  """Who exchanges rows here: the expert axis, unless the weights are gathered instead."""
+  """The ranks that exchange rows: the expert axis, unless the weights are gathered instead."""
   size = axis_size("expert")
   if size == 1 or config.adaptive_r == 0:
     return Exchange()

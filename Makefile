@@ -60,8 +60,10 @@ format: $(DEV_STAMP)
 faults: $(DEV_STAMP)
 	NPROC=16 $(BIN)/python -m pytest -n auto --dist loadfile -m "nightly" tests
 
+# Compilation takes most of the time: processes beside each other share one GPU.
+GPU_PROCESSES ?= 12
 gpu-test: $(DEV_STAMP)
-	$(BIN)/python -m pytest -m gpu tests/gpu
+	$(BIN)/python -m pytest -m gpu -n $(GPU_PROCESSES) --dist load --maxschedchunk=1 tests/gpu
 
 bench: $(RUN_STAMP)
 	$(BIN)/python -m scmoe.bench.layer

@@ -101,8 +101,8 @@ def stream(
     router: router state of the training run (balancing biases), if it has any.
     mesh: devices of this process on which the model lies; None: one device.
     prepare: makes a program of a jitted function (`scmoe.run.programs`); None: jit does.
-    offload: how experts come to the device; other than the default, of a model whose experts lie in
-      the host's memory (`scmoe.inference.offload.model.offloaded`).
+    offload: how experts come to the device. Any value but the default needs a model whose experts
+      lie in the host's memory (`scmoe.inference.offload.model.offloaded`).
     usage: filled with the requests to the experts' cache.
 
   Yields:

@@ -71,7 +71,7 @@ class Probe:
 
   @property
   def overlap_G(self) -> np.ndarray:
-    """[G - 1]: how much of the next gating's choice a gating's tells, I(e; f) / H(f), 0 to 1."""
+    """[G - 1]: the share of the next gating's entropy that a gating explains, I(e; f) / H(f)."""
     joint = self.neighbours_GEE
     first, second = joint.sum(-1, keepdims=True), joint.sum(-2, keepdims=True)
     known = _xlogx(joint).sum((-1, -2)) - _xlogx(first).sum((-1, -2)) - _xlogx(second).sum((-1, -2))
@@ -123,7 +123,7 @@ def probe(
 
 
 class _Layout:
-  """Names of what is listened to, known before anything runs."""
+  """The names of all gatings and main-path values, known before the model runs."""
 
   def __init__(self, model: GPT):
     config, rule = model.config, model.config.wiring_rule
@@ -154,7 +154,7 @@ class _Layout:
 
 
 class _Listener:
-  """Stands before a part of a module, passes everything on, and notes what one method saw.
+  """Wraps a part of a module: passes every call on, and records the calls of one method.
 
   Args:
     inner: the part.

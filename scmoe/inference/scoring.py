@@ -60,12 +60,12 @@ def score(
 ) -> list[Score]:
   """The score of every continuation, in their order.
 
-  Of what is longer than `length` the beginning of the context is left out; where more than `length`
-  tokens are asked for, they are read in windows (`windows`).
+  If context and continuation are longer than `length`, the beginning of the context is left out. A
+  continuation of more than `length` tokens is read in several windows (`windows`).
 
   Args:
     model: a trained model.
-    continuations: what is asked.
+    continuations: the continuations, each with its context.
     length: tokens that are read at a time, at most the model's context.
     batch_size: windows at a time, a multiple of the devices that share a batch.
     mesh: where the model lies; None: one device.
@@ -86,7 +86,7 @@ def score(
     for number, continuation in enumerate(continuations)
     for window in windows(_checked(continuation, model.config.vocab_size), length)
   ]
-  asked.sort(key=lambda item: -len(item[1].tokens))  # what is alike in length shares a batch
+  asked.sort(key=lambda item: -len(item[1].tokens))  # rows of similar length share a batch
   graph, params = nnx.split(model)
   program = make_scores(graph, mesh)
   if prepare is not None:

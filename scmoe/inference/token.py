@@ -65,7 +65,7 @@ def normalisation_of(norm: Norm) -> Normalisation:
 
 
 class TokenNorm(Norm):
-  """A `Norm` whose one row is computed by one kernel; XLA takes one for each sum, and one more."""
+  """A `Norm` of one row in one kernel. XLA launches one for each sum, and one for the result."""
 
   def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
     if not takes(x):
@@ -74,13 +74,13 @@ class TokenNorm(Norm):
 
 
 class TokenAttention(Attention):
-  """An `Attention` of one token, whose matrices are read as fast as memory gives."""
+  """An `Attention` of one token, whose kernels read the matrices at the memory's bandwidth."""
 
   def partial_sums(self, row: Normalised, positions_BS: Array) -> Unfinished | None:
     """The token's projections as partial sums, which the attention kernel adds up and rotates.
 
-    None where something else is done to queries, keys or values (a bias, a norm, clipping), or
-    where the kernel does not take the widths.
+    Returns None if queries, keys or values have a bias, a norm, clipping or interleaved rotation,
+    or if the kernel does not take the widths.
     """
     c = self.config
     biased = any(b is not None for b in (self.query_bias, self.key_bias, self.value_bias))
@@ -135,7 +135,7 @@ class TokenAttention(Attention):
     return self.over_devices(y_BSD), KeyValues(k_TKN[None], v_TKN[None])
 
   def _out_of_parts(self, parts: Unjoined) -> Array:
-    """The output projection of what several CTAs found in parts of the cache: [1, 1, D]."""
+    """The output projection of attention that several CTAs computed in parts: [1, 1, D]."""
     found = self._out_product(parts)
     return super().out_of_heads(parts.joined()[None, None]) if found is None else found[None]
 

@@ -217,7 +217,7 @@ class MoE(nnx.Module):
     Args:
       x: normalised inputs.
       call: see `MoECall`.
-      gate: replaces the gate that `call.gate` names, for one that has read x already.
+      gate: a gate to use instead of `call.gate`, such as one whose kernel has read x already.
 
     Raises:
       ConfigError: x has another width than the layer, or see `make_transport`.
@@ -246,7 +246,7 @@ class MoE(nnx.Module):
 
     Args:
       x_TD: tokens.
-      shape: of the tokens before they were put into one dimension.
+      shape: the tokens' shape before they were flattened to [T, D].
       gate, call: as for `route`.
     """
     config, router = self.config, self.config.router
@@ -282,7 +282,8 @@ class MoE(nnx.Module):
 
     Args:
       routed: the tokens, after dispatch.
-      y_TD: what `combine` returned; the devices' parts of it are added up here.
+      y_TD: the result of `combine`. Under tensor parallelism it is a partial sum; this method adds
+        up the devices' parts.
     """
     y_TD = total(y_TD, self.experts.partial, "tensor")
     if routed.kept_TD is not None:

@@ -174,7 +174,7 @@ class RouterConfig(Options, path="router"):
   compat: CompatConfig = section(CompatConfig, "options that only Tutel or MegaBlocks have")
 
   def real_share(self, k: int, num_experts: int, zero_experts: int) -> float:
-    """K_e / K: share of a token's choices that are of experts that compute, as it should be.
+    """The intended share of a token's choices that go to computing experts: K_e / K.
 
     Args:
       k, num_experts, zero_experts: K, E without the zero ones, and those.

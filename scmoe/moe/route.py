@@ -50,9 +50,9 @@ def route(
 ) -> Routing:
   """Chooses k experts for every token (paper Eq. 1-4, with Tutel's order of softmax and top-k).
 
-  Logits that are not finite do not stop it: experts stay valid and the same in every run, the
-  weights of that token become NaN and with them the loss, which makes the training step skip its
-  update; `RouterSums.nonfinite` counts such tokens.
+  NaN or infinite logits raise nothing. The token's experts stay valid indices, the same in every
+  run; its weights and the loss become NaN, and the training step then skips its update.
+  `RouterSums.nonfinite` counts such tokens.
 
   Args:
     x_TD: the tokens of this device. None (T = 0) gives empty arrays and counts of 0.
@@ -126,7 +126,7 @@ class Scores:
     mask_T: bool, or None.
     config: options of the router: how scores are made of logits, and which groups are open.
     best_TK: experts with the largest logits, where the gate has found them already.
-    share_TK: of the softmax what is theirs, where the gate has made it on the way.
+    share_TK: the softmax probabilities of `best_TK`, where the gate has computed them already.
   """
 
   logits_TE: Array
@@ -153,7 +153,7 @@ class Scores:
 
   @functools.cached_property
   def probs_TE(self) -> Array:
-    """The scores over their sum, what losses and statistics read (DeepSeek-V3, Eq. 19)."""
+    """Scores divided by their sum, for losses and statistics (DeepSeek-V3, Eq. 19)."""
     scores_TE = self.scores_TE
     return scaled_weights(scores_TE, True) if self.independent else scores_TE
 
@@ -260,8 +260,8 @@ def choice_weights(
   normalising by the sum gives the same weights as Eq. 2, and is computed so.
 
   Args:
-    scores: of the gate.
-    chosen_TK: experts.
+    scores: the gate's scores.
+    chosen_TK: int32, the chosen experts.
     config: `compat.weight_norm` = p > 0 divides by the p-norm (MegaBlocks
       moe_normalize_expert_weights).
     normalise: divide the weights by their sum (Tutel normalize_gate).
@@ -360,8 +360,8 @@ def rounded_choice(
   that like it best among those that did not choose it; one that has too many gives up those that
   like it least. Less than one tile changes per expert.
 
-  A token gains at most X = min(K, E − K) experts, so that shapes stay small: where more would take
-  it, the experts that it likes least among them round down instead.
+  A token gains at most X = min(K, E − K) experts, so that shapes stay small. If more experts would
+  take it, those to which it gives the lowest probability round down instead.
 
   Worked example, tile 2, five tokens that chose the experts 0 0 0 1 1 (three and two): 3 rounds up
   to 4, so expert 0 takes, of the tokens that chose 1, the one whose probability for 0 is largest,

@@ -65,7 +65,7 @@ class Routing:
 
   @property
   def computed(self) -> Routing:
-    """The same for a transport: zero experts are choices that are not made."""
+    """This routing as a transport reads it: choices of zero experts count as not made."""
     if not self.zero_experts:
       return self
     zero_TK, weight_TK = self.zero_TK, self.input_weight_TK
@@ -96,10 +96,10 @@ class Dispatched:
     layouts: for each chunk, which experts its rows are for.
     dropped: int32 scalar, number of choices that found no room.
     rounds: int32 scalar, exchanges that the dropless transport needs; 1 for the others.
-    permutations: for each chunk, between the choices of this device and its send buffer; none where
-      tokens stay where they are and the experts add them up.
-    weight_TK: combine weights, where they are still to be applied.
-    overflow_TD: what overflow rounds add to the output; None where there are none.
+    permutations: for each chunk, which choice of this device fills which row of its send buffer.
+      Empty where tokens stay in place (`Local`) and the experts add up each token's choices.
+    weight_TK: combine weights that `combine` applies; None where the experts have applied them.
+    overflow_TD: the overflow rounds' part of the output; None without such rounds.
   """
 
   rows: tuple[Array, ...]

@@ -1,8 +1,8 @@
 """Plans where a model's experts go, from its sizes and the memory that there is.
 
-The plan is arithmetic over shapes, made before anything is loaded. Three rates decide what a way of
-offloading costs: the device's arithmetic and memory (modelled), and bytes/s from the host
-(measured). Where nothing fits, an error names the number of bytes that is needed.
+The planner computes with shapes alone, before it loads anything. Three rates decide the cost of
+a way of offloading: the device's arithmetic and memory (modelled), and bytes/s from the host
+(measured). If no way fits, an error names the number of bytes needed.
 """
 
 from __future__ import annotations

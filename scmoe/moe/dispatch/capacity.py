@@ -1,8 +1,8 @@
 """The capacity transport: fixed [E, C, D] buffers, one dense all-to-all each way.
 
 Every device sends C rows per expert and capacity group to the device that holds the expert.
-Choices beyond the C-th of a queue are dropped and counted; with C = tokens of a group nothing can
-be. Without an expert axis the buffer stays where it is.
+Choices beyond the C-th of a queue are dropped and counted. If C is the number of tokens of a group,
+no choice is dropped. Without an expert axis the buffer is not exchanged.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def exact_capacity(count_GE: Array) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Capacity:
-  """Fixed buffers, one dense all-to-all each way. What finds no room is dropped and counted.
+  """Fixed buffers, one dense all-to-all each way. A choice without room is dropped and counted.
 
   Attributes:
     rows: C, rows of each expert's buffer from one capacity group of one device.
@@ -200,7 +200,7 @@ class Capacity:
 def kept_choices(
   routing: Routing, rows: int, groups: int, order: str
 ) -> tuple[Array, Array, Array]:
-  """The rule of what is dropped: all beyond the C-th of a (group, expert)'s queue.
+  """Decides which choices are dropped: those beyond the C-th in their (group, expert)'s queue.
 
   Args:
     routing: of this device.

@@ -78,8 +78,8 @@ class Dropless:
     slack: room over the balanced share, in (1, W] usually 1.25.
     chunks: parts of the first round that travel, and are computed, one after the other.
     order: in which a queue's choices stand; see `queue_positions`.
-    longest: choices that a queue holds at most, where something bounds them: a first round with
-      room for so many needs no overflow rounds.
+    longest: an upper bound of a queue's length, where there is one (`Packed`). A first round with
+      room for so many choices needs no overflow rounds.
   """
 
   exchange: Exchange
@@ -189,8 +189,8 @@ def _filled(
 ) -> tuple[Array, _Queues]:
   """The rows of a send buffer, [R, D], weighted already if weights come before the experts.
 
-  Also the queues, tied to the rows: what is read from them from here on, the layout of what
-  arrives, XLA computes beside the exchange and not before it.
+  Also returns the queues, tied to these rows by a barrier. The layout of the arriving rows is
+  computed from them, so XLA computes it beside the exchange and not before it.
   """
   rows_RD = gather_rows(x_TD, window)
   if input_weight_TK is not None:
@@ -314,10 +314,10 @@ def _window(queues: _Queues, low: Any, rows: int) -> Permutation:
 
 
 def _arrived(queues: _Queues, low: Any, rows: int) -> RowLayout:
-  """Whose the rows of a received window are.
+  """The expert of each row in a received window, and the row's position among that expert's rows.
 
-  Source rank s's queue holds its rows for expert 0, then expert 1, ...: what falls into the window
-  [low, low + P) follows from the counts alone. In an expert's order, rank 0's rows come first.
+  Source rank s's queue holds its rows for expert 0, then expert 1, ...: the counts alone tell which
+  of them lie in the window [low, low + P). In an expert's order, rank 0's rows come first.
 
   Rank 1 of the example above, where rank 1 sends itself one row for each of its two experts:
   received_We = [[3, 1], [1, 1]]. Of window [0, 2) it gets two rows from each rank. They are for its

@@ -1,9 +1,9 @@
 """The packed transport: capacity's drops, but only the rows that are kept travel.
 
 A buffer of capacity has room for C rows of every expert, filled or not: with a capacity factor of 2
-at least half of what travels, and of what the experts compute, is padding. Here choices are dropped
-by the same rule, and the kept ones go to the experts as the dropless transport sends them. The same
-function as `Capacity`, of another cost.
+at least half of the rows that travel, and that the experts compute, are padding. This transport
+drops the same choices (`kept_choices`) and sends the kept ones as `Dropless` does. Its results are
+those of `Capacity`; only the cost differs.
 
 Worked example: four tokens that chose the experts 0, 0, 0 and 1 of two, on two ranks, C = 2. The
 third is dropped. Capacity sends two rows to each rank, one of them empty; packed sends the tokens 0
@@ -27,7 +27,7 @@ from scmoe.moe.types import Dispatched, Routing
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-  """Drops what capacity drops, then sends what is left; MegaBlocks' products for Tutel's drops.
+  """Drops the choices that `Capacity` drops, and sends only the kept ones.
 
   Attributes:
     rows: C, rows that an expert takes of one capacity group of one device.

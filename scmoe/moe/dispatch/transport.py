@@ -38,17 +38,17 @@ class Transport(Protocol):
     """The inverse, after the experts: y[t] = Σ_k weight[t, k] · expert(x[t]), in the rows' type.
 
     Args:
-      sent: from `dispatch`, its rows replaced by what the experts made of them.
+      sent: the result of `dispatch`, with the experts' outputs in place of its rows.
     """
     ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Computed:
-  """Sends what experts compute, by another transport; zero experts have no rows.
+  """Hands the choices of computing experts to another transport, without those of zero experts.
 
   Attributes:
-    inner: takes the choices of the others.
+    inner: the transport of the computing experts' rows.
   """
 
   inner: Transport
@@ -58,7 +58,7 @@ class Computed:
     return self.inner.dispatch(x_TD, routing.computed, experts)
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
-    """Without what zero experts return, which `MoE.completed` adds; see `Transport.combine`."""
+    """The computing experts' sum; `MoE.completed` adds the zero experts'. See `Transport`."""
     return self.inner.combine(sent)
 
 

@@ -447,7 +447,7 @@ def travelled(tmp_path_factory):
 def travelled_on_hopper(tmp_path_factory):
   """Frames at the first `rows_product` of a training step traced for a GPU with the kernels."""
   from scmoe import train
-  from scmoe.kernels import running
+  from scmoe.kernels import launch
   from scmoe.kernels.grouped_matmul import backend, mosaic_gpu
 
   seen = []
@@ -460,7 +460,7 @@ def travelled_on_hopper(tmp_path_factory):
   options = ["dtype=bfloat16", "width=128", "mlp_hidden=256", "num_heads=2", "expert_impl=grouped"]
   workdir = tmp_path_factory.mktemp("hopper")
   with pytest.MonkeyPatch.context() as patch:
-    for module in (running, backend):
+    for module in (launch, backend):
       patch.setattr(module, "has_kernels", lambda device: True)
     patch.setattr(mosaic_gpu, "rows_product", rows_product)
     with pytest.raises(Seen):

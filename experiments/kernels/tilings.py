@@ -29,8 +29,8 @@ from scmoe.bench import layer as bench
 from scmoe.bench import tune
 from scmoe.kernels.grouped_matmul import tiles
 from scmoe.kernels.grouped_matmul.tuned import Key
+from scmoe.kernels.launch import has_kernels
 from scmoe.kernels.permute import take_words
-from scmoe.kernels.running import has_kernels
 
 _BANDS = (8, 16)  # beside the rule's own; `scmoe.bench.tune` measures the others
 

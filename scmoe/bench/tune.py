@@ -33,7 +33,7 @@ from scmoe.kernels.grouped_matmul.pipeline import Tiling
 from scmoe.kernels.grouped_matmul.rows_product import rows_product
 from scmoe.kernels.grouped_matmul.tuned import Key, Measured
 from scmoe.kernels.grouped_matmul.weights_product import weights_product
-from scmoe.kernels.running import has_kernels
+from scmoe.kernels.launch import has_kernels
 from scmoe.parallel.mesh import batch_sharding, expert_shards
 from scmoe.run import build
 from scmoe.run.command_line import HELP, Flag, help_text, parse, run_config

@@ -31,7 +31,7 @@ from jaxtyping import Float
 from scmoe.blocks.unit import Block, Unit
 from scmoe.blocks.wiring import Tap
 from scmoe.kernels.one_row import attention as kernel
-from scmoe.kernels.one_row.attention import Unfinished, Unjoined
+from scmoe.kernels.one_row.attention import PartialAttention, PartialProjections
 from scmoe.kernels.one_row.linear import products, sums
 from scmoe.kernels.one_row.norm import Normalisation, Normalised, takes
 from scmoe.kernels.top_k import Begun, TopK, begin_gate
@@ -76,7 +76,7 @@ class TokenNorm(Norm):
 class TokenAttention(Attention):
   """An `Attention` of one token, whose kernels read the matrices at the memory's bandwidth."""
 
-  def partial_sums(self, row: Normalised, positions_BS: Array) -> Unfinished | None:
+  def partial_sums(self, row: Normalised, positions_BS: Array) -> PartialProjections | None:
     """The token's projections as partial sums, which the attention kernel adds up and rotates.
 
     Returns None if queries, keys or values have a bias, a norm, clipping or interleaved rotation,
@@ -94,7 +94,7 @@ class TokenAttention(Attention):
       return None
     turn_2N = turns(positions_BS[0, 0], c.head_dim, c.rope_theta, c.rope) if c.rope_theta else None
     heads, kv_heads = (w.shape[1] for w in weights[:2])
-    return Unfinished(sums_PM, turn_2N, heads, kv_heads, row.dtype)
+    return PartialProjections(sums_PM, turn_2N, heads, kv_heads, row.dtype)
 
   def into_heads(self, x_BSD: Array) -> list[Array]:
     """See `Attention`."""
@@ -111,19 +111,19 @@ class TokenAttention(Attention):
 
   def mix(self, projected: Any, *args: Any, **options: Any) -> Any:
     """See `Attention.mix`; `projected` may be partial sums."""
-    if not isinstance(projected, Unfinished):
+    if not isinstance(projected, PartialProjections):
       return super().mix(projected, *args, **options)
     positions_BS, _, cache = args
-    if kernel.finishes(projected, cache.k_BSHN, cache.v_BSHN):
+    if kernel.takes_partial(projected, cache.k_BSHN, cache.v_BSHN):
       return self._mix_partial_sums(projected, positions_BS, cache)
     finished = tuple(x[None, None] for x in projected.finished())
     return super().mix(finished, *args, **options)  # pyright: ignore[reportArgumentType]
 
   def _mix_partial_sums(
-    self, own: Unfinished, positions_BS: Array, cache: KeyValues
+    self, own: PartialProjections, positions_BS: Array, cache: KeyValues
   ) -> tuple[Array, KeyValues]:
     """Attention over the cache and the output projection, in two kernels; writes the cache."""
-    y, k_TKN, v_TKN = kernel.attend_unfinished(
+    y, k_TKN, v_TKN = kernel.attend_partial(
       own,
       cache.k_BSHN[0],
       cache.v_BSHN[0],
@@ -131,10 +131,12 @@ class TokenAttention(Attention):
       scale=1 / math.sqrt(own.width),
       window=self.config.window,
     )
-    y_BSD = self._out_of_parts(y) if isinstance(y, Unjoined) else self.out_of_heads(y[None, None])
+    y_BSD = (
+      self._out_of_parts(y) if isinstance(y, PartialAttention) else self.out_of_heads(y[None, None])
+    )
     return self.over_devices(y_BSD), KeyValues(k_TKN[None], v_TKN[None])
 
-  def _out_of_parts(self, parts: Unjoined) -> Array:
+  def _out_of_parts(self, parts: PartialAttention) -> Array:
     """The output projection of attention that several CTAs computed in parts: [1, 1, D]."""
     found = self._out_product(parts)
     return super().out_of_heads(parts.joined()[None, None]) if found is None else found[None]

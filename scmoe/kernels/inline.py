@@ -1,6 +1,6 @@
-"""PTX inside a Pallas kernel, for what Pallas has no operation for.
+"""PTX inside a Pallas kernel, for instructions that Pallas has no operation for.
 
-It has no interpretation on a CPU: whoever uses it needs another way there.
+Interpret mode cannot run PTX: on a CPU a caller needs another implementation.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,13 @@ SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 def ptx(text: str, operands: list[Any], constraints: str) -> None:
-  """Runs the text in every thread; `$0`, `$1` ... are the operands. It may touch any memory."""
+  """Runs the text in every thread; `$0`, `$1` ... are the operands.
+
+  Args:
+    text: the instructions. The compiler assumes that they read and write any memory.
+    operands: MLIR values.
+    constraints: LLVM's letter of each operand, for example "l,r": 64 bits, 32 bits.
+  """
   llvm.inline_asm(
     ir.Type.parse("!llvm.void"),
     operands,
@@ -27,12 +33,12 @@ def ptx(text: str, operands: list[Any], constraints: str) -> None:
 
 
 def shared_address(ref: Any) -> Any:
-  """Address of a ref in shared memory: constraint "r"."""
+  """The 32-bit address of a reference in shared memory: constraint "r"."""
   return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu_utils.memref_ptr(ref))
 
 
 def global_address(ref: Any) -> Any:
-  """Address of a ref in global memory: constraint "l"."""
+  """The 64-bit address of a reference in global memory: constraint "l"."""
   return llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu_utils.memref_ptr(ref))
 
 
@@ -42,8 +48,13 @@ def scalar(value: Any) -> Any:
 
 
 def run(text: str, in_global: Sequence[Any], in_shared: Sequence[Any] = ()) -> None:
-  """Runs the text in every thread with the addresses of refs: `$0` ... those in global memory
-  (64 bits), then those in shared memory (32 bits)."""
+  """Runs the text in every thread, with addresses of references as operands.
+
+  Args:
+    text: the instructions, see `ptx`.
+    in_global: references in global memory: the first operands, 64 bits.
+    in_shared: references in shared memory: the operands behind them, 32 bits.
+  """
 
   @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * (len(in_global) + len(in_shared)))
   def inner(_, *refs):

@@ -1,11 +1,11 @@
-"""Experts from the host's memory into slots on the device, by a kernel on a stream of its own.
+"""Copies experts from the host's memory into slots on the device, by a kernel on its own stream.
 
-XLA copies a slice of pinned memory, at an index that the device computes, by a kernel of thousands
-of thread blocks. They all wait for the link and leave no other kernel a place on the device. This
-kernel has `BLOCKS`, which read nearly as many bytes a second; it copies as many experts as the
-device says, none for instance, and writes into the slots where they are to lie.
+XLA's kernel for a slice of pinned memory, at an index that the device computes, has thousands of
+thread blocks. They all wait for the link, and other kernels find no room on the device. This kernel
+has `BLOCKS` thread blocks, which read nearly as many bytes a second. The device decides how many
+experts it copies, which can be none, and into which slots.
 
-    E  experts     C  slots     N  experts that a call can ask for
+    E  experts     C  slots     N  most experts of a call
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from jax.interpreters import mlir
 from jaxtyping import Int
 
 from scmoe.base.compat import compute_on
-from scmoe.kernels.running import has_kernels
+from scmoe.kernels.launch import has_kernels
 
 BLOCKS = 32
-# That a block has under way. 128 KiB of all blocks fill PCIe 5; behind 2 MiB every other kernel on
-# the device waited 40 us.
+# Bytes that a block reads at once. All blocks' 128 KiB keep PCIe 5 busy. With 2 MiB every other
+# kernel on the device waited 40 us.
 _BYTES = 4_096
-_MOST = 65_536  # where no part is as small
+_MOST = 65_536  # bytes at once, for matrices that do not divide into parts of `_BYTES`
 _THREADS = 128
-_STREAM = "gpu_stream:1"  # any but 0, which computes
+_STREAM = "gpu_stream:1"  # any but stream 0, on which other kernels run
 
 
 def has_kernel(stacks: Sequence[Array]) -> bool:
-  """Whether `fetch` takes these arrays: a Hopper GPU, and matrices that `_piece` cuts."""
+  """Whether `fetch` takes these arrays: on a Hopper GPU, matrices that `_piece` can divide."""
   return has_kernels(jax.devices()[0]) and all(x.ndim == 3 and _piece(x)[0] for x in stacks)
 
 
@@ -47,22 +47,22 @@ def fetch(
   copies: Int[Array, ""] | int,
   held: Sequence[Array] | None = None,
 ) -> list[Array]:
-  """Copies experts to their slots, beside whatever does not read the result.
+  """Copies experts to their slots, while the device computes what does not read the slots.
 
   Args:
-    stacks: [E, M, N] of every matrix of the experts, in pinned host memory.
-    id_N: int32, the experts, of which the first `copies` are copied.
-    place_N: int32, the slot of each.
-    copies: how many.
-    held: [C, M, N] of every matrix, what the slots hold; written in place. None: N new slots, which
-      hold anything where nothing was copied.
+    stacks: the experts' matrices, each [E, M, N], in pinned host memory.
+    id_N: int32, experts; the first `copies` of them are copied.
+    place_N: int32, the slot of each expert.
+    copies: int32 scalar, how many are copied.
+    held: the slots, [C, M, N] of every matrix, written in place. None: N new slots, whose contents
+      are undefined where nothing is copied.
 
   Returns:
-    the slots.
+    The slots, one array for each matrix.
   """
   order = jnp.concatenate([id_N, place_N, jnp.reshape(jnp.asarray(copies, jnp.int32), (1,))])
   slots = [None] * len(stacks) if held is None else held
-  # A call for each matrix: XLA waits for one with several results as soon as it has begun.
+  # One call for each matrix: XLA would begin a call with several results and wait for it at once.
   return [_on_stream(order, stack, own) for stack, own in zip(stacks, slots)]
 
 
@@ -88,7 +88,7 @@ def _on_stream(order: Array, stack: Array, held: Array | None) -> Array:
 
 
 def _body(count: int, order: Any, stack: Any, out: Any) -> None:
-  """Every block takes every `BLOCKS`th piece."""
+  """Copies every expert of the order. A block takes every `BLOCKS`-th piece of a matrix."""
   block, (rows, columns) = lax.axis_index("block"), _piece(stack)
   across = stack.shape[2] // columns
   pieces = stack.shape[1] // rows * across
@@ -99,7 +99,7 @@ def _body(count: int, order: Any, stack: Any, out: Any) -> None:
     def piece(turn: Any, _: Any) -> None:
       index = block + turn * BLOCKS
       row, column = lax.div(index, across), lax.rem(index, across)
-      # A row's part has one axis: only so is it seen to be contiguous.
+      # Part of a row is indexed along one axis: only then does Pallas know it is contiguous.
       at = row if across > 1 else pl.ds(row * rows, rows)
       at = (at, pl.ds(column * columns, columns))
       out[(place, *at)] = stack[(expert, *at)]
@@ -110,8 +110,11 @@ def _body(count: int, order: Any, stack: Any, out: Any) -> None:
 
 
 def _piece(x: Any) -> tuple[int, int]:
-  """Rows and columns of a part that a block copies at once, contiguous and of as many vectors of 16
-  bytes for every thread: the largest within `_BYTES`, else the smallest; (0, 0): none."""
+  """Rows and columns of the piece that a block copies at once; (0, 0) if no piece fits.
+
+  A piece is contiguous, and every thread copies the same number of 16-byte vectors. It is the
+  largest within `_BYTES`, or else the smallest within `_MOST`.
+  """
   size, (rows, columns) = jnp.dtype(x.dtype).itemsize, x.shape[1:]
   divisors = lambda n: [d for d in range(1, min(n, _MOST) + 1) if n % d == 0]
   parts = [(r, columns) for r in divisors(rows)] + [(1, c) for c in divisors(columns)]
@@ -121,7 +124,8 @@ def _piece(x: Any) -> tuple[int, int]:
   return max(few, key=nbytes) if few else min(fitting, key=nbytes, default=(0, 0))
 
 
-# Pallas takes no array in the host's memory; the device reads pinned memory as it reads its own.
+# Pallas takes no array in the host's memory, though the device can read pinned memory as its own.
+# This primitive changes the memory space in the type and nothing else.
 _seen_from_device = Primitive("seen_from_device")
 _seen_from_device.def_abstract_eval(lambda x: x.update(memory_space=jax.memory.Space.Device))
 mlir.register_lowering(_seen_from_device, lambda _, x: [x])

@@ -33,10 +33,10 @@ from scmoe.kernels.grouped_matmul.layout import make_layout
 from scmoe.kernels.one_row import linear
 from scmoe.kernels.one_row import norm as norm_kernels
 from scmoe.kernels.one_row.attention import (
-  Unfinished,
-  Unjoined,
+  PartialAttention,
+  PartialProjections,
   attend_cache,
-  attend_unfinished,
+  attend_partial,
 )
 from scmoe.kernels.permute import take_rows
 from scmoe.kernels.top_k import begin_gate, gate_product, gate_top_k
@@ -469,13 +469,13 @@ def test_attention_that_finishes_a_token(normal, heads, kv_heads, width, length,
   angle = 0.1 * jnp.arange(width // 2)
   sums = normal(4, (heads + 2 * kv_heads) * width).astype(jnp.float32)
   turn = jnp.stack([jnp.sin(angle), jnp.cos(angle)])
-  own = Unfinished(sums, turn, heads, kv_heads, jnp.dtype(jnp.bfloat16))
-  q, own_k, own_v = jax.jit(Unfinished.finished)(own)
+  own = PartialProjections(sums, turn, heads, kv_heads, jnp.dtype(jnp.bfloat16))
+  q, own_k, own_v = jax.jit(PartialProjections.finished)(own)
   options = {"scale": width**-0.5, "window": window}
-  run = jax.jit(functools.partial(attend_unfinished, **options))
+  run = jax.jit(functools.partial(attend_partial, **options))
   plain = jax.jit(functools.partial(attend_cache, **options))
   product = jax.jit(
-    lambda y, w: linear.products(y if isinstance(y, Unjoined) else y.reshape(1, -1), w)
+    lambda y, w: linear.products(y if isinstance(y, PartialAttention) else y.reshape(1, -1), w)
   )
   matrix = normal(heads * width, 2048) * jnp.bfloat16((heads * width) ** -0.5)
   for position in (0, 63, 64, length // 2 + 5, length - 1):
@@ -483,7 +483,7 @@ def test_attention_that_finishes_a_token(normal, heads, kv_heads, width, length,
     wanted = k.at[position].set(own_k), v.at[position].set(own_v)
     here = jnp.asarray([position], jnp.int32)
     got, *cache = run(own, k, v, here)
-    y = got.joined() if isinstance(got, Unjoined) else got
+    y = got.joined() if isinstance(got, PartialAttention) else got
     want = plain(q[None], wanted[0][None], wanted[1][None], here)[0]
     assert relative_error(y, want) < 3e-3, position
     found = product(got, [matrix])[0].reshape(-1)

@@ -12,9 +12,9 @@ from flax import nnx
 from scmoe.inference import token
 from scmoe.inference.decode import decode_step, prefill
 from scmoe.inference.token import TokenAttention, TokenMoE, for_one_token
-from scmoe.kernels import running
+from scmoe.kernels import launch
 from scmoe.kernels.grouped_matmul import backend
-from scmoe.kernels.one_row.attention import Unfinished
+from scmoe.kernels.one_row.attention import PartialProjections
 from scmoe.kernels.one_row.norm import Normalised
 from scmoe.kernels.top_k import Begun, TopK
 from scmoe.layers.attention import Attention, AttentionConfig, KeyValues
@@ -99,7 +99,7 @@ def test_only_a_single_row_takes_the_fused_steps(monkeypatch):
 @pytest.fixture
 def kernels(monkeypatch):
   """Traces the programs of a Hopper GPU; they cannot run here."""
-  for module in (running, backend):
+  for module in (launch, backend):
     monkeypatch.setattr(module, "has_kernels", lambda device: True)
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
@@ -109,7 +109,7 @@ def kernels_of(jaxpr, found=None):
   found = [] if found is None else found
   for equation in jaxpr.eqns:
     name = equation.params.get("name", "")
-    if name in ("_read", "_attend", "_normalised", "_sums", "_top_k") or (
+    if name in ("_read", "attend", "_normalised", "_sums", "_top_k") or (
       name == "forward" and "jaxpr" in equation.params
     ):
       found.append(name)
@@ -138,7 +138,7 @@ def traced(name, rows):
 
 # A block: projections under the norm, attention and its output, the residual stream; the gate under
 # the norm and its choice, the experts.
-TOPK_BLOCK = ["_read", "_attend", "_read", "barrier", "_sums", "_top_k", "forward", "barrier"]
+TOPK_BLOCK = ["_read", "attend", "_read", "barrier", "_sums", "_top_k", "forward", "barrier"]
 
 
 def test_the_kernels_of_a_token(kernels):
@@ -148,13 +148,13 @@ def test_the_kernels_of_a_token(kernels):
   assert traced("topk", 1) == [*TOPK_BLOCK, "_normalised"]
   pos2 = traced("pos2", 1)
   # Norms of queries and keys leave the projections and the norm before them apart.
-  assert pos2[:4] == ["_normalised", "_read", "_attend", "_read"]
+  assert pos2[:4] == ["_normalised", "_read", "attend", "_read"]
   assert "_sums" not in pos2, "the shared expert reads the normalised token as well"
 
 
 def test_several_rows_run_only_the_kernel_of_attention(kernels):
   found = traced("topk", 8)
-  assert found.count("_attend") == 1
+  assert found.count("attend") == 1
   assert not {"_read", "_normalised", "_sums", "_top_k"} & set(found)
 
 
@@ -181,7 +181,7 @@ def test_projections_that_are_not_added_up(theta, monkeypatch):
   fused.__class__ = TokenAttention
   row = Normalised(x, token.normalisation_of(norm))
   unfinished = fused.partial_sums(row, positions)
-  assert isinstance(unfinished, Unfinished)
+  assert isinstance(unfinished, PartialProjections)
   got, new_cache = fused.mix(unfinished, positions, None, past)
   close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
   jax.tree.map(close, (got, new_cache), (want, cache))

@@ -31,7 +31,7 @@ from scmoe.kernels.grouped_matmul.fp8 import (
 from scmoe.kernels.grouped_matmul.layout import make_layout
 from scmoe.kernels.grouped_matmul.pipeline import Tiling
 from scmoe.kernels.grouped_matmul.rows_product import rows_product
-from scmoe.kernels.running import interpreted
+from scmoe.kernels.launch import interpreted
 from scmoe.models.config import ModelConfig
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.route import RouterConfig

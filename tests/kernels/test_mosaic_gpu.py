@@ -43,17 +43,17 @@ from scmoe.kernels.grouped_matmul.pipeline import Tiling, banded
 from scmoe.kernels.grouped_matmul.rows_product import rows_product
 from scmoe.kernels.grouped_matmul.sorting import sorted_rows_kernel
 from scmoe.kernels.grouped_matmul.weights_product import weights_product
+from scmoe.kernels.launch import interpreted
 from scmoe.kernels.one_row import attention as decode_attention
 from scmoe.kernels.one_row import experts as one_row
 from scmoe.kernels.one_row import linear, norm
 from scmoe.kernels.one_row.attention import (
-  Unfinished,
-  Unjoined,
+  PartialAttention,
+  PartialProjections,
   attend_cache,
-  attend_unfinished,
+  attend_partial,
 )
 from scmoe.kernels.permute.positions import running_positions_kernel
-from scmoe.kernels.running import interpreted
 from scmoe.kernels.top_k import TopK, begin_gate, gate_product, gate_top_k
 
 SIZES = [60, 0, 70]
@@ -887,11 +887,11 @@ def _unfinished(heads, kv_heads, width, turned=True):
   angle = 0.1 * np.arange(width // 2)
   turn = jnp.asarray([np.sin(angle), np.cos(angle)], jnp.float32) if turned else None
   sums = normal(3, 4, (heads + 2 * kv_heads) * width).astype(jnp.float32)
-  return Unfinished(sums, turn, heads, kv_heads, jnp.dtype(jnp.bfloat16))
+  return PartialProjections(sums, turn, heads, kv_heads, jnp.dtype(jnp.bfloat16))
 
 
 def _joined(y):
-  return y.joined() if isinstance(y, Unjoined) else y
+  return y.joined() if isinstance(y, PartialAttention) else y
 
 
 @needs_new_simulation
@@ -917,11 +917,11 @@ def test_attention_that_finishes_a_token_simulated(heads, kv_heads, width, lengt
     wanted = k.at[position].set(own_k), v.at[position].set(own_v)
     here = jnp.asarray([position], jnp.int32)
     with interpreted(gpu_interpret_params(detect_races=True), num_sms=num_sms):
-      assert decode_attention.finishes(own, k[None], v[None], "mosaic_gpu")
-      got, *cache = attend_unfinished(own, k, v, here, **options)
+      assert decode_attention.takes_partial(own, k[None], v[None], "mosaic_gpu")
+      got, *cache = attend_partial(own, k, v, here, **options)
       k, v = (x[None] for x in wanted)
       (want,) = attend_cache(q[None], k, v, here, **options)
-    assert isinstance(got, Unjoined) == (length > 128 and num_sms > kv_heads)
+    assert isinstance(got, PartialAttention) == (length > 128 and num_sms > kv_heads)
     assert relative_error(_joined(got), want) < 3e-3, position
     for one, other in zip(cache, wanted):
       np.testing.assert_array_equal(one.astype(jnp.float32), other.astype(jnp.float32))
@@ -934,7 +934,7 @@ def test_products_of_a_token_that_is_not_joined_simulated(heads, width):
   parts = 3
   y = normal(1, parts, heads, width).astype(jnp.float32)
   most, weight = (normal(i, parts, heads).astype(jnp.float32) for i in (2, 3))
-  row = Unjoined(y, 3 * most, jnp.exp(weight), jnp.dtype(jnp.bfloat16))
+  row = PartialAttention(y, 3 * most, jnp.exp(weight), jnp.dtype(jnp.bfloat16))
   matrices = [normal(7, heads * width, 256) * jnp.bfloat16((heads * width) ** -0.5)]
   for num_sms in (1, 4):
     with interpreted(gpu_interpret_params(detect_races=True), num_sms=num_sms):
@@ -958,7 +958,7 @@ def test_attention_of_a_token_lowers():
     cache, here = of(length, kv_heads, width), of(1, dtype=jnp.int32)
     if not KERNELS_WRITE_IN_PLACE:
       continue
-    run_unfinished = jax.jit(functools.partial(attend_unfinished, scale=0.1))
+    run_unfinished = jax.jit(functools.partial(attend_partial, scale=0.1))
     args = _unfinished(heads, kv_heads, width), cache, cache, here
     text = run_unfinished.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1
@@ -968,7 +968,7 @@ def test_unfinished_attention_that_the_kernel_leaves():
   def take(heads, kv_heads, batch=1, backend="mosaic_gpu"):
     cache = jnp.zeros((batch, 128, kv_heads, 64), jnp.bfloat16)
     own = _unfinished(heads, kv_heads, 64)
-    return decode_attention.finishes(own, cache, cache, backend)
+    return decode_attention.takes_partial(own, cache, cache, backend)
 
   assert take(16, 2) == KERNELS_WRITE_IN_PLACE
   assert not take(32, 2)  # 16 heads share keys

@@ -15,8 +15,8 @@ from scmoe.kernels.grouped_matmul.layout import (
 from scmoe.kernels.grouped_matmul.matmul import grouped_matmul, grouped_outer
 from scmoe.kernels.grouped_matmul.reference import expert_ffn_reference, grouped_matmul_reference
 from scmoe.kernels.grouped_matmul.weights import FFNWeights
+from scmoe.kernels.launch import device_has_kernels
 from scmoe.kernels.one_row.experts import splits as splits_of_one_row
-from scmoe.kernels.running import device_has_kernels
 
 __all__ = [
   "BACKENDS",

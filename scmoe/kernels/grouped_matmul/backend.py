@@ -7,7 +7,7 @@ from types import ModuleType
 import jax
 import jax.numpy as jnp
 
-from scmoe.kernels.running import has_kernels
+from scmoe.kernels.launch import has_kernels
 
 BACKENDS = ("auto", "mosaic_gpu", "xla", "reference")
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scmoe.kernels import inline
-from scmoe.kernels.running import compiled, resolve_num_sms, varying_as
+from scmoe.kernels.launch import compiled, resolve_num_sms, varying_as
 
 _LANES = 32
 _WARPS = 4  # of a block; eight are no faster

@@ -36,7 +36,7 @@ from scmoe.kernels.grouped_matmul.pipeline import (
   smem,
   tiles_over,
 )
-from scmoe.kernels.running import resolve_num_sms
+from scmoe.kernels.launch import resolve_num_sms
 
 _COLS = 64  # columns of a chunk: one swizzle row of 2-byte elements
 _ROWS = 64  # rows that are in registers at a time: a consumer's whole chunk would not fit

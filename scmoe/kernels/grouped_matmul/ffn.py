@@ -21,7 +21,7 @@ from jax import Array
 from jaxtyping import Float
 
 from scmoe.base.options import Options, option
-from scmoe.kernels import running
+from scmoe.kernels import launch
 from scmoe.kernels.grouped_matmul import xla
 from scmoe.kernels.grouped_matmul.activations import activation_names, get_activation
 from scmoe.kernels.grouped_matmul.backend import BACKENDS, implementation, resolve_backend
@@ -136,8 +136,8 @@ def _resolve(config: FFNConfig, layout: RowLayout, dtype: Any, weights: FFNWeigh
     batched = products != "mosaic_gpu" or not whole or taken
   num_sms = config.num_sms
   if products == "mosaic_gpu" and padded is not None and config.shared_sms and num_sms is None:
-    num_sms = WAVES * running.resolve_num_sms(None)
-  simulation = running.interpretation() if products == "mosaic_gpu" else None
+    num_sms = WAVES * launch.resolve_num_sms(None)
+  simulation = launch.interpretation() if products == "mosaic_gpu" else None
   activation = get_activation(config.activation)
   group_MK = layout.group_MK
   one = group_MK is not None and group_MK.shape[0] == 1 and products == "mosaic_gpu"

@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from scmoe.kernels.grouped_matmul import sorting
+from scmoe.kernels.launch import runs_ptx
 from scmoe.kernels.permute import Permutation, make_permutation, running_positions, take_rows
-from scmoe.kernels.running import runs_ptx
 
 KERNEL_ROW_TILE = 128  # rows of a tile in the Mosaic GPU kernels
 

@@ -19,8 +19,8 @@ from scmoe.kernels.grouped_matmul.rows_product import rows_product
 from scmoe.kernels.grouped_matmul.weights import Execution, FFNWeights
 from scmoe.kernels.grouped_matmul.weights_product import weights_product
 from scmoe.kernels.grouped_matmul.xla import group_sums, per_row
+from scmoe.kernels.launch import runs_ptx
 from scmoe.kernels.permute import Permutation, take_rows, take_words
-from scmoe.kernels.running import runs_ptx
 
 # Hidden sizes from which rows are spread over the tiles before a product reads them. A kernel that
 # gathers does so for every tile of the width it multiplies by, with copies that wgmma waits for,

@@ -29,7 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from scmoe.kernels.running import compiled, simulated
+from scmoe.kernels.launch import compiled, simulated
 
 CONSUMERS = 2
 _GRANULE = 64  # all widths are multiples of it

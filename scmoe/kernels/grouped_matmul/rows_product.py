@@ -36,7 +36,7 @@ from scmoe.kernels.grouped_matmul.pipeline import (
   tiles_over,
 )
 from scmoe.kernels.grouped_matmul.tile_stores import CHUNK, store_tiles
-from scmoe.kernels.running import resolve_num_sms
+from scmoe.kernels.launch import resolve_num_sms
 
 
 @jax.tree_util.register_dataclass

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scmoe.kernels import inline
-from scmoe.kernels.running import compiled, resolve_num_sms, varying_as
+from scmoe.kernels.launch import compiled, resolve_num_sms, varying_as
 
 _THREADS = 512
 _MOST = 1024  # groups

@@ -63,7 +63,7 @@ class Execution:
     activation: the kind.
     precision: of float32 operands, as in `jax.lax.dot_general`.
     num_sms: multiprocessors that kernels use; None: all.
-    interpretation: how kernels are simulated, in tests; see `running.interpretation`.
+    interpretation: how kernels are simulated, in tests; see `launch.interpretation`.
     fp8: whether a forward pass rounds its products' operands to fp8; see `fp8`.
   """
 

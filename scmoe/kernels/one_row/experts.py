@@ -1,11 +1,11 @@
-"""The experts' network of a single row, as decoding one sequence asks for: nothing is sorted.
+"""The experts' network for a single row, for decoding one sequence: nothing is sorted.
 
     C  choices of the row      P  parts of a sum      D  model width      F  expert width
     K, N  contracted and other width of a product
 
-Both layers only read the matrices of the choices (`reading`). The first layer's sums are added up
-by the second layer's CTAs, which make the activation of them, the second's by XLA. Tiles, plan and
-gather of `rows_product` are not needed at all.
+Both layers only read the matrices of the choices (`matrix_vector`). The second layer's CTAs add up
+the first layer's sums and apply the activation; XLA adds up the second layer's. Nothing is tiled,
+planned or gathered as in `rows_product`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scmoe.kernels.grouped_matmul.activations import Activation, activate, kernel_form
 from scmoe.kernels.grouped_matmul.weights import Execution, FFNWeights
-from scmoe.kernels.one_row.reading import (
+from scmoe.kernels.launch import resolve_num_sms
+from scmoe.kernels.one_row.matrix_vector import (
   WARPGROUP,
   WARPGROUPS,
   Split,
@@ -33,16 +34,18 @@ from scmoe.kernels.one_row.reading import (
   split,
   store_sums,
 )
-from scmoe.kernels.running import resolve_num_sms
 
-_HELD = 4096  # numbers of the activation that a warpgroup keeps in shared memory, at most
+_HELD = 4096  # most numbers of the activation that a warpgroup keeps in shared memory
 
 
 def splits(
   widths: tuple[int, int, int], choices: int, num_sms: int | None = None
 ) -> tuple[Split, Split] | None:
-  """How the products of the two layers are shared out, for widths D, F and D'; None where these
-  kernels do not take them: a width is not a multiple of what threads read at once."""
+  """How the two layers' products are divided, for widths D, F and D'.
+
+  None where these kernels do not take them, because a width is no multiple of what threads load at
+  once.
+  """
   width, hidden, out_width = widths
   sms = resolve_num_sms(num_sms)
   first = split(width, hidden, choices, sms)
@@ -58,14 +61,14 @@ def forward(
   weight_C: jax.Array | None,
   how: Execution,
 ) -> jax.Array:
-  """Σ_c weight[c] · down(act(up(x))), by the expert of each choice: [1, D'] in the type of x.
+  """Σ_c weight[c] · down(act(up(x))) over the choices' experts: [1, D'] in the dtype of x.
 
   Products, activation and sums are in float32. Not differentiable: see `expert_ffn`.
 
   Args:
     x_1D: the row, bfloat16 or float16.
-    weights: of the experts, in the row's type, for which there are `splits`.
-    expert_C: int32; an id outside [0, G) is no choice and adds nothing.
+    weights: of G experts, in the row's dtype, with widths for which there are `splits`.
+    expert_C: int32, the expert of each choice; an id outside [0, G) adds nothing.
     weight_C: float32, of each choice; None: 1.
     how: see `Execution`.
   """
@@ -103,7 +106,7 @@ def _first_layer(x_1D, weights: FFNWeights, expert_C, own: Split):
 def _second_layer(
   pre_CPIF, weights: FFNWeights, expert_C, scale_C, activation: Activation, own: Split
 ):
-  """Sums before the bias, float32 [C, P, D'], times the choice's scale; 0 of no choice."""
+  """Sums before the bias, float32 [C, P, D'], times the choice's scale; 0 where no expert is."""
   groups, hidden, out_width = weights.down_GFD.shape
   given = [b for b in weights.up_biases if b is not None]
   biased = [b is not None for b in weights.up_biases]
@@ -112,10 +115,10 @@ def _second_layer(
   def body(expert, scale, pre, matrix, *rest):
     *bias, out, shared, barrier, a, is_made = rest
     choice, column, part = place()
-    own_expert, own_scale = expert[choice], scale[choice]  # asked for now, not at the end
+    own_expert, own_scale = expert[choice], scale[choice]  # loaded now, used at the end
     group, wg = one_of(own_expert, matrix), lax.axis_index("wg")
     row = lambda f: a[wg, f - part * rows]
-    # The weights are on their way while the activation is made.
+    # The weights arrive while this computes the activation.
     start = begin_sums([matrix], group, own, rows, row, column)
     mine, bias, hs = pl.ds(part * rows, rows), iter(bias), []
     for i, has_bias in enumerate(biased):

@@ -2,9 +2,9 @@
 
     D  width      E  experts      P  CTAs, each with D / P of the row's numbers
 
-The norm is a kernel that waits for what is before it, the product's sums are one that waits for the
-norm. Of one row the norm costs less than waiting: every CTA makes it for itself, while its part of
-the gate's weights is on its way.
+Two kernels would run one after the other, and each would wait for the one before. For one row the
+norm costs less than that wait. So every CTA computes the whole norm itself, while its part of the
+gate's weights arrives.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scmoe.base.compat import load_as
+from scmoe.kernels.launch import compiled, interpretation
 from scmoe.kernels.one_row.norm import Normalised, of_part
-from scmoe.kernels.running import compiled, interpretation
 
-SUMS = 64  # rows of the sums, of which P are not 0
+SUMS = 64  # rows of the partial sums; all but P are 0
 _ROWS = 64  # of a tile
 _UNIT = 128  # numbers of the row that a warpgroup writes at once
-_HELD = 128  # numbers of the weights that a thread holds
+_HELD = 128  # most weights that a thread holds
 
 
 def shares(width: int, num_experts: int) -> int:
-  """P, the most CTAs that the width can be shared out among; 0: the kernel does not take it."""
+  """P, the most CTAs among which the width divides; 0 where the kernel does not take it."""
   for parts in (64, 32, 16, 8, 4, 2, 1):
     rows = width // parts
     if width % (parts * _UNIT) == 0:
@@ -39,7 +39,8 @@ def shares(width: int, num_experts: int) -> int:
 
 
 def sums_under_norm(row: Normalised, gate_DE: Array) -> tuple[Array, Array]:
-  """The row, [1, D] in its type, and parts of its product with the gate, float32 [64, E]."""
+  """The normalised row, [1, D] in its dtype, and partial sums of its product with the gate,
+  float32 [64, E]."""
   return _sums(row, gate_DE, simulation=interpretation())
 
 

@@ -1,10 +1,10 @@
-"""Products of a single token with dense matrices, as decoding one sequence asks for.
+"""Products of a single token with dense matrices, for decoding one sequence.
 
-    D  width      N  outputs of a matrix      P  parts of a sum      E  outputs of a narrow one
+    D  width      N  outputs of a matrix      P  parts of a sum      E  outputs of a narrow matrix
 
-What they cost is reading the matrices, and one kernel more or less: cuBLAS, made for many rows,
-gets half of the memory's speed from a matrix that one token meets, and takes several kernels for a
-narrow one.
+Such a product costs as much as reading the matrix and launching its kernels. cuBLAS is made for
+many rows: for one row it reads at half of the memory's speed, and a narrow matrix takes it several
+kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scmoe.kernels.grouped_matmul.backend import resolve_backend
-from scmoe.kernels.one_row.reading import (
+from scmoe.kernels.launch import interpretation, resolve_num_sms
+from scmoe.kernels.one_row.matrix_vector import (
   Split,
   added_up,
   begin_sums,
@@ -33,16 +34,18 @@ from scmoe.kernels.one_row.reading import (
   store_sums,
 )
 from scmoe.kernels.one_row.without_gradient import without_gradient
-from scmoe.kernels.running import interpretation, resolve_num_sms
 
 
-class Made(Protocol):
-  """A row that the products' kernel makes of what it is given, instead of reading it; a pytree.
+class ComputedRow(Protocol):
+  """A row that the products' kernel computes from other arrays before it multiplies; a pytree.
+
+  For example a row under a norm (`norm.Normalised`): each CTA normalises its part of the row, and
+  no kernel has to write the normalised row first.
 
   Attributes:
     width: D.
-    size: numbers, D of one row.
-    dtype: what the row is rounded to.
+    size: numbers in all; D for a single row.
+    dtype: that the row is rounded to.
   """
 
   @property
@@ -56,43 +59,43 @@ class Made(Protocol):
 
   @property
   def arrays(self) -> tuple[Array, ...]:
-    """What the kernel is given."""
+    """The kernel's inputs for this row."""
     ...
 
   def takes(self, rows: int, backend: str) -> bool:
-    """Whether a kernel can make so many of the row's numbers at once."""
+    """Whether a CTA can compute a part of `rows` of the row's numbers."""
     ...
 
   def write(self, arrays: Sequence[Any], part: Any, to: Any) -> None:
-    """In a kernel, by one warpgroup: writes a part of the row, in float32 but rounded.
+    """Writes a part of the row; one warpgroup of a kernel calls this.
 
     Args:
-      arrays: refs of `arrays`.
+      arrays: references to `arrays`.
       part: slice of the row.
-      to: ref of as many numbers in shared memory.
+      to: float32 reference in shared memory, as long as the part. Values are rounded to `dtype`.
     """
     ...
 
   def __call__(self) -> Array:
-    """The row without a kernel, [..., D]."""
+    """The row, computed without a kernel: [..., D]."""
     ...
 
 
 def products(
-  row: Array | Made, matrices: Sequence[Array], *, backend: str = "auto"
+  row: Array | ComputedRow, matrices: Sequence[Array], *, backend: str = "auto"
 ) -> list[Array] | None:
-  """x · W for several W at once, by a kernel; None where it does not take them.
+  """x · W for several W in one kernel; None where the kernel does not take them.
 
-  It takes a single row of 16-bit floats, D a multiple of 32 and each N of 256. The gradient is that
-  of plain products.
+  It takes a single row of 16-bit floats, with D a multiple of 32 and each N a multiple of 256. The
+  gradient is that of plain products.
 
   Args:
-    row: x, [..., D], or what the kernel makes it of.
-    matrices: each [D, N], in the type of x.
+    row: x, [..., D], or a row that the kernel computes.
+    matrices: each [D, N], in the dtype of x.
     backend: see `resolve_backend`.
 
   Returns:
-    for each of them [..., N] in the type of x, added up in float32; [1, N] of a row that is made.
+    For each matrix [..., N] in the dtype of x, added up in float32; [1, N] for a computed row.
   """
   sums_PN = sums(row, matrices, backend=backend)
   if sums_PN is None:
@@ -103,12 +106,13 @@ def products(
   return [y.reshape(*shape, y.size) for y in jnp.split(y_N, ends)]
 
 
-def sums(row: Array | Made, matrices: Sequence[Array], *, backend: str = "auto") -> Array | None:
-  """What `products` adds up: parts of its sums, float32 [P, N + N' + ...]; None likewise.
+def sums(
+  row: Array | ComputedRow, matrices: Sequence[Array], *, backend: str = "auto"
+) -> Array | None:
+  """The partial sums that `products` adds up: float32 [P, N + N' + ...], or None as there.
 
   Args:
-    row: x, or what the kernel makes it of.
-    matrices, backend: see there.
+    row, matrices, backend: as of `products`.
   """
   width = row.shape[-1] if isinstance(row, Array) else row.width
   if row.size != width or any(w.dtype != row.dtype for w in matrices):
@@ -127,18 +131,18 @@ def sums(row: Array | Made, matrices: Sequence[Array], *, backend: str = "auto")
   return found
 
 
-def _plain_sums(row: Array | Made, *matrices: Array, parts: int) -> Array:
+def _plain_sums(row: Array | ComputedRow, *matrices: Array, parts: int) -> Array:
   x_1D = row if isinstance(row, Array) else row().reshape(1, -1)
   y_1N = jnp.concatenate([x_1D @ w for w in matrices], 1).astype(jnp.float32)
   return jnp.pad(y_1N, ((0, parts - 1), (0, 0)))
 
 
 @functools.partial(jax.jit, static_argnames=("own", "simulation"))
-def _read(row: Array | Made, *matrices: Array, own: Split, simulation: Any) -> Array:
-  """The sums, side by side in one kernel: each CTA has columns of one matrix."""
+def _read(row: Array | ComputedRow, *matrices: Array, own: Split, simulation: Any) -> Array:
+  """The sums of all matrices in one kernel; each CTA takes some columns of one matrix."""
   del simulation  # the program depends on it
   is_made = not isinstance(row, Array)
-  given = cast(Made, row).arrays if is_made else (row,)
+  given = cast(ComputedRow, row).arrays if is_made else (row,)
   widths = [w.shape[1] for w in matrices]
   rows = matrices[0].shape[0] // own.parts
 
@@ -153,7 +157,7 @@ def _read(row: Array | Made, *matrices: Array, own: Split, simulation: Any) -> A
     def make():
       @pl.when(lax.axis_index("wg") == 0)
       def _():
-        cast(Made, row).write(arrays, pl.ds(part * rows, rows), made[0])
+        cast(ComputedRow, row).write(arrays, pl.ds(part * rows, rows), made[0])
 
       plgpu.barrier_arrive(made[1])
       plgpu.barrier_wait(made[1])
@@ -165,7 +169,7 @@ def _read(row: Array | Made, *matrices: Array, own: Split, simulation: Any) -> A
       @pl.when((column >= first) & (column < last))
       def _(matrix=matrix, first=first):
         start = begin_sums([matrix], 0, own, rows, number, column - first)
-        if is_made:  # the weights are on their way meanwhile
+        if is_made:  # the first weights arrive meanwhile
           make()
         store_sums(start(), out.at[0, part], shared, barrier, own, column)
 
@@ -176,19 +180,22 @@ def _read(row: Array | Made, *matrices: Array, own: Split, simulation: Any) -> A
   return run(*given, *[w[None] for w in matrices])[0, :, 0]
 
 
-_PARTS = 64  # of a narrow product's sum, at most
+_PARTS = 64  # most parts of a narrow product's sum
 
 
 def narrow_product(x_1D: Array, matrix_DE: Array) -> Array:
-  """x · W in float32 or wider, [1, E], for an E of some tens: XLA adds up many parts beside each
-  other, then those. As a product it would be five kernels."""
+  """x · W in float32 or wider, [1, E], for some tens of columns.
+
+  XLA adds up many parts side by side, then adds up the parts: two kernels. As a product it would
+  take five.
+  """
   sums_PE = narrow_sums(x_1D, matrix_DE)
-  # Else both sums become one again, which few multiprocessors would compute.
+  # Without the barrier XLA joins both sums into one, which few multiprocessors would compute.
   return jnp.sum(jax.lax.optimization_barrier(sums_PE), axis=0)[None]
 
 
 def narrow_sums(x_1D: Array, matrix_DE: Array) -> Array:
-  """The parts whose sum is `narrow_product`: [P, E], of which there are `parts_of` D."""
+  """The partial sums of `narrow_product`: [P, E], where P is `parts_of(D)`."""
   wide = jnp.promote_types(x_1D.dtype, jnp.float32)
   terms_DE = x_1D[0, :, None].astype(wide) * matrix_DE.astype(wide)
   parts = parts_of(x_1D.shape[1])
@@ -196,5 +203,5 @@ def narrow_sums(x_1D: Array, matrix_DE: Array) -> Array:
 
 
 def parts_of(width: int) -> int:
-  """Parts of a narrow product's sum: the largest power of 2 up to 64 that divides the width."""
+  """P of a narrow product: the largest power of 2 up to 64 that divides the width."""
   return math.gcd(width, _PARTS)

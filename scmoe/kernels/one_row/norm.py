@@ -1,4 +1,4 @@
-"""The norm of a single token in one kernel: XLA takes one for each sum over the row, and one more.
+"""The norm of a single token in one kernel; XLA takes one for each sum over the row, and one more.
 
 D  width
 """
@@ -15,8 +15,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from scmoe.kernels.grouped_matmul.backend import resolve_backend
+from scmoe.kernels.launch import compiled, interpretation
 from scmoe.kernels.one_row.without_gradient import without_gradient
-from scmoe.kernels.running import compiled, interpretation
 
 _WIDEST = 8192  # numbers that a warpgroup holds: 64 a thread
 _MULTIPLE = 256  # two numbers for each of its threads
@@ -26,18 +26,19 @@ def takes(x_BD: Array, backend: str = "auto") -> bool:
   """Whether the kernel takes this: one row of 16-bit floats, D a multiple of 256, at most 8192."""
   width = x_BD.shape[-1]
   fits = x_BD.size == width and width % _MULTIPLE == 0 and width <= _WIDEST
-  # Asked last: it says what it decides.
+  # Called last, because it logs its decision.
   return fits and resolve_backend(backend, x_BD.dtype, width) == "mosaic_gpu"
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Normalisation:
-  """LayerNorm or RMSNorm of the last dimension, as kernels that begin with it are given it.
+  """Parameters of a LayerNorm or RMSNorm of the last dimension.
 
   Attributes:
-    scale_D, bias_D: float32; no bias: None.
-    centred: whether the mean is taken off first.
+    scale_D: float32.
+    bias_D: float32, or None.
+    centred: whether the mean is subtracted first (LayerNorm).
     eps: added to the mean square.
   """
 
@@ -52,7 +53,7 @@ class Normalisation:
     return (self.scale_D,) if self.bias_D is None else (self.scale_D, self.bias_D)
 
   def __call__(self, x: Array) -> Array:
-    """Without a kernel: in float32, the result in the type of x."""
+    """The norm without a kernel: computed in float32, returned in the dtype of x."""
     wide = x.astype(jnp.float32)
     wide = wide - wide.mean(-1, keepdims=True) if self.centred else wide
     wide = wide * lax.rsqrt((wide * wide).mean(-1, keepdims=True) + self.eps) * self.scale_D
@@ -62,11 +63,11 @@ class Normalisation:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Normalised:
-  """A row under a norm, as `linear.Made`.
+  """A row under a norm, not computed yet: a `linear.ComputedRow`.
 
   Attributes:
-    x_BD: [..., D] of one row.
-    norm: which.
+    x_BD: a single row, [..., D].
+    norm: its norm.
   """
 
   x_BD: Array
@@ -74,7 +75,7 @@ class Normalised:
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """Of x."""
+    """Shape of x."""
     return self.x_BD.shape
 
   @property
@@ -84,12 +85,12 @@ class Normalised:
 
   @property
   def size(self) -> int:
-    """Of x."""
+    """Numbers of x."""
     return self.x_BD.size
 
   @property
   def dtype(self) -> Any:
-    """Of x."""
+    """Dtype of x."""
     return self.x_BD.dtype
 
   @property
@@ -98,29 +99,31 @@ class Normalised:
     return (self.x_BD.reshape(1, -1), *self.norm.arrays)
 
   def takes(self, rows: int, backend: str) -> bool:
-    """Any part of a row that the norm's kernel takes."""
+    """Whether the norm's kernel takes the row; parts can have any length."""
     del rows
     return takes(self.x_BD, backend)
 
   def write(self, arrays: Any, part: Any, to: Any) -> None:
-    """See `linear.Made`."""
+    """Computes a part of the row; see `linear.ComputedRow`."""
     x, *arrays = arrays
     to[...] = of_part(self.norm, x, arrays, part).astype(x.dtype).astype(jnp.float32)
 
   def __call__(self) -> Array:
-    """Without a kernel, [..., D]."""
+    """The normalised row without a kernel, [..., D]."""
     return self.norm(self.x_BD)
 
   def alone(self) -> Array:
-    """In a kernel of its own, where it takes it."""
+    """The normalised row by a kernel of its own, where the kernel takes it."""
     if not takes(self.x_BD):
       return self()
     return without_gradient(normalised, lambda x, norm: norm(x), self.x_BD, self.norm)
 
 
 def normalised(x_BD: Array, norm: Normalisation) -> Array:
-  """The norm of a single row that the kernel `takes`: [..., D] in the type of x; not
-  differentiable."""
+  """The norm of a single row that the kernel `takes`: [..., D] in the dtype of x.
+
+  Not differentiable.
+  """
   y_1D = _normalised(x_BD.reshape(1, -1), norm, simulation=interpretation())
   return y_1D.reshape(x_BD.shape)
 
@@ -138,16 +141,16 @@ def _normalised(x_1D: Array, norm: Normalisation, *, simulation: Any) -> Array:
 
 
 def of_part(norm: Normalisation, x: Any, arrays: Any, part: Any) -> Array:
-  """In a kernel, by one warpgroup: a part of the normalised row in float32.
+  """A part of the normalised row in float32; one warpgroup of a kernel computes it.
 
   Args:
-    norm: which.
-    x: [1, D], all of the row.
-    arrays: scale and bias, as `Normalisation.arrays`.
+    norm: the norm.
+    x: reference to the whole row, [1, D].
+    arrays: references to scale and bias, as `Normalisation.arrays`.
     part: slice of the row.
   """
   width = x.shape[1]
-  # Asked for together: what is asked for behind a sum waits for the sum.
+  # All loads begin before the first sum: a load behind a sum would wait for it.
   wide, found = x[0].astype(jnp.float32), x[0, part].astype(jnp.float32)
   scale, *bias = (a[part] for a in arrays)
   if norm.centred:

@@ -1,11 +1,11 @@
 """The K largest logits of a single token and their shares of the softmax, in one kernel.
 
     P  parts of the logits' sums      E  experts, L up to a multiple of 64      K  experts per token
-    M  rows that are looked at together
+    M  rows of a tile
 
-XLA adds up, sorts, reads the sorted ids, makes a softmax, and picks from it: five kernels, each of
-which waits for the one before. Sorted needs not be more than the place of every expert: how many
-logits are larger than its own.
+XLA adds up, sorts, reads the sorted ids, computes a softmax and picks from it: five kernels, and
+each waits for the one before. This kernel does not sort. It counts for every expert how many logits
+are larger than its own, which is the expert's place. Example: logits 3, 9, 5 have places 2, 0, 1.
 """
 
 from __future__ import annotations
@@ -19,26 +19,29 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scmoe.base.compat import load_as
-from scmoe.kernels.running import compiled, interpretation
+from scmoe.kernels.launch import compiled, interpretation
 
 _ROWS = 64
-_MOST = 256  # experts: a row of comparisons stays in a warpgroup's registers
+_MOST = 256  # experts; so a row of comparisons fits a warpgroup's registers
 
 
 def takes(parts: int, num_experts: int) -> bool:
-  """Whether the kernel takes so many parts and experts: 64, and a multiple of 8 up to 256."""
+  """Whether the kernel takes them: 64 parts, and a multiple of 8 experts up to 256."""
   return parts == _ROWS and num_experts % 8 == 0 and num_experts <= _MOST
 
 
 def top_k_of_sums(sums_PE: Array, k: int) -> tuple[Array, Array, Array]:
-  """The logits Σ_p sums[p], float32 [E], the K experts with the largest, int32 [K], and what of the
-  softmax over all experts is theirs, float32 [K].
+  """The logits, the K experts with the largest, and their shares of the softmax.
 
-  Of equal logits the expert with the smaller index comes first; where one is NaN, any.
+  Among equal logits the expert with the smaller index comes first. With a NaN the order is open.
 
   Args:
-    sums_PE: float32, of a size that the kernel `takes`.
+    sums_PE: float32, partial sums of the logits, of a size that the kernel `takes`.
     k: K, at most E.
+
+  Returns:
+    Logits Σ_p sums[p], float32 [E]; experts, int32 [K]; their part of the softmax over all experts,
+    float32 [K].
   """
   return _top_k(sums_PE, k=k, simulation=interpretation())
 
@@ -71,12 +74,12 @@ def _top_k(sums_PE: Array, *, k: int, simulation: Any) -> tuple[Array, Array, Ar
       larger_ML = jnp.where((value_ML > mine_ML) | before, one, none)
       numbers[first : first + _ROWS] = jnp.sum(larger_ML, axis=1)
     plgpu.commit_smem()
-    # Every row of the tile has all logits: each warp makes the softmax for itself.
+    # Every row of the tile has all logits, so each warp computes the softmax for itself.
     most_ML = lax.broadcast_in_dim(jnp.max(value_ML, axis=1), shape, (0,))
     part_ML = jnp.exp(value_ML - most_ML)
     total_M = jnp.sum(part_ML, axis=1)
     place_ML = lax.broadcast_in_dim(load_as(numbers, across), shape, (1,))
-    plgpu.commit_smem()  # all have read
+    plgpu.commit_smem()  # every thread has read
     for first in range(0, -(-k // _ROWS) * _ROWS, _ROWS):
       is_here = place_ML == (row_ML + first).astype(jnp.float32)
       id_M = jnp.sum(jnp.where(is_here, column_ML.astype(jnp.float32), none), axis=1)

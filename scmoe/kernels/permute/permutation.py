@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from scmoe.kernels import running
+from scmoe.kernels import launch
 from scmoe.kernels.permute import positions
 
 _BLOCK = 32  # choices that are compared with each other: 128 take four times as long
@@ -92,7 +92,7 @@ def running_positions(expert_TK: Array, num_experts: int) -> tuple[Array, Array]
   """
   if not jnp.issubdtype(expert_TK.dtype, jnp.integer):
     raise ValueError(f"expert ids must be integers, got {expert_TK.dtype}")
-  if running.runs_ptx() and positions.takes(expert_TK.size, num_experts):
+  if launch.runs_ptx() and positions.takes(expert_TK.size, num_experts):
     expert_N = expert_TK.reshape(-1).astype(jnp.int32)
     position_N, count_E = positions.running_positions_kernel(expert_N, num_experts)
     return position_N.reshape(expert_TK.shape), count_E

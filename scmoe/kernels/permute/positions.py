@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scmoe.kernels import inline
-from scmoe.kernels.running import compiled, varying_as
+from scmoe.kernels.launch import compiled, varying_as
 
 _LANES = 32
 _WARPS = 32  # of a block

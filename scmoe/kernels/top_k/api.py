@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from scmoe.kernels import running
+from scmoe.kernels import launch
 from scmoe.kernels.grouped_matmul.backend import resolve_backend
 from scmoe.kernels.one_row import gate as under_norm
 from scmoe.kernels.one_row import top_k as one_row
@@ -133,7 +133,7 @@ def gate_top_k(
   if not has_kernel(x_TD, num_experts, fp32, backend):
     return _plain(x_TD, gate_DE, k=k, fp32=fp32)._replace(share_TK=None)
   terms = EXACT if fp32 and gate_DE.dtype != x_TD.dtype else 1
-  found: Any = _gate_top_k(x_TD, gate_DE, (k, terms, running.interpretation()))
+  found: Any = _gate_top_k(x_TD, gate_DE, (k, terms, launch.interpretation()))
   return TopK(*found)
 
 

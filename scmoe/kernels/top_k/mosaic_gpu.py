@@ -30,7 +30,7 @@ from scmoe.kernels.grouped_matmul.pipeline import (
 )
 from scmoe.kernels.grouped_matmul.tile_stores import CHUNK, store_tiles
 from scmoe.kernels.grouped_matmul.tiles import SMEM_LIMIT
-from scmoe.kernels.running import resolve_num_sms
+from scmoe.kernels.launch import resolve_num_sms
 
 _ROWS = 128  # of a tile, where there is one for every multiprocessor; else half
 _LARGE = 1e9  # beyond every expert id

@@ -1,4 +1,4 @@
-"""On which devices kernels run, and how their bodies become programs; simulated in tests."""
+"""Launching Pallas kernels: devices that have them, their semantics, their simulation in tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ _default_sms: contextvars.ContextVar[int] = contextvars.ContextVar("default_sms"
 
 @contextlib.contextmanager
 def interpreted(params: Any, num_sms: int = 2) -> Iterator[None]:
-  """Traces kernels for GPU interpret mode (on a CPU) inside this context; for tests."""
+  """Inside this context kernels are simulated on a CPU, by Pallas' GPU interpret mode; for tests.
+
+  Args:
+    params: see `compat.gpu_interpret_params`.
+    num_sms: multiprocessors of the simulated GPU.
+  """
   tokens = _interpret.set(params), _default_sms.set(num_sms)
   try:
     yield
@@ -27,12 +32,12 @@ def interpreted(params: Any, num_sms: int = 2) -> Iterator[None]:
 
 
 def simulated() -> bool:
-  """Whether kernels are traced for GPU interpret mode."""
+  """Whether kernels are simulated."""
   return _interpret.get() is not None
 
 
 def interpretation() -> Any:
-  """What a program traced now depends on beside its arguments: the simulation, or None."""
+  """The simulation that is on, or None: a static argument of every program with a kernel."""
   return (_interpret.get(), _default_sms.get()) if simulated() else None
 
 
@@ -46,17 +51,17 @@ def device_has_kernels(platform: str, compute_capability: str | None) -> bool:
 
 
 def has_kernels(device: Any) -> bool:
-  """`device_has_kernels` of a device of jax."""
+  """Whether the Mosaic GPU kernels run on a `jax.Device`."""
   return device_has_kernels(device.platform, getattr(device, "compute_capability", None))
 
 
 def runs_ptx() -> bool:
-  """Whether kernels of inline PTX run: on Hopper, and not where kernels are simulated."""
+  """Whether kernels with inline PTX run: on Hopper, but not in the simulation."""
   return has_kernels(jax.devices()[0]) and not simulated()
 
 
 def resolve_num_sms(num_sms: int | None) -> int:
-  """The number of CTAs to launch: what was asked for, else every multiprocessor of the GPU."""
+  """The number of CTAs to launch: the caller's, or one for every multiprocessor of the GPU."""
   if num_sms is not None:
     return num_sms
   if _interpret.get() is not None:
@@ -66,7 +71,11 @@ def resolve_num_sms(num_sms: int | None) -> int:
 
 
 def compiled(body, **options: Any):
-  """`plgpu.kernel` with the semantics that all kernels here are written for; simulated in tests."""
+  """`plgpu.kernel` with the semantics that every kernel here is written for.
+
+  A program that calls it takes `interpretation()` as a static argument: inside `interpreted` the
+  kernel is simulated.
+  """
   if (interpret := _interpret.get()) is not None:
     options["interpret"] = interpret
   return plgpu.kernel(
@@ -80,9 +89,9 @@ def compiled(body, **options: Any):
 
 
 def varying_as(x: jax.Array, made: Any) -> Any:
-  """What a kernel has made of x, marked as differing between the devices between which x does.
+  """A kernel's results, marked as varying over the same mesh axes as its input x.
 
-  Kernels lose that mark, which `jax.shard_map` checks (`check_vma`).
+  `jax.shard_map` checks these marks (`check_vma`), and a kernel loses them.
   """
   axes = tuple(sorted(jax.typeof(x).manual_axis_type.varying))
   return jax.tree.map(lambda a: lax.pcast(a, axes, to="varying"), made) if axes else made

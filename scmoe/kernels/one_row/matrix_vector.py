@@ -1,12 +1,16 @@
-"""What kernels of a single row have in common: matrices that are only read.
+"""The product of one row and a matrix, as the kernels of a single row compute it.
 
     P  parts of a sum      K, N  contracted and other width of a product
 
-A tensor core wants 64 rows. With one there is nothing to compute beside reading the weights, so
-these kernels read as fast as memory gives: every CTA takes some rows of a matrix, in pieces of a
-few hundred columns, and every thread multiplies its columns with the row's numbers and adds up,
-nothing of which goes through shared memory. The CTAs' sums are added up by whoever reads them: the
-narrower the pieces, the fewer sums a column has, and the more rows a thread has under way.
+A tensor core multiplies 64 rows at once. With a single row a product takes as long as reading the
+weights, so these kernels read at the memory's full speed. Every CTA takes some rows of the matrix
+and a piece of a few hundred columns. Every thread multiplies its columns by the row's numbers and
+adds up in registers; only the warpgroups' totals go through shared memory.
+
+A kernel that reads the product adds up the CTAs' partial sums. For example K = 2048 in P = 4 parts
+of pieces of 256 columns: each CTA reads 512 rows of its piece, each of its 4 warpgroups 128 rows,
+and each thread 2 columns, with 32 rows on their way at a time. Narrower pieces mean fewer partial
+sums of a column, and more rows on their way.
 """
 
 from __future__ import annotations
@@ -24,22 +28,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from scmoe.kernels.running import compiled
+from scmoe.kernels.launch import compiled
 
 WARPGROUP = 128  # threads
-WARPGROUPS = 4  # of a CTA, each with a quarter of its rows
-_UNDER_WAY = 64  # numbers of the weights that a thread has asked for and not yet used
-# Columns that a CTA takes: a thread reads 4, 8 or 16 bytes of a row at once.
+WARPGROUPS = 4  # of a CTA; each takes a quarter of its rows
+_IN_FLIGHT = 64  # weights that a thread has begun to load and not yet used
+# Columns of a piece: a thread loads 4, 8 or 16 bytes of a row at once.
 _COLUMNS = (256, 512, 1024)
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-  """How a product of one row is shared out.
+  """How a product of one row is divided among CTAs.
 
   Attributes:
-    columns: that a CTA takes.
-    parts: into which the contracted width is cut.
+    columns: width of a CTA's piece.
+    parts: P, into which the contracted width is cut.
   """
 
   columns: int
@@ -47,8 +51,8 @@ class Split:
 
   @property
   def unroll(self) -> int:
-    """Rows that a thread has under way."""
-    return _UNDER_WAY * WARPGROUP // self.columns
+    """Rows that a thread loads ahead."""
+    return _IN_FLIGHT * WARPGROUP // self.columns
 
 
 def split(
@@ -60,15 +64,15 @@ def split(
   most: int = 0,
   unit: int = 0,
 ) -> Split | None:
-  """The division that leaves the fewest multiprocessors idle; None: there is none.
+  """The division that leaves the fewest multiprocessors idle; None if no division fits.
 
   Args:
     width, out_width: K and N.
-    choices: C.
+    choices: C, matrices that are multiplied at once, one for each choice of an expert.
     num_sms: multiprocessors.
-    multiple: of what the rows of a part are a multiple.
-    most: rows of a part at most; 0: any.
-    unit: what a piece of columns divides; 0: N.
+    multiple: a divisor of the rows of a part.
+    most: most rows of a part; 0: any number.
+    unit: a multiple of the piece's columns; 0: N.
   """
   found: list[tuple[float, Split]] = []
   for columns in _COLUMNS:
@@ -82,14 +86,18 @@ def split(
       ctas = choices * (out_width // columns) * part
       waves = -(-ctas // num_sms)
       found.append((ctas / (waves * num_sms) / waves**0.5, Split(columns, part)))
-  # Of equals the first: narrow columns, few parts.
+  # `max` returns the first of equals: narrow pieces, few parts.
   return max(found, key=lambda own: own[0])[1] if found else None
 
 
 def kernel(
   body: Callable[..., None], choices: int, matrices: int, out_width: int, own: Split, *scratch: Any
 ):
-  """A CTA for each choice, piece of columns and part of the rows; writes [C, P, I, N]."""
+  """A kernel with a CTA for each choice, piece of columns and part of the rows.
+
+  Its result is float32 [C, P, I, N] for I `matrices` that share the row. The body gets the inputs,
+  the result, shared memory for `store_sums`, a barrier of all warpgroups, and the `scratch`.
+  """
   return compiled(
     body,
     out_type=jax.ShapeDtypeStruct((choices, own.parts, matrices, out_width), jnp.float32),
@@ -106,33 +114,34 @@ def kernel(
 
 
 def everyone():
-  """A barrier of all warpgroups."""
+  """A barrier of a CTA's warpgroups."""
   return plgpu.Barrier(num_arrivals=WARPGROUPS)
 
 
 def place():
-  """Which choice, piece of columns and part of the rows this CTA has."""
+  """This CTA's choice, piece of columns and part of the rows."""
   return tuple(lax.axis_index(name) for name in ("choice", "column", "part"))
 
 
 def one_of(expert, matrices):
-  """The expert, or any in the place of none: what comes of it is left out of the sum."""
+  """An expert's index, made valid where there is none; the caller drops that product."""
   return jnp.clip(expert, 0, matrices.shape[0] - 1)
 
 
 def begin_sums(matrices, group, own: Split, rows: int, row, column):
-  """Σ_k row(k) · matrix[group, k] over this warpgroup's share of the CTA's rows, for each matrix.
-
-  The first weights are asked for at once; the function that is returned waits for them, asks for
-  the next before it uses them, and gives the sums.
+  """Begins Σ_k row(k) · matrix[group, k] over this warpgroup's rows, for each matrix.
 
   Args:
     matrices: each [groups, K, N].
-    group: which of them.
+    group: the index of the group.
     own: see `Split`.
     rows: of a CTA.
-    row: gives the row's k-th number in float32.
-    column: number of the piece of columns.
+    row: k -> the row's k-th number in float32.
+    column: index of the piece of columns.
+
+  Returns:
+    A function without arguments that returns the sums. The first loads have begun by now, so a
+    kernel can compute the row meanwhile; the function begins the next loads before it uses these.
   """
   share = rows // WARPGROUPS
   first = lax.axis_index("part") * rows + lax.axis_index("wg") * share
@@ -166,7 +175,7 @@ def begin_sums(matrices, group, own: Split, rows: int, row, column):
 
 
 def store_sums(sums, out, shared, barrier, own: Split, column):
-  """The warpgroups' sums added up, each warpgroup some of the columns, and written."""
+  """Adds up the warpgroups' sums and writes them; each warpgroup takes some of the columns."""
   wg, piece = lax.axis_index("wg"), max(own.columns // WARPGROUPS, WARPGROUP)
   for i, s in enumerate(sums):
     shared[wg, i] = s
@@ -183,12 +192,15 @@ def store_sums(sums, out, shared, barrier, own: Split, column):
       out[i, pl.ds(column * own.columns + wg * piece, piece)] = total
 
 
-_CHAIN = 64  # terms
+_CHAIN = 64  # most terms of a chain of additions
 
 
 def added_up(sums_PN: jax.Array) -> jax.Array:
-  """Σ_p sums[p], as a chain of additions: XLA makes them part of what reads the result, where a sum
-  over a dimension is a kernel of its own."""
+  """Σ_p sums[p] as a chain of additions.
+
+  XLA fuses the chain into the kernel that reads the result. A sum over a dimension would be a
+  kernel of its own.
+  """
   if sums_PN.shape[0] > _CHAIN:
     return jnp.sum(sums_PN, axis=0)
   return functools.reduce(operator.add, list(sums_PN))

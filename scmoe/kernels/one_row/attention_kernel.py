@@ -1,0 +1,423 @@
+"""The kernel of `attention`: one token's queries against its row's cache.
+
+    R  rows                  H  heads of queries              N  width of a head
+    T  length of a cache     K  heads of keys and values, each shared by G = H / K
+    P  parts of a cache      B  positions of a block (64)
+    M  rows of a matrix instruction (64), of which G hold queries
+
+The grid has a CTA for each row, head of keys and part of the cache. Each warpgroup of these CTAs is
+a worker, and the workers of one head share its blocks in turn: with 16 blocks and 2 parts of 2
+warpgroups, worker 1 reads blocks 1, 5, 9 and 13. A worker keeps a running softmax over its blocks
+(the online form of Milakov and Gimelshein, arXiv 1805.02867).
+
+    1  Copy the queries and each worker's first two blocks to shared memory.
+    2  If projections come as partial sums: add them up and rotate them while the blocks arrive.
+    3  Write the G queries into the rows of one tile.
+    4  For each block: scores, softmax weights and the weighted sum of values, by two products.
+    5  Write the token's own key and value into the cache, if stage 2 made them.
+    6  Merge the two warpgroups' results, and write the head's result or this part of it.
+
+Most rows of a matrix instruction stay empty. It is still used, because it also adds up across the
+warps of a warpgroup. A sum of vectors would do so through shared memory that all warpgroups of a
+CTA have in common.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from scmoe.base.compat import load_as
+from scmoe.kernels.launch import compiled
+from scmoe.kernels.one_row.attention_memory import (
+  BLOCK,
+  ROWS,
+  STAGES,
+  WARPGROUP,
+  Global,
+  Shape,
+  Shared,
+  named,
+  outputs,
+  shared_types,
+)
+
+_UNSEEN = -1e30  # the score of a position that the token does not see
+
+_TILE = plgpu.Layout.WGMMA
+_PER_ROW, _PER_COLUMN = _TILE.reduce(1), _TILE.reduce(0)  # layouts of one number a row, a column
+
+
+class _Seen(NamedTuple):
+  """Positions of the cache that a token sees: the first, its block, and the end of the blocks."""
+
+  first: Any
+  first_block: Any
+  end_block: Any
+
+
+class _Softmax(NamedTuple):
+  """A running softmax of M rows: the largest score, the sum of weights e^(score - most), and the
+  sum of values times these weights."""
+
+  most_M: Any
+  weight_M: Any
+  y_MN: Any
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def attend(
+  projections: Sequence[Array], keys: Array, values: Array, position: Array, *, shape: Shape
+) -> tuple[Any, Array, Array]:
+  """Runs the kernel.
+
+  Args:
+    projections: `Global.queries`; or `Global.sums`, and `Global.turn` where they are rotated.
+    keys, values: [R T, K, N].
+    position: int32 [R].
+    shape: of all this.
+
+  Returns:
+    `Global.y`, with `Global.most` and `Global.weight` where there are several parts, and the
+    caches. They hold the token now if the projections came as partial sums.
+  """
+
+  def body(*refs: Any) -> None:
+    _Cta(shape, *named(refs, shape)).run()
+
+  run = compiled(
+    body,
+    out_type=outputs(shape),
+    grid=(shape.rows, shape.kv_heads, shape.parts),
+    grid_names=("row", "kv", "part"),
+    num_threads=shape.warpgroups,
+    thread_name="wg",
+    scratch_types=shared_types(shape),
+  )
+  caches: list[Any] = [jax.new_ref(x) if shape.partial else x for x in (keys, values)]
+  found = run(*projections, position, *caches)
+  if shape.partial:
+    keys, values = (jax.freeze(ref) for ref in caches)
+  return found, keys, values
+
+
+class _Cta:
+  """One CTA, as each of its warpgroups runs it. Methods are in the order of the stages above."""
+
+  def __init__(self, shape: Shape, gmem: Global, smem: Shared):
+    self.shape, self.gmem, self.smem = shape, gmem, smem
+    names = ("row", "kv", "part", "wg")
+    self.row, self.kv, self.part, self.wg = (lax.axis_index(name) for name in names)
+    self.worker = self.part * shape.warpgroups + self.wg
+    self.first_head = self.row * shape.heads + self.kv * shape.group
+
+  def run(self) -> None:
+    """All stages."""
+    shape = self.shape
+    if not shape.partial:
+      self.copy_queries()
+    # Read now and used late: without a window the first blocks do not depend on it.
+    self.position = self.gmem.position[self.row]
+    self.copy_first_blocks()
+    if shape.partial:
+      self.finish_projections()
+    seen = self.seen()
+    left = seen.end_block - seen.first_block - self.worker
+    steps = jnp.maximum((left + shape.workers - 1) // shape.workers, 0)
+    self.write_query_tile()
+    self.wait_for_everyone()
+    begin = _nothing_seen(shape.width)
+    at = lax.rem(self.position // BLOCK - seen.first_block, shape.workers)
+    has_token = at == self.worker  # the worker that has the token's block adds the token itself
+    if shape.partial:
+      begin = self.with_token(begin, has_token)
+    found = lax.fori_loop(0, steps, functools.partial(self.add_block, seen), begin)
+    if not shape.window:
+      self.wait_for_unused_blocks(steps)
+    if shape.partial:
+      self.write_token(has_token)
+    if shape.warpgroups > 1:
+      self.hand_over(found)
+    self.write_result(found)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+  # -- 1: copies ---------------------------------------------------------------------------------
+
+  def copy_queries(self) -> None:
+    """Begins the copy of the queries that share this head of keys."""
+
+    @pl.when(self.wg == 0)
+    def _():
+      shape, smem = self.shape, self.smem
+      own = pl.ds(self.first_head, shape.group)
+      to = smem.in_out.at[pl.ds(0, shape.group)]
+      plgpu.copy_gmem_to_smem(self.gmem.queries.at[own], to, smem.queries_arrived)
+
+  def copy_block(self, block: Any, stage: Any) -> None:
+    """Begins the copies of a block's keys and values."""
+    gmem, smem, kv, wg = self.gmem, self.smem, self.kv, self.wg
+    at = pl.ds(self.row * self.shape.length + block * BLOCK, BLOCK)
+    arrived = smem.block_arrived.at[wg, stage]
+    plgpu.copy_gmem_to_smem(gmem.keys.at[at, kv], smem.keys.at[wg, stage], arrived)
+    arrived = smem.block_arrived.at[wg, stage]
+    plgpu.copy_gmem_to_smem(gmem.values.at[at, kv], smem.values.at[wg, stage], arrived)
+
+  def copy_first_blocks(self) -> None:
+    """Begins the copies of the worker's first blocks. Without a window they are begun before the
+    position is known, so some may lie behind it."""
+    first, end = self.seen()[1:] if self.shape.window else (0, self.shape.blocks)
+    for stage in range(STAGES):
+      block = first + self.worker + stage * self.shape.workers
+      pl.when(block < end)(functools.partial(self.copy_block, block, stage))
+
+  def seen(self) -> _Seen:
+    """The positions to read from the cache. With partial sums it does not hold the token yet."""
+    window = self.shape.window
+    first = jnp.maximum(self.position - (window - 1), 0) if window else jnp.int32(0)
+    round_up = BLOCK - 1 if self.shape.partial else BLOCK
+    return _Seen(first, first // BLOCK, (self.position + round_up) // BLOCK)
+
+  # -- 2: projections ----------------------------------------------------------------------------
+
+  def finish_projections(self) -> None:
+    """Adds up and rotates: one warpgroup the queries, the other the key and the value."""
+    shape, smem, width = self.shape, self.smem, self.shape.width
+
+    @pl.when(self.wg == 0)
+    def _():
+      turn = self.load_turn()
+      for g in range(shape.group):
+        self.add_up(self.kv * shape.group + g, smem.query_rows, g * width)
+      plgpu.commit_smem()
+      for g in range(shape.group if shape.rotated else 0):
+        self.rotate(smem.query_rows, turn, g * width)
+      plgpu.commit_smem()
+
+    @pl.when(self.wg == 1)
+    def _():
+      turn = self.load_turn()
+      self.add_up(shape.heads + self.kv, smem.key_row)
+      self.add_up(shape.heads + shape.kv_heads + self.kv, smem.value_row)
+      plgpu.commit_smem()
+      if shape.rotated:
+        self.rotate(smem.key_row, turn)
+        plgpu.commit_smem()
+
+  def load_turn(self) -> list[Any]:
+    """Sine and cosine. They are read before the sums: a read behind them would wait for them."""
+    return [load_as(self.gmem.turn.at[i], _PER_COLUMN) for i in range(2 * self.shape.rotated)]
+
+  def add_up(self, head: Any, to: Any, start: int = 0) -> None:
+    """Adds up one head's partial sums, and writes them, rounded, to `to[start:]`.
+
+    With 128 numbers a head, each thread has one. In the layout of a tile's columns it would read
+    half of 64 numbers.
+    """
+    sums, width, dtype = self.gmem.sums, self.shape.width, self.shape.dtype
+    whole = width % WARPGROUP == 0
+    load = lambda p, at: sums[p, at] if whole else load_as(sums.at[p, at], _PER_COLUMN)
+    size = width if whole else width // 2
+    for first in range(0, width, size):
+      at = pl.ds(head * width + first, size)
+      x = load(0, at)
+      for p in range(1, sums.shape[0]):
+        x = x + load(p, at)
+      to[start + first : start + first + size] = x.astype(dtype)
+
+  def rotate(self, row: Any, turn: list[Any], start: int = 0) -> None:
+    """Rotates the pairs (i, i + N/2) of the head at `row[start:]`, in place."""
+    half = self.shape.width // 2
+    places = [slice(start + first, start + first + half) for first in (0, half)]
+    sin, cos = turn
+    first, second = (load_as(row.at[at], _PER_COLUMN).astype(jnp.float32) for at in places)
+    plgpu.commit_smem()  # every thread has read
+    for at, x in zip(places, (first * cos - second * sin, second * cos + first * sin)):
+      row[at] = x.astype(self.shape.dtype)
+
+  # -- 3: the tile of queries --------------------------------------------------------------------
+
+  def write_query_tile(self) -> None:
+    """Writes the queries to the tile that products read, query g in row g."""
+
+    @pl.when(self.wg == 0)
+    def _():
+      if self.shape.partial:
+        q_MN = self.finished_queries()
+      else:
+        plgpu.barrier_wait(self.smem.queries_arrived)
+        # The rows behind the queries are not initialised. No row's result depends on another row.
+        q_MN = load_as(self.smem.in_out, _TILE)
+      self.smem.queries[...] = q_MN
+      plgpu.commit_smem()
+
+  def finished_queries(self) -> Any:
+    """The queries of stage 2 as rows of a tile; further rows repeat query 0."""
+    width, query_rows = self.shape.width, self.smem.query_rows
+    q_MN = self.in_every_row(query_rows.at[pl.ds(0, width)])
+    row_MN = plgpu.broadcasted_iota(jnp.int32, q_MN.shape, 0, layout=_TILE)
+    for g in range(1, self.shape.group):
+      own = query_rows.at[pl.ds(g * width, width)]
+      q_MN = jnp.where(row_MN == g, self.in_every_row(own), q_MN)
+    return q_MN
+
+  def in_every_row(self, row: Any) -> Any:
+    """[N] in shared memory as a tile with this in every row."""
+    return lax.broadcast_in_dim(load_as(row, _PER_COLUMN), (ROWS, self.shape.width), (1,))
+
+  def wait_for_everyone(self) -> None:
+    """Lets the CTA's warpgroups wait for each other."""
+    plgpu.barrier_arrive(self.smem.everyone)
+    plgpu.barrier_wait(self.smem.everyone)
+
+  # -- 4: blocks of the cache --------------------------------------------------------------------
+
+  def with_token(self, nothing: _Softmax, has_token: Any) -> _Softmax:
+    """The running softmax before the first block: the token's own, for the worker that has it."""
+    smem = self.smem
+    q_MN = load_as(smem.queries, _TILE).astype(jnp.float32)
+    rows = (smem.key_row, smem.value_row)
+    k_MN, v_MN = (self.in_every_row(row).astype(jnp.float32) for row in rows)
+    score_M = jnp.sum(q_MN * k_MN, axis=1) * self.shape.scale
+    one_M = plgpu.layout_cast(jnp.full((ROWS,), 1.0, jnp.float32), _PER_ROW)
+    choose = lambda a, b: jnp.where(jnp.broadcast_to(has_token, a.shape), a, b)
+    return _Softmax(*map(choose, _Softmax(score_M, one_M, v_MN), nothing))
+
+  def add_block(self, seen: _Seen, step: Any, state: _Softmax) -> _Softmax:
+    """Adds a worker's step-th block to its running softmax, and begins the copy of a later one.
+
+    A block that is read has a position that the token sees; so `new_M` is a real score. The one
+    exception is a window of the token alone, whose own score is already in `state`.
+    """
+    shape, smem, wg = self.shape, self.smem, self.wg
+    stage = lax.rem(step, STAGES)
+    start = (seen.first_block + self.worker + step * shape.workers) * BLOCK
+    plgpu.barrier_wait(smem.block_arrived.at[wg, stage])
+    score_MB = self.scores(stage, start, seen)
+    new_M = jnp.maximum(state.most_M, jnp.max(score_MB, axis=1))
+    share_MB = jnp.exp(score_MB - lax.broadcast_in_dim(new_M, score_MB.shape, (0,)))
+    old_M = jnp.exp(state.most_M - new_M)
+    weight_M = state.weight_M * old_M + jnp.sum(share_MB, axis=1)
+    y_MN = state.y_MN * lax.broadcast_in_dim(old_M, state.y_MN.shape, (0,))
+    smem.shares[wg] = share_MB.astype(shape.dtype)
+    plgpu.commit_smem()
+    y_MN = y_MN + _product(smem.shares.at[wg], smem.values.at[wg, stage])
+    plgpu.commit_smem()  # the warpgroup has read the block, which the next copy overwrites
+    following = seen.first_block + self.worker + (step + STAGES) * shape.workers
+    copy = functools.partial(self.copy_block, following, stage)
+    pl.when(following < seen.end_block)(copy)
+    return _Softmax(new_M, weight_M, y_MN)
+
+  def scores(self, stage: Any, start: Any, seen: _Seen) -> Any:
+    """The scaled scores of a block that begins at position `start`, [M, B]."""
+    smem, position = self.smem, self.position
+    keys_NB = plgpu.transpose_ref(smem.keys.at[self.wg, stage], (1, 0))
+    score_MB = _product(smem.queries, keys_NB) * self.shape.scale
+    place_MB = start + plgpu.broadcasted_iota(jnp.int32, score_MB.shape, 1, layout=_TILE)
+    after_first = place_MB >= seen.first
+    before_end = (place_MB < position) if self.shape.partial else (place_MB <= position)
+    return jnp.where(after_first & before_end, score_MB, jnp.full_like(score_MB, _UNSEEN))
+
+  def wait_for_unused_blocks(self, steps: Any) -> None:
+    """Waits for copies of first blocks behind the position: none may arrive after the CTA's end."""
+    for stage in range(STAGES):
+      workers, blocks = self.shape.workers, self.shape.blocks
+      unused = (stage >= steps) & (self.worker + stage * workers < blocks)
+      arrived = self.smem.block_arrived.at[self.wg, stage]
+      pl.when(unused)(functools.partial(plgpu.barrier_wait, arrived))
+
+  # -- 5: the token in the cache -----------------------------------------------------------------
+
+  def write_token(self, has_token: Any) -> None:
+    """Writes the token's key and value to the cache. Its worker has read that block by now."""
+    gmem, smem = self.gmem, self.smem
+
+    @pl.when(has_token)
+    def _():
+      plgpu.commit_smem()
+      plgpu.copy_smem_to_gmem(smem.key_row, gmem.keys.at[self.position, self.kv])
+      plgpu.copy_smem_to_gmem(smem.value_row, gmem.values.at[self.position, self.kv])
+
+  # -- 6: the result -----------------------------------------------------------------------------
+
+  def hand_over(self, found: _Softmax) -> None:
+    """Lets the first warpgroup read what the second one found."""
+
+    @pl.when(self.wg == 1)
+    def _():
+      self.store(found)
+
+    self.wait_for_everyone()
+
+  def store(self, found: _Softmax) -> None:
+    """Writes a running softmax to shared memory."""
+    self.smem.y[...], self.smem.most[...] = found.y_MN, found.most_M
+    self.smem.weight[...] = found.weight_M
+
+  def merged(self, own: _Softmax) -> _Softmax:
+    """This warpgroup's running softmax and the one in shared memory, as one."""
+    smem, as_tile = self.smem, functools.partial(_as_tile, shape=own.y_MN.shape)
+    others_M = load_as(smem.most, _PER_ROW)
+    both_M = jnp.maximum(own.most_M, others_M)
+    own_M, others_M = jnp.exp(own.most_M - both_M), jnp.exp(others_M - both_M)
+    weight_M = own.weight_M * own_M + load_as(smem.weight, _PER_ROW) * others_M
+    y_MN = own.y_MN * as_tile(own_M) + load_as(smem.y, _TILE) * as_tile(others_M)
+    return _Softmax(both_M, weight_M, y_MN)
+
+  def write_result(self, found: _Softmax) -> None:
+    """Writes the heads' results, or what this part of the cache contributes to them."""
+
+    @pl.when(self.wg == 0)
+    def _():
+      shape = self.shape
+      whole = self.merged(found) if shape.warpgroups > 1 else found
+      write = self.quotient if shape.parts == 1 else self.part_of_result
+      written, to = write(whole)
+      plgpu.copy_smem_to_gmem(written.at[pl.ds(0, shape.group)], to)
+
+  def quotient(self, found: _Softmax) -> tuple[Any, Any]:
+    """Writes the result to shared memory. Returns that, and where it belongs."""
+    in_out = self.smem.in_out
+    in_out[...] = (found.y_MN / _as_tile(found.weight_M, found.y_MN.shape)).astype(self.shape.dtype)
+    plgpu.commit_smem()
+    return in_out, self.gmem.y.at[pl.ds(self.first_head, self.shape.group)]
+
+  def part_of_result(self, found: _Softmax) -> tuple[Any, Any]:
+    """Writes a part's sums to shared memory, its other numbers to global memory. Returns as
+    `quotient`."""
+    shape, gmem, smem = self.shape, self.gmem, self.smem
+    self.store(found)
+    plgpu.commit_smem()
+    for g in range(shape.group):
+      gmem.most[self.part, self.first_head + g] = smem.most[g]
+      gmem.weight[self.part, self.first_head + g] = smem.weight[g]
+    return smem.y, gmem.y.at[self.part, pl.ds(self.first_head, shape.group)]
+
+
+def _nothing_seen(width: int) -> _Softmax:
+  """A running softmax of no position."""
+  low_M = plgpu.layout_cast(jnp.full((ROWS,), _UNSEEN, jnp.float32), _PER_ROW)
+  zero_M = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), _PER_ROW)
+  zero_MN = plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), _TILE)
+  return _Softmax(low_M, zero_M, zero_MN)
+
+
+def _as_tile(x_M: Any, shape: tuple[int, ...]) -> Any:
+  """One number a row in every column of a tile."""
+  return lax.broadcast_in_dim(x_M, shape, (0,))
+
+
+def _product(x_MK: Any, matrix_KN: Any) -> Array:
+  """x · W in float32, of two matrices in shared memory."""
+
+  def multiplied(sums: Any) -> Any:
+    plgpu.wgmma(sums, x_MK, matrix_KN)
+    return sums[...]
+
+  return pl.run_scoped(multiplied, plgpu.ACC((ROWS, matrix_KN.shape[1]), jnp.float32))

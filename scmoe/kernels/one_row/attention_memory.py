@@ -1,0 +1,179 @@
+"""The shape and the memory of `attention_kernel`: its arguments and shared memory by name.
+
+R  rows                  H  heads of queries              N  width of a head
+T  length of a cache     K  heads of keys and values, each shared by G = H / K
+P  parts of a cache      B  positions of a block (64)
+M  rows of a matrix instruction (64), of which G hold queries
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from scmoe.kernels.grouped_matmul.pipeline import smem as tiled_smem
+
+BLOCK = 64  # positions that a warpgroup reads together
+STAGES = 2  # blocks that a warpgroup has in shared memory or on their way there
+ROWS = 64  # rows of a matrix instruction
+WARPGROUP = 128  # threads
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+  """Everything that the program depends on.
+
+  Attributes:
+    rows, heads, kv_heads, length, width, parts: R, H, K, T, N and P.
+    warpgroups: of a CTA.
+    dtype: of queries and caches.
+    scale: factor of the scores.
+    window: positions that a token sees, itself included; 0: all.
+    partial: the projections come as partial sums, which the kernel adds up. Then the cache does not
+      hold the token yet, and the kernel writes it.
+    rotated: those projections are rotated by their position.
+    simulation: see `launch.interpretation`.
+  """
+
+  rows: int
+  heads: int
+  kv_heads: int
+  length: int
+  width: int
+  parts: int
+  warpgroups: int
+  dtype: Any
+  scale: float
+  window: int
+  partial: bool
+  rotated: bool
+  simulation: Any
+
+  @property
+  def group(self) -> int:
+    """G, heads of queries that share a head of keys."""
+    return self.heads // self.kv_heads
+
+  @property
+  def blocks(self) -> int:
+    """Blocks of a cache."""
+    return self.length // BLOCK
+
+  @property
+  def workers(self) -> int:
+    """Warpgroups that share the blocks of one head."""
+    return self.parts * self.warpgroups
+
+
+@dataclasses.dataclass(frozen=True)
+class Global:
+  """References in global memory. The rows' heads and positions lie one after the other.
+
+  Attributes:
+    queries: [R H, N]; None where they come as partial sums.
+    sums: float32 [parts of the sum, (H + 2 K) N], or None.
+    turn: float32 [2, N/2], sine and cosine, or None.
+    position: int32 [R].
+    keys, values: [R T, K, N].
+    y: the result, [R H, N]; or of each part of the cache float32 [P, R H, N].
+    most, weight: float32 [P, R H], see `PartialAttention`; None with one part.
+  """
+
+  queries: Any
+  sums: Any
+  turn: Any
+  position: Any
+  keys: Any
+  values: Any
+  y: Any
+  most: Any
+  weight: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+  """References in shared memory, and barriers. In the same order: the types of all of them.
+
+  Attributes:
+    in_out: [M, N], queries on their way in; the result on its way out.
+    queries: [M, N], the tile that products read.
+    shares: [warpgroups, M, B], softmax weights of a block.
+    keys, values: [warpgroups, stages, B, N].
+    y, most, weight: float32 [M, N], [M] and [M], a running softmax that another warpgroup reads, or
+      that leaves the CTA.
+    query_rows: [G N], the finished queries.
+    key_row, value_row: [N], the token's own key and value.
+    queries_arrived: the copy of the queries is done.
+    block_arrived: [warpgroups, stages], the copies of a block's keys and values are done.
+    everyone: of the CTA's warpgroups.
+  """
+
+  in_out: Any
+  queries: Any
+  shares: Any
+  keys: Any
+  values: Any
+  y: Any
+  most: Any
+  weight: Any
+  query_rows: Any
+  key_row: Any
+  value_row: Any
+  queries_arrived: Any
+  block_arrived: Any
+  everyone: Any
+
+
+def outputs(shape: Shape) -> Any:
+  """The types of the kernel's results."""
+  if shape.parts == 1:
+    return jax.ShapeDtypeStruct((shape.rows * shape.heads, shape.width), shape.dtype)
+  numbers = jax.ShapeDtypeStruct((shape.parts, shape.rows * shape.heads), jnp.float32)
+  return jax.ShapeDtypeStruct((*numbers.shape, shape.width), jnp.float32), numbers, numbers
+
+
+def shared_types(shape: Shape) -> list[Any]:
+  """The types of a CTA's shared memory and barriers, in the order of `Shared`."""
+  width, warpgroups, dtype = shape.width, shape.warpgroups, shape.dtype
+  cache = tiled_smem((warpgroups, STAGES, BLOCK, width), dtype)
+  a_number = plgpu.SMEM((ROWS,), jnp.float32)
+  types = Shared(
+    in_out=plgpu.SMEM((ROWS, width), dtype),
+    queries=tiled_smem((ROWS, width), dtype),
+    shares=tiled_smem((warpgroups, ROWS, BLOCK), dtype),
+    keys=cache,
+    values=cache,
+    y=plgpu.SMEM((ROWS if shape.workers > 1 else 1, width), jnp.float32),
+    most=a_number,
+    weight=a_number,
+    query_rows=plgpu.SMEM((shape.group * width,), dtype),
+    key_row=plgpu.SMEM((width,), dtype),
+    value_row=plgpu.SMEM((width,), dtype),
+    queries_arrived=plgpu.Barrier(),
+    block_arrived=plgpu.Barrier(num_arrivals=2, num_barriers=(warpgroups, STAGES)),
+    everyone=plgpu.Barrier(num_arrivals=warpgroups),
+  )
+  return [getattr(types, field.name) for field in dataclasses.fields(types)]
+
+
+def named(refs: Sequence[Any], shape: Shape) -> tuple[Global, Shared]:
+  """The kernel's arguments by name: inputs, outputs, then shared memory."""
+  rest = iter(refs)
+  several = shape.parts > 1
+  in_global = Global(
+    queries=None if shape.partial else next(rest),
+    sums=next(rest) if shape.partial else None,
+    turn=next(rest) if shape.rotated else None,
+    position=next(rest),
+    keys=next(rest),
+    values=next(rest),
+    y=next(rest),
+    most=next(rest) if several else None,
+    weight=next(rest) if several else None,
+  )
+  return in_global, Shared(*rest)

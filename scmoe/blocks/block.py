@@ -161,9 +161,15 @@ class BlockConfig(Options, path="model"):
     Raises:
       ConfigError: names the field, what was got and what would do.
     """
+    resolved = self._filled()
+    resolved.check()
+    return resolved
+
+  def _filled(self) -> Any:
+    """The same with every 0 and empty word replaced by the value that follows from other fields."""
     hidden = self.mlp_hidden or 4 * self.width
     expert_hidden = self.expert_hidden or hidden
-    resolved = dataclasses.replace(
+    return dataclasses.replace(
       self,
       num_kv_heads=self.num_kv_heads or self.num_heads,
       head_dim=self._head_width(),
@@ -172,8 +178,6 @@ class BlockConfig(Options, path="model"):
       shared_hidden=self.shared_hidden or expert_hidden,
       activation=self.activation or {"gpt2": "gelu", "llama": "swiglu"}[self.style],
     )
-    resolved.check()
-    return resolved
 
   def _head_width(self) -> int:
     """N: as configured, or what follows from other fields; raises where nothing does."""
@@ -299,11 +303,12 @@ class BlockConfig(Options, path="model"):
         bias=self.attention_bias,
         **shared,
       )
+    filled = self._filled()
     return AttentionConfig(
       width=self.width,
       num_heads=self.num_heads,
-      num_kv_heads=self.num_kv_heads,
-      head_dim=self.head_dim,
+      num_kv_heads=filled.num_kv_heads,
+      head_dim=filled.head_dim,
       bias=self.bias or self.attention_bias,
       key_bias=self.attention_bias,
       qk_norm=self.qk_norm,
@@ -323,19 +328,21 @@ class BlockConfig(Options, path="model"):
   def mlp(self, hidden: int) -> MLPConfig:
     """The options of a dense MLP or shared expert of this hidden width."""
     std = {"init_std": self.init_std, "out_std": self.out_std, "bias": self.bias}
-    return MLPConfig(self.width, hidden, self.activation, backend=self.expert_backend, **std)
+    activation = self._filled().activation
+    return MLPConfig(self.width, hidden, activation, backend=self.expert_backend, **std)
 
   def moe(
     self, router: RouterConfig, dispatch: DispatchConfig, *, copy_engines: bool = False
   ) -> MoEConfig:
     """The options of the MoE; its `top_k` is the number of experts per token and gating."""
+    filled = self._filled()
     return MoEConfig(
       width=self.width,
-      hidden=self.expert_hidden,
+      hidden=filled.expert_hidden,
       num_experts=self.num_experts,
       zero_experts=self.zero_experts,
       top_k=self.wiring_rule.routed_per_gating(self.top_k),
-      activation=self.activation,
+      activation=filled.activation,
       bias=self.bias,
       init_std=self.init_std,
       out_std=self.out_std,

@@ -162,3 +162,13 @@ def test_what_computes_the_experts_changes_nothing(impl):
 def test_unknown_implementation():
   with pytest.raises(ConfigError, match=r"model\.expert_impl='sparse' is unknown; did you mean"):
     harness.tiny(expert_impl="sparse")
+
+
+def test_parts_of_a_configuration_that_is_not_resolved_are_those_of_the_resolved_one():
+  config = ModelConfig(style="llama", width=32)
+  whole = config.resolve(vocab_size=64)
+  given = RouterConfig(), DispatchConfig()
+  assert config.moe(*given) == whole.moe(*given)
+  assert config.moe(*given).hidden == 128
+  assert config.attention == whole.attention
+  assert config.mlp(8) == whole.mlp(8)

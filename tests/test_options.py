@@ -19,6 +19,7 @@ from scmoe.layers.attention import AttentionConfig
 from scmoe.layers.embed import EmbeddingConfig
 from scmoe.layers.latent_attention import LatentAttentionConfig
 from scmoe.layers.mlp import MLPConfig
+from scmoe.moe.dispatch import queue_positions
 from scmoe.moe.experts import FFNExpertsConfig
 from scmoe.moe.options import CompatConfig
 from scmoe.run.config import RunConfig, from_dict, to_dict, with_field
@@ -268,3 +269,64 @@ def test_the_declarations_cost_nothing_at_import():
   code = "import sys, scmoe.base.options; print([m for m in ('jax', 'flax') if m in sys.modules])"
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
   assert done.stdout.strip() == "[]", done.stderr
+
+
+# -- mistakes in calls ----------------------------------------------------------------------------
+
+LAYER = scmoe.MoEConfig(width=8, hidden=16, num_experts=4, top_k=2)
+TOKENS = jnp.ones((6, 8))
+GATE = jnp.ones((8, 4))
+SIZES = EXAMPLES[-1]
+
+
+def called(**given):
+  """A layer's call with these arguments."""
+  return scmoe.MoE(LAYER, rngs=nnx.Rngs(0))(TOKENS, scmoe.MoECall(**given))
+
+
+def transported(**given):
+  given = {"tokens": 6, "num_experts": 4, "k": 1, **given}
+  return scmoe.make_transport(scmoe.DispatchConfig(), **given)
+
+
+def model(tokens):
+  config = scmoe.ModelConfig(width=8, num_heads=2, num_layers=2, vocab_size=8)
+  return scmoe.GPT(config, rngs=nnx.Rngs(0))(tokens)
+
+
+@pytest.mark.parametrize(
+  ("make", "words"),
+  [
+    # These ran before and gave something else than was asked for.
+    (lambda: scmoe.MoE(LAYER, rngs=nnx.Rngs(0))(jnp.ones((6, 8), jnp.int32)),
+     "floating point, got int32"),
+    (lambda: scmoe.route(TOKENS, GATE, k=0), "top_k=0 is too small; the least is 1"),
+    (lambda: called(mask=jnp.ones(6, jnp.int32)), "type int32; 6 tokens need [6] and bool"),
+    (lambda: transported(order="prio"), "order='prio' is unknown"),
+    (lambda: queue_positions(jnp.zeros((2, 1), jnp.int32), 2, order="prio"), "'prio' is unknown"),
+    (lambda: scmoe.make_schedule(scmoe.WIRINGS["top2"], 0), "blocks=0 is too small"),
+    # These ended in an error of JAX or Python that named no argument.
+    (lambda: called(k=0), "top_k=0 is too small; the least is 1"),
+    (lambda: called(mask=jnp.ones(5, bool)), "shape [5] and type bool; 6 tokens need [6]"),
+    (lambda: called(bias_E=jnp.ones(3)), "bias has shape [3], the router chooses from 4 experts"),
+    (lambda: called(capacity_factor=math.nan), "capacity_factor=nan is not finite"),
+    (lambda: transported(tokens=-1), "tokens=-1 is too small; the least is 0"),
+    (lambda: scmoe.route(TOKENS, GATE.T, k=1), "shape [4, 8], tokens of width 8 need [8, experts]"),
+    (lambda: scmoe.route(TOKENS[None], GATE, k=1), "tokens [tokens, width], got shape [1, 6, 8]"),
+    (lambda: scmoe.route(TOKENS, GATE, {"noise": 1}, k=1), "is of type dict, not RouterConfig"),
+    (lambda: scmoe.MoE(LAYER, rngs=0), "rngs=0 is of type int, not Rngs"),
+    (lambda: scmoe.MoE(None, rngs=nnx.Rngs(0)), "config=None is of type NoneType, not MoEConfig"),
+    (lambda: scmoe.MoE(scmoe.ModelConfig(), rngs=nnx.Rngs(0)), "ModelConfig, not MoEConfig"),
+    (lambda: scmoe.MoE(LAYER, gates=[], rngs=nnx.Rngs(0)), "gates=[] is empty"),
+    (lambda: scmoe.MoE(LAYER, rngs=nnx.Rngs(0))([[1.0] * 8]), "floating point, got list"),
+    (lambda: scmoe.make_mesh((2, 2)), "config=(2, 2) is of type tuple, not MeshConfig"),
+    (lambda: scmoe.model_times(SIZES, "h200-slow"), "machine='h200-slow' is of type str"),
+    (lambda: scmoe.make_schedule("scmoe_pos2", 2), "wiring='scmoe_pos2' is of type str"),
+    (lambda: model(jnp.ones((1, 4))), "token ids of an integer type, got float32"),
+  ],
+)  # fmt: skip
+def test_a_mistake_in_a_call_is_one_line(make, words):
+  with pytest.raises(ConfigError) as caught:
+    make()
+  assert words in str(caught.value)
+  assert "\n" not in str(caught.value)

@@ -156,6 +156,19 @@ def check_choice(
   )
 
 
+def check_type(name: str, value: Any, cls: type) -> None:
+  """Checks that an argument is an object of a class.
+
+  Raises:
+    ConfigError: names the argument, its type and the class.
+  """
+  if not isinstance(value, cls):
+    raise ConfigError(
+      f"{name}={_shown(value)} is of type {type(value).__name__}, not {cls.__name__}; use "
+      f"{cls.__name__}(...)"
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class _Field:
   """The declaration of one field of a dataclass of options.
@@ -179,11 +192,7 @@ class _Field:
     if value is None and self.optional:
       return value
     if self.section is not None:
-      if not isinstance(value, self.section):
-        raise ConfigError(
-          f"{name}={_shown(value)} is of type {type(value).__name__}, not "
-          f"{self.section.__name__}; use {self.section.__name__}(...)"
-        )
+      check_type(name, value, self.section)
       return value
     if self.kind:
       value = self._typed(name, value)

@@ -29,6 +29,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from scmoe.base.errors import ConfigError
+from scmoe.base.options import check_type
 from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.wiring import Wiring, is_handed_over, tap_index
 
@@ -111,6 +112,9 @@ def make_schedule(
     ConfigError: `overlap.schedule` or `overlap.backward` names no step, or more than there are
       chunks.
   """
+  check_type("wiring", wiring, Wiring)
+  if blocks < 1:
+    raise ConfigError(f"blocks={blocks} is too small; the least is 1")
   dense = dense_steps(wiring, blocks)
   starts = [tap_step(tap_index(tap, blocks)) for tap in wiring.taps]
   earlier = [is_handed_over(tap, blocks) for tap in wiring.taps]

@@ -170,6 +170,8 @@ class GPT(nnx.Module):
     config, shape = self.config, tuple(tokens_BS.shape)
     if len(shape) != 2:
       raise ConfigError(f"the model reads token ids [batch, sequence], got {list(shape)}")
+    if not jnp.issubdtype(tokens_BS.dtype, jnp.integer):
+      raise ConfigError(f"the model reads token ids of an integer type, got {tokens_BS.dtype}")
     if shape[1] > config.context and not given.begins:
       raise ConfigError(
         f"model.context={config.context}, got rows of {shape[1]} tokens; use at most "

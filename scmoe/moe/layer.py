@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.extensions import construct, is_import_path
-from scmoe.base.options import Options, option, section
+from scmoe.base.options import Options, check_type, option, section
 from scmoe.kernels.grouped_matmul import BACKENDS, activation_names
 from scmoe.moe.dispatch import DispatchConfig, Transport, make_transport
 from scmoe.moe.experts import IMPLEMENTATIONS, Experts, FFNExperts, FFNExpertsConfig
@@ -169,6 +169,10 @@ class MoE(nnx.Module):
     rngs: nnx.Rngs,
   ):
     self.config = config
+    check_type("config", config, MoEConfig)
+    check_type("rngs", rngs, nnx.Rngs)
+    if gates is not None and not gates:
+      raise ConfigError("gates=[] is empty; give at least one gate, or None for router.gate")
     config.router.check()
     make = lambda: make_gates(
       config.width, config.choices, config.router, init_std=config.init_std, rngs=rngs
@@ -291,6 +295,11 @@ class MoE(nnx.Module):
     return y_TD, router_sums(routed.routing, routed.arrived.dropped, routed.arrived.rounds)
 
   def _check_width(self, x: Array) -> None:
+    if not jnp.issubdtype(getattr(x, "dtype", None) or object, jnp.floating):
+      raise ConfigError(
+        "the MoE layer reads an array of floating point, got "
+        + str(getattr(x, "dtype", None) or type(x).__name__)
+      )
     if not x.shape or x.shape[-1] != self.config.width:
       raise ConfigError(
         f"the MoE layer has width {self.config.width}, got tokens of shape {list(x.shape)}; the "

@@ -14,6 +14,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from scmoe.base.errors import ConfigError
+from scmoe.base.options import check_type
 from scmoe.kernels.top_k import TopK, gate_product
 from scmoe.moe.gates import check_logits, compute_dtype
 from scmoe.moe.options import RouterConfig
@@ -68,8 +69,8 @@ def route(
     zero_experts: how many of the E, the last ones, return their input.
 
   Raises:
-    ConfigError: k is larger than the number of experts, the gate returns the wrong shape, or the
-      rounding tile is larger than T.
+    ConfigError: an argument has another type or shape; k is below 1 or larger than the number of
+      experts; the gate returns the wrong shape; or the rounding tile is larger than T.
   """
   scores = _score(x_TD, gate, config, k, num_experts, mask_T, training)
   chosen_TK = scores.best(k, bias_E)
@@ -166,13 +167,18 @@ class Scores:
     (`router.n_group` > 1) only experts of a token's open groups are chosen.
 
     Raises:
-      ConfigError: the open groups hold fewer than k experts.
+      ConfigError: the bias has another shape, or the open groups hold fewer than k experts.
     """
     if bias_E is None and self.config.n_group == 1:
       if self.best_TK is not None:
         return self.best_TK
       score_TE = jax.lax.stop_gradient(self.logits_TE)
     else:
+      if bias_E is not None and bias_E.shape != (self.num_experts,):
+        raise ConfigError(
+          f"the balancing bias has shape {list(bias_E.shape)}, the router chooses from "
+          f"{self.num_experts} experts: it needs [{self.num_experts}]"
+        )
       score_TE = jax.lax.stop_gradient(self.scores_TE)
       score_TE = score_TE if bias_E is None else score_TE + jax.lax.stop_gradient(bias_E)
       score_TE = _closed_groups_masked(score_TE, self.config, k)
@@ -213,8 +219,7 @@ def _score(
 ) -> Scores:
   """The gate's logits, with noise in training; its k best experts where it finds them itself."""
   draws = training or Draws()
-  if num_experts is not None and k > num_experts:
-    raise ConfigError(f"model.top_k={k} is larger than model.num_experts={num_experts}")
+  _check_arguments(x_TD, gate, config, k, num_experts, mask_T)
   if mask_T is not None:
     # Padding may hold anything. The gate's gradient multiplies it by zero, and zero times NaN is
     # NaN, so it is set to zero here.
@@ -240,6 +245,30 @@ def _score(
     size = config.noise / clean_TE.shape[1]
     logits_TE = clean_TE + size * noise_TE.astype(clean_TE.dtype)
   return Scores(logits_TE, clean_TE, mask_T, config, best_TK, share_TK)
+
+
+def _check_arguments(
+  x_TD: Array, gate: Gate, config: RouterConfig, k: int, num_experts: int | None, mask_T: Any
+) -> None:
+  """Checks what `route` is given; raises ConfigError with what was got."""
+  check_type("config", config, RouterConfig)
+  if x_TD.ndim != 2:
+    raise ConfigError(f"routing reads tokens [tokens, width], got shape {list(x_TD.shape)}")
+  tokens, width = x_TD.shape
+  if not callable(gate) and (gate.ndim != 2 or gate.shape[0] != width):
+    raise ConfigError(
+      f"the gate's weights have shape {list(gate.shape)}, tokens of width {width} need "
+      f"[{width}, experts]"
+    )
+  if mask_T is not None and (mask_T.shape != (tokens,) or mask_T.dtype != bool):
+    raise ConfigError(
+      f"the mask has shape {list(mask_T.shape)} and type {mask_T.dtype}; {tokens} tokens need "
+      f"[{tokens}] and bool"
+    )
+  if k < 1:
+    raise ConfigError(f"model.top_k={k} is too small; the least is 1")
+  if num_experts is not None and k > num_experts:
+    raise ConfigError(f"model.top_k={k} is larger than model.num_experts={num_experts}")
 
 
 # -- weights --------------------------------------------------------------------------------------

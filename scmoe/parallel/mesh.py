@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scmoe.base.errors import ConfigError
-from scmoe.base.options import Options, option
+from scmoe.base.options import Options, check_type, option
 
 AXES = ("data", "expert", "shard", "tensor")
 BATCH_AXES = ("data", "expert", "shard")  # the batch dimension is split over all three
@@ -116,6 +116,7 @@ def make_mesh(
     ConfigError: the mesh needs more devices than there are, or neither of the expert axis and the
       number of experts divides the other.
   """
+  check_type("config", config, MeshConfig)
   devices = list(jax.devices() if devices is None else devices)
   config = config.resolve(len(devices))
   if jax.process_count() > 1 and config.size != len(devices):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from scmoe.base.errors import ConfigError
-from scmoe.base.options import Options, option
+from scmoe.base.options import Options, check_type, option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +105,8 @@ class StageSeconds:
 
 def model_times(sizes: Sizes, machine: Machine) -> StageSeconds:
   """Seconds of every stage: arithmetic, memory traffic, and exchanges over the link."""
+  check_type("sizes", sizes, Sizes)
+  check_type("machine", machine, Machine)
   z = sizes
   rows = z.tokens * z.k * z.capacity_factor  # sent, and on average received
   stream = z.bytes * z.width / machine.memory  # seconds per token read or written once

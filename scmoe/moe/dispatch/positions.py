@@ -8,7 +8,9 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from scmoe.base.errors import ConfigError
+from scmoe.base.options import check_choice
 from scmoe.kernels.permute import running_positions
+from scmoe.moe.options import ORDERS
 
 
 def queue_positions(
@@ -48,8 +50,9 @@ def queue_positions(
     position_TK int32 and count_GE int32.
 
   Raises:
-    ConfigError: T is not a multiple of G.
+    ConfigError: T is not a multiple of G, or `order` is unknown.
   """
+  check_choice("router.compat.order", order, ORDERS)
   tokens, _ = expert_TK.shape
   if tokens % groups:
     raise ConfigError(f"dispatch.groups={groups} does not divide the {tokens} tokens of a device")

@@ -11,11 +11,13 @@ from jaxtyping import Float
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.extensions import construct, is_import_path
+from scmoe.base.options import check_choice, check_type
 from scmoe.moe.dispatch.capacity import Capacity, capacity
 from scmoe.moe.dispatch.dropless import Dropless
 from scmoe.moe.dispatch.local import Local
 from scmoe.moe.dispatch.options import DispatchConfig
 from scmoe.moe.dispatch.packed import Packed
+from scmoe.moe.options import ORDERS
 from scmoe.moe.types import Dispatched, Routing
 from scmoe.parallel.collectives import Exchange
 from scmoe.parallel.mesh import BATCH_AXES, axis_size
@@ -95,8 +97,15 @@ def make_transport(
     real_share: share of the choices that a buffer is meant for.
 
   Raises:
-    ConfigError: a buffer would have no rows, or groups do not divide.
+    ConfigError: an argument is out of range, a buffer would have no rows, or groups do not divide.
   """
+  check_type("config", config, DispatchConfig)
+  check_choice("order", order, ORDERS)
+  for name, value, least in (("tokens", tokens, 0), ("num_experts", num_experts, 1), ("k", k, 1)):
+    if value < least:
+      raise ConfigError(f"{name}={value} is too small; the least is {least}")
+  if capacity_factor is not None and not math.isfinite(capacity_factor):
+    raise ConfigError(f"capacity_factor={capacity_factor} is not finite; use 0 to drop nothing")
   if zero_experts:
     of_computed = make_transport(
       config,

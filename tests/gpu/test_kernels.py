@@ -12,6 +12,7 @@ import pytest
 
 from scmoe.bench import tune
 from scmoe.bench.layer import TOLERANCE_FP8, Shape, check_layer, relative_error
+from scmoe.inference.token import TokenNorm, normalisation_of
 from scmoe.kernels.block_sparse import dsd, moe_topology, sdd, to_dense
 from scmoe.kernels.grouped_matmul import (
   FFNConfig,
@@ -389,7 +390,7 @@ def test_products_of_a_token(normal, shape):
 @pytest.mark.parametrize("width", [768, 2048, 8192])
 def test_products_of_a_token_under_a_norm(normal, width, kind):
   """The same as of the row that the norm's own kernel makes, whose sums other warps add up."""
-  own = Norm(width, kind, 1e-5).normalisation
+  own = normalisation_of(Norm(width, kind, 1e-5))
   x, matrices = normal(1, width) * 3 + 1, [normal(width, n) / width**0.5 for n in (2048, 1024)]
   got = jax.jit(linear.sums)(norm_kernels.Normalised(x, own), matrices)
   want = jax.jit(linear.sums)(norm_kernels.normalised(x, own), matrices)
@@ -401,7 +402,7 @@ def test_products_of_a_token_under_a_norm(normal, width, kind):
 @pytest.mark.parametrize("width", [768, 2048, 8192])
 def test_norm_of_a_token(normal, width, kind):
   """The kernel beside what XLA makes of two rows."""
-  own = Norm(width, kind, 1e-5)
+  own = TokenNorm(width, kind, 1e-5)
   x = normal(1, 1, width) * 3 + 1
   one, two = own(x), own(jnp.repeat(x, 2, 0))
   assert norm_kernels.takes(x)
@@ -412,9 +413,10 @@ def test_norm_of_a_token(normal, width, kind):
 
 @pytest.mark.parametrize(("width", "experts"), [(2048, 64), (4096, 8), (1024, 128)])
 def test_gate_of_a_token_under_its_norm(normal, width, experts):
-  own = Norm(width, "rmsnorm", 1e-5)
+  own = TokenNorm(width, "rmsnorm", 1e-5)
   x, gate = normal(1, 1, width) * 3, normal(width, experts).astype(jnp.float32)
-  found = jax.jit(lambda x: begin_gate(norm_kernels.Normalised(x, own.normalisation), gate))(x)
+  norm = normalisation_of(own)
+  found = jax.jit(lambda x: begin_gate(norm_kernels.Normalised(x, norm), gate))(x)
   np.testing.assert_array_equal(found.x_TD.astype(jnp.float32), own(x)[0].astype(jnp.float32))
   with jax.default_matmul_precision("highest"):
     want = found.x_TD.astype(jnp.float32) @ gate

@@ -229,7 +229,7 @@ class InferenceFolder:
     where = str(self.path / CONFIG)
     if CONFIG not in self._texts:
       raise DataError(f"{self.path / MANIFEST} does not name {CONFIG}")
-    run = from_dict(parse_object(self._texts[CONFIG], where), where)
+    run = _stored_run(self._texts[CONFIG], where)
     check_allowed(imports_of(run), allow_import, where)
     self.places = self._placed()
     self.run = _checked(run, where)
@@ -419,6 +419,18 @@ class InferenceFolder:
       raise DataError(f"{file}: {name} cannot be read: {error}") from None
     if crc != self._manifest["tensors"][name]["crc32"]:
       raise DataError(f"{file} is damaged: {name} has another checksum than when it was written")
+
+
+def _stored_run(text: str, where: str) -> RunConfig:
+  """The run that a folder's config.json describes.
+
+  Raises:
+    DataError: the text is no configuration of this version.
+  """
+  try:
+    return from_dict(parse_object(text, where), where)
+  except ConfigError as error:
+    raise DataError(str(error)) from None
 
 
 def _checked(run: RunConfig, where: str) -> RunConfig:

@@ -345,7 +345,10 @@ def _from_dict(config: Any, values: Any, prefix: str, where: str) -> Any:
       replaced[name] = _from_dict(getattr(config, name), value, f"{path}.", where)
     else:
       replaced[name] = _typed(value, kinds[name], path, where)
-  return dataclasses.replace(config, **replaced)
+  try:
+    return dataclasses.replace(config, **replaced)
+  except ConfigError as error:  # a value that its field refuses
+    raise ConfigError(f"{where}: {error}") from None
 
 
 def _typed(value: Any, kind: type, path: str, where: str) -> Any:

@@ -64,6 +64,7 @@ _SINCE = {
     "bias_proportional": 0.0,
     "bias_derivative": 0.0,
     "real_experts": 0.0,
+    "balance_over": "microbatch",
   },
   "dispatch": {"silent": False},
   "train": {

@@ -13,6 +13,7 @@ import time
 
 if __name__ == "__main__":
   ARGS = json.loads(sys.argv[1])
+  signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests started under nohup would hand on "ignored"
   # The other flags stay: results are compared bit for bit with those of the test's own process.
   count = "--xla_force_host_platform_device_count="
   others = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(count)]

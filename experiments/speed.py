@@ -489,7 +489,7 @@ def main(jobs: dict[str, Job], out: Path, about: str) -> None:
 
 
 def link_environment(link: str) -> dict[str, str]:
-  """Of the process that measures this link."""
+  """Environment variables of the process that measures this link."""
   environment = dict(os.environ)
   if link == "slow":
     environment["NCCL_P2P_DISABLE"] = "1"

@@ -649,6 +649,33 @@ def test_examples_run(name):
     GATES.update(known)
 
 
+def docstrings(text: str):
+  """(line, docstring) of a Python file's module, classes and functions."""
+  kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+  for node in ast.walk(ast.parse(text)):
+    if isinstance(node, kinds) and (found := ast.get_docstring(node)):
+      yield getattr(node, "lineno", 1), found
+
+
+def without_subject(text: str) -> list[int]:
+  """Lines with a docstring that begins with "Of": such a phrase has no subject."""
+  return [line for line, found in docstrings(text) if re.match(r"\W*of\b", found, re.IGNORECASE)]
+
+
+@pytest.mark.parametrize("folder", ["scmoe", "configs", "experiments", "tests"])
+def test_no_docstring_begins_with_of(folder):
+  found = {p.relative_to(ROOT).as_posix(): without_subject(p.read_text("utf-8"))
+           for p in sorted((ROOT / folder).rglob("*.py"))}  # fmt: skip
+  assert found, "no file was read"
+  assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+def test_a_docstring_that_begins_with_of_is_found():
+  text = '"""Of one step."""\ndef f():\n  """`of` each."""\nx = """Of no matter."""\n'
+  assert without_subject(text) == [1, 2]
+  assert without_subject('"""Offsets of rows."""') == []
+
+
 def test_the_small_examples_of_docstrings():
   """Those that are written as a session."""
   for name, path in modules().items():

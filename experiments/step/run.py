@@ -108,7 +108,7 @@ def exclusive(file: Path) -> Iterator[None]:
 
 
 def tokens(arm: Any) -> int:
-  """Of one step, on all devices."""
+  """Number of tokens of one step, on all devices together."""
   train, length = arm.built.train, arm.built.sequence_length
   return train.microbatches(length) * train.batch_size * length
 

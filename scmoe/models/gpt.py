@@ -235,7 +235,11 @@ class GPT(nnx.Module):
     )
 
   def _for_caches(self, of: Callable[[Any], Any], stack: Callable[[Any, int], Any]) -> Any:
-    """`of` the attentions [units][blocks] of either stack: each pair's, or stacked for a scan."""
+    """Calls `of` on each attention; the results, [units][blocks], by stack.
+
+    They are a list with one entry per pair where the layers are written out; elsewhere `stack`
+    gives each array an axis of layers.
+    """
     found, config = {}, self.config
     for name, stage in (("stages", self.stages), ("dense", self.dense)):
       if stage is None:

@@ -120,8 +120,8 @@ def test_the_traced_order_is_the_schedule(wiring):
 
 
 def test_a_token_walks_through_the_files_one_way():
-  """Of two files of the project none calls the other and is called by it, and none of `offload`,
-  `inference` or the kernels of one row is entered."""
+  """No two files call each other, and the plain pair enters no file of `offload`, `inference` or
+  the kernels of one row."""
   pair, edges = make_pair("scmoe_pos2"), set()
   root = str(Path(scmoe.__file__).parent)
 

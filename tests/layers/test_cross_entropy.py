@@ -85,7 +85,7 @@ def test_a_later_factor_scales_the_gradients(chunks):
 
 
 def test_equal_and_extreme_scores():
-  """Of equal scores the first counts; scores may differ by more than an exponential holds."""
+  """A tie goes to the first score; scores may differ by more than exp can represent."""
   logits = lambda rows: token_losses(
     jnp.asarray(rows, jnp.float32), jnp.eye(4), jnp.asarray([1] * len(rows)), by_token=True
   )

@@ -110,7 +110,8 @@ def test_the_backward_pass_has_its_own_slot():
 
 
 def test_gradients_travel_beside_the_backward_pass_of_what_is_still_to_come():
-  """Of one pair: what its last block sends has the first block's backward pass beside it."""
+  """In a model of one pair, the sums of the last block's gradients can run beside the first
+  block's backward pass."""
   found = [w for w in windows("scmoe_pos2", reduced=True) if w.stage == "gradients"]
   assert all(w.direction == "backward" for w in found)
   some = [set(w.beside) for w in found]
@@ -121,7 +122,7 @@ def test_gradients_travel_beside_the_backward_pass_of_what_is_still_to_come():
 
 
 def forward_windows(wiring, batches=1, chunks=1, pairs=1, **overlap):
-  """Of the forward pass alone, in one step of the scan; of several batches side by side."""
+  """Windows of a forward pass whose layers are one step of the scan, with `batches` side by side."""
   config = ModelConfig(
     wiring=wiring,
     num_layers=2 * pairs,

@@ -65,7 +65,7 @@ class FakeStep:
 
 
 def search(costs, clock=None, **options):
-  """Of candidates chunks=1, 2, 4, ...; costs by chunks."""
+  """A search over the candidates chunks=1, 2, 4, ..., and its fakes; `costs` are their seconds."""
   clock = clock or Clock()
   own = {name: options.pop(name) for name in ("profiled", "compiling") if name in options}
   fails = options.pop("fails", ())

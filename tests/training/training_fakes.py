@@ -207,7 +207,7 @@ class FakeBuilt:
     return self
 
   def random_batch(self):
-    """Of good data."""
+    """The first batch of a fake source."""
     return Batch.stack([Source(self.train.batch_size, seed=1).batch(0)])
 
   def variant(self, variant):

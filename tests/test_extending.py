@@ -97,7 +97,7 @@ def test_profiled(package, capsys):
 def test_code_of_a_checkpoint_from_elsewhere_is_not_run(trained, tmp_path, capsys):
   shutil.copytree(trained, tmp_path / "copy")
   asked = ["--workdir", str(tmp_path / "copy"), "--max_batches", "1"]
-  with pytest.raises(ConfigError, match=r"names code, .* pass --allow_import=my_parts") as caught:
+  with pytest.raises(ConfigError, match=r"names code .* pass --allow_import=my_parts") as caught:
     evaluate.main(asked)
   assert "model.experts='my_parts:SquaredReLU'" in str(caught.value)
   with pytest.raises(ConfigError, match="names code"):

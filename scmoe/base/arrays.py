@@ -1,4 +1,4 @@
-"""Reads .npz files that somebody else may have written."""
+"""Reads .npz files that may come from an untrusted source."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ _HEADERS = {
 
 
 def read_npz(path: Path, most: int) -> dict[str, np.ndarray]:
-  """All arrays of a file, by name.
+  """Reads all arrays of a file, by name.
 
-  An archive can unfold to a thousand times its size, and the header of an array can claim more than
-  the archive holds. So all sizes are checked before memory is taken.
+  A small archive can decompress to a thousand times its size, and an array's header can claim more
+  bytes than the archive holds. So this function checks all sizes before it allocates memory.
 
   Args:
-    path: of the file.
-    most: bytes of all arrays together.
+    path: the file to read.
+    most: limit on the decompressed size of all arrays together, in bytes.
 
   Raises:
-    ValueError: one line: more than that, no such file, a damaged one, or arrays of objects, which
-      would be pickles.
+    ValueError: the file is missing, damaged or larger than `most`, or holds arrays of Python
+      objects, which only pickle could load. The message is one line.
   """
   try:
     with zipfile.ZipFile(path) as archive:
       members = archive.infolist()
       if (total := sum(member.file_size for member in members)) > most:
-        raise ValueError(f"it unfolds to {total:,} bytes, at most {most:,} are expected")
+        raise ValueError(f"it decompresses to {total:,} bytes; the limit is {most:,}")
       for member in members:
         _check(archive, member)
     with np.load(path, allow_pickle=False) as file:
       return dict(file)
-  # RuntimeError: a compression that is not known, or a password.
+  # RuntimeError: zipfile does not know the compression, or the archive needs a password.
   except (
     OSError,
     ValueError,
@@ -49,18 +49,18 @@ def read_npz(path: Path, most: int) -> dict[str, np.ndarray]:
     zlib.error,
   ) as error:
     reason = str(error).partition("\n")[0] or type(error).__name__
-    raise ValueError(f"{path} is not read: {reason}") from None
+    raise ValueError(f"{path} cannot be read: {reason}") from None
 
 
 def _check(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
-  """Raises ValueError unless the array's header asks for the bytes that the member has."""
+  """Raises ValueError unless the array's header implies the size that the archive records."""
   with archive.open(member) as file:
     version = np.lib.format.read_magic(file)
     if version not in _HEADERS:
-      raise ValueError(f"{member.filename} has format {version}, 1.0 and 2.0 are known")
+      raise ValueError(f"{member.filename} has .npy format {version}; known are 1.0 and 2.0")
     shape, _, dtype = _HEADERS[version](file)
     begin = file.tell()
   if dtype.hasobject:
-    raise ValueError(f"{member.filename} holds objects, which would be pickles")
-  if begin + math.prod(shape) * dtype.itemsize != member.file_size:
-    raise ValueError(f"{member.filename} has {member.file_size} bytes, its header tells of others")
+    raise ValueError(f"{member.filename} holds Python objects; only arrays of numbers are read")
+  if (size := begin + math.prod(shape) * dtype.itemsize) != member.file_size:
+    raise ValueError(f"{member.filename} has {member.file_size} bytes; its header implies {size}")

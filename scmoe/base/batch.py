@@ -1,4 +1,4 @@
-"""The batch of token sequences that data, step and loss pass on."""
+"""The batch of token sequences: the data pipeline makes it; the training step and loss read it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ class Batch:
   Attributes:
     inputs: int32 [B, S], token ids.
     targets: int32 [B, S], the token that follows each.
-    weights: float32 [B, S], weight of each token's loss; 0: it does not count.
-    segment_ids: int32 [B, S], document of each token, counted from 1 in a row; 0 is padding.
+    weights: float32 [B, S], weight of each token's loss; 0 leaves the token out of the loss.
+    segment_ids: int32 [B, S], the document of each token: 1, 2, ... within a row; 0 is padding.
     positions: int32 [B, S], position of each token in its document.
-    domain: int32 [B], index of each row's domain; None where the data have none.
+    domain: int32 [B], index of each row's domain, the kind of text it comes from; None where the
+      data have no domains.
   """
 
   inputs: Any
@@ -35,11 +36,12 @@ class Batch:
 
   @classmethod
   def of_tokens(cls, tokens: Any, targets: Any = None) -> Batch:
-    """Rows of one document each; every token counts.
+    """Makes a batch in which each row is one document and every token has weight 1.
 
     Args:
       tokens: int [..., B, S].
-      targets: the next tokens; by default the row rolled by one: the last token's is the first.
+      targets: the next tokens. By default the row rolled by one, so that the last token's target
+        is the row's first token.
     """
     tokens = np.asarray(tokens, np.int32)
     shifted = np.roll(tokens, -1, -1) if targets is None else np.asarray(targets, np.int32)
@@ -49,5 +51,5 @@ class Batch:
 
   @classmethod
   def stack(cls, microbatches: Sequence[Batch]) -> Batch:
-    """Microbatches on the host as one batch with a leading dimension."""
+    """Stacks A microbatches of numpy arrays into one batch with leaves [A, ...]."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *microbatches)

@@ -1,17 +1,18 @@
-"""Asks XLA for the same bits in every run on the same hardware."""
+"""Asks XLA for bitwise equal results in every run on the same hardware."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, MutableMapping
 
-# Both make XLA choose deterministic operations; the second fails if there is none.
+# With either flag XLA chooses deterministic implementations. With the second, compilation fails
+# where an operation has none.
 FLAGS = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
-_YES = ("", "=true", "=True", "=1")  # what XLA takes for that
+_YES = ("", "=true", "=True", "=1")  # the endings with which XLA reads a flag as set
 
 
 def request(environment: MutableMapping[str, str] = os.environ) -> None:
-  """Asks XLA for deterministic GPU operations; has to come before the first use of a device."""
+  """Asks XLA for deterministic GPU operations. Call it before the first use of a device."""
   if not is_requested(environment):
     environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {FLAGS[0]}=true".strip()
 

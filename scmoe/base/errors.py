@@ -1,7 +1,8 @@
 """Expected failures: each has a class, a one-line message and an exit code.
 
-Every message is one line: the field or file, what was got, what would do. Entry points print that
-line to standard error and exit with `code`; a traceback means a defect of scmoe.
+Every message is one line that names the field or file, the value found, and a value that would
+work. Entry points print that line to standard error and exit with `code`. A traceback means a bug
+in scmoe.
 
 | code | meaning                                            |
 |------|----------------------------------------------------|
@@ -55,7 +56,7 @@ class CheckpointError(ScmoeError):
 
 
 class StorageError(ScmoeError):
-  """Writing to disk failed again and again."""
+  """Writing to disk failed at every attempt."""
 
   code = 6
 
@@ -66,18 +67,18 @@ class Preempted(ScmoeError):
   code = 75
 
 
-# The watchdog ends the process itself: no exception can leave a stuck collective.
+# The watchdog ends the process itself: Python raises no exception inside a stuck collective.
 WATCHDOG_EXIT = 86
-_READER_LEFT = 141  # what a shell gives for a process that SIGPIPE ended
-_INTERRUPTED = 130  # and for SIGINT
+_READER_LEFT = 141  # the status that a shell reports for a process ended by SIGPIPE
+_INTERRUPTED = 130  # the same for SIGINT
 _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def run_main(main: Callable[[list[str]], None], argv: list[str] | None = None) -> None:
   """Runs an entry point; turns a `ScmoeError` into one line on standard error and its exit code.
 
-  Text that standard output does not take is a storage failure (6), except where the reader of a
-  pipe has had enough (141).
+  If standard output cannot be written, the exit code is 6 (storage failure), or 141 if it is a
+  pipe whose reader has closed it.
   """
   with guarded():
     try:
@@ -92,7 +93,7 @@ def run_main(main: Callable[[list[str]], None], argv: list[str] | None = None) -
       print(f"StorageError: standard output cannot be written: {error}", file=sys.stderr)
       raise SystemExit(StorageError.code) from None
     except OSError as error:
-      # The last net: a disk that filled up, or files that somebody took away, at any moment.
+      # The last resort: the disk filled up, or another program deleted files, at any moment.
       if error.filename is None and error.errno not in _STORAGE:
         raise
       print(f"StorageError: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr)

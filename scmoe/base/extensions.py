@@ -1,9 +1,9 @@
-"""Parts from other packages, which a configuration names by import path: `my_package.gates:Mine`.
+"""Components from other packages, which a configuration names as `my_package.gates:Mine`.
 
-A configuration stores such a name as it stands, so that resuming, evaluation and generation find
-the part again: the package has to be installed, or on PYTHONPATH. Importing a module runs it, so a
-name that comes with a file (a checkpoint, a configuration in JSON) is imported only if a run of
-this user was started with it in that folder, or the command allows it (`--allow_import`).
+A configuration stores this import path unchanged, so resuming, evaluation and generation import the
+component again: its package must be installed or on PYTHONPATH. Importing a module runs its code.
+So an import path read from a file (a checkpoint, a configuration in JSON) is imported only if this
+user once started a run with it in the file's folder, or passes `--allow_import`.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def load(path: str, field: str) -> Any:
 
   Args:
     path: `module:Name`.
-    field: of the configuration, for messages.
+    field: the configuration's field, for messages.
 
   Raises:
-    ConfigError: the module cannot be imported, or has no such name, or it cannot be called.
+    ConfigError: the module cannot be imported, has no such name, or the object is not callable.
   """
   module_name, _, name = path.partition(":")
   try:
     module = importlib.import_module(module_name)
-  except Exception as error:  # whatever a module raises when it is run
+  except Exception as error:  # a module can raise anything while its code runs
     what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     raise ConfigError(
       f"{field}={path!r}: {module_name} cannot be imported ({what}); install its package, or put "
@@ -60,10 +60,10 @@ def load(path: str, field: str) -> Any:
 
 
 def construct(path: str, field: str, *args: Any, needs: Iterable[str] = (), **options: Any) -> Any:
-  """Calls what an import path names, and checks that the result has the methods `needs`.
+  """Calls the object that an import path names; checks that the result has the methods `needs`.
 
   Raises:
-    ConfigError: as of `load`; the call failed; or a method is missing.
+    ConfigError: see `load`; or the call failed, or a method is missing.
   """
   make = load(path, field)
   try:
@@ -82,7 +82,7 @@ def construct(path: str, field: str, *args: Any, needs: Iterable[str] = (), **op
   return made
 
 
-# -- names that come with a file ------------------------------------------------------------------
+# -- import paths read from files -----------------------------------------------------------------
 
 
 def check_allowed(
@@ -93,8 +93,9 @@ def check_allowed(
   Args:
     named: import paths by field.
     allowed: import paths, modules or packages that the user allows.
-    where: what messages call the file.
-    workdir: the run's folder, if it has one: what its training was started with is allowed.
+    where: the file's name in messages.
+    workdir: the run's folder, if there is one. Import paths with which this user started training
+      there are allowed.
 
   Raises:
     ConfigError: names the field, the path, and the flag that allows it.
@@ -105,13 +106,17 @@ def check_allowed(
     parents = {module[:i] for i, letter in enumerate(module) if letter == "."}
     if not known & {path, module, *parents}:
       raise ConfigError(
-        f"{where}: {field}={path!r} names code, which importing runs, and no run was started with "
-        f"it here; if you trust it, pass --allow_import={module.partition('.')[0]}"
+        f"{where}: {field}={path!r} names code that importing would run, and you started no run "
+        f"with it here; if you trust it, pass --allow_import={module.partition('.')[0]}"
       )
 
 
 def remember(named: Mapping[str, str], workdir: Path) -> str:
-  """Keeps the import paths of a run in the user's own folder; returns "" or what failed."""
+  """Stores a run's import paths in the user's home, where `check_allowed` finds them.
+
+  Returns:
+    "", or a warning for the user if they cannot be stored.
+  """
   if not named:
     return ""
   place = _place(workdir)
@@ -135,7 +140,7 @@ def _remembered(workdir: Path) -> set[str]:
 
 
 def _place(workdir: Path) -> Path:
-  """A file of the user's: the run's folder may come from somebody else."""
+  """The file of a run's allowed imports: in the user's home, since others may write the workdir."""
   root = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
   name = hashlib.sha256(str(workdir.resolve()).encode()).hexdigest()[:32]
   return Path(root).expanduser() / "scmoe" / "imports" / f"{name}.json"

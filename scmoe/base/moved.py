@@ -1,7 +1,7 @@
-"""Modules that version 0.2 had elsewhere: configurations and packages written for it still load.
+"""Addresses of version 0.2: configurations and packages that import them still load.
 
-`import scmoe.config` gives `scmoe.run.config` and warns once. The finder stands last in
-`sys.meta_path`, so that Python asks it only for names that no file has.
+`import scmoe.config` gives `scmoe.run.config` and warns once. The finder is last in
+`sys.meta_path`, so Python asks it only for names that no file has.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOVED = {
 
 
 class _Alias(importlib.abc.Loader):
-  """Loads a module under its old name: the very module that has the new one."""
+  """Loads the module at the new address under its old name: one object, two names."""
 
   def __init__(self, target: str):
     self._target = target
@@ -47,7 +47,7 @@ class _Alias(importlib.abc.Loader):
     return module
 
   def exec_module(self, module: types.ModuleType) -> None:
-    """Gives the module its own spec back, which Python has just replaced; it has run already."""
+    """Restores the module's own spec, which Python has just replaced. Its code has already run."""
     module.__spec__ = self._spec
 
 

@@ -1,4 +1,4 @@
-"""Configuration fields that carry their meaning and their limits, and the check of both.
+"""Configuration fields that carry their meaning and limits, and the check of their values.
 
 Every component declares its options in a frozen dataclass beside its code:
 
@@ -7,9 +7,10 @@ Every component declares its options in a frozen dataclass beside its code:
     gates: int = option(1, "gates over the one set of experts", minimum=1)
 
 `RouterConfig(gates=0)` raises "router.gates=0 is too small; the least is 1". `--help`, validation
-and the documentation read the same declaration, so no field can lack a meaning. A check of several
-fields against each other has no place here: it would refuse the first of two `dataclasses.replace`
-calls. Such checks are methods that run on the complete configuration (`check`, `resolve`).
+and the documentation read the same declaration, so no field can lack a meaning. Checks of several
+fields against each other are methods that run on the complete configuration (`check`, `resolve`).
+They are not here, because a user who changes two such fields by two `dataclasses.replace` calls
+would be refused at the first.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ import numpy as np
 from scmoe.base.errors import ConfigError
 from scmoe.base.extensions import FORM, is_import_path
 
-# Annotation of a field -> the Python type that it keeps, and what such a value looks like. The
-# abstract number types also cover NumPy's scalars.
+# Annotation of a field -> (type that the field stores, types that it accepts, advice for the error
+# message). The abstract number types include NumPy's scalars.
 _KINDS: dict[str, tuple[type, Any, str]] = {
   "bool": (bool, (bool, np.bool_), "use True or False"),
   "int": (int, numbers.Integral, "use a whole number such as 8"),
@@ -52,11 +53,11 @@ def option(
   """A dataclass field with its meaning and the values that it may have.
 
   Args:
-    default: the value if none is given; left out, the field is required.
-    help: the meaning, for `--help` and docs. Parts that only the library's users see leave it
-      empty and describe the field in their class's docstring.
-    choices: the values that are allowed; empty: any. A mapping is kept as it is, so that a word
-      that a program adds to it later is allowed too.
+    default: the value if none is given; without a default the field is required.
+    help: the meaning, for `--help` and docs. Classes that only users of the library see leave it
+      empty and describe the field in their docstring.
+    choices: the values that are allowed; empty: any. A mapping is not copied, so keys that a
+      program adds to it later are allowed too.
     minimum, maximum: the least and the largest value.
     above: the value must be larger than this.
     importable: besides `choices`, an import path `my_package.module:Name` is allowed
@@ -74,8 +75,8 @@ def section(cls: type, help: str = "", *, default: Any = None) -> Any:
   """A field that holds another component's options, e.g. `model.rope`.
 
   Args:
-    cls: their class.
-    help: as of `option`.
+    cls: the class of those options.
+    help: the meaning, as in `option`.
     default: the value if none is given; None: `cls()`.
   """
   metadata = {"help": help, "section": cls}
@@ -87,22 +88,22 @@ def section(cls: type, help: str = "", *, default: Any = None) -> Any:
 class Options:
   """Base of every dataclass of options: checks each field by itself when an object is made.
 
-  `help` of the class shows each field's meaning, default and limits.
+  Python's `help` of the class shows each field's meaning, default and limits.
 
-  `dataclasses.replace` makes a new object, so it checks too. A number of another kind is stored as
-  the field's Python type: `capacity_factor=2` as 2.0, `np.int64(8)` as 8. Subclasses inherit the
-  check; only fields that were declared with `option` or `section` are checked.
+  `dataclasses.replace` makes a new object, so it checks too. A number is stored as the field's
+  Python type: `capacity_factor=2` as 2.0, `np.int64(8)` as 8. Subclasses inherit the check, which
+  covers the fields declared by `option` or `section`.
   """
 
   _path: ClassVar[str] = ""
 
   def __init_subclass__(cls, path: str = "", **given: Any) -> None:
-    """Sets what messages call the section.
+    """Sets the name of this section in messages, and describes the fields in the docstring.
 
     Args:
-      path: its dotted name in a run's configuration, e.g. `router`; "": a base class's path, or,
-        where there is none, the class's name.
-      **given: for other base classes.
+      path: the section's dotted name in a run's configuration, e.g. `router`. "" takes the base
+        class's path, or, if it has none, the class's name.
+      **given: arguments for other base classes.
     """
     super().__init_subclass__(**given)
     if path:
@@ -117,11 +118,11 @@ def check_options(config: Any, path: str) -> None:
   """Checks type, choices and range of every field of an options dataclass.
 
   Args:
-    config: the dataclass; a number of another type becomes the field's Python type in place.
-    path: what messages call it, e.g. `model`.
+    config: the dataclass. A number of another type is replaced in place by the field's type.
+    path: its name in messages, e.g. `model`.
 
   Raises:
-    ConfigError: names the field, what was got and what would do.
+    ConfigError: names the field, its value and a value that would work.
   """
   for field in _checked_fields(type(config)):
     given = getattr(config, field.name)
@@ -136,10 +137,10 @@ def check_choice(
   """Checks that a value is one of the choices.
 
   Args:
-    name: what the message calls the value.
+    name: the value's name in the message.
     value: the value.
     choices: the values that are allowed.
-    importable: an import path `my_package.module:Name` is allowed too.
+    importable: whether an import path `my_package.module:Name` is allowed too.
 
   Raises:
     ConfigError: names the value, the nearest choice and all choices.
@@ -174,10 +175,10 @@ class _Field:
   """The declaration of one field of a dataclass of options.
 
   Attributes:
-    name: of the field.
+    name: the field's name.
     kind: a key of `_KINDS`, or "" where the type is not checked.
     optional: whether None is allowed.
-    section: class of the options that it holds, or None.
+    section: for a field declared by `section`, the class of its options; else None.
     metadata: as `option` declared it.
   """
 
@@ -188,7 +189,7 @@ class _Field:
   metadata: Mapping[str, Any]
 
   def accepted(self, name: str, value: Any) -> Any:
-    """The value as the field stores it; raises ConfigError where it is not allowed."""
+    """The value converted to the form that the field stores; ConfigError if it is not allowed."""
     if value is None and self.optional:
       return value
     if self.section is not None:
@@ -202,7 +203,7 @@ class _Field:
     return value
 
   def _typed(self, name: str, value: Any) -> Any:
-    """The value as the field's Python type. A bool is no number; NaN and infinity neither."""
+    """The value converted to the field's Python type. A bool, NaN or infinity is not a number."""
     kind, accepts, advice = _KINDS[self.kind]
     right = isinstance(value, accepts) and (kind is bool or not isinstance(value, bool))
     if not right:
@@ -232,7 +233,7 @@ def _checked_fields(cls: type) -> tuple[_Field, ...]:
   for field in dataclasses.fields(cls):
     declared = field.metadata
     if "section" not in declared and "choices" not in declared:
-      continue  # a plain field, as a user's subclass may have
+      continue  # a plain dataclass field, which a user's subclass may declare
     words = _annotation(field.type)
     kinds = [word for word in words if word in _KINDS]
     kind = kinds[0] if len(kinds) == 1 and set(words) <= {*kinds, "None"} else ""
@@ -241,8 +242,8 @@ def _checked_fields(cls: type) -> tuple[_Field, ...]:
 
 
 def _described(cls: type) -> str:
-  """The docstring of a class of options, with a line for each field whose meaning is declared."""
-  declared = dict(getattr(cls, "__dataclass_fields__", {}))  # of its bases
+  """A class's docstring with a line added for each field that has a `help` text."""
+  declared = dict(getattr(cls, "__dataclass_fields__", {}))  # fields of the base classes
   for name, kind in vars(cls).get("__annotations__", {}).items():
     value = vars(cls).get(name)
     declared.pop(name, None)
@@ -259,7 +260,7 @@ def _described(cls: type) -> str:
 
 
 def _line(name: str, field: dataclasses.Field[Any]) -> str:
-  """`gates: int = 1, at least 1: gates over the one set of experts`."""
+  """A field as one line: `gates: int = 1, at least 1: gates over the one set of experts`."""
   words = field.metadata
   default = "" if field.default is dataclasses.MISSING else f" = {field.default!r}"
   bounds = (("minimum", "at least"), ("above", "above"), ("maximum", "at most"))
@@ -274,7 +275,7 @@ def _annotation(kind: Any) -> list[str]:
 
 
 def _is_finite(value: Any) -> bool:
-  """True if float64 holds this number as a finite one."""
+  """True if the number is finite as a float64."""
   try:
     return math.isfinite(value)
   except OverflowError:  # an int beyond float64's range
@@ -282,6 +283,6 @@ def _is_finite(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-  """The value for a message of one line."""
+  """The value's repr on one line, cut to 80 characters."""
   text = " ".join(repr(value).split())
   return text if len(text) <= 80 else f"{text[:77]}..."

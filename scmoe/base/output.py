@@ -1,8 +1,8 @@
-"""Standard output and standard error, which may be closed, full, a closed pipe or ASCII only.
+"""Standard output and standard error that may be closed, full, a broken pipe or ASCII only.
 
-A command whose result is what it prints has to say when the text did not arrive. A training run
-must go on: its record is metrics.jsonl, and its console lines may be lost. So `run_main` puts a
-`GuardedStream` in place of both streams, and a training run makes its own optional (`optional`).
+A command whose result is its printed text must fail if the text cannot be written. A training run
+must go on: its record is metrics.jsonl, and its console lines may be lost. So `run_main` replaces
+both streams by a `GuardedStream`, and a training run wraps its prints in `optional`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-# Nobody will read this stream again: the reader is gone, the terminal hung up, or it was closed.
+# Errors after which nobody reads the stream: its reader left, it was closed, its terminal hung up.
 _GONE = (errno.EPIPE, errno.EBADF, errno.EIO)
 
 
 class OutputError(Exception):
-  """Standard output did not take a text that the command has to print.
+  """A command could not write its result to standard output.
 
   Attributes:
-    reader_left: the other end of the pipe was closed, as in `... --help | head`.
+    reader_left: whether the reader closed the pipe, as in `... --help | head`.
   """
 
   def __init__(self, error: Exception):
@@ -31,11 +31,11 @@ class OutputError(Exception):
 
 
 class GuardedStream:
-  """A text stream that writes every character it can and fails in one way only.
+  """A text stream whose only error is `OutputError`.
 
-  Characters that the stream's encoding lacks are written as escapes (`\\u2026` for an ellipsis). An
-  optional stream drops what cannot be written; others raise `OutputError`. Everything else
-  (`isatty`, `encoding`, ...) is that of the stream below.
+  It writes characters that the stream's encoding lacks as escapes (`\\u2026` for an ellipsis). If
+  the stream cannot be written, a required stream raises `OutputError` and an optional one drops the
+  text. Other attributes (`isatty`, `encoding`, ...) are those of the wrapped stream.
   """
 
   def __init__(self, stream: TextIO, *, required: bool):
@@ -58,7 +58,7 @@ class GuardedStream:
       self.write(line)
 
   def flush(self) -> None:
-    """Hands what was written to the operating system."""
+    """Hands the buffered text to the operating system."""
     try:
       self.stream.flush()
     except (OSError, ValueError) as error:
@@ -76,7 +76,7 @@ class GuardedStream:
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-  """Guards both streams while a command runs: output is required, messages are optional."""
+  """While a command runs: standard output is required, standard error is optional."""
   keep_descriptors()
   before = sys.stdout, sys.stderr
   out, messages = (stream or open(os.devnull, "w") for stream in before)  # noqa: SIM115
@@ -89,13 +89,13 @@ def guarded() -> Iterator[None]:
       with contextlib.suppress(OSError, ValueError):
         stream.flush()
         continue
-      discard(stream)  # or the interpreter would try again at its end, and exit with 120
+      discard(stream)  # otherwise the interpreter flushes again at exit, fails, and returns 120
     sys.stdout, sys.stderr = before
 
 
 @contextlib.contextmanager
 def optional() -> Iterator[None]:
-  """Inside, a text that cannot be printed is dropped: for a run that must go on."""
+  """Inside this context, text that cannot be printed is dropped: for runs that must go on."""
   before = sys.stdout
   inner = before.stream if isinstance(before, GuardedStream) else before
   sys.stdout = GuardedStream(inner or open(os.devnull, "w"), required=False)  # pyright: ignore # noqa: SIM115
@@ -107,13 +107,13 @@ def optional() -> Iterator[None]:
 
 
 def say(text: str) -> None:
-  """One line on standard output. Whether it can be written changes nothing."""
+  """Prints one line on standard output; drops it if it cannot be written."""
   with optional():
     print(text, flush=True)
 
 
 def warn(text: str) -> None:
-  """One line on standard error. Whether it can be written changes nothing."""
+  """Prints one line on standard error; drops it if it cannot be written."""
   if sys.stderr is not None:
     stream = GuardedStream(sys.stderr, required=False)
     stream.write(f"WARNING: {text}\n")
@@ -121,10 +121,10 @@ def warn(text: str) -> None:
 
 
 def keep_descriptors() -> None:
-  """Opens descriptors 0, 1 and 2 on /dev/null where they were closed at the start.
+  """Opens those of the descriptors 0, 1 and 2 on /dev/null that are closed.
 
-  Otherwise the next file to be opened gets such a number, run.lock or metrics.jsonl for example,
-  and XLA, which writes its messages to descriptor 2, would write them into that file.
+  Otherwise the next file that is opened, say metrics.jsonl, would get descriptor 2, and XLA, which
+  writes its messages to descriptor 2, would write them into that file.
   """
   for number in (0, 1, 2):
     try:
@@ -137,7 +137,7 @@ def keep_descriptors() -> None:
 
 
 def discard(stream: TextIO) -> None:
-  """Lets everything that is still written to a stream go to /dev/null."""
+  """Redirects a stream to /dev/null."""
   with contextlib.suppress(OSError, ValueError, AttributeError):
     target = os.open(os.devnull, os.O_WRONLY)
     os.dup2(target, stream.fileno())

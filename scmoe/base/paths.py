@@ -8,11 +8,11 @@ from scmoe.base.errors import ConfigError
 
 
 def expanded(path: str, field: str) -> Path:
-  """The path with `~` and `~user` replaced; nothing has to be there.
+  """The path with `~` and `~user` replaced; it need not exist.
 
   Args:
-    path: as it was typed.
-    field: the option, for the message.
+    path: the path as the user typed it.
+    field: the option's name, for the message.
 
   Raises:
     ConfigError: no file can have this path: it holds a NUL, is too long, or names an unknown user.

@@ -1,10 +1,10 @@
-"""Numbers as a person reads them: bytes, counts and seconds with their units."""
+"""Formats bytes, counts and seconds with units for people to read."""
 
 from __future__ import annotations
 
 
 def number(value: float) -> str:
-  """Three digits and a unit of thousands: 1.71G."""
+  """A count with three digits and a decimal unit: 1.71G."""
   for unit in ("", "K", "M", "G", "T", "P", "E", "Z"):
     if abs(value) < 999.5 or unit == "Z":
       break

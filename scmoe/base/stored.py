@@ -1,7 +1,7 @@
-"""Small files that scmoe keeps: written whole or not at all, and read without trust.
+"""Small files that scmoe keeps: written atomically, and checked when read.
 
-A stored JSON file may have been cut off by a full disk, edited by hand, or made by somebody who
-wants to crash its reader. `read_json` is the one reader: it limits size and depth, checks the
+A full disk may have cut a stored JSON file off, a user may have edited it, or an attacker may have
+made it to crash its reader. All readers use `read_json`: it limits size and depth, checks the
 fields that the caller is going to use, and raises `StoredError` for everything else.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 
 from scmoe.base.errors import DataError
 
-MOST_BYTES = 2**28  # of a file; the metadata of a checkpoint with 10,000 leaves has 2 MB
-MOST_DEPTH = 64  # nested objects and lists; a configuration has 4
+MOST_BYTES = 2**28  # size of a file; the metadata of a checkpoint of 10,000 arrays has 2 MB
+MOST_DEPTH = 64  # levels of nested objects and lists; a configuration has 4
 _MOST_INT = 2**63
 _OPENERS = ("{", "[")
 _NAMES = {dict: "an object", list: "a list", str: "a text", int: "a whole number",
@@ -24,27 +24,27 @@ _NAMES = {dict: "an object", list: "a list", str: "a text", int: "a whole number
 
 
 class StoredError(DataError):
-  """A stored file cannot be read, is not JSON, or has other fields than it should have."""
+  """A stored file cannot be read, is not JSON, or lacks a field of the expected type."""
 
 
 class Maybe:
-  """A field of a shape that may be missing."""
+  """Marks a field of a JSON object as optional, for `check_shape`."""
 
   def __init__(self, shape: Any):
     self.shape = shape
 
 
 def read_json(path: str | os.PathLike[str], shape: Any = dict, *, most: int = MOST_BYTES) -> Any:
-  """The value of a JSON file that has the given shape.
+  """Reads a JSON file and checks its fields.
 
   Args:
-    path: of a regular file: reading a pipe or a device might never end.
-    shape: see `check_shape`.
-    most: bytes that the file may have.
+    path: a regular file; reading a pipe or a device might never end.
+    shape: the expected fields and types; see `check_shape`.
+    most: limit on the file's size in bytes.
 
   Raises:
     FileNotFoundError: there is no such file.
-    StoredError: it cannot be read, or holds something else.
+    StoredError: the file cannot be read, is not JSON, or has another shape.
   """
   return parse_json(read_bytes(path, most), str(path), shape)
 
@@ -54,30 +54,30 @@ def read_bytes(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
 
   Raises:
     FileNotFoundError: there is no such file.
-    StoredError: it cannot be read, is no regular file, or has more than `most` bytes.
+    StoredError: it cannot be read, is not a regular file, or has more than `most` bytes.
   """
   try:
     found = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would wait for its writer
     with os.fdopen(found, "rb") as file:
       if not stat.S_ISREG(os.fstat(found).st_mode):
-        raise StoredError(f"{path} is no regular file")
+        raise StoredError(f"{path} is not a regular file")
       data = file.read(most + 1)
   except (FileNotFoundError, NotADirectoryError):
     raise FileNotFoundError(f"{path} does not exist") from None
   except OSError as error:
     raise StoredError(f"{path} cannot be read: {error.strerror}") from None
   if len(data) > most:
-    raise StoredError(f"{path} has more than {most:,} bytes; such a file has fewer")
+    raise StoredError(f"{path} has more than {most:,} bytes, the limit for such a file")
   return data
 
 
 def parse_json(text: str | bytes, where: str, shape: Any = dict) -> Any:
-  """The value of a JSON text that has the given shape.
+  """Parses a JSON text and checks its fields.
 
   Args:
-    text: UTF-8 where it is bytes.
-    where: what messages call it.
-    shape: see `check_shape`.
+    text: a string, or bytes in UTF-8.
+    where: the text's name in messages.
+    shape: the expected fields and types; see `check_shape`.
 
   Raises:
     StoredError: it is not JSON, names a key twice, is nested too deep, or has another shape.
@@ -85,10 +85,11 @@ def parse_json(text: str | bytes, where: str, shape: Any = dict) -> Any:
   try:
     text = text.decode("utf-8") if isinstance(text, bytes) else text
     value = json.loads(text, object_pairs_hook=_unique)
-    if sum(map(text.count, _OPENERS)) > MOST_DEPTH:  # otherwise it cannot be that deep
+    if sum(map(text.count, _OPENERS)) > MOST_DEPTH:  # fewer openers cannot nest that deep
       _check_depth(value)
     if "\\u" in text:
-      json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no character
+      # JSON can spell half of a surrogate pair, which is not a character; encoding it fails.
+      json.dumps(value, ensure_ascii=False).encode()
     check_shape(value, shape)
   except (ValueError, RecursionError) as error:
     reason = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
@@ -100,15 +101,17 @@ def check_shape(value: Any, shape: Any, name: str = "it") -> None:
   """Checks that a JSON value has the fields and types that its reader is going to use.
 
   Args:
-    value: of `json.loads`.
-    shape: a type, where `float` includes integers, both are finite and integers have at most 63
-      bits; `object` for anything; `[shape]` for a list; `{"*": shape}` for an object whose fields
-      all have one shape; `{"step": int, "kind": Maybe(str)}` for an object with these fields, and
-      possibly others.
-    name: of the value in messages.
+    value: a result of `json.loads`.
+    shape: one of
+      - a type: `object` allows anything; `float` allows integers too; numbers lie in ±2^63, so
+        infinity and NaN are refused;
+      - `[shape]`: a list of such values;
+      - `{"*": shape}`: an object whose fields all have this shape;
+      - `{"step": int, "kind": Maybe(str)}`: an object with these fields and possibly others.
+    name: the value's name in messages.
 
   Raises:
-    ValueError: the first difference.
+    ValueError: names the first difference.
   """
   if isinstance(shape, list):
     _check_type(value, list, name)
@@ -127,19 +130,19 @@ def check_shape(value: Any, shape: Any, name: str = "it") -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-  """Writes JSON so that readers see the old file or the new one, never a part.
+  """Replaces a JSON file atomically: readers see the old content or the new, never a part.
 
   Raises:
-    OSError: it cannot be written; the old file stays and nothing is left beside it.
+    OSError: it cannot be written. The old file stays, and no temporary file is left.
   """
   write_whole(path, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
 
 
 def write_whole(path: Path, data: bytes) -> None:
-  """Writes a file so that readers see the old one or the new one, never a part.
+  """Replaces a file atomically: readers see the old content or the new, never a part.
 
   Raises:
-    OSError: it cannot be written; the old file stays and nothing is left beside it.
+    OSError: it cannot be written. The old file stays, and no temporary file is left.
   """
   partial = path.with_name(f"{path.name}.tmp-{os.getpid()}")
   try:

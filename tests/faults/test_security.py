@@ -162,10 +162,10 @@ def _torn(path):
 @pytest.mark.parametrize(
   ("make", "reason"),
   [
-    (_bomb, "unfolds to 16,777,344 bytes, at most 1,048,576 are expected"),
-    (_liar, "its header tells of others"),
+    (_bomb, "decompresses to 16,777,344 bytes; the limit is 1,048,576"),
+    (_liar, "its header implies"),
     (_torn, "not a zip file"),
-    (lambda path: np.savez(path, a=np.array([Bomb(path)], dtype=object)), "holds objects"),
+    (lambda path: np.savez(path, a=np.array([Bomb(path)], dtype=object)), "holds Python objects"),
     (lambda path: path.write_bytes(b"text"), "not a zip file"),
     (lambda path: None, "No such file"),
   ],

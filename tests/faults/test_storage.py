@@ -269,9 +269,9 @@ def test_damaged_json_is_one_error(tmp_path, name):
 
 def test_the_reader_refuses_pipes_and_large_files_unread(tmp_path):
   os.mkfifo(tmp_path / "pipe")
-  with pytest.raises(StoredError, match="is no regular file"):
+  with pytest.raises(StoredError, match="is not a regular file"):
     read_json(tmp_path / "pipe")
-  with pytest.raises(StoredError, match="is no regular file"):
+  with pytest.raises(StoredError, match="is not a regular file"):
     read_json("/dev/zero")
   with open(tmp_path / "large", "wb") as file:
     file.truncate(2**40)

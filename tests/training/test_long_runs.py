@@ -195,7 +195,7 @@ def test_the_step_that_is_no_number_is_repeated(mesh8, tmp_path):
   with pytest.raises(CheckpointError, match=r"has inputs \(.*\), a step of this run \("):
     module.replay(run.built, tmp_path / "replay")
   stored.write_bytes(b"")
-  with pytest.raises(CheckpointError, match=r"batch_0.npz is not read"):
+  with pytest.raises(CheckpointError, match=r"batch_0.npz cannot be read"):
     module.replay(run.built, tmp_path / "replay")
 
 

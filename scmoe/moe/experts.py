@@ -37,22 +37,27 @@ from scmoe.parallel.mesh import AXES, axis_index, axis_size
 
 IMPLEMENTATIONS = ("auto", "grouped", "batched", "block_sparse")
 
-# (rows, layout) -> the rows after their experts, in the rows' own order.
+# (rows, layout) -> the experts' outputs, in the order of the rows.
 ApplyExperts = Callable[[Array, RowLayout], Array]
 
 
 class ExpertRows:
-  """Rows sorted by expert, and the product from which a kind of expert is built.
+  """Where each expert's rows lie in an array sorted by expert, and the product over them.
+
+  `Experts.compute` gets one beside its rows.
 
   Attributes:
-    groups: how many rows each expert has, and where they lie; padding rows between are zero.
+    groups: number and place of each expert's rows; padding rows between experts are zero.
   """
 
   def __init__(self, groups: GroupLayout):
     self.groups = groups
 
   def matmul(self, rows_RM: Array, weight_EMN: Array, bias_EN: Array | None = None) -> Array:
-    """Each row times its expert's matrix [M, N]: [R, M] -> [R, N]; differentiable."""
+    """Each row times its expert's matrix [M, N], plus its bias: [R, M] -> [R, N]; differentiable.
+
+    Matrices are rounded to the rows' type.
+    """
     sizes_E = self.groups.tiles_G * self.groups.tile
     weight_EMN = weight_EMN.astype(rows_RM.dtype)
     return grouped_matmul(rows_RM, weight_EMN, sizes_E, bias_GN=bias_EN)
@@ -66,20 +71,23 @@ class Experts(nnx.Module):
   does everything else: transport, weights and gradients.
   """
 
-  # Axes over which each device computes only a part of every result; the layer adds the parts.
+  # Mesh axes over which each device computes a partial sum of every output; the layer adds them up.
   partial: ClassVar[tuple[str, ...]] = ()
 
   def compute(self, rows_RD: Float[Array, "R D"], experts: ExpertRows) -> Float[Array, "R D"]:
     """The experts' output for their rows; each row's output depends on that row only.
 
     Args:
-      rows_RD: rows sorted by expert.
-      experts: `matmul` multiplies each row with its expert's matrix.
+      rows_RD: rows sorted by expert, with padding rows between experts.
+      experts: its method `matmul` multiplies each row with its expert's matrix.
     """
     raise NotImplementedError(f"{type(self).__name__} has no method compute(rows_RD, experts)")
 
   def __call__(self, rows: Array, layout: RowLayout) -> Array:
-    """The rows after their experts, in the rows' own order; see `expert_ffn`."""
+    """The experts' outputs in the order of the rows; a row's copies are weighted and added up.
+
+    Args and result as in `expert_ffn`.
+    """
     rows_MD = rows.reshape(-1, rows.shape[-1])
     tiles = layout.sorted(choose_tile(layout.num_copies, layout.num_groups))
     assert tiles.permutation is not None
@@ -95,31 +103,32 @@ class Experts(nnx.Module):
 class LayerExperts(Protocol):
   """One layer's experts during one pass of its block pair.
 
-  The pair calls, for each of its gatings:
+  A *gating* is one choice of experts for all tokens; most pairs have one, DGMoE's have two. For
+  each, the pair calls
 
-      main = experts.chosen(gating, routing, main)    # the gate has named its tokens' experts
+      main = experts.chosen(gating, routing, main)    # the gate has chosen its tokens' experts
       main = experts.ready(gating, main)              # the experts compute next
       rows = experts.of(gating)(rows, layout)
 
-  `main` is the value that the main path reads next. An implementation that copies experts ties the
-  copy to it where nothing may run beside the copy.
+  `main` is the value that the main path reads next. An implementation that copies experts ties it
+  to the copy by a barrier where the main path must wait for the copy.
   """
 
   def chosen(self, gating: int, routing: Routing, main: Any) -> Any:
-    """The gate has chosen: a copy of these experts may begin. Returns `main`."""
+    """Told that the gate has chosen: a copy of these experts may begin. Returns `main`."""
     ...
 
   def ready(self, gating: int, main: Any) -> Any:
-    """The experts compute next: whatever has not been copied is copied now. Returns `main`."""
+    """Told that the experts compute next: copies them if no copy has begun. Returns `main`."""
     ...
 
   def of(self, gating: int) -> ApplyExperts:
-    """The experts as this gating's rows meet them."""
+    """The function that computes this gating's rows."""
     ...
 
   @property
   def kept(self) -> Any:
-    """The experts that the device keeps for the next pass, a pytree; None: no such cache."""
+    """A pytree: experts that stay on the device for the next pass; None: there is no such cache."""
     ...
 
 
@@ -131,12 +140,13 @@ class LayerParams(Protocol):
     ...
 
   def advance(self, pair: int, after: Any) -> Any:
-    """A pair has computed `after`, which is returned; the next pair reads the returned value."""
+    """Told that a pair has computed `after`. Returns it, perhaps tied to a copy by a barrier; the
+    next pair reads the returned value."""
     ...
 
 
 class ExpertSource(Protocol):
-  """The place of a model's experts; chosen when the program is built, hashable."""
+  """Where a model's experts are. Chosen when the program is built; hashable, since it is static."""
 
   def of_layer(self, experts: Experts, kept: Any) -> LayerExperts:
     """One layer's experts for one pass.
@@ -172,7 +182,7 @@ class OnDevice:
     del kept
     if not self.recompute:
       return ExpertsOnDevice(experts)
-    # Rows, and weights that were gathered, are kept: nothing is sent twice.
+    # The checkpoint keeps its inputs, the rows, and what all-gathers give: nothing is sent twice.
     apply = jax.checkpoint(lambda rows, layout: experts(rows, layout), policy=_was_gathered)
     return ExpertsOnDevice(apply)
 
@@ -231,7 +241,7 @@ class ParamsOnDevice:
 
 
 def _was_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
-  """A policy of `jax.checkpoint` that keeps what other devices sent."""
+  """A policy of `jax.checkpoint` that keeps the results of all-gathers."""
   return primitive.name.startswith("all_gather")
 
 
@@ -270,10 +280,11 @@ class FFNExperts(Experts):
   """down(act(up(rows))) for every expert, by the grouped products.
 
   Where several devices share an expert, each holds a part of its hidden width. Tutel's adaptive
-  parallelism decides whether weights or rows travel. With r replicas the devices form r groups;
-  weights are gathered within a group, every row is sent to one device of each group, and the r
-  partial sums are added. r = 1 moves weights only, r = the number of devices rows only, and r = 0
-  gathers the weights of all experts. Results and gradients do not depend on r.
+  parallelism decides whether weights or rows travel. With r replicas (`config.adaptive_r`) these
+  devices form r groups: a group gathers its weights, every row goes to one device of each group,
+  and the r partial sums are added. r = 1 moves weights only; r = the number of devices that share
+  an expert moves rows only; r = 0 gathers the weights of all experts. Results and gradients do not
+  depend on r.
   """
 
   partial = ("tensor",)
@@ -296,7 +307,8 @@ class FFNExperts(Experts):
     self.down_bias = zeros((c.num_experts, c.width), ("expert", "embed"))
 
   def __call__(self, rows: Array, layout: RowLayout) -> Array:
-    """`expert_ffn` of the rows, with weights gathered before and partial sums added after it."""
+    """`expert_ffn` of the rows. Before it, devices that share an expert gather its weights; after
+    it, they add their partial sums (see the class)."""
     weights, r = self.weights(), self.config.adaptive_r
     if axis_size("shard") > 1 or r == 0:
       weights = _gathered(weights, max(r, 1), every_expert=r == 0)
@@ -306,12 +318,13 @@ class FFNExperts(Experts):
     return self._on_replicas(run, rows, weights, layout)
 
   def weights(self) -> FFNWeights:
-    """This device's share of the weights, in the stored type. Where devices add partial sums, all
-    but one get a zero output bias."""
+    """This device's share of the weights, in the stored type. Of the devices whose partial sums are
+    added, all but one get a zero output bias."""
     read = lambda param: None if param is None else param[...]
     down_bias_GD = read(self.down_bias)
     if down_bias_GD is not None and (self.config.adaptive_r > 1 or axis_size("tensor") > 1):
-      # Only one of the devices whose partial sums are added may add the output's bias.
+      # Only one of the devices whose partial sums are added may add the output's bias: with
+      # adaptive_r > 1 those of the first group, on the tensor axis the first device.
       shards = axis_size("shard") // max(self.config.adaptive_r, 1)
       first = (axis_index("shard") < shards) & (axis_index("tensor") == 0)
       down_bias_GD = jnp.where(first, repeat(down_bias_GD, ("tensor",), "tensor"), 0)
@@ -330,7 +343,7 @@ class FFNExperts(Experts):
     return FFNConfig(c.activation, impl, c.backend, shared_sms=shared, fp8=c.fp8)
 
   def _on_replicas(self, run: Any, rows: Array, weights: FFNWeights, layout: RowLayout) -> Array:
-    """Every row on r devices, each with a part of the hidden width; returns the added results."""
+    """Computes every row on r devices, each with 1/r of the hidden width, and adds the results."""
     # Four devices per expert and r = 2: weights are gathered within [0, 1] and within [2, 3], so
     # that every device has half of the hidden width. Devices 0 and 2 exchange their rows, and so do
     # 1 and 3: their two halves are the whole expert.
@@ -349,7 +362,8 @@ class FFNExperts(Experts):
 
 
 def _gathered(weights: FFNWeights, replicas: int, *, every_expert: bool) -> FFNWeights:
-  """The weights with their slices of the hidden width gathered; gradients are scattered back.
+  """The weights with their slices of the hidden width gathered; the backward pass reduce-scatters
+  the gradients.
 
   Args:
     weights: this device's share.

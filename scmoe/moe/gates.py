@@ -1,8 +1,9 @@
-"""Gates: x -> logits, one score for every expert. Modules that only hold parameters and compute.
+"""Gates: modules that compute logits from tokens, one score for every expert.
 
-A gate of your own is a class as `Gate` below, named by where it is: `router.gate=my_package:Mine`.
-It must be an `nnx.Module`, so that its parameters are trained, stacked over layers and saved with
-all others. `docs/extending.md` has an example. (Within one program a word added to `GATES` does.)
+A gate of your own is a class with the protocol `Gate` below; a run names it by its import path,
+`router.gate=my_package.module:Name`. It must be an `nnx.Module`, so that its parameters are
+trained, stacked over layers and saved with all others. `docs/extending.md` has an example. (Within
+one program, an entry in `GATES` works too.)
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ COSINE_EPS = 1e-12
 class Gate(Protocol):
   """The protocol of gates.
 
-  Noise, softmax, choice and normalisation are not the gate's: it returns plain scores. It runs on
-  each device's tokens alone, with replicated parameters, so it must treat tokens independently. A
-  gate that knows how to find its k best experts faster may have a method `top_k` as `LinearGate`.
+  A gate returns plain scores; the router adds noise, softmax, choice and normalisation. Each device
+  runs it on its own tokens, with replicated parameters, so it must treat tokens independently. A
+  gate that finds its k best experts faster than `top_k` of all logits may have a method `top_k`, as
+  `LinearGate` has; the router calls it where no noise is added.
   """
 
   def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T E"]:
-    """Logits [T, E] of the tokens, in float32 or float64."""
+    """The tokens' logits, of any floating type; the router goes on in float32 at least."""
     ...
 
 
@@ -45,7 +47,7 @@ GateMaker = Callable[..., Any]
 
 
 def compute_dtype(x: Array, fp32: bool) -> Any:
-  """Type a gate computes in: the input's, but at least float32 if asked for."""
+  """The type that a gate computes in: that of x, promoted to float32 at least if `fp32`."""
   return jnp.promote_types(x.dtype, jnp.float32) if fp32 else x.dtype
 
 
@@ -84,8 +86,8 @@ def cosine_logits(
 
 def _unit(a: Array, axis: int) -> Array:
   square = jnp.square(a).sum(axis, keepdims=True)
-  # The square root has no finite gradient at zero. A zero vector takes the other branch, so that
-  # it stays zero and gets a zero gradient.
+  # The square root has no finite gradient at zero. The norm of a zero vector takes the other
+  # branch: it is 0 and gets a zero gradient instead of NaN.
   norm = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
   return a / jnp.maximum(norm, COSINE_EPS)
 
@@ -104,7 +106,7 @@ class LinearGate(nnx.Module):
     return gate_product(x_TD, self.weight[...], fp32=self.fp32)
 
   def top_k(self, x_TD: Float[Array, "T D"], k: int) -> TopK:
-    """Logits, and the experts with the k largest, in one kernel where there is one."""
+    """Logits, and the k experts with the largest, in one kernel where there is one."""
     return gate_top_k(x_TD, self.weight[...], k, fp32=self.fp32)
 
 
@@ -126,7 +128,7 @@ class CosineGate(nnx.Module):
     self.projection = nnx.Param(uniform(width, dim), axes=("embed", None))
     self.projection_bias = nnx.Param(uniform(dim), axes=(None,))
     self.directions = nnx.Param(directions, axes=(None, None))
-    # Named so that no weight decay pulls it: the optimizer leaves scales alone.
+    # The optimizer decays no parameter with "scale" in its name.
     self.log_scale = nnx.Param(jnp.full((1,), math.log(2.0)), axes=(None,))
     self.fp32 = config.fp32_gate
 
@@ -141,7 +143,7 @@ def make_gates(
   """The `config.gates` gates over one set of experts, each with initial weights of its own.
 
   Raises:
-    ConfigError: `config.gate` is the import path of something that makes no gate.
+    ConfigError: the import path `config.gate` leads to nothing, or to something that makes no gate.
   """
   make: Any = GATES.get(config.gate, config.gate)  # a class, or where to import it from
   if isinstance(make, str):
@@ -152,10 +154,10 @@ def make_gates(
 
 
 def check_logits(logits_TE: Array, tokens: int, num_experts: int | None) -> None:
-  """Checks what a gate returned: [T, E], floating point.
+  """Checks that a gate returned [T, E] of a floating type.
 
   Raises:
-    ConfigError: names both shapes.
+    ConfigError: it did not; names what was returned and what routing needs.
   """
   want = (tokens, "E" if num_experts is None else num_experts)
   shape = tuple(logits_TE.shape)

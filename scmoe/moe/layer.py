@@ -82,13 +82,13 @@ class MoEConfig(Options):
 
 @dataclasses.dataclass(frozen=True)
 class MoECall:
-  """Arguments of one call of the layer, beside its tokens.
+  """Arguments of one call of the layer, besides its tokens.
 
   Attributes:
-    mask: bool, in the shape of the tokens: True for tokens that take part; None: all do.
+    mask: bool, the tokens' shape without D: True for tokens that take part; None: all do.
     key: random key of gate noise and jitter in training; None outside training.
     bias_E: float32 bias added to the scores for the choice only (`router.bias`), or None.
-    avoid_T: int32, one expert that each token must not visit (DGMoE), or None.
+    avoid_T: int32, the one expert that each token must not visit (DGMoE), or None.
     k: experts per token; None: the layer's `top_k`.
     gate: index of the gate that chooses, where there are several (Tutel gate_index); may be traced.
     capacity_factor: replaces the configured one in this call (Tutel's runtime capacity); 0 drops
@@ -111,11 +111,11 @@ class RoutedTokens:
   """Tokens between the layer's stages, from `MoE.route` to `MoE.completed`.
 
   Attributes:
-    x_TD: the tokens.
+    x_TD: the tokens that dispatch reads.
     routing: their choices.
     transport: brings rows to the experts and back.
     sent: the rows at their experts; None before dispatch.
-    kept_TD: the output of zero experts, which is added at the end; None without zero experts.
+    kept_TD: the output of zero experts, which `MoE.completed` adds; None without zero experts.
   """
 
   x_TD: Array
@@ -131,7 +131,7 @@ class RoutedTokens:
     return self.sent
 
   def with_rows(self, rows: tuple[Array, ...]) -> RoutedTokens:
-    """These tokens with other rows, for instance those that the experts have computed."""
+    """These tokens with other rows, for instance the experts' outputs."""
     return dataclasses.replace(self, sent=dataclasses.replace(self.arrived, rows=rows))
 
 
@@ -147,8 +147,8 @@ class MoE(nnx.Module):
       routed = dataclasses.replace(routed, sent=dataclasses.replace(sent, rows=rows))
       y, sums = moe.completed(routed, routed.transport.combine(routed.sent))
 
-  On one device all experts are there. In the manual region (`scmoe.manual`) the expert axis spreads
-  them over devices, and dispatch and combine exchange rows.
+  On one device, that device has all experts. In the manual region (`scmoe.manual`) the expert axis
+  spreads them over devices, and dispatch and combine exchange rows.
 
   Args:
     config: see `MoEConfig`.
@@ -186,19 +186,19 @@ class MoE(nnx.Module):
     """route -> dispatch -> experts -> combine.
 
     Args:
-      x: normalised inputs; any number of them, none included.
+      x: normalised tokens of a floating type; there may be none.
       call: see `MoECall`.
 
     Returns:
-      y in the shape of x, and sums over this device's tokens, from which `scmoe.moe.losses` makes
-      losses and statistics.
+      y in the shape of x, and sums over this device's tokens, from which `scmoe.moe.losses`
+      computes losses and statistics.
 
     Raises:
       ConfigError: x has another width than the layer, or see `route` and `make_transport`.
     """
     self._check_width(x)
     if not x.size:
-      # Gathers and kernels need a row to read: no token becomes one masked token.
+      # Gathers and kernels need a row to read, so one masked token stands for no token.
       one = dataclasses.replace(call, mask=jnp.zeros(1, bool), key=None, no_drop=True, avoid_T=None)
       y, sums = self(jnp.zeros((1, self.config.width), x.dtype), one)
       return jnp.zeros((*x.shape[:-1], y.shape[-1]), y.dtype), sums
@@ -219,7 +219,7 @@ class MoE(nnx.Module):
     """Chooses experts and weights for all tokens, and the transport to those experts.
 
     Args:
-      x: normalised inputs.
+      x: normalised tokens.
       call: see `MoECall`.
       gate: a gate to use instead of `call.gate`, such as one whose kernel has read x already.
 
@@ -236,8 +236,8 @@ class MoE(nnx.Module):
     kept_TD = None
     if self.config.zero_experts:
       kept_TD = routing.zero_weight_T[:, None].astype(x_TD.dtype) * x_TD
-    # Under tensor parallelism every device reads the same tokens and computes a part of every
-    # result. `repeat` adds up the devices' gradients of the inputs.
+    # Under tensor parallelism every device of the tensor axis reads the same tokens and weights and
+    # computes a partial sum of every result. `repeat` adds up the devices' gradients of both.
     read = (x_TD, routing.weight_TK, routing.input_weight_TK)
     x_TD, weight_TK, input_TK = repeat(read, self.experts.partial, "tensor")
     routing = dataclasses.replace(routing, weight_TK=weight_TK, input_weight_TK=input_TK)
@@ -246,7 +246,7 @@ class MoE(nnx.Module):
   def _routing(
     self, x_TD: Array, shape: tuple[int, ...], gate: Gate, call: MoECall
   ) -> tuple[Routing, int]:
-    """The choices of all tokens, and how many experts a token has.
+    """The choices of all tokens, and k: 1 where `call.avoid_T` is given.
 
     Args:
       x_TD: tokens.
@@ -264,7 +264,7 @@ class MoE(nnx.Module):
     return route(x_TD, gate, router, k=k, **options), k
 
   def _transport(self, tokens: int, k: int, call: MoECall) -> Transport:
-    """The transport of so many tokens with k experts each."""
+    """The transport for `tokens` tokens with k choices each."""
     config, router = self.config, self.config.router
     return make_transport(
       config.dispatch,
@@ -287,7 +287,7 @@ class MoE(nnx.Module):
     Args:
       routed: the tokens, after dispatch.
       y_TD: the result of `combine`. Under tensor parallelism it is a partial sum; this method adds
-        up the devices' parts.
+        up those of all devices of the tensor axis.
     """
     y_TD = total(y_TD, self.experts.partial, "tensor")
     if routed.kept_TD is not None:
@@ -307,7 +307,11 @@ class MoE(nnx.Module):
       )
 
   def _gate(self, index: int | Array) -> Any:
-    """The gate with this index. A traced index requires gates of one class and size."""
+    """The gate with this index.
+
+    Raises:
+      ConfigError: there is none, or the index is traced and gates differ in class or size.
+    """
     if isinstance(index, Array):
       apart = [nnx.split(gate) for gate in self.router_gate]
       kinds = [
@@ -327,7 +331,8 @@ class MoE(nnx.Module):
     return self.router_gate[index]
 
   def _draws(self, shape: tuple[int, ...], key: Array) -> Draws:
-    """Noise and jitter of these tokens; drawn for the global batch, so equal on every mesh."""
+    """Noise and jitter for this device's tokens: its share of draws for the global batch, so that
+    every mesh gives a token the same numbers."""
     router, (batch, *rest) = self.config.router, shape[:-1]
     shape = (batch * axis_size(*BATCH_AXES), *rest)
     noise = jitter = None

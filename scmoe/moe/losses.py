@@ -19,7 +19,7 @@ from scmoe.moe.types import RouterSums, Routing
 def router_sums(routing: Routing, dropped: Array, rounds: Array) -> RouterSums:
   """The `RouterSums` of this device's tokens; masked tokens count nowhere."""
   mask_T = routing.mask_T.astype(jnp.float32)
-  # `where` and no product with the mask: a masked token may hold NaN, and 0 · NaN is NaN.
+  # `where`, not a product with the mask: a masked token may hold NaN, and 0 · NaN is NaN.
   masked = lambda a: jnp.where(routing.mask_T.reshape(-1, *[1] * (a.ndim - 1)), a, 0)
   probs_TE = masked(routing.probs_TE)
   logits_TE = jax.lax.stop_gradient(routing.logits_TE)
@@ -57,8 +57,9 @@ def computing(sums: RouterSums) -> RouterSums:
   """The sums over the experts that compute, as if there were no zero experts.
 
   The losses balance these experts with each other; the balancing bias controls the share of zero
-  experts (`update_bias`). Example: 100 tokens, K = 2, 50 of the 200 choices went to zero experts.
-  Then `choices` becomes 150, and probabilities are divided by the experts' share of them.
+  experts (`update_bias`). Example: 100 tokens, K = 2, and zero experts have 50 of the 200 choices
+  and 0.3 of the probability. Then `choices` becomes 150, the others' probabilities are divided by
+  0.7, and their first choices are scaled up to 100.
   """
   if not sums.zero_experts:
     return sums
@@ -78,9 +79,9 @@ _BY_EXPERT = ("load_E", "first_E", "probs_E", "importance_E", "soft_load_E")
 def gshard_loss(sums: RouterSums) -> Array:
   """GShard's balancing loss E · Σ_e mean_t(probs_te) · mean_t(first choice of t is e).
 
-  Counts are of first choices, before dropping; the gradient flows through the probabilities only.
-  1 for a uniform router. Sums of shape [..., E] give losses of shape [...], one per layer. No
-  tokens: 0.
+  Only first choices count, before any is dropped; the gradient flows through the probabilities
+  only. The loss is 1 for a uniform router and 0 without tokens. Sums of shape [..., E] give losses
+  of shape [...], one per layer.
   """
   tokens = jnp.maximum(sums.tokens, 1)[..., None]
   first_E = jax.lax.stop_gradient(sums.first_E)
@@ -108,10 +109,10 @@ def _variation(v_E: Array) -> Array:
 def megablocks_loss(sums: RouterSums) -> Array:
   """MegaBlocks' load-balancing loss of each layer, E · ⟨counts / (T·K), mean_t probs_t⟩.
 
-  Counts are of all K choices, before dropping; the gradient flows through the probabilities only.
-  1 for a uniform router. Their mean over the layers is MegaBlocks' global loss
-  E / (L·T·K) · Σ_layers ⟨counts, mean_t probs_t⟩, without its coefficient (moe_loss_weight); L are
-  all the layers that the sums hold. For L = K = 1 it is the GShard loss. No tokens: 0.
+  All K choices count, before any is dropped; the gradient flows through the probabilities only. The
+  loss is 1 for a uniform router and 0 without tokens; for K = 1 it is the GShard loss. The mean
+  over L layers is MegaBlocks' global loss E / (L·T·K) · Σ_layers ⟨counts, mean_t probs_t⟩, without
+  its coefficient (moe_loss_weight).
   """
   share_E = jax.lax.stop_gradient(sums.load_E) / jnp.maximum(sums.choices, 1)[..., None]
   mean_E = sums.probs_E / jnp.maximum(sums.tokens, 1)[..., None]
@@ -121,8 +122,9 @@ def megablocks_loss(sums: RouterSums) -> Array:
 def layer_balance(sums: RouterSums, kind: str) -> Array:
   """The balancing loss `kind` of `router.balance`, one per layer; 0 for `none`.
 
-  A user's own loss is a function: `RouterSums` with leaves [..., E] or [...], summed over the
-  global batch -> losses [...]. It has to be differentiable with respect to `probs_E`.
+  A user's own loss is a function from `RouterSums` with leaves [..., E] or [...] to losses [...].
+  The sums are those of all devices, without zero experts. The loss has to be differentiable with
+  respect to `probs_E`.
 
   Raises:
     ConfigError: `kind` is unknown, or the user's loss cannot be imported or returns another shape.
@@ -151,8 +153,9 @@ def balance_loss(sums: RouterSums, kind: str) -> Array:
   """The balancing loss of all layers together, without its coefficient: a scalar.
 
   It is the sum over layers (each Tutel layer adds its l_aux); for `megablocks` the mean, as defined
-  there. It is the loss of the tokens in `sums`. GShard, Tutel and MegaBlocks take those of one
-  forward pass, a microbatch; `router.balance_over=step` takes all of a step (`balance_part`).
+  there. The caller decides which tokens `sums` holds: those of one forward pass, a microbatch, as
+  in GShard, Tutel and MegaBlocks; or with `router.balance_over=step` all of a step
+  (`balance_part`).
   """
   loss = layer_balance(sums, kind)
   return loss.mean() if kind == "megablocks" else loss.sum()
@@ -171,8 +174,9 @@ def balance_part(sums: RouterSums, step: RouterSums, kind: str) -> Array:
 
   Args:
     sums: S_m, of this microbatch.
-    step: S, of all the step's microbatches, without a gradient; made by a forward pass before.
-    kind: of `router.balance`.
+    step: S, of all the step's microbatches, which an earlier forward pass has made; a constant for
+      the gradient.
+    kind: the word or import path of `router.balance`.
   """
   step = jax.lax.stop_gradient(step)
   slope = jax.grad(balance_loss)(step, kind)
@@ -186,13 +190,13 @@ def init_bias(layers: int, experts: int, config: RouterConfig) -> dict[str, Arra
   """Balancing biases before the first step; {} without `router.bias`.
 
   Args:
-    layers: with a router each.
-    experts: E, zero ones included.
+    layers: number of layers with a router.
+    experts: E, zero experts included.
     config: of the router.
 
   Returns:
-    `bias` float32 [layers, E]; for a controller with more than an integral gain also `error` and
-    `error_before`, of the last two steps.
+    `bias`, float32 [layers, E]. If the controller has a proportional or derivative gain, also
+    `error` and `error_before` of the same shape: the errors of the last step and the one before.
   """
   if config.bias == "none":
     return {}
@@ -207,36 +211,36 @@ def update_bias(
 ) -> dict[str, Array]:
   """Balancing biases after an optimizer step, from the loads of all its tokens.
 
-  Of E experts that compute, K_e per token are meant to be chosen, each as often as the others;
-  without zero experts K_e = K. With f_e the share of the choices that went to expert e, before
-  dropping, its error is e_e = K_e/K · 1/E − f_e:
+  The aim: a token chooses K_e of the E computing experts on average, and each of them equally
+  often; without zero experts K_e = K. With f_e the share of the choices that went to expert e,
+  before dropping, its error is e_e = K_e/K · 1/E − f_e:
 
     sign  b_e += rate · sign(e_e)                              DeepSeek-V3's loss-free balancing
     pid   b_e += rate · e_e + P · Δe_e + D · Δ²e_e             LongCat-Flash's controller
 
   Its report states the first term, μ (K_e/K · 1/N − T_e / (K·T)): the bias then is the sum of the
   errors, the integral part of a controller. Written in increments, the proportional and derivative
-  parts add the error's first and second difference (`router.bias_proportional`,
-  `router.bias_derivative`). Zero experts' biases stay: when all others have their share, so have
-  they. A layer without tokens keeps its biases.
+  parts add the error's first and second difference, times `router.bias_proportional` and
+  `router.bias_derivative`. The biases of zero experts stay 0: once all computing experts have their
+  share, the rest goes to zero experts. A layer without tokens keeps its biases.
 
   Args:
     state: see `init_bias`.
-    sums: per layer, added up over the global batch and the microbatches.
+    sums: of every layer, added up over devices and microbatches.
     config: of the router.
   """
   choices_L1 = sums.choices[..., None]
   total, zero = sums.load_E.shape[-1], sums.zero_experts
   real = total - zero
   target = 1 / total
-  if zero and config.real_experts:  # K is the choices over the tokens
+  if zero and config.real_experts:  # K = choices / tokens
     target = config.real_experts * sums.tokens[..., None] / jnp.maximum(choices_L1, 1) / real
   seen_L1, computes_E = choices_L1 > 0, jnp.arange(total) < real
   moved = lambda delta_LE: jnp.where(seen_L1 & computes_E, delta_LE, 0)
   error_LE = target - sums.load_E / jnp.maximum(choices_L1, 1)
   if config.bias == "sign":
-    # Without zero experts both numbers are integers in float32, exact up to 2^24. Their difference
-    # is then exactly 0 for an expert with its fair share, and its bias stays.
+    # Without zero experts, choices and E · load are integers in float32, exact up to 2^24. Their
+    # difference is exactly 0 for an expert with its fair share, so its bias stays.
     exact_LE = choices_L1 - real * sums.load_E if not zero else error_LE
     return {**state, "bias": state["bias"] + config.bias_rate * moved(jnp.sign(exact_LE))}
   delta_LE = config.bias_rate * error_LE
@@ -258,15 +262,26 @@ def z_loss(sums: RouterSums) -> Array:
 def statistics(sums: RouterSums, bias_range: Array | None = None) -> dict[str, Array]:
   """Router health per layer, over all tokens in `sums`.
 
-  Returns float32 arrays with the leading (layer) shape of `sums`: `load` f_e [.., E] (share of
-  the choices, zero experts included), `drop` share of choices dropped, `rounds` exchanges of the
-  dropless transport, `entropy` of a token's probabilities over ln E, `mutual_information` between
-  token and expert in nats, `confidence` mean top-1 probability, `logit_rms`, `nonfinite` share of
-  tokens with a NaN or infinite logit, `shortcut_ratio` |routed| / |main path| (0 where not
-  measured), and `bias_range`, the given largest minus smallest balancing bias (left out if None).
-  Of the experts that compute: `max_violation` max_e(E f_e) - 1, `dead` share of experts without a
-  choice, `diversity` exp(H(f)) / E. With zero experts also `zero_share`, their share of the
-  choices, and `real_experts`, the mean number of experts per token that compute.
+  Args:
+    sums: of every layer, or of one.
+    bias_range: largest minus smallest balancing bias; None: left out of the result.
+
+  Returns:
+    float32 arrays with the leading (layer) shape of `sums`:
+      load: f_e [.., E], each expert's share of the choices, zero experts included.
+      drop: share of the choices that the transport dropped.
+      rounds: mean `Dispatched.rounds`.
+      entropy: mean entropy of a token's probabilities, over ln E.
+      mutual_information: between token and expert, nats.
+      confidence: mean largest probability of a token.
+      logit_rms: root mean square of the logits.
+      nonfinite: share of the tokens with a NaN or infinite logit.
+      shortcut_ratio: |routed output| / |main path|; 0 where a layer ran without its pair.
+      bias_range: as given.
+      max_violation: max_e(E f_e) - 1; dead: share of experts without a choice; diversity:
+        exp(H(f)) / E. All three over the E experts that compute, with f_e of their choices alone.
+      zero_share: zero experts' share of the choices; real_experts: mean number of computing experts
+        that a token chooses. Both only with zero experts.
   """
   tokens = jnp.maximum(sums.tokens, 1)
   choices = jnp.maximum(sums.choices, 1)

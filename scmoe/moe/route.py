@@ -26,11 +26,12 @@ Gate = Callable[[Array], Array] | Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draws:
-  """Random numbers for the gate in training, drawn outside so that no mesh changes them.
+  """Random numbers for the gate in training. `MoE` draws them for the global batch, so that they do
+  not depend on the mesh.
 
   Attributes:
-    noise_TE: standard normal, with `router.noise`; else None.
-    jitter_TD: factors on the gate's input, with `router.compat.jitter`; else None.
+    noise_TE: float32, standard normal; None without `router.noise`.
+    jitter_TD: float32 factors on the gate's input; None without `router.compat.jitter`.
   """
 
   noise_TE: Float[Array, "T E"] | None = None
@@ -56,21 +57,22 @@ def route(
   `RouterSums.nonfinite` counts such tokens.
 
   Args:
-    x_TD: the tokens of this device. None (T = 0) gives empty arrays and counts of 0.
+    x_TD: the tokens of this device. T = 0 gives empty arrays and counts of 0.
     gate: a `scmoe.moe.gates.Gate`, or the weights [D, E] of a linear one.
     config: the router's options.
     k: experts per token.
-    num_experts: E; what the gate returns is checked against it.
+    num_experts: E, the number of scores that the gate must return; None: any number.
     mask_T: False for tokens that take no part; all do if None.
     bias_E: balancing bias, added for the choice only (`config.bias`).
-    training: what was drawn, in training; None outside. Then scores, choice and weights follow the
-      noisy logits and token rounding (`config.compat.round_to`) applies: K grows to hold the gained
-      experts, and choices that are not made have weight 0.
-    zero_experts: how many of the E, the last ones, return their input.
+    training: random draws in training; None otherwise. In training, scores, choice and weights
+      follow the noisy logits, and token rounding (`config.compat.round_to`) applies: K grows to
+      hold the experts that a token gains, and choices that are not made have weight 0.
+    zero_experts: number of zero experts, the last ones of the E, which return their input.
 
   Raises:
-    ConfigError: an argument has another type or shape; k is below 1 or larger than the number of
-      experts; the gate returns the wrong shape; or the rounding tile is larger than T.
+    ConfigError: an argument has the wrong type or shape; k is below 1, or larger than the number
+      of experts or of those in open groups; the gate returns the wrong shape; or the rounding tile
+      is larger than T.
   """
   scores = _score(x_TD, gate, config, k, num_experts, mask_T, training)
   chosen_TK = scores.best(k, bias_E)
@@ -81,7 +83,7 @@ def route(
   weight_TK = choice_weights(scores, chosen_TK, config, normalise=config.normalise and k > 1,
                              made_TK=made_TK)  # fmt: skip
   if compat.uniform:
-    # The weights stay those of the real choice, so that the gate gets its gradient.
+    # The weights stay those of the gate's own choice, so that the gate gets its gradient.
     turn = jnp.arange(chosen_TK.size, dtype=jnp.int32) % scores.num_experts
     chosen_TK = turn.reshape(chosen_TK.shape)
   routing = _routing(scores, chosen_TK, weight_TK, config, k, made_TK)
@@ -102,9 +104,9 @@ def route_distinct(
 ) -> Routing:
   """Top-1 routing that avoids each token's previous expert (DGMoE's distinctness constraint, A.2).
 
-  If the best expert is the one that the preceding representation chose, the second best is taken,
-  weighted by its own probability. Arguments as in `route`; token rounding and forced assignment do
-  not apply, they would break the constraint.
+  A token takes its best expert, or the second best if the best is `previous_T`, the one that the
+  preceding representation chose; the weight is that expert's own probability. Other arguments as in
+  `route`. Token rounding and `router.compat.uniform` do not apply: they would break the constraint.
   """
   scores = _score(x_TD, gate, config, 2, num_experts, mask_T, training)
   best_T2 = scores.best(2, bias_E)
@@ -123,11 +125,11 @@ class Scores:
   """The scores that a gate gives every token.
 
   Attributes:
-    logits_TE: float32, with noise where there is some; clean_TE: without.
+    logits_TE: at least float32, noise added in training; clean_TE: without noise.
     mask_T: bool, or None.
-    config: options of the router: how scores are made of logits, and which groups are open.
-    best_TK: experts with the largest logits, where the gate has found them already.
-    share_TK: the softmax probabilities of `best_TK`, where the gate has computed them already.
+    config: options of the router: how scores are made of logits, and how experts form groups.
+    best_TK: int32, the experts with the largest logits, if the gate's `top_k` has found them.
+    share_TK: the softmax probabilities of `best_TK`, if it has computed them too.
   """
 
   logits_TE: Array
@@ -144,12 +146,13 @@ class Scores:
 
   @property
   def independent(self) -> bool:
-    """Whether each expert's score is its own (sigmoid), so that they do not add up to 1."""
+    """Whether an expert's score follows from its own logit (sigmoid): scores do not add up to 1."""
     return self.config.scoring_func == "sigmoid"
 
   @functools.cached_property
   def scores_TE(self) -> Array:
-    """The scores behind the weights: softmax of the logits over all experts, or sigmoid of each."""
+    """The scores that weights are taken from: softmax of the logits over all experts, or the
+    sigmoid of each."""
     return jax.nn.sigmoid(self.logits_TE) if self.independent else jax.nn.softmax(self.logits_TE)
 
   @functools.cached_property
@@ -161,13 +164,14 @@ class Scores:
   def best(self, k: int, bias_E: Array | None = None) -> Array:
     """The k best experts, best first: int32 [T, K].
 
-    Ordered by the logits, which have the order of the scores, or by score + balancing bias. Of
-    equal scores the expert with the smaller index comes first. top_k takes NaN for the largest
+    Ordered by the logits, which have the order of the scores, or by score + balancing bias. If
+    scores are equal, the expert with the smaller index comes first. top_k takes NaN for the largest
     value, so the experts are valid indices whatever the logits are. With groups
-    (`router.n_group` > 1) only experts of a token's open groups are chosen.
+    (`router.n_group` > 1) only experts of a token's `router.topk_group` best groups are chosen; we
+    call these groups open.
 
     Raises:
-      ConfigError: the bias has another shape, or the open groups hold fewer than k experts.
+      ConfigError: the bias has the wrong shape, or the open groups hold fewer than k experts.
     """
     if bias_E is None and self.config.n_group == 1:
       if self.best_TK is not None:
@@ -186,7 +190,7 @@ class Scores:
 
 
 def _closed_groups_masked(score_TE: Array, config: RouterConfig, k: int) -> Array:
-  """Scores of the experts of each token's best groups; -inf for all others (DeepSeek-V2, -V3).
+  """Scores with -inf for experts outside each token's best groups (DeepSeek-V2, -V3).
 
   Worked example, four experts in two groups of which one is open, `group_score="max"`: the biased
   scores -1.2 -1.4 | -1.1 -1.5 open the second group and become -inf -inf | -1.1 -1.5. A finite
@@ -217,12 +221,15 @@ def _score(
   mask_T: Array | None,
   training: Draws | None,
 ) -> Scores:
-  """The gate's logits, with noise in training; its k best experts where it finds them itself."""
+  """Computes the gate's logits, and adds noise in training.
+
+  A gate with a method `top_k` also finds the k best experts, unless noise changes their order.
+  """
   draws = training or Draws()
   _check_arguments(x_TD, gate, config, k, num_experts, mask_T)
   if mask_T is not None:
-    # Padding may hold anything. The gate's gradient multiplies it by zero, and zero times NaN is
-    # NaN, so it is set to zero here.
+    # Masked tokens may hold anything. The gate's gradient multiplies them by zero, and zero times
+    # NaN is NaN, so they are set to zero here.
     x_TD = jnp.where(mask_T[:, None], x_TD, 0)
   if draws.jitter_TD is not None and config.compat.jitter:
     dtype = compute_dtype(x_TD, config.fp32_gate)
@@ -250,7 +257,7 @@ def _score(
 def _check_arguments(
   x_TD: Array, gate: Gate, config: RouterConfig, k: int, num_experts: int | None, mask_T: Any
 ) -> None:
-  """Checks what `route` is given; raises ConfigError with what was got."""
+  """Checks the arguments of `route`; raises a ConfigError that names the wrong one."""
   check_type("config", config, RouterConfig)
   if x_TD.ndim != 2:
     raise ConfigError(f"routing reads tokens [tokens, width], got shape {list(x_TD.shape)}")
@@ -285,14 +292,14 @@ def choice_weights(
   """Combine weights of the chosen experts.
 
   The softmax runs over all experts *before* the choice. Taken literally, the paper's Eq. 2-3
-  (softmax after top-k) gives a top-1 gate the constant weight 1 and hence no gradient; for k > 1,
-  normalising by the sum gives the same weights as Eq. 2, and is computed so.
+  (softmax after top-k) gives a top-1 gate the constant weight 1 and hence no gradient. For k > 1,
+  probabilities divided by their sum are the weights of Eq. 2.
 
   Args:
     scores: the gate's scores.
     chosen_TK: int32, the chosen experts.
-    config: `compat.weight_norm` = p > 0 divides by the p-norm (MegaBlocks
-      moe_normalize_expert_weights).
+    config: `compat.weight_norm` = p > 0 divides the weights by their p-norm instead of their sum
+      (MegaBlocks moe_normalize_expert_weights); `routed_scaling_factor` multiplies the result.
     normalise: divide the weights by their sum (Tutel normalize_gate).
     made_TK: choices that are made; the others have weight 0. None: all are.
   """
@@ -311,7 +318,8 @@ def choice_weights(
 
 
 def scaled_weights(weight_TK: Array, normalise: bool, weight_norm: float = 0.0) -> Array:
-  """Weights divided by max(their sum, machine epsilon), by their p-norm, or as they are."""
+  """Weights divided by their p-norm (`weight_norm` = p > 0), else by max(their sum, machine
+  epsilon) (`normalise`), else unchanged."""
   eps = jnp.finfo(weight_TK.dtype).eps
   if weight_norm:
     power = (weight_TK**weight_norm).sum(-1, keepdims=True)
@@ -323,7 +331,7 @@ def scaled_weights(weight_TK: Array, normalise: bool, weight_norm: float = 0.0) 
 
 @jax.custom_vjp
 def softmax_of_choices(value_TK: Float[Array, "T K"]) -> Float[Array, "T K"]:
-  """Softmax over K, written out: one kernel, and its result is all that the backward pass reads."""
+  """Softmax over K, column by column, so that XLA fuses it; its backward pass reads its result."""
   columns = [value_TK[:, k] for k in range(value_TK.shape[1])]
   largest_T = functools.reduce(jnp.maximum, columns)
   powers = [jnp.exp(column_T - largest_T) for column_T in columns]
@@ -344,7 +352,7 @@ softmax_of_choices.defvjp(_softmax_fwd, _softmax_bwd)
 
 
 def pick(value_TE: Float[Array, "T E"], expert_TK: Int[Array, "T K"]) -> Float[Array, "T K"]:
-  """value[t, expert[t, k]]; the gradient is a sum over k, not a scatter."""
+  """value[t, expert[t, k]]; the backward pass adds up over k instead of scattering."""
   return _pick(value_TE, expert_TK, value_TE.shape[1])
 
 
@@ -385,9 +393,9 @@ def rounded_choice(
 ) -> tuple[Array, Array]:
   """Token rounding (SonicMoE): choices such that every expert has a multiple of `tile` tokens.
 
-  Starting from the top-k choice, an expert that is short of its rounded count takes the tokens
-  that like it best among those that did not choose it; one that has too many gives up those that
-  like it least. Less than one tile changes per expert.
+  Counts of the top-k choice are rounded (`rounded_counts`). An expert with fewer tokens than its
+  rounded count takes, of the tokens that did not choose it, those with the highest probability for
+  it. An expert with more gives up those with the lowest. Less than one tile changes per expert.
 
   A token gains at most X = min(K, E − K) experts, so that shapes stay small. If more experts would
   take it, those to which it gives the lowest probability round down instead.
@@ -400,14 +408,14 @@ def rounded_choice(
   in training only; evaluate and generate with plain top-k.
 
   Args:
-    probs_TE: float32, probabilities.
+    probs_TE: probabilities; no gradient flows through them.
     expert_TK: int32, the top-k choice.
     tile: rows of a tile of the expert kernels, usually 128.
     mask_T: False for tokens that choose nothing.
 
   Returns:
-    expert int32 and made bool [T, K + X]: the top-k choice, then the gained experts. Only the
-    choices that are made are visited.
+    expert int32 and made bool, both [T, K + X]: the top-k choice, then the gained experts. A token
+    visits only experts whose choice is made.
 
   Raises:
     ConfigError: the tile is larger than the number of tokens, so that every count would be zero.
@@ -422,16 +430,16 @@ def rounded_choice(
   mask_T = jnp.ones(tokens, bool) if mask_T is None else mask_T
   chosen_TE = (expert_TK[:, :, None] == jnp.arange(num_experts)).any(1) & mask_T[:, None]
   count_E = chosen_TE.sum(0)
-  # Each expert ranks the tokens: first those that chose it, then the others, both by falling
-  # probability, and masked tokens last.
+  # Each expert's column ranks the tokens: first those that chose it, then the others, both by
+  # falling probability, then masked tokens.
   class_TE = jnp.where(mask_T[:, None], jnp.where(chosen_TE, 0, 1), 2)
   rank_TE = jnp.argsort(jnp.lexsort((-probs_TE, class_TE), axis=0), axis=0)
   target_E = rounded_counts(count_E, tile, mask_T.sum())
   extra = min(k, num_experts - k)
   gained_TE = (rank_TE < target_E) & ~chosen_TE
-  liking_TE = jnp.where(gained_TE, probs_TE, -1)
-  standing_TE = jnp.argsort(jnp.argsort(-liking_TE, axis=1), axis=1)
-  over_E = (gained_TE & (standing_TE >= extra)).any(0)
+  gained_probs_TE = jnp.where(gained_TE, probs_TE, -1)
+  order_TE = jnp.argsort(jnp.argsort(-gained_probs_TE, axis=1), axis=1)  # of a token's new experts
+  over_E = (gained_TE & (order_TE >= extra)).any(0)
   target_E = jnp.where(over_E, count_E // tile * tile, target_E)
   visits_TE = rank_TE < target_E
   gained_TE = visits_TE & ~chosen_TE
@@ -479,11 +487,12 @@ def make_routing(
   weights: str = "after",
   **sums: Any,
 ) -> Routing:
-  """Completes a choice of experts to a Routing.
+  """The `Routing` of chosen experts: sets the weights of masked tokens to 0 and counts choices.
 
   Args:
-    expert_TK, weight_TK, probs_TE, logits_TE, mask_T, made_TK: see `Routing`; None for all.
-    weights: `after` or `before` the experts.
+    expert_TK, weight_TK, probs_TE, logits_TE: see `Routing`.
+    mask_T, made_TK: see `Routing`; None: all tokens take part, all choices are made.
+    weights: `after`: weights multiply the experts' output; `before`: their input.
     **sums: `importance_E` and `soft_load_E` of `Routing`.
   """
   tokens, num_experts = probs_TE.shape
@@ -513,12 +522,12 @@ def make_routing(
 def soft_load(
   clean_TE: Array, logits_TE: Array, k: int, noise: float, mask_T: Array | None = None
 ) -> dict[str, Array]:
-  """Importance and soft load of the experts, what the load-importance loss is made of.
+  """The experts' importance and soft load, from which the load-importance loss is computed.
 
   importance_E = Σ_t p_t and soft_load_E = Σ_t Φ((p_t − θ_t) / (noise / E)), where p is the softmax
   of the logits without noise, θ_t the k-th largest logit *with* noise and Φ the normal
-  distribution function. That a probability is compared with a logit is the published definition
-  (Tutel load_importance_loss, the Swin-MoE design). Gradients flow through p and θ.
+  distribution function. The published definition does compare a probability with a logit (Tutel
+  load_importance_loss, the Swin-MoE design). Gradients flow through p and θ.
 
   Returns:
     `importance_E` and `soft_load_E`, as `Routing` names them.

@@ -18,21 +18,26 @@ from scmoe.kernels.permute import Permutation
 class Routing:
   """Which experts every token of this device visits, and with which weight.
 
-  Nothing here depends on buffers: where a choice's row stands, and whether it finds room, is the
-  transport's business.
+  A *choice* (t, k) is one expert of token t. Nothing here depends on buffers: the transport decides
+  which row of a buffer a choice gets, and drops choices that find no room. Floats are float32, or
+  float64 if the logits are.
 
   Attributes:
-    expert_TK: int32, the chosen experts, best first.
-    weight_TK: float32, the combine weight of each choice.
-    count_E: int32, choices of each expert, before anything is dropped.
-    probs_TE: float32, softmax over all experts (of noisy logits where there is noise).
-    logits_TE: float32, the gate's scores before the softmax.
+    expert_TK: int32, the chosen experts, best first (but for `router.compat.uniform` and experts
+      that token rounding adds).
+    weight_TK: the combine weight of each choice.
+    count_E: int32, number of choices of each expert that are taken (`taken_TK`).
+    probs_TE: each token's probabilities of all experts, of noisy logits where there is noise.
+    logits_TE: the gate's scores before softmax or sigmoid.
     mask_T: bool, False for masked tokens: they choose nothing and count nowhere.
-    input_weight_TK: float32, multiplies the rows before the experts, instead of `weight_TK`, which
-      is then 1; None where weights come after the experts.
-    made_TK: bool, choices that are made; None where all are (no token rounding).
-    importance_E, soft_load_E: sums of the load-importance loss; None unless it is asked for.
-    zero_experts: how many of the E, the last ones, return their input; they have no rows.
+    input_weight_TK: combine weights that multiply the experts' input rows; `weight_TK` is then 1.
+      None: weights multiply the experts' output.
+    made_TK: bool, False for a choice that no expert serves: token rounding or the transport has
+      dropped it, or it is one of a zero expert (`computed`). None: all choices are made.
+    importance_E, soft_load_E: sums of the load-importance loss (`scmoe.moe.route.soft_load`); None
+      with other losses.
+    zero_experts: number of zero experts: the last ones of the E, which return their input and get
+      no rows.
   """
 
   expert_TK: Int[Array, "T K"]
@@ -49,23 +54,25 @@ class Routing:
 
   @property
   def num_experts(self) -> int:
-    """Experts that compute."""
+    """Number of experts that compute."""
     return self.probs_TE.shape[1] - self.zero_experts
 
   @property
   def zero_TK(self) -> Bool[Array, "T K"]:
-    """Choices of zero experts."""
+    """True for choices of zero experts."""
     return self.expert_TK >= self.num_experts
 
   @property
   def zero_weight_T(self) -> Float[Array, " T"]:
-    """The share of a token's own value in its output: its zero experts' weights, float32."""
+    """Sum of the weights of each token's zero experts: the layer adds so much of the token itself
+    to its output."""
     weight_TK = self.weight_TK if self.input_weight_TK is None else self.input_weight_TK
     return jnp.where(self.zero_TK & self.taken_TK, weight_TK, 0).sum(1)
 
   @property
   def computed(self) -> Routing:
-    """This routing as a transport reads it: choices of zero experts count as not made."""
+    """The routing that a transport reads. A choice of a zero expert becomes a choice of expert 0
+    that is not made and has weight 0; `count_E` has computing experts only."""
     if not self.zero_experts:
       return self
     zero_TK, weight_TK = self.zero_TK, self.input_weight_TK
@@ -80,7 +87,7 @@ class Routing:
 
   @property
   def taken_TK(self) -> Bool[Array, "T K"]:
-    """Choices that count: made, and not of a masked token."""
+    """True for choices that are made and whose token is not masked."""
     if self.made_TK is None:
       return self.mask_T[:, None].repeat(self.expert_TK.shape[1], 1)
     return self.mask_T[:, None] & self.made_TK
@@ -89,17 +96,18 @@ class Routing:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Dispatched:
-  """Rows at their experts, and what combine needs to bring them back.
+  """The rows on the device of their experts, and what `combine` needs to bring them back.
 
   Attributes:
-    rows: the rows, in as many chunks as the exchange has parts.
-    layouts: for each chunk, which experts its rows are for.
-    dropped: int32 scalar, number of choices that found no room.
-    rounds: int32 scalar, exchanges that the dropless transport needs; 1 for the others.
+    rows: the rows, one array for each chunk of the exchange (`dispatch.chunks`).
+    layouts: for each chunk, the expert of each row.
+    dropped: int32 scalar, how many choices of this device found no room.
+    rounds: int32 scalar, 1 + the number of overflow rounds, which only the dropless exchange has.
     permutations: for each chunk, which choice of this device fills which row of its send buffer.
       Empty where tokens stay in place (`Local`) and the experts add up each token's choices.
-    weight_TK: combine weights that `combine` applies; None where the experts have applied them.
-    overflow_TD: the overflow rounds' part of the output; None without such rounds.
+    weight_TK: combine weights that `combine` applies; None where the experts apply them.
+    overflow_TD: the overflow rounds' part of the output, in the tokens' type; None without such
+      rounds.
   """
 
   rows: tuple[Array, ...]
@@ -117,16 +125,17 @@ class RouterSums:
   """Sums over tokens from which every routing loss and statistic follows.
 
   All are additive over devices and microbatches, so that one reduction serves all layers and all
-  microbatches that run side by side. float32 throughout.
+  microbatches that run side by side. The leaves are float32 arrays [] or [E], with the layers in
+  front where the model has stacked them.
 
   Attributes:
     tokens: number of tokens that are not masked.
-    choices: number of choices that are made, tokens · K.
+    choices: Σ_e load_E: tokens · K, unless token rounding changes the number.
     dropped: choices that found no room.
-    rounds: exchanges of the transport, the most of any device; shards: number of addends, so that
-      rounds / shards is their mean.
-    load_E: choices per expert, before dropping.
-    first_E: first choices per expert.
+    rounds: `Dispatched.rounds`. The sum runs over devices, microbatches and gatings; shards is the
+      number of its addends, so that rounds / shards is their mean.
+    load_E: taken choices of each expert, before the transport drops any.
+    first_E: tokens whose first choice is this expert.
     probs_E: Σ_t probs.
     z_square: Σ_t logsumexp(logits)².
     entropy: Σ_t H(probs_t), nats.
@@ -135,8 +144,9 @@ class RouterSums:
     importance_E: Σ_t probs without noise; zero unless asked for.
     soft_load_E: Σ_t Φ((probs - logit of the K-th choice) / (noise / E)); zero unless asked for.
     nonfinite: tokens with a logit that is NaN or infinite.
-    shortcut_square, main_square: Σ_t |routed output|² and Σ_t |main path|², for their ratio.
-    zero_experts: how many of the E, the last ones, return their input.
+    shortcut_square, main_square: Σ_t |routed output|² and Σ_t |main path|², for their ratio; the
+      block pair sets them, a layer alone leaves 0.
+    zero_experts: number of zero experts, the last ones of the E.
   """
 
   tokens: Array

@@ -1,8 +1,9 @@
 """The capacity transport: fixed [E, C, D] buffers, one dense all-to-all each way.
 
-Every device sends C rows per expert and capacity group to the device that holds the expert.
-Choices beyond the C-th of a queue are dropped and counted. If C is the number of tokens of a group,
-no choice is dropped. Without an expert axis the buffer is not exchanged.
+A *capacity group* is a run of consecutive tokens that have queues of their own, one per expert.
+Every device sends C rows per expert and group to the device that holds the expert. Choices beyond
+the C-th of a queue are dropped and counted. If C is the number of tokens of a group, no choice is
+dropped. Without an expert axis the buffer is not exchanged.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ def capacity(
     factor = 0   need                        nothing is dropped
     factor < 0   min(need, k · ⌊−factor · n⌋)   dropped only beyond this bound
 
-  Then rounded up to a multiple of `align`, which above 256 is itself first rounded up to a multiple
-  of 128 (Tutel's rules; floors truncate a double). `rule="megablocks"` takes ⌊|factor| · k · T / E⌋
-  for the middle term instead.
+  The result is rounded up to a multiple of `align`, which above 256 is itself first rounded up to a
+  multiple of 128 (Tutel's rules; floors truncate a double). `rule="megablocks"` takes
+  ⌊|factor| · k · T / E⌋ instead of k · ⌊|factor| · n⌋.
 
   Worked example: five tokens, three experts, n = 2. With k = 1 and factor 1 an expert has 2 rows;
   with k = 2 and factor 1.25 it has 2 · ⌊2.5⌋ = 4.
@@ -62,9 +63,9 @@ def capacity(
     tokens: T; where devices have different numbers of tokens, the largest, to which all pad.
     num_experts: E.
     k: choices per token.
-    need: the longest queue, `exact_capacity(counts)`. It is data: where shapes must be known before
-      (under `jit`), leave it out for the bound T, which loses nothing either, as no token visits an
-      expert twice.
+    need: the longest queue, `exact_capacity(counts)`. It depends on data, which `jit` does not have
+      when it fixes shapes: leave it out there. The bound T then takes its place; it drops nothing
+      either, since no token visits an expert twice.
     align: number of equal parts that the buffer is cut into (Tutel a2a_ffn_overlap_degree).
     rule: `tutel` or `megablocks`.
 
@@ -135,23 +136,23 @@ class Capacity:
     """Sends each kept choice's token to its expert's device.
 
     Returns:
-      Dispatched with rows [W, E / W, G·C / chunks, D] in each chunk, by source rank.
+      `Dispatched` with rows [W, E / W, G·C / chunks, D] in each chunk, W being source ranks.
     """
     del experts
     plan, dropped = self.plan(routing)
     ranks, num_experts = self.exchange.size, routing.num_experts
     rows, layouts, permutations = [], [], []
-    # Each chunk is gathered by itself: its exchange waits for no other's rows.
+    # Each chunk is gathered by itself, so its exchange need not wait for another chunk's rows.
     for chunk in range(self.chunks):
       permutation = self._chunk(plan, num_experts, chunk)
       rows_RD = gather_rows(x_TD, permutation)
       if routing.input_weight_TK is not None:
         rows_RD = weigh_rows(rows_RD, routing.input_weight_TK, permutation)
-      # The barrier ties the plan to the gathered rows. Whatever reads the plan, also another
-      # batch's turn (`in_turns`), waits until these rows are gathered.
+      # The barrier ties the permutation to the gathered rows. Whatever reads the permutation, also
+      # another batch's turn (`in_turns`), waits until these rows are gathered.
       permutation, rows_RD = barrier((permutation, rows_RD), "forward")
       part = rows_RD.reshape(ranks, num_experts // ranks, -1, x_TD.shape[-1])
-      # Named so that a backward pass that recomputes its forward does not exchange rows again.
+      # `jax.checkpoint` keeps values of this name: the backward pass exchanges no row again.
       rows.append(checkpoint_name(self.exchange.all_to_all(part), "moe_rows"))
       layouts.append(padded_layout(*part.shape[:3]))
       permutations.append(permutation)
@@ -159,7 +160,8 @@ class Capacity:
     return Dispatched(tuple(rows), tuple(layouts), dropped, one, sent, routing.weight_TK)
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
-    """Sends the experts' rows back and adds each token's choices, weighted; dropped ones add 0."""
+    """Sends the experts' outputs back. A token's output is the weighted sum of its choices;
+    dropped ones add 0."""
     back = []
     for part in sent.rows:
       rows_WeCD = checkpoint_name(self.exchange.all_to_all(part), "moe_rows")
@@ -167,7 +169,8 @@ class Capacity:
     return sum_chunks(tuple(back), sent.weight_TK, sent.permutations)
 
   def _chunk(self, plan: Permutation, num_experts: int, chunk: int) -> Permutation:
-    """One part of the buffers: positions [chunk · n, (chunk + 1) · n) of every expert."""
+    """The permutation of one chunk: of every expert's G·C rows, [chunk · n, (chunk + 1) · n) with
+    n = G·C / chunks."""
     if self.chunks == 1:
       return plan
     rows = self.groups * self.rows  # of an expert
@@ -184,7 +187,7 @@ class Capacity:
     Worked example: three tokens with the choices (0, 1), (0, 1), (1, 0), three experts, C = 2. The
     positions are (0, 1), (1, 2), (0, 2), so the second choices of the last two find no room:
 
-        row_TK = [[0, 3], [1, 6], [2, 6]]      6 = E·G·C: nowhere
+        row_TK = [[0, 3], [1, 6], [2, 6]]      6 = E·G·C: no row
         copy_R = [0, 2, 4, 1, -1, -1]
     """
     tokens, _ = routing.expert_TK.shape
@@ -200,7 +203,7 @@ class Capacity:
 def kept_choices(
   routing: Routing, rows: int, groups: int, order: str
 ) -> tuple[Array, Array, Array]:
-  """Decides which choices are dropped: those beyond the C-th in their (group, expert)'s queue.
+  """Decides which choices are dropped: those beyond the C-th in the queue of (group, expert).
 
   Args:
     routing: of this device.
@@ -209,7 +212,7 @@ def kept_choices(
     order: who is served first; see `queue_positions`.
 
   Returns:
-    position_TK int32 (anything for a choice that is not taken), kept_TK bool, and count_GE int32,
+    position_TK int32 (arbitrary for a choice that is not taken), kept_TK bool, and count_GE int32,
     the queues' lengths before anything is dropped.
   """
   taken_TK = routing.taken_TK

@@ -1,19 +1,20 @@
 """The dropless transport: rows in rounds over a fixed per-peer buffer. Nothing is ever dropped.
 
-XLA wants static shapes, and a buffer for the worst case, all tokens to one expert, would be W times
-too large. So each rank keeps one queue per peer, sorted by expert, and a round moves at most P rows
-of every queue: P is a small factor over the balanced share. Balanced routing takes one round; skew
-adds *overflow rounds*, and never memory. The first round overlaps with dense work like any other
-exchange. Overflow rounds run in a loop whose trip count the ranks agree on, forward and backward;
-they are smaller, because their temporaries exist beside what the first round keeps, and because a
-small round leaves less of its buffer empty.
+XLA wants static shapes, and a buffer for the worst case, all rows to one of the W ranks, would be
+W times as large as the balanced share. So each rank keeps one queue per peer, sorted by expert, and
+a round moves at most P rows of every queue; in the first round P is the balanced share times
+`dispatch.slack`. Balanced routing takes one round; skew adds *overflow rounds*, not memory. The
+first round overlaps with dense work like any other exchange. Overflow rounds run in a loop, forward
+and backward, whose trip count the ranks agree on. They are smaller, because their temporaries exist
+beside what the first round keeps, and because a small round leaves less of its buffer empty.
 
 Worked example: two ranks, two experts each (0 and 1 on rank 0, 2 and 3 on rank 1), P = 2. Five
 tokens of rank 0 choose the experts 2, 0, 3, 2, 2. Its queue for itself holds token 1; its queue for
 rank 1, sorted by expert, holds tokens 0, 3, 4 (expert 2) and token 2 (expert 3). The first round
-sends positions [0, 2) of each queue, tokens 1 and nobody, 0 and 3; two overflow rounds of one row
-each send the rest, 4 and then 2. Rank 1 knows from the counts alone (three for expert 2, one for
-expert 3) that the row of window [2, 3) is for its expert 2 and that of [3, 4) for its expert 3.
+sends positions [0, 2) of each queue: token 1 and an empty row to rank 0, tokens 0 and 3 to rank 1.
+Two overflow rounds of one row each send the rest, token 4 and then 2. Rank 1 knows from the counts
+alone (three for expert 2, one for expert 3) that the row of positions [2, 3), a *window* of the
+queue, is for its expert 2 and that of [3, 4) for its expert 3.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from scmoe.parallel.barriers import barrier
 from scmoe.parallel.collectives import Exchange, largest
 
 # An overflow round moves 1/4 of the first round's rows. Each costs about 0.1 ms of launches on four
-# GPUs; half of the rows would add to the peak memory of a compiled layer (experiments/dispatch).
+# GPUs; rounds of 1/2 would raise the peak memory of a compiled layer (experiments/dispatch).
 OVERFLOW = 4
 
 
@@ -54,8 +55,8 @@ def buffer_rows(choices: int, *, slack: float, peers: int, chunks: int = 1) -> i
   """P: rows for each peer in one chunk of the first round.
 
   Args:
-    choices: t·K of one device.
-    slack: room over the balanced share choices / peers.
+    choices: T·K of one device.
+    slack: the round's room for a peer over the balanced share, choices / peers.
     peers: W.
     chunks: parts of the round.
   """
@@ -65,7 +66,7 @@ def buffer_rows(choices: int, *, slack: float, peers: int, chunks: int = 1) -> i
 
 
 def overflow_rows(first_rows: int) -> int:
-  """P of an overflow round, from the rows per peer of the first one."""
+  """P of an overflow round, from the rows per peer of the first round, all chunks together."""
   return max(1, -(-first_rows // OVERFLOW))
 
 
@@ -75,11 +76,11 @@ class Dropless:
 
   Attributes:
     exchange: the ranks on the expert axis.
-    slack: room over the balanced share, in (1, W] usually 1.25.
+    slack: the first round's room for a peer over the balanced share; at least 1, usually 1.25.
     chunks: parts of the first round that travel, and are computed, one after the other.
     order: in which a queue's choices stand; see `queue_positions`.
-    longest: an upper bound of a queue's length, where there is one (`Packed`). A first round with
-      room for so many choices needs no overflow rounds.
+    longest: an upper bound of a queue's length, if one is known (`Packed`). A first round with room
+      for so many rows needs no overflow rounds.
   """
 
   exchange: Exchange
@@ -89,10 +90,10 @@ class Dropless:
   longest: int | None = None
 
   def dispatch(self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any) -> Dispatched:
-    """Runs the overflow rounds, and sends the first round: P rows to every peer in each chunk.
+    """Runs the overflow rounds, then sends the first round: P rows to every peer in each chunk.
 
-    The overflow rounds run before the first round's exchange. XLA runs no exchange beside a loop
-    that contains exchanges, even if the loop runs zero times.
+    XLA runs no exchange beside a loop that contains exchanges, even if the loop runs zero times. So
+    the loop ends before the first round's exchange begins, which dense work then can hide.
 
     Args:
       x_TD: tokens of this device.
@@ -101,15 +102,16 @@ class Dropless:
         computes the rows of overflow rounds.
 
     Returns:
-      Dispatched with rows [W·P, D] by source rank in each chunk.
+      `Dispatched` with rows [W·P, D] in each chunk, source rank by source rank.
     """
     peers = self.exchange.size
     size = self._rows(routing)
     queues = _make_queues(routing, self.exchange, self.order)
     none, rounds, overflow_TD = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32), None
     if self.longest is None or size * self.chunks < self.longest:
-      # All devices run one loop, so it has to suit the longest queue of any of them, also of those
-      # on the data and shard axes, which this exchange does not reach.
+      # All devices run the loop equally often, as the longest queue of any device requires; also
+      # those on the data and shard axes, which this exchange does not reach. (Devices that share an
+      # expert gather its weights within the loop.)
       longest = largest(queues.longest, ("data", "shard"), "counts")
       longest = checkpoint_name(longest, "moe_rows")
       left = jnp.maximum(0, longest - size * self.chunks)
@@ -120,23 +122,25 @@ class Dropless:
       window = _window(queues, chunk * size, size)
       rows_RD, queues = _filled(x_TD, routing.input_weight_TK, queues, window)
       if overflow_TD is not None and chunk == 0:
+        # The barrier puts the loop before the first exchange.
         held = barrier((rows_RD, queues, overflow_TD), "forward")
         rows_RD, queues, overflow_TD = held
       arrived = self.exchange.all_to_all(rows_RD.reshape(peers, size, -1))
-      # Named so that a backward pass that recomputes its forward does not exchange rows again.
+      # `jax.checkpoint` keeps values of this name: the backward pass exchanges no row again.
       rows.append(checkpoint_name(arrived.reshape(rows_RD.shape), "moe_rows"))
       layouts.append(_arrived(queues, chunk * size, size))
       windows.append(window)
     if overflow_TD is not None:
-      # In the backward pass, neither the first round's exchange nor the overflow rounds start
-      # before the experts' gradients are done.
+      # In the backward pass, this barrier holds the first round's exchange and the overflow rounds
+      # until the experts' gradients are done.
       rows[0], overflow_TD = barrier((rows[0], overflow_TD), "backward")
       overflow_TD = checkpoint_name(overflow_TD, "moe_rows")
     sent = tuple(windows), routing.weight_TK, overflow_TD
     return Dispatched(tuple(rows), tuple(layouts), none, rounds, *sent)
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
-    """Brings the first round's rows back, adds them up, weighted, and adds the overflow."""
+    """Brings the first round's rows back, adds up each token's, weighted, and adds the overflow
+    rounds' part."""
     back = []
     for rows_RD in sent.rows:
       ours = self.exchange.all_to_all(rows_RD.reshape(self.exchange.size, -1, rows_RD.shape[-1]))
@@ -153,11 +157,11 @@ class Dropless:
   def _overflow(
     self, x_TD: Array, routing: Routing, queues: _Queues, rounds: Array, experts: Any
   ) -> Array:
-    """The part of y_TD from the rounds after the first; no work where one round was enough.
+    """The part of y_TD from the rounds after the first; 0, without work, if one round is enough.
 
     The backward pass runs the same rounds again, each with its own vector-Jacobian product, so that
-    memory does not depend on their number either. They are added up in the type of x: no token is
-    in more than K rounds.
+    memory does not depend on their number either. The rounds' outputs are added up in the type of
+    x, which rounds little: a token has rows in at most K rounds.
     """
     peers = self.exchange.size
     first = self.chunks * self._rows(routing)
@@ -167,8 +171,8 @@ class Dropless:
     def one(index, x_TD, given_TK, state, queues):
       low = first + (index - 1) * size
       window = _window(queues, low, size)
-      # Weights multiply rows either before or after the experts. The loop gets only the weights in
-      # use, and differentiates them.
+      # Weights multiply rows either before or after the experts. The loop gets, and differentiates,
+      # only those that are used.
       input_TK, weight_TK = (given_TK, jnp.ones_like(given_TK)) if before else (None, given_TK)
       with jax.named_scope("dispatch"):
         rows_RD, queues = _filled(x_TD, input_TK, queues, window)
@@ -190,7 +194,7 @@ def _filled(
   """The rows of a send buffer, [R, D], weighted already if weights come before the experts.
 
   Also returns the queues, tied to these rows by a barrier. The layout of the arriving rows is
-  computed from them, so XLA computes it beside the exchange and not before it.
+  computed from the returned queues, so XLA computes it beside the exchange and not before it.
   """
   rows_RD = gather_rows(x_TD, window)
   if input_weight_TK is not None:
@@ -242,11 +246,11 @@ class _Queues:
   """One queue per peer: this device's choices in the order of the peer's experts.
 
   Attributes:
-    peer_TK, rank_TK: int32, the queue of each choice and its position there; choices that are not
-      taken stand behind every queue.
-    order_N: int32, all queues one behind the other: the flat choice at each position.
-    start_W, length_W: int32, where each queue begins in it, and its length.
-    longest: int32 scalar, the longest queue on the exchange.
+    peer_TK, rank_TK: int32, the queue of each choice and its position there; the position of a
+      choice that is not taken is 2³¹ - 1, past every queue.
+    order_N: int32, all queues one after the other: the flat choice t·K + k at each position.
+    start_W, length_W: int32, where each queue begins in order_N, and its length.
+    longest: int32 scalar, length of the longest queue of any rank of the exchange.
     received_We: int32, choices per local expert that each peer sends to this device.
 
   Rank 0 of the example above has peer_TK = 1 0 1 1 1, rank_TK = 0 0 3 1 2, order_N = 1 0 3 4 2,
@@ -265,8 +269,8 @@ class _Queues:
 def _make_queues(routing: Routing, exchange: Exchange, order: str) -> _Queues:
   """The queues of this device.
 
-  One small all-gather of the counts tells every device both what it will receive and the longest
-  queue of all.
+  One small all-gather of the counts tells every rank both how many rows it will receive and the
+  longest queue of any rank.
   """
   assert exchange.axis is not None
   num_experts, ranks = routing.num_experts, exchange.size
@@ -299,10 +303,10 @@ def _make_queues(routing: Routing, exchange: Exchange, order: str) -> _Queues:
 
 
 def _window(queues: _Queues, low: Any, rows: int) -> Permutation:
-  """Positions [low, low + P) of every queue, as a send buffer of [W·P] rows.
+  """The permutation that fills a send buffer [W·P] with positions [low, low + P) of every queue.
 
   Rank 0's window [0, 2) in the example above has copy_R = 1 -1 0 3, and row_TK = 2 0 4 3 4, where 4
-  is no row of the buffer.
+  stands for no row.
   """
   total = queues.start_W.shape[0] * rows
   inside_TK = (queues.rank_TK >= low) & (queues.rank_TK < low + rows)
@@ -317,7 +321,7 @@ def _arrived(queues: _Queues, low: Any, rows: int) -> RowLayout:
   """The expert of each row in a received window, and the row's position among that expert's rows.
 
   Source rank s's queue holds its rows for expert 0, then expert 1, ...: the counts alone tell which
-  of them lie in the window [low, low + P). In an expert's order, rank 0's rows come first.
+  of them lie in the window [low, low + P). Of one expert's rows, rank 0's come first.
 
   Rank 1 of the example above, where rank 1 sends itself one row for each of its two experts:
   received_We = [[3, 1], [1, 1]]. Of window [0, 2) it gets two rows from each rank. They are for its
@@ -331,7 +335,7 @@ def _arrived(queues: _Queues, low: Any, rows: int) -> RowLayout:
   earlier_We = jnp.cumsum(inside_We, 0) - inside_We  # rows of the ranks before
   index_P = jnp.arange(rows, dtype=jnp.int32)
   expert_WP = (index_P[None, :, None] >= end_We[:, None, :]).sum(-1, dtype=jnp.int32)
-  # One column more, for rows of no expert, whose position nobody reads.
+  # One more column, for rows of no expert, whose position nobody reads.
   first_We = jnp.pad(earlier_We - start_We, ((0, 0), (0, 1)))
   position_WP = jnp.take_along_axis(first_We, expert_WP, 1) + index_P
   return arrived_layout(

@@ -1,4 +1,4 @@
-"""No exchange: all experts are on this device, or their weights come here instead of rows."""
+"""No exchange: all experts are on this device, or it gathers their weights and sends no rows."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from scmoe.moe.types import Dispatched, Routing
 
 @dataclasses.dataclass(frozen=True)
 class Local:
-  """Tokens stay where they are: the experts gather, weigh and add up. Nothing is dropped.
+  """Tokens stay where they are; the experts gather rows, weigh and add them up. Nothing is dropped.
 
-  Nothing of width D is kept for each choice. Only weights that come before the experts need a row
-  for each choice.
+  The backward pass then keeps no array of width D per choice. Only weights that multiply the
+  experts' input (`input_weight_TK`) need a row for each choice.
   """
 
   def dispatch(
@@ -46,8 +46,8 @@ class Local:
     return Dispatched((rows_RD,), (layout,), none, one, (permutation,), routing.weight_TK)
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
-    """The sum of each token's choices. The experts have made it, unless weights come before them:
-    then it is made here."""
+    """The sum of each token's choices. The experts have computed it, unless weights multiply their
+    input: then this method does."""
     if not sent.permutations:
       return sent.rows[0]
     return sum_chunks(sent.rows, sent.weight_TK, sent.permutations)

@@ -5,9 +5,9 @@ at least half of the rows that travel, and that the experts compute, are padding
 drops the same choices (`kept_choices`) and sends the kept ones as `Dropless` does. Its results are
 those of `Capacity`; only the cost differs.
 
-Worked example: four tokens that chose the experts 0, 0, 0 and 1 of two, on two ranks, C = 2. The
-third is dropped. Capacity sends two rows to each rank, one of them empty; packed sends the tokens 0
-and 1 to rank 0 and the token 3 to rank 1.
+Worked example: two ranks with one expert each, C = 2. Four tokens of rank 0 choose the experts 0,
+0, 0 and 1; token 2 is dropped. Capacity sends two rows to each rank, one of those to rank 1 empty;
+packed sends the tokens 0 and 1 to rank 0 and the token 3 to rank 1.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Packed:
   """Drops the choices that `Capacity` drops, and sends only the kept ones.
 
   Attributes:
-    rows: C, rows that an expert takes of one capacity group of one device.
-    inner: takes the kept choices to the experts.
+    rows: C, rows that an expert takes from one capacity group of one device.
+    inner: the transport of the kept choices.
     groups: G, capacity groups of this device.
     order: who is served first; see `queue_positions`.
   """
@@ -42,7 +42,7 @@ class Packed:
   order: str = "choice"
 
   def dispatch(self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any) -> Dispatched:
-    """Drops, and sends the rest; see `Transport.dispatch`."""
+    """Drops choices beyond capacity and sends the rest; see `Transport.dispatch`."""
     _, kept_TK, count_GE = kept_choices(routing, self.rows, self.groups, self.order)
     kept_GE = jnp.minimum(count_GE, self.rows)
     kept = dataclasses.replace(routing, made_TK=kept_TK, count_E=kept_GE.sum(0, dtype=jnp.int32))

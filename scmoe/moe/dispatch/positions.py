@@ -1,4 +1,4 @@
-"""The position of each choice among its expert's: the order in which a buffer is filled."""
+"""The position of each choice in its expert's queue: the order in which a buffer is filled."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def queue_positions(
   """Position of every choice in the queue of its (group, expert), from 0, and the queues' lengths.
 
   Tokens are divided into G capacity groups of T/G consecutive tokens; each (group, expert) has a
-  queue. Lengths and positions follow from one count, so that they agree in every order (Tutel's
+  queue. Lengths and positions come from the same count, so that they agree in every order (Tutel's
   batch-prioritised counts do not).
 
   Worked example: three tokens with two choices over three experts, one group, order `choice`.
@@ -40,8 +40,8 @@ def queue_positions(
     num_experts: E.
     groups: G; divides T.
     taken_TK: choices that take a position; the others' positions are arbitrary. None: all do.
-    order: `choice`: within a group every first choice takes its position before any second choice
-      (GShard, Tutel), among equal choices tokens stand in order. `priority`: the same with tokens
+    order: `choice`: within a group every first choice takes its position before any second choice,
+      the first choices in the order of the tokens (GShard, Tutel). `priority`: the same with tokens
       by falling `priority_T`, ties by index (Tutel batch_prioritized_routing). `token`: by token,
       then choice (MegaBlocks).
     priority_T: float, the tokens' largest probabilities; only for `priority`.

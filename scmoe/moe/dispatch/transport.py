@@ -27,17 +27,19 @@ class Transport(Protocol):
   """How rows get to the experts and back; `tests/contracts/test_transports.py` is the contract."""
 
   def dispatch(self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any) -> Dispatched:
-    """Hands rows to the experts.
+    """Brings rows to the devices of their experts.
 
     Args:
       x_TD: the tokens of this device.
       routing: their choices.
-      experts: `(rows, layout) -> rows`; for transports that compute rows on the way.
+      experts: `(rows, layout) -> rows`; for transports that compute some rows within dispatch, as
+        `Dropless` does in its overflow rounds.
     """
     ...
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
-    """The inverse, after the experts: y[t] = Σ_k weight[t, k] · expert(x[t]), in the rows' type.
+    """The inverse, after the experts: y[t] = Σ_k weight[t, k] · expert[t, k](x[t]), in the rows'
+    type.
 
     Args:
       sent: the result of `dispatch`, with the experts' outputs in place of its rows.
@@ -60,7 +62,7 @@ class Computed:
     return self.inner.dispatch(x_TD, routing.computed, experts)
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
-    """The computing experts' sum; `MoE.completed` adds the zero experts'. See `Transport`."""
+    """The computing experts' part; `MoE.completed` adds the zero experts'. See `Transport`."""
     return self.inner.combine(sent)
 
 
@@ -80,11 +82,12 @@ def make_transport(
   """The transport of a layer on this device.
 
   Without an exchange no buffer needs a fixed size. `capacity` then runs as `Packed`, unless the
-  experts take buffers of equal size.
+  experts take buffers of equal size. A user's own transport (`dispatch.transport=module:Name`) is
+  called with `config`, `tokens`, `num_experts`, `k`, `order`, `capacity_factor`, `no_drop` and
+  `exchange`.
 
   Args:
-    config: of the layer; a transport of one's own (`dispatch.transport=my_package.module:Name`) is
-      called with all that is given here, `buffers` aside, and with `exchange`.
+    config: of the layer.
     tokens: T of this device.
     num_experts: E, those that compute.
     k: choices per token.
@@ -93,8 +96,8 @@ def make_transport(
       drops nothing.
     no_drop: whatever the configuration says, drop nothing (decoding, exact evaluation).
     buffers: the experts take buffers of equal size (`model.expert_impl=batched`).
-    zero_experts: choices behind the E, for which nothing is sent.
-    real_share: share of the choices that a buffer is meant for.
+    zero_experts: number of zero experts, with ids from E on; their choices send no rows.
+    real_share: expected share of the choices that computing experts get; buffers are sized for it.
 
   Raises:
     ConfigError: an argument is out of range, a buffer would have no rows, or groups do not divide.
@@ -145,7 +148,7 @@ def make_transport(
 
 
 def make_exchange(config: DispatchConfig) -> Exchange:
-  """The ranks that exchange rows: the expert axis, unless the weights are gathered instead."""
+  """The exchange of rows over the expert axis; none if weights are gathered (adaptive_r = 0)."""
   size = axis_size("expert")
   if size == 1 or config.adaptive_r == 0:
     return Exchange()
@@ -153,7 +156,7 @@ def make_exchange(config: DispatchConfig) -> Exchange:
 
 
 def _local_groups(config: DispatchConfig) -> int:
-  """Capacity groups of one device: the configured number over the batch shards."""
+  """Capacity groups of one device: `dispatch.groups` divided by the number of batch shards."""
   shards = axis_size(*BATCH_AXES)
   groups = config.groups or shards
   if groups % shards:

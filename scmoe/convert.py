@@ -73,9 +73,11 @@ from scmoe.run import build
 from scmoe.run.command_line import HELP, Flag, help_text, parse
 from scmoe.run.config import RunConfig, check_workdir
 from scmoe.run.opened import load_tokenizer, open_run
-from scmoe.training.checkpoint import FOLDER, WEIGHTS_ONLY, Checkpointer, list_steps, restore_stored
+from scmoe.training.checkpoint import Checkpointer
+from scmoe.training.description import WEIGHTS_ONLY
 from scmoe.training.options import CheckpointConfig
 from scmoe.training.pieces import Piece, PiecedArray
+from scmoe.training.restore import FOLDER, list_steps, restore_stored
 from scmoe.training.workdir import RunLock, prepare_workdir
 
 SOURCE = "source.json"  # in the run: what `--to` needs to give back the folder that was read

@@ -43,7 +43,7 @@ from scmoe.run.effects import check_typed
 from scmoe.run.opened import OpenRun, Stored, open_folder, open_model, open_run
 from scmoe.run.programs import user_programs
 from scmoe.run.summary import TOKENIZER
-from scmoe.training.checkpoint import with_newest
+from scmoe.training.restore import with_newest
 
 # Fields of the stored configuration that may be another in evaluation: none changes a parameter.
 DATA = ("data.path", "data.source", "data.mixture", "data.field", "data.domain_field",

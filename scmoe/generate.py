@@ -57,7 +57,7 @@ from scmoe.run.command_line import (
 from scmoe.run.config import RunConfig
 from scmoe.run.opened import OpenRun, open_folder, open_model, open_run
 from scmoe.run.programs import user_programs
-from scmoe.training.checkpoint import with_newest
+from scmoe.training.restore import with_newest
 
 OF_CONFIG = ("config", "config_json", "smoke", "allow_config_change", "allow_import")
 SAMPLING_FLAGS = (

@@ -28,7 +28,7 @@ from scmoe.run import build
 from scmoe.run.command_line import HELP, Flag, help_text, parse
 from scmoe.run.opened import open_run
 from scmoe.run.programs import user_programs
-from scmoe.training.checkpoint import restore_part, with_newest
+from scmoe.training.restore import restore_part, with_newest
 
 FLAGS = (
   Flag("workdir", str, "", "folder of the run", required=True),

@@ -47,9 +47,9 @@ from scmoe.run.programs import Programs
 from scmoe.run.summary import check_memory, header, out_of_memory, result, store_tokenizer
 from scmoe.run.teacher import check_tokenizer, open_teacher, remember_teacher
 from scmoe.training import distributed
-from scmoe.training.checkpoint import FOLDER, list_steps, restore_part
 from scmoe.training.loop import Poll, Trainer
 from scmoe.training.restarts import supervise
+from scmoe.training.restore import FOLDER, list_steps, restore_part
 from scmoe.training.step import TrainState
 
 

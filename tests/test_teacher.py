@@ -14,8 +14,8 @@ from scmoe import convert, evaluate, train
 from scmoe.base.errors import CheckpointError, ConfigError, DataError, Preempted
 from scmoe.run.opened import open_run
 from scmoe.run.teacher import PINNED, open_teacher
-from scmoe.training.checkpoint import list_steps, restore_part
 from scmoe.training.metrics import read_metrics
+from scmoe.training.restore import list_steps, restore_part
 
 QUICK = ("--config=distillation", "--smoke", "--config.train.tensorboard=false",
          "--config.mesh.data=1", "--config.checkpoint.keep=9")  # fmt: skip

@@ -24,7 +24,7 @@ from scmoe.run import build
 from scmoe.run.config import RunConfig, from_dict, imports_of
 from scmoe.run.programs import Programs
 from scmoe.run.summary import TOKENIZER
-from scmoe.training.checkpoint import read_meta, restore_on_host, restore_part
+from scmoe.training.restore import read_meta, restore_on_host, restore_part
 
 
 class Stored(NamedTuple):

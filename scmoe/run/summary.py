@@ -17,8 +17,8 @@ from scmoe.models.flops import count_parameters, forward_flops
 from scmoe.run import build
 from scmoe.run.config import RunConfig, from_json
 from scmoe.run.dry_run import dry_run, model_lines
-from scmoe.training.checkpoint import FOLDER, list_steps
 from scmoe.training.metrics import read_metrics
+from scmoe.training.restore import FOLDER, list_steps
 from scmoe.training.workdir import prepare_workdir
 
 MANY_PASSES = 20  # over the same text, from which a small model learns it by heart

@@ -20,7 +20,7 @@ from scmoe.pretrained.inference import MANIFEST, InferenceFolder
 from scmoe.run import build
 from scmoe.run.config import RunConfig
 from scmoe.run.opened import load_tokenizer, open_run
-from scmoe.training.checkpoint import FOLDER, list_steps, read_meta, restore_part
+from scmoe.training.restore import FOLDER, list_steps, read_meta, restore_part
 from scmoe.training.workdir import prepare_workdir
 
 PINNED = "teacher.json"  # in the run: which teacher it began with

@@ -35,8 +35,9 @@ from scmoe.base.output import warn
 from scmoe.base.stored import write_json
 from scmoe.parallel.mesh import batch_sharding
 from scmoe.training.card import write_card
-from scmoe.training.checkpoint import WEIGHTS_ONLY, Checkpointer, misfit
+from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.compiled import PROGRAMS, kept_programs
+from scmoe.training.description import WEIGHTS_ONLY, misfit
 from scmoe.training.distributed import all_agree, first_decides, from_all_processes, is_first
 from scmoe.training.health import CollapseAlarm
 from scmoe.training.metrics import (

@@ -16,8 +16,9 @@ from training_fakes import Setup, Source, bits, leaf_files, trainer
 from scmoe.base.batch import Batch
 from scmoe.base.errors import CheckpointError, ConfigError, StorageError
 from scmoe.training import workdir as workdir_module
-from scmoe.training.checkpoint import Checkpointer, load, read_meta
+from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.options import CheckpointConfig
+from scmoe.training.restore import load, read_meta
 from scmoe.training.workdir import RunLock
 
 CFG = CheckpointConfig()
@@ -150,10 +151,10 @@ def test_a_checkpoint_of_another_run_or_a_later_version(run, setup, mesh8, tmp_p
   with pytest.raises(ConfigError, match="written with another configuration"):
     trainer(mesh8, run).run()
   meta = json.loads((foreign / "meta" / "metadata").read_text())
-  from scmoe.training import checkpoint
+  from scmoe.training import description
 
   data = json.loads((foreign / "data" / "metadata").read_text())
-  later = checkpoint._sealed({**meta, "schema": 99}, data)
+  later = description.sealed({**meta, "schema": 99}, data)
   (foreign / "meta" / "metadata").write_text(json.dumps(later))
   with pytest.raises(CheckpointError, match="schema 99, this version of scmoe reads"):
     restore(run, setup)

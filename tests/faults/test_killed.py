@@ -10,9 +10,10 @@ import pytest
 from training_fakes import bits, trainer
 from workers import Worker, pair
 
-from scmoe.training.checkpoint import Checkpointer, list_steps
+from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.metrics import read_metrics
 from scmoe.training.options import CheckpointConfig
+from scmoe.training.restore import list_steps
 
 STEPS = 20
 CHECKPOINT = CheckpointConfig(every=2)

@@ -15,7 +15,7 @@ from scmoe import evaluate, train
 from scmoe.base.arrays import read_npz
 from scmoe.base.errors import ConfigError, ScmoeError
 from scmoe.run.config import from_json
-from scmoe.training.checkpoint import list_steps
+from scmoe.training.restore import list_steps
 
 SMALL = ["--config", "quickstart", "--smoke", "--config.train.tensorboard=false"]
 

@@ -20,15 +20,9 @@ from scmoe import replay as replay_command
 from scmoe.base.arrays import read_npz
 from scmoe.base.errors import CheckpointError, ConfigError, ScmoeError, StorageError
 from scmoe.base.stored import StoredError, parse_json, read_json
-from scmoe.training import checkpoint as checkpoint_module
-from scmoe.training.checkpoint import (
-  StepGone,
-  list_steps,
-  read_meta,
-  restore_part,
-  with_newest,
-)
+from scmoe.training import description
 from scmoe.training.metrics import MetricsFile, read_metrics
+from scmoe.training.restore import StepGone, list_steps, read_meta, restore_part, with_newest
 from scmoe.training.workdir import RunLock, identity, prepare_workdir
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -299,7 +293,7 @@ def _resealed(step, change):
   """Writes a description that was changed by somebody who knows how the digest is made."""
   meta, data = (json.loads((step / n / "metadata").read_text()) for n in ("meta", "data"))
   change(meta)
-  meta = checkpoint_module._sealed(meta, data)
+  meta = description.sealed(meta, data)
   (step / "meta" / "metadata").write_text(json.dumps(meta))
 
 

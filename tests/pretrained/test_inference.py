@@ -24,8 +24,10 @@ from scmoe.pretrained.stream import flat
 from scmoe.run.build import build, on_mesh, single_device, vocab_size
 from scmoe.run.config import find_config, load_config
 from scmoe.run.opened import open_model, open_run
-from scmoe.training.checkpoint import WEIGHTS_ONLY, Checkpointer, restore_part
+from scmoe.training.checkpoint import Checkpointer
+from scmoe.training.description import WEIGHTS_ONLY
 from scmoe.training.options import CheckpointConfig
+from scmoe.training.restore import restore_part
 
 GREEDY, PROMPTS = Sampling(temperature=0), ["def ", "import os"]
 

@@ -12,8 +12,10 @@ from scmoe.pretrained.families import write_config
 from scmoe.pretrained.stream import flat
 from scmoe.run.build import build, single_device, vocab_size
 from scmoe.run.config import config_names, find_config, load_config
-from scmoe.training.checkpoint import WEIGHTS_ONLY, Checkpointer, restore_stored
+from scmoe.training.checkpoint import Checkpointer
+from scmoe.training.description import WEIGHTS_ONLY
 from scmoe.training.options import CheckpointConfig
+from scmoe.training.restore import restore_stored
 
 
 def family_of(run):

@@ -19,7 +19,7 @@ from scmoe.pretrained.names import tensors
 from scmoe.pretrained.upcycle import fill, plan
 from scmoe.run import build
 from scmoe.run.opened import open_run
-from scmoe.training.checkpoint import restore_stored
+from scmoe.training.restore import restore_stored
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "released"
 TOKENS = np.random.default_rng(0).integers(0, 128, (2, 9), np.int32)

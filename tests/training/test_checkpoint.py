@@ -16,11 +16,12 @@ from training_fakes import Setup, Source, bits, leaf_files
 
 from scmoe.base.batch import Batch
 from scmoe.base.errors import CheckpointError, ConfigError, DataError, NonFiniteError, StorageError
-from scmoe.training import checkpoint as module
-from scmoe.training.checkpoint import Checkpointer, read_meta, restore_params, restore_part
+from scmoe.training import description
+from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.fingerprint import survey
 from scmoe.training.options import CheckpointConfig
 from scmoe.training.pieces import Piece, PiecedArray
+from scmoe.training.restore import list_steps, read_meta, restore_params, restore_part
 
 PIECE = re.compile(r"\d+(\.\d+)*")  # zarr's name of a file
 CFG = CheckpointConfig()
@@ -79,7 +80,7 @@ def flip(path, where=0.5, bit=1):
 def whole(setup, saved):
   """The weights of step 3 by dotted name, as NumPy has them."""
   state = Checkpointer(saved[0], CFG).restore_latest_valid(setup.abstract).state
-  return {name: np.array(x) for name, x in module._flatten({"params": state.params}).items()}
+  return {name: np.array(x) for name, x in description.flatten({"params": state.params}).items()}
 
 
 def in_pieces(whole):
@@ -115,12 +116,12 @@ def test_a_step_that_was_written_in_pieces_reads_like_any_other(setup, saved, wh
 def test_weights_in_a_folder_of_their_own_are_found(run, saved, setup):
   """As earlier versions wrote the large ones of a converted model."""
   step = run / "checkpoints" / "3"
-  meta, data = module._read_description(step)
+  meta, data = description.read_description(step)
   for name, leaf in meta["leaves"].items():
     if name.startswith("params."):
       leaf["item"] = "params_1"
   (step / "params").rename(step / "params_1")
-  (step / "meta" / "metadata").write_text(json.dumps(module._sealed(meta, data)))
+  (step / "meta" / "metadata").write_text(json.dumps(description.sealed(meta, data)))
   restored = restore(run, setup)
   assert (restored.step, bits(restored.state)) == (3, saved[1][3])
 
@@ -422,6 +423,6 @@ def test_steps_are_an_absolute_directory(tmp_path, monkeypatch, setup):
   checkpointer = Checkpointer("relative", CFG)
   checkpointer.save(1, setup.state(), {}, {})
   checkpointer.close()
-  assert module.list_steps(tmp_path / "relative" / "checkpoints") == [1]
+  assert list_steps(tmp_path / "relative" / "checkpoints") == [1]
   meta = json.loads((tmp_path / "relative/checkpoints/1/meta/metadata").read_text())
   assert meta["step"] == 1

@@ -13,10 +13,10 @@ from training_fakes import Iterator, Objective, Poisoned, Source, bits, trainer
 
 from scmoe import replay as module
 from scmoe.base.errors import CheckpointError, NonFiniteError, Preempted
-from scmoe.training.checkpoint import list_steps
 from scmoe.training.metrics import read_metrics
 from scmoe.training.options import CheckpointConfig
 from scmoe.training.restarts import supervise
+from scmoe.training.restore import list_steps
 from scmoe.training.spikes import LEAST, WINDOW, Spikes
 from scmoe.training.vitals import SETTLED, Vitals, stragglers
 

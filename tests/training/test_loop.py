@@ -12,9 +12,10 @@ from training_fakes import Iterator, Objective, Poisoned, Setup, Source, bits, t
 
 from scmoe.base.batch import Batch
 from scmoe.base.errors import ConfigError, DataError, NonFiniteError, Preempted, StorageError
-from scmoe.training.checkpoint import Checkpointer, list_steps
+from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.metrics import MetricsFile, TensorBoard, read_metrics
 from scmoe.training.options import CheckpointConfig
+from scmoe.training.restore import list_steps, read_meta
 from scmoe.training.resume import check_config
 from scmoe.training.workdir import RunLock, identity, prepare_workdir
 
@@ -69,7 +70,7 @@ def test_what_a_line_and_a_checkpoint_say(whole):
     assert isinstance(line[name], float | int)
   assert line["tokens"] == 20 * 64
   assert line["layers"]["max_violation"]
-  meta = Checkpointer(whole[0], CheckpointConfig()).read_meta()
+  meta = read_meta(whole[0])
   assert meta["config"]["train"]["steps"] == 20
   assert meta["data_fingerprint"]["source"] == "stride"
   assert (meta["mesh"]["data"], meta["mesh"]["expert"]) == (2, 4)

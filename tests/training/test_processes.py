@@ -16,8 +16,8 @@ from training_fakes import trainer
 from workers import Worker, pair
 
 from scmoe.kernels.grouped_matmul import tiles, tuned
-from scmoe.training.checkpoint import list_steps
 from scmoe.training.metrics import read_metrics
+from scmoe.training.restore import list_steps
 
 
 def losses(workdir):

@@ -16,10 +16,11 @@ from scmoe.blocks.schedule import make_schedule
 from scmoe.run import build
 from scmoe.run.config import from_dict, from_json, to_dict, with_field
 from scmoe.train import train
-from scmoe.training import checkpoint
-from scmoe.training.checkpoint import Checkpointer, read_meta, restore_part
+from scmoe.training import description
+from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.metrics import read_metrics
 from scmoe.training.options import CheckpointConfig
+from scmoe.training.restore import read_meta, restore_part
 from scmoe.training.schema import SCHEMA, upgraded, upgraded_config
 
 OLD = Path(__file__).parents[1] / "golden" / "schema1"
@@ -113,7 +114,7 @@ def test_damage_is_found_under_the_old_names_too(workdir, capsys):
 
 def test_a_later_schema_is_one_clear_error(mesh1, tmp_path, monkeypatch):
   setup = Setup(mesh1)
-  monkeypatch.setattr(checkpoint, "SCHEMA", SCHEMA + 1)
+  monkeypatch.setattr(description, "SCHEMA", SCHEMA + 1)
   saver = Checkpointer(tmp_path, CheckpointConfig(async_save=False))
   saver.save_now(7, setup.state(), {}, {"config": {}})
   message = rf"step 7 has schema {SCHEMA + 1}, this version of scmoe reads 1 to {SCHEMA}; use"

@@ -15,8 +15,8 @@ from scmoe.moe.route import route
 from scmoe.run.build import build
 from scmoe.run.config import find_config, load_config, with_field
 from scmoe.train import train
-from scmoe.training.checkpoint import restore_part
 from scmoe.training.metrics import read_metrics
+from scmoe.training.restore import restore_part
 
 EXPERTS, ZERO, K = 8, 4, 3
 

@@ -18,10 +18,11 @@ from scmoe.blocks.options import OverlapConfig
 from scmoe.models.gradient_sums import added
 from scmoe.parallel.collectives import largest, total
 from scmoe.parallel.mesh import BATCH_AXES, axis_size, own_share, shardings_of
-from scmoe.training.checkpoint import Damaged, load, read_meta
+from scmoe.training.description import Damaged
 from scmoe.training.loop import Trainer
 from scmoe.training.optimizer import Optimizer, make_optimizer
 from scmoe.training.options import CheckpointConfig, OptimizerConfig, TrainConfig
+from scmoe.training.restore import load, read_meta
 from scmoe.training.step import abstract_state, init_state, make_train_step
 from scmoe.training.variants import Variant
 

@@ -1,0 +1,156 @@
+"""The description of a checkpoint's step: two JSON files beside its arrays, sealed by a digest.
+
+`N/meta/metadata` holds the configuration, the versions, and the name, shape, type and fingerprint
+of each array. `N/data/metadata` holds the position of each process in the data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from scmoe.base.errors import NonFiniteError
+from scmoe.base.stored import Maybe, StoredError, read_json
+from scmoe.training.distributed import from_all_processes
+from scmoe.training.fingerprint import survey
+from scmoe.training.schema import SCHEMA, upgraded
+
+PyTree = Any
+WEIGHTS_ONLY = "weights_only"  # in meta: a step that was not trained, without an optimizer's state
+PIECES = "params"  # for a step saved in pieces: the item that holds all its arrays
+_NARROW = ("bfloat16", "float16")  # types of released models: read into float32 without loss
+_ITEM = re.compile(r"params(_\d+)?|state")
+_LEAF = {
+  "shape": [int],
+  "dtype": str,
+  "fingerprint": str,
+  "stored_as": Maybe(str),
+  "item": Maybe(str),
+}
+_META = {"digest": str, "step": int, "leaves": {"*": _LEAF}, "config": Maybe({"*": object}),
+         "data_fingerprint": Maybe(dict)}  # fmt: skip
+_DATA = {"processes": [dict]}
+
+
+class Damaged(Exception):
+  """The files of one step differ from those that were written."""
+
+
+def flatten(tree: PyTree) -> dict[str, Any]:
+  """Leaves by dotted name, in tree order; independent of the containers' types."""
+  pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
+  leaves = {jax.tree_util.keystr(p, simple=True, separator="."): leaf for p, leaf in pairs}
+  if len(leaves) != len(pairs):
+    raise ValueError("two leaves of the state have the same dotted name")
+  return leaves
+
+
+def item_of(name: str) -> str:
+  """The folder of an array: weights have their own, so that they can be read alone."""
+  return "params" if name.partition(".")[0] == "params" else "state"
+
+
+def describe(leaves: dict[str, jax.Array]) -> dict[str, dict]:
+  """Shape, type and fingerprint per leaf.
+
+  Raises:
+    NonFiniteError: a leaf holds NaN or infinity.
+  """
+  prints, finite = survey(list(leaves.values()))
+  refuse_non_finite(dict(zip(leaves, finite)))
+  return {name: description_of(x, own) for (name, x), own in zip(leaves.items(), prints)}
+
+
+def description_of(x: Any, fingerprint: str) -> dict[str, Any]:
+  """The entry of one array in `leaves` of a step's meta.
+
+  Args:
+    x: has the array's shape and dtype.
+    fingerprint: of its values (`scmoe.training.fingerprint`).
+  """
+  return {"shape": list(x.shape), "dtype": str(x.dtype), "fingerprint": fingerprint}
+
+
+def refuse_non_finite(finite: Mapping[str, bool]) -> None:
+  """Raises NonFiniteError if an array holds NaN or infinity.
+
+  Args:
+    finite: for each array's name, whether all its values are finite.
+  """
+  if bad := next((name for name, good in finite.items() if not good), None):
+    raise NonFiniteError(f"{bad} is not finite and is not saved; resume from an older checkpoint")
+
+
+def records(
+  step: int, described: dict[str, dict], data_state: dict, meta: dict
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """The two JSON descriptions of a step, data and meta, which are written beside its arrays."""
+  data = {"processes": from_all_processes(data_state)}
+  return data, sealed(meta | {"schema": SCHEMA, "step": step, "leaves": described}, data)
+
+
+def sealed(meta: dict, data: dict) -> dict:
+  """Adds a digest over meta and data in the form that JSON reads back."""
+  meta = json.loads(json.dumps(meta))
+  return meta | {"digest": _digest(meta, data)}
+
+
+def _digest(meta: dict, data: dict) -> str:
+  rest = {k: v for k, v in meta.items() if k != "digest"}
+  return hashlib.sha256(json.dumps([rest, data], sort_keys=True).encode()).hexdigest()
+
+
+def read_description(place: Path) -> tuple[dict, dict]:
+  """(meta, data) of a step, verified, with current field names (`scmoe.training.schema`).
+
+  Raises:
+    Damaged: missing, of another form, or changed since it was written.
+    CheckpointError: a later version of scmoe wrote it.
+  """
+  try:
+    meta = read_json(place / "meta" / "metadata", _META)
+    data = read_json(place / "data" / "metadata", _DATA)
+    for leaf in meta["leaves"].values():
+      jnp.dtype(leaf["dtype"])
+  except (FileNotFoundError, StoredError, TypeError) as error:
+    raise Damaged(f"its description cannot be read: {error}") from None
+  if meta["digest"] != _digest(meta, data):
+    raise Damaged("its description was changed after it was written")
+  if odd := [
+    leaf for leaf in meta["leaves"].values() if not _ITEM.fullmatch(leaf.get("item", PIECES))
+  ]:
+    raise Damaged(f"an array lies in {odd[0]['item']!r}, which is no folder of a step")
+  return upgraded(meta), data
+
+
+def misfit(abstract: PyTree, stored: dict[str, dict], *, partial: bool = False) -> str:
+  """Says how stored names, shapes and types differ from the requested ones; "" if they agree.
+
+  Args:
+    abstract: pytree of ShapeDtypeStruct.
+    stored: `leaves` of a checkpoint's meta.
+    partial: `abstract` may leave out leaves.
+  """
+  wanted = flatten(abstract)
+  missing = sorted(set(wanted) - set(stored))
+  extra = [] if partial else sorted(set(stored) - set(wanted))
+  if missing or extra:
+    return f"lacks {missing[0]!r}" if missing else f"also holds {extra[0]!r}"
+  for name, leaf in wanted.items():
+    have = (tuple(stored[name]["shape"]), stored[name]["dtype"])
+    want = (tuple(leaf.shape), str(leaf.dtype))
+    exact = have[1] in _NARROW and want[1] == "float32"
+    moments = name.startswith("opt_state.") and (have[1], want[1]) == ("float32", "bfloat16")
+    if have[0] != want[0] or (have[1] != want[1] and not exact and not moments):
+      return (
+        f"holds {name} as {have[1]}{list(have[0])}, the configuration asks for "
+        f"{want[1]}{list(want[0])}"
+      )
+  return ""

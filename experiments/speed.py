@@ -52,7 +52,8 @@ from scmoe.profiling.overlap import measure_overlap
 from scmoe.profiling.program import Program, profiled, traced
 from scmoe.profiling.timer import interleave
 from scmoe.run.build import build
-from scmoe.run.config import RunConfig, with_field
+from scmoe.run.config import RunConfig
+from scmoe.run.fields import with_field
 from scmoe.training.options import TrainConfig
 from scmoe.training.step import init_state, make_train_step
 

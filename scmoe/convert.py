@@ -71,7 +71,8 @@ from scmoe.pretrained.stream import (
 from scmoe.pretrained.upcycle import fill, plan
 from scmoe.run import build
 from scmoe.run.command_line import HELP, Flag, help_text, parse
-from scmoe.run.config import RunConfig, check_workdir
+from scmoe.run.config import RunConfig
+from scmoe.run.names import check_workdir
 from scmoe.run.opened import load_tokenizer, open_run
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.description import WEIGHTS_ONLY

@@ -38,8 +38,9 @@ from scmoe.run.command_line import (
   parse,
   simulate,
 )
-from scmoe.run.config import RunConfig, with_field
+from scmoe.run.config import RunConfig
 from scmoe.run.effects import check_typed
+from scmoe.run.fields import with_field
 from scmoe.run.opened import OpenRun, Stored, open_folder, open_model, open_run
 from scmoe.run.programs import user_programs
 from scmoe.run.summary import TOKENIZER

@@ -66,7 +66,8 @@ from scmoe.run.command_line import (
   run_config,
   simulate,
 )
-from scmoe.run.config import RunConfig, check_workdir
+from scmoe.run.config import RunConfig
+from scmoe.run.names import check_workdir
 from scmoe.training.compiled import PROGRAMS, kept_programs
 from scmoe.training.guided import GuidedStep
 from scmoe.training.search import Search, fastest_step

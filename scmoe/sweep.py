@@ -35,17 +35,11 @@ from scmoe.reports.records import ASKED, EXIT, Record, read_run
 from scmoe.reports.written import write_comparison, write_figures
 from scmoe.run import build
 from scmoe.run.command_line import TRAIN_FLAGS, Flag, help_text, parse, run_config
-from scmoe.run.config import (
-  RunConfig,
-  check_workdir,
-  from_json,
-  imports_of,
-  to_dict,
-  to_json,
-  with_field,
-)
+from scmoe.run.config import RunConfig, from_json, imports_of, to_dict, to_json
 from scmoe.run.dry_run import planned_devices
 from scmoe.run.effects import check_typed
+from scmoe.run.fields import with_field
+from scmoe.run.names import check_workdir
 from scmoe.training.metrics import duration
 from scmoe.training.resume import check_config
 from scmoe.training.signals import hangups

@@ -40,8 +40,9 @@ from scmoe.run.command_line import (
   run_config,
   simulate,
 )
-from scmoe.run.config import RunConfig, check_run_name, check_workdir, imports_of, to_dict, to_json
+from scmoe.run.config import RunConfig, imports_of, to_dict, to_json
 from scmoe.run.dry_run import dry_run, planned_devices, report
+from scmoe.run.names import check_run_name, check_workdir
 from scmoe.run.opened import open_run
 from scmoe.run.programs import Programs
 from scmoe.run.summary import check_memory, header, out_of_memory, result, store_tokenizer

@@ -18,7 +18,8 @@ import scmoe
 from scmoe import evaluate, generate, inspect, train
 from scmoe.base.errors import ConfigError, run_main
 from scmoe.run.command_line import TRAIN_FLAGS, Flag, parse
-from scmoe.run.config import RunConfig, fields, from_json, with_field
+from scmoe.run.config import RunConfig, from_json
+from scmoe.run.fields import fields, with_field
 from scmoe.run.suggestions import OTHER_NAMES
 from scmoe.training.metrics import read_metrics
 
@@ -110,7 +111,7 @@ COMMANDS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scri
 def test_help_lists_every_field_and_every_exit_code(capsys):
   code, text, _ = outcome(train.main, capsys, "--help", "all")
   assert code == 0
-  for field in fields():
+  for field in fields(RunConfig()):
     assert f" {field.path}" in text, field.path
   for word in ("watchdog", "configuration error", "75", "86", "--dry_run", "one of 'none'"):
     assert word in text
@@ -158,7 +159,7 @@ def test_a_script_s_card_names_the_script(monkeypatch):
 
 
 def test_names_of_other_frameworks_stand_for_fields_and_flags_that_there_are():
-  known = {field.path for field in fields()}
+  known = {field.path for field in fields(RunConfig())}
   known |= {flag.name for flags in (TRAIN_FLAGS, generate.FLAGS) for flag in flags}
   assert set(OTHER_NAMES.values()) <= known
 

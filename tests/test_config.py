@@ -8,22 +8,10 @@ import pytest
 from scmoe.base.errors import ConfigError
 from scmoe.run import build
 from scmoe.run.bounds import MOST
-from scmoe.run.config import (
-  RunConfig,
-  as_config_dict,
-  check_run_name,
-  check_workdir,
-  config_names,
-  fields,
-  find_config,
-  from_dict,
-  from_json,
-  load_config,
-  parse_value,
-  to_dict,
-  to_json,
-  with_field,
-)
+from scmoe.run.config import RunConfig, as_config_dict, from_dict, from_json, to_dict, to_json
+from scmoe.run.config_files import config_names, find_config, load_config
+from scmoe.run.fields import fields, parse_value, with_field
+from scmoe.run.names import check_run_name, check_workdir
 
 
 def changed(**values):
@@ -53,9 +41,9 @@ def test_default_resolves():
 
 
 def test_every_field_has_help_and_a_default_that_its_options_allow():
-  names = [f.path for f in fields()]
+  names = [f.path for f in fields(RunConfig())]
   assert len(names) == len(set(names)) > 60
-  for field in fields():
+  for field in fields(RunConfig()):
     assert field.help, field.path
     assert field.type in (int, float, str, bool), field.path
     assert type(field.default) is field.type, field.path
@@ -182,7 +170,7 @@ def test_resolve_refuses_on_a_mesh(values, devices, words):
     assert word in message
 
 
-WHOLE = [field.path for field in fields() if field.type is int]
+WHOLE = [field.path for field in fields(RunConfig()) if field.type is int]
 
 
 @pytest.mark.parametrize("path", [path for path in WHOLE if path != "train.seed"])

@@ -12,7 +12,9 @@ import pytest
 from scmoe.base.batch import Batch
 from scmoe.blocks.wiring import WIRINGS
 from scmoe.run import build
-from scmoe.run.config import config_names, find_config, load_config, to_dict, with_field
+from scmoe.run.config import to_dict
+from scmoe.run.config_files import config_names, find_config, load_config
+from scmoe.run.fields import with_field
 
 # Each config runs once as it is, each wiring once as quickstart; the rest are traced only.
 RUN = {(name, "") for name in config_names() if name != "quickstart"}

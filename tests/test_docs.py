@@ -26,6 +26,7 @@ from scmoe.blocks.wiring import WIRINGS
 from scmoe.moe.gates import GATES
 from scmoe.parallel import collectives
 from scmoe.run import config as run_config
+from scmoe.run import fields as run_fields
 from scmoe.run.command_line import TRAIN_FLAGS
 from scmoe.training import schema
 
@@ -129,12 +130,12 @@ def exists(dotted: str) -> bool:
 
 def sections() -> set[str]:
   """Groups of options: model, router, router.compat, ..."""
-  return {name for name, _ in run_config.sections(run_config.RunConfig())}
+  return {name for name, _ in run_fields.sections(run_config.RunConfig())}
 
 
 def wrong_option(path: str, value: str | None) -> str | None:
   """What is wrong with an option and its value, or None."""
-  field = {f.path: f for f in run_config.fields()}.get(path)
+  field = {f.path: f for f in run_fields.fields(run_config.RunConfig())}.get(path)
   if field is None:
     return None if path in sections() else f"no option {path}"
   value = "" if value is None else value.strip("\"'`.,:")
@@ -154,7 +155,7 @@ def wrong_option(path: str, value: str | None) -> str | None:
   if choices and value not in choices:
     return f"no choice of {path}: {value}"
   try:
-    run_config.parse_value(value, field.type, path)
+    run_fields.parse_value(value, field.type, path)
   except run_config.ConfigError as error:
     return str(error)
   return None
@@ -527,7 +528,9 @@ def test_the_wirings():
 
 
 def test_the_ways_to_compute_experts():
-  choices = {f.path: f.metadata for f in run_config.fields()}["model.expert_impl"]["choices"]
+  choices = {f.path: f.metadata for f in run_fields.fields(run_config.RunConfig())}[
+    "model.expert_impl"
+  ]["choices"]
   listed = [row[0] for row in rows(page("docs/architecture.md"), "| `model.expert_impl`")]
   assert set(listed) == set(choices)
 
@@ -623,7 +626,8 @@ def test_the_table_of_names_is_what_old_configurations_become():
     part, name = old.split(".")
     stored = {"model": {"wiring": "scmoe_pos2"}, part: {name: value}}
     run = run_config.from_dict(schema.upgraded_config(stored))
-    changed = {f.path for f, default in zip(run_config.fields(run), run_config.fields())
+    usual = run_fields.fields(run_config.RunConfig())
+    changed = {f.path for f, default in zip(run_fields.fields(run), usual)
                if f.default != default.default}  # fmt: skip
     new = re.findall(r"\w+(?:\.\w+)+", table[old])[:1]
     assert changed == (set() if table[old].startswith("gone") else set(new)), old

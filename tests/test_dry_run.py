@@ -13,7 +13,8 @@ from scmoe.base.sizes import duration
 from scmoe.blocks.wiring import WIRINGS
 from scmoe.models.flops import count_parameters, forward_flops, peak_flops
 from scmoe.run import build
-from scmoe.run.config import RunConfig, find_config, load_config, with_field
+from scmoe.run.config import RunConfig
+from scmoe.run.config_files import find_config, load_config
 from scmoe.run.dry_run import (
   dry_run,
   matched_baselines,
@@ -23,6 +24,7 @@ from scmoe.run.dry_run import (
   size_of,
 )
 from scmoe.run.estimates import DEVICES, USABLE, StepNeeds, device_table, fits, step_seconds
+from scmoe.run.fields import with_field
 
 
 def resolved(run, **values):

@@ -17,7 +17,8 @@ from scmoe.base import extensions
 from scmoe.base.errors import ConfigError, DataError
 from scmoe.data.config import DataConfig
 from scmoe.data.text import read_own
-from scmoe.run.config import RunConfig, from_json, imports_of, to_json, with_field
+from scmoe.run.config import RunConfig, from_json, imports_of, to_json
+from scmoe.run.fields import with_field
 from scmoe.training.metrics import read_metrics
 from scmoe.training.restore import list_steps
 

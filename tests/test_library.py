@@ -130,6 +130,6 @@ def test_an_installed_package_finds_its_configurations(tmp_path):
   # As `pip install .` lays it out.
   package = shutil.copytree(ROOT / "scmoe", tmp_path / "scmoe")
   shutil.copytree(ROOT / "configs", package / "configs")
-  code = "from scmoe.run.config import find_config; print(find_config('quickstart'))"
+  code = "from scmoe.run.config_files import find_config; print(find_config('quickstart'))"
   found = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True)
   assert Path(found.strip()) == package / "configs" / "quickstart.py"

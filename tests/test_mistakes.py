@@ -14,8 +14,9 @@ import pytest
 from scmoe import evaluate, generate, profile, train
 from scmoe.base.errors import ScmoeError
 from scmoe.run import summary
-from scmoe.run.config import find_config, load_config, with_field
+from scmoe.run.config_files import find_config, load_config
 from scmoe.run.dry_run import dry_run
+from scmoe.run.fields import with_field
 
 ROOT = Path(__file__).resolve().parent.parent
 

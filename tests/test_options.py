@@ -22,7 +22,8 @@ from scmoe.layers.mlp import MLPConfig
 from scmoe.moe.dispatch import queue_positions
 from scmoe.moe.experts import FFNExpertsConfig
 from scmoe.moe.options import CompatConfig
-from scmoe.run.config import RunConfig, from_dict, to_dict, with_field
+from scmoe.run.config import RunConfig, from_dict, to_dict
+from scmoe.run.fields import with_field
 from scmoe.training.options import (
   CheckpointConfig,
   DistributedConfig,

@@ -15,7 +15,9 @@ from scmoe.blocks.wiring import WIRINGS
 from scmoe.models.config import ModelConfig
 from scmoe.parallel.mesh import MeshConfig
 from scmoe.run import build
-from scmoe.run.config import RunConfig, find_config, load_config, with_field
+from scmoe.run.config import RunConfig
+from scmoe.run.config_files import find_config, load_config
+from scmoe.run.fields import with_field
 from scmoe.training import search
 from scmoe.training.variants import Variant
 

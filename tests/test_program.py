@@ -17,7 +17,8 @@ from scmoe.parallel.collectives import NAMES
 from scmoe.parallel.mesh import batch_sharding
 from scmoe.profiling.program import Program
 from scmoe.run import build
-from scmoe.run.config import find_config, load_config, with_field
+from scmoe.run.config_files import find_config, load_config
+from scmoe.run.fields import with_field
 from scmoe.training.step import make_train_step
 
 PACKAGE = str(Path(train.__file__).parent)

@@ -133,7 +133,7 @@ def step_arm(config: str, *, expert, args, layers=0, batch=0) -> Callable[[int],
 
   build, config_of = (
     module("scmoe.run.build", "scmoe.build"),
-    module("scmoe.run.config", "scmoe.config"),
+    module("scmoe.run.config_files", "scmoe.run.config", "scmoe.config"),
   )
   steps = module("scmoe.training.step")
   path = config_of.find_config(config)
@@ -219,7 +219,7 @@ def exchange_arms(before: bool, args: argparse.Namespace) -> Arms:
 def decode_arms(before: bool, args: argparse.Namespace) -> Arms:
   build, config_of = (
     module("scmoe.run.build", "scmoe.build"),
-    module("scmoe.run.config", "scmoe.config"),
+    module("scmoe.run.config_files", "scmoe.run.config", "scmoe.config"),
   )
   benchmark = module("scmoe.run.benchmark", "scmoe.benchmark")
   run = config_of.load_config(

@@ -34,7 +34,8 @@ from scmoe.profiling.timer import interleave, speed_up
 from scmoe.profiling.trace import find_trace, read_events
 from scmoe.profiling.wire import operation_names
 from scmoe.run import build
-from scmoe.run.config import RunConfig, find_config, load_config
+from scmoe.run.config import RunConfig
+from scmoe.run.config_files import find_config, load_config
 from scmoe.training.step import init_state, make_train_step
 
 COMPARED = ("objective", "grad_norm")

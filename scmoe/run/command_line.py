@@ -21,20 +21,10 @@ import scmoe.base.errors
 from scmoe.base.errors import ConfigError
 from scmoe.base.extensions import FORM, check_allowed
 from scmoe.blocks.wiring import WIRINGS
-from scmoe.run.config import (
-  WORDS,
-  RunConfig,
-  config_names,
-  fields,
-  find_config,
-  from_json,
-  imports_of,
-  load_config,
-  parse_value,
-  sections,
-  with_field,
-)
+from scmoe.run.config import RunConfig, from_json, imports_of
+from scmoe.run.config_files import config_names, find_config, load_config
 from scmoe.run.effects import check_typed
+from scmoe.run.fields import WORDS, fields, parse_value, sections, with_field
 from scmoe.run.suggestions import nearest
 
 FIELD = "--config."
@@ -179,7 +169,7 @@ def _unknown(word: str, known: dict[str, Flag], with_fields: bool, before: str) 
   switch = known.get(before.removeprefix("--"))
   if switch is not None and switch.kind is bool and word.lower() in WORDS:
     return f"{word!r} belongs to no flag; write {before}={word}, or {before} alone for true"
-  paths = [field.path for field in fields()] if with_fields else []
+  paths = [field.path for field in fields(RunConfig())] if with_fields else []
   near = nearest(name.lstrip("-").removeprefix("config."), [*known, *paths])
   near = None if near is None else f"--{near}" if near in known else f"{FIELD}{near}"
   if not word.startswith("--"):
@@ -399,7 +389,7 @@ def _meaning(flag: Flag) -> str:
 
 
 def _help_on(topic: str, flags: Sequence[Flag], with_fields: bool) -> str:
-  paths = [f.path for f in fields()] if with_fields else []
+  paths = [f.path for f in fields(RunConfig())] if with_fields else []
   inside = [p for p in paths if p == topic or p.startswith(f"{topic}.")]
   inside = inside or [p for p in paths if p.endswith(f".{topic}")]
   if inside:

@@ -8,18 +8,9 @@ is compiled or written. What a checkpoint stores is JSON: reading it back runs n
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import functools
-import importlib.util
 import json
 import math
-import os
-import re
-import sys
-import types
-import typing
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from scmoe.base.errors import ConfigError
@@ -32,7 +23,8 @@ from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.options import RouterConfig
 from scmoe.parallel.mesh import MeshConfig, expert_shards
 from scmoe.run.bounds import check_bound
-from scmoe.run.suggestions import OTHER_NAMES, nearest
+from scmoe.run.fields import field_types, fields, unknown_field
+from scmoe.run.names import check_run_name
 from scmoe.training.options import (
   CheckpointConfig,
   DistributedConfig,
@@ -40,13 +32,6 @@ from scmoe.training.options import (
   TrainConfig,
 )
 from scmoe.training.schema import upgraded_config
-
-_HERE = Path(__file__).resolve().parents[1]
-# An installed package has the checkout's folder inside, as scmoe/configs.
-CONFIG_FOLDER = _HERE / "configs" if (_HERE / "configs").is_dir() else _HERE.parent / "configs"
-RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-
 
 # As GPT-2 was trained: attention crosses documents (model.document_mask), so positions do too.
 _WHOLE_ROWS = DataConfig(document_mask=False)
@@ -204,104 +189,6 @@ def smoke_run(run: RunConfig) -> RunConfig:
   )
 
 
-# --- fields by name -------------------------------------------------------------------------------
-
-
-class Field(typing.NamedTuple):
-  """One field of a RunConfig: its dotted name, its type and what was declared about it."""
-
-  path: str
-  type: type
-  default: Any
-  help: str
-  metadata: Mapping[str, Any]
-
-
-@functools.cache
-def field_types(cls: type) -> dict[str, type]:
-  """Name -> type of a dataclass of options."""
-  hints = typing.get_type_hints(cls)
-  return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
-
-
-def fields(config: Any = None, prefix: str = "") -> Iterator[Field]:
-  """All fields of a RunConfig (the default one if None), sections opened, in order."""
-  config = RunConfig() if config is None else config
-  kinds = field_types(type(config))
-  for f in dataclasses.fields(config):
-    value, path = getattr(config, f.name), prefix + f.name
-    if dataclasses.is_dataclass(value):
-      yield from fields(value, f"{path}.")
-    else:
-      yield Field(path, kinds[f.name], value, f.metadata.get("help", ""), f.metadata)
-
-
-def sections(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-  """(dotted name, meaning) of every section, groups inside sections included."""
-  for f in dataclasses.fields(config):
-    value, path = getattr(config, f.name), prefix + f.name
-    if dataclasses.is_dataclass(value):
-      yield path, f.metadata.get("help", "")
-      yield from sections(value, f"{path}.")
-
-
-def with_field(run: RunConfig, path: str, text: str) -> RunConfig:
-  """`run` with one field replaced by the value that `text` spells.
-
-  The text is read by the field's type; nothing is evaluated.
-
-  Raises:
-    ConfigError: no such field, or the text is not of its type.
-  """
-  known = {f.path: f for f in fields(run)}
-  if path not in known:
-    raise ConfigError(_unknown_field(path, list(known)))
-  twin = OTHER_NAMES.get(path.rpartition(".")[2])
-  if known[path].type is str and twin in known and text.strip().isdecimal():
-    raise ConfigError(f"{path}={text!r} is a number; did you mean {twin}={text.strip()}?")
-  return _replaced(run, path.split("."), parse_value(text, known[path].type, path))
-
-
-def _replaced(config: Any, path: list[str], value: Any) -> Any:
-  if len(path) > 1:
-    value = _replaced(getattr(config, path[0]), path[1:], value)
-  return dataclasses.replace(config, **{path[0]: value})
-
-
-def parse_value(text: str, kind: type, name: str) -> Any:
-  """Reads `text` as a bool, int, float or str.
-
-  Raises:
-    ConfigError: it is not of that type.
-  """
-  word = text.strip()
-  if kind is str:
-    return text
-  if kind is bool:
-    if word.lower() in WORDS:
-      return WORDS[word.lower()]
-    raise ConfigError(f"{name}={text!r} is not of type bool; use true or false")
-  if kind is int:
-    if re.fullmatch(r"[+-]?\d+(_\d+)*", word) and len(word) < 20:
-      return int(word)
-    raise ConfigError(f"{name}={text!r} is not of type int; use a whole number such as 8")
-  try:
-    value = float(word)
-  except ValueError:
-    value = math.nan
-  if not math.isfinite(value):
-    raise ConfigError(f"{name}={text!r} is not of type float; use a number such as 0.1 or 3e-4")
-  return value
-
-
-def _unknown_field(path: str, known: list[str]) -> str:
-  inside = [name for name in known if name.startswith(path + ".")]
-  if inside:
-    return f"{path!r} is a section; name a field of it: {', '.join(inside)}"
-  near = nearest(path, known)
-  return f"{path!r} is not a field; " + (f"did you mean {near}?" if near else "see --help all")
-
-
 def imports_of(run: RunConfig) -> dict[str, str]:
   """Field -> import path (`scmoe.base.extensions`), of the fields that have one."""
   return {
@@ -340,7 +227,7 @@ def _from_dict(config: Any, values: Any, prefix: str, where: str) -> Any:
   for name, value in values.items():
     path = f"{prefix}{name}"
     if name not in kinds:
-      raise ConfigError(f"{where}: {_unknown_field(path, [f.path for f in fields()])}")
+      raise ConfigError(f"{where}: {unknown_field(path, [f.path for f in fields(RunConfig())])}")
     if dataclasses.is_dataclass(kinds[name]):
       replaced[name] = _from_dict(getattr(config, name), value, f"{path}.", where)
     else:
@@ -405,145 +292,3 @@ def as_config_dict(run: RunConfig) -> Any:
       "config files need ml_collections; install requirements.txt, or use --config_json"
     ) from None
   return ConfigDict(to_dict(run)).lock()
-
-
-# --- files ----------------------------------------------------------------------------------------
-
-
-def config_names() -> list[str]:
-  """Names of the configurations that come with the project."""
-  return sorted(p.stem for p in CONFIG_FOLDER.glob("*.py") if not p.stem.startswith("_"))
-
-
-def find_config(name: str) -> Path:
-  """The config file that `--config` names: a path, or a bare name such as `quickstart`.
-
-  Raises:
-    ConfigError: there is no such file.
-  """
-  path = Path(name).expanduser()
-  if "\0" not in name and path.is_file():
-    return path
-  if RUN_NAME.fullmatch(name) and name in config_names():
-    return CONFIG_FOLDER / f"{name}.py"
-  near = difflib.get_close_matches(Path(name).stem, config_names(), n=1)
-  hint = f"did you mean {near[0]}? " if near else ""
-  raise ConfigError(
-    f"--config={name!r} is not a file; {hint}give a path or one of: {', '.join(config_names())}"
-  )
-
-
-def load_config(path: Path, function: str = "get_config") -> RunConfig:
-  """Runs a config file (it is Python code) and reads what its function returns.
-
-  Args:
-    path: the file.
-    function: `get_config`, or `smoke` for the reduced form that tests run.
-
-  Raises:
-    ConfigError: the file fails, or lacks the function, or returns something else.
-  """
-  module = _run_file(path)
-  make: Callable[[], Any] | None = getattr(module, function, None)
-  if not callable(make):
-    raise ConfigError(
-      f"{path}: has no {function}(); a config file defines get_config() and smoke()"
-    )
-  try:
-    values = make()
-  except ConfigError:
-    raise
-  except Exception as error:  # any exception of the user's code becomes one line, with its place
-    raise ConfigError(f"{path}{_line_of(error, path)}: {_in_words(error)}") from None
-  if isinstance(values, RunConfig):
-    return values
-  if hasattr(values, "to_dict"):
-    values = values.to_dict()
-  if not isinstance(values, Mapping):
-    raise ConfigError(
-      f"{path}: {function}() returned {type(values).__name__}, not as_config_dict(RunConfig(...))"
-    )
-  return from_dict(values, str(path))
-
-
-def _run_file(path: Path) -> types.ModuleType:
-  spec = importlib.util.spec_from_file_location(f"scmoe_config_{path.stem}", path)
-  if spec is None or spec.loader is None:
-    raise ConfigError(f"{path}: not a Python file; its name must end in .py")
-  module = importlib.util.module_from_spec(spec)
-  writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # leave no traces beside configs
-  try:
-    spec.loader.exec_module(module)
-  except ConfigError:
-    raise
-  except Exception as error:
-    raise ConfigError(f"{path}{_line_of(error, path)}: {_in_words(error)}") from None
-  finally:
-    sys.dont_write_bytecode = writes
-  return module
-
-
-def _in_words(error: Exception) -> str:
-  lines = str(error).splitlines()
-  return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def _line_of(error: Exception, path: Path) -> str:
-  """The line, as ":LINE", of the last place in the file that the error passed."""
-  if isinstance(error, SyntaxError) and error.lineno:
-    return f":{error.lineno}"
-  trace, line = error.__traceback__, ""
-  while trace is not None:
-    if trace.tb_frame.f_code.co_filename == str(path):
-      line = f":{trace.tb_lineno}"
-    trace = trace.tb_next
-  return line
-
-
-# --- names and folders ----------------------------------------------------------------------------
-
-
-def check_run_name(name: str, field: str) -> None:
-  """A run's name becomes a folder below runs/: letters, digits, '.', '_' and '-', at most 64.
-
-  Raises:
-    ConfigError: it could leave that folder, or is not portable.
-  """
-  if not RUN_NAME.fullmatch(name):
-    raise ConfigError(
-      f"{field}={name[:80]!r} is not a run name; use 1 to 64 letters, digits, '.', '_' or '-', "
-      "starting with a letter or digit"
-    )
-
-
-def check_workdir(text: str) -> Path:
-  """The folder of a run from `--workdir`: a bare run name, or any path without '..'.
-
-  Nothing is created here. A path with '..' is refused since scripts and sweeps put names of runs
-  into paths, and a name must not lead out of the folder that they meant.
-
-  Raises:
-    ConfigError: it is empty or too long, holds '..', is a link, or is not a folder.
-  """
-  shown = f"--workdir={text[:80]!r}"
-  if "\0" in text or not text.strip():
-    raise ConfigError(f"{shown} is empty or holds a NUL; give a folder such as runs/a")
-  path = Path(text).expanduser()
-  if ".." in path.parts:
-    raise ConfigError(
-      f"{shown} holds '..', which could lead a name out of its folder; give the folder itself: "
-      f"{os.path.abspath(path)[:300]}"
-    )
-  if len(os.fsencode(path)) > 1000 or any(len(os.fsencode(p)) > 200 for p in path.parts):
-    raise ConfigError(f"{shown}... is too long; use at most 200 bytes a folder and 1000 in all")
-  if len(path.parts) <= 1 and not path.is_absolute():
-    check_run_name(text, "--workdir")
-  if path.is_symlink():
-    raise ConfigError(f"{shown} is a symbolic link; give the folder that it points to")
-  try:
-    nearest = next(p for p in (path, *path.absolute().parents) if p.exists())
-  except OSError as error:
-    raise ConfigError(f"{shown} cannot be used: {error}") from None
-  if not nearest.is_dir():
-    raise ConfigError(f"{shown}: {nearest} is a file, not a folder; choose another one")
-  return path

@@ -21,7 +21,7 @@ from scmoe.pretrained.inference import (
 )
 from scmoe.pretrained.stream import flat
 from scmoe.run.build import build, single_device, vocab_size
-from scmoe.run.config import find_config, load_config
+from scmoe.run.config_files import find_config, load_config
 
 GREEDY, PROMPTS = Sampling(temperature=0), ["def ", "import os"]
 LAYERS = 3  # with experts

@@ -22,7 +22,7 @@ from scmoe.inference.sampling import Sampling
 from scmoe.pretrained.inference import parts, values_of, write_folder
 from scmoe.pretrained.stream import flat
 from scmoe.run.build import build, single_device, vocab_size
-from scmoe.run.config import find_config, load_config
+from scmoe.run.config_files import find_config, load_config
 from scmoe.serve import Request, Server, batches
 
 GREEDY = Sampling(temperature=0)

@@ -22,7 +22,7 @@ from scmoe.pretrained import inference
 from scmoe.pretrained.inference import CONFIG, MANIFEST, InferenceFolder
 from scmoe.pretrained.stream import flat
 from scmoe.run.build import build, on_mesh, single_device, vocab_size
-from scmoe.run.config import find_config, load_config
+from scmoe.run.config_files import find_config, load_config
 from scmoe.run.opened import open_model, open_run
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.description import WEIGHTS_ONLY

@@ -11,7 +11,7 @@ from scmoe.convert import export_model, import_model
 from scmoe.pretrained.families import write_config
 from scmoe.pretrained.stream import flat
 from scmoe.run.build import build, single_device, vocab_size
-from scmoe.run.config import config_names, find_config, load_config
+from scmoe.run.config_files import config_names, find_config, load_config
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.description import WEIGHTS_ONLY
 from scmoe.training.options import CheckpointConfig

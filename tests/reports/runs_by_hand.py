@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from scmoe.run.config import RunConfig, to_dict, with_field
+from scmoe.run.config import RunConfig, to_dict
+from scmoe.run.fields import with_field
 
 
 def write_run(folder: Path, *, losses, seed=0, evals=None, done=True, fields=(), **line) -> Path:

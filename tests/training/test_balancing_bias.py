@@ -15,7 +15,8 @@ from training_fakes import bits
 from scmoe.base.batch import Batch
 from scmoe.parallel.mesh import shardings_of
 from scmoe.run import build
-from scmoe.run.config import find_config, load_config, with_field
+from scmoe.run.config_files import find_config, load_config
+from scmoe.run.fields import with_field
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.options import CheckpointConfig
 from scmoe.training.step import make_train_step

@@ -12,7 +12,7 @@ import pytest
 
 from scmoe.parallel.mesh import MeshConfig
 from scmoe.run import build
-from scmoe.run.config import find_config, load_config
+from scmoe.run.config_files import find_config, load_config
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.options import CheckpointConfig
 from scmoe.training.step import init_state

@@ -10,7 +10,8 @@ from training_fakes import OPTIMIZER, Objective, Source, bits, trainer
 from scmoe.base.errors import NonFiniteError, Preempted
 from scmoe.models.gradient_sums import accumulate
 from scmoe.run import build
-from scmoe.run.config import find_config, load_config, with_field
+from scmoe.run.config_files import find_config, load_config
+from scmoe.run.fields import with_field
 from scmoe.training.loss_scale import START, LossScaling
 from scmoe.training.metrics import read_metrics
 from scmoe.training.optimizer import make_optimizer

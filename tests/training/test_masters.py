@@ -10,7 +10,7 @@ import pytest
 from scmoe.base.errors import Preempted
 from scmoe.parallel.mesh import MeshConfig
 from scmoe.run import build
-from scmoe.run.config import find_config, load_config
+from scmoe.run.config_files import find_config, load_config
 from scmoe.train import train
 from scmoe.training.masters import Halves, readable, to_float32
 from scmoe.training.step import init_state, make_train_step

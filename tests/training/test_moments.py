@@ -11,7 +11,7 @@ import pytest
 from scmoe.base.errors import ConfigError, Preempted
 from scmoe.parallel.mesh import MeshConfig
 from scmoe.run import build
-from scmoe.run.config import find_config, load_config
+from scmoe.run.config_files import find_config, load_config
 from scmoe.train import train
 from scmoe.training.moments import narrow, rounded
 from scmoe.training.optimizer import make_optimizer

@@ -14,7 +14,8 @@ from training_fakes import Setup, bits
 from scmoe.base.errors import CheckpointError, ConfigError
 from scmoe.blocks.schedule import make_schedule
 from scmoe.run import build
-from scmoe.run.config import from_dict, from_json, to_dict, with_field
+from scmoe.run.config import from_dict, from_json, to_dict
+from scmoe.run.fields import with_field
 from scmoe.train import train
 from scmoe.training import description
 from scmoe.training.checkpoint import Checkpointer

@@ -11,7 +11,7 @@ from scmoe.data import open_data
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.parallel.mesh import MeshConfig, batch_sharding, shardings_of
 from scmoe.run import build
-from scmoe.run.config import find_config, load_config
+from scmoe.run.config_files import find_config, load_config
 from scmoe.training.step import make_train_step
 from scmoe.training.variants import StepVariants, Variant, parse_candidates
 

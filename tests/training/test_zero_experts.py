@@ -13,7 +13,8 @@ from scmoe.moe.losses import init_bias, router_sums, statistics, update_bias
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.route import route
 from scmoe.run.build import build
-from scmoe.run.config import find_config, load_config, with_field
+from scmoe.run.config_files import find_config, load_config
+from scmoe.run.fields import with_field
 from scmoe.train import train
 from scmoe.training.metrics import read_metrics
 from scmoe.training.restore import restore_part

@@ -1,0 +1,57 @@
+"""The name of a run and its folder, checked before anything is written."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from scmoe.base.errors import ConfigError
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def check_run_name(name: str, field: str) -> None:
+  """A run's name becomes a folder below runs/: letters, digits, '.', '_' and '-', at most 64.
+
+  Raises:
+    ConfigError: it could leave that folder, or is not portable.
+  """
+  if not RUN_NAME.fullmatch(name):
+    raise ConfigError(
+      f"{field}={name[:80]!r} is not a run name; use 1 to 64 letters, digits, '.', '_' or '-', "
+      "starting with a letter or digit"
+    )
+
+
+def check_workdir(text: str) -> Path:
+  """The folder of a run from `--workdir`: a bare run name, or any path without '..'.
+
+  Nothing is created here. A path with '..' is refused since scripts and sweeps put names of runs
+  into paths, and a name must not lead out of the folder that they meant.
+
+  Raises:
+    ConfigError: it is empty or too long, holds '..', is a link, or is not a folder.
+  """
+  shown = f"--workdir={text[:80]!r}"
+  if "\0" in text or not text.strip():
+    raise ConfigError(f"{shown} is empty or holds a NUL; give a folder such as runs/a")
+  path = Path(text).expanduser()
+  if ".." in path.parts:
+    raise ConfigError(
+      f"{shown} holds '..', which could lead a name out of its folder; give the folder itself: "
+      f"{os.path.abspath(path)[:300]}"
+    )
+  if len(os.fsencode(path)) > 1000 or any(len(os.fsencode(p)) > 200 for p in path.parts):
+    raise ConfigError(f"{shown}... is too long; use at most 200 bytes a folder and 1000 in all")
+  if len(path.parts) <= 1 and not path.is_absolute():
+    check_run_name(text, "--workdir")
+  if path.is_symlink():
+    raise ConfigError(f"{shown} is a symbolic link; give the folder that it points to")
+  try:
+    nearest = next(p for p in (path, *path.absolute().parents) if p.exists())
+  except OSError as error:
+    raise ConfigError(f"{shown} cannot be used: {error}") from None
+  if not nearest.is_dir():
+    raise ConfigError(f"{shown}: {nearest} is a file, not a folder; choose another one")
+  return path

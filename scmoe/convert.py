@@ -49,7 +49,7 @@ from scmoe.pretrained.conventions import (
 from scmoe.pretrained.families import FAMILIES, read_config, write_config
 from scmoe.pretrained.folder import CONFIG, TYPES, Folder, Planned, appearing, write_weights
 from scmoe.pretrained.header import LIMITS, read_object, read_text
-from scmoe.pretrained.inference import (
+from scmoe.pretrained.inference_files import (
   check_dtype,
   inference_run,
   parts,

@@ -27,7 +27,7 @@ import numpy as np
 from larger import WIDE
 
 from scmoe.data.tokenizers import ByteTokenizer
-from scmoe.pretrained.inference import Part, inference_run, parts, write_folder
+from scmoe.pretrained.inference_files import Part, inference_run, parts, write_folder
 from scmoe.run.command_line import TRAIN_FLAGS, parse, run_config
 
 LARGE = [*WIDE, "--config.model.num_layers=8", "--config.model.num_experts=28"]

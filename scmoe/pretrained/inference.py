@@ -1,37 +1,20 @@
-"""Inference folders: a run's weights without optimizer, with a checksum for each tensor.
-
-  config.json         the resolved configuration of the run, with the type that it computes in
-  inference.json      format and version, and for each tensor its shape, type and CRC-32
-  *.safetensors       the tensors
-  tokenizer.json      where texts are not bytes
-  conventions.json    how texts begin and end, of a released model (`scmoe.data.conventions`)
-
-A tensor has the dotted name of its parameter without `params.`. Routed experts have one tensor for
-each MoE layer, `stages.3.moe.experts.up` [E, D, F], contiguous by expert: one expert of one layer
-can then be mapped and read by itself. All other parameters are stacked over layers, as in
-checkpoints. In eight bits `stages.3.moe.experts.up` is int8 and `stages.3.moe.experts.up.scale`
-[E, 1, F] float32 (`scmoe.offload.memory.Int8`). Norms, gates and mixing coefficients are float32
-in every folder, since the model uses them in float32.
-"""
+"""Reads inference folders (`scmoe.pretrained.inference_files`), and checks that they are whole."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
-import re
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from scmoe.base.errors import ConfigError, DataError
 from scmoe.base.extensions import check_allowed
@@ -40,161 +23,17 @@ from scmoe.data import Tokenizer
 from scmoe.data.conventions import FILE as CONVENTIONS
 from scmoe.data.conventions import conventions_from_json
 from scmoe.data.tokenizers import TOKENIZER, ByteTokenizer, JsonTokenizer
-from scmoe.models.objective import cast_params
-from scmoe.offload.memory import quantised
 from scmoe.pretrained.expert_files import SCALE, Layers, Place
-from scmoe.pretrained.folder import (
-  CONFIG,
-  WRITTEN,
-  Planned,
-  appearing,
-  read_json,
-  write_weights,
-)
+from scmoe.pretrained.folder import CONFIG, WRITTEN, read_json
 from scmoe.pretrained.header import parse_object
+from scmoe.pretrained.inference_files import DTYPES, FORMAT, MANIFEST, VERSION, parts
 from scmoe.pretrained.names import Tensor
-from scmoe.pretrained.stream import flat, leaves_of, load, nested, slice_of
+from scmoe.pretrained.stream import leaves_of, load, nested
 from scmoe.run import build
-from scmoe.run.config import RunConfig, from_dict, imports_of, to_dict
+from scmoe.run.config import RunConfig, from_dict, imports_of
 
-MANIFEST = "inference.json"
-FORMAT, VERSION = "scmoe-inference", 1
-DTYPES = ("bfloat16", "float32", "int8")
-_EXPERTS = re.compile(r"params\.stages\.(?P<rest>.*\bexperts\..*)")
 _PIECE = 2**22  # bytes that a thread reads at once
 _LAYERS = 2**14  # of a model; tensors are listed layer by layer
-
-
-class Part(NamedTuple):
-  """A tensor of the folder, and the parameter that it belongs to.
-
-  Attributes:
-    name, shape, dtype: in the files; types as the format spells them.
-    leaf: dotted name of the parameter, below `params` or `router`.
-    layer: index of this slice in the parameter's leading dimension; None: the whole parameter.
-    scale: whether the tensor holds the scales of the int8 tensor whose name lacks the suffix.
-  """
-
-  name: str
-  shape: tuple[int, ...]
-  dtype: str
-  leaf: str
-  layer: int | None = None
-  scale: bool = False
-
-
-def parts(run: RunConfig, dtype: str) -> list[Part]:
-  """All tensors of a run's inference checkpoint, in the order of the files: experts layer by layer.
-
-  Args:
-    run: resolved.
-    dtype: one of `DTYPES`.
-  """
-  params = build.build_model(run, None)[1]
-  router = jax.eval_shape(lambda: build.make_gpt(run, jax.random.key(0)).init_router())
-  if dtype != "float32":
-    params = jax.eval_shape(lambda tree: cast_params(tree, "bfloat16"), params)
-  words = {kind: word for word, kind in WRITTEN.items()}
-  found, layers = [], {}
-  for leaf, x in flat({"params": params, "router": router}).items():
-    kind, expert = words[np.dtype(x.dtype)], _EXPERTS.fullmatch(leaf)
-    if not expert:
-      found.append(Part(leaf.removeprefix("params."), x.shape, kind, leaf))
-      continue
-    small = dtype == "int8" and len(x.shape) == 4
-    for layer in range(x.shape[0]):
-      own, name = layers.setdefault(layer, []), f"stages.{layer}.{expert['rest']}"
-      own.append(Part(name, x.shape[1:], "I8" if small else kind, leaf, layer))
-      if small:
-        shape = (x.shape[1], 1, x.shape[3])
-        own.append(Part(name + SCALE, shape, "F32", leaf, layer, scale=True))
-  return [*found, *(part for layer in sorted(layers) for part in layers[layer])]
-
-
-# -- writing --------------------------------------------------------------------------------------
-
-
-def inference_run(run: RunConfig, dtype: str) -> RunConfig:
-  """The run with the type that the folder's model computes in: int8 weights compute in bfloat16."""
-  if dtype == "float32":
-    return run
-  return dataclasses.replace(run, model=dataclasses.replace(run.model, dtype="bfloat16"))
-
-
-def values_of(leaves: Mapping[str, Array], planned: Iterable[Part]) -> Iterator[np.ndarray]:
-  """Yields the tensors' values in order; each is read from the devices when it is its turn.
-
-  Args:
-    leaves: parameters and router state by dotted name, in any type.
-    planned: tensors of `parts`, in their order.
-  """
-  scale: Any = None
-  for part in planned:
-    if part.scale:  # follows its matrices, which have made it
-      yield np.asarray(scale)
-      continue
-    leaf = leaves[part.leaf]
-    value = leaf if part.layer is None else slice_of(leaf, (part.layer,))
-    if part.dtype == "I8":
-      packed = quantised(value, np.float32)
-      value, scale = packed.value, packed.scale
-    yield np.asarray(value).astype(WRITTEN[part.dtype], copy=False)
-
-
-def write_folder(
-  folder: Path,
-  run: RunConfig,
-  values: Iterable[np.ndarray],
-  *,
-  dtype: str,
-  step: int = 0,
-  tokenizer: Mapping[str, str] | None = None,
-) -> list[Part]:
-  """Writes an inference folder tensor by tensor; it gets its name when all files are written.
-
-  Args:
-    folder: new.
-    run: resolved, of `inference_run`.
-    values: of the tensors of `parts(run, dtype)`, in their order.
-    dtype: one of `DTYPES`.
-    step: of the checkpoint.
-    tokenizer: `JsonTokenizer.files`; None: texts are bytes.
-
-  Returns:
-    the tensors.
-
-  Raises:
-    StorageError: the folder is there already, or cannot be written.
-  """
-  found, sums = parts(run, dtype), []
-
-  def summed() -> Iterator[np.ndarray]:
-    for value in values:
-      value = np.ascontiguousarray(value).reshape(value.shape)
-      sums.append(zlib.crc32(value.reshape(-1).view(np.uint8).data))
-      yield value
-
-  with appearing(folder, "inference") as partial:
-    planned = [Planned(part.name, part.shape, part.dtype) for part in found]
-    write_weights(partial, planned, summed())
-    texts = {CONFIG: json.dumps(to_dict(run), indent=2) + "\n"}
-    texts |= tokenizer or {}
-    for name, text in texts.items():
-      (partial / name).write_bytes(text.encode("utf-8"))
-    tensors = {
-      part.name: {"shape": list(part.shape), "dtype": part.dtype, "crc32": crc}
-      for part, crc in zip(found, sums, strict=True)
-    }
-    manifest = {
-      "format": FORMAT, "version": VERSION, "dtype": dtype, "step": step,
-      "files": {name: zlib.crc32(text.encode("utf-8")) for name, text in texts.items()},
-      "tensors": tensors,
-    }  # fmt: skip
-    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", "utf-8")
-  return found
-
-
-# -- reading --------------------------------------------------------------------------------------
 
 
 class InferenceFolder:
@@ -501,14 +340,3 @@ def _header(file: Path) -> dict[str, Place]:
     raise DataError(f"{file} is truncated: it has {total} bytes of {end}" if end > total else
                     f"{file} has {total - end} bytes behind its last tensor")  # fmt: skip
   return found
-
-
-def check_dtype(dtype: str, run: RunConfig) -> str:
-  """The type of a folder: `dtype` if given, else bfloat16 for a run in bfloat16, else float32.
-
-  Raises:
-    ConfigError: `dtype` is none of `DTYPES`.
-  """
-  if dtype and dtype not in DTYPES:
-    raise ConfigError(f"--dtype={dtype!r} is unknown; with --inference one of: {', '.join(DTYPES)}")
-  return dtype or ("bfloat16" if run.model.dtype == "bfloat16" else "float32")

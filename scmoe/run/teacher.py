@@ -16,7 +16,8 @@ from scmoe.base.sizes import number
 from scmoe.base.stored import read_json, write_json
 from scmoe.data import Tokenizer
 from scmoe.models.flops import count_parameters
-from scmoe.pretrained.inference import MANIFEST, InferenceFolder
+from scmoe.pretrained.inference import InferenceFolder
+from scmoe.pretrained.inference_files import MANIFEST
 from scmoe.run import build
 from scmoe.run.config import RunConfig
 from scmoe.run.opened import load_tokenizer, open_run

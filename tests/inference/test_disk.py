@@ -12,13 +12,8 @@ from scmoe.generate import Session
 from scmoe.inference.offload.plan import OffloadRequest
 from scmoe.inference.sampling import Sampling
 from scmoe.offload.memory import is_on_disk
-from scmoe.pretrained.inference import (
-  InferenceFolder,
-  inference_run,
-  parts,
-  values_of,
-  write_folder,
-)
+from scmoe.pretrained.inference import InferenceFolder
+from scmoe.pretrained.inference_files import inference_run, parts, values_of, write_folder
 from scmoe.pretrained.stream import flat
 from scmoe.run.build import build, single_device, vocab_size
 from scmoe.run.config_files import find_config, load_config

@@ -19,7 +19,7 @@ from scmoe.base.errors import ConfigError, DataError, StorageError
 from scmoe.generate import Session
 from scmoe.inference.offload.plan import OffloadRequest
 from scmoe.inference.sampling import Sampling
-from scmoe.pretrained.inference import parts, values_of, write_folder
+from scmoe.pretrained.inference_files import parts, values_of, write_folder
 from scmoe.pretrained.stream import flat
 from scmoe.run.build import build, single_device, vocab_size
 from scmoe.run.config_files import find_config, load_config

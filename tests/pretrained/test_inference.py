@@ -4,6 +4,7 @@ every way to be damaged."""
 import dataclasses
 import json
 import shutil
+import zlib
 from pathlib import Path
 
 import jax
@@ -18,8 +19,10 @@ from scmoe.generate import Session
 from scmoe.generate import main as generate
 from scmoe.inference.sampling import Sampling
 from scmoe.pretrained import folder as files
-from scmoe.pretrained import inference
-from scmoe.pretrained.inference import CONFIG, MANIFEST, InferenceFolder
+from scmoe.pretrained import inference_files
+from scmoe.pretrained.folder import CONFIG
+from scmoe.pretrained.inference import InferenceFolder
+from scmoe.pretrained.inference_files import MANIFEST
 from scmoe.pretrained.stream import flat
 from scmoe.run.build import build, on_mesh, single_device, vocab_size
 from scmoe.run.config_files import find_config, load_config
@@ -138,12 +141,12 @@ def test_eight_bits_are_the_rule_of_the_page(runs, folders):
 def test_a_channel_of_zeros_has_scale_one(folders, tmp_path):
   folder = InferenceFolder(folders / "int8")
   leaves = {}
-  for part in inference.parts(folder.run, "float32"):
+  for part in inference_files.parts(folder.run, "float32"):
     if part.layer in (None, 0):
       shape = part.shape if part.layer is None else (folder.run.model.num_pairs, *part.shape)
       leaves[part.leaf] = jax.numpy.zeros(shape, files.WRITTEN[part.dtype])
-  planned = inference.parts(folder.run, "int8")
-  found = dict(zip((p.name for p in planned), inference.values_of(leaves, planned)))
+  planned = inference_files.parts(folder.run, "int8")
+  found = dict(zip((p.name for p in planned), inference_files.values_of(leaves, planned)))
   assert (found["stages.0.moe.experts.up.scale"] == 1).all()
   assert not found["stages.0.moe.experts.up"].any()
 
@@ -230,7 +233,7 @@ def test_of_another_configuration(folders, tmp_path):
   config["model"]["width"] *= 2
   text = json.dumps(config)
   (folder / CONFIG).write_text(text)
-  _manifest(folder, files={CONFIG: inference.zlib.crc32(text.encode())})
+  _manifest(folder, files={CONFIG: zlib.crc32(text.encode())})
   with pytest.raises(DataError, match=r"model.safetensors: tensor .* asks for"):
     InferenceFolder(folder)
 
@@ -262,7 +265,7 @@ def test_no_folder_is_written_over_or_left_half(runs, tmp_path, monkeypatch):
   def full(*_):
     raise OSError("no space left")
 
-  monkeypatch.setattr(inference, "write_weights", full)
+  monkeypatch.setattr(inference_files, "write_weights", full)
   with pytest.raises(ScmoeError, match=r"--inference=.*no space left"):
     convert.export_inference(runs / "float32", tmp_path / "b")
   assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]

@@ -27,11 +27,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from scmoe.base.errors import ConfigError, DataError, StorageError, run_main
-from scmoe.generate import OFFLOAD_FLAGS, SAMPLING_FLAGS, Session, offload_request
 from scmoe.inference.offload.model import allow_pinned_memory
 from scmoe.inference.sampling import Sampling
 from scmoe.run.command_line import ALLOW_IMPORT, HELP, Flag, help_text, parse, simulate
+from scmoe.run.generation_flags import OFFLOAD_FLAGS, SAMPLING_FLAGS, offload_request
 from scmoe.run.programs import user_programs
+from scmoe.run.session import Session
 
 FLAGS = (
   Flag("model", str, "", "folder of scmoe.convert --inference", required=True),

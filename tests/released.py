@@ -21,10 +21,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from scmoe.base.errors import ScmoeError
-from scmoe.convert import export_model, import_model, nested, open_released
 from scmoe.models.gpt import GPT, Pass
 from scmoe.parallel.mesh import BATCH_AXES, manual, parameter_specs
 from scmoe.pretrained.folder import Folder
+from scmoe.pretrained.imported import import_model
+from scmoe.pretrained.released import open_released
+from scmoe.pretrained.stream import nested
+from scmoe.run.exported import export_model
 
 LOGITS, HIDDEN = 2e-5, 5e-5  # absolute, float32 parameters and products in full precision
 MESHES = ("data=1", "data=4,expert=2", "data=2,expert=4", "expert=8")

@@ -12,11 +12,12 @@ import sys
 import jax
 import pytest
 
-from scmoe import evaluate, generate, train
+from scmoe import evaluate, train
 from scmoe.base.errors import ConfigError, DataError
 from scmoe.inference.sampling import Sampling
 from scmoe.inference.scoring import Continuation, score
 from scmoe.run.opened import open_model, open_run
+from scmoe.run.session import Session
 
 NEEDED = "lm_eval is not installed: pip install .[eval]"
 with_harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason=NEEDED)
@@ -148,8 +149,7 @@ def test_generation_stops_where_it_is_asked_to(run):
 
   model = ScmoeLM(run, batch_size=2)
   request = lambda text, **kwargs: SimpleNamespace(args=(text, kwargs))
-  texts = generate.generate_texts
-  plain = texts(run, ["import ", "def"], Sampling(temperature=0.0), max_new_tokens=20)
+  plain = Session(run).texts(["import ", "def"], Sampling(temperature=0.0), max_new_tokens=20)
   asked = [request("import ", max_gen_toks=20), request("def", max_gen_toks=20)]
   assert model.generate_until(asked) == plain
   stop = plain[1][3:5]

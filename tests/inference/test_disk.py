@@ -8,7 +8,6 @@ import jax
 import pytest
 
 from scmoe.base.errors import ConfigError
-from scmoe.generate import Session
 from scmoe.inference.offload.plan import OffloadRequest
 from scmoe.inference.sampling import Sampling
 from scmoe.offload.memory import is_on_disk
@@ -17,6 +16,7 @@ from scmoe.pretrained.inference_files import inference_run, parts, values_of, wr
 from scmoe.pretrained.stream import flat
 from scmoe.run.build import build, single_device, vocab_size
 from scmoe.run.config_files import find_config, load_config
+from scmoe.run.session import Session
 
 GREEDY, PROMPTS = Sampling(temperature=0), ["def ", "import os"]
 LAYERS = 3  # with experts

@@ -16,13 +16,13 @@ import pytest
 
 from scmoe import serve
 from scmoe.base.errors import ConfigError, DataError, StorageError
-from scmoe.generate import Session
 from scmoe.inference.offload.plan import OffloadRequest
 from scmoe.inference.sampling import Sampling
 from scmoe.pretrained.inference_files import parts, values_of, write_folder
 from scmoe.pretrained.stream import flat
 from scmoe.run.build import build, single_device, vocab_size
 from scmoe.run.config_files import find_config, load_config
+from scmoe.run.session import Session
 from scmoe.serve import Request, Server, batches
 
 GREEDY = Sampling(temperature=0)

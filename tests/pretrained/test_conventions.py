@@ -15,19 +15,20 @@ import jax
 import numpy as np
 import pytest
 
-from scmoe import convert, generate
+from scmoe import generate
 from scmoe.base.errors import ConfigError, DataError, ScmoeError
-from scmoe.convert import export_inference, export_model, import_model
 from scmoe.data import DataConfig, open_data
 from scmoe.data.chat import render
 from scmoe.data.conventions import FILE, Conventions
 from scmoe.data.tokenizers import JsonTokenizer, load_json, prompt_ids
-from scmoe.generate import Session
 from scmoe.inference.sampling import Sampling
 from scmoe.inference.scoring import Continuation, score
 from scmoe.pretrained.conventions import read_conventions
+from scmoe.pretrained.imported import SOURCE, import_model
 from scmoe.run.build import on_mesh
+from scmoe.run.exported import export_inference, export_model
 from scmoe.run.opened import open_model, open_run
+from scmoe.run.session import Session
 from scmoe.run.tasks import ScmoeLM
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "released" / "olmoe_a"
@@ -262,9 +263,9 @@ def test_every_file_comes_out_as_it_came_in(imported, tmp_path):
 
 def test_a_run_of_version_02_goes_out_as_before(imported, tmp_path):
   run = Path(shutil.copytree(imported[1], tmp_path / "run"))
-  source = json.loads((run / convert.SOURCE).read_text())
+  source = json.loads((run / SOURCE).read_text())
   del source["files"]
-  (run / convert.SOURCE).write_text(json.dumps(source))
+  (run / SOURCE).write_text(json.dumps(source))
   (run / FILE).unlink()
   export_model(run, tmp_path / "out")
   assert not (tmp_path / "out" / "generation_config.json").exists()

@@ -15,7 +15,6 @@ from safetensors.numpy import load_file
 
 from scmoe import convert, evaluate
 from scmoe.base.errors import ConfigError, DataError, ScmoeError, StorageError
-from scmoe.generate import Session
 from scmoe.generate import main as generate
 from scmoe.inference.sampling import Sampling
 from scmoe.pretrained import folder as files
@@ -24,9 +23,11 @@ from scmoe.pretrained.folder import CONFIG
 from scmoe.pretrained.inference import InferenceFolder
 from scmoe.pretrained.inference_files import MANIFEST
 from scmoe.pretrained.stream import flat
+from scmoe.run import exported
 from scmoe.run.build import build, on_mesh, single_device, vocab_size
 from scmoe.run.config_files import find_config, load_config
 from scmoe.run.opened import open_model, open_run
+from scmoe.run.session import Session
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.description import WEIGHTS_ONLY
 from scmoe.training.options import CheckpointConfig
@@ -162,7 +163,7 @@ def test_evaluation_reads_a_folder(runs, folders):
 
 def test_in_several_files(runs, tmp_path, monkeypatch):
   monkeypatch.setattr(files, "SHARD_BYTES", 20_000)
-  convert.export_inference(runs / "float32", tmp_path / "a")
+  exported.export_inference(runs / "float32", tmp_path / "a")
   assert len(list((tmp_path / "a").glob("*.safetensors"))) > 3
   folder = InferenceFolder(tmp_path / "a")
   folder.verify()
@@ -260,12 +261,12 @@ def test_no_folder_is_written_over_or_left_half(runs, tmp_path, monkeypatch):
   (tmp_path / "a").mkdir()
   (tmp_path / "a" / "mine").write_text("x")
   with pytest.raises(StorageError, match=r"--inference=.* is there already"):
-    convert.export_inference(runs / "float32", tmp_path / "a")
+    exported.export_inference(runs / "float32", tmp_path / "a")
 
   def full(*_):
     raise OSError("no space left")
 
   monkeypatch.setattr(inference_files, "write_weights", full)
   with pytest.raises(ScmoeError, match=r"--inference=.*no space left"):
-    convert.export_inference(runs / "float32", tmp_path / "b")
+    exported.export_inference(runs / "float32", tmp_path / "b")
   assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]

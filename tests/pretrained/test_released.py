@@ -14,17 +14,19 @@ import pytest
 from released import PREFILL, check_case, there_and_back
 from safetensors.numpy import load_file, save_file
 
-from scmoe import convert
 from scmoe.base.errors import ConfigError, DataError, ScmoeError, StorageError
-from scmoe.convert import export_model, import_model, open_released
 from scmoe.models.config import ModelConfig
 from scmoe.moe.losses import balance_loss
 from scmoe.moe.types import RouterSums
 from scmoe.pretrained import folder as files
+from scmoe.pretrained import imported
 from scmoe.pretrained.families import read_config, write_config
 from scmoe.pretrained.folder import INDEX, WEIGHTS, Folder
+from scmoe.pretrained.imported import import_model
 from scmoe.pretrained.names import tensors
+from scmoe.pretrained.released import open_released
 from scmoe.run.config import RunConfig
+from scmoe.run.exported import export_model
 from scmoe.training.workdir import identity
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "released"
@@ -382,7 +384,7 @@ def test_a_folder_that_another_process_writes_to_is_left_alone(tmp_path, monkeyp
     (workdir / "run.lock").write_text(json.dumps(identity(os.getppid())))
     return workdir
 
-  monkeypatch.setattr(convert, "prepare_workdir", prepared)
+  monkeypatch.setattr(imported, "prepare_workdir", prepared)
   with pytest.raises(ConfigError, match="in use by process"):
     import_model(str(folder), run)
   assert (run / "run.lock").exists()

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from scmoe.base.errors import ConfigError
-from scmoe.convert import export_model, import_model
 from scmoe.pretrained.families import write_config
+from scmoe.pretrained.imported import import_model
 from scmoe.pretrained.stream import flat
 from scmoe.run.build import build, single_device, vocab_size
 from scmoe.run.config_files import config_names, find_config, load_config
+from scmoe.run.exported import export_model
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.description import WEIGHTS_ONLY
 from scmoe.training.options import CheckpointConfig

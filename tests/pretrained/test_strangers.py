@@ -18,7 +18,9 @@ from scmoe.pretrained import header
 from scmoe.pretrained.families import read_config
 from scmoe.pretrained.folder import Folder
 from scmoe.pretrained.header import read_header, read_object
+from scmoe.pretrained.imported import SOURCE, import_model
 from scmoe.pretrained.inference import InferenceFolder
+from scmoe.run.exported import export_inference, export_model
 
 A = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 B = {"dtype": "BF16", "shape": [2, 2], "data_offsets": [8, 16]}
@@ -161,8 +163,8 @@ def test_what_is_no_folder_of_safetensors_says_how_to_get_one(tmp_path):
 def exported(tmp_path_factory):
   """A run, and its inference folder."""
   root = tmp_path_factory.mktemp("exported")
-  convert.import_model(str(GOLDEN), root / "run")
-  convert.export_inference(root / "run", root / "inference")
+  import_model(str(GOLDEN), root / "run")
+  export_inference(root / "run", root / "inference")
   return root
 
 
@@ -178,10 +180,10 @@ def exported(tmp_path_factory):
 )
 def test_a_strangers_source_json_is_one_line(field, value, message, exported, tmp_path):
   run = shutil.copytree(exported / "run", tmp_path / "run")
-  path = run / convert.SOURCE
+  path = run / SOURCE
   path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
   with pytest.raises(DataError, match=message):
-    convert.export_model(run, tmp_path / "out")
+    export_model(run, tmp_path / "out")
   assert not (tmp_path / "out").exists()
 
 

@@ -12,10 +12,12 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from scmoe.base.errors import ConfigError
-from scmoe.convert import flat, import_model, leaves_of, nested, open_released
 from scmoe.models.gpt import GPT, Pass
 from scmoe.pretrained.families import read_config
+from scmoe.pretrained.imported import import_model
 from scmoe.pretrained.names import tensors
+from scmoe.pretrained.released import open_released
+from scmoe.pretrained.stream import flat, leaves_of, nested
 from scmoe.pretrained.upcycle import fill, plan
 from scmoe.run import build
 from scmoe.run.opened import open_run

@@ -1,0 +1,229 @@
+"""A released model becomes step 0 of a run: `scmoe.convert --from`.
+
+`SOURCE`, a file in the run's folder, keeps what `scmoe.convert --to` needs to give back the folder
+that was read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from scmoe.base.errors import ConfigError, DataError, StorageError
+from scmoe.base.sizes import number, size_of
+from scmoe.base.stored import write_json
+from scmoe.data.tokenizers import TOKENIZER, JsonTokenizer
+from scmoe.models.flops import count_parameters
+from scmoe.pretrained.conventions import (
+  check_kept,
+  eos_ids,
+  eos_token,
+  kept_files,
+  read_conventions,
+)
+from scmoe.pretrained.families import FAMILIES
+from scmoe.pretrained.folder import CONFIG
+from scmoe.pretrained.header import LIMITS, read_object, read_text
+from scmoe.pretrained.released import Released, open_released
+from scmoe.pretrained.stream import flat, leaves_of, nested
+from scmoe.pretrained.upcycle import fill, plan
+from scmoe.run import build
+from scmoe.training.checkpoint import Checkpointer
+from scmoe.training.description import WEIGHTS_ONLY
+from scmoe.training.metrics import memory_in_use
+from scmoe.training.options import CheckpointConfig
+from scmoe.training.restore import FOLDER, list_steps
+from scmoe.training.workdir import RunLock, prepare_workdir
+
+SOURCE = "source.json"  # in the run: what `--to` needs to give back the folder that was read
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "") -> str:
+  """Makes a released model step 0 of a run; returns lines for the user.
+
+  Args:
+    path: folder of the model.
+    workdir: of the run.
+    mesh: see `--mesh`.
+    upcycle: request for another architecture; see `scmoe.pretrained.upcycle`.
+
+  Raises:
+    DataError: a file or a tensor is not what it should be; nothing has been written.
+    ConfigError: tokenizer or mesh do not fit, or the workdir has a run already.
+    StorageError: the run cannot be written.
+  """
+  started = time.monotonic()
+  if list_steps(workdir / FOLDER):
+    raise ConfigError(f"--workdir={str(workdir)!r} has a run already; give a new folder")
+  released = open_released(path, mesh=mesh)
+  run, tokenizer = released.built.run, _tokenizer(released)
+  if tokenizer is not None:
+    eos = tokenizer.token(tokenizer.eos_id)
+    data = dataclasses.replace(run.data, tokenizer=str(workdir / TOKENIZER), eos_token=eos)
+    run = dataclasses.replace(run, data=data)
+  built, begun, planned = dataclasses.replace(released.built, run=run), {}, None
+  if upcycle:
+    planned = plan(upcycle, run.model, run.router)
+    run = dataclasses.replace(run, model=planned.model, router=planned.router)
+    run = run.resolve(num_devices=jax.device_count(), vocab_size=0)
+    built = build.build(run, list(built.mesh.devices.flat))
+  there, origin = workdir.exists(), _origin(released)
+  workdir = prepare_workdir(workdir)
+
+  def describe() -> None:
+    """Writes the files that describe the run: after everything is read, before the step appears."""
+    if tokenizer is not None:
+      _write_tokenizer(tokenizer, workdir)
+    if not upcycle:
+      write_json(workdir / SOURCE, origin)
+    write_json(workdir / "config.json", built.config)
+
+  # The lock comes first, so that a folder in which another process works is never removed.
+  with RunLock(workdir), _gone_if_it_fails(workdir, there):
+    keeper = Checkpointer(workdir, CheckpointConfig(async_save=False))
+    try:
+      if planned is None and jax.process_count() == 1:
+        keeper.save_pieces(0, *released.pieces(), {}, _meta(built), describe)
+      else:
+        leaves = dict(released.leaves())
+        if planned is not None:
+          fresh = lambda: flat(dict(zip(("params", "router"), built.init(jax.random.key(0)))))
+          leaves, begun = fill(leaves, leaves_of(built), fresh, planned)
+        like = {"params": built.shapes, "router": built.router_shapes}
+        state = nested(leaves, like if built.router_shapes else {"params": built.shapes})
+        describe()
+        keeper.save_now(0, state, {}, _meta(built))
+    finally:
+      keeper.close()
+  seconds = time.monotonic() - started
+  said = _said(released, workdir, seconds, tokenizer is not None)
+  if upcycle:
+    said += f"\n{run.model.wiring}, upcycled; without a source of their own:"
+    said += "".join(f"\n  {name.removeprefix('params.')}: {how}" for name, how in begun.items())
+  return said
+
+
+def _origin(released: Released) -> dict[str, Any]:
+  """The content of `SOURCE`: the folder's config.json, types of tensors and files about texts."""
+  entries = released.folder.entries
+  types = {t.name: entries[t.name].dtype for t in released.tensors}
+  usual = max(types.values(), key=list(types.values()).count)
+  other = {name: kind for name, kind in types.items() if kind != usual}
+  source = {"family": released.family, "config": released.folder.config}
+  files = kept_files(released.folder.path)
+  return source | {"dtype": usual, "other_dtypes": other, "files": files}
+
+
+def source_of(workdir: Path) -> dict[str, Any]:
+  """The content of `SOURCE` in a run's folder; {} for a run that was trained from random weights.
+
+  Raises:
+    DataError: the file is damaged.
+  """
+  path = workdir / SOURCE
+  if not path.is_file():
+    return {}
+  source = read_object(path, LIMITS["index"])
+  kinds = {"family": str, "config": dict, "dtype": str, "other_dtypes": dict}
+  if wrong := next((n for n, k in kinds.items() if not isinstance(source.get(n), k)), None):
+    raise DataError(f"{path} has no {wrong}, which scmoe.convert writes there")
+  kinds_named = [source["dtype"], *source["other_dtypes"].values()]
+  if unknown := [kind for kind in kinds_named if kind not in DTYPES.values()]:
+    raise DataError(f"{path}: {str(unknown[0])[:40]!r} is none of: {', '.join(DTYPES.values())}")
+  if source["family"] not in FAMILIES:
+    raise DataError(f"{path}: {source['family'][:40]!r} is none of: {', '.join(FAMILIES)}")
+  check_kept(source.setdefault("files", {}), path)  # version 0.2 kept none
+  return source
+
+
+@contextlib.contextmanager
+def _gone_if_it_fails(folder: Path, there: bool) -> Iterator[None]:
+  """Removes a folder if the block fails, unless `there`: it existed before."""
+  try:
+    yield
+  except BaseException:
+    if not there:
+      shutil.rmtree(folder, ignore_errors=True)
+    raise
+
+
+def _meta(built: build.Built) -> dict[str, Any]:
+  return {
+    "config": built.config,
+    "data_fingerprint": {},
+    "mesh": dict(built.mesh.shape),
+    "processes": jax.process_count(),
+    "tokens": 0,
+    WEIGHTS_ONLY: True,
+  }
+
+
+def _tokenizer(released: Released) -> JsonTokenizer | None:
+  """The folder's tokenizer, if it has one, with the model's conventions.
+
+  The end-of-text token is the first that config.json, generation_config.json or
+  tokenizer_config.json names.
+
+  Raises:
+    ConfigError: it has more tokens than the model, or not that one.
+    DataError: it is none, or a file about conventions is not what it should be.
+  """
+  folder, config = released.folder.path, released.folder.config
+  path = folder / TOKENIZER
+  if not path.is_file():
+    return None
+  content = read_text(path, LIMITS[TOKENIZER])
+  eos_id = next(iter(eos_ids(folder, config)), None)
+  named = eos_token(folder) if eos_id is None else ""
+  tokenizer = JsonTokenizer(content, name=str(path), eos_id=eos_id, eos_token=named)
+  conventions = read_conventions(folder, config, tokenizer)
+  size = released.built.run.model.vocab_size
+  conventions.check(size, str(folder))
+  tokenizer.adopt(conventions)
+  if tokenizer.vocab_size > size:
+    raise ConfigError(
+      f"{path} has {tokenizer.vocab_size} tokens, {CONFIG} has vocab_size={size}: they are not of "
+      "the same model"
+    )
+  return tokenizer
+
+
+def _write_tokenizer(tokenizer: JsonTokenizer, folder: Path) -> None:
+  try:
+    tokenizer.write(folder)
+  except OSError as error:
+    raise StorageError(f"{folder / TOKENIZER} cannot be written: {error}") from None
+
+
+def _said(released: Released, workdir: Path, seconds: float, has_tokenizer: bool) -> str:
+  """Lines for the user: what was read, how long it took, and what to do next."""
+  built, folder = released.built, released.folder
+  counts = count_parameters(built.run.model, built.shapes)
+  lines = [
+    f"{released.family} from {folder.path}: {len(released.tensors)} tensors, "
+    f"{size_of(folder.size)}, {number(counts.total)} parameters ({number(counts.active)} active) "
+    f"in {seconds:.1f} s",
+    f"kept as step 0 of {workdir}, on {built.mesh.size} device(s); peak host memory "
+    f"{size_of(memory_in_use().get('host_memory_bytes', 0))}",
+  ]
+  if released.skipped:
+    some = ", ".join(released.skipped[:3]) + (", ..." if len(released.skipped) > 3 else "")
+    lines.append(f"not read: {len(released.skipped)} tensors that the model does not use: {some}")
+  if not has_tokenizer:
+    lines.append(
+      f"{folder.path} has no {TOKENIZER}: texts are bytes (data.tokenizer); give one with "
+      "--config.data.tokenizer=FILE"
+    )
+  return "\n".join([
+    *lines,
+    f"next: python -m scmoe.evaluate --workdir {workdir}",
+    f"      python -m scmoe.train --config_json {workdir}/config.json --workdir {workdir}",
+  ])  # fmt: skip

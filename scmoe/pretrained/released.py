@@ -1,0 +1,105 @@
+"""A released model's folder, opened: checked against its architecture, and not yet read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+from jax import Array
+
+from scmoe.data.config import DataConfig
+from scmoe.moe.dispatch import DispatchConfig
+from scmoe.parallel.mesh import MeshConfig
+from scmoe.pretrained.families import read_config
+from scmoe.pretrained.folder import CONFIG, Folder
+from scmoe.pretrained.names import Tensor
+from scmoe.pretrained.stream import check_tensors, leaves_of, load, pieced, pieces, stored_types
+from scmoe.run import build
+from scmoe.run.config import RunConfig
+from scmoe.training.pieces import Piece, PiecedArray
+
+
+class Released(NamedTuple):
+  """A released model that has been checked but not read.
+
+  Attributes:
+    folder: its files.
+    family: one of `FAMILIES`.
+    tensors: those that are read; skipped: names of those that are not.
+    built: its model on a mesh.
+  """
+
+  folder: Folder
+  family: str
+  tensors: list[Tensor]
+  skipped: list[str]
+  built: build.Built
+
+  def leaves(self) -> Iterator[tuple[str, Array]]:
+    """Yields parameters and router state by dotted name, on the mesh, in the types of the files.
+
+    Threads read the following ones meanwhile.
+    """
+    types = stored_types(self.folder, self.tensors)
+    return load(self.folder.read, types, self.tensors, leaves_of(self.built))
+
+  def pieces(self) -> tuple[list[PiecedArray], Iterator[Callable[[], Piece]]]:
+    """Parameters and router state as arrays of a checkpoint, and functions that read their pieces.
+
+    The pieces come in the order of the files, so that the disk reads forward.
+    """
+    types, entries = stored_types(self.folder, self.tensors), self.folder.entries
+    lies = lambda tensor: (str(entries[tensor.name].file), entries[tensor.name].start)
+    ordered = sorted(self.tensors, key=lies)
+    arrays = pieced(types, ordered, leaves_of(self.built))
+    return arrays, pieces(self.folder.read, types, ordered)
+
+
+def open_released(
+  path: str, *, mesh: str = "", dtype: str = "", data: DataConfig | None = None
+) -> Released:
+  """Opens a folder and compares it with the architecture that its config.json asks for.
+
+  Args:
+    path: of the folder.
+    mesh: see `--mesh`.
+    dtype: type to compute in; by default float32 for a folder in float32, else bfloat16.
+    data: section of the run; by default with rows of at most the model's context.
+
+  Raises:
+    DataError: a file or a tensor is not what it should be.
+    ConfigError: the mesh does not fit.
+  """
+  folder = Folder(path)
+  family, model, router = read_config(folder.config, str(folder.path / CONFIG))
+  listed, skipped = check_tensors(folder, family, model)
+  folder.read_ahead()
+  if not dtype:
+    wide = all(folder.entries[t.name].dtype == "F32" for t in listed)
+    dtype = "float32" if wide else "bfloat16"
+  model = dataclasses.replace(model, dtype=dtype)
+  data = data or DataConfig(seq_len=min(DataConfig.seq_len, model.context))
+  name = "".join(c if c.isalnum() or c in "._-" else "-" for c in folder.path.resolve().name)
+  run = RunConfig(
+    name=name.strip("._-")[:64] or family,
+    model=model,
+    router=router,
+    dispatch=DispatchConfig(transport="dropless"),  # a released model drops nothing
+    data=data,
+  )
+  devices = jax.device_count()
+  run = dataclasses.replace(run, mesh=_mesh(run, devices))
+  run = build.on_mesh(run, mesh) if mesh else run
+  shards = run.mesh.batch_shards
+  batch = -(-run.train.batch_size // shards) * shards
+  run = dataclasses.replace(run, train=dataclasses.replace(run.train, batch_size=batch))
+  run = run.resolve(num_devices=devices, vocab_size=0)
+  return Released(folder, family, listed, skipped, build.build(run))
+
+
+def _mesh(run: RunConfig, devices: int) -> MeshConfig:
+  """All devices on the expert axis; one device where their number does not divide the experts."""
+  fits = bool(run.model.wiring_rule.taps) and run.model.num_experts % devices == 0
+  return MeshConfig(data=1, expert=devices if fits else 1)

@@ -1,0 +1,192 @@
+"""A model and its tokenizer, opened once for many prompts: text in, text out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from scmoe.base.errors import ConfigError
+from scmoe.data.tokenizers import JsonTokenizer, prompt_ids
+from scmoe.inference.decode import stream
+from scmoe.inference.offload.model import Usage
+from scmoe.inference.offload.plan import OffloadRequest, Workload
+from scmoe.inference.sampling import Sampling
+from scmoe.pretrained.inference import InferenceFolder
+from scmoe.run import build
+from scmoe.run.opened import OpenRun, open_folder, open_model, open_run
+from scmoe.training.restore import with_newest
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+  """A piece by which a continuation grows.
+
+  Attributes:
+    text: empty where a character is not yet whole.
+    tokens: how many.
+  """
+
+  text: str
+  tokens: int
+
+
+class Session:
+  """A model and its tokenizer, opened once for many prompts.
+
+  Args:
+    workdir: folder of the run.
+    step: of the checkpoint; -1 for the newest.
+    model: folder of `scmoe.convert --inference`, in place of a run's.
+    mesh: see `scmoe.run.build.on_mesh`.
+    allow_import: see `scmoe.base.extensions.check_allowed`.
+    request: where experts may lie (`scmoe.inference.offload.plan`); by default on the devices, if
+      they fit.
+    rows, longest, max_new_tokens: prompts at once, tokens of the longest, and tokens to add to
+      each, for which there has to be room.
+
+  Attributes:
+    plan: lines about where the experts lie; none where they lie on the devices.
+
+  Raises:
+    ConfigError: the model does not fit, and no way of offloading makes it.
+  """
+
+  def __init__(
+    self,
+    workdir: str = "",
+    step: int = -1,
+    *,
+    model: str = "",
+    mesh: str = "",
+    allow_import: Sequence[str] = (),
+    request: OffloadRequest = OffloadRequest(),
+    rows: int = 1,
+    longest: int = 0,
+    max_new_tokens: int = 64,
+  ):
+    folder = InferenceFolder(model, allow_import) if model else None
+    named = None if step < 0 else step
+
+    def opened_step() -> OpenRun:
+      stored = folder or open_run(workdir, named, allow_import)
+      run = build.on_mesh(stored.run, mesh)
+      load = Workload(rows, longest or run.model.context - max_new_tokens, max_new_tokens)
+      options = {"request": request, "load": load}
+      if folder is not None:
+        return open_folder(folder, run, **options)
+      return open_model(run, workdir, stored.step, **options)
+
+    opened = with_newest(opened_step, named)
+    self.model, self.tokenizer, self.plan = opened.model, opened.tokenizer, opened.plan
+    self._usage = Usage()
+    self._options = {
+      "offload": opened.offload,
+      "usage": self._usage,
+      "router": opened.router,
+      "mesh": opened.mesh,
+      "eos_id": self.tokenizer.stop_ids,
+      "prepare": opened.prepare,
+    }
+
+  def encode(self, prompt: str) -> list[int]:
+    """Tokens of a prompt, with those that the model expects before it.
+
+    As in training, a document follows an end-of-text token; of a released model, what its own
+    tokenizer adds (`scmoe.data.conventions`).
+
+    Raises:
+      ConfigError: it is not valid UTF-8.
+    """
+    return prompt_ids(self.tokenizer, _valid(prompt))
+
+  def tokens(
+    self, prompts: list[list[int]], sampling: Sampling = Sampling(), **options: Any
+  ) -> Iterator[list[list[int]]]:
+    """The next tokens of each prompt, as they are made: `scmoe.inference.decode.stream`."""
+    return stream(self.model, prompts, sampling, **self._options, **options)
+
+  def stream(
+    self, prompts: Sequence[str], sampling: Sampling = Sampling(), **options: Any
+  ) -> Iterator[list[Piece]]:
+    """Yields the next piece of every prompt's continuation, as it is made.
+
+    Args:
+      prompts: texts; each is read as the beginning of a document.
+      sampling, options: `max_new_tokens`, `chunk` and `seed` of `scmoe.inference.decode.stream`.
+    """
+    yield from self._pieces([self.encode(prompt) for prompt in prompts], sampling, **options)
+
+  def answer(
+    self, messages: Sequence[Mapping[str, str]], sampling: Sampling = Sampling(), **options: Any
+  ) -> Iterator[list[Piece]]:
+    """Yields the next piece of the model's answer to a conversation, as it is made.
+
+    Args:
+      messages: turns in order, each with `role` and `content`; the oldest are left out where all of
+        them and the answer are longer than the model's context.
+      sampling, options: as for `stream`.
+
+    Raises:
+      ConfigError: the model has no chat template, or jinja2 is not installed.
+      DataError: the template fails.
+    """
+    if not isinstance(self.tokenizer, JsonTokenizer) or not self.tokenizer.can_chat:
+      raise ConfigError("the model has no chat template; give prompts to continue")
+    for message in messages:
+      _valid(message["content"])
+    room = self.model.config.context - options.get("max_new_tokens", 0)
+    tokens = self.tokenizer.chat_ids(messages)
+    while len(tokens) > room and len(messages) > 2:
+      messages = messages[2:]
+      tokens = self.tokenizer.chat_ids(messages)
+    yield from self._pieces([tokens], sampling, **options)
+
+  def _pieces(
+    self, prompts: list[list[int]], sampling: Sampling, **options: Any
+  ) -> Iterator[list[Piece]]:
+    """The next piece of every row's text; a character comes when all of its bytes are there."""
+    decode = self.tokenizer.decode
+    rows: list[list[int]] = [[] for _ in prompts]
+    shown = [""] * len(prompts)
+    for new in self.tokens(prompts, sampling, **options):
+      pieces = []
+      for row, own in enumerate(new):
+        rows[row] += own
+        # The last character's bytes may still be to come.
+        whole = decode(rows[row]).rstrip("\ufffd")
+        pieces.append(Piece(whole[len(shown[row]) :], len(own)))
+        shown[row] = whole
+      yield pieces
+    ends = [decode(row)[len(text) :] for row, text in zip(rows, shown)]
+    if any(ends):
+      yield [Piece(end, 0) for end in ends]
+
+  def usage(self) -> dict[str, Any]:
+    """Requests to the experts' caches so far and peak memory in bytes, JSON-able."""
+    used = self._usage
+    peak = max((d.memory_stats() or {}).get("peak_bytes_in_use", 0) for d in jax.local_devices())
+    found: dict[str, Any] = {"peak_memory": peak, "requests": used.requests, "misses": used.misses}
+    if used.requests:
+      found["hit_rate"] = used.hit_rate
+      if self._options["mesh"].size == 1:
+        found["belady"] = used.hit_rate_of("belady")
+    return found
+
+  def texts(
+    self, prompts: Sequence[str], sampling: Sampling = Sampling(), **options: Any
+  ) -> list[str]:
+    """The continuation of every prompt; arguments as for `stream`."""
+    chunk = {"chunk": options["max_new_tokens"]}
+    grown = list(self.stream(prompts, sampling, **options | chunk))
+    return ["".join(piece.text for piece in row) for row in zip(*grown)]
+
+
+def _valid(prompt: str) -> str:
+  try:
+    prompt.encode("utf-8")
+  except UnicodeEncodeError:
+    raise ConfigError(f"--prompt={prompt!r} is not valid UTF-8") from None
+  return prompt

@@ -1,8 +1,8 @@
-"""Attention of one token a row over the rows' caches, in one kernel.
+"""Attention of one token per row over that row's cache, in one kernel.
 
     R  rows                  H  heads of queries              N  width of a head
     T  length of a cache     K  heads of keys and values, each shared by G = H / K
-    P  parts of a cache      M  (H + 2 K) N
+    P  parts of a cache      M  numbers of a token's projections, (H + 2 K) N
 
 XLA needs three kernels for scores, softmax and the sum over values, and each waits for the one
 before. Here one kernel does all three (`attention_kernel`). To use all multiprocessors, several
@@ -36,11 +36,11 @@ from scmoe.kernels.one_row.matrix_vector import added_up
 # Warpgroups of a CTA for a single row. With many rows a CTA has one, and two CTAs share a
 # multiprocessor.
 _WARPGROUPS = 2
-_MOST_SHARED = 8  # heads of queries whose projections one CTA finishes
+_MOST_SHARED = 8  # most heads of queries whose projections one CTA finishes
 
 
 def cache_length(length: int, dtype: Any, width: int) -> int:
-  """The shortest cache that the kernel takes and that has room for `length` positions."""
+  """Length of a cache with room for `length` positions: a multiple of 64 where the kernel runs."""
   if resolve_backend("auto", dtype, width) != "mosaic_gpu":
     return length
   return -(-length // BLOCK) * BLOCK
@@ -64,12 +64,12 @@ def attend_cache(
 ) -> Array:
   """Σ_t softmax_t(scale · q · k[t]) v[t] over t <= position; not differentiable.
 
-  The softmax weights are rounded to the dtype of the queries before they meet the values.
+  The softmax weights are rounded to the dtype of the queries before they multiply the values.
 
   Args:
     q_RHN: the queries of each row's token, of shapes and a dtype that the kernel `takes`.
-    k_RTKN, v_RTKN: the rows' caches, in the queries' dtype. What lies behind a position has a
-      weight of 0; its values must be finite.
+    k_RTKN, v_RTKN: the rows' caches, in the queries' dtype. Past a row's position values have
+      weight 0, but must be finite.
     position_R: int32, of the tokens.
     scale: factor of the scores.
     window: positions that a token sees, itself included; 0: all.
@@ -211,7 +211,7 @@ def takes_partial(
 ) -> bool:
   """Whether `attend_partial` takes these arrays.
 
-  Beside what `takes` asks for, it needs a single row, at most 8 heads of queries for each head of
+  Besides what `takes` asks for, it needs a single row, at most 8 heads of queries for each head of
   keys, and jax 0.11 or later.
   """
   q_BSHN: Any = jax.ShapeDtypeStruct((1, 1, own.heads, own.width), own.dtype)
@@ -233,10 +233,10 @@ def attend_partial(
   The result is that of `attend_cache` over the cache with the token. Not differentiable.
 
   Args:
-    own: the token's projections, of a kind that `takes_partial`.
+    own: the token's projections, for which `takes_partial` is True.
     k_TKN, v_TKN: the cache, without the token.
     position: int32 [1], of the token.
-    scale, window: as of `attend_cache`.
+    scale, window: as for `attend_cache`.
 
   Returns:
     [H, N], or the parts that join to it, and the cache's keys and values with the token at its
@@ -250,7 +250,8 @@ def attend_partial(
     kv_heads=kv_heads,
     length=length,
     width=width,
-    # A block for each warpgroup: many multiprocessors read a cache sooner, and joining is free.
+    # One block for each warpgroup: more multiprocessors read the cache sooner, and the kernel that
+    # reads the result joins the parts at no cost.
     parts=_parts(length, kv_heads, _WARPGROUPS),
     warpgroups=_WARPGROUPS,
     dtype=k_TKN.dtype,
@@ -272,13 +273,14 @@ def _warpgroups(rows: int) -> int:
 
 
 def _parts(length: int, heads: int, blocks: int) -> int:
-  """P: CTAs that share one head's cache.
+  """P: CTAs that share the cache of one head of keys.
 
-  Each reads about `blocks` blocks, or more if the multiprocessors do not suffice for all heads.
+  Each reads `blocks` blocks of 64 positions, or more if there would be more CTAs than
+  multiprocessors.
 
   Args:
     length: T.
-    heads: heads of keys of all rows.
+    heads: R K, heads of keys of all rows.
     blocks: of a CTA.
   """
   return max(min(-(-length // (blocks * BLOCK)), resolve_num_sms(None) // heads), 1)

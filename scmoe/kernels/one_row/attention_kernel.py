@@ -10,7 +10,7 @@ a worker, and the workers of one head share its blocks in turn: with 16 blocks a
 warpgroups, worker 1 reads blocks 1, 5, 9 and 13. A worker keeps a running softmax over its blocks
 (the online form of Milakov and Gimelshein, arXiv 1805.02867).
 
-    1  Copy the queries and each worker's first two blocks to shared memory.
+    1  Begin to copy the queries and each worker's first two blocks to shared memory.
     2  If projections come as partial sums: add them up and rotate them while the blocks arrive.
     3  Write the G queries into the rows of one tile.
     4  For each block: scores, softmax weights and the weighted sum of values, by two products.
@@ -49,14 +49,15 @@ from scmoe.kernels.one_row.attention_memory import (
   shared_types,
 )
 
-_UNSEEN = -1e30  # the score of a position that the token does not see
+_UNSEEN = -1e30  # the score of a position that is masked for the token
 
 _TILE = plgpu.Layout.WGMMA
 _PER_ROW, _PER_COLUMN = _TILE.reduce(1), _TILE.reduce(0)  # layouts of one number a row, a column
 
 
 class _Seen(NamedTuple):
-  """Positions of the cache that a token sees: the first, its block, and the end of the blocks."""
+  """Positions of the cache that a token sees: the first one, its block, and the first block past
+  the last one."""
 
   first: Any
   first_block: Any
@@ -64,8 +65,8 @@ class _Seen(NamedTuple):
 
 
 class _Softmax(NamedTuple):
-  """A running softmax of M rows: the largest score, the sum of weights e^(score - most), and the
-  sum of values times these weights."""
+  """A running softmax of M rows: each row's largest score, its sum of weights e^(score - most), and
+  its sum of values times these weights."""
 
   most_M: Any
   weight_M: Any
@@ -170,8 +171,8 @@ class _Cta:
     plgpu.copy_gmem_to_smem(gmem.values.at[at, kv], smem.values.at[wg, stage], arrived)
 
   def copy_first_blocks(self) -> None:
-    """Begins the copies of the worker's first blocks. Without a window they are begun before the
-    position is known, so some may lie behind it."""
+    """Begins the copies of the worker's first blocks. Without a window they begin before the
+    position is known, so some blocks may lie past it."""
     first, end = self.seen()[1:] if self.shape.window else (0, self.shape.blocks)
     for stage in range(STAGES):
       block = first + self.worker + stage * self.shape.workers
@@ -211,14 +212,15 @@ class _Cta:
         plgpu.commit_smem()
 
   def load_turn(self) -> list[Any]:
-    """Sine and cosine. They are read before the sums: a read behind them would wait for them."""
+    """Sine and cosine. They are loaded before the partial sums: after the sums' additions, their
+    loads would wait for these."""
     return [load_as(self.gmem.turn.at[i], _PER_COLUMN) for i in range(2 * self.shape.rotated)]
 
   def add_up(self, head: Any, to: Any, start: int = 0) -> None:
     """Adds up one head's partial sums, and writes them, rounded, to `to[start:]`.
 
-    With 128 numbers a head, each thread has one. In the layout of a tile's columns it would read
-    half of 64 numbers.
+    A head of 128 numbers gives each of 128 threads one. A head of 64 is read in halves, in the
+    layout of a tile's columns, where several threads read the same number.
     """
     sums, width, dtype = self.gmem.sums, self.shape.width, self.shape.dtype
     whole = width % WARPGROUP == 0
@@ -237,7 +239,7 @@ class _Cta:
     places = [slice(start + first, start + first + half) for first in (0, half)]
     sin, cos = turn
     first, second = (load_as(row.at[at], _PER_COLUMN).astype(jnp.float32) for at in places)
-    plgpu.commit_smem()  # every thread has read
+    plgpu.commit_smem()  # no thread writes before all threads have read
     for at, x in zip(places, (first * cos - second * sin, second * cos + first * sin)):
       row[at] = x.astype(self.shape.dtype)
 
@@ -252,13 +254,13 @@ class _Cta:
         q_MN = self.finished_queries()
       else:
         plgpu.barrier_wait(self.smem.queries_arrived)
-        # The rows behind the queries are not initialised. No row's result depends on another row.
+        # Rows from G on are not initialised; no row's result depends on another row.
         q_MN = load_as(self.smem.in_out, _TILE)
       self.smem.queries[...] = q_MN
       plgpu.commit_smem()
 
   def finished_queries(self) -> Any:
-    """The queries of stage 2 as rows of a tile; further rows repeat query 0."""
+    """The queries of stage 2 as rows of a tile; rows from G on repeat query 0."""
     width, query_rows = self.shape.width, self.smem.query_rows
     q_MN = self.in_every_row(query_rows.at[pl.ds(0, width)])
     row_MN = plgpu.broadcasted_iota(jnp.int32, q_MN.shape, 0, layout=_TILE)
@@ -268,7 +270,7 @@ class _Cta:
     return q_MN
 
   def in_every_row(self, row: Any) -> Any:
-    """[N] in shared memory as a tile with this in every row."""
+    """A tile each of whose rows is `row`, [N] in shared memory."""
     return lax.broadcast_in_dim(load_as(row, _PER_COLUMN), (ROWS, self.shape.width), (1,))
 
   def wait_for_everyone(self) -> None:
@@ -279,7 +281,8 @@ class _Cta:
   # -- 4: blocks of the cache --------------------------------------------------------------------
 
   def with_token(self, nothing: _Softmax, has_token: Any) -> _Softmax:
-    """The running softmax before the first block: the token's own, for the worker that has it."""
+    """The running softmax before the first block: of the token alone for the worker whose block the
+    token belongs to, `nothing` for the others."""
     smem = self.smem
     q_MN = load_as(smem.queries, _TILE).astype(jnp.float32)
     rows = (smem.key_row, smem.value_row)
@@ -292,8 +295,9 @@ class _Cta:
   def add_block(self, seen: _Seen, step: Any, state: _Softmax) -> _Softmax:
     """Adds a worker's step-th block to its running softmax, and begins the copy of a later one.
 
-    A block that is read has a position that the token sees; so `new_M` is a real score. The one
-    exception is a window of the token alone, whose own score is already in `state`.
+    Every block that is read holds at least one unmasked position, so `new_M` is a real score. The
+    exception is a sliding window of one token with partial sums, where only the token itself is
+    unmasked: `state` has its score already.
     """
     shape, smem, wg = self.shape, self.smem, self.wg
     stage = lax.rem(step, STAGES)
@@ -325,7 +329,7 @@ class _Cta:
     return jnp.where(after_first & before_end, score_MB, jnp.full_like(score_MB, _UNSEEN))
 
   def wait_for_unused_blocks(self, steps: Any) -> None:
-    """Waits for copies of first blocks behind the position: none may arrive after the CTA's end."""
+    """Waits for copies of first blocks past the position: none may arrive after the CTA's end."""
     for stage in range(STAGES):
       workers, blocks = self.shape.workers, self.shape.blocks
       unused = (stage >= steps) & (self.worker + stage * workers < blocks)
@@ -335,7 +339,7 @@ class _Cta:
   # -- 5: the token in the cache -----------------------------------------------------------------
 
   def write_token(self, has_token: Any) -> None:
-    """Writes the token's key and value to the cache. Its worker has read that block by now."""
+    """Writes the token's key and value to the cache. The worker of its block has read it by now."""
     gmem, smem = self.gmem, self.smem
 
     @pl.when(has_token)
@@ -347,7 +351,7 @@ class _Cta:
   # -- 6: the result -----------------------------------------------------------------------------
 
   def hand_over(self, found: _Softmax) -> None:
-    """Lets the first warpgroup read what the second one found."""
+    """The second warpgroup writes its running softmax where the first can read it."""
 
     @pl.when(self.wg == 1)
     def _():
@@ -382,15 +386,15 @@ class _Cta:
       plgpu.copy_smem_to_gmem(written.at[pl.ds(0, shape.group)], to)
 
   def quotient(self, found: _Softmax) -> tuple[Any, Any]:
-    """Writes the result to shared memory. Returns that, and where it belongs."""
+    """Writes the result to shared memory. Returns that memory, and its place in global memory."""
     in_out = self.smem.in_out
     in_out[...] = (found.y_MN / _as_tile(found.weight_M, found.y_MN.shape)).astype(self.shape.dtype)
     plgpu.commit_smem()
     return in_out, self.gmem.y.at[pl.ds(self.first_head, self.shape.group)]
 
   def part_of_result(self, found: _Softmax) -> tuple[Any, Any]:
-    """Writes a part's sums to shared memory, its other numbers to global memory. Returns as
-    `quotient`."""
+    """Writes a part's weighted sums to shared memory, and its largest score and its sum of weights
+    to global memory. Returns as `quotient` does."""
     shape, gmem, smem = self.shape, self.gmem, self.smem
     self.store(found)
     plgpu.commit_smem()
@@ -409,7 +413,7 @@ def _nothing_seen(width: int) -> _Softmax:
 
 
 def _as_tile(x_M: Any, shape: tuple[int, ...]) -> Any:
-  """One number a row in every column of a tile."""
+  """A tile each of whose columns is x, one number a row."""
   return lax.broadcast_in_dim(x_M, shape, (0,))
 
 

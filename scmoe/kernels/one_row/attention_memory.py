@@ -97,7 +97,7 @@ class Global:
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-  """References in shared memory, and barriers. In the same order: the types of all of them.
+  """References in shared memory, and barriers; `shared_types` gives their types in this order.
 
   Attributes:
     in_out: [M, N], queries on their way in; the result on its way out.
@@ -110,7 +110,7 @@ class Shared:
     key_row, value_row: [N], the token's own key and value.
     queries_arrived: the copy of the queries is done.
     block_arrived: [warpgroups, stages], the copies of a block's keys and values are done.
-    everyone: of the CTA's warpgroups.
+    everyone: all warpgroups of the CTA have arrived.
   """
 
   in_out: Any

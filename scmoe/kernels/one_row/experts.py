@@ -1,11 +1,11 @@
 """The experts' network for a single row, for decoding one sequence: nothing is sorted.
 
     C  choices of the row      P  parts of a sum      D  model width      F  expert width
-    K, N  contracted and other width of a product
+    K, N  contracted and other width of a product     D'  width of the output
 
-Both layers only read the matrices of the choices (`matrix_vector`). The second layer's CTAs add up
-the first layer's sums and apply the activation; XLA adds up the second layer's. Nothing is tiled,
-planned or gathered as in `rows_product`.
+Each layer is a kernel that reads the matrices of the chosen experts once (`matrix_vector`). The
+second layer's CTAs add up the first layer's partial sums and apply the activation; XLA adds up the
+second layer's.
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ _HELD = 4096  # most numbers of the activation that a warpgroup keeps in shared 
 def splits(
   widths: tuple[int, int, int], choices: int, num_sms: int | None = None
 ) -> tuple[Split, Split] | None:
-  """How the two layers' products are divided, for widths D, F and D'.
+  """How the two layers' products are divided among CTAs, for widths D, F and D'.
 
-  None where these kernels do not take them, because a width is no multiple of what threads load at
-  once.
+  None if these kernels do not take the widths: one is not a multiple of what threads load at once.
   """
   width, hidden, out_width = widths
   sms = resolve_num_sms(num_sms)
@@ -87,7 +86,8 @@ def forward(
 
 
 def _first_layer(x_1D, weights: FFNWeights, expert_C, own: Split):
-  """Sums before the biases, float32 [C, P, I, F]; I is 2 with a gate, else 1."""
+  """Partial sums of the first layer, before the biases: float32 [C, P, I, F], where I is 2 with a
+  gate, else 1."""
   matrices = weights.up_weights
   _, width, hidden = matrices[0].shape
   rows = width // own.parts
@@ -106,7 +106,8 @@ def _first_layer(x_1D, weights: FFNWeights, expert_C, own: Split):
 def _second_layer(
   pre_CPIF, weights: FFNWeights, expert_C, scale_C, activation: Activation, own: Split
 ):
-  """Sums before the bias, float32 [C, P, D'], times the choice's scale; 0 where no expert is."""
+  """Partial sums of the second layer, before the bias, times the choice's scale: float32
+  [C, P, D']; 0 for a choice without an expert."""
   groups, hidden, out_width = weights.down_GFD.shape
   given = [b for b in weights.up_biases if b is not None]
   biased = [b is not None for b in weights.up_biases]

@@ -2,9 +2,9 @@
 
     D  width      E  experts      P  CTAs, each with D / P of the row's numbers
 
-Two kernels would run one after the other, and each would wait for the one before. For one row the
-norm costs less than that wait. So every CTA computes the whole norm itself, while its part of the
-gate's weights arrives.
+Two kernels would run one after the other, and the second would wait for the first. For one row the
+norm costs less than that wait. So every CTA computes the mean square of the whole row itself,
+while its part of the gate's weights arrives, and normalises its own part of the row.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from scmoe.base.compat import load_as
 from scmoe.kernels.launch import compiled, interpretation
 from scmoe.kernels.one_row.norm import Normalised, of_part
 
-SUMS = 64  # rows of the partial sums; all but P are 0
+SUMS = 64  # rows of the array of partial sums; the kernel fills P of them, and the others with 0
 _ROWS = 64  # of a tile
-_UNIT = 128  # numbers of the row that a warpgroup writes at once
+_UNIT = 128  # a CTA's part of the row is a multiple of this, a number for each thread
 _HELD = 128  # most weights that a thread holds
 
 
 def shares(width: int, num_experts: int) -> int:
-  """P, the most CTAs among which the width divides; 0 where the kernel does not take it."""
+  """P, the most CTAs (up to 64) that divide the width; 0 if the kernel takes no such sizes."""
   for parts in (64, 32, 16, 8, 4, 2, 1):
     rows = width // parts
     if width % (parts * _UNIT) == 0:

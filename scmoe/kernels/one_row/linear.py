@@ -3,8 +3,8 @@
     D  width      N  outputs of a matrix      P  parts of a sum      E  outputs of a narrow matrix
 
 Such a product costs as much as reading the matrix and launching its kernels. cuBLAS is made for
-many rows: for one row it reads at half of the memory's speed, and a narrow matrix takes it several
-kernels.
+many rows: for one row it reads at half of the memory's speed, and for a narrow matrix it launches
+several kernels.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def products(
 ) -> list[Array] | None:
   """x · W for several W in one kernel; None where the kernel does not take them.
 
-  It takes a single row of 16-bit floats, with D a multiple of 32 and each N a multiple of 256. The
-  gradient is that of plain products.
+  It takes a single row of 16-bit floats, with D a multiple of 128 and each N of 256; or of 64 and
+  512, or of 32 and 1024 (`matrix_vector.split`). The gradient is that of plain products.
 
   Args:
     row: x, [..., D], or a row that the kernel computes.
@@ -112,7 +112,7 @@ def sums(
   """The partial sums that `products` adds up: float32 [P, N + N' + ...], or None as there.
 
   Args:
-    row, matrices, backend: as of `products`.
+    row, matrices, backend: as for `products`.
   """
   width = row.shape[-1] if isinstance(row, Array) else row.width
   if row.size != width or any(w.dtype != row.dtype for w in matrices):
@@ -169,7 +169,7 @@ def _read(row: Array | ComputedRow, *matrices: Array, own: Split, simulation: An
       @pl.when((column >= first) & (column < last))
       def _(matrix=matrix, first=first):
         start = begin_sums([matrix], 0, own, rows, number, column - first)
-        if is_made:  # the first weights arrive meanwhile
+        if is_made:  # the first weights arrive while this computes the row
           make()
         store_sums(start(), out.at[0, part], shared, barrier, own, column)
 
@@ -186,11 +186,11 @@ _PARTS = 64  # most parts of a narrow product's sum
 def narrow_product(x_1D: Array, matrix_DE: Array) -> Array:
   """x · W in float32 or wider, [1, E], for some tens of columns.
 
-  XLA adds up many parts side by side, then adds up the parts: two kernels. As a product it would
-  take five.
+  Written as sums, this is two kernels of XLA: one adds up many parts side by side, the other adds
+  up the parts. Written as a product it would be five.
   """
   sums_PE = narrow_sums(x_1D, matrix_DE)
-  # Without the barrier XLA joins both sums into one, which few multiprocessors would compute.
+  # Without the barrier XLA merges both sums into one, which few multiprocessors would compute.
   return jnp.sum(jax.lax.optimization_barrier(sums_PE), axis=0)[None]
 
 

@@ -4,13 +4,13 @@
 
 A tensor core multiplies 64 rows at once. With a single row a product takes as long as reading the
 weights, so these kernels read at the memory's full speed. Every CTA takes some rows of the matrix
-and a piece of a few hundred columns. Every thread multiplies its columns by the row's numbers and
-adds up in registers; only the warpgroups' totals go through shared memory.
+and a piece of 256, 512 or 1024 columns. Every thread multiplies its columns by the row's numbers
+and adds up in registers; only the warpgroups' totals go through shared memory.
 
-A kernel that reads the product adds up the CTAs' partial sums. For example K = 2048 in P = 4 parts
-of pieces of 256 columns: each CTA reads 512 rows of its piece, each of its 4 warpgroups 128 rows,
-and each thread 2 columns, with 32 rows on their way at a time. Narrower pieces mean fewer partial
-sums of a column, and more rows on their way.
+The kernel that reads the product adds up the CTAs' partial sums. For example K = 2048 in P = 4
+parts and pieces of 256 columns: each CTA reads 512 rows of its piece, each of its 4 warpgroups 128
+rows, and each thread 2 columns, with loads of 32 rows in flight. Narrower pieces mean fewer partial
+sums of a column, and more rows in flight.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from scmoe.kernels.launch import compiled
 WARPGROUP = 128  # threads
 WARPGROUPS = 4  # of a CTA; each takes a quarter of its rows
 _IN_FLIGHT = 64  # weights that a thread has begun to load and not yet used
-# Columns of a piece: a thread loads 4, 8 or 16 bytes of a row at once.
+# Columns of a piece: a thread loads 4, 8 or 16 bytes of a row of 16-bit floats at once.
 _COLUMNS = (256, 512, 1024)
 
 
@@ -64,15 +64,16 @@ def split(
   most: int = 0,
   unit: int = 0,
 ) -> Split | None:
-  """The division that leaves the fewest multiprocessors idle; None if no division fits.
+  """The division that keeps the largest share of the multiprocessors busy, with a penalty of √w for
+  w waves of CTAs; None if no division fits.
 
   Args:
     width, out_width: K and N.
     choices: C, matrices that are multiplied at once, one for each choice of an expert.
     num_sms: multiprocessors.
-    multiple: a divisor of the rows of a part.
+    multiple: the rows of a part are a multiple of this.
     most: most rows of a part; 0: any number.
-    unit: a multiple of the piece's columns; 0: N.
+    unit: the columns of a piece divide this; 0: N.
   """
   found: list[tuple[float, Split]] = []
   for columns in _COLUMNS:
@@ -95,8 +96,9 @@ def kernel(
 ):
   """A kernel with a CTA for each choice, piece of columns and part of the rows.
 
-  Its result is float32 [C, P, I, N] for I `matrices` that share the row. The body gets the inputs,
-  the result, shared memory for `store_sums`, a barrier of all warpgroups, and the `scratch`.
+  Its result is float32 [C, P, I, N] for I `matrices` that share the row. The body gets references
+  to the inputs, the result, shared memory for `store_sums`, a barrier of all warpgroups, and the
+  `scratch`.
   """
   return compiled(
     body,
@@ -124,7 +126,7 @@ def place():
 
 
 def one_of(expert, matrices):
-  """An expert's index, made valid where there is none; the caller drops that product."""
+  """An expert's index, clipped to a valid one; the caller drops the product of an invalid one."""
   return jnp.clip(expert, 0, matrices.shape[0] - 1)
 
 
@@ -140,8 +142,9 @@ def begin_sums(matrices, group, own: Split, rows: int, row, column):
     column: index of the piece of columns.
 
   Returns:
-    A function without arguments that returns the sums. The first loads have begun by now, so a
-    kernel can compute the row meanwhile; the function begins the next loads before it uses these.
+    A function without arguments that returns the sums. The first loads have begun by now, so the
+    kernel can compute the row before it calls the function. The function begins the next loads
+    before it uses those that have arrived.
   """
   share = rows // WARPGROUPS
   first = lax.axis_index("part") * rows + lax.axis_index("wg") * share
@@ -175,7 +178,8 @@ def begin_sums(matrices, group, own: Split, rows: int, row, column):
 
 
 def store_sums(sums, out, shared, barrier, own: Split, column):
-  """Adds up the warpgroups' sums and writes them; each warpgroup takes some of the columns."""
+  """Adds up the warpgroups' sums and writes them to `out`, [I, N]; each warpgroup takes some of
+  the columns."""
   wg, piece = lax.axis_index("wg"), max(own.columns // WARPGROUPS, WARPGROUP)
   for i, s in enumerate(sums):
     shared[wg, i] = s

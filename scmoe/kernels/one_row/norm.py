@@ -1,4 +1,4 @@
-"""The norm of a single token in one kernel; XLA takes one for each sum over the row, and one more.
+"""The norm of a single token in one kernel; XLA needs one for each sum over the row, and one more.
 
 D  width
 """
@@ -23,7 +23,7 @@ _MULTIPLE = 256  # two numbers for each of its threads
 
 
 def takes(x_BD: Array, backend: str = "auto") -> bool:
-  """Whether the kernel takes this: one row of 16-bit floats, D a multiple of 256, at most 8192."""
+  """Whether the kernel takes x: one row of 16-bit floats, D a multiple of 256, at most 8192."""
   width = x_BD.shape[-1]
   fits = x_BD.size == width and width % _MULTIPLE == 0 and width <= _WIDEST
   # Called last, because it logs its decision.
@@ -63,7 +63,7 @@ class Normalisation:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Normalised:
-  """A row under a norm, not computed yet: a `linear.ComputedRow`.
+  """A row and a norm that has not been applied yet: a `linear.ComputedRow`.
 
   Attributes:
     x_BD: a single row, [..., D].
@@ -141,7 +141,7 @@ def _normalised(x_1D: Array, norm: Normalisation, *, simulation: Any) -> Array:
 
 
 def of_part(norm: Normalisation, x: Any, arrays: Any, part: Any) -> Array:
-  """A part of the normalised row in float32; one warpgroup of a kernel computes it.
+  """A part of the normalised row in float32; called by one warpgroup of a kernel.
 
   Args:
     norm: the norm.

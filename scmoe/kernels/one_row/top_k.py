@@ -1,7 +1,7 @@
 """The K largest logits of a single token and their shares of the softmax, in one kernel.
 
-    P  parts of the logits' sums      E  experts, L up to a multiple of 64      K  experts per token
-    M  rows of a tile
+    P  parts of the logits' sums      E  experts      L  E, rounded up to a multiple of 64
+    K  experts per token              M  rows of a tile
 
 XLA adds up, sorts, reads the sorted ids, computes a softmax and picks from it: five kernels, and
 each waits for the one before. This kernel does not sort. It counts for every expert how many logits
@@ -22,26 +22,27 @@ from scmoe.base.compat import load_as
 from scmoe.kernels.launch import compiled, interpretation
 
 _ROWS = 64
-_MOST = 256  # experts; so a row of comparisons fits a warpgroup's registers
+_MOST = 256  # most experts: 64 rows of comparisons fit a warpgroup's registers
 
 
 def takes(parts: int, num_experts: int) -> bool:
-  """Whether the kernel takes them: 64 parts, and a multiple of 8 experts up to 256."""
+  """Whether the kernel takes these sizes: 64 parts, and a multiple of 8 experts up to 256."""
   return parts == _ROWS and num_experts % 8 == 0 and num_experts <= _MOST
 
 
 def top_k_of_sums(sums_PE: Array, k: int) -> tuple[Array, Array, Array]:
   """The logits, the K experts with the largest, and their shares of the softmax.
 
-  Among equal logits the expert with the smaller index comes first. With a NaN the order is open.
+  Among equal logits the expert with the smaller index comes first. If a logit is NaN, the choice is
+  unspecified; its ids are valid.
 
   Args:
     sums_PE: float32, partial sums of the logits, of a size that the kernel `takes`.
     k: K, at most E.
 
   Returns:
-    Logits Σ_p sums[p], float32 [E]; experts, int32 [K]; their part of the softmax over all experts,
-    float32 [K].
+    Logits Σ_p sums[p], float32 [E]; experts, int32 [K]; their softmax probabilities over all
+    experts, float32 [K].
   """
   return _top_k(sums_PE, k=k, simulation=interpretation())
 
@@ -79,7 +80,7 @@ def _top_k(sums_PE: Array, *, k: int, simulation: Any) -> tuple[Array, Array, Ar
     part_ML = jnp.exp(value_ML - most_ML)
     total_M = jnp.sum(part_ML, axis=1)
     place_ML = lax.broadcast_in_dim(load_as(numbers, across), shape, (1,))
-    plgpu.commit_smem()  # every thread has read
+    plgpu.commit_smem()  # no thread overwrites `numbers` before all threads have read it
     for first in range(0, -(-k // _ROWS) * _ROWS, _ROWS):
       is_here = place_ML == (row_ML + first).astype(jnp.float32)
       id_M = jnp.sum(jnp.where(is_here, column_ML.astype(jnp.float32), none), axis=1)

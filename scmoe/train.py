@@ -123,7 +123,9 @@ def train(run: RunConfig, workdir: Path) -> TrainState:
     workdir,
     evaluate=evaluation(built, data, workdir),
     sample=sampling(built, data),
-    header="\n".join([header(built, data, workdir), *([teacher.said(run)] if teacher else [])]),
+    header="\n".join(
+      [header(built, data, workdir), *([teacher.header_line(run)] if teacher else [])]
+    ),
     card=card(asked, built, data),
     warm_start=beginning(built),
     teacher=functools.partial(teacher.load, built.teacher) if teacher and built.teacher else None,

@@ -416,7 +416,7 @@ def test_prefill_and_decode_of_two_wirings(here, capsys, quick_compiler):
   assert arms["top2"]["decode"]["speed_up"] == 1
   code, _, err = outcome(generate.main, capsys, *own, "--batch=3")
   assert code == 2
-  assert "--batch=3 does not divide over the 4 parts of the mesh; use a multiple of 4" in err
+  assert "--batch=3 does not divide over the 4 batch shards of the mesh; use a multiple of 4" in err
   code, _, err = outcome(generate.main, capsys, *own, "--prompt_tokens=99")
   assert code == 2
   assert "model.context=16" in err

@@ -1,6 +1,7 @@
-"""Prefill and decode in turns, of several wirings or of several ways to hold experts in the host's
-memory: `python -m scmoe.generate --benchmark`.
+"""`python -m scmoe.generate --benchmark`: times prefill and decode of several wirings, or of
+several ways to hold experts in the host's memory.
 
+Each combination of wiring and way is an arm; `scmoe.profiling.timer` times the arms in turns.
 Weights are random. A fresh router balances worse than a trained one, which changes the times of
 routed experts and the hits of an expert cache; other times do not depend on weights.
 """
@@ -40,12 +41,12 @@ _SAMPLE_SECONDS = 0.2  # calls of decoding that are timed together
 
 
 def offload_request(name: str, base: OffloadRequest = OffloadRequest()) -> OffloadRequest:
-  """Reads how an arm holds its experts.
+  """Reads one of the ways of `--ways` to hold the experts.
 
   Args:
-    name: none, blocking, early, ring, or two of them for prefill,decode; +N for a cache of N
+    name: none, blocking, early or ring, or two of them as PREFILL,DECODE. +N adds a cache of N
       experts of every layer: `ring,early+4`.
-    base: all other fields.
+    base: gives all other fields.
 
   Raises:
     ConfigError: no number follows the +.
@@ -65,7 +66,7 @@ RESIDENT = OffloadRequest(way="none", cache_size=0)
 
 
 class _Arm:
-  """One wiring and one way: its prefill and its decode, compiled, on random weights."""
+  """One wiring with one way to hold its experts: prefill and decode on random weights."""
 
   def __init__(self, run: RunConfig, load: Workload, folder: Path, way: OffloadRequest):
     built = build.build(run)
@@ -73,7 +74,7 @@ class _Arm:
     self.router = self.model.init_router()
     graph, self.params = nnx.split(self.model)
     self.programs = Programs(built.overlap, folder)
-    # Greedy tokens of random weights soon repeat, and with them their experts.
+    # With random weights, greedy decoding soon repeats a token, and so chooses the same experts.
     sampling = Sampling(temperature=0.0 if way.way == "none" else 1.0)
     static = Static(graph, built.mesh, sampling, self.offload.checked(self.model))
     self.apart = taken_apart(static, self.params)  # once for all tokens
@@ -84,7 +85,7 @@ class _Arm:
     self.tokens_BS = jnp.asarray(tokens, jnp.int32)
     self.lengths_B = jnp.full((load.rows,), load.prompt, jnp.int32)
     self.state: Any = None
-    # Generation makes its key once, too.
+    # Made outside the timed calls, as generation makes its key once.
     self.keys = itertools.cycle(list(jax.random.split(jax.random.key(0), 8)))
     self.usage = Usage()
 
@@ -101,7 +102,7 @@ class _Arm:
     for _ in range(calls):
       assert self.state is not None
       first_B, caches = self.state
-      # Every call writes the same positions again, with tokens of its own.
+      # Every call writes the same positions of the caches again.
       given = self.apart, self.router, self.lengths_B, next(self.keys)
       self.state = first_B, self.decode(*given, np.int32(1), first_B, caches)[2]
     jax.block_until_ready(self.state)
@@ -118,14 +119,17 @@ class _Arm:
     self.state = first_B, caches
 
   def warm_up(self) -> None:
-    """Runs both programs until compilation and profiling are over."""
+    """Runs both programs until XLA has compiled them for the last time."""
     for run in (self.run_prefill, self.run_decode):
       run(1)
       while not self.programs.settled:
         run(1)
 
   def memory(self) -> dict[str, int]:
-    """Bytes of each device that the two programs take, arguments included, and of the host."""
+    """Bytes that the larger of the two programs takes on each device, and of the host.
+
+    Arguments are included.
+    """
     analyses = [program.memory_analysis() for program in self.programs.compiled]
     found = [a for a in analyses if a is not None]
     device = lambda a: (
@@ -139,15 +143,15 @@ class _Arm:
 
 
 def random_model(built: build.Built, way: OffloadRequest = RESIDENT, seed: int = 0) -> GPT:
-  """A model with random weights in the types in which they are computed, as a way holds them.
+  """A model with random weights in the compute type, its experts held as `way` says.
 
-  The experts of one layer at a time are made on the device: all of them need not fit it. The
+  The device makes the experts of one layer at a time, since those of all layers may not fit. The
   weights are the same for every way.
 
   Args:
-    built: of the run.
-    way: how its experts are held.
-    seed: of the weights.
+    built: objects of the run.
+    way: where its experts are held.
+    seed: seed of the weights.
   """
   dtype, key = built.run.model.dtype, jax.random.key(seed)
   pairs, is_param = built.run.model.num_pairs, lambda x: isinstance(x, nnx.Variable)
@@ -203,15 +207,18 @@ def benchmark(
   rounds: int = 5,
   ways: Sequence[OffloadRequest] = (RESIDENT,),
 ) -> tuple[str, dict[str, Any]]:
-  """The table that is printed, and the figures behind it.
+  """Times prefill and decode of every wiring with every way to hold its experts.
 
   Args:
-    run: not resolved; its mesh is used.
-    names: wirings; the first is the base of the comparison.
-    load: what each is given.
+    run: configuration, not resolved; its mesh is used.
+    names: wirings; speed-ups are over the first.
+    load: number and length of the prompts, and of the new tokens.
     workdir: where profiles are kept.
-    rounds: turns of every arm.
-    ways: of every wiring; an arm each.
+    rounds: how often each arm is timed.
+    ways: how experts are held.
+
+  Returns:
+    The table to print, and its figures as JSON.
 
   Raises:
     ConfigError: the load does not fit the model or the mesh.
@@ -227,8 +234,8 @@ def benchmark(
       arms[arm] = _Arm(own, load, workdir / name, way)
       arms[arm].warm_up()
   prefill = interleave({n: a.run_prefill for n, a in arms.items()}, rounds=rounds, calls=1)
-  # Calls follow each other as in a generation, which begins one before it reads the last; not where
-  # it counts what a call asked of the experts' caches.
+  # Several calls are timed together, because generation starts a call before it reads the result of
+  # the last. With an expert cache it does not: it reads each call's lookups first.
   waits = [name for name, arm in arms.items() if arm.offload.cache_size]
   calls = {
     name: 1 if name in waits else calls_in(arm.run_decode, _SAMPLE_SECONDS, least=1)
@@ -258,17 +265,18 @@ def benchmark(
     arm.count()
     found["memory"] = arm.memory()
     if arm.usage.requests:
-      found["experts"] = _of_cache(arm)
+      found["experts"] = _cache_figures(arm)
     lines.append(line(name, *cells))
     figures["arms"][name] = found
   stats = [device.memory_stats() or {} for device in jax.local_devices()]
   figures["peak_memory"] = max(found.get("peak_bytes_in_use", 0) for found in stats)
   if len(ways) > 1 or ways[0].way != "none":
-    lines += _of_ways(figures["arms"])
+    lines += _way_lines(figures["arms"])
   return "\n".join(lines), figures
 
 
-def _of_cache(arm: _Arm) -> dict[str, float]:
+def _cache_figures(arm: _Arm) -> dict[str, float]:
+  """Lookups and hit rate of an arm's expert cache, and the hit rates that other policies give."""
   usage = arm.usage
   found = {"requests": usage.requests, "misses": usage.misses, "hit_rate": usage.hit_rate}
   if len(usage.held[0][0]) == arm.offload.cache_size:  # one device
@@ -276,9 +284,11 @@ def _of_cache(arm: _Arm) -> dict[str, float]:
   return found
 
 
-def _of_ways(arms: dict[str, dict[str, Any]]) -> list[str]:
-  """Memory of every arm, hits of its cache, and how much of what blocking adds an early copy takes
-  away, of prefill and decode."""
+def _way_lines(arms: dict[str, dict[str, Any]]) -> list[str]:
+  """Lines on memory and cache hits of every arm, and on the time that an early copy saves.
+
+  The saving is the share of the time that `blocking` adds to `none`. It is put into `arms` too.
+  """
   lines = []
   median = lambda name, part: arms[name][part]["wall"]["ms"]
   for name, found in arms.items():
@@ -290,7 +300,7 @@ def _of_ways(arms: dict[str, dict[str, Any]]) -> list[str]:
       rates = ", ".join(
         f"{n} {100 * experts[n]:.0f} %" for n in expert_trace.POLICIES if n in experts
       )
-      text += f"; {100 * experts['hit_rate']:.0f} % of the experts found ({rates})"
+      text += f"; {100 * experts['hit_rate']:.0f} % of the lookups hit the cache ({rates})"
     lines.append(text)
   for early in (name for name in arms if name.endswith(" early")):
     none, blocking = (early.removesuffix("early") + way for way in ("none", "blocking"))
@@ -299,7 +309,7 @@ def _of_ways(arms: dict[str, dict[str, Any]]) -> list[str]:
         added = median(blocking, part) - median(none, part)
         share = (median(blocking, part) - median(early, part)) / added if added > 0 else 0.0
         arms[early][part]["share_of_added_removed"] = share
-        lines.append(f"{early}: {100 * share:.0f} % of what blocking adds to {part} is gone")
+        lines.append(f"{early}: saves {100 * share:.0f} % of the time that blocking adds to {part}")
   return lines
 
 
@@ -307,8 +317,8 @@ def _check(run: RunConfig, load: Workload) -> None:
   shards = run.mesh.batch_shards
   if load.rows % shards:
     raise ConfigError(
-      f"--batch={load.rows} does not divide over the {shards} parts of the mesh; use a multiple "
-      f"of {shards}"
+      f"--batch={load.rows} does not divide over the {shards} batch shards of the mesh; use a "
+      f"multiple of {shards}"
     )
   if load.prompt + load.new + 1 > run.model.context:
     raise ConfigError(

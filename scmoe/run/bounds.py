@@ -1,8 +1,8 @@
-"""Sizes beyond which a configuration is a slip of the keyboard, checked before anything is built.
+"""Upper bounds of the configuration's numbers, which catch typing errors before anything is built.
 
-Tracing a model takes memory and time by its number of layers, and jax counts in int32: a
-`model.num_layers=1000000000` would be traced for hours, a `model.context` of 10^18 would end in an
-OverflowError. The bounds lie far above every model that has been trained.
+Without them jax would trace `model.num_layers=1000000000` for hours, and a `model.context` of 10^18
+would end in an OverflowError, since jax counts in int32. The bounds lie far above every model that
+has been trained.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 
 from scmoe.base.errors import ConfigError
 
-INT32 = 2**31 - 1  # the most that jax counts to in an array's dimension
-COUNT = 2**53  # the most for counts of steps, bytes and tokens: exact as JSON and as float64
+INT32 = 2**31 - 1  # largest dimension of an array in jax
+COUNT = 2**53  # bound of steps, bytes and tokens: float64 and JSON hold smaller ones exactly
 
-# Field -> its most. Every other whole number: INT32.
+# Field -> upper bound. The bound of all other whole numbers is INT32.
 MOST = {
   "model.num_layers": 10_000,
   "model.num_experts": 2**16,
@@ -72,7 +72,7 @@ def check_bound(path: str, value: Any) -> None:
   """Checks a whole number of the configuration against its bound.
 
   Raises:
-    ConfigError: it is larger.
+    ConfigError: the value exceeds its bound.
   """
   most = MOST.get(path, INT32)
   if type(value) is int and value > most:

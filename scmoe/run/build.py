@@ -1,8 +1,8 @@
-"""From a resolved RunConfig to the objects that run: mesh, model, objective, optimizer.
+"""Builds the objects of a run from its resolved RunConfig: mesh, model, objective, optimizer.
 
-Parameters travel as a plain nested dict of arrays (`nnx.to_pure_dict`): the optimizer, the
-checkpoint and `nnx.merge` all take it as it is. Only shapes exist until `init_state` makes each
-array on its own devices, so a sharded model never has to fit on one device.
+Parameters are a plain nested dict of arrays (`nnx.to_pure_dict`), which the optimizer, the
+checkpoint and `nnx.merge` all accept. Only shapes exist until `init_state` makes each array on its
+own devices, so a sharded model never has to fit on one device.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Built:
 
   Attributes:
     run: the resolved configuration.
-    mesh: its devices.
+    mesh: devices by axis.
     graph: the model without parameters; `nnx.merge(graph, params)` is a `GPT`.
     shapes: parameters as `jax.ShapeDtypeStruct`, each with its sharding.
     objective: loss and metrics.
-    optimizer: of the run.
-    teacher: the teacher of the objective (`beside`), or None.
+    optimizer: what updates the parameters.
+    teacher: the model from which the objective distils (`build_teacher`), or None.
   """
 
   run: RunConfig
@@ -73,12 +73,12 @@ class Built:
 
   @property
   def overlap(self) -> OverlapConfig:
-    """Schedule and compilation, with what follows from the machine filled in."""
+    """Schedule and compilation, with defaults that depend on the machine filled in."""
     return derived_overlap(self.run)
 
   @property
   def candidates(self) -> tuple[Variant | Change, ...]:
-    """Candidates of `overlap.schedule=auto`: as configured, then the likeliest to gain."""
+    """Variants that `overlap.schedule=auto` tries: as configured, then the likeliest to gain."""
     run, dispatch = self.run, self.run.dispatch
     found: list[Variant | Change] = [Variant()]
     if not self.overlap.search_seconds:
@@ -90,9 +90,10 @@ class Built:
     return tuple(found)
 
   def _in_slots(self, best: Variant) -> Variant:
-    """A variant in two chunks or more, whose experts barriers hold where they hide most.
+    """`best` with at least two chunks, whose experts barriers hold in the slots that hide most.
 
-    If communication fits the window, the search's starting point hides it already.
+    The slots are those of a modelled slow link. Where communication is short, the run as configured
+    hides it already.
     """
     times = modelled_times(self.varied(best), "h200-slow")
     chunks = max(2, best.chunks or self.run.dispatch.chunks)
@@ -114,7 +115,8 @@ class Built:
     """FLOPs of one token in training.
 
     Args:
-      figures: of a step; `real_experts` says how many experts have computed for a token.
+      figures: metrics of a step. `real_experts`, if there, is how many of a token's chosen experts
+        compute; the others return their input.
     """
     run = self.run
     k = run.model.wiring_rule.routed_per_gating(run.model.top_k)
@@ -149,7 +151,7 @@ class Built:
 
   @property
   def router_shapes(self) -> dict[str, Any]:
-    """Router state as `jax.ShapeDtypeStruct`; every device holds it whole."""
+    """Router state as `jax.ShapeDtypeStruct`, replicated on every device."""
     _, router = jax.eval_shape(lambda: self.init(jax.random.key(0)))
     everywhere = NamedSharding(self.mesh, jax.sharding.PartitionSpec())
     place = lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=everywhere)
@@ -165,7 +167,7 @@ class Built:
 
   @property
   def given_shapes(self) -> dict[str, Any]:
-    """Parameters, in the types in which they are read, and router state: what a teacher gives."""
+    """Shapes of what a teacher hands to a step: parameters in the compute type, router state."""
     typed = jax.eval_shape(self.objective.cast, self.shapes)
     place = lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at.sharding)
     return {"params": jax.tree.map(place, typed, self.shapes), "router": self.router_shapes}
@@ -180,7 +182,7 @@ class Built:
     return make_objective(changed, build_model(changed, self.mesh)[0], self.teacher)
 
   def varied(self, variant: Variant) -> RunConfig:
-    """The run that is configured as the variant has it; raises as `variant`."""
+    """The run's configuration with the options of a variant; raises as `variant`."""
     run = self.run
     given = variant.given
     moved = {name: given.pop(name) for name in ("schedule", "order") if name in given}
@@ -194,7 +196,10 @@ class Built:
     return dataclasses.replace(run, model=model, dispatch=dispatch, overlap=overlap)
 
   def cut(self) -> Built:
-    """The same sizes on the same devices, in two pairs and one flight of microbatches."""
+    """This run cut to two block pairs and one group of microbatches, on the same devices.
+
+    `overlap.flight` microbatches make a group: the step computes them side by side.
+    """
     run = self.run
     pair = run.model.moe_every * run.model.wiring_rule.units_per_moe
     layers = min(run.model.num_pairs * pair, 2 * pair)
@@ -206,7 +211,10 @@ class Built:
     return build(cut, list(self.mesh.devices.flat))
 
   def random_batch(self) -> Batch:
-    """One step's random tokens of this process: numpy arrays [A, B / processes, ...]."""
+    """Random tokens for one step, this process's part: numpy arrays [A, B / processes, ...].
+
+    A is the number of microbatches, B the rows of each over all processes.
+    """
     train, length = self.train, self.sequence_length
     shape = (train.microbatches(length), train.batch_size // jax.process_count(), length)
     draw = np.random.default_rng(jax.process_index()).integers
@@ -224,16 +232,16 @@ def build(
 
   Args:
     run: see `RunConfig.resolve`.
-    devices: the devices of the mesh; all of jax by default.
-    teacher: the resolved run that `run.train.teacher` names. Without it the objective learns from
-      text only, which is enough for all commands but training.
+    devices: devices of the mesh; None: all that jax has.
+    teacher: the resolved run that `run.train.teacher` names. Only training needs it; without it the
+      objective learns from text alone.
 
   Raises:
     ConfigError: the mesh needs more devices than there are.
   """
   mesh = build_mesh(run, devices)
   graph, shapes = build_model(run, mesh)
-  taught_by = None if teacher is None else beside(teacher, run, mesh)
+  taught_by = None if teacher is None else build_teacher(teacher, run, mesh)
   objective = make_objective(run, graph, taught_by)
   optimizer = make_optimizer(
     run.optimizer,
@@ -245,11 +253,12 @@ def build(
   return Built(run, mesh, graph, shapes, objective, optimizer, taught_by)
 
 
-def beside(teacher: RunConfig, run: RunConfig, mesh: Mesh) -> Built:
-  """A teacher on the mesh of its student, whose rows travel as the student's do.
+def build_teacher(teacher: RunConfig, run: RunConfig, mesh: Mesh) -> Built:
+  """Builds a teacher on its student's mesh, with the student's transport and schedule.
 
   Raises:
-    ConfigError: it cannot lie on that mesh, or knows fewer positions or another vocabulary.
+    ConfigError: the teacher does not fit the mesh, has fewer positions than the student's
+      sequences, or another vocabulary.
   """
   name, theirs, own = f"train.teacher={run.train.teacher!r}", teacher.model, run.model
   if theirs.vocab_size != own.vocab_size:
@@ -274,7 +283,7 @@ def beside(teacher: RunConfig, run: RunConfig, mesh: Mesh) -> Built:
     raise ConfigError(f"{name}: {error}") from None
   teacher = dataclasses.replace(teacher, mesh=run.mesh, dispatch=run.dispatch, overlap=run.overlap)
   graph, shapes = build_model(teacher, mesh)
-  optimizer = make_optimizer(OptimizerConfig(), 1)  # of which nothing is asked
+  optimizer = make_optimizer(OptimizerConfig(), 1)  # never used: a teacher does not learn
   return Built(teacher, mesh, graph, shapes, make_objective(teacher, graph), optimizer)
 
 
@@ -324,7 +333,7 @@ def make_gpt(run: RunConfig, key: Array) -> GPT:
 
 
 def derived_overlap(run: RunConfig) -> OverlapConfig:
-  """Schedule and compilation of a resolved run on this machine."""
+  """Overlap options of a resolved run, with defaults that depend on the machine filled in."""
   taps, gathered = run.model.wiring_rule.taps, run.dispatch.adaptive_r == 0
   exchange = run.mesh.expert > 1 and bool(taps) and not gathered
   gpu = jax.default_backend() == "gpu"
@@ -343,10 +352,10 @@ def with_wiring(run: RunConfig, name: str) -> RunConfig:
 
 
 def on_mesh(run: RunConfig, text: str = "") -> RunConfig:
-  """A stored run on the devices that are here.
+  """A stored run on the devices of this machine.
 
   Args:
-    run: resolved.
+    run: resolved configuration.
     text: axes such as "data=2,expert=2"; the others are 1. Empty: training's mesh where there are
       devices for it, else one device.
 
@@ -369,7 +378,8 @@ def on_mesh(run: RunConfig, text: str = "") -> RunConfig:
 
 
 def _on(run: RunConfig, mesh: MeshConfig) -> RunConfig:
-  """Another mesh; capacity groups stay where they divide, since drops depend on them."""
+  """The run on another mesh. Capacity groups decide which tokens are dropped, so they stay if they
+  divide over the new mesh."""
   groups = run.dispatch.groups
   groups = 0 if groups % mesh.batch_shards else groups
   return dataclasses.replace(
@@ -378,14 +388,15 @@ def _on(run: RunConfig, mesh: MeshConfig) -> RunConfig:
 
 
 def with_capacity_groups_of(run: RunConfig, trained: RunConfig) -> RunConfig:
-  """A run whose experts have the capacity that they had in training, on another mesh too.
+  """The run with as many capacity groups as in training, so that experts drop the same choices.
 
-  With `dispatch.groups=0` every device of training had buffers of its own. One device that
-  evaluates what eight trained would have one buffer for all tokens, which drops fewer choices.
+  With `dispatch.groups=0` every device has buffers of its own. One device that evaluates a model
+  trained on eight would otherwise have one buffer for all tokens, and drop fewer choices. A run
+  whose groups are set, or cannot be divided so, stays as it is.
 
   Args:
-    run: on the mesh where it is evaluated.
-    trained: on the mesh where it was trained; both resolved.
+    run: resolved, on the mesh where it is evaluated.
+    trained: resolved, on the mesh where it was trained.
   """
   groups, shards = trained.mesh.batch_shards, run.mesh.batch_shards
   tokens = run.train.batch_size * run.data.seq_len
@@ -408,7 +419,7 @@ def vocab_size(data: DataConfig) -> int:
 
 
 def _rows_over_share(run: RunConfig, k: int) -> float:
-  """Rows of the buffers that travel over the choices that are made, k of each token."""
+  """Rows that the exchange's buffers hold, relative to the k choices of every token."""
   dispatch, factor = run.dispatch, abs(run.dispatch.capacity_factor)
   if dispatch.transport != "capacity":
     return dispatch.slack
@@ -416,7 +427,7 @@ def _rows_over_share(run: RunConfig, k: int) -> float:
 
 
 def modelled_times(run: RunConfig, modelled_on: str) -> Times | None:
-  """The schedule's times of one unit, in ms; None without experts."""
+  """Modelled times of a unit's steps on `modelled_on`, in ms; None for a model without experts."""
   model, wiring = run.model, run.model.wiring_rule
   if not wiring.taps:
     return None

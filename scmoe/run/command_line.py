@@ -1,7 +1,7 @@
-"""The command line of the entry points: flags by type, fields of the configuration, and help.
+"""The command line of the entry points: typed flags, fields of the configuration, and help.
 
-Written out instead of using argparse, because a wrong flag has to give one line that says what
-would do, and because help is generated from the declared options.
+It does not use argparse, because the error for a wrong flag has to be one line that suggests the
+right one, and because help is generated from the declared options.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from scmoe.run.suggestions import nearest
 
 FIELD = "--config."
 SCREEN = (24, 100)  # lines and columns of `--help`
-_EXAMPLES = 3  # of a command's docstring that `--help` shows
+_EXAMPLES = 3  # `--help` shows so many examples of a command's docstring
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Flag:
   """One flag of an entry point.
 
   Attributes:
-    name: without the dashes.
+    name: name without the dashes.
     kind: bool (needs no value), int, float or str.
-    default: value without the flag; None: the flag is required or means "not given".
+    default: value where the flag is not given.
     help: its meaning.
-    repeat: may be given several times; its value is then a list.
-    required: must be given.
-    words: takes the words that belong to no flag; its value is a list.
+    repeat: whether it may be given several times; its value is then a list.
+    required: whether it must be given.
+    words: whether it collects the words that belong to no flag; its value is a list.
   """
 
   name: str
@@ -59,19 +59,19 @@ HELP = Flag(
   "help",
   str,
   "",
-  "a short help; --help all prints everything, --help model a section; also -h",
+  "print a short help; --help all prints everything, --help model one section; also -h",
 )
 
 VERSION = Flag("version", bool, False, "print the version, then stop; every command has it")
 
 SIMULATE = Flag(
-  "simulate", int, 0, "so many simulated devices on the CPU; 0: the devices there are"
+  "simulate", int, 0, "number of devices to simulate on the CPU; 0: use the real devices"
 )
 ALLOW_IMPORT = Flag(
   "allow_import",
   str,
   "",
-  "package whose code a stored configuration may name (model.experts=PACKAGE:Name); see "
+  "package whose code a stored configuration may import (model.experts=PACKAGE:Name); see "
   "docs/extending.md",
   repeat=True,
 )
@@ -79,7 +79,7 @@ ALLOW_IMPORT = Flag(
 TRAIN_FLAGS = (
   Flag("config", str, "quickstart", "config file (Python, which is run), or the name of one"),
   Flag("config_json", str, "", "read the configuration from JSON (--print_config) instead"),
-  Flag("smoke", bool, False, "the config file's reduced form: seconds, to see that it runs"),
+  Flag("smoke", bool, False, "use the config file's reduced form, which runs in seconds"),
   Flag(
     "workdir",
     str,
@@ -96,9 +96,9 @@ TRAIN_FLAGS = (
     False,
     "bitwise equal runs on the same hardware; on GPUs slower, and attention keeps its scores",
   ),
-  Flag("restarts", int, 0, "start again by itself so often, when the run dies"),
+  Flag("restarts", int, 0, "restart a run that dies, at most this many times"),
   ALLOW_IMPORT,
-  Flag("allow_config_change", bool, False, "resume although the configuration was changed"),
+  Flag("allow_config_change", bool, False, "resume even if the configuration was changed"),
   VERSION,
   HELP,
 )
@@ -111,8 +111,8 @@ def parse(
 
   Args:
     argv: arguments.
-    flags: those that are known.
-    with_fields: `--config.SECTION.FIELD=VALUE` is known too.
+    flags: the command's flags.
+    with_fields: whether to accept `--config.SECTION.FIELD=VALUE` too.
 
   Returns:
     The value of every flag, and (field, text) of the fields in the order given.
@@ -162,7 +162,7 @@ def parse(
 
 
 def _unknown(word: str, known: dict[str, Flag], with_fields: bool, before: str) -> str:
-  """The error for a word that is no flag; `before` is the flag that stands before it."""
+  """The error for a word that is not a flag; `before` is the flag before it."""
   name = word.partition("=")[0]
   if name in config_names():
     return f"{name!r} belongs to no flag; did you mean --config={name}?"
@@ -179,10 +179,10 @@ def _unknown(word: str, known: dict[str, Flag], with_fields: bool, before: str) 
 
 
 def json_file(text: str) -> Path | None:
-  """The file of `--json`, checked before a command works for minutes; None where none is asked for.
+  """The file of `--json`, checked before a command works for minutes; None for an empty `text`.
 
   Raises:
-    ConfigError: it is a folder, or its folder is not there.
+    ConfigError: it is a folder, or its folder does not exist.
   """
   if not text:
     return None
@@ -195,7 +195,7 @@ def json_file(text: str) -> Path | None:
 
 
 def at_least(values: dict[str, Any], least: int, *names: str) -> None:
-  """Checks numbers of the command line.
+  """Checks that the numbers of some flags are large enough.
 
   Raises:
     ConfigError: one of these flags is below `least`.
@@ -210,7 +210,7 @@ _CUDA = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
 def _check_platforms() -> None:
-  """Checks JAX_PLATFORMS, which jax itself answers with a traceback at the first device."""
+  """Checks JAX_PLATFORMS, since a wrong value makes jax end in a traceback at the first device."""
   asked = os.environ.get("JAX_PLATFORMS", "")
   for word in asked.split(","):
     if word not in _PLATFORMS:
@@ -223,17 +223,20 @@ def _check_platforms() -> None:
 
 
 def simulate(count: int) -> None:
-  """Makes jax use `count` simulated devices of the CPU; nothing for 0. Before any device is used.
+  """Makes jax simulate `count` devices on the CPU; 0 changes nothing.
+
+  Call it before jax uses a device.
 
   Raises:
-    ConfigError: not 1 to 512, jax has devices already, or JAX_PLATFORMS cannot be used.
+    ConfigError: `count` is not 0 to 512, jax has devices already, or JAX_PLATFORMS is unknown.
   """
   _check_platforms()
   if not count:
     return
   if not 0 < count <= 512:
     raise ConfigError(f"--simulate={count} is not a number of devices; use 1 to 512")
-  # XLA sizes its pool by the number of cores, and a collective waits for all devices at once.
+  # XLA starts NPROC threads, one per core by default. In a collective each simulated device blocks
+  # a thread until all devices have arrived: with too few threads they would wait for ever.
   os.environ["NPROC"] = str(max(16, 2 * count))
   import jax
 
@@ -245,18 +248,18 @@ def simulate(count: int) -> None:
 
 
 def one_model(values: dict[str, Any]) -> None:
-  """Checks that --model, which is one model, stands alone.
+  """Checks that --model, which names one model, is not given with flags that choose a run.
 
   Raises:
-    ConfigError: a flag of a run is given with it.
+    ConfigError: --workdir or --step is given too.
   """
   if values["model"] and (values["workdir"] or values["step"] >= 0):
     other = "workdir" if values["workdir"] else "step"
-    raise ConfigError(f"--{other} goes without --model, which is the folder of one model")
+    raise ConfigError(f"--{other} and --model exclude each other: --model is one model's folder")
 
 
 def compared(text: str, run: RunConfig) -> list[str]:
-  """The wirings of `--compare`, separated by commas; the run's own if there are none.
+  """The wirings that `--compare` lists, separated by commas; the run's own if it lists none.
 
   Raises:
     ConfigError: one of them is unknown.
@@ -269,10 +272,10 @@ def compared(text: str, run: RunConfig) -> list[str]:
 
 
 def run_config(values: dict[str, Any], given: Sequence[tuple[str, str]]) -> RunConfig:
-  """The configuration that parsed `TRAIN_FLAGS` and fields ask for; not resolved yet.
+  """The configuration that the values of `TRAIN_FLAGS` and the fields give; not resolved yet.
 
   Raises:
-    ConfigError: file or field cannot be used.
+    ConfigError: a file or a field cannot be used.
   """
   if values["config_json"]:
     path = Path(values["config_json"])
@@ -297,7 +300,7 @@ def run_config(values: dict[str, Any], given: Sequence[tuple[str, str]]) -> RunC
 
 
 def default_workdir(values: dict[str, Any], run: RunConfig) -> str:
-  """`--workdir`, or a folder of the run's name: a smoke run has its own beside the real one's."""
+  """`--workdir`, or runs/NAME; a smoke run has a folder of its own, runs/NAME-smoke."""
   return values["workdir"] or f"runs/{run.name}" + ("-smoke" if values["smoke"] else "")
 
 
@@ -319,9 +322,9 @@ def help_text(
   Args:
     usage: the command's docstring.
     flags: its flags.
-    topic: `short`, a screen of at most 24 lines; `all`, every flag, field and exit code; or a flag,
-      a section or a field.
-    with_fields: the command takes the fields of the configuration.
+    topic: `short`: at most 24 lines; `all`: every flag, field and exit code; otherwise the name of
+      a flag, a section or a field.
+    with_fields: whether the command takes the fields of the configuration.
 
   Raises:
     ConfigError: there is no such topic.

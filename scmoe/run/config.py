@@ -1,8 +1,8 @@
-"""RunConfig: everything that decides a run, composed of the sections that components own.
+"""RunConfig: the whole configuration of a run, composed of the sections that components define.
 
-A configuration comes in as a Python file (`configs/*.py`), as JSON, or as fields on the command
-line. All three become the same frozen dataclass, which `resolve` checks as a whole before anything
-is compiled or written. What a checkpoint stores is JSON: reading it back runs no code.
+A user gives it as a Python file (`configs/*.py`), as JSON, or as fields on the command line. All
+three become the same frozen dataclass, which `resolve` checks as a whole before anything is
+compiled or written. Checkpoints store it as JSON, so reading it back runs no code.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from scmoe.training.options import (
 )
 from scmoe.training.schema import upgraded_config
 
-# As GPT-2 was trained: attention crosses documents (model.document_mask), so positions do too.
+# The defaults train as GPT-2 was trained: attention crosses the documents of a row
+# (model.document_mask=False), so positions do not start again at each document either.
 _WHOLE_ROWS = DataConfig(document_mask=False)
 
 
@@ -62,18 +63,18 @@ class RunConfig(Options):
     vocab_size: int,
     num_processes: int = 1,
   ) -> RunConfig:
-    """Fills in what follows from other fields, and checks all fields against each other.
+    """Fills in fields that follow from others, and checks all fields against each other.
 
     Args:
       num_devices: devices of all processes.
-      vocab_size: of the tokenizer; used where `model.vocab_size` is 0.
+      vocab_size: vocabulary of the tokenizer; used where `model.vocab_size` is 0.
       num_processes: processes of the run.
 
     Returns:
       The same configuration with the sizes of the model and of the mesh filled in.
 
     Raises:
-      ConfigError: names the field, what was got and what would do.
+      ConfigError: a field is wrong; the message names it, its value and a remedy.
     """
     check_run_name(self.name, "name")
     for field in fields(self):
@@ -157,7 +158,7 @@ def _check_schedule(optimizer: OptimizerConfig, steps: int) -> None:
 
 
 def smoke_run(run: RunConfig) -> RunConfig:
-  """`run` small enough for a CPU and seconds, with every mechanism it has: what tests run.
+  """`run` made so small that a CPU trains it in seconds, with all its mechanisms; tests use it.
 
   Sizes, data and length shrink. Style, wiring, types, routing, transport, overlap, mesh and
   rematerialisation stay.
@@ -190,7 +191,7 @@ def smoke_run(run: RunConfig) -> RunConfig:
 
 
 def imports_of(run: RunConfig) -> dict[str, str]:
-  """Field -> import path (`scmoe.base.extensions`), of the fields that have one."""
+  """Import paths (`scmoe.base.extensions`) among the values, by field."""
   return {
     field.path: field.default
     for field in fields(run)
@@ -211,7 +212,7 @@ def from_dict(values: Mapping[str, Any], where: str = "config") -> RunConfig:
 
   Args:
     values: nested mappings.
-    where: what errors call the source.
+    where: name of the source, for errors.
 
   Raises:
     ConfigError: a field is unknown or has a value of the wrong type.
@@ -254,10 +255,11 @@ def to_json(run: RunConfig) -> str:
 
 
 def from_json(text: str, where: str = "config JSON") -> RunConfig:
-  """Reads what `to_json` wrote, in whichever version. Runs no code, whatever the text holds.
+  """Reads JSON that this or an earlier version's `to_json` wrote. Runs no code.
 
   Raises:
-    ConfigError: not JSON, a key twice, an unknown field, or a value of the wrong type.
+    ConfigError: the text is not JSON, or has a key twice, an unknown field, or a value of the wrong
+      type.
   """
 
   def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -280,7 +282,7 @@ def from_json(text: str, where: str = "config JSON") -> RunConfig:
 def as_config_dict(run: RunConfig) -> Any:
   """A locked `ml_collections.ConfigDict` of all fields; `get_config` of a config file returns one.
 
-  It refuses unknown fields, and values that its types cannot hold.
+  It refuses unknown fields and values of a wrong type.
 
   Raises:
     ConfigError: ml_collections is not installed.

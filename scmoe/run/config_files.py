@@ -19,7 +19,7 @@ from scmoe.run.config import RunConfig, from_dict
 from scmoe.run.names import RUN_NAME
 
 _HERE = Path(__file__).resolve().parents[1]
-# An installed package has the checkout's folder inside, as scmoe/configs.
+# The installed package has configs/ inside, as scmoe/configs; in a checkout it lies beside scmoe/.
 CONFIG_FOLDER = _HERE / "configs" if (_HERE / "configs").is_dir() else _HERE.parent / "configs"
 
 
@@ -47,14 +47,14 @@ def find_config(name: str) -> Path:
 
 
 def load_config(path: Path, function: str = "get_config") -> RunConfig:
-  """Runs a config file (it is Python code) and reads what its function returns.
+  """Runs a config file, which is Python code, and reads what its function returns.
 
   Args:
     path: the file.
     function: `get_config`, or `smoke` for the reduced form that tests run.
 
   Raises:
-    ConfigError: the file fails, or lacks the function, or returns something else.
+    ConfigError: the file fails, lacks the function, or the function returns no configuration.
   """
   module = _run_file(path)
   make: Callable[[], Any] | None = getattr(module, function, None)
@@ -66,7 +66,7 @@ def load_config(path: Path, function: str = "get_config") -> RunConfig:
     values = make()
   except ConfigError:
     raise
-  except Exception as error:  # any exception of the user's code becomes one line, with its place
+  except Exception as error:  # the user's code may raise anything; it becomes one line
     raise ConfigError(f"{path}{_line_of(error, path)}: {_in_words(error)}") from None
   if isinstance(values, RunConfig):
     return values
@@ -84,7 +84,10 @@ def _run_file(path: Path) -> types.ModuleType:
   if spec is None or spec.loader is None:
     raise ConfigError(f"{path}: not a Python file; its name must end in .py")
   module = importlib.util.module_from_spec(spec)
-  writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # leave no traces beside configs
+  writes, sys.dont_write_bytecode = (
+    sys.dont_write_bytecode,
+    True,
+  )  # no __pycache__ beside the user's file
   try:
     spec.loader.exec_module(module)
   except ConfigError:
@@ -102,7 +105,7 @@ def _in_words(error: Exception) -> str:
 
 
 def _line_of(error: Exception, path: Path) -> str:
-  """The line, as ":LINE", of the last place in the file that the error passed."""
+  """The innermost line of the file in the error's traceback, as ":LINE"; empty if there is none."""
   if isinstance(error, SyntaxError) and error.lineno:
     return f":{error.lineno}"
   trace, line = error.__traceback__, ""

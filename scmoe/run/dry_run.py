@@ -31,7 +31,7 @@ from scmoe.run.estimates import StepNeeds, device_table
 from scmoe.training.optimizer import make_optimizer
 from scmoe.training.step import abstract_state
 
-LARGER = (2, 4)  # times as large are the microbatches whose memory is printed too
+LARGER = (2, 4)  # memory is printed for microbatches of 2 and 4 times the size, too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Memory:
 
   Attributes:
     parameters, gradients, optimizer: exact.
-    activations: what the backward pass keeps of one microbatch, and what one step of the scan over
-      layers recomputes; an estimate, since XLA fuses.
+    activations: what one microbatch keeps for the backward pass, and what the backward pass
+      recomputes of one layer at a time; an estimate, since XLA fuses.
     exchange: send and receive buffers of one dispatch and one combine.
   """
 
@@ -77,7 +77,8 @@ class DryRun:
   """Everything that `--dry_run` prints; see `dry_run`.
 
   Attributes:
-    larger: the memory with microbatches that many times as large, of which a step has so many.
+    larger: factor -> memory with microbatches so many times larger; a factor that does not divide
+      the number of microbatches is left out.
   """
 
   run: RunConfig
@@ -145,7 +146,7 @@ def _larger(run: RunConfig, memory: Memory) -> dict[int, Memory]:
 
 
 def real_share(run: RunConfig) -> float:
-  """Share of a token's choices that are meant to be of experts that compute."""
+  """Intended share of a token's choices that are experts; the rest are zero experts."""
   k = run.model.wiring_rule.routed_per_gating(run.model.top_k)
   return run.router.real_share(k, run.model.num_experts, run.model.zero_experts)
 
@@ -164,7 +165,7 @@ def abstract_mesh(run: RunConfig) -> AbstractMesh:
 
 @dataclasses.dataclass(frozen=True)
 class _NoDevice:
-  # What `jax.sharding.Mesh` asks of a device before it is used.
+  # The attributes of a device that `jax.sharding.Mesh` reads when it is made.
   id: int
   platform: str = "cpu"
   device_kind: str = "none"
@@ -191,7 +192,8 @@ def _traced_step(run: RunConfig, mesh: AbstractMesh, graph: nnx.GraphDef, shapes
 def _all_to_alls(jaxpr: Any, times: int = 1) -> Iterator[tuple[int, int, int]]:
   """(how often, bytes of the buffer, devices that exchange) of every all-to-all.
 
-  A loop whose length depends on data counts for nothing: balanced dropless routing enters none.
+  A `while` loop is counted as if it never ran: it holds the dropless transport's overflow rounds,
+  and balanced routing needs none.
   """
   for equation in jaxpr.eqns:
     if equation.primitive.name == "all_to_all":
@@ -208,7 +210,7 @@ def _all_to_alls(jaxpr: Any, times: int = 1) -> Iterator[tuple[int, int, int]]:
 
 def _traffic(run: RunConfig, sent: list[tuple[int, int, int]], shapes: Any) -> Traffic:
   microbatches = run.train.microbatches(run.data.seq_len)
-  # The n-th part of a buffer is for the device itself and does not leave it.
+  # A device keeps its own one of the buffer's n equal parts.
   leaving = sum(times * size * (n - 1) // n for times, size, n in sent)
   gradients = 0.0
   for leaf in jax.tree.leaves(shapes):
@@ -229,17 +231,20 @@ def _bytes_per_device(tree: Any) -> int:
 
 
 def _activation_bytes(run: RunConfig) -> int:
-  """Bytes kept for the backward pass of one microbatch on one device, tensor axis included."""
+  """Bytes that one device keeps for the backward pass of one microbatch."""
   kept = _saved_bytes(run)
-  if run.train.remat != "none":  # one step of the scan is recomputed at a time
+  if run.train.remat != "none":  # the backward pass recomputes one step of the scan at a time
     plain = dataclasses.replace(run, train=dataclasses.replace(run.train, remat="none"))
     kept += _saved_bytes(plain) // (run.model.num_pairs + len(run.model.dense_indices))
   return kept // run.mesh.tensor
 
 
 def _saved_bytes(run: RunConfig) -> int:
-  """Bytes of the residuals that jax keeps, of one device's share of a microbatch."""
-  # One device with its own tokens has as many expert rows as a device of the mesh: E·C.
+  """Bytes of the residuals that jax keeps for one device's rows of a microbatch.
+
+  Hidden widths are not divided over the tensor axis here.
+  """
+  # A single device with these rows computes E·C expert rows, as many as a device of the mesh.
   shards = run.mesh.batch_shards
   alone = build.single_device(run)
   train = dataclasses.replace(run.train, batch_size=run.train.batch_size // shards)
@@ -254,8 +259,8 @@ def _saved_bytes(run: RunConfig) -> int:
   jaxpr = jax.make_jaxpr(backward)(shapes, _batch(alone)).jaxpr
   arguments = {id(v) for v in jaxpr.invars}
   kept = {id(v): v.aval for v in jaxpr.outvars if hasattr(v, "aval") and id(v) not in arguments}
-  # A GPU's fused attention keeps no scores, which the portable form traced here does; it is not
-  # used in a deterministic run.
+  # The portable attention that is traced here keeps the scores. A GPU's fused attention, which a
+  # deterministic run does not use, keeps none.
   model, length, masked = run.model, run.data.seq_len, run.model.document_mask
   fused = fusable(
     jnp.dtype(model.dtype), model.head_dim, length, masked=masked, window=model.sliding_window
@@ -266,7 +271,7 @@ def _saved_bytes(run: RunConfig) -> int:
 
 
 def matched_baselines(run: RunConfig) -> dict[str, tuple[Parameters, Flops] | str]:
-  """Every wiring with all other fields as they are; the reason where it cannot be built."""
+  """Parameters and FLOPs of every wiring, other fields unchanged, or why it cannot be built."""
   found: dict[str, tuple[Parameters, Flops] | str] = {}
   for word in WIRINGS:
     try:
@@ -350,7 +355,7 @@ def _memory_lines(result: DryRun) -> list[str]:
   for kind, size in dataclasses.asdict(memory).items():
     lines.append(f"  {names.get(kind, kind):36} {size_of(size):>12}")
   lines.append(f"  {'total':36} {size_of(memory.total):>12}")
-  for times, larger in result.larger.items():  # fewer add their gradients up less often
+  for times, larger in result.larger.items():  # fewer microbatches: fewer additions of gradients
     name = f"total with train.batch_size={times * result.run.train.batch_size}"
     lines.append(f"  {name:36} {size_of(larger.total):>12}")
   return lines

@@ -1,7 +1,7 @@
-"""Fields that were typed and change nothing: refused, with the reason and what would do.
+"""Refuses fields of the command line that would change nothing, with the reason and a remedy.
 
-Only what a user typed is looked at. A config file may well say how many experts a token visits
-under `topk` and be run with `model.wiring=top2`.
+Fields of a config file are not checked: a file may set `model.top_k`, which `topk` reads, and still
+be run with `model.wiring=top2`, which does not.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from scmoe.base.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-  """Fields, when they change nothing, why, and what would make them count.
+  """When some fields have no effect, why, and the remedy.
 
   Attributes:
     fields: dotted names; one that ends in '.' is a section.
-    idle: whether they change nothing in a run.
-    why: with `{...}` filled in from the run.
+    idle: whether the fields have no effect in a run.
+    why: reason; a format string that is given the run.
     remedy: what to set instead.
   """
 
@@ -35,7 +35,7 @@ def _kinds(run: Any) -> set[str]:
 
 
 def _can_be_read(run: Any) -> bool:
-  """A mixture that cannot be read has an error of its own."""
+  """Whether `data.mixture` can be read; `DataConfig.check` reports it if not."""
   try:
     run.data.parts()
   except ConfigError:
@@ -86,7 +86,8 @@ RULES = (
   _Rule(
     ("router.real_experts",),
     lambda run: not run.model.zero_experts or run.router.bias == "none",
-    "model.zero_experts={run.model.zero_experts} and router.bias={run.router.bias!r} hold no share",
+    "no share is held with model.zero_experts={run.model.zero_experts} and "
+    "router.bias={run.router.bias!r}",
     "set model.zero_experts, and router.bias=pid",
   ),
   _Rule(
@@ -98,13 +99,13 @@ RULES = (
   _Rule(
     ("model.latent_norm_eps",),
     lambda run: not run.model.kv_lora_rank,
-    "model.kv_lora_rank=0 is ordinary attention",
+    "model.kv_lora_rank=0 means ordinary attention, which has no such norm",
     "set model.kv_lora_rank and the widths of the heads",
   ),
   _Rule(
     ("router.topk_group", "router.group_score"),
     lambda run: run.router.n_group == 1,
-    "router.n_group=1 leaves all experts open",
+    "router.n_group=1 does not group the experts",
     "set router.n_group",
   ),
   _Rule(
@@ -116,13 +117,13 @@ RULES = (
   _Rule(
     ("router.bias_rate",),
     lambda run: run.router.bias == "none",
-    "router.bias='none' moves no bias",
+    "router.bias='none' has no bias to move",
     "set router.bias=sign or pid",
   ),
   _Rule(
     ("router.balance",),
     lambda run: not run.router.balance_loss and run.router.balance != "none",
-    "router.balance_loss=0 weighs the balancing loss with nothing",
+    "router.balance_loss=0 is the weight of the balancing loss",
     "set router.balance_loss, e.g. 0.01",
   ),
   _Rule(
@@ -134,7 +135,7 @@ RULES = (
   _Rule(
     ("router.balance_loss",),
     lambda run: run.router.balance == "none" and run.router.balance_loss > 0,
-    "router.balance='none' is no loss",
+    "router.balance='none' means no balancing loss",
     "set router.balance=gshard",
   ),
   _Rule(
@@ -152,7 +153,7 @@ RULES = (
   _Rule(
     ("train.teacher_share", "train.teacher_temperature"),
     lambda run: not run.train.teacher,
-    "train.teacher='' is no teacher",
+    "train.teacher='' means no teacher",
     "set train.teacher, e.g. runs/teacher",
   ),
   _Rule(
@@ -237,14 +238,14 @@ RULES = (
 
 
 def check_typed(run: Any, names: Iterable[str]) -> None:
-  """Checks that every field that was typed changes something in this run.
+  """Checks that every field of the command line changes something in this run.
 
   Args:
     run: a `RunConfig` with the typed values in it.
     names: dotted names of the fields that were typed.
 
   Raises:
-    ConfigError: one of them has no effect; says why and what would do.
+    ConfigError: one of them has no effect; the message says why, and a remedy.
   """
   for name in names:
     for rule in RULES:

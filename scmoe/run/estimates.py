@@ -1,8 +1,8 @@
 """Estimates a step on GPUs that are not here: whether it fits, computation, exchange.
 
-Rates are assumptions, and the table says so: matrix products at `MFU` of the makers' peak in
-bfloat16, exchanges at `LINK_SHARE` of the link's. The schedule hides all of the exchange or none of
-it; the two rates of tokens are these ends.
+The rates are assumptions, and the table says so: matrix products at `MFU` of the maker's bfloat16
+peak, exchanges at `LINK_SHARE` of the link's peak. Tokens per second are given twice, with none of
+the exchange hidden and with all of it; a real schedule lies between.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from scmoe.models.flops import peak_flops
 
 MFU = 0.40  # assumed share of the peak; an optimistic one for a MoE on GPUs
 LINK_SHARE = 0.43  # measured: 193 of 450 GB/s in an all-to-all of 4 H200s of one host
-USABLE = 0.92  # share of the memory that a program gets: CUDA, NCCL and XLA take the rest
-HOST_DEVICES = 8  # GPUs that the makers' links join in one host
+USABLE = 0.92  # share of the memory that a program gets; CUDA, NCCL and XLA take the rest
+HOST_DEVICES = 8  # GPUs of one host that NVLink joins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +51,10 @@ class StepNeeds:
 
   Attributes:
     memory: bytes.
-    flops: of the whole step, on this device.
+    flops: FLOPs of the step.
     exchange: bytes that leave the device in all-to-alls.
-    tokens: of the whole step, on all devices.
-    exchanging: devices of the expert axis.
+    tokens: tokens of the step, over all devices.
+    exchanging: number of devices on the expert axis.
   """
 
   memory: float
@@ -84,14 +84,14 @@ def device_table(needs: StepNeeds, steps: int) -> list[str]:
   lines = [
     f"one step: computation at {MFU:.0%} of the bfloat16 peak, exchange at {LINK_SHARE:.0%} of the "
     "link's peak (assumptions);",
-    "the last column first with none of the exchange hidden, then with all of it",
+    "last column: with none of the exchange hidden, to all of it",
     row("", "", "", "exchange", "exchange", ""),
-    row("", f"{USABLE:.0%} of the memory", "computation", "in a host", "of hosts", "tokens/s, run"),
+    row("", f"{USABLE:.0%} of memory", "computation", "in a host", "cross-host", "tokens/s, run"),
   ]
   for device in DEVICES:
     compute, inside, between = step_seconds(needs, device)
     link = inside if needs.exchanging <= HOST_DEVICES else between
-    ends = dict.fromkeys((compute + link, max(compute, link)))  # one end without an exchange
+    ends = dict.fromkeys((compute + link, max(compute, link)))  # equal where nothing is exchanged
     rates = " to ".join(number(needs.tokens / seconds) for seconds in ends)
     spans = " to ".join(duration(seconds * steps) for seconds in ends)
     times = [duration(s) if s else "–" for s in (compute, inside, between)]

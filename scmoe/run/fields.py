@@ -55,7 +55,7 @@ def fields(config: Any, prefix: str = "") -> Iterator[Field]:
 
 
 def sections(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-  """(dotted name, meaning) of every section, groups inside sections included."""
+  """(dotted name, meaning) of every section, including sections of sections."""
   for f in dataclasses.fields(config):
     value, path = getattr(config, f.name), prefix + f.name
     if dataclasses.is_dataclass(value):
@@ -90,7 +90,7 @@ def parse_value(text: str, kind: type, name: str) -> Any:
   """Reads `text` as a bool, int, float or str.
 
   Raises:
-    ConfigError: it is not of that type.
+    ConfigError: the text is not a value of that type.
   """
   word = text.strip()
   if kind is str:

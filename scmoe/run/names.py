@@ -12,10 +12,11 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def check_run_name(name: str, field: str) -> None:
-  """A run's name becomes a folder below runs/: letters, digits, '.', '_' and '-', at most 64.
+  """Checks that a name can be a folder below runs/ on every system.
 
   Raises:
-    ConfigError: it could leave that folder, or is not portable.
+    ConfigError: it is not 1 to 64 letters, digits, '.', '_' and '-' that begin with a letter or a
+      digit.
   """
   if not RUN_NAME.fullmatch(name):
     raise ConfigError(
@@ -27,11 +28,11 @@ def check_run_name(name: str, field: str) -> None:
 def check_workdir(text: str) -> Path:
   """The folder of a run from `--workdir`: a bare run name, or any path without '..'.
 
-  Nothing is created here. A path with '..' is refused since scripts and sweeps put names of runs
-  into paths, and a name must not lead out of the folder that they meant.
+  Nothing is created here. A path with '..' is refused, because scripts and sweeps build paths from
+  the names of runs, and a name must not lead out of the intended folder.
 
   Raises:
-    ConfigError: it is empty or too long, holds '..', is a link, or is not a folder.
+    ConfigError: the path is empty or too long, holds '..', is a link, or is not a folder.
   """
   shown = f"--workdir={text[:80]!r}"
   if "\0" in text or not text.strip():

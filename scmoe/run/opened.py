@@ -1,4 +1,4 @@
-"""A stored run, opened again: its configuration, and its model where it can be asked."""
+"""Opens a stored run: reads its configuration, and loads its model onto devices."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def open_run(workdir: str, step: int | None, allow_import: Sequence[str] = ()) -
   """Reads the configuration that a checkpoint stores; runs no config file.
 
   Args:
-    workdir: of the run.
-    step: of the checkpoint; None: the newest.
+    workdir: folder of the run.
+    step: step of the checkpoint; None: the newest.
     allow_import: see `scmoe.base.extensions.check_allowed`.
 
   Raises:
     CheckpointError: there is no such checkpoint.
-    ConfigError: the stored configuration is not one of this version, or names code that nobody here
-      has asked for.
+    ConfigError: this version cannot read the stored configuration, or the configuration would
+      import code that `allow_import` does not name.
   """
   meta: dict[str, Any] = read_meta(workdir, step)
   run = from_dict(meta["config"], f"{workdir} (stored)")
@@ -55,16 +55,17 @@ def open_run(workdir: str, step: int | None, allow_import: Sequence[str] = ()) -
 
 @dataclasses.dataclass(frozen=True)
 class OpenRun:
-  """A stored run with its model where it can be asked.
+  """A stored run whose model has been loaded.
 
   Attributes:
-    run: on the mesh that it has here.
-    workdir, step: where from.
-    model, router, mesh: parameters of the checkpoint, router state, and where they lie.
-    tokenizer: the one that it was trained with.
-    prepare: makes programs of jitted functions (`scmoe.run.programs`).
-    offload: how its experts come to the devices; the default if they are there.
-    plan: lines about that; none if they are there.
+    run: configuration, on the mesh where the model was loaded.
+    workdir, step: the folder and the step from which it was loaded.
+    model, router, mesh: model with its parameters, router state, and the devices that hold them.
+    tokenizer: the tokenizer of its training.
+    prepare: compiles jitted functions (`scmoe.run.programs`).
+    offload: how experts in the host's memory come to the devices; the default where all experts lie
+      on the devices.
+    plan: lines to print about `offload`.
   """
 
   run: RunConfig
@@ -87,16 +88,17 @@ def open_model(
   request: OffloadRequest = OffloadRequest(way="none"),
   load: Workload | None = None,
 ) -> OpenRun:
-  """Reads a run's parameters.
+  """Loads a run's model.
 
   Args:
-    run: of `open_run`, on the mesh where they are to lie (`scmoe.run.build.on_mesh`).
-    workdir, step: of the checkpoint.
-    request: where its experts may lie (`scmoe.inference.offload.plan`).
-    load: what is generated, if they may lie elsewhere than on the devices.
+    run: what `open_run` gave, on the mesh to load it to (`scmoe.run.build.on_mesh`).
+    workdir, step: folder and step of the checkpoint.
+    request: where the user wants the experts (`scmoe.inference.offload.plan`).
+    load: number and length of the prompts, from which the planner decides where experts lie. None:
+      all on the devices.
 
   Raises:
-    CheckpointError: it is damaged.
+    CheckpointError: the checkpoint is damaged.
     ConfigError: the tokenizer was not stored with the run, or the model does not fit.
   """
   tokenizer = load_tokenizer(run, workdir)
@@ -125,12 +127,12 @@ def open_folder(
   request: OffloadRequest = OffloadRequest(way="none"),
   load: Workload | None = None,
 ) -> OpenRun:
-  """Reads an inference checkpoint, after all of it has been compared with its checksums.
+  """Loads the model of an inference checkpoint, after checking the checksums of all its files.
 
   Args:
-    folder: of `scmoe.convert --inference`.
-    run: the folder's, on the mesh where parameters are to lie (`scmoe.run.build.on_mesh`).
-    request, load: as of `open_model`.
+    folder: the checkpoint, as `scmoe.convert --inference` writes it.
+    run: its configuration, on the mesh to load it to (`scmoe.run.build.on_mesh`).
+    request, load: see `open_model`.
 
   Raises:
     DataError: a file is damaged.
@@ -144,8 +146,8 @@ def open_folder(
     offload, pinned = found.offload, found.pinned
     if pinned is not None and request.int8 and folder.dtype != "int8":
       raise ConfigError(
-        "--int8_experts: experts that stay on disk are as the folder has them; write it with "
-        "scmoe.convert --inference --dtype int8"
+        f"--int8_experts cannot convert experts that stay on disk, which are {folder.dtype} there; "
+        "write the folder with scmoe.convert --inference --dtype int8"
       )
   folder.verify()
   if offload.decode is None:
@@ -159,10 +161,10 @@ def open_folder(
 
 
 def load_tokenizer(run: RunConfig, workdir: str) -> Tokenizer:
-  """The tokenizer that a run was trained with.
+  """The tokenizer with which a run was trained.
 
   Raises:
-    ConfigError: it was not stored with the run.
+    ConfigError: the tokenizer stored with the run cannot be read.
   """
   if run.data.tokenizer == "bytes":
     return ByteTokenizer()

@@ -1,8 +1,8 @@
-"""Compiled functions of the commands beside training: evaluation, prefill, decode.
+"""Compiles the functions of commands other than training: evaluation, prefill, decode.
 
-They are compiled as the step is: with latency hiding, and where GPUs exchange rows a second time
-with the times of their first calls (`scmoe.training.guided`). They print nothing of that: their
-output is text or a table.
+They are compiled like the training step: with XLA's latency-hiding scheduler, and, where GPUs
+exchange rows, a second time with the instruction times measured in their first calls
+(`scmoe.training.guided`). Nothing is printed about it, since these commands print text or a table.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from scmoe.training.compiled import PROGRAMS, kept_programs
 from scmoe.training.guided import GuidedStep
 from scmoe.training.search import PROFILES
 
-MOST_BYTES = 4 * 2**30  # of the programs in the user's cache; the oldest go first
+MOST_BYTES = 4 * 2**30  # size of the user's cache of programs; the least recently used go first
 
 
 class Programs:
   """Makes a `GuidedStep` for each jitted function and each set of argument shapes.
 
-  The `prepare` options of evaluation and generation take one.
+  Evaluation and generation take a `Programs` as their option `prepare`.
 
   Args:
-    overlap: of the run, on this machine (`scmoe.run.build.derived_overlap`).
+    overlap: the run's overlap options on this machine (`scmoe.run.build.derived_overlap`).
     folder: where profiles are kept.
   """
 
@@ -38,7 +38,7 @@ class Programs:
     self._programs: dict[Any, GuidedStep] = {}
 
   def __call__(self, function: Any) -> Any:
-    """A function that is called like this jitted one."""
+    """A function with the arguments of this jitted one, which compiles at its first call."""
 
     def call(*args: Any) -> Any:
       shapes = tuple((x.shape, x.dtype) for x in map(jax.typeof, jax.tree.leaves(args)))
@@ -52,22 +52,22 @@ class Programs:
 
   @property
   def settled(self) -> bool:
-    """True if no called program will be compiled again."""
+    """True if none of the programs called so far will be compiled again."""
     return all(program.settled for program in self._programs.values())
 
   @property
   def compiled(self) -> list[Any]:
-    """XLA's result for each, as `jax.stages.Compiled`."""
+    """The compiled programs, each a `jax.stages.Compiled`."""
     found = (program.program for program in self._programs.values())
     return [program.compiled for program in found if program is not None]
 
 
 @contextlib.contextmanager
 def user_programs() -> Iterator[None]:
-  """Keeps what a command compiles in the user's cache folder, where its next call loads it.
+  """Stores the programs that a command compiles in the user's cache folder, for its next call.
 
-  Training keeps its programs in the run's folder. A command that opens a run loads none from there,
-  since programs are machine code and the folder may come from a stranger (SECURITY.md).
+  Training stores its programs in the run's folder. Other commands do not load those, since programs
+  are machine code and a run's folder may come from a stranger (SECURITY.md).
   """
   root = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
   folder = root / "scmoe" / PROGRAMS

@@ -114,8 +114,8 @@ OTHER_NAMES = {
 def nearest(typed: str, known: Sequence[str]) -> str | None:
   """The known name that `typed` most likely stands for, or None.
 
-  Tried in this order: another framework's name, a field of that last word, the whole spelling, the
-  spelling of the last word, a name that has all of the typed words.
+  It tries in this order: another framework's name, a field with the same last word, a similar
+  spelling of the whole, a similar last word, a name that contains all typed words.
 
   Args:
     typed: a flag without dashes, or a field such as "model.experts".

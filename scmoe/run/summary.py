@@ -1,4 +1,4 @@
-"""A run's own words: its header, its result, and changes that help where memory is short."""
+"""What a run prints: its header, its result, and changes that help where memory is short."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from scmoe.training.metrics import read_metrics
 from scmoe.training.restore import FOLDER, list_steps
 from scmoe.training.workdir import prepare_workdir
 
-MANY_PASSES = 20  # over the same text, from which a small model learns it by heart
+MANY_PASSES = 20  # passes over a text after which a small model has memorised it
 
 
 def header(built: build.Built, data: Data, workdir: Path) -> str:
@@ -64,7 +64,7 @@ def passes(built: build.Built, data: Data) -> list[str]:
   if most > MANY_PASSES:
     fewer = max(1, int(run.train.steps * MANY_PASSES / most))
     lines.append(
-      f"WARNING      {name} is read {most:.0f} times, which is learned by heart: give more text "
+      f"WARNING      {name} is read {most:.0f} times, so the model memorises it: give more text "
       f"(data.path), or at most train.steps={fewer:,}"
     )
   return lines
@@ -77,9 +77,9 @@ def state_bytes(built: build.Built) -> int:
 
 
 def device_memory() -> int | None:
-  """Bytes that each device here can hold; of the host's free memory its share, on a CPU.
+  """Bytes that each device here can hold; on a CPU its share of the host's free memory.
 
-  None where neither the device nor the system tells.
+  None where neither the device nor the operating system reports it.
   """
   device = jax.local_devices()[0]
   if limit := (device.memory_stats() or {}).get("bytes_limit"):
@@ -89,7 +89,7 @@ def device_memory() -> int | None:
 
 
 def host_memory() -> int | None:
-  """Bytes of the host that are free or can be freed; None where the system does not tell."""
+  """Bytes of the host that are free or can be freed; None where the system does not report it."""
   try:
     lines = Path("/proc/meminfo").read_text().splitlines()
     (free,) = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
@@ -99,10 +99,10 @@ def host_memory() -> int | None:
 
 
 def check_memory(built: build.Built) -> None:
-  """Says before anything is allocated that the state will not fit.
+  """Checks, before anything is allocated, that the training state fits on the devices.
 
   Raises:
-    ConfigError: parameters, their gradients and the optimizer need more than a device has.
+    ConfigError: parameters and optimizer need more memory than a device has.
   """
   held, limit = state_bytes(built), device_memory()
   if limit is not None and held > limit:
@@ -113,7 +113,7 @@ def check_memory(built: build.Built) -> None:
 
 
 def out_of_memory(built: build.Built, error: Exception) -> ConfigError | None:
-  """The line for a step that did not fit; None where `error` is another."""
+  """The error for a step that did not fit in memory; None if `error` has another cause."""
   if "RESOURCE_EXHAUSTED" not in str(error) and "out of memory" not in str(error).lower():
     return None
   memory, limit = dry_run(built.run).memory, device_memory()
@@ -128,13 +128,13 @@ def out_of_memory(built: build.Built, error: Exception) -> ConfigError | None:
 
 @dataclasses.dataclass(frozen=True)
 class Lever:
-  """A change that makes a step smaller.
+  """A change of the configuration with which a step needs less memory.
 
   Attributes:
-    words: the fields as they are typed.
-    memory: bytes of each device that a step then needs; None where the change does not fit the rest
-      of the configuration.
-    limit: bytes that a device then has; None where that is not known.
+    words: the fields as a user types them.
+    memory: bytes of each device that a step needs with the change; None where the change does not
+      fit the rest of the configuration.
+    limit: bytes that each device has with the change; None if unknown.
   """
 
   words: str
@@ -143,7 +143,7 @@ class Lever:
 
   @property
   def fits(self) -> bool:
-    """True if the step then fits, as far as that is known."""
+    """True if the step fits with the change, or if that is unknown."""
     return self.limit is None or self.memory is None or self.memory <= self.limit
 
   def __str__(self) -> str:
@@ -154,8 +154,8 @@ def levers(run: RunConfig, limit: int | None = None) -> str:
   """Suggests changes with which a step fits, or says that none suffices.
 
   Args:
-    run: resolved.
-    limit: bytes that a device has; None: not known, so that every change is named.
+    run: resolved configuration.
+    limit: bytes that a device has; None: unknown, so every change is suggested.
   """
   found = [
     Lever(words, _needed(changed), _limit_on(changed.mesh.size, run.mesh.size, limit))
@@ -168,12 +168,12 @@ def levers(run: RunConfig, limit: int | None = None) -> str:
     return "try " + ", ".join(useful + layers)
   if not found:
     return f"try {layers[0]}" if layers else "use a smaller model"
-  none = f"try a smaller model: no single change fits, of {', '.join(map(str, found))}"
+  none = f"try a smaller model: none of these suffices alone: {', '.join(map(str, found))}"
   return f"{none}; {_largest_that_fits(run, limit)}"
 
 
 def _smaller(run: RunConfig) -> list[tuple[str, RunConfig]]:
-  """Changes that leave the result of training as it is, each with the words that ask for it."""
+  """(fields as typed, changed run) of the changes that save memory and keep training's result."""
   train, mesh, length = run.train, run.mesh, run.data.seq_len
   found = []
   tokens = train.microbatches(length) * train.batch_size * length
@@ -200,14 +200,14 @@ def _needed(run: RunConfig) -> int | None:
 
 
 def _limit_on(devices: int, before: int, limit: int | None) -> int | None:
-  """Bytes of each of `devices` devices; simulated ones share the host's memory."""
+  """Bytes that each of `devices` devices has; simulated devices share the host's memory."""
   if limit is None or jax.default_backend() != "cpu":
     return limit
   return limit * before // devices
 
 
 def _largest_that_fits(run: RunConfig, limit: int | None) -> str:
-  """The most layers, halved again and again, with which the step fits in its smallest form."""
+  """Suggests a number of layers, found by halving, with which the smallest microbatch fits."""
   step = run.model.moe_every * run.model.wiring_rule.units_per_moe
   batch, layers = run.mesh.batch_shards, run.model.num_layers // 2
   train = dataclasses.replace(run.train, batch_size=batch, tokens_per_step=0, remat="full")
@@ -222,12 +222,12 @@ def _largest_that_fits(run: RunConfig, limit: int | None) -> str:
       )
     layers //= 2
   return (
-    "it does not fit here in any depth: another --config (--list_configs), or --dry_run for GPUs"
+    "no number of layers fits here: use another --config (--list_configs), or --dry_run for GPUs"
   )
 
 
 def result(data: Data, workdir: Path) -> str:
-  """The last evaluation beside the bigram byte model, and what to do next."""
+  """The last evaluation, beside that of a bigram model of bytes, and the next commands."""
   lines = []
   evaluations = read_metrics(workdir, "eval")
   if evaluations:
@@ -244,7 +244,7 @@ def result(data: Data, workdir: Path) -> str:
 
 
 def _sample(data: Data, workdir: Path) -> str:
-  """How much of the validation text the run's evaluations read; empty where it is all of it."""
+  """The share of the validation text that the run's evaluations read; empty if they read all."""
   try:
     asked = from_json((workdir / "config.json").read_text("utf-8")).train.eval_batches
   except (OSError, ValueError, ConfigError):
@@ -254,16 +254,16 @@ def _sample(data: Data, workdir: Path) -> str:
 
 
 def store_tokenizer(tokenizer: Tokenizer, workdir: Path) -> None:
-  """Keeps a tokenizer with the run, so that text can be generated without its training data.
+  """Stores a tokenizer with the run, so that generation needs no training data.
 
   Raises:
-    StorageError: it cannot be written.
+    StorageError: the file cannot be written.
   """
   if not isinstance(tokenizer, JsonTokenizer):
     return
   path = prepare_workdir(workdir) / TOKENIZER
   if path.exists() and list_steps(path.parent / FOLDER):
-    return  # it belongs to what was trained here, whatever this command was given
+    return  # a resumed run keeps the tokenizer with which it was trained
   try:
     tokenizer.write(path.parent)
   except OSError as error:

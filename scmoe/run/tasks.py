@@ -1,16 +1,16 @@
-"""Benchmarks of language models, by EleutherAI's lm-evaluation-harness (the package lm_eval).
+"""Runs benchmarks of language models by EleutherAI's lm-evaluation-harness (the package lm_eval).
 
   python -m scmoe.evaluate --workdir runs/a --tasks hellaswag,arc_easy --limit 100
   python -m scmoe.evaluate --workdir runs/a --tasks mine --task_folder my_tasks
 
-The harness has the tasks, their prompts and their metrics; here is the model that it asks,
-registered with it under the name "scmoe":
+The harness has the tasks, their prompts and their metrics. This module gives it the model, under
+the name "scmoe":
 
   import lm_eval, scmoe.run.tasks
   lm_eval.simple_evaluate("scmoe", "workdir=runs/a", tasks=["hellaswag"])
 
-A context begins as the model's texts do: after an end-of-text token, as in training; of a released
-model, with the tokens that its own tokenizer adds (`scmoe.data.conventions`).
+A context begins as the model's training texts did: after an end-of-text token, or, for a released
+model, after the tokens that its own tokenizer adds (`scmoe.data.conventions`).
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ def _harness(module: str = "") -> Any:
   return need(f"lm_eval{module}", "a task of --tasks")
 
 
-_CHUNK = 16  # tokens between two looks for a text at which to stop
+_CHUNK = 16  # tokens that are generated between two searches for a stop text
 _SAMPLING = ("until", "do_sample", "max_gen_toks", "temperature", "top_k", "top_p", "seed")
 
 
-# This module can be imported everywhere; what it has can be used where the harness is installed.
+# The module can be imported without the harness; its classes need it.
 _Model: Any = _harness(".api.model").TemplateLM if _INSTALLED else object
 _TaskManager: Any = _harness(".tasks").TaskManager if _INSTALLED else object
 
 
 class ScmoeLM(_Model):
-  """A run's model as the harness asks it.
+  """A run's model behind the harness's interface.
 
-  What it says of one request does not depend on the others: experts have room for every token.
+  The answer to a request does not depend on the others of its batch, since experts drop no token.
 
   Args:
     workdir: folder of the run.
-    step: of the checkpoint; -1 for the newest.
+    step: step of the checkpoint; -1: the newest.
     mesh: see `scmoe.run.build.on_mesh`.
     batch_size: requests at a time; None or "auto": `train.batch_size`.
-    max_length: tokens that are read at a time; 0: `data.seq_len`, as the run was trained.
-    opened: a run that is opened already, instead.
-    max_batch_size, device: of the harness; not used.
+    max_length: longest sequence that the model reads; 0: `data.seq_len`, as in training.
+    opened: a run that is open already, instead of `workdir`, `step` and `mesh`.
+    max_batch_size, device: arguments of the harness that are not used.
 
   Raises:
     ConfigError, CheckpointError: see `scmoe.run.opened.open_run`.
@@ -97,11 +97,11 @@ class ScmoeLM(_Model):
     given = None if batch_size in (None, "auto") else int(str(batch_size))
     self.batch_size = given or run.train.batch_size
 
-  # -- what the harness asks about the model ----------------------------------------------------
+  # -- facts that the harness reads ---------------------------------------------------------------
 
   @property
   def eot_token_id(self) -> int:
-    """The end of text."""
+    """The id of the end-of-text token."""
     return self.encoder.eos_id
 
   @property
@@ -115,16 +115,16 @@ class ScmoeLM(_Model):
     return self.encoder.digest
 
   def get_model_info(self) -> dict[str, Any]:
-    """Facts about the model that the harness stores with its results."""
+    """Facts that the harness stores with its results."""
     opened = self.opened
     return {"workdir": opened.workdir, "step": opened.step, "max_length": self.max_length}
 
   def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-    """Ids of a text; nothing is added."""
+    """Ids of a text, without special tokens."""
     del add_special_tokens
     return self.encoder.encode(string)
 
-  # -- what it asks the model -------------------------------------------------------------------
+  # -- requests that the harness sends -----------------------------------------------------------
 
   def _loglikelihood_tokens(
     self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
@@ -150,25 +150,25 @@ class ScmoeLM(_Model):
     return found
 
   def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-    """The continuation of every context, up to where it says one of the texts to stop at."""
+    """The continuation of every context, cut before the first of the request's stop texts."""
     del disable_tqdm
-    alike: dict[_Way, list[int]] = defaultdict(list)
+    alike: dict[_Settings, list[int]] = defaultdict(list)
     for number, request in enumerate(requests):
-      alike[_way(request.args[1])].append(number)
+      alike[_settings(request.args[1])].append(number)
     found = [""] * len(requests)
-    for way, numbers in alike.items():
-      prompts = self._prompts([requests[n].args[0] for n in numbers], way.tokens)
+    for settings, numbers in alike.items():
+      prompts = self._prompts([requests[n].args[0] for n in numbers], settings.tokens)
       order = sorted(range(len(numbers)), key=lambda i: -len(prompts[i]))
       for start in range(0, len(order), self.batch_size):
         batch = order[start : start + self.batch_size]
-        for i, text in zip(batch, self._generate([prompts[i] for i in batch], way)):
+        for i, text in zip(batch, self._generate([prompts[i] for i in batch], settings)):
           found[numbers[i]] = text
     for request, text in zip(requests, found):
       self.cache_hook.add_partial("generate_until", request.args, text)
     return found
 
   def _score(self, asked: list[Continuation]) -> Iterator[Score]:
-    empty = Score(0.0, True)  # of nothing
+    empty = Score(0.0, True)  # of a continuation without tokens
     some = [one for one in asked if one.asked]
     scores = iter(
       score(
@@ -184,7 +184,7 @@ class ScmoeLM(_Model):
     return (next(scores) if one.asked else empty for one in asked)
 
   def _prompts(self, texts: Sequence[str], new: int) -> list[list[int]]:
-    """Tokens of each text, of a long one the last that leave room for so many new ones."""
+    """Tokens of each text; a long text loses its beginning, to leave room for `new` tokens."""
     room = self.opened.run.model.context - new
     if room < 2:
       raise ConfigError(
@@ -197,15 +197,15 @@ class ScmoeLM(_Model):
       warn(f"{cut} of {len(prompts)} prompts are longer than {room} tokens: their ends are read")
     return [prompt[-room:] for prompt in prompts]
 
-  def _generate(self, prompts: list[list[int]], way: _Way) -> list[str]:
+  def _generate(self, prompts: list[list[int]], settings: _Settings) -> list[str]:
     opened, rows = self.opened, [[] for _ in prompts]
     pieces = stream(
       opened.model,
       prompts,
-      way.sampling,
-      max_new_tokens=way.tokens,
+      settings.sampling,
+      max_new_tokens=settings.tokens,
       chunk=_CHUNK,
-      seed=way.seed,
+      seed=settings.seed,
       eos_id=self.encoder.stop_ids,
       router=opened.router,
       mesh=opened.mesh,
@@ -215,9 +215,9 @@ class ScmoeLM(_Model):
       for row, piece in zip(rows, new):
         row += piece
       texts = [self.encoder.decode(row) for row in rows]
-      if all(any(stop in text for stop in way.until) for text in texts):
+      if all(any(stop in text for stop in settings.until) for text in texts):
         break
-    return [_before(self.encoder.decode(row), way.until) for row in rows]
+    return [_before(self.encoder.decode(row), settings.until) for row in rows]
 
 
 if _INSTALLED:
@@ -225,8 +225,8 @@ if _INSTALLED:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Way:
-  """How a text is generated: requests that are alike in it share batches."""
+class _Settings:
+  """How a text is generated; requests with equal settings share batches."""
 
   tokens: int
   until: tuple[str, ...]
@@ -234,11 +234,11 @@ class _Way:
   seed: int
 
 
-def _way(asked: dict[str, Any]) -> _Way:
+def _settings(asked: dict[str, Any]) -> _Settings:
   """Reads a task's `generation_kwargs`.
 
   Raises:
-    ConfigError: one of them means nothing here.
+    ConfigError: one of them is unknown.
   """
   given = _harness(".models.utils").normalize_gen_kwargs(asked)
   if unknown := sorted(set(given) - set(_SAMPLING)):
@@ -252,10 +252,11 @@ def _way(asked: dict[str, Any]) -> _Way:
     float(given.get("top_p") or 1.0) if drawn else 1.0,
   )
   until = tuple(stop for stop in given["until"] if stop)
-  return _Way(int(given["max_gen_toks"]), until, sampling, int(given.get("seed") or 0))
+  return _Settings(int(given["max_gen_toks"]), until, sampling, int(given.get("seed") or 0))
 
 
 def _before(text: str, until: Sequence[str]) -> str:
+  """The text before the first of the stop texts."""
   ends = [text.index(stop) for stop in until if stop in text]
   return text[: min(ends, default=len(text))]
 
@@ -269,23 +270,26 @@ def evaluate_tasks(
   limit: float | None = None,
   gen_kwargs: str = "",
 ) -> dict[str, Any]:
-  """Runs lm_eval.simple_evaluate; its findings, JSON-able, with each task's figures in `results`.
+  """Runs lm_eval.simple_evaluate.
 
   Args:
     opened: the run.
-    names: of tasks, groups or tags, or paths of task files.
-    folder: with tasks of one's own; there the network is not needed, if their data are local.
-    fewshot: examples in a prompt; None: as each task has it.
-    limit: documents of a task, or a share of them below 1; None: all.
-    gen_kwargs: in place of tasks' own, e.g. "max_gen_toks=64,temperature=0".
+    names: tasks, groups or tags, or paths of task files.
+    folder: a folder with the user's own tasks, which need no network if their data are local.
+    fewshot: examples in a prompt; None: as each task says.
+    limit: documents of a task, or, below 1, the share of them; None: all.
+    gen_kwargs: replaces the tasks' own, e.g. "max_gen_toks=64,temperature=0".
+
+  Returns:
+    What lm_eval returns, made JSON-able; `results` has each task's figures.
 
   Raises:
-    ConfigError: lm_eval is not installed, there is no such task, or it asks for what the model has
-      not.
-    DataError: a task's data cannot be had.
+    ConfigError: lm_eval is not installed, there is no such task, or a task needs a request that the
+      model does not support.
+    DataError: a task's data cannot be loaded.
   """
   harness = _harness()
-  # Without a need for them the harness's own 14,000 tasks are not looked through.
+  # Listing the harness's own 14,000 tasks takes long, so the user's folder is tried alone first.
   manager = _Tasks(include_path=folder, include_defaults=False) if folder else None
   if manager is None or not all(map(manager.knows, names)):
     manager = _Tasks(include_path=folder or None)
@@ -293,14 +297,14 @@ def evaluate_tasks(
     if not manager.knows(name):
       near = difflib.get_close_matches(name, manager.all_tasks, n=3)
       hint = f"did you mean {' or '.join(near)}?" if near else "lm_eval ls tasks prints them"
-      raise ConfigError(f"--tasks={name!r} is no task of lm_eval or of --task_folder; {hint}")
+      raise ConfigError(f"--tasks={name!r} is not in lm_eval or --task_folder; {hint}")
   words = f"--tasks={','.join(names)}"
   try:
     manager.load(list(names))
-  except Exception as error:  # of as many kinds as there are ways to have data
+  except Exception as error:  # each source of data raises errors of its own
     raise DataError(
-      f"{words}: cannot be loaded ({_said(error)}); without a network give tasks whose data are "
-      "files of this machine (docs/evaluating.md)"
+      f"{words}: cannot be loaded ({_one_line(error)}); without a network give tasks whose data "
+      "are files of this machine (docs/evaluating.md)"
     ) from None
   try:
     found = harness.simple_evaluate(
@@ -312,15 +316,14 @@ def evaluate_tasks(
       gen_kwargs=gen_kwargs or None,
       log_samples=False,
     )
-  # What the harness says of a task that asks for more than scores and text, or of words it does not
-  # know; its reason stands in the line.
+  # The harness raises these if a task needs more than scores and text, or has unknown arguments.
   except (NotImplementedError, ValueError, TypeError) as error:
-    raise ConfigError(f"{words}: lm_eval cannot ask this model: {_said(error)}") from None
+    raise ConfigError(f"{words}: lm_eval cannot use this model: {_one_line(error)}") from None
   return json.loads(json.dumps(found, default=_harness(".utils").handle_non_serializable))
 
 
 class _Tasks(_TaskManager):
-  """The harness's tasks, each loaded once."""
+  """The harness's task manager, which here loads each list of tasks once."""
 
   def __init__(self, **options: Any):
     super().__init__(**options)
@@ -331,19 +334,19 @@ class _Tasks(_TaskManager):
     return name in self.all_tasks or (name.endswith((".yaml", ".yml")) and Path(name).is_file())
 
   def load(self, task_list: Any) -> Any:
-    """Loads as the harness does, but each list of tasks once."""
+    """The harness's `load`; a list of tasks that was loaded before is returned as it is."""
     key = repr(task_list)
     if key not in self._loaded:
       self._loaded[key] = super().load(task_list)
     return self._loaded[key]
 
 
-def _said(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
   return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def task_table(found: dict[str, Any]) -> str:
-  """The harness's own table of results, in Markdown."""
+  """Results as the harness's own table, in Markdown."""
   make_table = _harness(".utils").make_table
   parts = [make_table(found)]
   if found.get("groups"):

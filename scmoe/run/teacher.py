@@ -1,4 +1,4 @@
-"""The teacher of a run that distils: opened, checked, and the same one at every start."""
+"""Opens and checks the teacher of a distillation, and holds a run to the teacher it began with."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from scmoe.run.opened import load_tokenizer, open_run
 from scmoe.training.restore import FOLDER, list_steps, read_meta, restore_part
 from scmoe.training.workdir import prepare_workdir
 
-PINNED = "teacher.json"  # in the run: which teacher it began with
+PINNED = "teacher.json"  # file in the run's folder that identifies the teacher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Teacher:
   """A stored model from whose scores a run learns.
 
   Attributes:
-    path: as `train.teacher` has it.
+    path: `train.teacher`.
     run: its resolved configuration.
-    step: of its checkpoint.
-    identity: digest of all of its values' checksums.
-    tokenizer: the one that it was trained with.
-    folder: the inference checkpoint; None where it is a run.
+    step: step of its checkpoint.
+    identity: digest of the checksums of all its parameters.
+    tokenizer: the tokenizer of its training.
+    folder: its inference checkpoint; None if `path` is a run's folder.
   """
 
   path: str
@@ -48,10 +48,10 @@ class Teacher:
   folder: InferenceFolder | None = None
 
   def load(self, built: build.Built) -> dict[str, Any]:
-    """Parameters, in the types in which they are read, and router state, on the student's mesh.
+    """Loads parameters, in the compute type, and router state onto the student's mesh.
 
     Args:
-      built: the teacher's, `build.Built.teacher` of the student's.
+      built: the teacher's objects: `build.Built.teacher` of its student.
 
     Raises:
       CheckpointError, DataError: its files are damaged.
@@ -67,8 +67,8 @@ class Teacher:
     cast = jax.jit(built.objective.cast, out_shardings=places, donate_argnums=0)
     return {"params": cast(params), "router": router}
 
-  def said(self, run: RunConfig) -> str:
-    """A line of the run's header."""
+  def header_line(self, run: RunConfig) -> str:
+    """The teacher's line in the header of the run that learns from it."""
     model, train = self.run.model, run.train
     total = number(count_parameters(model, build.build_model(self.run, None)[1]).total)
     return (
@@ -78,17 +78,19 @@ class Teacher:
 
 
 def open_teacher(run: RunConfig, workdir: Path, allow_import: Sequence[str] = ()) -> Teacher | None:
-  """The teacher that `run.train.teacher` names, of a resumed run as it began; None without one.
+  """Opens the teacher that `run.train.teacher` names; None without one.
+
+  A resumed run gets the teacher's step with which it began, even if there is a newer one.
 
   Args:
-    run: resolved.
-    workdir: of the run that learns.
+    run: resolved configuration of the run that learns.
+    workdir: its folder.
     allow_import: see `scmoe.base.extensions.check_allowed`.
 
   Raises:
-    ConfigError: it is the run itself, or has changed since the run began.
-    CheckpointError: it has no checkpoint, or no longer the one that the run began with.
-    DataError: it is an inference checkpoint whose description is damaged.
+    ConfigError: the teacher is the run itself, or has changed since the run began.
+    CheckpointError: the teacher's checkpoint does not exist, or no longer.
+    DataError: the teacher is an inference checkpoint whose description is damaged.
   """
   path = run.train.teacher
   if not path:
@@ -106,13 +108,13 @@ def open_teacher(run: RunConfig, workdir: Path, allow_import: Sequence[str] = ()
     stored = open_run(path, step, allow_import)
     step = stored.step if step is None else step
     leaves = read_meta(path, step)["leaves"]
-    prints = {name: leaf["fingerprint"] for name, leaf in leaves.items() if _is_read(name)}
+    prints = {name: leaf["fingerprint"] for name, leaf in leaves.items() if _is_model(name)}
     tokenizer = load_tokenizer(stored.run, path)
     found = Teacher(path, stored.run, step, _digest(prints), tokenizer)
   if pinned and pinned["identity"] != found.identity:
     raise ConfigError(
-      f"train.teacher={path!r} is not the model that this run began to learn from, at step "
-      f"{pinned['step']}; restore it, or use another workdir"
+      f"train.teacher={path!r} is no longer the model of step {pinned['step']} with which this run "
+      "began; restore it, or use another workdir"
     )
   return found
 
@@ -121,7 +123,7 @@ def check_tokenizer(teacher: Teacher, tokenizer: Tokenizer) -> None:
   """Checks that teacher and student have the same tokenizer.
 
   Raises:
-    ConfigError: they do not.
+    ConfigError: their tokenizers differ.
   """
   if teacher.tokenizer.digest != tokenizer.digest:
     raise ConfigError(
@@ -132,10 +134,10 @@ def check_tokenizer(teacher: Teacher, tokenizer: Tokenizer) -> None:
 
 
 def remember_teacher(teacher: Teacher, workdir: Path) -> None:
-  """Keeps with a new run which teacher it begins with, so that it goes on with the same one.
+  """Records in a new run's folder which teacher it begins with; a resumed run must have the same.
 
   Raises:
-    StorageError: it cannot be written.
+    StorageError: the file cannot be written.
   """
   workdir = prepare_workdir(workdir)
   if _pinned(workdir):
@@ -148,18 +150,18 @@ def remember_teacher(teacher: Teacher, workdir: Path) -> None:
 
 
 def _pinned(workdir: Path) -> dict[str, Any]:
-  """The teacher that a run with a checkpoint began with; {} for a new run."""
+  """`step` and `identity` of the teacher with which a run began; {} for a new run."""
   path = workdir / PINNED
   if not path.is_file() or not list_steps(workdir / FOLDER):
     return {}
   try:
     values = read_json(path, {"step": int, "identity": str})
-  except FileNotFoundError as error:  # between the two looks
+  except FileNotFoundError as error:  # deleted since `is_file`
     raise DataError(f"{path} cannot be read: {error}") from None
   return {"step": values["step"], "identity": values["identity"]}
 
 
-def _is_read(name: str) -> bool:
+def _is_model(name: str) -> bool:
   return name.partition(".")[0] in ("params", "router")
 
 

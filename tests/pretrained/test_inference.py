@@ -248,8 +248,8 @@ def test_of_another_configuration(folders, tmp_path):
       ["--inference=a", "--dtype=int4"],
       "--dtype='int4' is unknown; with --inference",
     ),
-    (generate, ["--model=a", "--prompt=b"], "--workdir goes without --model"),
-    (evaluate.main, ["--model=a"], "--workdir goes without --model"),
+    (generate, ["--model=a", "--prompt=b"], "--workdir and --model exclude each other"),
+    (evaluate.main, ["--model=a"], "--workdir and --model exclude each other"),
   ],
 )
 def test_flags_that_do_not_fit(runs, command, argv, words):

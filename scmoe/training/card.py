@@ -1,4 +1,4 @@
-"""WORKDIR/card.json: where a run comes from, in what it takes to repeat it."""
+"""WORKDIR/card.json: commit, versions, devices, command and configuration, to repeat a run."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from scmoe.base.stored import Maybe, StoredError, read_json, write_json
 
 CARD = "card.json"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
-# What readers of a card rely on; see `scmoe.base.stored.check_shape`.
+# The fields that readers of a card rely on; see `scmoe.base.stored.check_shape`.
 CARD_SHAPE = {
   "config": Maybe(dict),
   "devices": Maybe({"count": int, "kind": str}),
   "parameters": Maybe(dict),
   "starts": Maybe([dict]),
 }
-# What changes how jax computes; nothing else of the environment, which may hold secrets.
+# Variables that change how jax computes. No others are stored: they may hold secrets.
 _VARIABLES = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_ENABLE_X64", "CUDA_VISIBLE_DEVICES", "NCCL_ALGO")
 
 
 def write_card(workdir: Path, **said: Any) -> None:
-  """Writes the card of a new start; what earlier starts said about themselves stays in `starts`.
+  """Writes the card of a new start; the list `starts` keeps an entry for each earlier start.
 
   Args:
     workdir: of the run; exists.
-    **said: what the caller knows: `command`, `config` (as asked for, not resolved), `data` and
-      `tokenizer` (fingerprints), `parameters`.
+    **said: fields from the caller: `command`, `config` (as the user gave it, not resolved), `data`
+      and `tokenizer` (fingerprints), `parameters`.
 
   Raises:
     StorageError: it cannot be written.
@@ -56,7 +56,7 @@ def write_card(workdir: Path, **said: Any) -> None:
 
 
 def read_card(workdir: str | os.PathLike[str]) -> dict[str, Any]:
-  """The fields of a run's card; empty without one, or where it is damaged."""
+  """The fields of a run's card; {} if there is none or it is damaged."""
   try:
     return read_json(Path(workdir) / CARD, CARD_SHAPE)
   except (FileNotFoundError, StoredError):
@@ -76,7 +76,7 @@ def versions() -> dict[str, str]:
 
 def devices() -> dict[str, Any]:
   """Kind and number of the devices of all processes."""
-  import jax  # here: readers of a card need none
+  import jax  # here, since readers of a card do without jax
 
   first = jax.devices()[0]
   return {"platform": first.platform, "kind": first.device_kind, "count": jax.device_count(),

@@ -13,7 +13,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 PROGRAMS = "programs"  # in the run's folder: jax's compilation cache
 _CACHE, _LEAST = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
-_WORTH = 0.1  # seconds of compilation from which a program is kept
+_WORTH = 0.1  # seconds: a program whose compilation takes less is not kept
 
 
 @contextlib.contextmanager
@@ -29,7 +29,7 @@ def kept_programs(folder: Path) -> Iterator[None]:
   least = getattr(jax.config, _LEAST)
   jax.config.update(_CACHE, str(folder.resolve() / _processor()))
   jax.config.update(_LEAST, min(least, _WORTH))
-  # jax settles at its first compilation which cache it uses; this makes it look again.
+  # jax decides at its first compilation which cache it uses; this makes it decide again.
   compilation_cache.reset_cache()
   try:
     yield

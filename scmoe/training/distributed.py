@@ -1,4 +1,4 @@
-"""Several processes: how they find each other and how they come to one decision."""
+"""Several processes of one run: how they find each other, and how they agree."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def initialize(cfg: DistributedConfig) -> None:
 
 
 def _share_tilings() -> None:
-  """Gives all processes the first one's measured tilings: they have to compile one program."""
+  """Gives all processes the measured tilings of process 0: all must compile the same program."""
   kind = jax.devices()[0].device_kind
   own = tuned.text(tuned.table(kind), kind) if is_first() else ""
   tuned.use(kind, tuned.parsed(bytes_of_first(own.encode()).decode(), kind))

@@ -97,7 +97,13 @@ def _walked(leaf: Array) -> tuple[int, bool]:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _walk(x: Array, strides: tuple[int, ...], start: Array) -> tuple[Array, Array]:
-  """For a part: the strides of its array and the position of its first element, for `_survey`."""
+  """A part's share in its array's fingerprint, uint32 [], and whether it is finite, bool [].
+
+  Args:
+    x: the part.
+    strides: of the whole array.
+    start: position of the part's first element in the whole array, modulo 2^32.
+  """
   last = x.shape[-1]
   size = next((n for n in range(_BLOCK, _BLOCK // 8, -1) if last % n == 0), last)
   dims, steps = (*x.shape[:-1], last // size), (*strides[:-1], size)

@@ -61,8 +61,8 @@ class GuidedStep:
     self.program: Program | None = None
     self.file = self.directory
     self.calls_to_profile = 0  # steps still to be profiled, warm-up included
-    self.called = False  # calls since it was compiled
-    self.waiting: Callable[[], None] | None = None  # a compilation for the next call to begin with
+    self.called = False  # since it was compiled
+    self.waiting: Callable[[], None] | None = None  # compiles; the next call begins with it
     self.refused = 0  # traces that could not be started
     self.trace: tempfile.TemporaryDirectory[str] | None = None
 
@@ -98,7 +98,7 @@ class GuidedStep:
       self.finish()
 
   def finish(self) -> None:
-    """Has XLA compile, if `compile` left that for later; steps may do so in parallel threads."""
+    """Has XLA compile, if `compile` left that for later. Several steps may do so in threads."""
     if self.waiting is not None:
       self.waiting()
       self.waiting = None

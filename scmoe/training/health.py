@@ -10,15 +10,16 @@ from collections.abc import Mapping
 
 import numpy as np
 
-DEAD = 0.25  # share of a layer's experts without a token above which it counts as collapsed
-DIVERSITY = 0.3  # exp(entropy of the load) / E below which it does
+# A layer has collapsed if more than this share of its experts has no token,
+DEAD = 0.25
+DIVERSITY = 0.3  # or if exp(entropy of the load) / E is below this.
 
 
 class CollapseAlarm:
   """Reports a collapsed router once for each layer, and again if it recovers and collapses anew.
 
   Args:
-    steps: a layer is reported when it has been collapsed for so many steps; 0: no alarm.
+    steps: how many steps a layer must have been collapsed before it is reported; 0: no alarm.
   """
 
   def __init__(self, steps: int):
@@ -30,7 +31,8 @@ class CollapseAlarm:
     """One line about the layers to report now, or None.
 
     Args:
-      step: number of the step of these statistics. Steps since the call before count as it does.
+      step: number of the step of these statistics. Steps between two calls count like the earlier
+        of them.
       arrays: `dead` and `diversity`, float [layers] each; without them the result is None.
     """
     if not self.steps or not {"dead", "diversity"} <= set(arrays):

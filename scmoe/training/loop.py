@@ -121,8 +121,8 @@ class Trainer:
     sample: `state` -> text; runs after the step's checkpoint too.
     header: printed first.
     card: this start's arguments for `scmoe.training.card.write_card`; None: no card.
-    warm_start: weights from elsewhere, at step 0.
-    teacher: gives `TrainState.teacher`, at every start.
+    warm_start: puts other weights into the state of a new run, before its first step.
+    teacher: makes `TrainState.teacher`; called at every start, since checkpoints omit it.
   """
 
   def __init__(
@@ -213,12 +213,12 @@ class _Run:
     self.checkpointer = Checkpointer(workdir, built.checkpoint)
     self.batches = trainer.data.train()
     self.meter, self.means = Meter(), Means()
-    self.pending: tuple[int, dict, dict] | None = None  # results of a step not yet looked at
+    self.pending: tuple[int, dict, dict] | None = None  # results of a step, not yet read
     self.batch: Batch | None = None
     self.compiled: set[str] = set()  # kinds of work that have run once: no extra time for compiling
     self.evaluated_step = -1
     self.tracing = False
-    self.skipping = False  # the last step that was looked at was skipped
+    self.skipping = False  # the last step whose results were read was skipped
     self.bar = Bar(0, 0, shown=self.first)
     self.step_fn = fastest_step(built, self.abstract, workdir, say=self._say)
     self.metrics: Metrics | None = None  # on process 0
@@ -251,7 +251,7 @@ class _Run:
       self.state = make(self.abstract, params=weights["params"])
       router = self.state.router | weights["router"]
       self.state, self.step = dataclasses.replace(self.state, router=router), 0
-      self.checkpointer.last_saved = None  # step 0 with an optimizer is another
+      self.checkpointer.last_saved = None  # step 0 with an optimizer's state is not saved yet
     else:
       self.state, self.step = restored.state.like(self.abstract), restored.step
       self._go_to(restored.data_state)
@@ -370,7 +370,7 @@ class _Run:
     return bool(every) and self.step % every == 0 and 0 < self.step < self.train.steps
 
   def one_step(self) -> None:
-    """Dispatches a step; looks at the results of the one before while the device works."""
+    """Dispatches a step; reads and logs the results of the one before while the device works."""
     self._profile()
     self.arm("step", allowance=self.step_fn.compiles_next)
     began = time.perf_counter()
@@ -383,8 +383,8 @@ class _Run:
     self._flush()
     self.pending = (self.step, scalars, arrays)
     train = self.train
-    # A run that may end after this step must not start the next one: the replay needs the state
-    # that this batch was given to.
+    # If this step may end the run, its results are read before the next step starts: the files for
+    # `scmoe.replay` need the state that this step left, which a next step would change.
     critical = self.skipping or not train.max_skipped_in_row
     critical |= bool(train.spike_sigma) and train.spike_action == "stop"
     if critical or self.step in (train.stop_after, train.steps):
@@ -568,7 +568,8 @@ class _Run:
     return self.stop.poll()
 
   def arm(self, what: str, *, allowance: bool = False) -> None:
-    """Arms the watchdog. A first call, which compiles, and a save get longer."""
+    """Arms the watchdog. A kind of work that runs for the first time, and so compiles, gets more
+    time (`train.first_step_seconds`), as does work with `allowance`."""
     train = self.train
     if not train.watchdog_seconds:
       return

@@ -112,7 +112,7 @@ def _ends_a_line(file: BinaryIO) -> bool:
 
 
 def read_metrics(workdir: str | os.PathLike[str], kind: str = "train") -> list[dict[str, Any]]:
-  """Lines of one kind (`train`, `eval` or `end`) of a run's metrics.jsonl, oldest first."""
+  """Lines of one kind (train, eval, hosts or end) of a run's metrics.jsonl, oldest first."""
   return metrics_by_kind(workdir).get(kind, [])
 
 
@@ -154,8 +154,8 @@ class TensorBoard:
 class Tracker:
   """Scalars to `wandb` or `trackio`, which have one interface: `init`, `log`, `finish`.
 
-  Who is logged in, and whether anything leaves the machine (WANDB_MODE=offline), is theirs. A
-  resumed run goes on under its own name.
+  The package decides who is logged in, and whether anything leaves the machine
+  (WANDB_MODE=offline). A resumed run goes on under its own name.
 
   Args:
     package: `wandb` or `trackio`.
@@ -190,7 +190,7 @@ class Metrics:
     resumed_step: see `MetricsFile`.
     tensorboard: also write TensorBoard files.
     trackers: `wandb`, `trackio`, joined by commas.
-    config: what trackers are told of the run.
+    config: the run's configuration, for trackers.
   """
 
   def __init__(
@@ -317,7 +317,7 @@ def memory_in_use() -> dict[str, int]:
 class Meter:
   """Time per step, without compilation, evaluation and saving.
 
-  `tick` when a step is done; `pause` when what follows is not a step.
+  The loop calls `tick` when a step is done, and `pause` when the following time belongs to no step.
   """
 
   def __init__(self) -> None:
@@ -334,7 +334,7 @@ class Meter:
     self._last = now
 
   def pause(self) -> None:
-    """Leaves out the time from here to the next `tick`, which is not one of a step."""
+    """Leaves out the time from here to the next `tick`: it belongs to no step."""
     self._last = None
 
   def take(self) -> float:
@@ -389,7 +389,7 @@ def duration(seconds: float) -> str:
 
 
 class Bar:
-  """A progress bar on a terminal; elsewhere, and where there are no steps yet, just lines."""
+  """A progress bar on a terminal; elsewhere, or for 0 steps, it prints lines alone."""
 
   def __init__(self, start: int, steps: int, *, shown: bool = True):
     self._shown, self._bar = shown, None

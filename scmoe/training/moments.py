@@ -59,7 +59,7 @@ def rounded(x: Array, step: Array, salt: int) -> Array:
   Args:
     x: finite; any shape.
     step: int32 [], of the run.
-    salt: uint32, another for each array of a step.
+    salt: uint32, different for each array of a step.
   """
   seed = mixed(step.astype(jnp.uint32) ^ mixed(jnp.uint32(salt)))
   bits = mixed(positions(x.shape) ^ seed) >> 16

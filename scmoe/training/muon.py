@@ -62,14 +62,14 @@ def dimensions(path: tuple[Any, ...], leaf: Any) -> MuonDimensionNumbers | None:
 def muon_or(
   other: optax.GradientTransformation, *, beta: float, rms: float, specs: Any = None
 ) -> optax.GradientTransformationExtraArgs:
-  """Muon for matrices, `other` for the rest; the updates are not yet multiplied by the rate.
+  """Muon for matrices, `other` for the rest; updates are not multiplied by the learning rate yet.
 
   Args:
-    other: for the parameters that are no matrices.
+    other: the rule for parameters that are no matrices.
     beta: decay of the momentum (Nesterov's).
     rms: root mean square of a matrix's update.
-    specs: PartitionSpecs like the parameters; None: `update` sees all of each parameter. If several
-      devices share a matrix, each gathers it and keeps its part of the update.
+    specs: PartitionSpecs like the parameters; None: `update` gets whole parameters. If several
+      devices share a matrix, each gathers it and keeps its own part of the update.
   """
   spec_of = {}
   if specs is not None:
@@ -105,7 +105,7 @@ def _scaled(path: tuple[Any, ...], update: Array, rms: float) -> Array:
 
 
 def _gathered(x: Array, spec: P) -> Array:
-  """All of a matrix, from the devices that share it; no expert moves to another device."""
+  """The whole matrix, gathered from the devices that share it; experts stay on their devices."""
   for dimension, axes in _split(x, spec):
     x = gathered(x, dimension, axes, "gradients")
   return x

@@ -55,7 +55,7 @@ def make_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
 def decay_mask(params: Any) -> Any:
   """A bool per parameter, True if it decays: matrices do, but no bias, scale, norm or gain.
 
-  The mask looks at names too, because stacked layers make a matrix of a vector.
+  The mask looks at names too, because a stack of layers turns a vector into a matrix.
   """
 
   def decays(path: tuple, leaf: Any) -> bool:
@@ -123,8 +123,8 @@ def clip_by_norm(limit: float) -> optax.GradientTransformationExtraArgs:
 def scale_by_step(schedule: optax.Schedule) -> optax.GradientTransformationExtraArgs:
   """Multiplies updates by -schedule(step), with `step` as an argument of `update`.
 
-  Optax's own counter lies in the optimizer state, which a skipped step does not change; the
-  schedule has to go on.
+  Optax's own counter is in the optimizer state, which a skipped step leaves unchanged. The schedule
+  has to go on nevertheless.
   """
 
   def init(params: Any) -> optax.EmptyState:

@@ -1,10 +1,11 @@
 """Writes the arrays of a step piece by piece, in any order: no array has to fit into memory.
 
 Orbax describes the arrays and reads them like those of any step: each is a folder with a file for
-every piece (zarr). tensorstore writes the pieces, as it does for Orbax, but it is left to the
-system when they reach the disk: a disk that reads and writes by turns would hold a conversion up
-for as long as both take (experiments/LOG.md). What a loss of power takes is noticed by the
-fingerprints when the step is read, and its source is still there.
+every piece (zarr). tensorstore writes the pieces, as it does for Orbax, but without fsync: the
+operating system decides when they reach the disk. With fsync, a disk that reads and writes by turns
+would make a conversion as slow as both together (experiments/LOG.md). If power fails before the
+pieces are on the disk, their fingerprints show it when the step is read, and the conversion's
+source is still there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import tensorstore as ts
 
 from scmoe.training.fingerprint import survey_piece
 
-WORKERS = 16  # threads that make, look through and write pieces
+WORKERS = 16  # threads that make, fingerprint and write pieces
 _CONTEXT = {"file_io_sync": False, "file_io_concurrency": {"limit": WORKERS}}
 
 
@@ -31,7 +32,7 @@ class Piece(NamedTuple):
 
   Attributes:
     name: of the array.
-    place: numbers in its leading dimensions; () for all of it.
+    place: indices into its leading dimensions; () for the whole array.
     value: contiguous, in the type of the array.
   """
 
@@ -47,7 +48,7 @@ class PiecedArray:
   Attributes:
     name: dotted, as checkpoints call it.
     shape, dtype: of the whole.
-    leading: how many of its dimensions a piece's place gives.
+    leading: number of leading dimensions that a piece's place indexes.
   """
 
   name: str
@@ -80,15 +81,16 @@ def write_pieces(
 
   Args:
     place: its folder; new.
-    arrays: all that is in it.
-    pieces: all of theirs, in any order. Each is called once, by one of `WORKERS` threads.
+    arrays: all arrays of the item.
+    pieces: functions that make their pieces, in any order. One of `WORKERS` threads calls each
+      once.
 
   Returns:
-    what was written, by name.
+    fingerprint and finiteness of each array, by name.
 
   Raises:
-    ValueError: a piece is missing. What making one raises comes through, as does whatever Orbax,
-      tensorstore and the file system raise.
+    ValueError: a piece is missing. Exceptions of a piece's function, Orbax, tensorstore and the
+      file system pass through.
   """
   handler = _Handler(pieces)
   registry = ocp.type_handlers.create_type_handler_registry((PiecedArray, handler))
@@ -101,7 +103,7 @@ def write_pieces(
 
 
 class _Handler(ocp.type_handlers.ArrayHandler):
-  """Writes what is to be read as `jax.Array`."""
+  """Orbax's handler of `PiecedArray`s. It describes them as `jax.Array`s, and Orbax reads those."""
 
   def __init__(self, pieces: Iterable[Callable[[], Piece]]):
     super().__init__()
@@ -111,7 +113,7 @@ class _Handler(ocp.type_handlers.ArrayHandler):
   async def serialize(
     self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
   ) -> list[Any]:
-    """Called once by Orbax, with all arrays; nothing is left to be done later."""
+    """Orbax calls this once, with all arrays; it returns when all pieces are written."""
     stores, context = {}, ts.Context(_CONTEXT)
     for array, info in zip(values, infos):
       await info.await_path_creation()

@@ -1,9 +1,10 @@
 """Starts a run again when it dies: `scmoe.train --restarts N`.
 
-The command runs as a child of this process, and again when it dies: killed, crashed, stuck (86), or
-left by its peers. Exit codes that another start would not mend are passed on: done, wrong
-configuration or data, no valid checkpoint, a full disk, numbers that are not finite, asked to stop.
-A start that got to a later checkpoint gives all N restarts back.
+The command runs as a child of this process. If the child was killed, crashed, got stuck (exit code
+86) or lost its peers, the command runs again. Exit codes that another start would not mend are
+passed on (`FINAL`): done, wrong configuration or data, no valid checkpoint, a full disk, numbers
+that are not finite, asked to stop. After a start that wrote a later checkpoint, restarts are
+counted anew.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ def supervise(
   *,
   wait: Callable[[float], Any] = time.sleep,
 ) -> int:
-  """Runs a command until it ends for good; its exit code (128 + N where signal N killed it).
+  """Runs a command until it ends for good. Returns its exit code; 128 + N if signal N killed it.
 
   SIGTERM and SIGHUP are passed on to it; then it is not started again.
 
   Args:
     command: program and arguments.
-    restarts: how often in a row without progress.
+    restarts: most restarts in a row without a later checkpoint.
     progress: the step of the newest checkpoint.
     wait: sleeps so many seconds.
   """
@@ -55,7 +56,7 @@ def supervise(
   try:
     while True:
       reached = progress()
-      # The child has the handlers that this process had: it decides by itself what a signal means.
+      # A child inherits ignored signals: this gives SIGINT's default back to it.
       child = subprocess.Popen(
         command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
       )

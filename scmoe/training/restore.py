@@ -118,7 +118,7 @@ def restore_params(
 
   Raises:
     CheckpointError: no such step, or no valid one.
-    ConfigError: a stored shape or type is another.
+    ConfigError: a stored shape or type is not that of `abstract_params`.
   """
   return restore_part(workdir, {"params": abstract_params}, step)["params"]
 
@@ -200,7 +200,7 @@ def load(place: Path, abstract: PyTree, meta: dict, *, partial: bool = False) ->
       f"checkpoint {place} {problem}; resume with the configuration it was written with"
     )
   leaves = _read_verified(place, wanted, meta)
-  # One leaf at a time: a parameter of a released model is kept in its own type.
+  # One leaf at a time: one that is stored in 16 bits exists in both types during the cast.
   typed = [_typed(leaves.pop(name), leaf.dtype) for name, leaf in wanted.items()]
   return jax.tree.unflatten(jax.tree.structure(abstract), typed)
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from scmoe.base.errors import ConfigError, DataError
 
-# Fields that a resumed run may change: they decide how long, how often and where, not the result.
+# Fields that a resumed run may change. They decide how long the run is, how often it reports, and
+# where and in which order it computes, not the values of a step.
 SAFE = (
   "name",
   "model.expert_impl",
@@ -39,7 +40,7 @@ SAFE = (
   "checkpoint",
   "distributed",
 )
-# Fields that may differ where only weights are taken over: they change no output of the model.
+# Fields that may differ where only weights are read: they do not change what weights compute.
 _CHOSEN = {
   "model": ("dtype", "document_mask", "init_std"),
   "router": ("noise", "balance", "balance_loss", "z_loss", "bias_rate", "bias_proportional",
@@ -49,7 +50,7 @@ _ABSENT = "(not set)"
 
 
 def architecture(config: dict[str, Any]) -> dict[str, Any]:
-  """The part of a configuration that decides which function given weights compute."""
+  """The part of a configuration that decides which function a set of weights computes."""
   parts = {part: config.get(part) for part in _CHOSEN}
   return {
     part: {name: value for name, value in fields.items() if name not in _CHOSEN[part]}
@@ -71,8 +72,8 @@ def check_config(
     stored: nested dict of the checkpoint's configuration.
     current: nested dict of this run's configuration.
     allow_change: accept any difference.
-    fits: the stored arrays have the names, shapes and types that this run asks for. Where they have
-      not, no permission helps, and none is suggested.
+    fits: whether the stored arrays have the names, shapes and types that this run asks for. If not,
+      the error does not suggest `checkpoint.allow_config_change`, which would not help.
 
   Raises:
     ConfigError: a field outside `SAFE` differs.
@@ -90,7 +91,7 @@ def check_config(
 def check_data(
   stored: dict[str, Any], current: dict[str, Any], *, allow_change: bool = False
 ) -> list[str]:
-  """Like `check_config` for the fingerprint of the data, where nothing is safe.
+  """Like `check_config` for the fingerprint of the data, no field of which may change.
 
   Raises:
     DataError: a field differs.

@@ -32,7 +32,7 @@ _EXPERTS = re.compile(r"(?<=\bmoe\.)(?=(up|gate|down|up_bias|down_bias)$)")
 _GONE = ("router.skewed",)
 _MOST_BLOCKS = 1024  # of a pair: a stored configuration may say anything
 _COMPAT = ("order", "weights", "weight_norm", "jitter", "uniform", "round_to")
-# Fields that later versions added, with the value that stands for what runs did before. Without it
+# Fields that later versions added, with the value that describes what earlier runs did. Without it
 # the missing field would count as a change of the configuration, and the run would be refused.
 _SINCE = {
   "model": {
@@ -90,12 +90,12 @@ _SINCE = {
 
 
 def upgraded(meta: dict[str, Any]) -> dict[str, Any]:
-  """The description of a checkpoint of any schema, as of the present one.
+  """A checkpoint's description of any schema, converted to the present one.
 
-  A leaf that is stored under another name says so in `stored_as`.
+  A leaf that is stored under an older name has that name in `stored_as`.
 
   Raises:
-    CheckpointError: of a schema that this version does not know.
+    CheckpointError: this version does not know the schema.
   """
   schema, config = meta.get("schema", SCHEMA), meta.get("config", {})
   if schema not in (1, SCHEMA):
@@ -157,7 +157,8 @@ def _slot_name(slot: Any, model: dict[str, Any]) -> Any:
     return "auto"
   start = min(tap_step(tap_index(tap, blocks)) for tap in wiring.taps)
   names = slot_names([step.name for step in dense_steps(wiring, blocks)][start:])
-  # An attention was one operation with a half in it, and is two steps.
+  # An attention was one operation: slot n + 0.5 was inside the one that follows n operations. It is
+  # two steps now, and the slot behind its projections comes next in `names`.
   operations = [name for name in names if ": " not in name]
   before = operations[min(int(slot), len(operations) - 1)]
   index = names.index(before) + (1 if slot % 1 else 0)

@@ -48,10 +48,11 @@ from scmoe.training.variants import Change, StepVariants, Variant, parse_candida
 
 PROFILES = "profile_guided"  # measured latencies of a step's operations; see `GuidedStep`
 SCHEDULE = "schedule.json"  # the decision; see `Decisions`
-MOST_STEPS, ROUNDS, MARGIN = 100, 7, 0.01  # of a search on a cut of the run
-CORES = 4  # CPU cores of the host for each of several simultaneous compilations
+MOST_STEPS, ROUNDS, MARGIN = 100, 7, 0.01  # `Search`'s arguments on a cut of the run
+CORES = 4  # CPU cores of the host that each of several simultaneous compilations should have
 GLANCES = 3  # steps measured before choosing the candidate on which the next one builds
-# A decision depends on the machine and these sections; other settings do not change step times.
+# A decision depends on the machine, these sections of the configuration and these fields of
+# `train`; other settings do not change which candidate is the fastest.
 SECTIONS = ("model", "router", "dispatch", "mesh", "overlap")
 FIELDS = ("batch_size", "tokens_per_step", "remat", "tune")
 

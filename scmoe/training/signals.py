@@ -26,7 +26,7 @@ _GRACE_SECONDS = 10.0
 
 
 class StopRequest:
-  """Knows if the run was asked to stop. A context manager that holds the signal handlers."""
+  """Records whether the run was asked to stop. A context manager that installs signal handlers."""
 
   def __init__(self) -> None:
     self._asked = False
@@ -49,8 +49,8 @@ class StopRequest:
   def poll(self) -> bool:
     """True once the run should save and stop.
 
-    With several processes all must poll equally often (in training as well as in evaluation): they
-    get True at the same poll, whichever of them was asked.
+    With several processes all must poll equally often, in training and in evaluation. They get True
+    at the same poll, whichever of them was asked.
     """
     if not self._several:
       return self._asked
@@ -74,15 +74,16 @@ class StopRequest:
 
 
 def hangups() -> list[signal.Signals]:
-  """[SIGHUP], but nothing under nohup, which lets a process ignore it."""
+  """[SIGHUP]; [] under nohup, which has the process ignore it."""
   return [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
 
 
 class Watchdog:
-  """Ends the process with every stack and code 86 when armed and not armed again in time.
+  """Ends the process if it was armed and neither armed again nor disarmed in time.
 
-  A context manager. A thread does it, because a stuck collective never returns to Python; should
-  even the interpreter be locked up, faulthandler's own thread ends the process a little later.
+  It prints the stacks of all threads and exits with code 86. A context manager. A thread of its own
+  does this, because the main thread does not return from a stuck collective. If even the
+  interpreter is locked up, faulthandler's own thread ends the process a little later.
   """
 
   def __init__(self) -> None:

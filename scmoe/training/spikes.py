@@ -28,7 +28,8 @@ class Spikes:
   sigma: float
 
   def init(self) -> dict[str, Array]:
-    """`values`, float32 [2, WINDOW]: losses and norms in turn; `count`, int32 []: good steps."""
+    """`values`, float32 [2, WINDOW]: a row of losses and a row of norms of good steps; `count`,
+    int32 []: number of good steps so far."""
     return {"values": jnp.zeros((2, WINDOW), jnp.float32), "count": jnp.zeros((), jnp.int32)}
 
   def seen(self, recent: dict[str, Array], loss: Array, norm: Array) -> Array:

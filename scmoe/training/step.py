@@ -32,8 +32,9 @@ Init = Callable[[Array], tuple[PyTree, PyTree]]
 class TrainState:
   """Everything that a step changes and a checkpoint holds.
 
-  A skipped step (non-finite loss or gradient) changes no bit of `params`, `opt_state` and `router`.
-  `step` still counts it, so that the data and the learning-rate schedule go on.
+  A skipped step (a loss or gradient that is not finite, or a spike) changes no bit of `params`,
+  `opt_state` and `router`. `step` still counts it, so that the data and the learning-rate schedule
+  go on.
   """
 
   step: Array  # int32 [], optimizer steps done, skipped ones included

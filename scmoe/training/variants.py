@@ -22,9 +22,8 @@ from scmoe.training.step import TrainState
 class Variant:
   """The options in which steps of a run may differ; None: as the run is configured.
 
-  All but the last two only change how and when rows or weights travel, so the search may choose
-  them. `top_k`
-  and `capacity_factor` change the result.
+  `top_k` and `capacity_factor` change the result. The others only change how and when rows or
+  weights travel, so the search may choose them.
 
   Attributes:
     transport: `dispatch.transport`: capacity or packed.
@@ -67,7 +66,7 @@ def parse_candidates(text: str) -> tuple[Variant, ...]:
   """All combinations of a specification such as "adaptive_r=0,1 chunks=1,2,4".
 
   Raises:
-    ConfigError: a word is no tunable field, or a value not one of its.
+    ConfigError: a name is not in `TUNABLE`, or a value is not one that its field takes.
   """
   choices: dict[str, list[Any]] = {}
   for part in text.split():

@@ -18,9 +18,11 @@ from scmoe.base.stored import write_json
 
 HEARTBEAT = "heartbeat"
 BEAT_SECONDS = 5.0  # least time between two writes of the file
-# A host lags if its own time is LAG times the median and costs at least SHARE of a step.
+# A host lags if its own part of a step takes more than LAG times the median host's, and the
+# difference is more than SHARE of the step.
 LAG, SHARE = 1.5, 0.05
-# Memory grows if it is GROWTH times, and MARGIN bytes more than, what it was after SETTLED lines.
+# Memory has grown if it is both GROWTH times and MARGIN bytes above its peak in the first SETTLED
+# logged lines.
 GROWTH, MARGIN = 1.5, 2**30
 SETTLED = 20
 
@@ -41,9 +43,9 @@ class Vitals:
     self._settled = 0
 
   def worked(self, seconds: float) -> None:
-    """Records the seconds in which this host read a batch and started a step.
+    """Records the seconds that this host took to read a batch and place it on its devices.
 
-    The rest of a step's time is the same on all hosts, because they wait for each other.
+    The rest of a step takes the same time on all hosts, because they wait for each other.
     """
     self._own.append(seconds)
 
@@ -51,7 +53,8 @@ class Vitals:
     """`step_p50`, `step_p99`, `own_p50`, `own_p99` in seconds, rounded to four digits.
 
     Args:
-      step: median and 99th percentile of whole steps; those of this host's own part are known here.
+      step: median and 99th percentile of whole steps, in seconds. Those of this host's own part
+        come from `worked`.
     """
     own = (0.0, 0.0) if not self._own else tuple(map(float, np.percentile(self._own, (50, 99))))
     named = zip(("step_p50", "step_p99", "own_p50", "own_p99"), (*step, *own))

@@ -1,4 +1,4 @@
-"""The directory of a run: it is there and can be written, and one run at a time writes to it."""
+"""The directory of a run: checks that it can be written, and keeps a second run out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _descriptors: set[int] = set()  # of held locks
 
 
 def prepare_workdir(path: str | os.PathLike[str]) -> Path:
-  """Creates the directory of a run and shows that it can be written; returns it absolute.
+  """Creates the directory of a run and checks that it can be written; returns it absolute.
 
   Raises:
     ConfigError: a file is in the way, or the name cannot be one.
@@ -56,7 +56,7 @@ def prepare_workdir(path: str | os.PathLike[str]) -> Path:
 
 
 def _write_probe(workdir: Path) -> None:
-  """Writes and removes a file: on a full disk an empty one can still be made."""
+  """Writes 4096 bytes and removes them: a full disk still lets a program create an empty file."""
   probe = workdir / f".probe-{os.getpid()}"
   try:
     probe.write_bytes(b"\0" * _PROBE_BYTES)
@@ -67,11 +67,11 @@ def _write_probe(workdir: Path) -> None:
 class RunLock:
   """Keeps a second run out of a directory. A context manager.
 
-  Two things together: an OS lock (flock) on the directory and on a file in it, which exactly one
-  process can hold and which the kernel releases when that process dies, however it dies; and the
-  name of process and host in that file. The name is for messages, for file systems without OS
-  locks, and for those whose locks do not reach other hosts: there a file that another host touched
-  within `FOREIGN_STALE_SECONDS` counts as held.
+  It takes an OS lock (flock) on the directory and on a file in it. Exactly one process can hold it,
+  and the kernel releases it when that process dies, however it dies. The lock file also names
+  process and host: for messages, for file systems without OS locks, and for those whose locks do
+  not reach other hosts. There, a file that another host touched within `FOREIGN_STALE_SECONDS`
+  counts as held.
 
   Args:
     workdir: exists.

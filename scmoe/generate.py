@@ -124,6 +124,7 @@ def main(argv: list[str]) -> None:
     rows=max(1, len(values["prompt"])),
     longest=max((len(prompt.encode()) for prompt in values["prompt"]), default=0) + 1,
     max_new_tokens=values["max_new_tokens"],
+    deterministic=values["deterministic"],
   )
   if session.plan:
     print(*session.plan, sep="\n", file=sys.stderr)

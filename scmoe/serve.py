@@ -64,7 +64,8 @@ def main(argv: list[str]) -> None:
   with contextlib.ExitStack() as files:
     given = _opened(values["input"], "input", files)
     out = _opened(values["output"], "output", files)
-    options = {name: values[name] for name in ("model", "mesh", "allow_import", "max_new_tokens")}
+    names = ("model", "mesh", "allow_import", "max_new_tokens", "deterministic")
+    options = {name: values[name] for name in names}
     options |= {"request": offload_request(values), "rows": values["batch"]}
     rest = {"rows": values["batch"], "seed": values["seed"]}
     session = Session(**options)

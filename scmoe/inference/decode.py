@@ -49,12 +49,13 @@ def generate(
   prepare: Prepare | None = None,
   offload: Offload = Offload(),
   usage: Usage | None = None,
+  deterministic: bool = False,
 ) -> list[list[int]]:
   """Continues every prompt: the tokens of `stream`, made by one program.
 
   Args:
-    model, prompts, sampling, max_new_tokens, seed, eos_id, router, mesh, prepare, offload, usage:
-      as for `stream`.
+    model, prompts, sampling, max_new_tokens, seed, eos_id, router, mesh, prepare, offload, usage,
+    deterministic: as for `stream`.
 
   Returns:
     The new tokens of each prompt, without the prompt.
@@ -63,7 +64,7 @@ def generate(
     ConfigError: as `stream`.
   """
   options = {"seed": seed, "eos_id": eos_id, "router": router, "mesh": mesh, "prepare": prepare}
-  options |= {"offload": offload, "usage": usage}
+  options |= {"offload": offload, "usage": usage, "deterministic": deterministic}
   pieces = stream(
     model, prompts, sampling, max_new_tokens=max_new_tokens, chunk=max_new_tokens, **options
   )
@@ -84,6 +85,7 @@ def stream(
   prepare: Prepare | None = None,
   offload: Offload = Offload(),
   usage: Usage | None = None,
+  deterministic: bool = False,
 ) -> Iterator[list[list[int]]]:
   """Continues every prompt, token by token as they come: the first of each, then a few at a time.
 
@@ -104,6 +106,8 @@ def stream(
     offload: how experts come to the device. Any value but the default needs a model whose experts
       lie in the host's memory (`scmoe.inference.offload.model.offloaded`).
     usage: filled with the requests to the experts' cache.
+    deterministic: XLA sums every product of a GPU in one order, in every process and wherever the
+      experts lie; see `Static`.
 
   Yields:
     The next tokens of each prompt; none of one that has ended.
@@ -123,7 +127,7 @@ def stream(
   for row, prompt in enumerate(prompts):
     tokens_BS[row, : len(prompt)] = prompt
   graph, params = nnx.split(model)
-  static = Static(graph, mesh, sampling, offload.checked(model))
+  static = Static(graph, mesh, sampling, offload.checked(model), deterministic)
   chunk = max(1, min(chunk, max_new_tokens - 1))
   # The last chunk is as long as the others, so one program serves all; the caches have room for it.
   room, key = padded + 1 + _round_up(max_new_tokens - 1, chunk), jax.random.key(seed)
@@ -166,12 +170,22 @@ class Static:
     mesh: the devices.
     sampling: how tokens are drawn.
     offload: how experts come to the devices.
+    deterministic: greedy tokens on a GPU are the same in every process and for every way to hold
+      experts. By default XLA times several kernels for each product and takes the fastest, so
+      processes may take different ones. A product of few rows may also be cut along its contracted
+      dimension, and the kernel that reads the parts adds them in an order of its own. Decoding
+      takes longer with it (experiments/LOG.md, 2026-11-26).
   """
 
   graph: nnx.GraphDef
   mesh: Mesh
   sampling: Sampling
   offload: Offload = Offload()
+  deterministic: bool = False
+
+  def compiler_options(self) -> dict[str, Any]:
+    """XLA's options for the programs of generation."""
+    return _COMPILED | (_ONE_ORDER if self.deterministic else {})
 
 
 _ROWS = P(BATCH_AXES)
@@ -189,6 +203,10 @@ _COMPILED: dict[str, Any] = {
   # matrices would be written to memory again, and tokens would differ from prefill's.
   "xla_disable_hlo_passes": "dot-strength-reduction",
 }
+
+# One order of sums: no choice of kernels by their times, and no product cut along its contracted
+# dimension.
+_ONE_ORDER = {"xla_gpu_autotune_level": 0, "xla_gpu_experimental_force_split_k": 1}
 
 
 @functools.cache
@@ -215,7 +233,7 @@ def make_prefill(static: Static, room: int) -> Any:
     function = manual(local, static.mesh, specs, (_ROWS, caches))
     return function(params, router, lengths_B, key, tokens_BS)
 
-  return jax.jit(program, compiler_options=_COMPILED)
+  return jax.jit(program, compiler_options=static.compiler_options())
 
 
 def taken_apart(static: Static, params: Any) -> Any:
@@ -307,7 +325,7 @@ def make_decode(static: Static, steps: int, in_order: bool = False) -> Any:
     return function(params, router, lengths_B, key, made, token_B, caches)
 
   # The caches are donated: the program returns them, and memory holds them once.
-  options = _COMPILED | (_ONE_BY_ONE if in_order else {})
+  options = static.compiler_options() | (_ONE_BY_ONE if in_order else {})
   return jax.jit(program, donate_argnums=6, compiler_options=options)
 
 

@@ -76,7 +76,8 @@ class _Arm:
     self.programs = Programs(built.overlap, folder)
     # With random weights, greedy decoding soon repeats a token, and so chooses the same experts.
     sampling = Sampling(temperature=0.0 if way.way == "none" else 1.0)
-    static = Static(graph, built.mesh, sampling, self.offload.checked(self.model))
+    offload, deterministic = self.offload.checked(self.model), run.train.deterministic
+    static = Static(graph, built.mesh, sampling, offload, deterministic)
     self.apart = taken_apart(static, self.params)  # once for all tokens
     self.prefill = self.programs(make_prefill(static, load.prompt + load.new + 1))
     in_order = one_by_one(self.model, static.offload, load.rows)

@@ -14,6 +14,12 @@ SAMPLING_FLAGS = (
   Flag("top_k", int, 0, "draw from the k most probable tokens; 0: from all"),
   Flag("top_p", float, 1.0, "draw from the most probable tokens that make up this probability"),
   Flag("seed", int, 0, "of the draws"),
+  Flag(
+    "deterministic",
+    bool,
+    False,
+    "on a GPU: the same greedy tokens in every process and for every --offload; slower",
+  ),
   Flag("mesh", str, "", "axes such as data=2,expert=2; training's, or one device, if not given"),
   SIMULATE,
 )

@@ -46,6 +46,7 @@ class Session:
       they fit.
     rows, longest, max_new_tokens: prompts at once, tokens of the longest, and tokens to add to
       each, for which there has to be room.
+    deterministic: see `scmoe.inference.decode.Static`.
 
   Attributes:
     plan: lines about where the experts lie; none where they lie on the devices.
@@ -66,6 +67,7 @@ class Session:
     rows: int = 1,
     longest: int = 0,
     max_new_tokens: int = 64,
+    deterministic: bool = False,
   ):
     folder = InferenceFolder(model, allow_import) if model else None
     named = None if step < 0 else step
@@ -89,6 +91,7 @@ class Session:
       "mesh": opened.mesh,
       "eos_id": self.tokenizer.stop_ids,
       "prepare": opened.prepare,
+      "deterministic": deterministic,
     }
 
   def encode(self, prompt: str) -> list[int]:

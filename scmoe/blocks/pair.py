@@ -44,18 +44,20 @@ SCOPES = {
 class Context:
   """Arguments of one pass that every pair reads.
 
+  A *gating* is one choice of experts for all tokens: most units have one, DGMoE's have two.
+
   Attributes:
     positions_BS: int32 position of each token in its document; 0, 1, ... if None.
     segments_BS: int32 document of each token: attention stays inside it. None: the whole row.
     mask_BS: bool, True for tokens, False for padding; None: no padding.
     keys: random keys of the gates' noise, [units, gatings]; None outside training.
-    bias_E: float32 balancing bias of the choice of experts, or None.
+    bias_E: float32 balancing bias, added to scores for the choice of experts only; or None.
     gate: index of the gate that chooses, where there are several; may be traced.
     no_drop: experts have room for every token.
     experts: where the experts are.
     kept: experts that the device keeps between passes (`LayerExperts.kept`), or None.
     begins: the attentions' caches are empty, and the tokens are the first of their rows.
-    hidden: return the residual stream behind every block.
+    hidden: whether to return the residual stream after every block.
   """
 
   positions_BS: Int[Array, "B S"] | None = None
@@ -79,10 +81,10 @@ class PairOutput:
   Attributes:
     h_BSD: the residual stream.
     sums: of all gatings of the pair, over this device's tokens; None without experts.
-    handed_BSD: what the next pair's experts read, where `is_handed_over`; else None.
+    handed_BSD: the value that the next pair's experts read, where `is_handed_over`; else None.
     caches: updated caches of the attentions [units][blocks], or None.
     kept: experts that the device keeps (`LayerExperts.kept`), or None.
-    hidden: the residual stream behind every block, in order; None unless asked for.
+    hidden: the residual stream after every block, in order; None unless asked for.
   """
 
   h_BSD: Float[Array, "B S D"]
@@ -102,7 +104,7 @@ class BlockPair(nnx.Module):
     config: wiring and sizes.
     router, dispatch, overlap: options of routing, transport and schedule.
     experts, gates: the user's own; see `MoE`.
-    hands_over: for a block without experts: the tap that the next block's experts read of it.
+    hands_over: for a block without experts: which of its values the next pair's experts read.
     rngs: stream `params` for the initial weights.
 
   Raises:
@@ -142,8 +144,8 @@ class BlockPair(nnx.Module):
     Args:
       h_BSD: the residual stream.
       context: see `Context`.
-      handed_BSD: `PairOutput.handed_BSD` of the pair before; None where there is none: the first
-        unit's experts then read its own input (the paper's L0 Pos-1).
+      handed_BSD: `PairOutput.handed_BSD` of the pair before. None if no pair precedes: then the
+        experts of the first unit read the unit's own input (the paper's L0 Pos-1).
       caches: of the attentions [units][blocks], as `empty_cache` makes them, or None.
 
     Raises:
@@ -156,7 +158,7 @@ class BlockPair(nnx.Module):
 
   @property
   def passed_on(self) -> Tap | None:
-    """The tap that the next pair's experts read of this pair of one block; else None."""
+    """Which value of this pair the next pair's experts read, where `is_handed_over`; else None."""
     if not self.wiring.taps:
       return self.hands_over
     tap = self.wiring.taps[0]
@@ -169,9 +171,10 @@ class PairWalk:
   `scmoe.blocks.schedule` says in which order `in_turns` calls the methods.
 
   Attributes:
-    main: what the main path's next step reads: the residual stream, or an attention's queries, keys
-      and values.
-    live: what the batch has computed when it pauses; `in_turns` ties it to another batch's.
+    main: the value that the main path's next step reads: the residual stream, or an attention's
+      queries, keys and values.
+    live: the values that the batch has computed when it pauses; `in_turns` ties them to those of
+      another batch by a barrier. After the last step: the `PairOutput`.
   """
 
   main: Any
@@ -220,18 +223,18 @@ class PairWalk:
     return turns_of(self.pair.schedule.steps * len(self.pair.units))
 
   def resume(self) -> None:
-    """Goes on with the value of `live`, which may be tied to another batch's by now."""
+    """Goes on from `live`, which a barrier may have tied to another batch's values by now."""
     self.main, _ = self.live
     if self.unit_number < 0:
       self._begin_unit()
 
   def pause(self) -> None:
-    """Puts what has been computed into `live`.
+    """Puts the computed values into `live`.
 
-    After a dispatch this includes the layout of the rows that were sent. Without it XLA joins the
-    batches' exchanges of counts, and their products that share an operand: the first batch's rows
-    would wait for the last batch's routing. Before a combine the experts' rows are not included; a
-    barrier of the schedule ties them to `main` already.
+    After a dispatch this includes the layout of the rows that were sent. Without it XLA merges the
+    batches' exchanges of counts, and their products that share an operand, so that the first
+    batch's rows wait for the last batch's routing. Before a combine the experts' rows are not
+    included, because a barrier of the schedule ties them to `main` already.
     """
     self.live, self.dispatched = (self.main, self.dispatched), None
 
@@ -248,7 +251,7 @@ class PairWalk:
     )
 
   def _begin_unit(self) -> None:
-    """Enters the next unit: its experts' inputs, tokens and results are still to come."""
+    """Enters the next unit: resets the values that belong to one unit."""
     self.unit_number += 1
     self.unit = self.pair.units[self.unit_number]
     passed = self.pair.passed_on
@@ -315,7 +318,7 @@ class PairWalk:
 
   @jax.named_scope(words.EXPERTS)
   def experts(self, step: Step) -> None:
-    """The experts compute the rows that have arrived, or one chunk of them."""
+    """The experts compute the rows that have arrived, or those of the step's chunk."""
     g, arrived = step.gating, self.routed[step.gating].arrived
     rows = list(arrived.rows)
     self.main = self.layer_experts.ready(g, self.main)
@@ -333,7 +336,7 @@ class PairWalk:
 
   @jax.named_scope(words.BARRIER)
   def barrier(self, step: Step) -> None:
-    """Ties the main path to the MoE's newest value: its result, its rows, or its input."""
+    """Ties the main path to the gating's newest value: its result, its rows, or its input."""
     tie, g = functools.partial(barrier, direction=step.direction), step.gating
     if g in self.results:
       y_BSD, sums = self.results[g]
@@ -361,7 +364,8 @@ class PairWalk:
       self._begin_unit()
 
   def _all_gatings(self) -> tuple[Array, RouterSums]:
-    """The outputs of all gatings added up, and their sums with the norms of both paths."""
+    """The sum of all gatings' outputs, and their router sums with `shortcut_square` and
+    `main_square` set."""
     (total_BSD, sums), *others = self.results.values()
     for y_BSD, other in others:
       total_BSD = total_BSD + y_BSD
@@ -371,7 +375,7 @@ class PairWalk:
     return total_BSD, dataclasses.replace(sums, **squares)
 
   def _tapped(self, gating: int) -> Any:
-    """The value that this gating reads."""
+    """The normalised value that this gating reads."""
     return self.unit.tapped(self.pair.wiring.taps[gating], self.main, self.handed_BSD)
 
   def _call(self, gating: int) -> MoECall:
@@ -392,21 +396,22 @@ class PairWalk:
 def in_turns(walks: Sequence[PairWalk]) -> Iterator[tuple[Callable[[Step], None], Step]]:
   """The steps of several batches in the order in which they run, each with its walk's method.
 
-  A batch pauses behind every dispatch and before every combine, and the next one has its turn. Two
+  A batch pauses after every dispatch and before every combine, and the next batch has its turn. Two
   batches, A and B, of Pos-2 with the experts after `mlp 0`:
 
       A: attention 0, dispatch | B: attention 0, dispatch | A: mlp 0, experts | B: mlp 0, experts |
       A: combine, attention 1, shared expert | B: combine, attention 1, shared expert
 
-  Every exchange has a turn of the other batch beside it.
+  So another batch computes beside every exchange.
 
   Args:
-    walks: of pairs of the same schedule.
+    walks: one per batch, through pairs with the same schedule.
   """
   turns = walks[0].turns
   for number, turn in enumerate(turns):
     for i, walk in enumerate(walks):
-      # No tie for the very first turn: the last batch may still wait for rows of the pair before.
+      # The first batch's first turn has no tie: the last batch may still wait for the rows of the
+      # pair before.
       if number or i:
         _tie(walks, i)
       walk.resume()
@@ -416,9 +421,9 @@ def in_turns(walks: Sequence[PairWalk]) -> Iterator[tuple[Callable[[Step], None]
 
 
 def _tie(walks: Sequence[PairWalk], i: int) -> None:
-  """Lets the i-th batch go on only when the batch before it has paused.
+  """Lets the i-th batch go on only when the batch that ran before it has paused.
 
-  Without this XLA puts equal steps of all batches side by side, and then all of them wait at once.
+  Without this XLA puts equal steps of all batches side by side, so that all wait at once.
   """
   if len(walks) > 1:
     walks[i - 1].live, walks[i].live = barrier((walks[i - 1].live, walks[i].live))

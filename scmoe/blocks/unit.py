@@ -52,7 +52,7 @@ class Block(nnx.Module):
 
 
 class Unit(nnx.Module):
-  """`moe_every` blocks, the last of which ends in the expert stage, with norms and mix of that.
+  """`moe_every` blocks; the last one ends in the expert stage, whose norms and mix are here too.
 
   `model.shortcut_norm` says what normalises the value that the shortcut hands to the experts:
   "shared": the norm of the sublayer that reads the same value (LongCat-Flash); "own": a norm of its
@@ -100,7 +100,14 @@ class Unit(nnx.Module):
     return norms[tap]()(h_BSD)
 
   def hand_over(self, tap: Tap, h_BSD: Array) -> Array:
-    """The value of this unit of one block that the next unit's experts read; see `Unit`."""
+    """The value of this unit that the next unit's experts read, normalised if the norm is shared.
+
+    Only for units of one block.
+
+    Args:
+      tap: which value of the main path.
+      h_BSD: the residual stream at the tap.
+    """
     if not self.shared_norm:
       return h_BSD
     (block,) = self.blocks
@@ -109,13 +116,13 @@ class Unit(nnx.Module):
   def add(
     self, h_BSD: Array, shared_BSD: Array | None, routed_BSD: Array, tapped_BSD: Any
   ) -> Array:
-    """The residual stream behind the unit: h + norm(mix(shared, routed)).
+    """The residual stream after the unit: h + norm(mix(shared, routed)).
 
     Args:
       h_BSD: the residual stream before.
       shared_BSD: the shared expert's output; None without one.
       routed_BSD: the sum of all gatings' outputs.
-      tapped_BSD: what the first gating read.
+      tapped_BSD: the input of the first gating.
     """
     if shared_BSD is not None and self.mix is not None:
       read_BSD = self.blocks[-1].norm_mlp(h_BSD) if self.mix_current else tapped_BSD

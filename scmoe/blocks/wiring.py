@@ -40,7 +40,8 @@ class Wiring:
   """One architecture.
 
   Attributes:
-    taps: what the routed experts read; one gating each. Empty: no routed experts.
+    taps: the values that routed experts read. Each tap has a gating, a choice of experts of its
+      own. Empty: no routed experts.
     k: experts per token and gating; None takes `model.top_k`.
     shared_expert: whether a dense expert runs on the current representation.
     distinct: the second gating avoids the first one's expert.

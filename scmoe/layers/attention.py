@@ -29,7 +29,7 @@ class KeyValues:
   """The cache of one attention layer: keys and values in the order of their positions.
 
   Attributes:
-    k_BSHN, v_BSHN: S is the cache's length. A row at position p never reads places behind p.
+    k_BSHN, v_BSHN: S is the cache's length. A row at position p never reads places past p.
   """
 
   k_BSHN: Array
@@ -120,8 +120,8 @@ class Attention(nnx.Module):
     self.value = weight(kv, c.init_std, ("embed", "kv_heads", None))
     self.out = weight((c.num_heads, c.head_dim, c.width), c.out_std, ("heads", None, "embed"))
     self.query_bias = zeros((c.num_heads, c.head_dim), ("heads", None))
-    # A bias of keys adds the same number to all scores of a query where nothing normalises or
-    # rotates the keys, and softmax cancels it.
+    # Without a norm or rotation of keys, their bias adds the same number to all scores of a query,
+    # which softmax cancels. So only `key_bias` adds one, not `bias`.
     self.key_bias = zeros((c.num_kv_heads, c.head_dim), ("kv_heads", None), c.key_bias)
     self.value_bias = zeros((c.num_kv_heads, c.head_dim), ("kv_heads", None))
     self.out_bias = zeros((c.width,), ("embed",))
@@ -143,7 +143,8 @@ class Attention(nnx.Module):
     return self.mix(self.project(x_BSD, positions_BS), positions_BS, segments_BS)[0]
 
   def project(self, x_BSD: Float[Array, "B S D"], positions_BS: Int[Array, "B S"]) -> Projected:
-    """Queries [B, S, H, N], keys and values [B, S, K, N], after norm, clipping and rotation.
+    """Queries [B, S, H, N], keys and values [B, S, K, N] (K: `num_kv_heads`), after bias, norm,
+    clipping and rotation.
 
     Args:
       x_BSD: normalised inputs.
@@ -222,7 +223,7 @@ class Attention(nnx.Module):
       projected: what `project` returned.
       positions_BS: int32 position of each token; with a cache also where its key and value go.
       segments_BS: int32 document of each token; attention stays inside a document. None: it
-        sees the whole row.
+        spans the whole row.
       cache: keys and values of earlier positions, to which the new ones are added.
       begins: the cache is empty and the tokens are the first of their rows. They attend to each
         other by the same kernels as without a cache.

@@ -1,6 +1,6 @@
 """Softmax attention of given queries, keys and values, in training and over a cache.
 
-This module decides which kernel computes: cuDNN's fused attention, our kernel for one token a row
+This module decides which kernel computes: cuDNN's fused attention, our kernel for one token per row
 (`scmoe.kernels.one_row.attention`), or XLA's products.
 
     B  rows      S  tokens of a row      T  positions of a cache
@@ -72,7 +72,7 @@ def attend_stored(
 ) -> Float[Array, "B S H M"]:
   """`attend` over a cache: a token at position 5 sees the cache's positions 0 to 5.
 
-  One token a row is computed by our kernel where that takes it; any gradient comes from XLA's form.
+  With one token per row our kernel computes, where it takes the arrays; gradients come from XLA.
 
   Args:
     q_BSHN: queries of the new tokens.
@@ -123,7 +123,7 @@ def fusable(dtype: Any, head_dim: int, length: int, *, masked: bool, window: int
 def _attend_masked(
   q_BSHN: Array, k_BTKN: Array, v_BTKM: Array, positions_BS: Array, *, window: int, scale: float
 ) -> Array:
-  """`attend_stored` by XLA's products, with a mask over the cache's positions."""
+  """`attend_stored` by XLA, with a mask over the cache's positions."""
   dtype, size = q_BSHN.dtype, v_BTKM.shape[-1]
   q_BSHN, k_BTKN, v_BTKM = _of_one_width(*map(_computable, (q_BSHN, k_BTKN, v_BTKM)))
   stored_T = jnp.arange(k_BTKN.shape[1])

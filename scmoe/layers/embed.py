@@ -1,4 +1,4 @@
-"""Token and position embeddings, and the logits read back from them."""
+"""Token and position embeddings, and the output projection to logits and losses."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class EmbeddingConfig(Options):
 class Embedding(nnx.Module):
   """Token embeddings, learned positions where there are any, and the output projection.
 
-  Under tensor parallelism each device has a part of the vocabulary: it looks up the tokens that are
-  its own, and has the scores of its own.
+  Under tensor parallelism each device has a part of the vocabulary: it looks up its own tokens, and
+  computes the scores of its own tokens.
   """
 
   def __init__(self, config: EmbeddingConfig, *, rngs: nnx.Rngs):
@@ -55,7 +55,7 @@ class Embedding(nnx.Module):
   def __call__(
     self, tokens_BS: Int[Array, "B S"], positions_BS: Int[Array, "B S"], dtype: jnp.dtype
   ) -> Float[Array, "B S D"]:
-    """[B, S] -> [B, S, D] in the compute dtype."""
+    """The embeddings of the tokens and positions: [B, S] -> [B, S, D] in `dtype`."""
     table_VD = self.tokens[...].astype(dtype)
     own = table_VD.shape[0]
     if own == self.config.vocab_size:
@@ -95,7 +95,7 @@ class Embedding(nnx.Module):
   ) -> tuple[Array, Array]:
     """The sums of a training loss: Σ weight · nats, and Σ weight · [the best guess is right].
 
-    Each float32 []; by chunks of tokens, the gradient computed on the way.
+    Each is float32 []. The forward pass goes by chunks of tokens and computes their gradient too.
     """
     h_TD, weight, by_token = self._read(h_BSD)
     targets_T, weights_T = targets_BS.reshape(-1), weights_BS.reshape(-1).astype(jnp.float32)
@@ -118,8 +118,8 @@ class Embedding(nnx.Module):
     Args:
       h_BSD: last hidden states.
       teacher, taught_BSd: the teacher's embedding, and its last hidden states.
-      targets_BS, weights_BS: as of `summed_losses`.
-      share, temperature: of `Teaching`.
+      targets_BS, weights_BS: as for `summed_losses`.
+      share, temperature: see `Teaching`.
     """
     *student, by_token = self._read(h_BSD)
     *given, teacher_by_token = teacher._read(taught_BSd)
@@ -129,7 +129,7 @@ class Embedding(nnx.Module):
     return found
 
   def _read(self, h_BSD: Array) -> tuple[Array, Array, bool]:
-    """Tokens in a row, the weight of the scores, and whether that lies by token."""
+    """h as [T, D], the output weight in h's type, and its layout (`by_token` of `scores`)."""
     h_BSD = repeat(h_BSD, ("tensor",), "tensor")
     by_token = self.head is None
     weight = (self.tokens if self.head is None else self.head)[...].astype(h_BSD.dtype)

@@ -152,10 +152,11 @@ class LatentAttention(nnx.Module):
     *,
     begins: bool = False,
   ) -> tuple[Float[Array, "B S D"], Latents | None]:
-    """Scores, softmax, values and output projection; arguments and results as of `Attention.mix`.
+    """Scores, softmax, values and output projection; arguments and results as for `Attention.mix`.
 
-    One token per row reads the cache as it is (absorbed). With several tokens per row every head's
-    keys and values are computed (expanded): that costs less than queries of the latent's width.
+    One token per row attends to the cached latents themselves (absorbed). With several tokens per
+    row every head's keys and values are computed (expanded): this costs less than scores of the
+    latents' width.
     """
     q_BSHN, c_BSR, k_BSN = projected
     dtype = q_BSHN.dtype
@@ -200,7 +201,7 @@ class LatentAttention(nnx.Module):
   def absorbed(
     self, q_BSHN: Array, c_BTR: Array, k_BTN: Array, *, positions_BS: Array
   ) -> Float[Array, "B S H V"]:
-    """Attention without the keys or values of any head; the result is that of `expanded`.
+    """Attention that computes no head's keys or values; its result is that of `expanded`.
 
     Queries are multiplied by the keys' matrix and attend to the latents; the sum over latents is
     multiplied by the values' matrix.

@@ -75,7 +75,7 @@ class MLPConfig(Options):
   Attributes:
     width, hidden: D and F.
     activation: one of `activation_names()`.
-    bias: whether both layers have one.
+    bias: whether both layers have a bias.
     init_std, out_std: standard deviations of the first and the last layer's initial weights.
     backend: which products compute it; see `FFNConfig`.
   """
@@ -127,8 +127,9 @@ class MLP(nnx.Module):
   def _has_kernels(self, x_BSD: Array) -> bool:
     """Whether our kernels compute a forward pass without gradients.
 
-    They take whole row tiles, or a single row. Several devices use XLA: beside NCCL's exchanges the
-    kernels share multiprocessors, which cost more than they gained (experiments/kernels).
+    They take whole row tiles, or a single row. On several devices XLA computes: there the kernels
+    would share multiprocessors with NCCL's exchanges, which cost more than they gained
+    (experiments/kernels).
     """
     if axis_size(*AXES) > 1:
       return False

@@ -62,7 +62,7 @@ def _normalised_bwd(centred, eps, kept, bar):
   unit_bar = bar * scale
   along = (unit_bar * wide).mean(-1, keepdims=True) * inverse
   offset = unit_bar.mean(-1, keepdims=True) if centred else None
-  # Sums within a row end at this barrier. Behind it are element-wise operations and sums over
+  # Before this barrier are the sums within rows; after it are element-wise operations and sums over
   # columns, which XLA fuses into one kernel. Without it XLA writes bar * unit in float32, and a
   # second kernel sums its columns.
   mean, inverse, along, offset = jax.lax.optimization_barrier((mean, inverse, along, offset))

@@ -1,4 +1,4 @@
-"""Rotary position embeddings, and the ways in which they are stretched to longer contexts."""
+"""Rotary position embeddings, and how their frequencies are scaled down for longer contexts."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ class RopeConfig(Options, path="model.rope"):
 
   interleaved: bool = option(
     False,
-    "turn neighbours (2i, 2i+1) together (DeepSeek's rope_interleave); else i with i + N/2",
+    "rotate the pairs (2i, 2i+1) (DeepSeek's rope_interleave); else the pairs (i, i + N/2)",
   )
   scaling: str = option(
     "none",
-    "longer contexts (rope_type): linear (all frequencies over factor), llama3 (low ones), yarn "
-    "(arXiv 2309.00071)",
+    "longer contexts (rope_type): linear (divides all frequencies by factor), llama3 (the low "
+    "ones), yarn (arXiv 2309.00071)",
     choices=SCALINGS,
   )
-  factor: float = option(1.0, "by how much the context is longer than the original one", minimum=0)
+  factor: float = option(1.0, "length of the context over that of the original one", minimum=0)
   original_context: int = option(
     0, "context before stretching (original_max_position_embeddings); llama3 and yarn", minimum=0
   )
-  beta_fast: float = option(32.0, "yarn: turns in the original context from which on none is "
-                            "stretched", minimum=0)  # fmt: skip
-  beta_slow: float = option(1.0, "yarn: turns below which all of it is", minimum=0)
-  truncate: bool = option(True, "yarn: bounds of the ramp between them are whole dimensions")
+  beta_fast: float = option(32.0, "yarn: frequencies with at least so many turns in the original "
+                            "context stay", minimum=0)  # fmt: skip
+  beta_slow: float = option(1.0, "yarn: frequencies with at most so many turns in the original "
+                            "context are divided by factor", minimum=0)  # fmt: skip
+  truncate: bool = option(True, "yarn: the ramp from beta_fast to beta_slow begins and ends at "
+                          "whole dimensions")  # fmt: skip
   attention_factor: float = option(
     0.0, "yarn: factor on sine and cosine; 0: from factor, mscale and mscale_all_dim", minimum=0
   )
@@ -45,10 +47,10 @@ class RopeConfig(Options, path="model.rope"):
     0.0, "yarn: see attention_factor; latent attention also multiplies its scores by (0.1 · "
     "mscale_all_dim · ln factor + 1)²", minimum=0
   )  # fmt: skip
-  low_freq_factor: float = option(1.0, "llama3: wavelengths above original_context over it are "
-                                  "stretched whole", minimum=0)  # fmt: skip
-  high_freq_factor: float = option(4.0, "llama3: those below original_context over it not at all",
-                                   minimum=0)  # fmt: skip
+  low_freq_factor: float = option(1.0, "llama3: frequencies with at most so many turns in the "
+                                  "original context are divided by factor", minimum=0)  # fmt: skip
+  high_freq_factor: float = option(4.0, "llama3: frequencies with at least so many turns in the "
+                                   "original context stay", minimum=0)  # fmt: skip
 
   def check(self) -> None:
     """Checks what depends on more than one field.
@@ -71,7 +73,7 @@ class RopeConfig(Options, path="model.rope"):
 
   @property
   def amplitude(self) -> float:
-    """Factor on sine and cosine: 1, and with yarn what its paper calls the temperature's root."""
+    """Factor on sine and cosine: 1; with yarn √(1/t) of its paper, t being the temperature."""
     if self.scaling != "yarn":
       return 1.0
     if self.attention_factor:
@@ -94,7 +96,7 @@ class RopeConfig(Options, path="model.rope"):
       case "linear":
         found = stretched
       case "llama3":
-        # Turns in the original context, between the two bounds: 0 is low, 1 is high.
+        # `high` is 0 for frequencies at the lower bound of turns, 1 at the higher one.
         turns = self.original_context * plain / (2 * math.pi)
         bounds = self.high_freq_factor - self.low_freq_factor
         high = np.clip((turns - self.low_freq_factor) / bounds, 0, 1)

@@ -37,7 +37,7 @@ REMATS = ("none", "dots", "moe", "full")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pass:
-  """The arguments of one forward pass beside its tokens.
+  """The arguments of one forward pass besides its tokens.
 
   Attributes:
     positions_BS: int32 position of each token; 0, 1, ... if None.
@@ -46,17 +46,17 @@ class Pass:
     key: random key of the gate noise; None outside training.
     router: router state (`GPT.init_router`), in evaluation too; None or {} if the model has none.
     caches: key-value caches (`GPT.init_caches`) for decoding, or None.
-    begins: the caches are empty, and the tokens their rows' first, at positions 0, 1, ...
-    pairs: `GPT.pairs()`, made before a loop over tokens, or None.
+    begins: the caches are empty, and the tokens are the first of their rows, at positions 0, 1, ...
+    pairs: result of `GPT.pairs()`, called before a loop over tokens, or None.
     no_drop: experts have room for every token.
     remat: what the backward pass recomputes: none; dots (all but matrix products); moe (expert
       activations, nothing that travelled); full (all but the rows that travelled).
     gate: index of the gate that chooses, if `router.gates` > 1; may be traced.
     hidden: whether to return the main path after every block.
-    gradient_totals: `scmoe.models.gradient_sums.GradientTotal`s like `stages`, to which their
-      gradients are added; None: gradients are taken as usual.
-    experts: where the experts are. Those of another source than the default need pairs that are
-      written out, and parameters `taken_apart`.
+    gradient_totals: `scmoe.models.gradient_sums.GradientTotal`s like the parameters of `stages`, to
+      which the backward pass adds their gradients; None: plain gradients.
+    experts: where the experts are. A source other than the default needs pairs that are
+      `GPT.written_out` and parameters that are `GPT.taken_apart`.
   """
 
   positions_BS: Int[Array, "B S"] | None = None
@@ -97,8 +97,9 @@ class Output:
 class GPT(nnx.Module):
   """A decoder-only language model whose blocks follow one wiring.
 
-  All pairs have the same shape, so their parameters are stacked and one scan runs them: compile
-  time does not grow with depth. `model.dense_layers` have a second stack. The model computes in
+  All pairs have the same shape, so their parameters are stacked. One scan runs them, so that
+  compile time does not grow with depth; or they are written out one after the other
+  (`overlap.unroll`). `model.dense_layers` have a second stack. The model computes in
   `config.dtype`; parameters are float32. It runs on one device as it is, and in the manual region
   (`scmoe.manual`) on this device's share of batch and parameters.
 
@@ -155,14 +156,14 @@ class GPT(nnx.Module):
 
     Raises:
       ConfigError: `given.remat` is unknown; the rows are longer than the context; an id is outside
-        the vocabulary (ids are looked at outside of jit only).
+        the vocabulary (only known arrays are checked, not traced ones).
     """
     return run_batches_in_turns([self], [tokens_BS], [given])[0]
 
   def check_tokens(self, tokens_BS: Int[Array, "B S"], given: Pass = Pass()) -> None:
-    """Checks shape and values of token ids, where they are known.
+    """Checks the shape and type of token ids, and their values if the array is not traced.
 
-    Padding of whole prompts (`given.begins`) may be longer than the context: nothing reads it.
+    Prompts (`given.begins`) may be padded beyond the context: nothing reads the padding.
 
     Raises:
       ConfigError: names what was got and what would do.
@@ -210,7 +211,7 @@ class GPT(nnx.Module):
 
   @property
   def taken_apart(self) -> bool:
-    """Whether the pairs' parameters are arrays of their own, as those in the host's memory are."""
+    """Whether each pair has arrays of its own (`Apart`), as parameters in the host's memory do."""
     leaves = jax.tree.leaves(nnx.split(self.stages)[1], is_leaf=is_apart)
     return any(map(is_apart, leaves))
 
@@ -218,7 +219,7 @@ class GPT(nnx.Module):
     """Empty key-value caches.
 
     Each pair that is written out has its own cache, into which a token is written in place. A scan
-    over pairs has one array for all of them, and copies it.
+    over pairs has one array for all caches, and copies it.
 
     Args:
       batch: rows; in the manual region this device's.
@@ -235,10 +236,10 @@ class GPT(nnx.Module):
     )
 
   def _for_caches(self, of: Callable[[Any], Any], stack: Callable[[Any, int], Any]) -> Any:
-    """Calls `of` on each attention; the results, [units][blocks], by stack.
+    """Calls `of` on each attention: for each stack its name -> results [units][blocks].
 
-    They are a list with one entry per pair where the layers are written out; elsewhere `stack`
-    gives each array an axis of layers.
+    If pairs are written out, `stages` has a list with one such result per pair; else `stack` gives
+    each array an axis of layers.
     """
     found, config = {}, self.config
     for name, stage in (("stages", self.stages), ("dense", self.dense)):
@@ -253,22 +254,23 @@ class GPT(nnx.Module):
     return found
 
   def pairs(self) -> Any:
-    """Parameters of `stages` for a loop over tokens, which would copy what it slices: each pair's
-    apart, but for those of experts, which kernels read where they are. None in a scan."""
+    """Parameters of `stages` for a loop over tokens: each pair has arrays of its own, because the
+    loop would copy every slice of a stack for every token. Experts' arrays stay stacked: kernels
+    read their slices in place. None if a scan runs the pairs, or if they are `taken_apart`."""
     if not self.written_out or self.taken_apart:
       return None
     params = nnx.split(self.stages)[1]
     return split_layers(params, self.config.num_pairs, lambda path, _: "experts" in path)
 
   def init_router(self) -> dict[str, Array]:
-    """Router state before the first step, where there is any.
+    """Router state before the first step; {} if there is none.
 
-    It is no parameter: gradients do not train it. `LanguageModelObjective.update_router` does, once
-    per optimizer step.
+    It holds no parameters: `LanguageModelObjective.update_router` changes it once per optimizer
+    step, gradients do not.
 
     Returns:
-      what `scmoe.moe.losses.init_bias` says: `bias` [layers, E], with `router.bias`; and `turn`,
-      int32, the gate whose turn it is to train, with `router.gates` > 1.
+      with `router.bias` the arrays of `scmoe.moe.losses.init_bias`, `bias` [layers, E] among them;
+      with `router.gates` > 1 `turn`, int32 [], index of the gate that trains in this step.
     """
     config = self.config
     if not config.wiring_rule.taps:
@@ -282,12 +284,12 @@ class GPT(nnx.Module):
 def run_batches_in_turns(
   models: Sequence[GPT], streams: Sequence[Int[Array, "B S"]], given: Sequence[Pass]
 ) -> list[Output]:
-  """Runs several batches through the pairs in turns (`BlockPair.turns`).
+  """Runs several batches through the pairs in turns (`scmoe.blocks.pair.in_turns`).
 
   While the rows of one batch travel to their experts, another batch computes.
 
   Args:
-    models: one per batch, with the same parameters; several, so that gradients stay separate.
+    models: one per batch, with the same parameters, so that each batch has gradients of its own.
     streams: int32 token ids of each batch.
     given: one per batch; router, remat, no_drop, gate and gradient_totals of the first one hold.
 
@@ -325,7 +327,6 @@ def run_batches_in_turns(
   params = [g.pairs or nnx.split(own.stages)[1] for own, g in zip(models, given)]
 
   def stage(carry, xs, graph=graph):
-    # Here parameters that are spread over the data axis will be gathered, one pair's at a time.
     params, totals, (caches, kept, keys, bias_E) = xs
     params = added(params, totals)
     first, values = carry
@@ -366,7 +367,7 @@ def run_batches_in_turns(
     of_dense = _rematerialised(of_dense, shared.remat)
     dense = [nnx.split(own.dense)[1] for own in models], None, (
       stored("dense"), [None] * len(models), [None] * len(models), None)  # fmt: skip
-  made: list[tuple[bool, Any]] = []  # of every run of layers: whether dense, and what came out
+  made: list[tuple[bool, Any]] = []  # for every run of layers: whether it is dense, and its outputs
   for run in runs:
     take = lambda tree, run=run: tree if len(runs) == 1 else (
       jax.tree.map(lambda x: x[run.start : run.stop], tree))  # fmt: skip
@@ -392,8 +393,8 @@ def run_batches_in_turns(
 
 
 def _of_pairs(found: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-  """A scan's results over `stage`: (sums, caches, hidden state, kept experts), but
-  that caches and experts stay each pair's own."""
+  """The results of a scan over `stage`, (sums, caches, hidden states, kept experts), from those of
+  pairs that are written out. Caches and kept experts stay lists, one entry per pair."""
   sums, caches, hidden, kept = zip(*found)
   each = lambda some: None if some[0] is None else list(some)
   return stack_outputs(sums), each(caches), stack_outputs(hidden), each(kept)

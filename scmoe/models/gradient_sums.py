@@ -122,7 +122,7 @@ class Losses(Protocol):
     Args:
       params: the parameters, once for each microbatch: their gradients stay separate.
       totals: of the parameters' gradients, or None. If given, the objective passes each parameter
-        through `added` and its kin before it reads it.
+        through `added`, `added_by_scan` or `added_by_layer` before it reads it.
       router: state that gradients do not train.
       batches, rngs: of each microbatch; typed keys.
       ahead: from `look_ahead`.
@@ -311,7 +311,7 @@ def _zeros(like: Any) -> Array:
 
 
 def _added_up(new: Sequence[PyTree], done: PyTree) -> PyTree:
-  # Each is widened as it is added, so that no float32 copy of it is written.
+  # Each array is cast to float32 where it is added, so that XLA writes no float32 copy of it.
   with jax.named_scope("accumulate"):
     add = lambda total, one: jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, one)
     return functools.reduce(add, new, done)
@@ -389,8 +389,9 @@ def added_by_layer(
 ) -> tuple[list[list[PyTree]], list[PyTree]]:
   """(copies, totals) of every layer of a stack, for layers that are written out.
 
-  As of `added_by_scan`, each layer calls `added` with its own. Before the last group this function
-  adds: to each layer's array where the total is `Apart`, else to the stack.
+  In the last group each layer calls `added` with its own totals, as the scan's body does for
+  `added_by_scan`. Before the last group this function adds: to each layer's array where the total
+  is `Apart`, else to the stack.
 
   Args:
     copies: leaves [L, ...] or `Apart`.

@@ -37,7 +37,7 @@ class LossSums:
     nats: Σ weight · cross-entropy.
     correct: Σ weight · [the best guess is right].
     weight: Σ weight, the number of tokens that count.
-    microbatches: number of them.
+    microbatches: number of microbatches in the sums.
     router: sums per MoE layer [layers, ...], or None.
     bias_range: Σ of the microbatches' largest minus smallest balancing bias per layer, or None.
     divergence: Σ weight · divergence from a teacher (`scmoe.models.distillation`), or None.
@@ -190,8 +190,8 @@ class LanguageModelObjective:
     forward pass of each can tell. A step of one microbatch needs none.
 
     Args:
-      params, router: as of `loss`.
-      batch: as of `counts`.
+      params, router: as for `loss`.
+      batch: as for `counts`.
       key_of: number of a microbatch -> its key.
     """
     microbatches, options = batch.inputs.shape[0], self.router
@@ -239,10 +239,11 @@ class LanguageModelObjective:
   def metrics(self, aux: LossSums) -> tuple[dict[str, Array], dict[str, Array]]:
     """Scalars and per-layer arrays of a step, from the sums over its microbatches.
 
-    Scalars: `cross_entropy` (nats per token), `accuracy`, `balance_loss`,
-    `z_loss` (means over layers), and `drop`, `max_violation`, `imbalance` (the busiest expert's
-    load over the mean one), `dead`, `diversity` (the worst or mean layer), and with zero experts
-    `zero_share` and `real_experts`. Arrays: the per-layer `statistics` of the routers.
+    Scalars: `cross_entropy` (nats per token) and `accuracy`; `drop`, over the choices of all
+    layers; of the worst layer `max_violation`, `imbalance` (the busiest expert's load over the mean
+    load), `dead` and `diversity`; means over layers of `balance_loss`, `z_loss`, `router_entropy`,
+    `confidence`, `shortcut_ratio`, and with zero experts `zero_share` and `real_experts`. Arrays:
+    the per-layer `scmoe.moe.losses.statistics`.
     """
     weight = jnp.maximum(aux.weight, 1)
     scalars = {

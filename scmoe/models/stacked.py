@@ -26,7 +26,7 @@ class Apart:
   """A stack's array split into one array per layer.
 
   Attributes:
-    parts: one per layer; arrays, or what stands for one (`scmoe.offload.memory.Int8`).
+    parts: one per layer: an array, or an object in place of one (`scmoe.offload.memory.Int8`).
   """
 
   parts: tuple[Any, ...]
@@ -63,8 +63,8 @@ def each_layer(tree: PyTree, count: int) -> list[PyTree]:
 def split_layers(tree: PyTree, count: int, keep: Callable[[str, Array], bool]) -> PyTree:
   """The same stack with `Apart` for its arrays.
 
-  A loop around the layers would copy each slice that it takes, in every iteration; it copies no
-  array that is a layer's own.
+  A loop around the layers would copy each slice of a stack, in every iteration; it copies no array
+  that belongs to one layer.
 
   Args:
     tree: leaves [L, ...].
@@ -118,9 +118,9 @@ def padded_stack(like: Array, *layers: Array) -> Array:
   """The layers' arrays as one array [L, ...] of the type of `like`.
 
   It is a sum of arrays padded with zeros, so that XLA fuses it into the kernel that reads it
-  (optimizer or accumulation). XLA copies the operands of a concatenation, or that kernel takes 1.4
-  times as long; it copies them twice if each is written into its place (experiments/LOG.md,
-  2026-11-22).
+  (optimizer or accumulation). With a concatenation XLA either copies its operands or makes that
+  kernel take 1.4 times as long; if each layer is written into its place, XLA copies it twice
+  (experiments/LOG.md, 2026-11-22).
   """
   count, zero = len(layers), jnp.zeros((), like.dtype)
   pads = [((i, count - 1 - i, 0), *((0, 0, 0),) * x.ndim) for i, x in enumerate(layers)]

@@ -1,4 +1,4 @@
-"""Barriers: they fix an order of computations that data dependencies leave open."""
+"""Barriers: they fix an order of operations that data dependencies leave open."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _BARRIERS = {"": jax.lax.optimization_barrier, "forward": _forward, "backward": 
 
 
 def barrier(values: Any, direction: str = "") -> Any:
-  """Returns the same values; XLA lets nothing read one before all are computed.
+  """Returns the same values; no operation reads one of them before all are computed.
 
   Args:
     values: any tree of arrays.
-    direction: "forward" or "backward": a barrier in that pass only. "": in both, where the backward
-      pass has it for the gradients of the values.
+    direction: "forward": a barrier between the values, in the forward pass only. "backward": one
+      between their gradients, in the backward pass only. "": both.
   """
   return _BARRIERS[direction](values)

@@ -62,8 +62,9 @@ NAMES = (
 
 # JAX's backward pass of a sum over devices is another sum over devices. If all devices compute the
 # same function of the sum, for example a loss, that counts its gradient once per device: with 4
-# devices, 4 times. The gradient of an addend is then just the sum's. `total` and `repeat` are the
-# two halves of this (Megatron-LM's g and f).
+# devices, 4 times. The gradient of an addend should then be that of the sum, without another sum:
+# `total` does this. `repeat` is its counterpart, for a value that all devices hold (Megatron-LM's g
+# and f).
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -127,9 +128,10 @@ _gather_replicated.defvjp(
 
 
 def gather_replicated(x: Array, dimension: int, axis: str, name: str) -> Array:
-  """Gathers a dimension's shares; every device then computes the same from the result.
+  """Gathers a dimension's shares from all devices of an axis.
 
-  A share's gradient is this device's slice of the result's gradient: no data travel back.
+  Use it if every device computes the same from the result: the gradient of a share is then this
+  device's slice of the result's gradient, and no data travel back.
   """
   return _gather_replicated(x, dimension, axis, name) if axis_size(axis) > 1 else x
 
@@ -183,10 +185,10 @@ class Exchange:
       )
 
   def all_to_all(self, x: Array) -> Array:
-    """Sends slice w of the leading dimension to rank w: [W, ...] -> [W, ...], by source rank.
+    """Sends x[w] to rank w, for each rank w: [W, ...] -> [W, ...], where slice w came from rank w.
 
-    XLA needs no transpose of the data only if the exchange is over the first dimension. The
-    backward pass is the same exchange.
+    Over the first dimension XLA needs no transpose of the data. The backward pass is the same
+    exchange.
     """
     if self.axis is None or self.size == 1 or self.silent:
       return x

@@ -1,4 +1,4 @@
-"""The `data` section of a run's configuration, and what its mixture string means."""
+"""The `data` section of a run's configuration, and the parser of its mixture string."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from scmoe.base.paths import expanded
 SOURCES = ("auto", "stdlib", "text", "jsonl", "parquet", "arrow", "procedural", "mixture")
 PACKINGS = ("concat", "pack", "pad")
 NEEDS_PATH = ("text", "jsonl", "parquet", "arrow")
-HUB = "hf:"  # how a path begins that is a name on the Hugging Face hub
+HUB = "hf:"  # prefix of a path that names a dataset on the Hugging Face hub
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig(Options, path="data"):
-  """Options of the text's source, its tokenizer, and the rows that are made of the tokens."""
+  """Options of the text's source, its tokenizer, and the packing of tokens into rows."""
 
   source: str = option(
     "auto",
-    "kind of source: auto (what data.path's name or folder says; mixture with data.mixture; "
-    "stdlib without either), stdlib (this Python's own source text), text, jsonl, parquet, arrow "
-    "(a folder that Hugging Face datasets saved), procedural (known entropy), a mixture of them, "
-    "or a function of yours as my_package.module:name",
+    "kind of source: auto (by the suffix of data.path or of most files in it; mixture if "
+    "data.mixture is set; stdlib without either), stdlib (the source code of Python's standard "
+    "library), text, jsonl, parquet, arrow (a folder that Hugging Face datasets saved), procedural "
+    "(generated, of known entropy), mixture (several of these), or your own function as "
+    "my_package.module:name",
     choices=SOURCES,
     importable=True,
   )
   path: str = option(
     "",
-    "file, folder or glob for text, jsonl, parquet and arrow, or hf:OWNER/NAME of a dataset on the "
-    "Hugging Face hub (docs/data.md); for procedural the names of its "
-    "domains joined by '+', e.g. 'markov+recall' (empty: all)",
+    "for text, jsonl, parquet and arrow: a file, folder or glob, or hf:OWNER/NAME for a dataset on "
+    "the Hugging Face hub (docs/data.md); for procedural: its domains joined by '+', e.g. "
+    "'markov+recall' (empty: all)",
   )
   field: str = option("text", "column of a jsonl, parquet or arrow row that holds the text")
   domain_field: str = option(
@@ -73,12 +74,14 @@ class DataConfig(Options, path="data"):
   )
   vocab_size: int = option(
     8192,
-    "vocabulary of the trained bpe, its end-of-text token included",
+    "vocabulary of the trained bpe, including its end-of-text token",
     minimum=257,
     maximum=2**22,
   )
   eos_token: str = option(
-    "", "end-of-text token of a tokenizer.json (empty: the first usual name that it has)"
+    "",
+    "end-of-text token of a tokenizer.json (empty: the first of the usual names, such as "
+    "<|endoftext|> or </s>, that its vocabulary has)",
   )
   seq_len: int = option(256, "tokens in a row (S)", minimum=2)
   packing: str = option(
@@ -89,8 +92,8 @@ class DataConfig(Options, path="data"):
   )
   document_mask: bool = option(
     True,
-    "number the documents of a row in segment_ids and restart positions at each, so that none sees "
-    "another; off: the whole row is one segment, as GPT-2 was trained",
+    "number the documents of a row in segment_ids and restart positions at each, so that no token "
+    "attends to another document; off: the whole row is one segment, as GPT-2 was trained",
   )
   cache_dir: str = option(
     "", "folder for trained tokenizers and token arrays (empty: ~/.cache/scmoe)"
@@ -101,10 +104,10 @@ class DataConfig(Options, path="data"):
   prefetch: int = option(4, "batches built ahead of training", minimum=1, maximum=10_000)
 
   def check(self) -> None:
-    """Checks every field and the fields against each other.
+    """Checks the paths, and the fields against each other.
 
     Raises:
-      ConfigError: names the field, what was got and what would do.
+      ConfigError: names the field, its value and a value that would work.
     """
     for name in ("path", "tokenizer", "cache_dir"):
       expanded(getattr(self, name), f"data.{name}")
@@ -125,7 +128,7 @@ class DataConfig(Options, path="data"):
 
   @property
   def kind(self) -> str:
-    """`source`, with `auto` decided."""
+    """The kind of source, with `auto` replaced by the kind that it chooses."""
     if self.source != "auto":
       return self.source
     if self.mixture:
@@ -133,13 +136,13 @@ class DataConfig(Options, path="data"):
     return kind_of_path(self.path) if self.path else "stdlib"
 
   def parts(self) -> list[SourcePart]:
-    """The sources to read, with their weights (one of weight 1 unless this is a mixture)."""
+    """The sources to read: the parts of a mixture, else a single source of weight 1."""
     if self.kind == "mixture":
       return parse_mixture(self.mixture)
     return [SourcePart(self.kind, self.path, 1.0)]
 
   def cache_folder(self) -> Path:
-    """Folder for caches; not created here."""
+    """The folder for caches, which this method does not create."""
     if self.cache_dir:
       return expanded(self.cache_dir, "data.cache_dir")
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -154,7 +157,7 @@ SUFFIXES = {
 }
 
 
-# Files of rows that `auto` would read as plain text, with what makes rows of them.
+# Suffixes of tables, which `auto` would read as plain text, and the file to make of each.
 _TABLES = {
   ".csv": "a .parquet or .jsonl file with a column of text",
   ".tsv": "a .parquet or .jsonl file with a column of text",
@@ -163,13 +166,13 @@ _TABLES = {
 
 
 def check_is_text(path: str, field: str) -> None:
-  """Refuses a table where `auto` is to say what a file is.
+  """Refuses tables such as .csv under `data.source=auto`.
 
-  The model would learn its commas and quotes as text, and nothing in the run would show it. A user
-  who wants that sets `data.source=text`.
+  The model would learn their commas and quotes as text, and nothing in the run would show it. A
+  user who wants that sets `data.source=text`.
 
   Raises:
-    ConfigError: the name of the file ends as that of a table.
+    ConfigError: the file has the suffix of a table.
   """
   suffix = Path(path).suffix.lower()
   if suffix in _TABLES:
@@ -180,13 +183,13 @@ def check_is_text(path: str, field: str) -> None:
 
 
 def kind_of_path(path: str) -> str:
-  """`jsonl`, `parquet` or `text`: what a file's suffix says, or of a folder what most files are.
+  """The kind of source that a file's suffix implies, or the suffixes of most files in a folder.
 
-  A file with another suffix counts as text, and so does a missing one, which reading it reports.
+  Another suffix means text. So does a missing file; reading it later reports that it is missing.
   """
   if path.startswith(HUB):
     path = path.partition("@")[0]
-    # Nearly all datasets are Parquet; nothing is known of this one before it is fetched.
+    # Before a dataset is fetched its files are unknown, and nearly all datasets are Parquet.
     path = path if path.endswith(sum(SUFFIXES.values(), ())) else f"{path}.parquet"
   root = expanded(path, "data.path")
   names = [root.name]
@@ -198,7 +201,7 @@ def kind_of_path(path: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class SourcePart:
-  """One source of a mixture: its kind, where it lies, and its share of the training rows."""
+  """One source of a mixture: its kind, its path, and its share of the training rows."""
 
   kind: str
   path: str
@@ -206,10 +209,10 @@ class SourcePart:
 
 
 def parse_mixture(text: str) -> list[SourcePart]:
-  """Reads `kind[:path]:weight,...`; a path may contain colons but no commas.
+  """Parses `kind[:path]:weight,...`; a path may contain colons but no commas.
 
   Raises:
-    ConfigError: nothing given, an unknown kind, a missing path, or a weight that is not above 0.
+    ConfigError: the text is empty, a kind unknown, a path missing, or a weight not above 0.
   """
   form = "write kind[:path]:weight joined by commas, e.g. 'stdlib:0.7,jsonl:/data/x.jsonl:0.3'"
   if not text.strip():

@@ -1,10 +1,10 @@
-"""How a released model's texts begin and end, and how its conversations are written.
+"""The tokens with which a released model's texts begin and end, and its chat template.
 
-A model is asked for text the way it was trained: Mixtral's texts begin with `<s>`, OLMoE's with
-nothing, and an instruct model ends its answer at any of several tokens. `scmoe.convert` takes these
-conventions from a model's folder (`scmoe.pretrained.conventions`) and keeps them in a file beside
-the run's tokenizer.json. A tokenizer without that file follows this project's own rule: the
-end-of-text token begins and ends every document.
+A prompt must begin as the model's training texts did: Mixtral's begin with `<s>`, OLMoE's with no
+special token, and an instruct model ends its answer with any of several tokens. `scmoe.convert`
+reads these conventions from a model's folder (`scmoe.pretrained.conventions`) and writes them to a
+file beside the run's tokenizer.json. Without that file the end-of-text token begins and ends every
+document.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 from scmoe.base.errors import DataError
 
 FILE = "conventions.json"  # beside a tokenizer.json
-TEMPLATE_BYTES = 2**20  # a chat template that is longer is refused
-_BYTES = 2 * TEMPLATE_BYTES  # of the whole file
-_MOST_IDS = 256  # that begin a text, or end one
+TEMPLATE_BYTES = 2**20  # longer chat templates are refused
+_BYTES = 2 * TEMPLATE_BYTES  # longer files are refused
+_MOST_IDS = 256  # longest list of token ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Conventions:
 
   Attributes:
     begin_ids: tokens that the model's tokenizer puts before every prompt; () for none.
-    bos_id: token that begins a document of training text, a scored text and an empty prompt; None:
-      the end-of-text token does.
-    stop_ids: tokens at which generation ends, beside the end-of-text token.
+    bos_id: token that begins a document of training text, a scored text and an empty prompt; None
+      for the end-of-text token.
+    stop_ids: tokens, besides the end-of-text token, at which generation ends.
     chat_template: Jinja template of a conversation, or "".
   """
 
@@ -47,7 +47,7 @@ class Conventions:
     """Checks that every token is in a vocabulary of `vocab_size` tokens.
 
     Raises:
-      DataError: one is not; `name` is what the message calls the file.
+      DataError: a token is outside; `name` is the file's name in the message.
     """
     bos = () if self.bos_id is None else (self.bos_id,)
     worst = max((*self.begin_ids, *bos, *self.stop_ids), default=0)
@@ -56,14 +56,14 @@ class Conventions:
 
 
 def conventions_from_json(text: str, name: str) -> Conventions:
-  """Reads what `Conventions.to_json` wrote.
+  """Parses the output of `Conventions.to_json`.
 
   Args:
     text: the content of the file.
-    name: what errors call it.
+    name: the file's name in messages.
 
   Raises:
-    DataError: the text is not such a file.
+    DataError: the text is not JSON, lacks a field, or has a value of another type.
   """
   try:
     values = json.loads(text)
@@ -88,15 +88,15 @@ def _ids(value: Any, name: str) -> tuple[int, ...]:
 
 
 def is_token_id(value: Any) -> bool:
-  """True if a value of a JSON file can be a token id."""
+  """True if a JSON value is an integer from 0 to 2^31 - 1."""
   return type(value) is int and 0 <= value < 2**31
 
 
 def conventions_beside(tokenizer: Path) -> Conventions | None:
-  """The conventions in the folder of a tokenizer.json; None where the folder has none.
+  """The conventions beside a tokenizer.json; None if that folder has no conventions.json.
 
   Raises:
-    DataError: the file is there and cannot be read.
+    DataError: the file exists and cannot be read.
   """
   path = tokenizer.with_name(FILE)
   if not path.is_file():

@@ -1,12 +1,13 @@
-"""From documents to token streams: split into training and validation, hashed, tokenised, cached.
+"""From documents to token streams: split into training and validation, hash, tokenise, cache.
 
-A stream is one flat array for each domain and split:
+A domain is a kind of text, e.g. "code", for which loss is reported by itself. A stream is one flat
+array for each domain and split:
 
     E d1 d1 d1 E d2 d2 E
 
 E, the end-of-text token, stands before each document and after the last. Position i of a stream is
-one training example, "read tokens[i], predict tokens[i + 1]". So every token of a document and its
-end is predicted exactly once; bits per byte counts these predictions.
+one training example: the model reads tokens[i] and predicts tokens[i + 1]. So each token of a
+document, and its end, is predicted exactly once. Bits per byte counts these predictions.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from scmoe.data.files import BadRows, keep_array, kept_array, log
 from scmoe.data.text import Document, read_documents
 
 SPLITS = ("train", "validation")
-MOST_DOMAINS = 500  # each takes 1 MB of counts and has files and figures of its own
+MOST_DOMAINS = 500  # each needs 1 MB for its pair counts, and files and metrics of its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +36,12 @@ class Stream:
   """The tokens of one domain and split.
 
   Attributes:
-    tokens: uint16[N + 1], or int32 for a vocabulary above 65536; an array in memory, or a
-      `scmoe.data.store.TokenFile`, which reads a slice when it is asked for.
+    tokens: uint16[N + 1], or int32[N + 1] for a vocabulary above 65536; an array in memory, or a
+      `scmoe.data.store.TokenFile`, which reads each requested slice from disk.
     starts: int64[documents], index of each document's leading end-of-text token.
     text_bytes: bytes of text, the denominator of bits per byte.
     pairs: int64[257, 257], counts of byte pairs; the end of text counts as byte 256.
-    kept: path without suffix of a stored corpus's files; None in memory.
+    kept: for a corpus on disk, the path of its files without suffix; None for one in memory.
   """
 
   tokens: Any
@@ -71,7 +72,7 @@ class Domain:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-  """All domains and their tokenizer, with a digest that identifies the text."""
+  """All domains and the tokenizer, with a digest that identifies the text."""
 
   domains: tuple[Domain, ...]
   tokenizer: tokenizers.Tokenizer
@@ -89,7 +90,7 @@ class _Texts:
 
 
 def load_corpus(config: DataConfig) -> Corpus:
-  """Reads, splits and tokenises all sources in memory; `scmoe.data.store` does it for larger ones.
+  """Reads, splits and tokenises all sources in memory; see `scmoe.data.store` for larger ones.
 
   Raises:
     DataError: data are missing, empty or malformed.
@@ -130,7 +131,7 @@ def documents_of(part: SourcePart, config: DataConfig, bad: BadRows) -> Iterator
   """The documents of one source, up to `data.limit_bytes` of each domain.
 
   Raises:
-    DataError: there is none, or see `read_documents`.
+    DataError: the source has no usable document or too many domains; or see `read_documents`.
   """
   used: dict[tuple[str, str | None], int] = {}
   one_domain = part.kind in NEEDS_PATH and not config.domain_field
@@ -156,7 +157,7 @@ def documents_of(part: SourcePart, config: DataConfig, bad: BadRows) -> Iterator
 
 
 def free_name(name: str, taken: Iterable[str]) -> str:
-  """`name`, or `name#2`, `name#3` and so on where another source has a domain of that name."""
+  """`name`, or the first free one of `name#2`, `name#3`, ... if another source has that domain."""
   free, n = name, 1
   while free in taken:
     n += 1
@@ -170,8 +171,8 @@ def hash_share(text: bytes) -> float:
 
 
 def _split(documents: list[Document], part: int, fraction: float) -> _Texts:
-  # By content: adding documents moves none of the old ones, and copies of one document stay
-  # together, so that no validation text is trained on.
+  # The hash of a document's content decides its split. So adding documents moves no old one, and
+  # copies of a document stay together: no validation text is trained on.
   texts = _Texts(part)
   shares = np.array([hash_share(d.text) for d in documents])
   bound = bound_of(shares, fraction, named=any(d.split is not None for d in documents))
@@ -184,16 +185,16 @@ def _split(documents: list[Document], part: int, fraction: float) -> _Texts:
 
 
 def bound_of(shares: np.ndarray, fraction: float, *, named: bool) -> float:
-  """The bound of a domain's split: documents whose hash is smaller are validation text.
+  """The threshold of a domain's split: documents with a smaller hash are validation text.
 
   Args:
-    shares: float64, of `hash_share`.
+    shares: float64[documents], the results of `hash_share`.
     fraction: `data.validation_fraction`.
     named: whether file names decide the split of some documents.
   """
   low, high = shares.min(), shares.max()
   if fraction > 0 and not named and low < high:
-    # Few documents: still one for validation, and one to train on.
+    # Of a few documents, at least one is for validation and at least one for training.
     return float(min(max(fraction, np.nextafter(low, 1.0)), high))
   return fraction
 
@@ -226,7 +227,7 @@ def _make_stream(texts: list[bytes], tokenizer: tokenizers.Tokenizer, config: Da
     tokens = byte_tokens
   else:
     tokens = _cached_tokens(texts, tokenizer, config.cache_folder())
-  # `join_documents` refuses text that yields the end of text, so that it marks documents only.
+  # `join_documents` refuses text that contains the end-of-text token, so each one is a boundary.
   starts = np.flatnonzero(tokens == tokenizer.eos_id)[:-1].astype(np.int64)
   return Stream(tokens, starts, sum(map(len, texts)), count_pairs(byte_tokens))
 
@@ -235,7 +236,7 @@ def join_documents(texts: list[bytes], tokenizer: tokenizers.Tokenizer) -> np.nd
   """The flat stream of these documents, uint16 or int32; empty for no documents.
 
   Raises:
-    DataError: the tokenizer yields its end-of-text token for text.
+    DataError: the tokenizer produces its end-of-text token inside a document.
   """
   dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
   if not texts:

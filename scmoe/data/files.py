@@ -28,27 +28,27 @@ from scmoe.data.sniff import HEAD
 
 log = logging.getLogger("scmoe.data")
 
-MAX_LINE = 10_000_000  # bytes; a longer line is almost always a broken file, and costs memory
+MAX_LINE = 10_000_000  # bytes; a longer line almost always means a broken file
 _SPLIT_NAME = re.compile(r"^(train|validation|valid|val|dev|test)([-_.].*)?$")
 _VALIDATION_NAMES = ("validation", "valid", "val", "dev")
 
 
 @dataclasses.dataclass(frozen=True)
 class InputFile:
-  """A file, and the split that its name says: 'train', 'validation', or None to split by hash."""
+  """A file, and the split in its name: 'train', 'validation', or None to split by hash."""
 
   path: Path
   split: str | None
 
 
 def find_files(kind: str, path: str) -> list[InputFile]:
-  """Files of a source in a fixed order (sorted by path).
+  """The files of a source, sorted by path.
 
   Files or folders named train-*, validation-*, test-* (the layout of Hugging Face datasets) keep
-  their split and tests are left out; without a train-* file the names mean nothing.
+  their split, and test files are left out. Without a train-* file, names are ignored.
 
   Raises:
-    DataError: nothing there, or nothing that matches.
+    DataError: the path does not exist, or no file there matches.
   """
   named = path.startswith(HUB)
   root = fetched(kind, path) if named else expanded(path, "data.path")
@@ -95,20 +95,20 @@ def _split_name(root: Path, path: Path) -> str | None:
 
 
 class BadRows:
-  """Counts rows that cannot be used; the first one over the limit is an error."""
+  """Counts unusable rows; raises an error when their number exceeds the limit."""
 
   def __init__(self, limit: float, *, say: bool = True):
     self.limit, self.say = limit, say
     self.count = 0
-    self.first = ""  # where it was and why
+    self.first = ""  # place and reason of the first bad row
 
   @classmethod
   def silent(cls) -> BadRows:
-    """Without limit or warnings, for a second reading of rows that were counted before."""
+    """A counter without limit or warnings, for a second pass over the same rows."""
     return cls(float("inf"), say=False)
 
   def skip(self, where: str, why: str) -> None:
-    """Notes one bad row; `where` is file:line.
+    """Counts one bad row; `where` is file:line.
 
     Raises:
       DataError: more than `limit` rows were bad.
@@ -120,12 +120,12 @@ class BadRows:
         f"{where}: {why}; this is bad row {self.count} and data.max_bad_rows={self.limit}: "
         "mend the data or raise the limit"
       )
-    if self.say and self.count <= 5:  # thousands of lines would bury the run's header
+    if self.say and self.count <= 5:  # thousands of warnings would bury the run's header
       log.warning("%s: %s; row skipped (%d so far)", where, why, self.count)
 
 
 def read_head(path: Path) -> bytes:
-  """The first bytes of a file, for `scmoe.data.sniff.kind_of`.
+  """The first bytes of a file, the input of `scmoe.data.sniff.kind_of`.
 
   Raises:
     DataError: it cannot be read.
@@ -138,9 +138,9 @@ def read_head(path: Path) -> bytes:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
-  """(line number from 1, line without its newline) of a .jsonl, .gz or .zst file.
+  """Yields (line number from 1, line without its newline) of a plain, .gz or .zst file.
 
-  A line over `MAX_LINE` bytes comes as None and is never held in memory as a whole.
+  A line over `MAX_LINE` bytes is yielded as None and never held in memory as a whole.
 
   Raises:
     DataError: the file cannot be read or decompressed.
@@ -175,7 +175,7 @@ def _open(path: Path) -> BinaryIO | Any:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-  """Opens a binary file that gets the name `path` only when it is complete.
+  """Opens a temporary binary file and renames it to `path` when the block ends without error.
 
   Raises:
     DataError: the folder cannot be written, or the disk is full.
@@ -198,14 +198,14 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def keep(path: Path, content: bytes) -> Path:
-  """Writes a file of a cache under a name with its CRC-32, so that damage is found by `kept`.
+  """Writes a cache file with its CRC-32 in the name, by which `kept` detects damage.
 
   Args:
     path: its name without the checksum; `tokens-5f.npy` becomes `tokens-5f.0a1b2c3d.npy`.
-    content: of the file.
+    content: the file's bytes.
 
   Returns:
-    where it lies.
+    the path of the file.
 
   Raises:
     DataError: it cannot be written.
@@ -217,9 +217,9 @@ def keep(path: Path, content: bytes) -> Path:
 
 
 def kept(path: Path) -> bytes | None:
-  """The content that `keep` wrote under this name; None if there is none or it is damaged.
+  """The bytes that `keep` wrote under this name; None if the file is missing or damaged.
 
-  A damaged file is removed, with a warning.
+  A damaged file is deleted, with a warning.
   """
   pattern = f"{glob.escape(path.stem)}.{'[0-9a-f]' * 8}{path.suffix}"
   for place in sorted(path.parent.glob(pattern)):
@@ -234,14 +234,14 @@ def kept(path: Path) -> bytes | None:
 
 
 def keep_array(path: Path, array: np.ndarray) -> None:
-  """`keep` of an array, as a .npy file."""
+  """Writes an array by `keep`, as a .npy file."""
   buffer = io.BytesIO()
   np.save(buffer, array, allow_pickle=False)
   keep(path, buffer.getvalue())
 
 
 def kept_array(path: Path) -> np.ndarray | None:
-  """The array that `keep_array` wrote under this name, or None, as `kept`."""
+  """The array that `keep_array` wrote under this name; None if it is missing or damaged."""
   content = kept(path)
   if content is None:
     return None
@@ -253,13 +253,13 @@ def kept_array(path: Path) -> np.ndarray | None:
 
 @contextlib.contextmanager
 def alone(path: Path, what: str) -> Iterator[None]:
-  """Holds a lock that only one process of this host has at a time; the others wait.
+  """Holds a lock that one process of this host has at a time; the others wait.
 
-  Where the file system has no locks, or the folder cannot be written, nothing is locked.
+  If the file system has no locks, or the folder cannot be written, it continues without one.
 
   Args:
-    path: of the lock file, which stays.
-    what: what the processes make, for the message of one that waits.
+    path: the lock file, which is not deleted.
+    what: the thing that the processes make, for the message of one that waits.
   """
   try:
     path.parent.mkdir(parents=True, exist_ok=True)

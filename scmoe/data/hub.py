@@ -1,10 +1,10 @@
-"""Datasets by their name on the Hugging Face hub: fetched once, then read as files.
+"""Downloads datasets from the Hugging Face hub once, to be read as files.
 
   data.path=hf:OWNER/NAME            its files of the kind data.source; Parquet by default
            hf:OWNER/NAME/FOLDER      only the files in a folder, or one file
            hf:OWNER/NAME@REVISION    the files of a branch, tag or commit; by default the newest
 
-Only files of text are fetched, and no code of a dataset is run. The files lie in the hub's own
+Only files of that kind are downloaded, and no code of a dataset is run. They stay in the hub's own
 cache (HF_HOME), where a later start without a network finds them.
 """
 
@@ -20,7 +20,7 @@ from scmoe.data.packages import need
 
 
 class HubPath(NamedTuple):
-  """A dataset, a folder or file in it or "", and a revision or ""."""
+  """A dataset OWNER/NAME, a folder or file in it (or ""), and a revision (or "")."""
 
   repo: str
   inside: str
@@ -28,10 +28,10 @@ class HubPath(NamedTuple):
 
 
 def parse(path: str) -> HubPath:
-  """Reads `hf:OWNER/NAME[/FOLDER][@REVISION]`.
+  """Parses `hf:OWNER/NAME[/FOLDER][@REVISION]`.
 
   Raises:
-    ConfigError: it names no dataset.
+    ConfigError: OWNER or NAME is missing.
   """
   name, _, revision = path.removeprefix(HUB).partition("@")
   parts = name.strip("/").split("/")
@@ -44,15 +44,15 @@ def parse(path: str) -> HubPath:
 
 @functools.cache
 def fetched(kind: str, path: str) -> Path:
-  """Fetches a dataset's files; returns their folder on this machine.
+  """Downloads a dataset's files unless the cache has them; returns their local path.
 
   Args:
-    kind: of source; only files of this kind are fetched.
+    kind: the kind of source; only files of this kind are downloaded.
     path: see `parse`.
 
   Raises:
     ConfigError: the path names no dataset, or the hub's client is not installed.
-    DataError: there is no such dataset or no way to it.
+    DataError: the dataset does not exist or cannot be reached.
   """
   asked = parse(path)
   hub = need("huggingface_hub", f"data.path={path!r}")
@@ -64,7 +64,7 @@ def fetched(kind: str, path: str) -> Path:
     root = hub.snapshot_download(
       asked.repo, repo_type="dataset", revision=asked.revision or None, allow_patterns=wanted
     )
-  except Exception as error:  # of the network, the hub and the disk
+  except Exception as error:  # the network, the hub and the disk each have errors of their own
     what = " ".join(f"{type(error).__name__}: {error}".split())[:160]
     raise DataError(
       f"data.path={path!r} cannot be fetched ({what}); check the name, or where there is no "

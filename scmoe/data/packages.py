@@ -1,4 +1,4 @@
-"""Optional packages are imported where they are used, so that an error can say what for."""
+"""Imports optional packages where they are used, so that an error can say what needs them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def need(package: str, purpose: str) -> ModuleType:
   """Imports `package`.
 
   Raises:
-    ConfigError: it is not installed; says what it is needed for.
+    ConfigError: it is not installed; the message begins with `purpose`.
   """
   try:
     return importlib.import_module(package)

@@ -1,7 +1,7 @@
 """From token streams to rows of a fixed length.
 
-A row is a list of segments, each a range of the stream that stays inside one document.
-`data.packing` decides these ranges; every kind reads a row in the same way.
+A row is a list of segments: ranges of the stream, each within one document. `data.packing` decides
+these ranges.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scmoe.data.corpus import Stream
 from scmoe.data.files import keep_array, kept_array
 from scmoe.data.packages import need
 
-_BINS = 64  # rows that best-fit packing keeps open: more waste less and take longer
+_BINS = 64  # rows that best-fit packing fills at once; more waste fewer tokens and take longer
 
 
 class Rows(Protocol):
@@ -26,13 +26,13 @@ class Rows(Protocol):
   def __len__(self) -> int: ...
 
   def read(self, row: int, document_mask: bool = True) -> dict[str, np.ndarray]:
-    """One row: inputs, targets, segment_ids, positions int32[S] and weights float32[S]."""
+    """One row: inputs, targets, segment_ids and positions, int32[S], and weights, float32[S]."""
     ...
 
 
 @dataclasses.dataclass(frozen=True)
 class JoinedRows:
-  """Rows of a stream that is cut every S tokens; only the documents' starts are in memory.
+  """Rows of a stream that is cut every S tokens. Needs no memory besides the documents' starts.
 
   Attributes:
     stream: the tokens.
@@ -56,12 +56,12 @@ class JoinedRows:
 
 @dataclasses.dataclass(frozen=True)
 class PaddedRows:
-  """Rows that each hold one document, or S tokens of one; 8 bytes of memory for each document.
+  """Rows that each hold one document, or S tokens of one. Needs 8 bytes for each document.
 
   Attributes:
     stream: the tokens.
     seq_len: S.
-    first: int64[documents + 1], rows before each document.
+    first: int64[documents + 1], the number of rows before each document.
   """
 
   stream: Stream
@@ -81,9 +81,9 @@ class PaddedRows:
 
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
-  """Each document's full pieces of S tokens first, then rows that documents' remainders share.
+  """First a row for each full piece of S tokens, then rows shared by the documents' remainders.
 
-  With S = 4, documents of 6, 3 and 5 tokens have two full pieces (of the first and the third) and
+  With S = 4, documents 0, 1 and 2 of 6, 3 and 5 tokens have one, no and one full piece, and
   remainders of 2, 3 and 1 tokens. `left` = [1, 2, 0] and `first` = [0, 2, 3] put the remainders of
   documents 1 and 2 into one row and that of document 0 into another.
 
@@ -115,7 +115,7 @@ class PackedRows:
 def _row(
   stream: Stream, starts: np.ndarray, lengths: np.ndarray, size: int, document_mask: bool
 ) -> dict[str, np.ndarray]:
-  """One row of these segments, one after the other."""
+  """The row that consists of these segments, padded to `size` tokens."""
   inputs, targets, segments, positions = np.zeros((4, size), np.int32)
   at = 0
   for number, (start, length) in enumerate(zip(starts, lengths), start=1):
@@ -138,7 +138,7 @@ def _row(
 
 
 def make_rows(stream: Stream, packing: str, seq_len: int) -> Rows:
-  """The rows of a stream under `concat`, `pack` or `pad`; every token is predicted in one row."""
+  """The rows of a stream under `concat`, `pack` or `pad`. Each token is a target exactly once."""
   if packing == "concat":
     return JoinedRows(stream, seq_len)
   sizes = np.diff(stream.starts, append=stream.size)
@@ -154,7 +154,7 @@ def make_rows(stream: Stream, packing: str, seq_len: int) -> Rows:
 
 
 def _kept_fit(stream: Stream, lengths: np.ndarray, seq_len: int) -> np.ndarray:
-  """`_best_fit`, kept beside a stored stream: a million pieces take seconds."""
+  """`_best_fit`, cached beside a stream on disk, since a million pieces take seconds."""
   if stream.kept is None:
     return _best_fit(lengths, seq_len)
   path = stream.kept.with_name(f"{stream.kept.name}.pack-{seq_len}.npy")
@@ -162,14 +162,14 @@ def _kept_fit(stream: Stream, lengths: np.ndarray, seq_len: int) -> np.ndarray:
   if rows is not None and _fits(rows, lengths, seq_len):
     return rows
   rows = _best_fit(lengths, seq_len)
-  # The folder may belong to another user. Then every start packs anew.
+  # If the folder belongs to another user and cannot be written, every start packs again.
   with contextlib.suppress(DataError):
     keep_array(path, rows)
   return rows
 
 
 def _fits(rows: np.ndarray, lengths: np.ndarray, seq_len: int) -> bool:
-  """True if `rows` gives each piece a row, leaves no row empty, and overfills none."""
+  """True if `rows` gives each piece a row, and no row is empty or longer than `seq_len`."""
   if rows.dtype != np.int32 or rows.shape != lengths.shape:
     return False
   if not len(rows):
@@ -180,8 +180,8 @@ def _fits(rows: np.ndarray, lengths: np.ndarray, seq_len: int) -> bool:
 
 
 def _best_fit(lengths: np.ndarray, seq_len: int) -> np.ndarray:
-  # The row of each piece, int32, by grain's best-fit packer. The packer takes arrays: piece 3 of
-  # length 5 is handed over as [3, 3, 3, 3, 3].
+  # The row of each piece, int32, by grain's best-fit packer. The packer packs arrays, not lengths:
+  # piece 3 of length 5 is given to it as [3, 3, 3, 3, 3].
   grain = need("grain", "data.packing='pack'")
   rows = np.zeros(len(lengths), np.int32)
   if not len(lengths):
@@ -199,7 +199,7 @@ def _best_fit(lengths: np.ndarray, seq_len: int) -> np.ndarray:
   for packed_row in packed:
     filled = packed_row["number_segment_ids"] > 0
     if not filled.any():
-      continue  # grain fills its last set of bins up with empty ones
+      continue  # grain always returns full sets of bins, some of them empty
     rows[np.unique(packed_row["number"][filled])] = row
     row += 1
   return rows

@@ -1,6 +1,6 @@
 """Batches for training and validation, the same on every machine and after every restart.
 
-config -> corpus -> rows -> grain: shuffle per domain, mix, batch -> one process's share
+config -> corpus -> rows -> shuffle per domain, mix, batch (by grain) -> one process's share
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ __all__ = [
 Row = dict[str, np.ndarray]  # the fields of one row of a `Batch`
 _SHARDING = "contiguous rows of one global batch"
 _MOST_ROWS = 1 << 53
-_HASHED = 1 << 16  # rows whose places are hashed at a time
-# Not compared: any number of processes reads the same global batches in the same order.
+_HASHED = 1 << 16  # rows whose positions are hashed at a time
+# Not compared, because any number of processes reads the same global batches in the same order.
 _INFORMATIVE = ("process_count",)
 
 
@@ -55,10 +55,10 @@ def open_data(
   Args:
     cfg: the `data` section of the run's configuration.
     batch_size: rows of the global batch; each process gets batch_size / process_count of them.
-    seed: of the order in which rows are visited, nothing else.
-    process_index, process_count: this process among those that read together.
-    evaluated: whether nothing is trained; all text is then validation text, unless file names say
-      which is.
+    seed: decides the order in which rows are visited, nothing else.
+    process_index, process_count: this process's index and the number of processes.
+    evaluated: whether the caller only evaluates. All text is then validation text, unless file
+      names mark some of it as such.
 
   Raises:
     ConfigError: a field cannot be used.
@@ -82,10 +82,10 @@ def open_data(
 
 
 class Data:
-  """The data of a run; `open_data` makes it.
+  """The data of a run, made by `open_data`.
 
-  A batch is a `Batch` of this process's rows, B = batch_size / process_count. `Batch.domain` is an
-  index into `domains`.
+  Each `Batch` holds this process's rows, B = batch_size / process_count of them. `Batch.domain` is
+  an index into `domains`.
   """
 
   def __init__(
@@ -108,11 +108,11 @@ class Data:
     rows = lambda stream: make_rows(stream, config.packing, config.seq_len)
     self._train = _Rows([rows(d.train) for d in corpus.domains], self.tokenizer)
     self._validation = _Rows([rows(d.validation) for d in corpus.domains], self.tokenizer)
-    self._validation_order: dict[int | None, np.ndarray] = {}  # of a domain, or all: made once
+    self._validation_order: dict[int | None, np.ndarray] = {}  # cache: domain (None: all) -> rows
 
   @property
   def validation_domains(self) -> tuple[str, ...]:
-    """The domains with validation text; none with `data.validation_fraction=0`."""
+    """The domains that have validation text."""
     return tuple(d for d, table in zip(self.domains, self._validation.tables) if len(table))
 
   # --- batches ------------------------------------------------------------------------------------
@@ -137,8 +137,8 @@ class Data:
   def validation(self, domain: str | None = None, max_batches: int | None = None) -> Validation:
     """Validation batches of one domain or all, the same rows in the same order every time.
 
-    The last batch is filled up with rows of weight 0. The order is shuffled once, so that
-    `max_batches` takes a fair sample.
+    Rows of weight 0 fill up the last batch. The order is a fixed shuffle, so the first
+    `max_batches` batches are a fair sample.
 
     Raises:
       DataError: there is no such domain, or it has no validation text.
@@ -158,7 +158,7 @@ class Data:
     return Validation(self, keys, max_batches)
 
   def _train_order(self) -> Any:
-    # An endless dataset of row keys: each domain is shuffled by itself, all are mixed by weight.
+    # An endless dataset of row keys: shuffles each domain by itself and mixes them by weight.
     import grain
 
     parts, weights = [], []
@@ -172,7 +172,7 @@ class Data:
     return grain.MapDataset.mix(parts, weights)
 
   def _mixing_weights(self) -> list[float]:
-    # A source's weight is shared among its domains by their rows; a single source has weight 1.
+    # The domains of a source share its weight in proportion to their rows.
     sizes = [len(table) for table in self._train.tables]
     of_part = [p.weight for p in self.config.parts()]
     total = [0] * len(of_part)
@@ -187,7 +187,7 @@ class Data:
     return self._train.read(key, self.config.document_mask)
 
   def passes(self, rows: int) -> dict[str, float]:
-    """Epochs of each domain's training text in a run of so many rows."""
+    """How many times a run of `rows` rows reads each domain's training text."""
     weights = self._mixing_weights()
     shares = [weight / sum(weights) for weight in weights]
     return {
@@ -196,7 +196,7 @@ class Data:
       if len(table)
     }
 
-  # --- what the data are --------------------------------------------------------------------------
+  # --- size, identity and summary -----------------------------------------------------------------
 
   def check_size(self) -> None:
     """Raises:
@@ -237,13 +237,13 @@ class Data:
     }
 
   def _order_digest(self) -> str:
-    # The library promises no order across versions: the first rows are compared instead.
+    # grain may change its order between versions, so the first rows are part of the fingerprint.
     order = self._train_order()
     first = np.array([order[i] for i in range(256)], "<i8")
     return hashlib.blake2b(first.tobytes(), digest_size=8).hexdigest()
 
   def summary(self) -> str:
-    """A few lines for the run's header: documents, tokens and rows, in all and per domain."""
+    """A few lines for the run's header: documents, tokens and rows, in total and per domain."""
     corpus, weights = self.corpus, self._mixing_weights()
     skipped = f", {corpus.bad_rows} bad rows skipped" if corpus.bad_rows else ""
     lines = [
@@ -273,9 +273,9 @@ class TrainIterator:
     return Batch(**next(self._iterator))
 
   def state(self) -> dict[str, Any]:
-    """The position after the last batch given out, JSON-able.
+    """The position after the last batch that was returned, as values for JSON.
 
-    It is a bare count of batches: store `Data.fingerprint` beside it.
+    It is only a count of batches. Store `Data.fingerprint` beside it, which identifies the data.
     """
     return dict(self._iterator.get_state())
 
@@ -283,7 +283,7 @@ class TrainIterator:
     """Continues after the batch at which `state` was taken.
 
     Raises:
-      DataError: not a state of this iterator.
+      DataError: `state` did not come from `state()`.
     """
     position = state.get("next_index") if isinstance(state, dict) else None
     if isinstance(position, bool) or not isinstance(position, int) or position < 0:
@@ -318,7 +318,7 @@ class Validation:
 
 
 class _Rows:
-  # The rows of all domains under one numbering: domain d has keys offsets[d] to offsets[d + 1].
+  # Numbers the rows of all domains: domain d has the keys offsets[d] to offsets[d + 1] - 1.
 
   def __init__(self, tables: list[Rows], tokenizer: Tokenizer):
     self.tables, self._tokenizer = tables, tokenizer
@@ -337,21 +337,21 @@ class _Rows:
     row = self.tables[domain].read(key - int(self.offsets[domain]), document_mask)
     eos, bos = self._tokenizer.eos_id, self._tokenizer.bos_id
     if bos != eos:
-      # A stream has the end of text before each document; this model's documents begin otherwise.
+      # In a stream the end-of-text token begins each document; for this model `bos` does.
       row["inputs"] = np.where(row["inputs"] == eos, np.int32(bos), row["inputs"])
     return {**row, "domain": np.int32(domain)}  # pyright: ignore[reportReturnType]
 
 
 class _ProcessRows:
-  # The rows of one process, as a source of grain: a contiguous slice of every global batch. It is
-  # not every n-th row, because jax gives each process a contiguous slice of a sharded batch.
+  # The rows of one process, as a data source for grain: a contiguous slice of every global batch.
+  # Not every n-th row, because jax expects a contiguous slice of a sharded batch of each process.
 
   def __init__(self, order: Any, batch_size: int, index: int, count: int):
     self._order, self._batch = order, batch_size
     self._share, self._index = batch_size // count, index
 
   def __len__(self) -> int:
-    # grain divides this length in float64, which is exact up to here. No run reads so many rows.
+    # grain divides this length in float64, which is exact up to 2^53. No run reads so many rows.
     return min(len(self._order) // self._batch, _MOST_ROWS // self._share) * self._share
 
   def __getitem__(self, index: int) -> int:
@@ -360,13 +360,14 @@ class _ProcessRows:
 
 
 def _derived_seed(seed: int, name: str) -> int:
-  # grain adds the number of the epoch to the seed: neighbouring seeds must not meet.
+  # grain adds the epoch's number to the seed. With seed and seed + 1 unhashed, the second epoch of
+  # one run would have the order of the first epoch of the other.
   return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest(), "big")
 
 
 def _shuffled(keys: range) -> np.ndarray:
-  # By a hash of the position: the same on every machine and version. Hashes are made a piece at a
-  # time, because millions of small objects would take more memory than all the data.
+  # Sorts by a hash of the position: the same on every machine and in every version. It hashes
+  # `_HASHED` rows at a time, because millions of digest objects can need more memory than the data.
   hashes = np.zeros(len(keys), ">u8")
   for start in range(0, len(keys), _HASHED):
     places = range(start, min(start + _HASHED, len(keys)))
@@ -376,7 +377,7 @@ def _shuffled(keys: range) -> np.ndarray:
 
 
 def check_fingerprint(stored: dict[str, Any], now: dict[str, Any]) -> None:
-  """Compares the fingerprint of a stored position with today's data.
+  """Checks that the data have the fingerprint that was stored with a position.
 
   Raises:
     DataError: names the first field that differs.
@@ -391,10 +392,13 @@ def check_fingerprint(stored: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def check_vocab(data: Data, model_vocab_size: int) -> None:
-  """Token ids index the embedding, which clamps ids that are too large instead of failing.
+  """Checks that the model's vocabulary has every token id of the data.
+
+  Without this check a run would go on with wrong inputs: the embedding's lookup clamps ids that are
+  too large.
 
   Raises:
-    DataError: the data have an id that the model does not.
+    DataError: the tokenizer's vocabulary is larger than the model's.
   """
   if data.tokenizer.vocab_size > model_vocab_size:
     raise DataError(
@@ -404,16 +408,17 @@ def check_vocab(data: Data, model_vocab_size: int) -> None:
 
 
 class BitsPerByte(NamedTuple):
-  """Bits per byte of text over all validation text, and for each domain that has some."""
+  """Bits per byte of all validation text, and of each domain that has some."""
 
   total: float
   domains: dict[str, float]
 
 
 def bigram_bits_per_byte(data: Data) -> BitsPerByte:
-  """Bits per byte of a bigram model of bytes: fit on the training text, measured on validation.
+  """Bits per byte of a bigram model of bytes: fitted to training text, measured on validation text.
 
-  The end of each document is predicted too, and costs bits but no bytes, as for a trained model.
+  As for a trained model, predicting the end of each document costs bits, and adds no byte to the
+  denominator.
 
   Raises:
     DataError: there is no validation text.

@@ -1,17 +1,17 @@
-"""Generated text whose entropy is known: the loss that no model can beat.
+"""Generated text whose entropy is known: a floor, below which no model's loss can fall.
 
 Three domains, all ASCII:
 
 * `markov`: a first-order Markov chain over 32 letters and the end of the document. The next token
-  depends on the current one only, so that the floor holds wherever a row is cut.
-* `recall`: key-value pairs, then questions about them ("aq3f7b2...?f7?a3...").
+  depends on the current one only, so the floor holds wherever a row is cut.
+* `recall`: key-value pairs, then questions about them ("q3f7b2...?f7?q3...").
 * `arithmetic`: additions modulo 97 ("37+85=25;").
 
-Floors are in nats per byte token, end of document counted as a token. For `recall` and `arithmetic`
-they hold for a model that sees the whole document from its start.
+Floors are in nats per byte token; the end of a document counts as a token. For `recall` and
+`arithmetic` they hold for a model that sees the whole document from its start.
 
-Randomness is taken from the raw 64-bit stream of PCG64, which numpy keeps stable for ever (its
-distributions it does not), with integer arithmetic only: the text is the same on every platform.
+The text is the same on every platform: it is made by integer arithmetic from the raw 64-bit stream
+of PCG64, which numpy never changes (numpy does change its distributions).
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ import numpy as np
 
 from scmoe.base.errors import ConfigError
 
-DEFAULT_BYTES = 1_000_000  # per domain, where data.limit_bytes sets no limit
+DEFAULT_BYTES = 1_000_000  # per domain, if data.limit_bytes is 0
 LETTERS = b"abcdefghijklmnopqrstuvwxyz012345"
 _TOTAL = 1 << 16  # every row of the transition table sums to this
 _END = len(LETTERS)  # the state that ends a document and begins the next
 _END_SHARE = _TOTAL >> 7  # a document is 128 letters long on average
 _FAVOURITES = (24000, 16000, 8000, 4000, 2000)  # of 65536: likely followers of a letter
-_PAIRS = 12  # of a recall document, and as many questions
-_SUMS = 16  # of an arithmetic document
+_PAIRS = 12  # pairs in a recall document, and questions
+_SUMS = 16  # additions in an arithmetic document
 _MODULUS = 97
-_BLOCK = 256  # documents drawn together; a limit is met by cutting the stream of documents
+_BLOCK = 256  # documents generated together
 
 
 def domain_names(names: str) -> tuple[str, ...]:
-  """The domains named in `names` ('markov+recall'); all of them for an empty string.
+  """Splits 'markov+recall' into names; an empty string means all domains.
 
   Raises:
-    ConfigError: an unknown name.
+    ConfigError: a name is unknown.
   """
   chosen = tuple(names.split("+")) if names else tuple(_DOMAINS)
   for name in chosen:
@@ -53,7 +53,7 @@ def domain_names(names: str) -> tuple[str, ...]:
 
 
 def documents(name: str, total_bytes: int) -> Iterator[bytes]:
-  """Documents of one domain, just enough of them to reach `total_bytes`; more bytes only append."""
+  """Yields documents of one domain until they have `total_bytes`; a larger total only appends."""
   seed = list(_DOMAINS).index(name)
   bits, sent = np.random.PCG64(seed), 0
   while True:
@@ -65,7 +65,7 @@ def documents(name: str, total_bytes: int) -> Iterator[bytes]:
 
 
 def entropy_floor(name: str) -> float:
-  """Entropy of a domain in nats per byte token (end of document included as a token)."""
+  """Entropy of a domain in nats per byte token; the end of a document counts as a token."""
   domain_names(name)
   return _DOMAINS[name][1]()
 
@@ -83,7 +83,7 @@ def markov_counts() -> np.ndarray:
     order = np.argsort(bits.random_raw(len(LETTERS)), kind="stable")
     for follower, share in zip(order, _FAVOURITES):
       counts[state, follower] = share
-    if state != _END:  # documents are not empty
+    if state != _END:  # from _END to _END would be an empty document
       counts[state, _END] = _END_SHARE
     left = _TOTAL - counts[state].sum()
     counts[state, : len(LETTERS)] += left // len(LETTERS)
@@ -92,7 +92,7 @@ def markov_counts() -> np.ndarray:
 
 
 def _markov_block(bits: np.random.PCG64) -> list[bytes]:
-  # One column per document: all documents of the block take a step together.
+  # Advances all documents of the block by one letter at a time.
   cumulative = np.cumsum(markov_counts(), axis=1)
   state = np.full(_BLOCK, _END)
   alive = np.ones(_BLOCK, bool)

@@ -1,9 +1,8 @@
-"""Renders one chat template in this process, which is started for it and ends after it.
+"""Renders one chat template in a process of its own and exits.
 
-Run by `scmoe.data.chat` as `python -I render_chat.py`; imports nothing of the project, so that the
-process starts within a fraction of a second. Reads {"template", "messages", "bos_token",
-"eos_token"} as JSON from standard input and writes {"text", "error"} to standard output, one of
-them null.
+`scmoe.data.chat` runs it as `python -I render_chat.py`. It imports no module of scmoe, so it starts
+within a fraction of a second. It reads {"template", "messages", "bos_token", "eos_token"} as JSON
+from standard input and writes {"text", "error"} to standard output; one of the two is null.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ OUTPUT = 2**22  # characters of a rendered conversation
 
 
 def limit() -> None:
-  """Limits this process: time, memory, and no byte written to any file."""
+  """Limits this process's CPU time and memory, and forbids it to write files."""
   for what, most in (
     (resource.RLIMIT_CPU, CPU_SECONDS),
     (resource.RLIMIT_AS, MEMORY),
     (resource.RLIMIT_FSIZE, 0),
     (resource.RLIMIT_CORE, 0),
   ):
-    with contextlib.suppress(ValueError, OSError):  # a system that does not have this limit
+    with contextlib.suppress(ValueError, OSError):  # some systems lack one of these limits
       resource.setrlimit(what, (most, most))
 
 
 def render(asked: dict[str, Any]) -> str:
-  """The text of a conversation; raises whatever the template makes Jinja raise."""
+  """The text of a conversation. A bad template can raise any exception."""
   import jinja2
   import jinja2.ext
   import jinja2.sandbox
@@ -45,12 +44,12 @@ def render(asked: dict[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
   class Generation(jinja2.ext.Extension):
-    """The tag `generation` of transformers marks the model's own turns; only their text counts."""
+    """Ignores the tag `generation`, with which transformers marks the model's own turns."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja reads a set
 
     def parse(self, parser: Any) -> Any:
-      """The statements up to `endgeneration`."""
+      """Returns the statements up to `endgeneration` unchanged."""
       next(parser.stream)
       return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -72,13 +71,13 @@ def render(asked: dict[str, Any]) -> str:
 
 
 def main() -> None:
-  """Answers the one request on standard input."""
+  """Reads the request from standard input and writes the answer to standard output."""
   asked = json.load(sys.stdin)
   limit()
   found: dict[str, str | None] = {"text": None, "error": None}
   try:
     found["text"] = render(asked)
-  except Exception as error:  # whatever a stranger's template raises is the answer
+  except Exception as error:  # an untrusted template can raise anything; report it to the caller
     found["error"] = f"{type(error).__name__}: {str(error)[:1000]}"
   json.dump(found, sys.stdout)
 

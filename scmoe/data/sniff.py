@@ -1,10 +1,10 @@
-"""Recognises files that are not UTF-8 text by their first bytes; says how to make text of them."""
+"""Recognises files that are not UTF-8 text by their first bytes, and how to convert them."""
 
 from __future__ import annotations
 
-HEAD = 512  # bytes that are looked at
+HEAD = 512  # number of first bytes that `kind_of` needs
 
-# First bytes -> (what the file is, what would do).
+# (first bytes, kind of file, command or advice that makes text of it)
 _KINDS = (
   (b"\xff\xfe\x00\x00", "text in UTF-32", "iconv -f UTF-32 -t UTF-8 FILE > NEW"),
   (b"\x00\x00\xfe\xff", "text in UTF-32", "iconv -f UTF-32 -t UTF-8 FILE > NEW"),
@@ -31,10 +31,10 @@ _KINDS = (
 
 
 def kind_of(head: bytes) -> str:
-  """Names a file's kind and the command that makes text of it; "" where the kind is not known.
+  """A message with a file's kind and the command that makes text of it; "" for an unknown kind.
 
   Args:
-    head: its first `HEAD` bytes.
+    head: the file's first `HEAD` bytes.
   """
   for start, what, cure in _KINDS:
     if head.startswith(start):
@@ -47,7 +47,7 @@ def kind_of(head: bytes) -> str:
 
 
 def _is_utf16(head: bytes) -> bool:
-  """True if every second byte is zero, as in UTF-16 Latin text without a byte order mark."""
+  """True if about every second byte is zero, as in UTF-16 Latin text without a byte order mark."""
   pairs = len(head) // 2
   if pairs < 8:
     return False

@@ -1,21 +1,21 @@
-"""Corpora that do not fit in memory are tokenised once into files and read a row at a time.
+"""Tokenises large corpora once into files, from which rows are read one at a time.
 
   CACHE/corpus-KEY/   meta.json            domains, sizes, digests; written last
-                      0.train.tokens       the stream of domain 0, uint16 or int32, as it is
-                      0.train.crc.npy      uint32, CRC-32 of each 64 KiB of it
-                      0.train.starts.npy   int64, where each document begins
+                      0.train.tokens       the stream of domain 0: raw uint16 or int32
+                      0.train.crc.npy      uint32, CRC-32 of each 64 KiB of the tokens
+                      0.train.starts.npy   int64, index at which each document begins
                       0.train.pairs.npy    int64[257, 257], counts of byte pairs
                       0.train.pack-512.CRC.npy  int32, the rows of data.packing=pack
-                      tokenizer.json       of a trained BPE
+                      tokenizer.json       the BPE, if data.tokenizer=bpe
 
-KEY follows from the tokenizer, the options that decide which documents there are, and path, size
-and time of every file: a second start reads none of them. Documents pass through memory in batches
-of a few megabytes; the source is read twice, first to decide the split, then to tokenise, and once
-more in between where a BPE is trained.
+KEY is a hash of the tokenizer, of the options that select and split documents, and of the path,
+size and time of every file, so a second start finds the corpus without reading the text. Making a
+corpus reads the text twice, a few megabytes at a time: first to decide the split, then to tokenise.
+Training a BPE reads it once more in between.
 
-One process of a host makes a corpus while the others wait for it. Small files are compared with
-their checksums when the corpus is opened, tokens when a row first needs them: opening 10 GB reads
-none of them, and a flipped bit is found before it is trained on.
+One process of a host makes a corpus while the others wait. Checksums of small files are checked
+when the corpus is opened, those of tokens when a row first needs them: so opening 10 GB of tokens
+reads none of them, and a flipped bit is still found before the model is trained on it.
 """
 
 from __future__ import annotations
@@ -55,38 +55,38 @@ from scmoe.data.corpus import (
 from scmoe.data.files import BadRows, alone, find_files, log
 from scmoe.data.text import Document
 
-LARGE = 64 << 20  # bytes of text above which a corpus is stored instead of held in memory
-BPE_BYTES = 128 << 20  # of training text that a BPE is trained on
-BLOCK = 64 << 10  # bytes of tokens that have a checksum of their own
+LARGE = 64 << 20  # bytes of text; a larger corpus is stored in files instead of held in memory
+BPE_BYTES = 128 << 20  # bytes of training text from which a BPE is trained
+BLOCK = 64 << 10  # bytes of tokens per checksum
 META = "meta.json"
 _BATCH = 4 << 20  # bytes of documents that are tokenised at a time
 _VERSION = 1
-# Fields that decide which documents there are and where they go.
+# Options that select documents and decide their domain and split.
 _DECIDING = ("field", "domain_field", "document_bytes", "limit_bytes", "max_bad_rows",
              "validation_fraction", "eos_token")  # fmt: skip
-_EXPANSION = {".gz": 4, ".zst": 4, ".parquet": 3}  # text over file, about
+_EXPANSION = {".gz": 4, ".zst": 4, ".parquet": 3}  # size of the text / size of the file, roughly
 
 
 class TokenFile:
-  """Tokens in a file, read where they are needed: `tokens[a:b]` is a numpy array.
+  """Tokens in a file: `tokens[a:b]` reads that slice into a numpy array.
 
-  Not a memory map, whose pages would count as this process's memory, all of them in the end. The
-  first reading of each block compares it with its checksum.
+  It is not a memory map, because every page that was once read would count as this process's
+  memory. The first read of each block checks its checksum.
 
   Args:
-    path: of the file.
-    dtype: of a token.
-    sums: CRC-32 of each `BLOCK` bytes; None: of a corpus of version 0.2, which has none.
+    path: the file of tokens.
+    dtype: type of a token.
+    sums: CRC-32 of each `BLOCK` bytes; None for a corpus of version 0.2, which has none.
 
   Raises:
-    DataError: while reading, a block is not what was written; the corpus is then made again at the
-      next start.
+    DataError: on reading a slice, a block differs from its checksum. The corpus's meta.json is
+      deleted, so the next start makes the corpus again.
   """
 
   def __init__(self, path: Path, dtype: Any, sums: np.ndarray | None = None):
     self.dtype = np.dtype(dtype)
     self._path, self._sums = path, sums
-    self._file = open(path, "rb")  # noqa: SIM115 - open as long as the tokens are used
+    self._file = open(path, "rb")  # noqa: SIM115 - stays open while the tokens are used
     self._size = os.fstat(self._file.fileno()).st_size // self.dtype.itemsize
     self._checked = bytearray(0 if sums is None else len(sums))
 
@@ -110,13 +110,13 @@ class TokenFile:
         (self._path.parent / META).unlink()
       raise DataError(
         f"{self._path} is damaged at byte {block * BLOCK}: its checksum differs; run the same "
-        "command again, which makes the corpus anew"
+        "command again to make the corpus again"
       )
     self._checked[block] = 1
 
 
 def is_large(config: DataConfig) -> bool:
-  """True if the sources are files with more text than should be held in memory.
+  """True if the files of the sources have more than `LARGE` bytes of text, by an estimate.
 
   Raises:
     DataError: files are missing.
@@ -135,7 +135,7 @@ def _text_bytes(config: DataConfig) -> int:
 
 
 def stored_corpus(config: DataConfig) -> Corpus:
-  """The corpus from its files, which are made first if need be.
+  """Opens the corpus in the cache, after making it if it is missing or damaged.
 
   Raises:
     DataError: data are missing, empty or malformed, or the cache cannot be written.
@@ -162,7 +162,7 @@ def stored_corpus(config: DataConfig) -> Corpus:
 def _usable(
   folder: Path, config: DataConfig, tokenizer: tokenizers.Tokenizer | None
 ) -> Corpus | None:
-  """The corpus of a folder; None where there is none, or a damaged one, which is said."""
+  """The corpus in a folder; None if there is none, or if it is damaged, with a warning."""
   if not (folder / META).is_file():
     return None
   try:
@@ -184,10 +184,10 @@ def _key(config: DataConfig, tokenizer: tokenizers.Tokenizer | None) -> str:
 
 
 def _opened(folder: Path, config: DataConfig, tokenizer: tokenizers.Tokenizer | None) -> Corpus:
-  """The corpus in a folder.
+  """Opens the corpus in a folder and checks its small files.
 
   Raises:
-    ValueError, KeyError, TypeError, OSError, DataError: a file is not what was written.
+    ValueError, KeyError, TypeError, OSError, DataError: a file is missing or damaged.
   """
   meta = read_json(folder / META)
   sums = meta.get("crc32", {})  # version 0.2 wrote none
@@ -195,7 +195,7 @@ def _opened(folder: Path, config: DataConfig, tokenizer: tokenizers.Tokenizer | 
   def load(name: str) -> bytes:
     content = (folder / name).read_bytes()
     if zlib.crc32(content) != sums.get(name, zlib.crc32(content)):
-      raise ValueError(f"{name} is not what was written")
+      raise ValueError(f"{name} differs from its checksum")
     return content
 
   array = lambda name: np.load(io.BytesIO(load(name)), allow_pickle=False)
@@ -219,26 +219,26 @@ def _opened(folder: Path, config: DataConfig, tokenizer: tokenizers.Tokenizer | 
 
 @dataclasses.dataclass
 class _Seen:
-  """A domain's state during the first reading."""
+  """What the first pass over the text finds out about a domain."""
 
   part: int
-  shares: array = dataclasses.field(default_factory=lambda: array("d"))
+  shares: array = dataclasses.field(default_factory=lambda: array("d"))  # documents' hashes
   named: bool = False  # whether file names decide the split of some documents
-  bound: float = 0.0
-  swapped: bool = False  # whether all text, which hashes to validation, is trained on
+  bound: float = 0.0  # documents with a smaller hash are validation text
+  swapped: bool = False  # every document hashed to validation, so all are training text instead
 
 
 class _Building:
-  """Writes a corpus into a folder beside its own, and renames that folder when it is complete."""
+  """Writes a corpus into a temporary folder, and renames that folder when it is complete."""
 
   def __init__(self, config: DataConfig, tokenizer: Any, folder: Path):
     self.config, self.tokenizer, self.folder = config, tokenizer, folder
-    self.given = tokenizer  # None where a BPE is to be trained
+    self.given = tokenizer  # None if a BPE is to be trained
     self.seen: dict[str, _Seen] = {}
     self.names: dict[tuple[int, str], str] = {}
 
   def run(self) -> None:
-    """Reads the source and writes everything.
+    """Reads the sources and writes the corpus.
 
     Raises:
       DataError: see `stored_corpus`.
@@ -246,7 +246,7 @@ class _Building:
     try:
       self.folder.parent.mkdir(parents=True, exist_ok=True)
       beside = f"{self.folder.name}.partial-"
-      for left in self.folder.parent.glob(f"{beside}*"):  # by a process that was killed
+      for left in self.folder.parent.glob(f"{beside}*"):  # left by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
       partial = Path(tempfile.mkdtemp(dir=self.folder.parent, prefix=beside))
     except OSError as error:
@@ -264,7 +264,7 @@ class _Building:
       small = (p for p in sorted(partial.iterdir()) if p.suffix in (".npy", ".json"))
       meta["crc32"] = {path.name: zlib.crc32(path.read_bytes()) for path in small}
       (partial / META).write_text(json.dumps(meta, indent=1))
-      with contextlib.suppress(OSError):  # another host was faster; its files are the same
+      with contextlib.suppress(OSError):  # another host has made the same corpus meanwhile
         os.replace(partial, self.folder)
     except OSError as error:
       raise self._unwritable(error) from None
@@ -278,7 +278,7 @@ class _Building:
     )
 
   def _documents(self, bad: BadRows) -> Iterator[tuple[str, Document]]:
-    """(domain, document) of all sources, in order."""
+    """Yields (domain, document) of all sources, in order."""
     for index, part in enumerate(self.config.parts()):
       for document in documents_of(part, self.config, bad):
         at = index, document.domain
@@ -322,7 +322,7 @@ class _Building:
     return tokenizers.JsonTokenizer(content, name="bpe")
 
   def _tokenise(self, partial: Path) -> dict[str, Any]:
-    """Reads all text again and writes every stream's files; returns the content of meta.json."""
+    """Reads all text again and writes every stream's files; returns most of meta.json's content."""
     domains_seen = dict(self.seen)
     writers = {
       (name, split): _Writer(partial / f"{i}.{split}", self.tokenizer)
@@ -332,7 +332,7 @@ class _Building:
     for name, document in self._documents(BadRows.silent()):
       share = hash_share(document.text)
       place = name, self._split_of(name, document, share)
-      if place in writers:  # a domain that came since the first reading: the text has changed
+      if place in writers:  # false only if the text has changed; `run` then raises an error
         writers[place].add(document.text)
     digest, domains = hashlib.blake2b(digest_size=16), []
     for name, seen in domains_seen.items():
@@ -361,12 +361,12 @@ class _Writer:
     self.file = open(f"{at}.tokens", "wb")  # noqa: SIM115 - closed by `close`
     self.starts, self.digest = array("q"), hashlib.blake2b(digest_size=16)
     self.pairs = np.zeros((SYMBOLS, SYMBOLS), np.int64)
-    self.sums, self.block = array("I"), b""  # checksums of whole blocks, and what follows them
+    self.sums, self.block = array("I"), b""  # checksums of full blocks; bytes of the next block
     self.waiting: list[bytes] = []
     self.waiting_bytes = self.text_bytes = self.tokens = 0
 
   def add(self, text: bytes) -> None:
-    """Takes one document; writes when `_BATCH` bytes have come together."""
+    """Buffers one document; tokenises and writes the buffer once it has `_BATCH` bytes."""
     self.waiting.append(text)
     self.waiting_bytes += len(text)
     if self.waiting_bytes >= _BATCH:
@@ -379,7 +379,8 @@ class _Writer:
       tokens = join_documents(self.waiting, self.tokenizer)
     self.pairs += count_pairs(as_bytes)
     ends = np.flatnonzero(tokens == self.tokenizer.eos_id)
-    # Each batch has an end of text on both sides. Two batches share one, which is written once.
+    # Each batch begins and ends with the end-of-text token. The one between two batches belongs to
+    # both, so it is written once.
     first = 1 if self.tokens else 0
     offset = self.tokens - first
     self.starts.extend((ends[:-1] + offset).tolist())

@@ -21,14 +21,14 @@ from scmoe.data.sniff import kind_of
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
-_LARGE = 16 << 20  # bytes of a text file above which it is read piece by piece
-_BLOCK = 4 << 20
-_LONGEST_NAME = 100  # characters of a domain's name, which tables and logs show
+_LARGE = 16 << 20  # bytes; a larger text file is read in blocks
+_BLOCK = 4 << 20  # bytes of such a block
+_LONGEST_NAME = 100  # characters of a domain's name, since tables and logs show it
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-  """One text: UTF-8 bytes, its domain, and the split its file's name demands (None: by hash)."""
+  """UTF-8 text, its domain, and the split that its file's name gives (None: split by hash)."""
 
   text: bytes
   domain: str
@@ -60,11 +60,11 @@ def read_documents(part: SourcePart, config: DataConfig, bad: BadRows) -> Iterat
   return _row_documents(rows, domain, config, bad)
 
 
-# --- a function of the user's ---------------------------------------------------------------------
+# --- the user's own function ----------------------------------------------------------------------
 
 
 def read_own(path: str, config: DataConfig) -> Iterator[Document]:
-  """Documents from a function of the user's, which is called with the `DataConfig`.
+  """Documents from the user's own function, which gets the `DataConfig` as its argument.
 
   The function yields texts or (text, domain) pairs. A text is a string or UTF-8 bytes. A text
   without a domain gets the function's name as its domain.
@@ -81,7 +81,7 @@ def read_own(path: str, config: DataConfig) -> Iterator[Document]:
       text = text.encode() if isinstance(text, str) else text
       if not (isinstance(text, bytes) and isinstance(name, str) and _is_text(text)):
         raise DataError(
-          f"data.source={path!r}: document {number} is a {type(item).__name__}; it yields texts in "
+          f"data.source={path!r}: document {number} is a {type(item).__name__}; yield texts in "
           "UTF-8, or (text, domain) pairs"
         )
       yield Document(text, name)
@@ -98,7 +98,7 @@ def read_own(path: str, config: DataConfig) -> Iterator[Document]:
 def read_stdlib() -> Iterator[Document]:
   """The interpreter's own .py files (domain "code") and language reference (domain "prose").
 
-  Where the library is zipped or missing, procedural text takes its place.
+  If the library is zipped or missing, procedural text takes its place.
   """
   root = Path(sysconfig.get_path("stdlib"))
   found = False
@@ -138,7 +138,7 @@ def _is_text(text: bytes) -> bool:
 
 
 def read_procedural(names: str, limit_bytes: int) -> Iterator[Document]:
-  """Procedural documents; `names` joined by '+', empty for all domains."""
+  """Generated documents of the domains in `names`, joined by '+'; an empty string means all."""
   for name in procedural.domain_names(names):
     for text in procedural.documents(name, limit_bytes or procedural.DEFAULT_BYTES):
       yield Document(text, name)
@@ -150,7 +150,7 @@ def read_procedural(names: str, limit_bytes: int) -> Iterator[Document]:
 def read_text(
   files: list[InputFile], domain: str, document_bytes: int, bad: BadRows
 ) -> Iterator[Document]:
-  """Documents of text files; long files are cut into documents of about `document_bytes`.
+  """Documents of text files; cuts long files into documents of about `document_bytes`.
 
   A file that is not UTF-8 text counts as a bad row.
   """
@@ -176,17 +176,17 @@ def read_text(
 
 
 def split_file(path: Path, document_bytes: int) -> Iterator[bytes]:
-  """The pieces of `split_text` of a file, which is read a few megabytes at a time.
+  """Yields the pieces that `split_text` would, but reads the file a few megabytes at a time.
 
   Raises:
-    DataError: it cannot be read.
+    DataError: the file cannot be read.
   """
   rest = b""
   try:
     with open(path, "rb") as file:
       while block := file.read(_BLOCK):
         rest += block
-        start, enough = 0, 2 * document_bytes + 4  # a cut looks no further
+        start, enough = 0, 2 * document_bytes + 4  # bytes that `_cut` may look at
         while len(rest) - start > enough:
           end = _cut(rest, start + document_bytes, start + 2 * document_bytes)
           yield rest[start:end]
@@ -198,7 +198,7 @@ def split_file(path: Path, document_bytes: int) -> Iterator[bytes]:
 
 
 def _bad_place(path: Path) -> tuple[int, str] | None:
-  """(line, reason) where a large file is no text; None where it is."""
+  """(line, reason) of the first place where a large file is not UTF-8 text; None if it all is."""
   decoder, line, blank = codecs.getincrementaldecoder("utf-8")(), 1, True
   with open(path, "rb") as file:
     while block := file.read(_BLOCK):
@@ -217,11 +217,11 @@ def _bad_place(path: Path) -> tuple[int, str] | None:
 
 
 def split_text(text: bytes, document_bytes: int) -> Iterator[bytes]:
-  """Cuts valid UTF-8 into pieces that join to `text`, each about `document_bytes` long.
+  """Cuts valid UTF-8 into pieces of about `document_bytes`, whose concatenation is `text`.
 
-  A piece ends at the first blank line after `document_bytes`; where none comes within twice that
-  length, at a line's end, then at a character's end. Cutting from the front keeps the earlier
-  pieces as they are when text is appended.
+  A piece ends at the first blank line after `document_bytes`. If there is none up to twice that
+  length, it ends at the first line end, or else at the first character end. Appending text changes
+  only the last piece, because cuts are made from the front.
   """
   start = 0
   while document_bytes and len(text) - start > document_bytes:
@@ -237,7 +237,7 @@ def _cut(text: bytes, low: int, high: int) -> int:
     at = text.find(mark, low, high)
     if at >= 0:
       return at + len(mark)
-  while low < len(text) and text[low] & 0xC0 == 0x80:  # not inside a UTF-8 character
+  while low < len(text) and text[low] & 0xC0 == 0x80:  # a cut must not split a UTF-8 character
     low += 1
   return low
 
@@ -268,10 +268,10 @@ Row = tuple[str, str | None, dict[str, Any]]  # file:line, split, columns
 
 
 def read_jsonl(files: list[InputFile], config: DataConfig, bad: BadRows) -> Iterator[Row]:
-  """Rows of .jsonl, .jsonl.gz and .jsonl.zst files; what is no JSON object is a bad row.
+  """Rows of .jsonl, .jsonl.gz and .jsonl.zst files; a line that is not a JSON object is a bad row.
 
   Raises:
-    DataError: a file cannot be read, or is of another kind; too many rows are bad.
+    DataError: a file cannot be read or is of another kind, or too many rows are bad.
   """
   for file in files:
     is_plain = not file.path.name.endswith((".gz", ".zst"))
@@ -283,7 +283,7 @@ def read_jsonl(files: list[InputFile], config: DataConfig, bad: BadRows) -> Iter
         bad.skip(where, "line of more than 10 MB")
         continue
       if not line.strip():
-        continue  # a blank line, e.g. at the end, is no row
+        continue  # a blank line, e.g. at the end, is not counted as bad
       try:
         row = json.loads(line)
       except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError too
@@ -297,10 +297,10 @@ def read_jsonl(files: list[InputFile], config: DataConfig, bad: BadRows) -> Iter
 
 
 def read_parquet(files: list[InputFile], config: DataConfig) -> Iterator[Row]:
-  """Rows of parquet files, of the wanted columns only.
+  """Rows of parquet files, with the columns `data.field` and `data.domain_field` only.
 
   Raises:
-    DataError: a file is no parquet file, or lacks the column.
+    DataError: a file is not a parquet file, or lacks a column.
   """
   parquet = need("pyarrow.parquet", "data.source='parquet'")
   for file in files:
@@ -328,10 +328,10 @@ def _parquet_rows(table: Any, file: InputFile, wanted: list[str]) -> Iterator[Ro
 
 
 def read_arrow(files: list[InputFile], config: DataConfig) -> Iterator[Row]:
-  """Rows of Arrow files, as `datasets.Dataset.save_to_disk` writes them; the wanted columns only.
+  """Rows of Arrow files that `datasets.Dataset.save_to_disk` wrote, with the same columns only.
 
   Raises:
-    DataError: a file is no Arrow stream, or lacks the column.
+    DataError: a file is not an Arrow stream, or lacks a column.
   """
   arrow = need("pyarrow", "data.source='arrow'")
   for file in files:
@@ -360,13 +360,14 @@ def _wanted(names: list[str], file: InputFile, config: DataConfig) -> list[str]:
 
 
 def _as_plain(column: Any, arrow: Any) -> list[Any]:
-  # As bytes: pyarrow raises on the first row that is not UTF-8, here only that row is bad.
+  # Reads strings as bytes, because pyarrow would raise an error for the whole column if one row is
+  # not UTF-8. Here only that row is bad.
   if arrow.types.is_string(column.type):
     column = column.view(arrow.binary())
   elif arrow.types.is_large_string(column.type):
     column = column.view(arrow.large_binary())
-  # pyarrow reads where a damaged file's offsets point, which ends the process by a segmentation
-  # fault.
+  # Without this check pyarrow follows a damaged file's offsets into foreign memory, and the process
+  # ends with a segmentation fault.
   column.validate(full=True)
   return column.to_pylist()
 
@@ -392,11 +393,11 @@ def _row_documents(
       continue
     name = named.decode("utf-8", errors="replace") if isinstance(named, bytes) else str(named)
     if len(name) > _LONGEST_NAME or not name.isprintable():
-      bad.skip(where, f"data.domain_field={config.domain_field!r} holds {name[:40]!r}, no name")
+      bad.skip(where, f"data.domain_field={config.domain_field!r} holds {name[:40]!r}, not a name")
       continue
     yield Document(encoded, name, split)
 
 
 def _as_bytes(text: str | bytes) -> bytes:
-  # Half of a surrogate pair, which JSON can spell, becomes invalid UTF-8 and so a bad row.
+  # JSON can spell half of a surrogate pair. It becomes invalid UTF-8 here, and so a bad row.
   return text if isinstance(text, bytes) else text.encode("utf-8", errors="surrogatepass")

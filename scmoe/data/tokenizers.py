@@ -1,10 +1,10 @@
 """Tokenizers: bytes, a BPE trained on the corpus, or any tokenizer.json.
 
-`encode` turns UTF-8 text into ids and adds nothing. In a token stream the end-of-text token
+`encode` turns text into ids and adds no special token. In a token stream the end-of-text token
 (`eos_id`) stands before each document and after the last: it ends one document and begins the next.
-A released model may begin its texts otherwise (`scmoe.data.conventions`): `bos_id` then replaces
-the end-of-text token in a row's inputs, and `prompt_ids` begins a prompt as that model's own
-tokenizer does.
+A released model may begin its texts with another token (`scmoe.data.conventions`): `bos_id` then
+replaces the end-of-text token in a row's inputs, and `prompt_ids` begins a prompt with the ids
+with which that model's own tokenizer begins it.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ TOKENIZER = "tokenizer.json"
 EOS = "<|endoftext|>"
 _EOS_NAMES = (EOS, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|end|>", "[SEP]", "[EOS]")
 _ENCODE_BATCH = 256  # documents handed to the tokenizer's threads at a time
-_MOST_BYTES = 2**27  # of a tokenizer.json
-_MOST_TOKENS = 2**24  # of a vocabulary: arrays of this length are made of it
+_MOST_BYTES = 2**27  # size of a tokenizer.json
+_MOST_TOKENS = 2**24  # size of a vocabulary; `token_bytes` allocates an array of that length
 
 
 class Tokenizer(Protocol):
-  """The tokenizer as pipeline, evaluation and generation use it.
+  """The tokenizer's interface for data pipeline, evaluation and generation.
 
   Attributes:
     vocab_size: all ids are below it.
     eos_id: the end-of-text token.
-    bos_id: the token that begins a document for the model; `eos_id`, or as conventions say.
-    begin_ids: tokens before every prompt that has text.
-    stop_ids: tokens at which generation ends, `eos_id` among them.
-    digest: changes with everything that decides the ids.
+    bos_id: the token that begins a document for the model; `eos_id` unless conventions differ.
+    begin_ids: tokens that precede every prompt.
+    stop_ids: tokens at which generation ends, including `eos_id`.
+    digest: a hash of everything that decides the ids.
   """
 
   vocab_size: int
@@ -56,7 +56,7 @@ class Tokenizer(Protocol):
     ...
 
   def decode(self, ids: Iterable[int]) -> str:
-    """Text of `ids`; end-of-text tokens are left out, broken UTF-8 becomes U+FFFD."""
+    """Text of `ids`; omits end-of-text tokens, and writes U+FFFD for broken UTF-8."""
     ...
 
   def token_bytes(self) -> np.ndarray:
@@ -69,7 +69,7 @@ class Tokenizer(Protocol):
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-  """Ids of a prompt with what the model expects before it; an empty prompt is `bos_id` alone."""
+  """Ids of a prompt, preceded by `begin_ids`; if there are no ids at all, `bos_id` alone."""
   return [*tokenizer.begin_ids, *tokenizer.encode(text)] or [tokenizer.bos_id]
 
 
@@ -87,7 +87,7 @@ class ByteTokenizer:
     return list(text.encode("utf-8"))
 
   def decode(self, ids: Iterable[int]) -> str:
-    """Text of the bytes; ids above 255 (end of text, a padded vocabulary) are left out."""
+    """Text of the bytes; omits ids above 255 (the end of text, or padding of the vocabulary)."""
     return bytes(i for i in map(int, ids) if 0 <= i < 256).decode("utf-8", errors="replace")
 
   def token_bytes(self) -> np.ndarray:
@@ -103,9 +103,10 @@ class JsonTokenizer:
   """A tokenizer of the `tokenizers` library (the content of a Hugging Face tokenizer.json).
 
   Attributes:
-    content: the JSON text; parsed: the same as a dictionary.
-    name: what errors call the file.
-    conventions: of a released model, or None.
+    content: the JSON text.
+    parsed: the same as a dictionary.
+    name: the file's name in messages.
+    conventions: those of a released model, or None.
   """
 
   def __init__(
@@ -119,14 +120,14 @@ class JsonTokenizer:
   ):
     """Args:
       content: the JSON text.
-      eos_token: name of the end-of-text token; empty takes the first usual name found.
-      name: what errors call the file.
-      eos_id: the end-of-text token by number instead; None: by name.
+      eos_token: text of the end-of-text token; "" takes the first usual one in the vocabulary.
+      name: the file's name in messages.
+      eos_id: id of the end-of-text token, used instead of `eos_token`; None to use `eos_token`.
       conventions: how a released model's texts begin and end; None: with the end-of-text token.
 
     Raises:
-      DataError: not a tokenizer, or one without a usable vocabulary.
-      ConfigError: it has no such end-of-text token.
+      DataError: the text is not a tokenizer.json, or its vocabulary cannot be used.
+      ConfigError: the vocabulary has no such end-of-text token.
     """
     library = need("tokenizers", f"data.tokenizer={name!r}")
     self.content, self.name = content, name
@@ -134,7 +135,7 @@ class JsonTokenizer:
       self._tokenizer = library.Tokenizer.from_str(content)
     except Exception as error:  # the library raises plain Exception
       raise DataError(f"data.tokenizer={name!r}: not a tokenizer.json: {error}") from None
-    # Text that spells a special token stays text: data must not be able to end a document.
+    # Text that spells a special token is encoded as text, so that data cannot end a document.
     self._tokenizer.encode_special_tokens = True
     self._tokenizer.no_padding()
     self._tokenizer.no_truncation()
@@ -149,27 +150,27 @@ class JsonTokenizer:
     self.adopt(conventions)
 
   def adopt(self, conventions: Conventions | None) -> None:
-    """Begins and ends texts by these conventions; None: with the end-of-text token."""
+    """Sets the conventions; None begins and ends texts with the end-of-text token."""
     self.conventions = conventions
     said = conventions or Conventions(begin_ids=(self.eos_id,))
     self.bos_id = self.eos_id if said.bos_id is None else said.bos_id
     self.begin_ids = said.begin_ids
     self.stop_ids = frozenset({self.eos_id, *said.stop_ids})
-    # The documents' first tokens count too, which the text of tokenizer.json does not decide.
+    # `content` does not decide the token that begins a document, so the digest includes it.
     begins = "" if self.bos_id == self.eos_id else f" {self.bos_id}"
     digest = hashlib.sha256(f"{self.eos_id}{begins}\n{self.content}".encode())
     self.digest = digest.hexdigest()[:16]
 
   @property
   def can_chat(self) -> bool:
-    """True if the model's folder says how conversations are written."""
+    """True if the model's folder has a chat template."""
     return self.conventions is not None and bool(self.conventions.chat_template)
 
   def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
     """Ids of a conversation, as the model's chat template writes it.
 
-    Special tokens that the template spells become these tokens, as in the published library. So do
-    those that a message spells.
+    Text in the template that spells a special token becomes that token, as in transformers. So does
+    such text in a message.
 
     Args:
       messages: turns in order, each with `role` and `content`.
@@ -189,7 +190,7 @@ class JsonTokenizer:
       self._tokenizer.encode_special_tokens = True
 
   def write(self, folder: Path) -> None:
-    """Writes tokenizer.json into a folder, and the conventions beside it where there are some.
+    """Writes tokenizer.json into a folder, and conventions.json if there are conventions.
 
     Raises:
       OSError: a file cannot be written.
@@ -198,7 +199,7 @@ class JsonTokenizer:
       (folder / name).write_text(text, "utf-8")
 
   def files(self) -> dict[str, str]:
-    """The contents of the files that describe this tokenizer, by name."""
+    """The contents of the files that describe this tokenizer, by file name."""
     found = {TOKENIZER: self.content}
     return found | ({FILE: self.conventions.to_json()} if self.conventions else {})
 
@@ -208,14 +209,14 @@ class JsonTokenizer:
     return self._vocab
 
   def token(self, index: int) -> str:
-    """The token of an id; "" where the vocabulary has none of that id."""
+    """The text of the token with this id; "" if the vocabulary has no such id."""
     return next((token for token, i in self._vocab.items() if i == index), "")
 
   def encode(self, text: str) -> list[int]:
-    """Ids of `text`; nothing is added.
+    """Ids of `text`, without special tokens.
 
     Raises:
-      DataError: the tokenizer has no token for a part of it, nor one for unknown text.
+      DataError: the vocabulary has no token for a part of the text, and none for unknown text.
     """
     try:
       return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -228,16 +229,16 @@ class JsonTokenizer:
     )
 
   def decode(self, ids: Iterable[int]) -> str:
-    """Text of `ids`; tokens that begin or end texts and ids outside the vocabulary are left out."""
+    """Text of `ids`; omits tokens that begin or end texts, and ids outside the vocabulary."""
     left_out = self.stop_ids | {self.bos_id}
     kept = [i for i in map(int, ids) if i not in left_out and 0 <= i < self.vocab_size]
     return self._tokenizer.decode(kept, skip_special_tokens=False)
 
   def token_bytes(self) -> np.ndarray:
-    """int32[V]: bytes of each token; exact for byte-level tokenizers, else UTF-8 length.
+    """int32[V]: bytes of text of each token.
 
-    For word-piece and sentence-piece tokenizers, which drop or add spaces, the sum over a text can
-    differ from its length by these spaces.
+    The numbers are exact for byte-level tokenizers. Word-piece and sentence-piece tokenizers drop
+    or add spaces, so the sum over a text's tokens can differ from its length by these spaces.
     """
     sizes = np.zeros(self.vocab_size, np.int32)
     byte_level = "ByteLevel" in _types(self.parsed.get("decoder"))
@@ -284,7 +285,7 @@ def _find_eos(vocab: dict[str, int], wanted: str, name: str) -> str:
 
 
 def _types(part: Any) -> set[str]:
-  # Names of a decoder and of the decoders inside it (type "Sequence").
+  # The types of a decoder and, if it is a "Sequence", of the decoders in it.
   if not isinstance(part, dict):
     return set()
   inner = [_types(p) for p in part.get("decoders", [])]
@@ -293,15 +294,15 @@ def _types(part: Any) -> set[str]:
 
 def _piece_bytes(token: str) -> int:
   if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-    return 1  # byte fallback of sentence-piece vocabularies
+    return 1  # sentence-piece vocabularies write a single byte as <0x0A>
   return len(token.removeprefix("##").replace("▁", " ").encode())
 
 
 def train_bpe(texts: Iterable[bytes], vocab_size: int) -> str:
-  """Trains a byte-level BPE; returns its tokenizer.json. Deterministic; round trips are exact.
+  """Trains a byte-level BPE and returns its tokenizer.json.
 
-  Raises:
-    DataError: the text is too small for so many tokens.
+  The result is deterministic, and decoding restores the text exactly. A small text can give fewer
+  tokens than `vocab_size`, with a warning.
   """
   library = need("tokenizers", "data.tokenizer='bpe'")
   tokenizer = library.Tokenizer(library.models.BPE())
@@ -324,7 +325,7 @@ def train_bpe(texts: Iterable[bytes], vocab_size: int) -> str:
 
 
 def load_bpe(texts: Sequence[bytes], vocab_size: int, cache: Path) -> JsonTokenizer:
-  """The BPE of these training texts, from `cache` or trained now and stored there."""
+  """The BPE trained on these texts, read from `cache`, or trained now and written there."""
   digest = hashlib.sha256(f"bpe {vocab_size} {len(texts)}\n".encode())
   for text in texts:
     digest.update(len(text).to_bytes(8, "little") + text)
@@ -333,22 +334,22 @@ def load_bpe(texts: Sequence[bytes], vocab_size: int, cache: Path) -> JsonTokeni
     try:
       return JsonTokenizer(found.decode("utf-8"), name="bpe")
     except DataError:
-      log.warning("%s is of another version of tokenizers; training the tokenizer again", path)
+      log.warning("%s was written by another version of tokenizers; training it again", path)
   content = train_bpe(texts, vocab_size)
   keep(path, content.encode())
   return JsonTokenizer(content, name="bpe")
 
 
 def load_json(path: str, eos_token: str) -> JsonTokenizer:
-  """Reads a tokenizer.json, or the one inside a folder, with the conventions beside it.
+  """Reads a tokenizer.json and the conventions.json beside it, if there is one.
 
   Args:
-    path: of the file, or of a folder that holds it.
+    path: the file, or the folder that holds it.
     eos_token: see `JsonTokenizer`.
 
   Raises:
-    DataError: the file is missing or no tokenizer.
-    ConfigError: it has no such end-of-text token.
+    DataError: the file is missing or is not a tokenizer.json.
+    ConfigError: the vocabulary has no such end-of-text token.
   """
   file = expanded(path, "data.tokenizer")
   file = file / TOKENIZER if file.is_dir() else file

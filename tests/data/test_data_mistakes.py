@@ -71,7 +71,7 @@ def test_a_column_with_another_value_in_every_row_names_no_domains(tmp_path, mon
 @pytest.mark.parametrize("name", ["a\nb", "\x1b[2J", "x" * 101, "\u202e"])
 def test_names_of_domains_cannot_write_to_the_terminal(name, tmp_path):
   path = rows(tmp_path / "a.jsonl", lambda i: {"text": f"text {i}", "kind": name if i else "good"})
-  with pytest.raises(DataError, match=r"a.jsonl:2: data.domain_field='kind' holds .*, no name;"):
+  with pytest.raises(DataError, match=r"a.jsonl:2: data.domain_field='kind' holds .*, not a name;"):
     opened(tmp_path, path=path, domain_field="kind", max_bad_rows=0)
 
 

@@ -1,1 +1,1 @@
-"""Released models, in and out: configurations, names of tensors, folders of safetensors."""
+"""Reads and writes released models: configurations, tensor names, folders of safetensors."""

@@ -1,9 +1,9 @@
-"""How a released model begins and ends texts, taken from the files of its folder.
+"""Reads from a released model's folder with which tokens its texts begin and end.
 
-Four files say so, and they do not all agree: config.json (`bos_token_id`, `eos_token_id`),
-generation_config.json (the same two; it has the tokens that end an instruct model's answer),
-tokenizer_config.json (`bos_token`, `eos_token`, `add_bos_token`, `chat_template`) and
-tokenizer.json (its post-processor adds tokens before each text). The rules here follow
+Four files give such tokens, and they do not always agree: config.json (`bos_token_id`,
+`eos_token_id`), generation_config.json (the same fields, including the tokens that end an instruct
+model's answer), tokenizer_config.json (`bos_token`, `eos_token`, `add_bos_token`, `chat_template`)
+and tokenizer.json (its post-processor adds tokens before each text). The rules here follow
 transformers, so that a prompt becomes the same ids.
 """
 
@@ -21,9 +21,9 @@ from scmoe.pretrained.header import parse_object, read_object, read_text
 
 GENERATION, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
-# Files that `--to` writes again as they were read.
+# Files that `scmoe.convert --to` writes back unchanged.
 KEPT = (GENERATION, TOKENIZER_CONFIG, TEMPLATE, "special_tokens_map.json")
-_BYTES = 2**24  # of each of them
+_BYTES = 2**24  # limit on the size of each
 # Classes of transformers' tokenizers that add `bos_token` unless `add_bos_token` forbids it.
 _ADD_BOS = (
   "LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast",
@@ -35,7 +35,7 @@ def kept_files(folder: Path) -> dict[str, str]:
   """The contents of the files of `KEPT` that a folder has, by name.
 
   Raises:
-    DataError: one cannot be read, or is no JSON object although it is named so.
+    DataError: a file cannot be read, or is named .json and is not a JSON object.
   """
   found = {name: read_text(folder / name, _BYTES) for name in KEPT if (folder / name).exists()}
   for name, text in found.items():
@@ -48,7 +48,7 @@ def eos_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
   """Tokens that end a text: those of config.json first, then those of generation_config.json.
 
   Raises:
-    DataError: a file names something else than token ids.
+    DataError: the value in a file is not a token id or a list of them.
   """
   found = _token_ids(config, "eos_token_id", folder / CONFIG)
   if (folder / GENERATION).exists():
@@ -58,7 +58,7 @@ def eos_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def eos_token(folder: Path) -> str:
-  """The end-of-text token by the name that tokenizer_config.json gives; "" if it gives none.
+  """The text of the end-of-text token in tokenizer_config.json; "" if the file has none.
 
   Raises:
     DataError: the file is not a JSON object.
@@ -72,15 +72,15 @@ def eos_token(folder: Path) -> str:
 def read_conventions(
   folder: Path, config: Mapping[str, Any], tokenizer: JsonTokenizer
 ) -> Conventions:
-  """The conventions of a released model.
+  """Reads the conventions of a released model.
 
   Args:
-    folder: of the model.
-    config: its config.json.
-    tokenizer: of its tokenizer.json.
+    folder: the model's folder.
+    config: its parsed config.json.
+    tokenizer: the tokenizer of its tokenizer.json.
 
   Raises:
-    DataError: a file is not what it should be; one line with file and field.
+    DataError: a file cannot be used; one line names the file and the field.
   """
   path, vocab = folder / TOKENIZER_CONFIG, tokenizer.vocab
   said = read_object(path, _BYTES) if path.exists() else None
@@ -100,18 +100,18 @@ def read_conventions(
 def _begin(
   said: Mapping[str, Any] | None, tokenizer: Mapping[str, Any], bos: int | None, path: Path
 ) -> tuple[int, ...]:
-  """Tokens that the model's tokenizer puts before a text.
+  """The ids of the tokens that the model's tokenizer puts before a text.
 
-  tokenizer_config.json's `add_bos_token` decides where it is given; then the default of its class;
-  then the template of tokenizer.json's post-processor. A folder that says nothing of all this
-  begins texts with the `bos_token_id` of config.json.
+  The first of these that the folder has decides: `add_bos_token` of tokenizer_config.json; a
+  `tokenizer_class` that adds the token by default; the template of tokenizer.json's post-processor.
+  Without any of them, texts begin with `bos` if there is no tokenizer_config.json, else with none.
   """
   alone = () if bos is None else (bos,)
   adds = (said or {}).get("add_bos_token")
   if adds is not None and not isinstance(adds, bool):
     raise DataError(f"{path}: add_bos_token={adds!r} is neither true nor false")
   if adds and bos is None:
-    raise DataError(f"{path}: add_bos_token=true, and no bos_token of the vocabulary is named")
+    raise DataError(f"{path}: add_bos_token=true needs a bos_token that is in the vocabulary")
   if adds is not None:
     return alone if adds else ()
   if (said or {}).get("tokenizer_class") in _ADD_BOS:
@@ -123,7 +123,7 @@ def _begin(
 
 
 def _before_text(processor: Any) -> tuple[int, ...] | None:
-  """Ids that a post-processor of tokenizer.json adds before one text; None: it does not say."""
+  """Ids that a post-processor of tokenizer.json adds before a text; None if its kind adds none."""
   if not isinstance(processor, dict):
     return None
   if processor.get("type") == "Sequence":
@@ -142,7 +142,7 @@ def _before_text(processor: Any) -> tuple[int, ...] | None:
 
 
 def _token_ids(values: Mapping[str, Any], field: str, path: Path) -> list[int]:
-  """A field that is a token id, a list of them, or null."""
+  """Reads a field that is a token id, a list of them, or null; returns a list."""
   value = values.get(field)
   ids = [] if value is None else value if isinstance(value, list) else [value]
   if len(ids) > 256 or not all(map(is_token_id, ids)):
@@ -153,7 +153,10 @@ def _token_ids(values: Mapping[str, Any], field: str, path: Path) -> list[int]:
 def _named(
   values: Mapping[str, Any], field: str, vocab: Mapping[str, int], path: Path
 ) -> int | None:
-  """The id of a token that tokenizer_config.json names: a text, an object with it, or null."""
+  """The id of the token in a field of tokenizer_config.json; None for null.
+
+  The field is the token's text, or an object whose `content` is that text.
+  """
   value = values.get(field)
   token = value.get("content") if isinstance(value, dict) else value
   if token is None:
@@ -164,9 +167,10 @@ def _named(
 
 
 def _template(folder: Path, said: Mapping[str, Any]) -> str:
-  """The chat template: a file of its own, or a field of tokenizer_config.json; "" for none.
+  """The chat template from its own file or from tokenizer_config.json; "" if there is none.
 
-  The field is a template or a list of named templates; the one named "default" is taken.
+  The field of tokenizer_config.json is a template, or a list of named ones, of which this takes
+  the one named "default".
   """
   if (folder / TEMPLATE).exists():
     return read_text(folder / TEMPLATE, TEMPLATE_BYTES)
@@ -182,19 +186,19 @@ def _template(folder: Path, said: Mapping[str, Any]) -> str:
 
 
 def check_kept(files: Any, path: Path) -> dict[str, str]:
-  """The files that a run keeps of the folder it was read from, as source.json has them.
+  """Checks the copies of `KEPT` files that a run's source.json holds, {name: text}.
 
   Raises:
-    DataError: they are not texts by these names.
+    DataError: a name is not one of `KEPT`, or a value is not a text.
   """
   if not isinstance(files, dict) or not all(
     name in KEPT and isinstance(text, str) for name, text in files.items()
   ):
-    raise DataError(f"{path}: files are not texts by name, of: {', '.join(KEPT)}")
+    raise DataError(f"{path}: `files` must map names to texts; known names: {', '.join(KEPT)}")
   return files
 
 
 def config_fields(bos_id: int, stop_ids: tuple[int, ...]) -> dict[str, Any]:
-  """The fields of config.json for a run of our own: where its texts begin and end."""
+  """The fields of config.json that say, for a run trained here, how its texts begin and end."""
   ends: Any = stop_ids[0] if len(stop_ids) == 1 else list(stop_ids)
   return {"bos_token_id": bos_id, "eos_token_id": ends}

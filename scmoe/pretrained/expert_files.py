@@ -1,4 +1,4 @@
-"""Experts of an inference folder that stay in its files until a program needs them."""
+"""Reads experts from the files of an inference folder, as late as a program needs them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from scmoe.base.errors import DataError
 from scmoe.offload.memory import Int8, OnDisk
 from scmoe.pretrained.folder import WRITTEN, read_into
 
-SCALE = ".scale"  # ends the name of the tensor with an int8 tensor's scales
+SCALE = ".scale"  # suffix of the tensor that holds the scales of an int8 tensor
 _READERS = 8  # threads that read experts
 
 
 class Place(NamedTuple):
-  """A tensor's place in the files: `size` bytes from byte `start` of `file`."""
+  """The bytes of a tensor: `size` bytes from byte `start` of `file`."""
 
   file: Path
   start: int
@@ -30,7 +30,7 @@ class Place(NamedTuple):
 
 
 class Tensors(Protocol):
-  """An inference folder as this module uses it."""
+  """The part of `InferenceFolder` that this module uses."""
 
   @property
   def places(self) -> Mapping[str, Place]:
@@ -38,17 +38,17 @@ class Tensors(Protocol):
     ...
 
   def read(self, name: str) -> np.ndarray:
-    """Maps a tensor."""
+    """Maps a tensor into memory."""
     ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-  """A parameter of the experts of all layers; indexing by layer maps that layer's tensor.
+  """One parameter of the experts of all L layers; `layers[i]` maps the tensor of layer i.
 
   Attributes:
-    folder: of the tensors.
-    names: of the tensors, layer by layer.
+    folder: the inference folder.
+    names: the tensors' names, one for each layer.
     dtype: the type that the model computes in.
   """
 
@@ -63,11 +63,11 @@ class Layers:
 
   @property
   def ndim(self) -> int:
-    """Number of dimensions, the layers' included."""
+    """Number of dimensions, including the one over layers."""
     return len(self.shape)
 
   def __getitem__(self, layer: int) -> Any:
-    """One layer's experts, mapped: an array, or an `Int8` of two."""
+    """One layer's experts [E, ...], mapped: an array, or an `Int8` with values and scales."""
     name = self.names[layer]
     value = self.folder.read(name)
     if self.folder.places[name].dtype != "I8":
@@ -75,10 +75,10 @@ class Layers:
     return Int8(value, self.folder.read(name + SCALE), self.dtype)
 
   def on_disk(self, layer: int) -> Any:
-    """One layer's experts, which a program reads when it needs them.
+    """One layer's experts as values that a program reads from disk when it needs them.
 
     Returns:
-      an `OnDisk`, or an `Int8` of two.
+      an `OnDisk`, or an `Int8` whose values and scales are each an `OnDisk`.
     """
     name = self.names[layer]
     following = self.names[layer + 1] if layer + 1 < len(self.names) else ""
@@ -95,15 +95,16 @@ class Layers:
 
 
 class ExpertReader:
-  """Reads experts of one layer's tensor, each by a thread of its own.
+  """Reads experts of one layer's tensor, several at a time by a pool of threads.
 
-  Only a ring (`scmoe.offload.ring`) asks for all experts of a layer at once, and it asks for the
-  next layer's after that. So the system is then told to read the next tensor ahead.
+  Only `scmoe.offload.ring` asks for all experts of a layer at once, and it asks for those of the
+  next layer after that. So such a call also tells the operating system to read the next tensor
+  ahead.
 
   Args:
-    folder: of the tensor.
-    name: of the tensor.
-    following: name of the next layer's tensor, or "".
+    folder: the inference folder.
+    name: the tensor's name.
+    following: the name of the next layer's tensor, or "".
   """
 
   def __init__(self, folder: Tensors, name: str, following: str):
@@ -113,7 +114,7 @@ class ExpertReader:
     """The matrices [n, M, N] of n experts.
 
     Args:
-      number: int [n], their indices.
+      number: int [n], the indices of the experts.
 
     Raises:
       DataError: the file cannot be read, or is too short.

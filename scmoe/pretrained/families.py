@@ -1,8 +1,8 @@
-"""Families of released models: their config.json as options of the model and its router, and back.
+"""Families of released models: converts their config.json to options of model and router, and back.
 
-A `Family` reads the configuration that Hugging Face transformers writes, and writes it again. The
-names of its tensors are in `scmoe.pretrained.names`. A field that asks for something this model
-does not have is refused by name. Fields that no computation reads are left alone.
+A `Family` reads the config.json that Hugging Face transformers writes, and writes it again. The
+names of its tensors are in `scmoe.pretrained.names`. A field that asks for something scmoe's model
+does not have is an error that names it. Fields that affect no computation are ignored.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Family:
 
   Attributes:
     architecture: the name of the model's class in transformers.
-    read: makes options of model and router from config.json.
-    write: the inverse, for a configuration that the family can express.
+    read: converts config.json to options of model and router.
+    write: the inverse, for options that the family can express.
   """
 
   architecture: str
@@ -38,9 +38,10 @@ def _merged(fields: dict[str, Any], **others: Any) -> dict[str, Any]:
 
 
 def _normalised(normalise: bool, k: int) -> dict[str, Any]:
-  """Router options for weights that are divided by their sum, or are not.
+  """Router options by which the K weights of a token are divided by their sum, or are not.
 
-  For k = 1 our own rule leaves a weight as it is; the released models divide it too, which gives 1.
+  For k = 1 the option `normalise` does nothing here, while the released models divide the weight by
+  itself, which gives 1; so `compat.weight_norm` is set.
   """
   once = normalise and k == 1
   return {"normalise": normalise, "compat": CompatConfig(weight_norm=1.0 if once else 0.0)}
@@ -89,7 +90,7 @@ def _heads_written(model: ModelConfig) -> dict[str, Any]:
 
 
 def _ranges(layers: tuple[int, ...]) -> str:
-  """Layers as `model.dense_layers` spells them: "0,1,5"."""
+  """Layers in the format of `model.dense_layers`: "0,1,5"."""
   return ",".join(map(str, layers))
 
 
@@ -259,7 +260,7 @@ def _read_deepseek_v2(c: Fields) -> tuple[ModelConfig, RouterConfig]:
   router = RouterConfig(
     **_normalised(normalise, k),
     **c.balance(k, "aux_loss_alpha"),
-    # The published code scales the weights or normalises them, not both.
+    # The published code ignores routed_scaling_factor where it normalises the weights.
     routed_scaling_factor=1.0 if normalise else c.number("routed_scaling_factor", 1.0),
     n_group=c.size("n_group", 1) if limited else 1,
     topk_group=c.size("topk_group", 1) if limited else 1,
@@ -355,7 +356,7 @@ def _write_longcat(model: ModelConfig, router: RouterConfig) -> dict[str, Any]:
   }  # fmt: skip
 
 
-# -- dense models: experts can be made of their MLPs ----------------------------------------------
+# -- dense models, for `scmoe.convert --upcycle` --------------------------------------------------
 
 
 def _read_dense(c: Fields, *, qk_norm: str, window: int, theta: float) -> ModelConfig:
@@ -413,10 +414,11 @@ def read_config(
 
   Args:
     values: the parsed file.
-    name: what errors call it.
+    name: the file's name in messages.
 
   Raises:
-    DataError: an unknown family, a missing size, or something this model does not have.
+    DataError: the family is unknown, a size is missing, or a field asks for something that scmoe's
+      model does not have.
   """
   family = values.get("model_type")
   if not isinstance(family, str) or family not in FAMILIES:
@@ -435,18 +437,18 @@ def read_config(
 
 
 def write_config(model: ModelConfig, router: RouterConfig, family: str = "") -> dict[str, Any]:
-  """The config.json of a resolved model, in the words of a family that can express it.
+  """The config.json of a resolved model, as a family that can express it writes it.
 
   Args:
-    model, router: options.
-    family: the family that the model came from; empty: the first that fits.
+    model, router: the options.
+    family: the family that the model came from; "" takes the first that can express it.
 
   Raises:
-    ConfigError: no family, or not this one, can express the model; names a field in the way.
+    ConfigError: no family, or not this one, can express the model; names the first obstacle.
   """
   if model.style != "llama":
     raise ConfigError(
-      f"model.style={model.style!r} is that of no released family; they have 'llama' (RMSNorm, "
+      f"model.style={model.style!r} cannot be exported; released families have 'llama' (RMSNorm, "
       "rotary positions)"
     )
   differences = {}
@@ -465,8 +467,8 @@ def write_config(model: ModelConfig, router: RouterConfig, family: str = "") -> 
   raise ConfigError(f"no released family has this architecture ({shown})")
 
 
-# Options that a released family does not fix: they change how the model is computed or trained,
-# not which function it is.
+# Options that a config.json need not express: they change how the model is computed or trained,
+# not the function that it computes.
 _FREE = (
   "model.dtype", "model.expert_impl", "model.expert_backend", "model.expert_fp8",
   "model.document_mask",
@@ -479,7 +481,10 @@ _FREE = (
 
 
 def _difference(have: Any, want: Any, prefix: str) -> str:
-  """The first field in which two configurations differ, or ""."""
+  """Describes the first field in which two configurations differ; "" if there is none.
+
+  Fields that the wiring does not use, such as `shared_hidden` without a shared expert, may differ.
+  """
   for f in dataclasses.fields(have):
     ours, theirs, name = getattr(have, f.name), getattr(want, f.name), f"{prefix}.{f.name}"
     if dataclasses.is_dataclass(ours):
@@ -491,7 +496,7 @@ def _difference(have: Any, want: Any, prefix: str) -> str:
     elif name == "model.shortcut_norm":
       if have.wiring_rule.is_shortcut and ours != theirs:
         return f"{name}={ours!r}, not {theirs!r}"
-    elif name in ("model.shared_hidden", "model.mix"):  # of a shared expert
+    elif name in ("model.shared_hidden", "model.mix"):  # used only with a shared expert
       if have.wiring_rule.shared_expert and ours != theirs:
         return f"{name}={ours!r}, not {theirs!r}"
     elif name not in _FREE and ours != theirs:

@@ -1,7 +1,7 @@
-"""The fields of a released model's config.json, read with checks.
+"""Reads the fields of a released model's config.json and checks their types.
 
-Every family of `scmoe.pretrained.families` reads its configuration through `Fields`, so that a
-field of the wrong kind is one line with its name, whichever family it belongs to.
+Every family of `scmoe.pretrained.families` reads its configuration through `Fields`, so a field of
+the wrong type gives the same one-line error, with its name, in all families.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ ACTIVATIONS = {
   "gelu_pytorch_tanh": "geglu",
   "relu": "reglu",
 }
-_LARGEST_NUMBER = 1e30  # of a field that is not a size: larger ones overflow float32
-_FAR = 4096  # tokens of context where config.json gives none
-_LARGEST = {  # of fields that decide how many tensors are listed; the list is made before any check
+_LARGEST_NUMBER = 1e30  # of a field that is not a size; a larger one could overflow float32
+_DEFAULT_CONTEXT = 4096  # tokens, if config.json has no max_position_embeddings
+# Limits of the fields that decide how many tensors a model has: the list of tensors is made before
+# it is compared with the files, so an absurd number would exhaust the memory.
+_LARGEST = {
   "num_hidden_layers": 2**14, "num_layers": 2**14, "first_k_dense_replace": 2**14,
   "zero_expert_num": 2**16,
 }  # fmt: skip
@@ -37,7 +39,7 @@ class Fields:
 
   Attributes:
     values: the parsed file.
-    name: what errors call it.
+    name: the file's name in messages.
   """
 
   def __init__(self, values: Mapping[str, Any], name: str = "config.json"):
@@ -47,7 +49,7 @@ class Fields:
     """A whole number ≥ 0; null gives the default.
 
     Raises:
-      DataError: it is another value, too large, or null without a default.
+      DataError: the field has another value, is too large, or is null and has no default.
     """
     value = self.values.get(field)
     value = default if value is None else value
@@ -55,12 +57,15 @@ class Fields:
       raise DataError(f"{self.name}: {field}={value!r} is not a size; give a whole number")
     if value > (most := _LARGEST.get(field, 2**31)):
       shown = value if value < 10**20 else "a number of more than 20 digits"
-      raise DataError(f"{self.name}: {field}={shown} is more than {most}, the most there may be")
+      raise DataError(f"{self.name}: {field}={shown} is more than the limit of {most}")
     return value
 
   @property
   def experts(self) -> int:
-    """Experts of a layer: transformers 5 writes either field, whichever version 4 used."""
+    """Number of experts of a layer, `num_experts` or `num_local_experts`.
+
+    transformers 5 may write either of the two for a family for which version 4 wrote the other.
+    """
     fields = "num_experts", "num_local_experts"
     return self.size(fields[self.values.get(fields[0]) is None and fields[1] in self.values])
 
@@ -68,12 +73,12 @@ class Fields:
     """A finite number; null gives the default.
 
     Raises:
-      DataError: it is another value.
+      DataError: the field has another value.
     """
     value = self.values.get(field)
     value = default if value is None else value
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not abs(value) < _LARGEST_NUMBER:  # NaN is not, either
+    if not is_number or not abs(value) < _LARGEST_NUMBER:  # also refuses NaN
       raise DataError(f"{self.name}: {field}={str(value)[:40]!r} is not a number")
     return float(value)
 
@@ -81,7 +86,7 @@ class Fields:
     """True or false; null gives the default.
 
     Raises:
-      DataError: it is another value.
+      DataError: the field has another value.
     """
     value = self.values.get(field)
     value = default if value is None else value
@@ -90,10 +95,10 @@ class Fields:
     return value
 
   def layers(self, field: str) -> tuple[int, ...]:
-    """A list of layers, counted from 0; null gives an empty one.
+    """A list of layer indices, counted from 0; null gives an empty one.
 
     Raises:
-      DataError: it is another value.
+      DataError: the field has another value.
     """
     value = self.values.get(field) or []
     if not isinstance(value, list) or not all(type(i) is int and i >= 0 for i in value):
@@ -101,11 +106,11 @@ class Fields:
     return tuple(value)
 
   def refuse(self, field: str, *allowed: Any) -> None:
-    """Refuses a field that asks for something this model does not have.
+    """Refuses a field that asks for something scmoe's model does not have.
 
     Args:
-      field: of the file.
-      allowed: values that this model has, beside null.
+      field: the field's name.
+      allowed: the supported values, besides null.
 
     Raises:
       DataError: the field has another value.
@@ -117,10 +122,10 @@ class Fields:
 
   @property
   def activation(self) -> str:
-    """`model.activation` of gated MLPs and experts.
+    """The option `model.activation` for the file's `hidden_act`.
 
     Raises:
-      DataError: `hidden_act` names another.
+      DataError: `hidden_act` is not supported.
     """
     name = self.values.get("hidden_act")
     name = "silu" if name is None else name
@@ -136,8 +141,9 @@ class Fields:
     transformers 4 writes them as rope_theta and rope_scaling, version 5 as rope_parameters.
 
     Args:
-      default_theta: where the file gives none.
-      interleaved: whether neighbouring dimensions turn together, not halves of a head.
+      default_theta: the value if the file gives none.
+      interleaved: whether dimensions 2i and 2i + 1 of a head are rotated together, instead of i and
+        i + half the head.
 
     Raises:
       DataError: the file asks for another kind of rotary embedding.
@@ -166,7 +172,7 @@ class Fields:
                "low_freq_factor", "high_freq_factor")  # fmt: skip
     plain = RopeConfig()
     context = inner.size(
-      "original_max_position_embeddings", self.size("max_position_embeddings", _FAR)
+      "original_max_position_embeddings", self.size("max_position_embeddings", _DEFAULT_CONTEXT)
     )
     rope = RopeConfig(
       interleaved=interleaved,
@@ -181,10 +187,10 @@ class Fields:
   def common(
     self, default_theta: float, *, eps: float, interleaved: bool = False
   ) -> dict[str, Any]:
-    """Options of the model that all families write in the same fields.
+    """Options of the model that all families store in the same fields.
 
     Args:
-      default_theta, eps: rope_theta and rms_norm_eps where the file gives none.
+      default_theta, eps: rope_theta and rms_norm_eps if the file gives none.
       interleaved: see `rope`.
     """
     self.refuse("quantization_config")
@@ -203,7 +209,7 @@ class Fields:
       "width": self.size("hidden_size"),
       "num_heads": self.size("num_attention_heads"),
       "vocab_size": self.size("vocab_size"),
-      "context": self.size("max_position_embeddings", _FAR),
+      "context": self.size("max_position_embeddings", _DEFAULT_CONTEXT),
       "activation": self.activation,
       "norm_eps": self.number("rms_norm_eps", eps),
       "init_std": self.number("initializer_range", 0.02),
@@ -213,10 +219,10 @@ class Fields:
     }
 
   def heads(self, kv_heads: int | None = None) -> dict[str, Any]:
-    """Options of ordinary attention's heads.
+    """Options for the heads of ordinary (not latent) attention.
 
     Args:
-      kv_heads: heads of keys and values where the file gives none; None: as many as of queries.
+      kv_heads: number of key and value heads if the file gives none; None: as many as query heads.
     """
     heads = self.size("num_attention_heads")
     return {
@@ -225,16 +231,17 @@ class Fields:
     }
 
   def latent(self) -> dict[str, Any]:
-    """Options of latent attention's sizes."""
+    """Options for the sizes of multi-head latent attention."""
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     return {"q_lora_rank": self.size("q_lora_rank", 0)} | {n: self.size(n) for n in names}
 
   def balance(self, k: int, field: str = "router_aux_loss_coef") -> dict[str, Any]:
-    """The balancing loss that comes nearest to transformers' own: MegaBlocks', times K.
+    """Options for MegaBlocks' balancing loss times K, the nearest one to that of transformers.
 
-    For one layer the two are equal. Over several layers transformers pools the tokens of all of
-    them before it multiplies, E·K·Σ_e f̄_e·p̄_e with f̄ and p̄ the means over layers; ours is the mean
-    over layers of E·K·Σ_e f_e·p_e. Two layers that each send everything to one expert, another in
-    each, have 1 there and 2 here (E = 2, K = 1): pooled, their imbalances cancel.
+    For one layer the two are equal. Over several layers transformers pools the tokens of all layers
+    before it multiplies: E·K·Σ_e f̄_e·p̄_e, where f̄ and p̄ are means over layers. Ours is the mean
+    over layers of E·K·Σ_e f_e·p_e. Example with E = 2 and K = 1: layer 0 sends every token to
+    expert 0, layer 1 every token to expert 1. Pooled, the imbalances cancel and the loss is 1;
+    ours is 2.
     """
     return {"balance": "megablocks", "balance_loss": k * self.number(field, 0.001)}

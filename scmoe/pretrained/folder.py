@@ -1,9 +1,10 @@
-"""Folders of safetensors, read and written one tensor at a time.
+"""Reads and writes folders of safetensors one tensor at a time.
 
-The library's own reader holds Python's lock while the disk works, and its writer wants all tensors
-of a file at once. So both are done here. A file is eight bytes with the length of a JSON header,
-the header, and the bytes of the tensors in its order (the format's specification). A tensor is read
-from the byte that the header names; any number of threads may read at once.
+This module has its own reader and writer, because the reader of the safetensors library holds
+Python's global lock while the disk works, and its writer needs all tensors of a file at once. By
+the format's specification a file is eight bytes with the length of a JSON header, the header, and
+the bytes of the tensors in its order. The header gives each tensor's offset, so any number of
+threads may read at once.
 """
 
 from __future__ import annotations
@@ -32,24 +33,24 @@ TYPES = {
   "BF16": np.dtype(ml_dtypes.bfloat16),
   "F16": np.dtype(np.float16),
 }
-# Types of our own inference folders (`scmoe.pretrained.inference`). Released models in int8 are
-# refused, since they come with scales that nothing here reads.
+# Types in scmoe's own inference folders (`scmoe.pretrained.inference`). Released models in int8 are
+# refused, because no code here reads their scales.
 WRITTEN = {**TYPES, "I8": np.dtype(np.int8), "I32": np.dtype(np.int32)}
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
-_REWRITE = "only safetensors are read: save_pretrained(FOLDER) of the published library writes them"
+_REWRITE = "only safetensors are read; save_pretrained(FOLDER) of transformers writes them"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_PIECE = 2**24  # bytes that are read ahead at once
-SHARD_BYTES = 5 * 10**9  # of one file at most, as in published models
+_PIECE = 2**24  # bytes that one call of `read_ahead` reads
+SHARD_BYTES = 5 * 10**9  # limit on the size of a file, as in published models
 
 
 class Entry(NamedTuple):
   """A tensor as the header of its file describes it.
 
   Attributes:
-    file: it lies in.
-    shape: of the tensor.
-    dtype: as the format spells types, such as "BF16".
-    start: first byte of the tensor, counted from the beginning of the file.
+    file: the file that holds the tensor.
+    shape: the tensor's shape.
+    dtype: its type, in the format's spelling, e.g. "BF16".
+    start: offset of its first byte from the beginning of the file.
   """
 
   file: Path
@@ -62,12 +63,12 @@ class Folder:
   """A released model on disk.
 
   Attributes:
-    path: of the folder.
+    path: the folder.
     config: the parsed config.json.
     entries: every tensor of the model, by name.
 
   Raises:
-    DataError: a file is missing, truncated or not what it should be; one line that names it.
+    DataError: a file is missing, truncated or malformed; one line names it.
   """
 
   def __init__(self, path: str | os.PathLike[str]):
@@ -88,8 +89,7 @@ class Folder:
   def _indexed(self, index: Mapping[str, str]) -> dict[str, Entry]:
     """The tensors of the folder by name.
 
-    The index decides: a tensor that a file holds and the index does not name, or names in another
-    file, is not read.
+    If there is an index, only the tensors that it names are read, each from the file that it names.
     """
     if not index:
       return self._read_header(self.path / self._only())
@@ -97,15 +97,15 @@ class Folder:
     for name, file in index.items():
       if name not in held[file]:
         raise DataError(
-          f"{self.path / INDEX} says that {name} is in {file}, which does not hold it"
+          f"{self.path / INDEX} says that {name} is in {file}, which does not have it"
         )
     return {name: held[file][name] for name, file in index.items()}
 
   def read_ahead(self) -> None:
     """Starts a thread that reads the files into the system's page cache.
 
-    The disk then works while devices are started and a model is built. The thread ends at the first
-    `read`.
+    So the disk works while JAX starts its devices and the model is built. The thread ends at the
+    first `read`.
     """
     threading.Thread(target=self._read_ahead, name="ahead", daemon=True).start()
 
@@ -116,7 +116,7 @@ class Folder:
       while not self._asked.is_set():
         try:
           count = os.preadv(file.fileno(), [piece], place)
-        except OSError:  # `read` says so, when it is called for a tensor of this file
+        except OSError:  # `read` will raise the error when it needs a tensor of this file
           return
         if not count:
           break
@@ -146,7 +146,7 @@ class Folder:
     """The file of every tensor, by name; {} for a folder without an index.
 
     Raises:
-      DataError: the index is not one, or names a file that is not beside it.
+      DataError: the index is malformed, or names a file that is not in the folder.
     """
     path = self.path / INDEX
     if not path.is_file():
@@ -158,9 +158,9 @@ class Folder:
       raise DataError(f"{path} names {len(found)} tensors; at most {TENSORS} are read")
     for name, file in found.items():
       if not isinstance(file, str) or Path(file).name != file:
-        raise DataError(f"{path}: {name} is in {file!r}, which is no name of a file beside it")
+        raise DataError(f"{path}: {name} is in {file!r}, which is not the name of a file beside it")
       if not file.endswith(".safetensors"):
-        raise DataError(f"{path}: {name} is in {file!r}, which is no .safetensors file; {_REWRITE}")
+        raise DataError(f"{path}: {name} is in {file!r}, not a .safetensors file; {_REWRITE}")
       if not (self.path / file).is_file():
         raise DataError(f"{path} names {file} for {name}, and {self.path} has no such file")
     return found
@@ -178,7 +178,7 @@ class Folder:
     raise DataError(f"{self.path} has no {WEIGHTS} ({found}); give all files of the model")
 
   def _read_header(self, file: Path) -> dict[str, Entry]:
-    """The tensors of one file, which stays open."""
+    """The tensors of one file. Keeps the file open for `read`."""
     found = {name: Entry(file, *described) for name, described in read_header(file).items()}
     try:
       self._open[file] = file.open("rb", buffering=0)
@@ -205,7 +205,7 @@ def read_json(path: Path) -> dict[str, Any]:
   """Reads a JSON object of a model's folder.
 
   Raises:
-    DataError: the file is missing, too large, or no JSON object.
+    DataError: the file is missing, too large, or not a JSON object.
   """
   return read_object(path, LIMITS["index"])
 
@@ -214,7 +214,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Planned(NamedTuple):
-  """A tensor that is to be written; `dtype` as the format spells types."""
+  """A tensor to be written; `dtype` is in the format's spelling, e.g. "BF16"."""
 
   name: str
   shape: tuple[int, ...]
@@ -227,18 +227,17 @@ class Planned(NamedTuple):
 
 
 def write_weights(folder: Path, planned: list[Planned], values: Iterable[np.ndarray]) -> list[str]:
-  """Writes tensors one after the other, in files of at most `SHARD_BYTES`.
+  """Writes tensors to files of at most `SHARD_BYTES`, and an index if there are several files.
 
-  Several files get an index. The values are taken one at a time, so that they may be made one at a
-  time.
+  It takes one value at a time, so an iterator need not hold all of them in memory.
 
   Args:
-    folder: exists.
+    folder: an existing folder.
     planned: all tensors, in order.
     values: their values, in the same order.
 
   Returns:
-    names of the files.
+    the names of the files.
 
   Raises:
     OSError: a file cannot be written.
@@ -280,13 +279,13 @@ def _header(part: list[Planned]) -> bytes:
 
 @contextlib.contextmanager
 def appearing(folder: Path, flag: str = "to") -> Iterator[Path]:
-  """Yields a folder to write into, which gets the name `folder` when the block ends.
+  """Yields a temporary folder to write into, and renames it to `folder` when the block ends.
 
-  If the block fails, what it has written is removed.
+  If the block fails, the temporary folder is deleted.
 
   Args:
-    folder: does not exist, or is empty.
-    flag: the command's option that gave it, for messages.
+    folder: a path that does not exist, or an empty folder.
+    flag: the command's option that gave the path, for messages.
 
   Raises:
     StorageError: the folder has files already, or cannot be written.

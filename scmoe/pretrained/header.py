@@ -1,8 +1,7 @@
-"""Checks what a stranger's file says about its own size, before memory of that size is taken.
+"""Checks the sizes that an untrusted file claims, before memory of that size is allocated.
 
-A safetensors file is eight bytes with the length of a JSON header, the header, and the tensors'
-bytes, one after the other without a gap (the format's specification). `scmoe.pretrained.folder`
-trusts a header that has passed these checks.
+By the format's specification a safetensors file is eight bytes with the length of a JSON header,
+the header, and the tensors' bytes without gaps. `scmoe.pretrained.folder` relies on these checks.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from typing import Any, NamedTuple
 
 from scmoe.base.errors import DataError
 
-LIMITS = {  # most bytes of each kind of file
+LIMITS = {  # largest size of each kind of file, in bytes
   "config.json": 2**20,
   "tokenizer.json": 2**27,
   "index": 2**26,
   "header": 2**26,
 }
-TENSORS = 2**20  # most tensors of one model; DeepSeek-V3 has 92 thousand
+TENSORS = 2**20  # most tensors of one model; DeepSeek-V3 has 92,000
 RANK = 8  # most dimensions of a tensor
-# Bits of an element, as the format spells its types.
+# Bits of an element, by the format's spelling of its type.
 _BITS = {
   "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16, "I16": 16,
   "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
@@ -35,9 +34,9 @@ class Described(NamedTuple):
   """A tensor as a header describes it.
 
   Attributes:
-    shape: of the tensor.
-    dtype: as the format spells types, such as "BF16".
-    start: first byte of the tensor, counted from the beginning of the file.
+    shape: the tensor's shape.
+    dtype: its type, in the format's spelling, e.g. "BF16".
+    start: offset of its first byte from the beginning of the file.
   """
 
   shape: tuple[int, ...]
@@ -49,7 +48,7 @@ def read_text(path: Path, limit: int) -> str:
   """Reads a text file of at most `limit` bytes.
 
   Raises:
-    DataError: it is missing, larger, no regular file (a pipe, a device), or not UTF-8.
+    DataError: it is missing, larger, not UTF-8, or not a regular file (a pipe, a device).
   """
   try:
     if path.exists() and not path.is_file():
@@ -61,7 +60,7 @@ def read_text(path: Path, limit: int) -> str:
   except OSError as error:
     raise DataError(f"{path} cannot be read: {error}") from None
   if len(content) > limit:
-    raise DataError(f"{path} is larger than {limit} bytes, the most that such a file may have")
+    raise DataError(f"{path} is larger than {limit} bytes, the limit for such a file")
   try:
     return content.decode("utf-8")
   except UnicodeDecodeError as error:
@@ -72,13 +71,17 @@ def read_object(path: Path, limit: int) -> dict[str, Any]:
   """Reads a file of at most `limit` bytes with a JSON object in which no name occurs twice.
 
   Raises:
-    DataError: it is no such file.
+    DataError: the file cannot be read or is not such an object.
   """
   return parse_object(read_text(path, limit), str(path))
 
 
 def parse_object(text: str | bytes, name: str) -> dict[str, Any]:
-  """The JSON object of a text, as `read_object`; errors call the text `name`."""
+  """Parses a JSON object in which no name occurs twice; `name` is the text's name in messages.
+
+  Raises:
+    DataError: the text is not such an object.
+  """
 
   def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
@@ -90,7 +93,7 @@ def parse_object(text: str | bytes, name: str) -> dict[str, Any]:
 
   try:
     values = json.loads(text, object_pairs_hook=unique)
-  except (ValueError, RecursionError) as error:  # nested too deep is the latter
+  except (ValueError, RecursionError) as error:  # RecursionError: it is nested too deep
     raise DataError(f"{name} cannot be read: {error}") from None
   if not isinstance(values, dict):
     raise DataError(f"{name} is not a JSON object")
@@ -101,8 +104,8 @@ def read_header(file: Path) -> dict[str, Described]:
   """The tensors of a safetensors file by name; reads the header only.
 
   Raises:
-    DataError: the header is larger than the file or the limit, is not what the format says, or its
-      tensors overlap, leave gaps, or do not end where the file does.
+    DataError: the header is larger than the file or the limit, or violates the format; or its
+      tensors overlap, leave gaps, or do not end at the end of the file.
   """
   damaged = lambda why: DataError(f"{file} is damaged or incomplete: {why}")
   try:
@@ -131,29 +134,29 @@ def read_header(file: Path) -> dict[str, Described]:
   for start, stop, name in sorted(parts):
     if start != end:
       kind = "overlaps another tensor" if start < end else "leaves a gap before it"
-      raise damaged(f"{name[:200]} begins at byte {start}, which {kind}")
+      raise damaged(f"{name[:200]}, which begins at byte {start}, {kind}")
     end = stop
   if end != whole - 8 - length:
-    raise damaged(f"its tensors have {end} bytes, the file has {whole - 8 - length} for them")
+    raise damaged(f"its tensors need {end} bytes; the file has {whole - 8 - length} for them")
   return {name: own._replace(start=own.start + 8 + length) for name, own in found.items()}
 
 
 def _described(said: Any, damaged: Any) -> tuple[Described, int]:
   """One tensor of a header, and its size in bytes.
 
-  Here `start` is counted from the end of the header, as the header counts.
+  As in the header, `start` is counted from the end of the header here.
   """
   whole = lambda x: type(x) is int and 0 <= x < 2**63
   if not isinstance(said, Mapping) or set(said) != {"dtype", "shape", "data_offsets"}:
-    raise damaged("has not the fields dtype, shape and data_offsets")
+    raise damaged("lacks one of the fields dtype, shape and data_offsets, or has others")
   kind, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
   if not isinstance(kind, str) or kind not in _BITS:
-    raise damaged(f"is of type {str(kind)[:40]!r}, which the format does not have")
+    raise damaged(f"has the type {str(kind)[:40]!r}, which the format does not have")
   if not isinstance(shape, list) or len(shape) > RANK or not all(map(whole, shape)):
-    raise damaged(f"has no shape of at most {RANK} whole numbers: {str(shape)[:80]}")
+    raise damaged(f"has a shape that is not at most {RANK} whole numbers: {str(shape)[:80]}")
   if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(whole, offsets)):
     raise damaged(f"has data_offsets that are not two whole numbers: {str(offsets)[:80]}")
   start, stop = offsets
   if 8 * (stop - start) != math.prod(shape) * _BITS[kind]:
-    raise damaged(f"has shape {shape} of {kind} and {stop - start} bytes")
+    raise damaged(f"has {stop - start} bytes, which do not fit shape {shape} of {kind}")
   return Described(tuple(shape), kind, start), stop - start

@@ -194,10 +194,10 @@ FAILURES = {
   "file of the index": (
     with_index(lambda m: m.update({NORM: "model-00002.safetensors"})),
     r"names model-00002.safetensors for .*no such file"),
-  "file outside": (with_index(lambda m: m.update({NORM: "../x"})), r"'../x', which is no name"),
+  "file outside": (with_index(lambda m: m.update({NORM: "../x"})), r"'../x', which is not the name"),
   "not in its file": (
     with_index(lambda m: m.update({"model.extra": WEIGHTS})),
-    r"model.extra is in .* does not hold"),
+    r"model.extra is in .* does not have"),
   "vocabulary": (with_tokenizer, r"tokenizer.json has 200 tokens, config.json has vocab_size=128"),
   "rope": (
     lambda f: change(f, rope_scaling={"rope_type": "longrope", "factor": 2.0}),
@@ -346,7 +346,7 @@ def test_transformers_5_spells_the_number_of_experts_otherwise(case):
 
 
 def test_what_no_family_has_is_not_written():
-  with pytest.raises(ConfigError, match=r"model.style='gpt2' is that of no released family"):
+  with pytest.raises(ConfigError, match=r"model.style='gpt2' cannot be exported"):
     write_config(ModelConfig(vocab_size=128).resolve(), RunConfig().router)
   model = ModelConfig(style="llama", wiring="top2", vocab_size=128, mix="direct", moe_every=1)
   with pytest.raises(ConfigError, match=r"no released family .*olmoe: model.wiring='top2', not"):

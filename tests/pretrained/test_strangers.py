@@ -42,23 +42,23 @@ def test_what_the_library_writes_is_read(tmp_path):
 
 
 HEADERS = {
-  "overlap": ({"a": A, "b": B | {"data_offsets": [0, 8]}}, "begins at byte 0, which overlaps"),
+  "overlap": ({"a": A, "b": B | {"data_offsets": [0, 8]}}, "begins at byte 0, overlaps"),
   "gap": ({"a": A, "b": B | {"data_offsets": [12, 20]}}, "byte 12, which leaves a gap"),
   "beyond the end": (
-    {"a": A, "b": B | {"shape": [2, 4], "data_offsets": [8, 24]}}, "24 bytes, the file has 16"),
-  "bytes of nobody": ({"a": A}, "its tensors have 8 bytes, the file has 16"),
-  "size": ({"a": A | {"shape": [3]}}, r"a has shape \[3\] of F32 and 8 bytes"),
-  "overflow": ({"a": A | {"shape": [2**62, 4]}}, "has shape"),
+    {"a": A, "b": B | {"shape": [2, 4], "data_offsets": [8, 24]}}, "24 bytes; the file has 16"),
+  "bytes of nobody": ({"a": A}, "its tensors need 8 bytes; the file has 16"),
+  "size": ({"a": A | {"shape": [3]}}, r"a has 8 bytes, which do not fit shape \[3\] of F32"),
+  "overflow": ({"a": A | {"shape": [2**62, 4]}}, "do not fit shape"),
   "enormous": ({"a": A | {"shape": [10**30]}}, "has no shape"),
-  "negative": ({"a": A | {"shape": [-2]}}, "has no shape of"),
-  "a flag for a size": ({"a": A | {"shape": [True, 2]}}, "has no shape of"),
+  "negative": ({"a": A | {"shape": [-2]}}, "has a shape that is not"),
+  "a flag for a size": ({"a": A | {"shape": [True, 2]}}, "has a shape that is not"),
   "rank": ({"a": A | {"shape": [1] * 9 + [2]}}, "at most 8"),
   "backwards": ({"a": A | {"data_offsets": [8, 0]}}, "and -8 bytes"),
   "offsets": ({"a": A | {"data_offsets": [0]}}, "not two whole numbers"),
   "type": ({"a": A | {"dtype": "PICKLE"}}, "type 'PICKLE', which the format does not have"),
-  "fields": ({"a": A | {"code": "x"}}, "has not the fields"),
+  "fields": ({"a": A | {"code": "x"}}, "lacks one of the fields"),
   "no object": ("[1, 2]", "its header is not a JSON object"),
-  "not a tensor": ({"a": 3}, "has not the fields"),
+  "not a tensor": ({"a": 3}, "lacks one of the fields"),
   "twice": ('{"a": 1, "a": 2}', "'a' is given twice"),
   "deep": ('{"a":' + "[" * 200_000, "its header cannot be read"),
   "digits": ('{"a": ' + "9" * 5000 + "}", "cannot be read"),
@@ -155,7 +155,7 @@ def test_what_is_no_folder_of_safetensors_says_how_to_get_one(tmp_path):
   with pytest.raises(DataError, match=r"has pytorch_model.bin and no .safetensors file; .*pretrai"):
     Folder(tmp_path)
   (tmp_path / files.INDEX).write_text('{"weight_map": {"a": "pytorch_model.bin"}}')
-  with pytest.raises(DataError, match=r"a is in 'pytorch_model.bin', which is no .safetensors"):
+  with pytest.raises(DataError, match=r"a is in 'pytorch_model.bin', not a .safetensors"):
     Folder(tmp_path)
 
 
@@ -174,8 +174,8 @@ def exported(tmp_path_factory):
     ("dtype", "F99", "source.json: 'F99' is none of: F32, BF16, F16"),
     ("other_dtypes", {"lm_head.weight": []}, r"source.json: '\[\]' is none of"),
     ("family", "nope", "source.json: 'nope' is none of: olmoe, mixtral"),
-    ("files", {"../../x": "y"}, "source.json: files are not texts by name, of: generation_config"),
-    ("files", {"generation_config.json": 3}, "source.json: files are not texts by name"),
+    ("files", {"../../x": "y"}, "source.json: `files` must map names to texts; known names: generation_config"),
+    ("files", {"generation_config.json": 3}, "source.json: `files` must map names to texts"),
   ],
 )
 def test_a_strangers_source_json_is_one_line(field, value, message, exported, tmp_path):

@@ -1,7 +1,7 @@
-"""A released model becomes step 0 of a run: `scmoe.convert --from`.
+"""Makes a released model step 0 of a run: `scmoe.convert --from`.
 
-`SOURCE`, a file in the run's folder, keeps what `scmoe.convert --to` needs to give back the folder
-that was read.
+It also writes `SOURCE` into the run's folder: the data from which `scmoe.convert --to` restores the
+released folder.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from scmoe.training.options import CheckpointConfig
 from scmoe.training.restore import FOLDER, list_steps
 from scmoe.training.workdir import RunLock, prepare_workdir
 
-SOURCE = "source.json"  # in the run: what `--to` needs to give back the folder that was read
+SOURCE = "source.json"  # in the run's folder; `scmoe.convert --to` reads it
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -50,13 +50,13 @@ def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "")
   """Makes a released model step 0 of a run; returns lines for the user.
 
   Args:
-    path: folder of the model.
-    workdir: of the run.
+    path: the model's folder.
+    workdir: the run's folder.
     mesh: see `--mesh`.
     upcycle: request for another architecture; see `scmoe.pretrained.upcycle`.
 
   Raises:
-    DataError: a file or a tensor is not what it should be; nothing has been written.
+    DataError: a file or a tensor cannot be used.
     ConfigError: tokenizer or mesh do not fit, or the workdir has a run already.
     StorageError: the run cannot be written.
   """
@@ -79,7 +79,7 @@ def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "")
   workdir = prepare_workdir(workdir)
 
   def describe() -> None:
-    """Writes the files that describe the run: after everything is read, before the step appears."""
+    """Writes the run's descriptive files, after all tensors are read and before the step exists."""
     if tokenizer is not None:
       _write_tokenizer(tokenizer, workdir)
     if not upcycle:
@@ -87,7 +87,7 @@ def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "")
     write_json(workdir / "config.json", built.config)
 
   # The lock comes first, so that a folder in which another process works is never removed.
-  with RunLock(workdir), _gone_if_it_fails(workdir, there):
+  with RunLock(workdir), _removed_on_failure(workdir, there):
     keeper = Checkpointer(workdir, CheckpointConfig(async_save=False))
     try:
       if planned is None and jax.process_count() == 1:
@@ -104,15 +104,15 @@ def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "")
     finally:
       keeper.close()
   seconds = time.monotonic() - started
-  said = _said(released, workdir, seconds, tokenizer is not None)
+  said = _report(released, workdir, seconds, tokenizer is not None)
   if upcycle:
-    said += f"\n{run.model.wiring}, upcycled; without a source of their own:"
+    said += f"\n{run.model.wiring}, upcycled; parameters that are not copies from the same layer:"
     said += "".join(f"\n  {name.removeprefix('params.')}: {how}" for name, how in begun.items())
   return said
 
 
 def _origin(released: Released) -> dict[str, Any]:
-  """The content of `SOURCE`: the folder's config.json, types of tensors and files about texts."""
+  """The content of `SOURCE`: the folder's config.json, its tensors' types and its `KEPT` files."""
   entries = released.folder.entries
   types = {t.name: entries[t.name].dtype for t in released.tensors}
   usual = max(types.values(), key=list(types.values()).count)
@@ -145,8 +145,8 @@ def source_of(workdir: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _gone_if_it_fails(folder: Path, there: bool) -> Iterator[None]:
-  """Removes a folder if the block fails, unless `there`: it existed before."""
+def _removed_on_failure(folder: Path, there: bool) -> Iterator[None]:
+  """Deletes a folder if the block fails; `there` (it existed before) prevents that."""
   try:
     yield
   except BaseException:
@@ -173,8 +173,8 @@ def _tokenizer(released: Released) -> JsonTokenizer | None:
   tokenizer_config.json names.
 
   Raises:
-    ConfigError: it has more tokens than the model, or not that one.
-    DataError: it is none, or a file about conventions is not what it should be.
+    ConfigError: it has more tokens than the model, or lacks that end-of-text token.
+    DataError: it is not a tokenizer.json, or a file with conventions cannot be used.
   """
   folder, config = released.folder.path, released.folder.config
   path = folder / TOKENIZER
@@ -190,8 +190,8 @@ def _tokenizer(released: Released) -> JsonTokenizer | None:
   tokenizer.adopt(conventions)
   if tokenizer.vocab_size > size:
     raise ConfigError(
-      f"{path} has {tokenizer.vocab_size} tokens, {CONFIG} has vocab_size={size}: they are not of "
-      "the same model"
+      f"{path} has {tokenizer.vocab_size} tokens and {CONFIG} vocab_size={size}; give files of the "
+      "same model"
     )
   return tokenizer
 
@@ -203,8 +203,8 @@ def _write_tokenizer(tokenizer: JsonTokenizer, folder: Path) -> None:
     raise StorageError(f"{folder / TOKENIZER} cannot be written: {error}") from None
 
 
-def _said(released: Released, workdir: Path, seconds: float, has_tokenizer: bool) -> str:
-  """Lines for the user: what was read, how long it took, and what to do next."""
+def _report(released: Released, workdir: Path, seconds: float, has_tokenizer: bool) -> str:
+  """Lines for the user: the model that was read, the time it took, and the next commands."""
   built, folder = released.built, released.folder
   counts = count_parameters(built.run.model, built.shapes)
   lines = [

@@ -1,4 +1,4 @@
-"""Reads inference folders (`scmoe.pretrained.inference_files`), and checks that they are whole."""
+"""Reads inference folders (`scmoe.pretrained.inference_files`) and checks them for damage."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ from scmoe.run import build
 from scmoe.run.config import RunConfig, from_dict, imports_of
 
 _PIECE = 2**22  # bytes that a thread reads at once
-_LAYERS = 2**14  # of a model; tensors are listed layer by layer
+_LAYERS = 2**14  # layers; a larger number would make a list of tensors that exhausts the memory
 
 
 class InferenceFolder:
   """An inference folder on disk. Opening it reads only descriptions; `verify` reads all tensors.
 
   Args:
-    path: of the folder.
-    allow_import: see `scmoe.base.extensions.check_allowed`.
+    path: the folder.
+    allow_import: import paths that the user allows (`scmoe.base.extensions.check_allowed`).
 
   Attributes:
     run: the resolved configuration.
     dtype: type of the experts' matrices: bfloat16, float32 or int8.
-    step: of the checkpoint that the folder was made of.
+    step: step of the checkpoint from which the folder was made.
     parts: the tensors by name.
-    places: where each tensor lies.
+    places: the file and bytes of each tensor, by name.
 
   Raises:
-    DataError: a file is missing, truncated or not what it should be; one line that names it.
-    ConfigError: the configuration is not one of this version, or names code that nobody allowed.
+    DataError: a file is missing, truncated or malformed; one line names it.
+    ConfigError: the configuration names code that the user has not allowed.
   """
 
   def __init__(self, path: str | os.PathLike[str], allow_import: Sequence[str] = ()):
@@ -89,16 +89,16 @@ class InferenceFolder:
 
   @property
   def tokenizer(self) -> Tokenizer:
-    """The tokenizer that the run was trained with.
+    """The tokenizer with which the run was trained.
 
     Raises:
-      DataError: the folder has none, or a damaged one.
+      DataError: the tokenizer.json is missing or damaged.
     """
     data = self.run.data
     if data.tokenizer == "bytes":
       return ByteTokenizer()
     if TOKENIZER not in self._texts:
-      raise DataError(f"{self.path} has no {TOKENIZER}, which data.tokenizer asks for")
+      raise DataError(f"{self.path} has no {TOKENIZER}, which data.tokenizer names")
     content, name = self._texts[TOKENIZER], str(self.path / TOKENIZER)
     conventions = None
     if CONVENTIONS in self._texts:
@@ -111,10 +111,10 @@ class InferenceFolder:
     """Compares every tensor with its checksum; reads all files once, by several threads.
 
     Args:
-      threads: how many; 0: one for each core.
+      threads: number of threads; 0: one for each core.
 
     Raises:
-      DataError: a tensor is not what was written; the line names it and its file.
+      DataError: a tensor differs from its checksum; the line names it and its file.
     """
     by_size = sorted(self.places, key=lambda name: -self.places[name].size)
     pool = ThreadPoolExecutor(threads or os.cpu_count() or 1, thread_name_prefix="verify")
@@ -125,13 +125,13 @@ class InferenceFolder:
       pool.shutdown(cancel_futures=True)
 
   def read(self, name: str) -> np.ndarray:
-    """Maps a tensor as it is in the file; the system reads a page when it is first used.
+    """Maps a tensor of the file into memory; the operating system reads each page at its first use.
 
     Args:
-      name: of `parts`.
+      name: a key of `parts`.
 
     Returns:
-      read-only array; bfloat16 as `ml_dtypes` has it.
+      a read-only array; bfloat16 is the type of `ml_dtypes`.
     """
     file, start, size, shape, dtype = self.places[name]
     with self._lock:
@@ -144,20 +144,20 @@ class InferenceFolder:
     """Maps one expert's part of a parameter.
 
     Args:
-      layer: among the MoE layers, from 0.
-      name: of the parameter below `experts`, such as "up"; "up.scale" for the scales of int8.
-      index: of the expert.
+      layer: index of the MoE layer, counted among MoE layers from 0.
+      name: the parameter's name below `experts`, e.g. "up"; "up.scale" for the scales of int8.
+      index: the expert's index.
     """
     return self.read(f"stages.{layer}.moe.experts.{name}")[index]
 
   def whole(self, name: str) -> np.ndarray:
-    """`read`; int8 values are multiplied by their scales, in the type the model computes in."""
+    """Reads a tensor; multiplies int8 by its scales and returns the type the model computes in."""
     part, value = self.parts[name], self.read(name)
     if part.dtype != "I8":
       return value
     scale, dtype = self.read(name + SCALE), np.dtype(self.run.model.dtype)
     out = np.empty(value.shape, dtype)
-    for e in range(len(value)):  # an expert at a time: float32 takes four times the bytes
+    for e in range(len(value)):  # one expert at a time, since float32 needs four times the bytes
       out[e] = (value[e].astype(np.float32) * scale[e]).astype(dtype)
     return out
 
@@ -165,7 +165,7 @@ class InferenceFolder:
     """Loads parameters and router state onto a mesh, in the types of the folder.
 
     Args:
-      built: of `run`, on that mesh.
+      built: the model of `run` on that mesh.
     """
     wanted, types = [], {}
     for part in self.parts.values():
@@ -183,7 +183,7 @@ class InferenceFolder:
     """Parameters as mapped NumPy arrays, experts as `Layers`, and router state on the device.
 
     Args:
-      built: of `run`.
+      built: the model of `run`.
     """
     leaves: dict[str, Any] = {}
     for part in self.parts.values():
@@ -205,7 +205,7 @@ class InferenceFolder:
     except OSError as error:
       raise DataError(f"{path} cannot be read: {error}") from None
     if zlib.crc32(content) != crc:
-      raise DataError(f"{path} is not what was written: its checksum differs")
+      raise DataError(f"{path} is damaged: its checksum differs; copy it again")
     try:
       return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -217,7 +217,7 @@ class InferenceFolder:
     for file in files:
       for name, place in _header(file).items():
         if name in found:
-          raise DataError(f"{file} and {found[name].file} both hold {name}")
+          raise DataError(f"{file} and {found[name].file} both have a tensor {name}")
         found[name] = place
     return found
 
@@ -225,7 +225,7 @@ class InferenceFolder:
     """Compares the model's tensors with those of the manifest and of the files.
 
     Raises:
-      DataError: one is missing, misshapen, or unknown.
+      DataError: a tensor is missing or unknown, or has another shape or type.
     """
     stated = self._manifest["tensors"]
     for name, part in self.parts.items():
@@ -237,11 +237,11 @@ class InferenceFolder:
       there = (place.shape, place.dtype)
       if there != (part.shape, part.dtype):
         raise DataError(
-          f"{place.file}: tensor {name} is {place.dtype}{list(place.shape)}, {CONFIG} asks for "
+          f"{place.file}: tensor {name} is {place.dtype}{list(place.shape)}; by {CONFIG} it is "
           f"{part.dtype}{list(part.shape)}"
         )
     if extra := sorted(set(self.places) - set(self.parts)):
-      raise DataError(f"{self.places[extra[0]].file}: tensor {extra[0]} is none of this model's")
+      raise DataError(f"{self.places[extra[0]].file}: tensor {extra[0]} is not part of this model")
 
   def _verify(self, name: str) -> None:
     file, start, size, _, _ = self.places[name]
@@ -252,19 +252,19 @@ class InferenceFolder:
         while size:
           count = opened.readinto(memoryview(piece)[: min(size, len(piece))])
           if not count:
-            raise DataError(f"{file} is truncated: {name} is not all there")
+            raise DataError(f"{file} is truncated: {name} is not complete")
           crc, size = zlib.crc32(memoryview(piece)[:count], crc), size - count
     except OSError as error:
       raise DataError(f"{file}: {name} cannot be read: {error}") from None
     if crc != self._manifest["tensors"][name]["crc32"]:
-      raise DataError(f"{file} is damaged: {name} has another checksum than when it was written")
+      raise DataError(f"{file} is damaged: the checksum of {name} differs; copy it again")
 
 
 def _stored_run(text: str, where: str) -> RunConfig:
   """The run that a folder's config.json describes.
 
   Raises:
-    DataError: the text is no configuration of this version.
+    DataError: the text is not a configuration of this version.
   """
   try:
     return from_dict(parse_object(text, where), where)
@@ -273,10 +273,10 @@ def _stored_run(text: str, where: str) -> RunConfig:
 
 
 def _checked(run: RunConfig, where: str) -> RunConfig:
-  """The run, once all its fields have been checked against each other.
+  """Checks the run's model and router, and returns the run.
 
   Raises:
-    DataError: a field cannot be used, which a folder that this program wrote does not have.
+    DataError: a field cannot be used. Folders that scmoe wrote do not have such fields.
   """
   try:
     run.model.resolve()
@@ -294,20 +294,20 @@ def _manifest(path: Path) -> dict[str, Any]:
     raise DataError(f"{path}: format {found.get('format')!r} is not {FORMAT!r}")
   if found.get("version") != VERSION:
     raise DataError(
-      f"{path}: version {found.get('version')!r} is unknown; this scmoe reads {VERSION}: write the "
-      "folder again with its scmoe.convert"
+      f"{path}: version {found.get('version')!r} is unknown, this scmoe reads {VERSION}; write the "
+      "folder again with scmoe.convert"
     )
   kinds = {"dtype": str, "step": int, "files": dict, "tensors": dict}
   for name, kind in kinds.items():
     if not isinstance(found.get(name), kind):
-      raise DataError(f"{path}: {name} is missing, or no {kind.__name__}")
+      raise DataError(f"{path}: {name} is missing, or is not of type {kind.__name__}")
   if found["dtype"] not in DTYPES:
-    raise DataError(f"{path}: dtype {found['dtype']!r} is none of: {', '.join(DTYPES)}")
+    raise DataError(f"{path}: dtype {found['dtype']!r} is unknown; one of: {', '.join(DTYPES)}")
   for name, tensor in found["tensors"].items():
     if not isinstance(tensor, dict) or not isinstance(tensor.get("crc32"), int):
       raise DataError(f"{path}: {name} has no crc32")
   if any(Path(name).name != name for name in found["files"]):
-    raise DataError(f"{path}: a file's name is no name of a file beside it")
+    raise DataError(f"{path}: `files` has a path with a folder; give names of files beside it")
   return found
 
 
@@ -331,12 +331,12 @@ def _header(file: Path) -> dict[str, Place]:
       start, stop = (8 + length + int(offset) for offset in tensor["data_offsets"])
       size = math.prod(shape) * WRITTEN[dtype].itemsize
       if stop - start != size or start != end:
-        raise ValueError(f"{name} does not lie where its header says")
+        raise ValueError(f"{name} has offsets that overlap, leave a gap or do not fit its shape")
       found[name], end = Place(file, start, size, shape, dtype), stop
   except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError,
           OverflowError) as error:  # fmt: skip
     raise DataError(f"{file} is damaged or incomplete: {error}") from None
   if end != total:
     raise DataError(f"{file} is truncated: it has {total} bytes of {end}" if end > total else
-                    f"{file} has {total - end} bytes behind its last tensor")  # fmt: skip
+                    f"{file} has {total - end} bytes after its last tensor")  # fmt: skip
   return found

@@ -3,15 +3,16 @@
   config.json         the resolved configuration of the run, with the type that it computes in
   inference.json      format and version, and for each tensor its shape, type and CRC-32
   *.safetensors       the tensors
-  tokenizer.json      where texts are not bytes
-  conventions.json    how texts begin and end, of a released model (`scmoe.data.conventions`)
+  tokenizer.json      unless the tokenizer is `bytes`
+  conventions.json    for a released model: how texts begin and end (`scmoe.data.conventions`)
 
 A tensor has the dotted name of its parameter without `params.`. Routed experts have one tensor for
-each MoE layer, `stages.3.moe.experts.up` [E, D, F], contiguous by expert: one expert of one layer
-can then be mapped and read by itself. All other parameters are stacked over layers, as in
-checkpoints. In eight bits `stages.3.moe.experts.up` is int8 and `stages.3.moe.experts.up.scale`
-[E, 1, F] float32 (`scmoe.offload.memory.Int8`). Norms, gates and mixing coefficients are float32
-in every folder, since the model uses them in float32.
+each MoE layer, `stages.3.moe.experts.up` [E, D, F], whose bytes are contiguous for each expert, so
+that a program can map and read one expert of one layer by itself. All other parameters are stacked
+over layers, as in checkpoints. In a folder of type int8, `stages.3.moe.experts.up` is int8, and
+`stages.3.moe.experts.up.scale` [E, 1, F] holds its scales in float32
+(`scmoe.offload.memory.Int8`). Norms, gates and mixing coefficients are float32 in every folder,
+because the model uses them in float32.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ _EXPERTS = re.compile(r"params\.stages\.(?P<rest>.*\bexperts\..*)")
 
 
 class Part(NamedTuple):
-  """A tensor of the folder, and the parameter that it belongs to.
+  """A tensor of the folder, and the parameter of which it is a part.
 
   Attributes:
-    name, shape, dtype: in the files; types as the format spells them.
-    leaf: dotted name of the parameter, below `params` or `router`.
+    name, shape, dtype: those in the files; the type is in the format's spelling, e.g. "BF16".
+    leaf: dotted name of the parameter, beginning with `params` or `router`.
     layer: index of this slice in the parameter's leading dimension; None: the whole parameter.
-    scale: whether the tensor holds the scales of the int8 tensor whose name lacks the suffix.
+    scale: whether the tensor holds the scales of the int8 tensor named `name` without ".scale".
   """
 
   name: str
@@ -62,10 +63,10 @@ class Part(NamedTuple):
 
 
 def parts(run: RunConfig, dtype: str) -> list[Part]:
-  """All tensors of a run's inference checkpoint, in the order of the files: experts layer by layer.
+  """All tensors of a run's inference folder, in the order of the files: experts last, by layer.
 
   Args:
-    run: resolved.
+    run: the resolved configuration.
     dtype: one of `DTYPES`.
   """
   params = build.build_model(run, None)[1]
@@ -90,7 +91,7 @@ def parts(run: RunConfig, dtype: str) -> list[Part]:
 
 
 def inference_run(run: RunConfig, dtype: str) -> RunConfig:
-  """The run with the type that the folder's model computes in: int8 weights compute in bfloat16."""
+  """The run with `model.dtype` set for a folder of this type: bfloat16 unless it is float32."""
   if dtype == "float32":
     return run
   return dataclasses.replace(run, model=dataclasses.replace(run.model, dtype="bfloat16"))
@@ -100,7 +101,7 @@ def check_dtype(dtype: str, run: RunConfig) -> str:
   """The type of a folder: `dtype` if given, else bfloat16 for a run in bfloat16, else float32.
 
   Raises:
-    ConfigError: `dtype` is none of `DTYPES`.
+    ConfigError: `dtype` is not one of `DTYPES`.
   """
   if dtype and dtype not in DTYPES:
     raise ConfigError(f"--dtype={dtype!r} is unknown; with --inference one of: {', '.join(DTYPES)}")
@@ -108,7 +109,7 @@ def check_dtype(dtype: str, run: RunConfig) -> str:
 
 
 def values_of(leaves: Mapping[str, Array], planned: Iterable[Part]) -> Iterator[np.ndarray]:
-  """Yields the tensors' values in order; each is read from the devices when it is its turn.
+  """Yields the tensors' values in order; copies each from the devices only when it is requested.
 
   Args:
     leaves: parameters and router state by dotted name, in any type.
@@ -116,7 +117,7 @@ def values_of(leaves: Mapping[str, Array], planned: Iterable[Part]) -> Iterator[
   """
   scale: Any = None
   for part in planned:
-    if part.scale:  # follows its matrices, which have made it
+    if part.scale:  # comes after its matrices, whose quantisation computed it
       yield np.asarray(scale)
       continue
     leaf = leaves[part.leaf]
@@ -136,21 +137,21 @@ def write_folder(
   step: int = 0,
   tokenizer: Mapping[str, str] | None = None,
 ) -> list[Part]:
-  """Writes an inference folder tensor by tensor; it gets its name when all files are written.
+  """Writes an inference folder tensor by tensor, and gives it its name when it is complete.
 
   Args:
-    folder: new.
-    run: resolved, of `inference_run`.
-    values: of the tensors of `parts(run, dtype)`, in their order.
+    folder: a path that does not exist, or an empty folder.
+    run: the resolved result of `inference_run`.
+    values: the values of the tensors of `parts(run, dtype)`, in that order.
     dtype: one of `DTYPES`.
-    step: of the checkpoint.
-    tokenizer: `JsonTokenizer.files`; None: texts are bytes.
+    step: the checkpoint's step.
+    tokenizer: the result of `JsonTokenizer.files`; None for the tokenizer `bytes`.
 
   Returns:
     the tensors.
 
   Raises:
-    StorageError: the folder is there already, or cannot be written.
+    StorageError: the folder has files already, or cannot be written.
   """
   found, sums = parts(run, dtype), []
 

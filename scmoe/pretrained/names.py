@@ -1,10 +1,10 @@
-"""The place of every tensor of a released model among our stacked parameters.
+"""Maps the name of every tensor of a released model to a slice of scmoe's stacked parameters.
 
-A tensor is one slice of a parameter, by layer and perhaps by expert. Its dimensions are split into
-heads and stand in another order: `[out, in]` there is `[in, out]` here. Example: of OLMoE
+scmoe stacks the parameters of equal layers; a released tensor is the slice of one layer, and for an
+expert of one layer and expert. Released matrices are [out, in], ours [in, out], and attention's
+have heads as a dimension of their own. Example from OLMoE:
 `model.layers.3.mlp.experts.5.up_proj.weight` [F, D] is `params.stages.moe.experts.up[3, 5]` [D, F].
-Nothing is fused, padded or scaled, so that a model that is read and written again is the same, bit
-for bit.
+No tensor is fused, padded or scaled, so reading and writing a model preserves every bit.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Tensor:
   """One tensor of a released model.
 
   Attributes:
-    name: in the files.
-    shape: in the files.
-    leaf: dotted name of the parameter that it is a slice of, below `params` or `router`.
-    index: of the slice, in the leading dimensions of the parameter: (layer,) or (layer, expert).
+    name: its name in the files.
+    shape: its shape in the files.
+    leaf: dotted name of the parameter that contains it, beginning with `params` or `router`.
+    index: the slice of that parameter: (), (layer,) or (layer, expert).
     split: `shape` with heads as a dimension of their own.
     order: dimension i of the slice is dimension order[i] of `split`.
   """
@@ -50,9 +50,9 @@ def tensors(family: str, model: ModelConfig) -> Iterator[Tensor]:
 
 
 def ignored(family: str, model: ModelConfig) -> re.Pattern[str]:
-  """Matches the names of tensors that a model of this family may have and that are not read."""
+  """A pattern of the names of tensors that a model of this family may have and scmoe ignores."""
   found = [r".*\.rotary_emb\.inv_freq"]
-  if family.startswith("deepseek"):  # layers after the last one predict further tokens
+  if family.startswith("deepseek"):  # extra layers, for predicting several tokens at once
     layers = "|".join(str(model.num_layers + i) for i in range(8))
     found.append(rf"model\.layers\.({layers})\..*")
   if family == "longcat_flash":
@@ -61,7 +61,7 @@ def ignored(family: str, model: ModelConfig) -> re.Pattern[str]:
     experts = "|".join(str(model.num_experts + i) for i in range(model.zero_experts))
     found += [rf"model\.layers\.\d+\.mlp\.experts\.({experts})\..*"] if experts else []
   if model.tie_embeddings:
-    found.append(r"lm_head\.weight")  # the embedding again
+    found.append(r"lm_head\.weight")  # a copy of the embedding
   return re.compile("|".join(f"(?:{pattern})" for pattern in found))
 
 
@@ -183,7 +183,7 @@ def _moe(family: str, model: ModelConfig, prefix: str, leaf: str, place: int) ->
 def _plain(
   name: str, leaf: str, *shape: int, index: tuple[int, ...] = (), flat: bool = False
 ) -> Tensor:
-  """A tensor whose dimensions keep their order; `flat`: it has one dimension in the files."""
+  """A tensor whose dimensions keep their order. If `flat`, the files join them into one."""
   there = (_product(shape),) if flat else shape
   return Tensor(name, there, leaf, index, shape, tuple(range(len(shape))))
 

@@ -1,4 +1,4 @@
-"""A released model's folder, opened: checked against its architecture, and not yet read."""
+"""Opens a released model's folder and checks its headers, before any tensor is read."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from scmoe.training.pieces import Piece, PiecedArray
 
 
 class Released(NamedTuple):
-  """A released model that has been checked but not read.
+  """A released model whose headers are checked and whose tensors are not yet read.
 
   Attributes:
     folder: its files.
-    family: one of `FAMILIES`.
-    tensors: those that are read; skipped: names of those that are not.
+    family: a key of `FAMILIES`.
+    tensors: the tensors of its architecture.
+    skipped: names of other tensors in the files, which scmoe ignores.
     built: its model on a mesh.
   """
 
@@ -38,17 +39,17 @@ class Released(NamedTuple):
   built: build.Built
 
   def leaves(self) -> Iterator[tuple[str, Array]]:
-    """Yields parameters and router state by dotted name, on the mesh, in the types of the files.
+    """Yields (dotted name, array) of parameters and router state, on the mesh, in the files' types.
 
-    Threads read the following ones meanwhile.
+    Threads read the following ones while the caller works on one.
     """
     types = stored_types(self.folder, self.tensors)
     return load(self.folder.read, types, self.tensors, leaves_of(self.built))
 
   def pieces(self) -> tuple[list[PiecedArray], Iterator[Callable[[], Piece]]]:
-    """Parameters and router state as arrays of a checkpoint, and functions that read their pieces.
+    """Descriptions of parameters and router state for a checkpoint, and readers of their pieces.
 
-    The pieces come in the order of the files, so that the disk reads forward.
+    The readers are in the order of the files, so that the disk reads sequentially.
     """
     types, entries = stored_types(self.folder, self.tensors), self.folder.entries
     lies = lambda tensor: (str(entries[tensor.name].file), entries[tensor.name].start)
@@ -63,13 +64,13 @@ def open_released(
   """Opens a folder and compares it with the architecture that its config.json asks for.
 
   Args:
-    path: of the folder.
+    path: the folder.
     mesh: see `--mesh`.
     dtype: type to compute in; by default float32 for a folder in float32, else bfloat16.
-    data: section of the run; by default with rows of at most the model's context.
+    data: the run's `data` section; by default rows are at most as long as the model's context.
 
   Raises:
-    DataError: a file or a tensor is not what it should be.
+    DataError: a file or a tensor cannot be used.
     ConfigError: the mesh does not fit.
   """
   folder = Folder(path)
@@ -86,7 +87,7 @@ def open_released(
     name=name.strip("._-")[:64] or family,
     model=model,
     router=router,
-    dispatch=DispatchConfig(transport="dropless"),  # a released model drops nothing
+    dispatch=DispatchConfig(transport="dropless"),  # released models drop no tokens
     data=data,
   )
   devices = jax.device_count()
@@ -100,6 +101,6 @@ def open_released(
 
 
 def _mesh(run: RunConfig, devices: int) -> MeshConfig:
-  """All devices on the expert axis; one device where their number does not divide the experts."""
+  """Puts all devices on the expert axis, or uses one device if experts do not divide evenly."""
   fits = bool(run.model.wiring_rule.taps) and run.model.num_experts % devices == 0
   return MeshConfig(data=1, expert=devices if fits else 1)

@@ -1,10 +1,10 @@
 """Moves tensors one at a time: from a model's folder into a checkpoint or onto a mesh, and back.
 
-A checkpoint takes tensors as `pieces`, in any order. On a mesh, each device's share of a parameter
-is filled as the tensors are read: the host never holds a whole parameter, and a device never holds
-more than its share. Reading threads run ahead of the filling thread, also into the next parameter.
-The caller works on finished parameters meanwhile. A share that lies in the host's memory is filled
-by the reading threads themselves.
+A checkpoint takes tensors as `pieces`, in any order. On a mesh, `load` fills each device's shard of
+a parameter while it reads the tensors: the host never holds a whole parameter, and a device never
+holds more than its shard. A pool of threads reads tensors, up to `AHEAD` of them before they are
+needed; one thread copies them to the devices; and the caller meanwhile works on parameters that are
+complete. A shard on a CPU device is filled by the reading threads themselves.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from scmoe.run.build import Built
 from scmoe.training.pieces import Piece, PiecedArray
 
 READERS = 8  # threads that read tensors
-AHEAD = 16  # tensors that the reading threads may be ahead of the filling one
+AHEAD = 16  # tensors that are read before the thread that copies them to devices needs them
 
 
 def leaves_of(built: Built) -> dict[str, Any]:
@@ -39,36 +39,37 @@ def leaves_of(built: Built) -> dict[str, Any]:
 
 
 def flat(tree: Any) -> dict[str, Any]:
-  """Leaves by dotted name, as checkpoints call them."""
+  """The leaves of a tree by dotted name, as checkpoints name them."""
   pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
   return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in pairs}
 
 
 def nested(leaves: dict[str, Any], like: Any) -> Any:
-  """The inverse of `flat`: a tree of the structure of `like` with these leaves."""
+  """The inverse of `flat`: a tree with the structure of `like` and these leaves."""
   return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in flat(like)])
 
 
 def check_tensors(folder: Folder, family: str, model: Any) -> tuple[list[Tensor], list[str]]:
-  """Compares a folder's tensors with those of the architecture, before any is read.
+  """Compares the headers of a folder's files with the tensors of the architecture.
 
   Returns:
-    the tensors of the architecture, and the names of further tensors, which are not read.
+    the tensors of the architecture, and the names of other tensors, which scmoe ignores.
 
   Raises:
-    DataError: a tensor is missing, unknown, misshapen or of a type that is not read; the line names
-      the first one.
+    DataError: a tensor is missing or unknown, or has another shape or an unsupported type; the line
+      names the first one.
   """
   wanted, entries, skip = [], folder.entries, ignored(family, model)
-  # One at a time: a configuration may ask for more tensors than any memory could list.
+  # Compares them one at a time, because an absurd configuration may have more tensors than memory
+  # can list.
   for tensor in tensors(family, model):
     entry = entries.get(tensor.name)
     if entry is None:
       raise DataError(f"{folder.path}: tensor {tensor.name} is missing")
     if entry.shape != tensor.shape:
       raise DataError(
-        f"{entry.file}: tensor {tensor.name} has shape {list(entry.shape)}, the configuration asks "
-        f"for {list(tensor.shape)}"
+        f"{entry.file}: tensor {tensor.name} has shape {list(entry.shape)}; by config.json it has "
+        f"{list(tensor.shape)}"
       )
     if entry.dtype not in TYPES:
       raise DataError(
@@ -79,13 +80,13 @@ def check_tensors(folder: Folder, family: str, model: Any) -> tuple[list[Tensor]
   extra = [name for name in entries if name not in known]
   if unknown := next((name for name in extra if not skip.fullmatch(name)), None):
     raise DataError(
-      f"{entries[unknown].file}: tensor {unknown} is not one of a {family} with this configuration"
+      f"{entries[unknown].file}: tensor {unknown} is not part of a {family} with this config.json"
     )
   return wanted, extra
 
 
 def stored_types(folder: Folder, wanted: Iterable[Tensor]) -> dict[str, np.dtype]:
-  """The type in which each parameter is kept: that of its tensors, float32 if they differ."""
+  """The type in which each parameter is stored: that of its tensors, or float32 if they differ."""
   found: dict[str, set[str]] = {}
   for tensor in wanted:
     found.setdefault(tensor.leaf, set()).add(folder.entries[tensor.name].dtype)
@@ -96,7 +97,11 @@ def stored_types(folder: Folder, wanted: Iterable[Tensor]) -> dict[str, np.dtype
 def pieced(
   types: Mapping[str, np.dtype], wanted: Iterable[Tensor], shapes: Mapping[str, Any]
 ) -> list[PiecedArray]:
-  """Describes the parameters that tensors are pieces of; arguments as of `load`."""
+  """Describes, for a checkpoint, the parameters of which these tensors are pieces.
+
+  Args:
+    types, wanted, shapes: see `load`.
+  """
   leading = {tensor.leaf: len(tensor.index) for tensor in wanted}
   return [PiecedArray(n, tuple(shapes[n].shape), types[n], k) for n, k in leading.items()]
 
@@ -104,7 +109,7 @@ def pieced(
 def pieces(
   read: Callable[[str], np.ndarray], types: Mapping[str, np.dtype], wanted: Iterable[Tensor]
 ) -> Iterator[Callable[[], Piece]]:
-  """A function for each tensor, in order, that reads it and returns it as a piece."""
+  """Yields for each tensor, in order, a function that reads it and returns it as a piece."""
 
   def piece(tensor: Tensor) -> Piece:
     value = _transposed(read(tensor.name).reshape(tensor.split), tensor.order)
@@ -122,18 +127,19 @@ def load(
   """Yields (dotted name, parameter on its mesh), the largest parameters first.
 
   Args:
-    read: returns the tensor of a name, in the type of its parameter.
+    read: returns a tensor by its name, in the type of its parameter.
     types: the type of every parameter, by name (`stored_types`).
     wanted: the tensors to read.
     shapes: `jax.ShapeDtypeStruct` with sharding of every parameter, by name.
 
   Raises:
-    DataError: `read` does.
+    DataError: `read` raises it.
   """
   by_leaf = lambda tensor: tensor.leaf
   grouped = itertools.groupby(sorted(wanted, key=by_leaf), by_leaf)
   parameters = [_Parameter(leaf, list(parts), shapes[leaf]) for leaf, parts in grouped]
-  # The largest first: while the caller works on them, the others are read.
+  # The largest first, because the caller needs long to process them, and the others are read
+  # meanwhile.
   parameters.sort(key=lambda own: math.prod(own.shape), reverse=True)
 
   def pieces() -> Iterator[Callable[[], np.ndarray]]:
@@ -161,30 +167,30 @@ def _ahead(pool: ThreadPoolExecutor, pieces: Iterator[Callable[[], Any]]) -> Ite
 
 
 class _Parameter:
-  """A parameter that is being read: the shares of this process's devices, and their tensors.
+  """A parameter that is being read: the shards of this process's devices, and their tensors.
 
   Attributes:
     leaf: dotted name of the parameter.
-    shape: of the whole parameter.
-    tensors: those that overlap a share of these devices.
+    shape: shape of the whole parameter.
+    tensors: the tensors that overlap a shard of these devices.
   """
 
   def __init__(self, leaf: str, parts: list[Tensor], like: Any):
     self.leaf, self.shape, self._sharding = leaf, like.shape, like.sharding
     indices = like.sharding.addressable_devices_indices_map(like.shape)
     self._bounds = {
-      device: [s.indices(n)[:2] for s, n in zip(share, like.shape)]
-      for device, share in indices.items()
+      device: [s.indices(n)[:2] for s, n in zip(shard, like.shape)]
+      for device, shard in indices.items()
     }
     self.tensors = [t for t in parts if any(_lies(t, own) for own in self._bounds.values())]
-    self._shares: list[_Share] = []
+    self._shards: list[_Shard] = []
 
   def begin(self, dtype: np.dtype) -> None:
-    """Makes room for the shares."""
-    self._shares = [_Share(device, own, dtype) for device, own in self._bounds.items()]
+    """Allocates the shards."""
+    self._shards = [_Shard(device, own, dtype) for device, own in self._bounds.items()]
 
   def take(self, tensor: Tensor, read: Callable[[], np.ndarray]) -> np.ndarray:
-    """Reads one tensor and copies it into the shares that lie in the host's memory.
+    """Reads one tensor and copies it into the shards that lie in the host's memory.
 
     Several threads may call it at once, for different tensors.
 
@@ -192,24 +198,24 @@ class _Parameter:
       the tensor, which `filled` copies to the other devices.
     """
     value = read().reshape(tensor.split)
-    for share in self._shares:
-      if share.on_host and _lies(tensor, share.bounds):
-        share.put(tensor, value)
+    for shard in self._shards:
+      if shard.on_host and _lies(tensor, shard.bounds):
+        shard.put(tensor, value)
     return value
 
   def filled(self, values: Iterator[np.ndarray]) -> Array:
-    """The finished parameter.
+    """Copies the tensors into the devices' shards; returns the complete parameter.
 
     Args:
-      values: what `take` returned for each of `tensors`, in order.
+      values: the results of `take` for each of `tensors`, in order.
     """
     for tensor in self.tensors:
       value = next(values)
-      for share in self._shares:
-        if not share.on_host and _lies(tensor, share.bounds):
-          share.put(tensor, value)
-    arrays = [share.array() for share in self._shares]
-    self._shares = []
+      for shard in self._shards:
+        if not shard.on_host and _lies(tensor, shard.bounds):
+          shard.put(tensor, value)
+    arrays = [shard.array() for shard in self._shards]
+    self._shards = []
     return jax.make_array_from_single_device_arrays(self.shape, self._sharding, arrays)
 
 
@@ -218,22 +224,22 @@ def _lies(tensor: Tensor, bounds: list[tuple[int, int]]) -> bool:
   return all(start <= i < stop for i, (start, stop) in zip(tensor.index, bounds))
 
 
-class _Share:
-  """One device's share of a parameter, while it is being filled."""
+class _Shard:
+  """One device's shard of a parameter, while it is being filled."""
 
   def __init__(self, device: Any, bounds: list[tuple[int, int]], dtype: np.dtype):
     self.device, self.bounds = device, bounds
     size = tuple(stop - start for start, stop in bounds)
-    # A CPU device's memory is the host's: numpy fills the share in place.
+    # The memory of a CPU device is the host's, so numpy fills the shard in place.
     self.on_host = device.platform == "cpu"
     self.value: Any = _room(size, dtype) if self.on_host else _empty(size, dtype, device)
 
   def put(self, tensor: Tensor, value: np.ndarray) -> None:
-    """Writes the part of a tensor that this share holds.
+    """Copies the part of a tensor that overlaps this shard.
 
     Args:
-      tensor: which one.
-      value: all of it, in the shape `tensor.split`.
+      tensor: the tensor.
+      value: its whole value, in the shape `tensor.split`.
     """
     place = tuple(i - start for i, (start, _) in zip(tensor.index, self.bounds))
     own = self.bounds[len(place) :]
@@ -248,7 +254,7 @@ class _Share:
     self.value = _written(self.value, jax.device_put(piece, self.device), start, tensor.order)
 
   def array(self) -> Array:
-    """The share as an array of its device."""
+    """The shard as an array on its device."""
     return jax.device_put(self.value, self.device) if self.on_host else self.value
 
 
@@ -263,7 +269,10 @@ def _room(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def _transposed(value: np.ndarray, order: Sequence[int]) -> np.ndarray:
-  """value.transpose(order) as a contiguous array; XLA's copy is five times as fast as numpy's."""
+  """value.transpose(order) as a contiguous array.
+
+  XLA on the CPU transposes five times as fast as numpy.
+  """
   turned, device = value.transpose(order), host_device()
   if device is None or turned.flags.c_contiguous:
     return np.ascontiguousarray(turned)
@@ -283,7 +292,7 @@ def _written(whole: Array, piece: Array, start: Array, order: tuple[int, ...]) -
 
 
 def unload(leaves: Mapping[str, Array], wanted: Iterable[Tensor]) -> Iterator[np.ndarray]:
-  """Yields the tensors' values in order; each is read from the devices when it is its turn.
+  """Yields the tensors' values in order; copies each from the devices only when it is requested.
 
   Args:
     leaves: parameters by dotted name.
@@ -297,7 +306,7 @@ def unload(leaves: Mapping[str, Array], wanted: Iterable[Tensor]) -> Iterator[np
 
 
 def slice_of(leaf: Array, index: tuple[int, ...]) -> Array:
-  """leaf[index], gathered from all devices."""
+  """leaf[index], replicated on all devices of the mesh."""
   return _take(leaf, jnp.asarray(index, jnp.int32), len(index), _everywhere(leaf))
 
 

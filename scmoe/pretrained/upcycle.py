@@ -1,18 +1,18 @@
-"""Starting one architecture from the weights of another: `scmoe.convert --upcycle`.
+"""Starts one architecture from the weights of another: `scmoe.convert --upcycle`.
 
-From a top-k model to a shortcut model. Attention stays as it is. Under Pos-2 with a MoE in every
-block, the experts of layer i read the value between attention and MoE of layer i - 1. The source's
-experts of layer i - 1 read that same value. So every MoE moves one layer on: it reads what it has
-always read, and its result comes one attention later. Layer 0 has no MoE to take over and begins
-silent, with a last layer of zeros. The source's last MoE has no place. For other wirings experts
-and router stay in their layer and read another value. The norm of the shortcut starts as that of
-the experts' block. A shared expert that the source does not have begins with a last layer of zeros,
-so that it adds nothing at first.
+From a top-k model to a shortcut model. Attention keeps its weights. Under Pos-2 with a MoE in every
+block, the experts of layer i read the output of layer i - 1's attention, which in the source the
+experts of layer i - 1 read. So every MoE moves to the next layer: its input stays the same, and its
+output is added one attention later. The source's last MoE is dropped. Layer 0 keeps a copy of its
+own MoE whose down projection is zero, so that it adds nothing at first. Under other wirings, or if
+the source has a shared expert, each MoE stays in its layer and reads another value than in the
+source. The norm of the shortcut starts as a copy of the norm before the source's experts. A shared
+expert that the source does not have starts with a down projection of zeros.
 
-From a dense model to a MoE (sparse upcycling, arXiv 2212.05055). Every expert starts as the MLP of
-its layer. Under `topk` with weights that add up to 1 that is the same function. Where a wiring has
-a shared expert, the MLP becomes it, and the routed experts begin with a last layer of
-zeros.
+From a dense model to a MoE (sparse upcycling, arXiv 2212.05055). Every expert starts as a copy of
+its layer's MLP. Under `topk` with weights that add up to 1, the new model computes the same
+function as the source. If the wiring has a shared expert, the MLP becomes the shared expert, and
+the routed experts start with down projections of zeros.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ class Upcycling(NamedTuple):
 
   Attributes:
     model, router: options of the new model.
-    from_dense: whether the source has no experts.
-    moves: whether every MoE goes to the next layer, where it reads the same value as in the source.
+    from_dense: whether the source is a dense model.
+    moves: whether every MoE moves to the next layer, where it reads the same value as in the
+      source.
   """
 
   model: ModelConfig
@@ -51,14 +52,14 @@ class Upcycling(NamedTuple):
 
 
 def plan(text: str, model: ModelConfig, router: RouterConfig) -> Upcycling:
-  """Reads `wiring=scmoe_pos2` or `experts=8,top_k=2` for a source of this architecture.
+  """Parses the flag, e.g. `wiring=scmoe_pos2` or `experts=8,top_k=2`, and checks it.
 
   Args:
-    text: value of the flag.
+    text: the flag's value.
     model, router: options of the source.
 
   Raises:
-    ConfigError: the text cannot be read, or does not fit the source.
+    ConfigError: the text has another form, or does not fit the source.
   """
   parts = [part.partition("=") for part in text.split(",")]
   given = {key.strip(): value.strip() for key, _, value in parts}
@@ -77,7 +78,7 @@ def plan(text: str, model: ModelConfig, router: RouterConfig) -> Upcycling:
   wiring = given.get("wiring", "topk" if "experts" in given else "")
   if wiring not in WIRINGS or not WIRINGS[wiring].taps or WIRINGS[wiring].units_per_moe > 1:
     names = ", ".join(n for n, w in WIRINGS.items() if w.taps and w.units_per_moe == 1)
-    raise ConfigError(f"--upcycle: wiring={wiring!r} cannot be started so; one of: {names}")
+    raise ConfigError(f"--upcycle: wiring={wiring!r} is not supported; one of: {names}")
   from_dense = not model.wiring_rule.taps
   if from_dense != ("experts" in given):
     need = "has no experts: add experts=N" if from_dense else "has experts already: leave experts"
@@ -104,7 +105,7 @@ def plan(text: str, model: ModelConfig, router: RouterConfig) -> Upcycling:
   new = dataclasses.replace(model, **changes).resolve()
   rule, plain = new.wiring_rule, model.wiring_rule.taps == (Tap.CURRENT,)
   handed = rule.taps == (Tap.ATTENTION,) and is_handed_over(Tap.ATTENTION, new.moe_every)
-  # A shared expert stays in its layer; routed experts beside it then stay too.
+  # A source's shared expert stays in its layer, so the routed experts beside it stay too.
   moves = plain and handed and not model.wiring_rule.shared_expert and new.num_pairs > 1
   return Upcycling(new, router, from_dense, moves and not new.dense_indices)
 
@@ -116,13 +117,13 @@ def fill(
 
   Args:
     source: parameters and router state of the source by dotted name, on the same mesh.
-    shapes: of the new model's parameters, each a `jax.ShapeDtypeStruct` with its sharding.
-    fresh: makes initial values of all new parameters, by name; called under jit.
+    shapes: `jax.ShapeDtypeStruct` with sharding of each parameter of the new model, by name.
+    fresh: returns random initial values of all new parameters, by name; called under jit.
     of: the request.
 
   Returns:
-    parameters and router state by name; and, for each parameter that the source does not have as it
-    is, how it begins.
+    parameters and router state by name; and, for each parameter that is not a plain copy, a phrase
+    for the user that says where its values come from.
   """
   found: dict[str, Array] = {}
   begun: dict[str, str] = {}
@@ -133,26 +134,28 @@ def fill(
     if of.moves and name.startswith(_MOE):
       silent = name.startswith(_EXPERTS + "down")
       found[name] = _moved(source[name], shape, 0.0 if silent else 1.0)
-      begun[name] = "of the layer before; in the first layer " + ("zeros" if silent else "its own")
+      first = "zeros" if silent else "its own"
+      begun[name] = f"from the layer before; in the first layer {first}"
     elif _same(source.get(name), shape):
       found[name] = source[name]
     elif of.from_dense and name.startswith(_EXPERTS):
       origin = source[_MLP + name.removeprefix(_EXPERTS)]
       silent = shared and name.endswith(".down")
       found[name] = _repeated(origin, shape, 0.0 if silent else 1.0)
-      begun[name] = "zeros" if silent else "the layer's MLP, for every expert"
+      begun[name] = "zeros" if silent else "the layer's MLP, copied to every expert"
     elif name == shared_down:
-      found[name], begun[name] = _zeros(shape), "zeros: adds nothing yet"
+      found[name], begun[name] = _zeros(shape), "zeros, so that it adds nothing at first"
     elif name.endswith("own_norm.scale"):
       block = f"blocks.{last}.norm_mlp.scale"
       origin = source[name.replace("own_norm.scale", block)]
       found[name] = _moved(origin, shape, 1.0) if of.moves else origin
-      begun[name] = "the norm of the experts' block" + (", the layer before" if of.moves else "")
+      where = " of the layer before" if of.moves else ""
+      begun[name] = f"the norm before the experts{where}"
     elif name.startswith("router."):
       found[name], begun[name] = _zeros(shape), "zeros"
     else:
       drawn.append(name)
-      begun[name] = "drawn"
+      begun[name] = "random"
   if drawn:
     places = {name: shapes[name].sharding for name in drawn}
     take = lambda: (lambda all_: {name: all_[name] for name in drawn})(fresh())
@@ -169,12 +172,12 @@ def _zeros(shape: Any) -> Array:
 
 
 def _moved(origin: Array, shape: Any, first: float) -> Array:
-  """[L, ...] with layer i's slice at i + 1; slice 0 is `first` times the source's own."""
+  """[L, ...] to [L, ...]: slice i moves to i + 1; slice 0 becomes `first` times itself."""
   make = lambda x: jnp.concatenate([first * x[:1], x[:-1]]).astype(x.dtype)
   return jax.jit(make, out_shardings=shape.sharding)(origin)
 
 
 def _repeated(origin: Array, shape: Any, factor: float) -> Array:
-  """[L, ...] to [L, E, ...]: `factor` times the same values for each expert."""
+  """[L, ...] to [L, E, ...]: each of E experts gets `factor` times the same values."""
   make = lambda x: factor * jnp.broadcast_to(x[:, None], shape.shape).astype(x.dtype)
   return jax.jit(make, out_shardings=shape.sharding)(origin)

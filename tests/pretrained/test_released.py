@@ -194,7 +194,7 @@ FAILURES = {
   "file of the index": (
     with_index(lambda m: m.update({NORM: "model-00002.safetensors"})),
     r"names model-00002.safetensors for .*no such file"),
-  "file outside": (with_index(lambda m: m.update({NORM: "../x"})), r"'../x', which is not the name"),
+  "file outside": (with_index(lambda m: m.update({NORM: "../x"})), r"'../x', which is not the n"),
   "not in its file": (
     with_index(lambda m: m.update({"model.extra": WEIGHTS})),
     r"model.extra is in .* does not have"),

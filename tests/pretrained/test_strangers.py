@@ -43,17 +43,17 @@ def test_what_the_library_writes_is_read(tmp_path):
 
 HEADERS = {
   "overlap": ({"a": A, "b": B | {"data_offsets": [0, 8]}}, "begins at byte 0, overlaps"),
-  "gap": ({"a": A, "b": B | {"data_offsets": [12, 20]}}, "byte 12, which leaves a gap"),
+  "gap": ({"a": A, "b": B | {"data_offsets": [12, 20]}}, "byte 12, leaves a gap"),
   "beyond the end": (
     {"a": A, "b": B | {"shape": [2, 4], "data_offsets": [8, 24]}}, "24 bytes; the file has 16"),
   "bytes of nobody": ({"a": A}, "its tensors need 8 bytes; the file has 16"),
   "size": ({"a": A | {"shape": [3]}}, r"a has 8 bytes, which do not fit shape \[3\] of F32"),
   "overflow": ({"a": A | {"shape": [2**62, 4]}}, "do not fit shape"),
-  "enormous": ({"a": A | {"shape": [10**30]}}, "has no shape"),
+  "enormous": ({"a": A | {"shape": [10**30]}}, "has a shape that is not"),
   "negative": ({"a": A | {"shape": [-2]}}, "has a shape that is not"),
   "a flag for a size": ({"a": A | {"shape": [True, 2]}}, "has a shape that is not"),
   "rank": ({"a": A | {"shape": [1] * 9 + [2]}}, "at most 8"),
-  "backwards": ({"a": A | {"data_offsets": [8, 0]}}, "and -8 bytes"),
+  "backwards": ({"a": A | {"data_offsets": [8, 0]}}, "has -8 bytes"),
   "offsets": ({"a": A | {"data_offsets": [0]}}, "not two whole numbers"),
   "type": ({"a": A | {"dtype": "PICKLE"}}, "type 'PICKLE', which the format does not have"),
   "fields": ({"a": A | {"code": "x"}}, "lacks one of the fields"),
@@ -174,7 +174,11 @@ def exported(tmp_path_factory):
     ("dtype", "F99", "source.json: 'F99' is none of: F32, BF16, F16"),
     ("other_dtypes", {"lm_head.weight": []}, r"source.json: '\[\]' is none of"),
     ("family", "nope", "source.json: 'nope' is none of: olmoe, mixtral"),
-    ("files", {"../../x": "y"}, "source.json: `files` must map names to texts; known names: generation_config"),
+    (
+      "files",
+      {"../../x": "y"},
+      "source.json: `files` must map names to texts; known names: generation_config",
+    ),
     ("files", {"generation_config.json": 3}, "source.json: `files` must map names to texts"),
   ],
 )

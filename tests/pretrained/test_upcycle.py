@@ -76,7 +76,7 @@ def test_experts_of_a_dense_model_are_the_same_function_at_first(text, tmp_path)
     )
   up = leaves["params.stages.moe.experts.up"]
   np.testing.assert_array_equal(up[:, 3], source["params.stages.units.0.blocks.0.mlp.up"])
-  assert begun["params.stages.moe.router_gate.0.weight"] == "drawn"
+  assert begun["params.stages.moe.router_gate.0.weight"] == "random"
 
 
 def test_a_shortcut_model_keeps_attention_and_every_moe_moves_on(tmp_path):
@@ -112,7 +112,7 @@ def test_only_what_the_experts_read_has_moved():
 
 
 @pytest.mark.parametrize(("text", "message"), [
-  ("wiring=dense", "wiring='dense' cannot be started so; one of: top1"),
+  ("wiring=dense", "wiring='dense' is not supported; one of: top1"),
   ("experts=8", "has experts already: leave experts"),
   ("experts=x", "experts='x' is not a number of experts"),
   ("layers=3", "has layers; write wiring=WIRING"),

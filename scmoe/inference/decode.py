@@ -1,8 +1,8 @@
 """Generation with a key-value cache, for a batch of prompts of different lengths.
 
-Prompts are padded on the right. A row's next token overwrites the cache at the row's own length, so
-padding is written but never read. Experts have room for every token, so a row's text does not
-depend on the other rows of the batch.
+Prompts are padded on the right. Prefill writes keys and values of padding into the cache too; each
+new token overwrites one of them at its row's own length before any token attends there. Experts
+have room for every token, so a row's text does not depend on the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from scmoe.moe.experts import ExpertSource, OnDevice
 from scmoe.offload.cache import HOLDERS
 from scmoe.parallel.mesh import BATCH_AXES, make_mesh, manual, parameter_specs
 
-# A jitted function -> a program that is called like it.
+# Turns a jitted function into a program with the same arguments (`scmoe.run.programs`).
 Prepare = Callable[[Any], Any]
 
 
@@ -51,17 +51,17 @@ def generate(
   usage: Usage | None = None,
   deterministic: bool = False,
 ) -> list[list[int]]:
-  """Continues every prompt: the tokens of `stream`, made by one program.
+  """Continues every prompt, and returns all tokens at once; `stream` yields them as they come.
 
   Args:
     model, prompts, sampling, max_new_tokens, seed, eos_id, router, mesh, prepare, offload, usage,
-    deterministic: as for `stream`.
+    deterministic: see `stream`.
 
   Returns:
     The new tokens of each prompt, without the prompt.
 
   Raises:
-    ConfigError: as `stream`.
+    ConfigError: see `stream`.
   """
   options = {"seed": seed, "eos_id": eos_id, "router": router, "mesh": mesh, "prepare": prepare}
   options |= {"offload": offload, "usage": usage, "deterministic": deterministic}
@@ -87,34 +87,34 @@ def stream(
   usage: Usage | None = None,
   deterministic: bool = False,
 ) -> Iterator[list[list[int]]]:
-  """Continues every prompt, token by token as they come: the first of each, then a few at a time.
+  """Continues every prompt, and yields new tokens: first one for each, then `chunk` at a time.
 
-  Ends when all rows have. Where the mesh splits the batch, the last prompt is repeated until every
-  part has one.
+  The stream ends when all prompts have ended. If their number does not divide evenly over the
+  devices, copies of the last prompt fill up the batch; their tokens are not returned.
 
   Args:
     model: a trained model.
-    prompts: a list of token ids for each prompt, at least one id each.
-    sampling: how tokens are drawn; what is drawn does not depend on `chunk`.
-    max_new_tokens: tokens to add.
-    chunk: tokens that the device makes before the host looks at them.
-    seed: of the draws.
-    eos_id: a row that draws this token, or one of these, ends before it.
-    router: router state of the training run (balancing biases), if it has any.
-    mesh: devices of this process on which the model lies; None: one device.
-    prepare: makes a program of a jitted function (`scmoe.run.programs`); None: jit does.
-    offload: how experts come to the device. Any value but the default needs a model whose experts
-      lie in the host's memory (`scmoe.inference.offload.model.offloaded`).
-    usage: filled with the requests to the experts' cache.
-    deterministic: XLA sums every product of a GPU in one order, in every process and wherever the
-      experts lie; see `Static`.
+    prompts: the token ids of each prompt, at least one id each.
+    sampling: how tokens are drawn. The drawn tokens do not depend on `chunk`.
+    max_new_tokens: number of tokens to add.
+    chunk: number of tokens that the device generates before the host reads them.
+    seed: seed of the sampling.
+    eos_id: an end token, or several. A prompt ends when it draws one, which is not returned.
+    router: the training run's router state (balancing biases), if it has any.
+    mesh: the devices of this process that hold the model; None: one device.
+    prepare: turns a jitted function into a program (`scmoe.run.programs`); None calls it as it is.
+    offload: how experts reach the device. Any value but the default needs a model whose experts
+      are in the host's memory (`scmoe.inference.offload.model.offloaded`).
+    usage: an object that records the requests to the cache of experts.
+    deterministic: whether XLA sums every product on a GPU in one order, in every process and for
+      every `offload`; see `Static`.
 
   Yields:
-    The next tokens of each prompt; none of one that has ended.
+    The next tokens of each prompt; an empty list for a prompt that has ended.
 
   Raises:
-    ConfigError: no or empty prompts, ids outside the vocabulary, or more tokens than the model's
-      context holds.
+    ConfigError: there is no prompt or an empty one, an id is outside the vocabulary, or prompt and
+      new tokens are longer than the model's context.
   """
   _check_prompts(model, prompts, max_new_tokens)
   ends = {eos_id} if eos_id is None or isinstance(eos_id, int) else set(eos_id)
@@ -122,14 +122,15 @@ def stream(
   asked, parts = len(prompts), mesh.size // mesh.shape["tensor"]
   prompts = prompts + [prompts[-1]] * (-asked % parts)
   lengths_B = np.array([len(p) for p in prompts], np.int32)
-  padded = _round_up(int(lengths_B.max()), 16)  # few prompt lengths to compile for
+  padded = _round_up(int(lengths_B.max()), 16)  # fewer different lengths, so fewer compilations
   tokens_BS = np.zeros((len(prompts), padded), np.int32)
   for row, prompt in enumerate(prompts):
     tokens_BS[row, : len(prompt)] = prompt
   graph, params = nnx.split(model)
   static = Static(graph, mesh, sampling, offload.checked(model), deterministic)
   chunk = max(1, min(chunk, max_new_tokens - 1))
-  # The last chunk is as long as the others, so one program serves all; the caches have room for it.
+  # The last chunk is as long as the others, so that one program serves all. The caches have room
+  # for its surplus tokens.
   room, key = padded + 1 + _round_up(max_new_tokens - 1, chunk), jax.random.key(seed)
   in_order = one_by_one(model, static.offload, len(prompts))
   first, rest = make_prefill(static, room), make_decode(static, chunk, in_order)
@@ -142,8 +143,8 @@ def stream(
   if max_new_tokens > 1:
     given = taken_apart(static, params), *given[1:]
   new_BS, made, ended = token_B[:, None], 0, [False] * asked
-  # The device makes the next tokens while the host reads the last ones. If the experts' caches are
-  # counted it must wait: the next tokens overwrite them.
+  # The device generates the next tokens while the host reads the last ones. With `usage` it must
+  # wait, because the host reads counters from the caches, which the next program overwrites.
   ahead = usage is None
   while True:
     count = min(new_BS.shape[1], max_new_tokens - made)
@@ -163,18 +164,18 @@ def stream(
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-  """Everything that a compiled generation depends on, beside shapes.
+  """The compile-time constants of a generation, besides shapes.
 
   Attributes:
     graph: the model without parameters.
     mesh: the devices.
     sampling: how tokens are drawn.
-    offload: how experts come to the devices.
-    deterministic: greedy tokens on a GPU are the same in every process and for every way to hold
-      experts. By default XLA times several kernels for each product and takes the fastest, so
-      processes may take different ones. A product of few rows may also be cut along its contracted
-      dimension, and the kernel that reads the parts adds them in an order of its own. Decoding
-      takes longer with it (experiments/LOG.md, 2026-11-26).
+    offload: how experts reach the devices.
+    deterministic: whether greedy tokens on a GPU are the same in every process and for every
+      `offload`. By default XLA times several kernels for each product and takes the fastest, so
+      processes may take different ones. XLA may also split a product of few rows along its
+      contracted dimension, and the kernel that reads the parts adds them in an order of its own.
+      With this option decoding takes longer (experiments/LOG.md, 2026-11-26).
   """
 
   graph: nnx.GraphDef
@@ -190,17 +191,17 @@ class Static:
 
 _ROWS = P(BATCH_AXES)
 _COMPILED: dict[str, Any] = {
-  # Every operation rounds to its type. XLA would keep float32 within a fusion, and tokens in bf16
-  # would depend on what it fuses: on where the experts are, and on the number of tokens.
+  # Every operation rounds to its type. Otherwise XLA keeps float32 within a fusion, and the tokens
+  # of a bfloat16 model depend on its fusions: on where the experts are, and on the batch's size.
   "xla_allow_excess_precision": False,
-  # All matrices of a layer's experts may be copied at once. With a limit of two, XLA would wait for
-  # the first copy before it begins the third.
+  # XLA may have eight asynchronous copies in flight, so all matrices of a layer's experts are
+  # copied at once. With its limit of two, XLA waits for the first copy before it starts the third.
   "xla_gpu_experimental_parallel_async_compute_limit": 8,
-  # A token is hundreds of small kernels in one CUDA graph. In XLA's order each kernel, and a copy
-  # of experts, would wait for the one before it. Here a kernel waits only for its operands.
+  # One token takes hundreds of small kernels in one CUDA graph. By default each kernel or copy
+  # waits for the one before it in XLA's order; in this mode it waits only for its operands.
   "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
-  # The products of one row stay products. This pass would make them sums of rounded terms: some
-  # matrices would be written to memory again, and tokens would differ from prefill's.
+  # This pass rewrites the matrix products of one row as sums of rounded terms. XLA would then write
+  # some matrices to memory again, and tokens would differ from those of prefill.
   "xla_disable_hlo_passes": "dot-strength-reduction",
 }
 
@@ -211,11 +212,11 @@ _ONE_ORDER = {"xla_gpu_autotune_level": 0, "xla_gpu_experimental_force_split_k":
 
 @functools.cache
 def make_prefill(static: Static, room: int) -> Any:
-  """Jitted: (params, router, lengths_B, key, tokens_BS) -> first new token int32 [B], caches.
+  """Makes a jitted (params, router, lengths_B, key, tokens_BS) -> first token int32 [B], caches.
 
   Args:
     static: see `Static`.
-    room: positions of the caches.
+    room: number of positions of the caches.
   """
   offload = static.offload
   experts = offload.prefill or OnDevice()
@@ -237,10 +238,11 @@ def make_prefill(static: Static, room: int) -> Any:
 
 
 def taken_apart(static: Static, params: Any) -> Any:
-  """The parameters as `make_decode` reads them fastest.
+  """The parameters with each layer's in arrays of their own, which `make_decode` reads faster.
 
-  Layers that are written out read slices of stacked arrays, and XLA copies each slice in every
-  call. Here the slices are made once. Parameters of a scan, and experts, stay as they are.
+  An unrolled loop over layers reads slices of the stacked parameters, and XLA copies each slice in
+  every call. This function copies them once. It leaves experts as they are, and all parameters if
+  the model scans over its layers.
   """
   leaves, tree = jax.tree.flatten(params)
   cut = _cut(static, tree, tuple((x.shape, x.dtype) for x in leaves))
@@ -253,10 +255,10 @@ def taken_apart(static: Static, params: Any) -> Any:
 
 @functools.cache
 def _cut(static: Static, tree: Any, kinds: tuple[tuple[Any, Any], ...]) -> Any:
-  """(which leaves to cut, a program that cuts them, the resulting tree), or None if no leaf has to
-  be cut.
+  """The plan of `taken_apart`: (which leaves to cut, a program that cuts them, the resulting tree).
 
-  The result is kept: merging modules takes milliseconds, and the first token waits for them.
+  Returns None if no leaf needs cutting. The plan is cached, because merging modules takes
+  milliseconds, for which the first token would wait.
   """
   params = tree.unflatten([jax.ShapeDtypeStruct(*kind) for kind in kinds])
   pairs = jax.eval_shape(lambda own: nnx.merge(static.graph, own).pairs(), params)
@@ -270,30 +272,35 @@ def _cut(static: Static, tree: Any, kinds: tuple[tuple[Any, Any], ...]) -> Any:
   return [is_apart(leaf) for leaf in wanted], copies, apart
 
 
-# In XLA's order a CUDA graph needs no branches, each of which begins with 10 us of waiting. Then
-# nothing runs beside anything else, so this is only for models that have nothing to overlap.
+# In this mode a CUDA graph runs its kernels one after the other. It needs no branches, each of
+# which starts after about 10 us of waiting. But no kernel runs beside another, so it is only for
+# models that have nothing to overlap.
 _ONE_BY_ONE = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
 
 
 def one_by_one(model: GPT, offload: Offload, rows: int) -> bool:
-  """Whether decoding so many rows has nothing to overlap."""
+  """Whether decoding has no steps that could run side by side.
+
+  So it is for a single row with all experts on the device, without shortcut or shared expert.
+  """
   rule = model.config.wiring_rule
   return rows == 1 and offload == Offload() and not (rule.is_shortcut or rule.shared_expert)
 
 
 @functools.cache
 def make_decode(static: Static, steps: int, in_order: bool = False) -> Any:
-  """Jitted: (params, router, lengths_B, key, made, token_B, caches) -> int32 [B, steps], token_B,
-  caches, requested.
+  """Makes the jitted program that adds `steps` tokens to each row.
 
-  `made` is the number of new tokens so far, int32 [], and `token_B` the last token of each row.
-  `requested` is bool [pairs, steps · gatings, E], the experts that each call of a layer requested;
-  None without a cache of experts. `params` are the model's, or faster those of `taken_apart`.
+  Its arguments are (params, router, lengths_B, key, made, token_B, caches): `params` are the
+  model's, or for speed those of `taken_apart`; `made`, int32 [], is the number of new tokens so
+  far; `token_B` is the last token of each row. It returns the new tokens int32 [B, steps], the last
+  of them, the caches, and, if experts are cached, bool [pairs, steps · gatings, E]: the experts
+  that each call of a layer requested.
 
   Args:
     static: see `Static`.
-    steps: tokens to add behind `token_B`.
-    in_order: whether kernels run one after the other in XLA's order; see `one_by_one`.
+    steps: number of tokens to add.
+    in_order: whether the GPU runs kernels one after the other; see `one_by_one`.
   """
   offload = static.offload
   experts = offload.decode or OnDevice()
@@ -324,7 +331,7 @@ def make_decode(static: Static, steps: int, in_order: bool = False) -> Any:
     function = manual(local, static.mesh, specs, (_ROWS, _ROWS, of_caches, of_requested))
     return function(params, router, lengths_B, key, made, token_B, caches)
 
-  # The caches are donated: the program returns them, and memory holds them once.
+  # The caches are donated, so XLA updates them in place and memory holds them once.
   options = static.compiler_options() | (_ONE_BY_ONE if in_order else {})
   return jax.jit(program, donate_argnums=6, compiler_options=options)
 
@@ -340,7 +347,7 @@ def prefill(
   """Runs whole prompts and fills the caches.
 
   Args:
-    model: on this device, or in the manual region.
+    model: a model on one device, or this device's part in the manual region (`shard_map`).
     tokens_BS: int32 prompts, padded on the right.
     lengths_B: int32 lengths of the prompts.
     caches: empty caches of at least S positions (`GPT.init_caches`).
@@ -351,7 +358,8 @@ def prefill(
     float32 logits [B, V] after each prompt's last token, and the caches.
   """
   position_S = jnp.arange(tokens_BS.shape[1])
-  # Padding is behind the prompt; it may share the last position of the learned embedding.
+  # Positions of padding count on after the prompt. They can exceed a learned position embedding,
+  # whose lookup then takes the last position; no token reads the result.
   positions_BS = jnp.broadcast_to(position_S, tokens_BS.shape)
   mask_BS = position_S < lengths_B[:, None]
   options = {"no_drop": True, "router": router, "experts": experts}
@@ -373,11 +381,11 @@ def decode_step(
   """Runs one token per row at its own position: float32 logits [B, V], and the caches.
 
   Args:
-    model: on this device, or in the manual region.
+    model: see `prefill`.
     token_B, position_B: int32 token of each row, and its position.
-    caches: filled by `prefill` and by earlier steps.
-    router, experts: as for `prefill`.
-    pairs: `model.pairs()`, if many tokens follow each other in one program.
+    caches: the caches that `prefill` or an earlier step returned.
+    router, experts: see `prefill`.
+    pairs: `model.pairs()`, if one program decodes many tokens; it is then computed once.
   """
   if token_B.shape[0] == 1:
     model = for_one_token(model)
@@ -392,11 +400,11 @@ def _check_prompts(model: GPT, prompts: list[list[int]], max_new_tokens: int) ->
   if not _are_lists_of_ids(prompts):
     raise ConfigError(
       f"prompts={_shown(prompts)} must be a list of lists of token ids, one list for each prompt, "
-      "such as [[1, 2, 3]]"
+      "e.g. [[1, 2, 3]]"
     )
   if not prompts or not all(len(p) for p in prompts):
     raise ConfigError(
-      "prompts: one of them is empty, or there is none; give at least one token each"
+      "prompts: one is empty, or there is none; give at least one prompt, of at least one token"
     )
   if max_new_tokens < 1:
     raise ConfigError(f"max_new_tokens={max_new_tokens} must be at least 1")
@@ -404,14 +412,14 @@ def _check_prompts(model: GPT, prompts: list[list[int]], max_new_tokens: int) ->
     wrong = next((t for t in prompt if not 0 <= t < config.vocab_size), None)
     if wrong is not None:
       raise ConfigError(
-        f"prompts[{row}] has token {wrong}, the vocabulary has {config.vocab_size}; use ids from 0 "
-        f"to {config.vocab_size - 1}"
+        f"prompts[{row}] has token {wrong}, outside the vocabulary of {config.vocab_size}; use ids "
+        f"from 0 to {config.vocab_size - 1}"
       )
   longest = max(len(p) for p in prompts) + max_new_tokens
   if longest > config.context:
     raise ConfigError(
       f"max_new_tokens={max_new_tokens} after a prompt of {longest - max_new_tokens} tokens "
-      f"needs {longest} positions, model.context={config.context}; shorten one of them"
+      f"needs {longest} positions, more than model.context={config.context}; shorten one of them"
     )
 
 
@@ -425,7 +433,7 @@ def _are_lists_of_ids(prompts: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-  """A value in an error's one line."""
+  """A value's repr on one line, cut to 60 characters."""
   text = " ".join(repr(value).split())
   return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -1,4 +1,4 @@
-"""Validation loss, perplexity and bits per byte, over all text and for each domain."""
+"""Validation loss, perplexity and bits per byte, of all text and of each domain."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ def evaluate(
   stopping: Callable[[], bool] | None = None,
   prepare: Callable[[Any], Any] | None = None,
 ) -> dict[str, Any] | None:
-  """Evaluates on the validation text, with the capacity of training and no gate noise.
+  """Evaluates on the validation text, with the experts' capacity of training and no gate noise.
 
   Bits per byte is the total cost of all counted tokens, in bits, over the bytes of text that they
-  stand for. It can be compared between tokenizers.
+  stand for. It is comparable between tokenizers.
 
   Args:
-    model: what is evaluated.
+    model: the model to evaluate.
     data: a `scmoe.data.Data`.
-    mesh: where the model lies.
-    router: router state of the training run (balancing biases), if it has any.
-    max_batches: at most so many batches; None: all validation text.
-    stopping: asked before every batch; True ends the evaluation.
-    prepare: makes a program of a jitted function (`scmoe.run.programs`); None: jit does.
+    mesh: the devices that hold the model.
+    router: the training run's router state (balancing biases), if it has any.
+    max_batches: limit on the number of batches; None: all validation text.
+    stopping: called before every batch; if it returns True, the evaluation stops.
+    prepare: turns a jitted function into a program (`scmoe.run.programs`); None calls it as it is.
 
   Returns:
-    `loss` (nats per token), `perplexity`, `bits_per_byte`, `accuracy`, `drop` (share of choices
-    dropped), `batches`, `tokens`, `bytes`, and `domains`: the same without `drop` and `batches` for
-    each domain that was seen. None if it was stopped.
+    `loss` (nats per token), `perplexity`, `bits_per_byte`, `accuracy`, `drop` (share of the routing
+    choices that were dropped), `batches`, `tokens`, `bytes`, and `domains`: the same without `drop`
+    and `batches` for each domain that was read. None if it was stopped.
 
   Raises:
     DataError: there is no validation text.
@@ -73,7 +73,7 @@ def evaluate(
     batches += 1
   total = _figures(sums.sum(0))
   if total is None:
-    raise DataError("the validation text has no token that counts; give more of it")
+    raise DataError("the validation text has no token with a weight; give more validation text")
   domains = {name: _figures(row) for name, row in zip(data.domains, sums)}
   return {
     **total,
@@ -84,7 +84,7 @@ def evaluate(
 
 
 def flat_scalars(figures: dict[str, Any]) -> dict[str, float]:
-  """The figures for a line of metrics.jsonl: of all text, and bits per byte of each domain."""
+  """The metrics for a line of metrics.jsonl: those of all text, and bits per byte by domain."""
   flat = {name: figures[name] for name in ("loss", "bits_per_byte", "accuracy", "drop")}
   if len(figures["domains"]) > 1:
     for name, of_domain in figures["domains"].items():
@@ -94,7 +94,10 @@ def flat_scalars(figures: dict[str, Any]) -> dict[str, float]:
 
 @functools.cache
 def _make_counts(graph: nnx.GraphDef, mesh: Mesh, num_domains: int) -> Any:
-  """Jitted: float32 [domains, len(COUNTED)], and (dropped, choices), of the whole batch."""
+  """Makes a jitted (params, router, batch, sizes_V) -> sums of the whole batch over all devices.
+
+  The sums are float32 [domains, len(COUNTED)], and float32 [2]: dropped and all routing choices.
+  """
 
   def local(params, router, batch, sizes_V):
     model: GPT = nnx.merge(graph, params)

@@ -1,7 +1,8 @@
-"""Every choice of a trained router over a text, counted by gating, domain and class of token.
+"""Counts a trained router's choices over a text, by gating, domain and class of token.
 
-The model is run as it is, on one device, pair by pair instead of under a scan, with a listener on
-each router and on each norm of the main path (`_Listener`). Nothing of the model is written again.
+A gating is one use of a gate; some wirings gate twice in a layer. The probe runs the model's own
+modules on one device, pair by pair instead of by a scan, and records the results of each router and
+of each norm on the main path (`_Listener`).
 """
 
 from __future__ import annotations
@@ -29,24 +30,27 @@ from scmoe.moe.types import Routing
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-  """Counts and means over the text that was read. G gatings in the order in which tokens meet them.
+  """Counts and means over a text. Its G gatings are in the order in which a token meets them.
 
   Attributes:
-    gatings: name of each, e.g. "layer 1" or "layer 1, preceding".
-    load_GE: float [G, E], share of the choices.
-    domain_load_GDE: float [G, domains, E], the same of the tokens of each domain; NaN without any.
-    class_load_GCE: float [G, classes, E], of the tokens of each class.
+    gatings: name of each gating, e.g. "layer 1" or "layer 1, preceding".
+    load_GE: float [G, E], share of the choices that fell on each expert.
+    domain_load_GDE: float [G, domains, E], the same for the tokens of each domain; NaN for a domain
+      without tokens.
+    class_load_GCE: float [G, classes, E], the same for the tokens of each class.
     neighbours_GEE: float [G - 1, E, E], share of the tokens whose first choice was e in one gating
       and f in the next.
-    entropy_G: of a token's probabilities over ln E. confidence_G: mean largest probability.
-    repeated_G: share of tokens whose best expert is the one that an earlier gating of the same
-      experts chose (DGMoE takes the second best then); NaN for first gatings.
-    as_current_G: share of tokens for which the gate, reading the current representation instead of
-      the shortcut, has the same best expert; NaN where the current one is what it reads.
-    drop_P, shortcut_ratio_P: per pair, share of choices dropped and |routed| / |main path|.
+    entropy_G: mean entropy of a token's probabilities, divided by ln E.
+    confidence_G: mean of a token's largest probability.
+    repeated_G: share of tokens whose best expert is the one that the earlier gating of the same
+      experts chose, where DGMoE takes the second best; NaN for a layer's first gating.
+    as_current_G: share of tokens whose best expert stays the same if the gate reads the current
+      representation instead of the shortcut; NaN for gatings that read the current one.
+    drop_P: share of the choices that were dropped, in each pair.
+    shortcut_ratio_P: |output of the routed experts| / |main path|, in each pair.
     points: name of each value on the main path, in order.
     similarity_V: mean cosine between each value on the main path and the next, [points - 1].
-    tokens: that were read.
+    tokens: number of tokens that were read.
   """
 
   gatings: tuple[str, ...]
@@ -66,12 +70,12 @@ class Probe:
 
   @property
   def dead_G(self) -> np.ndarray:
-    """Share of experts without a choice."""
+    """Share of the experts that no token chose."""
     return (self.load_GE == 0).mean(-1)
 
   @property
   def overlap_G(self) -> np.ndarray:
-    """[G - 1]: the share of the next gating's entropy that a gating explains, I(e; f) / H(f)."""
+    """[G - 1]: I(e; f) / H(f), the share of a gating's entropy that the gating before explains."""
     joint = self.neighbours_GEE
     first, second = joint.sum(-1, keepdims=True), joint.sum(-2, keepdims=True)
     known = _xlogx(joint).sum((-1, -2)) - _xlogx(first).sum((-1, -2)) - _xlogx(second).sum((-1, -2))
@@ -91,21 +95,21 @@ def probe(
   num_classes: int,
   router: Any = None,
 ) -> Probe:
-  """Reads text and counts.
+  """Runs the model over batches of text and counts its routers' choices.
 
   Args:
-    model: on one device.
-    batches: what is read.
-    num_domains: of the batches.
-    classes_V: int [V], class of each token.
-    num_classes: number of them.
-    router: router state of the run (balancing biases), if it has any.
+    model: a model on one device.
+    batches: the text.
+    num_domains: number of domains in the batches.
+    classes_V: int [V], class of each token id.
+    num_classes: number of classes.
+    router: the run's router state (balancing biases), if it has any.
 
   Raises:
     ConfigError: the wiring has no routed experts.
   """
   if not model.config.wiring_rule.taps:
-    raise ConfigError("model.wiring='dense' has no router to look at; give a run with experts")
+    raise ConfigError("model.wiring='dense' has no router to inspect; give a run with experts")
   listened = _Layout(model)
   counts_of = nnx.jit(
     lambda model, *args: _counts(model, listened, num_domains, num_classes, *args)
@@ -118,7 +122,7 @@ def probe(
     )
     total = found if total is None else jax.tree.map(np.add, total, found)
   if total is None or not total["tokens"]:
-    raise ConfigError("no text to look at; give more validation text")
+    raise ConfigError("the validation text is empty; give more of it")
   return _finished(listened, total)
 
 
@@ -129,7 +133,7 @@ class _Layout:
     config, rule = model.config, model.config.wiring_rule
     per_pair = config.moe_every * rule.units_per_moe
     self.gatings, self.points, self.second, self.shortcut = [], [], [], []
-    layer = 0  # the first one of the pair
+    layer = 0  # the first layer of the pair
     for run in config.runs:
       for _ in range(run.start, run.stop):
         self._add(config, rule, layer, dense=run.dense)
@@ -154,12 +158,12 @@ class _Layout:
 
 
 class _Listener:
-  """Wraps a part of a module: passes every call on, and records the calls of one method.
+  """Wraps a submodule: forwards every call, and reports the calls of one method.
 
   Args:
-    inner: the part.
-    note: called with the result of the method, then with its positional arguments.
-    name: of the method; `__call__` for a part that is called.
+    inner: the submodule.
+    note: called with the method's result, followed by its positional arguments.
+    name: the method's name; `__call__` for calls of the submodule itself.
   """
 
   def __init__(self, inner: Any, note: Any, name: str = "__call__"):
@@ -193,7 +197,7 @@ def _counts(
   batch: Batch,
   classes_V: Array,
 ) -> dict[str, Array]:
-  """Sums over the tokens of one batch."""
+  """The sums over the tokens of one batch, from which `_finished` computes a `Probe`."""
   config, rule = model.config, model.config.wiring_rule
   mask_BS = batch.segment_ids > 0
   segments = batch.segment_ids if config.document_mask else None
@@ -204,8 +208,8 @@ def _counts(
     graph, params = stacks[dense]
     pair: BlockPair = nnx.merge(graph, jax.tree.map(lambda x, i=i: x[i], params))
     moe, seen = pair.moe, {}
-    # A listener is no nnx.Module, so it is set behind nnx's back. That is safe here: nothing splits
-    # this pair again.
+    # nnx does not allow an attribute that is not a module, so `object.__setattr__` sets it. That is
+    # safe here, because this pair is never split again.
     note = lambda flight, *_: flights.append(flight.routing)
     if moe is not None:
       object.__setattr__(pair, "moe", _Listener(moe, note, "route"))
@@ -213,7 +217,7 @@ def _counts(
       for block in unit.blocks:
         for name in ("norm_attention", "norm_mlp"):
           norm, key = getattr(block, name), (id(block), name)
-          # The first reading: a shortcut reads the same value through the same norm again.
+          # `setdefault` keeps the first call: a shortcut calls the norm again with the same value.
           hear = lambda out, x, key=key, seen=seen: seen.setdefault(key, (x, out))
           object.__setattr__(block, name, _Listener(norm, hear))
     bias = router.get("bias")
@@ -260,7 +264,7 @@ def _of_routings(
   num_domains: int,
   num_classes: int,
 ) -> dict[str, Array]:
-  num_experts = routings[0].probs_TE.shape[1]  # zero experts included
+  num_experts = routings[0].probs_TE.shape[1]  # includes zero experts
   load, domains, classes, neighbours, entropy, confidence, repeated, same = ([] for _ in range(8))
   for g, (routing, now) in enumerate(zip(routings, current)):
     chosen_TE = jax.nn.one_hot(routing.expert_TK, num_experts).sum(1) * mask_T[:, None]
@@ -304,7 +308,7 @@ def _finished(layout: _Layout, total: dict[str, np.ndarray]) -> Probe:
     domains, classes = share(total["domains"]), share(total["classes"])
   only = lambda x, where: np.where(where, x / tokens, np.nan)
   points = tuple(layout.points)
-  if len(total["similarity"]) != len(points) - 1:  # wirings whose last sublayer reads no norm
+  if len(total["similarity"]) != len(points) - 1:  # in some wirings the last sublayer has no norm
     points = tuple(str(i) for i in range(len(total["similarity"]) + 1))
   return Probe(
     gatings=tuple(layout.gatings),

@@ -15,12 +15,13 @@ from scmoe.parallel.mesh import BATCH_AXES, axis_size, own_share
 
 @dataclasses.dataclass(frozen=True)
 class Sampling(Options):
-  """Options of drawing the next token.
+  """How the next token is drawn.
 
   Attributes:
     temperature: divides the logits; 0 takes the most probable token.
-    top_k: keep the k most probable tokens; 0 keeps all.
-    top_p: keep the smallest set of tokens whose probabilities reach this sum; 1 keeps all.
+    top_k: draws among the k most probable tokens; 0: among all.
+    top_p: draws among the most probable tokens, as few as have this probability together; 1: among
+      all.
   """
 
   temperature: float = option(1.0, minimum=0)
@@ -29,25 +30,26 @@ class Sampling(Options):
 
 
 def keep_top_k(logits_BV: Array, k: int) -> Array:
-  """-inf for all but the k largest logits of each row (ties with the k-th are kept)."""
+  """Sets all but the k largest logits of each row to -inf; keeps ties with the k-th."""
   k = min(k, logits_BV.shape[-1])
   least_B1 = jax.lax.top_k(logits_BV, k)[0][:, -1:]
   return jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
 
 
 def keep_top_p(logits_BV: Array, p: float) -> Array:
-  """-inf outside the nucleus: the most probable tokens, until their probabilities reach p."""
+  """Sets logits to -inf, except those of the fewest most probable tokens with probability p."""
   sorted_BV = jnp.sort(logits_BV, axis=-1)[:, ::-1]
   probs_BV = jax.nn.softmax(sorted_BV, -1)
-  before_BV = jnp.cumsum(probs_BV, -1) - probs_BV  # probability of all likelier tokens
+  before_BV = jnp.cumsum(probs_BV, -1) - probs_BV  # total probability of all likelier tokens
   least_B1 = jnp.where(before_BV < p, sorted_BV, jnp.inf).min(-1, keepdims=True)
   return jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
 
 
 def sample(logits_BV: Float[Array, "B V"], sampling: Sampling, key: Array) -> Int[Array, " B"]:
-  """Draws one token per row: int32 [B]. Filters see the logits after the temperature.
+  """Draws one token for each row: int32 [B]. top_k and top_p apply after the temperature.
 
-  In the manual region the draws are those of the global batch: the same on every mesh.
+  The draws are the same on every mesh: each device computes the noise of the global batch and takes
+  its own rows.
   """
   if sampling.temperature == 0:
     return logits_BV.argmax(-1).astype(jnp.int32)

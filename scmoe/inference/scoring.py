@@ -1,4 +1,4 @@
-"""Log-likelihoods of given continuations, as benchmarks of language models need them.
+"""Log-likelihoods of given continuations, which benchmarks of language models need.
 
 As in generation, experts have room for every token, so a text's score does not depend on the other
 texts of the batch.
@@ -21,15 +21,16 @@ from scmoe.base.errors import ConfigError
 from scmoe.models.gpt import GPT, Pass
 from scmoe.parallel.mesh import BATCH_AXES, make_mesh, manual, parameter_specs
 
-_SHORTEST = 16  # tokens to which rows are padded at least
+_SHORTEST = 16  # tokens; shorter rows are padded to this length
 
 
 class Continuation(NamedTuple):
-  """A context and its continuation, whose likelihood is computed.
+  """A continuation to be scored, and its context.
 
   Attributes:
-    tokens: ids of the context, then of the continuation.
-    asked: number of tokens of the continuation; less than all, since the first has no context.
+    tokens: ids of the context, followed by those of the continuation.
+    asked: number of tokens of the continuation. At least one token must remain as context, because
+      the first token has no prediction.
   """
 
   tokens: Sequence[int]
@@ -41,7 +42,7 @@ class Score(NamedTuple):
 
   Attributes:
     log_likelihood: natural logarithm of its probability.
-    greedy: whether every one of its tokens is the most probable one.
+    greedy: whether each of its tokens is the model's most probable one.
   """
 
   log_likelihood: float
@@ -58,26 +59,27 @@ def score(
   router: Any = None,
   prepare: Callable[[Any], Any] | None = None,
 ) -> list[Score]:
-  """The score of every continuation, in their order.
+  """Scores every continuation; the results are in the same order.
 
-  If context and continuation are longer than `length`, the beginning of the context is left out. A
-  continuation of more than `length` tokens is read in several windows (`windows`).
+  If context and continuation together are longer than `length`, the model does not read the
+  beginning of the context. It reads a continuation of more than `length` tokens in several windows
+  (`windows`).
 
   Args:
     model: a trained model.
     continuations: the continuations, each with its context.
-    length: tokens that are read at a time, at most the model's context.
-    batch_size: windows at a time, a multiple of the devices that share a batch.
-    mesh: where the model lies; None: one device.
-    router: router state of the training run (balancing biases), if it has any.
-    prepare: makes a program of a jitted function (`scmoe.run.programs`); None: jit does.
+    length: number of tokens that the model reads at a time, at most its context.
+    batch_size: windows at a time; rounded up to a multiple of the devices that share a batch.
+    mesh: the devices that hold the model; None: one device.
+    router: the training run's router state (balancing biases), if it has any.
+    prepare: turns a jitted function into a program (`scmoe.run.programs`); None calls it as it is.
 
   Raises:
-    ConfigError: nothing is asked for, ids are outside the vocabulary, or more than the context is
-      to be read at a time.
+    ConfigError: a continuation is empty or has no context, an id is outside the vocabulary, or
+      `length` is larger than the model's context.
   """
   if not 1 <= length <= model.config.context:
-    raise ConfigError(f"length {length} is not 1 to model.context={model.config.context}")
+    raise ConfigError(f"length={length} must be between 1 and model.context={model.config.context}")
   mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
   parts = mesh.size // mesh.shape["tensor"]
   batch_size = -(-batch_size // parts) * parts
@@ -103,9 +105,10 @@ def score(
 
 
 def windows(continuation: Continuation, length: int) -> Iterator[Continuation]:
-  """Pieces that ask for every token once, each with at most `length` tokens to read.
+  """Splits a continuation into windows of at most `length` inputs that score each token once.
 
-  A piece asks for `length` tokens, the last one for the rest, with as much context as fits.
+  Each window scores `length` tokens, the last one the rest, after as much context as fits. Example
+  with `length` 4: the continuation abcdef after the context xyz becomes z|abcd and bcd|ef.
   """
   tokens, asked = continuation
   begin, end = len(tokens) - asked, len(tokens)
@@ -119,17 +122,20 @@ def _checked(continuation: Continuation, vocabulary: int) -> Continuation:
   tokens, asked = continuation
   if not 0 < asked < len(tokens):
     raise ConfigError(
-      f"{asked} of {len(tokens)} tokens cannot be asked for; 1 to all but the first"
+      f"asked={asked} of {len(tokens)} tokens; score at least 1, and all but the first at most"
     )
   if not 0 <= min(tokens) <= max(tokens) < vocabulary:
-    raise ConfigError(f"token {max(tokens)} is not in the vocabulary of {vocabulary}")
+    raise ConfigError(
+      f"tokens from {min(tokens)} to {max(tokens)}; the vocabulary has the ids 0 to "
+      f"{vocabulary - 1}"
+    )
   return continuation
 
 
 def _rows(asked: list[Continuation], batch_size: int, length: int) -> tuple[np.ndarray, ...]:
-  """inputs, targets int32[B, S], mask bool[B, S] and weights float32[B, S] of these windows."""
+  """inputs and targets int32[B, S], mask bool[B, S] and weights float32[B, S] of these windows."""
   longest = max(len(tokens) for tokens, _ in asked) - 1
-  # Few lengths to compile for: powers of two, and the longest there is.
+  # Rounds up to a power of two, or to `length`, so that few shapes are compiled.
   size = min(length, max(_SHORTEST, 1 << (longest - 1).bit_length()))
   inputs, targets = np.zeros((2, batch_size, size), np.int32)
   mask, weights = np.zeros((batch_size, size), bool), np.zeros((batch_size, size), np.float32)
@@ -142,9 +148,10 @@ def _rows(asked: list[Continuation], batch_size: int, length: int) -> tuple[np.n
 
 @functools.cache
 def make_scores(graph: nnx.GraphDef, mesh: Mesh) -> Any:
-  """Jitted: (params, router, inputs, targets, mask, weights) -> log-likelihood, wrong guesses.
+  """Makes a jitted (params, router, inputs, targets, mask, weights) -> log-likelihoods, mistakes.
 
-  Both float32 [B], of the tokens with weight 1.
+  Both results are float32 [B] and cover the tokens of weight 1. A mistake is a token that is not
+  the most probable one.
   """
 
   def local(params, router, inputs_BS, targets_BS, mask_BS, weights_BS):

@@ -1,8 +1,8 @@
-"""Decoding one token at a time, by kernels that fuse neighbouring steps of a block.
+"""Decodes one token at a time, by kernels that fuse neighbouring steps of a block.
 
-A step of a single row costs little more than its kernel's launch and the wait for the kernel before
-it, so fewer kernels make a faster token. `for_one_token` gives a model the same parameters and
-other classes of modules:
+For a single row, launching a kernel and waiting for the one before it takes most of its time, so
+fewer kernels decode faster. `for_one_token` copies a model, with the same parameters and these
+classes in place of its own:
 
     TokenNorm        the norm of one row, in one kernel
     TokenBlock       a norm and the attention's input projections, in one kernel
@@ -10,9 +10,10 @@ other classes of modules:
     TokenUnit        hands the experts' norm to the gate; writes the residual stream once
     TokenMoE         that norm and the gate's product, in one kernel
 
-The schedule, the transports and the experts are those of the plain pair. Where a kernel does not
-take a shape, the plain class computes, so on a CPU the results are bitwise those of the plain model
-(`tests/inference/test_token.py`).
+Partial sums occur because several thread blocks share the rows of a matrix: each block writes the
+sum over its rows, and the kernel that reads the product adds the blocks' sums. Schedule, transports
+and experts are those of the plain pair. If no kernel supports a shape, the plain class computes, so
+on a CPU the results are bitwise those of the plain model (`tests/inference/test_token.py`).
 
     D  width      E  experts      K  experts per token      H  heads of queries      N  head width
 """
@@ -45,27 +46,27 @@ from scmoe.parallel.collectives import repeat
 
 
 def for_one_token(model: GPT) -> GPT:
-  """A copy of a model for passes of one token of one row; both share their parameters.
+  """A copy of a model for passes of a single token; it shares the parameters of `model`.
 
   Args:
-    model: any; it stays as it is.
+    model: any model; it is not changed.
   """
   copy = nnx.merge(*nnx.split(model))
   for _, module in nnx.iter_modules(copy):
-    # Each class has the attributes of the class that it replaces, and no constructor of its own.
+    # A Token class only overrides methods, so changing the class of an object is safe.
     if (own := _CLASSES.get(type(module))) is not None:
       object.__setattr__(module, "__class__", own)
   return copy
 
 
 def normalisation_of(norm: Norm) -> Normalisation:
-  """A norm in the form in which kernels read it."""
+  """A norm's parameters and kind, as the one-row kernels take them."""
   bias = None if norm.bias is None else norm.bias[...]
   return Normalisation(norm.scale[...], bias, norm.kind == "layernorm", norm.eps)
 
 
 class TokenNorm(Norm):
-  """A `Norm` of one row in one kernel. XLA launches one for each sum, and one for the result."""
+  """A `Norm` of one row in one kernel. XLA launches one for each sum and one for the result."""
 
   def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
     if not takes(x):
@@ -74,13 +75,13 @@ class TokenNorm(Norm):
 
 
 class TokenAttention(Attention):
-  """An `Attention` of one token, whose kernels read the matrices at the memory's bandwidth."""
+  """An `Attention` of one token. Its kernels read the weights at the memory's bandwidth."""
 
   def partial_sums(self, row: Normalised, positions_BS: Array) -> PartialProjections | None:
-    """The token's projections as partial sums, which the attention kernel adds up and rotates.
+    """The token's queries, keys and values as partial sums, for the attention kernel.
 
     Returns None if queries, keys or values have a bias, a norm, clipping or interleaved rotation,
-    or if the kernel does not take the widths.
+    or if the kernel does not support the widths.
     """
     c = self.config
     biased = any(b is not None for b in (self.query_bias, self.key_bias, self.value_bias))
@@ -122,7 +123,7 @@ class TokenAttention(Attention):
   def _mix_partial_sums(
     self, own: PartialProjections, positions_BS: Array, cache: KeyValues
   ) -> tuple[Array, KeyValues]:
-    """Attention over the cache and the output projection, in two kernels; writes the cache."""
+    """Attends over the cache, writes it, and applies the output projection, in two kernels."""
     y, k_TKN, v_TKN = kernel.attend_partial(
       own,
       cache.k_BSHN[0],
@@ -137,7 +138,7 @@ class TokenAttention(Attention):
     return self.over_devices(y_BSD), KeyValues(k_TKN[None], v_TKN[None])
 
   def _out_of_parts(self, parts: PartialAttention) -> Array:
-    """The output projection of attention that several CTAs computed in parts: [1, 1, D]."""
+    """The output projection, [1, 1, D], of attention whose parts several thread blocks computed."""
     found = self._out_product(parts)
     return super().out_of_heads(parts.joined()[None, None]) if found is None else found[None]
 
@@ -148,10 +149,10 @@ class TokenAttention(Attention):
 
 
 class TokenBlock(Block):
-  """A `Block` of one token: its norm is computed in the kernel of the input projections."""
+  """A `Block` of one token: the kernel of the input projections computes its norm too."""
 
   def project(self, h_BSD: Array, positions_BS: Array) -> Any:
-    """See `Block`; partial sums where `TokenAttention.mix` adds them up."""
+    """See `Block`; returns partial sums if `TokenAttention.mix` can add them up."""
     if isinstance(self.attention, TokenAttention):
       row = Normalised(h_BSD, normalisation_of(self.norm_attention))
       found = self.attention.partial_sums(row, positions_BS)
@@ -169,7 +170,7 @@ class TokenUnit(Unit):
   """A `Unit` of one token."""
 
   def tapped(self, tap: Tap, h_BSD: Array, handed_BSD: Array | None) -> Any:
-    """See `Unit`; the token with its norm where only the MoE reads the normalised value."""
+    """See `Unit`; returns the token with its norm still to be computed if only the MoE reads it."""
     if tap is Tap.CURRENT and self.mix is None and takes(h_BSD):
       return Normalised(h_BSD, normalisation_of(self.blocks[-1].norm_mlp))
     return super().tapped(tap, h_BSD, handed_BSD)
@@ -185,7 +186,7 @@ class TokenMoE(MoE):
   def route(
     self, x: Array | Normalised, call: MoECall = MoECall(), gate: Gate | None = None
   ) -> RoutedTokens:
-    """See `MoE`; x may be a token with its norm."""
+    """See `MoE`; x may be a token whose norm is still to be computed."""
     if not isinstance(x, Normalised):
       return super().route(x, call, gate)
     gate = self._gate(call.gate) if gate is None else gate
@@ -198,10 +199,10 @@ class TokenMoE(MoE):
 
 @dataclasses.dataclass(frozen=True)
 class GateOfSums:
-  """A linear gate of one token whose product is there already, as partial sums.
+  """A linear gate of one token whose product is already computed, as partial sums.
 
   Attributes:
-    begun: the token and the partial sums.
+    begun: the normalised token and the partial sums.
   """
 
   begun: Begun
@@ -218,17 +219,17 @@ class GateOfSums:
 
 
 def _gate_under_norm(row: Normalised, gate: Any) -> Begun | None:
-  """The token's norm and its product with a linear gate, in one kernel; None: no such kernel."""
+  """The token's norm and its product with a linear gate, in one kernel; None if there is none."""
   if not isinstance(gate, LinearGate):
     return None
   return begin_gate(row, gate.weight[...], fp32=gate.fp32)
 
 
 def _written_once(h_BSD: Array) -> Array:
-  """The residual stream of a token, written to memory.
+  """Makes XLA write the residual stream to memory once.
 
-  Without the barrier XLA repeats the additions of the products' partial sums in every kernel that
-  reads the residual stream.
+  Without this barrier XLA adds up the products' partial sums again in every kernel that reads the
+  residual stream.
   """
   return jax.lax.optimization_barrier(h_BSD)
 

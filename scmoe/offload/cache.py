@@ -1,6 +1,8 @@
 """A cache of experts on the device: C of a layer's experts stay there between tokens.
 
-Device code decides what the cache holds; the host is not asked.
+The device alone decides which experts the cache holds, so decoding never waits for the host. A
+place is room for one expert. An expert's worth is the policy's score: the cache keeps the experts
+of the largest worth.
 
     e  experts of this device      C  places of a layer's cache
     N  experts that a call can request
@@ -31,20 +33,22 @@ class CachePolicy(NamedTuple):
   """Which expert is replaced first.
 
   Attributes:
-    name: lfu: the one with the fewest requests; lru: the one whose last request is the oldest.
-    decay: lfu: factor on the worth of earlier requests at each call of the layer (SE-MoE's β).
+    name: lfu replaces the expert with the fewest requests, of which older ones count less; lru
+      replaces the expert whose last request is the oldest.
+    decay: for lfu, the factor by which each call of the layer reduces the weight of earlier
+      requests (SE-MoE's β).
   """
 
   name: str = "lfu"
   decay: float = 0.95
 
   def worth(self, worth_e: Array, needed_e: Array, calls: Any) -> Array:
-    """The worth of every expert after a call; the expert of the least worth is replaced first.
+    """The worth of every expert after a call of the layer.
 
     Args:
-      worth_e: float32, before the call.
+      worth_e: float32, the worth before the call.
       needed_e: bool, the experts that the call requests.
-      calls: int32, number of calls before it.
+      calls: int32, the number of earlier calls.
     """
     if self.name == "lru":
       return jnp.where(needed_e, jnp.asarray(calls + 1, jnp.float32), worth_e)
@@ -58,12 +62,12 @@ class ExpertCache:
 
   Attributes:
     params: parameters [C, ...] of the experts.
-    expert_C: int32, the expert in each place; -1: the place is empty.
-    worth_e: float32, the worth of every expert by the policy.
-    requested_Ne: bool, the experts that each call of the last token requested, one call for each
-      gating of the layer. Hit rates are computed from these.
-    calls, requests, misses: int32 [1]: calls of the layer, requested experts, and those of them
-      that had to be copied.
+    expert_C: int32, the expert in each place; -1 for an empty place.
+    worth_e: float32, the worth of every expert.
+    requested_Ne: bool, the experts that the last token requested; one row for each gating of the
+      layer.
+    calls, requests, misses: int32 [1], numbers of calls of the layer, of requested experts, and of
+      those that had to be copied.
   """
 
   params: Any
@@ -81,14 +85,14 @@ class ExpertCache:
 
 
 class Lookup(NamedTuple):
-  """Places of the experts that a call requests, and the copies that it needs.
+  """The places of the experts that a call requests, and the copies that it needs.
 
   Attributes:
-    cache: after the call, but with its parameters from before the copies.
-    id_N: int32, the missing experts first; e stands for no expert.
-    place_N: int32, the places that they are copied to.
+    cache: the cache after the call, except that its parameters are those before the copies.
+    id_N: int32, the `copies` missing experts, then e, which stands for no expert.
+    place_N: int32, the place to which each of them is copied.
     copies: int32 scalar, the number of missing experts.
-    place_e: int32, the place of every expert after the copies; C: it is not in the cache.
+    place_e: int32, the place of every expert after the copies; C if it is not in the cache.
   """
 
   cache: ExpertCache
@@ -99,15 +103,16 @@ class Lookup(NamedTuple):
 
 
 def look_up(cache: ExpertCache, needed_e: Array, most: int, policy: CachePolicy) -> Lookup:
-  """Finds the requested experts, and places for those that are missing.
+  """Looks up the requested experts, and chooses places for those that are missing.
 
-  A requested expert is never replaced. A call requests at most C experts, so places always suffice.
+  It never replaces an expert that the same call requests. A call requests at most C experts, so
+  there are always enough places.
 
   Args:
-    cache: before the call.
+    cache: the cache before the call.
     needed_e: bool, the experts that the call requests.
-    most: N, at most C.
-    policy: which experts are replaced.
+    most: N, the most experts that a call can request, at most C.
+    policy: decides which experts are replaced.
   """
   e, size = needed_e.shape[0], cache.size
   held, index_C = _dropped_if_empty(cache.expert_C, e), jnp.arange(size, dtype=jnp.int32)
@@ -131,14 +136,14 @@ def look_up(cache: ExpertCache, needed_e: Array, most: int, policy: CachePolicy)
 
 
 def _replaced_first(held_C: Array, worth_e: Array, needed_e: Array) -> Array:
-  """All places in the order in which they are replaced: empty ones, then by worth."""
+  """All places in the order in which they are replaced: empty, by worth, requested."""
   worth_C = jnp.append(worth_e, -jnp.inf)[held_C]
   worth_C = jnp.where(jnp.append(needed_e, False)[held_C], jnp.inf, worth_C)
   return jnp.argsort(worth_C).astype(jnp.int32)
 
 
 def _counted(cache: ExpertCache, needed_e: Array, copies: Array) -> ExpertCache:
-  """The cache with one call more in its counts."""
+  """The cache with this call added to its counters."""
   call = cache.calls[0] % cache.requested_Ne.shape[0]
   return dataclasses.replace(
     cache,
@@ -150,15 +155,16 @@ def _counted(cache: ExpertCache, needed_e: Array, copies: Array) -> ExpertCache:
 
 
 def filled(cache: ExpertCache, experts: Any, routing: Routing, policy: CachePolicy) -> ExpertCache:
-  """The cache with the most requested experts of a call that had all of them on the device.
+  """Fills the cache after a prefill, which has all experts on the device, with the most requested.
 
-  An expert's worth becomes the worth that the same share of requests would give it in the long run.
+  An expert's worth becomes the limit of its worth if each call requested it as often as the
+  prefill's tokens did. With lfu, a share s of the tokens gives s / (1 - decay).
 
   Args:
-    cache: before the call; its counts of requests stay.
+    cache: the cache before the call; its counters do not change.
     experts: the layer's module, with all experts on the device.
     routing: this device's choices.
-    policy: which experts are replaced.
+    policy: decides which experts are replaced.
   """
   params = nnx.split(experts)[1]
   e = cache.worth_e.shape[0]
@@ -180,9 +186,9 @@ def empty_cache(params: Any, size: int, calls: int = 1) -> ExpertCache:
   """An empty cache for experts of one layer.
 
   Args:
-    params: of the layer's experts, in the device's or the host's memory.
-    size: C; cut to the number of experts.
-    calls: calls of the layer for each token.
+    params: parameters of the layer's experts, in the device's or the host's memory.
+    size: C; a larger size than the number of experts is reduced to it.
+    calls: number of calls of the layer for each token.
   """
   e = jax.tree.leaves(params)[0].shape[0]
   size, none = min(size, e), jnp.zeros((1,), jnp.int32)
@@ -201,7 +207,7 @@ def cache_specs(params: Any) -> ExpertCache:
   """PartitionSpecs of a cache: every device that holds experts has a cache of its own.
 
   Args:
-    params: of the layer's experts.
+    params: parameters of the layer's experts.
   """
   of_param = lambda spec: P(HOLDERS, *spec[1:])
   specs = jax.tree.map(of_param, parameter_specs(jax.eval_shape(multiplied_out, params)))
@@ -211,8 +217,8 @@ def cache_specs(params: Any) -> ExpertCache:
 
 
 def _dropped_if_empty(expert_C: Array, e: int) -> Array:
-  """The experts in the cache with e for empty places: an index that `mode="drop"` leaves out.
+  """The expert in each place, with e instead of -1 for an empty place.
 
-  The -1 of an empty place would count from the end.
+  As an index, -1 would mean the last expert; `mode="drop"` ignores e.
   """
   return jnp.where(expert_C < 0, e, expert_C)

@@ -1,15 +1,15 @@
-"""Experts in the host's memory, copied to the device when tokens have chosen them.
+"""Copies experts from the host's memory to the device when tokens have chosen them.
 
-A gate names the experts of its tokens. `Migration` copies exactly those, beside whatever the device
-computes until they are read. ScMoE's gate fires a block before its experts compute (paper A.3,
-early determinate migration): mode `early` begins the copy behind the gate, `blocking` where the
-experts compute, and `ring` copies all experts of a layer before it begins. Nothing is guessed, so
-no expert is copied in vain.
+`Migration` copies exactly the experts that a gate has chosen; it predicts nothing. In mode `early`
+the copy starts right after the gate. ScMoE's gate runs a block before its experts compute (paper
+A.3, early determinate migration), so the device computes that block during the copy. In mode
+`blocking` the copy starts when the experts are about to compute. Mode `ring` copies all experts of
+a layer before the layer begins.
 
-The ids of the copied experts are computed on the device: `scmoe.offload.fetch` reads the experts
-from pinned memory on a stream of its own; where that kernel does not run, XLA copies slices. All
-experts of a layer are copied by a copy engine. So a generation is one program that asks the host
-for nothing, except for experts on disk (`OnDisk`).
+The device computes which experts to copy, and `scmoe.offload.fetch` reads them from pinned memory
+on a stream of its own. Where that kernel does not run, XLA copies slices. If a call needs all
+experts of a layer, a copy engine copies them. So a generation runs without the host, except for
+experts on disk (`OnDisk`).
 
     e  experts of this device     C  places on the device     N  experts that a call can request
 """
@@ -48,14 +48,14 @@ MODES = ("blocking", "early", "ring")
 
 @dataclasses.dataclass(frozen=True)
 class Migration:
-  """An `ExpertSource`: when experts come from the host's memory, and which the device keeps.
+  """An `ExpertSource`: when experts are copied from the host, and which the device keeps.
 
   Attributes:
-    mode: early: a copy begins behind the gate; blocking: where the experts compute; ring: a layer's
-      experts are on the device before the layer begins (`scmoe.offload.ring`).
-    policy: of the cache, lfu or lru; see `CachePolicy`.
-    decay: of the cache; see `CachePolicy`.
-    sections: of a ring: layers whose experts are on the device at once (SE-MoE's K).
+    mode: early: the copy starts right after the gate; blocking: when the experts are about to
+      compute; ring: a layer's experts are on the device before it begins (`scmoe.offload.ring`).
+    policy: policy of the cache, lfu or lru; see `CachePolicy`.
+    decay: see `CachePolicy`.
+    sections: for a ring, the number of layers whose experts are on the device at once (SE-MoE's K).
   """
 
   mode: str = "early"
@@ -86,9 +86,9 @@ class ParamsInOrder:
   """`LayerParams` whose experts are copied layer by layer.
 
   Attributes:
-    params: of every pair.
-    ordered: whether a pair waits until the one before has filled its cache from experts on the
-      device. Without that, the experts of all layers would stay until the end of a prefill.
+    params: the parameters of every pair.
+    ordered: whether a pair waits until the one before has filled its cache. Without this order the
+      experts of all layers would stay on the device until the end of a prefill.
   """
 
   params: Sequence[Any]
@@ -108,12 +108,12 @@ class ParamsInOrder:
 
 
 class ExpertsInRing:
-  """`LayerExperts` that a ring has brought to the device.
+  """`LayerExperts` that a ring has already copied to the device.
 
   Args:
     experts: the layer's module, on the device.
-    how: the policy of the cache.
-    cache: of the layer, which is filled with the most requested experts; None: no cache.
+    how: its `cache_policy` decides which experts the cache keeps.
+    cache: the layer's cache, to be filled with the most requested experts; None: no cache.
   """
 
   def __init__(self, experts: Experts, how: Migration, cache: ExpertCache | None):
@@ -142,8 +142,8 @@ class ExpertsOnRequest:
 
   Args:
     experts: the layer's module, whose parameters are in the host's memory.
-    how: when the copy begins, and the policy of the cache.
-    cache: of the layer; None: no cache.
+    how: when the copy starts, and the policy of the cache.
+    cache: the layer's cache; None: no cache.
   """
 
   def __init__(self, experts: Experts, how: Migration, cache: ExpertCache | None):
@@ -152,18 +152,19 @@ class ExpertsOnRequest:
     self._fetched: dict[int, FetchedExperts] = {}
 
   def chosen(self, gating: int, routing: Routing, main: Any) -> Any:
-    """See `LayerExperts`: requests the experts, and begins an early copy."""
+    """See `LayerExperts`: requests the experts, and in mode early starts their copy."""
     request = request_experts(self._experts, routing, self._how.cache_policy, self.kept)
     self._requests[gating] = request
-    self._fetched.pop(gating, None)  # another unit with the same experts has requested others
+    # Drops the experts that an earlier unit with the same parameters requested.
+    self._fetched.pop(gating, None)
     if self._how.mode == "early":
       self._fetch(gating)
-    elif axis_size("expert") > 1:  # overflow rounds compute experts within the dispatch
+    elif axis_size("expert") > 1:  # the dispatch itself computes the experts of overflow rounds
       return self._fetch(gating, main)
     return main
 
   def ready(self, gating: int, main: Any) -> Any:
-    """See `LayerExperts`: nothing runs beside a copy that begins here."""
+    """See `LayerExperts`: a copy that starts here is not overlapped with computation."""
     return main if gating in self._fetched else self._fetch(gating, main)
 
   def of(self, gating: int) -> ApplyExperts:
@@ -188,7 +189,7 @@ class FetchedExperts:
 
   Attributes:
     graph, params: the module with C experts, and their parameters.
-    place_e: int32, the place of every expert among them; C: the call did not request it.
+    place_e: int32, the index of every expert among these C; C if the call did not request it.
     count: C.
   """
 
@@ -203,7 +204,7 @@ class FetchedExperts:
     return nnx.merge(self.graph, self.params)
 
   def __call__(self, rows: Array, layout: RowLayout) -> Array:
-    """The rows after their experts; see `Experts`."""
+    """Applies each row's expert to it; see `Experts`."""
     return self.module(rows, layout.renamed(self.place_e, self.count))
 
 
@@ -213,13 +214,14 @@ class ExpertRequest:
 
   Attributes:
     experts: the module, whose parameters are in the host's memory.
-    routing: the choices.
+    routing: the gate's choices.
     needed_e: bool, the requested experts.
-    id_N: int32, the experts to copy, of which the first `copies` count; e stands for no expert.
-    place_N: int32, the places that they are copied to.
-    copies: int32 scalar; None: all N, known when the program is built.
-    place_e, count: as in `FetchedExperts`, after the copies.
-    cache: the layer's cache after the call, with its parameters from before; None: no cache.
+    id_N: int32, the first `copies` are the experts to copy; e stands for no expert.
+    place_N: int32, the place to which each is copied.
+    copies: int32 scalar; None: all N are copied, which is known at compile time.
+    place_e, count: see `FetchedExperts`; they hold after the copies.
+    cache: the layer's cache after the call, except that its parameters are those before the
+      copies; None: no cache.
   """
 
   experts: Experts
@@ -234,26 +236,27 @@ class ExpertRequest:
 
   @property
   def everything(self) -> bool:
-    """Whether all of the layer's experts are copied."""
+    """Whether the call copies all experts of the layer."""
     return self.count == self.needed_e.shape[0] and self.cache is None
 
   def fetched(self, after: Any = None) -> tuple[FetchedExperts, Any]:
     """Copies the experts.
 
     Args:
-      after: values that are computed before the copy begins; None: it begins as soon as the gate
-        has chosen.
+      after: values; the copy starts only when they are computed. None: it starts as soon as the
+        gate has chosen.
 
     Returns:
-      The experts on the device, and the values, which must be read in place of `after`.
+      The experts on the device, and `after` behind a barrier: the caller must read these values
+      instead of its own.
     """
     with jax.named_scope("migration"):
       graph, params = nnx.split(self.experts)
       place_e = self.place_e
       if self.everything:
-        # This copy reads no ids that would make it wait for the gate, so a barrier ties it to
-        # `place_e`. XLA drops an operand of a barrier whose result nobody reads; the experts read
-        # this one.
+        # This copy reads no expert ids, so it would start before the gate. A barrier makes it wait
+        # for `place_e`. The experts read the barrier's `place_e`: XLA drops an operand whose result
+        # has no reader.
         params, place_e, after = barrier((params, place_e, after))
         copied = on_device(params)
       else:
@@ -264,7 +267,7 @@ class ExpertRequest:
       return FetchedExperts(graph, copied, place_e, self.count), after
 
   def _copied(self, params: Any, id_N: Array, place_N: Array, copies: Array | None) -> Any:
-    """The parameters in all C places after the copies, by the kernel where it takes them."""
+    """The parameters in all C places after the copies, made by the kernel if it supports them."""
     if not _kernel_takes(params):
       return self._sliced(params, id_N, place_N, copies)
     turn_N = jnp.arange(id_N.shape[0], dtype=jnp.int32)
@@ -273,12 +276,12 @@ class ExpertRequest:
     held = self._held(params)
     if jax.tree.structure(held) == jax.tree.structure(params):
       return _fetched(params, id_N, place_N, copies, held)
-    # Eight bits are multiplied out before they are written into their places.
+    # The places hold matrices in the computing type, so 8-bit matrices are converted first.
     new = multiplied_out(_fetched(params, id_N, turn_N, copies))
     return jax.tree.map(lambda places, x: _written(places, x, place_N, copies), held, new)
 
   def _sliced(self, params: Any, id_N: Array, place_N: Array, copies: Array | None) -> Any:
-    """`_copied` without the kernel: one slice after the other."""
+    """Does the same as `_copied` without the kernel: copies one expert after the other."""
     if copies is None:
       parts = [_slice_on_device(params, id_N[i]) for i in range(id_N.shape[0])]
       return jax.tree.map(lambda *some: jnp.concatenate(some), *parts)
@@ -300,13 +303,13 @@ def request_experts(
   policy: CachePolicy = CachePolicy(),
   cache: ExpertCache | None = None,
 ) -> ExpertRequest:
-  """Which experts a layer's tokens need, and the places that these will have on the device.
+  """The experts that a layer's tokens need, and the places that they will have on the device.
 
   Args:
-    experts: of the layer; their parameters are in the host's memory.
+    experts: the layer's module; its parameters are in the host's memory.
     routing: this device's choices.
-    policy: of the cache.
-    cache: of the layer. It is not used where a call can request more experts than it has places.
+    policy: policy of the cache.
+    cache: the layer's cache. It is ignored if a call can request more experts than it has places.
   """
   routing = routing.computed
   e = jax.tree.leaves(nnx.split(experts)[1])[0].shape[0]
@@ -331,7 +334,7 @@ def request_experts(
 
 
 def _of_one_token(experts: Experts, routing: Routing, e: int) -> ExpertRequest:
-  """A single token's request: its K experts differ, so K copies are known in advance."""
+  """The request of a single token: its K experts differ, so it always needs K copies."""
   id_N = routing.expert_TK[0]
   k = id_N.shape[0]
   place_e = jnp.full((e,), k, jnp.int32).at[id_N].set(jnp.arange(k, dtype=jnp.int32))
@@ -340,7 +343,7 @@ def _of_one_token(experts: Experts, routing: Routing, e: int) -> ExpertRequest:
 
 
 def _needed(routing: Routing, ranks: int) -> Array:
-  """bool [e]: the experts of this device that any token of its exchange has chosen."""
+  """bool [e]: this device's experts that a token on any device of the expert axis has chosen."""
   size = routing.num_experts
   id_TK = jnp.where(routing.taken_TK, routing.expert_TK, size)
   needed_E = jnp.zeros((size,), jnp.int32).at[id_TK.reshape(-1)].max(1, mode="drop")
@@ -353,18 +356,18 @@ def _needed(routing: Routing, ranks: int) -> Array:
 
 
 def _kernel_takes(params: Any) -> bool:
-  """Whether `fetch` copies every parameter that is in the host's memory."""
+  """Whether `fetch` supports every parameter that is in the host's memory."""
   if any(map(is_on_disk, jax.tree.leaves(params, is_leaf=is_on_disk))):
     return False
   return has_kernel([x for x in jax.tree.leaves(params) if is_on_host(x)])
 
 
 def _fetched(params: Any, id_N: Array, place_N: Array, copies: Any, held: Any = None) -> Any:
-  """`fetch` for a tree; parameters that are on the device already are gathered there.
+  """`fetch` for a tree; gathers parameters that are already on the device there.
 
   Args:
-    params: [e, ...] of every parameter.
-    id_N, place_N, copies: as for `fetch`.
+    params: the parameters of all experts, each [e, ...].
+    id_N, place_N, copies: see `fetch`.
     held: the parameters in all places, in the same tree; None: N new places.
   """
   leaves, tree = jax.tree.flatten(params)

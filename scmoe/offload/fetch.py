@@ -1,11 +1,11 @@
-"""Copies experts from the host's memory into slots on the device, by a kernel on its own stream.
+"""Copies experts from the host's memory into places on the device, by a kernel on its own stream.
 
-XLA's kernel for a slice of pinned memory, at an index that the device computes, has thousands of
-thread blocks. They all wait for the link, and other kernels find no room on the device. This kernel
-has `BLOCKS` thread blocks, which read nearly as many bytes a second. The device decides how many
-experts it copies, which can be none, and into which slots.
+XLA too could slice pinned memory at an index that the device computes. But its kernel has thousands
+of thread blocks, which occupy the device while they wait for the link to the host, so that no other
+kernel runs. This kernel has `BLOCKS` thread blocks, which read nearly as many bytes a second. The
+device decides how many experts are copied (possibly none), and into which places.
 
-    E  experts     C  slots     N  most experts of a call
+    E  experts     C  places     N  most experts of a call
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from scmoe.base.compat import compute_on
 from scmoe.kernels.launch import has_kernels
 
 BLOCKS = 32
-# Bytes that a block reads at once. All blocks' 128 KiB keep PCIe 5 busy. With 2 MiB every other
-# kernel on the device waited 40 us.
+# Bytes that a block reads at once. All blocks together read 128 KiB, which keeps PCIe 5 busy. With
+# 2 MiB every other kernel on the device waited 40 us.
 _BYTES = 4_096
-_MOST = 65_536  # bytes at once, for matrices that do not divide into parts of `_BYTES`
+_MOST = 65_536  # bytes that a block reads at once if a matrix has no smaller piece
 _THREADS = 128
-_STREAM = "gpu_stream:1"  # any but stream 0, on which other kernels run
+_STREAM = "gpu_stream:1"  # not stream 0, on which the other kernels run
 
 
 def has_kernel(stacks: Sequence[Array]) -> bool:
-  """Whether `fetch` takes these arrays: on a Hopper GPU, matrices that `_piece` can divide."""
+  """Whether `fetch` supports these arrays: [E, M, N] on a Hopper GPU, which `_piece` can divide."""
   return has_kernels(jax.devices()[0]) and all(x.ndim == 3 and _piece(x)[0] for x in stacks)
 
 
@@ -47,23 +47,23 @@ def fetch(
   copies: Int[Array, ""] | int,
   held: Sequence[Array] | None = None,
 ) -> list[Array]:
-  """Copies experts to their slots, while the device computes what does not read the slots.
+  """Copies experts to their places; meanwhile the device runs kernels that do not read the places.
 
   Args:
     stacks: the experts' matrices, each [E, M, N], in pinned host memory.
-    id_N: int32, experts; the first `copies` of them are copied.
-    place_N: int32, the slot of each expert.
-    copies: int32 scalar, how many are copied.
-    held: the slots, [C, M, N] of every matrix, written in place. None: N new slots, whose contents
-      are undefined where nothing is copied.
+    id_N: int32, the ids of experts, of which the first `copies` are copied.
+    place_N: int32, the place of each of them.
+    copies: int32 scalar, the number of experts to copy.
+    held: the places, [C, M, N] for every matrix, to be written in place. None: N new places; those
+      without a copy have undefined contents.
 
   Returns:
-    The slots, one array for each matrix.
+    The places, one array for each matrix.
   """
   order = jnp.concatenate([id_N, place_N, jnp.reshape(jnp.asarray(copies, jnp.int32), (1,))])
-  slots = [None] * len(stacks) if held is None else held
-  # One call for each matrix: XLA would begin a call with several results and wait for it at once.
-  return [_on_stream(order, stack, own) for stack, own in zip(stacks, slots)]
+  places = [None] * len(stacks) if held is None else held
+  # One call for each matrix: XLA waits for a call with several results right after starting it.
+  return [_on_stream(order, stack, own) for stack, own in zip(stacks, places)]
 
 
 def _on_stream(order: Array, stack: Array, held: Array | None) -> Array:
@@ -88,7 +88,14 @@ def _on_stream(order: Array, stack: Array, held: Array | None) -> Array:
 
 
 def _body(count: int, order: Any, stack: Any, out: Any) -> None:
-  """Copies every expert of the order. A block takes every `BLOCKS`-th piece of a matrix."""
+  """The kernel: block b copies the pieces b, b + BLOCKS, ... of each expert's matrix.
+
+  Args:
+    count: N.
+    order: int32 [2 N + 1]: the experts, their places, and the number of copies.
+    stack: [E, M, N] in the host's memory.
+    out: [C, M, N] on the device.
+  """
   block, (rows, columns) = lax.axis_index("block"), _piece(stack)
   across = stack.shape[2] // columns
   pieces = stack.shape[1] // rows * across
@@ -99,7 +106,7 @@ def _body(count: int, order: Any, stack: Any, out: Any) -> None:
     def piece(turn: Any, _: Any) -> None:
       index = block + turn * BLOCKS
       row, column = lax.div(index, across), lax.rem(index, across)
-      # Part of a row is indexed along one axis: only then does Pallas know it is contiguous.
+      # If a piece is a part of one row, `row` is an integer, so that Pallas knows it is contiguous.
       at = row if across > 1 else pl.ds(row * rows, rows)
       at = (at, pl.ds(column * columns, columns))
       out[(place, *at)] = stack[(expert, *at)]
@@ -110,10 +117,10 @@ def _body(count: int, order: Any, stack: Any, out: Any) -> None:
 
 
 def _piece(x: Any) -> tuple[int, int]:
-  """Rows and columns of the piece that a block copies at once; (0, 0) if no piece fits.
+  """Rows and columns of the piece that a block copies at once; (0, 0) if there is none.
 
-  A piece is contiguous, and every thread copies the same number of 16-byte vectors. It is the
-  largest within `_BYTES`, or else the smallest within `_MOST`.
+  A piece is contiguous, and every thread copies the same number of 16-byte vectors. Of these the
+  function takes the largest one up to `_BYTES`, or else the smallest one up to `_MOST`.
   """
   size, (rows, columns) = jnp.dtype(x.dtype).itemsize, x.shape[1:]
   divisors = lambda n: [d for d in range(1, min(n, _MOST) + 1) if n % d == 0]
@@ -124,8 +131,8 @@ def _piece(x: Any) -> tuple[int, int]:
   return max(few, key=nbytes) if few else min(fitting, key=nbytes, default=(0, 0))
 
 
-# Pallas takes no array in the host's memory, though the device can read pinned memory as its own.
-# This primitive changes the memory space in the type and nothing else.
+# Pallas refuses arrays in the host's memory, although the device can read pinned memory like its
+# own. This primitive changes only the memory space in the array's type.
 _seen_from_device = Primitive("seen_from_device")
 _seen_from_device.def_abstract_eval(lambda x: x.update(memory_space=jax.memory.Space.Device))
 mlir.register_lowering(_seen_from_device, lambda _, x: [x])

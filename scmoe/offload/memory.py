@@ -1,4 +1,4 @@
-"""Experts' matrices outside the device's memory: in pinned host memory, 8-bit, or on disk."""
+"""Experts' matrices outside the device's memory: in pinned host memory, in 8 bits, or on disk."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from jax import Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Int8:
-  """Matrices of experts in eight bits: value = int8 · scale of the expert's output channel.
+  """Experts' matrices in eight bits, with one scale for each output channel of each expert.
 
   Attributes:
     value: int8 [..., M, N].
-    scale: float32 [..., 1, N].
-    dtype: static, the type of the matrices after multiplication.
+    scale: float32 [..., 1, N]; a matrix is value · scale.
+    dtype: static, the type of that product.
   """
 
   value: Any
@@ -36,13 +36,13 @@ class Int8:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OnDisk:
-  """Matrices of experts in a file, of which a program reads those that it needs.
+  """Experts' matrices in a file; a program reads only those that it needs.
 
   Attributes:
-    number: int32 [e, 1, 1], the numbers of this device's experts in the file.
-    read: static, hashable, runs on the host: int32 [n] -> [n, M, N], the experts of these numbers.
+    number: int32 [e, 1, 1], the indices of this device's experts in the file.
+    read: static and hashable; a function that reads experts on the host, int32 [n] -> [n, M, N].
     matrix: static, M and N.
-    dtype: static, of the file.
+    dtype: static, the file's type.
   """
 
   number: Any
@@ -52,27 +52,27 @@ class OnDisk:
 
   @property
   def ndim(self) -> int:
-    """Dimensions of the matrices of all experts together: 3."""
+    """Number of dimensions of [e, M, N]: 3."""
     return 1 + len(self.matrix)
 
   @property
   def whole(self) -> Array:
-    """The matrices of all e experts, read by a call to the host: [e, M, N] on the device."""
+    """The matrices of all e experts, [e, M, N] on the device, which calls the host to read them."""
     shape = jax.ShapeDtypeStruct((self.number.shape[0], *self.matrix), self.dtype)
     return jax.pure_callback(self.read, shape, self.number.reshape(-1))
 
 
 def is_on_disk(x: Any) -> bool:
-  """Whether a leaf of a tree of parameters is an `OnDisk`; for `is_leaf`."""
+  """Whether a node of a tree is an `OnDisk`; also an `is_leaf` of `jax.tree`."""
   return isinstance(x, OnDisk)
 
 
 def quantised(matrix: Any, dtype: Any) -> Int8:
-  """Rounds to the nearest of 255 steps of each expert's output channel, 127 for its largest value.
+  """Rounds matrices to int8 from -127 to 127; each output channel's largest |value| becomes 127.
 
   Args:
     matrix: float [..., M, N].
-    dtype: the type of the matrices after multiplication.
+    dtype: the type of the matrices when they are converted back.
   """
   matrix = jnp.asarray(matrix, jnp.float32)
   largest = jnp.abs(matrix).max(-2, keepdims=True)
@@ -82,13 +82,13 @@ def quantised(matrix: Any, dtype: Any) -> Int8:
 
 
 def on_device(params: Any) -> Any:
-  """A copy of parameters in the device's memory, with eight bits multiplied out."""
+  """Copies parameters to the device's memory, and converts 8-bit ones to their computing type."""
   there = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), params)
   return multiplied_out(there)
 
 
 def multiplied_out(params: Any) -> Any:
-  """`OnDisk` and `Int8` leaves as matrices; all other leaves as they are."""
+  """Converts `OnDisk` and `Int8` leaves of a tree to matrices; leaves the others unchanged."""
   read = lambda x: x.whole if is_on_disk(x) else x
   params = jax.tree.map(read, params, is_leaf=is_on_disk)
   packed = lambda x: isinstance(x, Int8)
@@ -107,11 +107,11 @@ def is_on_host(x: Any) -> bool:
 
 
 def empty_places(params: Any, count: int) -> Any:
-  """Zeros for `count` experts on the device, in the types in which they compute.
+  """Zeros [count, ...] for the parameters of `count` experts, in the types in which they compute.
 
   Args:
-    params: leaves [e, ...] of the experts, wherever they are.
-    count: first dimension of the result's leaves.
+    params: the experts' parameters [e, ...], in any memory.
+    count: number of experts.
   """
   shapes = jax.eval_shape(multiplied_out, params)
   return jax.tree.map(lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), shapes)

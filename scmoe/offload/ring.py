@@ -1,9 +1,10 @@
 """A ring of layers: the experts of K layers are on the device, the others in the host's memory.
 
-When a layer has computed, its experts are released and the copy of the next missing layer begins,
-beside the computation of the layers between (SE-MoE's ring memory offload: calculate, release,
-load). All experts of a layer are copied. That pays where tokens choose nearly all of them: long
-prompts and large batches. The copy costs no time if it is shorter than a layer's computation.
+When a layer has computed, the ring releases its experts and starts to copy those of the next layer
+that is not on the device, while the layers between compute (SE-MoE's ring memory offload:
+calculate, release, load). With K = 2, layer 2's experts are copied while layer 1 computes. A ring
+copies all experts of a layer, which pays if tokens choose nearly all of them, as in long prompts
+and large batches. The copy costs no time if it takes less than a layer's computation.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from scmoe.parallel.barriers import barrier
 
 
 class Ring:
-  """Layers whose experts come to the device K at a time; a `scmoe.moe.experts.LayerParams`.
+  """`LayerParams` (`scmoe.moe.experts`) that keep the experts of K layers on the device.
 
   Args:
-    params: of every layer; leaves in the host's memory are copied.
-    sections: K, the most layers on the device at once. 1 begins a copy when the layer before it has
-      computed.
+    params: the parameters of every layer; leaves in the host's memory are copied.
+    sections: K. With 1, a layer's copy starts when the layer before it has computed, so that no
+      computation hides it.
   """
 
   def __init__(self, params: Sequence[Any], sections: int):
@@ -36,14 +37,14 @@ class Ring:
     return self._params[pair]
 
   def advance(self, pair: int, after: Any) -> Any:
-    """Releases a layer's experts and begins the next copy.
+    """Releases a layer's experts and starts the next copy.
 
     Args:
       pair: the layer that has computed.
       after: its results.
 
     Returns:
-      `after`; the next layer must read this value.
+      `after` behind a barrier; the next layer must read this value, so that XLA keeps the order.
     """
     following = pair + self._sections
     self._params[pair] = None
@@ -54,6 +55,6 @@ class Ring:
 
 
 def _copied(params: Any) -> Any:
-  """Parameters with all leaves in the device's memory."""
+  """The parameters with every leaf copied to the device's memory."""
   packed = lambda x: isinstance(x, Int8 | OnDisk)
   return jax.tree.map(lambda x: on_device(x) if is_away(x) else x, params, is_leaf=packed)

@@ -202,15 +202,19 @@ def test_a_stream_ends_with_its_last_row():
 @pytest.mark.parametrize(
   ("prompts", "options", "text"),
   [
-    ([], {}, "prompts: one of them is empty, or there is none"),
-    ([[1], []], {}, "prompts: one of them is empty, or there is none"),
+    ([], {}, "prompts: one is empty, or there is none"),
+    ([[1], []], {}, "prompts: one is empty, or there is none"),
     ([1, 2, 3], {}, r"prompts=\[1, 2, 3\] must be a list of lists of token ids"),
     ("abc", {}, "prompts='abc' must be a list of lists of token ids"),
     ([["a"]], {}, "must be a list of lists of token ids"),
     ([[1.5]], {}, "must be a list of lists of token ids"),
-    ([[1], [64]], {}, r"prompts\[1\] has token 64, the vocabulary has 64; use ids from 0 to 63"),
+    (
+      [[1], [64]],
+      {},
+      r"prompts\[1\] has token 64, outside the vocabulary of 64; use ids from 0 to 63",
+    ),
     ([[-1]], {}, r"prompts\[0\] has token -1"),
-    ([[1] * 60], {}, "needs 65 positions, model.context=64"),
+    ([[1] * 60], {}, "needs 65 positions, more than model.context=64"),
     ([[1]], {"temperature": -1.0}, r"Sampling\.temperature=-1\.0 is too small; the least is 0"),
     ([[1]], {"top_p": 0.0}, r"Sampling\.top_p=0\.0 is too small; it must be larger than 0"),
     ([[1]], {"top_k": -1}, r"Sampling\.top_k=-1 is too small; the least is 0"),

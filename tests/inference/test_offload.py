@@ -185,8 +185,8 @@ def test_an_early_copy_begins_before_the_window_and_a_blocking_one_behind_it():
   [
     (lambda: Offload.named("late", "early"), r"offload='late' is unknown; one of: none, block"),
     (lambda: Offload.named("none", "early"), r"use none for both, or for neither"),
-    (lambda: Offload.named("ring", "ring").checked(make_model()[0]), r"lie in the device's memory"),
-    (lambda: Offload().checked(on_host()[0]), r"lie in the host's memory"),
+    (lambda: Offload.named("ring", "ring").checked(make_model()[0]), r"are in the device's memory"),
+    (lambda: Offload().checked(on_host()[0]), r"are in the host's memory"),
     (
       lambda: offloaded(make_model(wiring="dense")[0], make_mesh(devices=jax.devices()[:1])),
       r"model.wiring='dense' has no experts",

@@ -115,8 +115,11 @@ def test_what_is_expected_orders_the_ways(pos2):
       lambda: planned(built(), 0.5, host=1000),
       r"--host_memory: 1000 B is less than the .* of the ",
     ),
-    (lambda: plan.bytes_of("8x", "gpu_memory"), r"--gpu_memory='8x' is no size; write it as 8GiB"),
-    (lambda: plan.bytes_of("-1GiB", "host_memory"), r"--host_memory='-1GiB' is no size"),
+    (
+      lambda: plan.bytes_of("8x", "gpu_memory"),
+      r"--gpu_memory='8x' is not a size; write it as 8GiB",
+    ),
+    (lambda: plan.bytes_of("-1GiB", "host_memory"), r"--host_memory='-1GiB' is not a size"),
   ],
 )
 def test_what_does_not_fit_names_the_number_needed(make, message):

@@ -108,9 +108,9 @@ def test_every_token_is_asked_for_once(size, data, length):
 def test_what_cannot_be_asked():
   model = make_model()
   for continuation, words in (
-    (Continuation([1, 2], 2), "2 of 2 tokens cannot be asked for"),
+    (Continuation([1, 2], 2), "asked=2 of 2 tokens"),
     (Continuation([1, 2], 0), "0 of 2 tokens"),
-    (Continuation([1, VOCAB], 1), f"token {VOCAB} is not in the vocabulary of {VOCAB}"),
+    (Continuation([1, VOCAB], 1), f"tokens from 1 to {VOCAB}; the vocabulary has"),
   ):
     with pytest.raises(ConfigError, match=words):
       score(model, [continuation], length=8)

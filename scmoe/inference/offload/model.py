@@ -1,7 +1,7 @@
-"""Generation with experts in the host's memory: how they come to the device, and what that cost.
+"""Generation with routed experts in the host's memory: moves them there, and counts their copies.
 
-The dense part, the attentions' caches and the shared experts stay on the device. Prefill and decode
-each have a `Migration` of their own.
+The dense part, the attention caches and the shared experts stay on the device. Prefill and decode
+each have a `Migration` of their own, which says when experts are copied to the device.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ HOST = "pinned_host"
 
 @dataclasses.dataclass(frozen=True)
 class Offload:
-  """The way in which a model's experts come to the device.
+  """How a model's experts reach the device.
 
   Attributes:
-    prefill, decode: how they come in each phase; None: they are on the device.
-    cache_size: experts of every pair that a device keeps between the tokens of decode; 0: none.
+    prefill, decode: when experts are copied in each phase; None: they are always on the device.
+    cache_size: number of experts of every pair that a device keeps between the tokens of decode;
+      0: none.
   """
 
   prefill: Migration | None = None
@@ -49,7 +50,7 @@ class Offload:
     """An `Offload` from the names in `WAYS`.
 
     Args:
-      prefill, decode: none, blocking, early or ring; both none, or neither.
+      prefill, decode: none, blocking, early or ring; if one is none, so is the other.
       cache_size: see `Offload`.
       options: further fields of both `Migration`s.
 
@@ -68,22 +69,25 @@ class Offload:
     return Offload(of(prefill), of(decode), cache_size)
 
   def checked(self, model: GPT) -> Offload:
-    """The same, for a model whose experts are where this expects them.
+    """Checks that the model's experts are in the memory that this `Offload` expects; returns self.
 
     Raises:
-      ConfigError: they are not.
+      ConfigError: they are in the other memory.
     """
     if model.taken_apart != (self.decode is not None):
       where = "the host's memory" if model.taken_apart else "the device's memory"
       raise ConfigError(
-        f"the model's experts lie in {where}; make it with scmoe.offloaded for every way of "
-        "offloading but none"
+        f"the model's experts are in {where}; use a model of scmoe.offloaded with an Offload other "
+        "than Offload(), and only with one"
       )
     return self
 
 
 def expert_caches(model: GPT, offload: Offload) -> dict[str, list[ExpertCache]]:
-  """Empty caches of experts, one for each pair, as an entry of `GPT.init_caches`; or no entry."""
+  """Empty caches of experts, one for each pair, as an entry of `GPT.init_caches`.
+
+  {} if no experts are cached.
+  """
   if not offload.cache_size:
     return {}
   rule = model.config.wiring_rule
@@ -93,7 +97,7 @@ def expert_caches(model: GPT, offload: Offload) -> dict[str, list[ExpertCache]]:
 
 
 def expert_cache_specs(model: GPT, offload: Offload) -> dict[str, list[ExpertCache]]:
-  """PartitionSpecs of `expert_caches`, as an entry of `GPT.cache_specs`; or no entry."""
+  """PartitionSpecs of `expert_caches`, as an entry of `GPT.cache_specs`; {} without caches."""
   if not offload.cache_size:
     return {}
   return {"experts": [cache_specs(params) for params in _experts_of_pairs(model)]}
@@ -106,13 +110,16 @@ def _experts_of_pairs(model: GPT) -> list[Any]:
 
 @dataclasses.dataclass
 class Usage:
-  """Requests of decoding to the experts' caches; filled by `stream`.
+  """Records the requests of decoding to the caches of experts; `stream` fills it.
 
   Attributes:
-    requests, misses: requested experts, and those that were copied; of all devices and pairs.
-    held, worth: int32 [pairs, C] and float32 [pairs, E] before each generation's decode: the expert
-      in each place, and every expert's worth by the policy.
-    traces: of each generation, one array for each program: bool [pairs, calls, E], the requests.
+    requests, misses: numbers of requested experts, and of those that had to be copied, summed over
+      devices and pairs.
+    held: for each generation, int32 [pairs, C], the expert in each of C places before decode.
+    worth: for each generation, float32 [pairs, E], the score by which the policy keeps experts,
+      before decode.
+    traces: for each generation, the requests: for each call of the decode program an array
+      bool [pairs, calls, E].
   """
 
   requests: int = 0
@@ -123,14 +130,19 @@ class Usage:
   _seen: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(2, np.int64))
 
   def begin(self, caches: Sequence[ExpertCache]) -> None:
-    """Notes the caches after a prefill; its requests do not count."""
+    """Records the caches after a prefill, whose requests do not count."""
     self._seen = _counted(caches)
     self.held.append(np.stack([np.asarray(own.expert_C) for own in caches]))
     self.worth.append(np.stack([np.asarray(own.worth_e) for own in caches]))
     self.traces.append([])
 
   def add(self, requested: Any, caches: Sequence[ExpertCache]) -> None:
-    """Adds one program of decode: bool [pairs, calls, E], and the caches after it."""
+    """Records one call of the decode program.
+
+    Args:
+      requested: bool [pairs, calls, E], the requested experts.
+      caches: the caches after the call.
+    """
     self.traces[-1].append(np.asarray(requested))
     counted = _counted(caches)
     requests, misses = (counted - self._seen).tolist()
@@ -143,7 +155,11 @@ class Usage:
     return 1 - self.misses / self.requests if self.requests else 1.0
 
   def hit_rate_of(self, policy: str) -> float:
-    """The hit rate of another policy on the same requests (`expert_trace.hits`), of one device."""
+    """The hit rate that another policy would have on the same requests; for one device only.
+
+    Args:
+      policy: see `scmoe.inference.offload.trace.hits`.
+    """
     found = 0
     for held_LC, worth_LE, programs in zip(self.held, self.worth, self.traces):
       if programs:
@@ -161,16 +177,17 @@ def _counted(caches: Sequence[ExpertCache]) -> np.ndarray:
 def offloaded(model: GPT, mesh: Mesh, *, int8: bool = False, pinned: int | None = None) -> GPT:
   """A copy of a model with its routed experts in the host's memory.
 
-  The parameters of its pairs are arrays of their own, and its pairs are written out in the program.
-  The model that is given can be deleted.
+  Each pair's parameters become arrays of their own, and its program unrolls the loop over pairs.
+  The caller can delete `model` afterwards.
 
   Args:
-    model: any, with parameters in the types in which they compute.
+    model: any model whose parameters have the types in which they compute.
     mesh: the devices that hold it.
-    int8: keep the experts' matrices in eight bits (`Int8`), so that half of the bytes are copied.
-    pinned: number of pairs, from the first, whose experts go to pinned memory. The experts of the
-      other pairs stay in their files (`OnDisk`); only a model of `InferenceFolder.mapped` has such
-      files. None: all pairs.
+    int8: whether the host keeps the experts' matrices in eight bits (`Int8`), which halves the
+      bytes that are copied.
+    pinned: number of pairs, from the first, whose experts go to pinned memory; None: all. The
+      experts of the other pairs stay in their files (`OnDisk`), which needs a model of
+      `InferenceFolder.mapped`.
 
   Raises:
     ConfigError: the model has no experts, or several devices share one expert.
@@ -178,7 +195,10 @@ def offloaded(model: GPT, mesh: Mesh, *, int8: bool = False, pinned: int | None 
   check(model, mesh)
   pinned = model.config.num_pairs if pinned is None else pinned
   if pinned < model.config.num_pairs and mesh.shape["tensor"] > 1:
-    raise ConfigError("host_memory: experts stay in their files only with mesh.tensor=1; use that")
+    raise ConfigError(
+      "host_memory: experts can stay in their files only with mesh.tensor=1; use that, or more "
+      "host memory"
+    )
   graph, params = nnx.split(model)
   count, is_param = model.config.num_pairs, lambda x: isinstance(x, nnx.Variable)
 
@@ -199,9 +219,9 @@ def offloaded(model: GPT, mesh: Mesh, *, int8: bool = False, pinned: int | None 
 
 
 def allow_pinned_memory() -> None:
-  """Lets pinned memory grow to the host's whole memory; jax's limit is 64 GB.
+  """Raises jax's limit on pinned memory from 64 GB to the host's whole memory.
 
-  To be called before jax initialises its devices.
+  Call it before jax initialises its devices.
   """
   size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
   os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(size // 10**9))
@@ -210,7 +230,7 @@ def allow_pinned_memory() -> None:
 def is_routed(path: tuple[Any, ...], leaf: Any) -> bool:
   """Whether a parameter of the stacked pairs is a matrix of routed experts.
 
-  The experts' biases stay on the device: they are too small to be copied one by one.
+  False for experts' biases, which stay on the device: they are too small to be worth a copy.
   """
   return "experts" in jax.tree_util.keystr(path) and len(leaf.shape) > 3
 
@@ -218,17 +238,17 @@ def is_routed(path: tuple[Any, ...], leaf: Any) -> bool:
 def to_memory(
   x: Any, sharding: NamedSharding, kind: str | None = None, *, int8: bool = False
 ) -> Any:
-  """An array in a memory of the devices.
+  """Copies an array into a memory of the devices.
 
   Args:
-    x: an array in any memory, of NumPy, an `OnDisk`, or an `Int8` of these.
+    x: a jax array in any memory, a NumPy array, an `OnDisk`, or an `Int8` of these.
     sharding: how the devices share it.
-    kind: kind of memory; None: the devices' default.
+    kind: kind of memory, e.g. "pinned_host"; None: the devices' default.
     int8: whether a matrix [E, M, N] of experts becomes an `Int8`.
   """
 
   def place(x: Any, *spec: Any) -> Any:
-    if is_on_disk(x):  # the matrices stay on disk; only their experts' numbers are placed
+    if is_on_disk(x):  # the matrices stay on disk; only the experts' numbers go to the devices
       own = NamedSharding(sharding.mesh, P(*spec[:1]))
       return dataclasses.replace(x, number=jax.device_put(x.number, own))
     return jax.device_put(x, NamedSharding(sharding.mesh, P(*spec), memory_kind=kind))

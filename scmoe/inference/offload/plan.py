@@ -1,8 +1,8 @@
-"""Plans where a model's experts go, from its sizes and the memory that there is.
+"""Plans where a model's experts go, from its sizes and the available memory.
 
-The planner computes with shapes alone, before it loads anything. Three rates decide the cost of
-a way of offloading: the device's arithmetic and memory (modelled), and bytes/s from the host
-(measured). If no way fits, an error names the number of bytes needed.
+The planner computes from shapes alone, before anything is loaded. Three rates decide the cost of an
+`Offload`: the device's arithmetic and memory (modelled), and bytes/s from the host (measured). If
+none fits, the error names the number of bytes needed.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from scmoe.profiling.roofline import MACHINES, Machine, Sizes, StageSeconds, mod
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-FLOOR = 8e-6  # seconds of a stage of few rows: its kernels' launches (experiments/LOG.md)
+FLOOR = 8e-6  # least seconds of a stage: the launches of its kernels (experiments/LOG.md)
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-  """Size of a generation.
+  """The size of a generation.
 
   Attributes:
-    rows: prompts at once.
-    prompt: tokens of each prompt.
-    new: tokens to add to each.
+    rows: number of prompts in a batch.
+    prompt: number of tokens of each prompt.
+    new: number of tokens to add to each.
   """
 
   rows: int
@@ -46,15 +46,16 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-  """Bytes and numbers of experts on each device.
+  """The bytes that a model and its workload need on each device.
 
   Attributes:
     dense: bytes of the parameters that every token reads.
-    expert: bytes of one expert of one pair; moved: the same in the host's memory.
-    experts: experts of one pair on this device.
-    pairs: of the model.
-    caches: bytes of the attentions' caches.
-    scratch: bytes of a prefill's activations and scores.
+    expert: bytes of one expert of one pair on the device.
+    moved: bytes of the same expert in the host's memory, fewer if it is in eight bits.
+    experts: number of experts of one pair that belong to this device.
+    pairs: number of pairs of the model.
+    caches: bytes of the attention caches.
+    scratch: bytes of a prefill's activations and logits.
   """
 
   dense: int
@@ -72,27 +73,27 @@ class Needs:
 
   @property
   def host(self) -> int:
-    """Bytes of all experts of this device in the host's memory."""
+    """Bytes in the host's memory of all experts that belong to this device."""
     return self.moved * self.experts * self.pairs
 
   @property
   def fixed(self) -> int:
-    """Bytes that are on the device in every way of offloading."""
+    """Bytes that the device needs under every `Offload`."""
     return self.dense + self.caches + self.scratch
 
 
 @dataclasses.dataclass(frozen=True)
 class OffloadRequest:
-  """A user's request; the planner decides what it leaves open.
+  """The options of `scmoe.generate` on offloading; the planner chooses what they leave open.
 
   Attributes:
-    way: none, blocking, early or ring; two of them with a comma for prefill and decode; auto: the
+    way: none, blocking, early or ring, for both phases; two of them as PREFILL,DECODE; or auto: the
       planner chooses.
-    device_budget, host_budget: bytes of one device that may be used, and of pinned memory for all
-      devices; 0: all that there is.
-    cache_size: experts of every layer that a device keeps; -1: the planner chooses.
+    device_budget: bytes of one device that may be used; 0: all.
+    host_budget: bytes of pinned memory that may be used for all devices together; 0: all.
+    cache_size: number of experts of every layer that a device keeps; -1: the planner chooses.
     policy, sections: see `Migration`.
-    int8: keep the experts' matrices in eight bits in the host's memory.
+    int8: whether the host keeps the experts' matrices in eight bits.
   """
 
   way: str = "auto"
@@ -105,7 +106,7 @@ class OffloadRequest:
 
   @property
   def offload(self) -> Offload:
-    """The `Offload` of a way that is not auto.
+    """The `Offload` that `way` names; it must not be auto.
 
     Raises:
       ConfigError: the way is unknown.
@@ -117,16 +118,17 @@ class OffloadRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """A way of offloading, and the memory and speed that are expected of it.
+  """An `Offload` with its expected memory and speed.
 
   Attributes:
-    offload: the way.
-    device: bytes of each device; host: bytes of pinned memory for all devices.
+    offload: when experts are copied, and how many the device keeps.
+    device: bytes of each device.
+    host: bytes of pinned memory for all devices together.
     prefill, decode: tokens/s.
-    hit_rate: of the cache, as assumed for `decode`.
-    hidden: share of the time of decode's copies that has computation beside it.
-    pinned: pairs whose experts are in pinned memory; those of the others stay in their files. None:
-      all pairs.
+    hit_rate: the hit rate of the cache that `decode` assumes.
+    hidden: share of the time of decode's copies during which the device computes.
+    pinned: number of pairs whose experts are in pinned memory; those of the others stay in their
+      files. None: all pairs.
   """
 
   offload: Offload
@@ -148,14 +150,13 @@ def chosen(
   *,
   files: bool = False,
 ) -> tuple[Plan, list[str]]:
-  """The plan of a run, and the lines that describe it to the user. There are no lines if everything
-  stays on the device.
+  """The plan for a user's request, and lines that describe it; no lines if nothing is offloaded.
 
   Args:
-    model: resolved.
-    shapes: parameters as `jax.ShapeDtypeStruct` with shardings.
-    load: what is generated.
-    request: what the user asks for.
+    model: the model's resolved options.
+    shapes: its parameters as `jax.ShapeDtypeStruct` with shardings.
+    load: the size of the generation.
+    request: the user's options.
     devices: number of devices that hold experts.
     files: whether experts that do not fit the host's memory can stay in their files.
 
@@ -210,19 +211,20 @@ def _check_host(needed: Needs, devices: int, budget: int) -> None:
   if host > budget:
     raise ConfigError(
       f"--host_memory: {size_of(budget)} is less than the {size_of(host)} of the experts; "
-      "--int8_experts takes half, and a folder of scmoe.convert --inference can stay on disk"
+      "--int8_experts halves them, and those of a folder of scmoe.convert --inference can stay on "
+      "disk"
     )
 
 
 def bytes_of(text: str, flag: str) -> int:
-  """The number of bytes that a text such as 8GiB, 500MB or 1048576 means.
+  """Parses a number of bytes such as 8GiB, 500MB or 1048576.
 
   Args:
     text: a number with or without a unit.
-    flag: name of the option, for the error.
+    flag: the option's name, for the message.
 
   Raises:
-    ConfigError: the text is no size.
+    ConfigError: the text is not a size.
   """
   number = text.strip().rstrip("TGMKiB ")
   unit = text.strip()[len(number) :].strip()
@@ -231,18 +233,18 @@ def bytes_of(text: str, flag: str) -> int:
   except (ValueError, KeyError):
     size = 0.0
   if size <= 0 or not math.isfinite(size):
-    raise ConfigError(f"--{flag}={text!r} is no size; write it as 8GiB, 500MB or in bytes")
+    raise ConfigError(f"--{flag}={text!r} is not a size; write it as 8GiB, 500MB or in bytes")
   return int(size)
 
 
 def needs(model: ModelConfig, shapes: Any, load: Workload, *, int8: bool = False) -> Needs:
-  """The bytes that a model and its workload take on each device.
+  """The bytes that a model and its workload need on each device.
 
   Args:
-    model: resolved.
-    shapes: parameters as `jax.ShapeDtypeStruct` with shardings.
-    load: what is generated.
-    int8: whether the experts' matrices are in eight bits in the host's memory.
+    model: the model's resolved options.
+    shapes: its parameters as `jax.ShapeDtypeStruct` with shardings.
+    load: the size of the generation.
+    int8: whether the host keeps the experts' matrices in eight bits.
   """
   item = jnp.dtype(model.dtype).itemsize
   dense = routed = moved = 0
@@ -276,12 +278,12 @@ def plan(
   machine: Machine = MACHINES["h200-nvlink"],
   devices: int = 1,
 ) -> Plan:
-  """The fastest way that fits, by the modelled rates.
+  """The fastest `Offload` that fits, by the modelled rates.
 
   Args:
-    model: resolved.
-    needed: bytes on each device.
-    load: what is generated.
+    model: the model's resolved options.
+    needed: the bytes needed on each device.
+    load: the size of the generation.
     device_budget: bytes of one device that may be used.
     host_budget: bytes of pinned memory that may be used, for all devices.
     bandwidth: bytes/s from the host to a device.
@@ -333,13 +335,14 @@ def expected(
   machine: Machine = MACHINES["h200-nvlink"],
   devices: int = 1,
 ) -> Plan:
-  """Expected memory and speed of a way; arguments as of `plan`.
+  """The expected memory and speed of an `Offload`.
 
-  A copy is hidden by the computation between gate and experts (early), or by a whole pair (ring).
-  The hit rate is taken to be the share of experts in the cache; uneven routing makes it larger.
+  The computation between gate and experts hides a copy of mode early, and a whole pair's
+  computation hides one of mode ring. The expected hit rate is the share of the experts that the
+  cache holds; uneven routing gives a higher one.
 
   Args:
-    offload: the way.
+    offload: the `Offload`.
     model, needed, load, bandwidth, machine, devices: see `plan`.
   """
   k = model.wiring_rule.routed_per_gating(model.top_k)
@@ -416,7 +419,7 @@ def measured_bandwidth(size: int = 256 * 2**20, calls: int = 3) -> float:
 
 
 def described(found: Plan, needed: Needs, bandwidth: float) -> list[str]:
-  """The lines that describe a plan to the user, before anything is loaded."""
+  """Lines that describe a plan to the user."""
   offload = found.offload
   name = lambda way: "none" if way is None else way.mode
   lines = [f"offload      prefill {name(offload.prefill)}, decode {name(offload.decode)}"]
@@ -439,6 +442,6 @@ def described(found: Plan, needed: Needs, bandwidth: float) -> list[str]:
   if found.pinned is not None:
     lines.append(
       f"disk         the experts of {needed.pairs - found.pinned} of {needed.pairs} layers stay in "
-      "their files, whose speed is not in what is expected"
+      "their files; the expected speed leaves out the time to read them"
     )
   return lines

@@ -1,7 +1,7 @@
-"""Hits of a cache of experts on recorded requests, under several policies. Pure NumPy.
+"""Counts the hits of a cache of experts on recorded requests, under several policies; in NumPy.
 
-Belady's rule replaces the expert whose next request is the latest. It needs to know the future; no
-policy has more hits.
+Belady's rule replaces the expert whose next request is the latest. It needs the future requests,
+and no policy has more hits, so it is the upper bound.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ def hits(
   Args:
     trace_LSE: the experts that each of L layers requested in each of S steps. Each layer has a
       cache of its own.
-    size: C, places of every layer's cache; no step requests more experts.
-    policy: one of `POLICIES`; lfu and lru as in `CachePolicy`.
-    decay: of lfu.
-    held_LC: the expert in each place before the first step, -1 for none; None: all are empty.
-    worth_LE: every expert's worth before the first step; None: 0.
+    size: C, the number of experts that each layer's cache holds; no step may request more.
+    policy: one of `POLICIES`; for lfu and lru see `CachePolicy`.
+    decay: see `CachePolicy`; only for lfu.
+    held_LC: the expert in each place of the cache before the first step, -1 for none; None: all
+      places are empty.
+    worth_LE: every expert's worth (see `CachePolicy`) before the first step; None: 0.
 
   Raises:
     ValueError: the policy is unknown, or a step requests more experts than there are places.
   """
   if policy not in POLICIES:
-    raise ValueError(f"policy={policy!r} is none of {', '.join(POLICIES)}")
+    raise ValueError(f"policy={policy!r} is unknown; one of: {', '.join(POLICIES)}")
   if trace_LSE.size and trace_LSE.sum(-1).max() > size:
-    raise ValueError(f"a step requests {trace_LSE.sum(-1).max()} experts, size={size}")
+    raise ValueError(f"size={size} is too small: a step requests {trace_LSE.sum(-1).max()} experts")
   if held_LC is None:
     held_LC = np.full((len(trace_LSE), size), -1)
   if worth_LE is None:
@@ -52,7 +53,7 @@ def hits(
 def _hits_of_layer(
   needed_SE: np.ndarray, held_C: np.ndarray, worth_E: np.ndarray, policy: str, decay: float
 ) -> int:
-  """`hits` of one layer."""
+  """The hits of one layer's cache; see `hits`."""
   next_SE = _next_uses(needed_SE) if policy == "belady" else None
   held = {int(e): place for place, e in enumerate(held_C) if e >= 0}  # expert: place
   free = [place for place, e in enumerate(held_C) if e < 0]

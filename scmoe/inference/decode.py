@@ -205,8 +205,8 @@ _COMPILED: dict[str, Any] = {
   "xla_disable_hlo_passes": "dot-strength-reduction",
 }
 
-# One order of sums: no choice of kernels by their times, and no product cut along its contracted
-# dimension.
+# Fixes the order of sums: XLA chooses no kernel by its time, and splits no product along its
+# contracted dimension.
 _ONE_ORDER = {"xla_gpu_autotune_level": 0, "xla_gpu_experimental_force_split_k": 1}
 
 
@@ -294,8 +294,8 @@ def make_decode(static: Static, steps: int, in_order: bool = False) -> Any:
   Its arguments are (params, router, lengths_B, key, made, token_B, caches): `params` are the
   model's, or for speed those of `taken_apart`; `made`, int32 [], is the number of new tokens so
   far; `token_B` is the last token of each row. It returns the new tokens int32 [B, steps], the last
-  of them, the caches, and, if experts are cached, bool [pairs, steps · gatings, E]: the experts
-  that each call of a layer requested.
+  of them, the caches, and the experts that each call of a layer requested, bool [pairs, steps ·
+  gatings, E], or None without a cache of experts.
 
   Args:
     static: see `Static`.

@@ -152,7 +152,7 @@ WRONG = {
   "outside": ({"generation_config": {"eos_token_id": [2, 128]}}, r"names token 128; the"),
   "unknown": ({"tokenizer_config": {"bos_token": "<x>"}}, r"bos_token='<x>' is not a token of"),
   "no flag": ({"tokenizer_config": {"add_bos_token": "yes"}}, r"add_bos_token='yes' is neither"),
-  "no token": ({"tokenizer_config": {"bos_token": None, "add_bos_token": True}}, r"needs a bos_token"),
+  "no token": ({"tokenizer_config": {"bos_token": None, "add_bos_token": True}}, r"needs a bos"),
   "no object": ({"generation_config": [1]}, r"generation_config.json is not a JSON object"),
   "a template": ({"tokenizer_config": {"chat_template": 3}}, r"chat_template is not a text"),
   "a long one": ({"chat_template": "x" * (2**20 + 1)}, r"chat_template.jinja is larger than"),

@@ -109,7 +109,7 @@ def test_overlap_is_one_for_a_copy_and_zero_for_independence():
 
 
 def test_a_dense_model_has_no_router():
-  with pytest.raises(ConfigError, match="has no router to look at"):
+  with pytest.raises(ConfigError, match="has no router to inspect"):
     probed(model_of(wiring="dense"), batch_of())
 
 

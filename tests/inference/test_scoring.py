@@ -114,6 +114,6 @@ def test_what_cannot_be_asked():
   ):
     with pytest.raises(ConfigError, match=words):
       score(model, [continuation], length=8)
-  with pytest.raises(ConfigError, match=r"length 33 is not 1 to model\.context=32"):
+  with pytest.raises(ConfigError, match=r"length=33 must be between 1 and model\.context=32"):
     score(model, [Continuation([1, 2], 1)], length=33)
   assert score(model, [], length=8) == []

@@ -186,7 +186,7 @@ FAILURES = {
   "unknown family": (lambda f: change(f, model_type="gpt_neo"), r"model_type='gpt_neo'.*olmoe"),
   "missing tensor": (with_tensors(lambda w: w.pop(NORM)), rf"tensor {NORM} is missing"),
   "unknown tensor": (
-    with_tensors(lambda w: w.update({"model.extra": w[NORM]})), r"tensor model.extra is not one"),
+    with_tensors(lambda w: w.update({"model.extra": w[NORM]})), r"tensor model.extra is not part"),
   "misshapen": (
     with_tensors(lambda w: w.update({NORM: w[NORM][:-1]})), rf"{NORM} has shape \[63\]"),
   "wrong type": (
@@ -198,7 +198,7 @@ FAILURES = {
   "not in its file": (
     with_index(lambda m: m.update({"model.extra": WEIGHTS})),
     r"model.extra is in .* does not have"),
-  "vocabulary": (with_tokenizer, r"tokenizer.json has 200 tokens, config.json has vocab_size=128"),
+  "vocabulary": (with_tokenizer, r"tokenizer.json has 200 tokens and config.json vocab_size=128"),
   "rope": (
     lambda f: change(f, rope_scaling={"rope_type": "longrope", "factor": 2.0}),
     r"rope_type='longrope', which is not supported"),

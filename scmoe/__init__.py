@@ -1,6 +1,6 @@
 """scmoe: shortcut-connected Mixture-of-Experts (ScMoE, ICML 2025) in JAX and Flax.
 
-A token's way is the floor plan: route -> dispatch -> experts -> combine.
+A MoE layer has four stages: route -> dispatch -> experts -> combine.
 
 Arrays carry their dimensions as suffixes (`x_TD`, `gate_DE`). Capital letters are logical sizes,
 lower-case ones this device's share:
@@ -12,16 +12,16 @@ lower-case ones this device's share:
   H, N  heads, head width                    V, L  vocabulary, layers
   G     capacity groups (g: local)
 
-Kernels use M, N, K, G as every grouped matrix product does, under a legend of their own.
+Kernels use M, N, K, G as grouped matrix products usually do; each explains them in its file.
 
-What a model or a notebook of one's own is made of has its name here; docs/library.md shows its use:
+The names below are the library's interface; docs/library.md shows their use:
 
   >>> import scmoe
   >>> from flax import nnx
   >>> moe = scmoe.MoE(scmoe.MoEConfig(width=64, hidden=128, num_experts=8), rngs=nnx.Rngs(0))
 
-Nothing is imported before it is asked for, jax neither: flags and environment variables can be set
-after `import scmoe`.
+`import scmoe` imports neither jax nor any module: each is imported when one of its names is first
+read, so that flags and environment variables can still be set after it.
 """
 
 import importlib
@@ -86,7 +86,7 @@ if TYPE_CHECKING:
   from scmoe.profiling.roofline import Sizes as Sizes
   from scmoe.profiling.roofline import model_times as model_times
 
-# The same for the interpreter, which imports a module when one of its names is first read.
+# The same names for the interpreter, by the module that it imports for them.
 _NAMES = {
   "scmoe.moe.layer": ("MoE", "MoECall", "MoEConfig"),
   "scmoe.moe.options": ("RouterConfig",),
@@ -128,7 +128,7 @@ def __getattr__(name: str) -> Any:
   if name not in _HOME:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
   value = getattr(importlib.import_module(_HOME[name]), name)
-  globals()[name] = value  # the next time it is there
+  globals()[name] = value  # the next read finds it without a call
   return value
 
 

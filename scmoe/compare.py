@@ -1,11 +1,11 @@
-"""python -m scmoe.compare: runs beside each other, those that differ in the seed only as one.
+"""python -m scmoe.compare: compares runs; those that differ only in the seed count as one.
 
   python -m scmoe.compare runs/a runs/b
   python -m scmoe.compare runs/sweep --out reports/wirings --json figures.json
 
-A RUN is a run's folder, or a folder that holds runs. Writes compare.html (one file, to be opened
-or sent), compare.png and compare.md into --out, and prints the table. Runs that failed, stopped or
-still run are listed with what they came to.
+A RUN is a run's folder, or a folder that holds runs. Writes compare.html (one file, to open or to
+send), compare.png and compare.md into --out, and prints the table. Runs that failed, stopped or
+are still running are listed with their last figures.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FLAGS = (
 
 
 def main(argv: list[str]) -> None:
-  """Compares what the command line names, and prints the table."""
+  """Compares the runs of the command line, and prints the table."""
   values, _ = parse(argv, FLAGS)
   if values["help"]:
     return print(help_text(__doc__ or "", FLAGS, values["help"]))

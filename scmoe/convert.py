@@ -1,4 +1,4 @@
-"""python -m scmoe.convert: a released model to a run, and a run to a released model.
+"""python -m scmoe.convert: turns a released model into a run, and a run into a released model.
 
   python -m scmoe.convert --from ~/models/OLMoE-1B-7B --workdir runs/olmoe
   python -m scmoe.convert --workdir runs/olmoe --to exports/olmoe
@@ -7,7 +7,7 @@
 
 Reads and writes model folders in the layout of Hugging Face transformers: config.json, safetensors,
 tokenizer.json, and the files that say how texts begin and end. --from makes the model step 0 of a
-run, in the types of its tensors; scmoe.evaluate, scmoe.generate and scmoe.train take it from there.
+run, in the types of its tensors, for scmoe.evaluate, scmoe.generate and scmoe.train.
 Families: OLMoE, Mixtral, Qwen3-MoE, DeepSeek-V2 and V3, LongCat-Flash, and Llama, Mistral and Qwen3
 as sources of experts. Everything is checked before anything is written. --inference writes a folder
 for --model of scmoe.generate, scmoe.evaluate and scmoe.serve: any run's weights without optimizer,
@@ -38,21 +38,22 @@ FLAGS = (
     "dtype",
     str,
     "",
-    "with --to: bfloat16, float16 or float32; as the model that was read had it, if not given. "
-    "With --inference: bfloat16, float32 or int8 (experts; the rest bfloat16); as the run computes",
+    "with --to: bfloat16, float16 or float32; default: that of the released model. With "
+    "--inference: bfloat16, float32 or int8 (experts; the rest bfloat16); default: the run's dtype",
   ),
   Flag(
     "mesh",
     str,
     "",
-    "axes such as data=2,expert=2; all devices on the expert axis, if not given and they divide",
+    "axes such as data=2,expert=2; default: all devices on the expert axis if they divide the "
+    "experts, else one device",
   ),
   Flag(
     "upcycle",
     str,
     "",
-    "with --from: start another architecture from it: wiring=scmoe_pos2 from one with experts, "
-    "experts=8 (or experts=8,top_k=2,wiring=...) from a dense one",
+    "with --from: start another architecture from the model: wiring=scmoe_pos2 from one with "
+    "experts, experts=8 (or experts=8,top_k=2,wiring=...) from a dense one",
   ),
   HELP,
 )

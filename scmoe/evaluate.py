@@ -7,9 +7,9 @@
   python -m scmoe.evaluate --workdir runs/a --dispatch.capacity_factor=4 --data.seq_len=256
   python -m scmoe.evaluate --workdir runs/a --tasks hellaswag,arc_easy --limit 100
 
-Reads the configuration stored in the checkpoint, and the same data again. With --data.path or
-another source: all of that text, or its validation files where files are named so. Routing can be
-another than in training: experts per token, capacity. With --tasks: benchmarks, asked by
+Reads the configuration stored in the checkpoint, and evaluates on the validation part of its data.
+With --data.path or another source: on all of that text, or on its validation files where files are
+named so. Experts per token and capacity may differ from training. With --tasks: runs benchmarks of
 EleutherAI's lm-evaluation-harness (pip install lm_eval).
 """
 
@@ -46,31 +46,31 @@ from scmoe.run.programs import user_programs
 from scmoe.run.summary import TOKENIZER
 from scmoe.training.restore import with_newest
 
-# Fields of the stored configuration that may be another in evaluation: none changes a parameter.
+# Fields of the stored configuration that evaluation may change: none of them changes a parameter.
 DATA = ("data.path", "data.source", "data.mixture", "data.field", "data.domain_field",
         "data.limit_bytes", "data.document_bytes")  # fmt: skip
 EVALUATED = (*DATA, "data.seq_len", "model.top_k", "dispatch.capacity_factor",
              "dispatch.transport", "train.batch_size")  # fmt: skip
 
-# What a task does not read: its text is its own, and experts have room for every token.
+# Flags that have no effect on tasks, which bring their own text and drop no token.
 IDLE = (*DATA, "dispatch.capacity_factor", "dispatch.transport", "max_batches")
 OF_TASKS = (
   Flag("tasks", str, "", "benchmarks of lm_eval instead of text, separated by commas"),
-  Flag("task_folder", str, "", "tasks: a folder with task files of one's own"),
-  Flag("num_fewshot", int, -1, "tasks: examples in a prompt; -1: as each task has it"),
-  Flag("limit", float, 0.0, "tasks: documents of each, or below 1 a share of them; 0: all"),
-  Flag("gen_kwargs", str, "", "tasks: instead of their own, e.g. max_gen_toks=64,temperature=0"),
+  Flag("task_folder", str, "", "tasks: a folder with your own task files"),
+  Flag("num_fewshot", int, -1, "tasks: examples in a prompt; -1: as each task says"),
+  Flag("limit", float, 0.0, "tasks: documents of each, or, below 1, the share of them; 0: all"),
+  Flag("gen_kwargs", str, "", "tasks: replaces their own, e.g. max_gen_toks=64,temperature=0"),
 )
 
 FLAGS = (
   Flag("workdir", str, "", "folder of the run"),
-  Flag("model", str, "", "folder of scmoe.convert --inference, in place of a run's"),
+  Flag("model", str, "", "folder that scmoe.convert --inference wrote, instead of --workdir"),
   Flag("step", int, -1, "step of the checkpoint; -1: the newest"),
   Flag("max_batches", int, 0, "batches to evaluate; 0: all validation text"),
-  Flag("mesh", str, "", "axes such as data=2,expert=2; training's, or one device, if not given"),
+  Flag("mesh", str, "", "axes such as data=2,expert=2; default: training's mesh, or one device"),
   SIMULATE,
   Flag("json", str, "", "also write the figures to this file"),
-  *(Flag(name, str, None, "instead of the run's own") for name in EVALUATED),
+  *(Flag(name, str, None, "replaces the run's value") for name in EVALUATED),
   *OF_TASKS,
   ALLOW_IMPORT,
   HELP,
@@ -107,11 +107,11 @@ def main(argv: list[str]) -> None:
 
 
 def _on_tasks(values: Mapping[str, Any], changed: Mapping[str, str]) -> dict[str, Any]:
-  """Asks the tasks of --tasks and prints their table; returns what the harness found.
+  """Runs the benchmarks of --tasks and prints their table; returns the harness's results.
 
   Raises:
     ConfigError: lm_eval is not installed, a task is unknown, or a flag has no effect.
-    DataError: a task's data cannot be had.
+    DataError: a task's data cannot be loaded.
   """
   idle = [name for name in IDLE if values[name]]
   if idle:
@@ -156,16 +156,16 @@ def evaluate_run(
   changed: Mapping[str, str] | None = None,
   model: str = "",
 ) -> dict[str, Any]:
-  """Figures of `scmoe.inference.evaluation.evaluate`, with `step` and the bigram model's beside.
+  """Evaluates a run: the figures of `scmoe.inference.evaluation.evaluate`, and a bigram model's.
 
   Args:
     workdir: folder of the run.
-    step: of the checkpoint; -1 for the newest.
+    step: step of the checkpoint; -1: the newest.
     max_batches: batches to evaluate; 0: all.
     mesh: see `scmoe.run.build.on_mesh`.
     allow_import: see `scmoe.base.extensions.check_allowed`.
-    changed: fields of `EVALUATED` and what they are instead.
-    model: folder of `scmoe.convert --inference`, in place of a run's.
+    changed: fields of `EVALUATED` to change, with their values.
+    model: folder that `scmoe.convert --inference` wrote, instead of a run's.
 
   Raises:
     ConfigError: a field cannot be used, or has no effect on this model.
@@ -196,8 +196,8 @@ def evaluate_run(
     "prepare": opened.prepare,
   }
   figures = evaluate(opened.model, data, **options)
-  assert figures is not None  # nothing asks it to stop
-  if not elsewhere:  # of other text there is none that a bigram model could be fit on
+  assert figures is not None  # it returns None only if told to stop
+  if not elsewhere:  # other text has no training part on which to fit a bigram model
     bigram: BitsPerByte = bigram_bits_per_byte(data)
     figures["bigram_bits_per_byte"] = bigram.total
     for name, of_domain in figures["domains"].items():
@@ -209,7 +209,7 @@ def evaluate_run(
 
 
 def capacity_groups(run: RunConfig) -> int:
-  """Parts of a batch in which every expert has a buffer of its own."""
+  """Number of parts of a batch; in each, every expert has its own capacity."""
   return run.dispatch.groups or run.mesh.batch_shards
 
 
@@ -222,7 +222,7 @@ def with_changes(run: RunConfig, changed: Mapping[str, str]) -> RunConfig:
   if not changed:
     return run
   if any(name in DATA for name in changed):
-    # The stored validation split is of the training text; another text is evaluated as a whole.
+    # The stored validation fraction splits the training text; other text is evaluated entirely.
     other = dataclasses.replace(run.data, source="auto", path="", mixture="", validation_fraction=0)
     run = dataclasses.replace(run, data=other)
   for name, text in changed.items():
@@ -232,14 +232,14 @@ def with_changes(run: RunConfig, changed: Mapping[str, str]) -> RunConfig:
 
 
 def with_tokenizer(data: DataConfig, workdir: str) -> DataConfig:
-  """The data read with the run's own tokenizer, which was stored with it."""
+  """The data section with the tokenizer that was stored with the run."""
   if data.tokenizer == "bytes":
     return data
   return dataclasses.replace(data, tokenizer=str(Path(workdir) / TOKENIZER))
 
 
 def table(figures: dict[str, Any]) -> str:
-  """One line per domain and one for all of them."""
+  """The table that is printed: one line per domain and one for all of them."""
   names = ("loss", "perplexity", "bits_per_byte", "bigram_bits_per_byte", "accuracy", "tokens")
   heads = ("loss", "perplexity", "bits/byte", "bigram bits/byte", "accuracy", "tokens")
   if "bigram_bits_per_byte" not in figures:
@@ -257,7 +257,7 @@ def table(figures: dict[str, Any]) -> str:
     cells = [f"{row[key]:,.0f}" if key == "tokens" else f"{row[key]:.4f}" for key in names]
     lines.append(f"{name:{width}}" + "".join(f"{cell:>18}" for cell in cells))
   if figures["drop"]:
-    lines.append(f"{figures['drop']:.2%} of the choices of experts found no room" + _room(figures))
+    lines.append(f"{figures['drop']:.2%} of the routed choices found no room" + _room(figures))
   return "\n".join(lines)
 
 
@@ -269,7 +269,7 @@ def _room(figures: dict[str, Any]) -> str:
   parts = lambda n: f"{n} part{'s' if n > 1 else ''}"
   text = f" (capacity factor {capacity['capacity_factor']:g}, {parts(capacity['groups'])} a batch"
   if capacity["groups"] != capacity["groups_trained"]:
-    text += f"; {parts(capacity['groups_trained'])} in training, which drops otherwise"
+    text += f"; {parts(capacity['groups_trained'])} in training, which drops other tokens"
   return text + ")"
 
 

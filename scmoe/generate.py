@@ -6,9 +6,9 @@
   python -m scmoe.generate --model exports/a --prompt "def main("
   python -m scmoe.generate --benchmark --config gpt2_moe_medium --compare top2,scmoe_pos2
 
-Reads the configuration stored in the checkpoint. One prompt's text is printed as it is made, and
-how fast that went, to stderr. An empty prompt begins a new document. With --benchmark: tokens per
-second of prefill and decode, in turns, of a configuration's wirings.
+Reads the configuration stored in the checkpoint. The text of a single prompt is printed while it is
+generated; the speed goes to stderr. An empty prompt begins a new document. --benchmark measures the
+tokens per second of prefill and decode of a configuration, for several wirings.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from scmoe.run.session import Piece, Session
 OF_CONFIG = ("config", "config_json", "smoke", "allow_config_change", "allow_import")
 FLAGS = (
   Flag("workdir", str, "", "folder of the run"),
-  Flag("model", str, "", "folder of scmoe.convert --inference, in place of a run's"),
+  Flag("model", str, "", "folder that scmoe.convert --inference wrote, instead of --workdir"),
   Flag("step", int, -1, "step of the checkpoint; -1: the newest"),
   Flag("prompt", str, "", "text to continue", repeat=True),
   Flag(
@@ -76,12 +76,12 @@ FLAGS = (
     "ways",
     str,
     "",
-    "benchmark: ways to hold experts, by semicolons, each with a cache of N "
-    "experts of every layer after a +: 'none; blocking; early; ring,early+4'",
+    "benchmark: values of --offload to compare, separated by semicolons; +N adds a cache of N "
+    "experts per layer: 'none; blocking; early; ring,early+4'",
   ),
-  Flag("batch", int, 8, "benchmark: prompts"),
+  Flag("batch", int, 8, "benchmark: number of prompts"),
   Flag("prompt_tokens", int, 1024, "benchmark: tokens of a prompt"),
-  Flag("rounds", int, 5, "benchmark: turns of every wiring"),
+  Flag("rounds", int, 5, "benchmark: how often each wiring is timed"),
   Flag("json", str, "", "also write the figures (speed, memory, copies) to this file"),
   *(flag for flag in TRAIN_FLAGS if flag.name in OF_CONFIG),
   HELP,
@@ -103,7 +103,7 @@ def main(argv: list[str]) -> None:
   if values["benchmark"]:
     return print(_benchmark(values, given))
   if given:
-    raise ConfigError(f"--config.{given[0][0]} goes with --benchmark; a run has its configuration")
+    raise ConfigError(f"--config.{given[0][0]} needs --benchmark; a run has its own configuration")
   one_model(values)
   for name in ("workdir", "prompt"):
     instead = values["model"] if name == "workdir" else values["chat"]
@@ -111,7 +111,7 @@ def main(argv: list[str]) -> None:
       (flag,) = (flag for flag in FLAGS if flag.name == name)
       raise ConfigError(f"--{name} is missing: {flag.help}")
   if values["chat"] and values["prompt"]:
-    raise ConfigError("--prompt goes without --chat, which reads prompts from the input")
+    raise ConfigError("--prompt and --chat exclude each other: --chat reads prompts from the input")
   sampling = Sampling(values["temperature"], values["top_k"], values["top_p"])
   options = {name: values[name] for name in ("max_new_tokens", "seed")}
   session = Session(
@@ -128,7 +128,7 @@ def main(argv: list[str]) -> None:
   )
   if session.plan:
     print(*session.plan, sep="\n", file=sys.stderr)
-  figures: dict[str, Any] = {}  # an empty input has none
+  figures: dict[str, Any] = {}  # stays empty if the input is
   if len(values["prompt"]) > 1:
     begin = time.perf_counter()
     texts = session.texts(values["prompt"], sampling, **options)
@@ -144,18 +144,18 @@ def main(argv: list[str]) -> None:
     for prompt in map(str.rstrip, sys.stdin) if values["chat"] else values["prompt"]:
       figures = _show(prompt, session.stream([prompt], sampling, **options))
   figures |= session.usage()
-  if session.plan and (line := _used(figures)):
+  if session.plan and (line := _usage_line(figures)):
     print(line, file=sys.stderr)
   if out is not None:
     write_json(out, figures)
 
 
-def _used(figures: dict[str, Any]) -> str:
-  """The line about an offloaded model's experts."""
+def _usage_line(figures: dict[str, Any]) -> str:
+  """The line about an offloaded model's cache and memory; empty without either."""
   parts = []
   if figures["requests"]:
     parts.append(
-      f"{figures['requests']:,} experts asked for, {100 * figures['hit_rate']:.0f} % of them found"
+      f"{figures['requests']:,} lookups of experts, {100 * figures['hit_rate']:.0f} % hit the cache"
     )
     if "belady" in figures:
       parts[0] += f" (Belady's rule: {100 * figures['belady']:.0f} %)"
@@ -165,7 +165,7 @@ def _used(figures: dict[str, Any]) -> str:
 
 
 def _show(prompt: str, pieces: Iterator[list[Piece]]) -> dict[str, Any]:
-  """Prints a continuation as it comes, then how fast it was, to stderr."""
+  """Prints a continuation while it is generated, then its speed to stderr."""
   begin, first, tokens = time.perf_counter(), None, 0
   for (piece,) in pieces:
     first = first or time.perf_counter() - begin
@@ -174,33 +174,33 @@ def _show(prompt: str, pieces: Iterator[list[Piece]]) -> dict[str, Any]:
   print(prompt)
   seconds = time.perf_counter() - begin
   print(f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} a second; the first after "
-        f"{first or seconds:.2f} s (compilation counts)", file=sys.stderr)  # fmt: skip
+        f"{first or seconds:.2f} s (with compilation)", file=sys.stderr)  # fmt: skip
   return {"tokens": tokens, "seconds": seconds, "first_token_seconds": first or seconds}
 
 
 def _converse(
   session: Session, lines: Iterable[str], sampling: Sampling, options: dict[str, Any]
 ) -> dict[str, Any]:
-  """Answers every line as the next message of one conversation; the figures of the last answer."""
+  """Answers each line as the next message of a conversation; returns the last answer's figures."""
   messages: list[dict[str, str]] = []
   figures: dict[str, Any] = {}
   for line in lines:
     messages.append({"role": "user", "content": line})
-    said: list[str] = []
-    figures = _show("", _noting(session.answer(messages, sampling, **options), said))
-    messages.append({"role": "assistant", "content": "".join(said)})
+    answer: list[str] = []
+    figures = _show("", _recorded(session.answer(messages, sampling, **options), answer))
+    messages.append({"role": "assistant", "content": "".join(answer)})
   return figures
 
 
-def _noting(pieces: Iterator[list[Piece]], said: list[str]) -> Iterator[list[Piece]]:
-  """The same pieces; their texts are added to `said`."""
+def _recorded(pieces: Iterator[list[Piece]], texts: list[str]) -> Iterator[list[Piece]]:
+  """Yields the same pieces, and appends their texts to `texts`."""
   for piece in pieces:
-    said.append(piece[0].text)
+    texts.append(piece[0].text)
     yield piece
 
 
 def _benchmark(values: dict[str, Any], given: list[tuple[str, str]]) -> str:
-  """The table of `--benchmark`; writes --json."""
+  """Runs `--benchmark`; returns its table and writes --json."""
   run = run_config(values, given)
   names = compared(values["compare"], run)
   load = Workload(values["batch"], values["prompt_tokens"], values["max_new_tokens"])
@@ -225,10 +225,10 @@ def _expected(
   load: Workload,
   figures: dict[str, Any],
 ) -> str:
-  """The rates that the cost model expects of every arm; adds them to `figures`."""
+  """Lines with the rates that the cost model predicts for every arm; adds them to `figures`."""
   rate = figures["host_bandwidth"] = measured_bandwidth()
   lines = [
-    f"expected at {rate / 1e9:.1f} GB/s from the host, measured (tokens/s, prefill and decode)"
+    f"predicted tokens/s of prefill and decode, at the measured {rate / 1e9:.1f} GB/s from the host"
   ]
   for name in names:
     built = build.build(build.with_wiring(run, name).resolve(
@@ -242,7 +242,7 @@ def _expected(
         "prefill": found.prefill, "decode": found.decode, "device": found.device
       }  # fmt: skip
       size = size_of(found.device)
-      lines.append(f"  {arm}: {found.prefill:,.0f} and {found.decode:,.0f}, {size} of the device")
+      lines.append(f"  {arm}: {found.prefill:,.0f} and {found.decode:,.0f}, {size} on the device")
   return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""python -m scmoe.inspect: what the router of a run did in training, and does at its end.
+"""python -m scmoe.inspect: draws a run's routers, over training and at a checkpoint.
 
   python -m scmoe.inspect --workdir runs/quickstart
   python -m scmoe.inspect --workdir runs/a --step 500 --out reports/a --batches 32
@@ -33,7 +33,7 @@ from scmoe.training.restore import restore_part, with_newest
 FLAGS = (
   Flag("workdir", str, "", "folder of the run", required=True),
   Flag("step", int, -1, "step of the checkpoint; -1: the newest"),
-  Flag("batches", int, 16, "batches of validation text to look at; 0: all"),
+  Flag("batches", int, 16, "batches of validation text to read; 0: all"),
   Flag("out", str, "", "folder to write to; WORKDIR/inspect if not given"),
   HELP,
 )
@@ -42,7 +42,7 @@ CLASSES = ("lower case", "upper case", "digit", "space", "line end", "punctuatio
 
 @user_programs()
 def main(argv: list[str]) -> None:
-  """Inspects a run and prints where the page is."""
+  """Inspects a run, writes its page and prints the table."""
   values, _ = parse(argv, FLAGS)
   if values["help"]:
     return print(help_text(__doc__ or "", FLAGS, values["help"]))
@@ -57,13 +57,13 @@ def main(argv: list[str]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
-  """A run's router in training and at its end; `scmoe.inspect.inspect_run` makes one.
+  """A run's routers over training and at a checkpoint; `inspect_run` makes one.
 
   Attributes:
-    record: the run's lines.
-    step: of the checkpoint that was probed.
-    probe: counts on validation text.
-    domains: names of the domains that `probe.domain_load_GDE` has rows of.
+    record: the run's metrics.
+    step: step of the checkpoint.
+    probe: what the checkpoint's routers did on validation text.
+    domains: names of the domains, in the order of axis D of `probe.domain_load_GDE`.
   """
 
   record: Record
@@ -72,7 +72,7 @@ class Inspection:
   domains: tuple[str, ...]
 
   def table(self) -> Table:
-    """One row per gating."""
+    """The table that is printed: one row per gating, a place where a router chooses experts."""
     p, number = self.probe, lambda x: "–" if np.isnan(x) else f"{x:.3f}"
     per_pair = len(p.gatings) // len(p.drop_P)
     busiest = p.load_GE.shape[1] * p.load_GE.max(-1)
@@ -116,7 +116,7 @@ class Inspection:
         parts.append(f"<h2>{title}</h2><p>{about}</p>{page.picture(png, title)}")
 
     add("Load at the end", router.draw_heat(p.load_GE, p.gatings, "percent of the choices"),
-        "Percent of a router's choices that each expert has; white is dead, dark twice its "
+        "Percent of a router's choices that go to each expert; white: none, dark: twice an equal "
         "share.")  # fmt: skip
     if len(self.domains) > 1:
       heat = router.draw_by(p.domain_load_GDE, p.gatings, self.domains, "experts by domain")
@@ -127,14 +127,14 @@ class Inspection:
     add("Experts by token class", heat, "The class of a token is that of its first character.")
     if len(p.overlap_G):
       pairs = [f"{a} → {b}" for a, b in zip(p.gatings, p.gatings[1:])]
-      about = "How much of the next router's first choice one router's tells: 0 nothing, 1 all."
+      about = "How far one router's first choice predicts the next router's: 0 not at all, 1 fully."
       add("Neighbouring routers", router.draw_bars(p.overlap_G, pairs, "I(e; f) / H(f)"), about)
     steps = [f"{a} → {b}" for a, b in zip(p.points, p.points[1:])]
     add("Representations", router.draw_bars(p.similarity_V, steps, "mean cosine"),
-        "How alike each value on the main path is to the next one; a shortcut that reads an older "
-        "value loses little where this is near 1.")  # fmt: skip
+        "How similar each value on the main path is to the next one. Near 1, a shortcut that reads "
+        "the older value loses little.")  # fmt: skip
     add("Routers over training", router.draw_training(self.record),
-        "From metrics.jsonl, a line for each layer.")  # fmt: skip
+        "From metrics.jsonl, one curve per layer.")  # fmt: skip
     add("Load over training", router.draw_loads(self.record), "The same colours as above.")
     return page.page(f"routers of {self.record.name}", parts, command)
 
@@ -144,8 +144,8 @@ def inspect_run(workdir: str, step: int = -1, batches: int = 16) -> Inspection:
 
   Args:
     workdir: folder of the run.
-    step: of the checkpoint; -1 for the newest.
-    batches: of validation text; 0: all.
+    step: step of the checkpoint; -1: the newest.
+    batches: batches of validation text; 0: all.
 
   Raises:
     CheckpointError: there is no such checkpoint.
@@ -175,7 +175,7 @@ def inspect_run(workdir: str, step: int = -1, batches: int = 16) -> Inspection:
 
 
 def token_classes(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
-  """int32 [V]: index into `CLASSES` of each token, by the first character that is no space."""
+  """int32 [V]: index into `CLASSES` of each token, by its first character that is not a space."""
   known = min(tokenizer.vocab_size, vocab_size)
   classes = np.full(vocab_size, CLASSES.index("other"), np.int32)
   for i in range(known):

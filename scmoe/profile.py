@@ -1,13 +1,13 @@
-"""python -m scmoe.profile: where the time of a step goes, and which communication is hidden.
+"""python -m scmoe.profile: shows where a step's time goes, and which communication is hidden.
 
   python -m scmoe.profile --config gpt2_moe_medium --workdir runs/profile
   python -m scmoe.profile --config quickstart --smoke --compare top2,scmoe_pos2 --json overlap.json
 
-Runs the step of every wiring in turns on synthetic tokens, takes the wall clock of plain runs, then
-a profiler trace of two steps. The wall clock decides, the trace explains. WORKDIR/overlap.html
-draws one block pair of each, with the times of every bar under the pointer, and links the traces,
-which ui.perfetto.dev opens. Without a GPU it runs on simulated devices: what it prints and draws
-then are their times, and beside them the schedule as modelled for --machine; neither is a GPU's.
+Runs the step of every wiring in turns on synthetic tokens. It measures wall-clock time without the
+profiler, to compare the wirings, then traces two steps of each, to explain the times.
+WORKDIR/overlap.html draws one block pair of each (the pointer shows a bar's time), and links the
+traces, which ui.perfetto.dev opens. Without a GPU it prints and draws the times of simulated
+devices, beside the schedule as modelled for --machine; neither is a GPU's time.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ from scmoe.training.step import init_state
 from scmoe.training.variants import Variant
 
 OWN = (
-  Flag("compare", str, "", "wirings to run in turns, separated by commas; the first is the base"),
-  Flag("rounds", int, 5, "turns of every wiring"),
-  Flag("calls", int, 2, "steps of every turn"),
-  Flag("machine", str, "h200-nvlink", f"of the modelled schedule: {', '.join(MACHINES)}"),
+  Flag("compare", str, "", "wirings to time, separated by commas; speed-ups are over the first"),
+  Flag("rounds", int, 5, "how often each wiring is timed"),
+  Flag("calls", int, 2, "steps that are timed together"),
+  Flag("machine", str, "h200-nvlink", f"machine of the modelled schedule: {', '.join(MACHINES)}"),
   Flag("json", str, "", "also write the figures to this file"),
 )
 SHARED = ("config", "config_json", "smoke", "workdir", "allow_config_change", "allow_import",
@@ -88,7 +88,7 @@ TRACED = 2  # steps in the trace
 
 
 def main(argv: list[str]) -> None:
-  """Profiles what the command line asks for and prints the report."""
+  """Profiles the wirings of the command line and prints the report."""
   values, given = parse(argv, FLAGS, with_fields=True)
   if values["help"]:
     return print(help_text(__doc__ or "", FLAGS, values["help"], with_fields=True))
@@ -112,7 +112,7 @@ def main(argv: list[str]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-  """The text that is printed and the figures behind it."""
+  """The text that is printed, and its figures for --json."""
 
   text: str
   figures: dict[str, Any]
@@ -149,7 +149,7 @@ def profile(
   titles = {
     MEASURED: f"measured on {device}",
     SIMULATED: f"simulated: {device}; collectives are copies in this computer's memory",
-    MODELLED: f"modelled for {modelled_on}, from sizes and rates: not measured anywhere",
+    MODELLED: f"modelled for {modelled_on}, from sizes and rates: not measured",
   }
   drawn = [Timeline(titles[kind], pictures[kind]) for kind in titles if kind in pictures]
   with took.part("picture"):
@@ -162,11 +162,11 @@ def profile(
   return Report(f"{text}\n\npage: {written}", figures)
 
 
-MEASURED, SIMULATED, MODELLED = "measured", "simulated", "modelled"  # what bars may be
+MEASURED, SIMULATED, MODELLED = "measured", "simulated", "modelled"  # kinds of bars
 PERFETTO = (
-  "A trace opens in <a href='https://ui.perfetto.dev'>ui.perfetto.dev</a> by <i>Open trace "
-  "file</i>, or dropped on its page: it is read inside the browser and goes nowhere. Without a "
-  "network, Chromium's own <code>chrome://tracing</code> loads the same file. On top are three "
+  "Open a trace at <a href='https://ui.perfetto.dev'>ui.perfetto.dev</a> with <i>Open trace "
+  "file</i>, or drop it on that page: the browser reads it and sends it nowhere. Without a "
+  "network, Chromium's own <code>chrome://tracing</code> loads the same file. At the top are three "
   f"tracks for each device: {'; '.join(TRACKS)}. A click on an operation shows its stage."
 )
 
@@ -178,10 +178,10 @@ def _page(
   figures: dict[str, Any],
   text: str,
 ) -> str:
-  """The page: what is not measured, the arms, the pictures, the traces, the printed report."""
+  """The HTML page: a warning without a GPU, the table, pictures, traces and the printed report."""
   not_gpu = [] if figures["gpu"] else [
-    "There is no GPU here. Step times, stages and bars that say simulated are of devices that this "
-    "CPU simulates; bars that say modelled are computed. None of them is a GPU's time.",
+    "There is no GPU here. Step times, stages and bars named simulated are those of devices that "
+    "this CPU simulates; bars named modelled are computed. None of them is a GPU's time.",
   ]  # fmt: skip
   rows, links = [], []
   for name, arm in figures["arms"].items():
@@ -200,7 +200,7 @@ def _page(
       page.warning(not_gpu),
       Table("A training step", heads, tuple(rows)),
       *pictures,
-      "<p><small>Times appear where the pointer rests on a bar.</small></p>",
+      "<p><small>Hold the pointer over a bar to see its time.</small></p>",
       f"<h2>Traces</h2><p>{PERFETTO}</p><ul>{''.join(links)}</ul>",
       f"<h2>Report</h2><pre>{html.escape(text)}</pre>",
     ],
@@ -212,7 +212,7 @@ class Stopwatch:
   """Durations of a command's parts; each is also printed on stderr at its end.
 
   Attributes:
-    seconds: of each part, in order.
+    seconds: seconds of each part, in order.
   """
 
   def __init__(self) -> None:
@@ -220,7 +220,7 @@ class Stopwatch:
 
   @contextlib.contextmanager
   def part(self, name: str) -> Iterator[None]:
-    """Measures what runs inside."""
+    """Measures the block."""
     begin = time.perf_counter()
     yield
     self.seconds[name] = round(time.perf_counter() - begin, 2)
@@ -230,26 +230,27 @@ class Stopwatch:
     parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in self.seconds.items())
     return (
       f"this profile took {duration(sum(self.seconds.values()))}: {parts}. A second one in this "
-      "--workdir finds programs and schedules; --config.overlap.search_seconds=0 searches none"
+      "--workdir loads its programs and schedules; --config.overlap.search_seconds=0 skips the "
+      "search"
     )
 
 
 def _spread(timing: Timing) -> str:
-  """The rounds' spread, or their number where they are too few for one."""
+  """The spread over rounds, or, with fewer than three, their number."""
   enough = len(timing.seconds) >= 3
   return f"± {100 * timing.spread:.1f} %" if enough else f"{len(timing.seconds)} rounds"
 
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-  """Two steps of an arm.
+  """The trace of `TRACED` steps of an arm.
 
   Attributes:
     kind: MEASURED or SIMULATED.
-    events: what the devices ran.
-    program: that was traced.
-    folder: the profiler's, for XProf.
-    file: for ui.perfetto.dev.
+    events: the operations that the devices ran.
+    program: the traced program.
+    folder: the profiler's folder, for XProf.
+    file: trace file, for ui.perfetto.dev.
   """
 
   kind: str
@@ -260,7 +261,7 @@ class Traced:
 
 
 class Arm:
-  """One wiring: its step, called in turns."""
+  """One wiring's training step, as an arm of `scmoe.profiling.timer`."""
 
   def __init__(self, run: RunConfig, directory: Path):
     vocabulary = build.vocab_size(run.data)
@@ -274,7 +275,7 @@ class Arm:
     self.batch = jax.device_put(batch, batch_sharding(self.built.mesh, leading=1))
 
   def warm_up(self) -> None:
-    """Past compilation, profile and search: what a user's run comes to."""
+    """Calls the step until compilation, profile and search are over, as in a user's long run."""
     self(1)
     while not self.step.settled:
       self(1)
@@ -287,7 +288,7 @@ class Arm:
     jax.block_until_ready((self.state, scalars))
 
   def trace(self) -> Traced:
-    """Two steps under the profiler."""
+    """Runs `TRACED` steps under the profiler."""
     folder, program = str(self.directory / "trace"), self.best.named_program()
 
     def steps(calls: int) -> None:
@@ -305,24 +306,24 @@ class Arm:
 
   @property
   def best(self) -> GuidedStep:
-    """The step as it runs."""
+    """The step that the search has chosen."""
     return self.step.best if isinstance(self.step, Search) else self.step
 
   @property
   def variant(self) -> Variant:
-    """The way in which it runs."""
+    """The options that the search has chosen."""
     return self.best.variant or Variant()
 
   @property
   def compiled(self) -> Program:
-    """Its program."""
+    """The compiled program of the chosen step."""
     assert self.best.program is not None, "called after `warm_up`"
     return self.best.program
 
 
 @dataclasses.dataclass(frozen=True)
 class ArmReport:
-  """The report on one arm: text, figures, and bars by kind and stream."""
+  """The report on one arm: text, figures, and bars by kind (MEASURED, ...) and stream."""
 
   text: str
   figures: dict[str, Any]
@@ -330,7 +331,7 @@ class ArmReport:
 
 
 def _arm_report(arm: Arm, timing: Timing, base: Timing, modelled_on: str) -> ArmReport:
-  """Its wall clock, its schedule as modelled, its trace."""
+  """An arm's wall-clock times, modelled schedule and trace."""
   lines = [f"step {1e3 * timing.median:.3f} ms ({_spread(timing)}), {speed_up(base, timing):.2f}x"]
   figures: dict[str, Any] = {"wall": timing.as_json(), "speed_up": speed_up(base, timing)}
   bars: dict[str, dict[str, list[Bar]]] = {}
@@ -360,7 +361,7 @@ def _arm_report(arm: Arm, timing: Timing, base: Timing, modelled_on: str) -> Arm
       lines += ["beside each exchange of the compiled program:",
                 summary(program_windows(trace.program.text))]  # fmt: skip
       lines[:0] = _advice(run, stages, 1e3 * timing.median, times)
-      if any(pair.values()):  # what is measured needs no model beside it
+      if any(pair.values()):  # measured bars replace the modelled ones
         bars.clear()
     bars[trace.kind] = pair
   figures["measured"] = any(bars.get(MEASURED, {}).values())
@@ -372,7 +373,7 @@ def _arm_report(arm: Arm, timing: Timing, base: Timing, modelled_on: str) -> Arm
 def _advice(
   run: RunConfig, stages: Sequence[StageTime], step: float, times: Times | None
 ) -> list[str]:
-  """Advice on options to change, for the first lines of the report."""
+  """Advice on which options to change; the report begins with it."""
   dispatch, share = run.dispatch, 1.0
   if times is not None:
     share = times.window / (times.window + times.before)

@@ -1,9 +1,9 @@
-"""python -m scmoe.replay: repeats the step that ended a run, from the bundle that it left.
+"""python -m scmoe.replay: repeats the step with which a run failed, from the bundle that it left.
 
   python -m scmoe.replay runs/a/replay
 
-The bundle holds state, batch and numbers of the step. On the hardware and versions of the run the
-numbers come out bitwise the same; then the cause can be looked for with what is here.
+The bundle holds the step's state, batch and numbers. On the same hardware and versions the numbers
+come out bitwise the same, so the failure can be debugged here.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from scmoe.training.step import TrainState
 from scmoe.training.variants import Variant
 
 FAILURE = "failure.json"
-NUMBERS = ("objective", "grad_norm", "loss_scale")  # compared; as texts, with all their digits
+NUMBERS = ("objective", "grad_norm", "loss_scale")  # are compared as texts with all their digits
 _SHAPE = {"step": int, "variant": dict} | dict.fromkeys(NUMBERS, Maybe(str))
 FLAGS = (
-  Flag("bundle", str, "", "folder that a run left: WORKDIR/replay", required=True),
+  Flag("bundle", str, "", "folder that the failed run left: WORKDIR/replay", required=True),
   SIMULATE,
   ALLOW_IMPORT,
   HELP,
@@ -44,7 +44,7 @@ FLAGS = (
 
 
 def main(argv: list[str]) -> None:
-  """Repeats the step and prints what it gives beside what it gave."""
+  """Repeats the step and prints its numbers then and now."""
   if argv and not argv[0].startswith("--"):
     argv = ["--bundle", *argv]
   values, _ = parse(argv, FLAGS)
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
   given = teacher.load(built.teacher) if teacher and built.teacher else None
   found, same = replay(built, bundle, given)
   print(found)
-  print("bitwise the same" if same else "not the same: other hardware, versions or mesh?")
+  print("bitwise the same" if same else "not the same: do hardware, versions and mesh agree?")
 
 
 def replay(built: Searchable, bundle: Path, teacher: Any = None) -> tuple[str, bool]:
@@ -67,20 +67,20 @@ def replay(built: Searchable, bundle: Path, teacher: Any = None) -> tuple[str, b
   Args:
     built: the run.
     bundle: the folder.
-    teacher: `TrainState.teacher` of a run that has one.
+    teacher: `TrainState.teacher`, for a run that has one.
 
   Returns:
     A table of the numbers then and now, and whether all are equal, bit by bit.
 
   Raises:
     CheckpointError: the bundle is damaged or incomplete.
-    ConfigError: another number of processes wrote it.
+    ConfigError: a different number of processes wrote it.
   """
   failure, variant = _failure(bundle)
   if len(list(bundle.glob("batch_*.npz"))) != jax.process_count():
     raise ConfigError(
-      f"{bundle} was written by {len(list(bundle.glob('batch_*.npz')))} processes, here are "
-      f"{jax.process_count()}; start as many"
+      f"{bundle} was written by {len(list(bundle.glob('batch_*.npz')))} processes, but this is one "
+      f"of {jax.process_count()}; start as many"
     )
   abstract = built.abstract_state()
   restored = Checkpointer(bundle, CheckpointConfig()).restore_latest_valid(
@@ -102,10 +102,10 @@ def replay(built: Searchable, bundle: Path, teacher: Any = None) -> tuple[str, b
 
 
 def _failure(bundle: Path) -> tuple[dict[str, Any], Variant]:
-  """Step and numbers of the failure, and the variant of the step that was run.
+  """The step and its numbers, and the variant of the step that ran.
 
   Raises:
-    CheckpointError: the file is missing, or no run has written it.
+    CheckpointError: the file is missing, or not one that a run wrote.
   """
   path = bundle / FAILURE
   try:
@@ -116,19 +116,19 @@ def _failure(bundle: Path) -> tuple[dict[str, Any], Variant]:
       float(failure["loss_scale"])
     return failure, stored_variant(failure["variant"], str(path))
   except (FileNotFoundError, StoredError, ValueError) as error:
-    raise CheckpointError(f"{bundle} is not the replay of a run: {error}") from None
+    raise CheckpointError(f"{bundle} is not a run's replay bundle: {error}") from None
 
 
 def _stored_batch(built: Searchable, path: Path) -> Batch:
   """The batch of the step.
 
   Raises:
-    CheckpointError: the file is damaged, or of another shape than the run's batches.
+    CheckpointError: the file is damaged, or its shapes are not those of the run's batches.
   """
   like = built.random_batch()
   fields = len(dataclasses.fields(Batch))
   try:
-    # Each field is as large as the tokens at most; the headers of a .npz are small.
+    # No field is larger than the tokens; 4,096 bytes are enough for a header of the .npz.
     batch = Batch(**read_npz(path, fields * (like.inputs.nbytes + 4096)))
   except (ValueError, TypeError) as error:
     raise CheckpointError(str(error)) from None
@@ -137,13 +137,14 @@ def _stored_batch(built: Searchable, path: Path) -> Batch:
     have, want = (None if x is None else (x.shape, x.dtype.name) for x in (stored, wanted))
     if have != want:
       raise CheckpointError(
-        f"{path} has {field.name} {have}, a step of this run {want}; it is of another run"
+        f"{path} has {field.name} {have}, a step of this run {want}; it belongs to another run"
       )
   return batch
 
 
 def before(state: TrainState, failure: dict[str, Any]) -> TrainState:
-  """The state before a step that was skipped: it changed the counters only, and the loss scale."""
+  """The state before the failed step. That step was skipped, so it changed only the counters and
+  the loss scale; the failure has stored their values."""
   place = lambda value, like: jax.device_put(jnp.asarray(value, like.dtype), like.sharding)
   state = dataclasses.replace(state, step=place(failure["step"] - 1, state.step))
   if state.scale is None:

@@ -3,13 +3,13 @@
   python -m scmoe.serve --model exports/a --max_new_tokens 32 < prompts.jsonl > answers.jsonl
   mkfifo ask; python -m scmoe.serve --model exports/a --input ask --output answers.jsonl
 
-An example of a deployment, without a network: a service of one's own writes its requests to the
-input and reads the answers. A line of the input is a request, a JSON object with `prompt`, and, as
-it likes, `id` (handed back) and `max_new_tokens` (at most the flag's). Whatever has come within
---max_wait seconds of the first request is decoded together; a batch has always the same number of
-rows, so that programs are compiled for lengths only. A line of the output is an answer: `id`,
-`text`, `tokens`, `seconds` since the request was read, and `batch`, the requests beside it; or `id`
-and `error`, and the loop goes on. It ends with its input.
+An example of a deployment, without a network: your service writes requests to the input and reads
+the answers. Each line of the input is a request: a JSON object with `prompt`, and optionally `id`
+(returned with the answer) and `max_new_tokens` (at most the flag's). Requests that come within
+--max_wait seconds of the first are decoded together. Every batch is padded to the same number of
+rows, so that programs are compiled once per prompt length, not per number of requests. Each line of
+the output is an answer: `id`, `text`, `tokens`, `seconds` since the request was read, and `batch`,
+the number of requests decoded together; or `id` and `error`. The command ends with its input.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from scmoe.run.programs import user_programs
 from scmoe.run.session import Session
 
 FLAGS = (
-  Flag("model", str, "", "folder of scmoe.convert --inference", required=True),
-  Flag("input", str, "-", "file or pipe with requests, a line each; -: standard input"),
-  Flag("output", str, "-", "file to which answers are added; -: standard output"),
-  Flag("batch", int, 8, "requests that are decoded together, at most"),
+  Flag("model", str, "", "folder that scmoe.convert --inference wrote", required=True),
+  Flag("input", str, "-", "file or pipe with requests, one per line; -: standard input"),
+  Flag("output", str, "-", "file to which answers are appended; -: standard output"),
+  Flag("batch", int, 8, "most requests that are decoded together"),
   Flag("max_wait", float, 0.05, "seconds that a request waits for others"),
-  Flag("max_new_tokens", int, 64, "tokens of an answer, at most"),
+  Flag("max_new_tokens", int, 64, "most tokens of an answer"),
   *SAMPLING_FLAGS,
   *OFFLOAD_FLAGS,
   ALLOW_IMPORT,
@@ -53,7 +53,7 @@ MOST_ROWS, MOST_WAIT = 2**16, 3600.0  # requests of a batch; seconds that one wa
 
 @user_programs()
 def main(argv: list[str]) -> None:
-  """Answers what the input asks."""
+  """Answers the requests of the input."""
   values, _ = parse(argv, FLAGS)
   if values["help"]:
     return print(help_text(__doc__ or "", FLAGS, values["help"]))
@@ -82,11 +82,11 @@ def main(argv: list[str]) -> None:
     except KeyboardInterrupt:
       raise SystemExit(130) from None
     finally:
-      print(server.said(), file=sys.stderr)
+      print(server.report(), file=sys.stderr)
 
 
 def _check_flags(values: dict[str, Any]) -> None:
-  """Checks the numbers of the command line, and that answers do not become requests."""
+  """Checks the numbers of the command line, and that input and output are different files."""
   for name, most in (("batch", MOST_ROWS), ("max_new_tokens", 2**31 - 1)):
     if not 1 <= values[name] <= most:
       raise ConfigError(f"--{name}={values[name]} must be at least 1, and at most {most}")
@@ -99,7 +99,7 @@ def _check_flags(values: dict[str, Any]) -> None:
 
 
 def _write(answers: list[dict[str, Any]], out: IO[str], name: str) -> None:
-  """Adds answers to the output, each a line of JSON.
+  """Appends answers to the output, each as a line of JSON.
 
   Raises:
     StorageError: the disk is full, or gone.
@@ -118,14 +118,14 @@ def _write(answers: list[dict[str, Any]], out: IO[str], name: str) -> None:
 def _opened(name: str, flag: str, files: contextlib.ExitStack) -> IO[str]:
   if name == "-":
     stream = sys.stdin if flag == "input" else sys.stdout
-    # JSON is UTF-8, whatever the terminal's language.
+    # JSON is UTF-8, even if the terminal's encoding is another.
     if isinstance(stream, io.TextIOWrapper):
       stream.reconfigure(encoding="utf-8", errors="replace")
     return stream
   try:
     if flag == "output":
       return files.enter_context(Path(name).open("a", encoding="utf-8", errors="replace"))
-    # A line that is no UTF-8 is an error of its own request, not the end of all.
+    # A line that is not UTF-8 must fail alone, and not end the command.
     return files.enter_context(Path(name).open(encoding="utf-8", errors="replace"))
   except OSError as error:
     kind = DataError if flag == "input" else StorageError
@@ -137,8 +137,8 @@ class Request:
   """A line of the input.
 
   Attributes:
-    line: as it is there.
-    number: of the line, from 1.
+    line: its text.
+    number: its number, from 1.
     since: when it was read, in seconds of `time.perf_counter`.
   """
 
@@ -148,14 +148,14 @@ class Request:
 
 
 def batches(lines: Iterable[str], size: int, max_wait: float) -> Iterator[list[Request]]:
-  """Requests together, in order: up to `size`, within `max_wait` seconds of the first.
+  """Yields requests in batches, in order: up to `size` within `max_wait` seconds of the first.
 
-  A thread reads ahead, two batches at most; empty lines are no requests.
+  A thread reads ahead, two batches at most. Empty lines are skipped.
 
   Args:
-    lines: of the input; the last batch is followed by its end.
-    size: requests of a batch.
-    max_wait: in seconds.
+    lines: lines of the input; at their end the last batch is yielded.
+    size: most requests of a batch.
+    max_wait: seconds.
 
   Raises:
     DataError: the input cannot be read.
@@ -171,7 +171,7 @@ def batches(lines: Iterable[str], size: int, max_wait: float) -> Iterator[list[R
       waiting.put(error)
     waiting.put(None)
 
-  # A daemon: one that waits for a line of a terminal must not keep the process.
+  # A daemon thread, since a read that waits for a terminal's next line must not keep the process.
   threading.Thread(target=read, name="requests", daemon=True).start()
   ended = False
   while not ended:
@@ -195,9 +195,10 @@ def batches(lines: Iterable[str], size: int, max_wait: float) -> Iterator[list[R
 
 
 def _short(lines: Iterable[str]) -> Iterator[str]:
-  """Lines of a file or an iterable; of one longer than `MOST_LINE`, one character more than that.
+  """Lines of a file or an iterable, each cut to `MOST_LINE` + 1 characters.
 
-  A file is read in pieces: a line that never ends would otherwise fill the memory.
+  The extra character shows that a line was too long. A file is read in pieces, since a line that
+  never ends would otherwise fill the memory.
   """
   readline = getattr(lines, "readline", None)
   if readline is None:
@@ -216,9 +217,9 @@ class Server:
   Args:
     session: model and tokenizer.
     sampling: how tokens are drawn.
-    max_new_tokens: of an answer, at most.
-    rows: of every batch; 0: as many as the first one has.
-    seed: of the draws, which are others in every batch.
+    max_new_tokens: most tokens of an answer.
+    rows: rows to which every batch is padded; 0: as many as the largest batch so far has.
+    seed: seed of the draws; every batch draws differently.
   """
 
   def __init__(
@@ -237,7 +238,7 @@ class Server:
     self._busy = 0.0
 
   def answers(self, asked: Iterable[list[Request]]) -> Iterator[list[dict[str, Any]]]:
-    """The answers of every batch, in the order of its requests."""
+    """Yields the answers of every batch, in the order of its requests."""
     for requests in asked:
       begin = time.perf_counter()
       found = self.answer(requests)
@@ -245,7 +246,7 @@ class Server:
       yield found
 
   def answer(self, requests: list[Request]) -> list[dict[str, Any]]:
-    """One batch; what a request asks wrongly is the answer to it alone."""
+    """The answers of one batch; a wrong request gets its error, and the others are answered."""
     found: list[dict[str, Any]] = []
     good: list[tuple[int, list[int], int]] = []  # place, tokens, most new tokens
     for place, request in enumerate(requests):
@@ -270,8 +271,8 @@ class Server:
         self.seconds.append(took)
     return found
 
-  def said(self) -> str:
-    """The number of answers and their speed, as a line."""
+  def report(self) -> str:
+    """One line with the number of answers and their speed."""
     count = len(self.seconds)
     if not count:
       return f"no request answered, {self.failed} refused"
@@ -279,19 +280,19 @@ class Server:
     at = lambda share: ordered[min(count - 1, int(share * count))]
     return (
       f"{count} requests answered, {self.failed} refused, in {self.batches} batches; {self.tokens} "
-      f"tokens, {self.tokens / self._busy:.1f} a second (compilation counts); latency "
-      f"{at(0.5):.3f} s in the middle, {at(0.95):.3f} s for one of twenty"
+      f"tokens, {self.tokens / self._busy:.1f} a second (with compilation); latency: median "
+      f"{at(0.5):.3f} s, 95th percentile {at(0.95):.3f} s"
     )
 
   def _tokens(self, fields: dict[str, Any]) -> tuple[list[int], int]:
-    """A prompt's tokens and how many may follow.
+    """A prompt's tokens, and the most tokens of its answer.
 
     Raises:
       ConfigError: both together are longer than the model's context.
     """
     tokens, most = self.session.encode(fields["prompt"]), fields["max_new_tokens"]
     context = self.session.model.config.context
-    # The batch has room for the flag's, whatever this one asks for.
+    # Every row has room for --max_new_tokens, even if this request wants fewer.
     if len(tokens) + self.max_new_tokens > context:
       raise ConfigError(
         f"prompt has {len(tokens)} tokens, model.context={context} leaves room for "
@@ -300,10 +301,10 @@ class Server:
     return tokens, most
 
   def _decode(self, prompts: list[list[int]], most: list[int]) -> list[list[int]]:
-    """New tokens of every prompt; ends as soon as every one has what it asked for."""
+    """New tokens of every prompt; stops as soon as every request has its tokens."""
     self.rows = max(self.rows, len(prompts))
     rows = [[] for _ in prompts]
-    # Rows that nobody asked for follow the shortest prompt.
+    # Rows without a request repeat the shortest prompt; their tokens are thrown away.
     filled = prompts + [min(prompts, key=len)] * (self.rows - len(prompts))
     options = {"max_new_tokens": self.max_new_tokens, "seed": self.seed + self.batches}
     over = [False] * len(prompts)
@@ -317,10 +318,10 @@ class Server:
 
 
 def _fields(line: str, max_new_tokens: int) -> dict[str, Any]:
-  """A request's fields, `max_new_tokens` filled in.
+  """A request's fields, with the default of `max_new_tokens` filled in.
 
   Raises:
-    DataError: the line is none.
+    DataError: the line is not a valid request.
   """
   if len(line) > MOST_LINE:
     raise DataError(f"the line is longer than {MOST_LINE:,} characters")
@@ -346,7 +347,7 @@ def _fields(line: str, max_new_tokens: int) -> dict[str, Any]:
 
 
 def _no_number(word: str) -> Any:
-  raise ValueError(f"{word} is no number of JSON")
+  raise ValueError(f"{word} is not a JSON number")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""python -m scmoe.sweep: a configuration in variants and seeds, ending in a comparison.
+"""python -m scmoe.sweep: trains variants of a configuration with several seeds and compares them.
 
   python -m scmoe.sweep --config quickstart --grid model.wiring=top2,scmoe_pos2 --seeds 3
   python -m scmoe.sweep --grid router.bias=none,sign --grid model.top_k=2,4 --jobs 2 \\
       --config.model.wiring=topk
 
 Each run is a process of its own, python -m scmoe.train, in a folder of its own below --workdir. The
-same command again goes on: runs that are done stay, one that was stopped resumes, one that failed
-is tried again. With --jobs the GPUs of this machine are shared out; timings are then those of runs
-beside each other. Values of a grid are separated by commas, or by semicolons if they hold commas.
+same command again continues: finished runs are kept, a stopped run resumes, a failed run is tried
+again. --jobs divides the GPUs of this machine among runs that train at the same time, which slows
+each of them. Values of a grid are separated by commas, or by semicolons if they contain commas.
 """
 
 from __future__ import annotations
@@ -46,18 +46,16 @@ from scmoe.training.signals import hangups
 from scmoe.training.workdir import LOCK, RunLock, owner_lives, prepare_workdir
 
 OWN = (
-  Flag(
-    "grid", str, "", "FIELD=VALUE,VALUE,... of the configuration; all combinations", repeat=True
-  ),
+  Flag("grid", str, "", "FIELD=VALUE,VALUE,...: trains all combinations", repeat=True),
   Flag("seeds", int, 1, "runs of every combination: train.seed, train.seed + 1, ..."),
-  Flag("jobs", int, 1, "runs side by side, which share out the GPUs"),
+  Flag("jobs", int, 1, "runs at the same time, which divide the GPUs"),
   Flag("dry_run", bool, False, "print the runs, then stop"),
   Flag("json", str, "", "also write the figures of the comparison to this file"),
 )
 SHARED = ("config", "config_json", "smoke", "workdir", "allow_import", "simulate", "help")
 FLAGS = tuple(f for f in TRAIN_FLAGS if f.name in SHARED) + OWN
 LOG = "log.txt"
-_LOG_END = 2**16  # bytes of a log in which its last line is looked for
+_LOG_END = 2**16  # the last line of a log is searched in so many bytes at its end
 SWEEP_LOCK = "sweep.lock"
 POLL_SECONDS = 0.5
 TRAIN = (sys.executable, "-m", "scmoe.train")
@@ -65,14 +63,14 @@ TRAIN = (sys.executable, "-m", "scmoe.train")
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """One run of a sweep: its folder and what it trains."""
+  """One run of a sweep: its folder and its configuration."""
 
   folder: Path
   config: RunConfig
 
 
 def main(argv: list[str]) -> None:
-  """Trains what is not trained yet, compares all, and says what failed."""
+  """Trains the runs that are not finished, and compares all; raises `Failed` if some failed."""
   values, given = parse(argv, FLAGS, with_fields=True)
   if values["help"]:
     return print(help_text(__doc__ or "", FLAGS, values["help"], with_fields=True))
@@ -119,7 +117,7 @@ class Failed(ScmoeError):
 
 
 def planned(base: RunConfig, grid: Sequence[str], seeds: int, workdir: Path) -> list[Run]:
-  """Every combination of the grid with every seed, each checked as `python -m scmoe.train` would.
+  """The runs of every combination of the grid with every seed, each configuration checked.
 
   Raises:
     ConfigError: a field or value cannot be used; nothing was written.
@@ -158,7 +156,7 @@ def _axis(text: str) -> tuple[str, list[str]]:
 
 
 def _folder_name(choices: Sequence[tuple[str, str]]) -> str:
-  """`wiring-top2_seed-0`; with a digest where that would be too long for a run's name."""
+  """A run's name such as `wiring-top2_seed-0`; shortened with a digest if it would be too long."""
   words = [f"{name.rpartition('.')[2]}-{text}" for name, text in choices]
   name = re.sub(r"[^A-Za-z0-9._-]+", "-", "_".join(words)).strip("-.")
   plain = all(re.fullmatch(r"[A-Za-z0-9._-]+", text) for _, text in choices)
@@ -169,7 +167,7 @@ def _folder_name(choices: Sequence[tuple[str, str]]) -> str:
 
 
 def shared_out(jobs: int) -> list[dict[str, str]]:
-  """The environment of each job: its share of the GPUs; on a CPU all have the same.
+  """Environment variables that give each job its part of the GPUs; none on a CPU.
 
   Raises:
     ConfigError: there are fewer GPUs than jobs.
@@ -186,7 +184,7 @@ def shared_out(jobs: int) -> list[dict[str, str]]:
 
 
 def _gpus() -> list[str]:
-  """The GPUs that a process here would use, without starting jax, which would take their memory."""
+  """The GPUs that a process here would use, found without jax, which would allocate on them."""
   if os.environ.get("JAX_PLATFORMS", "").startswith("cpu") or not shutil.which("nvidia-smi"):
     return []
   visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -200,13 +198,13 @@ def _gpus() -> list[str]:
 
 
 def is_done(run: Run) -> bool:
-  """True if a run of exactly this configuration was trained to its end in its folder.
+  """True if the run's folder holds a finished run of exactly this configuration.
 
-  A folder is named by the grid and the seed alone. After a sweep with other options it holds
-  another run: one that goes on where nothing but its length and the like has changed.
+  The folder's name has only the grid's values and the seed, so it may hold the run of a sweep with
+  other options. Such a run is resumed if only options such as its length have changed.
 
   Raises:
-    ConfigError: it holds a run that cannot go on with this configuration.
+    ConfigError: the folder holds a run that cannot resume with this configuration.
     DataError: its files are damaged.
   """
   path = run.folder / ASKED
@@ -225,10 +223,10 @@ def is_done(run: Run) -> bool:
 
 
 def train_all(runs: Sequence[Run], environments: list[dict[str, str]], extra: list[str]) -> None:
-  """Trains runs, as many at a time as there are environments.
+  """Trains runs, one at a time in each environment.
 
   Raises:
-    Preempted: asked to stop; the runs that were training were told, and have saved.
+    Preempted: a signal told the sweep to stop; the runs in training got it too, and have saved.
   """
   waiting, free, training = list(runs), list(environments), []
   with _Stop() as stop:
@@ -262,7 +260,7 @@ class _Training:
       raise StorageError(f"{folder} cannot be written: {error.strerror}") from None
     command = [*TRAIN, "--config_json", str(folder / ASKED)]
     command += [f"--allow_import={path}" for path in imports_of(run.config).values()]
-    # Runs that differ in the seed only are one program: what one compiled, the next ones load.
+    # Runs that differ only in the seed have the same program: the first compiles it for all.
     cache = {
       "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "programs"),
       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
@@ -277,7 +275,7 @@ class _Training:
     say(f"{place}: training")
 
   def note_end(self) -> None:
-    """Notes how the process ended, and says so."""
+    """Writes how the process ended to the run's folder, and prints it."""
     self.log.close()
     code, took = self.process.returncode, duration(time.monotonic() - self.began)
     words = _last_words(self.run.folder / LOG)
@@ -317,13 +315,13 @@ class _Stop:
     del frame
     self.asked = True
     for process in self.processes:
-      # Ctrl-C has reached them too; a second one of its kind would end them without saving.
+      # The terminal sends Ctrl-C to the runs too; a second SIGINT would end them without saving.
       if process.poll() is None and number != signal.SIGINT:
         process.terminate()
 
 
 def _wait_for_owner(folder: Path, place: str) -> None:
-  """Waits for a run that a killed sweep left training: it must not be started twice."""
+  """Waits while another process trains in the folder, e.g. a run of a sweep that was killed."""
   said = False
   while owner_lives(folder / LOCK):
     if not said:
@@ -333,7 +331,7 @@ def _wait_for_owner(folder: Path, place: str) -> None:
 
 
 def _last_words(log: Path) -> str:
-  """The last line of a log that says something, shortened; empty where the log is gone."""
+  """The last line of a log that is not blank, shortened; empty if there is no log."""
   try:
     with open(log, "rb") as file:
       file.seek(max(file.seek(0, os.SEEK_END) - _LOG_END, 0))
@@ -345,7 +343,7 @@ def _last_words(log: Path) -> str:
 
 
 def _import_path() -> str:
-  """A PYTHONPATH with which a run imports the package that runs the sweep."""
+  """A PYTHONPATH with which the runs import this installation of scmoe."""
   here = str(Path(__file__).resolve().parent.parent)
   return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
 

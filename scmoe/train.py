@@ -1,11 +1,11 @@
-"""python -m scmoe.train: train a model, or go on with a run.
+"""python -m scmoe.train: trains a model, or resumes a run.
 
   python -m scmoe.train
   python -m scmoe.train --config quickstart --config.model.wiring=top2 --workdir runs/top2
   python -m scmoe.train --config configs/gpt2_moe_medium.py --config.mesh.expert=8 --dry_run
 
-Without arguments it trains configs/quickstart.py into runs/quickstart. The same command again goes
-on where the run stopped.
+Without arguments it trains configs/quickstart.py into runs/quickstart. The same command again
+resumes the run where it stopped.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from scmoe.training.step import TrainState
 
 
 def main(argv: list[str]) -> None:
-  """Does what the command line asks for."""
+  """Runs the command line: trains, or prints a configuration, a dry run or a list."""
   values, given = parse(argv, TRAIN_FLAGS, with_fields=True)
   if values["help"]:
     return print(help_text(__doc__ or "", TRAIN_FLAGS, values["help"], with_fields=True))
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> None:
 
 
 def train(run: RunConfig, workdir: Path) -> TrainState:
-  """Trains `run` in `workdir`, or goes on with what is there.
+  """Trains `run` in `workdir`, or resumes the run that is there.
 
   Raises:
     ScmoeError: see `scmoe.base.errors` and `Trainer.run`.
@@ -140,11 +140,11 @@ def train(run: RunConfig, workdir: Path) -> TrainState:
 
 
 def beginning(built: build.Built) -> Callable[[TrainState], TrainState] | None:
-  """Returns a function that gives a new run the parameters of `train.init_from`, or None.
+  """A function that gives a new run the parameters of `train.init_from`; None if that is empty.
 
   Raises:
     CheckpointError: that folder has no checkpoint.
-    ConfigError: it has another model.
+    ConfigError: its model has other shapes.
   """
   folder = built.run.train.init_from
   if not folder:
@@ -164,7 +164,7 @@ def beginning(built: build.Built) -> Callable[[TrainState], TrainState] | None:
 
 
 def card(asked: RunConfig, built: build.Built, data: Data) -> dict[str, Any]:
-  """The run's part of its card: command, configuration, data, tokenizer and sizes."""
+  """The entries of the run's card that do not change: command, configuration, data, sizes."""
   parameters = count_parameters(built.run.model, built.shapes)
   return {
     "command": [*_program(), *sys.argv[1:]],
@@ -177,7 +177,7 @@ def card(asked: RunConfig, built: build.Built, data: Data) -> dict[str, Any]:
 
 
 def _program() -> list[str]:
-  """The command that started the process: `python -m scmoe.train`, or the console script's name."""
+  """The command that started this process: `python -m scmoe.train` or the console script."""
   spec = getattr(sys.modules["__main__"], "__spec__", None)
   return [Path(sys.executable).name, "-m", spec.name] if spec else [Path(sys.argv[0]).name]
 

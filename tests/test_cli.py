@@ -371,7 +371,7 @@ def test_train_stop_resume_evaluate_generate(here, capsys, quick_compiler):
     code, chat, err = outcome(generate.main, capsys, "--workdir=a", "--chat", *prompts[2:])
   assert (code, chat) == (0, "".join(texts)), err
   code, _, err = outcome(generate.main, capsys, "--workdir=a", "--chat", "--prompt=a")
-  assert (code, "goes without --chat" in err) == (2, True)
+  assert (code, "--prompt and --chat exclude each other" in err) == (2, True)
   # The mesh changes no greedy token, and no loss but by rounding.
   for mesh in ("data=2", "expert=2,tensor=2"):
     code, text, err = outcome(generate.main, capsys, "--workdir=a", *prompts, f"--mesh={mesh}")

@@ -191,7 +191,9 @@ def test_what_there_is_not(run, asked, monkeypatch):
   from scmoe.run.tasks import evaluate_tasks
 
   model, own = opened(run), {"folder": str(asked)}
-  with pytest.raises(ConfigError, match=r"'local_txt' is no task .* did you mean local_text"):
+  with pytest.raises(
+    ConfigError, match=r"'local_txt' is not in lm_eval .* did you mean local_text"
+  ):
     evaluate_tasks(model, ["local_txt"], **own)
   (asked / "local_text.jsonl").unlink()
   with pytest.raises(DataError, match=r"local_text: cannot be loaded .* files of this machine"):

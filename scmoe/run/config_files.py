@@ -1,7 +1,7 @@
 """Configuration files: Python files that define `get_config()` and `smoke()`.
 
-A file is code and is run. What a checkpoint stores is JSON, which `scmoe.run.config.from_json`
-reads without running anything.
+Reading such a file runs it. Checkpoints store their configuration as JSON instead, which
+`scmoe.run.config.from_json` reads without running code.
 """
 
 from __future__ import annotations

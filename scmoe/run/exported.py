@@ -1,4 +1,4 @@
-"""A run's model as a folder: a released model's (`scmoe.convert --to`), or one for inference."""
+"""Writes a run's model as a released model's folder (`scmoe.convert --to`), or for inference."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def export_model(
   """Writes a run's model so that transformers can load it; returns a line for the user.
 
   Raises:
-    ConfigError: no released family has the run's architecture, or `dtype` is none.
+    ConfigError: no released family has the run's architecture, or `dtype` is unknown.
     CheckpointError: there is no such step.
-    StorageError: the folder is there already, or cannot be written.
+    StorageError: the folder exists already, or cannot be written.
   """
   if dtype and dtype not in DTYPES:
     raise ConfigError(f"--dtype={dtype!r} is unknown; one of: {', '.join(DTYPES)}")
@@ -50,7 +50,7 @@ def export_model(
   family, built = config["model_type"], build.build(run)
   listed = list(tensors(family, run.model))
   leaves = restore_stored(workdir, leaves_of(built), stored.step)
-  if missing := sorted({t.leaf for t in listed} - set(leaves)):  # a model without a bias of its own
+  if missing := sorted({t.leaf for t in listed} - set(leaves)):  # e.g. a router without a bias
     raise ConfigError(f"{workdir} has no {missing[0]}, which a {family} has; set router.bias")
   types, usual = source.get("other_dtypes", {}), source.get("dtype", "F32")
   kind_of = lambda name: DTYPES[dtype] if dtype else types.get(name, usual)
@@ -61,7 +61,7 @@ def export_model(
   with appearing(folder) as partial:
     files = write_weights(partial, planned, typed)
     read = source.get("config", {})
-    # If our config.json means the same as the one that was read, the folder keeps its own words.
+    # The released config.json has priority if it describes the same model as ours.
     same = bool(read) and read_config(read, SOURCE)[1:] == read_config(config)[1:]
     written = {**config, **read} if same else {**read, **config}
     written["dtype"] = word
@@ -88,16 +88,16 @@ def export_inference(
   The checkpoint is restored on the devices and fetched from there one tensor at a time.
 
   Args:
-    workdir: of the run.
-    folder: new; see `scmoe.pretrained.inference`.
-    step: of the checkpoint; None: the newest.
+    workdir: folder of the run.
+    folder: folder to write, which must not exist; see `scmoe.pretrained.inference`.
+    step: step of the checkpoint; None: the newest.
     dtype: see `--dtype`.
     mesh: see `--mesh`.
 
   Raises:
-    ConfigError: `dtype` is none, or the tokenizer was not stored with the run.
+    ConfigError: `dtype` is unknown, or the tokenizer was not stored with the run.
     CheckpointError: there is no such step.
-    StorageError: the folder is there already, or cannot be written.
+    StorageError: the folder exists already, or cannot be written.
   """
   started = time.monotonic()
   stored = open_run(str(workdir), step)
@@ -108,7 +108,7 @@ def export_inference(
   leaves = restore_stored(workdir, leaves_of(build.build(run)), stored.step)
   planned = parts(run, dtype)
   if missing := sorted({part.leaf for part in planned} - set(leaves)):
-    raise ConfigError(f"{workdir} has no {missing[0]}; its checkpoint is of another configuration")
+    raise ConfigError(f"{workdir} has no {missing[0]}; its checkpoint has another configuration")
   options = {"dtype": dtype, "step": stored.step, "tokenizer": files}
   write_folder(folder, run, values_of(leaves, planned), **options)
   size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -121,7 +121,7 @@ def export_inference(
 
 
 def _text_fields(run: RunConfig, workdir: Path) -> dict[str, Any]:
-  """The fields of config.json about the beginning and end of texts, of a run's own tokenizer."""
+  """config.json's fields about the beginning and end of texts, from the run's own tokenizer."""
   tokenizer = load_tokenizer(run, str(workdir))
   others = sorted(tokenizer.stop_ids - {tokenizer.eos_id})
   return config_fields(tokenizer.bos_id, (tokenizer.eos_id, *others))

@@ -1,6 +1,4 @@
-"""The fields of a configuration by dotted name, such as `model.width`: to list them, and to set one
-from the text that a user typed.
-"""
+"""Lists a configuration's fields by dotted name, such as `model.width`, and sets one from text."""
 
 from __future__ import annotations
 
@@ -20,13 +18,13 @@ Run = TypeVar("Run")
 
 
 class Field(typing.NamedTuple):
-  """One field of a configuration: its dotted name, its type and what was declared about it.
+  """One field of a configuration.
 
   Attributes:
-    path: such as `model.rope.factor`.
+    path: dotted name, such as `model.rope.factor`.
     type: bool, int, float or str.
     default: its value in the configuration that `fields` was given.
-    help, metadata: as `scmoe.base.options.option` declared them.
+    help, metadata: what `scmoe.base.options.option` declared for it.
   """
 
   path: str

@@ -13,14 +13,14 @@ SAMPLING_FLAGS = (
   Flag("temperature", float, 1.0, "divides the logits; 0 takes the most probable token"),
   Flag("top_k", int, 0, "draw from the k most probable tokens; 0: from all"),
   Flag("top_p", float, 1.0, "draw from the most probable tokens that make up this probability"),
-  Flag("seed", int, 0, "of the draws"),
+  Flag("seed", int, 0, "seed of the draws"),
   Flag(
     "deterministic",
     bool,
     False,
     "on a GPU: the same greedy tokens in every process and for every --offload; slower",
   ),
-  Flag("mesh", str, "", "axes such as data=2,expert=2; training's, or one device, if not given"),
+  Flag("mesh", str, "", "axes such as data=2,expert=2; default: training's mesh, or one device"),
   SIMULATE,
 )
 OFFLOAD_FLAGS = (
@@ -28,25 +28,21 @@ OFFLOAD_FLAGS = (
     "offload",
     str,
     "auto",
-    "experts in the host's memory: none, blocking, early, ring, or two of "
-    "them for prefill,decode; auto: where they do not fit, as fits and is fastest",
+    "hold experts in the host's memory: none, blocking, early, ring, or PREFILL,DECODE of them; "
+    "auto: none if the experts fit the devices, else the fastest that fits",
   ),
-  Flag(
-    "gpu_memory", str, "", "bytes of each device that may be used, such as 8GiB; all if not given"
-  ),
-  Flag(
-    "host_memory", str, "", "bytes of the host's memory that experts may take; all if not given"
-  ),
-  Flag("expert_cache", int, -1, "experts of every layer that a device keeps; -1: what is left"),
+  Flag("gpu_memory", str, "", "bytes of each device that may be used, such as 8GiB; default: all"),
+  Flag("host_memory", str, "", "bytes of the host's memory that experts may take; default: all"),
+  Flag("expert_cache", int, -1, "experts per layer that a device caches; -1: as many as fit"),
   Flag(
     "cache_policy",
     str,
     "lfu",
-    "which expert makes room: lfu (fewest requests, the older ones worth less) or lru",
+    "which expert the cache evicts: lfu (fewest requests, older ones weigh less) or lru",
   ),
-  Flag("ring_sections", int, 2, "layers of a ring that are on the device at once"),
+  Flag("ring_sections", int, 2, "ring: number of layers whose experts are on the device at once"),
   Flag(
-    "int8_experts", bool, False, "experts in eight bits in the host's memory: half of the bytes"
+    "int8_experts", bool, False, "store experts in eight bits in the host's memory: half the bytes"
   ),
 )
 

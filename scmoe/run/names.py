@@ -1,4 +1,4 @@
-"""The name of a run and its folder, checked before anything is written."""
+"""Checks a run's name and its folder, before anything is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model and its tokenizer, opened once for many prompts: text in, text out."""
+"""A `Session` opens a model and its tokenizer once, and continues prompts or answers messages."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from scmoe.training.restore import with_newest
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-  """A piece by which a continuation grows.
+  """The next part of a continuation.
 
   Attributes:
-    text: empty where a character is not yet whole.
-    tokens: how many.
+    text: its text, without a last character whose bytes have not all come; may be empty.
+    tokens: number of its tokens.
   """
 
   text: str
@@ -38,21 +38,21 @@ class Session:
 
   Args:
     workdir: folder of the run.
-    step: of the checkpoint; -1 for the newest.
-    model: folder of `scmoe.convert --inference`, in place of a run's.
+    step: step of the checkpoint; -1: the newest.
+    model: folder that `scmoe.convert --inference` wrote, instead of a run's.
     mesh: see `scmoe.run.build.on_mesh`.
     allow_import: see `scmoe.base.extensions.check_allowed`.
     request: where experts may lie (`scmoe.inference.offload.plan`); by default on the devices, if
       they fit.
-    rows, longest, max_new_tokens: prompts at once, tokens of the longest, and tokens to add to
-      each, for which there has to be room.
+    rows, longest, max_new_tokens: number of prompts at once, tokens of the longest, and tokens to
+      generate for each; the planner reserves memory for them.
     deterministic: see `scmoe.inference.decode.Static`.
 
   Attributes:
-    plan: lines about where the experts lie; none where they lie on the devices.
+    plan: lines about where the experts lie; none if all lie on the devices.
 
   Raises:
-    ConfigError: the model does not fit, and no way of offloading makes it.
+    ConfigError: the model does not fit, even with its experts in the host's memory.
   """
 
   def __init__(
@@ -95,26 +95,26 @@ class Session:
     }
 
   def encode(self, prompt: str) -> list[int]:
-    """Tokens of a prompt, with those that the model expects before it.
+    """Tokens of a prompt, after those with which the model's training texts began.
 
-    As in training, a document follows an end-of-text token; of a released model, what its own
-    tokenizer adds (`scmoe.data.conventions`).
+    That is an end-of-text token, or, for a released model, what its own tokenizer adds
+    (`scmoe.data.conventions`).
 
     Raises:
-      ConfigError: it is not valid UTF-8.
+      ConfigError: the prompt is not valid UTF-8.
     """
     return prompt_ids(self.tokenizer, _valid(prompt))
 
   def tokens(
     self, prompts: list[list[int]], sampling: Sampling = Sampling(), **options: Any
   ) -> Iterator[list[list[int]]]:
-    """The next tokens of each prompt, as they are made: `scmoe.inference.decode.stream`."""
+    """Yields the next tokens of each prompt; see `scmoe.inference.decode.stream`."""
     return stream(self.model, prompts, sampling, **self._options, **options)
 
   def stream(
     self, prompts: Sequence[str], sampling: Sampling = Sampling(), **options: Any
   ) -> Iterator[list[Piece]]:
-    """Yields the next piece of every prompt's continuation, as it is made.
+    """Yields the next piece of every prompt's continuation while it is generated.
 
     Args:
       prompts: texts; each is read as the beginning of a document.
@@ -125,11 +125,11 @@ class Session:
   def answer(
     self, messages: Sequence[Mapping[str, str]], sampling: Sampling = Sampling(), **options: Any
   ) -> Iterator[list[Piece]]:
-    """Yields the next piece of the model's answer to a conversation, as it is made.
+    """Yields the next piece of the model's answer to a conversation while it is generated.
 
     Args:
-      messages: turns in order, each with `role` and `content`; the oldest are left out where all of
-        them and the answer are longer than the model's context.
+      messages: messages in order, each with `role` and `content`. The oldest are left out if all
+        of them and the answer are longer than the model's context.
       sampling, options: as for `stream`.
 
     Raises:
@@ -150,7 +150,7 @@ class Session:
   def _pieces(
     self, prompts: list[list[int]], sampling: Sampling, **options: Any
   ) -> Iterator[list[Piece]]:
-    """The next piece of every row's text; a character comes when all of its bytes are there."""
+    """Yields the next piece of every row's text; holds a character back until it has all bytes."""
     decode = self.tokenizer.decode
     rows: list[list[int]] = [[] for _ in prompts]
     shown = [""] * len(prompts)
@@ -158,17 +158,17 @@ class Session:
       pieces = []
       for row, own in enumerate(new):
         rows[row] += own
-        # The last character's bytes may still be to come.
-        whole = decode(rows[row]).rstrip("\ufffd")
-        pieces.append(Piece(whole[len(shown[row]) :], len(own)))
-        shown[row] = whole
+        # An incomplete last character decodes to U+FFFD.
+        complete = decode(rows[row]).rstrip("\ufffd")
+        pieces.append(Piece(complete[len(shown[row]) :], len(own)))
+        shown[row] = complete
       yield pieces
     ends = [decode(row)[len(text) :] for row, text in zip(rows, shown)]
     if any(ends):
       yield [Piece(end, 0) for end in ends]
 
   def usage(self) -> dict[str, Any]:
-    """Requests to the experts' caches so far and peak memory in bytes, JSON-able."""
+    """Lookups in the experts' caches so far and peak memory in bytes, JSON-able."""
     used = self._usage
     peak = max((d.memory_stats() or {}).get("peak_bytes_in_use", 0) for d in jax.local_devices())
     found: dict[str, Any] = {"peak_memory": peak, "requests": used.requests, "misses": used.misses}

@@ -445,7 +445,7 @@ def test_a_hostile_replay_is_refused(bundle, tmp_path, field):
   shutil.copytree(folder, copy)
   for value in HOSTILE[field]:
     (copy / "failure.json").write_text(json.dumps(good | {field: value}))
-    with pytest.raises(CheckpointError, match="is not the replay of a run") as caught:
+    with pytest.raises(CheckpointError, match="is not a run's replay bundle") as caught:
       replay_command.replay(built, copy)
     assert "\n" not in str(caught.value)
 
@@ -457,7 +457,7 @@ def test_a_replay_with_the_batch_of_another_run_is_refused(bundle, tmp_path):
   batch = read_npz(copy / "batch_0.npz", 2**20)
   for change in ({"weights": batch["weights"][..., :1]}, {"inputs": batch["inputs"].astype(float)}):
     np.savez(copy / "batch_0.npz", **(batch | change))
-    with pytest.raises(CheckpointError, match="it is of another run"):
+    with pytest.raises(CheckpointError, match="it belongs to another run"):
       replay_command.replay(built, copy)
 
 

@@ -186,7 +186,7 @@ def test_the_step_that_is_no_number_is_repeated(mesh8, tmp_path):
   table, same = module.replay(run.built, tmp_path / "replay")
   assert same
   assert "nan" in table
-  with pytest.raises(CheckpointError, match="is not the replay of a run"):
+  with pytest.raises(CheckpointError, match="is not a run's replay bundle"):
     module.replay(run.built, tmp_path)
   stored = tmp_path / "replay" / "batch_0.npz"
   with np.load(stored) as file:

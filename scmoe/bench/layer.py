@@ -8,10 +8,10 @@
     T  tokens      D  model width      F  expert width      E  experts      K  experts per token
 
 The layer is the model's, `scmoe.moe.layer.MoE` on one device, router included. Every result is
-compared with float32 before it is timed. Inputs are fresh and random; a time is the median over
-rounds in which all contenders take turns, so that a drift of the clock hits all of them. The bound
-is XLA's batched dense product of the same FLOPs on equal groups, timed in the same rounds: no
-router, no gather, no activation, no weighted sum.
+compared with float32 before it is timed. Inputs are fresh and random. A time is the median over
+rounds in which all contenders take turns, so that a change of the GPU's clock affects all of them.
+The bound is XLA's batched dense product of the same FLOPs on equal groups, without router, gather,
+activation and weighted sum, timed in the same rounds.
 """
 
 import argparse
@@ -55,8 +55,8 @@ SHAPES = {
   "Qwen3-30B": (32768, 2048, 768, 128, 8),
   "Mixtral": (8192, 4096, 14336, 8, 2),
 }
-# Released models by the sizes of their configurations, 8,192 tokens. One eighth of the experts
-# where there are over 64 of them or they do not fit: one GPU of eight.
+# Sizes of released models, with 8,192 tokens. Models with over 64 experts, or experts that one GPU
+# cannot hold, have an eighth of their experts here, as on one GPU of eight.
 MODELS = {
   "Mixtral-8x22B": (8192, 6144, 16384, 8, 2),
   "DBRX": (8192, 6144, 10752, 16, 4),
@@ -75,17 +75,17 @@ MODELS = {
   "JetMoE": (8192, 2048, 5632, 8, 2),
 }
 KNOWN = SHAPES | MODELS
-# bf16 operands, float32 accumulation, and intermediates rounded to bf16 two or three times.
+# For bf16 operands, float32 accumulation, and intermediates rounded to bf16 two or three times.
 TOLERANCE = 1e-2
-# Of fp8 against the same on XLA: a sum in another order can round an activation to the
-# number beside it, 6 to 12 % away. Not rounded at all, the difference is 0.06.
+# For fp8 by the kernels against fp8 by XLA: sums in another order can round an activation to the
+# next fp8 number, 6 to 12 % away. Against a layer without fp8 the difference is 0.06.
 TOLERANCE_FP8 = 1.5e-2
-_SAMPLE_SECONDS = 0.04  # calls in a row are timed together, so that the host's part is hidden
+_SAMPLE_SECONDS = 0.04  # so many seconds of calls are timed together, which hides the host's work
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """Sizes of one layer."""
+  """Sizes of one layer: T, D, F, E, K."""
 
   tokens: int
   width: int
@@ -110,7 +110,7 @@ def parse_shape(text: str) -> Shape:
   """Parses T,D,F,E,K or the name of a known shape.
 
   Raises:
-    ValueError: neither.
+    ValueError: the text is neither.
   """
   if text in KNOWN:
     return Shape(*KNOWN[text])
@@ -118,7 +118,7 @@ def parse_shape(text: str) -> Shape:
     numbers = [int(part) for part in text.split(",")]
     return Shape(*numbers)
   except (TypeError, ValueError):
-    raise ValueError(f"{text!r} is not T,D,F,E,K nor one of {', '.join(KNOWN)}") from None
+    raise ValueError(f"{text!r} is neither T,D,F,E,K nor one of {', '.join(KNOWN)}") from None
 
 
 def relative_error(got: jax.Array, want: jax.Array) -> float:
@@ -138,7 +138,7 @@ def interleaved(
 
 
 def normal_arrays(seed: int, dtype=jnp.bfloat16) -> Callable[..., jax.Array]:
-  """A maker of fresh standard normal arrays: (*shape, scale=1) -> array."""
+  """A function (*shape, scale=1) -> array that draws new standard normal numbers at each call."""
   keys = iter(jax.random.split(jax.random.key(seed), 64))
   return lambda *shape, scale=1.0: jax.random.normal(next(keys), shape, dtype) * scale
 
@@ -148,8 +148,8 @@ class Layer:
 
   Args:
     shape: its sizes.
-    backend: of grouped products.
-    fp32_gate: as `router.fp32_gate`.
+    backend: implementation of the grouped products (`model.expert_backend`).
+    fp32_gate: `router.fp32_gate`.
   """
 
   def __init__(self, shape: Shape, backend: str = "auto", *, fp32_gate: bool = True):
@@ -169,11 +169,14 @@ class Layer:
     self.graph, self._params = nnx.split(abstract)
 
   def shapes(self) -> Any:
-    """The parameters' shapes and types, as arrays without values."""
+    """Shapes and types of the parameters, as `jax.ShapeDtypeStruct`."""
     return self._params
 
   def params(self, seed: int) -> Any:
-    """Random weights, scaled so that activations are of order one; a float32 gate as it trains."""
+    """Random weights, scaled so that activations are of order one.
+
+    The gate is float32 if `fp32_gate`, as in training.
+    """
     normal = normal_arrays(seed)
 
     def leaf(path: Any, p: Any) -> jax.Array:
@@ -188,14 +191,15 @@ class Layer:
     return normal_arrays(seed + 1)(self.shape.tokens, self.shape.width), self.params(seed)
 
   def __call__(self, x_TD: jax.Array, params: Any) -> jax.Array:
-    """y_TD; the sums of which statistics are made are dropped."""
+    """y_TD, without the router's sums for statistics."""
     return nnx.merge(self.graph, params)(x_TD)[0]
 
 
 def check_layer(shape: Shape, seed: int, backend: str) -> dict[str, float]:
   """Relative errors of the experts' output and all gradients against float32.
 
-  The routing is decided once: two routers in different precision may break near-ties differently.
+  Both use the same routing, since routers of different precision may choose different experts where
+  two scores nearly tie.
   """
   layer = Layer(shape, backend)
   x, params = layer.inputs(seed)
@@ -213,7 +217,7 @@ def check_layer(shape: Shape, seed: int, backend: str) -> dict[str, float]:
     dx, dweight_TK, dweights = vjp(dy.astype(y.dtype))
     return y, dx, dweight_TK, dweights.gate_GDF, dweights.up_GDF, dweights.down_GFD
 
-  # The reference runs once: searching its float32 products would take longer than running them.
+  # XLA's search for the fastest float32 products would take longer than the reference's single run.
   on_gpu = jax.devices()[0].platform == "gpu"
   options = {"xla_gpu_autotune_level": 0} if on_gpu else {}
   assert isinstance(moe.experts, FFNExperts)
@@ -253,17 +257,18 @@ def _bound(shape: Shape, seed: int) -> dict[str, tuple[Callable[..., Any], Seque
 
 
 def training_functions(layer: Layer) -> tuple[Any, Any]:
-  """The forward as training runs it (what the backward needs is kept), and forward + backward."""
+  """The forward pass as training runs it, with its residuals, and forward + backward pass."""
 
   def forward(x, params):
     y, vjp = jax.vjp(layer, x, params)
-    # The caller's own arrays are among the kept ones; returning them would copy them.
+    # The residuals include the caller's own arrays, which XLA would copy to return them.
     given = {id(a) for a in jax.tree.leaves((x, params))}
     return y, [a for a in jax.tree.leaves(vjp) if id(a) not in given]
 
   def both(dy, x, params):
     y, vjp = jax.vjp(layer, x, params)
-    # A loss would make dy from y: the forward ends before the backward begins.
+    # A loss would compute dy from y. The barrier has the same effect: XLA cannot start the backward
+    # pass before the forward pass has ended.
     y, dy = jax.lax.optimization_barrier((y, dy))
     return y, vjp(dy)
 
@@ -279,7 +284,16 @@ def bench_layer(
   fp32_gate: bool = True,
   turns_only: bool = False,
 ) -> dict[str, Any]:
-  """Checks and times one layer, router included; with `turns_only` beside the bound alone."""
+  """Checks and times one layer, router included.
+
+  Args:
+    shape, seed, backend, fp32_gate: see `Layer`.
+    rounds: how often each function is timed.
+    turns_only: time it in turns with the bound only, not by itself too.
+
+  Raises:
+    ValueError: an error exceeds `TOLERANCE`.
+  """
   errors = check_layer(shape, seed, backend)
   worst = max(errors.values())
   if not worst <= TOLERANCE:
@@ -294,8 +308,8 @@ def bench_layer(
   both = both_function.lower(dy, *arguments).compile()
   memory = both.memory_analysis()
   ours = {"forward": (forward, arguments), "forward+backward": (both, (dy, *arguments))}
-  # Timed in three ways, which differ on a GPU at its power limit: as the figures of others were
-  # taken, with pauses; back to back; and in turns with the bound.
+  # Timed in three ways, since a GPU at its power limit slows down: with pauses, as other projects
+  # time theirs; back to back; and in turns with the bound.
   as_peers, sustained = {}, {}
   if not turns_only:
     as_peers = {
@@ -313,7 +327,7 @@ def bench_layer(
     "name": shape.name,
     "fp32_gate": fp32_gate,
     "errors": errors,
-    # x belongs to the caller, so that a layer which keeps it allocates nothing: added by hand.
+    # x is a residual too, but `kept` leaves out the caller's arrays.
     "kept_bytes": kept_bytes + arguments[0].nbytes,
     "contract_bytes": 2 * shape.tokens * (shape.width + 2 * shape.top_k * shape.hidden),
     "temporary_bytes": memory.temp_size_in_bytes,
@@ -334,7 +348,7 @@ def bench_layer(
 
 
 def print_layer(result: dict[str, Any]) -> None:
-  """One line of a table."""
+  """Prints one layer's line."""
   cells = [f"{result['name']:16s}"]
   for key in ("forward", "forward+backward"):
     r = result[key]
@@ -435,9 +449,9 @@ def bench_kernels(shape: Shape, skews: Sequence[float | None], seed: int, rounds
 
 
 def bench_fp8(shape: Shape, seed: int, rounds: int) -> dict[str, Any]:
-  """The experts' forward pass in bfloat16 and in fp8, and the roundings of the latter alone.
+  """Times the experts' forward pass in bfloat16 and in fp8, and fp8's roundings by themselves.
 
-  Routed evenly at random, without a router; what a backward pass would need is not kept.
+  Experts are chosen at random, without a router. No residuals for a backward pass are kept.
   """
   s, normal = shape, normal_arrays(seed)
   x_TD, a_RF = normal(s.tokens, s.width), normal(s.tokens * s.top_k, s.hidden)
@@ -480,19 +494,19 @@ def bench_fp8(shape: Shape, seed: int, rounds: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Runs the benchmark; see the module's text."""
+  """Runs the benchmark; see the module's docstring."""
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
   parser.add_argument("--layer", action="store_true", help="the whole MoE layer")
   parser.add_argument("--kernels", action="store_true", help="each product alone")
-  parser.add_argument("--fp8", action="store_true", help="experts in fp8 beside bfloat16")
+  parser.add_argument("--fp8", action="store_true", help="experts in fp8 and in bfloat16")
   parser.add_argument(
-    "--shape", action="append", default=[], help="T,D,F,E,K, a known name, or models"
+    "--shape", action="append", default=[], help="T,D,F,E,K, a known name, or models for all"
   )
   parser.add_argument("--skew", type=float, default=8.0, help="Dirichlet parameter for --kernels")
   parser.add_argument("--backend", default="auto", help="backend of --layer")
   parser.add_argument("--bf16_gate", action="store_true", help="router.fp32_gate=False")
   parser.add_argument(
-    "--turns_only", action="store_true", help="--layer in turns with the bound, not by itself too"
+    "--turns_only", action="store_true", help="time --layer only in turns with the bound"
   )
   parser.add_argument("--rounds", type=int, default=7)
   parser.add_argument("--json", help="where results are written")

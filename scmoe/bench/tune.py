@@ -1,14 +1,14 @@
-"""python -m scmoe.bench.tune: the fastest tilings of a model's grouped products on this GPU.
+"""python -m scmoe.bench.tune: finds the fastest tilings of a model's grouped products on this GPU.
 
   python -m scmoe.bench.tune --config olmoe --config.mesh.expert=2
   python -m scmoe.bench.tune --shape 8192,4096,1408,16,8
   python -m scmoe.bench.tune --list
 
 Traces a training step of the configuration, or a SwiGLU layer of the shape T,D,F,E,K (tokens, model
-width, expert width, experts and experts per token on one GPU), and measures every tiling that fits
-each product that it asks for: in turns, on random operands, after a comparison of results. The
-fastest are kept in the user's cache folder ($XDG_CACHE_HOME/scmoe/tilings), for every later run on
-this kind of GPU. What was measured before is not measured again, unless --again is given.
+width, expert width, experts and experts per token on one GPU), to learn which products it computes.
+For each product it compares the results of all tilings that fit on random operands, then times the
+tilings in turns. The fastest is stored in the user's cache folder ($XDG_CACHE_HOME/scmoe/tilings),
+for all later runs on this kind of GPU. A stored product is measured again only with --again.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from scmoe.training.step import make_train_step
 FLAGS = (
   Flag("config", str, "", "config file (Python, which is run), or the name of one"),
   Flag("shape", str, "", "T,D,F,E,K, or a name that scmoe.bench.layer knows", repeat=True),
-  Flag("rounds", int, 7, "turns in which the fastest are measured"),
-  Flag("again", bool, False, "measure also what was measured before"),
-  Flag("list", bool, False, "print what was measured on this kind of GPU, then stop"),
+  Flag("rounds", int, 7, "how often the fastest tilings are timed"),
+  Flag("again", bool, False, "also measure products that were measured before"),
+  Flag("list", bool, False, "print the stored tilings for this kind of GPU, then stop"),
   HELP,
 )
-_SAME = 0.01  # share of a time by which another tiling has to be faster than the shipped one
-_FINALISTS = 3
+_SAME = 0.01  # another tiling replaces the shipped one only if it is faster by this share
+_FINALISTS = 3  # tilings that are timed with all values of `Tiling.band`
 
 Product = tuple[Callable[..., Any], tuple[Any, ...]]  # (*arguments, tiling) -> results; arguments
 Timer = Callable[[dict[str, tuple[Callable[..., Any], Any]], int], dict[str, float]]
 
 
 def main(argv: list[str]) -> None:
-  """Measures what is asked for."""
+  """Measures the products of the command line's shapes and configuration."""
   values, given = parse(argv, FLAGS, with_fields=True)
   if values["help"]:
     return print(help_text(__doc__ or "", FLAGS, values["help"]))
@@ -63,11 +63,11 @@ def main(argv: list[str]) -> None:
   if values["list"]:
     return print(listed(device.device_kind))
   if not values["config"] and not values["shape"]:
-    raise ConfigError("give --config NAME or --shape T,D,F,E,K: whose products are measured?")
+    raise ConfigError("give --config NAME or --shape T,D,F,E,K, whose products to measure")
   if not has_kernels(device):
     raise ConfigError(
-      f"{device.device_kind} does not run the kernels, so that there is nothing to measure; they "
-      "are for GPUs of compute capability 9.0 (H100, H200)"
+      f"{device.device_kind} does not run the kernels, so there is nothing to measure; they need a "
+      "GPU of compute capability 9.0 (H100, H200)"
     )
   wanted: dict[Key, bench.Shape] = {}
   for text in values["shape"]:
@@ -83,10 +83,10 @@ def main(argv: list[str]) -> None:
 
 
 def listed(device_kind: str) -> str:
-  """A line for each product that was measured."""
+  """One line per product with a stored tiling."""
   found = tuned.table(device_kind)
   if not found:
-    return f"nothing was measured on {device_kind} ({tuned.file_of(device_kind)})"
+    return f"no tiling is stored for {device_kind} ({tuned.file_of(device_kind)})"
   lines = [_line(key, own) + f"; {own.when}" for key, own in sorted(found.items())]
   return "\n".join([*lines, f"in {tuned.file_of(device_kind)}"])
 
@@ -105,10 +105,10 @@ def asked_by_layer(shape: bench.Shape) -> list[Key]:
 
 
 def asked_by_config(run: Any) -> dict[Key, bench.Shape]:
-  """The products of a configuration's training step, and what one GPU has of its layers.
+  """The products of a configuration's training step, each with the layer's shape on one GPU.
 
   Raises:
-    ConfigError: it does not fit the devices, or no product of it takes a kernel.
+    ConfigError: the configuration does not fit the devices, or none of its products uses a kernel.
   """
   model = dataclasses.replace(run.model, expert_backend="mosaic_gpu")
   run = dataclasses.replace(run, model=model)
@@ -139,20 +139,20 @@ def asked_by_config(run: Any) -> dict[Key, bench.Shape]:
 
 @contextlib.contextmanager
 def _recorded() -> Any:
-  """Keys that are asked for while tracing; a program that was traced before would ask no more."""
-  jax.clear_caches()
+  """Collects the products whose tilings are looked up while the block traces a program."""
+  jax.clear_caches()  # a program traced before would not be traced again, and look up nothing
   with tiles.recorded() as keys:
     yield keys
 
 
 def product(key: Key, shape: bench.Shape, seed: int, sizes_G: jax.Array | None = None) -> Product:
-  """A product on random operands, as a layer computes it.
+  """A product as a layer computes it, with random operands.
 
   Args:
-    key: which; its widths are its own.
-    shape: tokens, experts and choices.
-    seed: of the operands.
-    sizes_G: int32, rows of each group, T·K in all; equal if None.
+    key: kind and widths of the product.
+    shape: gives tokens, experts and experts per token.
+    seed: seed of the operands.
+    sizes_G: int32, rows of each group, T·K in all; None: equal groups.
   """
   kind, width, n, gathered = key
   rows, experts = shape.tokens * shape.top_k, shape.experts
@@ -209,7 +209,7 @@ def product(key: Key, shape: bench.Shape, seed: int, sizes_G: jax.Array | None =
   if kind == "weights_pair":
     run = functools.partial(to_weights, side="lhs_index_R")
     return run, (gathers(width), plain(n), plain(n), *tail)
-  # Of the down projection's: its rows' gradient is what is gathered.
+  # The weights' gradient of the down projection gathers its right operand, the rows' gradient.
   if n == shape.width:
     return functools.partial(to_weights, side="rhs_index_R"), (plain(width), gathers(n), *tail)
   return functools.partial(to_weights, side="lhs_index_R"), (gathers(width), plain(n), *tail)
@@ -226,17 +226,17 @@ def measure(
   timer: Timer = bench.interleaved,
   make: Callable[[Key, bench.Shape, int], Product] = product,
 ) -> None:
-  """Measures products, keeps each result as soon as it is there, and prints it.
+  """Measures products; stores and prints the result of each before the next.
 
   Args:
-    wanted: keys, and the shape of the layer of each.
-    rounds: turns.
-    again: also those that were measured before.
-    timer: of functions with their arguments.
-    make: of a key its product.
+    wanted: product -> shape of its layer.
+    rounds: how often the fastest tilings are timed.
+    again: whether to measure products that have a result.
+    timer: times named functions with their arguments.
+    make: makes a product from its key.
 
   Raises:
-    StorageError: results cannot be kept.
+    StorageError: a result cannot be written.
   """
   device_kind = jax.devices()[0].device_kind
   known = {} if again else tuned.table(device_kind)
@@ -251,15 +251,17 @@ def measure(
       continue
     file = tuned.keep(device_kind, {key: found})
     print(_line(key, found), flush=True)
-  print(f"kept in {file}")
+  print(f"stored in {file}")
 
 
 def fastest(
   key: Key, function: Callable[..., Any], arguments: tuple[Any, ...], rounds: int, timer: Timer
 ) -> Measured | None:
-  """The fastest tiling of a product: first in all forms, then the best of them in all bands.
+  """The fastest tiling of a product.
 
-  None if the shipped one, with whose results the others' are compared, has no program.
+  It first times all tilings with one value of `Tiling.band`, then the best `_FINALISTS` with all
+  values. A tiling whose results differ from the shipped tiling's is left out. None if the shipped
+  tiling does not compile.
   """
   kind, width, n, gathered = key
   offered = tiles.variants(kind, width, n, gathered=gathered)
@@ -293,17 +295,18 @@ def fastest(
 
 
 def _compiled(function: Callable[..., Any], arguments: tuple[Any, ...], tiling: Tiling) -> Any:
-  """The program of a tiling; None, and a line that says so, where there is none."""
+  """The compiled program of a tiling; None, with a printed line, if it does not compile."""
   try:
     run = jax.jit(lambda *given: function(*given, tiling))
     return run.lower(*arguments).compile()
-  except Exception as error:  # whatever a compiler says of one of many is no end
+  except Exception as error:  # the compiler raises errors of many kinds; the others go on
     print(f"  {_spelled(tiling)} is left out: {' '.join(str(error).split())[:100]}", flush=True)
     return None
 
 
 def error_of(got: Any, want: Any, arguments: tuple[Any, ...]) -> float:
-  """The largest relative error of the results; of rows, those in use. NaN is infinitely wrong."""
+  """The largest relative error of the results, without rows that are not in use; NaN counts as
+  infinite."""
   layout = next((a for a in arguments if hasattr(a, "num_tiles")), None)
 
   def used(x: jax.Array) -> jax.Array:

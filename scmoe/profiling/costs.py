@@ -1,10 +1,11 @@
-"""Measured times of a program's instructions, as XLA's scheduler takes them (a profile).
+"""Measured times of a program's instructions, for XLA's scheduler (a profile).
 
 XLA starts a collective as late as its cost model allows. With measured times (profile-guided
-latency estimation) the scheduler plans for the actual machine. jax's own conversion of a trace has
-three faults, each enough to leave an exchange exposed: it names kernels of a fusion of slices by
-their own instruction, not by the fusion that XLA schedules; it counts an instruction of several
-kernels as their mean; and it includes a collective's wait for the slowest device.
+latency estimation) the scheduler plans for the actual machine. jax can convert a trace to a profile
+itself, but makes three mistakes, each of which can leave an exchange exposed: it names kernels of a
+fusion of slices after their own instruction instead of the fusion that XLA schedules; it takes the
+mean over the kernels of an instruction instead of their sum; and it counts a collective's wait for
+the slowest device as transfer time.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from collections.abc import Iterable, Mapping
 from scmoe.profiling.trace import Event, by_device
 
 # A collective takes longer beside computation than alone: 1.46 ms alone, 1.6 to 2.3 ms beside
-# products (2 H200s over a slow link; experiments/LOG.md, 2026-11-22). A window that is too long
-# costs nothing if other work fills it; after one that is too short, the device waits.
+# products (2 H200s over a slow link; experiments/LOG.md, 2026-11-22). If XLA assumes too long a
+# time, it only places more computation beside it; if too short a time, the device waits.
 STRETCH = 1.25
 
 
@@ -47,10 +48,10 @@ def instruction_costs(events: Iterable[Event], program: str) -> dict[str, float]
       found.setdefault(op, []).append(total / executions / 1e3)
   cost = lambda op, us: STRETCH * min(us) if op in sends else statistics.median(us)
   costs = {op: cost(op, us) for op, us in found.items()}
-  return costs | _of_fusions(program, costs)
+  return costs | _fusion_costs(program, costs)
 
 
-def _of_fusions(program: str, costs: Mapping[str, float]) -> dict[str, float]:
+def _fusion_costs(program: str, costs: Mapping[str, float]) -> dict[str, float]:
   """Costs of fusions that the trace does not name, from the instructions that they call."""
   bodies: dict[str, list[str]] = {}
   calls: dict[str, str] = {}

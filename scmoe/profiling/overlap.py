@@ -19,9 +19,9 @@ class Overlap:
   """Communication and computation of one step: medians over devices, milliseconds.
 
   Attributes:
-    communication: time with at least one transfer between devices under way.
-    computation: time with at least one computing kernel.
-    hidden: the part of `communication` during which a kernel computed.
+    communication: time during which at least one transfer between devices ran.
+    computation: time during which at least one computing kernel ran.
+    hidden: the part of `communication` during which a computing kernel ran.
     elapsed: from the first event to the last.
     fastest: the shortest `communication` of any device: NCCL time includes waiting for the
       slowest rank, so the fastest device comes closest to the time of the transfer alone.
@@ -35,7 +35,7 @@ class Overlap:
 
   @property
   def exposed(self) -> float:
-    """Communication during which no kernel computed."""
+    """The part of `communication` during which no computing kernel ran."""
     return self.communication - self.hidden
 
   @property
@@ -73,7 +73,7 @@ def device_overlap(events: list[Event], steps: int = 1) -> Overlap:
   )
 
 
-# Named scopes: of a pair's stages, of a step's other parts, and of exchanges other than of rows.
+# Named scopes of a pair's stages, of a step's other parts, and of collectives that send no rows.
 STAGES = ("attention", "mlp", "route", "dispatch", "experts", "combine", "add")
 STAGES += ("embedding", "loss", "cast", "optimizer", "clip", "accumulate", "stack")
 STAGES += ("counts", "weights", "tensor", "gradients", "statistics")
@@ -82,7 +82,7 @@ OTHER = "other"
 
 
 def stage_of(op_name: str) -> str:
-  """The innermost stage word of an op_name."""
+  """The innermost stage that an op_name contains; `ALL_REDUCE` or `OTHER` if it contains none."""
   parts = op_name.split("/")
   if parts[-1] == "add":  # the HLO operation, not the stage of that name
     parts.pop()
@@ -103,9 +103,10 @@ class StageTime:
   """One stage in one direction on one device: milliseconds per step.
 
   Attributes:
-    stage, direction: words.
+    stage: one of `STAGES`, `ALL_REDUCE` or `OTHER`.
+    direction: "forward" or "backward".
     computation: time of its kernels.
-    communication, hidden: time of its transfers, and the part beside computation.
+    communication, hidden: time of its transfers, and the part during which any kernel computed.
   """
 
   stage: str
@@ -150,7 +151,7 @@ def _stage_and_direction(event: Event, names: Mapping[str, str]) -> tuple[str, s
 
 
 def slow_down(overlapped: Overlap, alone: Overlap) -> float:
-  """Time of computation during communication over its time without; 1: no slow-down."""
+  """Computation time with communication beside it over the time `alone`; 1: no slow-down."""
   return overlapped.computation / alone.computation
 
 

@@ -1,4 +1,4 @@
-"""One block pair, cut out of the forward pass of a trace, as bars of its stages."""
+"""Cuts one block pair out of a trace's forward pass and draws its stages as bars."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from scmoe.profiling.trace import Event, length, union
 COMPUTE, LINK = "compute", "link"  # the streams, as `scmoe.blocks.schedule` names them
 # Stages that a step runs once, outside the pairs.
 STEP = ("embedding", "loss", "cast", "optimizer", "clip", "accumulate", "stack", "gradients")
-BEFORE = 0.3  # fraction of a pair before its dispatch: the shorter part
-NEAR = 0.01  # fraction of a pair: bars of one stage with a smaller gap are merged
+BEFORE = 0.3  # assumed share of a pair before its dispatch, if the trace does not show its start
+NEAR = 0.01  # bars of one stage are merged if their gap is below this share of a pair
 
 
 def pair_bars(events: Sequence[Event], names: Mapping[str, str]) -> dict[str, list[Bar]]:
-  """The pair of middle length of the first device; milliseconds from the first bar on.
+  """Bars of the pair of median length on the first device; milliseconds since its first event.
 
   Args:
     events: kernels and copies of some steps, in order of their start.
     names: op_name of each instruction (`Program.names`).
 
   Returns:
-    stream -> bars. Neighbours of one stage become one bar with their number of operations. Both
-    streams are empty if the trace has fewer than two pairs.
+    stream -> bars. Neighbouring operations of one stage become one bar, which tells their number.
+    Both streams are empty if the trace has fewer than two pairs.
   """
   bars: dict[str, list[Bar]] = {COMPUTE: [], LINK: []}
   op_name = lambda e: names.get(e.op) or e.op
@@ -49,7 +49,8 @@ def pair_bars(events: Sequence[Event], names: Mapping[str, str]) -> dict[str, li
 
 
 def _pair_starts(own: Sequence[tuple[str, Event]]) -> list[float]:
-  """Start of each pair's first dispatch; a pair routes before it sends, in chunks or at once."""
+  """Start of each pair's first dispatch. A pair may send several chunks, so only a dispatch that
+  follows a route begins a new pair."""
   sends = any(stage == "dispatch" and e.is_communication for stage, e in own)
   starts, routed = [], True
   for stage, event in own:
@@ -68,7 +69,7 @@ def _cuts(own: Sequence[tuple[str, Event]], starts: Sequence[float]) -> list[tup
   between = [[end for end in arrived if a < end <= b] for a, b in itertools.pairwise(starts)]
   if len(starts) > 2 and all(between):
     return list(itertools.pairwise(map(max, between)))
-  # Exchanges of neighbouring pairs cross, or the trace has too few.
+  # The exchanges of neighbouring pairs overlap, or there are only two pairs.
   cuts = []
   for start, after in itertools.pairwise(starts):
     begin = start - BEFORE * (after - start)

@@ -1,7 +1,7 @@
-"""The profiler's trace with the project's words in it, as a file for ui.perfetto.dev.
+"""Adds stages to the profiler's trace, for ui.perfetto.dev.
 
 The profiler writes Chrome's JSON, in which kernels have the compiler's names. This module adds
-each operation's stage, direction and op_name, and three tracks on top of each device: its
+each operation's stage, direction and op_name, and three tracks at the top of each device: its
 computation by stage, its communication by stage, and the exposed communication.
 """
 
@@ -18,8 +18,8 @@ from scmoe.base.errors import StorageError
 from scmoe.profiling.overlap import direction_of, stage_of
 from scmoe.profiling.trace import Event, by_device, is_container, union
 
-TRACKS = ("compute by stage", "communication by stage", "communication, bare")
-_FIRST = 10_000_000  # first process number of our tracks: above all of the trace's own
+TRACKS = ("compute by stage", "communication by stage", "communication, exposed")
+_FIRST = 10_000_000  # first process number of our tracks, above all that the profiler uses
 
 
 def write_perfetto(source: Path, target: Path, names: Mapping[str, str]) -> Path:
@@ -31,7 +31,7 @@ def write_perfetto(source: Path, target: Path, names: Mapping[str, str]) -> Path
     names: op_name of each instruction (`Program.names`).
 
   Raises:
-    StorageError: the source cannot be read or the target not be written.
+    StorageError: the source cannot be read, or the target cannot be written.
   """
   try:
     with gzip.open(source, "rt", encoding="utf-8") as file:
@@ -39,16 +39,17 @@ def write_perfetto(source: Path, target: Path, names: Mapping[str, str]) -> Path
     written = json.dumps(annotated(trace, names), separators=(",", ":")).encode()
     target.write_bytes(gzip.compress(written, 6, mtime=0))
   except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
-    raise StorageError(f"{target} cannot be made of {source}: {error}") from None
+    raise StorageError(f"{target} cannot be written from {source}: {error}") from None
   return target
 
 
 def annotated(trace: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-  """A trace with stages; Chrome's JSON in and out, times in microseconds.
+  """The trace with stages; both are Chrome's JSON with times in microseconds.
 
   Leaves out the profiler's `metadata`, which Perfetto does not accept.
   """
-  known = [entry for entry in trace.get("traceEvents", []) if "name" in entry]  # the last is {}
+  # The profiler's last entry is {}.
+  known = [entry for entry in trace.get("traceEvents", []) if "name" in entry]
   places = _places(known)
   events, kept = [], []
   for entry in known:
@@ -83,7 +84,7 @@ def _places(entries: list[dict[str, Any]]) -> dict[tuple[Any, Any], str]:
 
 
 def _device(entry: Mapping[str, Any], places: Mapping[tuple[Any, Any], str]) -> str:
-  """The device an entry ran on; "" for the host's own."""
+  """The device on which an entry ran; "" for the host."""
   if place := places.get((entry.get("pid"), entry.get("tid"))):
     return place
   ordinal = entry.get("args", {}).get("device_ordinal")

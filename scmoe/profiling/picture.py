@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-# Colours that differ on white and on black and carry black words.
+# Colours that stand out on white and on black, and on which black words can be read.
 COLOURS = {
   "before": "#8496b0",
   "attention": "#4f94dc",
@@ -34,9 +34,9 @@ class Bar(NamedTuple):
   """One stage on one stream.
 
   Attributes:
-    stage: its name. A number and the text after it do not change the colour, as in
-    "attention 1: projections".
-    start, end: in the timeline's unit.
+    stage: its name. A number and the text after it do not change the colour: "attention 1:
+      projections" has the colour of "attention".
+    start, end: times in the timeline's unit.
     about: further text, e.g. its number of kernels.
   """
 
@@ -47,7 +47,7 @@ class Bar(NamedTuple):
 
   @property
   def word(self) -> str:
-    """The colour's name."""
+    """The key of its colour in `COLOURS`."""
     word = re.sub(r" \d+\b.*", "", self.stage)
     return word if word in COLOURS else OTHER
 
@@ -60,9 +60,9 @@ class Timeline:
   """Rows of bars on one time axis.
 
   Attributes:
-    title: says what was measured, simulated or modelled, and of which machine.
+    title: says whether the times were measured, simulated or modelled, and for which machine.
     rows: e.g. {"scmoe_pos2": {"compute": [...], "link": [...]}}.
-    unit: of the bars' times.
+    unit: unit of the bars' times.
   """
 
   title: str
@@ -127,10 +127,8 @@ _STYLE = (
 
 
 def draw_svg(timeline: Timeline) -> str:
-  """SVG element of a timeline for a page: no script; every bar's times are its title.
-
-  A browser shows the title under the pointer; a screen reader reads it.
-  """
+  """SVG element of a timeline, without a script. Every bar has its times as `<title>`, which a
+  browser shows under the pointer and a screen reader reads."""
   scale = (_WIDTH - _LEFT - 24) / (timeline.end or 1.0)
   lanes, ticks = timeline.lanes, _ticks(timeline.end)
   bottom = _TOP + _LANE * len(lanes)
@@ -158,7 +156,7 @@ def draw_svg(timeline: Timeline) -> str:
 
 
 def _svg_bar(bar: Bar, lane: str, scale: float, y: float, unit: str) -> str:
-  """A bar, its times, and its word where there is room."""
+  """A bar with its times as its title, and its stage as text where it fits."""
   left, width = _LEFT + bar.start * scale, max((bar.end - bar.start) * scale, 0.6)
   times = f"{_digits(bar.start)} to {_digits(bar.end)} {unit}: {_digits(bar.end - bar.start)}"
   about = f"\n{bar.about}" if bar.about else ""

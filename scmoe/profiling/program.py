@@ -1,4 +1,4 @@
-"""Compile, call, trace: the one harness of training, `scmoe.profile` and the experiments."""
+"""Compiles, calls and traces programs, for training, `scmoe.profile` and the experiments."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Program:
   def __init__(self, lowered: Any):
     self.lowered = lowered
     self.compiled: Any = None
-    self.compile_seconds: list[float] = []  # of every compilation so far
+    self.compile_seconds: list[float] = []  # one entry per compilation so far
 
   def compile(self, options: dict[str, Any], profile: bytes = b"") -> Program:
-    """Compiles; a second time with other options or a profile replaces the first.
+    """Compiles; a second call, with other options or a profile, replaces the first program.
 
     Args:
       options: XLA's compiler options.
-      profile: measured latencies (`latencies`) for XLA's scheduler; empty: none.
+      profile: measured times (`latencies`) for XLA's scheduler; empty: none.
     """
     start = time.perf_counter()
     given = {**options, "fdo_profile": profile} if profile else options
@@ -45,7 +45,7 @@ class Program:
 
   @property
   def text(self) -> str:
-    """The optimised program; a scheduled one for GPUs."""
+    """The optimised program as HLO text; for GPUs in the order in which it runs."""
     return self.compiled.as_text()
 
   @property
@@ -55,18 +55,18 @@ class Program:
 
   @property
   def gibibytes(self) -> float:
-    """Memory: arguments, results and temporaries, less what donation saves."""
+    """Memory of arguments, results and temporaries in GiB; donated arguments count once."""
     m = self.compiled.memory_analysis()
     used = m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes
     return (used - m.alias_size_in_bytes) / 2**30
 
 
 def traced(run: Callable[[], object], folder: str | None = None) -> list[Event]:
-  """Kernels and copies of all GPUs during `run`, which returns when the devices are done.
+  """Kernels and copies that all GPUs execute during `run`.
 
   Args:
-    run: a function that calls programs.
-    folder: keeps the trace for XProf or Perfetto; None: a temporary one.
+    run: calls programs, and returns when the devices are done.
+    folder: where the trace is kept, for XProf or Perfetto; None: it is deleted.
   """
   with tempfile.TemporaryDirectory() as directory:
     place = folder or directory
@@ -89,7 +89,7 @@ def latencies(folder: str, program: Program) -> bytes:
 
 
 def profiled(run: Callable[[], object], program: Program) -> bytes:
-  """`latencies` of a program, profiled while `run` calls it."""
+  """Runs `run`, which calls `program`, under the profiler, and returns the `latencies`."""
   with tempfile.TemporaryDirectory() as directory:
     with jax.profiler.trace(directory):
       run()

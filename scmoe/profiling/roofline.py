@@ -1,7 +1,7 @@
-"""Modelled times: arithmetic and memory traffic over a device's rates, bytes over a link's.
+"""Models a step's times: FLOPs and memory traffic over a device's rates, bytes over a link's rate.
 
-The model chooses a slot before anything has run, and tells how far a measurement is from the
-hardware's limit. Measured times replace it (`scmoe.profile`).
+The model chooses a slot for the experts before anything has run, and shows how far a measurement is
+from the hardware's limit. Where `scmoe.profile` has measured times, it uses those instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Machine(Options):
   Attributes:
     flops: dense matrix FLOP/s that large products reach.
     memory: bytes/s of device memory.
-    link: bytes/s that leave a device in an all-to-all, without its own share.
+    link: bytes/s that leave a device in an all-to-all; the part that it keeps does not count.
     latency: seconds of an empty exchange.
   """
 
@@ -29,9 +29,9 @@ class Machine(Options):
   latency: float = option(minimum=0)
 
 
-# bf16. Products and copies: about what was measured on one H200 (docs of the experiments); links:
-# three quarters of the buffer's bytes per second of an all-to-all of 4 H200s of one host, 2026-11,
-# through NVLink and with NCCL_P2P_DISABLE=1 (two H200s, half of the buffer: 23 GB/s).
+# FLOP/s in bf16 and memory rate: about what one H200 reaches (experiments/LOG.md). Links: measured
+# in all-to-alls of 4 H200s of one host (2026-11), over NVLink and with NCCL_P2P_DISABLE=1. A device
+# sends three quarters of its buffer. Two H200s, which send half of it, reach 23 GB/s without P2P.
 MACHINES = {
   "h200-nvlink": Machine(flops=700e12, memory=4.0e12, link=193e9, latency=60e-6),
   "h200-slow": Machine(flops=700e12, memory=4.0e12, link=22.9e9, latency=60e-6),
@@ -42,7 +42,7 @@ def machine(name: str) -> Machine:
   """The machine of that name.
 
   Raises:
-    ConfigError: there is none.
+    ConfigError: the name is unknown.
   """
   if name not in MACHINES:
     raise ConfigError(f"machine={name!r} is unknown; one of: {', '.join(MACHINES)}")
@@ -54,16 +54,16 @@ class Sizes(Options):
   """One block pair on one device.
 
   Attributes:
-    tokens: T of this device and microbatch; seq: S. 0 where no prompt is known yet.
+    tokens: T, one device's tokens of a microbatch; seq: S. Both are 0 if no prompt is known yet.
     width, mlp, expert, shared: D, and hidden widths of MLP, routed and shared expert.
     head_width, kv_width: H·N of queries, and of keys or values.
-    experts, k: E, and routed experts per token that compute, on average.
+    experts, k: E, and the mean number of routed experts that compute for a token.
     capacity_factor: rows of a buffer over the balanced share.
-    devices: of the expert axis.
+    devices: number of devices on the expert axis.
     matrices: products of a feed-forward layer: 2, or 3 with a gated activation.
     bytes: size of one number of the compute type.
-    inward: weights of the products before scores and values; 0: queries, keys, values only.
-    value_width: H·V of values, where they are not as wide as queries; 0: they are.
+    inward: number of weights of attention's input projections; 0: those of queries, keys, values.
+    value_width: width of all heads' values; 0: `head_width`.
   """
 
   tokens: int = option(minimum=0)
@@ -86,7 +86,7 @@ class Sizes(Options):
 
 @dataclasses.dataclass(frozen=True)
 class StageSeconds:
-  """Modelled seconds of one pair's steps in the forward pass."""
+  """Modelled seconds of the steps of one block pair's forward pass."""
 
   projections: float
   mixing: float
@@ -104,17 +104,17 @@ class StageSeconds:
 
 
 def model_times(sizes: Sizes, machine: Machine) -> StageSeconds:
-  """Seconds of every stage: arithmetic, memory traffic, and exchanges over the link."""
+  """Seconds of every step, from its arithmetic, its memory traffic and its bytes over the link."""
   check_type("sizes", sizes, Sizes)
   check_type("machine", machine, Machine)
   z = sizes
-  rows = z.tokens * z.k * z.capacity_factor  # sent, and on average received
+  rows = z.tokens * z.k * z.capacity_factor  # rows that a device sends, and on average receives
   stream = z.bytes * z.width / machine.memory  # seconds per token read or written once
 
   def feed_forward(tokens: float, hidden: int) -> float:
     work = 2 * z.matrices * tokens * z.width * hidden / machine.flops
     weights = z.matrices * z.width * hidden * z.bytes / machine.memory
-    # Norm, activation and residual read and write; the hidden layer twice.
+    # Norm and residual read and write the tokens, the activation reads and writes the hidden layer.
     around = tokens * (4 * stream + 2 * z.bytes * hidden / machine.memory)
     return max(work, weights) + around
 
@@ -131,7 +131,7 @@ def model_times(sizes: Sizes, machine: Machine) -> StageSeconds:
     mixing=(scores + outward) / machine.flops + 4 * z.tokens * stream,
     mlp=feed_forward(z.tokens, z.mlp),
     shared=feed_forward(z.tokens, z.shared),
-    # Scores in float32, a sort, then rows in the order of the experts.
+    # Scores in float32, a sort, and a copy of the rows to the order of their experts.
     route=6 * z.tokens * stream + 2 * rows * stream,
     dispatch=exchange,
     experts=feed_forward(rows, z.expert) + 4 * rows * stream,

@@ -1,7 +1,7 @@
-"""Wall-clock comparison of arms in turns, so that drift of the machine's speed affects all alike.
+"""Compares functions by wall-clock time, in turns, so that changes of the GPU's clock affect all.
 
-An *arm* is a function: given a number, it makes so many calls and returns when the device is done.
-`repeated` turns a jitted function into an arm. Warm up and compile before the comparison.
+An *arm* of a comparison is a function of a number n: it makes n calls and returns when the device
+is done. `repeated` turns a jitted function into an arm. Compile and warm up before comparing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 Arm = Callable[[int], object]
-# The heading of times measured without a GPU.
+# Printed above times that were measured without a GPU.
 NO_GPU = "NOTE: there is no GPU here; these are times of simulated devices, not GPU times"
 _FLUSH_BYTES = 256 * 2**20  # bytes: more than any L2 cache
 
@@ -78,17 +78,17 @@ def interleave(
   deadline: float = float("inf"),
   clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
-  """Times arms in turns, one round of `calls` calls each.
+  """Times arms in turns; in each round every arm makes its calls once.
 
   An arm's time depends on the arm before it: at its power limit, a GPU runs slower after harder
   work. So the order within a round is random, but the same in every run.
 
   Args:
-    arms: by name.
-    rounds: turns of every arm.
-    calls: calls per turn, of all arms or of each.
-    deadline: of `clock`; no new round begins after it, but every arm gets one.
-    clock: seconds.
+    arms: arms by name.
+    rounds: number of rounds.
+    calls: calls per round, one number for all arms or one for each.
+    deadline: time of `clock` after which no round begins; the first always runs.
+    clock: gives seconds.
   """
   counts = calls if isinstance(calls, Mapping) else dict.fromkeys(arms, calls)
   seconds: dict[str, list[float]] = {name: [] for name in arms}
@@ -104,7 +104,10 @@ def interleave(
 
 
 def calls_in(arm: Arm, seconds: float, least: int = 3) -> int:
-  """Number of calls that take that long: enough to hide the host's work for one call."""
+  """Number of calls that together take `seconds`, at least `least`.
+
+  The host issues many calls while the device runs, so that its work per call is hidden.
+  """
   arm(1)
   start = time.perf_counter()
   arm(1)
@@ -115,13 +118,13 @@ def alone(function: Callable[..., Any], *arguments: Any, rounds: int) -> Timing:
   """Times one function as `triton.testing.do_bench` does: 20 ms of warm-up, then 150 ms of calls,
   before each of which a buffer larger than the L2 cache is zeroed.
 
-  The time of zeroing is subtracted; a second zeroing before each call measures it. (do_bench
-  records events around the call instead. Without zeroing, short calls would time the host.)
+  The time of zeroing is subtracted: a second series of calls with two zeroings each measures it.
+  do_bench records events around the call instead.
 
   Args:
-    function: jitted.
+    function: jitted function.
     *arguments: its arguments.
-    rounds: repetitions of the whole, half a second apart.
+    rounds: number of such measurements, half a second apart.
   """
   flush = jax.jit(lambda: jnp.zeros((_FLUSH_BYTES // 4,), jnp.int32))
   jax.block_until_ready((function(*arguments), flush()))
@@ -145,5 +148,5 @@ def alone(function: Callable[..., Any], *arguments: Any, rounds: int) -> Timing:
 
 
 def speed_up(baseline: Timing, arm: Timing) -> float:
-  """Speed-up of `arm`: median of the rounds' ratios, since the arms ran in turns."""
+  """Speed-up of `arm` over `baseline`: the median of the ratios of their times in each round."""
   return statistics.median(b / a for b, a in zip(baseline.seconds, arm.seconds))

@@ -1,6 +1,6 @@
-"""A profiler trace as intervals: what ran on each GPU, on which stream, when.
+"""Reads a profiler trace (`*.xplane.pb`) as a list of events: which kernel ran where and when.
 
-Reads `*.xplane.pb` through `jax.profiler.ProfileData`; no TensorBoard, no XProf.
+It uses `jax.profiler.ProfileData`, and needs neither TensorBoard nor XProf.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _COPY = re.compile(r"memcpy\s*d(evice)?\s*2\s*d|memcpy.?d2d", re.IGNORECASE)
 _COLLECTIVE_OP = re.compile(
   r"all[-_]to[-_]all|all[-_]reduce|all[-_]gather|reduce[-_]scatter|collective[-_]permute|\bsend\b"
 )
-# A simulated device's events are named by their instruction; these contain others or move no data.
+# A simulated device's events have the names of instructions. A collective's instruction, and an
+# instruction that contains others:
 _COLLECTIVE_THUNK = re.compile(rf"({_COLLECTIVE_OP.pattern})(-start|-done)?(\.\d+)?")
 _CONTAINER = re.compile(r"(while|call|conditional|async-start|async-done)(\.\d+)*")
 
@@ -60,12 +61,12 @@ def is_communication(name: str, op: str = "") -> bool:
 
 
 def is_container(op: str) -> bool:
-  """True if an instruction only contains others, whose times would be counted twice."""
+  """True if an instruction only contains others; counting it would count their times twice."""
   return bool(_CONTAINER.fullmatch(op))
 
 
 def find_trace(directory: str, suffix: str = ".xplane.pb") -> str:
-  """The newest `*.xplane.pb` under a directory, or file of another suffix.
+  """The newest file with this suffix under a directory.
 
   Raises:
     DataError: there is none.
@@ -77,10 +78,7 @@ def find_trace(directory: str, suffix: str = ".xplane.pb") -> str:
 
 
 def read_events(path: str) -> list[Event]:
-  """All kernels and copies of all GPUs of an `xplane.pb`, by start.
-
-  Empty for a run without a GPU: host planes name no streams.
-  """
+  """All kernels and copies of all GPUs in an `xplane.pb`, ordered by start; none without a GPU."""
   import jax  # the rest of this file works on events without jax
 
   events = []
@@ -88,16 +86,16 @@ def read_events(path: str) -> list[Event]:
     if "GPU" not in plane.name:
       continue
     for line in plane.lines:
-      # Other lines repeat the same work at the level of steps, modules and operations.
+      # The trace's other lines show the same time again, by steps, modules and operations.
       if (line.name or "").startswith("Stream"):
         events.extend(_line_events(plane.name, line))
   return sorted(events, key=lambda e: e.start)
 
 
 def read_simulated(path: str) -> list[Event]:
-  """The events of the simulated devices of a CPU, by start; empty for a trace of GPUs.
+  """The events of the CPU's simulated devices, ordered by start; empty for a trace of GPUs.
 
-  Simulated devices share the CPU's cores and memory: a collective is a copy and a wait for peers.
+  Simulated devices share the CPU's cores and memory, so a collective is a copy and a wait.
   """
   import jax
 
@@ -146,7 +144,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-  """The same time as disjoint intervals in order."""
+  """Disjoint, ordered intervals that cover the same time."""
   merged: list[list[float]] = []
   for start, end in sorted(intervals):
     if merged and start <= merged[-1][1]:
@@ -162,7 +160,7 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def shared(a: list[Interval], b: list[Interval]) -> float:
-  """Length of what two lists of disjoint, ordered intervals have in common."""
+  """Length of the intersection of two lists of disjoint, ordered intervals."""
   total, i, j = 0.0, 0, 0
   while i < len(a) and j < len(b):
     total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))

@@ -1,9 +1,9 @@
-"""The operations that may run, or are scheduled, beside each all-to-all; needs no GPU.
+"""Finds the computation that can run, or is scheduled, beside each all-to-all, without a GPU.
 
-`program_windows` reads a scheduled GPU program (optimised HLO text): the operations between the
-start and the done of each exchange. `graph_windows` reads a jaxpr, before any compiler: the matrix
-products that neither wait for an exchange nor feed it. It counts barriers as dependencies, and so
-shows the window that the schedule leaves in the forward and the backward pass.
+`program_windows` reads a scheduled GPU program (optimised HLO text) and lists the operations
+between the start and the done of each exchange. `graph_windows` reads a jaxpr, before any compiler,
+and lists the matrix products that neither depend on an exchange nor are needed by it. A barrier
+counts as a dependency, so this is the window that the schedule leaves in both passes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _COMPUTE = ("fusion", "custom-call", "call", "dot", "convolution", "sort", "scat
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-  """One exchange and the computation beside it.
+  """One exchange and its window: the computation beside it.
 
   Attributes:
-    stage, direction: of the exchange; dispatch or combine, forward or backward.
-    beside: stage words of the matrix products (and other large kernels) in its window.
+    stage, direction: stage and direction of the exchange, e.g. dispatch and forward.
+    beside: stages of the matrix products (and other large kernels) in its window.
     operations: number of computing operations in the window.
   """
 
@@ -49,7 +49,7 @@ def program_windows(program: str) -> list[Window]:
     name, rest = match.groups()
     found = re.search(r'op_name="([^"]*)"', rest)
     op_name = found.group(1) if found else ""
-    if " all-to-all(" in rest:  # XLA joins a start and a done that stand side by side
+    if " all-to-all(" in rest:  # XLA merges a start with the done that directly follows it
       windows.append(Window(stage_of(op_name), direction_of(op_name), (), 0))
     elif " all-to-all-start(" in rest:
       open_at[name] = (op_name, [])
@@ -66,7 +66,7 @@ def program_windows(program: str) -> list[Window]:
 
 
 def graph_windows(jaxpr: Any) -> list[Window]:
-  """Windows of a jaxpr's all-to-alls and sums of gradients: the products independent of each.
+  """Windows of a jaxpr's all-to-alls and sums of gradients, with the products independent of each.
 
   Barriers count as dependencies. Calls are inlined; a loop's body counts once.
   """
@@ -95,13 +95,16 @@ class _Node:
 
 
 class _Graph:
-  """Operations and what they wait for, with calls inlined."""
+  """Operations and the operations that they depend on, with calls inlined."""
 
   def __init__(self) -> None:
     self.nodes: list[_Node] = []
 
   def add(self, jaxpr: Any, known: dict[Any, set[int]], scope: str = "") -> list[set[int]]:
-    """Adds the operations of `jaxpr`; `known` says which operations made each variable."""
+    """Adds the operations of `jaxpr`; returns the operations that computed each of its results.
+
+    `known` maps a variable to the operations that computed it.
+    """
     source = lambda v: known.get(v, set()) if not hasattr(v, "val") else set()
     for eqn in jaxpr.eqns:
       inputs = [source(v) for v in eqn.invars]
@@ -111,7 +114,7 @@ class _Graph:
         self.nodes.append(_Node(eqn.primitive.name, name, set().union(*inputs)))
         made = [{len(self.nodes) - 1}] * len(eqn.outvars)
       else:
-        # Constants and arguments of calls line up from the right.
+        # A call may have constants before its arguments, so both are matched from the right.
         variables = dict(zip(reversed(inner.invars), reversed(inputs)))
         made = self.add(inner, variables, name)
         made = made[: len(eqn.outvars)] + [set()] * (len(eqn.outvars) - len(made))
@@ -148,10 +151,10 @@ def _inner(eqn: Any) -> Any:
 
 
 def summary(windows: Iterable[Window]) -> str:
-  """The products beside each exchange: one line for equal exchanges.
+  """The products beside each exchange, one line for all exchanges with equal windows.
 
-  A step of 12 pairs has 48 exchanges or more, most of them alike: `12 x forward dispatch beside:
-  ... (3 to 5 operations)`.
+  A step of 12 pairs has 48 exchanges or more, most of them with equal windows: `12 x forward
+  dispatch beside: ... (3 to 5 operations)`.
   """
   alike: dict[str, list[int]] = {}
   for w in windows:

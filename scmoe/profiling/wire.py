@@ -1,9 +1,9 @@
-"""The two messages that pass between XLA and this package, in protobuf's wire format.
+"""Reads XLA's serialised programs and writes its profiles, in protobuf's wire format.
 
 A program's text names an asynchronous exchange by its start and done. A trace names it by the
-operation inside, which the text omits. The serialised program (`HloModuleProto`) has both names. A
-profile goes to XLA as a `ProfiledInstructionsProto`. This module needs a few fields of each, and
-protobuf's field numbers never change, so it needs no generated code.
+operation inside, which the text omits. The serialised program (`HloModuleProto`) has both names.
+XLA takes a profile as a `ProfiledInstructionsProto`. Only a few fields of each are needed, whose
+numbers in protobuf never change, so there is no generated code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ _COMPUTATIONS, _INSTRUCTIONS, _NAME, _METADATA, _OP_NAME = 3, 2, 1, 7, 2
 
 
 def operation_names(compiled: Any) -> dict[str, str]:
-  """Instruction -> op_name of a compiled function (`jax.stages.Compiled`), inner ones included."""
+  """Instruction -> op_name of a compiled function (`jax.stages.Compiled`).
+
+  Instructions inside fusions and asynchronous operations are included.
+  """
   names: dict[str, str] = {}
   for module in compiled.runtime_executable().hlo_modules():
     for computation in _all(module.as_serialized_hlo_module_proto(), _COMPUTATIONS):
@@ -31,7 +34,7 @@ def operation_names(compiled: Any) -> dict[str, str]:
 
 
 def as_profile(costs: Mapping[str, float]) -> bytes:
-  """Microseconds of each instruction, as XLA's scheduler reads them.
+  """Microseconds of each instruction, serialised for XLA's scheduler.
 
   `ProfiledInstructionsProto`: field 1 is repeated, with a name (1) and microseconds (2, double).
   """
@@ -60,7 +63,10 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _number(message: bytes, at: int) -> tuple[int, int]:
-  """Seven bits a byte, the lowest first; the top bit says that more follow."""
+  """Reads a varint; returns it and the position after it.
+
+  Each byte has seven bits, the lowest first; its top bit says that another byte follows.
+  """
   number = shift = 0
   while True:
     byte = message[at]

@@ -1,4 +1,4 @@
-"""The advice names the bare exchange, the figures behind it and the option that would do."""
+"""The advice names the exposed exchange, the figures behind it and the option to change."""
 
 import pytest
 
@@ -29,20 +29,23 @@ def test_a_little_bare_time_is_not_worth_a_word():
   ("given", "words"),
   [
     ({"shortcut": False}, "model.wiring=scmoe_pos2"),
-    ({"shortcut": True, "window_share": 0.75}, "take 20.0 ms, the dense work that may stand"),
+    (
+      {"shortcut": True, "window_share": 0.75},
+      "take 20.0 ms, but the dense computation that can run",
+    ),
     ({"shortcut": True, "window_share": 0.5, "capacity_factor": 2.0}, "transport=packed"),
     ({"shortcut": True, "window_share": 1.0}, "overlap.order=barriers"),
   ],
 )
-def test_why_an_exchange_is_bare(given, words):
+def test_why_an_exchange_is_exposed(given, words):
   (line,) = advice(stages(1.0, window=21.0), 100, **given)
-  assert line.startswith("dispatch forward is bare for 9.0 of its 10.0 ms: ")
+  assert line.startswith("dispatch forward is exposed for 9.0 of its 10.0 ms: ")
   assert words in line
 
 
 def test_the_worst_comes_first_and_gradients_have_their_own_reason():
   own = [StageTime("gradients", "backward", 0, 20, 5), *stages(5.0)[:-1]]
   first, second = advice(own, 100, shortcut=True)
-  assert first.startswith("gradients backward is bare for 15.0 of its 20.0 ms")
+  assert first.startswith("gradients backward is exposed for 15.0 of its 20.0 ms")
   assert "overlap.gradient_dtype=bfloat16" in first
   assert second.startswith("dispatch forward")

@@ -99,5 +99,7 @@ def test_written_and_read_back(tmp_path):
   target = write_perfetto(source, tmp_path / "top2.trace.json.gz", NAMES)
   assert json.loads(gzip.decompress(target.read_bytes())) == annotated(GPU, NAMES)
   source.write_bytes(b"nothing")
-  with pytest.raises(StorageError, match=r"top2\.trace\.json\.gz cannot be made of .*vm\.trace"):
+  with pytest.raises(
+    StorageError, match=r"top2\.trace\.json\.gz cannot be written from .*vm\.trace"
+  ):
     write_perfetto(source, target, NAMES)

@@ -2,27 +2,30 @@
 
     M  rows at hand      K  copies of each      D  width      R  rows of the tiles      G  groups
 
-A gather reads a row once for every copy. Here every warp brings a row to shared memory once (bulk
-copies, PTX ISA 8.x), and each of K lanes sends it to one of its places, while the next rows are on
-their way.
+A gather reads a row from global memory once for every copy. This kernel reads it once: a warp
+brings the row to shared memory, and K of its lanes each send it to one of its places (bulk copies,
+PTX ISA 8.x). The warp's next rows are on their way meanwhile.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from scmoe.kernels import inline
+from scmoe.kernels import inline, ptx
 from scmoe.kernels.launch import compiled, resolve_num_sms, varying_as
 
 _LANES = 32
 _WARPS = 4  # of a block; eight are no faster
-_STAGES = 8  # rows of a warp in shared memory, at most; fewer where they are wide
-_ROOM = 200_000  # bytes of shared memory for them
-_ALIGNED = 128  # bytes
+_STAGES = 8  # rows of a warp in shared memory, at most; fewer where rows are wide
+_ROOM = 200_000  # bytes of shared memory for the stages
+_ALIGNED = 128  # bytes: a stage begins at a multiple of it
+_WORD = 4  # bytes of an int32
+_BARRIER = 8  # bytes of a barrier
 
 
 def takes(x_MD: jax.Array, num_copies: int) -> bool:
@@ -41,32 +44,36 @@ def copy_rows_to_tiles(
   num_rows: int,
   tile: int,
 ) -> jax.Array:
-  """[R, D]: x's rows at their places, zeros in the rest of each group's last tile. Tiles that are
-  of no group are not written.
+  """Copies x's rows to their places, and zeros to the rest of each group's last tile.
 
   Args:
     x_MD: rows of a type and width that the kernel `takes`.
-    row_MK: int32, places of each row, different from each other; outside [0, R) for none.
-    sizes_G, starts_G, tiles_G: int32, rows of each group, its first tile, and how many it has.
+    row_MK: int32, the K places of each row, all different; a place outside [0, R) is none.
+    sizes_G: int32, rows of each group.
+    starts_G: int32, first tile of each group.
+    tiles_G: int32, number of tiles of each group.
     num_rows: R.
     tile: rows of a tile.
+
+  Returns:
+    [R, D] in x's type. Tiles of no group are not written.
   """
-  made = _spread(x_MD, row_MK, sizes_G, starts_G, tiles_G, num_rows=num_rows, tile=tile)
-  return varying_as(x_MD, made)
+  copied = _copied_to_tiles(x_MD, row_MK, sizes_G, starts_G, tiles_G, num_rows=num_rows, tile=tile)
+  return varying_as(x_MD, copied)
 
 
 @functools.partial(jax.jit, static_argnames=("num_rows", "tile"))
-def _spread(x_MD, row_MK, sizes_G, starts_G, tiles_G, *, num_rows, tile):
+def _copied_to_tiles(x_MD, row_MK, sizes_G, starts_G, tiles_G, *, num_rows, tile):
   (rows, width), copies, groups = x_MD.shape, row_MK.shape[1], sizes_G.shape[0]
   row_bytes = width * x_MD.dtype.itemsize
   stages = min(_STAGES, (_ROOM // row_bytes - 1) // _WARPS)
   blocks = resolve_num_sms(None)
-  text = _text(rows, copies, groups, row_bytes, num_rows, tile, stages, blocks)
+  program = _Program(rows, copies, groups, row_bytes, num_rows, tile, stages, blocks)
+  text = program.text()
 
   def body(*refs):
     inline.run(text, refs[:-1], refs[-1:])
 
-  size = (_WARPS * stages + 1) * row_bytes + 8 * _WARPS * stages + _ALIGNED
   return compiled(
     body,
     out_type=jax.ShapeDtypeStruct((num_rows, width), x_MD.dtype),
@@ -74,135 +81,234 @@ def _spread(x_MD, row_MK, sizes_G, starts_G, tiles_G, *, num_rows, tile):
     grid_names=("block",),
     num_threads=_WARPS // 4,
     thread_name="wg",
-    scratch_types=[plgpu.SMEM((-(-size // 512) * 128,), jnp.int32)],
+    scratch_types=[plgpu.SMEM((-(-program.shared_bytes // 512) * 128,), jnp.int32)],
   )(x_MD, row_MK.reshape(-1), sizes_G, starts_G, tiles_G)
 
 
-def _text(
-  rows: int,
-  copies: int,
-  groups: int,
-  row_bytes: int,
-  num_rows: int,
-  tile: int,
-  stages: int,
-  blocks: int,
-) -> str:
-  """The kernel: `$0` x, `$1` places, `$2` to `$4` sizes, first tiles and tiles of the groups, `$5`
-  the rows of the tiles, `$6` shared memory: each warp's stages, a row of zeros, and a barrier for
-  each stage."""
-  everyone = blocks * _WARPS
+# The inline code's operands.
+_X, _PLACES, _SIZES, _TILE_STARTS, _TILES, _OUT, _SHARED = (f"${i}" for i in range(7))
 
-  def bring(stage: str | int) -> str:
-    """Begins to bring row `ahead` to a stage, and goes on to the next."""
-    return f"""
-      mad.lo.s32 buffer, {stage}, {row_bytes}, mine;
-      mad.lo.s32 barrier, {stage}, 8, barriers;
-      setp.lt.s32 yes, ahead, {rows};
-      setp.eq.and.u32 yes, lane, 0, yes;
-      mul.wide.s32 wide, ahead, {row_bytes};
-      add.s64 wide, $0, wide;
-      @yes mbarrier.arrive.expect_tx.shared::cta.b64 _, [barrier], {row_bytes};
-      @yes cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
-        [buffer], [wide], {row_bytes}, [barrier];
-      add.s32 ahead, ahead, {everyone};"""
 
-  def read(out: str, array: int) -> str:
-    return f"""
-      add.s64 place, ${array}, wide;
-      ld.global.nc.s32 {out}, [place];"""
+@dataclasses.dataclass(frozen=True)
+class _Program:
+  """The kernel in PTX, step by step.
 
-  def send(guard: str, source: str) -> str:
-    return f"""
-      mul.wide.u32 wide, to, {row_bytes};
-      add.s64 wide, $5, wide;
-      @{guard} cp.async.bulk.global.shared::cta.bulk_group [wide], [{source}], {row_bytes};"""
+  Warp w of all W takes rows w, w + W, w + 2 W and so on. The register `row` holds the row that the
+  warp sends next, and `ahead` the one that it fetches next, stages - 1 of its rows later. Shared
+  memory holds each warp's stages, a row of zeros, and a barrier for each stage.
 
-  # By a lane for each row that a group's last tile can lack; neighbours are in different warps.
-  rests = f"""
-      mad.lo.s32 i, lane, {everyone}, row;
-      bra RESTS_TEST;
-      RESTS:
-      div.u32 t, i, {tile};
-      mul.wide.s32 wide, t, 4;
-      mul.lo.s32 t, t, {tile};
-      sub.s32 t, i, t;
-      {read("size", 2)}
-      {read("to", 3)}
-      {read("end", 4)}
-      mul.lo.s32 end, end, {tile};
-      add.s32 t, t, size;
-      setp.lt.s32 yes, t, end;
-      mad.lo.s32 to, to, {tile}, t;
-      {send("yes", "zeros")}
-      add.s32 i, i, {_LANES * everyone};
-      RESTS_TEST:
-      setp.lt.s32 more, i, {groups * tile};
-      @more bra RESTS;
-      bar.warp.sync -1;
-      cp.async.bulk.commit_group;"""
-  return f"""{{
-      .reg .pred yes, more;
-      .reg .b32 thread, lane, warp, shared, mine, barriers, zeros, buffer, barrier, nothing;
-      .reg .b32 row, ahead, stage, before, phase, i, t, to, size, end;
-      .reg .b64 wide, place;
-      mov.u32 thread, %tid.x;
-      mov.u32 lane, %laneid;
-      mov.b32 nothing, 0;
-      shr.u32 warp, thread, 5;
-      add.s32 shared, $6, {_ALIGNED - 1};
-      and.b32 shared, shared, -{_ALIGNED};
-      mad.lo.s32 mine, warp, {stages * row_bytes}, shared;
-      add.s32 zeros, shared, {_WARPS * stages * row_bytes};
-      add.s32 barriers, zeros, {row_bytes};
-      mad.lo.s32 barriers, warp, {8 * stages}, barriers;
-      setp.eq.u32 yes, lane, 0;
-      {"".join(f"@yes mbarrier.init.shared::cta.b64 [barriers+{8 * s}], 1;" for s in range(stages))}
-      mov.b32 i, thread;
-      ZEROS:
-      mad.lo.s32 t, i, 4, zeros;
-      setp.lt.s32 more, i, {row_bytes // 4};
-      @more st.shared.b32 [t], nothing;
-      add.s32 i, i, {_WARPS * _LANES};
-      @more bra ZEROS;
-      fence.proxy.async.shared::cta;
-      fence.mbarrier_init.release.cluster;
-      bar.sync 0;
-      mov.u32 i, %ctaid.x;
-      mad.lo.s32 row, i, {_WARPS}, warp;
-      mov.b32 ahead, row;
-      {"".join(bring(stage) for stage in range(stages - 1))}
-      {rests}
-      mov.b32 stage, 0;
-      mov.b32 before, {stages - 1};
-      mov.b32 phase, 0;
-      bra ROWS_TEST;
-      ROWS:
-      mad.lo.s32 i, row, {copies}, lane;
-      mul.wide.s32 wide, i, 4;
-      setp.lt.u32 yes, lane, {copies};
-      mov.b32 to, {num_rows};
-      add.s64 place, $1, wide;
-      @yes ld.global.nc.s32 to, [place];
-      setp.lt.u32 yes, to, {num_rows};
-      mad.lo.s32 buffer, stage, {row_bytes}, mine;
-      mad.lo.s32 barrier, stage, 8, barriers;
-      WAIT:
-      mbarrier.try_wait.parity.shared::cta.b64 more, [barrier], phase;
-      @!more bra WAIT;
-      {send("yes", "buffer")}
-      cp.async.bulk.commit_group;
-      cp.async.bulk.wait_group.read 1;
-      bar.warp.sync -1;
-      {bring("before")}
-      add.s32 row, row, {everyone};
-      mov.b32 before, stage;
-      add.s32 stage, stage, 1;
-      setp.eq.s32 yes, stage, {stages};
-      @yes mov.b32 stage, 0;
-      @yes xor.b32 phase, phase, 1;
-      ROWS_TEST:
-      setp.lt.s32 more, row, {rows};
-      @more bra ROWS;
-      cp.async.bulk.wait_group 0;
-    }}"""
+  Attributes:
+    rows, copies, groups: M, K and G.
+    row_bytes: bytes of a row.
+    num_rows: R.
+    tile: rows of a tile.
+    stages: rows of a warp in shared memory.
+    blocks: of the grid.
+  """
+
+  rows: int
+  copies: int
+  groups: int
+  row_bytes: int
+  num_rows: int
+  tile: int
+  stages: int
+  blocks: int
+
+  @property
+  def warps(self) -> int:
+    """W: warps of all blocks."""
+    return self.blocks * _WARPS
+
+  @property
+  def shared_bytes(self) -> int:
+    """Shared memory of a block, with room to align it."""
+    stages = _WARPS * self.stages
+    return (stages + 1) * self.row_bytes + _BARRIER * stages + _ALIGNED
+
+  def text(self) -> str:
+    """The whole kernel."""
+    return ptx.program(
+      ptx.registers("pred", "yes, more"),
+      ptx.registers(
+        "b32", "thread, lane, warp, shared, mine, barriers, zeros, buffer, barrier, nothing"
+      ),
+      ptx.registers("b32", "row, ahead, stage, before, phase, i, t, to, size, end"),
+      ptx.registers("b64", "wide, place"),
+      self.find_shared_memory(),
+      self.init_barriers(),
+      self.write_zeros(),
+      ptx.publish_to_copies(own_block_only=True),
+      ptx.publish_barriers(),
+      ptx.wait_for_block(),
+      self.first_row(),
+      *(self.fetch_row(stage) for stage in range(self.stages - 1)),
+      self.send_zeros(),
+      ptx.let("stage", 0),
+      ptx.let("before", self.stages - 1),
+      ptx.let("phase", 0),
+      ptx.while_less(
+        "ROWS",
+        "row",
+        self.rows,
+        self.load_place(),
+        self.find_stage("stage"),
+        ptx.wait_for_barrier("barrier", "phase", "more"),
+        self.send_row("yes", "buffer"),
+        ptx.close_group(),
+        ptx.wait_for_groups(1, read_only=True),  # the stage before this one has been sent
+        ptx.wait_for_warp(),
+        self.fetch_row("before"),
+        ptx.add("row", "row", self.warps),
+        self.next_stage(),
+      ),
+      ptx.wait_for_groups(0),
+    )
+
+  def find_shared_memory(self) -> str:
+    """mine, barriers = this warp's stages and their barriers; zeros = the block's row of zeros."""
+    return ptx.lines(
+      [
+        ptx.thread_of_block("thread"),
+        ptx.lane_of_warp("lane"),
+        ptx.let("nothing", 0),
+        ptx.shift_right("warp", "thread", 5),
+        ptx.add("shared", _SHARED, _ALIGNED - 1),
+        ptx.bit_and("shared", "shared", -_ALIGNED),
+        ptx.multiply_add("mine", "warp", self.stages * self.row_bytes, "shared"),
+        ptx.add("zeros", "shared", _WARPS * self.stages * self.row_bytes),
+        ptx.add("barriers", "zeros", self.row_bytes),
+        ptx.multiply_add("barriers", "warp", _BARRIER * self.stages, "barriers"),
+      ]
+    )
+
+  def init_barriers(self) -> str:
+    """Makes the warp's barriers, by its first lane."""
+    return ptx.lines(
+      [
+        ptx.compare("yes", "lane", "==", 0, unsigned=True),
+        *(ptx.init_barrier("barriers", _BARRIER * s, 1, only_if="yes") for s in range(self.stages)),
+      ]
+    )
+
+  def write_zeros(self) -> str:
+    """Fills the row of zeros, by all threads of the block."""
+    return ptx.lines(
+      [
+        ptx.let("i", "thread"),
+        ptx.label("ZEROS"),
+        ptx.multiply_add("t", "i", _WORD, "zeros"),
+        ptx.compare("more", "i", "<", self.row_bytes // _WORD),
+        ptx.store_shared("t", "nothing", kind="b32", only_if="more"),
+        ptx.add("i", "i", _WARPS * _LANES),
+        ptx.jump("ZEROS", only_if="more"),
+      ]
+    )
+
+  def first_row(self) -> str:
+    """row = ahead = the warp's number in the grid."""
+    return ptx.lines(
+      [
+        ptx.block_of_grid("i"),
+        ptx.multiply_add("row", "i", _WARPS, "warp"),
+        ptx.let("ahead", "row"),
+      ]
+    )
+
+  def find_stage(self, stage: str | int) -> str:
+    """buffer, barrier = those of a stage of the warp."""
+    return ptx.lines(
+      [
+        ptx.multiply_add("buffer", stage, self.row_bytes, "mine"),
+        ptx.multiply_add("barrier", stage, _BARRIER, "barriers"),
+      ]
+    )
+
+  def fetch_row(self, stage: str | int) -> str:
+    """Starts to copy row `ahead`, if there is one, to a stage, and advances to the warp's next."""
+    return ptx.lines(
+      [
+        self.find_stage(stage),
+        ptx.compare("yes", "ahead", "<", self.rows),
+        ptx.compare("yes", "lane", "==", 0, and_="yes", unsigned=True),
+        ptx.element_address("wide", _X, "ahead", self.row_bytes),
+        ptx.arrive_and_expect("barrier", self.row_bytes, only_if="yes"),
+        ptx.copy_to_shared("buffer", "wide", self.row_bytes, "barrier", only_if="yes"),
+        ptx.add("ahead", "ahead", self.warps),
+      ]
+    )
+
+  def send_row(self, condition: str, source: str) -> str:
+    """Starts to copy from shared memory to row `to` of the result, where the predicate holds."""
+    return ptx.lines(
+      [
+        ptx.element_address("wide", _OUT, "to", self.row_bytes, unsigned=True),
+        ptx.copy_to_global("wide", source, self.row_bytes, only_if=condition),
+      ]
+    )
+
+  def send_zeros(self) -> str:
+    """Starts to copy zeros to the rows of groups' last tiles that no row of x fills.
+
+    A group lacks fewer rows than a tile has, so i is the pair (group i // tile, lacking row
+    t = i % tile): row size + t of the group, if the group's tiles have that row. Neighbouring i go
+    to different warps.
+    """
+    group_word = lambda to, array: ptx.lines(
+      [
+        ptx.advance("place", array, "wide"),
+        ptx.load_read_only(to, "place"),
+      ]
+    )
+    rows = ptx.while_less(
+      "RESTS",
+      "i",
+      self.groups * self.tile,
+      ptx.divide("t", "i", self.tile),
+      ptx.byte_distance("wide", "t", _WORD),
+      ptx.multiply("t", "t", self.tile),
+      ptx.subtract("t", "i", "t"),
+      group_word("size", _SIZES),
+      group_word("to", _TILE_STARTS),
+      group_word("end", _TILES),
+      ptx.multiply("end", "end", self.tile),
+      ptx.add("t", "t", "size"),
+      ptx.compare("yes", "t", "<", "end"),
+      ptx.multiply_add("to", "to", self.tile, "t"),
+      self.send_row("yes", "zeros"),
+      ptx.add("i", "i", _LANES * self.warps),
+    )
+    return ptx.lines(
+      [
+        ptx.multiply_add("i", "lane", self.warps, "row"),
+        rows,
+        ptx.wait_for_warp(),
+        ptx.close_group(),
+      ]
+    )
+
+  def load_place(self) -> str:
+    """to = the lane's place of row `row`; yes = whether the lane has one."""
+    return ptx.lines(
+      [
+        ptx.multiply_add("i", "row", self.copies, "lane"),
+        ptx.byte_distance("wide", "i", _WORD),
+        ptx.compare("yes", "lane", "<", self.copies, unsigned=True),
+        ptx.let("to", self.num_rows),
+        ptx.advance("place", _PLACES, "wide"),
+        ptx.load_read_only("to", "place", only_if="yes"),
+        ptx.compare("yes", "to", "<", self.num_rows, unsigned=True),
+      ]
+    )
+
+  def next_stage(self) -> str:
+    """Goes on to the next stage; the barriers' phase turns over with each round."""
+    return ptx.lines(
+      [
+        ptx.let("before", "stage"),
+        ptx.add("stage", "stage", 1),
+        ptx.compare("yes", "stage", "==", self.stages),
+        ptx.let("stage", 0, only_if="yes"),
+        ptx.bit_xor("phase", "phase", 1, only_if="yes"),
+      ]
+    )

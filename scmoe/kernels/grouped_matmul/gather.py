@@ -1,47 +1,51 @@
 """Gathering rows straight into a kernel's operand stage.
 
-Hopper's bulk copies (TMA) cannot gather rows, so the producer warpgroup does it with one 16-byte
-asynchronous copy per thread and step (`cp.async`, PTX ISA 8.x, section "Data Movement"), written in
-the swizzled layout that wgmma reads. Their arrival is counted by barriers of our own: `cp.async`
-can signal an mbarrier, but the Pallas barrier of the stage cannot be named from inline code.
+Hopper's bulk copies (TMA) cannot gather rows of an index array. So the 128 threads of the producer
+copy 16 bytes each at a time (`cp.async`, PTX ISA 8.x, section "Data Movement"), to where wgmma
+expects them in its swizzled layout. Barriers of this module count the copies that have arrived:
+inline code cannot name the Pallas barrier of a stage.
 
-These functions have no interpretation on a CPU; there, the rows are gathered before the kernel.
+Interpret mode cannot run these functions. On a CPU, the rows are gathered before the kernel.
 """
 
+import dataclasses
 from typing import Any, cast
 
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from scmoe.kernels import inline
+from scmoe.kernels import inline, ptx
 
-_THREADS = 128
-_SWIZZLE_BYTES = 128
+_THREADS = 128  # of the warpgroup that gathers
+_SWIZZLE_BYTES = 128  # of a row, that are permuted among themselves
+_SWIZZLE_ROWS = 8  # rows whose permutations differ
+_SWIZZLE_BLOCK = _SWIZZLE_ROWS * _SWIZZLE_BYTES  # bytes: these rows lie together
 _COPY_BYTES = 16
+_THREADS_PER_ROW = _SWIZZLE_BYTES // _COPY_BYTES
+_ROWS_PER_PASS = _THREADS // _THREADS_PER_ROW
+_BARRIER = 8  # bytes of a barrier
+_WORD = 4  # bytes of an int32
 
 
 def barrier_memory(stages: int) -> Any:
-  """Shared memory for one mbarrier (8 bytes) a stage."""
-  return plgpu.SMEM((2 * stages,), jnp.int32)
+  """Shared memory for one barrier a stage."""
+  return plgpu.SMEM((_BARRIER // _WORD * stages,), jnp.int32)
 
 
 def init_barriers(barriers: Any, stages: int) -> None:
-  """Makes the barriers; to be run by the whole CTA before it splits into roles."""
+  """Makes the barriers. The whole CTA runs this before it splits into roles."""
 
   @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
   def run(_, memory):
-    inits = "".join(
-      f"@first mbarrier.init.shared::cta.b64 [$0+{8 * i}], {_THREADS};\n" for i in range(stages)
+    text = ptx.program(
+      ptx.registers("pred", "first"),
+      ptx.registers("b32", "thread"),
+      ptx.thread_of_block("thread"),
+      ptx.compare("first", "thread", "==", 0, unsigned=True),
+      *(ptx.init_barrier("$0", _BARRIER * i, _THREADS, only_if="first") for i in range(stages)),
+      ptx.publish_to_copies(),
+      ptx.wait_for_block(),
     )
-    text = f"""{{
-      .reg .pred first;
-      .reg .b32 thread;
-      mov.u32 thread, %tid.x;
-      setp.eq.u32 first, thread, 0;
-      {inits}
-      fence.proxy.async;
-      bar.sync 0;
-    }}"""
     inline.ptx(text, [inline.shared_address(memory)], "r")
 
   cast(Any, run)(barriers)
@@ -60,107 +64,164 @@ def start_gather(
 ) -> None:
   """Starts copying x[index[first_row + r], first_col + c] to ring[stage, r, c].
 
-  To be run by one whole warpgroup. Rows with a negative index become zero.
+  One whole warpgroup runs this. Rows with a negative index become zero.
 
   Args:
     x: GMEM ref [rows, width], 2-byte elements.
     index: GMEM ref, int32.
     ring: swizzled SMEM ref [stages, block rows, block columns].
-    barriers: what `init_barriers` made; the stage's one completes when the rows are there.
+    barriers: what `init_barriers` made. The stage's barrier completes when the rows have arrived.
     stage: which stage.
     first_row: first entry of `index`.
     first_col: first column of x.
-    prefetch: entries of `index` ahead of first_row to bring into the L1 cache, for callers whose
-      next steps read other rows: the copies cannot start before their index is there.
+    prefetch: the entries of `index` this far behind first_row are brought into the L1 cache, for
+      callers that read other rows at each step: a copy cannot start before its index has arrived.
+      0: none.
   """
-  _, block_rows, block_cols = ring.shape
-  itemsize = jnp.dtype(x.dtype).itemsize
-  row_bytes = x.shape[-1] * itemsize
-  col_blocks = block_cols * itemsize // _SWIZZLE_BYTES
-  threads_per_row = _SWIZZLE_BYTES // _COPY_BYTES
-  rows_per_pass = _THREADS // threads_per_row
   from scmoe.kernels.grouped_matmul.pipeline import swizzled
 
-  transforms = swizzled(block_cols, x.dtype)
+  _, block_rows, block_cols = ring.shape
+  itemsize = jnp.dtype(x.dtype).itemsize
+  program = _Gather(block_rows, block_cols, itemsize, x.shape[-1] * itemsize, prefetch)
+  in_global = (plgpu.RefType(),) * 2
+  in_shared = (plgpu.RefType(swizzled(block_cols, x.dtype)), plgpu.RefType())
 
-  @plgpu.inline_mgpu(
-    arg_types=(
-      plgpu.RefType(),
-      plgpu.RefType(),
-      plgpu.RefType(transforms),
-      plgpu.RefType(),
-      inline.SCALAR,
-      inline.SCALAR,
-      inline.SCALAR,
-    )
-  )
-  def run(_, x_ref, index_ref, ring_ref, barrier_ref, stage_, first_row_, first_col_):
-    passes = block_rows // rows_per_pass
-    # Every 8 rows of one swizzle width are 1 KiB; the row's low bits permute its 16-byte pieces.
-    loads, copies = [], []
-    for j in range(passes):
-      loads.append(f"ld.global.nc.s32 i{j}, [entry+{4 * rows_per_pass * j}];")
-      copies += [
-        f"setp.ge.s32 used, i{j}, 0;",
-        f"selp.b32 size, {_COPY_BYTES}, 0, used;",
-        f"max.s32 i{j}, i{j}, 0;",
-        f"mad.wide.s32 source, i{j}, {row_bytes}, base;",
-      ]
-      for block in range(col_blocks):
-        target = (j * rows_per_pass // 8 * col_blocks + block) * 1024
-        copies.append(
-          f"cp.async.cg.shared.global.L2::128B [target+{target}],"
-          f" [source+{block * _SWIZZLE_BYTES}], {_COPY_BYTES}, size;"
-        )
-    ahead = f"prefetch.global.L1 [entry+{4 * prefetch}];" if prefetch else ""
-    text = f"""{{
-      .reg .pred used;
-      .reg .b32 thread, row, piece, target, part, size, barrier;
-      .reg .b32 {", ".join(f"i{j}" for j in range(passes))};
-      .reg .b64 base, entry, source, wide;
-      mov.u32 thread, %tid.x;
-      and.b32 thread, thread, {_THREADS - 1};
-      shr.u32 row, thread, 3;
-      and.b32 piece, thread, 7;
-      mad.lo.s32 part, $5, 1, row;
-      mul.wide.s32 wide, part, 4;
-      add.s64 entry, $1, wide;
-      {" ".join(loads)}
-      {ahead}
-      shl.b32 part, piece, 4;
-      mad.lo.s32 part, $6, {itemsize}, part;
-      cvt.s64.s32 wide, part;
-      add.s64 base, $0, wide;
-      mad.lo.s32 target, $4, {block_rows * block_cols * itemsize}, $2;
-      shr.u32 part, row, 3;
-      mad.lo.s32 target, part, {1024 * col_blocks}, target;
-      and.b32 part, row, 7;
-      xor.b32 piece, piece, part;
-      mad.lo.s32 target, part, {_SWIZZLE_BYTES}, target;
-      mad.lo.s32 target, piece, {_COPY_BYTES}, target;
-      {" ".join(copies)}
-      mad.lo.s32 barrier, $4, 8, $3;
-      cp.async.mbarrier.arrive.noinc.shared::cta.b64 [barrier];
-    }}"""
-    inline.ptx(
-      text,
-      [
-        inline.global_address(x_ref),
-        inline.global_address(index_ref),
-        inline.shared_address(ring_ref),
-        inline.shared_address(barrier_ref),
-        inline.scalar(stage_),
-        inline.scalar(first_row_),
-        inline.scalar(first_col_),
-      ],
-      "l,l,r,r,r,r,r",
-    )
+  @plgpu.inline_mgpu(arg_types=(*in_global, *in_shared, *(inline.SCALAR,) * 3))
+  def run(_, x_ref, index_ref, ring_ref, barrier_ref, *scalars):
+    operands = [
+      inline.global_address(x_ref),
+      inline.global_address(index_ref),
+      inline.shared_address(ring_ref),
+      inline.shared_address(barrier_ref),
+      *map(inline.scalar, scalars),
+    ]
+    inline.ptx(program.text(), operands, "l,l,r,r,r,r,r")
 
   cast(Any, run)(x, index, ring, barriers, stage, first_row, first_col)
 
 
+# The inline code's operands.
+_X, _INDEX, _RING, _BARRIERS, _STAGE, _FIRST_ROW, _FIRST_COL = (f"${i}" for i in range(7))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gather:
+  """The copies of one stage in PTX, step by step.
+
+  Eight threads copy 128 bytes of a row, so that 16 rows are under way in each pass; the register
+  `i{j}` holds the index of the thread's row in pass j. Shared memory holds the block as boxes of 8
+  rows and 128 bytes. Inside a box, the 16-byte piece p of row r lies at piece p ^ r.
+
+  Attributes:
+    block_rows, block_cols: of the stage.
+    itemsize: bytes of an element.
+    row_bytes: bytes of a row of x.
+    prefetch: see `start_gather`.
+  """
+
+  block_rows: int
+  block_cols: int
+  itemsize: int
+  row_bytes: int
+  prefetch: int
+
+  @property
+  def passes(self) -> int:
+    """Rows that a thread copies."""
+    return self.block_rows // _ROWS_PER_PASS
+
+  @property
+  def boxes(self) -> int:
+    """Boxes beside each other."""
+    return self.block_cols * self.itemsize // _SWIZZLE_BYTES
+
+  def text(self) -> str:
+    """The whole program."""
+    passes = range(self.passes)
+    return ptx.program(
+      ptx.registers("pred", "used"),
+      ptx.registers("b32", "thread, row, piece, target, part, size, barrier"),
+      ptx.registers("b32", ", ".join(f"i{j}" for j in passes)),
+      ptx.registers("b64", "base, entry, source, wide"),
+      self.find_row_and_piece(),
+      self.read_index(),
+      self.find_source(),
+      self.find_target(),
+      *(self.copy_row(j) for j in passes),
+      ptx.multiply_add("barrier", _STAGE, _BARRIER, _BARRIERS),
+      ptx.arrive_after_pieces("barrier"),
+    )
+
+  def find_row_and_piece(self) -> str:
+    """row, piece = which row of a pass the thread copies, and which 16 of its 128 bytes."""
+    return ptx.lines(
+      [
+        ptx.thread_of_block("thread"),
+        ptx.bit_and("thread", "thread", _THREADS - 1),
+        ptx.shift_right("row", "thread", 3),
+        ptx.bit_and("piece", "thread", _THREADS_PER_ROW - 1),
+      ]
+    )
+
+  def read_index(self) -> str:
+    """Reads the index of each of the thread's rows."""
+    distance = _WORD * _ROWS_PER_PASS
+    steps = [
+      ptx.multiply_add("part", _FIRST_ROW, 1, "row"),
+      ptx.element_address("entry", _INDEX, "part", _WORD, distance="wide"),
+      *(ptx.load_read_only(f"i{j}", "entry", distance * j) for j in range(self.passes)),
+    ]
+    if self.prefetch:
+      steps.append(ptx.prefetch("entry", _WORD * self.prefetch))
+    return ptx.lines(steps)
+
+  def find_source(self) -> str:
+    """base = where the thread's piece lies in row 0 of x."""
+    return ptx.lines(
+      [
+        ptx.shift_left("part", "piece", 4),
+        ptx.multiply_add("part", _FIRST_COL, self.itemsize, "part"),
+        ptx.widen("wide", "part"),
+        ptx.advance("base", _X, "wide"),
+      ]
+    )
+
+  def find_target(self) -> str:
+    """target = where the thread's piece of its first row lies in the stage, swizzled."""
+    stage_bytes = self.block_rows * self.block_cols * self.itemsize
+    return ptx.lines(
+      [
+        ptx.multiply_add("target", _STAGE, stage_bytes, _RING),
+        ptx.shift_right("part", "row", 3),
+        ptx.multiply_add("target", "part", _SWIZZLE_BLOCK * self.boxes, "target"),
+        ptx.bit_and("part", "row", _SWIZZLE_ROWS - 1),
+        ptx.bit_xor("piece", "piece", "part"),
+        ptx.multiply_add("target", "part", _SWIZZLE_BYTES, "target"),
+        ptx.multiply_add("target", "piece", _COPY_BYTES, "target"),
+      ]
+    )
+
+  def copy_row(self, j: int) -> str:
+    """Starts to copy the thread's pieces of its row in pass j, or as many zeros."""
+    first_box = j * _ROWS_PER_PASS // _SWIZZLE_ROWS * self.boxes
+    return ptx.lines(
+      [
+        ptx.compare("used", f"i{j}", ">=", 0),
+        ptx.select("size", _COPY_BYTES, 0, "used"),
+        ptx.at_least(f"i{j}", f"i{j}", 0),
+        ptx.row_address("source", "base", f"i{j}", self.row_bytes),
+        *(
+          ptx.copy_piece(
+            "target", (first_box + box) * _SWIZZLE_BLOCK, "source", box * _SWIZZLE_BYTES, "size"
+          )
+          for box in range(self.boxes)
+        ),
+      ]
+    )
+
+
 def wait_rows(barriers: Any, stage: Any, parity: Any) -> None:
-  """Waits until the rows of a stage are there and visible to wgmma.
+  """Waits until the rows of a stage have arrived and are visible to wgmma.
 
   Args:
     barriers: what `init_barriers` made.
@@ -170,17 +231,14 @@ def wait_rows(barriers: Any, stage: Any, parity: Any) -> None:
 
   @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), inline.SCALAR, inline.SCALAR))
   def run(_, memory, stage_, parity_):
-    text = """{
-      .reg .pred done;
-      .reg .b32 barrier;
-      mad.lo.s32 barrier, $1, 8, $0;
-      WAIT:
-      mbarrier.try_wait.parity.shared::cta.b64 done, [barrier], $2;
-      @!done bra WAIT;
-      fence.proxy.async.shared::cta;
-    }"""
-    inline.ptx(
-      text, [inline.shared_address(memory), inline.scalar(stage_), inline.scalar(parity_)], "r,r,r"
+    text = ptx.program(
+      ptx.registers("pred", "done"),
+      ptx.registers("b32", "barrier"),
+      ptx.multiply_add("barrier", "$1", _BARRIER, "$0"),
+      ptx.wait_for_barrier("barrier", "$2", "done"),
+      ptx.publish_to_copies(own_block_only=True),
     )
+    operands = [inline.shared_address(memory), inline.scalar(stage_), inline.scalar(parity_)]
+    inline.ptx(text, operands, "r,r,r")
 
   cast(Any, run)(barriers, stage, parity)

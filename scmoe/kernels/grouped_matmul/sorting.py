@@ -2,24 +2,26 @@
 
     N  choices      G  groups (experts)      R  rows of the tiles      I  tiles
 
-XLA makes sums over groups, ranks, a scatter, and what stands around them in a dozen kernels, each
-of which takes longer to launch than to run. Here every thread block makes the sums over groups for
-itself, and then its part of everything.
+XLA computes the sums over groups, the ranks and the scatter in a dozen kernels, each of which takes
+longer to launch than to run. This kernel needs one launch, because no thread block waits for
+another: every block adds up the groups' tiles for itself, and then writes its share of the result.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from scmoe.kernels import inline
+from scmoe.kernels import inline, ptx
 from scmoe.kernels.launch import compiled, resolve_num_sms, varying_as
 
-_THREADS = 512
+_THREADS = 512  # of a block
 _MOST = 1024  # groups
+_WORD = 4  # bytes of an int32
 
 
 def takes(num_choices: int, num_groups: int) -> bool:
@@ -34,13 +36,13 @@ def sorted_rows_kernel(
   num_tiles: int,
   tile: int,
 ) -> tuple[jax.Array, ...]:
-  """All of a `TiledRows` but what is static.
+  """The arrays of a `TiledRows`.
 
   Args:
     sizes_G: int32, choices of each group.
-    group_KM: int32, group of each choice, first choices first; outside [0, G) for none.
-    position_KM: int32, of each choice among its group's.
-    num_tiles: I, the bound.
+    group_KM: int32, group of each choice, first choices first; an id outside [0, G) is no choice.
+    position_KM: int32, position of each choice among those of its group.
+    num_tiles: I, the static bound of the number of tiles.
     tile: rows of a tile.
 
   Returns:
@@ -57,8 +59,8 @@ def _sorted(sizes_G, group_KM, position_KM, *, num_tiles, tile):
   blocks = resolve_num_sms(None)
 
   def body(*refs):
-    text = _text(groups, copies, rows, num_tiles, tile, blocks)
-    inline.run(text, refs[:-1], refs[-1:])
+    program = _Program(groups, copies, rows, num_tiles, tile, blocks)
+    inline.run(program.text(), refs[:-1], refs[-1:])
 
   shapes = [(groups,)] * 3 + [(1,), (num_tiles,), (copies * rows,)] + [(num_tiles * tile,)] * 2
   outs = compiled(
@@ -73,137 +75,230 @@ def _sorted(sizes_G, group_KM, position_KM, *, num_tiles, tile):
   return *outs[:5], outs[5].reshape(copies, rows), *outs[6:]
 
 
-def _text(groups: int, copies: int, rows: int, num_tiles: int, tile: int, blocks: int) -> str:
-  """The kernel: `$0` to `$2` what is given, `$3` to `$10` what is made, in the order of
-  `sorted_rows_kernel`; `$11` shared memory: sizes, tiles and first tiles of the groups, and the
-  number of tiles in all."""
-  near, far = 4 * groups, 8 * groups
-  everyone = blocks * _THREADS
+# The inline code's operands.
+_SIZES, _GROUP, _POSITION = "$0", "$1", "$2"  # given
+_TILE_STARTS, _TILES, _BY_SIZE, _NUM_TILES, _TILE_GROUP = "$3", "$4", "$5", "$6", "$7"
+_ROW, _COPY, _TOKEN = "$8", "$9", "$10"
+_SHARED = "$11"
 
-  def loop(label: str, first: str, end: int | str, stride: int, work: str) -> str:
-    """for i in range(first, end, stride)."""
-    return f"""
-      mov.b32 i, {first};
-      bra {label}_TEST;
-      {label}:
-      {work}
-      add.s32 i, i, {stride};
-      {label}_TEST:
-      setp.lt.s32 more, i, {end};
-      @more bra {label};"""
 
-  def store(out: int, index: str, value: str, guard: str = "") -> str:
-    return f"""
-      mul.wide.s32 wide, {index}, 4;
-      add.s64 wide, ${out}, wide;
-      {guard} st.global.s32 [wide], {value};"""
+@dataclasses.dataclass(frozen=True)
+class _Program:
+  """The kernel in PTX, step by step.
 
-  tiles = f"""
-      mul.wide.s32 wide, i, 4;
-      add.s64 wide, $0, wide;
-      ld.global.nc.s32 size, [wide];
-      mad.lo.s32 at, i, 4, shared;
-      st.shared.s32 [at], size;
-      add.s32 t, size, {tile - 1};
-      div.u32 t, t, {tile};
-      st.shared.s32 [at+{near}], t;"""
-  sums = f"""
-      mad.lo.s32 at, i, 4, shared;
-      ld.shared.s32 mine, [at+{near}];
-      mov.b32 before, 0;
-      mov.b32 all, 0;
-      mov.b32 place, 0;
-      mov.b32 j, 0;
-      mov.b32 other, shared;
-      OTHERS:
-      ld.shared.s32 t, [other+{near}];
-      add.s32 all, all, t;
-      setp.lt.s32 yes, j, i;
-      @yes add.s32 before, before, t;
-      setp.eq.and.s32 yes, t, mine, yes;
-      setp.gt.or.s32 yes, t, mine, yes;
-      @yes add.s32 place, place, 1;
-      add.s32 other, other, 4;
-      add.s32 j, j, 1;
-      setp.lt.s32 yes, j, {groups};
-      @yes bra OTHERS;
-      st.shared.s32 [at+{far}], before;
-      st.shared.s32 [shared+{far + near}], all;
-      setp.eq.u32 yes, block, 0;
-      {store(3, "i", "before", "@yes")}
-      {store(4, "i", "mine", "@yes")}
-      {store(5, "place", "i", "@yes")}
-      setp.eq.and.s32 yes, i, 0, yes;
-      @yes st.global.s32 [$6], all;"""
-  choices = f"""
-      mul.wide.s32 wide, i, 4;
-      add.s64 wide, $1, wide;
-      ld.global.nc.s32 size, [wide];
-      mul.wide.s32 wide, i, 4;
-      add.s64 wide, $2, wide;
-      ld.global.nc.s32 place, [wide];
-      setp.lt.u32 yes, size, {groups};
-      mov.b32 t, {num_tiles * tile};
-      mad.lo.s32 at, size, 4, shared;
-      @yes ld.shared.s32 t, [at+{far}];
-      @yes mad.lo.s32 t, t, {tile}, place;
-      {store(8, "i", "t")}
-      div.u32 j, i, {rows};
-      mul.lo.s32 before, j, {rows};
-      sub.s32 before, i, before;
-      mad.lo.s32 j, before, {copies}, j;
-      {store(9, "t", "j", "@yes")}
-      {store(10, "t", "before", "@yes")}"""
-  # The rest of each group's last tile, by a thread for each row that a tile can lack.
-  rests = f"""
-      div.u32 j, i, {tile};
-      mul.lo.s32 t, j, {tile};
-      sub.s32 place, i, t;
-      mad.lo.s32 at, j, 4, shared;
-      ld.shared.s32 size, [at];
-      ld.shared.s32 all, [at+{near}];
-      ld.shared.s32 before, [at+{far}];
-      add.s32 place, place, size;
-      mul.lo.s32 all, all, {tile};
-      setp.lt.s32 yes, place, all;
-      mad.lo.s32 t, before, {tile}, place;
-      {store(9, "t", "nobody", "@yes")}
-      {store(10, "t", "nobody", "@yes")}"""
-  after = store(9, "i", "nobody") + store(10, "i", "nobody")
-  group_of_tile = f"""
-      mov.b32 place, 0;
-      mov.b32 j, 0;
-      mov.b32 other, shared;
-      GROUPS:
-      ld.shared.s32 t, [other+{near}];
-      ld.shared.s32 before, [other+{far}];
-      add.s32 t, t, before;
-      setp.ge.s32 yes, i, t;
-      @yes add.s32 place, place, 1;
-      add.s32 other, other, 4;
-      add.s32 j, j, 1;
-      setp.lt.s32 yes, j, {groups};
-      @yes bra GROUPS;
-      min.s32 place, place, {groups - 1};
-      {store(7, "i", "place")}"""
-  return f"""{{
-      .reg .pred more, yes;
-      .reg .b32 thread, block, own, shared, nobody, i, j, t, at, other, size;
-      .reg .b32 mine, before, all, place;
-      .reg .b64 wide;
-      mov.u32 thread, %tid.x;
-      mov.u32 block, %ctaid.x;
-      mad.lo.s32 own, block, {_THREADS}, thread;
-      mov.b32 shared, $11;
-      mov.b32 nobody, -1;
-      {loop("TILES", "thread", groups, _THREADS, tiles)}
-      bar.sync 0;
-      {loop("SUMS", "thread", groups, _THREADS, sums)}
-      bar.sync 0;
-      {loop("CHOICES", "own", copies * rows, everyone, choices)}
-      {loop("RESTS", "own", groups * tile, everyone, rests)}
-      ld.shared.s32 all, [shared+{far + near}];
-      mad.lo.s32 all, all, {tile}, own;
-      {loop("AFTER", "all", num_tiles * tile, everyone, after)}
-      {loop("OF_TILES", "own", num_tiles, everyone, group_of_tile)}
-    }}"""
+  Shared memory holds the groups' sizes, then their tiles, then their first tiles, and one word with
+  the number of tiles in all. With 8 groups, `at` = 20 is the size of group 5, `at` + 32 is where
+  its number of tiles stands, and `at` + 64 its first tile.
+
+  Attributes:
+    groups: G.
+    copies, rows: K and M; there are K·M choices.
+    num_tiles: I.
+    tile: rows of a tile.
+    blocks: of the grid.
+  """
+
+  groups: int
+  copies: int
+  rows: int
+  num_tiles: int
+  tile: int
+  blocks: int
+
+  def text(self) -> str:
+    """The whole kernel."""
+    groups, tile = self.groups, self.tile
+    everyone = self.blocks * _THREADS
+    by_block = ("thread", groups, _THREADS)  # every block does all of it
+    return ptx.program(
+      ptx.registers("pred", "more, yes"),
+      ptx.registers("b32", "thread, block, own, shared, nobody, i, j, t, at, other, size"),
+      ptx.registers("b32", "mine, before, all, place"),
+      ptx.registers("b64", "wide"),
+      self.begin(),
+      ptx.for_each("TILES", "i", *by_block, self.count_tiles()),
+      ptx.wait_for_block(),
+      ptx.for_each("SUMS", "i", *by_block, self.add_up_tiles()),
+      ptx.wait_for_block(),
+      ptx.for_each("CHOICES", "i", "own", self.copies * self.rows, everyone, self.place_choice()),
+      ptx.for_each("RESTS", "i", "own", groups * tile, everyone, self.clear_row_of_last_tile()),
+      self.first_row_behind_tiles(),
+      ptx.for_each("AFTER", "i", "all", self.num_tiles * tile, everyone, self.clear_row("i")),
+      ptx.for_each("OF_TILES", "i", "own", self.num_tiles, everyone, self.find_group_of_tile()),
+    )
+
+  @property
+  def tiles_at(self) -> int:
+    """Bytes from a group's size to its number of tiles."""
+    return _WORD * self.groups
+
+  @property
+  def starts_at(self) -> int:
+    """Bytes from a group's size to its first tile."""
+    return 2 * _WORD * self.groups
+
+  @property
+  def all_at(self) -> int:
+    """Bytes from the begin of shared memory to the number of tiles in all."""
+    return 3 * _WORD * self.groups
+
+  def begin(self) -> str:
+    """own = the thread's number in the grid."""
+    return ptx.lines(
+      [
+        ptx.thread_of_block("thread"),
+        ptx.block_of_grid("block"),
+        ptx.multiply_add("own", "block", _THREADS, "thread"),
+        ptx.let("shared", _SHARED),
+        ptx.let("nobody", -1),
+      ]
+    )
+
+  def count_tiles(self) -> str:
+    """Group i's size and its tiles, size / tile rounded up, into shared memory."""
+    return ptx.lines(
+      [
+        ptx.element_address("wide", _SIZES, "i", _WORD),
+        ptx.load_read_only("size", "wide"),
+        ptx.multiply_add("at", "i", _WORD, "shared"),
+        ptx.store_shared("at", "size"),
+        ptx.add("t", "size", self.tile - 1),
+        ptx.divide("t", "t", self.tile),
+        ptx.store_shared("at", "t", self.tiles_at),
+      ]
+    )
+
+  def add_up_tiles(self) -> str:
+    """Group i's first tile, and its place among the groups by falling number of tiles.
+
+    The thread walks all groups: `before` adds up the tiles of groups in front of i, `all` those of
+    all groups, and `place` counts the groups that are larger, or equal and in front of i. The first
+    block writes the results.
+    """
+    another = ptx.at_least_once(
+      "OTHERS",
+      "j",
+      self.groups,
+      "yes",
+      ptx.load_shared("t", "other", self.tiles_at),
+      ptx.add("all", "all", "t"),
+      ptx.compare("yes", "j", "<", "i"),
+      ptx.add("before", "before", "t", only_if="yes"),
+      ptx.compare("yes", "t", "==", "mine", and_="yes"),
+      ptx.compare("yes", "t", ">", "mine", or_="yes"),
+      ptx.add("place", "place", 1, only_if="yes"),
+      ptx.add("other", "other", _WORD),
+      ptx.add("j", "j", 1),
+    )
+    return ptx.lines(
+      [
+        ptx.multiply_add("at", "i", _WORD, "shared"),
+        ptx.load_shared("mine", "at", self.tiles_at),
+        *(ptx.let(name, 0) for name in ("before", "all", "place", "j")),
+        ptx.let("other", "shared"),
+        another,
+        ptx.store_shared("at", "before", self.starts_at),
+        ptx.store_shared("shared", "all", self.all_at),
+        ptx.compare("yes", "block", "==", 0, unsigned=True),
+        _store(_TILE_STARTS, "i", "before", only_if="yes"),
+        _store(_TILES, "i", "mine", only_if="yes"),
+        _store(_BY_SIZE, "place", "i", only_if="yes"),
+        ptx.compare("yes", "i", "==", 0, and_="yes"),
+        ptx.store_global(_NUM_TILES, "all", only_if="yes"),
+      ]
+    )
+
+  def place_choice(self) -> str:
+    """Choice i's row t = first tile of its group · tile + position, and the way back from there.
+
+    A choice of no group gets the row behind all rows. Choice i, with first choices first, is choice
+    k = i // M of token m = i % M, and its copy is m·K + k.
+    """
+    return ptx.lines(
+      [
+        ptx.element_address("wide", _GROUP, "i", _WORD),
+        ptx.load_read_only("size", "wide"),  # the group, in a register that is free here
+        ptx.element_address("wide", _POSITION, "i", _WORD),
+        ptx.load_read_only("place", "wide"),
+        ptx.compare("yes", "size", "<", self.groups, unsigned=True),
+        ptx.let("t", self.num_tiles * self.tile),
+        ptx.multiply_add("at", "size", _WORD, "shared"),
+        ptx.load_shared("t", "at", self.starts_at, only_if="yes"),
+        ptx.multiply_add("t", "t", self.tile, "place", only_if="yes"),
+        _store(_ROW, "i", "t"),
+        ptx.divide("j", "i", self.rows),  # k
+        ptx.multiply("before", "j", self.rows),
+        ptx.subtract("before", "i", "before"),  # m
+        ptx.multiply_add("j", "before", self.copies, "j"),
+        _store(_COPY, "t", "j", only_if="yes"),
+        _store(_TOKEN, "t", "before", only_if="yes"),
+      ]
+    )
+
+  def clear_row_of_last_tile(self) -> str:
+    """Marks a row of a group's last tile that no choice fills; none of them where the tile is full.
+
+    A group lacks fewer rows than a tile has, so i is the pair (group j, number i % tile of a
+    lacking row): row size + i % tile of the group, if the group's tiles have that row.
+    """
+    return ptx.lines(
+      [
+        ptx.divide("j", "i", self.tile),
+        ptx.multiply("t", "j", self.tile),
+        ptx.subtract("place", "i", "t"),
+        ptx.multiply_add("at", "j", _WORD, "shared"),
+        ptx.load_shared("size", "at"),
+        ptx.load_shared("all", "at", self.tiles_at),
+        ptx.load_shared("before", "at", self.starts_at),
+        ptx.add("place", "place", "size"),
+        ptx.multiply("all", "all", self.tile),
+        ptx.compare("yes", "place", "<", "all"),
+        ptx.multiply_add("t", "before", self.tile, "place"),
+        self.clear_row("t", only_if="yes"),
+      ]
+    )
+
+  def first_row_behind_tiles(self) -> str:
+    """all = the first row behind the tiles in use that is this thread's."""
+    return ptx.lines(
+      [
+        ptx.load_shared("all", "shared", self.all_at),
+        ptx.multiply_add("all", "all", self.tile, "own"),
+      ]
+    )
+
+  def clear_row(self, row: str, *, only_if: str = "") -> str:
+    """Marks a row that no choice fills."""
+    return ptx.lines(_store(out, row, "nobody", only_if=only_if) for out in (_COPY, _TOKEN))
+
+  def find_group_of_tile(self) -> str:
+    """Tile i's group: how many groups end at or before it, the last group for tiles not in use."""
+    another = ptx.at_least_once(
+      "GROUPS",
+      "j",
+      self.groups,
+      "yes",
+      ptx.load_shared("t", "other", self.tiles_at),
+      ptx.load_shared("before", "other", self.starts_at),
+      ptx.add("t", "t", "before"),
+      ptx.compare("yes", "i", ">=", "t"),
+      ptx.add("place", "place", 1, only_if="yes"),
+      ptx.add("other", "other", _WORD),
+      ptx.add("j", "j", 1),
+    )
+    return ptx.lines(
+      [
+        ptx.let("place", 0),
+        ptx.let("j", 0),
+        ptx.let("other", "shared"),
+        another,
+        ptx.at_most("place", "place", self.groups - 1),
+        _store(_TILE_GROUP, "i", "place"),
+      ]
+    )
+
+
+def _store(out: str, index: str, value: str, *, only_if: str = "") -> str:
+  """out[index] = value, in global memory."""
+  address = ptx.element_address("wide", out, index, _WORD)
+  return ptx.lines([address, ptx.store_global("wide", value, only_if=only_if)])

@@ -1,30 +1,39 @@
 """Positions of choices among those of their expert, in one kernel on Hopper.
 
-    N  choices      E  experts      L  E and one more, for no choice, up to a multiple of 32
+    N  choices      E  experts      L  E + 1 rounded up to a multiple of 32
 
-Every warp has an equal run of the choices and walks it 32 at a time: lanes that hold one expert
-find each other by votes on every bit (`match.any` is two to four times slower), and one of them
-advances the warp's count of it. Then counts of the warps before, and of the thread blocks before,
-are added. Up to eight blocks are one cluster, which can wait for each other and read each other's
-shared memory; so there is no second launch, and no atomic whose order could differ.
+1. Every warp walks an equal run of the choices, 32 at a time, and counts them by expert. Lanes with
+   equal experts find each other by a vote on every bit (`match.any` is two to four times slower).
+   One of them advances the warp's count of the expert. The position so far is that within the run.
+2. The block turns its warps' counts into counts of the warps before each one.
+3. Each block adds up the counts of the blocks before it.
+4. Every warp walks its run once more and adds the counts of warps and blocks before it.
+
+The counts have one entry more than there are experts, for choices that are not made.
+
+Up to eight blocks form one cluster: they can wait for each other and read each other's shared
+memory. So one launch is enough, and there is no atomic whose order could differ between runs.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from scmoe.kernels import inline
+from scmoe.kernels import inline, ptx
 from scmoe.kernels.launch import compiled, varying_as
 
 _LANES = 32
 _WARPS = 32  # of a block
+_THREADS = _WARPS * _LANES
 _BLOCKS = 8  # of a cluster, as many as every GPU with clusters has
-_AHEAD = 8  # choices of a lane that are read together
-_MOST = 1024  # experts: counts of every warp stay in shared memory
+_AHEAD = 8  # choices that a lane reads together
+_MOST = 1024  # experts: the counts of 32 warps must fit into shared memory
+_WORD = 4  # bytes of an int32
 
 
 def takes(num_choices: int, num_experts: int) -> bool:
@@ -40,13 +49,11 @@ def running_positions_kernel(expert_N: jax.Array, num_experts: int) -> tuple[jax
 @functools.partial(jax.jit, static_argnames=("num_experts",))
 def _positions(expert_N: jax.Array, *, num_experts: int) -> tuple[jax.Array, jax.Array]:
   (choices,) = expert_N.shape
-  blocks = min(_BLOCKS, -(-choices // (_WARPS * _LANES)))
-  padded = (num_experts // _LANES + 1) * _LANES
-  counts = _WARPS * padded
+  blocks = min(_BLOCKS, -(-choices // _THREADS))
+  program = _Program(choices, num_experts, blocks)
 
   def body(expert, position, count, shared):
-    text = _text(choices, num_experts, blocks)
-    inline.run(text, [expert, position, count], [shared])
+    inline.run(program.text(), [expert, position, count], [shared])
 
   options = {} if blocks == 1 else {"cluster": (blocks,), "cluster_names": ("block",)}
   return compiled(
@@ -59,155 +66,271 @@ def _positions(expert_N: jax.Array, *, num_experts: int) -> tuple[jax.Array, jax
     grid_names=("cluster",),
     num_threads=_WARPS // 4,
     thread_name="wg",
-    scratch_types=[plgpu.SMEM((counts + 2 * padded,), jnp.int32)],
+    scratch_types=[plgpu.SMEM(((_WARPS + 2) * program.padded,), jnp.int32)],
     **options,
   )(expert_N)
 
 
-def _text(choices: int, num_experts: int, blocks: int) -> str:
-  """The kernel: `$0` experts, `$1` positions, `$2` counts, `$3` shared memory.
+_EXPERT, _POSITION, _COUNT, _SHARED = "$0", "$1", "$2", "$3"  # the inline code's operands
 
-  Shared memory has [warps, L] counts, which become counts of the warps before; [L] of the whole
-  block; and [L] of the blocks before.
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+  """The kernel in PTX, step by step.
+
+  Shared memory holds rows of L counts: one for each warp, which become counts of the warps before;
+  then one of the whole block; then one of the blocks before. `mine` is the warp's row. The register
+  `id{j}` is the expert of the lane's j-th choice of those that it reads together, and the predicate
+  `is{j}` says whether there is such a choice.
+
+  Attributes:
+    choices: N.
+    num_experts: E.
+    blocks: of the cluster.
   """
-  padded = (num_experts // _LANES + 1) * _LANES
-  row_bytes = 4 * padded
-  all_bytes = _WARPS * row_bytes
-  threads = _WARPS * _LANES
-  steps = -(-choices // (blocks * threads))
-  ahead = min(_AHEAD, steps)
-  loops = -(-steps // ahead)
-  turn = ahead * _LANES
 
-  def read(j: int) -> str:
-    return f"""
-      add.s32 t, index, {_LANES * j};
-      setp.lt.s32 is{j}, t, {choices};
-      mov.b32 id{j}, {num_experts};
-      @is{j} ld.global.nc.s32 id{j}, [ids+{4 * _LANES * j}];"""
+  choices: int
+  num_experts: int
+  blocks: int
 
-  def agree(j: int, bit: int) -> str:
-    """Leaves in `same` the lanes that have the same bit."""
-    return f"""
-      and.b32 t, id{j}, {bit};
-      setp.ne.u32 first, t, 0;
-      vote.sync.ballot.b32 t, first, -1;
-      @!first not.b32 t, t;
-      and.b32 same, same, t;"""
+  @property
+  def padded(self) -> int:
+    """L."""
+    return (self.num_experts // _LANES + 1) * _LANES
 
-  def count(j: int) -> str:
-    return f"""
-      min.u32 id{j}, id{j}, {num_experts};
-      mov.b32 same, -1;
-      {"".join(agree(j, 1 << bit) for bit in range(num_experts.bit_length()))}
-      and.b32 earlier, same, lower;
-      popc.b32 earlier, earlier;
-      popc.b32 same, same;
-      mad.lo.s32 slot, id{j}, 4, mine;
-      ld.shared.s32 before, [slot];
-      setp.eq.s32 first, earlier, 0;
-      add.s32 earlier, earlier, before;
-      add.s32 same, same, before;
-      bar.warp.sync -1;
-      @first st.shared.s32 [slot], same;
-      bar.warp.sync -1;
-      @is{j} st.global.s32 [places+{4 * _LANES * j}], earlier;"""
+  @property
+  def row_bytes(self) -> int:
+    """Bytes of a row of counts."""
+    return _WORD * self.padded
 
-  def place(j: int) -> str:
-    return f"""
-      min.u32 id{j}, id{j}, {num_experts};
-      mad.lo.s32 slot, id{j}, 4, mine;
-      ld.shared.s32 before, [slot];
-      mad.lo.s32 slot, id{j}, 4, shared;
-      ld.shared.s32 earlier, [slot+{all_bytes + row_bytes}];
-      add.s32 before, before, earlier;
-      @is{j} ld.global.s32 earlier, [places+{4 * _LANES * j}];
-      add.s32 before, before, earlier;
-      @is{j} st.global.s32 [places+{4 * _LANES * j}], before;"""
+  @property
+  def block_at(self) -> int:
+    """Bytes from the first warp's counts to those of the whole block."""
+    return _WARPS * self.row_bytes
 
-  def walk(label: str, work: str) -> str:
-    return f"""
-      mov.b32 loop, 0;
-      mov.b32 index, start;
-      mul.wide.s32 wide, start, 4;
-      add.s64 ids, $0, wide;
-      add.s64 places, $1, wide;
-      {label}:
-      {"".join(read(j) for j in range(ahead))}
-      {work}
-      add.s32 index, index, {turn};
-      add.s64 ids, ids, {4 * turn};
-      add.s64 places, places, {4 * turn};
-      add.s32 loop, loop, 1;
-      setp.lt.s32 more, loop, {loops};
-      @more bra {label};"""
+  @property
+  def blocks_before_at(self) -> int:
+    """Bytes from the first warp's counts to those of the blocks before."""
+    return self.block_at + self.row_bytes
 
-  def every(label: str, work: str) -> str:
-    """Work for every element e of [L], by one thread each; `at` is its address in the first row."""
-    return "".join(
-      f"""
-      add.s32 e, thread, {first};
-      setp.ge.s32 more, e, {padded};
-      mad.lo.s32 at, e, 4, shared;
-      @more bra {label}{first};
-      {work}
-      {label}{first}:"""
-      for first in range(0, padded, threads)
+  @property
+  def steps(self) -> int:
+    """Choices of a lane, read together or not."""
+    return -(-self.choices // (self.blocks * _THREADS))
+
+  @property
+  def ahead(self) -> int:
+    """Choices that a lane reads together."""
+    return min(_AHEAD, self.steps)
+
+  @property
+  def loops(self) -> int:
+    """How often a lane reads choices."""
+    return -(-self.steps // self.ahead)
+
+  @property
+  def turn(self) -> int:
+    """Choices that a warp reads together."""
+    return self.ahead * _LANES
+
+  def text(self) -> str:
+    """The whole kernel."""
+    ahead = range(self.ahead)
+    return ptx.program(
+      ptx.registers("pred", f"first, more, {', '.join(f'is{j}' for j in ahead)}"),
+      ptx.registers("b32", ", ".join(f"id{j}" for j in ahead)),
+      ptx.registers(
+        "b32", "thread, lane, lower, block, warp, shared, mine, slot, nothing, e, at, t"
+      ),
+      ptx.registers("b32", "start, index, loop, same, earlier, before, sum"),
+      ptx.registers("b64", "wide, ids, places"),
+      self.begin(),
+      self.clear_counts(),
+      self.first_choice(),
+      ptx.wait_for_warp(),
+      self.walk("COUNT", *(self.count(j) for j in ahead)),
+      ptx.wait_for_block(),
+      self.for_each_count("WARPS", self.add_up_warps()),
+      ptx.wait_for_cluster(),
+      self.for_each_count("BLOCKS", self.add_up_blocks()),
+      ptx.wait_for_block(),
+      self.walk("PLACE", *(self.add_before(j) for j in ahead)),
+      ptx.wait_for_cluster(),  # no block ends while another reads its shared memory
     )
 
-  zero = "".join(f"st.shared.s32 [slot+{4 * e}], nothing;\n" for e in range(0, padded, _LANES))
-  over_warps = "mov.b32 sum, 0;" + "".join(
-    f"""
-      ld.shared.s32 t, [at+{row_bytes * warp}];
-      st.shared.s32 [at+{row_bytes * warp}], sum;
-      add.s32 sum, sum, t;"""
-    for warp in range(_WARPS)
-  )
-  over_warps += f"st.shared.s32 [at+{all_bytes}], sum;"
-  over_blocks = "mov.b32 sum, 0; mov.b32 before, 0;" + "".join(
-    f"""
-      mapa.shared::cluster.u32 slot, at, {rank};
-      ld.shared::cluster.s32 t, [slot+{all_bytes}];
-      add.s32 sum, sum, t;
-      setp.gt.u32 first, block, {rank};
-      @first add.s32 before, before, t;"""
-    for rank in range(blocks)
-  )
-  over_blocks += f"""
-      st.shared.s32 [at+{all_bytes + row_bytes}], before;
-      setp.lt.s32 first, e, {num_experts};
-      setp.eq.and.s32 first, block, 0, first;
-      mul.wide.s32 wide, e, 4;
-      add.s64 wide, $2, wide;
-      @first st.global.s32 [wide], sum;"""
-  together = """
-      barrier.cluster.arrive.aligned;
-      barrier.cluster.wait.aligned;"""
-  return f"""{{
-      .reg .pred first, more, {", ".join(f"is{j}" for j in range(ahead))};
-      .reg .b32 {", ".join(f"id{j}" for j in range(ahead))};
-      .reg .b32 thread, lane, lower, block, warp, shared, mine, slot, nothing, e, at, t;
-      .reg .b32 start, index, loop, same, earlier, before, sum;
-      .reg .b64 wide, ids, places;
-      mov.u32 thread, %tid.x;
-      mov.u32 lane, %laneid;
-      mov.u32 lower, %lanemask_lt;
-      mov.u32 block, %cluster_ctarank;
-      mov.b32 shared, $3;
-      mov.b32 nothing, 0;
-      shr.u32 warp, thread, 5;
-      mad.lo.s32 mine, warp, {row_bytes}, shared;
-      mad.lo.s32 slot, lane, 4, mine;
-      {zero}
-      mad.lo.s32 start, block, {_WARPS}, warp;
-      mad.lo.s32 start, start, {loops * turn}, lane;
-      bar.warp.sync -1;
-      {walk("COUNT", "".join(count(j) for j in range(ahead)))}
-      bar.sync 0;
-      {every("WARPS", over_warps)}
-      {together}
-      {every("BLOCKS", over_blocks)}
-      bar.sync 0;
-      {walk("PLACE", "".join(place(j) for j in range(ahead)))}
-      {together}
-    }}"""
+  def begin(self) -> str:
+    """Which thread this is, and its warp's row of counts; slot = the lane's first count."""
+    return ptx.lines(
+      [
+        ptx.thread_of_block("thread"),
+        ptx.lane_of_warp("lane"),
+        ptx.lower_lanes("lower"),
+        ptx.block_of_cluster("block"),
+        ptx.let("shared", _SHARED),
+        ptx.let("nothing", 0),
+        ptx.shift_right("warp", "thread", 5),
+        ptx.multiply_add("mine", "warp", self.row_bytes, "shared"),
+        ptx.multiply_add("slot", "lane", _WORD, "mine"),
+      ]
+    )
+
+  def clear_counts(self) -> str:
+    """Sets the warp's counts to 0."""
+    each = range(0, self.padded, _LANES)
+    return ptx.lines(ptx.store_shared("slot", "nothing", _WORD * e) for e in each)
+
+  def first_choice(self) -> str:
+    """start = the lane's first choice, (block · warps + warp) · the run's length + lane."""
+    return ptx.lines(
+      [
+        ptx.multiply_add("start", "block", _WARPS, "warp"),
+        ptx.multiply_add("start", "start", self.loops * self.turn, "lane"),
+      ]
+    )
+
+  def walk(self, label: str, *work: str) -> str:
+    """Runs the work for all of the lane's choices, `ahead` at a time."""
+    return ptx.lines(
+      [
+        ptx.let("loop", 0),
+        ptx.let("index", "start"),
+        ptx.byte_distance("wide", "start", _WORD),
+        ptx.advance("ids", _EXPERT, "wide"),
+        ptx.advance("places", _POSITION, "wide"),
+        ptx.at_least_once(
+          label,
+          "loop",
+          self.loops,
+          "more",
+          *(self.read(j) for j in range(self.ahead)),
+          *work,
+          ptx.add("index", "index", self.turn),
+          ptx.advance("ids", "ids", _WORD * self.turn),
+          ptx.advance("places", "places", _WORD * self.turn),
+          ptx.add("loop", "loop", 1),
+        ),
+      ]
+    )
+
+  def read(self, j: int) -> str:
+    """id = the expert of choice j; E if there is no such choice."""
+    return ptx.lines(
+      [
+        ptx.add("t", "index", _LANES * j),
+        ptx.compare(f"is{j}", "t", "<", self.choices),
+        ptx.let(f"id{j}", self.num_experts),
+        ptx.load_read_only(f"id{j}", "ids", _WORD * _LANES * j, only_if=f"is{j}"),
+      ]
+    )
+
+  def agree(self, j: int, bit: int) -> str:
+    """Leaves in `same` the lanes whose expert has the same bit as this lane's."""
+    return ptx.lines(
+      [
+        ptx.bit_and("t", f"id{j}", bit),
+        ptx.compare("first", "t", "!=", 0, unsigned=True),
+        ptx.ballot("t", "first"),
+        ptx.bit_not("t", "t", only_if="!first"),
+        ptx.bit_and("same", "same", "t"),
+      ]
+    )
+
+  def count(self, j: int) -> str:
+    """Writes choice j's position among those of the warp's run, and advances the warp's count.
+
+    Worked example: lanes 2, 5 and 6 hold expert 9, of which the warp has counted 4. Their positions
+    are 4, 5 and 6, and lane 2, the first, writes the count 7.
+    """
+    return ptx.lines(
+      [
+        ptx.at_most(f"id{j}", f"id{j}", self.num_experts, unsigned=True),
+        ptx.let("same", -1),
+        *(self.agree(j, 1 << bit) for bit in range(self.num_experts.bit_length())),
+        ptx.bit_and("earlier", "same", "lower"),
+        ptx.count_bits("earlier", "earlier"),
+        ptx.count_bits("same", "same"),
+        ptx.multiply_add("slot", f"id{j}", _WORD, "mine"),
+        ptx.load_shared("before", "slot"),
+        ptx.compare("first", "earlier", "==", 0),
+        ptx.add("earlier", "earlier", "before"),
+        ptx.add("same", "same", "before"),
+        ptx.wait_for_warp(),
+        ptx.store_shared("slot", "same", only_if="first"),
+        ptx.wait_for_warp(),
+        ptx.store_global("places", "earlier", _WORD * _LANES * j, only_if=f"is{j}"),
+      ]
+    )
+
+  def for_each_count(self, label: str, work: str) -> str:
+    """Runs the work for every count e of a row, by one thread each; at = its first warp's count."""
+    return ptx.lines(
+      ptx.lines(
+        [
+          ptx.add("e", "thread", first),
+          ptx.compare("more", "e", ">=", self.padded),
+          ptx.multiply_add("at", "e", _WORD, "shared"),
+          ptx.jump(f"{label}{first}", only_if="more"),
+          work,
+          ptx.label(f"{label}{first}"),
+        ]
+      )
+      for first in range(0, self.padded, _THREADS)
+    )
+
+  def add_up_warps(self) -> str:
+    """Turns the warps' counts into counts of the warps before, and writes the block's count."""
+    one = lambda warp: ptx.lines(
+      [
+        ptx.load_shared("t", "at", self.row_bytes * warp),
+        ptx.store_shared("at", "sum", self.row_bytes * warp),
+        ptx.add("sum", "sum", "t"),
+      ]
+    )
+    return ptx.lines(
+      [
+        ptx.let("sum", 0),
+        *map(one, range(_WARPS)),
+        ptx.store_shared("at", "sum", self.block_at),
+      ]
+    )
+
+  def add_up_blocks(self) -> str:
+    """Writes the count of the blocks before; the first block also writes the count of all."""
+    one = lambda rank: ptx.lines(
+      [
+        ptx.address_in_block("slot", "at", rank),
+        ptx.load_from_block("t", "slot", self.block_at),
+        ptx.add("sum", "sum", "t"),
+        ptx.compare("first", "block", ">", rank, unsigned=True),
+        ptx.add("before", "before", "t", only_if="first"),
+      ]
+    )
+    return ptx.lines(
+      [
+        ptx.let("sum", 0),
+        ptx.let("before", 0),
+        *map(one, range(self.blocks)),
+        ptx.store_shared("at", "before", self.blocks_before_at),
+        ptx.compare("first", "e", "<", self.num_experts),
+        ptx.compare("first", "block", "==", 0, and_="first"),
+        ptx.element_address("wide", _COUNT, "e", _WORD),
+        ptx.store_global("wide", "sum", only_if="first"),
+      ]
+    )
+
+  def add_before(self, j: int) -> str:
+    """Adds the counts of the warps and blocks before to choice j's position."""
+    at = _WORD * _LANES * j
+    return ptx.lines(
+      [
+        ptx.at_most(f"id{j}", f"id{j}", self.num_experts, unsigned=True),
+        ptx.multiply_add("slot", f"id{j}", _WORD, "mine"),
+        ptx.load_shared("before", "slot"),
+        ptx.multiply_add("slot", f"id{j}", _WORD, "shared"),
+        ptx.load_shared("earlier", "slot", self.blocks_before_at),
+        ptx.add("before", "before", "earlier"),
+        ptx.load_global("earlier", "places", at, only_if=f"is{j}"),
+        ptx.add("before", "before", "earlier"),
+        ptx.store_global("places", "before", at, only_if=f"is{j}"),
+      ]
+    )

@@ -1,0 +1,428 @@
+"""PTX, NVIDIA's assembly language, as functions that each write one instruction, or a few of them.
+
+The kernels that `scmoe.kernels.inline` embeds are lists of such steps. A *register* is named by a
+string, and so is an operand of the inline code, `$0`. A *predicate* is a register of one bit;
+`only_if="yes"` makes a step depend on the predicate `yes`, and `only_if="!yes"` on its opposite.
+Numbers have 32 bits and a sign, except where a name says otherwise, and addresses in global memory
+have 64 bits. An `offset` counts bytes. (PTX ISA 8.x, NVIDIA; the section titles here name the
+instructions.)
+
+Worked example: thread i of a block adds 1 to the i-th word of `$0`.
+
+    program(
+      registers("b32", "i, x"),
+      registers("b64", "word"),
+      thread_of_block("i"),
+      element_address("word", "$0", "i", 4),
+      load_global("x", "word"),
+      add("x", "x", 1),
+      store_global("word", "x"),
+    )
+"""
+
+from collections.abc import Iterable
+
+_COMPARISONS = {"<": "lt", ">": "gt", ">=": "ge", "==": "eq", "!=": "ne"}
+
+
+def program(*steps: str) -> str:
+  """The steps in a scope of their own, so that a kernel may contain several programs."""
+  return f"{{\n{lines(steps)}\n}}"
+
+
+def lines(steps: Iterable[str]) -> str:
+  """Steps one after the other, as one step."""
+  return "\n".join(steps)
+
+
+def registers(kind: str, names: str) -> str:
+  """Declares registers.
+
+  Args:
+    kind: "b32" or "b64" for as many bits, or "pred" for predicates.
+    names: separated by commas.
+  """
+  return f".reg .{kind} {names};"
+
+
+def _step(instruction: str, only_if: str = "") -> str:
+  return f"@{only_if} {instruction};" if only_if else f"{instruction};"
+
+
+def _at(address: str, offset: int | None) -> str:
+  return f"[{address}]" if offset is None else f"[{address}+{offset}]"
+
+
+# -- which thread this is (special registers) ------------------------------------------------------
+
+
+def thread_of_block(to: str) -> str:
+  """The thread's number in its block (CTA)."""
+  return f"mov.u32 {to}, %tid.x;"
+
+
+def lane_of_warp(to: str) -> str:
+  """The thread's number in its warp, 0 to 31."""
+  return f"mov.u32 {to}, %laneid;"
+
+
+def lower_lanes(to: str) -> str:
+  """A mask with the bits of the warp's lanes before this one: 0b111 for lane 3."""
+  return f"mov.u32 {to}, %lanemask_lt;"
+
+
+def block_of_grid(to: str) -> str:
+  """The block's number in the grid."""
+  return f"mov.u32 {to}, %ctaid.x;"
+
+
+def block_of_cluster(to: str) -> str:
+  """The block's number in its cluster."""
+  return f"mov.u32 {to}, %cluster_ctarank;"
+
+
+# -- arithmetic (mov, add, sub, mul, div, mad, min, max, cvt) --------------------------------------
+
+
+def let(to: str, value: str | int, *, only_if: str = "") -> str:
+  """to = value."""
+  return _step(f"mov.b32 {to}, {value}", only_if)
+
+
+def add(to: str, a: str, b: str | int, *, only_if: str = "") -> str:
+  """to = a + b."""
+  return _step(f"add.s32 {to}, {a}, {b}", only_if)
+
+
+def subtract(to: str, a: str, b: str | int) -> str:
+  """to = a - b."""
+  return f"sub.s32 {to}, {a}, {b};"
+
+
+def multiply(to: str, a: str, b: str | int) -> str:
+  """to = a · b, the low 32 bits."""
+  return f"mul.lo.s32 {to}, {a}, {b};"
+
+
+def multiply_add(to: str, a: str | int, b: str | int, c: str, *, only_if: str = "") -> str:
+  """to = a · b + c, the low 32 bits."""
+  return _step(f"mad.lo.s32 {to}, {a}, {b}, {c}", only_if)
+
+
+def divide(to: str, a: str, b: str | int) -> str:
+  """to = a // b, of numbers without a sign."""
+  return f"div.u32 {to}, {a}, {b};"
+
+
+def at_most(to: str, a: str, limit: int, *, unsigned: bool = False) -> str:
+  """to = min(a, limit). Unsigned, a negative number counts as a large one and becomes the limit."""
+  return f"min.{'u32' if unsigned else 's32'} {to}, {a}, {limit};"
+
+
+def at_least(to: str, a: str, limit: int) -> str:
+  """to = max(a, limit)."""
+  return f"max.s32 {to}, {a}, {limit};"
+
+
+def widen(to: str, a: str) -> str:
+  """to = a, with 64 bits."""
+  return f"cvt.s64.s32 {to}, {a};"
+
+
+# -- bits (and, xor, not, shl, shr, popc) and choices (setp, selp) ---------------------------------
+
+
+def bit_and(to: str, a: str, b: str | int) -> str:
+  """to = a & b."""
+  return f"and.b32 {to}, {a}, {b};"
+
+
+def bit_xor(to: str, a: str, b: str | int, *, only_if: str = "") -> str:
+  """to = a ^ b."""
+  return _step(f"xor.b32 {to}, {a}, {b}", only_if)
+
+
+def bit_not(to: str, a: str, *, only_if: str = "") -> str:
+  """to = ~a."""
+  return _step(f"not.b32 {to}, {a}", only_if)
+
+
+def shift_left(to: str, a: str, bits: int) -> str:
+  """to = a · 2^bits."""
+  return f"shl.b32 {to}, {a}, {bits};"
+
+
+def shift_right(to: str, a: str, bits: int) -> str:
+  """to = a // 2^bits, of a number without a sign."""
+  return f"shr.u32 {to}, {a}, {bits};"
+
+
+def count_bits(to: str, a: str) -> str:
+  """to = how many bits of a are set."""
+  return f"popc.b32 {to}, {a};"
+
+
+def compare(
+  to: str,
+  a: str,
+  comparison: str,
+  b: str | int,
+  *,
+  and_: str = "",
+  or_: str = "",
+  unsigned: bool = False,
+) -> str:
+  """Sets a predicate: to = (a < b), and likewise for `>`, `>=`, `==` and `!=`.
+
+  Args:
+    to: the predicate.
+    a: left operand.
+    comparison: how the two are compared.
+    b: right operand.
+    and_: a predicate that must hold too.
+    or_: a predicate that is enough alone; not together with `and_`.
+    unsigned: compare numbers without a sign, so that a negative one counts as a large one.
+  """
+  also = f".{'and' if and_ else 'or'}" if and_ or or_ else ""
+  kind = "u32" if unsigned else "s32"
+  last = f", {and_ or or_}" if also else ""
+  return f"setp.{_COMPARISONS[comparison]}{also}.{kind} {to}, {a}, {b}{last};"
+
+
+def select(to: str, a: int, b: int, condition: str) -> str:
+  """to = a where the predicate holds, else b."""
+  return f"selp.b32 {to}, {a}, {b}, {condition};"
+
+
+# -- loops (bra) -----------------------------------------------------------------------------------
+
+
+def label(name: str) -> str:
+  """A place to jump to."""
+  return f"{name}:"
+
+
+def jump(name: str, *, only_if: str = "") -> str:
+  """Goes on at a label."""
+  return _step(f"bra {name}", only_if)
+
+
+def while_less(name: str, index: str, end: str | int, *work: str) -> str:
+  """Runs the work while index < end, perhaps never; the work advances the index.
+
+  Args:
+    name: of the loop's labels.
+    index: register.
+    end: register or number.
+    *work: steps. They may change the predicate `more`, which the loop uses.
+  """
+  head = [jump(f"{name}_TEST"), label(name)]
+  test = [label(f"{name}_TEST"), compare("more", index, "<", end), jump(name, only_if="more")]
+  return lines([*head, *work, *test])
+
+
+def for_each(
+  name: str, index: str, first: str | int, end: str | int, stride: int, *work: str
+) -> str:
+  """Runs the work for index in range(first, end, stride); arguments as for `while_less`."""
+  loop = while_less(name, index, end, *work, add(index, index, stride))
+  return lines([let(index, first), loop])
+
+
+def at_least_once(name: str, index: str, end: int, condition: str, *work: str) -> str:
+  """Runs the work, and again while index < end; the work advances the index.
+
+  Args:
+    name: the loop's label.
+    index: register.
+    end: number.
+    condition: predicate that the loop uses.
+    *work: steps.
+  """
+  test = [compare(condition, index, "<", end), jump(name, only_if=condition)]
+  return lines([label(name), *work, *test])
+
+
+# -- addresses (mul.wide, mad.wide, add.s64) -------------------------------------------------------
+
+
+def byte_distance(to: str, index: str, size: int, *, unsigned: bool = False) -> str:
+  """to = index · size, with 64 bits: the bytes before element `index` of an array."""
+  return f"mul.wide.{'u32' if unsigned else 's32'} {to}, {index}, {size};"
+
+
+def advance(to: str, base: str, distance: str | int) -> str:
+  """to = base + distance, of addresses in global memory."""
+  return f"add.s64 {to}, {base}, {distance};"
+
+
+def element_address(
+  to: str, base: str, index: str, size: int, *, unsigned: bool = False, distance: str = ""
+) -> str:
+  """to = the address of element `index` of the array at `base` in global memory.
+
+  Args:
+    to: register of 64 bits.
+    base: the array's address.
+    index: of 32 bits.
+    size: bytes of an element.
+    unsigned: the index has no sign.
+    distance: another register of 64 bits, for the distance from the array's begin; by default `to`.
+  """
+  distance = distance or to
+  before = byte_distance(distance, index, size, unsigned=unsigned)
+  return lines([before, advance(to, base, distance)])
+
+
+def row_address(to: str, base: str, index: str, size: int) -> str:
+  """As `element_address`, in one instruction."""
+  return f"mad.wide.s32 {to}, {index}, {size}, {base};"
+
+
+# -- reading and writing (ld, st, prefetch, mapa) --------------------------------------------------
+
+
+def load_global(to: str, address: str, offset: int | None = None, *, only_if: str = "") -> str:
+  """Reads a word of global memory that this kernel may have written."""
+  return _step(f"ld.global.s32 {to}, {_at(address, offset)}", only_if)
+
+
+def load_read_only(to: str, address: str, offset: int | None = None, *, only_if: str = "") -> str:
+  """Reads a word of global memory that nothing writes while the kernel runs, by another cache."""
+  return _step(f"ld.global.nc.s32 {to}, {_at(address, offset)}", only_if)
+
+
+def store_global(address: str, value: str, offset: int | None = None, *, only_if: str = "") -> str:
+  """Writes a word of global memory."""
+  return _step(f"st.global.s32 {_at(address, offset)}, {value}", only_if)
+
+
+def load_shared(to: str, address: str, offset: int | None = None, *, only_if: str = "") -> str:
+  """Reads a word of the block's shared memory."""
+  return _step(f"ld.shared.s32 {to}, {_at(address, offset)}", only_if)
+
+
+def store_shared(
+  address: str, value: str, offset: int | None = None, *, kind: str = "s32", only_if: str = ""
+) -> str:
+  """Writes a word of the block's shared memory."""
+  return _step(f"st.shared.{kind} {_at(address, offset)}, {value}", only_if)
+
+
+def address_in_block(to: str, address: str, block: int) -> str:
+  """to = where the cluster's block has what this block has at `address` in its shared memory."""
+  return f"mapa.shared::cluster.u32 {to}, {address}, {block};"
+
+
+def load_from_block(to: str, address: str, offset: int) -> str:
+  """Reads a word of another block's shared memory, see `address_in_block`."""
+  return f"ld.shared::cluster.s32 {to}, {_at(address, offset)};"
+
+
+def prefetch(address: str, offset: int) -> str:
+  """Brings a line of global memory into the L1 cache, without waiting for it."""
+  return f"prefetch.global.L1 {_at(address, offset)};"
+
+
+# -- threads waiting for each other (bar, barrier.cluster, vote) -----------------------------------
+
+
+def wait_for_block() -> str:
+  """Waits until all threads of the block are here; what they wrote is visible then."""
+  return "bar.sync 0;"
+
+
+def wait_for_warp() -> str:
+  """Waits until all lanes of the warp are here; what they wrote is visible then."""
+  return "bar.warp.sync -1;"
+
+
+def wait_for_cluster() -> str:
+  """Waits until all threads of the cluster are here; what they wrote is visible then."""
+  return lines(["barrier.cluster.arrive.aligned;", "barrier.cluster.wait.aligned;"])
+
+
+def ballot(to: str, condition: str) -> str:
+  """to = a mask with the bits of the warp's lanes whose predicate holds."""
+  return f"vote.sync.ballot.b32 {to}, {condition}, -1;"
+
+
+# -- barriers in shared memory (mbarrier), 8 bytes each --------------------------------------------
+
+
+def init_barrier(address: str, offset: int, arrivals: int, *, only_if: str = "") -> str:
+  """Makes a barrier that completes a phase with so many arrivals, and the bytes they expect."""
+  return _step(f"mbarrier.init.shared::cta.b64 {_at(address, offset)}, {arrivals}", only_if)
+
+
+def publish_barriers() -> str:
+  """Makes new barriers visible to the other threads and to bulk copies."""
+  return "fence.mbarrier_init.release.cluster;"
+
+
+def arrive_and_expect(barrier: str, size: int, *, only_if: str = "") -> str:
+  """Arrives; the barrier's phase now completes only after so many bytes have been copied, too."""
+  return _step(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [{barrier}], {size}", only_if)
+
+
+def wait_for_barrier(barrier: str, parity: str, condition: str) -> str:
+  """Waits for a phase of a barrier: its first one has parity 0, the second 1, the third 0.
+
+  Args:
+    barrier: register with its address.
+    parity: register.
+    condition: predicate that the wait uses.
+  """
+  test = f"mbarrier.try_wait.parity.shared::cta.b64 {condition}, [{barrier}], {parity};"
+  return lines([label("WAIT"), test, jump("WAIT", only_if=f"!{condition}")])
+
+
+# -- asynchronous copies (cp.async, cp.async.bulk) -------------------------------------------------
+
+
+def publish_to_copies(*, own_block_only: bool = False) -> str:
+  """Makes the thread's writes visible to the hardware that copies and multiplies asynchronously.
+
+  Args:
+    own_block_only: only its writes to the block's shared memory.
+  """
+  return f"fence.proxy.async{'.shared::cta' if own_block_only else ''};"
+
+
+def copy_piece(target: str, target_offset: int, source: str, offset: int, size: str) -> str:
+  """Starts to copy 16 bytes to shared memory past the L1 cache: `size` of them, then zeros."""
+  to, from_ = _at(target, target_offset), _at(source, offset)
+  return f"cp.async.cg.shared.global.L2::128B {to}, {from_}, 16, {size};"
+
+
+def arrive_after_pieces(barrier: str) -> str:
+  """Lets the thread arrive at a barrier as soon as its copies by `copy_piece` are done."""
+  return f"cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{barrier}];"
+
+
+def copy_to_shared(target: str, source: str, size: int, barrier: str, *, only_if: str = "") -> str:
+  """Starts to copy bytes to shared memory; the barrier counts those that have arrived."""
+  copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+  return _step(f"{copy}\n  [{target}], [{source}], {size}, [{barrier}]", only_if)
+
+
+def copy_to_global(target: str, source: str, size: int, *, only_if: str = "") -> str:
+  """Starts to copy bytes from shared memory to global memory, in the thread's open group."""
+  return _step(
+    f"cp.async.bulk.global.shared::cta.bulk_group [{target}], [{source}], {size}", only_if
+  )
+
+
+def close_group() -> str:
+  """Closes the thread's group of copies to global memory, so that it can be waited for."""
+  return "cp.async.bulk.commit_group;"
+
+
+def wait_for_groups(open_ones: int, *, read_only: bool = False) -> str:
+  """Waits until at most so many of the thread's groups are unfinished.
+
+  Args:
+    open_ones: how many, the newest ones.
+    read_only: a group is finished as soon as shared memory was read, though not yet written out.
+  """
+  return f"cp.async.bulk.wait_group{'.read' if read_only else ''} {open_ones};"

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import math
 import os
 import re
 import shlex
@@ -172,7 +173,7 @@ def shared_out(jobs: int) -> list[dict[str, str]]:
   Raises:
     ConfigError: there are fewer GPUs than jobs.
   """
-  gpus = _gpus()
+  gpus = visible_gpus()
   if not gpus or jobs == 1:
     return [{} for _ in range(jobs)]
   if len(gpus) < jobs:
@@ -183,7 +184,7 @@ def shared_out(jobs: int) -> list[dict[str, str]]:
   ]
 
 
-def _gpus() -> list[str]:
+def visible_gpus() -> list[str]:
   """The GPUs that a process here would use, found without jax, which would allocate on them."""
   if os.environ.get("JAX_PLATFORMS", "").startswith("cpu") or not shutil.which("nvidia-smi"):
     return []
@@ -222,23 +223,63 @@ def is_done(run: Run) -> bool:
   return not changed and read_run(run.folder).done
 
 
-def train_all(runs: Sequence[Run], environments: list[dict[str, str]], extra: list[str]) -> None:
+class Watch:
+  """Says which runs of `train_all` begin, is told how each ended, and ends them all at a time.
+
+  This one begins every run and sets no time; a caller with a time limit has one of its own.
+
+  Attributes:
+    until: `time.monotonic()` at which runs that still train are told to save and end, and after
+      which none begins.
+  """
+
+  until = math.inf
+
+  def may_begin(self, run: Run) -> bool:
+    """Whether a run is to begin now; one that may not is left for another call."""
+    del run
+    return True
+
+  def ended(self, run: Run, seconds: float) -> None:
+    """Called when the process of a run has ended, after so many seconds of wall time."""
+
+
+def train_all(
+  runs: Sequence[Run],
+  environments: list[dict[str, str]],
+  extra: list[str],
+  watch: Watch | None = None,
+) -> None:
   """Trains runs, one at a time in each environment.
+
+  Args:
+    runs, environments: each run is a process with one of the environments to itself.
+    extra: further words of every command.
+    watch: decides which runs begin; None begins all.
 
   Raises:
     Preempted: a signal told the sweep to stop; the runs in training got it too, and have saved.
   """
+  watch = watch or Watch()
   waiting, free, training = list(runs), list(environments), []
   with _Stop() as stop:
     while (waiting and not stop.asked) or training:
+      late = time.monotonic() >= watch.until
+      if late:
+        waiting = []
+        stop.end_all()
       while waiting and free and not stop.asked:
         place = f"[{len(runs) - len(waiting) + 1}/{len(runs)}] {waiting[0].folder.name}"
-        training.append(_Training(waiting.pop(0), free.pop(0), extra, place))
+        run = waiting.pop(0)
+        if not watch.may_begin(run):
+          continue
+        training.append(_Training(run, free.pop(0), extra, place))
         stop.processes = [one.process for one in training]
       for ended in [one for one in training if one.process.poll() is not None]:
         ended.note_end()
         training.remove(ended)
         free.append(ended.environment)
+        watch.ended(ended.run, time.monotonic() - ended.began)
       time.sleep(POLL_SECONDS)
   if stop.asked:
     raise Preempted("the sweep was stopped; run the same command again to go on")
@@ -310,6 +351,13 @@ class _Stop:
   def __exit__(self, *_: object) -> None:
     for number, handler in self._before.items():
       signal.signal(number, handler)
+
+  def end_all(self) -> None:
+    """Tells each process that still runs, once, to save and end."""
+    for process in self.processes:
+      if process.poll() is None:
+        process.terminate()
+    self.processes = []
 
   def _handle(self, number: int, frame: Any) -> None:
     del frame

@@ -97,12 +97,12 @@ def test_the_grid_is_checked_and_named():
 
 
 def test_gpus_are_shared_out(monkeypatch):
-  monkeypatch.setattr(sweep, "_gpus", lambda: ["0", "1", "2", "3", "4"])
+  monkeypatch.setattr(sweep, "visible_gpus", lambda: ["0", "1", "2", "3", "4"])
   assert sweep.shared_out(1) == [{}]
   assert [e["CUDA_VISIBLE_DEVICES"] for e in sweep.shared_out(2)] == ["0,1", "2,3"]
   with pytest.raises(ConfigError, match="--jobs=6 is more than the 5 GPUs here"):
     sweep.shared_out(6)
-  monkeypatch.setattr(sweep, "_gpus", list)
+  monkeypatch.setattr(sweep, "visible_gpus", list)
   assert sweep.shared_out(3) == [{}, {}, {}]
 
 

@@ -1,0 +1,345 @@
+"""Runs a study in pieces: variants x seeds, each a process of `python -m scmoe.train`.
+
+  python experiments/quality/TABLE/run.py --scale cpu
+  python experiments/quality/TABLE/run.py --scale gpu --limit_seconds 570 --out "$OUT"
+  python experiments/quality/TABLE/run.py --scale gpu --only top2 --config.data.source=stdlib
+  python experiments/quality/TABLE/run.py --scale gpu --table
+
+A GPU trains one run at a time, and all GPUs of the machine train side by side; a CPU trains one run
+after the other. Runs whose result lies in results/runs/ are not trained again. A run begins only if
+it can end before the limit, as long as the slowest run so far took; what the limit cuts off saves,
+and goes on from there if the same command finds its folder again. The first call at a scale
+registers the plan, with the fields of the configuration that it was given, in
+results/plan-SCALE.json; later calls follow that file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from scmoe import sweep  # noqa: E402
+from scmoe.base.errors import ConfigError, StorageError, run_main  # noqa: E402
+from scmoe.base.output import say  # noqa: E402
+from scmoe.data.config import DataConfig  # noqa: E402
+from scmoe.models.config import ModelConfig  # noqa: E402
+from scmoe.reports.records import read_run  # noqa: E402
+from scmoe.reports.studies import (  # noqa: E402
+  Contrast,
+  Plan,
+  Result,
+  Study,
+  collected,
+  complaints,
+  findings_table,
+  read_plan,
+  read_results,
+  result_line,
+  variants_table,
+  write_results,
+)
+from scmoe.run.command_line import HELP, SIMULATE, Flag, help_text, parse  # noqa: E402
+from scmoe.run.config import (  # noqa: E402
+  RunConfig,
+  find_config,
+  from_dict,
+  load_config,
+  smoke_run,
+  to_dict,
+  with_field,
+)
+from scmoe.training.checkpoint import FOLDER  # noqa: E402
+from scmoe.training.options import CheckpointConfig, OptimizerConfig, TrainConfig  # noqa: E402
+from scmoe.training.workdir import prepare_workdir  # noqa: E402
+
+SCALES = ("smoke", "cpu", "gpu")
+# Seconds that a run which is cut off has for its checkpoint.
+GRACE = {"smoke": 5.0, "cpu": 10.0, "gpu": 60.0}
+CPU_LIMIT = 840.0  # of a whole study on a CPU, unless --limit_seconds says otherwise
+_CUT = (75, -15, -2)  # exit codes of a run that was told to stop
+
+FLAGS = (
+  Flag("scale", str, "", "smoke, cpu or gpu: the sizes of the runs", required=True),
+  Flag("only", str, "", "variants to train in this call, joined by commas; all if not given"),
+  Flag("limit_seconds", float, -1.0, "time of the call; 0: none; as given by the scale if not set"),
+  Flag("jobs", int, 0, "runs side by side; 0: one a GPU, one on a CPU"),
+  Flag("out", str, "", "folder for plan and results of this call; the study's results/ if not set"),
+  Flag("workdir", str, "", "folder of the runs' folders; runs/quality/TABLE/SCALE if not set"),
+  Flag("commit", str, "", "commit to note where the code is no checkout, e.g. on a GPU machine"),
+  Flag("keep", bool, False, "keep the checkpoints of runs that are done"),
+  Flag("dry_run", bool, False, "print the runs, then stop"),
+  Flag("table", bool, False, "print the table of the results that are there, train nothing"),
+  SIMULATE,
+  HELP,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Design:
+  """A study: what its run.py says once for all scales.
+
+  Attributes:
+    folder: of the study.
+    title: the question.
+    variants: name -> fields that it changes, with values as text.
+    contrasts: see `Plan.contrasts`.
+    seeds: scale -> seeds of every variant, or of each by name.
+    configs: scale -> the configuration that variants change; `language` where a scale is missing.
+    metric: see `Plan.metric`.
+  """
+
+  folder: Path
+  title: str
+  variants: Mapping[str, Mapping[str, str]]
+  contrasts: tuple[Contrast, ...]
+  seeds: Mapping[str, int | Mapping[str, int]]
+  configs: Mapping[str, Callable[[], RunConfig]] = dataclasses.field(default_factory=dict)
+  metric: str = "loss"
+
+  def plan(self, scale: str, given: list[tuple[str, str]]) -> Plan:
+    """The plan at a scale, with the fields that the command line gives all runs.
+
+    Raises:
+      ConfigError: there is no such scale, or a variant cannot be configured.
+    """
+    if scale not in self.seeds:
+      raise ConfigError(f"--scale={scale!r} is unknown; one of: {', '.join(self.seeds)}")
+    base = self.configs.get(scale, functools.partial(language, scale))()
+    base = functools.reduce(lambda run, pair: with_field(run, *pair), given, base)
+    asked = self.seeds[scale]
+    seeds = dict(asked) if isinstance(asked, Mapping) else dict.fromkeys(self.variants, asked)
+    variants = {name: dict(fields) for name, fields in self.variants.items()}
+    plan = Plan(self.folder.name, scale, self.title, to_dict(base), variants, seeds,
+                self.contrasts, self.metric)  # fmt: skip
+    for name in variants:
+      variant_run(plan, name, 0)
+    return plan
+
+
+def language(scale: str) -> RunConfig:
+  """The language model of a scale.
+
+  gpu: the paper's GPT2-MoE-Small, 105 million tokens; cpu: 1.2 million tokens of this Python's own
+  sources; smoke: three steps.
+  """
+  run = load_config(find_config("gpt2_moe_small"))
+  if scale == "smoke":
+    run = smoke_run(run)
+    return dataclasses.replace(run, train=_quiet(run.train, sample_tokens=0))
+  if scale == "gpu":
+    train = _quiet(
+      TrainConfig(steps=1600, batch_size=32, tokens_per_step=65536, log_every=8, eval_every=200,
+                  eval_batches=64)
+    )  # fmt: skip
+    return dataclasses.replace(
+      run,
+      model=dataclasses.replace(run.model, vocab_size=0),
+      train=train,
+      optimizer=OptimizerConfig(learning_rate=6e-4, warmup_steps=160),
+      checkpoint=CheckpointConfig(every=0, keep=1),
+    )
+  return dataclasses.replace(
+    run,
+    model=ModelConfig(
+      num_experts=8, num_layers=4, width=64, num_heads=4, mlp_hidden=128, context=128,
+      dtype="float32",
+    ),
+    data=DataConfig(source="stdlib", seq_len=128, limit_bytes=4 << 20, document_mask=False),
+    train=_quiet(
+      TrainConfig(steps=600, batch_size=16, log_every=10, eval_every=100, eval_batches=32)
+    ),
+    optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=60),
+    checkpoint=CheckpointConfig(every=0, keep=1),
+  )  # fmt: skip
+
+
+def _quiet(train: TrainConfig, **changed: int) -> TrainConfig:
+  """Without outputs that a study does not read."""
+  options = {"sample_tokens": 0, "router_every": 0, "tensorboard": False, **changed}
+  return dataclasses.replace(train, **options)
+
+
+def variant_run(plan: Plan, variant: str, seed: int) -> RunConfig:
+  """The configuration of one run.
+
+  Raises:
+    ConfigError: the variant's fields cannot be used.
+  """
+  run = from_dict(plan.config, f"the plan of {plan.study}")
+  for field in plan.variants[variant].items():
+    run = with_field(run, *field)
+  name = f"{variant}_seed-{seed}"
+  return dataclasses.replace(run, name=name, train=dataclasses.replace(run.train, seed=seed))
+
+
+def main(design: Design) -> None:
+  """The command of a study's run.py."""
+
+  def command(argv: list[str]) -> None:
+    call(design, argv)
+
+  run_main(command)
+
+
+def call(design: Design, argv: list[str]) -> Study:
+  """Trains what is missing and prints the table.
+
+  Raises:
+    ConfigError: a flag, a field or a variant cannot be used, or the plan is registered otherwise.
+    Preempted: a signal stopped the call; its runs have saved.
+  """
+  values, given = parse(argv, FLAGS, with_fields=True)
+  if values["help"]:
+    print(help_text(__doc__ or "", FLAGS, values["help"], with_fields=True))
+    raise SystemExit(0)
+  scale, results = values["scale"], design.folder / "results"
+  workdir = Path(values["workdir"] or f"runs/quality/{design.folder.name}/{scale}")
+  # Nothing that a smoke run finds belongs among the results.
+  out = Path(values["out"] or (workdir / "results" if scale == "smoke" else results))
+  plan = registered(design, scale, given, [out, results])
+  known = [line for place in dict.fromkeys((results, out)) for line in
+           read_results(place / "runs", scale)]  # fmt: skip
+  wanted = _variants(plan, values["only"])
+  study = collected(plan, known)
+  waiting = [key for key in plan.runs if key not in study.done and key[0] in wanted]
+  if values["dry_run"]:
+    print("\n".join(f"{variant} seed {seed}" for variant, seed in waiting))
+    return study
+  if waiting and not values["table"]:
+    prepare_workdir(out / "runs")
+    plan.write(out)
+    jobs = values["jobs"] or max(1, len(sweep.visible_gpus()))
+    limit = values["limit_seconds"]
+    limit = (CPU_LIMIT if scale == "cpu" else 0.0) if limit < 0 else limit
+    command = shlex.join(["python", f"experiments/quality/{design.folder.name}/run.py", *argv])
+    runs = {workdir / f"{variant}_seed-{seed}": (variant, seed) for variant, seed in waiting}
+    stamp = time.strftime("%Y%m%dT%H%M%S")
+    watch = Pieces(plan, runs, known, out / "runs" / f"{scale}-{stamp}.jsonl", limit,
+                   command, values["commit"], keep=values["keep"])  # fmt: skip
+    extra = [f"--simulate={n}"] if (n := values["simulate"]) else []
+    todo = [sweep.Run(folder, variant_run(plan, *key)) for folder, key in runs.items()]
+    try:
+      sweep.train_all(todo, sweep.shared_out(jobs), extra, watch)
+    finally:
+      study = collected(plan, [*known, *watch.results])
+      print("\n" + shown(study))
+  else:
+    print(shown(study))
+  return study
+
+
+def registered(
+  design: Design, scale: str, given: list[tuple[str, str]], places: list[Path]
+) -> Plan:
+  """The registered plan of a scale, or where there is none the design's.
+
+  Raises:
+    ConfigError: what is registered is not what the design and the command line say.
+  """
+  plan = design.plan(scale, given)
+  found = next((p for x in places if (p := x / f"plan-{scale}.json").is_file()), None)
+  if found is None:
+    return plan
+  stored = read_plan(found)
+  same = plan == stored if given else dataclasses.replace(plan, config=stored.config) == stored
+  if not same:
+    raise ConfigError(
+      f"{found} registers another plan; give the options that it was registered with, or make a "
+      "folder for another study"
+    )
+  return stored
+
+
+def _variants(plan: Plan, text: str) -> set[str]:
+  asked = {word.strip() for word in text.split(",") if word.strip()} or set(plan.variants)
+  if unknown := sorted(asked - set(plan.variants)):
+    raise ConfigError(f"--only={unknown[0]!r} is no variant; one of: {', '.join(plan.variants)}")
+  return asked
+
+
+def shown(study: Study) -> str:
+  """The study's tables and what is wrong with it, as text."""
+  lines = [variants_table(study).text(), findings_table(study).text(140)]
+  return "\n\n".join([*lines, "\n".join(f"note: {line}" for line in complaints(study))]).rstrip()
+
+
+class Pieces(sweep.Watch):
+  """Begins runs that can end in time, and keeps the result of each.
+
+  Args:
+    plan: of the study.
+    runs: folder -> (variant, seed).
+    known: results of earlier calls, whose times are estimates.
+    file: for the results of this call; written anew after each run.
+    limit: seconds of the call; 0: none.
+    command, commit: noted with every result.
+    keep: checkpoints of runs that are done stay.
+  """
+
+  def __init__(
+    self,
+    plan: Plan,
+    runs: Mapping[Path, tuple[str, int]],
+    known: list[Result],
+    file: Path,
+    limit: float,
+    command: str,
+    commit: str,
+    *,
+    keep: bool,
+  ):
+    self.plan, self.runs, self.file, self.keep = plan, runs, file, keep
+    self.command, self.commit = command, commit
+    self.results: list[Result] = []
+    self.whole = limit - GRACE[plan.scale]
+    if limit:
+      self.until = time.monotonic() + self.whole
+    self._earlier = max((r.get("seconds", 0.0) for r in known), default=0.0)
+    self._slowest = 0.0  # of this call
+
+  def may_begin(self, run: sweep.Run) -> bool:
+    """Whether the run is going to end before the limit, or would end within no call."""
+    expected = self._slowest or self._earlier
+    record = read_run(run.folder)
+    if record.step and record.steps:  # goes on from a checkpoint
+      expected *= 1 - record.step / record.steps
+    left = self.until - time.monotonic()
+    fits = expected <= left or (expected > self.whole and left > self.whole / 2)
+    if not fits:
+      say(f"{run.folder.name}: not begun, {left:.0f} s are left and a run takes {expected:.0f} s")
+    return fits
+
+  def ended(self, run: sweep.Run, seconds: float) -> None:
+    """Writes the run's result, unless it was only cut off."""
+    record = read_run(run.folder)
+    if not record.done and record.ended.get("code") in _CUT:
+      return
+    variant, seed = self.runs[run.folder]
+    said = {"seconds": round(seconds, 1), "command": self.command}
+    result = result_line(self.plan, variant, seed, record, **said)
+    if self.commit and not result["git"].get("commit"):
+      result["git"] = {"commit": self.commit}
+    self.results.append(result)
+    try:
+      write_results(self.file, self.results)
+    except OSError as error:
+      raise StorageError(f"{self.file} cannot be written: {error.strerror}") from None
+    if record.done:
+      self._slowest = max(self._slowest, seconds)
+      if not self.keep:
+        shutil.rmtree(run.folder / FOLDER, ignore_errors=True)
+
+
+def against(base: str, *variants: str, margins: Mapping[str, float] | None = None) -> tuple:
+  """Contrasts of variants with one base; `margins` adds equivalence tests."""
+  margins = margins or {}
+  return tuple(Contrast(name, base, margins.get(name)) for name in variants)

@@ -1,0 +1,267 @@
+"""Statistics of studies: paired tests, equivalence, several comparisons, curves of the loss.
+
+Runs are paired: seed s of every variant has the same batches in the same order, so the difference
+of two runs of one seed spreads less than the runs themselves. All functions compute in float64.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from scipy import optimize, special
+
+
+@dataclasses.dataclass(frozen=True)
+class PairedTest:
+  """Student's t-test of paired differences against 0, two-sided.
+
+  Attributes:
+    count: pairs n.
+    mean: of the differences.
+    std: sample standard deviation (n - 1); None for one pair.
+    low, high: confidence interval of the mean; None for one pair.
+    p: probability of a mean at least as far from 0 if the true one is 0; None for one pair.
+  """
+
+  count: int
+  mean: float
+  std: float | None = None
+  low: float | None = None
+  high: float | None = None
+  p: float | None = None
+
+
+def t_tail(t: float, freedom: int) -> float:
+  """P(T > t) of Student's t with `freedom` degrees of freedom."""
+  return float(special.stdtr(freedom, -t))
+
+
+def t_quantile(probability: float, freedom: int) -> float:
+  """The t with P(T <= t) = probability."""
+  return float(special.stdtrit(freedom, probability))
+
+
+def paired_test(differences: Sequence[float], confidence: float = 0.95) -> PairedTest:
+  """The t-test of n paired differences.
+
+  Equal differences have no spread: p is then 0, or 1 where all of them are 0.
+
+  Raises:
+    ValueError: there are no differences, or one is not finite.
+  """
+  mean, std, error = _spread(differences)
+  n = len(differences)
+  if std is None:
+    return PairedTest(n, mean)
+  half = t_quantile(0.5 + confidence / 2, n - 1) * error
+  p = min(1.0, 2 * t_tail(abs(mean) / error, n - 1)) if error else float(mean == 0)
+  return PairedTest(n, mean, std, mean - half, mean + half, p)
+
+
+def equivalence(differences: Sequence[float], margin: float) -> float | None:
+  """p of two one-sided t-tests (TOST) that the mean lies strictly within -margin .. margin.
+
+  The larger p of the tests against -margin and against +margin (Schuirmann 1987). A p below 0.05
+  says the same as a 90 % confidence interval that lies within the margins.
+
+  Args:
+    differences: paired, n of them.
+    margin: above 0, named before the runs.
+
+  Returns:
+    p; None for one pair.
+
+  Raises:
+    ValueError: the margin is not above 0, or see `paired_test`.
+  """
+  if not margin > 0:
+    raise ValueError(f"the margin of an equivalence test is {margin}; use a number above 0")
+  mean, std, error = _spread(differences)
+  if std is None:
+    return None
+  if not error:
+    return float(abs(mean) >= margin)
+  freedom = len(differences) - 1
+  return max(t_tail((mean + margin) / error, freedom), t_tail((margin - mean) / error, freedom))
+
+
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+  """Holm's step-down adjustment of the p-values of one family of tests (Holm 1979).
+
+  A None, a test that could not be made, stays None and counts as a member of the family, since the
+  family was chosen before the runs.
+  """
+  size = len(p_values)
+  known = sorted((p, i) for i, p in enumerate(p_values) if p is not None)
+  adjusted: list[float | None] = [None] * size
+  largest = 0.0
+  for rank, (p, i) in enumerate(known):
+    largest = max(largest, min(1.0, (size - rank) * p))
+    adjusted[i] = largest
+  return adjusted
+
+
+def _spread(differences: Sequence[float]) -> tuple[float, float | None, float]:
+  """Mean, sample deviation (None for one value), and standard error of the mean."""
+  if not differences or not all(map(math.isfinite, differences)):
+    raise ValueError(f"a test needs finite differences, got {list(differences)}")
+  mean = statistics.fmean(differences)
+  if len(differences) == 1:
+    return mean, None, 0.0
+  std = statistics.stdev(differences)
+  return mean, std, std / math.sqrt(len(differences))
+
+
+# --- curves of the loss ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class LossCurve:
+  """L(D) = floor + scale · D^-exponent: the loss in nats per token after D training tokens."""
+
+  floor: float
+  scale: float
+  exponent: float
+
+  def loss(self, tokens: float) -> float:
+    """L(D)."""
+    return self.floor + self.scale * tokens**-self.exponent
+
+  def tokens(self, loss: float) -> float:
+    """D with L(D) = loss; infinite for a loss that the curve never reaches."""
+    if loss <= self.floor or not self.scale:
+      return math.inf
+    return (self.scale / (loss - self.floor)) ** (1 / self.exponent)
+
+
+_EXPONENTS = np.geomspace(0.01, 2.0, 81)
+
+
+def fit_curve(tokens: Sequence[float], losses: Sequence[float]) -> LossCurve:
+  """The least-squares `LossCurve`, with floor and scale at least 0 and 0.01 <= exponent <= 2.
+
+  The points are best of runs of different lengths, each with its own decay of the learning rate.
+  Points along one run lie above such a curve until its rate has decayed, and the fit then claims
+  more from further data than there is.
+
+  Raises:
+    ValueError: fewer than three different numbers of tokens, or other than positive finite numbers.
+  """
+  d, loss = np.asarray(tokens, float), np.asarray(losses, float)
+  fit = np.isfinite(d).all() and np.isfinite(loss).all() and (d > 0).all()
+  if d.shape != loss.shape or len(set(tokens)) < 3 or not fit:
+    raise ValueError(f"a curve needs losses at three numbers of tokens, got {list(tokens)}")
+  middle = float(np.exp(np.log(d).mean()))  # keeps D^-exponent near 1 for every exponent
+
+  def solved(exponent: float) -> tuple[float, np.ndarray]:
+    columns = np.stack([np.ones_like(d), (d / middle) ** -exponent], axis=1)
+    best, residual = optimize.nnls(columns, loss)
+    return residual, best
+
+  near = int(np.argmin([solved(a)[0] for a in _EXPONENTS]))
+  low, high = _EXPONENTS[max(near - 1, 0)], _EXPONENTS[min(near + 1, len(_EXPONENTS) - 1)]
+  found = optimize.minimize_scalar(lambda a: solved(a)[0], bounds=(low, high), method="bounded",
+                                   options={"xatol": 1e-9})  # fmt: skip
+  exponent = float(found.x)  # pyright: ignore[reportAttributeAccessIssue]
+  floor, scale = solved(exponent)[1]
+  return LossCurve(float(floor), float(scale) * middle**exponent, exponent)
+
+
+# Seed -> loss, for each number of training tokens.
+Budgets = Mapping[float, Mapping[int, float]]
+
+
+def bootstrap_curves(budgets: Budgets, draws: int, rng: np.random.Generator) -> list[LossCurve]:
+  """Curves fitted to resampled seeds, each budget's for itself.
+
+  The spread of the curves is the uncertainty that the choice of seeds leaves; that the form of the
+  curve is wrong is not in it.
+  """
+  tokens = [d for d, found in budgets.items() for _ in found]
+  curves = []
+  for _ in range(draws):
+    losses = [
+      loss for found in budgets.values() for loss in rng.choice([*found.values()], len(found))
+    ]
+    curves.append(fit_curve(tokens, losses))
+  return curves
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+  """A value with a 95 % interval."""
+
+  value: float
+  low: float
+  high: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Speedup:
+  """What a variant is worth in time: data that it saves times how much faster its steps are.
+
+  Attributes:
+    data: Sc, the data that the baseline needs for the variant's loss, over the variant's.
+    throughput: tokens per second of the variant over the baseline's.
+    effective: Sw = Sc · throughput.
+  """
+
+  data: Estimate
+  throughput: Estimate
+  effective: Estimate
+
+
+def effective_speedup(
+  budgets: Budgets,
+  differences: Sequence[float],
+  tokens: float,
+  throughputs: Sequence[float],
+  *,
+  draws: int = 2000,
+  seed: int = 0,
+) -> Speedup:
+  """Sc, the ratio of throughputs, and Sw, with intervals.
+
+  Sc = curve.tokens(curve.loss(D) + mean difference) / D. Each draw takes a curve of
+  `bootstrap_curves`, a mean difference from Student's t around the measured one, and a ratio of
+  throughputs drawn from those measured; the interval is that of the draws from 2.5 to 97.5 %.
+
+  Args:
+    budgets: losses of the baseline at several numbers of tokens.
+    differences: loss of the variant less that of the baseline, paired by seed, after D tokens.
+    tokens: D.
+    throughputs: ratios of throughput, one a measured round; one alone counts as exact.
+    draws: of the interval.
+    seed: of the draws.
+
+  Raises:
+    ValueError: fewer than two differences, no throughput, or see `fit_curve`.
+  """
+  test = paired_test(differences)
+  if test.std is None or not throughputs:
+    raise ValueError("an interval needs two paired differences and a throughput")
+  fitted = fit_curve(
+    [d for d, found in budgets.items() for _ in found],
+    [loss for found in budgets.values() for loss in found.values()],
+  )
+  saved = lambda curve, change: curve.tokens(curve.loss(tokens) + change) / tokens
+  rng = np.random.default_rng(seed)
+  error = test.std / math.sqrt(test.count)
+  changes = test.mean + error * rng.standard_t(test.count - 1, draws)
+  data = np.array([saved(c, x) for c, x in zip(bootstrap_curves(budgets, draws, rng), changes)])
+  speed = rng.choice(np.asarray(throughputs, float), (draws, len(throughputs))).mean(axis=1)
+  best, ratio = saved(fitted, test.mean), statistics.fmean(throughputs)
+  return Speedup(
+    _estimate(best, data), _estimate(ratio, speed), _estimate(best * ratio, data * speed)
+  )
+
+
+def _estimate(value: float, draws: np.ndarray) -> Estimate:
+  """The interval from 2.5 to 97.5 %, by draws that may be infinite."""
+  ordered = np.sort(draws)
+  at = lambda share: float(ordered[round(share * (len(ordered) - 1))])
+  return Estimate(float(value), at(0.025), at(0.975))

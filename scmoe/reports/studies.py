@@ -1,0 +1,420 @@
+"""Studies: variants of a configuration, each with several seeds, compared as a plan said before.
+
+A study is a folder below experiments/quality/:
+
+  README.md                      hypothesis, metric, sizes, seeds, margins: written before the runs
+  results/plan-SCALE.json        the same for this module (`Plan`)
+  results/runs/SCALE-TIME.jsonl  a line a run (`result_line`), a file for each call of its run.py
+
+A call leaves one more file and changes none, so results of several machines come together by
+copying files into one folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scmoe.base.errors import ConfigError, DataError
+from scmoe.base.stored import Maybe, parse_json, read_bytes, read_json, write_whole
+from scmoe.reports.records import Line, Record, number, printable
+from scmoe.reports.statistics import PairedTest, equivalence, holm, paired_test
+from scmoe.reports.tables import Table
+
+METRICS = {"loss": "lower", "bits_per_byte": "lower", "accuracy": "higher"}  # which way is better
+LEVEL = 0.05  # of a test, after Holm's adjustment
+POINTS = 200  # of a training curve in a result line; longer ones are thinned out
+_ROUTER = ("drop", "imbalance", "dead", "diversity", "router_entropy", "confidence",
+           "max_violation", "balance_loss", "shortcut_ratio", "real_experts")  # fmt: skip
+_PLAN_SHAPE = {
+  "study": str, "scale": str, "title": str, "metric": str, "config": dict, "variants": {"*": dict},
+  "seeds": {"*": int}, "contrasts": [{"variant": str, "base": str, "margin": Maybe(object)}],
+}  # fmt: skip
+_RESULT_SHAPE = {
+  "study": str, "scale": str, "variant": str, "seed": int, "plan": str, "status": str, "date": str,
+  "final": {"*": object}, "train": dict, "evals": dict,
+}  # fmt: skip
+
+Result = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Contrast:
+  """A comparison that the plan makes: variant less base, paired by seed.
+
+  Attributes:
+    variant, base: names of variants.
+    margin: of an equivalence test, in units of the metric; None for a test of the difference alone.
+  """
+
+  variant: str
+  base: str
+  margin: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """A study at one scale, as it was registered.
+
+  Attributes:
+    study: the folder's name.
+    scale: cpu, gpu or smoke.
+    title: the question, in a line.
+    config: what all runs have in common, as `scmoe.run.config.to_dict` gives it.
+    variants: name -> the fields that it changes, with their values as text.
+    seeds: name -> number of seeds, 0 to n - 1.
+    contrasts: the comparisons; all of a plan are one family for Holm's adjustment, and those with
+      a margin another one.
+    metric: of `METRICS`, from a run's last evaluation.
+  """
+
+  study: str
+  scale: str
+  title: str
+  config: dict[str, Any]
+  variants: dict[str, dict[str, str]]
+  seeds: dict[str, int]
+  contrasts: tuple[Contrast, ...]
+  metric: str = "loss"
+
+  def __post_init__(self) -> None:
+    named = {name for c in self.contrasts for name in (c.variant, c.base)}
+    unknown = (named - set(self.variants)) | (set(self.seeds) ^ set(self.variants))
+    if unknown:
+      raise ConfigError(
+        f"the plan of {self.study} does not agree with itself about the variants "
+        f"{', '.join(sorted(unknown))}; name each in variants and in seeds"
+      )
+    if self.metric not in METRICS:
+      raise ConfigError(f"the metric {self.metric!r} is unknown; one of: {', '.join(METRICS)}")
+
+  @property
+  def runs(self) -> list[tuple[str, int]]:
+    """(variant, seed) of every run. A seed's runs are neighbours: what is cut off leaves pairs."""
+    most = max(self.seeds.values(), default=0)
+    return [(v, s) for s in range(most) for v in self.variants if s < self.seeds[v]]
+
+  def digest(self, variant: str) -> str:
+    """A short name of the exact configuration of a variant, seeds aside."""
+    content = {"config": self.config, "fields": self.variants[variant]}
+    text = json.dumps(content, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+  def write(self, folder: Path) -> None:
+    """Writes plan-SCALE.json into a folder that exists."""
+    text = json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False)  # the variants in order
+    write_whole(folder / f"plan-{self.scale}.json", f"{text}\n".encode())
+
+
+def read_plan(path: Path) -> Plan:
+  """The plan of a file that `Plan.write` wrote.
+
+  Raises:
+    FileNotFoundError: there is none.
+    StoredError: it is no plan.
+    ConfigError: it contradicts itself.
+  """
+  values = read_json(path, _PLAN_SHAPE)
+  contrasts = tuple(
+    Contrast(c["variant"], c["base"], number(c.get("margin"))) for c in values["contrasts"]
+  )
+  names = ("study", "scale", "title", "config", "variants", "seeds", "metric")
+  return Plan(**{name: values[name] for name in names}, contrasts=contrasts)
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+def result_line(plan: Plan, variant: str, seed: int, record: Record, **said: Any) -> Result:
+  """What a study keeps of a run, JSON-able: a few kilobytes.
+
+  Args:
+    plan, variant, seed: which run it is.
+    record: of its folder.
+    **said: what the caller adds: `command`, `seconds` of wall time.
+  """
+  card, last = record.card, (record.train or [{}])[-1]
+  final = {k: v for k, v in (record.evals or [{}])[-1].items() if number(v) is not None}
+  end = (record.end or [{}])[-1]
+  tokens = number(last.get("tokens")) or 0.0
+  per_step = tokens / last["step"] if last.get("step") else 0.0
+  return {
+    "study": plan.study,
+    "scale": plan.scale,
+    "variant": variant,
+    "seed": seed,
+    "data_seed": seed,
+    "plan": plan.digest(variant),
+    "overrides": plan.variants[variant],
+    "status": _status(record, final, plan.metric),
+    "date": card.get("time", ""),
+    "git": card.get("git", {}),
+    "hardware": record.devices,
+    "host": {name: x for name, x in card.get("host", {}).items() if name != "name"},
+    "versions": card.get("versions", {}),
+    "data": card.get("data", {}),
+    "parameters": card.get("parameters", {}),
+    "flops_per_token": card.get("flops_per_token"),
+    "steps": record.steps,
+    "tokens": tokens,
+    "final": final if record.done else {},
+    "train": _curve(record.train, per_step, POINTS),
+    "evals": _curve(record.evals, per_step, POINTS),
+    "step_seconds": {
+      "median": number(end.get("median_seconds_per_step")),
+      "p99": number(end.get("p99_seconds_per_step")),
+    },
+    "memory_bytes": number(end.get("device_memory_bytes")) or number(end.get("host_memory_bytes")),
+    "router": {name: last[name] for name in _ROUTER if number(last.get(name)) is not None},
+    "layers": last.get("layers", {}),
+    **said,
+  }
+
+
+def _status(record: Record, final: Mapping[str, Any], metric: str) -> str:
+  if record.done and number(final.get(metric)) is None:
+    return f"failed: its last evaluation has no finite {metric}"
+  return record.status
+
+
+def _curve(lines: Sequence[Line], per_step: float, most: int) -> dict[str, list[Any]]:
+  """Steps, tokens and losses; of more than `most` lines, the means of neighbouring ones.
+
+  Each point stands at the last step of the lines it is the mean of.
+  """
+  known = [(line["step"], x) for line in lines if (x := number(line.get("loss"))) is not None]
+  size = -(-len(known) // most) or 1
+  parts = [known[i : i + size] for i in range(0, len(known), size)]
+  steps = [part[-1][0] for part in parts]
+  losses = [round(sum(x for _, x in part) / len(part), 6) for part in parts]
+  return {"step": steps, "tokens": [step * per_step for step in steps], "loss": losses}
+
+
+def write_results(path: Path, results: Iterable[Result]) -> None:
+  """Writes a file of result lines, in a folder that exists."""
+  lines = "".join(json.dumps(result, allow_nan=False) + "\n" for result in results)
+  write_whole(path, lines.encode())
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+  """A plan with the results that belong to it.
+
+  Attributes:
+    plan: as registered.
+    done: (variant, seed) -> the newest complete result.
+    failed: attempts that did not end in a result, oldest first, those that a later one made good
+      included.
+    other: results in the folder that another configuration or other text gave; left out.
+  """
+
+  plan: Plan
+  done: dict[tuple[str, int], Result]
+  failed: list[Result]
+  other: list[Result]
+
+  def values(self, variant: str) -> dict[int, float]:
+    """Seed -> metric, of the runs that are done."""
+    metric = self.plan.metric
+    return {seed: float(r["final"][metric]) for (v, seed), r in self.done.items() if v == variant}
+
+  def differences(self, contrast: Contrast) -> list[float]:
+    """Variant less base, of the seeds that both have, in the order of the seeds."""
+    own, base = self.values(contrast.variant), self.values(contrast.base)
+    return [own[seed] - base[seed] for seed in sorted(own) if seed in base]
+
+
+def read_results(folder: Path, scale: str) -> list[Result]:
+  """All result lines of a scale in results/runs/, oldest first.
+
+  Raises:
+    DataError: a file is no JSON lines of results.
+  """
+  found = []
+  for path in sorted(folder.glob(f"{scale}-*.jsonl")):
+    for number_, text in enumerate(read_bytes(path).decode("utf-8", "replace").splitlines(), 1):
+      line = parse_json(text, f"{path}:{number_}", _RESULT_SHAPE)
+      found.append({**line, "file": path.name, "line": number_})
+  return sorted(found, key=lambda line: line["date"])
+
+
+def collected(plan: Plan, results: Iterable[Result]) -> Study:
+  """Sorts the results of a plan.
+
+  A pair is a pair only on the same text, so results on other text than the first complete one are
+  left out.
+  """
+  done: dict[tuple[str, int], Result] = {}
+  failed, other, text = [], [], None
+  wanted = set(plan.runs)
+  for result in results:
+    key = result["variant"], result["seed"]
+    same = result["study"] == plan.study and key in wanted
+    if not same or result["plan"] != plan.digest(result["variant"]):
+      other.append(result)
+    elif result["status"] != "done" or number(result["final"].get(plan.metric)) is None:
+      failed.append(result)
+    else:
+      text = text or _text(result)
+      if _text(result) == text:
+        done[key] = result
+      else:
+        other.append(result)
+  ordered = {key: done[key] for key in plan.runs if key in done}
+  return Study(plan, ordered, failed, other)
+
+
+def _text(result: Result) -> str:
+  """The fingerprint of the text, without what depends on the seed or on the number of processes."""
+  own = ("seed", "order", "process_count")
+  kept = {k: v for k, v in result.get("data", {}).items() if k not in own}
+  return json.dumps(kept, sort_keys=True)
+
+
+def read_study(folder: Path, scale: str) -> Study:
+  """The study of a folder at one scale.
+
+  Raises:
+    FileNotFoundError: it was not registered at that scale.
+    DataError: plan or results cannot be used.
+  """
+  results = folder / "results"
+  try:
+    plan = read_plan(results / f"plan-{scale}.json")
+  except ConfigError as error:
+    raise DataError(f"{results / f'plan-{scale}.json'}: {error}") from None
+  return collected(plan, read_results(results / "runs", scale))
+
+
+# --- findings -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+  """What the runs say about a contrast.
+
+  Attributes:
+    contrast: of the plan.
+    test: of the paired differences; None without a pair.
+    p: of the difference, after Holm's adjustment over all contrasts of the plan.
+    equivalent: p of the equivalence test, adjusted over the contrasts with a margin.
+    better: which way the metric is better.
+    complete: whether every planned pair is there.
+  """
+
+  contrast: Contrast
+  test: PairedTest | None
+  p: float | None
+  equivalent: float | None
+  better: str
+  complete: bool
+
+  @property
+  def verdict(self) -> str:
+    """In a few words; `not settled` says that no test of the plan was significant."""
+    if self.test is None or self.test.p is None:
+      return "no test: fewer than two pairs"
+    words = []
+    if self.equivalent is not None and self.equivalent < LEVEL:
+      words.append(f"equivalent within {self.contrast.margin:g}")
+    if self.p is not None and self.p < LEVEL:
+      words.append("better" if (self.test.mean < 0) == (self.better == "lower") else "worse")
+    verdict = ", ".join(words) or "not settled"
+    return verdict if self.complete else f"{verdict} (runs are missing)"
+
+
+def findings(study: Study) -> list[Finding]:
+  """One for each contrast of the plan, in its order."""
+  plan, found = study.plan, [study.differences(c) for c in study.plan.contrasts]
+  tests = [paired_test(d) if d else None for d in found]
+  adjusted = holm([test.p if test else None for test in tests])
+  margins = [i for i, c in enumerate(plan.contrasts) if c.margin is not None]
+  equal = dict(zip(margins, holm([_equivalence(found[i], plan.contrasts[i]) for i in margins])))
+  full = [min(plan.seeds[c.variant], plan.seeds[c.base]) == len(d)
+          for c, d in zip(plan.contrasts, found)]  # fmt: skip
+  better = METRICS[plan.metric]
+  return [
+    Finding(c, tests[i], adjusted[i], equal.get(i), better, full[i])
+    for i, c in enumerate(plan.contrasts)
+  ]
+
+
+def _equivalence(differences: Sequence[float], contrast: Contrast) -> float | None:
+  return equivalence(differences, contrast.margin) if differences and contrast.margin else None
+
+
+def variants_table(study: Study) -> Table:
+  """One row a variant: runs, mean ± std over seeds, tokens, parameters, time of a step."""
+  plan, rows = study.plan, []
+  for name in plan.variants:
+    values = list(study.values(name).values())
+    of = [r for (v, _), r in study.done.items() if v == name]
+    test = paired_test(values) if values else None
+    active = number(of[0]["parameters"].get("active")) if of else None
+    steps = sorted(x for r in of if (x := number(r.get("step_seconds", {}).get("median"))))
+    rows.append(
+      (
+        name,
+        f"{len(values)} of {plan.seeds[name]}",
+        "–" if test is None else f"{test.mean:.4f}",
+        "–" if test is None or test.std is None else f"{test.std:.4f}",
+        "–" if not of else f"{of[0]['tokens'] / 1e6:,.1f}",
+        "–" if active is None else f"{active / 1e6:,.1f}",
+        "–" if not steps else f"{1e3 * steps[len(steps) // 2]:,.1f}",
+      )
+    )
+  heads = ("variant", "runs", plan.metric, "± std", "tokens, 10⁶", "active, 10⁶", "step ms")
+  return Table(f"{plan.study}, {plan.scale}: {plan.metric} of held-out text", heads, tuple(rows))
+
+
+def findings_table(study: Study) -> Table:
+  """One row a contrast: difference, interval, p-values, verdict."""
+  rows = []
+  for found in findings(study):
+    test, contrast = found.test, found.contrast
+    interval = test is not None and test.low is not None
+    rows.append(
+      (
+        f"{contrast.variant} − {contrast.base}",
+        "0" if test is None else str(test.count),
+        "–" if test is None else f"{test.mean:+.4f}",
+        f"{test.low:+.4f} to {test.high:+.4f}" if test and interval else "–",
+        _p(test.p if test else None),
+        _p(found.p),
+        "" if contrast.margin is None else _p(found.equivalent),
+        found.verdict,
+      )
+    )
+  heads = ("contrast", "pairs", "difference", "95 % interval", "p", "p, Holm", "p, equivalence",
+           "verdict")  # fmt: skip
+  count = len(study.plan.contrasts)
+  return Table(f"Paired by seed; Holm's adjustment over {count} contrasts", heads, tuple(rows))
+
+
+def _p(value: float | None) -> str:
+  return "–" if value is None or not math.isfinite(value) else f"{value:.4f}"
+
+
+def complaints(study: Study) -> list[str]:
+  """What a reader must know beside the tables: failures, missing runs, results left out."""
+  missing = len(study.plan.runs) - len(study.done)
+  lines = [f"{missing} of {len(study.plan.runs)} planned runs have no result"] if missing else []
+  for result in study.failed:
+    again = ", made good later" if (result["variant"], result["seed"]) in study.done else ""
+    lines.append(
+      f"{result['variant']}, seed {result['seed']}: {printable(result['status'])}{again}"
+    )
+  if study.other:
+    lines.append(f"{len(study.other)} results of another configuration or other text are left out")
+  machines = {r["hardware"] for r in study.done.values()}
+  if len(machines) > 1:
+    lines.append(f"runs of several kinds of hardware: {', '.join(sorted(machines))}")
+  changed = {r["git"].get("commit", "")[:9] for r in study.done.values() if r["git"].get("changed")}
+  if changed:
+    lines.append(f"runs of a checkout with changes beside the commit: {', '.join(sorted(changed))}")
+  return lines

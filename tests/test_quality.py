@@ -1,0 +1,153 @@
+"""The studies of experiments/quality: every plan can be run, and a study is made in pieces."""
+
+import importlib.util
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from scmoe import sweep
+from scmoe.base.errors import ConfigError
+from scmoe.reports.studies import read_plan
+
+ROOT = Path(__file__).resolve().parents[1]
+QUALITY = ROOT / "experiments/quality"
+STUDIES = sorted(path.parent.name for path in QUALITY.glob("*/run.py"))
+
+# Trains nothing: notes its start, waits while told to, and leaves the lines of a run.
+FAKE = """
+import json, os, pathlib, signal, sys, time
+argv = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+config = json.loads(pathlib.Path(argv["--config_json"]).read_text())
+folder = pathlib.Path(argv["--workdir"])
+with open(folder.parent / "starts", "a") as file:
+  file.write(folder.name + " " + os.environ.get("CUDA_VISIBLE_DEVICES", "none") + "\\n")
+(folder / "checkpoints").mkdir(exist_ok=True)
+steps, seed = config["train"]["steps"], config["train"]["seed"]
+lines = [{"step": 1, "kind": "train", "loss": 5.0, "tokens": 2048}]
+def stop(*_):
+  (folder / "metrics.jsonl").write_text("".join(json.dumps(l) + "\\n" for l in lines))
+  sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+until = time.monotonic() + (60 if (folder.parent / "hold").exists() else 0)
+while time.monotonic() < until:
+  time.sleep(0.02)
+if (folder.parent / "bad").exists() and config["model"]["wiring"] == "top1":
+  print("NonFiniteError: no good")
+  sys.exit(4)
+loss = 3 + seed + len(config["model"]["wiring"]) / 1000
+lines += [{"step": steps, "kind": "eval", "loss": loss}, {"step": steps, "kind": "end"}]
+(folder / "metrics.jsonl").write_text("".join(json.dumps(l) + "\\n" for l in lines))
+"""
+
+
+def load(name):
+  """The run.py of a study as a module."""
+  spec = importlib.util.spec_from_file_location(f"quality_{name}", QUALITY / name / "run.py")
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+  """Runs end at once."""
+  script = tmp_path / "fake.py"
+  script.write_text(FAKE)
+  monkeypatch.setattr(sweep, "TRAIN", (sys.executable, str(script)))
+  monkeypatch.setattr(sweep, "POLL_SECONDS", 0.02)
+  (tmp_path / "w").mkdir()
+  return tmp_path
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_run_of_every_scale_can_be_configured(name):
+  """The plan is consistent, and each variant resolves, on one device, at every scale."""
+  module = load(name)
+  design = module.DESIGN
+  assert set(design.seeds) == set(module.study.SCALES)
+  for scale in design.seeds:
+    plan = design.plan(scale, [])
+    assert plan.contrasts, scale
+    for variant in plan.variants:
+      run = module.study.variant_run(plan, variant, 1)
+      assert run.train.seed == 1
+      run.resolve(num_devices=1, vocab_size=257)
+  readme = (QUALITY / name / "README.md").read_text()
+  for variant in design.variants:
+    assert f"`{variant}`" in readme, f"{variant} is not in the README that registers the study"
+  for stored in (QUALITY / name / "results").glob("plan-*.json"):
+    plan = read_plan(stored)
+    assert (plan.study, plan.contrasts) == (name, tuple(design.contrasts)), stored
+
+
+def test_a_study_in_pieces(fake, capsys, monkeypatch):
+  monkeypatch.setattr(sweep, "visible_gpus", lambda: ["4", "7"])
+  table = load("table1_3_language")
+  argv = ["--scale=smoke", f"--workdir={fake / 'w'}", f"--out={fake / 'out'}", "--commit=abc"]
+  (fake / "w/bad").touch()
+  study = table.study.call(table.DESIGN, [*argv, "--only=top2,top1"])
+  starts = (fake / "w/starts").read_text().split()
+  assert sorted(starts[::2]) == sorted(f"{v}_seed-{s}" for v in ("top2", "top1") for s in (0, 1))
+  assert set(starts[1::2]) == {"4", "7"}
+  assert list(study.done) == [("top2", 0), ("top2", 1)]
+  assert [r["status"] for r in study.failed] == [
+    "failed at step 0 of 3, exit 4: NonFiniteError: no good"
+  ] * 2
+  assert "top1, seed 0: failed at step 0 of 3, exit 4" in capsys.readouterr().out
+  assert not (fake / "w/top2_seed-0/checkpoints").exists()
+  (piece,) = (fake / "out/runs").iterdir()
+  first = json.loads(piece.read_text().splitlines()[0])
+  assert first["git"] == {"commit": "abc"}
+  assert first["seconds"] > 0
+  # The rest, from another folder: what has a result is not trained again, what failed is.
+  (fake / "w/bad").unlink()
+  time.sleep(1.1)  # files of calls are named by the second
+  study = table.study.call(table.DESIGN, argv)
+  assert len(study.done) == len(study.plan.runs)
+  assert (fake / "w/starts").read_text().split()[::2].count("top2_seed-0") == 1
+  assert len(list((fake / "out/runs").iterdir())) == 2
+  assert study.values("top1")[1] == pytest.approx(4.004)
+  assert "made good later" in capsys.readouterr().out
+  table.study.call(table.DESIGN, [*argv, "--table"])
+  assert "equivalent within 0.01" in capsys.readouterr().out
+  with pytest.raises(ConfigError, match="registers another plan"):
+    table.study.call(table.DESIGN, [*argv, "--config.optimizer.learning_rate=0.5"])
+  with pytest.raises(ConfigError, match="is no variant; one of: top2, top1"):
+    table.study.call(table.DESIGN, [*argv, "--only=top9"])
+
+
+def test_the_limit_cuts_a_run_which_then_goes_on(fake, capsys, monkeypatch):
+  table = load("table1_3_language")
+  monkeypatch.setattr(sweep, "visible_gpus", list)
+  monkeypatch.setitem(table.study.GRACE, "smoke", 0.0)
+  argv = ["--scale=smoke", f"--workdir={fake / 'w'}", f"--out={fake / 'out'}", "--only=top2,top1"]
+  (fake / "w/hold").touch()
+  study = table.study.call(table.DESIGN, [*argv, "--limit_seconds=2"])
+  assert not study.done
+  assert not study.failed  # cut off is not failed
+  assert (fake / "w/starts").read_text().split()[::2] == ["top2_seed-0"]
+  (fake / "w/hold").unlink()
+  study = table.study.call(table.DESIGN, argv)
+  assert len(study.done) == 4
+
+
+def test_a_run_that_would_not_end_is_not_begun(fake, capsys, monkeypatch):
+  table = load("table1_3_language")
+  monkeypatch.setattr(sweep, "visible_gpus", list)
+  plan = table.DESIGN.plan("smoke", [])
+  folder = fake / "w/top2_seed-0"
+  run = sweep.Run(folder, table.study.variant_run(plan, "top2", 0))
+  make = lambda limit, seconds: table.study.Pieces(
+    plan, {folder: ("top2", 0)}, [{"seconds": seconds}], fake / "x", limit, "", "", keep=False
+  )
+  assert make(0, 500).may_begin(run)  # no limit
+  assert make(305, 0).may_begin(run)  # nothing is known of how long a run takes
+  assert make(305, 200).may_begin(run)
+  late = make(305, 200)
+  late.until -= 150
+  assert not late.may_begin(run)
+  assert "not begun, 150 s are left and a run takes 200 s" in capsys.readouterr().out
+  assert make(305, 9000).may_begin(run)  # ends within no call: it is cut, and goes on

@@ -48,15 +48,9 @@ from scmoe.reports.studies import (  # noqa: E402
   write_results,
 )
 from scmoe.run.command_line import HELP, SIMULATE, Flag, help_text, parse  # noqa: E402
-from scmoe.run.config import (  # noqa: E402
-  RunConfig,
-  find_config,
-  from_dict,
-  load_config,
-  smoke_run,
-  to_dict,
-  with_field,
-)
+from scmoe.run.config import RunConfig, from_dict, smoke_run, to_dict  # noqa: E402
+from scmoe.run.config_files import find_config, load_config  # noqa: E402
+from scmoe.run.fields import with_field  # noqa: E402
 from scmoe.training.checkpoint import FOLDER  # noqa: E402
 from scmoe.training.options import CheckpointConfig, OptimizerConfig, TrainConfig  # noqa: E402
 from scmoe.training.workdir import prepare_workdir  # noqa: E402

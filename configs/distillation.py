@@ -6,10 +6,10 @@ command   python -m scmoe.train --config distillation --workdir runs/teacher, wi
           train.teacher=runs/teacher
           python -m scmoe.train --config distillation --workdir runs/alone
 hardware  2 CPU cores, no GPU
-time      6 minutes for the teacher, 2 for the student, 1.5 for the one without a teacher, the
-          cores shared with other work
-expect    validation bits per byte 2.072 of the teacher; after 400 steps 2.893, 2.875 and 2.834 of
-          the student (train.seed 0, 1, 2), 2.972, 2.949 and 2.971 of the one without (Python 3.11)
+time      on cores shared with other work: 6 minutes for the teacher, 2 for the student, 1.5 for
+          the student without a teacher
+expect    validation bits per byte: teacher 2.072; student after 400 steps 2.893, 2.875 and 2.834
+          (train.seed 0, 1, 2); the same without a teacher 2.972, 2.949 and 2.971 (Python 3.11)
 data      stdlib: Python files of the running interpreter, and its language reference as prose
 """
 
@@ -54,10 +54,10 @@ RUN = RunConfig(
 
 
 def get_config() -> Any:
-  """The run."""
+  """The configuration of the run."""
   return as_config_dict(RUN)
 
 
 def smoke() -> Any:
-  """Seconds instead of minutes: what the tests run."""
+  """The reduced configuration, which the tests run: seconds instead of minutes."""
   return as_config_dict(smoke_run(RUN))

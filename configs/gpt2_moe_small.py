@@ -42,10 +42,10 @@ RUN = RunConfig(
 
 
 def get_config() -> Any:
-  """The run."""
+  """The configuration of the run."""
   return as_config_dict(RUN)
 
 
 def smoke() -> Any:
-  """Every mechanism of the run in seconds on a CPU: what the tests run."""
+  """The reduced configuration, which the tests run: all mechanisms, in seconds on a CPU."""
   return as_config_dict(smoke_run(RUN))

@@ -1,17 +1,18 @@
-"""LongCat-Flash's architecture at laptop size: latent attention, and zero experts at a held share.
+"""LongCat-Flash's architecture at laptop size: latent attention, and a fixed share of zero experts.
 
 command   python -m scmoe.train --config longcat_flash_small
 hardware  2 CPU cores, no GPU
-time      1.5 minutes on the clock, with the two cores shared with other work
+time      1.5 minutes, on cores shared with other work
 expect    2.61 validation bits per byte (Python 3.11); a bigram model of bytes has 3.53. The mean of
-          `zero_share` over steps 201 to 400 is 0.328 to 0.332 (three seeds), its target 0.333; a
-          single step's varies by 0.03 and more
+          `zero_share` over steps 201 to 400 is 0.328 to 0.332 (three seeds); its target is 0.333.
+          Single steps differ by 0.03 and more
 data      stdlib: Python files of the running interpreter, and its language reference as prose
 
-A pair is a layer of LongCat's: two attentions, two MLPs, and a MoE whose input leaves after the
-first attention and whose output comes back after the second MLP. Of 12 experts four return their
-input; a token takes three, two of which are meant to compute, as 8 of 12 in the released model.
-`python -m scmoe.convert --workdir runs/longcat_flash_small --to FOLDER` writes it as one.
+A block pair is one of LongCat's layers: two attentions, two MLPs, and a MoE that reads the value
+after the first attention and is added after the second MLP. Four of the 12 experts are zero
+experts, which return their input. A token visits three experts, of which on average two should
+compute; in the released model 8 of 12. `python -m scmoe.convert --workdir
+runs/longcat_flash_small --to FOLDER` writes it as a LongCat-Flash model.
 """
 
 from __future__ import annotations
@@ -73,10 +74,10 @@ RUN = RunConfig(
 
 
 def get_config() -> Any:
-  """The run."""
+  """The configuration of the run."""
   return as_config_dict(RUN)
 
 
 def smoke() -> Any:
-  """Seconds instead of minutes: what the tests run."""
+  """The reduced configuration, which the tests run: seconds instead of minutes."""
   return as_config_dict(smoke_run(RUN))

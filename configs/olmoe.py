@@ -5,14 +5,14 @@ command   python -m scmoe.train --config configs/olmoe.py --config.data.source=j
 hardware  8 GPUs of 80 GB: --config.mesh.expert=8
 time      --dry_run estimates it for your mesh; experiments/kernels/train_step.py measures a step of
           a few of its layers on one GPU
-expect    the whole model has not been trained; a step of 4 of its layers on 16,384 tokens takes
-          87 ms on one H200 (187k tokens/s, MFU 46 %), of all 16 on 32,768 tokens 573 ms (MFU 46 %,
-          128 GiB; XLA_PYTHON_CLIENT_MEM_FRACTION=0.95)
+expect    never trained here. On one H200 a step of 4 of its layers on 16,384 tokens takes 87 ms
+          (187k tokens/s, MFU 46 %), a step of all 16 on 32,768 tokens 573 ms (MFU 46 %, 128 GiB,
+          XLA_PYTHON_CLIENT_MEM_FRACTION=0.95)
 sizes     published: 16 blocks, width 2048, 16 heads, 8 of 64 experts of width 1024 in every block,
-          no shared expert, context 4096, 50304 tokens in the vocabulary; dropless, weights that are
-          not renormalised, balancing loss 0.01 (mean over layers), z-loss 0.001 (here the sum over
-          layers); 4.2M tokens a step, peak learning rate 4e-4 after 2000 steps. Published too, but
-          not here: norms on queries and keys, and 1.2M steps (5.1T tokens).
+          no shared expert, context 4096, 50304 tokens in the vocabulary; dropless, experts' weights
+          not renormalised, balancing loss 0.01 (mean over layers), z-loss 0.001 (here summed over
+          layers); 4.2M tokens a step, peak learning rate 4e-4 after 2000 steps. Not used here:
+          norms on queries and keys, and the published length of 1.2M steps (5.1T tokens).
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ RUN = RunConfig(
 
 
 def get_config() -> Any:
-  """The run."""
+  """The configuration of the run."""
   return as_config_dict(RUN)
 
 
 def smoke() -> Any:
-  """Every mechanism of the run in seconds on a CPU: what the tests run."""
+  """The reduced configuration, which the tests run: all mechanisms, in seconds on a CPU."""
   return as_config_dict(smoke_run(RUN))

@@ -1,8 +1,8 @@
-"""A small ScMoE on the source code of this Python: a laptop's CPU, minutes, nothing to download.
+"""A small ScMoE, trained on Python's own source code: minutes on a laptop's CPU, no download.
 
 command   python -m scmoe.train            (the same as --config configs/quickstart.py)
 hardware  2 CPU cores, no GPU
-time      4 CPU minutes; 5.4 minutes on the clock with the two cores shared with other work
+time      4 minutes of CPU time; it took 5.4 minutes on cores shared with other work
 expect    2.8 validation bits per byte (2.82 on Python 3.11); a bigram model of bytes, printed
           beside it, has 3.53
 data      stdlib: Python files of the running interpreter, and its language reference as prose
@@ -39,10 +39,10 @@ RUN = RunConfig(
 
 
 def get_config() -> Any:
-  """The run."""
+  """The configuration of the run."""
   return as_config_dict(RUN)
 
 
 def smoke() -> Any:
-  """Seconds instead of minutes: what the tests run."""
+  """The reduced configuration, which the tests run: seconds instead of minutes."""
   return as_config_dict(smoke_run(RUN))

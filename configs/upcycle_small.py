@@ -1,4 +1,4 @@
-"""The source of an upcycling at laptop size: OLMoE's architecture, to become a shortcut model.
+"""A small model with OLMoE's architecture, from which an upcycling makes a shortcut model.
 
 command   python -m scmoe.train --config upcycle_small
           python -m scmoe.convert --workdir runs/upcycle_small --to runs/released
@@ -7,9 +7,9 @@ command   python -m scmoe.train --config upcycle_small
           train.steps=100, train.batch_size=16, data.seq_len=128, train.eval_every=25,
           optimizer.learning_rate=1e-3 and optimizer.warmup_steps=10
 hardware  2 CPU cores, no GPU
-time      2 minutes for the source, 2 to 4 for the 100 steps, the cores shared with other work
-expect    validation loss 1.680 of the source (ten batches); the shortcut model from its weights
-          2.043 at first and 1.720 after 100 steps (Python 3.11)
+time      on cores shared with other work: 2 minutes for this model, 2 to 4 for the 100 steps
+expect    validation loss of this model 1.680 (ten batches); of the shortcut model made from it
+          2.043 at the start and 1.720 after 100 steps (Python 3.11)
 data      stdlib: Python files of the running interpreter, and its language reference as prose
 """
 
@@ -54,10 +54,10 @@ RUN = RunConfig(
 
 
 def get_config() -> Any:
-  """The run."""
+  """The configuration of the run."""
   return as_config_dict(RUN)
 
 
 def smoke() -> Any:
-  """Seconds instead of minutes: what the tests run."""
+  """The reduced configuration, which the tests run: seconds instead of minutes."""
   return as_config_dict(smoke_run(RUN))

@@ -35,7 +35,7 @@ from scmoe.kernels.one_row import attention as kernel
 from scmoe.kernels.one_row.attention import PartialAttention, PartialProjections
 from scmoe.kernels.one_row.linear import products, sums
 from scmoe.kernels.one_row.norm import Normalisation, Normalised, takes
-from scmoe.kernels.top_k import Begun, TopK, begin_gate
+from scmoe.kernels.top_k import PartialLogits, TopK, gate_under_norm
 from scmoe.layers.attention import Attention, KeyValues
 from scmoe.layers.norm import Norm
 from scmoe.layers.rope import turns
@@ -191,10 +191,10 @@ class TokenMoE(MoE):
       return super().route(x, call, gate)
     gate = self._gate(call.gate) if gate is None else gate
     plain = call.mask is None and call.key is None and call.avoid_T is None
-    begun = _gate_under_norm(x, gate) if plain else None
-    if begun is None:
+    sums = _gate_under_norm(x, gate) if plain else None
+    if sums is None:
       return super().route(x.alone(), call, gate)
-    return super().route(begun.x_TD, call, GateOfSums(begun))
+    return super().route(sums.x_TD, call, GateOfSums(sums))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,27 +202,27 @@ class GateOfSums:
   """A linear gate of one token whose product is already computed, as partial sums.
 
   Attributes:
-    begun: the normalised token and the partial sums.
+    sums: the normalised token and the partial sums.
   """
 
-  begun: Begun
+  sums: PartialLogits
 
   def __call__(self, x_TD: Array) -> Array:
     """Logits [1, E]; see `Gate`."""
     del x_TD
-    return self.begun.sums_PE.sum(0)[None]
+    return self.sums.sums_PE.sum(0)[None]
 
   def top_k(self, x_TD: Array, k: int) -> TopK:
     """See `LinearGate.top_k`."""
     del x_TD
-    return self.begun.top_k(k)
+    return self.sums.top_k(k)
 
 
-def _gate_under_norm(row: Normalised, gate: Any) -> Begun | None:
+def _gate_under_norm(row: Normalised, gate: Any) -> PartialLogits | None:
   """The token's norm and its product with a linear gate, in one kernel; None if there is none."""
   if not isinstance(gate, LinearGate):
     return None
-  return begin_gate(row, gate.weight[...], fp32=gate.fp32)
+  return gate_under_norm(row, gate.weight[...], fp32=gate.fp32)
 
 
 def _written_once(h_BSD: Array) -> Array:

@@ -1,6 +1,6 @@
-"""PTX inside a Pallas kernel, for instructions that Pallas has no operation for.
+"""Runs PTX inside a Pallas kernel, for instructions that Pallas lacks.
 
-Interpret mode cannot run PTX: on a CPU a caller needs another implementation.
+Interpret mode cannot run PTX, so a caller needs another implementation for the simulation.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ def ptx(text: str, operands: list[Any], constraints: str) -> None:
   """Runs the text in every thread; `$0`, `$1` ... are the operands.
 
   Args:
-    text: the instructions. The compiler assumes that they read and write any memory.
+    text: PTX instructions. The compiler assumes that they may read and write any memory.
     operands: MLIR values.
-    constraints: LLVM's letter of each operand, for example "l,r": 64 bits, 32 bits.
+    constraints: one letter per operand, as in LLVM's inline assembly: "l" 64 bits, "r" 32 bits.
   """
   llvm.inline_asm(
     ir.Type.parse("!llvm.void"),
@@ -33,17 +33,17 @@ def ptx(text: str, operands: list[Any], constraints: str) -> None:
 
 
 def shared_address(ref: Any) -> Any:
-  """The 32-bit address of a reference in shared memory: constraint "r"."""
+  """The 32-bit address of a reference in shared memory, for constraint "r"."""
   return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu_utils.memref_ptr(ref))
 
 
 def global_address(ref: Any) -> Any:
-  """The 64-bit address of a reference in global memory: constraint "l"."""
+  """The 64-bit address of a reference in global memory, for constraint "l"."""
   return llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu_utils.memref_ptr(ref))
 
 
 def scalar(value: Any) -> Any:
-  """A 32-bit scalar argument: constraint "r"."""
+  """The MLIR value of a 32-bit scalar, for constraint "r"."""
   return value.registers.item()
 
 
@@ -51,9 +51,9 @@ def run(text: str, in_global: Sequence[Any], in_shared: Sequence[Any] = ()) -> N
   """Runs the text in every thread, with addresses of references as operands.
 
   Args:
-    text: the instructions, see `ptx`.
-    in_global: references in global memory: the first operands, 64 bits.
-    in_shared: references in shared memory: the operands behind them, 32 bits.
+    text: PTX instructions, see `ptx`.
+    in_global: references in global memory; their addresses are the first operands.
+    in_shared: references in shared memory; their addresses are the operands after those.
   """
 
   @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * (len(in_global) + len(in_shared)))

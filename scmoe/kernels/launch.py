@@ -1,4 +1,4 @@
-"""Launching Pallas kernels: devices that have them, their semantics, their simulation in tests."""
+"""Launches Pallas kernels: on which devices, with which semantics, and how tests simulate them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _default_sms: contextvars.ContextVar[int] = contextvars.ContextVar("default_sms"
 
 @contextlib.contextmanager
 def interpreted(params: Any, num_sms: int = 2) -> Iterator[None]:
-  """Inside this context kernels are simulated on a CPU, by Pallas' GPU interpret mode; for tests.
+  """Inside this context Pallas' GPU interpret mode simulates kernels on a CPU; for tests.
 
   Args:
     params: see `compat.gpu_interpret_params`.
@@ -37,7 +37,11 @@ def simulated() -> bool:
 
 
 def interpretation() -> Any:
-  """The simulation that is on, or None: a static argument of every program with a kernel."""
+  """The simulation in use, or None.
+
+  Every jitted program with a kernel takes it as a static argument, so that jax does not reuse a
+  compiled program of the simulation for the device, or the reverse.
+  """
   return (_interpret.get(), _default_sms.get()) if simulated() else None
 
 
@@ -71,10 +75,10 @@ def resolve_num_sms(num_sms: int | None) -> int:
 
 
 def compiled(body, **options: Any):
-  """`plgpu.kernel` with the semantics that every kernel here is written for.
+  """`plgpu.kernel` with warpgroup semantics, for which all kernels here are written.
 
-  A program that calls it takes `interpretation()` as a static argument: inside `interpreted` the
-  kernel is simulated.
+  Inside `interpreted` the kernel is simulated. A program that calls it takes `interpretation()` as
+  a static argument.
   """
   if (interpret := _interpret.get()) is not None:
     options["interpret"] = interpret
@@ -89,9 +93,9 @@ def compiled(body, **options: Any):
 
 
 def varying_as(x: jax.Array, made: Any) -> Any:
-  """A kernel's results, marked as varying over the same mesh axes as its input x.
+  """A kernel's results `made`, marked as varying over the same mesh axes as its input x.
 
-  `jax.shard_map` checks these marks (`check_vma`), and a kernel loses them.
+  `jax.shard_map` checks these marks (`check_vma`), and the results of a kernel lack them.
   """
   axes = tuple(sorted(jax.typeof(x).manual_axis_type.varying))
   return jax.tree.map(lambda a: lax.pcast(a, axes, to="varying"), made) if axes else made

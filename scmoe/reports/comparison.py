@@ -1,7 +1,7 @@
-"""Compares runs: those that differ in the seed only form one group, shown as mean ± std.
+"""Compares runs; runs that differ only in the seed form one group, shown as mean ± std.
 
-Groups are paired by seed. The difference of two groups is the mean of the differences between runs
-of the same seed, which spread less than the runs themselves.
+The difference of two groups is the mean of the differences between their runs of the same seed.
+These differences vary less than the runs themselves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from scmoe.reports.records import Measure, Record, measures, printable
 
-# What may differ within a group: names and places, and what is done about interruptions.
+# Fields that may differ within a group: names, folders, and the handling of interruptions.
 IGNORED = (
   "name",
   "train.seed",
@@ -29,7 +29,7 @@ IGNORED = (
   "distributed.",
   "data.cache_dir",
 )
-_LONGEST_LABEL = 4  # differing fields; with more of them a run's name says more
+_LONGEST_LABEL = 4  # most differing fields in a group's label; with more it is a run's name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Statistic:
 
 @dataclasses.dataclass(frozen=True)
 class Paired:
-  """A group less the base group, over the seeds that both have.
+  """A group's figure minus the base group's, over the seeds that both have.
 
   Attributes:
-    difference: of the figures, run by run.
-    better: runs that are better than the base run of their seed.
+    difference: differences between runs of the same seed.
+    better: number of runs that are better than the base run of their seed.
   """
 
   difference: Statistic
@@ -62,11 +62,11 @@ class Group:
   records: tuple[Record, ...]
 
   def statistic(self, measure: Measure) -> Statistic | None:
-    """Over the runs that have the figure; None if none has."""
+    """Mean and std over the runs that have the figure; None if none has."""
     return _statistic(v for r in self.records if (v := measure.of(r)) is not None)
 
   def paired(self, base: Group, measure: Measure) -> Paired | None:
-    """This group against `base`; None for the base itself, or without a common seed."""
+    """This group's difference from `base`; None for the base itself, or without a common seed."""
     if base is self or not measure.better:
       return None
     before = {r.seed: v for r in base.records if (v := measure.of(r)) is not None}
@@ -84,9 +84,9 @@ class Comparison:
   """Groups of runs, the first of which is the base, and the figures that they have.
 
   Attributes:
-    groups: in the order in which their runs were given.
-    measures: what the table shows.
-    differences: fields of the configuration that differ, with each group's value.
+    groups: groups, in the order in which their runs were given.
+    measures: figures that the table shows.
+    differences: field -> value in each group, of the configuration's fields that differ.
   """
 
   groups: tuple[Group, ...]
@@ -100,7 +100,7 @@ class Comparison:
 
   @property
   def unfinished(self) -> list[Record]:
-    """Runs that did not come to their end."""
+    """Runs that have not finished."""
     return [record for record in self.records if not record.done]
 
   def as_json(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def compare(records: Sequence[Record]) -> Comparison:
   for record in records:
     if record.devices:
       keys.setdefault(_key(record), []).append(record)
-  for record in records:  # one that never came to its devices belongs to those of its configuration
+  for record in records:  # a run that failed before it had devices joins a group by configuration
     if not record.devices:
       same = [key for key in keys if key.startswith(_options(record))]
       keys.setdefault(same[0] if same else _key(record), []).append(record)
@@ -184,7 +184,7 @@ def _differences(firsts: Sequence[Record]) -> dict[str, tuple[Any, ...]]:
 def _labels(firsts: Sequence[Record], differences: dict[str, tuple[Any, ...]]) -> list[str]:
   """The label of each group: its values of the fields that differ, or its first run's name."""
   if not differences or len(differences) > _LONGEST_LABEL:
-    # A sweep's folder ends in the seed, of which a group has several.
+    # The name of a sweep's run ends in its seed, but a group has several seeds.
     return _unique([re.sub(r"_seed-\d+$", "", record.name) for record in firsts])
   leaves = [name.rpartition(".")[2] for name in differences]
   shown = [leaf if leaves.count(leaf) == 1 else name for leaf, name in zip(leaves, differences)]

@@ -1,4 +1,4 @@
-"""Curves of several groups of runs: the mean over seeds as a line, ± std as a band."""
+"""Draws curves of groups of runs: the mean over seeds as a line, ± std as a band."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scmoe.reports.comparison import Comparison, Group
 from scmoe.reports.figures import literal_text, new_figure, png
 from scmoe.reports.records import Line, Measure, Record, number
 
-# Told apart by people who confuse red and green, and in grey (Okabe and Ito).
+# Colours that colour-blind people can tell apart, also in grey (Okabe and Ito).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8a8a00")
 Curve = list[tuple[float, float, float]]  # x, mean, standard deviation
 
@@ -19,9 +19,9 @@ def curve(group: Group, lines: Callable[[Record], list[Line]], name: str, x: str
   """Mean and std of one value at every x that a run of the group logged.
 
   Args:
-    group: runs.
-    lines: `train` or `evals` of a run.
-    name: of the value.
+    group: the runs.
+    lines: gives `train` or `evals` of a run.
+    name: name of the value.
     x: `step` or `tokens`.
   """
   at: dict[float, list[float]] = {}
@@ -58,7 +58,7 @@ def draw_curves(comparison: Comparison) -> bytes:
 
 
 def _axis(comparison: Comparison) -> str:
-  """Steps, or tokens where a step has not the same number of them everywhere."""
+  """`step`, or `tokens` if the runs have steps of different numbers of tokens."""
   sizes = {_tokens_per_step(record) for record in comparison.records if record.train}
   return "tokens" if len(sizes) > 1 else "step"
 
@@ -93,7 +93,7 @@ def final_measure(comparison: Comparison) -> Measure | None:
 
 
 def _draw_final(axes: Any, comparison: Comparison) -> None:
-  """Every run a dot, every group its mean with ± std."""
+  """Draws a dot for every run, and every group's mean with ± std."""
   measure = final_measure(comparison)
   if measure is None:
     axes.set_axis_off()

@@ -1,4 +1,4 @@
-"""Figures without a screen. matplotlib, which takes a second, is imported when one is made."""
+"""Figures as PNG, drawn without a display. matplotlib takes a second to import, so functions do."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Result = TypeVar("Result")
 
 
 def literal_text(draw: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-  """Decorates a function that draws: texts are shown as they are.
+  """Decorates a function that draws, so that its labels are shown literally.
 
-  Labels come from configurations and names of runs. matplotlib reads two dollar signs in one as a
-  formula, and raises where the text between them is none.
+  Labels come from configurations and names of runs. By default matplotlib reads text between two
+  dollar signs as a formula, and raises an error if it is not one.
   """
 
   @functools.wraps(draw)

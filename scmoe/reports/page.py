@@ -1,4 +1,4 @@
-"""One HTML file that needs nothing else: pictures inside, no script, no network."""
+"""Writes a report as a single HTML file: pictures are inside, and it needs no script or network."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ pre { overflow-x: auto; } small { color: #888; }
 
 
 def picture(png: bytes, about: str) -> str:
-  """A picture as part of a page; `about` is read out where pictures cannot be seen."""
+  """The HTML of a picture; screen readers read `about`."""
   data = base64.b64encode(png).decode()
   return f"<img alt='{html.escape(about, quote=True)}' src='data:image/png;base64,{data}'>"
 
 
 def warning(lines: Sequence[str]) -> str:
-  """A paragraph that stands out; empty without lines."""
+  """The HTML of a highlighted paragraph; empty without lines."""
   inside = "<br>".join(html.escape(line) for line in lines)
   return f"<p class='warning'>{inside}</p>" if lines else ""
 
@@ -58,10 +58,10 @@ def page(title: str, parts: Sequence[str | Table], note: str = "") -> str:
 
 
 def write(path: Path, content: str | bytes) -> None:
-  """Writes a file of a report, with its folder.
+  """Writes a file of a report, and creates its folder.
 
   Raises:
-    StorageError: it cannot be written.
+    StorageError: the file cannot be written.
   """
   try:
     path.parent.mkdir(parents=True, exist_ok=True)

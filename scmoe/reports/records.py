@@ -1,4 +1,4 @@
-"""Reads a run off its work directory: card, configuration and metrics.jsonl. Uses no device."""
+"""Reads a run from its work directory: card, configuration and metrics.jsonl. Needs no device."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from scmoe.training.card import CARD, CARD_SHAPE
 from scmoe.training.metrics import METRICS, metrics_by_kind
 from scmoe.training.workdir import LOCK, owner_lives
 
-ASKED = "asked.json"  # the configuration that a sweep asked for
-EXIT = "exit.json"  # how a run ended that a sweep started
+ASKED = "asked.json"  # file with the configuration that a sweep gave to a run
+EXIT = "exit.json"  # file in which a sweep stores how a run ended
 _EXIT_SHAPE = {"code": int, "words": Maybe(str)}
-_LARGEST = 1e100  # no figure of a run is larger, and sums of some such numbers are still finite
+_LARGEST = 1e100  # larger numbers are ignored: no figure is so large, and their sums could overflow
 _MARKS = (METRICS, "config.json", ASKED)
 
 Line = dict[str, Any]
@@ -30,11 +30,11 @@ class Record:
 
   Attributes:
     path: its work directory.
-    config: dotted name -> value, as asked for where the run says so, else as resolved.
-    devices: kind and number, e.g. "1 x cpu"; empty where unknown.
-    card: of the run; {} without one.
-    train, evals, end: lines of metrics.jsonl, oldest first.
-    ended: exit code and last words where a sweep started the run; {} otherwise.
+    config: dotted name -> value, as the user gave it; as resolved if only that is stored.
+    devices: number and kind, e.g. "1 x cpu"; empty if unknown.
+    card: its card (`scmoe.training.card`); {} without one.
+    train, evals, end: lines of metrics.jsonl of these kinds, oldest first.
+    ended: exit code and last log line, if a sweep started the run; else {}.
   """
 
   path: Path
@@ -48,7 +48,7 @@ class Record:
 
   @property
   def name(self) -> str:
-    """The folder's name, where it can be printed."""
+    """The folder's name, with escapes for characters that cannot be printed."""
     return printable(self.path.name)
 
   @property
@@ -63,17 +63,17 @@ class Record:
 
   @property
   def steps(self) -> int:
-    """The steps that were asked for."""
+    """The number of steps to train."""
     return _whole_number(self.config.get("train.steps"))
 
   @property
   def done(self) -> bool:
-    """True if it trained and evaluated to its end."""
+    """True if the run has finished training and its last evaluation."""
     return bool(self.end) and self.end[-1]["step"] >= self.steps
 
   @property
   def status(self) -> str:
-    """`done`, or in a few words what it came to."""
+    """`done`, or whether it failed, stopped or is running, and at which step."""
     if self.done:
       return "done"
     place = f"step {self.step} of {self.steps}"
@@ -84,10 +84,10 @@ class Record:
 
 
 def find_runs(words: Sequence[str]) -> list[Path]:
-  """The runs that folders name: a run's own, or one that holds runs.
+  """The runs in some folders; each is a run's own folder, or one that holds runs.
 
   Raises:
-    ConfigError: a folder is no run and holds none, or nothing was given.
+    ConfigError: a folder is neither, or no folder was given.
   """
   found: list[Path] = []
   for word in words:
@@ -98,12 +98,12 @@ def find_runs(words: Sequence[str]) -> list[Path]:
       inside = sorted(p for p in folder.glob("*") if is_run(p)) if folder.is_dir() else []
     if not inside:
       raise ConfigError(
-        f"{word!r} is no run and holds none ({METRICS} is missing); give folders that "
+        f"{word!r} is not a run and holds none ({METRICS} is missing); give folders that "
         "python -m scmoe.train or python -m scmoe.sweep wrote"
       )
     found += [path for path in inside if path not in found]
   if not found:
-    raise ConfigError("no run is given; name their folders, e.g. runs/a runs/b")
+    raise ConfigError("no run is given; name folders of runs, e.g. runs/a runs/b")
   return found
 
 
@@ -113,10 +113,10 @@ def is_run(folder: Path) -> bool:
 
 
 def read_run(path: str | os.PathLike[str]) -> Record:
-  """Reads a run's work directory, whatever state it is in.
+  """Reads a run's work directory; the run may be unfinished, and files may be missing.
 
   Raises:
-    StoredError: its card, its configuration or its end is no JSON, or has fields of other types.
+    StoredError: its card, its configuration or `EXIT` is not JSON, or has fields of a wrong type.
   """
   folder = Path(path)
   card = _json(folder / CARD, CARD_SHAPE)
@@ -139,7 +139,7 @@ def _json(path: Path, shape: Any = dict) -> dict[str, Any]:
 
 
 def printable(text: str) -> str:
-  """A text in one line, with escapes for characters that would steer a terminal."""
+  """A text on one line, with escapes for line ends and characters that control a terminal."""
   return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
@@ -160,11 +160,11 @@ class Measure:
   """One figure of a run.
 
   Attributes:
-    name: in JSON.
-    title: of its column.
-    of: reads it off a record; None where the run does not have it.
-    form: of one value, e.g. "{:.4f}".
-    better: "lower", "higher", or empty where neither is.
+    name: name in JSON.
+    title: title of its column.
+    of: reads it from a record; None if the run does not have it.
+    form: format of one value, e.g. "{:.4f}".
+    better: "lower", "higher", or empty if neither is better.
   """
 
   name: str
@@ -174,12 +174,12 @@ class Measure:
   better: str = ""
 
   def text(self, value: float | None) -> str:
-    """The value as it is printed; a dash where there is none."""
+    """The value as text; a dash for None."""
     return "–" if value is None else self.form.format(value)
 
 
 def measures(records: Sequence[Record]) -> list[Measure]:
-  """The figures that at least one of the runs has, bits per byte for each domain among them."""
+  """The figures that at least one of the runs has, including bits per byte of each domain."""
   domains = dict.fromkeys(
     name.partition("/")[2]
     for record in records
@@ -212,7 +212,7 @@ def measures(records: Sequence[Record]) -> list[Measure]:
 
 
 def number(value: Any) -> float | None:
-  """A value of a record as a number; None for everything else, NaN and infinities included."""
+  """The value as a finite float; None if it is not a number, NaN, infinite or absurdly large."""
   is_number = isinstance(value, int | float) and not isinstance(value, bool)
   return float(value) if is_number and -_LARGEST < value < _LARGEST else None
 
@@ -222,7 +222,7 @@ def _whole_number(value: Any) -> int:
 
 
 def _last_eval(name: str) -> Callable[[Record], float | None]:
-  """Reads a value off the last evaluation."""
+  """A function that reads a value from a run's last evaluation."""
   return lambda record: number(record.evals[-1].get(name)) if record.evals else None
 
 
@@ -233,12 +233,12 @@ def _best_loss(record: Record) -> float | None:
 
 
 def _last(name: str) -> Callable[[Record], float | None]:
-  """Reads a value off the last logged step."""
+  """A function that reads a value from a run's last logged step."""
   return lambda record: number(record.train[-1].get(name)) if record.train else None
 
 
 def _median(name: str) -> Callable[[Record], float | None]:
-  """Takes the median of a value over all logged steps."""
+  """A function that gives a value's median over a run's logged steps."""
 
   def of(record: Record) -> float | None:
     found = [v for line in record.train if (v := number(line.get(name))) is not None]
@@ -253,7 +253,7 @@ def _step_ms(record: Record) -> float | None:
 
 
 def _memory(record: Record) -> float | None:
-  """Peak memory of a device in GiB; on a CPU that of the process."""
+  """Peak memory in GiB of the device that used most; on a CPU that of the process."""
   last = (record.end or record.train or [{}])[-1]
   size = number(last.get("device_memory_bytes")) or number(last.get("host_memory_bytes"))
   return None if size is None else size / 2**30

@@ -1,4 +1,4 @@
-"""Pictures of routers: over training, and of a probe of the trained model."""
+"""Draws a run's routers: statistics over training, and a probe of a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scmoe.reports.figures import literal_text, new_figure, png
 from scmoe.reports.records import Line, Record
 from scmoe.training.metrics import router_files
 
-_MOST = 2**28  # bytes of a step's arrays, [layers, experts] each
+_MOST = 2**28  # largest router file that is read, in bytes
 
 OVER_TRAINING = (
   ("max_violation", "max violation (busiest expert / mean − 1)"),
@@ -28,13 +28,19 @@ OVER_TRAINING = (
 
 
 def layers_over_training(record: Record, name: str) -> tuple[np.ndarray, np.ndarray]:
-  """(steps [N], values [N, layers]) of a per-layer statistic of metrics.jsonl."""
+  """(steps [N], values [N, layers]) of a statistic that metrics.jsonl has for each layer."""
   steps, values = _logged(record.train, name)
   return steps, values.reshape(len(steps), -1 if len(steps) else 0)
 
 
 def loads_over_training(record: Record) -> tuple[np.ndarray, np.ndarray]:
-  """(steps [N], load [N, layers, E]) of metrics.jsonl, or of the router files of larger models."""
+  """(steps [N], load [N, layers, E]): each expert's share of the choices.
+
+  They are read from metrics.jsonl, or from router files, which runs of larger models write instead.
+
+  Raises:
+    DataError: a router file is damaged.
+  """
   logged, values = _logged(record.train, "load")
   if len(logged) and values.ndim == 3:
     return logged, values
@@ -52,7 +58,8 @@ def loads_over_training(record: Record) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _logged(lines: Sequence[Line], name: str) -> tuple[np.ndarray, np.ndarray]:
-  """(steps [N], values [N, ...]) of a per-layer statistic, from lines as long as the last one."""
+  """(steps [N], values [N, ...]) of a per-layer statistic; lines of another shape than the last are
+  left out."""
   found = [(line["step"], _floats(line.get("layers", {}).get(name))) for line in lines]
   found = [(step, values) for step, values in found if values.size]
   found = [(step, values) for step, values in found if values.shape == found[-1][1].shape]
@@ -60,7 +67,7 @@ def _logged(lines: Sequence[Line], name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _floats(value: Any) -> np.ndarray:
-  """A list of JSON as an array; empty where it is missing, uneven or no numbers."""
+  """A JSON list as an array; empty if it is missing, ragged or has something else than numbers."""
   try:
     return np.array([] if value is None else value, float)
   except (ValueError, TypeError, OverflowError):
@@ -72,7 +79,7 @@ def _floats(value: Any) -> np.ndarray:
 
 @literal_text
 def draw_training(record: Record) -> bytes | None:
-  """PNG of every statistic over training, a line per layer; None where nothing was logged."""
+  """PNG of every statistic over training, one curve per layer; None if nothing was logged."""
   shown = [(name, title) for name, title in OVER_TRAINING if len(_logged(record.train, name)[0])]
   if not shown:
     return None
@@ -97,7 +104,7 @@ def draw_loads(record: Record) -> bytes | None:
     return None
   layers = loads.shape[1]
   figure, axes = _figure(layers, columns=4, height=2.2)
-  top = 2.0 / loads.shape[-1]  # white is dead, the middle its share, the darkest twice of it
+  top = 2.0 / loads.shape[-1]  # white: no choices; half dark: an equal share; darkest: twice that
   image = None
   for layer, place in enumerate(axes[:layers]):
     image = place.imshow(loads[:, layer].T, aspect="auto", cmap="Blues", vmin=0, vmax=top,
@@ -114,7 +121,7 @@ def draw_loads(record: Record) -> bytes | None:
 def draw_heat(
   values: np.ndarray, rows: Sequence[str], title: str, *, label: str = "share of choices"
 ) -> bytes:
-  """PNG of one heat map [rows, E]: rows named, experts numbered, from 0 to twice the even share."""
+  """PNG of one heat map [rows, E]; colours go from 0 to twice an equal share of the choices."""
   figure, (place,) = _figure(1, columns=1, height=0.7 + 0.32 * len(rows), width=9)
   experts = values.shape[1]
   image = place.imshow(values, aspect="auto", cmap="Blues", vmin=0, vmax=2.0 / experts)
@@ -149,7 +156,7 @@ def draw_by(values: np.ndarray, gatings: Sequence[str], rows: Sequence[str], tit
 
 @literal_text
 def draw_bars(values: np.ndarray, names: Sequence[str], title: str) -> bytes:
-  """PNG of one number per name, each between 0 and 1 where it is a share."""
+  """PNG of a bar chart with one number per name; NaN is drawn as 0."""
   figure, (place,) = _figure(1, columns=1, height=2.6, width=10)
   place.bar(range(len(names)), np.nan_to_num(values), color="#0072b2")
   place.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)

@@ -1,4 +1,4 @@
-"""Tables as text for a terminal, as Markdown and as HTML: the same cells."""
+"""Tables of a comparison, as text for a terminal, as Markdown and as HTML."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from scmoe.reports.records import Measure, printable
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-  """Cells of text; the first column is left-aligned, the others are numbers.
+  """A table of text; the first column is left-aligned, the others are numbers.
 
-  Cells may hold what somebody else wrote into a run's folder: control characters are escaped here,
-  and each form escapes what it would take for markup.
+  Cells may come from a stranger's run folder. So control characters are escaped here, and each
+  output format escapes its own markup.
   """
 
   title: str
@@ -28,7 +28,7 @@ class Table:
     object.__setattr__(self, "rows", tuple(tuple(map(printable, row)) for row in self.rows))
 
   def text(self, width: int = 100) -> str:
-    """Columns filled up with spaces; those beyond `width` follow in a second part of the table."""
+    """Columns padded with spaces; columns that exceed `width` follow in further parts below."""
     widths = [max(map(len, column)) for column in zip(self.heads, *self.rows)]
     lines = []
     for columns in _parts(widths, width):
@@ -47,7 +47,7 @@ class Table:
     return "\n".join([f"**{markdown_text(self.title)}**", "", head, rule, *body])
 
   def html(self) -> str:
-    """A table element; long ones scroll inside their place."""
+    """The HTML of the heading and the table; a wide table scrolls."""
     cells = lambda tag, row: "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in row)
     rows = "".join(f"<tr>{cells('td', row)}</tr>" for row in self.rows)
     return (
@@ -57,7 +57,7 @@ class Table:
 
 
 def _parts(widths: Sequence[int], width: int) -> list[list[int]]:
-  """Columns of every part of a table: each begins with column 0 and stays within `width`."""
+  """Columns of each part of a table. A part begins with column 0 and is at most `width` wide."""
   parts, used = [[0]], widths[0]
   for i in range(1, len(widths)):
     if used + 2 + widths[i] > width and len(parts[-1]) > 1:
@@ -69,13 +69,13 @@ def _parts(widths: Sequence[int], width: int) -> list[list[int]]:
 
 
 def markdown_text(text: str) -> str:
-  """A text as Markdown that is no HTML, no link, no picture and no end of a cell."""
+  """The text with escapes for HTML, links, pictures and ends of cells."""
   text = printable(text).replace("&", "&amp;").replace("<", "&lt;")
   return text.replace("[", "\\[").replace("|", "\\|")
 
 
 def result_table(comparison: Comparison) -> Table:
-  """One row per figure, one column per group: mean ± std."""
+  """The table of mean ± std: one row per figure, one column per group."""
   groups = comparison.groups
   heads = ("", *(f"{g.label} ({_count(g)})" for g in groups))
   rows = tuple((m.title, *(spread(m, g.statistic(m)) for g in groups)) for m in comparison.measures)
@@ -83,7 +83,7 @@ def result_table(comparison: Comparison) -> Table:
 
 
 def paired_table(comparison: Comparison) -> Table | None:
-  """The difference of each group from the first, paired by seed; None with a single group."""
+  """The table of each group's difference from the first, paired by seed; None with one group."""
   base, others = comparison.groups[0], comparison.groups[1:]
   rows = []
   for m in comparison.measures:
@@ -100,7 +100,7 @@ def paired_table(comparison: Comparison) -> Table | None:
 
 
 def runs_table(comparison: Comparison) -> Table:
-  """One row per run, with what it came to."""
+  """The table of runs: one row per run with seed, status and figures."""
   shown = [m for m in comparison.measures if m.name not in ("parameters", "active_parameters")]
   rows = tuple(
     (r.name, str(r.seed), r.status, *(m.text(m.of(r)) for m in shown)) for r in comparison.records
@@ -109,7 +109,7 @@ def runs_table(comparison: Comparison) -> Table:
 
 
 def differences_table(comparison: Comparison) -> Table | None:
-  """Fields of the configuration that differ; None if none does."""
+  """The table of configuration fields that differ between groups; None if none does."""
   if not comparison.differences:
     return None
   rows = tuple((name, *map(str, values)) for name, values in comparison.differences.items())
@@ -117,7 +117,7 @@ def differences_table(comparison: Comparison) -> Table | None:
 
 
 def tables(comparison: Comparison) -> list[Table]:
-  """All of them, in the order of reading."""
+  """All tables of a comparison, the most important first."""
   found = [
     result_table(comparison),
     paired_table(comparison),
@@ -128,7 +128,7 @@ def tables(comparison: Comparison) -> list[Table]:
 
 
 def spread(measure: Measure, found: Statistic | None) -> str:
-  """`2.1034 ± 0.0121`."""
+  """A group's figure as text: `2.1034 ± 0.0121`."""
   if found is None:
     return "–"
   text = measure.text(found.mean)
@@ -136,7 +136,7 @@ def spread(measure: Measure, found: Statistic | None) -> str:
 
 
 def difference(measure: Measure, paired: Paired | None) -> str:
-  """`-0.0210 ± 0.0040, better in 3 of 3`."""
+  """A paired difference as text: `−0.0210 ± 0.0040, better in 3 of 3`."""
   if paired is None:
     return "–"
   found = paired.difference

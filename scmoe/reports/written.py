@@ -1,4 +1,4 @@
-"""A comparison as files: a page, a picture, Markdown."""
+"""Writes a comparison as page, picture, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def write_figures(path: Path, comparison: Comparison) -> None:
   """Writes the figures of a comparison as JSON.
 
   Raises:
-    StorageError: it cannot be written.
+    StorageError: the file cannot be written.
   """
   try:
     write_json(path, comparison.as_json())
@@ -25,10 +25,10 @@ def write_figures(path: Path, comparison: Comparison) -> None:
 
 
 def write_comparison(comparison: Comparison, out: Path, command: str) -> str:
-  """Writes page, picture and Markdown; returns what is printed.
+  """Writes page, picture and Markdown; returns the text to print.
 
   Raises:
-    StorageError: nothing can be written.
+    StorageError: a file cannot be written.
   """
   found, png = tables(comparison), draw_curves(comparison)
   names = " against ".join(group.label for group in comparison.groups[:4])
@@ -42,7 +42,7 @@ def write_comparison(comparison: Comparison, out: Path, command: str) -> str:
   text = [f"# {markdown_text(title)}", *warned, "![curves](compare.png)"]
   page.write(out / "compare.md", "\n\n".join([*text, *(t.markdown() for t in found)]) + "\n")
   shown = [t.text() for t in found[:2]]
-  warned = [f"not done: {line}" for line in unfinished]
+  warned = [f"not finished: {line}" for line in unfinished]
   return "\n\n".join(
     [*shown, *warned, f"page: {out / 'compare.html'} (and compare.png, compare.md)"]
   )

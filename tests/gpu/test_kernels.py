@@ -40,7 +40,7 @@ from scmoe.kernels.one_row.attention import (
   attend_partial,
 )
 from scmoe.kernels.permute import take_rows
-from scmoe.kernels.top_k import begin_gate, gate_product, gate_top_k
+from scmoe.kernels.top_k import gate_product, gate_top_k, gate_under_norm
 from scmoe.layers.norm import Norm
 
 pytestmark = pytest.mark.gpu
@@ -416,7 +416,7 @@ def test_gate_of_a_token_under_its_norm(normal, width, experts):
   own = TokenNorm(width, "rmsnorm", 1e-5)
   x, gate = normal(1, 1, width) * 3, normal(width, experts).astype(jnp.float32)
   norm = normalisation_of(own)
-  found = jax.jit(lambda x: begin_gate(norm_kernels.Normalised(x, norm), gate))(x)
+  found = jax.jit(lambda x: gate_under_norm(norm_kernels.Normalised(x, norm), gate))(x)
   np.testing.assert_array_equal(found.x_TD.astype(jnp.float32), own(x)[0].astype(jnp.float32))
   with jax.default_matmul_precision("highest"):
     want = found.x_TD.astype(jnp.float32) @ gate

@@ -185,7 +185,7 @@ def test_the_gate_takes_the_largest_logits(fp32):
   logits, expert, _ = gate_top_k(x, gate, 3, fp32=fp32)
   np.testing.assert_allclose(logits, x @ gate, rtol=1e-5, atol=1e-5)
   np.testing.assert_array_equal(expert, jax.lax.top_k(logits, 3)[1])
-  with pytest.raises(ValueError, match="k=7 but there are 6 experts"):
+  with pytest.raises(ValueError, match="k=7 must be at least 1 and at most 6"):
     gate_top_k(x, gate, 7)
 
 

@@ -54,7 +54,7 @@ from scmoe.kernels.one_row.attention import (
   attend_partial,
 )
 from scmoe.kernels.permute.positions import running_positions_kernel
-from scmoe.kernels.top_k import TopK, begin_gate, gate_product, gate_top_k
+from scmoe.kernels.top_k import TopK, gate_product, gate_top_k, gate_under_norm
 
 SIZES = [60, 0, 70]
 # A tiling for each way in which two CTAs share an operand, cooperative and ping-pong.
@@ -676,7 +676,7 @@ def test_gate_of_a_token_under_its_norm_simulated(width, experts, fp32):
   row = norm.Normalised(x, norm.Normalisation(scale, None, False, 1e-5))
   gate = normal(5, width, experts).astype(jnp.float32)
   with interpreted(gpu_interpret_params(detect_races=True)):
-    found = begin_gate(row, gate, fp32=fp32, backend="mosaic_gpu")
+    found = gate_under_norm(row, gate, fp32=fp32, backend="mosaic_gpu")
     assert found is not None
     got = found.top_k(4)
     y = norm.normalised(x, row.norm)
@@ -700,8 +700,8 @@ def test_the_gradient_of_a_gate_under_its_norm_is_that_of_plain_products():
     y, found = choose(row, gate)
     return (y.astype(jnp.float32) ** 2).sum() + (found.share_TK * jnp.arange(1.0, 5.0)).sum()
 
-  def begun(row, gate):
-    found = begin_gate(row, gate, backend="mosaic_gpu")
+  def fused(row, gate):
+    found = gate_under_norm(row, gate, backend="mosaic_gpu")
     assert found is not None
     return found.x_TD, found.top_k(4)
 
@@ -713,19 +713,19 @@ def test_the_gradient_of_a_gate_under_its_norm_is_that_of_plain_products():
 
   gradient = jax.grad(value, (0, 1, 2))
   with interpreted(gpu_interpret_params(detect_races=False)):
-    got = gradient(x, scale, gate, begun)
+    got = gradient(x, scale, gate, fused)
   for one, other in zip(got, gradient(x, scale, gate, plain)):
     assert relative_error(one, other) < 1e-2
 
 
-def test_gates_that_are_not_begun():
+def test_gates_that_the_norms_kernel_does_not_take():
   def take(*shape, experts=64, backend="mosaic_gpu"):
     scale = jnp.ones(shape[-1])
     row = norm.Normalised(
       jnp.zeros(shape, jnp.bfloat16), norm.Normalisation(scale, None, False, 1e-5)
     )
     gate = jnp.zeros((shape[-1], experts))
-    run = functools.partial(begin_gate, backend=backend)
+    run = functools.partial(gate_under_norm, backend=backend)
     return jax.eval_shape(run, row, gate) is not None
 
   assert take(1, 1, 2048)

@@ -150,7 +150,7 @@ def test_the_command_writes_a_page_that_needs_nothing(runs, tmp_path, capsys):
   command.main(argv)
   printed = capsys.readouterr().out
   assert "4.0000 ± 0.5000" in printed
-  assert "not done: b2: failed at step 0 of 20, exit 3" in printed
+  assert "not finished: b2: failed at step 0 of 20, exit 3" in printed
   html = (out / "compare.html").read_text()
   for words in ("2.1250 ± 0.1768", "failed at step 0", "data:image/png;base64,", "model.wiring"):
     assert words in html
@@ -164,9 +164,9 @@ def test_the_command_writes_a_page_that_needs_nothing(runs, tmp_path, capsys):
 
 def test_mistakes_are_one_line(tmp_path):
   (tmp_path / "empty").mkdir()
-  with pytest.raises(ConfigError, match="'none' is no run and holds none"):
+  with pytest.raises(ConfigError, match="'none' is not a run and holds none"):
     command.main(["none"])
-  with pytest.raises(ConfigError, match="is no run and holds none"):
+  with pytest.raises(ConfigError, match="is not a run and holds none"):
     command.main([str(tmp_path / "empty")])
   with pytest.raises(ConfigError, match="no run is given"):
     command.main([])

@@ -1,4 +1,4 @@
-"""MegaBlocks' view of the experts: block-sparse matrices and their products."""
+"""MegaBlocks' formulation of the experts: block-sparse matrices and their products."""
 
 from scmoe.kernels.block_sparse.api import (
   BlockSparse,

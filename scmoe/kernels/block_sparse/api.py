@@ -1,10 +1,12 @@
-"""Block-sparse products: SDD, DSD and DDS (which of output, first and second operand is Sparse).
+"""Block-sparse products: SDD, DSD and DDS.
+
+The three letters say whether output, left and right operand are Sparse or Dense.
 
     Z  blocks      B  side of a block      M, N, K  as in a matrix product
 
-Experts' activations are such a matrix: [rows, all experts' hidden units], where a row has only its
-own expert's blocks. For topologies made by `moe_topology`, the products are the grouped kernels;
-for any other topology they are plain gathers and products by XLA. All are differentiable.
+The activations of all experts form a block-sparse matrix [rows, all experts' hidden units], in
+which a row has only its own expert's blocks. The grouped kernels compute products of topologies
+made by `moe_topology`; XLA's gathers and products compute all others. All are differentiable.
 """
 
 import dataclasses
@@ -27,9 +29,9 @@ from scmoe.kernels.grouped_matmul.xla import accumulation_type
 )
 @dataclasses.dataclass(frozen=True)
 class BlockSparse:
-  """A block-sparse matrix: values [Z, B, B] and where they are.
+  """A block-sparse matrix: the blocks' values [Z, B, B] and their positions.
 
-  `T` transposes by a flag: the values stay as they are.
+  Transposing sets a flag and moves no values.
   """
 
   data: jax.Array
@@ -44,12 +46,12 @@ class BlockSparse:
 
   @property
   def T(self) -> "BlockSparse":
-    """The transposed matrix, sharing the values."""
+    """The transposed matrix, with the same arrays."""
     return dataclasses.replace(self, transposed=not self.transposed)
 
 
 def to_dense(sparse: BlockSparse) -> jax.Array:
-  """The matrix with its zeros."""
+  """The dense matrix, with zeros where there is no block."""
   t = sparse.topology
   blocks = jnp.zeros((t.rows // t.block, t.cols // t.block, t.block, t.block), sparse.data.dtype)
   blocks = blocks.at[t.row_indices, t.column_indices].set(sparse.data)
@@ -58,7 +60,7 @@ def to_dense(sparse: BlockSparse) -> jax.Array:
 
 
 def from_dense(dense_MN: jax.Array, topology: Topology) -> BlockSparse:
-  """The topology's blocks of a dense matrix; what lies elsewhere is dropped.
+  """The topology's blocks of a dense matrix; all other values are dropped.
 
   Raises:
     ValueError: the shapes disagree.
@@ -80,7 +82,7 @@ def _check_inner(name: str, left: int, right: int) -> None:
 def sdd(
   lhs_MK: jax.Array, rhs_KN: jax.Array, topology: Topology, *, backend: str = "auto"
 ) -> BlockSparse:
-  """The topology's blocks of lhs @ rhs; the others are not computed.
+  """The topology's blocks of lhs @ rhs; no other block is computed.
 
   Raises:
     ValueError: the shapes disagree with each other or with the topology.
@@ -144,7 +146,10 @@ def dds(lhs_MK: jax.Array, sparse: BlockSparse, *, backend: str = "auto") -> jax
 
 
 def _oriented(sparse: BlockSparse):
-  """Values, output block and input block of each block, in the order of the output."""
+  """Values of each block, and its row and column after the transposition; also the number of rows.
+
+  Rows and columns are those of blocks. Blocks are ordered by row.
+  """
   t = sparse.topology
   if not sparse.transposed:
     return sparse.data, t.row_indices, t.column_indices, t.rows // t.block
@@ -175,7 +180,7 @@ def _blocks_to_rows(data: jax.Array, topology: Topology) -> jax.Array:
 
 
 def random_mask(rows: int, cols: int, block: int, sparsity: float, seed: int) -> np.ndarray:
-  """A mask with the given share of blocks absent, chosen uniformly.
+  """A mask [rows / block, cols / block] with a share `sparsity` of blocks, drawn at random, false.
 
   Raises:
     ValueError: sizes are not multiples of the block, or the sparsity is not in [0, 1].

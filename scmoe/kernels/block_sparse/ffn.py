@@ -1,4 +1,4 @@
-"""The experts' network as MegaBlocks has it: SDD, activation on blocks, DSD (`mlp_impl=sparse`)."""
+"""The experts' network as in MegaBlocks (`mlp_impl=sparse`): SDD, activation of blocks, DSD."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def block_sparse_ffn(
 ) -> jax.Array:
   """`expert_ffn` through block-sparse products: same arguments, same result.
 
-  The experts' activations are one matrix [rows, all experts' hidden units] of which a row has its
-  own expert's blocks. Slower than `expert_ffn`: rows are gathered first, the pre-activations are
-  kept as blocks, and nothing is fused.
+  The experts' activations are one matrix [rows, all experts' hidden units], in which a row has its
+  own expert's blocks. It is slower than `expert_ffn`: it gathers the rows first, stores the
+  pre-activations as blocks, and fuses nothing.
 
   Raises:
     ValueError: shapes disagree.
@@ -55,7 +55,7 @@ def block_sparse_ffn(
 
 
 def _block(hidden: int) -> int:
-  """The largest side up to a kernel's tile that divides the hidden width."""
+  """The largest side of a block, at most a kernel's tile, that divides the hidden width."""
   side = KERNEL_ROW_TILE
   while hidden % side:
     side //= 2
@@ -63,6 +63,6 @@ def _block(hidden: int) -> int:
 
 
 def _block_bias(bias_GF: jax.Array, topology: Topology) -> jax.Array:
-  """[Z, 1, B]: the part of the bias that each block's columns have."""
+  """[Z, 1, B]: the part of the bias that belongs to each block's columns."""
   parts = bias_GF.reshape(-1, topology.block)  # block column e·F / B + c
   return parts[topology.column_indices][:, None, :]

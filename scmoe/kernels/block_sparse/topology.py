@@ -1,10 +1,10 @@
-"""Which blocks of a block-sparse matrix exist, and how to walk them by rows and by columns.
+"""Which blocks of a block-sparse matrix exist, in the order of rows and in the order of columns.
 
-    rows, cols  of the matrix, multiples of `block`      Z  blocks that are there
+    rows, cols  sizes of the matrix, multiples of `block`      Z  blocks that exist
 
-The hybrid blocked CSR-COO form of MegaBlocks (arXiv 2211.15841): row offsets as in CSR, the row of
-each block as in COO, and transpose indices, so that a product with the transposed matrix reads the
-same values through a permutation and never moves them.
+The format is MegaBlocks' hybrid blocked CSR-COO (arXiv 2211.15841): row offsets as in CSR, the row
+of each block as in COO, and transpose indices. With these a product with the transposed matrix
+reads the same values through a permutation and never moves them.
 """
 
 import dataclasses
@@ -41,10 +41,9 @@ class Topology:
     column_indices_t: int32 [Z], block row of each block, in column order.
     offsets_t: int32 [cols / block + 1], first block of each block column, in column order.
     block_offsets_t: int32 [Z], number of each block in column order.
-    layout: the expert layout this topology came from, or None; products then run on the grouped
-      kernels.
-    rows: of the matrix.
-    cols: of the matrix.
+    layout: the experts' layout from which `moe_topology` made this one; products then run on the
+      grouped kernels. None for a topology from a mask.
+    rows, cols: sizes of the matrix.
     block: side of a block.
   """
 
@@ -92,14 +91,14 @@ def _complete(row_indices, column_indices, rows, cols, block, layout) -> Topolog
 
 
 def topology_from_mask(mask: np.ndarray, block: int) -> Topology:
-  """The topology whose blocks are where the mask [block rows, block columns] is true.
+  """The topology with a block wherever the mask [block rows, block columns] is true.
 
   Raises:
     ValueError: the mask is not a matrix.
   """
   mask = np.asarray(mask, bool)
   if mask.ndim != 2:
-    raise ValueError(f"a mask must be [block rows, block columns], got shape {mask.shape}")
+    raise ValueError(f"the mask has shape {mask.shape}; it must be [block rows, block columns]")
   row, column = (jnp.asarray(i, jnp.int32) for i in np.nonzero(mask))
   return _complete(row, column, mask.shape[0] * block, mask.shape[1] * block, block, None)
 
@@ -107,13 +106,13 @@ def topology_from_mask(mask: np.ndarray, block: int) -> Topology:
 def moe_topology(layout: GroupLayout, hidden: int) -> Topology:
   """The topology of all experts' hidden activations, [R, E·F].
 
-  Each row block belongs to one expert e and has the F / block consecutive blocks from column
-  e·F / block. Row blocks past the used ones repeat the last expert and hold zeros: the number of
-  blocks is static, so nothing waits for the host.
+  Each block row belongs to one expert e and has F / block consecutive blocks from block column
+  e·F / block on. The number of blocks is static, so that the host need not wait for the routing;
+  block rows that no expert needs repeat the last expert's columns and hold zeros.
 
-  Worked example: five rows of three experts, 3, 0 and 2 of them, blocks of two, F = 4. Row blocks
-  0 and 1 are of expert 0, row block 2 of expert 2, and row block 3 is not in use: their columns are
-  0 1, 0 1, 4 5 and 4 5.
+  Worked example: three rows of expert 0, none of expert 1, two of expert 2; blocks of two; F = 4.
+  Block rows 0 and 1 belong to expert 0, block row 2 to expert 2, and block row 3 is not in use.
+  Their block columns are 0 1, 0 1, 4 5 and 4 5.
 
   Args:
     layout: tiles of the rows; the tile is the block.

@@ -1,5 +1,5 @@
-"""A linear gate and the k best experts of every token, in one kernel where there is one."""
+"""Scores of a linear gate and each token's k best experts, by one kernel where it runs."""
 
-from scmoe.kernels.top_k.api import Begun, TopK, begin_gate, gate_product, gate_top_k
+from scmoe.kernels.top_k.api import PartialLogits, TopK, gate_product, gate_top_k, gate_under_norm
 
-__all__ = ["Begun", "TopK", "begin_gate", "gate_product", "gate_top_k"]
+__all__ = ["PartialLogits", "TopK", "gate_product", "gate_top_k", "gate_under_norm"]

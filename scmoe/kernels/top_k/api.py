@@ -1,10 +1,11 @@
-"""Scores of a linear gate and the K experts with the largest.
+"""Scores of a linear gate, and for each token the K experts with the largest.
 
     T  tokens      D  model width      E  experts      K  experts per token
 
-A gate that computes in float32 on bfloat16 tokens needs no float32 product: its weights are the sum
-of three bfloat16 terms (8 bits of significand each, 24 in all), the tokens are exact, and products
-of bfloat16 are exact in the float32 in which the matrix unit adds them up.
+A float32 gate on bfloat16 tokens needs no float32 product, which would take 15 times as long on
+Hopper. The kernel splits each weight into the sum of three bfloat16 numbers, its *terms* (8 bits of
+significand each, 24 in all). The tokens are bfloat16 already, and the matrix unit adds up products
+of bfloat16 numbers, which are exact, in float32.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from scmoe.kernels.one_row.linear import narrow_product, narrow_sums, parts_of
 from scmoe.kernels.one_row.norm import Normalised
 from scmoe.kernels.one_row.without_gradient import without_gradient
 
-EXACT = 3  # bfloat16 terms of a float32 number
+EXACT = 3  # number of bfloat16 terms that represent a float32 number exactly
 
 
 class TopK(NamedTuple):
-  """What a gate finds of every token.
+  """A gate's scores, and the experts with the largest.
 
   Attributes:
     logits_TE: float32.
     expert_TK: int32, the experts with the largest logits, best first.
-    share_TK: float32, of the softmax over all E logits what is theirs; None where it was not made
-      on the way.
+    share_TK: float32, their probabilities (softmax over all E logits). None from the kernel for
+      many tokens, which does not compute them.
   """
 
   logits_TE: Array
@@ -42,32 +43,36 @@ class TopK(NamedTuple):
   share_TK: Array | None = None
 
 
-class Begun(NamedTuple):
-  """What `begin_gate` finds of a single token.
+class PartialLogits(NamedTuple):
+  """A single normalised token and its gate's logits in parts; `gate_under_norm` computes it.
 
   Attributes:
-    x_TD: the token under its norm, [1, D].
-    sums_PE: float32, parts of its logits.
+    x_TD: the normalised token, [1, D].
+    sums_PE: float32, partial sums: their sum over P is the logits.
   """
 
   x_TD: Array
   sums_PE: Array
 
   def top_k(self, k: int) -> TopK:
-    """As `gate_top_k` of the token."""
-    ways = (functools.partial(way, k=k) for way in (_of_sums, _of_added_sums))
+    """The result of `gate_top_k` for the token."""
+    ways = (functools.partial(way, k=k) for way in (_top_k_of_sums, _top_k_of_sums_by_xla))
     return without_gradient(*ways, self.sums_PE)
 
 
-def begin_gate(
+def gate_under_norm(
   row: Normalised, gate_DE: Array, *, fp32: bool = True, backend: str = "auto"
-) -> Begun | None:
-  """A single token's norm and its product with a gate's weights, in one kernel; None where that
-  does not take it. The gradient is that of XLA's products.
+) -> PartialLogits | None:
+  """Computes a single token's norm and its product with a gate's weights, in one kernel.
+
+  Gradients are those of XLA's products.
 
   Args:
-    row: the token.
-    gate_DE, fp32, backend: as for `gate_top_k`.
+    row: the token with its norm.
+    gate_DE, fp32, backend: see `gate_top_k`.
+
+  Returns:
+    None if the kernel does not take these sizes or does not run here.
   """
   width, num_experts = gate_DE.shape
   fits = under_norm.shares(width, num_experts) > 0 and row.takes(width, backend)
@@ -81,16 +86,16 @@ def begin_gate(
     return y_1D, jnp.pad(logits_1E, ((0, under_norm.SUMS - 1), (0, 0)))
 
   found: Any = without_gradient(under_norm.sums_under_norm, plain, row, gate_DE.astype(dtype))
-  return Begun(*found)
+  return PartialLogits(*found)
 
 
 def gate_product(x_TD: Array, gate_DE: Array, *, fp32: bool) -> Array:
-  """x · W in float32 (float64 for float64 tokens): [T, E]; differentiable by plain autodiff.
+  """x · W in float32 (float64 for float64 tokens): [T, E]. jax differentiates it.
 
   Args:
     x_TD: tokens.
     gate_DE: weights.
-    fp32: multiply in float32 even if the tokens are of lower precision; otherwise the weights are
+    fp32: whether to multiply in float32 if the tokens have a narrower type. If not, the weights are
       rounded to the tokens' type.
   """
   wide = jnp.promote_types(x_TD.dtype, jnp.float32)
@@ -111,52 +116,53 @@ def gate_top_k(
 ) -> TopK:
   """Logits of a linear gate, and the k experts with the largest.
 
-  Of equal logits the expert with the smaller index comes first; NaN counts as the largest.
+  In a tie the expert with the smaller index comes first. NaN counts as the largest.
 
   Args:
     x_TD: tokens.
     gate_DE: weights.
     k: K, at most E.
-    fp32: as in `gate_product`.
-    backend: "auto" (a kernel where it runs), "mosaic_gpu" or "xla". One takes whole tiles of 128
-      tokens, widths that are multiples of 64 and up to 192 experts, another a single token.
+    fp32: see `gate_product`.
+    backend: "auto" (a kernel where it runs), "mosaic_gpu" or "xla". There is a kernel for multiples
+      of 128 tokens, widths that are multiples of 64 and up to 192 experts, and one for a single
+      token.
 
   Raises:
     ValueError: k is not in [1, E], or the backend is unknown.
   """
   num_experts = gate_DE.shape[1]
   if not 1 <= k <= num_experts:
-    raise ValueError(f"k={k} but there are {num_experts} experts: 1 <= k <= E")
+    raise ValueError(f"k={k} must be at least 1 and at most {num_experts}, the number of experts")
   if _is_row_with_kernel(x_TD, num_experts, backend):
-    ways = (functools.partial(way, k=k, fp32=fp32) for way in (_of_row, _plain))
+    ways = (functools.partial(way, k=k, fp32=fp32) for way in (_top_k_of_row, _by_xla))
     return without_gradient(*ways, x_TD, gate_DE)
   if not has_kernel(x_TD, num_experts, fp32, backend):
-    return _plain(x_TD, gate_DE, k=k, fp32=fp32)._replace(share_TK=None)
+    return _by_xla(x_TD, gate_DE, k=k, fp32=fp32)._replace(share_TK=None)
   terms = EXACT if fp32 and gate_DE.dtype != x_TD.dtype else 1
   found: Any = _gate_top_k(x_TD, gate_DE, (k, terms, launch.interpretation()))
   return TopK(*found)
 
 
-def _plain(x_TD: Array, gate_DE: Array, *, k: int, fp32: bool) -> TopK:
-  return _of_logits(gate_product(x_TD, gate_DE, fp32=fp32), k)
+def _by_xla(x_TD: Array, gate_DE: Array, *, k: int, fp32: bool) -> TopK:
+  return _top_k_of_logits(gate_product(x_TD, gate_DE, fp32=fp32), k)
 
 
-def _of_added_sums(sums_PE: Array, *, k: int) -> TopK:
-  return _of_logits(sums_PE.sum(0)[None], k)
+def _top_k_of_sums_by_xla(sums_PE: Array, *, k: int) -> TopK:
+  return _top_k_of_logits(sums_PE.sum(0)[None], k)
 
 
-def _of_logits(logits_TE: Array, k: int) -> TopK:
+def _top_k_of_logits(logits_TE: Array, k: int) -> TopK:
   expert_TK = jax.lax.top_k(logits_TE, k)[1].astype(jnp.int32)
   share_TE = jax.nn.softmax(logits_TE)
   return TopK(logits_TE, expert_TK, jnp.take_along_axis(share_TE, expert_TK, 1))
 
 
-def _of_row(x_1D: Array, gate_DE: Array, *, k: int, fp32: bool) -> TopK:
+def _top_k_of_row(x_1D: Array, gate_DE: Array, *, k: int, fp32: bool) -> TopK:
   dtype = jnp.float32 if fp32 else x_1D.dtype
-  return _of_sums(narrow_sums(x_1D.astype(dtype), gate_DE.astype(dtype)), k=k)
+  return _top_k_of_sums(narrow_sums(x_1D.astype(dtype), gate_DE.astype(dtype)), k=k)
 
 
-def _of_sums(sums_PE: Array, *, k: int) -> TopK:
+def _top_k_of_sums(sums_PE: Array, *, k: int) -> TopK:
   return TopK(*(found[None] for found in one_row.top_k_of_sums(sums_PE, k)))
 
 
@@ -167,16 +173,16 @@ def _is_row_with_kernel(x_TD: Array, num_experts: int, backend: str) -> bool:
 
 
 def has_kernel(x_TD: Array, num_experts: int, fp32: bool, backend: str) -> bool:
-  """Whether the kernel takes these sizes: the router is small, what it cannot take XLA computes."""
+  """Whether the kernel for many tokens takes these sizes and runs here; if not, XLA computes."""
   tokens, width = x_TD.shape
   whole = tokens > 0 and tokens % 128 == 0 and width % 64 == 0 and num_experts <= 192
-  # A gate in float32 is exact in bfloat16 terms; float16 has no range for them.
+  # Terms represent a float32 gate in bfloat16; float16's range of exponents is too small for them.
   exact = x_TD.dtype == jnp.bfloat16 or (x_TD.dtype == jnp.float16 and not fp32)
   return whole and exact and resolve_backend(backend, x_TD.dtype, width) == "mosaic_gpu"
 
 
 def split_terms(w: Array, terms: int, dtype: Any) -> Array:
-  """[terms, ...]: numbers of a narrow type that add up to w, the largest first."""
+  """[terms, ...]: arrays of a narrow type that add up to w, the one with the largest first."""
   parts, rest = [], w.astype(jnp.float32)
   for _ in range(terms):
     parts.append(rest.astype(dtype))
@@ -197,11 +203,11 @@ def _gate_top_k_fwd(x_TD, gate_DE, static):
 
 
 def _gate_top_k_bwd(static, residuals, cotangents):
-  """Gradients by products of narrow terms: one of float32 takes 15 times as long on Hopper.
+  """Gradients by products of bfloat16 terms, since a float32 product takes 15 times as long.
 
-  Of a float32 gate all terms of dlogits count in the weights' gradient, which is float32. The
-  gradient of x is rounded to 8 bits of significand: of each factor two terms do, and of their
-  products the largest three.
+  The weights' gradient of a float32 gate is float32, so it takes all terms of dlogits. x's gradient
+  is rounded to bfloat16's 8 bits: two terms of each factor are enough, and of their four products
+  the three largest.
   """
   (x_TD, gate_DE), dlogits_TE, terms = residuals, cotangents[0], static[1]
   dlogits = split_terms(dlogits_TE, terms, x_TD.dtype)
@@ -211,7 +217,8 @@ def _gate_top_k_bwd(static, residuals, cotangents):
   pairs = [(0, 0), (0, 1), (1, 0)] if terms > 1 else [(0, 0)]
   left = jnp.concatenate([dlogits[i] for i, _ in pairs], 1)
   right = jnp.concatenate([gate[i] for _, i in pairs], 1)
-  return left @ right.T, dgate_DE.astype(gate_DE.dtype)  # added up in float32, rounded once
+  # One product over all pairs adds up in float32 and rounds once.
+  return left @ right.T, dgate_DE.astype(gate_DE.dtype)
 
 
 _gate_top_k.defvjp(_gate_top_k_fwd, _gate_top_k_bwd)

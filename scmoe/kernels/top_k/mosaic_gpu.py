@@ -1,10 +1,10 @@
-"""The gate in one kernel on Hopper: logits, and the K largest while they are in registers.
+"""The gate as one kernel on Hopper: logits, and the K largest while they are in registers.
 
     T  tokens      D  model width      E  experts      K  experts per token
 
 XLA needs a product, 2·K reductions and as many selections, whose launches cost more than their work
-when experts are small. Every tile of tokens reads all of the gate's terms, which are more than its
-tokens: two CTAs share them.
+when experts are small. Every tile of tokens reads all terms of the gate (see `api`), more bytes
+than its tokens have; so pairs of CTAs share one copy of them.
 """
 
 import dataclasses
@@ -32,15 +32,15 @@ from scmoe.kernels.grouped_matmul.tile_stores import CHUNK, store_tiles
 from scmoe.kernels.grouped_matmul.tiles import SMEM_LIMIT
 from scmoe.kernels.launch import resolve_num_sms
 
-_ROWS = 128  # of a tile, where there is one for every multiprocessor; else half
-_LARGE = 1e9  # beyond every expert id
+_ROWS = 128  # tokens of a tile; half if there would be fewer tiles than multiprocessors
+_LARGE = 1e9  # larger than every expert id
 _RESERVED = 8_192  # bytes: the chosen experts, barriers and their alignment
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Operands:
-  """Tokens [T, D], and the terms of the gate's weights, each [D, E]."""
+  """Inputs in global memory: tokens [T, D], and the terms of the gate's weights, each [D, E]."""
 
   x: Any
   gate: tuple[Any, ...]
@@ -49,7 +49,7 @@ class Operands:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Outs:
-  """Logits [T, E] in float32, and the chosen experts [K, T]."""
+  """Outputs in global memory: logits [T, E] in float32, chosen experts [K, T] in int32."""
 
   logits: Any
   expert: Any
@@ -58,7 +58,13 @@ class Outs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Memory:
-  """A CTA's shared memory: the ring's stages, the epilogue's chunks, barriers."""
+  """A CTA's shared memory.
+
+  Attributes:
+    x, gate: stages of the ring of operand tiles.
+    stores, expert: the epilogue's buffers for logits and chosen experts.
+    full, empty: barriers of each stage.
+  """
 
   x: Any
   gate: Any
@@ -74,10 +80,13 @@ def gate_top_k_kernel(
   """Logits and experts of `gate_top_k`.
 
   Args:
-    x_TD: tokens; T a multiple of 128, D of 64.
-    terms: [terms, D, E] of the tokens' type, whose sum the gate's weights are; E at most 192.
+    x_TD: tokens; T is a multiple of 128, D of 64.
+    terms: [terms, D, E] in the tokens' type; their sum is the gate's weights. E is at most 192.
     top_k: K.
-    num_sms: CTAs.
+    num_sms: number of CTAs; None: one per multiprocessor.
+
+  Returns:
+    logits_TE in float32, expert_TK in int32.
   """
   tokens, width = x_TD.shape
   num_terms, _, experts = terms.shape
@@ -88,8 +97,8 @@ def gate_top_k_kernel(
   few = tokens // _ROWS < num_sms
   tiling = _fit(_ROWS // 2 if few else _ROWS, padded, num_terms)
   rows, consumer_rows, steps = tiling.rows, tiling.consumer_rows, width // tiling.depth
-  # Tensor cores truncate what they add to. The small terms are summed up apart, so that this
-  # happens to the large sum as often as in one product.
+  # A tensor core truncates the accumulator at every addition. The small terms have their own, so
+  # that the large sum is truncated only as often as in a single product.
   sums = min(num_terms, 2)
 
   def body(gmem: Operands, outs: Outs):
@@ -126,7 +135,8 @@ def gate_top_k_kernel(
           # The smallest id among equals, as `lax.top_k` chooses.
           chosen = -jnp.max(jnp.where(is_largest, -ids, jnp.full_like(ids, -_LARGE)), axis=1)
           left = jnp.where(ids == lax.broadcast_in_dim(chosen, shape, (0,)), lowest, left)
-          # NaN equals nothing: any expert will do, the step is skipped (`RouterSums.nonfinite`).
+          # NaN equals nothing, so `chosen` is not an expert. Any expert will do, since the step is
+          # skipped (`RouterSums.nonfinite`).
           chosen = jnp.minimum(chosen, jnp.full_like(chosen, experts - 1))
           shared.expert[consumer, k] = chosen.astype(jnp.int32)
         plgpu.commit_smem()
@@ -166,8 +176,11 @@ def gate_top_k_kernel(
 
 
 def _fit(rows: int, padded: int, terms: int) -> Tiling:
-  """As many stages as fit beside one buffer of stores, at most 6. Of half tiles each consumer has
-  its own: a matrix instruction has 64 rows."""
+  """The tiling with as many stages as fit into shared memory, at most 6.
+
+  A matrix instruction has 64 rows. A tile of 128 rows gives each consumer one; of half tiles each
+  consumer computes its own (ping-pong).
+  """
   pingpong = rows < _ROWS
   stage = (rows + terms * padded) * 64 * 2
   stores = CONSUMERS * (_ROWS // CONSUMERS) * CHUNK * 4

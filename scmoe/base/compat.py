@@ -43,3 +43,12 @@ def load_as(ref: Any, layout: Any) -> Any:
   """
   index = () if jax_version() >= (0, 11) else ((),)
   return plgpu.load(ref, *index, layout=layout, optimized=False)
+
+
+def compiler_options(traced: Any) -> dict[str, Any]:
+  """XLA's options that a `jax.stages.Traced` was given by `jax.jit(..., compiler_options=)`.
+
+  jax shows them nowhere in public (0.10 to 0.12), and refuses a jitted function with such options
+  within another one.
+  """
+  return dict(traced._params["compiler_options_kvs"])

@@ -22,6 +22,7 @@ from scmoe.base.stored import StoredError, read_bytes, write_whole
 from scmoe.blocks.options import OverlapConfig
 from scmoe.profiling.program import Program, latencies
 from scmoe.training.distributed import all_agree, bytes_of_first, is_first
+from scmoe.training.lowered import lower
 
 Collect = Callable[[str, Program], bytes]
 PATIENCE = 20  # steps to wait for another trace to end
@@ -84,7 +85,7 @@ class GuidedStep:
       *args: arrays, or `jax.ShapeDtypeStruct`s with their shardings.
       later: trace only; `finish` has XLA compile.
     """
-    self.program = Program(self.step.lower(*args))
+    self.program = Program(lower(self.step, args, gpu=self.gpu))
     self.file = self.directory / f"{self._fingerprint()}.pb"
     guided = self.gpu and self.overlap.profile_guided
     profile = b""

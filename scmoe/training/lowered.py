@@ -1,0 +1,179 @@
+"""Keeps lowered programs beside compiled ones: a second start need not lower Pallas kernels again.
+
+jax's compilation cache spares XLA's compilation only. Its key is a digest of the lowered program, so
+every start lowers first, and for a Pallas kernel that means Mosaic's layout inference, in Python:
+`gpt2_moe_small` lowers seventeen kernels in 6 s before XLA loads the result in 0.4 s
+(experiments/LOG.md, 2026-11-26). Tracing is cheap, so here the traced program is the key:
+
+    trace -> digest of jaxpr, package, jax, device -> kept StableHLO, or lower it and keep it
+
+Both starts compile the exported program (`jax.export`), so at the second start jax's cache finds
+what the first compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+import numpy as np
+from jax import export
+
+import scmoe
+from scmoe.base.compat import compiler_options
+from scmoe.base.stored import StoredError, read_bytes, write_whole
+
+_MOST = 2**30  # bytes of a file that is read
+_DIGEST = 32  # bytes of SHA-256 before the program: a cut or flipped file is lowered again
+# Not part of a program: addresses of functions in a jaxpr's text.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+# Environment variables that change what jax, Mosaic or XLA make of a jaxpr.
+_RELEVANT = ("XLA_", "JAX_", "MOSAIC_", "LIBTPU_", "NVIDIA_TF32_OVERRIDE")
+
+
+def lower(step: Any, args: tuple[Any, ...], *, gpu: bool) -> Any:
+  """`step.lower(*args)`, read from jax's cache folder if an earlier start kept it there.
+
+  Only programs of one GPU, without arguments in the host's memory, are kept: they hold the kernels
+  whose lowering takes seconds. All others are lowered as usual, as is a program that cannot be
+  exported because it calls back to Python.
+
+  Args:
+    step: a `jax.jit`-ed function.
+    args: arrays, or `jax.ShapeDtypeStruct`s with their shardings.
+    gpu: whether the program is for a GPU.
+
+  Returns:
+    A `jax.stages.Lowered` that is compiled and called like that of `step`.
+  """
+  folder = jax.config.jax_compilation_cache_dir
+  if not gpu or folder is None or not _can_export() or not _on_one_device(args):
+    return step.lower(*args)
+  traced = step.trace(*args)
+  file = Path(folder) / f"lowered-{_key(traced)}"
+  program = _read(file)
+  if program is None:
+    try:
+      program = _exported(step, args)
+    except (ValueError, NotImplementedError):  # it calls back to Python, say
+      return traced.lower()
+    _keep(file, program)
+  return _as_step(program, traced).lower(*args)
+
+
+def _can_export() -> bool:
+  """Whether jax can serialise: it needs the package flatbuffers."""
+  try:
+    import flatbuffers  # noqa: F401
+  except ImportError:
+    return False
+  return True
+
+
+def _on_one_device(args: tuple[Any, ...]) -> bool:
+  """Whether all arguments lie in the memory of one device."""
+  devices = set()
+  for x in jax.tree.leaves(args):
+    sharding = getattr(x, "sharding", None)
+    if sharding is None:
+      continue
+    devices |= set(sharding.device_set)
+    if sharding.memory_kind not in (None, "device") and _is_gpu(sharding):
+      return False
+  return len(devices) <= 1
+
+
+def _is_gpu(sharding: Any) -> bool:
+  return all(device.platform == "gpu" for device in sharding.device_set)
+
+
+def _key(traced: Any) -> str:
+  """A digest of everything that decides what the lowered program is."""
+  digest = hashlib.sha256()
+  for part in (
+    _ADDRESS.sub("", str(traced.jaxpr)),
+    f"{traced.args_info} {compiler_options(traced)}",
+    _sources(),
+    f"{jax.__version__} {jaxlib.__version__} {jax.devices()[0].device_kind}",
+    repr(sorted(item for item in os.environ.items() if item[0].startswith(_RELEVANT))),
+    repr(sorted((name, str(value)) for name, value in jax.config.values.items() if _shapes(name))),
+  ):
+    digest.update(part.encode() + b"\0")
+  for value in traced.jaxpr.consts:
+    digest.update(np.asarray(value).tobytes() if hasattr(value, "dtype") else repr(value).encode())
+  return digest.hexdigest()[:32]
+
+
+def _shapes(name: str) -> bool:
+  """Whether an option of jax may change a program; its folders and logs do not."""
+  return not any(word in name for word in ("cache", "log", "dump", "traceback", "debug"))
+
+
+@functools.cache
+def _sources() -> str:
+  """A digest of this package's code: kernels may change while jaxprs read the same."""
+  digest = hashlib.sha256()
+  root = Path(scmoe.__file__).parent
+  for file in sorted(root.rglob("*.py")):
+    digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
+  return digest.hexdigest()
+
+
+def _exported(step: Any, args: tuple[Any, ...]) -> bytes:
+  """The serialised StableHLO of `step`, as a function of its arguments' leaves.
+
+  Raises:
+    ValueError, NotImplementedError: jax cannot export it.
+  """
+  leaves, tree = jax.tree.flatten(args)
+
+  def flat(*leaves):
+    return tuple(jax.tree.leaves(step.__wrapped__(*tree.unflatten(leaves))))
+
+  any_call = export.DisabledSafetyCheck.custom_call("ALL")  # read by the same jax that wrote it
+  exported = export.export(jax.jit(flat), disabled_checks=[any_call])(*leaves)
+  if "callback" in exported.mlir_module():
+    raise ValueError("a callback's address is valid in this process only")
+  return bytes(exported.serialize())
+
+
+def _as_step(program: bytes, traced: Any) -> Any:
+  """A jitted function that is called, compiled and donates as the traced one does."""
+  exported = export.deserialize(bytearray(program))
+  out_tree = jax.tree.structure(traced.out_info)
+  infos = [jax.tree.leaves(info) for info in traced.args_info[0]]
+
+  def run(*args):
+    return out_tree.unflatten(exported.call(*jax.tree.leaves(args)))
+
+  run.__name__ = run.__qualname__ = traced.fun_name
+  return jax.jit(
+    run,
+    donate_argnums=[i for i, leaves in enumerate(infos) if any(leaf.donated for leaf in leaves)],
+    compiler_options=compiler_options(traced),
+  )
+
+
+def _read(file: Path) -> bytes | None:
+  """A kept program, or None if there is no whole one."""
+  try:
+    content = read_bytes(file, _MOST)
+  except (OSError, StoredError):
+    return None
+  program = content[_DIGEST:]
+  return program if hashlib.sha256(program).digest() == content[:_DIGEST] else None
+
+
+def _keep(file: Path, program: bytes) -> None:
+  """Writes a program; a full or read-only disk only costs the next start its time."""
+  try:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, hashlib.sha256(program).digest() + program)
+  except OSError:
+    pass

@@ -8,6 +8,7 @@ own devices, so a sharded model never has to fit on one device.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -149,7 +150,7 @@ class Built:
     """PartitionSpecs of the parameters."""
     return jax.tree.map(lambda s: s.sharding.spec, self.shapes)
 
-  @property
+  @functools.cached_property
   def router_shapes(self) -> dict[str, Any]:
     """Router state as `jax.ShapeDtypeStruct`, replicated on every device."""
     _, router = jax.eval_shape(lambda: self.init(jax.random.key(0)))
@@ -159,6 +160,10 @@ class Built:
 
   def abstract_state(self) -> TrainState:
     """Shapes, types and shardings of the whole training state."""
+    return self._abstract_state  # traced once: that takes half a second
+
+  @functools.cached_property
+  def _abstract_state(self) -> TrainState:
     choice = self.run.optimizer.masters
     halves = jax.default_backend() == "gpu" if choice == "auto" else choice == "halves"
     cast = self.objective.cast if halves else None

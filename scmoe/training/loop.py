@@ -379,6 +379,7 @@ class _Run:
     batch = jax.tree.map(put, self.batch)
     self.vitals.worked(time.perf_counter() - began)
     self.state, scalars, arrays = self.step_fn(self.state, batch)
+    self.meter.begin()
     self.step += 1
     self._flush()
     self.pending = (self.step, scalars, arrays)

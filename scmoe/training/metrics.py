@@ -130,14 +130,30 @@ def metrics_by_kind(workdir: str | os.PathLike[str]) -> dict[str, list[dict[str,
   return found
 
 
+def _summary_writer() -> Any:
+  """tensorboardX's `SummaryWriter`; imported here, since that takes a second and is optional.
+
+  tensorboardX imports torch where it is installed, to accept its tensors. That takes 4 to 10 s, and
+  this package writes plain numbers.
+  """
+  hidden = "torch" not in sys.modules
+  if hidden:
+    sys.modules["torch"] = None  # pyright: ignore  # an import now raises ImportError
+  try:
+    from tensorboardX import SummaryWriter
+  finally:
+    if hidden:
+      del sys.modules["torch"]
+  return SummaryWriter
+
+
 class TensorBoard:
   """Scalars for TensorBoard in WORKDIR/tensorboard; view with `tensorboard --logdir WORKDIR`."""
 
   def __init__(self, workdir: Path, resumed_step: int):
-    from tensorboardX import SummaryWriter  # imported here: it takes a second and is optional
-
+    writer = _summary_writer()
     purge = resumed_step + 1 if resumed_step else None  # steps that are about to be done again
-    self._writer = SummaryWriter(str(workdir / "tensorboard"), purge_step=purge)
+    self._writer = writer(str(workdir / "tensorboard"), purge_step=purge)
 
   def write(self, step: int, scalars: dict[str, Any]) -> None:
     """Stores the scalars of a step; a number that is not finite leaves a gap."""
@@ -317,21 +333,30 @@ def memory_in_use() -> dict[str, int]:
 class Meter:
   """Time per step, without compilation, evaluation and saving.
 
-  The loop calls `tick` when a step is done, and `pause` when the following time belongs to no step.
+  The loop calls `begin` when it has dispatched a step, `tick` when it has read a step's results,
+  and `pause` when the following time belongs to no step. It reads a step's results after it has
+  dispatched the next one, and a dispatch takes until that step is almost done. When the loop ends
+  or pauses it reads the last results at once: the time between two ticks without a `begin` is no
+  step's.
   """
 
   def __init__(self) -> None:
     self._last: float | None = None
+    self._begun = False
     self._interval: list[float] = []
     self._recent: deque[float] = deque(maxlen=4096)
 
+  def begin(self) -> None:
+    """A step was dispatched."""
+    self._begun = True
+
   def tick(self) -> None:
-    """A step has just ended."""
+    """A step's results were read."""
     now = time.perf_counter()
-    if self._last is not None:
+    if self._last is not None and self._begun:
       self._interval.append(now - self._last)
       self._recent.append(now - self._last)
-    self._last = now
+    self._last, self._begun = now, False
 
   def pause(self) -> None:
     """Leaves out the time from here to the next `tick`: it belongs to no step."""

@@ -1,4 +1,4 @@
-"""A program that an earlier start lowered: the same results, and nothing that does not fit is taken."""
+"""Programs that an earlier start lowered: the same results, and no program of another function."""
 
 import hashlib
 
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-
 
 from scmoe.training import lowered
 

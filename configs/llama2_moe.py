@@ -39,7 +39,7 @@ RUN = RunConfig(
   ),
   router=RouterConfig(balance_loss=0.01),
   dispatch=DispatchConfig(capacity_factor=2.0),
-  # Without --config.data.*: this Python's own source text, with a tokenizer trained on it.
+  # By default the text is the source code of Python itself, and a tokenizer is trained on it.
   data=DataConfig(tokenizer="bpe", seq_len=2048, document_mask=False),
   train=TrainConfig(steps=4000, batch_size=8, tokens_per_step=262144, eval_every=500, remat="full"),
   optimizer=OptimizerConfig(learning_rate=2e-4, warmup_steps=200),

@@ -44,7 +44,7 @@ RUN = RunConfig(
   ),
   router=RouterConfig(normalise=False, balance="megablocks", balance_loss=0.01, z_loss=0.001),
   dispatch=DispatchConfig(transport="dropless"),
-  # Without --config.data.*: this Python's own source text, with a tokenizer trained on it.
+  # By default the text is the source code of Python itself, and a tokenizer is trained on it.
   data=DataConfig(tokenizer="bpe", seq_len=4096, document_mask=False),
   train=TrainConfig(steps=5000, batch_size=8, tokens_per_step=4194304, eval_every=500),
   optimizer=OptimizerConfig(learning_rate=4e-4, warmup_steps=2000),

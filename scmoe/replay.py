@@ -143,8 +143,11 @@ def _stored_batch(built: Searchable, path: Path) -> Batch:
 
 
 def before(state: TrainState, failure: dict[str, Any]) -> TrainState:
-  """The state before the failed step. That step was skipped, so it changed only the counters and
-  the loss scale; the failure has stored their values."""
+  """The state before the failed step, from the bundle's state, which was stored after it.
+
+  The optimizer skipped the failed step, so only step counter and loss scale have changed; `failure`
+  has their values from before.
+  """
   place = lambda value, like: jax.device_put(jnp.asarray(value, like.dtype), like.sharding)
   state = dataclasses.replace(state, step=place(failure["step"] - 1, state.step))
   if state.scale is None:

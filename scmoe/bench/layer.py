@@ -257,7 +257,8 @@ def _bound(shape: Shape, seed: int) -> dict[str, tuple[Callable[..., Any], Seque
 
 
 def training_functions(layer: Layer) -> tuple[Any, Any]:
-  """The forward pass as training runs it, with its residuals, and forward + backward pass."""
+  """Two jitted functions of a layer: its forward pass, which returns residuals as in training, and
+  its forward and backward pass."""
 
   def forward(x, params):
     y, vjp = jax.vjp(layer, x, params)

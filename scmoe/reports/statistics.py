@@ -21,7 +21,7 @@ class PairedTest:
 
   Attributes:
     count: pairs n.
-    mean: of the differences.
+    mean: mean of the differences.
     std: sample standard deviation (n - 1); None for one pair.
     low, high: confidence interval of the mean; None for one pair.
     p: probability of a mean at least as far from 0 if the true one is 0; None for one pair.
@@ -202,7 +202,7 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class Speedup:
-  """What a variant is worth in time: data that it saves times how much faster its steps are.
+  """A variant's effective speed-up: the data that it saves times how much faster its steps are.
 
   Attributes:
     data: Sc, the data that the baseline needs for the variant's loss, over the variant's.
@@ -235,8 +235,8 @@ def effective_speedup(
     differences: loss of the variant less that of the baseline, paired by seed, after D tokens.
     tokens: D.
     throughputs: ratios of throughput, one a measured round; one alone counts as exact.
-    draws: of the interval.
-    seed: of the draws.
+    draws: number of draws for the interval.
+    seed: seed of the draws.
 
   Raises:
     ValueError: fewer than two differences, no throughput, or see `fit_curve`.

@@ -1,13 +1,13 @@
-"""Studies: variants of a configuration, each with several seeds, compared as a plan said before.
+"""Studies: variants of a configuration with several seeds, compared as a plan registered before.
 
 A study is a folder below experiments/quality/:
 
   README.md                      hypothesis, metric, sizes, seeds, margins: written before the runs
   results/plan-SCALE.json        the same for this module (`Plan`)
-  results/runs/SCALE-TIME.jsonl  a line a run (`result_line`), a file for each call of its run.py
+  results/runs/SCALE-TIME.jsonl  one line per run (`result_line`), one file per call of its run.py
 
-A call leaves one more file and changes none, so results of several machines come together by
-copying files into one folder.
+A call adds one file and changes none, so results of several machines are merged by copying their
+files into one folder.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from scmoe.reports.statistics import PairedTest, equivalence, holm, paired_test
 from scmoe.reports.tables import Table
 
 METRICS = {"loss": "lower", "bits_per_byte": "lower", "accuracy": "higher"}  # which way is better
-LEVEL = 0.05  # of a test, after Holm's adjustment
-POINTS = 200  # of a training curve in a result line; longer ones are thinned out
+LEVEL = 0.05  # significance level of a test, after Holm's adjustment
+POINTS = 200  # most points of a training curve in a result line
 _ROUTER = ("drop", "imbalance", "dead", "diversity", "router_entropy", "confidence",
            "max_violation", "balance_loss", "shortcut_ratio", "real_experts")  # fmt: skip
 _PLAN_SHAPE = {
@@ -45,11 +45,11 @@ Result = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Contrast:
-  """A comparison that the plan makes: variant less base, paired by seed.
+  """A planned comparison: metric of the variant minus that of the base, paired by seed.
 
   Attributes:
     variant, base: names of variants.
-    margin: of an equivalence test, in units of the metric; None for a test of the difference alone.
+    margin: margin of an equivalence test, in units of the metric; None: no such test.
   """
 
   variant: str
@@ -64,13 +64,13 @@ class Plan:
   Attributes:
     study: the folder's name.
     scale: cpu, gpu or smoke.
-    title: the question, in a line.
-    config: what all runs have in common, as `scmoe.run.config.to_dict` gives it.
-    variants: name -> the fields that it changes, with their values as text.
-    seeds: name -> number of seeds, 0 to n - 1.
-    contrasts: the comparisons; all of a plan are one family for Holm's adjustment, and those with
-      a margin another one.
-    metric: of `METRICS`, from a run's last evaluation.
+    title: the question, in one line.
+    config: the configuration that all runs share, as `scmoe.run.config.to_dict` gives it.
+    variants: name -> fields that the variant changes, with their values as text.
+    seeds: name -> number of seeds n; the seeds are 0 to n - 1.
+    contrasts: the planned comparisons. For Holm's adjustment all of them are one family, and those
+      with a margin are another.
+    metric: one of `METRICS`, read from a run's last evaluation.
   """
 
   study: str
@@ -95,12 +95,12 @@ class Plan:
 
   @property
   def runs(self) -> list[tuple[str, int]]:
-    """(variant, seed) of every run. A seed's runs are neighbours: what is cut off leaves pairs."""
+    """(variant, seed) of every run, by seed, so that a study that is cut short has pairs."""
     most = max(self.seeds.values(), default=0)
     return [(v, s) for s in range(most) for v in self.variants if s < self.seeds[v]]
 
   def digest(self, variant: str) -> str:
-    """A short name of the exact configuration of a variant, seeds aside."""
+    """A short digest of a variant's configuration without the seed."""
     content = {"config": self.config, "fields": self.variants[variant]}
     text = json.dumps(content, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
@@ -112,12 +112,12 @@ class Plan:
 
 
 def read_plan(path: Path) -> Plan:
-  """The plan of a file that `Plan.write` wrote.
+  """Reads a plan that `Plan.write` wrote.
 
   Raises:
-    FileNotFoundError: there is none.
-    StoredError: it is no plan.
-    ConfigError: it contradicts itself.
+    FileNotFoundError: there is no such file.
+    StoredError: the file is not a plan.
+    ConfigError: the plan contradicts itself.
   """
   values = read_json(path, _PLAN_SHAPE)
   contrasts = tuple(
@@ -131,12 +131,12 @@ def read_plan(path: Path) -> Plan:
 
 
 def result_line(plan: Plan, variant: str, seed: int, record: Record, **said: Any) -> Result:
-  """What a study keeps of a run, JSON-able: a few kilobytes.
+  """The result of a run that a study stores: a few kilobytes, JSON-able.
 
   Args:
-    plan, variant, seed: which run it is.
-    record: of its folder.
-    **said: what the caller adds: `command`, `seconds` of wall time.
+    plan, variant, seed: identify the run.
+    record: the run, read from its folder.
+    **said: further entries, such as `command` and `seconds` of wall time.
   """
   card, last = record.card, (record.train or [{}])[-1]
   final = {k: v for k, v in (record.evals or [{}])[-1].items() if number(v) is not None}
@@ -183,9 +183,9 @@ def _status(record: Record, final: Mapping[str, Any], metric: str) -> str:
 
 
 def _curve(lines: Sequence[Line], per_step: float, most: int) -> dict[str, list[Any]]:
-  """Steps, tokens and losses; of more than `most` lines, the means of neighbouring ones.
+  """Steps, tokens and losses of at most `most` points.
 
-  Each point stands at the last step of the lines it is the mean of.
+  If there are more lines, each point is the mean of several neighbouring ones, at their last step.
   """
   known = [(line["step"], x) for line in lines if (x := number(line.get("loss"))) is not None]
   size = -(-len(known) // most) or 1
@@ -203,14 +203,13 @@ def write_results(path: Path, results: Iterable[Result]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-  """A plan with the results that belong to it.
+  """A plan with its results.
 
   Attributes:
-    plan: as registered.
+    plan: the registered plan.
     done: (variant, seed) -> the newest complete result.
-    failed: attempts that did not end in a result, oldest first, those that a later one made good
-      included.
-    other: results in the folder that another configuration or other text gave; left out.
+    failed: attempts without a complete result, oldest first, even if a later attempt succeeded.
+    other: results in the folder with another configuration or other text, which are left out.
   """
 
   plan: Plan
@@ -219,12 +218,12 @@ class Study:
   other: list[Result]
 
   def values(self, variant: str) -> dict[int, float]:
-    """Seed -> metric, of the runs that are done."""
+    """Seed -> metric, for the finished runs of a variant."""
     metric = self.plan.metric
     return {seed: float(r["final"][metric]) for (v, seed), r in self.done.items() if v == variant}
 
   def differences(self, contrast: Contrast) -> list[float]:
-    """Variant less base, of the seeds that both have, in the order of the seeds."""
+    """Metric of the variant minus that of the base, for the seeds that both have, by seed."""
     own, base = self.values(contrast.variant), self.values(contrast.base)
     return [own[seed] - base[seed] for seed in sorted(own) if seed in base]
 
@@ -233,7 +232,7 @@ def read_results(folder: Path, scale: str) -> list[Result]:
   """All result lines of a scale in results/runs/, oldest first.
 
   Raises:
-    DataError: a file is no JSON lines of results.
+    DataError: a line is not a result in JSON.
   """
   found = []
   for path in sorted(folder.glob(f"{scale}-*.jsonl")):
@@ -244,10 +243,10 @@ def read_results(folder: Path, scale: str) -> list[Result]:
 
 
 def collected(plan: Plan, results: Iterable[Result]) -> Study:
-  """Sorts the results of a plan.
+  """Sorts results into a plan's finished, failed and other ones.
 
-  A pair is a pair only on the same text, so results on other text than the first complete one are
-  left out.
+  Runs can be paired only if they read the same text, so results on other text than the first
+  finished run's are left out.
   """
   done: dict[tuple[str, int], Result] = {}
   failed, other, text = [], [], None
@@ -280,7 +279,7 @@ def read_study(folder: Path, scale: str) -> Study:
   """The study of a folder at one scale.
 
   Raises:
-    FileNotFoundError: it was not registered at that scale.
+    FileNotFoundError: the study was not registered at that scale.
     DataError: plan or results cannot be used.
   """
   results = folder / "results"
@@ -296,15 +295,15 @@ def read_study(folder: Path, scale: str) -> Study:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-  """What the runs say about a contrast.
+  """The test of a contrast.
 
   Attributes:
-    contrast: of the plan.
-    test: of the paired differences; None without a pair.
-    p: of the difference, after Holm's adjustment over all contrasts of the plan.
-    equivalent: p of the equivalence test, adjusted over the contrasts with a margin.
-    better: which way the metric is better.
-    complete: whether every planned pair is there.
+    contrast: the planned comparison.
+    test: test of the paired differences; None without a pair.
+    p: p-value of the difference, after Holm's adjustment over all contrasts of the plan.
+    equivalent: p-value of the equivalence test, adjusted over the contrasts with a margin.
+    better: "lower" or "higher", whichever is better for the metric.
+    complete: whether every planned pair has finished.
   """
 
   contrast: Contrast
@@ -316,7 +315,7 @@ class Finding:
 
   @property
   def verdict(self) -> str:
-    """In a few words; `not settled` says that no test of the plan was significant."""
+    """The result in a few words; `not settled` if no test of the contrast was significant."""
     if self.test is None or self.test.p is None:
       return "no test: fewer than two pairs"
     words = []
@@ -329,7 +328,7 @@ class Finding:
 
 
 def findings(study: Study) -> list[Finding]:
-  """One for each contrast of the plan, in its order."""
+  """The finding of each contrast, in the plan's order."""
   plan, found = study.plan, [study.differences(c) for c in study.plan.contrasts]
   tests = [paired_test(d) if d else None for d in found]
   adjusted = holm([test.p if test else None for test in tests])
@@ -401,7 +400,7 @@ def _p(value: float | None) -> str:
 
 
 def complaints(study: Study) -> list[str]:
-  """What a reader must know beside the tables: failures, missing runs, results left out."""
+  """Lines with caveats for the tables: failures, missing runs, results left out."""
   missing = len(study.plan.runs) - len(study.done)
   lines = [f"{missing} of {len(study.plan.runs)} planned runs have no result"] if missing else []
   for result in study.failed:

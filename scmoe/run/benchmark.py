@@ -37,7 +37,7 @@ from scmoe.run import build
 from scmoe.run.config import RunConfig
 from scmoe.run.programs import Programs
 
-_SAMPLE_SECONDS = 0.2  # calls of decoding that are timed together
+_SAMPLE_SECONDS = 0.2  # decoding is called for so long between two readings of the clock
 
 
 def offload_request(name: str, base: OffloadRequest = OffloadRequest()) -> OffloadRequest:

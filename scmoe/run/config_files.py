@@ -84,10 +84,8 @@ def _run_file(path: Path) -> types.ModuleType:
   if spec is None or spec.loader is None:
     raise ConfigError(f"{path}: not a Python file; its name must end in .py")
   module = importlib.util.module_from_spec(spec)
-  writes, sys.dont_write_bytecode = (
-    sys.dont_write_bytecode,
-    True,
-  )  # no __pycache__ beside the user's file
+  # No __pycache__ is left beside the user's file.
+  writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
   try:
     spec.loader.exec_module(module)
   except ConfigError:

@@ -12,7 +12,7 @@ import dataclasses
 from scmoe.base.sizes import duration, number, size_of
 from scmoe.models.flops import peak_flops
 
-MFU = 0.40  # assumed share of the peak; an optimistic one for a MoE on GPUs
+MFU = 0.40  # assumed share of the peak; one H200 reached 0.43 to 0.46 (configs/olmoe.py)
 LINK_SHARE = 0.43  # measured: 193 of 450 GB/s in an all-to-all of 4 H200s of one host
 USABLE = 0.92  # share of the memory that a program gets; CUDA, NCCL and XLA take the rest
 HOST_DEVICES = 8  # GPUs of one host that NVLink joins
@@ -26,7 +26,7 @@ class Device:
     name: part of its `device_kind`.
     memory: bytes.
     host_link: bytes/s that leave it for another device of its host (NVLink, or PCIe for an L4).
-    network: bytes/s that leave it for another host, with one network port a GPU.
+    network: bytes/s that leave it for another host, with one network port per GPU.
   """
 
   name: str

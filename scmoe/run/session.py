@@ -95,9 +95,9 @@ class Session:
     }
 
   def encode(self, prompt: str) -> list[int]:
-    """Tokens of a prompt, after those with which the model's training texts began.
+    """Tokens of a prompt, with those before it with which a text of the training data began.
 
-    That is an end-of-text token, or, for a released model, what its own tokenizer adds
+    These are an end-of-text token, or, for a released model, the tokens that its own tokenizer adds
     (`scmoe.data.conventions`).
 
     Raises:
@@ -130,7 +130,7 @@ class Session:
     Args:
       messages: messages in order, each with `role` and `content`. The oldest are left out if all
         of them and the answer are longer than the model's context.
-      sampling, options: as for `stream`.
+      sampling, options: see `stream`.
 
     Raises:
       ConfigError: the model has no chat template, or jinja2 is not installed.

@@ -25,7 +25,7 @@ MANY_PASSES = 20  # passes over a text after which a small model has memorised i
 
 
 def header(built: build.Built, data: Data, workdir: Path) -> str:
-  """Model, parameters, FLOPs per token, mesh, memory, data and where things are written."""
+  """The lines that a run prints first: work directory, model, mesh, memory, data, warnings."""
   run, mesh = built.run, built.run.mesh
   parameters = count_parameters(run.model, built.shapes)
   held = state_bytes(built)
@@ -52,7 +52,7 @@ def header(built: build.Built, data: Data, workdir: Path) -> str:
 
 
 def passes(built: build.Built, data: Data) -> list[str]:
-  """How often the run reads each domain's training text, with a warning where that is often."""
+  """A line on how often the run reads each domain's training text, and a warning if too often."""
   run = built.run
   rows = run.train.steps * run.train.microbatches(run.data.seq_len) * run.train.batch_size
   found = data.passes(rows)

@@ -85,7 +85,8 @@ class GuidedStep:
       *args: arrays, or `jax.ShapeDtypeStruct`s with their shardings.
       later: trace only; `finish` has XLA compile.
     """
-    self.program = Program(lower(self.step, args, gpu=self.gpu))
+    traced = self.step.trace(*args)
+    self.program = Program(lower(self.step, traced, args, gpu=self.gpu))
     self.file = self.directory / f"{self._fingerprint()}.pb"
     guided = self.gpu and self.overlap.profile_guided
     profile = b""

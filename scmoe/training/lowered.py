@@ -37,8 +37,8 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _RELEVANT = ("XLA_", "JAX_", "MOSAIC_", "LIBTPU_", "NVIDIA_TF32_OVERRIDE")
 
 
-def lower(step: Any, args: tuple[Any, ...], *, gpu: bool) -> Any:
-  """`step.lower(*args)`, read from jax's cache folder if an earlier start kept it there.
+def lower(step: Any, traced: Any, args: tuple[Any, ...], *, gpu: bool) -> Any:
+  """`traced.lower()`, read from jax's cache folder if an earlier start kept it there.
 
   Only programs of one GPU, without arguments in the host's memory, are kept: they hold the kernels
   whose lowering takes seconds. All others are lowered as usual, as is a program that cannot be
@@ -46,6 +46,7 @@ def lower(step: Any, args: tuple[Any, ...], *, gpu: bool) -> Any:
 
   Args:
     step: a `jax.jit`-ed function.
+    traced: `step.trace(*args)`.
     args: arrays, or `jax.ShapeDtypeStruct`s with their shardings.
     gpu: whether the program is for a GPU.
 
@@ -54,8 +55,7 @@ def lower(step: Any, args: tuple[Any, ...], *, gpu: bool) -> Any:
   """
   folder = jax.config.jax_compilation_cache_dir
   if not gpu or folder is None or not _can_export() or not _on_one_device(args):
-    return step.lower(*args)
-  traced = step.trace(*args)
+    return traced.lower()
   file = Path(folder) / f"lowered-{_key(traced)}"
   program = _read(file)
   if program is None:

@@ -20,7 +20,10 @@ class FakeStep:
   compiles: list = dataclasses.field(default_factory=list)
   calls: list = dataclasses.field(default_factory=list)
 
-  def lower(self, *args):
+  def trace(self, *args):
+    return self
+
+  def lower(self):
     return self
 
   def as_text(self):
@@ -30,6 +33,12 @@ class FakeStep:
     self.compiles.append(compiler_options)
     number = len(self.compiles)
     return lambda x: self.calls.append(number) or x + 1
+
+
+@pytest.fixture(autouse=True)
+def no_program_is_kept(monkeypatch):
+  """A `FakeStep` has no jaxpr by which a lowered program is kept (`test_lowered.py`)."""
+  monkeypatch.setattr("scmoe.training.guided.lower", lambda step, traced, args, gpu: traced.lower())
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Programs that an earlier start lowered: the same results, and no program of another function."""
 
 import hashlib
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,11 @@ def kept(tmp_path):
 
 
 def run(step, args):
-  return lowered.lower(step, args, gpu=True).compile()(*args)
+  return compiled(step, args)(*args)
+
+
+def compiled(step, args, *, gpu=True):
+  return lowered.lower(step, step.trace(*args), args, gpu=gpu).compile()
 
 
 def test_second_start_does_not_lower(kept, monkeypatch):
@@ -57,7 +62,7 @@ def test_second_start_does_not_lower(kept, monkeypatch):
 
 def test_result_is_an_argument_again(kept):
   step, args = step_of()
-  program = lowered.lower(step, args, gpu=True).compile()
+  program = compiled(step, args)
   state, _ = program(*args)
   state, _ = program(state, *args[1:])
   np.testing.assert_array_equal(state["w"], np.ones(3) * 4 + 6 * 2 + 6)
@@ -86,9 +91,9 @@ def test_damaged_file_is_lowered_again(kept, damage):
 def test_compiler_options_stay(kept):
   step, args = step_of()
   options = {"xla_cpu_enable_fast_math": True}
-  with_options = jax.jit(step.__wrapped__, compiler_options=options)
+  with_options = jax.jit(inspect.unwrap(step), compiler_options=options)
   run(with_options, args)
-  wrong = jax.jit(step.__wrapped__, compiler_options={"xla_no_such_option": True})
+  wrong = jax.jit(inspect.unwrap(step), compiler_options={"xla_no_such_option": True})
   with pytest.raises(Exception, match="xla_no_such_option"):
     run(wrong, args)
 
@@ -104,7 +109,7 @@ def test_callbacks_are_not_kept(kept):
 
 def test_no_gpu_or_several_devices_lower_as_usual(kept):
   step, args = step_of()
-  lowered.lower(step, args, gpu=False).compile()
+  compiled(step, args, gpu=False)
   mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
   x = jax.device_put(jnp.arange(4.0), NamedSharding(mesh, P("data")))
   np.testing.assert_array_equal(run(jax.jit(lambda x: x * 2), (x,)), np.arange(4.0) * 2)

@@ -12,7 +12,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 PROGRAMS = "programs"  # in the run's folder: jax's compilation cache
-_CACHE, _LEAST = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+CACHE, _LEAST = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
 _WORTH = 0.1  # seconds: a program whose compilation takes less is not kept
 
 
@@ -23,18 +23,18 @@ def kept_programs(folder: Path) -> Iterator[None]:
   A cache that the user set (`JAX_COMPILATION_CACHE_DIR`) stays. Programs for CPUs use the
   instructions of this processor, so each kind of processor has a folder of its own.
   """
-  if getattr(jax.config, _CACHE) is not None:
+  if getattr(jax.config, CACHE) is not None:
     yield
     return
   least = getattr(jax.config, _LEAST)
-  jax.config.update(_CACHE, str(folder.resolve() / _processor()))
+  jax.config.update(CACHE, str(folder.resolve() / _processor()))
   jax.config.update(_LEAST, min(least, _WORTH))
   # jax decides at its first compilation which cache it uses; this makes it decide again.
   compilation_cache.reset_cache()
   try:
     yield
   finally:
-    jax.config.update(_CACHE, None)
+    jax.config.update(CACHE, None)
     jax.config.update(_LEAST, least)
     compilation_cache.reset_cache()
 

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scmoe.training import lowered
+from scmoe.training.compiled import CACHE
 
 
 def step_of(scale=2.0):
@@ -33,10 +34,10 @@ def step_of(scale=2.0):
 
 @pytest.fixture
 def kept(tmp_path):
-  folder = jax.config.jax_compilation_cache_dir
-  jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+  folder = getattr(jax.config, CACHE)
+  jax.config.update(CACHE, str(tmp_path))
   yield lambda: sorted(tmp_path.rglob("lowered-*"))
-  jax.config.update("jax_compilation_cache_dir", folder)
+  jax.config.update(CACHE, folder)
 
 
 def run(step, args):

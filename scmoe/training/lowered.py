@@ -53,7 +53,7 @@ def lower(step: Any, traced: Any, args: tuple[Any, ...], *, gpu: bool) -> Any:
   Returns:
     A `jax.stages.Lowered` that is compiled and called like that of `step`.
   """
-  folder = jax.config.jax_compilation_cache_dir
+  folder = getattr(jax.config, CACHE)
   if not gpu or folder is None or not _can_export() or not _on_one_device(args):
     return traced.lower()
   file = Path(folder) / f"lowered-{_key(traced)}"

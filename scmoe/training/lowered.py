@@ -28,6 +28,7 @@ from jax import export
 import scmoe
 from scmoe.base.compat import compiler_options
 from scmoe.base.stored import StoredError, read_bytes, write_whole
+from scmoe.training.compiled import CACHE
 
 _MOST = 2**30  # bytes of a file that is read
 _DIGEST = 32  # bytes of SHA-256 before the program: a cut or flipped file is lowered again

@@ -44,7 +44,7 @@ def attend(
   """
   dtype, size = q_BSHN.dtype, v_BSKM.shape[-1]
   scale = q_BSHN.shape[-1] ** -0.5 if scale is None else scale
-  q_BSHN, k_BSKN, v_BSKM = _of_one_width(*map(_computable, (q_BSHN, k_BSKN, v_BSKM)))
+  q_BSHN, k_BSKN, v_BSKM = _padded_to_one_width(*map(_widened_on_cpu, (q_BSHN, k_BSKN, v_BSKM)))
   mask_BHSS = None
   if segments_BS is not None:
     mask_BHSS = segments_BS[:, None, :, None] == segments_BS[:, None, None, :]
@@ -125,7 +125,7 @@ def _attend_masked(
 ) -> Array:
   """`attend_stored` by XLA, with a mask over the cache's positions."""
   dtype, size = q_BSHN.dtype, v_BTKM.shape[-1]
-  q_BSHN, k_BTKN, v_BTKM = _of_one_width(*map(_computable, (q_BSHN, k_BTKN, v_BTKM)))
+  q_BSHN, k_BTKN, v_BTKM = _padded_to_one_width(*map(_widened_on_cpu, (q_BSHN, k_BTKN, v_BTKM)))
   stored_T = jnp.arange(k_BTKN.shape[1])
   mask_BST = stored_T <= positions_BS[..., None]
   if window:
@@ -134,7 +134,7 @@ def _attend_masked(
   return y_BSHM[..., :size].astype(dtype)
 
 
-def _of_one_width(*heads: Array) -> tuple[Array, ...]:
+def _padded_to_one_width(*heads: Array) -> tuple[Array, ...]:
   """Queries, keys and values padded with zeros to the widest of them, as jax's attention requires.
 
   The zeros change no score; the caller cuts the result back to the values' width.
@@ -144,7 +144,7 @@ def _of_one_width(*heads: Array) -> tuple[Array, ...]:
   return tuple(x if x.shape[-1] == width else jnp.pad(x, pad(x)) for x in heads)
 
 
-def _computable(x_BSHN: Array) -> Array:
+def _widened_on_cpu(x_BSHN: Array) -> Array:
   """float16 as float32 on a CPU, where XLA has no float16 products for attention."""
   if x_BSHN.dtype != jnp.float16 or jax.default_backend() != "cpu":
     return x_BSHN

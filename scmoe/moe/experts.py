@@ -183,7 +183,7 @@ class OnDevice:
     if not self.recompute:
       return ExpertsOnDevice(experts)
     # The checkpoint keeps its inputs, the rows, and what all-gathers give: nothing is sent twice.
-    apply = jax.checkpoint(lambda rows, layout: experts(rows, layout), policy=_was_gathered)
+    apply = jax.checkpoint(lambda rows, layout: experts(rows, layout), policy=_keeps_gathered)
     return ExpertsOnDevice(apply)
 
   def of_pairs(self, params: Sequence[Any], *, begins: bool) -> LayerParams:
@@ -240,7 +240,7 @@ class ParamsOnDevice:
     return after
 
 
-def _was_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+def _keeps_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
   """A policy of `jax.checkpoint` that keeps the results of all-gathers."""
   return primitive.name.startswith("all_gather")
 

@@ -218,9 +218,9 @@ def update_bias(
     sign  b_e += rate · sign(e_e)                              DeepSeek-V3's loss-free balancing
     pid   b_e += rate · e_e + P · Δe_e + D · Δ²e_e             LongCat-Flash's controller
 
-  Its report states the first term, μ (K_e/K · 1/N − T_e / (K·T)): the bias then is the sum of the
-  errors, the integral part of a controller. Written in increments, the proportional and derivative
-  parts add the error's first and second difference, times `router.bias_proportional` and
+  LongCat-Flash's report states the first term, μ (K_e/K · 1/N − T_e / (K·T)): the bias then is the
+  sum of the errors, the integral part of a controller. In increments, the proportional and the
+  derivative part add the error's first and second difference, times `router.bias_proportional` and
   `router.bias_derivative`. The biases of zero experts stay 0: once all computing experts have their
   share, the rest goes to zero experts. A layer without tokens keeps its biases.
 

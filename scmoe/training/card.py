@@ -84,7 +84,10 @@ def devices() -> dict[str, Any]:
 
 
 def commit(folder: Path) -> dict[str, Any]:
-  """Commit of the checkout around `folder`, and whether files differ from it; {} outside of one."""
+  """Commit of the checkout around `folder`, and whether tracked files in `folder` differ from it.
+
+  {} if there is no checkout, or git does not answer.
+  """
   try:
     head = _git(folder, "rev-parse", "HEAD").strip()
     changed = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", str(folder))

@@ -74,7 +74,7 @@ class Checkpointer:
     quiet_libraries()
     self.directory = Path(workdir).absolute() / FOLDER
     self.last_saved: int | None = None  # newest step known to be complete
-    self.last_seconds = 0.0  # from the start of that save to its completion
+    self.last_seconds = 0.0  # from the start of that save until `wait` found it complete
     self._cfg = cfg
     self._failures = 0
     self._pending: tuple[int, float] | None = None
@@ -137,10 +137,10 @@ class Checkpointer:
     return True
 
   def save_now(self, step: int, state: PyTree, data_state: dict, meta: dict) -> None:
-    """Saves and waits; tries again up to `checkpoint.max_failures` times.
+    """Saves and waits; tries again until the step is saved.
 
     Raises:
-      StorageError: every attempt failed.
+      StorageError: writing failed `checkpoint.max_failures` times in a row.
     """
     while not (self.save(step, state, data_state, meta) and self.wait()):
       time.sleep(0.5)
@@ -297,7 +297,10 @@ class Checkpointer:
     warn(f"{text}; training goes on, older checkpoints stay, the next save tries again")
 
   def _drop_old(self) -> None:
-    """Removes all but the newest steps, each by a rename first so that no half step is seen."""
+    """Removes old steps: all but the newest `checkpoint.keep` and every `keep_every`-th.
+
+    Each is renamed first, so that nobody sees half a step.
+    """
     for step in self.steps()[: -self._cfg.keep]:
       if self._cfg.keep_every and step % self._cfg.keep_every == 0:
         continue
@@ -310,7 +313,8 @@ class Checkpointer:
 
 
 def _weights(abstract: PyTree, meta: dict) -> PyTree:
-  """The arrays to read: all of `abstract`; only weights if the step has no optimizer state."""
+  """The arrays to read: all of `abstract`; if the step was not trained (`WEIGHTS_ONLY`), parameters
+  and the router state that it stores."""
   if not meta.get(WEIGHTS_ONLY):
     return abstract
   router = {n: x for n, x in abstract.router.items() if f"router.{n}" in meta["leaves"]}

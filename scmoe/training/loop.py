@@ -321,7 +321,7 @@ class _Run:
     return self.state.for_checkpoint()
 
   def close(self) -> None:
-    """Waits for a checkpoint that is being written, however the run ends."""
+    """Closes the outputs and waits for a checkpoint that is being written, however the run ends."""
     self.watchdog.disarm()
     self.bar.close()
     if self.metrics is not None:
@@ -586,7 +586,10 @@ class _Run:
     self.watchdog.disarm()
 
   def _profile(self) -> None:
-    """Starts and ends the profiler trace, in this process: no port is opened."""
+    """Starts jax's profiler before `train.profile_step`, and stops it `train.profile_steps` later.
+
+    The trace is taken in this process, so no port is opened for a profiler's client.
+    """
     train = self.train
     if train.profile_step and self.step + 1 == train.profile_step:
       self._flush()

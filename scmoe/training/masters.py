@@ -70,7 +70,7 @@ def to_float32(params: PyTree) -> PyTree:
 
 
 def readable(params: PyTree) -> PyTree:
-  """Parameters as the model reads them: of `Halves` the upper one.
+  """Parameters as the model reads them: the upper half in place of each `Halves`.
 
   Works on any tree with `Halves` in it, e.g. of shardings.
   """

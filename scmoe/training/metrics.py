@@ -27,7 +27,7 @@ from scmoe.base.output import warn
 from scmoe.base.stored import Maybe, StoredError, parse_json, read_bytes, write_whole
 
 METRICS = "metrics.jsonl"
-MOST_METRICS = 2**33  # bytes of the record: a million lines with the numbers of 32 layers
+MOST_METRICS = 2**33  # most bytes that are read: a million lines with the numbers of 32 layers
 ROUTER = "router"
 _LINE = {"step": int, "kind": Maybe(str), "layers": Maybe({"*": list})}
 _ROUTER_FILE = re.compile(r"step_([0-9]{1,18})\.npz")
@@ -237,7 +237,7 @@ class Metrics:
       warn(f"no {name}: {type(error).__name__}: {error}")
 
   def write(self, step: int, values: dict[str, Any], kind: str = "train") -> None:
-    """One line in metrics.jsonl and the same scalars in every sink."""
+    """Writes a line to metrics.jsonl, and the same scalars to every sink."""
     self.file.write(step, values, kind)
     for sink in list(self.sinks):
       try:
@@ -290,7 +290,8 @@ def short_lists(arrays: dict[str, np.ndarray]) -> dict[str, list]:
 class Means:
   """Means of a few scalars over the steps since the last line that was logged.
 
-  A step that was skipped, or whose value is not finite, does not count.
+  Left out are values that are not finite, and skipped steps; but a step that was skipped for an
+  overflow of a scaled loss counts, since its loss is finite.
   """
 
   NAMES = ("loss", "cross_entropy", "accuracy", "drop")
@@ -402,7 +403,7 @@ def console_line(step: int, steps: int, values: dict[str, Any]) -> str:
 
 
 def duration(seconds: float) -> str:
-  """`47s`, `3m05s`, `2h03m`, `4d07h`."""
+  """Seconds as text: `47s`, `3m05s`, `2h03m`, `4d07h`."""
   rounded = round(seconds)
   if rounded < 60:
     return f"{rounded}s"
@@ -442,7 +443,7 @@ class Bar:
 
 
 def _is_terminal() -> bool:
-  with contextlib.suppress(AttributeError, ValueError):  # there is no standard output, or not now
+  with contextlib.suppress(AttributeError, ValueError):  # no standard output, or a closed one
     return sys.stdout.isatty()
   return False
 

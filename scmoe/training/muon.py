@@ -66,7 +66,7 @@ def muon_or(
 
   Args:
     other: the rule for parameters that are no matrices.
-    beta: decay of the momentum (Nesterov's).
+    beta: decay of the Nesterov momentum.
     rms: root mean square of a matrix's update.
     specs: PartitionSpecs like the parameters; None: `update` gets whole parameters. If several
       devices share a matrix, each gathers it and keeps its own part of the update.

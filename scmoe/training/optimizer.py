@@ -83,9 +83,6 @@ def make_optimizer(
     half: gradients are computed in float16, so the loss is scaled.
     spike_sigma: see `TrainConfig`; 0: no spike test.
     specs: PartitionSpecs like the parameters; needed if `update` runs in the manual region.
-
-  Raises:
-    ConfigError: a field is out of range.
   """
   schedule = make_schedule(cfg, steps)
   rule = optax.scale_by_adam(cfg.beta1, cfg.beta2, cfg.eps)

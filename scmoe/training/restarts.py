@@ -49,7 +49,7 @@ def supervise(
     if child is not None:
       child.send_signal(number)
 
-  # A terminal sends SIGINT to both.
+  # A terminal sends SIGINT to the child too, which saves and ends; this process waits for it.
   before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, *hangups())}
   before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
   used = 0
@@ -60,7 +60,7 @@ def supervise(
       child = subprocess.Popen(
         command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
       )
-      if asked:  # between two children
+      if asked:  # a signal came before this child was started
         child.terminate()
       code = child.wait()
       code = 128 - code if code < 0 else code

@@ -162,7 +162,8 @@ def restore_stored(
 
   Args:
     workdir: of the run.
-    abstract: ShapeDtypeStruct with shardings by dotted name; their types are ignored.
+    abstract: ShapeDtypeStruct with shardings by dotted name; their types are ignored. Names that
+      the step does not hold are left out of the result.
     step: which one.
   """
 

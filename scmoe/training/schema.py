@@ -30,7 +30,7 @@ from scmoe.layers.rope import RopeConfig
 SCHEMA = 2
 _EXPERTS = re.compile(r"(?<=\bmoe\.)(?=(up|gate|down|up_bias|down_bias)$)")
 _GONE = ("router.skewed",)
-_MOST_BLOCKS = 1024  # of a pair: a stored configuration may say anything
+_MOST_BLOCKS = 1024  # of a pair, that are believed: a stored configuration may hold any number
 _COMPAT = ("order", "weights", "weight_norm", "jitter", "uniform", "round_to")
 # Fields that later versions added, with the value that describes what earlier runs did. Without it
 # the missing field would count as a change of the configuration, and the run would be refused.
@@ -148,7 +148,7 @@ def upgraded_config(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _slot_name(slot: Any, model: dict[str, Any]) -> Any:
-  """The name of a slot that was the number of dense operations since the shortcut, or -1."""
+  """The name of a slot of schema 1: a number of dense operations after the shortcut; -1: auto."""
   if not (isinstance(slot, int | float) and math.isfinite(slot)):
     return slot
   wiring, blocks = WIRINGS.get(str(model.get("wiring", "scmoe_pos2"))), model.get("moe_every", 2)

@@ -139,7 +139,7 @@ class Search:
     self._visit = next(self._visits)
 
   def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict, dict]:
-    """One training step."""
+    """One training step, by the variant that is being tried, or by the chosen one."""
     if self.chosen is not None:
       return self.steps(state, batch, self.chosen)
     if self._visit is None:
@@ -235,7 +235,8 @@ class Search:
       yield from self._prepared(c, start)
 
   def _prepared(self, candidate: Variant, start: float) -> Iterator[tuple[Variant, bool]]:
-    """Yields the calls (warm-up, profile) of a compiled candidate before its measurement."""
+    """Yields the calls of a compiled candidate before its measurement: warm-up, profile, and with
+    `on_best` a few timed ones, from which the next candidate's base is chosen."""
     while not self.steps.step(candidate).settled:
       yield candidate, False
     self.prepared[candidate] = self._clock() - start
@@ -409,7 +410,10 @@ def fastest_step(
 def _on_a_cut(
   make: Steps, candidates: Sequence[Variant | Change], keep: Callable[[dict[str, Any]], None]
 ) -> Variant:
-  """Finds the fastest candidate by steps of a cut of the run; keeps nothing of the cut."""
+  """The fastest candidate, by steps of a cut of the run, whose state is then dropped.
+
+  `Variant()`, the run as configured, if nothing could be measured.
+  """
   cut = make.built.cut()
   abstract = cut.abstract_state()
   quiet = dataclasses.replace(make, built=cut, abstract=abstract, say=lambda line: None)

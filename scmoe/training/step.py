@@ -38,7 +38,7 @@ class TrainState:
   """
 
   step: Array  # int32 [], optimizer steps done, skipped ones included
-  params: PyTree  # float32; on GPUs `Halves` (`scmoe.training.masters`)
+  params: PyTree  # float32, as arrays or as `Halves` (`scmoe.training.masters`)
   opt_state: PyTree
   router: PyTree  # router state that gradients do not train, e.g. balancing biases; may be {}
   rng: Array  # uint32 key data; never changes: each step folds its number into it

@@ -21,8 +21,8 @@ BEAT_SECONDS = 5.0  # least time between two writes of the file
 # A host lags if its own part of a step takes more than LAG times the median host's, and the
 # difference is more than SHARE of the step.
 LAG, SHARE = 1.5, 0.05
-# Memory has grown if it is both GROWTH times and MARGIN bytes above its peak in the first SETTLED
-# logged lines.
+# Memory has grown if it is at least GROWTH times its peak in the first SETTLED logged lines, and
+# at least MARGIN bytes above it.
 GROWTH, MARGIN = 1.5, 2**30
 SETTLED = 20
 
@@ -85,7 +85,8 @@ class Vitals:
       return ""
     if size < max(GROWTH * self._settled, self._settled + MARGIN):
       return ""
-    before, self._settled = self._settled, size  # and again when it has grown by as much again
+    # The next warning comes when memory has grown by as much again.
+    before, self._settled = self._settled, size
     return (
       f"this process holds {size / 2**30:.1f} GiB of memory, {before / 2**30:.1f} GiB when it had "
       "settled: something grows; a restart of the same command goes on from the last checkpoint"

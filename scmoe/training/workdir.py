@@ -24,7 +24,7 @@ _PROBE_BYTES = 4096
 _BUSY = (errno.EAGAIN, errno.EACCES)  # somebody else holds the lock
 _LARGEST_PID = 2**31 - 1
 
-_descriptors: set[int] = set()  # of held locks
+_descriptors: set[int] = set()  # of all locks that this process holds
 
 
 def prepare_workdir(path: str | os.PathLike[str]) -> Path:
@@ -180,16 +180,20 @@ class RunLock:
 
 
 def owner_lives(path: Path) -> bool:
-  """True if a lock file is there and names a process that still runs."""
+  """True if a lock file is there and the process that it names seems to run; see `_owner`."""
   return _owner(path)[1]
 
 
 def _owner(path: Path) -> tuple[dict[str, Any], bool]:
-  """Process and host that a lock names, {} without one, and whether that process still runs."""
+  """Process and host that a lock names, {} without one; and whether that process seems to run.
+
+  A process of another host seems to run if the lock was touched `FOREIGN_STALE_SECONDS` ago or
+  later.
+  """
   try:
     silent = time.time() - path.stat().st_mtime
     owner = read_json(path, {"pid": int, "host": str}, most=4096)
-  except (OSError, StoredError):  # none, or a name that was cut off when the disk was full
+  except (OSError, StoredError):  # no lock, or one whose text was cut off by a full disk
     return {}, False
   pid = owner["pid"]
   if owner["host"] != socket.gethostname():

@@ -3,7 +3,7 @@
     D  width      E  experts      P  CTAs, each with D / P of the row's numbers
 
 Two kernels would run one after the other, and the second would wait for the first. For one row the
-norm costs less than that wait. So every CTA computes the mean square of the whole row itself,
+norm costs less than that wait. So every CTA computes the norm's sums over the whole row itself,
 while its part of the gate's weights arrives, and normalises its own part of the row.
 """
 

@@ -120,7 +120,7 @@ class Dropless:
     rows, layouts, windows = [], [], []
     for chunk in range(self.chunks):
       window = _window(queues, chunk * size, size)
-      rows_RD, queues = _filled(x_TD, routing.input_weight_TK, queues, window)
+      rows_RD, queues = _send_buffer(x_TD, routing.input_weight_TK, queues, window)
       if overflow_TD is not None and chunk == 0:
         # The barrier puts the loop before the first exchange.
         held = barrier((rows_RD, queues, overflow_TD), "forward")
@@ -128,7 +128,7 @@ class Dropless:
       arrived = self.exchange.all_to_all(rows_RD.reshape(peers, size, -1))
       # `jax.checkpoint` keeps values of this name: the backward pass exchanges no row again.
       rows.append(checkpoint_name(arrived.reshape(rows_RD.shape), "moe_rows"))
-      layouts.append(_arrived(queues, chunk * size, size))
+      layouts.append(_layout_of_window(queues, chunk * size, size))
       windows.append(window)
     if overflow_TD is not None:
       # In the backward pass, this barrier holds the first round's exchange and the overflow rounds
@@ -168,27 +168,27 @@ class Dropless:
     size, before = overflow_rows(first), routing.input_weight_TK is not None
     graph, state = nnx.split(experts) if isinstance(experts, nnx.Module) else (None, ())
 
-    def one(index, x_TD, given_TK, state, queues):
+    def run_round(index, x_TD, given_TK, state, queues):
       low = first + (index - 1) * size
       window = _window(queues, low, size)
       # Weights multiply rows either before or after the experts. The loop gets, and differentiates,
       # only those that are used.
       input_TK, weight_TK = (given_TK, jnp.ones_like(given_TK)) if before else (None, given_TK)
       with jax.named_scope("dispatch"):
-        rows_RD, queues = _filled(x_TD, input_TK, queues, window)
+        rows_RD, queues = _send_buffer(x_TD, input_TK, queues, window)
         arrived = self.exchange.all_to_all(rows_RD.reshape(peers, size, -1))
       run = experts if graph is None else nnx.merge(graph, state)
       with jax.named_scope("experts"):
-        done_RD = run(arrived.reshape(rows_RD.shape), _arrived(queues, low, size))
+        done_RD = run(arrived.reshape(rows_RD.shape), _layout_of_window(queues, low, size))
       with jax.named_scope("combine"):
         ours = self.exchange.all_to_all(done_RD.reshape(peers, size, -1))
         return sum_rows(ours.reshape(done_RD.shape), weight_TK, window)
 
     given_TK = routing.input_weight_TK if before else routing.weight_TK
-    return _loop(one, x_TD, given_TK, state, queues, rounds)
+    return _sum_of_rounds(run_round, x_TD, given_TK, state, queues, rounds)
 
 
-def _filled(
+def _send_buffer(
   x_TD: Array, input_weight_TK: Array | None, queues: _Queues, window: Permutation
 ) -> tuple[Array, _Queues]:
   """The rows of a send buffer, [R, D], weighted already if weights come before the experts.
@@ -204,25 +204,25 @@ def _filled(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loop(one, x_TD, weight_TK, state, queues, end):
-  """Σ over index in [1, end) of one(index, ...), added up in the type of x."""
+def _sum_of_rounds(run_round, x_TD, weight_TK, state, queues, end):
+  """Σ over index in [1, end) of run_round(index, ...), added up in the type of x."""
 
   def body(index, y_TD):
-    return y_TD + one(index, x_TD, weight_TK, state, queues).astype(y_TD.dtype)
+    return y_TD + run_round(index, x_TD, weight_TK, state, queues).astype(y_TD.dtype)
 
   return jax.lax.fori_loop(1, end, body, jnp.zeros_like(x_TD))
 
 
-def _loop_fwd(one, x_TD, weight_TK, state, queues, end):
-  y_TD = _loop(one, x_TD, weight_TK, state, queues, end)
+def _sum_of_rounds_fwd(run_round, x_TD, weight_TK, state, queues, end):
+  y_TD = _sum_of_rounds(run_round, x_TD, weight_TK, state, queues, end)
   return y_TD, (x_TD, weight_TK, state, queues, end)
 
 
-def _loop_bwd(one, residuals, y_bar_TD):
+def _sum_of_rounds_bwd(run_round, residuals, y_bar_TD):
   x_TD, weight_TK, state, queues, end = residuals
 
   def body(index, total):
-    run = lambda x_TD, weight_TK, state: one(index, x_TD, weight_TK, state, queues)
+    run = lambda x_TD, weight_TK, state: run_round(index, x_TD, weight_TK, state, queues)
     added_TD, pull = jax.vjp(run, x_TD, weight_TK, state)
     gradients = pull(y_bar_TD.astype(added_TD.dtype))
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, gradients)
@@ -234,7 +234,7 @@ def _loop_bwd(one, residuals, y_bar_TD):
   return (*narrow, None, None)
 
 
-_loop.defvjp(_loop_fwd, _loop_bwd)
+_sum_of_rounds.defvjp(_sum_of_rounds_fwd, _sum_of_rounds_bwd)
 
 
 # -- queues ---------------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ def _window(queues: _Queues, low: Any, rows: int) -> Permutation:
   return permutation_of(row_TK, copy_WP.reshape(-1))
 
 
-def _arrived(queues: _Queues, low: Any, rows: int) -> RowLayout:
+def _layout_of_window(queues: _Queues, low: Any, rows: int) -> RowLayout:
   """The expert of each row in a received window, and the row's position among that expert's rows.
 
   Source rank s's queue holds its rows for expert 0, then expert 1, ...: the counts alone tell which
@@ -332,7 +332,7 @@ def _arrived(queues: _Queues, low: Any, rows: int) -> RowLayout:
   clip = lambda a: jnp.clip(a - low, 0, rows)
   start_We, end_We = clip(end_We - received_We), clip(end_We)
   inside_We = end_We - start_We
-  earlier_We = jnp.cumsum(inside_We, 0) - inside_We  # rows of the ranks before
+  earlier_We = jnp.cumsum(inside_We, 0) - inside_We  # rows from lower source ranks
   index_P = jnp.arange(rows, dtype=jnp.int32)
   expert_WP = (index_P[None, :, None] >= end_We[:, None, :]).sum(-1, dtype=jnp.int32)
   # One more column, for rows of no expert, whose position nobody reads.

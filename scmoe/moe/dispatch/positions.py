@@ -64,17 +64,17 @@ def queue_positions(
   if order == "token":
     position_TK, count_Q = running_positions(queue_TK, groups * num_experts)
   else:
-    visit_T = None
+    rank_T = None
     if order == "priority":
       assert priority_T is not None
-      order_T, visit_T = _visits(priority_T, groups)
+      order_T, rank_T = _by_priority(priority_T, groups)
       queue_TK = queue_TK[order_T]
     position_KT, count_Q = running_positions(queue_TK.T, groups * num_experts)
-    position_TK = position_KT.T if visit_T is None else position_KT.T[visit_T]
+    position_TK = position_KT.T if rank_T is None else position_KT.T[rank_T]
   return position_TK, count_Q.reshape(groups, num_experts)
 
 
-def _visits(priority_T: Array, groups: int) -> tuple[Array, Array]:
+def _by_priority(priority_T: Array, groups: int) -> tuple[Array, Array]:
   """Tokens by falling priority within their group, ties by index, NaN last; and the inverse.
 
   Worked example, one group: of priorities .2, .9, .5 the order is [1, 2, 0]. Its inverse [2, 0, 1]
@@ -85,5 +85,5 @@ def _visits(priority_T: Array, groups: int) -> tuple[Array, Array]:
   order_GT = jnp.argsort(falling_GT, axis=1, stable=True)
   first_G1 = jnp.arange(groups, dtype=jnp.int32)[:, None] * size
   both = (order_GT + first_G1, jnp.argsort(order_GT, axis=1) + first_G1)
-  order_T, visit_T = (a.reshape(-1).astype(jnp.int32) for a in both)
-  return order_T, visit_T
+  order_T, rank_T = (a.reshape(-1).astype(jnp.int32) for a in both)
+  return order_T, rank_T

@@ -148,7 +148,8 @@ def make_transport(
 
 
 def make_exchange(config: DispatchConfig) -> Exchange:
-  """The exchange of rows over the expert axis; none if weights are gathered (adaptive_r = 0)."""
+  """The exchange of rows over the expert axis. It moves nothing if that axis has one device, or if
+  weights are gathered instead of rows (`adaptive_r` = 0)."""
   size = axis_size("expert")
   if size == 1 or config.adaptive_r == 0:
     return Exchange()

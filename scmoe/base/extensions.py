@@ -26,7 +26,7 @@ _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def is_import_path(value: Any) -> bool:
-  """True if a value of a configuration has the form `my_package.module:Name`."""
+  """True if a configuration's value has the form `my_package.module:Name`."""
   return isinstance(value, str) and len(value) <= 300 and bool(_PATH.fullmatch(value))
 
 

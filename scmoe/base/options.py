@@ -179,7 +179,7 @@ class _Field:
     kind: a key of `_KINDS`, or "" where the type is not checked.
     optional: whether None is allowed.
     section: for a field declared by `section`, the class of its options; else None.
-    metadata: as `option` declared it.
+    metadata: what `option` or `section` stored in the dataclass field.
   """
 
   name: str
@@ -269,7 +269,7 @@ def _line(name: str, field: dataclasses.Field[Any]) -> str:
 
 
 def _annotation(kind: Any) -> list[str]:
-  """The words of an annotation, a type or its text: `int | None` gives ["int", "None"]."""
+  """Splits an annotation, given as a type or as text: `int | None` gives ["int", "None"]."""
   text = kind.__name__ if isinstance(kind, type) else str(kind)
   return [word.strip() for word in text.split("|")]
 

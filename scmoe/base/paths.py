@@ -1,4 +1,4 @@
-"""Paths that a user typed."""
+"""Expands and checks paths that a user typed."""
 
 from __future__ import annotations
 

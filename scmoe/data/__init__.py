@@ -1,4 +1,4 @@
-"""Text, tokens and batches: `open_data` is the way in."""
+"""Reads text and makes batches of tokens: `open_data` opens the data of a run."""
 
 from scmoe.base.batch import Batch
 from scmoe.data.config import DataConfig

@@ -10,7 +10,11 @@ _CHUNK = 1 << 20  # pairs counted at a time, to keep the scratch memory small
 
 
 def count_pairs(tokens: np.ndarray) -> np.ndarray:
-  """int64[257, 257]: how often byte b follows byte a in a stream of byte tokens (uint16[N + 1])."""
+  """int64[257, 257]: how often token b follows token a in a stream of `ByteTokenizer` tokens.
+
+  Args:
+    tokens: uint16[N + 1], N of whose tokens have a predecessor.
+  """
   counts = np.zeros(SYMBOLS * SYMBOLS, np.int64)
   for start in range(0, len(tokens) - 1, _CHUNK):
     piece = tokens[start : start + _CHUNK + 1].astype(np.int32)
@@ -19,10 +23,11 @@ def count_pairs(tokens: np.ndarray) -> np.ndarray:
 
 
 def bits(fitted: np.ndarray, evaluated: np.ndarray) -> float:
-  """Total bits that a model fitted on one table of pair counts spends on another.
+  """Total bits that a bigram model needs for a text.
 
   Args:
-    fitted, evaluated: int64[257, 257] from `count_pairs`.
+    fitted: int64[257, 257], pair counts of the text to which the model is fitted (`count_pairs`).
+    evaluated: int64[257, 257], pair counts of the text that it predicts.
   """
   smooth = fitted + SMOOTHING
   cost = np.log2(smooth.sum(axis=1, keepdims=True)) - np.log2(smooth)

@@ -76,7 +76,7 @@ class Corpus:
 
   domains: tuple[Domain, ...]
   tokenizer: tokenizers.Tokenizer
-  digest: str  # of every document's content, domain and split, in order
+  digest: str  # a hash of every document's content, domain and split, in order
   documents: int
   bad_rows: int
 
@@ -166,7 +166,7 @@ def free_name(name: str, taken: Iterable[str]) -> str:
 
 
 def hash_share(text: bytes) -> float:
-  """A number in [0, 1) that depends only on the text."""
+  """A hash of the text as a number in [0, 1)."""
   return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") / 2.0**64
 
 

@@ -1,4 +1,4 @@
-"""Finding input files and reading them line by line, compressed or not."""
+"""Finds input files, reads them line by line, and writes the cache's files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def find_files(kind: str, path: str) -> list[InputFile]:
   """The files of a source, sorted by path.
 
   Files or folders named train-*, validation-*, test-* (the layout of Hugging Face datasets) keep
-  their split, and test files are left out. Without a train-* file, names are ignored.
+  their split, and test files are left out. Without a train-* file, all names are ignored. Without a
+  validation file, documents of the train files are split by their hash.
 
   Raises:
     DataError: the path does not exist, or no file there matches.

@@ -17,7 +17,7 @@ from scmoe.data.corpus import Stream
 from scmoe.data.files import keep_array, kept_array
 from scmoe.data.packages import need
 
-_BINS = 64  # rows that best-fit packing fills at once; more waste fewer tokens and take longer
+_BINS = 64  # rows that best-fit packing fills at once; a larger number pads less and takes longer
 
 
 class Rows(Protocol):

@@ -199,8 +199,10 @@ class Data:
   # --- size, identity and summary -----------------------------------------------------------------
 
   def check_size(self) -> None:
-    """Raises:
-    DataError: there are fewer training rows than one batch takes.
+    """Checks that the training rows fill at least one batch.
+
+    Raises:
+      DataError: there are fewer.
     """
     if not len(self._train):
       raise DataError("the training data are empty: all documents went to validation")
@@ -337,7 +339,8 @@ class _Rows:
     row = self.tables[domain].read(key - int(self.offsets[domain]), document_mask)
     eos, bos = self._tokenizer.eos_id, self._tokenizer.bos_id
     if bos != eos:
-      # In a stream the end-of-text token begins each document; for this model `bos` does.
+      # In a stream the end-of-text token begins each document, but this model was trained with
+      # documents that begin with `bos`.
       row["inputs"] = np.where(row["inputs"] == eos, np.int32(bos), row["inputs"])
     return {**row, "domain": np.int32(domain)}  # pyright: ignore[reportReturnType]
 

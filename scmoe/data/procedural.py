@@ -24,12 +24,12 @@ import numpy as np
 
 from scmoe.base.errors import ConfigError
 
-DEFAULT_BYTES = 1_000_000  # per domain, if data.limit_bytes is 0
+DEFAULT_BYTES = 1_000_000  # bytes of each domain, if data.limit_bytes is 0
 LETTERS = b"abcdefghijklmnopqrstuvwxyz012345"
 _TOTAL = 1 << 16  # every row of the transition table sums to this
 _END = len(LETTERS)  # the state that ends a document and begins the next
 _END_SHARE = _TOTAL >> 7  # a document is 128 letters long on average
-_FAVOURITES = (24000, 16000, 8000, 4000, 2000)  # of 65536: likely followers of a letter
+_FAVOURITES = (24000, 16000, 8000, 4000, 2000)  # counts, out of 65536, of the likeliest followers
 _PAIRS = 12  # pairs in a recall document, and questions
 _SUMS = 16  # additions in an arithmetic document
 _MODULUS = 97
@@ -75,7 +75,10 @@ def entropy_floor(name: str) -> float:
 
 @functools.cache
 def markov_counts() -> np.ndarray:
-  """int64[33, 33]: transition counts out of 65536; the last state is the end of the document."""
+  """int64[33, 33]: row i has the probabilities, times 65536, of the states after state i.
+
+  The last state is the end of the document.
+  """
   states = len(LETTERS) + 1
   counts = np.zeros((states, states), np.int64)
   bits = np.random.PCG64(1234)

@@ -402,7 +402,7 @@ class _Writer:
     self.block = content[whole:]
 
   def close(self) -> dict[str, Any]:
-    """Writes the last documents; returns the stream's entry of meta.json."""
+    """Writes the buffer and the small files; returns the stream's entry of meta.json."""
     if self.waiting:
       self._flush()
     self.file.close()

@@ -1,4 +1,4 @@
-"""Sources of text: each yields documents in a fixed order."""
+"""Reads documents from each kind of source, in a fixed order."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Tokenizer(Protocol):
     ...
 
   def token_bytes(self) -> np.ndarray:
-    """int32[V]: bytes of text that each token stands for; 0 for special tokens."""
+    """int32[V]: the number of bytes of text that each token stands for; 0 for special tokens."""
     ...
 
   def encode_documents(self, texts: Sequence[bytes]) -> Iterator[np.ndarray]:
@@ -95,7 +95,7 @@ class ByteTokenizer:
     return np.append(np.ones(256, np.int32), np.int32(0))
 
   def encode_documents(self, texts: Sequence[bytes]) -> Iterator[np.ndarray]:
-    """uint8 arrays that share the documents' memory."""
+    """Ids of each document as a uint8 array, which shares the document's memory."""
     return (np.frombuffer(text, np.uint8) for text in texts)
 
 
@@ -264,8 +264,10 @@ class JsonTokenizer:
 
 
 def _check_vocabulary(vocab: Mapping[str, int], name: str) -> None:
-  """Raises:
-  DataError: the vocabulary is empty, or has ids too large to index arrays by.
+  """Checks the size of a vocabulary.
+
+  Raises:
+    DataError: the vocabulary is empty, or has an id that is too large to index an array by.
   """
   if not vocab:
     raise DataError(f"data.tokenizer={name!r} has no token: its vocabulary is empty")

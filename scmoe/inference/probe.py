@@ -127,7 +127,13 @@ def probe(
 
 
 class _Layout:
-  """The names of all gatings and main-path values, known before the model runs."""
+  """The names of all gatings and main-path values, derived from the model's options.
+
+  Attributes:
+    gatings, points: see `Probe`.
+    second: for each gating, whether an earlier gating of the same layer uses the same experts.
+    shortcut: for each gating, whether its gate reads the shortcut.
+  """
 
   def __init__(self, model: GPT):
     config, rule = model.config, model.config.wiring_rule

@@ -1,4 +1,4 @@
-"""From logits to the next token: greedy, temperature, top-k and top-p."""
+"""Draws the next token from logits: greedy, or by temperature, top-k and top-p."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ class TokenUnit(Unit):
 
 
 class TokenMoE(MoE):
-  """A `MoE` whose gate can read a token in the kernel that computes the token's norm."""
+  """A `MoE` of one token: one kernel computes the token's norm and its product with the gate."""
 
   def route(
     self, x: Array | Normalised, call: MoECall = MoECall(), gate: Gate | None = None

@@ -80,7 +80,7 @@ class ExpertCache:
 
   @property
   def size(self) -> int:
-    """C."""
+    """C, the number of places."""
     return self.expert_C.shape[0]
 
 

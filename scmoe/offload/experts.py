@@ -65,7 +65,7 @@ class Migration:
 
   @property
   def cache_policy(self) -> CachePolicy:
-    """Which experts the cache replaces."""
+    """The cache's policy."""
     return CachePolicy(self.policy, self.decay)
 
   def of_layer(self, experts: Experts, kept: ExpertCache | None) -> LayerExperts:
@@ -382,12 +382,12 @@ def _fetched(params: Any, id_N: Array, place_N: Array, copies: Any, held: Any = 
 
 
 def _written(places: Array, new_N: Array, place_N: Array, copies: Any) -> Array:
-  """The places with the first `copies` of `new_N` written into them."""
+  """Writes the first `copies` of `new_N` into their places; returns all places."""
   place_N = jnp.where(jnp.arange(place_N.shape[0]) < copies, place_N, places.shape[0])
   return places.at[place_N].set(new_N, mode="drop")
 
 
 def _slice_on_device(params: Any, index: Array) -> Any:
-  """One expert, [1, ...] of each parameter, in the device's memory."""
+  """Copies one expert to the device: [1, ...] of each parameter."""
   take = lambda x: jax.lax.dynamic_slice_in_dim(x, index, 1)
   return on_device(jax.tree.map(take, params))

@@ -139,7 +139,7 @@ class Folder:
 
   @property
   def size(self) -> int:
-    """Bytes of all tensors together."""
+    """Total bytes of all tensors."""
     return sum(math.prod(e.shape) * TYPES[e.dtype].itemsize for e in self.entries.values())
 
   def _index(self) -> dict[str, str]:

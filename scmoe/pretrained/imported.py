@@ -137,9 +137,13 @@ def source_of(workdir: Path) -> dict[str, Any]:
     raise DataError(f"{path} has no {wrong}, which scmoe.convert writes there")
   kinds_named = [source["dtype"], *source["other_dtypes"].values()]
   if unknown := [kind for kind in kinds_named if kind not in DTYPES.values()]:
-    raise DataError(f"{path}: {str(unknown[0])[:40]!r} is none of: {', '.join(DTYPES.values())}")
+    raise DataError(
+      f"{path}: type {str(unknown[0])[:40]!r} is unknown; one of: {', '.join(DTYPES.values())}"
+    )
   if source["family"] not in FAMILIES:
-    raise DataError(f"{path}: {source['family'][:40]!r} is none of: {', '.join(FAMILIES)}")
+    raise DataError(
+      f"{path}: family {source['family'][:40]!r} is unknown; one of: {', '.join(FAMILIES)}"
+    )
   check_kept(source.setdefault("files", {}), path)  # version 0.2 kept none
   return source
 

@@ -312,7 +312,7 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def _header(file: Path) -> dict[str, Place]:
-  """The places of one file's tensors.
+  """Reads a file's header; returns the place of each of its tensors.
 
   Raises:
     DataError: the header is damaged, or does not account for every byte of the file.

@@ -98,7 +98,7 @@ def inference_run(run: RunConfig, dtype: str) -> RunConfig:
 
 
 def check_dtype(dtype: str, run: RunConfig) -> str:
-  """The type of a folder: `dtype` if given, else bfloat16 for a run in bfloat16, else float32.
+  """The inference folder's type: `dtype`, or if it is "", bfloat16 or float32 as the run has.
 
   Raises:
     ConfigError: `dtype` is not one of `DTYPES`.

@@ -97,7 +97,7 @@ def _layer(family: str, model: ModelConfig, layer: int) -> Iterator[Tensor]:
 def _block(
   family: str, model: ModelConfig, prefix: str, block: str, place: int, suffix: str = ""
 ) -> Iterator[Tensor]:
-  """The norms and the attention of one block."""
+  """The tensors of one block's norms and attention."""
   norm = f"{prefix}.input_layernorm{suffix}.weight"
   yield _plain(norm, f"{block}.norm_attention.scale", model.width, index=(place,))
   attention = f"{prefix}.self_attn{suffix}", f"{block}.attention", model, (place,)

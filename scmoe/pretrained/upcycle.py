@@ -172,7 +172,7 @@ def _zeros(shape: Any) -> Array:
 
 
 def _moved(origin: Array, shape: Any, first: float) -> Array:
-  """[L, ...] to [L, ...]: slice i moves to i + 1; slice 0 becomes `first` times itself."""
+  """Moves slice i of [L, ...] to i + 1 and drops the last; slice 0 becomes `first` times itself."""
   make = lambda x: jnp.concatenate([first * x[:1], x[:-1]]).astype(x.dtype)
   return jax.jit(make, out_shardings=shape.sharding)(origin)
 

@@ -171,9 +171,9 @@ def exported(tmp_path_factory):
 @pytest.mark.parametrize(
   ("field", "value", "message"),
   [
-    ("dtype", "F99", "source.json: 'F99' is none of: F32, BF16, F16"),
-    ("other_dtypes", {"lm_head.weight": []}, r"source.json: '\[\]' is none of"),
-    ("family", "nope", "source.json: 'nope' is none of: olmoe, mixtral"),
+    ("dtype", "F99", "source.json: type 'F99' is unknown; one of: F32, BF16, F16"),
+    ("other_dtypes", {"lm_head.weight": []}, r"source.json: type '\[\]' is unknown"),
+    ("family", "nope", "source.json: family 'nope' is unknown; one of: olmoe, mixtral"),
     (
       "files",
       {"../../x": "y"},

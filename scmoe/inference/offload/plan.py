@@ -353,7 +353,13 @@ def expected(
   )
 
   def seconds(tokens: int, way: Migration | None, copied: float) -> tuple[float, float]:
-    """Seconds of a pass over all pairs, and the hidden share of its copies."""
+    """Seconds of a pass over all pairs, and the share of its copies' time that is hidden.
+
+    Args:
+      tokens: number of tokens of the pass.
+      way: when experts are copied; None: they are on the device.
+      copied: number of experts of each pair that are copied.
+    """
     stages = _stages(model, tokens, load.prompt, machine)
     pair = sum(dataclasses.asdict(stages).values())
     if way is None or not copied:
@@ -399,12 +405,20 @@ def _stages(model: ModelConfig, tokens: int, seq: int, machine: Machine) -> Stag
 
 
 def _window(stages: StageSeconds) -> float:
-  """Seconds between gate and experts of Pos-2: an MLP, an attention and the shared expert."""
+  """Seconds of the steps between gate and experts of Pos-2, which can hide a copy.
+
+  These are an MLP, an attention and the shared expert.
+  """
   return stages.mlp + stages.projections + stages.mixing + stages.shared
 
 
 def measured_bandwidth(size: int = 256 * 2**20, calls: int = 3) -> float:
-  """Bytes/s from pinned host memory to the first device; the best of a few copies of `size`."""
+  """Measures bytes/s from pinned host memory to the first device.
+
+  Args:
+    size: bytes of a copy.
+    calls: number of copies, of which the fastest counts.
+  """
   device = jax.local_devices()[0]
   there = SingleDeviceSharding(device)
   host = jax.device_put(jnp.zeros((size,), jnp.uint8), there.with_memory_kind(HOST))

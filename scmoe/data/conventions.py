@@ -44,10 +44,10 @@ class Conventions:
     return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
   def check(self, vocab_size: int, name: str) -> None:
-    """Checks that every token is in a vocabulary of `vocab_size` tokens.
+    """Checks that every token id here is below `vocab_size`.
 
     Raises:
-      DataError: a token is outside; `name` is the file's name in the message.
+      DataError: an id is too large; `name` is the file's name in the message.
     """
     bos = () if self.bos_id is None else (self.bos_id,)
     worst = max((*self.begin_ids, *bos, *self.stop_ids), default=0)

@@ -194,7 +194,7 @@ def bound_of(shares: np.ndarray, fraction: float, *, named: bool) -> float:
   """
   low, high = shares.min(), shares.max()
   if fraction > 0 and not named and low < high:
-    # Of a few documents, at least one is for validation and at least one for training.
+    # Keeps at least one document for validation and one for training, however few there are.
     return float(min(max(fraction, np.nextafter(low, 1.0)), high))
   return fraction
 

@@ -363,8 +363,8 @@ class _ProcessRows:
 
 
 def _derived_seed(seed: int, name: str) -> int:
-  # grain adds the epoch's number to the seed. With seed and seed + 1 unhashed, the second epoch of
-  # one run would have the order of the first epoch of the other.
+  # Hashes the seed, because grain adds the epoch's number to it. Otherwise the second epoch of a
+  # run with seed 0 would have the order of the first epoch of a run with seed 1.
   return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest(), "big")
 
 

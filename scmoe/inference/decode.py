@@ -197,8 +197,8 @@ _COMPILED: dict[str, Any] = {
   # XLA may have eight asynchronous copies in flight, so all matrices of a layer's experts are
   # copied at once. With its limit of two, XLA waits for the first copy before it starts the third.
   "xla_gpu_experimental_parallel_async_compute_limit": 8,
-  # One token takes hundreds of small kernels in one CUDA graph. By default each kernel or copy
-  # waits for the one before it in XLA's order; in this mode it waits only for its operands.
+  # One token takes hundreds of small kernels in one CUDA graph. In serial order each kernel or copy
+  # would wait for the one before it; in this mode it waits only for its operands.
   "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
   # This pass rewrites the matrix products of one row as sums of rounded terms. XLA would then write
   # some matrices to memory again, and tokens would differ from those of prefill.

@@ -37,7 +37,7 @@ def keep_top_k(logits_BV: Array, k: int) -> Array:
 
 
 def keep_top_p(logits_BV: Array, p: float) -> Array:
-  """Sets logits to -inf, except those of the fewest most probable tokens with probability p."""
+  """Keeps the most probable tokens, as few as reach probability p together; sets others to -inf."""
   sorted_BV = jnp.sort(logits_BV, axis=-1)[:, ::-1]
   probs_BV = jax.nn.softmax(sorted_BV, -1)
   before_BV = jnp.cumsum(probs_BV, -1) - probs_BV  # total probability of all likelier tokens

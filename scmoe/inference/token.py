@@ -161,7 +161,7 @@ class TokenBlock(Block):
     return super().project(h_BSD, positions_BS)
 
   def mix(self, h_BSD: Array, projected: Any, *args: Any, **options: Any) -> Any:
-    """See `Block`."""
+    """See `Block`; XLA writes the resulting residual stream to memory once."""
     h_BSD, cache = super().mix(h_BSD, projected, *args, **options)
     return _written_once(h_BSD), cache
 
@@ -219,7 +219,7 @@ class GateOfSums:
 
 
 def _gate_under_norm(row: Normalised, gate: Any) -> PartialLogits | None:
-  """The token's norm and its product with a linear gate, in one kernel; None if there is none."""
+  """The token's norm and its product with a linear gate; None if no kernel supports the gate."""
   if not isinstance(gate, LinearGate):
     return None
   return gate_under_norm(row, gate.weight[...], fp32=gate.fp32)

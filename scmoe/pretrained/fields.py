@@ -21,8 +21,8 @@ ACTIVATIONS = {
 }
 _LARGEST_NUMBER = 1e30  # of a field that is not a size; a larger one could overflow float32
 _DEFAULT_CONTEXT = 4096  # tokens, if config.json has no max_position_embeddings
-# Limits of the fields that decide how many tensors a model has: the list of tensors is made before
-# it is compared with the files, so an absurd number would exhaust the memory.
+# Limits of the fields from which lists of layers or experts are made. They are made before any
+# tensor is compared with the files, so an absurd number would exhaust the memory.
 _LARGEST = {
   "num_hidden_layers": 2**14, "num_layers": 2**14, "first_k_dense_replace": 2**14,
   "zero_expert_num": 2**16,

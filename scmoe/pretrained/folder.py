@@ -39,7 +39,7 @@ WRITTEN = {**TYPES, "I8": np.dtype(np.int8), "I32": np.dtype(np.int32)}
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 _REWRITE = "only safetensors are read; save_pretrained(FOLDER) of transformers writes them"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_PIECE = 2**24  # bytes that one call of `read_ahead` reads
+_PIECE = 2**24  # bytes that the thread of `read_ahead` reads at a time
 SHARD_BYTES = 5 * 10**9  # limit on the size of a file, as in published models
 
 

@@ -144,7 +144,7 @@ def source_of(workdir: Path) -> dict[str, Any]:
     raise DataError(
       f"{path}: family {source['family'][:40]!r} is unknown; one of: {', '.join(FAMILIES)}"
     )
-  check_kept(source.setdefault("files", {}), path)  # version 0.2 kept none
+  check_kept(source.setdefault("files", {}), path)  # version 0.2 stored no files
   return source
 
 

@@ -91,14 +91,17 @@ def parts(run: RunConfig, dtype: str) -> list[Part]:
 
 
 def inference_run(run: RunConfig, dtype: str) -> RunConfig:
-  """The run with `model.dtype` set for a folder of this type: bfloat16 unless it is float32."""
+  """The run that a folder of this type stores: `model.dtype` becomes bfloat16.
+
+  For a float32 folder the run stays as it is.
+  """
   if dtype == "float32":
     return run
   return dataclasses.replace(run, model=dataclasses.replace(run.model, dtype="bfloat16"))
 
 
 def check_dtype(dtype: str, run: RunConfig) -> str:
-  """The inference folder's type: `dtype`, or if it is "", bfloat16 or float32 as the run has.
+  """The inference folder's type: `dtype`; "" means bfloat16 for a bfloat16 run, else float32.
 
   Raises:
     ConfigError: `dtype` is not one of `DTYPES`.

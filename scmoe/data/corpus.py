@@ -24,7 +24,7 @@ from scmoe.base.errors import DataError
 from scmoe.data import tokenizers
 from scmoe.data.bigram import count_pairs
 from scmoe.data.config import NEEDS_PATH, DataConfig, SourcePart
-from scmoe.data.files import BadRows, keep_array, kept_array, log
+from scmoe.data.files import BadRows, log, read_cached_array, write_cached_array
 from scmoe.data.text import Document, read_documents
 
 SPLITS = ("train", "validation")
@@ -41,14 +41,14 @@ class Stream:
     starts: int64[documents], index of each document's leading end-of-text token.
     text_bytes: bytes of text, the denominator of bits per byte.
     pairs: int64[257, 257], counts of byte pairs; the end of text counts as byte 256.
-    kept: for a corpus on disk, the path of its files without suffix; None for one in memory.
+    files: for a corpus on disk, the path of its files without suffix; None for one in memory.
   """
 
   tokens: Any
   starts: np.ndarray
   text_bytes: int
   pairs: np.ndarray
-  kept: Path | None = None
+  files: Path | None = None
 
   def end(self, document: int) -> int:
     """Index of the end-of-text token that follows a document."""
@@ -128,7 +128,7 @@ def _read_part(part: SourcePart, index: int, config: DataConfig, bad: BadRows) -
 
 
 def documents_of(part: SourcePart, config: DataConfig, bad: BadRows) -> Iterator[Document]:
-  """The documents of one source, up to `data.limit_bytes` of each domain.
+  """Yields the documents of one source, up to `data.limit_bytes` of each domain and split.
 
   Raises:
     DataError: the source has no usable document or too many domains; or see `read_documents`.
@@ -175,16 +175,16 @@ def _split(documents: list[Document], part: int, fraction: float) -> _Texts:
   # copies of a document stay together: no validation text is trained on.
   texts = _Texts(part)
   shares = np.array([hash_share(d.text) for d in documents])
-  bound = bound_of(shares, fraction, named=any(d.split is not None for d in documents))
+  threshold = split_threshold(shares, fraction, named=any(d.split is not None for d in documents))
   for document, share in zip(documents, shares):
-    split = document.split or ("validation" if share < bound else "train")
+    split = document.split or ("validation" if share < threshold else "train")
     (texts.train if split == "train" else texts.validation).append(document.text)
   if not texts.train and all(d.split is None for d in documents):
     texts.train, texts.validation = texts.validation, []  # one document: train on it
   return texts
 
 
-def bound_of(shares: np.ndarray, fraction: float, *, named: bool) -> float:
+def split_threshold(shares: np.ndarray, fraction: float, *, named: bool) -> float:
   """The threshold of a domain's split: documents with a smaller hash are validation text.
 
   Args:
@@ -263,7 +263,7 @@ def _cached_tokens(texts: list[bytes], tokenizer: tokenizers.Tokenizer, cache: P
     digest.update(len(text).to_bytes(8, "little"))
     digest.update(text)
   path = cache / f"tokens-{digest.hexdigest()}.npy"
-  if (tokens := kept_array(path)) is None:
+  if (tokens := read_cached_array(path)) is None:
     tokens = join_documents(texts, tokenizer)
-    keep_array(path, tokens)
+    write_cached_array(path, tokens)
   return tokens

@@ -198,8 +198,8 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     raise
 
 
-def keep(path: Path, content: bytes) -> Path:
-  """Writes a cache file with its CRC-32 in the name, by which `kept` detects damage.
+def write_cached(path: Path, content: bytes) -> Path:
+  """Writes a cache file with its CRC-32 in the name, by which `read_cached` detects damage.
 
   Args:
     path: its name without the checksum; `tokens-5f.npy` becomes `tokens-5f.0a1b2c3d.npy`.
@@ -217,8 +217,8 @@ def keep(path: Path, content: bytes) -> Path:
   return place
 
 
-def kept(path: Path) -> bytes | None:
-  """The bytes that `keep` wrote under this name; None if the file is missing or damaged.
+def read_cached(path: Path) -> bytes | None:
+  """The bytes that `write_cached` wrote under this name; None if the file is missing or damaged.
 
   A damaged file is deleted, with a warning.
   """
@@ -234,16 +234,16 @@ def kept(path: Path) -> bytes | None:
   return None
 
 
-def keep_array(path: Path, array: np.ndarray) -> None:
-  """Writes an array by `keep`, as a .npy file."""
+def write_cached_array(path: Path, array: np.ndarray) -> None:
+  """Writes an array by `write_cached`, as a .npy file."""
   buffer = io.BytesIO()
   np.save(buffer, array, allow_pickle=False)
-  keep(path, buffer.getvalue())
+  write_cached(path, buffer.getvalue())
 
 
-def kept_array(path: Path) -> np.ndarray | None:
-  """The array that `keep_array` wrote under this name; None if it is missing or damaged."""
-  content = kept(path)
+def read_cached_array(path: Path) -> np.ndarray | None:
+  """The array that `write_cached_array` wrote under this name; None if it is missing or damaged."""
+  content = read_cached(path)
   if content is None:
     return None
   try:
@@ -253,7 +253,7 @@ def kept_array(path: Path) -> np.ndarray | None:
 
 
 @contextlib.contextmanager
-def alone(path: Path, what: str) -> Iterator[None]:
+def host_lock(path: Path, what: str) -> Iterator[None]:
   """Holds a lock that one process of this host has at a time; the others wait.
 
   If the file system has no locks, or the folder cannot be written, it continues without one.

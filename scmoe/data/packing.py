@@ -14,7 +14,7 @@ import numpy as np
 
 from scmoe.base.errors import DataError
 from scmoe.data.corpus import Stream
-from scmoe.data.files import keep_array, kept_array
+from scmoe.data.files import read_cached_array, write_cached_array
 from scmoe.data.packages import need
 
 _BINS = 64  # rows that best-fit packing fills at once; a larger number pads less and takes longer
@@ -155,16 +155,16 @@ def make_rows(stream: Stream, packing: str, seq_len: int) -> Rows:
 
 def _kept_fit(stream: Stream, lengths: np.ndarray, seq_len: int) -> np.ndarray:
   """`_best_fit`, cached beside a stream on disk, since a million pieces take seconds."""
-  if stream.kept is None:
+  if stream.files is None:
     return _best_fit(lengths, seq_len)
-  path = stream.kept.with_name(f"{stream.kept.name}.pack-{seq_len}.npy")
-  rows = kept_array(path)
+  path = stream.files.with_name(f"{stream.files.name}.pack-{seq_len}.npy")
+  rows = read_cached_array(path)
   if rows is not None and _fits(rows, lengths, seq_len):
     return rows
   rows = _best_fit(lengths, seq_len)
   # If the folder belongs to another user and cannot be written, every start packs again.
   with contextlib.suppress(DataError):
-    keep_array(path, rows)
+    write_cached_array(path, rows)
   return rows
 
 

@@ -46,13 +46,13 @@ from scmoe.data.corpus import (
   Corpus,
   Domain,
   Stream,
-  bound_of,
   documents_of,
   free_name,
   hash_share,
   join_documents,
+  split_threshold,
 )
-from scmoe.data.files import BadRows, alone, find_files, log
+from scmoe.data.files import BadRows, find_files, host_lock, log
 from scmoe.data.text import Document
 
 LARGE = 64 << 20  # bytes of text; a larger corpus is stored in files instead of held in memory
@@ -148,25 +148,27 @@ def stored_corpus(config: DataConfig) -> Corpus:
     tokenizer = tokenizers.load_json(config.tokenizer, config.eos_token)
   key = _key(config, tokenizer)
   folder = config.cache_folder() / f"corpus-{key}"
-  if (found := _usable(folder, config, tokenizer)) is not None:
+  if (found := _open_if_intact(folder, config, tokenizer)) is not None:
     return found
-  with alone(folder.with_name(f".{folder.name}.lock"), f"{folder}"):
-    if (found := _usable(folder, config, tokenizer)) is not None:  # made while this one waited
+  with host_lock(folder.with_name(f".{folder.name}.lock"), f"{folder}"):
+    if (
+      found := _open_if_intact(folder, config, tokenizer)
+    ) is not None:  # made while this one waited
       return found
     shutil.rmtree(folder, ignore_errors=True)
     log.info("tokenising into %s", folder)
-    _Building(config, tokenizer, folder).run()
-    return _opened(folder, config, tokenizer)
+    _CorpusBuilder(config, tokenizer, folder).run()
+    return _open_corpus(folder, config, tokenizer)
 
 
-def _usable(
+def _open_if_intact(
   folder: Path, config: DataConfig, tokenizer: tokenizers.Tokenizer | None
 ) -> Corpus | None:
   """The corpus in a folder; None if there is none, or if it is damaged, with a warning."""
   if not (folder / META).is_file():
     return None
   try:
-    return _opened(folder, config, tokenizer)
+    return _open_corpus(folder, config, tokenizer)
   except (OSError, ValueError, KeyError, TypeError, RecursionError, DataError, ConfigError):
     log.warning("%s is damaged; reading the text again", folder)
     return None
@@ -183,7 +185,9 @@ def _key(config: DataConfig, tokenizer: tokenizers.Tokenizer | None) -> str:
   return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
 
 
-def _opened(folder: Path, config: DataConfig, tokenizer: tokenizers.Tokenizer | None) -> Corpus:
+def _open_corpus(
+  folder: Path, config: DataConfig, tokenizer: tokenizers.Tokenizer | None
+) -> Corpus:
   """Opens the corpus in a folder and checks its small files.
 
   Raises:
@@ -212,29 +216,29 @@ def _opened(folder: Path, config: DataConfig, tokenizer: tokenizers.Tokenizer | 
       if len(tokens) != own["tokens"] or len(starts) != own["documents"]:
         raise ValueError(f"{at}.tokens was cut off")
       pairs = array(f"{at}.pairs.npy")
-      streams[split] = Stream(tokens, starts, own["text_bytes"], pairs, kept=folder / at)
+      streams[split] = Stream(tokens, starts, own["text_bytes"], pairs, files=folder / at)
     domains.append(Domain(of_domain["name"], of_domain["part"], **streams))
   return Corpus(tuple(domains), tokenizer, meta["digest"], meta["documents"], meta["bad_rows"])
 
 
 @dataclasses.dataclass
-class _Seen:
+class _DomainScan:
   """What the first pass over the text finds out about a domain."""
 
   part: int
   shares: array = dataclasses.field(default_factory=lambda: array("d"))  # documents' hashes
   named: bool = False  # whether file names decide the split of some documents
-  bound: float = 0.0  # documents with a smaller hash are validation text
+  threshold: float = 0.0  # documents with a smaller hash are validation text
   swapped: bool = False  # every document hashed to validation, so all are training text instead
 
 
-class _Building:
+class _CorpusBuilder:
   """Writes a corpus into a temporary folder, and renames that folder when it is complete."""
 
   def __init__(self, config: DataConfig, tokenizer: Any, folder: Path):
     self.config, self.tokenizer, self.folder = config, tokenizer, folder
     self.given = tokenizer  # None if a BPE is to be trained
-    self.seen: dict[str, _Seen] = {}
+    self.seen: dict[str, _DomainScan] = {}
     self.names: dict[tuple[int, str], str] = {}
 
   def run(self) -> None:
@@ -252,7 +256,7 @@ class _Building:
     except OSError as error:
       raise self._unwritable(error) from None
     try:
-      bad = self._read_once()
+      bad = self._scan()
       if self.tokenizer is None:
         self.tokenizer = self._train_bpe(partial)
       meta = self._tokenise(partial)
@@ -284,16 +288,16 @@ class _Building:
         at = index, document.domain
         if at not in self.names:
           self.names[at] = free_name(document.domain, self.seen)
-          self.seen[self.names[at]] = _Seen(index)
+          self.seen[self.names[at]] = _DomainScan(index)
         yield self.names[at], document
 
   def _split_of(self, name: str, document: Document, share: float) -> str:
     seen = self.seen[name]
     if document.split:
       return document.split
-    return "train" if seen.swapped or share >= seen.bound else "validation"
+    return "train" if seen.swapped or share >= seen.threshold else "validation"
 
-  def _read_once(self) -> int:
+  def _scan(self) -> int:
     """Reads all text and decides each domain's split; returns the number of bad rows."""
     bad = BadRows(self.config.max_bad_rows)
     for name, document in self._documents(bad):
@@ -302,8 +306,8 @@ class _Building:
       seen.named |= document.split is not None
     for seen in self.seen.values():
       shares = np.frombuffer(seen.shares, np.float64)
-      seen.bound = bound_of(shares, self.config.validation_fraction, named=seen.named)
-      seen.swapped = not seen.named and not (shares >= seen.bound).any()
+      seen.threshold = split_threshold(shares, self.config.validation_fraction, named=seen.named)
+      seen.swapped = not seen.named and not (shares >= seen.threshold).any()
       seen.shares = array("d")
     return bad.count
 

@@ -297,7 +297,7 @@ def read_jsonl(files: list[InputFile], config: DataConfig, bad: BadRows) -> Iter
 
 
 def read_parquet(files: list[InputFile], config: DataConfig) -> Iterator[Row]:
-  """Rows of parquet files, with the columns `data.field` and `data.domain_field` only.
+  """Rows of parquet files, with the needed columns only: `data.field` and `data.domain_field`.
 
   Raises:
     DataError: a file is not a parquet file, or lacks a column.
@@ -328,7 +328,7 @@ def _parquet_rows(table: Any, file: InputFile, wanted: list[str]) -> Iterator[Ro
 
 
 def read_arrow(files: list[InputFile], config: DataConfig) -> Iterator[Row]:
-  """Rows of Arrow files that `datasets.Dataset.save_to_disk` wrote, with the same columns only.
+  """Rows of Arrow files that `datasets.Dataset.save_to_disk` wrote, with the needed columns only.
 
   Raises:
     DataError: a file is not an Arrow stream, or lacks a column.

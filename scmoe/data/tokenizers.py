@@ -21,7 +21,7 @@ from scmoe.base.errors import ConfigError, DataError
 from scmoe.base.paths import expanded
 from scmoe.data.chat import render
 from scmoe.data.conventions import FILE, Conventions, conventions_beside
-from scmoe.data.files import keep, kept, log
+from scmoe.data.files import log, read_cached, write_cached
 from scmoe.data.packages import need
 
 TOKENIZER = "tokenizer.json"
@@ -332,13 +332,13 @@ def load_bpe(texts: Sequence[bytes], vocab_size: int, cache: Path) -> JsonTokeni
   for text in texts:
     digest.update(len(text).to_bytes(8, "little") + text)
   path = cache / f"bpe-{vocab_size}-{digest.hexdigest()[:16]}.json"
-  if (found := kept(path)) is not None:
+  if (found := read_cached(path)) is not None:
     try:
       return JsonTokenizer(found.decode("utf-8"), name="bpe")
     except DataError:
       log.warning("%s was written by another version of tokenizers; training it again", path)
   content = train_bpe(texts, vocab_size)
-  keep(path, content.encode())
+  write_cached(path, content.encode())
   return JsonTokenizer(content, name="bpe")
 
 

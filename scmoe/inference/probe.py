@@ -106,7 +106,7 @@ def probe(
     router: the run's router state (balancing biases), if it has any.
 
   Raises:
-    ConfigError: the wiring has no routed experts.
+    ConfigError: the wiring has no routed experts, or the batches have no tokens.
   """
   if not model.config.wiring_rule.taps:
     raise ConfigError("model.wiring='dense' has no router to inspect; give a run with experts")

@@ -437,7 +437,7 @@ def read_config(
 
 
 def write_config(model: ModelConfig, router: RouterConfig, family: str = "") -> dict[str, Any]:
-  """The config.json of a resolved model, as a family that can express it writes it.
+  """The config.json of a resolved model, in the format of a family that can express it.
 
   Args:
     model, router: the options.

@@ -278,7 +278,7 @@ def _header(part: list[Planned]) -> bytes:
 
 
 @contextlib.contextmanager
-def appearing(folder: Path, flag: str = "to") -> Iterator[Path]:
+def atomic_folder(folder: Path, flag: str = "to") -> Iterator[Path]:
   """Yields a temporary folder to write into, and renames it to `folder` when the block ends.
 
   If the block fails, the temporary folder is deleted.

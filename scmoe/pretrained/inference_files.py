@@ -33,7 +33,7 @@ from scmoe.base.errors import ConfigError
 from scmoe.models.objective import cast_params
 from scmoe.offload.memory import quantised
 from scmoe.pretrained.expert_files import SCALE
-from scmoe.pretrained.folder import CONFIG, WRITTEN, Planned, appearing, write_weights
+from scmoe.pretrained.folder import CONFIG, WRITTEN, Planned, atomic_folder, write_weights
 from scmoe.pretrained.stream import flat, slice_of
 from scmoe.run import build
 from scmoe.run.config import RunConfig, to_dict
@@ -164,7 +164,7 @@ def write_folder(
       sums.append(zlib.crc32(value.reshape(-1).view(np.uint8).data))
       yield value
 
-  with appearing(folder, "inference") as partial:
+  with atomic_folder(folder, "inference") as partial:
     planned = [Planned(part.name, part.shape, part.dtype) for part in found]
     write_weights(partial, planned, summed())
     texts = {CONFIG: json.dumps(to_dict(run), indent=2) + "\n"}

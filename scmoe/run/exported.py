@@ -13,7 +13,7 @@ from scmoe.base.stored import write_json
 from scmoe.data.tokenizers import TOKENIZER, JsonTokenizer
 from scmoe.pretrained.conventions import config_fields
 from scmoe.pretrained.families import read_config, write_config
-from scmoe.pretrained.folder import CONFIG, TYPES, Planned, appearing, write_weights
+from scmoe.pretrained.folder import CONFIG, TYPES, Planned, atomic_folder, write_weights
 from scmoe.pretrained.imported import DTYPES, SOURCE, source_of
 from scmoe.pretrained.inference_files import (
   check_dtype,
@@ -58,7 +58,7 @@ def export_model(
   values = unload(leaves, listed)
   typed = (value.astype(TYPES[p.dtype], copy=False) for p, value in zip(planned, values))
   word = next(name for name, kind in DTYPES.items() if kind == kind_of(listed[0].name))
-  with appearing(folder) as partial:
+  with atomic_folder(folder) as partial:
     files = write_weights(partial, planned, typed)
     read = source.get("config", {})
     # The released config.json has priority if it describes the same model as ours.

@@ -105,7 +105,7 @@ def conventions_beside(tokenizer: Path) -> Conventions | None:
     with path.open("rb") as file:
       content = file.read(_BYTES + 1)
     if len(content) > _BYTES:
-      raise DataError(f"{path} is larger than {_BYTES} bytes, the most that this file may have")
+      raise DataError(f"{path} is larger than {_BYTES} bytes, the limit for this file")
     return conventions_from_json(content.decode("utf-8"), str(path))
   except (OSError, UnicodeDecodeError) as error:
     raise DataError(f"{path} cannot be read: {error}") from None

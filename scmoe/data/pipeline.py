@@ -205,7 +205,10 @@ class Data:
       DataError: there are fewer.
     """
     if not len(self._train):
-      raise DataError("the training data are empty: all documents went to validation")
+      raise DataError(
+        "the training data are empty: all documents went to validation; give more documents or "
+        "lower data.validation_fraction"
+      )
     if len(self._train) < self.batch_size:
       raise DataError(
         f"the training data are {len(self._train)} sequences of data.seq_len="

@@ -213,7 +213,9 @@ def _deepseek(c: Fields, *, theta: float, interleaved: bool) -> dict[str, Any]:
   shared = c.size("n_shared_experts", 0)
   width = c.size("moe_intermediate_size")
   if first > layers:
-    raise DataError(f"{c.name}: first_k_dense_replace={first} of num_hidden_layers={layers}")
+    raise DataError(
+      f"{c.name}: first_k_dense_replace={first} is more than num_hidden_layers={layers}"
+    )
   return {
     **c.common(theta, eps=1e-6, interleaved=interleaved),
     **c.latent(),

@@ -62,8 +62,8 @@ class Offload:
         raise ConfigError(f"offload={name!r} is unknown; one of: {', '.join(WAYS)}")
     if (prefill == "none") != (decode == "none"):
       raise ConfigError(
-        f"offload={prefill},{decode}: experts lie in one memory for prefill and decode; use none "
-        "for both, or for neither"
+        f"offload={prefill},{decode}: prefill and decode need the experts in the same memory; use "
+        "none for both, or for neither"
       )
     of = lambda name: None if name == "none" else Migration(name, **options)
     return Offload(of(prefill), of(decode), cache_size)

@@ -24,7 +24,7 @@ from scmoe.kernels.grouped_matmul.layout import (
   source_rows_of,
   unpad_rows,
 )
-from scmoe.kernels.grouped_matmul.pipeline import snake
+from scmoe.kernels.grouped_matmul.tile_order import snake
 
 SIZES = {
   "balanced": [16, 16, 16, 16],

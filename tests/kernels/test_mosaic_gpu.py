@@ -39,9 +39,10 @@ from scmoe.kernels.grouped_matmul.layout import (
   max_tiles,
   source_rows_of,
 )
-from scmoe.kernels.grouped_matmul.pipeline import Tiling, banded
+from scmoe.kernels.grouped_matmul.pipeline import Tiling
 from scmoe.kernels.grouped_matmul.rows_product import rows_product
 from scmoe.kernels.grouped_matmul.sorting import sorted_rows_kernel
+from scmoe.kernels.grouped_matmul.tile_order import banded
 from scmoe.kernels.grouped_matmul.weights_product import weights_product
 from scmoe.kernels.launch import interpreted
 from scmoe.kernels.one_row import attention as decode_attention

@@ -11,7 +11,7 @@ kept by the forward (SonicMoE, arXiv 2512.14080).
 import dataclasses
 import functools
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,14 +28,11 @@ from scmoe.kernels.grouped_matmul.pipeline import (
   Work,
   barriers,
   copy_block,
-  first_of,
   launch,
-  locate_rows,
-  paired_tiles,
   run_tiles,
-  smem,
-  tiles_over,
+  tiled_smem,
 )
+from scmoe.kernels.grouped_matmul.tile_order import first_of, locate_rows, paired_tiles, tiles_over
 from scmoe.kernels.launch import resolve_num_sms
 
 _COLS = 64  # columns of a chunk: one swizzle row of 2-byte elements
@@ -135,162 +132,286 @@ def down_backward_product(
     index_R: as in `rows_product`.
     num_sms: CTAs.
   """
-  activation = kernel_form(activation)
   operands = Operands(
     layout.tile_group_I, layout.num_tiles, index_R, dy_XD, down_GFD, row_weight_R, tuple(pre)
   )
-  parts = len(pre)
-  rows, width, hidden = layout.num_rows, dy_XD.shape[1], down_GFD.shape[1]
-  dtype = dy_XD.dtype
-  depth, cols = tiling.depth, tiling.cols
-  col_tiles = tiles_over(hidden, cols, 2 if tiling.pair == "cols" else 1)
-  steps = width // depth
-  consumer_rows = tiling.consumer_rows
-  halves = consumer_rows // _ROWS
-  together = min(tiling.stores, halves)  # that the epilogue's buffers take
-  fused = index_R is not None
-  assert not (fused and tiling.pair == "cols"), "a gathered operand cannot be shared"
+  shape = _Shape(
+    tiling=tiling,
+    width=dy_XD.shape[1],
+    hidden=down_GFD.shape[1],
+    parts=len(pre),
+    activation=kernel_form(activation),
+    gathers=index_R is not None,
+    dtype=dy_XD.dtype,
+  )
+  assert not (shape.gathers and tiling.pair == "cols"), "a gathered operand cannot be shared"
   num_sms = resolve_num_sms(num_sms)
 
   def body(gmem: Operands, outs: Outs):
-    def with_memory(shared: Memory):
-      if fused:
-        gather.init_barriers(shared.gathered, tiling.stages)
+    def with_memory(smem: Memory):
+      if shape.gathers:
+        gather.init_barriers(smem.gathered, tiling.stages)
+      work = _Cta(shape, gmem, smem, outs).work()
+      run_tiles(tiling, work, smem.full, smem.empty, num_sms)
 
-      def locate(tile):
-        return locate_rows(tile, tiling, gmem.group_I, gmem.num_tiles[0], col_tiles)
+    pl.run_scoped(with_memory, shape.memory(), collective_axes="wg")
 
-      def producer(where, step, stage, barrier):
-        row_tile, col_tile, group, shared_rhs = where
-        k_slice = pl.ds(step * depth, depth)
-        if fused:
-          gather.start_gather(
-            gmem.dy,
-            gmem.index_R,
-            shared.dy,
-            shared.gathered,
-            stage=stage,
-            first_row=row_tile * tiling.rows,
-            first_col=step * depth,
-          )
-        else:
-          row_slice = pl.ds(row_tile * tiling.rows, tiling.rows)
-          block = gmem.dy.at[row_slice, k_slice]
-          copy_block(block, shared.dy.at[stage], barrier, tiling.pair == "cols")
-        block = gmem.down.at[group, pl.ds(first_of(col_tile, cols, hidden), cols), k_slice]
-        copy_block(block, shared.down.at[stage], barrier, shared_rhs)
+  hidden_rows = jax.ShapeDtypeStruct((layout.num_rows, shape.hidden), shape.dtype)
+  shares = jax.ShapeDtypeStruct((shape.col_tiles, layout.num_rows), jnp.float32)
+  out_type = Outs(hidden_rows, (hidden_rows,) * shape.parts, shares)
+  leaves = launch(body, operands, out_type, tiling, num_sms)(*jax.tree.leaves(operands))
+  outs = jax.tree.unflatten(jax.tree.structure(out_type), leaves)
+  return outs.scaled, outs.dpre, jnp.sum(outs.ds, axis=0)
 
-      def consumer(accumulators, stage, my_rows):
-        plgpu.wgmma(
-          accumulators[0], shared.dy.at[stage, my_rows], shared.down.at[stage].transpose((1, 0))
-        )
 
-      def first_place(where, first_row):
-        row_tile, col_tile, *_ = where
-        return row_tile * tiling.rows + first_row, first_of(col_tile, cols, hidden)
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+  """Everything that the program depends on.
 
-      def load_chunk(row, col, consumer):
-        """Starts to load the block of pre-activations at (row, col) into the consumer's buffers."""
-        for part in range(parts):
-          plgpu.copy_gmem_to_smem(
-            gmem.pre[part].at[pl.ds(row, together * _ROWS), pl.ds(col, _COLS)],
-            shared.pre.at[consumer, part],
-            shared.pre_loaded.at[consumer],
-          )
+  Attributes:
+    tiling: of the launch.
+    width, hidden: D and F.
+    parts: how many pre-activations there are.
+    activation: in its form for kernels.
+    gathers: whether the producer gathers dy.
+    dtype: type of the operands and of the results but ds.
+  """
 
-      def prologue(where, consumer, first_row):
-        # The previous tile's stores have left the buffers.
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        row, col = first_place(where, first_row)
-        plgpu.copy_gmem_to_smem(
-          gmem.weight_R.at[pl.ds(row, consumer_rows)],
-          shared.weight.at[consumer],
-          shared.weight_loaded.at[consumer],
-        )
-        load_chunk(row, col, consumer)
+  tiling: Tiling
+  width: int
+  hidden: int
+  parts: int
+  activation: Activation
+  gathers: bool
+  dtype: Any
 
-      def epilogue(where, accumulators, consumer, first_row):
-        first, first_col = first_place(where, first_row)
-        col_tile = where[1]
-        da_tile = accumulators[0][...]
-        plgpu.barrier_wait(shared.weight_loaded.at[consumer])
-        ds: list[Any] = [None] * halves
-        for chunk, half in itertools.product(range(cols // _COLS), range(halves)):
-          row, col = first + half * _ROWS, first_col + chunk * _COLS
-          begins = half % together == 0
-          if begins and (chunk or half):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            load_chunk(row, col, consumer)
-          if begins:
-            plgpu.barrier_wait(shared.pre_loaded.at[consumer])
-          in_buffer = slice(half % together * _ROWS, (half % together + 1) * _ROWS)
-          part_rows = slice(half * _ROWS, (half + 1) * _ROWS)
-          da = da_tile[part_rows, chunk * _COLS : (chunk + 1) * _COLS]
-          h = [shared.pre[consumer, part, in_buffer].astype(jnp.float32) for part in range(parts)]
-          s = plgpu.layout_cast(shared.weight[consumer, part_rows], plgpu.Layout.WGMMA.reduce(1))
-          s_full = lax.broadcast_in_dim(s, da.shape, (0,))
-          value, derivative = activation.value_and_derivative(h[0])
-          a = value * h[1] if activation.gated else value
-          share = jnp.sum(da * a, axis=1)
-          if hidden % cols:  # of columns that two tiles compute, the first one's counts
-            counts = jnp.where(col >= col_tile * cols, 1.0, 0.0)
-            share = share * lax.broadcast_in_dim(counts, share.shape, ())
-          ds[half] = share if ds[half] is None else ds[half] + share
-          da = da * s_full
-          if activation.gated:
-            dpre = (da * h[1] * derivative, da * value)
-          else:
-            dpre = (da * derivative,)
-          for part in range(parts):
-            shared.pre[consumer, part, in_buffer] = dpre[part].astype(dtype)
-          if not begins:  # the half before this one has left the buffer that both use
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-          shared.scaled[consumer] = (a * s_full).astype(dtype)
-          plgpu.commit_smem()
-          target = pl.ds(row, _ROWS), pl.ds(col, _COLS)
-          for part in range(parts):
-            source = shared.pre.at[consumer, part, in_buffer]
-            plgpu.copy_smem_to_gmem(source, outs.dpre[part].at[target])
-          plgpu.copy_smem_to_gmem(shared.scaled.at[consumer], outs.scaled.at[target])
-        for half, share in enumerate(ds):
-          shared.ds[consumer, slice(half * _ROWS, (half + 1) * _ROWS)] = share
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(
-          shared.ds.at[consumer], outs.ds.at[col_tile, pl.ds(first, consumer_rows)]
-        )
+  @property
+  def cols(self) -> int:
+    """Columns of a tile."""
+    return self.tiling.cols
 
-      work = Work(
-        num_tiles=paired_tiles(tiling, gmem.num_tiles[0], col_tiles),
-        locate=locate,
-        steps=lambda _: steps,
-        producer=producer,
-        consumer=consumer,
-        accumulators=[(consumer_rows, cols)],
-        epilogue=epilogue,
-        prologue=prologue,
-        ready=functools.partial(gather.wait_rows, shared.gathered) if fused else None,
-      )
-      run_tiles(tiling, work, shared.full, shared.empty, num_sms)
+  @property
+  def col_tiles(self) -> int:
+    """Tiles over F."""
+    return tiles_over(self.hidden, self.cols, 2 if self.tiling.pair == "cols" else 1)
 
-    full, empty = barriers(tiling, (not fused) + 1)
-    memory = Memory(
-      dy=smem((tiling.stages, tiling.rows, depth), dtype),
-      down=smem((tiling.stages, cols, depth), dtype),
-      pre=smem((CONSUMERS, parts, together * _ROWS, _COLS), dtype),
-      scaled=smem((CONSUMERS, _ROWS, _COLS), dtype),
-      weight=plgpu.SMEM((CONSUMERS, consumer_rows), jnp.float32),
-      ds=plgpu.SMEM((CONSUMERS, consumer_rows), jnp.float32),
+  @property
+  def blocks(self) -> int:
+    """Blocks of 64 rows of a consumer, which the epilogue takes one after the other."""
+    return self.tiling.consumer_rows // _ROWS
+
+  @property
+  def together(self) -> int:
+    """How many of them fit into the epilogue's buffers at once."""
+    return min(self.tiling.stores, self.blocks)
+
+  def memory(self) -> Memory:
+    """The types of a CTA's shared memory and barriers."""
+    tiling, parts, dtype = self.tiling, self.parts, self.dtype
+    full, empty = barriers(tiling, (not self.gathers) + 1)
+    return Memory(
+      dy=tiled_smem((tiling.stages, tiling.rows, tiling.depth), dtype),
+      down=tiled_smem((tiling.stages, self.cols, tiling.depth), dtype),
+      pre=tiled_smem((CONSUMERS, parts, self.together * _ROWS, _COLS), dtype),
+      scaled=tiled_smem((CONSUMERS, _ROWS, _COLS), dtype),
+      weight=plgpu.SMEM((CONSUMERS, tiling.consumer_rows), jnp.float32),
+      ds=plgpu.SMEM((CONSUMERS, tiling.consumer_rows), jnp.float32),
       full=full,
       empty=empty,
       pre_loaded=plgpu.Barrier(num_arrivals=parts, num_barriers=CONSUMERS),
       weight_loaded=plgpu.Barrier(num_arrivals=1, num_barriers=CONSUMERS),
       gathered=gather.barrier_memory(tiling.stages),
     )
-    pl.run_scoped(with_memory, memory, collective_axes="wg")
 
-  hidden_rows = jax.ShapeDtypeStruct((rows, hidden), dtype)
-  shares = jax.ShapeDtypeStruct((col_tiles, rows), jnp.float32)
-  out_type = Outs(hidden_rows, (hidden_rows,) * parts, shares)
-  leaves = launch(body, operands, out_type, tiling, num_sms)(*jax.tree.leaves(operands))
-  outs = jax.tree.unflatten(jax.tree.structure(out_type), leaves)
-  return outs.scaled, outs.dpre, jnp.sum(outs.ds, axis=0)
+
+class _Block(NamedTuple):
+  """A block of 64 x 64 numbers of a tile, as the epilogue takes them.
+
+  Attributes:
+    index: which block of the consumer's rows.
+    first: whether it is the first of those that are in the buffers together.
+    row, col: the first row and column, in global memory.
+    consumer: which of the CTA's.
+  """
+
+  index: int
+  first: bool
+  row: Any
+  col: Any
+  consumer: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cta:
+  """One CTA, by its references: how it finds a tile, and what it does for one.
+
+  The coordinates of a tile are its row tile, its column tile, its group, and whether its pair
+  shares the down matrix (see `locate_rows`).
+  """
+
+  shape: _Shape
+  gmem: Operands
+  smem: Memory
+  outs: Outs
+
+  def work(self) -> Work:
+    """The work of `run_tiles`."""
+    shape, ready = self.shape, functools.partial(gather.wait_rows, self.smem.gathered)
+    steps = shape.width // shape.tiling.depth
+    return Work(
+      num_tiles=paired_tiles(shape.tiling, self.gmem.num_tiles[0], shape.col_tiles),
+      locate=self.locate,
+      steps=lambda _: steps,
+      producer=self.load,
+      consumer=self.multiply,
+      accumulators=[(shape.tiling.consumer_rows, shape.cols)],
+      epilogue=self.finish,
+      prologue=self.load_first,
+      ready=ready if shape.gathers else None,
+    )
+
+  def locate(self, tile: Any) -> tuple[Any, ...]:
+    """Tile number -> coordinates."""
+    gmem, shape = self.gmem, self.shape
+    return locate_rows(tile, shape.tiling, gmem.group_I, gmem.num_tiles[0], shape.col_tiles)
+
+  def first_place(self, where: Any, first_row: Any) -> tuple[Any, Any]:
+    """The first row and column of a consumer's part of a tile."""
+    row_tile, col_tile, *_ = where
+    row = row_tile * self.shape.tiling.rows + first_row
+    return row, first_of(col_tile, self.shape.cols, self.shape.hidden)
+
+  # -- producer ----------------------------------------------------------------------------------
+
+  def load(self, where: Any, step: Any, stage: Any, barrier: Any) -> None:
+    """Starts the copies of one stage: blocks of dy and of the down matrix."""
+    shape, tiling, gmem, smem = self.shape, self.shape.tiling, self.gmem, self.smem
+    row_tile, col_tile, group, shared_down = where
+    k_slice = pl.ds(step * tiling.depth, tiling.depth)
+    if shape.gathers:
+      gather.start_gather(
+        gmem.dy,
+        gmem.index_R,
+        smem.dy,
+        smem.gathered,
+        stage=stage,
+        first_row=row_tile * tiling.rows,
+        first_col=step * tiling.depth,
+      )
+    else:
+      block = gmem.dy.at[pl.ds(row_tile * tiling.rows, tiling.rows), k_slice]
+      copy_block(block, smem.dy.at[stage], barrier, tiling.pair == "cols")
+    down_rows = pl.ds(first_of(col_tile, shape.cols, shape.hidden), shape.cols)
+    block = gmem.down.at[group, down_rows, k_slice]
+    copy_block(block, smem.down.at[stage], barrier, shared_down)
+
+  # -- consumer ----------------------------------------------------------------------------------
+
+  def multiply(self, accumulators: Any, stage: Any, my_rows: Any) -> None:
+    """Starts the product of one stage: dy times the down matrix, transposed."""
+    dy, down = self.smem.dy.at[stage, my_rows], self.smem.down.at[stage].transpose((1, 0))
+    plgpu.wgmma(accumulators[0], dy, down)
+
+  # -- epilogue: loads ---------------------------------------------------------------------------
+
+  def load_first(self, where: Any, consumer: Any, first_row: Any) -> None:
+    """Starts to load what the epilogue reads first: row weights and pre-activations."""
+    gmem, smem = self.gmem, self.smem
+    # The previous tile's stores must have left the buffers.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    row, col = self.first_place(where, first_row)
+    plgpu.copy_gmem_to_smem(
+      gmem.weight_R.at[pl.ds(row, self.shape.tiling.consumer_rows)],
+      smem.weight.at[consumer],
+      smem.weight_loaded.at[consumer],
+    )
+    self.load_pre(row, col, consumer)
+
+  def load_pre(self, row: Any, col: Any, consumer: Any) -> None:
+    """Starts to load the pre-activations at (row, col) into the consumer's buffers."""
+    for part in range(self.shape.parts):
+      plgpu.copy_gmem_to_smem(
+        self.gmem.pre[part].at[pl.ds(row, self.shape.together * _ROWS), pl.ds(col, _COLS)],
+        self.smem.pre.at[consumer, part],
+        self.smem.pre_loaded.at[consumer],
+      )
+
+  # -- epilogue: results -------------------------------------------------------------------------
+
+  def finish(self, where: Any, accumulators: Any, consumer: Any, first_row: Any) -> None:
+    """Makes the tile's results of dA' and stores them, block by block."""
+    shape = self.shape
+    first, first_col = self.first_place(where, first_row)
+    da_tile = accumulators[0][...]
+    plgpu.barrier_wait(self.smem.weight_loaded.at[consumer])
+    ds: list[Any] = [None] * shape.blocks
+    for chunk, index in itertools.product(range(shape.cols // _COLS), range(shape.blocks)):
+      row, col = first + index * _ROWS, first_col + chunk * _COLS
+      block = _Block(index, index % shape.together == 0, row, col, consumer)
+      if block.first:
+        self.wait_for_pre(block, loaded_before=not (chunk or index))
+      da = da_tile[_rows(index), chunk * _COLS : (chunk + 1) * _COLS]
+      self.finish_block(block, da, ds, where[1])
+    self.store_shares(ds, where[1], first, consumer)
+
+  def wait_for_pre(self, block: _Block, loaded_before: bool) -> None:
+    """Waits for the pre-activations of a block and of those beside it in the buffers, which it
+    begins to load unless the prologue did."""
+    if not loaded_before:
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+      self.load_pre(block.row, block.col, block.consumer)
+    plgpu.barrier_wait(self.smem.pre_loaded.at[block.consumer])
+
+  def finish_block(self, block: _Block, da: Any, ds: list[Any], col_tile: Any) -> None:
+    """Recomputes A for a block, adds to ds the block's share of it, and stores s·A and dH."""
+    shape, smem, activation = self.shape, self.smem, self.shape.activation
+    in_buffer = _rows(block.index % shape.together)
+    h = [
+      smem.pre[block.consumer, part, in_buffer].astype(jnp.float32) for part in range(shape.parts)
+    ]
+    s = smem.weight[block.consumer, _rows(block.index)]
+    s = plgpu.layout_cast(s, plgpu.Layout.WGMMA.reduce(1))
+    s_full = lax.broadcast_in_dim(s, da.shape, (0,))
+    value, derivative = activation.value_and_derivative(h[0])
+    a = value * h[1] if activation.gated else value
+    share = self.counted_once(jnp.sum(da * a, axis=1), block.col, col_tile)
+    ds[block.index] = share if ds[block.index] is None else ds[block.index] + share
+    da = da * s_full
+    dpre = (da * h[1] * derivative, da * value) if activation.gated else (da * derivative,)
+    self.store_block(block, dpre, a, s_full)
+
+  def counted_once(self, share: Any, col: Any, col_tile: Any) -> Any:
+    """The share of ds, or 0 for columns that the tile before computes too (see `first_of`)."""
+    if self.shape.hidden % self.shape.cols == 0:
+      return share
+    counts = jnp.where(col >= col_tile * self.shape.cols, 1.0, 0.0)
+    return share * lax.broadcast_in_dim(counts, share.shape, ())
+
+  def store_block(self, block: _Block, dpre: Any, a: Any, s_full: Any) -> None:
+    """Stores dH, from the buffers in which H was, and s·A."""
+    shape, smem, outs, consumer = self.shape, self.smem, self.outs, block.consumer
+    in_buffer = _rows(block.index % shape.together)
+    for part in range(shape.parts):
+      smem.pre[consumer, part, in_buffer] = dpre[part].astype(shape.dtype)
+    if not block.first:  # the block before must have left the buffer of s·A, which both use
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    smem.scaled[consumer] = (a * s_full).astype(shape.dtype)
+    plgpu.commit_smem()
+    target = pl.ds(block.row, _ROWS), pl.ds(block.col, _COLS)
+    for part in range(shape.parts):
+      source = smem.pre.at[consumer, part, in_buffer]
+      plgpu.copy_smem_to_gmem(source, outs.dpre[part].at[target])
+    plgpu.copy_smem_to_gmem(smem.scaled.at[consumer], outs.scaled.at[target])
+
+  def store_shares(self, ds: list[Any], col_tile: Any, first: Any, consumer: Any) -> None:
+    """Stores each row's share of ds in this column tile."""
+    for index, share in enumerate(ds):
+      self.smem.ds[consumer, _rows(index)] = share
+    plgpu.commit_smem()
+    rows = pl.ds(first, self.shape.tiling.consumer_rows)
+    plgpu.copy_smem_to_gmem(self.smem.ds.at[consumer], self.outs.ds.at[col_tile, rows])
+
+
+def _rows(index: int) -> slice:
+  """The rows of a block."""
+  return slice(index * _ROWS, (index + 1) * _ROWS)

@@ -32,8 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from scmoe.kernels.launch import compiled, simulated
 
 CONSUMERS = 2
-_GRANULE = 64  # all widths are multiples of it
-_PAIR = "pair"  # name of the axis of a pair's CTAs
+PAIR = "pair"  # name of the axis of a pair's CTAs
 _PRODUCER_REGISTERS = 40
 _CONSUMER_REGISTERS = 232
 
@@ -87,7 +86,7 @@ def swizzled(minor: int, dtype) -> tuple[Any, ...]:
   return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
-def smem(shape: Sequence[int], dtype) -> Any:
+def tiled_smem(shape: Sequence[int], dtype) -> Any:
   """A swizzled shared-memory buffer."""
   return plgpu.SMEM(tuple(shape), dtype, transforms=swizzled(shape[-1], dtype))
 
@@ -131,7 +130,7 @@ def barriers(tiling: Tiling, copies: int) -> tuple[Any, Any]:
   releases = 1 if tiling.pingpong else CONSUMERS  # by each CTA
   if tiling.pair:
     empty: Any = plgpu.ClusterBarrier(
-      collective_axes=(_PAIR,), num_arrivals=releases, num_barriers=tiling.stages
+      collective_axes=(PAIR,), num_arrivals=releases, num_barriers=tiling.stages
     )
   else:
     empty = plgpu.Barrier(num_arrivals=releases, num_barriers=tiling.stages)
@@ -149,150 +148,228 @@ def copy_block(source: Any, target: Any, barrier: Any, shared: Any = False) -> N
       no.
   """
   if not isinstance(shared, jax.Array):
-    plgpu.copy_gmem_to_smem(source, target, barrier, collective_axes=_PAIR if shared else None)
+    plgpu.copy_gmem_to_smem(source, target, barrier, collective_axes=PAIR if shared else None)
     return
   for value in (True, False):
     pl.when(shared == value)(functools.partial(copy_block, source, target, barrier, value))
 
 
-def _wrap(turn: Any, limit: int) -> Any:
-  return jnp.where(turn == limit, 0, turn)
-
-
 def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -> None:
-  """The body of a CTA: its share of the tiles, by its three warpgroups."""
-  stages = tiling.stages
-  warpgroup = lax.axis_index("wg")
-  worker, workers = lax.axis_index("worker"), num_workers(tiling, num_sms)
-  my_tiles = lax.div(work.num_tiles - worker + (workers - 1), jnp.int32(workers))
+  """The body of a CTA: its share of the tiles, by its three warpgroups.
 
-  def full_barrier(stage, consumer):
-    return full.at[stage + consumer * stages] if tiling.pingpong else full.at[stage]
+  Args:
+    tiling: of the launch.
+    work: what is done for each tile.
+    full, empty: the ring's barriers, see `barriers`.
+    num_sms: of the launch.
+  """
+  cta = _Cta(tiling, work, full, empty, num_sms)
+  pl.when(cta.warpgroup < CONSUMERS)(lambda: _Consumer(cta).run())
+  pl.when(cta.warpgroup == CONSUMERS)(lambda: _Producer(cta).run())
 
-  def stage_of(turn):
-    # Consumers count two rounds of the ring: the round's parity is the phase of its barriers.
-    return jnp.where(turn >= stages, turn - stages, turn)
 
-  def locate(i):
-    # A tile past the end is located too, and so is tile 0 where there are none: clipping keeps
-    # what is read for them inside the arrays.
-    return work.locate(jnp.clip(worker + i * workers, 0, jnp.maximum(work.num_tiles - 1, 0)))
+class _Cta:
+  """What a CTA's producer and consumers have in common. Its tiles are numbered from 0 on; with 132
+  workers, worker 5 has the tiles 5, 137, 269 and so on of all tiles.
 
-  @pl.when(warpgroup < CONSUMERS)
-  def _consumers():
+  Attributes:
+    tiling, work, full, empty: as for `run_tiles`.
+    warpgroup: of this thread; the first two are consumers, the last one is the producer.
+    my_tiles: how many tiles the CTA has.
+  """
+
+  def __init__(self, tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int):
+    self.tiling, self.work, self.full, self.empty = tiling, work, full, empty
+    self.warpgroup = lax.axis_index("wg")
+    self.worker, self.workers = lax.axis_index("worker"), num_workers(tiling, num_sms)
+    self.my_tiles = lax.div(
+      work.num_tiles - self.worker + (self.workers - 1), jnp.int32(self.workers)
+    )
+
+  def full_barrier(self, stage: Any, consumer: Any) -> Any:
+    """The barrier that says that a stage is full, as this consumer sees it."""
+    if self.tiling.pingpong:
+      return self.full.at[stage + consumer * self.tiling.stages]
+    return self.full.at[stage]
+
+  def locate(self, i: Any) -> Any:
+    """The coordinates of this CTA's tile i."""
+    return self.work.locate(self.worker + i * self.workers)
+
+  def locate_clipped(self, i: Any) -> Any:
+    """As `locate`, for any i. The producer locates a tile past the end, and tile 0 where there is
+    none: a clipped number keeps what it reads for them inside the arrays."""
+    tile = self.worker + i * self.workers
+    return self.work.locate(jnp.clip(tile, 0, jnp.maximum(self.work.num_tiles - 1, 0)))
+
+
+class _Producer:
+  """The warpgroup that starts the copies."""
+
+  def __init__(self, cta: _Cta):
+    self.cta = cta
+
+  def run(self) -> None:
+    """Fills stage after stage, tile after tile."""
+    cta = self.cta
+    plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+    begin = jnp.int32(0), jnp.int32(0), cta.locate_clipped(0)
+    _, done, _ = lax.fori_loop(0, cta.my_tiles, self.one_tile, begin)
+    self.drain(done)
+
+  def one_tile(self, i: Any, carry: Any) -> Any:
+    """Starts all copies of a tile. The carry: next stage, stages filled so far, coordinates."""
+    *carry, where = carry
+    # The next tile is located now: that takes divisions and a read of global memory, for whose
+    # result this tile does not wait.
+    upcoming = self.cta.locate_clipped(i + 1)
+    consumer = lax.rem(i, jnp.int32(CONSUMERS))
+    step = functools.partial(self.one_step, where, consumer)
+    return *lax.fori_loop(0, self.cta.work.steps(where), step, tuple(carry)), upcoming
+
+  def one_step(self, where: Any, consumer: Any, step: Any, carry: Any) -> Any:
+    """Starts the copies of one stage, as soon as the stage is free."""
+    cta, (stage, done) = self.cta, carry
+
+    @pl.when(done >= cta.tiling.stages)
+    def _wait_until_free():
+      plgpu.barrier_wait(cta.empty.at[stage])
+
+    cta.work.producer(where, step, stage, cta.full_barrier(stage, consumer))
+    return _wrap(stage + 1, cta.tiling.stages), done + 1
+
+  def drain(self, done: Any) -> None:
+    """Waits for the last releases: consumers release every stage that was used once more than the
+    producer has waited for it."""
+
+    def one_stage(stage, _):
+      plgpu.barrier_wait(self.cta.empty.at[stage])
+
+    lax.fori_loop(0, jnp.minimum(done, self.cta.tiling.stages), one_stage, None)
+
+
+class _Consumer:
+  """A warpgroup that multiplies. A *turn* counts the stages that it has used, modulo two rounds of
+  the ring: a round's parity is the phase of its barriers. With 4 stages, turn 6 is stage 2 in a
+  round of phase 1."""
+
+  def __init__(self, cta: _Cta):
+    self.cta = cta
+
+  def run(self) -> None:
+    """All tiles of this consumer: every one, or in ping-pong every other one."""
+    cta, tiling = self.cta, self.cta.tiling
     plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-    first_row = 0 if tiling.pingpong else warpgroup * tiling.consumer_rows
-    my_rows = slice(None) if tiling.pingpong else pl.ds(first_row, tiling.consumer_rows)
-
-    def one_tile(i, first_turn):
-      where = work.locate(worker + i * workers)
-      steps = work.steps(where)
-      if work.prologue is not None:
-        work.prologue(where, warpgroup, first_row)
-
-      def with_accumulators(*accumulators):
-        def k_step(step, turn):
-          stage = stage_of(turn)
-          plgpu.barrier_wait(full_barrier(stage, warpgroup))
-          if work.ready is not None:
-            work.ready(stage, jnp.where(turn >= stages, 1, 0))
-          work.consumer(accumulators, stage, my_rows)
-          # All but the newest product are done, so the stage before this one is free.
-          plgpu.wgmma_wait(1)
-
-          @pl.when(step > 0)
-          def _release():
-            plgpu.barrier_arrive(empty.at[jnp.where(stage == 0, stages - 1, stage - 1)])
-
-          return _wrap(turn + 1, 2 * stages)
-
-        stage = stage_of(lax.fori_loop(0, steps, k_step, first_turn))
-        plgpu.wgmma_wait(0)
-
-        @pl.when(steps > 0)
-        def _release_last():
-          plgpu.barrier_arrive(empty.at[jnp.where(stage == 0, stages - 1, stage - 1)])
-
-        work.epilogue(where, accumulators, warpgroup, first_row)
-
-      accumulators = [plgpu.ACC(shape, jnp.float32) for shape in work.accumulators]
-
-      def scaled_step(step, carry):
-        turn, sums = carry
-        stage = stage_of(turn)
-        scales = work.scales(where, step, first_row)  # pyright: ignore  (read while it waits)
-        plgpu.barrier_wait(full_barrier(stage, warpgroup))
-
-        def multiplied(*accumulators):
-          work.consumer(accumulators, stage, my_rows)
-          plgpu.wgmma_wait(0)
-          return tuple(acc[...] for acc in accumulators)
-
-        products = pl.run_scoped(multiplied, *accumulators)
-        plgpu.barrier_arrive(empty.at[stage])
-        spread = (lax.broadcast_in_dim(s, p.shape, (0,)) for s, p in zip(scales, products))
-        sums = tuple(total + p * s for total, p, s in zip(sums, products, spread))
-        return _wrap(turn + 1, 2 * stages), sums
-
-      if work.scales is None:
-        pl.run_scoped(with_accumulators, *accumulators)
-      else:
-        nothing = tuple(
-          plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-          for shape in work.accumulators
-        )
-        _, sums = lax.fori_loop(0, steps, scaled_step, (first_turn, nothing))
-        work.epilogue(where, sums, warpgroup, first_row)
-      return lax.rem(first_turn + steps, jnp.int32(2 * stages))
-
-    def steps_of(i):
-      return work.steps(locate(i))  # tiles alternate: with i + 1 the other consumer's
-
+    self.first_row = 0 if tiling.pingpong else cta.warpgroup * tiling.consumer_rows
+    whole = slice(None)
+    self.my_rows = whole if tiling.pingpong else pl.ds(self.first_row, tiling.consumer_rows)
     if tiling.pingpong:
-
-      def one_pair(j, turn):
-        i = CONSUMERS * j + warpgroup
-        return lax.rem(one_tile(i, turn) + steps_of(i + 1), jnp.int32(2 * stages))
-
-      first_turn = jnp.where(warpgroup == 0, 0, lax.rem(steps_of(0), jnp.int32(2 * stages)))
-      my_pairs = lax.div(my_tiles + (CONSUMERS - 1) - warpgroup, jnp.int32(CONSUMERS))
-      lax.fori_loop(0, my_pairs, one_pair, first_turn)
+      first_turn = jnp.where(cta.warpgroup == 0, 0, self.as_turn(self.steps_of(0)))
+      my_pairs = lax.div(cta.my_tiles + (CONSUMERS - 1) - cta.warpgroup, jnp.int32(CONSUMERS))
+      lax.fori_loop(0, my_pairs, self.one_pair, first_turn)
     else:
-      lax.fori_loop(0, my_tiles, one_tile, jnp.int32(0))
+      lax.fori_loop(0, cta.my_tiles, self.one_tile, jnp.int32(0))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-  @pl.when(warpgroup == CONSUMERS)
-  def _producer():
-    plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+  def one_pair(self, j: Any, turn: Any) -> Any:
+    """This consumer's tile of a pair of tiles; then it skips the stages of the other consumer's."""
+    i = CONSUMERS * j + self.cta.warpgroup
+    return self.as_turn(self.one_tile(i, turn) + self.steps_of(i + 1))
 
-    def one_tile(i, carry):
-      *carry, where = carry
-      # Located one tile ahead: that takes divisions and a read of global memory, whose result this
-      # tile does not wait for.
-      upcoming = locate(i + 1)
-      consumer = lax.rem(i, jnp.int32(CONSUMERS))
+  def steps_of(self, i: Any) -> Any:
+    """Steps of the CTA's tile i."""
+    return self.cta.work.steps(self.cta.locate_clipped(i))
 
-      def k_step(step, carry):
-        stage, done = carry
+  def as_turn(self, used: Any) -> Any:
+    """The turn after so many stages have been used."""
+    return lax.rem(used, jnp.int32(2 * self.cta.tiling.stages))
 
-        @pl.when(done >= stages)
-        def _wait_until_free():
-          plgpu.barrier_wait(empty.at[stage])
+  def stage_of(self, turn: Any) -> Any:
+    """The stage of a turn."""
+    stages = self.cta.tiling.stages
+    return jnp.where(turn >= stages, turn - stages, turn)
 
-        work.producer(where, step, stage, full_barrier(stage, consumer))
-        return _wrap(stage + 1, stages), done + 1
+  def one_tile(self, i: Any, first_turn: Any) -> Any:
+    """Prologue, products and epilogue of a tile; returns the turn after it."""
+    cta, work = self.cta, self.cta.work
+    where = cta.locate(i)
+    steps = work.steps(where)
+    if work.prologue is not None:
+      work.prologue(where, cta.warpgroup, self.first_row)
+    if work.scales is None:
+      self.multiply(where, steps, first_turn)
+    else:
+      self.multiply_scaled(where, steps, first_turn)
+    return self.as_turn(first_turn + steps)
 
-      return *lax.fori_loop(0, work.steps(where), k_step, tuple(carry)), upcoming
+  def multiply(self, where: Any, steps: Any, first_turn: Any) -> None:
+    """The sums of all products of a tile, and its epilogue."""
+    cta, work = self.cta, self.cta.work
 
-    begin = jnp.int32(0), jnp.int32(0), locate(0)
-    _, done, _ = lax.fori_loop(0, my_tiles, one_tile, begin)
+    def with_accumulators(*accumulators):
+      step = functools.partial(self.one_step, accumulators)
+      stage = self.stage_of(lax.fori_loop(0, steps, step, first_turn))
+      plgpu.wgmma_wait(0)
+      pl.when(steps > 0)(functools.partial(self.release_before, stage))
+      work.epilogue(where, accumulators, cta.warpgroup, self.first_row)
 
-    # Consumers release every stage that was used once more than the producer has waited for it:
-    # here it waits for the last releases.
-    def drain(stage, _):
-      plgpu.barrier_wait(empty.at[stage])
+    pl.run_scoped(with_accumulators, *self.accumulators())
 
-    lax.fori_loop(0, jnp.minimum(done, stages), drain, None)
+  def one_step(self, accumulators: Any, step: Any, turn: Any) -> Any:
+    """Starts the products of a stage, and releases the stage before."""
+    cta, stage = self.cta, self.stage_of(turn)
+    plgpu.barrier_wait(cta.full_barrier(stage, cta.warpgroup))
+    if cta.work.ready is not None:
+      cta.work.ready(stage, jnp.where(turn >= cta.tiling.stages, 1, 0))
+    cta.work.consumer(accumulators, stage, self.my_rows)
+    # All products but the newest are done then, so the stage before this one is free.
+    plgpu.wgmma_wait(1)
+    pl.when(step > 0)(functools.partial(self.release_before, stage))
+    return _wrap(turn + 1, 2 * cta.tiling.stages)
+
+  def release_before(self, stage: Any) -> None:
+    """Tells the producer that the stage before this one is free."""
+    last = self.cta.tiling.stages - 1
+    plgpu.barrier_arrive(self.cta.empty.at[jnp.where(stage == 0, last, stage - 1)])
+
+  def multiply_scaled(self, where: Any, steps: Any, first_turn: Any) -> None:
+    """As `multiply`, where each stage's products are multiplied by scales before they are added."""
+    work = self.cta.work
+    zeros = tuple(
+      plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+      for shape in work.accumulators
+    )
+    step = functools.partial(self.one_scaled_step, where)
+    _, sums = lax.fori_loop(0, steps, step, (first_turn, zeros))
+    work.epilogue(where, sums, self.cta.warpgroup, self.first_row)
+
+  def one_scaled_step(self, where: Any, step: Any, carry: Any) -> Any:
+    """Adds a stage's products times their scales to the sums."""
+    cta, (turn, sums) = self.cta, carry
+    assert cta.work.scales is not None
+    stage = self.stage_of(turn)
+    scales = cta.work.scales(where, step, self.first_row)  # read before the wait, not after it
+    plgpu.barrier_wait(cta.full_barrier(stage, cta.warpgroup))
+
+    def multiplied(*accumulators):
+      cta.work.consumer(accumulators, stage, self.my_rows)
+      plgpu.wgmma_wait(0)
+      return tuple(acc[...] for acc in accumulators)
+
+    products = pl.run_scoped(multiplied, *self.accumulators())
+    plgpu.barrier_arrive(cta.empty.at[stage])
+    per_row = (lax.broadcast_in_dim(s, p.shape, (0,)) for s, p in zip(scales, products))
+    sums = tuple(total + p * s for total, p, s in zip(sums, products, per_row))
+    return _wrap(turn + 1, 2 * cta.tiling.stages), sums
+
+  def accumulators(self) -> list[Any]:
+    """Registers for the sums of one consumer."""
+    return [plgpu.ACC(shape, jnp.float32) for shape in self.cta.work.accumulators]
+
+
+def _wrap(turn: Any, limit: int) -> Any:
+  """0 after the last turn of a round, else the turn."""
+  return jnp.where(turn == limit, 0, turn)
 
 
 def num_workers(tiling: Tiling, num_sms: int) -> int:
@@ -320,7 +397,7 @@ def launch(body, operands: Any, out_type: Any, tiling: Tiling, num_sms: int):
 
   options: dict[str, Any] = {}
   if tiling.pair:
-    options |= {"cluster": (tiling.cluster,), "cluster_names": (_PAIR,)}
+    options |= {"cluster": (tiling.cluster,), "cluster_names": (PAIR,)}
   return compiled(
     flat,
     out_type=outs,
@@ -330,94 +407,3 @@ def launch(body, operands: Any, out_type: Any, tiling: Tiling, num_sms: int):
     thread_name="wg",
     **options,
   )
-
-
-def tiles_over(width: int, size: int, multiple: int = 1) -> int:
-  """Tiles of a size that cover a width, up to a multiple of so many; see `first_of`."""
-  return -(-width // (size * multiple)) * multiple
-
-
-def first_of(tile: Any, size: int, width: int) -> Any:
-  """The first row or column of a tile.
-
-  What does not divide is covered by tiles that end with the width: the last ones compute a part of
-  the one before once more, and store the same numbers.
-  """
-  if width % size == 0:
-    return tile * size
-  return pl.multiple_of(jnp.minimum(tile * size, width - size), _GRANULE)
-
-
-def banded(tile: Any, row_tiles: Any, col_tiles: int, band: int) -> tuple[Any, Any]:
-  """Tile number -> (row tile, column tile), walking `band` row tiles for each column tile.
-
-  CTAs that run at the same time then share the columns' operand and a few rows' operand, instead of
-  streaming one of the two from memory again for each tile. `row_tiles` may be traced.
-
-  Worked example, three row tiles, two column tiles, bands of two: tiles 0 to 5 are (0, 0), (1, 0),
-  (0, 1), (1, 1), (2, 0), (2, 1).
-  """
-  per_band = band * col_tiles
-  first = lax.div(tile, jnp.int32(per_band)) * band
-  width = jnp.clip(row_tiles - first, 1, band)  # at least 1, since tile 0 is located even of none
-  inside = lax.rem(tile, jnp.int32(per_band))
-  return first + lax.rem(inside, width), lax.div(inside, width)
-
-
-def paired_tiles(tiling: Tiling, row_tiles: Any, col_tiles: int) -> Any:
-  """How many tiles, or pairs of tiles, there are. `row_tiles` may be traced."""
-  if tiling.pair == "rows":
-    return lax.div(row_tiles + 1, jnp.int32(2)) * col_tiles
-  if tiling.pair == "cols":
-    assert col_tiles % 2 == 0, (tiling, col_tiles)
-    return row_tiles * (col_tiles // 2)
-  return row_tiles * col_tiles
-
-
-def paired(tile: Any, tiling: Tiling, row_tiles: Any, col_tiles: int) -> tuple[Any, Any, Any]:
-  """As `banded`, for a number of a tile or pair: this CTA's row and column tile, and the other row.
-
-  The last of an odd number of row tiles is computed, and stored, by both CTAs of its pair.
-  """
-  if tiling.pair == "rows":
-    band = max(tiling.band // 2, 1)
-    pair, col_tile = banded(tile, lax.div(row_tiles + 1, jnp.int32(2)), col_tiles, band)
-    rank = lax.axis_index(_PAIR)
-    end = jnp.maximum(row_tiles - 1, 0)
-    row_tile, other = (jnp.minimum(2 * pair + r, end) for r in (rank, 1 - rank))
-    return row_tile, col_tile, other
-  if tiling.pair == "cols":
-    row_tile, pair = banded(tile, row_tiles, col_tiles // 2, tiling.band)
-    return row_tile, 2 * pair + lax.axis_index(_PAIR), row_tile
-  row_tile, col_tile = banded(tile, row_tiles, col_tiles, tiling.band)
-  return row_tile, col_tile, row_tile
-
-
-def locate_rows(
-  tile: Any, tiling: Tiling, group_gmem: Any, row_tiles: Any, col_tiles: int, halves: int = 1
-) -> tuple[Any, Any, Any, Any]:
-  """Tile or pair number -> row tile, column tile, its group, and whether its pair shares rhs.
-
-  The last is None where the tiling has no such pairs, or they always share it.
-
-  Args:
-    halves: row tiles (`tiling.rows`) in a tile of the layout, whose group `group_gmem` tells.
-  """
-  row_tile, col_tile, other = paired(tile, tiling, row_tiles, col_tiles)
-  if halves > 1:
-    return row_tile, col_tile, group_gmem[lax.div(row_tile, jnp.int32(halves))], None
-  group = group_gmem[row_tile]
-  # The two row tiles of a pair may lie on both sides of a group's end.
-  shared = group == group_gmem[other] if tiling.pair == "rows" else None
-  return row_tile, col_tile, group, shared
-
-
-def snake(tile: Any, num_tiles: int, workers: int) -> Any:
-  """Tile number -> tile number, every other full wave of `workers` tiles backwards.
-
-  Where tiles are in order of their work, the CTA with the longest tile of a wave then has the
-  shortest of the next. Eight tiles and three workers: 0 1 2, 5 4 3, 6 7.
-  """
-  wave, place = lax.div(tile, jnp.int32(workers)), lax.rem(tile, jnp.int32(workers))
-  backwards = (lax.rem(wave, jnp.int32(2)) == 1) & ((wave + 1) * workers <= num_tiles)
-  return jnp.where(backwards, wave * workers + (workers - 1 - place), tile)

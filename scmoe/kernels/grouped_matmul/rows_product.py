@@ -27,14 +27,11 @@ from scmoe.kernels.grouped_matmul.pipeline import (
   Work,
   barriers,
   copy_block,
-  first_of,
   launch,
-  locate_rows,
-  paired_tiles,
   run_tiles,
-  smem,
-  tiles_over,
+  tiled_smem,
 )
+from scmoe.kernels.grouped_matmul.tile_order import first_of, locate_rows, paired_tiles, tiles_over
 from scmoe.kernels.grouped_matmul.tile_stores import CHUNK, store_tiles
 from scmoe.kernels.launch import resolve_num_sms
 
@@ -129,169 +126,289 @@ def rows_product(
   """
   assert with_results or activation is not None
   parts = len(rhs[0])
-  # Of the operands' type, as XLA adds a bias to a product: in shared memory they then fit into what
-  # the stages leave.
+  # A bias is added in the operands' type, as XLA adds it to a product. In that type the biases fit
+  # into the shared memory that the stages leave.
   bias_dtype = lhs[0].dtype if scales is None else out_dtype
   cast = lambda b: None if b is None else b.astype(bias_dtype)
   biases = tuple(map(cast, biases)) or (None,) * parts
-  places = [part for part, bias in enumerate(biases) if bias is not None]
   operands = Operands(layout.tile_group_I, layout.num_tiles, index_R, lhs, rhs, biases)
   if scales is not None:
-    # A stage's scales lie together.
+    # Transposed, so that a stage's scales lie together.
     operands = dataclasses.replace(operands, row_scale=scales[0].T, rhs_scales=scales[1])
-  rows, depth = layout.num_rows, tiling.depth
-  halves = layout.tile // tiling.rows
-  same_group = tiling.pair == "rows" and halves == 2  # a pair is one tile of the layout
-  fused = index_R is not None
-  n = rhs[0][0].shape[1 if transpose_rhs else 2]
-  cols = tiling.cols // parts
-  col_tiles = tiles_over(n, cols, 2 if tiling.pair == "cols" else 1)
-  steps = lhs[0].shape[1] // depth
-  dtype = lhs[0].dtype
+  shape = _Shape(
+    tiling=tiling,
+    n=rhs[0][0].shape[1 if transpose_rhs else 2],
+    parts=parts,
+    segments=len(lhs),
+    steps=lhs[0].shape[1] // tiling.depth,
+    divided=layout.tile // tiling.rows,
+    transpose_rhs=transpose_rhs,
+    gathers=index_R is not None,
+    scaled=scales is not None,
+    biased=tuple(part for part, bias in enumerate(biases) if bias is not None),
+    activation=None if activation is None else kernel_form(activation),
+    with_results=with_results,
+    dtype=lhs[0].dtype,
+    bias_dtype=bias_dtype,
+    out_dtype=out_dtype,
+  )
+  shape.check()
   num_sms = resolve_num_sms(num_sms)
-  num_outs = parts * with_results + (activation is not None)
-  assert not (fused and tiling.pair == "cols"), "a gathered operand cannot be shared"
-  assert halves == 1 or (tiling.pingpong and not fused), "half tiles are for ping-pong, ungathered"
-  if scales is not None:
-    assert len(lhs) == 1, "fp8 operands have one scale each"
-    assert transpose_rhs, "wgmma reads fp8 along the contracted dimension"
-    assert not fused, "scales would have to be gathered too"
-    assert depth == BLOCK, (tiling, "a stage has one scale")
-    assert n % BLOCK == BLOCK % cols == 0, (tiling, n, "a tile has one scale of rhs")
-  rhs_block = (cols, depth) if transpose_rhs else (depth, cols)
-  consumer_rows = tiling.consumer_rows
-  form = None if activation is None else kernel_form(activation)
 
   def body(gmem: Operands, outs):
-    row_tiles = gmem.num_tiles[0] * halves
+    row_tiles = gmem.num_tiles[0] * shape.divided
 
-    def with_memory(shared: Memory):
-      if fused:
-        gather.init_barriers(shared.gathered, tiling.stages)
+    def with_memory(smem: Memory):
+      if shape.gathers:
+        gather.init_barriers(smem.gathered, tiling.stages)
+      work = _Cta(shape, gmem, smem, outs, row_tiles).work()
+      run_tiles(tiling, work, smem.full, smem.empty, num_sms)
 
-      def locate(tile):
-        return locate_rows(tile, tiling, gmem.group_I, row_tiles, col_tiles, halves)
+    pl.run_scoped(with_memory, shape.memory(), collective_axes="wg")
 
-      def producer(where, step, stage, barrier):
-        row_tile, col_tile, group, shared_rhs = where
-        row_slice = pl.ds(row_tile * tiling.rows, tiling.rows)
-        col_slice = pl.ds(first_of(col_tile, cols, n), cols)
+  out_type = [jax.ShapeDtypeStruct((layout.num_rows, shape.n), out_dtype)] * shape.num_outs
+  return tuple(launch(body, operands, out_type, tiling, num_sms)(*jax.tree.leaves(operands)))
 
-        def load_segment(segment):
-          k_slice = pl.ds((step - segment * steps) * depth, depth)
-          if fused:
-            gather.start_gather(
-              gmem.lhs[0],
-              gmem.index_R,
-              shared.lhs,
-              shared.gathered,
-              stage=stage,
-              first_row=row_tile * tiling.rows,
-              first_col=step * depth,
-            )
-          else:
-            block = gmem.lhs[segment].at[row_slice, k_slice]
-            copy_block(block, shared.lhs.at[stage], barrier, tiling.pair == "cols")
-          for part, w in enumerate(gmem.rhs[segment]):
-            block = (
-              w.at[group, col_slice, k_slice] if transpose_rhs else w.at[group, k_slice, col_slice]
-            )
-            copy_block(block, shared.rhs.at[stage, part], barrier, same_group or shared_rhs)
 
-        if len(lhs) == 1:
-          load_segment(0)
-        else:
-          for segment in range(len(lhs)):
-            inside = (step >= segment * steps) & (step < (segment + 1) * steps)
-            pl.when(inside)(functools.partial(load_segment, segment))
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+  """Everything that the program depends on.
 
-      def consumer(accumulators, stage, my_rows):
-        a = shared.lhs.at[stage, my_rows]
-        for part in range(parts):
-          b = shared.rhs.at[stage, part]
-          plgpu.wgmma(accumulators[part], a, b.transpose((1, 0)) if transpose_rhs else b)
+  Attributes:
+    tiling: of the launch.
+    n: N.
+    parts: how many results there are.
+    segments: operands that are contracted one after the other.
+    steps: K steps of each of them.
+    divided: row tiles of the tiling in a tile of the layout, 1 or 2.
+    transpose_rhs: as for `rows_product`.
+    gathers: whether the producer gathers the rows.
+    scaled: whether the operands are fp8 and have scales.
+    biased: results that have a bias.
+    activation: in its form for kernels, or None.
+    with_results: as for `rows_product`.
+    dtype, bias_dtype, out_dtype: types of the operands, the biases and the outputs.
+  """
 
-      def both_scales(where, step, first_row):
-        row_tile, col_tile, group, *_ = where
-        block = lax.div(jnp.int32(first_of(col_tile, cols, n)), jnp.int32(BLOCK))
-        rows_here = pl.ds(row_tile * tiling.rows + first_row, consumer_rows)
-        row_scale = load_as(gmem.row_scale.at[step, rows_here], plgpu.Layout.WGMMA.reduce(1))
-        return tuple(row_scale * w[group, step, block] for w in gmem.rhs_scales)
+  tiling: Tiling
+  n: int
+  parts: int
+  segments: int
+  steps: int
+  divided: int
+  transpose_rhs: bool
+  gathers: bool
+  scaled: bool
+  biased: tuple[int, ...]
+  activation: Activation | None
+  with_results: bool
+  dtype: Any
+  bias_dtype: Any
+  out_dtype: Any
 
-      def load_biases(where, consumer, first_row):
-        _, col_tile, group, *_ = where
-        for place, part in enumerate(places):
-          plgpu.copy_gmem_to_smem(
-            gmem.biases[part].at[group, pl.ds(first_of(col_tile, cols, n), cols)],
-            shared.bias.at[consumer, place],
-            shared.bias_loaded.at[consumer],
-          )
+  @property
+  def cols(self) -> int:
+    """Columns of a tile in each result."""
+    return self.tiling.cols // self.parts
 
-      def epilogue(where, accumulators, consumer, first_row):
-        row_tile, col_tile, *_ = where
-        results = [acc[...] for acc in accumulators]
-        if places:
-          plgpu.barrier_wait(shared.bias_loaded.at[consumer])
+  @property
+  def col_tiles(self) -> int:
+    """Tiles over N."""
+    return tiles_over(self.n, self.cols, 2 if self.tiling.pair == "cols" else 1)
 
-        def result(part, s):
-          r = results[part][:, s]
-          if part not in places:
-            return r.astype(out_dtype)
-          bias = shared.bias[consumer, places.index(part), s].astype(jnp.float32)
-          bias = plgpu.layout_cast(bias, plgpu.Layout.WGMMA.reduce(0))
-          return (r + lax.broadcast_in_dim(bias, r.shape, (1,))).astype(out_dtype)
+  @property
+  def num_outs(self) -> int:
+    """The results that are outputs, and the activation."""
+    return self.parts * self.with_results + (self.activation is not None)
 
-        values: list[Any] = []
-        if with_results:
-          values += [(functools.partial(result, part), cols) for part in range(parts)]
-        if form is not None:
+  @property
+  def pair_in_one_group(self) -> bool:
+    """Whether a pair of CTAs always shares rhs: its two row tiles are one tile of the layout."""
+    return self.tiling.pair == "rows" and self.divided == 2
 
-          def activated(s, form=form):
-            # Rounded first, so that the backward recomputes the same value from what is stored.
-            h = [result(part, s).astype(jnp.float32) for part in range(parts)]
-            a = form.value(h[0])
-            return (a * h[1] if form.gated else a).astype(out_dtype)
+  def check(self) -> None:
+    """Asserts that the tiling fits the product."""
+    gathers, tiling = self.gathers, self.tiling
+    assert not (gathers and tiling.pair == "cols"), "a gathered operand cannot be shared"
+    one_each = self.divided == 1 or (tiling.pingpong and not gathers)
+    assert one_each, "half tiles are for ping-pong, ungathered"
+    if self.scaled:
+      assert self.segments == 1, "fp8 operands have one scale each"
+      assert self.transpose_rhs, "wgmma reads fp8 along the contracted dimension"
+      assert not gathers, "scales would have to be gathered too"
+      assert tiling.depth == BLOCK, (tiling, "a stage has one scale")
+      assert self.n % BLOCK == BLOCK % self.cols == 0, (tiling, self.n, "a tile has one rhs scale")
 
-          values.append((activated, cols))
-        store_tiles(
-          values,
-          outs,
-          [first_of(col_tile, cols, n)] * num_outs,
-          row_tile * tiling.rows + first_row,
-          shared.stores,
-          consumer,
-        )
-
-      work = Work(
-        num_tiles=paired_tiles(tiling, row_tiles, col_tiles),
-        locate=locate,
-        steps=lambda _: steps * len(lhs),
-        producer=producer,
-        consumer=consumer,
-        accumulators=[(consumer_rows, cols)] * parts,
-        epilogue=epilogue,
-        prologue=load_biases if places else None,
-        ready=functools.partial(gather.wait_rows, shared.gathered) if fused else None,
-        scales=both_scales if scales is not None else None,
-      )
-      run_tiles(tiling, work, shared.full, shared.empty, num_sms)
-
-    full, empty = barriers(tiling, (not fused) + parts)
+  def memory(self) -> Memory:
+    """The types of a CTA's shared memory and barriers."""
+    tiling, cols, depth = self.tiling, self.cols, self.tiling.depth
+    rhs_block = (cols, depth) if self.transpose_rhs else (depth, cols)
+    full, empty = barriers(tiling, (not self.gathers) + self.parts)
     memory = Memory(
-      lhs=smem((tiling.stages, tiling.rows, depth), dtype),
-      rhs=smem((tiling.stages, parts, *rhs_block), dtype),
-      stores=smem((CONSUMERS, tiling.stores, consumer_rows, CHUNK), out_dtype),
+      lhs=tiled_smem((tiling.stages, tiling.rows, depth), self.dtype),
+      rhs=tiled_smem((tiling.stages, self.parts, *rhs_block), self.dtype),
+      stores=tiled_smem((CONSUMERS, tiling.stores, tiling.consumer_rows, CHUNK), self.out_dtype),
       full=full,
       empty=empty,
       gathered=gather.barrier_memory(tiling.stages),
     )
-    if places:
-      memory = dataclasses.replace(
-        memory,
-        bias=plgpu.SMEM((CONSUMERS, len(places), cols), bias_dtype),
-        bias_loaded=plgpu.Barrier(num_arrivals=len(places), num_barriers=CONSUMERS),
-      )
-    pl.run_scoped(with_memory, memory, collective_axes="wg")
+    if not self.biased:
+      return memory
+    return dataclasses.replace(
+      memory,
+      bias=plgpu.SMEM((CONSUMERS, len(self.biased), cols), self.bias_dtype),
+      bias_loaded=plgpu.Barrier(num_arrivals=len(self.biased), num_barriers=CONSUMERS),
+    )
 
-  out_type = [jax.ShapeDtypeStruct((rows, n), out_dtype)] * num_outs
-  return tuple(launch(body, operands, out_type, tiling, num_sms)(*jax.tree.leaves(operands)))
+
+@dataclasses.dataclass(frozen=True)
+class _Cta:
+  """One CTA, by its references: how it finds a tile, and what it does for one.
+
+  The coordinates of a tile are its row tile, its column tile, its group, and whether its pair
+  shares rhs (see `locate_rows`).
+  """
+
+  shape: _Shape
+  gmem: Operands
+  smem: Memory
+  outs: Any
+  row_tiles: Any
+
+  def work(self) -> Work:
+    """The work of `run_tiles`."""
+    shape, ready = self.shape, functools.partial(gather.wait_rows, self.smem.gathered)
+    return Work(
+      num_tiles=paired_tiles(shape.tiling, self.row_tiles, shape.col_tiles),
+      locate=self.locate,
+      steps=lambda _: shape.steps * shape.segments,
+      producer=self.load,
+      consumer=self.multiply,
+      accumulators=[(shape.tiling.consumer_rows, shape.cols)] * shape.parts,
+      epilogue=self.finish,
+      prologue=self.load_biases if shape.biased else None,
+      ready=ready if shape.gathers else None,
+      scales=self.scales if shape.scaled else None,
+    )
+
+  def locate(self, tile: Any) -> tuple[Any, ...]:
+    """Tile number -> coordinates."""
+    shape, group_I = self.shape, self.gmem.group_I
+    return locate_rows(tile, shape.tiling, group_I, self.row_tiles, shape.col_tiles, shape.divided)
+
+  def first_col(self, col_tile: Any) -> Any:
+    """The first column of a column tile."""
+    return first_of(col_tile, self.shape.cols, self.shape.n)
+
+  # -- producer ----------------------------------------------------------------------------------
+
+  def load(self, where: Any, step: Any, stage: Any, barrier: Any) -> None:
+    """Starts the copies of one stage. Step 40 of two operands with 32 steps each is step 8 of the
+    second one."""
+    shape = self.shape
+    row_tile, col_tile, group, shared_rhs = where
+    rows = pl.ds(row_tile * shape.tiling.rows, shape.tiling.rows)
+    cols = pl.ds(self.first_col(col_tile), shape.cols)
+
+    def load_segment(segment):
+      depth = shape.tiling.depth
+      k_slice = pl.ds((step - segment * shape.steps) * depth, depth)
+      if shape.gathers:
+        self.start_gather(row_tile, step, stage)
+      else:
+        block = self.gmem.lhs[segment].at[rows, k_slice]
+        copy_block(block, self.smem.lhs.at[stage], barrier, shape.tiling.pair == "cols")
+      shared = shape.pair_in_one_group or shared_rhs
+      for part, w in enumerate(self.gmem.rhs[segment]):
+        block = w.at[group, cols, k_slice] if shape.transpose_rhs else w.at[group, k_slice, cols]
+        copy_block(block, self.smem.rhs.at[stage, part], barrier, shared)
+
+    if shape.segments == 1:
+      load_segment(0)
+      return
+    for segment in range(shape.segments):
+      inside = (step >= segment * shape.steps) & (step < (segment + 1) * shape.steps)
+      pl.when(inside)(functools.partial(load_segment, segment))
+
+  def start_gather(self, row_tile: Any, step: Any, stage: Any) -> None:
+    """Starts to gather the rows of one stage."""
+    gather.start_gather(
+      self.gmem.lhs[0],
+      self.gmem.index_R,
+      self.smem.lhs,
+      self.smem.gathered,
+      stage=stage,
+      first_row=row_tile * self.shape.tiling.rows,
+      first_col=step * self.shape.tiling.depth,
+    )
+
+  # -- consumer ----------------------------------------------------------------------------------
+
+  def load_biases(self, where: Any, consumer: Any, first_row: Any) -> None:
+    """Starts to copy the tile's biases, which the epilogue reads."""
+    del first_row
+    _, col_tile, group, *_ = where
+    for place, part in enumerate(self.shape.biased):
+      plgpu.copy_gmem_to_smem(
+        self.gmem.biases[part].at[group, pl.ds(self.first_col(col_tile), self.shape.cols)],
+        self.smem.bias.at[consumer, place],
+        self.smem.bias_loaded.at[consumer],
+      )
+
+  def multiply(self, accumulators: Any, stage: Any, my_rows: Any) -> None:
+    """Starts the products of one stage."""
+    lhs = self.smem.lhs.at[stage, my_rows]
+    for part in range(self.shape.parts):
+      rhs = self.smem.rhs.at[stage, part]
+      rhs = rhs.transpose((1, 0)) if self.shape.transpose_rhs else rhs
+      plgpu.wgmma(accumulators[part], lhs, rhs)
+
+  def scales(self, where: Any, step: Any, first_row: Any) -> tuple[Any, ...]:
+    """For each result the product of both operands' scales in one step, a number for each row."""
+    row_tile, col_tile, group, *_ = where
+    block = lax.div(jnp.int32(self.first_col(col_tile)), jnp.int32(BLOCK))
+    tiling = self.shape.tiling
+    rows = pl.ds(row_tile * tiling.rows + first_row, tiling.consumer_rows)
+    row_scale = load_as(self.gmem.row_scale.at[step, rows], plgpu.Layout.WGMMA.reduce(1))
+    return tuple(row_scale * w[group, step, block] for w in self.gmem.rhs_scales)
+
+  # -- epilogue ----------------------------------------------------------------------------------
+
+  def finish(self, where: Any, accumulators: Any, consumer: Any, first_row: Any) -> None:
+    """Adds the biases, rounds, applies the activation, and stores."""
+    shape = self.shape
+    row_tile, col_tile, *_ = where
+    sums = [acc[...] for acc in accumulators]
+    if shape.biased:
+      plgpu.barrier_wait(self.smem.bias_loaded.at[consumer])
+    results = [
+      functools.partial(self.rounded, total, part, consumer) for part, total in enumerate(sums)
+    ]
+    values = list(results) if shape.with_results else []
+    if shape.activation is not None:
+      values.append(functools.partial(self.activated, shape.activation, results))
+    store_tiles(
+      [(value, shape.cols) for value in values],
+      self.outs,
+      [self.first_col(col_tile)] * shape.num_outs,
+      row_tile * shape.tiling.rows + first_row,
+      self.smem.stores,
+      consumer,
+    )
+
+  def rounded(self, total: Any, part: int, consumer: Any, columns: slice) -> Any:
+    """Columns of a result, with its bias, in the outputs' type."""
+    biased, out_dtype = self.shape.biased, self.shape.out_dtype
+    r = total[:, columns]
+    if part not in biased:
+      return r.astype(out_dtype)
+    bias = self.smem.bias[consumer, biased.index(part), columns].astype(jnp.float32)
+    bias = plgpu.layout_cast(bias, plgpu.Layout.WGMMA.reduce(0))
+    return (r + lax.broadcast_in_dim(bias, r.shape, (1,))).astype(out_dtype)
+
+  def activated(self, activation: Activation, results: Any, columns: slice) -> Any:
+    """Columns of the activation. It is computed from the rounded results: the backward pass
+    recomputes it from the stored ones, and so gets the same numbers."""
+    h = [result(columns).astype(jnp.float32) for result in results]
+    a = activation.value(h[0])
+    return (a * h[1] if activation.gated else a).astype(self.shape.out_dtype)

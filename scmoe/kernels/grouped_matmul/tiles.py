@@ -16,7 +16,8 @@ import jax
 
 from scmoe.kernels.grouped_matmul import tuned
 from scmoe.kernels.grouped_matmul.layout import KERNEL_ROW_TILE
-from scmoe.kernels.grouped_matmul.pipeline import Tiling, tiles_over
+from scmoe.kernels.grouped_matmul.pipeline import Tiling
+from scmoe.kernels.grouped_matmul.tile_order import tiles_over
 from scmoe.kernels.grouped_matmul.tiling_tables import (
   DOWN_BACKWARD,
   KINDS,
@@ -138,7 +139,7 @@ def _covers(size: int, width: int) -> bool:
   """Whether tiles of a size may cover a width.
 
   One that 128 does not divide is not left to tiles of 64: wider ones compute a few of its columns
-  twice (`pipeline.first_of`).
+  twice (`tile_order.first_of`).
   """
   if width % 128 == 0 or size < 128:
     return width % size == 0

@@ -24,15 +24,12 @@ from scmoe.kernels.grouped_matmul.pipeline import (
   Work,
   barriers,
   copy_block,
-  first_of,
   launch,
   num_workers,
-  paired,
   run_tiles,
-  smem,
-  snake,
-  tiles_over,
+  tiled_smem,
 )
+from scmoe.kernels.grouped_matmul.tile_order import first_of, paired, snake, tiles_over
 from scmoe.kernels.grouped_matmul.tile_stores import CHUNK, store_tiles
 from scmoe.kernels.launch import resolve_num_sms
 
@@ -96,7 +93,10 @@ def weights_product(
   """
   assert lhs_index_R is None or rhs_index_R is None
   fused_lhs, fused_rhs = lhs_index_R is not None, rhs_index_R is not None
-  fused = fused_lhs or fused_rhs
+  if (tiling.pair == "rows" and fused_rhs) or (tiling.pair == "cols" and fused_lhs):
+    # `tiling_tables.TABLE` does not say which operand is gathered, and that one cannot be shared.
+    tiling = dataclasses.replace(tiling, pair="")
+  assert layout.runs == 1 or not (fused_lhs or fused_rhs), "rows in several runs are not gathered"
   operands = Operands(
     layout.by_size_G,
     layout.tile_starts_G,
@@ -105,110 +105,206 @@ def weights_product(
     lhs_RM,
     tuple(rhs),
   )
-  parts = len(rhs)
-  m, n = lhs_RM.shape[1], rhs[0].shape[1]
-  cols = tiling.cols // parts
-  depth = tiling.depth
-  per_tile = layout.tile // depth
-  dtype = lhs_RM.dtype
-  num_sms = resolve_num_sms(num_sms)
-  groups = layout.num_groups
-
-  if (tiling.pair == "rows" and fused_rhs) or (tiling.pair == "cols" and fused_lhs):
-    # `tiles.TABLE` does not tell which operand is gathered, and that one cannot be shared.
-    tiling = dataclasses.replace(tiling, pair="")
-  pair = tiling.pair
-  row_tiles = tiles_over(m, tiling.rows, 2 if pair == "rows" else 1)
-  col_tiles = tiles_over(n, cols, 2 if pair == "cols" else 1)
-  per_group = row_tiles * col_tiles // tiling.cluster
-  num_tiles = groups * per_group
-  assert layout.runs == 1 or not fused, "rows in several runs are not gathered"
-
-  def row_of(first_tile, step):
-    if layout.runs == 1:
-      return first_tile * layout.tile + step * depth
-    run = lax.div(step, jnp.int32(layout.run_tiles * per_tile))
-    inside = step - run * (layout.run_tiles * per_tile)
-    return (first_tile + run * (groups * layout.run_tiles)) * layout.tile + inside * depth
+  shape = _Shape(
+    tiling=tiling,
+    m=lhs_RM.shape[1],
+    n=rhs[0].shape[1],
+    parts=len(rhs),
+    groups=layout.num_groups,
+    layout_tile=layout.tile,
+    tiles_per_run=layout.run_tiles if layout.runs > 1 else None,
+    gathers_lhs=fused_lhs,
+    gathers_rhs=fused_rhs,
+    dtype=lhs_RM.dtype,
+    out_dtype=out_dtype,
+    num_sms=resolve_num_sms(num_sms),
+  )
 
   def body(gmem: Operands, outs):
-    def with_memory(shared: Memory):
-      if fused:
-        gather.init_barriers(shared.gathered, tiling.stages)
+    def with_memory(smem: Memory):
+      if shape.gathers:
+        gather.init_barriers(smem.gathered, tiling.stages)
+      work = _Cta(shape, gmem, smem, outs).work()
+      run_tiles(tiling, work, smem.full, smem.empty, shape.num_sms)
 
-      def locate(tile):
-        # Large groups first, and back and forth over the SMs: each gets its share of long tiles.
-        tile = snake(tile, num_tiles, num_workers(tiling, num_sms))
-        group = gmem.by_size_G[lax.div(tile, jnp.int32(per_group))]
-        inside = lax.rem(tile, jnp.int32(per_group))
-        row_tile, col_tile, _ = paired(inside, tiling, jnp.int32(row_tiles), col_tiles)
-        steps = lax.div(gmem.sizes_G[group] + (depth - 1), jnp.int32(depth))
-        return group, row_tile, col_tile, gmem.starts_G[group], steps
+    pl.run_scoped(with_memory, shape.memory(), collective_axes="wg")
 
-      def producer(where, step, stage, barrier):
-        _, row_tile, col_tile, first_tile, _ = where
-        # Computed here: a loop's variable is not known to be a multiple.
-        first_row = row_of(first_tile, step)
-        k_slice = pl.ds(first_row, depth)
-        start = functools.partial(
-          gather.start_gather,
-          index=gmem.index_R,
-          barriers=shared.gathered,
-          stage=stage,
-          first_row=first_row,
-          prefetch=tiling.stages * depth,
-        )
-        if fused_lhs:
-          start(gmem.lhs, ring=shared.lhs, first_col=first_of(row_tile, tiling.rows, m))
-        else:
-          block = gmem.lhs.at[k_slice, pl.ds(first_of(row_tile, tiling.rows, m), tiling.rows)]
-          copy_block(block, shared.lhs.at[stage], barrier, pair == "cols")
-        for operand, ring in zip(gmem.rhs, shared.rhs):
-          if fused_rhs:
-            start(operand, ring=ring, first_col=first_of(col_tile, cols, n))
-          else:
-            block = operand.at[k_slice, pl.ds(first_of(col_tile, cols, n), cols)]
-            copy_block(block, ring.at[stage], barrier, pair == "rows")
+  out_type = [jax.ShapeDtypeStruct((shape.groups, shape.m, shape.n), out_dtype)] * shape.parts
+  run = launch(body, operands, out_type, tiling, shape.num_sms)
+  return tuple(run(*jax.tree.leaves(operands)))
 
-      def consumer(accumulators, stage, my_rows):
-        a = shared.lhs.at[stage, :, my_rows].transpose((1, 0))
-        for accumulator, ring in zip(accumulators, shared.rhs):
-          plgpu.wgmma(accumulator, a, ring.at[stage])
 
-      def epilogue(where, accumulators, consumer, first_row):
-        group, row_tile, col_tile, _, _ = where
-        results = [acc[...] for acc in accumulators]
-        store_tiles(
-          [(lambda s, r=r: r[:, s].astype(out_dtype), cols) for r in results],
-          [out.at[group] for out in outs],
-          [first_of(col_tile, cols, n)] * parts,
-          first_of(row_tile, tiling.rows, m) + first_row,
-          shared.stores,
-          consumer,
-        )
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+  """Everything that the program depends on.
 
-      work = Work(
-        num_tiles=jnp.int32(num_tiles),
-        locate=locate,
-        steps=lambda where: where[-1],
-        producer=producer,
-        consumer=consumer,
-        accumulators=[(tiling.consumer_rows, cols)] * parts,
-        epilogue=epilogue,
-        ready=functools.partial(gather.wait_rows, shared.gathered) if fused else None,
-      )
-      run_tiles(tiling, work, shared.full, shared.empty, num_sms)
+  Attributes:
+    tiling: of the launch.
+    m, n: M and N.
+    parts: how many results there are.
+    groups: G.
+    layout_tile: rows of a tile of the layout.
+    tiles_per_run: tiles of a group in each of several runs; None with one run.
+    gathers_lhs, gathers_rhs: which operand the producer gathers.
+    dtype: type of the operands.
+    out_dtype: type of the results.
+    num_sms: of the launch.
+  """
 
-    full, empty = barriers(tiling, 1 + parts - fused)
-    memory = Memory(
-      lhs=smem((tiling.stages, depth, tiling.rows), dtype),
-      rhs=(smem((tiling.stages, depth, cols), dtype),) * parts,
-      stores=smem((CONSUMERS, tiling.stores, tiling.consumer_rows, CHUNK), out_dtype),
+  tiling: Tiling
+  m: int
+  n: int
+  parts: int
+  groups: int
+  layout_tile: int
+  tiles_per_run: int | None
+  gathers_lhs: bool
+  gathers_rhs: bool
+  dtype: Any
+  out_dtype: Any
+  num_sms: int
+
+  @property
+  def gathers(self) -> bool:
+    """Whether the producer gathers an operand."""
+    return self.gathers_lhs or self.gathers_rhs
+
+  @property
+  def cols(self) -> int:
+    """Columns of a tile in each result."""
+    return self.tiling.cols // self.parts
+
+  @property
+  def row_tiles(self) -> int:
+    """Tiles over M."""
+    return tiles_over(self.m, self.tiling.rows, 2 if self.tiling.pair == "rows" else 1)
+
+  @property
+  def col_tiles(self) -> int:
+    """Tiles over N."""
+    return tiles_over(self.n, self.cols, 2 if self.tiling.pair == "cols" else 1)
+
+  @property
+  def tiles_per_group(self) -> int:
+    """Tiles of a group's result, or pairs of tiles."""
+    return self.row_tiles * self.col_tiles // self.tiling.cluster
+
+  @property
+  def num_tiles(self) -> int:
+    """Tiles in all, or pairs of tiles."""
+    return self.groups * self.tiles_per_group
+
+  def memory(self) -> Memory:
+    """The types of a CTA's shared memory and barriers."""
+    tiling, cols = self.tiling, self.cols
+    full, empty = barriers(tiling, 1 + self.parts - self.gathers)
+    return Memory(
+      lhs=tiled_smem((tiling.stages, tiling.depth, tiling.rows), self.dtype),
+      rhs=(tiled_smem((tiling.stages, tiling.depth, cols), self.dtype),) * self.parts,
+      stores=tiled_smem((CONSUMERS, tiling.stores, tiling.consumer_rows, CHUNK), self.out_dtype),
       full=full,
       empty=empty,
       gathered=gather.barrier_memory(tiling.stages),
     )
-    pl.run_scoped(with_memory, memory, collective_axes="wg")
 
-  out_type = [jax.ShapeDtypeStruct((groups, m, n), out_dtype)] * parts
-  return tuple(launch(body, operands, out_type, tiling, num_sms)(*jax.tree.leaves(operands)))
+
+@dataclasses.dataclass(frozen=True)
+class _Cta:
+  """One CTA, by its references: how it finds a tile, and what it does for one."""
+
+  shape: _Shape
+  gmem: Operands
+  smem: Memory
+  outs: Any
+
+  def work(self) -> Work:
+    """The work of `run_tiles`."""
+    shape, ready = self.shape, functools.partial(gather.wait_rows, self.smem.gathered)
+    return Work(
+      num_tiles=jnp.int32(shape.num_tiles),
+      locate=self.locate,
+      steps=lambda where: where[-1],
+      producer=self.load,
+      consumer=self.multiply,
+      accumulators=[(shape.tiling.consumer_rows, shape.cols)] * shape.parts,
+      epilogue=self.store,
+      ready=ready if shape.gathers else None,
+    )
+
+  def locate(self, tile: Any) -> tuple[Any, ...]:
+    """Tile number -> group, row tile, column tile, the group's first tile of rows, steps.
+
+    Large groups come first, and every other wave of CTAs takes them backwards: so each CTA gets its
+    share of long tiles.
+    """
+    shape, tiling = self.shape, self.shape.tiling
+    tile = snake(tile, shape.num_tiles, num_workers(tiling, shape.num_sms))
+    group = self.gmem.by_size_G[lax.div(tile, jnp.int32(shape.tiles_per_group))]
+    inside = lax.rem(tile, jnp.int32(shape.tiles_per_group))
+    row_tile, col_tile, _ = paired(inside, tiling, jnp.int32(shape.row_tiles), shape.col_tiles)
+    depth = tiling.depth
+    steps = lax.div(self.gmem.sizes_G[group] + (depth - 1), jnp.int32(depth))
+    return group, row_tile, col_tile, self.gmem.starts_G[group], steps
+
+  def contracted_row(self, first_tile: Any, step: Any) -> Any:
+    """The first row that a step contracts.
+
+    With several runs, a group's rows continue in the next run, behind the other groups' rows of
+    this one.
+    """
+    shape, depth = self.shape, self.shape.tiling.depth
+    if shape.tiles_per_run is None:
+      return first_tile * shape.layout_tile + step * depth
+    steps_per_run = shape.tiles_per_run * (shape.layout_tile // depth)
+    run = lax.div(step, jnp.int32(steps_per_run))
+    inside = step - run * steps_per_run
+    tile = first_tile + run * (shape.groups * shape.tiles_per_run)
+    return tile * shape.layout_tile + inside * depth
+
+  def load(self, where: Any, step: Any, stage: Any, barrier: Any) -> None:
+    """Starts the copies of one stage: as many rows of both operands as a step contracts."""
+    shape, tiling, gmem, smem = self.shape, self.shape.tiling, self.gmem, self.smem
+    _, row_tile, col_tile, first_tile, _ = where
+    # Computed here: a loop's variable is not known to be a multiple.
+    first_row = self.contracted_row(first_tile, step)
+    k_slice = pl.ds(first_row, tiling.depth)
+    start_gather = functools.partial(
+      gather.start_gather,
+      index=gmem.index_R,
+      barriers=smem.gathered,
+      stage=stage,
+      first_row=first_row,
+      prefetch=tiling.stages * tiling.depth,
+    )
+    if shape.gathers_lhs:
+      start_gather(gmem.lhs, ring=smem.lhs, first_col=first_of(row_tile, tiling.rows, shape.m))
+    else:
+      m_slice = pl.ds(first_of(row_tile, tiling.rows, shape.m), tiling.rows)
+      block = gmem.lhs.at[k_slice, m_slice]
+      copy_block(block, smem.lhs.at[stage], barrier, tiling.pair == "cols")
+    for operand, ring in zip(gmem.rhs, smem.rhs):
+      if shape.gathers_rhs:
+        start_gather(operand, ring=ring, first_col=first_of(col_tile, shape.cols, shape.n))
+      else:
+        n_slice = pl.ds(first_of(col_tile, shape.cols, shape.n), shape.cols)
+        copy_block(operand.at[k_slice, n_slice], ring.at[stage], barrier, tiling.pair == "rows")
+
+  def multiply(self, accumulators: Any, stage: Any, my_rows: Any) -> None:
+    """Starts the products of one stage: lhs.T times every rhs."""
+    lhs = self.smem.lhs.at[stage, :, my_rows].transpose((1, 0))
+    for accumulator, ring in zip(accumulators, self.smem.rhs):
+      plgpu.wgmma(accumulator, lhs, ring.at[stage])
+
+  def store(self, where: Any, accumulators: Any, consumer: Any, first_row: Any) -> None:
+    """Rounds the sums and stores them."""
+    shape = self.shape
+    group, row_tile, col_tile, _, _ = where
+    results = [acc[...] for acc in accumulators]
+    store_tiles(
+      [(lambda s, r=r: r[:, s].astype(shape.out_dtype), shape.cols) for r in results],
+      [out.at[group] for out in self.outs],
+      [first_of(col_tile, shape.cols, shape.n)] * shape.parts,
+      first_of(row_tile, shape.tiling.rows, shape.m) + first_row,
+      self.smem.stores,
+      consumer,
+    )

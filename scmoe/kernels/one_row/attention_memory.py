@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from scmoe.kernels.grouped_matmul.pipeline import smem as tiled_smem
+from scmoe.kernels.grouped_matmul.pipeline import tiled_smem
 
 BLOCK = 64  # positions that a warpgroup reads together
 STAGES = 2  # blocks that a warpgroup has in shared memory or on their way there

@@ -23,11 +23,10 @@ from scmoe.kernels.grouped_matmul.pipeline import (
   barriers,
   copy_block,
   launch,
-  paired,
-  paired_tiles,
   run_tiles,
-  smem,
+  tiled_smem,
 )
+from scmoe.kernels.grouped_matmul.tile_order import paired, paired_tiles
 from scmoe.kernels.grouped_matmul.tile_stores import CHUNK, store_tiles
 from scmoe.kernels.grouped_matmul.tiles import SMEM_LIMIT
 from scmoe.kernels.launch import resolve_num_sms
@@ -157,9 +156,9 @@ def gate_top_k_kernel(
 
     full, empty = barriers(tiling, 1 + num_terms)
     memory = Memory(
-      x=smem((tiling.stages, rows, tiling.depth), x_TD.dtype),
-      gate=smem((tiling.stages, num_terms, tiling.depth, padded), x_TD.dtype),
-      stores=smem((CONSUMERS, tiling.stores, consumer_rows, CHUNK), jnp.float32),
+      x=tiled_smem((tiling.stages, rows, tiling.depth), x_TD.dtype),
+      gate=tiled_smem((tiling.stages, num_terms, tiling.depth, padded), x_TD.dtype),
+      stores=tiled_smem((CONSUMERS, tiling.stores, consumer_rows, CHUNK), jnp.float32),
       expert=plgpu.SMEM((CONSUMERS, top_k, consumer_rows), jnp.int32),
       full=full,
       empty=empty,

@@ -1,0 +1,108 @@
+"""In which order the CTAs of a kernel take its output tiles, and where a tile lies.
+
+Tiles are numbered, and CTAs take them by number: worker 5 of 132 takes tiles 5, 137, 269 and so on.
+The functions here turn a number into a row tile and a column tile, so that CTAs at work at the same
+time share operands in the L2 cache (`banded`), two CTAs of a pair have neighbours (`paired`), and
+long and short tiles are shared out evenly (`snake`).
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from scmoe.kernels.grouped_matmul.pipeline import PAIR, Tiling
+
+_GRANULE = 64  # all widths are multiples of it
+
+
+def tiles_over(width: int, size: int, multiple: int = 1) -> int:
+  """Tiles of a size that cover a width, up to a multiple of so many; see `first_of`."""
+  return -(-width // (size * multiple)) * multiple
+
+
+def first_of(tile: Any, size: int, width: int) -> Any:
+  """The first row or column of a tile.
+
+  What does not divide is covered by tiles that end with the width: the last ones compute a part of
+  the one before once more, and store the same numbers.
+  """
+  if width % size == 0:
+    return tile * size
+  return pl.multiple_of(jnp.minimum(tile * size, width - size), _GRANULE)
+
+
+def banded(tile: Any, row_tiles: Any, col_tiles: int, band: int) -> tuple[Any, Any]:
+  """Tile number -> (row tile, column tile), walking `band` row tiles for each column tile.
+
+  CTAs that run at the same time then share the columns' operand and a few rows' operand, instead of
+  streaming one of the two from memory again for each tile. `row_tiles` may be traced.
+
+  Worked example, three row tiles, two column tiles, bands of two: tiles 0 to 5 are (0, 0), (1, 0),
+  (0, 1), (1, 1), (2, 0), (2, 1).
+  """
+  per_band = band * col_tiles
+  first = lax.div(tile, jnp.int32(per_band)) * band
+  width = jnp.clip(row_tiles - first, 1, band)  # at least 1, since tile 0 is located even of none
+  inside = lax.rem(tile, jnp.int32(per_band))
+  return first + lax.rem(inside, width), lax.div(inside, width)
+
+
+def paired_tiles(tiling: Tiling, row_tiles: Any, col_tiles: int) -> Any:
+  """How many tiles, or pairs of tiles, there are. `row_tiles` may be traced."""
+  if tiling.pair == "rows":
+    return lax.div(row_tiles + 1, jnp.int32(2)) * col_tiles
+  if tiling.pair == "cols":
+    assert col_tiles % 2 == 0, (tiling, col_tiles)
+    return row_tiles * (col_tiles // 2)
+  return row_tiles * col_tiles
+
+
+def paired(tile: Any, tiling: Tiling, row_tiles: Any, col_tiles: int) -> tuple[Any, Any, Any]:
+  """As `banded`, for a number of a tile or pair: this CTA's row and column tile, and the other row.
+
+  The last of an odd number of row tiles is computed, and stored, by both CTAs of its pair.
+  """
+  if tiling.pair == "rows":
+    band = max(tiling.band // 2, 1)
+    pair, col_tile = banded(tile, lax.div(row_tiles + 1, jnp.int32(2)), col_tiles, band)
+    rank = lax.axis_index(PAIR)
+    end = jnp.maximum(row_tiles - 1, 0)
+    row_tile, other = (jnp.minimum(2 * pair + r, end) for r in (rank, 1 - rank))
+    return row_tile, col_tile, other
+  if tiling.pair == "cols":
+    row_tile, pair = banded(tile, row_tiles, col_tiles // 2, tiling.band)
+    return row_tile, 2 * pair + lax.axis_index(PAIR), row_tile
+  row_tile, col_tile = banded(tile, row_tiles, col_tiles, tiling.band)
+  return row_tile, col_tile, row_tile
+
+
+def locate_rows(
+  tile: Any, tiling: Tiling, group_gmem: Any, row_tiles: Any, col_tiles: int, halves: int = 1
+) -> tuple[Any, Any, Any, Any]:
+  """Tile or pair number -> row tile, column tile, its group, and whether its pair shares rhs.
+
+  The last is None where the tiling has no such pairs, or they always share it.
+
+  Args:
+    halves: row tiles (`tiling.rows`) in a tile of the layout, whose group `group_gmem` tells.
+  """
+  row_tile, col_tile, other = paired(tile, tiling, row_tiles, col_tiles)
+  if halves > 1:
+    return row_tile, col_tile, group_gmem[lax.div(row_tile, jnp.int32(halves))], None
+  group = group_gmem[row_tile]
+  # The two row tiles of a pair may lie on both sides of a group's end.
+  shared = group == group_gmem[other] if tiling.pair == "rows" else None
+  return row_tile, col_tile, group, shared
+
+
+def snake(tile: Any, num_tiles: int, workers: int) -> Any:
+  """Tile number -> tile number, every other full wave of `workers` tiles backwards.
+
+  Where tiles are in order of their work, the CTA with the longest tile of a wave then has the
+  shortest of the next. Eight tiles and three workers: 0 1 2, 5 4 3, 6 7.
+  """
+  wave, place = lax.div(tile, jnp.int32(workers)), lax.rem(tile, jnp.int32(workers))
+  backwards = (lax.rem(wave, jnp.int32(2)) == 1) & ((wave + 1) * workers <= num_tiles)
+  return jnp.where(backwards, wave * workers + (workers - 1 - place), tile)

@@ -81,7 +81,7 @@ def dense_arms(shape, kinds):
 def name_of(tiling):
   """A tiling in a word: 128x256, p for ping-pong, the pair, band, stages / buffers of stores."""
   form = f"{tiling.rows}x{tiling.cols}{'p' * tiling.pingpong}{tiling.pair and ' ' + tiling.pair}"
-  return f"{form} b{tiling.band} s{tiling.stages}/{tiling.stores}"
+  return f"{form} b{tiling.band} s{tiling.stages}/{tiling.store_buffers}"
 
 
 def forms_of(key):

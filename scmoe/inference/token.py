@@ -35,7 +35,7 @@ from scmoe.kernels.one_row import attention as kernel
 from scmoe.kernels.one_row.attention import PartialAttention, PartialProjections
 from scmoe.kernels.one_row.linear import products, sums
 from scmoe.kernels.one_row.norm import Normalisation, Normalised, takes
-from scmoe.kernels.top_k import PartialLogits, TopK, gate_under_norm
+from scmoe.kernels.top_k import GateOutput, PartialLogits, gate_under_norm
 from scmoe.layers.attention import Attention, KeyValues
 from scmoe.layers.norm import Norm
 from scmoe.layers.rope import turns
@@ -212,7 +212,7 @@ class GateOfSums:
     del x_TD
     return self.sums.sums_PE.sum(0)[None]
 
-  def top_k(self, x_TD: Array, k: int) -> TopK:
+  def top_k(self, x_TD: Array, k: int) -> GateOutput:
     """See `LinearGate.top_k`."""
     del x_TD
     return self.sums.top_k(k)

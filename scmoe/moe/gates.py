@@ -21,7 +21,7 @@ from jaxtyping import Float
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.extensions import construct
-from scmoe.kernels.top_k import TopK, gate_product, gate_top_k
+from scmoe.kernels.top_k import GateOutput, gate_product, gate_top_k
 from scmoe.moe.options import GATES, RouterConfig
 
 LOG_SCALE_MAX = math.log(100.0)
@@ -105,7 +105,7 @@ class LinearGate(nnx.Module):
   def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T E"]:
     return gate_product(x_TD, self.weight[...], fp32=self.fp32)
 
-  def top_k(self, x_TD: Float[Array, "T D"], k: int) -> TopK:
+  def top_k(self, x_TD: Float[Array, "T D"], k: int) -> GateOutput:
     """Logits, and the k experts with the largest, in one kernel where there is one."""
     return gate_top_k(x_TD, self.weight[...], k, fp32=self.fp32)
 

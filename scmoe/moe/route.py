@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.options import check_type
-from scmoe.kernels.top_k import TopK, gate_product
+from scmoe.kernels.top_k import GateOutput, gate_product
 from scmoe.moe.gates import check_logits, compute_dtype
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.types import Routing
@@ -238,7 +238,7 @@ def _score(
   best_TK = share_TK = None
   if noise_TE is None and hasattr(gate, "top_k"):
     found: Any = gate.top_k(x_TD, k)  # pyright: ignore[reportAttributeAccessIssue]
-    clean_TE, best_TK, share_TK = TopK(*found)
+    clean_TE, best_TK, share_TK = GateOutput(*found)
   elif callable(gate):
     clean_TE = gate(x_TD)
   else:

@@ -16,7 +16,7 @@ from scmoe.kernels import launch
 from scmoe.kernels.grouped_matmul import backend
 from scmoe.kernels.one_row.attention import PartialProjections
 from scmoe.kernels.one_row.norm import Normalised
-from scmoe.kernels.top_k import PartialLogits, TopK
+from scmoe.kernels.top_k import GateOutput, PartialLogits
 from scmoe.layers.attention import Attention, AttentionConfig, KeyValues
 from scmoe.layers.norm import Norm
 from scmoe.models.config import ModelConfig
@@ -201,7 +201,7 @@ def test_a_gate_that_reads_a_token_under_its_norm(has_kernel, monkeypatch):
     y_TD = row().reshape(1, -1)
     sums_PE = jnp.concatenate([0.25 * (y_TD @ gate_DE), 0.75 * (y_TD @ gate_DE)])
     logits_TE = sums_PE.sum(0)[None]
-    choice = TopK(logits_TE, jax.lax.top_k(logits_TE, 2)[1].astype(jnp.int32))
+    choice = GateOutput(logits_TE, jax.lax.top_k(logits_TE, 2)[1].astype(jnp.int32))
     monkeypatch.setattr(PartialLogits, "top_k", lambda self, k: choice)
     return PartialLogits(y_TD, sums_PE) if has_kernel else None
 

@@ -55,7 +55,7 @@ from scmoe.kernels.one_row.attention import (
   attend_partial,
 )
 from scmoe.kernels.permute.positions import running_positions_kernel
-from scmoe.kernels.top_k import TopK, gate_product, gate_top_k, gate_under_norm
+from scmoe.kernels.top_k import GateOutput, gate_product, gate_top_k, gate_under_norm
 
 SIZES = [60, 0, 70]
 # A tiling for each way in which two CTAs share an operand, cooperative and ping-pong.
@@ -108,12 +108,13 @@ def product(transpose, tiling, activation=None):
 
 @pytest.mark.parametrize("cols", [64, 128], ids=["odd-stores", "even-stores"])
 @pytest.mark.parametrize(
-  ("pingpong", "stores"),
+  ("pingpong", "buffers"),
   [(False, 2), (True, 2), (True, 1)],
   ids=["cooperative", "ping-pong", "ping-pong-one-buffer"],
 )
-def test_rows_product_simulated(pingpong, stores, cols):
-  layout, tiling = layout_of(), Tiling(cols=cols, stages=3, pingpong=pingpong, stores=stores)
+def test_rows_product_simulated(pingpong, buffers, cols):
+  tiling = Tiling(cols=cols, stages=3, pingpong=pingpong, store_buffers=buffers)
+  layout = layout_of()
   x, w = normal(0, layout.num_rows, 128), normal(1, 3, 128, 128)
   (got,) = simulate(product(False, tiling), (x,), ((w,),), layout)
   n = used_rows(layout)
@@ -318,7 +319,7 @@ def test_pairs_of_ctas_lower_for_cuda(tiling):
   lower(lambda x, w: product(False, tiling)((x,), ((w,),), layout), x, w)
   lower(lambda x, w: product(True, tiling)((x, x), ((w,), (w,)), layout), x, w)
   if tiling.pair == "rows" and tiling.pingpong:
-    halved = dataclasses.replace(tiling, rows=64, cols=256, stages=5, stores=1)
+    halved = dataclasses.replace(tiling, rows=64, cols=256, stages=5, store_buffers=1)
     lower(lambda x, w: product(False, halved)((x,), ((w,),), layout), x, w)
   weights = functools.partial(weights_product, tiling=tiling, out_dtype=bf16)
   lower(lambda x: weights(x, (x,), layout), x)
@@ -710,7 +711,7 @@ def test_the_gradient_of_a_gate_under_its_norm_is_that_of_plain_products():
     y = row().reshape(1, -1)
     logits = y.astype(jnp.float32) @ gate
     share, expert = jax.lax.top_k(jax.nn.softmax(logits), 4)
-    return y, TopK(logits, expert, share)
+    return y, GateOutput(logits, expert, share)
 
   gradient = jax.grad(value, (0, 1, 2))
   with interpreted(gpu_interpret_params(detect_races=False)):
@@ -797,7 +798,7 @@ def _kernels_of_ptx():
     bound = max_tiles(ids_KM.size, groups, tile)
     return sorted_rows_kernel(sizes_G, ids_KM, position_N.reshape(ids_KM.shape), bound, tile)
 
-  def spread(ids_KM, x_MD):
+  def copied(ids_KM, x_MD):
     starts, tiles_G, *_, row_KM, copy_R, _ = sorted_rows(ids_KM)
     places = row_KM.T, tiles_G, starts, tiles_G
     return copy_rows_to_tiles(x_MD, *places, num_rows=copy_R.size, tile=tile)
@@ -805,11 +806,11 @@ def _kernels_of_ptx():
   return {
     "positions": lambda ids, x: running_positions_kernel(ids.reshape(-1), groups),
     "sorted": lambda ids, x: sorted_rows(ids),
-    "spread": spread,
+    "copied": copied,
   }
 
 
-@pytest.mark.parametrize(("name", "kernels"), [("positions", 1), ("sorted", 2), ("spread", 3)])
+@pytest.mark.parametrize(("name", "kernels"), [("positions", 1), ("sorted", 2), ("copied", 3)])
 def test_kernels_of_ptx_lower(name, kernels):
   run = jax.jit(_kernels_of_ptx()[name])
   for tokens in (1, 8192):
@@ -819,7 +820,7 @@ def test_kernels_of_ptx_lower(name, kernels):
     assert text.count("custom_call @mosaic_gpu") == kernels
 
 
-@pytest.mark.parametrize("name", ["positions", "sorted", "spread"])
+@pytest.mark.parametrize("name", ["positions", "sorted", "copied"])
 def test_what_kernels_of_ptx_make_differs_between_devices(name):
   """Where ids and rows do, `jax.shard_map` has to know: it checks what is returned."""
 

@@ -37,8 +37,8 @@ EXPECTED = (
 
 @pytest.mark.parametrize(("kind", "width", "n", "gathered", "form"), EXPECTED)
 def test_the_first_candidate(kind, width, n, gathered, form):
-  rows, cols, stages, pingpong, band, stores, pair = form
-  want = Tiling(rows, cols, 64, stages, pingpong, band, stores, pair)
+  rows, cols, stages, pingpong, band, buffers, pair = form
+  want = Tiling(rows, cols, 64, stages, pingpong, band, buffers, pair)
   assert tiles.candidates(kind, width, n, gathered=gathered)[0] == want
 
 

@@ -51,6 +51,13 @@ def test_what_is_kept_is_chosen_by_later_processes():
   assert list(file.parent.iterdir()) == [file], "nothing half-written"
 
 
+def test_a_file_with_the_former_name_of_a_field_is_read():
+  file = tuned.keep(HERE, {KEY: measured()})
+  file.write_text(file.read_text().replace('"store_buffers"', '"stores"'))
+  forgotten()
+  assert tuned.stored(HERE) == {KEY: measured()}
+
+
 def test_a_later_measurement_is_added_and_replaces():
   more = ("rows", 256, 128, False)
   rows = tiles.variants("rows", 256, 128)

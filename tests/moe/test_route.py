@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from scmoe.base.errors import ConfigError
 from scmoe.kernels.permute import gather_rows, sum_rows
-from scmoe.kernels.top_k import TopK
+from scmoe.kernels.top_k import GateOutput
 from scmoe.moe.dispatch import Capacity, queue_positions
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.route import Draws, make_routing, route, route_distinct
@@ -174,7 +174,7 @@ def test_weights_of_shares_that_the_gate_has_made(scores, normalise):
 
   class Knowing(Gate):
     def top_k(self, x, k):
-      return TopK(logits, best, share)
+      return GateOutput(logits, best, share)
 
   config = RouterConfig(normalise=normalise, scoring_func=scores)
   for bias in (None, jnp.asarray([0.0, 3, 0, 0, -3, 0])):

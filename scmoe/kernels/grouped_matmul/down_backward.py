@@ -203,7 +203,7 @@ class _Shape:
   @property
   def together(self) -> int:
     """How many of them fit into the epilogue's buffers at once."""
-    return min(self.tiling.stores, self.blocks)
+    return min(self.tiling.store_buffers, self.blocks)
 
   def memory(self) -> Memory:
     """The types of a CTA's shared memory and barriers."""

@@ -53,8 +53,8 @@ class Tiling:
     stages: stages of the ring.
     pingpong: whether each consumer has its own tile.
     band: row tiles that are walked together, to reuse operands in the L2 cache.
-    stores: shared-memory buffers of each consumer's stores; one instead of two can leave room for
-      another stage.
+    store_buffers: buffers in shared memory that each consumer stores through; one instead of two
+      can leave room for another stage.
     pair: whether two CTAs share an operand block, and how their tiles neighbour: two "rows" of
       tiles share the columns' operand (rhs), two "cols" the rows' operand (lhs).
   """
@@ -65,7 +65,7 @@ class Tiling:
   stages: int = 4
   pingpong: bool = False
   band: int = 16
-  stores: int = 2
+  store_buffers: int = 2
   pair: Literal["", "rows", "cols"] = ""
 
   @property

@@ -32,7 +32,7 @@ from scmoe.kernels.grouped_matmul.pipeline import (
   tiled_smem,
 )
 from scmoe.kernels.grouped_matmul.tile_order import first_of, locate_rows, paired_tiles, tiles_over
-from scmoe.kernels.grouped_matmul.tile_stores import CHUNK, store_tiles
+from scmoe.kernels.grouped_matmul.tile_stores import store_buffers, store_tiles
 from scmoe.kernels.launch import resolve_num_sms
 
 
@@ -69,7 +69,7 @@ class Memory:
 
   Attributes:
     lhs, rhs: the ring's stages.
-    stores: the epilogue's chunks.
+    store_buffers: see `store_tiles`.
     full, empty: barriers of the ring.
     gathered: barriers of rows that the producer gathers.
     bias, bias_loaded: the tile's biases, where there are any.
@@ -77,7 +77,7 @@ class Memory:
 
   lhs: Any
   rhs: Any
-  stores: Any
+  store_buffers: Any
   full: Any
   empty: Any
   gathered: Any
@@ -247,7 +247,7 @@ class _Shape:
     memory = Memory(
       lhs=tiled_smem((tiling.stages, tiling.rows, depth), self.dtype),
       rhs=tiled_smem((tiling.stages, self.parts, *rhs_block), self.dtype),
-      stores=tiled_smem((CONSUMERS, tiling.stores, tiling.consumer_rows, CHUNK), self.out_dtype),
+      store_buffers=store_buffers(tiling, self.out_dtype),
       full=full,
       empty=empty,
       gathered=gather.barrier_memory(tiling.stages),
@@ -392,7 +392,7 @@ class _Cta:
       self.outs,
       [self.first_col(col_tile)] * shape.num_outs,
       row_tile * shape.tiling.rows + first_row,
-      self.smem.stores,
+      self.smem.store_buffers,
       consumer,
     )
 

@@ -5,31 +5,39 @@ from typing import Any
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from scmoe.kernels.grouped_matmul.pipeline import CONSUMERS, Tiling, tiled_smem
+
 CHUNK = 64  # columns of one store; 64 bf16 elements are one swizzle row
+
+
+def store_buffers(tiling: Tiling, dtype: Any) -> Any:
+  """Shared memory for the stores of a CTA's consumers."""
+  return tiled_smem((CONSUMERS, tiling.store_buffers, tiling.consumer_rows, CHUNK), dtype)
 
 
 def store_tiles(
   values: Any, outs: Any, first_cols: Any, first_row: Any, buffers: Any, consumer: Any
 ) -> None:
-  """Stores (rows, columns) register tiles.
+  """Stores a consumer's part of a tile, which is in registers, chunk by chunk.
 
   Args:
-    values: for each output a function chunk slice -> (rows, CHUNK) values, and its width.
+    values: for each output a pair: a function from a slice of 64 columns to their values
+      [rows, CHUNK], and the number of columns.
     outs: output refs, one for each.
     first_cols: first column of the tile in each output.
     first_row: first row of this consumer.
-    buffers: SMEM ref [consumers, count, rows, CHUNK].
-    consumer: which buffers to use.
+    buffers: what `store_buffers` declares.
+    consumer: number of this consumer.
   """
   count, rows = buffers.shape[1], buffers.shape[2]
-  # With a number of chunks that the ring does not divide, a tile begins at the buffer that the one
-  # before it used last.
+  # Every tile begins with buffer 0. If the buffers do not divide the number of chunks, the tile
+  # before used that buffer last.
   begins_free = sum(width // CHUNK for _, width in values) % count == 0
   used = 0
   for (value, width), out, col in zip(values, outs, first_cols):
     for chunk in range(width // CHUNK):
       index = used % count
-      # The store that used this buffer before has left it.
+      # The store that used this buffer before must have left it.
       plgpu.wait_smem_to_gmem(count - 1 if used or begins_free else 0, wait_read_only=True)
       used += 1
       buffers[consumer, index] = value(slice(chunk * CHUNK, (chunk + 1) * CHUNK))

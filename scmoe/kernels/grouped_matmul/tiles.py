@@ -51,15 +51,15 @@ _recording = contextvars.ContextVar("recording", default=None)
 def smem_bytes(tiling: Tiling, out_itemsize: int = 2) -> int:
   """Shared memory of a product with 2-byte operands and its stores."""
   stage = (tiling.rows + tiling.cols) * tiling.depth * 2
-  stores = 2 * tiling.stores * tiling.consumer_rows * 64 * out_itemsize
+  stores = 2 * tiling.store_buffers * tiling.consumer_rows * 64 * out_itemsize
   return tiling.stages * stage + stores + _RESERVED
 
 
 def _fit(tiling: Tiling, out_itemsize: int) -> Tiling:
-  """The largest number of stages that fits, at most 6; one more is worth a buffer of stores."""
+  """The largest number of stages that fits, at most 6; one more is worth a store buffer."""
   for stages in (6, 5, 4, 3, 2):
-    for stores in (2, 1):
-      candidate = dataclasses.replace(tiling, stages=stages, stores=stores)
+    for buffers in (2, 1):
+      candidate = dataclasses.replace(tiling, stages=stages, store_buffers=buffers)
       if smem_bytes(candidate, out_itemsize) <= SMEM_LIMIT:
         return candidate
   raise AssertionError(f"no stage count fits {tiling}")

@@ -65,12 +65,12 @@ def first_form(rows: Sequence[tuple[Where, Tiling]], product: Product) -> Tiling
 
 def _narrow(pair: Literal["", "rows", "cols"] = "") -> Tiling:
   """A ping-pong tile of 128 columns with all the stages that fit."""
-  return Tiling(cols=128, stages=6, pingpong=True, band=8, stores=1, pair=pair)
+  return Tiling(cols=128, stages=6, pingpong=True, band=8, store_buffers=1, pair=pair)
 
 
 def _halved(band: int = 16) -> Tiling:
   """A pair of CTAs on the halves of a row tile of the layout: one group, 256 columns for both."""
-  return Tiling(rows=64, cols=256, stages=5, pingpong=True, band=band, stores=1, pair="rows")
+  return Tiling(rows=64, cols=256, stages=5, pingpong=True, band=band, store_buffers=1, pair="rows")
 
 
 # Where ping-pong comes before cooperative tiles. With few steps, and where nothing but a group's
@@ -105,7 +105,7 @@ DOWN_BACKWARD = (
   (Where(("down_backward",), gathered=True), Tiling(stages=4, pingpong=True, band=16)),
   (
     Where(("down_backward",), width=(2049, math.inf)),
-    Tiling(stages=5, stores=1, pingpong=True, band=8),
+    Tiling(stages=5, store_buffers=1, pingpong=True, band=8),
   ),
   (Where(("down_backward",)), Tiling(stages=4, pingpong=True, band=8)),
 )

@@ -26,6 +26,7 @@ Key = tuple[str, int, int, bool]
 _log = logging.getLogger(__name__)
 _FORMAT = 1
 _MOST = 2**20  # bytes of a file that is read
+_RENAMED = {"stores": "store_buffers"}  # names of fields in older files
 _FIELDS = {field.name: type(field.default) for field in dataclasses.fields(Tiling)}
 
 
@@ -137,7 +138,7 @@ def parsed(content: str, device_kind: str) -> Table:
 
 def _entry(entry: Any) -> tuple[Key, Measured]:
   kind, width, n, gathered = entry["product"]
-  fields = entry["tiling"]
+  fields = {_RENAMED.get(name, name): value for name, value in entry["tiling"].items()}
   wrong = [name for name, kind in _FIELDS.items() if type(fields[name]) is not kind]
   if wrong or set(fields) != set(_FIELDS):
     raise ValueError(f"{fields} is no tiling")

@@ -19,7 +19,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from scmoe.kernels.grouped_matmul import gather
 from scmoe.kernels.grouped_matmul.layout import GroupLayout
 from scmoe.kernels.grouped_matmul.pipeline import (
-  CONSUMERS,
   Tiling,
   Work,
   barriers,
@@ -30,7 +29,7 @@ from scmoe.kernels.grouped_matmul.pipeline import (
   tiled_smem,
 )
 from scmoe.kernels.grouped_matmul.tile_order import first_of, paired, snake, tiles_over
-from scmoe.kernels.grouped_matmul.tile_stores import CHUNK, store_tiles
+from scmoe.kernels.grouped_matmul.tile_stores import store_buffers, store_tiles
 from scmoe.kernels.launch import resolve_num_sms
 
 
@@ -62,7 +61,7 @@ class Memory:
 
   lhs: Any
   rhs: tuple[Any, ...]
-  stores: Any
+  store_buffers: Any
   full: Any
   empty: Any
   gathered: Any
@@ -201,7 +200,7 @@ class _Shape:
     return Memory(
       lhs=tiled_smem((tiling.stages, tiling.depth, tiling.rows), self.dtype),
       rhs=(tiled_smem((tiling.stages, tiling.depth, cols), self.dtype),) * self.parts,
-      stores=tiled_smem((CONSUMERS, tiling.stores, tiling.consumer_rows, CHUNK), self.out_dtype),
+      store_buffers=store_buffers(tiling, self.out_dtype),
       full=full,
       empty=empty,
       gathered=gather.barrier_memory(tiling.stages),
@@ -305,6 +304,6 @@ class _Cta:
       [out.at[group] for out in self.outs],
       [first_of(col_tile, shape.cols, shape.n)] * shape.parts,
       first_of(row_tile, shape.tiling.rows, shape.m) + first_row,
-      self.smem.stores,
+      self.smem.store_buffers,
       consumer,
     )

@@ -1,5 +1,11 @@
 """Scores of a linear gate and each token's k best experts, by one kernel where it runs."""
 
-from scmoe.kernels.top_k.api import PartialLogits, TopK, gate_product, gate_top_k, gate_under_norm
+from scmoe.kernels.top_k.api import (
+  GateOutput,
+  PartialLogits,
+  gate_product,
+  gate_top_k,
+  gate_under_norm,
+)
 
-__all__ = ["PartialLogits", "TopK", "gate_product", "gate_top_k", "gate_under_norm"]
+__all__ = ["GateOutput", "PartialLogits", "gate_product", "gate_top_k", "gate_under_norm"]

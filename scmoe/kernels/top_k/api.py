@@ -28,7 +28,7 @@ from scmoe.kernels.one_row.without_gradient import without_gradient
 EXACT = 3  # number of bfloat16 terms that represent a float32 number exactly
 
 
-class TopK(NamedTuple):
+class GateOutput(NamedTuple):
   """A gate's scores, and the experts with the largest.
 
   Attributes:
@@ -54,7 +54,7 @@ class PartialLogits(NamedTuple):
   x_TD: Array
   sums_PE: Array
 
-  def top_k(self, k: int) -> TopK:
+  def top_k(self, k: int) -> GateOutput:
     """The result of `gate_top_k` for the token."""
     ways = (functools.partial(way, k=k) for way in (_top_k_of_sums, _top_k_of_sums_by_xla))
     return without_gradient(*ways, self.sums_PE)
@@ -113,7 +113,7 @@ def gate_product(x_TD: Array, gate_DE: Array, *, fp32: bool) -> Array:
 
 def gate_top_k(
   x_TD: Array, gate_DE: Array, k: int, *, fp32: bool = True, backend: str = "auto"
-) -> TopK:
+) -> GateOutput:
   """Logits of a linear gate, and the k experts with the largest.
 
   In a tie the expert with the smaller index comes first. NaN counts as the largest.
@@ -140,30 +140,30 @@ def gate_top_k(
     return _by_xla(x_TD, gate_DE, k=k, fp32=fp32)._replace(share_TK=None)
   terms = EXACT if fp32 and gate_DE.dtype != x_TD.dtype else 1
   found: Any = _gate_top_k(x_TD, gate_DE, (k, terms, launch.interpretation()))
-  return TopK(*found)
+  return GateOutput(*found)
 
 
-def _by_xla(x_TD: Array, gate_DE: Array, *, k: int, fp32: bool) -> TopK:
+def _by_xla(x_TD: Array, gate_DE: Array, *, k: int, fp32: bool) -> GateOutput:
   return _top_k_of_logits(gate_product(x_TD, gate_DE, fp32=fp32), k)
 
 
-def _top_k_of_sums_by_xla(sums_PE: Array, *, k: int) -> TopK:
+def _top_k_of_sums_by_xla(sums_PE: Array, *, k: int) -> GateOutput:
   return _top_k_of_logits(sums_PE.sum(0)[None], k)
 
 
-def _top_k_of_logits(logits_TE: Array, k: int) -> TopK:
+def _top_k_of_logits(logits_TE: Array, k: int) -> GateOutput:
   expert_TK = jax.lax.top_k(logits_TE, k)[1].astype(jnp.int32)
   share_TE = jax.nn.softmax(logits_TE)
-  return TopK(logits_TE, expert_TK, jnp.take_along_axis(share_TE, expert_TK, 1))
+  return GateOutput(logits_TE, expert_TK, jnp.take_along_axis(share_TE, expert_TK, 1))
 
 
-def _top_k_of_row(x_1D: Array, gate_DE: Array, *, k: int, fp32: bool) -> TopK:
+def _top_k_of_row(x_1D: Array, gate_DE: Array, *, k: int, fp32: bool) -> GateOutput:
   dtype = jnp.float32 if fp32 else x_1D.dtype
   return _top_k_of_sums(narrow_sums(x_1D.astype(dtype), gate_DE.astype(dtype)), k=k)
 
 
-def _top_k_of_sums(sums_PE: Array, *, k: int) -> TopK:
-  return TopK(*(found[None] for found in one_row.top_k_of_sums(sums_PE, k)))
+def _top_k_of_sums(sums_PE: Array, *, k: int) -> GateOutput:
+  return GateOutput(*(found[None] for found in one_row.top_k_of_sums(sums_PE, k)))
 
 
 def _is_row_with_kernel(x_TD: Array, num_experts: int, backend: str) -> bool:

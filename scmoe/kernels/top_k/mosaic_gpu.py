@@ -27,7 +27,7 @@ from scmoe.kernels.grouped_matmul.pipeline import (
   tiled_smem,
 )
 from scmoe.kernels.grouped_matmul.tile_order import paired, paired_tiles
-from scmoe.kernels.grouped_matmul.tile_stores import CHUNK, store_tiles
+from scmoe.kernels.grouped_matmul.tile_stores import CHUNK, store_buffers, store_tiles
 from scmoe.kernels.grouped_matmul.tiles import SMEM_LIMIT
 from scmoe.kernels.launch import resolve_num_sms
 
@@ -67,7 +67,7 @@ class Memory:
 
   x: Any
   gate: Any
-  stores: Any
+  store_buffers: Any
   expert: Any
   full: Any
   empty: Any
@@ -95,75 +95,16 @@ def gate_top_k_kernel(
   num_sms = resolve_num_sms(num_sms)
   few = tokens // _ROWS < num_sms
   tiling = _fit(_ROWS // 2 if few else _ROWS, padded, num_terms)
-  rows, consumer_rows, steps = tiling.rows, tiling.consumer_rows, width // tiling.depth
-  # A tensor core truncates the accumulator at every addition. The small terms have their own, so
-  # that the large sum is truncated only as often as in a single product.
-  sums = min(num_terms, 2)
+  shape = _Shape(tiling, tokens, width, experts, padded, num_terms, top_k, x_TD.dtype)
 
   def body(gmem: Operands, outs: Outs):
-    row_tiles = jnp.int32(tokens // rows)
+    row_tiles = jnp.int32(tokens // tiling.rows)
 
-    def with_memory(shared: Memory):
-      def producer(tile, step, stage, barrier):
-        k_slice = pl.ds(step * tiling.depth, tiling.depth)
-        copy_block(gmem.x.at[pl.ds(tile * rows, rows), k_slice], shared.x.at[stage], barrier)
-        for term, gate in enumerate(gmem.gate):
-          copy_block(gate.at[k_slice, :], shared.gate.at[stage, term], barrier, True)
+    def with_memory(smem: Memory):
+      work = _Cta(shape, gmem, smem, outs, row_tiles).work()
+      run_tiles(tiling, work, smem.full, smem.empty, num_sms)
 
-      def consumer(accumulators, stage, my_rows):
-        for term in range(num_terms):
-          weights = shared.gate.at[stage, term]
-          plgpu.wgmma(accumulators[min(term, sums - 1)], shared.x.at[stage, my_rows], weights)
-
-      def epilogue(tile, accumulators, consumer, first_row):
-        logits = accumulators[0][...]
-        for smaller in accumulators[1:]:
-          logits = logits + smaller[...]
-        first = tile * rows + first_row
-        values = [(lambda s: logits[:, s], padded)]
-        store_tiles(values, [outs.logits], [0], first, shared.stores, consumer)
-        shape = logits.shape
-        ids = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-        ids = ids.astype(jnp.float32)
-        lowest = jnp.full_like(logits, -jnp.inf)
-        left = logits if padded == experts else jnp.where(ids < experts, logits, lowest)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for k in range(top_k):
-          value = jnp.max(left, axis=1)
-          is_largest = left == lax.broadcast_in_dim(value, shape, (0,))
-          # The smallest id among equals, as `lax.top_k` chooses.
-          chosen = -jnp.max(jnp.where(is_largest, -ids, jnp.full_like(ids, -_LARGE)), axis=1)
-          left = jnp.where(ids == lax.broadcast_in_dim(chosen, shape, (0,)), lowest, left)
-          # NaN equals nothing, so `chosen` is not an expert. Any expert will do, since the step is
-          # skipped (`RouterSums.nonfinite`).
-          chosen = jnp.minimum(chosen, jnp.full_like(chosen, experts - 1))
-          shared.expert[consumer, k] = chosen.astype(jnp.int32)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(
-          shared.expert.at[consumer], outs.expert.at[:, pl.ds(first, consumer_rows)]
-        )
-
-      work = Work(
-        num_tiles=paired_tiles(tiling, row_tiles, 1),
-        locate=lambda tile: paired(tile, tiling, row_tiles, 1)[0],
-        steps=lambda _: jnp.int32(steps),
-        producer=producer,
-        consumer=consumer,
-        accumulators=[(consumer_rows, padded)] * sums,
-        epilogue=epilogue,
-      )
-      run_tiles(tiling, work, shared.full, shared.empty, num_sms)
-
-    full, empty = barriers(tiling, 1 + num_terms)
-    memory = Memory(
-      x=tiled_smem((tiling.stages, rows, tiling.depth), x_TD.dtype),
-      gate=tiled_smem((tiling.stages, num_terms, tiling.depth, padded), x_TD.dtype),
-      stores=tiled_smem((CONSUMERS, tiling.stores, consumer_rows, CHUNK), jnp.float32),
-      expert=plgpu.SMEM((CONSUMERS, top_k, consumer_rows), jnp.int32),
-      full=full,
-      empty=empty,
-    )
-    pl.run_scoped(with_memory, memory, collective_axes="wg")
+    pl.run_scoped(with_memory, shape.memory(), collective_axes="wg")
 
   out_type = Outs(
     jax.ShapeDtypeStruct((tokens, padded), jnp.float32),
@@ -172,6 +113,128 @@ def gate_top_k_kernel(
   leaves = launch(body, operands, out_type, tiling, num_sms)(*jax.tree.leaves(operands))
   outs = jax.tree.unflatten(jax.tree.structure(out_type), leaves)
   return outs.logits[:, :experts], outs.expert.T
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+  """Everything that the program depends on.
+
+  Attributes:
+    tiling: of the launch.
+    tokens, width, experts: T, D and E.
+    padded: E up to a multiple of 64, the columns of a tile.
+    terms: terms of the gate's weights.
+    top_k: K.
+    dtype: type of the tokens.
+  """
+
+  tiling: Tiling
+  tokens: int
+  width: int
+  experts: int
+  padded: int
+  terms: int
+  top_k: int
+  dtype: Any
+
+  @property
+  def sums(self) -> int:
+    """Accumulators. Tensor cores truncate the sum that they add to. The small terms have a sum of
+    their own, so that the large sum is truncated as often as in a single product."""
+    return min(self.terms, 2)
+
+  def memory(self) -> Memory:
+    """The types of a CTA's shared memory and barriers."""
+    tiling, rows = self.tiling, self.tiling.consumer_rows
+    full, empty = barriers(tiling, 1 + self.terms)
+    return Memory(
+      x=tiled_smem((tiling.stages, tiling.rows, tiling.depth), self.dtype),
+      gate=tiled_smem((tiling.stages, self.terms, tiling.depth, self.padded), self.dtype),
+      store_buffers=store_buffers(tiling, jnp.float32),
+      expert=plgpu.SMEM((CONSUMERS, self.top_k, rows), jnp.int32),
+      full=full,
+      empty=empty,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cta:
+  """One CTA, by its references. The only coordinate of a tile is its row tile: a tile has all
+  experts."""
+
+  shape: _Shape
+  gmem: Operands
+  smem: Memory
+  outs: Outs
+  row_tiles: Any
+
+  def work(self) -> Work:
+    """The work of `run_tiles`."""
+    shape, tiling = self.shape, self.shape.tiling
+    return Work(
+      num_tiles=paired_tiles(tiling, self.row_tiles, 1),
+      locate=lambda tile: paired(tile, tiling, self.row_tiles, 1)[0],
+      steps=lambda _: jnp.int32(shape.width // tiling.depth),
+      producer=self.load,
+      consumer=self.multiply,
+      accumulators=[(tiling.consumer_rows, shape.padded)] * shape.sums,
+      epilogue=self.finish,
+    )
+
+  def load(self, tile: Any, step: Any, stage: Any, barrier: Any) -> None:
+    """Starts the copies of one stage: a block of tokens, and of each term of the gate's weights.
+
+    Both CTAs of a pair need the same weights.
+    """
+    tiling, gmem, smem = self.shape.tiling, self.gmem, self.smem
+    k_slice = pl.ds(step * tiling.depth, tiling.depth)
+    tokens = pl.ds(tile * tiling.rows, tiling.rows)
+    copy_block(gmem.x.at[tokens, k_slice], smem.x.at[stage], barrier)
+    for term, gate in enumerate(gmem.gate):
+      copy_block(gate.at[k_slice, :], smem.gate.at[stage, term], barrier, True)
+
+  def multiply(self, accumulators: Any, stage: Any, my_rows: Any) -> None:
+    """Starts the products of one stage: the tokens times every term."""
+    for term in range(self.shape.terms):
+      total = accumulators[min(term, self.shape.sums - 1)]
+      weights = self.smem.gate.at[stage, term]
+      plgpu.wgmma(total, self.smem.x.at[stage, my_rows], weights)
+
+  def finish(self, tile: Any, accumulators: Any, consumer: Any, first_row: Any) -> None:
+    """Stores the logits, and the K largest of each token."""
+    smem = self.smem
+    logits = accumulators[0][...]
+    for smaller in accumulators[1:]:
+      logits = logits + smaller[...]
+    first = tile * self.shape.tiling.rows + first_row
+    values = [(lambda s: logits[:, s], self.shape.padded)]
+    store_tiles(values, [self.outs.logits], [0], first, smem.store_buffers, consumer)
+    self.choose(logits, consumer)
+    plgpu.commit_smem()
+    tokens = pl.ds(first, self.shape.tiling.consumer_rows)
+    plgpu.copy_smem_to_gmem(smem.expert.at[consumer], self.outs.expert.at[:, tokens])
+
+  def choose(self, logits: Any, consumer: Any) -> None:
+    """Writes the experts with the K largest logits of each token to shared memory, largest first.
+
+    Ids are compared as float32, which is exact for them.
+    """
+    experts, shape = self.shape.experts, logits.shape
+    ids = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+    ids = ids.astype(jnp.float32)
+    lowest = jnp.full_like(logits, -jnp.inf)
+    left = logits if shape[1] == experts else jnp.where(ids < experts, logits, lowest)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous tile's experts are stored
+    for k in range(self.shape.top_k):
+      value = jnp.max(left, axis=1)
+      is_largest = left == lax.broadcast_in_dim(value, shape, (0,))
+      # The smallest id among equals, as `lax.top_k` chooses.
+      chosen = -jnp.max(jnp.where(is_largest, -ids, jnp.full_like(ids, -_LARGE)), axis=1)
+      left = jnp.where(ids == lax.broadcast_in_dim(chosen, shape, (0,)), lowest, left)
+      # NaN equals nothing, so no id is found. Any expert will do then, because the optimiser skips
+      # the step (`RouterSums.nonfinite`).
+      chosen = jnp.minimum(chosen, jnp.full_like(chosen, experts - 1))
+      self.smem.expert[consumer, k] = chosen.astype(jnp.int32)
 
 
 def _fit(rows: int, padded: int, terms: int) -> Tiling:
@@ -184,4 +247,5 @@ def _fit(rows: int, padded: int, terms: int) -> Tiling:
   stage = (rows + terms * padded) * 64 * 2
   stores = CONSUMERS * (_ROWS // CONSUMERS) * CHUNK * 4
   stages = min(6, (SMEM_LIMIT - _RESERVED - stores) // stage)
-  return Tiling(rows=rows, cols=padded, stages=stages, stores=1, pingpong=pingpong, pair="rows")
+  form = Tiling(rows=rows, cols=padded, stages=stages, pingpong=pingpong, pair="rows")
+  return dataclasses.replace(form, store_buffers=1)

@@ -56,7 +56,7 @@ def test_values_and_gradients_match_the_reference(sizes, with_bias):
 
   @jax.jit
   def run(*arguments):
-    product = lambda *a: grouped_matmul(*a[:2], sizes, bias_GN=a[2], backend="xla")
+    product = lambda lhs, rhs, bias: grouped_matmul(lhs, rhs, sizes, bias_GN=bias, backend="xla")
     out, vjp = jax.vjp(product, *arguments)
     return *vjp(dout), out
 
@@ -85,7 +85,7 @@ def test_tail_rows_are_zero_and_get_no_gradient():
   lhs = lhs.at[40:].set(jnp.nan)  # whatever lies past the groups must not be read into the result
   dout = dout.at[40:].set(jnp.nan)
   sizes = jnp.asarray([10, 10, 0, 20])
-  out, vjp = jax.vjp(lambda *a: grouped_matmul(*a, sizes, backend="xla"), lhs, rhs)
+  out, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, backend="xla"), lhs, rhs)
   dlhs, drhs = vjp(dout)
   assert not np.any(out[40:])
   assert not np.any(dlhs[40:])
@@ -101,13 +101,13 @@ def test_all_empty_patterns_of_eight_groups():
   @jax.jit
   @jax.vmap
   def got(sizes):
-    out, vjp = jax.vjp(lambda *a: grouped_matmul(*a, sizes, backend="xla"), lhs, rhs)
+    out, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, backend="xla"), lhs, rhs)
     return out, *vjp(dout)
 
   @jax.jit
   @jax.vmap
   def want(sizes):
-    out, vjp = jax.vjp(lambda *a: grouped_matmul_reference(*a, sizes), lhs, rhs)
+    out, vjp = jax.vjp(lambda x, w: grouped_matmul_reference(x, w, sizes), lhs, rhs)
     return out, *vjp(dout)
 
   patterns = np.asarray(list(itertools.product([0, 1], repeat=8)))

@@ -7,6 +7,7 @@ simulated on jax 0.11 and later only; they are lowered on both.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -202,7 +203,8 @@ def test_transposed_two_part_product_simulated():
     normal(2, 2, 3, 128, 64),
   )
   (got,) = simulate(product(True, tiling), xs, ((ws[0],), (ws[1],)), layout)
-  want = sum(xla.grouped_rows(x, w, layout, transpose_rhs=True) for x, w in zip(xs, ws))
+  first, second = (xla.grouped_rows(x, w, layout, transpose_rhs=True) for x, w in zip(xs, ws))
+  want = first + second
   n = used_rows(layout)
   assert relative_error(got[:n], want[:n]) < 3e-3
 
@@ -375,7 +377,7 @@ def test_public_product_and_gradients_simulated():
   for backend in ("mosaic_gpu", "reference"):
 
     def run(lhs, rhs, backend=backend):
-      out, vjp = jax.vjp(lambda *a: grouped_matmul(*a, sizes, backend=backend), lhs, rhs)
+      out, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, backend=backend), lhs, rhs)
       return out, *vjp(dout)
 
     results.append(simulate(run, lhs, rhs))
@@ -559,7 +561,7 @@ def test_one_row_lowers(activation, shape):
   """For CUDA, at the sizes of OLMoE, `gpt2_moe_medium`, Mixtral 8x7B and larger ones."""
   width, hidden, choices = shape
   gated = get_activation(activation).gated
-  of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+  of: Any = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
   into = of(8, width, hidden)
   weights = FFNWeights(into, of(8, hidden, width), into if gated else None)
   layout = choices_layout(jnp.arange(choices)[None], jnp.ones((1, choices)), 8)
@@ -580,6 +582,7 @@ def test_how_a_row_is_shared_out():
   assert split(28672, 8192, 8, 132, 128, 4096) == one_row.Split(1024, 8)
   for width, out_width, choices in ((7168, 2048, 8), (4096, 1536, 8), (6144, 9216, 2)):
     own = split(width, out_width, choices, 132)
+    assert own is not None
     ctas = choices * (out_width // own.columns) * own.parts
     assert 0.7 * 132 <= ctas <= 132, own
     assert width % (4 * own.unroll * own.parts) == 0
@@ -613,6 +616,7 @@ def test_products_of_a_token_under_a_norm_simulated(centred):
       got = linear.sums(norm.Normalised(x, own), matrices, backend="mosaic_gpu")
       want = linear.sums(norm.normalised(x, own), matrices, backend="mosaic_gpu")
     assert got is not None
+    assert want is not None
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
   # Rounded to the row's type: one in so many numbers falls to the other side.
   np.testing.assert_allclose(own(x).astype(jnp.float32), norm_of(x, own), rtol=1e-2, atol=1e-3)
@@ -682,11 +686,13 @@ def test_gate_of_a_token_under_its_norm_simulated(width, experts, fp32):
     assert found is not None
     got = found.top_k(4)
     y = norm.normalised(x, row.norm)
-  np.testing.assert_array_equal(*(a.astype(jnp.float32) for a in (found.x_TD, y.reshape(1, -1))))
+  y_TD = y.reshape(1, -1)
+  np.testing.assert_array_equal(found.x_TD.astype(jnp.float32), y_TD.astype(jnp.float32))
   want = gate_top_k(y.reshape(1, -1), gate, 4, fp32=fp32, backend="xla")
   assert relative_error(got.logits_TE, want.logits_TE) < 1e-5
   np.testing.assert_array_equal(got.expert_TK, want.expert_TK)
   share_TE = jax.nn.softmax(want.logits_TE)
+  assert got.share_TK is not None
   np.testing.assert_allclose(
     got.share_TK, jnp.take_along_axis(share_TE, want.expert_TK, 1), rtol=1e-4
   )
@@ -751,7 +757,9 @@ def test_gate_of_a_token_simulated(num_experts, k):
   np.testing.assert_array_equal(expert, jax.lax.top_k(logits, k)[1])
   np.testing.assert_array_equal(expert, order)
   softmax = jax.nn.softmax(np.asarray(logits, np.float64))
-  np.testing.assert_allclose(share, np.take_along_axis(softmax, np.asarray(expert), 1), rtol=1e-5)
+  assert share is not None
+  want = np.take_along_axis(np.asarray(softmax), np.asarray(expert), 1)
+  np.testing.assert_allclose(share, want, rtol=1e-5)
   assert expert.dtype == jnp.int32
 
 

@@ -123,9 +123,9 @@ def test_route_equals_the_gate_token_by_token_with_noise(k):
   rng = np.random.default_rng(k)
   x, gate = rng.normal(size=(7, 5)), rng.normal(size=(5, 4))
   noise = rng.normal(size=(7, 4))
-  args = (jnp.asarray(a, jnp.float32) for a in (x, gate))
+  x_TD, gate_DE = (jnp.asarray(a, jnp.float32) for a in (x, gate))
   draws = Draws(noise_TE=jnp.asarray(noise, jnp.float32))
-  routing = route(*args, RouterConfig(noise=2.0), k=k, training=draws)
+  routing = route(x_TD, gate_DE, RouterConfig(noise=2.0), k=k, training=draws)
   for t in range(7):
     expected = oracles.gate(oracles.lift(x[t]), gate, k, noise=2.0 / 4 * noise[t])
     np.testing.assert_array_equal(routing.expert_TK[t], expected.experts)
@@ -179,8 +179,9 @@ def test_weights_of_shares_that_the_gate_has_made(scores, normalise):
   config = RouterConfig(normalise=normalise, scoring_func=scores)
   for bias in (None, jnp.asarray([0.0, 3, 0, 0, -3, 0])):
     found = [route(jnp.zeros((5, 1)), gate(), config, k=2, bias_E=bias) for gate in (Gate, Knowing)]
-    np.testing.assert_array_equal(*(one.expert_TK for one in found))
-    np.testing.assert_allclose(*(one.weight_TK for one in found), rtol=1e-6)
+    plain, knowing = found
+    np.testing.assert_array_equal(plain.expert_TK, knowing.expert_TK)
+    np.testing.assert_allclose(plain.weight_TK, knowing.weight_TK, rtol=1e-6)
 
 
 def test_more_choices_than_experts():

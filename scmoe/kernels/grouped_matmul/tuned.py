@@ -138,7 +138,7 @@ def parsed(content: str, device_kind: str) -> Table:
 
 def _entry(entry: Any) -> tuple[Key, Measured]:
   kind, width, n, gathered = entry["product"]
-  fields = {_RENAMED.get(name, name): value for name, value in entry["tiling"].items()}
+  fields: dict[str, Any] = {_RENAMED.get(k) or k: v for k, v in dict(entry["tiling"]).items()}
   wrong = [name for name, kind in _FIELDS.items() if type(fields[name]) is not kind]
   if wrong or set(fields) != set(_FIELDS):
     raise ValueError(f"{fields} is no tiling")

@@ -6,8 +6,8 @@ from typing import Any
 
 from scmoe.base.errors import ConfigError, DataError
 
-# Fields that a resumed run may change. They decide how long the run is, how often it reports, and
-# where and in which order it computes, not the values of a step.
+# Fields that a resumed run may change. They decide how long the run is, when it reports or gives
+# up, and where and in which order it computes, not what a step computes.
 SAFE = (
   "name",
   "model.expert_impl",

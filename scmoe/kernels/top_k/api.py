@@ -116,7 +116,8 @@ def gate_top_k(
 ) -> GateOutput:
   """Logits of a linear gate, and the k experts with the largest.
 
-  In a tie the expert with the smaller index comes first. NaN counts as the largest.
+  In a tie the expert with the smaller index comes first. NaN counts as the largest; only the kernel
+  for a single token may then choose other experts, with valid ids (`one_row.top_k`).
 
   Args:
     x_TD: tokens.

@@ -76,7 +76,7 @@ def test_every_run_of_every_scale_can_be_configured(name):
       assert run.train.seed == 1
       run.resolve(num_devices=1, vocab_size=257)
   readme = (QUALITY / name / "README.md").read_text()
-  for variant in design.variants:
+  for variant in plan.variants:
     assert f"`{variant}`" in readme, f"{variant} is not in the README that registers the study"
   for stored in (QUALITY / name / "results").glob("plan-*.json"):
     plan = read_plan(stored)
@@ -141,7 +141,14 @@ def test_a_run_that_would_not_end_is_not_begun(fake, capsys, monkeypatch):
   folder = fake / "w/top2_seed-0"
   run = sweep.Run(folder, table.study.variant_run(plan, "top2", 0))
   make = lambda limit, seconds: table.study.Pieces(
-    plan, {folder: ("top2", 0)}, [{"seconds": seconds}], fake / "x", limit, "", "", keep=False
+    plan,
+    {folder: ("top2", 0)},
+    [{"seconds": seconds, "steps": 3}],
+    fake / "x",
+    limit,
+    "",
+    "",
+    keep=False,
   )
   assert make(0, 500).may_begin(run)  # no limit
   assert make(305, 0).may_begin(run)  # nothing is known of how long a run takes

@@ -44,6 +44,7 @@ from scmoe.reports.studies import (  # noqa: E402
   read_plan,
   read_results,
   result_line,
+  runs_of_all,
   variants_table,
   write_results,
 )
@@ -77,6 +78,9 @@ FLAGS = (
 )
 
 
+Variants = Mapping[str, Mapping[str, str]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Design:
   """A study: what its run.py says once for all scales.
@@ -84,7 +88,8 @@ class Design:
   Attributes:
     folder: of the study.
     title: the question.
-    variants: name -> fields that it changes, with values as text.
+    variants: name -> fields that it changes, with values as text; or a function of the scale that
+      gives them.
     contrasts: see `Plan.contrasts`.
     seeds: scale -> seeds of every variant, or of each by name.
     configs: scale -> the configuration that variants change; `language` where a scale is missing.
@@ -93,7 +98,7 @@ class Design:
 
   folder: Path
   title: str
-  variants: Mapping[str, Mapping[str, str]]
+  variants: Variants | Callable[[str], Variants]
   contrasts: tuple[Contrast, ...]
   seeds: Mapping[str, int | Mapping[str, int]]
   configs: Mapping[str, Callable[[], RunConfig]] = dataclasses.field(default_factory=dict)
@@ -110,8 +115,9 @@ class Design:
     base = self.configs.get(scale, functools.partial(language, scale))()
     base = functools.reduce(lambda run, pair: with_field(run, *pair), given, base)
     asked = self.seeds[scale]
-    seeds = dict(asked) if isinstance(asked, Mapping) else dict.fromkeys(self.variants, asked)
-    variants = {name: dict(fields) for name, fields in self.variants.items()}
+    given_variants = self.variants(scale) if callable(self.variants) else self.variants
+    variants = {name: dict(fields) for name, fields in given_variants.items()}
+    seeds = dict(asked) if isinstance(asked, Mapping) else dict.fromkeys(variants, asked)
     plan = Plan(self.folder.name, scale, self.title, to_dict(base), variants, seeds,
                 self.contrasts, self.metric)  # fmt: skip
     for name in variants:
@@ -200,8 +206,8 @@ def call(design: Design, argv: list[str]) -> Study:
   # Nothing that a smoke run finds belongs among the results.
   out = Path(values["out"] or (workdir / "results" if scale == "smoke" else results))
   plan = registered(design, scale, given, [out, results])
-  known = [line for place in dict.fromkeys((results, out)) for line in
-           read_results(place / "runs", scale)]  # fmt: skip
+  folders = [*runs_of_all(design.folder.parent), out / "runs"]
+  known = read_results(dict.fromkeys(folders), scale)
   wanted = _variants(plan, values["only"])
   study = collected(plan, known)
   waiting = [key for key in plan.runs if key not in study.done and key[0] in wanted]
@@ -297,7 +303,9 @@ class Pieces(sweep.Watch):
     self.whole = limit - GRACE[plan.scale]
     if limit:
       self.until = time.monotonic() + self.whole
-    self._earlier = max((r.get("seconds", 0.0) for r in known), default=0.0)
+    steps = plan.config["train"]["steps"]
+    alike = (r.get("seconds", 0.0) for r in known if r.get("steps") == steps)
+    self._earlier = max(alike, default=0.0)
     self._slowest = 0.0  # of this call
 
   def may_begin(self, run: sweep.Run) -> bool:

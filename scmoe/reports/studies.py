@@ -228,42 +228,46 @@ class Study:
     return [own[seed] - base[seed] for seed in sorted(own) if seed in base]
 
 
-def read_results(folder: Path, scale: str) -> list[Result]:
-  """All result lines of a scale in results/runs/, oldest first.
+def read_results(folders: Iterable[Path], scale: str) -> list[Result]:
+  """All result lines of a scale in some folders runs/, oldest first.
+
+  Each gets `file`, its path from the folder of all studies, and `line`, counted from 1.
 
   Raises:
     DataError: a line is not a result in JSON.
   """
   found = []
-  for path in sorted(folder.glob(f"{scale}-*.jsonl")):
-    for number_, text in enumerate(read_bytes(path).decode("utf-8", "replace").splitlines(), 1):
-      line = parse_json(text, f"{path}:{number_}", _RESULT_SHAPE)
-      found.append({**line, "file": path.name, "line": number_})
+  for path in sorted(path for folder in folders for path in folder.glob(f"{scale}-*.jsonl")):
+    for row, text in enumerate(read_bytes(path).decode("utf-8", "replace").splitlines(), 1):
+      line = parse_json(text, f"{path}:{row}", _RESULT_SHAPE)
+      found.append({**line, "file": "/".join(path.parts[-4:]), "line": row})
   return sorted(found, key=lambda line: line["date"])
 
 
 def collected(plan: Plan, results: Iterable[Result]) -> Study:
   """Sorts results into a plan's finished, failed and other ones.
 
-  Runs can be paired only if they read the same text, so results on other text than the first
-  finished run's are left out.
+  A result belongs to the variant whose configuration it has, whichever study trained it: several
+  studies compare with top2, and one run serves all. Runs can be paired only if they read the same
+  text, so results on other text than the first finished run's are left out.
   """
   done: dict[tuple[str, int], Result] = {}
   failed, other, text = [], [], None
-  wanted = set(plan.runs)
-  for result in results:
-    key = result["variant"], result["seed"]
-    same = result["study"] == plan.study and key in wanted
-    if not same or result["plan"] != plan.digest(result["variant"]):
-      other.append(result)
-    elif result["status"] != "done" or number(result["final"].get(plan.metric)) is None:
+  wanted, names = set(plan.runs), {plan.digest(name): name for name in plan.variants}
+  for found in results:
+    key = names.get(found["plan"], ""), found["seed"]
+    if key not in wanted:
+      other += [found] if found["study"] == plan.study else []
+      continue
+    result = {**found, "variant": key[0]}
+    if result["status"] != "done" or number(result["final"].get(plan.metric)) is None:
       failed.append(result)
+      continue
+    text = text or _text(result)
+    if _text(result) == text:
+      done[key] = result
     else:
-      text = text or _text(result)
-      if _text(result) == text:
-        done[key] = result
-      else:
-        other.append(result)
+      other.append(result)
   ordered = {key: done[key] for key in plan.runs if key in done}
   return Study(plan, ordered, failed, other)
 
@@ -276,7 +280,7 @@ def _text(result: Result) -> str:
 
 
 def read_study(folder: Path, scale: str) -> Study:
-  """The study of a folder at one scale.
+  """The study of a folder at one scale, with the runs that it shares with its neighbours.
 
   Raises:
     FileNotFoundError: the study was not registered at that scale.
@@ -287,7 +291,12 @@ def read_study(folder: Path, scale: str) -> Study:
     plan = read_plan(results / f"plan-{scale}.json")
   except ConfigError as error:
     raise DataError(f"{results / f'plan-{scale}.json'}: {error}") from None
-  return collected(plan, read_results(results / "runs", scale))
+  return collected(plan, read_results(runs_of_all(folder.parent), scale))
+
+
+def runs_of_all(folder: Path) -> list[Path]:
+  """The folders with results of all studies below a folder."""
+  return sorted(folder.glob("*/results/runs"))
 
 
 # --- findings -------------------------------------------------------------------------------------

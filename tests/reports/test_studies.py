@@ -44,6 +44,7 @@ def test_runs_go_seed_by_seed():
 
 
 def test_plan_and_results_are_read_back(tmp_path):
+  tmp_path = tmp_path / "quality/positions"
   (tmp_path / "results/runs").mkdir(parents=True)
   PLAN.write(tmp_path / "results")
   studies.write_results(tmp_path / "results/runs/gpu-2.jsonl", GOOD[3:])
@@ -52,7 +53,7 @@ def test_plan_and_results_are_read_back(tmp_path):
   study = read_study(tmp_path, "gpu")
   assert study.plan == PLAN
   assert list(study.done) == PLAN.runs
-  assert study.done["pos2", 1]["file"] == "gpu-2.jsonl"
+  assert study.done["pos2", 1]["file"] == "positions/results/runs/gpu-2.jsonl"
   assert study.differences(PLAN.contrasts[0]) == pytest.approx([0.001, 0.0, -0.001])
   with pytest.raises(FileNotFoundError):
     read_study(tmp_path, "cpu")
@@ -79,6 +80,8 @@ def test_findings():
 
 def test_what_does_not_belong_is_left_out():
   other = dataclasses.replace(PLAN, config={"train": {"steps": 5}})
+  changed = {"variants": {"gone": {"model.mix": "cg2"}}, "seeds": {"gone": 1}, "contrasts": ()}
+  gone = dataclasses.replace(PLAN, **changed)
   lines = [
     *GOOD[:5],
     result("pos2", 2, 9.0, plan=other),
@@ -86,8 +89,7 @@ def test_what_does_not_belong_is_left_out():
     result("bad", 1, None, "failed at step 3 of 4, exit 4: NonFiniteError"),
     result("top2", 1, float("nan")),
     result("top2", 0, 2.5, date="2026-02-01"),
-    result("gone", 0, 1.0, plan=dataclasses.replace(PLAN, variants={"gone": {}}, seeds={"gone": 1},
-                                                    contrasts=())),
+    result("gone", 0, 1.0, plan=gone),
   ]  # fmt: skip
   study = collected(PLAN, lines)
   assert study.values("top2") == {0: 2.5, 1: 3.1, 2: 3.2}  # the newest complete one
@@ -99,6 +101,26 @@ def test_what_does_not_belong_is_left_out():
   assert "bad, seed 1: failed at step 3 of 4, exit 4" in said
   assert "top2, seed 1: done, made good later" in said
   assert "3 results of another configuration or other text are left out" in said
+
+
+def test_a_run_serves_every_study_that_has_its_configuration(tmp_path):
+  """Whatever the other study calls the variant; its own variants are not counted as strangers."""
+  other = dataclasses.replace(
+    PLAN, study="mixing", variants={"base": {"model.wiring": "top2"}, "new": {"model.mix": "cg2"}},
+    seeds={"base": 2, "new": 2}, contrasts=(Contrast("new", "base"),),
+  )  # fmt: skip
+  for plan, lines in (
+    (PLAN, GOOD),
+    (other, [result("new", s, 2.9 + s / 10, plan=other) for s in range(2)]),
+  ):
+    folder = tmp_path / plan.study / "results"
+    (folder / "runs").mkdir(parents=True)
+    plan.write(folder)
+    studies.write_results(folder / "runs/gpu-1.jsonl", lines)
+  study = read_study(tmp_path / "mixing", "gpu")
+  assert study.values("base") == {0: 3.0, 1: 3.1}
+  assert study.done["base", 1]["file"] == "positions/results/runs/gpu-1.jsonl"
+  assert (study.other, findings(study)[0].verdict) == ([], "better")
 
 
 def test_tables_show_every_variant():

@@ -1,0 +1,55 @@
+"""What a wiring is worth in time: the baseline's loss after several amounts of text.
+
+  python experiments/quality/effective_speedup/run.py --scale gpu --limit_seconds 570
+
+The runs give the baseline's curve. With the differences of ../table1_3_language and the speeds that
+speeds.json names, the table of effective speed-ups follows; README.md has the formulas.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import study
+
+from scmoe.reports.speedups import read_speedups, speedups_table
+
+# Optimizer steps of the common configuration of each scale (`study.language`).
+STEPS = {"smoke": 4, "cpu": 600, "gpu": 1600}
+SHARES = {"eighth": 0.125, "quarter": 0.25, "half": 0.5, "whole": 1, "double": 2}
+
+
+def variants(scale: str) -> dict[str, dict[str, str]]:
+  """The baseline with a share of the steps, a tenth of them warm-up, each with its own decay."""
+  found = {"whole": {"model.wiring": "top2"}}
+  for name, share in SHARES.items():
+    steps = max(1, round(share * STEPS[scale]))
+    if name != "whole":
+      found[name] = {
+        "model.wiring": "top2",
+        "train.steps": str(steps),
+        "optimizer.warmup_steps": str(max(1, steps // 10) if steps > 1 else 0),
+      }
+  return {f"top2_{name}": found[name] for name in SHARES}
+
+
+DESIGN = study.Design(
+  folder=Path(__file__).resolve().parent,
+  title="How much text would top-2 need for the loss of another wiring?",
+  variants=variants,
+  contrasts=study.against("top2_whole", "top2_half", "top2_double"),
+  seeds={"smoke": 2, "cpu": 3, "gpu": 3},
+)
+
+
+def main(argv: list[str]) -> None:
+  """Trains what is missing, and prints the table of speed-ups where the runs are there."""
+  found = study.call(DESIGN, argv)
+  speedups = read_speedups(DESIGN.folder.parent, found.plan.scale)
+  if speedups:
+    print("\n" + speedups_table(speedups, found.plan.scale).text(140))
+
+
+if __name__ == "__main__":
+  study.run_main(main)

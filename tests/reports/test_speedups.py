@@ -1,0 +1,79 @@
+"""Effective speed-ups from a folder of studies, of a truth that is known."""
+
+import json
+import shutil
+
+import pytest
+
+from scmoe.base.errors import DataError
+from scmoe.reports import speedups
+from scmoe.reports.statistics import LossCurve
+from scmoe.reports.studies import Contrast, Plan, write_results
+
+TRUTH = LossCurve(1.5, 300.0, 0.3)
+SHARES = {"top2_eighth": 1 / 8, "top2_half": 1 / 2, "top2_whole": 1.0, "top2_double": 2.0}
+D = 1e8
+
+
+@pytest.fixture
+def folder(tmp_path):
+  """experiments/quality/ with a baseline on the curve and a variant worth 1.25 times the text."""
+  quality = tmp_path / "experiments/quality"
+  line = lambda plan, variant, seed, tokens, loss: {
+    "study": plan.study, "scale": "gpu", "variant": variant, "seed": seed, "data": {},
+    "plan": plan.digest(variant), "status": "done", "date": "", "train": {}, "evals": {},
+    "tokens": tokens, "final": {"loss": loss},
+  }  # fmt: skip
+  baseline = Plan("effective_speedup", "gpu", "", {}, {n: {"n": n} for n in SHARES},
+                  dict.fromkeys(SHARES, 2), ())  # fmt: skip
+  compared = Plan("table1_3_language", "gpu", "", {}, {"top2": {}, "scmoe_pos2": {"w": "2"}},
+                  {"top2": 2, "scmoe_pos2": 2}, (Contrast("scmoe_pos2", "top2"),))  # fmt: skip
+  shift = {0: -0.001, 1: 0.001}
+  better = TRUTH.loss(1.25 * D) - TRUTH.loss(D)
+  of_curve = [
+    line(baseline, n, s, x * D, TRUTH.loss(x * D) + shift[s])
+    for n, x in SHARES.items()
+    for s in shift
+  ]
+  of_variant = [
+    line(compared, n, s, D, TRUTH.loss(D) + shift[s] * (1 + own / 10) + own * better)
+    for n, own in (("top2", 0), ("scmoe_pos2", 1))
+    for s in shift
+  ]
+  for plan, own in ((baseline, of_curve), (compared, of_variant)):
+    results = quality / plan.study / "results"
+    (results / "runs").mkdir(parents=True)
+    plan.write(results)
+    write_results(results / "runs/gpu-1.jsonl", own)
+  times = [{"label": "xl", "arms": {"top": {"ms": 12.0}, "pos2": {"ms": 10.0},
+            "pos3": {"ms": 9.0, "rounds_ms": [9.0, 9.5]}}}]  # fmt: skip
+  (tmp_path / "experiments/times.json").write_text(json.dumps(times))
+  source = {"file": "experiments/times.json", "label": "xl", "base": "top", "arm": "pos2"}
+  speeds = {"slow link": {"scmoe_pos2": source, "scmoe_pos9": source}}
+  (quality / "effective_speedup/speeds.json").write_text(json.dumps(speeds))
+  return quality
+
+
+def test_worth_is_data_times_throughput(folder):
+  (found,) = speedups.read_speedups(folder, "gpu")
+  assert (found.variant, found.link) == ("scmoe_pos2", "slow link")
+  assert found.speedup.data.value == pytest.approx(1.25, abs=0.02)
+  assert found.speedup.throughput.value == pytest.approx(1.2)
+  assert found.speedup.effective.value == pytest.approx(1.2 * found.speedup.data.value)
+  assert found.speedup.effective.low < 1.5 < found.speedup.effective.high
+  text = speedups.speedups_table([found], "gpu").text(200)
+  assert "experiments/times.json, xl: top, pos2" in text
+
+
+def test_without_enough_results_there_is_none(folder):
+  assert speedups.read_speedups(folder, "cpu") == []
+  shutil.rmtree(folder / "effective_speedup/results/runs")
+  assert speedups.read_speedups(folder, "gpu") == []
+
+
+def test_ratios_of_rounds_and_of_medians(folder):
+  path = folder.parent / "times.json"
+  assert speedups.ratios(path, "xl", "pos3", "pos3") == [1.0, 1.0]
+  assert speedups.ratios(path, "xl", "top", "pos3") == [pytest.approx(12 / 9)]
+  with pytest.raises(DataError, match="no arm 'pos7' in the row 'xl'"):
+    speedups.ratios(path, "xl", "top", "pos7")

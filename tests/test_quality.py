@@ -46,6 +46,8 @@ lines += [{"step": steps, "kind": "eval", "loss": loss}, {"step": steps, "kind":
 def load(name):
   """The run.py of a study as a module."""
   spec = importlib.util.spec_from_file_location(f"quality_{name}", QUALITY / name / "run.py")
+  assert spec is not None
+  assert spec.loader is not None
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
   return module

@@ -69,6 +69,7 @@ def test_findings():
   assert first.equivalent == pytest.approx(0.001658, abs=1e-6)
   assert first.p == pytest.approx(1)
   assert second.verdict == "worse"  # both pairs differ by 0.5, so there is no spread
+  assert second.test is not None
   assert second.test.mean == pytest.approx(0.5)
   few = findings(collected(PLAN, [*GOOD[:2], *GOOD[3:5]]))
   assert few[0].verdict == "equivalent within 0.01 (runs are missing)"

@@ -18,7 +18,7 @@ Why so:
   with 16 microbatches.
 - It starts inside the backward pass, layer by layer, so that the layers that are still to come hide
   it. Only layer 1's has nothing left beside it (SE-MoE's fused slices, arXiv 2205.10034).
-- Totals are float32, because bfloat16 gradients of many microbatches lose what they add.
+- Totals are float32, because a bfloat16 total of many microbatches would round small addends away.
 - The kernel that makes a gradient adds it to the total: no copy of all gradients is written.
 
 The loss of a step is a sum over all its tokens, divided once by the step's count of them. The count
@@ -168,7 +168,7 @@ def accumulate(
   """Loss and gradients of a step, and its summed aux.
 
   Args:
-    objective: what is trained.
+    objective: gives the losses and their counts.
     params: in the types in which the loss reads them.
     router: state that gradients do not train.
     batch: leaves [A, B, ...] of A microbatches; the i-th uses the key folded with i.

@@ -92,7 +92,7 @@ class MetricsFile:
     self._waiting.clear()
 
   def _begin_line(self, file: BinaryIO) -> None:
-    """Removes what a failed write left behind; ends a line that somebody else has cut.
+    """Removes the part of a line that a failed write left; ends a line that somebody else has cut.
 
     Somebody may have removed or cut the file meanwhile: truncating it to the size that it had would
     fill it up with zero bytes.
@@ -377,7 +377,7 @@ class Meter:
 
 
 def console_line(step: int, steps: int, values: dict[str, Any]) -> str:
-  """One line for people; what is not known is left out.
+  """One line for people; figures that are not known are left out.
 
   Reads `loss`, `lr`, `grad_norm`, `tokens_per_second`, `mfu` (0 to 1), `eta_seconds`, `drop` (share
   of choices), `imbalance` (busiest expert over the mean) and `skipped`.

@@ -173,14 +173,14 @@ def make_train_step(
   Batch leaves are global arrays [A, B, ...] of A microbatches, B over the mesh's batch axes.
 
   Args:
-    objective: what is trained.
+    objective: gives the loss, the metrics and the router's update.
     optimizer: from `make_optimizer`.
     abstract: from `abstract_state`.
     gradient_dtype: in which gradients travel between devices.
     flight: microbatches side by side; see `accumulate`.
     compiler_options: XLA's, for this step only.
 
-  The scalars are those of the objective, and `objective` (what is differentiated), `loss` (the
+  The scalars are those of the objective, and `objective` (the differentiated loss), `loss` (the
   same, unless the objective has its own), `grad_norm` before clipping, `lr`, `finite`, `skipped`,
   `skipped_in_row`; with loss scaling `loss_scale`, with a spike test `spike`.
   """

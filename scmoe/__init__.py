@@ -20,8 +20,8 @@ The names below are the library's interface; docs/library.md shows their use:
   >>> from flax import nnx
   >>> moe = scmoe.MoE(scmoe.MoEConfig(width=64, hidden=128, num_experts=8), rngs=nnx.Rngs(0))
 
-`import scmoe` imports neither jax nor any module: each is imported when one of its names is first
-read, so that flags and environment variables can still be set after it.
+`import scmoe` imports neither jax nor the modules of these names. A module is imported when one of
+its names is first read, so that flags and environment variables can still be set after it.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""python -m scmoe.evaluate: validation loss, perplexity and bits per byte of a trained model.
+"""python -m scmoe.evaluate: prints loss, perplexity and bits per byte of a trained model.
 
   python -m scmoe.evaluate --workdir runs/quickstart
   python -m scmoe.evaluate --workdir runs/a --step 500 --json result.json
@@ -67,7 +67,7 @@ FLAGS = (
   Flag("model", str, "", "folder that scmoe.convert --inference wrote, instead of --workdir"),
   Flag("step", int, -1, "step of the checkpoint; -1: the newest"),
   Flag("max_batches", int, 0, "batches to evaluate; 0: all validation text"),
-  Flag("mesh", str, "", "axes such as data=2,expert=2; default: training's mesh, or one device"),
+  Flag("mesh", str, "", "such as data=2,expert=2; default: training's, or one device"),
   SIMULATE,
   Flag("json", str, "", "also write the figures to this file"),
   *(Flag(name, str, None, "replaces the run's value") for name in EVALUATED),

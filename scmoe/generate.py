@@ -1,4 +1,4 @@
-"""python -m scmoe.generate: text from a trained model.
+"""python -m scmoe.generate: continues prompts, or answers messages, with a trained model.
 
   python -m scmoe.generate --workdir runs/quickstart --prompt "def main(" --max_new_tokens 200
   python -m scmoe.generate --workdir runs/a --prompt "import " --prompt "class " --temperature 0

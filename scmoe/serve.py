@@ -36,8 +36,8 @@ from scmoe.run.session import Session
 
 FLAGS = (
   Flag("model", str, "", "folder that scmoe.convert --inference wrote", required=True),
-  Flag("input", str, "-", "file or pipe with requests, one per line; -: standard input"),
-  Flag("output", str, "-", "file to which answers are appended; -: standard output"),
+  Flag("input", str, "-", "file or pipe with requests, one per line; -: stdin"),
+  Flag("output", str, "-", "file to which answers are appended; -: stdout"),
   Flag("batch", int, 8, "most requests that are decoded together"),
   Flag("max_wait", float, 0.05, "seconds that a request waits for others"),
   Flag("max_new_tokens", int, 64, "most tokens of an answer"),

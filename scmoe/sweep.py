@@ -48,7 +48,7 @@ from scmoe.training.workdir import LOCK, RunLock, owner_lives, prepare_workdir
 
 OWN = (
   Flag("grid", str, "", "FIELD=VALUE,VALUE,...: trains all combinations", repeat=True),
-  Flag("seeds", int, 1, "runs of every combination: train.seed, train.seed + 1, ..."),
+  Flag("seeds", int, 1, "runs per combination: train.seed, train.seed + 1, ..."),
   Flag("jobs", int, 1, "runs at the same time, which divide the GPUs"),
   Flag("dry_run", bool, False, "print the runs, then stop"),
   Flag("json", str, "", "also write the figures of the comparison to this file"),
@@ -263,12 +263,12 @@ def train_all(
   watch = watch or Watch()
   waiting, free, training = list(runs), list(environments), []
   with _Stop() as stop:
-    while (waiting and not stop.asked) or training:
+    while (waiting and not stop.requested) or training:
       late = time.monotonic() >= watch.until
       if late:
         waiting = []
         stop.end_all()
-      while waiting and free and not stop.asked:
+      while waiting and free and not stop.requested:
         place = f"[{len(runs) - len(waiting) + 1}/{len(runs)}] {waiting[0].folder.name}"
         run = waiting.pop(0)
         if not watch.may_begin(run):
@@ -281,7 +281,7 @@ def train_all(
         free.append(ended.environment)
         watch.ended(ended.run, time.monotonic() - ended.began)
       time.sleep(POLL_SECONDS)
-  if stop.asked:
+  if stop.requested:
     raise Preempted("the sweep was stopped; run the same command again to go on")
 
 
@@ -339,7 +339,7 @@ class _Stop:
   """A context manager that passes SIGINT, SIGTERM and SIGHUP on to the runs, which save and end."""
 
   def __init__(self) -> None:
-    self.asked = False
+    self.requested = False
     self.processes: list[subprocess.Popen] = []
     self._before: dict[int, Any] = {}
 
@@ -361,7 +361,7 @@ class _Stop:
 
   def _handle(self, number: int, frame: Any) -> None:
     del frame
-    self.asked = True
+    self.requested = True
     for process in self.processes:
       # The terminal sends Ctrl-C to the runs too; a second SIGINT would end them without saving.
       if process.poll() is None and number != signal.SIGINT:
@@ -370,11 +370,11 @@ class _Stop:
 
 def _wait_for_owner(folder: Path, place: str) -> None:
   """Waits while another process trains in the folder, e.g. a run of a sweep that was killed."""
-  said = False
+  announced = False
   while owner_lives(folder / LOCK):
-    if not said:
+    if not announced:
       say(f"{place}: is being trained by another process; waiting for it")
-    said = True
+    announced = True
     time.sleep(POLL_SECONDS)
 
 

@@ -92,7 +92,7 @@ def train(run: RunConfig, workdir: Path) -> TrainState:
   if run.overlap.copy_engines:
     request_copy_engines()
   distributed.initialize(run.distributed)
-  asked = run
+  unresolved = run
   run = run.resolve(
     num_devices=jax.device_count(),
     vocab_size=build.vocab_size(run.data),
@@ -126,7 +126,7 @@ def train(run: RunConfig, workdir: Path) -> TrainState:
     header="\n".join(
       [header(built, data, workdir), *([teacher.header_line(run)] if teacher else [])]
     ),
-    card=card(asked, built, data),
+    card=card(unresolved, built, data),
     warm_start=beginning(built),
     teacher=functools.partial(teacher.load, built.teacher) if teacher and built.teacher else None,
   )
@@ -163,12 +163,12 @@ def beginning(built: build.Built) -> Callable[[TrainState], TrainState] | None:
   return start
 
 
-def card(asked: RunConfig, built: build.Built, data: Data) -> dict[str, Any]:
+def card(unresolved: RunConfig, built: build.Built, data: Data) -> dict[str, Any]:
   """The entries of the run's card that do not change: command, configuration, data, sizes."""
   parameters = count_parameters(built.run.model, built.shapes)
   return {
     "command": [*_program(), *sys.argv[1:]],
-    "config": to_dict(asked),
+    "config": to_dict(unresolved),
     "data": data.fingerprint(),
     "tokenizer": data.tokenizer.digest,
     "parameters": {"total": parameters.total, "active": parameters.active},

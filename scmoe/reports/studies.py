@@ -130,13 +130,13 @@ def read_plan(path: Path) -> Plan:
 # --- results --------------------------------------------------------------------------------------
 
 
-def result_line(plan: Plan, variant: str, seed: int, record: Record, **said: Any) -> Result:
+def result_line(plan: Plan, variant: str, seed: int, record: Record, **extra: Any) -> Result:
   """The result of a run that a study stores: a few kilobytes, JSON-able.
 
   Args:
     plan, variant, seed: identify the run.
     record: the run, read from its folder.
-    **said: further entries, such as `command` and `seconds` of wall time.
+    **extra: further entries, such as `command` and `seconds` of wall time.
   """
   card, last = record.card, (record.train or [{}])[-1]
   final = {k: v for k, v in (record.evals or [{}])[-1].items() if number(v) is not None}
@@ -172,7 +172,7 @@ def result_line(plan: Plan, variant: str, seed: int, record: Record, **said: Any
     "memory_bytes": number(end.get("device_memory_bytes")) or number(end.get("host_memory_bytes")),
     "router": {name: last[name] for name in _ROUTER if number(last.get(name)) is not None},
     "layers": last.get("layers", {}),
-    **said,
+    **extra,
   }
 
 

@@ -64,9 +64,7 @@ HELP = Flag(
 
 VERSION = Flag("version", bool, False, "print the version, then stop; every command has it")
 
-SIMULATE = Flag(
-  "simulate", int, 0, "number of devices to simulate on the CPU; 0: use the real devices"
-)
+SIMULATE = Flag("simulate", int, 0, "devices to simulate on the CPU; 0: no simulation")
 ALLOW_IMPORT = Flag(
   "allow_import",
   str,
@@ -77,14 +75,14 @@ ALLOW_IMPORT = Flag(
 )
 
 TRAIN_FLAGS = (
-  Flag("config", str, "quickstart", "config file (Python, which is run), or the name of one"),
+  Flag("config", str, "quickstart", "Python config file, which is run, or a name"),
   Flag("config_json", str, "", "read the configuration from JSON (--print_config) instead"),
   Flag("smoke", bool, False, "use the config file's reduced form, which runs in seconds"),
   Flag(
     "workdir",
     str,
     "",
-    "folder to write to and to resume from; runs/NAME if not given, runs/NAME-smoke with --smoke",
+    "folder of the run; default: runs/NAME, or runs/NAME-smoke",
   ),
   Flag("dry_run", bool, False, "print sizes, memory, traffic and time for any mesh, then stop"),
   Flag("print_config", bool, False, "print the configuration as JSON, then stop"),
@@ -94,7 +92,7 @@ TRAIN_FLAGS = (
     "deterministic",
     bool,
     False,
-    "bitwise equal runs on the same hardware; on GPUs slower, and attention keeps its scores",
+    "same bits on the same hardware; on GPUs slower, with more memory",
   ),
   Flag("restarts", int, 0, "restart a run that dies, at most this many times"),
   ALLOW_IMPORT,

@@ -42,7 +42,7 @@ def field_types(cls: type) -> dict[str, type]:
 
 
 def fields(config: Any, prefix: str = "") -> Iterator[Field]:
-  """All fields of a dataclass of options, sections opened, in order."""
+  """All fields of a dataclass of options and of its sections, in order."""
   kinds = field_types(type(config))
   for f in dataclasses.fields(config):
     value, path = getattr(config, f.name), prefix + f.name

@@ -12,7 +12,7 @@ from scmoe.run.command_line import SIMULATE, Flag
 SAMPLING_FLAGS = (
   Flag("temperature", float, 1.0, "divides the logits; 0 takes the most probable token"),
   Flag("top_k", int, 0, "draw from the k most probable tokens; 0: from all"),
-  Flag("top_p", float, 1.0, "draw from the most probable tokens that make up this probability"),
+  Flag("top_p", float, 1.0, "draw from the most probable tokens up to this sum"),
   Flag("seed", int, 0, "seed of the draws"),
   Flag(
     "deterministic",
@@ -20,7 +20,7 @@ SAMPLING_FLAGS = (
     False,
     "on a GPU: the same greedy tokens in every process and for every --offload; slower",
   ),
-  Flag("mesh", str, "", "axes such as data=2,expert=2; default: training's mesh, or one device"),
+  Flag("mesh", str, "", "such as data=2,expert=2; default: training's, or one device"),
   SIMULATE,
 )
 OFFLOAD_FLAGS = (

@@ -130,23 +130,23 @@ class ScmoeLM(_Model):
     self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
   ) -> list[tuple[float, bool]]:
     """(log-likelihood, greedy) of every continuation, given its context."""
-    asked, begin = [], list(self.encoder.begin_ids)
+    continuations, begin = [], list(self.encoder.begin_ids)
     for _texts, context, continuation in requests:
       context = context if context[: len(begin)] == begin else [*begin, *context]
-      asked.append(Continuation([*context, *continuation], len(continuation)))
-    found = [(said.log_likelihood, said.greedy) for said in self._score(asked)]
-    for (texts, _context, _continuation), said in zip(requests, found):
-      self.cache_hook.add_partial("loglikelihood", texts, said)
+      continuations.append(Continuation([*context, *continuation], len(continuation)))
+    found = [(answer.log_likelihood, answer.greedy) for answer in self._score(continuations)]
+    for (texts, _context, _continuation), answer in zip(requests, found):
+      self.cache_hook.add_partial("loglikelihood", texts, answer)
     return found
 
   def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
     """Log-likelihood of whole texts, in windows of `max_length` tokens."""
     del disable_tqdm
     texts = [self.tok_encode(request.args[0]) for request in requests]
-    asked = [Continuation([self.encoder.bos_id, *tokens], len(tokens)) for tokens in texts]
-    found = [said.log_likelihood for said in self._score(asked)]
-    for request, said in zip(requests, found):
-      self.cache_hook.add_partial("loglikelihood_rolling", request.args, said)
+    continuations = [Continuation([self.encoder.bos_id, *tokens], len(tokens)) for tokens in texts]
+    found = [answer.log_likelihood for answer in self._score(continuations)]
+    for request, answer in zip(requests, found):
+      self.cache_hook.add_partial("loglikelihood_rolling", request.args, answer)
     return found
 
   def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
@@ -167,9 +167,9 @@ class ScmoeLM(_Model):
       self.cache_hook.add_partial("generate_until", request.args, text)
     return found
 
-  def _score(self, asked: list[Continuation]) -> Iterator[Score]:
+  def _score(self, continuations: list[Continuation]) -> Iterator[Score]:
     empty = Score(0.0, True)  # of a continuation without tokens
-    some = [one for one in asked if one.asked]
+    some = [one for one in continuations if one.asked]
     scores = iter(
       score(
         self.opened.model,
@@ -181,7 +181,7 @@ class ScmoeLM(_Model):
         prepare=self.opened.prepare,
       )
     )
-    return (next(scores) if one.asked else empty for one in asked)
+    return (next(scores) if one.asked else empty for one in continuations)
 
   def _prompts(self, texts: Sequence[str], new: int) -> list[list[int]]:
     """Tokens of each text; a long text loses its beginning, to leave room for `new` tokens."""

@@ -63,7 +63,7 @@ class OnDisk:
 
 
 def is_on_disk(x: Any) -> bool:
-  """Whether a node of a tree is an `OnDisk`; also an `is_leaf` of `jax.tree`."""
+  """Whether a node of a tree is an `OnDisk`. Serves as `is_leaf` of `jax.tree.map`."""
   return isinstance(x, OnDisk)
 
 

@@ -268,7 +268,8 @@ def check(model: GPT, mesh: Mesh) -> None:
   """Checks that a model's experts can be in the host's memory.
 
   Raises:
-    ConfigError: the model has no experts, or several devices share one expert.
+    ConfigError: the model has no experts, several devices share one expert, or
+      `dispatch.adaptive_r` is not 1.
   """
   if not model.config.wiring_rule.taps:
     raise ConfigError(

@@ -160,12 +160,12 @@ _ACTIVATIONS = {
 
 
 def kernel_form(activation: Activation) -> Activation:
-  """The same function, cheaper in a kernel's epilogue.
+  """The same function in a form that is cheaper in a kernel's epilogue, and that Mosaic can lower.
 
-  A GPU has tanh as one instruction of the special-function unit, where the usual sigmoid takes two
-  (exponential and reciprocal), and that unit is what limits an epilogue. Mosaic has no erf where
-  it infers layouts: there the exact GELU is within 1e-6 of max(1, |h|). Nor does it take functions
-  with a derivative of their own, such as `jax.nn.relu` (0 at 0).
+  The special-function unit limits an epilogue. It has tanh as one instruction, where the usual
+  sigmoid takes two (exponential and reciprocal). Mosaic cannot lower erf, so the exact GELU uses an
+  approximation whose error is below 1e-6 · max(1, |h|). Nor can Mosaic lower functions with a
+  custom derivative, such as `jax.nn.relu`.
   """
   fast = {
     _silu: (_fast_silu, _fast_silu_grad),

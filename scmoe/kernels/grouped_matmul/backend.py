@@ -1,4 +1,4 @@
-"""Which implementation computes the grouped products, decided in one place and logged once."""
+"""Decides which implementation computes the grouped products, and logs it once."""
 
 import functools
 import logging

@@ -1,12 +1,12 @@
-"""The experts' feed-forward network: one function, one gradient, for every way that rows come.
+"""The experts' feed-forward network: one function with one gradient for every layout of rows.
 
     M  rows at hand      K  copies of each      R  rows of the tiles      G  groups (experts)
     D  model width      F  expert width
 
-Rows are read where they lie: the up-projection gathers them into tiles, and what comes out goes
-back to the rows' own order, each row's copies weighted and added up. Kept for the backward are the
-rows, the pre-activations and the permutation's integers. Neither the experts' output nor its
-gradient is needed for the weights' gradient, which is ⟨da', a⟩ (SonicMoE, arXiv 2512.14080).
+The up-projection gathers the rows into tiles. The results go back to the rows' own order, where
+each row's copies are weighted and added up. The backward pass keeps the rows, the pre-activations
+and the permutation's integers. It does not need the experts' output: the gradient of a copy's
+weight is ⟨da', a⟩ (SonicMoE, arXiv 2512.14080).
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ class FFNConfig(Options):
 
   Attributes:
     activation: one of `activation_names()`.
-    impl: "grouped": grouped products (`backend` says whose); "batched": XLA's batched dense
-      products, for padded experts only; "auto": batched products where experts are padded and no
-      kernel is to be had, or something else is on the multiprocessors.
+    impl: "grouped": grouped products by `backend`; "batched": XLA's batched dense products, for
+      padded experts only; "auto": batched products if experts are padded and either no kernel
+      takes them or a collective may hold multiprocessors; else grouped.
     backend: of grouped products: "auto" (kernels on Hopper, XLA elsewhere), "mosaic_gpu" or "xla".
     precision: for float32 operands, as in `jax.lax.dot_general`.
     num_sms: multiprocessors that the kernels use; None: all.
     shared_sms: a collective may hold multiprocessors while padded experts run.
-    fp8: round the operands of the forward pass' products to e4m3, in blocks with scales of their
-      own (see `fp8`). The backward pass computes as if they had not been rounded, from the
-      pre-activations that rounded operands gave.
+    fp8: round the operands of the forward pass' products to e4m3, in blocks that have a scale each
+      (see the module `fp8`). The backward pass treats the rounding as the identity, and starts from
+      the pre-activations of the rounded operands.
   """
 
   activation: str = option("swiglu", choices=activation_names())
@@ -65,9 +65,10 @@ class FFNConfig(Options):
   fp8: bool = option(False)
 
 
-# CTAs per multiprocessor, one after the other, where a collective may hold some of them. With one
-# each, a CTA whose multiprocessor is taken would begin when the others end, and the product take
-# twice its time; alone, one each is faster (experiments/kernels).
+# CTAs per multiprocessor, one after the other, if a collective may hold some multiprocessors. With
+# one CTA each, the CTA of a multiprocessor that is held would begin only when the others have
+# ended, and the product would take twice as long. Without a collective, one each is faster
+# (experiments/kernels).
 WAVES = 8
 
 
@@ -84,7 +85,7 @@ def expert_ffn(
   Args:
     rows: [..., D]; M rows in the order that `layout` describes. Rows of no expert must be finite.
     weights: of the experts at hand; matrices are cast to the type of the rows.
-    layout: whose each row is.
+    layout: which experts each row is for.
     config: see `FFNConfig`.
 
   Returns:
@@ -109,7 +110,7 @@ def expert_ffn(
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-  """A resolved `FFNConfig`: what one traced program depends on beside shapes."""
+  """A resolved `FFNConfig`: everything that a traced program depends on besides shapes."""
 
   products: str  # "mosaic_gpu" or "xla"
   how: Execution
@@ -120,7 +121,7 @@ class _Static:
 
 
 def _resolve(config: FFNConfig, layout: RowLayout, dtype: Any, weights: FFNWeights) -> _Static:
-  """Which implementation runs; one place that decides."""
+  """Decides which implementation runs."""
   padded = layout.padded
   if config.impl == "batched" and padded is None:
     raise ValueError(
@@ -188,7 +189,7 @@ def _by_rank(rows_RN: jax.Array, static: _Static) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _expert_ffn(rows_MD, weights, choices, tiles, static):
-  """Without a gradient the pre-activations are not written."""
+  """The value alone: the pre-activations are not written, since no gradient needs them."""
   group_MK, weight_MK = choices
   if static.one_row:
     weight_K = None if weight_MK is None else weight_MK[0]
@@ -229,7 +230,8 @@ def _expert_ffn_bwd(static, residuals, dout_MD):
     static.how,
     permutation=tiles.permutation,
   )
-  # Of tokens in place the gate's part of the gradient is added in the loop that adds up theirs.
+  # XLA fuses two loops for tokens in place: the one that adds up their copies' gradients, and the
+  # one that adds the gate's part.
   drows_MD = _back(dx_RD, None, tiles, static, joined=static.weighted)
   dweight_MK = None
   if weight_MK is not None:

@@ -2,12 +2,12 @@
 
     R  rows      K, N  widths      B  blocks of 128 along K      C  blocks along N      G  groups
 
-A row has a scale for each 128 of its elements, a matrix one for each 128 x 128 (arXiv 2412.19437,
-section 3.3). Scales are powers of two, the smallest that keep a block within e4m3 (448), so nothing
-is rounded but the elements: an element times its scale is a bfloat16 number, and the product of two
-fp8 operands is exactly that of two of bfloat16, up to the order of sums. What has no kernel for fp8
-so computes the same from `rounded_rows` and `rounded_matrices`. Not the eight bits of `migration`,
-which are integers that only keep weights small.
+A row has a scale for each 128 of its elements, and a matrix has one for each 128 x 128 of them
+(arXiv 2412.19437, section 3.3). A scale is the smallest power of two that keeps its block within
+e4m3's largest number, 448. So only the elements are rounded: an element times its scale is a
+bfloat16 number, and a product of fp8 operands equals that of the bfloat16 numbers, up to the order
+of sums. Where there is no kernel for fp8, the same result therefore comes from `rounded_rows` and
+`rounded_matrices`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from scmoe.kernels.grouped_matmul.weights import FFNWeights
 BLOCK = 128
 E4M3 = jnp.float8_e4m3fn
 _LARGEST = float(jnp.finfo(E4M3).max)
-# What a scale may be: its inverse, and a block's numbers times it, stay normal float32 numbers.
+# Bounds of a scale's exponent: its inverse, and a block's numbers times it, stay normal float32s.
 _EXPONENTS = (-100, 100)
 
 
@@ -51,22 +51,22 @@ def quantised_matrices(w_GKN: Float[Array, "G K N"]) -> tuple[Array, Array]:
 
 
 def rounded_rows(x_RK: Float[Array, "*R K"]) -> Float[Array, "*R K"]:
-  """Every row rounded to fp8 and back, in its type; twice is once."""
+  """Rounds every row to fp8 and back to its type. To do so twice changes nothing more."""
   q_RK, scale_RB = _kept(quantised_rows(x_RK))
   scale_RK = jnp.repeat(scale_RB, BLOCK, axis=-1)[..., : x_RK.shape[-1]]
   return (q_RK.astype(jnp.float32) * scale_RK).astype(x_RK.dtype)
 
 
 def rounded_matrices(w_GKN: Float[Array, "G K N"]) -> Float[Array, "G K N"]:
-  """Every matrix rounded to fp8 and back, in its type; twice is once."""
+  """Rounds every matrix to fp8 and back to its type. To do so twice changes nothing more."""
   q_GKN, scale_GBC = _kept(quantised_matrices(w_GKN))
-  spread = lambda s, axis: jnp.repeat(s, BLOCK, axis=axis)
-  scale_GKN = spread(spread(scale_GBC, 1), 2)[:, : w_GKN.shape[1], : w_GKN.shape[2]]
+  repeat = lambda s, axis: jnp.repeat(s, BLOCK, axis=axis)
+  scale_GKN = repeat(repeat(scale_GBC, 1), 2)[:, : w_GKN.shape[1], : w_GKN.shape[2]]
   return (q_GKN.astype(jnp.float32) * scale_GKN).astype(w_GKN.dtype)
 
 
 def rounded_weights(weights: FFNWeights) -> FFNWeights:
-  """The network's matrices rounded to fp8 and back; biases stay."""
+  """Rounds the network's matrices to fp8 and back; biases stay as they are."""
   up, down = rounded_matrices(weights.up_GDF), rounded_matrices(weights.down_GFD)
   gate = None if weights.gate_GDF is None else rounded_matrices(weights.gate_GDF)
   biases = weights.up_bias_GF, weights.down_bias_GD, weights.gate_bias_GF
@@ -74,14 +74,15 @@ def rounded_weights(weights: FFNWeights) -> FFNWeights:
 
 
 def _kept(quantised: tuple[Array, Array]) -> tuple[Array, Array]:
-  """The same, rounded in any program: XLA may leave out a conversion and its way back."""
+  """The same behind a barrier: XLA may otherwise drop a conversion to fp8 and back."""
   return jax.lax.optimization_barrier(quantised)
 
 
 def _scale(largest: Array) -> Array:
-  """The smallest power of two that brings what is at most so large within e4m3; 1 for a zero.
+  """The scale of a block whose largest magnitude this is; 1 for a block of zeros.
 
-  What is not finite keeps a finite scale, and is not a number in e4m3, so that it is seen.
+  A block with an infinity or a NaN has the scale 1. The number becomes a NaN in e4m3, so
+  that it reaches the result.
   """
   part, exponent = jnp.frexp(largest / _LARGEST)
   exponent = jnp.clip(exponent - (part == 0.5), *_EXPONENTS)
@@ -90,7 +91,7 @@ def _scale(largest: Array) -> Array:
 
 
 def _filled_up(x: Array, axis: int) -> Array:
-  """Zeros at the end of an axis, up to a multiple of the block."""
+  """Appends zeros to an axis, up to a multiple of the block."""
   axis %= x.ndim
   missing = -x.shape[axis] % BLOCK
   return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])

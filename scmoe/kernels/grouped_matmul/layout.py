@@ -3,9 +3,9 @@
     M  rows given              R  rows of the padded layout (a multiple of `tile`)
     G  groups (experts)        I  row tiles: R // tile
 
-A tile then belongs to one group, so no kernel has ragged edges: every load and store is full and
-the weight gradient is a plain loop over tiles. All sizes are static bounds and all contents are
-computed on the device, so nothing waits for the host.
+Every tile belongs to one group, so no kernel has ragged edges: every load and store is of a whole
+tile, and the weights' gradient is a plain loop over tiles. Sizes of arrays are static bounds, and
+the device computes what stands in them, so it never waits for the host.
 
 Worked example: five rows of three groups, 3, 0 and 2 of them, in tiles of two rows.
 
@@ -53,9 +53,9 @@ class GroupLayout:
     num_tiles: int32 [1], tiles in use.
     by_size_G: int32, groups by falling number of tiles, equal ones in order.
     tile: rows of a tile, static.
-    runs: static; with more than one, all groups are of one size and every run of the rows holds an
-      equal part of each, in their order (rows as several source ranks sent them).
-    one_tile_each: static; every group is exactly one tile, so that all are one batched product.
+    runs: static. With more than one, all groups have the same size, and each run of rows holds an
+      equal part of every group, group by group. Each run is what one source rank sent.
+    one_tile_each: static; every group is exactly one tile, so one batched product serves all.
   """
 
   group_sizes_G: jax.Array
@@ -155,19 +155,19 @@ def _by_falling(value_G: jax.Array) -> jax.Array:
 
 
 def row_groups(group_sizes_G: jax.Array, num_rows: int) -> jax.Array:
-  """Group of each of M contiguous rows; G for rows past the sum of the sizes."""
+  """The group of each of M rows that lie group after group; G for rows behind all groups."""
   ends_G = jnp.cumsum(group_sizes_G.astype(jnp.int32), dtype=jnp.int32)
   index_M = jnp.arange(num_rows, dtype=jnp.int32)
   return jnp.sum(index_M[:, None] >= ends_G[None, :], axis=1, dtype=jnp.int32)
 
 
 def padded_rows_of(layout: GroupLayout, num_rows: int) -> jax.Array:
-  """Row of the padded layout of each of M contiguous rows; R (out of range) for rows of no group.
+  """For each of M contiguous rows its row of the padded layout; R, out of range, for no group.
 
   In the example at the top: 0 1 2 4 5.
   """
   group_M = row_groups(layout.group_sizes_G, num_rows)
-  # Padding only ever moves a row down by what the groups before it were padded with.
+  # A row moves down by the padding of the groups before it.
   starts_G = jnp.cumsum(layout.group_sizes_G, dtype=jnp.int32) - layout.group_sizes_G
   shift_G = layout.tile_starts_G * layout.tile - starts_G
   shift_G1 = jnp.append(shift_G, 0)
@@ -176,7 +176,7 @@ def padded_rows_of(layout: GroupLayout, num_rows: int) -> jax.Array:
 
 
 def source_rows_of(layout: GroupLayout) -> jax.Array:
-  """Contiguous row behind each of the R padded rows; -1 for padding.
+  """For each of the R rows of the padded layout its contiguous row; -1 for padding.
 
   In the example at the top: 0 1 2 -1 3 4 -1 -1.
   """
@@ -191,7 +191,7 @@ def source_rows_of(layout: GroupLayout) -> jax.Array:
 
 
 def pad_rows(x_MN: jax.Array, layout: GroupLayout) -> jax.Array:
-  """Contiguous rows to the padded layout, zeros between."""
+  """Moves contiguous rows to the padded layout, with zeros between them."""
   return take_rows(x_MN, source_rows_of(layout))
 
 
@@ -200,7 +200,7 @@ def unpad_rows(x_RN: jax.Array, layout: GroupLayout, num_rows: int) -> jax.Array
   return take_rows(x_RN, padded_rows_of(layout, num_rows))
 
 
-# -- what a transport says about the rows that it hands to the experts ----------------------------
+# -- how a transport describes the rows that it gives to the experts ------------------------------
 
 
 @functools.partial(
@@ -214,11 +214,11 @@ class RowLayout:
 
       M  rows at hand      K  copies of each      G  groups: the experts of this device
 
-  Three shapes of it occur. Tokens that stay where they are have K copies each, with weights, and
-  the experts add up a token's copies. Rows that were exchanged have one copy each, without a
-  weight. *Padded experts* have equal room, C rows for each from each of W source ranks; then
-  where a row stands says whose it is, and the arrays are None. Worked example of the first, three
-  tokens with two choices over experts 0, 1, 2:
+  There are three kinds. Tokens that stay where they are have K copies each, with weights, and the
+  experts add up a token's copies. Rows that were exchanged have one copy each, without a weight.
+  *Padded experts* have equal room: C rows for each expert from each of W source ranks. The place of
+  a row then tells its expert, and the arrays are None. Worked example of the first kind, three
+  tokens with two choices among experts 0, 1, 2:
 
       group_MK     = [[1, 0], [1, 2], [0, 3]]      the last choice is not made: 3 is no expert
       position_MK  = [[0, 0], [1, 0], [1, 0]]      token 1 is the second row of expert 1
@@ -227,9 +227,9 @@ class RowLayout:
   Attributes:
     sizes_G: int32, rows of each expert.
     group_MK: int32, expert of each copy; an id outside [0, G) for none.
-    position_MK: int32, its position among the rows of that expert.
-    weight_MK: float32, what each copy's result is multiplied by before a row's copies are added
-      up; None: 1, and K is 1.
+    position_MK: int32, position of each copy among the rows of its expert.
+    weight_MK: float32, the factor of each copy's result when a row's copies are added up; None: all
+      factors are 1, and K is 1.
     padded: static (W, G, C) of padded experts, M = W·G·C; None otherwise.
   """
 
@@ -328,12 +328,12 @@ def _sorted_by_kernel(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TiledRows:
-  """Rows as a grouped product walks them.
+  """The tiles of every expert, and which row of them holds which copy.
 
   Attributes:
     groups: the tiles of each expert.
-    permutation: between the copies of the rows at hand and the rows of the tiles; None where the
-      rows lie in tiles already.
+    permutation: between the copies of the rows at hand and the rows of the tiles; None if the rows
+      lie in tiles already.
   """
 
   groups: GroupLayout
@@ -341,7 +341,7 @@ class TiledRows:
 
 
 def choices_layout(expert_TK: jax.Array, weight_TK: jax.Array, num_experts: int) -> RowLayout:
-  """Tokens in place, each with K weighted choices; an id outside [0, E) is no choice.
+  """The layout of tokens in place, with K weighted choices each; an id outside [0, E) is none.
 
   Raises:
     ValueError: the two do not have one shape [T, K], or the ids are not integers.
@@ -350,18 +350,19 @@ def choices_layout(expert_TK: jax.Array, weight_TK: jax.Array, num_experts: int)
     raise ValueError(
       f"expert has shape {expert_TK.shape} and weight {weight_TK.shape}: expected [T, K] for both"
     )
-  # First choices, then second ones: the router's kernel writes them so, nothing is transposed.
+  # Counted in the order in which the router's kernel writes them, all first choices before all
+  # second ones, so that XLA transposes nothing.
   position_KT, count_E = running_positions(expert_TK.T, num_experts)
   return RowLayout(count_E, expert_TK.astype(jnp.int32), position_KT.T, weight_TK)
 
 
 def arrived_layout(group_M: jax.Array, position_M: jax.Array, sizes_G: jax.Array) -> RowLayout:
-  """Rows in any order, one copy each; group G for a row of no expert."""
+  """The layout of rows in any order, one copy each; group G for a row of no expert."""
   return RowLayout(sizes_G, group_M[:, None], position_M[:, None])
 
 
 def sorted_layout(sizes_G: jax.Array, num_rows: int) -> RowLayout:
-  """M rows sorted by expert; rows past the sum of the sizes are of no expert."""
+  """The layout of M rows sorted by expert; rows behind all experts' rows have no expert."""
   sizes_G = sizes_G.astype(jnp.int32)
   group_M = row_groups(sizes_G, num_rows)
   starts_G1 = jnp.append(jnp.cumsum(sizes_G) - sizes_G, 0)
@@ -370,5 +371,5 @@ def sorted_layout(sizes_G: jax.Array, num_rows: int) -> RowLayout:
 
 
 def padded_layout(ranks: int, experts: int, rows: int) -> RowLayout:
-  """Padded experts: [W, G, C] rows, C for each expert from each source rank."""
+  """The layout of padded experts: rows [W, G, C], C for each expert from each source rank."""
   return RowLayout(None, None, None, padded=(ranks, experts, rows))

@@ -2,8 +2,8 @@
 
     R  rows of the tiles      K, N  widths      G  groups      D  model width      F  expert width
 
-The functions are those of `xla.py`. Those of the network are jitted there and here: layers are
-alike, so that an unrolled model lowers its kernels once and not once per layer.
+The functions are those of `xla.py`. `forward` and `backward` are jitted in both files: all layers
+call them with equal shapes, so an unrolled model lowers its kernels once and not once per layer.
 """
 
 import functools
@@ -22,11 +22,11 @@ from scmoe.kernels.grouped_matmul.xla import group_sums, per_row
 from scmoe.kernels.launch import runs_ptx
 from scmoe.kernels.permute import Permutation, take_rows, take_words
 
-# Hidden sizes from which rows are spread over the tiles before a product reads them. A kernel that
-# gathers does so for every tile of the width it multiplies by, with copies that wgmma waits for,
-# and in the tiles that gather each row least often; of rows in order it takes the tiles that are
-# fastest. To spread them takes 0.7 ps an element (0.9 of two copies). From layers of nine models
-# on H200s (experiments/LOG.md, 2026-11-26).
+# Hidden sizes from which a kernel copies the rows to their places before the product. A product
+# that gathers its rows does so once for every column tile, with copies that wgmma waits for, and
+# with wide tiles, so that it gathers each row less often. A product of rows in order takes the
+# fastest tiles. The copy before takes 0.7 ps an element, and 0.9 ps with two copies of each row.
+# Measured with layers of nine models on H200s (experiments/LOG.md, 2026-11-26).
 GATHERED_BEFORE = {"up": 1408, "down_backward": 640, "weights_lhs": 1408}
 
 
@@ -36,14 +36,14 @@ def _gathers_inside(product: str, hidden: int) -> bool:
 
 
 def _split_gather(x_XN, index_R, inside: bool):
-  """(x, index) for a kernel that gathers by itself, else the gathered rows and None."""
+  """(x, index) for a product that gathers, or the gathered rows and None."""
   if index_R is None or inside:
     return x_XN, index_R
   return take_words(x_XN, index_R), None
 
 
 def _rows(x_XD, permutation: Permutation | None, layout: GroupLayout, inside: bool):
-  """(x, index) for a kernel that gathers by itself, else the rows in their tiles and None."""
+  """(x, index) for a product that gathers, or the rows in their tiles and None."""
   if permutation is None:
     return x_XD, None
   if inside:
@@ -51,8 +51,10 @@ def _rows(x_XD, permutation: Permutation | None, layout: GroupLayout, inside: bo
   if not (runs_ptx() and copy_to_tiles.takes(x_XD, permutation.row_TK.shape[1])):
     return take_words(x_XD, permutation.token_R), None
   places = layout.group_sizes_G, layout.tile_starts_G, layout.tiles_G
-  spread = functools.partial(copy_to_tiles.copy_rows_to_tiles, num_rows=layout.num_rows)
-  return spread(x_XD, permutation.row_TK, *places, tile=layout.tile), None
+  copied = copy_to_tiles.copy_rows_to_tiles(
+    x_XD, permutation.row_TK, *places, num_rows=layout.num_rows, tile=layout.tile
+  )
+  return copied, None
 
 
 def grouped_rows(
@@ -67,8 +69,8 @@ def grouped_rows(
   precision=None,
   num_sms: int | None = None,
 ) -> jax.Array:
-  """The kernel for `xla.grouped_rows`; it does not write rows of unused tiles."""
-  del precision  # 2-byte operands are exact in the matrix unit
+  """As `xla.grouped_rows`, by a kernel. Rows of tiles that are not in use are not written."""
+  del precision  # the matrix unit multiplies 2-byte operands exactly
   out_dtype = jnp.dtype(out_dtype or jnp.float32)
   n = rhs_GKN.shape[1 if transpose_rhs else 2]
   lhs, index_R = _split_gather(lhs_XK, index_R, can_gather())
@@ -99,7 +101,7 @@ def grouped_weights(
   precision=None,
   num_sms: int | None = None,
 ) -> jax.Array:
-  """The kernel for `xla.grouped_weights`."""
+  """As `xla.grouped_weights`, by a kernel."""
   del precision
   out_dtype = jnp.dtype(out_dtype or jnp.float32)
   lhs, lhs_index_R = _split_gather(lhs_XK, lhs_index_R, can_gather())
@@ -130,9 +132,10 @@ def forward(
   permutation: Permutation | None = None,
   with_pre: bool = True,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-  """The kernels for `xla.forward`; the products do gather, biases and activation.
+  """As `xla.forward`, by kernels: the products also gather, add biases and apply the activation.
 
-  fp8 operands are multiplied as such where all widths are multiples of their block.
+  With fp8, the kernels multiply fp8 operands where all widths are multiples of fp8's block. For
+  other widths they multiply the rounded operands in the rows' type.
   """
   product, between = _product, lambda a_RF: a_RF
   if how.fp8 and all(size % fp8.BLOCK == 0 for size in weights.widths):
@@ -176,7 +179,7 @@ def _product(x_XK, matrices, biases, layout, *, permutation=None, activation=Non
 
 
 def _fp8_product(x_XK, matrices, biases, layout, *, permutation=None, **options):
-  """`_product` of operands rounded to e4m3; they are gathered first, with their scales."""
+  """As `_product`, with operands rounded to e4m3. Rows and their scales are gathered before."""
   rows, scale = fp8.quantised_rows(x_XK)
   if permutation is not None:
     rows, scale = (take_rows(x, permutation.token_R) for x in (rows, scale))
@@ -200,8 +203,8 @@ def _up_gradients(x_XD, dpre, layout, index_R, how: Execution) -> tuple[jax.Arra
   if index_R is None or len(dpre) == 1:
     gradient = functools.partial(grouped_weights, lhs_index_R=index_R, **options)
     return tuple(gradient(x_XD, d_RF, layout) for d_RF in dpre)
-  # Both from one gather of x. Rows in order are read twice instead: a tile of one result overlaps
-  # the end of the one before, 3 to 15 % faster than tiles of two.
+  # One gather of x serves both gradients. Rows in order are read twice instead, by one product for
+  # each gradient: its tiles overlap the end of the tile before, which is 3 to 15 % faster.
   widths = x_XD.shape[1], dpre[0].shape[1]
   tiling = tiles.choose("weights_pair", *widths, x_XD.dtype.itemsize, gathered=True)
   return weights_product(x_XD, dpre, layout, tiling, lhs_index_R=index_R, **options)
@@ -219,7 +222,7 @@ def backward(
   *,
   permutation: Permutation | None = None,
 ) -> tuple[jax.Array, FFNWeights, jax.Array]:
-  """The kernels for `xla.backward`: one to the pre-activations, then three products."""
+  """As `xla.backward`, by kernels: `down_backward_product`, then three products."""
   dtype, (_, width, hidden) = x_XD.dtype, weights.up_GDF.shape
   inside = _gathers_inside("down_backward", hidden)
   dy, dy_index_R = _rows(dy_XD, permutation, layout, inside)
@@ -238,12 +241,13 @@ def backward(
     scaled_a_RF, dy, layout, rhs_index_R=dy_index_R, out_dtype=dtype, num_sms=how.num_sms
   )
   if permutation is not None:
-    # The scaled activation is as large as a pre-activation: let it go before dx is made. Nor are
-    # x's rows kept from the forward pass, should that have gathered them.
+    # XLA would keep the scaled activation, as large as a pre-activation, until dx is computed. With
+    # the barrier it computes the down weights' gradient first, and frees the scaled activation. And
+    # it gathers x's rows anew instead of keeping them since the forward pass.
     dpre, ddown_GFD, x_XD = jax.lax.optimization_barrier((dpre, ddown_GFD, x_XD))
   x, x_index_R = _rows(x_XD, permutation, layout, _gathers_inside("weights_lhs", hidden))
   dups = _up_gradients(x, dpre, layout, x_index_R, how)
-  (dx_RD,) = rows_product(  # both into one accumulator
+  (dx_RD,) = rows_product(  # one accumulator adds up the products of gate and up
     dpre,
     tuple((w,) for w in weights.up_weights),
     layout,

@@ -87,7 +87,7 @@ def swizzled(minor: int, dtype) -> tuple[Any, ...]:
 
 
 def tiled_smem(shape: Sequence[int], dtype) -> Any:
-  """A swizzled shared-memory buffer."""
+  """Declares a buffer in shared memory, in the layout that wgmma and TMA agree on."""
   return plgpu.SMEM(tuple(shape), dtype, transforms=swizzled(shape[-1], dtype))
 
 

@@ -42,7 +42,7 @@ def grouped_matmul_reference(
 def expert_ffn_reference(
   rows: jax.Array, weights: FFNWeights, layout: RowLayout, activation: str
 ) -> jax.Array:
-  """`expert_ffn` by every expert on every row, of which each copy's own is picked; not rounded."""
+  """`expert_ffn` without rounding: every expert computes every row, and each copy picks its own."""
   kind = get_activation(activation)
   wide = lambda a: a.astype(jnp.promote_types(rows.dtype, jnp.float32))
   rows_MD = wide(rows.reshape(-1, rows.shape[-1]))
@@ -56,7 +56,7 @@ def expert_ffn_reference(
   down = weights.down_GFD, weights.down_bias_GD
   y_MGD = product("mgf,gfd->mgd", activate(kind, pre), *down)
   _, group_MK, _ = layout.places()
-  y_MG1D = jnp.pad(y_MGD, ((0, 0), (0, 1), (0, 0)))  # what a copy of no expert adds
+  y_MG1D = jnp.pad(y_MGD, ((0, 0), (0, 1), (0, 0)))  # a copy of no expert adds 0
   y_MKD = jnp.take_along_axis(y_MG1D, group_MK[:, :, None], axis=1)
   if layout.weight_MK is not None:
     y_MKD = y_MKD * wide(layout.weight_MK)[:, :, None]

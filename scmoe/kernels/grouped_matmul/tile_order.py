@@ -18,15 +18,16 @@ _GRANULE = 64  # all widths are multiples of it
 
 
 def tiles_over(width: int, size: int, multiple: int = 1) -> int:
-  """Tiles of a size that cover a width, up to a multiple of so many; see `first_of`."""
+  """How many tiles of a size cover a width, rounded up to a multiple; see `first_of`."""
   return -(-width // (size * multiple)) * multiple
 
 
 def first_of(tile: Any, size: int, width: int) -> Any:
   """The first row or column of a tile.
 
-  What does not divide is covered by tiles that end with the width: the last ones compute a part of
-  the one before once more, and store the same numbers.
+  If the size does not divide the width, the last tile ends with the width. It computes some columns
+  of the tile before once more, and stores the same numbers: tiles of 128 on a width of 320 begin at
+  0, 128 and 192.
   """
   if width % size == 0:
     return tile * size
@@ -60,9 +61,12 @@ def paired_tiles(tiling: Tiling, row_tiles: Any, col_tiles: int) -> Any:
 
 
 def paired(tile: Any, tiling: Tiling, row_tiles: Any, col_tiles: int) -> tuple[Any, Any, Any]:
-  """As `banded`, for a number of a tile or pair: this CTA's row and column tile, and the other row.
+  """As `banded`, where a number is that of a tile or of a pair of tiles.
 
-  The last of an odd number of row tiles is computed, and stored, by both CTAs of its pair.
+  Both CTAs of a pair compute, and store, the last of an odd number of row tiles.
+
+  Returns:
+    This CTA's row tile and column tile, and the row tile of the pair's other CTA.
   """
   if tiling.pair == "rows":
     band = max(tiling.band // 2, 1)
@@ -81,9 +85,9 @@ def paired(tile: Any, tiling: Tiling, row_tiles: Any, col_tiles: int) -> tuple[A
 def locate_rows(
   tile: Any, tiling: Tiling, group_gmem: Any, row_tiles: Any, col_tiles: int, halves: int = 1
 ) -> tuple[Any, Any, Any, Any]:
-  """Tile or pair number -> row tile, column tile, its group, and whether its pair shares rhs.
+  """Tile or pair number -> row tile, column tile, group, and whether the pair shares rhs.
 
-  The last is None where the tiling has no such pairs, or they always share it.
+  The last is None if the tiling has no pairs of rows, or they always share it.
 
   Args:
     halves: row tiles (`tiling.rows`) in a tile of the layout, whose group `group_gmem` tells.
@@ -100,8 +104,8 @@ def locate_rows(
 def snake(tile: Any, num_tiles: int, workers: int) -> Any:
   """Tile number -> tile number, every other full wave of `workers` tiles backwards.
 
-  Where tiles are in order of their work, the CTA with the longest tile of a wave then has the
-  shortest of the next. Eight tiles and three workers: 0 1 2, 5 4 3, 6 7.
+  If tiles are in order of falling work, the CTA with the longest tile of a wave then has the
+  shortest tile of the next wave. Eight tiles and three workers: 0 1 2, 5 4 3, 6 7.
   """
   wave, place = lax.div(tile, jnp.int32(workers)), lax.rem(tile, jnp.int32(workers))
   backwards = (lax.rem(wave, jnp.int32(2)) == 1) & ((wave + 1) * workers <= num_tiles)

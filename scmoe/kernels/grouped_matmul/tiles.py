@@ -1,4 +1,4 @@
-"""Chooses the tile shape of a product: measured here, shipped, or by the tables' rows.
+"""Chooses the tile shape of a product: as measured here, as shipped, or by the rows of tables.
 
 `python -m scmoe.bench.tune` measures `variants` on a user's GPU and keeps the fastest (`tuned`). A
 product that it did not measure takes its entry of `tiling_tables.TABLE`. A product without an entry
@@ -42,7 +42,7 @@ _RESERVED = 2_048  # barriers, biases and their alignment
 # OLMoE's and Mixtral's widths (experiments/LOG.md).
 FP8 = Tiling(rows=128, cols=128, depth=128, stages=5, band=16, pair="rows")
 
-BANDS = (8, 4, 16, 32)  # that are measured
+BANDS = (8, 4, 16, 32)  # the bands that `variants` offers for measuring
 _log = logging.getLogger(__name__)
 _recording: contextvars.ContextVar[dict[Key, None] | None]
 _recording = contextvars.ContextVar("recording", default=None)
@@ -56,7 +56,8 @@ def smem_bytes(tiling: Tiling, out_itemsize: int = 2) -> int:
 
 
 def _fit(tiling: Tiling, out_itemsize: int) -> Tiling:
-  """The largest number of stages that fits, at most 6; one more is worth a store buffer."""
+  """The tiling with the largest number of stages that fits, at most 6. A further stage is preferred
+  to a second store buffer."""
   for stages in (6, 5, 4, 3, 2):
     for buffers in (2, 1):
       candidate = dataclasses.replace(tiling, stages=stages, store_buffers=buffers)
@@ -75,7 +76,7 @@ def candidates(
     width: contracted width; for the weight gradients, rows of the result.
     n: result width.
     out_itemsize: bytes of an element of the result.
-    gathered: an operand is gathered by the kernel itself.
+    gathered: the kernel gathers an operand itself.
 
   Raises:
     ValueError: the kind is unknown, or a width is not a multiple of 64.
@@ -138,8 +139,8 @@ def _insert_pairs(result: list[Tiling], product: Product, out_itemsize: int) -> 
 def _covers(size: int, width: int) -> bool:
   """Whether tiles of a size may cover a width.
 
-  One that 128 does not divide is not left to tiles of 64: wider ones compute a few of its columns
-  twice (`tile_order.first_of`).
+  A width that 128 does not divide is not left to tiles of 64 columns. Wider tiles cover it and
+  compute a few of its columns twice (`tile_order.first_of`), at most 7 % of them.
   """
   if width % 128 == 0 or size < 128:
     return width % size == 0
@@ -147,13 +148,14 @@ def _covers(size: int, width: int) -> bool:
 
 
 def variants(kind: str, width: int, n: int, *, gathered: bool = False) -> list[Tiling]:
-  """All that is worth measuring for a 2-byte result: candidates alone and in pairs, in all bands.
+  """The tilings that are worth measuring for a 2-byte result; arguments as for `candidates`.
 
-  The rule's choice comes first; arguments as for `candidates`. What is shipped is among them.
+  They are the candidates, alone and in pairs, with all bands. The first candidate comes first. The
+  shipped tiling is among them.
   """
   alone = candidates(kind, width, n, gathered=gathered)
-  # A pair of "cols" shares the rows' operand, which cannot be gathered; of the weights' products
-  # the kernel knows which operand is, and drops what cannot be.
+  # A pair of "cols" shares the rows' operand, so that operand cannot be gathered. For the weights'
+  # products, the kernel knows which operand is gathered, and drops a pair that cannot be.
   sides = ("rows",) if gathered and not kind.startswith("weights") else ("rows", "cols")
   paired = [dataclasses.replace(t, pair=side) for t in alone if not t.pair for side in sides]
   forms = alone if kind == "down_backward" else alone + paired
@@ -162,8 +164,8 @@ def variants(kind: str, width: int, n: int, *, gathered: bool = False) -> list[T
 
 
 def shipped(kind: str, width: int, n: int, *, gathered: bool = False) -> Tiling:
-  """What is taken where a user has measured nothing, for a 2-byte result: of the table, or of the
-  rule; arguments as for `candidates`."""
+  """The tiling for a 2-byte result where a user has measured nothing: the table's, or else the
+  first candidate. Arguments as for `candidates`."""
   table = TABLE.get(jax.devices()[0].device_kind, {})
   known = table.get((kind, width, n, gathered))
   return known or candidates(kind, width, n, gathered=gathered)[0]
@@ -181,8 +183,8 @@ def choose(
   """The tiling to use; arguments as for `candidates`.
 
   Args:
-    experts: this is the first product of experts. It speaks for their layer: on a GPU the log
-      says if that was not measured.
+    experts: whether this is the first product of experts. If so, the log of a run on a GPU says if
+      experts of these widths were not measured.
   """
   if out_itemsize != 2:
     return candidates(kind, width, n, out_itemsize, gathered=gathered)[0]

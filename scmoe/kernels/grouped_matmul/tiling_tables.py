@@ -1,4 +1,4 @@
-"""Which tilings were found fast, as tables: for known products, and by ranges of widths for others.
+"""Tables of the tilings that were found fastest: for known products, and for ranges of widths.
 
 To add a known product, put a line into `TABLE`. To change what other products take, change or add
 a row of `PINGPONG_FIRST`, `PAIRS` or `DOWN_BACKWARD`. All numbers are from H200s
@@ -73,20 +73,21 @@ def _halved(band: int = 16) -> Tiling:
   return Tiling(rows=64, cols=256, stages=5, pingpong=True, band=band, store_buffers=1, pair="rows")
 
 
-# Where ping-pong comes before cooperative tiles. With few steps, and where nothing but a group's
-# result is written, the end of a tile weighs more than its operands' traffic. Gathers are the other
-# way round: narrow tiles gather each row more often.
+# Products for which ping-pong tiles come before cooperative ones. With few steps, and in
+# weights' gradients, the epilogue of a tile weighs more than the traffic of its operands, and
+# ping-pong hides it. A product that gathers is better off with wide cooperative tiles, since narrow
+# tiles gather each row more often.
 PINGPONG_FIRST = (
   Where(("activated", "up", "weights"), gathered=False),
   Where(("rows", "dx"), width=(0, 512)),
   Where(("rows",), gathered=False, width=(0, 1536), n=(257, math.inf)),
 )
 
-# (products, form, its place among the forms before it), applied in order; the first row for a form
-# counts. Halves of a row tile overlap the ends of tiles as 128 x 128 ping-pong does, with the
-# operands' traffic of 128 x 256: 1 to 9 % faster than either, except for short products of one
-# operand and for results no wider than one tile. Whole pairs are 2 to 6 % faster than halves for
-# long and wide dx, and up to 5 % slower for others.
+# (products, form, where the form is inserted among those found so far). Rows are applied in order,
+# and a form is inserted once. Halves of a row tile overlap the ends of tiles as 128 x 128 ping-pong
+# does, with the operands' traffic of 128 x 256. They are 1 to 9 % faster than either, except for
+# short products of one operand and for results no wider than one tile. Whole pairs are 2 to 6 %
+# faster than halves for long and wide dx, and up to 5 % slower for others.
 PAIRS = (
   (Where(("dx",), gathered=False), _halved(), 0),
   (Where(("rows",), gathered=False, width=(512, math.inf), n=(512, math.inf)), _halved(), 0),
@@ -98,9 +99,9 @@ PAIRS = (
   ),
 )
 
-# Ungathered, bands of 16 are 1 to 8 % slower than those of 8. A fifth stage, for half of the
-# epilogue's buffers, makes long products up to 9 % faster. A short product does not hide the longer
-# epilogue (even at 2,048, 2 % slower at 1,536).
+# Without a gather, bands of 16 are 1 to 8 % slower than bands of 8. A fifth stage, which takes the
+# room of half of the epilogue's buffers, makes long products up to 9 % faster. A short product does
+# not hide the longer epilogue (no difference at width 2,048, 2 % slower at 1,536).
 DOWN_BACKWARD = (
   (Where(("down_backward",), gathered=True), Tiling(stages=4, pingpong=True, band=16)),
   (

@@ -1,8 +1,8 @@
 """Tilings that were measured on a user's own GPU: `python -m scmoe.bench.tune` keeps them here.
 
-One JSON file for each kind of device, in the user's cache folder. What it says comes before what
-the package ships, which comes before the rule (`scmoe.kernels.grouped_matmul.tiles`). A file that
-cannot be used costs speed and nothing else: it is named in a warning, and left out.
+There is one JSON file for each kind of device, in the user's cache folder. Its tilings are
+preferred to those that the package ships (see `scmoe.kernels.grouped_matmul.tiles`). If a file
+cannot be used, a warning names it and the products run without it, perhaps slower.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Measured(NamedTuple):
   Attributes:
     tiling: the tiling.
     ms: of a call with it, milliseconds.
-    shipped_ms: with what is taken where nothing was measured (`tiles.shipped`).
+    shipped_ms: of a call with the shipped tiling (`tiles.shipped`).
     when: date, and the versions it was measured with.
   """
 
@@ -47,7 +47,7 @@ class Measured(NamedTuple):
 
 
 Table = dict[Key, Measured]
-_tables: dict[str, Table] = {}  # by device kind: what was read, or given by `use`
+_tables: dict[str, Table] = {}  # by device kind: read from its file, or given to `use`
 
 
 def file_of(device_kind: str) -> Path:
@@ -65,7 +65,8 @@ def table(device_kind: str) -> Table:
 
 
 def use(device_kind: str, found: Table) -> None:
-  """Replaces what was read, e.g. by the first process' table: all compile the same program."""
+  """Replaces the table of this process, for example by the first process' table, so that all
+  processes compile the same program."""
   _tables[device_kind] = found
 
 
@@ -90,7 +91,7 @@ def keep(device_kind: str, found: Table) -> Path:
   """Adds measurements to the file, and to what this process uses; returns the file.
 
   Raises:
-    StorageError: it cannot be written; it is then what it was.
+    StorageError: the file cannot be written; it then keeps its content.
   """
   file, merged = file_of(device_kind), stored(device_kind) | found
   if not file.is_absolute():
@@ -120,10 +121,10 @@ def text(found: Mapping[Key, Measured], device_kind: str) -> str:
 
 
 def parsed(content: str, device_kind: str) -> Table:
-  """The inverse.
+  """The inverse of `text`.
 
   Raises:
-    ValueError: it is not what `text` writes, or of another kind of device.
+    ValueError: `text` did not write this, or it is for another kind of device.
   """
   whole = json.loads(content) if len(content) <= _MOST else None
   if not isinstance(whole, dict) or whole.get("format") != _FORMAT:

@@ -51,7 +51,7 @@ class FFNWeights:
     return cls(ups[-1], down_GFD, gate_GDF, up_biases[-1], down_bias_GD, gate_bias_GF)
 
   def cast(self, dtype: Any) -> FFNWeights:
-    """All in this type, as the products and dense layers read theirs."""
+    """All weights in this type, the type in which products read them."""
     return jax.tree.map(lambda w: w.astype(dtype), self)
 
 

@@ -2,13 +2,13 @@
 
     R  rows of the tiles      K, N  widths      G  groups      I  row tiles      B  rows of a tile
 
-The cost follows the rows (at most one part-filled tile per group), unlike the masked dense
-expansion behind `jax.lax.ragged_dot`, whose cost is multiplied by G. Tiles run one after the
-other, so the tile must be large enough to fill the device, and small enough to waste little memory:
-`choose_tile`. The experts' network takes a tile from its first product to its last, so that what
-lies between them exists for one tile only. Where every group is one tile (padded experts), all of
-them are one batched product, as fast as a kernel can be but for the activation, which is not fused
-into its end.
+The cost grows with the rows, and padding adds at most one part-filled tile per group. The masked
+dense products behind `jax.lax.ragged_dot` cost G times as much. Tiles run one after the other, so a
+tile must be large enough to fill the device, and small enough to waste little memory: see
+`choose_tile`. The experts' network takes a tile from its first product to its last, so that the
+arrays between them exist for one tile only. If every group is one tile (padded experts), one
+batched product serves all groups. It is as fast as a kernel, except that XLA does not fuse the
+activation into its end.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ from scmoe.kernels.permute import Permutation, take_rows
 
 
 def choose_tile(num_rows: int, num_groups: int) -> int:
-  """Rows of a tile: a sixteenth of a balanced group, but of small groups up to a quarter.
+  """Rows of a tile: a sixteenth of a balanced group, or up to a quarter if groups are small.
 
-  The layout has room for a part-filled tile of every group, so this bounds what padding adds to the
-  memory: 6 %, and up to 25 % where 64 rows, which a product should have, are more. A multiple of 8.
+  The layout has room for a part-filled tile of every group, so a sixteenth bounds the memory that
+  padding adds to 6 %. A product should have 64 rows, though. If that is more than a sixteenth, the
+  tile has 64 rows or a quarter of the group, whichever is less, and padding adds up to 25 %. The
+  result is a multiple of 8.
 
   Worked example: 1,024 rows of 8 experts, 128 each if balanced: a sixteenth would be 8 rows, so it
   is a quarter, 32.
@@ -57,13 +59,13 @@ def accumulation_type(*dtypes) -> jnp.dtype:
 
 @dataclasses.dataclass(frozen=True)
 class _Products:
-  """What a network is made of, for the rows of one tile or for all groups of one tile each.
+  """The operations of an expert's network, for one tile or for all groups at once.
 
   Attributes:
     product: (rows, matrix, transpose=False) -> rows @ matrix, or @ matrix.T.
     outer: (rows, rows) -> the gradient of the matrix.
     total: rows -> their sum, in the accumulation type.
-    of_rows: bias -> what each row adds.
+    of_rows: bias -> the bias of each row.
   """
 
   product: Callable[..., jax.Array]
@@ -153,7 +155,7 @@ def _each_tile(
 
     def add(sum_G, part):
       old = lax.dynamic_index_in_dim(sum_G, group, keepdims=False)
-      # A tile that is not in use must add nothing, whatever lies in it.
+      # A tile that is not in use may hold anything, and must add nothing.
       return lax.dynamic_update_index_in_dim(sum_G, old + jnp.where(used, part, 0), group, 0)
 
     return jax.tree.map(add, sums, parts), out
@@ -170,7 +172,7 @@ def _index(permutation: Permutation | None) -> jax.Array | None:
 
 
 def _reader(x_XN: jax.Array, index_R: jax.Array | None):
-  """What stands for the rows of a tile among its arguments, and how they are read from it."""
+  """An array to cut into tiles, and a function from a tile of it to the tile's rows of x."""
   if index_R is None:
     return x_XN, lambda x_BN: x_BN
   return index_R, lambda index_B: take_rows(x_XN, index_B)
@@ -249,7 +251,8 @@ def grouped_weights(
 
 # -- the experts' network -------------------------------------------------------------------------
 
-# Jitted, since layers are alike: an unrolled model lowers its experts once and not once per layer.
+# Jitted: all layers call these functions with equal shapes, so an unrolled model lowers its experts
+# once and not once per layer.
 
 
 @functools.partial(jax.jit, static_argnames=("how", "with_pre"))
@@ -268,9 +271,9 @@ def forward(
     x_XD: rows, read at the tokens of `permutation` if that is given.
     weights: of the groups; matrices in the type of x.
     layout: the tiles of R.
-    how: what is used of it: activation, precision and fp8.
-    permutation: between the rows and those of the tiles; None: they are the same.
-    with_pre: whether the pre-activations are wanted; () stands for them otherwise.
+    how: how to compute; its activation, precision and fp8 are used.
+    permutation: between x's rows and those of the tiles; None: they are the same.
+    with_pre: whether to return the pre-activations; if not, () stands for them.
 
   Returns:
     y_RD in the type of x, and the pre-activations [R, F] in the order of `weights.up_weights`.
@@ -308,15 +311,15 @@ def backward(
   *,
   permutation: Permutation | None = None,
 ) -> tuple[jax.Array, FFNWeights, jax.Array]:
-  """The gradients of s · y, where y is what `forward` gives and dy the gradient of s · y.
+  """The gradients of s · y with respect to x, the weights and s; `forward` computes y.
 
-  With da' = dy @ down.T the row weight's gradient is ds = ⟨da', a⟩ (+ ⟨dy, bias⟩), so neither y nor
-  a is kept (SonicMoE, arXiv 2512.14080); a is recomputed from `pre`.
+  With da' = dy @ down.T, the gradient of the row weight is ds = ⟨da', a⟩ (+ ⟨dy, bias⟩). So neither
+  y nor a is kept; a is recomputed from `pre` (SonicMoE, arXiv 2512.14080).
 
   Args:
-    x_XD, dy_XD: rows of the input and of the gradient, both read as in `forward`.
+    x_XD, dy_XD: rows of the input and of the gradient of s · y, both read as in `forward`.
     weights, layout, how, permutation: as in `forward`.
-    pre: what `forward` gave.
+    pre: the pre-activations that `forward` returned.
     row_weight_R: s; 0 on padding.
 
   Returns:
@@ -373,7 +376,7 @@ def group_sums(x_RN: jax.Array, layout: GroupLayout, out_dtype=None) -> jax.Arra
   sums_IN = jnp.sum(x_RN.reshape(-1, layout.tile, x_RN.shape[1]), axis=1, dtype=dtype)
   used_I1 = (jnp.arange(sums_IN.shape[0]) < layout.num_tiles[0])[:, None]
   sums_IN = jnp.where(used_I1, sums_IN, 0)
-  # Sums of tiles as a product: a scatter would read the rows once more, at a fifth of the speed.
+  # A product adds up the tiles' sums. A scatter would read the rows again, at a fifth of the speed.
   group_GI = jnp.arange(layout.num_groups)[:, None] == layout.tile_group_I
   sums_GN = jnp.matmul(group_GI.astype(dtype), sums_IN, precision="highest")
   return sums_GN.astype(out_dtype or dtype)

@@ -1,4 +1,4 @@
-"""Rows to the order of the experts and back: the permutation, and moving rows along it."""
+"""The permutation between tokens' choices and experts' rows, and functions that move rows by it."""
 
 from scmoe.kernels.permute.permutation import (
   Permutation,

@@ -1,4 +1,4 @@
-"""Which choice fills which row of a buffer, and moving rows both ways along it.
+"""Which choice fills which row of a buffer, and functions that move rows there and back.
 
     T  tokens      K  choices per token      R  rows of a buffer      D  width      E  experts
 
@@ -8,8 +8,8 @@ one choice each, for experts 1, 0 and 1, and a buffer of two rows per expert:
     row_TK  = [[2], [0], [3]]       token 0 stands in row 2, token 1 in row 0, token 2 in row 3
     copy_R  = [1, -1, 0, 2]         rows 0, 2 and 3 hold choices 1, 0 and 2
 
-Both directions and both gradients are gathers along one of the two: no scatter-add, no atomics, so
-results do not depend on the order in which blocks of a GPU happen to run.
+Both directions and both gradients are gathers by `row_TK` or by `copy_R` and `token_R`. There is no
+scatter-add and no atomic, so results do not depend on the order in which a GPU runs its blocks.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from jax import Array, lax
 from scmoe.kernels import launch
 from scmoe.kernels.permute import positions
 
-_BLOCK = 32  # choices that are compared with each other: 128 take four times as long
-_SUMMED = 512  # rows whose running sums are one product
-_ADDED = 16  # rows whose running sums are written out: XLA makes one kernel of them
+_BLOCK = 32  # choices that are compared with each other; with 128 it takes four times as long
+_SUMMED = 512  # most rows whose running sums one product computes
+_ADDED = 16  # most rows that are added one by one, which XLA fuses into one kernel
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Permutation:
-  """A bijection between choices and the rows of a buffer that are filled.
+  """A bijection between choices and the filled rows of a buffer.
 
   Attributes:
-    row_TK: int32, row of each choice; R for a choice that has none.
-    copy_R: int32, flat choice t·K + k that fills each row; -1 where nobody does.
-    token_R: int32, its token t; -1 where nobody is.
+    row_TK: int32, row of each choice; R for a choice without a row.
+    copy_R: int32, the choice t·K + k that fills each row; -1 for an empty row.
+    token_R: int32, the token t of that choice; -1 for an empty row.
   """
 
   row_TK: Array
@@ -55,7 +55,8 @@ def make_permutation(row_TK: Array, num_rows: int) -> Permutation:
     row_TK: integer rows, different from each other where they are in range.
     num_rows: R, static.
   """
-  # First choices, then second ones: so the router's kernel writes them, and nothing is transposed.
+  # In the order in which the router's kernel writes them, all first choices before all second ones,
+  # so that XLA transposes nothing.
   copy_KT = jnp.arange(row_TK.size, dtype=jnp.int32).reshape(row_TK.shape).T
   nobody_R = jnp.full((num_rows,), -1, jnp.int32)
   copy_R = nobody_R.at[row_TK.T.reshape(-1)].set(
@@ -65,16 +66,16 @@ def make_permutation(row_TK: Array, num_rows: int) -> Permutation:
 
 
 def permutation_of(row_TK: Array, copy_R: Array) -> Permutation:
-  """The permutation of which both directions are known."""
+  """The permutation from both of its directions."""
   return Permutation(row_TK, copy_R, jnp.where(copy_R < 0, -1, copy_R // row_TK.shape[1]))
 
 
 def running_positions(expert_TK: Array, num_experts: int) -> tuple[Array, Array]:
   """Position of each choice among those of its expert, in the order of the array, and the counts.
 
-  A position is the number of earlier choices of the same expert: inside a block of 32 they are
-  compared with each other, before it the blocks' counts are added up. No sort and no scatter, whose
-  work is small but whose steps wait for each other, in front of every exchange.
+  A position is the number of earlier choices of the same expert. Choices in a block of 32 are
+  compared with each other, and the counts of the blocks before are added up. A sort or a scatter
+  would do little work in many steps that wait for each other, before every exchange.
 
   Worked example: five tokens that chose the experts 0, 2, 0, 0, 2 of three have the positions 0, 0,
   1, 2, 1; the counts are 3, 0, 2.
@@ -85,7 +86,7 @@ def running_positions(expert_TK: Array, num_experts: int) -> tuple[Array, Array]
     num_experts: E.
 
   Returns:
-    position_TK int32 (anything for no choice) and count_E int32.
+    position_TK int32 (unspecified where there is no choice) and count_E int32.
 
   Raises:
     ValueError: the ids are not integers.
@@ -105,7 +106,8 @@ def running_positions(expert_TK: Array, num_experts: int) -> tuple[Array, Array]
   equal_CBB = id_CB[:, :, None] == id_CB[:, None, :]
   within_CB = jnp.sum(equal_CBB & (index_B[None, :] < index_B[:, None]), axis=2, dtype=jnp.int32)
   ids_E = jnp.arange(num_experts, dtype=jnp.int32)
-  # Eight comparisons for each element of the reduction: XLA's is slow by the element.
+  # Each element of the reduction adds up eight comparisons, since XLA's reduction takes its time by
+  # the element.
   id_CSJ = id_CB.reshape(blocks, _BLOCK // 8, 8)
   count_CSE = sum((id_CSJ[:, :, j, None] == ids_E).astype(jnp.int32) for j in range(8))
   before_CE, count_E = _running_sums(jnp.sum(count_CSE, axis=1), _BLOCK)
@@ -115,13 +117,15 @@ def running_positions(expert_TK: Array, num_experts: int) -> tuple[Array, Array]
 
 
 def _running_sums(count_CE: Array, largest: int) -> tuple[Array, Array]:
-  """Sums of the rows before each one, and of all. By products, which are exact: sums stay < 2²⁴.
+  """For each row the sum of the rows before it, and the sum of all rows.
 
-  A few rows are added up one by one.
+  Products with a triangular matrix compute the sums. They are exact, since sums stay below 2²⁴. Up
+  to 16 rows are added one by one.
 
   Args:
     count_CE: int32 counts.
-    largest: that a count can be; up to 256 it is exact in bfloat16, in a third of the time.
+    largest: bound of a count. Up to 256 counts are exact in bfloat16, which takes a third of the
+      time of float32.
   """
   blocks, num_experts = count_CE.shape
   if blocks <= _ADDED:
@@ -154,15 +158,17 @@ def take_rows(x_MN: Array, index_R: Array) -> Array:
   """Rows of x by index; zeros where the index is outside [0, M)."""
   if not x_MN.shape[0]:
     return jnp.zeros((*index_R.shape, *x_MN.shape[1:]), x_MN.dtype)
-  # One comparison, of an unsigned number: XLA makes a kernel of its own of a test of both bounds.
+  # One comparison of an unsigned number. XLA would compute a test of both bounds in another kernel.
   inside_R = index_R.astype(jnp.uint32) < x_MN.shape[0]
   inside = inside_R.reshape(*index_R.shape, *(1,) * (x_MN.ndim - 1))
   return jnp.where(inside, jnp.take(x_MN, index_R, axis=0, mode="clip"), 0)
 
 
 def take_words(x_MN: Array, index_R: Array) -> Array:
-  """`take_rows` of 2-byte elements by words of four: XLA's gather moves as many words a second
-  whatever their size. An even N; not differentiable."""
+  """As `take_rows`, for rows of an even number of 2-byte elements; not differentiable.
+
+  It moves words of 4 bytes: XLA's gather moves as many words a second whatever their size.
+  """
   words_MW = lax.bitcast_convert_type(x_MN.reshape(x_MN.shape[0], -1, 2), jnp.uint32)
   rows_RW = take_rows(words_MW, index_R)
   return lax.bitcast_convert_type(rows_RW, x_MN.dtype).reshape(index_R.shape[0], -1)
@@ -191,9 +197,10 @@ def _sum_copies(
   weight_TK: Array | None = None,
   joined: bool = False,
 ) -> Array:
-  """`sum_copies` of a buffer in several chunks, row_TK of each; the same order of k.
+  """As `sum_copies`, for a buffer in several chunks, with the row_TK of each.
 
-  One term for each k, so that XLA makes one fused loop of K gathers instead of a [T, K, D] array.
+  Each k is a term of its own, so that XLA fuses K gathers into one loop and makes no [T, K, D]
+  array.
   """
   wide = jnp.promote_types(chunks[0].dtype, jnp.float32)
   tokens, choices = rows[0].shape
@@ -258,9 +265,9 @@ def sum_rows(rows_RD: Array, weight_TK: Array | None, permutation: Permutation) 
 def sum_chunks(
   chunks: tuple[Array, ...], weight_TK: Array | None, permutations: tuple[Permutation, ...]
 ) -> Array:
-  """`sum_rows` of a buffer in several chunks, in one of which a choice has its row.
+  """As `sum_rows`, for a buffer in several chunks; each choice has its row in one of them.
 
-  Each chunk's gradient is gathered by itself, so that it need not wait for another chunk's.
+  Each chunk's gradient is a gather of its own, so that it does not wait for another chunk's.
   """
   return _sum_copies(chunks, [p.row_TK for p in permutations], weight_TK)
 

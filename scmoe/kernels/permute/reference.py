@@ -6,10 +6,10 @@ import numpy as np
 def tile_rows_reference(
   expert_TK: np.ndarray, num_experts: int, tile: int
 ) -> tuple[np.ndarray, np.ndarray, int]:
-  """Row of each choice (-1: no expert), rows of each expert, and rows in use, by counting.
+  """Counts the row of each choice (-1: no expert), the rows of each expert, and the rows in use.
 
-  Experts lie one behind the other, each padded to whole tiles. In an expert's rows all first
-  choices come before all second ones, and equal choices in the order of tokens.
+  Experts lie one after the other, each padded to whole tiles. Among an expert's rows, all first
+  choices come before all second ones; first choices are in the order of their tokens, and so on.
   """
   tokens, choices = expert_TK.shape
   sizes_E = np.zeros(num_experts, np.int64)

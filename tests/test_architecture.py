@@ -33,7 +33,18 @@ RANKS = [
   ("run.opened",),
   ("run.tasks", "run.teacher", "run.exported", "run.session"),
   ("bench",),
-  ("train", "evaluate", "generate", "profile", "compare", "sweep", "inspect", "convert", "replay"),
+  (
+    "train",
+    "evaluate",
+    "generate",
+    "profile",
+    "compare",
+    "sweep",
+    "inspect",
+    "convert",
+    "replay",
+    "report",
+  ),
   ("serve", "run.scripts"),
 ]
 BY_MODULE = ("base", "run")  # packages whose modules have ranks of their own

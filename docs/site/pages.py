@@ -19,7 +19,9 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = ("README.md", "SECURITY.md", "experiments/README.md", "experiments/LOG.md")
 OUTSIDE += tuple(
-  path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("experiments/*/README.md"))
+  path.relative_to(ROOT).as_posix()
+  for path in sorted(ROOT.glob("experiments/**/README.md"))
+  if path.parent.name != "experiments"
 )
 LINK = re.compile(r"(\]\()([^)#\s]+)([^)]*\))")
 FENCE = re.compile(r"^(```.*?^```)", re.MULTILINE | re.DOTALL)

@@ -1,0 +1,152 @@
+"""python -m scmoe.report: a folder of studies as one HTML page.
+
+  python -m scmoe.report experiments/quality
+  python -m scmoe.report experiments/quality --scale cpu --out build/quality.html
+
+Shows for every study its question, what was registered, differences with intervals and verdicts,
+curves, and its runs. Each variant's name leads to its runs, and each run names its command, commit,
+hardware and the line of the file that holds its raw JSON. The page needs no other file and no
+network.
+"""
+
+from __future__ import annotations
+
+import html
+import os
+import re
+from pathlib import Path
+
+from scmoe.base.errors import ConfigError, run_main
+from scmoe.base.output import say
+from scmoe.reports import page
+from scmoe.reports.plots import curves_plot, differences_plot
+from scmoe.reports.speedups import read_speedups, speedups_table
+from scmoe.reports.studies import (
+  Study,
+  complaints,
+  findings,
+  findings_table,
+  read_study,
+  variants_table,
+)
+from scmoe.run.command_line import HELP, Flag, help_text, parse
+
+FLAGS = (
+  Flag("FOLDER", str, None, "folder of studies, such as experiments/quality", words=True),
+  Flag("scale", str, "gpu", "scale of the runs: gpu, cpu or smoke"),
+  Flag("out", str, "", "file to write; FOLDER/report-SCALE.html if not given"),
+  HELP,
+)
+
+
+def main(argv: list[str]) -> None:
+  """Writes the page.
+
+  Raises:
+    ConfigError: the folder holds no studies.
+    DataError: a plan or a result cannot be used.
+  """
+  values, _ = parse(argv, FLAGS)
+  if values["help"]:
+    return print(help_text(__doc__ or "", FLAGS, values["help"]))
+  if len(values["FOLDER"]) != 1:
+    raise ConfigError(f"got {len(values['FOLDER'])} folders; give one, e.g. experiments/quality")
+  folder, scale = Path(values["FOLDER"][0]), values["scale"]
+  out = Path(values["out"] or folder / f"report-{scale}.html")
+  page.write(out, rendered(folder, scale, out.parent, " ".join(argv)))
+  say(f"page: {out}")
+
+
+def rendered(folder: Path, scale: str, beside: Path, arguments: str) -> str:
+  """The HTML of all studies below a folder, with links that hold from the folder `beside`.
+
+  Raises:
+    ConfigError: there is no study.
+    DataError: a plan or a result cannot be used.
+  """
+  folders = sorted(path.parent for path in folder.glob("*/run.py"))
+  if not folders:
+    raise ConfigError(f"{str(folder)!r} holds no study (no */run.py); give experiments/quality")
+  parts: list = []
+  for place in folders:
+    name = place.name
+    try:
+      parts += study_parts(read_study(place, scale), place, beside)
+    except FileNotFoundError:
+      parts.append(f"<h1 id='{name}'>{name}</h1><p>No plan is registered at this scale.</p>")
+    parts.append(_readme(place))
+  speedups = read_speedups(folder, scale)
+  if speedups:
+    parts.insert(0, speedups_table(speedups, scale))
+  contents = " · ".join(f"<a href='#{p.name}'>{p.name}</a>" for p in folders)
+  title = f"Quality: {len(folders)} studies, {scale}"
+  return page.page(title, [f"<p>{contents}</p>", *parts], f"python -m scmoe.report {arguments}")
+
+
+def study_parts(study: Study, place: Path, beside: Path) -> list:
+  """A study's part of the page: notes, tables, plots, runs."""
+  plan, name = study.plan, study.plan.study
+  head = f"<h1 id='{name}'>{name}</h1><p>{html.escape(plan.title)}</p>"
+  table = variants_table(study).html()
+  for variant in plan.variants:  # a variant's numbers lead to its runs
+    link = f"<td><a href='#{name}-{variant}'>{html.escape(variant)}</a></td>"
+    table = table.replace(f"<td>{html.escape(variant)}</td>", link, 1)
+  notes = page.warning(complaints(study))
+  found = findings(study)
+  return [
+    head,
+    notes,
+    findings_table(study),
+    differences_plot(found, plan.metric),
+    table,
+    curves_plot(study),
+    _runs(study, place, beside),
+  ]
+
+
+def _runs(study: Study, place: Path, beside: Path) -> str:
+  """Every run with its command, commit, hardware, and links to plan and raw JSON."""
+  plan, name = study.plan, study.plan.study
+  stored = os.path.relpath(place / "results" / f"plan-{plan.scale}.json", beside)
+  rows, named = [], set()
+  for (variant, seed), result in study.done.items():
+    raw = os.path.relpath(place.parent / result["file"], beside)
+    anchor = f" id='{name}-{variant}'" if variant not in named else ""
+    named.add(variant)
+    commit = result.get("git", {}).get("commit", "")
+    versions = result.get("versions", {})
+    cells = [
+      f"{html.escape(variant)}, seed {seed}",
+      f"{result['final'][plan.metric]:.4f}",
+      html.escape(str(result.get("hardware", ""))),
+      html.escape(result["date"][:10]),
+      html.escape(commit[:9]),
+      html.escape(f"jax {versions.get('jax', '–')}"),
+      f"<a href='{html.escape(raw, quote=True)}'>line {result['line']}</a>",
+      f"<a href='{html.escape(stored, quote=True)}'>plan</a>",
+      f"<code>{html.escape(str(result.get('command', '')))}</code>",
+    ]
+    rows.append(f"<tr{anchor}>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+  if not rows:
+    return "<p>No run has a result yet.</p>"
+  heads = ("run", plan.metric, "hardware", "date", "commit", "version", "raw JSON", "configuration",
+           "command")  # fmt: skip
+  head = "".join(f"<th>{h}</th>" for h in heads)
+  return (
+    f"<details><summary>{len(rows)} runs</summary><div class='wide'><table><thead><tr>{head}</tr>"
+    f"</thead><tbody>{''.join(rows)}</tbody></table></div></details>"
+  )
+
+
+def _readme(place: Path) -> str:
+  """What was registered, as it stands in README.md; its Markdown stays as it is."""
+  try:
+    text = (place / "README.md").read_text("utf-8")
+  except OSError:
+    return ""
+  text = re.sub(r"\n{3,}", "\n\n", text)
+  return f"<details><summary>registered</summary><pre>{html.escape(text)}</pre></details>"
+
+
+if __name__ == "__main__":
+  run_main(main)

@@ -1,0 +1,77 @@
+"""The page of all studies: every number leads to its source, and no failure is hidden."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from scmoe import report
+from scmoe.base.errors import ConfigError
+from scmoe.reports import studies
+from scmoe.reports.studies import Contrast, Plan
+
+PLAN = Plan("positions", "gpu", "Which <b>position</b>?", {}, {"top2": {"w": "2"}, "pos2": {}},
+            {"top2": 2, "pos2": 3}, (Contrast("pos2", "top2", 0.01),))  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+  """Two studies: one with results and a failure, one that is only registered in its README."""
+  for name in ("positions", "later"):
+    (tmp_path / name / "results/runs").mkdir(parents=True)
+    (tmp_path / name / "run.py").touch()
+    (tmp_path / name / "README.md").write_text(f"# {name} <registered>\n")
+  PLAN.write(tmp_path / "positions/results")
+  line = lambda variant, seed, loss, status="done": {
+    "study": "positions", "scale": "gpu", "variant": variant, "seed": seed, "data": {},
+    "plan": PLAN.digest(variant), "status": status, "date": "2026-01-02T03:04:05", "tokens": 2e6,
+    "final": {"loss": loss} if loss else {}, "train": {}, "hardware": "1 x gpu",
+    "evals": {"step": [1, 2], "tokens": [1e6, 2e6], "loss": [5.0, loss]}, "parameters": {},
+    "git": {"commit": "0123456789abc"}, "command": "python run.py --only '<x>'",
+  }  # fmt: skip
+  studies.write_results(
+    tmp_path / "positions/results/runs/gpu-1.jsonl",
+    [line("top2", 0, 3.0), line("top2", 1, 3.1), line("pos2", 0, 3.002), line("pos2", 1, 3.101),
+     line("pos2", 2, None, "failed at step 7 of 9, exit 4: NonFiniteError")],
+  )  # fmt: skip
+  return tmp_path
+
+
+def test_the_page(folder, capsys):
+  report.main([str(folder)])
+  text = (folder / "report-gpu.html").read_text()
+  assert "report-gpu.html" in capsys.readouterr().out
+  assert "Which &lt;b&gt;position&lt;/b&gt;?" in text
+  assert "pos2, seed 2: failed at step 7 of 9, exit 4" in text
+  assert "equivalent within" in text or "not settled" in text
+  assert "No plan is registered at this scale." in text
+  assert "&lt;registered&gt;" in text
+  assert "python run.py --only &#x27;&lt;x&gt;&#x27;" in text
+  assert "<script" not in text
+  assert not re.search(r"(src|href)='?\"?https?:", text)
+  # Each number of a variant leads to a row, and each row to a file that is there.
+  for target in re.findall(r"href='#([^']+)'", text):
+    assert f"id='{target}'" in text
+  links = re.findall(r"href='([^#'][^']*)'", text)
+  assert links
+  for link in links:
+    assert (folder / link).is_file()
+  plots = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+  assert len(plots) == 2
+  for plot in plots:
+    ElementTree.fromstring(plot)
+  assert plots[0].count("<circle") == 1
+  assert plots[1].count("<polyline") == 2
+
+
+def test_links_hold_from_another_folder(folder):
+  report.main([str(folder), f"--out={folder / 'build/page.html'}"])
+  text = (folder / "build/page.html").read_text()
+  assert "href='../positions/results/runs/gpu-1.jsonl'" in text
+
+
+def test_a_folder_without_studies(tmp_path):
+  with pytest.raises(ConfigError, match="holds no study"):
+    report.main([str(tmp_path)])
+  with pytest.raises(ConfigError, match="got 0 folders"):
+    report.main([])

@@ -1,4 +1,4 @@
-"""python -m scmoe.evaluate: prints loss, perplexity and bits per byte of a trained model.
+"""python -m scmoe.evaluate: prints loss and accuracy of a trained model; of text, bits per byte.
 
   python -m scmoe.evaluate --workdir runs/quickstart
   python -m scmoe.evaluate --workdir runs/a --step 500 --json result.json
@@ -22,9 +22,9 @@ from typing import Any
 
 from scmoe.base.errors import ConfigError, StorageError, run_main
 from scmoe.base.stored import write_json
-from scmoe.data import BitsPerByte, DataConfig, bigram_bits_per_byte, check_vocab, open_data
+from scmoe.data import DataConfig
 from scmoe.data.packages import need
-from scmoe.inference.evaluation import evaluate
+from scmoe.data.tokenizers import TOKENIZER
 from scmoe.pretrained.inference import InferenceFolder
 from scmoe.run import build
 from scmoe.run.command_line import (
@@ -41,9 +41,9 @@ from scmoe.run.command_line import (
 from scmoe.run.config import RunConfig
 from scmoe.run.effects import check_typed
 from scmoe.run.fields import with_field
+from scmoe.run.modality import modality_of
 from scmoe.run.opened import OpenRun, Stored, open_folder, open_model, open_run
 from scmoe.run.programs import user_programs
-from scmoe.run.summary import TOKENIZER
 from scmoe.training.restore import with_newest
 
 # Fields of the stored configuration that evaluation may change: none of them changes a parameter.
@@ -61,6 +61,19 @@ OF_TASKS = (
   Flag("limit", float, 0.0, "tasks: documents of each, or, below 1, the share of them; 0: all"),
   Flag("gen_kwargs", str, "", "tasks: replaces their own, e.g. max_gen_toks=64,temperature=0"),
 )
+
+# Figures of the table, where an evaluation has them, and what heads their columns.
+COLUMNS = {
+  "loss": "loss",
+  "perplexity": "perplexity",
+  "bits_per_byte": "bits/byte",
+  "bigram_bits_per_byte": "bigram bits/byte",
+  "accuracy": "accuracy",
+  "accuracy_5": "top-5 accuracy",
+  "tokens": "tokens",
+  "images": "images",
+}
+WHOLE = ("tokens", "images")
 
 FLAGS = (
   Flag("workdir", str, "", "folder of the run"),
@@ -185,23 +198,18 @@ def evaluate_run(
   stored, run, opened = with_newest(opened_step, named)
   elsewhere = any(name in DATA for name in changed)
   source = with_tokenizer(run.data, workdir) if elsewhere else run.data
-  data = open_data(
-    source, batch_size=run.train.batch_size, seed=run.train.seed, evaluated=elsewhere
-  )
-  check_vocab(data, run.model.vocab_size)
+  modality, read = modality_of(run), dataclasses.replace(run, data=source)
+  data = modality.open_data(read, evaluated=elsewhere)
   options = {
     "mesh": opened.mesh,
     "router": opened.router,
     "max_batches": max_batches or None,
     "prepare": opened.prepare,
   }
-  figures = evaluate(opened.model, data, **options)
+  figures = modality.evaluate(opened.model, data, **options)
   assert figures is not None  # it returns None only if told to stop
-  if not elsewhere:  # other text has no training part on which to fit a bigram model
-    bigram: BitsPerByte = bigram_bits_per_byte(data)
-    figures["bigram_bits_per_byte"] = bigram.total
-    for name, of_domain in figures["domains"].items():
-      of_domain["bigram_bits_per_byte"] = bigram.domains[name]
+  if not elsewhere:  # other data have no training part on which to fit a baseline
+    modality.add_baseline(data, figures)
   capacity = {"capacity_factor": run.dispatch.capacity_factor, "groups": capacity_groups(run)}
   capacity["groups_trained"] = capacity_groups(stored.run)
   where = {"workdir": str(workdir), "step": stored.step, "changed": dict(changed)}
@@ -222,8 +230,9 @@ def with_changes(run: RunConfig, changed: Mapping[str, str]) -> RunConfig:
   if not changed:
     return run
   if any(name in DATA for name in changed):
-    # The stored validation fraction splits the training text; other text is evaluated entirely.
-    other = dataclasses.replace(run.data, source="auto", path="", mixture="", validation_fraction=0)
+    # The stored validation fraction splits the training data; other data are evaluated entirely.
+    fresh = {"source": modality_of(run).path_source, "path": "", "mixture": ""}
+    other = dataclasses.replace(run.data, **fresh, validation_fraction=0)
     run = dataclasses.replace(run, data=other)
   for name, text in changed.items():
     run = with_field(run, name, text)
@@ -240,11 +249,7 @@ def with_tokenizer(data: DataConfig, workdir: str) -> DataConfig:
 
 def table(figures: dict[str, Any]) -> str:
   """The table that is printed: one line per domain and one for all of them."""
-  names = ("loss", "perplexity", "bits_per_byte", "bigram_bits_per_byte", "accuracy", "tokens")
-  heads = ("loss", "perplexity", "bits/byte", "bigram bits/byte", "accuracy", "tokens")
-  if "bigram_bits_per_byte" not in figures:
-    names = tuple(name for name in names if not name.startswith("bigram"))
-    heads = tuple(head for head in heads if not head.startswith("bigram"))
+  shown = {key: head for key, head in COLUMNS.items() if key in figures}
   rows = {**figures["domains"], "all": figures}
   width = max(len(name) for name in rows) + 2
   with_ = ", ".join(f"{name}={text}" for name, text in figures["changed"].items())
@@ -252,9 +257,9 @@ def table(figures: dict[str, Any]) -> str:
   title += f" with {with_}" if with_ else ""
   title += f", {figures['batches']:,} batches" if "batches" in figures else ""
   lines = [f"validation of {title}"]
-  lines.append(" " * width + "".join(f"{head:>18}" for head in heads))
+  lines.append(" " * width + "".join(f"{head:>18}" for head in shown.values()))
   for name, row in rows.items():
-    cells = [f"{row[key]:,.0f}" if key == "tokens" else f"{row[key]:.4f}" for key in names]
+    cells = [f"{row[key]:,.0f}" if key in WHOLE else f"{row[key]:.4f}" for key in shown]
     lines.append(f"{name:{width}}" + "".join(f"{cell:>18}" for cell in cells))
   if figures["drop"]:
     lines.append(f"{figures['drop']:.2%} of the routed choices found no room" + _room(figures))

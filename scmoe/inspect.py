@@ -4,7 +4,7 @@
   python -m scmoe.inspect --workdir runs/a --step 500 --out reports/a --batches 32
 
 Writes inspect.html (one file) and inspect.npz (every array that is drawn) into --out. Reads
-metrics.jsonl, the checkpoint, and the validation text again, on one device.
+metrics.jsonl, the checkpoint, and the validation data again, on one device.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from typing import Any
 import numpy as np
 
 from scmoe.base.errors import ConfigError, run_main
-from scmoe.data import Tokenizer, open_data
-from scmoe.inference.probe import Probe, probe
+from scmoe.data import Tokenizer
+from scmoe.inference.probe import Probe, ReadImages, ReadText, probe
 from scmoe.reports import page, router
 from scmoe.reports.records import Record, read_run
 from scmoe.reports.tables import Table
 from scmoe.run import build
 from scmoe.run.command_line import HELP, Flag, help_text, parse
+from scmoe.run.modality import modality_of
 from scmoe.run.opened import open_run
 from scmoe.run.programs import user_programs
 from scmoe.training.restore import restore_part, with_newest
@@ -62,14 +63,16 @@ class Inspection:
   Attributes:
     record: the run's metrics.
     step: step of the checkpoint.
-    probe: what the checkpoint's routers did on validation text.
+    probe: what the checkpoint's routers did on validation data.
     domains: names of the domains, in the order of axis D of `probe.domain_load_GDE`.
+    classes: names of the classes, in the order of axis C of `probe.class_load_GCE`.
   """
 
   record: Record
   step: int
   probe: Probe
   domains: tuple[str, ...]
+  classes: tuple[str, ...] = CLASSES
 
   def table(self) -> Table:
     """The table that is printed: one row per gating, a place where a router chooses experts."""
@@ -85,14 +88,14 @@ class Inspection:
       rows.append((name, *map(number, figures)))
     heads = ("router", "imbalance", "dead", "entropy", "confidence", "drop", "shortcut ratio",
              "tells of the next", "repeated", "as on current")  # fmt: skip
-    title = f"{self.record.name} at step {self.step}, {p.tokens:,} tokens of validation text"
+    title = f"{self.record.name} at step {self.step}, {p.tokens:,} tokens of validation data"
     return Table(title, heads, tuple(rows))
 
   def arrays(self) -> dict[str, np.ndarray]:
     """Every array that the page draws, by name."""
     found = {f.name: getattr(self.probe, f.name) for f in dataclasses.fields(Probe)}
     found |= {"overlap_G": self.probe.overlap_G, "dead_G": self.probe.dead_G}
-    found |= {"domains": np.array(self.domains), "classes": np.array(CLASSES)}
+    found |= {"domains": np.array(self.domains), "classes": np.array(self.classes)}
     steps, loads = router.loads_over_training(self.record)
     found |= {"training_load_steps": steps, "training_load": loads}
     for name, _ in router.OVER_TRAINING:
@@ -121,10 +124,11 @@ class Inspection:
     if len(self.domains) > 1:
       heat = router.draw_by(p.domain_load_GDE, p.gatings, self.domains, "experts by domain")
       add("Experts by domain", heat, "Where the rows differ, experts have specialised.")
-    used = [i for i in range(len(CLASSES)) if np.isfinite(p.class_load_GCE[:, i]).any()]
-    heat = router.draw_by(p.class_load_GCE[:, used], p.gatings, [CLASSES[i] for i in used],
-                          "experts by class of the token that is read")  # fmt: skip
-    add("Experts by token class", heat, "The class of a token is that of its first character.")
+    used = [i for i in range(len(self.classes)) if np.isfinite(p.class_load_GCE[:, i]).any()]
+    heat = router.draw_by(p.class_load_GCE[:, used], p.gatings, [self.classes[i] for i in used],
+                          "experts by class of what is read")  # fmt: skip
+    about = "The class of a token of text is that of its first character; of an image, its label."
+    add("Experts by class", heat, about)
     if len(p.overlap_G):
       pairs = [f"{a} → {b}" for a, b in zip(p.gatings, p.gatings[1:])]
       about = "How far one router's first choice predicts the next router's: 0 not at all, 1 fully."
@@ -162,16 +166,20 @@ def inspect_run(workdir: str, step: int = -1, batches: int = 16) -> Inspection:
 
   at, built, state = with_newest(opened_step, named)
   run = built.run
-  data = open_data(run.data, batch_size=run.train.batch_size, seed=run.train.seed)
+  data = modality_of(run).open_data(run)
+  if run.model.reads_images:
+    classes, reading = data.images.names, ReadImages(state["router"])
+  else:
+    of_tokens = token_classes(data.tokenizer, run.model.vocab_size)
+    classes, reading = CLASSES, ReadText(of_tokens, state["router"])
   found = probe(
     built.model(state["params"]),
     data.validation(max_batches=batches or None),
     num_domains=len(data.domains),
-    classes_V=token_classes(data.tokenizer, run.model.vocab_size),
-    num_classes=len(CLASSES),
-    router=state["router"],
+    num_classes=len(classes),
+    reading=reading,
   )
-  return Inspection(read_run(workdir), at, found, data.domains)
+  return Inspection(read_run(workdir), at, found, data.domains, tuple(classes))
 
 
 def token_classes(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from scmoe.base.arrays import read_npz
-from scmoe.base.batch import Batch
 from scmoe.base.errors import CheckpointError, ConfigError, run_main
 from scmoe.base.stored import Maybe, StoredError, read_json
 from scmoe.parallel.mesh import batch_sharding
@@ -119,20 +118,21 @@ def _failure(bundle: Path) -> tuple[dict[str, Any], Variant]:
     raise CheckpointError(f"{bundle} is not a run's replay bundle: {error}") from None
 
 
-def _stored_batch(built: Searchable, path: Path) -> Batch:
+def _stored_batch(built: Searchable, path: Path) -> Any:
   """The batch of the step.
 
   Raises:
     CheckpointError: the file is damaged, or its shapes are not those of the run's batches.
   """
   like = built.random_batch()
-  fields = len(dataclasses.fields(Batch))
+  fields = dataclasses.fields(like)
+  largest = max(x.nbytes for x in jax.tree.leaves(like))
   try:
-    # No field is larger than the tokens; 4,096 bytes are enough for a header of the .npz.
-    batch = Batch(**read_npz(path, fields * (like.inputs.nbytes + 4096)))
+    # The headers of a .npz are small.
+    batch = type(like)(**read_npz(path, len(fields) * (largest + 4096)))
   except (ValueError, TypeError) as error:
     raise CheckpointError(str(error)) from None
-  for field in dataclasses.fields(Batch):
+  for field in fields:
     stored, wanted = getattr(batch, field.name), getattr(like, field.name)
     have, want = (None if x is None else (x.shape, x.dtype.name) for x in (stored, wanted))
     if have != want:

@@ -23,10 +23,6 @@ from scmoe.base import determinism
 from scmoe.base.errors import ConfigError, run_main
 from scmoe.base.extensions import remember
 from scmoe.base.output import optional, say, warn
-from scmoe.data import Data, check_vocab, open_data
-from scmoe.inference.decode import generate
-from scmoe.inference.evaluation import evaluate, flat_scalars
-from scmoe.inference.sampling import Sampling
 from scmoe.models.flops import count_parameters
 from scmoe.parallel.collectives import request_copy_engines
 from scmoe.run import build
@@ -42,10 +38,11 @@ from scmoe.run.command_line import (
 )
 from scmoe.run.config import RunConfig, imports_of, to_dict, to_json
 from scmoe.run.dry_run import dry_run, planned_devices, report
+from scmoe.run.modality import modality_of
 from scmoe.run.names import check_run_name, check_workdir
 from scmoe.run.opened import open_run
 from scmoe.run.programs import Programs
-from scmoe.run.summary import check_memory, header, out_of_memory, result, store_tokenizer
+from scmoe.run.summary import check_memory, header, out_of_memory
 from scmoe.run.teacher import check_tokenizer, open_teacher, remember_teacher
 from scmoe.training import distributed
 from scmoe.training.loop import Poll, Trainer
@@ -100,18 +97,13 @@ def train(run: RunConfig, workdir: Path) -> TrainState:
   )
   teacher = open_teacher(run, workdir, [*imports_of(run).values()])
   built = build.build(run, teacher=teacher and teacher.run)
-  data = open_data(
-    run.data,
-    batch_size=run.train.batch_size,
-    seed=run.train.seed,
-    process_index=jax.process_index(),
-    process_count=jax.process_count(),
-  )
-  check_vocab(data, run.model.vocab_size)
+  modality = modality_of(run)
+  places = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+  data = modality.open_data(run, **places)
   if teacher is not None:
     check_tokenizer(teacher, data.tokenizer)
   if distributed.is_first():
-    store_tokenizer(data.tokenizer, workdir)
+    modality.keep(data, workdir)
     if teacher is not None:
       remember_teacher(teacher, workdir)
     if problem := remember(imports_of(run), workdir):
@@ -122,7 +114,7 @@ def train(run: RunConfig, workdir: Path) -> TrainState:
     data,
     workdir,
     evaluate=evaluation(built, data, workdir),
-    sample=sampling(built, data),
+    sample=modality.sampling(built, data),
     header="\n".join(
       [header(built, data, workdir), *([teacher.header_line(run)] if teacher else [])]
     ),
@@ -135,7 +127,7 @@ def train(run: RunConfig, workdir: Path) -> TrainState:
   except jax.errors.JaxRuntimeError as error:
     raise out_of_memory(built, error) or error from None
   if distributed.is_first():
-    say(result(data, workdir))
+    say(modality.result(data, workdir))
   return state
 
 
@@ -163,14 +155,14 @@ def beginning(built: build.Built) -> Callable[[TrainState], TrainState] | None:
   return start
 
 
-def card(unresolved: RunConfig, built: build.Built, data: Data) -> dict[str, Any]:
+def card(unresolved: RunConfig, built: build.Built, data: Any) -> dict[str, Any]:
   """The entries of the run's card that do not change: command, configuration, data, sizes."""
   parameters = count_parameters(built.run.model, built.shapes)
   return {
     "command": [*_program(), *sys.argv[1:]],
     "config": to_dict(unresolved),
     "data": data.fingerprint(),
-    "tokenizer": data.tokenizer.digest,
+    **modality_of(built.run).card(data),
     "parameters": {"total": parameters.total, "active": parameters.active},
     "flops_per_token": built.flops_per_token({}),
   }
@@ -183,42 +175,19 @@ def _program() -> list[str]:
 
 
 def evaluation(
-  built: build.Built, data: Data, workdir: Path
+  built: build.Built, data: Any, workdir: Path
 ) -> Callable[[TrainState, Poll], Any] | None:
-  """The function that the trainer calls to evaluate; None without validation text."""
+  """The function that the trainer calls to evaluate; None without validation data."""
   if not data.validation_domains:
     return None
-  programs = Programs(built.overlap, workdir)
+  programs, modality = Programs(built.overlap, workdir), modality_of(built.run)
 
   def run(state: TrainState, stopping: Poll) -> dict[str, float] | None:
     limit = built.run.train.eval_batches or None
     options = {"mesh": built.mesh, "max_batches": limit, "stopping": stopping}
     options["prepare"] = programs
-    figures = evaluate(built.model(state.params), data, router=state.router, **options)
-    return None if figures is None else flat_scalars(figures)
-
-  return run
-
-
-def sampling(built: build.Built, data: Data) -> Callable[[TrainState], str] | None:
-  """The function that the trainer calls for a sample; None with several processes."""
-  if jax.process_count() > 1:
-    return None
-
-  def run(state: TrainState) -> str:
-    start = [data.tokenizer.bos_id]
-    room = built.run.model.context - len(start)
-    (tokens,) = generate(
-      built.model(state.params),
-      [start],
-      Sampling(temperature=0.8),
-      max_new_tokens=min(built.run.train.sample_tokens, room),
-      seed=built.run.train.seed,
-      eos_id=data.tokenizer.stop_ids,
-      router=state.router,
-      mesh=built.mesh,
-    )
-    return data.tokenizer.decode(tokens)
+    figures = modality.evaluate(built.model(state.params), data, router=state.router, **options)
+    return None if figures is None else modality.flat(figures)
 
   return run
 

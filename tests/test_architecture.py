@@ -27,6 +27,8 @@ RANKS = [
   ("run.fields",),
   ("run.config",),
   ("run.config_files",),
+  ("run.text", "run.images"),
+  ("run.modality",),
   ("run.build", "run.command_line", "run.programs", "reports"),
   ("run.dry_run",),
   ("run.benchmark", "pretrained", "run.summary", "run.generation_flags"),

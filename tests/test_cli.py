@@ -353,7 +353,7 @@ def test_train_stop_resume_evaluate_generate(here, capsys, quick_compiler):
     assert arrays["training_load"].shape == (4, 2, 4)  # four logged steps
     assert arrays["training_entropy"].shape == (4, 2)
   page = Path("a/inspect/inspect.html").read_text()
-  for words in ("Experts by domain", "Experts by token class", "Load over training"):
+  for words in ("Experts by domain", "Experts by class", "Load over training"):
     assert words in page
 
   prompts = ["--prompt=ab", "--prompt=", "--max_new_tokens=3", "--temperature=0"]

@@ -5,16 +5,15 @@ import functools
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scmoe.base.batch import Batch
 from scmoe.blocks.wiring import WIRINGS
 from scmoe.run import build
 from scmoe.run.config import to_dict
 from scmoe.run.config_files import config_names, find_config, load_config
 from scmoe.run.fields import with_field
+from scmoe.run.modality import modality_of
 
 # Each config runs once as it is, each wiring once as quickstart; the rest are traced only.
 RUN = {(name, "") for name in config_names() if name != "quickstart"}
@@ -32,9 +31,7 @@ def smoke(name, wiring=""):
 def loss_of(run):
   """(function, abstract arguments) of the loss and its gradients."""
   built = build.build(run, jax.devices()[:1])
-  shape = (2, run.data.seq_len)
-  ids = jax.ShapeDtypeStruct(shape, jnp.int32)
-  batch = Batch(ids, ids, jax.ShapeDtypeStruct(shape, jnp.float32), ids, ids)
+  batch = modality_of(run).batch_shapes(run, (2,))
   bare = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), built.shapes)
   function = jax.value_and_grad(lambda p, b: built.objective.loss(p, {}, b, None), has_aux=True)
   return built, function, (bare, batch)
@@ -63,17 +60,8 @@ def test_one_step(name, wiring):
 
   numbers = np.random.default_rng(0)
   weights = jax.tree.map(lambda p: 0.02 * numbers.standard_normal(p.shape, np.float32), params)
-  tokens = numbers.integers(0, 257, batch.inputs.shape, np.int32)
-  rows = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-  fed = Batch(
-    inputs=tokens,
-    targets=tokens[:, ::-1],
-    weights=np.ones(tokens.shape, np.float32),
-    segment_ids=np.ones_like(tokens),
-    positions=rows,
-  )
-  step = jax.jit(function).lower(params, batch).compile()
-  (_, aux), grads = step(weights, fed)
+  fed = modality_of(run).random_batch(run, (2,), seed=0)
+  (_, aux), grads = jax.jit(function)(weights, fed)
   scalars, _ = built.objective.metrics(aux)
   assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
   # Fresh weights know nothing: the cross-entropy is that of a uniform guess.

@@ -1,4 +1,4 @@
-"""The batch of token sequences: the data pipeline makes it; the training step and loss read it."""
+"""The batches of token sequences and of images: pipelines make them; step and loss read them."""
 
 from __future__ import annotations
 
@@ -53,3 +53,27 @@ class Batch:
   def stack(cls, microbatches: Sequence[Batch]) -> Batch:
     """Stacks A microbatches of numpy arrays into one batch with leaves [A, ...]."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *microbatches)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ImageBatch:
+  """B images: numpy arrays on the host, jax arrays on devices; a step's have leaves [A, B, ...].
+
+  Pixels travel as bytes; the step changes them (`scmoe.models.vision.augment`).
+
+  Attributes:
+    images: uint8 [B, S, S, C].
+    labels: int32 [B], class of each.
+    weights: float32 [B], weight of each image's loss; 0: padding of a last batch.
+    draws: uint32 [B, 2], epoch and index of each image, from which training draws its changes.
+    partners: uint8 [B, S, S, C], the image with which each may be mixed; None without mixing.
+    partner_labels: int32 [B], or None.
+  """
+
+  images: Any
+  labels: Any
+  weights: Any
+  draws: Any
+  partners: Any = None
+  partner_labels: Any = None

@@ -318,8 +318,14 @@ class BlockConfig(Options, path="model"):
       **shared,
     )
 
-  def make_attention(self, rngs: nnx.Rngs) -> Attention | LatentAttention:
-    """A new attention with these options."""
+  def make_attention(self, rngs: nnx.Rngs, number: int = 0) -> Attention | LatentAttention:
+    """A new attention with these options.
+
+    Args:
+      rngs: stream `params` for the initial weights.
+      number: of the block in its unit; all blocks of a language model are alike.
+    """
+    del number
     config = self.attention
     if isinstance(config, LatentAttentionConfig):
       return LatentAttention(config, rngs=rngs)

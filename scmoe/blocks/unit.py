@@ -22,11 +22,17 @@ class Block(nnx.Module):
 
   The sublayer is a dense MLP or the shared expert. A block has none where only routed experts
   follow its attention.
+
+  Args:
+    config: options of the blocks.
+    hidden: width of the sublayer; 0: none.
+    number: of the block in its unit, from 0; windowed attention shifts every other block's windows.
+    rngs: stream `params` for the initial weights.
   """
 
-  def __init__(self, config: BlockConfig, hidden: int, *, rngs: nnx.Rngs):
+  def __init__(self, config: BlockConfig, hidden: int, *, number: int = 0, rngs: nnx.Rngs):
     self.norm_attention = config.norm()
-    self.attention = config.make_attention(rngs)
+    self.attention = config.make_attention(rngs, number)
     self.norm_mlp = config.norm()
     self.mlp = MLP(config.mlp(hidden), rngs=rngs) if hidden else None
 
@@ -65,7 +71,9 @@ class Unit(nnx.Module):
     dense = [config.mlp_hidden] * config.moe_every
     if rule.taps:
       dense[-1] = config.shared_hidden if rule.shared_expert else 0
-    self.blocks = nnx.List([Block(config, hidden, rngs=rngs) for hidden in dense])
+    self.blocks = nnx.List(
+      [Block(config, hidden, number=i, rngs=rngs) for i, hidden in enumerate(dense)]
+    )
     self.shared_norm = config.shortcut_norm == "shared"
     self.mix_current = config.mix_input == "current"
     own = rule.is_shortcut and not self.shared_norm

@@ -11,15 +11,17 @@ from scmoe.base.errors import ConfigError
 from scmoe.base.options import Options, option
 from scmoe.base.paths import expanded
 
-SOURCES = ("auto", "stdlib", "text", "jsonl", "parquet", "arrow", "procedural", "mixture")
+IMAGE_SOURCES = ("images", "shapes", "digits")
+SOURCES = ("auto", "stdlib", "text", "jsonl", "parquet", "arrow", "procedural", "mixture",
+           *IMAGE_SOURCES)  # fmt: skip
 PACKINGS = ("concat", "pack", "pad")
-NEEDS_PATH = ("text", "jsonl", "parquet", "arrow")
+NEEDS_PATH = ("text", "jsonl", "parquet", "arrow", "images")
 HUB = "hf:"  # prefix of a path that names a dataset on the Hugging Face hub
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig(Options, path="data"):
-  """Options of the text's source, its tokenizer, and the packing of tokens into rows."""
+  """Options of the source of text or images, its tokenizer, and the packing of tokens into rows."""
 
   source: str = option(
     "auto",
@@ -27,7 +29,8 @@ class DataConfig(Options, path="data"):
     "data.mixture is set; stdlib without either), stdlib (the source code of Python's standard "
     "library), text, jsonl, parquet, arrow (a folder that Hugging Face datasets saved), procedural "
     "(generated, of known entropy), mixture (several of these), or your own function as "
-    "my_package.module:name",
+    "my_package.module:name; for a vision model images (Parquet files or class folders at "
+    "data.path), shapes (drawn by this project) or digits (scikit-learn's)",
     choices=SOURCES,
     importable=True,
   )
@@ -35,8 +38,13 @@ class DataConfig(Options, path="data"):
     "",
     "for text, jsonl, parquet and arrow: a file, folder or glob, or hf:OWNER/NAME for a dataset on "
     "the Hugging Face hub (docs/data.md); for procedural: its domains joined by '+', e.g. "
-    "'markov+recall' (empty: all)",
+    "'markov+recall' (empty: all); for images: a Parquet file, or a folder with such files or with "
+    "a folder for each class",
   )
+  image_field: str = option(
+    "", "images: column of a Parquet file that holds the encoded image (empty: image or img)"
+  )
+  label_field: str = option("label", "images: column of a Parquet file that holds the class number")
   field: str = option("text", "column of a jsonl, parquet or arrow row that holds the text")
   domain_field: str = option(
     "",
@@ -83,7 +91,9 @@ class DataConfig(Options, path="data"):
     "end-of-text token of a tokenizer.json (empty: the first of the usual names, such as "
     "<|endoftext|> or </s>, that its vocabulary has)",
   )
-  seq_len: int = option(256, "tokens in a row (S)", minimum=2)
+  seq_len: int = option(
+    256, "tokens in a row (S); of images the tokens that the model makes of one", minimum=2
+  )
   packing: str = option(
     "concat",
     "concat (documents joined, then cut into rows: no padding), pack (best fit of whole documents, "
@@ -125,6 +135,11 @@ class DataConfig(Options, path="data"):
         f"data.mixture={self.mixture!r} is not read by data.source={self.source!r}; "
         "set data.source='mixture' or leave data.mixture empty"
       )
+
+  @property
+  def reads_images(self) -> bool:
+    """Whether the source is one of images."""
+    return self.source in IMAGE_SOURCES
 
   @property
   def kind(self) -> str:
@@ -234,9 +249,9 @@ def _parse_part(text: str, form: str) -> SourcePart:
   if kind == "auto" and path:
     check_is_text(path, "data.mixture: file")
     kind = kind_of_path(path)
-  if kind not in SOURCES or kind in ("auto", "mixture"):
-    known = ", ".join(s for s in SOURCES if s not in ("auto", "mixture"))
-    raise ConfigError(f"data.mixture: unknown source {kind!r}; one of: {known}")
+  known = [s for s in SOURCES if s not in ("auto", "mixture", *IMAGE_SOURCES)]
+  if kind not in known:
+    raise ConfigError(f"data.mixture: unknown source {kind!r}; one of: {', '.join(known)}")
   if kind in NEEDS_PATH and not path:
     raise ConfigError(f"data.mixture: {text!r} names no file; write {kind}:PATH:{weight_text}")
   expanded(path, "data.mixture: file")

@@ -74,7 +74,7 @@ def find_files(kind: str, path: str) -> list[InputFile]:
 
 
 def _with_splits(root: Path, found: list[Path]) -> list[InputFile]:
-  names = [_split_name(root, p) for p in found]
+  names = [split_name(root, p) for p in found]
   if "train" not in names:
     return [InputFile(p, None) for p in found]
   has_validation = any(n in _VALIDATION_NAMES for n in names)
@@ -87,7 +87,8 @@ def _with_splits(root: Path, found: list[Path]) -> list[InputFile]:
   return files
 
 
-def _split_name(root: Path, path: Path) -> str | None:
+def split_name(root: Path, path: Path) -> str | None:
+  """The split that the name of a file, or of a folder between it and `root`, says; else None."""
   parts = path.relative_to(root).parts if path.is_relative_to(root) else path.parts[-1:]
   for part in reversed(parts):
     if match := _SPLIT_NAME.match(part):

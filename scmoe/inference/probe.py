@@ -1,16 +1,17 @@
-"""Counts a trained router's choices over a text, by gating, domain and class of token.
+"""Counts a trained router's choices over text or images, by gating, domain and class.
 
 A gating is one use of a gate; some wirings gate twice in a layer. The probe runs the model's own
 modules on one device, pair by pair instead of by a scan, and records the results of each router and
-of each norm on the main path (`_Listener`).
+of each norm on the main path (`_Listener`). A `Reading` says how a kind of model begins with a
+batch, and which class each of its tokens has.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,13 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from scmoe.base.batch import Batch
+from scmoe.base.batch import Batch, ImageBatch
 from scmoe.base.errors import ConfigError
 from scmoe.blocks.pair import BlockPair, Context
 from scmoe.blocks.wiring import Tap
 from scmoe.models.gpt import GPT
+from scmoe.models.trunk import Trunk
+from scmoe.models.vision.model import VisionModel, pixels
 from scmoe.moe.layer import MoECall
 from scmoe.moe.losses import statistics
 from scmoe.moe.types import Routing
@@ -30,7 +33,7 @@ from scmoe.moe.types import Routing
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-  """Counts and means over a text. Its G gatings are in the order in which a token meets them.
+  """Counts and means over what was read. The G gatings are in the order in which tokens meet them.
 
   Attributes:
     gatings: name of each gating, e.g. "layer 1" or "layer 1, preceding".
@@ -39,7 +42,7 @@ class Probe:
       without tokens.
     class_load_GCE: float [G, classes, E], the same for the tokens of each class.
     neighbours_GEE: float [G - 1, E, E], share of the tokens whose first choice was e in one gating
-      and f in the next.
+      and f in the next; NaN if the next one has other tokens (a later stage of a Swin).
     entropy_G: mean entropy of a token's probabilities, divided by ln E.
     confidence_G: mean of a token's largest probability.
     repeated_G: share of tokens whose best expert is the one that the earlier gating of the same
@@ -49,8 +52,9 @@ class Probe:
     drop_P: share of the choices that were dropped, in each pair.
     shortcut_ratio_P: |output of the routed experts| / |main path|, in each pair.
     points: name of each value on the main path, in order.
-    similarity_V: mean cosine between each value on the main path and the next, [points - 1].
-    tokens: number of tokens that were read.
+    similarity_V: mean cosine between each value on the main path and the next, [points - 1]; NaN
+      where four tokens become one between them.
+    tokens: number of tokens that were read, of the first stage.
   """
 
   gatings: tuple[str, ...]
@@ -86,43 +90,136 @@ def _xlogx(p: np.ndarray) -> np.ndarray:
   return p * np.log(np.where(p > 0, p, 1))
 
 
+class Reading(Protocol):
+  """How a kind of model begins with a batch, and what it counts by."""
+
+  def trunks(self, model: Any) -> Sequence[Trunk]:
+    """The model's trunks, in order."""
+    ...
+
+  def begin(self, model: Any, batch: Any) -> Begun:
+    """The batch before the first pair."""
+    ...
+
+  def between(self, model: Any, number: int, h_BSD: Array) -> Array:
+    """The residual stream as trunk `number` >= 1 begins with it, from the end of the one before."""
+    ...
+
+
+class Begun(NamedTuple):
+  """A batch before the first pair. What is [B, 1] holds for all tokens of a row.
+
+  Attributes:
+    h_BSD: the residual stream.
+    positions_BS, segments_BS: as of `Context`.
+    mask_BS: bool [B, S] or [B, 1].
+    domain_B: int [B].
+    class_BS: int [B, S] or [B, 1].
+    router: router state of each trunk.
+  """
+
+  h_BSD: Array
+  positions_BS: Array | None
+  segments_BS: Array | None
+  mask_BS: Array
+  domain_B: Array
+  class_BS: Array
+  router: Sequence[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadText:
+  """A `Reading` of tokens; their classes are those of a table.
+
+  Attributes:
+    classes_V: int [V], class of each token.
+    router: router state of the run.
+  """
+
+  classes_V: Any
+  router: Any = None
+
+  def trunks(self, model: GPT) -> Sequence[Trunk]:
+    """See `Reading.trunks`."""
+    return [model]
+
+  def begin(self, model: GPT, batch: Batch) -> Begun:
+    """See `Reading.begin`."""
+    h_BSD = model.embedding(batch.inputs, batch.positions, jnp.dtype(model.config.dtype))
+    rows = batch.inputs.shape[0]
+    return Begun(
+      h_BSD,
+      batch.positions,
+      batch.segment_ids if model.config.document_mask else None,
+      batch.segment_ids > 0,
+      jnp.zeros(rows, jnp.int32) if batch.domain is None else batch.domain,
+      jnp.asarray(self.classes_V, jnp.int32)[batch.inputs],
+      [self.router or {}],
+    )
+
+  def between(self, model: GPT, number: int, h_BSD: Array) -> Array:
+    """A language model has one trunk."""
+    raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadImages:
+  """A `Reading` of images; a token's class is its image's.
+
+  Attributes:
+    router: router state of the run.
+  """
+
+  router: Any = None
+
+  def trunks(self, model: VisionModel) -> Sequence[Trunk]:
+    """See `Reading.trunks`."""
+    return list(model.trunks)
+
+  def begin(self, model: VisionModel, batch: ImageBatch) -> Begun:
+    """See `Reading.begin`."""
+    h_BSD = model.embedding(pixels(batch.images).astype(jnp.dtype(model.config.dtype)))
+    labels_B = jnp.asarray(batch.labels)
+    of_rows = batch.weights[:, None] > 0, jnp.zeros_like(labels_B), labels_B[:, None]
+    return Begun(h_BSD, None, None, *of_rows, model.router_of(self.router))
+
+  def between(self, model: VisionModel, number: int, h_BSD: Array) -> Array:
+    """See `Reading.between`."""
+    return model.mergers[number - 1](h_BSD)
+
+
 def probe(
-  model: GPT,
-  batches: Iterable[Batch],
+  model: Any,
+  batches: Iterable[Any],
   *,
   num_domains: int,
-  classes_V: np.ndarray,
   num_classes: int,
-  router: Any = None,
+  reading: Reading,
 ) -> Probe:
-  """Runs the model over batches of text and counts its routers' choices.
+  """Runs the model over batches and counts its routers' choices.
 
   Args:
     model: a model on one device.
-    batches: the text.
+    batches: the text or images.
     num_domains: number of domains in the batches.
-    classes_V: int [V], class of each token id.
-    num_classes: number of classes.
-    router: the run's router state (balancing biases), if it has any.
+    num_classes: number of classes of `reading`.
+    reading: how this kind of model reads, with the run's router state.
 
   Raises:
     ConfigError: the wiring has no routed experts, or the batches have no tokens.
   """
-  if not model.config.wiring_rule.taps:
+  listened = _Layout(reading.trunks(model))
+  if not listened.gatings:
     raise ConfigError("model.wiring='dense' has no router to inspect; give a run with experts")
-  listened = _Layout(model)
   counts_of = nnx.jit(
-    lambda model, *args: _counts(model, listened, num_domains, num_classes, *args)
+    lambda model, batch: _counts(model, reading, listened, num_domains, num_classes, batch)
   )
   total: Any = None
-  table = jnp.asarray(classes_V, jnp.int32)
   for batch in batches:
-    found = jax.tree.map(
-      lambda x: np.asarray(x, np.float64), counts_of(model, router or {}, batch, table)
-    )
+    found = jax.tree.map(lambda x: np.asarray(x, np.float64), counts_of(model, batch))
     total = found if total is None else jax.tree.map(np.add, total, found)
   if total is None or not total["tokens"]:
-    raise ConfigError("the validation text is empty; give more of it")
+    raise ConfigError("the validation data are empty; give more of them")
   return _finished(listened, total)
 
 
@@ -135,16 +232,17 @@ class _Layout:
     shortcut: for each gating, whether its gate reads the shortcut.
   """
 
-  def __init__(self, model: GPT):
-    config, rule = model.config, model.config.wiring_rule
-    per_pair = config.moe_every * rule.units_per_moe
+  def __init__(self, trunks: Sequence[Trunk]):
     self.gatings, self.points, self.second, self.shortcut = [], [], [], []
     layer = 0  # the first layer of the pair
-    for run in config.runs:
-      for _ in range(run.start, run.stop):
-        self._add(config, rule, layer, dense=run.dense)
-        layer += 1 if run.dense else per_pair
-    self.points.append("out")
+    for number, trunk in enumerate(trunks):
+      config, rule = trunk.config, trunk.config.wiring_rule
+      per_pair = config.moe_every * rule.units_per_moe
+      for run in config.runs:
+        for _ in range(run.start, run.stop):
+          self._add(config, rule, layer, dense=run.dense)
+          layer += 1 if run.dense else per_pair
+      self.points.append("out" if number + 1 == len(trunks) else f"{layer} merged")
 
   def _add(self, config: Any, rule: Any, first: int, *, dense: bool) -> None:
     """Adds the names of a pair that begins with layer `first`, or of one layer without a MoE."""
@@ -195,28 +293,77 @@ class _Listener:
 
 
 def _counts(
-  model: GPT,
+  model: Any,
+  reading: Reading,
   layout: _Layout,
   num_domains: int,
   num_classes: int,
-  router: Any,
-  batch: Batch,
-  classes_V: Array,
+  batch: Any,
 ) -> dict[str, Array]:
-  """The sums over the tokens of one batch, from which `_finished` computes a `Probe`."""
-  config, rule = model.config, model.config.wiring_rule
-  mask_BS = batch.segment_ids > 0
-  segments = batch.segment_ids if config.document_mask else None
-  stacks = {False: nnx.split(model.stages), True: model.dense and nnx.split(model.dense)}
-  h_BSD = model.embedding(batch.inputs, batch.positions, jnp.dtype(config.dtype))
-  handed, flights, values, current, sums = None, [], [], [], []
+  """Sums over the tokens of one batch."""
+  begun = reading.begin(model, batch)
+  h_BSD, found = begun.h_BSD, _Heard()
+  for number, trunk in enumerate(reading.trunks(model)):
+    if number:
+      h_BSD = reading.between(model, number, h_BSD)
+    h_BSD = _walk(trunk, h_BSD, begun, begun.router[number], found)
+  of_tokens = lambda x, like: jnp.broadcast_to(x, like.shape[:2]).reshape(-1)
+  mask_T = of_tokens(begun.mask_BS, begun.h_BSD)
+  read = [
+    (of_tokens(begun.mask_BS, h).astype(jnp.float32), of_tokens(begun.domain_B[:, None], h),
+     of_tokens(begun.class_BS, h))
+    for h in found.read
+  ]  # fmt: skip
+  counts = _of_routings(found, read, layout, num_domains, num_classes)
+  cosines = [
+    _cosine(a, b).reshape(-1) @ of_tokens(begun.mask_BS, a).astype(jnp.float32)
+    if a.shape == b.shape
+    else jnp.nan
+    for a, b in itertools.pairwise(found.values)
+  ]
+  arrays = [statistics(sums) for sums in found.sums]
+  return counts | {
+    "tokens": mask_T.sum(),
+    "similarity": jnp.stack(cosines),
+    "similarity_tokens": jnp.stack(
+      [of_tokens(begun.mask_BS, a).sum() for a, _ in itertools.pairwise(found.values)]
+    ),
+    "batches": jnp.ones(()),
+    "drop": jnp.stack([a["drop"] for a in arrays]),
+    "shortcut_ratio": jnp.stack([a["shortcut_ratio"] for a in arrays]),
+  }
+
+
+class _Heard:
+  """What listeners hear while a batch passes all trunks.
+
+  Attributes:
+    routings: of each gating; current: of the same gate on the current representation.
+    read: a value with the tokens [B, S, ...] of each gating.
+    values: on the main path.
+    sums: of each pair with experts.
+  """
+
+  def __init__(self) -> None:
+    self.routings: list[Routing] = []
+    self.current: list[Routing] = []
+    self.read: list[Array] = []
+    self.values: list[Array] = []
+    self.sums: list[Any] = []
+
+
+def _walk(trunk: Trunk, h_BSD: Array, begun: Begun, router: Any, found: _Heard) -> Array:
+  """Runs a trunk pair by pair with listeners; returns the residual stream behind it."""
+  config, rule = trunk.config, trunk.config.wiring_rule
+  stacks = {False: nnx.split(trunk.stages), True: trunk.dense and nnx.split(trunk.dense)}
+  handed, mask_BS = None, jnp.broadcast_to(begun.mask_BS, h_BSD.shape[:2])
   for dense, i in ((run.dense, i) for run in config.runs for i in range(run.start, run.stop)):
     graph, params = stacks[dense]
     pair: BlockPair = nnx.merge(graph, jax.tree.map(lambda x, i=i: x[i], params))
     moe, seen = pair.moe, {}
     # nnx does not allow an attribute that is not a module, so `object.__setattr__` sets it. That is
     # safe here, because this pair is never split again.
-    note = lambda flight, *_: flights.append(flight.routing)
+    note = lambda flight, *_: found.routings.append(flight.routing)
     if moe is not None:
       object.__setattr__(pair, "moe", _Listener(moe, note, "route"))
     for unit in pair.units:
@@ -228,51 +375,40 @@ def _counts(
           object.__setattr__(block, name, _Listener(norm, hear))
     bias = router.get("bias")
     context = Context(
-      batch.positions, segments, mask_BS, bias_E=None if bias is None or dense else bias[i]
+      begun.positions_BS,
+      begun.segments_BS,
+      mask_BS,
+      bias_E=None if bias is None or moe is None else bias[i],
     )
     out = pair(h_BSD, context, handed_BSD=handed)
     h_BSD, handed = out.h_BSD, out.handed_BSD
-    sums += [] if dense else [out.sums]
+    found.sums += [] if out.sums is None else [out.sums]
     for unit in pair.units:
       for block in unit.blocks:
-        values += [seen[id(block), name][0] for name in ("norm_attention", "norm_mlp")
-                   if (id(block), name) in seen]  # fmt: skip
+        found.values += [seen[id(block), name][0] for name in ("norm_attention", "norm_mlp")
+                         if (id(block), name) in seen]  # fmt: skip
       last = seen[id(unit.blocks[-1]), "norm_mlp"][1]
       for _ in () if moe is None else rule.taps:
         assert moe is not None
         call = MoECall(mask=mask_BS, bias_E=context.bias_E)
-        current.append(moe.route(last, call).routing)
-  values.append(h_BSD)
-  flat = lambda x: x.reshape(-1)
-  mask_T = flat(mask_BS).astype(jnp.float32)
-  domain = jnp.zeros(batch.inputs.shape[0], jnp.int32) if batch.domain is None else batch.domain
-  domain_T = flat(jnp.broadcast_to(domain[:, None], batch.inputs.shape))
-  found = _of_routings(flights, current, layout, mask_T, domain_T, flat(classes_V[batch.inputs]),
-                       num_domains, num_classes)  # fmt: skip
-  cosines = [_cosine(a, b).reshape(-1) @ mask_T for a, b in itertools.pairwise(values)]
-  arrays = [statistics(s) for s in sums]
-  return found | {
-    "tokens": mask_T.sum(),
-    "similarity": jnp.stack(cosines),
-    "batches": jnp.ones(()),
-    "drop": jnp.stack([a["drop"] for a in arrays]),
-    "shortcut_ratio": jnp.stack([a["shortcut_ratio"] for a in arrays]),
-  }
+        found.current.append(moe.route(last, call).routing)
+        found.read.append(last)
+  found.values.append(h_BSD)
+  return h_BSD
 
 
 def _of_routings(
-  routings: list[Routing],
-  current: list[Routing],
+  heard: _Heard,
+  read: list[tuple[Array, Array, Array]],
   layout: _Layout,
-  mask_T: Array,
-  domain_T: Array,
-  class_T: Array,
   num_domains: int,
   num_classes: int,
 ) -> dict[str, Array]:
+  """Sums of all gatings; `read` has each one's mask float32 [T], domain and class int [T]."""
+  routings, current = heard.routings, heard.current
   num_experts = routings[0].probs_TE.shape[1]  # includes zero experts
   load, domains, classes, neighbours, entropy, confidence, repeated, same = ([] for _ in range(8))
-  for g, (routing, now) in enumerate(zip(routings, current)):
+  for g, (routing, now, (mask_T, domain_T, class_T)) in enumerate(zip(routings, current, read)):
     chosen_TE = jax.nn.one_hot(routing.expert_TK, num_experts).sum(1) * mask_T[:, None]
     load.append(chosen_TE.sum(0))
     domains.append(jnp.zeros((num_domains, num_experts)).at[domain_T].add(chosen_TE))
@@ -285,7 +421,9 @@ def _of_routings(
     before = routings[g - 1].expert_TK[:, 0] if layout.second[g] else best_T
     repeated.append((best_T == before) @ mask_T)
     same.append((now.logits_TE.argmax(-1) == best_T) @ mask_T)
-    if g:
+    if g and mask_T.shape != read[g - 1][0].shape:
+      neighbours.append(jnp.full((num_experts, num_experts), jnp.nan))
+    elif g:
       first = jax.nn.one_hot(routings[g - 1].expert_TK[:, 0], num_experts) * mask_T[:, None]
       neighbours.append(first.T @ jax.nn.one_hot(routing.expert_TK[:, 0], num_experts))
   empty = jnp.zeros((0, num_experts, num_experts))
@@ -298,6 +436,7 @@ def _of_routings(
     "confidence": jnp.stack(confidence),
     "repeated": jnp.stack(repeated),
     "same": jnp.stack(same),
+    "gating_tokens": jnp.stack([mask_T.sum() for mask_T, _, _ in read]),
   }
 
 
@@ -312,7 +451,8 @@ def _finished(layout: _Layout, total: dict[str, np.ndarray]) -> Probe:
   with np.errstate(invalid="ignore", divide="ignore"):
     share = lambda x: x / x.sum(-1, keepdims=True)
     domains, classes = share(total["domains"]), share(total["classes"])
-  only = lambda x, where: np.where(where, x / tokens, np.nan)
+  of_gating = total["gating_tokens"]
+  only = lambda x, where: np.where(where, x / of_gating, np.nan)
   points = tuple(layout.points)
   if len(total["similarity"]) != len(points) - 1:  # in some wirings the last sublayer has no norm
     points = tuple(str(i) for i in range(len(total["similarity"]) + 1))
@@ -321,14 +461,14 @@ def _finished(layout: _Layout, total: dict[str, np.ndarray]) -> Probe:
     load_GE=share(total["load"]),
     domain_load_GDE=domains,
     class_load_GCE=classes,
-    neighbours_GEE=total["neighbours"] / tokens,
-    entropy_G=total["entropy"] / tokens / max(np.log(num_experts), 1e-9),
-    confidence_G=total["confidence"] / tokens,
+    neighbours_GEE=total["neighbours"] / of_gating[1:, None, None],
+    entropy_G=total["entropy"] / of_gating / max(np.log(num_experts), 1e-9),
+    confidence_G=total["confidence"] / of_gating,
     repeated_G=only(total["repeated"], layout.second),
     as_current_G=only(total["same"], layout.shortcut),
     drop_P=total["drop"] / total["batches"],
     shortcut_ratio_P=total["shortcut_ratio"] / total["batches"],
     points=points,
-    similarity_V=total["similarity"] / tokens,
+    similarity_V=total["similarity"] / total["similarity_tokens"],
     tokens=int(tokens),
   )

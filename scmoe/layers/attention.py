@@ -1,4 +1,4 @@
-"""Causal multi-head and grouped-query attention, with an optional key-value cache."""
+"""Multi-head and grouped-query attention, with an optional key-value cache."""
 
 from __future__ import annotations
 
@@ -57,11 +57,14 @@ class AttentionConfig(Options):
     norm_eps: epsilon of that norm.
     window: positions that a token sees, itself included; 0: all before it.
     clip_qkv: queries, keys and values are clipped to ± this (OLMoE); 0: no clipping.
+    causal: a token sees itself and those before it; False: all tokens of its row, for models that
+      do not generate. Such an attention has no cache.
     init_std, out_std: standard deviations of the initial weights of the three input projections,
       and of the output projection.
 
   Raises:
-    ConfigError: heads of queries cannot share those of keys, or a size or word is impossible.
+    ConfigError: heads of queries cannot share those of keys, a window is to see tokens on both
+      sides, or a size or word is impossible.
   """
 
   width: int = option(minimum=1)
@@ -76,6 +79,7 @@ class AttentionConfig(Options):
   norm_eps: float = option(1e-5, minimum=0)
   window: int = option(0, minimum=0)
   clip_qkv: float = option(0.0, minimum=0)
+  causal: bool = option(True)
   init_std: float = option(0.02, minimum=0)
   out_std: float = option(0.02, minimum=0)
 
@@ -90,10 +94,14 @@ class AttentionConfig(Options):
       raise ConfigError(
         f"attention: head_dim={self.head_dim} with rotary positions; use an even number"
       )
+    if self.window and not self.causal:
+      raise ConfigError(
+        f"attention: window={self.window} counts positions before a token, got causal=False; use 0"
+      )
 
 
 class Attention(nnx.Module):
-  """Softmax attention; each position sees itself and the positions before it.
+  """Softmax attention; each position sees itself and, if `causal`, the positions before it.
 
   A schedule may put other work between its two halves: `project` makes queries, keys and values,
   `mix` computes the scores and the output. Under tensor parallelism each device has some of the
@@ -237,7 +245,8 @@ class Attention(nnx.Module):
       at = None if begins else positions_BS
       cache = KeyValues(stored(cache.k_BSHN, k_BSHN, at), stored(cache.v_BSHN, v_BSHN, at))
     if cache is None or begins:
-      y_BSHN = attend(q_BSHN, k_BSHN, v_BSHN, segments_BS, window=window)
+      causal = self.config.causal
+      y_BSHN = attend(q_BSHN, k_BSHN, v_BSHN, segments_BS, window=window, causal=causal)
     else:
       keys, values = (x.astype(q_BSHN.dtype) for x in (cache.k_BSHN, cache.v_BSHN))
       y_BSHN = attend_stored(q_BSHN, keys, values, positions_BS, window=window)

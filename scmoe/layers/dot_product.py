@@ -32,15 +32,17 @@ def attend(
   *,
   window: int = 0,
   scale: float | None = None,
+  causal: bool = True,
 ) -> Float[Array, "B S H M"]:
-  """Causal softmax attention among the tokens of each row; the result has the type of q.
+  """Softmax attention among the tokens of each row; the result has the type of q.
 
   Args:
     q_BSHN, k_BSKN, v_BSKM: H is a multiple of K: consecutive heads of queries share one head of
       keys and values. M may differ from N.
     segments_BS: int32 document of each token; attention stays inside it. None: the whole row.
-    window: positions that a token sees, itself included; 0: all before it.
+    window: positions that a token sees, itself included; 0: all before it. Needs `causal`.
     scale: factor on the scores; None: 1/√N.
+    causal: a token sees itself and those before it; False: all tokens of its row.
   """
   dtype, size = q_BSHN.dtype, v_BSKM.shape[-1]
   scale = q_BSHN.shape[-1] ** -0.5 if scale is None else scale
@@ -53,7 +55,7 @@ def attend(
     k_BSKN,
     v_BSKM,
     mask=mask_BHSS,
-    is_causal=True,
+    is_causal=causal,
     scale=scale,
     local_window_size=(window - 1, 0) if window else None,
     implementation=_implementation(q_BSHN, masked=mask_BHSS is not None, window=window),

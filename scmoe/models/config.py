@@ -1,4 +1,4 @@
-"""The architecture of a language model."""
+"""The architecture of a model."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import re
 from typing import NamedTuple
 
 from scmoe.base.errors import ConfigError
-from scmoe.base.options import option
+from scmoe.base.options import option, section
 from scmoe.blocks.block import BlockConfig
+from scmoe.models.vision.options import ARCHITECTURES, VisionConfig
 from scmoe.parallel.mesh import expert_shards
 
 
@@ -28,9 +29,20 @@ class Run(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig(BlockConfig):
-  """Architecture of a language model. The defaults are a GPT-2 style model of laptop size."""
+  """Architecture of a model. The defaults are a GPT-2 style language model of laptop size."""
 
-  num_layers: int = option(4, "transformer blocks L (n_layer, num_hidden_layers)", minimum=1)
+  architecture: str = option(
+    "gpt",
+    "what the blocks are part of: gpt (a language model), vit or swin (classifiers of images; "
+    "model.vision)",
+    choices=ARCHITECTURES,
+  )
+  vision: VisionConfig = section(VisionConfig, "the image, its tokens, and the stages of a Swin")
+  num_layers: int = option(
+    4,
+    "transformer blocks L (n_layer, num_hidden_layers); swin: model.vision.depths says them",
+    minimum=1,
+  )
   vocab_size: int = option(
     0,
     "rows of the embedding V, in tokens; 0: the tokenizer's size, rounded up to a multiple of 64",
@@ -49,6 +61,11 @@ class ModelConfig(BlockConfig):
     "layers, counted from 0, with a dense MLP of width mlp_hidden in place of the MoE, such as 0-2 "
     "or 1,3,5 (DeepSeek first_k_dense_replace, Qwen mlp_only_layers); needs moe_every=1",
   )
+
+  @property
+  def reads_images(self) -> bool:
+    """Whether it classifies images; otherwise it reads token ids."""
+    return self.architecture != "gpt"
 
   @property
   def depth(self) -> int:
@@ -99,19 +116,37 @@ class ModelConfig(BlockConfig):
     """Fills in every 0 and empty word, and checks what depends on more than one field.
 
     Args:
-      vocab_size: of the tokenizer; used where the field is 0.
+      vocab_size: of the tokenizer; used where the field is 0. A model of images has a score for
+        each class instead of each token, and an image is its sequence.
 
     Raises:
       ConfigError: names the field, what was got and what would do.
     """
-    size = self.vocab_size or -(-vocab_size // 64) * 64
-    return BlockConfig.resolve(dataclasses.replace(self, vocab_size=size))
+    given: dict[str, int] = {"vocab_size": self.vocab_size or -(-vocab_size // 64) * 64}
+    if self.reads_images:
+      given = {"vocab_size": self.vision.classes, "context": self.vision.side**2}
+    if self.architecture == "swin":
+      given["num_layers"] = sum(self.vision.stage_depths)
+    return BlockConfig.resolve(dataclasses.replace(self, **given))
+
+  def shortened(self, pairs: int) -> ModelConfig:
+    """The same sizes in so many pairs (of a Swin: in the stages with a MoE), if there are more."""
+    blocks = self.moe_every * self.wiring_rule.units_per_moe
+    layers = min(self.num_pairs * blocks, pairs * blocks)
+    vision = self.vision
+    if self.architecture == "swin":
+      depths = [min(depth, pairs * blocks) for depth in vision.stage_depths]
+      vision = dataclasses.replace(vision, depths=",".join(map(str, depths)))
+      layers = sum(depths)
+    return dataclasses.replace(self, num_layers=layers, dense_layers="", vision=vision)
 
   def check(self) -> None:
     """See `BlockConfig.check`."""
     rule = self.wiring_rule
+    if self.reads_images:
+      self._check_images()
     blocks = self.moe_every * rule.units_per_moe
-    if self.num_layers % blocks:
+    if self.num_layers % blocks and self.architecture != "swin":  # each of its stages is checked
       raise ConfigError(
         f"model.num_layers={self.num_layers} is not a multiple of model.moe_every={self.moe_every}"
         + (f" x {rule.units_per_moe} ({self.wiring} shares)" if rule.units_per_moe > 1 else "")
@@ -133,6 +168,17 @@ class ModelConfig(BlockConfig):
     if self.vocab_size == 0:
       raise ConfigError("model.vocab_size=0 needs the size of a tokenizer; set it")
 
+  def _check_images(self) -> None:
+    """Checks that no option is set which only a language model has."""
+    plain = ModelConfig()
+    for name in ("style", "kv_lora_rank", "sliding_window", "dense_layers", "document_mask"):
+      if (value := getattr(self, name)) != getattr(plain, name):
+        raise ConfigError(
+          f"model.{name}={value!r} is of language models, got model.architecture="
+          f"{self.architecture!r}; leave model.{name} out"
+        )
+    self.vision.check()
+
   def check_mesh(self, *, expert: int, tensor: int) -> None:
     """Checks that experts and hidden widths divide over the mesh.
 
@@ -145,13 +191,10 @@ class ModelConfig(BlockConfig):
         f"model.expert_hidden={self.expert_hidden} is not divisible by the {shards * tensor} "
         f"devices that share an expert (mesh.expert={expert}, mesh.tensor={tensor}); use a multiple"
       )
-    for name in (
-      "num_heads",
-      "num_kv_heads",
-      "mlp_hidden",
-      "shared_hidden",
-      "vocab_size",
-    ):
+    names = ["num_heads", "num_kv_heads", "mlp_hidden", "shared_hidden"]
+    # The scores of a few classes are computed on every device.
+    names += [] if self.reads_images else ["vocab_size"]
+    for name in names:
       value = getattr(self, name)
       if value % tensor:
         raise ConfigError(

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from scmoe.layers.mlp import is_gated
 from scmoe.models.config import ModelConfig
+from scmoe.models.vision.stages import StageConfig, stages_of
+from scmoe.models.vision.stem import products
 
 TRAINING = 3  # for each product of the forward pass the backward pass has two
 
@@ -52,12 +54,13 @@ class Flops:
   """Forward FLOPs per token, by kind.
 
   Attributes:
-    attention: projections and, at half the sequence on average, scores and values.
+    attention: projections, and scores and values: of text at half the sequence on average.
     mlp: dense MLPs of blocks without MoE.
     shared: shared experts.
     routed: the routed experts that a token visits; zero experts count nothing.
     router: gates and mixing coefficients.
     logits: output projection.
+    stem: of images, patches or convolutions, and mergers of tokens.
   """
 
   attention: float
@@ -66,6 +69,7 @@ class Flops:
   routed: float
   router: float
   logits: float
+  stem: float = 0.0
 
   @property
   def forward(self) -> float:
@@ -81,15 +85,35 @@ class Flops:
 def forward_flops(model: ModelConfig, seq_len: int, real_share: float | None = None) -> Flops:
   """FLOPs per token of a resolved model on sequences of `seq_len` tokens.
 
+  Of images a token is one of the first stage, `seq_len` of which an image has: the FLOPs of later
+  stages are spread over them.
+
   Args:
     model: resolved.
     seq_len: S.
     real_share: share of a token's choices that go to experts that compute, not to zero experts:
       measured, or from `RouterConfig.real_share`. None: in proportion to their number.
   """
+  if not model.reads_images:
+    seen = _positions_seen(model, seq_len)
+    return _of_blocks(model, seen, real_share, logits=2 * model.width * model.vocab_size)
+  stages = stages_of(model)
+  found = [dataclasses.astuple(_of_blocks(stage, stage.seen, real_share)) for stage in stages]
+  # Of an image, all stages together; then of one of its tokens.
+  kinds = [sum(f * s.tokens for f, s in zip(of_kind, stages)) for of_kind in zip(*found)]
+  flops = Flops(*(of_kind / stages[0].tokens for of_kind in kinds))
+  head = 2 * stages[-1].width * model.vision.classes / stages[0].tokens
+  return dataclasses.replace(flops, logits=head, stem=_stem_flops(stages) / stages[0].tokens)
+
+
+def _of_blocks(
+  model: ModelConfig, seen: float, real_share: float | None, logits: float = 0.0
+) -> Flops:
+  """FLOPs per token of blocks of one width, whose tokens see so many positions on average."""
   rule, width = model.wiring_rule, model.width
   moe_blocks = model.num_pairs * rule.units_per_moe if rule.taps else 0
-  projections, pairs = _attention_flops(model, seq_len)
+  projections = 2 * sum(projection_weights(model))
+  pairs = 2 * sum(head_widths(model)) * seen
   ffn = lambda hidden: 2 * width * hidden * (3 if is_gated(model.activation) else 2)
   choices = model.num_experts + model.zero_experts
   share = model.num_experts / choices if real_share is None else real_share
@@ -102,8 +126,14 @@ def forward_flops(model: ModelConfig, seq_len: int, real_share: float | None = N
     shared=moe_blocks * ffn(model.shared_hidden) if rule.shared_expert else 0.0,
     routed=moe_blocks * experts * ffn(model.expert_hidden),
     router=moe_blocks * 2 * width * (len(rule.taps) * choices + mix),
-    logits=2 * width * model.vocab_size,
+    logits=logits,
   )
+
+
+def _stem_flops(stages: Sequence[StageConfig]) -> float:
+  """FLOPs of an image's way to tokens, and of the mergers between stages."""
+  merged = sum(2 * 4 * s.width * 2 * s.width * s.tokens / 4 for s in stages[:-1])
+  return merged + sum(2 * m * n * places for m, n, places in products(stages[0]))
 
 
 def projection_weights(model: ModelConfig) -> tuple[int, int]:
@@ -131,12 +161,10 @@ def head_widths(model: ModelConfig) -> tuple[int, int]:
   return model.num_heads * query, model.num_heads * (model.v_head_dim if latent else query)
 
 
-def _attention_flops(model: ModelConfig, seq_len: int) -> tuple[float, float]:
-  """(projections, scores and values) of one attention, per token; causal, in training's form."""
-  # Position i attends to i + 1 positions, (S + 1) / 2 on average, or to those of its window.
+def _positions_seen(model: ModelConfig, seq_len: int) -> float:
+  """Positions that a token of text sees on average: (S + 1) / 2, or those of its window."""
   window = min(model.sliding_window or seq_len, seq_len)
-  seen = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
-  return 2 * sum(projection_weights(model)), 2 * sum(head_widths(model)) * seen
+  return (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +172,7 @@ class Parameters:
   """Numbers of parameters.
 
   Attributes:
-    embedding: tokens, positions and an untied output projection.
+    embedding: tokens, positions and an untied output projection; of images the stem.
     dense: attention, norms, dense MLPs, gates and mixing coefficients.
     shared: shared experts.
     routed: all routed experts.
@@ -199,6 +227,8 @@ def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 
 
 def _kind(path: tuple[str, ...], model: ModelConfig) -> str:
+  if path[0] == "trunks":  # of a stage of a vision model
+    model, path = stages_of(model)[int(path[1])], path[2:]
   if path[0] in ("embedding", "dense"):
     return path[0]
   if "moe" in path:

@@ -407,6 +407,23 @@ def added_by_layer(
   return split
 
 
+def beside_pairs(totals: PyTree) -> PyTree:
+  """The totals of a model's parameters, with None for those of its pairs (`Trunk.stages`).
+
+  The loop over the pairs adds to its own, layer by layer; `added` serves all others at once.
+
+  Args:
+    totals: like the model's parameters.
+  """
+
+  def keep(path: tuple, total: GradientTotal | None) -> GradientTotal | None:
+    inside = any(getattr(key, "key", None) == "stages" for key in path)
+    return None if inside else total
+
+  is_leaf = lambda leaf: leaf is None or _is_total(leaf)
+  return jax.tree_util.tree_map_with_path(keep, totals, is_leaf=is_leaf)
+
+
 def large_layers_apart(zeros: PyTree, count: int) -> PyTree:
   """Zeros of a stack's totals, with one array per layer where layers are large.
 

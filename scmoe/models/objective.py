@@ -1,4 +1,8 @@
-"""The objective of a language model: cross-entropy of the next token plus the routers' losses."""
+"""What training minimises: a model's own loss plus the losses of its routers.
+
+`RoutedObjective` has all that concerns routers and gradients; a subclass says how its model reads a
+batch, and which sums it makes of the output.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,10 @@ from flax import nnx
 from jax import Array
 
 from scmoe.base.batch import Batch
-from scmoe.models.gpt import GPT, Output, Pass, run_batches_in_turns
-from scmoe.models.gradient_sums import added, divided, large_layers_apart
+from scmoe.models import gpt
+from scmoe.models.gpt import GPT
+from scmoe.models.gradient_sums import added, beside_pairs, divided
+from scmoe.models.trunk import Output, Pass, Route, run_trunks
 from scmoe.moe.losses import (
   balance_loss,
   balance_part,
@@ -36,11 +42,12 @@ class LossSums:
   Attributes:
     nats: Σ weight · cross-entropy.
     correct: Σ weight · [the best guess is right].
-    weight: Σ weight, the number of tokens that count.
+    weight: Σ weight, the number of tokens, or of images, that count.
     microbatches: number of microbatches in the sums.
     router: sums per MoE layer [layers, ...], or None.
     bias_range: Σ of the microbatches' largest minus smallest balancing bias per layer, or None.
     divergence: Σ weight · divergence from a teacher (`scmoe.models.distillation`), or None.
+    correct_5: Σ weight · [one of the five best guesses is right], of images, or None.
   """
 
   nats: Array
@@ -50,10 +57,11 @@ class LossSums:
   router: RouterSums | None
   bias_range: Array | None = None
   divergence: Array | None = None
+  correct_5: Array | None = None
 
 
-class LanguageModelObjective:
-  """Loss, metrics and router update of a `GPT`: a `scmoe.training.step.Objective`.
+class RoutedObjective:
+  """Loss, metrics and router update of a model: a `scmoe.training.step.Objective`.
 
   Args:
     graph: the model's graph definition; each method merges it with the parameters it gets.
@@ -61,8 +69,47 @@ class LanguageModelObjective:
     remat: rematerialisation preset (`Pass.remat`).
   """
 
+  term = "tokens"  # name of the model's own term of the loss, and of the count that divides it
+
   def __init__(self, graph: nnx.GraphDef, router: RouterConfig, *, remat: str = "none"):
     self.graph, self.router, self.remat = graph, router, remat
+
+  # -- what a subclass says -----------------------------------------------------------------------
+
+  def route(
+    self,
+    models: Sequence[Any],
+    batches: Sequence[Any],
+    router: Any,
+    rngs: Sequence[Array | None],
+    totals: Any = None,
+  ) -> Route:
+    """The way of several microbatches through the model, for `run_trunks`.
+
+    Args:
+      models: with the same parameters, one per microbatch.
+      batches, router, rngs: as of `losses`.
+      totals: `Pass.gradient_totals`.
+    """
+    raise NotImplementedError
+
+  def of_batch(self, model: Any, out: Output, batch: Any) -> dict[str, Array]:
+    """This device's sums over a microbatch, by the names of `LossSums`: nats, correct, weight.
+
+    It may add `loss`, which is then differentiated instead of `nats`, and other fields.
+    """
+    raise NotImplementedError
+
+  def counted(self, batch: Any) -> tuple[Array, Array]:
+    """This device's weights of what the loss is a mean of, and which of these are no padding."""
+    raise NotImplementedError
+
+  def tokens_of_each(self, model: Any) -> Array | float:
+    """Tokens that a MoE layer routes for each thing that counts; per layer where they differ."""
+    del model
+    return 1.0
+
+  # -- the loss -----------------------------------------------------------------------------------
 
   def loss(
     self,
@@ -100,59 +147,44 @@ class LanguageModelObjective:
   ) -> tuple[list[dict[str, Array]], list[LossSums]]:
     """Terms of the loss and `LossSums` of several microbatches side by side.
 
-    They run in turns (`scmoe.models.gpt.run_batches_in_turns`), so that one's exchange has
-    another's computation beside it.
+    They run in turns (`scmoe.models.trunk.run_trunks`), so that one's exchange has another's
+    computation beside it.
 
     Args:
       params, totals, router, batches, rngs, ahead: see `scmoe.models.gradient_sums.Losses`.
 
     Returns:
       for each microbatch its terms by the names of `counts`, and its `LossSums`. The terms are
-      `tokens`, the weighted cross-entropy (or `loss` of `of_text`); and with their coefficients,
+      `term`, the weighted cross-entropy (or `loss` of `of_batch`); and with their coefficients,
       summed over layers, `routed`, the router z-loss, and `microbatches` or `steps`
       (`router.balance_over`), the balancing loss.
     """
-    stages = None
+    pairs = None
     if totals is not None:
-      stages = totals["stages"]
-      others = lambda tree: {name: tree[name] for name in tree if name != "stages"}
-      parts = added([others(own) for own in params], others(totals))
-      params = [{**own, **part} for own, part in zip(params, parts)]
-    models: list[GPT] = [nnx.merge(self.graph, own) for own in params]
-    given = [self._given(router, *each, stages) for each in zip(batches, rngs)]
-    outs = run_batches_in_turns(models, [batch.inputs for batch in batches], given)
+      params = added(params, beside_pairs(totals))
+    models: list[Any] = [nnx.merge(self.graph, own) for own in params]
+    if totals is not None:
+      pairs = models[0].totals_of_pairs(totals)
+    outs = run_trunks(self.route(models, batches, router, rngs, pairs))
     own = []
     with jax.named_scope("loss"):
       for model, out, batch in zip(models, outs, batches):
-        text = self.of_text(model, out, batch)
-        own.append((text | {"weight": batch.weights.astype(jnp.float32).sum()}, out.sums))
+        own.append((self.of_batch(model, out, batch), out.sums))
       # All microbatches, all layers, all sums: one collective.
       own = total(own, BATCH_AXES, "statistics")
     bias_LE = (router or {}).get("bias")
     bias_range = None if bias_LE is None else bias_LE.max(-1) - bias_LE.min(-1)
     terms, found = [], []
-    for model, (text, sums) in zip(models, own):
-      terms.append({"tokens": text.pop("loss", text["nats"])})
+    for model, (read, sums) in zip(models, own):
+      terms.append({self.term: read.pop("loss", read["nats"])})
       if sums is not None:
         terms[-1] |= self._router_terms(model, sums, ahead)
       rest = {"microbatches": jnp.ones(()), "bias_range": bias_range}
-      found.append(LossSums(**text, **rest, router=sums))
+      found.append(LossSums(**read, **rest, router=sums))
     return terms, found
 
-  def _given(self, router: Any, batch: Batch, rng: Array | None, totals: Any = None) -> Pass:
-    return Pass(
-      batch.positions,
-      batch.segment_ids,
-      mask_BS=batch.segment_ids > 0,
-      key=rng,
-      router=router,
-      gate=(router or {}).get("turn", 0),
-      remat=self.remat,
-      gradient_totals=totals,
-    )
-
   def _router_terms(
-    self, model: GPT, sums: RouterSums, ahead: RouterSums | None
+    self, model: Any, sums: RouterSums, ahead: RouterSums | None
   ) -> dict[str, Array]:
     kind, rule = self.router.balance, model.config.wiring_rule
     if ahead is None:
@@ -160,8 +192,8 @@ class LanguageModelObjective:
     else:
       name, balance = "steps", balance_part(sums, ahead, kind)
     # The sums of a pair with two routers count each token twice.
-    routers = rule.units_per_moe * len(rule.taps)
-    routed = self.router.z_loss * sums.z_square.sum() / routers
+    routers = rule.units_per_moe * len(rule.taps) * self.tokens_of_each(model)
+    routed = self.router.z_loss * (sums.z_square / routers).sum()
     return {name: self.router.balance_loss * balance, "routed": routed}
 
   def counts(self, batch: Batch) -> dict[str, Array]:
@@ -171,15 +203,14 @@ class LanguageModelObjective:
       batch: this device's share, leaves [A, B, ...].
 
     Returns:
-      `tokens`, the sum of their weights; `routed`, tokens that are no padding; `microbatches`, A;
-      `steps`, 1.
+      of `term` the sum of the weights; of `routed` the number that is no padding; of
+      `microbatches` A; of `steps` 1.
     """
-    counted = batch.weights, batch.segment_ids > 0
-    own = jnp.stack([each.astype(jnp.float32).sum() for each in counted])
-    tokens, routed = total(own, BATCH_AXES, "statistics")
-    microbatches = jnp.asarray(batch.inputs.shape[0], jnp.float32)
+    own = jnp.stack([each.astype(jnp.float32).sum() for each in self.counted(batch)])
+    weight, routed = total(own, BATCH_AXES, "statistics")
+    microbatches = jnp.asarray(batch.weights.shape[0], jnp.float32)
     one = jnp.ones(())
-    return {"tokens": tokens, "routed": routed, "microbatches": microbatches, "steps": one}
+    return {self.term: weight, "routed": routed, "microbatches": microbatches, "steps": one}
 
   def look_ahead(
     self, params: Any, router: Any, batch: Batch, key_of: Callable[[Any], Array]
@@ -194,34 +225,24 @@ class LanguageModelObjective:
       batch: as for `counts`.
       key_of: number of a microbatch -> its key.
     """
-    microbatches, options = batch.inputs.shape[0], self.router
+    microbatches, options = batch.weights.shape[0], self.router
     if microbatches == 1 or options.balance_over != "step" or not options.balance_loss:
       return None
-    model: GPT = nnx.merge(self.graph, params)
+    model: Any = nnx.merge(self.graph, params)
 
     def router_sums(item: tuple[Array, Batch]) -> RouterSums | None:
       number, own = item
-      return model(own.inputs, self._given(router, own, key_of(number))).sums
+      return run_trunks(self.route([model], [own], router, [key_of(number)]))[0].sums
 
     with jax.named_scope("look_ahead"):
       found = jax.lax.map(router_sums, (jnp.arange(microbatches), batch))
       found = jax.tree.map(lambda x: x.sum(0), found)
       return total(found, BATCH_AXES, "statistics")
 
-  def of_text(self, model: GPT, out: Output, batch: Batch) -> dict[str, Array]:
-    """This device's sums over a microbatch: `nats` and `correct` of `LossSums`.
-
-    A subclass may add `loss`, which is then differentiated instead of `nats`, and `divergence`.
-    """
-    nats, correct = model.embedding.summed_losses(out.h_BSD, batch.targets, batch.weights)
-    return {"nats": nats, "correct": correct}
-
   def lay_out_totals(self, zeros: Any) -> Any:
     """Zeros like the parameters; large layers that are written out have arrays of their own."""
-    model: GPT = nnx.merge(self.graph, zeros)
-    if not model.written_out:
-      return zeros
-    return {**zeros, "stages": large_layers_apart(zeros["stages"], model.config.num_pairs)}
+    model: Any = nnx.merge(self.graph, zeros)
+    return model.lay_out_totals(zeros)
 
   def cast(self, params: Any) -> Any:
     """Parameters in the compute type, cast once for all microbatches of a step.
@@ -229,10 +250,10 @@ class LanguageModelObjective:
     Norms, gates and mixing coefficients stay float32, because they compute in it. The gradient of a
     cast weight has the compute type.
     """
-    model: GPT = nnx.merge(self.graph, params)
+    model: Any = nnx.merge(self.graph, params)
     return cast_params(params, model.config.dtype)
 
-  def taught(self, given: Any) -> LanguageModelObjective:
+  def taught(self, given: Any) -> RoutedObjective:
     """Raises TypeError: only `Distillation` has a teacher."""
     raise TypeError("only scmoe.models.distillation.Distillation has a teacher")
 
@@ -282,6 +303,50 @@ class LanguageModelObjective:
     if "turn" in new:
       new["turn"] = (new["turn"] + 1) % self.router.gates
     return new
+
+
+class LanguageModelObjective(RoutedObjective):
+  """Cross-entropy of the next token of a `GPT`, and the losses of its routers."""
+
+  def route(
+    self,
+    models: Sequence[GPT],
+    batches: Sequence[Batch],
+    router: Any,
+    rngs: Sequence[Array | None],
+    totals: Any = None,
+  ) -> Route:
+    """See `RoutedObjective.route`."""
+    given = [
+      Pass(
+        batch.positions,
+        batch.segment_ids,
+        mask_BS=batch.segment_ids > 0,
+        key=rng,
+        router=router,
+        gate=(router or {}).get("turn", 0),
+        remat=self.remat,
+        gradient_totals=totals,
+      )
+      for batch, rng in zip(batches, rngs)
+    ]
+    return gpt.route(models, [batch.inputs for batch in batches], given)
+
+  def of_batch(self, model: GPT, out: Output, batch: Batch) -> dict[str, Array]:
+    """See `RoutedObjective.of_batch`."""
+    return self.of_text(model, out, batch) | {"weight": batch.weights.astype(jnp.float32).sum()}
+
+  def of_text(self, model: GPT, out: Output, batch: Batch) -> dict[str, Array]:
+    """This device's sums over a microbatch: `nats` and `correct` of `LossSums`.
+
+    A subclass may add `loss`, which is then differentiated instead of `nats`, and `divergence`.
+    """
+    nats, correct = model.embedding.summed_losses(out.h_BSD, batch.targets, batch.weights)
+    return {"nats": nats, "correct": correct}
+
+  def counted(self, batch: Batch) -> tuple[Array, Array]:
+    """The weights of the tokens, and which tokens are no padding."""
+    return batch.weights, batch.segment_ids > 0
 
 
 def cast_params(params: Any, dtype: Any) -> Any:

@@ -70,7 +70,7 @@ def parts(run: RunConfig, dtype: str) -> list[Part]:
     dtype: one of `DTYPES`.
   """
   params = build.build_model(run, None)[1]
-  router = jax.eval_shape(lambda: build.make_gpt(run, jax.random.key(0)).init_router())
+  router = jax.eval_shape(lambda: build.make_model(run, jax.random.key(0)).init_router())
   if dtype != "float32":
     params = jax.eval_shape(lambda tree: cast_params(tree, "bfloat16"), params)
   words = {kind: word for word, kind in WRITTEN.items()}

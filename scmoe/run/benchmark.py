@@ -35,6 +35,7 @@ from scmoe.models.stacked import Apart
 from scmoe.profiling.timer import NO_GPU, Timing, calls_in, interleave, speed_up
 from scmoe.run import build
 from scmoe.run.config import RunConfig
+from scmoe.run.modality import needs_text
 from scmoe.run.programs import Programs
 
 _SAMPLE_SECONDS = 0.2  # decoding is called for so long between two readings of the clock
@@ -224,6 +225,7 @@ def benchmark(
   Raises:
     ConfigError: the load does not fit the model or the mesh.
   """
+  needs_text(run, "scmoe.generate --config")
   arms = {}
   for name in names:
     own = build.with_wiring(run, name).resolve(

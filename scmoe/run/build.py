@@ -13,12 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from scmoe.base.batch import Batch
 from scmoe.base.errors import ConfigError
 from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.schedule import Times, chunk_slots, unit_times
@@ -27,11 +25,11 @@ from scmoe.data.tokenizers import ByteTokenizer, load_json
 from scmoe.layers.mlp import is_gated
 from scmoe.models.distillation import Distillation
 from scmoe.models.flops import forward_flops, head_widths, peak_flops, projection_weights
-from scmoe.models.gpt import GPT
-from scmoe.models.objective import LanguageModelObjective
+from scmoe.models.objective import RoutedObjective
 from scmoe.parallel.mesh import MeshConfig, make_mesh, parameter_specs, shardings_of
 from scmoe.profiling.roofline import Sizes, machine, model_times
 from scmoe.run.config import RunConfig, to_dict
+from scmoe.run.modality import modality_of
 from scmoe.training.optimizer import Optimizer, make_optimizer
 from scmoe.training.options import CheckpointConfig, OptimizerConfig, TrainConfig
 from scmoe.training.step import TrainState, abstract_state
@@ -47,7 +45,7 @@ class Built:
   Attributes:
     run: the resolved configuration.
     mesh: devices by axis.
-    graph: the model without parameters; `nnx.merge(graph, params)` is a `GPT`.
+    graph: the model without parameters; `nnx.merge(graph, params)` is a `GPT` or `VisionModel`.
     shapes: parameters as `jax.ShapeDtypeStruct`, each with its sharding.
     objective: loss and metrics.
     optimizer: what updates the parameters.
@@ -58,7 +56,7 @@ class Built:
   mesh: Mesh
   graph: nnx.GraphDef
   shapes: Params
-  objective: LanguageModelObjective
+  objective: RoutedObjective
   optimizer: Optimizer
   teacher: Built | None = None
 
@@ -137,7 +135,7 @@ class Built:
 
   def init(self, key: Array) -> tuple[Params, dict[str, Any]]:
     """Initial parameters and router state; call it under jit."""
-    model = make_gpt(self.run, key)
+    model: Any = make_model(self.run, key)
     return nnx.to_pure_dict(nnx.state(model)), model.init_router()
 
   @property
@@ -177,7 +175,7 @@ class Built:
     place = lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at.sharding)
     return {"params": jax.tree.map(place, typed, self.shapes), "router": self.router_shapes}
 
-  def variant(self, variant: Variant) -> LanguageModelObjective:
+  def variant(self, variant: Variant) -> RoutedObjective:
     """The objective with another way to route or to move rows; the parameters stay the same.
 
     Raises:
@@ -206,26 +204,26 @@ class Built:
     `overlap.flight` microbatches make a group: the step computes them side by side.
     """
     run = self.run
-    pair = run.model.moe_every * run.model.wiring_rule.units_per_moe
-    layers = min(run.model.num_pairs * pair, 2 * pair)
-    model = dataclasses.replace(run.model, num_layers=layers, dense_layers="")
+    model = run.model.shortened(2)
     together = self.overlap.flight * run.train.batch_size * run.data.seq_len
     tokens = min(together, run.train.tokens_per_step)
     train = dataclasses.replace(run.train, tokens_per_step=tokens)
     cut = dataclasses.replace(run, model=model, train=train)
     return build(cut, list(self.mesh.devices.flat))
 
-  def random_batch(self) -> Batch:
-    """Random tokens for one step, this process's part: numpy arrays [A, B / processes, ...].
+  @property
+  def batch_shapes(self) -> Any:
+    """One step's batch, of all processes, as `jax.ShapeDtypeStruct`s [A, B, ...]."""
+    rows = self.train.microbatches(self.sequence_length), self.train.batch_size
+    return modality_of(self.run).batch_shapes(self.run, rows)
 
-    A is the number of microbatches, B the rows of each over all processes.
-    """
-    train, length = self.train, self.sequence_length
-    shape = (train.microbatches(length), train.batch_size // jax.process_count(), length)
-    draw = np.random.default_rng(jax.process_index()).integers
-    return Batch.of_tokens(draw(0, self.run.model.vocab_size, shape, dtype=np.int32))
+  def random_batch(self) -> Any:
+    """One step's random batch of this process: numpy arrays [A, B / processes, ...]."""
+    microbatches = self.train.microbatches(self.sequence_length)
+    rows = microbatches, self.train.batch_size // jax.process_count()
+    return modality_of(self.run).random_batch(self.run, rows, jax.process_index())
 
-  def model(self, params: Params) -> GPT:
+  def model(self, params: Params) -> Any:
     """The model with these parameters."""
     return nnx.merge(self.graph, params)
 
@@ -294,7 +292,7 @@ def build_teacher(teacher: RunConfig, run: RunConfig, mesh: Mesh) -> Built:
 
 def make_objective(
   run: RunConfig, graph: nnx.GraphDef, teacher: Built | None = None
-) -> LanguageModelObjective:
+) -> RoutedObjective:
   """The objective that a resolved run minimises."""
   if teacher is not None:
     return Distillation(
@@ -305,7 +303,7 @@ def make_objective(
       temperature=run.train.teacher_temperature,
       remat=run.train.remat,
     )
-  return LanguageModelObjective(graph, run.router, remat=run.train.remat)
+  return modality_of(run).make_objective(run, graph)
 
 
 def build_mesh(run: RunConfig, devices: Sequence[Any] | None = None) -> Mesh:
@@ -319,7 +317,7 @@ def build_model(run: RunConfig, mesh: Mesh | AbstractMesh | None) -> tuple[nnx.G
 
   With `mesh` None the shapes have no sharding.
   """
-  model = nnx.eval_shape(lambda: make_gpt(run, jax.random.key(0)))
+  model = nnx.eval_shape(lambda: make_model(run, jax.random.key(0)))
   graph, state = nnx.split(model)
 
   if mesh is not None:
@@ -331,10 +329,9 @@ def build_model(run: RunConfig, mesh: Mesh | AbstractMesh | None) -> tuple[nnx.G
   return graph, nnx.to_pure_dict(state)
 
 
-def make_gpt(run: RunConfig, key: Array) -> GPT:
+def make_model(run: RunConfig, key: Array) -> Any:
   """A model with fresh parameters."""
-  options = {"router": run.router, "dispatch": run.dispatch, "overlap": derived_overlap(run)}
-  return GPT(run.model, **options, rngs=nnx.Rngs(params=key))
+  return modality_of(run).make_model(run, derived_overlap(run), key)
 
 
 def derived_overlap(run: RunConfig) -> OverlapConfig:

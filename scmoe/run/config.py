@@ -19,6 +19,9 @@ from scmoe.base.options import Options, option, section
 from scmoe.blocks.options import OverlapConfig
 from scmoe.data.config import DataConfig
 from scmoe.models.config import ModelConfig
+from scmoe.models.vision.augment import AugmentConfig
+from scmoe.models.vision.options import VisionConfig
+from scmoe.models.vision.stages import check_stages, routed_lengths
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.options import RouterConfig
 from scmoe.parallel.mesh import MeshConfig, expert_shards
@@ -48,7 +51,8 @@ class RunConfig(Options):
   dispatch: DispatchConfig = section(DispatchConfig, "how tokens travel to the experts")
   overlap: OverlapConfig = section(OverlapConfig, "where the expert stage sits in the schedule")
   mesh: MeshConfig = section(MeshConfig, "devices: data x expert x tensor")
-  data: DataConfig = section(DataConfig, "text, tokenizer, sequences", default=_WHOLE_ROWS)
+  data: DataConfig = section(DataConfig, "text, tokenizer, sequences; images", default=_WHOLE_ROWS)
+  augment: AugmentConfig = section(AugmentConfig, "how training changes images and labels")
   train: TrainConfig = section(TrainConfig, "length, batch and cadence of the run")
   optimizer: OptimizerConfig = section(
     OptimizerConfig, "AdamW or Muon, and the learning-rate schedule"
@@ -82,17 +86,45 @@ class RunConfig(Options):
     self.data.check()
     mesh = self.mesh.resolve(num_devices)
     model = self.model.resolve(vocab_size=vocab_size)
-    data = dataclasses.replace(self.data, source=self.data.kind)
+    length = model.context if model.reads_images else self.data.seq_len
+    data = dataclasses.replace(self.data, source=self.data.kind, seq_len=length)
     run = dataclasses.replace(self, mesh=mesh, model=model, data=data)
+    run._check_reading()
     model.check_mesh(expert=mesh.expert, tensor=mesh.tensor)
     self.train.check_mesh(mesh.batch_shards, num_processes)
     self.train.check_trackers()
-    self.train.microbatches(self.data.seq_len)
-    run._check_sequence(vocab_size)
+    self.train.microbatches(length)
+    if not model.reads_images:
+      run._check_sequence(vocab_size)
     run._check_dispatch()
     run._check_types()
     _check_schedule(self.optimizer, self.train.steps)
     return run
+
+  def _check_reading(self) -> None:
+    """Checks that the data are what the model reads, and what only one kind of model has."""
+    model, source = self.model, self.data.source
+    if model.reads_images != self.data.reads_images:
+      wanted = "shapes, digits, or images with data.path" if model.reads_images else "e.g. stdlib"
+      raise ConfigError(
+        f"model.architecture={model.architecture!r} reads "
+        f"{'images' if model.reads_images else 'text'}, got data.source={source!r}; set "
+        f"data.source={wanted}"
+        + ("" if model.reads_images else ", or model.architecture=vit or swin")
+      )
+    if not model.reads_images:
+      return
+    check_stages(model)
+    if self.train.teacher:
+      raise ConfigError(
+        f"train.teacher={self.train.teacher!r} teaches language models, got model.architecture="
+        f"{model.architecture!r}; leave train.teacher out"
+      )
+    if self.augment.erase_least > self.augment.erase_most:
+      raise ConfigError(
+        f"augment.erase_least={self.augment.erase_least:g} is larger than augment.erase_most="
+        f"{self.augment.erase_most:g}; use at most that"
+      )
 
   def _check_sequence(self, vocab_size: int) -> None:
     if self.data.seq_len > self.model.context:
@@ -127,20 +159,21 @@ class RunConfig(Options):
       )
     if dispatch.transport == "dropless" or is_import_path(dispatch.transport):
       return
-    shards, tokens = mesh.batch_shards, self.train.batch_size * self.data.seq_len
-    groups = dispatch.groups or shards
-    if groups % shards or tokens % groups:
-      raise ConfigError(
-        f"dispatch.groups={groups} must be a multiple of mesh.data x mesh.expert = {shards} and "
-        f"divide the {tokens} tokens of a microbatch; use 0 for one per device"
-      )
-    if dispatch.capacity_factor > 0:
-      capacity(
-        dispatch.capacity_factor,
-        tokens=tokens // groups,
-        num_experts=self.model.num_experts,
-        k=rule.routed_per_gating(self.model.top_k),
-      )
+    for length in routed_lengths(self.model, self.data.seq_len):
+      shards, tokens = mesh.batch_shards, self.train.batch_size * length
+      groups = dispatch.groups or shards
+      if groups % shards or tokens % groups:
+        raise ConfigError(
+          f"dispatch.groups={groups} must be a multiple of mesh.data x mesh.expert = {shards} and "
+          f"divide the {tokens} tokens of a microbatch; use 0 for one per device"
+        )
+      if dispatch.capacity_factor > 0:
+        capacity(
+          dispatch.capacity_factor,
+          tokens=tokens // groups,
+          num_experts=self.model.num_experts,
+          k=rule.routed_per_gating(self.model.top_k),
+        )
 
   def _check_types(self) -> None:
     import jax
@@ -176,18 +209,29 @@ def smoke_run(run: RunConfig) -> RunConfig:
     shared_hidden=0,
     vocab_size=0,
     context=16,
+    vision=_smoke_vision(run),
   )
+  data = DataConfig(source="procedural", seq_len=16, document_mask=False)
+  if run.model.reads_images:
+    data = DataConfig(source="shapes", document_mask=False)
   train = TrainConfig(
     steps=3, batch_size=8, log_every=1, eval_batches=2, sample_tokens=8, remat=run.train.remat
   )
   return dataclasses.replace(
     run,
     model=model,
-    data=DataConfig(source="procedural", seq_len=16, document_mask=False),
+    data=data,
     train=train,
     optimizer=OptimizerConfig(warmup_steps=1),
     checkpoint=CheckpointConfig(every=0, keep=2),
   )
+
+
+def _smoke_vision(run: RunConfig) -> VisionConfig:
+  """Images of 16 x 16 pixels; a Swin of three stages with 8 x 8, 4 x 4 and 2 x 2 tokens."""
+  swin = run.model.architecture == "swin"
+  sizes: dict[str, Any] = {"size": 16, "classes": 10, "patch": 2 if swin else 4}
+  return dataclasses.replace(run.model.vision, depths="2,4,2", window=2, **sizes)
 
 
 def imports_of(run: RunConfig) -> dict[str, str]:

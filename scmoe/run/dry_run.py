@@ -17,17 +17,16 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from scmoe.base.batch import Batch
 from scmoe.base.errors import ConfigError
 from scmoe.base.sizes import number, size_of
 from scmoe.blocks.wiring import WIRINGS
 from scmoe.layers.dot_product import fusable
 from scmoe.models.flops import Flops, Parameters, count_parameters, forward_flops
-from scmoe.models.objective import LanguageModelObjective
 from scmoe.parallel.mesh import BATCH_AXES, manual, shardings_of
 from scmoe.run import build
 from scmoe.run.config import RunConfig
 from scmoe.run.estimates import StepNeeds, device_table
+from scmoe.run.modality import modality_of
 from scmoe.training.optimizer import make_optimizer
 from scmoe.training.step import abstract_state
 
@@ -112,7 +111,7 @@ def dry_run(run: RunConfig) -> DryRun:
   mesh = abstract_mesh(run)
   graph, shapes = build.build_model(run, mesh)
   optimizer = make_optimizer(run.optimizer, run.train.steps)
-  init = lambda key: (nnx.to_pure_dict(nnx.state(build.make_gpt(run, key))), {})
+  init = lambda key: (nnx.to_pure_dict(nnx.state(build.make_model(run, key))), {})
   state = abstract_state(init, optimizer, mesh, (shardings_of(shapes), {}))  # pyright: ignore
   sent = list(_all_to_alls(_traced_step(run, mesh, graph, shapes)))
   parameters = _bytes_per_device(state.params)
@@ -172,15 +171,13 @@ class _NoDevice:
   process_index: int = 0
 
 
-def _batch(run: RunConfig) -> Batch:
-  shape = (run.train.batch_size, run.data.seq_len)
-  ids = jax.ShapeDtypeStruct(shape, jnp.int32)
-  return Batch(ids, ids, jax.ShapeDtypeStruct(shape, jnp.float32), ids, ids)
+def _batch(run: RunConfig) -> Any:
+  return modality_of(run).batch_shapes(run, (run.train.batch_size,))
 
 
 def _traced_step(run: RunConfig, mesh: AbstractMesh, graph: nnx.GraphDef, shapes: Any) -> Any:
   """Loss and gradients of one microbatch as a jaxpr."""
-  objective = LanguageModelObjective(graph, run.router, remat=run.train.remat)
+  objective = modality_of(run).make_objective(run, graph)
   gradient = jax.value_and_grad(objective.loss, has_aux=True)
   specs = jax.tree.map(lambda s: s.sharding.spec, shapes)
   out_specs = ((P(), P()), specs)
@@ -250,7 +247,7 @@ def _saved_bytes(run: RunConfig) -> int:
   train = dataclasses.replace(run.train, batch_size=run.train.batch_size // shards)
   alone = dataclasses.replace(alone, train=train)
   graph, shapes = build.build_model(alone, None)
-  objective = LanguageModelObjective(graph, alone.router, remat=run.train.remat)
+  objective = modality_of(run).make_objective(alone, graph)
 
   def backward(params: Any, batch: Any) -> Any:
     loss = lambda p: objective.loss(p, {}, batch, None)[0]
@@ -303,8 +300,8 @@ def report(result: DryRun) -> str:
     f"FLOPs        {number(f.training * tokens)} per step, {number(f.training * tokens * steps)} "
     f"in all; forward by kind: "
     + ", ".join(f"{k} {v / f.forward:.0%}" for k, v in dataclasses.asdict(f).items() if v),
-    f"tokens       {tokens:,} per step ({micro} x {run.train.batch_size} sequences of "
-    f"{run.data.seq_len}), {number(tokens * steps)} in {steps:,} steps",
+    f"tokens       {tokens:,} per step ({micro} x {run.train.batch_size} "
+    f"{modality_of(run).noun}s of {run.data.seq_len}), {number(tokens * steps)} in {steps:,} steps",
     *_memory_lines(result),
     *_traffic_lines(result.traffic),
     "",

@@ -26,7 +26,9 @@ from scmoe.pretrained.names import tensors
 from scmoe.pretrained.stream import leaves_of, unload
 from scmoe.run import build
 from scmoe.run.config import RunConfig
-from scmoe.run.opened import load_tokenizer, open_run
+from scmoe.run.modality import needs_text
+from scmoe.run.opened import open_run
+from scmoe.run.text import load_tokenizer
 from scmoe.training.metrics import memory_in_use
 from scmoe.training.restore import restore_stored
 
@@ -44,6 +46,7 @@ def export_model(
   if dtype and dtype not in DTYPES:
     raise ConfigError(f"--dtype={dtype!r} is unknown; one of: {', '.join(DTYPES)}")
   stored = open_run(str(workdir), step)
+  needs_text(stored.run, "scmoe.convert")
   run = build.on_mesh(stored.run, mesh)
   source = source_of(workdir)
   config = write_config(run.model, run.router, source.get("family", ""))
@@ -101,6 +104,7 @@ def export_inference(
   """
   started = time.monotonic()
   stored = open_run(str(workdir), step)
+  needs_text(stored.run, "scmoe.convert")
   dtype = check_dtype(dtype, stored.run)
   tokenizer = load_tokenizer(stored.run, str(workdir))
   files = tokenizer.files() if isinstance(tokenizer, JsonTokenizer) else {}

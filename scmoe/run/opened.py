@@ -13,17 +13,14 @@ from jax.sharding import Mesh
 from scmoe.base.errors import ConfigError
 from scmoe.base.extensions import check_allowed
 from scmoe.data import Tokenizer
-from scmoe.data.conventions import FILE, conventions_beside
-from scmoe.data.tokenizers import ByteTokenizer, JsonTokenizer
 from scmoe.inference.offload.model import Offload, offloaded
 from scmoe.inference.offload.plan import OffloadRequest, Workload, chosen
-from scmoe.models.gpt import GPT
 from scmoe.models.objective import cast_params
 from scmoe.pretrained.inference import InferenceFolder
 from scmoe.run import build
 from scmoe.run.config import RunConfig, from_dict, imports_of
+from scmoe.run.modality import modality_of
 from scmoe.run.programs import Programs
-from scmoe.run.summary import TOKENIZER
 from scmoe.training.restore import read_meta, restore_on_host, restore_part
 
 
@@ -61,7 +58,7 @@ class OpenRun:
     run: configuration, on the mesh where the model was loaded.
     workdir, step: the folder and the step from which it was loaded.
     model, router, mesh: model with its parameters, router state, and the devices that hold them.
-    tokenizer: the tokenizer of its training.
+    tokenizer: the tokenizer of its training; None of a model of images.
     prepare: compiles jitted functions (`scmoe.run.programs`).
     offload: how experts in the host's memory come to the devices; the default where all experts lie
       on the devices.
@@ -71,10 +68,10 @@ class OpenRun:
   run: RunConfig
   workdir: str
   step: int
-  model: GPT
+  model: Any
   router: Any
   mesh: Mesh
-  tokenizer: Tokenizer
+  tokenizer: Tokenizer | Any
   prepare: Programs
   offload: Offload = Offload()
   plan: Sequence[str] = ()
@@ -101,7 +98,7 @@ def open_model(
     CheckpointError: the checkpoint is damaged.
     ConfigError: the tokenizer was not stored with the run, or the model does not fit.
   """
-  tokenizer = load_tokenizer(run, workdir)
+  tokenizer = modality_of(run).load_tokenizer(run, workdir)
   built = build.build(run)
   prepare = Programs(built.overlap, Path(workdir))
   offload, lines = Offload(), []
@@ -158,23 +155,3 @@ def open_folder(
     model = offloaded(built.model(params), built.mesh, int8=request.int8, pinned=pinned)
   rest = built.mesh, tokenizer, Programs(built.overlap, folder.path), offload, lines
   return OpenRun(run, str(folder.path), folder.step, model, router, *rest)
-
-
-def load_tokenizer(run: RunConfig, workdir: str) -> Tokenizer:
-  """The tokenizer with which a run was trained.
-
-  Raises:
-    ConfigError: the tokenizer stored with the run cannot be read.
-  """
-  if run.data.tokenizer == "bytes":
-    return ByteTokenizer()
-  path = Path(workdir) / TOKENIZER
-  try:
-    content = path.read_text("utf-8")
-  except (OSError, UnicodeDecodeError) as error:
-    raise ConfigError(f"{path}: the tokenizer of the run cannot be read: {error}") from None
-  conventions = conventions_beside(path)
-  if conventions is not None:
-    conventions.check(run.model.vocab_size, str(path.with_name(FILE)))
-  options: dict[str, Any] = {"eos_token": run.data.eos_token, "conventions": conventions}
-  return JsonTokenizer(content, name=str(path), **options)

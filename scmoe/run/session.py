@@ -16,6 +16,7 @@ from scmoe.inference.offload.plan import OffloadRequest, Workload
 from scmoe.inference.sampling import Sampling
 from scmoe.pretrained.inference import InferenceFolder
 from scmoe.run import build
+from scmoe.run.modality import needs_text
 from scmoe.run.opened import OpenRun, open_folder, open_model, open_run
 from scmoe.training.restore import with_newest
 
@@ -74,6 +75,7 @@ class Session:
 
     def opened_step() -> OpenRun:
       stored = folder or open_run(workdir, named, allow_import)
+      needs_text(stored.run, "generation")
       run = build.on_mesh(stored.run, mesh)
       load = Workload(rows, longest or run.model.context - max_new_tokens, max_new_tokens)
       options = {"request": request, "load": load}

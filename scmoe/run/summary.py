@@ -1,4 +1,4 @@
-"""What a run prints: its header, its result, and changes that help where memory is short."""
+"""What a run prints at its start, and changes that help where memory is short."""
 
 from __future__ import annotations
 
@@ -6,25 +6,21 @@ import dataclasses
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 
-from scmoe.base.errors import ConfigError, StorageError
+from scmoe.base.errors import ConfigError
 from scmoe.base.sizes import size_of
-from scmoe.data import Data, Tokenizer, bigram_bits_per_byte
-from scmoe.data.tokenizers import TOKENIZER, JsonTokenizer
 from scmoe.models.flops import count_parameters, forward_flops
 from scmoe.run import build
-from scmoe.run.config import RunConfig, from_json
+from scmoe.run.config import RunConfig
 from scmoe.run.dry_run import dry_run, model_lines
-from scmoe.training.metrics import read_metrics
-from scmoe.training.restore import FOLDER, list_steps
-from scmoe.training.workdir import prepare_workdir
 
 MANY_PASSES = 20  # passes over a text after which a small model has memorised it
 
 
-def header(built: build.Built, data: Data, workdir: Path) -> str:
+def header(built: build.Built, data: Any, workdir: Path) -> str:
   """The lines that a run prints first: work directory, model, mesh, memory, data, warnings."""
   run, mesh = built.run, built.run.mesh
   parameters = count_parameters(run.model, built.shapes)
@@ -40,7 +36,7 @@ def header(built: build.Built, data: Data, workdir: Path) -> str:
   ]
   if not data.validation_domains:
     lines.append(
-      "WARNING      no validation text: nothing will be evaluated; set data.validation_fraction, "
+      "WARNING      no validation data: nothing will be evaluated; set data.validation_fraction, "
       "or give more than one document"
     )
   if jax.default_backend() == "cpu" and shutil.which("nvidia-smi"):
@@ -51,7 +47,7 @@ def header(built: build.Built, data: Data, workdir: Path) -> str:
   return "\n".join(lines)
 
 
-def passes(built: build.Built, data: Data) -> list[str]:
+def passes(built: build.Built, data: Any) -> list[str]:
   """A line on how often the run reads each domain's training text, and a warning if too often."""
   run = built.run
   rows = run.train.steps * run.train.microbatches(run.data.seq_len) * run.train.batch_size
@@ -224,47 +220,3 @@ def _largest_that_fits(run: RunConfig, limit: int | None) -> str:
   return (
     "no number of layers fits here: use another --config (--list_configs), or --dry_run for GPUs"
   )
-
-
-def result(data: Data, workdir: Path) -> str:
-  """The last evaluation, beside that of a bigram model of bytes, and the next commands."""
-  lines = []
-  evaluations = read_metrics(workdir, "eval")
-  if evaluations:
-    last = evaluations[-1]
-    lines.append(
-      f"validation loss {last['loss']:.4f}, bits per byte {last['bits_per_byte']:.4f}"
-      f"{_sample(data, workdir)} (a bigram model of bytes: {bigram_bits_per_byte(data).total:.4f})"
-    )
-  lines += [
-    f"next: python -m scmoe.evaluate --workdir {workdir}",
-    f'      python -m scmoe.generate --workdir {workdir} --prompt "def main("',
-  ]
-  return "\n".join(lines)
-
-
-def _sample(data: Data, workdir: Path) -> str:
-  """The share of the validation text that the run's evaluations read; empty if they read all."""
-  try:
-    asked = from_json((workdir / "config.json").read_text("utf-8")).train.eval_batches
-  except (OSError, ValueError, ConfigError):
-    return ""
-  there = len(data.validation())
-  return f" on {asked} of {there:,} batches, scmoe.evaluate reads all" if 0 < asked < there else ""
-
-
-def store_tokenizer(tokenizer: Tokenizer, workdir: Path) -> None:
-  """Stores a tokenizer with the run, so that generation needs no training data.
-
-  Raises:
-    StorageError: the file cannot be written.
-  """
-  if not isinstance(tokenizer, JsonTokenizer):
-    return
-  path = prepare_workdir(workdir) / TOKENIZER
-  if path.exists() and list_steps(path.parent / FOLDER):
-    return  # a resumed run keeps the tokenizer with which it was trained
-  try:
-    tokenizer.write(path.parent)
-  except OSError as error:
-    raise StorageError(f"{path} cannot be written: {error}") from None

@@ -32,6 +32,7 @@ from scmoe.inference.decode import stream
 from scmoe.inference.sampling import Sampling
 from scmoe.inference.scoring import Continuation, Score, score
 from scmoe.run import build
+from scmoe.run.modality import needs_text
 from scmoe.run.opened import OpenRun, open_model, open_run
 
 _INSTALLED = importlib.util.find_spec("lm_eval") is not None
@@ -90,6 +91,7 @@ class ScmoeLM(_Model):
     super().__init__()
     if opened is None:
       stored = open_run(workdir, None if int(step) < 0 else int(step))
+      needs_text(stored.run, "--tasks")
       opened = open_model(build.on_mesh(stored.run, mesh), workdir, stored.step)
     run = opened.run
     self.opened, self.encoder = opened, opened.tokenizer

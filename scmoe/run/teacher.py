@@ -20,7 +20,9 @@ from scmoe.pretrained.inference import InferenceFolder
 from scmoe.pretrained.inference_files import MANIFEST
 from scmoe.run import build
 from scmoe.run.config import RunConfig
-from scmoe.run.opened import load_tokenizer, open_run
+from scmoe.run.modality import needs_text
+from scmoe.run.opened import open_run
+from scmoe.run.text import load_tokenizer
 from scmoe.training.restore import FOLDER, list_steps, read_meta, restore_part
 from scmoe.training.workdir import prepare_workdir
 
@@ -106,6 +108,7 @@ def open_teacher(run: RunConfig, workdir: Path, allow_import: Sequence[str] = ()
   else:
     step = pinned.get("step")
     stored = open_run(path, step, allow_import)
+    needs_text(stored.run, "train.teacher")
     step = stored.step if step is None else step
     leaves = read_meta(path, step)["leaves"]
     prints = {name: leaf["fingerprint"] for name, leaf in leaves.items() if _is_model(name)}

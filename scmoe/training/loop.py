@@ -64,7 +64,10 @@ Poll = Callable[[], bool]
 
 
 class Batches(Protocol):
-  """The microbatches of this process: `Batch`es of numpy arrays [B / processes, ...]."""
+  """The microbatches of this process: `Batch`es, or `ImageBatch`es, of numpy arrays.
+
+  Their leaves are [B / processes, ...].
+  """
 
   def __iter__(self) -> Iterator[Batch]: ...
   def __next__(self) -> Batch: ...
@@ -95,6 +98,7 @@ class Trainable(Searchable, Protocol):
   Attributes:
     checkpoint: options.
     sequence_length: tokens per sequence.
+    batch_shapes: one step's batch as `jax.ShapeDtypeStruct`s [A, B, ...], of all processes.
     peak_flops: FLOP/s of one device; 0: no MFU.
   """
 
@@ -102,6 +106,8 @@ class Trainable(Searchable, Protocol):
   def checkpoint(self) -> CheckpointConfig: ...
   @property
   def sequence_length(self) -> int: ...
+  @property
+  def batch_shapes(self) -> Any: ...
   @property
   def peak_flops(self) -> float: ...
   def flops_per_token(self, figures: Mapping[str, Any]) -> float:
@@ -227,12 +233,10 @@ class _Run:
     self.tokens_per_step = accumulation * built.train.batch_size * built.sequence_length
 
   @property
-  def abstract_batch(self) -> Batch:
+  def abstract_batch(self) -> Any:
     """Shapes and shardings of one step's batch."""
-    rows = (self.accumulation, self.train.batch_size)
-    of = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=self.batch_sharding)
-    ids = of((*rows, self.built.sequence_length), np.int32)
-    return Batch(ids, ids, of(ids.shape, np.float32), ids, ids, of(rows, np.int32))
+    place = lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.batch_sharding)
+    return jax.tree.map(place, self.built.batch_shapes)
 
   # -- beginning and end ------------------------------------------------------------------------
 

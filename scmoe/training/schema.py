@@ -26,6 +26,8 @@ from scmoe.base.errors import CheckpointError
 from scmoe.blocks.schedule import dense_steps, slot_names, tap_step
 from scmoe.blocks.wiring import WIRINGS, tap_index
 from scmoe.layers.rope import RopeConfig
+from scmoe.models.vision.augment import AugmentConfig
+from scmoe.models.vision.options import VisionConfig
 
 SCHEMA = 2
 _EXPERTS = re.compile(r"(?<=\bmoe\.)(?=(up|gate|down|up_bias|down_bias)$)")
@@ -54,7 +56,10 @@ _SINCE = {
     "mla_scale_kv_lora": False,
     "latent_norm_eps": 1e-6,
     "rope": dataclasses.asdict(RopeConfig()),
+    "architecture": "gpt",
+    "vision": dataclasses.asdict(VisionConfig()),
   },
+  "data": {"image_field": "", "label_field": "label"},
   "router": {
     "scoring_func": "softmax",
     "routed_scaling_factor": 1.0,
@@ -87,6 +92,8 @@ _SINCE = {
   },
   "overlap": {"search_seconds": 90.0, "flight": 1},  # change no result
 }
+# Sections that later versions added, as runs before them would have had them.
+_SECTIONS = {"augment": dataclasses.asdict(AugmentConfig())}
 
 
 def upgraded(meta: dict[str, Any]) -> dict[str, Any]:
@@ -115,7 +122,8 @@ def upgraded(meta: dict[str, Any]) -> dict[str, Any]:
 def _completed(config: dict[str, Any]) -> dict[str, Any]:
   """A stored configuration with the fields that later versions added."""
   stored = {part: config[part] for part in _SINCE if isinstance(config.get(part), dict)}
-  return config | {part: _SINCE[part] | fields for part, fields in stored.items()}
+  added = copy.deepcopy(_SECTIONS) if config else {}
+  return added | config | {part: _SINCE[part] | fields for part, fields in stored.items()}
 
 
 def upgraded_config(values: dict[str, Any]) -> dict[str, Any]:

@@ -334,7 +334,7 @@ class Searchable(Protocol):
     """A model of the same sizes with fewer layers and microbatches, to measure variants on."""
     ...
 
-  def random_batch(self) -> Batch:
+  def random_batch(self) -> Any:
     """One step's random tokens of this process: numpy arrays [A, B / processes, ...]."""
     ...
 

@@ -11,7 +11,7 @@ from harness import parts, tiny
 
 from scmoe.base.batch import Batch
 from scmoe.base.errors import ConfigError
-from scmoe.inference.probe import Probe, probe
+from scmoe.inference.probe import Probe, ReadText, probe
 from scmoe.inspect import CLASSES, token_classes
 from scmoe.models.gpt import GPT, Pass
 from scmoe.moe.losses import statistics
@@ -35,7 +35,7 @@ def batch_of(seed=0):
 
 def probed(model, *batches) -> Probe:
   classes = np.arange(model.config.vocab_size) % 3
-  return probe(model, batches, num_domains=2, classes_V=classes, num_classes=3)
+  return probe(model, batches, num_domains=2, num_classes=3, reading=ReadText(classes))
 
 
 @pytest.mark.parametrize("fields", [

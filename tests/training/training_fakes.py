@@ -207,6 +207,13 @@ class FakeBuilt:
     """Small enough as it is."""
     return self
 
+  @property
+  def batch_shapes(self):
+    """Shapes of one step's batch."""
+    rows = self.train.microbatches(SEQ), self.train.batch_size
+    ids, of_row = (jax.ShapeDtypeStruct(s, np.int32) for s in ((*rows, SEQ), rows))
+    return Batch(ids, ids, jax.ShapeDtypeStruct(ids.shape, np.float32), ids, ids, of_row)
+
   def random_batch(self):
     """The first batch of a fake source."""
     return Batch.stack([Source(self.train.batch_size, seed=1).batch(0)])

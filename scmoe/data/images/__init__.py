@@ -1,0 +1,1 @@
+"""Labelled images: files of encoded images, generated ones, and batches of both."""

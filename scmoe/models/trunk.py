@@ -1,0 +1,419 @@
+"""A stack of block pairs of one width: what every model of this project is made of.
+
+A language model has one trunk between its embedding and its head (`scmoe.models.gpt`), a vision
+model one for each width (`scmoe.models.vision`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import PartitionSpec
+from jaxtyping import Bool, Float, Int
+
+from scmoe.base.errors import ConfigError
+from scmoe.blocks.options import OverlapConfig
+from scmoe.blocks.pair import BlockPair, Context, PairWalk, in_turns
+from scmoe.blocks.wiring import Tap
+from scmoe.models.config import ModelConfig
+from scmoe.models.gradient_sums import added, added_by_layer, added_by_scan, large_layers_apart
+from scmoe.models.stacked import each_layer, is_apart, split_layers, stack_outputs, stacked
+from scmoe.moe.dispatch import DispatchConfig
+from scmoe.moe.experts import ExpertSource, OnDevice
+from scmoe.moe.losses import init_bias
+from scmoe.moe.options import RouterConfig
+from scmoe.moe.types import RouterSums
+
+REMATS = ("none", "dots", "moe", "full")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pass:
+  """The arguments of one forward pass besides its tokens or images.
+
+  Attributes:
+    positions_BS: int32 position of each token; 0, 1, ... if None.
+    segments_BS: int32 document of each token, used with `model.document_mask`.
+    mask_BS: bool, False for padding, which visits no expert and is not counted; None: no padding.
+    key: random key of the gate noise; None outside training.
+    router: router state (`Trunk.init_router`), in evaluation too; None or {} if the model has none.
+    caches: key-value caches (`Trunk.init_caches`) for decoding, or None.
+    begins: the caches are empty, and the tokens are the first of their rows, at positions 0, 1, ...
+    pairs: result of `Trunk.pairs()`, called before a loop over tokens, or None.
+    no_drop: experts have room for every token.
+    remat: what the backward pass recomputes: none; dots (all but matrix products); moe (expert
+      activations, nothing that travelled); full (all but the rows that travelled).
+    gate: index of the gate that chooses, if `router.gates` > 1; may be traced.
+    hidden: whether to return the main path after every block.
+    gradient_totals: `scmoe.models.gradient_sums.GradientTotal`s of the pairs' parameters, as
+      `totals_of_pairs` of the model picks them, to which the backward pass adds their gradients;
+      None: plain gradients.
+    experts: where the experts are. A source other than the default needs pairs that are
+      `Trunk.written_out` and parameters that are `Trunk.taken_apart`.
+  """
+
+  positions_BS: Int[Array, "B S"] | None = None
+  segments_BS: Int[Array, "B S"] | None = None
+  mask_BS: Bool[Array, "B S"] | None = None
+  key: Array | None = None
+  router: Any = None
+  caches: Any = None
+  begins: bool = dataclasses.field(default=False, metadata={"static": True})
+  pairs: Any = None
+  no_drop: bool = dataclasses.field(default=False, metadata={"static": True})
+  remat: str = dataclasses.field(default="none", metadata={"static": True})
+  gate: int | Array = 0
+  hidden: bool = dataclasses.field(default=False, metadata={"static": True})
+  gradient_totals: Any = None
+  experts: ExpertSource = dataclasses.field(default=OnDevice(), metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Output:
+  """The results of a forward pass.
+
+  Attributes:
+    h_BSD: the last hidden state in the compute dtype; a model's is normalised, and its head reads
+      it; a `Trunk`'s is the residual stream.
+    sums: router sums per MoE layer over this device's tokens, [layers, ...]; None for the dense
+      wiring.
+    caches: updated caches, or None.
+    hidden_LBSD: the main path after every block, in order; None without `Pass.hidden`.
+  """
+
+  h_BSD: Float[Array, "B S D"]
+  sums: RouterSums | None
+  caches: Any = None
+  hidden_LBSD: Float[Array, "L B S D"] | None = None
+
+
+class Trunk(nnx.Module):
+  """Block pairs that follow one wiring, on a residual stream of one width.
+
+  All pairs have the same shape, so their parameters are stacked. One scan runs them, so that
+  compile time does not grow with depth; or they are written out one after the other
+  (`overlap.unroll`). `model.dense_layers` have a second stack.
+
+  Args:
+    config: architecture.
+    router, dispatch, overlap: options of routing, transport and schedule.
+    rngs: stream `params` for the initial weights.
+
+  Raises:
+    ConfigError: options do not fit each other.
+  """
+
+  def __init__(
+    self,
+    config: ModelConfig,
+    *,
+    router: RouterConfig = RouterConfig(),
+    dispatch: DispatchConfig = DispatchConfig(),
+    overlap: OverlapConfig = OverlapConfig(),
+    rngs: nnx.Rngs,
+  ):
+    config = config.resolve()
+    self.config, self.router = config, router
+    self.dispatch, self.overlap = dispatch, overlap
+    options = {"router": router, "dispatch": dispatch, "overlap": overlap}
+    self.stages = stacked(
+      lambda key: BlockPair(config, **options, rngs=nnx.Rngs(params=key)),
+      jax.random.split(rngs.params(), config.num_pairs),
+    )
+    passed, dense = self.stages.passed_on, config.of_dense_layers
+    some = len(config.dense_indices)
+    self.dense = stacked(
+      lambda key: BlockPair(dense, hands_over=passed, rngs=nnx.Rngs(params=key)),
+      jax.random.split(jax.random.fold_in(rngs.params(), 1), some),
+    ) if some else None  # fmt: skip
+
+  @property
+  def written_out(self) -> bool:
+    """Whether pairs run one after the other instead of in a scan (`overlap.unroll`)."""
+    pairs, unroll = self.config.num_pairs, self.overlap.unroll
+    return pairs == self.overlap.pairs_per_step(pairs) and (pairs > 1 or unroll == 0)
+
+  @property
+  def taken_apart(self) -> bool:
+    """Whether each pair has arrays of its own (`Apart`), as parameters in the host's memory do."""
+    leaves = jax.tree.leaves(nnx.split(self.stages)[1], is_leaf=is_apart)
+    return any(map(is_apart, leaves))
+
+  def init_caches(self, batch: int, length: int, dtype: Any = None) -> Any:
+    """Empty key-value caches.
+
+    Each pair that is written out has its own cache, into which a token is written in place. A scan
+    over pairs has one array for all caches, and copies it.
+
+    Args:
+      batch: rows; in the manual region this device's.
+      length: S of the cache.
+      dtype: type of keys and values; None: the compute type.
+    """
+    empty = lambda attention: attention.empty_cache(batch, length, dtype or self.config.dtype)
+    return self._for_caches(empty, lambda x, layers: jnp.zeros((layers, *x.shape), x.dtype))
+
+  def cache_specs(self) -> Any:
+    """PartitionSpecs of the key-value caches, in the same tree."""
+    return self._for_caches(
+      lambda attention: attention.cache_specs(), lambda spec, _: PartitionSpec(None, *spec)
+    )
+
+  def _for_caches(self, of: Callable[[Any], Any], stack: Callable[[Any, int], Any]) -> Any:
+    """Calls `of` on each attention: for each stack its name -> results [units][blocks].
+
+    If pairs are written out, `stages` has a list with one such result per pair; else `stack` gives
+    each array an axis of layers.
+    """
+    found, config = {}, self.config
+    for name, stage in (("stages", self.stages), ("dense", self.dense)):
+      if stage is None:
+        continue
+      own = [[of(block.attention) for block in unit.blocks] for unit in stage.units]
+      count = config.num_pairs if name == "stages" else len(config.dense_indices)
+      if name == "stages" and self.written_out:
+        found[name] = [own] * count
+      else:
+        found[name] = jax.tree.map(lambda leaf, n=count: stack(leaf, n), own)
+    return found
+
+  def pairs(self) -> Any:
+    """Parameters of `stages` for a loop over tokens: each pair has arrays of its own, because the
+    loop would copy every slice of a stack for every token. Experts' arrays stay stacked: kernels
+    read their slices in place. None if a scan runs the pairs, or if they are `taken_apart`."""
+    if not self.written_out or self.taken_apart:
+      return None
+    params = nnx.split(self.stages)[1]
+    return split_layers(params, self.config.num_pairs, lambda path, _: "experts" in path)
+
+  def init_router(self) -> dict[str, Array]:
+    """Router state before the first step; {} if there is none.
+
+    It holds no parameters: `RoutedObjective.update_router` changes it once per optimizer
+    step, gradients do not.
+
+    Returns:
+      with `router.bias` the arrays of `scmoe.moe.losses.init_bias`, `bias` [layers, E] among them;
+      with `router.gates` > 1 `turn`, int32 [], index of the gate that trains in this step.
+    """
+    config = self.config
+    if not config.wiring_rule.taps:
+      return {}
+    state = init_bias(config.num_pairs, config.num_experts + config.zero_experts, self.router)
+    if self.router.gates > 1:
+      state["turn"] = jnp.zeros((), jnp.int32)
+    return state
+
+  def totals_of_pairs(self, totals: Any) -> Any:
+    """The part of the totals of this module's gradients that `Pass.gradient_totals` takes."""
+    return totals["stages"]
+
+  def lay_out_totals(self, zeros: Any) -> Any:
+    """Zeros like the parameters; large layers that are written out have arrays of their own."""
+    if not self.written_out:
+      return zeros
+    return {**zeros, "stages": large_layers_apart(zeros["stages"], self.config.num_pairs)}
+
+
+class Leg(NamedTuple):
+  """Batches before one trunk: what `run_trunks` takes on.
+
+  Attributes:
+    trunks: one per batch, with the same parameters, so that each batch has gradients of its own.
+    starts: the residual stream [B, S, D] of each batch before the first pair.
+    contexts: of each batch, without what is a pair's own.
+    given: one per batch; router, remat and gradient_totals of the first one hold.
+  """
+
+  trunks: Sequence[Trunk]
+  starts: Sequence[Array]
+  contexts: Sequence[Context]
+  given: Sequence[Pass]
+
+
+# A model's way through its trunks: a generator that yields a `Leg` for each, is sent the outputs of
+# its batches, and returns the model's own outputs. Embedding, mergers and the last norm stand
+# between the yields.
+Route = Generator[Leg, list[Output], list[Output]]
+
+
+def run_trunks(route: Route) -> list[Output]:
+  """Runs several batches through a model, the pairs in turns (`scmoe.blocks.pair.in_turns`).
+
+  While the rows of one batch travel to their experts, another batch computes.
+
+  Args:
+    route: of a model, e.g. `scmoe.models.gpt.route`.
+
+  Raises:
+    ConfigError: `Pass.remat` is unknown, or what the route raises.
+  """
+  outs: Any = None
+  while True:
+    try:
+      trunks, starts, contexts, given = route.send(outs)
+    except StopIteration as end:
+      return end.value
+    model, shared = trunks[0], given[0]
+    config, rule, router = model.config, model.config.wiring_rule, shared.router or {}
+    experts = contexts[0].experts
+    shape = (config.num_pairs, rule.units_per_moe, len(rule.taps))
+    keys = [
+      None if one.key is None or not rule.taps else jax.random.split(one.key, shape)
+      for one in given
+    ]
+    passes_on = model.stages.passed_on is not None
+    streams = [(h_BSD, jnp.zeros_like(h_BSD) if passes_on else None) for h_BSD in starts]
+    graph = nnx.split(model.stages)[0]
+    params = [g.pairs or nnx.split(own.stages)[1] for own, g in zip(trunks, given)]
+
+    def stage(carry, xs, graph=graph, contexts=contexts):
+      params, totals, (caches, kept, keys, bias_E) = xs
+      params = added(params, totals)
+      first, values = carry
+      walks = []
+      for own, (h_BSD, handed_BSD), context, key, cache, own_kept in zip(
+        params, values, contexts, keys, caches, kept
+      ):
+        pair: BlockPair = nnx.merge(graph, own)
+        if handed_BSD is not None:
+          # Nothing precedes the first pair: its experts read its own input.
+          start_BSD = pair.units[0].hand_over(Tap.BLOCK_INPUT, h_BSD)
+          handed_BSD = jnp.where(first, start_BSD, handed_BSD)
+        here = dataclasses.replace(context, keys=key, bias_E=bias_E, kept=own_kept)
+        walks.append(PairWalk(pair, h_BSD, here, handed_BSD, cache))
+      for run, step in in_turns(walks):
+        run(step)
+      outs = [walk.output for walk in walks]
+      new = [(out.h_BSD, out.handed_BSD) for out in outs]
+      return (jnp.zeros((), bool), new), [
+        (out.sums, out.caches, out.hidden and jnp.stack(out.hidden), out.kept) for out in outs
+      ]
+
+    body = _rematerialised(stage, shared.remat)
+    carry, totals = (jnp.ones((), bool), streams), shared.gradient_totals
+    stored = lambda name, given=given: [
+      None if g.caches is None else g.caches.get(name) for g in given
+    ]
+    caches, kept, others = stored("stages"), stored("experts"), (keys, router.get("bias"))
+    runs, per_step = config.runs, model.overlap.pairs_per_step(config.num_pairs)
+    if model.written_out:
+      body = jax.jit(body, inline=True)  # traced once, not once a pair
+      own_params, own_totals = added_by_layer(params, totals, config.num_pairs)
+      of_pairs = list(zip(own_totals, each_layer(others, config.num_pairs)))
+      at_hand = experts.of_pairs(list(own_params), begins=shared.begins)
+    else:
+      params, totals = added_by_scan(params, totals)
+    if len(runs) > 1:
+      graph_of_dense = nnx.split(model.dense)[0]
+      of_dense = functools.partial(stage, graph=graph_of_dense)
+      of_dense = _rematerialised(of_dense, shared.remat)
+      dense = [nnx.split(own.dense)[1] for own in trunks], None, (
+        stored("dense"), [None] * len(trunks), [None] * len(trunks), None)  # fmt: skip
+    made: list[
+      tuple[bool, Any]
+    ] = []  # for every run of layers: whether it is dense, and its outputs
+    whole = len(runs) == 1
+    for run in runs:
+      take = lambda tree, run=run, whole=whole: tree if whole else (
+        jax.tree.map(lambda x: x[run.start : run.stop], tree))  # fmt: skip
+      if run.dense:
+        carry, out = jax.lax.scan(of_dense, carry, take(dense))
+      elif model.written_out:
+        found = []
+        for i in range(run.start, run.stop):
+          own_total, here = of_pairs[i]
+          at = lambda some, i=i: [c and c[i] for c in some]
+          made_here = body(carry, (at_hand.take(i), own_total, (at(caches), at(kept), *here)))
+          carry, out = at_hand.advance(i, made_here)
+          found.append(out)
+        out = [_of_pairs(list(of)) for of in zip(*found)]
+      else:
+        xs = params, totals, (caches, [None] * len(trunks), *others)
+        carry, out = jax.lax.scan(body, carry, take(xs), unroll=per_step)
+      made.append((run.dense, out))
+    outs = [
+      Output(h_BSD, *_in_order([(dense, out[i]) for dense, out in made], model.written_out))
+      for i, (h_BSD, _) in enumerate(carry[1])
+    ]
+
+
+def context_of(
+  shared: Pass,
+  own: Pass,
+  positions_BS: Int[Array, "B S"] | None,
+  segments_BS: Int[Array, "B S"] | None = None,
+  mask_BS: Bool[Array, "B S"] | None = None,
+) -> Context:
+  """The arguments that every pair reads of one batch.
+
+  Args:
+    shared: the first batch's, whose options hold for all batches.
+    own: the batch's.
+    positions_BS, segments_BS: as of `Context`.
+    mask_BS: in place of `own.mask_BS`, which is as long as the model's rows.
+  """
+  return Context(
+    positions_BS,
+    segments_BS,
+    own.mask_BS if mask_BS is None else mask_BS,
+    gate=shared.gate,
+    no_drop=shared.no_drop,
+    experts=OnDevice(recompute=True) if shared.remat == "moe" else shared.experts,
+    begins=shared.begins,
+    hidden=shared.hidden,
+  )
+
+
+def _of_pairs(found: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+  """The results of a scan over `stage`, (sums, caches, hidden states, kept experts), from those of
+  pairs that are written out. Caches and kept experts stay lists, one entry per pair."""
+  sums, caches, hidden, kept = zip(*found)
+  each = lambda some: None if some[0] is None else list(some)
+  return stack_outputs(sums), each(caches), stack_outputs(hidden), each(kept)
+
+
+def _in_order(
+  made: list[tuple[bool, Any]], written_out: bool
+) -> tuple[RouterSums | None, Any, Array | None]:
+  """Sums of the MoE layers, caches of either stack, and hidden states, from all runs of layers."""
+  join = lambda parts: parts[0] if len(parts) == 1 else (
+    jax.tree.map(lambda *some: jnp.concatenate(some), *parts))  # fmt: skip
+  pairs, dense = ([out for kind, out in made if kind is wanted] for wanted in (False, True))
+  sums, caches = join([out[0] for out in pairs]), [out[1] for out in pairs]
+  if written_out and caches[0] is not None:
+    caches = list(itertools.chain(*caches))
+  else:
+    caches = join(caches)
+  if caches is not None:
+    caches = {"stages": caches}
+    if (kept := [out[3] for out in pairs])[0] is not None:
+      caches["experts"] = list(itertools.chain(*kept))
+    if dense:
+      caches["dense"] = join([out[1] for out in dense])
+  hidden = [x if x is None else x.reshape(-1, *x.shape[2:]) for x in (out[2] for _, out in made)]
+  return sums, caches, join(hidden)
+
+
+def _rematerialised(body: Callable[..., Any], remat: str) -> Callable[..., Any]:
+  """`body` under the named rematerialisation preset; see `Pass.remat`."""
+  policies = jax.checkpoint_policies
+  if remat in ("none", "moe"):  # the pairs recompute the experts by themselves
+    return body
+  if remat == "dots":
+    dots = policies.dots_with_no_batch_dims_saveable
+    travelled = policies.save_only_these_names("moe_rows")
+    return jax.checkpoint(body, policy=policies.save_from_both_policies(dots, travelled))
+  if remat == "full":
+    return jax.checkpoint(body, policy=policies.save_only_these_names("moe_rows"))
+  raise ConfigError(f"train.remat={remat!r} is unknown; one of: {', '.join(REMATS)}")

@@ -1,0 +1,1 @@
+"""Image classifiers of block pairs: ViT-MoE and Swin-MoE."""

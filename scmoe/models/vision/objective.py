@@ -1,0 +1,118 @@
+"""The objective of an image classifier: cross-entropy with soft labels, accuracy among 1 and 5."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float
+
+from scmoe.base.batch import ImageBatch
+from scmoe.models.objective import LossSums, RoutedObjective
+from scmoe.models.trunk import Output, Pass, Route
+from scmoe.models.vision.augment import AugmentConfig, augmented, partner_part, soft_labels
+from scmoe.models.vision.model import VisionModel
+from scmoe.models.vision.model import route as model_route
+from scmoe.moe.options import RouterConfig
+
+GUESSES = 5  # of the second accuracy
+
+
+class ClassificationObjective(RoutedObjective):
+  """Cross-entropy of the images' labels, and the losses of the routers.
+
+  Args:
+    graph, router, remat: as of `RoutedObjective`.
+    augment: how images and labels are changed.
+    seed: of these changes.
+  """
+
+  term = "images"
+
+  def __init__(
+    self,
+    graph: nnx.GraphDef,
+    router: RouterConfig,
+    *,
+    augment: AugmentConfig = AugmentConfig(),
+    seed: int = 0,
+    remat: str = "none",
+  ):
+    super().__init__(graph, router, remat=remat)
+    self.augment, self.seed = augment, seed
+
+  def route(
+    self,
+    models: Sequence[VisionModel],
+    batches: Sequence[ImageBatch],
+    router: Any,
+    rngs: Sequence[Array | None],
+    totals: Any = None,
+  ) -> Route:
+    """See `RoutedObjective.route`."""
+    with jax.named_scope("augmentation"):
+      images = [augmented(batch, self.augment, self.seed) for batch in batches]
+    given = [
+      Pass(
+        mask_BS=batch.weights[:, None] > 0,
+        key=rng,
+        router=router,
+        gate=(router or {}).get("turn", 0),
+        remat=self.remat,
+        gradient_totals=totals,
+      )
+      for batch, rng in zip(batches, rngs)
+    ]
+    return model_route(models, images, given)
+
+  def of_batch(self, model: VisionModel, out: Output, batch: ImageBatch) -> dict[str, Array]:
+    """See `RoutedObjective.of_batch`.
+
+    With mixed labels a guess is as right as the label's share of it.
+    """
+    options = self.augment
+    # The same numbers as in `route`: XLA computes them once.
+    part_BSS = partner_part(batch, options, self.seed) if options.mixes else None
+    classes, weight_B = model.config.vision.classes, batch.weights.astype(jnp.float32)
+    label_BV = soft_labels(batch, part_BSS, classes, options.label_smoothing)
+    shown_BV = soft_labels(batch, part_BSS, classes, 0.0)
+    logits_BV = model.logits(out.h_BSD)
+    nats_B = -(label_BV * jax.nn.log_softmax(logits_BV)).sum(-1)
+    return {
+      "nats": (nats_B * weight_B).sum(),
+      "weight": weight_B.sum(),
+      "correct": (right_among(logits_BV, shown_BV, 1) * weight_B).sum(),
+      "correct_5": (right_among(logits_BV, shown_BV, GUESSES) * weight_B).sum(),
+    }
+
+  def counted(self, batch: ImageBatch) -> tuple[Array, Array]:
+    """The weights of the images, and which images are no padding."""
+    return batch.weights, batch.weights > 0
+
+  def tokens_of_each(self, model: VisionModel) -> Array:
+    """Tokens of an image in each MoE layer, [layers]: later stages of a Swin have fewer."""
+    return jnp.asarray(model.tokens_of_layers, jnp.float32)
+
+  def metrics(self, aux: LossSums) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Metrics with `accuracy_5`, the share of images whose label is among the five best guesses."""
+    scalars, arrays = super().metrics(aux)
+    assert aux.correct_5 is not None
+    return scalars | {"accuracy_5": aux.correct_5 / jnp.maximum(aux.weight, 1)}, arrays
+
+
+def right_among(
+  logits_BV: Float[Array, "B V"], label_BV: Float[Array, "B V"], guesses: int
+) -> Float[Array, " B"]:
+  """The label's share of the best guesses, float32: 1 if the label is one of them, else 0.
+
+  Args:
+    logits_BV: scores.
+    label_BV: the label as a distribution.
+    guesses: number of them; all classes if there are fewer.
+  """
+  best_BG = jax.lax.top_k(jax.lax.stop_gradient(logits_BV), min(guesses, logits_BV.shape[-1]))[1]
+  return jnp.take_along_axis(label_BV, best_BG, -1).sum(-1)

@@ -1,0 +1,144 @@
+"""From pixels to tokens, and from four tokens to one.
+
+B  images    S  pixels on a side, then tokens of an image    C  channels
+D  width     P  side of a patch
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float
+
+from scmoe.layers.norm import Norm
+from scmoe.models.vision.stages import StageConfig
+
+
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, axes: tuple[Any, ...]) -> nnx.Param:
+  """A parameter of normally distributed values."""
+  return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
+
+
+def linear(x: Array, weight: Any, bias: Any = None) -> Array:
+  """x · weight + bias in the type of x."""
+  y = x @ weight[...].astype(x.dtype)
+  return y if bias is None else y + bias[...].astype(x.dtype)
+
+
+class Stem(nnx.Module):
+  """Images to the tokens of the first stage, row by row of the grid.
+
+  Args:
+    config: of the first stage; `vision.stem` says which way.
+    positions: whether a learned position is added to each token (ViT). A Swin has none: its
+      attention knows relative positions.
+    rngs: stream `params` for the initial weights.
+  """
+
+  def __init__(self, config: StageConfig, *, positions: bool, rngs: nnx.Rngs):
+    vision, width, std = config.vision, config.width, config.init_std
+    self.patch, widths = vision.patch, convolution_widths(config)
+    self.convolutions = nnx.List(
+      [
+        Convolution(before, after, rngs=rngs)
+        for before, after in zip([vision.channels, *widths], widths)
+      ]
+    )
+    read = widths[-1] if widths else vision.channels * vision.patch**2
+    # The products of pixels keep their size: one over the root of what is added up.
+    self.weight = normal(rngs, (read, width), read**-0.5, (None, "embed"))
+    self.bias = nnx.Param(jnp.zeros((width,)), axes=("embed",))
+    shape = (config.tokens, width)
+    self.positions = normal(rngs, shape, std, (None, "embed")) if positions else None
+
+  def __call__(self, images_BSSC: Float[Array, "B S S C"]) -> Float[Array, "B S D"]:
+    """Tokens in the type of the images."""
+    x = images_BSSC
+    for convolution in self.convolutions:
+      x = convolution(x)
+    x = x if len(self.convolutions) else patches(x, self.patch)
+    x_BSD = linear(x.reshape(x.shape[0], -1, x.shape[-1]), self.weight, self.bias)
+    if self.positions is not None:
+      x_BSD += self.positions[...].astype(x_BSD.dtype)
+    return x_BSD
+
+
+def convolution_widths(config: StageConfig) -> list[int]:
+  """Channels behind each convolution of the stem; [] for a stem without.
+
+  They double up to the model's width: for patches of 4 and D = 384 they are 192 and 384.
+  """
+  steps = int(math.log2(config.vision.patch)) if config.vision.stem == "conv" else 0
+  return [max(config.width >> (steps - 1 - i), 8) for i in range(steps)]
+
+
+def products(config: StageConfig) -> list[tuple[int, int, int]]:
+  """(inputs, outputs, places) of each product of the stem, for counts of FLOPs."""
+  vision, widths, side = config.vision, convolution_widths(config), config.vision.size
+  found, before = [], vision.channels
+  for width in widths:
+    side //= 2
+    found.append((9 * before, width, side * side))
+    before = width
+  read = before if widths else vision.channels * vision.patch**2
+  return [*found, (read, config.width, config.tokens)]
+
+
+class Convolution(nnx.Module):
+  """A 3 x 3 convolution of stride 2, a norm over the channels, and GELU (arXiv 2106.14881).
+
+  That paper's stem has batch norm. A layer norm instead makes no image depend on the others of its
+  batch, and so not on how the batch is divided over devices.
+  """
+
+  def __init__(self, before: int, after: int, *, rngs: nnx.Rngs):
+    std = (2 / (9 * before)) ** 0.5
+    self.kernel = normal(rngs, (3, 3, before, after), std, (None, None, None, "embed"))
+    self.norm = Norm(after, "layernorm", 1e-5)
+
+  def __call__(self, x_BSSC: Float[Array, "B S S C"]) -> Float[Array, "B S S C"]:
+    """[B, S, S, C] -> [B, S/2, S/2, C']."""
+    y = jax.lax.conv_general_dilated(
+      x_BSSC,
+      self.kernel[...].astype(x_BSSC.dtype),
+      window_strides=(2, 2),
+      padding=((1, 1), (1, 1)),
+      dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
+    return jax.nn.gelu(self.norm(y))
+
+
+class PatchMerging(nnx.Module):
+  """Four neighbouring tokens to one of twice the width (Swin): concatenation, norm, product.
+
+  Args:
+    config: of the stage before.
+    rngs: stream `params` for the initial weights.
+  """
+
+  def __init__(self, config: StageConfig, *, rngs: nnx.Rngs):
+    self.side, width = config.side, config.width
+    self.norm = Norm(4 * width, "layernorm", config.norm_eps)
+    std = (4 * width) ** -0.5  # the residual stream keeps its size
+    self.reduce = normal(rngs, (4 * width, 2 * width), std, (None, "embed"))
+
+  def __call__(self, h_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+    """[B, G·G, D] -> [B, G·G/4, 2 D]."""
+    batch, _, width = h_BSD.shape
+    four = patches(h_BSD.reshape(batch, self.side, self.side, width), 2)
+    return linear(self.norm(four.reshape(batch, -1, 4 * width)), self.reduce)
+
+
+def patches(x_BSSC: Array, side: int) -> Array:
+  """Squares of side² pixels as vectors: [B, S, S, C] -> [B, S/side, S/side, side·side·C].
+
+  In a vector pixels stand row by row, and the channels of a pixel together.
+  """
+  batch, rows, columns, channels = x_BSSC.shape
+  x = x_BSSC.reshape(batch, rows // side, side, columns // side, side, channels).swapaxes(2, 3)
+  return x.reshape(batch, rows // side, columns // side, side * side * channels)

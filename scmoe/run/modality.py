@@ -1,0 +1,121 @@
+"""What differs between a model of text and one of images, for all commands: chosen here, once.
+
+`modality_of(run)` gives `TEXT` or `IMAGES`. Everything else of a run (mesh, step, optimizer,
+checkpoints, loop) knows neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from flax import nnx
+from jax import Array
+
+from scmoe.base.errors import ConfigError
+from scmoe.blocks.options import OverlapConfig
+from scmoe.models.objective import RoutedObjective
+from scmoe.run.config import RunConfig
+from scmoe.run.images import Images
+from scmoe.run.text import Text
+
+
+class Modality(Protocol):
+  """The part of a run that depends on what its model reads.
+
+  Attributes:
+    path_source: `data.source` that evaluation gives another `data.path`.
+    noun: what a row of a batch is.
+  """
+
+  path_source: str
+  noun: str
+
+  # -- the model, before anything is allocated ----------------------------------------------------
+
+  def make_model(self, run: RunConfig, overlap: OverlapConfig, key: Array) -> nnx.Module:
+    """A model with fresh parameters, for a resolved run."""
+    ...
+
+  def make_objective(self, run: RunConfig, graph: nnx.GraphDef) -> RoutedObjective:
+    """The objective of a resolved run without a teacher."""
+    ...
+
+  def batch_shapes(self, run: RunConfig, rows: tuple[int, ...]) -> Any:
+    """A training batch with leaves [*rows, ...], as `jax.ShapeDtypeStruct`s."""
+    ...
+
+  def random_batch(self, run: RunConfig, rows: tuple[int, ...], seed: int) -> Any:
+    """A training batch of these shapes with random values, as numpy arrays."""
+    ...
+
+  # -- data and figures ---------------------------------------------------------------------------
+
+  def open_data(self, run: RunConfig, **options: Any) -> Any:
+    """The data of a resolved run, which fit its model.
+
+    Args:
+      run: resolved.
+      **options: `process_index`, `process_count`, `evaluated` of `scmoe.data.open_data`.
+
+    Raises:
+      DataError: they are missing, too few, or do not fit the model.
+    """
+    ...
+
+  def evaluate(self, model: Any, data: Any, **options: Any) -> dict[str, Any] | None:
+    """Figures on the validation data; options as of `scmoe.inference.evaluation.evaluate`."""
+    ...
+
+  def add_baseline(self, data: Any, figures: dict[str, Any]) -> None:
+    """Adds what a model without learning would reach to the figures of an evaluation."""
+    ...
+
+  def flat(self, figures: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of an evaluation for a line of metrics.jsonl."""
+    ...
+
+  # -- a run's files and words --------------------------------------------------------------------
+
+  def keep(self, data: Any, workdir: Path) -> None:
+    """Stores with the run what its model needs of the data later."""
+    ...
+
+  def load_tokenizer(self, run: RunConfig, workdir: str) -> Any:
+    """The tokenizer that a run was trained with; None if there is none."""
+    ...
+
+  def card(self, data: Any) -> dict[str, Any]:
+    """Lines of the run's card about the data."""
+    ...
+
+  def sampling(self, built: Any, data: Any) -> Callable[[Any], str] | None:
+    """A function from a training state to a sample of the model, or None."""
+    ...
+
+  def result(self, data: Any, workdir: Path) -> str:
+    """A run's last evaluation in words, and what to do next."""
+    ...
+
+
+TEXT: Modality = Text()
+IMAGES: Modality = Images()
+
+
+def modality_of(run: RunConfig) -> Modality:
+  """What the run's model reads."""
+  return IMAGES if run.model.reads_images else TEXT
+
+
+def needs_text(run: RunConfig, command: str) -> None:
+  """Refuses a model of images where a command reads or writes text.
+
+  Raises:
+    ConfigError: names the command and those that do.
+  """
+  if run.model.reads_images:
+    raise ConfigError(
+      f"{command} needs a language model, got model.architecture={run.model.architecture!r}, which "
+      "classifies images; use scmoe.evaluate or scmoe.inspect"
+    )

@@ -1,0 +1,179 @@
+"""Text for the commands: the model of a run, its batches, data and figures (`Modality`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from scmoe.base.batch import Batch
+from scmoe.base.errors import ConfigError, StorageError
+from scmoe.blocks.options import OverlapConfig
+from scmoe.data import Data, Tokenizer, bigram_bits_per_byte, check_vocab, open_data
+from scmoe.data.conventions import FILE, conventions_beside
+from scmoe.data.tokenizers import TOKENIZER, ByteTokenizer, JsonTokenizer
+from scmoe.inference.decode import generate
+from scmoe.inference.evaluation import evaluate, flat_scalars
+from scmoe.inference.sampling import Sampling
+from scmoe.models.gpt import GPT
+from scmoe.models.objective import LanguageModelObjective
+from scmoe.run.config import RunConfig, from_json
+from scmoe.training.metrics import read_metrics
+from scmoe.training.restore import FOLDER, list_steps
+from scmoe.training.workdir import prepare_workdir
+
+
+class Text:
+  """See `scmoe.run.modality.Modality`."""
+
+  path_source, noun = "auto", "sequence"
+
+  def make_model(self, run: RunConfig, overlap: OverlapConfig, key: Array) -> GPT:
+    """See `Modality.make_model`."""
+    options = {"router": run.router, "dispatch": run.dispatch, "overlap": overlap}
+    return GPT(run.model, **options, rngs=nnx.Rngs(params=key))
+
+  def make_objective(self, run: RunConfig, graph: nnx.GraphDef) -> LanguageModelObjective:
+    """See `Modality.make_objective`."""
+    return LanguageModelObjective(graph, run.router, remat=run.train.remat)
+
+  def batch_shapes(self, run: RunConfig, rows: tuple[int, ...]) -> Batch:
+    """See `Modality.batch_shapes`."""
+    of = lambda shape, dtype: jax.ShapeDtypeStruct(shape, np.dtype(dtype))
+    ids = of((*rows, run.data.seq_len), np.int32)
+    return Batch(ids, ids, of(ids.shape, np.float32), ids, ids, of(rows, np.int32))
+
+  def random_batch(self, run: RunConfig, rows: tuple[int, ...], seed: int) -> Batch:
+    """See `Modality.random_batch`."""
+    draw = np.random.default_rng(seed).integers
+    shape = (*rows, run.data.seq_len)
+    return Batch.of_tokens(draw(0, run.model.vocab_size, shape, dtype=np.int32))
+
+  def open_data(self, run: RunConfig, **options: Any) -> Data:
+    """See `Modality.open_data`."""
+    train = run.train
+    data = open_data(run.data, batch_size=train.batch_size, seed=train.seed, **options)
+    check_vocab(data, run.model.vocab_size)
+    return data
+
+  def evaluate(self, model: Any, data: Any, **options: Any) -> dict[str, Any] | None:
+    """See `Modality.evaluate`."""
+    return evaluate(model, data, **options)
+
+  def add_baseline(self, data: Any, figures: dict[str, Any]) -> None:
+    """Adds `bigram_bits_per_byte`, in all and of each domain."""
+    bigram = bigram_bits_per_byte(data)
+    figures["bigram_bits_per_byte"] = bigram.total
+    for name, of_domain in figures["domains"].items():
+      of_domain["bigram_bits_per_byte"] = bigram.domains[name]
+
+  def flat(self, figures: Mapping[str, Any]) -> dict[str, float]:
+    """See `Modality.flat`."""
+    return flat_scalars(dict(figures))
+
+  def keep(self, data: Data, workdir: Path) -> None:
+    """Stores the tokenizer, so that text can be generated without the training data.
+
+    Raises:
+      StorageError: it cannot be written.
+    """
+    store_tokenizer(data.tokenizer, workdir)
+
+  def load_tokenizer(self, run: RunConfig, workdir: str) -> Tokenizer:
+    """See `Modality.load_tokenizer`; raises ConfigError if it was not stored with the run."""
+    return load_tokenizer(run, workdir)
+
+  def card(self, data: Data) -> dict[str, Any]:
+    """See `Modality.card`."""
+    return {"tokenizer": data.tokenizer.digest}
+
+  def sampling(self, built: Any, data: Data) -> Callable[[Any], str] | None:
+    """See `Modality.sampling`; None with several processes."""
+    if jax.process_count() > 1:
+      return None
+
+    def run(state: Any) -> str:
+      start = [data.tokenizer.bos_id]
+      room = built.run.model.context - len(start)
+      (tokens,) = generate(
+        built.model(state.params),
+        [start],
+        Sampling(temperature=0.8),
+        max_new_tokens=min(built.run.train.sample_tokens, room),
+        seed=built.run.train.seed,
+        eos_id=data.tokenizer.stop_ids,
+        router=state.router,
+        mesh=built.mesh,
+      )
+      return data.tokenizer.decode(tokens)
+
+    return run
+
+  def result(self, data: Data, workdir: Path) -> str:
+    """The last evaluation beside the bigram byte model, and what to do next."""
+    lines = []
+    evaluations = read_metrics(workdir, "eval")
+    if evaluations:
+      last = evaluations[-1]
+      bigram = bigram_bits_per_byte(data).total
+      lines.append(
+        f"validation loss {last['loss']:.4f}, bits per byte {last['bits_per_byte']:.4f}"
+        f"{_sample(data, workdir)} (a bigram model of bytes: {bigram:.4f})"
+      )
+    lines += [
+      f"next: python -m scmoe.evaluate --workdir {workdir}",
+      f'      python -m scmoe.generate --workdir {workdir} --prompt "def main("',
+    ]
+    return "\n".join(lines)
+
+
+def _sample(data: Data, workdir: Path) -> str:
+  """How much of the validation text the run's evaluations read; empty where it is all of it."""
+  try:
+    asked = from_json((workdir / "config.json").read_text("utf-8")).train.eval_batches
+  except (OSError, ValueError, ConfigError):
+    return ""
+  there = len(data.validation())
+  return f" on {asked} of {there:,} batches, scmoe.evaluate reads all" if 0 < asked < there else ""
+
+
+def store_tokenizer(tokenizer: Tokenizer, workdir: Path) -> None:
+  """Keeps a tokenizer with the run, so that text can be generated without its training data.
+
+  Raises:
+    StorageError: it cannot be written.
+  """
+  if not isinstance(tokenizer, JsonTokenizer):
+    return
+  path = prepare_workdir(workdir) / TOKENIZER
+  if path.exists() and list_steps(path.parent / FOLDER):
+    return  # it belongs to what was trained here, whatever this command was given
+  try:
+    tokenizer.write(path.parent)
+  except OSError as error:
+    raise StorageError(f"{path} cannot be written: {error}") from None
+
+
+def load_tokenizer(run: RunConfig, workdir: str) -> Tokenizer:
+  """The tokenizer that a run was trained with.
+
+  Raises:
+    ConfigError: it was not stored with the run.
+  """
+  if run.data.tokenizer == "bytes":
+    return ByteTokenizer()
+  path = Path(workdir) / TOKENIZER
+  try:
+    content = path.read_text("utf-8")
+  except (OSError, UnicodeDecodeError) as error:
+    raise ConfigError(f"{path}: the tokenizer of the run cannot be read: {error}") from None
+  conventions = conventions_beside(path)
+  if conventions is not None:
+    conventions.check(run.model.vocab_size, str(path.with_name(FILE)))
+  options: dict[str, Any] = {"eos_token": run.data.eos_token, "conventions": conventions}
+  return JsonTokenizer(content, name=str(path), **options)

@@ -5,8 +5,8 @@ hardware  one GPU
 time      not measured yet
 expect    not measured yet; a ViT-Lite of 3.7M reaches 91.4 % in 200 epochs, a CCT 94.8 %
           (SHI-Labs/Compact-Transformers)
-data      CIFAR-10 as Parquet files in Hugging Face's layout, train* and test*, at data.path; columns
-          img and label
+data      CIFAR-10 as Parquet files in Hugging Face's layout, train* and test*, at data.path, with
+          columns img and label
 """
 
 from __future__ import annotations

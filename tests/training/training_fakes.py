@@ -232,7 +232,7 @@ def trainer(mesh, workdir, *, data=None, objective=None, config=None, **fields):
   checkpoint = fields.pop("checkpoint", CheckpointConfig(every=5))
   parts = {"train": TrainConfig(**train), "optimizer": OPTIMIZER, "checkpoint": checkpoint}
   whole = {name: dataclasses.asdict(part) for name, part in parts.items()}
-  built = FakeBuilt(
+  built: Any = FakeBuilt(
     mesh,
     parts["train"],
     checkpoint,
@@ -246,12 +246,13 @@ def trainer(mesh, workdir, *, data=None, objective=None, config=None, **fields):
 class Setup:
   """State and step of the fake model on a mesh."""
 
-  def __init__(self, mesh, objective=None, optimizer: OptimizerConfig = OPTIMIZER, steps=20):
+  def __init__(self, mesh, objective: Any = None, optimizer: OptimizerConfig = OPTIMIZER, steps=20):
     self.mesh = mesh
     self.optimizer = make_optimizer(optimizer, steps)
     self.abstract = abstract_state(init, self.optimizer, mesh, shardings(mesh))
     self._fresh: dict[int, Any] = {}
-    self.step = make_train_step(objective or Objective(), self.optimizer, self.abstract)
+    fake: Any = objective or Objective()
+    self.step = make_train_step(fake, self.optimizer, self.abstract)
 
   def state(self, seed: int = 0):
     """A fresh state; compiled once, since a state may be donated but not its copy on the host."""

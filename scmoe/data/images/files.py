@@ -20,8 +20,8 @@ import numpy as np
 from scmoe.base.errors import DataError
 from scmoe.base.paths import expanded
 from scmoe.data.config import DataConfig
-from scmoe.data.corpus import bound_of, hash_share
-from scmoe.data.files import BadRows, keep_array, kept_array, split_name
+from scmoe.data.corpus import hash_share, split_threshold
+from scmoe.data.files import BadRows, write_cached_array, read_cached_array, split_name
 from scmoe.data.images.labelled import Images, Labelled
 from scmoe.data.packages import need
 
@@ -162,7 +162,7 @@ def _held_out(encoded: list[Encoded], fraction: float) -> np.ndarray:
     if named:
       return np.array([image.split in named for image in encoded])
   shares = np.array([hash_share(image.content) for image in encoded])
-  return shares < bound_of(shares, fraction, named=False)
+  return shares < split_threshold(shares, fraction, named=False)
 
 
 def _decoded(
@@ -170,7 +170,7 @@ def _decoded(
 ) -> tuple[np.ndarray, np.ndarray]:
   """uint8 [N, S, S, C], and bool [N], which of them could be decoded."""
   path, good_path = (cfg.cache_folder() / f"{kind}-{name}.npy" for kind in ("images", "decoded"))
-  images, good = kept_array(path), kept_array(good_path)
+  images, good = read_cached_array(path), read_cached_array(good_path)
   if images is not None and good is not None:
     return images, good
   bad, parts, good = BadRows(cfg.max_bad_rows), [], np.ones(len(encoded), bool)
@@ -182,8 +182,8 @@ def _decoded(
         good[i] = False
       parts.append(np.zeros((size, size, channels), np.uint8) if isinstance(found, str) else found)
   images = np.stack(parts)
-  keep_array(path, images)
-  keep_array(good_path, good)
+  write_cached_array(path, images)
+  write_cached_array(good_path, good)
   return images, good
 
 

@@ -21,7 +21,7 @@ from scmoe.base.errors import DataError
 from scmoe.base.paths import expanded
 from scmoe.data.config import DataConfig
 from scmoe.data.corpus import hash_share, split_threshold
-from scmoe.data.files import BadRows, write_cached_array, read_cached_array, split_name
+from scmoe.data.files import BadRows, read_cached_array, split_name, write_cached_array
 from scmoe.data.images.labelled import Images, Labelled
 from scmoe.data.packages import need
 

@@ -6,12 +6,12 @@ Every machine has such text, and one with GPUs has hundreds of megabytes of it. 
 the folder:
 
   train-00000.jsonl, ...       {"text": source, "package": name} a line
-  validation-00000.jsonl       the same, from other packages: no file of a package that is trained on
+  validation-00000.jsonl       the same, from packages of which no file is trained on
   manifest.json                bytes and version of every package, digest of all the text
 
-A file is left out if its text, apart from white space, is that of an earlier one, if it is not UTF-8,
-shorter than 200 or longer than 500,000 bytes, or if its lines are long on average: tables and
-generated code. The same packages give the same folder, in any order of the file system.
+A file is left out if its text, apart from white space, is that of an earlier one, if it is not
+UTF-8, shorter than 200 or longer than 500,000 bytes, or if its lines have over 100 bytes on
+average: tables and generated code. The same packages give the same folder.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FILE_BYTES = 64 << 20
 
 
 def sources(root: Path) -> Iterator[tuple[str, str]]:
-  """(package, text) of every usable file below a folder of packages, by path, without duplicates."""
+  """(package, text) of every usable file below a folder of packages, by path, each text once."""
   seen = set()
   for path in sorted(root.rglob("*.py")):
     package = path.relative_to(root).parts[0].removesuffix(".py")
@@ -108,7 +108,7 @@ def main() -> None:
   texts = shortened(texts, int(asked.megabytes * 2**20))
   sizes = {name: sum(len(text.encode()) for text in own) for name, own in texts.items()}
   validation = held_out(sizes)
-  # Neighbours in a batch should not be of one package: training shuffles, the order here is by name.
+  # The order is by name: training shuffles.
   folder = Path(asked.to)
   folder.mkdir(parents=True, exist_ok=True)
   for old in folder.glob("*.jsonl"):

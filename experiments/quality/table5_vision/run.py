@@ -1,0 +1,71 @@
+"""Table 5 of the paper: positions of the shortcut and mixing on images.
+
+  python experiments/quality/table5_vision/run.py --scale gpu --limit_seconds 570 \\
+      --config.data.path=FOLDER
+
+FOLDER holds CIFAR-10 as Parquet. What is compared and how: README.md.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import study
+
+MODEL = "cifar10_vit"
+
+
+def images(scale: str) -> study.RunConfig:
+  """The model of `configs/cifar10_vit.py`: whole, small enough for a CPU, or in three steps.
+
+  Raises:
+    ConfigError: there is no such configuration.
+  """
+  run = study.load_config(study.find_config(MODEL), "smoke" if scale == "smoke" else "get_config")
+  quiet = {"sample_tokens": 0, "router_every": 0, "tensorboard": False}
+  if scale != "cpu":
+    return dataclasses.replace(run, train=dataclasses.replace(run.train, **quiet))
+  short = {"steps": 400, "batch_size": 64, "log_every": 10, "eval_every": 100, "eval_batches": 16}
+  small = {"num_layers": 4, "width": 64, "mlp_hidden": 128, "dtype": "float32"}
+  return dataclasses.replace(
+    run,
+    model=dataclasses.replace(run.model, **small),
+    train=dataclasses.replace(run.train, **short, **quiet),
+    optimizer=dataclasses.replace(run.optimizer, warmup_steps=40),
+    checkpoint=dataclasses.replace(run.checkpoint, every=0),
+  )
+
+
+DESIGN = study.Design(
+  folder=Path(__file__).resolve().parent,
+  title="Does a ViT whose experts read an earlier value classify as well as top-2?",
+  variants={
+    "top2": {"model.wiring": "top2"},
+    "top1": {"model.wiring": "top1"},
+    "shared_expert": {"model.wiring": "shared_expert"},
+    "scmoe_pos1": {"model.wiring": "scmoe_pos1"},
+    "scmoe_pos2": {"model.wiring": "scmoe_pos2"},
+    "scmoe_pos3": {"model.wiring": "scmoe_pos3"},
+    "pos2_direct": {"model.wiring": "scmoe_pos2", "model.mix": "direct"},
+  },
+  contrasts=(
+    *study.against(
+      "top2",
+      "scmoe_pos2",
+      "scmoe_pos1",
+      "scmoe_pos3",
+      "shared_expert",
+      "top1",
+      margins={"scmoe_pos2": 0.003},
+    ),
+    *study.against("scmoe_pos2", "scmoe_pos1", "scmoe_pos3", "pos2_direct"),
+  ),
+  seeds={"smoke": 2, "cpu": 3, "gpu": 5},
+  configs={scale: (lambda scale=scale: images(scale)) for scale in study.SCALES},
+  metric="accuracy",
+)
+
+if __name__ == "__main__":
+  study.main(DESIGN)

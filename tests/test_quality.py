@@ -1,5 +1,6 @@
 """The studies of experiments/quality: every plan can be run, and a study is made in pieces."""
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -138,6 +139,28 @@ def test_the_limit_cuts_a_run_which_then_goes_on(fake, capsys, monkeypatch):
   (fake / "w/hold").unlink()
   study = table.study.call(table.DESIGN, argv)
   assert len(study.done) == 4
+
+
+def test_a_new_option_does_not_part_studies(tmp_path):
+  """A plan registered before an option existed, and one registered after: the same digests."""
+  table = load("table1_3_language")
+  plan = table.DESIGN.plan("smoke", [])
+  older = {
+    **plan.config,
+    "model": {k: v for k, v in plan.config["model"].items() if k != "qk_norm"},
+  }
+  (tmp_path / "first/results").mkdir(parents=True)
+  dataclasses.replace(plan, config=older).write(tmp_path / "first/results")
+  assert table.study.as_written(tmp_path, "smoke", plan.config) == older
+  assert table.study.as_written(tmp_path, "cpu", plan.config) == plan.config
+  other = table.DESIGN.plan("smoke", [("model.qk_norm", "head")])
+  assert table.study.as_written(tmp_path, "smoke", other.config) == other.config
+  design = dataclasses.replace(table.DESIGN, folder=tmp_path / "first")
+  stored = dataclasses.replace(plan, study="first", config=older)
+  stored.write(tmp_path / "first/results")
+  given = [("model.wiring", "scmoe_pos2")]  # what it is without saying so
+  places = [tmp_path / "first/results"]
+  assert table.study.registered(design, "smoke", given, places) == stored
 
 
 def test_a_run_that_would_not_end_is_not_begun(fake, capsys, monkeypatch):

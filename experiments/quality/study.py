@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -248,15 +249,27 @@ def registered(
   plan = design.plan(scale, given)
   found = next((p for x in places if (p := x / f"plan-{scale}.json").is_file()), None)
   if found is None:
-    return plan
+    return dataclasses.replace(plan, config=as_written(design.folder.parent, scale, plan.config))
   stored = read_plan(found)
-  same = plan == stored if given else dataclasses.replace(plan, config=stored.config) == stored
-  if not same:
+  same = not given or from_dict(stored.config) == from_dict(plan.config)
+  if not same or dataclasses.replace(plan, config=stored.config) != stored:
     raise ConfigError(
       f"{found} registers another plan; give the options that it was registered with, or make a "
       "folder for another study"
     )
   return stored
+
+
+def as_written(folder: Path, scale: str, config: dict[str, Any]) -> dict[str, Any]:
+  """The same configuration as another study's plan writes it, or as it is.
+
+  Studies share runs by a digest of the written configuration. An option that was added to scmoe
+  between two registrations stands in the later one only, with its default: it changes no run, and
+  must not change the digest.
+  """
+  run = from_dict(config)
+  plans = (read_plan(path) for path in sorted(folder.glob(f"*/results/plan-{scale}.json")))
+  return next((plan.config for plan in plans if from_dict(plan.config) == run), config)
 
 
 def _variants(plan: Plan, text: str) -> set[str]:

@@ -1,0 +1,56 @@
+"""A Swin-MoE on CIFAR-10: three stages of 16, 8 and 4 tokens a side, ScMoE in the second.
+
+command   python -m scmoe.train --config cifar10_swin --config.data.path=FOLDER
+hardware  one GPU
+time      not measured yet
+expect    not measured yet
+data      CIFAR-10 as Parquet files in Hugging Face's layout, train* and test*, at data.path, with
+          columns img and label
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scmoe.data.config import DataConfig
+from scmoe.models.config import ModelConfig
+from scmoe.models.vision.augment import AugmentConfig
+from scmoe.models.vision.options import VisionConfig
+from scmoe.moe.dispatch import DispatchConfig
+from scmoe.run.config import RunConfig, as_config_dict, smoke_run
+from scmoe.training.options import CheckpointConfig, OptimizerConfig, TrainConfig
+
+RUN = RunConfig(
+  name="cifar10_swin",
+  model=ModelConfig(
+    architecture="swin",
+    vision=VisionConfig(size=32, patch=2, classes=10, depths="2,6,2", window=4),
+    wiring="scmoe_pos2",
+    num_experts=8,
+    width=96,
+    num_heads=3,
+    mlp_hidden=192,
+    dtype="bfloat16",
+  ),
+  dispatch=DispatchConfig(capacity_factor=1.25),
+  data=DataConfig(source="images", path="data/cifar10"),
+  augment=AugmentConfig(flip=0.5, crop=4, mixup=0.8, cutmix=1.0, erase=0.25, label_smoothing=0.1),
+  # 200 epochs of 50,000 images.
+  train=TrainConfig(
+    steps=19_500, batch_size=512, log_every=100, eval_every=1950, eval_batches=0, sample_tokens=0
+  ),
+  optimizer=OptimizerConfig(
+    learning_rate=1e-3, warmup_steps=1000, min_lr_ratio=0.01, beta2=0.999, weight_decay=0.06
+  ),
+  checkpoint=CheckpointConfig(every=1950, keep=2),
+)
+
+
+def get_config() -> Any:
+  """The run."""
+  return as_config_dict(RUN)
+
+
+def smoke() -> Any:
+  """Seconds instead of hours: what the tests run."""
+  return as_config_dict(smoke_run(RUN))

@@ -129,8 +129,8 @@ def stream(
   graph, params = nnx.split(model)
   static = Static(graph, mesh, sampling, offload.checked(model), deterministic)
   chunk = max(1, min(chunk, max_new_tokens - 1))
-  # The last chunk is as long as the others, so that one program serves all. The caches have room
-  # for its surplus tokens.
+  # Every call of the decoding program generates `chunk` tokens, even the last, so that XLA compiles
+  # one program only. The host drops the last call's surplus tokens; the caches have room for them.
   room, key = padded + 1 + _round_up(max_new_tokens - 1, chunk), jax.random.key(seed)
   in_order = one_by_one(model, static.offload, len(prompts))
   first, rest = make_prefill(static, room), make_decode(static, chunk, in_order)

@@ -33,7 +33,9 @@ from scmoe.moe.types import Routing
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-  """Counts and means over what was read. The G gatings are in the order in which tokens meet them.
+  """Shares and means over what was read, for G gatings and for the P pairs that have experts.
+
+  Gatings and pairs are in the order in which tokens meet them.
 
   Attributes:
     gatings: name of each gating, e.g. "layer 1" or "layer 1, preceding".
@@ -98,7 +100,7 @@ class Reading(Protocol):
     ...
 
   def begin(self, model: Any, batch: Any) -> Begun:
-    """The batch before the first pair."""
+    """Embeds a batch, up to the model's first pair; says which tokens count, and as what."""
     ...
 
   def between(self, model: Any, number: int, h_BSD: Array) -> Array:
@@ -144,7 +146,7 @@ class ReadText:
     return [model]
 
   def begin(self, model: GPT, batch: Batch) -> Begun:
-    """See `Reading.begin`."""
+    """Embeds the tokens; padding (segment 0) does not count. See `Reading.begin`."""
     h_BSD = model.embedding(batch.inputs, batch.positions, jnp.dtype(model.config.dtype))
     rows = batch.inputs.shape[0]
     return Begun(
@@ -177,7 +179,7 @@ class ReadImages:
     return list(model.trunks)
 
   def begin(self, model: VisionModel, batch: ImageBatch) -> Begun:
-    """See `Reading.begin`."""
+    """Embeds the images; padding (weight 0) does not count. See `Reading.begin`."""
     h_BSD = model.embedding(pixels(batch.images).astype(jnp.dtype(model.config.dtype)))
     labels_B = jnp.asarray(batch.labels)
     of_rows = batch.weights[:, None] > 0, jnp.zeros_like(labels_B), labels_B[:, None]
@@ -404,7 +406,17 @@ def _of_routings(
   num_domains: int,
   num_classes: int,
 ) -> dict[str, Array]:
-  """Sums of all gatings; `read` has each one's mask float32 [T], domain and class int [T]."""
+  """Sums over one batch's tokens, each of them for every gating.
+
+  Args:
+    heard: what the listeners heard.
+    read: for each gating, its tokens' mask float32 [T], domain int [T] and class int [T].
+    layout: the gatings.
+    num_domains, num_classes: as for `probe`.
+
+  Returns:
+    Arrays [G, ...]; `neighbours`, of gatings that follow each other, is [G - 1, E, E].
+  """
   routings, current = heard.routings, heard.current
   num_experts = routings[0].probs_TE.shape[1]  # includes zero experts
   load, domains, classes, neighbours, entropy, confidence, repeated, same = ([] for _ in range(8))

@@ -236,8 +236,9 @@ class MoE(nnx.Module):
     kept_TD = None
     if self.config.zero_experts:
       kept_TD = routing.zero_weight_T[:, None].astype(x_TD.dtype) * x_TD
-    # Under tensor parallelism every device of the tensor axis reads the same tokens and weights and
-    # computes a partial sum of every result. `repeat` adds up the devices' gradients of both.
+    # Under tensor parallelism all devices of the tensor axis read the same tokens and the same
+    # weights of choices, and each computes a partial sum of every result. `repeat` adds up the
+    # devices' gradients of tokens and weights.
     read = (x_TD, routing.weight_TK, routing.input_weight_TK)
     x_TD, weight_TK, input_TK = repeat(read, self.experts.partial, "tensor")
     routing = dataclasses.replace(routing, weight_TK=weight_TK, input_weight_TK=input_TK)

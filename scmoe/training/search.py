@@ -98,8 +98,10 @@ class Search:
     self.on_best, self.together = on_best, together if on_best else 1
     self.seconds, self.most_steps, self.margin = seconds, most_steps, margin
     self.measured: dict[Variant, list[float]] = {}
-    self.prepared: dict[Variant, float] = {}  # seconds to compile and to profile
-    self.untried: dict[Variant, str] = {}  # and why
+    # Seconds from the start of a variant's compilation to the end of its profile.
+    self.prepared: dict[Variant, float] = {}
+    # Why a variant is left out: there was no time for it, or XLA could not compile it.
+    self.untried: dict[Variant, str] = {}
     self.chosen: Variant | None = None
     self._keep, self._say, self._clock = keep, say, clock
     self._given: tuple[Any, ...] = ()

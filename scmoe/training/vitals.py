@@ -85,7 +85,7 @@ class Vitals:
       return ""
     if size < max(GROWTH * self._settled, self._settled + MARGIN):
       return ""
-    # The next warning comes when memory has grown by as much again.
+    # The next warning comes when memory has grown from here by half and by 1 GiB at least.
     before, self._settled = self._settled, size
     return (
       f"this process holds {size / 2**30:.1f} GiB of memory, {before / 2**30:.1f} GiB when it had "

@@ -1,5 +1,6 @@
-"""Plans where a model's experts go, from its sizes and the available memory.
+"""Plans where a model's experts are kept and when they are copied to a device.
 
+They are kept on the device, in the host's memory or, where that is too small, in the model's files.
 The planner computes from shapes alone, before anything is loaded. Three rates decide the cost of an
 `Offload`: the device's arithmetic and memory (modelled), and bytes/s from the host (measured). If
 none fits, the error names the number of bytes needed.

@@ -166,7 +166,7 @@ def down_backward_product(
 
 @dataclasses.dataclass(frozen=True)
 class _Shape:
-  """Everything that the program depends on.
+  """The compile-time constants that the code of a CTA (`_Cta`) reads.
 
   Attributes:
     tiling: of the launch.
@@ -355,8 +355,11 @@ class _Cta:
     self.store_shares(ds, where[1], first, consumer)
 
   def wait_for_pre(self, block: _Block, loaded_before: bool) -> None:
-    """Waits for the pre-activations of a block and of those beside it in the buffers, which it
-    begins to load unless the prologue did."""
+    """Waits for the pre-activations of a block and of the blocks that share its buffers.
+
+    With `loaded_before` their load has begun in `load_first`. Otherwise it begins here, once the
+    stores of the blocks before have left the buffers.
+    """
     if not loaded_before:
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
       self.load_pre(block.row, block.col, block.consumer)

@@ -172,7 +172,7 @@ def rows_product(
 
 @dataclasses.dataclass(frozen=True)
 class _Shape:
-  """Everything that the program depends on.
+  """The compile-time constants that the code of a CTA (`_Cta`) reads.
 
   Attributes:
     tiling: of the launch.

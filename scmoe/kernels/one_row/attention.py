@@ -33,8 +33,8 @@ from scmoe.kernels.one_row.attention_kernel import attend
 from scmoe.kernels.one_row.attention_memory import BLOCK, ROWS, STAGES, WARPGROUP, Shape
 from scmoe.kernels.one_row.matrix_vector import added_up
 
-# Warpgroups of a CTA for a single row. With many rows a CTA has one, and two CTAs share a
-# multiprocessor.
+# Warpgroups of a CTA for a single row. With two or more rows a CTA has one warpgroup, and two CTAs
+# share a multiprocessor.
 _WARPGROUPS = 2
 _MOST_SHARED = 8  # most heads of queries whose projections one CTA finishes
 

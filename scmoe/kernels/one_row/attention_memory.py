@@ -26,7 +26,7 @@ WARPGROUP = 128  # threads
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """Everything that the program depends on.
+  """The compile-time constants of the kernel; `attend` takes them as a static argument.
 
   Attributes:
     rows, heads, kv_heads, length, width, parts: R, H, K, T, N and P.

@@ -236,7 +236,9 @@ class _Program:
     )
 
   def count(self, j: int) -> str:
-    """Writes choice j's position among those of the warp's run, and advances the warp's count.
+    """Writes a position for each lane's choice j, and advances the warp's counts of the experts.
+
+    The position is the number of earlier choices in the warp's run that have the same expert.
 
     Worked example: lanes 2, 5 and 6 hold expert 9, of which the warp has counted 4. Their positions
     are 4, 5 and 6, and lane 2, the first, writes the count 7.

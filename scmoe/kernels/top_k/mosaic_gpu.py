@@ -117,7 +117,7 @@ def gate_top_k_kernel(
 
 @dataclasses.dataclass(frozen=True)
 class _Shape:
-  """Everything that the program depends on.
+  """The compile-time constants that the code of a CTA (`_Cta`) reads.
 
   Attributes:
     tiling: of the launch.

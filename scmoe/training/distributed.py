@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import os
@@ -13,7 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from scmoe.base.errors import ConfigError
+from scmoe.base.errors import ConfigError, ScmoeError
 from scmoe.kernels.grouped_matmul import tuned
 from scmoe.training.options import DistributedConfig
 
@@ -114,6 +115,27 @@ def first_decides(value: bool) -> bool:
   if jax.process_count() == 1:
     return value
   return bool(multihost_utils.broadcast_one_to_all(np.array(value)))
+
+
+class OnFirst:
+  """A context manager that process 0 enters for all; if that fails, every process raises."""
+
+  def __init__(self, inner: contextlib.AbstractContextManager[Any]):
+    self._inner = inner if is_first() else None
+
+  def __enter__(self) -> None:
+    problem: ScmoeError | None = None
+    try:
+      if self._inner is not None:
+        self._inner.__enter__()
+    except ScmoeError as error:
+      problem = error
+    if not all_agree(problem is None):
+      raise problem or ConfigError("process 0 could not take the workdir; see its message")
+
+  def __exit__(self, *details: Any) -> None:
+    if self._inner is not None:
+      self._inner.__exit__(*details)
 
 
 def bytes_of_first(value: bytes) -> bytes:

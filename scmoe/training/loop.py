@@ -6,31 +6,19 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import os
-import shutil
-import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
-from jax import Array
 
 from scmoe.base import output
 from scmoe.base.batch import Batch
-from scmoe.base.errors import (
-  CheckpointError,
-  ConfigError,
-  DataError,
-  NonFiniteError,
-  Preempted,
-  ScmoeError,
-  StorageError,
-)
+from scmoe.base.errors import CheckpointError, ConfigError, DataError, Preempted, StorageError
 from scmoe.base.output import warn
 from scmoe.base.stored import write_json
 from scmoe.parallel.mesh import batch_sharding
@@ -38,81 +26,18 @@ from scmoe.training.card import write_card
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.compiled import PROGRAMS, kept_programs
 from scmoe.training.description import WEIGHTS_ONLY, misfit
-from scmoe.training.distributed import all_agree, first_decides, from_all_processes, is_first
-from scmoe.training.health import CollapseAlarm
-from scmoe.training.metrics import (
-  Bar,
-  Means,
-  Meter,
-  Metrics,
-  console_line,
-  duration,
-  memory_in_use,
-  short_lists,
-)
-from scmoe.training.options import CheckpointConfig
+from scmoe.training.distributed import OnFirst, first_decides, is_first
+from scmoe.training.failure import REPLAY, not_finite, write_replay
+from scmoe.training.interfaces import Data, Trainable
+from scmoe.training.journal import Journal
 from scmoe.training.resume import architecture, check_config, check_data
-from scmoe.training.search import Searchable, fastest_step
+from scmoe.training.search import fastest_step
 from scmoe.training.signals import StopRequest, Watchdog
 from scmoe.training.step import TrainState, init_state
-from scmoe.training.vitals import Vitals, stragglers
 from scmoe.training.workdir import RunLock, prepare_workdir
 
 CONFIG = "config.json"
-REPLAY = "replay"
 Poll = Callable[[], bool]
-
-
-class Batches(Protocol):
-  """The microbatches of this process: `Batch`es, or `ImageBatch`es, of numpy arrays.
-
-  Their leaves are [B / processes, ...].
-  """
-
-  def __iter__(self) -> Iterator[Batch]: ...
-  def __next__(self) -> Batch: ...
-  def state(self) -> dict[str, Any]:
-    """JSON-able position of the next microbatch."""
-    ...
-
-  def restore(self, state: dict[str, Any]) -> None:
-    """Goes to a position that `state` returned."""
-    ...
-
-
-class Data(Protocol):
-  """The part of the training data's interface that the loop uses; for sources see `scmoe.data`."""
-
-  def train(self) -> Batches:
-    """The microbatches from the beginning."""
-    ...
-
-  def fingerprint(self) -> dict[str, Any]:
-    """JSON-able identity of the data and their order."""
-    ...
-
-
-class Trainable(Searchable, Protocol):
-  """The model and options that the loop needs; the commands pass a `run.build.Built`.
-
-  Attributes:
-    checkpoint: options.
-    sequence_length: tokens per sequence.
-    batch_shapes: one step's batch as `jax.ShapeDtypeStruct`s [A, B, ...], of all processes.
-    peak_flops: FLOP/s of one device; 0: no MFU.
-  """
-
-  @property
-  def checkpoint(self) -> CheckpointConfig: ...
-  @property
-  def sequence_length(self) -> int: ...
-  @property
-  def batch_shapes(self) -> Any: ...
-  @property
-  def peak_flops(self) -> float: ...
-  def flops_per_token(self, figures: Mapping[str, Any]) -> float:
-    """Training FLOPs of a token in a step with these figures; 0: no MFU."""
-    ...
 
 
 class Trainer:
@@ -167,7 +92,7 @@ class Trainer:
     workdir = prepare_workdir(self.workdir)
     with (
       output.optional(),
-      _FirstProcess(RunLock(workdir)),
+      OnFirst(RunLock(workdir)),
       StopRequest() as stop,
       Watchdog() as watchdog,
       kept_programs(workdir / PROGRAMS),
@@ -177,7 +102,7 @@ class Trainer:
         run.start()
         if run.step < train.steps and not run.interrupted():
           run.arm("compilation", allowance=True)
-          with run.said("compiling the training step"):
+          with run.journal.said("compiling the training step"):
             run.step_fn.compile(run.abstract, run.abstract_batch)
         while run.step < train.steps and not run.interrupted():
           run.one_step()
@@ -218,19 +143,15 @@ class _Run:
     self.batch_sharding = batch_sharding(built.mesh, leading=1)
     self.checkpointer = Checkpointer(workdir, built.checkpoint)
     self.batches = trainer.data.train()
-    self.meter, self.means = Meter(), Means()
     self.pending: tuple[int, dict, dict] | None = None  # results of a step, not yet read
     self.batch: Batch | None = None
     self.compiled: set[str] = set()  # kinds of work that have run once: no extra time for compiling
     self.evaluated_step = -1
     self.tracing = False
     self.skipping = False  # the last step whose results were read was skipped
-    self.bar = Bar(0, 0, shown=self.first)
-    self.step_fn = fastest_step(built, self.abstract, workdir, say=self._say)
-    self.metrics: Metrics | None = None  # on process 0
-    self.vitals = Vitals(workdir, jax.process_index())
-    self.alarm = CollapseAlarm(built.train.collapse_steps)
     self.tokens_per_step = accumulation * built.train.batch_size * built.sequence_length
+    self.journal = Journal(built, workdir, self.tokens_per_step)
+    self.step_fn = fastest_step(built, self.abstract, workdir, say=self.journal.say)
 
   @property
   def abstract_batch(self) -> Any:
@@ -265,19 +186,11 @@ class _Run:
       self._write_config()
       if trainer.card is not None:
         write_card(self.workdir, **trainer.card)
-      self.metrics = Metrics(
-        self.workdir,
-        self.step,
-        tensorboard=self.train.tensorboard,
-        trackers=self.train.trackers,
-        config=built.config,
-      )
-      shown = [trainer.header] if trainer.header else []
-      origin = f"resuming from step {self.step} of" if restored else "new run in"
-      if restored and restored.meta.get(WEIGHTS_ONLY):
-        origin = "starting from the weights in"
-      print("\n".join([*shown, f"{origin} {self.workdir}"]), flush=True)
-    self.bar = Bar(self.step, self.train.steps, shown=self.first)
+    origin = f"resuming from step {self.step} of" if restored else "new run in"
+    if restored and restored.meta.get(WEIGHTS_ONLY):
+      origin = "starting from the weights in"
+    shown = [trainer.header] if trainer.header else []
+    self.journal.open(self.step, [*shown, f"{origin} {self.workdir}"])
     if restored is not None and self.due(self.train.eval_every) and not self._evaluated():
       self.evaluate()  # the run was stopped between this step's checkpoint and its evaluation
 
@@ -297,14 +210,6 @@ class _Run:
     except OSError as error:
       raise StorageError(f"{path} cannot be written: {error.strerror}") from None
 
-  @contextlib.contextmanager
-  def said(self, what: str) -> Iterator[None]:
-    """Prints the name of a slow part before it begins, and its duration after it."""
-    self._say(f"{what} ...")
-    began = time.perf_counter()
-    yield
-    self._say(f"{what}: {duration(time.perf_counter() - began)}")
-
   def finish(self) -> TrainState:
     """Saves; then raises `Preempted` if the run was stopped, or else evaluates and sums up."""
     train = self.train
@@ -321,33 +226,15 @@ class _Run:
       raise Preempted(f"stopped at step {self.step} before its evaluation; run the command again")
     if not train.sample_every or self.step % train.sample_every:
       self.sample()
-    self._sum_up()
+    self.journal.sum_up(self.step)
     return self.state.for_checkpoint()
 
   def close(self) -> None:
     """Closes the outputs and waits for a checkpoint that is being written, however the run ends."""
     self.watchdog.disarm()
-    self.bar.close()
-    if self.metrics is not None:
-      self.metrics.close()
+    self.journal.close()
     with contextlib.suppress(StorageError):  # it was warned of already
       self.checkpointer.close()
-
-  def _say(self, line: str) -> None:
-    if self.first:
-      self.bar.print(line)
-
-  def _sum_up(self) -> None:
-    median, late = self.meter.percentiles()
-    if math.isfinite(median):
-      self.bar.print(f"seconds per step: median {median:.3g}, 99th percentile {late:.3g}")
-    memory = memory_in_use()
-    if "device_memory_bytes" in memory:
-      self.bar.print(f"peak memory of a device: {memory['device_memory_bytes'] / 2**30:.2f} GiB")
-    if self.metrics is not None:
-      timed = {"median_seconds_per_step": median, "p99_seconds_per_step": late}
-      self.metrics.write(self.step, timed | memory, "end")
-    self.bar.print(f"done: {self.step} steps; everything is in {self.workdir}")
 
   def _compare(self, meta: dict[str, Any]) -> None:
     """Refuses a checkpoint of another configuration or other data; prints permitted changes."""
@@ -381,7 +268,7 @@ class _Run:
     self.batch = self._next_batch()
     put = lambda x: jax.make_array_from_process_local_data(self.batch_sharding, x)
     batch = jax.tree.map(put, self.batch)
-    self.vitals.worked(time.perf_counter() - began)
+    self.journal.host_worked(time.perf_counter() - began)
     self.state, scalars, arrays = self.step_fn(self.state, batch)
     self.meter.begin()
     self.step += 1
@@ -421,92 +308,36 @@ class _Run:
     (step, scalars, arrays), self.pending, train = self.pending, None, self.train
     values = {name: np.asarray(x).item() for name, x in jax.device_get(scalars).items()}
     self.skipping = bool(values["skipped_in_row"])
-    self.meter.tick()
-    self.means.add(values)
-    self.bar.advance()
-    self.vitals.beat(step, self.meter.percentiles)
+    self.journal.step_done(step, values)
     if values.get("spike"):
-      self._say(
+      self.journal.say(
         f"step {step}: loss {values['objective']:.4f}, gradient norm {values['grad_norm']:.3g} are "
         f"over {train.spike_sigma:g} standard deviations from the last steps'; skipped"
       )
     elif not values["finite"] and not self.skipping:
-      self._say(
+      self.journal.say(
         f"step {step}: an overflow in float16 at loss scale {values['loss_scale']:g}; skipped"
       )
     elif self.skipping and self.first:
       warn(f"step {step}: loss {values['objective']}, gradient norm {values['grad_norm']}; skipped")
     if step % train.log_every == 0 or step == train.steps:
-      self._log(step, values, arrays)
+      self.journal.log(step, values, arrays)
     stop = values.get("spike") and train.spike_action == "stop"
     if stop or values["skipped_in_row"] > train.max_skipped_in_row:
       self._give_up(step, values)
 
-  def _log(self, step: int, values: dict[str, Any], arrays: dict[str, Array]) -> None:
-    """One line on the console and in metrics.jsonl; router arrays where due."""
-    train, per_step = self.train, self.meter.take()
-    values = values | self.means.take() | memory_in_use()
-    values |= {"tokens": step * self.tokens_per_step, "seconds_per_step": per_step}
-    rate = values["tokens_per_second"] = self.tokens_per_step / per_step
-    peak = self.built.peak_flops * self.built.mesh.size
-    if peak and (flops := self.built.flops_per_token(values)):
-      values["mfu"] = rate * flops / peak
-    values["eta_seconds"] = (train.steps - step) * per_step
-    self.bar.print(console_line(step, train.steps, values))
-    if grown := self.vitals.growth(values.get("host_memory_bytes", 0)):
-      warn(grown)
-    if self.metrics is None:
-      return
-    host = jax.device_get(arrays)
-    if collapsed := self.alarm.check(step, host):
-      warn(collapsed)
-    if host:
-      values["layers"] = short_lists(host)
-      if train.router_every and step % train.router_every == 0:
-        self.metrics.write_router(step, host)
-    self.metrics.write(step, values)
-
   def _give_up(self, step: int, values: dict[str, Any]) -> None:
     """Ends the run and writes the files that reproduce the failure."""
-    folder, spike = self.workdir / REPLAY, values.get("spike")
-    left = f"python -m scmoe.replay {folder} repeats the step"
-    try:
-      self._write_bundle(folder, step, values)
-    except (OSError, StorageError) as error:
-      left = f"{folder} could not be written ({error})"
-    if spike:
-      raise NonFiniteError(
-        f"step {step}: loss {values['objective']:.4f} and gradient norm {values['grad_norm']:.3g} "
-        f"are a spike (train.spike_sigma={self.train.spike_sigma:g}); {left}. Look at its batch, "
-        "or set train.spike_action=skip"
-      )
-    raise NonFiniteError(
-      f"{values['skipped_in_row']} steps in a row up to step {step} had a non-finite loss or "
-      f"gradient (train.max_skipped_in_row={self.train.max_skipped_in_row}); {left}. "
-      f"{self._remedy()}, or look at the data"
+    state = self.state.for_checkpoint()
+    how = {"step": step, "seed": self.train.seed, "variant": self.step_fn.variant.given}
+    left = write_replay(
+      self.workdir / REPLAY,
+      lambda keeper: keeper.save_now(self.step, state, self.batches.state(), self._meta()),
+      self.batch,
+      how,
+      values,
     )
-
-  def _write_bundle(self, folder: Path, step: int, values: dict[str, Any]) -> None:
-    """Writes state, batch and numbers of the step that ended the run, for `scmoe.replay`."""
-    if self.first:
-      shutil.rmtree(folder, ignore_errors=True)
-      folder.mkdir()
-    keeper = Checkpointer(folder, CheckpointConfig(async_save=False))
-    keeper.save_now(self.step, self.state.for_checkpoint(), self.batches.state(), self._meta())
-    keeper.close()
-    stored = {name: x for name, x in vars(self.batch).items() if x is not None}
-    np.savez(folder / f"batch_{jax.process_index()}.npz", **stored)  # pyright: ignore
-    if self.first:
-      keys = ("objective", "loss", "grad_norm", "skipped", "skipped_in_row", "loss_scale", "spike")
-      numbers = {k: str(values[k]) for k in keys if k in values}
-      how = {"step": step, "seed": self.train.seed, "variant": self.step_fn.variant.given}
-      write_json(folder / "failure.json", how | numbers)
-
-  def _remedy(self) -> str:
-    """Advice against numbers that are not finite, with the settings of this run."""
-    clip = self.built.config.get("optimizer", {}).get("clip_norm", 0)
-    limit = f"lower optimizer.clip_norm={clip:g}" if clip else "set optimizer.clip_norm=1"
-    return f"Lower optimizer.learning_rate, {limit}"
+    raise not_finite(step, values, self.built, left)
 
   # -- between steps ----------------------------------------------------------------------------
 
@@ -521,19 +352,8 @@ class _Run:
         self.checkpointer.save_now(*arguments())
     elif self.checkpointer.last_saved != self.step:
       self.checkpointer.save(*arguments())
-    self._compare_hosts()
+    self.journal.compare_hosts(self.step)
     self._pause()
-
-  def _compare_hosts(self) -> None:
-    """Step times of every host, with a warning about slow ones; all processes call it."""
-    if jax.process_count() == 1:
-      return
-    own = self.vitals.times(self.meter.percentiles())
-    times = from_all_processes({**own, "host": socket.gethostname()})
-    if self.metrics is not None:
-      self.metrics.write(self.step, {"hosts": times}, "hosts")
-      if slow := stragglers(times):
-        warn(slow)
 
   def evaluate(self) -> None:
     """Evaluates this step; drops the evaluation if the run is asked to stop meanwhile."""
@@ -542,10 +362,8 @@ class _Run:
     self._flush()
     self.arm("evaluation", allowance=True)
     values = self.trainer.evaluate(self.state.readable(), self._poll_in_evaluation)
-    if values is not None and self.metrics is not None:
-      self.metrics.write(self.step, values, "eval")
-      shown = " | ".join(f"{name} {value:.4f}" for name, value in values.items())
-      self.bar.print(f"eval at step {self.step} | {shown}")
+    if values is not None:
+      self.journal.evaluated(self.step, values)
     self.evaluated_step = self.step if values is not None else -1
     self._pause()
 
@@ -557,7 +375,7 @@ class _Run:
     self.arm("sample", allowance=True)
     try:
       text = self.trainer.sample(self.state.readable())
-      self.bar.print(f"sample at step {self.step}:\n{text}")
+      self.journal.say(f"sample at step {self.step}:\n{text}")
     except Exception as error:  # any exception of the model or the tokenizer
       warn(f"no sample at step {self.step}: {type(error).__name__}: {error}")
     self._pause()
@@ -566,7 +384,7 @@ class _Run:
     """True if this step needs no evaluation; all processes get the same answer."""
     if self.trainer.evaluate is None or self.evaluated_step == self.step:
       return True
-    return first_decides(self.metrics is not None and self.metrics.file.has_eval(self.step))
+    return first_decides(self.journal.has_evaluation(self.step))
 
   def _poll_in_evaluation(self) -> bool:
     self.arm("evaluation batch")
@@ -586,7 +404,7 @@ class _Run:
     self.watchdog.arm(seconds, place)
 
   def _pause(self) -> None:
-    self.meter.pause()
+    self.journal.pause()
     self.watchdog.disarm()
 
   def _profile(self) -> None:
@@ -614,24 +432,3 @@ class _Run:
       "tokens": self.step * self.tokens_per_step,
       "versions": {"jax": jax.__version__, "python": sys.version.split()[0]},
     }
-
-
-class _FirstProcess:
-  """A context manager that process 0 enters for all; if that fails, every process raises."""
-
-  def __init__(self, inner: RunLock):
-    self._inner = inner if is_first() else None
-
-  def __enter__(self) -> None:
-    problem: ScmoeError | None = None
-    try:
-      if self._inner is not None:
-        self._inner.__enter__()
-    except ScmoeError as error:
-      problem = error
-    if not all_agree(problem is None):
-      raise problem or ConfigError("process 0 could not take the workdir; see its message")
-
-  def __exit__(self, *details: object) -> None:
-    if self._inner is not None:
-      self._inner.__exit__(*details)

@@ -1,0 +1,86 @@
+"""A run that ends at a step that is not finite: its error, and the files that repeat the step.
+
+`python -m scmoe.replay WORKDIR/replay` runs the step again from these files.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from scmoe.base.batch import Batch
+from scmoe.base.errors import NonFiniteError, StorageError
+from scmoe.base.stored import write_json
+from scmoe.training.checkpoint import Checkpointer
+from scmoe.training.distributed import is_first
+from scmoe.training.interfaces import Trainable
+from scmoe.training.options import CheckpointConfig
+
+REPLAY = "replay"  # folder of a run, for these files
+_NUMBERS = ("objective", "loss", "grad_norm", "skipped", "skipped_in_row", "loss_scale", "spike")
+
+
+def write_replay(
+  folder: Path,
+  save: Callable[[Checkpointer], None],
+  batch: Batch | None,
+  how: Mapping[str, Any],
+  values: Mapping[str, Any],
+) -> str:
+  """Writes state, batch and numbers of the step that ended the run; all processes call it.
+
+  Args:
+    folder: emptied first.
+    save: writes the state that the step was given.
+    batch: this process's part of the step's batch.
+    how: JSON-able: the step's number, the seed, and how the step was run.
+    values: figures of the step.
+
+  Returns:
+    what the error says about the files: the command that repeats the step, or why there is none.
+  """
+  try:
+    if is_first():
+      shutil.rmtree(folder, ignore_errors=True)
+      folder.mkdir()
+    keeper = Checkpointer(folder, CheckpointConfig(async_save=False))
+    save(keeper)
+    keeper.close()
+    stored = {name: x for name, x in vars(batch).items() if x is not None}
+    np.savez(folder / f"batch_{jax.process_index()}.npz", **stored)  # pyright: ignore
+    if is_first():
+      numbers = {name: str(values[name]) for name in _NUMBERS if name in values}
+      write_json(folder / "failure.json", dict(how) | numbers)
+  except (OSError, StorageError) as error:
+    return f"{folder} could not be written ({error})"
+  return f"python -m scmoe.replay {folder} repeats the step"
+
+
+def not_finite(step: int, values: Mapping[str, Any], built: Trainable, left: str) -> NonFiniteError:
+  """The error that ends the run.
+
+  Args:
+    step: the last one.
+    values: its figures.
+    built: the run's options.
+    left: of `write_replay`.
+  """
+  train = built.train
+  if values.get("spike"):
+    return NonFiniteError(
+      f"step {step}: loss {values['objective']:.4f} and gradient norm {values['grad_norm']:.3g} "
+      f"are a spike (train.spike_sigma={train.spike_sigma:g}); {left}. Look at its batch, "
+      "or set train.spike_action=skip"
+    )
+  clip = built.config.get("optimizer", {}).get("clip_norm", 0)
+  limit = f"lower optimizer.clip_norm={clip:g}" if clip else "set optimizer.clip_norm=1"
+  return NonFiniteError(
+    f"{values['skipped_in_row']} steps in a row up to step {step} had a non-finite loss or "
+    f"gradient (train.max_skipped_in_row={train.max_skipped_in_row}); {left}. "
+    f"Lower optimizer.learning_rate, {limit}, or look at the data"
+  )

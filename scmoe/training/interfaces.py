@@ -1,0 +1,62 @@
+"""The parts of a run that the training loop is handed: data, model and options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from scmoe.base.batch import Batch
+from scmoe.training.options import CheckpointConfig
+from scmoe.training.search import Searchable
+
+
+class Batches(Protocol):
+  """The microbatches of this process: `Batch`es, or `ImageBatch`es, of numpy arrays.
+
+  Their leaves are [B / processes, ...].
+  """
+
+  def __iter__(self) -> Iterator[Batch]: ...
+  def __next__(self) -> Batch: ...
+  def state(self) -> dict[str, Any]:
+    """JSON-able position of the next microbatch."""
+    ...
+
+  def restore(self, state: dict[str, Any]) -> None:
+    """Goes to a position that `state` returned."""
+    ...
+
+
+class Data(Protocol):
+  """The part of the training data's interface that the loop uses; for sources see `scmoe.data`."""
+
+  def train(self) -> Batches:
+    """The microbatches from the beginning."""
+    ...
+
+  def fingerprint(self) -> dict[str, Any]:
+    """JSON-able identity of the data and their order."""
+    ...
+
+
+class Trainable(Searchable, Protocol):
+  """The model and options that the loop needs; the commands pass a `run.build.Built`.
+
+  Attributes:
+    checkpoint: options.
+    sequence_length: tokens per sequence.
+    batch_shapes: one step's batch as `jax.ShapeDtypeStruct`s [A, B, ...], of all processes.
+    peak_flops: FLOP/s of one device; 0: no MFU.
+  """
+
+  @property
+  def checkpoint(self) -> CheckpointConfig: ...
+  @property
+  def sequence_length(self) -> int: ...
+  @property
+  def batch_shapes(self) -> Any: ...
+  @property
+  def peak_flops(self) -> float: ...
+  def flops_per_token(self, figures: Mapping[str, Any]) -> float:
+    """Training FLOPs of a token in a step with these figures; 0: no MFU."""
+    ...

@@ -1,0 +1,172 @@
+"""The record of a run: lines on the console, metrics.jsonl and its like, warnings of its health."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax import Array
+
+from scmoe.base.output import warn
+from scmoe.training.distributed import from_all_processes, is_first
+from scmoe.training.health import CollapseAlarm
+from scmoe.training.interfaces import Trainable
+from scmoe.training.metrics import (
+  Bar,
+  Means,
+  Meter,
+  Metrics,
+  console_line,
+  duration,
+  memory_in_use,
+  short_lists,
+)
+from scmoe.training.vitals import Vitals, stragglers
+
+
+class Journal:
+  """Writes what a run has done. Process 0 prints and writes; every process times its own steps.
+
+  Args:
+    built: options and sizes of the run.
+    workdir: of the run.
+    tokens_per_step: tokens of one optimizer step.
+  """
+
+  def __init__(self, built: Trainable, workdir: Path, tokens_per_step: int):
+    self._built, self._train, self._workdir = built, built.train, workdir
+    self._tokens_per_step = tokens_per_step
+    self._meter, self._means = Meter(), Means()
+    self._bar = Bar(0, 0, shown=is_first())
+    self._metrics: Metrics | None = None  # on process 0, from `open` on
+    self._vitals = Vitals(workdir, jax.process_index())
+    self._alarm = CollapseAlarm(built.train.collapse_steps)
+
+  def open(self, step: int, lines: Sequence[str]) -> None:
+    """Opens the files of metrics, in which lines after `step` are removed, and shows the progress.
+
+    Args:
+      step: from which the run goes on.
+      lines: printed first.
+    """
+    if is_first():
+      self._metrics = Metrics(
+        self._workdir,
+        step,
+        tensorboard=self._train.tensorboard,
+        trackers=self._train.trackers,
+        config=self._built.config,
+      )
+      print("\n".join(lines), flush=True)
+    self._bar = Bar(step, self._train.steps, shown=is_first())
+
+  def close(self) -> None:
+    """Removes the progress bar and closes the files."""
+    self._bar.close()
+    if self._metrics is not None:
+      self._metrics.close()
+
+  # -- lines ------------------------------------------------------------------------------------
+
+  def say(self, line: str) -> None:
+    """Prints a line on the console, on process 0 only."""
+    self._bar.print(line)
+
+  @contextlib.contextmanager
+  def said(self, what: str) -> Iterator[None]:
+    """Prints the name of a slow part before it begins, and its duration after it."""
+    self.say(f"{what} ...")
+    began = time.perf_counter()
+    yield
+    self.say(f"{what}: {duration(time.perf_counter() - began)}")
+
+  # -- steps ------------------------------------------------------------------------------------
+
+  def host_worked(self, seconds: float) -> None:
+    """Counts the time that this host has spent on a step's batch."""
+    self._vitals.worked(seconds)
+
+  def step_done(self, step: int, values: Mapping[str, Any]) -> None:
+    """Times a step whose results have come, and adds its figures to the means of the next line."""
+    self._meter.tick()
+    self._means.add(dict(values))
+    self._bar.advance()
+    self._vitals.beat(step, self._meter.percentiles)
+
+  def pause(self) -> None:
+    """The time from here to the next step counts as no step's."""
+    self._meter.pause()
+
+  def log(self, step: int, values: dict[str, Any], arrays: dict[str, Array]) -> None:
+    """One line on the console and in metrics.jsonl; router arrays where due.
+
+    Args:
+      step: whose line it is.
+      values: its figures.
+      arrays: of every layer's router, on the devices.
+    """
+    train, per_step = self._train, self._meter.take()
+    values = values | self._means.take() | memory_in_use()
+    values |= {"tokens": step * self._tokens_per_step, "seconds_per_step": per_step}
+    rate = values["tokens_per_second"] = self._tokens_per_step / per_step
+    peak = self._built.peak_flops * self._built.mesh.size
+    if peak and (flops := self._built.flops_per_token(values)):
+      values["mfu"] = rate * flops / peak
+    values["eta_seconds"] = (train.steps - step) * per_step
+    self.say(console_line(step, train.steps, values))
+    if grown := self._vitals.growth(values.get("host_memory_bytes", 0)):
+      warn(grown)
+    if self._metrics is None:
+      return
+    host = jax.device_get(arrays)
+    if collapsed := self._alarm.check(step, host):
+      warn(collapsed)
+    if host:
+      values["layers"] = short_lists(host)
+      if train.router_every and step % train.router_every == 0:
+        self._metrics.write_router(step, host)
+    self._metrics.write(step, values)
+
+  # -- between steps ----------------------------------------------------------------------------
+
+  def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+    """Writes and prints an evaluation."""
+    if self._metrics is None:
+      return
+    self._metrics.write(step, dict(values), "eval")
+    shown = " | ".join(f"{name} {value:.4f}" for name, value in values.items())
+    self.say(f"eval at step {step} | {shown}")
+
+  def has_evaluation(self, step: int) -> bool:
+    """True on process 0 if metrics.jsonl holds an evaluation of this step."""
+    return self._metrics is not None and self._metrics.file.has_eval(step)
+
+  def compare_hosts(self, step: int) -> None:
+    """Writes the step times of every host and warns of slow ones; all processes call it."""
+    if jax.process_count() == 1:
+      return
+    own = self._vitals.times(self._meter.percentiles())
+    times = from_all_processes({**own, "host": socket.gethostname()})
+    if self._metrics is not None:
+      self._metrics.write(step, {"hosts": times}, "hosts")
+      if slow := stragglers(times):
+        warn(slow)
+
+  def sum_up(self, step: int) -> None:
+    """The last lines of a run that has reached its end: time per step, memory, where things are."""
+    median, late = self._meter.percentiles()
+    if math.isfinite(median):
+      self.say(f"seconds per step: median {median:.3g}, 99th percentile {late:.3g}")
+    memory = memory_in_use()
+    if "device_memory_bytes" in memory:
+      self.say(f"peak memory of a device: {memory['device_memory_bytes'] / 2**30:.2f} GiB")
+    if self._metrics is not None:
+      timed = {"median_seconds_per_step": median, "p99_seconds_per_step": late}
+      self._metrics.write(step, timed | memory, "end")
+    self.say(f"done: {step} steps; everything is in {self._workdir}")

@@ -73,8 +73,8 @@ WORDS = {
   "nopgle": {"overlap.profile_guided": "false"},
   "nolhs": {"overlap.profile_guided": "false", "overlap.latency_hiding": "false"},
   "cb": {"overlap.command_buffers": "on"},
-  "kernels": {"model.expert_backend": "mosaic_gpu", "model.expert_impl": "grouped"},
-  "batched": {"model.expert_impl": "batched"},
+  "kernels": {"model.ffn.backend": "mosaic_gpu", "model.ffn.impl": "grouped"},
+  "batched": {"model.ffn.impl": "batched"},
   "bf16": {"overlap.gradient_dtype": "bfloat16"},
 }
 

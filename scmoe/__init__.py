@@ -50,6 +50,7 @@ if TYPE_CHECKING:
   from scmoe.inference.offload.model import offloaded as offloaded
   from scmoe.inference.sampling import Sampling as Sampling
   from scmoe.kernels.grouped_matmul import FFNConfig as FFNConfig
+  from scmoe.kernels.grouped_matmul import FFNOptions as FFNOptions
   from scmoe.kernels.grouped_matmul import FFNWeights as FFNWeights
   from scmoe.kernels.grouped_matmul import expert_ffn as expert_ffn
   from scmoe.models.config import ModelConfig as ModelConfig
@@ -99,7 +100,7 @@ _NAMES = {
     "make_transport",
   ),
   "scmoe.moe.experts": ("ExpertRows", "Experts"),
-  "scmoe.kernels.grouped_matmul": ("FFNConfig", "FFNWeights", "expert_ffn"),
+  "scmoe.kernels.grouped_matmul": ("FFNConfig", "FFNOptions", "FFNWeights", "expert_ffn"),
   "scmoe.blocks.wiring": ("WIRINGS",),
   "scmoe.blocks.options": ("OverlapConfig",),
   "scmoe.blocks.block": ("BlockConfig",),

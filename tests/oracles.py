@@ -289,7 +289,7 @@ def model(
     return [y for b in range(batch) for y in attention(x[b * length : (b + 1) * length], q, theta)]
 
   def feed(x, q):
-    return [feed_forward(v, q, config.activation) for v in x]
+    return [feed_forward(v, q, config.ffn.activation) for v in x]
 
   def add(*parts):
     return [sum(vs[1:], vs[0]) for vs in zip(*parts, strict=True)]
@@ -312,7 +312,7 @@ def model(
 
     def moe(x, k, avoid=None, which=which):
       limit = None if rows is None else rows(k)
-      router = Router(k, limit, groups, activation=config.activation)
+      router = Router(k, limit, groups, activation=config.ffn.activation)
       return routed(x, p["moes"][which], router, sums[which], avoid=avoid, live=alive)
 
     def shortcut(older, norm_of_reader, q=q):

@@ -12,7 +12,15 @@ ROOT = Path(__file__).resolve().parents[1]
 # Imports go from right to left only; parts of one rank do not know each other.
 RANKS = [
   ("base.output",),
-  ("base.errors", "base.compat", "base.batch", "base.arrays", "base.determinism", "base.moved"),
+  (
+    "base.errors",
+    "base.compat",
+    "base.batch",
+    "base.arrays",
+    "base.determinism",
+    "base.moved",
+    "base.renamed",
+  ),
   ("base.stored", "base.paths", "base.sizes"),
   ("base.extensions",),
   ("base.options",),

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from scmoe.base.extensions import is_import_path
+from scmoe.base.renamed import RENAMED
 from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.schedule import dense_steps, make_schedule, slot_names
 from scmoe.blocks.wiring import WIRINGS
@@ -458,7 +459,7 @@ def travelled_on_hopper(tmp_path_factory):
     seen.extend([*frames(), (path, "rows_product")])
     raise Seen
 
-  options = ["dtype=bfloat16", "width=128", "mlp_hidden=256", "num_heads=2", "expert_impl=grouped"]
+  options = ["dtype=bfloat16", "width=128", "mlp_hidden=256", "num_heads=2", "ffn.impl=grouped"]
   workdir = tmp_path_factory.mktemp("hopper")
   with pytest.MonkeyPatch.context() as patch:
     for module in (launch, backend):
@@ -529,9 +530,9 @@ def test_the_wirings():
 
 def test_the_ways_to_compute_experts():
   choices = {f.path: f.metadata for f in run_fields.fields(run_config.RunConfig())}[
-    "model.expert_impl"
+    "model.ffn.impl"
   ]["choices"]
-  listed = [row[0] for row in rows(page("docs/architecture.md"), "| `model.expert_impl`")]
+  listed = [row[0] for row in rows(page("docs/architecture.md"), "| `model.ffn.impl`")]
   assert set(listed) == set(choices)
 
 
@@ -631,6 +632,11 @@ def test_the_table_of_names_is_what_old_configurations_become():
                if f.default != default.default}  # fmt: skip
     new = re.findall(r"\w+(?:\.\w+)+", table[old])[:1]
     assert changed == (set() if table[old].startswith("gone") else set(new)), old
+
+
+def test_the_table_of_renamed_options_is_the_list():
+  table = dict(rows(page("docs/configuration.md"), "| old name"))
+  assert table == RENAMED
 
 
 def test_every_option_of_the_overlap_stands_in_the_page():

@@ -14,11 +14,11 @@ from flax import nnx
 import scmoe
 from scmoe.base.errors import ConfigError
 from scmoe.base.options import Options, check_options, option, section
-from scmoe.kernels.grouped_matmul import FFNConfig
+from scmoe.kernels.grouped_matmul import FFNConfig, FFNOptions
 from scmoe.layers.attention import AttentionConfig
 from scmoe.layers.embed import EmbeddingConfig
 from scmoe.layers.latent_attention import LatentAttentionConfig
-from scmoe.layers.mlp import MLPConfig
+from scmoe.layers.mlp import FFNLayerOptions, MLPConfig
 from scmoe.moe.dispatch import queue_positions
 from scmoe.moe.experts import FFNExpertsConfig
 from scmoe.moe.options import CompatConfig
@@ -46,6 +46,8 @@ EXAMPLES = (
   scmoe.MoEConfig(width=8, hidden=8, num_experts=4),
   FFNExpertsConfig(width=8, hidden=8, num_experts=4),
   FFNConfig(),
+  FFNOptions(),
+  FFNLayerOptions(),
   MLPConfig(8, 8),
   AttentionConfig(width=8, num_heads=2, num_kv_heads=1, head_dim=4),
   LatentAttentionConfig(8, 2, 4, 4, 4, 4),

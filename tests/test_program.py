@@ -94,7 +94,7 @@ def test_frames_from_train_to_the_kernel(monkeypatch, trace):
   run = smoke(
     mesh__data=1,
     model__dtype="bfloat16",
-    model__expert_backend="mosaic_gpu",
+    model__ffn__backend="mosaic_gpu",
     dispatch__transport="dropless",
     model__width=64,
     model__mlp_hidden=64,

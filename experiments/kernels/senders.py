@@ -66,8 +66,8 @@ def main():
   )
   by_rank, by_expert = padded_layout(ranks, experts, rows), padded_layout(1, experts, ranks * rows)
   in_order = lambda a: jnp.swapaxes(a, 0, 1).reshape(experts, ranks * rows, d)
-  kernels = FFNConfig(options.activation, "grouped", "mosaic_gpu")
-  batched = FFNConfig(options.activation, "batched", "xla")
+  kernels = FFNConfig(options.activation, impl="grouped", backend="mosaic_gpu")
+  batched = FFNConfig(options.activation, impl="batched", backend="xla")
   arms = {
     "kernels": (functions(by_rank, kernels), x, dy),
     "xla": (functions(by_rank, batched), x, dy),

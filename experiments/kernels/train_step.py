@@ -4,7 +4,7 @@ python experiments/kernels/train_step.py --json OUT          # 4 of OLMoE's 16 l
 python experiments/kernels/train_step.py --smoke             # toy sizes, on any device
 
 A step is forward, backward, clipping and AdamW, as `scmoe.train` runs it: bf16 products, float32
-parameters. An arm is a word of `model.expert_backend`. Arms take turns on one state, which every
+parameters. An arm is a word of `model.ffn.backend`. Arms take turns on one state, which every
 step donates to the next, so that memory holds one of them. Before that, each arm takes two steps
 from the same fresh state: losses and gradient norms must agree.
 
@@ -85,7 +85,8 @@ class Bench:
 
   def compile(self, arm: str):
     """The compiled step of an arm."""
-    model = dataclasses.replace(self.run.model, expert_backend=arm).resolve()
+    ffn = dataclasses.replace(self.run.model.ffn, backend=arm)
+    model = dataclasses.replace(self.run.model, ffn=ffn).resolve()
     built = build.build(dataclasses.replace(self.run, model=model), jax.devices()[:1])
     options = self.run.overlap.compiler_options(gpu=jax.default_backend() == "gpu")
     step = make_train_step(

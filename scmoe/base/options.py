@@ -23,12 +23,13 @@ import math
 import numbers
 import textwrap
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.extensions import FORM, is_import_path
+from scmoe.base.renamed import note_name, old_names
 
 # Annotation of a field -> (type that the field stores, types that it accepts, advice for the error
 # message). The abstract number types include NumPy's scalars.
@@ -85,7 +86,29 @@ def section(cls: type, help: str = "", *, default: Any = None) -> Any:
   return dataclasses.field(default_factory=cls, metadata=metadata)
 
 
-class Options:
+class _Renamed(type):
+  """Lets a class of options take arguments by the names of earlier versions (`RENAMED`)."""
+
+  if not TYPE_CHECKING:  # to a type checker only today's names are right
+
+    def __call__(cls, *args, **given):
+      for old, new in cls._old_names.items():
+        if old in given:
+          note_name(f"{cls._path}.{old}")
+          section, _, name = new.partition(".")
+          group = given[section] if section in given else _default(cls, section)
+          given[section] = dataclasses.replace(group, **{name: given.pop(old)})
+      return super().__call__(*args, **given)
+
+
+def _default(cls: type, name: str) -> Any:
+  """The default of a field that holds a section."""
+  field = cls.__dataclass_fields__[name]
+  made = field.default_factory is not dataclasses.MISSING
+  return field.default_factory() if made else field.default
+
+
+class Options(metaclass=_Renamed):
   """Base of every dataclass of options: checks each field by itself when an object is made.
 
   Python's `help` of the class shows each field's meaning, default and limits.
@@ -96,6 +119,7 @@ class Options:
   """
 
   _path: ClassVar[str] = ""
+  _old_names: ClassVar[dict[str, str]] = {}  # of earlier versions -> where the option is now
 
   def __init_subclass__(cls, path: str = "", **given: Any) -> None:
     """Sets the name of this section in messages, and describes the fields in the docstring.
@@ -107,8 +131,18 @@ class Options:
     """
     super().__init_subclass__(**given)
     if path:
-      cls._path = path
+      cls._path, cls._old_names = path, old_names(path)
     cls.__doc__ = _described(cls)
+
+  if not TYPE_CHECKING:  # to a type checker only today's names are right
+
+    def __getattr__(self, name: str) -> Any:
+      """The value of an option by a name of an earlier version."""
+      if name not in self._old_names:
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+      note_name(f"{self._path}.{name}")
+      section, _, last = self._old_names[name].partition(".")
+      return getattr(getattr(self, section), last)
 
   def __post_init__(self) -> None:
     check_options(self, self._path or type(self).__name__)

@@ -120,6 +120,14 @@ def warn(text: str) -> None:
     stream.flush()
 
 
+def note(text: str) -> None:
+  """Prints one line on standard error that asks for nothing; drops it if it cannot be written."""
+  if sys.stderr is not None:
+    stream = GuardedStream(sys.stderr, required=False)
+    stream.write(f"NOTE: {text}\n")
+    stream.flush()
+
+
 def keep_descriptors() -> None:
   """Opens those of the descriptors 0, 1 and 2 on /dev/null that are closed.
 

@@ -110,7 +110,8 @@ def asked_by_config(run: Any) -> dict[Key, bench.Shape]:
   Raises:
     ConfigError: the configuration does not fit the devices, or none of its products uses a kernel.
   """
-  model = dataclasses.replace(run.model, expert_backend="mosaic_gpu")
+  ffn = dataclasses.replace(run.model.ffn, backend="mosaic_gpu")
+  model = dataclasses.replace(run.model, ffn=ffn)
   run = dataclasses.replace(run, model=model)
   vocab = build.vocab_size(run.data)
   built = build.build(run.resolve(num_devices=jax.device_count(), vocab_size=vocab))

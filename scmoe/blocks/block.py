@@ -11,7 +11,7 @@ from scmoe.base.errors import ConfigError
 from scmoe.base.options import Options, option, section
 from scmoe.blocks.mix import MIXES
 from scmoe.blocks.wiring import WIRINGS, Wiring
-from scmoe.kernels.grouped_matmul import activation_names
+from scmoe.kernels.grouped_matmul import FFNOptions
 from scmoe.kernels.grouped_matmul.backend import widths_have_kernels
 from scmoe.layers.attention import QK_NORMS, Attention, AttentionConfig
 from scmoe.layers.latent_attention import LatentAttention, LatentAttentionConfig
@@ -19,13 +19,11 @@ from scmoe.layers.mlp import MLPConfig
 from scmoe.layers.norm import Norm
 from scmoe.layers.rope import RopeConfig
 from scmoe.moe.dispatch import DispatchConfig
-from scmoe.moe.experts import IMPLEMENTATIONS
 from scmoe.moe.layer import MoEConfig
 from scmoe.moe.options import RouterConfig
 
 SHORTCUT_NORMS = ("shared", "own", "megatron")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-EXPERT_BACKENDS = ("auto", "mosaic_gpu", "xla")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,11 +65,7 @@ class BlockConfig(Options, path="model"):
   mlp_hidden: int = option(0, "hidden width of dense MLPs; 0: 4 x width", minimum=0)
   expert_hidden: int = option(0, "hidden width F of a routed expert; 0: mlp_hidden", minimum=0)
   shared_hidden: int = option(0, "hidden width of the shared expert; 0: expert_hidden", minimum=0)
-  activation: str = option(
-    "",
-    "activation of MLPs and experts; empty: gelu (gpt2), swiglu (llama)",
-    choices=("", *activation_names()),
-  )
+  ffn: FFNOptions = section(FFNOptions, "feed-forward networks: activation, and what computes them")
   zero_experts: int = option(
     0,
     "experts that return their input and cost nothing (LongCat-Flash zero_expert_num), behind the "
@@ -125,22 +119,6 @@ class BlockConfig(Options, path="model"):
     choices=("ffn",),
     importable=True,
   )
-  expert_impl: str = option(
-    "auto",
-    "how experts are computed (MegaBlocks mlp_impl): grouped (grouped products), batched (XLA's "
-    "batched products; capacity transport), block_sparse (MegaBlocks' products), or auto",
-    choices=IMPLEMENTATIONS,
-  )
-  expert_backend: str = option(
-    "auto",
-    "whose grouped products: mosaic_gpu (kernels for Hopper), xla, auto (kernels where they run)",
-    choices=EXPERT_BACKENDS,
-  )
-  expert_fp8: bool = option(
-    False,
-    "round the operands of the experts' forward products to e4m3, with a scale for 128 elements "
-    "of a row and 128 x 128 of a matrix (DeepSeek-V3); backward passes stay in model.dtype",
-  )
   document_mask: bool = option(
     False, "attention stays inside a document of a packed row (no fused GPU attention then)"
   )
@@ -176,7 +154,7 @@ class BlockConfig(Options, path="model"):
       mlp_hidden=hidden,
       expert_hidden=expert_hidden,
       shared_hidden=self.shared_hidden or expert_hidden,
-      activation=self.activation or {"gpt2": "gelu", "llama": "swiglu"}[self.style],
+      ffn=self.ffn.filled(gated=self.style == "llama"),
     )
 
   def _head_width(self) -> int:
@@ -215,22 +193,22 @@ class BlockConfig(Options, path="model"):
         f"{name} needs {needed} experts, model.num_experts={self.num_experts}; raise "
         f"model.num_experts to at least {needed}"
       )
-    if self.expert_fp8 and self.expert_impl == "block_sparse":
+    if self.ffn.fp8 and self.ffn.impl == "block_sparse":
       raise ConfigError(
-        "model.expert_fp8=True goes with grouped and batched products, got "
-        "model.expert_impl='block_sparse'; use 'auto'"
+        "model.ffn.fp8=True goes with grouped and batched products, got "
+        "model.ffn.impl='block_sparse'; use 'auto'"
       )
-    if self.expert_fp8 and self.experts != "ffn":
+    if self.ffn.fp8 and self.experts != "ffn":
       raise ConfigError(
-        "model.expert_fp8=True rounds what feed-forward networks read, got "
-        f"model.experts={self.experts!r}; use 'ffn', or leave model.expert_fp8 out"
+        "model.ffn.fp8=True rounds what feed-forward networks read, got "
+        f"model.experts={self.experts!r}; use 'ffn', or leave model.ffn.fp8 out"
       )
     self.rope.check()
     self._check_attention()
     widths = (self.width, self.expert_hidden, self.mlp_hidden, self.shared_hidden)
-    if self.expert_backend == "mosaic_gpu" and not widths_have_kernels(self.dtype, *widths):
+    if self.ffn.backend == "mosaic_gpu" and not widths_have_kernels(self.dtype, *widths):
       raise ConfigError(
-        "model.expert_backend='mosaic_gpu' takes bfloat16 or float16 and multiples of 64, got "
+        "model.ffn.backend='mosaic_gpu' takes bfloat16 or float16 and multiples of 64, got "
         f"model.dtype={self.dtype!r}, model.width={self.width}, model.expert_hidden="
         f"{self.expert_hidden}, model.mlp_hidden={self.mlp_hidden} and model.shared_hidden="
         f"{self.shared_hidden}; use 'auto' or 'xla'"
@@ -333,9 +311,7 @@ class BlockConfig(Options, path="model"):
 
   def mlp(self, hidden: int) -> MLPConfig:
     """The options of a dense MLP or shared expert of this hidden width."""
-    std = {"init_std": self.init_std, "out_std": self.out_std, "bias": self.bias}
-    activation = self._filled().activation
-    return MLPConfig(self.width, hidden, activation, backend=self.expert_backend, **std)
+    return MLPConfig(self.width, hidden, **self._layer())
 
   def moe(
     self, router: RouterConfig, dispatch: DispatchConfig, *, copy_engines: bool = False
@@ -348,15 +324,14 @@ class BlockConfig(Options, path="model"):
       num_experts=self.num_experts,
       zero_experts=self.zero_experts,
       top_k=self.wiring_rule.routed_per_gating(self.top_k),
-      activation=filled.activation,
-      bias=self.bias,
-      init_std=self.init_std,
-      out_std=self.out_std,
-      impl=self.expert_impl,
-      backend=self.expert_backend,
-      fp8=self.expert_fp8,
       copy_engines=copy_engines,
       kind=self.experts,
       router=router,
       dispatch=dispatch,
+      **self._layer(),
     )
+
+  def _layer(self) -> dict[str, Any]:
+    """The fields of `FFNLayerOptions`, which MLPs and experts have in common."""
+    std = {"init_std": self.init_std, "out_std": self.out_std}
+    return {"bias": self.bias, **std, **self._filled().ffn.shared()}

@@ -13,12 +13,11 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from scmoe.base.options import Options, option
+from scmoe.base.options import option
 from scmoe.kernels.grouped_matmul import (
-  BACKENDS,
   FFNConfig,
+  FFNOptions,
   FFNWeights,
-  activation_names,
   activations,
   arrived_layout,
   expert_ffn,
@@ -68,25 +67,30 @@ def _activated_bwd(kind: Activation, pre: tuple[Array, ...], bar: Array) -> Any:
 _activated.defvjp(lambda kind, pre: (_activated(kind, pre), pre), _activated_bwd)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FFNLayerOptions(FFNOptions, path="FFNLayerOptions"):
+  """Options of the parameters of a feed-forward layer, whether dense or of experts.
+
+  Attributes:
+    bias: whether both layers have a bias.
+    init_std, out_std: standard deviations of the first and the last layer's initial weights.
+  """
+
+  bias: bool = option(False)
+  init_std: float = option(0.02, minimum=0)
+  out_std: float = option(0.02, minimum=0)
+
+
 @dataclasses.dataclass(frozen=True)
-class MLPConfig(Options):
-  """A feed-forward network.
+class MLPConfig(FFNLayerOptions, path="MLPConfig"):
+  """A dense feed-forward network. `fp8` and `impl` are for experts and change nothing here.
 
   Attributes:
     width, hidden: D and F.
-    activation: one of `activation_names()`.
-    bias: whether both layers have a bias.
-    init_std, out_std: standard deviations of the first and the last layer's initial weights.
-    backend: which products compute it; see `FFNConfig`.
   """
 
   width: int = option(minimum=1)
   hidden: int = option(minimum=1)
-  activation: str = option("gelu", choices=activation_names())
-  bias: bool = option(False)
-  init_std: float = option(0.02, minimum=0)
-  out_std: float = option(0.02, minimum=0)
-  backend: str = option("auto", choices=BACKENDS)
 
 
 class MLP(nnx.Module):
@@ -96,7 +100,7 @@ class MLP(nnx.Module):
   """
 
   def __init__(self, config: MLPConfig, *, rngs: nnx.Rngs):
-    c = self.config = config
+    c = self.config = config.filled()
 
     def weight(shape, std, axes):
       return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)

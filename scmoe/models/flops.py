@@ -114,7 +114,7 @@ def _of_blocks(
   moe_blocks = model.num_pairs * rule.units_per_moe if rule.taps else 0
   projections = 2 * sum(projection_weights(model))
   pairs = 2 * sum(head_widths(model)) * seen
-  ffn = lambda hidden: 2 * width * hidden * (3 if is_gated(model.activation) else 2)
+  ffn = lambda hidden: 2 * width * hidden * (3 if is_gated(model.ffn.activation) else 2)
   choices = model.num_experts + model.zero_experts
   share = model.num_experts / choices if real_share is None else real_share
   experts = rule.routed_per_token(model.top_k) * share

@@ -16,26 +16,22 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from scmoe.base.options import Options, option
+from scmoe.base.options import option
 from scmoe.kernels.block_sparse import block_sparse_ffn
 from scmoe.kernels.grouped_matmul import (
-  BACKENDS,
   FFNConfig,
   FFNWeights,
   GroupLayout,
   RowLayout,
-  activation_names,
   expert_ffn,
   grouped_matmul,
 )
 from scmoe.kernels.grouped_matmul.xla import choose_tile
 from scmoe.kernels.permute import gather_rows, sum_rows
-from scmoe.layers.mlp import is_gated
+from scmoe.layers.mlp import FFNLayerOptions, is_gated
 from scmoe.moe.types import Routing
 from scmoe.parallel.collectives import repeat
 from scmoe.parallel.mesh import AXES, axis_index, axis_size
-
-IMPLEMENTATIONS = ("auto", "grouped", "batched", "block_sparse")
 
 # (rows, layout) -> the experts' outputs, in the order of the rows.
 ApplyExperts = Callable[[Array, RowLayout], Array]
@@ -249,48 +245,47 @@ def _keeps_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class FFNExpertsConfig(Options):
+class FFNExpertsConfig(FFNLayerOptions, path="FFNExpertsConfig"):
   """Options of feed-forward experts.
 
   Attributes:
     width, hidden, num_experts: D, F and E.
-    activation, bias, init_std, out_std: as in `MLPConfig`.
-    impl: one of `IMPLEMENTATIONS` (MegaBlocks mlp_impl); see `FFNConfig`.
-    backend: which grouped products; see `FFNConfig`.
-    adaptive_r: Tutel's r; see `FFNExperts`.
-    copy_engines: whether copy engines exchange rows. Kernels may then use all multiprocessors.
-    fp8: see `FFNConfig`.
   """
 
   width: int = option(minimum=1)
   hidden: int = option(minimum=1)
   num_experts: int = option(minimum=1)
-  activation: str = option("gelu", choices=activation_names())
-  bias: bool = option(False)
-  init_std: float = option(0.02, minimum=0)
-  out_std: float = option(0.02, minimum=0)
-  impl: str = option("auto", choices=IMPLEMENTATIONS)
-  backend: str = option("auto", choices=BACKENDS)
-  adaptive_r: int = option(1, minimum=0)
-  copy_engines: bool = option(False)
-  fp8: bool = option(False)
 
 
 class FFNExperts(Experts):
   """down(act(up(rows))) for every expert, by the grouped products.
 
   Where several devices share an expert, each holds a part of its hidden width. Tutel's adaptive
-  parallelism decides whether weights or rows travel. With r replicas (`config.adaptive_r`) these
+  parallelism decides whether weights or rows travel. With r replicas (`adaptive_r`) these
   devices form r groups: a group gathers its weights, every row goes to one device of each group,
   and the r partial sums are added. r = 1 moves weights only; r = the number of devices that share
   an expert moves rows only; r = 0 gathers the weights of all experts. Results and gradients do not
   depend on r.
+
+  Args:
+    config: see `FFNExpertsConfig`.
+    adaptive_r: r.
+    copy_engines: whether copy engines exchange rows. Kernels may then use all multiprocessors.
+    rngs: stream `params` for the initial weights.
   """
 
   partial = ("tensor",)
 
-  def __init__(self, config: FFNExpertsConfig, *, rngs: nnx.Rngs):
-    c = self.config = config
+  def __init__(
+    self,
+    config: FFNExpertsConfig,
+    *,
+    adaptive_r: int = 1,
+    copy_engines: bool = False,
+    rngs: nnx.Rngs,
+  ):
+    c = self.config = config.filled()
+    self.adaptive_r, self.copy_engines = adaptive_r, copy_engines
 
     def weight(shape, std, axes):
       return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
@@ -309,7 +304,7 @@ class FFNExperts(Experts):
   def __call__(self, rows: Array, layout: RowLayout) -> Array:
     """`expert_ffn` of the rows. Before it, devices that share an expert gather its weights; after
     it, they add their partial sums (see the class)."""
-    weights, r = self.weights(), self.config.adaptive_r
+    weights, r = self.weights(), self.adaptive_r
     if axis_size("shard") > 1 or r == 0:
       weights = _gathered(weights, max(r, 1), every_expert=r == 0)
     run = block_sparse_ffn if self.config.impl == "block_sparse" else expert_ffn
@@ -322,10 +317,10 @@ class FFNExperts(Experts):
     added, all but one get a zero output bias."""
     read = lambda param: None if param is None else param[...]
     down_bias_GD = read(self.down_bias)
-    if down_bias_GD is not None and (self.config.adaptive_r > 1 or axis_size("tensor") > 1):
+    if down_bias_GD is not None and (self.adaptive_r > 1 or axis_size("tensor") > 1):
       # Only one of the devices whose partial sums are added may add the output's bias: with
       # adaptive_r > 1 those of the first group, on the tensor axis the first device.
-      shards = axis_size("shard") // max(self.config.adaptive_r, 1)
+      shards = axis_size("shard") // max(self.adaptive_r, 1)
       first = (axis_index("shard") < shards) & (axis_index("tensor") == 0)
       down_bias_GD = jnp.where(first, repeat(down_bias_GD, ("tensor",), "tensor"), 0)
     return FFNWeights(
@@ -337,17 +332,18 @@ class FFNExperts(Experts):
     )
 
   def _static(self) -> FFNConfig:
-    c = self.config
-    shared = axis_size(*AXES) > 1 and not c.copy_engines
-    impl = "grouped" if c.impl == "block_sparse" else c.impl
-    return FFNConfig(c.activation, impl, c.backend, shared_sms=shared, fp8=c.fp8)
+    shared_sms = axis_size(*AXES) > 1 and not self.copy_engines
+    config = FFNConfig(**self.config.shared(), shared_sms=shared_sms)
+    if config.impl == "block_sparse":  # a function of its own, see `__call__`
+      config = dataclasses.replace(config, impl="grouped")
+    return config
 
   def _on_replicas(self, run: Any, rows: Array, weights: FFNWeights, layout: RowLayout) -> Array:
     """Computes every row on r devices, each with 1/r of the hidden width, and adds the results."""
     # Four devices per expert and r = 2: weights are gathered within [0, 1] and within [2, 3], so
     # that every device has half of the hidden width. Devices 0 and 2 exchange their rows, and so do
     # 1 and 3: their two halves are the whole expert.
-    r = self.config.adaptive_r
+    r = self.adaptive_r
     group = axis_size("shard") // r
     peers = [[place + group * i for i in range(r)] for place in range(group)]
     with jax.named_scope("weights"):

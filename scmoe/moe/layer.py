@@ -13,10 +13,9 @@ from jaxtyping import Bool, Float, Int
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.extensions import construct, is_import_path
-from scmoe.base.options import Options, check_type, option, section
-from scmoe.kernels.grouped_matmul import BACKENDS, activation_names
+from scmoe.base.options import check_type, option, section
 from scmoe.moe.dispatch import DispatchConfig, Transport, make_transport
-from scmoe.moe.experts import IMPLEMENTATIONS, Experts, FFNExperts, FFNExpertsConfig
+from scmoe.moe.experts import Experts, FFNExperts, FFNExpertsConfig
 from scmoe.moe.gates import Gate, make_gates
 from scmoe.moe.losses import router_sums
 from scmoe.moe.options import RouterConfig
@@ -28,35 +27,21 @@ from scmoe.parallel.mesh import BATCH_AXES, axis_size, own_share
 
 
 @dataclasses.dataclass(frozen=True)
-class MoEConfig(Options):
-  """Options of a MoE layer.
+class MoEConfig(FFNExpertsConfig, path="MoEConfig"):
+  """Options of a MoE layer, beside those of its experts (`FFNExpertsConfig`).
 
   Attributes:
-    width, hidden: D, and F of one expert.
-    num_experts, top_k: E and K.
+    top_k: experts per token K.
     zero_experts: number of further experts, with ids from E on, that return their input. They have
       no parameters and receive no rows.
-    activation, bias, init_std, out_std: of the experts; see `MLPConfig`.
-    impl, backend: which products compute the experts; see `FFNExpertsConfig`.
     copy_engines: whether copy engines exchange rows.
-    fp8: whether the experts' products have fp8 operands; see `FFNConfig`.
     kind: ffn, or the import path of a subclass of `Experts`, which is called with this and `rngs`.
     router, dispatch: options of routing and of the transport.
   """
 
-  width: int = option(minimum=1)
-  hidden: int = option(minimum=1)
-  num_experts: int = option(minimum=1)
   top_k: int = option(1, minimum=1)
   zero_experts: int = option(0, minimum=0)
-  activation: str = option("gelu", choices=activation_names())
-  bias: bool = option(False)
-  init_std: float = option(0.02, minimum=0)
-  out_std: float = option(0.02, minimum=0)
-  impl: str = option("auto", choices=IMPLEMENTATIONS)
-  backend: str = option("auto", choices=BACKENDS)
   copy_engines: bool = option(False)
-  fp8: bool = option(False)
   kind: str = option("ffn", choices=("ffn",), importable=True)
   router: RouterConfig = section(RouterConfig)
   dispatch: DispatchConfig = section(DispatchConfig)
@@ -69,15 +54,6 @@ class MoEConfig(Options):
   def choices(self) -> int:
     """Experts that the router chooses from."""
     return self.num_experts + self.zero_experts
-
-  @property
-  def experts(self) -> FFNExpertsConfig:
-    """The options of feed-forward experts."""
-    names = ("width", "hidden", "num_experts", "activation", "bias", "init_std", "out_std", "impl",
-             "backend", "copy_engines", "fp8")  # fmt: skip
-    return FFNExpertsConfig(
-      **{name: getattr(self, name) for name in names}, adaptive_r=self.dispatch.adaptive_r
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,8 +144,8 @@ class MoE(nnx.Module):
     gates: list[Any] | None = None,
     rngs: nnx.Rngs,
   ):
-    self.config = config
     check_type("config", config, MoEConfig)
+    config = self.config = config.filled()
     check_type("rngs", rngs, nnx.Rngs)
     if gates is not None and not gates:
       raise ConfigError("gates=[] is empty; give at least one gate, or None for router.gate")
@@ -353,7 +329,8 @@ class MoE(nnx.Module):
 def _make_experts(config: MoEConfig, rngs: nnx.Rngs) -> Experts:
   """Feed-forward experts, or the class that `model.experts` names."""
   if not is_import_path(config.kind):
-    return FFNExperts(config.experts, rngs=rngs)
+    together = {"adaptive_r": config.dispatch.adaptive_r, "copy_engines": config.copy_engines}
+    return FFNExperts(config, **together, rngs=rngs)
   made = construct(config.kind, "model.experts", config, rngs=rngs)
   if not isinstance(made, Experts):
     raise ConfigError(

@@ -62,7 +62,7 @@ def _written(model: ModelConfig, family: str) -> dict[str, Any]:
     "num_hidden_layers": model.num_layers,
     "vocab_size": model.vocab_size,
     "max_position_embeddings": model.context,
-    "hidden_act": kind.get(model.activation, model.activation),
+    "hidden_act": kind.get(model.ffn.activation, model.ffn.activation),
     "rms_norm_eps": model.norm_eps,
     "initializer_range": model.init_std,
     "tie_word_embeddings": model.tie_embeddings,
@@ -472,7 +472,7 @@ def write_config(model: ModelConfig, router: RouterConfig, family: str = "") -> 
 # Options that a config.json need not express: they change how the model is computed or trained,
 # not the function that it computes.
 _FREE = (
-  "model.dtype", "model.expert_impl", "model.expert_backend", "model.expert_fp8",
+  "model.dtype", "model.ffn.impl", "model.ffn.backend", "model.ffn.fp8",
   "model.document_mask",
   "model.mix_input", "model.shortcut_norm", "model.num_kv_heads", "model.head_dim",
   "model.init_std", "model.context",

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from scmoe.base.errors import DataError
+from scmoe.kernels.grouped_matmul import FFNOptions
 from scmoe.layers.rope import RopeConfig
 
 ACTIVATIONS = {
@@ -122,7 +123,7 @@ class Fields:
 
   @property
   def activation(self) -> str:
-    """The option `model.activation` for the file's `hidden_act`.
+    """The option `model.ffn.activation` for the file's `hidden_act`.
 
     Raises:
       DataError: `hidden_act` is not supported.
@@ -210,7 +211,7 @@ class Fields:
       "num_heads": self.size("num_attention_heads"),
       "vocab_size": self.size("vocab_size"),
       "context": self.size("max_position_embeddings", _DEFAULT_CONTEXT),
-      "activation": self.activation,
+      "ffn": FFNOptions(activation=self.activation),
       "norm_eps": self.number("rms_norm_eps", eps),
       "init_std": self.number("initializer_range", 0.02),
       "tie_embeddings": self.flag("tie_word_embeddings"),

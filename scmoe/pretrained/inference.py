@@ -31,6 +31,7 @@ from scmoe.pretrained.names import Tensor
 from scmoe.pretrained.stream import leaves_of, load, nested
 from scmoe.run import build
 from scmoe.run.config import RunConfig, from_dict, imports_of
+from scmoe.training.schema import upgraded_config
 
 _PIECE = 2**22  # bytes that a thread reads at once
 _LAYERS = 2**14  # layers; a larger number would make a list of tensors that exhausts the memory
@@ -267,7 +268,7 @@ def _stored_run(text: str, where: str) -> RunConfig:
     DataError: the text is not a configuration of this version.
   """
   try:
-    return from_dict(parse_object(text, where), where)
+    return from_dict(upgraded_config(parse_object(text, where)), where)
   except ConfigError as error:
     raise DataError(str(error)) from None
 

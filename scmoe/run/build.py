@@ -449,7 +449,7 @@ def modelled_times(run: RunConfig, modelled_on: str) -> Times | None:
     k=k * run.router.real_share(k, model.num_experts, model.zero_experts),
     capacity_factor=_rows_over_share(run, k),
     devices=run.mesh.expert,
-    matrices=3 if is_gated(model.activation) else 2,
+    matrices=3 if is_gated(model.ffn.activation) else 2,
     inward=projection_weights(model)[0],
     value_width=value_width,
   )

@@ -16,6 +16,8 @@ from typing import Any
 from scmoe.base.errors import ConfigError
 from scmoe.base.extensions import is_import_path
 from scmoe.base.options import Options, option, section
+from scmoe.base.output import note
+from scmoe.base.renamed import RENAMED, note_name, old_names, with_present_names
 from scmoe.blocks.options import OverlapConfig
 from scmoe.data.config import DataConfig
 from scmoe.models.config import ModelConfig
@@ -261,6 +263,10 @@ def from_dict(values: Mapping[str, Any], where: str = "config") -> RunConfig:
   Raises:
     ConfigError: a field is unknown or has a value of the wrong type.
   """
+  if isinstance(values, Mapping):
+    values, old = with_present_names(values)
+    for name in old:
+      note_name(name)
   return _from_dict(RunConfig(), values, "", where)
 
 
@@ -320,7 +326,13 @@ def from_json(text: str, where: str = "config JSON") -> RunConfig:
     raise ConfigError(f"{where}: not JSON: {error}") from None
   if isinstance(values, dict) and {"config", "starts"} <= set(values):
     values = values["config"]  # a run's card (`scmoe.training.card`)
-  return from_dict(upgraded_config(values) if isinstance(values, dict) else values, where)
+  if isinstance(values, dict):
+    old = with_present_names(values)[1]
+    values = upgraded_config(values)
+    if old:  # most are files that an earlier version wrote: one line for all of their names
+      more = f", and {len(old) - 1} more" if len(old) > 1 else ""
+      note(f"{where} has names of an earlier version: {old[0]} is now {RENAMED[old[0]]}{more}")
+  return from_dict(values, where)
 
 
 def as_config_dict(run: RunConfig) -> Any:
@@ -337,4 +349,33 @@ def as_config_dict(run: RunConfig) -> Any:
     raise ConfigError(
       "config files need ml_collections; install requirements.txt, or use --config_json"
     ) from None
-  return ConfigDict(to_dict(run)).lock()
+
+  class Values(ConfigDict):
+    """A section's values, which also go by the names that earlier versions gave them."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+      group, name = self._place(key)
+      ConfigDict.__setitem__(group, name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+      group, name = self._place(key)
+      return ConfigDict.__getitem__(group, name)
+
+    def _place(self, key: Any) -> tuple[Any, Any]:
+      """The group that holds a value today, and its name there."""
+      places = object.__getattribute__(self, "__dict__").get("_places", {})
+      if key not in places:
+        return self, key
+      note_name(f"{places['']}.{key}")
+      section, _, name = places[key].partition(".")
+      return self[section], name
+
+  def values_of(config: Any, path: str) -> Any:
+    made = Values()
+    object.__setattr__(made, "_places", {**old_names(path), "": path} if path else {})
+    for field in dataclasses.fields(config):
+      value, inside = getattr(config, field.name), f"{path}.{field.name}".lstrip(".")
+      made[field.name] = values_of(value, inside) if dataclasses.is_dataclass(value) else value
+    return made.lock()
+
+  return values_of(run, "")

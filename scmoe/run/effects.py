@@ -52,8 +52,8 @@ _K = lambda run: run.model.wiring_rule.k
 
 RULES = (
   _Rule(
-    ("model.num_experts", "model.zero_experts", "model.expert_hidden", "model.expert_impl",
-     "model.expert_backend", "model.expert_fp8", "model.top_k", "router.", "dispatch.",
+    ("model.num_experts", "model.zero_experts", "model.expert_hidden", "model.ffn.impl",
+     "model.ffn.backend", "model.ffn.fp8", "model.top_k", "router.", "dispatch.",
      "mesh.expert"),
     _DENSE,
     "model.wiring='dense' has no routed experts",

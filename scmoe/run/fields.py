@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from scmoe.base.errors import ConfigError
+from scmoe.base.renamed import present_name
 from scmoe.run.suggestions import OTHER_NAMES, nearest
 
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -64,12 +65,12 @@ def sections(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 def with_field(run: Run, path: str, text: str) -> Run:
   """The configuration `run` with one field replaced by the value that `text` spells.
 
-  The text is read by the field's type; nothing is evaluated.
+  The text is read by the field's type; nothing is evaluated. A name of an earlier version will do.
 
   Raises:
     ConfigError: no such field, or the text is not of its type.
   """
-  known = {f.path: f for f in fields(run)}
+  known, path = {f.path: f for f in fields(run)}, present_name(path)
   if path not in known:
     raise ConfigError(unknown_field(path, list(known)))
   twin = OTHER_NAMES.get(path.rpartition(".")[2])

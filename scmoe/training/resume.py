@@ -10,8 +10,8 @@ from scmoe.base.errors import ConfigError, DataError
 # up, and where and in which order it computes, not what a step computes.
 SAFE = (
   "name",
-  "model.expert_impl",
-  "model.expert_backend",
+  "model.ffn.impl",
+  "model.ffn.backend",
   "optimizer.masters",
   "dispatch.nodes",
   "dispatch.adaptive_r",

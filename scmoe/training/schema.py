@@ -23,6 +23,7 @@ import re
 from typing import Any
 
 from scmoe.base.errors import CheckpointError
+from scmoe.base.renamed import with_present_names
 from scmoe.blocks.schedule import dense_steps, slot_names, tap_step
 from scmoe.blocks.wiring import WIRINGS, tap_index
 from scmoe.layers.rope import RopeConfig
@@ -34,8 +35,9 @@ _EXPERTS = re.compile(r"(?<=\bmoe\.)(?=(up|gate|down|up_bias|down_bias)$)")
 _GONE = ("router.skewed",)
 _MOST_BLOCKS = 1024  # of a pair, that are believed: a stored configuration may hold any number
 _COMPAT = ("order", "weights", "weight_norm", "jitter", "uniform", "round_to")
-# Fields that later versions added, with the value that describes what earlier runs did. Without it
-# the missing field would count as a change of the configuration, and the run would be refused.
+# Fields that later versions added, by the names with which they were added, and the value that
+# describes what earlier runs did. Without it the missing field would count as a change of the
+# configuration, and the run would be refused.
 _SINCE = {
   "model": {
     "expert_impl": "auto",
@@ -111,12 +113,13 @@ def upgraded(meta: dict[str, Any]) -> dict[str, Any]:
       f"1 to {SCHEMA}; use the version that wrote it, or a later one"
     )
   if schema == SCHEMA:
-    return meta | {"config": _completed(config)}
+    return meta | {"config": with_present_names(_completed(config))[0]}
   leaves = {}
   for name, leaf in meta["leaves"].items():
     if name not in _GONE:
       leaves[_EXPERTS.sub("experts.", name)] = leaf | {"stored_as": name}
-  return meta | {"leaves": leaves, "config": _completed(upgraded_config(config))}
+  config = _completed(_of_schema_2(config))
+  return meta | {"leaves": leaves, "config": with_present_names(config)[0]}
 
 
 def _completed(config: dict[str, Any]) -> dict[str, Any]:
@@ -131,6 +134,11 @@ def upgraded_config(values: dict[str, Any]) -> dict[str, Any]:
 
   Values without a meaning stay as they are: the check of the configuration refuses them.
   """
+  return with_present_names(_of_schema_2(values))[0]
+
+
+def _of_schema_2(values: dict[str, Any]) -> dict[str, Any]:
+  """A stored configuration with the names that schema 2 began with."""
   values = copy.deepcopy(values)
   group = lambda name: part if isinstance(part := values.get(name), dict) else {}
   router, dispatch, overlap, model = map(group, ("router", "dispatch", "overlap", "model"))

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from scmoe.base.errors import ConfigError
 from scmoe.blocks.options import OverlapConfig
+from scmoe.kernels.grouped_matmul import FFNOptions
 from scmoe.layers.mlp import activate
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.layer import MoE, MoECall, MoEConfig
@@ -228,7 +229,5 @@ def test_models_equal_the_oracle(wiring):
 
 
 def test_a_backend_that_cannot_run_says_so():
-  with pytest.raises(
-    ConfigError, match=r"expert_backend='mosaic_gpu' takes bfloat16 .* use 'auto'"
-  ):
-    harness.tiny(wiring="topk", expert_backend="mosaic_gpu")
+  with pytest.raises(ConfigError, match=r"ffn\.backend='mosaic_gpu' takes bfloat16 .* use 'auto'"):
+    harness.tiny(wiring="topk", ffn=FFNOptions(backend="mosaic_gpu"))

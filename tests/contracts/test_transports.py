@@ -79,8 +79,9 @@ def oracle(kind: str, E: int):
 
 def experts_of(E, replicas):
   """Graph of the layer's own experts, and their parameters as `weights` hold them."""
-  config = FFNExpertsConfig(D, F, E, activation="swiglu", bias=True, adaptive_r=replicas)
-  graph, state = nnx.split(nnx.eval_shape(lambda: FFNExperts(config, rngs=nnx.Rngs(0))))
+  config = FFNExpertsConfig(D, F, E, activation="swiglu", bias=True)
+  make = lambda: FFNExperts(config, adaptive_r=replicas, rngs=nnx.Rngs(0))
+  graph, state = nnx.split(nnx.eval_shape(make))
 
   def with_weights(w):
     values = {"up": w.up_GDF, "gate": w.gate_GDF, "down": w.down_GFD}

@@ -14,6 +14,7 @@ from scmoe.base.compat import gpu_interpret_params, jax_version
 from scmoe.base.errors import ConfigError
 from scmoe.kernels.grouped_matmul import (
   FFNConfig,
+  FFNOptions,
   FFNWeights,
   choices_layout,
   expert_ffn,
@@ -151,7 +152,7 @@ def test_the_network_of_rounded_operands_and_its_gradient(impl, activation):
   rng = np.random.default_rng(3)
   group_MK = jnp.asarray(np.stack([rng.permutation(G)[:K] for _ in range(T)]), jnp.int32)
   weight_MK = jnp.abs(normal(16, T, K))
-  config = FFNConfig(activation, impl, fp8=True)
+  config = FFNConfig(activation, impl=impl, fp8=True)
 
   def ours(x, weights):
     if impl == "grouped":
@@ -177,10 +178,10 @@ def test_the_network_of_rounded_operands_and_its_gradient(impl, activation):
 
 
 def test_the_option_reaches_the_experts():
-  moe = ModelConfig(expert_fp8=True).moe(RouterConfig(), DispatchConfig())
+  moe = ModelConfig(ffn=FFNOptions(fp8=True)).moe(RouterConfig(), DispatchConfig())
   assert moe.fp8
-  with pytest.raises(ConfigError, match=r"model.expert_fp8=True goes with grouped and batched"):
-    ModelConfig(expert_fp8=True, expert_impl="block_sparse").resolve(vocab_size=64).check()
+  with pytest.raises(ConfigError, match=r"model.ffn.fp8=True goes with grouped and batched"):
+    ModelConfig(ffn=FFNOptions(fp8=True, impl="block_sparse")).resolve(vocab_size=64).check()
 
 
 def relative_error(got, want):
@@ -251,7 +252,7 @@ def test_the_network_on_kernels_is_xlas_simulated(activation, hidden):
     cut(weights.gate_bias_GF, 1),
   )
   run = lambda backend: expert_ffn(
-    x, weights, layout, FFNConfig(activation, "grouped", backend, fp8=True)
+    x, weights, layout, FFNConfig(activation, impl="grouped", backend=backend, fp8=True)
   )
   # Not for races: of an odd number of tiles the last is stored by both of a pair, alike.
   with interpreted(gpu_interpret_params(detect_races=False), num_sms=4):

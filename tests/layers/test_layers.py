@@ -85,7 +85,7 @@ def test_norms_of_large_bfloat16_values_are_computed_in_float32():
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
 def test_mlps(activation, bias):
-  mlp, p = randomised(MLP(MLPConfig(D, 7, activation, bias), rngs=nnx.Rngs(0)))
+  mlp, p = randomised(MLP(MLPConfig(D, 7, activation=activation, bias=bias), rngs=nnx.Rngs(0)))
   x = inputs(S, D)
   expected = [oracles.feed_forward(tape.lift(v), p, activation) for v in x]
   assert_close(mlp(jnp.asarray(x)), oracles.values(expected))

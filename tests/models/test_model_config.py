@@ -12,6 +12,7 @@ from flax import nnx
 from scmoe.base.errors import ConfigError
 from scmoe.base.options import check_options
 from scmoe.blocks.wiring import WIRINGS
+from scmoe.kernels.grouped_matmul import FFNOptions
 from scmoe.models.config import ModelConfig
 from scmoe.models.gpt import GPT
 from scmoe.moe.dispatch import DispatchConfig
@@ -101,7 +102,7 @@ ERRORS = {
   "wiring": ({"wiring": "scmoe_pos4"}, r"model\.wiring='scmoe_pos4' is unknown; did you mean"),
   "style": ({"style": "gpt"}, r"model\.style='gpt' is unknown; did you mean 'gpt2'\? one of: gpt2"),
   "mix": ({"mix": "cg3"}, r"model\.mix='cg3' is unknown; did you mean"),
-  "activation": ({"activation": "tanh"}, r"model\.activation='tanh' is unknown"),
+  "activation": ({"activation": "tanh"}, r"model\.ffn\.activation='tanh' is unknown"),
   "dtype": ({"dtype": "float8"}, r"model\.dtype='float8' is unknown"),
   "norm": ({"shortcut_norm": "none"}, r"model\.shortcut_norm='none' is unknown"),
   "experts": ({"num_experts": -3}, r"model\.num_experts=-3 is too small; the least is 1"),
@@ -149,10 +150,10 @@ def test_every_option_has_a_meaning():
 
 @pytest.mark.parametrize("impl", ["grouped", "block_sparse"])
 def test_what_computes_the_experts_changes_nothing(impl):
-  """`model.expert_impl` (MegaBlocks mlp_impl): values and every gradient, with drops."""
+  """`model.ffn.impl` (MegaBlocks mlp_impl): values and every gradient, with drops."""
   runs = []
   for word in ("auto", impl):
-    config = harness.tiny(wiring="scmoe_pos2", expert_impl=word)
+    config = harness.tiny(wiring="scmoe_pos2", ffn=FFNOptions(impl=word))
     graph, params = harness.parts(config, dispatch=DispatchConfig(capacity_factor=1.0))
     runs.append(harness.run(graph, params))
   harness.assert_same(runs[1], runs[0])
@@ -160,8 +161,8 @@ def test_what_computes_the_experts_changes_nothing(impl):
 
 
 def test_unknown_implementation():
-  with pytest.raises(ConfigError, match=r"model\.expert_impl='sparse' is unknown; did you mean"):
-    harness.tiny(expert_impl="sparse")
+  with pytest.raises(ConfigError, match=r"model\.ffn\.impl='sparse' is unknown; did you mean"):
+    harness.tiny(ffn=FFNOptions(impl="sparse"))
 
 
 def test_parts_of_a_configuration_that_is_not_resolved_are_those_of_the_resolved_one():

@@ -398,7 +398,7 @@ def _stages(model: ModelConfig, tokens: int, seq: int, machine: Machine) -> Stag
     kv_width=model.num_kv_heads * model.head_dim,
     experts=model.num_experts,
     k=model.wiring_rule.routed_per_gating(model.top_k),
-    matrices=3 if is_gated(model.activation) else 2,
+    matrices=3 if is_gated(model.ffn.activation) else 2,
   )
   found = dataclasses.asdict(model_times(sizes, machine))
   never = () if tokens > 1024 else ("dispatch", "combine")

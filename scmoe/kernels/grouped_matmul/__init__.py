@@ -13,6 +13,7 @@ from scmoe.kernels.grouped_matmul.layout import (
   sorted_layout,
 )
 from scmoe.kernels.grouped_matmul.matmul import grouped_matmul, grouped_outer
+from scmoe.kernels.grouped_matmul.options import FFNOptions
 from scmoe.kernels.grouped_matmul.reference import expert_ffn_reference, grouped_matmul_reference
 from scmoe.kernels.grouped_matmul.weights import FFNWeights
 from scmoe.kernels.launch import device_has_kernels
@@ -21,6 +22,7 @@ from scmoe.kernels.one_row.experts import splits as splits_of_one_row
 __all__ = [
   "BACKENDS",
   "FFNConfig",
+  "FFNOptions",
   "FFNWeights",
   "GroupLayout",
   "RowLayout",

@@ -20,49 +20,39 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from scmoe.base.options import Options, option
+from scmoe.base.options import option
 from scmoe.kernels import launch
 from scmoe.kernels.grouped_matmul import xla
 from scmoe.kernels.grouped_matmul.activations import activation_names, get_activation
-from scmoe.kernels.grouped_matmul.backend import BACKENDS, implementation, resolve_backend
+from scmoe.kernels.grouped_matmul.backend import implementation, resolve_backend
 from scmoe.kernels.grouped_matmul.layout import (
   KERNEL_ROW_TILE,
   RowLayout,
   TiledRows,
   make_equal_layout,
 )
+from scmoe.kernels.grouped_matmul.options import FFNOptions
 from scmoe.kernels.grouped_matmul.weights import Execution, FFNWeights
 from scmoe.kernels.one_row import experts as one_row
 from scmoe.kernels.permute import sum_copies, take_rows, zero_cotangents
 
-IMPLEMENTATIONS = ("auto", "grouped", "batched")
-
 
 @dataclasses.dataclass(frozen=True)
-class FFNConfig(Options):
-  """The static options of the experts' network.
+class FFNConfig(FFNOptions, path="FFNConfig"):
+  """The static options of one call of the experts' network, beside those of `FFNOptions`.
 
   Attributes:
-    activation: one of `activation_names()`.
-    impl: "grouped": grouped products by `backend`; "batched": XLA's batched dense products, for
-      padded experts only; "auto": batched products if experts are padded and either no kernel
-      takes them or a collective may hold multiprocessors; else grouped.
-    backend: of grouped products: "auto" (kernels on Hopper, XLA elsewhere), "mosaic_gpu" or "xla".
-    precision: for float32 operands, as in `jax.lax.dot_general`.
+    activation: as in `FFNOptions`; here it may be given by position.
+    precision: of float32 operands, as in `jax.lax.dot_general`.
     num_sms: multiprocessors that the kernels use; None: all.
-    shared_sms: a collective may hold multiprocessors while padded experts run.
-    fp8: round the operands of the forward pass' products to e4m3, in blocks that have a scale each
-      (see the module `fp8`). The backward pass treats the rounding as the identity, and starts from
-      the pre-activations of the rounded operands.
+    shared_sms: whether a collective may hold multiprocessors while padded experts run. `impl` auto
+      then takes batched products, which leave them some.
   """
 
-  activation: str = option("swiglu", choices=activation_names())
-  impl: str = option("auto", choices=IMPLEMENTATIONS)
-  backend: str = option("auto", choices=BACKENDS)
+  activation: str = option("", choices=("", *activation_names()))
   precision: str | None = "highest"
   num_sms: int | None = option(None, minimum=1)
   shared_sms: bool = option(False)
-  fp8: bool = option(False)
 
 
 # CTAs per multiprocessor, one after the other, if a collective may hold some multiprocessors. With
@@ -98,6 +88,7 @@ def expert_ffn(
     ValueError: shapes disagree, or a word of the config is unknown or does not fit.
   """
   rows_MD = rows.reshape(-1, rows.shape[-1])
+  config = config.filled(gated=weights.gate_GDF is not None)
   check_ffn(rows_MD, weights, layout, config.activation)
   weights = weights.cast(rows.dtype)
   static = _resolve(config, layout, rows.dtype, weights)
@@ -128,8 +119,8 @@ def _resolve(config: FFNConfig, layout: RowLayout, dtype: Any, weights: FFNWeigh
       "impl='batched' needs padded experts, got rows with group sizes: use 'grouped'"
     )
   products = resolve_backend(config.backend, dtype, *weights.up_GDF.shape[1:])
-  if products == "reference":
-    raise ValueError("backend='reference' has no expert_ffn: use expert_ffn_reference")
+  if config.impl == "block_sparse":
+    raise ValueError("impl='block_sparse' is another function, block_sparse_ffn: use 'auto'")
   batched = config.impl == "batched"
   if padded is not None and config.impl == "auto":
     whole = padded[2] > 0 and padded[2] % KERNEL_ROW_TILE == 0

@@ -95,7 +95,7 @@ def make_transport(
     capacity_factor: for this call, instead of the configured one (Tutel's runtime capacity); 0
       drops nothing.
     no_drop: whatever the configuration says, drop nothing (decoding, exact evaluation).
-    buffers: the experts take buffers of equal size (`model.expert_impl=batched`).
+    buffers: the experts take buffers of equal size (`model.ffn.impl=batched`).
     zero_experts: number of zero experts, with ids from E on; their choices send no rows.
     real_share: expected share of the choices that computing experts get; buffers are sized for it.
 

@@ -1,0 +1,52 @@
+"""The options of a feed-forward network: what it computes, and whose products compute it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Self
+
+from scmoe.base.options import Options, option
+from scmoe.kernels.grouped_matmul.activations import activation_names
+
+EXPERT_BACKENDS = ("auto", "mosaic_gpu", "xla")
+IMPLEMENTATIONS = ("auto", "grouped", "batched", "block_sparse")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FFNOptions(Options, path="model.ffn"):
+  """Options of every feed-forward network: dense MLP, shared expert and routed experts.
+
+  The configurations of the layers and of the kernels inherit these fields, and a model holds them
+  as its section `model.ffn`. So a new option of this kind is a field of this class alone.
+  """
+
+  activation: str = option(
+    "",
+    "activation of MLPs and experts; empty: swiglu for networks with gate matrices, as models of "
+    "style llama have, else gelu",
+    choices=("", *activation_names()),
+  )
+  fp8: bool = option(
+    False,
+    "experts: round the operands of forward products to e4m3, with a scale for 128 elements of a "
+    "row and 128 x 128 of a matrix (DeepSeek-V3); backward passes stay in model.dtype",
+  )
+  impl: str = option(
+    "auto",
+    "experts: grouped (grouped products), batched (XLA's batched products; capacity transport), "
+    "block_sparse (MegaBlocks' products), or auto (MegaBlocks mlp_impl)",
+    choices=IMPLEMENTATIONS,
+  )
+  backend: str = option(
+    "auto",
+    "whose products: mosaic_gpu (kernels for Hopper), xla, auto (kernels where they run)",
+    choices=EXPERT_BACKENDS,
+  )
+
+  def filled(self, *, gated: bool = False) -> Self:
+    """The same with an activation: an empty one becomes swiglu if `gated`, else gelu."""
+    return dataclasses.replace(self, activation=self.activation or ("swiglu" if gated else "gelu"))
+
+  def shared(self) -> dict[str, Any]:
+    """The fields of `FFNOptions` alone: arguments of another class that inherits them."""
+    return {field.name: getattr(self, field.name) for field in dataclasses.fields(FFNOptions)}

@@ -635,7 +635,7 @@ def test_the_table_of_names_is_what_old_configurations_become():
 
 
 def test_the_table_of_renamed_options_is_the_list():
-  table = dict(rows(page("docs/configuration.md"), "| old name"))
+  table = dict(rows(page("docs/configuration.md"), "| name before"))
   assert table == RENAMED
 
 

@@ -9,7 +9,7 @@ An arm is one word for the wiring and more words, after dots, for how it runs: `
               barriers, forward and (mirrored) backward; otherwise XLA orders
   back STEP   another slot for the backward pass; `back free` leaves that to XLA
   seq         control: nothing beside the MoE's stages
-  compute     control: the all-to-all is left out (`dispatch.silent`)
+  compute     control: the all-to-all is left out (`dispatch.ablation.silent`)
   comm        control: only the all-to-alls of a forward pass, one after the other
   scan        one stage per scan step instead of all stages unrolled
   nopgle      without profile-guided latencies; nolhs also without the latency-hiding scheduler
@@ -67,11 +67,11 @@ WIRINGS = {
 }
 WORDS = {
   "seq": {"overlap.schedule": "off"},
-  "compute": {"dispatch.silent": "true"},
-  "comm": {"overlap.profile_guided": "false"},
+  "compute": {"dispatch.ablation.silent": "true"},
+  "comm": {"overlap.ablation.profile_guided": "false"},
   "scan": {"overlap.unroll": "1"},
-  "nopgle": {"overlap.profile_guided": "false"},
-  "nolhs": {"overlap.profile_guided": "false", "overlap.latency_hiding": "false"},
+  "nopgle": {"overlap.ablation.profile_guided": "false"},
+  "nolhs": {"overlap.ablation.profile_guided": "false", "overlap.ablation.latency_hiding": "false"},
   "cb": {"overlap.command_buffers": "on"},
   "kernels": {"model.ffn.backend": "mosaic_gpu", "model.ffn.impl": "grouped"},
   "batched": {"model.ffn.impl": "batched"},
@@ -139,9 +139,7 @@ class Job:
     return RunConfig(
       model=model,
       dispatch=DispatchConfig(capacity_factor=1.0),
-      overlap=OverlapConfig(
-        unroll=0, profile_guided=True, copy_engines=self.link == "copy_engines"
-      ),
+      overlap=OverlapConfig(unroll=0, copy_engines=self.link == "copy_engines"),
       mesh=MeshConfig(data=1, expert=devices),
       data=DataConfig(seq_len=model.context, document_mask=False),
       train=TrainConfig(batch_size=sequences, tokens_per_step=tokens),
@@ -161,7 +159,7 @@ def arm_run(name: str, base: RunConfig) -> RunConfig:
     if word.startswith("after "):
       fields |= {"overlap.schedule": word.removeprefix("after "), "overlap.order": "barriers"}
     elif word.startswith("back "):
-      fields["overlap.backward"] = word.removeprefix("back ")
+      fields["overlap.ablation.backward"] = word.removeprefix("back ")
     elif re.fullmatch(r"ch\d+", word):
       fields["dispatch.chunks"] = word.removeprefix("ch")
     elif word != "kernels" or on_gpu():
@@ -187,7 +185,7 @@ class Arm:
   def __init__(self, name: str, job: Job, held: dict[str, Any]):
     self.run = arm_run(name, job.run())
     self.built, self.held = build(self.run), held
-    self.guided = on_gpu() and self.run.overlap.profile_guided
+    self.guided = on_gpu() and self.run.overlap.ablation.profile_guided
     self.profile = b""
     kinds = {"forward": self._forward, "train": self._train, "comm": self._exchanges}
     lowered, self.call = kinds["comm" if "comm" in name.split(".") else job.direction]()

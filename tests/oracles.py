@@ -268,7 +268,7 @@ def model(
       `moes` (one dictionary per MoE). A block with an MoE also has what its unit has: `own_norm`,
       `post_norm`, `mix`.
     tokens: [B, S].
-    config: fields style, wiring, moe_every, top_k, mix, mix_input, shortcut_norm, activation,
+    config: fields style, wiring, moe_every, top_k, mix, ablation, shortcut_norm, ffn,
       norm_eps, rope_theta.
     rows: k -> capacity of a queue; None drops nothing.
     groups: capacity groups of the batch.
@@ -340,7 +340,7 @@ def model(
       position = {"scmoe_pos1": 1, "scmoe_pos2": 2, "scmoe_pos3": 3, "scmoe2": 2}
       x = current if word == "shared_expert" else preceding(position[word])
       y = moe(x, k)[0]
-      reads = x if config.mix_input == "shortcut" else current
+      reads = x if config.ablation.mix_input == "shortcut" else current
       shared = feed(current, q["mlp"])
       weight = q["mix"]["weight"] if config.mix != "direct" else None
       total = [mix(config.mix, *vs, weight) for vs in zip(shared, y, reads, strict=True)]

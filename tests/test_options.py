@@ -14,12 +14,15 @@ from flax import nnx
 import scmoe
 from scmoe.base.errors import ConfigError
 from scmoe.base.options import Options, check_options, option, section
+from scmoe.blocks.block import ModelAblation
+from scmoe.blocks.options import OverlapAblation
 from scmoe.kernels.grouped_matmul import FFNConfig, FFNOptions
 from scmoe.layers.attention import AttentionConfig
 from scmoe.layers.embed import EmbeddingConfig
 from scmoe.layers.latent_attention import LatentAttentionConfig
 from scmoe.layers.mlp import FFNLayerOptions, MLPConfig
 from scmoe.moe.dispatch import queue_positions
+from scmoe.moe.dispatch.options import DispatchAblation
 from scmoe.moe.experts import FFNExpertsConfig
 from scmoe.moe.options import CompatConfig
 from scmoe.run.config import RunConfig, from_dict, to_dict
@@ -27,6 +30,7 @@ from scmoe.run.fields import with_field
 from scmoe.training.options import (
   CheckpointConfig,
   DistributedConfig,
+  OptimizerAblation,
   OptimizerConfig,
   TrainConfig,
 )
@@ -43,6 +47,10 @@ EXAMPLES = (
   OptimizerConfig(),
   CheckpointConfig(),
   DistributedConfig(),
+  ModelAblation(),
+  OverlapAblation(),
+  DispatchAblation(),
+  OptimizerAblation(),
   scmoe.MoEConfig(width=8, hidden=8, num_experts=4),
   FFNExpertsConfig(width=8, hidden=8, num_experts=4),
   FFNConfig(),
@@ -203,8 +211,10 @@ def test_replace_in_several_steps_may_pass_what_does_not_fit_together():
 
 
 def test_numbers_are_stored_as_the_types_of_python():
-  config = scmoe.DispatchConfig(capacity_factor=2, chunks=np.int64(4), silent=np.bool_(False))
-  assert [type(v) for v in (config.capacity_factor, config.chunks, config.silent)] == [
+  config = scmoe.DispatchConfig(
+    capacity_factor=2, chunks=np.int64(4), ablation=DispatchAblation(np.bool_(False))
+  )
+  assert [type(v) for v in (config.capacity_factor, config.chunks, config.ablation.silent)] == [
     float, int, bool]  # fmt: skip
   router = scmoe.RouterConfig(noise=np.float32(0.5))
   assert json.dumps(dataclasses.asdict(router))

@@ -12,7 +12,8 @@ from scmoe.run.command_line import TRAIN_FLAGS, parse, run_config
 from scmoe.run.config import RunConfig, as_config_dict, from_dict, from_json, to_dict
 from scmoe.run.config_files import load_config
 from scmoe.run.fields import fields, with_field
-from scmoe.training.schema import upgraded_config
+from scmoe.training.resume import check_config
+from scmoe.training.schema import upgraded, upgraded_config
 
 DECLARED = {field.path: field for field in fields(RunConfig())}
 OLD = sorted(RENAMED)
@@ -28,7 +29,8 @@ def other_value(old):
   field = DECLARED[RENAMED[old]]
   if choices := [word for word in field.metadata["choices"] if word != field.default]:
     return choices[0]
-  return not field.default if field.type is bool else field.default + 1
+  values = {bool: not field.default, str: "free"}  # the only text without choices is a slot
+  return values[field.type] if field.type in values else field.default + 1
 
 
 def changed(old):
@@ -100,6 +102,23 @@ def test_json_and_what_a_checkpoint_stores(old, capsys):
   noted(capsys, old)
   assert from_dict(upgraded_config(stored)) == changed(old)
   assert not capsys.readouterr().err  # nobody can change what is stored
+
+
+def test_a_checkpoint_of_before_resumes_without_a_change_of_its_configuration():
+  now = json.loads(json.dumps(to_dict(RunConfig())))
+  before = json.loads(json.dumps(now))
+  for old, new in RENAMED.items():
+    *groups, name = new.split(".")
+    places = [before]
+    for group in groups:
+      places.append(places[-1][group])
+    before[old.split(".")[0]][old.split(".")[1]] = places[-1].pop(name)
+    if not places[-1]:
+      del places[-2][groups[-1]]
+  assert "ffn" not in before["model"] and "ablation" not in before["overlap"]
+  stored = upgraded({"schema": 2, "config": before})["config"]
+  assert stored == now
+  assert check_config(stored, now) == []
 
 
 def test_a_config_file_that_says_it_in_both_ways(tmp_path, capsys):

@@ -4,13 +4,13 @@ Every component declares its options in a frozen dataclass beside its code:
 
   @dataclasses.dataclass(frozen=True)
   class RouterConfig(Options, path="router"):
-    gates: int = option(1, "gates over the one set of experts", minimum=1)
+    n_group: int = option(1, "groups that the experts form", minimum=1)
 
-`RouterConfig(gates=0)` raises "router.gates=0 is too small; the least is 1". `--help`, validation
-and the documentation read the same declaration, so no field can lack a meaning. Checks of several
-fields against each other are methods that run on the complete configuration (`check`, `resolve`).
-They are not here, because a user who changes two such fields by two `dataclasses.replace` calls
-would be refused at the first.
+`RouterConfig(n_group=0)` raises "router.n_group=0 is too small; the least is 1". `--help`,
+validation and the documentation read the same declaration, so no field can lack a meaning. Checks
+of several fields against each other are methods that run on the complete configuration (`check`,
+`resolve`). They are not here, because a user who changes two such fields by two
+`dataclasses.replace` calls would be refused at the first.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ def _described(cls: type) -> str:
 
 
 def _line(name: str, field: dataclasses.Field[Any]) -> str:
-  """A field as one line: `gates: int = 1, at least 1: gates over the one set of experts`."""
+  """A field as one line: `n_group: int = 1, at least 1: groups that the experts form`."""
   words = field.metadata
   default = "" if field.default is dataclasses.MISSING else f" = {field.default!r}"
   bounds = (("minimum", "at least"), ("above", "above"), ("maximum", "at most"))

@@ -19,6 +19,15 @@ RENAMED = {
   "model.expert_fp8": "model.ffn.fp8",
   "model.expert_impl": "model.ffn.impl",
   "model.expert_backend": "model.ffn.backend",
+  "model.mix_input": "model.ablation.mix_input",
+  "router.gates": "router.compat.gates",
+  "router.fp32_gate": "router.compat.fp32_gate",
+  "dispatch.silent": "dispatch.ablation.silent",
+  "overlap.backward": "overlap.ablation.backward",
+  "overlap.latency_hiding": "overlap.ablation.latency_hiding",
+  "overlap.profile_guided": "overlap.ablation.profile_guided",
+  "overlap.profile_runs": "overlap.ablation.profile_runs",
+  "optimizer.masters": "optimizer.ablation.masters",
 }
 _noted: set[str] = set()
 

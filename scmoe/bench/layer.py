@@ -42,7 +42,7 @@ from scmoe.kernels.grouped_matmul.layout import make_layout, pad_rows
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.experts import FFNExperts
 from scmoe.moe.layer import MoE, MoEConfig
-from scmoe.moe.options import RouterConfig
+from scmoe.moe.options import CompatConfig, RouterConfig
 from scmoe.profiling.timer import alone, calls_in, interleave, repeated
 
 # 7B-256, 7B-1024, 30B-512, 120B-1024 of SonicMoE; OLMoE, Qwen3-30B, Mixtral.
@@ -148,8 +148,8 @@ class Layer:
 
   Args:
     shape: its sizes.
-    backend: implementation of the grouped products (`model.expert_backend`).
-    fp32_gate: `router.fp32_gate`.
+    backend: implementation of the grouped products (`model.ffn.backend`).
+    fp32_gate: `router.compat.fp32_gate`.
   """
 
   def __init__(self, shape: Shape, backend: str = "auto", *, fp32_gate: bool = True):
@@ -162,7 +162,7 @@ class Layer:
       s.top_k,
       activation="swiglu",
       backend=backend,
-      router=RouterConfig(fp32_gate=fp32_gate),
+      router=RouterConfig(compat=CompatConfig(fp32_gate=fp32_gate)),
       dispatch=DispatchConfig(transport="dropless"),
     )
     abstract = nnx.eval_shape(lambda: MoE(config, rngs=nnx.Rngs(0)))
@@ -505,7 +505,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   )
   parser.add_argument("--skew", type=float, default=8.0, help="Dirichlet parameter for --kernels")
   parser.add_argument("--backend", default="auto", help="backend of --layer")
-  parser.add_argument("--bf16_gate", action="store_true", help="router.fp32_gate=False")
+  parser.add_argument("--bf16_gate", action="store_true", help="router.compat.fp32_gate=False")
   parser.add_argument(
     "--turns_only", action="store_true", help="time --layer only in turns with the bound"
   )

@@ -27,6 +27,18 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclasses.dataclass(frozen=True)
+class ModelAblation(Options, path="model.ablation"):
+  """Parts of a block, each of which an ablation sets apart. A run leaves them as they are."""
+
+  mix_input: str = option(
+    "current",
+    "which value the coefficients of model.mix=cg1 and cg2 are computed from: the shared expert's "
+    "input (current), or the shortcut's",
+    choices=("current", "shortcut"),
+  )
+
+
+@dataclasses.dataclass(frozen=True)
 class BlockConfig(Options, path="model"):
   """Transformer blocks of one wiring. The defaults are GPT-2 style blocks of laptop size."""
 
@@ -40,9 +52,6 @@ class BlockConfig(Options, path="model"):
   )
   mix: str = option(
     "cg1", "how shared and routed output are added: direct, cg1 or cg2 (paper §5.2)", choices=MIXES
-  )
-  mix_input: str = option(
-    "current", "what the coefficients of cg1 and cg2 read", choices=("current", "shortcut")
   )
   shortcut_norm: str = option(
     "shared",
@@ -122,6 +131,8 @@ class BlockConfig(Options, path="model"):
   document_mask: bool = option(
     False, "attention stays inside a document of a packed row (no fused GPU attention then)"
   )
+
+  ablation: ModelAblation = section(ModelAblation, "parts of a block that only ablations set apart")
 
   @property
   def wiring_rule(self) -> Wiring:

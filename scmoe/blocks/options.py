@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from scmoe.base.options import Options, option
+from scmoe.base.options import Options, option, section
 
 # Up to so many pairs, a GPU program writes out all of them instead of scanning over layers. Nothing
 # is then copied into and out of stacked arrays, and compilation takes about three times as long
@@ -13,6 +13,26 @@ from scmoe.base.options import Options, option
 # last microbatch, so their limit is lower.
 WRITTEN_OUT, WRITTEN_OUT_EXCHANGING = 32, 8
 UNROLLED = 4  # pairs per step of the scan in deeper models that exchange rows
+
+
+@dataclasses.dataclass(frozen=True)
+class OverlapAblation(Options, path="overlap.ablation"):
+  """Parts of the overlap, each of which an ablation sets apart. A run leaves them as they are."""
+
+  backward: str = option(
+    "mirror",
+    "where the experts stand in the backward pass, by the step's name in the forward pass; mirror: "
+    "the mirror image of the forward pass; free: XLA decides",
+  )
+  latency_hiding: bool = option(
+    True, "GPU: XLA's latency-hiding scheduler, for the training step only"
+  )
+  profile_guided: bool = option(
+    True,
+    "GPUs that exchange rows: profile the first steps and compile again with the measured "
+    "latencies; WORKDIR/profile_guided keeps the profile, and later starts use it",
+  )
+  profile_runs: int = option(3, "steps that are profiled for it", minimum=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +51,6 @@ class OverlapConfig(Options, path="overlap"):
     "what the measurement of auto may cost a first start; 0: as configured, nothing is measured",
     minimum=0,
   )
-  backward: str = option(
-    "mirror",
-    "advanced: the same for the backward pass, named in forward order; mirror: the mirror image of "
-    "the forward pass; free: left to XLA",
-  )
   order: str = option(
     "xla",
     "advanced: what keeps the order on a GPU: xla (its scheduler), or barriers (optimization "
@@ -50,19 +65,10 @@ class OverlapConfig(Options, path="overlap"):
     "a step is",
     minimum=-1,
   )
-  latency_hiding: bool = option(
-    True, "advanced: GPU: XLA's latency-hiding scheduler, for the training step only"
-  )
-  profile_guided: bool = option(
-    True,
-    "advanced: GPUs that exchange rows: profile the first steps and compile again with measured "
-    "latencies; the profile is kept in WORKDIR/profile_guided and used by every later start",
-  )
-  profile_runs: int = option(3, "advanced: steps that are profiled for it", minimum=1)
   command_buffers: str = option(
     "auto",
-    "advanced: GPU: CUDA graphs, which launch kernels faster but name none of them in a trace: on, "
-    "off, or auto (on one GPU, where nothing travels; they were slower beside collectives)",
+    "GPU: CUDA graphs, which launch kernels faster but name none of them in a trace: on, off, or "
+    "auto (on one GPU, where no rows travel; beside collectives they were slower)",
     choices=("auto", "on", "off"),
   )
   copy_engines: bool = option(
@@ -81,6 +87,9 @@ class OverlapConfig(Options, path="overlap"):
     "advanced: in which gradients travel between devices; they are added up in float32",
     choices=("float32", "bfloat16"),
   )
+  ablation: OverlapAblation = section(
+    OverlapAblation, "parts of the overlap that only ablations set apart"
+  )
 
   def derived(self, *, gpu: bool, exchange: bool, pairs: int, devices: int = 1) -> OverlapConfig:
     """The options with every automatic value replaced by the value that it has here.
@@ -96,12 +105,15 @@ class OverlapConfig(Options, path="overlap"):
     few = pairs <= (WRITTEN_OUT_EXCHANGING if active else WRITTEN_OUT)
     unroll = 0 if gpu and few else UNROLLED if active else 1
     graphs = "on" if gpu and devices == 1 else "off"
+    ablation = dataclasses.replace(
+      self.ablation, profile_guided=self.ablation.profile_guided and active
+    )
     return dataclasses.replace(
       self,
       command_buffers=graphs if self.command_buffers == "auto" else self.command_buffers,
       unroll=self.unroll if self.unroll >= 0 else unroll,
-      profile_guided=self.profile_guided and active,
       search_seconds=self.search_seconds if active and self.schedule == "auto" else 0.0,
+      ablation=ablation,
     )
 
   def pairs_per_step(self, pairs: int) -> int:
@@ -117,7 +129,9 @@ class OverlapConfig(Options, path="overlap"):
     """
     if not gpu:
       return {}
-    options: dict[str, Any] = {"xla_gpu_enable_latency_hiding_scheduler": self.latency_hiding}
+    options: dict[str, Any] = {
+      "xla_gpu_enable_latency_hiding_scheduler": self.ablation.latency_hiding
+    }
     if profiling or self.command_buffers != "on":
       options["xla_gpu_enable_command_buffer"] = ""
     return options

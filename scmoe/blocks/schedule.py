@@ -109,8 +109,8 @@ def make_schedule(
     chunks: in which rows travel (`dispatch.chunks`), each with a step of the experts.
 
   Raises:
-    ConfigError: `overlap.schedule` or `overlap.backward` names no step, or more than there are
-      chunks.
+    ConfigError: `overlap.schedule` or `overlap.ablation.backward` names no step, or more than there
+      are chunks.
   """
   check_type("wiring", wiring, Wiring)
   if blocks < 1:
@@ -125,8 +125,8 @@ def make_schedule(
   slots = back = (len(dense),) * chunks
   if overlap.schedule != "auto":
     slots = back = _positions(overlap.schedule, "overlap.schedule", dense, blocks, chunks)
-  if overlap.backward not in ("mirror", "free"):
-    back = _positions(overlap.backward, "overlap.backward", dense, blocks, chunks)
+  if overlap.ablation.backward not in ("mirror", "free"):
+    back = _positions(overlap.ablation.backward, "overlap.ablation.backward", dense, blocks, chunks)
   after = lambda start, slots: tuple(max(start, slot) for slot in slots)
   places = [
     _Place(start, after(start, slots), after(start, back), before)
@@ -134,7 +134,7 @@ def make_schedule(
   ]
   order = ""
   if overlap.order == "barriers" or overlap.flight > 1:  # turns need an order (`in_turns`)
-    order = "forward" if overlap.backward == "free" else "both"
+    order = "forward" if overlap.ablation.backward == "free" else "both"
   mirrored = [_Place(place.start, place.back, place.back) for place in places]
   return Schedule(_in_order(dense, places, order), _mirror(_in_order(dense, mirrored)))
 

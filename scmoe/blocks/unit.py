@@ -75,7 +75,7 @@ class Unit(nnx.Module):
       [Block(config, hidden, number=i, rngs=rngs) for i, hidden in enumerate(dense)]
     )
     self.shared_norm = config.shortcut_norm == "shared"
-    self.mix_current = config.mix_input == "current"
+    self.mix_current = config.ablation.mix_input == "current"
     own = rule.is_shortcut and not self.shared_norm
     self.own_norm = config.norm() if own else None
     post = rule.is_shortcut and config.shortcut_norm == "megatron"

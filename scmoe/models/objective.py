@@ -295,13 +295,14 @@ class RoutedObjective:
   def update_router(self, router: Any, aux: LossSums) -> Any:
     """Router state after a step, from the loads of all its microbatches and devices.
 
-    With several gates the turn passes to the next: each trains in every `router.gates`-th step.
+    With several gates the turn passes to the next: of n gates (`router.compat.gates`) each trains
+    in every n-th step.
     """
     new = dict(router or {})
     if aux.router is not None and "bias" in new:
       new = update_bias(new, aux.router, self.router)
     if "turn" in new:
-      new["turn"] = (new["turn"] + 1) % self.router.gates
+      new["turn"] = (new["turn"] + 1) % self.router.compat.gates
     return new
 
 

@@ -52,7 +52,7 @@ class Pass:
     no_drop: experts have room for every token.
     remat: what the backward pass recomputes: none; dots (all but matrix products); moe (expert
       activations, nothing that travelled); full (all but the rows that travelled).
-    gate: index of the gate that chooses, if `router.gates` > 1; may be traced.
+    gate: index of the gate that chooses, if `router.compat.gates` > 1; may be traced.
     hidden: whether to return the main path after every block.
     gradient_totals: `scmoe.models.gradient_sums.GradientTotal`s of the pairs' parameters, as
       `totals_of_pairs` of the model picks them, to which the backward pass adds their gradients;
@@ -204,13 +204,13 @@ class Trunk(nnx.Module):
 
     Returns:
       with `router.bias` the arrays of `scmoe.moe.losses.init_bias`, `bias` [layers, E] among them;
-      with `router.gates` > 1 `turn`, int32 [], index of the gate that trains in this step.
+      with `router.compat.gates` > 1 `turn`, int32 [], index of the gate that trains in this step.
     """
     config = self.config
     if not config.wiring_rule.taps:
       return {}
     state = init_bias(config.num_pairs, config.num_experts + config.zero_experts, self.router)
-    if self.router.gates > 1:
+    if self.router.compat.gates > 1:
       state["turn"] = jnp.zeros((), jnp.int32)
     return state
 

@@ -100,7 +100,7 @@ class LinearGate(nnx.Module):
   ):
     value = init_std * jax.random.normal(rngs.params(), (width, num_experts), jnp.float32)
     self.weight = nnx.Param(value, axes=("embed", None))
-    self.fp32 = config.fp32_gate
+    self.fp32 = config.compat.fp32_gate
 
   def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T E"]:
     return gate_product(x_TD, self.weight[...], fp32=self.fp32)
@@ -130,7 +130,7 @@ class CosineGate(nnx.Module):
     self.directions = nnx.Param(directions, axes=(None, None))
     # The optimizer decays no parameter with "scale" in its name.
     self.log_scale = nnx.Param(jnp.full((1,), math.log(2.0)), axes=(None,))
-    self.fp32 = config.fp32_gate
+    self.fp32 = config.compat.fp32_gate
 
   def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T E"]:
     parameters = (self.projection, self.projection_bias, self.directions, self.log_scale)
@@ -140,7 +140,7 @@ class CosineGate(nnx.Module):
 def make_gates(
   width: int, num_experts: int, config: RouterConfig, *, init_std: float, rngs: nnx.Rngs
 ) -> list[Any]:
-  """The `config.gates` gates over one set of experts, each with initial weights of its own.
+  """The `config.compat.gates` gates over one set of experts, each with initial weights of its own.
 
   Raises:
     ConfigError: the import path `config.gate` leads to nothing, or to something that makes no gate.
@@ -149,7 +149,8 @@ def make_gates(
   if isinstance(make, str):
     make = functools.partial(construct, make, "router.gate", needs=("__call__",))
   return [
-    make(width, num_experts, config, init_std=init_std, rngs=rngs) for _ in range(config.gates)
+    make(width, num_experts, config, init_std=init_std, rngs=rngs)
+    for _ in range(config.compat.gates)
   ]
 
 

@@ -302,8 +302,8 @@ class MoE(nnx.Module):
       return nnx.merge(apart[0][0], chosen)
     if not 0 <= index < len(self.router_gate):
       raise ConfigError(
-        f"gate={index} is none of the {len(self.router_gate)} gates; raise router.gates or use "
-        f"0 to {len(self.router_gate) - 1}"
+        f"gate={index} is none of the {len(self.router_gate)} gates; raise "
+        f"router.compat.gates or use 0 to {len(self.router_gate) - 1}"
       )
     return self.router_gate[index]
 

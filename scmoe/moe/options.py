@@ -58,6 +58,15 @@ class CompatConfig(Options, path="router.compat"):
     "benchmarks: experts in turn, with the weights of the real choice (MegaBlocks "
     "uniform_expert_assignment)",
   )
+  gates: int = option(
+    1,
+    "gates over the one set of experts (Tutel's list of gates): training steps use them in turn, "
+    "evaluation and generation use the first, and a call names one by its index (Tutel gate_index)",
+    minimum=1,
+  )
+  fp32_gate: bool = option(
+    True, "the gate computes in float32 at least, whatever the model's type is (Tutel fp32_gate)"
+  )
   round_to: int = option(
     0,
     "training: round the tokens of every expert to a multiple of this tile (SonicMoE token "
@@ -77,16 +86,7 @@ class RouterConfig(Options, path="router"):
     choices=GATES,
     importable=True,
   )
-  gates: int = option(
-    1,
-    "gates over the one set of experts (Tutel's list of gates); training steps use them in turn, "
-    "evaluation and generation use the first, a call names one by index (Tutel gate_index)",
-    minimum=1,
-  )
   cosine_dim: int = option(256, "cosine gate: width of its projection (Tutel proj_dim)", minimum=1)
-  fp32_gate: bool = option(
-    True, "the gate computes in float32 at least, whatever the model's type (Tutel fp32_gate)"
-  )
   scoring_func: str = option(
     "softmax",
     "an expert's score from the logits: softmax over all experts (paper Eq. 1), or sigmoid of its "

@@ -232,7 +232,7 @@ def _score(
     # NaN is NaN, so they are set to zero here.
     x_TD = jnp.where(mask_T[:, None], x_TD, 0)
   if draws.jitter_TD is not None and config.compat.jitter:
-    dtype = compute_dtype(x_TD, config.fp32_gate)
+    dtype = compute_dtype(x_TD, config.compat.fp32_gate)
     x_TD = x_TD.astype(dtype) * draws.jitter_TD.astype(dtype)
   noise_TE = draws.noise_TE if config.noise else None
   best_TK = share_TK = None
@@ -242,7 +242,7 @@ def _score(
   elif callable(gate):
     clean_TE = gate(x_TD)
   else:
-    clean_TE = gate_product(x_TD, gate, fp32=config.fp32_gate)
+    clean_TE = gate_product(x_TD, gate, fp32=config.compat.fp32_gate)
   check_logits(clean_TE, x_TD.shape[0], num_experts)
   if k > clean_TE.shape[1]:
     raise ConfigError(f"model.top_k={k} is larger than model.num_experts={clean_TE.shape[1]}")

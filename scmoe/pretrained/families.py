@@ -474,11 +474,11 @@ def write_config(model: ModelConfig, router: RouterConfig, family: str = "") -> 
 _FREE = (
   "model.dtype", "model.ffn.impl", "model.ffn.backend", "model.ffn.fp8",
   "model.document_mask",
-  "model.mix_input", "model.shortcut_norm", "model.num_kv_heads", "model.head_dim",
+  "model.ablation.mix_input", "model.shortcut_norm", "model.num_kv_heads", "model.head_dim",
   "model.init_std", "model.context",
-  "router.fp32_gate", "router.noise", "router.balance", "router.balance_loss", "router.z_loss",
+  "router.noise", "router.balance", "router.balance_loss", "router.z_loss",
   "router.bias", "router.bias_rate", "router.bias_proportional", "router.bias_derivative",
-  "router.real_experts", "router.compat.order", "router.compat.jitter",
+  "router.real_experts", "router.compat.order", "router.compat.jitter", "router.compat.fp32_gate",
 )  # fmt: skip
 
 

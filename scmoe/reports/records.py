@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scmoe.base.errors import ConfigError
+from scmoe.base.renamed import with_present_names
 from scmoe.base.stored import Maybe, StoredError, read_json
 from scmoe.training.card import CARD, CARD_SHAPE
 from scmoe.training.metrics import METRICS, metrics_by_kind
@@ -121,6 +122,7 @@ def read_run(path: str | os.PathLike[str]) -> Record:
   folder = Path(path)
   card = _json(folder / CARD, CARD_SHAPE)
   config = card.get("config") or _json(folder / ASKED) or _json(folder / "config.json")
+  config, _ = with_present_names(config)  # so that runs of two versions can be compared
   lines = metrics_by_kind(folder) if (folder / METRICS).is_file() else {}
   at = card.get("devices", {})
   devices = f"{at['count']} x {printable(at['kind'])}" if at else ""

@@ -162,7 +162,7 @@ class Built:
 
   @functools.cached_property
   def _abstract_state(self) -> TrainState:
-    choice = self.run.optimizer.masters
+    choice = self.run.optimizer.ablation.masters
     halves = jax.default_backend() == "gpu" if choice == "auto" else choice == "halves"
     cast = self.objective.cast if halves else None
     teacher = None if self.teacher is None else self.teacher.given_shapes

@@ -20,6 +20,7 @@ import scmoe
 import scmoe.base.errors
 from scmoe.base.errors import ConfigError
 from scmoe.base.extensions import FORM, check_allowed
+from scmoe.base.renamed import present_name
 from scmoe.blocks.wiring import WIRINGS
 from scmoe.run.config import RunConfig, from_json, imports_of
 from scmoe.run.config_files import config_names, find_config, load_config
@@ -28,6 +29,7 @@ from scmoe.run.fields import WORDS, fields, parse_value, sections, with_field
 from scmoe.run.suggestions import nearest
 
 FIELD = "--config."
+ABLATION = "ablation"  # name of the groups of fields that only ablations set
 SCREEN = (24, 100)  # lines and columns of `--help`
 _EXAMPLES = 3  # `--help` shows so many examples of a command's docstring
 
@@ -390,31 +392,50 @@ def _meaning(flag: Flag) -> str:
 
 
 def _help_on(topic: str, flags: Sequence[Flag], with_fields: bool) -> str:
+  topic = present_name(topic)
   paths = [f.path for f in fields(RunConfig())] if with_fields else []
-  inside = [p for p in paths if p == topic or p.startswith(f"{topic}.")]
-  inside = inside or [p for p in paths if p.endswith(f".{topic}")]
-  if inside:
-    return "\n".join(_field_lines(inside)).lstrip("\n")
+  parts = [name for name, _ in sections(RunConfig())] if with_fields else []
+  if topic in parts:
+    return "\n".join(_section_lines(topic, whole=False)).lstrip("\n")
+  if groups := [name for name in parts if name.endswith(f".{topic}")]:
+    return "\n".join(line for name in groups for line in _section_lines(name)).lstrip("\n")
+  if inside := [p for p in paths if p == topic or p.endswith(f".{topic}")]:
+    found = {p.rpartition(".")[0] for p in inside}
+    lines = [
+      line for name in ("", *parts) if name in found for line in _section_lines(name, inside)
+    ]
+    return "\n".join(lines).lstrip("\n")
   if found := [flag for flag in flags if flag.name == topic]:
     return "\n".join(_entry(f"--{topic}", found[0].help))
-  parts = [name for name, _ in sections(RunConfig())] if with_fields else []
   near = difflib.get_close_matches(topic, [*parts, *paths, *(f.name for f in flags)], n=1)
   hint = f"did you mean {near[0]}?" if near else f"sections: {', '.join(parts)}"
   raise ConfigError(f"--help {topic}: no section, field or flag of that name; {hint}")
 
 
-def _field_lines(only: Sequence[str] = ()) -> list[str]:
-  lines: list[str] = []
-  heading, default = "", RunConfig()
+def _field_lines() -> list[str]:
+  """Every field, section by section; what only ablations set comes last."""
+  names = ["", *(name for name, _ in sections(RunConfig()))]
+  ordered = sorted(names, key=lambda name: name.endswith(f".{ABLATION}"))
+  return [line for name in ordered for line in _section_lines(name)]
+
+
+def _section_lines(name: str, only: Sequence[str] = (), *, whole: bool = True) -> list[str]:
+  """The fields of a section.
+
+  Args:
+    name: its dotted name; "": the run itself.
+    only: paths to which the list is cut; empty: all.
+    whole: the sections inside it are listed elsewhere; otherwise each has a line here.
+  """
+  default = RunConfig()
   about = dict(sections(default))
+  lines = ["", f"  {name or 'name'}: {about.get(name, 'the run itself')}"]
   for field in fields(default):
-    if only and field.path not in only:
-      continue
-    part = field.path.rpartition(".")[0]
-    if part != heading:
-      heading = part
-      lines += ["", f"  {part}: {about.get(part, 'the run itself')}"]
-    lines += _entry(field.path, f"{field.help} [{describe_type(field)}]", indent=4)
+    if field.path.rpartition(".")[0] == name and (not only or field.path in only):
+      lines += _entry(field.path, f"{field.help} [{describe_type(field)}]", indent=4)
+  if not whole:
+    for other in (other for other in about if other.startswith(f"{name}.")):
+      lines += _entry(f"{other}.*", f"{about[other]}: --help {other}", indent=4)
   return lines
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from scmoe.base.errors import ConfigError
+from scmoe.base.renamed import RENAMED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,7 @@ RULES = (
     "set model.wiring=topk (or shared_expert, scmoe_pos2), which read it",
   ),
   _Rule(
-    ("model.shared_hidden", "model.mix", "model.mix_input"),
+    ("model.shared_hidden", "model.mix", "model.ablation.mix_input"),
     lambda run: not run.model.wiring_rule.shared_expert,
     "model.wiring={run.model.wiring!r} has no shared expert",
     "set model.wiring=shared_expert or scmoe_pos2",
@@ -199,10 +200,10 @@ RULES = (
     "set overlap.schedule=auto",
   ),
   _Rule(
-    ("overlap.profile_runs",),
-    lambda run: not run.overlap.profile_guided,
-    "overlap.profile_guided=false profiles nothing",
-    "set overlap.profile_guided=true",
+    ("overlap.ablation.profile_runs",),
+    lambda run: not run.overlap.ablation.profile_guided,
+    "overlap.ablation.profile_guided=false profiles nothing",
+    "set overlap.ablation.profile_guided=true",
   ),
   _Rule(
     ("data.path",),
@@ -247,7 +248,7 @@ def check_typed(run: Any, names: Iterable[str]) -> None:
   Raises:
     ConfigError: one of them has no effect; the message says why, and a remedy.
   """
-  for name in names:
+  for name in (RENAMED.get(name, name) for name in names):
     for rule in RULES:
       covers = any(name == f or (f.endswith(".") and name.startswith(f)) for f in rule.fields)
       if covers and rule.idle(run):

@@ -88,13 +88,13 @@ class GuidedStep:
     traced = self.step.trace(*args)
     self.program = Program(lower(self.step, traced, args, gpu=self.gpu))
     self.file = self.directory / f"{self._fingerprint()}.pb"
-    guided = self.gpu and self.overlap.profile_guided
+    guided = self.gpu and self.overlap.ablation.profile_guided
     profile = b""
     if guided:
       profile = bytes_of_first(self._kept())
     collecting = guided and not profile
     if collecting:
-      self.calls_to_profile = WARM_UP + self.overlap.profile_runs
+      self.calls_to_profile = WARM_UP + self.overlap.ablation.profile_runs
     self.waiting = lambda: self._compile(profile, profiling=collecting)
     if not later:
       self.finish()
@@ -111,7 +111,7 @@ class GuidedStep:
       self.compile(*args)
     self.finish()
     assert self.program is not None
-    if self.calls_to_profile == self.overlap.profile_runs:
+    if self.calls_to_profile == self.overlap.ablation.profile_runs:
       self._begin_trace()
     out = self.program(*args)
     self.called = True

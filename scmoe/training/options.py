@@ -9,7 +9,7 @@ import dataclasses
 import importlib.util
 
 from scmoe.base.errors import ConfigError
-from scmoe.base.options import Options, option
+from scmoe.base.options import Options, option, section
 
 TRACKERS = ("wandb", "trackio")
 
@@ -164,6 +164,19 @@ class TrainConfig(Options, path="train"):
 
 
 @dataclasses.dataclass(frozen=True)
+class OptimizerAblation(Options, path="optimizer.ablation"):
+  """Parts of the update, each of which an ablation sets apart. A run leaves them as they are."""
+
+  masters: str = option(
+    "auto",
+    "how float32 parameters that the model reads in bfloat16 are kept: cast (every step makes a "
+    "bfloat16 copy), halves (the bfloat16 number and the rest of it, 2 bytes each: the same values "
+    "without a cast), or auto (halves on GPUs); checkpoints are the same",
+    choices=("auto", "cast", "halves"),
+  )
+
+
+@dataclasses.dataclass(frozen=True)
 class OptimizerConfig(Options, path="optimizer"):
   """AdamW or Muon, the schedule and clipping (section `optimizer`)."""
 
@@ -218,12 +231,8 @@ class OptimizerConfig(Options, path="optimizer"):
     "1/256 a step in them",
     choices=("float32", "bfloat16"),
   )
-  masters: str = option(
-    "auto",
-    "advanced: float32 parameters that are read in bfloat16: cast (a copy, every step), halves "
-    "(that copy and what it lacks, 2 bytes each: the same numbers without cast and copy), or auto "
-    "(halves on GPUs); checkpoints are the same",
-    choices=("auto", "cast", "halves"),
+  ablation: OptimizerAblation = section(
+    OptimizerAblation, "parts of the update that only ablations set apart"
   )
 
 

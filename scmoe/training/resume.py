@@ -12,7 +12,7 @@ SAFE = (
   "name",
   "model.ffn.impl",
   "model.ffn.backend",
-  "optimizer.masters",
+  "optimizer.ablation.masters",
   "dispatch.nodes",
   "dispatch.adaptive_r",
   "overlap",

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from scmoe.base.errors import ConfigError
-from scmoe.blocks.options import OverlapConfig
+from scmoe.blocks.options import OverlapAblation, OverlapConfig
 from scmoe.blocks.schedule import (
   BARRIER,
   COMBINE,
@@ -115,7 +115,9 @@ def test_nothing_beside_the_moe_is_the_control():
 
 
 def test_the_backward_pass_may_have_a_slot_of_its_own():
-  forward, backward = listed("scmoe_pos2", schedule="mlp 0", backward="attention 1")
+  forward, backward = listed(
+    "scmoe_pos2", schedule="mlp 0", ablation=OverlapAblation("attention 1")
+  )
   assert "mlp 0 | experts" in forward
   assert backward.startswith("add | shared expert | combine | experts | attention 1 | mlp 0")
   mirrored = listed("scmoe_pos2", schedule="mlp 0")[1]
@@ -130,7 +132,7 @@ def test_every_list_is_possible(wiring, blocks, order):
   rule = WIRINGS[wiring]
   dense = dense_steps(rule, blocks)
   for slot in ["auto", "off", *slot_names([step.name for step in dense])]:
-    overlap = OverlapConfig(schedule=slot, order=order, backward="mirror")
+    overlap = OverlapConfig(schedule=slot, order=order)
     schedule = make_schedule(rule, blocks, overlap)
     steps = [step for step in schedule.steps if step.operation != BARRIER]
     assert [s for s in steps if s in dense] == dense
@@ -184,8 +186,10 @@ def test_words_that_name_no_step():
   make = lambda **overlap: make_schedule(WIRINGS["scmoe_pos2"], 2, OverlapConfig(**overlap))
   with pytest.raises(ConfigError, match=r"overlap.schedule='mlp0' names no step; did you mean"):
     make(schedule="mlp0")
-  with pytest.raises(ConfigError, match=r"overlap.backward='1' names no step; .*after: dispatch"):
-    make(backward="1")
+  with pytest.raises(
+    ConfigError, match=r"overlap.ablation.backward='1' names no step; .*after: dispatch"
+  ):
+    make(ablation=OverlapAblation("1"))
   # A step that another wiring has at its end: the last place here, so that one config serves both.
   late = make_schedule(WIRINGS["topk"], 2, OverlapConfig(schedule="shared expert"))
   assert late == make_schedule(WIRINGS["topk"], 2, OverlapConfig())

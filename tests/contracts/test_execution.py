@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from scmoe.base.errors import ConfigError
-from scmoe.blocks.options import OverlapConfig
+from scmoe.blocks.options import OverlapAblation, OverlapConfig
 from scmoe.blocks.schedule import dense_steps, slot_names, tap_step
 from scmoe.blocks.wiring import WIRINGS, tap_index
 from scmoe.moe.dispatch import DispatchConfig
@@ -60,14 +60,16 @@ def test_units_of_one_block_overlapped_equal_sequential(wiring):
 @pytest.mark.parametrize("slots", ["mlp 0, attention 1", "attention 1"])
 @pytest.mark.parametrize("backward", ["mirror", "attention 1: projections, shared expert"])
 def test_chunks_in_slots_of_their_own_equal_sequential(wiring, slots, backward):
-  overlap = OverlapConfig(schedule=slots, backward=backward, order="barriers")
+  overlap = OverlapConfig(slots, order="barriers", ablation=OverlapAblation(backward))
   chunks = dataclasses.replace(DROPS, chunks=2)
   assert_same_run(executed(wiring, overlap, dispatch=chunks), executed(wiring))
 
 
 def test_a_backward_slot_of_its_own_and_unrolled_pairs_change_nothing():
   for backward in ("attention 1: projections", "shared expert", "free"):
-    overlap = OverlapConfig(schedule="attention 1", backward=backward, order="barriers", unroll=0)
+    overlap = OverlapConfig(
+      "attention 1", order="barriers", unroll=0, ablation=OverlapAblation(backward)
+    )
     assert_same_run(executed("scmoe_pos2", overlap), executed("scmoe_pos2"))
 
 

@@ -6,6 +6,7 @@ import harness
 import numpy as np
 import pytest
 
+from scmoe.blocks.block import ModelAblation
 from scmoe.blocks.wiring import WIRINGS
 from scmoe.moe.dispatch import DispatchConfig
 
@@ -31,13 +32,13 @@ CASES |= {
     "moe_every": 1,
     "shortcut_norm": "megatron",
     "mix": "cg2",
-    "mix_input": "shortcut",
+    "ablation": ModelAblation("shortcut"),
   },
   "scmoe_pos1-k2-megatron": {
     "wiring": "scmoe_pos1",
     "top_k": 2,
     "shortcut_norm": "megatron",
-    "mix_input": "shortcut",
+    "ablation": ModelAblation("shortcut"),
   },
 }
 

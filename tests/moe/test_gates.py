@@ -80,7 +80,7 @@ def test_a_zero_token_has_finite_cosine_gradients():
 
 
 def test_gate_modules_hold_what_they_say():
-  config = RouterConfig(gate="cosine", cosine_dim=7, gates=2)
+  config = RouterConfig(gate="cosine", cosine_dim=7, compat=CompatConfig(gates=2))
   first, second = make_gates(D, E, config, init_std=0.02, rngs=nnx.Rngs(0))
   assert isinstance(first, CosineGate)
   assert first.projection.shape == (D, 7)
@@ -104,7 +104,13 @@ def test_a_low_precision_model_chooses_by_float32_logits(kind):
   wide = gate(x.astype(jnp.float32))
   assert gate(x).dtype == jnp.float32
   np.testing.assert_array_equal(gate(x), wide)
-  narrow = make_gates(D, E, RouterConfig(gate=kind, fp32_gate=False), init_std=1, rngs=nnx.Rngs(1))
+  narrow = make_gates(
+    D,
+    E,
+    RouterConfig(gate=kind, compat=CompatConfig(fp32_gate=False)),
+    init_std=1,
+    rngs=nnx.Rngs(1),
+  )
   assert narrow[0](x).dtype == jnp.float32
   assert not np.array_equal(narrow[0](x), wide)
 
@@ -184,7 +190,7 @@ def test_jitter_and_noise_do_not_depend_on_the_mesh(mesh_of):
 
 def test_gates_share_the_experts_and_are_chosen_per_call():
   x = jnp.asarray(draw(2, 3, 4), jnp.float32)
-  moe = layer(RouterConfig(gates=2))
+  moe = layer(RouterConfig(compat=CompatConfig(gates=2)))
   first, second = run(moe, x)[0], run(moe, x, gate=1)[0]
   assert not np.allclose(first, second)
   for index, want in ((0, first), (1, second)):  # traced, as training takes turns

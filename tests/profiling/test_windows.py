@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from scmoe.blocks.block import BlockConfig
-from scmoe.blocks.options import OverlapConfig
+from scmoe.blocks.options import OverlapAblation, OverlapConfig
 from scmoe.blocks.pair import BlockPair
 from scmoe.models.config import ModelConfig
 from scmoe.models.gpt import GPT, Pass, run_batches_in_turns
@@ -101,8 +101,10 @@ def test_the_backward_pass_has_its_own_slot():
     next(w for w in found if (w.stage, w.direction) == (stage, "backward")).beside
   )
   mirrored = windows("scmoe_pos2", schedule="mlp 0", order="barriers")
-  later = windows("scmoe_pos2", schedule="mlp 0", backward="attention 1", order="barriers")
-  free = windows("scmoe_pos2", schedule="mlp 0", backward="free", order="barriers")
+  later = windows(
+    "scmoe_pos2", schedule="mlp 0", order="barriers", ablation=OverlapAblation("attention 1")
+  )
+  free = windows("scmoe_pos2", schedule="mlp 0", order="barriers", ablation=OverlapAblation("free"))
   forward = lambda found: [w for w in found if w.direction == "forward"]
   assert forward(mirrored) == forward(later) == forward(free)
   # The combine's exchange comes first: a later slot leaves it fewer dense operations, XLA all.

@@ -39,7 +39,7 @@ def setup(rule):
   """(step, fresh state on the host, abstract state) of a tiny model with balancing biases."""
   run = load_config(find_config("quickstart"), "smoke")
   gates = "2" if rule == "sign" else "1"
-  for path, text in (FIELDS | {"router.bias": rule, "router.gates": gates}).items():
+  for path, text in (FIELDS | {"router.bias": rule, "router.compat.gates": gates}).items():
     run = with_field(run, path, text)
   run = run.resolve(num_devices=1, vocab_size=build.vocab_size(run.data))
   built = build.build(run, jax.devices()[:1])

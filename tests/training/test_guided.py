@@ -5,11 +5,11 @@ import dataclasses
 import jax
 import pytest
 
-from scmoe.blocks.options import OverlapConfig
+from scmoe.blocks.options import OverlapAblation, OverlapConfig
 from scmoe.training.guided import GuidedStep
 
-ON = OverlapConfig(profile_guided=True, profile_runs=2)
-OFF = OverlapConfig(profile_guided=False)
+ON = OverlapConfig(ablation=OverlapAblation(profile_runs=2))
+OFF = OverlapConfig(ablation=OverlapAblation(profile_guided=False))
 
 
 @dataclasses.dataclass

@@ -13,13 +13,14 @@ from scmoe.run import build
 from scmoe.run.config_files import find_config, load_config
 from scmoe.train import train
 from scmoe.training.masters import Halves, readable, to_float32
+from scmoe.training.options import OptimizerAblation
 from scmoe.training.step import init_state, make_train_step
 
 
 def smoke(masters: str, mesh: MeshConfig = MeshConfig(), **training):
   run = load_config(find_config("quickstart"), "smoke")
   model = dataclasses.replace(run.model, dtype="bfloat16")
-  optimizer = dataclasses.replace(run.optimizer, masters=masters)
+  optimizer = dataclasses.replace(run.optimizer, ablation=OptimizerAblation(masters))
   own = dataclasses.replace(run.train, **training)
   return dataclasses.replace(run, model=model, optimizer=optimizer, train=own, mesh=mesh)
 

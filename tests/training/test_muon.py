@@ -16,6 +16,7 @@ from scmoe.run.config_files import find_config, load_config
 from scmoe.train import train
 from scmoe.training.muon import MATRICES
 from scmoe.training.optimizer import decay_mask
+from scmoe.training.options import OptimizerAblation
 
 DECAY, BETA, RMS = 0.1, 0.9, 0.3
 SCALAR = ("embedding", "router_gate", "mix", "norm", "bias")
@@ -33,8 +34,8 @@ def smoke(mesh=MeshConfig(), *, masters="cast", dtype="float32", config="quickst
   run = load_config(find_config(config), "smoke")
   model = dataclasses.replace(run.model, dtype=dtype)
   optimizer = dataclasses.replace(
-    run.optimizer, name="muon", muon_beta=BETA, muon_rms=RMS, masters=masters, warmup_steps=0,
-    weight_decay=DECAY, schedule="constant",
+    run.optimizer, name="muon", muon_beta=BETA, muon_rms=RMS, warmup_steps=0,
+    ablation=OptimizerAblation(masters), weight_decay=DECAY, schedule="constant",
   )  # fmt: skip
   options = {"sample_tokens": 0, "tensorboard": False, **training}
   own = dataclasses.replace(run.train, **options)

@@ -163,9 +163,9 @@ def test_leaves_of_every_kind_of_expert():
     ({"overlap": {"barriers": False}}, {"overlap": {"order": "xla"}}),
     ({"overlap": {"sequential": True, "slot": 1.0}}, {"overlap": {"schedule": "off"}}),
     ({"overlap": {"sequential": False, "slot": -1.0}}, {"overlap": {"schedule": "auto"}}),
-    ({"overlap": {"backward_slot": -1.0}}, {"overlap": {"backward": "mirror"}}),
-    ({"overlap": {"backward_slot": -2.0}}, {"overlap": {"backward": "free"}}),
-    ({"overlap": {"backward_slot": 2.0}}, {"overlap": {"backward": "attention 1"}}),
+    ({"overlap": {"backward_slot": -1.0}}, {"overlap": {"ablation": {"backward": "mirror"}}}),
+    ({"overlap": {"backward_slot": -2.0}}, {"overlap": {"ablation": {"backward": "free"}}}),
+    ({"overlap": {"backward_slot": 2.0}}, {"overlap": {"ablation": {"backward": "attention 1"}}}),
     ({"overlap": {"unroll": 0}}, {"overlap": {"unroll": 0}}),
     ({"overlap": {"command_buffers": False}}, {"overlap": {"command_buffers": "auto"}}),
     ({"overlap": {"command_buffers": True}}, {"overlap": {"command_buffers": "on"}}),
@@ -185,7 +185,10 @@ def test_every_field_of_then_has_a_place():
   compat, overlap = run.router.compat, run.overlap
   assert (compat.order, compat.weights, compat.weight_norm) == ("priority", "before", 2.0)
   assert (compat.jitter, run.router.bias) == (0.1, "sign")
-  assert (overlap.schedule, overlap.backward) == ("attention 1: projections", "attention 1")
+  assert (overlap.schedule, overlap.ablation.backward) == (
+    "attention 1: projections",
+    "attention 1",
+  )
   assert overlap.order == "barriers"
   assert from_dict(to_dict(run)) == run
 

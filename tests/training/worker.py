@@ -24,7 +24,7 @@ from training_fakes import Iterator, Objective, Source, trainer
 
 from scmoe.base.errors import run_main
 from scmoe.base.output import say
-from scmoe.blocks.options import OverlapConfig
+from scmoe.blocks.options import OverlapAblation, OverlapConfig
 from scmoe.parallel.mesh import MeshConfig, make_mesh
 from scmoe.profiling.program import Program
 from scmoe.training import loop
@@ -79,7 +79,7 @@ def search(run):
 
   Program.compile = compile
   loop.fastest_step = functools.partial(fastest_step, gpu=True, collect=collect)
-  overlap = OverlapConfig(profile_guided=True, profile_runs=1, search_seconds=60)
+  overlap = OverlapConfig(search_seconds=60, ablation=OverlapAblation(profile_runs=1))
   candidates = (Variant(), Variant(chunks=2), Variant(chunks=4))
   run.built = dataclasses.replace(run.built, overlap=overlap, candidates=candidates)
 

@@ -122,7 +122,7 @@ class VisionModel(nnx.Module):
     if not layers:
       return {}
     state = init_bias(layers, config.num_experts + config.zero_experts, self.router)
-    if self.router.gates > 1:
+    if self.router.compat.gates > 1:
       state["turn"] = jnp.zeros((), jnp.int32)
     return state
 

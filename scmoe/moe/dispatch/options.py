@@ -5,9 +5,20 @@ from __future__ import annotations
 import dataclasses
 
 from scmoe.base.errors import ConfigError
-from scmoe.base.options import Options, option
+from scmoe.base.options import Options, option, section
 
 TRANSPORTS = ("capacity", "packed", "dropless")
+
+
+@dataclasses.dataclass(frozen=True)
+class DispatchAblation(Options, path="dispatch.ablation"):
+  """Parts of the exchange, each of which an ablation sets apart. A run leaves them as they are."""
+
+  silent: bool = option(
+    False,
+    "the control of a measurement: no row is exchanged, and each device's experts compute its own "
+    "rows, whichever experts they were for; the result is not the model's",
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +63,8 @@ class DispatchConfig(Options, path="dispatch"):
     "an expert: send each token to r of them, which add partial sums (Tutel adaptive_r)",
     minimum=0,
   )
-  silent: bool = option(
-    False,
-    "advanced: the control of a measurement, which only experiments set: no row is exchanged, each "
-    "device's experts compute its own rows, whoever they were for; the result is not the model's",
+  ablation: DispatchAblation = section(
+    DispatchAblation, "parts of the exchange that only ablations set apart"
   )
 
   def check_shards(self, shards: int) -> None:

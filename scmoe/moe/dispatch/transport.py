@@ -153,7 +153,7 @@ def make_exchange(config: DispatchConfig) -> Exchange:
   size = axis_size("expert")
   if size == 1 or config.adaptive_r == 0:
     return Exchange()
-  return Exchange("expert", size, config.nodes, config.silent)
+  return Exchange("expert", size, config.nodes, config.ablation.silent)
 
 
 def _local_groups(config: DispatchConfig) -> int:

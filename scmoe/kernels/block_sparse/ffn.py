@@ -29,7 +29,6 @@ def block_sparse_ffn(
     ValueError: shapes disagree.
   """
   rows_MD = rows.reshape(-1, rows.shape[-1])
-  config = config.filled(gated=weights.gate_GDF is not None)
   check_ffn(rows_MD, weights, layout, config.activation)
   weights = weights.cast(rows.dtype)
   groups, _, hidden = weights.up_GDF.shape

@@ -42,14 +42,14 @@ class FFNConfig(FFNOptions, path="FFNConfig"):
   """The static options of one call of the experts' network, beside those of `FFNOptions`.
 
   Attributes:
-    activation: as in `FFNOptions`; here it may be given by position.
+    activation: as in `FFNOptions`, but never empty, and may be given by position.
     precision: of float32 operands, as in `jax.lax.dot_general`.
     num_sms: multiprocessors that the kernels use; None: all.
     shared_sms: whether a collective may hold multiprocessors while padded experts run. `impl` auto
       then takes batched products, which leave them some.
   """
 
-  activation: str = option("", choices=("", *activation_names()))
+  activation: str = option("swiglu", choices=activation_names())
   precision: str | None = "highest"
   num_sms: int | None = option(None, minimum=1)
   shared_sms: bool = option(False)
@@ -88,7 +88,6 @@ def expert_ffn(
     ValueError: shapes disagree, or a word of the config is unknown or does not fit.
   """
   rows_MD = rows.reshape(-1, rows.shape[-1])
-  config = config.filled(gated=weights.gate_GDF is not None)
   check_ffn(rows_MD, weights, layout, config.activation)
   weights = weights.cast(rows.dtype)
   static = _resolve(config, layout, rows.dtype, weights)

@@ -22,8 +22,7 @@ class FFNOptions(Options, path="model.ffn"):
 
   activation: str = option(
     "",
-    "activation of MLPs and experts; empty: swiglu for networks with gate matrices, as models of "
-    "style llama have, else gelu",
+    "activation of MLPs and experts; empty: swiglu in models of style llama, else gelu",
     choices=("", *activation_names()),
   )
   fp8: bool = option(

@@ -92,8 +92,12 @@ class Journal:
     """Counts the time that this host has spent on a step's batch."""
     self._vitals.worked(seconds)
 
+  def step_dispatched(self) -> None:
+    """A step was dispatched; its results come later (`step_done`)."""
+    self._meter.begin()
+
   def step_done(self, step: int, values: Mapping[str, Any]) -> None:
-    """Times a step whose results have come, and adds its figures to the means of the next line."""
+    """Times a step whose results were read, and adds its figures to the means of the next line."""
     self._meter.tick()
     self._means.add(dict(values))
     self._bar.advance()

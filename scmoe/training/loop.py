@@ -270,7 +270,7 @@ class _Run:
     batch = jax.tree.map(put, self.batch)
     self.journal.host_worked(time.perf_counter() - began)
     self.state, scalars, arrays = self.step_fn(self.state, batch)
-    self.meter.begin()
+    self.journal.step_dispatched()
     self.step += 1
     self._flush()
     self.pending = (self.step, scalars, arrays)

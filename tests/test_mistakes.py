@@ -401,8 +401,15 @@ def test_help_on_a_section_and_a_field(capsys):
   train.main(["--help", "router"])
   section = capsys.readouterr().out
   assert "router.bias_rate" in section
-  assert "router.compat.order" in section
+  assert "--help router.compat" in section  # a group inside it has one line
+  assert "router.compat.order" not in section
   assert "model.wiring" not in section
+  train.main(["--help", "router.compat"])
+  assert "router.compat.order" in capsys.readouterr().out
+  train.main(["--help", "ablation"])
+  groups = capsys.readouterr().out
+  assert "overlap.ablation.backward" in groups
+  assert "optimizer.ablation.masters" in groups
   train.main(["--help", "top_k"])
   assert "model.top_k" in capsys.readouterr().out
   with pytest.raises(ScmoeError, match="did you mean model"):

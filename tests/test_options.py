@@ -21,6 +21,7 @@ from scmoe.layers.attention import AttentionConfig
 from scmoe.layers.embed import EmbeddingConfig
 from scmoe.layers.latent_attention import LatentAttentionConfig
 from scmoe.layers.mlp import FFNLayerOptions, MLPConfig
+from scmoe.models.vision.stages import StageConfig
 from scmoe.moe.dispatch import queue_positions
 from scmoe.moe.dispatch.options import DispatchAblation
 from scmoe.moe.experts import FFNExpertsConfig
@@ -43,6 +44,9 @@ EXAMPLES = (
   scmoe.ModelConfig(),
   scmoe.BlockConfig(),
   scmoe.ModelConfig().rope,
+  scmoe.ModelConfig().vision,
+  StageConfig(vocab_size=10),
+  RunConfig().augment,
   TrainConfig(),
   OptimizerConfig(),
   CheckpointConfig(),

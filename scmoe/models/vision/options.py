@@ -17,7 +17,7 @@ class VisionConfig(Options, path="model.vision"):
   """The image, how it becomes tokens, and the stages of a Swin."""
 
   size: int = option(32, "side of the square images, in pixels; others are resized", minimum=1)
-  channels: int = option(3, "channels of an image: 3 (RGB) or 1 (grey)", choices=(1, 3))
+  channels: int = option(3, "channels of an image: 3 (RGB) or 1 (grey)", minimum=1, maximum=3)
   classes: int = option(10, "classes that images may be of", minimum=2)
   patch: int = option(4, "side of the square of pixels that becomes a token", minimum=1)
   stem: str = option(
@@ -69,6 +69,8 @@ class VisionConfig(Options, path="model.vision"):
     Raises:
       ConfigError: names the field, what was got and what would do.
     """
+    if self.channels == 2:
+      raise ConfigError("model.vision.channels=2 is no kind of image; use 3 (RGB) or 1 (grey)")
     if self.size % self.patch:
       raise ConfigError(
         f"model.vision.size={self.size} is not a multiple of model.vision.patch={self.patch}; use "

@@ -19,7 +19,7 @@ from __future__ import annotations
 from scmoe.base.errors import ConfigError, run_main
 from scmoe.base.paths import expanded
 from scmoe.pretrained.imported import import_model
-from scmoe.run.command_line import HELP, Flag, help_text, parse
+from scmoe.run.command_line import HELP, Flag, check_environment, help_text, parse
 from scmoe.run.exported import export_inference, export_model
 from scmoe.run.names import check_workdir
 
@@ -64,6 +64,7 @@ def main(argv: list[str]) -> None:
   values, _ = parse(argv, FLAGS)
   if values["help"]:
     return print(help_text(__doc__ or "", FLAGS, values["help"]))
+  check_environment()
   if sum(bool(values[name]) for name in ("from", "to", "inference")) != 1:
     raise ConfigError(
       "give one of: --from FOLDER to read a released model, --to FOLDER to write one, --inference "

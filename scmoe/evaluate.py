@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from scmoe.base.errors import ConfigError, StorageError, run_main
+from scmoe.base.output import warn
 from scmoe.base.stored import write_json
 from scmoe.data import DataConfig
 from scmoe.data.packages import need
@@ -200,6 +201,8 @@ def evaluate_run(
   source = with_tokenizer(run.data, workdir) if elsewhere else run.data
   modality, read = modality_of(run), dataclasses.replace(run, data=source)
   data = modality.open_data(read, evaluated=elsewhere)
+  if not elsewhere and isinstance(stored, Stored):
+    _warn_of_other_text(stored, data)
   options = {
     "mesh": opened.mesh,
     "router": opened.router,
@@ -214,6 +217,16 @@ def evaluate_run(
   capacity["groups_trained"] = capacity_groups(stored.run)
   where = {"workdir": str(workdir), "step": stored.step, "changed": dict(changed)}
   return {**where, **figures, "capacity": capacity}
+
+
+def _warn_of_other_text(stored: Stored, data: Any) -> None:
+  """Says that the text is not the one that the run was trained on, where that is so."""
+  was, now = stored.data.get("digest"), data.fingerprint()["digest"]
+  if was and was != now:
+    warn(
+      f"the text has changed since the run was trained (digest {was}, now {now}): validation text "
+      "may be what it was trained on, and other figures than the run's own are to be expected"
+    )
 
 
 def capacity_groups(run: RunConfig) -> int:

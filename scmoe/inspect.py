@@ -25,7 +25,7 @@ from scmoe.reports import page, router
 from scmoe.reports.records import Record, read_run
 from scmoe.reports.tables import Table
 from scmoe.run import build
-from scmoe.run.command_line import HELP, Flag, help_text, parse
+from scmoe.run.command_line import HELP, Flag, check_environment, help_text, parse
 from scmoe.run.modality import modality_of
 from scmoe.run.opened import open_run
 from scmoe.run.programs import user_programs
@@ -47,6 +47,7 @@ def main(argv: list[str]) -> None:
   values, _ = parse(argv, FLAGS)
   if values["help"]:
     return print(help_text(__doc__ or "", FLAGS, values["help"]))
+  check_environment()
   if values["batches"] < 0:
     raise ConfigError(f"--batches={values['batches']} must be >= 0; 0 takes all")
   out = Path(values["out"] or Path(values["workdir"]) / "inspect")

@@ -43,11 +43,11 @@ from scmoe.run.names import check_run_name, check_workdir
 from scmoe.run.opened import open_run
 from scmoe.run.programs import Programs
 from scmoe.run.summary import check_memory, header, out_of_memory
-from scmoe.run.teacher import check_tokenizer, open_teacher, remember_teacher
+from scmoe.run.teacher import check_tokenizer, load_teacher, open_teacher, remember_teacher
 from scmoe.training import distributed
 from scmoe.training.loop import Poll, Trainer
 from scmoe.training.restarts import supervise
-from scmoe.training.restore import FOLDER, list_steps, restore_part
+from scmoe.training.restore import FOLDER, list_steps, restore_part, with_newest
 from scmoe.training.step import TrainState
 
 
@@ -95,8 +95,10 @@ def train(run: RunConfig, workdir: Path) -> TrainState:
     vocab_size=build.vocab_size(run.data),
     num_processes=jax.process_count(),
   )
-  teacher = open_teacher(run, workdir, [*imports_of(run).values()])
+  allowed = [*imports_of(run).values()]
+  teacher = open_teacher(run, workdir, allowed)
   built = build.build(run, teacher=teacher and teacher.run)
+  taught = (teacher, built.teacher) if teacher and built.teacher else None
   modality = modality_of(run)
   places = {"process_index": jax.process_index(), "process_count": jax.process_count()}
   data = modality.open_data(run, **places)
@@ -120,7 +122,7 @@ def train(run: RunConfig, workdir: Path) -> TrainState:
     ),
     card=card(unresolved, built, data),
     warm_start=beginning(built),
-    teacher=functools.partial(teacher.load, built.teacher) if teacher and built.teacher else None,
+    teacher=taught and functools.partial(load_teacher, *taught, workdir, allowed),
   )
   try:
     state = trainer.run()
@@ -149,7 +151,9 @@ def beginning(built: build.Built) -> Callable[[TrainState], TrainState] | None:
     )
 
   def start(state: TrainState) -> TrainState:
-    params = restore_part(folder, {"params": built.shapes}, stored.step)["params"]
+    wanted = {"params": built.shapes}
+    newest = lambda: restore_part(folder, wanted, open_run(folder, None).step)["params"]
+    params = with_newest(newest)  # that run may train meanwhile
     return dataclasses.replace(state, params=params)
 
   return start

@@ -139,6 +139,27 @@ def test_no_cycles():
     visit(name)
 
 
+# Modules that parse JSON which is not a stored file of this project: what a process sends to itself
+# or to another one, rows of training text, requests, and the profiler's traces.
+PARSING_ITSELF = {
+  "scmoe.training.loop", "scmoe.training.description", "scmoe.training.distributed",
+  "scmoe.run.tasks", "scmoe.data.chat", "scmoe.data.render_chat", "scmoe.data.text",
+  "scmoe.serve", "scmoe.profiling.perfetto",
+}  # fmt: skip
+
+
+def test_stored_json_has_one_reader():
+  """`scmoe.base.stored` limits size and depth, and refuses a key that is given twice."""
+  calls = {"json.load", "json.loads"}
+  found = {
+    name
+    for name, tree in modules().items()
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in calls
+  }
+  assert found == {"scmoe.base.stored", *PARSING_ITSELF}
+
+
 def sources():
   """Python files of the product: the package, the configs, the experiments."""
   folders = ("scmoe", "configs", "experiments")

@@ -198,7 +198,8 @@ def test_dry_run_writes_nothing(here, capsys):
   [
     (["--config=quikstart"], 2, "did you mean quickstart"),
     (["--config=no/such.py"], 2, "is not a file"),
-    (["--config_json=none.json"], 2, "cannot be read"),
+    (["--config_json=none.json"], 2, "none.json does not exist"),
+    (["--config_json=/dev/zero"], 2, "/dev/zero is not a regular file"),
     (["--config.model.num_expertz=4"], 2, "did you mean model.num_experts"),
     (["--config.model.experts=8"], 2, "did you mean model.num_experts=8?"),
     (["--config.lr=1"], 2, "did you mean optimizer.learning_rate?"),

@@ -1,5 +1,8 @@
 """Typical mistakes: one line that says what to do, and doing it works."""
 
+# Tests call with wrong types on purpose, and fakes stand for typed objects.
+# pyright: reportOptionalOperand=false
+
 import dataclasses
 import importlib.util
 import os
@@ -11,7 +14,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from scmoe import evaluate, generate, profile, train
+from scmoe import convert, evaluate, generate, profile, train
 from scmoe.base.errors import ScmoeError
 from scmoe.run import summary
 from scmoe.run.config_files import find_config, load_config
@@ -261,6 +264,25 @@ def test_a_platform_that_jax_has_not_is_one_line(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ScmoeError, match=words):
       train.main(["--smoke"])
+
+
+@pytest.mark.parametrize(
+  ("flags", "words"),
+  [
+    ("--nonsense", "XLA_FLAGS='--nonsense': Unknown flag in XLA_FLAGS: --nonsense; use flags of"),
+    ("--xla_no_such_flag=1", "Unknown flag in XLA_FLAGS: --xla_no_such_flag=1; use flags"),
+    ("nonsense", 'Could not open file "nonsense" to read flags from; use flags'),
+    ("--xla_cpu_enable_fast_math=maybe", "value maybe for flag xla_cpu_enable_fast_math; use"),
+  ],
+)
+def test_flags_that_xla_has_not_are_one_line(flags, words, monkeypatch):
+  """XLA itself ends the process, with a dump of its registers."""
+  monkeypatch.setenv("XLA_FLAGS", flags)
+  for command, argv in ((train, ["--smoke"]), (convert, ["--workdir=a", "--to=b"])):
+    with pytest.raises(ScmoeError) as refused:
+      command.main(argv)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 def test_there_are_enough_of_them():

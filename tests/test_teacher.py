@@ -12,6 +12,7 @@ import pytest
 
 from scmoe import convert, evaluate, train
 from scmoe.base.errors import CheckpointError, ConfigError, DataError, Preempted
+from scmoe.run import exported
 from scmoe.run.opened import open_run
 from scmoe.run.teacher import PINNED, open_teacher
 from scmoe.training.metrics import read_metrics
@@ -141,3 +142,56 @@ def test_another_tokenizer_is_refused(root):
     ConfigError, match=r"another tokenizer .fingerprint bytes-257, data.tokenizer"
   ):
     check_tokenizer(teacher, Other())
+
+
+# -- a step that its run removes before it is read ------------------------------------------------
+
+
+def removing(monkeypatch, module, name):
+  """Lets the first call of a reader find that the step it asks for has just been removed."""
+  real, removed = getattr(module, name), []
+
+  def read(folder, wanted, step):
+    if not removed:
+      removed.append(step)
+      shutil.rmtree(Path(folder) / "checkpoints" / str(step))
+    return real(folder, wanted, step)
+
+  monkeypatch.setattr(module, name, read)
+  return removed
+
+
+def test_a_new_student_takes_the_newest_teacher_again(root, tmp_path, monkeypatch):
+  from scmoe.run import teacher as reader
+
+  teacher = Path(shutil.copytree(root / "teacher", tmp_path / "teacher"))
+  removed = removing(monkeypatch, reader, "restore_part")
+  taught = (f"--config.train.teacher={teacher}", "--config.train.steps=1")
+  run(tmp_path / "student", *taught)
+  assert removed == [4]
+  assert json.loads((tmp_path / "student" / PINNED).read_text())["step"] == 2
+  run(tmp_path / "student", *taught[:1], "--config.train.steps=2")  # and goes on with it
+  removed.clear()
+  with pytest.raises(CheckpointError, match="no valid checkpoint of step 2"):
+    run(tmp_path / "student", *taught[:1], "--config.train.steps=3")
+
+
+def test_a_run_begins_with_the_newest_step_that_is_left(root, tmp_path, monkeypatch):
+  other = Path(shutil.copytree(root / "teacher", tmp_path / "other"))
+  removed = removing(monkeypatch, train, "restore_part")
+  still = ("--config.optimizer.learning_rate=0", "--config.train.steps=1")
+  many = ("--config.model.num_experts=8", "--config.router.bias=sign")
+  run(tmp_path / "begun", f"--config.train.init_from={other}", *still, *many)
+  assert removed == [4]
+  jax.tree.map(
+    np.testing.assert_array_equal, parameters(tmp_path / "begun", 1), parameters(other, 2)
+  )
+
+
+def test_a_conversion_takes_the_newest_step_again(root, tmp_path, monkeypatch, capsys):
+  of = Path(shutil.copytree(root / "teacher", tmp_path / "of"))
+  removed = removing(monkeypatch, exported, "restore_stored")
+  convert.main(["--workdir", str(of), "--inference", str(tmp_path / "out")])
+  assert (removed, "step 2:" in capsys.readouterr().out) == ([4], True)
+  with pytest.raises(CheckpointError, match="no valid checkpoint of step 4"):
+    convert.main(["--workdir", str(of), "--inference", str(tmp_path / "o"), "--step=4"])

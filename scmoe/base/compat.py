@@ -45,6 +45,19 @@ def load_as(ref: Any, layout: Any) -> Any:
   return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
+def store_into(ref: Any, value: Any) -> None:
+  """Stores in a kernel into device memory, of whichever size.
+
+  From jax 0.12 on `ref[...] = value` refuses to lower unless a warpgroup writes whole cache lines
+  of 128 bytes: 32 numbers of float32. A gate with 8 experts has rows of 32 bytes.
+  """
+  store = getattr(plgpu, "store", None)
+  if store is None:
+    ref[...] = value
+  else:
+    store(ref, value, optimized=False)
+
+
 def compiler_options(traced: Any) -> dict[str, Any]:
   """XLA's options that a `jax.stages.Traced` was given by `jax.jit(..., compiler_options=)`.
 

@@ -67,8 +67,22 @@ def read_bytes(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
   except OSError as error:
     raise StoredError(f"{path} cannot be read: {error.strerror}") from None
   if len(data) > most:
-    raise StoredError(f"{path} has more than {most:,} bytes, the limit for such a file")
+    raise StoredError(f"{path} is larger than {most:,} bytes, the limit for such a file")
   return data
+
+
+def read_text(path: str | os.PathLike[str], most: int = MOST_BYTES) -> str:
+  """The text of a regular file in UTF-8.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    StoredError: it cannot be read, is not a regular file, has more than `most` bytes, or is not
+      UTF-8.
+  """
+  try:
+    return read_bytes(path, most).decode("utf-8")
+  except UnicodeDecodeError as error:
+    raise StoredError(f"{path} cannot be used: {error}") from None
 
 
 def parse_json(text: str | bytes, where: str, shape: Any = dict) -> Any:

@@ -36,7 +36,7 @@ from scmoe.kernels.grouped_matmul.weights_product import weights_product
 from scmoe.kernels.launch import has_kernels
 from scmoe.parallel.mesh import batch_sharding, expert_shards
 from scmoe.run import build
-from scmoe.run.command_line import HELP, Flag, help_text, parse, run_config
+from scmoe.run.command_line import HELP, Flag, check_environment, help_text, parse, run_config
 from scmoe.training.step import make_train_step
 
 FLAGS = (
@@ -59,6 +59,7 @@ def main(argv: list[str]) -> None:
   values, given = parse(argv, FLAGS, with_fields=True)
   if values["help"]:
     return print(help_text(__doc__ or "", FLAGS, values["help"]))
+  check_environment()
   device = jax.devices()[0]
   if values["list"]:
     return print(listed(device.device_kind))

@@ -31,7 +31,7 @@ from typing import Any
 from scmoe.base.errors import ConfigError
 from scmoe.base.options import check_type
 from scmoe.blocks.options import OverlapConfig
-from scmoe.blocks.wiring import Wiring, is_handed_over, tap_index
+from scmoe.blocks.wiring import Tap, Wiring, is_handed_over, tap_index
 
 # Dense steps. An attention is two, so that the experts can stand behind its projections.
 PROJECTIONS, MIXING, MLP, SHARED = "projections", "mixing", "mlp", "shared expert"
@@ -82,10 +82,13 @@ class Schedule:
   Attributes:
     steps: of the forward pass, with the barriers that tie their order, if any.
     backward: names of the backward pass' steps, in its order.
+    earlier: names of the steps of the pair before beside which route and dispatch can run too; see
+      `earlier_steps`.
   """
 
   steps: tuple[Step, ...]
   backward: tuple[str, ...]
+  earlier: tuple[str, ...] = ()
 
   @property
   def forward(self) -> tuple[str, ...]:
@@ -94,6 +97,11 @@ class Schedule:
 
   def __str__(self) -> str:
     lines = [f"forward:  {' | '.join(joined(self.forward))}"]
+    if self.earlier:
+      lines.append(
+        f"earlier:  {' | '.join(joined(self.earlier))} of the pair before, where one step of the "
+        "scan has both pairs (overlap.unroll)"
+      )
     return "\n".join([*lines, f"backward: {' | '.join(joined(self.backward))}"])
 
 
@@ -136,7 +144,8 @@ def make_schedule(
   if overlap.order == "barriers" or overlap.flight > 1:  # turns need an order (`in_turns`)
     order = "forward" if overlap.ablation.backward == "free" else "both"
   mirrored = [_Place(place.start, place.back, place.back) for place in places]
-  return Schedule(_in_order(dense, places, order), _mirror(_in_order(dense, mirrored)))
+  names = tuple(step.name for step in earlier_steps(wiring, blocks))
+  return Schedule(_in_order(dense, places, order), _mirror(_in_order(dense, mirrored)), names)
 
 
 def turns_of(steps: Sequence[Step]) -> list[list[Step]]:
@@ -159,8 +168,7 @@ class _Place:
     experts: before the experts, for each chunk.
     back: before the backward pass of the experts, for each chunk.
     handed_over: whether the unit before hands the tap over. Routing then needs nothing of this
-      unit, so no barrier holds it behind the end of that unit: the window of Pos-2 begins with the
-      shared expert there, while that of Pos-1 begins with this unit's attention.
+      unit, so no barrier holds it behind the end of that unit (`earlier_steps`).
   """
 
   start: int
@@ -239,6 +247,28 @@ def dense_steps(wiring: Wiring, blocks: int) -> list[Step]:
   return steps
 
 
+def earlier_steps(wiring: Wiring, blocks: int) -> list[Step]:
+  """Dense steps of the unit before that are part of the first tap's window.
+
+  With one block per unit the preceding block is the unit before. The paper's windows (§3.1) are
+  then, in dense steps from the tap to the end of this unit:
+
+    Pos-1                             attention | shared expert
+    Pos-2             shared expert | attention | shared expert
+    Pos-3 attention | shared expert | attention | shared expert
+
+  The unit before hands the value over, and this unit's list begins with route and dispatch. They
+  need nothing else, so XLA may issue them as early as the value is there; no barrier holds them
+  back. It moves no collective across a step of the scan over layers: at the first pair of a step
+  the window begins with this unit, as that of Pos-1 does. `overlap.unroll` says how many pairs a
+  step has.
+  """
+  tap = wiring.taps[0] if wiring.taps else Tap.CURRENT
+  if not is_handed_over(tap, blocks):
+    return []
+  return dense_steps(wiring, blocks)[2 if tap is Tap.ATTENTION else 0 :]
+
+
 def tap_step(operations: int) -> int:
   """Number of dense steps before a tap, from the number of dense operations (`tap_index`).
 
@@ -307,6 +337,7 @@ class Times:
     route, dispatch, experts, combine: the MoE's stages; `route` includes laying out the rows.
     add: the weighted sum at the end.
     before: dense time before the shortcut.
+    earlier: (name, time) of `earlier_steps`. No makespan counts on them.
   """
 
   dense: tuple[tuple[str, float], ...]
@@ -316,6 +347,7 @@ class Times:
   combine: float
   add: float = 0.0
   before: float = 0.0
+  earlier: tuple[tuple[str, float], ...] = ()
 
   @property
   def window(self) -> float:
@@ -372,7 +404,8 @@ def unit_times(wiring: Wiring, blocks: int, durations: Mapping[str, float]) -> T
   time_of = lambda step: durations[step.operation.removesuffix(" expert")]
   stages = {name: durations[name] for name in (ROUTE, DISPATCH, EXPERTS, COMBINE, ADD)}
   dense = tuple((step.name, time_of(step)) for step in window)
-  return Times(dense, **stages, before=sum(map(time_of, before)))
+  earlier = tuple((step.name, time_of(step)) for step in earlier_steps(wiring, blocks))
+  return Times(dense, **stages, before=sum(map(time_of, before)), earlier=earlier)
 
 
 def split_window(wiring: Wiring, blocks: int) -> tuple[list[Step], list[Step]]:
@@ -550,6 +583,9 @@ def describe(
   }
   lines = [] if schedule is None else [str(schedule)]
   lines.append(", ".join(f"{name} {time:.3g} {unit}" for name, time in totals.items()))
+  if times.earlier:
+    time = sum(time for _, time in times.earlier)
+    lines.append(f"earlier window in the pair before: {time:.3g} {unit}, not counted below")
   for slot in times.slots:
     mark = " <- best" if slot == best else ""
     lines.append(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.options import Options, option
-from scmoe.base.paths import expanded
+from scmoe.base.paths import expanded, files_below
 
 IMAGE_SOURCES = ("images", "shapes", "digits")
 SOURCES = ("auto", "stdlib", "text", "jsonl", "parquet", "arrow", "procedural", "mixture",
@@ -209,7 +209,8 @@ def kind_of_path(path: str) -> str:
   root = expanded(path, "data.path")
   names = [root.name]
   if root.is_dir():
-    names = [p.name for p in root.rglob("*") if p.is_file()]
+    endings = sum(SUFFIXES.values(), ())
+    names = [path.name for path in files_below(root, "data.path", endings)]
   counts = {kind: sum(name.endswith(ends) for name in names) for kind, ends in SUFFIXES.items()}
   return max(SUFFIXES, key=lambda kind: counts[kind])
 

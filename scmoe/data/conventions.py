@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from scmoe.base.errors import DataError
+from scmoe.base.stored import parse_json, read_text
 
 FILE = "conventions.json"  # beside a tokenizer.json
 TEMPLATE_BYTES = 2**20  # longer chat templates are refused
@@ -65,12 +66,9 @@ def conventions_from_json(text: str, name: str) -> Conventions:
   Raises:
     DataError: the text is not JSON, lacks a field, or has a value of another type.
   """
-  try:
-    values = json.loads(text)
-  except (ValueError, RecursionError) as error:
-    raise DataError(f"{name} cannot be read: {error}") from None
+  values = parse_json(text, name)
   fields = {field.name for field in dataclasses.fields(Conventions)}
-  if not isinstance(values, dict) or set(values) != fields:
+  if set(values) != fields:
     raise DataError(f"{name} does not have the fields {', '.join(sorted(fields))}")
   bos, template = values["bos_id"], values["chat_template"]
   if bos is not None and not is_token_id(bos):
@@ -99,13 +97,7 @@ def conventions_beside(tokenizer: Path) -> Conventions | None:
     DataError: the file exists and cannot be read.
   """
   path = tokenizer.with_name(FILE)
-  if not path.is_file():
-    return None
   try:
-    with path.open("rb") as file:
-      content = file.read(_BYTES + 1)
-    if len(content) > _BYTES:
-      raise DataError(f"{path} is larger than {_BYTES} bytes, the limit for this file")
-    return conventions_from_json(content.decode("utf-8"), str(path))
-  except (OSError, UnicodeDecodeError) as error:
-    raise DataError(f"{path} cannot be read: {error}") from None
+    return conventions_from_json(read_text(path, _BYTES), str(path))
+  except FileNotFoundError:
+    return None

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from scmoe.base.errors import DataError
-from scmoe.base.paths import expanded
+from scmoe.base.paths import check_is_file, expanded, files_below
 from scmoe.data.config import HUB, SUFFIXES
 from scmoe.data.hub import fetched
 from scmoe.data.packages import need
@@ -56,13 +56,15 @@ def find_files(kind: str, path: str) -> list[InputFile]:
   if root.is_file():
     return [InputFile(root, None)]
   if root.is_dir() or named:
-    found = sorted(p for p in root.rglob("*") if p.is_file() and p.name.endswith(SUFFIXES[kind]))
+    found = sorted(files_below(root, "data.path", SUFFIXES[kind]))
     what = f"a file ending in {', '.join(SUFFIXES[kind])}"
   elif glob.has_magic(path):
     hits = glob.glob(str(root), recursive=True)
-    found, what = sorted(Path(p) for p in hits if os.path.isfile(p)), "a file matching it"
+    found = sorted(check_is_file(Path(p), "data.path") for p in hits if not os.path.isdir(p))
+    what = "a file matching it"
   else:
-    raise DataError(f"data.path={path!r} does not exist; give a file, a folder or a quoted glob")
+    why = "is not a regular file" if os.path.lexists(root) else "does not exist"
+    raise DataError(f"data.path={path!r} {why}; give a file, a folder or a quoted glob")
   if named and not found:
     raise DataError(
       f"data.path={path!r} has no {kind} file; look at its files on the hub, and name their kind "

@@ -181,7 +181,9 @@ def _key(config: DataConfig, tokenizer: tokenizers.Tokenizer | None) -> str:
     parts.append((part.kind, part.path))
     for file in find_files(part.kind, part.path) if part.kind in NEEDS_PATH else ():
       stat = file.path.stat()
-      parts.append((str(file.path.absolute()), file.split, stat.st_size, stat.st_mtime_ns))
+      # Copying and `touch` can set the time of modification; nobody can set that of the change.
+      times = stat.st_mtime_ns, stat.st_ctime_ns
+      parts.append((str(file.path.absolute()), file.split, stat.st_size, *times))
   return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
 
 

@@ -10,7 +10,6 @@ with which that model's own tokenizer begins it.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ import numpy as np
 
 from scmoe.base.errors import ConfigError, DataError
 from scmoe.base.paths import expanded
+from scmoe.base.stored import StoredError, parse_json, read_text
 from scmoe.data.chat import render
 from scmoe.data.conventions import FILE, Conventions, conventions_beside
 from scmoe.data.files import log, read_cached, write_cached
@@ -140,7 +140,7 @@ class JsonTokenizer:
     self._tokenizer.no_padding()
     self._tokenizer.no_truncation()
     self._vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-    self.parsed: dict[str, Any] = json.loads(content)
+    self.parsed: dict[str, Any] = parse_json(content, name)
     _check_vocabulary(self._vocab, name)
     self.vocab_size = max(self._vocab.values()) + 1  # ids need not be dense
     if eos_id is not None and eos_id not in self._vocab.values():
@@ -365,11 +365,8 @@ def load_json(path: str, eos_token: str) -> JsonTokenizer:
       "model (transformers' AutoTokenizer.from_pretrained(...).save_pretrained writes one)"
     )
   try:
-    with file.open("rb") as opened:
-      content = opened.read(_MOST_BYTES + 1).decode("utf-8")
-  except (OSError, UnicodeDecodeError) as error:
-    raise DataError(f"data.tokenizer={path!r}: cannot be read: {error}") from None
-  if len(content) > _MOST_BYTES:
-    raise DataError(f"data.tokenizer={path!r} is larger than {_MOST_BYTES} bytes")
+    content = read_text(file, _MOST_BYTES)
+  except (FileNotFoundError, StoredError) as error:
+    raise DataError(f"data.tokenizer={path!r}: {error}") from None
   conventions = conventions_beside(file)
   return JsonTokenizer(content, eos_token=eos_token, name=path, conventions=conventions)

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from scmoe.base.errors import DataError
+from scmoe.base.stored import parse_json
 from scmoe.data.conventions import TEMPLATE_BYTES, Conventions, is_token_id
 from scmoe.data.tokenizers import JsonTokenizer
 from scmoe.pretrained.folder import CONFIG
-from scmoe.pretrained.header import parse_object, read_object, read_text
+from scmoe.pretrained.header import read_object, read_text
 
 GENERATION, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
@@ -40,7 +41,7 @@ def kept_files(folder: Path) -> dict[str, str]:
   found = {name: read_text(folder / name, _BYTES) for name in KEPT if (folder / name).exists()}
   for name, text in found.items():
     if name.endswith(".json"):
-      parse_object(text, str(folder / name))
+      parse_json(text, str(folder / name))
   return found
 
 

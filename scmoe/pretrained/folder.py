@@ -201,15 +201,6 @@ def read_into(found: np.ndarray, file: BinaryIO, start: int) -> None:
     left, start = left[count:], start + count
 
 
-def read_json(path: Path) -> dict[str, Any]:
-  """Reads a JSON object of a model's folder.
-
-  Raises:
-    DataError: the file is missing, too large, or not a JSON object.
-  """
-  return read_object(path, LIMITS["index"])
-
-
 # -- writing --------------------------------------------------------------------------------------
 
 

@@ -6,12 +6,12 @@ the header, and the tensors' bytes without gaps. `scmoe.pretrained.folder` relie
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from scmoe.base import stored
 from scmoe.base.errors import DataError
 
 LIMITS = {  # largest size of each kind of file, in bytes
@@ -51,20 +51,9 @@ def read_text(path: Path, limit: int) -> str:
     DataError: it is missing, larger, not UTF-8, or not a regular file (a pipe, a device).
   """
   try:
-    if path.exists() and not path.is_file():
-      raise DataError(f"{path} is not a regular file")
-    with path.open("rb") as file:
-      content = file.read(limit + 1)
+    return stored.read_text(path, limit)
   except FileNotFoundError:
-    raise DataError(f"{path} is missing; a model's folder has one") from None
-  except OSError as error:
-    raise DataError(f"{path} cannot be read: {error}") from None
-  if len(content) > limit:
-    raise DataError(f"{path} is larger than {limit} bytes, the limit for such a file")
-  try:
-    return content.decode("utf-8")
-  except UnicodeDecodeError as error:
-    raise DataError(f"{path} cannot be read: {error}") from None
+    raise _missing(path) from None
 
 
 def read_object(path: Path, limit: int) -> dict[str, Any]:
@@ -73,31 +62,14 @@ def read_object(path: Path, limit: int) -> dict[str, Any]:
   Raises:
     DataError: the file cannot be read or is not such an object.
   """
-  return parse_object(read_text(path, limit), str(path))
-
-
-def parse_object(text: str | bytes, name: str) -> dict[str, Any]:
-  """Parses a JSON object in which no name occurs twice; `name` is the text's name in messages.
-
-  Raises:
-    DataError: the text is not such an object.
-  """
-
-  def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-      seen: set[str] = set()
-      twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-      raise ValueError(f"{twice[:80]!r} is given twice")
-    return found
-
   try:
-    values = json.loads(text, object_pairs_hook=unique)
-  except (ValueError, RecursionError) as error:  # RecursionError: it is nested too deep
-    raise DataError(f"{name} cannot be read: {error}") from None
-  if not isinstance(values, dict):
-    raise DataError(f"{name} is not a JSON object")
-  return values
+    return stored.read_json(path, most=limit)
+  except FileNotFoundError:
+    raise _missing(path) from None
+
+
+def _missing(path: Path) -> DataError:
+  return DataError(f"{path} is missing; a model's folder has one")
 
 
 def read_header(file: Path) -> dict[str, Described]:
@@ -122,7 +94,7 @@ def read_header(file: Path) -> dict[str, Described]:
       text = opened.read(length)
   except OSError as error:
     raise damaged(error) from None
-  values = parse_object(text, f"{file} is damaged or incomplete: its header")
+  values = stored.parse_json(text, f"{file} is damaged or incomplete: its header")
   values.pop("__metadata__", None)
   if len(values) > TENSORS:
     raise damaged(f"{len(values)} tensors; at most {TENSORS} are read")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import threading
@@ -19,13 +18,14 @@ import numpy as np
 from scmoe.base.errors import ConfigError, DataError
 from scmoe.base.extensions import check_allowed
 from scmoe.base.paths import expanded
+from scmoe.base.stored import parse_json
 from scmoe.data import Tokenizer
 from scmoe.data.conventions import FILE as CONVENTIONS
 from scmoe.data.conventions import conventions_from_json
 from scmoe.data.tokenizers import TOKENIZER, ByteTokenizer, JsonTokenizer
 from scmoe.pretrained.expert_files import SCALE, Layers, Place
-from scmoe.pretrained.folder import CONFIG, WRITTEN, read_json
-from scmoe.pretrained.header import parse_object
+from scmoe.pretrained.folder import CONFIG, WRITTEN
+from scmoe.pretrained.header import LIMITS, read_object
 from scmoe.pretrained.inference_files import DTYPES, FORMAT, MANIFEST, VERSION, parts
 from scmoe.pretrained.names import Tensor
 from scmoe.pretrained.stream import leaves_of, load, nested
@@ -57,10 +57,10 @@ class InferenceFolder:
   """
 
   def __init__(self, path: str | os.PathLike[str], allow_import: Sequence[str] = ()):
-    self.path = expanded(os.fspath(path), "--model")
+    self.path = expanded(os.fspath(path), "model")
     if not self.path.is_dir():
       raise DataError(
-        f"--model={str(path)!r} is not a folder; make one with python -m scmoe.convert --workdir "
+        f"model={str(path)!r} is not a folder; make one with python -m scmoe.convert --workdir "
         "RUN --inference FOLDER"
       )
     self._manifest = _manifest(self.path / MANIFEST)
@@ -268,7 +268,7 @@ def _stored_run(text: str, where: str) -> RunConfig:
     DataError: the text is not a configuration of this version.
   """
   try:
-    return from_dict(upgraded_config(parse_object(text, where)), where)
+    return from_dict(upgraded_config(parse_json(text, where)), where)
   except ConfigError as error:
     raise DataError(str(error)) from None
 
@@ -290,7 +290,7 @@ def _checked(run: RunConfig, where: str) -> RunConfig:
 
 
 def _manifest(path: Path) -> dict[str, Any]:
-  found = read_json(path)
+  found = read_object(path, LIMITS["index"])
   if found.get("format") != FORMAT:
     raise DataError(f"{path}: format {found.get('format')!r} is not {FORMAT!r}")
   if found.get("version") != VERSION:
@@ -324,7 +324,7 @@ def _header(file: Path) -> dict[str, Place]:
       length = int.from_bytes(opened.read(8), "little")
       if not 0 < length <= min(total - 8, 2**28):
         raise ValueError("its header is cut off")
-      header = json.loads(opened.read(length))
+      header = parse_json(opened.read(length), "its header")
     header.pop("__metadata__", None)
     found, end = {}, 8 + length
     for name, tensor in header.items():

@@ -54,16 +54,16 @@ def offload_request(name: str, base: OffloadRequest = OffloadRequest()) -> Offlo
   """
   way, plus, size = name.strip().partition("+")
   if plus and not size.isdecimal():
-    raise ConfigError(f"--ways={name!r}: a number of experts follows the +, as in early+4")
-  return dataclasses.replace(base, way=way.strip(), cache_size=int(size or 0))
+    raise ConfigError(f"ways={name!r}: a number of experts follows the +, as in early+4")
+  return dataclasses.replace(base, offload=way.strip(), expert_cache=int(size or 0))
 
 
 def name_of(request: OffloadRequest) -> str:
   """The name of an offload request; `offload_request` reads it back."""
-  return request.way + (f"+{request.cache_size}" if request.cache_size > 0 else "")
+  return request.offload + (f"+{request.expert_cache}" if request.expert_cache > 0 else "")
 
 
-RESIDENT = OffloadRequest(way="none", cache_size=0)
+RESIDENT = OffloadRequest(offload="none", expert_cache=0)
 
 
 class _Arm:
@@ -71,12 +71,12 @@ class _Arm:
 
   def __init__(self, run: RunConfig, load: Workload, folder: Path, way: OffloadRequest):
     built = build.build(run)
-    self.model, self.offload = random_model(built, way), way.offload
+    self.model, self.offload = random_model(built, way), way.named
     self.router = self.model.init_router()
     graph, self.params = nnx.split(self.model)
     self.programs = Programs(built.overlap, folder)
     # With random weights, greedy decoding soon repeats a token, and so chooses the same experts.
-    sampling = Sampling(temperature=0.0 if way.way == "none" else 1.0)
+    sampling = Sampling(temperature=0.0 if way.offload == "none" else 1.0)
     offload, deterministic = self.offload.checked(self.model), run.train.deterministic
     static = Static(graph, built.mesh, sampling, offload, deterministic)
     self.apart = taken_apart(static, self.params)  # once for all tokens
@@ -166,7 +166,7 @@ def random_model(built: build.Built, way: OffloadRequest = RESIDENT, seed: int =
 
   places = [None if own else leaf.sharding for (_, leaf), own in zip(flat, routed)]
   leaves = jax.jit(others, out_shardings=places)()
-  away = way.offload.decode is not None
+  away = way.named.decode is not None
   for at, (_, leaf) in enumerate(flat):
     if not routed[at]:
       continue
@@ -183,7 +183,7 @@ def random_model(built: build.Built, way: OffloadRequest = RESIDENT, seed: int =
       continue
     one = jax.jit(draw, out_shardings=own)
     parts = (one(jax.random.fold_in(of_key, i)) for i in range(pairs))
-    leaves[at] = Apart(tuple(to_memory(part, own, HOST, int8=way.int8) for part in parts))
+    leaves[at] = Apart(tuple(to_memory(part, own, HOST, int8=way.int8_experts) for part in parts))
   if not away:
     return built.model(jax.tree.unflatten(tree, leaves))
   model = built.model(jax.tree.unflatten(tree, [jnp.zeros((0,)) for _ in leaves]))
@@ -273,7 +273,7 @@ def benchmark(
     figures["arms"][name] = found
   stats = [device.memory_stats() or {} for device in jax.local_devices()]
   figures["peak_memory"] = max(found.get("peak_bytes_in_use", 0) for found in stats)
-  if len(ways) > 1 or ways[0].way != "none":
+  if len(ways) > 1 or ways[0].offload != "none":
     lines += _way_lines(figures["arms"])
   return "\n".join(lines), figures
 

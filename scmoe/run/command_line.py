@@ -9,8 +9,12 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
 import importlib.util
 import os
+import re
+import subprocess
+import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +25,7 @@ import scmoe.base.errors
 from scmoe.base.errors import ConfigError
 from scmoe.base.extensions import FORM, check_allowed
 from scmoe.base.renamed import present_name
+from scmoe.base.stored import StoredError, read_text
 from scmoe.blocks.wiring import WIRINGS
 from scmoe.run.config import RunConfig, from_json, imports_of
 from scmoe.run.config_files import config_names, find_config, load_config
@@ -209,6 +214,50 @@ _PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu", "METAL", "")
 _CUDA = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
+# The messages with which XLA ends a process when it cannot read the flags of its environment.
+_XLA_REFUSES = re.compile(
+  r"(?P<unknown>Unknown flags? in XLA_FLAGS: .*)|(?P<file>Could not open file \S+)|"
+  r"(?P<value>Couldn't interpret value .*)"
+)
+
+
+def check_environment() -> None:
+  """Checks JAX_PLATFORMS and XLA_FLAGS. Before any device is used.
+
+  jax answers the first with a traceback, and XLA the second with the end of the process.
+
+  Raises:
+    ConfigError: one of the two cannot be used.
+  """
+  _check_platforms()
+  if flags := os.environ.get("XLA_FLAGS", "").strip():
+    _check_xla_flags(flags)
+
+
+@functools.cache
+def _check_xla_flags(flags: str) -> None:
+  """Lets a process of its own read the flags: which there are, only XLA knows. Takes half a second,
+  of those alone who set some."""
+  code = """import resource
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it leaves no file of its memory
+import jaxlib.xla_client
+jaxlib.xla_client.make_cpu_client()"""
+  try:
+    ended = subprocess.run(
+      [sys.executable, "-c", code], capture_output=True, text=True, errors="replace", timeout=60
+    )
+  except (OSError, subprocess.TimeoutExpired):
+    return  # it could not be asked; XLA will say what it thinks of them
+  found = _XLA_REFUSES.search(ended.stderr) if ended.returncode else None
+  if found is None:
+    return
+  said = " ".join(found[0].split())[:200].rstrip(".")
+  said += " to read flags from" if found["file"] else ""
+  raise ConfigError(
+    f"XLA_FLAGS={flags[:200]!r}: {said}; use flags of this jaxlib's XLA, or unset it"
+  )
+
+
 def _check_platforms() -> None:
   """Checks JAX_PLATFORMS, since a wrong value makes jax end in a traceback at the first device."""
   asked = os.environ.get("JAX_PLATFORMS", "")
@@ -228,9 +277,9 @@ def simulate(count: int) -> None:
   Call it before jax uses a device.
 
   Raises:
-    ConfigError: `count` is not 0 to 512, jax has devices already, or JAX_PLATFORMS is unknown.
+    ConfigError: `count` is not 0 to 512, jax has devices already, or see `check_environment`.
   """
-  _check_platforms()
+  check_environment()
   if not count:
     return
   if not 0 < count <= 512:
@@ -280,9 +329,9 @@ def run_config(values: dict[str, Any], given: Sequence[tuple[str, str]]) -> RunC
   if values["config_json"]:
     path = Path(values["config_json"])
     try:
-      run = from_json(path.read_text("utf-8"), str(path))
-    except (OSError, ValueError) as error:
-      raise ConfigError(f"--config_json={str(path)!r} cannot be read: {error}") from None
+      run = from_json(read_text(path), str(path))
+    except (FileNotFoundError, StoredError) as error:
+      raise ConfigError(f"--config_json: {error}") from None
     check_allowed(imports_of(run), values.get("allow_import", ()), str(path))
   else:
     path = find_config(values["config"])

@@ -18,6 +18,7 @@ from scmoe.base.extensions import is_import_path
 from scmoe.base.options import Options, option, section
 from scmoe.base.output import note
 from scmoe.base.renamed import RENAMED, note_name, old_names, with_present_names
+from scmoe.base.stored import StoredError, parse_json
 from scmoe.blocks.options import OverlapConfig
 from scmoe.data.config import DataConfig
 from scmoe.models.config import ModelConfig
@@ -311,20 +312,11 @@ def from_json(text: str, where: str = "config JSON") -> RunConfig:
     ConfigError: the text is not JSON, or has a key twice, an unknown field, or a value of the wrong
       type.
   """
-
-  def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-      names = [name for name, _ in pairs]
-      twice = next(name for name in names if names.count(name) > 1)
-      raise ConfigError(f"{where}: {twice!r} is given twice")
-    return found
-
   try:
-    values = json.loads(text, object_pairs_hook=unique)
-  except (ValueError, RecursionError) as error:
-    raise ConfigError(f"{where}: not JSON: {error}") from None
-  if isinstance(values, dict) and {"config", "starts"} <= set(values):
+    values = parse_json(text, where)
+  except StoredError as error:
+    raise ConfigError(str(error)) from None
+  if {"config", "starts"} <= set(values):
     values = values["config"]  # a run's card (`scmoe.training.card`)
   if isinstance(values, dict):
     old = with_present_names(values)[1]

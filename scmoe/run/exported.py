@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from jax import Array
+
 from scmoe.base.errors import ConfigError
 from scmoe.base.sizes import size_of
 from scmoe.base.stored import write_json
@@ -22,15 +24,15 @@ from scmoe.pretrained.inference_files import (
   values_of,
   write_folder,
 )
-from scmoe.pretrained.names import tensors
+from scmoe.pretrained.names import Tensor, tensors
 from scmoe.pretrained.stream import leaves_of, unload
 from scmoe.run import build
 from scmoe.run.config import RunConfig
 from scmoe.run.modality import needs_text
-from scmoe.run.opened import open_run
+from scmoe.run.opened import Stored, open_run
 from scmoe.run.text import load_tokenizer
 from scmoe.training.metrics import memory_in_use
-from scmoe.training.restore import restore_stored
+from scmoe.training.restore import restore_stored, with_newest
 
 
 def export_model(
@@ -45,14 +47,18 @@ def export_model(
   """
   if dtype and dtype not in DTYPES:
     raise ConfigError(f"--dtype={dtype!r} is unknown; one of: {', '.join(DTYPES)}")
-  stored = open_run(str(workdir), step)
-  needs_text(stored.run, "scmoe.convert")
-  run = build.on_mesh(stored.run, mesh)
   source = source_of(workdir)
-  config = write_config(run.model, run.router, source.get("family", ""))
-  family, built = config["model_type"], build.build(run)
-  listed = list(tensors(family, run.model))
-  leaves = restore_stored(workdir, leaves_of(built), stored.step)
+
+  def opened_step() -> tuple[Stored, dict[str, Any], list[Tensor], dict[str, Array]]:
+    stored = open_run(str(workdir), step)
+    needs_text(stored.run, "scmoe.convert")
+    run = build.on_mesh(stored.run, mesh)
+    config = write_config(run.model, run.router, source.get("family", ""))
+    listed = list(tensors(config["model_type"], run.model))
+    return stored, config, listed, restore_stored(workdir, leaves_of(build.build(run)), stored.step)
+
+  stored, config, listed, leaves = with_newest(opened_step, step)
+  run, family = stored.run, config["model_type"]
   if missing := sorted({t.leaf for t in listed} - set(leaves)):  # e.g. a router without a bias
     raise ConfigError(f"{workdir} has no {missing[0]}, which a {family} has; set router.bias")
   types, usual = source.get("other_dtypes", {}), source.get("dtype", "F32")
@@ -103,13 +109,18 @@ def export_inference(
     StorageError: the folder exists already, or cannot be written.
   """
   started = time.monotonic()
-  stored = open_run(str(workdir), step)
-  needs_text(stored.run, "scmoe.convert")
-  dtype = check_dtype(dtype, stored.run)
-  tokenizer = load_tokenizer(stored.run, str(workdir))
-  files = tokenizer.files() if isinstance(tokenizer, JsonTokenizer) else {}
-  run = build.on_mesh(inference_run(stored.run, dtype), mesh)
-  leaves = restore_stored(workdir, leaves_of(build.build(run)), stored.step)
+
+  def opened_step() -> tuple[Stored, str, dict[str, str], RunConfig, dict[str, Array]]:
+    stored = open_run(str(workdir), step)
+    needs_text(stored.run, "scmoe.convert")
+    kind = check_dtype(dtype, stored.run)
+    tokenizer = load_tokenizer(stored.run, str(workdir))
+    files = tokenizer.files() if isinstance(tokenizer, JsonTokenizer) else {}
+    run = build.on_mesh(inference_run(stored.run, kind), mesh)
+    leaves = restore_stored(workdir, leaves_of(build.build(run)), stored.step)
+    return stored, kind, files, run, leaves
+
+  stored, dtype, files, run, leaves = with_newest(opened_step, step)
   planned = parts(run, dtype)
   if missing := sorted({part.leaf for part in planned} - set(leaves)):
     raise ConfigError(f"{workdir} has no {missing[0]}; its checkpoint has another configuration")

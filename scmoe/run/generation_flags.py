@@ -53,7 +53,7 @@ def offload_request(values: dict[str, Any]) -> OffloadRequest:
   Raises:
     ConfigError: one of them is out of range.
   """
-  size = lambda name: bytes_of(values[name], name) if values[name] else 0
+  size = lambda name: bytes_of(values[name], f"--{name}") if values[name] else 0
   if values["cache_policy"] not in POLICIES:
     raise ConfigError(
       f"--cache_policy={values['cache_policy']!r} is unknown; one of: {', '.join(POLICIES)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,10 +25,17 @@ from scmoe.training.restore import read_meta, restore_on_host, restore_part
 
 
 class Stored(NamedTuple):
-  """A run read back from its checkpoint: the resolved configuration and the step."""
+  """A run read back from its checkpoint.
+
+  Attributes:
+    run: the resolved configuration.
+    step: of the checkpoint.
+    data: fingerprint of the data that it was trained on; {} for a converted model.
+  """
 
   run: RunConfig
   step: int
+  data: Mapping[str, Any]
 
 
 def open_run(workdir: str, step: int | None, allow_import: Sequence[str] = ()) -> Stored:
@@ -47,7 +54,7 @@ def open_run(workdir: str, step: int | None, allow_import: Sequence[str] = ()) -
   meta: dict[str, Any] = read_meta(workdir, step)
   run = from_dict(meta["config"], f"{workdir} (stored)")
   check_allowed(imports_of(run), allow_import, f"{workdir} (stored)", Path(workdir))
-  return Stored(run, meta["step"])
+  return Stored(run, meta["step"], meta.get("data_fingerprint", {}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +89,7 @@ def open_model(
   workdir: str,
   step: int,
   *,
-  request: OffloadRequest = OffloadRequest(way="none"),
+  request: OffloadRequest = OffloadRequest(offload="none"),
   load: Workload | None = None,
 ) -> OpenRun:
   """Loads a run's model.
@@ -111,7 +118,7 @@ def open_model(
     model = built.model(state["params"])
   else:
     held = cast_params(restore_on_host(workdir, built.shapes, step), jnp.dtype(run.model.dtype))
-    model = offloaded(built.model(held), built.mesh, int8=request.int8)
+    model = offloaded(built.model(held), built.mesh, int8=request.int8_experts)
     state = restore_part(workdir, parts, step) if parts else {}
   rest = built.mesh, tokenizer, prepare, offload, lines
   return OpenRun(run, workdir, step, model, state.get("router", {}), *rest)
@@ -121,7 +128,7 @@ def open_folder(
   folder: InferenceFolder,
   run: RunConfig,
   *,
-  request: OffloadRequest = OffloadRequest(way="none"),
+  request: OffloadRequest = OffloadRequest(offload="none"),
   load: Workload | None = None,
 ) -> OpenRun:
   """Loads the model of an inference checkpoint, after checking the checksums of all its files.
@@ -138,12 +145,14 @@ def open_folder(
   built, tokenizer = build.build(run), folder.tokenizer
   offload, lines, pinned = Offload(), [], None
   if load is not None:
-    request = dataclasses.replace(request, int8=request.int8 or folder.dtype == "int8")
+    request = dataclasses.replace(
+      request, int8_experts=request.int8_experts or folder.dtype == "int8"
+    )
     found, lines = chosen(run.model, built.shapes, load, request, run.mesh.expert, files=True)
     offload, pinned = found.offload, found.pinned
-    if pinned is not None and request.int8 and folder.dtype != "int8":
+    if pinned is not None and request.int8_experts and folder.dtype != "int8":
       raise ConfigError(
-        f"--int8_experts cannot convert experts that stay on disk, which are {folder.dtype} there; "
+        f"int8_experts cannot convert experts that stay on disk, which are {folder.dtype} there; "
         "write the folder with scmoe.convert --inference --dtype int8"
       )
   folder.verify()
@@ -152,6 +161,6 @@ def open_folder(
     model = built.model(params)
   else:
     params, router = folder.mapped(built)
-    model = offloaded(built.model(params), built.mesh, int8=request.int8, pinned=pinned)
+    model = offloaded(built.model(params), built.mesh, int8=request.int8_experts, pinned=pinned)
   rest = built.mesh, tokenizer, Programs(built.overlap, folder.path), offload, lines
   return OpenRun(run, str(folder.path), folder.step, model, router, *rest)

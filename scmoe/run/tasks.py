@@ -34,6 +34,7 @@ from scmoe.inference.scoring import Continuation, Score, score
 from scmoe.run import build
 from scmoe.run.modality import needs_text
 from scmoe.run.opened import OpenRun, open_model, open_run
+from scmoe.training.restore import with_newest
 
 _INSTALLED = importlib.util.find_spec("lm_eval") is not None
 
@@ -90,9 +91,14 @@ class ScmoeLM(_Model):
     _harness()
     super().__init__()
     if opened is None:
-      stored = open_run(workdir, None if int(step) < 0 else int(step))
-      needs_text(stored.run, "--tasks")
-      opened = open_model(build.on_mesh(stored.run, mesh), workdir, stored.step)
+      named = None if int(step) < 0 else int(step)
+
+      def opened_step() -> OpenRun:
+        stored = open_run(workdir, named)
+        needs_text(stored.run, "--tasks")
+        return open_model(build.on_mesh(stored.run, mesh), workdir, stored.step)
+
+      opened = with_newest(opened_step, named)
     run = opened.run
     self.opened, self.encoder = opened, opened.tokenizer
     self.max_length = int(max_length) or min(run.data.seq_len, run.model.context)

@@ -23,7 +23,8 @@ from scmoe.run.config import RunConfig
 from scmoe.run.modality import needs_text
 from scmoe.run.opened import open_run
 from scmoe.run.text import load_tokenizer
-from scmoe.training.restore import FOLDER, list_steps, read_meta, restore_part
+from scmoe.training.distributed import is_first
+from scmoe.training.restore import FOLDER, list_steps, read_meta, restore_part, with_newest
 from scmoe.training.workdir import prepare_workdir
 
 PINNED = "teacher.json"  # file in the run's folder that identifies the teacher
@@ -107,19 +108,50 @@ def open_teacher(run: RunConfig, workdir: Path, allow_import: Sequence[str] = ()
     )
   else:
     step = pinned.get("step")
-    stored = open_run(path, step, allow_import)
-    needs_text(stored.run, "train.teacher")
-    step = stored.step if step is None else step
-    leaves = read_meta(path, step)["leaves"]
-    prints = {name: leaf["fingerprint"] for name, leaf in leaves.items() if _is_model(name)}
-    tokenizer = load_tokenizer(stored.run, path)
-    found = Teacher(path, stored.run, step, _digest(prints), tokenizer)
+    found = with_newest(lambda: _of_run(path, step, allow_import), step)
   if pinned and pinned["identity"] != found.identity:
     raise ConfigError(
       f"train.teacher={path!r} is no longer the model of step {pinned['step']} with which this run "
       "began; restore it, or use another workdir"
     )
   return found
+
+
+def load_teacher(
+  teacher: Teacher, built: build.Built, workdir: Path, allow_import: Sequence[str] = ()
+) -> dict[str, Any]:
+  """`Teacher.load`, of the newest step if the teacher's run has removed the chosen one meanwhile.
+
+  A new run then remembers that step. A run that goes on needs the step that it began with.
+
+  Args:
+    teacher, workdir, allow_import: of `open_teacher`.
+    built: see `Teacher.load`.
+
+  Raises:
+    CheckpointError, DataError: its files are damaged, or the step that the run began with is gone.
+  """
+  tried: list[Teacher] = []
+
+  def attempt() -> dict[str, Any]:
+    tried.append(_of_run(teacher.path, None, allow_import) if tried else teacher)
+    return tried[-1].load(built)
+
+  values = with_newest(attempt, _pinned(workdir).get("step"))
+  if tried[-1] is not teacher and is_first():
+    remember_teacher(tried[-1], workdir)
+  return values
+
+
+def _of_run(path: str, step: int | None, allow_import: Sequence[str]) -> Teacher:
+  """A run as a teacher, at one of its steps; None: the newest."""
+  stored = open_run(path, step, allow_import)
+  needs_text(stored.run, "train.teacher")
+  step = stored.step if step is None else step
+  leaves = read_meta(path, step)["leaves"]
+  prints = {name: leaf["fingerprint"] for name, leaf in leaves.items() if _is_model(name)}
+  tokenizer = load_tokenizer(stored.run, path)
+  return Teacher(path, stored.run, step, _digest(prints), tokenizer)
 
 
 def check_tokenizer(teacher: Teacher, tokenizer: Tokenizer) -> None:

@@ -13,6 +13,7 @@ from jax import Array
 
 from scmoe.base.batch import Batch
 from scmoe.base.errors import ConfigError, StorageError
+from scmoe.base.stored import StoredError, read_text
 from scmoe.blocks.options import OverlapConfig
 from scmoe.data import Data, Tokenizer, bigram_bits_per_byte, check_vocab, open_data
 from scmoe.data.conventions import FILE, conventions_beside
@@ -135,8 +136,8 @@ class Text:
 def _sample(data: Data, workdir: Path) -> str:
   """How much of the validation text the run's evaluations read; empty where it is all of it."""
   try:
-    asked = from_json((workdir / "config.json").read_text("utf-8")).train.eval_batches
-  except (OSError, ValueError, ConfigError):
+    asked = from_json(read_text(workdir / "config.json")).train.eval_batches
+  except (FileNotFoundError, StoredError, ConfigError):
     return ""
   there = len(data.validation())
   return f" on {asked} of {there:,} batches, scmoe.evaluate reads all" if 0 < asked < there else ""
@@ -169,9 +170,9 @@ def load_tokenizer(run: RunConfig, workdir: str) -> Tokenizer:
     return ByteTokenizer()
   path = Path(workdir) / TOKENIZER
   try:
-    content = path.read_text("utf-8")
-  except (OSError, UnicodeDecodeError) as error:
-    raise ConfigError(f"{path}: the tokenizer of the run cannot be read: {error}") from None
+    content = read_text(path)
+  except (FileNotFoundError, StoredError) as error:
+    raise ConfigError(f"the tokenizer of the run cannot be read: {error}") from None
   conventions = conventions_beside(path)
   if conventions is not None:
     conventions.check(run.model.vocab_size, str(path.with_name(FILE)))

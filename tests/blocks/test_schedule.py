@@ -1,5 +1,8 @@
 """The list of steps, the slot, its makespan and its timeline, on examples of the paper's size."""
 
+# Tests call with wrong types on purpose, and fakes stand for typed objects.
+# pyright: reportArgumentType=false
+
 import itertools
 
 import pytest
@@ -33,6 +36,7 @@ from scmoe.blocks.schedule import (
   sequential_makespan,
   slot_names,
   timeline,
+  unit_times,
 )
 from scmoe.blocks.wiring import WIRINGS
 
@@ -157,6 +161,42 @@ def test_a_tap_of_the_unit_before_is_not_held_back_to_its_end(wiring, begins_bef
   assert BARRIER in operations[operations.index(ROUTE) :], "the experts are tied in every wiring"
   alone = [step.operation for step in make(schedule="off")]
   assert BARRIER in alone[: alone.index(ROUTE)], "nothing is beside the control"
+
+
+@pytest.mark.parametrize(
+  ("wiring", "earlier"),
+  [
+    ("scmoe_pos1", ""),
+    ("scmoe_pos2", "shared expert"),
+    ("scmoe2", "shared expert"),
+    ("scmoe_pos3", "attention 0 | shared expert"),
+    ("dgmoe", ""),  # it has no shared expert, so nothing lies behind the tap
+    ("topk", ""),
+    ("dense", ""),
+  ],
+)
+def test_a_unit_of_one_block_names_what_its_window_has_of_the_unit_before(wiring, earlier):
+  """Windows of the paper's §3.1 with a MoE in every block: Pos-1 has this block, Pos-2 the shared
+  expert before it too, Pos-3 all of the preceding block."""
+  rule = WIRINGS[wiring]
+  schedule = make_schedule(rule, 1)
+  assert " | ".join(joined(schedule.earlier)) == earlier
+  assert (f"earlier:  {earlier} of the pair before" in str(schedule)) == bool(earlier)
+  assert make_schedule(rule, 2).earlier == ()
+  assert make_schedule(rule, 1, OverlapConfig(schedule="off")).earlier == ()
+  if not rule.taps:
+    return
+  durations = {"projections": 1, "mixing": 2, "mlp": 4, "shared": 8, "route": 1, "dispatch": 1,
+               "experts": 1, "combine": 1, "add": 1}  # fmt: skip
+  found = unit_times(rule, 1, durations)
+  want = {"": 0, "shared expert": 8, "attention 0 | shared expert": 11}[earlier]
+  assert sum(time for _, time in found.earlier) == want
+  assert (f"in the pair before: {want} ms" in describe(found)) == bool(want)
+
+
+def test_positions_with_a_moe_in_every_block_are_told_apart():
+  lists = [make_schedule(WIRINGS[f"scmoe_pos{i}"], 1) for i in (1, 2, 3)]
+  assert len(set(lists)) == len({str(schedule) for schedule in lists}) == 3
 
 
 def test_each_chunk_has_a_step():

@@ -1,12 +1,16 @@
 """Mistakes with data files and tokenizers that ended in tracebacks, aborts, or ever more memory."""
 
+import errno
 import json
+import os
+import shutil
+import socket
 
 import numpy as np
 import pytest
 
 from scmoe.base.errors import ConfigError, DataError
-from scmoe.data import DataConfig, corpus, open_data
+from scmoe.data import DataConfig, corpus, files, open_data
 from scmoe.data import text as sources
 
 
@@ -146,10 +150,58 @@ def test_files_that_are_taken_for_a_tokenizer_json(tmp_path, text, monkeypatch):
     opened(tmp_path, path=text, tokenizer=str(tmp_path / "t.json"))
 
 
-def test_a_pipe_is_no_file(tmp_path):
-  import os
+def _make(place, kind):
+  """Something that is no file, at a path."""
+  if kind == "pipe":
+    os.mkfifo(place)
+  elif kind == "socket":
+    with socket.socket(socket.AF_UNIX) as made:
+      made.bind(os.path.relpath(place))  # the path of a socket has at most 107 bytes
+  else:
+    place.symlink_to({"loop": place, "device": "/dev/zero", "link to nothing": "nowhere"}[kind])
 
-  os.mkfifo(tmp_path / "p.txt")
-  with pytest.raises(DataError, match="does not exist; give a file"):
-    opened(tmp_path, path=str(tmp_path / "p.txt"))
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "loop", "link to nothing"])
+@pytest.mark.parametrize("where", ["itself", "inside", "a glob"])
+def test_what_is_no_file_is_said(tmp_path, kind, where):
+  """Left out, it would be text that the user named and the model never sees."""
+  folder = tmp_path / "texts"
+  folder.mkdir()
+  (folder / "b.txt").write_text("some text\n" * 40)
+  _make(folder / "a.txt", kind)
+  path = {"itself": folder / "a.txt", "inside": folder, "a glob": folder / "*.txt"}[where]
+  with pytest.raises(DataError, match=r"data.path.*(is not a regular file|cannot be read)") as said:
+    opened(tmp_path, path=str(path))
+  assert "\n" not in str(said.value)
+  assert "a.txt" in str(said.value)
+  assert sources.kind_of(np.zeros(64, np.uint8).tobytes()) == ""
+
+
+def test_a_folder_that_cannot_be_listed_is_said(tmp_path, text, monkeypatch):
+  """Root may list every folder, so the refusal is the system's by hand."""
+  inside = tmp_path / "texts" / "private"
+  inside.mkdir(parents=True)
+  shutil.copy(text, tmp_path / "texts" / "a.txt")
+  scan = os.scandir
+
+  def refusing(path):
+    if os.fspath(path) == os.fspath(inside):
+      raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+    return scan(path)
+
+  monkeypatch.setattr(os, "scandir", refusing)
+  with pytest.raises(DataError, match=r"private' cannot be read \(Permission denied\); name"):
+    opened(tmp_path, path=str(tmp_path / "texts"))
+
+
+def test_a_loop_of_folders_is_read_once(tmp_path, text):
+  inside = tmp_path / "texts" / "more"
+  inside.mkdir(parents=True)
+  shutil.copy(text, inside / "a.txt")
+  (inside / "again").symlink_to(tmp_path / "texts")
+  found = files.find_files("text", str(tmp_path / "texts"))
+  assert [file.path.name for file in found] == ["a.txt"]
+
+
+def test_zero_bytes_are_of_no_known_kind():
   assert sources.kind_of(np.zeros(64, np.uint8).tobytes()) == ""

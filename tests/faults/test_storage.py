@@ -1,5 +1,11 @@
 """Locks, full disks, files that somebody else changed, and standard output that is not there."""
 
+# Tests call with wrong types on purpose, and fakes stand for typed objects.
+# pyright: reportArgumentType=false
+# pyright: reportCallIssue=false
+# pyright: reportMissingImports=false
+# pyright: reportUnusedExpression=false
+
 import json
 import os
 import resource
@@ -269,7 +275,7 @@ def test_the_reader_refuses_pipes_and_large_files_unread(tmp_path):
     read_json("/dev/zero")
   with open(tmp_path / "large", "wb") as file:
     file.truncate(2**40)
-  with pytest.raises(StoredError, match="has more than 1,000 bytes"):
+  with pytest.raises(StoredError, match="is larger than 1,000 bytes"):
     read_json(tmp_path / "large", most=1000)
   with pytest.raises(FileNotFoundError):
     read_json(tmp_path / "none")

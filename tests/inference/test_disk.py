@@ -1,5 +1,8 @@
 """Experts that stay in their files: the same tokens, one line where they cannot, nothing left."""
 
+# Tests call with wrong types on purpose, and fakes stand for typed objects.
+# pyright: reportAttributeAccessIssue=false
+
 import dataclasses
 import gc
 import threading
@@ -69,7 +72,9 @@ float32 = pytest.mark.parametrize("folder", ["float32"], indirect=True)
 def test_the_same_tokens_as_with_all_in_memory(folder, way, slots, layers):
   expected = Session(model=folder).texts(PROMPTS, GREEDY, max_new_tokens=9)
   limit = budget(folder, layers) + 1
-  session = Session(model=folder, request=OffloadRequest(way, host_budget=limit, cache_size=slots))
+  session = Session(
+    model=folder, request=OffloadRequest(way, host_memory=limit, expert_cache=slots)
+  )
   assert on_disk(session) % (LAYERS - layers) == 0
   assert on_disk(session) >= LAYERS - layers
   assert f"disk         the experts of {LAYERS - layers} of {LAYERS} layers" in session.plan[-1]
@@ -81,7 +86,7 @@ def test_the_same_tokens_as_with_all_in_memory(folder, way, slots, layers):
 @float32
 def test_the_same_tokens_with_experts_over_devices(folder):
   expected = Session(model=folder).texts(PROMPTS, GREEDY, max_new_tokens=5)
-  request = OffloadRequest("ring,early", host_budget=1)
+  request = OffloadRequest("ring,early", host_memory=1)
   session = Session(model=folder, mesh="expert=2", request=request)
   assert session.texts(PROMPTS, GREEDY, max_new_tokens=5) == expected
   with pytest.raises(ConfigError, match=r"^host_memory: .* only with mesh.tensor=1"):
@@ -90,7 +95,7 @@ def test_the_same_tokens_with_experts_over_devices(folder):
 
 @float32
 def test_a_file_that_is_cut_while_it_is_read_ends_the_generation(folder, tmp_path):
-  request = OffloadRequest("early", host_budget=1)
+  request = OffloadRequest("early", host_memory=1)
   copy = tmp_path / "copy"
   copy.mkdir()
   for file in InferenceFolder(folder).path.iterdir():
@@ -109,7 +114,7 @@ def test_an_interruption_leaves_no_thread(folder):
   # A thread of XLA's that has called Python stays known as a dummy; it is none of ours.
   ours = lambda: {t for t in threading.enumerate() if not t.name.startswith("Dummy")}
   threads = ours()
-  session = Session(model=folder, request=OffloadRequest("ring,early", host_budget=1))
+  session = Session(model=folder, request=OffloadRequest("ring,early", host_memory=1))
   tokens = session.tokens([session.encode("def ")], GREEDY, max_new_tokens=30, chunk=2)
   next(tokens), next(tokens)
   tokens.close()
@@ -121,7 +126,7 @@ def test_an_interruption_leaves_no_thread(folder):
 @pytest.mark.parametrize("folder", ["float32", "int8"], indirect=True)
 def test_eight_bits_of_a_folder_that_has_more(folder):
   if InferenceFolder(folder).dtype == "int8":
-    Session(model=folder, request=OffloadRequest("early", host_budget=1, int8=True))
+    Session(model=folder, request=OffloadRequest("early", host_memory=1, int8_experts=True))
     return
-  with pytest.raises(ConfigError, match=r"--int8_experts: .* --dtype int8"):
-    Session(model=folder, request=OffloadRequest("early", host_budget=1, int8=True))
+  with pytest.raises(ConfigError, match=r"^int8_experts: .* --dtype int8"):
+    Session(model=folder, request=OffloadRequest("early", host_memory=1, int8_experts=True))

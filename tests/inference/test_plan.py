@@ -1,5 +1,10 @@
 """Plans of where experts lie, from a model's sizes and the memory that there is."""
 
+# Tests call with wrong types on purpose, and fakes stand for typed objects.
+# pyright: reportCallIssue=false
+# pyright: reportOptionalMemberAccess=false
+# pyright: reportUnusedExpression=false
+
 import dataclasses
 
 import jax
@@ -37,9 +42,7 @@ def needed(made, load=ONE, **options):
 def planned(made, share, load=ONE, host=2**40, budget=0):
   need = needed(made, load)
   budget = budget or need.fixed + int(share * need.pairs * need.layer)
-  return plan.plan(
-    made.run.model, need, load, device_budget=budget, host_budget=host, bandwidth=RATE
-  )
+  return plan.plan(made.run.model, need, load, gpu_memory=budget, host_memory=host, bandwidth=RATE)
 
 
 def test_bytes_are_those_of_the_arrays(pos2):
@@ -109,17 +112,17 @@ def test_what_is_expected_orders_the_ways(pos2):
 @pytest.mark.parametrize(
   ("make", "message"),
   [
-    (lambda: planned(built(), 0.1), r"--gpu_memory: .* is less than the .* of the|one layer's exp"),
-    (lambda: planned(built("dense"), 0.0, budget=1000), r"--gpu_memory: 1000 B is less than the"),
+    (lambda: planned(built(), 0.1), r"^gpu_memory: .* is less than the .* of the|one layer's exp"),
+    (lambda: planned(built("dense"), 0.0, budget=1000), r"^gpu_memory: 1000 B is less than the"),
     (
       lambda: planned(built(), 0.5, host=1000),
-      r"--host_memory: 1000 B is less than the .* of the ",
+      r"^host_memory: 1000 B is less than the .* of the ",
     ),
     (
-      lambda: plan.bytes_of("8x", "gpu_memory"),
+      lambda: plan.bytes_of("8x", "--gpu_memory"),
       r"--gpu_memory='8x' is not a size; write it as 8GiB",
     ),
-    (lambda: plan.bytes_of("-1GiB", "host_memory"), r"--host_memory='-1GiB' is not a size"),
+    (lambda: plan.bytes_of("-1GiB", "host_memory"), r"^host_memory='-1GiB' is not a size"),
   ],
 )
 def test_what_does_not_fit_names_the_number_needed(make, message):
@@ -138,11 +141,13 @@ def test_a_request_is_kept_or_refused(pos2):
   request = lambda **options: plan.chosen(model, shapes, load, plan.OffloadRequest(**options), 1)
   resident, lines = request()
   assert (resident.offload, lines) == (Offload(), [])
-  found, lines = request(way="ring,blocking", cache_size=3, policy="lru")
+  found, lines = request(offload="ring,blocking", expert_cache=3, cache_policy="lru")
   assert (found.offload.prefill.mode, found.offload.decode.mode) == ("ring", "blocking")
   assert (found.offload.cache_size, found.offload.decode.policy) == (3, "lru")
   assert [line.split()[0] for line in lines] == ["offload", "memory", "expected"]
   tight = resident.device // 2
-  assert request(device_budget=tight)[0].device <= tight
-  with pytest.raises(ConfigError, match=r"--offload=none needs; use --offload=auto"):
-    request(way="none", device_budget=tight)
+  assert request(gpu_memory=tight)[0].device <= tight
+  with pytest.raises(
+    ConfigError, match=r"offload='none' needs; use offload='auto', or a smaller expert_cache$"
+  ):
+    request(offload="none", gpu_memory=tight)

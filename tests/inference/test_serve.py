@@ -1,6 +1,9 @@
 """The loop over requests: batches by number and by time, the same tokens as alone, and lines that
 ask for nothing sensible."""
 
+# Tests call with wrong types on purpose, and fakes stand for typed objects.
+# pyright: reportAttributeAccessIssue=false
+
 import dataclasses
 import gc
 import io
@@ -78,7 +81,7 @@ def test_an_interrupted_generation_leaves_nothing_behind(folder):
   ]
   gc.collect()
   threads, before = set(threading.enumerate()), len(pinned())
-  session = Session(model=folder, request=OffloadRequest("ring,early", cache_size=2))
+  session = Session(model=folder, request=OffloadRequest("ring,early", expert_cache=2))
   tokens = session.tokens([session.encode("def ")], GREEDY, max_new_tokens=30, chunk=2)
   next(tokens), next(tokens)
   assert len(pinned()) > before

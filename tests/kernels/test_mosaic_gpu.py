@@ -354,6 +354,37 @@ def test_gate_simulated(fp32, tokens):
 
 
 @needs_new_simulation
+@pytest.mark.parametrize("num_experts", [40, 64], ids=["padded", "whole"])
+def test_gate_of_infinite_logits_simulated(num_experts):
+  """An expert whose logit is -inf is chosen once at most, after all others, as by XLA.
+
+  Products overflow to -inf: of all experts but number 5 for every second token, of all experts for
+  every third.
+  """
+  x = jnp.abs(normal(0, 256, 64)).at[:, :2].set(0)
+  x = x.at[::2, 0].set(4).at[::3, 1].set(4)
+  gate = normal(1, 64, num_experts).at[0].set(-3e38).at[0, 5].set(0).at[1].set(-3e38)
+  with interpreted(gpu_interpret_params(detect_races=False)):
+    logits, expert, _ = gate_top_k(x, gate, 3, backend="mosaic_gpu")
+  want = gate_product(x, gate, fp32=True)
+  assert np.isneginf(want[2]).sum() == num_experts - 1
+  assert np.isneginf(want[3]).all()
+  np.testing.assert_array_equal(np.isneginf(logits), np.isneginf(want))
+  np.testing.assert_array_equal(expert, jax.lax.top_k(want, 3)[1])
+
+
+@needs_new_simulation
+def test_gate_of_a_token_of_infinite_logits_simulated():
+  x = jnp.zeros((1, 128), jnp.bfloat16).at[0, 0].set(4).at[0, 1].set(1)
+  gate = jnp.zeros((128, 8)).at[0].set(-3e38).at[0, 5].set(0).at[1].set(1)
+  with interpreted(gpu_interpret_params(detect_races=False)):
+    logits, expert, share = gate_top_k(x, gate, 3, backend="mosaic_gpu")
+  assert np.isneginf(logits).sum() == 7
+  np.testing.assert_array_equal(expert, [[5, 0, 1]])
+  np.testing.assert_array_equal(share, [[1, 0, 0]])
+
+
+@needs_new_simulation
 @pytest.mark.parametrize("fp32", [True, False], ids=["float32", "bfloat16"])
 def test_gate_gradients_simulated(fp32):
   x, gate = normal(0, 256, 64), normal(1, 64, 40).astype(jnp.float32) * 1.01
@@ -696,6 +727,23 @@ def test_gate_of_a_token_under_its_norm_simulated(width, experts, fp32):
   np.testing.assert_allclose(
     got.share_TK, jnp.take_along_axis(share_TE, want.expert_TK, 1), rtol=1e-4
   )
+
+
+@pytest.mark.parametrize("width", [512, 4096])
+@pytest.mark.parametrize("experts", [8, 24, 64])
+def test_gate_of_a_token_under_its_norm_lowers(width, experts):
+  """For CUDA, with rows of sums that are less than a cache line too: 8 experts have 32 bytes."""
+
+  def begun(x, scale, gate):
+    row = norm.Normalised(x, norm.Normalisation(scale, None, False, 1e-5))
+    found = gate_under_norm(row, gate, backend="mosaic_gpu")
+    assert found is not None
+    return found.x_TD, found.top_k(4)
+
+  of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+  given = of(1, 1, width), jax.ShapeDtypeStruct((width,), jnp.float32), of(width, experts)
+  lowered = jax.jit(begun).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+  assert lowered.count("custom_call @mosaic_gpu") == 2
 
 
 @needs_new_simulation

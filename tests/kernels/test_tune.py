@@ -79,13 +79,15 @@ def changed(**entry):
   [
     ("", "Expecting value"),
     ("[]", "not a list of tilings of format 1"),
+    ("[" * 10**5, "it is nested too deep"),
+    ('{"format": 1, "format": 1}', "'format' is given twice"),
     (tuned.text({KEY: measured()}, HERE)[:-40], "line"),
     (tuned.text({KEY: measured()}, "another"), "it is of 'another'"),
     (changed(tiling={"rows": 128}), "an entry lacks"),
     (changed(product=["up", 128]), "not enough values"),
     (changed(tiling=dataclasses.asdict(OTHER) | {"cols": "256"}), "is no tiling"),
     (changed(tiling=dataclasses.asdict(OTHER) | {"more": 1}), "is no tiling"),
-    (" " * 2**20 + "{}", "not a list"),
+    (" " * 2**20 + "{}", "is larger than 1,048,576 bytes"),
     ("\udcff", "utf-8"),
   ],
 )

@@ -211,7 +211,7 @@ DAMAGE = {
   "format": (lambda f: _manifest(f, format="x"), "format 'x' is not"),
   "no sums": (lambda f: _manifest(f, tensors={}), "has no checksum of"),
   "config": (lambda f: (f / CONFIG).write_text("{}"), f"{CONFIG} is damaged"),
-  "manifest": (lambda f: (f / MANIFEST).write_text("{"), f"{MANIFEST} cannot be read"),
+  "manifest": (lambda f: (f / MANIFEST).write_text("{"), f"{MANIFEST} cannot be used"),
 }
 
 

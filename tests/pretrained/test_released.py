@@ -1,5 +1,8 @@
 """Released models in and out: recorded logits, bits after a round trip, and every way to fail."""
 
+# Tests call with wrong types on purpose, and fakes stand for typed objects.
+# pyright: reportArgumentType=false
+
 import dataclasses
 import json
 import os
@@ -182,7 +185,7 @@ FAILURES = {
   "no header": (lambda f: (f / WEIGHTS).write_bytes(b"\0" * 4), rf"{WEIGHTS} is damaged"),
   "missing file": (lambda f: (f / WEIGHTS).unlink(), rf"has no {WEIGHTS}"),
   "missing config": (lambda f: (f / "config.json").unlink(), r"config.json is missing"),
-  "broken config": (lambda f: (f / "config.json").write_text("{"), r"config.json cannot be read"),
+  "broken config": (lambda f: (f / "config.json").write_text("{"), r"config.json cannot be used"),
   "unknown family": (lambda f: change(f, model_type="gpt_neo"), r"model_type='gpt_neo'.*olmoe"),
   "missing tensor": (with_tensors(lambda w: w.pop(NORM)), rf"tensor {NORM} is missing"),
   "unknown tensor": (
@@ -216,7 +219,7 @@ FAILURES = {
     r"layer_types has 'sliding_attention', which is not supported"),
   "a window": (lambda f: change(f, sliding_window=4), r"sliding_window=4 is not supported"),
   "config without end": (
-    lambda f: (f / "config.json").write_text('{"a":' + "[" * 10**6), r"config.json cannot be read"),
+    lambda f: (f / "config.json").write_text('{"a":' + "[" * 10**6), r"config.json cannot be used"),
   "no size": (lambda f: change(f, hidden_size=None), r"hidden_size=None is not a size"),
   "heads": (lambda f: change(f, num_key_value_heads=3), r"model.num_heads=4 is not a multiple"),
 }  # fmt: skip

@@ -20,7 +20,9 @@ from scmoe.pretrained.folder import Folder
 from scmoe.pretrained.header import read_header, read_object
 from scmoe.pretrained.imported import SOURCE, import_model
 from scmoe.pretrained.inference import InferenceFolder
+from scmoe.run import exported as exporting
 from scmoe.run.exported import export_inference, export_model
+from scmoe.training.restore import StepGone
 
 A = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 B = {"dtype": "BF16", "shape": [2, 2], "data_offsets": [8, 16]}
@@ -57,12 +59,12 @@ HEADERS = {
   "offsets": ({"a": A | {"data_offsets": [0]}}, "not two whole numbers"),
   "type": ({"a": A | {"dtype": "PICKLE"}}, "type 'PICKLE', which the format does not have"),
   "fields": ({"a": A | {"code": "x"}}, "lacks one of the fields"),
-  "no object": ("[1, 2]", "its header is not a JSON object"),
+  "no object": ("[1, 2]", "its header cannot be used: it is .*, not an object"),
   "not a tensor": ({"a": 3}, "lacks one of the fields"),
   "twice": ('{"a": 1, "a": 2}', "'a' is given twice"),
-  "deep": ('{"a":' + "[" * 200_000, "its header cannot be read"),
-  "digits": ('{"a": ' + "9" * 5000 + "}", "cannot be read"),
-  "bytes": ('{"a": \x01', "its header cannot be read"),
+  "deep": ('{"a":' + "[" * 200_000, "its header cannot be used"),
+  "digits": ('{"a": ' + "9" * 5000 + "}", "cannot be used"),
+  "bytes": ('{"a": \x01', "its header cannot be used"),
 }  # fmt: skip
 
 
@@ -191,6 +193,21 @@ def test_a_strangers_source_json_is_one_line(field, value, message, exported, tm
   assert not (tmp_path / "out").exists()
 
 
+def test_a_step_that_is_removed_meanwhile_is_chosen_again(exported, tmp_path, monkeypatch):
+  real, failed = exporting.restore_stored, []
+
+  def restore(*args):
+    if not failed:
+      failed.append(args[-1])
+      raise StepGone("no valid checkpoint of step 0")
+    return real(*args)
+
+  monkeypatch.setattr(exporting, "restore_stored", restore)
+  export_model(exported / "run", tmp_path / "out")
+  assert failed == [0]
+  assert Folder(tmp_path / "out").entries
+
+
 def test_no_path_is_a_traceback(exported):
   for flag in ("to", "inference"):
     for path, message in (("~nosuchuser/x", "names a user"), ("a\0", "holds a NUL byte")):
@@ -199,9 +216,9 @@ def test_no_path_is_a_traceback(exported):
 
 
 INFERENCE = {
-  "no json": (lambda c: b"{", "config.json cannot be read"),
+  "no json": (lambda c: b"{", "config.json cannot be used"),
   "no text": (lambda c: b"\xff", "config.json cannot be read: 'utf-8'"),
-  "deep": (lambda c: b"[" * 10**5, "config.json cannot be read"),
+  "deep": (lambda c: b"[" * 10**5, "config.json cannot be used"),
   "twice": (lambda c: b'{"name": "a", "name": "b"}', "'name' is given twice"),
   "layers": (
     lambda c: json.dumps(c | {"model": c["model"] | {"num_layers": 10**7}}).encode(),

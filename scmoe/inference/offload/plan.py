@@ -87,34 +87,36 @@ class Needs:
 class OffloadRequest:
   """The options of `scmoe.generate` on offloading; the planner chooses what they leave open.
 
+  Errors name these fields; the flags of `scmoe.generate` have the same names.
+
   Attributes:
-    way: none, blocking, early or ring, for both phases; two of them as PREFILL,DECODE; or auto: the
-      planner chooses.
-    device_budget: bytes of one device that may be used; 0: all.
-    host_budget: bytes of pinned memory that may be used for all devices together; 0: all.
-    cache_size: number of experts of every layer that a device keeps; -1: the planner chooses.
-    policy, sections: see `Migration`.
-    int8: whether the host keeps the experts' matrices in eight bits.
+    offload: none, blocking, early or ring, for both phases; two of them as PREFILL,DECODE; or auto:
+      the planner chooses.
+    gpu_memory: bytes of one device that may be used; 0: all.
+    host_memory: bytes of pinned memory that may be used for all devices together; 0: all.
+    expert_cache: number of experts of every layer that a device keeps; -1: the planner chooses.
+    cache_policy, ring_sections: see `policy` and `sections` of `Migration`.
+    int8_experts: whether the host keeps the experts' matrices in eight bits.
   """
 
-  way: str = "auto"
-  device_budget: int = 0
-  host_budget: int = 0
-  cache_size: int = -1
-  policy: str = Migration.policy
-  sections: int = Migration.sections
-  int8: bool = False
+  offload: str = "auto"
+  gpu_memory: int = 0
+  host_memory: int = 0
+  expert_cache: int = -1
+  cache_policy: str = Migration.policy
+  ring_sections: int = Migration.sections
+  int8_experts: bool = False
 
   @property
-  def offload(self) -> Offload:
-    """The `Offload` that `way` names; it must not be auto.
+  def named(self) -> Offload:
+    """The `Offload` that `offload` names; it must not be auto.
 
     Raises:
       ConfigError: the way is unknown.
     """
-    prefill, _, decode = (part.strip() for part in self.way.partition(","))
-    options = {"policy": self.policy, "sections": self.sections}
-    return Offload.named(prefill, decode or prefill, max(self.cache_size, 0), **options)
+    prefill, _, decode = (part.strip() for part in self.offload.partition(","))
+    options = {"policy": self.cache_policy, "sections": self.ring_sections}
+    return Offload.named(prefill, decode or prefill, max(self.expert_cache, 0), **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,35 +166,35 @@ def chosen(
   Raises:
     ConfigError: the request does not fit; or see `plan` and `Offload.named`.
   """
-  needed = needs(model, shapes, load, int8=request.int8)
+  needed = needs(model, shapes, load, int8=request.int8_experts)
   limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
-  budget = request.device_budget or limit or 2**62
+  budget = request.gpu_memory or limit or 2**62
   everything = needed.fixed + needed.pairs * needed.layer
-  if (request.way == "auto" and everything <= budget) or request.way == "none":
-    _check_fits(everything, budget, request.way)
+  if (request.offload == "auto" and everything <= budget) or request.offload == "none":
+    _check_fits(everything, budget, request.offload)
     return Plan(Offload(), everything, 0, 0.0, 0.0, 0.0, 0.0), []
-  bandwidth, host = measured_bandwidth(), request.host_budget or 2**62
+  bandwidth, host = measured_bandwidth(), request.host_memory or 2**62
   pinned = None
   if files and needed.host * devices > host:
     pinned, host = host * needed.pairs // (needed.host * devices), 2**62
-  if request.way == "auto":
+  if request.offload == "auto":
     found = plan(
       model,
       needed,
       load,
-      device_budget=budget,
-      host_budget=host,
+      gpu_memory=budget,
+      host_memory=host,
       bandwidth=bandwidth,
       devices=devices,
     ).offload
-    size = found.cache_size if request.cache_size < 0 else request.cache_size
-    ours = lambda way: dataclasses.replace(way, policy=request.policy)
+    size = found.cache_size if request.expert_cache < 0 else request.expert_cache
+    ours = lambda way: dataclasses.replace(way, policy=request.cache_policy)
     offload = Offload(ours(found.prefill), ours(found.decode), size)
   else:
     _check_host(needed, devices, host)
-    offload = request.offload
+    offload = request.named
   result = expected(offload, model, needed, load, bandwidth, devices=devices)
-  _check_fits(result.device, budget, request.way)
+  _check_fits(result.device, budget, request.offload)
   if pinned is not None:
     share = result.host * pinned // needed.pairs
     result = dataclasses.replace(result, pinned=pinned, host=share)
@@ -202,8 +204,8 @@ def chosen(
 def _check_fits(size: int, budget: int, way: str) -> None:
   if size > budget:
     raise ConfigError(
-      f"--gpu_memory: {size_of(budget)} is less than the {size_of(size)} that --offload={way} "
-      "needs; use --offload=auto, or a smaller --expert_cache"
+      f"gpu_memory: {size_of(budget)} is less than the {size_of(size)} that offload={way!r} needs; "
+      "use offload='auto', or a smaller expert_cache"
     )
 
 
@@ -211,18 +213,18 @@ def _check_host(needed: Needs, devices: int, budget: int) -> None:
   host = needed.host * devices
   if host > budget:
     raise ConfigError(
-      f"--host_memory: {size_of(budget)} is less than the {size_of(host)} of the experts; "
-      "--int8_experts halves them, and those of a folder of scmoe.convert --inference can stay on "
+      f"host_memory: {size_of(budget)} is less than the {size_of(host)} of the experts; "
+      "int8_experts halves them, and those of a folder of scmoe.convert --inference can stay on "
       "disk"
     )
 
 
-def bytes_of(text: str, flag: str) -> int:
+def bytes_of(text: str, name: str) -> int:
   """Parses a number of bytes such as 8GiB, 500MB or 1048576.
 
   Args:
     text: a number with or without a unit.
-    flag: the option's name, for the message.
+    name: the option's name, for the message.
 
   Raises:
     ConfigError: the text is not a size.
@@ -234,7 +236,7 @@ def bytes_of(text: str, flag: str) -> int:
   except (ValueError, KeyError):
     size = 0.0
   if size <= 0 or not math.isfinite(size):
-    raise ConfigError(f"--{flag}={text!r} is not a size; write it as 8GiB, 500MB or in bytes")
+    raise ConfigError(f"{name}={text!r} is not a size; write it as 8GiB, 500MB or in bytes")
   return int(size)
 
 
@@ -273,8 +275,8 @@ def plan(
   needed: Needs,
   load: Workload,
   *,
-  device_budget: int,
-  host_budget: int,
+  gpu_memory: int,
+  host_memory: int,
   bandwidth: float,
   machine: Machine = MACHINES["h200-nvlink"],
   devices: int = 1,
@@ -285,8 +287,8 @@ def plan(
     model: the model's resolved options.
     needed: the bytes needed on each device.
     load: the size of the generation.
-    device_budget: bytes of one device that may be used.
-    host_budget: bytes of pinned memory that may be used, for all devices.
+    gpu_memory: bytes of one device that may be used.
+    host_memory: bytes of pinned memory that may be used, for all devices.
     bandwidth: bytes/s from the host to a device.
     machine: rates of a device.
     devices: number of devices over which the experts are spread.
@@ -297,20 +299,20 @@ def plan(
       names the number of bytes needed.
   """
   everything = needed.fixed + needed.pairs * needed.layer
-  if everything <= device_budget:
+  if everything <= gpu_memory:
     return expected(Offload(), model, needed, load, bandwidth, machine, devices)
-  if not model.wiring_rule.taps or needed.fixed + needed.layer > device_budget:
+  if not model.wiring_rule.taps or needed.fixed + needed.layer > gpu_memory:
     least = needed.fixed + needed.layer if model.wiring_rule.taps else everything
     raise ConfigError(
-      f"--gpu_memory: {size_of(device_budget)} is less than the {size_of(least)} that the dense "
+      f"gpu_memory: {size_of(gpu_memory)} is less than the {size_of(least)} that the dense "
       f"part ({size_of(needed.dense)}), caches and activations "
       f"({size_of(needed.caches + needed.scratch)}) and one layer's experts "
-      f"({size_of(needed.layer)}) need; shorten the prompt, or use more devices (--mesh=expert=N)"
+      f"({size_of(needed.layer)}) need; shorten the prompt, or use more devices (mesh.expert)"
     )
-  _check_host(needed, devices, host_budget)
+  _check_host(needed, devices, host_memory)
   k = model.wiring_rule.routed_per_gating(model.top_k)
   at_once = min(load.rows * k, needed.experts)
-  sections = 2 if needed.fixed + 2 * needed.layer <= device_budget else 1
+  sections = 2 if needed.fixed + 2 * needed.layer <= gpu_memory else 1
   early = "early" if model.wiring_rule.is_shortcut else "blocking"
   prefill = Migration("ring", sections=sections)
   if load.rows * load.prompt * k < needed.experts:
@@ -321,7 +323,7 @@ def plan(
       model, needed, load, bandwidth, machine, devices,
     )  # fmt: skip
   # A cache is filled during prefill, while the ring's sections are on the device too.
-  left = device_budget - needed.fixed - sections * needed.layer
+  left = gpu_memory - needed.fixed - sections * needed.layer
   size = min(left // (needed.pairs * needed.expert), needed.experts)
   offload = Offload(prefill, Migration(early), size if size >= at_once else 0)
   return expected(offload, model, needed, load, bandwidth, machine, devices)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from scmoe.base.errors import StorageError
+from scmoe.base.stored import StoredError, parse_json, read_text
 from scmoe.kernels.grouped_matmul.pipeline import Tiling
 
 # (kind, contracted width, result width, whether the kernel gathers an operand); for "weights*" rows
@@ -78,11 +79,10 @@ def stored(device_kind: str) -> Table:
   ):  # without a home folder nothing is read; `keep` refuses to write there too
     return {}
   try:
-    with file.open("rb") as opened:
-      return parsed(opened.read(_MOST + 1).decode(), device_kind)
+    return parsed(read_text(file, _MOST), device_kind)
   except FileNotFoundError:
     return {}
-  except (OSError, ValueError) as error:
+  except (StoredError, ValueError) as error:
     _log.warning("%s is left out: %s; `python -m scmoe.bench.tune` writes it anew", file, error)
     return {}
 
@@ -124,9 +124,10 @@ def parsed(content: str, device_kind: str) -> Table:
   """The inverse of `text`.
 
   Raises:
+    StoredError: it is not JSON.
     ValueError: `text` did not write this, or it is for another kind of device.
   """
-  whole = json.loads(content) if len(content) <= _MOST else None
+  whole = parse_json(content, "it", object)
   if not isinstance(whole, dict) or whole.get("format") != _FORMAT:
     raise ValueError(f"not a list of tilings of format {_FORMAT}")
   if whole.get("device") != device_kind:

@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from scmoe.base.compat import load_as
+from scmoe.base.compat import load_as, store_into
 from scmoe.kernels.launch import compiled, interpretation
 from scmoe.kernels.one_row.norm import Normalised, of_part
 
@@ -68,10 +68,10 @@ def _sums(row: Normalised, gate_DE: Array, *, simulation: Any) -> tuple[Array, A
       x_M = load_as(made.at[first : first + _ROWS], down)
       x_ME = lax.broadcast_in_dim(x_M, w_ME.shape, (0,))
       terms_ME = terms_ME + x_ME * w_ME.astype(jnp.float32)
-    sums[part] = jnp.sum(terms_ME, axis=0)
+    store_into(sums.at[part], jnp.sum(terms_ME, axis=0))
     zero_E = plgpu.layout_cast(jnp.zeros((experts,), jnp.float32), tile.reduce(0))
     for other in range(parts, SUMS, parts):
-      sums[part + other] = zero_E
+      store_into(sums.at[part + other], zero_E)
 
   run = compiled(
     body,

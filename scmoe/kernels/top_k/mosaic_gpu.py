@@ -33,6 +33,7 @@ from scmoe.kernels.launch import resolve_num_sms
 
 _ROWS = 128  # tokens of a tile; half if there would be fewer tiles than multiprocessors
 _LARGE = 1e9  # larger than every expert id
+_LEAST = float(jnp.finfo(jnp.float32).min)
 _RESERVED = 8_192  # bytes: the chosen experts, barriers and their alignment
 
 
@@ -222,8 +223,11 @@ class _Cta:
     experts, shape = self.shape.experts, logits.shape
     ids = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
     ids = ids.astype(jnp.float32)
+    # -inf marks columns that cannot be chosen: padding, and experts that were chosen before. An
+    # expert whose own logit is -inf can be chosen, after all others.
     lowest = jnp.full_like(logits, -jnp.inf)
-    left = logits if shape[1] == experts else jnp.where(ids < experts, logits, lowest)
+    left = jnp.where(logits == lowest, jnp.full_like(logits, _LEAST), logits)
+    left = left if shape[1] == experts else jnp.where(ids < experts, left, lowest)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous tile's experts are stored
     for k in range(self.shape.top_k):
       value = jnp.max(left, axis=1)

@@ -1,0 +1,62 @@
+"""Text and tokenizer that change while nobody looks: between a stop and the next start."""
+
+import json
+import os
+
+import pytest
+
+from scmoe import evaluate, train
+from scmoe.base.errors import DataError
+from scmoe.data import store
+
+LINES = "".join(f"line {i} of a text about nothing in particular\n\n" for i in range(400))
+
+
+def start(workdir, text, steps, *argv):
+  fields = {"data.source": "text", "data.path": text, "train.tensorboard": "false",
+            "data.cache_dir": workdir.parent / "cache", "train.steps": steps}  # fmt: skip
+  given = [f"--config.{name}={value}" for name, value in fields.items()]
+  train.main(["--config=quickstart", "--smoke", f"--workdir={workdir}", *given, *argv])
+
+
+def words_tokenizer(words):
+  """A tokenizer.json with a token for each word."""
+  vocabulary = {word: i for i, word in enumerate(("</s>", "?", *words))}
+  model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "?"}
+  content = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}}
+  return json.dumps(content | {"model": model})
+
+
+def edit(path):
+  """Changes one letter; length and time of modification stay."""
+  before = path.stat()
+  path.write_text(path.read_text().replace("line 7 of", "line 7 on"))
+  os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+  assert path.stat().st_size == before.st_size
+  assert path.stat().st_mtime_ns == before.st_mtime_ns
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["in memory", "stored"])
+def test_text_that_changed_between_stop_and_resume_is_refused(tmp_path, monkeypatch, capsys, large):
+  monkeypatch.setattr(store, "LARGE", 0 if large else store.LARGE)
+  text = tmp_path / "a.txt"
+  text.write_text(LINES)
+  start(tmp_path / "run", text, 2)
+  edit(text)
+  with pytest.raises(DataError, match="the data are not those of the checkpoint: digest: ") as said:
+    start(tmp_path / "run", text, 3)
+  assert said.value.code == 3
+  assert "\n" not in str(said.value)
+  capsys.readouterr()
+  evaluate.main(["--workdir", str(tmp_path / "run"), "--max_batches=1"])
+  assert "the text has changed since the run was trained" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_changed_between_stop_and_resume_is_refused(tmp_path):
+  text, tokenizer = tmp_path / "a.txt", tmp_path / "tokenizer.json"
+  text.write_text(LINES)
+  tokenizer.write_text(words_tokenizer(["line", "of", "a", "text"]))
+  start(tmp_path / "run", text, 2, f"--config.data.tokenizer={tokenizer}")
+  tokenizer.write_text(words_tokenizer(["of", "line", "a", "text"]))
+  with pytest.raises(DataError, match=r"not those of the checkpoint: .*tokenizer: "):
+    start(tmp_path / "run", text, 3, f"--config.data.tokenizer={tokenizer}")

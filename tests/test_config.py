@@ -229,6 +229,8 @@ def test_missing_fields_keep_their_defaults():
     ('{"model": {"width": 3.0}}', "float, not int"),
     ('{"model": {"tie_embeddings": 1}}', "int, not bool"),
     ('{"optimizer": {"learning_rate": NaN}}', "learning_rate"),
+    ('{"optimizer": {"learning_rate": 1e400}}', "learning_rate=inf is not a finite number"),
+    ('{"optimizer": {"learning_rate": 1e300}}', "learning_rate=1e+300 is beyond float32"),
     ('{"train": {"steps": 1, "steps": 2}}', "'steps' is given twice"),
   ],
 )
@@ -274,6 +276,8 @@ def get_config():
     ("def get_config(:", ".py:1: SyntaxError"),
     ("import no_such_module", ".py:1: ModuleNotFoundError"),
     ("\n\nraise ValueError", ".py:3: ValueError"),
+    ("import sys\nsys.exit(3)", ".py:2: SystemExit: 3"),
+    ("def get_config():\n  raise SystemExit", ".py:2: SystemExit"),
     (GOOD.format(line="config.model.widht = 3", result="config"), ".py:5: AttributeError"),
     (GOOD.format(line="", result="3"), "returned int"),
     (GOOD.format(line="", result="{'modle': 3}"), "did you mean"),

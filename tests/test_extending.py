@@ -137,6 +137,13 @@ def test_what_a_run_was_started_with_is_known_for_its_folder_only(tmp_path, monk
   assert "cannot be written" in extensions.remember(named, tmp_path / "a")
 
 
+def test_a_module_that_ends_the_process_is_one_line(tmp_path, monkeypatch):
+  (tmp_path / "ends.py").write_text("import sys\n\nsys.exit(3)\n")
+  monkeypatch.syspath_prepend(tmp_path)
+  with pytest.raises(ConfigError, match=r"ends cannot be imported \(SystemExit: 3\)"):
+    extensions.load("ends:Gate", "router.gate")
+
+
 WRONG = {
   ("router.gate", "my_parts:SharpGat"): "has no 'SharpGat'; did you mean 'SharpGate'",
   ("router.gate", "no_such_package:Gate"): "no_such_package cannot be imported",

@@ -44,7 +44,7 @@ def load(path: str, field: str) -> Any:
   module_name, _, name = path.partition(":")
   try:
     module = importlib.import_module(module_name)
-  except Exception as error:  # a module can raise anything while its code runs
+  except (Exception, SystemExit) as error:  # its code can raise anything while it runs
     what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     raise ConfigError(
       f"{field}={path!r}: {module_name} cannot be imported ({what}); install its package, or put "
@@ -70,7 +70,7 @@ def construct(path: str, field: str, *args: Any, needs: Iterable[str] = (), **op
     made = make(*args, **options)
   except ConfigError:
     raise
-  except Exception as error:
+  except (Exception, SystemExit) as error:
     what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     raise ConfigError(f"{field}={path!r} could not be made: {what}") from None
   missing = [name for name in needs if not callable(getattr(made, name, None))]

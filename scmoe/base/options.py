@@ -204,6 +204,10 @@ def check_type(name: str, value: Any, cls: type) -> None:
     )
 
 
+# Devices compute with options in float32, where a larger number is infinite.
+_FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+
+
 @dataclasses.dataclass(frozen=True)
 class _Field:
   """The declaration of one field of a dataclass of options.
@@ -248,6 +252,8 @@ class _Field:
       )
     if kind is float and not _is_finite(value):
       raise ConfigError(f"{name}={_shown(value)} is not a finite float; {advice}")
+    if kind is float and abs(value) > _FLOAT32_MAX:
+      raise ConfigError(f"{name}={_shown(value)} is beyond float32, whose largest number is 3.4e38")
     return value if type(value) is kind or kind is str else kind(value)
 
   def _check_range(self, name: str, value: Any) -> None:

@@ -293,7 +293,9 @@ def _from_dict(config: Any, values: Any, prefix: str, where: str) -> Any:
 def _typed(value: Any, kind: type, path: str, where: str) -> Any:
   if kind is float and isinstance(value, int) and not isinstance(value, bool):
     value = float(value)
-  if type(value) is not kind or (kind is float and not math.isfinite(value)):
+  if kind is float and type(value) is float and not math.isfinite(value):
+    raise ConfigError(f"{where}: {path}={value!r} is not a finite number")
+  if type(value) is not kind:
     raise ConfigError(
       f"{where}: {path}={value!r} is of type {type(value).__name__}, not {kind.__name__}"
     )

@@ -66,7 +66,10 @@ def load_config(path: Path, function: str = "get_config") -> RunConfig:
     values = make()
   except ConfigError:
     raise
-  except Exception as error:  # the user's code may raise anything; it becomes one line
+  except (
+    Exception,
+    SystemExit,
+  ) as error:  # the user's code may raise anything; it becomes one line
     raise ConfigError(f"{path}{_line_of(error, path)}: {_in_words(error)}") from None
   if isinstance(values, RunConfig):
     return values
@@ -90,19 +93,19 @@ def _run_file(path: Path) -> types.ModuleType:
     spec.loader.exec_module(module)
   except ConfigError:
     raise
-  except Exception as error:
+  except (Exception, SystemExit) as error:
     raise ConfigError(f"{path}{_line_of(error, path)}: {_in_words(error)}") from None
   finally:
     sys.dont_write_bytecode = writes
   return module
 
 
-def _in_words(error: Exception) -> str:
+def _in_words(error: BaseException) -> str:
   lines = str(error).splitlines()
   return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _line_of(error: Exception, path: Path) -> str:
+def _line_of(error: BaseException, path: Path) -> str:
   """The innermost line of the file in the error's traceback, as ":LINE"; empty if there is none."""
   if isinstance(error, SyntaxError) and error.lineno:
     return f":{error.lineno}"

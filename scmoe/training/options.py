@@ -163,6 +163,10 @@ class TrainConfig(Options, path="train"):
         )
 
 
+# The largest decay of a moment. With 1 a moment never moves from 0, and Adam divides 0 by 0.
+_DECAY = 1 - 2**-20
+
+
 @dataclasses.dataclass(frozen=True)
 class OptimizerAblation(Options, path="optimizer.ablation"):
   """Parts of the update, each of which an ablation sets apart. A run leaves them as they are."""
@@ -202,10 +206,10 @@ class OptimizerConfig(Options, path="optimizer"):
   decay_fraction: float = option(
     0.2, "wsd: share of train.steps spent decaying", minimum=0, maximum=1
   )
-  beta1: float = option(0.9, "decay of the first moment", minimum=0, maximum=1)
-  beta2: float = option(0.95, "decay of the second moment", minimum=0, maximum=1)
+  beta1: float = option(0.9, "decay of the first moment", minimum=0, maximum=_DECAY)
+  beta2: float = option(0.95, "decay of the second moment", minimum=0, maximum=_DECAY)
   eps: float = option(1e-8, "added to the root of the second moment", minimum=0)
-  muon_beta: float = option(0.95, "muon: decay of the momentum", minimum=0, maximum=1)
+  muon_beta: float = option(0.95, "muon: decay of the momentum", minimum=0, maximum=_DECAY)
   muon_rms: float = option(
     0.2, "muon: root mean square of a matrix's update, times the learning rate", minimum=0
   )

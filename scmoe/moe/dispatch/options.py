@@ -38,6 +38,8 @@ class DispatchConfig(Options, path="dispatch"):
     "capacity: rows of an expert's buffer over its balanced share (Tutel capacity_factor); 0: drop "
     "nothing; < 0: room for all, but at most -capacity_factor. Compiled buffers have the size of "
     "the bound, needed or not; rows of transport=packed are as many as are kept",
+    minimum=-(2.0**20),
+    maximum=2.0**20,
   )
   slack: float = option(
     1.25, "packed, dropless: rows of a peer's buffer over its balanced share", minimum=1

@@ -1,13 +1,19 @@
-"""Text and tokenizer that change while nobody looks: between a stop and the next start."""
+"""Files that are not what they were: text that changed, pipes in the place of files."""
 
+import dataclasses
 import json
 import os
 
 import pytest
 
 from scmoe import evaluate, train
-from scmoe.base.errors import DataError
+from scmoe.base.errors import DataError, ScmoeError
 from scmoe.data import store
+from scmoe.reports.records import read_run
+from scmoe.run.config import RunConfig
+from scmoe.run.opened import load_tokenizer, open_run
+from scmoe.training.metrics import read_metrics
+from scmoe.training.workdir import RunLock
 
 LINES = "".join(f"line {i} of a text about nothing in particular\n\n" for i in range(400))
 
@@ -60,3 +66,37 @@ def test_a_tokenizer_that_changed_between_stop_and_resume_is_refused(tmp_path):
   tokenizer.write_text(words_tokenizer(["of", "line", "a", "text"]))
   with pytest.raises(DataError, match=r"not those of the checkpoint: .*tokenizer: "):
     start(tmp_path / "run", text, 3, f"--config.data.tokenizer={tokenizer}")
+
+
+def _in_place(path, kind):
+  if kind == "pipe":
+    os.mkfifo(path)
+  elif kind == "folder":
+    path.mkdir()
+  else:
+    path.symlink_to({"loop": path, "device": "/dev/zero"}[kind])
+
+
+def _read_tokenizer(folder):
+  data = dataclasses.replace(RunConfig().data, tokenizer="bpe")
+  return load_tokenizer(dataclasses.replace(RunConfig(), data=data), str(folder))
+
+
+READERS = {
+  "metrics.jsonl": read_metrics,
+  "run.lock": lambda folder: RunLock(folder).__enter__(),
+  "checkpoints": lambda folder: open_run(str(folder), None),
+  "tokenizer.json": _read_tokenizer,
+  "card.json": read_run,
+}
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "loop", "device"])
+@pytest.mark.parametrize("name", READERS)
+def test_what_stands_in_the_place_of_a_runs_file_is_one_line(tmp_path, name, kind):
+  """Opening a pipe would wait for its writer, and /dev/zero has no end."""
+  _in_place(tmp_path / name, kind)
+  with pytest.raises(ScmoeError) as said:
+    READERS[name](tmp_path)
+  assert name in str(said.value)
+  assert "\n" not in str(said.value)

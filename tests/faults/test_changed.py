@@ -11,7 +11,8 @@ from scmoe.base.errors import DataError, ScmoeError
 from scmoe.data import store
 from scmoe.reports.records import read_run
 from scmoe.run.config import RunConfig
-from scmoe.run.opened import load_tokenizer, open_run
+from scmoe.run.opened import open_run
+from scmoe.run.text import load_tokenizer
 from scmoe.training.metrics import read_metrics
 from scmoe.training.workdir import RunLock
 

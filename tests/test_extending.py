@@ -1,5 +1,9 @@
 """The package of docs/extending.md, outside of the repository, from training to the profile."""
 
+# Tests call with wrong types on purpose, and fakes stand for typed objects.
+# pyright: reportArgumentType=false
+# pyright: reportCallIssue=false
+
 import os
 import re
 import shutil

@@ -1,5 +1,9 @@
 """Every option of the library is checked when its object is made, with one line."""
 
+# Tests call with wrong types on purpose, and fakes stand for typed objects.
+# pyright: reportArgumentType=false
+# pyright: reportOptionalMemberAccess=false
+
 import dataclasses
 import json
 import math

@@ -95,7 +95,7 @@ def shortened(texts: dict[str, list[str]], most: int) -> dict[str, list[str]]:
 
 def main() -> None:
   """The command."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
   parser.add_argument("--to", required=True, help="folder to write")
   parser.add_argument("--megabytes", type=float, default=200.0, help="text to keep at most")
   parser.add_argument("--packages", default=sysconfig.get_path("purelib"), help="their folder")

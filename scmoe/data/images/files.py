@@ -9,7 +9,6 @@ from __future__ import annotations
 import concurrent.futures
 import hashlib
 import io
-import json
 import logging
 import os
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 
 from scmoe.base.errors import DataError
 from scmoe.base.paths import expanded
+from scmoe.base.stored import StoredError, parse_json
 from scmoe.data.config import DataConfig
 from scmoe.data.corpus import hash_share, split_threshold
 from scmoe.data.files import BadRows, read_cached_array, split_name, write_cached_array
@@ -120,9 +120,9 @@ def _of_tables(
 def _class_names(metadata: Any, field: str) -> tuple[str, ...]:
   """Names of the classes as Hugging Face's `datasets` writes them; () where it did not."""
   try:
-    features = json.loads((metadata or {})[b"huggingface"])["info"]["features"]
-    names = features[field]["names"]
-  except (KeyError, TypeError, ValueError):
+    content = parse_json((metadata or {})[b"huggingface"], "the file's metadata")
+    names = content["info"]["features"][field]["names"]
+  except (KeyError, TypeError, StoredError):
     return ()
   return tuple(map(str, names)) if isinstance(names, list) else ()
 

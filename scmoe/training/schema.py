@@ -125,7 +125,8 @@ def upgraded(meta: dict[str, Any]) -> dict[str, Any]:
 def _completed(config: dict[str, Any]) -> dict[str, Any]:
   """A stored configuration with the fields that later versions added."""
   stored = {part: config[part] for part in _SINCE if isinstance(config.get(part), dict)}
-  added = copy.deepcopy(_SECTIONS) if config else {}
+  whole = {"model", "data"} <= set(config)  # a part of a configuration gets no further sections
+  added = copy.deepcopy(_SECTIONS) if whole else {}
   return added | config | {part: _SINCE[part] | fields for part, fields in stored.items()}
 
 

@@ -34,7 +34,7 @@ class Gate(Protocol):
   A gate returns plain scores; the router adds noise, softmax, choice and normalisation. Each device
   runs it on its own tokens, with replicated parameters, so it must treat tokens independently. A
   gate that finds its k best experts faster than `top_k` of all logits may have a method `top_k`, as
-  `LinearGate` has; the router calls it where no noise is added.
+  `LinearGate` has; the router then calls it instead of the gate, unless noise is added.
   """
 
   def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T E"]:
@@ -42,7 +42,7 @@ class Gate(Protocol):
     ...
 
 
-# (width D, num_experts E, config, init_std=, rngs=) -> Gate
+# A class or function that makes a gate: (width D, num_experts E, config, init_std=, rngs=) -> Gate.
 GateMaker = Callable[..., Any]
 
 
@@ -70,8 +70,9 @@ def cosine_logits(
     x_TD: tokens.
     projection_DP, bias_P: affine map to the P dimensions in which angles are measured.
     directions_PE: one direction per expert.
-    log_scale: scalar or [1].
-    fp32: compute in float32 even if the tokens are of lower precision.
+    log_scale: scalar or [1], the natural logarithm of the scale.
+    fp32: whether to compute in float32 even if the tokens are of lower precision. If not,
+      everything is rounded to the tokens' type.
   """
   dtype = compute_dtype(x_TD, fp32)
   x_TD, projection_DP, bias_P, directions_PE, log_scale = (
@@ -93,7 +94,10 @@ def _unit(a: Array, axis: int) -> Array:
 
 
 class LinearGate(nnx.Module):
-  """x · W, no bias; W ~ N(0, init_std²). Tutel `{'type': 'top'}`, MegaBlocks' router."""
+  """The logits are x · W, without bias; W starts as N(0, init_std²).
+
+  It is Tutel's gate `{'type': 'top'}`, and MegaBlocks' router.
+  """
 
   def __init__(
     self, width: int, num_experts: int, config: RouterConfig, *, init_std: float, rngs: nnx.Rngs
@@ -106,14 +110,15 @@ class LinearGate(nnx.Module):
     return gate_product(x_TD, self.weight[...], fp32=self.fp32)
 
   def top_k(self, x_TD: Float[Array, "T D"], k: int) -> GateOutput:
-    """Logits, and the k experts with the largest, in one kernel where there is one."""
+    """The tokens' logits, and each token's k experts with the largest, by one kernel if it runs."""
     return gate_top_k(x_TD, self.weight[...], k, fp32=self.fp32)
 
 
 class CosineGate(nnx.Module):
   """Cosine between a projection of the token and a direction per expert, Tutel `cosine_top`.
 
-  Projection and bias start uniform in ±1/√D, directions N(0, 0.01²), the scale at 2.
+  Projection and bias start uniform in ±1/√D, directions as N(0, 0.01²), the scale at 2: its
+  parameter is the logarithm, ln 2.
   """
 
   def __init__(
@@ -143,7 +148,8 @@ def make_gates(
   """The `config.compat.gates` gates over one set of experts, each with initial weights of its own.
 
   Raises:
-    ConfigError: the import path `config.gate` leads to nothing, or to something that makes no gate.
+    ConfigError: `config.gate` is neither a word of `GATES` nor the import path of something that
+      makes a gate.
   """
   make: Any = GATES.get(config.gate, config.gate)  # a class, or where to import it from
   if isinstance(make, str):
@@ -155,10 +161,15 @@ def make_gates(
 
 
 def check_logits(logits_TE: Array, tokens: int, num_experts: int | None) -> None:
-  """Checks that a gate returned [T, E] of a floating type.
+  """Checks that a gate returned logits [T, E] of a floating type.
+
+  Args:
+    logits_TE: what the gate returned.
+    tokens: T.
+    num_experts: E; None: any number.
 
   Raises:
-    ConfigError: it did not; names what was returned and what routing needs.
+    ConfigError: shape or type is another; names what was returned and what routing needs.
   """
   want = (tokens, "E" if num_experts is None else num_experts)
   shape = tuple(logits_TE.shape)

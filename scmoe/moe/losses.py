@@ -1,4 +1,7 @@
-"""Balancing losses, router statistics and balancing biases: all are functions of `RouterSums`."""
+"""Balancing losses, the z-loss, router statistics and balancing biases, computed from `RouterSums`.
+
+The biases alone also have a state, from one step to the next.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,14 @@ from scmoe.moe.types import RouterSums, Routing
 
 
 def router_sums(routing: Routing, dropped: Array, rounds: Array) -> RouterSums:
-  """The `RouterSums` of this device's tokens; masked tokens count nowhere."""
+  """The `RouterSums` of this device's tokens; masked tokens count nowhere.
+
+  Gradients flow through probs_E, z_square, importance_E and soft_load_E only.
+
+  Args:
+    routing: the tokens' choices.
+    dropped, rounds: see `Dispatched`.
+  """
   mask_T = routing.mask_T.astype(jnp.float32)
   # `where`, not a product with the mask: a masked token may hold NaN, and 0 · NaN is NaN.
   masked = lambda a: jnp.where(routing.mask_T.reshape(-1, *[1] * (a.ndim - 1)), a, 0)
@@ -58,8 +68,8 @@ def computing(sums: RouterSums) -> RouterSums:
 
   The losses balance these experts with each other; the balancing bias controls the share of zero
   experts (`update_bias`). Example: 100 tokens, K = 2, and zero experts have 50 of the 200 choices
-  and 0.3 of the probability. Then `choices` becomes 150, the others' probabilities are divided by
-  0.7, and their first choices are scaled up to 100.
+  and 0.3 of the probability. Then `choices` becomes 150, the computing experts' probabilities are
+  divided by 0.7, and the numbers of their first choices are scaled up to a sum of 100.
   """
   if not sums.zero_experts:
     return sums
@@ -94,13 +104,14 @@ def load_importance_loss(sums: RouterSums) -> Array:
   I = Σ_t p_t, with p the softmax of the logits without noise, and
   Ld = Σ_t Φ((p_t − θ_t) / (noise / E)), with θ_t the k-th largest logit with noise; see
   `scmoe.moe.route.soft_load`. cv²(v) = var(v) / (mean(v)² + 1e-10) with the unbiased variance.
-  0 for one expert, or no tokens. Needs `router.balance=load_importance`, or the sums are 0.
+  The loss is 0 for one expert, and without tokens. With another `router.balance` than
+  load_importance the sums, and so the loss, are 0.
   """
   return (_variation(sums.importance_E) + _variation(sums.soft_load_E)) / 2
 
 
 def _variation(v_E: Array) -> Array:
-  """Squared coefficient of variation, var / (mean² + 1e-10)."""
+  """Squared coefficient of variation, unbiased var / (mean² + 1e-10); 0 for one expert."""
   if v_E.shape[-1] == 1:
     return jnp.zeros(v_E.shape[:-1], v_E.dtype)
   return v_E.var(-1, ddof=1) / (v_E.mean(-1) ** 2 + 1e-10)
@@ -122,9 +133,13 @@ def megablocks_loss(sums: RouterSums) -> Array:
 def layer_balance(sums: RouterSums, kind: str) -> Array:
   """The balancing loss `kind` of `router.balance`, one per layer; 0 for `none`.
 
-  A user's own loss is a function from `RouterSums` with leaves [..., E] or [...] to losses [...].
-  The sums are those of all devices, without zero experts. The loss has to be differentiable with
-  respect to `probs_E`.
+  The loss gets the sums without zero experts (`computing`). A user's own loss is a function from
+  `RouterSums` with leaves [..., E] or [...] to losses [...], differentiable with respect to
+  `probs_E`.
+
+  Args:
+    sums: of all devices, for one layer or with leading dimensions for several.
+    kind: a word of `router.balance`, or an import path.
 
   Raises:
     ConfigError: `kind` is unknown, or the user's loss cannot be imported or returns another shape.
@@ -152,9 +167,9 @@ def layer_balance(sums: RouterSums, kind: str) -> Array:
 def balance_loss(sums: RouterSums, kind: str) -> Array:
   """The balancing loss of all layers together, without its coefficient: a scalar.
 
-  It is the sum over layers (each Tutel layer adds its l_aux); for `megablocks` the mean, as defined
-  there. The caller decides which tokens `sums` holds: those of one forward pass, a microbatch, as
-  in GShard, Tutel and MegaBlocks; or with `router.balance_over=step` all of a step
+  It is the sum over layers (each Tutel layer adds its l_aux); for `megablocks` the mean, as in
+  `megablocks_loss`. The caller decides which tokens `sums` holds: those of a microbatch on all
+  devices, as in GShard, Tutel and MegaBlocks; or with `router.balance_over=step` all of a step's
   (`balance_part`).
   """
   loss = layer_balance(sums, kind)
@@ -192,7 +207,7 @@ def init_bias(layers: int, experts: int, config: RouterConfig) -> dict[str, Arra
   Args:
     layers: number of layers with a router.
     experts: E, zero experts included.
-    config: of the router.
+    config: the router's options.
 
   Returns:
     `bias`, float32 [layers, E]. If the controller has a proportional or derivative gain, also
@@ -212,8 +227,9 @@ def update_bias(
   """Balancing biases after an optimizer step, from the loads of all its tokens.
 
   The aim: a token chooses K_e of the E computing experts on average, and each of them equally
-  often; without zero experts K_e = K. With f_e the share of the choices that went to expert e,
-  before dropping, its error is e_e = K_e/K · 1/E − f_e:
+  often. K_e is `router.real_experts`; if that is 0, K · E / (E + number of zero experts). Without
+  zero experts K_e = K. With f_e the share of the choices that went to expert e, before dropping,
+  its error is e_e = K_e/K · 1/E − f_e:
 
     sign  b_e += rate · sign(e_e)                              DeepSeek-V3's loss-free balancing
     pid   b_e += rate · e_e + P · Δe_e + D · Δ²e_e             LongCat-Flash's controller
@@ -227,7 +243,10 @@ def update_bias(
   Args:
     state: see `init_bias`.
     sums: of every layer, added up over devices and microbatches.
-    config: of the router.
+    config: the router's options; `config.bias` is the rule.
+
+  Returns:
+    The state after the step, with the arrays of `state`.
   """
   choices_L1 = sums.choices[..., None]
   total, zero = sums.load_E.shape[-1], sums.zero_experts
@@ -260,18 +279,18 @@ def z_loss(sums: RouterSums) -> Array:
 
 
 def statistics(sums: RouterSums, bias_range: Array | None = None) -> dict[str, Array]:
-  """Router health per layer, over all tokens in `sums`.
+  """Statistics of each layer's routing, over all tokens in `sums`.
 
   Args:
     sums: of every layer, or of one.
-    bias_range: largest minus smallest balancing bias; None: left out of the result.
+    bias_range: largest minus smallest balancing bias of each layer; None: left out of the result.
 
   Returns:
     float32 arrays with the leading (layer) shape of `sums`:
       load: f_e [.., E], each expert's share of the choices, zero experts included.
       drop: share of the choices that the transport dropped.
       rounds: mean `Dispatched.rounds`.
-      entropy: mean entropy of a token's probabilities, over ln E.
+      entropy: mean entropy of a token's probabilities, divided by ln E, zero experts included.
       mutual_information: between token and expert, nats.
       confidence: mean largest probability of a token.
       logit_rms: root mean square of the logits.

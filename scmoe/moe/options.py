@@ -24,7 +24,10 @@ GATES: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class CompatConfig(Options, path="router.compat"):
-  """Options of Tutel and MegaBlocks that few want: to compare with them, or to go on from them."""
+  """Routing options that few runs need, most of Tutel or MegaBlocks.
+
+  They serve to compare with these systems, or to go on with models that were trained in them.
+  """
 
   order: str = option(
     "choice",
@@ -77,7 +80,7 @@ class CompatConfig(Options, path="router.compat"):
 
 @dataclasses.dataclass(frozen=True)
 class RouterConfig(Options, path="router"):
-  """How experts are chosen and kept in balance."""
+  """Options of routing: how tokens choose experts, and what balances the experts' loads."""
 
   gate: str = option(
     "linear",
@@ -174,10 +177,14 @@ class RouterConfig(Options, path="router"):
   compat: CompatConfig = section(CompatConfig, "options that only Tutel or MegaBlocks have")
 
   def real_share(self, k: int, num_experts: int, zero_experts: int) -> float:
-    """The intended share of a token's choices that go to computing experts: K_e / K.
+    """The intended share of a token's choices that go to computing experts, not to zero experts.
+
+    It is K_e / K with K_e = `real_experts`; if that is 0, E / (E + zero_experts).
 
     Args:
-      k, num_experts, zero_experts: K, E without the zero ones, and those.
+      k: K, choices per token.
+      num_experts: E, number of computing experts.
+      zero_experts: number of zero experts.
     """
     if not zero_experts:
       return 1.0
@@ -186,7 +193,10 @@ class RouterConfig(Options, path="router"):
     )
 
   def check_experts(self, k: int, num_experts: int, zero_experts: int) -> None:
-    """Checks what depends on the number of experts; arguments as of `real_share`.
+    """Checks options that depend on the numbers of experts: k, groups, and those of zero experts.
+
+    Args:
+      k, num_experts, zero_experts: see `real_share`.
 
     Raises:
       ConfigError: names the fields, what was got and what would do.
@@ -217,10 +227,11 @@ class RouterConfig(Options, path="router"):
       )
 
   def check(self) -> None:
-    """Checks what depends on more than one field.
+    """Checks that the fields fit each other, whatever the numbers of experts are.
 
     Raises:
-      ConfigError: names the fields, what was got and what would do.
+      ConfigError: load_importance without noise; more open groups than groups; a gain without
+        `bias=pid`; or uniform choices with token rounding. Names the fields and what would do.
     """
     if self.balance == "load_importance" and not self.noise:
       raise ConfigError(

@@ -1,4 +1,4 @@
-"""The values that pass between the four stages: route -> dispatch -> experts -> combine."""
+"""The values that a MoE layer's stages (route, dispatch, experts, combine) pass on or return."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Routing:
   Attributes:
     expert_TK: int32, the chosen experts, best first (but for `router.compat.uniform` and experts
       that token rounding adds).
-    weight_TK: the combine weight of each choice.
+    weight_TK: the weight of each choice, which multiplies its expert's output; 0 for masked tokens.
     count_E: int32, number of choices of each expert that are taken (`taken_TK`).
     probs_TE: each token's probabilities of all experts, of noisy logits where there is noise.
-    logits_TE: the gate's scores before softmax or sigmoid.
+    logits_TE: the gate's scores before softmax or sigmoid, noise included.
     mask_T: bool, False for masked tokens: they choose nothing and count nowhere.
-    input_weight_TK: combine weights that multiply the experts' input rows; `weight_TK` is then 1.
-      None: weights multiply the experts' output.
-    made_TK: bool, False for a choice that no expert serves: token rounding or the transport has
-      dropped it, or it is one of a zero expert (`computed`). None: all choices are made.
+    input_weight_TK: weights of the choices that multiply the experts' input rows; `weight_TK` is
+      then 1. None: weights multiply the experts' output.
+    made_TK: bool, False for a choice that no expert serves: token rounding or `Packed` has dropped
+      it, or `computed` has taken out the choice of a zero expert. None: all choices are made.
     importance_E, soft_load_E: sums of the load-importance loss (`scmoe.moe.route.soft_load`); None
       with other losses.
     zero_experts: number of zero experts: the last ones of the E, which return their input and get
@@ -54,7 +54,7 @@ class Routing:
 
   @property
   def num_experts(self) -> int:
-    """Number of experts that compute."""
+    """Number of experts that compute: all but the zero experts."""
     return self.probs_TE.shape[1] - self.zero_experts
 
   @property
@@ -64,15 +64,20 @@ class Routing:
 
   @property
   def zero_weight_T(self) -> Float[Array, " T"]:
-    """Sum of the weights of each token's zero experts: the layer adds so much of the token itself
-    to its output."""
+    """Sum of the weights of each token's taken choices of zero experts.
+
+    The layer adds the token, times this sum, to its output.
+    """
     weight_TK = self.weight_TK if self.input_weight_TK is None else self.input_weight_TK
     return jnp.where(self.zero_TK & self.taken_TK, weight_TK, 0).sum(1)
 
   @property
   def computed(self) -> Routing:
-    """The routing that a transport reads. A choice of a zero expert becomes a choice of expert 0
-    that is not made and has weight 0; `count_E` has computing experts only."""
+    """The routing without zero experts, as a transport reads it; itself if there are none.
+
+    A choice of a zero expert becomes a choice of expert 0 that is not made and has weight 0;
+    `count_E` has computing experts only.
+    """
     if not self.zero_experts:
       return self
     zero_TK, weight_TK = self.zero_TK, self.input_weight_TK
@@ -100,14 +105,14 @@ class Dispatched:
 
   Attributes:
     rows: the rows, one array for each chunk of the exchange (`dispatch.chunks`).
-    layouts: for each chunk, the expert of each row.
+    layouts: for each chunk, the expert of each row; with `Local`, all experts of each token.
     dropped: int32 scalar, how many choices of this device found no room.
-    rounds: int32 scalar, 1 + the number of overflow rounds, which only the dropless exchange has.
+    rounds: int32 scalar, 1 + the number of overflow rounds, which only `Dropless` has.
     permutations: for each chunk, which choice of this device fills which row of its send buffer.
       Empty where tokens stay in place (`Local`) and the experts add up each token's choices.
     weight_TK: combine weights that `combine` applies; None where the experts apply them.
-    overflow_TD: the overflow rounds' part of the output, in the tokens' type; None without such
-      rounds.
+    overflow_TD: the overflow rounds' part of the output, in the tokens' type, 0 if none was needed;
+      None from a transport that can need none.
   """
 
   rows: tuple[Array, ...]
@@ -124,29 +129,29 @@ class Dispatched:
 class RouterSums:
   """Sums over tokens from which every routing loss and statistic follows.
 
-  All are additive over devices and microbatches, so that one reduction serves all layers and all
-  microbatches that run side by side. The leaves are float32 arrays [] or [E], with the layers in
-  front where the model has stacked them.
+  The arrays are additive over devices and microbatches, so that one reduction serves all layers and
+  all microbatches that run side by side. They are float32 of shape [] or [E], with the layers in
+  front where the model has stacked them. No sum counts masked tokens.
 
   Attributes:
-    tokens: number of tokens that are not masked.
+    tokens: number of tokens.
     choices: Σ_e load_E: tokens · K, unless token rounding changes the number.
-    dropped: choices that found no room.
-    rounds: `Dispatched.rounds`. The sum runs over devices, microbatches and gatings; shards is the
-      number of its addends, so that rounds / shards is their mean.
-    load_E: taken choices of each expert, before the transport drops any.
-    first_E: tokens whose first choice is this expert.
-    probs_E: Σ_t probs.
-    z_square: Σ_t logsumexp(logits)².
+    dropped: number of choices that found no room.
+    rounds, shards: Σ of `Dispatched.rounds` over devices, microbatches and gatings, and the number
+      of its addends, so that rounds / shards is their mean.
+    load_E: number of taken choices of each expert, before the transport drops any.
+    first_E: number of tokens whose first choice is this expert.
+    probs_E: Σ_t probs_te, of each expert e.
+    z_square: Σ_t logsumexp(logits_t)².
     entropy: Σ_t H(probs_t), nats.
-    confidence: Σ_t max probs.
-    logit_square: Σ_t mean_e logits².
-    importance_E: Σ_t probs without noise; zero unless asked for.
-    soft_load_E: Σ_t Φ((probs - logit of the K-th choice) / (noise / E)); zero unless asked for.
-    nonfinite: tokens with a logit that is NaN or infinite.
+    confidence: Σ_t max_e probs_te.
+    logit_square: Σ_t mean_e logits_te².
+    importance_E, soft_load_E: the sums of `scmoe.moe.route.soft_load`; zero unless `router.balance`
+      is load_importance.
+    nonfinite: number of tokens with a logit that is NaN or infinite.
     shortcut_square, main_square: Σ_t |routed output|² and Σ_t |main path|², for their ratio; the
       block pair sets them, a layer alone leaves 0.
-    zero_experts: number of zero experts, the last ones of the E.
+    zero_experts: number of zero experts, the last ones of the E; not a sum.
   """
 
   tokens: Array

@@ -1,7 +1,8 @@
 """The experts of this device, rows -> rows: feed-forward networks, or a user's own module.
 
-`ExpertSource` says where a model's experts are while it runs. In training they are on the device
-(`OnDevice`); `scmoe.offload.experts.Migration` copies them from the host's memory.
+`ExpertSource` says where a model's experts are while it runs. By default, and always in training,
+they are on the device (`OnDevice`). In generation `scmoe.offload.experts.Migration` can copy them
+from the host's memory.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from scmoe.moe.types import Routing
 from scmoe.parallel.collectives import repeat
 from scmoe.parallel.mesh import AXES, axis_index, axis_size
 
-# (rows, layout) -> the experts' outputs, in the order of the rows.
+# A function that applies experts: (rows, layout) -> their outputs, in the order of the rows.
 ApplyExperts = Callable[[Array, RowLayout], Array]
 
 
 class ExpertRows:
-  """Where each expert's rows lie in an array sorted by expert, and the product over them.
+  """Where each expert's rows lie in an array sorted by expert; `matmul` multiplies them.
 
-  `Experts.compute` gets one beside its rows.
+  `Experts.compute` gets such an object beside its rows.
 
   Attributes:
     groups: number and place of each expert's rows; padding rows between experts are zero.
@@ -50,9 +51,12 @@ class ExpertRows:
     self.groups = groups
 
   def matmul(self, rows_RM: Array, weight_EMN: Array, bias_EN: Array | None = None) -> Array:
-    """Each row times its expert's matrix [M, N], plus its bias: [R, M] -> [R, N]; differentiable.
+    """Each row times its expert's matrix: [R, M] -> [R, N]; differentiable.
 
-    Matrices are rounded to the rows' type.
+    Args:
+      rows_RM: rows sorted by expert.
+      weight_EMN: a matrix for each expert; rounded to the rows' type.
+      bias_EN: a vector for each expert, added to its rows' products; None: none.
     """
     sizes_E = self.groups.tiles_G * self.groups.tile
     weight_EMN = weight_EMN.astype(rows_RM.dtype)
@@ -60,11 +64,11 @@ class ExpertRows:
 
 
 class Experts(nnx.Module):
-  """Base class of experts: a subclass has one method, `compute`.
+  """Base class of experts: a user's subclass has to define one method, `compute`.
 
   The first dimension of every parameter counts experts, `nnx.Param(value, axes=("expert", ...))`,
   so that expert parallelism spreads them: inside `compute` a device sees its own experts. The layer
-  does everything else: transport, weights and gradients.
+  does everything else: it moves rows, weights the outputs and computes gradients.
   """
 
   # Mesh axes over which each device computes a partial sum of every output; the layer adds them up.
@@ -76,13 +80,17 @@ class Experts(nnx.Module):
     Args:
       rows_RD: rows sorted by expert, with padding rows between experts.
       experts: its method `matmul` multiplies each row with its expert's matrix.
+
+    Raises:
+      NotImplementedError: the subclass does not define this method.
     """
     raise NotImplementedError(f"{type(self).__name__} has no method compute(rows_RD, experts)")
 
   def __call__(self, rows: Array, layout: RowLayout) -> Array:
-    """The experts' outputs in the order of the rows; a row's copies are weighted and added up.
+    """The experts' outputs in the order of the rows, by `compute` on rows sorted by expert.
 
-    Args and result as in `expert_ffn`.
+    If a row has several experts, their outputs are weighted and added up. Args and result are those
+    of `expert_ffn`.
     """
     rows_MD = rows.reshape(-1, rows.shape[-1])
     tiles = layout.sorted(choose_tile(layout.num_copies, layout.num_groups))
@@ -111,20 +119,32 @@ class LayerExperts(Protocol):
   """
 
   def chosen(self, gating: int, routing: Routing, main: Any) -> Any:
-    """Told that the gate has chosen: a copy of these experts may begin. Returns `main`."""
+    """Called when a gate has chosen: a copy of the chosen experts may begin here.
+
+    Args:
+      gating: index of the gating in the unit.
+      routing: the choices.
+      main: the value that the main path reads next.
+
+    Returns:
+      `main`, perhaps tied to the copy by a barrier.
+    """
     ...
 
   def ready(self, gating: int, main: Any) -> Any:
-    """Told that the experts compute next: copies them if no copy has begun. Returns `main`."""
+    """Called before a gating's experts compute: copies them if no copy has begun.
+
+    Args and result as for `chosen`.
+    """
     ...
 
   def of(self, gating: int) -> ApplyExperts:
-    """The function that computes this gating's rows."""
+    """The function (rows, layout) -> outputs that applies this gating's experts."""
     ...
 
   @property
   def kept(self) -> Any:
-    """A pytree: experts that stay on the device for the next pass; None: there is no such cache."""
+    """A pytree: the cache of experts that stay on the device for the next pass; None: no cache."""
     ...
 
 
@@ -136,13 +156,15 @@ class LayerParams(Protocol):
     ...
 
   def advance(self, pair: int, after: Any) -> Any:
-    """Told that a pair has computed `after`. Returns it, perhaps tied to a copy by a barrier; the
-    next pair reads the returned value."""
+    """Called when a pair has computed its results `after`; the next pair reads what this returns.
+
+    The returned value is `after`, perhaps tied to a copy by a barrier.
+    """
     ...
 
 
 class ExpertSource(Protocol):
-  """Where a model's experts are. Chosen when the program is built; hashable, since it is static."""
+  """Where a model's experts are; an argument that is fixed when a program is built, so hashable."""
 
   def of_layer(self, experts: Experts, kept: Any) -> LayerExperts:
     """One layer's experts for one pass.
@@ -157,7 +179,7 @@ class ExpertSource(Protocol):
     """The parameters of pairs that run one after the other.
 
     Args:
-      params: of every pair.
+      params: the parameters of every pair, in order.
       begins: whether the pass reads whole prompts (`Pass.begins`).
     """
     ...
@@ -165,16 +187,16 @@ class ExpertSource(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class OnDevice:
-  """The `ExpertSource` of training: all experts are in the device's memory.
+  """The default `ExpertSource`: all experts are in the device's memory, as training needs it.
 
   Attributes:
-    recompute: whether the backward pass computes the experts' activations again.
+    recompute: whether the backward pass computes the experts' activations again, to save memory.
   """
 
   recompute: bool = False
 
   def of_layer(self, experts: Experts, kept: Any) -> LayerExperts:
-    """See `ExpertSource`."""
+    """The layer's experts, which need no copy; see `ExpertSource.of_layer`."""
     del kept
     if not self.recompute:
       return ExpertsOnDevice(experts)
@@ -183,55 +205,55 @@ class OnDevice:
     return ExpertsOnDevice(apply)
 
   def of_pairs(self, params: Sequence[Any], *, begins: bool) -> LayerParams:
-    """See `ExpertSource`."""
+    """The parameters of the pairs, which need no copy; see `ExpertSource.of_pairs`."""
     del begins
     return ParamsOnDevice(params)
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsOnDevice:
-  """`LayerExperts` that need no copy.
+  """`LayerExperts` that are on the device and need no copy.
 
   Attributes:
-    apply: the experts.
-    kept: None.
+    apply: the function that applies the experts.
+    kept: None: there is no cache of experts.
   """
 
   apply: ApplyExperts
   kept: Any = None
 
   def chosen(self, gating: int, routing: Routing, main: Any) -> Any:
-    """See `LayerExperts`."""
+    """Returns `main`, since no copy has to begin; see `LayerExperts.chosen`."""
     del gating, routing
     return main
 
   def ready(self, gating: int, main: Any) -> Any:
-    """See `LayerExperts`."""
+    """Returns `main`, since no copy has to be made; see `LayerExperts.ready`."""
     del gating
     return main
 
   def of(self, gating: int) -> ApplyExperts:
-    """See `LayerExperts`."""
+    """The function that applies the experts, the same for every gating; see `LayerExperts.of`."""
     del gating
     return self.apply
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamsOnDevice:
-  """`LayerParams` that need no copy.
+  """`LayerParams` that are on the device and need no copy.
 
   Attributes:
-    params: of every pair.
+    params: the parameters of every pair, in order.
   """
 
   params: Sequence[Any]
 
   def take(self, pair: int) -> Any:
-    """See `LayerParams`."""
+    """The parameters of the pair with this index."""
     return self.params[pair]
 
   def advance(self, pair: int, after: Any) -> Any:
-    """See `LayerParams`."""
+    """Returns `after`, since no copy has to begin; see `LayerParams.advance`."""
     del pair
     return after
 
@@ -249,7 +271,9 @@ class FFNExpertsConfig(FFNLayerOptions, path="FFNExpertsConfig"):
   """Options of feed-forward experts.
 
   Attributes:
-    width, hidden, num_experts: D, F and E.
+    width: D, the width of tokens.
+    hidden: F, the hidden width of an expert.
+    num_experts: E.
   """
 
   width: int = option(minimum=1)
@@ -258,18 +282,20 @@ class FFNExpertsConfig(FFNLayerOptions, path="FFNExpertsConfig"):
 
 
 class FFNExperts(Experts):
-  """down(act(up(rows))) for every expert, by the grouped products.
+  """Feed-forward experts: each computes down(act(up(row))) of its rows, by grouped products.
+
+  With a gated activation it is down(act(gate(row)) · up(row)).
 
   Where several devices share an expert, each holds a part of its hidden width. Tutel's adaptive
   parallelism decides whether weights or rows travel. With r replicas (`adaptive_r`) these
   devices form r groups: a group gathers its weights, every row goes to one device of each group,
   and the r partial sums are added. r = 1 moves weights only; r = the number of devices that share
-  an expert moves rows only; r = 0 gathers the weights of all experts. Results and gradients do not
-  depend on r.
+  an expert moves rows only; r = 0 gathers the weights of all experts, and no row moves. Results and
+  gradients do not depend on r.
 
   Args:
     config: see `FFNExpertsConfig`.
-    adaptive_r: r.
+    adaptive_r: r; 0 or a divisor of the number of devices that share an expert.
     copy_engines: whether copy engines exchange rows. Kernels may then use all multiprocessors.
     rngs: stream `params` for the initial weights.
   """
@@ -302,8 +328,11 @@ class FFNExperts(Experts):
     self.down_bias = zeros((c.num_experts, c.width), ("expert", "embed"))
 
   def __call__(self, rows: Array, layout: RowLayout) -> Array:
-    """`expert_ffn` of the rows. Before it, devices that share an expert gather its weights; after
-    it, they add their partial sums (see the class)."""
+    """The experts' outputs in the order of the rows, by `expert_ffn` or `block_sparse_ffn`.
+
+    The r groups of devices that share an expert gather its weights first, each within itself. For
+    r > 1 they then exchange rows and add up their partial sums (see the class).
+    """
     weights, r = self.weights(), self.adaptive_r
     if axis_size("shard") > 1 or r == 0:
       weights = _gathered(weights, max(r, 1), every_expert=r == 0)
@@ -313,8 +342,10 @@ class FFNExperts(Experts):
     return self._on_replicas(run, rows, weights, layout)
 
   def weights(self) -> FFNWeights:
-    """This device's share of the weights, in the stored type. Of the devices whose partial sums are
-    added, all but one get a zero output bias."""
+    """This device's share of the experts' parameters, in the stored type.
+
+    Of the devices whose partial sums are added, all but one get a zero output bias.
+    """
     read = lambda param: None if param is None else param[...]
     down_bias_GD = read(self.down_bias)
     if down_bias_GD is not None and (self.adaptive_r > 1 or axis_size("tensor") > 1):
@@ -334,7 +365,7 @@ class FFNExperts(Experts):
   def _static(self) -> FFNConfig:
     shared_sms = axis_size(*AXES) > 1 and not self.copy_engines
     config = FFNConfig(**self.config.shared(), shared_sms=shared_sms)
-    if config.impl == "block_sparse":  # a function of its own, see `__call__`
+    if config.impl == "block_sparse":  # no word of `FFNConfig`: `__call__` runs it
       config = dataclasses.replace(config, impl="grouped")
     return config
 
@@ -358,13 +389,14 @@ class FFNExperts(Experts):
 
 
 def _gathered(weights: FFNWeights, replicas: int, *, every_expert: bool) -> FFNWeights:
-  """The weights with their slices of the hidden width gathered; the backward pass reduce-scatters
-  the gradients.
+  """The experts' matrices, with the slices of their hidden width gathered within each group.
+
+  The backward pass reduce-scatters the gradients.
 
   Args:
-    weights: this device's share.
-    replicas: r of `FFNExperts`.
-    every_expert: gather all experts too.
+    weights: this device's share of the matrices and biases.
+    replicas: number of groups, r of `FFNExperts`.
+    every_expert: whether to gather the experts of all devices too.
   """
   shards = axis_size("shard")
   group = shards // replicas

@@ -31,12 +31,16 @@ class MoEConfig(FFNExpertsConfig, path="MoEConfig"):
   """Options of a MoE layer, beside those of its experts (`FFNExpertsConfig`).
 
   Attributes:
-    top_k: experts per token K.
+    top_k: K, number of experts per token.
     zero_experts: number of further experts, with ids from E on, that return their input. They have
       no parameters and receive no rows.
     copy_engines: whether copy engines exchange rows.
-    kind: ffn, or the import path of a subclass of `Experts`, which is called with this and `rngs`.
+    kind: ffn, or the import path of a subclass of `Experts`, which is called with this
+      configuration and `rngs`.
     router, dispatch: options of routing and of the transport.
+
+  Raises:
+    ConfigError: `top_k` or options of the router do not fit the numbers of experts.
   """
 
   top_k: int = option(1, minimum=1)
@@ -52,7 +56,7 @@ class MoEConfig(FFNExpertsConfig, path="MoEConfig"):
 
   @property
   def choices(self) -> int:
-    """Experts that the router chooses from."""
+    """Number of experts that the router chooses from, zero experts included."""
     return self.num_experts + self.zero_experts
 
 
@@ -64,12 +68,14 @@ class MoECall:
     mask: bool, the tokens' shape without D: True for tokens that take part; None: all do.
     key: random key of gate noise and jitter in training; None outside training.
     bias_E: float32 bias added to the scores for the choice only (`router.bias`), or None.
-    avoid_T: int32, the one expert that each token must not visit (DGMoE), or None.
-    k: experts per token; None: the layer's `top_k`.
+    avoid_T: int32, the one expert that each token must not visit (DGMoE); it then visits one other.
+      None: no such rule.
+    k: experts per token, unless `avoid_T` is given; None: the layer's `top_k`.
     gate: index of the gate that chooses, where there are several (Tutel gate_index); may be traced.
     capacity_factor: replaces the configured one in this call (Tutel's runtime capacity); 0 drops
-      nothing.
-    no_drop: every expert has room for all tokens (decoding, exact evaluation).
+      nothing; None: the configured one.
+    no_drop: whether every expert has room for all tokens, whatever the factor (decoding, exact
+      evaluation).
   """
 
   mask: Bool[Array, ...] | None = None
@@ -102,12 +108,12 @@ class RoutedTokens:
 
   @property
   def arrived(self) -> Dispatched:
-    """`sent`, which must not be None."""
+    """The rows at their experts: `sent`, after dispatch; before it, an AssertionError."""
     assert self.sent is not None, "not dispatched yet"
     return self.sent
 
   def with_rows(self, rows: tuple[Array, ...]) -> RoutedTokens:
-    """These tokens with other rows, for instance the experts' outputs."""
+    """The same tokens with other rows in `sent`, for instance the experts' outputs."""
     return dataclasses.replace(self, sent=dataclasses.replace(self.arrived, rows=rows))
 
 
@@ -133,7 +139,8 @@ class MoE(nnx.Module):
     rngs: stream `params` for the initial weights.
 
   Raises:
-    ConfigError: options of the router do not fit each other, or the gate is unknown.
+    ConfigError: options of the router do not fit each other, `gates` is empty, or the gate or the
+      experts that an option names are unknown.
   """
 
   def __init__(
@@ -159,10 +166,10 @@ class MoE(nnx.Module):
   def __call__(
     self, x: Float[Array, "... D"], call: MoECall = MoECall()
   ) -> tuple[Float[Array, "... D"], RouterSums]:
-    """route -> dispatch -> experts -> combine.
+    """Runs the layer's four stages: route, dispatch, experts, combine.
 
     Args:
-      x: normalised tokens of a floating type; there may be none.
+      x: normalised tokens of a floating type; with 0 tokens the result is empty.
       call: see `MoECall`.
 
     Returns:
@@ -170,7 +177,8 @@ class MoE(nnx.Module):
       computes losses and statistics.
 
     Raises:
-      ConfigError: x has another width than the layer, or see `route` and `make_transport`.
+      ConfigError: x has another width than the layer or no floating type; or see
+        `scmoe.moe.route.route` and `make_transport`.
     """
     self._check_width(x)
     if not x.size:
@@ -200,7 +208,8 @@ class MoE(nnx.Module):
       gate: a gate to use instead of `call.gate`, such as one whose kernel has read x already.
 
     Raises:
-      ConfigError: x has another width than the layer, or see `make_transport`.
+      ConfigError: x has another width than the layer or no floating type; or see
+        `scmoe.moe.route.route` and `make_transport`.
     """
     self._check_width(x)
     chosen: Any = self._gate(call.gate) if gate is None else gate
@@ -226,7 +235,7 @@ class MoE(nnx.Module):
     """The choices of all tokens, and k: 1 where `call.avoid_T` is given.
 
     Args:
-      x_TD: tokens.
+      x_TD: the tokens.
       shape: the tokens' shape before they were flattened to [T, D].
       gate, call: as for `route`.
     """
@@ -284,10 +293,10 @@ class MoE(nnx.Module):
       )
 
   def _gate(self, index: int | Array) -> Any:
-    """The gate with this index.
+    """The layer's gate with this index.
 
     Raises:
-      ConfigError: there is none, or the index is traced and gates differ in class or size.
+      ConfigError: there is no such gate, or the index is traced and gates differ in class or size.
     """
     if isinstance(index, Array):
       apart = [nnx.split(gate) for gate in self.router_gate]
@@ -308,8 +317,15 @@ class MoE(nnx.Module):
     return self.router_gate[index]
 
   def _draws(self, shape: tuple[int, ...], key: Array) -> Draws:
-    """Noise and jitter for this device's tokens: its share of draws for the global batch, so that
-    every mesh gives a token the same numbers."""
+    """The gate's noise and jitter for this device's tokens, as far as options ask for them.
+
+    They are this device's share of draws for the global batch, so that every mesh gives a token the
+    same numbers.
+
+    Args:
+      shape: the shape of this device's tokens, [batch, ..., D].
+      key: random key.
+    """
     router, (batch, *rest) = self.config.router, shape[:-1]
     shape = (batch * axis_size(*BATCH_AXES), *rest)
     noise = jitter = None
@@ -327,7 +343,11 @@ class MoE(nnx.Module):
 
 
 def _make_experts(config: MoEConfig, rngs: nnx.Rngs) -> Experts:
-  """Feed-forward experts, or the class that `model.experts` names."""
+  """Makes feed-forward experts, or those of the class that `model.experts` names.
+
+  Raises:
+    ConfigError: the class cannot be imported, or is no subclass of `Experts`.
+  """
   if not is_import_path(config.kind):
     together = {"adaptive_r": config.dispatch.adaptive_r, "copy_engines": config.copy_engines}
     return FFNExperts(config, **together, rngs=rngs)

@@ -1,4 +1,4 @@
-"""x -> Routing: scores, choice of experts, combine weights."""
+"""Computes the `Routing` of tokens: their scores, their choice of experts, and its weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Draws:
 
   Attributes:
     noise_TE: float32, standard normal; None without `router.noise`.
-    jitter_TD: float32 factors on the gate's input; None without `router.compat.jitter`.
+    jitter_TD: float32 factors that multiply the gate's input elementwise; None without
+      `router.compat.jitter`.
   """
 
   noise_TE: Float[Array, "T E"] | None = None
@@ -50,11 +51,11 @@ def route(
   training: Draws | None = None,
   zero_experts: int = 0,
 ) -> Routing:
-  """Chooses k experts for every token (paper Eq. 1-4, with Tutel's order of softmax and top-k).
+  """Chooses k experts for every token (paper Eq. 1-4, but as in Tutel softmax before top-k).
 
-  NaN or infinite logits raise nothing. The token's experts stay valid indices, the same in every
-  run; its weights and the loss become NaN, and the training step then skips its update.
-  `RouterSums.nonfinite` counts such tokens.
+  NaN or infinite logits raise nothing: the token's experts stay valid indices, and
+  `RouterSums.nonfinite` counts the token. NaN, and +inf under a softmax, make its weights and so
+  the loss NaN; the training step then skips its update.
 
   Args:
     x_TD: the tokens of this device. T = 0 gives empty arrays and counts of 0.
@@ -69,10 +70,13 @@ def route(
       hold the experts that a token gains, and choices that are not made have weight 0.
     zero_experts: number of zero experts, the last ones of the E, which return their input.
 
+  Returns:
+    The routing, with K = k, or more with token rounding.
+
   Raises:
     ConfigError: an argument has the wrong type or shape; k is below 1, or larger than the number
-      of experts or of those in open groups; the gate returns the wrong shape; or the rounding tile
-      is larger than T.
+      of experts or of those in open groups; the gate returns the wrong shape or type; or the
+      rounding tile is larger than T.
   """
   scores = _score(x_TD, gate, config, k, num_experts, mask_T, training)
   chosen_TK = scores.best(k, bias_E)
@@ -105,8 +109,9 @@ def route_distinct(
   """Top-1 routing that avoids each token's previous expert (DGMoE's distinctness constraint, A.2).
 
   A token takes its best expert, or the second best if the best is `previous_T`, the one that the
-  preceding representation chose; the weight is that expert's own probability. Other arguments as in
-  `route`. Token rounding and `router.compat.uniform` do not apply: they would break the constraint.
+  preceding representation chose. The weight is the score of the expert taken, not divided by a sum.
+  Token rounding and `router.compat.uniform` do not apply: they would break the constraint. Other
+  arguments, result and errors are those of `route`, with K = 1.
   """
   scores = _score(x_TD, gate, config, 2, num_experts, mask_T, training)
   best_T2 = scores.best(2, bias_E)
@@ -125,11 +130,13 @@ class Scores:
   """The scores that a gate gives every token.
 
   Attributes:
-    logits_TE: at least float32, noise added in training; clean_TE: without noise.
-    mask_T: bool, or None.
+    logits_TE: the gate's logits, at least float32, noise added in training.
+    clean_TE: the same without noise.
+    mask_T: bool, False for tokens that take no part; None: all take part.
     config: options of the router: how scores are made of logits, and how experts form groups.
-    best_TK: int32, the experts with the largest logits, if the gate's `top_k` has found them.
-    share_TK: the softmax probabilities of `best_TK`, if it has computed them too.
+    best_TK: int32, the experts with the largest logits, if the gate's `top_k` has found them; None
+      otherwise.
+    share_TK: the softmax probabilities of `best_TK`, if `top_k` has computed them too, or None.
   """
 
   logits_TE: Array
@@ -141,34 +148,36 @@ class Scores:
 
   @property
   def num_experts(self) -> int:
-    """E."""
+    """E, the number of experts that the gate scores, zero experts included."""
     return self.logits_TE.shape[1]
 
   @property
   def independent(self) -> bool:
-    """Whether an expert's score follows from its own logit (sigmoid): scores do not add up to 1."""
+    """Whether a score is the sigmoid of the expert's own logit; then scores do not add up to 1."""
     return self.config.scoring_func == "sigmoid"
 
   @functools.cached_property
   def scores_TE(self) -> Array:
-    """The scores that weights are taken from: softmax of the logits over all experts, or the
-    sigmoid of each."""
+    """The experts' scores: the softmax of the logits over all experts, or the sigmoid of each.
+
+    The weights of choices are taken from them.
+    """
     return jax.nn.sigmoid(self.logits_TE) if self.independent else jax.nn.softmax(self.logits_TE)
 
   @functools.cached_property
   def probs_TE(self) -> Array:
-    """Scores divided by their sum, for losses and statistics (DeepSeek-V3, Eq. 19)."""
+    """Each token's scores divided by their sum, for losses and statistics (DeepSeek-V3, Eq. 19)."""
     scores_TE = self.scores_TE
     return scaled_weights(scores_TE, True) if self.independent else scores_TE
 
   def best(self, k: int, bias_E: Array | None = None) -> Array:
     """The k best experts, best first: int32 [T, K].
 
-    Ordered by the logits, which have the order of the scores, or by score + balancing bias. If
-    scores are equal, the expert with the smaller index comes first. top_k takes NaN for the largest
-    value, so the experts are valid indices whatever the logits are. With groups
-    (`router.n_group` > 1) only experts of a token's `router.topk_group` best groups are chosen; we
-    call these groups open.
+    They are ordered by the logits, which have the order of the scores, or by score + balancing bias
+    if there is a bias. If scores are equal, the expert with the smaller index comes first. top_k
+    takes NaN for the largest value, so the experts are valid indices whatever the logits are. With
+    groups (`router.n_group` > 1) only experts of a token's `router.topk_group` best groups are
+    chosen; we call these groups open.
 
     Raises:
       ConfigError: the bias has the wrong shape, or the open groups hold fewer than k experts.
@@ -192,9 +201,12 @@ class Scores:
 def _closed_groups_masked(score_TE: Array, config: RouterConfig, k: int) -> Array:
   """Scores with -inf for experts outside each token's best groups (DeepSeek-V2, -V3).
 
-  Worked example, four experts in two groups of which one is open, `group_score="max"`: the biased
-  scores -1.2 -1.4 | -1.1 -1.5 open the second group and become -inf -inf | -1.1 -1.5. A finite
-  fill such as 0 would win against every negative score.
+  With one group they stay as they are. Worked example, four experts in two groups of which one is
+  open, `group_score="max"`: the biased scores -1.2 -1.4 | -1.1 -1.5 open the second group and
+  become -inf -inf | -1.1 -1.5. A finite fill such as 0 would win against every negative score.
+
+  Raises:
+    ConfigError: k is larger than the number of experts in the open groups.
   """
   groups, size = config.n_group, score_TE.shape[1] // config.n_group
   if groups == 1:
@@ -221,9 +233,10 @@ def _score(
   mask_T: Array | None,
   training: Draws | None,
 ) -> Scores:
-  """Computes the gate's logits, and adds noise in training.
+  """Runs the gate on the tokens; in training the tokens get jitter and the logits noise.
 
   A gate with a method `top_k` also finds the k best experts, unless noise changes their order.
+  Arguments and errors are those of `route`.
   """
   draws = training or Draws()
   _check_arguments(x_TD, gate, config, k, num_experts, mask_T)
@@ -257,7 +270,7 @@ def _score(
 def _check_arguments(
   x_TD: Array, gate: Gate, config: RouterConfig, k: int, num_experts: int | None, mask_T: Any
 ) -> None:
-  """Checks the arguments of `route`; raises a ConfigError that names the wrong one."""
+  """Checks types and shapes of `route`'s arguments, and k; a ConfigError names the wrong one."""
   check_type("config", config, RouterConfig)
   if x_TD.ndim != 2:
     raise ConfigError(f"routing reads tokens [tokens, width], got shape {list(x_TD.shape)}")
@@ -289,7 +302,7 @@ def choice_weights(
   normalise: bool,
   made_TK: Bool[Array, "T K"] | None = None,
 ) -> Float[Array, "T K"]:
-  """Combine weights of the chosen experts.
+  """Weights of the chosen experts: their scores, scaled as `config` and `normalise` say.
 
   The softmax runs over all experts *before* the choice. Taken literally, the paper's Eq. 2-3
   (softmax after top-k) gives a top-1 gate the constant weight 1 and hence no gradient. For k > 1,
@@ -300,7 +313,8 @@ def choice_weights(
     chosen_TK: int32, the chosen experts.
     config: `compat.weight_norm` = p > 0 divides the weights by their p-norm instead of their sum
       (MegaBlocks moe_normalize_expert_weights); `routed_scaling_factor` multiplies the result.
-    normalise: divide the weights by their sum (Tutel normalize_gate).
+    normalise: whether to divide the weights by their sum, if there is no `compat.weight_norm`
+      (Tutel normalize_gate).
     made_TK: choices that are made; the others have weight 0. None: all are.
   """
   plain = made_TK is None and not config.compat.weight_norm and not scores.independent
@@ -318,8 +332,11 @@ def choice_weights(
 
 
 def scaled_weights(weight_TK: Array, normalise: bool, weight_norm: float = 0.0) -> Array:
-  """Weights divided by their p-norm (`weight_norm` = p > 0), else by max(their sum, machine
-  epsilon) (`normalise`), else unchanged."""
+  """Each token's weights, divided by their norm or their sum.
+
+  With `weight_norm` = p > 0 they are divided by their p-norm; else, if `normalise`, by
+  max(their sum, machine epsilon); else they are unchanged.
+  """
   eps = jnp.finfo(weight_TK.dtype).eps
   if weight_norm:
     power = (weight_TK**weight_norm).sum(-1, keepdims=True)
@@ -331,7 +348,10 @@ def scaled_weights(weight_TK: Array, normalise: bool, weight_norm: float = 0.0) 
 
 @jax.custom_vjp
 def softmax_of_choices(value_TK: Float[Array, "T K"]) -> Float[Array, "T K"]:
-  """Softmax over K, column by column, so that XLA fuses it; its backward pass reads its result."""
+  """The softmax over K, written column by column, so that XLA makes one kernel of it.
+
+  Its backward pass reads its result only.
+  """
   columns = [value_TK[:, k] for k in range(value_TK.shape[1])]
   largest_T = functools.reduce(jnp.maximum, columns)
   powers = [jnp.exp(column_T - largest_T) for column_T in columns]
@@ -352,7 +372,7 @@ softmax_of_choices.defvjp(_softmax_fwd, _softmax_bwd)
 
 
 def pick(value_TE: Float[Array, "T E"], expert_TK: Int[Array, "T K"]) -> Float[Array, "T K"]:
-  """value[t, expert[t, k]]; the backward pass adds up over k instead of scattering."""
+  """value[t, expert[t, k]] for each choice; the backward pass adds up over k, without a scatter."""
   return _pick(value_TE, expert_TK, value_TE.shape[1])
 
 
@@ -438,7 +458,7 @@ def rounded_choice(
   extra = min(k, num_experts - k)
   gained_TE = (rank_TE < target_E) & ~chosen_TE
   gained_probs_TE = jnp.where(gained_TE, probs_TE, -1)
-  order_TE = jnp.argsort(jnp.argsort(-gained_probs_TE, axis=1), axis=1)  # of a token's new experts
+  order_TE = jnp.argsort(jnp.argsort(-gained_probs_TE, axis=1), axis=1)  # in each token's row
   over_E = (gained_TE & (order_TE >= extra)).any(0)
   target_E = jnp.where(over_E, count_E // tile * tile, target_E)
   visits_TE = rank_TE < target_E
@@ -528,6 +548,13 @@ def soft_load(
   of the logits without noise, θ_t the k-th largest logit *with* noise and Φ the normal
   distribution function. The published definition does compare a probability with a logit (Tutel
   load_importance_loss, the Swin-MoE design). Gradients flow through p and θ.
+
+  Args:
+    clean_TE: logits without noise.
+    logits_TE: logits with noise.
+    k: experts per token.
+    noise: `router.noise`; must not be 0.
+    mask_T: False for tokens that do not count; None: all count.
 
   Returns:
     `importance_E` and `soft_load_E`, as `Routing` names them.

@@ -1,4 +1,4 @@
-"""Keeps compiled programs in the folder of a run: a second start loads them."""
+"""Keeps compiled programs in the folder of a run: a later start loads them from there."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _WORTH = 0.1  # seconds: a program whose compilation takes less is not kept
 
 @contextlib.contextmanager
 def kept_programs(folder: Path) -> Iterator[None]:
-  """Makes `folder` jax's compilation cache, as long as the context lasts.
+  """Makes a folder in `folder` jax's compilation cache, as long as the context lasts.
 
-  A cache that the user set (`JAX_COMPILATION_CACHE_DIR`) stays. Programs for CPUs use the
-  instructions of this processor, so each kind of processor has a folder of its own.
+  A cache that the user set (`JAX_COMPILATION_CACHE_DIR`) stays in use instead. Programs for CPUs
+  use the instructions of this processor, so each kind of processor has a folder of its own in
+  `folder`.
   """
   if getattr(jax.config, CACHE) is not None:
     yield
@@ -40,7 +41,7 @@ def kept_programs(folder: Path) -> Iterator[None]:
 
 
 def _processor() -> str:
-  """A name of this kind of processor."""
+  """12 hexadecimal digits that name this kind of CPU: a digest of its model and features."""
   kind = f"{platform.machine()} {platform.processor()}"
   with contextlib.suppress(OSError):
     lines = Path("/proc/cpuinfo").read_text().splitlines()

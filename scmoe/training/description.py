@@ -1,7 +1,8 @@
 """The description of a checkpoint's step: two JSON files beside its arrays, sealed by a digest.
 
-`N/meta/metadata` holds the configuration, the versions, and the name, shape, type and fingerprint
-of each array. `N/data/metadata` holds the position of each process in the data.
+`N/meta/metadata` holds the configuration, the versions, the name, shape, type and fingerprint of
+each array, and the digest of both files. `N/data/metadata` holds the position of each process in
+the data.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from scmoe.training.fingerprint import survey
 from scmoe.training.schema import SCHEMA, upgraded
 
 PyTree = Any
-WEIGHTS_ONLY = "weights_only"  # in meta: a step that was not trained, without an optimizer's state
+WEIGHTS_ONLY = "weights_only"  # true in the meta of a step that holds no optimizer's state
 PIECES = "params"  # for a step saved in pieces: the item that holds all its arrays
 _NARROW = ("bfloat16", "float16")  # types of released models: read into float32 without loss
 _ITEM = re.compile(r"params(_\d+)?|state")
@@ -44,7 +45,11 @@ class Damaged(Exception):
 
 
 def flatten(tree: PyTree) -> dict[str, Any]:
-  """Leaves by dotted name, in tree order; independent of the containers' types."""
+  """Leaves by dotted name, in tree order; independent of the containers' types.
+
+  Raises:
+    ValueError: two leaves have the same name.
+  """
   pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
   leaves = {jax.tree_util.keystr(p, simple=True, separator="."): leaf for p, leaf in pairs}
   if len(leaves) != len(pairs):
@@ -53,12 +58,12 @@ def flatten(tree: PyTree) -> dict[str, Any]:
 
 
 def item_of(name: str) -> str:
-  """The folder of an array: weights have their own, so that they can be read alone."""
+  """The folder of an array: `params` for weights, which can then be read alone, or `state`."""
   return "params" if name.partition(".")[0] == "params" else "state"
 
 
 def describe(leaves: dict[str, jax.Array]) -> dict[str, dict]:
-  """Shape, type and fingerprint per leaf.
+  """Shape, type and fingerprint of each leaf, by name; all processes call it.
 
   Raises:
     NonFiniteError: a leaf holds NaN or infinity.
@@ -91,13 +96,20 @@ def refuse_non_finite(finite: Mapping[str, bool]) -> None:
 def records(
   step: int, described: dict[str, dict], data_state: dict, meta: dict
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-  """The two JSON descriptions of a step, data and meta, which are written beside its arrays."""
+  """The two JSON descriptions of a step, data and sealed meta; all processes call it.
+
+  Args:
+    step: optimizer steps done.
+    described: shape, type and fingerprint of each array, by name (`describe`).
+    data_state: this process's position in the data.
+    meta: the other fields of the description.
+  """
   data = {"processes": from_all_processes(data_state)}
   return data, sealed(meta | {"schema": SCHEMA, "step": step, "leaves": described}, data)
 
 
 def sealed(meta: dict, data: dict) -> dict:
-  """Adds a digest over meta and data in the form that JSON reads back."""
+  """Meta as JSON reads it back, with `digest`, a SHA-256 over meta and data, added."""
   meta = json.loads(json.dumps(meta))
   return meta | {"digest": _digest(meta, data)}
 
@@ -111,7 +123,7 @@ def read_description(place: Path) -> tuple[dict, dict]:
   """(meta, data) of a step, verified, with current field names (`scmoe.training.schema`).
 
   Raises:
-    Damaged: missing, of another form, or changed since it was written.
+    Damaged: the description is missing, of another form, or changed since it was written.
     CheckpointError: a later version of scmoe wrote it.
   """
   try:
@@ -131,7 +143,10 @@ def read_description(place: Path) -> tuple[dict, dict]:
 
 
 def misfit(abstract: PyTree, stored: dict[str, dict], *, partial: bool = False) -> str:
-  """Says how stored names, shapes and types differ from the requested ones; "" if they agree.
+  """Says how stored names, shapes and types first differ from those asked for; "" if they fit.
+
+  bfloat16 and float16 fit where float32 is asked for; float32 fits where bfloat16 is asked for in
+  `opt_state`.
 
   Args:
     abstract: pytree of ShapeDtypeStruct.

@@ -1,4 +1,4 @@
-"""A run that ends at a step that is not finite: its error, and the files that repeat the step.
+"""A run that ends at a non-finite step or a spike: its error, and the files to repeat the step.
 
 `python -m scmoe.replay WORKDIR/replay` runs the step again from these files.
 """
@@ -21,7 +21,7 @@ from scmoe.training.distributed import is_first
 from scmoe.training.interfaces import Trainable
 from scmoe.training.options import CheckpointConfig
 
-REPLAY = "replay"  # folder of a run, for these files
+REPLAY = "replay"  # folder of these files, in the folder of the run
 _NUMBERS = ("objective", "loss", "grad_norm", "skipped", "skipped_in_row", "loss_scale", "spike")
 
 
@@ -36,13 +36,15 @@ def write_replay(
 
   Args:
     folder: emptied first.
-    save: writes the state that the step was given.
+    save: writes the state after the step. The step was skipped, so its parameters are those that
+      the step read.
     batch: this process's part of the step's batch.
     how: JSON-able: the step's number, the seed, and how the step was run.
     values: figures of the step.
 
   Returns:
-    what the error says about the files: the command that repeats the step, or why there is none.
+    what the error says about the files: the command that repeats the step, or why they could not be
+    written.
   """
   try:
     if is_first():
@@ -62,13 +64,13 @@ def write_replay(
 
 
 def not_finite(step: int, values: Mapping[str, Any], built: Trainable, left: str) -> NonFiniteError:
-  """The error that ends the run.
+  """The error that ends the run after a spike or too many non-finite steps.
 
   Args:
-    step: the last one.
+    step: number of the last step.
     values: its figures.
     built: the run's options.
-    left: of `write_replay`.
+    left: what `write_replay` returned.
   """
   train = built.train
   if values.get("spike"):

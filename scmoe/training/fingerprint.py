@@ -1,9 +1,10 @@
 """A 32-bit fingerprint of an array that does not depend on how it is sharded.
 
 Each element's raw bits are mixed with its global position; the results are added modulo 2^32.
-For a given position the mixing is one to one, so any change of a single element changes the sum;
-swapped elements, experts or layers change it too. (A plain position-weighted sum would miss two
-flipped sign bits: both contribute 2^31.) It guards against accidents, not against an adversary.
+For a given position the mixing of 32 bits is one to one, so any change of a single element of at
+most 4 bytes changes the sum. Swapped elements, experts or layers change it too, but for one chance
+in 2^32. (A plain position-weighted sum would miss two flipped sign bits: both contribute 2^31.) It
+guards against accidents, not against an adversary.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from scmoe.parallel.mesh import host_device
 
 @jax.jit
 def _survey(leaves: list[Array]) -> tuple[Array, Array]:
-  """Fingerprints uint32 [n] and finiteness bool [n] of n leaves."""
+  """Fingerprints, uint32 [n], and whether all elements are finite, bool [n], of n arrays."""
   finite = [
     jnp.isfinite(x).all() if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.array(True)
     for x in leaves
@@ -33,7 +34,7 @@ def _survey(leaves: list[Array]) -> tuple[Array, Array]:
 def survey(leaves: list[Array]) -> tuple[list[str], list[bool]]:
   """Fingerprints (8 hexadecimal digits) of arrays, and whether each is finite throughout.
 
-  Computed on the devices that hold the arrays; with several processes all must call it.
+  They are computed on the devices that hold the arrays; with several processes all must call this.
   """
   found = {i: _walked(leaf) for i, leaf in enumerate(leaves) if _is_walked(leaf)}
   if rest := [i for i in range(len(leaves)) if i not in found]:
@@ -47,8 +48,8 @@ def survey(leaves: list[Array]) -> tuple[list[str], list[bool]]:
 # On a CPU, XLA writes the mixed words to memory before it adds them: twice the size of a bfloat16
 # array. That takes ten times as long as a loop over blocks that stay in registers.
 
-_WALKED = 2**20  # elements
-_BLOCK = 1024
+_WALKED = 2**20  # elements from which on an array on a CPU is read in blocks
+_BLOCK = 1024  # elements of the largest block
 _EXPONENTS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
 _INTEGERS = {"int8", "uint8", "int16", "uint16", "int32", "uint32"}
 
@@ -56,7 +57,7 @@ _INTEGERS = {"int8", "uint8", "int16", "uint16", "int32", "uint32"}
 def survey_piece(
   value: np.ndarray, shape: tuple[int, ...], place: tuple[int, ...]
 ) -> tuple[int, bool]:
-  """A piece's share in the fingerprint of its array, and True if the piece is finite.
+  """A piece's share in the fingerprint of its array, and whether all its elements are finite.
 
   The shares of all pieces add up, modulo 2^32, to the array's fingerprint. Runs on the host.
 
@@ -84,7 +85,7 @@ def _is_walked(leaf: Array) -> bool:
 
 
 def _walked(leaf: Array) -> tuple[int, bool]:
-  """Fingerprint of an array, and True if it is finite, from its parts on the devices."""
+  """Fingerprint of an array on CPUs, and True if it is finite, from its parts on the devices."""
   strides = _strides(leaf.shape)
   total, finite = 0, True
   for shard in leaf.addressable_shards:
@@ -101,7 +102,7 @@ def _walk(x: Array, strides: tuple[int, ...], start: Array) -> tuple[Array, Arra
 
   Args:
     x: the part.
-    strides: of the whole array.
+    strides: of the whole array, in elements, for the dimensions that `x` has.
     start: position of the part's first element in the whole array, modulo 2^32.
   """
   last = x.shape[-1]
@@ -143,7 +144,7 @@ def positions(shape: tuple[int, ...]) -> Array:
 
 
 def _words(x: Array) -> Array:
-  """The bits of `x` as uint32; 8-byte types get a last dimension of two words."""
+  """The bits of `x` as uint32; types of more than 4 bytes get last dimensions for their words."""
   if x.dtype == jnp.bool_:
     return x.astype(jnp.uint32)
   if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -156,7 +157,7 @@ def _words(x: Array) -> Array:
 
 
 def mixed(x: Array) -> Array:
-  """The 32-bit finaliser of MurmurHash3: one to one; every input bit affects every output bit."""
+  """MurmurHash3's finaliser of uint32: one to one; every input bit affects every output bit."""
   x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
   x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
   return x ^ (x >> 16)

@@ -3,8 +3,8 @@
 XLA starts a collective as late as its cost model allows, and the model assumes fast links. With
 measured times (profile-guided latency estimation) XLA starts the all-to-all early enough: on
 4 x H200 over a slow link computation hides 94 % of it, against 33 % without (experiments/LOG.md).
-So a run profiles its first steps, compiles the step a second time, and keeps the profile: a later
-start reads it and compiles once.
+So with `overlap.ablation.profile_guided` a run on NVIDIA GPUs profiles its first steps, compiles
+the step a second time, and keeps the profile: a later start reads it and compiles once.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from scmoe.training.distributed import all_agree, bytes_of_first, is_first
 from scmoe.training.lowered import lower
 
 Collect = Callable[[str, Program], bytes]
-PATIENCE = 20  # steps to wait for another trace to end
+PATIENCE = 20  # steps to wait for the end of a trace that somebody else runs
 WARM_UP = 1  # steps before the profile: the first call of a program loads its kernels
 
 
 class GuidedStep:
-  """A jitted step that profiles itself once and recompiles with the profile.
+  """A jitted step that, on NVIDIA GPUs, profiles itself once and recompiles with the profile.
 
-  Call it like the step. Several processes must compile the same program: each runs the profiler,
-  and all use the profile of process 0, new or kept.
+  It does so with `overlap.ablation.profile_guided` if no profile is kept. Call it like the step.
+  Several processes must compile the same program: each runs the profiler, and all use the profile
+  of process 0, new or kept.
 
   Args:
     step: a `jax.jit`-ed function; compiled here with the options of `overlap`.
     overlap: see `OverlapConfig`.
-    directory: where profiles are kept, one per program and device kind.
+    directory: where profiles are kept, one per program, jax version, device kind and device count.
     gpu: True if it runs on NVIDIA GPUs; by default, True if jax does.
-    variant: the way to run the step (`scmoe.training.variants`).
+    variant: the `scmoe.training.variants.Variant` that the step is; only stored.
     collect: reads a program's profile from a folder that `jax.profiler` wrote.
     say: prints a line.
   """
@@ -62,8 +63,8 @@ class GuidedStep:
     self.program: Program | None = None
     self.file = self.directory
     self.calls_to_profile = 0  # steps still to be profiled, warm-up included
-    self.called = False  # since it was compiled
-    self.waiting: Callable[[], None] | None = None  # compiles; the next call begins with it
+    self.called = False  # True once the program was called after its last compilation
+    self.waiting: Callable[[], None] | None = None  # compiles the program, at the next call
     self.refused = 0  # traces that could not be started
     self.trace: tempfile.TemporaryDirectory[str] | None = None
 
@@ -74,16 +75,16 @@ class GuidedStep:
 
   @property
   def settled(self) -> bool:
-    """True once the last program was called: from now on its time can be measured."""
+    """True once the program that will not be compiled again was called: its time can be taken."""
     prepared = self.program is not None and self.waiting is None and not self.calls_to_profile
     return prepared and self.called
 
   def compile(self, *args: Any, later: bool = False) -> None:
-    """Compiles for arguments of these shapes, with the kept profile or to collect one.
+    """Compiles for arguments of these shapes; if profile-guided, with the kept profile or for one.
 
     Args:
       *args: arrays, or `jax.ShapeDtypeStruct`s with their shardings.
-      later: trace only; `finish` has XLA compile.
+      later: trace and lower only; `finish`, or the next call, has XLA compile.
     """
     traced = self.step.trace(*args)
     self.program = Program(lower(self.step, traced, args, gpu=self.gpu))
@@ -100,13 +101,13 @@ class GuidedStep:
       self.finish()
 
   def finish(self) -> None:
-    """Has XLA compile, if `compile` left that for later. Several steps may do so in threads."""
+    """Has XLA compile, if a compilation is waiting. Several steps may do so in threads."""
     if self.waiting is not None:
       self.waiting()
       self.waiting = None
 
   def __call__(self, *args: Any) -> Any:
-    """One step; the first ones may compile and profile."""
+    """Runs one step; the first calls may compile and profile."""
     if self.program is None:
       self.compile(*args)
     self.finish()
@@ -173,7 +174,7 @@ class GuidedStep:
     self.waiting = lambda: self._compile(profile, profiling=False)
 
   def _kept(self) -> bytes:
-    """The profile of an earlier start; empty if there is no readable one."""
+    """The profile of this program that an earlier start kept; b"" if there is no readable one."""
     try:
       return read_bytes(self.file)
     except (FileNotFoundError, StoredError):
@@ -187,7 +188,7 @@ class GuidedStep:
       warn(f"{self.file} cannot be written ({error.strerror}): the next start measures again")
 
   def _fingerprint(self) -> str:
-    """A digest of program, devices and versions: a profile is valid only for the same ones."""
+    """A digest of lowered program, jax's version, device kind and count, to name the profile."""
     assert self.program is not None
     device = jax.devices()[0].device_kind
     text = self.program.lowered.as_text()

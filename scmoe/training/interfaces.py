@@ -11,7 +11,7 @@ from scmoe.training.search import Searchable
 
 
 class Batches(Protocol):
-  """The microbatches of this process: `Batch`es, or `ImageBatch`es, of numpy arrays.
+  """An iterator over this process's microbatches: `Batch`es, or `ImageBatch`es, of numpy arrays.
 
   Their leaves are [B / processes, ...].
   """
@@ -40,11 +40,11 @@ class Data(Protocol):
 
 
 class Trainable(Searchable, Protocol):
-  """The model and options that the loop needs; the commands pass a `run.build.Built`.
+  """The model and options that the loop needs; the commands pass a `scmoe.run.build.Built`.
 
   Attributes:
-    checkpoint: options.
-    sequence_length: tokens per sequence.
+    checkpoint: the options of checkpoints.
+    sequence_length: tokens per sequence, or per image.
     batch_shapes: one step's batch as `jax.ShapeDtypeStruct`s [A, B, ...], of all processes.
     peak_flops: FLOP/s of one device; 0: no MFU.
   """
@@ -58,5 +58,5 @@ class Trainable(Searchable, Protocol):
   @property
   def peak_flops(self) -> float: ...
   def flops_per_token(self, figures: Mapping[str, Any]) -> float:
-    """Training FLOPs of a token in a step with these figures; 0: no MFU."""
+    """Training FLOPs of a token in a step with these figures; 0: unknown, no MFU."""
     ...

@@ -1,10 +1,11 @@
 """Loss scaling: keeps float16 gradients within float16's range.
 
-float16's smallest number is 6e-8. The gradient of a mean over 8,192 tokens starts at 1e-4 and
-shrinks on its way back: unscaled, the gradients of queries and keys are off by half or more. So the
-step multiplies the loss by a factor before it takes gradients, and divides them by it in float32. A
-dynamic factor stays as large as possible: an overflow halves it and skips the step, `window` good
-steps in a row double it (Micikevicius et al., arXiv 1710.03740; Megatron-LM `--loss-scale-window`).
+float16's smallest positive number is 6e-8. The gradient of a mean over 8,192 tokens starts at 1e-4
+and shrinks on its way back: unscaled, the gradients of queries and keys are off by half or more. So
+the step multiplies the loss by a factor before it takes gradients, and divides the gradients by it
+in float32. A dynamic factor stays as large as possible: an overflow halves it (down to 1) and skips
+the step, `window` steps in a row without overflow double it (up to 2^24; Micikevicius et al., arXiv
+1710.03740; Megatron-LM `--loss-scale-window`).
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ class LossScaling:
 
   Attributes:
     fixed: the factor; 0: a dynamic one.
-    window: good steps in a row after which a dynamic factor doubles.
+    window: finite steps in a row after which a dynamic factor doubles.
   """
 
   fixed: float = 0.0
   window: int = 1000
 
   def init(self) -> dict[str, Array]:
-    """`factor`, float32 [], and `good`, int32 []: steps since it changed."""
+    """`factor`, float32 [], and `good`, int32 []: finite steps in a row since it last doubled."""
     return {
       "factor": jnp.asarray(self.fixed or START, jnp.float32),
       "good": jnp.zeros((), jnp.int32),
     }
 
   def unscaled(self, grads: Any, state: dict[str, Array]) -> Any:
-    """The gradients divided by the factor, in float32 (float64 stays)."""
+    """The gradients divided by the factor, in float32 (float64 stays float64)."""
     wide = lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32))
     return jax.tree.map(lambda g: wide(g) / state["factor"], grads)
 
@@ -49,11 +50,11 @@ class LossScaling:
     return jnp.asarray(not self.fixed) & (state["factor"] > SMALLEST)
 
   def after(self, state: dict[str, Array], finite: Array) -> dict[str, Array]:
-    """The state after a step.
+    """The factor and its count after a step; a fixed factor stays.
 
     Args:
-      state: before it.
-      finite: bool [], whether its loss and gradients were finite.
+      state: as before the step (`init`).
+      finite: bool [], whether the step's loss and gradients were finite.
     """
     if self.fixed:
       return state

@@ -1,9 +1,10 @@
 """Float32 parameters stored in two halves: the bfloat16 that the model reads, and the rest.
 
 A step that computes in bfloat16 needs its float32 parameters in bfloat16 too. A separate copy takes
-2 bytes a parameter more, and every step reads 4 bytes to write them. Stored in halves, the bfloat16
-is a part of the parameter: no step casts it, nothing is stored twice, and both halves together give
-the float32 number to the last bit (NVIDIA Apex, `DistributedFusedAdam`, `store_param_remainders`).
+2 bytes a parameter more, and every step reads 4 bytes a parameter to write it. Stored in halves,
+the bfloat16 is a part of the parameter: no step casts it, nothing is stored twice, and both halves
+together give the float32 number to the last bit (NVIDIA Apex, `DistributedFusedAdam`,
+`store_param_remainders`).
 
 Example: 1.0039 has the bits 3F80 7FCC. Its upper half is 3F80, the nearest bfloat16, 1.0; its lower
 half is 7FCC. From 8000 on the upper half is rounded up, and the lower half, as int16, is negative.
@@ -24,7 +25,7 @@ PyTree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Halves:
-  """One float32 array.
+  """One float32 array, stored as two arrays of 16 bits an element.
 
   Attributes:
     high: bfloat16, the nearest to the float32; of two equally near, the one farther from zero.
@@ -40,17 +41,17 @@ class Halves:
     return _halved(x)
 
   def to_float32(self) -> Array:
-    """The float32 array; a `jax.ShapeDtypeStruct` if the halves are such."""
+    """The float32 array; a `jax.ShapeDtypeStruct` if the halves are `jax.ShapeDtypeStruct`s."""
     if isinstance(self.high, jax.ShapeDtypeStruct):
       return self.high.update(dtype=jnp.dtype(jnp.float32))  # pyright: ignore
     return _joined(self.high, self.low)
 
 
 def halves_of(params: PyTree, read: PyTree) -> PyTree:
-  """`jax.ShapeDtypeStruct`s of parameters, with `Halves` for those that are read in bfloat16.
+  """`jax.ShapeDtypeStruct`s of parameters, in `Halves` if float32 and read in bfloat16.
 
   Args:
-    params: shapes with types and shardings.
+    params: `jax.ShapeDtypeStruct`s of the parameters, with shardings.
     read: the same in the types in which the model reads them.
   """
 
@@ -65,12 +66,12 @@ def halves_of(params: PyTree, read: PyTree) -> PyTree:
 
 
 def to_float32(params: PyTree) -> PyTree:
-  """Parameters in float32, as checkpoints hold and optimizers update them."""
+  """Parameters with one float32 array in place of each `Halves`, as checkpoints hold them."""
   return jax.tree.map(lambda x: x.to_float32() if _is_halves(x) else x, params, is_leaf=_is_halves)
 
 
 def readable(params: PyTree) -> PyTree:
-  """Parameters as the model reads them: the upper half in place of each `Halves`.
+  """Parameters with the bfloat16 `high` in place of each `Halves`; all others as they are.
 
   Works on any tree with `Halves` in it, e.g. of shardings.
   """
@@ -78,7 +79,7 @@ def readable(params: PyTree) -> PyTree:
 
 
 def like(params: PyTree, wanted: PyTree) -> PyTree:
-  """Float32 parameters, with `Halves` wherever `wanted` has them."""
+  """Float32 parameters, stored in `Halves` wherever `wanted` has `Halves`."""
   lay = lambda want, x: Halves.of(x) if _is_halves(want) else x
   return jax.tree.map(lay, wanted, params, is_leaf=_is_halves)
 

@@ -1,11 +1,11 @@
 """An optimizer's moments in bfloat16, rounded at random so that small changes are not lost.
 
-A second moment changes by 1 - β₂ of itself a step, a thousandth with β₂ = 0.999, but neighbouring
-bfloat16 numbers are 1/256 to 1/128 apart: rounded to the nearest, the moment would never change.
-Here it is rounded up or down at random, with the probabilities that keep its mean. It then moves as
-in float32, with a noise of at most 1/256 a step (standard deviation), which adds up to
-(1/256) / √(1 - β²) in the moment (P. Zamirai et al., "Revisiting BFloat16 Training", arXiv
-2010.06192).
+A second moment changes by about 1 - β₂ of itself a step, a thousandth with β₂ = 0.999, but
+neighbouring bfloat16 numbers are 1/256 to 1/128 of themselves apart: rounded to the nearest, the
+moment would hardly ever change. Here it is rounded up or down at random, with the probabilities
+that keep its mean. It then moves as in float32, with a noise of at most 1/256 of itself a step
+(standard deviation), which adds up to (1/256) / √(1 - β²) in the moment (P. Zamirai et al.,
+"Revisiting BFloat16 Training", arXiv 2010.06192).
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ PyTree = Any
 
 
 def narrow(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-  """An optax rule that stores its state in bfloat16 and computes it in float32.
+  """An optax rule that stores the moments of `rule` in bfloat16 and computes them in float32.
 
   The random bits are a function of the step (`step=` of `update`), the leaf and the position in the
   device's share of it. So a run that is resumed on the same mesh draws the same bits, and so do
   devices that hold the same array.
 
   Args:
-    rule: any transformation; the arrays of its state that belong to parameters become bfloat16.
+    rule: any transformation; the float32 arrays of its state that belong to parameters become
+      bfloat16.
   """
   inner = optax.with_extra_args_support(rule)
 
@@ -63,7 +64,8 @@ def rounded(x: Array, step: Array, salt: int) -> Array:
   """
   seed = mixed(step.astype(jnp.uint32) ^ mixed(jnp.uint32(salt)))
   bits = mixed(positions(x.shape) ^ seed) >> 16
-  # Adding 16 random bits carries into the upper half with the probability lower half / 2^16.
+  # Adding 16 random bits to a float32 carries into its upper 16 bits, which are the bfloat16, with
+  # the probability (lower 16 bits) / 2^16.
   raised = jax.lax.bitcast_convert_type(x, jnp.uint32) + bits
   return jax.lax.bitcast_convert_type((raised >> 16).astype(jnp.uint16), jnp.bfloat16)
 

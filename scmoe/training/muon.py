@@ -1,8 +1,9 @@
 """Muon: the update of a matrix is its momentum, made orthogonal.
 
-A parameter's name says whether it is a matrix (`MATRICES`). A stack of 12 layers with 8 experts
-each is 96 matrices. The iteration is optax's. AdamW updates the rest: embeddings, the head,
-routers, norms, biases, and parameters of a user's modules with other names.
+A parameter's name and its module's say whether it is a matrix (`MATRICES`, `_HOLDERS`). A
+parameter of 12 stacked layers with 8 experts each is 96 matrices. The iteration that makes them
+orthogonal is optax's. AdamW updates the rest: embeddings, the head, routers, norms, biases, and
+parameters of a user's modules with other names.
 
 Sources: K. Jordan et al., Muon (2024); the scale is that of J. Liu et al., "Muon is Scalable for
 LLM Training" (arXiv 2502.16982), under which the learning rate and weight decay of AdamW fit.
@@ -40,15 +41,15 @@ MATRICES = {
   "gate": _PLAIN,
   "down": _PLAIN,
 }
-_HOLDERS = ("attention", "mlp", "experts", "shared")  # modules whose parameters these are
+_HOLDERS = ("attention", "mlp", "experts", "shared")  # modules whose `MATRICES` Muon updates
 
 
 def dimensions(path: tuple[Any, ...], leaf: Any) -> MuonDimensionNumbers | None:
   """The dimensions of a parameter that make a matrix; None if it is no matrix.
 
   Args:
-    path: of `jax.tree_util`.
-    leaf: the array, or its shape.
+    path: of the parameter, as `jax.tree_util` gives it.
+    leaf: the array, or its `jax.ShapeDtypeStruct`.
   """
   names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
   if len(names) < 2 or names[-2] not in _HOLDERS or names[-1] not in MATRICES:
@@ -68,8 +69,8 @@ def muon_or(
     other: the rule for parameters that are no matrices.
     beta: decay of the Nesterov momentum.
     rms: root mean square of a matrix's update.
-    specs: PartitionSpecs like the parameters; None: `update` gets whole parameters. If several
-      devices share a matrix, each gathers it and keeps its own part of the update.
+    specs: PartitionSpecs like the parameters; None: `update` gets whole parameters. If a matrix is
+      split over several devices, each gathers it and keeps its own part of the update.
   """
   spec_of = {}
   if specs is not None:
@@ -98,14 +99,14 @@ def muon_or(
 
 
 def _scaled(path: tuple[Any, ...], update: Array, rms: float) -> Array:
-  """The update with a root mean square of `rms`; an orthogonal [m, n] has 1 / sqrt(max(m, n))."""
+  """The orthogonal update [m, n], whose RMS is 1 / sqrt(max(m, n)), scaled to an RMS of `rms`."""
   numbers: Any = dimensions(path, update)
   sizes = (math.prod(update.shape[d] for d in side) for side in numbers)
   return update * jnp.asarray(rms * math.sqrt(max(sizes)), update.dtype)
 
 
 def _gathered(x: Array, spec: P) -> Array:
-  """The whole matrix, gathered from the devices that share it; experts stay on their devices."""
+  """The whole matrix, gathered from the devices that split it; experts stay on their devices."""
   for dimension, axes in _split(x, spec):
     x = gathered(x, dimension, axes, "gradients")
   return x
@@ -119,6 +120,6 @@ def _share(x: Array, spec: P) -> Array:
 
 
 def _split(x: Array, spec: P) -> list[tuple[int, tuple[str, ...]]]:
-  """(dimension, mesh axes that split it) for every split dimension but the experts'."""
+  """(dimension, mesh axes that split it) for every split dimension but one split by `expert`."""
   found = [(i, axes_of(P(axes))) for i, axes in enumerate(spec)]
   return [(i, axes) for i, axes in found if axes and axes != ("expert",) and i < x.ndim]

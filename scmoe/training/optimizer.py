@@ -19,10 +19,10 @@ UNDECAYED = ("bias", "scale", "norm", "gain")  # name parts of parameters withou
 
 
 class Optimizer(NamedTuple):
-  """An optax transformation and the schedule that it follows.
+  """An optax transformation with its schedule, its loss scaling and its spike test.
 
-  `update` takes `step=`, of the run, and `norm=`, of all gradients: the transformation may see one
-  device's share of them and could not compute it.
+  `tx.update` takes `step=`, the step of the run, and `norm=`, the global norm of the gradients: the
+  transformation may see one device's share of the gradients and could not compute their norm.
   """
 
   tx: optax.GradientTransformationExtraArgs
@@ -34,8 +34,8 @@ class Optimizer(NamedTuple):
 def make_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
   """Learning rate of optimizer step n, 0 <= n < `steps`.
 
-  Warm-up is (n + 1) / (warmup_steps + 1) of the peak, so that the first step already learns. It
-  takes at most half of `steps`, so that a run made short for a trial still has a peak and a decay.
+  Warm-up of w = min(warmup_steps, steps // 2) steps gives (n + 1) / (w + 1) of the peak: the first
+  step already learns, and a run made short for a trial still has a peak and a decay.
   """
   peak, warmup = cfg.learning_rate, min(cfg.warmup_steps, steps // 2)
   decay = min(round(cfg.decay_fraction * steps), steps - warmup)
@@ -55,7 +55,8 @@ def make_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
 def decay_mask(params: Any) -> Any:
   """A bool per parameter, True if it decays: matrices do, but no bias, scale, norm or gain.
 
-  The mask looks at names too, because a stack of layers turns a vector into a matrix.
+  The mask looks at the last two names of a parameter's path too (`UNDECAYED`), because a stack of
+  layers turns a vector into a matrix.
   """
 
   def decays(path: tuple, leaf: Any) -> bool:
@@ -80,9 +81,11 @@ def make_optimizer(
     cfg: see `OptimizerConfig`.
     steps: length of the schedule, train.steps.
     mask: which parameters decay: a pytree of bool like them, or a function that makes it of them.
-    half: gradients are computed in float16, so the loss is scaled.
+    half: whether gradients are computed in float16, so that the loss is scaled. `cfg.loss_scale`
+      scales it in any type.
     spike_sigma: see `TrainConfig`; 0: no spike test.
-    specs: PartitionSpecs like the parameters; needed if `update` runs in the manual region.
+    specs: PartitionSpecs like the parameters; Muon needs them if `update` runs in the manual
+      region.
   """
   schedule = make_schedule(cfg, steps)
   rule = optax.scale_by_adam(cfg.beta1, cfg.beta2, cfg.eps)
@@ -102,7 +105,7 @@ def make_optimizer(
 
 
 def clip_by_norm(limit: float) -> optax.GradientTransformationExtraArgs:
-  """`optax.clip_by_global_norm`, with the norm as an argument of `update` (`norm=`)."""
+  """Like `optax.clip_by_global_norm`, but takes the norm as an argument of `update` (`norm=`)."""
 
   def init(params: Any) -> optax.EmptyState:
     del params

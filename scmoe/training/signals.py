@@ -1,8 +1,8 @@
 """Signals that ask a run to stop, and a watchdog for steps that never end.
 
-SIGTERM, SIGHUP (the terminal hung up) and the first SIGINT ask the loop to finish its step, save
-and exit 75; a second SIGINT ends the process as usual. With several processes SIGTERM belongs to
-jax: its preemption service agrees on one step at which all of them stop.
+SIGTERM, SIGHUP (the terminal hung up; ignored under nohup) and the first SIGINT ask the loop to
+finish its step, save and exit 75; a second SIGINT ends the process as usual. With several processes
+SIGTERM belongs to jax: its preemption service agrees on one step at which all of them stop.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from jax.experimental import multihost_utils
 
 from scmoe.base.errors import WATCHDOG_EXIT
 
-_GRACE_SECONDS = 10.0
+_GRACE_SECONDS = 10.0  # that faulthandler waits longer than the watchdog's own thread
 
 
 class StopRequest:
-  """Records whether the run was asked to stop. A context manager that installs signal handlers."""
+  """Records whether the run was asked to stop, by signal handlers that it installs as a context.
+
+  It installs them in the main thread only, where Python allows it.
+  """
 
   def __init__(self) -> None:
     self._asked = False
@@ -83,7 +86,7 @@ class Watchdog:
 
   It prints the stacks of all threads and exits with code 86. A context manager. A thread of its own
   does this, because the main thread does not return from a stuck collective. If even the
-  interpreter is locked up, faulthandler's own thread ends the process a little later.
+  interpreter is locked up, faulthandler's own thread ends the process 10 s later, with code 1.
   """
 
   def __init__(self) -> None:
@@ -133,7 +136,7 @@ class Watchdog:
 
 
 def _end(seconds: float, what: str) -> None:
-  """Writes the reason and all stacks to the real standard error and leaves at once."""
+  """Writes the reason and all threads' stacks to standard error; exits at once with code 86."""
   rank = f"process {jax.process_index()}: " if jax.process_count() > 1 else ""
   text = f"\n{rank}watchdog: {what} took longer than {seconds:g} s; the stacks of all threads:\n"
   with contextlib.suppress(OSError):

@@ -1,8 +1,9 @@
 """Spikes: steps whose loss or gradient norm is far above that of the steps before.
 
 A bad batch can undo days of training in one step. So the step compares before it updates: a loss or
-norm above mean + sigma · standard deviation of the last `WINDOW` good steps skips it, as a value
-that is not finite does (OLMo's skip-step optimizer; `train.spike_sigma`).
+norm above mean + sigma · standard deviation of the last `WINDOW` good steps skips the step, as a
+value that is not finite does (OLMo's skip-step optimizer; `train.spike_sigma`). The first `LEAST`
+good steps are not compared.
 """
 
 from __future__ import annotations
@@ -22,18 +23,21 @@ class Spikes:
   """The test for spikes; `TrainState.recent` holds the values of the last good steps.
 
   Attributes:
-    sigma: standard deviations above the mean.
+    sigma: a loss or norm so many standard deviations above the mean is a spike.
   """
 
   sigma: float
 
   def init(self) -> dict[str, Array]:
-    """`values`, float32 [2, WINDOW]: a row of losses and a row of norms of good steps; `count`,
-    int32 []: number of good steps so far."""
+    """`values`, float32 [2, WINDOW], and `count`, int32 []: the state before the first step.
+
+    The rows of `values` hold the losses and the gradient norms of the last good steps; `count` is
+    the number of good steps so far.
+    """
     return {"values": jnp.zeros((2, WINDOW), jnp.float32), "count": jnp.zeros((), jnp.int32)}
 
   def seen(self, recent: dict[str, Array], loss: Array, norm: Array) -> Array:
-    """True if this loss or this norm is a spike: bool []."""
+    """True if this loss or this norm is a spike, bool []; False before `LEAST` good steps."""
     values_2W, count = recent["values"], jnp.minimum(recent["count"], WINDOW)
     there_W = jnp.arange(WINDOW) < count
     size = jnp.maximum(count, 1)
@@ -46,7 +50,7 @@ class Spikes:
   def after(
     self, recent: dict[str, Array], loss: Array, norm: Array, good: Array
   ) -> dict[str, Array]:
-    """The recent values after this step. Its loss and norm are added if the step was good."""
+    """The recent values after this step, with its loss and norm added if the step was `good`."""
     values = recent["values"].at[:, recent["count"] % WINDOW].set(jnp.stack([loss, norm]))
     return {
       "values": jnp.where(good, values, recent["values"]),

@@ -1,6 +1,7 @@
 """One optimizer step: gradients of all microbatches, test for finite values, clipping, update.
 
-All of it runs in one manual region. The step knows no model, only the protocol `Objective`.
+All of it runs in one manual region (`jax.shard_map`). The step knows no model, only the protocol
+`Objective`.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ Init = Callable[[Array], tuple[PyTree, PyTree]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-  """Everything that a step changes and a checkpoint holds.
+  """The arrays that one training step hands to the next; checkpoints hold all but `teacher`.
 
-  A skipped step (a loss or gradient that is not finite, or a spike) changes no bit of `params`,
-  `opt_state` and `router`. `step` still counts it, so that the data and the learning-rate schedule
-  go on.
+  A skipped step (its loss or a gradient is not finite, or it is a spike) changes no bit of
+  `params`, `opt_state` and `router`. `step` still counts it, so that the data and the learning-rate
+  schedule go on.
   """
 
   step: Array  # int32 [], optimizer steps done, skipped ones included
@@ -44,7 +45,7 @@ class TrainState:
   rng: Array  # uint32 key data; never changes: each step folds its number into it
   skipped: Array  # int32 [], skipped steps of the whole run
   skipped_in_row: (
-    Array  # int32 [], since the last good step; overflows of a scaled loss not counted
+    Array  # int32 [], since the last good step; without overflows that lower the loss scale
   )
   scale: PyTree = None  # state of `LossScaling`; None without loss scaling
   recent: PyTree = None  # state of `Spikes`; None without a spike test
@@ -55,7 +56,7 @@ class TrainState:
     return dataclasses.replace(self, params=masters.to_float32(self.params), teacher=None)
 
   def readable(self) -> TrainState:
-    """The state with the parameters that the model reads: the bfloat16 of `Halves`."""
+    """The state with the bfloat16 `high` in place of each parameter that is stored in `Halves`."""
     return dataclasses.replace(self, params=masters.readable(self.params))
 
   def like(self, abstract: TrainState) -> TrainState:
@@ -100,15 +101,15 @@ def abstract_state(
   cast: Callable[[PyTree], PyTree] | None = None,
   teacher: PyTree = None,
 ) -> TrainState:
-  """Shapes, types and shardings of the state; allocates nothing.
+  """The training state as `jax.ShapeDtypeStruct`s with shardings; allocates nothing.
 
   Args:
     init: key -> (params, router).
     optimizer: its state is sharded like the parameters it belongs to.
     mesh: counters and scalars are replicated over it.
     shardings: pytrees of NamedSharding like `params` and like `router`.
-    cast: parameters -> the types in which the model reads them. If given, the parameters that it
-      reads in bfloat16 become `Halves` (`scmoe.training.masters`).
+    cast: parameters -> parameters in the types in which the model reads them. If given, float32
+      parameters that it reads in bfloat16 become `Halves` (`scmoe.training.masters`).
     teacher: ShapeDtypeStructs, with shardings, of the arrays for `Objective.taught`.
   """
   shapes = jax.eval_shape(lambda: _fresh(init, optimizer, 0))
@@ -141,8 +142,10 @@ def init_state(
   """The state before step 0, with the same values on every mesh; each device makes its own share.
 
   Args:
-    init, optimizer, seed, abstract: of the run.
-    params: float32 weights to begin with, which are donated; None: fresh ones from `init`.
+    init, optimizer: as for `abstract_state`.
+    seed: of fresh parameters, and of the random keys of all steps.
+    abstract: from `abstract_state`; says shardings, and which parameters become `Halves`.
+    params: float32 parameters to begin with, which are donated; None: fresh ones from `init`.
 
   Returns:
     the state, with `teacher` None.
@@ -176,13 +179,14 @@ def make_train_step(
     objective: gives the loss, the metrics and the router's update.
     optimizer: from `make_optimizer`.
     abstract: from `abstract_state`.
-    gradient_dtype: in which gradients travel between devices.
-    flight: microbatches side by side; see `accumulate`.
+    gradient_dtype: type in which gradients travel between devices.
+    flight: number of microbatches that run side by side (`accumulate`).
     compiler_options: XLA's, for this step only.
 
-  The scalars are those of the objective, and `objective` (the differentiated loss), `loss` (the
-  same, unless the objective has its own), `grad_norm` before clipping, `lr`, `finite`, `skipped`,
-  `skipped_in_row`; with loss scaling `loss_scale`, with a spike test `spike`.
+  The scalars are those of `Objective.metrics`, and `objective` (the differentiated loss), `loss`
+  (the same, unless the objective has its own), `grad_norm` before clipping, `lr`, `finite`,
+  `skipped`, `skipped_in_row`; with loss scaling `loss_scale`, with a spike test `spike`. The arrays
+  are the per-layer ones of `Objective.metrics`.
   """
   mesh: Any = abstract.step.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
   specs = jax.tree.map(lambda s: s.spec, shardings_of(abstract))
@@ -191,7 +195,8 @@ def make_train_step(
   def local_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict, dict]:
     own = objective if state.teacher is None else objective.taught(state.teacher)
     rng = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
-    # Once per step: inside the loop, each microbatch would read all float32 weights again.
+    # Parameters are cast once per step: inside `accumulate`'s loop, each microbatch would read all
+    # float32 parameters again.
     with jax.named_scope("cast"):
       params = own.cast(masters.readable(state.params))
     factor = None if optimizer.scaling is None else state.scale["factor"]
@@ -203,8 +208,8 @@ def make_train_step(
         grads = optimizer.scaling.unscaled(grads, state.scale)
       with jax.named_scope("clip"):
         norm = global_norm(grads, params_specs)
-      # Tested before clipping, which divides by the norm: with an infinite gradient it would turn
-      # that leaf into NaN and all others into 0.
+      # Loss and norm are tested before clipping, which divides by the norm: an infinite gradient
+      # makes the norm infinite, and clipping would turn that element into NaN, all others into 0.
       finite = jnp.isfinite(loss) & jnp.isfinite(norm)
       router = own.update_router(state.router, aux)
       good, spike = finite, None
@@ -243,7 +248,7 @@ def _updated(
   good: Array,
   loss: Array,
 ) -> TrainState:
-  """The next state; of a step that is not `good`, only counters and loss scale change."""
+  """The next state; if the step is not `good`, only counters and loss scale change."""
   before = masters.to_float32(state.params)
   updates, opt_state = optimizer.tx.update(
     grads, state.opt_state, before, step=state.step, norm=norm

@@ -1,4 +1,4 @@
-"""The address of version 0.2 for `python -m scmoe.bench.layer`."""
+"""Keeps version 0.2's command `python -m scmoe.kernels.bench`, which runs `scmoe.bench.layer`."""
 
 import sys
 

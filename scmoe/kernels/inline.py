@@ -15,12 +15,13 @@ SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 def ptx(text: str, operands: list[Any], constraints: str) -> None:
-  """Runs the text in every thread; `$0`, `$1` ... are the operands.
+  """Embeds PTX in the kernel, for every thread to run; `$0`, `$1` ... are the operands.
 
   Args:
     text: PTX instructions. The compiler assumes that they may read and write any memory.
     operands: MLIR values.
-    constraints: one letter per operand, as in LLVM's inline assembly: "l" 64 bits, "r" 32 bits.
+    constraints: one letter per operand, separated by commas, as in LLVM's inline assembly: "l" for
+      64 bits, "r" for 32 bits.
   """
   llvm.inline_asm(
     ir.Type.parse("!llvm.void"),
@@ -43,15 +44,15 @@ def global_address(ref: Any) -> Any:
 
 
 def scalar(value: Any) -> Any:
-  """The MLIR value of a 32-bit scalar, for constraint "r"."""
+  """The MLIR value of a kernel's 32-bit scalar, for constraint "r"."""
   return value.registers.item()
 
 
 def run(text: str, in_global: Sequence[Any], in_shared: Sequence[Any] = ()) -> None:
-  """Runs the text in every thread, with addresses of references as operands.
+  """Embeds PTX in the kernel, for every thread to run, with addresses of references as operands.
 
   Args:
-    text: PTX instructions, see `ptx`.
+    text: PTX instructions; `$0`, `$1` ... are the addresses.
     in_global: references in global memory; their addresses are the first operands.
     in_shared: references in shared memory; their addresses are the operands after those.
   """

@@ -1,4 +1,6 @@
-"""Launches Pallas kernels: on which devices, with which semantics, and how tests simulate them."""
+"""Launches Pallas GPU kernels: which devices run them, with which options, and how tests simulate
+them on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ def interpreted(params: Any, num_sms: int = 2) -> Iterator[None]:
   """Inside this context Pallas' GPU interpret mode simulates kernels on a CPU; for tests.
 
   Args:
-    params: see `compat.gpu_interpret_params`.
-    num_sms: multiprocessors of the simulated GPU.
+    params: the interpret mode's parameters, from `compat.gpu_interpret_params`.
+    num_sms: multiprocessors of the simulated GPU, the default number of CTAs.
   """
   tokens = _interpret.set(params), _default_sms.set(num_sms)
   try:
@@ -32,21 +34,21 @@ def interpreted(params: Any, num_sms: int = 2) -> Iterator[None]:
 
 
 def simulated() -> bool:
-  """Whether kernels are simulated."""
+  """Whether kernels are simulated on a CPU: the caller is inside `interpreted`."""
   return _interpret.get() is not None
 
 
 def interpretation() -> Any:
-  """The simulation in use, or None.
+  """The simulation's parameters and its number of multiprocessors; None outside `interpreted`.
 
-  Every jitted program with a kernel takes it as a static argument, so that jax does not reuse a
-  compiled program of the simulation for the device, or the reverse.
+  Jitted programs whose kernels can be simulated take it as a static argument, or within one. So jax
+  does not reuse a compiled program of the simulation for the device, or the reverse.
   """
   return (_interpret.get(), _default_sms.get()) if simulated() else None
 
 
 def device_has_kernels(platform: str, compute_capability: str | None) -> bool:
-  """Whether the Mosaic GPU kernels run on a device.
+  """Whether a device runs the Mosaic GPU kernels: a GPU of compute capability 9.0 (Hopper).
 
   They are written for Hopper's matrix instructions (wgmma), which compute capability 9.0 has; 10.0
   and later replaced them, and 8.x never had them.
@@ -55,17 +57,21 @@ def device_has_kernels(platform: str, compute_capability: str | None) -> bool:
 
 
 def has_kernels(device: Any) -> bool:
-  """Whether the Mosaic GPU kernels run on a `jax.Device`."""
+  """Whether a `jax.Device` runs the Mosaic GPU kernels: it is a Hopper GPU."""
   return device_has_kernels(device.platform, getattr(device, "compute_capability", None))
 
 
 def runs_ptx() -> bool:
-  """Whether kernels with inline PTX run: on Hopper, but not in the simulation."""
+  """Whether kernels with inline PTX run: the first device is a Hopper GPU, not simulated."""
   return has_kernels(jax.devices()[0]) and not simulated()
 
 
 def resolve_num_sms(num_sms: int | None) -> int:
-  """The number of CTAs to launch: the caller's, or one for every multiprocessor of the GPU."""
+  """The number of CTAs to launch: `num_sms`, or by default one for every multiprocessor.
+
+  Inside `interpreted` these are the simulated GPU's. They are the first device's otherwise, or 132
+  if it is no GPU or does not tell.
+  """
   if num_sms is not None:
     return num_sms
   if _interpret.get() is not None:
@@ -75,17 +81,21 @@ def resolve_num_sms(num_sms: int | None) -> int:
 
 
 def compiled(body, **options: Any):
-  """`plgpu.kernel` with warpgroup semantics, for which all kernels here are written.
+  """A kernel with warpgroup semantics, for which all kernels here are written.
 
-  Inside `interpreted` the kernel is simulated. A program that calls it takes `interpretation()` as
-  a static argument.
+  Inside `interpreted` the kernel is simulated. A jitted program with such a kernel takes
+  `interpretation()` as a static argument, unless its kernel needs PTX and is never simulated.
+
+  Args:
+    body: the kernel's function.
+    **options: further arguments of `plgpu.kernel`.
   """
   if (interpret := _interpret.get()) is not None:
     options["interpret"] = interpret
   return plgpu.kernel(
     body,
     compiler_params=plgpu.CompilerParams(
-      lowering_semantics=plgpu.LoweringSemantics.Warpgroup,  # the default differs by version
+      lowering_semantics=plgpu.LoweringSemantics.Warpgroup,  # jax's versions differ in the default
       approx_math=True,
     ),
     **options,

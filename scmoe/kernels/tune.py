@@ -1,4 +1,4 @@
-"""The address of version 0.2 for `python -m scmoe.bench.tune`."""
+"""Keeps version 0.2's command `python -m scmoe.kernels.tune`, which runs `scmoe.bench.tune`."""
 
 from scmoe.base.errors import run_main
 from scmoe.bench.tune import main

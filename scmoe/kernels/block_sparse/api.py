@@ -5,8 +5,9 @@ The three letters say whether output, left and right operand are Sparse or Dense
     Z  blocks      B  side of a block      M, N, K  as in a matrix product
 
 The activations of all experts form a block-sparse matrix [rows, all experts' hidden units], in
-which a row has only its own expert's blocks. The grouped kernels compute products of topologies
-made by `moe_topology`; XLA's gathers and products compute all others. All are differentiable.
+which a row has only its own expert's blocks. `grouped_matmul` and `grouped_outer` compute products
+of topologies made by `moe_topology`; XLA's gathers and products compute all others. All are
+differentiable.
 """
 
 import dataclasses
@@ -31,7 +32,8 @@ from scmoe.kernels.grouped_matmul.xla import accumulation_type
 class BlockSparse:
   """A block-sparse matrix: the blocks' values [Z, B, B] and their positions.
 
-  Transposing sets a flag and moves no values.
+  Transposing sets the flag `transposed` and moves no values: data and topology stay those of the
+  untransposed matrix.
   """
 
   data: jax.Array
@@ -63,7 +65,7 @@ def from_dense(dense_MN: jax.Array, topology: Topology) -> BlockSparse:
   """The topology's blocks of a dense matrix; all other values are dropped.
 
   Raises:
-    ValueError: the shapes disagree.
+    ValueError: the matrix does not have the topology's shape.
   """
   t = topology
   if dense_MN.shape != (t.rows, t.cols):
@@ -83,6 +85,11 @@ def sdd(
   lhs_MK: jax.Array, rhs_KN: jax.Array, topology: Topology, *, backend: str = "auto"
 ) -> BlockSparse:
   """The topology's blocks of lhs @ rhs; no other block is computed.
+
+  Args:
+    lhs_MK, rhs_KN: dense matrices; [M, N] is the topology's shape.
+    topology: which blocks to compute.
+    backend: as in `grouped_matmul`, for topologies of `moe_topology`; ignored for others.
 
   Raises:
     ValueError: the shapes disagree with each other or with the topology.
@@ -111,8 +118,13 @@ def sdd(
 def dsd(sparse: BlockSparse, rhs_KN: jax.Array, *, backend: str = "auto") -> jax.Array:
   """sparse @ rhs, a dense [M, N].
 
+  Args:
+    sparse: [M, K], transposed or not.
+    rhs_KN: a dense matrix.
+    backend: as in `grouped_matmul`, for topologies of `moe_topology`; ignored for others.
+
   Raises:
-    ValueError: the shapes disagree.
+    ValueError: the contracted sizes disagree.
   """
   _check_inner("dsd", sparse.shape[1], rhs_KN.shape[0])
   t = sparse.topology
@@ -136,19 +148,24 @@ def dsd(sparse: BlockSparse, rhs_KN: jax.Array, *, backend: str = "auto") -> jax
 
 
 def dds(lhs_MK: jax.Array, sparse: BlockSparse, *, backend: str = "auto") -> jax.Array:
-  """lhs @ sparse, a dense [M, N].
+  """lhs @ sparse, a dense [M, N], as (sparse.T @ lhs.T).T.
+
+  Args:
+    lhs_MK: a dense matrix.
+    sparse: [K, N], transposed or not.
+    backend: as for `dsd`.
 
   Raises:
-    ValueError: the shapes disagree.
+    ValueError: the contracted sizes disagree.
   """
   _check_inner("dds", lhs_MK.shape[1], sparse.shape[0])
   return dsd(sparse.T, lhs_MK.T, backend=backend).T
 
 
 def _oriented(sparse: BlockSparse):
-  """Values of each block, and its row and column after the transposition; also the number of rows.
+  """Each block's values, block row and block column, and the number of block rows.
 
-  Rows and columns are those of blocks. Blocks are ordered by row.
+  All are those after the transposition, if there is one. Blocks are ordered by block row.
   """
   t = sparse.topology
   if not sparse.transposed:
@@ -180,7 +197,13 @@ def _blocks_to_rows(data: jax.Array, topology: Topology) -> jax.Array:
 
 
 def random_mask(rows: int, cols: int, block: int, sparsity: float, seed: int) -> np.ndarray:
-  """A mask [rows / block, cols / block] with a share `sparsity` of blocks, drawn at random, false.
+  """A mask [rows / block, cols / block] in which a share `sparsity`, drawn at random, is False.
+
+  Args:
+    rows, cols: sizes of the matrix.
+    block: side of a block.
+    sparsity: share of blocks that do not exist, rounded to whole blocks.
+    seed: of the random draw.
 
   Raises:
     ValueError: sizes are not multiples of the block, or the sparsity is not in [0, 1].

@@ -19,14 +19,15 @@ from scmoe.kernels.permute import gather_rows, sum_rows
 def block_sparse_ffn(
   rows: jax.Array, weights: FFNWeights, layout: RowLayout, config: FFNConfig = FFNConfig()
 ) -> jax.Array:
-  """`expert_ffn` through block-sparse products: same arguments, same result.
+  """The experts' network through block-sparse products; arguments and result as in `expert_ffn`.
 
   The experts' activations are one matrix [rows, all experts' hidden units], in which a row has its
   own expert's blocks. It is slower than `expert_ffn`: it gathers the rows first, stores the
-  pre-activations as blocks, and fuses nothing.
+  pre-activations as blocks, and fuses nothing. It uses the activation and the backend of `config`,
+  and ignores the other fields.
 
   Raises:
-    ValueError: shapes disagree.
+    ValueError: shapes disagree, or the activation or backend is unknown or does not fit.
   """
   rows_MD = rows.reshape(-1, rows.shape[-1])
   check_ffn(rows_MD, weights, layout, config.activation)
@@ -55,7 +56,7 @@ def block_sparse_ffn(
 
 
 def _block(hidden: int) -> int:
-  """The largest side of a block, at most a kernel's tile, that divides the hidden width."""
+  """The side of a block: the largest power of 2 up to 128 that divides the hidden width."""
   side = KERNEL_ROW_TILE
   while hidden % side:
     side //= 2
@@ -63,6 +64,6 @@ def _block(hidden: int) -> int:
 
 
 def _block_bias(bias_GF: jax.Array, topology: Topology) -> jax.Array:
-  """[Z, 1, B]: the part of the bias that belongs to each block's columns."""
-  parts = bias_GF.reshape(-1, topology.block)  # block column e·F / B + c
+  """The part of the bias that belongs to each block's columns, [Z, 1, B]."""
+  parts = bias_GF.reshape(-1, topology.block)  # row e·F / B + c: part c of expert e
   return parts[topology.column_indices][:, None, :]

@@ -4,7 +4,7 @@
 
 The format is MegaBlocks' hybrid blocked CSR-COO (arXiv 2211.15841): row offsets as in CSR, the row
 of each block as in COO, and transpose indices. With these a product with the transposed matrix
-reads the same values through a permutation and never moves them.
+reads the same values through a permutation, and no transposed matrix is stored.
 """
 
 import dataclasses
@@ -32,17 +32,18 @@ from scmoe.kernels.grouped_matmul.layout import GroupLayout
 )
 @dataclasses.dataclass(frozen=True)
 class Topology:
-  """Positions of Z blocks.
+  """Positions of the Z blocks of a block-sparse matrix.
 
   Attributes:
     row_indices: int32 [Z], block row of each block; blocks are ordered by row.
-    column_indices: int32 [Z], block column.
-    offsets: int32 [rows / block + 1], first block of each block row.
+    column_indices: int32 [Z], block column of each block.
+    offsets: int32 [rows / block + 1], first block of each block row; Z at the end.
     column_indices_t: int32 [Z], block row of each block, in column order.
-    offsets_t: int32 [cols / block + 1], first block of each block column, in column order.
-    block_offsets_t: int32 [Z], number of each block in column order.
-    layout: the experts' layout from which `moe_topology` made this one; products then run on the
-      grouped kernels. None for a topology from a mask.
+    offsets_t: int32 [cols / block + 1], first block of each block column, in column order; Z at the
+      end.
+    block_offsets_t: int32 [Z], for each block in column order its index in row order.
+    layout: the experts' layout from which `moe_topology` made this topology; products are then
+      grouped products. None for a topology from a mask.
     rows, cols: sizes of the matrix.
     block: side of a block.
   """
@@ -60,7 +61,7 @@ class Topology:
 
   @property
   def num_blocks(self) -> int:
-    """Z."""
+    """Z, the number of blocks that exist."""
     return self.column_indices.shape[0]
 
 
@@ -108,7 +109,7 @@ def moe_topology(layout: GroupLayout, hidden: int) -> Topology:
 
   Each block row belongs to one expert e and has F / block consecutive blocks from block column
   e·F / block on. The number of blocks is static, so that the host need not wait for the routing;
-  block rows that no expert needs repeat the last expert's columns and hold zeros.
+  block rows that no expert needs are padding, in the columns of expert G - 1.
 
   Worked example: three rows of expert 0, none of expert 1, two of expert 2; blocks of two; F = 4.
   Block rows 0 and 1 belong to expert 0, block row 2 to expert 2, and block row 3 is not in use.

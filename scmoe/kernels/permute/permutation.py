@@ -27,7 +27,7 @@ from jax import Array, lax
 from scmoe.kernels import launch
 from scmoe.kernels.permute import positions
 
-_BLOCK = 32  # choices that are compared with each other; with 128 it takes four times as long
+_BLOCK = 32  # choices that are compared with each other; blocks of 128 take four times as long
 _SUMMED = 512  # most rows whose running sums one product computes
 _ADDED = 16  # most rows that are added one by one, which XLA fuses into one kernel
 
@@ -35,12 +35,12 @@ _ADDED = 16  # most rows that are added one by one, which XLA fuses into one ker
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Permutation:
-  """A bijection between choices and the filled rows of a buffer.
+  """A bijection between the choices that have a row of a buffer and the filled rows.
 
   Attributes:
-    row_TK: int32, row of each choice; R for a choice without a row.
+    row_TK: integers, row of each choice; R or more for a choice without a row.
     copy_R: int32, the choice t·K + k that fills each row; -1 for an empty row.
-    token_R: int32, the token t of that choice; -1 for an empty row.
+    token_R: int32, the token t of the choice that fills each row; -1 for an empty row.
   """
 
   row_TK: Array
@@ -49,14 +49,14 @@ class Permutation:
 
 
 def make_permutation(row_TK: Array, num_rows: int) -> Permutation:
-  """The permutation with these rows; rows outside [0, R) mean that a choice has none.
+  """The permutation in which each choice has the row `row_TK`; R or more means no row.
 
   Args:
-    row_TK: integer rows, different from each other where they are in range.
+    row_TK: integers from 0 on; those below R differ from each other.
     num_rows: R, static.
   """
-  # In the order in which the router's kernel writes them, all first choices before all second ones,
-  # so that XLA transposes nothing.
+  # The choices are listed in the order in which the router's kernel writes them, all first choices
+  # before all second ones, so that XLA transposes nothing.
   copy_KT = jnp.arange(row_TK.size, dtype=jnp.int32).reshape(row_TK.shape).T
   nobody_R = jnp.full((num_rows,), -1, jnp.int32)
   copy_R = nobody_R.at[row_TK.T.reshape(-1)].set(
@@ -66,16 +66,17 @@ def make_permutation(row_TK: Array, num_rows: int) -> Permutation:
 
 
 def permutation_of(row_TK: Array, copy_R: Array) -> Permutation:
-  """The permutation from both of its directions."""
+  """The permutation from the row of each choice and the choice of each row, its two directions."""
   return Permutation(row_TK, copy_R, jnp.where(copy_R < 0, -1, copy_R // row_TK.shape[1]))
 
 
 def running_positions(expert_TK: Array, num_experts: int) -> tuple[Array, Array]:
   """Position of each choice among those of its expert, in the order of the array, and the counts.
 
-  A position is the number of earlier choices of the same expert. Choices in a block of 32 are
-  compared with each other, and the counts of the blocks before are added up. A sort or a scatter
-  would do little work in many steps that wait for each other, before every exchange.
+  A position is the number of earlier choices of the same expert. On Hopper a kernel computes
+  them where it takes the sizes (`positions`). Elsewhere XLA compares choices in a block of 32 with
+  each other, and adds up the counts of the blocks before. A sort or a scatter would do little work
+  in many steps that wait for each other.
 
   Worked example: five tokens that chose the experts 0, 2, 0, 0, 2 of three have the positions 0, 0,
   1, 2, 1; the counts are 3, 0, 2.
@@ -86,7 +87,7 @@ def running_positions(expert_TK: Array, num_experts: int) -> tuple[Array, Array]
     num_experts: E.
 
   Returns:
-    position_TK int32 (unspecified where there is no choice) and count_E int32.
+    position_TK, int32, unspecified where there is no choice; count_E, int32, each expert's choices.
 
   Raises:
     ValueError: the ids are not integers.
@@ -106,8 +107,8 @@ def running_positions(expert_TK: Array, num_experts: int) -> tuple[Array, Array]
   equal_CBB = id_CB[:, :, None] == id_CB[:, None, :]
   within_CB = jnp.sum(equal_CBB & (index_B[None, :] < index_B[:, None]), axis=2, dtype=jnp.int32)
   ids_E = jnp.arange(num_experts, dtype=jnp.int32)
-  # Each element of the reduction adds up eight comparisons, since XLA's reduction takes its time by
-  # the element.
+  # Each element of the reduction adds up eight comparisons, since the time of XLA's reduction grows
+  # with its number of elements.
   id_CSJ = id_CB.reshape(blocks, _BLOCK // 8, 8)
   count_CSE = sum((id_CSJ[:, :, j, None] == ids_E).astype(jnp.int32) for j in range(8))
   before_CE, count_E = _running_sums(jnp.sum(count_CSE, axis=1), _BLOCK)
@@ -119,13 +120,13 @@ def running_positions(expert_TK: Array, num_experts: int) -> tuple[Array, Array]
 def _running_sums(count_CE: Array, largest: int) -> tuple[Array, Array]:
   """For each row the sum of the rows before it, and the sum of all rows.
 
-  Products with a triangular matrix compute the sums. They are exact, since sums stay below 2²⁴. Up
-  to 16 rows are added one by one.
+  Products with a triangular matrix compute the sums, exactly as long as they stay below 2²⁴. Up to
+  16 rows are added one by one instead.
 
   Args:
     count_CE: int32 counts.
-    largest: bound of a count. Up to 256 counts are exact in bfloat16, which takes a third of the
-      time of float32.
+    largest: no count is larger. Numbers up to 256 are exact in bfloat16, in which the product takes
+      a third of the time of float32.
   """
   blocks, num_experts = count_CE.shape
   if blocks <= _ADDED:
@@ -155,7 +156,7 @@ def _running_sums(count_CE: Array, largest: int) -> tuple[Array, Array]:
 
 
 def take_rows(x_MN: Array, index_R: Array) -> Array:
-  """Rows of x by index; zeros where the index is outside [0, M)."""
+  """Row index[r] of x for each r; zeros where the index is outside [0, M)."""
   if not x_MN.shape[0]:
     return jnp.zeros((*index_R.shape, *x_MN.shape[1:]), x_MN.dtype)
   # One comparison of an unsigned number. XLA would compute a test of both bounds in another kernel.
@@ -165,9 +166,10 @@ def take_rows(x_MN: Array, index_R: Array) -> Array:
 
 
 def take_words(x_MN: Array, index_R: Array) -> Array:
-  """As `take_rows`, for rows of an even number of 2-byte elements; not differentiable.
+  """Row index[r] of x for each r, moved in words of 4 bytes; zeros where it is outside [0, M).
 
-  It moves words of 4 bytes: XLA's gather moves as many words a second whatever their size.
+  A row is an even number of 2-byte elements. XLA's gather moves as many words a second whatever
+  their size, so `take_rows` would take twice as long. Not differentiable.
   """
   words_MW = lax.bitcast_convert_type(x_MN.reshape(x_MN.shape[0], -1, 2), jnp.uint32)
   rows_RW = take_rows(words_MW, index_R)
@@ -179,12 +181,12 @@ def sum_copies(
 ) -> Array:
   """Σ_k weight[t, k] · rows[row[t, k]] in the type of the rows, accumulated in float32 (or wider).
 
-  Rows outside [0, R) add nothing. Not differentiable by itself: see `sum_rows`.
+  Row numbers outside [0, R) add nothing. It has no gradient rule: `sum_rows` has one.
 
   Args:
     rows_RD: a buffer's rows.
-    row_TK: row of each copy.
-    weight_TK: None: 1.
+    row_TK: number of the row for each t and k.
+    weight_TK: factors; None: all are 1.
     joined: XLA may fuse the loop with the reader of its result. Set it only if no reader reduces
       over rows or columns: fused with such a reader, the loop would lose half its speed.
   """
@@ -197,7 +199,7 @@ def _sum_copies(
   weight_TK: Array | None = None,
   joined: bool = False,
 ) -> Array:
-  """As `sum_copies`, for a buffer in several chunks, with the row_TK of each.
+  """`sum_copies` for a buffer that lies in several arrays (`chunks`), each with its own row_TK.
 
   Each k is a term of its own, so that XLA fuses K gathers into one loop and makes no [T, K, D]
   array.
@@ -217,7 +219,7 @@ def _sum_copies(
 
 @jax.custom_vjp
 def gather_rows(x_TD: Array, permutation: Permutation) -> Array:
-  """rows[r] = x[token of r], zero where nobody fills the row: [T, D] -> [R, D]."""
+  """rows[r] = x[token of r], zero where no choice fills row r: [T, D] -> [R, D]."""
   return take_rows(x_TD, permutation.token_R)
 
 
@@ -234,7 +236,7 @@ gather_rows.defvjp(_gather_rows_fwd, _gather_rows_bwd)
 
 @jax.custom_vjp
 def weigh_rows(rows_RD: Array, weight_TK: Array, permutation: Permutation) -> Array:
-  """rows[r] · weight of the choice that fills row r; empty rows become zero. Rows' type."""
+  """rows[r] · weight of the choice that fills row r, in the rows' type; empty rows become zero."""
   weight_R = take_rows(weight_TK.reshape(-1), permutation.copy_R)
   return (weight_R[:, None] * rows_RD).astype(rows_RD.dtype)
 
@@ -256,7 +258,8 @@ weigh_rows.defvjp(_weigh_rows_fwd, _weigh_rows_bwd)
 def sum_rows(rows_RD: Array, weight_TK: Array | None, permutation: Permutation) -> Array:
   """y[t] = Σ_k weight[t, k] · rows[row[t, k]]; a choice without a row adds exactly 0.
 
-  Sums in float32, in the order of k; the result has the rows' type. None: all weights are 1.
+  Sums are in float32 (or wider), in the order of k; the result has the rows' type. Without weights
+  (None) all are 1.
   """
   return sum_chunks((rows_RD,), weight_TK, (permutation,))
 
@@ -265,9 +268,9 @@ def sum_rows(rows_RD: Array, weight_TK: Array | None, permutation: Permutation) 
 def sum_chunks(
   chunks: tuple[Array, ...], weight_TK: Array | None, permutations: tuple[Permutation, ...]
 ) -> Array:
-  """As `sum_rows`, for a buffer in several chunks; each choice has its row in one of them.
+  """`sum_rows` for a buffer that lies in several arrays; a choice has a row in at most one of them.
 
-  Each chunk's gradient is a gather of its own, so that it does not wait for another chunk's.
+  Each array's gradient is a gather of its own, so that it does not wait for another array's.
   """
   return _sum_copies(chunks, [p.row_TK for p in permutations], weight_TK)
 
@@ -305,5 +308,5 @@ sum_chunks.defvjp(_sum_chunks_fwd, _sum_chunks_bwd)
 
 
 def zero_cotangents(tree: Any) -> Any:
-  """Cotangents of a tree of integer arrays."""
+  """Zero cotangents (of type float0) for a tree of integer arrays."""
   return jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), tree)

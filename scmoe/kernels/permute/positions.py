@@ -7,9 +7,10 @@
    One of them advances the warp's count of the expert. The position so far is that within the run.
 2. The block turns its warps' counts into counts of the warps before each one.
 3. Each block adds up the counts of the blocks before it.
-4. Every warp walks its run once more and adds the counts of warps and blocks before it.
+4. Every warp walks its run once more and adds the counts of the warps and blocks before it to the
+   positions.
 
-The counts have one entry more than there are experts, for choices that are not made.
+Choices with an id outside [0, E) are counted too, in entry E of the counts.
 
 Up to eight blocks form one cluster: they can wait for each other and read each other's shared
 memory. So one launch is enough, and there is no atomic whose order could differ between runs.
@@ -30,19 +31,23 @@ from scmoe.kernels.launch import compiled, varying_as
 _LANES = 32
 _WARPS = 32  # of a block
 _THREADS = _WARPS * _LANES
-_BLOCKS = 8  # of a cluster, as many as every GPU with clusters has
-_AHEAD = 8  # choices that a lane reads together
-_MOST = 1024  # experts: the counts of 32 warps must fit into shared memory
+_BLOCKS = 8  # most blocks of a cluster, as many as every GPU with clusters allows
+_AHEAD = 8  # most choices that a lane reads together
+_MOST = 1024  # most experts: the counts of 32 warps must fit into shared memory
 _WORD = 4  # bytes of an int32
 
 
 def takes(num_choices: int, num_experts: int) -> bool:
-  """Whether the kernel takes these sizes."""
+  """Whether the kernel takes these sizes: 1 to 2²⁸ - 1 choices, and up to 1024 experts."""
   return 0 < num_choices < 2**28 and num_experts <= _MOST
 
 
 def running_positions_kernel(expert_N: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
-  """`running_positions` of a flat int32 array of a size that the kernel `takes`."""
+  """Each choice's position among those of its expert, and the experts' counts, by the kernel.
+
+  Arguments and results are those of `running_positions`, for a flat int32 array of a size that the
+  kernel `takes`.
+  """
   return varying_as(expert_N, _positions(expert_N, num_experts=num_experts))
 
 
@@ -95,7 +100,7 @@ class _Program:
 
   @property
   def padded(self) -> int:
-    """L."""
+    """L: counts in a row of counts."""
     return (self.num_experts // _LANES + 1) * _LANES
 
   @property
@@ -115,26 +120,26 @@ class _Program:
 
   @property
   def steps(self) -> int:
-    """Choices of a lane, read together or not."""
+    """Choices that a lane must take so that all lanes together take N."""
     return -(-self.choices // (self.blocks * _THREADS))
 
   @property
   def ahead(self) -> int:
-    """Choices that a lane reads together."""
+    """Choices that a lane reads together: 8, or all of its choices if it has fewer."""
     return min(_AHEAD, self.steps)
 
   @property
   def loops(self) -> int:
-    """How often a lane reads choices."""
+    """How many times a lane reads `ahead` choices."""
     return -(-self.steps // self.ahead)
 
   @property
   def turn(self) -> int:
-    """Choices that a warp reads together."""
+    """Choices that a warp reads together: `ahead` for each lane."""
     return self.ahead * _LANES
 
   def text(self) -> str:
-    """The whole kernel."""
+    """The whole kernel as PTX."""
     ahead = range(self.ahead)
     return ptx.program(
       ptx.registers("pred", f"first, more, {', '.join(f'is{j}' for j in ahead)}"),
@@ -159,7 +164,8 @@ class _Program:
     )
 
   def begin(self) -> str:
-    """Which thread this is, and its warp's row of counts; slot = the lane's first count."""
+    """Finds the thread's numbers, and mine = the address of its warp's row of counts; slot = the
+    address of the lane's first count in that row."""
     return ptx.lines(
       [
         ptx.thread_of_block("thread"),
@@ -180,7 +186,7 @@ class _Program:
     return ptx.lines(ptx.store_shared("slot", "nothing", _WORD * e) for e in each)
 
   def first_choice(self) -> str:
-    """start = the lane's first choice, (block · warps + warp) · the run's length + lane."""
+    """start = the lane's first choice: (block · warps + warp) · length of a warp's run + lane."""
     return ptx.lines(
       [
         ptx.multiply_add("start", "block", _WARPS, "warp"),
@@ -189,7 +195,7 @@ class _Program:
     )
 
   def walk(self, label: str, *work: str) -> str:
-    """Runs the work for all of the lane's choices, `ahead` at a time."""
+    """Reads all of the lane's choices, `ahead` at a time, and runs the work for them."""
     return ptx.lines(
       [
         ptx.let("loop", 0),
@@ -213,7 +219,7 @@ class _Program:
     )
 
   def read(self, j: int) -> str:
-    """id = the expert of choice j; E if there is no such choice."""
+    """id{j} = the expert of the j-th choice that the lane reads now; E if there is none."""
     return ptx.lines(
       [
         ptx.add("t", "index", _LANES * j),
@@ -224,7 +230,7 @@ class _Program:
     )
 
   def agree(self, j: int, bit: int) -> str:
-    """Leaves in `same` the lanes whose expert has the same bit as this lane's."""
+    """Removes from `same` the lanes whose expert differs from this lane's in the bit `bit`."""
     return ptx.lines(
       [
         ptx.bit_and("t", f"id{j}", bit),
@@ -264,7 +270,8 @@ class _Program:
     )
 
   def for_each_count(self, label: str, work: str) -> str:
-    """Runs the work for every count e of a row, by one thread each; at = its first warp's count."""
+    """Runs the work for every entry e of a row of counts, by one thread each; at = the address of
+    entry e in the first warp's row."""
     return ptx.lines(
       ptx.lines(
         [
@@ -280,7 +287,7 @@ class _Program:
     )
 
   def add_up_warps(self) -> str:
-    """Turns the warps' counts into counts of the warps before, and writes the block's count."""
+    """Turns entry e of each warp into the count of the warps before; writes the block's count."""
     one = lambda warp: ptx.lines(
       [
         ptx.load_shared("t", "at", self.row_bytes * warp),
@@ -297,7 +304,8 @@ class _Program:
     )
 
   def add_up_blocks(self) -> str:
-    """Writes the count of the blocks before; the first block also writes the count of all."""
+    """Writes the count of the blocks before to entry e; the first block also writes the result's
+    count, that of all blocks."""
     one = lambda rank: ptx.lines(
       [
         ptx.address_in_block("slot", "at", rank),

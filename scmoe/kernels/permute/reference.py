@@ -6,10 +6,11 @@ import numpy as np
 def tile_rows_reference(
   expert_TK: np.ndarray, num_experts: int, tile: int
 ) -> tuple[np.ndarray, np.ndarray, int]:
-  """Counts the row of each choice (-1: no expert), the rows of each expert, and the rows in use.
+  """Returns the row of each choice (-1: no expert), the rows of each expert, and the rows in use.
 
-  Experts lie one after the other, each padded to whole tiles. Among an expert's rows, all first
-  choices come before all second ones; first choices are in the order of their tokens, and so on.
+  Experts lie one after the other, each padded to whole tiles; the padding counts as in use. Among
+  an expert's rows, all first choices come before all second ones; first choices are in the order of
+  their tokens, and so on.
   """
   tokens, choices = expert_TK.shape
   sizes_E = np.zeros(num_experts, np.int64)
@@ -29,7 +30,7 @@ def tile_rows_reference(
 
 
 def combine_reference(y_RD: np.ndarray, weight_TK: np.ndarray, row_TK: np.ndarray) -> np.ndarray:
-  """Σ_k weight[t, k] · y[row[t, k]] in float64; negative rows add nothing."""
+  """Σ_k weight[t, k] · y[row[t, k]] in float64; negative row numbers add nothing."""
   out_TD = np.zeros((row_TK.shape[0], y_RD.shape[1]))
   for t in range(row_TK.shape[0]):
     for k in range(row_TK.shape[1]):

@@ -3,7 +3,7 @@
 The kernels that `scmoe.kernels.inline` embeds are lists of such steps. A *register* is named by a
 string, and so is an operand of the inline code, `$0`. A *predicate* is a register of one bit;
 `only_if="yes"` makes a step depend on the predicate `yes`, and `only_if="!yes"` on its opposite.
-Numbers have 32 bits and a sign, except where a name says otherwise, and addresses in global memory
+Numbers have 32 bits and a sign, except where a text says otherwise, and addresses in global memory
 have 64 bits. An `offset` counts bytes. (PTX ISA 8.x, NVIDIA; the section titles here name the
 instructions.)
 
@@ -26,12 +26,12 @@ _COMPARISONS = {"<": "lt", ">": "gt", ">=": "ge", "==": "eq", "!=": "ne"}
 
 
 def program(*steps: str) -> str:
-  """The steps in a scope of their own, so that a kernel may contain several programs."""
+  """Puts the steps into a scope of their own, so that a kernel may contain several programs."""
   return f"{{\n{lines(steps)}\n}}"
 
 
 def lines(steps: Iterable[str]) -> str:
-  """Steps one after the other, as one step."""
+  """Joins steps, to run one after the other, into one step."""
   return "\n".join(steps)
 
 
@@ -40,7 +40,7 @@ def registers(kind: str, names: str) -> str:
 
   Args:
     kind: "b32" or "b64" for as many bits, or "pred" for predicates.
-    names: separated by commas.
+    names: the registers' names, separated by commas.
   """
   return f".reg .{kind} {names};"
 
@@ -57,27 +57,27 @@ def _at(address: str, offset: int | None) -> str:
 
 
 def thread_of_block(to: str) -> str:
-  """The thread's number in its block (CTA)."""
+  """to = the thread's number in its block (CTA)."""
   return f"mov.u32 {to}, %tid.x;"
 
 
 def lane_of_warp(to: str) -> str:
-  """The thread's number in its warp, 0 to 31."""
+  """to = the thread's number in its warp, 0 to 31."""
   return f"mov.u32 {to}, %laneid;"
 
 
 def lower_lanes(to: str) -> str:
-  """A mask with the bits of the warp's lanes before this one: 0b111 for lane 3."""
+  """to = a mask with the bits of the warp's lanes before this one: 0b111 for lane 3."""
   return f"mov.u32 {to}, %lanemask_lt;"
 
 
 def block_of_grid(to: str) -> str:
-  """The block's number in the grid."""
+  """to = the block's number in the grid."""
   return f"mov.u32 {to}, %ctaid.x;"
 
 
 def block_of_cluster(to: str) -> str:
-  """The block's number in its cluster."""
+  """to = the block's number in its cluster."""
   return f"mov.u32 {to}, %cluster_ctarank;"
 
 
@@ -125,7 +125,7 @@ def at_least(to: str, a: str, limit: int) -> str:
 
 
 def widen(to: str, a: str) -> str:
-  """to = a, with 64 bits."""
+  """to = a with 64 bits, its sign kept."""
   return f"cvt.s64.s32 {to}, {a};"
 
 
@@ -177,7 +177,7 @@ def compare(
   Args:
     to: the predicate.
     a: left operand.
-    comparison: how the two are compared.
+    comparison: "<", ">", ">=", "==" or "!=".
     b: right operand.
     and_: a predicate that must hold too.
     or_: a predicate that is enough alone; not together with `and_`.
@@ -198,12 +198,12 @@ def select(to: str, a: int, b: int, condition: str) -> str:
 
 
 def label(name: str) -> str:
-  """A place to jump to."""
+  """Marks a place that `jump` can go to."""
   return f"{name}:"
 
 
 def jump(name: str, *, only_if: str = "") -> str:
-  """Goes on at a label."""
+  """Goes on at the `label` of this name."""
   return _step(f"bra {name}", only_if)
 
 
@@ -211,10 +211,11 @@ def while_less(name: str, index: str, end: str | int, *work: str) -> str:
   """Runs the work while index < end, perhaps never; the work advances the index.
 
   Args:
-    name: of the loop's labels.
+    name: begin of the names of the loop's labels.
     index: register.
     end: register or number.
-    *work: steps. They may change the predicate `more`, which the loop uses.
+    *work: steps. They may change the predicate `more`, which the loop sets and the
+      program declares.
   """
   head = [jump(f"{name}_TEST"), label(name)]
   test = [label(f"{name}_TEST"), compare("more", index, "<", end), jump(name, only_if="more")]
@@ -224,19 +225,19 @@ def while_less(name: str, index: str, end: str | int, *work: str) -> str:
 def for_each(
   name: str, index: str, first: str | int, end: str | int, stride: int, *work: str
 ) -> str:
-  """Runs the work for index in range(first, end, stride); arguments as for `while_less`."""
+  """Runs the work for index in range(first, end, stride), perhaps never; advances the index."""
   loop = while_less(name, index, end, *work, add(index, index, stride))
   return lines([let(index, first), loop])
 
 
 def at_least_once(name: str, index: str, end: int, condition: str, *work: str) -> str:
-  """Runs the work, and again while index < end; the work advances the index.
+  """Runs the work once, and again while index < end; the work advances the index.
 
   Args:
     name: the loop's label.
     index: register.
     end: number.
-    condition: predicate that the loop uses.
+    condition: predicate that the loop sets.
     *work: steps.
   """
   test = [compare(condition, index, "<", end), jump(name, only_if=condition)]
@@ -275,7 +276,7 @@ def element_address(
 
 
 def row_address(to: str, base: str, index: str, size: int) -> str:
-  """As `element_address`, in one instruction."""
+  """As `element_address`, in one instruction: to = base + index · size, the index with a sign."""
   return f"mad.wide.s32 {to}, {index}, {size}, {base};"
 
 
@@ -288,7 +289,7 @@ def load_global(to: str, address: str, offset: int | None = None, *, only_if: st
 
 
 def load_read_only(to: str, address: str, offset: int | None = None, *, only_if: str = "") -> str:
-  """Reads a word of global memory that nothing writes while the kernel runs, by another cache."""
+  """Reads, by the read-only cache, a word that nothing writes while the kernel runs."""
   return _step(f"ld.global.nc.s32 {to}, {_at(address, offset)}", only_if)
 
 
@@ -310,12 +311,12 @@ def store_shared(
 
 
 def address_in_block(to: str, address: str, block: int) -> str:
-  """to = where the cluster's block has what this block has at `address` in its shared memory."""
+  """to = the address that matches `address` in the shared memory of the cluster's block `block`."""
   return f"mapa.shared::cluster.u32 {to}, {address}, {block};"
 
 
 def load_from_block(to: str, address: str, offset: int) -> str:
-  """Reads a word of another block's shared memory, see `address_in_block`."""
+  """Reads a word of another block's shared memory, at an address from `address_in_block`."""
   return f"ld.shared::cluster.s32 {to}, {_at(address, offset)};"
 
 
@@ -351,7 +352,7 @@ def ballot(to: str, condition: str) -> str:
 
 
 def init_barrier(address: str, offset: int, arrivals: int, *, only_if: str = "") -> str:
-  """Makes a barrier that completes a phase with so many arrivals, and the bytes they expect."""
+  """Makes a barrier; its phases complete after `arrivals` arrivals and the bytes they expect."""
   return _step(f"mbarrier.init.shared::cta.b64 {_at(address, offset)}, {arrivals}", only_if)
 
 
@@ -366,12 +367,14 @@ def arrive_and_expect(barrier: str, size: int, *, only_if: str = "") -> str:
 
 
 def wait_for_barrier(barrier: str, parity: str, condition: str) -> str:
-  """Waits for a phase of a barrier: its first one has parity 0, the second 1, the third 0.
+  """Waits until a barrier's phase is complete: the first has parity 0, the second 1, the third 0.
+
+  A program may have one such wait, because its label has a fixed name.
 
   Args:
     barrier: register with its address.
     parity: register.
-    condition: predicate that the wait uses.
+    condition: predicate that the wait sets.
   """
   test = f"mbarrier.try_wait.parity.shared::cta.b64 {condition}, [{barrier}], {parity};"
   return lines([label("WAIT"), test, jump("WAIT", only_if=f"!{condition}")])
@@ -384,24 +387,24 @@ def publish_to_copies(*, own_block_only: bool = False) -> str:
   """Makes the thread's writes visible to the hardware that copies and multiplies asynchronously.
 
   Args:
-    own_block_only: only its writes to the block's shared memory.
+    own_block_only: whether only its writes to the block's own shared memory are made visible.
   """
   return f"fence.proxy.async{'.shared::cta' if own_block_only else ''};"
 
 
 def copy_piece(target: str, target_offset: int, source: str, offset: int, size: str) -> str:
-  """Starts to copy 16 bytes to shared memory past the L1 cache: `size` of them, then zeros."""
+  """Starts to fill 16 bytes of shared memory: `size` bytes of global memory, then zeros."""
   to, from_ = _at(target, target_offset), _at(source, offset)
   return f"cp.async.cg.shared.global.L2::128B {to}, {from_}, 16, {size};"
 
 
 def arrive_after_pieces(barrier: str) -> str:
-  """Lets the thread arrive at a barrier as soon as its copies by `copy_piece` are done."""
+  """Lets the thread arrive at a barrier once all its copies by `copy_piece` so far are done."""
   return f"cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{barrier}];"
 
 
 def copy_to_shared(target: str, source: str, size: int, barrier: str, *, only_if: str = "") -> str:
-  """Starts to copy bytes to shared memory; the barrier counts those that have arrived."""
+  """Starts to copy bytes from global to shared memory; the barrier counts those that arrive."""
   copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
   return _step(f"{copy}\n  [{target}], [{source}], {size}, [{barrier}]", only_if)
 
@@ -422,7 +425,8 @@ def wait_for_groups(open_ones: int, *, read_only: bool = False) -> str:
   """Waits until at most so many of the thread's groups are unfinished.
 
   Args:
-    open_ones: how many, the newest ones.
-    read_only: a group is finished as soon as shared memory was read, though not yet written out.
+    open_ones: how many groups, the newest ones, may be unfinished.
+    read_only: whether a group counts as finished once its shared memory has been read, even if
+      global memory has not been written yet.
   """
   return f"cp.async.bulk.wait_group{'.read' if read_only else ''} {open_ones};"

@@ -40,7 +40,7 @@ _MOST_SHARED = 8  # most heads of queries whose projections one CTA finishes
 
 
 def cache_length(length: int, dtype: Any, width: int) -> int:
-  """Length of a cache with room for `length` positions: a multiple of 64 where the kernel runs."""
+  """`length`, rounded up to a multiple of 64 where the kernel runs: the positions of a cache."""
   if resolve_backend("auto", dtype, width) != "mosaic_gpu":
     return length
   return -(-length // BLOCK) * BLOCK
@@ -111,7 +111,7 @@ class PartialProjections:
     turn_2N: float32 [2, N/2], sine and cosine of the angles by which the pairs (i, i + N/2) of
       queries and keys are rotated; None: they are not.
     heads, kv_heads: H and K.
-    dtype: that the finished sums are rounded to.
+    dtype: the type that the finished sums are rounded to.
   """
 
   sums_PM: Array
@@ -122,11 +122,11 @@ class PartialProjections:
 
   @property
   def width(self) -> int:
-    """N."""
+    """N, the width of a head."""
     return self.sums_PM.shape[1] // (self.heads + 2 * self.kv_heads)
 
   def finished(self) -> tuple[Array, Array, Array]:
-    """The same without a kernel: queries [H, N], keys and values [K, N]."""
+    """The finished projections without a kernel: queries [H, N], keys and values [K, N]."""
     y_HN = added_up(self.sums_PM).astype(self.dtype).reshape(-1, self.width)
     q_HN, k_KN, v_KN = jnp.split(y_HN, (self.heads, self.heads + self.kv_heads))
     return self._rotated(q_HN), self._rotated(k_KN), v_KN
@@ -158,7 +158,7 @@ class PartialAttention:
 
   @property
   def width(self) -> int:
-    """H N."""
+    """H N, the width of the joined row."""
     return self.y_PHN.shape[1] * self.y_PHN.shape[2]
 
   @property
@@ -168,16 +168,22 @@ class PartialAttention:
 
   @property
   def arrays(self) -> tuple[Array, ...]:
-    """The kernel's inputs."""
+    """The inputs of a kernel that joins the parts: sums, largest scores and sums of weights."""
     return self.y_PHN, self.most_PH, self.weight_PH
 
   def takes(self, rows: int, backend: str) -> bool:
-    """Whether `rows` numbers are whole heads."""
+    """Whether a CTA can join `rows` of the row's numbers: they must be whole heads."""
     del backend
     return rows % self.y_PHN.shape[2] == 0
 
   def write(self, arrays: Any, part: Any, to: Any) -> None:
-    """Joins the heads of a part of the row; see `linear.ComputedRow`."""
+    """Joins the cache's parts for some heads, and writes them, rounded to `dtype`, as float32.
+
+    Args:
+      arrays: references to `arrays`.
+      part: slice of the row, whole heads.
+      to: float32 reference, as long as the slice.
+    """
     y, most, weight = arrays
     parts, _, width = y.shape
     whole, across = width % WARPGROUP == 0, plgpu.Layout.WGMMA.reduce(0)
@@ -192,7 +198,7 @@ class PartialAttention:
       to[i * width : (i + 1) * width] = (y_N / weight_N).astype(self.dtype).astype(jnp.float32)
 
   def joined(self) -> Array:
-    """The result without a kernel, [H, N]."""
+    """The attention over all parts of the cache, computed without a kernel: [H, N] in `dtype`."""
     share_PH = jnp.exp(self.most_PH - self.most_PH.max(0))
     sums_HN = jnp.sum(self.y_PHN * share_PH[..., None], 0)
     return (sums_HN / jnp.sum(self.weight_PH * share_PH, 0)[:, None]).astype(self.dtype)
@@ -239,8 +245,8 @@ def attend_partial(
     scale, window: as for `attend_cache`.
 
   Returns:
-    [H, N], or the parts that join to it, and the cache's keys and values with the token at its
-    position, written in place.
+    The attention, [H, N], or with several parts a `PartialAttention` that joins to it; and the
+    cache's keys and values with the token at its position, written in place.
   """
   length, kv_heads, width = k_TKN.shape
   rotated = own.turn_2N is not None
@@ -250,8 +256,8 @@ def attend_partial(
     kv_heads=kv_heads,
     length=length,
     width=width,
-    # One block for each warpgroup: more multiprocessors read the cache sooner, and the kernel that
-    # reads the result joins the parts at no cost.
+    # One block for each warpgroup, if there are enough multiprocessors: more of them read the cache
+    # sooner, and the kernel that reads the result joins the parts at no cost.
     parts=_parts(length, kv_heads, _WARPGROUPS),
     warpgroups=_WARPGROUPS,
     dtype=k_TKN.dtype,
@@ -268,12 +274,12 @@ def attend_partial(
 
 
 def _warpgroups(rows: int) -> int:
-  """Warpgroups of a CTA."""
+  """Warpgroups of a CTA: two for a single row, one for several rows."""
   return _WARPGROUPS if rows == 1 else 1
 
 
 def _parts(length: int, heads: int, blocks: int) -> int:
-  """P: CTAs that share the cache of one head of keys.
+  """P: CTAs that share the cache of one row's head of keys.
 
   Each reads `blocks` blocks of 64 positions, or more if there would be more CTAs than
   multiprocessors.

@@ -15,11 +15,12 @@ warpgroups, worker 1 reads blocks 1, 5, 9 and 13. A worker keeps a running softm
     3  Write the G queries into the rows of one tile.
     4  For each block: scores, softmax weights and the weighted sum of values, by two products.
     5  Write the token's own key and value into the cache, if stage 2 made them.
-    6  Merge the two warpgroups' results, and write the head's result or this part of it.
+    6  Merge the warpgroups' results, if there are two, and write the heads' results or this part of
+       them.
 
-Most rows of a matrix instruction stay empty. It is still used, because it also adds up across the
-warps of a warpgroup. A sum of vectors would do so through shared memory that all warpgroups of a
-CTA have in common.
+Most rows of a matrix instruction hold no query of their own. It is still used, because it also adds
+up across the warps of a warpgroup. A sum of vectors would do so through shared memory that all
+warpgroups of a CTA have in common.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ _PER_ROW, _PER_COLUMN = _TILE.reduce(1), _TILE.reduce(0)  # layouts of one numbe
 
 
 class _Seen(NamedTuple):
-  """Positions of the cache that a token sees: the first one, its block, and the first block past
-  the last one."""
+  """Positions of the cache that the kernel reads for a token: the first one, its block, and the
+  first block past the last one."""
 
   first: Any
   first_block: Any
@@ -77,13 +78,13 @@ class _Softmax(NamedTuple):
 def attend(
   projections: Sequence[Array], keys: Array, values: Array, position: Array, *, shape: Shape
 ) -> tuple[Any, Array, Array]:
-  """Runs the kernel.
+  """Runs the kernel: the attention of one token per row over that row's cache.
 
   Args:
     projections: `Global.queries`; or `Global.sums`, and `Global.turn` where they are rotated.
     keys, values: [R T, K, N].
     position: int32 [R].
-    shape: of all this.
+    shape: the sizes of these arrays, and the kernel's other constants.
 
   Returns:
     `Global.y`, with `Global.most` and `Global.weight` where there are several parts, and the
@@ -120,11 +121,11 @@ class _Cta:
     self.first_head = self.row * shape.heads + self.kv * shape.group
 
   def run(self) -> None:
-    """All stages."""
+    """Runs all six stages for this CTA."""
     shape = self.shape
     if not shape.partial:
       self.copy_queries()
-    # Read now and used late: without a window the first blocks do not depend on it.
+    # The position is read now and used late: without a window the first blocks do not depend on it.
     self.position = self.gmem.position[self.row]
     self.copy_first_blocks()
     if shape.partial:
@@ -179,7 +180,7 @@ class _Cta:
       pl.when(block < end)(functools.partial(self.copy_block, block, stage))
 
   def seen(self) -> _Seen:
-    """The positions to read from the cache. With partial sums it does not hold the token yet."""
+    """The positions to read from the cache. With partial sums the cache lacks the token itself."""
     window = self.shape.window
     first = jnp.maximum(self.position - (window - 1), 0) if window else jnp.int32(0)
     round_up = BLOCK - 1 if self.shape.partial else BLOCK
@@ -188,7 +189,10 @@ class _Cta:
   # -- 2: projections ----------------------------------------------------------------------------
 
   def finish_projections(self) -> None:
-    """Adds up and rotates: one warpgroup the queries, the other the key and the value."""
+    """Adds up the partial sums and rotates: one warpgroup the queries, the other key and value.
+
+    The value is not rotated, and nothing is unless `Shape.rotated`.
+    """
     shape, smem, width = self.shape, self.smem, self.shape.width
 
     @pl.when(self.wg == 0)
@@ -212,8 +216,8 @@ class _Cta:
         plgpu.commit_smem()
 
   def load_turn(self) -> list[Any]:
-    """Sine and cosine. They are loaded before the partial sums: after the sums' additions, their
-    loads would wait for these."""
+    """Loads sine and cosine, if there is a rotation. They are loaded before the partial sums: loads
+    behind the sums' additions would wait for these."""
     return [load_as(self.gmem.turn.at[i], _PER_COLUMN) for i in range(2 * self.shape.rotated)]
 
   def add_up(self, head: Any, to: Any, start: int = 0) -> None:
@@ -281,8 +285,8 @@ class _Cta:
   # -- 4: blocks of the cache --------------------------------------------------------------------
 
   def with_token(self, nothing: _Softmax, has_token: Any) -> _Softmax:
-    """The running softmax before the first block: of the token alone for the worker whose block the
-    token belongs to, `nothing` for the others."""
+    """The running softmax before the first block: for the worker whose block the token belongs to,
+    that of the token alone; for the others `nothing`."""
     smem = self.smem
     q_MN = load_as(smem.queries, _TILE).astype(jnp.float32)
     rows = (smem.key_row, smem.value_row)
@@ -319,7 +323,7 @@ class _Cta:
     return _Softmax(new_M, weight_M, y_MN)
 
   def scores(self, stage: Any, start: Any, seen: _Seen) -> Any:
-    """The scaled scores of a block that begins at position `start`, [M, B]."""
+    """The scaled scores of a block that begins at position `start`: [M, B], -1e30 where masked."""
     smem, position = self.smem, self.position
     keys_NB = plgpu.transpose_ref(smem.keys.at[self.wg, stage], (1, 0))
     score_MB = _product(smem.queries, keys_NB) * self.shape.scale
@@ -329,7 +333,7 @@ class _Cta:
     return jnp.where(after_first & before_end, score_MB, jnp.full_like(score_MB, _UNSEEN))
 
   def wait_for_unused_blocks(self, steps: Any) -> None:
-    """Waits for copies of first blocks past the position: none may arrive after the CTA's end."""
+    """Waits for copies of first blocks that no step used: none may arrive after the CTA's end."""
     for stage in range(STAGES):
       workers, blocks = self.shape.workers, self.shape.blocks
       unused = (stage >= steps) & (self.worker + stage * workers < blocks)
@@ -339,7 +343,7 @@ class _Cta:
   # -- 5: the token in the cache -----------------------------------------------------------------
 
   def write_token(self, has_token: Any) -> None:
-    """Writes the token's key and value to the cache. The worker of its block has read it by now."""
+    """Writes the token's key and value to the cache, by the worker that read the token's block."""
     gmem, smem = self.gmem, self.smem
 
     @pl.when(has_token)
@@ -351,7 +355,7 @@ class _Cta:
   # -- 6: the result -----------------------------------------------------------------------------
 
   def hand_over(self, found: _Softmax) -> None:
-    """The second warpgroup writes its running softmax where the first can read it."""
+    """The second warpgroup writes its running softmax to shared memory; the first waits for it."""
 
     @pl.when(self.wg == 1)
     def _():
@@ -375,7 +379,7 @@ class _Cta:
     return _Softmax(both_M, weight_M, y_MN)
 
   def write_result(self, found: _Softmax) -> None:
-    """Writes the heads' results, or what this part of the cache contributes to them."""
+    """Writes the heads' results, or with several parts what this part of the cache adds."""
 
     @pl.when(self.wg == 0)
     def _():
@@ -394,7 +398,7 @@ class _Cta:
 
   def part_of_result(self, found: _Softmax) -> tuple[Any, Any]:
     """Writes a part's weighted sums to shared memory, and its largest score and its sum of weights
-    to global memory. Returns as `quotient` does."""
+    to global memory. Returns the memory of the sums, and their place in global memory."""
     shape, gmem, smem = self.shape, self.gmem, self.smem
     self.store(found)
     plgpu.commit_smem()

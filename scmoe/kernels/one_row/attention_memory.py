@@ -1,4 +1,4 @@
-"""The shape and the memory of `attention_kernel`: its arguments and shared memory by name.
+"""The constants of `attention_kernel`, and its arguments and shared memory by name.
 
 R  rows                  H  heads of queries              N  width of a head
 T  length of a cache     K  heads of keys and values, each shared by G = H / K
@@ -36,7 +36,7 @@ class Shape:
     window: positions that a token sees, itself included; 0: all.
     partial: the projections come as partial sums, which the kernel adds up. Then the cache does not
       hold the token yet, and the kernel writes it.
-    rotated: those projections are rotated by their position.
+    rotated: the kernel rotates the queries and keys of such projections by their position.
     simulation: see `launch.interpretation`.
   """
 
@@ -66,7 +66,7 @@ class Shape:
 
   @property
   def workers(self) -> int:
-    """Warpgroups that share the blocks of one head."""
+    """Warpgroups, of all CTAs, that share the blocks of one row's head of keys."""
     return self.parts * self.warpgroups
 
 
@@ -80,8 +80,9 @@ class Global:
     turn: float32 [2, N/2], sine and cosine, or None.
     position: int32 [R].
     keys, values: [R T, K, N].
-    y: the result, [R H, N]; or of each part of the cache float32 [P, R H, N].
-    most, weight: float32 [P, R H], see `PartialAttention`; None with one part.
+    y: the result, [R H, N]; with several parts of a cache, each part's sums, float32 [P, R H, N].
+    most, weight: each part's largest scores and sums of weights, float32 [P, R H] (see
+      `attention.PartialAttention`); None with one part.
   """
 
   queries: Any
@@ -103,7 +104,7 @@ class Shared:
     in_out: [M, N], queries on their way in; the result on its way out.
     queries: [M, N], the tile that products read.
     shares: [warpgroups, M, B], softmax weights of a block.
-    keys, values: [warpgroups, stages, B, N].
+    keys, values: [warpgroups, stages, B, N], blocks of the cache.
     y, most, weight: float32 [M, N], [M] and [M], a running softmax that another warpgroup reads, or
       that leaves the CTA.
     query_rows: [G N], the finished queries.
@@ -130,7 +131,7 @@ class Shared:
 
 
 def outputs(shape: Shape) -> Any:
-  """The types of the kernel's results."""
+  """The types of the kernel's results: `Global.y`, and with several parts also most and weight."""
   if shape.parts == 1:
     return jax.ShapeDtypeStruct((shape.rows * shape.heads, shape.width), shape.dtype)
   numbers = jax.ShapeDtypeStruct((shape.parts, shape.rows * shape.heads), jnp.float32)
@@ -162,7 +163,7 @@ def shared_types(shape: Shape) -> list[Any]:
 
 
 def named(refs: Sequence[Any], shape: Shape) -> tuple[Global, Shared]:
-  """The kernel's arguments by name: inputs, outputs, then shared memory."""
+  """The kernel's arguments by name; they come in the order inputs, outputs, shared memory."""
   rest = iter(refs)
   several = shape.parts > 1
   in_global = Global(

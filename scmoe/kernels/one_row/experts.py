@@ -43,7 +43,8 @@ def splits(
 ) -> tuple[Split, Split] | None:
   """How the two layers' products are divided among CTAs, for widths D, F and D'.
 
-  None if these kernels do not take the widths: one is not a multiple of what threads load at once.
+  The first layer's division comes first. None if these kernels do not take the widths: one of them
+  is not a multiple of what threads load at once (`matrix_vector.split`).
   """
   width, hidden, out_width = widths
   sms = resolve_num_sms(num_sms)
@@ -66,10 +67,11 @@ def forward(
 
   Args:
     x_1D: the row, bfloat16 or float16.
-    weights: of G experts, in the row's dtype, with widths for which there are `splits`.
+    weights: matrices and biases of G experts, in the row's dtype, with widths for which there are
+      `splits`.
     expert_C: int32, the expert of each choice; an id outside [0, G) adds nothing.
-    weight_C: float32, of each choice; None: 1.
-    how: see `Execution`.
+    weight_C: float32, factor of each choice's result; None: all are 1.
+    how: see `Execution`; its activation and num_sms are used.
   """
   groups, choices = weights.up_GDF.shape[0], expert_C.shape[0]
   divided = splits(weights.widths, choices, how.num_sms)
@@ -116,7 +118,7 @@ def _second_layer(
   def body(expert, scale, pre, matrix, *rest):
     *bias, out, shared, barrier, a, is_made = rest
     choice, column, part = place()
-    own_expert, own_scale = expert[choice], scale[choice]  # loaded now, used at the end
+    own_expert, own_scale = expert[choice], scale[choice]  # the scale is used at the end
     group, wg = one_of(own_expert, matrix), lax.axis_index("wg")
     row = lambda f: a[wg, f - part * rows]
     # The weights arrive while this computes the activation.

@@ -23,13 +23,17 @@ from scmoe.kernels.launch import compiled, interpretation
 from scmoe.kernels.one_row.norm import Normalised, of_part
 
 SUMS = 64  # rows of the array of partial sums; the kernel fills P of them, and the others with 0
-_ROWS = 64  # of a tile
+_ROWS = 64  # rows of the gate's weights in a tile
 _UNIT = 128  # a CTA's part of the row is a multiple of this, a number for each thread
 _HELD = 128  # most weights that a thread holds
 
 
 def shares(width: int, num_experts: int) -> int:
-  """P, the most CTAs (up to 64) that divide the width; 0 if the kernel takes no such sizes."""
+  """P: the largest power of 2 up to 64 that cuts the width into multiples of 128.
+
+  0 if there is none or the kernel does not take the sizes: E must be a multiple of 8 up to 256, and
+  a thread can hold 128 weights.
+  """
   for parts in (64, 32, 16, 8, 4, 2, 1):
     rows = width // parts
     if width % (parts * _UNIT) == 0:
@@ -39,14 +43,17 @@ def shares(width: int, num_experts: int) -> int:
 
 
 def sums_under_norm(row: Normalised, gate_DE: Array) -> tuple[Array, Array]:
-  """The normalised row, [1, D] in its dtype, and partial sums of its product with the gate,
-  float32 [64, E]."""
+  """The normalised row, [1, D] in the dtype of x, and partial sums of its product with the gate.
+
+  The partial sums are float32 [64, E]; their sum over the first axis is the product. `shares` must
+  not be 0 for the sizes. Not differentiable.
+  """
   return _sums(row, gate_DE, simulation=interpretation())
 
 
 @functools.partial(jax.jit, static_argnames="simulation")
 def _sums(row: Normalised, gate_DE: Array, *, simulation: Any) -> tuple[Array, Array]:
-  del simulation  # the program depends on it
+  del simulation  # a key only: each simulation gets its own compiled program
   width, experts = gate_DE.shape
   parts = shares(width, experts)
   rows, dtype = width // parts, row.dtype

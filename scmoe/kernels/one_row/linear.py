@@ -45,7 +45,7 @@ class ComputedRow(Protocol):
   Attributes:
     width: D.
     size: numbers in all; D for a single row.
-    dtype: that the row is rounded to.
+    dtype: the type that the row is rounded to.
   """
 
   @property
@@ -84,10 +84,11 @@ class ComputedRow(Protocol):
 def products(
   row: Array | ComputedRow, matrices: Sequence[Array], *, backend: str = "auto"
 ) -> list[Array] | None:
-  """x · W for several W in one kernel; None where the kernel does not take them.
+  """x · W for several W in one kernel; None where the kernel does not take them or does not run.
 
   It takes a single row of 16-bit floats, with D a multiple of 128 and each N of 256; or of 64 and
-  512, or of 32 and 1024 (`matrix_vector.split`). The gradient is that of plain products.
+  512, or of 32 and 1024 (`matrix_vector.split`). Where a gradient is asked for, XLA's products
+  compute both the result and the gradient.
 
   Args:
     row: x, [..., D], or a row that the kernel computes.
@@ -140,7 +141,7 @@ def _plain_sums(row: Array | ComputedRow, *matrices: Array, parts: int) -> Array
 @functools.partial(jax.jit, static_argnames=("own", "simulation"))
 def _read(row: Array | ComputedRow, *matrices: Array, own: Split, simulation: Any) -> Array:
   """The sums of all matrices in one kernel; each CTA takes some columns of one matrix."""
-  del simulation  # the program depends on it
+  del simulation  # a key only: each simulation gets its own compiled program
   is_made = not isinstance(row, Array)
   given = cast(ComputedRow, row).arrays if is_made else (row,)
   widths = [w.shape[1] for w in matrices]
@@ -169,7 +170,7 @@ def _read(row: Array | ComputedRow, *matrices: Array, own: Split, simulation: An
       @pl.when((column >= first) & (column < last))
       def _(matrix=matrix, first=first):
         start = begin_sums([matrix], 0, own, rows, number, column - first)
-        if is_made:  # the first weights arrive while this computes the row
+        if is_made:  # the first weights arrive while `make` computes the row
           make()
         store_sums(start(), out.at[0, part], shared, barrier, own, column)
 
@@ -184,7 +185,7 @@ _PARTS = 64  # most parts of a narrow product's sum
 
 
 def narrow_product(x_1D: Array, matrix_DE: Array) -> Array:
-  """x · W in float32 or wider, [1, E], for some tens of columns.
+  """x · W in float32 or wider, [1, E], for a matrix of some tens of columns.
 
   Written as sums, this is two kernels of XLA: one adds up many parts side by side, the other adds
   up the parts. Written as a product it would be five.

@@ -3,9 +3,9 @@
     P  parts of a sum      K, N  contracted and other width of a product
 
 A tensor core multiplies 64 rows at once. With a single row a product takes as long as reading the
-weights, so these kernels read at the memory's full speed. Every CTA takes some rows of the matrix
-and a piece of 256, 512 or 1024 columns. Every thread multiplies its columns by the row's numbers
-and adds up in registers; only the warpgroups' totals go through shared memory.
+weights, so these kernels are made to read at the memory's full speed. Every CTA takes some rows of
+the matrix and a piece of 256, 512 or 1024 columns. Every thread multiplies its columns by the row's
+numbers and adds up in registers; only the warpgroups' totals go through shared memory.
 
 The kernel that reads the product adds up the CTAs' partial sums. For example K = 2048 in P = 4
 parts and pieces of 256 columns: each CTA reads 512 rows of its piece, each of its 4 warpgroups 128
@@ -51,7 +51,7 @@ class Split:
 
   @property
   def unroll(self) -> int:
-    """Rows that a thread loads ahead."""
+    """Rows of a matrix that a thread loads ahead; several matrices share this number."""
     return _IN_FLIGHT * WARPGROUP // self.columns
 
 
@@ -71,7 +71,7 @@ def split(
     width, out_width: K and N.
     choices: C, matrices that are multiplied at once, one for each choice of an expert.
     num_sms: multiprocessors.
-    multiple: the rows of a part are a multiple of this.
+    multiple: the rows of a part are a multiple of this, and of what the CTA loads ahead.
     most: most rows of a part; 0: any number.
     unit: the columns of a piece divide this; 0: N.
   """
@@ -96,9 +96,9 @@ def kernel(
 ):
   """A kernel with a CTA for each choice, piece of columns and part of the rows.
 
-  Its result is float32 [C, P, I, N] for I `matrices` that share the row. The body gets references
-  to the inputs, the result, shared memory for `store_sums`, a barrier of all warpgroups, and the
-  `scratch`.
+  Its result is float32 [C, P, I, N], for C `choices` and I `matrices` that share the row; N is
+  `out_width`. The body gets references to the inputs, the result, shared memory for `store_sums`, a
+  barrier of all warpgroups, and the `scratch`.
   """
   return compiled(
     body,
@@ -116,12 +116,12 @@ def kernel(
 
 
 def everyone():
-  """A barrier of a CTA's warpgroups."""
+  """A barrier that completes when all four warpgroups of a CTA have arrived."""
   return plgpu.Barrier(num_arrivals=WARPGROUPS)
 
 
 def place():
-  """This CTA's choice, piece of columns and part of the rows."""
+  """The indices of this CTA's choice, piece of columns and part of the rows."""
   return tuple(lax.axis_index(name) for name in ("choice", "column", "part"))
 
 
@@ -137,7 +137,7 @@ def begin_sums(matrices, group, own: Split, rows: int, row, column):
     matrices: each [groups, K, N].
     group: the index of the group.
     own: see `Split`.
-    rows: of a CTA.
+    rows: how many rows the CTA takes.
     row: k -> the row's k-th number in float32.
     column: index of the piece of columns.
 
@@ -178,8 +178,8 @@ def begin_sums(matrices, group, own: Split, rows: int, row, column):
 
 
 def store_sums(sums, out, shared, barrier, own: Split, column):
-  """Adds up the warpgroups' sums and writes them to `out`, [I, N]; each warpgroup takes some of
-  the columns."""
+  """Adds up the warpgroups' sums and writes them to `out`, [I, N]; each warpgroup takes a
+  quarter of the columns, but at least 128, so that of 256 columns two warpgroups take all."""
   wg, piece = lax.axis_index("wg"), max(own.columns // WARPGROUPS, WARPGROUP)
   for i, s in enumerate(sums):
     shared[wg, i] = s
@@ -200,10 +200,10 @@ _CHAIN = 64  # most terms of a chain of additions
 
 
 def added_up(sums_PN: jax.Array) -> jax.Array:
-  """Σ_p sums[p] as a chain of additions.
+  """Σ_p sums[p], up to 64 terms as a chain of additions.
 
-  XLA fuses the chain into the kernel that reads the result. A sum over a dimension would be a
-  kernel of its own.
+  XLA fuses the chain into the kernel that reads the result. A sum over a dimension, as of more
+  terms, is a kernel of its own.
   """
   if sums_PN.shape[0] > _CHAIN:
     return jnp.sum(sums_PN, axis=0)

@@ -18,12 +18,12 @@ from scmoe.kernels.grouped_matmul.backend import resolve_backend
 from scmoe.kernels.launch import compiled, interpretation
 from scmoe.kernels.one_row.without_gradient import without_gradient
 
-_WIDEST = 8192  # numbers that a warpgroup holds: 64 a thread
-_MULTIPLE = 256  # two numbers for each of its threads
+_WIDEST = 8192  # most numbers that a warpgroup holds: 64 a thread
+_MULTIPLE = 256  # D is a multiple of this: two numbers for each of its threads
 
 
 def takes(x_BD: Array, backend: str = "auto") -> bool:
-  """Whether the kernel takes x: one row of 16-bit floats, D a multiple of 256, at most 8192."""
+  """Whether the kernel runs for x: one row of 16-bit floats, D a multiple of 256, at most 8192."""
   width = x_BD.shape[-1]
   fits = x_BD.size == width and width % _MULTIPLE == 0 and width <= _WIDEST
   # Called last, because it logs its decision.
@@ -39,7 +39,7 @@ class Normalisation:
     scale_D: float32.
     bias_D: float32, or None.
     centred: whether the mean is subtracted first (LayerNorm).
-    eps: added to the mean square.
+    eps: added to the mean square (after centring, the variance).
   """
 
   scale_D: Array
@@ -67,7 +67,7 @@ class Normalised:
 
   Attributes:
     x_BD: a single row, [..., D].
-    norm: its norm.
+    norm: the norm to apply to it.
   """
 
   x_BD: Array
@@ -99,12 +99,18 @@ class Normalised:
     return (self.x_BD.reshape(1, -1), *self.norm.arrays)
 
   def takes(self, rows: int, backend: str) -> bool:
-    """Whether the norm's kernel takes the row; parts can have any length."""
+    """Whether the norm's kernel takes the whole row; a part can have any length."""
     del rows
     return takes(self.x_BD, backend)
 
   def write(self, arrays: Any, part: Any, to: Any) -> None:
-    """Computes a part of the row; see `linear.ComputedRow`."""
+    """Writes a part of the normalised row, rounded to the dtype of x, to a float32 reference.
+
+    Args:
+      arrays: references to x, scale and bias.
+      part: slice of the row.
+      to: float32 reference, as long as the part.
+    """
     x, *arrays = arrays
     to[...] = of_part(self.norm, x, arrays, part).astype(x.dtype).astype(jnp.float32)
 
@@ -113,7 +119,7 @@ class Normalised:
     return self.norm(self.x_BD)
 
   def alone(self) -> Array:
-    """The normalised row by a kernel of its own, where the kernel takes it."""
+    """The normalised row: by a kernel of its own where that takes the row, else by XLA."""
     if not takes(self.x_BD):
       return self()
     return without_gradient(normalised, lambda x, norm: norm(x), self.x_BD, self.norm)
@@ -130,7 +136,7 @@ def normalised(x_BD: Array, norm: Normalisation) -> Array:
 
 @functools.partial(jax.jit, static_argnames="simulation")
 def _normalised(x_1D: Array, norm: Normalisation, *, simulation: Any) -> Array:
-  del simulation  # the program depends on it
+  del simulation  # a key only: each simulation gets its own compiled program
 
   def body(x, *rest):
     *arrays, y = rest
@@ -141,12 +147,12 @@ def _normalised(x_1D: Array, norm: Normalisation, *, simulation: Any) -> Array:
 
 
 def of_part(norm: Normalisation, x: Any, arrays: Any, part: Any) -> Array:
-  """A part of the normalised row in float32; called by one warpgroup of a kernel.
+  """A part of the normalised row in float32, as one warpgroup of a kernel computes it.
 
   Args:
     norm: the norm.
     x: reference to the whole row, [1, D].
-    arrays: references to scale and bias, as `Normalisation.arrays`.
+    arrays: references to the scale, and to the bias where there is one.
     part: slice of the row.
   """
   width = x.shape[1]

@@ -5,7 +5,8 @@
 
 XLA adds up, sorts, reads the sorted ids, computes a softmax and picks from it: five kernels, and
 each waits for the one before. This kernel does not sort. It counts for every expert how many logits
-are larger than its own, which is the expert's place. Example: logits 3, 9, 5 have places 2, 0, 1.
+are larger than its own, or equal with a smaller index: this is the expert's place. Example: logits
+3, 9, 5 have places 2, 0, 1.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def top_k_of_sums(sums_PE: Array, k: int) -> tuple[Array, Array, Array]:
 
 @functools.partial(jax.jit, static_argnames=("k", "simulation"))
 def _top_k(sums_PE: Array, *, k: int, simulation: Any) -> tuple[Array, Array, Array]:
-  del simulation  # the program depends on it
+  del simulation  # a key only: each simulation gets its own compiled program
   experts = sums_PE.shape[1]
   padded = -(-experts // _ROWS) * _ROWS
   tile = plgpu.Layout.WGMMA

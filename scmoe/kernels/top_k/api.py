@@ -1,11 +1,11 @@
-"""Scores of a linear gate, and for each token the K experts with the largest.
+"""Logits of a linear gate, and for each token the K experts with the largest logits.
 
     T  tokens      D  model width      E  experts      K  experts per token
 
 A float32 gate on bfloat16 tokens needs no float32 product, which would take 15 times as long on
-Hopper. The kernel splits each weight into the sum of three bfloat16 numbers, its *terms* (8 bits of
-significand each, 24 in all). The tokens are bfloat16 already, and the matrix unit adds up products
-of bfloat16 numbers, which are exact, in float32.
+Hopper. The kernel for many tokens splits each such weight into the sum of three bfloat16 numbers,
+its *terms* (8 bits of significand each, 24 in all). The tokens are bfloat16 already, and the matrix
+unit adds up products of bfloat16 numbers, which are exact, in float32.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ EXACT = 3  # number of bfloat16 terms that represent a float32 number exactly
 
 
 class GateOutput(NamedTuple):
-  """A gate's scores, and the experts with the largest.
+  """A gate's logits, and the experts with the largest logits.
 
   Attributes:
-    logits_TE: float32.
+    logits_TE: float32 (float64 for float64 tokens).
     expert_TK: int32, the experts with the largest logits, best first.
-    share_TK: float32, their probabilities (softmax over all E logits). None from the kernel for
-      many tokens, which does not compute them.
+    share_TK: their probabilities (softmax over all E logits), in the logits' type. Only where the
+      kernel for a single token runs; None otherwise.
   """
 
   logits_TE: Array
@@ -44,7 +44,7 @@ class GateOutput(NamedTuple):
 
 
 class PartialLogits(NamedTuple):
-  """A single normalised token and its gate's logits in parts; `gate_under_norm` computes it.
+  """A single normalised token and its gate's logits as partial sums, both by `gate_under_norm`.
 
   Attributes:
     x_TD: the normalised token, [1, D].
@@ -55,7 +55,7 @@ class PartialLogits(NamedTuple):
   sums_PE: Array
 
   def top_k(self, k: int) -> GateOutput:
-    """The result of `gate_top_k` for the token."""
+    """The token's logits, its k experts with the largest, and their shares of the softmax."""
     ways = (functools.partial(way, k=k) for way in (_top_k_of_sums, _top_k_of_sums_by_xla))
     return without_gradient(*ways, self.sums_PE)
 
@@ -65,14 +65,17 @@ def gate_under_norm(
 ) -> PartialLogits | None:
   """Computes a single token's norm and its product with a gate's weights, in one kernel.
 
-  Gradients are those of XLA's products.
+  Where a gradient is asked for, XLA's products compute both the result and the gradient.
 
   Args:
     row: the token with its norm.
-    gate_DE, fp32, backend: see `gate_top_k`.
+    gate_DE: weights.
+    fp32: see `gate_product`.
+    backend: see `gate_top_k`.
 
   Returns:
-    None if the kernel does not take these sizes or does not run here.
+    The normalised token and the logits' partial sums; None if the kernel does not take these sizes
+    or does not run here.
   """
   width, num_experts = gate_DE.shape
   fits = under_norm.shares(width, num_experts) > 0 and row.takes(width, backend)
@@ -90,7 +93,7 @@ def gate_under_norm(
 
 
 def gate_product(x_TD: Array, gate_DE: Array, *, fp32: bool) -> Array:
-  """x · W in float32 (float64 for float64 tokens): [T, E]. jax differentiates it.
+  """x · W, added up and returned in float32 (float64 for float64 tokens): [T, E]; differentiable.
 
   Args:
     x_TD: tokens.
@@ -114,10 +117,10 @@ def gate_product(x_TD: Array, gate_DE: Array, *, fp32: bool) -> Array:
 def gate_top_k(
   x_TD: Array, gate_DE: Array, k: int, *, fp32: bool = True, backend: str = "auto"
 ) -> GateOutput:
-  """Logits of a linear gate, and the k experts with the largest.
+  """Logits of a linear gate, and each token's k experts with the largest logits.
 
-  In a tie the expert with the smaller index comes first. NaN counts as the largest; only the kernel
-  for a single token may then choose other experts, with valid ids (`one_row.top_k`).
+  In a tie the expert with the smaller index comes first. For XLA, NaN counts as the largest. The
+  kernels may choose any experts for a token with a NaN; their ids are valid.
 
   Args:
     x_TD: tokens.
@@ -125,11 +128,13 @@ def gate_top_k(
     k: K, at most E.
     fp32: see `gate_product`.
     backend: "auto" (a kernel where it runs), "mosaic_gpu" or "xla". There is a kernel for multiples
-      of 128 tokens, widths that are multiples of 64 and up to 192 experts, and one for a single
-      token.
+      of 128 tokens and up to 192 experts, and one for a single token and a multiple of 8 experts up
+      to 256. Both need D to be a multiple of 64 and tokens in bfloat16, or in float16 (many tokens:
+      only without `fp32`). XLA computes all others, also with "mosaic_gpu".
 
   Raises:
-    ValueError: k is not in [1, E], or the backend is unknown.
+    ValueError: k is not in [1, E]; or, for sizes that a kernel takes, the backend is unknown or
+      "mosaic_gpu" cannot take the type of a single token.
   """
   num_experts = gate_DE.shape[1]
   if not 1 <= k <= num_experts:
@@ -174,7 +179,7 @@ def _is_row_with_kernel(x_TD: Array, num_experts: int, backend: str) -> bool:
 
 
 def has_kernel(x_TD: Array, num_experts: int, fp32: bool, backend: str) -> bool:
-  """Whether the kernel for many tokens takes these sizes and runs here; if not, XLA computes."""
+  """Whether the kernel for many tokens takes these sizes and types and runs here."""
   tokens, width = x_TD.shape
   whole = tokens > 0 and tokens % 128 == 0 and width % 64 == 0 and num_experts <= 192
   # Terms represent a float32 gate in bfloat16; float16's range of exponents is too small for them.
@@ -183,7 +188,7 @@ def has_kernel(x_TD: Array, num_experts: int, fp32: bool, backend: str) -> bool:
 
 
 def split_terms(w: Array, terms: int, dtype: Any) -> Array:
-  """[terms, ...]: arrays of a narrow type that add up to w, the one with the largest first."""
+  """w as the sum of `terms` arrays of type `dtype`, [terms, ...]; each rounds what is left of w."""
   parts, rest = [], w.astype(jnp.float32)
   for _ in range(terms):
     parts.append(rest.astype(dtype))
@@ -206,9 +211,9 @@ def _gate_top_k_fwd(x_TD, gate_DE, static):
 def _gate_top_k_bwd(static, residuals, cotangents):
   """Gradients by products of bfloat16 terms, since a float32 product takes 15 times as long.
 
-  The weights' gradient of a float32 gate is float32, so it takes all terms of dlogits. x's gradient
-  is rounded to bfloat16's 8 bits: two terms of each factor are enough, and of their four products
-  the three largest.
+  The weights' gradient of a float32 gate is float32, so it takes all three terms of dlogits. x's
+  gradient is rounded to bfloat16's 8 bits: two terms of each factor are enough, and of their four
+  products the three largest. A gate in the tokens' type has one term, and so has dlogits then.
   """
   (x_TD, gate_DE), dlogits_TE, terms = residuals, cotangents[0], static[1]
   dlogits = split_terms(dlogits_TE, terms, x_TD.dtype)

@@ -40,7 +40,10 @@ _RESERVED = 8_192  # bytes: the chosen experts, barriers and their alignment
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Operands:
-  """Inputs in global memory: tokens [T, D], and the terms of the gate's weights, each [D, E]."""
+  """Inputs in global memory: tokens [T, D], and the terms of the gate's weights, each [D, E].
+
+  E is padded to a multiple of 64.
+  """
 
   x: Any
   gate: tuple[Any, ...]
@@ -49,7 +52,10 @@ class Operands:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Outs:
-  """Outputs in global memory: logits [T, E] in float32, chosen experts [K, T] in int32."""
+  """Outputs in global memory: logits [T, E] in float32, chosen experts [K, T] in int32.
+
+  E is padded to a multiple of 64.
+  """
 
   logits: Any
   expert: Any
@@ -62,8 +68,8 @@ class Memory:
 
   Attributes:
     x, gate: stages of the ring of operand tiles.
-    stores, expert: the epilogue's buffers for logits and chosen experts.
-    full, empty: barriers of each stage.
+    store_buffers, expert: the epilogue's buffers for logits and chosen experts.
+    full, empty: barriers of each stage of the ring.
   """
 
   x: Any
@@ -77,7 +83,7 @@ class Memory:
 def gate_top_k_kernel(
   x_TD: jax.Array, terms: jax.Array, top_k: int, num_sms: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
-  """Logits and experts of `gate_top_k`.
+  """Logits of a linear gate, and each token's K experts with the largest, by the kernel.
 
   Args:
     x_TD: tokens; T is a multiple of 128, D of 64.
@@ -140,8 +146,9 @@ class _Shape:
 
   @property
   def sums(self) -> int:
-    """Accumulators. Tensor cores truncate the sum that they add to. The small terms have a sum of
-    their own, so that the large sum is truncated as often as in a single product."""
+    """Number of accumulators: 2 if there are several terms, else 1. Tensor cores truncate the sum
+    that they add to. The smaller terms have a sum of their own, so that the sum of the largest term
+    is truncated as often as in a single product."""
     return min(self.terms, 2)
 
   def memory(self) -> Memory:
@@ -170,7 +177,7 @@ class _Cta:
   row_tiles: Any
 
   def work(self) -> Work:
-    """The work of `run_tiles`."""
+    """What the CTA's producer and consumers do for a tile, for `run_tiles`."""
     shape, tiling = self.shape, self.shape.tiling
     return Work(
       num_tiles=paired_tiles(tiling, self.row_tiles, 1),
@@ -183,9 +190,9 @@ class _Cta:
     )
 
   def load(self, tile: Any, step: Any, stage: Any, barrier: Any) -> None:
-    """Starts the copies of one stage: a block of tokens, and of each term of the gate's weights.
+    """Starts the copies of one stage: a block of tokens, and one of each term of the gate.
 
-    Both CTAs of a pair need the same weights.
+    Both CTAs of a pair need the same weights, and each loads half of them.
     """
     tiling, gmem, smem = self.shape.tiling, self.gmem, self.smem
     k_slice = pl.ds(step * tiling.depth, tiling.depth)
@@ -195,14 +202,14 @@ class _Cta:
       copy_block(gate.at[k_slice, :], smem.gate.at[stage, term], barrier, True)
 
   def multiply(self, accumulators: Any, stage: Any, my_rows: Any) -> None:
-    """Starts the products of one stage: the tokens times every term."""
+    """Starts the products of one stage: the block of tokens times that of every term."""
     for term in range(self.shape.terms):
       total = accumulators[min(term, self.shape.sums - 1)]
       weights = self.smem.gate.at[stage, term]
       plgpu.wgmma(total, self.smem.x.at[stage, my_rows], weights)
 
   def finish(self, tile: Any, accumulators: Any, consumer: Any, first_row: Any) -> None:
-    """Stores the logits, and the K largest of each token."""
+    """Stores the logits, and the ids of each token's K experts with the largest."""
     smem = self.smem
     logits = accumulators[0][...]
     for smaller in accumulators[1:]:
@@ -228,15 +235,15 @@ class _Cta:
     lowest = jnp.full_like(logits, -jnp.inf)
     left = jnp.where(logits == lowest, jnp.full_like(logits, _LEAST), logits)
     left = left if shape[1] == experts else jnp.where(ids < experts, left, lowest)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous tile's experts are stored
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous tile's ids have left
     for k in range(self.shape.top_k):
       value = jnp.max(left, axis=1)
       is_largest = left == lax.broadcast_in_dim(value, shape, (0,))
       # The smallest id among equals, as `lax.top_k` chooses.
       chosen = -jnp.max(jnp.where(is_largest, -ids, jnp.full_like(ids, -_LARGE)), axis=1)
       left = jnp.where(ids == lax.broadcast_in_dim(chosen, shape, (0,)), lowest, left)
-      # NaN equals nothing, so no id is found. Any expert will do then, because the optimiser skips
-      # the step (`RouterSums.nonfinite`).
+      # NaN equals nothing, so no id is found, and the last expert is taken. Any would do, because
+      # the optimiser skips the step (`RouterSums.nonfinite`).
       chosen = jnp.minimum(chosen, jnp.full_like(chosen, experts - 1))
       self.smem.expert[consumer, k] = chosen.astype(jnp.int32)
 
@@ -244,8 +251,8 @@ class _Cta:
 def _fit(rows: int, padded: int, terms: int) -> Tiling:
   """The tiling with as many stages as fit into shared memory, at most 6.
 
-  A matrix instruction has 64 rows. A tile of 128 rows gives each consumer one; of half tiles each
-  consumer computes its own (ping-pong).
+  A matrix instruction has 64 rows. With tiles of 128 rows each consumer computes half a
+  tile; with tiles of 64 rows each computes a tile of its own (ping-pong).
   """
   pingpong = rows < _ROWS
   stage = (rows + terms * padded) * 64 * 2

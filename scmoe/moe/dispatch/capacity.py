@@ -1,9 +1,10 @@
-"""The capacity transport: fixed [E, C, D] buffers, one dense all-to-all each way.
+"""The capacity transport: a fixed buffer of C rows for each expert, filled or not.
 
 A *capacity group* is a run of consecutive tokens that have queues of their own, one per expert.
 Every device sends C rows per expert and group to the device that holds the expert. Choices beyond
 the C-th of a queue are dropped and counted. If C is the number of tokens of a group, no choice is
-dropped. Without an expert axis the buffer is not exchanged.
+dropped. One dense all-to-all sends the buffer, or each chunk of it, and another brings the outputs
+back. Without an expert axis nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -45,15 +46,16 @@ def capacity(
   align: int = 1,
   rule: str = "tutel",
 ) -> int:
-  """Rows of one expert's buffer, for T `tokens` of one capacity group and n = ⌈T / E⌉.
+  """C: rows of one expert's buffer, for T `tokens` of one capacity group and n = ⌈T / E⌉.
 
     factor > 0   k · ⌊factor · n⌋            what does not fit is dropped
     factor = 0   need                        nothing is dropped
     factor < 0   min(need, k · ⌊−factor · n⌋)   dropped only beyond this bound
 
   The result is rounded up to a multiple of `align`, which above 256 is itself first rounded up to a
-  multiple of 128 (Tutel's rules; floors truncate a double). `rule="megablocks"` takes
-  ⌊|factor| · k · T / E⌋ instead of k · ⌊|factor| · n⌋.
+  multiple of 128. These are Tutel's rules; products are float64 before they are rounded down.
+  `rule="megablocks"` takes ⌊|factor| · k · T / E⌋ instead of k · ⌊|factor| · n⌋. Without tokens the
+  result is 0.
 
   Worked example: five tokens, three experts, n = 2. With k = 1 and factor 1 an expert has 2 rows;
   with k = 2 and factor 1.25 it has 2 · ⌊2.5⌋ = 4.
@@ -70,7 +72,7 @@ def capacity(
     rule: `tutel` or `megablocks`.
 
   Raises:
-    ConfigError: the capacity rounds to zero.
+    ConfigError: the factor is not 0, but the capacity rounds down to 0.
   """
   if not tokens:
     return 0
@@ -113,11 +115,12 @@ def exact_capacity(count_GE: Array) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Capacity:
-  """Fixed buffers, one dense all-to-all each way. A choice without room is dropped and counted.
+  """The transport with a fixed buffer per expert; a choice without room is dropped and counted.
 
   Attributes:
     rows: C, rows of each expert's buffer from one capacity group of one device.
-    exchange: the ranks on the expert axis; E is a multiple of their number W.
+    exchange: the all-to-all between the ranks of the expert axis; E is a multiple of their number
+      W.
     groups: G, capacity groups of this device.
     chunks: parts of the buffers that travel, and are computed, one after the other (Tutel's overlap
       degree); G·C is a multiple of it.
@@ -134,6 +137,11 @@ class Capacity:
     self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any = None
   ) -> Dispatched:
     """Sends each kept choice's token to its expert's device.
+
+    Args:
+      x_TD: the tokens of this device.
+      routing: their choices.
+      experts: not used.
 
     Returns:
       `Dispatched` with rows [W, E / W, G·C / chunks, D] in each chunk, W being source ranks.
@@ -160,8 +168,10 @@ class Capacity:
     return Dispatched(tuple(rows), tuple(layouts), dropped, one, sent, routing.weight_TK)
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
-    """Sends the experts' outputs back. A token's output is the weighted sum of its choices;
-    dropped ones add 0."""
+    """Sends the experts' outputs back and adds up those of each token's choices, weighted: [T, D].
+
+    Dropped choices add 0.
+    """
     back = []
     for part in sent.rows:
       rows_WeCD = checkpoint_name(self.exchange.all_to_all(part), "moe_rows")
@@ -169,11 +179,13 @@ class Capacity:
     return sum_chunks(tuple(back), sent.weight_TK, sent.permutations)
 
   def _chunk(self, plan: Permutation, num_experts: int, chunk: int) -> Permutation:
-    """The permutation of one chunk: of every expert's G·C rows, [chunk · n, (chunk + 1) · n) with
-    n = G·C / chunks."""
+    """The permutation of one chunk of the buffer, from the permutation `plan` of all of it.
+
+    With n = G·C / chunks, the chunk has the rows [chunk · n, (chunk + 1) · n) of each expert's G·C.
+    """
     if self.chunks == 1:
       return plan
-    rows = self.groups * self.rows  # of an expert
+    rows = self.groups * self.rows  # rows of one expert in all chunks
     part = rows // self.chunks
     position_TK, nowhere = plan.row_TK % rows - chunk * part, num_experts * part
     inside_TK = (position_TK >= 0) & (position_TK < part) & (plan.row_TK < num_experts * rows)
@@ -182,13 +194,14 @@ class Capacity:
     return permutation_of(row_TK, copy_R)
 
   def plan(self, routing: Routing) -> tuple[Permutation, Array]:
-    """Which choice fills which row of the buffer [E, G, C], and how many found no room.
+    """Which choice fills which row of the buffer [E, G, C], and how many choices found no room.
 
-    Worked example: three tokens with the choices (0, 1), (0, 1), (1, 0), three experts, C = 2. The
-    positions are (0, 1), (1, 2), (0, 2), so the second choices of the last two find no room:
+    Worked example: three tokens with the choices (0, 1), (0, 1), (1, 0), three experts, G = 1 and
+    C = 2. The positions in the experts' queues are (0, 1), (1, 2), (0, 2), so the second choices of
+    the last two tokens find no room:
 
         row_TK = [[0, 3], [1, 6], [2, 6]]      6 = E·G·C: no row
-        copy_R = [0, 2, 4, 1, -1, -1]
+        copy_R = [0, 2, 4, 1, -1, -1]          choice t·K + k in each row; -1: an empty row
     """
     tokens, _ = routing.expert_TK.shape
     num_experts, groups = routing.num_experts, self.groups
@@ -203,17 +216,18 @@ class Capacity:
 def kept_choices(
   routing: Routing, rows: int, groups: int, order: str
 ) -> tuple[Array, Array, Array]:
-  """Decides which choices are dropped: those beyond the C-th in the queue of (group, expert).
+  """Decides which choices are kept: the first C in the queue of each capacity group and expert.
 
   Args:
-    routing: of this device.
+    routing: this device's choices.
     rows: C.
     groups: G, capacity groups of this device.
     order: who is served first; see `queue_positions`.
 
   Returns:
-    position_TK int32 (arbitrary for a choice that is not taken), kept_TK bool, and count_GE int32,
-    the queues' lengths before anything is dropped.
+    position_TK int32, the place in the queue (arbitrary for a choice that is not taken); kept_TK
+    bool, True for taken choices that are not dropped; and count_GE int32, the queues' lengths
+    before anything is dropped.
   """
   taken_TK = routing.taken_TK
   priority_T = routing.probs_TE.max(-1) if order == "priority" else None

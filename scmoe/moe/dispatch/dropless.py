@@ -52,13 +52,13 @@ OVERFLOW = 4
 
 
 def buffer_rows(choices: int, *, slack: float, peers: int, chunks: int = 1) -> int:
-  """P: rows for each peer in one chunk of the first round.
+  """P: rows for each peer in one chunk of the first round; all choices if there is one peer.
 
   Args:
     choices: T·K of one device.
-    slack: the round's room for a peer over the balanced share, choices / peers.
-    peers: W.
-    chunks: parts of the round.
+    slack: the round's room for a peer divided by the balanced share, choices / peers.
+    peers: W, the number of ranks, this one included.
+    chunks: number of parts of the round.
   """
   if peers == 1:
     return choices
@@ -66,18 +66,25 @@ def buffer_rows(choices: int, *, slack: float, peers: int, chunks: int = 1) -> i
 
 
 def overflow_rows(first_rows: int) -> int:
-  """P of an overflow round, from the rows per peer of the first round, all chunks together."""
+  """P of an overflow round: 1 / `OVERFLOW` of the first round's rows per peer, rounded up.
+
+  Args:
+    first_rows: rows per peer in the first round, all chunks together.
+  """
   return max(1, -(-first_rows // OVERFLOW))
 
 
 @dataclasses.dataclass(frozen=True)
 class Dropless:
-  """Rounds over a fixed buffer; needs an exchange (`Local` is dropless without one).
+  """The transport that sends all rows, in rounds over a fixed buffer; it needs an exchange.
+
+  Without an exchange, `Local` drops nothing either.
 
   Attributes:
-    exchange: the ranks on the expert axis.
-    slack: the first round's room for a peer over the balanced share; at least 1, usually 1.25.
-    chunks: parts of the first round that travel, and are computed, one after the other.
+    exchange: the all-to-all between the ranks of the expert axis.
+    slack: the first round's room for a peer divided by the balanced share; at least 1, by default
+      1.25.
+    chunks: number of parts of the first round that travel, and are computed, one after the other.
     order: in which a queue's choices stand; see `queue_positions`.
     longest: an upper bound of a queue's length, if one is known (`Packed`). A first round with room
       for so many rows needs no overflow rounds.
@@ -90,7 +97,7 @@ class Dropless:
   longest: int | None = None
 
   def dispatch(self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any) -> Dispatched:
-    """Runs the overflow rounds, then sends the first round: P rows to every peer in each chunk.
+    """Runs the overflow rounds, if any, then sends the first: P rows to every peer in each chunk.
 
     XLA runs no exchange beside a loop that contains exchanges, even if the loop runs zero times. So
     the loop ends before the first round's exchange begins, which dense work then can hide.
@@ -131,16 +138,18 @@ class Dropless:
       layouts.append(_layout_of_window(queues, chunk * size, size))
       windows.append(window)
     if overflow_TD is not None:
-      # In the backward pass, this barrier holds the first round's exchange and the overflow rounds
-      # until the experts' gradients are done.
+      # In the backward pass, this barrier makes the overflow rounds, and the exchange of the first
+      # chunk's gradient, wait until the experts have computed that gradient.
       rows[0], overflow_TD = barrier((rows[0], overflow_TD), "backward")
       overflow_TD = checkpoint_name(overflow_TD, "moe_rows")
     sent = tuple(windows), routing.weight_TK, overflow_TD
     return Dispatched(tuple(rows), tuple(layouts), none, rounds, *sent)
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
-    """Brings the first round's rows back, adds up each token's, weighted, and adds the overflow
-    rounds' part."""
+    """Brings the first round's outputs back and adds up those of each token, weighted: [T, D].
+
+    To this it adds the part that the overflow rounds have computed.
+    """
     back = []
     for rows_RD in sent.rows:
       ours = self.exchange.all_to_all(rows_RD.reshape(self.exchange.size, -1, rows_RD.shape[-1]))
@@ -149,7 +158,7 @@ class Dropless:
     return y_TD if sent.overflow_TD is None else y_TD + sent.overflow_TD.astype(y_TD.dtype)
 
   def _rows(self, routing: Routing) -> int:
-    """P: rows for each peer in one chunk of the first round."""
+    """P: rows for each peer in one chunk of the first round; no more than `longest` needs."""
     choices, peers, chunks = routing.expert_TK.size, self.exchange.size, self.chunks
     rows = buffer_rows(choices, slack=self.slack, peers=peers, chunks=chunks)
     return rows if self.longest is None else min(rows, -(-self.longest // chunks))
@@ -157,7 +166,7 @@ class Dropless:
   def _overflow(
     self, x_TD: Array, routing: Routing, queues: _Queues, rounds: Array, experts: Any
   ) -> Array:
-    """The part of y_TD from the rounds after the first; 0, without work, if one round is enough.
+    """The output's part [T, D] from the rounds after the first; 0 if one round is enough.
 
     The backward pass runs the same rounds again, each with its own vector-Jacobian product, so that
     memory does not depend on their number either. The rounds' outputs are added up in the type of
@@ -191,7 +200,7 @@ class Dropless:
 def _send_buffer(
   x_TD: Array, input_weight_TK: Array | None, queues: _Queues, window: Permutation
 ) -> tuple[Array, _Queues]:
-  """The rows of a send buffer, [R, D], weighted already if weights come before the experts.
+  """The rows of a send buffer, [R, D], weighted already if weights multiply the experts' input.
 
   Also returns the queues, tied to these rows by a barrier. The layout of the arriving rows is
   computed from the returned queues, so XLA computes it beside the exchange and not before it.
@@ -248,7 +257,8 @@ class _Queues:
   Attributes:
     peer_TK, rank_TK: int32, the queue of each choice and its position there; the position of a
       choice that is not taken is 2³¹ - 1, past every queue.
-    order_N: int32, all queues one after the other: the flat choice t·K + k at each position.
+    order_N: int32, all queues one after the other: the choice t·K + k at each position; -1 behind
+      the last queue.
     start_W, length_W: int32, where each queue begins in order_N, and its length.
     longest: int32 scalar, length of the longest queue of any rank of the exchange.
     received_We: int32, choices per local expert that each peer sends to this device.
@@ -267,7 +277,7 @@ class _Queues:
 
 
 def _make_queues(routing: Routing, exchange: Exchange, order: str) -> _Queues:
-  """The queues of this device.
+  """Makes the queues of this device's choices, one per peer.
 
   One small all-gather of the counts tells every rank both how many rows it will receive and the
   longest queue of any rank.
@@ -282,11 +292,12 @@ def _make_queues(routing: Routing, exchange: Exchange, order: str) -> _Queues:
   sent_We = routing.count_E.reshape(ranks, num_experts // ranks)
   with jax.named_scope("counts"):
     everyone_WWe = jax.lax.all_gather(sent_We, exchange.axis)  # [source, destination, expert]
-    # Named like the rows: a backward pass that recomputes its forward does not gather them again.
+    # The counts are named like the rows, so that a backward pass that recomputes the forward pass
+    # does not gather them again.
     everyone_WWe = checkpoint_name(everyone_WWe, "moe_rows")
   length_W = sent_We.sum(1)
   start_W = jnp.cumsum(length_W) - length_W
-  before_E = (jnp.cumsum(sent_We, 1) - sent_We).reshape(-1)  # earlier experts of the same peer
+  before_E = (jnp.cumsum(sent_We, 1) - sent_We).reshape(-1)  # choices of a peer's earlier experts
   peer_TK = expert_TK // (num_experts // ranks)
   rank_TK = before_E[expert_TK] + position_TK
   nowhere = jnp.iinfo(jnp.int32).max
@@ -320,12 +331,13 @@ def _window(queues: _Queues, low: Any, rows: int) -> Permutation:
 def _layout_of_window(queues: _Queues, low: Any, rows: int) -> RowLayout:
   """The expert of each row in a received window, and the row's position among that expert's rows.
 
-  Source rank s's queue holds its rows for expert 0, then expert 1, ...: the counts alone tell which
-  of them lie in the window [low, low + P). Of one expert's rows, rank 0's come first.
+  Experts are numbered from 0 on each device. Source rank s's queue holds its rows for expert 0,
+  then expert 1, ...: the counts alone tell which of them lie in the window [low, low + P). Of one
+  expert's rows, rank 0's come first.
 
   Rank 1 of the example above, where rank 1 sends itself one row for each of its two experts:
   received_We = [[3, 1], [1, 1]]. Of window [0, 2) it gets two rows from each rank. They are for its
-  experts 0 0 | 0 1, at positions 0 1 | 2 0 of their buffers, three and one in all.
+  experts 0 0 | 0 1, at positions 0 1 | 2 0 among their rows: three for expert 0, one for expert 1.
   """
   received_We = queues.received_We
   end_We = jnp.cumsum(received_We, 1)

@@ -1,4 +1,7 @@
-"""No exchange: all experts are on this device, or it gathers their weights and sends no rows."""
+"""The transport without an exchange: tokens stay on their device, where all experts compute.
+
+Either the device holds all experts, or it gathers their matrices (`dispatch.adaptive_r=0`).
+"""
 
 from __future__ import annotations
 
@@ -22,16 +25,20 @@ from scmoe.moe.types import Dispatched, Routing
 
 @dataclasses.dataclass(frozen=True)
 class Local:
-  """Tokens stay where they are; the experts gather rows, weigh and add them up. Nothing is dropped.
+  """The transport that leaves tokens where they are; the experts themselves gather and add up rows.
 
-  The backward pass then keeps no array of width D per choice. Only weights that multiply the
-  experts' input (`input_weight_TK`) need a row for each choice.
+  Nothing is dropped. No array with a row of width D for each choice is kept for the backward pass.
+  Only weights that multiply the experts' input (`input_weight_TK`) need a row for each choice.
   """
 
   def dispatch(
     self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any = None
   ) -> Dispatched:
-    """The tokens themselves, each with its choices; see `Transport.dispatch`."""
+    """The tokens themselves, with the experts of each; see `Transport.dispatch`.
+
+    If weights multiply the experts' input, it returns a weighted row for each choice, sorted by
+    expert.
+    """
     del experts
     one, none = jnp.ones((), jnp.int32), jnp.zeros((), jnp.int32)
     expert_TK = jnp.where(routing.taken_TK, routing.expert_TK, routing.num_experts)
@@ -47,8 +54,10 @@ class Local:
     return Dispatched((rows_RD,), (layout,), none, one, (permutation,), routing.weight_TK)
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
-    """The sum of each token's choices. The experts have computed it, unless weights multiply their
-    input: then this method does."""
+    """The sum of the experts' outputs for each token: [T, D].
+
+    The experts have computed it already, unless weights multiply their input.
+    """
     if not sent.permutations:
       return sent.rows[0]
     return sum_chunks(sent.rows, sent.weight_TK, sent.permutations)

@@ -12,7 +12,10 @@ TRANSPORTS = ("capacity", "packed", "dropless")
 
 @dataclasses.dataclass(frozen=True)
 class DispatchAblation(Options, path="dispatch.ablation"):
-  """Parts of the exchange, each of which an ablation sets apart. A run leaves them as they are."""
+  """Switches that take away a part of the exchange, so that a measurement shows its cost.
+
+  A run that trains or evaluates a model leaves them off.
+  """
 
   silent: bool = option(
     False,
@@ -23,7 +26,7 @@ class DispatchAblation(Options, path="dispatch.ablation"):
 
 @dataclasses.dataclass(frozen=True)
 class DispatchConfig(Options, path="dispatch"):
-  """How tokens travel to the experts."""
+  """Options of the transport: how tokens travel to the experts and back."""
 
   transport: str = option(
     "capacity",

@@ -1,9 +1,9 @@
 """The packed transport: capacity's drops, but only the rows that are kept travel.
 
-A buffer of capacity has room for C rows of every expert, filled or not: with a capacity factor of 2
-at least half of the rows that travel, and that the experts compute, are padding. This transport
-drops the same choices (`kept_choices`) and sends the kept ones as `Dropless` does. Its results are
-those of `Capacity`; only the cost differs.
+`Capacity` sends a buffer of C rows for every expert, filled or not. With a capacity factor of 2, at
+least half of the rows that travel and that the experts compute are padding, unless C is a group's
+number of tokens. This transport drops the same choices (`kept_choices`) and sends the kept ones as
+`Dropless` does. Its results are those of `Capacity` with the same C; only the cost differs.
 
 Worked example: two ranks with one expert each, C = 2. Four tokens of rank 0 choose the experts 0,
 0, 0 and 1; token 2 is dropped. Capacity sends two rows to each rank, one of those to rank 1 empty;
@@ -30,8 +30,8 @@ class Packed:
   """Drops the choices that `Capacity` drops, and sends only the kept ones.
 
   Attributes:
-    rows: C, rows that an expert takes from one capacity group of one device.
-    inner: the transport of the kept choices.
+    rows: C, the most rows that an expert takes from one capacity group of one device.
+    inner: the transport of the kept choices, `Local` without an exchange.
     groups: G, capacity groups of this device.
     order: who is served first; see `queue_positions`.
   """

@@ -39,12 +39,13 @@ def queue_positions(
     expert_TK: int32 in [0, E).
     num_experts: E.
     groups: G; divides T.
-    taken_TK: choices that take a position; the others' positions are arbitrary. None: all do.
+    taken_TK: choices that take a position and are counted; the others' positions are arbitrary.
+      None: all do.
     order: `choice`: within a group every first choice takes its position before any second choice,
       the first choices in the order of the tokens (GShard, Tutel). `priority`: the same with tokens
       by falling `priority_T`, ties by index (Tutel batch_prioritized_routing). `token`: by token,
       then choice (MegaBlocks).
-    priority_T: float, the tokens' largest probabilities; only for `priority`.
+    priority_T: float, the tokens' largest probabilities; needed for `priority`, unused otherwise.
 
   Returns:
     position_TK int32 and count_GE int32.
@@ -75,7 +76,9 @@ def queue_positions(
 
 
 def _by_priority(priority_T: Array, groups: int) -> tuple[Array, Array]:
-  """Tokens by falling priority within their group, ties by index, NaN last; and the inverse.
+  """The order of tokens by falling priority within their group, and its inverse: both int32 [T].
+
+  Equal priorities keep the order of the tokens, and NaN comes last.
 
   Worked example, one group: of priorities .2, .9, .5 the order is [1, 2, 0]. Its inverse [2, 0, 1]
   says that token 0 comes last.

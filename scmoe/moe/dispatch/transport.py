@@ -24,7 +24,10 @@ from scmoe.parallel.mesh import BATCH_AXES, axis_size
 
 
 class Transport(Protocol):
-  """How rows get to the experts and back; `tests/contracts/test_transports.py` is the contract."""
+  """The protocol of transports: how rows get to the experts and back.
+
+  `tests/contracts/test_transports.py` tests what each has to fulfil.
+  """
 
   def dispatch(self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any) -> Dispatched:
     """Brings rows to the devices of their experts.
@@ -34,12 +37,17 @@ class Transport(Protocol):
       routing: their choices.
       experts: `(rows, layout) -> rows`; for transports that compute some rows within dispatch, as
         `Dropless` does in its overflow rounds.
+
+    Returns:
+      The rows at their experts, and what `combine` needs.
     """
     ...
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
-    """The inverse, after the experts: y[t] = Σ_k weight[t, k] · expert[t, k](x[t]), in the rows'
-    type.
+    """Brings the experts' outputs back to their tokens and adds them up, in the rows' type.
+
+    The result is y[t] = Σ_k weight[t, k] · expert[t, k](x[t]) over the choices that were not
+    dropped. If weights multiply the input, it is Σ_k expert[t, k](weight[t, k] · x[t]).
 
     Args:
       sent: the result of `dispatch`, with the experts' outputs in place of its rows.
@@ -49,7 +57,7 @@ class Transport(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Computed:
-  """Hands the choices of computing experts to another transport, without those of zero experts.
+  """A transport that leaves out zero experts and hands the other choices to another transport.
 
   Attributes:
     inner: the transport of the computing experts' rows.
@@ -58,11 +66,11 @@ class Computed:
   inner: Transport
 
   def dispatch(self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any) -> Dispatched:
-    """See `Transport.dispatch`."""
+    """Dispatches the choices of computing experts only; see `Transport.dispatch`."""
     return self.inner.dispatch(x_TD, routing.computed, experts)
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
-    """The computing experts' part; `MoE.completed` adds the zero experts'. See `Transport`."""
+    """The computing experts' part of the output; `MoE.completed` adds that of the zero experts."""
     return self.inner.combine(sent)
 
 
@@ -79,17 +87,19 @@ def make_transport(
   zero_experts: int = 0,
   real_share: float = 1.0,
 ) -> Transport:
-  """The transport of a layer on this device.
+  """Makes the transport of one call of a layer on this device.
 
-  Without an exchange no buffer needs a fixed size. `capacity` then runs as `Packed`, unless the
-  experts take buffers of equal size. A user's own transport (`dispatch.transport=module:Name`) is
+  A call that may drop nothing gets `Local` without an exchange, and `Dropless` with one. Without an
+  exchange no buffer needs a fixed size: `capacity` then runs as `Packed`, unless the experts take
+  buffers of equal size. Given a `capacity_factor` that is not 0, `dropless` drops as `capacity`
+  does. A user's own transport (`dispatch.transport=module:Name`) is
   called with `config`, `tokens`, `num_experts`, `k`, `order`, `capacity_factor`, `no_drop` and
   `exchange`.
 
   Args:
-    config: of the layer.
+    config: the layer's options of the transport.
     tokens: T of this device.
-    num_experts: E, those that compute.
+    num_experts: E, number of experts that compute.
     k: choices per token.
     order: who is served first; see `queue_positions`.
     capacity_factor: for this call, instead of the configured one (Tutel's runtime capacity); 0
@@ -100,7 +110,8 @@ def make_transport(
     real_share: expected share of the choices that computing experts get; buffers are sized for it.
 
   Raises:
-    ConfigError: an argument is out of range, a buffer would have no rows, or groups do not divide.
+    ConfigError: an argument is out of range, a buffer would have no rows, `dispatch.groups` does
+      not divide evenly over the devices, or the user's transport cannot be made.
   """
   check_type("config", config, DispatchConfig)
   check_choice("order", order, ORDERS)
@@ -148,8 +159,11 @@ def make_transport(
 
 
 def make_exchange(config: DispatchConfig) -> Exchange:
-  """The exchange of rows over the expert axis. It moves nothing if that axis has one device, or if
-  weights are gathered instead of rows (`adaptive_r` = 0)."""
+  """The exchange of rows over the expert axis, as the options configure it.
+
+  It moves nothing if that axis has one device, or if the experts' matrices are gathered and rows
+  stay where they are (`adaptive_r` = 0).
+  """
   size = axis_size("expert")
   if size == 1 or config.adaptive_r == 0:
     return Exchange()
@@ -157,7 +171,11 @@ def make_exchange(config: DispatchConfig) -> Exchange:
 
 
 def _local_groups(config: DispatchConfig) -> int:
-  """Capacity groups of one device: `dispatch.groups` divided by the number of batch shards."""
+  """Capacity groups of one device: `dispatch.groups` over the number of batch shards; for 0, one.
+
+  Raises:
+    ConfigError: `dispatch.groups` is not a multiple of the number of batch shards.
+  """
   shards = axis_size(*BATCH_AXES)
   groups = config.groups or shards
   if groups % shards:

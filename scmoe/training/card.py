@@ -64,7 +64,7 @@ def read_card(workdir: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-  """Python's version and those of the packages that decide what a run computes."""
+  """Versions of Python, scmoe and the installed ones of `PACKAGES`, by name."""
   found = {"python": platform.python_version()}
   for name in ("scmoe", *PACKAGES):
     try:
@@ -75,7 +75,7 @@ def versions() -> dict[str, str]:
 
 
 def devices() -> dict[str, Any]:
-  """Kind and number of the devices of all processes."""
+  """Platform and kind of the first device, and the numbers of devices and processes of the run."""
   import jax  # here, since readers of a card do without jax
 
   first = jax.devices()[0]
@@ -84,7 +84,7 @@ def devices() -> dict[str, Any]:
 
 
 def commit(folder: Path) -> dict[str, Any]:
-  """Commit of the checkout around `folder`, and whether tracked files in `folder` differ from it.
+  """`commit` of the checkout around `folder`; `changed`: tracked files in `folder` differ from it.
 
   {} if there is no checkout, or git does not answer.
   """

@@ -10,16 +10,18 @@ from collections.abc import Mapping
 
 import numpy as np
 
-# A layer has collapsed if more than this share of its experts has no token,
+# A layer has collapsed if more than the share DEAD of its E experts have no token, or if its
+# diversity, which is exp(entropy of the load) / E, is below DIVERSITY.
 DEAD = 0.25
-DIVERSITY = 0.3  # or if exp(entropy of the load) / E is below this.
+DIVERSITY = 0.3
 
 
 class CollapseAlarm:
   """Reports a collapsed router once for each layer, and again if it recovers and collapses anew.
 
   Args:
-    steps: how many steps a layer must have been collapsed before it is reported; 0: no alarm.
+    steps: number of steps without a break for which a layer must have been collapsed before it is
+      reported; 0: no alarm.
   """
 
   def __init__(self, steps: int):
@@ -28,7 +30,7 @@ class CollapseAlarm:
     self._said: set[int] = set()
 
   def check(self, step: int, arrays: Mapping[str, np.ndarray]) -> str | None:
-    """One line about the layers to report now, or None.
+    """One line about the layers whose collapse is to be reported now, or None.
 
     Args:
       step: number of the step of these statistics. Steps between two calls count like the earlier

@@ -41,18 +41,19 @@ Poll = Callable[[], bool]
 
 
 class Trainer:
-  """One training run. `run` trains; a new one of the same arguments resumes.
+  """One training run. `run` trains; `run` of a new `Trainer` of the same arguments resumes.
 
   Args:
     built: the model and its options.
     data: the training data.
     workdir: of the run.
     evaluate: `(state, stopping)` -> scalars. It calls `stopping()` before every batch and returns
-      None once that is true. Runs after the step's checkpoint, so that a failure loses nothing.
-    sample: `state` -> text; runs after the step's checkpoint too.
+      None once that is true. Where a step has a checkpoint too, that comes first, so that a failure
+      loses nothing. None: no evaluation.
+    sample: `state` -> text; runs after evaluation. None: no samples.
     header: printed first.
     card: this start's arguments for `scmoe.training.card.write_card`; None: no card.
-    warm_start: puts other weights into the state of a new run, before its first step.
+    warm_start: puts other parameters into the state of a new run, before its first step.
     teacher: makes `TrainState.teacher`; called at every start, since checkpoints omit it.
   """
 
@@ -81,11 +82,13 @@ class Trainer:
       the final state.
 
     Raises:
-      ConfigError: a setting is unusable, the workdir is taken, or differs from the stored one.
+      ConfigError: a setting is unusable or differs from the checkpoint's, or another process uses
+        the workdir.
       DataError: the data ended, or are not those of the checkpoint.
-      CheckpointError: there are checkpoints but none is valid.
-      StorageError: nothing can be written.
-      NonFiniteError: too many steps in a row were not finite.
+      CheckpointError: there are checkpoints but none is valid, or its position in the data is not.
+      StorageError: the workdir cannot be written, or too many saves in a row failed.
+      NonFiniteError: too many steps in a row were not finite, or one was a spike with
+        train.spike_action=stop.
       Preempted: asked to stop (signal or train.stop_after), and saved.
     """
     train, accumulation = self.built.train, self._check()
@@ -117,7 +120,11 @@ class Trainer:
         run.close()
 
   def _check(self) -> int:
-    """Checks what depends on several sections; returns the number of microbatches."""
+    """Checks that batches divide over mesh and processes; returns the microbatches of a step.
+
+    Raises:
+      ConfigError: they do not, or `train.tokens_per_step` is no whole number of microbatches.
+    """
     train, shards = self.built.train, self.built.mesh.size // self.built.mesh.shape["tensor"]
     train.check_mesh(shards, jax.process_count())
     if shards % jax.process_count():
@@ -145,24 +152,27 @@ class _Run:
     self.batches = trainer.data.train()
     self.pending: tuple[int, dict, dict] | None = None  # results of a step, not yet read
     self.batch: Batch | None = None
-    self.compiled: set[str] = set()  # kinds of work that have run once: no extra time for compiling
+    self.compiled: set[str] = set()  # kinds of work that began before: no extra time to compile
     self.evaluated_step = -1
     self.tracing = False
-    self.skipping = False  # the last step whose results were read was skipped
+    self.skipping = False  # `skipped_in_row` was not 0 in the last results that were read
     self.tokens_per_step = accumulation * built.train.batch_size * built.sequence_length
     self.journal = Journal(built, workdir, self.tokens_per_step)
     self.step_fn = fastest_step(built, self.abstract, workdir, say=self.journal.say)
 
   @property
   def abstract_batch(self) -> Any:
-    """Shapes and shardings of one step's batch."""
+    """One step's batch as `jax.ShapeDtypeStruct`s with shardings."""
     place = lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.batch_sharding)
     return jax.tree.map(place, self.built.batch_shapes)
 
   # -- beginning and end ------------------------------------------------------------------------
 
   def start(self) -> None:
-    """Restores the newest valid checkpoint, or initialises; opens the outputs."""
+    """Restores the newest valid checkpoint, or initialises; opens the outputs.
+
+    Also makes up for the evaluation of the restored step, if it is due and metrics.jsonl lacks it.
+    """
     built, trainer = self.built, self.trainer
     stored = self.abstract.for_checkpoint()
     restored = self.checkpointer.restore_latest_valid(stored, self._compare)
@@ -211,7 +221,14 @@ class _Run:
       raise StorageError(f"{path} cannot be written: {error.strerror}") from None
 
   def finish(self) -> TrainState:
-    """Saves; then raises `Preempted` if the run was stopped, or else evaluates and sums up."""
+    """Saves; raises `Preempted` if the run was stopped, or else evaluates, samples and sums up.
+
+    Returns:
+      the final state, as a checkpoint holds it.
+
+    Raises:
+      Preempted: the run was stopped before its last step, or before that step's evaluation.
+    """
     train = self.train
     self._flush()
     self.save(final=True)
@@ -237,7 +254,13 @@ class _Run:
       self.checkpointer.close()
 
   def _compare(self, meta: dict[str, Any]) -> None:
-    """Refuses a checkpoint of another configuration or other data; prints permitted changes."""
+    """Refuses a checkpoint of another configuration or other data; prints permitted changes.
+
+    In a checkpoint of weights alone only the architecture is compared.
+
+    Raises:
+      ConfigError, DataError: as `check_config` and `check_data`.
+    """
     allow = self.built.checkpoint.allow_config_change
     current, stored = json.loads(json.dumps(self.built.config)), meta.get("config", {})
     if meta.get(WEIGHTS_ONLY):  # nothing was trained: only the architecture is fixed
@@ -257,11 +280,16 @@ class _Run:
     return self.stop.poll() or 0 < self.train.stop_after <= self.step
 
   def due(self, every: int) -> bool:
-    """True if this step is a multiple of `every`; the last step is left to `finish`."""
+    """True if this step, neither 0 nor the last, is a multiple of `every`; `every` 0: never."""
     return bool(every) and self.step % every == 0 and 0 < self.step < self.train.steps
 
   def one_step(self) -> None:
-    """Dispatches a step; reads and logs the results of the one before while the device works."""
+    """Dispatches a step; reads and logs the previous step's results while the device works.
+
+    Raises:
+      DataError: the data ended.
+      NonFiniteError: as `_flush`.
+    """
     self._profile()
     self.arm("step", allowance=self.step_fn.compiles_next)
     began = time.perf_counter()
@@ -301,7 +329,7 @@ class _Run:
     """Waits for the pending step, if there is one, and logs it where due.
 
     Raises:
-      NonFiniteError: one skipped step too many.
+      NonFiniteError: one skipped step too many in a row, or a spike with train.spike_action=stop.
     """
     if self.pending is None:
       return
@@ -327,7 +355,7 @@ class _Run:
       self._give_up(step, values)
 
   def _give_up(self, step: int, values: dict[str, Any]) -> None:
-    """Ends the run and writes the files that reproduce the failure."""
+    """Writes the files that repeat the failed step, then raises `NonFiniteError`."""
     state = self.state.for_checkpoint()
     how = {"step": step, "seed": self.train.seed, "variant": self.step_fn.variant.given}
     left = write_replay(
@@ -342,12 +370,15 @@ class _Run:
   # -- between steps ----------------------------------------------------------------------------
 
   def save(self, *, final: bool = False) -> None:
-    """Starts a checkpoint of this step; `final` waits for it."""
-    self._flush()  # its line is in metrics.jsonl before the step counts as done
+    """Starts a checkpoint of this step unless it has one; `final` waits until it is written.
+
+    Also compares the hosts' times (`Journal.compare_hosts`).
+    """
+    self._flush()  # so the step's line is in metrics.jsonl before the step counts as done
     self.arm("save", allowance=True)
     arguments = lambda: (self.step, self.state.for_checkpoint(), self.batches.state(), self._meta())
     if final:
-      # If `wait` finds that the last save failed, this step does not count as saved.
+      # If `wait` finds that the save under way failed, this step does not count as saved.
       if not (self.checkpointer.wait() and self.checkpointer.last_saved == self.step):
         self.checkpointer.save_now(*arguments())
     elif self.checkpointer.last_saved != self.step:
@@ -356,7 +387,7 @@ class _Run:
     self._pause()
 
   def evaluate(self) -> None:
-    """Evaluates this step; drops the evaluation if the run is asked to stop meanwhile."""
+    """Evaluates this step if the trainer can; a request to stop meanwhile drops the evaluation."""
     if self.trainer.evaluate is None:
       return
     self._flush()
@@ -368,7 +399,10 @@ class _Run:
     self._pause()
 
   def sample(self) -> None:
-    """Prints a sample of the model's text. A sample that fails does not stop the run."""
+    """Prints a sample of the model's text, if the trainer has `sample` and `sample_tokens` is not 0.
+
+    A sample that fails does not stop the run.
+    """
     if self.trainer.sample is None or not self.train.sample_tokens:
       return
     self._flush()
@@ -381,7 +415,10 @@ class _Run:
     self._pause()
 
   def _evaluated(self) -> bool:
-    """True if this step needs no evaluation; all processes get the same answer."""
+    """True if this step needs no evaluation: it has one, or the trainer makes none.
+
+    All processes get the same answer.
+    """
     if self.trainer.evaluate is None or self.evaluated_step == self.step:
       return True
     return first_decides(self.journal.has_evaluation(self.step))
@@ -391,8 +428,13 @@ class _Run:
     return self.stop.poll()
 
   def arm(self, what: str, *, allowance: bool = False) -> None:
-    """Arms the watchdog. A kind of work that runs for the first time, and so compiles, gets more
-    time (`train.first_step_seconds`), as does work with `allowance`."""
+    """Gives the work that begins now a limit of time, if `train.watchdog_seconds` is not 0.
+
+    Args:
+      what: kind of the work. The first of each kind compiles, so its limit is
+        `train.first_step_seconds`, if that is longer than `train.watchdog_seconds`.
+      allowance: the work gets the longer limit every time.
+    """
     train = self.train
     if not train.watchdog_seconds:
       return
@@ -408,7 +450,7 @@ class _Run:
     self.watchdog.disarm()
 
   def _profile(self) -> None:
-    """Starts jax's profiler before `train.profile_step`, and stops it `train.profile_steps` later.
+    """Starts jax's profiler before step `train.profile_step`; stops it `profile_steps` steps later.
 
     The trace is taken in this process, so no port is opened for a profiler's client.
     """
@@ -423,7 +465,7 @@ class _Run:
       self.tracing = False
 
   def _meta(self) -> dict[str, Any]:
-    """The description that a checkpoint carries beside its arrays."""
+    """Configuration, data fingerprint, mesh, processes, tokens and versions, for a checkpoint."""
     return {
       "config": self.built.config,
       "data_fingerprint": self.trainer.data.fingerprint(),

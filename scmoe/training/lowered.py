@@ -5,7 +5,7 @@ so every start lowers first. For a Pallas kernel that means Mosaic's layout infe
 `gpt2_moe_small` lowers seventeen kernels in 6 s before XLA loads the result in 0.4 s
 (experiments/LOG.md, 2026-11-26). Tracing is cheap, so here the traced program is the key:
 
-    trace -> digest of jaxpr, package, jax, device -> kept StableHLO, or lower it and keep it
+    trace -> digest of jaxpr, package, jax, ... (`_key`) -> kept StableHLO, or lower it and keep it
 
 Both starts compile the exported program (`jax.export`), so at the second start jax's cache finds
 what the first compiled.
@@ -42,8 +42,9 @@ def lower(step: Any, traced: Any, args: tuple[Any, ...], *, gpu: bool) -> Any:
   """`traced.lower()`, read from jax's cache folder if an earlier start kept it there.
 
   Only programs of one GPU, without arguments in the host's memory, are kept: they hold the kernels
-  whose lowering takes seconds. All others are lowered as usual, as is a program that cannot be
-  exported because it calls back to Python.
+  whose lowering takes seconds. All others are lowered as usual, as is a program that calls back to
+  Python, which cannot be exported. Without jax's cache folder, or without the package flatbuffers,
+  every program is lowered as usual.
 
   Args:
     step: a `jax.jit`-ed function.
@@ -78,7 +79,7 @@ def _can_export() -> bool:
 
 
 def _on_one_device(args: tuple[Any, ...]) -> bool:
-  """Whether all arguments lie in the memory of one device."""
+  """Whether all arguments lie on one device and, of a GPU, in its own memory."""
   devices = set()
   for x in jax.tree.leaves(args):
     sharding = getattr(x, "sharding", None)
@@ -95,7 +96,12 @@ def _is_gpu(sharding: Any) -> bool:
 
 
 def _key(traced: Any) -> str:
-  """A digest of everything that decides what the lowered program is."""
+  """32 hexadecimal digits that name the lowered program of a traced one.
+
+  A digest of the jaxpr and its constants, argument types and compiler options, this package's code,
+  the versions of jax and jaxlib, the kind of device, and environment variables (`_RELEVANT`) and
+  options of jax that may change the program.
+  """
   digest = hashlib.sha256()
   for part in (
     _ADDRESS.sub("", str(traced.jaxpr)),
@@ -112,13 +118,13 @@ def _key(traced: Any) -> str:
 
 
 def _shapes(name: str) -> bool:
-  """Whether an option of jax may change a program; its folders and logs do not."""
+  """Whether the option of jax with this name may change a program; caches and logs do not."""
   return not any(word in name for word in ("cache", "log", "dump", "traceback", "debug"))
 
 
 @functools.cache
 def _sources() -> str:
-  """A digest of this package's code: kernels may change while jaxprs read the same."""
+  """A digest of this package's Python files: kernels may change while jaxprs read the same."""
   digest = hashlib.sha256()
   root = Path(scmoe.__file__).parent
   for file in sorted(root.rglob("*.py")):
@@ -145,7 +151,10 @@ def _exported(step: Any, args: tuple[Any, ...]) -> bytes:
 
 
 def _as_step(program: bytes, traced: Any) -> Any:
-  """A jitted function that is called, compiled and donates as the traced one does."""
+  """A jitted function that runs a kept program like the traced function.
+
+  It has the traced function's name, arguments, results, donated arguments and compiler options.
+  """
   exported = export.deserialize(bytearray(program))
   out_tree = jax.tree.structure(traced.out_info)
   infos = [jax.tree.leaves(info) for info in traced.args_info[0]]
@@ -162,7 +171,7 @@ def _as_step(program: bytes, traced: Any) -> Any:
 
 
 def _read(file: Path) -> bytes | None:
-  """A kept program, or None if there is no whole one."""
+  """The program that a file keeps; None if there is no file, or its digest does not fit."""
   try:
     content = read_bytes(file, _MOST)
   except (OSError, StoredError):
@@ -172,7 +181,7 @@ def _read(file: Path) -> bytes | None:
 
 
 def _keep(file: Path, program: bytes) -> None:
-  """Writes a program; a full or read-only disk only costs the next start its time."""
+  """Writes a program and its digest; if that fails, the next start lowers again."""
   try:
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, hashlib.sha256(program).digest() + program)

@@ -1,6 +1,7 @@
 """Outputs of a run: metrics.jsonl, the console line, TensorBoard, trackers, router files.
 
-The record of a run is metrics.jsonl (`MetricsFile`). Every other output may fail; the run goes on.
+The record of a run is metrics.jsonl (`MetricsFile`): lines that cannot be written are written
+later. Every other output may fail without its lines; the run goes on.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ MOST_METRICS = 2**33  # most bytes that are read: a million lines with the numbe
 ROUTER = "router"
 _LINE = {"step": int, "kind": Maybe(str), "layers": Maybe({"*": list})}
 _ROUTER_FILE = re.compile(r"step_([0-9]{1,18})\.npz")
-_LONGEST_LIST = 1024  # per-layer arrays with up to so many numbers also go into metrics.jsonl
+_LONGEST_LIST = 1024  # per-layer arrays of at most so many numbers also go into metrics.jsonl
 
 
 class Sink(Protocol):
-  """A further place for scalars; see `TensorBoard`."""
+  """A place for scalars besides metrics.jsonl, e.g. `TensorBoard`."""
 
   def write(self, step: int, scalars: dict[str, Any]) -> None:
     """Stores the scalars of a step."""
@@ -51,10 +52,13 @@ class MetricsFile:
 
   Args:
     workdir: of the run.
-    resumed_step: lines of later steps, which are about to be done again, and a half-written last
-      line are removed.
+    resumed_step: lines of later steps, which are about to be done again, and broken lines are
+      removed at once.
 
   A line that cannot be written (full disk) is kept in memory and written with the next.
+
+  Raises:
+    StorageError: lines have to be removed, and the file cannot be written.
   """
 
   def __init__(self, workdir: Path, resumed_step: int):
@@ -112,12 +116,19 @@ def _ends_a_line(file: BinaryIO) -> bool:
 
 
 def read_metrics(workdir: str | os.PathLike[str], kind: str = "train") -> list[dict[str, Any]]:
-  """Lines of one kind (train, eval, hosts or end) of a run's metrics.jsonl, oldest first."""
+  """Lines of one kind (train, eval, hosts or end) of a run's metrics.jsonl, oldest first.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    StoredError: it cannot be read.
+  """
   return metrics_by_kind(workdir).get(kind, [])
 
 
 def metrics_by_kind(workdir: str | os.PathLike[str]) -> dict[str, list[dict[str, Any]]]:
   """All lines of a run's metrics.jsonl by their kind, oldest first; broken lines are left out.
+
+  A line without a kind is one of `train`.
 
   Raises:
     FileNotFoundError: there is no such file.
@@ -134,7 +145,7 @@ def _summary_writer() -> Any:
   """tensorboardX's `SummaryWriter`; imported here, since that takes a second and is optional.
 
   tensorboardX imports torch where it is installed, to accept its tensors. That takes 4 to 10 s, and
-  this package writes plain numbers.
+  this package writes plain numbers, so torch is hidden from the import unless it is loaded already.
   """
   hidden = "torch" not in sys.modules
   if hidden:
@@ -201,6 +212,8 @@ class Tracker:
 class Metrics:
   """Writes to metrics.jsonl and to the sinks; a sink that fails is dropped with one warning.
 
+  Router files of steps after `resumed_step` are removed at once.
+
   Args:
     workdir: of the run.
     resumed_step: see `MetricsFile`.
@@ -237,7 +250,7 @@ class Metrics:
       warn(f"no {name}: {type(error).__name__}: {error}")
 
   def write(self, step: int, values: dict[str, Any], kind: str = "train") -> None:
-    """Writes a line to metrics.jsonl, and the same scalars to every sink."""
+    """Writes a line to metrics.jsonl, and its values to every sink under the names `kind/name`."""
     self.file.write(step, values, kind)
     for sink in list(self.sinks):
       try:
@@ -256,7 +269,10 @@ class Metrics:
     self.sinks.clear()
 
   def write_router(self, step: int, arrays: dict[str, np.ndarray]) -> None:
-    """Per-layer arrays as WORKDIR/router/step_N.npz (float32), whole or not at all."""
+    """Writes per-layer arrays to WORKDIR/router/step_N.npz (float32), whole or not at all.
+
+    A file that cannot be written causes a warning.
+    """
     path = self._router / f"step_{step:08d}.npz"
     values: dict[str, Any] = {name: x.astype(np.float32) for name, x in arrays.items()}
     content = io.BytesIO()
@@ -275,7 +291,10 @@ def router_files(workdir: Path) -> list[tuple[int, Path]]:
 
 
 def short_lists(arrays: dict[str, np.ndarray]) -> dict[str, list]:
-  """Per-layer arrays [L] and [L, E], compact enough for a line of metrics.jsonl."""
+  """Per-layer arrays [L] and [L, E] as lists of numbers with four significant digits.
+
+  Arrays of more than 1024 numbers are left out: they are too long for a line of metrics.jsonl.
+  """
 
   def short(value: Any) -> Any:
     return list(map(short, value)) if isinstance(value, list) else float(f"{value:.4g}")
@@ -290,8 +309,9 @@ def short_lists(arrays: dict[str, np.ndarray]) -> dict[str, list]:
 class Means:
   """Means of a few scalars over the steps since the last line that was logged.
 
-  Left out are values that are not finite, and skipped steps; but a step that was skipped for an
-  overflow of a scaled loss counts, since its loss is finite.
+  Values that are not finite and skipped steps are left out. A step that was skipped because its
+  gradients overflowed, which lowers the loss scale, counts if the step before it did not fail:
+  its loss is finite.
   """
 
   NAMES = ("loss", "cross_entropy", "accuracy", "drop")
@@ -315,8 +335,11 @@ class Means:
 
 
 def memory_in_use() -> dict[str, int]:
-  """Peak bytes of this process: `device_memory_bytes`, of the fullest device, where it is counted,
-  and `host_memory_bytes`, where the system tells."""
+  """Peak memory in bytes, of this process and of the fullest of its devices.
+
+  Returns:
+    `device_memory_bytes`, where jax counts it, and `host_memory_bytes`, where the system tells it.
+  """
   import jax
 
   found = {}
@@ -348,11 +371,14 @@ class Meter:
     self._recent: deque[float] = deque(maxlen=4096)
 
   def begin(self) -> None:
-    """A step was dispatched."""
+    """Notes that a step was dispatched."""
     self._begun = True
 
   def tick(self) -> None:
-    """A step's results were read."""
+    """Notes that a step's results were read, and how long it took since the last `tick`.
+
+    No time is noted after `pause`, or without a `begin` since the last `tick`.
+    """
     now = time.perf_counter()
     if self._last is not None and self._begun:
       self._interval.append(now - self._last)
@@ -377,7 +403,9 @@ class Meter:
 
 
 def console_line(step: int, steps: int, values: dict[str, Any]) -> str:
-  """One line for people; figures that are not known are left out.
+  """One line for people; unknown figures are left out, and so are infinities and NaN.
+
+  A loss or gradient norm that is not finite is shown.
 
   Reads `loss`, `lr`, `grad_norm`, `tokens_per_second`, `mfu` (0 to 1), `eta_seconds`, `drop` (share
   of choices), `imbalance` (busiest expert over the mean) and `skipped`.
@@ -415,7 +443,13 @@ def duration(seconds: float) -> str:
 
 
 class Bar:
-  """A progress bar on a terminal; elsewhere, or for 0 steps, it prints lines alone."""
+  """A progress bar on a terminal; elsewhere, or for 0 steps, it prints lines alone.
+
+  Args:
+    start: steps done before.
+    steps: steps of the whole run.
+    shown: False (on all processes but the first): there is no bar, and no line is printed.
+  """
 
   def __init__(self, start: int, steps: int, *, shown: bool = True):
     self._shown, self._bar = shown, None
@@ -425,12 +459,12 @@ class Bar:
       self._bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, leave=False)
 
   def advance(self) -> None:
-    """One step done."""
+    """Moves the bar on by one step."""
     if self._bar is not None:
       self._bar.update()
 
   def print(self, text: str) -> None:
-    """Prints a line above the bar, on the first process only."""
+    """Prints a line, above the bar if there is one; nothing unless `shown`."""
     if self._bar is not None:
       self._bar.write(text)
     elif self._shown:
@@ -449,7 +483,11 @@ def _is_terminal() -> bool:
 
 
 def _repair(path: Path, last_step: int) -> list[dict[str, Any]]:
-  """Rewrites the file without broken lines and steps after `last_step`; returns what stays."""
+  """Rewrites the file without broken lines and lines after `last_step`; returns those that stay.
+
+  Raises:
+    StorageError: the file cannot be read or written.
+  """
   try:
     lines, broken = _parse(read_bytes(path, MOST_METRICS))
     kept = [line for line in lines if line["step"] <= last_step]

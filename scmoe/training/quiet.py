@@ -11,9 +11,10 @@ from typing import Any
 def quiet_libraries() -> None:
   """Keeps the tracebacks of orbax and tensorstore off standard error: ours are one-line warnings.
 
-  orbax logs tracebacks. When one of its reads or writes fails, it closes its event loop. Every
-  other read or write then raises in a tensorstore thread, and tensorstore passes the exception to
-  `sys.unraisablehook`: over a hundred tracebacks for one full disk.
+  orbax logs tracebacks, so the loggers `absl` and `asyncio` are set to critical errors only. When
+  one of orbax's reads or writes fails, it closes its event loop. Every other read or write then
+  raises in a tensorstore thread, and tensorstore passes the exception to `sys.unraisablehook`: over
+  a hundred tracebacks for one full disk, which are dropped.
   """
   for name in ("absl", "asyncio"):
     logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -22,7 +23,7 @@ def quiet_libraries() -> None:
 
 
 class _WithoutClosedLoops:
-  """A `sys.unraisablehook` that passes on every exception but that of a closed event loop."""
+  """A `sys.unraisablehook` that passes on all exceptions but "Event loop is closed"."""
 
   def __init__(self, hook: Callable[..., Any]):
     self._hook = hook

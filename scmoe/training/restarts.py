@@ -18,8 +18,8 @@ from typing import Any
 from scmoe.base.output import warn
 from scmoe.training.signals import hangups
 
-FINAL = (0, 2, 3, 4, 5, 6, 75)
-LONGEST_WAIT = 60.0  # seconds between two starts
+FINAL = (0, 2, 3, 4, 5, 6, 75)  # exit codes that are passed on; see `scmoe.base.errors`
+LONGEST_WAIT = 60.0  # most seconds between two starts; the wait begins at 1 s and doubles
 
 
 def supervise(
@@ -31,13 +31,14 @@ def supervise(
 ) -> int:
   """Runs a command until it ends for good. Returns its exit code; 128 + N if signal N killed it.
 
-  SIGTERM and SIGHUP are passed on to it; then it is not started again.
+  SIGTERM and SIGHUP (unless nohup ignores it) are passed on to the command, which is then not
+  started again.
 
   Args:
     command: program and arguments.
     restarts: most restarts in a row without a later checkpoint.
-    progress: the step of the newest checkpoint.
-    wait: sleeps so many seconds.
+    progress: returns the step of the newest checkpoint.
+    wait: sleeps for the seconds that it is given.
   """
   child: subprocess.Popen[bytes] | None = None
   asked = False

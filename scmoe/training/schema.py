@@ -12,6 +12,7 @@ is of the present schema.
 | overlap.backward_slot                        | overlap.backward                               |
 | overlap.barriers                             | overlap.order                                  |
 | overlap.gradients                            | gone: each device adds up its own              |
+| overlap.command_buffers = True, False        | overlap.command_buffers = on, auto             |
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from scmoe.models.vision.options import VisionConfig
 SCHEMA = 2
 _EXPERTS = re.compile(r"(?<=\bmoe\.)(?=(up|gate|down|up_bias|down_bias)$)")
 _GONE = ("router.skewed",)
-_MOST_BLOCKS = 1024  # of a pair, that are believed: a stored configuration may hold any number
+_MOST_BLOCKS = 1024  # most `model.moe_every` that is used: a damaged file may hold any number
 _COMPAT = ("order", "weights", "weight_norm", "jitter", "uniform", "round_to")
 # Fields that later versions added, by the names with which they were added, and the value that
 # describes what earlier runs did. Without it the missing field would count as a change of the
@@ -94,7 +95,7 @@ _SINCE = {
   },
   "overlap": {"search_seconds": 90.0, "flight": 1},  # change no result
 }
-# Sections that later versions added, as runs before them would have had them.
+# Sections that later versions added, with the values that describe what earlier runs did.
 _SECTIONS = {"augment": dataclasses.asdict(AugmentConfig())}
 
 
@@ -123,7 +124,11 @@ def upgraded(meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def _completed(config: dict[str, Any]) -> dict[str, Any]:
-  """A stored configuration with the fields that later versions added."""
+  """A stored configuration with the fields that later versions added, with earlier runs' values.
+
+  Sections that later versions added are added to a whole configuration only, which has `model` and
+  `data`.
+  """
   stored = {part: config[part] for part in _SINCE if isinstance(config.get(part), dict)}
   whole = {"model", "data"} <= set(config)  # a part of a configuration gets no further sections
   added = copy.deepcopy(_SECTIONS) if whole else {}
@@ -131,7 +136,7 @@ def _completed(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def upgraded_config(values: dict[str, Any]) -> dict[str, Any]:
-  """A stored configuration with the present names; one with the present names stays as it is.
+  """A stored configuration of any schema with the present names; no missing field is added.
 
   Values without a meaning stay as they are: the check of the configuration refuses them.
   """
@@ -139,7 +144,7 @@ def upgraded_config(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_schema_2(values: dict[str, Any]) -> dict[str, Any]:
-  """A stored configuration with the names that schema 2 began with."""
+  """A stored configuration with the names and values that schema 2 began with (table above)."""
   values = copy.deepcopy(values)
   group = lambda name: part if isinstance(part := values.get(name), dict) else {}
   router, dispatch, overlap, model = map(group, ("router", "dispatch", "overlap", "model"))
@@ -165,7 +170,11 @@ def _of_schema_2(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _slot_name(slot: Any, model: dict[str, Any]) -> Any:
-  """The name of a slot of schema 1: a number of dense operations after the shortcut; -1: auto."""
+  """The present name of a slot of schema 1, a number of dense operations after the shortcut.
+
+  A negative number is `auto`, as is any number of a model without a shortcut. What is no finite
+  number stays.
+  """
   if not (isinstance(slot, int | float) and math.isfinite(slot)):
     return slot
   wiring, blocks = WIRINGS.get(str(model.get("wiring", "scmoe_pos2"))), model.get("moe_every", 2)
@@ -174,8 +183,8 @@ def _slot_name(slot: Any, model: dict[str, Any]) -> Any:
     return "auto"
   start = min(tap_step(tap_index(tap, blocks)) for tap in wiring.taps)
   names = slot_names([step.name for step in dense_steps(wiring, blocks)][start:])
-  # An attention was one operation: slot n + 0.5 was inside the one that follows n operations. It is
-  # two steps now, and the slot behind its projections comes next in `names`.
+  # In schema 1 an attention was one operation, and slot n + 0.5 was inside the attention after n
+  # operations. An attention is two steps now: the slot behind its projections is next in `names`.
   operations = [name for name in names if ": " not in name]
   before = operations[min(int(slot), len(operations) - 1)]
   index = names.index(before) + (1 if slot % 1 else 0)

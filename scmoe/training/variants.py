@@ -22,8 +22,8 @@ from scmoe.training.step import TrainState
 class Variant:
   """The options in which steps of a run may differ; None: as the run is configured.
 
-  `top_k` and `capacity_factor` change the result. The others only change how and when rows or
-  weights travel, so the search may choose them.
+  `top_k` and `capacity_factor` change the result. The others only change how and when tokens' rows
+  or expert parameters travel between devices, so the search may choose them.
 
   Attributes:
     transport: `dispatch.transport`: capacity or packed.
@@ -47,7 +47,7 @@ class Variant:
 
   @property
   def given(self) -> dict[str, Any]:
-    """The fields that differ from the run's configuration."""
+    """The fields that are not None, by name."""
     return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
 
 
@@ -63,7 +63,7 @@ TUNABLE: dict[str, tuple[str, ...]] = {
 
 
 def parse_candidates(text: str) -> tuple[Variant, ...]:
-  """All combinations of a specification such as "adaptive_r=0,1 chunks=1,2,4".
+  """All combinations of a specification such as "adaptive_r=0,1 chunks=1,2,4"; of "": `Variant()`.
 
   Raises:
     ConfigError: a name is not in `TUNABLE`, or a value is not one that its field takes.
@@ -85,10 +85,10 @@ def parse_candidates(text: str) -> tuple[Variant, ...]:
 
 
 class StepVariants:
-  """Training steps by variant; each is built once and compiled by its first call.
+  """Training steps by variant; each is built at its first use and compiled by its first call.
 
   Args:
-    make: variant -> its jitted step. All steps have the same state and shardings.
+    make: variant -> its step. All steps have the same state and shardings.
   """
 
   def __init__(self, make: Callable[[Variant], GuidedStep]):

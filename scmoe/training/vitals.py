@@ -21,14 +21,14 @@ BEAT_SECONDS = 5.0  # least time between two writes of the file
 # A host lags if its own part of a step takes more than LAG times the median host's, and the
 # difference is more than SHARE of the step.
 LAG, SHARE = 1.5, 0.05
-# Memory has grown if it is at least GROWTH times its peak in the first SETTLED logged lines, and
-# at least MARGIN bytes above it.
+# Memory has grown if it is at least GROWTH times its peak in the first SETTLED logged lines, and at
+# least MARGIN bytes above it; after a warning, its size then takes the place of the peak.
 GROWTH, MARGIN = 1.5, 2**30
 SETTLED = 20
 
 
 class Vitals:
-  """One process's heartbeat file WORKDIR/heartbeat/process_N.json and its host's times.
+  """One process's heartbeat file WORKDIR/heartbeat/process_N.json, its times and its memory.
 
   Args:
     workdir: of the run.
@@ -50,18 +50,25 @@ class Vitals:
     self._own.append(seconds)
 
   def times(self, step: tuple[float, float]) -> dict[str, float]:
-    """`step_p50`, `step_p99`, `own_p50`, `own_p99` in seconds, rounded to four digits.
+    """`step_p50`, `step_p99`, `own_p50`, `own_p99` in seconds, with four significant digits.
+
+    `own` is this host's own part of a step, from the last 1024 calls of `worked`.
 
     Args:
-      step: median and 99th percentile of whole steps, in seconds. Those of this host's own part
-        come from `worked`.
+      step: median and 99th percentile of whole steps, in seconds.
     """
     own = (0.0, 0.0) if not self._own else tuple(map(float, np.percentile(self._own, (50, 99))))
     named = zip(("step_p50", "step_p99", "own_p50", "own_p99"), (*step, *own))
     return {name: float(f"{value:.4g}") for name, value in named}
 
   def beat(self, step: int, percentiles: Callable[[], tuple[float, float]]) -> None:
-    """Writes the heartbeat file, at most every `BEAT_SECONDS`; a failed write is ignored."""
+    """Writes the heartbeat file, at most once in `BEAT_SECONDS`; a failed write is ignored.
+
+    Args:
+      step: number of the last step whose results were read.
+      percentiles: returns median and 99th percentile of whole steps, in seconds; called if the file
+        is written.
+    """
     now = time.monotonic()
     if now - self._last < BEAT_SECONDS:
       return
@@ -76,8 +83,10 @@ class Vitals:
   def growth(self, size: int) -> str:
     """A warning if memory has grown since the run settled, by half and by 1 GiB at least; else "".
 
+    A run has settled after its first 20 logged lines; a warning counts as settling again.
+
     Args:
-      size: bytes that this process holds now; called once per logged line.
+      size: bytes of memory that this process holds. The method is called once per logged line.
     """
     self._lines += 1
     if self._lines <= SETTLED:
@@ -94,10 +103,13 @@ class Vitals:
 
 
 def stragglers(times: Sequence[dict[str, Any]]) -> str:
-  """A warning that names the processes whose own part of a step is slow, or "".
+  """A warning that names the processes whose own part of a step is slow (`LAG`, `SHARE`), or "".
 
   Whole steps take the same time everywhere, because all processes wait for the slowest one: only
   their own parts tell which it is.
+
+  Args:
+    times: of each process, in their order: `Vitals.times`, and `host`, the name of its host.
   """
   median = statistics.median(t["own_p50"] for t in times)
   slow = [

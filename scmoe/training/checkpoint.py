@@ -52,7 +52,7 @@ _BAD = re.compile(r"\d+\.bad-.*")
 
 
 class Restored(NamedTuple):
-  """The contents of a checkpoint."""
+  """A checkpoint that was read: its step, arrays, this process's position in the data, and meta."""
 
   step: int
   state: PyTree
@@ -88,8 +88,8 @@ class Checkpointer:
   def save(self, step: int, state: PyTree, data_state: dict, meta: dict) -> bool:
     """Starts writing a step; True if it was started (or, without async_save, is complete).
 
-    A step counts as saved only when it is complete, see `wait`. The arrays may be donated as soon
-    as this returns.
+    A step counts as saved only when it is complete (`wait`). The arrays may be donated as soon as
+    this returns.
 
     Args:
       step: optimizer steps done.
@@ -115,7 +115,7 @@ class Checkpointer:
     return self._cfg.async_save or self.wait()
 
   def wait(self) -> bool:
-    """Waits until the started save is complete; False if it failed.
+    """Waits until the started save, if there is one, is complete; False if it failed.
 
     Raises:
       StorageError: writing failed `checkpoint.max_failures` times in a row.
@@ -137,9 +137,10 @@ class Checkpointer:
     return True
 
   def save_now(self, step: int, state: PyTree, data_state: dict, meta: dict) -> None:
-    """Saves and waits; tries again until the step is saved.
+    """Saves and waits; tries again until the step is saved. Arguments as of `save`.
 
     Raises:
+      NonFiniteError: the state is not finite; nothing is written.
       StorageError: writing failed `checkpoint.max_failures` times in a row.
     """
     while not (self.save(step, state, data_state, meta) and self.wait()):
@@ -156,8 +157,8 @@ class Checkpointer:
   ) -> None:
     """Saves a step whose arrays come in pieces; the host holds few pieces at a time.
 
-    For one process; the step appears when all of it is written. Its files are not synchronised, see
-    `scmoe.training.pieces`.
+    For one process; the step appears when all of it is written. Its arrays are written without
+    fsync (`scmoe.training.pieces`).
 
     Args:
       step: optimizer steps done.
@@ -195,12 +196,16 @@ class Checkpointer:
     self.last_saved = step
 
   def close(self) -> None:
-    """Waits for a save under way and ends the writer's threads."""
+    """Waits for a save under way and ends the writer's threads.
+
+    Raises:
+      StorageError: as `wait`.
+    """
     self.wait()
     self._writer.close()
 
   def steps(self) -> list[int]:
-    """Steps that look complete, oldest first."""
+    """Numbers of the steps that look complete, oldest first; nothing in them is read."""
     return list_steps(self.directory)
 
   def restore_latest_valid(
@@ -216,8 +221,9 @@ class Checkpointer:
       check: called with the stored meta before arrays are read; may raise to refuse.
 
     Raises:
-      CheckpointError: there are or were checkpoints, but none is valid.
-      ConfigError: a stored shape or type is not that of `abstract`.
+      CheckpointError: all checkpoints are damaged, or a later version of scmoe wrote one.
+      ConfigError: a stored name, shape or type is not that of `abstract`, or another number of
+        processes wrote the step at different positions in the data.
     """
     _warn_of_junk(self.directory)
     for step in reversed(self.steps()):
@@ -254,7 +260,11 @@ class Checkpointer:
     return restored
 
   def _prepare_directory(self) -> None:
-    """Creates the directory and removes what killed runs left half-written."""
+    """Creates the directory and removes the half-written or half-removed steps of killed runs.
+
+    Raises:
+      StorageError: the directory cannot be written.
+    """
     try:
       self.directory.mkdir(parents=True, exist_ok=True)
       for path in self.directory.iterdir():
@@ -264,7 +274,7 @@ class Checkpointer:
       raise StorageError(f"{self.directory} cannot be written: {error.strerror}") from None
 
   def _clear_destination(self, step: int) -> None:
-    """Renames leftover files that have the step's name."""
+    """Renames what has the step's name already to `N.ignored-<time>`; all processes call it."""
     place = self.directory / str(step)
     if is_first() and (place.is_symlink() or place.exists()):
       self._rename(place, "ignored")
@@ -297,9 +307,9 @@ class Checkpointer:
     warn(f"{text}; training goes on, older checkpoints stay, the next save tries again")
 
   def _drop_old(self) -> None:
-    """Removes old steps: all but the newest `checkpoint.keep` and every `keep_every`-th.
+    """Removes all steps but the newest `checkpoint.keep` and the multiples of `keep_every`.
 
-    Each is renamed first, so that nobody sees half a step.
+    Each is renamed first, so that nobody sees half a step. `keep_every` 0: only the newest stay.
     """
     for step in self.steps()[: -self._cfg.keep]:
       if self._cfg.keep_every and step % self._cfg.keep_every == 0:
@@ -313,8 +323,11 @@ class Checkpointer:
 
 
 def _weights(abstract: PyTree, meta: dict) -> PyTree:
-  """The arrays to read: all of `abstract`; if the step was not trained (`WEIGHTS_ONLY`), parameters
-  and the router state that it stores."""
+  """The part of `abstract` that a step with this meta holds.
+
+  All of it; if the step was not trained (`WEIGHTS_ONLY`), a dictionary of the parameters and of the
+  router state that the step stores.
+  """
   if not meta.get(WEIGHTS_ONLY):
     return abstract
   router = {n: x for n, x in abstract.router.items() if f"router.{n}" in meta["leaves"]}
@@ -333,7 +346,7 @@ def _arrays() -> ocp.PyTreeCheckpointHandler:
 
 @contextlib.contextmanager
 def _storage(what: str) -> Iterator[None]:
-  """Turns exceptions of the file system or tensorstore into a `StorageError`."""
+  """Turns every exception but a `ScmoeError` into a `StorageError` that begins with `what`."""
   try:
     yield
   except ScmoeError:
@@ -355,10 +368,10 @@ def _warn_of_junk(directory: Path) -> None:
 
 
 def _own(states: list[dict]) -> dict:
-  """This process's data position.
+  """This process's position in the data, from those of all processes that wrote the step.
 
   Raises:
-    ConfigError: another number of processes wrote it, and their positions differ.
+    ConfigError: their number is not this run's, and their positions differ.
   """
   if len(states) == jax.process_count():
     return states[jax.process_index()]

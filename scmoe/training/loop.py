@@ -399,7 +399,7 @@ class _Run:
     self._pause()
 
   def sample(self) -> None:
-    """Prints a sample of the model's text, if the trainer has `sample` and `sample_tokens` is not 0.
+    """Prints a sample of the model's text, if it has a sampler and `train.sample_tokens` is not 0.
 
     A sample that fails does not stop the run.
     """

@@ -28,11 +28,11 @@ _CONTEXT = {"file_io_sync": False, "file_io_concurrency": {"limit": WORKERS}}
 
 
 class Piece(NamedTuple):
-  """array[place] = value.
+  """A piece of an array: array[place] = value.
 
   Attributes:
     name: of the array.
-    place: indices into its leading dimensions; () for the whole array.
+    place: indices into the array's leading dimensions; () for the whole array.
     value: contiguous, in the type of the array.
   """
 
@@ -77,20 +77,20 @@ class Found(NamedTuple):
 def write_pieces(
   place: Path, arrays: Sequence[PiecedArray], pieces: Iterable[Callable[[], Piece]]
 ) -> dict[str, Found]:
-  """Writes an item of a step.
+  """Writes all arrays of one item of a step, which is one folder, from their pieces.
 
   Args:
-    place: its folder; new.
+    place: the item's folder; must not exist.
     arrays: all arrays of the item.
-    pieces: functions that make their pieces, in any order. One of `WORKERS` threads calls each
-      once.
+    pieces: functions that make the arrays' pieces, in any order. One of `WORKERS` threads calls
+      each once.
 
   Returns:
     fingerprint and finiteness of each array, by name.
 
   Raises:
-    ValueError: a piece is missing. Exceptions of a piece's function, Orbax, tensorstore and the
-      file system pass through.
+    ValueError: an array has too few or too many pieces. Exceptions of a piece's function, Orbax,
+      tensorstore and the file system pass through.
   """
   handler = _Handler(pieces)
   registry = ocp.type_handlers.create_type_handler_registry((PiecedArray, handler))
@@ -103,7 +103,7 @@ def write_pieces(
 
 
 class _Handler(ocp.type_handlers.ArrayHandler):
-  """Orbax's handler of `PiecedArray`s. It describes them as `jax.Array`s, and Orbax reads those."""
+  """Orbax's handler of `PiecedArray`s, which it describes as `jax.Array`s: Orbax can read them."""
 
   def __init__(self, pieces: Iterable[Callable[[], Piece]]):
     super().__init__()
@@ -113,7 +113,7 @@ class _Handler(ocp.type_handlers.ArrayHandler):
   async def serialize(
     self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
   ) -> list[Any]:
-    """Orbax calls this once, with all arrays; it returns when all pieces are written."""
+    """Writes all pieces of all arrays; Orbax calls it once, with all arrays."""
     stores, context = {}, ts.Context(_CONTEXT)
     for array, info in zip(values, infos):
       await info.await_path_creation()

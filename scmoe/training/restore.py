@@ -1,4 +1,4 @@
-"""Reads checkpoints: the steps of a directory, and the arrays of a step, verified bit by bit.
+"""Reads checkpoints: the steps of a directory, and the arrays of a step, checked by fingerprints.
 
 Orbax reads the arrays. It does not notice a flipped bit, and it casts and pads silently; so names,
 shapes and types are compared before a read, and fingerprints after it.
@@ -26,7 +26,7 @@ from scmoe.training.quiet import in_one_line, quiet_libraries
 PyTree = Any
 FOLDER = "checkpoints"
 STEP = re.compile(r"0|[1-9][0-9]{0,17}")
-ATTEMPTS = 10  # attempts to read the newest step while a run removes old steps
+ATTEMPTS = 10  # most attempts to read the newest step while a run removes old steps
 T = TypeVar("T")
 
 
@@ -51,10 +51,11 @@ def is_step(path: Path) -> bool:
 
 
 def read_meta(workdir: str | os.PathLike[str], step: int | None = None) -> dict[str, Any]:
-  """Stored configuration and description of a step (the newest readable one); reads JSON only.
+  """Stored configuration and description of a step (None: the newest readable); reads JSON only.
 
   Raises:
-    CheckpointError: no such step, or no readable one.
+    StepGone: there is no such step.
+    CheckpointError: it is damaged, or there is no readable one.
   """
   return _of_step(workdir, step, lambda place: read_description(place)[0])
 
@@ -84,7 +85,7 @@ def _of_step(workdir: str | os.PathLike[str], step: int | None, read: Callable[[
 
 
 def with_newest(attempt: Callable[[], T], step: int | None = None) -> T:
-  """Calls `attempt()`, which reads the newest step, and again if that step was removed.
+  """Calls `attempt()`, which reads the newest step, again if that step was removed meanwhile.
 
   A run that trains meanwhile keeps few steps (`checkpoint.keep`). It may remove the chosen step
   during a slow read; a newer one then exists.
@@ -94,7 +95,8 @@ def with_newest(attempt: Callable[[], T], step: int | None = None) -> T:
     step: the step that the user named, tried once; None: the newest.
 
   Raises:
-    StepGone: the step that the user named is not there.
+    StepGone: the step that the user named is not there, or the newest was removed in each of
+      `ATTEMPTS` attempts.
   """
   for _ in range(ATTEMPTS - 1):
     try:
@@ -109,12 +111,12 @@ def with_newest(attempt: Callable[[], T], step: int | None = None) -> T:
 def restore_params(
   workdir: str | os.PathLike[str], abstract_params: PyTree, step: int | None = None
 ) -> PyTree:
-  """Reads and verifies the weights only, on the mesh of `abstract_params`. Changes no file.
+  """Reads and verifies the parameters only, on the mesh of `abstract_params`. Changes no file.
 
   Args:
     workdir: of the run.
     abstract_params: pytree of ShapeDtypeStruct with shardings, like the `params` of the state.
-    step: which one; the newest valid one if None.
+    step: which one; None: the newest undamaged one.
 
   Raises:
     CheckpointError: no such step, or no valid one.
@@ -126,7 +128,17 @@ def restore_params(
 def restore_part(
   workdir: str | os.PathLike[str], abstract: dict[str, PyTree], step: int | None = None
 ) -> dict[str, PyTree]:
-  """Some fields of the state, e.g. `{"params": ..., "router": ...}`; see `restore_params`."""
+  """Reads and verifies some fields of the state, e.g. `{"params": ..., "router": ...}`.
+
+  Args:
+    workdir: of the run.
+    abstract: pytrees of ShapeDtypeStruct with shardings, by field.
+    step: which one; None: the newest undamaged one.
+
+  Raises:
+    CheckpointError: no such step, or no valid one.
+    ConfigError: a stored shape or type is not that of `abstract`.
+  """
   read = lambda place: load(place, abstract, read_description(place)[0], partial=True)
   return _of_step(workdir, step, read)
 
@@ -139,10 +151,11 @@ def restore_on_host(
   Args:
     workdir: of the run.
     abstract: of the parameters, dictionaries of `jax.ShapeDtypeStruct` with shardings.
-    step: which one; None: the newest.
+    step: which one; None: for each leaf, the newest undamaged one.
 
   Raises:
-    CheckpointError: as `restore_part`.
+    CheckpointError: no such step, or no valid one.
+    ConfigError: a stored shape or type is not that of `abstract`.
   """
 
   def read(path: tuple[Any, ...], leaf: Any) -> np.ndarray:
@@ -158,13 +171,16 @@ def restore_on_host(
 def restore_stored(
   workdir: str | os.PathLike[str], abstract: dict[str, Any], step: int
 ) -> dict[str, jax.Array]:
-  """Reads leaves by dotted name, each in the type it was written in; see `restore_part`.
+  """Reads and verifies leaves by dotted name, each in the type in which it was written.
 
   Args:
     workdir: of the run.
     abstract: ShapeDtypeStruct with shardings by dotted name; their types are ignored. Names that
       the step does not hold are left out of the result.
     step: which one.
+
+  Raises:
+    CheckpointError: there is no such step, or it is damaged.
   """
 
   def read(place: Path) -> dict[str, jax.Array]:
@@ -188,20 +204,20 @@ def load(place: Path, abstract: PyTree, meta: dict, *, partial: bool = False) ->
     place: directory of the step.
     abstract: pytree of ShapeDtypeStruct with shardings.
     meta: of the step.
-    partial: `abstract` may leave out leaves.
+    partial: whether `abstract` may leave out leaves that the step holds.
 
   Raises:
     Damaged: a file cannot be read, or a leaf differs from what was written.
-    ConfigError: a leaf should have another shape or type, or is missing.
+    ConfigError: the step's leaves have other names, shapes or types than `abstract`.
   """
   wanted = flatten(abstract)
-  # Before anything is read: orbax would cast or pad.
+  # Shapes and types are compared before anything is read: orbax would cast or pad silently.
   if problem := misfit(abstract, meta["leaves"], partial=partial):
     raise ConfigError(
       f"checkpoint {place} {problem}; resume with the configuration it was written with"
     )
   leaves = _read_verified(place, wanted, meta)
-  # One leaf at a time: one that is stored in 16 bits exists in both types during the cast.
+  # One leaf is cast at a time: a leaf that is stored in 16 bits exists in both types meanwhile.
   typed = [_typed(leaves.pop(name), leaf.dtype) for name, leaf in wanted.items()]
   return jax.tree.unflatten(jax.tree.structure(abstract), typed)
 
@@ -237,6 +253,9 @@ def _read_arrays(
     place: directory of the step.
     wanted: ShapeDtypeStruct with shardings.
     items: name of the step's directory that holds each leaf.
+
+  Raises:
+    Damaged: they cannot be read, for another reason than too little memory or missing permission.
   """
   quiet_libraries()
   groups: dict[str, dict[str, Any]] = {}
@@ -253,7 +272,8 @@ def _read_arrays(
       return reader.restore(place, args=ocp.args.Composite(**{item: args}))[item]
 
   leaves: dict[str, jax.Array] = {}
-  at_once = len(groups) if jax.process_count() == 1 else 1  # processes read in one order
+  # Several processes read the directories one by one, all in the same order.
+  at_once = len(groups) if jax.process_count() == 1 else 1
   try:
     with ThreadPoolExecutor(max(at_once, 1)) as pool:
       for found in pool.map(read, sorted(groups)):

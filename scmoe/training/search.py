@@ -4,8 +4,9 @@ Which schedule hides most depends on the link, the sizes and the router's balanc
 them was right everywhere (experiments/LOG.md). All candidates compute the same result, so they can
 be compared by their time:
 
-  auto   measures before the first step, on a cut of the run: same sizes, same devices, but two
-         pairs and one flight of microbatches, compiled in seconds where a whole step takes minutes
+  auto   measures before the first step, on a cut of the run (`Searchable.cut`): same sizes, same
+         devices, but two pairs and one flight of microbatches, compiled in seconds where a whole
+         step takes minutes
   tune   measures candidates that the user names: with auto, in its search; without auto, in
          the first steps, each of which trains
 
@@ -50,9 +51,10 @@ PROFILES = "profile_guided"  # measured latencies of a step's operations; see `G
 SCHEDULE = "schedule.json"  # the decision; see `Decisions`
 MOST_STEPS, ROUNDS, MARGIN = 100, 7, 0.01  # `Search`'s arguments on a cut of the run
 CORES = 4  # CPU cores of the host that each of several simultaneous compilations should have
-GLANCES = 3  # steps measured before choosing the candidate on which the next one builds
-# A decision depends on the machine, these sections of the configuration and these fields of
-# `train`; other settings do not change which candidate is the fastest.
+GLANCES = 3  # timed steps of a candidate before the next candidate is built on the fastest so far
+# A kept decision holds for the same devices, number of processes and jax version, the same sections
+# SECTIONS of the configuration, fields FIELDS of `train`, and `data.seq_len`. Other settings do not
+# change which candidate is the fastest.
 SECTIONS = ("model", "router", "dispatch", "mesh", "overlap")
 FIELDS = ("batch_size", "tokens_per_step", "remat", "tune")
 
@@ -60,21 +62,23 @@ FIELDS = ("batch_size", "tokens_per_step", "remat", "tune")
 class Search:
   """A training step that tries its variants, measures them in turns, and stays with the fastest.
 
-  Call it like the step. The first candidate is always tried. Another one is tried only if the
-  slowest candidate so far would fit into the rest of `seconds`. All processes follow process 0.
+  Call it like the step. The first candidate is always tried. Another one is tried only if a
+  candidate as slow to prepare as the slowest so far would fit into the rest of `seconds` and of
+  `most_steps`. All processes follow process 0.
 
   Args:
     steps: the variants.
-    candidates: the variants to compare; the first is always tried.
-    on_best: True if each candidate is a change (fields or a function) of the fastest so far.
+    candidates: the variants to compare, or functions that make them (`Change`).
+    on_best: each candidate is applied to the fastest variant so far: the fields that a variant
+      gives replace that variant's, a function is called with it. False: to the configured one.
     rounds: measured steps of each candidate; their median decides.
     seconds: limit of the whole search, compilation included.
     most_steps: limit of steps before the choice.
     margin: fraction by which another candidate must be faster than the first to be chosen.
     together: number of candidates to compile at once before the first is tried; only with
       `on_best`. Each changes the one before it, as if that were the fastest. 1: one by one.
-      If they take longer than `seconds`, the search goes on with the first only.
-    keep: called with the decision (`decision`) when it is made.
+      If they take longer than `seconds`, only the first of them is tried.
+    keep: called with the result of `decision` when the choice is made.
     say: prints a line.
     clock: returns the time in seconds.
   """
@@ -121,7 +125,7 @@ class Search:
 
   @property
   def best(self) -> GuidedStep:
-    """The chosen step."""
+    """The step of the chosen variant; only after the choice."""
     assert self.chosen is not None, "not chosen yet"
     return self.steps.step(self.chosen)
 
@@ -136,12 +140,12 @@ class Search:
     return not counts or self.steps.step(variant).compiles_next
 
   def compile(self, *args: Any) -> None:
-    """Compiles the first candidates for arguments of these shapes; the others when tried."""
+    """Compiles the first candidate (or the first `together`) for arguments of these shapes."""
     self._given = args
     self._visit = next(self._visits)
 
   def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict, dict]:
-    """One training step, by the variant that is being tried, or by the chosen one."""
+    """Runs one training step, by the variant that is being tried, or by the chosen one."""
     if self.chosen is not None:
       return self.steps(state, batch, self.chosen)
     if self._visit is None:
@@ -180,7 +184,7 @@ class Search:
     return {"chosen": self.chosen.given, "tried": tried, "not_tried": untried}
 
   def _plan(self) -> Iterator[tuple[Variant, bool]]:
-    """Yields (variant, time counts) for every call, each decided after the call before it.
+    """Yields (variant, whether its time counts) for every call, each after the call before it.
 
     Compiles and profiles each candidate, then measures them in turns, so that drift of the
     machine's speed affects all alike.
@@ -207,7 +211,7 @@ class Search:
         yield from ((candidate, True) for candidate in self.prepared)
 
   def _side_by_side(self) -> Iterator[tuple[Variant, bool]]:
-    """Does `_plan`'s work for the likeliest candidates, which it compiles at the same time.
+    """Does `_plan`'s work for the first `together` candidates, compiled at the same time.
 
     XLA spends most of a compilation on one core, and a host with GPUs has many.
     """
@@ -237,8 +241,10 @@ class Search:
       yield from self._prepared(c, start)
 
   def _prepared(self, candidate: Variant, start: float) -> Iterator[tuple[Variant, bool]]:
-    """Yields the calls of a compiled candidate before its measurement: warm-up, profile, and with
-    `on_best` a few timed ones, from which the next candidate's base is chosen."""
+    """Yields a compiled candidate's calls before its measurement: warm-up and profile.
+
+    With `on_best` also `GLANCES` timed calls, from which the next candidate's base is chosen.
+    """
     while not self.steps.step(candidate).settled:
       yield candidate, False
     self.prepared[candidate] = self._clock() - start
@@ -259,7 +265,13 @@ class Search:
   def _compiled(
     self, candidate: Variant, compile: Callable[[], None], required: bool = False
   ) -> bool:
-    """Compiles a candidate; leaves it out if that fails, e.g. for lack of memory."""
+    """Compiles a candidate; False, and it is left out, if XLA fails on any process.
+
+    Args:
+      candidate: which one.
+      compile: compiles it.
+      required: raises XLA's error instead (e.g. too little memory).
+    """
     problem = None
     try:
       compile()
@@ -274,7 +286,7 @@ class Search:
     return False
 
   def _affordable(self) -> bool:
-    """True if the time left is enough for a candidate as slow as the slowest so far."""
+    """True if time and steps left are enough for a candidate as slow as the slowest so far."""
     longest = max(self.prepared.values())
     left = self.seconds - (self._clock() - self._began)
     calls = -(-self._calls // len(self.prepared))
@@ -299,10 +311,11 @@ class Searchable(Protocol):
 
   Attributes:
     train, overlap: options.
-    config: the whole resolved configuration, JSON-able; stored and compared.
-    mesh: the devices it runs on.
+    config: the whole resolved configuration, JSON-able; checkpoints store it, and a resumed run
+      compares it.
+    mesh: the devices that the step runs on.
     objective, optimizer: see `scmoe.training.step`.
-    candidates: what `overlap.schedule=auto` chooses from; the first is as configured.
+    candidates: the variants from which `overlap.schedule=auto` chooses; the first is as configured.
   """
 
   @property
@@ -325,11 +338,12 @@ class Searchable(Protocol):
     ...
 
   def abstract_state(self) -> TrainState:
-    """Shapes, types and shardings of the state."""
+    """The training state as `jax.ShapeDtypeStruct`s with shardings."""
     ...
 
   def variant(self, variant: Variant) -> Objective:
-    """The objective of a variant: the same result, computed in another way."""
+    """The objective of a variant: the same result, computed in another way, unless it sets `top_k`
+    or `capacity_factor`."""
     ...
 
   def cut(self) -> Searchable:
@@ -343,12 +357,12 @@ class Searchable(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-  """Makes the training steps of a model.
+  """Makes the training step of a model, as configured or of a variant.
 
   Attributes:
     built: the model and its options.
-    abstract: shapes of the training state.
-    folder: holds profiles, decisions and programs.
+    abstract: the training state as `jax.ShapeDtypeStruct`s with shardings.
+    folder: of the run; measured profiles are kept in its subfolder `profile_guided`.
     gpu, collect, say: see `GuidedStep`.
   """
 
@@ -378,11 +392,20 @@ def fastest_step(
   collect: Collect = latencies,
   say: Callable[[str], None] = print,
 ) -> GuidedStep | Search:
-  """Makes the configured step, or the fastest one.
+  """Makes the configured step or, with `overlap.schedule=auto` or `train.tune`, the fastest one.
 
-  The fastest is measured here, by an earlier start, or during training.
+  With auto (and `overlap.search_seconds` > 0) the fastest is measured here; with `train.tune` alone
+  the returned `Search` measures it in the first training steps. If an earlier start kept a decision
+  for the same program and machine, its choice is returned at once.
 
-  For the arguments see `Steps`.
+  Args:
+    built: the model and its options.
+    abstract: the training state as `jax.ShapeDtypeStruct`s with shardings.
+    folder: of the run; keeps the decision and measured profiles.
+    gpu, collect, say: see `GuidedStep`.
+
+  Raises:
+    ConfigError: `train.tune` is malformed.
   """
   make = Steps(built, abstract, folder, gpu, collect, say)
   steps, tuned = StepVariants(make), parse_candidates(built.train.tune)
@@ -427,7 +450,7 @@ def _on_a_cut(
     seconds=cut.overlap.search_seconds,
     most_steps=MOST_STEPS,
     margin=MARGIN,
-    # Several processes compile each program together: in threads of their own they could deadlock.
+    # Several processes compile each program together: in several threads they could deadlock.
     together=1 if jax.process_count() > 1 else (os.cpu_count() or 1) // CORES,
     keep=lambda decision: keep(
       {**decision, "measured on": "two pairs, one flight of microbatches"}
@@ -452,7 +475,7 @@ def _fastest(search: Search, cut: Searchable, abstract: TrainState) -> Variant:
   return search.chosen
 
 
-# The search may choose these fields: they change no result.
+# The fields of a variant that the search may choose: they change no result.
 _CHOSEN = {
   "transport": Maybe(str),
   "schedule": Maybe(str),
@@ -490,7 +513,10 @@ class Decisions:
   config: dict[str, Any]
 
   def known(self) -> Variant | None:
-    """The variant that an earlier start chose for the same program on the same machine."""
+    """The variant that an earlier start chose for the same program and machine, or None.
+
+    All processes call it, and process 0 reads the file.
+    """
     found = None
     if is_first():
       try:

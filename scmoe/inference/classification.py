@@ -33,17 +33,18 @@ def evaluate_images(
   stopping: Callable[[], bool] | None = None,
   prepare: Callable[[Any], Any] | None = None,
 ) -> dict[str, Any] | None:
-  """Evaluates on the validation images as they are, with the capacity of training, without noise.
+  """Evaluates a classifier on unaugmented validation images, with training's capacity, no noise.
 
   Args:
     model: what is evaluated.
     data: a `scmoe.data.images.pipeline.ImageData`.
-    mesh, router, max_batches, stopping, prepare: as of `scmoe.inference.evaluation.evaluate`.
+    mesh, router, max_batches, stopping, prepare: as for `scmoe.inference.evaluation.evaluate`.
 
   Returns:
-    `loss` (nats per image, without label smoothing), `accuracy`, `accuracy_5` (the label is among
-    the five best guesses), `drop` (share of choices dropped), `batches`, `images`, and an empty
-    `domains`. Sums over all images are divided once. None if it was stopped.
+    `loss` (nats per image, without label smoothing), `accuracy`, `accuracy_5` (share of images
+    whose label is among the five best guesses), `drop` (share of the routing choices that were
+    dropped), `batches`, `images`, and an empty `domains`. Means are over all images at once, not
+    over batches. None if it was stopped.
 
   Raises:
     DataError: there are no validation images.
@@ -77,7 +78,10 @@ def evaluate_images(
 
 @functools.cache
 def _make_counts(graph: nnx.GraphDef, mesh: Mesh) -> Any:
-  """Jitted: (params, router, batch) -> float32 [len(COUNTED)], of the whole batch."""
+  """Makes a jitted (params, router, batch) -> sums of the whole batch over all devices.
+
+  The sums are float32 [len(COUNTED)], in the order of `COUNTED`.
+  """
 
   def local(params, router, batch):
     model: VisionModel = nnx.merge(graph, params)

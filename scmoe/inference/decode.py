@@ -51,7 +51,7 @@ def generate(
   usage: Usage | None = None,
   deterministic: bool = False,
 ) -> list[list[int]]:
-  """Continues every prompt, and returns all tokens at once; `stream` yields them as they come.
+  """Continues every prompt, and returns all new tokens at once; `stream` yields them as they come.
 
   Args:
     model, prompts, sampling, max_new_tokens, seed, eos_id, router, mesh, prepare, offload, usage,
@@ -89,14 +89,15 @@ def stream(
 ) -> Iterator[list[list[int]]]:
   """Continues every prompt, and yields new tokens: first one for each, then `chunk` at a time.
 
-  The stream ends when all prompts have ended. If their number does not divide evenly over the
-  devices, copies of the last prompt fill up the batch; their tokens are not returned.
+  The stream ends when all prompts have ended, or after `max_new_tokens` tokens. If the number of
+  prompts does not divide evenly over the devices, copies of the last prompt fill up the batch;
+  their tokens are not returned.
 
   Args:
     model: a trained model.
-    prompts: the token ids of each prompt, at least one id each.
+    prompts: the token ids of each prompt, at least one id.
     sampling: how tokens are drawn. The drawn tokens do not depend on `chunk`.
-    max_new_tokens: number of tokens to add.
+    max_new_tokens: number of tokens to add to a prompt that draws no end token.
     chunk: number of tokens that the device generates before the host reads them.
     seed: seed of the sampling.
     eos_id: an end token, or several. A prompt ends when it draws one, which is not returned.
@@ -113,8 +114,9 @@ def stream(
     The next tokens of each prompt; an empty list for a prompt that has ended.
 
   Raises:
-    ConfigError: there is no prompt or an empty one, an id is outside the vocabulary, or prompt and
-      new tokens are longer than the model's context.
+    ConfigError: there is no prompt or an empty one, an id is outside the vocabulary,
+      `max_new_tokens` is below 1, prompt and new tokens are longer than the model's context, or
+      `offload` does not fit the memory that the experts are in.
   """
   _check_prompts(model, prompts, max_new_tokens)
   ends = {eos_id} if eos_id is None or isinstance(eos_id, int) else set(eos_id)
@@ -143,7 +145,7 @@ def stream(
   if max_new_tokens > 1:
     given = taken_apart(static, params), *given[1:]
   new_BS, made, ended = token_B[:, None], 0, [False] * asked
-  # The device generates the next tokens while the host reads the last ones. With `usage` it must
+  # The device generates the next tokens while the host reads those before. With `usage` it must
   # wait, because the host reads counters from the caches, which the next program overwrites.
   ahead = usage is None
   while True:
@@ -164,11 +166,11 @@ def stream(
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-  """The compile-time constants of a generation, besides shapes.
+  """The compile-time constants that prefill and decoding of a generation share, besides shapes.
 
   Attributes:
     graph: the model without parameters.
-    mesh: the devices.
+    mesh: the devices that hold the model.
     sampling: how tokens are drawn.
     offload: how experts reach the devices.
     deterministic: whether greedy tokens on a GPU are the same in every process and for every
@@ -185,7 +187,7 @@ class Static:
   deterministic: bool = False
 
   def compiler_options(self) -> dict[str, Any]:
-    """XLA's options for the programs of generation."""
+    """XLA's options for prefill and decoding; with `deterministic` those for one order of sums."""
     return _COMPILED | (_ONE_ORDER if self.deterministic else {})
 
 
@@ -200,13 +202,13 @@ _COMPILED: dict[str, Any] = {
   # One token takes hundreds of small kernels in one CUDA graph. In serial order each kernel or copy
   # would wait for the one before it; in this mode it waits only for its operands.
   "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
-  # This pass rewrites the matrix products of one row as sums of rounded terms. XLA would then write
-  # some matrices to memory again, and tokens would differ from those of prefill.
+  # The pass named here rewrites matrix products of one row as sums of rounded terms. XLA would then
+  # write some matrices to memory again, and tokens would differ from those of prefill.
   "xla_disable_hlo_passes": "dot-strength-reduction",
 }
 
-# Fixes the order of sums: XLA chooses no kernel by its time, and splits no product along its
-# contracted dimension.
+# With these options a GPU has one order of sums: XLA chooses no kernel by its time, and splits no
+# matrix product along its contracted dimension.
 _ONE_ORDER = {"xla_gpu_autotune_level": 0, "xla_gpu_experimental_force_split_k": 1}
 
 
@@ -238,11 +240,11 @@ def make_prefill(static: Static, room: int) -> Any:
 
 
 def taken_apart(static: Static, params: Any) -> Any:
-  """The parameters with each layer's in arrays of their own, which `make_decode` reads faster.
+  """The parameters with each pair's in arrays of their own, so that decoding reads them faster.
 
-  An unrolled loop over layers reads slices of the stacked parameters, and XLA copies each slice in
-  every call. This function copies them once. It leaves experts as they are, and all parameters if
-  the model scans over its layers.
+  An unrolled loop over pairs reads slices of the stacked parameters, and XLA copies each slice in
+  every call. This function copies them once. It leaves experts' parameters as they are, and all
+  parameters if the model scans over its pairs or has taken them apart already.
   """
   leaves, tree = jax.tree.flatten(params)
   cut = _cut(static, tree, tuple((x.shape, x.dtype) for x in leaves))
@@ -257,8 +259,9 @@ def taken_apart(static: Static, params: Any) -> Any:
 def _cut(static: Static, tree: Any, kinds: tuple[tuple[Any, Any], ...]) -> Any:
   """The plan of `taken_apart`: (which leaves to cut, a program that cuts them, the resulting tree).
 
-  Returns None if no leaf needs cutting. The plan is cached, because merging modules takes
-  milliseconds, for which the first token would wait.
+  The first is a list with a bool for each leaf; the last is the tree's definition. Returns None if
+  no leaf needs cutting. The plan is cached, because merging modules takes milliseconds, for which
+  the first token would wait.
   """
   params = tree.unflatten([jax.ShapeDtypeStruct(*kind) for kind in kinds])
   pairs = jax.eval_shape(lambda own: nnx.merge(static.graph, own).pairs(), params)
@@ -272,16 +275,22 @@ def _cut(static: Static, tree: Any, kinds: tuple[tuple[Any, Any], ...]) -> Any:
   return [is_apart(leaf) for leaf in wanted], copies, apart
 
 
-# In this mode a CUDA graph runs its kernels one after the other. It needs no branches, each of
-# which starts after about 10 us of waiting. But no kernel runs beside another, so it is only for
-# models that have nothing to overlap.
+# With this option a CUDA graph runs its kernels one after the other. The graph then needs no
+# branches, each of which starts after about 10 us of waiting. But no kernel runs beside another, so
+# the option is only for a single row and models that have nothing to overlap (`one_by_one`).
 _ONE_BY_ONE = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
 
 
 def one_by_one(model: GPT, offload: Offload, rows: int) -> bool:
   """Whether decoding has no steps that could run side by side.
 
-  So it is for a single row with all experts on the device, without shortcut or shared expert.
+  This is so for a single row, if all experts are on the device and the model has neither a shortcut
+  nor a shared expert.
+
+  Args:
+    model: the model.
+    offload: how its experts reach the device.
+    rows: number of rows of the batch.
   """
   rule = model.config.wiring_rule
   return rows == 1 and offload == Offload() and not (rule.is_shortcut or rule.shared_expert)
@@ -292,10 +301,10 @@ def make_decode(static: Static, steps: int, in_order: bool = False) -> Any:
   """Makes the jitted program that adds `steps` tokens to each row.
 
   Its arguments are (params, router, lengths_B, key, made, token_B, caches): `params` are the
-  model's, or for speed those of `taken_apart`; `made`, int32 [], is the number of new tokens so
-  far; `token_B` is the last token of each row. It returns the new tokens int32 [B, steps], the last
-  of them, the caches, and the experts that each call of a layer requested, bool [pairs, steps ·
-  gatings, E], or None without a cache of experts.
+  model's, or for speed those of `taken_apart`; `lengths_B` are the prompts' lengths; `made`, int32
+  [], is the number of new tokens so far; `token_B` is the last token of each row. It returns the
+  new tokens int32 [B, steps], the last of each row, the caches, and the experts that each call of a
+  layer requested, bool [pairs, steps · gatings, E], or None without a cache of experts.
 
   Args:
     static: see `Static`.
@@ -344,7 +353,7 @@ def prefill(
   router: Any = None,
   experts: ExpertSource = OnDevice(),
 ) -> tuple[Float[Array, "B V"], Any]:
-  """Runs whole prompts and fills the caches.
+  """Runs a model over whole prompts and fills the attention caches.
 
   Args:
     model: a model on one device, or this device's part in the manual region (`shard_map`).
@@ -378,7 +387,7 @@ def decode_step(
   pairs: Any = None,
   experts: ExpertSource = OnDevice(),
 ) -> tuple[Float[Array, "B V"], Any]:
-  """Runs one token per row at its own position: float32 logits [B, V], and the caches.
+  """Runs a model over one token per row at its own position: float32 logits [B, V], and the caches.
 
   Args:
     model: see `prefill`.
@@ -424,7 +433,7 @@ def _check_prompts(model: GPT, prompts: list[list[int]], max_new_tokens: int) ->
 
 
 def _are_lists_of_ids(prompts: Any) -> bool:
-  """Whether these are sequences of sequences of integers."""
+  """Whether prompts are a list or tuple of lists, tuples or 1-D arrays of integers (not bools)."""
   is_list = lambda x: isinstance(x, (list, tuple)) or getattr(x, "ndim", 0) == 1
   is_id = lambda x: isinstance(x, (int, np.integer)) and not isinstance(x, bool)
   return isinstance(prompts, (list, tuple)) and all(

@@ -1,4 +1,4 @@
-"""Validation loss, perplexity and bits per byte, of all text and of each domain."""
+"""Validation metrics of a language model (loss, bits per byte, accuracy), in all and by domain."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def evaluate(
   stopping: Callable[[], bool] | None = None,
   prepare: Callable[[Any], Any] | None = None,
 ) -> dict[str, Any] | None:
-  """Evaluates on the validation text, with the experts' capacity of training and no gate noise.
+  """Evaluates a language model on validation text, with training's capacity and no gate noise.
 
   Bits per byte is the total cost of all counted tokens, in bits, over the bytes of text that they
   stand for. It is comparable between tokenizers.
@@ -47,12 +47,13 @@ def evaluate(
     prepare: turns a jitted function into a program (`scmoe.run.programs`); None calls it as it is.
 
   Returns:
-    `loss` (nats per token), `perplexity`, `bits_per_byte`, `accuracy`, `drop` (share of the routing
-    choices that were dropped), `batches`, `tokens`, `bytes`, and `domains`: the same without `drop`
-    and `batches` for each domain that was read. None if it was stopped.
+    `loss` (nats per token), `perplexity`, `bits_per_byte`, `accuracy` (share of tokens that are the
+    model's first guess), `drop` (share of the routing choices that were dropped), `batches`,
+    `tokens`, `bytes`, and `domains`: the same without `drop` and `batches` for each domain that was
+    read. None if it was stopped.
 
   Raises:
-    DataError: there is no validation text.
+    DataError: there is no validation text, or none of its tokens has a weight.
   """
   sizes_V = np.asarray(data.tokenizer.token_bytes(), np.int32)
   sharding = batch_sharding(mesh)
@@ -84,7 +85,11 @@ def evaluate(
 
 
 def flat_scalars(figures: dict[str, Any]) -> dict[str, float]:
-  """The metrics for a line of metrics.jsonl: those of all text, and bits per byte by domain."""
+  """The metrics of `evaluate` that go into a line of metrics.jsonl, by name.
+
+  They are loss, bits per byte, accuracy and drop of all text; with several domains also
+  `bits_per_byte/NAME` of each.
+  """
   flat = {name: figures[name] for name in ("loss", "bits_per_byte", "accuracy", "drop")}
   if len(figures["domains"]) > 1:
     for name, of_domain in figures["domains"].items():
@@ -96,7 +101,8 @@ def flat_scalars(figures: dict[str, Any]) -> dict[str, float]:
 def _make_counts(graph: nnx.GraphDef, mesh: Mesh, num_domains: int) -> Any:
   """Makes a jitted (params, router, batch, sizes_V) -> sums of the whole batch over all devices.
 
-  The sums are float32 [domains, len(COUNTED)], and float32 [2]: dropped and all routing choices.
+  The sums are float32 [domains, len(COUNTED)], and float32 [2]: the numbers of dropped and of all
+  routing choices.
   """
 
   def local(params, router, batch, sizes_V):
@@ -124,7 +130,7 @@ def _make_counts(graph: nnx.GraphDef, mesh: Mesh, num_domains: int) -> Any:
 
 
 def _figures(sums: np.ndarray) -> dict[str, float] | None:
-  """Loss, perplexity, bits per byte and accuracy from sums; None without tokens."""
+  """Metrics by name from sums in the order of `COUNTED`; None without tokens."""
   nats, tokens, size, correct = (float(v) for v in sums)
   if not tokens:
     return None

@@ -37,7 +37,10 @@ def keep_top_k(logits_BV: Array, k: int) -> Array:
 
 
 def keep_top_p(logits_BV: Array, p: float) -> Array:
-  """Keeps the most probable tokens, as few as reach probability p together; sets others to -inf."""
+  """Keeps the most probable tokens, as few as reach probability p together; sets others to -inf.
+
+  It also keeps tokens that tie with the least probable one that is kept.
+  """
   sorted_BV = jnp.sort(logits_BV, axis=-1)[:, ::-1]
   probs_BV = jax.nn.softmax(sorted_BV, -1)
   before_BV = jnp.cumsum(probs_BV, -1) - probs_BV  # total probability of all likelier tokens
@@ -48,8 +51,8 @@ def keep_top_p(logits_BV: Array, p: float) -> Array:
 def sample(logits_BV: Float[Array, "B V"], sampling: Sampling, key: Array) -> Int[Array, " B"]:
   """Draws one token for each row: int32 [B]. top_k and top_p apply after the temperature.
 
-  The draws are the same on every mesh: each device computes the noise of the global batch and takes
-  its own rows.
+  With temperature 0 it takes each row's most probable token. The draws are the same on every mesh:
+  each device computes the noise of the global batch and takes its own rows.
   """
   if sampling.temperature == 0:
     return logits_BV.argmax(-1).astype(jnp.int32)

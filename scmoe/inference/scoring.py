@@ -41,7 +41,7 @@ class Score(NamedTuple):
   """The score of a continuation.
 
   Attributes:
-    log_likelihood: natural logarithm of its probability.
+    log_likelihood: natural logarithm of its probability after the context.
     greedy: whether each of its tokens is the model's most probable one.
   """
 
@@ -61,7 +61,7 @@ def score(
 ) -> list[Score]:
   """Scores every continuation; the results are in the same order.
 
-  If context and continuation together are longer than `length`, the model does not read the
+  The model reads all tokens but the last. If these are more than `length`, it does not read the
   beginning of the context. It reads a continuation of more than `length` tokens in several windows
   (`windows`).
 
@@ -76,7 +76,7 @@ def score(
 
   Raises:
     ConfigError: a continuation is empty or has no context, an id is outside the vocabulary, or
-      `length` is larger than the model's context.
+      `length` is below 1 or larger than the model's context.
   """
   if not 1 <= length <= model.config.context:
     raise ConfigError(f"length={length} must be between 1 and model.context={model.config.context}")
@@ -107,8 +107,9 @@ def score(
 def windows(continuation: Continuation, length: int) -> Iterator[Continuation]:
   """Splits a continuation into windows of at most `length` inputs that score each token once.
 
-  Each window scores `length` tokens, the last one the rest, after as much context as fits. Example
-  with `length` 4: the continuation abcdef after the context xyz becomes z|abcd and bcd|ef.
+  Each window scores `length` tokens (the last window scores the rest), after as much context as
+  fits. A window has one token more than inputs, because its last token is only scored. Example with
+  `length` 4: the continuation abcdef after the context xyz becomes z|abcd and bcd|ef.
   """
   tokens, asked = continuation
   begin, end = len(tokens) - asked, len(tokens)
@@ -133,7 +134,10 @@ def _checked(continuation: Continuation, vocabulary: int) -> Continuation:
 
 
 def _rows(asked: list[Continuation], batch_size: int, length: int) -> tuple[np.ndarray, ...]:
-  """inputs and targets int32[B, S], mask bool[B, S] and weights float32[B, S] of these windows."""
+  """Arrays [B, S] of windows: inputs and targets int32, mask bool and weights float32.
+
+  Weights are 1 for targets that are scored, 0 for context and padding.
+  """
   longest = max(len(tokens) for tokens, _ in asked) - 1
   # Rounds up to a power of two, or to `length`, so that few shapes are compiled.
   size = min(length, max(_SHORTEST, 1 << (longest - 1).bit_length()))
@@ -150,8 +154,8 @@ def _rows(asked: list[Continuation], batch_size: int, length: int) -> tuple[np.n
 def make_scores(graph: nnx.GraphDef, mesh: Mesh) -> Any:
   """Makes a jitted (params, router, inputs, targets, mask, weights) -> log-likelihoods, mistakes.
 
-  Both results are float32 [B] and cover the tokens of weight 1. A mistake is a token that is not
-  the most probable one.
+  Both results are float32 [B], a sum and a number for each row, over its targets of weight 1. A
+  mistake is a target that is not the model's most probable token.
   """
 
   def local(params, router, inputs_BS, targets_BS, mask_BS, weights_BS):

@@ -8,7 +8,7 @@ classes in place of its own:
     TokenBlock       a norm and the attention's input projections, in one kernel
     TokenAttention   adds up the projections' partial sums, rotates, attends and writes the cache
     TokenUnit        hands the experts' norm to the gate; writes the residual stream once
-    TokenMoE         that norm and the gate's product, in one kernel
+    TokenMoE         the experts' norm and the gate's product, in one kernel
 
 Partial sums occur because several thread blocks share the rows of a matrix: each block writes the
 sum over its rows, and the kernel that reads the product adds the blocks' sums. Schedule, transports
@@ -60,13 +60,13 @@ def for_one_token(model: GPT) -> GPT:
 
 
 def normalisation_of(norm: Norm) -> Normalisation:
-  """A norm's parameters and kind, as the one-row kernels take them."""
+  """The parameters of a `Norm` as a `Normalisation`, which the one-row kernels take."""
   bias = None if norm.bias is None else norm.bias[...]
   return Normalisation(norm.scale[...], bias, norm.kind == "layernorm", norm.eps)
 
 
 class TokenNorm(Norm):
-  """A `Norm` of one row in one kernel. XLA launches one for each sum and one for the result."""
+  """A `Norm` of one row in one kernel; XLA would launch one for each sum and one for the result."""
 
   def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
     if not takes(x):
@@ -75,7 +75,7 @@ class TokenNorm(Norm):
 
 
 class TokenAttention(Attention):
-  """An `Attention` of one token. Its kernels read the weights at the memory's bandwidth."""
+  """An `Attention` of one token, by kernels that read matrices at the memory's bandwidth."""
 
   def partial_sums(self, row: Normalised, positions_BS: Array) -> PartialProjections | None:
     """The token's queries, keys and values as partial sums, for the attention kernel.
@@ -98,7 +98,10 @@ class TokenAttention(Attention):
     return PartialProjections(sums_PM, turn_2N, heads, kv_heads, row.dtype)
 
   def into_heads(self, x_BSD: Array) -> list[Array]:
-    """See `Attention`."""
+    """The products of the token with the query, key and value matrices, without bias.
+
+    One kernel computes them if it supports the sizes; see `Attention.into_heads`.
+    """
     weights = [w[...].astype(x_BSD.dtype) for w in (self.query, self.key, self.value)]
     found = products(x_BSD, [w.reshape(w.shape[0], -1) for w in weights])
     if found is None:
@@ -106,12 +109,18 @@ class TokenAttention(Attention):
     return [y.reshape(*y.shape[:-1], *w.shape[1:]) for y, w in zip(found, weights)]
 
   def out_of_heads(self, y_BSHN: Array) -> Array:
-    """See `Attention`."""
+    """The product of all heads' outputs with the output matrix, without bias: [1, 1, D].
+
+    A kernel computes it if it supports the sizes; see `Attention.out_of_heads`.
+    """
     found = self._out_product(y_BSHN.reshape(*y_BSHN.shape[:2], -1))
     return super().out_of_heads(y_BSHN) if found is None else found
 
   def mix(self, projected: Any, *args: Any, **options: Any) -> Any:
-    """See `Attention.mix`; `projected` may be partial sums."""
+    """Attends and applies the output projection, also from partial sums of queries, keys, values.
+
+    Args and result are those of `Attention.mix`; `projected` may be `PartialProjections`.
+    """
     if not isinstance(projected, PartialProjections):
       return super().mix(projected, *args, **options)
     positions_BS, _, cache = args
@@ -123,7 +132,10 @@ class TokenAttention(Attention):
   def _mix_partial_sums(
     self, own: PartialProjections, positions_BS: Array, cache: KeyValues
   ) -> tuple[Array, KeyValues]:
-    """Attends over the cache, writes it, and applies the output projection, in two kernels."""
+    """Attends over the cache, adds the token to it, and applies the output projection.
+
+    These are two kernels, unless no kernel supports the output projection.
+    """
     y, k_TKN, v_TKN = kernel.attend_partial(
       own,
       cache.k_BSHN[0],
@@ -138,7 +150,8 @@ class TokenAttention(Attention):
     return self.over_devices(y_BSD), KeyValues(k_TKN[None], v_TKN[None])
 
   def _out_of_parts(self, parts: PartialAttention) -> Array:
-    """The output projection, [1, 1, D], of attention whose parts several thread blocks computed."""
+    """The output projection, [1, 1, D], of an attention that several thread blocks computed in
+    parts."""
     found = self._out_product(parts)
     return super().out_of_heads(parts.joined()[None, None]) if found is None else found[None]
 
@@ -152,7 +165,10 @@ class TokenBlock(Block):
   """A `Block` of one token: the kernel of the input projections computes its norm too."""
 
   def project(self, h_BSD: Array, positions_BS: Array) -> Any:
-    """See `Block`; returns partial sums if `TokenAttention.mix` can add them up."""
+    """The first half of the attention; partial sums if `TokenAttention.mix` can add them up.
+
+    Otherwise it returns what `Block.project` does.
+    """
     if isinstance(self.attention, TokenAttention):
       row = Normalised(h_BSD, normalisation_of(self.norm_attention))
       found = self.attention.partial_sums(row, positions_BS)
@@ -161,22 +177,26 @@ class TokenBlock(Block):
     return super().project(h_BSD, positions_BS)
 
   def mix(self, h_BSD: Array, projected: Any, *args: Any, **options: Any) -> Any:
-    """See `Block`; XLA writes the resulting residual stream to memory once."""
+    """The second half of the attention, as `Block.mix`; XLA writes its residual stream once."""
     h_BSD, cache = super().mix(h_BSD, projected, *args, **options)
     return _written_once(h_BSD), cache
 
 
 class TokenUnit(Unit):
-  """A `Unit` of one token."""
+  """A `Unit` of one token; the gate's kernel computes its last norm if only the MoE reads it."""
 
   def tapped(self, tap: Tap, h_BSD: Array, handed_BSD: Array | None) -> Any:
-    """See `Unit`; returns the token with its norm still to be computed if only the MoE reads it."""
+    """The value that routed experts read, as `Unit.tapped`.
+
+    If it is the current representation and there is no shared expert, only the MoE reads the norm.
+    Then this returns a `Normalised`: the token with its norm still to be computed.
+    """
     if tap is Tap.CURRENT and self.mix is None and takes(h_BSD):
       return Normalised(h_BSD, normalisation_of(self.blocks[-1].norm_mlp))
     return super().tapped(tap, h_BSD, handed_BSD)
 
   def add(self, *args: Any) -> Array:
-    """See `Unit`."""
+    """The residual stream after the unit, as `Unit.add`; XLA writes it to memory once."""
     return _written_once(super().add(*args))
 
 
@@ -186,7 +206,7 @@ class TokenMoE(MoE):
   def route(
     self, x: Array | Normalised, call: MoECall = MoECall(), gate: Gate | None = None
   ) -> RoutedTokens:
-    """See `MoE`; x may be a token whose norm is still to be computed."""
+    """Chooses experts as `MoE.route`; x may be a token whose norm is still to be computed."""
     if not isinstance(x, Normalised):
       return super().route(x, call, gate)
     gate = self._gate(call.gate) if gate is None else gate
@@ -208,18 +228,21 @@ class GateOfSums:
   sums: PartialLogits
 
   def __call__(self, x_TD: Array) -> Array:
-    """Logits [1, E]; see `Gate`."""
+    """The token's logits [1, E], from the partial sums; `x_TD` is not read."""
     del x_TD
     return self.sums.sums_PE.sum(0)[None]
 
   def top_k(self, x_TD: Array, k: int) -> GateOutput:
-    """See `LinearGate.top_k`."""
+    """The token's logits and its k best experts, from the partial sums; `x_TD` is not read."""
     del x_TD
     return self.sums.top_k(k)
 
 
 def _gate_under_norm(row: Normalised, gate: Any) -> PartialLogits | None:
-  """The token's norm and its product with a linear gate; None if no kernel supports the gate."""
+  """The token's norm and its product with a gate; None unless a kernel supports this gate.
+
+  Only `LinearGate` has such a kernel.
+  """
   if not isinstance(gate, LinearGate):
     return None
   return gate_under_norm(row, gate.weight[...], fp32=gate.fp32)

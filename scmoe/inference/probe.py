@@ -1,9 +1,9 @@
 """Counts a trained router's choices over text or images, by gating, domain and class.
 
 A gating is one use of a gate; some wirings gate twice in a layer. The probe runs the model's own
-modules on one device, pair by pair instead of by a scan, and records the results of each router and
-of each norm on the main path (`_Listener`). A `Reading` says how a kind of model begins with a
-batch, and which class each of its tokens has.
+modules on one device, pair by pair instead of by a scan, and records what each router chooses and
+what each norm on the main path reads and returns (`_Listener`). A `Reading` says how a kind of
+model begins with a batch, and which domain and class each of its tokens has.
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ from scmoe.moe.types import Routing
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-  """Shares and means over what was read, for G gatings and for the P pairs that have experts.
+  """Statistics of a model's routing over some batches, for G gatings and P pairs with experts.
 
-  Gatings and pairs are in the order in which tokens meet them.
+  Gatings and pairs are in the order in which tokens meet them. E counts zero experts too. Means of
+  tokens are over all batches at once.
 
   Attributes:
     gatings: name of each gating, e.g. "layer 1" or "layer 1, preceding".
     load_GE: float [G, E], share of the choices that fell on each expert.
     domain_load_GDE: float [G, domains, E], the same for the tokens of each domain; NaN for a domain
       without tokens.
-    class_load_GCE: float [G, classes, E], the same for the tokens of each class.
+    class_load_GCE: float [G, classes, E], the same for the tokens of each class; NaN for a class
+      without tokens.
     neighbours_GEE: float [G - 1, E, E], share of the tokens whose first choice was e in one gating
       and f in the next; NaN if the next one has other tokens (a later stage of a Swin).
     entropy_G: mean entropy of a token's probabilities, divided by ln E.
@@ -51,12 +53,13 @@ class Probe:
       experts chose, where DGMoE takes the second best; NaN for a layer's first gating.
     as_current_G: share of tokens whose best expert stays the same if the gate reads the current
       representation instead of the shortcut; NaN for gatings that read the current one.
-    drop_P: share of the choices that were dropped, in each pair.
-    shortcut_ratio_P: |output of the routed experts| / |main path|, in each pair.
+    drop_P: share of the choices that were dropped, in each pair: the mean of the batches' shares.
+    shortcut_ratio_P: |output of the routed experts| / |main path|, in each pair: the mean of the
+      batches' ratios.
     points: name of each value on the main path, in order.
     similarity_V: mean cosine between each value on the main path and the next, [points - 1]; NaN
       where four tokens become one between them.
-    tokens: number of tokens that were read, of the first stage.
+    tokens: number of tokens that were read; in a Swin those of the first stage.
   """
 
   gatings: tuple[str, ...]
@@ -76,12 +79,15 @@ class Probe:
 
   @property
   def dead_G(self) -> np.ndarray:
-    """Share of the experts that no token chose."""
+    """Share of the experts that no token chose, for each gating."""
     return (self.load_GE == 0).mean(-1)
 
   @property
   def overlap_G(self) -> np.ndarray:
-    """[G - 1]: I(e; f) / H(f), the share of a gating's entropy that the gating before explains."""
+    """[G - 1]: the share of the entropy of first choices that the gating before explains.
+
+    It is I(e; f) / H(f), with e a token's first choice in one gating and f that in the next.
+    """
     joint = self.neighbours_GEE
     first, second = joint.sum(-1, keepdims=True), joint.sum(-2, keepdims=True)
     known = _xlogx(joint).sum((-1, -2)) - _xlogx(first).sum((-1, -2)) - _xlogx(second).sum((-1, -2))
@@ -100,7 +106,7 @@ class Reading(Protocol):
     ...
 
   def begin(self, model: Any, batch: Any) -> Begun:
-    """Embeds a batch, up to the model's first pair; says which tokens count, and as what."""
+    """Embeds a batch for the first pair; says which tokens count, and in which domain and class."""
     ...
 
   def between(self, model: Any, number: int, h_BSD: Array) -> Array:
@@ -109,14 +115,14 @@ class Reading(Protocol):
 
 
 class Begun(NamedTuple):
-  """A batch before the first pair. What is [B, 1] holds for all tokens of a row.
+  """A batch as the first pair begins with it. An array [B, 1] holds for all tokens of a row.
 
   Attributes:
     h_BSD: the residual stream.
-    positions_BS, segments_BS: as of `Context`.
-    mask_BS: bool [B, S] or [B, 1].
-    domain_B: int [B].
-    class_BS: int [B, S] or [B, 1].
+    positions_BS, segments_BS: see `Context`.
+    mask_BS: bool [B, S] or [B, 1], True for tokens that count.
+    domain_B: int [B], domain of each row.
+    class_BS: int [B, S] or [B, 1], class of each token.
     router: router state of each trunk.
   """
 
@@ -131,10 +137,10 @@ class Begun(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ReadText:
-  """A `Reading` of tokens; their classes are those of a table.
+  """A `Reading` of text by a language model; a table gives each token's class.
 
   Attributes:
-    classes_V: int [V], class of each token.
+    classes_V: int [V], class of each token of the vocabulary.
     router: router state of the run.
   """
 
@@ -142,7 +148,7 @@ class ReadText:
   router: Any = None
 
   def trunks(self, model: GPT) -> Sequence[Trunk]:
-    """See `Reading.trunks`."""
+    """The language model itself, which is its only trunk."""
     return [model]
 
   def begin(self, model: GPT, batch: Batch) -> Begun:
@@ -160,13 +166,13 @@ class ReadText:
     )
 
   def between(self, model: GPT, number: int, h_BSD: Array) -> Array:
-    """A language model has one trunk."""
+    """Raises NotImplementedError: a language model has one trunk, so nothing lies between two."""
     raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadImages:
-  """A `Reading` of images; a token's class is its image's.
+  """A `Reading` of images by a classifier; a token's class is its image's, and the domain is one.
 
   Attributes:
     router: router state of the run.
@@ -175,7 +181,7 @@ class ReadImages:
   router: Any = None
 
   def trunks(self, model: VisionModel) -> Sequence[Trunk]:
-    """See `Reading.trunks`."""
+    """The model's trunks in order: one of a ViT, one for each stage of a Swin."""
     return list(model.trunks)
 
   def begin(self, model: VisionModel, batch: ImageBatch) -> Begun:
@@ -186,7 +192,7 @@ class ReadImages:
     return Begun(h_BSD, None, None, *of_rows, model.router_of(self.router))
 
   def between(self, model: VisionModel, number: int, h_BSD: Array) -> Array:
-    """See `Reading.between`."""
+    """The residual stream after the merger in front of trunk `number`; see `Reading.between`."""
     return model.mergers[number - 1](h_BSD)
 
 
@@ -208,7 +214,7 @@ def probe(
     reading: how this kind of model reads, with the run's router state.
 
   Raises:
-    ConfigError: the wiring has no routed experts, or the batches have no tokens.
+    ConfigError: the wiring has no routed experts, or the batches have no tokens that count.
   """
   listened = _Layout(reading.trunks(model))
   if not listened.gatings:
@@ -226,7 +232,7 @@ def probe(
 
 
 class _Layout:
-  """The names of all gatings and main-path values, derived from the model's options.
+  """The names and kinds of all gatings, and the names of main-path values, by the model's options.
 
   Attributes:
     gatings, points: see `Probe`.
@@ -302,7 +308,11 @@ def _counts(
   num_classes: int,
   batch: Any,
 ) -> dict[str, Array]:
-  """Sums over the tokens of one batch."""
+  """The figures of one batch that `_finished` divides, after they are added up over batches.
+
+  They are sums over its tokens. Only drop and shortcut_ratio are the batch's own figures; a 1 in
+  `batches` serves for their mean.
+  """
   begun = reading.begin(model, batch)
   h_BSD, found = begun.h_BSD, _Heard()
   for number, trunk in enumerate(reading.trunks(model)):
@@ -340,10 +350,11 @@ class _Heard:
   """What listeners hear while a batch passes all trunks.
 
   Attributes:
-    routings: of each gating; current: of the same gate on the current representation.
-    read: a value with the tokens [B, S, ...] of each gating.
-    values: on the main path.
-    sums: of each pair with experts.
+    routings: the `Routing` of each gating.
+    current: for each gating, the `Routing` of the same gate on the current representation.
+    read: for each gating, the current representation [B, S, D]; its shape says which tokens it has.
+    values: the values on the main path, in order.
+    sums: the `RouterSums` of each pair with experts.
   """
 
   def __init__(self) -> None:
@@ -355,7 +366,10 @@ class _Heard:
 
 
 def _walk(trunk: Trunk, h_BSD: Array, begun: Begun, router: Any, found: _Heard) -> Array:
-  """Runs a trunk pair by pair with listeners; returns the residual stream behind it."""
+  """Runs a trunk pair by pair with listeners, which fill `found`.
+
+  Returns the residual stream after the last pair.
+  """
   config, rule = trunk.config, trunk.config.wiring_rule
   stacks = {False: nnx.split(trunk.stages), True: trunk.dense and nnx.split(trunk.dense)}
   handed, mask_BS = None, jnp.broadcast_to(begun.mask_BS, h_BSD.shape[:2])
@@ -406,16 +420,16 @@ def _of_routings(
   num_domains: int,
   num_classes: int,
 ) -> dict[str, Array]:
-  """Sums over one batch's tokens, each of them for every gating.
+  """Sums of what routings say over one batch's tokens; each sum has an entry for every gating.
 
   Args:
     heard: what the listeners heard.
     read: for each gating, its tokens' mask float32 [T], domain int [T] and class int [T].
-    layout: the gatings.
+    layout: names and kinds of the gatings.
     num_domains, num_classes: as for `probe`.
 
   Returns:
-    Arrays [G, ...]; `neighbours`, of gatings that follow each other, is [G - 1, E, E].
+    Arrays [G, ...] by name; `neighbours`, of each gating and the next, is [G - 1, E, E].
   """
   routings, current = heard.routings, heard.current
   num_experts = routings[0].probs_TE.shape[1]  # includes zero experts
@@ -466,7 +480,8 @@ def _finished(layout: _Layout, total: dict[str, np.ndarray]) -> Probe:
   of_gating = total["gating_tokens"]
   only = lambda x, where: np.where(where, x / of_gating, np.nan)
   points = tuple(layout.points)
-  if len(total["similarity"]) != len(points) - 1:  # in some wirings the last sublayer has no norm
+  # In some wirings the last sublayer has no norm, so a value is missing: values then have numbers.
+  if len(total["similarity"]) != len(points) - 1:
     points = tuple(str(i) for i in range(len(total["similarity"]) + 1))
   return Probe(
     gatings=tuple(layout.gatings),

@@ -1,7 +1,7 @@
-"""Counts the hits of a cache of experts on recorded requests, under several policies; in NumPy.
+"""Counts the hits that a cache of experts would have on recorded requests, under a given policy.
 
 Belady's rule replaces the expert whose next request is the latest. It needs the future requests,
-and no policy has more hits, so it is the upper bound.
+and no policy has more hits, so it is the upper bound. NumPy computes on the host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def hits(
   held_LC: Int[np.ndarray, "L C"] | None = None,
   worth_LE: Float[np.ndarray, "L E"] | None = None,
 ) -> int:
-  """Number of requests that find their expert in the cache.
+  """Number of requests, over all layers and steps, that find their expert in the layer's cache.
 
   Args:
     trace_LSE: the experts that each of L layers requested in each of S steps. Each layer has a
@@ -53,9 +53,9 @@ def hits(
 def _hits_of_layer(
   needed_SE: np.ndarray, held_C: np.ndarray, worth_E: np.ndarray, policy: str, decay: float
 ) -> int:
-  """The hits of one layer's cache; see `hits`."""
+  """Number of one layer's requests that find their expert in its cache; see `hits`."""
   next_SE = _next_uses(needed_SE) if policy == "belady" else None
-  held = {int(e): place for place, e in enumerate(held_C) if e >= 0}  # expert: place
+  held = {int(e): place for place, e in enumerate(held_C) if e >= 0}  # each expert's place
   free = [place for place, e in enumerate(held_C) if e < 0]
   found = 0
   for step, needed_E in enumerate(needed_SE):

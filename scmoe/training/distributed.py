@@ -26,7 +26,7 @@ VARIABLES = {
 
 
 class Cluster(NamedTuple):
-  """How the processes of a run find each other."""
+  """The processes of a run: where they meet, how many they are, and which one this is."""
 
   coordinator: str  # host:port of process 0
   num_processes: int
@@ -37,6 +37,8 @@ def find_cluster(
   cfg: DistributedConfig, environment: Mapping[str, str] = os.environ
 ) -> Cluster | None:
   """The processes of this run from the configuration, SCMOE_* variables or SLURM; None: just one.
+
+  Each of the three parts comes from the first of these that gives it.
 
   Raises:
     ConfigError: a part is missing or does not fit the others.
@@ -62,7 +64,7 @@ def initialize(cfg: DistributedConfig) -> None:
   chooses the interface.
 
   Raises:
-    ConfigError: see `find_cluster`; or the processes did not find each other.
+    ConfigError: as `find_cluster`, or this process could not connect to the coordinator.
   """
   cluster = find_cluster(cfg)
   if cluster is None:
@@ -86,7 +88,7 @@ def initialize(cfg: DistributedConfig) -> None:
 
 
 def _share_tilings() -> None:
-  """Gives all processes the measured tilings of process 0: all must compile the same program."""
+  """Gives all processes the measured kernel tilings of process 0: all must compile one program."""
   kind = jax.devices()[0].device_kind
   own = tuned.text(tuned.table(kind), kind) if is_first() else ""
   tuned.use(kind, tuned.parsed(bytes_of_first(own.encode()).decode(), kind))
@@ -118,7 +120,10 @@ def first_decides(value: bool) -> bool:
 
 
 class OnFirst:
-  """A context manager that process 0 enters for all; if that fails, every process raises."""
+  """A context manager that process 0 enters for all; on a `ScmoeError` of it, every process raises.
+
+  Process 0 raises that error, the others a `ConfigError`.
+  """
 
   def __init__(self, inner: contextlib.AbstractContextManager[Any]):
     self._inner = inner if is_first() else None
@@ -159,7 +164,10 @@ def from_all_processes(value: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _slurm(environment: Mapping[str, str]) -> Cluster | None:
-  """One process per task of a SLURM step; the port follows from the job, so that jobs differ."""
+  """The processes of a SLURM step, one for each task; None outside SLURM or for one task.
+
+  The port follows from the job's number, so that neighbouring jobs have different ones.
+  """
   try:
     count = int(environment["SLURM_NTASKS"])
     index = int(environment["SLURM_PROCID"])
@@ -173,7 +181,7 @@ def _slurm(environment: Mapping[str, str]) -> Cluster | None:
 
 
 def _first_host(nodes: str) -> str:
-  """First host of a list such as `gpu[007-012,020],login1`."""
+  """First host of a list such as `gpu[007-012,020],login1`: gpu007."""
   prefix, bracket, rest = nodes.partition("[")
   if "," in prefix or not bracket:
     return nodes.partition(",")[0]

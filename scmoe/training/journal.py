@@ -31,7 +31,9 @@ from scmoe.training.vitals import Vitals, stragglers
 
 
 class Journal:
-  """Writes what a run has done. Process 0 prints and writes; every process times its own steps.
+  """Writes what a run has done. Process 0 prints and writes metrics; all processes time steps.
+
+  Every process also writes a heartbeat file of its own, and warns if its memory grows.
 
   Args:
     built: options and sizes of the run.
@@ -49,11 +51,11 @@ class Journal:
     self._alarm = CollapseAlarm(built.train.collapse_steps)
 
   def open(self, step: int, lines: Sequence[str]) -> None:
-    """Opens the files of metrics, in which lines after `step` are removed, and shows the progress.
+    """Opens the outputs, removes lines of steps after `step` from them, and shows the progress.
 
     Args:
-      step: from which the run goes on.
-      lines: printed first.
+      step: optimizer steps that the run has done.
+      lines: printed on process 0.
     """
     if is_first():
       self._metrics = Metrics(
@@ -89,31 +91,36 @@ class Journal:
   # -- steps ------------------------------------------------------------------------------------
 
   def host_worked(self, seconds: float) -> None:
-    """Counts the time that this host has spent on a step's batch."""
+    """Notes the seconds that this host took to read a step's batch and place it on its devices."""
     self._vitals.worked(seconds)
 
   def step_dispatched(self) -> None:
-    """A step was dispatched; its results come later (`step_done`)."""
+    """Notes that a step was dispatched; its results come later (`step_done`)."""
     self._meter.begin()
 
   def step_done(self, step: int, values: Mapping[str, Any]) -> None:
-    """Times a step whose results were read, and adds its figures to the means of the next line."""
+    """Takes in a step whose results were read: its time, and its figures for the next line's means.
+
+    Also moves the progress bar on, and writes this process's heartbeat where due.
+    """
     self._meter.tick()
     self._means.add(dict(values))
     self._bar.advance()
     self._vitals.beat(step, self._meter.percentiles)
 
   def pause(self) -> None:
-    """The time from here to the next step counts as no step's."""
+    """Leaves the time from here to the next step's results out of the times of steps."""
     self._meter.pause()
 
   def log(self, step: int, values: dict[str, Any], arrays: dict[str, Array]) -> None:
-    """One line on the console and in metrics.jsonl; router arrays where due.
+    """Writes one line to the console and to metrics.jsonl, and router arrays where due.
+
+    Warns if this process's memory grows or a router has collapsed (`CollapseAlarm`).
 
     Args:
-      step: whose line it is.
-      values: its figures.
-      arrays: of every layer's router, on the devices.
+      step: the number of the step.
+      values: the step's figures.
+      arrays: statistics of every layer's router, on the devices.
     """
     train, per_step = self._train, self._meter.take()
     values = values | self._means.take() | memory_in_use()
@@ -140,7 +147,7 @@ class Journal:
   # -- between steps ----------------------------------------------------------------------------
 
   def evaluated(self, step: int, values: Mapping[str, float]) -> None:
-    """Writes and prints an evaluation."""
+    """Writes an evaluation of this step to metrics.jsonl and prints it, on process 0."""
     if self._metrics is None:
       return
     self._metrics.write(step, dict(values), "eval")
@@ -152,7 +159,10 @@ class Journal:
     return self._metrics is not None and self._metrics.file.has_eval(step)
 
   def compare_hosts(self, step: int) -> None:
-    """Writes the step times of every host and warns of slow ones; all processes call it."""
+    """Writes every process's times to metrics.jsonl and warns of slow hosts; all processes call it.
+
+    With one process it does nothing.
+    """
     if jax.process_count() == 1:
       return
     own = self._vitals.times(self._meter.percentiles())
@@ -163,7 +173,10 @@ class Journal:
         warn(slow)
 
   def sum_up(self, step: int) -> None:
-    """The last lines of a run that has reached its end: time per step, memory, where things are."""
+    """Prints the last lines of a run that is done: time per step, peak memory, folder.
+
+    Also writes time and memory to metrics.jsonl, as a line of kind `end`.
+    """
     median, late = self._meter.percentiles()
     if math.isfinite(median):
       self.say(f"seconds per step: median {median:.3g}, 99th percentile {late:.3g}")

@@ -16,7 +16,7 @@ TRACKERS = ("wandb", "trackio")
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(Options, path="train"):
-  """Length, batch and cadence of a run (section `train`)."""
+  """Length, batch, teacher, cadence, limits and outputs of a run (section `train`)."""
 
   steps: int = option(1000, "optimizer steps; the schedule spans them", minimum=1)
   batch_size: int = option(8, "sequences per microbatch, over all devices", minimum=1)
@@ -138,7 +138,7 @@ class TrainConfig(Options, path="train"):
     return self.tokens_per_step // tokens
 
   def check_trackers(self) -> None:
-    """Checks that the trackers are known and installed.
+    """Checks that all packages that `trackers` names are known and installed.
 
     Raises:
       ConfigError: a tracker is unknown or not installed.
@@ -150,10 +150,14 @@ class TrainConfig(Options, path="train"):
         raise ConfigError(f"train.trackers={name!r} is not installed; pip install {name}")
 
   def check_mesh(self, batch_shards: int, processes: int = 1) -> None:
-    """Checks that a microbatch can be split over `batch_shards` devices and the processes.
+    """Checks that `batch_size` is a multiple of `batch_shards` and of `processes`.
+
+    Args:
+      batch_shards: parts of a microbatch on different devices: mesh.data x mesh.expert.
+      processes: number of processes of the run.
 
     Raises:
-      ConfigError: it cannot be split evenly.
+      ConfigError: it is not.
     """
     for parts, what in ((batch_shards, "mesh.data x mesh.expert"), (processes, "processes")):
       if self.batch_size % parts:
@@ -163,13 +167,14 @@ class TrainConfig(Options, path="train"):
         )
 
 
-# The largest decay of a moment. With 1 a moment never moves from 0, and Adam divides 0 by 0.
+# The largest decay of a moment that is allowed. With 1 a moment would stay 0, and Adam would divide
+# 0 by 0.
 _DECAY = 1 - 2**-20
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerAblation(Options, path="optimizer.ablation"):
-  """Parts of the update, each of which an ablation sets apart. A run leaves them as they are."""
+  """Options of the optimizer that only ablations change (section `optimizer.ablation`)."""
 
   masters: str = option(
     "auto",
@@ -182,7 +187,7 @@ class OptimizerAblation(Options, path="optimizer.ablation"):
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig(Options, path="optimizer"):
-  """AdamW or Muon, the schedule and clipping (section `optimizer`)."""
+  """AdamW or Muon, schedule, weight decay, clipping and loss scale (section `optimizer`)."""
 
   name: str = option(
     "adamw",
@@ -242,7 +247,7 @@ class OptimizerConfig(Options, path="optimizer"):
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig(Options, path="checkpoint"):
-  """When checkpoints are written and how many stay (section `checkpoint`)."""
+  """When checkpoints are written, how many stay, what they must match (section `checkpoint`)."""
 
   every: int = option(
     500, "steps between checkpoints; 0: only at the end or when told to stop", minimum=0

@@ -1,4 +1,4 @@
-"""Compares configuration and data of a resumed run with those that it was started with."""
+"""Compares configuration and data of a resumed run with those of its checkpoint."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any
 
 from scmoe.base.errors import ConfigError, DataError
 
-# Fields that a resumed run may change. They decide how long the run is, when it reports or gives
-# up, and where and in which order it computes, not what a step computes.
+# Fields and sections that a resumed run may change. They decide how long the run is, when it
+# reports, saves or gives up, and where, in which order and with which kernels it computes, not what
+# a step computes.
 SAFE = (
   "name",
   "model.ffn.impl",
@@ -40,7 +41,8 @@ SAFE = (
   "checkpoint",
   "distributed",
 )
-# Fields that may differ where only weights are read: they do not change what weights compute.
+# Fields of `model` and `router` that may differ where only parameters are read: they do not decide
+# which function the parameters compute.
 _CHOSEN = {
   "model": ("dtype", "document_mask", "init_std"),
   "router": ("noise", "balance", "balance_loss", "z_loss", "bias_rate", "bias_proportional",
@@ -50,7 +52,7 @@ _ABSENT = "(not set)"
 
 
 def architecture(config: dict[str, Any]) -> dict[str, Any]:
-  """The part of a configuration that decides which function a set of weights computes."""
+  """The fields of `model` and `router` that decide which function the parameters compute."""
   parts = {part: config.get(part) for part in _CHOSEN}
   return {
     part: {name: value for name, value in fields.items() if name not in _CHOSEN[part]}
@@ -66,17 +68,17 @@ def check_config(
   allow_change: bool = False,
   fits: bool = True,
 ) -> list[str]:
-  """Lines `field: stored -> current` for what differs; empty if nothing does.
+  """Lines `field: stored -> current` for all fields that differ; [] if none does.
 
   Args:
     stored: nested dict of the checkpoint's configuration.
     current: nested dict of this run's configuration.
-    allow_change: accept any difference.
+    allow_change: accept any difference, if the stored arrays fit.
     fits: whether the stored arrays have the names, shapes and types that this run asks for. If not,
       the error does not suggest `checkpoint.allow_config_change`, which would not help.
 
   Raises:
-    ConfigError: a field outside `SAFE` differs.
+    ConfigError: a field outside `SAFE` differs, and not both `allow_change` and `fits` are true.
   """
   lines, refused = _compare(stored, current)
   if refused and not (allow_change and fits):
@@ -91,10 +93,14 @@ def check_config(
 def check_data(
   stored: dict[str, Any], current: dict[str, Any], *, allow_change: bool = False
 ) -> list[str]:
-  """Like `check_config` for the fingerprint of the data, no field of which may change.
+  """Lines `field: stored -> current` for fields of the data's fingerprint that differ; [] if none.
+
+  Args:
+    stored, current: fingerprints of the checkpoint's and of this run's data.
+    allow_change: accept any difference.
 
   Raises:
-    DataError: a field differs.
+    DataError: a field differs, and `allow_change` is False.
   """
   lines, _ = _compare(stored, current)
   if lines and not allow_change:
@@ -106,7 +112,7 @@ def check_data(
 
 
 def _compare(stored: dict[str, Any], current: dict[str, Any]) -> tuple[list[str], list[str]]:
-  """(all differences, those of fields that are not safe)."""
+  """Lines (of all fields that differ, of those of them that are not in `SAFE`)."""
   before, after = _leaves(stored), _leaves(current)
   names = [n for n in {**before, **after} if before.get(n, _ABSENT) != after.get(n, _ABSENT)]
   lines = {n: f"{n}: {before.get(n, _ABSENT)} -> {after.get(n, _ABSENT)}" for n in names}

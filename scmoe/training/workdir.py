@@ -1,4 +1,4 @@
-"""The directory of a run: checks that it can be written, and keeps a second run out."""
+"""The directory of a run: creates it, checks that it can be written, keeps a second run out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scmoe.base.output import warn
 from scmoe.base.stored import StoredError, read_json
 
 LOCK = "run.lock"
-TOUCH_SECONDS = 30  # so often a living run touches its lock
+TOUCH_SECONDS = 30  # time between two touches of the lock file by a living run
 FOREIGN_STALE_SECONDS = 300  # silence after which a lock of another host counts as left behind
 _PROBE_BYTES = 4096
 _BUSY = (errno.EAGAIN, errno.EACCES)  # somebody else holds the lock
@@ -67,15 +67,15 @@ def _write_probe(workdir: Path) -> None:
 class RunLock:
   """Keeps a second run out of a directory. A context manager.
 
-  It takes an OS lock (flock) on the directory and on a file in it. Exactly one process can hold it,
-  and the kernel releases it when that process dies, however it dies. The lock file also names
-  process and host: for messages, for file systems without OS locks, and for those whose locks do
-  not reach other hosts. There, a file that another host touched within `FOREIGN_STALE_SECONDS`
-  counts as held.
+  It takes an OS lock (flock) on a file in the directory and, under the default name, on the
+  directory itself. At most one process can hold it, and the kernel releases it when that process
+  dies, however it dies. The lock file also names process and host: for messages, for file systems
+  without OS locks, and for those whose locks do not reach other hosts. There, a file that another
+  host touched within `FOREIGN_STALE_SECONDS` counts as held.
 
   Args:
     workdir: exists.
-    name: of the file; different names do not keep each other out.
+    name: of the lock file; locks of different names do not keep each other out.
   """
 
   def __init__(self, workdir: Path, name: str = LOCK):
@@ -108,7 +108,12 @@ class RunLock:
     self._release()
 
   def _take(self) -> None:
-    """Opens directory and file and locks both."""
+    """Opens and locks the lock file and, if it has the default name, the directory before it.
+
+    Raises:
+      ConfigError: another process holds a lock.
+      StorageError: the file cannot be opened for writing.
+    """
     # A file can be deleted under a running process; the directory's lock then still holds.
     if self._path.name == LOCK:
       self._hold(os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY), warns=False)
@@ -119,7 +124,7 @@ class RunLock:
       except OSError as error:
         raise StorageError(f"{self._path} cannot be written ({error.strerror})") from None
       self._hold(self._file, warns=True)
-      # Its holder may have deleted the file between our opening and locking it.
+      # The lock's last holder may have deleted the file between our opening and locking it.
       if _is_same_file(self._file, self._path):
         return
       self._held.remove(self._file)
@@ -180,15 +185,19 @@ class RunLock:
 
 
 def owner_lives(path: Path) -> bool:
-  """True if a lock file is there and the process that it names seems to run; see `_owner`."""
+  """True if a lock file is there and the process that it names seems to run.
+
+  A process of another host seems to run if the lock was touched less than `FOREIGN_STALE_SECONDS`
+  ago.
+  """
   return _owner(path)[1]
 
 
 def _owner(path: Path) -> tuple[dict[str, Any], bool]:
-  """Process and host that a lock names, {} without one; and whether that process seems to run.
+  """(what a lock file names: process, host, start; {} without one; whether that process runs).
 
-  A process of another host seems to run if the lock was touched `FOREIGN_STALE_SECONDS` ago or
-  later.
+  A process of another host counts as running if the lock was touched less than
+  `FOREIGN_STALE_SECONDS` ago; this process itself does not count.
   """
   try:
     silent = time.time() - path.stat().st_mtime
@@ -203,7 +212,10 @@ def _owner(path: Path) -> tuple[dict[str, Any], bool]:
 
 
 def identity(pid: int) -> dict[str, Any]:
-  """Process, host and, where /proc tells, the time the process started (ids are used again)."""
+  """`pid`, `host` and `started` of a process of this host; its start time tells reused ids apart.
+
+  Without /proc, `started` is "alive" for a process that runs and "" for one that does not.
+  """
   try:
     started = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
   except (OSError, IndexError):
@@ -234,7 +246,7 @@ def _close(descriptor: int) -> None:
 
 
 def _close_in_child() -> None:
-  """A forked child, such as TensorBoard's writer, must not hold the lock when the run is dead."""
+  """Closes the locks in a forked child, such as TensorBoard's writer, which may outlive the run."""
   for descriptor in list(_descriptors):
     _close(descriptor)
 

@@ -2,8 +2,8 @@
 
 Every random number follows from the run's seed, the epoch and the image's index alone, so an image
 is changed in the same way on every mesh, in every split into microbatches and after every restart.
-Its partner for mixup and cutmix is another image of the data set, which the pipeline draws by the
-same three numbers and sends along: no image depends on its neighbours in the batch.
+An image's partner for mixup and cutmix is another image of the data set, which the pipeline draws
+by the same three numbers and sends along: no image depends on its neighbours in the batch.
 
     B  images    S  pixels on a side    C  channels
 """
@@ -75,12 +75,14 @@ class AugmentConfig(Options, path="augment"):
 
   @property
   def mixes(self) -> bool:
-    """Whether images need partners."""
+    """Whether images need partners: mixup or cutmix is on, and `mix_share` is not 0."""
     return bool((self.mixup or self.cutmix) and self.mix_share)
 
 
 def augmented(batch: ImageBatch, config: AugmentConfig, seed: int) -> Float[Array, "B S S C"]:
   """The images of a training batch, changed: float32 around 0.
+
+  Images and partners are flipped and cropped, then mixed; rectangles are erased last.
 
   Args:
     batch: with `draws`, and with `partners` if `config.mixes`.
@@ -100,8 +102,11 @@ def augmented(batch: ImageBatch, config: AugmentConfig, seed: int) -> Float[Arra
 
 
 def partner_part(batch: ImageBatch, config: AugmentConfig, seed: int) -> Float[Array, "B S S"]:
-  """The partner's part of each pixel of a mixed image: 1 - λ everywhere (mixup), or 1 in a
-  rectangle and 0 around it (cutmix). Arguments as of `augmented`."""
+  """The partner's part in each pixel of the images, float32 from 0 to 1.
+
+  It is 1 - λ everywhere in an image (mixup), or 1 in a rectangle and 0 around it (cutmix), or 0
+  everywhere if the image is not mixed (`mix_share`). Arguments as of `augmented`.
+  """
   size = batch.images.shape[1:3]
   return jax.vmap(lambda key: _part(key, size, config))(_keys(batch, seed, "mix"))
 
@@ -128,18 +133,18 @@ def soft_labels(
   return (1 - smoothing) * label_BV + smoothing / classes
 
 
-PURPOSES = ("own", "partner", "mix", "erase")  # of an image's random numbers
+PURPOSES = ("own", "partner", "mix", "erase")  # uses of an image's random numbers; each has a key
 
 
 def _keys(batch: ImageBatch, seed: int, purpose: str) -> Array:
-  """A key [B] for each image, of (seed, epoch, index, purpose)."""
+  """Keys [B], one for each image, that follow from seed, epoch, index of the image and purpose."""
   base = jax.random.fold_in(jax.random.key(seed), PURPOSES.index(purpose))
   of_image = lambda draw: jax.random.fold_in(jax.random.fold_in(base, draw[0]), draw[1])
   return jax.vmap(of_image)(batch.draws)
 
 
 def _moved(key: Array, image: Float[Array, "S S C"], config: AugmentConfig) -> Array:
-  """The image mirrored, and cut out of itself with a margin."""
+  """The image, mirrored with the probability `flip`, and a random cut of it with a grey margin."""
   of_flip, of_crop = jax.random.split(key)
   if config.flip:
     mirrored = jax.random.uniform(of_flip) < config.flip
@@ -160,16 +165,16 @@ def _part(key: Array, size: tuple[int, ...], config: AugmentConfig) -> Float[Arr
     parts.append(jnp.full(size, _beta(uniform, config.mixup)))
   if config.cutmix:
     side = jnp.sqrt(_beta(uniform, config.cutmix))
-    # The rectangle is cut at the image's edges: what is left of it is the partner's share.
+    # The rectangle is cut at the image's edges: the part inside the image is the partner's.
     parts.append(_box(of_box, size, side, side).astype(jnp.float32))
   part = parts[0] if len(parts) == 1 else jnp.where(jax.random.bernoulli(of_kind), *parts)
   return jnp.where(used, part, 0.0)
 
 
 def _beta(uniform: Array, alpha: float) -> Array:
-  """The Beta(alpha, alpha) quantile of a number in [0, 1).
+  """The Beta(alpha, alpha) quantile of a number in [0, 1), interpolated in a table.
 
-  By a table: jax.random.beta rejects draws in loops, which cost more than the rest of this file.
+  `jax.random.beta` rejects draws in loops, which cost more than the rest of this file.
   """
   places = np.linspace(0, 1, 4097)
   table = scipy.special.betaincinv(alpha, alpha, places)
@@ -177,7 +182,10 @@ def _beta(uniform: Array, alpha: float) -> Array:
 
 
 def _erased(key: Array, image: Float[Array, "S S C"], config: AugmentConfig) -> Array:
-  """The image with a rectangle of random area and shape (sides 0.3 to 1 / 0.3) set to grey."""
+  """The image, with the probability `erase` with a random rectangle of it set to grey.
+
+  The rectangle's height is 0.3 to 1 / 0.3 times its width; the image's edges may cut it.
+  """
   of_use, of_area, of_shape, of_box = jax.random.split(key, 4)
   used = jax.random.uniform(of_use) < config.erase
   area = jax.random.uniform(of_area, minval=config.erase_least, maxval=config.erase_most)
@@ -190,9 +198,9 @@ def _box(key: Array, size: tuple[int, ...], height: Array, width: Array) -> Arra
   """bool [S, S], True inside a rectangle with its centre anywhere in the image, cut at the edges.
 
   Args:
-    key: of its centre.
-    size: of the image.
-    height, width: as shares of the image's.
+    key: of the rectangle's centre.
+    size: of the image, in pixels.
+    height, width: of the rectangle before it is cut, as shares of the image's.
   """
   centre = jax.random.uniform(key, (2,))
   within = [

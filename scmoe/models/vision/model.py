@@ -1,4 +1,4 @@
-"""ViT-MoE and Swin-MoE: image classifiers of the same block pairs as the language models.
+"""ViT-MoE and Swin-MoE: image classifiers made of the same block pairs as the language models.
 
 B  images    S  pixels on a side, then tokens of an image    C  channels
 D  width     V  classes
@@ -32,8 +32,8 @@ class VisionModel(nnx.Module):
   """An image classifier: stem, trunks with mergers between them, norm, mean over tokens, head.
 
   A ViT (V-MoE, arXiv 2106.05974) has one trunk, whose attention sees the whole image; a Swin
-  (Swin-MoE, arXiv 2206.03382) one for each stage, whose attention sees windows. Each trunk is a
-  `Trunk`: wirings, schedule and MoE are those of the language models. The model computes in
+  (Swin-MoE, arXiv 2206.03382) has a trunk for each stage, whose attention sees windows. Each trunk
+  is a `Trunk`: wirings, schedule and MoE are those of the language models. The model computes in
   `config.dtype`; parameters are float32.
 
   Args:
@@ -69,12 +69,15 @@ class VisionModel(nnx.Module):
     self.head_bias = nnx.Param(jnp.zeros((config.vision.classes,)), axes=(None,))
 
   def __call__(self, images_BSSC: Array, given: Pass = Pass()) -> Output:
-    """Runs the model.
+    """Runs the model on images, without the head: for scores pass the result's `h_BSD` to `logits`.
 
     Args:
       images_BSSC: uint8 pixels, or floats around 0 (`pixels`).
       given: see `Pass`; `mask_BS` is [B, 1], False for images that are padding. With `hidden` the
         result has the main path of the last trunk's blocks.
+
+    Returns:
+      `h_BSD`, the normalised tokens of the last trunk, and `sums` of the MoE layers of all trunks.
 
     Raises:
       ConfigError: the images have another shape, or `given.remat` is unknown.
@@ -82,7 +85,7 @@ class VisionModel(nnx.Module):
     return run_trunks(route([self], [images_BSSC], [given]))[0]
 
   def logits(self, h_BSD: Float[Array, "B S D"]) -> Float[Array, "B V"]:
-    """Scores of the classes, float32, from the mean over an image's tokens.
+    """Scores of the classes, float32 (float64 stays), from the mean over an image's tokens.
 
     Args:
       h_BSD: `Output.h_BSD` of a call.
@@ -91,10 +94,10 @@ class VisionModel(nnx.Module):
     return linear(h_BSD.astype(wide).mean(1), self.head, self.head_bias)
 
   def check_images(self, images_BSSC: Array) -> None:
-    """Checks the shape of a batch of images.
+    """Checks that a batch of images has the shape [B, size, size, channels] of `model.vision`.
 
     Raises:
-      ConfigError: names what was got and what would do.
+      ConfigError: it has another shape.
     """
     vision = self.config.vision
     wanted = (vision.size, vision.size, vision.channels)
@@ -106,7 +109,7 @@ class VisionModel(nnx.Module):
 
   @property
   def tokens_of_layers(self) -> list[int]:
-    """Tokens of an image in each MoE layer, in order."""
+    """The number of tokens of an image in each MoE layer, in the order of the layers."""
     stages = [stage for stage in stages_of(self.config) if stage.wiring_rule.taps]
     return [stage.tokens for stage in stages for _ in range(stage.num_pairs)]
 
@@ -116,7 +119,12 @@ class VisionModel(nnx.Module):
     return [trunk for trunk in self.trunks if trunk.config.wiring_rule.taps]
 
   def init_router(self) -> dict[str, Array]:
-    """Router state before the first step, of all stages' layers; see `Trunk.init_router`."""
+    """Router state before the first step, for the MoE layers of all trunks; {} if there is none.
+
+    Returns:
+      with `router.bias` the arrays of `scmoe.moe.losses.init_bias`, `bias` [layers, E] among them;
+      with `router.compat.gates` > 1 `turn`, int32 [], index of the gate that trains in this step.
+    """
     config = self.config
     layers = sum(trunk.config.num_pairs for trunk in self.moe_trunks)
     if not layers:
@@ -127,7 +135,13 @@ class VisionModel(nnx.Module):
     return state
 
   def router_of(self, router: Any) -> list[Any]:
-    """Router state of each trunk: its layers of what `init_router` made."""
+    """Router state of each trunk: its own layers of the arrays with layers, all other arrays whole.
+
+    {} for a trunk without experts.
+
+    Args:
+      router: state like that of `init_router`, or None.
+    """
     found, start = [], 0
     by_layer = ("bias", "error", "error_before")
     for trunk in self.trunks:
@@ -138,11 +152,14 @@ class VisionModel(nnx.Module):
     return found
 
   def totals_of_pairs(self, totals: Any) -> Any:
-    """The totals of the gradients of each trunk's pairs; see `Trunk.totals_of_pairs`."""
+    """The part of the totals of this model's gradients that `Pass.gradient_totals` takes.
+
+    A list with one entry for each trunk.
+    """
     return [trunk.totals_of_pairs(totals["trunks"][i]) for i, trunk in enumerate(self.trunks)]
 
   def lay_out_totals(self, zeros: Any) -> Any:
-    """See `Trunk.lay_out_totals`."""
+    """Zeros like the parameters; large layers that are written out have arrays of their own."""
     trunks = {i: trunk.lay_out_totals(zeros["trunks"][i]) for i, trunk in enumerate(self.trunks)}
     return {**zeros, "trunks": trunks}
 
@@ -150,10 +167,13 @@ class VisionModel(nnx.Module):
 def route(models: Sequence[VisionModel], batches: Sequence[Array], given: Sequence[Pass]) -> Route:
   """The way of several batches of images: stem, a trunk for each stage, mergers between, norm.
 
+  A generator for `run_trunks`, which returns an `Output` for each batch.
+
   Args:
     models: one per batch, with the same parameters; several, so that gradients stay separate.
-    batches: images of each batch, as of `VisionModel`.
-    given: one per batch; router, remat, no_drop, gate and gradient_totals of the first one hold.
+    batches: images of each batch, as `VisionModel` takes them.
+    given: one per batch; router, remat, no_drop, gate, hidden, experts and gradient_totals of the
+      first one hold for all batches.
 
   Raises:
     ConfigError: the images have another shape.

@@ -1,4 +1,8 @@
-"""The objective of an image classifier: cross-entropy with soft labels, accuracy among 1 and 5."""
+"""The objective of an image classifier: cross-entropy with soft labels, two accuracies.
+
+A guess counts as right if it is the highest score (`accuracy`) or one of the five highest
+(`accuracy_5`).
+"""
 
 from __future__ import annotations
 
@@ -19,16 +23,16 @@ from scmoe.models.vision.model import VisionModel
 from scmoe.models.vision.model import route as model_route
 from scmoe.moe.options import RouterConfig
 
-GUESSES = 5  # of the second accuracy
+GUESSES = 5  # highest scores among which `accuracy_5` looks for the label
 
 
 class ClassificationObjective(RoutedObjective):
-  """Cross-entropy of the images' labels, and the losses of the routers.
+  """Cross-entropy of changed images with their labels, plus the losses of the routers.
 
   Args:
     graph, router, remat: as of `RoutedObjective`.
     augment: how images and labels are changed.
-    seed: of these changes.
+    seed: of the run, from which the random numbers of these changes follow.
   """
 
   term = "images"
@@ -53,7 +57,10 @@ class ClassificationObjective(RoutedObjective):
     rngs: Sequence[Array | None],
     totals: Any = None,
   ) -> Route:
-    """See `RoutedObjective.route`."""
+    """The way of several microbatches of images, which it changes first, through the model.
+
+    Arguments as of `RoutedObjective.route`.
+    """
     with jax.named_scope("augmentation"):
       images = [augmented(batch, self.augment, self.seed) for batch in batches]
     given = [
@@ -70,12 +77,12 @@ class ClassificationObjective(RoutedObjective):
     return model_route(models, images, given)
 
   def of_batch(self, model: VisionModel, out: Output, batch: ImageBatch) -> dict[str, Array]:
-    """See `RoutedObjective.of_batch`.
+    """This device's sums over a batch of images: `nats`, `weight`, `correct` and `correct_5`.
 
-    With mixed labels a guess is as right as the label's share of it.
+    With mixed labels a guess counts with the share that its class has in the label.
     """
     options = self.augment
-    # The same numbers as in `route`: XLA computes them once.
+    # These are the same random numbers as in `route`: XLA computes them once.
     part_BSS = partner_part(batch, options, self.seed) if options.mixes else None
     classes, weight_B = model.config.vision.classes, batch.weights.astype(jnp.float32)
     label_BV = soft_labels(batch, part_BSS, classes, options.label_smoothing)
@@ -90,7 +97,7 @@ class ClassificationObjective(RoutedObjective):
     }
 
   def counted(self, batch: ImageBatch) -> tuple[Array, Array]:
-    """The weights of the images, and which images are no padding."""
+    """The weights of this device's images, and which images are no padding (weight > 0)."""
     return batch.weights, batch.weights > 0
 
   def tokens_of_each(self, model: VisionModel) -> Array:
@@ -98,7 +105,10 @@ class ClassificationObjective(RoutedObjective):
     return jnp.asarray(model.tokens_of_layers, jnp.float32)
 
   def metrics(self, aux: LossSums) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Metrics with `accuracy_5`, the share of images whose label is among the five best guesses."""
+    """The metrics of `RoutedObjective`, and `accuracy_5`: images with their label in the best five.
+
+    `accuracy_5` is a share of the images, weighted like the loss.
+    """
     scalars, arrays = super().metrics(aux)
     assert aux.correct_5 is not None
     return scalars | {"accuracy_5": aux.correct_5 / jnp.maximum(aux.weight, 1)}, arrays
@@ -107,12 +117,14 @@ class ClassificationObjective(RoutedObjective):
 def right_among(
   logits_BV: Float[Array, "B V"], label_BV: Float[Array, "B V"], guesses: int
 ) -> Float[Array, " B"]:
-  """The label's share of the best guesses, float32: 1 if the label is one of them, else 0.
+  """The share of each label that lies on the classes with the highest scores, float32.
+
+  For a label of one class: 1 if that class is among them, else 0.
 
   Args:
     logits_BV: scores.
-    label_BV: the label as a distribution.
-    guesses: number of them; all classes if there are fewer.
+    label_BV: the labels as distributions over the classes.
+    guesses: number of highest scores; all classes if there are fewer.
   """
   best_BG = jax.lax.top_k(jax.lax.stop_gradient(logits_BV), min(guesses, logits_BV.shape[-1]))[1]
   return jnp.take_along_axis(label_BV, best_BG, -1).sum(-1)

@@ -1,4 +1,4 @@
-"""What a vision model has that a language model has not: options, without jax."""
+"""The options that a vision model has and a language model has not; imports no jax."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class VisionConfig(Options, path="model.vision"):
 
   @property
   def side(self) -> int:
-    """Tokens on a side of an image, behind the stem."""
+    """Tokens on a side of an image after the stem: one per patch."""
     return self.size // self.patch
 
   @property
   def stage_depths(self) -> tuple[int, ...]:
-    """`depths` as numbers.
+    """Blocks of each stage of a Swin: `depths` as numbers.
 
     Raises:
-      ConfigError: it is no list of numbers.
+      ConfigError: it is no list of numbers from 1 to 999.
     """
     parts = [part.strip() for part in self.depths.split(",")]
     if not all(part.isdecimal() and 0 < int(part) < 1000 for part in parts):
@@ -64,7 +64,7 @@ class VisionConfig(Options, path="model.vision"):
     return tuple(map(int, parts))
 
   def check(self) -> None:
-    """Checks what depends on more than one field, of every vision model.
+    """Checks `channels`, and `size` and `stem` against `patch`; `check_stages` checks the stages.
 
     Raises:
       ConfigError: names the field, what was got and what would do.

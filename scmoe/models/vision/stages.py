@@ -17,6 +17,8 @@ from scmoe.models.config import ModelConfig
 class StageConfig(ModelConfig):
   """Blocks of one stage. Their attention sees all tokens of an image, or those of its window.
 
+  The other fields are those of `ModelConfig`, with the widths of this stage.
+
   Attributes:
     side: tokens on a side of the square grid.
     window_side: tokens on a side of an attention's window; 0: the whole grid at once.
@@ -29,21 +31,27 @@ class StageConfig(ModelConfig):
 
   @property
   def tokens(self) -> int:
-    """Tokens of an image."""
+    """Tokens of an image in this stage."""
     return self.side * self.side
 
   @property
   def seen(self) -> int:
-    """Tokens that a token's attention sees."""
+    """Most tokens that a token's attention sees: a window, or the whole grid without windows."""
     return (self.window_side or self.side) ** 2
 
   @property
   def depth(self) -> int:
-    """See `BlockConfig.depth`."""
+    """Blocks that write to one residual stream: those of all stages."""
     return self.all_blocks
 
   def make_attention(self, rngs: nnx.Rngs, number: int = 0) -> Attention:
-    """An attention over the grid; in windows, those of every other block are shifted."""
+    """An attention over the grid or, in a Swin, its windows, which every other block shifts.
+
+    Args:
+      rngs: stream `params` for the initial weights.
+      number: of the block, from 0. Odd numbers have shifted windows, if these are smaller than the
+        grid.
+    """
     config: Any = dataclasses.replace(self.attention, causal=False)  # pyright: ignore
     if not self.window_side:
       return Attention(config, rngs=rngs)
@@ -55,11 +63,11 @@ def stages_of(config: ModelConfig) -> tuple[StageConfig, ...]:
   """The stages of a resolved vision model: one for a ViT, one for each of `depths` for a Swin.
 
   Raises:
-    ConfigError: a stage cannot be built; names the field.
+    ConfigError: `vision.depths` is no list of numbers, or a field of a stage is out of range.
   """
   vision = config.vision
   given = {f.name: getattr(config, f.name) for f in dataclasses.fields(ModelConfig)}
-  given["architecture"] = "vit"  # a stage of a Swin is one as well, but for its windows
+  given["architecture"] = "vit"  # a stage of a Swin is a ViT too, but for its windows
   if config.architecture == "vit":
     return (StageConfig(**given, side=vision.side, all_blocks=config.num_layers),)
   depths, found = vision.stage_depths, []
@@ -82,11 +90,13 @@ def stages_of(config: ModelConfig) -> tuple[StageConfig, ...]:
 
 
 def routed_lengths(config: ModelConfig, seq_len: int) -> tuple[int, ...]:
-  """Tokens of a row in each trunk with routed experts of a resolved model.
+  """Tokens of a text row or an image in each trunk with routed experts of a resolved model.
+
+  A language model has one trunk, which counts under every wiring.
 
   Args:
     config: of any architecture.
-    seq_len: tokens of a row of text; that of an image follows from the model.
+    seq_len: tokens of a row of text; the number for an image follows from `config`.
   """
   if not config.reads_images:
     return (seq_len,)
@@ -94,7 +104,7 @@ def routed_lengths(config: ModelConfig, seq_len: int) -> tuple[int, ...]:
 
 
 def wiring_of_stage(config: ModelConfig, stage: int) -> str:
-  """The word of `model.wiring` that stage number `stage` of a Swin follows."""
+  """The wiring (a word of `model.wiring`) of stage number `stage`, from 0, of a Swin."""
   vision, last = config.vision, len(config.vision.stage_depths) - 1
   if stage <= last - vision.moe_stages:
     return "dense"

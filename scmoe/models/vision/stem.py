@@ -1,4 +1,4 @@
-"""From pixels to tokens, and from four tokens to one.
+"""The stem, from pixels to tokens, and the merger between stages, from four tokens to one.
 
 B  images    S  pixels on a side, then tokens of an image    C  channels
 D  width     P  side of a patch
@@ -20,12 +20,19 @@ from scmoe.models.vision.stages import StageConfig
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, axes: tuple[Any, ...]) -> nnx.Param:
-  """A parameter of normally distributed values."""
+  """A float32 parameter of normally distributed values: mean 0, standard deviation `std`.
+
+  Args:
+    rngs: stream `params` for the values.
+    shape: of the parameter.
+    std: standard deviation.
+    axes: logical name of each dimension, for sharding; None: not sharded.
+  """
   return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
 
 
 def linear(x: Array, weight: Any, bias: Any = None) -> Array:
-  """x · weight + bias in the type of x."""
+  """x · weight + bias in the type of x; without the bias if it is None."""
   y = x @ weight[...].astype(x.dtype)
   return y if bias is None else y + bias[...].astype(x.dtype)
 
@@ -34,7 +41,7 @@ class Stem(nnx.Module):
   """Images to the tokens of the first stage, row by row of the grid.
 
   Args:
-    config: of the first stage; `vision.stem` says which way.
+    config: of the first stage; `vision.stem` says how: by one product per patch, or convolutions.
     positions: whether a learned position is added to each token (ViT). A Swin has none: its
       attention knows relative positions.
     rngs: stream `params` for the initial weights.
@@ -50,14 +57,14 @@ class Stem(nnx.Module):
       ]
     )
     read = widths[-1] if widths else vision.channels * vision.patch**2
-    # The products of pixels keep their size: one over the root of what is added up.
+    # std = 1 / sqrt(inputs): the sum over the inputs is then as large as one of them.
     self.weight = normal(rngs, (read, width), read**-0.5, (None, "embed"))
     self.bias = nnx.Param(jnp.zeros((width,)), axes=("embed",))
     shape = (config.tokens, width)
     self.positions = normal(rngs, shape, std, (None, "embed")) if positions else None
 
   def __call__(self, images_BSSC: Float[Array, "B S S C"]) -> Float[Array, "B S D"]:
-    """Tokens in the type of the images."""
+    """The tokens of images of floats, in the type of the images."""
     x = images_BSSC
     for convolution in self.convolutions:
       x = convolution(x)
@@ -69,16 +76,17 @@ class Stem(nnx.Module):
 
 
 def convolution_widths(config: StageConfig) -> list[int]:
-  """Channels behind each convolution of the stem; [] for a stem without.
+  """Channels after each convolution of the stem; [] for a stem without convolutions.
 
-  They double up to the model's width: for patches of 4 and D = 384 they are 192 and 384.
+  They double up to the model's width: for patches of 4 and D = 384 they are 192 and 384. None is
+  smaller than 8.
   """
   steps = int(math.log2(config.vision.patch)) if config.vision.stem == "conv" else 0
   return [max(config.width >> (steps - 1 - i), 8) for i in range(steps)]
 
 
 def products(config: StageConfig) -> list[tuple[int, int, int]]:
-  """(inputs, outputs, places) of each product of the stem, for counts of FLOPs."""
+  """(inputs, outputs, places in an image) of each matrix product of the stem, to count FLOPs."""
   vision, widths, side = config.vision, convolution_widths(config), config.vision.size
   found, before = [], vision.channels
   for width in widths:
@@ -92,8 +100,12 @@ def products(config: StageConfig) -> list[tuple[int, int, int]]:
 class Convolution(nnx.Module):
   """A 3 x 3 convolution of stride 2, a norm over the channels, and GELU (arXiv 2106.14881).
 
-  That paper's stem has batch norm. A layer norm instead makes no image depend on the others of its
-  batch, and so not on how the batch is divided over devices.
+  That paper's stem has batch norm. Here it is a layer norm, so that no image depends on the others
+  of its batch, nor on how the batch is divided over devices.
+
+  Args:
+    before, after: channels of its input and of its output.
+    rngs: stream `params` for the initial weights.
   """
 
   def __init__(self, before: int, after: int, *, rngs: nnx.Rngs):
@@ -117,27 +129,27 @@ class PatchMerging(nnx.Module):
   """Four neighbouring tokens to one of twice the width (Swin): concatenation, norm, product.
 
   Args:
-    config: of the stage before.
+    config: of the stage before the merger.
     rngs: stream `params` for the initial weights.
   """
 
   def __init__(self, config: StageConfig, *, rngs: nnx.Rngs):
     self.side, width = config.side, config.width
     self.norm = Norm(4 * width, "layernorm", config.norm_eps)
-    std = (4 * width) ** -0.5  # the residual stream keeps its size
+    std = (4 * width) ** -0.5  # 1 / sqrt(inputs): results are as large as the normed tokens
     self.reduce = normal(rngs, (4 * width, 2 * width), std, (None, "embed"))
 
   def __call__(self, h_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-    """[B, G·G, D] -> [B, G·G/4, 2 D]."""
+    """[B, G·G, D] -> [B, G·G/4, 2 D], for G tokens on a side of the grid, row by row."""
     batch, _, width = h_BSD.shape
     four = patches(h_BSD.reshape(batch, self.side, self.side, width), 2)
     return linear(self.norm(four.reshape(batch, -1, 4 * width)), self.reduce)
 
 
 def patches(x_BSSC: Array, side: int) -> Array:
-  """Squares of side² pixels as vectors: [B, S, S, C] -> [B, S/side, S/side, side·side·C].
+  """Squares of `side` x `side` pixels as vectors: [B, S, S, C] -> [B, S/side, S/side, side·side·C].
 
-  In a vector pixels stand row by row, and the channels of a pixel together.
+  In a vector the pixels stand row by row, and the channels of a pixel stand together.
   """
   batch, rows, columns, channels = x_BSSC.shape
   x = x_BSSC.reshape(batch, rows // side, side, columns // side, side, channels).swapaxes(2, 3)

@@ -1,7 +1,7 @@
 """Generation with routed experts in the host's memory: moves them there, and counts their copies.
 
-The dense part, the attention caches and the shared experts stay on the device. Prefill and decode
-each have a `Migration` of their own, which says when experts are copied to the device.
+All other parameters and the attention caches stay on the device. Prefill and decode each have a
+`Migration` of their own, which says when experts are copied to the device.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ class Offload:
 
   Attributes:
     prefill, decode: when experts are copied in each phase; None: they are always on the device.
-    cache_size: number of experts of every pair that a device keeps between the tokens of decode;
-      0: none.
+    cache_size: number of experts of every pair that a device keeps between decoded tokens; 0: none.
   """
 
   prefill: Migration | None = None
@@ -84,9 +83,9 @@ class Offload:
 
 
 def expert_caches(model: GPT, offload: Offload) -> dict[str, list[ExpertCache]]:
-  """Empty caches of experts, one for each pair, as an entry of `GPT.init_caches`.
+  """Empty caches of experts, one for each pair, as the entry `experts` beside `GPT.init_caches`.
 
-  {} if no experts are cached.
+  {} if `offload.cache_size` is 0.
   """
   if not offload.cache_size:
     return {}
@@ -97,29 +96,29 @@ def expert_caches(model: GPT, offload: Offload) -> dict[str, list[ExpertCache]]:
 
 
 def expert_cache_specs(model: GPT, offload: Offload) -> dict[str, list[ExpertCache]]:
-  """PartitionSpecs of `expert_caches`, as an entry of `GPT.cache_specs`; {} without caches."""
+  """PartitionSpecs of `expert_caches`, in the same structure; {} if no experts are cached."""
   if not offload.cache_size:
     return {}
   return {"experts": [cache_specs(params) for params in _experts_of_pairs(model)]}
 
 
 def _experts_of_pairs(model: GPT) -> list[Any]:
-  """The parameters of each pair's experts."""
+  """The parameters of each pair's routed experts, one tree for each pair."""
   return each_layer(nnx.split(model.stages.moe.experts)[1], model.config.num_pairs)
 
 
 @dataclasses.dataclass
 class Usage:
-  """Records the requests of decoding to the caches of experts; `stream` fills it.
+  """A record of decoding's requests to the caches of experts; `stream` fills it.
 
   Attributes:
     requests, misses: numbers of requested experts, and of those that had to be copied, summed over
-      devices and pairs.
+      devices, pairs, tokens and generations.
     held: for each generation, int32 [pairs, C], the expert in each of C places before decode.
     worth: for each generation, float32 [pairs, E], the score by which the policy keeps experts,
       before decode.
-    traces: for each generation, the requests: for each call of the decode program an array
-      bool [pairs, calls, E].
+    traces: for each generation a list with one array for each run of the decode program: bool
+      [pairs, calls, E], the experts that each call of a layer requested.
   """
 
   requests: int = 0
@@ -130,18 +129,21 @@ class Usage:
   _seen: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(2, np.int64))
 
   def begin(self, caches: Sequence[ExpertCache]) -> None:
-    """Records the caches after a prefill, whose requests do not count."""
+    """Begins the record of a generation with its caches after prefill.
+
+    The requests of prefill do not count.
+    """
     self._seen = _counted(caches)
     self.held.append(np.stack([np.asarray(own.expert_C) for own in caches]))
     self.worth.append(np.stack([np.asarray(own.worth_e) for own in caches]))
     self.traces.append([])
 
   def add(self, requested: Any, caches: Sequence[ExpertCache]) -> None:
-    """Records one call of the decode program.
+    """Adds one run of the decode program to the record.
 
     Args:
-      requested: bool [pairs, calls, E], the requested experts.
-      caches: the caches after the call.
+      requested: bool [pairs, calls, E], the experts that each call of a layer requested.
+      caches: the caches after the run.
     """
     self.traces[-1].append(np.asarray(requested))
     counted = _counted(caches)
@@ -151,11 +153,13 @@ class Usage:
 
   @property
   def hit_rate(self) -> float:
-    """Share of the requests that found their expert on the device; 1 without requests."""
+    """Share of decoding's requests that found their expert on the device; 1 without requests."""
     return 1 - self.misses / self.requests if self.requests else 1.0
 
   def hit_rate_of(self, policy: str) -> float:
-    """The hit rate that another policy would have on the same requests; for one device only.
+    """The hit rate that a policy would have on the same requests; for one device only.
+
+    It is 1 without requests.
 
     Args:
       policy: see `scmoe.inference.offload.trace.hits`.
@@ -169,7 +173,7 @@ class Usage:
 
 
 def _counted(caches: Sequence[ExpertCache]) -> np.ndarray:
-  """Requests and misses of all caches, int64 [2]."""
+  """Numbers of requests and misses that all caches have counted so far, int64 [2]."""
   total = lambda name: sum(int(np.asarray(getattr(own, name)).sum()) for own in caches)
   return np.array([total("requests"), total("misses")], np.int64)
 
@@ -184,13 +188,13 @@ def offloaded(model: GPT, mesh: Mesh, *, int8: bool = False, pinned: int | None 
     model: any model whose parameters have the types in which they compute.
     mesh: the devices that hold it.
     int8: whether the host keeps the experts' matrices in eight bits (`Int8`), which halves the
-      bytes that are copied.
+      copied bytes of a 16-bit model.
     pinned: number of pairs, from the first, whose experts go to pinned memory; None: all. The
       experts of the other pairs stay in their files (`OnDisk`), which needs a model of
       `InferenceFolder.mapped`.
 
   Raises:
-    ConfigError: the model has no experts, or several devices share one expert.
+    ConfigError: see `check`; or experts should stay in their files under tensor parallelism.
   """
   check(model, mesh)
   pinned = model.config.num_pairs if pinned is None else pinned
@@ -219,16 +223,17 @@ def offloaded(model: GPT, mesh: Mesh, *, int8: bool = False, pinned: int | None 
 
 
 def allow_pinned_memory() -> None:
-  """Raises jax's limit on pinned memory from 64 GB to the host's whole memory.
+  """Sets jax's limit on pinned memory, 64 GB by default, to the size of the host's memory.
 
-  Call it before jax initialises its devices.
+  It does nothing if the environment sets XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB already. Call it before
+  jax initialises its devices.
   """
   size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
   os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(size // 10**9))
 
 
 def is_routed(path: tuple[Any, ...], leaf: Any) -> bool:
-  """Whether a parameter of the stacked pairs is a matrix of routed experts.
+  """Whether a parameter of the stacked pairs holds matrices of routed experts.
 
   False for experts' biases, which stay on the device: they are too small to be worth a copy.
   """
@@ -238,17 +243,18 @@ def is_routed(path: tuple[Any, ...], leaf: Any) -> bool:
 def to_memory(
   x: Any, sharding: NamedSharding, kind: str | None = None, *, int8: bool = False
 ) -> Any:
-  """Copies an array into a memory of the devices.
+  """Copies an array into a memory of the devices; the matrices of an `OnDisk` stay in their file.
 
   Args:
     x: a jax array in any memory, a NumPy array, an `OnDisk`, or an `Int8` of these.
     sharding: how the devices share it.
     kind: kind of memory, e.g. "pinned_host"; None: the devices' default.
-    int8: whether a matrix [E, M, N] of experts becomes an `Int8`.
+    int8: whether an array with `kind` and more than two dimensions, as experts' matrices [E, M, N],
+      becomes an `Int8`.
   """
 
   def place(x: Any, *spec: Any) -> Any:
-    if is_on_disk(x):  # the matrices stay on disk; only the experts' numbers go to the devices
+    if is_on_disk(x):  # only the experts' indices in the file go to the devices
       own = NamedSharding(sharding.mesh, P(*spec[:1]))
       return dataclasses.replace(x, number=jax.device_put(x.number, own))
     return jax.device_put(x, NamedSharding(sharding.mesh, P(*spec), memory_kind=kind))

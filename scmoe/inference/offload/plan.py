@@ -1,9 +1,9 @@
 """Plans where a model's experts are kept and when they are copied to a device.
 
 They are kept on the device, in the host's memory or, where that is too small, in the model's files.
-The planner computes from shapes alone, before anything is loaded. Three rates decide the cost of an
-`Offload`: the device's arithmetic and memory (modelled), and bytes/s from the host (measured). If
-none fits, the error names the number of bytes needed.
+The planner needs shapes and rates only, so it runs before parameters are loaded. Three rates decide
+the cost of an `Offload`: the device's arithmetic and its memory (modelled), and bytes/s from the
+host (measured). If no `Offload` fits, the error names the number of bytes needed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ FLOOR = 8e-6  # least seconds of a stage: the launches of its kernels (experimen
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-  """The size of a generation.
+  """The size of a generation: its prompts and the tokens to add.
 
   Attributes:
     rows: number of prompts in a batch.
     prompt: number of tokens of each prompt.
-    new: number of tokens to add to each.
+    new: number of tokens to add to each prompt.
   """
 
   rows: int
@@ -50,13 +50,13 @@ class Needs:
   """The bytes that a model and its workload need on each device.
 
   Attributes:
-    dense: bytes of the parameters that every token reads.
-    expert: bytes of one expert of one pair on the device.
-    moved: bytes of the same expert in the host's memory, fewer if it is in eight bits.
+    dense: bytes of all parameters but the matrices of routed experts.
+    expert: bytes of one routed expert's matrices of one pair on the device.
+    moved: bytes of the same matrices in the host's memory, fewer if they are in eight bits.
     experts: number of experts of one pair that belong to this device.
     pairs: number of pairs of the model.
     caches: bytes of the attention caches.
-    scratch: bytes of a prefill's activations and logits.
+    scratch: bytes of a prefill's activations and logits, estimated.
   """
 
   dense: int
@@ -69,17 +69,17 @@ class Needs:
 
   @property
   def layer(self) -> int:
-    """Bytes of all experts of one pair."""
+    """Bytes on the device of all experts of one pair that belong to this device."""
     return self.expert * self.experts
 
   @property
   def host(self) -> int:
-    """Bytes in the host's memory of all experts that belong to this device."""
+    """Bytes in the host's memory of all pairs' experts that belong to this device."""
     return self.moved * self.experts * self.pairs
 
   @property
   def fixed(self) -> int:
-    """Bytes that the device needs under every `Offload`."""
+    """Bytes that the device needs under every `Offload`: all but routed experts."""
     return self.dense + self.caches + self.scratch
 
 
@@ -109,10 +109,10 @@ class OffloadRequest:
 
   @property
   def named(self) -> Offload:
-    """The `Offload` that `offload` names; it must not be auto.
+    """The `Offload` that the field `offload` names; the field must not be auto.
 
     Raises:
-      ConfigError: the way is unknown.
+      ConfigError: the field names no way, or one phase is none and the other is not.
     """
     prefill, _, decode = (part.strip() for part in self.offload.partition(","))
     options = {"policy": self.cache_policy, "sections": self.ring_sections}
@@ -125,10 +125,10 @@ class Plan:
 
   Attributes:
     offload: when experts are copied, and how many the device keeps.
-    device: bytes of each device.
-    host: bytes of pinned memory for all devices together.
-    prefill, decode: tokens/s.
-    hit_rate: the hit rate of the cache that `decode` assumes.
+    device: bytes needed on each device.
+    host: bytes of pinned memory needed for all devices together.
+    prefill, decode: tokens/s of all rows together.
+    hit_rate: the hit rate of the cache of experts that `decode` assumes.
     hidden: share of the time of decode's copies during which the device computes.
     pinned: number of pairs whose experts are in pinned memory; those of the others stay in their
       files. None: all pairs.
@@ -153,7 +153,9 @@ def chosen(
   *,
   files: bool = False,
 ) -> tuple[Plan, list[str]]:
-  """The plan for a user's request, and lines that describe it; no lines if nothing is offloaded.
+  """The plan for a user's request, and lines that describe it.
+
+  If all experts stay on the device, the plan's rates are 0 and there are no lines.
 
   Args:
     model: the model's resolved options.
@@ -164,7 +166,8 @@ def chosen(
     files: whether experts that do not fit the host's memory can stay in their files.
 
   Raises:
-    ConfigError: the request does not fit; or see `plan` and `Offload.named`.
+    ConfigError: the request does not fit the devices' or the host's memory; or see `plan` and
+      `Offload.named`.
   """
   needed = needs(model, shapes, load, int8=request.int8_experts)
   limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
@@ -220,14 +223,14 @@ def _check_host(needed: Needs, devices: int, budget: int) -> None:
 
 
 def bytes_of(text: str, name: str) -> int:
-  """Parses a number of bytes such as 8GiB, 500MB or 1048576.
+  """The number of bytes that a text such as 8GiB, 500MB or 1048576 stands for.
 
   Args:
     text: a number with or without a unit.
     name: the option's name, for the message.
 
   Raises:
-    ConfigError: the text is not a size.
+    ConfigError: the text is not a positive size with a unit of `UNITS` or none.
   """
   number = text.strip().rstrip("TGMKiB ")
   unit = text.strip()[len(number) :].strip()
@@ -241,7 +244,7 @@ def bytes_of(text: str, name: str) -> int:
 
 
 def needs(model: ModelConfig, shapes: Any, load: Workload, *, int8: bool = False) -> Needs:
-  """The bytes that a model and its workload need on each device.
+  """Computes the bytes that a model and its workload need on each device, from shapes alone.
 
   Args:
     model: the model's resolved options.
@@ -281,11 +284,16 @@ def plan(
   machine: Machine = MACHINES["h200-nvlink"],
   devices: int = 1,
 ) -> Plan:
-  """The fastest `Offload` that fits, by the modelled rates.
+  """Chooses an `Offload` that fits, for speed, and computes its expected memory and speed.
+
+  All experts stay on the device if they fit. If not, a ring copies whole layers in a phase whose
+  pass makes at least as many choices as a layer has experts. Another phase copies chosen experts
+  only: early if the wiring has a shortcut, blocking if not. If decode is such a phase, it gets a
+  cache of as many experts as fit, or none if one step can choose more than fit.
 
   Args:
     model: the model's resolved options.
-    needed: the bytes needed on each device.
+    needed: the bytes needed on each device; see `needs`.
     load: the size of the generation.
     gpu_memory: bytes of one device that may be used.
     host_memory: bytes of pinned memory that may be used, for all devices.
@@ -338,14 +346,15 @@ def expected(
   machine: Machine = MACHINES["h200-nvlink"],
   devices: int = 1,
 ) -> Plan:
-  """The expected memory and speed of an `Offload`.
+  """Computes the expected memory and speed of an `Offload`.
 
-  The computation between gate and experts hides a copy of mode early, and a whole pair's
-  computation hides one of mode ring. The expected hit rate is the share of the experts that the
-  cache holds; uneven routing gives a higher one.
+  In wirings with a shortcut, the computation between gate and experts hides a copy of mode early.
+  The computation of a whole pair hides one of mode ring, if the ring has more than one section. The
+  expected hit rate is the share of the experts that the cache holds; uneven routing gives a higher
+  one.
 
   Args:
-    offload: the `Offload`.
+    offload: the `Offload`, which need not fit.
     model, needed, load, bandwidth, machine, devices: see `plan`.
   """
   k = model.wiring_rule.routed_per_gating(model.top_k)
@@ -356,7 +365,7 @@ def expected(
   )
 
   def seconds(tokens: int, way: Migration | None, copied: float) -> tuple[float, float]:
-    """Seconds of a pass over all pairs, and the share of its copies' time that is hidden.
+    """Seconds of a pass over all pairs, and the share of its copies' time that computation hides.
 
     Args:
       tokens: number of tokens of the pass.
@@ -408,9 +417,9 @@ def _stages(model: ModelConfig, tokens: int, seq: int, machine: Machine) -> Stag
 
 
 def _window(stages: StageSeconds) -> float:
-  """Seconds of the steps between gate and experts of Pos-2, which can hide a copy.
+  """Seconds of the steps between gate and experts in wiring scmoe_pos2, which can hide a copy.
 
-  These are an MLP, an attention and the shared expert.
+  These are an MLP, an attention and the shared expert. Other wirings are taken to have them too.
   """
   return stages.mlp + stages.projections + stages.mixing + stages.shared
 
@@ -420,7 +429,7 @@ def measured_bandwidth(size: int = 256 * 2**20, calls: int = 3) -> float:
 
   Args:
     size: bytes of a copy.
-    calls: number of copies, of which the fastest counts.
+    calls: number of timed copies, of which the fastest counts.
   """
   device = jax.local_devices()[0]
   there = SingleDeviceSharding(device)
@@ -436,7 +445,7 @@ def measured_bandwidth(size: int = 256 * 2**20, calls: int = 3) -> float:
 
 
 def described(found: Plan, needed: Needs, bandwidth: float) -> list[str]:
-  """Lines that describe a plan to the user."""
+  """Lines that describe a plan to the user: its modes, memory and expected speed."""
   offload = found.offload
   name = lambda way: "none" if way is None else way.mode
   lines = [f"offload      prefill {name(offload.prefill)}, decode {name(offload.decode)}"]

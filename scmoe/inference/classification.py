@@ -1,4 +1,4 @@
-"""Validation loss and accuracy of an image classifier."""
+"""Computes the validation loss and accuracy of an image classifier."""
 
 from __future__ import annotations
 
@@ -33,10 +33,12 @@ def evaluate_images(
   stopping: Callable[[], bool] | None = None,
   prepare: Callable[[Any], Any] | None = None,
 ) -> dict[str, Any] | None:
-  """Evaluates a classifier on unaugmented validation images, with training's capacity, no noise.
+  """Evaluates a classifier on unaugmented validation images, without gate noise.
+
+  Experts have the capacity of training.
 
   Args:
-    model: what is evaluated.
+    model: the classifier.
     data: a `scmoe.data.images.pipeline.ImageData`.
     mesh, router, max_batches, stopping, prepare: as for `scmoe.inference.evaluation.evaluate`.
 

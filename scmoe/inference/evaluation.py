@@ -32,7 +32,7 @@ def evaluate(
   stopping: Callable[[], bool] | None = None,
   prepare: Callable[[Any], Any] | None = None,
 ) -> dict[str, Any] | None:
-  """Evaluates a language model on validation text, with training's capacity and no gate noise.
+  """Evaluates a language model on validation text, with training's expert capacity, no gate noise.
 
   Bits per byte is the total cost of all counted tokens, in bits, over the bytes of text that they
   stand for. It is comparable between tokenizers.

@@ -172,7 +172,7 @@ class ReadText:
 
 @dataclasses.dataclass(frozen=True)
 class ReadImages:
-  """A `Reading` of images by a classifier; a token's class is its image's, and the domain is one.
+  """A `Reading` of images by a classifier; a token's class is its image's label, its domain 0.
 
   Attributes:
     router: router state of the run.

@@ -71,7 +71,8 @@ class Experts(nnx.Module):
   does everything else: it moves rows, weights the outputs and computes gradients.
   """
 
-  # Mesh axes over which each device computes a partial sum of every output; the layer adds them up.
+  # Mesh axes over which each device computes a partial sum of every output; the layer adds the
+  # sums up. This class has none.
   partial: ClassVar[tuple[str, ...]] = ()
 
   def compute(self, rows_RD: Float[Array, "R D"], experts: ExpertRows) -> Float[Array, "R D"]:
@@ -107,8 +108,8 @@ class Experts(nnx.Module):
 class LayerExperts(Protocol):
   """One layer's experts during one pass of its block pair.
 
-  A *gating* is one choice of experts for all tokens; most pairs have one, DGMoE's have two. For
-  each, the pair calls
+  A *gating* is one choice of experts for all tokens; most units of a pair have one, DGMoE's have
+  two. For each gating, the pair calls
 
       main = experts.chosen(gating, routing, main)    # the gate has chosen its tokens' experts
       main = experts.ready(gating, main)              # the experts compute next
@@ -365,7 +366,7 @@ class FFNExperts(Experts):
   def _static(self) -> FFNConfig:
     shared_sms = axis_size(*AXES) > 1 and not self.copy_engines
     config = FFNConfig(**self.config.shared(), shared_sms=shared_sms)
-    if config.impl == "block_sparse":  # no word of `FFNConfig`: `__call__` runs it
+    if config.impl == "block_sparse":  # `__call__` runs `block_sparse_ffn`
       config = dataclasses.replace(config, impl="grouped")
     return config
 

@@ -26,8 +26,9 @@ Gate = Callable[[Array], Array] | Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draws:
-  """Random numbers for the gate in training. `MoE` draws them for the global batch, so that they do
-  not depend on the mesh.
+  """Random numbers for the gate in training, for the tokens of this device.
+
+  `MoE` draws them for the global batch, so that they do not depend on the mesh.
 
   Attributes:
     noise_TE: float32, standard normal; None without `router.noise`.
@@ -304,9 +305,9 @@ def choice_weights(
 ) -> Float[Array, "T K"]:
   """Weights of the chosen experts: their scores, scaled as `config` and `normalise` say.
 
-  The softmax runs over all experts *before* the choice. Taken literally, the paper's Eq. 2-3
-  (softmax after top-k) gives a top-1 gate the constant weight 1 and hence no gradient. For k > 1,
-  probabilities divided by their sum are the weights of Eq. 2.
+  Scores come *before* the choice: a softmax over all experts, or sigmoids. Taken literally, the
+  paper's Eq. 2-3 (softmax after top-k) gives a top-1 gate the constant weight 1 and hence no
+  gradient. For k > 1, softmax probabilities divided by their sum are the weights of Eq. 2.
 
   Args:
     scores: the gate's scores.

@@ -129,9 +129,10 @@ class Dispatched:
 class RouterSums:
   """Sums over tokens from which every routing loss and statistic follows.
 
-  The arrays are additive over devices and microbatches, so that one reduction serves all layers and
-  all microbatches that run side by side. They are float32 of shape [] or [E], with the layers in
-  front where the model has stacked them. No sum counts masked tokens.
+  The arrays are additive over devices, microbatches and the gatings of a block pair, so that one
+  reduction serves all layers and all microbatches that run side by side. They are float32 of shape
+  [] or [E], with the layers in front where the model has stacked them. A token counts once for each
+  gating; a masked token counts in `shortcut_square` and `main_square` only.
 
   Attributes:
     tokens: number of tokens.

@@ -28,7 +28,8 @@ def queue_positions(
   queue. Lengths and positions come from the same count, so that they agree in every order (Tutel's
   batch-prioritised counts do not).
 
-  Worked example: three tokens with two choices over three experts, one group, order `choice`.
+  Worked example: three tokens a, b, c with two choices over three experts, one group, order
+  `choice`; a -> 1@2 says that a choice of a has position 2 in the queue of expert 1.
 
       expert_TK   = [[0, 1], [0, 1], [1, 0]]
       first choices take positions first:   a -> 0@0   b -> 0@1   c -> 1@0

@@ -89,12 +89,13 @@ def make_transport(
 ) -> Transport:
   """Makes the transport of one call of a layer on this device.
 
-  A call that may drop nothing gets `Local` without an exchange, and `Dropless` with one. Without an
-  exchange no buffer needs a fixed size: `capacity` then runs as `Packed`, unless the experts take
-  buffers of equal size. Given a `capacity_factor` that is not 0, `dropless` drops as `capacity`
-  does. A user's own transport (`dispatch.transport=module:Name`) is
-  called with `config`, `tokens`, `num_experts`, `k`, `order`, `capacity_factor`, `no_drop` and
-  `exchange`.
+  A call must not drop choices with `no_drop`, with a capacity factor of 0, or with transport
+  `dropless` unless `capacity_factor` is given. It then gets `Local` without an exchange, `Dropless`
+  with one. Other calls get `Capacity` or `Packed`. Without an exchange no buffer needs a fixed
+  size: `Packed` then stands for `capacity` too, unless the experts take buffers of equal size.
+
+  A user's own transport (`dispatch.transport=module:Name`) is called with `config`, `tokens`,
+  `num_experts`, `k`, `order`, `capacity_factor`, `no_drop` and `exchange`.
 
   Args:
     config: the layer's options of the transport.

@@ -44,15 +44,16 @@ class Pass:
     positions_BS: int32 position of each token; 0, 1, ... if None.
     segments_BS: int32 document of each token, used with `model.document_mask`.
     mask_BS: bool, False for padding, which visits no expert and is not counted; None: no padding.
-    key: random key of the gate noise; None outside training.
+    key: random key of the gates' noise; None: no noise, as outside training.
     router: router state (`Trunk.init_router`), in evaluation too; None or {} if the model has none.
     caches: key-value caches (`Trunk.init_caches`) for decoding, or None.
     begins: the caches are empty, and the tokens are the first of their rows, at positions 0, 1, ...
     pairs: result of `Trunk.pairs()`, called before a loop over tokens, or None.
-    no_drop: experts have room for every token.
-    remat: what the backward pass recomputes: none; dots (all but matrix products); moe (expert
-      activations, nothing that travelled); full (all but the rows that travelled).
-    gate: index of the gate that chooses, if `router.compat.gates` > 1; may be traced.
+    no_drop: whether experts have room for every token, so that no choice is dropped.
+    remat: what the backward pass recomputes: none (nothing); dots (all but matrix products
+      without batch dimensions and the rows that travelled); moe (expert activations, nothing that travelled);
+      full (all but the rows that travelled).
+    gate: index of the gate that chooses experts, if `router.compat.gates` > 1; may be traced.
     hidden: whether to return the main path after every block.
     gradient_totals: `scmoe.models.gradient_sums.GradientTotal`s of the pairs' parameters, as
       `totals_of_pairs` of the model picks them, to which the backward pass adds their gradients;
@@ -83,8 +84,8 @@ class Output:
   """The results of a forward pass.
 
   Attributes:
-    h_BSD: the last hidden state in the compute dtype; a model's is normalised, and its head reads
-      it; a `Trunk`'s is the residual stream.
+    h_BSD: the last hidden state in the compute dtype. That of a model is normalised, for its head;
+      that of a `Trunk` is the residual stream.
     sums: router sums per MoE layer over this device's tokens, [layers, ...]; None for the dense
       wiring.
     caches: updated caches, or None.
@@ -139,13 +140,17 @@ class Trunk(nnx.Module):
 
   @property
   def written_out(self) -> bool:
-    """Whether pairs run one after the other instead of in a scan (`overlap.unroll`)."""
+    """Whether pairs run one after the other instead of in a scan.
+
+    They do with `overlap.unroll` 0, and with an `overlap.unroll` of at least the number of pairs
+    where that is more than one.
+    """
     pairs, unroll = self.config.num_pairs, self.overlap.unroll
     return pairs == self.overlap.pairs_per_step(pairs) and (pairs > 1 or unroll == 0)
 
   @property
   def taken_apart(self) -> bool:
-    """Whether each pair has arrays of its own (`Apart`), as parameters in the host's memory do."""
+    """Whether each pair has parameter arrays of its own (`Apart`) instead of slices of stacks."""
     leaves = jax.tree.leaves(nnx.split(self.stages)[1], is_leaf=is_apart)
     return any(map(is_apart, leaves))
 
@@ -188,9 +193,11 @@ class Trunk(nnx.Module):
     return found
 
   def pairs(self) -> Any:
-    """Parameters of `stages` for a loop over tokens: each pair has arrays of its own, because the
-    loop would copy every slice of a stack for every token. Experts' arrays stay stacked: kernels
-    read their slices in place. None if a scan runs the pairs, or if they are `taken_apart`."""
+    """Parameters of `stages` for a loop over tokens, with arrays of its own for each pair.
+
+    The loop would copy every slice of a stack for every token. Experts' arrays stay stacked: kernels
+    read their slices in place. None if a scan runs the pairs, or if they are `taken_apart`.
+    """
     if not self.written_out or self.taken_apart:
       return None
     params = nnx.split(self.stages)[1]
@@ -215,24 +222,28 @@ class Trunk(nnx.Module):
     return state
 
   def totals_of_pairs(self, totals: Any) -> Any:
-    """The part of the totals of this module's gradients that `Pass.gradient_totals` takes."""
+    """The totals of the pairs' gradients, for `Pass.gradient_totals`, from those of the trunk."""
     return totals["stages"]
 
   def lay_out_totals(self, zeros: Any) -> Any:
-    """Zeros like the parameters; large layers that are written out have arrays of their own."""
+    """The zeros, laid out as gradient totals: large layers of pairs that are `written_out` apart.
+
+    Args:
+      zeros: like the trunk's parameters.
+    """
     if not self.written_out:
       return zeros
     return {**zeros, "stages": large_layers_apart(zeros["stages"], self.config.num_pairs)}
 
 
 class Leg(NamedTuple):
-  """Batches before one trunk: what `run_trunks` takes on.
+  """The input of one trunk for several batches: a `Route` yields it to `run_trunks`.
 
   Attributes:
     trunks: one per batch, with the same parameters, so that each batch has gradients of its own.
     starts: the residual stream [B, S, D] of each batch before the first pair.
-    contexts: of each batch, without what is a pair's own.
-    given: one per batch; router, remat and gradient_totals of the first one hold.
+    contexts: one per batch, without keys, bias and kept experts, of which each pair has its own.
+    given: one per batch; router, remat, begins and gradient_totals of the first one hold for all.
   """
 
   trunks: Sequence[Trunk]
@@ -248,12 +259,15 @@ Route = Generator[Leg, list[Output], list[Output]]
 
 
 def run_trunks(route: Route) -> list[Output]:
-  """Runs several batches through a model, the pairs in turns (`scmoe.blocks.pair.in_turns`).
+  """Runs several batches through a model; in each pair they take turns (`in_turns`).
 
-  While the rows of one batch travel to their experts, another batch computes.
+  With two batches or more, one computes while the rows of another travel to their experts.
 
   Args:
-    route: of a model, e.g. `scmoe.models.gpt.route`.
+    route: a model's way through its trunks, e.g. from `scmoe.models.gpt.route`.
+
+  Returns:
+    what the route returns: the model's `Output` for each batch.
 
   Raises:
     ConfigError: `Pass.remat` is unknown, or what the route raises.
@@ -287,7 +301,7 @@ def run_trunks(route: Route) -> list[Output]:
       ):
         pair: BlockPair = nnx.merge(graph, own)
         if handed_BSD is not None:
-          # Nothing precedes the first pair: its experts read its own input.
+          # No pair before the first one hands over a value: its experts read its own input.
           start_BSD = pair.units[0].hand_over(Tap.BLOCK_INPUT, h_BSD)
           handed_BSD = jnp.where(first, start_BSD, handed_BSD)
         here = dataclasses.replace(context, keys=key, bias_E=bias_E, kept=own_kept)
@@ -308,7 +322,7 @@ def run_trunks(route: Route) -> list[Output]:
     caches, kept, others = stored("stages"), stored("experts"), (keys, router.get("bias"))
     runs, per_step = config.runs, model.overlap.pairs_per_step(config.num_pairs)
     if model.written_out:
-      body = jax.jit(body, inline=True)  # traced once, not once a pair
+      body = jax.jit(body, inline=True)  # so jax traces `body` once, not once a pair
       own_params, own_totals = added_by_layer(params, totals, config.num_pairs)
       of_pairs = list(zip(own_totals, each_layer(others, config.num_pairs)))
       at_hand = experts.of_pairs(list(own_params), begins=shared.begins)
@@ -361,7 +375,7 @@ def context_of(
     shared: the first batch's, whose options hold for all batches.
     own: the batch's.
     positions_BS, segments_BS: as of `Context`.
-    mask_BS: in place of `own.mask_BS`, which is as long as the model's rows.
+    mask_BS: used in place of `own.mask_BS`, e.g. for a trunk with fewer tokens; None: not.
   """
   return Context(
     positions_BS,
@@ -376,8 +390,11 @@ def context_of(
 
 
 def _of_pairs(found: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-  """The results of a scan over `stage`, (sums, caches, hidden states, kept experts), from those of
-  pairs that are written out. Caches and kept experts stay lists, one entry per pair."""
+  """Joins the results of pairs that are written out, as a scan over the pairs would return them.
+
+  Each result is (sums, caches, hidden states, kept experts). Caches and kept experts become lists
+  with one entry per pair, sums and hidden states are stacked.
+  """
   sums, caches, hidden, kept = zip(*found)
   each = lambda some: None if some[0] is None else list(some)
   return stack_outputs(sums), each(caches), stack_outputs(hidden), each(kept)
@@ -386,7 +403,12 @@ def _of_pairs(found: list[tuple[Any, ...]]) -> tuple[Any, ...]:
 def _in_order(
   made: list[tuple[bool, Any]], written_out: bool
 ) -> tuple[RouterSums | None, Any, Array | None]:
-  """Sums of the MoE layers, caches of either stack, and hidden states, from all runs of layers."""
+  """(sums, caches, hidden states) of all layers, from the results of each run of layers.
+
+  Args:
+    made: for each run in order: whether its layers are dense, and its results as of `_of_pairs`.
+    written_out: whether the caches of pairs are lists, one entry per pair.
+  """
   join = lambda parts: parts[0] if len(parts) == 1 else (
     jax.tree.map(lambda *some: jnp.concatenate(some), *parts))  # fmt: skip
   pairs, dense = ([out for kind, out in made if kind is wanted] for wanted in (False, True))
@@ -406,7 +428,15 @@ def _in_order(
 
 
 def _rematerialised(body: Callable[..., Any], remat: str) -> Callable[..., Any]:
-  """`body` under the named rematerialisation preset; see `Pass.remat`."""
+  """`body`, of whose values the backward pass recomputes those that the preset `remat` names.
+
+  Args:
+    body: runs one pair, or the pairs of one step of a scan.
+    remat: as of `Pass.remat`. For none and moe `body` stays: pairs recompute experts themselves.
+
+  Raises:
+    ConfigError: the preset is unknown.
+  """
   policies = jax.checkpoint_policies
   if remat in ("none", "moe"):  # the pairs recompute the experts by themselves
     return body

@@ -27,11 +27,12 @@ from scmoe.data.packages import need
 
 log = logging.getLogger("scmoe.data")
 
-# What Pillow decodes by itself. Others of its formats call further programs, such as EPS.
+# Formats that Pillow decodes by itself, by file name. For others, such as EPS, it calls further
+# programs.
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".bmp": "BMP", ".gif": "GIF",
            ".webp": "WEBP", ".tif": "TIFF", ".tiff": "TIFF", ".ppm": "PPM"}  # fmt: skip
-IMAGE_COLUMNS = ("image", "img")  # of a Parquet file, where data.image_field names none
-VALIDATION = ("validation", "valid", "val", "dev")
+IMAGE_COLUMNS = ("image", "img")  # of a Parquet file, where data.image_field names no column
+VALIDATION = ("validation", "valid", "val", "dev")  # names of the validation split
 
 
 class Encoded(NamedTuple):
@@ -39,9 +40,9 @@ class Encoded(NamedTuple):
 
   Attributes:
     where: file and row, for messages.
-    content: of a PNG, JPEG, ...
+    content: the bytes of a PNG, JPEG, ...
     label: number of its class.
-    split: as the name of its file or folder says, or None.
+    split: train, validation, valid, val, dev or test, as a file's or folder's name says; or None.
   """
 
   where: str
@@ -53,16 +54,18 @@ class Encoded(NamedTuple):
 def from_files(cfg: DataConfig, size: int, channels: int) -> Images:
   """The images of `data.path`.
 
-  Where names of files or folders say train, those that say validation (or valid, val, dev), or
-  else test, are the validation images. Otherwise the hash of an image's content divides them, by
-  `data.validation_fraction`.
+  If names of files or folders say train, images whose names say validation (or valid, val, dev) are
+  for validation; if none says so, those whose names say test are. All others are for training. If
+  no name says train, or none of the others is there, the hash of each image's content divides them,
+  by `data.validation_fraction`.
 
   Args:
     cfg: the `data` section.
     size, channels: of an image as the model reads it; others are cut to a square and resized.
 
   Raises:
-    DataError: nothing is there, a column is missing, or too many images cannot be decoded.
+    DataError: nothing is there or can be read, a column is missing or of another type, or more than
+      `data.max_bad_rows` images cannot be decoded.
     ConfigError: Pillow is not installed.
   """
   need("PIL.Image", "decoding images")
@@ -86,7 +89,13 @@ def from_files(cfg: DataConfig, size: int, channels: int) -> Images:
 def _of_tables(
   tables: list[Path], root: Path, cfg: DataConfig
 ) -> tuple[tuple[str, ...], list[Encoded]]:
-  """Names of the classes, and the images of Parquet files."""
+  """Names of the classes, and the images of Parquet files.
+
+  The first file that names the classes counts; if none does, the names are the numbers.
+
+  Raises:
+    DataError: a file cannot be read, or a column is missing or of another type.
+  """
   names: tuple[str, ...] = ()
   found: list[Encoded] = []
   for path in tables:
@@ -118,7 +127,12 @@ def _of_tables(
 
 
 def _class_names(metadata: Any, field: str) -> tuple[str, ...]:
-  """Names of the classes as Hugging Face's `datasets` writes them; () where it did not."""
+  """Names of the classes from a Parquet file's metadata; () if `datasets` wrote none there.
+
+  Args:
+    metadata: of the file's schema, or None.
+    field: the column of the labels.
+  """
   try:
     content = parse_json((metadata or {})[b"huggingface"], "the file's metadata")
     names = content["info"]["features"][field]["names"]
@@ -128,7 +142,13 @@ def _class_names(metadata: Any, field: str) -> tuple[str, ...]:
 
 
 def _of_folders(root: Path, shown: str) -> tuple[tuple[str, ...], list[Encoded]]:
-  """Names of the classes, and the images of folders CLASS/ or SPLIT/CLASS/."""
+  """Names of the classes, sorted, and the images of folders CLASS/ or SPLIT/CLASS/.
+
+  A warning says how many files are no images in a class folder.
+
+  Raises:
+    DataError: there is no image, or one cannot be read.
+  """
   files = sorted(p for p in root.rglob("*") if p.is_file())
   readable = [
     p for p in files if p.suffix.lower() in FORMATS and len(p.relative_to(root).parts) > 1
@@ -155,7 +175,7 @@ def _of_folders(root: Path, shown: str) -> tuple[tuple[str, ...], list[Encoded]]
 
 
 def _held_out(encoded: list[Encoded], fraction: float) -> np.ndarray:
-  """bool [N], the images for validation."""
+  """bool [N], True for images that are for validation; see `from_files` for the rule."""
   splits = {image.split for image in encoded}
   if "train" in splits:
     named = [s for s in splits if s in VALIDATION] or [s for s in splits if s == "test"]
@@ -168,7 +188,19 @@ def _held_out(encoded: list[Encoded], fraction: float) -> np.ndarray:
 def _decoded(
   encoded: list[Encoded], size: int, channels: int, cfg: DataConfig, name: str
 ) -> tuple[np.ndarray, np.ndarray]:
-  """uint8 [N, S, S, C], and bool [N], which of them could be decoded."""
+  """All images, uint8 [N, S, S, C], 0 where not decodable, and whether each was decoded, bool [N].
+
+  Both are read from the cache folder if they are there, else made and written there.
+
+  Args:
+    encoded: the N images.
+    size, channels: S and C.
+    cfg: the `data` section.
+    name: a digest of the images, S and C, for the names of the cached files.
+
+  Raises:
+    DataError: more than `data.max_bad_rows` images cannot be decoded.
+  """
   path, good_path = (cfg.cache_folder() / f"{kind}-{name}.npy" for kind in ("images", "decoded"))
   images, good = read_cached_array(path), read_cached_array(good_path)
   if images is not None and good is not None:
@@ -188,7 +220,7 @@ def _decoded(
 
 
 def _pixels(content: bytes, size: int, channels: int) -> np.ndarray | str:
-  """uint8 [S, S, C], or why the image cannot be decoded."""
+  """The image decoded, cut to a square and resized, uint8 [S, S, C]; or why it is not decodable."""
   from PIL import Image, ImageOps
 
   try:

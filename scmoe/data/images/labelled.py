@@ -30,13 +30,13 @@ class Labelled:
 
 @dataclasses.dataclass(frozen=True)
 class Images:
-  """A source's images.
+  """The images of one source, divided into training and validation.
 
   Attributes:
     train, validation: the two parts; either may be empty.
-    names: of the classes, where the source tells; else their numbers.
+    names: of the classes, in the order of their labels; their numbers where the source names none.
     digest: of content and division.
-    bad: images that were left out.
+    bad: number of images that could not be decoded and were left out.
   """
 
   train: Labelled
@@ -49,7 +49,7 @@ class Images:
     """Checks that a model of so many classes has a score for every label.
 
     Raises:
-      DataError: a label is outside.
+      DataError: a label is not in 0 to `classes` - 1.
     """
     for part in (self.train, self.validation):
       for worst in (part.labels.min(initial=0), part.labels.max(initial=0)):

@@ -14,8 +14,8 @@ import numpy as np
 from scmoe.data.images.labelled import Images, Labelled
 from scmoe.data.packages import need
 
-# A shape is a condition on x and y, the pixel's place relative to the shape's centre in units of a
-# 16th of its radius r: the shape lies within |x|, |y| <= 16.
+# A shape is a condition on x and y, a pixel's place relative to the shape's centre in 16ths of the
+# shape's radius. It holds within |x|, |y| <= 16 only; no pixel outside belongs to a shape.
 SHAPES = (
   ("disc", lambda x, y: x * x + y * y <= 256),
   ("ring", lambda x, y: (x * x + y * y <= 256) & (x * x + y * y >= 100)),
@@ -28,16 +28,16 @@ SHAPES = (
   ("rows", lambda x, y: (y + 16) // 8 % 2 == 0),
   ("columns", lambda x, y: (x + 16) // 8 % 2 == 0),
 )
-DRAWN = 20_000  # images
-_AT_ONCE = 2_000
+DRAWN = 20_000  # images, training and validation together
+_AT_ONCE = 2_000  # images that are drawn in one call
 
 
 def shapes(size: int, channels: int, fraction: float) -> Images:
-  """Shapes of ten classes, of random place, size and colours, with noise.
+  """20,000 images, each of one of ten shapes, with random place, size and colours, and noise.
 
   Args:
     size, channels: of an image.
-    fraction: share of them for validation.
+    fraction: share of the images that is for validation.
   """
   bits = np.random.PCG64(2024)
   parts = [_drawn(bits, _AT_ONCE, size, channels) for _ in range(DRAWN // _AT_ONCE)]
@@ -50,7 +50,8 @@ def digits(size: int, channels: int, fraction: float) -> Images:
 
   Args:
     size: of an image; a multiple of 8 makes squares of equal size.
-    channels, fraction: as of `shapes`.
+    channels: copies of the grey image.
+    fraction: share of the images that is for validation.
 
   Raises:
     ConfigError: scikit-learn is not installed.
@@ -65,10 +66,15 @@ def digits(size: int, channels: int, fraction: float) -> Images:
 
 
 def _drawn(bits: np.random.PCG64, count: int, size: int, channels: int) -> tuple[Any, Any]:
-  """(images, labels) of `count` shapes."""
+  """(images, labels) of `count` shapes: uint8 [count, size, size, channels] and int32 [count].
+
+  Args:
+    bits: random numbers; the next ones are used.
+    count, size, channels: as in the shape of the images.
+  """
   draw = lambda shape, below: (bits.random_raw(int(np.prod(shape))) % below).reshape(shape)
   labels = draw((count,), len(SHAPES)).astype(np.int32)
-  # All lengths in 16ths of a pixel.
+  # Radius, centre and pixel places are in 16ths of a pixel.
   radius = (16 * size // 5 + draw((count,), 16 * size // 5 + 1)).astype(np.int64)
   centre = [radius + draw((count,), 1 << 30).astype(np.int64) % (16 * size - 2 * radius + 1)
             for _ in range(2)]  # fmt: skip
@@ -90,7 +96,10 @@ def _drawn(bits: np.random.PCG64, count: int, size: int, channels: int) -> tuple
 
 
 def _divided(every: Labelled, fraction: float, names: tuple[str, ...], name: str) -> Images:
-  """The last images are for validation: they stand in random order."""
+  """The images, divided: the last ones, a share of `fraction`, are for validation.
+
+  The order of the images mixes the classes. At least one image is for training.
+  """
   held = min(round(fraction * len(every)), len(every) - 1)
   order, count = np.arange(len(every)), len(every) - held
   digest = hashlib.blake2b(f"{name} {fraction}".encode(), digest_size=16)

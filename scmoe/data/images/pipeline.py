@@ -1,8 +1,8 @@
 """Batches of images, the same on every machine and after every restart.
 
 Pixels are gathered from memory and sent as bytes: 1.5 MB for 512 images of CIFAR-10, well under a
-millisecond. Whatever is random about an image is computed on the device, from the epoch and the
-image's index that travel with it (`scmoe.models.vision.augment`).
+millisecond. The random changes of an image are computed on the device, from the run's seed and the
+epoch and index that travel with the image (`scmoe.models.vision.augment`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from scmoe.data.images.labelled import Images, Labelled
 from scmoe.data.images.made import digits, shapes
 
 MADE = {"shapes": shapes, "digits": digits}
-NAME = "images"  # of the one domain
+NAME = "images"  # name of the only domain that images have
 
 
 def open_images(
@@ -44,14 +44,14 @@ def open_images(
     size, channels, classes: of the model.
     batch_size: images of the global batch; each process gets batch_size / process_count of them.
     seed: of the order, and of the partners.
-    partners: whether each image is sent with another one.
+    partners: whether each image is sent with another one, to be mixed with it.
     process_index, process_count: this process among those that read together.
-    evaluated: whether nothing is trained; all images are then for validation, unless names say
-      which are.
+    evaluated: whether nothing is trained. If no image is for validation, all images then are, and
+      there may be fewer than one batch.
 
   Raises:
     ConfigError: a field cannot be used.
-    DataError: images are missing, damaged, of unknown classes or fewer than one batch.
+    DataError: images are missing, damaged, of unknown classes or, to train, fewer than one batch.
   """
   cfg.check()
   if batch_size < 1 or batch_size % process_count:
@@ -97,20 +97,24 @@ class ImageData:
 
   @property
   def validation_domains(self) -> tuple[str, ...]:
-    """The domains with validation images."""
+    """The domains with validation images: `images`, or none."""
     return self.domains if len(self.images.validation) else ()
 
   @property
   def share(self) -> int:
-    """Images of a batch that this process reads."""
+    """The number of images of a global batch that this process reads."""
     return self.batch_size // self.process_count
 
   def train(self) -> ImageIterator:
-    """An endless iterator over training batches; every epoch has every image once."""
+    """An endless iterator over training batches; every epoch has every training image once."""
     return ImageIterator(self)
 
   def validation(self, domain: str | None = None, max_batches: int | None = None) -> Held:
     """Validation batches, the same in every call; the last one is filled up with weight 0.
+
+    Args:
+      domain: `images` or None.
+      max_batches: at most so many; None: all.
 
     Raises:
       DataError: there is no such domain, or there are no validation images.
@@ -125,17 +129,19 @@ class ImageData:
     return Held(self, max_batches)
 
   def passes(self, rows: int) -> dict[str, float]:
-    """Nothing to warn of: images are meant to be seen in many epochs. See `epochs`."""
+    """{}: no domain's passes are reported, for a warning, since images are meant to be repeated."""
     del rows
     return {}
 
   def epochs(self, rows: int) -> float:
-    """Passes over the training images in `rows` images."""
+    """How many times a run that reads `rows` images passes over the training images."""
     return rows / max(len(self.images.train), 1)
 
   def check_size(self) -> None:
-    """Raises:
-    DataError: there are fewer training images than one batch takes.
+    """Checks that the training images fill at least one batch.
+
+    Raises:
+      DataError: they do not.
     """
     if len(self.images.train) < self.batch_size:
       raise DataError(
@@ -144,7 +150,10 @@ class ImageData:
       )
 
   def fingerprint(self) -> dict[str, Any]:
-    """Everything that decides order and content of batches, as values for JSON."""
+    """JSON-able identity of the training batches: it changes if their order or content would.
+
+    Source, digest and number of images, classes, seed, batch size, partners, number of processes.
+    """
     return {
       "source": self.config.source,
       "digest": self.images.digest,
@@ -167,7 +176,7 @@ class ImageData:
     )
 
   def order(self, epoch: int, purpose: str = "order") -> np.ndarray:
-    """int64 [N], the training images in the order of an epoch.
+    """int64 [N], the indices of the training images in the random order of an epoch.
 
     Args:
       epoch: from 0.
@@ -206,7 +215,7 @@ class ImageIterator:
     return ImageBatch(own.images, own.labels, weights, draws, other.images, other.labels)
 
   def _placed(self, epoch: np.ndarray, place: np.ndarray, purpose: str) -> np.ndarray:
-    """The images at these places of these epochs' orders."""
+    """The indices of the images at these places of these epochs' orders."""
     found = np.empty_like(place)
     for number in np.unique(epoch):
       key = int(number), purpose
@@ -220,11 +229,11 @@ class ImageIterator:
     return found
 
   def state(self) -> dict[str, Any]:
-    """The position after the last batch given out, JSON-able: a count of batches."""
+    """The position after the last batch given out, JSON-able: the number of batches so far."""
     return {"next_index": self._next}
 
   def restore(self, state: dict[str, Any]) -> None:
-    """Continues after the batch at which `state` was taken.
+    """Goes to a position that `state` returned: the next batch is the one that followed then.
 
     Raises:
       DataError: not a state of this iterator.
@@ -236,13 +245,19 @@ class ImageIterator:
 
 
 class Held:
-  """A finite, repeatable sequence of validation batches."""
+  """A finite, repeatable sequence of validation batches, the last one filled up with weight 0.
+
+  Args:
+    data: the images.
+    max_batches: at most so many batches; None: all.
+  """
 
   def __init__(self, data: ImageData, max_batches: int | None):
     self._data = data
     batches = -(-len(data.images.validation) // data.batch_size)
     self._batches = batches if max_batches is None else min(batches, max_batches)
-    # By a hash of the place, so that a few batches are a fair sample of files sorted by class.
+    # The order is random, the same in every run: a few batches are a fair sample even of files that
+    # are sorted by class.
     bits = np.random.PCG64(1)
     count = len(data.images.validation)
     self._order = np.argsort(bits.random_raw(count), kind="stable")

@@ -50,9 +50,9 @@ class Pass:
     begins: the caches are empty, and the tokens are the first of their rows, at positions 0, 1, ...
     pairs: result of `Trunk.pairs()`, called before a loop over tokens, or None.
     no_drop: whether experts have room for every token, so that no choice is dropped.
-    remat: what the backward pass recomputes: none (nothing); dots (all but matrix products
-      without batch dimensions and the rows that travelled); moe (expert activations, nothing that travelled);
-      full (all but the rows that travelled).
+    remat: what the backward pass recomputes: none (nothing); dots (all but the rows that travelled
+      and matrix products without batch dimensions); moe (expert activations, nothing that
+      travelled); full (all but the rows that travelled).
     gate: index of the gate that chooses experts, if `router.compat.gates` > 1; may be traced.
     hidden: whether to return the main path after every block.
     gradient_totals: `scmoe.models.gradient_sums.GradientTotal`s of the pairs' parameters, as
@@ -195,8 +195,8 @@ class Trunk(nnx.Module):
   def pairs(self) -> Any:
     """Parameters of `stages` for a loop over tokens, with arrays of its own for each pair.
 
-    The loop would copy every slice of a stack for every token. Experts' arrays stay stacked: kernels
-    read their slices in place. None if a scan runs the pairs, or if they are `taken_apart`.
+    The loop would copy every slice of a stack for every token. Experts' arrays stay stacked, since
+    kernels read their slices in place. None if a scan runs the pairs, or if they are `taken_apart`.
     """
     if not self.written_out or self.taken_apart:
       return None

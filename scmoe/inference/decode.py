@@ -193,14 +193,15 @@ class Static:
 
 _ROWS = P(BATCH_AXES)
 _COMPILED: dict[str, Any] = {
-  # Every operation rounds to its type. Otherwise XLA keeps float32 within a fusion, and the tokens
-  # of a bfloat16 model depend on its fusions: on where the experts are, and on the batch's size.
+  # Without excess precision every operation rounds to its type. With it XLA keeps float32 within a
+  # fusion, and the tokens of a bfloat16 model depend on XLA's fusions: on where the experts are and
+  # on the batch's size.
   "xla_allow_excess_precision": False,
-  # XLA may have eight asynchronous copies in flight, so all matrices of a layer's experts are
-  # copied at once. With its limit of two, XLA waits for the first copy before it starts the third.
+  # XLA may have eight asynchronous copies in flight, so it copies all matrices of a layer's experts
+  # at once. With its default limit of two, XLA waits for the first copy before it starts the third.
   "xla_gpu_experimental_parallel_async_compute_limit": 8,
-  # One token takes hundreds of small kernels in one CUDA graph. In serial order each kernel or copy
-  # would wait for the one before it; in this mode it waits only for its operands.
+  # Decoding a token takes hundreds of small kernels in one CUDA graph. In serial order each kernel
+  # or copy would wait for the one before it; in this mode it waits only for its operands.
   "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
   # The pass named here rewrites matrix products of one row as sums of rounded terms. XLA would then
   # write some matrices to memory again, and tokens would differ from those of prefill.
@@ -388,6 +389,8 @@ def decode_step(
   experts: ExpertSource = OnDevice(),
 ) -> tuple[Float[Array, "B V"], Any]:
   """Runs a model over one token per row at its own position: float32 logits [B, V], and the caches.
+
+  For a single row it runs the kernels of `scmoe.inference.token`.
 
   Args:
     model: see `prefill`.

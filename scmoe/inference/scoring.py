@@ -21,11 +21,11 @@ from scmoe.base.errors import ConfigError
 from scmoe.models.gpt import GPT, Pass
 from scmoe.parallel.mesh import BATCH_AXES, make_mesh, manual, parameter_specs
 
-_SHORTEST = 16  # tokens; shorter rows are padded to this length
+_SHORTEST = 16  # least padded length of rows in tokens, unless `length` is less
 
 
 class Continuation(NamedTuple):
-  """A continuation to be scored, and its context.
+  """A text whose last tokens are to be scored: a context and its continuation.
 
   Attributes:
     tokens: ids of the context, followed by those of the continuation.

@@ -459,7 +459,8 @@ def rounded_choice(
   extra = min(k, num_experts - k)
   gained_TE = (rank_TE < target_E) & ~chosen_TE
   gained_probs_TE = jnp.where(gained_TE, probs_TE, -1)
-  order_TE = jnp.argsort(jnp.argsort(-gained_probs_TE, axis=1), axis=1)  # in each token's row
+  # Each token's row ranks the experts that would take it, by falling probability.
+  order_TE = jnp.argsort(jnp.argsort(-gained_probs_TE, axis=1), axis=1)
   over_E = (gained_TE & (order_TE >= extra)).any(0)
   target_E = jnp.where(over_E, count_E // tile * tile, target_E)
   visits_TE = rank_TE < target_E

@@ -162,8 +162,8 @@ def make_transport(
 def make_exchange(config: DispatchConfig) -> Exchange:
   """The exchange of rows over the expert axis, as the options configure it.
 
-  It moves nothing if that axis has one device, or if the experts' matrices are gathered and rows
-  stay where they are (`adaptive_r` = 0).
+  It moves nothing if that axis has one device, if the experts' matrices are gathered and rows stay
+  where they are (`adaptive_r` = 0), or in the ablation `silent`.
   """
   size = axis_size("expert")
   if size == 1 or config.adaptive_r == 0:

@@ -150,8 +150,10 @@ class TokenAttention(Attention):
     return self.over_devices(y_BSD), KeyValues(k_TKN[None], v_TKN[None])
 
   def _out_of_parts(self, parts: PartialAttention) -> Array:
-    """The output projection, [1, 1, D], of an attention that several thread blocks computed in
-    parts."""
+    """The output projection, [1, 1, D], of attention in parts.
+
+    Several thread blocks have computed the attention, each over a part of the cache.
+    """
     found = self._out_product(parts)
     return super().out_of_heads(parts.joined()[None, None]) if found is None else found[None]
 

@@ -336,7 +336,7 @@ def run_trunks(route: Route) -> list[Output]:
         stored("dense"), [None] * len(trunks), [None] * len(trunks), None)  # fmt: skip
     made: list[
       tuple[bool, Any]
-    ] = []  # for every run of layers: whether it is dense, and its outputs
+    ] = []  # for every run of layers in order: whether it is dense, and its results
     whole = len(runs) == 1
     for run in runs:
       take = lambda tree, run=run, whole=whole: tree if whole else (

@@ -24,12 +24,12 @@ CARD_SHAPE = {
   "parameters": Maybe(dict),
   "starts": Maybe([dict]),
 }
-# Variables that change how jax computes. No others are stored: they may hold secrets.
+# Environment variables that change how jax computes. No others are stored: they may hold secrets.
 _VARIABLES = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_ENABLE_X64", "CUDA_VISIBLE_DEVICES", "NCCL_ALGO")
 
 
 def write_card(workdir: Path, **said: Any) -> None:
-  """Writes the card of a new start; the list `starts` keeps an entry for each earlier start.
+  """Writes the card of a new start; its list `starts` has an entry for every start so far.
 
   Args:
     workdir: of the run; exists.

@@ -74,7 +74,7 @@ class Checkpointer:
     quiet_libraries()
     self.directory = Path(workdir).absolute() / FOLDER
     self.last_saved: int | None = None  # newest step known to be complete
-    self.last_seconds = 0.0  # from the start of that save until `wait` found it complete
+    self.last_seconds = 0.0  # seconds from its start until `wait` found it complete
     self._cfg = cfg
     self._failures = 0
     self._pending: tuple[int, float] | None = None
@@ -108,7 +108,7 @@ class Checkpointer:
     try:
       self._clear_destination(step)
       self._writer.save(self.directory / str(step), args=_items(leaves, data, meta))
-    except Exception as error:  # orbax raises whatever the file system or tensorstore raised
+    except Exception as error:  # orbax passes on whatever the file system or tensorstore raised
       self._failed(step, error)
       return False
     self._pending = (step, started)

@@ -250,7 +250,7 @@ class _Run:
     """Closes the outputs and waits for a checkpoint that is being written, however the run ends."""
     self.watchdog.disarm()
     self.journal.close()
-    with contextlib.suppress(StorageError):  # it was warned of already
+    with contextlib.suppress(StorageError):  # the run ends anyway; earlier failures were warned of
       self.checkpointer.close()
 
   def _compare(self, meta: dict[str, Any]) -> None:
@@ -410,7 +410,7 @@ class _Run:
     try:
       text = self.trainer.sample(self.state.readable())
       self.journal.say(f"sample at step {self.step}:\n{text}")
-    except Exception as error:  # any exception of the model or the tokenizer
+    except Exception as error:  # the model or the tokenizer may raise anything
       warn(f"no sample at step {self.step}: {type(error).__name__}: {error}")
     self._pause()
 

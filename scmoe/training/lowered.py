@@ -30,9 +30,9 @@ from scmoe.base.compat import compiler_options
 from scmoe.base.stored import StoredError, read_bytes, write_whole
 from scmoe.training.compiled import CACHE
 
-_MOST = 2**30  # bytes of a file that is read
+_MOST = 2**30  # most bytes of a kept file that are read
 _DIGEST = 32  # bytes of SHA-256 before the program: a cut or flipped file is lowered again
-# Not part of a program: addresses of functions in a jaxpr's text.
+# Addresses of functions, which a jaxpr's text may hold, are no part of the program.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 # Environment variables that change what jax, Mosaic or XLA make of a jaxpr.
 _RELEVANT = ("XLA_", "JAX_", "MOSAIC_", "LIBTPU_", "NVIDIA_TF32_OVERRIDE")
@@ -63,7 +63,7 @@ def lower(step: Any, traced: Any, args: tuple[Any, ...], *, gpu: bool) -> Any:
   if program is None:
     try:
       program = _exported(step, args)
-    except (ValueError, NotImplementedError):  # it calls back to Python, say
+    except (ValueError, NotImplementedError):  # the step calls back to Python, for example
       return traced.lower()
     _keep(file, program)
   return _as_step(program, traced).lower(*args)
@@ -143,7 +143,7 @@ def _exported(step: Any, args: tuple[Any, ...]) -> bytes:
   def flat(*leaves):
     return tuple(jax.tree.leaves(step.__wrapped__(*tree.unflatten(leaves))))
 
-  any_call = export.DisabledSafetyCheck.custom_call("ALL")  # read by the same jax that wrote it
+  any_call = export.DisabledSafetyCheck.custom_call("ALL")  # safe: the same jax reads it
   exported = export.export(jax.jit(flat), disabled_checks=[any_call])(*leaves)
   if "callback" in exported.mlir_module():
     raise ValueError("a callback's address is valid in this process only")

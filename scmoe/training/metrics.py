@@ -67,7 +67,7 @@ class MetricsFile:
     self._warned = False
     self._torn = False  # the last write failed, perhaps in the middle of a line
     lines = _repair(self.path, resumed_step)
-    self._size = self.path.stat().st_size if self.path.exists() else 0  # up to the last whole line
+    self._size = self.path.stat().st_size if self.path.exists() else 0  # bytes of whole lines
     self._evaluated = {line["step"] for line in lines if line.get("kind") == "eval"}
 
   def has_eval(self, step: int) -> bool:
@@ -167,7 +167,7 @@ class TensorBoard:
     self._writer = writer(str(workdir / "tensorboard"), purge_step=purge)
 
   def write(self, step: int, scalars: dict[str, Any]) -> None:
-    """Stores the scalars of a step; a number that is not finite leaves a gap."""
+    """Stores the finite numbers among the scalars of a step; all other values are left out."""
     for name, value in scalars.items():
       if isinstance(value, int | float) and math.isfinite(value):
         self._writer.add_scalar(name, value, step)
@@ -199,7 +199,7 @@ class Tracker:
     self._library.init(resume="allow", **options)
 
   def write(self, step: int, scalars: dict[str, Any]) -> None:
-    """Stores the scalars of a step; a number that is not finite leaves a gap."""
+    """Stores the finite numbers among the scalars of a step; all other values are left out."""
     numbers = {name: value for name, value in scalars.items()
                if isinstance(value, int | float) and math.isfinite(value)}  # fmt: skip
     self._library.log(numbers, step=step)
@@ -264,7 +264,7 @@ class Metrics:
   def close(self) -> None:
     """Ends the sinks."""
     for sink in self.sinks:
-      with contextlib.suppress(Exception):  # as in `write`
+      with contextlib.suppress(Exception):  # a sink may raise anything
         sink.close()
     self.sinks.clear()
 
@@ -347,7 +347,7 @@ def memory_in_use() -> dict[str, int]:
     found["device_memory_bytes"] = peak
   try:
     import resource
-  except ImportError:  # Windows
+  except ImportError:  # Windows has no `resource`
     return found
   unit = 1 if sys.platform == "darwin" else 1024
   found["host_memory_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -15,7 +15,7 @@ from scmoe.training.muon import muon_or
 from scmoe.training.options import OptimizerConfig
 from scmoe.training.spikes import Spikes
 
-UNDECAYED = ("bias", "scale", "norm", "gain")  # name parts of parameters without weight decay
+UNDECAYED = ("bias", "scale", "norm", "gain")  # parameters with these in their name do not decay
 
 
 class Optimizer(NamedTuple):
@@ -28,7 +28,7 @@ class Optimizer(NamedTuple):
   tx: optax.GradientTransformationExtraArgs
   schedule: Callable[[Any], Any]  # step -> learning rate
   scaling: LossScaling | None = None  # None: the loss is not scaled
-  spikes: Spikes | None = None  # None: every finite step counts
+  spikes: Spikes | None = None  # None: every finite step updates
 
 
 def make_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:

@@ -124,7 +124,7 @@ class _Handler(ocp.type_handlers.ArrayHandler):
         local_shape=array.piece,
         dtype=array.dtype,
       )
-      typed = ts.Spec(spec | {"dtype": array.dtype.name})  # Orbax 0.12.4 leaves it out
+      typed = ts.Spec(spec | {"dtype": array.dtype.name})  # Orbax 0.12.4 leaves the dtype out
       opened = ts.open(typed, create=True, open=True, context=context)
       stores[array.name] = await opened
     self.found = _write({array.name: array for array in values}, stores, self._pieces)

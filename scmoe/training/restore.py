@@ -69,7 +69,7 @@ def _of_step(workdir: str | os.PathLike[str], step: int | None, read: Callable[[
   """
   directory, tried = Path(workdir).absolute() / FOLDER, set()
   while True:
-    steps = list_steps(directory) if step is None else [step]  # a run may remove some
+    steps = list_steps(directory) if step is None else [step]  # listed anew: a run may remove steps
     left = [candidate for candidate in steps if candidate not in tried]
     if not left:
       raise CheckpointError(_nothing_there(directory, step))

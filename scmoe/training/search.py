@@ -52,9 +52,9 @@ SCHEDULE = "schedule.json"  # the decision; see `Decisions`
 MOST_STEPS, ROUNDS, MARGIN = 100, 7, 0.01  # `Search`'s arguments on a cut of the run
 CORES = 4  # CPU cores of the host that each of several simultaneous compilations should have
 GLANCES = 3  # timed steps of a candidate before the next candidate is built on the fastest so far
-# A kept decision holds for the same devices, number of processes and jax version, the same sections
-# SECTIONS of the configuration, fields FIELDS of `train`, and `data.seq_len`. Other settings do not
-# change which candidate is the fastest.
+# A kept decision holds for the same devices, number of processes and jax version, and for the same
+# values of the sections SECTIONS, of the fields FIELDS of `train`, and of `data.seq_len`. Other
+# settings do not change which candidate is the fastest.
 SECTIONS = ("model", "router", "dispatch", "mesh", "overlap")
 FIELDS = ("batch_size", "tokens_per_step", "remat", "tune")
 

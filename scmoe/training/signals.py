@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 
 from scmoe.base.errors import WATCHDOG_EXIT
 
-_GRACE_SECONDS = 10.0  # that faulthandler waits longer than the watchdog's own thread
+_GRACE_SECONDS = 10.0  # by which faulthandler acts later than the watchdog's own thread
 
 
 class StopRequest:
@@ -38,7 +38,7 @@ class StopRequest:
     self._several = jax.process_count() > 1
 
   def __enter__(self) -> StopRequest:
-    # jax.distributed has its own handler of SIGTERM, and ours would silently disable it.
+    # With several processes jax.distributed handles SIGTERM; our handler would disable that.
     mine = [signal.SIGINT] if self._several else [signal.SIGTERM, signal.SIGINT]
     mine += hangups()
     if threading.current_thread() is threading.main_thread():
@@ -64,12 +64,12 @@ class StopRequest:
 
   def _handle(self, number: int, frame: FrameType | None) -> None:
     del frame
-    # os.write, since the signal may have come in the middle of a print.
+    # os.write instead of print, since the signal may have come in the middle of a print.
     text = f"\n{signal.Signals(number).name}: finishing this step, then saving and stopping\n"
     with contextlib.suppress(OSError):
       os.write(2, text.encode())
     if number == signal.SIGINT:
-      signal.signal(signal.SIGINT, self._before[number])  # a second one ends the process
+      signal.signal(signal.SIGINT, self._before[number])  # a second SIGINT ends the process
     if self._several:
       os.kill(os.getpid(), signal.SIGTERM)  # jax passes it on to all processes
     else:

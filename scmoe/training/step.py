@@ -45,7 +45,7 @@ class TrainState:
   rng: Array  # uint32 key data; never changes: each step folds its number into it
   skipped: Array  # int32 [], skipped steps of the whole run
   skipped_in_row: (
-    Array  # int32 [], since the last good step; without overflows that lower the loss scale
+    Array  # int32 [], failures since the last good step; overflows that lower the scale are none
   )
   scale: PyTree = None  # state of `LossScaling`; None without loss scaling
   recent: PyTree = None  # state of `Spikes`; None without a spike test
@@ -115,7 +115,9 @@ def abstract_state(
   shapes = jax.eval_shape(lambda: _fresh(init, optimizer, 0))
   params, router = shardings
   everywhere = replicated(mesh)
-  absent = lambda leaf: isinstance(leaf, optax.MaskedNode)  # another rule updates this parameter
+  absent = lambda leaf: isinstance(
+    leaf, optax.MaskedNode
+  )  # the rule keeps no state for this parameter
   opt_state = optax.tree_map_params(
     optimizer.tx,
     lambda leaf, sharding: leaf if absent(leaf) else sharding,

@@ -54,7 +54,7 @@ class Variant:
 # The fastest variant so far -> a variant that may be faster.
 Change = Callable[[Variant], Variant]
 
-# Fields that `train.tune` may name -> their words; () for fields that take numbers.
+# Fields of `Variant` that `train.tune` may name -> the words that they take; (): whole numbers.
 TUNABLE: dict[str, tuple[str, ...]] = {
   "adaptive_r": (),
   "chunks": (),

@@ -24,7 +24,7 @@ _PROBE_BYTES = 4096
 _BUSY = (errno.EAGAIN, errno.EACCES)  # somebody else holds the lock
 _LARGEST_PID = 2**31 - 1
 
-_descriptors: set[int] = set()  # of all locks that this process holds
+_descriptors: set[int] = set()  # open descriptors of all locks that this process holds
 
 
 def prepare_workdir(path: str | os.PathLike[str]) -> Path:
@@ -46,7 +46,7 @@ def prepare_workdir(path: str | os.PathLike[str]) -> Path:
     workdir.mkdir(parents=True, exist_ok=True)
     _write_probe(workdir)
   except OSError as error:
-    for place in missing:  # the innermost first
+    for place in missing:  # the innermost folder first
       with contextlib.suppress(OSError):
         place.rmdir()
     raise StorageError(
@@ -61,7 +61,7 @@ def _write_probe(workdir: Path) -> None:
   try:
     probe.write_bytes(b"\0" * _PROBE_BYTES)
   finally:
-    probe.unlink(missing_ok=True)  # a process of another host may have the same number
+    probe.unlink(missing_ok=True)  # another host may have the same process number
 
 
 class RunLock:
@@ -82,7 +82,7 @@ class RunLock:
     self._path = workdir / name
     self._done = threading.Event()
     self._file = -1
-    self._held: list[int] = []  # descriptors
+    self._held: list[int] = []  # open descriptors of this lock
 
   def __enter__(self) -> RunLock:
     """Takes the lock.
@@ -138,7 +138,7 @@ class RunLock:
     except OSError as error:
       if error.errno in _BUSY:
         raise self._in_use(_owner(self._path)[0]) from None
-      if warns:  # the directory on NFS, and both on some parallel file systems
+      if warns:  # not for a directory: NFS locks files only, some file systems lock neither
         warn(
           f"the file system of {self._path} has no locks ({error.strerror}): two runs that start "
           "there in the same moment are not kept apart"

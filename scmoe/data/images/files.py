@@ -32,7 +32,7 @@ log = logging.getLogger("scmoe.data")
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".bmp": "BMP", ".gif": "GIF",
            ".webp": "WEBP", ".tif": "TIFF", ".tiff": "TIFF", ".ppm": "PPM"}  # fmt: skip
 IMAGE_COLUMNS = ("image", "img")  # of a Parquet file, where data.image_field names no column
-VALIDATION = ("validation", "valid", "val", "dev")  # names of the validation split
+VALIDATION = ("validation", "valid", "val", "dev")  # names that a validation split may have
 
 
 class Encoded(NamedTuple):

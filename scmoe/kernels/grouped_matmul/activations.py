@@ -26,7 +26,7 @@ class Activation:
   Attributes:
     name: what the user writes.
     gated: whether the layer has a gate and an up projection.
-    value: h -> act(h), in the type of h; its derivative by JAX is the one below.
+    value: h -> act(h), in the type of h. JAX differentiates it to the same derivative.
     value_and_derivative: h -> (act(h), act'(h)).
   """
 
@@ -96,7 +96,7 @@ _SQRT_2_PI = math.sqrt(2.0 * math.pi)
 
 
 def _gelu_exact(h):
-  # Not 1 + erf: below zero that would cancel, in bfloat16 to a tenth of the value.
+  # Not 1 + erf: below zero that would cancel, with errors of a tenth of the value in bfloat16.
   return 0.5 * h * jax.lax.erfc(-_SQRT_HALF * h)
 
 
@@ -178,7 +178,7 @@ def kernel_form(activation: Activation) -> Activation:
 
 
 def get_activation(name: str) -> Activation:
-  """Looks an activation up by name.
+  """The activation of this name.
 
   Raises:
     ValueError: the name is unknown.
@@ -209,6 +209,11 @@ def activation_vjp(
   activation: Activation, pre: tuple[jax.Array, ...], da_RF: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
   """The activation recomputed and the gradients of its pre-activations, in float32 (or wider).
+
+  Args:
+    activation: the kind.
+    pre: pre-activations, as for `activate`.
+    da_RF: gradient of the activation.
 
   Returns:
     a_RF and the gradients in the order of `pre`.

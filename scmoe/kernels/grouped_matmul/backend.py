@@ -1,4 +1,4 @@
-"""Decides which implementation computes the grouped products, and logs it once."""
+"""Decides which implementation computes the grouped products; logs each decision of "auto" once."""
 
 import functools
 import logging
@@ -15,11 +15,11 @@ _log = logging.getLogger(__name__)
 
 
 def widths_have_kernels(dtype, *widths: int) -> bool:
-  """Whether the kernels take operands of this type and these widths.
+  """Whether the kernels take operands of this type (of 16 bits) and these widths (64 divides them).
 
   Args:
-    dtype: type of the operands.
-    *widths: every width that is tiled (K and N, or D and F), each a multiple of 64.
+    dtype: type of the operands; the kernels take bfloat16 and float16.
+    *widths: every width that is tiled (K and N, or D and F).
   """
   return jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)) and all(
     width % 64 == 0 and width >= 64 for width in widths
@@ -34,10 +34,12 @@ def _say_once(message: str) -> None:
 def resolve_backend(backend: str, dtype, *widths: int) -> str:
   """The backend that runs: "mosaic_gpu", "xla" or "reference".
 
+  Only "auto" asks whether the first device runs the kernels.
+
   Args:
     backend: one of `BACKENDS`; "auto" takes the kernels where they run, else XLA.
     dtype: type of the operands.
-    *widths: the widths of the product.
+    *widths: every width that is tiled.
 
   Raises:
     ValueError: the name is unknown, or "mosaic_gpu" was asked for and cannot take the operands.
@@ -70,7 +72,7 @@ def resolve_backend(backend: str, dtype, *widths: int) -> str:
 
 
 def implementation(backend: str) -> ModuleType:
-  """The module of a resolved backend that works on the padded layout."""
+  """The module with a resolved backend's functions on tiles: `mosaic_gpu`, or `xla` for others."""
   if backend == "mosaic_gpu":
     from scmoe.kernels.grouped_matmul import mosaic_gpu
 

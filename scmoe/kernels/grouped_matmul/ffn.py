@@ -3,10 +3,11 @@
     M  rows at hand      K  copies of each      R  rows of the tiles      G  groups (experts)
     D  model width      F  expert width
 
-The up-projection gathers the rows into tiles. The results go back to the rows' own order, where
-each row's copies are weighted and added up. The backward pass keeps the rows, the pre-activations
-and the permutation's integers. It does not need the experts' output: the gradient of a copy's
-weight is ⟨da', a⟩ (SonicMoE, arXiv 2512.14080).
+The up-projection reads the rows at their places in tiles, gathered or copied there. The results go
+back to the rows' own order, where each row's copies are weighted and added up. The backward pass
+keeps the rows, the weights, the pre-activations and the layout's integers. It does not need the
+experts' output: the gradient of a copy's weight is ⟨da', a⟩, plus ⟨dy, bias⟩ with a bias of the last
+layer (SonicMoE, arXiv 2512.14080).
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ class FFNConfig(FFNOptions, path="FFNConfig"):
     activation: as in `FFNOptions`, but never empty, and may be given by position.
     precision: of float32 operands, as in `jax.lax.dot_general`.
     num_sms: multiprocessors that the kernels use; None: all.
-    shared_sms: whether a collective may hold multiprocessors while padded experts run. `impl` auto
-      then takes batched products, which leave them some.
+    shared_sms: whether a collective may hold multiprocessors while padded experts run. With `impl`
+      and `backend` auto these then take batched products, which leave it some. Kernels launch 8
+      CTAs per multiprocessor, unless `num_sms` is given.
   """
 
   activation: str = option("swiglu", choices=activation_names())
@@ -74,7 +76,7 @@ def expert_ffn(
 
   Args:
     rows: [..., D]; M rows in the order that `layout` describes. Rows of no expert must be finite.
-    weights: of the experts at hand; matrices are cast to the type of the rows.
+    weights: matrices and biases of the experts at hand; all are cast to the type of the rows.
     layout: which experts each row is for.
     config: see `FFNConfig`.
 
@@ -100,18 +102,18 @@ def expert_ffn(
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-  """A resolved `FFNConfig`: everything that a traced program depends on besides shapes."""
+  """A resolved `FFNConfig`: the options on which a traced program depends."""
 
   products: str  # "mosaic_gpu" or "xla"
   how: Execution
-  ranks: int  # of padded experts that batched products need by expert; 1: rows stay in their order
+  ranks: int  # W of padded experts whose rows `_by_expert` reorders; else 1
   padded: tuple[int, int, int] | None
   weighted: bool
   one_row: bool  # kernels for a single row, where no gradient is asked for
 
 
 def _resolve(config: FFNConfig, layout: RowLayout, dtype: Any, weights: FFNWeights) -> _Static:
-  """Decides which implementation runs."""
+  """Decides which implementation runs, and with which options; ValueError for an unfit `impl`."""
   padded = layout.padded
   if config.impl == "batched" and padded is None:
     raise ValueError(
@@ -132,7 +134,7 @@ def _resolve(config: FFNConfig, layout: RowLayout, dtype: Any, weights: FFNWeigh
   activation = get_activation(config.activation)
   group_MK = layout.group_MK
   one = group_MK is not None and group_MK.shape[0] == 1 and products == "mosaic_gpu"
-  one = one and not config.fp8  # its kernels read the weights as they are
+  one = one and not config.fp8  # the kernels for one row do not round weights to fp8
   return _Static(
     products="xla" if batched else products,
     how=Execution(activation, config.precision, num_sms, simulation, config.fp8),
@@ -156,7 +158,7 @@ def _tiles(layout: RowLayout, static: _Static) -> TiledRows:
 
 
 def _by_expert(rows_MN: jax.Array, static: _Static) -> jax.Array:
-  """Rows of padded experts, [W, G, C], as batched products want them: [G, W, C]."""
+  """Reorders rows of padded experts from [W, G, C] to [G, W, C], as batched products want them."""
   if static.ranks == 1:
     return rows_MN
   assert static.padded is not None
@@ -165,7 +167,7 @@ def _by_expert(rows_MN: jax.Array, static: _Static) -> jax.Array:
 
 
 def _by_rank(rows_RN: jax.Array, static: _Static) -> jax.Array:
-  """The inverse of `_by_expert`."""
+  """Reorders rows of padded experts from [G, W, C] to [W, G, C]: the inverse of `_by_expert`."""
   if static.ranks == 1:
     return rows_RN
   assert static.padded is not None
@@ -179,7 +181,7 @@ def _by_rank(rows_RN: jax.Array, static: _Static) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _expert_ffn(rows_MD, weights, choices, tiles, static):
-  """The value alone: the pre-activations are not written, since no gradient needs them."""
+  """The result where no gradient is asked for: the pre-activations are not written."""
   group_MK, weight_MK = choices
   if static.one_row:
     weight_K = None if weight_MK is None else weight_MK[0]
@@ -235,8 +237,10 @@ _expert_ffn.defvjp(_expert_ffn_fwd, _expert_ffn_bwd)
 
 
 def _back(y_RD, weight_MK, tiles: TiledRows, static: _Static, joined: bool = False):
-  """From the tiles to the rows' order; a row's copies are added up, weighted if that is given.
-  `joined` as in `sum_copies`."""
+  """Moves results from the tiles to the rows' order, and adds up each row's copies.
+
+  Each copy is multiplied by its weight_MK, if that is given. `joined` is that of `sum_copies`.
+  """
   if tiles.permutation is None:
     return _by_rank(y_RD, static)
   with jax.named_scope("combine" if static.weighted else "unpermute"):
@@ -244,7 +248,7 @@ def _back(y_RD, weight_MK, tiles: TiledRows, static: _Static, joined: bool = Fal
 
 
 def _row_weights(weight_MK, tiles: TiledRows, dtype) -> jax.Array:
-  """The factor of each row of the tiles; 0 on padding."""
+  """The factor of each row of the tiles: its copy's weight, 1 without weights, 0 on padding."""
   if tiles.permutation is None:
     return jnp.ones((tiles.groups.num_rows,), dtype)
   copy_R = tiles.permutation.copy_R
@@ -254,7 +258,10 @@ def _row_weights(weight_MK, tiles: TiledRows, dtype) -> jax.Array:
 
 
 def check_ffn(rows_MD: jax.Array, weights: FFNWeights, layout: RowLayout, activation: str) -> None:
-  """Raises ValueError, naming both sides, unless all shapes agree."""
+  """Raises ValueError, naming both sides, unless all shapes agree.
+
+  A gated activation must have gate weights, and no other may.
+  """
   kind = get_activation(activation)
   if weights.up_GDF.ndim != 3:
     raise ValueError(f"up must be [G, D, F], got shape {weights.up_GDF.shape}")

@@ -27,7 +27,7 @@ _EXPONENTS = (-100, 100)
 
 
 def quantised_rows(x_RK: Float[Array, "*R K"]) -> tuple[Array, Array]:
-  """Rows in fp8.
+  """Rounds rows to fp8, with a scale for each 128 elements of a row.
 
   Returns:
     e4m3 [..., K], and float32 scales [..., B]; the last block may be shorter.
@@ -40,7 +40,7 @@ def quantised_rows(x_RK: Float[Array, "*R K"]) -> tuple[Array, Array]:
 
 
 def quantised_matrices(w_GKN: Float[Array, "G K N"]) -> tuple[Array, Array]:
-  """Matrices in fp8: e4m3 [G, K, N], and float32 scales [G, B, C]."""
+  """Rounds matrices to fp8: e4m3 [G, K, N], and float32 scales [G, B, C] of 128 x 128 elements."""
   groups, *widths = w_GKN.shape
   w = _filled_up(_filled_up(w_GKN.astype(jnp.float32), 1), 2)
   w = w.reshape(groups, w.shape[1] // BLOCK, BLOCK, w.shape[2] // BLOCK, BLOCK)
@@ -74,7 +74,7 @@ def rounded_weights(weights: FFNWeights) -> FFNWeights:
 
 
 def _kept(quantised: tuple[Array, Array]) -> tuple[Array, Array]:
-  """The same behind a barrier: XLA may otherwise drop a conversion to fp8 and back."""
+  """The same arrays behind a barrier: XLA may otherwise drop a conversion to fp8 and back."""
   return jax.lax.optimization_barrier(quantised)
 
 
@@ -91,7 +91,7 @@ def _scale(largest: Array) -> Array:
 
 
 def _filled_up(x: Array, axis: int) -> Array:
-  """Appends zeros to an axis, up to a multiple of the block."""
+  """Appends zeros to an axis, up to a multiple of 128."""
   axis %= x.ndim
   missing = -x.shape[axis] % BLOCK
   return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])

@@ -43,13 +43,13 @@ KERNEL_ROW_TILE = 128  # rows of a tile in the Mosaic GPU kernels
 )
 @dataclasses.dataclass(frozen=True)
 class GroupLayout:
-  """Tiles of each group.
+  """Which tiles belong to each group of rows.
 
   Attributes:
     group_sizes_G: int32, rows of each group without padding.
-    tile_starts_G: int32, first tile of each group.
+    tile_starts_G: int32, first tile of each group; with several runs, in the first run.
     tiles_G: int32, number of tiles of each group (0 for an empty one).
-    tile_group_I: int32, group of each tile; tiles past `num_tiles` repeat the last group.
+    tile_group_I: int32, group of each tile; tiles past `num_tiles` have group G - 1.
     num_tiles: int32 [1], tiles in use.
     by_size_G: int32, groups by falling number of tiles, equal ones in order.
     tile: rows of a tile, static.
@@ -75,23 +75,23 @@ class GroupLayout:
 
   @property
   def num_groups(self) -> int:
-    """G."""
+    """G, the number of groups."""
     return self.group_sizes_G.shape[0]
 
   @property
   def run_tiles(self) -> int:
-    """Tiles of one group in one of several runs."""
+    """Tiles of one group in one run; only for layouts of equal groups (`make_equal_layout`)."""
     return self.tile_group_I.shape[0] // (self.runs * self.num_groups)
 
 
 def max_tiles(num_rows: int, num_groups: int, tile: int) -> int:
-  """The most tiles that `num_rows` rows in `num_groups` groups can need."""
+  """The most tiles that `num_rows` rows in `num_groups` groups can need, but at least 1."""
   # Every non-empty group wastes at most tile - 1 rows, and there are at most num_rows such groups.
   return max((num_rows + min(num_groups, num_rows) * (tile - 1)) // tile, 1)
 
 
 def make_layout(group_sizes_G: jax.Array, num_rows: int, tile: int) -> GroupLayout:
-  """Pads each group to whole tiles.
+  """The layout in which each group is padded to whole tiles.
 
   Args:
     group_sizes_G: integers; their sum may be below `num_rows`, not above.
@@ -102,8 +102,8 @@ def make_layout(group_sizes_G: jax.Array, num_rows: int, tile: int) -> GroupLayo
   tiles_G = (sizes_G + (tile - 1)) // tile
   ends_G = jnp.cumsum(tiles_G, dtype=jnp.int32)
   index_I = jnp.arange(max_tiles(num_rows, sizes_G.shape[0], tile), dtype=jnp.int32)
-  # The last group that is not empty keeps the tiles past the end, so that a kernel which touches
-  # one of them reads a valid group.
+  # Tiles past the end get group G - 1, so that a kernel which touches one of them reads a valid
+  # group.
   group_I = jnp.sum(index_I[:, None] >= ends_G[None, :], axis=1, dtype=jnp.int32)
   return GroupLayout(
     group_sizes_G=sizes_G,
@@ -162,7 +162,7 @@ def row_groups(group_sizes_G: jax.Array, num_rows: int) -> jax.Array:
 
 
 def padded_rows_of(layout: GroupLayout, num_rows: int) -> jax.Array:
-  """For each of M contiguous rows its row of the padded layout; R, out of range, for no group.
+  """For each of M contiguous rows its row of the padded layout; R for a row of no group.
 
   In the example at the top: 0 1 2 4 5.
   """
@@ -191,12 +191,12 @@ def source_rows_of(layout: GroupLayout) -> jax.Array:
 
 
 def pad_rows(x_MN: jax.Array, layout: GroupLayout) -> jax.Array:
-  """Moves contiguous rows to the padded layout, with zeros between them."""
+  """Moves contiguous rows to the padded layout, with zeros as padding."""
   return take_rows(x_MN, source_rows_of(layout))
 
 
 def unpad_rows(x_RN: jax.Array, layout: GroupLayout, num_rows: int) -> jax.Array:
-  """The inverse of `pad_rows`; rows of no group are zero."""
+  """Moves rows of the padded layout back to M contiguous rows; rows of no group become zero."""
   return take_rows(x_RN, padded_rows_of(layout, num_rows))
 
 
@@ -210,7 +210,7 @@ def unpad_rows(x_RN: jax.Array, layout: GroupLayout, num_rows: int) -> jax.Array
 )
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-  """Which experts the rows at hand are for. Every row m has K copies, each for one expert.
+  """Which experts the rows at hand are for: each of a row's K copies is for at most one.
 
       M  rows at hand      K  copies of each      G  groups: the experts of this device
 
@@ -221,7 +221,7 @@ class RowLayout:
   tokens with two choices among experts 0, 1, 2:
 
       group_MK     = [[1, 0], [1, 2], [0, 3]]      the last choice is not made: 3 is no expert
-      position_MK  = [[0, 0], [1, 0], [1, 0]]      token 1 is the second row of expert 1
+      position_MK  = [[0, 1], [1, 0], [0, 0]]      token 1 is the second row of expert 1
       sizes_G      = [2, 2, 1]
 
   Attributes:
@@ -241,7 +241,7 @@ class RowLayout:
 
   @property
   def num_groups(self) -> int:
-    """G."""
+    """G, the number of experts."""
     if self.padded is not None:
       return self.padded[1]
     assert self.sizes_G is not None
@@ -249,7 +249,7 @@ class RowLayout:
 
   @property
   def num_copies(self) -> int:
-    """M·K."""
+    """M·K, the number of copies of all rows."""
     if self.padded is not None:
       ranks, groups, rows = self.padded
       return ranks * groups * rows
@@ -257,7 +257,7 @@ class RowLayout:
     return self.group_MK.size
 
   def sorted(self, tile: int) -> TiledRows:
-    """Rows in the order of the experts, each expert's padded to whole tiles.
+    """The tiles of the rows sorted by expert, each expert's rows padded to whole tiles.
 
     Worked example, tiles of two rows: five rows for experts 0, 2, 0, 0, 2, with the tiles of the
     example at the top. The permutation has row_MK = 0 4 1 2 5 and copy_R = 0 2 3 -1 1 4 -1 -1.
@@ -288,12 +288,12 @@ class RowLayout:
     return RowLayout(sizes, name_G1[group_MK], position_MK, self.weight_MK)
 
   def in_place(self, tile: int) -> TiledRows:
-    """Padded experts whose rows fill whole tiles where they lie."""
+    """The tiles of padded experts where their rows lie; C must be a multiple of `tile`."""
     assert self.padded is not None
     return TiledRows(make_equal_layout(*self.padded, tile), None)
 
   def places(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """sizes_G, group_MK and position_MK, written out for padded experts too; G stands for none.
+    """sizes_G, group_MK and position_MK, written out for padded experts too; group G is no expert.
 
     Two source ranks, two padded experts of one row each, (W, G, C) = (2, 2, 1): sizes 2 2, groups
     0 1 0 1, positions 0 0 1 1.
@@ -315,7 +315,7 @@ class RowLayout:
 def _sorted_by_kernel(
   sizes_G: jax.Array, group_MK: jax.Array, position_MK: jax.Array, tile: int
 ) -> TiledRows:
-  """`RowLayout.sorted` in one kernel."""
+  """The tiles of rows sorted by expert, as `RowLayout.sorted`, by one kernel."""
   bound = max_tiles(group_MK.size, sizes_G.size, tile)
   *groups, row_KM, copy_R, token_R = sorting.sorted_rows_kernel(
     sizes_G, group_MK.T, position_MK.T, bound, tile
@@ -350,8 +350,8 @@ def choices_layout(expert_TK: jax.Array, weight_TK: jax.Array, num_experts: int)
     raise ValueError(
       f"expert has shape {expert_TK.shape} and weight {weight_TK.shape}: expected [T, K] for both"
     )
-  # Counted in the order in which the router's kernel writes them, all first choices before all
-  # second ones, so that XLA transposes nothing.
+  # Positions are counted in the order in which the router's kernel writes the choices, all first
+  # ones before all second ones, so that XLA transposes nothing.
   position_KT, count_E = running_positions(expert_TK.T, num_experts)
   return RowLayout(count_E, expert_TK.astype(jnp.int32), position_KT.T, weight_TK)
 

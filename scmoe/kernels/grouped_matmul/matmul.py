@@ -45,8 +45,8 @@ def grouped_matmul(
   """Ragged matrix product: each group of rows times its own matrix.
 
   The counterpart of `jax.lax.ragged_dot(lhs, rhs, group_sizes)`, with the same arguments and
-  result, at a cost that does not grow with the number of groups, in the forward and in both
-  gradients.
+  result, at a cost that does not grow with the number of groups, but for padding to whole tiles, in
+  the forward and in both gradients.
 
   Args:
     lhs_MK: rows, sorted by group: the first `group_sizes[0]` belong to group 0, and so on.
@@ -66,7 +66,8 @@ def grouped_matmul(
     and the bias of an empty group receive exactly zero gradients.
 
   Raises:
-    ValueError: shapes disagree, or `backend` is unknown or cannot take the operands.
+    ValueError: shapes disagree, the sizes are not integers, or `backend` is unknown or cannot take
+      the operands.
   """
   _check_matmul(lhs_MK, rhs_GKN, group_sizes_G, bias_GN)
   out_dtype = preferred_element_type or jnp.promote_types(lhs_MK.dtype, rhs_GKN.dtype)
@@ -144,8 +145,8 @@ def _grouped_matmul_bwd(config, residuals, dout_MN):
   layout = _layout_for(config.backend, group_sizes_G, num_rows)
   ops = implementation(config.backend)
   options = {"precision": config.precision, "num_sms": config.num_sms}
-  # Padded once and used twice; zero padding is what lets the weight gradient ignore group edges.
-  # The operands of a product share one type, which may be narrower than dout's.
+  # dout is padded once and used twice. Its zero padding lets the weight gradient ignore the groups'
+  # ends. The operands of a product share one type, which may be narrower than dout's.
   index_R = source_rows_of(layout)
   dout_RN = take_rows(dout_MN.astype(lhs_MK.dtype), index_R)
   dlhs_RK = ops.grouped_rows(
@@ -186,7 +187,7 @@ def grouped_outer(
     num_sms: as in `grouped_matmul`.
 
   Returns:
-    out_GKN, exactly zero for empty groups. Rows past the sum of the sizes are not read.
+    out_GKN, exactly zero for empty groups. Rows past the sum of the sizes add nothing.
 
   Raises:
     ValueError: the row counts disagree, or `backend` does not fit.

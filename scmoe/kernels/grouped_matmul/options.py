@@ -43,9 +43,9 @@ class FFNOptions(Options, path="model.ffn"):
   )
 
   def filled(self, *, gated: bool = False) -> Self:
-    """The same with an activation: an empty one becomes swiglu if `gated`, else gelu."""
+    """The same options with an activation: an empty one becomes swiglu if `gated`, else gelu."""
     return dataclasses.replace(self, activation=self.activation or ("swiglu" if gated else "gelu"))
 
   def shared(self) -> dict[str, Any]:
-    """The fields of `FFNOptions` alone: arguments of another class that inherits them."""
+    """The fields of `FFNOptions` alone, by name: arguments for another class that inherits them."""
     return {field.name: getattr(self, field.name) for field in dataclasses.fields(FFNOptions)}

@@ -1,8 +1,8 @@
-"""The specification of the grouped products: plain, slow, float32 (float64 under x64).
+"""The specification of the grouped products: plain, slow, float32 (float64 for such operands).
 
     M  rows      K  contracted width      N  output width      G  groups
 
-Costs G dense products and is written to be read. Every backend is tested against it.
+It costs G dense products and is written to be read. Every backend is tested against it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def grouped_matmul_reference(
 def expert_ffn_reference(
   rows: jax.Array, weights: FFNWeights, layout: RowLayout, activation: str
 ) -> jax.Array:
-  """`expert_ffn` without rounding: every expert computes every row, and each copy picks its own."""
+  """`expert_ffn` in float32 or wider: every expert computes every row, each copy picks its own."""
   kind = get_activation(activation)
   wide = lambda a: a.astype(jnp.promote_types(rows.dtype, jnp.float32))
   rows_MD = wide(rows.reshape(-1, rows.shape[-1]))

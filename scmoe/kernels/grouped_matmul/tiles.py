@@ -33,13 +33,13 @@ from scmoe.kernels.grouped_matmul.tiling_tables import (
 from scmoe.kernels.grouped_matmul.tuned import Key
 
 ROW_TILE = KERNEL_ROW_TILE
-SMEM_LIMIT = 232_448  # bytes a CTA may have on Hopper
-TWICE = 0.07  # share of columns that tiles may compute twice
-_RESERVED = 2_048  # barriers, biases and their alignment
+SMEM_LIMIT = 232_448  # bytes of shared memory that a CTA may have on Hopper
+TWICE = 0.07  # largest share of columns that tiles may compute twice
+_RESERVED = 2_048  # bytes for barriers, biases and their alignment
 
-# For fp8 operands. A stage is one block of `fp8` deep. The sums take registers beside each stage's
-# accumulators, so a tile has half the columns of others. This was the fastest of six forms at
-# OLMoE's and Mixtral's widths (experiments/LOG.md).
+# The tiling for fp8 operands. A stage is one block of `fp8` deep. The sums take registers beside
+# each stage's accumulators, so a tile has half the columns of others. This was the fastest of six
+# forms at OLMoE's and Mixtral's widths (experiments/LOG.md).
 FP8 = Tiling(rows=128, cols=128, depth=128, stages=5, band=16, pair="rows")
 
 BANDS = (8, 4, 16, 32)  # the bands that `variants` offers for measuring
@@ -49,7 +49,7 @@ _recording = contextvars.ContextVar("recording", default=None)
 
 
 def smem_bytes(tiling: Tiling, out_itemsize: int = 2) -> int:
-  """Shared memory of a product with 2-byte operands and its stores."""
+  """Bytes of shared memory of a product with 2-byte operands, with its stores' buffers."""
   stage = (tiling.rows + tiling.cols) * tiling.depth * 2
   stores = 2 * tiling.store_buffers * tiling.consumer_rows * 64 * out_itemsize
   return tiling.stages * stage + stores + _RESERVED
@@ -69,7 +69,7 @@ def _fit(tiling: Tiling, out_itemsize: int) -> Tiling:
 def candidates(
   kind: str, width: int, n: int, out_itemsize: int = 2, *, gathered: bool = False
 ) -> list[Tiling]:
-  """Tilings that divide the problem, the rule's choice first.
+  """Tilings that fit a product, the one that the tables of ranges prefer first.
 
   Args:
     kind: one of `KINDS`.
@@ -93,13 +93,14 @@ def candidates(
   _put_pingpong_first(result, product)
   _insert_pairs(result, product, out_itemsize)
   if kind not in TWO_RESULTS and n % 128 and n % 192 == 0:
-    # 4 to 8 % faster than to compute columns twice (2880 columns; experiments/kernels).
+    # Tiles of 192 columns are 4 to 8 % faster than tiles that compute columns twice (2880 columns;
+    # experiments/kernels).
     result.sort(key=lambda t: t.cols != 192)
   return result
 
 
 def _single_forms(product: Product, out_itemsize: int) -> list[Tiling]:
-  """The forms of single CTAs that divide the product, widest first."""
+  """The forms of single CTAs whose tiles cover the result, widest first."""
   parts = 2 if product.kind in TWO_RESULTS else 1
   small = product.kind in WEIGHTS and not _covers(ROW_TILE, product.width)
   rows = 64 if small else ROW_TILE
@@ -116,7 +117,10 @@ def _single_forms(product: Product, out_itemsize: int) -> list[Tiling]:
 
 
 def _put_pingpong_first(result: list[Tiling], product: Product) -> None:
-  """Sorts ping-pong forms to the front where `PINGPONG_FIRST` says so."""
+  """Sorts ping-pong forms to the front where `PINGPONG_FIRST` says so.
+
+  For "weights" and "dx" those of 128 columns come before the other ping-pong forms.
+  """
   if any(where.holds(product) for where in PINGPONG_FIRST):
     narrow = product.kind in ("weights", "dx")
     result.sort(key=lambda t: (not t.pingpong, narrow and t.cols != 128))
@@ -126,8 +130,9 @@ def _insert_pairs(result: list[Tiling], product: Product, out_itemsize: int) -> 
   """Adds pairs of CTAs, each before or after the first form so far, as `PAIRS` says."""
   paired = product.kind == "weights" and not product.gathered
   if paired and tiles_over(product.width, result[0].rows) % 2 == 0:
-    # Up to 12 % faster than single CTAs, once of eighteen over 2 % slower (512 columns). An odd
-    # number of tiles would leave one computed for nothing, 3 to 16 % slower (experiments/kernels).
+    # Pairs are up to 12 % faster than single CTAs, and in one case of eighteen over 2 % slower (512
+    # columns). With an odd number of tiles one would be computed for nothing, 3 to 16 % slower
+    # (experiments/kernels).
     result.insert(0, dataclasses.replace(result[0], pair="rows"))
   seen: list[Tiling] = []
   for where, form, place in PAIRS:
@@ -150,8 +155,8 @@ def _covers(size: int, width: int) -> bool:
 def variants(kind: str, width: int, n: int, *, gathered: bool = False) -> list[Tiling]:
   """The tilings that are worth measuring for a 2-byte result; arguments as for `candidates`.
 
-  They are the candidates, alone and in pairs, with all bands. The first candidate comes first. The
-  shipped tiling is among them.
+  They are the candidates with all bands, alone and, except for "down_backward", in pairs. The first
+  candidate comes first. The shipped tiling is among them.
   """
   alone = candidates(kind, width, n, gathered=gathered)
   # A pair of "cols" shares the rows' operand, so that operand cannot be gathered. For the weights'
@@ -180,11 +185,17 @@ def choose(
   gathered: bool = False,
   experts: bool = False,
 ) -> Tiling:
-  """The tiling to use; arguments as for `candidates`.
+  """The tiling of a product: what the user has measured, or else the shipped one.
+
+  For a result that is not of 2-byte elements it is the first candidate.
 
   Args:
+    kind, width, n, out_itemsize, gathered: as for `candidates`.
     experts: whether this is the first product of experts. If so, the log of a run on a GPU says if
       experts of these widths were not measured.
+
+  Raises:
+    ValueError: as for `candidates`.
   """
   if out_itemsize != 2:
     return candidates(kind, width, n, out_itemsize, gathered=gathered)[0]
@@ -205,7 +216,10 @@ def choose(
 
 @contextlib.contextmanager
 def recorded() -> Iterator[dict[Key, None]]:
-  """Collects the keys of the products that are traced inside this context, in their order."""
+  """Collects the keys of the products that `choose` tiles inside this context, in their order.
+
+  Only products with 2-byte results are collected.
+  """
   keys: dict[Key, None] = {}
   token = _recording.set(keys)
   try:

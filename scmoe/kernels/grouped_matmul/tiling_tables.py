@@ -13,15 +13,23 @@ from typing import Literal, NamedTuple
 from scmoe.kernels.grouped_matmul.pipeline import Tiling
 from scmoe.kernels.grouped_matmul.tuned import Key
 
-# "rows" (one result), "activated" (one with its activation), "up" (gate and up with theirs), "dx"
-# (two products into one result), "weights" and "weights_pair" (weight gradients), "down_backward".
+# Kinds of product: "rows" (one result), "activated" (one with its activation), "up" (gate and up
+# with theirs), "dx" (two products into one result), "weights" and "weights_pair" (weight gradients
+# of one matrix and of two), "down_backward" (`down_backward.py`).
 KINDS = ("rows", "activated", "up", "dx", "weights", "weights_pair", "down_backward")
 WEIGHTS = ("weights", "weights_pair")
 TWO_RESULTS = ("up", "weights_pair")
 
 
 class Product(NamedTuple):
-  """A product to be tiled; the fields are those of `tuned.Key`."""
+  """A product to be tiled.
+
+  Attributes:
+    kind: one of `KINDS`.
+    width: contracted width; for weight gradients, rows of the result.
+    n: result width.
+    gathered: whether the kernel gathers an operand.
+  """
 
   kind: str
   width: int
@@ -36,9 +44,9 @@ class Where:
   Attributes:
     kinds: kinds of product.
     gathered: whether the kernel gathers an operand; None for either.
-    width: least and largest contracted width.
+    width: least and largest `Product.width`.
     n: least and largest result width.
-    n_multiple: the result width is a multiple of it.
+    n_multiple: the result width is a multiple of this.
   """
 
   kinds: tuple[str, ...]
@@ -69,7 +77,7 @@ def _narrow(pair: Literal["", "rows", "cols"] = "") -> Tiling:
 
 
 def _halved(band: int = 16) -> Tiling:
-  """A pair of CTAs on the halves of a row tile of the layout: one group, 256 columns for both."""
+  """A pair of CTAs on the halves of a row tile of the layout, each with 64 rows and 256 columns."""
   return Tiling(rows=64, cols=256, stages=5, pingpong=True, band=band, store_buffers=1, pair="rows")
 
 
@@ -84,10 +92,10 @@ PINGPONG_FIRST = (
 )
 
 # (products, form, where the form is inserted among those found so far). Rows are applied in order,
-# and a form is inserted once. Halves of a row tile overlap the ends of tiles as 128 x 128 ping-pong
-# does, with the operands' traffic of 128 x 256. They are 1 to 9 % faster than either, except for
-# short products of one operand and for results no wider than one tile. Whole pairs are 2 to 6 %
-# faster than halves for long and wide dx, and up to 5 % slower for others.
+# and a form is inserted once. Halves of a row tile hide the epilogue as ping-pong tiles of 128 x
+# 128 do, with the operands' traffic of tiles of 128 x 256. They are 1 to 9 % faster than either,
+# except for short products of one operand and for results no wider than one tile. Pairs of whole
+# row tiles are 2 to 6 % faster than halves for long and wide dx, and up to 5 % slower for others.
 PAIRS = (
   (Where(("dx",), gathered=False), _halved(), 0),
   (Where(("rows",), gathered=False, width=(512, math.inf), n=(512, math.inf)), _halved(), 0),
@@ -112,7 +120,7 @@ DOWN_BACKWARD = (
 )
 
 # Device kind -> product -> a tiling that beat the first candidate there, timed in turns with the
-# others (experiments/kernels).
+# others (experiments/kernels). The comment above a line gives its time, then that of other tilings.
 TABLE: dict[str, dict[Key, Tiling]] = {
   "NVIDIA H200": {
     # 6.521 ms, with skewed groups 6.741 ms; single CTAs: 7.266 and 7.274 ms

@@ -26,7 +26,7 @@ from scmoe.kernels.grouped_matmul.pipeline import Tiling
 Key = tuple[str, int, int, bool]
 _log = logging.getLogger(__name__)
 _FORMAT = 1
-_MOST = 2**20  # bytes of a file that is read
+_MOST = 2**20  # most bytes of a file that is read
 _RENAMED = {"stores": "store_buffers"}  # names of fields in older files
 _FIELDS = {field.name: type(field.default) for field in dataclasses.fields(Tiling)}
 
@@ -36,8 +36,8 @@ class Measured(NamedTuple):
 
   Attributes:
     tiling: the tiling.
-    ms: of a call with it, milliseconds.
-    shipped_ms: of a call with the shipped tiling (`tiles.shipped`).
+    ms: milliseconds of a call with it.
+    shipped_ms: milliseconds of a call with the shipped tiling (`tiles.shipped`).
     when: date, and the versions it was measured with.
   """
 
@@ -52,27 +52,32 @@ _tables: dict[str, Table] = {}  # by device kind: read from its file, or given t
 
 
 def file_of(device_kind: str) -> Path:
-  """The file of a kind of device's measurements: $XDG_CACHE_HOME/scmoe/tilings/KIND.json."""
+  """The file of a kind of device's measurements: $XDG_CACHE_HOME/scmoe/tilings/KIND.json.
+
+  Without that variable the folder is ~/.cache.
+  """
   cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
   name = re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-")
   return Path(cache) / "scmoe" / "tilings" / f"{name}.json"
 
 
 def table(device_kind: str) -> Table:
-  """The measurements of this kind of device. Their file is read once per process."""
+  """The measurements of a kind of device, as given to `use`, or else from its file, read once."""
   if device_kind not in _tables:
     _tables[device_kind] = stored(device_kind)
   return _tables[device_kind]
 
 
 def use(device_kind: str, found: Table) -> None:
-  """Replaces the table of this process, for example by the first process' table, so that all
-  processes compile the same program."""
+  """Replaces this process' table of a kind of device.
+
+  For example by the first process' table, so that all processes compile the same program.
+  """
   _tables[device_kind] = found
 
 
 def stored(device_kind: str) -> Table:
-  """The content of a kind of device's file; {} and a warning if it cannot be used."""
+  """The content of a kind of device's file; {} without a file, {} and a warning for a bad one."""
   file = file_of(device_kind)
   if (
     not file.is_absolute()
@@ -91,7 +96,7 @@ def keep(device_kind: str, found: Table) -> Path:
   """Adds measurements to the file, and to what this process uses; returns the file.
 
   Raises:
-    StorageError: the file cannot be written; it then keeps its content.
+    StorageError: there is no home folder, or the file cannot be written and keeps its content.
   """
   file, merged = file_of(device_kind), stored(device_kind) | found
   if not file.is_absolute():
@@ -110,7 +115,7 @@ def keep(device_kind: str, found: Table) -> Path:
 
 
 def text(found: Mapping[Key, Measured], device_kind: str) -> str:
-  """The JSON of a file."""
+  """Measurements as the JSON text of a file."""
   entries = [
     {"product": list(key), "tiling": dataclasses.asdict(own.tiling)}
     | {"ms": own.ms, "shipped_ms": own.shipped_ms, "when": own.when}
@@ -121,10 +126,10 @@ def text(found: Mapping[Key, Measured], device_kind: str) -> str:
 
 
 def parsed(content: str, device_kind: str) -> Table:
-  """The inverse of `text`.
+  """The measurements in the JSON text of a file; the inverse of `text`.
 
   Raises:
-    StoredError: it is not JSON.
+    StoredError: the content is not JSON.
     ValueError: `text` did not write this, or it is for another kind of device.
   """
   whole = parse_json(content, "it", object)

@@ -13,11 +13,11 @@ from scmoe.kernels.grouped_matmul.activations import Activation
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FFNWeights:
-  """Weights of G experts, from the module that holds them to the kernels.
+  """Matrices and biases of G experts, as the module that holds them gives them to the kernels.
 
   Attributes:
-    up_GDF: first layer.
-    down_GFD: last layer; the width of the result may be another than D.
+    up_GDF: the first layer's matrices.
+    down_GFD: the last layer's matrices; the width of the result may be another than D.
     gate_GDF: the gate's matrices, beside `up_GDF`, for a gated activation (SwiGLU); None otherwise.
     up_bias_GF, down_bias_GD, gate_bias_GF: biases, or None.
   """
@@ -31,12 +31,12 @@ class FFNWeights:
 
   @property
   def widths(self) -> tuple[int, int, int]:
-    """(D, F, D')."""
+    """(D, F, D'): widths of the input, of the experts and of the result."""
     return self.up_GDF.shape[1], self.up_GDF.shape[2], self.down_GFD.shape[2]
 
   @property
   def up_weights(self) -> tuple[jax.Array, ...]:
-    """(gate, up), or (up,)."""
+    """The first layer's matrices: (gate, up), or (up,) without a gate."""
     return (self.up_GDF,) if self.gate_GDF is None else (self.gate_GDF, self.up_GDF)
 
   @property
@@ -46,12 +46,12 @@ class FFNWeights:
 
   @classmethod
   def of_layers(cls, ups, down_GFD, up_biases, down_bias_GD) -> FFNWeights:
-    """From `up_weights` and `up_biases`; with one of each there is no gate."""
+    """The weights made of `up_weights` and `up_biases`; with one of each there is no gate."""
     gate_GDF, gate_bias_GF = (ups[0], up_biases[0]) if len(ups) == 2 else (None, None)
     return cls(ups[-1], down_GFD, gate_GDF, up_biases[-1], down_bias_GD, gate_bias_GF)
 
   def cast(self, dtype: Any) -> FFNWeights:
-    """All weights in this type, the type in which products read them."""
+    """All matrices and biases in this type, the type in which products read them."""
     return jax.tree.map(lambda w: w.astype(dtype), self)
 
 
@@ -60,7 +60,7 @@ class Execution:
   """How an implementation computes; static.
 
   Attributes:
-    activation: the kind.
+    activation: the activation between the layers.
     precision: of float32 operands, as in `jax.lax.dot_general`.
     num_sms: multiprocessors that kernels use; None: all.
     interpretation: how kernels are simulated, in tests; see `launch.interpretation`.

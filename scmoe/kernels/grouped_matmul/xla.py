@@ -36,7 +36,7 @@ def choose_tile(num_rows: int, num_groups: int) -> int:
   The layout has room for a part-filled tile of every group, so a sixteenth bounds the memory that
   padding adds to 6 %. A product should have 64 rows, though. If that is more than a sixteenth, the
   tile has 64 rows or a quarter of the group, whichever is less, and padding adds up to 25 %. The
-  result is a multiple of 8.
+  result is a multiple of 8 from 8 to 512, so for groups below 32 rows padding adds more.
 
   Worked example: 1,024 rows of 8 experts, 128 each if balanced: a sixteenth would be 8 rows, so it
   is a quarter, 32.
@@ -47,7 +47,7 @@ def choose_tile(num_rows: int, num_groups: int) -> int:
 
 
 def accumulation_type(*dtypes) -> jnp.dtype:
-  """float32, or float64 when an operand is."""
+  """The type in which products of these types are added up: float32, or float64 if one is."""
   result = jnp.dtype(jnp.float32)
   for dtype in dtypes:
     result = jnp.promote_types(result, dtype)
@@ -63,7 +63,7 @@ class _Products:
 
   Attributes:
     product: (rows, matrix, transpose=False) -> rows @ matrix, or @ matrix.T.
-    outer: (rows, rows) -> the gradient of the matrix.
+    outer: (lhs rows, rhs rows) -> lhs.T @ rhs, the form of a matrix's gradient.
     total: rows -> their sum, in the accumulation type.
     of_rows: bias -> the bias of each row.
   """
@@ -105,7 +105,7 @@ def _of_groups(layout: GroupLayout, precision, dtype=None) -> _Products:
     }
 
   def product(lhs_RK, rhs_GKN, transpose=False):
-    if groups == 1:  # a batch dimension of one would hide it from rematerialisation's policy
+    if groups == 1:  # rematerialisation's policy would not see a product with a batch dimension
       rhs_KN = rhs_GKN[0].T if transpose else rhs_GKN[0]
       return jnp.matmul(lhs_RK, rhs_KN, **options(lhs_RK, rhs_GKN))
     equation = "gbk,gnk->gbn" if transpose else "gbk,gkn->gbn"
@@ -167,7 +167,7 @@ def _each_tile(
 
 
 def _index(permutation: Permutation | None) -> jax.Array | None:
-  """Row behind each row of the tiles."""
+  """The row of x that fills each row of the tiles; None where they are the same."""
   return None if permutation is None else permutation.token_R
 
 
@@ -201,7 +201,7 @@ def grouped_rows(
     layout: the tiles of R.
     index_R: row of lhs behind each row of the layout, negative for padding (reads as zero).
     transpose_rhs: contract the last dimension of rhs.
-    bias_GN: added before the result is rounded.
+    bias_GN: added to the products; before they are rounded, unless every group is one tile.
     out_dtype: type of the result, by default the accumulation type.
     precision: as in `jax.lax.dot_general`.
     num_sms: ignored; the kernels use it.
@@ -251,8 +251,8 @@ def grouped_weights(
 
 # -- the experts' network -------------------------------------------------------------------------
 
-# Jitted: all layers call these functions with equal shapes, so an unrolled model lowers its experts
-# once and not once per layer.
+# `forward` and `backward` are jitted: all layers call them with equal shapes, so an unrolled model
+# lowers its experts once and not once per layer.
 
 
 @functools.partial(jax.jit, static_argnames=("how", "with_pre"))
@@ -281,7 +281,8 @@ def forward(
   dtype = x_XD.dtype
 
   def network(ops: _Products, x, weights: FFNWeights):
-    # Rounded before the activation, so that the backward recomputes the same value.
+    # The pre-activations are rounded before the activation, so that the backward pass recomputes
+    # the same value from what is stored.
     first = zip(weights.up_weights, weights.up_biases)
     pre = tuple(ops.plus(ops.product(x, w), b).astype(dtype) for w, b in first)
     a = rounded_rows(activate(how.activation, pre).astype(dtype))
@@ -318,7 +319,7 @@ def backward(
 
   Args:
     x_XD, dy_XD: rows of the input and of the gradient of s · y, both read as in `forward`.
-    weights, layout, how, permutation: as in `forward`.
+    weights, layout, how, permutation: as in `forward`; fp8 is ignored.
     pre: the pre-activations that `forward` returned.
     row_weight_R: s; 0 on padding.
 

@@ -1,4 +1,4 @@
-"""Rows to all of their places among the experts' tiles, in one kernel on Hopper.
+"""Copies rows to all of their places among the experts' tiles, in one kernel on Hopper.
 
     M  rows at hand      K  copies of each      D  width      R  rows of the tiles      G  groups
 
@@ -20,8 +20,8 @@ from scmoe.kernels import inline, ptx
 from scmoe.kernels.launch import compiled, resolve_num_sms, varying_as
 
 _LANES = 32
-_WARPS = 4  # of a block; eight are no faster
-_STAGES = 8  # rows of a warp in shared memory, at most; fewer where rows are wide
+_WARPS = 4  # warps of a block; eight are no faster
+_STAGES = 8  # most rows of a warp in shared memory; fewer where rows are wide
 _ROOM = 200_000  # bytes of shared memory for the stages
 _ALIGNED = 128  # bytes: a stage begins at a multiple of it
 _WORD = 4  # bytes of an int32
@@ -29,7 +29,10 @@ _BARRIER = 8  # bytes of a barrier
 
 
 def takes(x_MD: jax.Array, num_copies: int) -> bool:
-  """Whether the kernel can copy rows of this type and width to `num_copies` places each."""
+  """Whether the kernel can copy rows of this type and width to `num_copies` places each.
+
+  A row must have a multiple of 128 bytes, at most 22,222, and at most 32 places.
+  """
   row_bytes = x_MD.shape[1] * x_MD.dtype.itemsize
   fits = 0 < row_bytes <= _ROOM // (2 * _WARPS + 1) and row_bytes % _ALIGNED == 0
   return fits and x_MD.shape[0] > 0 and num_copies <= _LANES
@@ -103,7 +106,7 @@ class _Program:
     num_rows: R.
     tile: rows of a tile.
     stages: rows of a warp in shared memory.
-    blocks: of the grid.
+    blocks: blocks of the grid.
   """
 
   rows: int
@@ -122,12 +125,12 @@ class _Program:
 
   @property
   def shared_bytes(self) -> int:
-    """Shared memory of a block, with room to align it."""
+    """Bytes of a block's shared memory, with room to align it."""
     stages = _WARPS * self.stages
     return (stages + 1) * self.row_bytes + _BARRIER * stages + _ALIGNED
 
   def text(self) -> str:
-    """The whole kernel."""
+    """The whole kernel as PTX."""
     return ptx.program(
       ptx.registers("pred", "yes, more"),
       ptx.registers(
@@ -156,7 +159,7 @@ class _Program:
         ptx.wait_for_barrier("barrier", "phase", "more"),
         self.send_row("yes", "buffer"),
         ptx.close_group(),
-        ptx.wait_for_groups(1, read_only=True),  # the stage before this one has been sent
+        ptx.wait_for_groups(1, read_only=True),  # the row before has left shared memory
         ptx.wait_for_warp(),
         self.fetch_row("before"),
         ptx.add("row", "row", self.warps),
@@ -183,7 +186,7 @@ class _Program:
     )
 
   def init_barriers(self) -> str:
-    """Makes the warp's barriers, by its first lane."""
+    """Makes the warp's barriers, one for each stage, by its first lane."""
     return ptx.lines(
       [
         ptx.compare("yes", "lane", "==", 0, unsigned=True),
@@ -216,7 +219,7 @@ class _Program:
     )
 
   def find_stage(self, stage: str | int) -> str:
-    """buffer, barrier = those of a stage of the warp."""
+    """buffer, barrier = addresses of a stage of the warp and of its barrier."""
     return ptx.lines(
       [
         ptx.multiply_add("buffer", stage, self.row_bytes, "mine"),
@@ -239,7 +242,7 @@ class _Program:
     )
 
   def send_row(self, condition: str, source: str) -> str:
-    """Starts to copy from shared memory to row `to` of the result, where the predicate holds."""
+    """Starts to copy a row of shared memory to row `to` of the result, if the predicate holds."""
     return ptx.lines(
       [
         ptx.element_address("wide", _OUT, "to", self.row_bytes, unsigned=True),

@@ -45,12 +45,12 @@ class Operands:
   """The kernel's operands: arrays outside it, refs inside.
 
   Attributes:
-    group_I: int32, group of each row tile.
+    group_I: int32, group of each tile.
     num_tiles: int32 [1], tiles in use.
     index_R: int32, row of dy behind each row; None where they are the same.
     dy: gradient of the weighted output, [.., D].
     down: [G, F, D].
-    weight_R: s, float32.
+    weight_R: s, the row weights, float32.
     pre: pre-activations [R, F].
   """
 
@@ -119,7 +119,7 @@ def down_backward_product(
   index_R: jax.Array | None = None,
   num_sms: int | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
-  """s·A, the gradients of the pre-activations, and ds_R (float32).
+  """Returns s·A, the gradients of the pre-activations, and ds_R (float32), by one kernel.
 
   Args:
     dy_XD: gradient of the weighted output, in the layout or read through `index_R`.
@@ -129,8 +129,8 @@ def down_backward_product(
     layout: tiles of R.
     activation: the kind.
     tiling: tile shape.
-    index_R: as in `rows_product`.
-    num_sms: CTAs.
+    index_R: row of dy behind each row of the layout, negative for padding; None: the same.
+    num_sms: CTAs; None: one for each multiprocessor.
   """
   operands = Operands(
     layout.tile_group_I, layout.num_tiles, index_R, dy_XD, down_GFD, row_weight_R, tuple(pre)
@@ -192,7 +192,7 @@ class _Shape:
 
   @property
   def col_tiles(self) -> int:
-    """Tiles over F."""
+    """Tiles over F, the columns of a pre-activation."""
     return tiles_over(self.hidden, self.cols, 2 if self.tiling.pair == "cols" else 1)
 
   @property
@@ -202,7 +202,7 @@ class _Shape:
 
   @property
   def together(self) -> int:
-    """How many of them fit into the epilogue's buffers at once."""
+    """How many blocks of 64 rows are in the epilogue's buffers at once."""
     return min(self.tiling.store_buffers, self.blocks)
 
   def memory(self) -> Memory:
@@ -228,10 +228,10 @@ class _Block(NamedTuple):
   """A block of 64 x 64 numbers of a tile, as the epilogue takes them.
 
   Attributes:
-    index: which block of the consumer's rows.
+    index: number of the block of 64 rows among those of the consumer.
     first: whether it is the first of those that are in the buffers together.
     row, col: the first row and column, in global memory.
-    consumer: which of the CTA's.
+    consumer: number of the consumer in the CTA.
   """
 
   index: int
@@ -255,7 +255,7 @@ class _Cta:
   outs: Outs
 
   def work(self) -> Work:
-    """The work of `run_tiles`."""
+    """What the CTA's producer and consumers do for a tile, for `run_tiles`."""
     shape, ready = self.shape, functools.partial(gather.wait_rows, self.smem.gathered)
     steps = shape.width // shape.tiling.depth
     return Work(
@@ -271,7 +271,7 @@ class _Cta:
     )
 
   def locate(self, tile: Any) -> tuple[Any, ...]:
-    """Tile number -> coordinates."""
+    """Tile number -> row tile, column tile, group, and whether the pair shares the down matrix."""
     gmem, shape = self.gmem, self.shape
     return locate_rows(tile, shape.tiling, gmem.group_I, gmem.num_tiles[0], shape.col_tiles)
 
@@ -339,7 +339,7 @@ class _Cta:
   # -- epilogue: results -------------------------------------------------------------------------
 
   def finish(self, where: Any, accumulators: Any, consumer: Any, first_row: Any) -> None:
-    """Makes the tile's results of dA' and stores them, block by block."""
+    """Makes s·A, dH and the shares of ds of the tile's dA', and stores them, block by block."""
     shape = self.shape
     first, first_col = self.first_place(where, first_row)
     da_tile = accumulators[0][...]

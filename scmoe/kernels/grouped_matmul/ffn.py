@@ -6,8 +6,8 @@
 The up-projection reads the rows at their places in tiles, gathered or copied there. The results go
 back to the rows' own order, where each row's copies are weighted and added up. The backward pass
 keeps the rows, the weights, the pre-activations and the layout's integers. It does not need the
-experts' output: the gradient of a copy's weight is ⟨da', a⟩, plus ⟨dy, bias⟩ with a bias of the last
-layer (SonicMoE, arXiv 2512.14080).
+experts' output: the gradient of a copy's weight is ⟨da', a⟩, plus ⟨dy, bias⟩ if the last layer has
+a bias (SonicMoE, arXiv 2512.14080).
 """
 
 from __future__ import annotations
@@ -104,12 +104,12 @@ def expert_ffn(
 class _Static:
   """A resolved `FFNConfig`: the options on which a traced program depends."""
 
-  products: str  # "mosaic_gpu" or "xla"
+  products: str  # whose products run: "mosaic_gpu" or "xla"
   how: Execution
   ranks: int  # W of padded experts whose rows `_by_expert` reorders; else 1
   padded: tuple[int, int, int] | None
   weighted: bool
-  one_row: bool  # kernels for a single row, where no gradient is asked for
+  one_row: bool  # whether kernels for a single row run where no gradient is asked for
 
 
 def _resolve(config: FFNConfig, layout: RowLayout, dtype: Any, weights: FFNWeights) -> _Static:

@@ -16,10 +16,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scmoe.kernels import inline, ptx
 
-_THREADS = 128  # of the warpgroup that gathers
-_SWIZZLE_BYTES = 128  # of a row, that are permuted among themselves
+_THREADS = 128  # threads of the warpgroup that gathers
+_SWIZZLE_BYTES = 128  # bytes of a row whose 16-byte pieces are permuted among themselves
 _SWIZZLE_ROWS = 8  # rows whose permutations differ
-_SWIZZLE_BLOCK = _SWIZZLE_ROWS * _SWIZZLE_BYTES  # bytes: these rows lie together
+_SWIZZLE_BLOCK = _SWIZZLE_ROWS * _SWIZZLE_BYTES  # bytes of a box of such rows, which lie together
 _COPY_BYTES = 16
 _THREADS_PER_ROW = _SWIZZLE_BYTES // _COPY_BYTES
 _ROWS_PER_PASS = _THREADS // _THREADS_PER_ROW
@@ -28,12 +28,12 @@ _WORD = 4  # bytes of an int32
 
 
 def barrier_memory(stages: int) -> Any:
-  """Shared memory for one barrier a stage."""
+  """Declares shared memory for one barrier for each stage."""
   return plgpu.SMEM((_BARRIER // _WORD * stages,), jnp.int32)
 
 
 def init_barriers(barriers: Any, stages: int) -> None:
-  """Makes the barriers. The whole CTA runs this before it splits into roles."""
+  """Makes a barrier for each stage. The whole CTA runs this before it splits into roles."""
 
   @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
   def run(_, memory):
@@ -113,10 +113,10 @@ class _Gather:
   rows and 128 bytes. Inside a box, the 16-byte piece p of row r lies at piece p ^ r.
 
   Attributes:
-    block_rows, block_cols: of the stage.
+    block_rows, block_cols: rows and columns of a stage.
     itemsize: bytes of an element.
     row_bytes: bytes of a row of x.
-    prefetch: see `start_gather`.
+    prefetch: how many entries of the index ahead to prefetch; 0: none.
   """
 
   block_rows: int
@@ -127,16 +127,16 @@ class _Gather:
 
   @property
   def passes(self) -> int:
-    """Rows that a thread copies."""
+    """Rows of a stage of which a thread copies pieces."""
     return self.block_rows // _ROWS_PER_PASS
 
   @property
   def boxes(self) -> int:
-    """Boxes beside each other."""
+    """Boxes of 128 bytes beside each other in a row of the stage."""
     return self.block_cols * self.itemsize // _SWIZZLE_BYTES
 
   def text(self) -> str:
-    """The whole program."""
+    """The whole program as PTX."""
     passes = range(self.passes)
     return ptx.program(
       ptx.registers("pred", "used"),
@@ -153,7 +153,7 @@ class _Gather:
     )
 
   def find_row_and_piece(self) -> str:
-    """row, piece = which row of a pass the thread copies, and which 16 of its 128 bytes."""
+    """row, piece = which row of a pass the thread copies, and which 16 of each 128 bytes of it."""
     return ptx.lines(
       [
         ptx.thread_of_block("thread"),

@@ -69,7 +69,10 @@ def grouped_rows(
   precision=None,
   num_sms: int | None = None,
 ) -> jax.Array:
-  """As `xla.grouped_rows`, by a kernel. Rows of tiles that are not in use are not written."""
+  """out[r] = lhs[r] @ rhs[group of r], by a kernel; arguments as for `xla.grouped_rows`.
+
+  Rows of tiles that are not in use are not written. `precision` is ignored.
+  """
   del precision  # the matrix unit multiplies 2-byte operands exactly
   out_dtype = jnp.dtype(out_dtype or jnp.float32)
   n = rhs_GKN.shape[1 if transpose_rhs else 2]
@@ -101,7 +104,10 @@ def grouped_weights(
   precision=None,
   num_sms: int | None = None,
 ) -> jax.Array:
-  """As `xla.grouped_weights`, by a kernel."""
+  """out[g] = lhs[rows of g].T @ rhs[rows of g], by a kernel; as `xla.grouped_weights`.
+
+  `precision` is ignored.
+  """
   del precision
   out_dtype = jnp.dtype(out_dtype or jnp.float32)
   lhs, lhs_index_R = _split_gather(lhs_XK, lhs_index_R, can_gather())
@@ -132,10 +138,11 @@ def forward(
   permutation: Permutation | None = None,
   with_pre: bool = True,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-  """As `xla.forward`, by kernels: the products also gather, add biases and apply the activation.
+  """Every row through its expert, as `xla.forward`, by one kernel for each layer.
 
-  With fp8, the kernels multiply fp8 operands where all widths are multiples of fp8's block. For
-  other widths they multiply the rounded operands in the rows' type.
+  The kernels also gather (see `GATHERED_BEFORE`), add biases and apply the activation. With fp8
+  they multiply fp8 operands where all widths are multiples of 128, fp8's block. For other widths
+  they multiply the rounded operands in the rows' type.
   """
   product, between = _product, lambda a_RF: a_RF
   if how.fp8 and all(size % fp8.BLOCK == 0 for size in weights.widths):
@@ -159,7 +166,8 @@ def forward(
 
 
 def _product(x_XK, matrices, biases, layout, *, permutation=None, activation=None, **options):
-  """`rows_product` of rows with the matrices of all results, in the rows' type."""
+  """`rows_product` of x with one matrix for each result: chooses the tiling, and where rows are
+  gathered. The results have the type of x."""
   widths = matrices[0].shape[1:]
   x, index_R = _rows(x_XK, permutation, layout, _gathers_inside("up", widths[1]))
   kind = "rows" if activation is None else "up" if activation.gated else "activated"
@@ -179,7 +187,7 @@ def _product(x_XK, matrices, biases, layout, *, permutation=None, activation=Non
 
 
 def _fp8_product(x_XK, matrices, biases, layout, *, permutation=None, **options):
-  """As `_product`, with operands rounded to e4m3. Rows and their scales are gathered before."""
+  """As `_product`, with operands rounded to e4m3; XLA gathers rows and scales before the kernel."""
   rows, scale = fp8.quantised_rows(x_XK)
   if permutation is not None:
     rows, scale = (take_rows(x, permutation.token_R) for x in (rows, scale))
@@ -222,7 +230,11 @@ def backward(
   *,
   permutation: Permutation | None = None,
 ) -> tuple[jax.Array, FFNWeights, jax.Array]:
-  """As `xla.backward`, by kernels: `down_backward_product`, then three products."""
+  """The gradients of s · y, as `xla.backward`, by kernels.
+
+  `down_backward_product` runs first, then the products for the down weights' gradient, for those of
+  the first layer's weights, and for dx.
+  """
   dtype, (_, width, hidden) = x_XD.dtype, weights.up_GDF.shape
   inside = _gathers_inside("down_backward", hidden)
   dy, dy_index_R = _rows(dy_XD, permutation, layout, inside)

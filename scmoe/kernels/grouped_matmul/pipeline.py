@@ -1,4 +1,4 @@
-"""The skeleton of every kernel here: a persistent, warp-specialised loop over output tiles.
+"""The skeleton of kernels that multiply: a persistent, warp-specialised loop over output tiles.
 
 Three phases. The *producer*, one warpgroup, copies operand blocks into a ring of shared-memory
 stages (TMA). Two *consumer* warpgroups multiply them (wgmma). Their *epilogue* makes the tile's
@@ -32,13 +32,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from scmoe.kernels.launch import compiled, simulated
 
 CONSUMERS = 2
-PAIR = "pair"  # name of the axis of a pair's CTAs
+PAIR = "pair"  # name of the axis along which a pair's two CTAs are numbered
 _PRODUCER_REGISTERS = 40
 _CONSUMER_REGISTERS = 232
 
 
 def can_gather() -> bool:
-  """Whether kernels may gather by inline code, which interpret mode cannot run."""
+  """Whether kernels may gather rows by inline PTX: not in the simulation, which cannot run it."""
   return not simulated()
 
 
@@ -70,12 +70,12 @@ class Tiling:
 
   @property
   def consumer_rows(self) -> int:
-    """Rows one consumer multiplies."""
+    """Rows of a tile that one consumer multiplies: all of them in ping-pong, else half."""
     return self.rows if self.pingpong else self.rows // CONSUMERS
 
   @property
   def cluster(self) -> int:
-    """CTAs that work on neighbouring tiles at the same pace."""
+    """CTAs that work on neighbouring tiles at the same pace: 2 in a pair, else 1."""
     return 2 if self.pair else 1
 
 
@@ -124,10 +124,10 @@ class Work:
 
 
 def barriers(tiling: Tiling, copies: int) -> tuple[Any, Any]:
-  """The "full" and "empty" barriers of the ring."""
+  """The "full" and "empty" barriers of the ring's stages; `copies` TMA copies fill a stage."""
   sets = CONSUMERS if tiling.pingpong else 1
   full = plgpu.Barrier(num_arrivals=copies, num_barriers=sets * tiling.stages)
-  releases = 1 if tiling.pingpong else CONSUMERS  # by each CTA
+  releases = 1 if tiling.pingpong else CONSUMERS  # arrivals of each CTA that free a stage
   if tiling.pair:
     empty: Any = plgpu.ClusterBarrier(
       collective_axes=(PAIR,), num_arrivals=releases, num_barriers=tiling.stages
@@ -161,7 +161,7 @@ def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -
     tiling: of the launch.
     work: what is done for each tile.
     full, empty: the ring's barriers, see `barriers`.
-    num_sms: of the launch.
+    num_sms: multiprocessors of the launch.
   """
   cta = _Cta(tiling, work, full, empty, num_sms)
   pl.when(cta.warpgroup < CONSUMERS)(lambda: _Consumer(cta).run())
@@ -249,15 +249,15 @@ class _Producer:
 
 
 class _Consumer:
-  """A warpgroup that multiplies. A *turn* counts the stages that it has used, modulo two rounds of
-  the ring: a round's parity is the phase of its barriers. With 4 stages, turn 6 is stage 2 in a
-  round of phase 1."""
+  """A warpgroup that multiplies. A *turn* counts the stages that it has used, or skipped in
+  ping-pong, modulo two rounds of the ring: a round's parity is the phase of its barriers. With 4
+  stages, turn 6 is stage 2 in a round of phase 1."""
 
   def __init__(self, cta: _Cta):
     self.cta = cta
 
   def run(self) -> None:
-    """All tiles of this consumer: every one, or in ping-pong every other one."""
+    """Runs all tiles of this consumer: the CTA's tiles, or in ping-pong every other one."""
     cta, tiling = self.cta, self.cta.tiling
     plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
     self.first_row = 0 if tiling.pingpong else cta.warpgroup * tiling.consumer_rows
@@ -272,7 +272,7 @@ class _Consumer:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
   def one_pair(self, j: Any, turn: Any) -> Any:
-    """This consumer's tile of a pair of tiles; then it skips the stages of the other consumer's."""
+    """Runs this consumer's tile of the CTA's tiles 2j and 2j + 1; then skips the other's stages."""
     i = CONSUMERS * j + self.cta.warpgroup
     return self.as_turn(self.one_tile(i, turn) + self.steps_of(i + 1))
 
@@ -281,7 +281,7 @@ class _Consumer:
     return self.cta.work.steps(self.cta.locate_clipped(i))
 
   def as_turn(self, used: Any) -> Any:
-    """The turn after so many stages have been used."""
+    """The turn once so many stages have been used or skipped."""
     return lax.rem(used, jnp.int32(2 * self.cta.tiling.stages))
 
   def stage_of(self, turn: Any) -> Any:
@@ -290,7 +290,7 @@ class _Consumer:
     return jnp.where(turn >= stages, turn - stages, turn)
 
   def one_tile(self, i: Any, first_turn: Any) -> Any:
-    """Prologue, products and epilogue of a tile; returns the turn after it."""
+    """Runs prologue, products and epilogue of a tile; returns the turn after it."""
     cta, work = self.cta, self.cta.work
     where = cta.locate(i)
     steps = work.steps(where)
@@ -303,7 +303,7 @@ class _Consumer:
     return self.as_turn(first_turn + steps)
 
   def multiply(self, where: Any, steps: Any, first_turn: Any) -> None:
-    """The sums of all products of a tile, and its epilogue."""
+    """Adds up all products of a tile in accumulators, and runs its epilogue."""
     cta, work = self.cta, self.cta.work
 
     def with_accumulators(*accumulators):
@@ -316,13 +316,13 @@ class _Consumer:
     pl.run_scoped(with_accumulators, *self.accumulators())
 
   def one_step(self, accumulators: Any, step: Any, turn: Any) -> Any:
-    """Starts the products of a stage, and releases the stage before."""
+    """Starts the products of a stage, and releases the stage of the step before, if any."""
     cta, stage = self.cta, self.stage_of(turn)
     plgpu.barrier_wait(cta.full_barrier(stage, cta.warpgroup))
     if cta.work.ready is not None:
       cta.work.ready(stage, jnp.where(turn >= cta.tiling.stages, 1, 0))
     cta.work.consumer(accumulators, stage, self.my_rows)
-    # All products but the newest are done then, so the stage before this one is free.
+    # After this wait only the newest product may run, so the stage before this one is free.
     plgpu.wgmma_wait(1)
     pl.when(step > 0)(functools.partial(self.release_before, stage))
     return _wrap(turn + 1, 2 * cta.tiling.stages)
@@ -333,7 +333,7 @@ class _Consumer:
     plgpu.barrier_arrive(self.cta.empty.at[jnp.where(stage == 0, last, stage - 1)])
 
   def multiply_scaled(self, where: Any, steps: Any, first_turn: Any) -> None:
-    """As `multiply`, where each stage's products are multiplied by scales before they are added."""
+    """As `multiply`, but multiplies each stage's products by scales before it adds them up."""
     work = self.cta.work
     zeros = tuple(
       plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
@@ -348,7 +348,7 @@ class _Consumer:
     cta, (turn, sums) = self.cta, carry
     assert cta.work.scales is not None
     stage = self.stage_of(turn)
-    scales = cta.work.scales(where, step, self.first_row)  # read before the wait, not after it
+    scales = cta.work.scales(where, step, self.first_row)  # loaded before the wait, not after
     plgpu.barrier_wait(cta.full_barrier(stage, cta.warpgroup))
 
     def multiplied(*accumulators):
@@ -363,26 +363,26 @@ class _Consumer:
     return _wrap(turn + 1, 2 * cta.tiling.stages), sums
 
   def accumulators(self) -> list[Any]:
-    """Registers for the sums of one consumer."""
+    """Declares the registers in which one consumer's products are added up."""
     return [plgpu.ACC(shape, jnp.float32) for shape in self.cta.work.accumulators]
 
 
 def _wrap(turn: Any, limit: int) -> Any:
-  """0 after the last turn of a round, else the turn."""
+  """The next turn or stage: 0 if it has reached the limit, else the same."""
   return jnp.where(turn == limit, 0, turn)
 
 
 def num_workers(tiling: Tiling, num_sms: int) -> int:
-  """How many CTAs or pairs of CTAs share the tiles; one pair at least."""
+  """How many CTAs, or pairs of CTAs, share the tiles; at least one."""
   return max(1, num_sms // tiling.cluster)
 
 
 def launch(body, operands: Any, out_type: Any, tiling: Tiling, num_sms: int):
-  """The kernel of a body on this skeleton's grid and warpgroups: to be called with the operands.
+  """The kernel of a body on this skeleton's grid and warpgroups.
 
   Args:
-    body: (operands, outs) -> None, with refs in the places of the arrays.
-    operands: tree of arrays; None stands for what there is not.
+    body: (operands, outs) -> None, with references in the places of the arrays.
+    operands: tree of arrays; None for an operand that is absent.
     out_type: tree of `jax.ShapeDtypeStruct`.
     tiling, num_sms: of the launch.
 

@@ -56,7 +56,7 @@ def expert_ffn_reference(
   down = weights.down_GFD, weights.down_bias_GD
   y_MGD = product("mgf,gfd->mgd", activate(kind, pre), *down)
   _, group_MK, _ = layout.places()
-  y_MG1D = jnp.pad(y_MGD, ((0, 0), (0, 1), (0, 0)))  # a copy of no expert adds 0
+  y_MG1D = jnp.pad(y_MGD, ((0, 0), (0, 1), (0, 0)))  # group G, of copies without an expert
   y_MKD = jnp.take_along_axis(y_MG1D, group_MK[:, :, None], axis=1)
   if layout.weight_MK is not None:
     y_MKD = y_MKD * wide(layout.weight_MK)[:, :, None]

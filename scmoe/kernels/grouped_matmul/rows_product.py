@@ -42,14 +42,14 @@ class Operands:
   """The kernel's operands: arrays outside it, refs inside.
 
   Attributes:
-    group_I: int32, group of each row tile.
-    num_tiles: int32 [1], tiles in use.
+    group_I: int32, group of each tile of the layout.
+    num_tiles: int32 [1], tiles of the layout in use.
     index_R: int32, row of lhs behind each row; None where they are the same.
     lhs: operands [R, K], contracted one after the other into one result.
     rhs: for each lhs the matrices of all results, [G, K, N] or transposed.
     biases: for each result [G, N], or None.
     row_scale: of fp8 operands, float32 [B, R]; else None.
-    rhs_scales: likewise, for each result float32 [G, B, C].
+    rhs_scales: of fp8 operands, for each result float32 [G, B, C]; else ().
   """
 
   group_I: Any
@@ -69,7 +69,7 @@ class Memory:
 
   Attributes:
     lhs, rhs: the ring's stages.
-    store_buffers: see `store_tiles`.
+    store_buffers: the buffers through which `store_tiles` stores.
     full, empty: barriers of the ring.
     gathered: barriers of rows that the producer gathers.
     bias, bias_loaded: the tile's biases, where there are any.
@@ -100,7 +100,7 @@ def rows_product(
   out_dtype,
   num_sms: int | None = None,
 ) -> tuple[jax.Array, ...]:
-  """The rows' product with their group's matrices, and what is fused into its end.
+  """Each row times its group's matrices, with biases and an activation fused into the end.
 
   Args:
     lhs: operands [R, K]; several are contracted one after the other into the same result.
@@ -118,22 +118,22 @@ def rows_product(
       multiplied by both scales and added up in float32: Hopper's own sums of eight-bit products
       keep some 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
     out_dtype: type of the outputs.
-    num_sms: CTAs.
+    num_sms: CTAs; None: one for each multiprocessor.
 
   Returns:
-    One [R, N] for each matrix in rhs[0], then the activation. Rows of tiles that are not in use are
-    not written.
+    One [R, N] for each matrix in rhs[0], if `with_results`, then the activation, if given. Rows of
+    tiles that are not in use are not written.
   """
   assert with_results or activation is not None
   parts = len(rhs[0])
-  # A bias is added in the operands' type, as XLA adds it to a product. In that type the biases fit
-  # into the shared memory that the stages leave.
+  # Biases are rounded to the operands' type, or with fp8 to the outputs', and added in float32. In
+  # that type they fit into the shared memory that the stages leave.
   bias_dtype = lhs[0].dtype if scales is None else out_dtype
   cast = lambda b: None if b is None else b.astype(bias_dtype)
   biases = tuple(map(cast, biases)) or (None,) * parts
   operands = Operands(layout.tile_group_I, layout.num_tiles, index_R, lhs, rhs, biases)
   if scales is not None:
-    # Transposed, so that a stage's scales lie together.
+    # The rows' scales are transposed, so that those of a stage lie together.
     operands = dataclasses.replace(operands, row_scale=scales[0].T, rhs_scales=scales[1])
   shape = _Shape(
     tiling=tiling,
@@ -213,12 +213,12 @@ class _Shape:
 
   @property
   def col_tiles(self) -> int:
-    """Tiles over N."""
+    """Tiles over N, the columns of a result."""
     return tiles_over(self.n, self.cols, 2 if self.tiling.pair == "cols" else 1)
 
   @property
   def num_outs(self) -> int:
-    """The results that are outputs, and the activation."""
+    """Number of outputs: the results, if `with_results`, and the activation, if there is one."""
     return self.parts * self.with_results + (self.activation is not None)
 
   @property
@@ -227,7 +227,7 @@ class _Shape:
     return self.tiling.pair == "rows" and self.divided == 2
 
   def check(self) -> None:
-    """Asserts that the tiling fits the product."""
+    """Asserts that the tiling fits the product and its operands."""
     gathers, tiling = self.gathers, self.tiling
     assert not (gathers and tiling.pair == "cols"), "a gathered operand cannot be shared"
     one_each = self.divided == 1 or (tiling.pingpong and not gathers)
@@ -276,7 +276,7 @@ class _Cta:
   row_tiles: Any
 
   def work(self) -> Work:
-    """The work of `run_tiles`."""
+    """What the CTA's producer and consumers do for a tile, for `run_tiles`."""
     shape, ready = self.shape, functools.partial(gather.wait_rows, self.smem.gathered)
     return Work(
       num_tiles=paired_tiles(shape.tiling, self.row_tiles, shape.col_tiles),
@@ -292,7 +292,7 @@ class _Cta:
     )
 
   def locate(self, tile: Any) -> tuple[Any, ...]:
-    """Tile number -> coordinates."""
+    """Tile number -> row tile, column tile, group, and whether the pair shares rhs."""
     shape, group_I = self.shape, self.gmem.group_I
     return locate_rows(tile, shape.tiling, group_I, self.row_tiles, shape.col_tiles, shape.divided)
 
@@ -331,7 +331,7 @@ class _Cta:
       pl.when(inside)(functools.partial(load_segment, segment))
 
   def start_gather(self, row_tile: Any, step: Any, stage: Any) -> None:
-    """Starts to gather the rows of one stage."""
+    """Starts to gather the rows of one stage to shared memory."""
     gather.start_gather(
       self.gmem.lhs[0],
       self.gmem.index_R,
@@ -356,7 +356,7 @@ class _Cta:
       )
 
   def multiply(self, accumulators: Any, stage: Any, my_rows: Any) -> None:
-    """Starts the products of one stage."""
+    """Starts the products of one stage: the rows times each result's matrix."""
     lhs = self.smem.lhs.at[stage, my_rows]
     for part in range(self.shape.parts):
       rhs = self.smem.rhs.at[stage, part]
@@ -375,7 +375,7 @@ class _Cta:
   # -- epilogue ----------------------------------------------------------------------------------
 
   def finish(self, where: Any, accumulators: Any, consumer: Any, first_row: Any) -> None:
-    """Adds the biases, rounds, applies the activation, and stores."""
+    """Makes a tile's outputs of the sums and stores them: biases, rounding, then the activation."""
     shape = self.shape
     row_tile, col_tile, *_ = where
     sums = [acc[...] for acc in accumulators]

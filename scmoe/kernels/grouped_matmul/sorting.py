@@ -19,13 +19,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from scmoe.kernels import inline, ptx
 from scmoe.kernels.launch import compiled, resolve_num_sms, varying_as
 
-_THREADS = 512  # of a block
-_MOST = 1024  # groups
+_THREADS = 512  # threads of a block
+_MOST = 1024  # most groups
 _WORD = 4  # bytes of an int32
 
 
 def takes(num_choices: int, num_groups: int) -> bool:
-  """Whether the kernel takes these sizes."""
+  """Whether the kernel takes these sizes: 1 to 2²⁸ - 1 choices, and 1 to 1024 groups."""
   return 0 < num_choices < 2**28 and 0 < num_groups <= _MOST
 
 
@@ -36,7 +36,7 @@ def sorted_rows_kernel(
   num_tiles: int,
   tile: int,
 ) -> tuple[jax.Array, ...]:
-  """The arrays of a `TiledRows`.
+  """The tiles of each group, and the permutation of choices to their rows: a `TiledRows`' arrays.
 
   Args:
     sizes_G: int32, choices of each group.
@@ -76,7 +76,7 @@ def _sorted(sizes_G, group_KM, position_KM, *, num_tiles, tile):
 
 
 # The inline code's operands.
-_SIZES, _GROUP, _POSITION = "$0", "$1", "$2"  # given
+_SIZES, _GROUP, _POSITION = "$0", "$1", "$2"  # inputs; the rest but the last are outputs
 _TILE_STARTS, _TILES, _BY_SIZE, _NUM_TILES, _TILE_GROUP = "$3", "$4", "$5", "$6", "$7"
 _ROW, _COPY, _TOKEN = "$8", "$9", "$10"
 _SHARED = "$11"
@@ -86,16 +86,17 @@ _SHARED = "$11"
 class _Program:
   """The kernel in PTX, step by step.
 
-  Shared memory holds the groups' sizes, then their tiles, then their first tiles, and one word with
-  the number of tiles in all. With 8 groups, `at` = 20 is the size of group 5, `at` + 32 is where
-  its number of tiles stands, and `at` + 64 its first tile.
+  Shared memory holds the groups' sizes, then their numbers of tiles, then their first tiles, and
+  one word with the number of tiles in all. The register `at` is the address of a group's size. With
+  8 groups that of group 5 is 20 bytes from the begin; `at` + 32 is the address of its number of
+  tiles, and `at` + 64 that of its first tile.
 
   Attributes:
     groups: G.
     copies, rows: K and M; there are K·M choices.
     num_tiles: I.
     tile: rows of a tile.
-    blocks: of the grid.
+    blocks: blocks of the grid.
   """
 
   groups: int
@@ -106,10 +107,10 @@ class _Program:
   blocks: int
 
   def text(self) -> str:
-    """The whole kernel."""
+    """The whole kernel as PTX."""
     groups, tile = self.groups, self.tile
     everyone = self.blocks * _THREADS
-    by_block = ("thread", groups, _THREADS)  # every block does all of it
+    by_block = ("thread", groups, _THREADS)  # each block walks all groups
     return ptx.program(
       ptx.registers("pred", "more, yes"),
       ptx.registers("b32", "thread, block, own, shared, nobody, i, j, t, at, other, size"),
@@ -143,7 +144,7 @@ class _Program:
     return 3 * _WORD * self.groups
 
   def begin(self) -> str:
-    """own = the thread's number in the grid."""
+    """own = the thread's number in the grid; also finds its block, and its number there."""
     return ptx.lines(
       [
         ptx.thread_of_block("thread"),
@@ -155,7 +156,7 @@ class _Program:
     )
 
   def count_tiles(self) -> str:
-    """Group i's size and its tiles, size / tile rounded up, into shared memory."""
+    """Writes group i's size and number of tiles, size / tile rounded up, to shared memory."""
     return ptx.lines(
       [
         ptx.element_address("wide", _SIZES, "i", _WORD),
@@ -169,11 +170,11 @@ class _Program:
     )
 
   def add_up_tiles(self) -> str:
-    """Group i's first tile, and its place among the groups by falling number of tiles.
+    """Finds group i's first tile, and its place among the groups by falling number of tiles.
 
     The thread walks all groups: `before` adds up the tiles of groups in front of i, `all` those of
-    all groups, and `place` counts the groups that are larger, or equal and in front of i. The first
-    block writes the results.
+    all groups, and `place` counts the groups with more tiles, or as many and in front of i. The
+    first block writes the results to global memory.
     """
     another = ptx.at_least_once(
       "OTHERS",
@@ -209,7 +210,7 @@ class _Program:
     )
 
   def place_choice(self) -> str:
-    """Choice i's row t = first tile of its group · tile + position, and the way back from there.
+    """Writes choice i's row t = first tile of its group · tile + position, and the way back.
 
     A choice of no group gets the row behind all rows. Choice i, with first choices first, is choice
     k = i // M of token m = i % M, and its copy is m·K + k.
@@ -226,9 +227,9 @@ class _Program:
         ptx.load_shared("t", "at", self.starts_at, only_if="yes"),
         ptx.multiply_add("t", "t", self.tile, "place", only_if="yes"),
         _store(_ROW, "i", "t"),
-        ptx.divide("j", "i", self.rows),  # k
+        ptx.divide("j", "i", self.rows),  # j = k
         ptx.multiply("before", "j", self.rows),
-        ptx.subtract("before", "i", "before"),  # m
+        ptx.subtract("before", "i", "before"),  # before = m
         ptx.multiply_add("j", "before", self.copies, "j"),
         _store(_COPY, "t", "j", only_if="yes"),
         _store(_TOKEN, "t", "before", only_if="yes"),
@@ -236,7 +237,7 @@ class _Program:
     )
 
   def clear_row_of_last_tile(self) -> str:
-    """Marks a row of a group's last tile that no choice fills; none of them where the tile is full.
+    """Marks a row of a group's last tile that no choice fills, with -1; none if the tile is full.
 
     A group lacks fewer rows than a tile has, so i is the pair (group j, number i % tile of a
     lacking row): row size + i % tile of the group, if the group's tiles have that row.
@@ -259,7 +260,7 @@ class _Program:
     )
 
   def first_row_behind_tiles(self) -> str:
-    """all = the first row behind the tiles in use that is this thread's."""
+    """all = this thread's first row behind the tiles in use."""
     return ptx.lines(
       [
         ptx.load_shared("all", "shared", self.all_at),
@@ -268,11 +269,11 @@ class _Program:
     )
 
   def clear_row(self, row: str, *, only_if: str = "") -> str:
-    """Marks a row that no choice fills."""
+    """Marks a row that no choice fills: writes -1 as its copy and token."""
     return ptx.lines(_store(out, row, "nobody", only_if=only_if) for out in (_COPY, _TOKEN))
 
   def find_group_of_tile(self) -> str:
-    """Tile i's group: how many groups end at or before it, the last group for tiles not in use."""
+    """Writes tile i's group: how many groups end at or before it; G - 1 for a tile not in use."""
     another = ptx.at_least_once(
       "GROUPS",
       "j",

@@ -45,13 +45,13 @@ def banded(tile: Any, row_tiles: Any, col_tiles: int, band: int) -> tuple[Any, A
   """
   per_band = band * col_tiles
   first = lax.div(tile, jnp.int32(per_band)) * band
-  width = jnp.clip(row_tiles - first, 1, band)  # at least 1, since tile 0 is located even of none
+  width = jnp.clip(row_tiles - first, 1, band)  # at least 1, to divide by if there is no tile
   inside = lax.rem(tile, jnp.int32(per_band))
   return first + lax.rem(inside, width), lax.div(inside, width)
 
 
 def paired_tiles(tiling: Tiling, row_tiles: Any, col_tiles: int) -> Any:
-  """How many tiles, or pairs of tiles, there are. `row_tiles` may be traced."""
+  """How many tiles there are, or pairs if the tiling has pairs; `row_tiles` may be traced."""
   if tiling.pair == "rows":
     return lax.div(row_tiles + 1, jnp.int32(2)) * col_tiles
   if tiling.pair == "cols":
@@ -61,9 +61,9 @@ def paired_tiles(tiling: Tiling, row_tiles: Any, col_tiles: int) -> Any:
 
 
 def paired(tile: Any, tiling: Tiling, row_tiles: Any, col_tiles: int) -> tuple[Any, Any, Any]:
-  """As `banded`, where a number is that of a tile or of a pair of tiles.
+  """Tile number, or number of a pair of tiles, -> this CTA's tile, in the order of `banded`.
 
-  Both CTAs of a pair compute, and store, the last of an odd number of row tiles.
+  With pairs of "rows" and an odd number of row tiles, both CTAs compute and store the last one.
 
   Returns:
     This CTA's row tile and column tile, and the row tile of the pair's other CTA.
@@ -87,10 +87,14 @@ def locate_rows(
 ) -> tuple[Any, Any, Any, Any]:
   """Tile or pair number -> row tile, column tile, group, and whether the pair shares rhs.
 
-  The last is None if the tiling has no pairs of rows, or they always share it.
+  Whether the pair shares rhs is None if the tiling has no pairs of "rows", or they always share it.
 
   Args:
-    halves: row tiles (`tiling.rows`) in a tile of the layout, whose group `group_gmem` tells.
+    tile: number of the tile or pair.
+    tiling: of the launch.
+    group_gmem: group of each tile of the layout.
+    row_tiles, col_tiles: how many there are.
+    halves: row tiles (`tiling.rows`) in a tile of the layout.
   """
   row_tile, col_tile, other = paired(tile, tiling, row_tiles, col_tiles)
   if halves > 1:
@@ -102,7 +106,7 @@ def locate_rows(
 
 
 def snake(tile: Any, num_tiles: int, workers: int) -> Any:
-  """Tile number -> tile number, every other full wave of `workers` tiles backwards.
+  """Tile number -> tile number, with every other full wave of `workers` tiles backwards.
 
   If tiles are in order of falling work, the CTA with the longest tile of a wave then has the
   shortest tile of the next wave. Eight tiles and three workers: 0 1 2, 5 4 3, 6 7.

@@ -1,4 +1,4 @@
-"""The end of an epilogue: register tiles to global memory, through a ring in shared memory."""
+"""The end of an epilogue: tiles from registers, through shared memory, to global memory."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ CHUNK = 64  # columns of one store; 64 bf16 elements are one swizzle row
 
 
 def store_buffers(tiling: Tiling, dtype: Any) -> Any:
-  """Shared memory for the stores of a CTA's consumers."""
+  """Declares the shared memory through which a CTA's consumers store their tiles."""
   return tiled_smem((CONSUMERS, tiling.store_buffers, tiling.consumer_rows, CHUNK), dtype)
 
 
@@ -23,7 +23,7 @@ def store_tiles(
   Args:
     values: for each output a pair: a function from a slice of 64 columns to their values
       [rows, CHUNK], and the number of columns.
-    outs: output refs, one for each.
+    outs: output references, one for each pair.
     first_cols: first column of the tile in each output.
     first_row: first row of this consumer.
     buffers: what `store_buffers` declares.

@@ -2,8 +2,8 @@
 
     R  rows of the tiles      M, N  widths of the result      G  groups
 
-Groups are padded with zeros, so the contraction is a plain loop over the blocks of rows in which a
-group has one, without masks.
+Groups are padded with zeros, so the contraction is a plain loop, without masks, over the blocks of
+rows that hold at least one row of the group.
 """
 
 import dataclasses
@@ -39,8 +39,8 @@ class Operands:
   """The kernel's operands: arrays outside it, refs inside.
 
   Attributes:
-    by_size_G: int32, groups by falling size.
-    starts_G, sizes_G: int32, first tile of each group, and its rows.
+    by_size_G: int32, groups by falling number of tiles.
+    starts_G, sizes_G: int32, first tile of each group, and number of its rows without padding.
     index_R: int32, row behind each row of the gathered operand; None where nothing is gathered.
     lhs: [R, M].
     rhs: operands [R, N] of one width.
@@ -88,7 +88,10 @@ def weights_product(
     lhs_index_R: if given, lhs is gathered as in `rows_product`.
     rhs_index_R: if given, the only rhs is gathered; not together with lhs.
     out_dtype: type of the outputs.
-    num_sms: CTAs.
+    num_sms: CTAs; None: one for each multiprocessor.
+
+  Returns:
+    One [G, M, N] for each rhs. Padding rows must be zero in one operand, and finite in the other.
   """
   assert lhs_index_R is None or rhs_index_R is None
   fused_lhs, fused_rhs = lhs_index_R is not None, rhs_index_R is not None
@@ -175,22 +178,22 @@ class _Shape:
 
   @property
   def row_tiles(self) -> int:
-    """Tiles over M."""
+    """Tiles over M, the rows of a result."""
     return tiles_over(self.m, self.tiling.rows, 2 if self.tiling.pair == "rows" else 1)
 
   @property
   def col_tiles(self) -> int:
-    """Tiles over N."""
+    """Tiles over N, the columns of a result."""
     return tiles_over(self.n, self.cols, 2 if self.tiling.pair == "cols" else 1)
 
   @property
   def tiles_per_group(self) -> int:
-    """Tiles of a group's result, or pairs of tiles."""
+    """Tiles of a group's result, or pairs of tiles if the tiling has pairs."""
     return self.row_tiles * self.col_tiles // self.tiling.cluster
 
   @property
   def num_tiles(self) -> int:
-    """Tiles in all, or pairs of tiles."""
+    """Tiles of all groups' results, or pairs of tiles if the tiling has pairs."""
     return self.groups * self.tiles_per_group
 
   def memory(self) -> Memory:
@@ -217,7 +220,7 @@ class _Cta:
   outs: Any
 
   def work(self) -> Work:
-    """The work of `run_tiles`."""
+    """What the CTA's producer and consumers do for a tile, for `run_tiles`."""
     shape, ready = self.shape, functools.partial(gather.wait_rows, self.smem.gathered)
     return Work(
       num_tiles=jnp.int32(shape.num_tiles),
@@ -248,8 +251,7 @@ class _Cta:
   def contracted_row(self, first_tile: Any, step: Any) -> Any:
     """The first row that a step contracts.
 
-    With several runs, a group's rows continue in the next run, behind the other groups' rows of
-    this one.
+    With several runs, a group's rows continue in the next run, behind the other groups' rows.
     """
     shape, depth = self.shape, self.shape.tiling.depth
     if shape.tiles_per_run is None:
@@ -264,7 +266,8 @@ class _Cta:
     """Starts the copies of one stage: as many rows of both operands as a step contracts."""
     shape, tiling, gmem, smem = self.shape, self.shape.tiling, self.gmem, self.smem
     _, row_tile, col_tile, first_tile, _ = where
-    # Computed here: a loop's variable is not known to be a multiple.
+    # The row is computed here, not carried from step to step: a loop's variable is not known to be
+    # a multiple of the depth.
     first_row = self.contracted_row(first_tile, step)
     k_slice = pl.ds(first_row, tiling.depth)
     start_gather = functools.partial(

@@ -53,7 +53,7 @@ from scmoe.kernels.one_row.attention_memory import (
 _UNSEEN = -1e30  # the score of a position that is masked for the token
 
 _TILE = plgpu.Layout.WGMMA
-_PER_ROW, _PER_COLUMN = _TILE.reduce(1), _TILE.reduce(0)  # layouts of one number a row, a column
+_PER_ROW, _PER_COLUMN = _TILE.reduce(1), _TILE.reduce(0)  # one number a row, one a column
 
 
 class _Seen(NamedTuple):

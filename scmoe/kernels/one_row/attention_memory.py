@@ -21,7 +21,7 @@ from scmoe.kernels.grouped_matmul.pipeline import tiled_smem
 BLOCK = 64  # positions that a warpgroup reads together
 STAGES = 2  # blocks that a warpgroup has in shared memory or on their way there
 ROWS = 64  # rows of a matrix instruction
-WARPGROUP = 128  # threads
+WARPGROUP = 128  # threads of a warpgroup
 
 
 @dataclasses.dataclass(frozen=True)

@@ -58,7 +58,7 @@ def _sums(row: Normalised, gate_DE: Array, *, simulation: Any) -> tuple[Array, A
   parts = shares(width, experts)
   rows, dtype = width // parts, row.dtype
   tile = plgpu.Layout.WGMMA
-  down = tile.reduce(1)  # one number a row
+  down = tile.reduce(1)  # layout of one number for each row of a tile
 
   def body(x, *rest):
     *arrays, gate, y, sums, made = rest

@@ -54,7 +54,7 @@ def _top_k(sums_PE: Array, *, k: int, simulation: Any) -> tuple[Array, Array, Ar
   experts = sums_PE.shape[1]
   padded = -(-experts // _ROWS) * _ROWS
   tile = plgpu.Layout.WGMMA
-  down, across = tile.reduce(1), tile.reduce(0)  # one number a row, one a column
+  down, across = tile.reduce(1), tile.reduce(0)  # layouts: one number a row, one a column
 
   def body(sums, logits, expert, share, values, numbers, shares):
     own_E = jnp.sum(load_as(sums, tile), axis=0)

@@ -29,7 +29,7 @@ from scmoe.kernels import inline, ptx
 from scmoe.kernels.launch import compiled, varying_as
 
 _LANES = 32
-_WARPS = 32  # of a block
+_WARPS = 32  # warps of a block
 _THREADS = _WARPS * _LANES
 _BLOCKS = 8  # most blocks of a cluster, as many as every GPU with clusters allows
 _AHEAD = 8  # most choices that a lane reads together
@@ -91,7 +91,7 @@ class _Program:
   Attributes:
     choices: N.
     num_experts: E.
-    blocks: of the cluster.
+    blocks: blocks of the cluster.
   """
 
   choices: int

@@ -155,7 +155,7 @@ class Trunk(nnx.Module):
     return any(map(is_apart, leaves))
 
   def init_caches(self, batch: int, length: int, dtype: Any = None) -> Any:
-    """Empty key-value caches.
+    """Empty key-value caches of all attentions of the trunk.
 
     Each pair that is written out has its own cache, into which a token is written in place. A scan
     over pairs has one array for all caches, and copies it.
@@ -169,7 +169,7 @@ class Trunk(nnx.Module):
     return self._for_caches(empty, lambda x, layers: jnp.zeros((layers, *x.shape), x.dtype))
 
   def cache_specs(self) -> Any:
-    """PartitionSpecs of the key-value caches, in the same tree."""
+    """PartitionSpecs of the key-value caches, in a tree like that of `init_caches`."""
     return self._for_caches(
       lambda attention: attention.cache_specs(), lambda spec, _: PartitionSpec(None, *spec)
     )
@@ -226,7 +226,7 @@ class Trunk(nnx.Module):
     return totals["stages"]
 
   def lay_out_totals(self, zeros: Any) -> Any:
-    """The zeros, laid out as gradient totals: large layers of pairs that are `written_out` apart.
+    """The zeros, with an array of its own for each large layer if pairs are `written_out`.
 
     Args:
       zeros: like the trunk's parameters.
@@ -428,7 +428,7 @@ def _in_order(
 
 
 def _rematerialised(body: Callable[..., Any], remat: str) -> Callable[..., Any]:
-  """`body`, of whose values the backward pass recomputes those that the preset `remat` names.
+  """`body` under the preset `remat`, which says what its backward pass recomputes.
 
   Args:
     body: runs one pair, or the pairs of one step of a scan.

@@ -41,7 +41,7 @@ _DATA = {"processes": [dict]}
 
 
 class Damaged(Exception):
-  """The files of one step differ from those that were written."""
+  """Files of a step are missing, cannot be read, or differ from those that were written."""
 
 
 def flatten(tree: PyTree) -> dict[str, Any]:

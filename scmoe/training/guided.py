@@ -75,12 +75,14 @@ class GuidedStep:
 
   @property
   def settled(self) -> bool:
-    """True once the program that will not be compiled again was called: its time can be taken."""
+    """True once the program was called and will not be compiled again: its time can be measured."""
     prepared = self.program is not None and self.waiting is None and not self.calls_to_profile
     return prepared and self.called
 
   def compile(self, *args: Any, later: bool = False) -> None:
-    """Compiles for arguments of these shapes; if profile-guided, with the kept profile or for one.
+    """Compiles for arguments of these shapes, with the kept profile of the program if there is one.
+
+    If there is none and the step is profile-guided, the next calls collect one.
 
     Args:
       *args: arrays, or `jax.ShapeDtypeStruct`s with their shardings.

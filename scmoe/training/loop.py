@@ -120,7 +120,7 @@ class Trainer:
         run.close()
 
   def _check(self) -> int:
-    """Checks that batches divide over mesh and processes; returns the microbatches of a step.
+    """Checks that batches divide over mesh and processes; returns a step's number of microbatches.
 
     Raises:
       ConfigError: they do not, or `train.tokens_per_step` is no whole number of microbatches.
@@ -311,7 +311,7 @@ class _Run:
       self._flush()
 
   def _next_batch(self) -> Batch:
-    """Microbatches of one optimizer step as one batch [A, B / processes, ...].
+    """The A microbatches of one optimizer step, stacked to one batch [A, B / processes, ...].
 
     Raises:
       DataError: the data ended.
@@ -399,7 +399,7 @@ class _Run:
     self._pause()
 
   def sample(self) -> None:
-    """Prints a sample of the model's text, if it has a sampler and `train.sample_tokens` is not 0.
+    """Prints a sample of text, if the trainer makes samples and `train.sample_tokens` is not 0.
 
     A sample that fails does not stop the run.
     """

@@ -23,7 +23,7 @@ START = 2.0**16  # of a dynamic factor
 
 @dataclasses.dataclass(frozen=True)
 class LossScaling:
-  """How the factor starts and changes; `TrainState.scale` holds its state.
+  """How the loss's factor starts and changes; `TrainState.scale` holds its value.
 
   Attributes:
     fixed: the factor; 0: a dynamic one.

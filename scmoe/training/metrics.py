@@ -307,7 +307,7 @@ def short_lists(arrays: dict[str, np.ndarray]) -> dict[str, list]:
 
 
 class Means:
-  """Means of a few scalars over the steps since the last line that was logged.
+  """Means of the scalars `NAMES` over the steps since the last line that was logged.
 
   Values that are not finite and skipped steps are left out. A step that was skipped because its
   gradients overflowed, which lowers the loss scale, counts if the step before it did not fail:

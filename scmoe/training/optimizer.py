@@ -75,7 +75,7 @@ def make_optimizer(
   spike_sigma: float = 0.0,
   specs: Any = None,
 ) -> Optimizer:
-  """One optax chain: clipping, Adam or Muon, decoupled weight decay by mask, learning rate.
+  """The optimizer of a configuration: clipping, Adam or Muon, weight decay by mask, learning rate.
 
   Args:
     cfg: see `OptimizerConfig`.

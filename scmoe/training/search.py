@@ -115,7 +115,7 @@ class Search:
 
   @property
   def settled(self) -> bool:
-    """True once a variant is chosen and its last program was called."""
+    """True once a variant is chosen, and its program was called and will not be compiled again."""
     return self.chosen is not None and self.best.settled
 
   @property
@@ -184,7 +184,7 @@ class Search:
     return {"chosen": self.chosen.given, "tried": tried, "not_tried": untried}
 
   def _plan(self) -> Iterator[tuple[Variant, bool]]:
-    """Yields (variant, whether its time counts) for every call, each after the call before it.
+    """Yields (variant, whether its time counts) for each call, decided after the call before it.
 
     Compiles and profiles each candidate, then measures them in turns, so that drift of the
     machine's speed affects all alike.
@@ -342,8 +342,10 @@ class Searchable(Protocol):
     ...
 
   def variant(self, variant: Variant) -> Objective:
-    """The objective of a variant: the same result, computed in another way, unless it sets `top_k`
-    or `capacity_factor`."""
+    """The objective of a variant, which computes the same result in another way.
+
+    A variant that sets `top_k` or `capacity_factor` has another result.
+    """
     ...
 
   def cut(self) -> Searchable:

@@ -26,9 +26,9 @@ _GRACE_SECONDS = 10.0  # by which faulthandler acts later than the watchdog's ow
 
 
 class StopRequest:
-  """Records whether the run was asked to stop, by signal handlers that it installs as a context.
+  """A context whose signal handlers record that the run was asked to stop.
 
-  It installs them in the main thread only, where Python allows it.
+  They are installed in the main thread only, where Python allows it.
   """
 
   def __init__(self) -> None:

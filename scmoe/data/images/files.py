@@ -36,7 +36,7 @@ VALIDATION = ("validation", "valid", "val", "dev")  # names that a validation sp
 
 
 class Encoded(NamedTuple):
-  """An image as its file has it.
+  """One encoded image with its label and its split.
 
   Attributes:
     where: file and row, for messages.
@@ -52,7 +52,7 @@ class Encoded(NamedTuple):
 
 
 def from_files(cfg: DataConfig, size: int, channels: int) -> Images:
-  """The images of `data.path`.
+  """The images of `data.path`, decoded and divided into training and validation.
 
   If names of files or folders say train, images whose names say validation (or valid, val, dev) are
   for validation; if none says so, those whose names say test are. All others are for training. If

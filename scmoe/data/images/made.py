@@ -46,7 +46,7 @@ def shapes(size: int, channels: int, fraction: float) -> Images:
 
 
 def digits(size: int, channels: int, fraction: float) -> Images:
-  """scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, each pixel enlarged to a square.
+  """scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, enlarged without smoothing.
 
   Args:
     size: of an image; a multiple of 8 makes squares of equal size.

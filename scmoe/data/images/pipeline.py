@@ -129,7 +129,7 @@ class ImageData:
     return Held(self, max_batches)
 
   def passes(self, rows: int) -> dict[str, float]:
-    """{}: no domain's passes are reported, for a warning, since images are meant to be repeated."""
+    """{}, so that nobody warns of repeated data: images are meant to be read in many epochs."""
     del rows
     return {}
 
@@ -166,7 +166,7 @@ class ImageData:
     }
 
   def summary(self) -> str:
-    """A line for the run's header."""
+    """One line for the run's header: source, numbers of images and classes, and size."""
     found, where = self.images, self.config.path or self.config.source
     skipped = f", {found.bad} bad ones skipped" if found.bad else ""
     side = found.train.images.shape[1]

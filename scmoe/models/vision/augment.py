@@ -144,7 +144,10 @@ def _keys(batch: ImageBatch, seed: int, purpose: str) -> Array:
 
 
 def _moved(key: Array, image: Float[Array, "S S C"], config: AugmentConfig) -> Array:
-  """The image, mirrored with the probability `flip`, and a random cut of it with a grey margin."""
+  """The image, mirrored with the probability `flip`, then shifted at random by up to `crop` pixels.
+
+  Grey pixels fill the side from which it was moved away.
+  """
   of_flip, of_crop = jax.random.split(key)
   if config.flip:
     mirrored = jax.random.uniform(of_flip) < config.flip
@@ -182,7 +185,7 @@ def _beta(uniform: Array, alpha: float) -> Array:
 
 
 def _erased(key: Array, image: Float[Array, "S S C"], config: AugmentConfig) -> Array:
-  """The image, with the probability `erase` with a random rectangle of it set to grey.
+  """The image; with the probability `erase`, a random rectangle of it is set to grey.
 
   The rectangle's height is 0.3 to 1 / 0.3 times its width; the image's edges may cut it.
   """

@@ -159,7 +159,11 @@ class VisionModel(nnx.Module):
     return [trunk.totals_of_pairs(totals["trunks"][i]) for i, trunk in enumerate(self.trunks)]
 
   def lay_out_totals(self, zeros: Any) -> Any:
-    """Zeros like the parameters; large layers that are written out have arrays of their own."""
+    """The zeros, with an array of its own for each large layer of pairs that are written out.
+
+    Args:
+      zeros: like the model's parameters.
+    """
     trunks = {i: trunk.lay_out_totals(zeros["trunks"][i]) for i, trunk in enumerate(self.trunks)}
     return {**zeros, "trunks": trunks}
 

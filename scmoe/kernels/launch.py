@@ -1,6 +1,4 @@
-"""Launches Pallas GPU kernels: which devices run them, with which options, and how tests simulate
-them on a CPU.
-"""
+"""Launches Pallas GPU kernels: which devices run them, and how tests simulate them on a CPU."""
 
 from __future__ import annotations
 

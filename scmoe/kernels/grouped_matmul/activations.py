@@ -197,7 +197,7 @@ def activate(activation: Activation, pre: tuple[jax.Array, ...]) -> jax.Array:
   """a = act(h), or act(gate) * up, in float32 (or wider).
 
   Args:
-    activation: the kind.
+    activation: act, with or without a gate.
     pre: (gate_RF, up_RF) for gated kinds, (h_RF,) otherwise, any float type.
   """
   wide = [_widen(h) for h in pre]
@@ -211,7 +211,7 @@ def activation_vjp(
   """The activation recomputed and the gradients of its pre-activations, in float32 (or wider).
 
   Args:
-    activation: the kind.
+    activation: act, with or without a gate.
     pre: pre-activations, as for `activate`.
     da_RF: gradient of the activation.
 

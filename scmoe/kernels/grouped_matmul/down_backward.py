@@ -49,7 +49,7 @@ class Operands:
     num_tiles: int32 [1], tiles in use.
     index_R: int32, row of dy behind each row; None where they are the same.
     dy: gradient of the weighted output, [.., D].
-    down: [G, F, D].
+    down: the down matrices, [G, F, D].
     weight_R: s, the row weights, float32.
     pre: pre-activations [R, F].
   """
@@ -88,7 +88,7 @@ class Memory:
     dy, down: the ring's stages.
     pre, scaled: chunks of the epilogue. Pre-activations are loaded into `pre`, and their gradients
       are stored from it.
-    weight, ds: of a consumer's rows.
+    weight, ds: row weights, and shares of ds, of each consumer's rows.
     full, empty: barriers of the ring.
     pre_loaded, weight_loaded: barriers of the epilogue's loads.
     gathered: barriers of rows that the producer gathers.
@@ -127,7 +127,7 @@ def down_backward_product(
     pre: pre-activations [R, F]: (gate, up), or one.
     row_weight_R: s in float32; zero on padding.
     layout: tiles of R.
-    activation: the kind.
+    activation: the activation between the layers.
     tiling: tile shape.
     index_R: row of dy behind each row of the layout, negative for padding; None: the same.
     num_sms: CTAs; None: one for each multiprocessor.
@@ -169,7 +169,7 @@ class _Shape:
   """The compile-time constants that the code of a CTA (`_Cta`) reads.
 
   Attributes:
-    tiling: of the launch.
+    tiling: the launch's tile shape.
     width, hidden: D and F.
     parts: how many pre-activations there are.
     activation: in its form for kernels.

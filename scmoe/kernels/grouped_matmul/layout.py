@@ -123,9 +123,9 @@ def make_equal_layout(runs: int, num_groups: int, rows: int, tile: int) -> Group
   tile_group_I = 0 0 1 1 0 0 1 1, as the rows lie; every group has four tiles, two in each run.
 
   Args:
-    runs: as in `GroupLayout`.
+    runs: how many runs of rows there are, as in `GroupLayout`.
     num_groups: G.
-    rows: of a group in one run; a multiple of `tile`.
+    rows: rows of a group in one run; a multiple of `tile`.
     tile: rows of a tile.
   """
   assert rows % tile == 0, (rows, tile)

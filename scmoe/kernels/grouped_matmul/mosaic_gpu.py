@@ -138,11 +138,12 @@ def forward(
   permutation: Permutation | None = None,
   with_pre: bool = True,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-  """Every row through its expert, as `xla.forward`, by one kernel for each layer.
+  """Every row through its expert, as `xla.forward`, by one product kernel for each layer.
 
-  The kernels also gather (see `GATHERED_BEFORE`), add biases and apply the activation. With fp8
-  they multiply fp8 operands where all widths are multiples of 128, fp8's block. For other widths
-  they multiply the rounded operands in the rows' type.
+  The first product also gathers its rows, or another kernel copies them before (see
+  `GATHERED_BEFORE`). The products add biases and apply the activation. With fp8 they multiply fp8
+  operands where all widths are multiples of 128, fp8's block. For other widths they multiply the
+  rounded operands in the rows' type.
   """
   product, between = _product, lambda a_RF: a_RF
   if how.fp8 and all(size % fp8.BLOCK == 0 for size in weights.widths):
@@ -166,8 +167,10 @@ def forward(
 
 
 def _product(x_XK, matrices, biases, layout, *, permutation=None, activation=None, **options):
-  """`rows_product` of x with one matrix for each result: chooses the tiling, and where rows are
-  gathered. The results have the type of x."""
+  """x times one matrix for each result, by `rows_product`, in the type of x.
+
+  It chooses the tiling, and where the rows are gathered.
+  """
   widths = matrices[0].shape[1:]
   x, index_R = _rows(x_XK, permutation, layout, _gathers_inside("up", widths[1]))
   kind = "rows" if activation is None else "up" if activation.gated else "activated"
@@ -212,7 +215,8 @@ def _up_gradients(x_XD, dpre, layout, index_R, how: Execution) -> tuple[jax.Arra
     gradient = functools.partial(grouped_weights, lhs_index_R=index_R, **options)
     return tuple(gradient(x_XD, d_RF, layout) for d_RF in dpre)
   # One gather of x serves both gradients. Rows in order are read twice instead, by one product for
-  # each gradient: its tiles overlap the end of the tile before, which is 3 to 15 % faster.
+  # each gradient: its ping-pong tiles overlap the end of the tile before, which is 3 to 15 %
+  # faster.
   widths = x_XD.shape[1], dpre[0].shape[1]
   tiling = tiles.choose("weights_pair", *widths, x_XD.dtype.itemsize, gathered=True)
   return weights_product(x_XD, dpre, layout, tiling, lhs_index_R=index_R, **options)

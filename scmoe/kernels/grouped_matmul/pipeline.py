@@ -93,7 +93,7 @@ def tiled_smem(shape: Sequence[int], dtype) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """The work of `run_tiles` for each tile.
+  """What `run_tiles` does for each tile, as functions of a kernel.
 
   Attributes:
     num_tiles: how many tiles there are; a pair of CTAs takes two at a time, counted as one.
@@ -105,7 +105,7 @@ class Work:
     epilogue: (coordinates, accumulators, consumer, first row of the consumer) -> None.
     prologue: (coordinates, consumer, first row) -> None, before a consumer's first product of a
       tile; for what the epilogue will read.
-    ready: (stage, parity) -> None, waits for what the barriers here do not count.
+    ready: (stage, parity) -> None, waits for copies that the "full" barriers do not count.
     scales: (coordinates, step, first row of the consumer) -> for each accumulator a number for each
       row. If given, each stage's products have accumulators of their own, and the epilogue is given
       the sums of the products times these.
@@ -158,7 +158,7 @@ def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -
   """The body of a CTA: its share of the tiles, by its three warpgroups.
 
   Args:
-    tiling: of the launch.
+    tiling: the launch's tile shape.
     work: what is done for each tile.
     full, empty: the ring's barriers, see `barriers`.
     num_sms: multiprocessors of the launch.
@@ -169,8 +169,10 @@ def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -
 
 
 class _Cta:
-  """What a CTA's producer and consumers have in common. Its tiles are numbered from 0 on; with 132
-  workers, worker 5 has the tiles 5, 137, 269 and so on of all tiles.
+  """What a CTA's producer and consumers have in common.
+
+  A worker is a CTA or a pair of CTAs. Its tiles are numbered from 0 on; with 132 workers, worker 5
+  has the tiles 5, 137, 269 and so on of all tiles.
 
   Attributes:
     tiling, work, full, empty: as for `run_tiles`.
@@ -197,8 +199,11 @@ class _Cta:
     return self.work.locate(self.worker + i * self.workers)
 
   def locate_clipped(self, i: Any) -> Any:
-    """As `locate`, for any i. The producer locates a tile past the end, and tile 0 where there is
-    none: a clipped number keeps what it reads for them inside the arrays."""
+    """The coordinates of this CTA's tile i, or of the last of all tiles if i is past the end.
+
+    The producer locates a tile past the end, and tile 0 where there is none: a clipped number keeps
+    what it reads for them inside the arrays.
+    """
     tile = self.worker + i * self.workers
     return self.work.locate(jnp.clip(tile, 0, jnp.maximum(self.work.num_tiles - 1, 0)))
 
@@ -239,8 +244,10 @@ class _Producer:
     return _wrap(stage + 1, cta.tiling.stages), done + 1
 
   def drain(self, done: Any) -> None:
-    """Waits for the last releases: consumers release every stage that was used once more than the
-    producer has waited for it."""
+    """Waits for the last releases, so that no consumer signals a CTA that has ended.
+
+    Consumers release every stage that was used once more than the producer has waited for it.
+    """
 
     def one_stage(stage, _):
       plgpu.barrier_wait(self.cta.empty.at[stage])
@@ -249,9 +256,12 @@ class _Producer:
 
 
 class _Consumer:
-  """A warpgroup that multiplies. A *turn* counts the stages that it has used, or skipped in
-  ping-pong, modulo two rounds of the ring: a round's parity is the phase of its barriers. With 4
-  stages, turn 6 is stage 2 in a round of phase 1."""
+  """A warpgroup that multiplies.
+
+  A *turn* counts the stages that it has used, or skipped in ping-pong, modulo two rounds of the
+  ring: a round's parity is the phase of its barriers. With 4 stages, turn 6 is stage 2 in a round
+  of phase 1.
+  """
 
   def __init__(self, cta: _Cta):
     self.cta = cta
@@ -384,7 +394,8 @@ def launch(body, operands: Any, out_type: Any, tiling: Tiling, num_sms: int):
     body: (operands, outs) -> None, with references in the places of the arrays.
     operands: tree of arrays; None for an operand that is absent.
     out_type: tree of `jax.ShapeDtypeStruct`.
-    tiling, num_sms: of the launch.
+    tiling: the launch's tile shape.
+    num_sms: multiprocessors of the launch.
 
   Returns:
     A function of the operands' leaves that gives the outs' leaves.

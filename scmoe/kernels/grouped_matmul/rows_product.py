@@ -175,16 +175,16 @@ class _Shape:
   """The compile-time constants that the code of a CTA (`_Cta`) reads.
 
   Attributes:
-    tiling: of the launch.
-    n: N.
+    tiling: the launch's tile shape.
+    n: N, columns of a result.
     parts: how many results there are.
     segments: operands that are contracted one after the other.
-    steps: K steps of each of them.
+    steps: K steps of each such operand.
     divided: row tiles of the tiling in a tile of the layout, 1 or 2.
     transpose_rhs: as for `rows_product`.
     gathers: whether the producer gathers the rows.
     scaled: whether the operands are fp8 and have scales.
-    biased: results that have a bias.
+    biased: indices of the results that have a bias.
     activation: in its form for kernels, or None.
     with_results: as for `rows_product`.
     dtype, bias_dtype, out_dtype: types of the operands, the biases and the outputs.
@@ -303,8 +303,10 @@ class _Cta:
   # -- producer ----------------------------------------------------------------------------------
 
   def load(self, where: Any, step: Any, stage: Any, barrier: Any) -> None:
-    """Starts the copies of one stage. Step 40 of two operands with 32 steps each is step 8 of the
-    second one."""
+    """Starts the copies of one stage: a block of rows, and one of each result's matrix.
+
+    Step 40 of two operands with 32 steps each is step 8 of the second one.
+    """
     shape = self.shape
     row_tile, col_tile, group, shared_rhs = where
     rows = pl.ds(row_tile * shape.tiling.rows, shape.tiling.rows)
@@ -407,8 +409,10 @@ class _Cta:
     return (r + lax.broadcast_in_dim(bias, r.shape, (1,))).astype(out_dtype)
 
   def activated(self, activation: Activation, results: Any, columns: slice) -> Any:
-    """Columns of the activation. It is computed from the rounded results: the backward pass
-    recomputes it from the stored ones, and so gets the same numbers."""
+    """Columns of the activation, computed from the rounded results.
+
+    The backward pass recomputes it from the stored results, and so gets the same numbers.
+    """
     h = [result(columns).astype(jnp.float32) for result in results]
     a = activation.value(h[0])
     return (a * h[1] if activation.gated else a).astype(self.shape.out_dtype)

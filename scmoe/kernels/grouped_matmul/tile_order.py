@@ -91,7 +91,7 @@ def locate_rows(
 
   Args:
     tile: number of the tile or pair.
-    tiling: of the launch.
+    tiling: the launch's tile shape.
     group_gmem: group of each tile of the layout.
     row_tiles, col_tiles: how many there are.
     halves: row tiles (`tiling.rows`) in a tile of the layout.

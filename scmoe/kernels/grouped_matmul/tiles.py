@@ -56,8 +56,10 @@ def smem_bytes(tiling: Tiling, out_itemsize: int = 2) -> int:
 
 
 def _fit(tiling: Tiling, out_itemsize: int) -> Tiling:
-  """The tiling with the largest number of stages that fits, at most 6. A further stage is preferred
-  to a second store buffer."""
+  """The tiling with the largest number of stages, at most 6, that fits into shared memory.
+
+  A further stage is preferred to a second store buffer.
+  """
   for stages in (6, 5, 4, 3, 2):
     for buffers in (2, 1):
       candidate = dataclasses.replace(tiling, stages=stages, store_buffers=buffers)
@@ -169,8 +171,10 @@ def variants(kind: str, width: int, n: int, *, gathered: bool = False) -> list[T
 
 
 def shipped(kind: str, width: int, n: int, *, gathered: bool = False) -> Tiling:
-  """The tiling for a 2-byte result where a user has measured nothing: the table's, or else the
-  first candidate. Arguments as for `candidates`."""
+  """The package's tiling for a 2-byte result: the one in `TABLE`, or else the first candidate.
+
+  Arguments are those of `candidates`.
+  """
   table = TABLE.get(jax.devices()[0].device_kind, {})
   known = table.get((kind, width, n, gathered))
   return known or candidates(kind, width, n, gathered=gathered)[0]

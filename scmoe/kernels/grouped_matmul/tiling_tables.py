@@ -123,27 +123,28 @@ DOWN_BACKWARD = (
 # others (experiments/kernels). The comment above a line gives its time, then that of other tilings.
 TABLE: dict[str, dict[Key, Tiling]] = {
   "NVIDIA H200": {
-    # 6.521 ms, with skewed groups 6.741 ms; single CTAs: 7.266 and 7.274 ms
+    # 6.521 ms, with skewed groups 6.741 ms; with single CTAs 7.266 and 7.274 ms
     ("weights", 4096, 2048, False): _narrow("cols"),
-    # 1.875 ms; single CTAs: 2.070 ms
+    # 1.875 ms with this tiling; 2.070 ms with single CTAs
     ("weights", 1024, 2048, True): Tiling(cols=256, stages=4, band=8, pair="cols"),
-    # 1.788 ms; bands of 16: 1.836 ms
+    # 1.788 ms with this tiling; 1.836 ms with bands of 16
     ("rows", 512, 4096, False): _halved(band=32),
-    # 6.350 ms; bands of 16: 6.603 ms
+    # 6.350 ms with this tiling; 6.603 ms with bands of 16
     ("rows", 2048, 4096, False): _halved(band=32),
-    # OLMoE: 1.695 ms; bands of 16: 1.749 ms
+    # OLMoE: 1.695 ms with this tiling; 1.749 ms with bands of 16
     ("rows", 1024, 2048, False): _halved(band=32),
-    # 0.498 ms; single CTAs, 128 columns: 0.517 ms
+    # 0.498 ms with this tiling; 0.517 ms with single CTAs of 128 columns
     ("rows", 512, 1536, False): Tiling(cols=192, stages=4, pingpong=True, band=8, pair="cols"),
-    # With skewed groups 0.280 ms, single CTAs: 0.288 ms; equal ones 0.271 and 0.274 ms
+    # With skewed groups 0.280 ms, with single CTAs 0.288 ms; with equal groups 0.271 and 0.274 ms
     ("rows", 1536, 256, False): _narrow("cols"),
-    # GPT-OSS: 0.938 and 1.893 ms; single CTAs: 0.989 and 1.930 ms
+    # GPT-OSS: 0.938 and 1.893 ms with these two; 0.989 and 1.930 ms with single CTAs
     ("rows", 2880, 2880, False): Tiling(cols=192, stages=4, pingpong=True, band=8, pair="rows"),
     ("dx", 2880, 2880, False): Tiling(cols=192, stages=4, pingpong=True, band=8, pair="rows"),
-    # Llama-4-Scout: 1.264 and 2.518 ms; halves of row tiles: 1.311, bands of 8: 2.587 ms
+    # Llama-4-Scout: 1.264 and 2.518 ms with these two; 1.311 ms for "rows" with halves of row
+    # tiles, 2.587 ms for "dx" with bands of 8
     ("rows", 8192, 5120, False): Tiling(cols=256, stages=4, band=8, pair="cols"),
     ("dx", 8192, 5120, False): Tiling(cols=256, stages=4, band=16, pair="rows"),
-    # JetMoE: 0.627 ms; halves of row tiles: 0.645 ms
+    # JetMoE: 0.627 ms with this tiling; 0.645 ms with halves of row tiles
     ("rows", 5632, 2048, False): _narrow(),
   },
 }

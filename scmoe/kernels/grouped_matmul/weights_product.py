@@ -42,7 +42,7 @@ class Operands:
     by_size_G: int32, groups by falling number of tiles.
     starts_G, sizes_G: int32, first tile of each group, and number of its rows without padding.
     index_R: int32, row behind each row of the gathered operand; None where nothing is gathered.
-    lhs: [R, M].
+    lhs: the operand [R, M].
     rhs: operands [R, N] of one width.
   """
 
@@ -141,7 +141,7 @@ class _Shape:
   """The compile-time constants that the code of a CTA (`_Cta`) reads.
 
   Attributes:
-    tiling: of the launch.
+    tiling: the launch's tile shape.
     m, n: M and N.
     parts: how many results there are.
     groups: G.
@@ -150,7 +150,7 @@ class _Shape:
     gathers_lhs, gathers_rhs: which operand the producer gathers.
     dtype: type of the operands.
     out_dtype: type of the results.
-    num_sms: of the launch.
+    num_sms: multiprocessors of the launch.
   """
 
   tiling: Tiling

@@ -128,7 +128,7 @@ def _each_tile(
   rows: Any,
   of_group: Any,
 ) -> Any:
-  """function(tile's rows, its group's slices) of every tile, one after the other.
+  """Calls function(a tile's rows, its group's slices) for every tile, one after the other.
 
   Args:
     function: of trees like `rows`, [B, ...], and `of_group`, [...]; gives two trees: of the tile's
@@ -201,7 +201,7 @@ def grouped_rows(
     layout: the tiles of R.
     index_R: row of lhs behind each row of the layout, negative for padding (reads as zero).
     transpose_rhs: contract the last dimension of rhs.
-    bias_GN: added to the products; before they are rounded, unless every group is one tile.
+    bias_GN: added to the products; before these are rounded, unless every group is one tile.
     out_dtype: type of the result, by default the accumulation type.
     precision: as in `jax.lax.dot_general`.
     num_sms: ignored; the kernels use it.
@@ -269,7 +269,7 @@ def forward(
 
   Args:
     x_XD: rows, read at the tokens of `permutation` if that is given.
-    weights: of the groups; matrices in the type of x.
+    weights: matrices and biases of the groups, in the type of x.
     layout: the tiles of R.
     how: how to compute; its activation, precision and fp8 are used.
     permutation: between x's rows and those of the tiles; None: they are the same.

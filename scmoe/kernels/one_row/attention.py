@@ -47,22 +47,27 @@ def cache_length(length: int, dtype: Any, width: int) -> int:
 
 
 def takes(q_BSHN: Array, k_BTKN: Array, v_BTKM: Array, backend: str = "auto") -> bool:
-  """Whether the kernel can compute this attention. It needs one token per row, one 16-bit float
-  type for all, heads of width 64 or 128, keys and values of equal shape with a length that is a
-  multiple of 64, at most 64 query heads per key head, and the kernels' backend."""
+  """Whether the kernel computes this attention.
+
+  It needs one token per row, one 16-bit float type for all, heads of width 64 or 128, keys and
+  values of equal shape with a length that is a multiple of 64, at most 64 query heads per key head,
+  and the kernels' backend.
+  """
   heads, width = q_BSHN.shape[2:]
   length, kv_heads = k_BTKN.shape[1:3]
   alike = q_BSHN.dtype == k_BTKN.dtype == v_BTKM.dtype and v_BTKM.shape == k_BTKN.shape
   fits = q_BSHN.shape[1] == 1 and width in (64, 128) and length % BLOCK == 0
   fits = fits and alike and heads // kv_heads <= ROWS
-  # Called last, because it logs its decision.
+  # `resolve_backend` is called last, because it logs its decision.
   return fits and resolve_backend(backend, q_BSHN.dtype, width) == "mosaic_gpu"
 
 
 def attend_cache(
   q_RHN: Array, k_RTKN: Array, v_RTKN: Array, position_R: Array, *, scale: float, window: int = 0
 ) -> Array:
-  """Σ_t softmax_t(scale · q · k[t]) v[t] over t <= position; not differentiable.
+  """Σ_t softmax_t(scale · q · k[t]) v[t] over the positions t that a token sees.
+
+  These are t <= position, or with a window the last `window` of them. Not differentiable.
 
   The softmax weights are rounded to the dtype of the queries before they multiply the values.
 
@@ -70,7 +75,7 @@ def attend_cache(
     q_RHN: the queries of each row's token, of shapes and a dtype that the kernel `takes`.
     k_RTKN, v_RTKN: the rows' caches, in the queries' dtype. Past a row's position values have
       weight 0, but must be finite.
-    position_R: int32, of the tokens.
+    position_R: int32, position of each row's token, whose key and value the cache holds.
     scale: factor of the scores.
     window: positions that a token sees, itself included; 0: all.
 
@@ -287,6 +292,6 @@ def _parts(length: int, heads: int, blocks: int) -> int:
   Args:
     length: T.
     heads: R K, heads of keys of all rows.
-    blocks: of a CTA.
+    blocks: blocks that a CTA should read.
   """
   return max(min(-(-length // (blocks * BLOCK)), resolve_num_sms(None) // heads), 1)

@@ -57,8 +57,13 @@ _PER_ROW, _PER_COLUMN = _TILE.reduce(1), _TILE.reduce(0)  # one number a row, on
 
 
 class _Seen(NamedTuple):
-  """Positions of the cache that the kernel reads for a token: the first one, its block, and the
-  first block past the last one."""
+  """Positions of the cache that the kernel reads for a token.
+
+  Attributes:
+    first: the first position.
+    first_block: the block of the first position.
+    end_block: the first block past the last position.
+  """
 
   first: Any
   first_block: Any
@@ -66,8 +71,13 @@ class _Seen(NamedTuple):
 
 
 class _Softmax(NamedTuple):
-  """A running softmax of M rows: each row's largest score, its sum of weights e^(score - most), and
-  its sum of values times these weights."""
+  """A running softmax of M rows.
+
+  Attributes:
+    most_M: each row's largest score.
+    weight_M: each row's sum of weights e^(score - most).
+    y_MN: each row's sum of values times these weights.
+  """
 
   most_M: Any
   weight_M: Any
@@ -172,8 +182,10 @@ class _Cta:
     plgpu.copy_gmem_to_smem(gmem.values.at[at, kv], smem.values.at[wg, stage], arrived)
 
   def copy_first_blocks(self) -> None:
-    """Begins the copies of the worker's first blocks. Without a window they begin before the
-    position is known, so some blocks may lie past it."""
+    """Begins the copies of the worker's first two blocks.
+
+    Without a window they begin before the position is known, so some blocks may lie past it.
+    """
     first, end = self.seen()[1:] if self.shape.window else (0, self.shape.blocks)
     for stage in range(STAGES):
       block = first + self.worker + stage * self.shape.workers
@@ -216,8 +228,10 @@ class _Cta:
         plgpu.commit_smem()
 
   def load_turn(self) -> list[Any]:
-    """Loads sine and cosine, if there is a rotation. They are loaded before the partial sums: loads
-    behind the sums' additions would wait for these."""
+    """Loads sine and cosine, if there is a rotation.
+
+    They are loaded before the partial sums: loads behind the sums' additions would wait for these.
+    """
     return [load_as(self.gmem.turn.at[i], _PER_COLUMN) for i in range(2 * self.shape.rotated)]
 
   def add_up(self, head: Any, to: Any, start: int = 0) -> None:
@@ -285,8 +299,11 @@ class _Cta:
   # -- 4: blocks of the cache --------------------------------------------------------------------
 
   def with_token(self, nothing: _Softmax, has_token: Any) -> _Softmax:
-    """The running softmax before the first block: for the worker whose block the token belongs to,
-    that of the token alone; for the others `nothing`."""
+    """A worker's running softmax before its first block, where projections are partial sums.
+
+    For the worker whose block the token belongs to it is that of the token alone; for the others it
+    is `nothing`.
+    """
     smem = self.smem
     q_MN = load_as(smem.queries, _TILE).astype(jnp.float32)
     rows = (smem.key_row, smem.value_row)
@@ -397,8 +414,14 @@ class _Cta:
     return in_out, self.gmem.y.at[pl.ds(self.first_head, self.shape.group)]
 
   def part_of_result(self, found: _Softmax) -> tuple[Any, Any]:
-    """Writes a part's weighted sums to shared memory, and its largest score and its sum of weights
-    to global memory. Returns the memory of the sums, and their place in global memory."""
+    """Writes a part's results: sums to shared memory, scores and weights to global memory.
+
+    The sums are those of the weighted values. To global memory go each head's largest score and its
+    sum of weights.
+
+    Returns:
+      The shared memory of the sums, and their place in global memory.
+    """
     shape, gmem, smem = self.shape, self.gmem, self.smem
     self.store(found)
     plgpu.commit_smem()

@@ -30,14 +30,14 @@ class Shape:
 
   Attributes:
     rows, heads, kv_heads, length, width, parts: R, H, K, T, N and P.
-    warpgroups: of a CTA.
+    warpgroups: warpgroups of a CTA.
     dtype: of queries and caches.
     scale: factor of the scores.
     window: positions that a token sees, itself included; 0: all.
     partial: the projections come as partial sums, which the kernel adds up. Then the cache does not
       hold the token yet, and the kernel writes it.
     rotated: the kernel rotates the queries and keys of such projections by their position.
-    simulation: see `launch.interpretation`.
+    simulation: the simulation in use, or None (`launch.interpretation`).
   """
 
   rows: int

@@ -88,8 +88,10 @@ def forward(
 
 
 def _first_layer(x_1D, weights: FFNWeights, expert_C, own: Split):
-  """Partial sums of the first layer, before the biases: float32 [C, P, I, F], where I is 2 with a
-  gate, else 1."""
+  """Partial sums of the first layer, before the biases: float32 [C, P, I, F].
+
+  I is 2 with a gate, else 1.
+  """
   matrices = weights.up_weights
   _, width, hidden = matrices[0].shape
   rows = width // own.parts
@@ -108,8 +110,10 @@ def _first_layer(x_1D, weights: FFNWeights, expert_C, own: Split):
 def _second_layer(
   pre_CPIF, weights: FFNWeights, expert_C, scale_C, activation: Activation, own: Split
 ):
-  """Partial sums of the second layer, before the bias, times the choice's scale: float32
-  [C, P, D']; 0 for a choice without an expert."""
+  """Partial sums of the second layer, before its bias: float32 [C, P, D'].
+
+  They are multiplied by the choice's scale, and 0 for a choice without an expert.
+  """
   groups, hidden, out_width = weights.down_GFD.shape
   given = [b for b in weights.up_biases if b is not None]
   biased = [b is not None for b in weights.up_biases]
@@ -121,7 +125,7 @@ def _second_layer(
     own_expert, own_scale = expert[choice], scale[choice]  # the scale is used at the end
     group, wg = one_of(own_expert, matrix), lax.axis_index("wg")
     row = lambda f: a[wg, f - part * rows]
-    # The weights arrive while this computes the activation.
+    # The second layer's weights arrive while the kernel computes the activation.
     start = begin_sums([matrix], group, own, rows, row, column)
     mine, bias, hs = pl.ds(part * rows, rows), iter(bias), []
     for i, has_bias in enumerate(biased):

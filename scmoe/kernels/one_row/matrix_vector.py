@@ -64,8 +64,9 @@ def split(
   most: int = 0,
   unit: int = 0,
 ) -> Split | None:
-  """The division that keeps the largest share of the multiprocessors busy, with a penalty of √w for
-  w waves of CTAs; None if no division fits.
+  """The division that keeps the largest share of multiprocessors busy; None if no division fits.
+
+  A division into w waves of CTAs has its share divided by √w.
 
   Args:
     width, out_width: K and N.
@@ -136,7 +137,7 @@ def begin_sums(matrices, group, own: Split, rows: int, row, column):
   Args:
     matrices: each [groups, K, N].
     group: the index of the group.
-    own: see `Split`.
+    own: how the product is divided.
     rows: how many rows the CTA takes.
     row: k -> the row's k-th number in float32.
     column: index of the piece of columns.
@@ -178,8 +179,11 @@ def begin_sums(matrices, group, own: Split, rows: int, row, column):
 
 
 def store_sums(sums, out, shared, barrier, own: Split, column):
-  """Adds up the warpgroups' sums and writes them to `out`, [I, N]; each warpgroup takes a
-  quarter of the columns, but at least 128, so that of 256 columns two warpgroups take all."""
+  """Adds up the warpgroups' sums and writes them to `out`, [I, N].
+
+  Each warpgroup takes a quarter of the piece's columns, but at least 128, so that of 256 columns
+  two warpgroups take all.
+  """
   wg, piece = lax.axis_index("wg"), max(own.columns // WARPGROUPS, WARPGROUP)
   for i, s in enumerate(sums):
     shared[wg, i] = s
@@ -202,7 +206,7 @@ _CHAIN = 64  # most terms of a chain of additions
 def added_up(sums_PN: jax.Array) -> jax.Array:
   """Σ_p sums[p], up to 64 terms as a chain of additions.
 
-  XLA fuses the chain into the kernel that reads the result. A sum over a dimension, as of more
+  XLA fuses the chain into the kernel that reads the result. A sum over a dimension, as for more
   terms, is a kernel of its own.
   """
   if sums_PN.shape[0] > _CHAIN:

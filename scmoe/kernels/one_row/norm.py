@@ -26,7 +26,7 @@ def takes(x_BD: Array, backend: str = "auto") -> bool:
   """Whether the kernel runs for x: one row of 16-bit floats, D a multiple of 256, at most 8192."""
   width = x_BD.shape[-1]
   fits = x_BD.size == width and width % _MULTIPLE == 0 and width <= _WIDEST
-  # Called last, because it logs its decision.
+  # `resolve_backend` is called last, because it logs its decision.
   return fits and resolve_backend(backend, x_BD.dtype, width) == "mosaic_gpu"
 
 

@@ -164,8 +164,10 @@ class _Program:
     )
 
   def begin(self) -> str:
-    """Finds the thread's numbers, and mine = the address of its warp's row of counts; slot = the
-    address of the lane's first count in that row."""
+    """Finds the thread's numbers, and the addresses of its counts.
+
+    mine = the address of its warp's row of counts; slot = that of the lane's first count there.
+    """
     return ptx.lines(
       [
         ptx.thread_of_block("thread"),
@@ -270,8 +272,10 @@ class _Program:
     )
 
   def for_each_count(self, label: str, work: str) -> str:
-    """Runs the work for every entry e of a row of counts, by one thread each; at = the address of
-    entry e in the first warp's row."""
+    """Runs the work for every entry e of a row of counts, by one thread each.
+
+    at = the address of entry e in the first warp's row.
+    """
     return ptx.lines(
       ptx.lines(
         [
@@ -304,8 +308,10 @@ class _Program:
     )
 
   def add_up_blocks(self) -> str:
-    """Writes the count of the blocks before to entry e; the first block also writes the result's
-    count, that of all blocks."""
+    """Adds up entry e of the blocks before this one, and writes it to shared memory.
+
+    The first block also writes the sum of all blocks, an expert's count, to the result.
+    """
     one = lambda rank: ptx.lines(
       [
         ptx.address_in_block("slot", "at", rank),

@@ -132,6 +132,9 @@ def gate_top_k(
       to 256. Both need D to be a multiple of 64 and tokens in bfloat16, or in float16 (many tokens:
       only without `fp32`). XLA computes all others, also with "mosaic_gpu".
 
+  Returns:
+    Logits and experts; the shares only if the kernel for a single token runs.
+
   Raises:
     ValueError: k is not in [1, E]; or, for sizes that a kernel takes, the backend is unknown or
       "mosaic_gpu" cannot take the type of a single token.

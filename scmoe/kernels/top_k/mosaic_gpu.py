@@ -127,7 +127,7 @@ class _Shape:
   """The compile-time constants that the code of a CTA (`_Cta`) reads.
 
   Attributes:
-    tiling: of the launch.
+    tiling: the launch's tile shape.
     tokens, width, experts: T, D and E.
     padded: E up to a multiple of 64, the columns of a tile.
     terms: terms of the gate's weights.
@@ -146,9 +146,11 @@ class _Shape:
 
   @property
   def sums(self) -> int:
-    """Number of accumulators: 2 if there are several terms, else 1. Tensor cores truncate the sum
-    that they add to. The smaller terms have a sum of their own, so that the sum of the largest term
-    is truncated as often as in a single product."""
+    """Number of accumulators: 2 if there are several terms, else 1.
+
+    Tensor cores truncate the sum that they add to. The smaller terms have a sum of their own, so
+    that the sum of the largest term is truncated as often as in a single product.
+    """
     return min(self.terms, 2)
 
   def memory(self) -> Memory:
@@ -167,8 +169,10 @@ class _Shape:
 
 @dataclasses.dataclass(frozen=True)
 class _Cta:
-  """One CTA, by its references. The only coordinate of a tile is its row tile: a tile has all
-  experts."""
+  """One CTA, by its references: what it does for a tile.
+
+  The only coordinate of a tile is its row tile: a tile has all experts.
+  """
 
   shape: _Shape
   gmem: Operands

@@ -160,8 +160,8 @@ def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -
   Args:
     tiling: the launch's tile shape.
     work: what is done for each tile.
-    full, empty: the ring's barriers, see `barriers`.
-    num_sms: multiprocessors of the launch.
+    full, empty: the ring's barriers, as `barriers` declares them.
+    num_sms: CTAs of the launch.
   """
   cta = _Cta(tiling, work, full, empty, num_sms)
   pl.when(cta.warpgroup < CONSUMERS)(lambda: _Consumer(cta).run())
@@ -388,14 +388,14 @@ def num_workers(tiling: Tiling, num_sms: int) -> int:
 
 
 def launch(body, operands: Any, out_type: Any, tiling: Tiling, num_sms: int):
-  """The kernel of a body on this skeleton's grid and warpgroups.
+  """Builds the kernel that runs a body on this skeleton's grid and warpgroups.
 
   Args:
     body: (operands, outs) -> None, with references in the places of the arrays.
     operands: tree of arrays; None for an operand that is absent.
     out_type: tree of `jax.ShapeDtypeStruct`.
     tiling: the launch's tile shape.
-    num_sms: multiprocessors of the launch.
+    num_sms: CTAs of the launch.
 
   Returns:
     A function of the operands' leaves that gives the outs' leaves.

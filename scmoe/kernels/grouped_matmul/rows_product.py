@@ -181,12 +181,12 @@ class _Shape:
     segments: operands that are contracted one after the other.
     steps: K steps of each such operand.
     divided: row tiles of the tiling in a tile of the layout, 1 or 2.
-    transpose_rhs: as for `rows_product`.
+    transpose_rhs: whether the last dimension of rhs is contracted.
     gathers: whether the producer gathers the rows.
     scaled: whether the operands are fp8 and have scales.
     biased: indices of the results that have a bias.
     activation: in its form for kernels, or None.
-    with_results: as for `rows_product`.
+    with_results: whether the results, beside the activation, are outputs.
     dtype, bias_dtype, out_dtype: types of the operands, the biases and the outputs.
   """
 

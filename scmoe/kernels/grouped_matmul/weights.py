@@ -62,9 +62,9 @@ class Execution:
   Attributes:
     activation: the activation between the layers.
     precision: of float32 operands, as in `jax.lax.dot_general`.
-    num_sms: multiprocessors that kernels use; None: all.
-    interpretation: how kernels are simulated, in tests; see `launch.interpretation`.
-    fp8: whether a forward pass rounds its products' operands to fp8; see `fp8`.
+    num_sms: CTAs that kernels launch; None: one for each multiprocessor.
+    interpretation: the simulation of kernels in use, or None (`launch.interpretation`).
+    fp8: whether a forward pass rounds its products' operands to fp8 (`fp8.py`).
   """
 
   activation: Activation

@@ -85,8 +85,8 @@ def weights_product(
     rhs: operands [R, N] of one width.
     layout: tiles of R; with several runs, nothing is gathered.
     tiling: tile shape; `tiling.cols` is shared between the results.
-    lhs_index_R: if given, lhs is gathered as in `rows_product`.
-    rhs_index_R: if given, the only rhs is gathered; not together with lhs.
+    lhs_index_R: if given, the kernel reads row index[r] of lhs_RM as row r, zero if it is negative.
+    rhs_index_R: likewise for the only rhs; not together with lhs_index_R.
     out_dtype: type of the outputs.
     num_sms: CTAs; None: one for each multiprocessor.
 
@@ -150,7 +150,7 @@ class _Shape:
     gathers_lhs, gathers_rhs: which operand the producer gathers.
     dtype: type of the operands.
     out_dtype: type of the results.
-    num_sms: multiprocessors of the launch.
+    num_sms: CTAs of the launch.
   """
 
   tiling: Tiling

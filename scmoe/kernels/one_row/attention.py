@@ -247,7 +247,8 @@ def attend_partial(
     own: the token's projections, for which `takes_partial` is True.
     k_TKN, v_TKN: the cache, without the token.
     position: int32 [1], of the token.
-    scale, window: as for `attend_cache`.
+    scale: factor of the scores.
+    window: positions that the token sees, itself included; 0: all.
 
   Returns:
     The attention, [H, N], or with several parts a `PartialAttention` that joins to it; and the

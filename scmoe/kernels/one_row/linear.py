@@ -93,7 +93,7 @@ def products(
   Args:
     row: x, [..., D], or a row that the kernel computes.
     matrices: each [D, N], in the dtype of x.
-    backend: see `resolve_backend`.
+    backend: "auto" (the kernel where it runs), "mosaic_gpu" or "xla" (None).
 
   Returns:
     For each matrix [..., N] in the dtype of x, added up in float32; [1, N] for a computed row.
@@ -110,10 +110,10 @@ def products(
 def sums(
   row: Array | ComputedRow, matrices: Sequence[Array], *, backend: str = "auto"
 ) -> Array | None:
-  """The partial sums that `products` adds up: float32 [P, N + N' + ...], or None as there.
+  """The partial sums that `products` adds up: float32 [P, N + N' + ...]; None where it gives None.
 
   Args:
-    row, matrices, backend: as for `products`.
+    row, matrices, backend: x, the matrices W, and whose products, as for `products`.
   """
   width = row.shape[-1] if isinstance(row, Array) else row.width
   if row.size != width or any(w.dtype != row.dtype for w in matrices):

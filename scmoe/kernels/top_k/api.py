@@ -70,8 +70,8 @@ def gate_under_norm(
   Args:
     row: the token with its norm.
     gate_DE: weights.
-    fp32: see `gate_product`.
-    backend: see `gate_top_k`.
+    fp32: whether to multiply in float32; if not, the weights are rounded to the token's type.
+    backend: "auto" (the kernel where it runs), "mosaic_gpu" or "xla" (None).
 
   Returns:
     The normalised token and the logits' partial sums; None if the kernel does not take these sizes
@@ -126,7 +126,7 @@ def gate_top_k(
     x_TD: tokens.
     gate_DE: weights.
     k: K, at most E.
-    fp32: see `gate_product`.
+    fp32: whether to multiply in float32; if not, the weights are rounded to the tokens' type.
     backend: "auto" (a kernel where it runs), "mosaic_gpu" or "xla". There is a kernel for multiples
       of 128 tokens and up to 192 experts, and one for a single token and a multiple of 8 experts up
       to 256. Both need D to be a multiple of 64 and tokens in bfloat16, or in float16 (many tokens:

@@ -2,7 +2,7 @@
 
 The three letters say whether output, left and right operand are Sparse or Dense.
 
-    Z  blocks      B  side of a block      M, N, K  as in a matrix product
+    Z  blocks      B  side of a block      M x N = (M x K) · (K x N)
 
 The activations of all experts form a block-sparse matrix [rows, all experts' hidden units], in
 which a row has only its own expert's blocks. `grouped_matmul` and `grouped_outer` compute products

@@ -1,4 +1,4 @@
-"""The experts' network as in MegaBlocks (`mlp_impl=sparse`): SDD, activation of blocks, DSD."""
+"""The experts' network as MegaBlocks computes it (`mlp_impl=sparse`): SDD, activation, DSD."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ copy 16 bytes each at a time (`cp.async`, PTX ISA 8.x, section "Data Movement"),
 expects them in its swizzled layout. Barriers of this module count the copies that have arrived:
 inline code cannot name the Pallas barrier of a stage.
 
-Interpret mode cannot run these functions. On a CPU, the rows are gathered before the kernel.
+Interpret mode cannot run these functions. In the simulation XLA gathers the rows before the kernel.
 """
 
 import dataclasses

@@ -1,9 +1,10 @@
 """The skeleton of kernels that multiply: a persistent, warp-specialised loop over output tiles.
 
-Three phases. The *producer*, one warpgroup, copies operand blocks into a ring of shared-memory
-stages (TMA). Two *consumer* warpgroups multiply them (wgmma). Their *epilogue* makes the tile's
-result of the accumulators and stores it. The ring runs on from tile to tile, so the producer
-fetches the next tile while the consumers are still in the epilogue of this one.
+A tile has three phases. The *producer*, one warpgroup, copies operand blocks into a ring of
+shared-memory stages (by TMA; gathered rows by `gather`). Two *consumer* warpgroups multiply them
+(wgmma). Their *epilogue* makes the tile's result of the accumulators and stores it. The ring runs
+on from tile to tile, so the producer fetches the next tile while the consumers are still in the
+epilogue of this one.
 
 Two ways to share the work:
   * cooperative: both consumers work on one tile, half of its rows each;

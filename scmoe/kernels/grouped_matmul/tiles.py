@@ -1,8 +1,9 @@
 """Chooses the tile shape of a product: as measured here, as shipped, or by the rows of tables.
 
 `python -m scmoe.bench.tune` measures `variants` on a user's GPU and keeps the fastest (`tuned`). A
-product that it did not measure takes its entry of `tiling_tables.TABLE`. A product without an entry
-takes the first of `candidates`, which has a form for all widths that are multiples of 64.
+product that it did not measure takes its entry of `tiling_tables.TABLE`. A product without an
+entry, or with a result that is not of 2-byte elements, takes the first of `candidates`, which has a
+form for all widths that are multiples of 64.
 """
 
 import contextlib

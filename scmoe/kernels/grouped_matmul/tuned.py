@@ -1,7 +1,8 @@
 """Tilings that were measured on a user's own GPU: `python -m scmoe.bench.tune` keeps them here.
 
 There is one JSON file for each kind of device, in the user's cache folder. Its tilings are
-preferred to those that the package ships (see `scmoe.kernels.grouped_matmul.tiles`). If a file
+preferred to those that the package ships, as long as they are among the tilings that `tiles` offers
+for a product (`variants`). If a file
 cannot be used, a warning names it and the products run without it, perhaps slower.
 """
 

@@ -1,4 +1,4 @@
-"""The inputs of an implementation of the experts' network: weights, and how to compute."""
+"""The inputs of an implementation of the experts' network: matrices, biases, how to compute."""
 
 from __future__ import annotations
 

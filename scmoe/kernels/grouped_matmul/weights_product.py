@@ -2,8 +2,8 @@
 
     R  rows of the tiles      M, N  widths of the result      G  groups
 
-Groups are padded with zeros, so the contraction is a plain loop, without masks, over the blocks of
-rows that hold at least one row of the group.
+Groups are padded with zeros, in one operand at least, so the contraction is a plain loop, without
+masks, over the blocks of rows that hold at least one row of the group.
 """
 
 import dataclasses

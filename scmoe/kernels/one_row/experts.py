@@ -3,7 +3,7 @@
     C  choices of the row      P  parts of a sum      D  model width      F  expert width
     K, N  contracted and other width of a product     D'  width of the output
 
-Each layer is a kernel that reads the matrices of the chosen experts once (`matrix_vector`). The
+Each layer is a kernel that reads its matrices of the chosen experts once (`matrix_vector`). The
 second layer's CTAs add up the first layer's partial sums and apply the activation; XLA adds up the
 second layer's.
 """

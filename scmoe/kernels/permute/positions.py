@@ -4,7 +4,8 @@
 
 1. Every warp walks an equal run of the choices, 32 at a time, and counts them by expert. Lanes with
    equal experts find each other by a vote on every bit (`match.any` is two to four times slower).
-   One of them advances the warp's count of the expert. The position so far is that within the run.
+   One of them advances the warp's count of the expert. The positions so far count earlier choices
+   of the warp's own run.
 2. The block turns its warps' counts into counts of the warps before each one.
 3. Each block adds up the counts of the blocks before it.
 4. Every warp walks its run once more and adds the counts of the warps and blocks before it to the

@@ -3,8 +3,8 @@
     T  tokens      D  model width      E  experts      K  experts per token
 
 XLA needs a product, 2·K reductions and as many selections, whose launches cost more than their work
-when experts are small. Every tile of tokens reads all terms of the gate (see `api`), more bytes
-than its tokens have; so pairs of CTAs share one copy of them.
+when experts are small. Every tile of tokens reads all terms of the gate (see `api`), for a float32
+gate more bytes than its tokens have; so pairs of CTAs share one copy of them.
 """
 
 import dataclasses

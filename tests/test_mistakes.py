@@ -20,6 +20,7 @@ from scmoe.run import summary
 from scmoe.run.config_files import find_config, load_config
 from scmoe.run.dry_run import dry_run
 from scmoe.run.fields import with_field
+from scmoe.run.text import Text
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -216,7 +217,7 @@ def started(tmp_path, monkeypatch):
       return None
 
   monkeypatch.setattr(train, "Trainer", Trainer)
-  monkeypatch.setattr(train, "result", lambda data, workdir: "")
+  monkeypatch.setattr(Text, "result", lambda self, data, workdir: "")
   return runs
 
 

@@ -74,6 +74,16 @@ def test_class_folders(tmp_path):
   assert data.images.train.images.shape == (2, 4, 4, 3)
 
 
+def test_a_test_split_beside_a_validation_split_is_not_trained_on(tmp_path):
+  for split, value in (("train", 1), ("validation", 2), ("test", 3)):
+    place = tmp_path / split / "a"
+    place.mkdir(parents=True)
+    (place / "x.png").write_bytes(encoded(value))
+  data = opened(tmp_path, batch_size=1)
+  assert data.images.train.images[:, 0, 0, 0].tolist() == [1]
+  assert data.images.validation.images[:, 0, 0, 0].tolist() == [2]
+
+
 def test_every_epoch_has_every_image_once_and_a_position_is_found_again(folder):
   data = opened(folder, batch_size=5, partners=True)
   batches = data.train()

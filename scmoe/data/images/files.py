@@ -55,9 +55,10 @@ def from_files(cfg: DataConfig, size: int, channels: int) -> Images:
   """The images of `data.path`, decoded and divided into training and validation.
 
   If names of files or folders say train, images whose names say validation (or valid, val, dev) are
-  for validation; if none says so, those whose names say test are. All others are for training. If
-  no name says train, or none of the others is there, the hash of each image's content divides them,
-  by `data.validation_fraction`.
+  for validation, and those whose names say test are left out; if none says validation, those whose
+  names say test are for validation. All others are for training. If no name says train, or none of
+  the others is there, the hash of each image's content divides them, by
+  `data.validation_fraction`.
 
   Args:
     cfg: the `data` section.
@@ -74,6 +75,9 @@ def from_files(cfg: DataConfig, size: int, channels: int) -> Images:
     raise DataError(f"data.path={cfg.path!r} does not exist; give a Parquet file or a folder")
   tables = [root] if root.is_file() else sorted(root.rglob("*.parquet"))
   names, encoded = _of_tables(tables, root, cfg) if tables else _of_folders(root, cfg.path)
+  splits = {image.split for image in encoded}
+  if "train" in splits and splits & set(VALIDATION):
+    encoded = [image for image in encoded if image.split != "test"]
   digest = hashlib.blake2b(f"{size} {channels}".encode(), digest_size=16)
   for image in encoded:
     digest.update(hashlib.blake2b(image.content, digest_size=16).digest())

@@ -51,7 +51,7 @@ def test_every_link_leads_to_a_file(tmp_path, monkeypatch):
       if path.name != "404.html":
         assert (path.parent / target).exists(), (path.name, target)
   layer = (site / "api" / "scmoe.moe.layer.html").read_text("utf-8")
-  assert "num_experts,\N{NO-BREAK SPACE}top_k" in layer  # one entry about two names
+  assert "router,\N{NO-BREAK SPACE}dispatch" in layer  # one entry about two names
   start = (site / "index.html").read_text("utf-8")
   assert 'href="routing.html"' in start
   assert 'href="experiments/LOG.html"' in start

@@ -367,6 +367,7 @@ class Meter:
   def __init__(self) -> None:
     self._last: float | None = None
     self._begun = False
+    self._mean = math.nan  # of the last `take` that had timed steps
     self._interval: list[float] = []
     self._recent: deque[float] = deque(maxlen=4096)
 
@@ -390,10 +391,15 @@ class Meter:
     self._last = None
 
   def take(self) -> float:
-    """Mean seconds per step since the last call; NaN if no step was timed."""
-    mean = float(np.mean(self._interval)) if self._interval else math.nan
+    """Mean seconds per step since the last call.
+
+    If no step was timed since then, the mean of the call before: the last step of a run has no next
+    dispatch, so it is not timed. NaN if no step was timed at all.
+    """
+    if self._interval:
+      self._mean = float(np.mean(self._interval))
     self._interval.clear()
-    return mean
+    return self._mean
 
   def percentiles(self) -> tuple[float, float]:
     """Median and 99th percentile of the seconds per step, over the last 4096; NaN without any."""

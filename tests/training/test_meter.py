@@ -25,6 +25,7 @@ def test_only_times_between_a_dispatch_and_its_results_are_steps(monkeypatch):
   now[0] = 8.1  # the loop ends: results of the last step, without another dispatch
   meter.tick()
   assert meter.take() == 1.0
+  assert meter.take() == 1.0  # no step was timed since
   meter.pause()  # evaluation
   step(20.0)
   step(22.0)

@@ -338,7 +338,7 @@ def test_text_that_is_read_too_often_and_text_without_validation_are_said_before
   train.main(["--smoke", *mine, *field("train.steps=" + fewer.replace(",", ""))])
   assert "WARNING" not in started[-1][2]["header"]
   train.main(["--smoke", *mine, *field("data.validation_fraction=0")])
-  assert "no validation text: nothing will be evaluated" in started[-1][2]["header"]
+  assert "no validation data: nothing will be evaluated" in started[-1][2]["header"]
   assert started[-1][2]["evaluate"] is None
 
 

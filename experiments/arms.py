@@ -68,7 +68,7 @@ class Worker:
     threading.Thread(target=self._listen, daemon=True).start()
 
   def answer(self) -> Any:
-    """What it says next.
+    """The next line that it prints.
 
     Raises:
       Silent: nothing; it is ended then.
@@ -86,7 +86,7 @@ class Worker:
     return json.loads(said)
 
   def ask(self, line: str) -> Any:
-    """What it says to a line; raises as `answer`."""
+    """Its answer to a line; raises as `answer`."""
     assert self.process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # `answer` says so
       self.process.stdin.write(line + "\n")

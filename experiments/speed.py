@@ -132,7 +132,7 @@ class Job:
   batch: int = 4
 
   def run(self) -> RunConfig:
-    """What all arms have in common, before it is resolved."""
+    """The configuration that all arms share, before it is resolved."""
     model, devices = SHAPES[self.shape], jax.device_count()
     sequences = self.batch * devices
     tokens = self.accumulation * sequences * model.context

@@ -139,7 +139,7 @@ def _runs(study: Study, place: Path, beside: Path) -> str:
 
 
 def _readme(place: Path) -> str:
-  """What was registered, as it stands in README.md; its Markdown stays as it is."""
+  """The registered plan as README.md has it; its Markdown stays as it is."""
   try:
     text = (place / "README.md").read_text("utf-8")
   except OSError:

@@ -1,7 +1,6 @@
 """Fields, files, JSON, and every check that joins sections."""
 
 # Tests call with wrong types on purpose, and fakes stand for typed objects.
-# pyright: reportAttributeAccessIssue=false
 
 import dataclasses
 import json

@@ -667,14 +667,23 @@ def docstrings(text: str):
       yield getattr(node, "lineno", 1), found
 
 
-def without_subject(text: str) -> list[int]:
-  """Lines with a docstring that begins with "Of": such a phrase has no subject."""
-  return [line for line, found in docstrings(text) if re.match(r"\W*of\b", found, re.IGNORECASE)]
+def without_subject(text: str, words: str = "of") -> list[int]:
+  """Lines with a docstring that begins with one of these words: such a phrase has no subject."""
+  begins = re.compile(rf"\W*({words})\b", re.IGNORECASE)
+  return [line for line, found in docstrings(text) if begins.match(found)]
 
 
-@pytest.mark.parametrize("folder", ["scmoe", "configs", "experiments", "tests"])
-def test_no_docstring_begins_with_of(folder):
-  found = {p.relative_to(ROOT).as_posix(): without_subject(p.read_text("utf-8"))
+@pytest.mark.parametrize(
+  ("folder", "words"),
+  [
+    ("scmoe", "of|what|as|who"),
+    ("configs", "of|what|as|who"),
+    ("experiments", "of|what|as|who"),
+    ("tests", "of"),
+  ],
+)
+def test_no_docstring_begins_with_of_or_a_relative_clause(folder, words):
+  found = {p.relative_to(ROOT).as_posix(): without_subject(p.read_text("utf-8"), words)
            for p in sorted((ROOT / folder).rglob("*.py"))}  # fmt: skip
   assert found, "no file was read"
   assert {path: lines for path, lines in found.items() if lines} == {}
@@ -684,6 +693,7 @@ def test_a_docstring_that_begins_with_of_is_found():
   text = '"""Of one step."""\ndef f():\n  """`of` each."""\nx = """Of no matter."""\n'
   assert without_subject(text) == [1, 2]
   assert without_subject('"""Offsets of rows."""') == []
+  assert without_subject('"""What a step does."""', "of|what") == [1]
 
 
 def test_the_small_examples_of_docstrings():

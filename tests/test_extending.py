@@ -1,8 +1,6 @@
 """The package of docs/extending.md, outside of the repository, from training to the profile."""
 
 # Tests call with wrong types on purpose, and fakes stand for typed objects.
-# pyright: reportArgumentType=false
-# pyright: reportCallIssue=false
 
 import os
 import re

@@ -1,7 +1,6 @@
 """Typical mistakes: one line that says what to do, and doing it works."""
 
 # Tests call with wrong types on purpose, and fakes stand for typed objects.
-# pyright: reportOptionalOperand=false
 
 import dataclasses
 import importlib.util

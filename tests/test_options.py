@@ -1,8 +1,6 @@
 """Every option of the library is checked when its object is made, with one line."""
 
 # Tests call with wrong types on purpose, and fakes stand for typed objects.
-# pyright: reportArgumentType=false
-# pyright: reportOptionalMemberAccess=false
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What got slower since the last figures of the same hardware were committed.
+"""Names what got slower since the last figures of the same hardware were committed.
 
   python experiments/bench_check/run.py                 run all that fits this machine, and compare
   python experiments/bench_check/run.py --only layer --keep

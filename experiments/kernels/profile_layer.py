@@ -1,4 +1,4 @@
-"""Where a layer's time goes, kernel by kernel: its forward, and forward + backward.
+"""A layer's time, kernel by kernel: its forward, and forward + backward.
 
 python experiments/kernels/profile_layer.py OLMoE          one GPU
 python experiments/kernels/profile_layer.py 64,64,64,4,2   T,D,F,E,K; without a GPU wall times only

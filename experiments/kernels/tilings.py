@@ -85,7 +85,7 @@ def name_of(tiling):
 
 
 def forms_of(key):
-  """What is measured: the rule's or the table's choice first, and all that is wider than 64."""
+  """Tilings to measure: the rule's or the table's choice first, and all wider than 64."""
   kind, width, n, gathered = key
   chosen = tiles.shipped(kind, width, n, gathered=gathered)
   offered = tiles.variants(kind, width, n, gathered=gathered)

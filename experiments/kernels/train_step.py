@@ -131,7 +131,7 @@ def check(bench: Bench, programs: dict, tolerance: float) -> dict[str, list[dict
 
 
 def stages(bench: Bench, compiled, folder: Path) -> str:
-  """Where one arm's time goes, by stage and direction, from a profiler trace of two steps."""
+  """One arm's time by stage and direction, from a profiler trace of two steps."""
   with jax.profiler.trace(str(folder)):
     bench.steps(compiled, 2)
   events, names = read_events(find_trace(str(folder))), operation_names(compiled)

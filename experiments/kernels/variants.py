@@ -40,7 +40,7 @@ class Variant:
 
 
 def variants(shape: bench.Shape) -> dict[str, Variant]:
-  """What is compared, what the rule chooses first."""
+  """Variants to compare; the rule's choice comes first."""
   choose_up = functools.partial(tiles.choose, "up", shape.width, shape.hidden)
   rule = Variant(choose_up(gathered=True), tiles.choose("rows", shape.hidden, shape.width))
   down = lambda tiling: dataclasses.replace(rule, down=tiling)

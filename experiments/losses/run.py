@@ -107,7 +107,7 @@ def trained(options: list[str], arm: Arm, folder: Path) -> Path:
 
 
 def commit(code: Path) -> str:
-  """What is checked out there."""
+  """The commit that is checked out there."""
   command = ["git", "-C", str(code), "describe", "--always", "--dirty"]
   return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 

@@ -150,7 +150,7 @@ def read(folder: Path) -> float:
 
 
 def run_module(module: str, *args: object) -> str:
-  """What a command prints."""
+  """The output of a command."""
   command = [sys.executable, "-m", module, *map(str, args)]
   done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
   return done.stdout

@@ -201,7 +201,7 @@ def drive(args: argparse.Namespace) -> int:
 
 
 def hidden(name: str, told: dict[str, Any]) -> str:
-  """What of each exchange had computation beside it."""
+  """The share of each exchange that had computation beside it."""
   whole = told["overlap"]
   share = 100 * whole["share_hidden"]
   lines = [f"{name}: {whole['communication']:.1f} ms of communication, {share:.0f} % hidden; "

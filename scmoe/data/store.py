@@ -225,7 +225,7 @@ def _open_corpus(
 
 @dataclasses.dataclass
 class _DomainScan:
-  """What the first pass over the text finds out about a domain."""
+  """Figures of a domain from the first pass over its text."""
 
   part: int
   shares: array = dataclasses.field(default_factory=lambda: array("d"))  # documents' hashes

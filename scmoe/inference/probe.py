@@ -347,7 +347,7 @@ def _counts(
 
 
 class _Heard:
-  """What listeners hear while a batch passes all trunks.
+  """Routings that listeners record while a batch passes all trunks.
 
   Attributes:
     routings: the `Routing` of each gating.

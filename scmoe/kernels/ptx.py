@@ -276,7 +276,7 @@ def element_address(
 
 
 def row_address(to: str, base: str, index: str, size: int) -> str:
-  """As `element_address`, in one instruction: to = base + index · size, the index with a sign."""
+  """Does `element_address` in one instruction: to = base + index · size, the index with a sign."""
   return f"mad.wide.s32 {to}, {index}, {size}, {base};"
 
 

@@ -1,4 +1,4 @@
-"""What training minimises: a model's own loss plus the losses of its routers.
+"""The quantity that training minimises: a model's own loss plus the losses of its routers.
 
 `RoutedObjective` has all that concerns routers and gradients; a subclass says how its model reads a
 batch, and which sums it makes of the output.

@@ -39,7 +39,7 @@ ApplyExperts = Callable[[Array, RowLayout], Array]
 
 
 class ExpertRows:
-  """Where each expert's rows lie in an array sorted by expert; `matmul` multiplies them.
+  """Positions of each expert's rows in an array sorted by expert; `matmul` multiplies them.
 
   `Experts.compute` gets such an object beside its rows.
 
@@ -165,7 +165,7 @@ class LayerParams(Protocol):
 
 
 class ExpertSource(Protocol):
-  """Where a model's experts are; an argument that is fixed when a program is built, so hashable."""
+  """The place of a model's experts; fixed when a program is built, and hashable for that."""
 
   def of_layer(self, experts: Experts, kept: Any) -> LayerExperts:
     """One layer's experts for one pass.

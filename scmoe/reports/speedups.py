@@ -32,7 +32,7 @@ _TIMES_SHAPE = [{"label": str, "arms": {"*": {"ms": float, "rounds_ms": Maybe([f
 
 @dataclasses.dataclass(frozen=True)
 class Worth:
-  """What a variant is worth on a link.
+  """The effective speed-up of a variant on a link.
 
   Attributes:
     variant: of the study of differences.

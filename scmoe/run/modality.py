@@ -1,4 +1,4 @@
-"""What differs between a model of text and one of images, for all commands: chosen here, once.
+"""The differences between a model of text and one of images, for all commands: chosen here, once.
 
 `modality_of(run)` gives `TEXT` or `IMAGES`. Everything else of a run (mesh, step, optimizer,
 checkpoints, loop) knows neither.
@@ -104,7 +104,7 @@ IMAGES: Modality = Images()
 
 
 def modality_of(run: RunConfig) -> Modality:
-  """What the run's model reads."""
+  """The kind of data that the run's model reads: `TEXT` or `IMAGES`."""
   return IMAGES if run.model.reads_images else TEXT
 
 

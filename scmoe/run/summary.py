@@ -1,4 +1,4 @@
-"""What a run prints at its start, and changes that help where memory is short."""
+"""The lines that a run prints at its start, and changes that help where memory is short."""
 
 from __future__ import annotations
 

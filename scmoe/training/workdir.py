@@ -194,7 +194,7 @@ def owner_lives(path: Path) -> bool:
 
 
 def _owner(path: Path) -> tuple[dict[str, Any], bool]:
-  """(what a lock file names: process, host, start; {} without one; whether that process runs).
+  """The process, host and start that a lock file names ({} without one), and whether it runs.
 
   A process of another host counts as running if the lock was touched less than
   `FOREIGN_STALE_SECONDS` ago; this process itself does not count.

@@ -1,7 +1,6 @@
 """The list of steps, the slot, its makespan and its timeline, on examples of the paper's size."""
 
 # Tests call with wrong types on purpose, and fakes stand for typed objects.
-# pyright: reportArgumentType=false
 
 import itertools
 

@@ -1,10 +1,6 @@
 """Locks, full disks, files that somebody else changed, and standard output that is not there."""
 
 # Tests call with wrong types on purpose, and fakes stand for typed objects.
-# pyright: reportArgumentType=false
-# pyright: reportCallIssue=false
-# pyright: reportMissingImports=false
-# pyright: reportUnusedExpression=false
 
 import json
 import os

@@ -1,7 +1,6 @@
 """Experts that stay in their files: the same tokens, one line where they cannot, nothing left."""
 
 # Tests call with wrong types on purpose, and fakes stand for typed objects.
-# pyright: reportAttributeAccessIssue=false
 
 import dataclasses
 import gc

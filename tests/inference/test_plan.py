@@ -1,9 +1,6 @@
 """Plans of where experts lie, from a model's sizes and the memory that there is."""
 
 # Tests call with wrong types on purpose, and fakes stand for typed objects.
-# pyright: reportCallIssue=false
-# pyright: reportOptionalMemberAccess=false
-# pyright: reportUnusedExpression=false
 
 import dataclasses
 

@@ -2,7 +2,6 @@
 ask for nothing sensible."""
 
 # Tests call with wrong types on purpose, and fakes stand for typed objects.
-# pyright: reportAttributeAccessIssue=false
 
 import dataclasses
 import gc

@@ -5,7 +5,6 @@ that a text can be written that becomes the recorded ids.
 """
 
 # Tests call with wrong types on purpose, and fakes stand for typed objects.
-# pyright: reportArgumentType=false
 
 import io
 import json

@@ -1,7 +1,6 @@
 """Released models in and out: recorded logits, bits after a round trip, and every way to fail."""
 
 # Tests call with wrong types on purpose, and fakes stand for typed objects.
-# pyright: reportArgumentType=false
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What a wiring is worth in time: the baseline's loss after several amounts of text.
+"""A wiring's worth in time: the baseline's loss after several amounts of text.
 
   python experiments/quality/effective_speedup/run.py --scale gpu --limit_seconds 570
 

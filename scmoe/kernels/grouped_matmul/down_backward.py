@@ -255,7 +255,7 @@ class _Cta:
   outs: Outs
 
   def work(self) -> Work:
-    """What the CTA's producer and consumers do for a tile, for `run_tiles`."""
+    """The work of the CTA's producer and consumers on a tile, for `run_tiles`."""
     shape, ready = self.shape, functools.partial(gather.wait_rows, self.smem.gathered)
     steps = shape.width // shape.tiling.depth
     return Work(

@@ -190,7 +190,7 @@ def _product(x_XK, matrices, biases, layout, *, permutation=None, activation=Non
 
 
 def _fp8_product(x_XK, matrices, biases, layout, *, permutation=None, **options):
-  """As `_product`, with operands rounded to e4m3; XLA gathers rows and scales before the kernel."""
+  """`_product` with operands rounded to e4m3; XLA gathers rows and scales before the kernel."""
   rows, scale = fp8.quantised_rows(x_XK)
   if permutation is not None:
     rows, scale = (take_rows(x, permutation.token_R) for x in (rows, scale))

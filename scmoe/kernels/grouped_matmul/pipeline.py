@@ -94,7 +94,7 @@ def tiled_smem(shape: Sequence[int], dtype) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """What `run_tiles` does for each tile, as functions of a kernel.
+  """A kernel's functions that `run_tiles` calls for each tile.
 
   Attributes:
     num_tiles: how many tiles there are; a pair of CTAs takes two at a time, counted as one.
@@ -170,7 +170,7 @@ def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -
 
 
 class _Cta:
-  """What a CTA's producer and consumers have in common.
+  """The state and the methods that a CTA's producer and consumers share.
 
   A worker is a CTA or a pair of CTAs. Its tiles are numbered from 0 on; with 132 workers, worker 5
   has the tiles 5, 137, 269 and so on of all tiles.
@@ -344,7 +344,7 @@ class _Consumer:
     plgpu.barrier_arrive(self.cta.empty.at[jnp.where(stage == 0, last, stage - 1)])
 
   def multiply_scaled(self, where: Any, steps: Any, first_turn: Any) -> None:
-    """As `multiply`, but multiplies each stage's products by scales before it adds them up."""
+    """Does `multiply`, but scales each stage's products before it adds them up."""
     work = self.cta.work
     zeros = tuple(
       plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)

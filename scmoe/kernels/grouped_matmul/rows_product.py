@@ -276,7 +276,7 @@ class _Cta:
   row_tiles: Any
 
   def work(self) -> Work:
-    """What the CTA's producer and consumers do for a tile, for `run_tiles`."""
+    """The work of the CTA's producer and consumers on a tile, for `run_tiles`."""
     shape, ready = self.shape, functools.partial(gather.wait_rows, self.smem.gathered)
     return Work(
       num_tiles=paired_tiles(shape.tiling, self.row_tiles, shape.col_tiles),

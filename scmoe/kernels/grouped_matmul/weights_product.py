@@ -220,7 +220,7 @@ class _Cta:
   outs: Any
 
   def work(self) -> Work:
-    """What the CTA's producer and consumers do for a tile, for `run_tiles`."""
+    """The work of the CTA's producer and consumers on a tile, for `run_tiles`."""
     shape, ready = self.shape, functools.partial(gather.wait_rows, self.smem.gathered)
     return Work(
       num_tiles=jnp.int32(shape.num_tiles),

@@ -181,7 +181,7 @@ class _Cta:
   row_tiles: Any
 
   def work(self) -> Work:
-    """What the CTA's producer and consumers do for a tile, for `run_tiles`."""
+    """The work of the CTA's producer and consumers on a tile, for `run_tiles`."""
     shape, tiling = self.shape, self.shape.tiling
     return Work(
       num_tiles=paired_tiles(tiling, self.row_tiles, 1),

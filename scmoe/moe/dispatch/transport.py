@@ -46,8 +46,8 @@ class Transport(Protocol):
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
     """Brings the experts' outputs back to their tokens and adds them up, in the rows' type.
 
-    The result is y[t] = Σ_k weight[t, k] · expert[t, k](x[t]) over the choices that were not
-    dropped. If weights multiply the input, it is Σ_k expert[t, k](weight[t, k] · x[t]).
+    The result is `y[t] = Σ_k weight[t, k] · expert[t, k](x[t])` over the choices that were not
+    dropped. If weights multiply the input, it is `Σ_k expert[t, k](weight[t, k] · x[t])`.
 
     Args:
       sent: the result of `dispatch`, with the experts' outputs in place of its rows.

@@ -43,8 +43,7 @@ def lower(step: Any, traced: Any, args: tuple[Any, ...], *, gpu: bool) -> Any:
 
   Only programs of one GPU, without arguments in the host's memory, are kept: they hold the kernels
   whose lowering takes seconds. All others are lowered as usual, as is a program that calls back to
-  Python, which cannot be exported. Without jax's cache folder, or without the package flatbuffers,
-  every program is lowered as usual.
+  Python, which cannot be exported. Without jax's cache folder every program is lowered as usual.
 
   Args:
     step: a `jax.jit`-ed function.
@@ -56,7 +55,7 @@ def lower(step: Any, traced: Any, args: tuple[Any, ...], *, gpu: bool) -> Any:
     A `jax.stages.Lowered` that is compiled and called like that of `step`.
   """
   folder = getattr(jax.config, CACHE)
-  if not gpu or folder is None or not _can_export() or not _on_one_device(args):
+  if not gpu or folder is None or not _on_one_device(args):
     return traced.lower()
   file = Path(folder) / f"lowered-{_key(traced)}"
   program = _read(file)
@@ -67,15 +66,6 @@ def lower(step: Any, traced: Any, args: tuple[Any, ...], *, gpu: bool) -> Any:
       return traced.lower()
     _keep(file, program)
   return _as_step(program, traced).lower(*args)
-
-
-def _can_export() -> bool:
-  """Whether jax can serialise: it needs the package flatbuffers."""
-  try:
-    import flatbuffers  # noqa: F401
-  except ImportError:
-    return False
-  return True
 
 
 def _on_one_device(args: tuple[Any, ...]) -> bool:
@@ -145,6 +135,8 @@ def _exported(step: Any, args: tuple[Any, ...]) -> bytes:
 
   any_call = export.DisabledSafetyCheck.custom_call("ALL")  # safe: the same jax reads it
   exported = export.export(jax.jit(flat), disabled_checks=[any_call])(*leaves)
+  if exported.nr_devices != 1:
+    raise ValueError("a program of several devices, whose arguments have no shardings")
   if "callback" in exported.mlir_module():
     raise ValueError("a callback's address is valid in this process only")
   return bytes(exported.serialize())

@@ -56,6 +56,8 @@ if TYPE_CHECKING:
   from scmoe.models.config import ModelConfig as ModelConfig
   from scmoe.models.gpt import GPT as GPT
   from scmoe.models.gpt import Pass as Pass
+  from scmoe.models.vision.model import VisionModel as VisionModel
+  from scmoe.models.vision.options import VisionConfig as VisionConfig
   from scmoe.moe.dispatch import Capacity as Capacity
   from scmoe.moe.dispatch import DispatchConfig as DispatchConfig
   from scmoe.moe.dispatch import Dropless as Dropless
@@ -111,6 +113,8 @@ _NAMES = {
   "scmoe.profiling.roofline": ("MACHINES", "Machine", "Sizes", "model_times"),
   "scmoe.models.config": ("ModelConfig",),
   "scmoe.models.gpt": ("GPT", "Pass"),
+  "scmoe.models.vision.model": ("VisionModel",),
+  "scmoe.models.vision.options": ("VisionConfig",),
   "scmoe.inference.sampling": ("Sampling",),
   "scmoe.inference.offload.model": ("Offload", "Usage", "offloaded"),
   "scmoe.parallel.mesh": (

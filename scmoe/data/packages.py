@@ -7,6 +7,9 @@ from types import ModuleType
 
 from scmoe.base.errors import ConfigError
 
+# Packages whose name on PyPI is not the name under which Python imports them.
+ON_PYPI = {"PIL": "pillow", "sklearn": "scikit-learn"}
+
 
 def need(package: str, purpose: str) -> ModuleType:
   """Imports `package`.
@@ -18,6 +21,7 @@ def need(package: str, purpose: str) -> ModuleType:
     return importlib.import_module(package)
   except ImportError as error:
     root = package.partition(".")[0]
+    name = ON_PYPI.get(root, root)
     raise ConfigError(
-      f"{purpose} needs the package {root!r}: pip install {root} ({error})"
+      f"{purpose} needs the package {name!r}: pip install {name} ({error})"
     ) from None

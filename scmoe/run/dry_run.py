@@ -315,7 +315,7 @@ def report(result: DryRun) -> str:
 def model_lines(run: RunConfig, p: Parameters, f: Flops) -> list[str]:
   """Model, parameters and FLOPs per token: the first lines of a run's header."""
   m, rule = run.model, run.model.wiring_rule
-  experts = "no experts"
+  kind, experts = m.architecture if m.reads_images else m.style, "no experts"
   if rule.taps:
     beside = " + shared expert" if rule.shared_expert else ""
     visited = rule.routed_per_token(m.top_k)
@@ -327,7 +327,7 @@ def model_lines(run: RunConfig, p: Parameters, f: Flops) -> list[str]:
   routed = f", routed {number(p.routed)} ({number(p.routed_active)} active)" if p.routed else ""
   shared = f", shared {number(p.shared)}" if p.shared else ""
   return [
-    f"model        {m.style}, {m.wiring}: {m.num_layers} blocks, width {m.width}, {experts}, "
+    f"model        {kind}, {m.wiring}: {m.num_layers} blocks, width {m.width}, {experts}, "
     f"{m.dtype}",
     f"parameters   {number(p.total)} in all, {number(p.active)} active per token: embedding "
     f"{number(p.embedding)}, dense {number(p.dense)}{shared}{routed}",

@@ -51,7 +51,73 @@ def _reads(run: Any, *kinds: str) -> bool:
 _DENSE = lambda run: not run.model.wiring_rule.taps
 _K = lambda run: run.model.wiring_rule.k
 
+_TEXT = lambda run: not run.model.reads_images
+_IMAGES = lambda run: run.model.reads_images
+
+_VISION_RULES = (
+  _Rule(
+    ("model.vision.", "augment.", "data.image_field", "data.label_field"),
+    _TEXT,
+    "model.architecture={run.model.architecture!r} reads text",
+    "set model.architecture=vit or swin",
+  ),
+  _Rule(
+    ("model.vision.depths", "model.vision.window", "model.vision.moe_stages",
+     "model.vision.last_wiring"),
+    lambda run: run.model.architecture != "swin",
+    "model.architecture={run.model.architecture!r} has no stages",
+    "set model.architecture=swin",
+  ),
+  _Rule(
+    ("model.num_layers",),
+    lambda run: run.model.architecture == "swin",
+    "the stages of a Swin have the blocks of model.vision.depths={run.model.vision.depths!r}",
+    "set model.vision.depths, e.g. 2,6,2",
+  ),
+  _Rule(
+    ("augment.erase_least", "augment.erase_most"),
+    lambda run: not run.augment.erase,
+    "augment.erase=0 erases nothing",
+    "set augment.erase, e.g. 0.25",
+  ),
+  _Rule(
+    ("augment.mix_share",),
+    lambda run: not run.augment.mixup and not run.augment.cutmix,
+    "augment.mixup=0 and augment.cutmix=0 mix nothing",
+    "set one of them, e.g. augment.cutmix=1",
+  ),
+  _Rule(
+    ("data.image_field", "data.label_field"),
+    lambda run: run.data.source != "images",
+    "data.source={run.data.source!r} reads no columns",
+    "set data.source=images and data.path to a folder of Parquet files",
+  ),
+  _Rule(
+    ("data.path",),
+    lambda run: run.data.source in ("shapes", "digits"),
+    "data.source={run.data.source!r} reads no path",
+    "set data.source=images",
+  ),
+  _Rule(
+    ("model.context", "model.vocab_size", "data.seq_len"),
+    _IMAGES,
+    "images of {run.model.vision.size} pixels in patches of {run.model.vision.patch} have "
+    "{run.model.vision.side} x {run.model.vision.side} tokens, and model.vision.classes scores",
+    "set model.vision.patch, model.vision.size or model.vision.classes",
+  ),
+  _Rule(
+    ("data.field", "data.domain_field", "data.document_bytes", "data.limit_bytes",
+     "data.tokenizer", "data.vocab_size", "data.eos_token", "data.packing",
+     "data.document_mask", "data.read_threads", "data.prefetch", "model.rope.",
+     "model.rope_theta"),
+    _IMAGES,
+    "model.architecture={run.model.architecture!r} reads images, not text",
+    "set model.architecture=gpt and a data.source of text",
+  ),
+)  # fmt: skip
+
 RULES = (
+  *_VISION_RULES,
   _Rule(
     ("model.num_experts", "model.zero_experts", "model.expert_hidden", "model.ffn.impl",
      "model.ffn.backend", "model.ffn.fp8", "model.top_k", "router.", "dispatch.",

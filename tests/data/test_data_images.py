@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from PIL import Image
 
 from scmoe.base.errors import ConfigError, DataError
 from scmoe.data.config import DataConfig
+from scmoe.data.images import made
 from scmoe.data.images.pipeline import open_images
 
 NAMES = ["cat", "dog"]
@@ -152,3 +154,9 @@ def test_shapes_are_the_same_everywhere():
   assert len(counts) == 10
   assert counts.min() > 1700
   assert data.fingerprint()["digest"] == "3a5758240f049a552d179516137eb52f"
+
+
+def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
+  monkeypatch.setitem(sys.modules, "sklearn", None)  # an import now raises ImportError
+  with pytest.raises(ConfigError, match="needs the package 'scikit-learn': pip install scikit-"):
+    made.digits(8, 1, 0.1)

@@ -6,10 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from scmoe.base.errors import Preempted
+from scmoe.base.errors import ConfigError, Preempted
 from scmoe.models.vision.augment import AugmentConfig
 from scmoe.run.config import RunConfig
 from scmoe.run.config_files import find_config, load_config
+from scmoe.run.effects import check_typed
+from scmoe.run.fields import with_field
 from scmoe.train import train
 
 
@@ -28,3 +30,32 @@ def test_a_resumed_run_is_bitwise_the_whole_one(tmp_path):
   resumed = train(run_of(), tmp_path / "cut")
   for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(resumed), strict=True):
     np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+  ("config", "field", "said"),
+  [
+    ("quickstart", "augment.flip=0.5", "augment.flip=0.5 has no effect: model.architecture='gpt'"),
+    ("quickstart", "model.vision.size=16", "set model.architecture=vit or swin"),
+    ("cifar10_vit", "model.vision.window=2", "has no stages; set model.architecture=swin"),
+    ("cifar10_swin", "model.num_layers=4", "model.vision.depths='2,6,2'; set model.vision.depths"),
+    ("shapes_vit", "augment.mix_share=0.5", "augment.mixup=0 and augment.cutmix=0 mix nothing"),
+    ("shapes_vit", "augment.erase_most=0.5", "augment.erase=0 erases nothing"),
+    ("shapes_vit", "data.path=x", "data.source='shapes' reads no path; set data.source=images"),
+    ("shapes_vit", "data.label_field=y", "data.source='shapes' reads no columns"),
+    ("shapes_vit", "data.seq_len=32", "images of 16 pixels in patches of 4 have 4 x 4 tokens"),
+    ("shapes_vit", "data.tokenizer=bpe", "model.architecture='vit' reads images, not text"),
+  ],
+)
+def test_options_that_change_nothing_are_refused(config, field, said):
+  name, _, text = field.partition("=")
+  run = with_field(load_config(find_config(config)), name, text)
+  with pytest.raises(ConfigError) as caught:
+    check_typed(run, [name])
+  assert said in str(caught.value)
+
+
+def test_options_that_change_something_are_taken():
+  swin = load_config(find_config("cifar10_swin"))
+  names = ("model.vision.depths", "model.vision.last_wiring", "augment.mix_share", "data.path")
+  check_typed(swin, names)

@@ -25,7 +25,6 @@ import jax
 from scmoe.base.errors import ConfigError, run_main
 from scmoe.base.sizes import size_of
 from scmoe.base.stored import write_json
-from scmoe.data.tokenizers import JsonTokenizer
 from scmoe.inference.offload.model import allow_pinned_memory
 from scmoe.inference.offload.plan import (
   OffloadRequest,
@@ -65,7 +64,7 @@ FLAGS = (
     bool,
     False,
     "answer every line of the input: as messages of one conversation where the model has a chat "
-    "template, else each line is a document to continue",
+    "template or was trained on conversations, else each line is a document to continue",
   ),
   Flag("max_new_tokens", int, 64, "tokens to add"),
   *SAMPLING_FLAGS,
@@ -136,9 +135,7 @@ def main(argv: list[str]) -> None:
       print(f"--- prompt {index + 1}", prompt + text, sep="\n")
     figures = {"tokens": len(texts) * values["max_new_tokens"]}  # at most
     figures["seconds"] = time.perf_counter() - begin
-  elif (
-    values["chat"] and isinstance(session.tokenizer, JsonTokenizer) and (session.tokenizer.can_chat)
-  ):
+  elif values["chat"] and session.can_chat:
     figures = _converse(session, map(str.rstrip, sys.stdin), sampling, options)
   else:
     for prompt in map(str.rstrip, sys.stdin) if values["chat"] else values["prompt"]:

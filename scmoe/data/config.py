@@ -12,9 +12,10 @@ from scmoe.base.options import Options, option
 from scmoe.base.paths import expanded, files_below
 
 IMAGE_SOURCES = ("images", "shapes", "digits")
-SOURCES = ("auto", "stdlib", "text", "jsonl", "parquet", "arrow", "procedural", "mixture",
-           *IMAGE_SOURCES)  # fmt: skip
+SOURCES = ("auto", "stdlib", "text", "jsonl", "parquet", "arrow", "chat", "procedural",
+           "mixture", *IMAGE_SOURCES)  # fmt: skip
 PACKINGS = ("concat", "pack", "pad")
+TEMPLATES = ("auto", "model", "plain")
 NEEDS_PATH = ("text", "jsonl", "parquet", "arrow", "images")
 HUB = "hf:"  # prefix of a path that names a dataset on the Hugging Face hub
 
@@ -27,19 +28,20 @@ class DataConfig(Options, path="data"):
     "auto",
     "kind of source: auto (by the suffix of data.path or of most files in it; mixture if "
     "data.mixture is set; stdlib without either), stdlib (the source code of Python's standard "
-    "library), text, jsonl, parquet, arrow (a folder that Hugging Face datasets saved), procedural "
-    "(generated, of known entropy), mixture (several of these), or your own function as "
-    "my_package.module:name; for a vision model images (Parquet files or class folders at "
-    "data.path), shapes (drawn by this project) or digits (scikit-learn's)",
+    "library), text, jsonl, parquet, arrow (a folder that Hugging Face datasets saved), chat "
+    "(conversations in JSONL, docs/finetuning.md), procedural (generated, of known entropy), "
+    "mixture (several of these), or your own function as my_package.module:name; for a vision "
+    "model images (Parquet files or class folders at data.path), shapes (drawn by this project) or "
+    "digits (scikit-learn's)",
     choices=SOURCES,
     importable=True,
   )
   path: str = option(
     "",
-    "for text, jsonl, parquet and arrow: a file, folder or glob, or hf:OWNER/NAME for a dataset on "
-    "the Hugging Face hub (docs/data.md); for procedural: its domains joined by '+', e.g. "
-    "'markov+recall' (empty: all); for images: a Parquet file, or a folder with such files or with "
-    "a folder for each class",
+    "for text, jsonl, parquet, arrow and chat: a file, folder or glob, or hf:OWNER/NAME for a "
+    "dataset on the Hugging Face hub (docs/data.md); for chat empty: generated exercises; for "
+    "procedural: its domains joined by '+', e.g. 'markov+recall' (empty: all); for images: a "
+    "Parquet file, or a folder with such files or with a folder for each class",
   )
   image_field: str = option(
     "", "images: column of a Parquet file that holds the encoded image (empty: image or img)"
@@ -91,6 +93,23 @@ class DataConfig(Options, path="data"):
     "end-of-text token of a tokenizer.json (empty: the first of the usual names, such as "
     "<|endoftext|> or </s>, that its vocabulary has)",
   )
+  chat_template: str = option(
+    "auto",
+    "chat: how messages become text: model (by the chat template beside data.tokenizer), plain (by "
+    "a template of this project), or auto (model where there is one, else plain)",
+    choices=TEMPLATES,
+  )
+  train_on: str = option(
+    "answers",
+    "chat: the tokens that the loss counts: answers (the assistant's, the completions), or all",
+    choices=("answers", "all"),
+  )
+  long_conversations: str = option(
+    "refuse",
+    "chat: what to do with a conversation of more than data.seq_len tokens: refuse (an error that "
+    "counts them) or truncate (its first tokens stay; the header counts them)",
+    choices=("refuse", "truncate"),
+  )
   seq_len: int = option(
     256, "tokens in a row (S); of images the tokens that the model makes of one", minimum=2
   )
@@ -135,6 +154,24 @@ class DataConfig(Options, path="data"):
         f"data.mixture={self.mixture!r} is not read by data.source={self.source!r}; "
         "set data.source='mixture' or leave data.mixture empty"
       )
+    if self.reads_chats:
+      self._check_rows_of_chats()
+
+  def _check_rows_of_chats(self) -> None:
+    if self.packing == "concat":
+      raise ConfigError(
+        "data.packing='concat' cuts conversations where a row ends; set data.packing=pack or pad"
+      )
+    if self.packing == "pack" and not self.document_mask:
+      raise ConfigError(
+        "data.document_mask=False lets the conversations of a packed row attend to each other; set "
+        "data.document_mask=True and model.document_mask=True, or data.packing=pad"
+      )
+
+  @property
+  def reads_chats(self) -> bool:
+    """Whether a source is one of conversations."""
+    return "chat" in (part.kind for part in self.parts())
 
   @property
   def reads_images(self) -> bool:
@@ -164,11 +201,13 @@ class DataConfig(Options, path="data"):
     return Path(root).expanduser() / "scmoe"
 
 
+_JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson")
 SUFFIXES = {
   "text": (".txt", ".text", ".md", ".rst"),
-  "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson"),
+  "jsonl": _JSONL,
   "parquet": (".parquet",),
   "arrow": (".arrow",),
+  "chat": _JSONL,  # after jsonl, which `kind_of_path` therefore prefers
 }
 
 

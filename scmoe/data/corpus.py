@@ -8,6 +8,8 @@ array for each domain and split:
 E, the end-of-text token, stands before each document and after the last. Position i of a stream is
 one training example: the model reads tokens[i] and predicts tokens[i + 1]. So each token of a
 document, and its end, is predicted exactly once. Bits per byte counts these predictions.
+
+A stream of conversations also says which tokens the loss counts (`Stream.learned`).
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ from scmoe.base.errors import DataError
 from scmoe.data import tokenizers
 from scmoe.data.bigram import count_pairs
 from scmoe.data.config import NEEDS_PATH, DataConfig, SourcePart
+from scmoe.data.conversations import ids_of
+from scmoe.data.document import Document
 from scmoe.data.files import BadRows, log, read_cached_array, write_cached_array
-from scmoe.data.text import Document, read_documents
+from scmoe.data.text import read_documents
 
 SPLITS = ("train", "validation")
 MOST_DOMAINS = 500  # each needs 1 MB for its pair counts, and files and metrics of its own
@@ -42,6 +46,10 @@ class Stream:
     text_bytes: bytes of text, the denominator of bits per byte.
     pairs: int64[257, 257], counts of byte pairs; the end of text counts as byte 256.
     files: for a corpus on disk, the path of its files without suffix; None for one in memory.
+    learned: of conversations bool[N + 1], the tokens that the loss counts where they are predicted;
+      None: all of them.
+    cut, left_out: numbers of conversations that were cut to `data.seq_len` tokens, and of those
+      that have no token to learn (after the cut) and are not in the stream.
   """
 
   tokens: Any
@@ -49,6 +57,9 @@ class Stream:
   text_bytes: int
   pairs: np.ndarray
   files: Path | None = None
+  learned: np.ndarray | None = None
+  cut: int = 0
+  left_out: int = 0
 
   def end(self, document: int) -> int:
     """Index of the end-of-text token that follows a document."""
@@ -85,8 +96,8 @@ class Corpus:
 class _Texts:
   # The documents of one domain before they are tokenised.
   part: int
-  train: list[bytes] = dataclasses.field(default_factory=list)
-  validation: list[bytes] = dataclasses.field(default_factory=list)
+  train: list[Document] = dataclasses.field(default_factory=list)
+  validation: list[Document] = dataclasses.field(default_factory=list)
 
 
 def load_corpus(config: DataConfig) -> Corpus:
@@ -102,7 +113,7 @@ def load_corpus(config: DataConfig) -> Corpus:
     found = _read_part(part, index, config, bad)
     for name, domain in found.items():
       texts[free_name(name, texts)] = domain
-  digest = _digest(texts)
+  digest = _digest(texts, config)
   tokenizer = _make_tokenizer(config, texts)
   domains = tuple(
     Domain(
@@ -178,7 +189,7 @@ def _split(documents: list[Document], part: int, fraction: float) -> _Texts:
   threshold = split_threshold(shares, fraction, named=any(d.split is not None for d in documents))
   for document, share in zip(documents, shares):
     split = document.split or ("validation" if share < threshold else "train")
-    (texts.train if split == "train" else texts.validation).append(document.text)
+    (texts.train if split == "train" else texts.validation).append(document)
   if not texts.train and all(d.split is None for d in documents):
     texts.train, texts.validation = texts.validation, []  # one document: train on it
   return texts
@@ -199,15 +210,18 @@ def split_threshold(shares: np.ndarray, fraction: float, *, named: bool) -> floa
   return fraction
 
 
-def _digest(texts: dict[str, _Texts]) -> str:
+def _digest(texts: dict[str, _Texts], config: DataConfig) -> str:
   digest = hashlib.blake2b(digest_size=16)
   for name, domain in texts.items():
     for split in SPLITS:
-      documents: list[bytes] = getattr(domain, split)
+      documents: list[Document] = getattr(domain, split)
       digest.update(f"{name}\n{split}\n{len(documents)}\n".encode())
-      for text in documents:
-        digest.update(len(text).to_bytes(8, "little"))
-        digest.update(text)
+      for document in documents:
+        digest.update(len(document.text).to_bytes(8, "little"))
+        digest.update(document.text)
+        if (learned := document.learned) is not None:
+          chosen = (learned.spans, learned.apart, config.train_on, config.long_conversations)
+          digest.update(repr(chosen).encode())
   return digest.hexdigest()
 
 
@@ -215,21 +229,76 @@ def _make_tokenizer(config: DataConfig, texts: dict[str, _Texts]) -> tokenizers.
   if config.tokenizer == "bytes":
     return tokenizers.ByteTokenizer()
   if config.tokenizer == "bpe":
-    training = [text for domain in texts.values() for text in domain.train]
+    training = [document.text for domain in texts.values() for document in domain.train]
     return tokenizers.load_bpe(training, config.vocab_size, config.cache_folder())
   return tokenizers.load_json(config.tokenizer, config.eos_token)
 
 
-def _make_stream(texts: list[bytes], tokenizer: tokenizers.Tokenizer, config: DataConfig) -> Stream:
-  as_bytes = tokenizers.ByteTokenizer()
-  byte_tokens = join_documents(texts, as_bytes)
+def _make_stream(
+  documents: list[Document], tokenizer: tokenizers.Tokenizer, config: DataConfig
+) -> Stream:
+  texts = [document.text for document in documents]
+  byte_tokens = join_documents(texts, tokenizers.ByteTokenizer())
+  counted = sum(map(len, texts)), count_pairs(byte_tokens)
+  if documents and documents[0].learned is not None:  # so are all of a domain
+    return _conversations(documents, tokenizer, config, *counted)
   if isinstance(tokenizer, tokenizers.ByteTokenizer):
     tokens = byte_tokens
   else:
     tokens = _cached_tokens(texts, tokenizer, config.cache_folder())
   # `join_documents` refuses text that contains the end-of-text token, so each one is a boundary.
   starts = np.flatnonzero(tokens == tokenizer.eos_id)[:-1].astype(np.int64)
-  return Stream(tokens, starts, sum(map(len, texts)), count_pairs(byte_tokens))
+  return Stream(tokens, starts, *counted)
+
+
+def _conversations(
+  documents: list[Document],
+  tokenizer: tokenizers.Tokenizer,
+  config: DataConfig,
+  text_bytes: int,
+  pairs: np.ndarray,
+) -> Stream:
+  """The stream of conversations, each as `ids_of` writes it, one after the other.
+
+  With conversations a b c and d e it is a b c d e E. The model reads c and predicts d, but
+  `learned` is False for a conversation's first token, so the loss does not count this prediction.
+
+  Raises:
+    DataError: with `data.long_conversations=refuse`, some are longer than `data.seq_len`.
+  """
+  most = config.seq_len
+  ids, learned, starts, at = [], [], [], 0
+  cut = left_out = longest = 0
+  first = ""
+  for document in documents:
+    own, counts = ids_of(document, tokenizer)
+    if len(own) > most:
+      cut, longest = cut + 1, max(longest, len(own))
+      assert document.learned is not None
+      first = first or f"{document.learned.where}, with {len(own)}"
+      own, counts = own[:most], counts[:most]
+    if not any(counts[1:]):
+      left_out += 1
+      continue
+    starts.append(at)
+    at += len(own)
+    ids.append(np.array(own))
+    everything = config.train_on == "all"
+    learned.append(np.array([False, *(everything or count for count in counts[1:])]))
+  if cut and config.long_conversations == "refuse":
+    raise DataError(
+      f"{cut} of {len(documents)} conversations have more than data.seq_len={most} tokens, the "
+      f"first {first}, the longest {longest}; raise data.seq_len, or set "
+      "data.long_conversations=truncate"
+    )
+  dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
+  end = [np.array([tokenizer.eos_id])] if ids else []
+  tokens = np.concatenate([*ids, *end] or [np.zeros(0)]).astype(dtype)
+  counts_of_all = np.concatenate(
+    [*learned, *(np.zeros(1, bool) for _ in end)] or [np.zeros(0, bool)]
+  )
+  return Stream(tokens, np.array(starts, np.int64), text_bytes, pairs,
+                learned=counts_of_all, cut=cut, left_out=left_out)  # fmt: skip
 
 
 def join_documents(texts: list[bytes], tokenizer: tokenizers.Tokenizer) -> np.ndarray:

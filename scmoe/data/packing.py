@@ -117,17 +117,19 @@ def _row(
 ) -> dict[str, np.ndarray]:
   """The row that consists of these segments, padded to `size` tokens."""
   inputs, targets, segments, positions = np.zeros((4, size), np.int32)
+  weights = np.zeros(size, np.float32)
   at = 0
   for number, (start, length) in enumerate(zip(starts, lengths), start=1):
     piece, tokens = slice(at, at + length), stream.tokens[start : start + length + 1]
     inputs[piece], targets[piece] = tokens[:-1], tokens[1:]
     segments[piece] = number
     positions[piece] = np.arange(length)
+    predicted = slice(start + 1, start + length + 1)
+    weights[piece] = 1.0 if stream.learned is None else stream.learned[predicted]
     at += length
   if not document_mask:
     segments[:at] = 1
     positions[:at] = np.arange(at)
-  weights = (segments > 0).astype(np.float32)
   return {
     "inputs": inputs,
     "targets": targets,
@@ -138,7 +140,10 @@ def _row(
 
 
 def make_rows(stream: Stream, packing: str, seq_len: int) -> Rows:
-  """The rows of a stream under `concat`, `pack` or `pad`. Each token is a target exactly once."""
+  """The rows of a stream under `concat`, `pack` or `pad`.
+
+  Each token is a target exactly once; of conversations, each token but the first of each.
+  """
   if packing == "concat":
     return JoinedRows(stream, seq_len)
   sizes = np.diff(stream.starts, append=stream.size)

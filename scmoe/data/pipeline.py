@@ -16,7 +16,7 @@ from scmoe.base.batch import Batch
 from scmoe.base.errors import ConfigError, DataError
 from scmoe.data import bigram
 from scmoe.data.config import DataConfig
-from scmoe.data.corpus import Corpus, load_corpus
+from scmoe.data.corpus import Corpus, Domain, Stream, load_corpus
 from scmoe.data.packages import need
 from scmoe.data.packing import Rows, make_rows
 from scmoe.data.store import is_large, stored_corpus
@@ -105,9 +105,8 @@ class Data:
     self.process_count = process_count
     self.tokenizer: Tokenizer = corpus.tokenizer
     self.domains: tuple[str, ...] = tuple(d.name for d in corpus.domains)
-    rows = lambda stream: make_rows(stream, config.packing, config.seq_len)
-    self._train = _Rows([rows(d.train) for d in corpus.domains], self.tokenizer)
-    self._validation = _Rows([rows(d.validation) for d in corpus.domains], self.tokenizer)
+    self._train = _Rows([d.train for d in corpus.domains], config, self.tokenizer)
+    self._validation = _Rows([d.validation for d in corpus.domains], config, self.tokenizer)
     self._validation_order: dict[int | None, np.ndarray] = {}  # cache: domain (None: all) -> rows
 
   @property
@@ -196,6 +195,11 @@ class Data:
       if len(table)
     }
 
+  @property
+  def masked(self) -> bool:
+    """True if the loss leaves out tokens of some domain: the prompts of conversations."""
+    return any(d.train.learned is not None for d in self.corpus.domains)
+
   # --- size, identity and summary -----------------------------------------------------------------
 
   def check_size(self) -> None:
@@ -260,9 +264,24 @@ class Data:
       lines.append(
         f"  {domain.name}: {share:.1%} of rows, {domain.train.size:,} training tokens "
         f"({domain.train.text_bytes:,} bytes, {len(self._train.tables[index]):,} rows), "
-        f"{domain.validation.size:,} validation tokens"
+        f"{domain.validation.size:,} validation tokens{_learned(domain)}"
       )
     return "\n".join(lines)
+
+
+def _learned(domain: Domain) -> str:
+  """The end of a domain's line in the summary, if it has conversations; "" for plain text."""
+  learned = domain.train.learned
+  if learned is None:
+    return ""
+  cut, left_out = (
+    getattr(domain.train, name) + getattr(domain.validation, name) for name in ("cut", "left_out")
+  )
+  return (
+    f"; the loss counts {int(learned.sum()):,} of the training tokens"
+    + (f"; {cut} conversations cut to data.seq_len" if cut else "")
+    + (f"; {left_out} left out, without a token to learn" if left_out else "")
+  )
 
 
 class TrainIterator:
@@ -325,9 +344,10 @@ class Validation:
 class _Rows:
   # Numbers the rows of all domains: domain d has the keys offsets[d] to offsets[d + 1] - 1.
 
-  def __init__(self, tables: list[Rows], tokenizer: Tokenizer):
-    self.tables, self._tokenizer = tables, tokenizer
-    self.offsets = np.cumsum([0] + [len(t) for t in tables])
+  def __init__(self, streams: list[Stream], config: DataConfig, tokenizer: Tokenizer):
+    self._streams, self._tokenizer = streams, tokenizer
+    self.tables: list[Rows] = [make_rows(s, config.packing, config.seq_len) for s in streams]
+    self.offsets = np.cumsum([0] + [len(t) for t in self.tables])
 
   def __len__(self) -> int:
     return int(self.offsets[-1])
@@ -341,9 +361,9 @@ class _Rows:
     domain = int(np.searchsorted(self.offsets, key, side="right")) - 1
     row = self.tables[domain].read(key - int(self.offsets[domain]), document_mask)
     eos, bos = self._tokenizer.eos_id, self._tokenizer.bos_id
-    if bos != eos:
+    if bos != eos and self._streams[domain].learned is None:
       # In a stream the end-of-text token begins each document, but this model was trained with
-      # documents that begin with `bos`.
+      # documents that begin with `bos`. Conversations lie in a stream with their own first token.
       row["inputs"] = np.where(row["inputs"] == eos, np.int32(bos), row["inputs"])
     return {**row, "domain": np.int32(domain)}  # pyright: ignore[reportReturnType]
 

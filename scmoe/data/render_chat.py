@@ -1,8 +1,9 @@
-"""Renders one chat template in a process of its own and exits.
+"""Renders a chat template, for one or more conversations, in a process of its own and exits.
 
 `scmoe.data.chat` runs it as `python -I render_chat.py`. It imports no module of scmoe, so it starts
-within a fraction of a second. It reads {"template", "messages", "bos_token", "eos_token"} as JSON
-from standard input and writes {"text", "error"} to standard output; one of the two is null.
+within a fraction of a second. It reads {"template", "bos_token", "eos_token", "cpu_seconds",
+"conversations": [{"messages", "prompt"}, ...]} as JSON from standard input and writes a list of
+{"text", "error"}, one for each conversation, to standard output; one of the two is null.
 """
 
 from __future__ import annotations
@@ -14,15 +15,14 @@ import resource
 import sys
 from typing import Any
 
-CPU_SECONDS = 5
 MEMORY = 2**30  # bytes of address space
 OUTPUT = 2**22  # characters of a rendered conversation
 
 
-def limit() -> None:
+def limit(cpu_seconds: int) -> None:
   """Limits this process's CPU time and memory, and forbids it to write files."""
   for what, most in (
-    (resource.RLIMIT_CPU, CPU_SECONDS),
+    (resource.RLIMIT_CPU, cpu_seconds),
     (resource.RLIMIT_AS, MEMORY),
     (resource.RLIMIT_FSIZE, 0),
     (resource.RLIMIT_CORE, 0),
@@ -31,8 +31,8 @@ def limit() -> None:
       resource.setrlimit(what, (most, most))
 
 
-def render(asked: dict[str, Any]) -> str:
-  """The text of a conversation. A bad template can raise any exception."""
+def environment() -> Any:
+  """Jinja's sandbox, with the functions that templates of released models call."""
   import jinja2
   import jinja2.ext
   import jinja2.sandbox
@@ -53,16 +53,20 @@ def render(asked: dict[str, Any]) -> str:
       next(parser.stream)
       return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+  found = jinja2.sandbox.ImmutableSandboxedEnvironment(
     trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation]
   )
-  environment.filters["tojson"] = tojson
-  environment.globals["raise_exception"] = raise_exception
-  environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+  found.filters["tojson"] = tojson
+  found.globals["raise_exception"] = raise_exception
+  found.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+  return found
+
+
+def render(template: Any, asked: dict[str, Any], names: dict[str, str]) -> str:
+  """The text of one conversation. A bad template can raise any exception."""
   pieces, length = [], 0
-  values = {"messages": asked["messages"], "add_generation_prompt": True, "tools": None}
-  values |= {"bos_token": asked["bos_token"], "eos_token": asked["eos_token"]}
-  for piece in environment.from_string(asked["template"]).generate(values):
+  values = {"messages": asked["messages"], "add_generation_prompt": asked["prompt"], "tools": None}
+  for piece in template.generate(values | names):
     pieces.append(piece)
     length += len(piece)
     if length > OUTPUT:
@@ -70,16 +74,25 @@ def render(asked: dict[str, Any]) -> str:
   return "".join(pieces)
 
 
+def answer(asked: dict[str, Any]) -> list[dict[str, str | None]]:
+  """The text or the error of each conversation; the first failure to parse is that of all."""
+  names = {name: asked[name] for name in ("bos_token", "eos_token")}
+  found: list[dict[str, str | None]] = []
+  template = None
+  for conversation in asked["conversations"]:
+    try:
+      template = template or environment().from_string(asked["template"])
+      found.append({"text": render(template, conversation, names), "error": None})
+    except Exception as error:  # an untrusted template can raise anything; report it to the caller
+      found.append({"text": None, "error": f"{type(error).__name__}: {str(error)[:1000]}"})
+  return found
+
+
 def main() -> None:
-  """Reads the request from standard input and writes the answer to standard output."""
+  """Reads the request from standard input and writes the answers to standard output."""
   asked = json.load(sys.stdin)
-  limit()
-  found: dict[str, str | None] = {"text": None, "error": None}
-  try:
-    found["text"] = render(asked)
-  except Exception as error:  # an untrusted template can raise anything; report it to the caller
-    found["error"] = f"{type(error).__name__}: {str(error)[:1000]}"
-  json.dump(found, sys.stdout)
+  limit(asked["cpu_seconds"])
+  json.dump(answer(asked), sys.stdout)
 
 
 if __name__ == "__main__":

@@ -52,8 +52,8 @@ from scmoe.data.corpus import (
   join_documents,
   split_threshold,
 )
+from scmoe.data.document import Document
 from scmoe.data.files import BadRows, find_files, host_lock, log
-from scmoe.data.text import Document
 
 LARGE = 64 << 20  # bytes of text; a larger corpus is stored in files instead of held in memory
 BPE_BYTES = 128 << 20  # bytes of training text from which a BPE is trained
@@ -118,10 +118,12 @@ class TokenFile:
 def is_large(config: DataConfig) -> bool:
   """True if the files of the sources have more than `LARGE` bytes of text, by an estimate.
 
+  Conversations are always held in memory, and so are other sources that are mixed with them.
+
   Raises:
     DataError: files are missing.
   """
-  return _text_bytes(config) > LARGE
+  return not config.reads_chats and _text_bytes(config) > LARGE
 
 
 def _text_bytes(config: DataConfig) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import dataclasses
 import json
 import sysconfig
 from collections.abc import Iterator
@@ -12,8 +11,10 @@ from typing import Any
 
 from scmoe.base.errors import DataError
 from scmoe.base.extensions import is_import_path, load
-from scmoe.data import procedural
+from scmoe.data import exercises, procedural
 from scmoe.data.config import HUB, DataConfig, SourcePart
+from scmoe.data.conversations import NamedRow, read_conversations
+from scmoe.data.document import Document
 from scmoe.data.files import BadRows, InputFile, find_files, log, read_head, read_lines
 from scmoe.data.packages import need
 from scmoe.data.sniff import kind_of
@@ -24,15 +25,6 @@ _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-package
 _LARGE = 16 << 20  # bytes; a larger text file is read in blocks
 _BLOCK = 4 << 20  # bytes of such a block
 _LONGEST_NAME = 100  # characters of a domain's name, since tables and logs show it
-
-
-@dataclasses.dataclass(frozen=True)
-class Document:
-  """UTF-8 text, its domain, and the split that its file's name gives (None: split by hash)."""
-
-  text: bytes
-  domain: str
-  split: str | None = None
 
 
 def read_documents(part: SourcePart, config: DataConfig, bad: BadRows) -> Iterator[Document]:
@@ -47,17 +39,23 @@ def read_documents(part: SourcePart, config: DataConfig, bad: BadRows) -> Iterat
     return read_procedural(part.path, config.limit_bytes)
   if is_import_path(part.kind):
     return read_own(part.kind, config)
+  if part.kind == "chat" and not part.path:
+    made = enumerate(exercises.conversations(), start=1)
+    rows = ((f"exercises:{number}", None, "exercises", row) for number, row in made)
+    return read_conversations(rows, config, bad)
   files = find_files(part.kind, part.path)
   domain = Path(part.path.partition("@")[0].rstrip("/")).name if part.path.startswith(HUB) else ""
   domain = domain or Path(part.path.rstrip("/")).name
   domain = domain.split(".")[0].replace("*", "") or part.kind
   if part.kind == "text":
     return read_text(files, domain, config.document_bytes, bad)
-  if part.kind == "jsonl":
-    rows = read_jsonl(files, config, bad)
+  if part.kind in ("jsonl", "chat"):
+    rows = _named(read_jsonl(files, config, bad), domain, config, bad)
   else:
-    rows = (read_parquet if part.kind == "parquet" else read_arrow)(files, config)
-  return _row_documents(rows, domain, config, bad)
+    read = read_parquet if part.kind == "parquet" else read_arrow
+    rows = _named(read(files, config), domain, config, bad)
+  as_documents = read_conversations if part.kind == "chat" else _row_documents
+  return as_documents(rows, config, bad)
 
 
 # --- the user's own function ----------------------------------------------------------------------
@@ -372,10 +370,26 @@ def _as_plain(column: Any, arrow: Any) -> list[Any]:
   return column.to_pylist()
 
 
-def _row_documents(
+def _named(
   rows: Iterator[Row], domain: str, config: DataConfig, bad: BadRows
-) -> Iterator[Document]:
+) -> Iterator[NamedRow]:
+  """Yields each row with the name of its domain."""
   for where, split, row in rows:
+    named = row.get(config.domain_field) if config.domain_field else domain
+    if named is None or named in ("", b""):
+      bad.skip(where, f"no domain in data.domain_field={config.domain_field!r}")
+      continue
+    name = named.decode("utf-8", errors="replace") if isinstance(named, bytes) else str(named)
+    if len(name) > _LONGEST_NAME or not name.isprintable():
+      bad.skip(where, f"data.domain_field={config.domain_field!r} holds {name[:40]!r}, not a name")
+      continue
+    yield where, split, name, row
+
+
+def _row_documents(
+  rows: Iterator[NamedRow], config: DataConfig, bad: BadRows
+) -> Iterator[Document]:
+  for where, split, domain, row in rows:
     text = row.get(config.field)
     if config.field not in row or text is None:
       bad.skip(where, f"no field data.field={config.field!r}; it has: {', '.join(map(str, row))}")
@@ -387,15 +401,7 @@ def _row_documents(
     if why := _bad_text(encoded):
       bad.skip(where, why)
       continue
-    named = row.get(config.domain_field) if config.domain_field else domain
-    if named is None or named in ("", b""):
-      bad.skip(where, f"no domain in data.domain_field={config.domain_field!r}")
-      continue
-    name = named.decode("utf-8", errors="replace") if isinstance(named, bytes) else str(named)
-    if len(name) > _LONGEST_NAME or not name.isprintable():
-      bad.skip(where, f"data.domain_field={config.domain_field!r} holds {name[:40]!r}, not a name")
-      continue
-    yield Document(encoded, name, split)
+    yield Document(encoded, domain, split)
 
 
 def _as_bytes(text: str | bytes) -> bytes:

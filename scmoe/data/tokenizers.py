@@ -164,7 +164,7 @@ class JsonTokenizer:
   @property
   def can_chat(self) -> bool:
     """True if the model's folder has a chat template."""
-    return self.conventions is not None and bool(self.conventions.chat_template)
+    return bool(self.template)
 
   def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
     """Ids of a conversation, as the model's chat template writes it.
@@ -179,15 +179,38 @@ class JsonTokenizer:
       ConfigError: jinja2 is not installed.
       DataError: the template fails.
     """
-    assert self.conventions is not None
-    bos = "" if self.conventions.bos_id is None else self.token(self.bos_id)
-    names = {"bos_token": bos, "eos_token": self.token(self.eos_id)}
-    text = render(self.conventions.chat_template, messages, **names)
+    text = render(self.template, messages, **self.names_of_ends())
+    return self.encode_written(text)[0]
+
+  @property
+  def template(self) -> str:
+    """The chat template of the model's folder, or ""."""
+    return "" if self.conventions is None else self.conventions.chat_template
+
+  def names_of_ends(self) -> dict[str, str]:
+    """`bos_token` and `eos_token` as texts, which a chat template may use; "" for none."""
+    has_bos = self.conventions is not None and self.conventions.bos_id is not None
+    return {
+      "bos_token": self.token(self.bos_id) if has_bos else "",
+      "eos_token": self.token(self.eos_id),
+    }
+
+  def encode_written(self, text: str) -> tuple[list[int], list[int]]:
+    """Ids of a text that a chat template wrote, and the character at which each token begins.
+
+    Text that spells a special token becomes that token.
+
+    Raises:
+      DataError: the vocabulary has no token for a part of the text, and none for unknown text.
+    """
     self._tokenizer.encode_special_tokens = False
     try:
-      return self._tokenizer.encode(text, add_special_tokens=False).ids
+      found = self._tokenizer.encode(text, add_special_tokens=False)
+    except Exception as error:  # the library raises plain Exception
+      raise self._cannot_encode(error) from None
     finally:
       self._tokenizer.encode_special_tokens = True
+    return found.ids, [begin for begin, _ in found.offsets]
 
   def write(self, folder: Path) -> None:
     """Writes tokenizer.json into a folder, and conventions.json if there are conventions.

@@ -145,6 +145,11 @@ class RunConfig(Options):
         "model.document_mask=True needs documents that are numbered; set data.document_mask=True "
         "as well, or both to False"
       )
+    if self.data.reads_chats and self.data.packing == "pack" and not self.model.document_mask:
+      raise ConfigError(
+        "model.document_mask=False lets the conversations of a packed row attend to each other; "
+        "set model.document_mask=True, or data.packing=pad"
+      )
 
   def _check_dispatch(self) -> None:
     """Checks the transport against the mesh, and that every expert has room for a token."""
@@ -217,6 +222,9 @@ def smoke_run(run: RunConfig) -> RunConfig:
   data = DataConfig(source="procedural", seq_len=16, document_mask=False)
   if run.model.reads_images:
     data = DataConfig(source="shapes", document_mask=False)
+  elif run.data.reads_chats:  # the generated exercises, of which the longest has 90 bytes
+    model = dataclasses.replace(model, context=128)
+    data = DataConfig(source="chat", seq_len=128, packing=run.data.packing)
   train = TrainConfig(
     steps=3, batch_size=8, log_every=1, eval_batches=2, sample_tokens=8, remat=run.train.remat
   )

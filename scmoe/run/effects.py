@@ -278,10 +278,22 @@ RULES = (
     "set data.source=auto, which follows the path, or name the path in data.mixture",
   ),
   _Rule(
-    ("data.field", "data.domain_field"),
+    ("data.field",),
     lambda run: not _reads(run, "jsonl", "parquet", "arrow"),
     "only rows of jsonl, parquet and arrow have columns",
     "give a data.path that ends in .jsonl or .parquet",
+  ),
+  _Rule(
+    ("data.domain_field",),
+    lambda run: not _reads(run, "jsonl", "parquet", "arrow", "chat"),
+    "only rows of jsonl, parquet, arrow and chat have columns",
+    "give a data.path that ends in .jsonl or .parquet",
+  ),
+  _Rule(
+    ("data.chat_template", "data.train_on", "data.long_conversations"),
+    lambda run: not _reads(run, "chat"),
+    "no source has conversations",
+    "set data.source=chat and data.path to a .jsonl file",
   ),
   _Rule(
     ("data.document_bytes",),

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from scmoe.base.errors import ConfigError
+from scmoe.data.conversations import chats_plainly, plain_prompt
 from scmoe.data.tokenizers import JsonTokenizer, prompt_ids
 from scmoe.inference.decode import stream
 from scmoe.inference.offload.model import Usage
@@ -86,6 +87,7 @@ class Session:
     opened = with_newest(opened_step, named)
     self.model, self.tokenizer, self.plan = opened.model, opened.tokenizer, opened.plan
     self._usage = Usage()
+    self._chats_plainly = chats_plainly(opened.run.data, opened.tokenizer)
     self._options = {
       "offload": opened.offload,
       "usage": self._usage,
@@ -135,19 +137,31 @@ class Session:
       sampling, options: see `stream`.
 
     Raises:
-      ConfigError: the model has no chat template, or jinja2 is not installed.
+      ConfigError: the model knows no conversations (`can_chat`), or jinja2 is not installed.
       DataError: the template fails.
     """
-    if not isinstance(self.tokenizer, JsonTokenizer) or not self.tokenizer.can_chat:
+    if not self.can_chat:
       raise ConfigError("the model has no chat template; give prompts to continue")
     for message in messages:
       _valid(message["content"])
     room = self.model.config.context - options.get("max_new_tokens", 0)
-    tokens = self.tokenizer.chat_ids(messages)
+    tokens = self._chat_ids(messages)
     while len(tokens) > room and len(messages) > 2:
       messages = messages[2:]
-      tokens = self.tokenizer.chat_ids(messages)
+      tokens = self._chat_ids(messages)
     yield from self._pieces([tokens], sampling, **options)
+
+  @property
+  def can_chat(self) -> bool:
+    """True if the model's folder has a chat template, or its run was trained on conversations."""
+    has_own = isinstance(self.tokenizer, JsonTokenizer) and self.tokenizer.can_chat
+    return self._chats_plainly or has_own
+
+  def _chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    if self._chats_plainly:
+      return plain_prompt(messages, self.tokenizer)
+    assert isinstance(self.tokenizer, JsonTokenizer)
+    return self.tokenizer.chat_ids(messages)
 
   def _pieces(
     self, prompts: list[list[int]], sampling: Sampling, **options: Any

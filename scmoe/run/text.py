@@ -67,7 +67,12 @@ class Text:
     return evaluate(model, data, **options)
 
   def add_baseline(self, data: Any, figures: dict[str, Any]) -> None:
-    """Adds `bigram_bits_per_byte`, in all and of each domain."""
+    """Adds `bigram_bits_per_byte`, in all and of each domain; nothing if prompts are masked.
+
+    The bigram model predicts all of the text, so it is no measure for the loss of answers alone.
+    """
+    if data.masked:
+      return
     bigram = bigram_bits_per_byte(data)
     figures["bigram_bits_per_byte"] = bigram.total
     for name, of_domain in figures["domains"].items():
@@ -116,19 +121,22 @@ class Text:
     return run
 
   def result(self, data: Data, workdir: Path) -> str:
-    """The last evaluation beside the bigram byte model, and what to do next."""
+    """The last evaluation, beside the bigram byte model if all text counts, and what to do next."""
     lines = []
     evaluations = read_metrics(workdir, "eval")
     if evaluations:
       last = evaluations[-1]
-      bigram = bigram_bits_per_byte(data).total
+      beside = (
+        "" if data.masked else f" (a bigram model of bytes: {bigram_bits_per_byte(data).total:.4f})"
+      )
       lines.append(
         f"validation loss {last['loss']:.4f}, bits per byte {last['bits_per_byte']:.4f}"
-        f"{_sample(data, workdir)} (a bigram model of bytes: {bigram:.4f})"
+        f"{_sample(data, workdir)}{beside}"
       )
+    asked = "--chat" if data.masked else '--prompt "def main("'
     lines += [
       f"next: python -m scmoe.evaluate --workdir {workdir}",
-      f'      python -m scmoe.generate --workdir {workdir} --prompt "def main("',
+      f"      python -m scmoe.generate --workdir {workdir} {asked}",
     ]
     return "\n".join(lines)
 

@@ -250,7 +250,7 @@ def test_a_mixture_is_one_string():
     ("stdlib:0", "weight 0 of 'stdlib' must be above 0"),
     ("stdlib:-1", "weight -1 of 'stdlib' must be above 0"),
     ("stdlib:inf", "weight inf of 'stdlib' must be above 0"),
-    ("books:1", "unknown source 'books'; one of: stdlib, text, jsonl, parquet, arrow, procedural"),
+    ("books:1", "unknown source 'books'; one of: stdlib, text, jsonl, parquet, arrow, chat,"),
     ("mixture:1", "unknown source 'mixture'"),
     ("jsonl:1", "names no file; write jsonl:PATH:1"),
   ],

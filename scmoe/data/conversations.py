@@ -1,0 +1,256 @@
+"""Reads conversations and prompt/completion pairs, and writes each as one text with its answers.
+
+A row holds either `messages`, a list of {"role", "content"}, or a `prompt` and a `completion`. The
+chat template of the model's folder writes messages; a plain one is used where the folder has none:
+
+    System:
+    Answer with a number.
+
+    User:
+    1+2?
+
+    Assistant:
+    3E
+
+    User:
+    ...
+
+E is the end-of-text token. A prompt and its completion are joined as they stand.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from scmoe.base.errors import ConfigError
+from scmoe.data.chat import Asked, render_all
+from scmoe.data.config import DataConfig
+from scmoe.data.document import Document, Learned
+from scmoe.data.files import BadRows
+from scmoe.data.tokenizers import JsonTokenizer, Tokenizer, load_json
+
+ROLES = ("system", "user", "assistant", "tool")
+NamedRow = tuple[str, str | None, str, dict[str, Any]]  # file:line, split, domain, columns
+Messages = Sequence[Mapping[str, Any]]
+_BATCH = 128  # conversations that one process of `render_chat` writes
+_ANSWER = "Assistant:\n"  # how the plain template introduces an answer
+_BETWEEN = "\n\n"  # between two turns of the plain template
+
+
+class _Refused(Exception):
+  """The reason why a row is no conversation to train on."""
+
+
+def read_conversations(
+  rows: Iterable[NamedRow], config: DataConfig, bad: BadRows
+) -> Iterator[Document]:
+  """Documents of rows that hold conversations; a row that holds none is a bad row.
+
+  Raises:
+    ConfigError: `data.chat_template=model`, and the tokenizer's folder has no chat template.
+    DataError: too many rows are bad.
+  """
+  tokenizer = _with_template(config)
+  rows = iter(rows)
+  while batch := list(itertools.islice(rows, _BATCH)):
+    parsed = []
+    for where, split, domain, row in batch:
+      try:
+        parsed.append(((where, split, domain), _parsed(row, plain=tokenizer is None)))
+      except _Refused as refused:
+        bad.skip(where, str(refused))
+    for (where, split, domain), found in zip(
+      (place for place, _ in parsed), _written([of_row for _, of_row in parsed], tokenizer)
+    ):
+      if isinstance(found, _Refused):
+        bad.skip(where, str(found))
+        continue
+      text, spans, apart = found
+      yield Document(text.encode(), domain, split, Learned(spans, apart, where))
+
+
+def _with_template(config: DataConfig) -> JsonTokenizer | None:
+  """The tokenizer whose chat template writes the conversations; None for the plain template."""
+  wanted = config.chat_template
+  if wanted == "plain" or (wanted == "auto" and config.tokenizer in ("bytes", "bpe")):
+    return None
+  found = None
+  if config.tokenizer not in ("bytes", "bpe"):
+    found = load_json(config.tokenizer, config.eos_token)
+  if found is not None and found.can_chat:
+    return found
+  if wanted == "model":
+    raise ConfigError(
+      f"data.chat_template='model': data.tokenizer={config.tokenizer!r} has no chat template; set "
+      "data.chat_template=plain, or give the tokenizer of a folder that has one"
+    )
+  return None
+
+
+# --- what a row holds -----------------------------------------------------------------------------
+
+
+def _parsed(row: dict[str, Any], *, plain: bool) -> Messages | tuple[str, str]:
+  """The messages of a row, or its prompt and completion.
+
+  Raises:
+    _Refused: it holds neither, or something else in their place.
+  """
+  if "messages" in row:
+    if "completion" in row:
+      raise _Refused("both 'messages' and 'completion'; give one of them")
+    return _checked(row["messages"], plain=plain)
+  if "prompt" not in row or "completion" not in row:
+    has = ", ".join(map(str, row))[:100] or "no field"
+    raise _Refused(f"no field 'messages', nor both 'prompt' and 'completion'; it has: {has}")
+  prompt, completion = (_text(row[name], repr(name)) for name in ("prompt", "completion"))
+  if not completion.strip():
+    raise _Refused("'completion' is empty: there is nothing to learn")
+  return prompt, completion
+
+
+def _checked(messages: Any, *, plain: bool) -> Messages:
+  if not isinstance(messages, list):
+    raise _Refused(f"'messages' holds {type(messages).__name__}, not a list of objects")
+  for number, message in enumerate(messages, start=1):
+    name = f"message {number}"
+    if not isinstance(message, dict):
+      raise _Refused(f"{name} is {type(message).__name__}, not an object with role and content")
+    role = message.get("role")
+    if role not in ROLES:
+      raise _Refused(f"{name}: unknown role {str(role)[:40]!r}; one of: {', '.join(ROLES)}")
+    calls = role == "assistant" and bool(message.get("tool_calls"))
+    if calls and plain:
+      raise _Refused(f"{name} has 'tool_calls', which the plain chat template cannot write")
+    if calls and message.get("content") in (None, ""):
+      continue
+    content = _text(message.get("content"), f"{name}: 'content'")
+    if role == "assistant" and not content.strip():
+      raise _Refused(f"{name}: the assistant's turn is empty: there is nothing to learn")
+  roles = [message["role"] for message in messages]
+  if "assistant" not in roles:
+    raise _Refused("no turn of the assistant: there is nothing to learn")
+  if roles[0] == "assistant":
+    raise _Refused("message 1 is the assistant's; a conversation begins with system or user")
+  return messages
+
+
+def _text(value: Any, name: str) -> str:
+  if not isinstance(value, str):
+    raise _Refused(f"{name} holds {type(value).__name__}, not text")
+  if "\0" in value:
+    raise _Refused(f"{name} holds a NUL byte")
+  try:
+    value.encode()
+  except UnicodeEncodeError:  # JSON can spell half of a surrogate pair
+    raise _Refused(f"{name} is not valid UTF-8") from None
+  return value
+
+
+# --- how it is written ----------------------------------------------------------------------------
+
+_Text = tuple[str, tuple[tuple[int, int], ...], bool]  # text, spans, apart
+
+
+def _written(
+  parsed: Sequence[Messages | tuple[str, str]], tokenizer: JsonTokenizer | None
+) -> Iterator[_Text | _Refused]:
+  """Yields the text of every row; a reason where the template cannot write it."""
+  chats = [found for found in parsed if isinstance(found, list)]
+  by_template = iter(() if tokenizer is None else _by_template(chats, tokenizer))
+  for found in parsed:
+    if isinstance(found, tuple):
+      prompt, completion = found
+      whole = prompt + completion
+      yield whole, ((len(prompt), len(whole)),), True
+    elif tokenizer is None:
+      yield (*_plainly(found), True)
+    else:
+      yield next(by_template)
+
+
+def _plainly(messages: Messages) -> tuple[str, tuple[tuple[int, int], ...]]:
+  """The text of the plain template, and the spans of the answers."""
+  text, spans = "", []
+  for message in messages:
+    text += _BETWEEN if text else ""
+    text += f"{message['role'].capitalize()}:\n"
+    begin = len(text)
+    text += message["content"]
+    if message["role"] == "assistant":
+      spans.append((begin, len(text)))
+  return text, tuple(spans)
+
+
+def _by_template(chats: Sequence[Messages], tokenizer: JsonTokenizer) -> Iterator[_Text | _Refused]:
+  """Yields the texts that the model's chat template writes.
+
+  The span of an answer is the difference of two texts: the conversation up to the prompt for the
+  answer, and the conversation up to its end. So it includes the tokens that end the turn.
+  """
+  answers = [[i for i, m in enumerate(chat) if m["role"] == "assistant"] for chat in chats]
+  asked: list[Asked] = []
+  for chat, places in zip(chats, answers):
+    asked.append((chat, False))
+    for i in places:
+      asked += [(chat[:i], True), (chat[: i + 1], False)]
+  texts = iter(render_all(tokenizer.template, asked, **tokenizer.names_of_ends()))
+  for places in answers:
+    own = [next(texts) for _ in range(1 + 2 * len(places))]
+    failed = next((text for text in own if not isinstance(text, str)), None)
+    if failed is not None:
+      yield _Refused(str(failed))
+      continue
+    whole, *parts = (str(text) for text in own)
+    spans = tuple((len(a), len(b)) for a, b in zip(parts[::2], parts[1::2]))
+    if all(whole.startswith(part) for part in parts) and all(a < b for a, b in spans):
+      yield whole, spans, False
+    else:
+      yield _Refused(
+        "the chat template of this model writes earlier turns differently once later ones follow, "
+        "so where an answer lies is unknown; set data.chat_template=plain, or give one answer a row"
+      )
+
+
+# --- tokens ---------------------------------------------------------------------------------------
+
+
+def ids_of(document: Document, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+  """Token ids of a conversation, and which of them belong to an answer.
+
+  The answer's tokens are those that begin within its span, and the tokens that end it.
+  """
+  assert document.learned is not None
+  text, learned = document.text.decode(), document.learned
+  if not learned.apart:
+    assert isinstance(tokenizer, JsonTokenizer)
+    ids, begins = tokenizer.encode_written(text)
+    return ids, [any(a <= at < b for a, b in learned.spans) for at in begins]
+  ids, counts, at = [*tokenizer.begin_ids], [False] * len(tokenizer.begin_ids), 0
+  for begin, end in learned.spans:
+    before, answer = tokenizer.encode(text[at:begin]), tokenizer.encode(text[begin:end])
+    if not ids and not before:
+      before = [tokenizer.bos_id]
+    ids += [*before, *answer, tokenizer.eos_id]
+    counts += [False] * len(before) + [True] * (len(answer) + 1)
+    at = end
+  rest = tokenizer.encode(text[at:])
+  return ids + rest, counts + [False] * len(rest)
+
+
+def plain_prompt(messages: Messages, tokenizer: Tokenizer) -> list[int]:
+  """Ids of a conversation in the plain template, up to where the model's next answer begins."""
+  text, spans = _plainly(messages)
+  text += (_BETWEEN if text else "") + _ANSWER
+  ids, _ = ids_of(Document(text.encode(), "", None, Learned(spans, True, "")), tokenizer)
+  return ids
+
+
+def chats_plainly(config: DataConfig, tokenizer: Tokenizer) -> bool:
+  """True if a model that was trained on `config` knows conversations in the plain template."""
+  if "chat" not in (part.kind for part in config.parts()):
+    return False
+  has_own = isinstance(tokenizer, JsonTokenizer) and tokenizer.can_chat
+  return config.chat_template == "plain" or not has_own

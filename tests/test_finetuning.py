@@ -1,0 +1,50 @@
+"""Fine-tuning from the command line: a base, a run that learns its answers, and its commands."""
+
+import io
+
+import jax
+import pytest
+
+from scmoe import evaluate, generate, train
+from scmoe.run.session import Session
+from scmoe.training.metrics import read_metrics
+
+QUICK = ("--config=finetune_small", "--smoke", "--config.train.tensorboard=false",
+         "--config.mesh.data=1", "--config.checkpoint.keep=9")  # fmt: skip
+
+
+def run(workdir, *argv):
+  train.main([*QUICK, f"--workdir={workdir}", *argv])
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+  """A base after three steps on additions."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  root = tmp_path_factory.mktemp("tuned")
+  run(root / "base", "--config.data.source=procedural", "--config.data.path=arithmetic")
+  yield root
+  jax.config.update("jax_disable_most_optimizations", False)
+
+
+def test_a_base_is_tuned_evaluated_and_asked(root, monkeypatch, capsys):
+  run(root / "chat", f"--config.train.init_from={root / 'base'}")
+  out = capsys.readouterr().out
+  assert "the loss counts 6,144 of the training tokens" in out
+  assert "bigram" not in out
+  assert len(read_metrics(root / "chat")) == 3
+  figures = evaluate.evaluate_run(str(root / "chat"), mesh="data=1")
+  assert figures["tokens"] < 600  # of more than 5,000 that validation reads
+  assert "bigram_bits_per_byte" not in figures
+  asked = []
+  tokens = Session.tokens
+
+  def noted(self, prompts, *args, **options):
+    asked.append(bytes(i for i in prompts[0] if i < 256).decode())
+    return tokens(self, prompts, *args, **options)
+
+  monkeypatch.setattr(Session, "tokens", noted)
+  monkeypatch.setattr("sys.stdin", io.StringIO("1+2?\n"))
+  argv = [f"--workdir={root / 'chat'}", "--chat", "--max_new_tokens=2", "--mesh=data=1"]
+  generate.main([*argv, "--temperature=0"])
+  assert asked == ["User:\n1+2?\n\nAssistant:\n"]

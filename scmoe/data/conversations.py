@@ -20,6 +20,7 @@ E is the end-of-text token. A prompt and its completion are joined as they stand
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -37,6 +38,14 @@ Messages = Sequence[Mapping[str, Any]]
 _BATCH = 128  # conversations that one process of `render_chat` writes
 _ANSWER = "Assistant:\n"  # how the plain template introduces an answer
 _BETWEEN = "\n\n"  # between two turns of the plain template
+
+
+@dataclasses.dataclass(frozen=True)
+class Completed:
+  """A prompt and its completion, which no template writes."""
+
+  prompt: str
+  completion: str
 
 
 class _Refused(Exception):
@@ -92,7 +101,7 @@ def _with_template(config: DataConfig) -> JsonTokenizer | None:
 # --- what a row holds -----------------------------------------------------------------------------
 
 
-def _parsed(row: dict[str, Any], *, plain: bool) -> Messages | tuple[str, str]:
+def _parsed(row: dict[str, Any], *, plain: bool) -> Messages | Completed:
   """The messages of a row, or its prompt and completion.
 
   Raises:
@@ -108,7 +117,7 @@ def _parsed(row: dict[str, Any], *, plain: bool) -> Messages | tuple[str, str]:
   prompt, completion = (_text(row[name], repr(name)) for name in ("prompt", "completion"))
   if not completion.strip():
     raise _Refused("'completion' is empty: there is nothing to learn")
-  return prompt, completion
+  return Completed(prompt, completion)
 
 
 def _checked(messages: Any, *, plain: bool) -> Messages:
@@ -155,16 +164,15 @@ _Text = tuple[str, tuple[tuple[int, int], ...], bool]  # text, spans, apart
 
 
 def _written(
-  parsed: Sequence[Messages | tuple[str, str]], tokenizer: JsonTokenizer | None
+  parsed: Sequence[Messages | Completed], tokenizer: JsonTokenizer | None
 ) -> Iterator[_Text | _Refused]:
   """Yields the text of every row; a reason where the template cannot write it."""
-  chats = [found for found in parsed if isinstance(found, list)]
+  chats = [found for found in parsed if not isinstance(found, Completed)]
   by_template = iter(() if tokenizer is None else _by_template(chats, tokenizer))
   for found in parsed:
-    if isinstance(found, tuple):
-      prompt, completion = found
-      whole = prompt + completion
-      yield whole, ((len(prompt), len(whole)),), True
+    if isinstance(found, Completed):
+      whole = found.prompt + found.completion
+      yield whole, ((len(found.prompt), len(whole)),), True
     elif tokenizer is None:
       yield (*_plainly(found), True)
     else:

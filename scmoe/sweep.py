@@ -7,7 +7,9 @@
 Each run is a process of its own, python -m scmoe.train, in a folder of its own below --workdir. The
 same command again continues: finished runs are kept, a stopped run resumes, a failed run is tried
 again. --jobs divides the GPUs of this machine among runs that train at the same time, which slows
-each of them. Values of a grid are separated by commas, or by semicolons if they contain commas.
+each of them. --together trains the seeds of a combination in one process, by one compiled program:
+a small model leaves most of a GPU idle. Values of a grid are separated by commas, or by semicolons
+if they contain commas.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from scmoe.run.effects import check_typed
 from scmoe.run.fields import with_field
 from scmoe.run.names import check_workdir
 from scmoe.training.metrics import duration
+from scmoe.training.restore import FOLDER, list_steps
 from scmoe.training.resume import check_config
 from scmoe.training.signals import hangups
 from scmoe.training.workdir import LOCK, RunLock, owner_lives, prepare_workdir
@@ -50,6 +53,7 @@ OWN = (
   Flag("grid", str, "", "FIELD=VALUE,VALUE,...: trains all combinations", repeat=True),
   Flag("seeds", int, 1, "runs per combination: train.seed, train.seed + 1, ..."),
   Flag("jobs", int, 1, "runs at the same time, which divide the GPUs"),
+  Flag("together", bool, False, "train the seeds of a combination side by side in one program"),
   Flag("dry_run", bool, False, "print the runs, then stop"),
   Flag("json", str, "", "also write the figures of the comparison to this file"),
 )
@@ -64,10 +68,20 @@ TRAIN = (sys.executable, "-m", "scmoe.train")
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """One run of a sweep: its folder and its configuration."""
+  """One run of a sweep: its folder and its configuration.
+
+  Attributes:
+    beside: runs with other seeds that the same process trains, by the same program.
+  """
 
   folder: Path
   config: RunConfig
+  beside: tuple[Run, ...] = ()
+
+  @property
+  def all(self) -> tuple[Run, ...]:
+    """This run and those beside it."""
+    return self, *self.beside
 
 
 def main(argv: list[str]) -> None:
@@ -89,7 +103,7 @@ def main(argv: list[str]) -> None:
   with RunLock(workdir, SWEEP_LOCK):
     if len(waiting) < len(runs):
       say(f"{len(runs) - len(waiting)} of {len(runs)} runs are done already")
-    train_all(waiting, environments, extra)
+    train_all(together(waiting) if values["together"] else waiting, environments, extra)
   comparison = compare([read_run(run.folder) for run in runs])
   command = shlex.join(["python", "-m", "scmoe.sweep", *argv])
   print("\n" + write_comparison(comparison, workdir / "compare", command))
@@ -139,6 +153,20 @@ def planned(base: RunConfig, grid: Sequence[str], seeds: int, workdir: Path) -> 
       train = dataclasses.replace(run.train, seed=seed)
       runs.append(Run(workdir / name, dataclasses.replace(run, name=name, train=train)))
   return runs
+
+
+def together(runs: Sequence[Run]) -> list[Run]:
+  """The same runs, with those that one program can train beside the first of them.
+
+  They differ in name and seed only, and their newest checkpoints are of the same step.
+  """
+  groups: dict[tuple[RunConfig, int], list[Run]] = {}
+  for run in runs:
+    train = dataclasses.replace(run.config.train, seed=0)
+    config = dataclasses.replace(run.config, name="", train=train)
+    step = max(list_steps(run.folder / FOLDER), default=0)
+    groups.setdefault((config, step), []).append(run)
+  return [dataclasses.replace(one, beside=tuple(rest)) for one, *rest in groups.values()]
 
 
 def _axis(text: str) -> tuple[str, list[str]]:
@@ -241,7 +269,12 @@ class Watch:
     return True
 
   def ended(self, run: Run, seconds: float) -> None:
-    """Called when the process of a run has ended, after so many seconds of wall time."""
+    """Called when the process of a run, and of those beside it, has ended.
+
+    Args:
+      run: the first of them.
+      seconds: wall time of the process.
+    """
 
 
 def train_all(
@@ -253,7 +286,8 @@ def train_all(
   """Trains runs, one at a time in each environment.
 
   Args:
-    runs, environments: each run is a process with one of the environments to itself.
+    runs, environments: each run, with those beside it, is a process with one of the environments
+      to itself.
     extra: further words of every command.
     watch: decides which runs begin; None begins all.
 
@@ -291,16 +325,23 @@ class _Training:
   def __init__(self, run: Run, environment: dict[str, str], extra: list[str], place: str):
     self.run, self.environment, self.place = run, environment, place
     self.began = time.monotonic()
-    folder = prepare_workdir(run.folder)
-    _wait_for_owner(folder, place)
-    (folder / EXIT).unlink(missing_ok=True)
+    for one in run.all:
+      folder = prepare_workdir(one.folder)
+      _wait_for_owner(folder, place)
+      (folder / EXIT).unlink(missing_ok=True)
+      try:
+        write_whole(folder / ASKED, to_json(one.config).encode())
+      except OSError as error:
+        raise StorageError(f"{folder} cannot be written: {error.strerror}") from None
+    folder = run.folder
     try:
-      write_whole(folder / ASKED, to_json(run.config).encode())
       self.log = open(folder / LOG, "a", encoding="utf-8")  # noqa: SIM115 - closed by `note_end`
     except OSError as error:
       raise StorageError(f"{folder} cannot be written: {error.strerror}") from None
     command = [*TRAIN, "--config_json", str(folder / ASKED)]
     command += [f"--allow_import={path}" for path in imports_of(run.config).values()]
+    for one in run.beside:
+      command += ["--beside", f"{one.config.train.seed}={one.folder}"]
     # Runs that differ only in the seed have the same program: the first compiles it for all.
     cache = {
       "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "programs"),
@@ -313,26 +354,36 @@ class _Training:
       stdin=subprocess.DEVNULL,
       env={**cache, **os.environ, **environment, "PYTHONPATH": _import_path()},
     )
-    say(f"{place}: training")
+    more = f" with {len(run.beside)} more seeds" if run.beside else ""
+    say(f"{place}: training{more}")
 
   def note_end(self) -> None:
-    """Writes how the process ended to the run's folder, and prints it."""
+    """Writes how the process ended to the folder of each of its runs, and prints it.
+
+    A run that is done ended well, also where one beside it failed.
+    """
     self.log.close()
-    code, took = self.process.returncode, duration(time.monotonic() - self.began)
     words = _last_words(self.run.folder / LOG)
-    path = self.run.folder / EXIT
+    for run in self.run.all:
+      place = self.place if run is self.run else run.folder.name
+      code = self.process.returncode
+      code = 0 if self.run.beside and read_run(run.folder).done else code
+      self._note_end_of(run, place, code, words)
+
+  def _note_end_of(self, run: Run, place: str, code: int, words: str) -> None:
+    path = run.folder / EXIT
     try:
       write_json(path, {"code": code, "words": "" if code == 0 else words})
     except OSError as error:
       warn(f"{path} cannot be written ({error.strerror})")
-    record = read_run(self.run.folder)
+    record, took = read_run(run.folder), duration(time.monotonic() - self.began)
     if code == 0:
       last: dict[str, Any] = (record.evals or record.train or [{}])[-1]
       loss = last.get("loss")
       result = f"loss {loss:.4f}, " if isinstance(loss, float) else ""
-      say(f"{self.place}: done, {result}{took}")
+      say(f"{place}: done, {result}{took}")
     else:
-      say(f"{self.place}: {record.status} ({took})")
+      say(f"{place}: {record.status} ({took})")
 
 
 class _Stop:

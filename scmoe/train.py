@@ -3,6 +3,7 @@
   python -m scmoe.train
   python -m scmoe.train --config quickstart --config.model.wiring=top2 --workdir runs/top2
   python -m scmoe.train --config configs/gpt2_moe_medium.py --config.mesh.expert=8 --dry_run
+  python -m scmoe.train --config shapes_vit --workdir runs/seed-0 --beside 1=runs/seed-1
 
 Without arguments it trains configs/quickstart.py into runs/quickstart. The same command again
 resumes the run where it stopped.
@@ -13,9 +14,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -48,6 +49,7 @@ from scmoe.training import distributed
 from scmoe.training.loop import Poll, Trainer
 from scmoe.training.restarts import supervise
 from scmoe.training.restore import FOLDER, list_steps, restore_part, with_newest
+from scmoe.training.side_by_side import train_side_by_side
 from scmoe.training.step import TrainState
 
 
@@ -74,8 +76,30 @@ def main(argv: list[str]) -> None:
     if values["print_config"]:
       return print(to_json(dataclasses.replace(planned, mesh=run.mesh)), end="")
     return print(report(dry_run(planned)))
+  others = beside(run, values["beside"])
   with optional():
-    train(run, workdir)
+    if others:
+      train_seeds([(run, workdir), *others])
+    else:
+      train(run, workdir)
+
+
+def beside(run: RunConfig, words: Sequence[str]) -> list[tuple[RunConfig, Path]]:
+  """The runs of `--beside`, which differ from `run` in name and seed, with their folders.
+
+  Raises:
+    ConfigError: a word is not SEED=FOLDER.
+  """
+  found = []
+  for word in words:
+    seed, _, folder = word.partition("=")
+    if not seed.isdecimal() or not folder:
+      raise ConfigError(f"--beside={word!r} is not SEED=FOLDER; e.g. --beside 1=runs/seed-1")
+    workdir = check_workdir(folder)
+    check_run_name(workdir.name, "the folder's name in --beside")
+    train_options = dataclasses.replace(run.train, seed=int(seed))
+    found.append((dataclasses.replace(run, name=workdir.name, train=train_options), workdir))
+  return found
 
 
 def train(run: RunConfig, workdir: Path) -> TrainState:
@@ -84,11 +108,64 @@ def train(run: RunConfig, workdir: Path) -> TrainState:
   Raises:
     ScmoeError: see `scmoe.base.errors` and `Trainer.run`.
   """
+  start_jax(run)
+  prepared = prepare(run, workdir)
+  try:
+    state = prepared.trainer.run()
+  except jax.errors.JaxRuntimeError as error:
+    raise out_of_memory(prepared.built, error) or error from None
+  prepared.say_result()
+  return state
+
+
+def train_seeds(runs: Sequence[tuple[RunConfig, Path]]) -> list[TrainState]:
+  """Trains runs that differ in name and seed only, each in its folder, in one compiled program.
+
+  Raises:
+    ScmoeError: see `scmoe.training.side_by_side.train_side_by_side`.
+  """
+  start_jax(runs[0][0])
+  prepared = [prepare(*one, shown=i == 0) for i, one in enumerate(runs)]
+  try:
+    states = train_side_by_side([one.trainer for one in prepared])
+  except jax.errors.JaxRuntimeError as error:
+    raise out_of_memory(prepared[0].built, error) or error from None
+  for one in prepared:
+    one.say_result()
+  return states
+
+
+def start_jax(run: RunConfig) -> None:
+  """Sets what jax has to know before it finds its devices, and joins the run's other processes."""
   if run.train.deterministic:
     determinism.request()
   if run.overlap.copy_engines:
     request_copy_engines()
   distributed.initialize(run.distributed)
+
+
+class Prepared(NamedTuple):
+  """A run whose data are open and whose sizes are checked."""
+
+  built: build.Built
+  data: Any
+  workdir: Path
+  trainer: Trainer
+
+  def say_result(self) -> None:
+    """Prints the last evaluation of the run, which is done, on process 0."""
+    if distributed.is_first():
+      say(modality_of(self.built.run).result(self.data, self.workdir))
+
+
+def prepare(run: RunConfig, workdir: Path, *, shown: bool = True) -> Prepared:
+  """Opens a run's data, checks its sizes, and makes its `Trainer`.
+
+  Args:
+    run: not resolved.
+    workdir: of the run.
+    shown: whether the run prints its header.
+  """
   unresolved = run
   run = run.resolve(
     num_devices=jax.device_count(),
@@ -118,19 +195,13 @@ def train(run: RunConfig, workdir: Path) -> TrainState:
     evaluate=evaluation(built, data, workdir),
     sample=modality.sampling(built, data),
     header="\n".join(
-      [header(built, data, workdir), *([teacher.header_line(run)] if teacher else [])]
+      [header(built, data, workdir), *([teacher.header_line(run)] if teacher else [])] * shown
     ),
     card=card(unresolved, built, data),
     warm_start=beginning(built),
     teacher=taught and functools.partial(load_teacher, *taught, workdir, allowed),
   )
-  try:
-    state = trainer.run()
-  except jax.errors.JaxRuntimeError as error:
-    raise out_of_memory(built, error) or error from None
-  if distributed.is_first():
-    say(modality.result(data, workdir))
-  return state
+  return Prepared(built, data, workdir, trainer)
 
 
 def beginning(built: build.Built) -> Callable[[TrainState], TrainState] | None:

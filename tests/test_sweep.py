@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FAKE = """
 import json, os, pathlib, sys, time
 argv = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+beside = [word for flag, word in zip(sys.argv[1::2], sys.argv[2::2]) if flag == "--beside"]
 config = json.loads(pathlib.Path(argv["--config_json"]).read_text())
 folder = pathlib.Path(argv["--workdir"])
 with open(folder / "starts", "a") as file:
@@ -32,11 +33,19 @@ rate = config["optimizer"]["learning_rate"]
 if rate > 0.5:
   print("NonFiniteError: no good")
   sys.exit(4)
-loss = rate + config["train"]["seed"]
 steps = config["train"]["steps"]
-lines = [{"step": steps, "kind": "eval", "loss": loss, "bits_per_byte": loss},
-         {"step": steps, "kind": "end"}]
-(folder / "metrics.jsonl").write_text("".join(json.dumps(l) + "\\n" for l in lines))
+for word in [f"{config['train']['seed']}={folder}", *beside]:
+  seed, _, place = word.partition("=")
+  if (pathlib.Path(place).parent / f"fail-{seed}").exists():
+    continue
+  loss = rate + int(seed)
+  lines = [{"step": steps, "kind": "eval", "loss": loss, "bits_per_byte": loss},
+           {"step": steps, "kind": "end"}]
+  text = "".join(json.dumps(l) + "\\n" for l in lines)
+  (pathlib.Path(place) / "metrics.jsonl").write_text(text)
+if any((folder.parent).glob("fail-*")):
+  print("NonFiniteError: one seed was no good")
+  sys.exit(4)
 """
 
 
@@ -222,3 +231,34 @@ def test_a_real_sweep(tmp_path):
   assert bad.status.startswith("failed at step 0 of 3, exit 3: DataError: ")
   last = [json.loads(line) for line in (good.path / "metrics.jsonl").read_text().splitlines()]
   assert f"{[line for line in last if line['kind'] == 'eval'][-1]['loss']:.4f}" in done.stdout
+
+
+def test_seeds_of_a_combination_share_a_process(fake, capsys):
+  argv = ["--grid", "model.wiring=top2,scmoe_pos2", "--seeds=3", "--together", "--workdir=w"]
+  sweep.main(argv)
+  assert [len(starts(fake / f"w/wiring-top2_seed-{seed}")) for seed in range(3)] == [1, 0, 0]
+  said = capsys.readouterr().out
+  assert "[1/2] wiring-top2_seed-0: training with 2 more seeds" in said
+  for seed in range(3):
+    record = read_run(fake / f"w/wiring-scmoe_pos2_seed-{seed}")
+    assert record.done
+    assert record.seed == seed  # from the configuration that its folder was given
+    assert record.ended == {"code": 0, "words": ""}
+  sweep.main(argv)  # nothing is left to train
+  assert "6 of 6 runs are done already" in capsys.readouterr().out
+
+
+def test_a_seed_that_fails_beside_others_fails_alone(fake):
+  (fake / "w").mkdir()
+  (fake / "w/fail-1").touch()
+  with pytest.raises(sweep.Failed, match="1 runs failed: seed-1;"):
+    sweep.main(["--seeds=3", "--together", "--workdir=w"])
+  ended = [read_run(fake / f"w/seed-{seed}").ended["code"] for seed in range(3)]
+  assert ended == [0, 4, 0]
+
+
+def test_runs_at_different_steps_do_not_share_a_process(tmp_path):
+  runs = sweep.planned(RunConfig(), ["model.wiring=top2,scmoe_pos2"], 2, tmp_path)
+  assert [len(run.all) for run in sweep.together(runs)] == [2, 2]
+  (runs[0].folder / "checkpoints/5/meta").mkdir(parents=True)
+  assert [len(run.all) for run in sweep.together(runs)] == [1, 1, 2]

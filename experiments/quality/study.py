@@ -6,11 +6,14 @@
   python experiments/quality/TABLE/run.py --scale gpu --table
 
 A GPU trains one run at a time, and all GPUs of the machine train side by side; a CPU trains one run
-after the other. Runs whose result lies in results/runs/ are not trained again. A run begins only if
-it can end before the limit, as long as the slowest run so far took; what the limit cuts off saves,
-and goes on from there if the same command finds its folder again. The first call at a scale
-registers the plan, with the fields of the configuration that it was given, in
-results/plan-SCALE.json; later calls follow that file.
+after the other. --together trains the seeds of a variant in one process, by one compiled program:
+the runs are the same, and a GPU that a small model leaves idle has more of them an hour.
+
+Runs whose result lies in results/runs/ are not trained again. A run begins only if it can end
+before the limit, as long as the slowest run so far took; what the limit cuts off saves, and goes on
+from there if the same command finds its folder again. The first call at a scale registers the plan,
+with the fields of the configuration that it was given, in results/plan-SCALE.json; later calls
+follow that file.
 """
 
 from __future__ import annotations
@@ -68,6 +71,7 @@ FLAGS = (
   Flag("only", str, "", "variants to train in this call, joined by commas; all if not given"),
   Flag("limit_seconds", float, -1.0, "time of the call; 0: none; as given by the scale if not set"),
   Flag("jobs", int, 0, "runs side by side; 0: one a GPU, one on a CPU"),
+  Flag("together", bool, False, "train the seeds of a variant side by side in one program"),
   Flag("out", str, "", "folder for plan and results of this call; the study's results/ if not set"),
   Flag("workdir", str, "", "folder of the runs' folders; runs/quality/TABLE/SCALE if not set"),
   Flag("commit", str, "", "commit to note where the code is no checkout, e.g. on a GPU machine"),
@@ -228,6 +232,7 @@ def call(design: Design, argv: list[str]) -> Study:
                    command, values["commit"], keep=values["keep"])  # fmt: skip
     extra = [f"--simulate={n}"] if (n := values["simulate"]) else []
     todo = [sweep.Run(folder, variant_run(plan, *key)) for folder, key in runs.items()]
+    todo = sweep.together(todo) if values["together"] else todo
     try:
       sweep.train_all(todo, sweep.shared_out(jobs), extra, watch)
     finally:
@@ -319,11 +324,11 @@ class Pieces(sweep.Watch):
     steps = plan.config["train"]["steps"]
     alike = (r.get("seconds", 0.0) for r in known if r.get("steps") == steps)
     self._earlier = max(alike, default=0.0)
-    self._slowest = 0.0  # of this call
+    self._slowest = 0.0  # of this call; a process of several seeds counts as so many runs
 
   def may_begin(self, run: sweep.Run) -> bool:
     """Whether the run is going to end before the limit, or would end within no call."""
-    expected = self._slowest or self._earlier
+    expected = (self._slowest or self._earlier) * len(run.all)
     record = read_run(run.folder)
     if record.step and record.steps:  # goes on from a checkpoint
       expected *= 1 - record.step / record.steps
@@ -334,7 +339,17 @@ class Pieces(sweep.Watch):
     return fits
 
   def ended(self, run: sweep.Run, seconds: float) -> None:
-    """Writes the run's result, unless it was only cut off."""
+    """Writes the results of a process, unless it was only cut off."""
+    for one in run.all:
+      self._ended(one, seconds / len(run.all))
+
+  def _ended(self, run: sweep.Run, seconds: float) -> None:
+    """Writes a run's result, unless it was only cut off.
+
+    Args:
+      run: one run of a process.
+      seconds: its share of the process's wall time.
+    """
     record = read_run(run.folder)
     if not record.done and record.ended.get("code") in _CUT:
       return

@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 _interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=None)
 _default_sms: contextvars.ContextVar[int] = contextvars.ContextVar("default_sms", default=132)
+_chosen: contextvars.ContextVar[bool] = contextvars.ContextVar("chosen", default=True)
 
 
 @contextlib.contextmanager
@@ -54,9 +55,33 @@ def device_has_kernels(platform: str, compute_capability: str | None) -> bool:
   return platform == "gpu" and compute_capability == "9.0"
 
 
+def kernels_may_run() -> bool:
+  """Whether the program that is traced may hold kernels; False inside `without_kernels`."""
+  return _chosen.get()
+
+
 def has_kernels(device: Any) -> bool:
-  """Whether a `jax.Device` runs the Mosaic GPU kernels: it is a Hopper GPU."""
-  return device_has_kernels(device.platform, getattr(device, "compute_capability", None))
+  """Whether a `jax.Device` runs the Mosaic GPU kernels: it is a Hopper GPU.
+
+  False for every device inside `without_kernels`.
+  """
+  return kernels_may_run() and device_has_kernels(
+    device.platform, getattr(device, "compute_capability", None)
+  )
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+  """Inside this context every automatic choice between a kernel and XLA is for XLA.
+
+  The kernels here have no batching rule, and cuDNN's attention has none for a mask: a program under
+  `jax.vmap` cannot have them.
+  """
+  token = _chosen.set(False)
+  try:
+    yield
+  finally:
+    _chosen.reset(token)
 
 
 def runs_ptx() -> bool:

@@ -20,6 +20,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from scmoe.base import determinism
+from scmoe.kernels.launch import kernels_may_run
 from scmoe.kernels.one_row import attention as one_token
 from scmoe.kernels.one_row.without_gradient import without_gradient
 
@@ -164,12 +165,14 @@ def _implementation(q_BSHN: Array, *, masked: bool, window: int = 0) -> Literal[
 
   It needs Ampere (compute capability 8.0; a T4 has 7.5). cuDNN reads a mask as a bias, which is not
   deterministic after Hopper. Under `--deterministic` it is never used: jax 0.11.2 ends the first
-  such step with an IndexError.
+  such step with an IndexError. Nor is it in a program of several seeds (`without_kernels`): jax's
+  batching rule for it fails with a mask of one head for all.
   """
   _, length, _, head_dim = q_BSHN.shape
   fits = fusable(q_BSHN.dtype, head_dim, length, masked=masked, window=window)
   major = _compute_capability(jax.devices()[0])
   runs = major >= 8 and not (masked and major > 9) and not determinism.is_requested()
+  runs = runs and kernels_may_run()
   return "cudnn" if fits and runs else None
 
 

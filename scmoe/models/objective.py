@@ -257,6 +257,11 @@ class RoutedObjective:
     """Raises TypeError: only `Distillation` has a teacher."""
     raise TypeError("only scmoe.models.distillation.Distillation has a teacher")
 
+  def seeded(self, seed: Array) -> RoutedObjective:
+    """This objective: all its random numbers follow from the keys that `losses` is given."""
+    del seed
+    return self
+
   def metrics(self, aux: LossSums) -> tuple[dict[str, Array], dict[str, Array]]:
     """Scalars and per-layer arrays of a step, from the sums over its microbatches.
 

@@ -102,6 +102,13 @@ TRAIN_FLAGS = (
     "same bits on the same hardware; on GPUs slower, with more memory",
   ),
   Flag("restarts", int, 0, "restart a run that dies, at most this many times"),
+  Flag(
+    "beside",
+    str,
+    "",
+    "SEED=FOLDER: train the run with this seed too, in its folder, by the same compiled program",
+    repeat=True,
+  ),
   ALLOW_IMPORT,
   Flag("allow_config_change", bool, False, "resume even if the configuration was changed"),
   VERSION,

@@ -39,11 +39,12 @@ class Journal:
     built: options and sizes of the run.
     workdir: of the run.
     tokens_per_step: tokens of one optimizer step.
+    label: stands before every line on the console.
   """
 
-  def __init__(self, built: Trainable, workdir: Path, tokens_per_step: int):
+  def __init__(self, built: Trainable, workdir: Path, tokens_per_step: int, label: str = ""):
     self._built, self._train, self._workdir = built, built.train, workdir
-    self._tokens_per_step = tokens_per_step
+    self._tokens_per_step, self._label = tokens_per_step, label
     self._meter, self._means = Meter(), Means()
     self._bar = Bar(0, 0, shown=is_first())
     self._metrics: Metrics | None = None  # on process 0, from `open` on
@@ -78,7 +79,7 @@ class Journal:
 
   def say(self, line: str) -> None:
     """Prints a line on the console, on process 0 only."""
-    self._bar.print(line)
+    self._bar.print(self._label + line)
 
   @contextlib.contextmanager
   def said(self, what: str) -> Iterator[None]:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -91,7 +91,7 @@ class Trainer:
         train.spike_action=stop.
       Preempted: asked to stop (signal or train.stop_after), and saved.
     """
-    train, accumulation = self.built.train, self._check()
+    train, accumulation = self.built.train, self.check()
     workdir = prepare_workdir(self.workdir)
     with (
       output.optional(),
@@ -100,7 +100,7 @@ class Trainer:
       Watchdog() as watchdog,
       kept_programs(workdir / PROGRAMS),
     ):
-      run = _Run(self, workdir, accumulation, stop, watchdog)
+      run = Run(self, workdir, accumulation, stop, watchdog)
       try:
         run.start()
         if run.step < train.steps and not run.interrupted():
@@ -119,7 +119,7 @@ class Trainer:
       finally:
         run.close()
 
-  def _check(self) -> int:
+  def check(self) -> int:
     """Checks that batches divide over mesh and processes; returns a step's number of microbatches.
 
     Raises:
@@ -135,11 +135,50 @@ class Trainer:
     return train.microbatches(self.built.sequence_length)
 
 
-class _Run:
-  """The state of one call of `Trainer.run`: model, data, outputs, and the step it has reached."""
+class Results(Protocol):
+  """A step's report, on the devices until it is read."""
+
+  @property
+  def arrays(self) -> dict[str, Any]:
+    """Per-layer arrays."""
+    ...
+
+  def values(self) -> dict[str, Any]:
+    """The scalars as numbers; waits for the step."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Reported:
+  """The `Results` of a step of one run: scalars and per-layer arrays on the devices."""
+
+  scalars: dict[str, Any]
+  arrays: dict[str, Any]
+
+  def values(self) -> dict[str, Any]:
+    """See `Results.values`."""
+    return {name: np.asarray(x).item() for name, x in jax.device_get(self.scalars).items()}
+
+
+class Run:
+  """The state of one call of `Trainer.run`: model, data, outputs, and the step it has reached.
+
+  Args:
+    trainer: of the run.
+    workdir: of the run; exists.
+    accumulation: microbatches of a step.
+    stop, watchdog: entered by the caller.
+    label: stands before every line on the console.
+  """
 
   def __init__(
-    self, trainer: Trainer, workdir: Path, accumulation: int, stop: StopRequest, watchdog: Watchdog
+    self,
+    trainer: Trainer,
+    workdir: Path,
+    accumulation: int,
+    stop: StopRequest,
+    watchdog: Watchdog,
+    label: str = "",
   ):
     built = trainer.built
     self.trainer, self.built, self.train = trainer, built, built.train
@@ -150,14 +189,14 @@ class _Run:
     self.batch_sharding = batch_sharding(built.mesh, leading=1)
     self.checkpointer = Checkpointer(workdir, built.checkpoint)
     self.batches = trainer.data.train()
-    self.pending: tuple[int, dict, dict] | None = None  # results of a step, not yet read
+    self.pending: tuple[int, Results] | None = None  # results of a step, not yet read
     self.batch: Batch | None = None
     self.compiled: set[str] = set()  # kinds of work that began before: no extra time to compile
     self.evaluated_step = -1
     self.tracing = False
     self.skipping = False  # `skipped_in_row` was not 0 in the last results that were read
     self.tokens_per_step = accumulation * built.train.batch_size * built.sequence_length
-    self.journal = Journal(built, workdir, self.tokens_per_step)
+    self.journal = Journal(built, workdir, self.tokens_per_step, label)
     self.step_fn = fastest_step(built, self.abstract, workdir, say=self.journal.say)
 
   @property
@@ -230,7 +269,7 @@ class _Run:
       Preempted: the run was stopped before its last step, or before that step's evaluation.
     """
     train = self.train
-    self._flush()
+    self.flush()
     self.save(final=True)
     if self.step < train.steps:
       raise Preempted(
@@ -288,30 +327,39 @@ class _Run:
 
     Raises:
       DataError: the data ended.
-      NonFiniteError: as `_flush`.
+      NonFiniteError: as `flush`.
     """
-    self._profile()
+    self.profile()
     self.arm("step", allowance=self.step_fn.compiles_next)
     began = time.perf_counter()
-    self.batch = self._next_batch()
     put = lambda x: jax.make_array_from_process_local_data(self.batch_sharding, x)
-    batch = jax.tree.map(put, self.batch)
+    batch = jax.tree.map(put, self.next_batch())
     self.journal.host_worked(time.perf_counter() - began)
     self.state, scalars, arrays = self.step_fn(self.state, batch)
+    self.stepped(Reported(scalars, arrays))
+
+  def stepped(self, results: Results) -> None:
+    """Notes that a step was dispatched whose results are these, and reads those of the one before.
+
+    Raises:
+      NonFiniteError: as `flush`.
+    """
     self.journal.step_dispatched()
     self.step += 1
-    self._flush()
-    self.pending = (self.step, scalars, arrays)
+    self.flush()
+    self.pending = (self.step, results)
     train = self.train
     # If this step may end the run, its results are read before the next step starts: the files for
     # `scmoe.replay` need the state that this step left, which a next step would change.
     critical = self.skipping or not train.max_skipped_in_row
     critical |= bool(train.spike_sigma) and train.spike_action == "stop"
     if critical or self.step in (train.stop_after, train.steps):
-      self._flush()
+      self.flush()
 
-  def _next_batch(self) -> Batch:
+  def next_batch(self) -> Batch:
     """The A microbatches of one optimizer step, stacked to one batch [A, B / processes, ...].
+
+    The batch stays in `batch` until the next one.
 
     Raises:
       DataError: the data ended.
@@ -323,9 +371,10 @@ class _Run:
         f"the training data ended at step {self.step}; use more data, more epochs or fewer "
         "train.steps"
       ) from None
-    return Batch.stack(parts)
+    self.batch = Batch.stack(parts)
+    return self.batch
 
-  def _flush(self) -> None:
+  def flush(self) -> None:
     """Waits for the pending step, if there is one, and logs it where due.
 
     Raises:
@@ -333,8 +382,8 @@ class _Run:
     """
     if self.pending is None:
       return
-    (step, scalars, arrays), self.pending, train = self.pending, None, self.train
-    values = {name: np.asarray(x).item() for name, x in jax.device_get(scalars).items()}
+    (step, results), self.pending, train = self.pending, None, self.train
+    values = results.values()
     self.skipping = bool(values["skipped_in_row"])
     self.journal.step_done(step, values)
     if values.get("spike"):
@@ -349,7 +398,7 @@ class _Run:
     elif self.skipping and self.first:
       warn(f"step {step}: loss {values['objective']}, gradient norm {values['grad_norm']}; skipped")
     if step % train.log_every == 0 or step == train.steps:
-      self.journal.log(step, values, arrays)
+      self.journal.log(step, values, results.arrays)
     stop = values.get("spike") and train.spike_action == "stop"
     if stop or values["skipped_in_row"] > train.max_skipped_in_row:
       self._give_up(step, values)
@@ -374,7 +423,7 @@ class _Run:
 
     Also compares the hosts' times (`Journal.compare_hosts`).
     """
-    self._flush()  # so the step's line is in metrics.jsonl before the step counts as done
+    self.flush()  # so the step's line is in metrics.jsonl before the step counts as done
     self.arm("save", allowance=True)
     arguments = lambda: (self.step, self.state.for_checkpoint(), self.batches.state(), self._meta())
     if final:
@@ -390,7 +439,7 @@ class _Run:
     """Evaluates this step if the trainer can; a request to stop meanwhile drops the evaluation."""
     if self.trainer.evaluate is None:
       return
-    self._flush()
+    self.flush()
     self.arm("evaluation", allowance=True)
     values = self.trainer.evaluate(self.state.readable(), self._poll_in_evaluation)
     if values is not None:
@@ -405,7 +454,7 @@ class _Run:
     """
     if self.trainer.sample is None or not self.train.sample_tokens:
       return
-    self._flush()
+    self.flush()
     self.arm("sample", allowance=True)
     try:
       text = self.trainer.sample(self.state.readable())
@@ -449,18 +498,18 @@ class _Run:
     self.journal.pause()
     self.watchdog.disarm()
 
-  def _profile(self) -> None:
+  def profile(self) -> None:
     """Starts jax's profiler before step `train.profile_step`; stops it `profile_steps` steps later.
 
     The trace is taken in this process, so no port is opened for a profiler's client.
     """
     train = self.train
     if train.profile_step and self.step + 1 == train.profile_step:
-      self._flush()
+      self.flush()
       jax.profiler.start_trace(str(self.workdir / "profile"))
       self.tracing = True
     elif self.tracing and self.step + 1 >= train.profile_step + train.profile_steps:
-      self._flush()
+      self.flush()
       jax.profiler.stop_trace()
       self.tracing = False
 

@@ -78,6 +78,13 @@ class Objective(Losses, Protocol):
     """This objective with the arrays of `TrainState.teacher`; called only if there are some."""
     ...
 
+  def seeded(self, seed: Array) -> Objective:
+    """This objective with another seed of the run, int32 []; its value may be known only on device.
+
+    Only a step of several seeds calls it (`scmoe.training.side_by_side`).
+    """
+    ...
+
   def metrics(self, aux: PyTree) -> tuple[dict[str, Array], dict[str, Array]]:
     """(scalars, per-layer arrays) of the summed `aux`.
 
@@ -185,14 +192,42 @@ def make_train_step(
     flight: number of microbatches that run side by side (`accumulate`).
     compiler_options: XLA's, for this step only.
 
+  The results are those of `make_local_step`.
+  """
+  mesh: Any = abstract.step.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
+  specs = jax.tree.map(lambda s: s.spec, shardings_of(abstract))
+  how = {"gradient_dtype": gradient_dtype, "flight": flight}
+  local_step = make_local_step(objective, optimizer, masters.readable(specs.params), **how)
+  everywhere: NamedSharding = replicated(mesh)
+  shardings = shardings_of(abstract)
+  return jax.jit(
+    manual(local_step, mesh, (specs, P(None, BATCH_AXES)), (specs, P(), P())),
+    donate_argnums=0,
+    in_shardings=(shardings, batch_sharding(mesh, leading=1)),
+    out_shardings=(shardings, everywhere, everywhere),
+    compiler_options=compiler_options,
+  )
+
+
+def make_local_step(
+  objective: Objective,
+  optimizer: Optimizer,
+  params_specs: PyTree,
+  *,
+  gradient_dtype: str = "float32",
+  flight: int = 1,
+) -> Step:
+  """The step of one device in the manual region: (state, batch) -> (state, scalars, arrays).
+
   The scalars are those of `Objective.metrics`, and `objective` (the differentiated loss), `loss`
   (the same, unless the objective has its own), `grad_norm` before clipping, `lr`, `finite`,
   `skipped`, `skipped_in_row`; with loss scaling `loss_scale`, with a spike test `spike`. The arrays
   are the per-layer ones of `Objective.metrics`.
+
+  Args:
+    objective, optimizer, gradient_dtype, flight: as of `make_train_step`.
+    params_specs: PartitionSpecs like the parameters.
   """
-  mesh: Any = abstract.step.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
-  specs = jax.tree.map(lambda s: s.spec, shardings_of(abstract))
-  params_specs = masters.readable(specs.params)
 
   def local_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict, dict]:
     own = objective if state.teacher is None else objective.taught(state.teacher)
@@ -230,15 +265,7 @@ def make_train_step(
       scalars["spike"] = spike
     return new, scalars, arrays
 
-  everywhere: NamedSharding = replicated(mesh)
-  shardings = shardings_of(abstract)
-  return jax.jit(
-    manual(local_step, mesh, (specs, P(None, BATCH_AXES)), (specs, P(), P())),
-    donate_argnums=0,
-    in_shardings=(shardings, batch_sharding(mesh, leading=1)),
-    out_shardings=(shardings, everywhere, everywhere),
-    compiler_options=compiler_options,
-  )
+  return local_step
 
 
 def _updated(

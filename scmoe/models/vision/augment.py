@@ -79,7 +79,9 @@ class AugmentConfig(Options, path="augment"):
     return bool((self.mixup or self.cutmix) and self.mix_share)
 
 
-def augmented(batch: ImageBatch, config: AugmentConfig, seed: int) -> Float[Array, "B S S C"]:
+def augmented(
+  batch: ImageBatch, config: AugmentConfig, seed: int | Array
+) -> Float[Array, "B S S C"]:
   """The images of a training batch, changed: float32 around 0.
 
   Images and partners are flipped and cropped, then mixed; rectangles are erased last.
@@ -101,7 +103,9 @@ def augmented(batch: ImageBatch, config: AugmentConfig, seed: int) -> Float[Arra
   return own_BSSC
 
 
-def partner_part(batch: ImageBatch, config: AugmentConfig, seed: int) -> Float[Array, "B S S"]:
+def partner_part(
+  batch: ImageBatch, config: AugmentConfig, seed: int | Array
+) -> Float[Array, "B S S"]:
   """The partner's part in each pixel of the images, float32 from 0 to 1.
 
   It is 1 - λ everywhere in an image (mixup), or 1 in a rectangle and 0 around it (cutmix), or 0
@@ -136,7 +140,7 @@ def soft_labels(
 PURPOSES = ("own", "partner", "mix", "erase")  # uses of an image's random numbers; each has a key
 
 
-def _keys(batch: ImageBatch, seed: int, purpose: str) -> Array:
+def _keys(batch: ImageBatch, seed: int | Array, purpose: str) -> Array:
   """Keys [B], one for each image, that follow from seed, epoch, index of the image and purpose."""
   base = jax.random.fold_in(jax.random.key(seed), PURPOSES.index(purpose))
   of_image = lambda draw: jax.random.fold_in(jax.random.fold_in(base, draw[0]), draw[1])

@@ -43,11 +43,16 @@ class ClassificationObjective(RoutedObjective):
     router: RouterConfig,
     *,
     augment: AugmentConfig = AugmentConfig(),
-    seed: int = 0,
+    seed: int | Array = 0,
     remat: str = "none",
   ):
     super().__init__(graph, router, remat=remat)
     self.augment, self.seed = augment, seed
+
+  def seeded(self, seed: Array) -> ClassificationObjective:
+    """This objective with the changes of images that follow from another seed, int32 []."""
+    changes = {"augment": self.augment, "seed": seed}
+    return ClassificationObjective(self.graph, self.router, **changes, remat=self.remat)
 
   def route(
     self,

@@ -64,6 +64,12 @@ MISTAKES = {
     "optimizer.name=muon",
     field("optimizer.muon_beta=0.9", "optimizer.name=muon"),
   ),
+  "a next pair of which nothing begins": (
+    field("model.moe_every=2", "overlap.ahead=False"),
+    "overlap.ahead=False has no effect: model.wiring='scmoe_pos2' with model.moe_every=2 begins "
+    "nothing of the next pair; set model.moe_every=1 with model.wiring=scmoe_pos2 or scmoe_pos3",
+    field("model.moe_every=1", "overlap.ahead=False"),
+  ),
   "the rate of a bias that does not move": (
     field("router.bias_rate=0.1"),
     "set router.bias=sign",

@@ -71,6 +71,12 @@ class OverlapConfig(Options, path="overlap"):
     "auto (on one GPU, where no rows travel; beside collectives they were slower)",
     choices=("auto", "on", "off"),
   )
+  ahead: bool = option(
+    True,
+    "advanced: with a MoE in every block (model.moe_every=1), Pos-2 and Pos-3 begin the next "
+    "block's gate and dispatch as soon as they have the value that its experts read, so that the "
+    "exchange runs beside the rest of this block; docs/overlap.md says where they do not",
+  )
   copy_engines: bool = option(
     False,
     "advanced: GPUs of one host, jax >= 0.11: all-to-alls by the GPUs' copy engines, which take no "

@@ -24,7 +24,7 @@ from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.schedule import Step, make_schedule, turns_of
 from scmoe.blocks.unit import Unit
 from scmoe.blocks.wiring import Tap, is_handed_over
-from scmoe.moe.dispatch import DispatchConfig
+from scmoe.moe.dispatch import DispatchConfig, overflow
 from scmoe.moe.experts import Experts, ExpertSource, LayerExperts, OnDevice
 from scmoe.moe.layer import MoE, MoECall, RoutedTokens
 from scmoe.moe.options import RouterConfig
@@ -75,6 +75,20 @@ class Context:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Begun:
+  """Tokens that the pair before has sent to this pair's experts (`overlap.ahead`).
+
+  Attributes:
+    tapped_BSD: the normalised value that the experts read.
+    routed: the same tokens, after dispatch.
+  """
+
+  tapped_BSD: Float[Array, "B S D"]
+  routed: RoutedTokens
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class PairOutput:
   """The result of a pair.
 
@@ -85,6 +99,7 @@ class PairOutput:
     caches: updated caches of the attentions [units][blocks], or None.
     kept: experts that the device keeps (`LayerExperts.kept`), or None.
     hidden: the residual stream after every block, in order; None unless asked for.
+    begun: what this pair has begun of the next one; None unless that was asked for.
   """
 
   h_BSD: Float[Array, "B S D"]
@@ -93,6 +108,7 @@ class PairOutput:
   caches: list[list[Any]] | None = None
   kept: Any = None
   hidden: list[Float[Array, "B S D"]] | None = None
+  begun: Begun | None = None
 
 
 class BlockPair(nnx.Module):
@@ -165,10 +181,35 @@ class BlockPair(nnx.Module):
     return tap if is_handed_over(tap, self.config.moe_every) else None
 
 
+def begin(pair: BlockPair, context: Context, handed_BSD: Float[Array, "B S D"]) -> Begun:
+  """Route and dispatch of a pair that follows no other, for a walk whose pairs have `begun`.
+
+  Args:
+    pair: the pair; its schedule `begins_next`.
+    context: see `Context`.
+    handed_BSD: as of `BlockPair.__call__`.
+  """
+  walk = PairWalk(pair, handed_BSD, context, following=(pair, context))
+  walk.main = walk.next_handed_BSD = handed_BSD
+  for step in pair.schedule.of(begun=True, begins_next=True):
+    if step.ahead and step.operation != words.BARRIER:
+      getattr(walk, step.operation)(step)
+  return Begun(walk.next_input_BSD, walk.next_routed)
+
+
 class PairWalk:
   """One batch on its way through a pair: the values between two steps, and a method per step.
 
   `scmoe.blocks.schedule` says in which order `in_turns` calls the methods.
+
+  Args:
+    pair: the pair.
+    h_BSD, context, handed_BSD, caches: as of `BlockPair.__call__`.
+    begun: `PairOutput.begun` of the pair before. This pair then neither routes nor dispatches its
+      own tokens, and does not read `handed_BSD`.
+    following: the next pair, of which this one runs route and dispatch, and its context. Only its
+      gate and the norm before it are read. None: nothing is begun. Both `begun` and `following`
+      are for pairs whose schedule `begins_next`, and for experts that are on the device.
 
   Attributes:
     main: the value that the main path's next step reads: the residual stream, or an attention's
@@ -187,6 +228,9 @@ class PairWalk:
     context: Context = Context(),
     handed_BSD: Float[Array, "B S D"] | None = None,
     caches: list[list[Any]] | None = None,
+    *,
+    begun: Begun | None = None,
+    following: tuple[BlockPair, Context] | None = None,
   ):
     if h_BSD.ndim != 3 or h_BSD.shape[-1] != pair.config.width:
       raise ConfigError(
@@ -203,6 +247,9 @@ class PairWalk:
     if pair.moe is not None:
       self.layer_experts = context.experts.of_layer(pair.moe.experts, context.kept)
     self.handed_BSD, self.caches = handed_BSD, caches
+    self.begun, self.following = begun, following
+    self.next_input_BSD: Any = None  # what the next pair's experts read, and its tokens
+    self.next_routed: Any = None
     self.new_caches: list[list[Any]] = []
     self.hidden: list[Array] = []
     self.sums: RouterSums | None = None
@@ -213,14 +260,19 @@ class PairWalk:
   @property
   def output(self) -> PairOutput:
     """The pair's result, after the last step."""
-    return self.live
+    if self.following is None:
+      return self.live
+    # `live` is without the rows on their way: no other batch has to wait for them.
+    return dataclasses.replace(self.live, begun=Begun(self.next_input_BSD, self.next_routed))
 
   # -- between steps ------------------------------------------------------------------------------
 
   @property
   def turns(self) -> list[list[Step]]:
     """The steps of all units, cut where the batch pauses (`turns_of`)."""
-    return turns_of(self.pair.schedule.steps * len(self.pair.units))
+    schedule = self.pair.schedule
+    begun, begins_next = self.begun is not None, self.following is not None
+    return turns_of(schedule.of(begun=begun, begins_next=begins_next) * len(self.pair.units))
 
   def resume(self) -> None:
     """Goes on from `live`, which a barrier may have tied to another batch's values by now."""
@@ -264,6 +316,22 @@ class PairWalk:
     self.inputs: dict[int, Any] = {}  # of each gating
     self.routed: dict[int, RoutedTokens] = {}
     self.results: dict[int, tuple[Array, RouterSums]] = {}
+    if self.begun is not None:
+      self.inputs[0], self.routed[0] = self.begun.tapped_BSD, self._arrived(self.begun.routed)
+
+  @jax.named_scope(words.DISPATCH)
+  def _arrived(self, routed: RoutedTokens) -> RoutedTokens:
+    """Tokens that the pair before has sent, with the outputs of their overflow rounds, if any.
+
+    XLA runs no exchange beside the loop of these rounds. The barrier puts the loop before
+    everything else of this pair and, in the backward pass, behind it: no rows travel then.
+    """
+    apply = self.layer_experts.of(0)
+    sent = overflow(routed.transport, routed.x_TD, routed.routing, routed.arrived, apply)
+    if sent.overflow_TD is not None:
+      self.main, rows, overflow_TD = barrier((self.main, sent.rows, sent.overflow_TD))
+      sent = dataclasses.replace(sent, rows=rows, overflow_TD=overflow_TD)
+    return dataclasses.replace(routed, sent=sent)
 
   # -- the main path's steps ----------------------------------------------------------------------
 
@@ -301,16 +369,28 @@ class PairWalk:
 
   @jax.named_scope(words.ROUTE)
   def route(self, step: Step) -> None:
-    """The gate chooses the experts of all tokens."""
+    """The gate chooses the experts of all tokens: this pair's gate, or the next one's."""
+    if step.ahead:
+      assert self.following is not None
+      moe: Any = self.following[0].moe
+      self.next_input_BSD = self._next_tapped()
+      self.next_routed = moe.route(self.next_input_BSD, self._call(0, self.following[1]))
+      return
     g = step.gating
     if g not in self.inputs:
       self.inputs[g] = self._tapped(g)
-    self.routed[g] = self.moe.route(self.inputs[g], self._call(g))
+    self.routed[g] = self.moe.route(self.inputs[g], self._call(g, self.context))
     self.main = self.layer_experts.chosen(g, self.routed[g].routing, self.main)
 
   @jax.named_scope(words.DISPATCH)
   def dispatch(self, step: Step) -> None:
-    """Rows travel to their experts."""
+    """Rows travel to their experts, in this pair or in the next one."""
+    if step.ahead:
+      routed = self.next_routed
+      sent = routed.transport.dispatch(routed.x_TD, routed.routing, None)
+      self.next_routed = dataclasses.replace(routed, sent=sent)
+      self.dispatched = sent.layouts, sent.permutations
+      return
     routed, experts = self.routed[step.gating], self.layer_experts.of(step.gating)
     sent = routed.transport.dispatch(routed.x_TD, routed.routing, experts)
     self.routed[step.gating] = dataclasses.replace(routed, sent=sent)
@@ -338,7 +418,9 @@ class PairWalk:
   def barrier(self, step: Step) -> None:
     """Ties the main path to the gating's newest value: its result, its rows, or its input."""
     tie, g = functools.partial(barrier, direction=step.direction), step.gating
-    if g in self.results:
+    if step.ahead:
+      self.next_input_BSD, self.main = tie((self._next_tapped(), self.main))
+    elif g in self.results:
       y_BSD, sums = self.results[g]
       y_BSD, self.main = tie((y_BSD, self.main))
       self.results[g] = y_BSD, sums
@@ -378,9 +460,17 @@ class PairWalk:
     """The normalised value that this gating reads."""
     return self.unit.tapped(self.pair.wiring.taps[gating], self.main, self.handed_BSD)
 
-  def _call(self, gating: int) -> MoECall:
+  def _next_tapped(self) -> Any:
+    """The normalised value that the next pair's experts read."""
+    if self.next_input_BSD is not None:  # a barrier has tied it already
+      return self.next_input_BSD
+    assert self.following is not None
+    (unit,), (tap,) = self.following[0].units, self.pair.wiring.taps
+    return unit.tapped(tap, self.main, self.next_handed_BSD)
+
+  def _call(self, gating: int, context: Context) -> MoECall:
     """The arguments of this gating; the second one of DGMoE avoids the first one's expert."""
-    context, avoid_T = self.context, None
+    avoid_T = None
     if self.pair.wiring.distinct and gating > 0:
       avoid_T = self.routed[0].routing.expert_TK[:, 0]
     return MoECall(

@@ -50,6 +50,7 @@ class Step:
     gating: of a step of the MoE: which of its gatings.
     direction: of a barrier: "forward" or "backward" for one pass only.
     chunk: of the experts and their barriers: which chunk of the rows; None: all of them.
+    ahead: of route, dispatch and their barrier: they are the next pair's (`Schedule.of`).
   """
 
   operation: str
@@ -57,15 +58,16 @@ class Step:
   gating: int = 0
   direction: str = ""
   chunk: int | None = None
+  ahead: bool = False
 
   @property
   def name(self) -> str:
-    """The step's name: `attention 1: projections`, `mlp 0`, `experts`, `experts: chunk 1`."""
+    """The step's name: `attention 1: projections`, `mlp 0`, `experts: chunk 1`, `next route`."""
     if self.operation in (PROJECTIONS, MIXING):
       return f"attention {self.block}: {self.operation}"
     if self.operation == MLP:
       return f"{MLP} {self.block}"
-    name = self.operation + (f" {self.gating + 1}" if self.gating else "")
+    name = "next " * self.ahead + self.operation + (f" {self.gating + 1}" if self.gating else "")
     return name if self.chunk is None else f"{name}: chunk {self.chunk + 1}"
 
   def chunks_of(self, rows: Sequence[Any]) -> range:
@@ -79,9 +81,17 @@ class Step:
 class Schedule:
   """The steps of one pair, in the order in which they are issued.
 
+  Where a pair begins the next pair's route and dispatch, `steps` has those of both pairs. A pair
+  runs the steps that `of` picks. Pos-2 with one block per pair:
+
+    steps     route | dispatch | attention 0 | next route | next dispatch | shared expert | ...
+    first     route | dispatch | attention 0 | next route | next dispatch | shared expert | ...
+    between                      attention 0 | next route | next dispatch | shared expert | ...
+    last                         attention 0 | shared expert | ...
+
   Attributes:
     steps: of the forward pass, with the barriers that tie their order, if any.
-    backward: names of the backward pass' steps, in its order.
+    backward: names of the backward pass' steps, in its order, of a pair between two others.
     earlier: names of the steps of the pair before beside which route and dispatch can run too; see
       `earlier_steps`.
   """
@@ -91,17 +101,31 @@ class Schedule:
   earlier: tuple[str, ...] = ()
 
   @property
+  def begins_next(self) -> bool:
+    """Whether a pair that another one follows begins that pair's route and dispatch."""
+    return any(step.ahead for step in self.steps)
+
+  def of(self, *, begun: bool, begins_next: bool) -> tuple[Step, ...]:
+    """The steps of one pair.
+
+    Args:
+      begun: the pair before has begun this one's route and dispatch.
+      begins_next: this pair begins those of the next one.
+    """
+    return _picked(self.steps, begun, begins_next)
+
+  @property
   def forward(self) -> tuple[str, ...]:
-    """Names of the forward pass' steps."""
-    return tuple(step.name for step in self.steps if step.operation != BARRIER)
+    """Names of the forward pass' steps, of a pair between two others."""
+    steps = self.of(begun=self.begins_next, begins_next=self.begins_next)
+    return tuple(step.name for step in steps if step.operation != BARRIER)
 
   def __str__(self) -> str:
     lines = [f"forward:  {' | '.join(joined(self.forward))}"]
     if self.earlier:
-      lines.append(
-        f"earlier:  {' | '.join(joined(self.earlier))} of the pair before, where one step of the "
-        "scan has both pairs (overlap.unroll)"
-      )
+      how = "which begins route and dispatch" if self.begins_next else (
+        "where one step of the scan has both pairs (overlap.unroll)")  # fmt: skip
+      lines.append(f"earlier:  {' | '.join(joined(self.earlier))} of the pair before, {how}")
     return "\n".join([*lines, f"backward: {' | '.join(joined(self.backward))}"])
 
 
@@ -125,6 +149,10 @@ def make_schedule(
     raise ConfigError(f"blocks={blocks} is too small; the least is 1")
   dense = dense_steps(wiring, blocks)
   starts = [tap_step(tap_index(tap, blocks)) for tap in wiring.taps]
+  names = tuple(step.name for step in earlier_steps(wiring, blocks))
+  ahead = None
+  if overlap.ahead and names and len(wiring.taps) == wiring.units_per_moe == 1:
+    ahead = len(dense) - len(names)
   earlier = [is_handed_over(tap, blocks) for tap in wiring.taps]
   if overlap.schedule == "off":
     alone = [_Place(start, (start,), (start,)) for start in starts]
@@ -137,15 +165,15 @@ def make_schedule(
     back = _positions(overlap.ablation.backward, "overlap.ablation.backward", dense, blocks, chunks)
   after = lambda start, slots: tuple(max(start, slot) for slot in slots)
   places = [
-    _Place(start, after(start, slots), after(start, back), before)
+    _Place(start, after(start, slots), after(start, back), before, ahead)
     for start, before in zip(starts, earlier)
   ]
   order = ""
   if overlap.order == "barriers" or overlap.flight > 1:  # turns need an order (`in_turns`)
     order = "forward" if overlap.ablation.backward == "free" else "both"
-  mirrored = [_Place(place.start, place.back, place.back) for place in places]
-  names = tuple(step.name for step in earlier_steps(wiring, blocks))
-  return Schedule(_in_order(dense, places, order), _mirror(_in_order(dense, mirrored)), names)
+  mirrored = [_Place(place.start, place.back, place.back, ahead=ahead) for place in places]
+  between = _picked(_in_order(dense, mirrored), ahead is not None, ahead is not None)
+  return Schedule(_in_order(dense, places, order), _mirror(between), names)
 
 
 def turns_of(steps: Sequence[Step]) -> list[list[Step]]:
@@ -169,12 +197,14 @@ class _Place:
     back: before the backward pass of the experts, for each chunk.
     handed_over: whether the unit before hands the tap over. Routing then needs nothing of this
       unit, so no barrier holds it behind the end of that unit (`earlier_steps`).
+    ahead: before the next unit's route and dispatch; None: this unit does not begin them.
   """
 
   start: int
   experts: tuple[int, ...]
   back: tuple[int, ...]
   handed_over: bool = False
+  ahead: int | None = None
 
   def steps(self, gating: int, position: int, tied: str) -> list[Step]:
     """This gating's steps behind `position` dense steps; `tied` as in `_in_order`."""
@@ -184,6 +214,9 @@ class _Place:
     if position == self.start:
       steps += [Step(BARRIER, gating=gating)] * (bool(tied) and not self.handed_over)
       steps += [Step(ROUTE, gating=gating), Step(DISPATCH, gating=gating)]
+    if position == self.ahead:
+      steps += [Step(BARRIER, ahead=True)] * bool(tied)
+      steps += [Step(ROUTE, ahead=True), Step(DISPATCH, ahead=True)]
     for number, (experts, back) in enumerate(zip(self.experts, self.back)):
       chunk = number if len(self.experts) > 1 else None
       of = lambda operation, way="", c=chunk: Step(operation, gating=gating, direction=way, chunk=c)
@@ -218,6 +251,14 @@ def _in_order(dense: Sequence[Step], places: Sequence[_Place], tied: str = "") -
       steps += place.steps(gating, position, tied)
     steps += dense[position : position + 1]
   return (*steps, Step(ADD))
+
+
+def _picked(steps: Sequence[Step], begun: bool, begins_next: bool) -> tuple[Step, ...]:
+  """See `Schedule.of`. A pair whose dispatch has begun has an input that was handed over, so no
+  barrier stands before its route."""
+  sends = lambda step: step.operation in (ROUTE, DISPATCH)
+  left_out = lambda step: not begins_next if step.ahead else begun and sends(step)
+  return tuple(step for step in steps if not left_out(step))
 
 
 def _alone(steps: Sequence[Step]) -> tuple[Step, ...]:
@@ -257,11 +298,10 @@ def earlier_steps(wiring: Wiring, blocks: int) -> list[Step]:
     Pos-2             shared expert | attention | shared expert
     Pos-3 attention | shared expert | attention | shared expert
 
-  The unit before hands the value over, and this unit's list begins with route and dispatch. They
-  need nothing else, so XLA may issue them as early as the value is there; no barrier holds them
-  back. It moves no collective across a step of the scan over layers: at the first pair of a step
-  the window begins with this unit, as that of Pos-1 does. `overlap.unroll` says how many pairs a
-  step has.
+  The unit before hands the value over. With `overlap.ahead` it begins this unit's route and
+  dispatch too, as soon as it has the value. Without, this unit's list begins with them: XLA may
+  issue them earlier, but moves no collective across a step of the scan over layers, so that the
+  first pair of a step has the window of Pos-1.
   """
   tap = wiring.taps[0] if wiring.taps else Tap.CURRENT
   if not is_handed_over(tap, blocks):

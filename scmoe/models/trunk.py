@@ -23,6 +23,7 @@ from scmoe.base.errors import ConfigError
 from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.pair import BlockPair, Context, PairWalk, in_turns
 from scmoe.blocks.wiring import Tap
+from scmoe.models.ahead import Split, enter_scan, leave_scan, next_of, sends_ahead
 from scmoe.models.config import ModelConfig
 from scmoe.models.gradient_sums import added, added_by_layer, added_by_scan, large_layers_apart
 from scmoe.models.stacked import each_layer, is_apart, split_layers, stack_outputs, stacked
@@ -287,17 +288,20 @@ def run_trunks(route: Route) -> list[Output]:
       for one in given
     ]
     passes_on = model.stages.passed_on is not None
-    streams = [(h_BSD, jnp.zeros_like(h_BSD) if passes_on else None) for h_BSD in starts]
+    streams = [(h_BSD, jnp.zeros_like(h_BSD) if passes_on else None, None) for h_BSD in starts]
     graph = nnx.split(model.stages)[0]
     params = [g.pairs or nnx.split(own.stages)[1] for own, g in zip(trunks, given)]
 
-    def stage(carry, xs, graph=graph, contexts=contexts):
-      params, totals, (caches, kept, keys, bias_E) = xs
-      params = added(params, totals)
+    def stage(carry, xs, graph=graph, contexts=contexts, split: Split | None = None):
+      read, (caches, kept, keys, bias_E), following = xs
+      if split is None:
+        params, nexts = added(*read), [None] * len(contexts)
+      else:
+        params, nexts = split.params(read, following, graph, contexts)
       first, values = carry
       walks = []
-      for own, (h_BSD, handed_BSD), context, key, cache, own_kept in zip(
-        params, values, contexts, keys, caches, kept
+      for own, then, (h_BSD, handed_BSD, begun), context, key, cache, own_kept in zip(
+        params, nexts, values, contexts, keys, caches, kept
       ):
         pair: BlockPair = nnx.merge(graph, own)
         if handed_BSD is not None:
@@ -305,11 +309,11 @@ def run_trunks(route: Route) -> list[Output]:
           start_BSD = pair.units[0].hand_over(Tap.BLOCK_INPUT, h_BSD)
           handed_BSD = jnp.where(first, start_BSD, handed_BSD)
         here = dataclasses.replace(context, keys=key, bias_E=bias_E, kept=own_kept)
-        walks.append(PairWalk(pair, h_BSD, here, handed_BSD, cache))
+        walks.append(PairWalk(pair, h_BSD, here, handed_BSD, cache, begun=begun, following=then))
       for run, step in in_turns(walks):
         run(step)
       outs = [walk.output for walk in walks]
-      new = [(out.h_BSD, out.handed_BSD) for out in outs]
+      new = [(out.h_BSD, None if out.begun else out.handed_BSD, out.begun) for out in outs]
       return (jnp.zeros((), bool), new), [
         (out.sums, out.caches, out.hidden and jnp.stack(out.hidden), out.kept) for out in outs
       ]
@@ -321,19 +325,26 @@ def run_trunks(route: Route) -> list[Output]:
     ]
     caches, kept, others = stored("stages"), stored("experts"), (keys, router.get("bias"))
     runs, per_step = config.runs, model.overlap.pairs_per_step(config.num_pairs)
+    absent: list[Any] = [None] * len(trunks)
+    split: Any = None
+    if all(g.caches is None for g in given) and sends_ahead(model.stages, contexts[0], starts[0]):
+      split = Split.of(params[0])
+      body = _rematerialised(functools.partial(stage, split=split), shared.remat)
     if model.written_out:
       body = jax.jit(body, inline=True)  # so jax traces `body` once, not once a pair
       own_params, own_totals = added_by_layer(params, totals, config.num_pairs)
-      of_pairs = list(zip(own_totals, each_layer(others, config.num_pairs)))
+      of_pairs: list[Any] = each_layer(others, config.num_pairs)
       at_hand = experts.of_pairs(list(own_params), begins=shared.begins)
+      parts = split and [split.parts(*both) for both in zip(own_params, own_totals)]
     else:
       params, totals = added_by_scan(params, totals)
+      parts = split and split.parts(params, totals)
     if len(runs) > 1:
       graph_of_dense = nnx.split(model.dense)[0]
       of_dense = functools.partial(stage, graph=graph_of_dense)
       of_dense = _rematerialised(of_dense, shared.remat)
-      dense = [nnx.split(own.dense)[1] for own in trunks], None, (
-        stored("dense"), [None] * len(trunks), [None] * len(trunks), None)  # fmt: skip
+      dense = ([nnx.split(own.dense)[1] for own in trunks], None), (
+        stored("dense"), absent, absent, None), None  # fmt: skip
     made: list[
       tuple[bool, Any]
     ] = []  # for every run of layers in order: whether it is dense, and its results
@@ -346,19 +357,25 @@ def run_trunks(route: Route) -> list[Output]:
       elif model.written_out:
         found = []
         for i in range(run.start, run.stop):
-          own_total, here = of_pairs[i]
           at = lambda some, i=i: [c and c[i] for c in some]
-          made_here = body(carry, (at_hand.take(i), own_total, (at(caches), at(kept), *here)))
+          read = parts[i] if parts else (at_hand.take(i), own_totals[i])
+          then = (parts[i + 1][0], of_pairs[i + 1]) if parts and i + 1 < run.stop else None
+          made_here = body(carry, (read, (at(caches), at(kept), *of_pairs[i]), then))
           carry, out = at_hand.advance(i, made_here)
           found.append(out)
         out = [_of_pairs(list(of)) for of in zip(*found)]
       else:
-        xs = params, totals, (caches, [None] * len(trunks), *others)
-        carry, out = jax.lax.scan(body, carry, take(xs), unroll=per_step)
+        read, own, here = take((parts or (params, totals), caches, others))
+        ahead = parts and run.stop > run.start + 1
+        if ahead:
+          carry = enter_scan(carry, split, graph, contexts, read, here)
+        xs = read, (own, absent, *here), (next_of((read[0], here)) if ahead else None)
+        carry, out = jax.lax.scan(body, carry, xs, unroll=per_step)
+        carry = leave_scan(carry) if ahead else carry
       made.append((run.dense, out))
     outs = [
       Output(h_BSD, *_in_order([(dense, out[i]) for dense, out in made], model.written_out))
-      for i, (h_BSD, _) in enumerate(carry[1])
+      for i, (h_BSD, *_) in enumerate(carry[1])
     ]
 
 

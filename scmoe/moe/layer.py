@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from scmoe.base.errors import ConfigError
 from scmoe.base.extensions import construct, is_import_path
 from scmoe.base.options import check_type, option, section
-from scmoe.moe.dispatch import DispatchConfig, Transport, make_transport
+from scmoe.moe.dispatch import DispatchConfig, Transport, make_transport, sends_ahead
 from scmoe.moe.experts import Experts, FFNExperts, FFNExpertsConfig
 from scmoe.moe.gates import Gate, make_gates
 from scmoe.moe.losses import router_sums
@@ -88,6 +88,7 @@ class MoECall:
   no_drop: bool = False
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RoutedTokens:
   """Tokens between the layer's stages, from `MoE.route` to `MoE.completed`.
@@ -102,7 +103,7 @@ class RoutedTokens:
 
   x_TD: Array
   routing: Routing
-  transport: Transport
+  transport: Transport = dataclasses.field(metadata={"static": True})
   sent: Dispatched | None = None
   kept_TD: Array | None = None
 
@@ -228,6 +229,15 @@ class MoE(nnx.Module):
     x_TD, weight_TK, input_TK = repeat(read, self.experts.partial, "tensor")
     routing = dataclasses.replace(routing, weight_TK=weight_TK, input_weight_TK=input_TK)
     return RoutedTokens(x_TD, routing, self._transport(x_TD.shape[0], k, call), kept_TD=kept_TD)
+
+  def sends_ahead(self, tokens: int, *, no_drop: bool) -> bool:
+    """Whether rows travel between devices, by a transport that can dispatch them without experts.
+
+    Args:
+      tokens: T of this device.
+      no_drop: as of `MoECall`.
+    """
+    return sends_ahead(self._transport(tokens, self.config.top_k, MoECall(no_drop=no_drop)))
 
   def _routing(
     self, x_TD: Array, shape: tuple[int, ...], gate: Gate, call: MoECall

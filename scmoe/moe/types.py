@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +114,8 @@ class Dispatched:
     weight_TK: combine weights that `combine` applies; None where the experts apply them.
     overflow_TD: the overflow rounds' part of the output, in the tokens' type, 0 if none was needed;
       None from a transport that can need none.
+    queues: the choices that overflow rounds have yet to send; None if there are no such rounds, or
+      they have run.
   """
 
   rows: tuple[Array, ...]
@@ -122,6 +125,7 @@ class Dispatched:
   permutations: tuple[Permutation, ...] = ()
   weight_TK: Array | None = None
   overflow_TD: Array | None = None
+  queues: Any = None
 
 
 @jax.tree_util.register_dataclass

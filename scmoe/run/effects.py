@@ -12,6 +12,7 @@ from typing import Any
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.renamed import RENAMED
+from scmoe.blocks.schedule import make_schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,6 +265,13 @@ RULES = (
     lambda run: run.overlap.schedule != "auto",
     "overlap.schedule={run.overlap.schedule!r} leaves nothing to search",
     "set overlap.schedule=auto",
+  ),
+  _Rule(
+    ("overlap.ahead",),
+    lambda run: not make_schedule(run.model.wiring_rule, run.model.moe_every).begins_next,
+    "model.wiring={run.model.wiring!r} with model.moe_every={run.model.moe_every} begins nothing "
+    "of the next pair",
+    "set model.moe_every=1 with model.wiring=scmoe_pos2 or scmoe_pos3",
   ),
   _Rule(
     ("overlap.ablation.profile_runs",),

@@ -93,7 +93,7 @@ _SINCE = {
     "muon_beta": 0.95,
     "muon_rms": 0.2,
   },
-  "overlap": {"search_seconds": 90.0, "flight": 1},  # these fields change no result
+  "overlap": {"search_seconds": 90.0, "flight": 1, "ahead": True},  # these fields change no result
 }
 # Sections that later versions added, with the values that describe what earlier runs did.
 _SECTIONS = {"augment": dataclasses.asdict(AugmentConfig())}

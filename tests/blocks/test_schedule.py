@@ -137,7 +137,8 @@ def test_every_list_is_possible(wiring, blocks, order):
   for slot in ["auto", "off", *slot_names([step.name for step in dense])]:
     overlap = OverlapConfig(schedule=slot, order=order)
     schedule = make_schedule(rule, blocks, overlap)
-    steps = [step for step in schedule.steps if step.operation != BARRIER]
+    alone = schedule.of(begun=False, begins_next=False)
+    steps = [step for step in alone if step.operation != BARRIER]
     assert [s for s in steps if s in dense] == dense
     for gating in range(len(rule.taps)):
       own = [s.operation for s in steps if s.gating == gating and s not in dense]
@@ -154,7 +155,9 @@ def test_every_list_is_possible(wiring, blocks, order):
 def test_a_tap_of_the_unit_before_is_not_held_back_to_its_end(wiring, begins_before):
   """With one block per unit Pos-2 reads before the shared expert of the unit before, and may send
   its rows beside that; Pos-1 reads behind it (paper §3.1)."""
-  make = lambda **overlap: make_schedule(WIRINGS[wiring], 1, OverlapConfig(**overlap)).steps
+  make = lambda **overlap: (
+    make_schedule(WIRINGS[wiring], 1, OverlapConfig(ahead=False, **overlap)).steps
+  )
   operations = [step.operation for step in make(order="barriers")]
   assert (BARRIER not in operations[: operations.index(ROUTE)]) == begins_before
   assert BARRIER in operations[operations.index(ROUTE) :], "the experts are tied in every wiring"
@@ -178,9 +181,12 @@ def test_a_unit_of_one_block_names_what_its_window_has_of_the_unit_before(wiring
   """Windows of the paper's §3.1 with a MoE in every block: Pos-1 has this block, Pos-2 the shared
   expert before it too, Pos-3 all of the preceding block."""
   rule = WIRINGS[wiring]
-  schedule = make_schedule(rule, 1)
+  schedule, held = make_schedule(rule, 1), make_schedule(rule, 1, OverlapConfig(ahead=False))
+  assert schedule.begins_next == bool(earlier)
   assert " | ".join(joined(schedule.earlier)) == earlier
-  assert (f"earlier:  {earlier} of the pair before" in str(schedule)) == bool(earlier)
+  begins = f"earlier:  {earlier} of the pair before, which begins route and dispatch"
+  assert (begins in str(schedule)) == bool(earlier)
+  assert (f"earlier:  {earlier} of the pair before, where one step" in str(held)) == bool(earlier)
   assert make_schedule(rule, 2).earlier == ()
   assert make_schedule(rule, 1, OverlapConfig(schedule="off")).earlier == ()
   if not rule.taps:
@@ -193,9 +199,48 @@ def test_a_unit_of_one_block_names_what_its_window_has_of_the_unit_before(wiring
   assert (f"in the pair before: {want} ms" in describe(found)) == bool(want)
 
 
-def test_positions_with_a_moe_in_every_block_are_told_apart():
-  lists = [make_schedule(WIRINGS[f"scmoe_pos{i}"], 1) for i in (1, 2, 3)]
-  assert len(set(lists)) == len({str(schedule) for schedule in lists}) == 3
+def test_positions_with_a_moe_in_every_block_have_lists_of_their_own():
+  """Pos-2 reads behind the attention of the block before, Pos-3 before it (paper §3.1): there they
+  begin the route and dispatch of the next pair. Pos-1 reads at the end of the block."""
+  assert [listed(f"scmoe_pos{i}", 1) for i in (1, 2, 3)] == [
+    (
+      "route | dispatch | attention 0 | shared expert | experts | combine | add",
+      "add | combine | experts | shared expert | attention 0 | dispatch | route",
+    ),
+    (
+      "attention 0 | next route | next dispatch | shared expert | experts | combine | add",
+      "add | combine | experts | shared expert | next dispatch | next route | attention 0",
+    ),
+    (
+      "next route | next dispatch | attention 0 | shared expert | experts | combine | add",
+      "add | combine | experts | shared expert | attention 0 | next dispatch | next route",
+    ),
+  ]
+  late = listed("scmoe_pos2", 1, schedule="attention 0")[0]
+  assert "attention 0 | next route | next dispatch | experts | combine | shared expert" in late
+  held = listed("scmoe_pos2", 1, ahead=False)
+  assert held == listed("scmoe_pos1", 1)
+  assert "next" not in " ".join(listed("scmoe_pos2", 1, schedule="off"))
+
+
+def test_the_first_and_the_last_pair_have_lists_of_their_own():
+  schedule = make_schedule(WIRINGS["scmoe_pos2"], 1)
+  names = lambda **which: " | ".join(joined(step.name for step in schedule.of(**which)))
+  between = names(begun=True, begins_next=True)
+  assert between == " | ".join(joined(schedule.forward))
+  assert names(begun=False, begins_next=True) == f"route | dispatch | {between}"
+  assert names(begun=True, begins_next=False) == (
+    "attention 0 | shared expert | experts | combine | add"
+  )
+  held = make_schedule(WIRINGS["scmoe_pos2"], 1, OverlapConfig(ahead=False))
+  assert schedule.of(begun=False, begins_next=False) == held.steps
+
+
+@pytest.mark.parametrize("wiring", ["dgmoe", "dgmoe_share", "topk", "scmoe_pos1"])
+def test_wirings_that_begin_nothing_of_the_next_pair(wiring):
+  """DGMoE's second gating avoids the expert of the first, which is then known in one pair only."""
+  assert not make_schedule(WIRINGS[wiring], 1).begins_next
+  assert not make_schedule(WIRINGS["scmoe_pos2"], 2).begins_next
 
 
 def test_each_chunk_has_a_step():

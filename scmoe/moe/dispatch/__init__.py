@@ -6,7 +6,7 @@ from scmoe.moe.dispatch.local import Local
 from scmoe.moe.dispatch.options import TRANSPORTS, DispatchConfig
 from scmoe.moe.dispatch.packed import Packed
 from scmoe.moe.dispatch.positions import queue_positions
-from scmoe.moe.dispatch.transport import Transport, make_transport
+from scmoe.moe.dispatch.transport import Transport, make_transport, overflow, sends_ahead
 
 __all__ = [
   "TRANSPORTS",
@@ -19,5 +19,7 @@ __all__ = [
   "capacity",
   "exact_capacity",
   "make_transport",
+  "overflow",
   "queue_positions",
+  "sends_ahead",
 ]

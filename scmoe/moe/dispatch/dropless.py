@@ -100,21 +100,23 @@ class Dropless:
     """Runs the overflow rounds, if any, then sends the first: P rows to every peer in each chunk.
 
     XLA runs no exchange beside a loop that contains exchanges, even if the loop runs zero times. So
-    the loop ends before the first round's exchange begins, which dense work then can hide.
+    the loop ends before the first round's exchange begins, which dense work then can hide. If the
+    experts are not at hand yet (`overlap.ahead`), `overflow` runs the loop later.
 
     Args:
       x_TD: tokens of this device.
       routing: their choices.
       experts: `(rows, layout) -> rows`, an nnx.Module or a function that captures no traced values;
-        computes the rows of overflow rounds.
+        computes the rows of overflow rounds. None: `overflow` has to be called with the result.
 
     Returns:
       `Dispatched` with rows [W·P, D] in each chunk, source rank by source rank.
     """
     peers = self.exchange.size
-    size = self._rows(routing)
+    size = self._rows(routing.expert_TK.size)
     queues = _make_queues(routing, self.exchange, self.order)
-    none, rounds, overflow_TD = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32), None
+    none, rounds = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
+    overflow_TD = left_over = None
     if self.longest is None or size * self.chunks < self.longest:
       # All devices run the loop equally often, as the longest queue of any device requires; also
       # those on the data and shard axes, which this exchange does not reach. (Devices that share an
@@ -123,7 +125,10 @@ class Dropless:
       longest = checkpoint_name(longest, "moe_rows")
       left = jnp.maximum(0, longest - size * self.chunks)
       rounds += -(-left // overflow_rows(size * self.chunks))
-      overflow_TD = self._overflow(x_TD, routing, queues, rounds, experts)
+      if experts is None:
+        left_over = queues
+      else:
+        overflow_TD = self._overflow(x_TD, routing, queues, rounds, experts)
     rows, layouts, windows = [], [], []
     for chunk in range(self.chunks):
       window = _window(queues, chunk * size, size)
@@ -143,7 +148,20 @@ class Dropless:
       rows[0], overflow_TD = barrier((rows[0], overflow_TD), "backward")
       overflow_TD = checkpoint_name(overflow_TD, "moe_rows")
     sent = tuple(windows), routing.weight_TK, overflow_TD
-    return Dispatched(tuple(rows), tuple(layouts), none, rounds, *sent)
+    return Dispatched(tuple(rows), tuple(layouts), none, rounds, *sent, left_over)
+
+  def overflow(
+    self, x_TD: Float[Array, "T D"], routing: Routing, sent: Dispatched, experts: Any
+  ) -> Dispatched:
+    """The same rows with the output of the overflow rounds, which `dispatch` left out.
+
+    Args:
+      x_TD, routing, experts: as for `dispatch`.
+      sent: what `dispatch` returned without experts.
+    """
+    overflow_TD = self._overflow(x_TD, routing, sent.queues, sent.rounds, experts)
+    overflow_TD = checkpoint_name(overflow_TD, "moe_rows")
+    return dataclasses.replace(sent, overflow_TD=overflow_TD, queues=None)
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
     """Brings the first round's outputs back and adds up those of each token, weighted: [T, D].
@@ -157,9 +175,9 @@ class Dropless:
     y_TD = sum_chunks(tuple(back), sent.weight_TK, sent.permutations)
     return y_TD if sent.overflow_TD is None else y_TD + sent.overflow_TD.astype(y_TD.dtype)
 
-  def _rows(self, routing: Routing) -> int:
+  def _rows(self, choices: int) -> int:
     """P: rows for each peer in one chunk of the first round; no more than `longest` needs."""
-    choices, peers, chunks = routing.expert_TK.size, self.exchange.size, self.chunks
+    peers, chunks = self.exchange.size, self.chunks
     rows = buffer_rows(choices, slack=self.slack, peers=peers, chunks=chunks)
     return rows if self.longest is None else min(rows, -(-self.longest // chunks))
 
@@ -173,7 +191,7 @@ class Dropless:
     x, which rounds little: a token has rows in at most K rounds.
     """
     peers = self.exchange.size
-    first = self.chunks * self._rows(routing)
+    first = self.chunks * self._rows(routing.expert_TK.size)
     size, before = overflow_rows(first), routing.input_weight_TK is not None
     graph, state = nnx.split(experts) if isinstance(experts, nnx.Module) else (None, ())
 

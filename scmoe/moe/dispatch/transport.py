@@ -36,7 +36,8 @@ class Transport(Protocol):
       x_TD: the tokens of this device.
       routing: their choices.
       experts: `(rows, layout) -> rows`; for transports that compute some rows within dispatch, as
-        `Dropless` does in its overflow rounds.
+        `Dropless` does in its overflow rounds. None, for transports that `sends_ahead` names:
+        `overflow` is called with the result.
 
     Returns:
       The rows at their experts, and what `combine` needs.
@@ -157,6 +158,35 @@ def make_transport(
     return Packed(rows, inner if exchange.size > 1 else Local(), groups, order)
   rows += -rows % config.chunks
   return Capacity(rows, exchange, groups, config.chunks, order)
+
+
+def sends_ahead(transport: Transport) -> bool:
+  """Whether a transport moves rows between devices, and can dispatch them without their experts.
+
+  A user's transport may compute rows within dispatch, so it counts as one that cannot.
+  """
+  if isinstance(transport, Computed | Packed):
+    return sends_ahead(transport.inner)
+  return isinstance(transport, Capacity | Dropless) and transport.exchange.size > 1
+
+
+def overflow(
+  transport: Transport, x_TD: Array, routing: Routing, sent: Dispatched, experts: Any
+) -> Dispatched:
+  """Runs what a dispatch without experts has left out: the overflow rounds of `Dropless`, if any.
+
+  Args:
+    transport: one that `sends_ahead`.
+    x_TD, routing, experts: as for `Transport.dispatch`.
+    sent: its result without experts.
+  """
+  if sent.queues is None:
+    return sent
+  if isinstance(transport, Computed):
+    return overflow(transport.inner, x_TD, routing.computed, sent, experts)
+  inner = transport.inner if isinstance(transport, Packed) else transport
+  assert isinstance(inner, Dropless)
+  return inner.overflow(x_TD, routing, sent, experts)
 
 
 def make_exchange(config: DispatchConfig) -> Exchange:

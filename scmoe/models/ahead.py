@@ -1,0 +1,177 @@
+"""The parameters of pairs that begin the next pair's route and dispatch (`overlap.ahead`).
+
+With a MoE in every block, the experts of Pos-2 read a value of the block before. That block runs
+their gate and dispatch, and hands on the rows (`scmoe.blocks.pair.Begun`). So a pair reads the
+*early* parameters of the next pair, gate and norms, beside its own. Three pairs in a scan:
+
+  before the scan   early 0                       route and dispatch of pair 0
+  step 0            early 0 | rest 0 | early 1    pair 0, with route and dispatch of pair 1
+  step 1            early 1 | rest 1 | early 2    pair 1, with route and dispatch of pair 2
+  step 2            early 2 | rest 2 | early 0    pair 2, with a dispatch that no pair reads
+
+All steps of a scan do the same, so the last one sends rows too: of n dispatches one more. To leave
+it out, the last pair would have to stand outside the scan, which costs a copy of all the other
+pairs' weights. Pairs that are written out send nothing that no pair reads.
+
+Two pairs read an early parameter, so `added` is called for it outside of them. Early parameters are
+small; the gradients of all others are added, and reduced, in the pair that reads them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from scmoe.blocks.pair import BlockPair, Context, begin
+from scmoe.blocks.wiring import Tap
+from scmoe.models.gradient_sums import GradientTotal, added
+from scmoe.moe.experts import OnDevice
+
+PyTree = Any
+
+# Parts of a pair that the pair before, or the start of a scan, reads: the gates, and the norms that
+# `Unit.tapped` and `Unit.hand_over` apply to the gate's input.
+EARLY = ("router_gate", "own_norm", "norm_attention")
+
+# The early parameters of a pair, or of stacked pairs: once for each batch, a list of arrays.
+Early = list[list[Any]]
+# The other parameters, once for each batch, and the totals of their gradients (see `added`).
+Rest = tuple[list[list[Any]], list[Any] | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+  """The parameters of a pair in two: the early ones, and the rest.
+
+  Attributes:
+    structure: tree structure of the pair's parameters.
+    early: for each array, in the order of `structure`, whether it is an early one.
+  """
+
+  structure: Any
+  early: tuple[bool, ...]
+
+  @classmethod
+  def of(cls, params: PyTree) -> Split:
+    """The split of these parameters, of one pair or of stacked pairs."""
+    found, structure = jax.tree_util.tree_flatten_with_path(params)
+    names = [jax.tree_util.keystr(path) for path, _ in found]
+    return cls(structure, tuple(any(f"'{part}'" in name for part in EARLY) for name in names))
+
+  def parts(self, copies: Sequence[PyTree], totals: PyTree) -> tuple[Early, Rest]:
+    """The parameters in two; `added` has been called for the early ones.
+
+    Args:
+      copies: trees like that of `of`, once for each batch.
+      totals: like one of them, of `GradientTotal`s or None; or None for all.
+    """
+    is_leaf = lambda x: x is None or isinstance(x, GradientTotal)
+    summed = None if totals is None else jax.tree.leaves(totals, is_leaf=is_leaf)
+    early, rest = (
+      ([self._picked(jax.tree.leaves(own), which) for own in copies], self._picked(summed, which))
+      for which in (True, False)
+    )
+    return added(*early), rest
+
+  def params(
+    self,
+    read: tuple[Early, Rest],
+    following: tuple[Early, PyTree] | None,
+    graph: Any,
+    contexts: Sequence[Context],
+  ) -> tuple[list[PyTree], Sequence[tuple[BlockPair, Context] | None]]:
+    """The parameters of a pair once for each batch, and `PairWalk`'s `following` of each batch.
+
+    Args:
+      read: from `parts`, of the pair; `added` is called for the rest.
+      following: the next pair's early parameters, and its (keys of each batch, bias); None: none.
+      graph: of a pair.
+      contexts: one per batch.
+    """
+    early, rest = read[0], added(*read[1])
+    own = list(map(self.joined, early, rest))
+    if following is None:
+      return own, [None] * len(own)
+    next_early, (keys, bias_E) = following
+    # A whole pair, of which only the early parameters are the next pair's and are read.
+    pairs = [nnx.merge(graph, params) for params in map(self.joined, next_early, rest)]
+    there = [dataclasses.replace(c, keys=key, bias_E=bias_E) for c, key in zip(contexts, keys)]
+    return own, list(zip(pairs, there))
+
+  def joined(self, early: Sequence[Any], rest: Sequence[Any]) -> PyTree:
+    """The parameters of one pair and batch, from both parts."""
+    sources = {True: iter(early), False: iter(rest)}
+    return jax.tree.unflatten(self.structure, [next(sources[which]) for which in self.early])
+
+  def _picked(self, leaves: Sequence[Any] | None, which: bool) -> Any:
+    if leaves is None:
+      return None
+    return [x for x, early in zip(leaves, self.early, strict=True) if early == which]
+
+
+def sends_ahead(pair: BlockPair, context: Context, start_BSD: Array) -> bool:
+  """Whether pairs begin the route and dispatch of the next one, in a pass without caches.
+
+  Args:
+    pair: one of them, or their stack.
+    context: of a batch.
+    start_BSD: its residual stream.
+  """
+  if not pair.schedule.begins_next or not isinstance(context.experts, OnDevice):
+    return False
+  assert pair.moe is not None
+  return pair.moe.sends_ahead(start_BSD[..., 0].size, no_drop=context.no_drop)
+
+
+def next_of(stacked: PyTree) -> PyTree:
+  """For each pair of stacks [L, ...] that of the next pair; for the last pair that of the first."""
+  return jax.tree.map(lambda x: jnp.concatenate([x[1:], x[:1]]), stacked)
+
+
+def enter_scan(
+  carry: Any,
+  split: Split,
+  graph: Any,
+  contexts: Sequence[Context],
+  read: tuple[Early, Rest],
+  others: tuple[list[Array | None], Array | None],
+) -> Any:
+  """The carry before a scan over pairs: route and dispatch of the first pair have run.
+
+  Args:
+    carry: (whether no pair precedes, (h_BSD, handed_BSD, None) of each batch).
+    split, read, others: of the scan's pairs, in stacks; `others` are keys and bias.
+    graph: of a pair.
+    contexts: one per batch.
+
+  Returns:
+    the carry with (h_BSD, None, `Begun`) of each batch.
+  """
+  first, values = carry
+  (early, (rest, _)), (keys, bias_E) = jax.tree.map(lambda x: x[0], (read, others))
+  begun = []
+  for own, (h_BSD, handed_BSD, _), context, key in zip(
+    map(split.joined, early, rest), values, contexts, keys
+  ):
+    pair: BlockPair = nnx.merge(graph, own)
+    start_BSD = pair.units[0].hand_over(Tap.BLOCK_INPUT, h_BSD)
+    handed_BSD = jnp.where(first, start_BSD, handed_BSD)
+    here = dataclasses.replace(context, keys=key, bias_E=bias_E)
+    begun.append((h_BSD, None, begin(pair, here, handed_BSD)))
+  return jnp.zeros((), bool), begun
+
+
+def leave_scan(carry: Any) -> Any:
+  """The carry after a scan over pairs, without the rows that its last step has sent.
+
+  Behind a run of pairs the model ends, or dense layers follow, which read no value that is handed
+  over. So zeros stand in its place.
+  """
+  first, values = carry
+  return first, [(h_BSD, jnp.zeros_like(h_BSD), None) for h_BSD, _, _ in values]

@@ -7,6 +7,7 @@ import harness
 import jax
 import numpy as np
 import pytest
+from covering import pairwise
 
 from scmoe.base.errors import ConfigError
 from scmoe.blocks.options import OverlapAblation, OverlapConfig
@@ -56,9 +57,14 @@ def test_units_of_one_block_overlapped_equal_sequential(wiring):
   assert_same_run(run(overlap), run(OverlapConfig(schedule="off")))
 
 
-@pytest.mark.parametrize("wiring", ["topk", "scmoe_pos2", "dgmoe"])
-@pytest.mark.parametrize("slots", ["mlp 0, attention 1", "attention 1"])
-@pytest.mark.parametrize("backward", ["mirror", "attention 1: projections, shared expert"])
+@pytest.mark.parametrize(
+  ("wiring", "slots", "backward"),
+  pairwise(
+    ["topk", "scmoe_pos2", "dgmoe"],
+    ["mlp 0, attention 1", "attention 1"],
+    ["mirror", "attention 1: projections, shared expert"],
+  ),
+)
 def test_chunks_in_slots_of_their_own_equal_sequential(wiring, slots, backward):
   overlap = OverlapConfig(slots, order="barriers", ablation=OverlapAblation(backward))
   chunks = dataclasses.replace(DROPS, chunks=2)

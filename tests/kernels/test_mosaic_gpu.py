@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import pairwise
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -122,9 +123,10 @@ def test_rows_product_simulated(pingpong, buffers, cols):
   assert relative_error(got[:n], xla.grouped_rows(x, w, layout)[:n]) < 3e-3
 
 
-@pytest.mark.parametrize("pingpong", [False, True], ids=["cooperative", "ping-pong"])
-@pytest.mark.parametrize("with_results", [True, False], ids=["results", "activation only"])
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize(
+  ("activation", "with_results", "pingpong"),
+  pairwise(["gelu", "swiglu"], [True, False], [False, True]),
+)
 @needs_new_simulation
 def test_bias_and_activation_simulated(activation, with_results, pingpong):
   """One chunk a tile without results: the ring of store buffers has two (a race, before)."""

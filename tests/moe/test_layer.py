@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import pairwise
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -69,9 +70,10 @@ def assert_nothing(y, sums, bars):
     np.testing.assert_array_equal(leaf, 0)
 
 
-@pytest.mark.parametrize("shape", [(0, 3), (8, 0)], ids=["no sequences", "no positions"])
-@pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.parametrize("dispatch", DISPATCH)
+# Shapes: no sequences, no positions.
+@pytest.mark.parametrize(
+  ("dispatch", "devices", "shape"), pairwise(DISPATCH, [1, 8], [(0, 3), (8, 0)])
+)
 def test_a_batch_without_tokens(dispatch, devices, shape, mesh8):
   y, sums, bars = layer(dispatch, mesh8 if devices == 8 else None)(np.zeros((*shape, D)))
   assert y.shape == bars[1].shape == (*shape, D)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from scmoe.base.errors import ConfigError, StorageError
+from scmoe.base.errors import ConfigError, StorageError, run_main
 from scmoe.bench import layer as bench
 from scmoe.bench import tune
 from scmoe.kernels.grouped_matmul import tiles, tuned
@@ -326,16 +326,21 @@ def test_every_product_is_made_and_lowers_for_cuda(key, hidden):
     jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
 
 
-def test_without_such_a_gpu_it_says_so(tmp_path):
-  command = [sys.executable, "-m", "scmoe.bench.tune"]
+@pytest.mark.parametrize(
+  ("argv", "words"),
+  [([], "--config NAME or --shape"), (["--shape", "OLMoE"], "does not run the kernels")],
+  ids=["no shape", "a shape"],
+)
+def test_without_such_a_gpu_it_says_so(argv, words, capsys):
+  with pytest.raises(SystemExit) as ended:
+    run_main(tune.main, argv)
+  line = capsys.readouterr().err
+  assert (ended.value.code, line.count("\n")) == (2, 1)
+  assert words in line
+
+
+def test_the_module_is_a_command():
+  command = [sys.executable, "-m", "scmoe.bench.tune", "--list"]
   env = os.environ | {"JAX_PLATFORMS": "cpu"}
-  run = lambda *words: subprocess.run(
-    [*command, *words], env=env, capture_output=True, text=True, check=False
-  )
-  none = run()
-  assert (none.returncode, none.stderr.count("\n")) == (2, 1)
-  assert "--config NAME or --shape" in none.stderr
-  here = run("--shape", "OLMoE")
-  assert here.returncode == 2
-  assert "does not run the kernels" in here.stderr
-  assert "no tiling is stored for" in run("--list").stdout
+  listed = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+  assert "no tiling is stored for" in listed.stdout

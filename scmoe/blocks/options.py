@@ -48,7 +48,9 @@ class OverlapConfig(Options, path="overlap"):
   )
   search_seconds: float = option(
     90.0,
-    "what the measurement of auto may cost a first start; 0: as configured, nothing is measured",
+    "what the measurement of auto on a cut of the run may cost a first start; a change that it "
+    "proposes is then measured on whole steps, for one more compilation; 0: as configured, nothing "
+    "is measured",
     minimum=0,
   )
   order: str = option(

@@ -4,11 +4,15 @@ Which schedule hides most depends on the link, the sizes and the router's balanc
 them was right everywhere (experiments/LOG.md). All candidates compute the same result, so they can
 be compared by their time:
 
-  auto   measures before the first step, on a cut of the run (`Searchable.cut`): same sizes, same
+  auto   measures before the first step. A cut of the run (`Searchable.cut`: same sizes, same
          devices, but two pairs and one flight of microbatches, compiled in seconds where a whole
-         step takes minutes
+         step takes minutes) proposes a change; whole steps of the run, as configured and with the
+         change, decide
   tune   measures candidates that the user names: with auto, in its search; without auto, in
          the first steps, each of which trains
+
+A candidate is chosen only if it is faster than an earlier one by more than the spread of both: a
+difference that the next measurement may turn round is no reason to leave what is configured.
 
 WORKDIR/schedule.json keeps the decision and its measurements; a later start reads them.
 """
@@ -22,7 +26,6 @@ import hashlib
 import json
 import math
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -40,6 +43,7 @@ from scmoe.base.stored import Maybe, StoredError, check_shape, read_json, write_
 from scmoe.blocks.options import OverlapConfig
 from scmoe.parallel.mesh import batch_sharding
 from scmoe.profiling.program import latencies
+from scmoe.profiling.timer import Timing
 from scmoe.training.distributed import all_agree, first_decides, from_all_processes, is_first
 from scmoe.training.guided import Collect, GuidedStep
 from scmoe.training.optimizer import Optimizer
@@ -59,6 +63,31 @@ SECTIONS = ("model", "router", "dispatch", "mesh", "overlap")
 FIELDS = ("batch_size", "tokens_per_step", "remat", "tune")
 
 
+def against(candidate: Timing, kept: Timing, margin: float) -> tuple[bool, str]:
+  """Whether a candidate replaces what was kept so far, and why or why not.
+
+  It does if it is faster by at least `margin`, and if the ranges median ± spread do not meet:
+  57.3 ± 0.4 and 50.8 ± 0.5 ms do not, 50.5 ± 1.2 and 52.4 ± 0.9 do.
+
+  Args:
+    candidate, kept: their times, measured in turns.
+    margin: as a fraction.
+
+  Returns:
+    the answer, and words behind which the name of what was kept goes after "than".
+  """
+  gain = 1 - candidate.median / kept.median if kept.median else 0.0
+  if gain <= 0:
+    return False, f"{-100 * gain:.1f} % slower"
+  faster = f"{100 * gain:.1f} % faster"
+  width = lambda timing: timing.spread * timing.median
+  if candidate.median + width(candidate) >= kept.median - width(kept):
+    return False, f"within the spread, {faster}"
+  if gain < margin:
+    return False, f"only {faster}"
+  return True, faster
+
+
 class Search:
   """A training step that tries its variants, measures them in turns, and stays with the fastest.
 
@@ -69,15 +98,17 @@ class Search:
   Args:
     steps: the variants.
     candidates: the variants to compare, or functions that make them (`Change`).
-    on_best: each candidate is applied to the fastest variant so far: the fields that a variant
-      gives replace that variant's, a function is called with it. False: to the configured one.
-    rounds: measured steps of each candidate; their median decides.
+    on_best: each candidate is applied to the best variant so far (`against` its earlier ones): the
+      fields that a variant gives replace that variant's, a function is called with it. False: to
+      the configured one.
+    rounds: measured steps of each candidate; their medians and spreads decide.
     seconds: limit of the whole search, compilation included.
     most_steps: limit of steps before the choice.
-    margin: fraction by which another candidate must be faster than the first to be chosen.
+    margin: fraction by which a candidate must be faster than an earlier one to replace it.
     together: number of candidates to compile at once before the first is tried; only with
       `on_best`. Each changes the one before it, as if that were the fastest. 1: one by one.
       If they take longer than `seconds`, only the first of them is tried.
+    where: what is measured, for the line that tells the choice.
     keep: called with the result of `decision` when the choice is made.
     say: prints a line.
     clock: returns the time in seconds.
@@ -94,6 +125,7 @@ class Search:
     most_steps: float = math.inf,
     margin: float = 0.0,
     together: int = 1,
+    where: str = "this run's steps",
     keep: Callable[[dict[str, Any]], None] = lambda decision: None,
     say: Callable[[str], None] = print,
     clock: Callable[[], float] = time.perf_counter,
@@ -101,6 +133,7 @@ class Search:
     self.steps, self.candidates, self.rounds = steps, tuple(candidates), rounds
     self.on_best, self.together = on_best, together if on_best else 1
     self.seconds, self.most_steps, self.margin = seconds, most_steps, margin
+    self.where = where
     self.measured: dict[Variant, list[float]] = {}
     # Seconds from the start of a variant's compilation to the end of its profile.
     self.prepared: dict[Variant, float] = {}
@@ -163,25 +196,42 @@ class Search:
       self._choose()
     return result
 
-  def medians(self) -> dict[Variant, float]:
-    """Median seconds per step of each measured candidate."""
-    return {c: statistics.median(s) for c, s in self.measured.items()}
+  def timings(self) -> dict[Variant, Timing]:
+    """Seconds per step of each measured candidate, in the order of the candidates."""
+    return {c: Timing(tuple(seconds), 1) for c, seconds in self.measured.items()}
 
   def decision(self) -> dict[str, Any]:
     """The choice, the candidates' times, and why some were left out; JSON-able."""
-    medians = self.medians()
-    tried = [
-      {
-        "variant": c.given,
-        "step_ms": round(1e3 * medians[c], 3) if c in medians else None,
-        "steps_ms": [round(1e3 * s, 3) for s in self.measured.get(c, ())],
-        "prepared_s": round(seconds, 1),
-      }
-      for c, seconds in self.prepared.items()
-    ]
+    timings, why = self.timings(), self._best()[1] if self.measured else {}
+    tried = []
+    for c, seconds in self.prepared.items():
+      found: dict[str, Any] = {"variant": c.given, "step_ms": None, "steps_ms": []}
+      if c in timings:
+        found |= {
+          "step_ms": round(1e3 * timings[c].median, 3),
+          "spread_ms": round(1e3 * timings[c].spread * timings[c].median, 3),
+          "steps_ms": [round(1e3 * s, 3) for s in timings[c].seconds],
+          "why": why[c],
+        }
+      tried.append({**found, "prepared_s": round(seconds, 1)})
     untried = [{"variant": c.given, "why": why} for c, why in self.untried.items()]
     assert self.chosen is not None
-    return {"chosen": self.chosen.given, "tried": tried, "not_tried": untried}
+    chosen = {"chosen": self.chosen.given, "measured on": self.where}
+    return {**chosen, "tried": tried, "not_tried": untried}
+
+  def _best(self) -> tuple[Variant, dict[Variant, str]]:
+    """The best of the measured candidates, and what `against` says of each.
+
+    The first stays until another one replaces it, that one until a third does, and so on.
+    """
+    (best, kept), *others = self.timings().items()
+    why = {best: "the first"}
+    for candidate, timing in others:
+      replaces, words = against(timing, kept, self.margin)
+      why[candidate] = f"{words} than {best}"
+      if replaces:
+        best, kept = candidate, timing
+    return best, why
 
   def _plan(self) -> Iterator[tuple[Variant, bool]]:
     """Yields (variant, whether its time counts) for each call, decided after the call before it.
@@ -254,7 +304,7 @@ class Search:
   def _candidate(self, change: Variant | Change) -> Variant:
     best: dict[str, Any] = {}
     if self.on_best and self.measured:
-      best = from_all_processes(min(self.medians().items(), key=lambda item: item[1])[0].given)[0]
+      best = from_all_processes(self._best()[0].given)[0]
     return self._changed(Variant(**best), change)
 
   def _changed(self, best: Variant, change: Variant | Change) -> Variant:
@@ -294,16 +344,23 @@ class Search:
     return first_decides(longest <= left and steps <= self.most_steps)
 
   def _choose(self) -> None:
-    medians, tried = self.medians(), list(self.prepared)
-    first = medians.get(tried[0], 0.0) * (1 - self.margin)
-    best = min(range(len(tried)), key=lambda i: medians.get(tried[i], 0.0) if i else first)
+    tried = list(self.prepared)
+    best = tried.index(self._best()[0]) if self.measured else 0
     best = from_all_processes({"best": best})[0]["best"]
     self.chosen = tried[best]
     if len(tried) > 1:
-      figures = ", ".join(f"{c}: {1e3 * s:.1f} ms" for c, s in medians.items())
-      taken = self._clock() - self._began
-      self._say(f"schedule: {self.chosen} is the fastest of {figures}; found in {taken:.0f} s")
+      _, why = self._best()
+      told = (f"{c}: {_told(timing)}, {why[c]}" for c, timing in self.timings().items())
+      taken = f"{self._clock() - self._began:.0f} s"
+      self._say(
+        f"schedule: {self.chosen} is chosen. {'; '.join(told)} (on {self.where}, in {taken})"
+      )
     self._keep(self.decision())
+
+
+def _told(timing: Timing) -> str:
+  """Median and spread: `50.8 ± 0.5 ms`."""
+  return f"{1e3 * timing.median:.1f} ± {1e3 * timing.spread * timing.median:.1f} ms"
 
 
 class Searchable(Protocol):
@@ -393,6 +450,7 @@ def fastest_step(
   gpu: bool | None = None,
   collect: Collect = latencies,
   say: Callable[[str], None] = print,
+  same_transport: bool = False,
 ) -> GuidedStep | Search:
   """Makes the configured step or, with `overlap.schedule=auto` or `train.tune`, the fastest one.
 
@@ -400,11 +458,17 @@ def fastest_step(
   the returned `Search` measures it in the first training steps. If an earlier start kept a decision
   for the same program and machine, its choice is returned at once.
 
+  With auto a cut of the run proposes a change. It is taken if it is faster on whole steps too,
+  which need memory for one state of the run, dropped before the run makes its own. A student's
+  whole step has its teacher in it, which is not there yet: the cut, without teacher, decides then.
+
   Args:
     built: the model and its options.
     abstract: the training state as `jax.ShapeDtypeStruct`s with shardings.
     folder: of the run; keeps the decision and measured profiles.
     gpu, collect, say: see `GuidedStep`.
+    same_transport: leave out candidates that change `dispatch.transport`, so that steps of several
+      wirings can be compared.
 
   Raises:
     ConfigError: `train.tune` is malformed.
@@ -416,11 +480,15 @@ def fastest_step(
   if searches:  # one search: first the user's candidates, then schedules for the fastest of them
     first, *others = built.candidates
     candidates = (first, *(tuned if built.train.tune else ()), *others)
+  if same_transport:
+    moved = lambda c: isinstance(c, Variant) and c.transport is not None
+    candidates = tuple(c for c in candidates if not moved(c)) or (Variant(),)
   if len(candidates) == 1:
-    return steps.step(Variant() if searches else tuned[0])
+    only = candidates[0]
+    return steps.step(only if isinstance(only, Variant) else Variant())
   decisions = Decisions(folder / SCHEDULE, built.config)
   chosen = decisions.known()
-  if chosen is not None:
+  if chosen is not None and not (same_transport and chosen.transport is not None):
     try:
       known = steps.step(chosen)
     except ConfigError as error:
@@ -429,18 +497,20 @@ def fastest_step(
       say(f"schedule: {chosen}, as an earlier start chose ({decisions.file})")
       return known
   if searches:
-    chosen = _on_a_cut(make, candidates, decisions.keep)
-    return steps.step(chosen)
-  return Search(steps, tuned, rounds=built.train.tune_rounds, keep=decisions.keep, say=say)
+    found: dict[str, Any] = {}
+    proposed = _on_a_cut(make, candidates, found.update)
+    if proposed != Variant() and abstract.teacher is None:
+      proposed = _on_whole_steps(make, steps, proposed, found)
+    if found:
+      decisions.keep(found)
+    return steps.step(proposed)
+  return Search(steps, candidates, rounds=built.train.tune_rounds, keep=decisions.keep, say=say)
 
 
 def _on_a_cut(
   make: Steps, candidates: Sequence[Variant | Change], keep: Callable[[dict[str, Any]], None]
 ) -> Variant:
-  """The fastest candidate, by steps of a cut of the run, whose state is then dropped.
-
-  `Variant()`, the run as configured, if nothing could be measured.
-  """
+  """The best candidate by steps of a cut of the run; `Variant()` if nothing could be measured."""
   cut = make.built.cut()
   abstract = cut.abstract_state()
   quiet = dataclasses.replace(make, built=cut, abstract=abstract, say=lambda line: None)
@@ -454,26 +524,62 @@ def _on_a_cut(
     margin=MARGIN,
     # Several processes compile each program together: in several threads they could deadlock.
     together=1 if jax.process_count() > 1 else (os.cpu_count() or 1) // CORES,
-    keep=lambda decision: keep(
-      {**decision, "measured on": "two pairs, one flight of microbatches"}
-    ),
+    where="two pairs and one flight of microbatches",
+    keep=keep,
     say=make.say,
   )
+  return _fastest(search, cut, abstract, make.say) or Variant()
+
+
+def _on_whole_steps(
+  make: Steps, steps: StepVariants, proposed: Variant, found: dict[str, Any]
+) -> Variant:
+  """The run as configured or with a proposed change: what whole steps of the run decide.
+
+  One is compiled after the other: XLA times matrix products as it compiles, and the winner is what
+  will run.
+
+  Args:
+    make, steps: the run's steps; the winner's stays compiled.
+    proposed: the change.
+    found: the cut's decision, which the whole steps' replaces; the cut's becomes its part `cut`. It
+      is emptied if nothing could be measured, so that a later start tries again.
+  """
+  kept: dict[str, Any] = {}
+  search = Search(
+    steps,
+    (Variant(), proposed),
+    rounds=ROUNDS,
+    margin=MARGIN,
+    where="whole steps",
+    keep=kept.update,
+    say=make.say,
+  )
+  chosen = _fastest(search, make.built, make.abstract, make.say)
+  cut = dict(found)
+  found.clear()
+  if chosen is not None:
+    found.update({**kept, "cut": cut})
+  return chosen or Variant()
+
+
+def _fastest(
+  search: Search, built: Searchable, abstract: TrainState, say: Callable[[str], None]
+) -> Variant | None:
+  """What a search chooses by steps on random tokens, whose state is then dropped.
+
+  None if nothing could be measured, e.g. with too little free memory.
+  """
   try:
-    return _fastest(search, cut, abstract)
-  except jax.errors.JaxRuntimeError as error:  # e.g. too little free memory
+    state = init_state(built.init, built.optimizer, built.train.seed, abstract)
+    sharding = batch_sharding(built.mesh, leading=1)
+    put = lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x))
+    batch = jax.tree.map(put, built.random_batch())
+    while search.chosen is None:
+      state, _, _ = search(state, batch)
+  except jax.errors.JaxRuntimeError as error:
     problem = " ".join(str(error).split())[:200]
-    make.say(f"schedule: nothing was measured ({problem}); going on as configured")
-    return Variant()
-
-
-def _fastest(search: Search, cut: Searchable, abstract: TrainState) -> Variant:
-  state = init_state(cut.init, cut.optimizer, cut.train.seed, abstract)
-  sharding = batch_sharding(cut.mesh, leading=1)
-  put = lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x))
-  batch = jax.tree.map(put, cut.random_batch())
-  while search.chosen is None:
-    state, _, _ = search(state, batch)
+    say(f"schedule: nothing was measured ({problem}); going on as configured")
   return search.chosen
 
 

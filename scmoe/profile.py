@@ -3,8 +3,10 @@
   python -m scmoe.profile --config gpt2_moe_medium --workdir runs/profile
   python -m scmoe.profile --config quickstart --smoke --compare top2,scmoe_pos2 --json overlap.json
 
-Runs the step of every wiring in turns on synthetic tokens. It measures wall-clock time without the
-profiler, to compare the wirings, then traces two steps of each, to explain the times.
+Runs the step of every wiring in turns on synthetic tokens, all with the transport that the first
+one's search has chosen. It measures wall-clock time without the profiler, to compare the wirings,
+then traces two steps of each, to explain the times. In the same turns it times each step without
+its exchanges, and the exchanges alone: from these follows what exchanges cost (docs/overlap.md).
 WORKDIR/overlap.html draws one block pair of each (the pointer shows a bar's time), and links the
 traces, which ui.perfetto.dev opens. Without a GPU it prints and draws the times of simulated
 devices, beside the schedule as modelled for --machine; neither is a GPU's time.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import html
 import sys
 import time
@@ -37,7 +40,10 @@ from scmoe.blocks.schedule import (
 )
 from scmoe.parallel.collectives import request_copy_engines
 from scmoe.parallel.mesh import batch_sharding
+from scmoe.profiling import timer
 from scmoe.profiling.advice import advice
+from scmoe.profiling.clock import Paid
+from scmoe.profiling.exchanges import exchanges_of
 from scmoe.profiling.overlap import (
   StageTime,
   measure_overlap,
@@ -67,10 +73,11 @@ from scmoe.run.command_line import (
   simulate,
 )
 from scmoe.run.config import RunConfig
+from scmoe.run.controls import exchanges_alone, without_exchanges
 from scmoe.run.names import check_workdir
 from scmoe.training.compiled import PROGRAMS, kept_programs
 from scmoe.training.guided import GuidedStep
-from scmoe.training.search import Search, fastest_step
+from scmoe.training.search import Search, Steps, fastest_step
 from scmoe.training.step import init_state
 from scmoe.training.variants import Variant
 
@@ -78,6 +85,7 @@ OWN = (
   Flag("compare", str, "", "wirings to time, separated by commas; speed-ups are over the first"),
   Flag("rounds", int, 5, "how often each wiring is timed"),
   Flag("calls", int, 2, "steps that are timed together"),
+  Flag("clock", bool, True, "also time the step without its exchanges, and the exchanges alone"),
   Flag("machine", str, "h200-nvlink", f"machine of the modelled schedule: {', '.join(MACHINES)}"),
   Flag("json", str, "", "also write the figures to this file"),
 )
@@ -102,7 +110,7 @@ def main(argv: list[str]) -> None:
     request_copy_engines()
   workdir = check_workdir(values["workdir"] or "runs/profile")
   workdir.mkdir(parents=True, exist_ok=True)
-  options = {"rounds": values["rounds"], "calls": values["calls"]}
+  options = {name: values[name] for name in ("rounds", "calls", "clock")}
   with kept_programs(workdir / PROGRAMS):
     report = profile(run, names, workdir, modelled_on=values["machine"], **options)
   print(report.text)
@@ -119,17 +127,42 @@ class Report:
 
 
 def profile(
-  run: RunConfig, names: Sequence[str], workdir: Path, *, rounds: int, calls: int, modelled_on: str
+  run: RunConfig,
+  names: Sequence[str],
+  workdir: Path,
+  *,
+  rounds: int,
+  calls: int,
+  modelled_on: str,
+  clock: bool = True,
 ) -> Report:
-  """Times and traces the training step of every wiring; writes the picture and the page."""
+  """Times and traces the training step of every wiring; writes the picture and the page.
+
+  Args:
+    run: configuration, not resolved.
+    names: wirings; speed-ups are over the first.
+    workdir: where everything is written.
+    rounds, calls: see `interleave`.
+    modelled_on: machine of the modelled schedule.
+    clock: whether to time the controls of the exchanges too (`scmoe.profiling.clock`).
+  """
   took = Stopwatch()
-  arms = {}
+  arms: dict[str, Arm] = {}
+  timed: dict[str, timer.Arm] = {}
+  transport = ""  # the one that the first arm with exchanges has chosen serves the others too
   for name in names:
     with took.part(f"{name}: compilation and search"):
-      arms[name] = Arm(build.with_wiring(run, name), workdir / name)
+      arms[name] = Arm(build.with_wiring(run, name), workdir / name, transport)
       arms[name].warm_up()
+    timed[name] = arms[name]
+    exchanges = exchanges_of(arms[name].jaxpr)
+    if exchanges and not transport:
+      transport = arms[name].built.varied(arms[name].variant).dispatch.transport
+    if clock and exchanges:
+      with took.part(f"{name}: the step without exchanges"):
+        timed |= arms[name].controls()
   with took.part(f"{rounds} rounds of {calls} steps"):
-    timings = interleave(arms, rounds=rounds, calls=calls)
+    timings = interleave(timed, rounds=rounds, calls=calls)
   gpu = jax.default_backend() == "gpu"
   device = f"{jax.device_count()} x {jax.devices()[0].device_kind}, jax {jax.__version__}"
   lines = [f"training step of {run.name}, {device}, {time.strftime('%Y-%m-%d')}"]
@@ -140,7 +173,7 @@ def profile(
   pictures: dict[str, dict[str, dict[str, list[Bar]]]] = {}  # kind of bar -> arm -> stream -> bars
   for name, arm in arms.items():
     with took.part(f"{name}: trace"):
-      found = _arm_report(arm, timings[name], base, modelled_on)
+      found = _arm_report(arm, timings[name], base, modelled_on, _paid(timings, name))
     lines += ["", f"== {name}", found.text]
     figures["arms"][name] = found.figures
     for kind, bars in found.bars.items():
@@ -162,6 +195,7 @@ def profile(
   return Report(f"{text}\n\npage: {written}", figures)
 
 
+WITHOUT, ALONE = " without exchanges", " exchanges alone"  # the names of an arm's controls
 MEASURED, SIMULATED, MODELLED = "measured", "simulated", "modelled"  # kinds of bars
 PERFETTO = (
   "Open a trace at <a href='https://ui.perfetto.dev'>ui.perfetto.dev</a> with <i>Open trace "
@@ -189,10 +223,14 @@ def _page(
     hidden = f"{100 * trace['share_hidden']:.1f} %" if trace.get("communication") else "–"
     busy = [f"{trace[key]:.3f}" if trace else "–" for key in ("computation", "communication")]
     wall = (f"{arm['wall']['ms']:.3f}", _spread(timings[name]), f"{arm['speed_up']:.2f}×")
-    rows.append((name, *wall, *busy, hidden))
+    cost = arm.get("exchanges")
+    alone = f"{cost['alone']['ms']:.3f}" if cost else "–"
+    paid = f"{100 * cost['share_paid']:.0f} ± {100 * cost['spread']:.0f} %" if cost else "–"
+    rows.append((name, *wall, *busy, hidden, alone, paid))
     file = Path(arm["perfetto"])
     links.append(f"<li><a href='{file.name}' download>{file.name}</a></li>")
-  heads = ("wiring", "step ms", "spread", "speed-up", "compute ms", "communication ms", "hidden")
+  heads = ("wiring", "step ms", "spread", "speed-up", "compute ms", "communication ms", "hidden",
+           "exchanges alone ms", "paid")  # fmt: skip
   pictures = [part for t in drawn for part in (f"<h2>One block pair, {t.title}</h2>", draw_svg(t))]
   return page.page(
     title,
@@ -200,12 +238,22 @@ def _page(
       page.warning(not_gpu),
       Table("A training step", heads, tuple(rows)),
       *pictures,
+      "<p><small>Hidden: in the trace, the share of all communication beside which a kernel "
+      "computed. Paid: by the clock, (step − step without exchanges) / exchanges alone."
+      "</small></p>",
       "<p><small>Hold the pointer over a bar to see its time.</small></p>",
       f"<h2>Traces</h2><p>{PERFETTO}</p><ul>{''.join(links)}</ul>",
       f"<h2>Report</h2><pre>{html.escape(text)}</pre>",
     ],
     "python -m scmoe.profile",
   )
+
+
+def _paid(timings: Mapping[str, Timing], name: str) -> Paid | None:
+  """What the exchanges of an arm cost by the clock; None if its controls were not timed."""
+  if name + WITHOUT not in timings:
+    return None
+  return Paid(timings[name], timings[name + WITHOUT], timings[name + ALONE])
 
 
 class Stopwatch:
@@ -261,15 +309,25 @@ class Traced:
 
 
 class Arm:
-  """One wiring's training step, as an arm of `scmoe.profiling.timer`."""
+  """One wiring's training step, as an arm of `scmoe.profiling.timer`.
 
-  def __init__(self, run: RunConfig, directory: Path):
+  Args:
+    run: configuration, not resolved.
+    directory: where its programs, profiles and decision are kept.
+    transport: `dispatch.transport` that it must have; "": the search may choose one.
+  """
+
+  def __init__(self, run: RunConfig, directory: Path, transport: str = ""):
+    if transport:
+      dispatch = dataclasses.replace(run.dispatch, transport=transport)
+      run = dataclasses.replace(run, dispatch=dispatch)
     vocabulary = build.vocab_size(run.data)
     self.run = run.resolve(num_devices=jax.device_count(), vocab_size=vocabulary)
     self.built = build.build(self.run)
     abstract = self.built.abstract_state()
     self.directory = directory
-    self.step = fastest_step(self.built, abstract, directory)
+    fixed = {"same_transport": bool(transport)}
+    self.step = fastest_step(self.built, abstract, directory, **fixed)
     self.state = init_state(self.built.init, self.built.optimizer, 0, abstract)
     batch = self.built.random_batch()
     self.batch = jax.device_put(batch, batch_sharding(self.built.mesh, leading=1))
@@ -282,10 +340,41 @@ class Arm:
     self(1)
 
   def __call__(self, calls: int) -> None:
+    self._train(self.step, calls)
+
+  def _train(self, step: GuidedStep | Search, calls: int) -> None:
     scalars: Any = None
     for _ in range(calls):
-      self.state, scalars, _ = self.step(self.state, self.batch)
+      self.state, scalars, _ = step(self.state, self.batch)
     jax.block_until_ready((self.state, scalars))
+
+  @functools.cached_property
+  def jaxpr(self) -> Any:
+    """The chosen step as jax traced it."""
+    return self.best.step.trace(self.state, self.batch).jaxpr
+
+  def controls(self) -> dict[str, timer.Arm]:
+    """The step without its exchanges, and the exchanges alone, by the arm's name; both compiled.
+
+    The step without exchanges has the schedule and the transport that the search has chosen for
+    this one. It trains this arm's state, so that both meet the same parameters, and memory holds
+    one state.
+    """
+    silent = build.build(without_exchanges(self.built.varied(self.variant)))
+    step = Steps(silent, silent.abstract_state(), self.directory)(Variant())
+
+    def run(calls: int) -> None:
+      self._train(step, calls)
+
+    run(1)
+    while not step.settled:
+      run(1)
+    run(1)
+    alone = exchanges_alone(self.jaxpr, self.built.mesh, self.built.overlap)
+    assert alone is not None, "called where rows travel"
+    alone(1)
+    name = self.run.model.wiring
+    return {name + WITHOUT: run, name + ALONE: alone}
 
   def trace(self) -> Traced:
     """Runs `TRACED` steps under the profiler."""
@@ -330,10 +419,16 @@ class ArmReport:
   bars: dict[str, dict[str, list[Bar]]]
 
 
-def _arm_report(arm: Arm, timing: Timing, base: Timing, modelled_on: str) -> ArmReport:
-  """An arm's wall-clock times, modelled schedule and trace."""
+def _arm_report(
+  arm: Arm, timing: Timing, base: Timing, modelled_on: str, paid: Paid | None
+) -> ArmReport:
+  """An arm's wall-clock times, cost of its exchanges, modelled schedule and trace."""
   lines = [f"step {1e3 * timing.median:.3f} ms ({_spread(timing)}), {speed_up(base, timing):.2f}x"]
   figures: dict[str, Any] = {"wall": timing.as_json(), "speed_up": speed_up(base, timing)}
+  if paid is not None:
+    lines[0] += f", {100 * paid.share:.0f} % of the exchanges paid"
+    lines.append(str(paid))
+    figures["exchanges"] = paid.as_json()
   bars: dict[str, dict[str, list[Bar]]] = {}
   run = arm.built.varied(arm.variant)
   times = build.modelled_times(run, modelled_on)

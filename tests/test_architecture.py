@@ -38,7 +38,7 @@ RANKS = [
   ("run.text", "run.images"),
   ("run.modality",),
   ("run.build", "run.command_line", "run.programs", "reports"),
-  ("run.dry_run",),
+  ("run.dry_run", "run.controls"),
   ("run.benchmark", "pretrained", "run.summary", "run.generation_flags"),
   ("run.opened",),
   ("run.tasks", "run.teacher", "run.exported", "run.session"),

@@ -76,9 +76,26 @@ def profiled(tmp_path_factory):
 def test_it_says_what_took_how_long(profiled):
   _, figures = profiled
   parts = ("scmoe_pos2: compilation and search", "dense: compilation and search",
+           "scmoe_pos2: the step without exchanges",
            "3 rounds of 1 steps", "scmoe_pos2: trace", "dense: trace", "picture")  # fmt: skip
   assert set(figures["seconds"]) == set(parts)
   assert all(seconds > 0 for seconds in figures["seconds"].values())
+
+
+def test_the_exchanges_cost_is_told_beside_what_a_trace_shows(profiled):
+  folder, figures = profiled
+  arms, page = figures["arms"], (folder / "overlap.html").read_text()
+  found = arms["scmoe_pos2"]["exchanges"]
+  assert found["alone"]["ms"] > 0
+  paid = arms["scmoe_pos2"]["wall"]["ms"] - found["without"]["ms"]
+  assert found["paid_ms"] == pytest.approx(paid, abs=1e-3)
+  assert found["share_paid"] == pytest.approx(paid / found["alone"]["ms"], rel=1e-2)
+  assert len(found["without"]["rounds_ms"]) == len(found["alone"]["rounds_ms"]) == 3
+  assert "exchanges" not in arms["dense"], "no rows travel"
+  share = f"{100 * found['share_paid']:.0f}"
+  assert re.search(rf"step [\d.]+ ms \(± [\d.]+ %\), 1.00x, {share} % of the exchanges paid", page)
+  assert f"{found['alone']['ms']:.3f} ms are paid, {share} % (±" in page
+  assert f"<td>{share} ± " in page
 
 
 def test_neither_an_asked_for_nor_a_kept_schedule_is_searched_for(tmp_path, monkeypatch):
@@ -94,6 +111,7 @@ def test_neither_an_asked_for_nor_a_kept_schedule_is_searched_for(tmp_path, monk
     return Variant(chunks=2)
 
   monkeypatch.setattr(search, "_on_a_cut", on_a_cut)
+  monkeypatch.setattr(search, "_on_whole_steps", lambda make, steps, proposed, found: proposed)
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
   monkeypatch.setattr(profile, "init_state", lambda *_: None)
   off = with_field(run, "overlap.search_seconds", "0")

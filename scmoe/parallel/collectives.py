@@ -17,6 +17,7 @@ from jax import Array
 
 from scmoe.base.compat import COPY_ENGINE_POLICY, jax_version
 from scmoe.base.errors import ConfigError
+from scmoe.parallel.barriers import barrier
 from scmoe.parallel.mesh import axis_size, own_share
 
 # NCCL gives an all-to-all to the GPU's copy engines if its policy asks for no thread blocks and
@@ -169,7 +170,8 @@ class Exchange:
     axis: name of the mesh axis; None: one device, no exchange.
     size: W, ranks on it.
     nodes: hosts that the axis spans, for the hierarchical exchange; 1: the linear one.
-    silent: for measurements: no row moves, so the result is wrong.
+    silent: for measurements: no row moves, so the result is wrong. Shapes stay as they are, and a
+      barrier stands where the exchange stood.
   """
 
   axis: str | None = None
@@ -190,8 +192,12 @@ class Exchange:
     Over the first dimension XLA needs no transpose of the data. The backward pass is the same
     exchange.
     """
-    if self.axis is None or self.size == 1 or self.silent:
+    if self.axis is None or self.size == 1:
       return x
+    if self.silent:
+      # Without an exchange between them, XLA would fuse the operations before and after it, and
+      # the program without exchanges would do less work than the one with them.
+      return barrier(x)
     if self.nodes == 1:
       return jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True)
     return _hierarchical(x, self)

@@ -1,0 +1,85 @@
+"""What the exchanges of a program cost, as the clock sees it.
+
+A trace tells during which part of an exchange some kernel computed. That does not say what the
+exchange cost: beside it, the computation itself may run slower, because NCCL's kernels take
+multiprocessors and memory bandwidth from it. The clock sees both. Three programs are timed in turns
+(`scmoe.profiling.timer`): the program, the same without its exchanges
+(`dispatch.ablation.silent`), and its exchanges alone (`scmoe.profiling.exchanges`).
+
+  paid = (program - program without exchanges) / exchanges alone
+
+Worked example: six pairs take 33.2 ms, without their exchanges 31.1 ms, and the exchanges alone
+2.9 ms. So 2.1 of 2.9 ms are paid, 72 %: the pairs save 28 % of what waiting for every exchange
+would cost, whatever share of it a trace shows as hidden.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from typing import Any
+
+from scmoe.profiling.timer import Timing
+
+
+@dataclasses.dataclass(frozen=True)
+class Paid:
+  """The cost of a program's exchanges, from three arms of one comparison in turns.
+
+  Attributes:
+    program: times of the program.
+    without: times of the same program without its exchanges.
+    alone: times of its exchanges alone, forward and backward.
+  """
+
+  program: Timing
+  without: Timing
+  alone: Timing
+
+  @property
+  def seconds(self) -> float:
+    """What the exchanges add to the program: the difference of the two medians.
+
+    Below 0 if the program was faster than without exchanges, as noise can make it.
+    """
+    return self.program.median - self.without.median
+
+  @property
+  def share(self) -> float:
+    """`seconds` over the median of the exchanges alone: 0 if all are hidden, 1 if none is.
+
+    Above 1 if waiting for every exchange would be faster.
+    """
+    return self.seconds / self.alone.median
+
+  @property
+  def spread(self) -> float:
+    """Half the distance between the quartiles of the share over the rounds, as a share.
+
+    Each round has a share of its own, whose three times are neighbours. 0 with fewer than three
+    rounds.
+    """
+    rounds = zip(self.program.seconds, self.without.seconds, self.alone.seconds)
+    shares = [(program - without) / alone for program, without, alone in rounds]
+    if len(shares) < 3:
+      return 0.0
+    low, _, high = statistics.quantiles(shares, n=4, method="inclusive")
+    return (high - low) / 2
+
+  def as_json(self) -> dict[str, Any]:
+    """Milliseconds and shares, for a results file."""
+    return {
+      "paid_ms": round(1e3 * self.seconds, 4),
+      "share_paid": round(self.share, 4),
+      "spread": round(self.spread, 4),
+      "without": self.without.as_json(),
+      "alone": self.alone.as_json(),
+    }
+
+  def __str__(self) -> str:
+    ms = lambda seconds: f"{1e3 * seconds:.3f} ms"
+    return (
+      f"exchanges, by the clock: {ms(self.seconds)} of {ms(self.alone.median)} are paid, "
+      f"{100 * self.share:.0f} % (± {100 * self.spread:.0f}); without exchanges "
+      f"{ms(self.without.median)}"
+    )

@@ -1,0 +1,116 @@
+"""The all-to-alls of a program alone: found in its jaxpr, and made again without anything beside.
+
+Rows travel to their experts and back in all-to-alls. The jaxpr of a training step has them all,
+those of the backward pass too, with the shapes that one device sends; loops tell how often each
+runs. So a measurement of the exchanges alone needs to know neither transport nor schedule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+WRITTEN_OUT = 16  # exchanges of one kind that a loop's iteration has
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchanged:
+  """Equal all-to-alls of a program.
+
+  Attributes:
+    shape: what one device sends, [W, ...]: a slice for each of W ranks.
+    dtype: its type.
+    count: how many of them the program runs.
+    primitive, params: jax's operation and its parameters, e.g. the mesh axis.
+  """
+
+  shape: tuple[int, ...]
+  dtype: Any
+  count: int
+  primitive: Any
+  params: dict[str, Any]
+
+  @property
+  def nbytes(self) -> int:
+    """Bytes of a device's buffers in all of them together, the slice for itself included."""
+    return self.count * math.prod(self.shape) * self.dtype.itemsize
+
+
+def exchanges_of(jaxpr: Any) -> list[Exchanged]:
+  """The all-to-alls that a program runs on every device, equal ones together.
+
+  Exchanges in a loop whose number of iterations only the run decides are left out: the overflow
+  rounds of the dropless transport, of which balanced routing has none. So are those that a
+  transport sends by other means than jax's all-to-all.
+
+  Args:
+    jaxpr: of the program, e.g. `jax.jit(f).trace(...).jaxpr`.
+  """
+  found: dict[str, Exchanged] = {}
+  for eqn, count in _all_to_alls(getattr(jaxpr, "jaxpr", jaxpr), 1):
+    sent = eqn.invars[0].aval
+    own = Exchanged(sent.shape, sent.dtype, count, eqn.primitive, eqn.params)
+    key = f"{sent.shape} {sent.dtype} {sorted(eqn.params.items(), key=lambda item: item[0])}"
+    before = found[key].count if key in found else 0
+    found[key] = dataclasses.replace(own, count=before + count)
+  return list(found.values())
+
+
+def _all_to_alls(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:
+  """Yields each all-to-all, and how often it runs if `jaxpr` runs `times` times."""
+  for eqn in jaxpr.eqns:
+    if eqn.primitive.name == "all_to_all":
+      yield eqn, times
+    elif eqn.primitive.name != "while":
+      inner = times * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else times
+      for value in eqn.params.values():
+        for part in value if isinstance(value, (tuple, list)) else (value,):
+          part = getattr(part, "jaxpr", part)
+          if hasattr(part, "eqns"):
+            yield from _all_to_alls(part, inner)
+
+
+def alone(exchanges: Sequence[Exchanged]) -> Callable[..., tuple[Array, ...]]:
+  """A function of one device's buffers that runs these exchanges one after the other.
+
+  Each sends what the one before it brought, so that no two are under way at once, as in a step.
+  Call it in the manual region of the program's mesh, with one array of `Exchanged.shape` and
+  `Exchanged.dtype` for each entry; it returns as many.
+  """
+
+  def run(*buffers: Array) -> tuple[Array, ...]:
+    out: list[Array] = []
+    for exchange, x in zip(exchanges, buffers, strict=True):
+      if out:  # begins when the last exchange of the kind before has ended
+        out[-1], x = jax.lax.optimization_barrier((out[-1], x))
+      send, unroll = functools.partial(_send, exchange), min(exchange.count, WRITTEN_OUT)
+      out.append(jax.lax.fori_loop(0, exchange.count, send, x, unroll=unroll))
+    return tuple(out)
+
+  return run
+
+
+def _send(exchange: Exchanged, _: Any, x: Array) -> Array:
+  """Sends x once; what the next exchange sends, which has to wait for this one."""
+  arrived = exchange.primitive.bind(x, **exchange.params)
+  same = arrived.shape == x.shape
+  return arrived if same else jax.lax.optimization_barrier((x, arrived))[0]
+
+
+def buffers_for(exchanges: Sequence[Exchanged], devices: int) -> tuple[Array, ...]:
+  """Buffers to send, those of all devices along the first dimension; jittable.
+
+  Args:
+    exchanges: see `exchanges_of`.
+    devices: of the mesh.
+  """
+  shape = lambda e: (devices * e.shape[0], *e.shape[1:])
+  fill = lambda e: jax.lax.broadcasted_iota(jnp.int32, shape(e), len(e.shape) - 1) % 127
+  return tuple(fill(e).astype(e.dtype) for e in exchanges)

@@ -1,0 +1,164 @@
+"""Does a cut of a run rank schedules as the whole step does? Kendall's tau for two models.
+
+  python experiments/exchange_cost/ranking.py --model medium --name nvlink
+  NCCL_P2P_DISABLE=1 python experiments/exchange_cost/ranking.py --model fine --name slow
+  python experiments/exchange_cost/ranking.py --tiny    two simulated devices, to see that it runs
+
+On two GPUs of one host a command takes four to five minutes. Seven candidates of Pos-2 are measured
+twice, all in turns: on the cut that `overlap.schedule=auto` uses (two pairs, one flight of
+microbatches) and on whole steps. Tau is (pairs ranked alike - pairs ranked otherwise) / all pairs:
+1 if both rank alike, 0 if the cut says nothing. `decided` counts only the pairs whose whole steps
+differ by more than their spread. `regret` is how much slower the cut's choice is than the whole
+step's. Writes FOLDER/ranking-MODEL-NAME.json and .txt (--out, runs/exchange_cost by default).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+
+if "--tiny" in sys.argv:
+  os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+  os.environ["JAX_PLATFORMS"] = "cpu"
+
+from shared_state import Shared, StepArm, machine, out_file, prepare  # noqa: E402
+
+from scmoe.profiling.timer import Timing, interleave  # noqa: E402
+from scmoe.run import build  # noqa: E402
+from scmoe.run.config_files import find_config, load_config  # noqa: E402
+from scmoe.run.fields import with_field  # noqa: E402
+from scmoe.training.compiled import kept_programs  # noqa: E402
+from scmoe.training.search import MARGIN, Steps, against  # noqa: E402
+from scmoe.training.variants import Variant  # noqa: E402
+
+SHARED = {
+  "mesh.expert": "2",
+  "mesh.data": "1",
+  "model.wiring": "scmoe_pos2",
+  "model.num_layers": "8",
+  "overlap.search_seconds": "0",
+}
+MODELS = {
+  "medium": {"train.batch_size": "16", "train.tokens_per_step": "131072"},
+  "fine": {
+    "model.width": "2048",
+    "model.num_experts": "64",
+    "model.expert_hidden": "1024",
+    "model.shared_hidden": "1024",
+    "model.top_k": "7",
+    "train.batch_size": "8",
+    "train.tokens_per_step": "32768",
+  },
+}
+TINY = {"model.num_layers": "6", "train.batch_size": "8", "train.tokens_per_step": "0"}
+EARLY, SEAM = "mlp 0", "attention 1: projections"
+BARRIERS = {"order": "barriers"}
+CANDIDATES = {
+  "capacity": Variant(),
+  "packed": Variant(transport="packed"),
+  "packed, 2 chunks": Variant(transport="packed", chunks=2),
+  f"packed after {EARLY}": Variant(transport="packed", schedule=EARLY, **BARRIERS),
+  f"packed, 2 chunks after {SEAM}": Variant("packed", SEAM, chunks=2, **BARRIERS),
+  "packed, 2 chunks in slots": Variant("packed", f"{EARLY}, {SEAM}", chunks=2, **BARRIERS),
+  "capacity, 2 chunks in slots": Variant(schedule=f"{EARLY}, {SEAM}", chunks=2, **BARRIERS),
+}
+
+
+def tau(a: Mapping[str, float], b: Mapping[str, float], pairs: list[tuple[str, str]]) -> float:
+  """Kendall's tau of two rankings over these pairs of names; nan without pairs."""
+  sign = lambda x: (x > 0) - (x < 0)
+  alike = [sign(a[i] - a[j]) * sign(b[i] - b[j]) for i, j in pairs]
+  return sum(alike) / len(alike) if alike else float("nan")
+
+
+def apart(timings: Mapping[str, Timing], pair: tuple[str, str]) -> bool:
+  """Whether the two of a pair differ by more than their spread."""
+  slow, fast = sorted((timings[name] for name in pair), key=lambda t: -t.median)
+  return against(fast, slow, 0.0)[0]
+
+
+def choice(timings: Mapping[str, Timing]) -> str:
+  """The candidate that a search would choose, in the order of `CANDIDATES`."""
+  names = list(timings)
+  return functools.reduce(
+    lambda kept, name: name if against(timings[name], timings[kept], MARGIN)[0] else kept, names
+  )
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("--model", choices=tuple(MODELS), default="medium")
+  parser.add_argument("--name", default="nvlink", help="of the link, in the results' names")
+  parser.add_argument("--rounds", type=int, default=7)
+  parser.add_argument("--tiny", action="store_true")
+  parser.add_argument("--out", type=Path, default=Path("runs/exchange_cost"))
+  args = parser.parse_args()
+  fields = SHARED | (TINY if args.tiny else MODELS[args.model])
+  config = (find_config("quickstart"), "smoke") if args.tiny else (find_config("gpt2_moe_medium"),)
+  run = functools.reduce(
+    lambda r, field: with_field(r, *field), fields.items(), load_config(*config)
+  )
+  run = run.resolve(num_devices=2, vocab_size=build.vocab_size(run.data))
+  file = out_file(args.out, f"ranking-{args.model}-{args.name}")
+
+  with kept_programs(args.out / "programs"):
+    whole = build.build(run)
+    arms: dict[str, StepArm] = {}
+    for kind, built in (("whole", whole), ("cut", whole.cut())):
+      shared = Shared(built)
+      make = Steps(built, shared.abstract, args.out / "profiles")
+      arms |= {f"{kind}: {n}": StepArm(make(v), shared) for n, v in CANDIDATES.items()}
+    failed = prepare(arms, ["whole: capacity", "whole: packed"])
+    timed = {name: arm for name, arm in arms.items() if name not in failed}
+    calls = {name: 2 if name.startswith("whole") else 8 for name in timed}
+    timings = interleave(timed, rounds=args.rounds, calls=calls)
+
+  both = [n for n in CANDIDATES if f"whole: {n}" in timings and f"cut: {n}" in timings]
+  of = {kind: {n: timings[f"{kind}: {n}"] for n in both} for kind in ("whole", "cut")}
+  medians = {kind: {n: t.median for n, t in found.items()} for kind, found in of.items()}
+  pairs = list(itertools.combinations(both, 2))
+  decided = [pair for pair in pairs if apart(of["whole"], pair)]
+  chosen = {kind: choice(found) for kind, found in of.items()}
+  ranking = {
+    "candidates": len(both),
+    "tau": tau(medians["cut"], medians["whole"], pairs),
+    "tau_decided": tau(medians["cut"], medians["whole"], decided),
+    "pairs": len(pairs),
+    "decided": len(decided),
+    "chosen": chosen,
+    "regret": medians["whole"][chosen["cut"]] / medians["whole"][chosen["whole"]] - 1,
+  }
+  result = {
+    "machine": machine(""),
+    "command": " ".join(["python", *sys.argv]),
+    "fields": fields,
+    "arms": {name: timing.as_json() for name, timing in timings.items()},
+    "failed": failed,
+    "ranking": ranking,
+  }
+  cell = lambda t: f"{1e3 * t.median:9.2f} ± {1e3 * t.spread * t.median:.2f} ms"
+  lines = [f"{args.model}, {', '.join(result['machine'].values())}"]
+  lines += [f"{n:34s} whole {cell(of['whole'][n])}   cut {cell(of['cut'][n])}" for n in both]
+  lines.append(
+    f"tau {ranking['tau']:.2f} over {len(pairs)} pairs, {ranking['tau_decided']:.2f} over the "
+    f"{len(decided)} that differ by more than their spread; chosen on the cut: {chosen['cut']}, on "
+    f"whole steps: {chosen['whole']}; regret {100 * ranking['regret']:.1f} %"
+  )
+  text = "\n".join(lines)
+  file.write_text(json.dumps(result, indent=1) + "\n")
+  file.with_suffix(".txt").write_text(text + "\n")
+  print(text)
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,119 @@
+"""Training steps that share one state: compiled side by side, profiled, called in turns."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from scmoe.parallel.mesh import batch_sharding
+from scmoe.run.build import Built
+from scmoe.training.guided import GuidedStep
+from scmoe.training.step import init_state
+
+
+class Shared:
+  """A training state and a batch of random tokens, which several steps of one model train in turns.
+
+  Args:
+    built: of the model.
+  """
+
+  def __init__(self, built: Built):
+    self.built, self.abstract = built, built.abstract_state()
+    self.state = init_state(built.init, built.optimizer, 0, self.abstract)
+    self.batch = jax.device_put(built.random_batch(), batch_sharding(built.mesh, leading=1))
+
+
+class StepArm:
+  """One step as an arm of `scmoe.profiling.timer`."""
+
+  def __init__(self, step: GuidedStep, shared: Shared):
+    self.step, self.shared = step, shared
+
+  def __call__(self, calls: int) -> None:
+    scalars: Any = None
+    for _ in range(calls):
+      self.shared.state, scalars, _ = self.step(self.shared.state, self.shared.batch)
+    jax.block_until_ready((self.shared.state, scalars))
+
+  def lower(self) -> None:
+    """Traces and lowers; `finish` has XLA compile."""
+    self.step.compile(self.shared.abstract, self.shared.batch, later=True)
+
+  @property
+  def jaxpr(self) -> Any:
+    """The step as jax traced it."""
+    return self.step.step.trace(self.shared.abstract, self.shared.batch).jaxpr
+
+
+def prepare(arms: Mapping[str, StepArm], alone: Iterable[str]) -> dict[str, str]:
+  """Compiles all arms, profiles them, and compiles them again with the measured times.
+
+  XLA times matrix products while it compiles. So those of `alone`, which have all the products, are
+  compiled one after the other with the GPUs to themselves; the others find these timings.
+
+  Args:
+    arms: by name.
+    alone: names of arms.
+
+  Returns:
+    The arms that failed, each with XLA's message.
+  """
+  failed: dict[str, str] = {}
+  begin = time.perf_counter()
+  log = lambda text: print(f"[{time.perf_counter() - begin:6.1f} s] {text}", flush=True)
+
+  def each(work, names: Iterable[str], threads: int = 1) -> None:
+    def one(name: str) -> None:
+      try:
+        work(arms[name])
+      except jax.errors.JaxRuntimeError as error:  # one arm must not cost the others
+        failed[name] = " ".join(str(error).split())[:300]
+        log(f"{name}: {failed[name]}")
+
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+      list(pool.map(one, [name for name in names if name not in failed]))
+
+  def run_until_compiled_again(arm: StepArm) -> None:
+    while not arm.step.settled and arm.step.waiting is None:
+      arm(1)
+
+  threads = max(1, (os.cpu_count() or 1) // 3)
+  first = list(alone)
+  each(StepArm.lower, arms)
+  log(f"lowered {len(arms)} steps")
+  each(lambda arm: arm.step.finish(), first)
+  log(f"compiled by themselves: {', '.join(first)}")
+  each(lambda arm: arm.step.finish(), [name for name in arms if name not in first], threads)
+  log("compiled")
+  each(run_until_compiled_again, arms)
+  log("profiled")
+  each(lambda arm: arm.step.finish(), arms, threads)
+  log("compiled with measured times")
+  each(lambda arm: arm(2), arms)
+  log("ready")
+  return failed
+
+
+def machine(link: str) -> dict[str, str]:
+  """Devices, versions and link, for a results file."""
+  device = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+  slow = os.environ.get("NCCL_P2P_DISABLE") == "1"
+  return {
+    "devices": device,
+    "jax": jax.__version__,
+    "date": time.strftime("%Y-%m-%d"),
+    "link": link or ("slow (NCCL_P2P_DISABLE=1)" if slow else "as NCCL finds it"),
+  }
+
+
+def out_file(folder: Path, name: str) -> Path:
+  """FOLDER/NAME.json, the folder made."""
+  folder.mkdir(parents=True, exist_ok=True)
+  return folder / f"{name}.json"

@@ -10,7 +10,7 @@ An arm is one word for the wiring and more words, after dots, for how it runs: `
   back STEP   another slot for the backward pass; `back free` leaves that to XLA
   seq         control: nothing beside the MoE's stages
   compute     control: the all-to-all is left out (`dispatch.ablation.silent`)
-  comm        control: only the all-to-alls of a forward pass, one after the other
+  comm        control: only the program's all-to-alls, one after the other
   scan        one stage per scan step instead of all stages unrolled
   nopgle      without profile-guided latencies; nolhs also without the latency-hiding scheduler
   cb          with command buffers (XLA's default; off in all other arms)
@@ -45,14 +45,16 @@ from scmoe.base.batch import Batch
 from scmoe.blocks.options import OverlapConfig
 from scmoe.data.config import DataConfig
 from scmoe.models.config import ModelConfig
-from scmoe.moe.dispatch import Capacity, DispatchConfig, make_transport
-from scmoe.parallel.collectives import Exchange, request_copy_engines
+from scmoe.moe.dispatch import DispatchConfig
+from scmoe.parallel.collectives import request_copy_engines
 from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, batch_sharding, manual
+from scmoe.profiling.clock import Paid
 from scmoe.profiling.overlap import measure_overlap
 from scmoe.profiling.program import Program, profiled, traced
-from scmoe.profiling.timer import interleave
+from scmoe.profiling.timer import Timing, interleave
 from scmoe.run.build import build
 from scmoe.run.config import RunConfig
+from scmoe.run.controls import exchanges_program
 from scmoe.run.fields import with_field
 from scmoe.training.options import TrainConfig
 from scmoe.training.step import init_state, make_train_step
@@ -187,9 +189,11 @@ class Arm:
     self.built, self.held = build(self.run), held
     self.guided = on_gpu() and self.run.overlap.ablation.profile_guided
     self.profile = b""
-    kinds = {"forward": self._forward, "train": self._train, "comm": self._exchanges}
-    lowered, self.call = kinds["comm" if "comm" in name.split(".") else job.direction]()
-    self.program = Program(lowered)
+    traced, self.call = {"forward": self._forward, "train": self._train}[job.direction]()
+    if has_word(name, "comm"):
+      run, buffers = exchanges_program(traced.jaxpr, self.built.mesh)
+      traced, self.call = run.trace(*buffers), lambda: self.program(*buffers)
+    self.program = Program(traced.lower())
 
   def __call__(self, calls: int) -> None:
     out = None
@@ -232,7 +236,7 @@ class Arm:
     run = jax.jit(manual(hidden, built.mesh, (built.specs, rows), rows))
     tokens = jax.device_put(self._tokens()[0], batch_sharding(built.mesh))
     given = self.held[wiring], tokens
-    return run.lower(*given), lambda: self.program(*given)
+    return run.trace(*given), lambda: self.program(*given)
 
   def _train(self):
     """The training step; it donates the state, which so passes from arm to arm."""
@@ -248,28 +252,7 @@ class Arm:
       self.held[wiring], scalars, _ = self.program(self.held[wiring], batch)
       return scalars
 
-    return step.lower(abstract, batch), call
-
-  def _exchanges(self):
-    """The all-to-alls of a forward pass alone, each of what the one before it brought."""
-    run, mesh, model = self.run, self.built.mesh, self.run.model
-    ranks, places = run.mesh.expert, P(BATCH_AXES)
-    tokens = run.train.batch_size // ranks * model.context
-    k = model.wiring_rule.routed_per_gating(model.top_k)
-    # Outside the manual region, but with the tokens of one device: what that device would send.
-    sent = make_transport(run.dispatch, tokens=tokens, num_experts=model.num_experts, k=k)
-    assert isinstance(sent, Capacity), sent
-    shape = (ranks * ranks, model.num_experts // ranks, sent.rows, model.width)
-    exchange = Exchange("expert", ranks)
-
-    def local(rows):
-      for _ in range(2 * model.num_pairs):
-        rows = exchange.all_to_all(rows)
-      return rows
-
-    draw = lambda: jax.random.normal(jax.random.key(3), shape, model.dtype)
-    rows = jax.jit(draw, out_shardings=batch_sharding(mesh))()
-    return jax.jit(manual(local, mesh, places, places)).lower(rows), lambda: self.program(rows)
+    return step.trace(abstract, batch), call
 
   def _tokens(self) -> jax.Array:
     """Uniformly drawn tokens of the step's microbatches: [A, B, S]."""
@@ -355,20 +338,41 @@ def exposed(result: dict) -> float:
 
 
 def table(result: dict) -> str:
-  """A line per arm: time, speed-up over the first arm, communication and how much is hidden."""
+  """A line per arm: time, speed-up over the first arm, communication, and how much of it is hidden
+  in the trace, and paid by the clock."""
   arms = result["arms"]
   base = next(iter(arms.values()))
   width = max(24, *map(len, arms))
-  line = f"{{:{width}s}}{{:>10s}}{{:>8s}}{{:>7s}}{{:>9s}}{{:>9s}}{{:>8s}}{{:>9s}}".format
-  lines = [line("arm", "ms", "spread", "x", "comm", "compute", "hidden", "exposed")]
+  line = f"{{:{width}s}}{{:>10s}}{{:>8s}}{{:>7s}}{{:>9s}}{{:>9s}}{{:>8s}}{{:>9s}}{{:>12s}}".format
+  lines = [line("arm", "ms", "spread", "x", "comm", "compute", "hidden", "exposed", "paid")]
   for name, r in arms.items():
     trace = ("", "", "", "")
     if t := r.get("trace"):
       share = f"{100 * t['share_hidden']:.1f} %" if t["communication"] else "–"
       trace = (f"{t['communication']:.2f}", f"{t['computation']:.2f}", share, f"{exposed(r):.2f}")
     ratio = "" if has_word(name, "comm") else f"{base['ms'] / r['ms']:.2f}"
-    lines.append(line(name, f"{r['ms']:.3f}", f"{100 * r['spread']:.1f} %", ratio, *trace))
+    cost = paid(result, name)
+    told = f"{100 * cost.share:.0f} ± {100 * cost.spread:.0f} %" if cost else ""
+    lines.append(line(name, f"{r['ms']:.3f}", f"{100 * r['spread']:.1f} %", ratio, *trace, told))
   return "\n".join(lines)
+
+
+def paid(result: dict, name: str) -> Paid | None:
+  """What an arm's exchanges cost by the clock; None if the arms of its wiring lack the controls.
+
+  The controls are the arm's own without exchanges if there is one, else another of its wiring, and
+  the exchanges of the wiring alone.
+  """
+  arms, (wiring, *_) = result["arms"], name.split(".")
+  same = [other for other in arms if other.split(".")[0] == wiring]
+  quiet = [other for other in same if has_word(other, "compute")]
+  alone = [other for other in same if has_word(other, "comm")]
+  if has_word(name, "compute", "comm") or not quiet or not alone:
+    return None
+  own = f"{name}.compute"
+  chosen = name, own if own in quiet else quiet[0], alone[0]
+  seconds = (tuple(1e-3 * ms for ms in arms[other]["rounds_ms"]) for other in chosen)
+  return Paid(*(Timing(times, 1) for times in seconds))
 
 
 def ceiling(result: dict) -> str:

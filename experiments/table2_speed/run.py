@@ -17,7 +17,7 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 import speed  # noqa: E402
 
 TOP, POS2, POS3 = "top.bf16", "pos2.after mlp 0.bf16", "pos3.after mlp 0.bf16"
-PAIR = (POS2, "pos2.bf16", f"{POS2}.compute")
+PAIR = (POS2, "pos2.bf16", f"{POS2}.compute", "pos2.comm")
 JOBS = {
   "gpt3_xl": speed.Job(
     "slow", "gpt3_xl", "train", (TOP, *PAIR, POS3, f"{POS3}.compute"), accumulation=8

@@ -38,33 +38,34 @@ class Paid:
 
   @property
   def seconds(self) -> float:
-    """What the exchanges add to the program: the difference of the two medians.
+    """What the exchanges add to the program: the median over rounds of program - without.
 
     Below 0 if the program was faster than without exchanges, as noise can make it.
     """
-    return self.program.median - self.without.median
+    return statistics.median(a - b for a, b in zip(self.program.seconds, self.without.seconds))
 
   @property
   def share(self) -> float:
-    """`seconds` over the median of the exchanges alone: 0 if all are hidden, 1 if none is.
+    """The median over rounds of (program - without) / alone: 0 if all are hidden, 1 if none is.
 
-    Above 1 if waiting for every exchange would be faster.
+    Above 1 if waiting for every exchange would be faster. The three times of one round are
+    neighbours, so a drift of the GPU's clock from round to round does not change their share.
     """
-    return self.seconds / self.alone.median
+    return statistics.median(self.shares)
 
   @property
   def spread(self) -> float:
-    """Half the distance between the quartiles of the share over the rounds, as a share.
-
-    Each round has a share of its own, whose three times are neighbours. 0 with fewer than three
-    rounds.
-    """
-    rounds = zip(self.program.seconds, self.without.seconds, self.alone.seconds)
-    shares = [(program - without) / alone for program, without, alone in rounds]
-    if len(shares) < 3:
+    """Half the distance between the quartiles of `shares`; 0 with fewer than three rounds."""
+    if len(self.shares) < 3:
       return 0.0
-    low, _, high = statistics.quantiles(shares, n=4, method="inclusive")
+    low, _, high = statistics.quantiles(self.shares, n=4, method="inclusive")
     return (high - low) / 2
+
+  @property
+  def shares(self) -> list[float]:
+    """What is paid in each round, as a share of that round's exchanges alone."""
+    rounds = zip(self.program.seconds, self.without.seconds, self.alone.seconds)
+    return [(program - without) / alone for program, without, alone in rounds]
 
   def as_json(self) -> dict[str, Any]:
     """Milliseconds and shares, for a results file."""

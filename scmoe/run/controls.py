@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 import jax
+from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -40,12 +41,19 @@ def exchanges_alone(jaxpr: Any, mesh: Mesh, overlap: OverlapConfig = OverlapConf
   Returns:
     None if the program has no exchange that `exchanges_of` finds.
   """
-  found = exchanges_of(jaxpr)
-  if not found:
+  run, buffers = exchanges_program(jaxpr, mesh)
+  if not buffers:
     return None
-  places = P(AXES)
-  fill = lambda: buffers_for(found, mesh.size)
-  buffers = jax.jit(fill, out_shardings=NamedSharding(mesh, places))()
-  run = jax.jit(manual(alone(found), mesh, places, places))
   options = overlap.compiler_options(gpu=jax.default_backend() == "gpu")
   return repeated(run.lower(*buffers).compile(compiler_options=options), *buffers)
+
+
+def exchanges_program(jaxpr: Any, mesh: Mesh) -> tuple[Any, tuple[Array, ...]]:
+  """The jitted function of `exchanges_alone`, and the arrays that it sends.
+
+  Without exchanges there are no arrays.
+  """
+  found, places = exchanges_of(jaxpr), P(AXES)
+  fill = lambda: buffers_for(found, mesh.size)
+  buffers = jax.jit(fill, out_shardings=NamedSharding(mesh, places))()
+  return jax.jit(manual(alone(found), mesh, places, places)), buffers

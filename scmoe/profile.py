@@ -326,8 +326,8 @@ class Arm:
     self.built = build.build(self.run)
     abstract = self.built.abstract_state()
     self.directory = directory
-    fixed = {"same_transport": bool(transport)}
-    self.step = fastest_step(self.built, abstract, directory, **fixed)
+    same = bool(transport)
+    self.step = fastest_step(self.built, abstract, directory, same_transport=same)
     self.state = init_state(self.built.init, self.built.optimizer, 0, abstract)
     batch = self.built.random_batch()
     self.batch = jax.device_put(batch, batch_sharding(self.built.mesh, leading=1))

@@ -29,12 +29,10 @@ if "--tiny" in sys.argv:
   os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
   os.environ["JAX_PLATFORMS"] = "cpu"
 
-from shared_state import Shared, StepArm, machine, out_file, prepare  # noqa: E402
+from shared_state import Shared, StepArm, configured, machine, out_file, prepare  # noqa: E402
 
 from scmoe.profiling.timer import Timing, interleave  # noqa: E402
 from scmoe.run import build  # noqa: E402
-from scmoe.run.config_files import find_config, load_config  # noqa: E402
-from scmoe.run.fields import with_field  # noqa: E402
 from scmoe.training.compiled import kept_programs  # noqa: E402
 from scmoe.training.search import MARGIN, Steps, against  # noqa: E402
 from scmoe.training.variants import Variant  # noqa: E402
@@ -60,15 +58,15 @@ MODELS = {
 }
 TINY = {"model.num_layers": "6", "train.batch_size": "8", "train.tokens_per_step": "0"}
 EARLY, SEAM = "mlp 0", "attention 1: projections"
-BARRIERS = {"order": "barriers"}
+BARRIERS = "barriers"
 CANDIDATES = {
   "capacity": Variant(),
-  "packed": Variant(transport="packed"),
-  "packed, 2 chunks": Variant(transport="packed", chunks=2),
-  f"packed after {EARLY}": Variant(transport="packed", schedule=EARLY, **BARRIERS),
-  f"packed, 2 chunks after {SEAM}": Variant("packed", SEAM, chunks=2, **BARRIERS),
-  "packed, 2 chunks in slots": Variant("packed", f"{EARLY}, {SEAM}", chunks=2, **BARRIERS),
-  "capacity, 2 chunks in slots": Variant(schedule=f"{EARLY}, {SEAM}", chunks=2, **BARRIERS),
+  "packed": Variant("packed"),
+  "packed, 2 chunks": Variant("packed", chunks=2),
+  f"packed after {EARLY}": Variant("packed", EARLY, BARRIERS),
+  f"packed, 2 chunks after {SEAM}": Variant("packed", SEAM, BARRIERS, chunks=2),
+  "packed, 2 chunks in slots": Variant("packed", f"{EARLY}, {SEAM}", BARRIERS, chunks=2),
+  "capacity, 2 chunks in slots": Variant(None, f"{EARLY}, {SEAM}", BARRIERS, chunks=2),
 }
 
 
@@ -104,10 +102,7 @@ def main() -> None:
   parser.add_argument("--out", type=Path, default=Path("runs/exchange_cost"))
   args = parser.parse_args()
   fields = SHARED | (TINY if args.tiny else MODELS[args.model])
-  config = (find_config("quickstart"), "smoke") if args.tiny else (find_config("gpt2_moe_medium"),)
-  run = functools.reduce(
-    lambda r, field: with_field(r, *field), fields.items(), load_config(*config)
-  )
+  run = configured("gpt2_moe_medium", fields, tiny=args.tiny)
   run = run.resolve(num_devices=2, vocab_size=build.vocab_size(run.data))
   file = out_file(args.out, f"ranking-{args.model}-{args.name}")
 

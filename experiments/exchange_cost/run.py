@@ -14,7 +14,6 @@ searched for. Writes FOLDER/NAME.json and FOLDER/NAME.txt (--out, runs/exchange_
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import sys
@@ -27,14 +26,12 @@ if "--tiny" in sys.argv:
   os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
   os.environ["JAX_PLATFORMS"] = "cpu"
 
-from shared_state import Shared, StepArm, machine, out_file, prepare  # noqa: E402
+from shared_state import Shared, StepArm, configured, machine, out_file, prepare  # noqa: E402
 
 from scmoe.profiling.clock import Paid  # noqa: E402
 from scmoe.profiling.timer import Arm, interleave, speed_up  # noqa: E402
 from scmoe.run import build  # noqa: E402
-from scmoe.run.config_files import find_config, load_config  # noqa: E402
 from scmoe.run.controls import exchanges_alone, without_exchanges  # noqa: E402
-from scmoe.run.fields import with_field  # noqa: E402
 from scmoe.training.compiled import kept_programs  # noqa: E402
 from scmoe.training.search import Steps  # noqa: E402
 from scmoe.training.variants import Variant  # noqa: E402
@@ -65,10 +62,7 @@ def main() -> None:
   parser.add_argument("--out", type=Path, default=Path("runs/exchange_cost"))
   args = parser.parse_args()
   fields = MODEL | (TINY if args.tiny else {}) | dict(w.partition("=")[::2] for w in args.words)
-  run = load_config(
-    *((find_config("quickstart"), "smoke") if args.tiny else (find_config(args.config),))
-  )
-  run = functools.reduce(lambda run, field: with_field(run, *field), fields.items(), run)
+  run = configured(args.config, fields, tiny=args.tiny)
   folder = args.out / "programs"
   file = out_file(args.out, args.name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -13,8 +14,18 @@ import jax
 
 from scmoe.parallel.mesh import batch_sharding
 from scmoe.run.build import Built
+from scmoe.run.config import RunConfig
+from scmoe.run.config_files import find_config, load_config
+from scmoe.run.fields import with_field
 from scmoe.training.guided import GuidedStep
 from scmoe.training.step import init_state
+
+
+def configured(config: str, fields: Mapping[str, str], *, tiny: bool = False) -> RunConfig:
+  """A configuration with some fields replaced, not resolved; `tiny`: of the smoke run."""
+  name, of = ("quickstart", "smoke") if tiny else (config, "get_config")
+  run = load_config(find_config(name), of)
+  return functools.reduce(lambda run, field: with_field(run, *field), fields.items(), run)
 
 
 class Shared:

@@ -358,7 +358,7 @@ def table(result: dict) -> str:
 
 
 def paid(result: dict, name: str) -> Paid | None:
-  """What an arm's exchanges cost by the clock; None if the arms of its wiring lack the controls.
+  """The cost of an arm's exchanges by the clock; None if the arms of its wiring lack the controls.
 
   The controls are the arm's own without exchanges if there is one, else another of its wiring, and
   the exchanges of the wiring alone.

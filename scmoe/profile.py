@@ -250,7 +250,7 @@ def _page(
 
 
 def _paid(timings: Mapping[str, Timing], name: str) -> Paid | None:
-  """What the exchanges of an arm cost by the clock; None if its controls were not timed."""
+  """The cost of an arm's exchanges by the clock; None if its controls were not timed."""
   if name + WITHOUT not in timings:
     return None
   return Paid(timings[name], timings[name + WITHOUT], timings[name + ALONE])

@@ -78,7 +78,7 @@ def tau(a: Mapping[str, float], b: Mapping[str, float], pairs: list[tuple[str, s
 
 
 def apart(timings: Mapping[str, Timing], pair: tuple[str, str]) -> bool:
-  """Whether the two of a pair differ by more than their spread."""
+  """True if the two of a pair differ by more than their spread."""
   slow, fast = sorted((timings[name] for name in pair), key=lambda t: -t.median)
   return against(fast, slow, 0.0)[0]
 

@@ -1,4 +1,4 @@
-"""What the exchanges of a training step cost by the clock, for top-2 and ScMoE Pos-2.
+"""Measures the cost of a training step's exchanges by the clock, for top-2 and ScMoE Pos-2.
 
   python experiments/exchange_cost/run.py --name nvlink
   NCCL_P2P_DISABLE=1 python experiments/exchange_cost/run.py --name slow

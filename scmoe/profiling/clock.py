@@ -1,4 +1,4 @@
-"""What the exchanges of a program cost, as the clock sees it.
+"""The cost of a program's exchanges, as the clock sees it.
 
 A trace tells during which part of an exchange some kernel computed. That does not say what the
 exchange cost: beside it, the computation itself may run slower, because NCCL's kernels take
@@ -38,7 +38,7 @@ class Paid:
 
   @property
   def seconds(self) -> float:
-    """What the exchanges add to the program: the median over rounds of program - without.
+    """Time that the exchanges add to the program: the median over rounds of program - without.
 
     Below 0 if the program was faster than without exchanges, as noise can make it.
     """
@@ -63,7 +63,7 @@ class Paid:
 
   @property
   def shares(self) -> list[float]:
-    """What is paid in each round, as a share of that round's exchanges alone."""
+    """The paid part of each round's exchanges alone, as a share."""
     rounds = zip(self.program.seconds, self.without.seconds, self.alone.seconds)
     return [(program - without) / alone for program, without, alone in rounds]
 

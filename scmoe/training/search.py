@@ -64,7 +64,7 @@ FIELDS = ("batch_size", "tokens_per_step", "remat", "tune")
 
 
 def against(candidate: Timing, kept: Timing, margin: float) -> tuple[bool, str]:
-  """Whether a candidate replaces what was kept so far, and why or why not.
+  """Decides if a candidate replaces the kept one, and says why or why not.
 
   It does if it is faster by at least `margin`, and if the ranges median ± spread do not meet:
   57.3 ± 0.4 and 50.8 ± 0.5 ms do not, 50.5 ± 1.2 and 52.4 ± 0.9 do.
@@ -566,7 +566,7 @@ def _on_whole_steps(
 def _fastest(
   search: Search, built: Searchable, abstract: TrainState, say: Callable[[str], None]
 ) -> Variant | None:
-  """What a search chooses by steps on random tokens, whose state is then dropped.
+  """The choice of a search by steps on random tokens, whose state is then dropped.
 
   None if nothing could be measured, e.g. with too little free memory.
   """

@@ -106,8 +106,8 @@ def main() -> None:
 
 def make(folder: Path, config: dict[str, Any]) -> int:
   """Writes the folder; returns the bytes of its tensors."""
-  model, _ = read_config(config, "config.json")[1:]
-  planned = [Planned(t.name, t.shape, "BF16") for t in tensors("olmoe", model)]
+  model, router = read_config(config, "config.json")[1:]
+  planned = [Planned(t.name, t.shape, "BF16") for t in tensors("olmoe", model, router)]
 
   def values() -> Iterator[np.ndarray]:
     import ml_dtypes

@@ -10,6 +10,7 @@ with which that model's own tokenizer begins it.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -321,6 +322,30 @@ def _piece_bytes(token: str) -> int:
   if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
     return 1  # sentence-piece vocabularies write a single byte as <0x0A>
   return len(token.removeprefix("##").replace("▁", " ").encode())
+
+
+def byte_tokenizer_json() -> str:
+  """A tokenizer.json with the ids of `ByteTokenizer`: a byte-level BPE without merges.
+
+  A byte-level BPE writes each byte as a character: a byte that prints as one stands for itself, the
+  others are 256, 257, ... in their order.
+  """
+  printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+  others = [byte for byte in range(256) if byte not in printed]
+  signs = {chr(byte): byte for byte in printed}
+  signs |= {chr(256 + i): byte for i, byte in enumerate(others)}
+  level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+  end = {"id": ByteTokenizer.eos_id, "content": EOS, "special": True, "single_word": False,
+         "lstrip": False, "rstrip": False, "normalized": False}  # fmt: skip
+  model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+           "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+           "ignore_merges": False, "merges": [],
+           "vocab": {**signs, EOS: ByteTokenizer.eos_id}}  # fmt: skip
+  return json.dumps({
+    "version": "1.0", "truncation": None, "padding": None, "added_tokens": [end],
+    "normalizer": None, "pre_tokenizer": level, "post_processor": None, "decoder": level,
+    "model": model,
+  })  # fmt: skip
 
 
 def train_bpe(texts: Iterable[bytes], vocab_size: int) -> str:

@@ -142,6 +142,11 @@ def _before_text(processor: Any) -> tuple[int, ...] | None:
   return tuple(ids)
 
 
+def begins_with(tokenizer: Mapping[str, Any]) -> tuple[int, ...]:
+  """The ids that the post-processor of a parsed tokenizer.json puts before a text."""
+  return _before_text(tokenizer.get("post_processor")) or ()
+
+
 def _token_ids(values: Mapping[str, Any], field: str, path: Path) -> list[int]:
   """Reads a field that is a token id, a list of them, or null; returns a list."""
   value = values.get(field)

@@ -15,6 +15,7 @@ from scmoe.base.errors import ConfigError, DataError
 from scmoe.layers.rope import RopeConfig
 from scmoe.models.config import ModelConfig
 from scmoe.moe.options import CompatConfig, RouterConfig
+from scmoe.pretrained import own
 from scmoe.pretrained.fields import ACTIVATIONS, Fields
 
 
@@ -406,6 +407,8 @@ FAMILIES: dict[str, Family] = {
   "llama": Family("LlamaForCausalLM", _read_llama, _dense_writer("llama")),
   "mistral": Family("MistralForCausalLM", _read_mistral, _dense_writer("mistral")),
   "qwen3": Family("Qwen3ForCausalLM", _read_qwen3, _dense_writer("qwen3")),
+  # The last one, since it expresses every model and transformers has no code for it.
+  own.FAMILY: Family("ScmoeForCausalLM", own.read, own.write),
 }
 
 
@@ -439,34 +442,25 @@ def read_config(
 
 
 def write_config(model: ModelConfig, router: RouterConfig, family: str = "") -> dict[str, Any]:
-  """The config.json of a resolved model, in the format of a family that can express it.
+  """The config.json of a resolved model: that of a released family, or of `scmoe.pretrained.own`.
 
   Args:
     model, router: the options.
-    family: the family that the model came from; "" takes the first that can express it.
+    family: the family that the model came from, the only released one that is tried; "" tries all.
 
   Raises:
-    ConfigError: no family, or not this one, can express the model; names the first obstacle.
+    ConfigError: an option cannot be expressed in any folder; names it.
   """
-  if model.style != "llama":
-    raise ConfigError(
-      f"model.style={model.style!r} cannot be exported; released families have 'llama' (RMSNorm, "
-      "rotary positions)"
-    )
-  differences = {}
-  for name in [family] if family else FAMILIES:
+  released = [name for name in FAMILIES if name != own.FAMILY] if model.style == "llama" else []
+  for name in [family] if family in released else released:
     values = FAMILIES[name].write(model, router)
     try:
       found = read_config(values)[1:]
-    except DataError as error:
-      differences[name] = str(error)
+    except DataError:
       continue
-    wrong = _difference(model, found[0], "model") or _difference(router, found[1], "router")
-    if not wrong:
+    if not (_difference(model, found[0], "model") or _difference(router, found[1], "router")):
       return values
-    differences[name] = wrong
-  shown = "; ".join(f"{name}: {wrong}" for name, wrong in differences.items())
-  raise ConfigError(f"no released family has this architecture ({shown})")
+  return own.write(model, router)
 
 
 # Options that a config.json need not express: they change how the model is computed or trained,

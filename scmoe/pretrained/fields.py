@@ -12,6 +12,7 @@ from typing import Any
 from scmoe.base.errors import DataError
 from scmoe.kernels.grouped_matmul import FFNOptions
 from scmoe.layers.rope import RopeConfig
+from scmoe.pretrained.quantised import blocks_of
 
 ACTIVATIONS = {
   "silu": "swiglu",
@@ -160,14 +161,23 @@ class Fields:
     theta = inner.number("rope_theta", self.number("rope_theta", default_theta))
     kind = given.get("rope_type", given.get("type"))
     kind = "default" if kind is None else kind
-    if kind not in ("default", "linear", "llama3", "yarn"):
+    if kind not in ("default", "linear", "llama3", "yarn", "dynamic"):
       raise DataError(
         f"{self.name}: rope_scaling has rope_type={kind!r}, which is not supported; known: "
-        "default, linear, llama3, yarn"
+        "default, linear, llama3, yarn, dynamic"
       )
     for fields in (self, inner):
       fields.refuse("partial_rotary_factor", 1.0)
-    if kind == "default":
+    if kind == "dynamic":
+      # It stretches rows that are longer than max_position_embeddings, which no row is here
+      # (`model.context`), and is the plain embedding up to there, if that is the original context.
+      context = self.size("max_position_embeddings", _DEFAULT_CONTEXT)
+      if inner.size("original_max_position_embeddings", context) != context:
+        raise DataError(
+          f"{inner.name} has rope_type='dynamic' with original_max_position_embeddings other than "
+          f"max_position_embeddings={context}; give both the same value: rows up to it are the same"
+        )
+    if kind in ("default", "dynamic"):
       return {"rope_theta": theta, "rope": RopeConfig(interleaved=interleaved)}
     numbers = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
                "low_freq_factor", "high_freq_factor")  # fmt: skip
@@ -194,7 +204,7 @@ class Fields:
       default_theta, eps: rope_theta and rms_norm_eps if the file gives none.
       interleaved: see `rope`.
     """
-    self.refuse("quantization_config")
+    blocks_of(self.values, self.name)  # refuses weights that are quantised in another way
     self.refuse("mlp_bias", False)
     kinds = self.values.get("layer_types")
     if kinds is not None and not isinstance(kinds, list):

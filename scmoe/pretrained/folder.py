@@ -25,6 +25,7 @@ import numpy as np
 
 from scmoe.base.errors import DataError, StorageError
 from scmoe.base.paths import expanded
+from scmoe.pretrained import quantised
 from scmoe.pretrained.header import LIMITS, TENSORS, read_header, read_object
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -65,10 +66,12 @@ class Folder:
   Attributes:
     path: the folder.
     config: the parsed config.json.
-    entries: every tensor of the model, by name.
+    entries: every tensor of the model, by name, with the type that `read` returns. A matrix in fp8
+      is described as bfloat16, and its scales are not listed.
 
   Raises:
-    DataError: a file is missing, truncated or malformed; one line names it.
+    DataError: a file is missing, truncated or malformed, or a matrix in fp8 lacks fitting scales;
+      one line names it.
   """
 
   def __init__(self, path: str | os.PathLike[str]):
@@ -84,7 +87,18 @@ class Folder:
     self.config = read_object(self.path / CONFIG, LIMITS[CONFIG])
     self._open: dict[Path, BinaryIO] = {}
     self._asked = threading.Event()  # set by the first `read`
-    self.entries = self._indexed(self._index())
+    self._blocks = quantised.blocks_of(self.config, str(self.path / CONFIG))
+    self._stored = self._indexed(self._index())
+    self.entries = self._described()
+
+  def _described(self) -> dict[str, Entry]:
+    """The tensors as `read` returns them."""
+    packed = [name for name, entry in self._stored.items() if entry.dtype == quantised.FP8]
+    for name in packed:
+      quantised.check_scales(name, self._stored, self._blocks)
+    scales = {name + quantised.SCALES for name in packed}
+    wide = {name: self._stored[name]._replace(dtype=quantised.READ_AS) for name in packed}
+    return {name: e for name, e in (self._stored | wide).items() if name not in scales}
 
   def _indexed(self, index: Mapping[str, str]) -> dict[str, Entry]:
     """The tensors of the folder by name.
@@ -125,12 +139,26 @@ class Folder:
   def read(self, name: str) -> np.ndarray:
     """Reads one tensor; several threads may call it at once.
 
+    Returns:
+      an array of the type that `entries` states; a matrix in fp8 is multiplied by its scales.
+
     Raises:
       DataError: its file cannot be read.
     """
     self._asked.set()
-    entry = self.entries[name]
-    found = np.empty(entry.shape, TYPES[entry.dtype])
+    entry = self._stored[name]
+    if entry.dtype != quantised.FP8:
+      return self._bytes(name, TYPES[entry.dtype])
+    assert self._blocks is not None, "checked when the folder was opened"
+    scales = name + quantised.SCALES
+    kind = quantised.SCALE_TYPES[self._stored[scales].dtype]
+    values = self._bytes(name, quantised.ELEMENT), self._bytes(scales, kind)
+    return quantised.dequantised(*values, self._blocks)
+
+  def _bytes(self, name: str, dtype: np.dtype) -> np.ndarray:
+    """A tensor as its file holds it."""
+    entry = self._stored[name]
+    found = np.empty(entry.shape, dtype)
     try:
       read_into(found, self._open[entry.file], entry.start)
     except OSError as error:
@@ -139,7 +167,7 @@ class Folder:
 
   @property
   def size(self) -> int:
-    """Total bytes of all tensors."""
+    """Total bytes of all tensors, as `read` returns them."""
     return sum(math.prod(e.shape) * TYPES[e.dtype].itemsize for e in self.entries.values())
 
   def _index(self) -> dict[str, str]:

@@ -112,12 +112,16 @@ def import_model(path: str, workdir: Path, *, mesh: str = "", upcycle: str = "")
 
 
 def _origin(released: Released) -> dict[str, Any]:
-  """The content of `SOURCE`: the folder's config.json, its tensors' types and its `KEPT` files."""
+  """The content of `SOURCE`: the folder's config.json, its tensors' types and its `KEPT` files.
+
+  Without `quantization_config`: a run has no weights in fp8, and so has no folder made from it.
+  """
   entries = released.folder.entries
   types = {t.name: entries[t.name].dtype for t in released.tensors}
   usual = max(types.values(), key=list(types.values()).count)
   other = {name: kind for name, kind in types.items() if kind != usual}
-  source = {"family": released.family, "config": released.folder.config}
+  config = {n: v for n, v in released.folder.config.items() if n != "quantization_config"}
+  source = {"family": released.family, "config": config}
   files = kept_files(released.folder.path)
   return source | {"dtype": usual, "other_dtypes": other, "files": files}
 

@@ -13,7 +13,15 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
+import jax
+
 from scmoe.models.config import ModelConfig
+from scmoe.moe.options import RouterConfig
+from scmoe.pretrained import own
+from scmoe.run.build import build_model
+from scmoe.run.config import RunConfig
+
+_STACKS = ("dense.", "stages.")  # parameters with a leading dimension over layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +45,11 @@ class Tensor:
   order: tuple[int, ...]
 
 
-def tensors(family: str, model: ModelConfig) -> Iterator[Tensor]:
+def tensors(family: str, model: ModelConfig, router: RouterConfig) -> Iterator[Tensor]:
   """All tensors of a model, in the order in which they are written."""
+  if family == own.FAMILY:
+    yield from _own(model, router)
+    return
   yield _plain(
     "model.embed_tokens.weight", "params.embedding.tokens", model.vocab_size, model.width
   )
@@ -63,6 +74,29 @@ def ignored(family: str, model: ModelConfig) -> re.Pattern[str]:
   if model.tie_embeddings:
     found.append(r"lm_head\.weight")  # a copy of the embedding
   return re.compile("|".join(f"(?:{pattern})" for pattern in found))
+
+
+def _own(model: ModelConfig, router: RouterConfig) -> Iterator[Tensor]:
+  """The tensors of the family `scmoe`: scmoe's parameters, one tensor for each layer of a stack.
+
+  `params.stages.moe.experts.up` [L, E, D, F] is `stages.0.moe.experts.up` [E, D, F] and so on.
+  """
+  shapes = build_model(RunConfig(model=model, router=router), None)[1]
+  pairs, _ = jax.tree_util.tree_flatten_with_path(shapes)
+  named = {jax.tree_util.keystr(path, simple=True, separator="."): x.shape for path, x in pairs}
+  for name, shape in named.items():
+    if not name.startswith(_STACKS):
+      there = name + ".weight" * (name == "embedding.tokens")  # a module of torch has this one
+      yield _plain(there, f"params.{name}", *shape)
+  for stack, count in zip(_STACKS, (len(model.dense_indices), model.num_pairs)):
+    for layer in range(count):
+      for name, shape in named.items():
+        if name.startswith(stack):
+          there = f"{stack}{layer}.{name.removeprefix(stack)}"
+          yield _plain(there, f"params.{name}", *shape[1:], index=(layer,))
+      if stack == "stages." and router.bias != "none" and model.wiring_rule.taps:
+        choices = model.num_experts + model.zero_experts
+        yield _plain(f"stages.{layer}.moe.bias", "router.bias", choices, index=(layer,))
 
 
 def _layer(family: str, model: ModelConfig, layer: int) -> Iterator[Tensor]:

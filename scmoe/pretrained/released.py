@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from scmoe.data.config import DataConfig
@@ -44,7 +48,9 @@ class Released(NamedTuple):
     Threads read the following ones while the caller works on one.
     """
     types = stored_types(self.folder, self.tensors)
-    return load(self.folder.read, types, self.tensors, leaves_of(self.built))
+    held = load(self.folder.read, types, self.tensors, leaves_of(self.built))
+    begun = ((n, jnp.zeros(x.shape, x.dtype, device=x.sharding)) for n, x in self._begun.items())
+    return itertools.chain(held, begun)
 
   def pieces(self) -> tuple[list[PiecedArray], Iterator[Callable[[], Piece]]]:
     """Descriptions of parameters and router state for a checkpoint, and readers of their pieces.
@@ -55,7 +61,22 @@ class Released(NamedTuple):
     lies = lambda tensor: (str(entries[tensor.name].file), entries[tensor.name].start)
     ordered = sorted(self.tensors, key=lies)
     arrays = pieced(types, ordered, leaves_of(self.built))
-    return arrays, pieces(self.folder.read, types, ordered)
+    arrays += [PiecedArray(n, tuple(x.shape), x.dtype, 0) for n, x in self._begun.items()]
+    begun = (
+      functools.partial(Piece, n, (), np.zeros(x.shape, x.dtype)) for n, x in self._begun.items()
+    )
+    return arrays, itertools.chain(pieces(self.folder.read, types, ordered), begun)
+
+  @property
+  def _begun(self) -> dict[str, Any]:
+    """Router state that no tensor holds, by name; in a fresh run all of it is zero.
+
+    A folder has the balancing bias, not the state of the controller that moves it, nor the turn of
+    several gates.
+    """
+    held = {tensor.leaf for tensor in self.tensors}
+    state = leaves_of(self.built).items()
+    return {n: x for n, x in state if n.startswith("router.") and n not in held}
 
 
 def open_released(
@@ -75,7 +96,7 @@ def open_released(
   """
   folder = Folder(path)
   family, model, router = read_config(folder.config, str(folder.path / CONFIG))
-  listed, skipped = check_tensors(folder, family, model)
+  listed, skipped = check_tensors(folder, family, model, router)
   folder.read_ahead()
   if not dtype:
     wide = all(folder.entries[t.name].dtype == "F32" for t in listed)

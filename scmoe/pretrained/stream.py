@@ -49,7 +49,9 @@ def nested(leaves: dict[str, Any], like: Any) -> Any:
   return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in flat(like)])
 
 
-def check_tensors(folder: Folder, family: str, model: Any) -> tuple[list[Tensor], list[str]]:
+def check_tensors(
+  folder: Folder, family: str, model: Any, router: Any
+) -> tuple[list[Tensor], list[str]]:
   """Compares the headers of a folder's files with the tensors of the architecture.
 
   Returns:
@@ -62,7 +64,7 @@ def check_tensors(folder: Folder, family: str, model: Any) -> tuple[list[Tensor]
   wanted, entries, skip = [], folder.entries, ignored(family, model)
   # Compares them one at a time, because an absurd configuration may have more tensors than memory
   # can list.
-  for tensor in tensors(family, model):
+  for tensor in tensors(family, model, router):
     entry = entries.get(tensor.name)
     if entry is None:
       raise DataError(f"{folder.path}: tensor {tensor.name} is missing")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from scmoe.base.errors import ConfigError
 from scmoe.base.sizes import size_of
 from scmoe.base.stored import write_json
 from scmoe.data.tokenizers import TOKENIZER, JsonTokenizer
+from scmoe.pretrained import own
 from scmoe.pretrained.conventions import config_fields
 from scmoe.pretrained.families import read_config, write_config
 from scmoe.pretrained.folder import CONFIG, TYPES, Planned, atomic_folder, write_weights
@@ -25,12 +26,14 @@ from scmoe.pretrained.inference_files import (
   write_folder,
 )
 from scmoe.pretrained.names import Tensor, tensors
+from scmoe.pretrained.own_files import CARD, card, text_files
 from scmoe.pretrained.stream import leaves_of, unload
 from scmoe.run import build
 from scmoe.run.config import RunConfig
 from scmoe.run.modality import needs_text
 from scmoe.run.opened import Stored, open_run
 from scmoe.run.text import load_tokenizer
+from scmoe.training.card import read_card
 from scmoe.training.metrics import memory_in_use
 from scmoe.training.restore import restore_stored, with_newest
 
@@ -40,8 +43,11 @@ def export_model(
 ) -> str:
   """Writes a run's model so that transformers can load it; returns a line for the user.
 
+  A model that a released family can express is written as one of that family; any other one with
+  its own code and model card (`scmoe.pretrained.own`).
+
   Raises:
-    ConfigError: no released family has the run's architecture, or `dtype` is unknown.
+    ConfigError: the model is partly code of the user's own or reads images, or `dtype` is unknown.
     CheckpointError: there is no such step.
     StorageError: the folder exists already, or cannot be written.
   """
@@ -53,40 +59,77 @@ def export_model(
     stored = open_run(str(workdir), step)
     needs_text(stored.run, "scmoe.convert")
     run = build.on_mesh(stored.run, mesh)
-    config = write_config(run.model, run.router, source.get("family", ""))
-    listed = list(tensors(config["model_type"], run.model))
-    return stored, config, listed, restore_stored(workdir, leaves_of(build.build(run)), stored.step)
+    shapes = leaves_of(build.build(run))
+    config, listed = _planned(run, source.get("family", ""), shapes)
+    return stored, config, listed, restore_stored(workdir, shapes, stored.step)
 
   stored, config, listed, leaves = with_newest(opened_step, step)
   run, family = stored.run, config["model_type"]
-  if missing := sorted({t.leaf for t in listed} - set(leaves)):  # e.g. a router without a bias
-    raise ConfigError(f"{workdir} has no {missing[0]}, which a {family} has; set router.bias")
+  if missing := sorted({t.leaf for t in listed} - set(leaves)):
+    raise ConfigError(f"{workdir} has no {missing[0]}; its checkpoint has another configuration")
   types, usual = source.get("other_dtypes", {}), source.get("dtype", "F32")
   kind_of = lambda name: DTYPES[dtype] if dtype else types.get(name, usual)
   planned = [Planned(t.name, t.shape, kind_of(t.name)) for t in listed]
   values = unload(leaves, listed)
   typed = (value.astype(TYPES[p.dtype], copy=False) for p, value in zip(planned, values))
   word = next(name for name, kind in DTYPES.items() if kind == kind_of(listed[0].name))
+  read = source["config"] if source.get("family") == family else {}
+  # The released config.json has priority if it describes the same model as ours.
+  same = bool(read) and read_config(read, SOURCE)[1:] == read_config(config)[1:]
+  written = {**config, **read} if same else {**read, **config}
+  written["dtype"] = word
+  written.pop("torch_dtype", None)
+  files = dict(source.get("files", {}))
+  if (workdir / TOKENIZER).is_file():
+    files[TOKENIZER] = (workdir / TOKENIZER).read_bytes().decode("utf-8")
+  if family == own.FAMILY:
+    count = sum(math.prod(t.shape) for t in listed)
+    made = card(run, stored.step, read_card(workdir), dtype=word, parameters=count)
+    files |= {own.CODE: own.code(), CARD: made}
+    made_here = _tokenizer_files(run, workdir, bool(source))
+    # A tokenizer.json that was made here gets the tokens with which prompts begin.
+    files = made_here | files | ({} if source else made_here)
+  if TOKENIZER in files and not read:
+    written |= _text_fields(run, workdir)
   with atomic_folder(folder) as partial:
-    files = write_weights(partial, planned, typed)
-    read = source.get("config", {})
-    # The released config.json has priority if it describes the same model as ours.
-    same = bool(read) and read_config(read, SOURCE)[1:] == read_config(config)[1:]
-    written = {**config, **read} if same else {**read, **config}
-    written["dtype"] = word
-    written.pop("torch_dtype", None)
-    if (workdir / TOKENIZER).is_file():
-      shutil.copyfile(workdir / TOKENIZER, partial / TOKENIZER)
-      if not read:
-        written |= _text_fields(run, workdir)
+    names = write_weights(partial, planned, typed)
     write_json(partial / CONFIG, written)
-    for name, text in source.get("files", {}).items():
-      (partial / name).write_text(text, "utf-8")
+    for name, text in files.items():
+      (partial / name).write_bytes(text.encode("utf-8"))
   size = size_of(sum(p.size for p in planned))
   return (
     f"{family} of {workdir}, step {stored.step}: {len(planned)} tensors, {size}, in {folder} "
-    + (f"({len(files)} file{'s' if len(files) > 1 else ''})")
+    + f"({len(names)} file{'s' if len(names) > 1 else ''})"
+    + (f"; transformers runs its {own.CODE} with trust_remote_code=True" * (family == own.FAMILY))
   )
+
+
+def _planned(
+  run: RunConfig, family: str, shapes: dict[str, Any]
+) -> tuple[dict[str, Any], list[Tensor]]:
+  """The config.json and the tensors of a run's model.
+
+  Args:
+    run: the resolved configuration.
+    family: the family that the model came from, or "".
+    shapes: parameters and router state by name. A family may have a tensor that the run lacks: its
+      router has a balancing bias, the run's has none. Then the model leaves with its own code.
+  """
+  config = write_config(run.model, run.router, family)
+  listed = list(tensors(config["model_type"], run.model, run.router))
+  if all(tensor.leaf in shapes for tensor in listed):
+    return config, listed
+  return own.write(run.model, run.router), list(tensors(own.FAMILY, run.model, run.router))
+
+
+def _tokenizer_files(run: RunConfig, workdir: Path, is_released: bool) -> dict[str, str]:
+  """The run's tokenizer as files for transformers.
+
+  {} for a released model whose folder had no tokenizer: it does not read bytes.
+  """
+  if is_released and not (workdir / TOKENIZER).is_file():
+    return {}
+  return text_files(run, load_tokenizer(run, str(workdir)))
 
 
 def export_inference(

@@ -206,7 +206,12 @@ FAILURES = {
     r"rope_type='longrope', which is not supported"),
   "activation": (lambda f: change(f, hidden_act="gelu"), r"hidden_act='gelu' is not supported"),
   "quantised": (
-    lambda f: change(f, quantization_config={"quant_method": "fp8"}), r"quantization_config="),
+    lambda f: change(f, quantization_config={"quant_method": "awq"}),
+    r"quantization_config has quant_method='awq', which is not supported; known: fp8"),
+  "dynamic": (
+    lambda f: change(f, rope_scaling={
+      "rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}),
+    r"rope_type='dynamic' with original_max_position_embeddings other than max_position_embeddin"),
   "rope of layer types": (
     lambda f: change(f, rope_parameters={"full_attention": {"rope_type": "default"}}),
     r"rope_scaling has 'full_attention', which is not supported"),
@@ -276,8 +281,8 @@ def test_layers_without_a_moe():
 
 def test_every_second_layer_has_its_names():
   fields = {"num_hidden_layers": 4, "mlp_only_layers": [], "decoder_sparse_step": 2}
-  family, model, _ = read_config(config_of("qwen3_moe_a", **fields))
-  listed = {t.name: t for t in tensors(family, model)}
+  family, model, router = read_config(config_of("qwen3_moe_a", **fields))
+  listed = {t.name: t for t in tensors(family, model, router)}
   assert listed["model.layers.2.mlp.up_proj.weight"].leaf.endswith("units.0.blocks.0.mlp.up")
   assert listed["model.layers.3.mlp.experts.1.up_proj.weight"].index == (1, 1)
   assert listed["model.layers.3.self_attn.q_proj.weight"].leaf.endswith("blocks.1.attention.query")
@@ -310,6 +315,17 @@ def test_configurations_out_and_in_again(name):
   again = read_config(write_config(model, router, family))
   assert again[1:] == (model, router)
   assert (model, router) != read_config(config_of(case))[1:]
+
+
+def test_a_dynamic_rotary_embedding_is_plain_up_to_the_context(tmp_path):
+  """It stretches longer rows only, and no row is longer here; its config.json leaves as it came."""
+  config = config_of("olmoe_a", rope_scaling={"rope_type": "dynamic", "factor": 4.0})
+  assert read_config(config) == read_config(config_of("olmoe_a"))
+  folder = copy_of(tmp_path)
+  (folder / "config.json").write_text(json.dumps(config))
+  import_model(str(folder), tmp_path / "run")
+  export_model(tmp_path / "run", tmp_path / "out")
+  assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
 
 
 def test_transformers_5_spells_rotary_embeddings_otherwise():
@@ -347,12 +363,20 @@ def test_transformers_5_spells_the_number_of_experts_otherwise(case):
     read_config(values)
 
 
-def test_what_no_family_has_is_not_written():
-  with pytest.raises(ConfigError, match=r"model.style='gpt2' cannot be exported"):
-    write_config(ModelConfig(vocab_size=128).resolve(), RunConfig().router)
-  model = ModelConfig(style="llama", wiring="top2", vocab_size=128, mix="direct", moe_every=1)
-  with pytest.raises(ConfigError, match=r"no released family .*olmoe: model.wiring='top2', not"):
-    write_config(model.resolve(), RunConfig().router)
+def test_what_no_family_has_is_written_with_its_own_code():
+  llama = {"style": "llama", "wiring": "top2", "mix": "direct", "moe_every": 1}
+  for options in ({}, llama):
+    model = ModelConfig(vocab_size=128, **options).resolve()
+    values = write_config(model, RunConfig().router)
+    assert values["model_type"] == "scmoe"
+    assert read_config(values)[1] == model
+
+
+def test_a_model_that_has_left_its_family_is_written_with_its_own_code():
+  model, router = read_config(config_of("olmoe_a"))[1:]
+  assert write_config(model, router, "olmoe")["model_type"] == "olmoe"
+  sigmoid = dataclasses.replace(router, scoring_func="sigmoid")
+  assert write_config(model, sigmoid, "olmoe")["model_type"] == "scmoe"
 
 
 def test_names_that_errors_need_are_regular():

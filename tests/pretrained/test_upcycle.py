@@ -34,9 +34,10 @@ def dense_model(folder):
     "num_hidden_layers": 2, "intermediate_size": 48, "vocab_size": 128, "hidden_act": "silu",
     "max_position_embeddings": 32, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
   }  # fmt: skip
-  family, model, _ = read_config(config)
+  family, model, router = read_config(config)
   draw = np.random.default_rng(1).normal
-  weights = {t.name: draw(size=t.shape).astype(np.float32) * 0.2 for t in tensors(family, model)}
+  listed = tensors(family, model, router)
+  weights = {t.name: draw(size=t.shape).astype(np.float32) * 0.2 for t in listed}
   folder.mkdir()
   save_file(weights, folder / "model.safetensors")
   (folder / "config.json").write_text(json.dumps(config))

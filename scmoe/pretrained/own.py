@@ -76,7 +76,7 @@ def write(model: ModelConfig, router: RouterConfig) -> dict[str, Any]:
 
 
 def derived(model: ModelConfig) -> dict[str, Any]:
-  """What `CODE` computes with and the options imply; `ScmoeConfig` there says what each is."""
+  """The group `derived`, which follows from the options; `ScmoeConfig` in `CODE` describes it."""
   rule, latent = model.wiring_rule, model.kv_lora_rank
   turning = model.qk_rope_head_dim if latent else model.head_dim
   query = model.qk_nope_head_dim + turning if latent else turning

@@ -62,13 +62,13 @@ def survey_piece(
   The shares of all pieces add up, modulo 2^32, to the array's fingerprint. Runs on the host.
 
   Args:
-    value: array[place]: at most 4 bytes an element, at least one dimension.
+    value: array[place]: at most 4 bytes an element. A scalar counts as a vector of one element.
     shape: shape of the whole array.
     place: indices into the array's leading dimensions.
   """
-  strides = _strides(shape)
+  strides = _strides(shape or (1,))
   start = sum(i * stride for i, stride in zip(place, strides))
-  own = jax.device_put(value, host_device())
+  own = jax.device_put(value.reshape(value.shape or (1,)), host_device())
   part, good = _walk(own, strides[len(place) :], jnp.uint32(start % 2**32))
   return int(part), bool(good)
 

@@ -64,6 +64,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
      for kind in ("swiglu", "gelu_exact", "relu", "relu2")},
   "shared heads": _case(_LLAMA | {"num_heads": 4, "num_kv_heads": 2, "head_dim": 6}),
   "biases of attention": _case(_LLAMA | {"attention_bias": True}),
+  "no bias of the output": _case(_LLAMA | {"attention_bias": True, "attention_out_bias": False}),
+  "part of a head turns": _case(_LLAMA | {"rope": RopeConfig(share=0.5)}),
+  "part of a head turns, interleaved": _case(
+    _LLAMA | {"head_dim": 10, "rope": RopeConfig(share=0.5, interleaved=True, **_YARN)}),
   "norm of heads": _case(_LLAMA | {"qk_norm": "head", "norm_eps": 1e-3}),
   "norm of all heads": _case(_LLAMA | {"qk_norm": "all", "num_heads": 4, "num_kv_heads": 2}),
   "clipped": _case({"clip_qkv": 0.5}),

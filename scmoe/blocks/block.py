@@ -85,6 +85,9 @@ class BlockConfig(Options, path="model"):
     False, "llama: biases of queries, keys, values and output; latent attention: of the "
     "projections from x and of the output"
   )  # fmt: skip
+  attention_out_bias: bool = option(
+    True, "llama: with model.attention_bias the output has a bias too (GLM-4.5: it has none)"
+  )
   qk_norm: str = option(
     "none",
     "RMSNorm of queries and keys before they turn: head (each by itself; Qwen3), all (all heads at "
@@ -230,8 +233,14 @@ class BlockConfig(Options, path="model"):
     named = lambda *names: ", ".join(f"model.{name}={getattr(self, name)!r}" for name in names)
     if self.style == "gpt2":
       extra = [n for n in ("attention_bias", "kv_lora_rank") if getattr(self, n)]
+      extra += [] if self.attention_out_bias else ["attention_out_bias"]
       if extra:
         raise ConfigError(f"{named(*extra)} goes with model.style='llama', not with 'gpt2'")
+    elif not self.kv_lora_rank and self.rope.turning(self.head_dim) < 2:
+      raise ConfigError(
+        f"model.rope.share={self.rope.share} of model.head_dim={self.head_dim} turns no pair; use "
+        f"at least {2 / self.head_dim:.3g}"
+      )
     sizes = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     if not self.kv_lora_rank:
       extra = [n for n in ("q_lora_rank", *sizes, "mla_scale_kv_lora") if getattr(self, n)]
@@ -246,6 +255,13 @@ class BlockConfig(Options, path="model"):
         f"{', '.join(f'model.{name}' for name in sizes)} (the second one even), got {named(*sizes)}"
       )
     extra = [n for n in ("clip_qkv", "sliding_window") if getattr(self, n)]
+    if self.rope.share < 1 or not self.attention_out_bias:
+      name, value = ("rope.share", self.rope.share) if self.rope.share < 1 else (
+        "attention_out_bias", False)  # fmt: skip
+      raise ConfigError(
+        f"model.{name}={value} does not go with latent attention (model.kv_lora_rank), whose "
+        "queries have a part that turns anyway; leave it out"
+      )
     if self.qk_norm != "none" or extra:
       extra = extra or ["qk_norm"]
       raise ConfigError(f"{named(*extra)} does not go with latent attention (model.kv_lora_rank)")
@@ -300,6 +316,7 @@ class BlockConfig(Options, path="model"):
       head_dim=filled.head_dim,
       bias=self.bias or self.attention_bias,
       key_bias=self.attention_bias,
+      out_bias=self.attention_out_bias,
       qk_norm=self.qk_norm,
       norm_eps=self.norm_eps,
       window=self.sliding_window,

@@ -80,13 +80,14 @@ class TokenAttention(Attention):
   def partial_sums(self, row: Normalised, positions_BS: Array) -> PartialProjections | None:
     """The token's queries, keys and values as partial sums, for the attention kernel.
 
-    Returns None if queries, keys or values have a bias, a norm, clipping or interleaved rotation,
-    or if the kernel does not support the widths.
+    Returns None if queries, keys or values have a bias, a norm, clipping, or a rotation that is
+    interleaved or of a part of a head, or if the kernel does not support the widths.
     """
     c = self.config
     biased = any(b is not None for b in (self.query_bias, self.key_bias, self.value_bias))
     normalised = self.query_norm is not None or self.key_norm is not None
-    if biased or normalised or c.clip_qkv or (c.rope_theta and c.rope.interleaved):
+    otherwise = c.rope_theta and (c.rope.interleaved or c.rope.share < 1)
+    if biased or normalised or c.clip_qkv or otherwise:
       return None
     weights = [w[...].astype(row.dtype) for w in (self.query, self.key, self.value)]
     row = repeat(row, ("tensor",), "tensor")

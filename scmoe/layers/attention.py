@@ -51,7 +51,8 @@ class AttentionConfig(Options):
     head_dim: N.
     rope_theta: base of the rotary embedding; 0: no rotary embedding.
     rope: which elements form pairs, and how longer contexts stretch the angles.
-    bias: whether queries, values and the output have biases; key_bias: whether keys have one.
+    bias: whether queries and values have biases, and the output if `out_bias`; key_bias: whether
+      keys have one.
     qk_norm: RMSNorm of queries and keys before the rotation: `none`, `head` (each head by itself,
       one weight shared by all; Qwen3), or `all` (all heads at once; OLMoE).
     norm_eps: epsilon of that norm.
@@ -75,6 +76,7 @@ class AttentionConfig(Options):
   rope: RopeConfig = section(RopeConfig)
   bias: bool = option(False)
   key_bias: bool = option(False)
+  out_bias: bool = option(True)
   qk_norm: str = option("none", choices=QK_NORMS)
   norm_eps: float = option(1e-5, minimum=0)
   window: int = option(0, minimum=0)
@@ -132,7 +134,7 @@ class Attention(nnx.Module):
     # which softmax cancels. So only `key_bias` adds one, not `bias`.
     self.key_bias = zeros((c.num_kv_heads, c.head_dim), ("kv_heads", None), c.key_bias)
     self.value_bias = zeros((c.num_kv_heads, c.head_dim), ("kv_heads", None))
-    self.out_bias = zeros((c.width,), ("embed",))
+    self.out_bias = zeros((c.width,), ("embed",), c.bias and c.out_bias)
     self.query_norm = norm(c.num_heads, "heads")
     self.key_norm = norm(c.num_kv_heads, "kv_heads")
 

@@ -23,6 +23,12 @@ class RopeConfig(Options, path="model.rope"):
     False,
     "rotate the pairs (2i, 2i+1) (DeepSeek's rope_interleave); else the pairs (i, i + N/2)",
   )
+  share: float = option(
+    1.0,
+    "part of a head that turns, its first elements (GLM-4.5 partial_rotary_factor)",
+    minimum=0,
+    maximum=1,
+  )
   scaling: str = option(
     "none",
     "longer contexts (rope_type): linear (divides all frequencies by factor), llama3 (the low "
@@ -70,6 +76,10 @@ class RopeConfig(Options, path="model.rope"):
         f"model.rope.high_freq_factor={self.high_freq_factor} must be larger than "
         f"model.rope.low_freq_factor={self.low_freq_factor}"
       )
+
+  def turning(self, dim: int) -> int:
+    """Elements of a head of width `dim` that turn: an even number."""
+    return dim if self.share == 1 else int(dim * self.share) // 2 * 2
 
   @property
   def amplitude(self) -> float:
@@ -135,7 +145,8 @@ def turns(positions: Array, dim: int, theta: float, rope: RopeConfig = PLAIN) ->
 def rotate(x_BSHN: Array, positions_BS: Array, theta: float, rope: RopeConfig = PLAIN) -> Array:
   """Rotary position embedding; pair i turns by position · theta^(-2i/N), stretched as configured.
 
-  Pairs are (i, i + N/2), or (2i, 2i+1) where they are interleaved; each stays where it was.
+  Pairs are (i, i + N/2), or (2i, 2i+1) where they are interleaved; each stays where it was. With
+  `rope.share` < 1 this is done to the first `rope.turning(N)` elements, as if they were the head.
 
   Args:
     x_BSHN: queries or keys, N even.
@@ -143,7 +154,12 @@ def rotate(x_BSHN: Array, positions_BS: Array, theta: float, rope: RopeConfig = 
     theta: base.
     rope: pairs and scaling.
   """
-  sin, cos = turns(positions_BS[..., None], x_BSHN.shape[-1], theta, rope)
+  turning = rope.turning(x_BSHN.shape[-1])
+  if turning < x_BSHN.shape[-1]:
+    whole = dataclasses.replace(rope, share=1.0)
+    turned = rotate(x_BSHN[..., :turning], positions_BS, theta, whole)
+    return jnp.concatenate([turned, x_BSHN[..., turning:]], -1)
+  sin, cos = turns(positions_BS[..., None], turning, theta, rope)
   wide = x_BSHN.astype(jnp.float32)
   if rope.interleaved:
     first, second = wide[..., 0::2], wide[..., 1::2]

@@ -232,16 +232,20 @@ def _deepseek(c: Fields, *, theta: float, interleaved: bool) -> dict[str, Any]:
 
 
 def _deepseek_written(model: ModelConfig, router: RouterConfig, family: str) -> dict[str, Any]:
+  heads = {"num_key_value_heads": model.num_kv_heads, "head_dim": model.qk_rope_head_dim}
+  return _moe_written(model, router, family) | _latent_written(model) | heads
+
+
+def _moe_written(model: ModelConfig, router: RouterConfig, family: str) -> dict[str, Any]:
+  """The fields of DeepSeek and GLM: those of all families, of the experts and of the router."""
   dense, shared = model.dense_indices, model.wiring_rule.shared_expert
-  return _written(model, family) | _latent_written(model) | {
+  return _written(model, family) | {
     "first_k_dense_replace": len(dense) if model.wiring_rule.taps else model.num_layers,
     "n_routed_experts": model.num_experts,
     "n_shared_experts": model.shared_hidden // model.expert_hidden if shared else None,
     "num_experts_per_tok": model.top_k,
     "moe_intermediate_size": model.expert_hidden,
     "intermediate_size": model.mlp_hidden,
-    "num_key_value_heads": model.num_kv_heads,
-    "head_dim": model.qk_rope_head_dim,
     "routed_scaling_factor": router.routed_scaling_factor,
     "norm_topk_prob": _normalises(router, model.top_k),
     "n_group": router.n_group,
@@ -284,10 +288,15 @@ def _read_deepseek_v3(c: Fields) -> tuple[ModelConfig, RouterConfig]:
   c.refuse("topk_method", "noaux_tc")
   c.refuse("scoring_func", "sigmoid")
   model = ModelConfig(**_deepseek(c, theta=10000.0, interleaved=c.flag("rope_interleave", True)))
-  router = RouterConfig(
-    **_normalised(c.flag("norm_topk_prob", True), model.top_k),
+  return model, _noaux_router(c, model.top_k, 2.5)
+
+
+def _noaux_router(c: Fields, k: int, factor: float) -> RouterConfig:
+  """Sigmoid scores, groups, and a balancing bias in place of a loss; `factor`: if none is given."""
+  return RouterConfig(
+    **_normalised(c.flag("norm_topk_prob", True), k),
     scoring_func="sigmoid",
-    routed_scaling_factor=c.number("routed_scaling_factor", 2.5),
+    routed_scaling_factor=c.number("routed_scaling_factor", factor),
     n_group=c.size("n_group", 1),
     topk_group=c.size("topk_group", 1),
     group_score="top2",
@@ -295,13 +304,46 @@ def _read_deepseek_v3(c: Fields) -> tuple[ModelConfig, RouterConfig]:
     balance_loss=0.0,
     bias="sign",
   )
-  return model, router
 
 
 def _write_deepseek_v3(model: ModelConfig, router: RouterConfig) -> dict[str, Any]:
   return _deepseek_written(model, router, "deepseek_v3") | {
     "rope_interleave": model.rope.interleaved,
   }
+
+
+# -- GLM-4.5 --------------------------------------------------------------------------------------
+
+
+def _read_glm(c: Fields) -> tuple[ModelConfig, RouterConfig]:
+  layers, first = c.size("num_hidden_layers"), c.size("first_k_dense_replace", 1)
+  shared, width = c.size("n_shared_experts", 1), c.size("moe_intermediate_size")
+  if first >= layers:
+    raise DataError(
+      f"{c.name}: first_k_dense_replace={first} leaves no experts in num_hidden_layers={layers}"
+    )
+  model = ModelConfig(
+    **c.common(10000.0, eps=1e-5, share=0.5),
+    **c.heads(8),
+    attention_out_bias=not c.flag("attention_bias"),  # without biases the option does nothing
+    qk_norm="head" if c.flag("use_qk_norm") else "none",
+    wiring="shared_expert" if shared else "topk",
+    num_layers=layers,
+    num_experts=c.size("n_routed_experts"),
+    top_k=c.size("num_experts_per_tok"),
+    expert_hidden=width,
+    shared_hidden=width * (shared or 1),
+    mlp_hidden=c.size("intermediate_size"),
+    dense_layers=_ranges(tuple(range(first))),
+  )
+  return model, _noaux_router(c, model.top_k, 1.0)
+
+
+def _write_glm(model: ModelConfig, router: RouterConfig) -> dict[str, Any]:
+  share = {"partial_rotary_factor": model.rope.share}
+  return _moe_written(model, router, "glm4_moe") | _heads_written(model) | share | {
+    "use_qk_norm": model.qk_norm == "head",
+  }  # fmt: skip
 
 
 # -- LongCat-Flash --------------------------------------------------------------------------------
@@ -403,6 +445,7 @@ FAMILIES: dict[str, Family] = {
   "qwen3_moe": Family("Qwen3MoeForCausalLM", _read_qwen3_moe, _write_qwen3_moe),
   "deepseek_v2": Family("DeepseekV2ForCausalLM", _read_deepseek_v2, _write_deepseek_v2),
   "deepseek_v3": Family("DeepseekV3ForCausalLM", _read_deepseek_v3, _write_deepseek_v3),
+  "glm4_moe": Family("Glm4MoeForCausalLM", _read_glm, _write_glm),
   "longcat_flash": Family("LongcatFlashForCausalLM", _read_longcat, _write_longcat),
   "llama": Family("LlamaForCausalLM", _read_llama, _dense_writer("llama")),
   "mistral": Family("MistralForCausalLM", _read_mistral, _dense_writer("mistral")),

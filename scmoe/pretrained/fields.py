@@ -137,7 +137,9 @@ class Fields:
       )
     return ACTIVATIONS[name]
 
-  def rope(self, default_theta: float, *, interleaved: bool = False) -> dict[str, Any]:
+  def rope(
+    self, default_theta: float, *, interleaved: bool = False, share: float | None = None
+  ) -> dict[str, Any]:
     """The model's options `rope_theta` and `rope`.
 
     transformers 4 writes them as rope_theta and rope_scaling, version 5 as rope_parameters.
@@ -146,6 +148,8 @@ class Fields:
       default_theta: the value if the file gives none.
       interleaved: whether dimensions 2i and 2i + 1 of a head are rotated together, instead of i and
         i + half the head.
+      share: the part of a head that turns if the file gives none (`partial_rotary_factor`); None:
+        the family turns whole heads.
 
     Raises:
       DataError: the file asks for another kind of rotary embedding.
@@ -166,8 +170,12 @@ class Fields:
         f"{self.name}: rope_scaling has rope_type={kind!r}, which is not supported; known: "
         "default, linear, llama3, yarn, dynamic"
       )
-    for fields in (self, inner):
-      fields.refuse("partial_rotary_factor", 1.0)
+    if share is None:
+      for fields in (self, inner):
+        fields.refuse("partial_rotary_factor", 1.0)
+    else:
+      share = inner.number("partial_rotary_factor", self.number("partial_rotary_factor", share))
+    turning = 1.0 if share is None else share
     if kind == "dynamic":
       # It stretches rows that are longer than max_position_embeddings, which no row is here
       # (`model.context`), and is the plain embedding up to there, if that is the original context.
@@ -178,7 +186,7 @@ class Fields:
           f"max_position_embeddings={context}; give both the same value: rows up to it are the same"
         )
     if kind in ("default", "dynamic"):
-      return {"rope_theta": theta, "rope": RopeConfig(interleaved=interleaved)}
+      return {"rope_theta": theta, "rope": RopeConfig(interleaved=interleaved, share=turning)}
     numbers = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
                "low_freq_factor", "high_freq_factor")  # fmt: skip
     plain = RopeConfig()
@@ -187,6 +195,7 @@ class Fields:
     )
     rope = RopeConfig(
       interleaved=interleaved,
+      share=turning,
       scaling=kind,
       factor=inner.number("factor", 1.0),
       original_context=context if kind != "linear" else 0,
@@ -196,13 +205,18 @@ class Fields:
     return {"rope_theta": theta, "rope": rope}
 
   def common(
-    self, default_theta: float, *, eps: float, interleaved: bool = False
+    self,
+    default_theta: float,
+    *,
+    eps: float,
+    interleaved: bool = False,
+    share: float | None = None,
   ) -> dict[str, Any]:
     """Options of the model that all families store in the same fields.
 
     Args:
       default_theta, eps: rope_theta and rms_norm_eps if the file gives none.
-      interleaved: see `rope`.
+      interleaved, share: see `rope`.
     """
     blocks_of(self.values, self.name)  # refuses weights that are quantised in another way
     self.refuse("mlp_bias", False)
@@ -226,7 +240,7 @@ class Fields:
       "init_std": self.number("initializer_range", 0.02),
       "tie_embeddings": self.flag("tie_word_embeddings"),
       "attention_bias": self.flag("attention_bias"),
-      **self.rope(default_theta, interleaved=interleaved),
+      **self.rope(default_theta, interleaved=interleaved, share=share),
     }
 
   def heads(self, kv_heads: int | None = None) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def tensors(family: str, model: ModelConfig, router: RouterConfig) -> Iterator[T
 def ignored(family: str, model: ModelConfig) -> re.Pattern[str]:
   """A pattern of the names of tensors that a model of this family may have and scmoe ignores."""
   found = [r".*\.rotary_emb\.inv_freq"]
-  if family.startswith("deepseek"):  # extra layers, for predicting several tokens at once
+  if family.startswith(("deepseek", "glm")):  # extra layers, for predicting several tokens at once
     layers = "|".join(str(model.num_layers + i) for i in range(8))
     found.append(rf"model\.layers\.({layers})\..*")
   if family == "longcat_flash":
@@ -152,7 +152,7 @@ def _attention(
     if model.attention_bias:
       yield _plain(f"{name}.bias", f"{leaf}.{ours}_bias", heads, head, index=index, flat=True)
   yield _out_of_heads(f"{prefix}.o_proj.weight", f"{leaf}.out", index, model.num_heads, head, width)
-  if model.attention_bias:
+  if model.attention_bias and model.attention_out_bias:
     yield _plain(f"{prefix}.o_proj.bias", f"{leaf}.out_bias", width, index=index)
   if model.qk_norm != "none":
     for theirs, ours, heads in projections[:2]:
@@ -205,7 +205,7 @@ def _moe(family: str, model: ModelConfig, prefix: str, leaf: str, place: int) ->
   choices, gate = model.num_experts + model.zero_experts, f"{leaf}.moe.router_gate.0.weight"
   router = f"{prefix}.router.classifier" if family == "longcat_flash" else f"{prefix}.gate"
   yield _linear(f"{router}.weight", gate, (place,), model.width, choices)
-  if family in ("deepseek_v3", "longcat_flash"):
+  if family in ("deepseek_v3", "glm4_moe", "longcat_flash"):
     holder = f"{prefix}.router" if family == "longcat_flash" else router
     yield _plain(f"{holder}.e_score_correction_bias", "router.bias", choices, index=(place,))
   names = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")

@@ -78,8 +78,8 @@ def write(model: ModelConfig, router: RouterConfig) -> dict[str, Any]:
 def derived(model: ModelConfig) -> dict[str, Any]:
   """The group `derived`, which follows from the options; `ScmoeConfig` in `CODE` describes it."""
   rule, latent = model.wiring_rule, model.kv_lora_rank
-  turning = model.qk_rope_head_dim if latent else model.head_dim
-  query = model.qk_nope_head_dim + turning if latent else turning
+  turning = model.qk_rope_head_dim if latent else model.rope.turning(model.head_dim)
+  query = model.qk_nope_head_dim + turning if latent else model.head_dim
   rotary = model.style == "llama"
   return {
     "taps": [tap.name.lower() for tap in rule.taps],

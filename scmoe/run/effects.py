@@ -159,6 +159,12 @@ RULES = (
     "set model.zero_experts, and router.bias=pid",
   ),
   _Rule(
+    ("model.attention_out_bias",),
+    lambda run: not run.model.attention_bias,
+    "model.attention_bias=False leaves out all biases of attention",
+    "set model.attention_bias=True",
+  ),
+  _Rule(
     ("model.rope.",),
     lambda run: run.model.style != "llama",
     "model.style={run.model.style!r} has learned positions",

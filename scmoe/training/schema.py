@@ -47,6 +47,7 @@ _SINCE = {
     "zero_experts": 0,
     "dense_layers": "",
     "attention_bias": False,
+    "attention_out_bias": True,
     "qk_norm": "none",
     "clip_qkv": 0.0,
     "sliding_window": 0,

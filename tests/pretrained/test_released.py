@@ -44,7 +44,7 @@ def test_recorded_logits_and_hidden_states(name):
   assert PREFILL < 12
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3_a", "longcat_flash_a"])
+@pytest.mark.parametrize("name", ["deepseek_v3_a", "glm4_moe_a", "longcat_flash_a"])
 def test_out_and_in_again_is_bitwise(name):
   assert there_and_back(GOLDEN / name) == []
 
@@ -179,6 +179,7 @@ def with_tokenizer(folder):
   (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
+GLM = {"n_routed_experts": 8, "moe_intermediate_size": 16, "head_dim": 16}
 FAILURES = {
   "truncated": (truncate, rf"{WEIGHTS} is damaged or incomplete"),
   "no header": (lambda f: (f / WEIGHTS).write_bytes(b"\0" * 4), rf"{WEIGHTS} is damaged"),
@@ -215,6 +216,13 @@ FAILURES = {
   "rope of layer types": (
     lambda f: change(f, rope_parameters={"full_attention": {"rope_type": "default"}}),
     r"rope_scaling has 'full_attention', which is not supported"),
+  "nothing of a head turns": (
+    lambda f: change(f, model_type="glm4_moe", **GLM, rope_parameters={
+      "rope_type": "default", "partial_rotary_factor": 0.05}),
+    r"model.rope.share=0.05 of model.head_dim=16 turns no pair; use at least 0.125"),
+  "only dense layers": (
+    lambda f: change(f, model_type="glm4_moe", **GLM, first_k_dense_replace=2),
+    r"first_k_dense_replace=2 leaves no experts in num_hidden_layers=2"),
   "part of a head turns": (
     lambda f: change(f, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}),
     r"partial_rotary_factor=0.5 is not supported"),
@@ -304,6 +312,10 @@ VARIANTS = {
   "yarn": ("deepseek_v3_a", {"rope_scaling": {
     "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32,
     "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+  "glm without biases": ("glm4_moe_a", {"attention_bias": False, "use_qk_norm": False}),
+  "glm without shared experts": ("glm4_moe_a", {"n_shared_experts": 0}),
+  "a quarter of a head turns": ("glm4_moe_a", {"rope_parameters": {
+    "rope_type": "default", "rope_theta": 50000.0, "partial_rotary_factor": 0.25}}),
   "no zero experts": ("longcat_flash_a", {"zero_expert_num": 0}),
 }  # fmt: skip
 

@@ -95,14 +95,18 @@ def model_norm(c):
 
 
 def rotate(x_BSHN, where, c):
-  """Rotary embedding of the pairs (i, i + N/2), or (2i, 2i + 1) if `c.rope.interleaved`."""
+  """Rotary embedding of the pairs (i, i + n/2) of a head's first n elements, which turn.
+
+  If `c.rope.interleaved`, of the pairs (2i, 2i + 1).
+  """
   steps = torch.tensor(where.derived.frequencies, dtype=torch.float32, device=x_BSHN.device)
   angle, size = where.positions[:, :, None, None].float() * steps, where.derived.amplitude
-  x, sin, cos = wide(x_BSHN), size * angle.sin(), size * angle.cos()
+  x, rest = wide(x_BSHN).tensor_split([2 * len(steps)], -1)
+  sin, cos = size * angle.sin(), size * angle.cos()
   first, second = (x[..., 0::2], x[..., 1::2]) if c.rope.interleaved else x.chunk(2, -1)
   turned = first * cos - second * sin, second * cos + first * sin
   made = torch.stack(turned, -1).flatten(-2) if c.rope.interleaved else torch.cat(turned, -1)
-  return made.to(x_BSHN.dtype)
+  return torch.cat([made, rest], -1).to(x_BSHN.dtype)
 
 
 def attend(q_BSHN, k_BSHN, v_BSHN, where, layer):
@@ -128,7 +132,10 @@ class Attention(nn.Module):
     self.query, self.out = weight(c.width, heads, n), weight(heads, n, c.width)
     self.key, self.value = weight(c.width, kv, n), weight(c.width, kv, n)
     biased = bias or c.style == "gpt2"
-    self.query_bias, self.out_bias = weight(heads, n, wanted=biased), weight(c.width, wanted=biased)
+    self.query_bias, self.out_bias = (
+      weight(heads, n, wanted=biased),
+      weight(c.width, wanted=biased and c.attention_out_bias),
+    )
     self.key_bias, self.value_bias = weight(kv, n, wanted=bias), weight(kv, n, wanted=biased)
     shape = {"none": lambda h: (), "head": lambda h: (n,), "all": lambda h: (h, n)}[c.qk_norm]
     self.query_norm = weight(*shape(heads), wanted=c.qk_norm != "none")

@@ -112,8 +112,10 @@ def run(folder: Path, mesh: str, tokens: np.ndarray) -> dict[str, np.ndarray]:
     out = model(tokens_BS, dataclasses.replace(given, hidden=True))
     positions_BS = jnp.broadcast_to(jnp.arange(length), tokens_BS.shape)
     first = model.embedding(tokens_BS, positions_BS, jnp.dtype(jnp.float32))
+    first = first * model.config.embedding_multiplier
     layers = out.hidden_LBSD[blocks - 1 :: blocks]
-    hidden = jnp.concatenate([first[None], layers[:-1], out.h_BSD[None]])
+    last = out.h_BSD * model.config.logits_scaling  # transformers divides the logits
+    hidden = jnp.concatenate([first[None], layers[:-1], last[None]])
     caches = model.init_caches(tokens_BS.shape[0], length + 3)  # three positions more than are read
     start = dataclasses.replace(given, caches=caches, positions_BS=positions_BS[:, :PREFILL])
     prompt = model(tokens_BS[:, :PREFILL], start)

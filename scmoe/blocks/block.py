@@ -98,6 +98,14 @@ class BlockConfig(Options, path="model"):
   sliding_window: int = option(
     0, "positions that a token sees, itself included; 0: all before it", minimum=0
   )
+  attention_multiplier: float = option(
+    0.0, "factor on the attention's scores (Granite); 0: 1 / sqrt(head_dim)", minimum=0
+  )
+  residual_multiplier: float = option(
+    1.0,
+    "factor on what attention, MLP and experts add to the residual stream (Granite)",
+    minimum=0,
+  )
   kv_lora_rank: int = option(
     0,
     "latent attention (DeepSeek-V2): width of the latent of keys and values, which with one rotary "
@@ -254,7 +262,8 @@ class BlockConfig(Options, path="model"):
         f"model.kv_lora_rank={self.kv_lora_rank} makes latent attention, which needs "
         f"{', '.join(f'model.{name}' for name in sizes)} (the second one even), got {named(*sizes)}"
       )
-    extra = [n for n in ("clip_qkv", "sliding_window") if getattr(self, n)]
+    names = ("clip_qkv", "sliding_window", "attention_multiplier")
+    extra = [n for n in names if getattr(self, n)]
     if self.rope.share < 1 or not self.attention_out_bias:
       name, value = ("rope.share", self.rope.share) if self.rope.share < 1 else (
         "attention_out_bias", False)  # fmt: skip
@@ -321,6 +330,7 @@ class BlockConfig(Options, path="model"):
       norm_eps=self.norm_eps,
       window=self.sliding_window,
       clip_qkv=self.clip_qkv,
+      multiplier=self.attention_multiplier,
       **shared,
     )
 

@@ -358,7 +358,8 @@ class PairWalk:
   @jax.named_scope(words.MLP)
   def mlp(self, step: Step) -> None:
     """A dense MLP, added to the residual stream."""
-    self.main = self.main + self.unit.blocks[step.block].dense(self.main)
+    block = self.unit.blocks[step.block]
+    self.main = block.added(self.main, block.dense(self.main))
 
   @jax.named_scope(SCOPES[words.SHARED])
   def shared_expert(self, step: Step) -> None:

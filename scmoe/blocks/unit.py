@@ -17,6 +17,11 @@ from scmoe.blocks.wiring import Tap, is_handed_over
 from scmoe.layers.mlp import MLP
 
 
+def times(x: Array, factor: float) -> Array:
+  """x · factor in the type of x; x itself for a factor of 1."""
+  return x if factor == 1 else x * factor
+
+
 class Block(nnx.Module):
   """One transformer block: attention and, with `hidden` > 0, a feed-forward sublayer.
 
@@ -31,6 +36,7 @@ class Block(nnx.Module):
   """
 
   def __init__(self, config: BlockConfig, hidden: int, *, number: int = 0, rngs: nnx.Rngs):
+    self.residual_multiplier = config.residual_multiplier
     self.norm_attention = config.norm()
     self.attention = config.make_attention(rngs, number)
     self.norm_mlp = config.norm()
@@ -49,7 +55,11 @@ class Block(nnx.Module):
       args, options: positions, segments, cache and `begins`; see `Attention.mix`.
     """
     y_BSD, cache = self.attention.mix(projected, *args, **options)
-    return h_BSD + y_BSD, cache
+    return self.added(h_BSD, y_BSD), cache
+
+  def added(self, h_BSD: Array, y_BSD: Array) -> Array:
+    """The residual stream with a sublayer's output, times `model.residual_multiplier`."""
+    return h_BSD + times(y_BSD, self.residual_multiplier)
 
   def dense(self, h_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
     """The dense MLP or shared expert of the normalised h; for blocks that have one."""
@@ -135,4 +145,5 @@ class Unit(nnx.Module):
     if shared_BSD is not None and self.mix is not None:
       read_BSD = self.blocks[-1].norm_mlp(h_BSD) if self.mix_current else tapped_BSD
       routed_BSD = self.mix(shared_BSD, routed_BSD, read_BSD)
-    return h_BSD + (routed_BSD if self.post_norm is None else self.post_norm(routed_BSD))
+    y_BSD = routed_BSD if self.post_norm is None else self.post_norm(routed_BSD)
+    return self.blocks[-1].added(h_BSD, y_BSD)

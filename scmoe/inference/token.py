@@ -142,7 +142,7 @@ class TokenAttention(Attention):
       cache.k_BSHN[0],
       cache.v_BSHN[0],
       positions_BS[0],
-      scale=1 / math.sqrt(own.width),
+      scale=self.config.multiplier or 1 / math.sqrt(own.width),
       window=self.config.window,
     )
     y_BSD = (

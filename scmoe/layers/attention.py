@@ -58,6 +58,7 @@ class AttentionConfig(Options):
     norm_eps: epsilon of that norm.
     window: positions that a token sees, itself included; 0: all before it.
     clip_qkv: queries, keys and values are clipped to ± this (OLMoE); 0: no clipping.
+    multiplier: factor on the scores; 0: 1/√N.
     causal: a token sees itself and those before it; False: all tokens of its row, for models that
       do not generate. Such an attention has no cache.
     init_std, out_std: standard deviations of the initial weights of the three input projections,
@@ -81,6 +82,7 @@ class AttentionConfig(Options):
   norm_eps: float = option(1e-5, minimum=0)
   window: int = option(0, minimum=0)
   clip_qkv: float = option(0.0, minimum=0)
+  multiplier: float = option(0.0, minimum=0)
   causal: bool = option(True)
   init_std: float = option(0.02, minimum=0)
   out_std: float = option(0.02, minimum=0)
@@ -242,16 +244,17 @@ class Attention(nnx.Module):
       y_BSD, and the cache with the new keys and values (None if there was none).
     """
     q_BSHN, k_BSHN, v_BSHN = projected
-    window = self.config.window
+    window, scale = self.config.window, self.config.multiplier or None
     if cache is not None:
       at = None if begins else positions_BS
       cache = KeyValues(stored(cache.k_BSHN, k_BSHN, at), stored(cache.v_BSHN, v_BSHN, at))
     if cache is None or begins:
       causal = self.config.causal
-      y_BSHN = attend(q_BSHN, k_BSHN, v_BSHN, segments_BS, window=window, causal=causal)
+      options = {"window": window, "causal": causal, "scale": scale}
+      y_BSHN = attend(q_BSHN, k_BSHN, v_BSHN, segments_BS, **options)
     else:
       keys, values = (x.astype(q_BSHN.dtype) for x in (cache.k_BSHN, cache.v_BSHN))
-      y_BSHN = attend_stored(q_BSHN, keys, values, positions_BS, window=window)
+      y_BSHN = attend_stored(q_BSHN, keys, values, positions_BS, window=window, scale=scale)
     return self.over_devices(self.out_of_heads(y_BSHN)), cache
 
   def over_devices(self, y_BSD: Array) -> Array:

@@ -56,6 +56,10 @@ class ModelConfig(BlockConfig):
   tie_embeddings: bool = option(
     True, "the logits are products with the token embeddings, as in GPT-2 (tie_word_embeddings)"
   )
+  embedding_multiplier: float = option(
+    1.0, "factor on the embeddings, before the first block (Granite)", minimum=0
+  )
+  logits_scaling: float = option(1.0, "number by which logits are divided (Granite)", minimum=0)
   dense_layers: str = option(
     "",
     "layers, counted from 0, with a dense MLP of width mlp_hidden in place of the MoE, such as 0-2 "
@@ -165,13 +169,24 @@ class ModelConfig(BlockConfig):
         f"{self.num_layers - 1}, or model.wiring='dense'"
       )
     super().check()
+    if self.logits_scaling == 0:
+      raise ConfigError("model.logits_scaling=0 divides the logits; use 1, or a larger number")
     if self.vocab_size == 0:
       raise ConfigError("model.vocab_size=0 needs the size of a tokenizer; set it")
 
   def _check_images(self) -> None:
     """Checks that no option is set which only a language model has."""
     plain = ModelConfig()
-    for name in ("style", "kv_lora_rank", "sliding_window", "dense_layers", "document_mask"):
+    for name in (
+      "style",
+      "kv_lora_rank",
+      "sliding_window",
+      "dense_layers",
+      "document_mask",
+      "attention_multiplier",
+      "embedding_multiplier",
+      "logits_scaling",
+    ):
       if (value := getattr(self, name)) != getattr(plain, name):
         raise ConfigError(
           f"model.{name}={value!r} is of language models, got model.architecture="

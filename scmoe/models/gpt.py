@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 
 from scmoe.base.errors import ConfigError
 from scmoe.blocks.options import OverlapConfig
+from scmoe.blocks.unit import times
 from scmoe.layers.embed import Embedding, EmbeddingConfig
 from scmoe.models.config import ModelConfig
 from scmoe.models.trunk import Leg, Output, Pass, Route, Trunk, context_of, run_trunks
@@ -147,6 +148,10 @@ def route(
     segments_BS = one.segments_BS if config.document_mask else None
     contexts.append(context_of(shared, one, positions_BS, segments_BS))
     with jax.named_scope("embedding"):
-      starts.append(own.embedding(tokens_BS, positions_BS, jnp.dtype(config.dtype)))
+      h_BSD = own.embedding(tokens_BS, positions_BS, jnp.dtype(config.dtype))
+      starts.append(times(h_BSD, config.embedding_multiplier))
   outs = yield Leg(models, starts, contexts, given)
-  return [dataclasses.replace(out, h_BSD=own.norm(out.h_BSD)) for own, out in zip(models, outs)]
+  return [
+    dataclasses.replace(out, h_BSD=times(own.norm(out.h_BSD), 1 / config.logits_scaling))
+    for own, out in zip(models, outs)
+  ]

@@ -85,8 +85,8 @@ class Output:
   """The results of a forward pass.
 
   Attributes:
-    h_BSD: the last hidden state in the compute dtype. That of a model is normalised, for its head;
-      that of a `Trunk` is the residual stream.
+    h_BSD: the last hidden state in the compute dtype. That of a model is normalised and divided by
+      `model.logits_scaling`, for its head; that of a `Trunk` is the residual stream.
     sums: router sums per MoE layer over this device's tokens, [layers, ...]; None for the dense
       wiring.
     caches: updated caches, or None.

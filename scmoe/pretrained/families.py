@@ -159,6 +159,46 @@ def _write_mixtral(model: ModelConfig, router: RouterConfig) -> dict[str, Any]:
   }  # fmt: skip
 
 
+# -- Granite-MoE ----------------------------------------------------------------------------------
+
+_MULTIPLIERS = ("attention", "embedding", "residual")
+
+
+def _read_granite(c: Fields) -> tuple[ModelConfig, RouterConfig]:
+  k, hidden = c.size("num_experts_per_tok"), c.size("intermediate_size")
+  names = [f"{name}_multiplier" for name in _MULTIPLIERS]
+  scales: dict[str, Any] = {name: c.number(name, 1.0) for name in names}
+  if not all(scales.values()):
+    zero = next(name for name, value in scales.items() if not value)
+    raise DataError(f"{c.name}: {zero}=0 leaves nothing to compute; give a number other than 0")
+  model = ModelConfig(
+    **c.common(10000.0, eps=1e-6),
+    **_merged(c.heads(), head_dim=0),
+    **scales,
+    logits_scaling=c.number("logits_scaling", 1.0),
+    wiring="topk",
+    num_layers=c.size("num_hidden_layers"),
+    num_experts=c.experts,
+    top_k=k,
+    expert_hidden=hidden,
+    mlp_hidden=hidden,
+  )
+  return model, RouterConfig(**_normalised(True, k), **c.balance(k))
+
+
+def _write_granite(model: ModelConfig, router: RouterConfig) -> dict[str, Any]:
+  scales = {f"{name}_multiplier": getattr(model, f"{name}_multiplier") for name in _MULTIPLIERS}
+  scales["attention_multiplier"] = model.attention_multiplier or model.head_dim**-0.5
+  return _written(model, "granitemoe") | scales | {
+    "logits_scaling": model.logits_scaling,
+    "num_key_value_heads": model.num_kv_heads,
+    "num_local_experts": model.num_experts,
+    "num_experts_per_tok": model.top_k,
+    "intermediate_size": model.expert_hidden,
+    "router_aux_loss_coef": router.balance_loss / model.top_k,
+  }  # fmt: skip
+
+
 # -- Qwen3-MoE ------------------------------------------------------------------------------------
 
 
@@ -442,6 +482,7 @@ def _dense_writer(family: str) -> Callable[[ModelConfig, RouterConfig], dict[str
 FAMILIES: dict[str, Family] = {
   "olmoe": Family("OlmoeForCausalLM", _read_olmoe, _write_olmoe),
   "mixtral": Family("MixtralForCausalLM", _read_mixtral, _write_mixtral),
+  "granitemoe": Family("GraniteMoeForCausalLM", _read_granite, _write_granite),
   "qwen3_moe": Family("Qwen3MoeForCausalLM", _read_qwen3_moe, _write_qwen3_moe),
   "deepseek_v2": Family("DeepseekV2ForCausalLM", _read_deepseek_v2, _write_deepseek_v2),
   "deepseek_v3": Family("DeepseekV3ForCausalLM", _read_deepseek_v3, _write_deepseek_v3),

@@ -4,7 +4,9 @@ scmoe stacks the parameters of equal layers; a released tensor is the slice of o
 expert of one layer and expert. Released matrices are [out, in], ours [in, out], and attention's
 have heads as a dimension of their own. Example from OLMoE:
 `model.layers.3.mlp.experts.5.up_proj.weight` [F, D] is `params.stages.moe.experts.up[3, 5]` [D, F].
-No tensor is fused, padded or scaled, so reading and writing a model preserves every bit.
+Some families keep two matrices of ours in one tensor: Granite's `input_linear` [E, 2F, D] holds
+gate and up projections. No tensor is padded or scaled, so reading and writing a model preserves
+every bit.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import re
 from collections.abc import Iterator
 
 import jax
+import numpy as np
 
 from scmoe.models.config import ModelConfig
 from scmoe.moe.options import RouterConfig
@@ -33,8 +36,10 @@ class Tensor:
     shape: its shape in the files.
     leaf: dotted name of the parameter that contains it, beginning with `params` or `router`.
     index: the slice of that parameter: (), (layer,) or (layer, expert).
-    split: `shape` with heads as a dimension of their own.
-    order: dimension i of the slice is dimension order[i] of `split`.
+    split: `shape` with heads, and fused matrices, as dimensions of their own.
+    order: dimension i of the slice is dimension order[i] of `split`, without that of `within`.
+    within: (dimension of `split`, index in it) of a tensor that several slices share; None: the
+      slice is the whole tensor.
   """
 
   name: str
@@ -43,6 +48,16 @@ class Tensor:
   index: tuple[int, ...]
   split: tuple[int, ...]
   order: tuple[int, ...]
+  within: tuple[int, int] | None = None
+
+  def cut(self, value: np.ndarray) -> np.ndarray:
+    """The part of the tensor's value that is this slice, with its dimensions in the tensor's order.
+
+    Args:
+      value: the whole tensor, of `shape`.
+    """
+    value = value.reshape(self.split)
+    return value if self.within is None else value.take(self.within[1], self.within[0])
 
 
 def tensors(family: str, model: ModelConfig, router: RouterConfig) -> Iterator[Tensor]:
@@ -121,7 +136,7 @@ def _layer(family: str, model: ModelConfig, layer: int) -> Iterator[Tensor]:
   if not is_moe:
     yield from _mlp(f"{prefix}.mlp", f"{block}.mlp", model.width, model.mlp_hidden, (place,))
     return
-  inner = "block_sparse_moe" if family == "mixtral" else "mlp"
+  inner = "block_sparse_moe" if family in ("mixtral", "granitemoe") else "mlp"
   yield from _moe(family, model, f"{prefix}.{inner}", f"params.{stack}", place)
   if model.wiring_rule.shared_expert:
     where = f"{prefix}.mlp.shared_experts"
@@ -203,15 +218,31 @@ def _mlp(
 
 def _moe(family: str, model: ModelConfig, prefix: str, leaf: str, place: int) -> Iterator[Tensor]:
   choices, gate = model.num_experts + model.zero_experts, f"{leaf}.moe.router_gate.0.weight"
-  router = f"{prefix}.router.classifier" if family == "longcat_flash" else f"{prefix}.gate"
+  names = {"longcat_flash": "router.classifier", "granitemoe": "router.layer"}
+  router = f"{prefix}.{names.get(family, 'gate')}"
   yield _linear(f"{router}.weight", gate, (place,), model.width, choices)
   if family in ("deepseek_v3", "glm4_moe", "longcat_flash"):
     holder = f"{prefix}.router" if family == "longcat_flash" else router
     yield _plain(f"{holder}.e_score_correction_bias", "router.bias", choices, index=(place,))
+  if family == "granitemoe":
+    yield from _fused_experts(model, prefix, f"{leaf}.moe.experts", place)
+    return
   names = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
   for expert in range(model.num_experts):
     where, own = f"{prefix}.experts.{expert}", (place, expert)
     yield from _mlp(where, f"{leaf}.moe.experts", model.width, model.expert_hidden, own, names)
+
+
+def _fused_experts(model: ModelConfig, prefix: str, leaf: str, place: int) -> Iterator[Tensor]:
+  """A layer's experts in two tensors: gate and up projections, and down projections."""
+  experts, hidden, width = model.num_experts, model.expert_hidden, model.width
+  name, shape = f"{prefix}.input_linear.weight", (experts, 2 * hidden, width)
+  split = (experts, 2, hidden, width)
+  for half, ours in enumerate(("gate", "up")):
+    yield Tensor(name, shape, f"{leaf}.{ours}", (place,), split, (0, 2, 1), (1, half))
+  shape = (experts, width, hidden)
+  name = f"{prefix}.output_linear.weight"
+  yield Tensor(name, shape, f"{leaf}.down", (place,), shape, (0, 2, 1))
 
 
 def _plain(

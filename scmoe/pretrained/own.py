@@ -90,7 +90,9 @@ def derived(model: ModelConfig) -> dict[str, Any]:
     "dense_layers": list(model.dense_indices),
     "frequencies": model.rope.frequencies(turning, model.rope_theta).tolist() if rotary else [],
     "amplitude": model.rope.amplitude,
-    "score_scale": query**-0.5 * (model.rope.score_factor if latent else 1.0),
+    "score_scale": model.rope.score_factor * query**-0.5
+    if latent
+    else (model.attention_multiplier or query**-0.5),
   }
 
 

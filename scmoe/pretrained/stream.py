@@ -114,7 +114,7 @@ def pieces(
   """Yields for each tensor, in order, a function that reads it and returns it as a piece."""
 
   def piece(tensor: Tensor) -> Piece:
-    value = _transposed(read(tensor.name).reshape(tensor.split), tensor.order)
+    value = _transposed(tensor.cut(read(tensor.name)), tensor.order)
     return Piece(tensor.leaf, tensor.index, value.astype(types[tensor.leaf], copy=False))
 
   return (functools.partial(piece, tensor) for tensor in wanted)
@@ -199,7 +199,7 @@ class _Parameter:
     Returns:
       the tensor, which `filled` copies to the other devices.
     """
-    value = read().reshape(tensor.split)
+    value = tensor.cut(read())
     for shard in self._shards:
       if shard.on_host and _lies(tensor, shard.bounds):
         shard.put(tensor, value)
@@ -241,7 +241,7 @@ class _Shard:
 
     Args:
       tensor: the tensor.
-      value: its whole value, in the shape `tensor.split`.
+      value: what `tensor.cut` returned.
     """
     place = tuple(i - start for i, (start, _) in zip(tensor.index, self.bounds))
     own = self.bounds[len(place) :]
@@ -296,15 +296,23 @@ def _written(whole: Array, piece: Array, start: Array, order: tuple[int, ...]) -
 def unload(leaves: Mapping[str, Array], wanted: Iterable[Tensor]) -> Iterator[np.ndarray]:
   """Yields the tensors' values in order; copies each from the devices only when it is requested.
 
+  Slices that share a tensor give one value.
+
   Args:
     leaves: parameters by dotted name.
-    wanted: tensors of these parameters.
+    wanted: tensors of these parameters; slices that share one follow each other.
   """
-  for tensor in wanted:
-    leaf = leaves[tensor.leaf]
-    value = np.asarray(leaf) if not tensor.index else np.asarray(slice_of(leaf, tensor.index))
-    back = [tensor.order.index(i) for i in range(value.ndim)]
-    yield _transposed(value, back).reshape(tensor.shape)
+  for _, shared in itertools.groupby(wanted, lambda tensor: tensor.name):
+    tensors = list(shared)
+    values = [_unloaded(leaves[tensor.leaf], tensor) for tensor in tensors]
+    within, shape = tensors[0].within, tensors[0].shape
+    yield (values[0] if within is None else np.stack(values, within[0])).reshape(shape)
+
+
+def _unloaded(leaf: Array, tensor: Tensor) -> np.ndarray:
+  """A slice of a parameter, with its dimensions in the tensor's order."""
+  value = np.asarray(leaf) if not tensor.index else np.asarray(slice_of(leaf, tensor.index))
+  return _transposed(value, [tensor.order.index(i) for i in range(value.ndim)])
 
 
 def slice_of(leaf: Array, index: tuple[int, ...]) -> Array:

@@ -69,7 +69,8 @@ def export_model(
     raise ConfigError(f"{workdir} has no {missing[0]}; its checkpoint has another configuration")
   types, usual = source.get("other_dtypes", {}), source.get("dtype", "F32")
   kind_of = lambda name: DTYPES[dtype] if dtype else types.get(name, usual)
-  planned = [Planned(t.name, t.shape, kind_of(t.name)) for t in listed]
+  shapes = {t.name: t.shape for t in listed}  # slices may share a tensor
+  planned = [Planned(name, shape, kind_of(name)) for name, shape in shapes.items()]
   values = unload(leaves, listed)
   typed = (value.astype(TYPES[p.dtype], copy=False) for p, value in zip(planned, values))
   word = next(name for name, kind in DTYPES.items() if kind == kind_of(listed[0].name))
@@ -83,7 +84,7 @@ def export_model(
   if (workdir / TOKENIZER).is_file():
     files[TOKENIZER] = (workdir / TOKENIZER).read_bytes().decode("utf-8")
   if family == own.FAMILY:
-    count = sum(math.prod(t.shape) for t in listed)
+    count = sum(math.prod(p.shape) for p in planned)
     made = card(run, stored.step, read_card(workdir), dtype=word, parameters=count)
     files |= {own.CODE: own.code(), CARD: made}
     made_here = _tokenizer_files(run, workdir, bool(source))

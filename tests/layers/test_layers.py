@@ -16,7 +16,7 @@ from scmoe.layers.dot_product import attend, attend_stored
 from scmoe.layers.embed import Embedding, EmbeddingConfig
 from scmoe.layers.mlp import MLP, MLPConfig, activate
 from scmoe.layers.norm import Norm
-from scmoe.layers.rope import rotate
+from scmoe.layers.rope import RopeConfig, rotate
 from scmoe.parallel.gradients import reduce_gradients
 from scmoe.parallel.mesh import manual, parameter_specs
 
@@ -181,6 +181,33 @@ def test_rope_turns_pairs_of_halves_and_keeps_lengths():
   turned = rotate(jnp.asarray(y)[None, None, None], jnp.asarray([[5]]), 100.0)[0, 0, 0]
   assert_close(turned, oracles.rotate(tape.lift(y), 5, 100.0).value)
   np.testing.assert_allclose(np.linalg.norm(turned), np.linalg.norm(y), rtol=1e-6)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_share_of_a_head_turns_like_a_head_of_that_width(interleaved):
+  x, positions = inputs(B, S, 3, 10), 1 + jnp.arange(B * S).reshape(B, S)
+  turned = rotate(x, positions, 100.0, RopeConfig(share=0.65, interleaved=interleaved))
+  narrow = rotate(x[..., :6], positions, 100.0, RopeConfig(interleaved=interleaved))
+  np.testing.assert_array_equal(turned[..., :6], narrow)
+  np.testing.assert_array_equal(turned[..., 6:], x[..., 6:])
+  assert (np.asarray(narrow) != x[..., :6]).all()
+
+
+def test_a_multiplier_replaces_the_usual_scale_of_scores():
+  """Scores times √N more are those of queries that are √N times as large."""
+  sizes = {"width": D, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6}
+  plain, scaled = (
+    randomised(Attention(AttentionConfig(**sizes, multiplier=m), rngs=nnx.Rngs(0)))[0]
+    for m in (0.0, 1.0)
+  )
+  x, positions = jnp.asarray(inputs(B, S, D)), jnp.broadcast_to(jnp.arange(S), (B, S))
+  q, k, v = plain.project(x, positions)
+  wide = q * q.shape[-1] ** 0.5
+  want = plain.mix((wide, k, v), positions)[0]
+  assert_close(scaled.mix((q, k, v), positions)[0], want)
+  for model, queries in ((plain, wide), (scaled, q)):  # the same over a cache
+    cache = model.empty_cache(B, S, jnp.float32)
+    assert_close(model.mix((queries, k, v), positions, None, cache)[0], want)
 
 
 def test_rope_scores_depend_on_distance_only():

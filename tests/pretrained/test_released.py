@@ -44,7 +44,7 @@ def test_recorded_logits_and_hidden_states(name):
   assert PREFILL < 12
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3_a", "glm4_moe_a", "longcat_flash_a"])
+@pytest.mark.parametrize("name", ["deepseek_v3_a", "glm4_moe_a", "granitemoe_a", "longcat_flash_a"])
 def test_out_and_in_again_is_bitwise(name):
   assert there_and_back(GOLDEN / name) == []
 
@@ -216,6 +216,9 @@ FAILURES = {
   "rope of layer types": (
     lambda f: change(f, rope_parameters={"full_attention": {"rope_type": "default"}}),
     r"rope_scaling has 'full_attention', which is not supported"),
+  "no scores": (
+    lambda f: change(f, model_type="granitemoe", attention_multiplier=0),
+    r"attention_multiplier=0 leaves nothing to compute; give a number other than 0"),
   "nothing of a head turns": (
     lambda f: change(f, model_type="glm4_moe", **GLM, rope_parameters={
       "rope_type": "default", "partial_rotary_factor": 0.05}),
@@ -312,6 +315,8 @@ VARIANTS = {
   "yarn": ("deepseek_v3_a", {"rope_scaling": {
     "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32,
     "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+  "no multipliers": ("granitemoe_a", {
+    "residual_multiplier": 1.0, "embedding_multiplier": None, "logits_scaling": 1.0}),
   "glm without biases": ("glm4_moe_a", {"attention_bias": False, "use_qk_norm": False}),
   "glm without shared experts": ("glm4_moe_a", {"n_shared_experts": 0}),
   "a quarter of a head turns": ("glm4_moe_a", {"rope_parameters": {

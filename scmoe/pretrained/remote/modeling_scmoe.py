@@ -352,7 +352,7 @@ class Unit(nn.Module):
       hidden[-1] = c.shared_hidden if derived.shared_expert else 0
     self.blocks = nn.ModuleList([Block(c, h, layer + i) for i, h in enumerate(hidden)])
     shortcut, kind = any(tap != "current" for tap in taps), c.shortcut_norm
-    self.shared_norm = kind == "shared"
+    self.shared_norm, self.residual = kind == "shared", c.residual_multiplier
     self.own_norm = model_norm(c) if shortcut and kind != "shared" else None
     self.post_norm = model_norm(c) if shortcut and kind == "megatron" else None
     self.mix = Mix(c) if taps and derived.shared_expert else None
@@ -389,12 +389,12 @@ class Unit(nn.Module):
     for i, block in enumerate(self.blocks):
       left = len(self.blocks) - 1 - i  # blocks that follow
       values[("block_output", "block_input", "")[min(left, 2)]] = h
-      h = h + block.attention(block.norm_attention(h), where)
+      h = h + self.residual * block.attention(block.norm_attention(h), where)
       values[("current", "attention", "")[min(left, 2)]] = h
       if self.passed == "attention":
         after = self.handed("attention", h)
       if left or not self.taps:
-        h = h + block.mlp(block.norm_mlp(h))
+        h = h + self.residual * block.mlp(block.norm_mlp(h))
         where.states.append(h)
     if not self.taps:
       return h, after
@@ -405,7 +405,7 @@ class Unit(nn.Module):
     if self.mix is not None:
       x = self.blocks[-1].norm_mlp(h)
       routed = self.mix(self.blocks[-1].mlp(x), routed, x if self.mix_current else inputs[0])
-    h = h + (routed if self.post_norm is None else self.post_norm(routed))
+    h = h + self.residual * (routed if self.post_norm is None else self.post_norm(routed))
     where.states.append(h)
     return h, after
 
@@ -489,6 +489,7 @@ class ScmoeForCausalLM(PreTrainedModel, GenerationMixin):
     positions = (places[None, past:] if position_ids is None else position_ids).expand(len(h), -1)
     if self.embedding.positions is not None:
       h = h + self.embedding.positions[positions]
+    h = h * self.c.embedding_multiplier
     where = SimpleNamespace(
       positions=positions, visible=visible, cache=cache, derived=self.derived, states=[h]
     )
@@ -500,6 +501,7 @@ class ScmoeForCausalLM(PreTrainedModel, GenerationMixin):
     h = self.norm(h)
     kept, head = h[:, -logits_to_keep:] if logits_to_keep else h, self.embedding.head
     logits = wide(kept @ (self.embedding.tokens.weight.T if head is None else head))
+    logits = logits / self.c.logits_scaling
     loss = None
     if labels is not None:
       loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())

@@ -98,7 +98,7 @@ def card(run: RunConfig, step: int, card: Mapping[str, Any], *, dtype: str, para
     f"blocks of width {model.width}, context {model.context} tokens. Step {step} of its run.", "",
     "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", "",
     'model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)',
-    'tokenizer = AutoTokenizer.from_pretrained("FOLDER")',
+    'tokenizer = AutoTokenizer.from_pretrained("FOLDER", trust_remote_code=True)',
     'prompt = tokenizer("Once", return_tensors="pt", return_token_type_ids=False)',
     "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))", "```", "",
     f"`{own.CODE}` is the model's code; `trust_remote_code=True` runs it. No token is dropped at a "

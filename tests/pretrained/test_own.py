@@ -10,12 +10,13 @@ import leaving
 import numpy as np
 import pytest
 import released
-from leaving import _LATENT, CASES, run_of, write_run
+from leaving import _LATENT, CASES, VOCAB, run_of, write_run
 from safetensors.numpy import load_file, save_file
 
 from scmoe.base.errors import ConfigError, DataError, StorageError
 from scmoe.data.conventions import Conventions
 from scmoe.data.tokenizers import ByteTokenizer, JsonTokenizer, byte_tokenizer_json
+from scmoe.models.config import ModelConfig
 from scmoe.moe.options import CompatConfig, RouterConfig
 from scmoe.pretrained import own
 from scmoe.pretrained.families import FAMILIES, read_config, write_config
@@ -50,6 +51,37 @@ def test_names_shapes_and_configuration(name):
   # Each parameter is there once, or once for each layer of its stack.
   stacks = {"stages": run.model.num_pairs, "dense": len(run.model.dense_indices)}
   assert held == {leaf: stacks.get(leaf.split(".")[1], 1) for leaf in held}
+
+
+# Options that no reader of the folder needs, since they change how a model is computed or trained.
+NO_PART = {
+  "model.ffn.fp8", "model.ffn.impl", "model.ffn.backend", "model.dtype", "model.document_mask",
+  "router.noise", "router.balance", "router.balance_loss", "router.balance_over", "router.z_loss",
+  "router.bias_rate", "router.bias_proportional", "router.bias_derivative", "router.real_experts",
+  "router.compat.order", "router.compat.jitter", "router.compat.round_to",
+}  # fmt: skip
+REFUSED = {"model.experts", "model.architecture", "router.compat.uniform"}
+DERIVED = {"model.wiring", "model.top_k", "model.dense_layers", "model.rope_theta",
+           "model.attention_multiplier"}  # fmt: skip
+
+
+def test_the_code_reads_every_option_that_changes_the_function():
+  """A new option has to be read there, or to be named here as one without a part in it."""
+  written = own.write(ModelConfig(vocab_size=VOCAB).resolve(), RouterConfig())[own.FAMILY]
+  paths = [".".join(path) for path, _ in leaves({k: written[k] for k in ("model", "router")})]
+  read = {path for path in paths if re.search(rf"\.{path.split('.')[-1]}\b", own.code())}
+  rope = {path for path in paths if path.startswith("model.rope.")}
+  assert set(paths) - read == (NO_PART | REFUSED | DERIVED | rope) - read
+  assert {"model.mix", "router.gate", "router.compat.weights", "model.rope.interleaved"} <= read
+
+
+def leaves(group, path=()):
+  """Every value of nested groups, with the names that lead to it."""
+  for name, value in group.items():
+    if isinstance(value, dict):
+      yield from leaves(value, (*path, name))
+    else:
+      yield (*path, name), value
 
 
 # Two stacks, two gatings, a bias with a controller, several gates, and a plain one.

@@ -111,7 +111,8 @@ def test_bfloat16_a_loss_and_random_weights(tmp_path):
 
 
 def test_the_tokenizer_begins_prompts_as_scmoe_does(tmp_path):
-  tokenizer = transformers.AutoTokenizer.from_pretrained(folder_of("direct", tmp_path))
+  folder = folder_of("direct", tmp_path)
+  tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
   text = "two  words\n東"
   assert tokenizer(text)["input_ids"] == prompt_ids(ByteTokenizer(), text)
   assert tokenizer.decode(ByteTokenizer().encode(text)) == text

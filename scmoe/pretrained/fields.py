@@ -36,6 +36,11 @@ _ROPE = (
 )  # fmt: skip
 
 
+def merged(fields: dict[str, Any], **others: Any) -> dict[str, Any]:
+  """The fields with others added or in place of theirs."""
+  return {**fields, **others}
+
+
 class Fields:
   """The fields of a config.json, with errors that name file and field.
 

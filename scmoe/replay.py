@@ -91,7 +91,8 @@ def replay(built: Searchable, bundle: Path, teacher: Any = None) -> tuple[str, b
   sharding = batch_sharding(built.mesh, leading=1)
   put = lambda x: jax.make_array_from_process_local_data(sharding, x)
   step = Steps(built, abstract, bundle)(variant)
-  state = dataclasses.replace(before(restored.state, failure).like(abstract), teacher=teacher)
+  state = before(restored.state, failure).like(abstract).placed(abstract)
+  state = dataclasses.replace(state, teacher=teacher)
   _, scalars, _ = step(state, jax.tree.map(put, batch))
   now = {name: str(np.asarray(x).item()) for name, x in scalars.items()}
   names = [name for name in NUMBERS if name in failure and name in now]

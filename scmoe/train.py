@@ -222,7 +222,7 @@ def beginning(built: build.Built) -> Callable[[TrainState], TrainState] | None:
     )
 
   def start(state: TrainState) -> TrainState:
-    wanted = {"params": built.shapes}
+    wanted = {"params": built.abstract_state().for_checkpoint().params}
     newest = lambda: restore_part(folder, wanted, open_run(folder, None).step)["params"]
     params = with_newest(newest)  # that run may train meanwhile
     return dataclasses.replace(state, params=params)
@@ -261,7 +261,8 @@ def evaluation(
     limit = built.run.train.eval_batches or None
     options = {"mesh": built.mesh, "max_batches": limit, "stopping": stopping}
     options["prepare"] = programs
-    figures = modality.evaluate(built.model(state.params), data, router=state.router, **options)
+    model = built.training_model(state.params)
+    figures = modality.evaluate(model, data, router=state.router, **options)
     return None if figures is None else modality.flat(figures)
 
   return run

@@ -38,6 +38,7 @@ RANKS = [
   ("run.text", "run.images"),
   ("run.modality",),
   ("run.build", "run.command_line", "run.programs", "reports"),
+  ("run.sharing",),
   ("run.dry_run", "run.controls"),
   ("run.benchmark", "pretrained", "run.summary", "run.generation_flags"),
   ("run.opened",),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import time
 
 import jax
@@ -22,6 +23,7 @@ from scmoe.run.dry_run import (
   planned_devices,
   report,
   size_of,
+  smallest_data,
 )
 from scmoe.run.estimates import DEVICES, USABLE, StepNeeds, device_table, fits, step_seconds
 from scmoe.run.fields import with_field
@@ -192,6 +194,65 @@ def test_traffic_follows_microbatches_and_batch_axes():
   assert three.exchanges == 3 * one.exchanges
   assert three.all_to_all == 3 * one.all_to_all
   assert three.gradients == one.gradients  # reduced once per step
+
+
+def test_traffic_of_a_shared_state_by_hand():
+  """4 data ranks; every array of the model divides by 4 but the mixing coefficients."""
+  common = {"mesh__data": 4, "model__wiring": "top2", "train__tokens_per_step": 2 * 8 * 16}
+  none, moments, parameters, kept = (
+    dry_run(tiny(**common, mesh__shard_state=mode, **more))
+    for mode, more in (
+      ("none", {}),
+      ("moments", {}),
+      ("parameters", {}),
+      ("parameters", {"mesh__gather_again": False}),
+    )
+  )
+  size = 4 * none.parameters.total  # float32
+  assert none.traffic.gradients == 2 * size * 3 // 4
+  assert none.traffic.parameters == 0
+  assert moments.traffic.gradients == moments.traffic.parameters == size * 3 // 4
+  beside = 4 * (320 * 16 + 16 * 16 + 2 * 16)  # tokens, positions, the last norm's scale and bias
+  assert parameters.traffic.gradients == 2 * size * 3 // 4  # once a microbatch
+  assert parameters.traffic.parameters == 2 * (beside + 2 * (size - beside)) * 3 // 4
+  assert kept.traffic.parameters == 2 * size * 3 // 4
+  assert none.memory.gathered == moments.memory.gathered == 0
+  pair = (size - beside) // 2
+  assert parameters.memory.gathered == beside + 3 * pair
+  assert kept.memory.gathered == size
+  assert moments.memory.gradients == size  # two microbatches: whole until the last one
+  assert parameters.memory.gradients == size // 4
+
+
+def test_the_smallest_mesh_that_holds_a_shared_state():
+  """Exact but for scalars, which no rank divides."""
+  run, room = tiny(mesh__data=2, model__wiring="top2"), 64
+  fields = {"model__wiring": "top2", "mesh__shard_state": "parameters"}
+  four, eight = (
+    dry_run(tiny(mesh__data=data, train__batch_size=4 * data, **fields)).memory.total
+    for data in (4, 8)
+  )
+  roomy, tight, none = smallest_data(run, [four + room, four - room, 1])
+  assert (roomy[0], tight[0], none) == (4, 8, None)
+  assert abs(roomy[1] - four) <= room
+  assert abs(tight[1] - eight) <= room
+
+
+def test_a_report_says_from_which_mesh_a_shared_state_fits():
+  """OLMoE on 8 data ranks needs 121 GiB on each device; shared it fits four kinds of GPU."""
+  run = resolved(load_config(find_config("olmoe")), mesh__data=8)
+  text = report(dry_run(run))
+  (line,) = [line for line in text.splitlines() if "mesh.shard_state=parameters" in line]
+  found = dict(re.findall(r"(\w+) from mesh.data=(\d+)", line))
+  assert found.keys() == {"H200", "H100", "A100", "L4"}
+  assert found["H100"] == "8"
+  for name, data in found.items():
+    shared = resolved(
+      load_config(find_config("olmoe")), mesh__data=data, mesh__shard_state="parameters",
+      train__batch_size=data, train__tokens_per_step=0,
+    )  # fmt: skip
+    (device,) = [device for device in DEVICES if device.name == name]
+    assert dry_run(shared).memory.total <= USABLE * device.memory
 
 
 def test_traffic_without_an_expert_axis():

@@ -14,11 +14,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from scmoe.base.errors import DataError
+from scmoe.models.gradient_sums import ready_beside_pairs
 from scmoe.models.trunk import Pass
 from scmoe.models.vision.model import VisionModel
 from scmoe.models.vision.objective import GUESSES, right_among
 from scmoe.parallel.collectives import total
-from scmoe.parallel.mesh import BATCH_AXES, batch_sharding, manual, parameter_specs
+from scmoe.parallel.mesh import BATCH_AXES, batch_sharding, manual
+from scmoe.parallel.shares import stored_specs
 
 COUNTED = ("nats", "images", "correct", "correct_5", "dropped", "choices")
 
@@ -86,7 +88,7 @@ def _make_counts(graph: nnx.GraphDef, mesh: Mesh) -> Any:
   """
 
   def local(params, router, batch):
-    model: VisionModel = nnx.merge(graph, params)
+    model: VisionModel = nnx.merge(graph, ready_beside_pairs([params])[0])
     weight_B = batch.weights
     out = model(batch.images, Pass(mask_BS=weight_B[:, None] > 0, router=router))
     logits_BV = model.logits(out.h_BSD)
@@ -100,7 +102,7 @@ def _make_counts(graph: nnx.GraphDef, mesh: Mesh) -> Any:
     return total(jnp.stack([*sums, *sent]), BATCH_AXES, "statistics")
 
   def program(params, router, batch):
-    specs = (parameter_specs(params), P(), P(BATCH_AXES))
+    specs = (stored_specs(params), P(), P(BATCH_AXES))
     return manual(local, mesh, specs, P())(params, router, batch)
 
   return jax.jit(program)

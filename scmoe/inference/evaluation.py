@@ -16,8 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 from scmoe.base.errors import DataError
 from scmoe.models.gpt import GPT, Pass
+from scmoe.models.gradient_sums import ready_beside_pairs
 from scmoe.parallel.collectives import total
-from scmoe.parallel.mesh import BATCH_AXES, batch_sharding, manual, parameter_specs
+from scmoe.parallel.mesh import BATCH_AXES, batch_sharding, manual
+from scmoe.parallel.shares import stored_specs
 
 COUNTED = ("nats", "tokens", "bytes", "correct")
 
@@ -106,7 +108,7 @@ def _make_counts(graph: nnx.GraphDef, mesh: Mesh, num_domains: int) -> Any:
   """
 
   def local(params, router, batch, sizes_V):
-    model: GPT = nnx.merge(graph, params)
+    model: GPT = nnx.merge(graph, ready_beside_pairs([params])[0])
     mask_BS = batch.segment_ids > 0
     given = Pass(batch.positions, batch.segment_ids, mask_BS=mask_BS, router=router)
     out = model(batch.inputs, given)
@@ -123,7 +125,7 @@ def _make_counts(graph: nnx.GraphDef, mesh: Mesh, num_domains: int) -> Any:
     return total((counts, sent), BATCH_AXES, "statistics")
 
   def program(params, router, batch, sizes_V):
-    specs = (parameter_specs(params), P(), P(BATCH_AXES), P())
+    specs = (stored_specs(params), P(), P(BATCH_AXES), P())
     return manual(local, mesh, specs, P())(params, router, batch, sizes_V)
 
   return jax.jit(program)

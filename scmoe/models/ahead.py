@@ -13,7 +13,7 @@ All steps of a scan do the same, so the last one sends rows too: of n dispatches
 it out, the last pair would have to stand outside the scan, which costs a copy of all the other
 pairs' weights. Pairs that are written out send nothing that no pair reads.
 
-Two pairs read an early parameter, so `added` is called for it outside of them. Early parameters are
+Two pairs read an early parameter, so `ready` is called for it outside of them. Early parameters are
 small; the gradients of all others are added, and reduced, in the pair that reads them.
 """
 
@@ -30,8 +30,9 @@ from jax import Array
 
 from scmoe.blocks.pair import BlockPair, Context, begin
 from scmoe.blocks.wiring import Tap
-from scmoe.models.gradient_sums import GradientTotal, added
+from scmoe.models.gradient_sums import GradientTotal, ready
 from scmoe.moe.experts import OnDevice
+from scmoe.parallel.shares import is_share
 
 PyTree = Any
 
@@ -60,12 +61,12 @@ class Split:
   @classmethod
   def of(cls, params: PyTree) -> Split:
     """The split of these parameters, of one pair or of stacked pairs."""
-    found, structure = jax.tree_util.tree_flatten_with_path(params)
+    found, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_share)
     names = [jax.tree_util.keystr(path) for path, _ in found]
     return cls(structure, tuple(any(f"'{part}'" in name for part in EARLY) for name in names))
 
   def parts(self, copies: Sequence[PyTree], totals: PyTree) -> tuple[Early, Rest]:
-    """The parameters in two; `added` has been called for the early ones.
+    """The parameters in two; `ready` has been called for the early ones.
 
     Args:
       copies: trees like that of `of`, once for each batch.
@@ -73,11 +74,12 @@ class Split:
     """
     is_leaf = lambda x: x is None or isinstance(x, GradientTotal)
     summed = None if totals is None else jax.tree.leaves(totals, is_leaf=is_leaf)
+    leaves = [jax.tree.leaves(own, is_leaf=is_share) for own in copies]
     early, rest = (
-      ([self._picked(jax.tree.leaves(own), which) for own in copies], self._picked(summed, which))
+      ([self._picked(own, which) for own in leaves], self._picked(summed, which))
       for which in (True, False)
     )
-    return added(*early), rest
+    return ready(*early), rest
 
   def params(
     self,
@@ -89,12 +91,12 @@ class Split:
     """The parameters of a pair once for each batch, and `PairWalk`'s `following` of each batch.
 
     Args:
-      read: from `parts`, of the pair; `added` is called for the rest.
+      read: from `parts`, of the pair; `ready` is called for the rest.
       following: the next pair's early parameters, and its (keys of each batch, bias); None: none.
       graph: of a pair.
       contexts: one per batch.
     """
-    early, rest = read[0], added(*read[1])
+    early, rest = read[0], ready(*read[1])
     own = list(map(self.joined, early, rest))
     if following is None:
       return own, [None] * len(own)

@@ -63,6 +63,17 @@ from scmoe.models.stacked import (
 )
 from scmoe.parallel.barriers import barrier
 from scmoe.parallel.gradients import sum_over_devices, travels_over
+from scmoe.parallel.mesh import axis_size
+from scmoe.parallel.shares import (
+  AXIS,
+  WHOLE,
+  Share,
+  StateShares,
+  gathered,
+  is_share,
+  scattered,
+  shares_in,
+)
 
 PyTree = Any
 
@@ -84,6 +95,11 @@ class GradientTotal:
     dtype: in which it travels.
     last: the microbatches that are differentiated now are the step's last.
     empty: there were no earlier microbatches: `value` has the shape and is not read.
+    dimension: that the data ranks divide, of a total with `into`.
+    bucket: as of `scmoe.parallel.shares.Gathering`.
+    into: zeros like this rank's share of the parameter; the gradient with respect to them is this
+      rank's share of the sum, and nothing is differentiated with respect to `value`. None: the
+      total keeps its shape.
   """
 
   value: Any
@@ -91,6 +107,9 @@ class GradientTotal:
   dtype: str = dataclasses.field(default="float32", metadata={"static": True})
   last: bool = dataclasses.field(default=False, metadata={"static": True})
   empty: bool = dataclasses.field(default=False, metadata={"static": True})
+  dimension: int = dataclasses.field(default=WHOLE, metadata={"static": True})
+  bucket: int = dataclasses.field(default=0, metadata={"static": True})
+  into: Any = None
 
 
 # -- the step's side ------------------------------------------------------------------------------
@@ -164,25 +183,28 @@ def accumulate(
   gradient_dtype: str = "float32",
   flight: int = 1,
   factor: Array | None = None,
+  shares: StateShares | None = None,
 ) -> tuple[Array, PyTree, PyTree]:
   """Loss and gradients of a step, and its summed aux.
 
   Args:
     objective: gives the losses and their counts.
-    params: in the types in which the loss reads them.
+    params: in the types in which the loss reads them; `Share`s where data ranks share them.
     router: state that gradients do not train.
     batch: leaves [A, B, ...] of A microbatches; the i-th uses the key folded with i.
     rng: of the step.
-    specs: PartitionSpecs like the parameters.
+    specs: PartitionSpecs like the whole parameters.
     gradient_dtype: in which gradients travel between devices.
     flight: microbatches that run side by side; 1 if it does not divide A. The results do not depend
       on it.
     factor: multiplies the loss before it is differentiated, and so the gradients (`LossScaling`);
       the returned loss is without it.
+    shares: of which gradients a data rank wants its share only; None: of none.
 
   Returns:
-    the loss, float32 []; gradients like the parameters, float32 (of a single microbatch without a
-    sum over devices: in the parameters' types); aux, summed over the microbatches.
+    the loss, float32 []; gradients like the parameters or their shares, float32 (of a single
+    microbatch without a sum over devices: in the parameters' types); aux, summed over the
+    microbatches.
   """
   count = jax.tree.leaves(batch)[0].shape[0]
   size = flight if count % flight == 0 else 1
@@ -193,7 +215,7 @@ def accumulate(
   # float16's range, so a scaled loss is multiplied by A too.
   scale = 1.0 if factor is None else jnp.asarray(factor) * count
   slopes = {name: scale / jnp.maximum(number, 1) for name, number in counts.items()}
-  step = _Step(objective, [params] * size, router, ahead, key_of, slopes)
+  step = _Step(objective, [params] * size, router, ahead, key_of, slopes, gradient_dtype)
   reduces = any(travels_over(spec) for spec in jax.tree.leaves(specs))
   if count == 1 and not reduces:
     (terms,), pull, (aux,) = jax.vjp(step.losses(batch, 0), step.copies, has_aux=True)
@@ -207,7 +229,7 @@ def accumulate(
       items = _at(groups, slice(early)), size * jnp.arange(early)
       (done, totals), _ = jax.lax.scan(step.add_group, (done, totals), items)
     if reduces:
-      done, totals = _last_group(step, groups, early, done, totals, specs, gradient_dtype)
+      done, totals = _last_group(step, groups, early, done, totals, specs, shares)
     values = jax.tree.map(lambda total: total.value, totals, is_leaf=_is_total)
     with jax.named_scope("accumulate"):
       (terms, aux), grads = done, stacked_again(values)
@@ -223,6 +245,7 @@ class _Step:
   Attributes:
     copies: the parameters, once for each microbatch of a group.
     slopes: gradient of the loss with respect to each term: 1 / count, times the loss scale.
+    dtype: in which gradients travel.
   """
 
   objective: Losses
@@ -231,6 +254,7 @@ class _Step:
   ahead: PyTree
   key_of: Callable[[Any], Array]
   slopes: dict[str, Array]
+  dtype: str
 
   def losses(self, group: Batch, first: Any) -> Callable[..., Any]:
     """`Losses.losses` of a group [size, B, ...], a function of (copies, totals).
@@ -254,9 +278,10 @@ class _Step:
     """
     with jax.named_scope("accumulate"):
       shapes = tuple(each[0] for each in results)
-      done, zeros = jax.tree.map(_zeros, (shapes, self.copies[0]))
+      done, zeros = jax.tree.map(_zeros, (shapes, _bare(self.copies[0])))
       zeros = self.objective.lay_out_totals(zeros) if early else zeros
-    return done, jax.tree.map(GradientTotal, zeros, is_leaf=is_apart)
+    total = lambda zero: GradientTotal(zero, dtype=self.dtype)
+    return done, jax.tree.map(total, zeros, is_leaf=is_apart)
 
   def add_group(self, carry: PyTree, item: tuple[Batch, Array]) -> tuple[PyTree, None]:
     """Body of the loop over the groups before the last: adds one to (results, totals)."""
@@ -279,14 +304,16 @@ def _last_group(
   done: PyTree,
   totals: PyTree,
   specs: PyTree,
-  dtype: str,
+  shares: StateShares | None,
 ) -> tuple[PyTree, PyTree]:
   """Results and totals after the last group, whose backward pass reduces the totals."""
   group = _at(groups, -1)
   if early:
     # XLA unrolls a loop of one iteration, and would then mix its group with the last one.
     group, (done, totals) = barrier((group, (done, totals)))
-  given = for_last_group(totals, specs, dtype, empty=not early)
+  given = for_last_group(totals, specs, step.dtype, empty=not early)
+  if shares is not None:
+    given = _into_shares(given, step.copies[0], shares)
   losses = step.losses(group, early * len(step.copies))
   terms, pull, aux = jax.vjp(losses, step.copies, given, has_aux=True)
   grads, found = pull(step.slopes_of(terms))
@@ -336,14 +363,44 @@ def for_last_group(totals: PyTree, specs: PyTree, dtype: str, *, empty: bool) ->
   return jax.tree.map(prepare, specs, totals)
 
 
+def _into_shares(totals: PyTree, params: PyTree, shares: StateShares) -> PyTree:
+  """The totals of the last group, with those that end as a rank's share told so.
+
+  If ranks share the parameter, its total is a share from the beginning: each microbatch's gradient
+  is scattered before it is added. Otherwise the last group's backward pass scatters the total.
+  """
+  bucket, ranks = shares.how.bucket, axis_size(AXIS)
+
+  def tell(dimension: int, total: GradientTotal | None, param: Any) -> GradientTotal | None:
+    if dimension == WHOLE or total is None:
+      return total
+    if is_share(param):
+      others = tuple(axis for axis in total.axes if axis != AXIS)
+      return dataclasses.replace(total, axes=others, bucket=bucket)
+    shape = list(param.shape)
+    shape[dimension] //= ranks
+    into = jnp.zeros(shape, jnp.promote_types(param.dtype, jnp.float32))
+    value = None if total.empty else total.value
+    return dataclasses.replace(total, value=value, into=into, dimension=dimension, bucket=bucket)
+
+  return jax.tree.map(tell, shares.dimensions, totals, params)
+
+
+def _bare(params: PyTree) -> PyTree:
+  """The parameters with the arrays of `Share`s in their place."""
+  return jax.tree.map(lambda x: x.value if is_share(x) else x, params, is_leaf=is_share)
+
+
 def _completed(found: PyTree, grads: list[PyTree], zeros: PyTree) -> PyTree:
   """All totals: those found, and the plain gradients of the parameters that had none."""
 
   def complete(found: Any, zero: GradientTotal, *grads: Array) -> GradientTotal:
-    return GradientTotal(_added_up(grads, zero.value)) if found is None else found
+    if found is None:
+      return GradientTotal(_added_up(grads, zero.value))
+    return found if found.into is None else GradientTotal(found.into)
 
   absent_or_total = lambda x: x is None or _is_total(x)
-  return jax.tree.map(complete, found, zeros, *grads, is_leaf=absent_or_total)
+  return jax.tree.map(complete, found, zeros, *map(_bare, grads), is_leaf=absent_or_total)
 
 
 # -- the model's side -----------------------------------------------------------------------------
@@ -353,7 +410,8 @@ def added(copies: Sequence[PyTree], totals: PyTree) -> list[PyTree]:
   """The same parameters; their gradients are added to their totals, and reduced if it is time.
 
   The gradient with respect to a total is the total plus the gradients of all copies, summed over
-  `GradientTotal.axes`. Parameters with a total have no gradient of their own.
+  `GradientTotal.axes`. Parameters with a total have no gradient of their own. A `Share` with a
+  total is gathered, and its gradient scattered over the data ranks.
 
   Args:
     copies: the parameters, once for each microbatch of a group, before they are read.
@@ -364,7 +422,7 @@ def added(copies: Sequence[PyTree], totals: PyTree) -> list[PyTree]:
   here = [i for i, total in enumerate(found) if total is not None]
   if not here:
     return list(copies)
-  leaves, structures = zip(*map(jax.tree.flatten, copies))
+  leaves, structures = zip(*(jax.tree.flatten(own, is_leaf=is_share) for own in copies))
   assert all(len(own) == len(found) for own in leaves), "the totals are those of other parameters"
   picked: Any = _added([[own[i] for i in here] for own in leaves], [found[i] for i in here])
   for own, replaced in zip(leaves, picked):
@@ -373,13 +431,50 @@ def added(copies: Sequence[PyTree], totals: PyTree) -> list[PyTree]:
   return [jax.tree.unflatten(tree, own) for tree, own in zip(structures, leaves)]
 
 
+def ready(copies: Sequence[PyTree], totals: PyTree) -> list[PyTree]:
+  """`added`, with all `Share`s gathered: the parameters of one pair, as it reads them.
+
+  Args:
+    copies, totals: as of `added`.
+  """
+  return _all_gathered(added(copies, totals), lambda _: True)
+
+
+def ready_beside_pairs(copies: Sequence[PyTree], totals: PyTree = None) -> list[PyTree]:
+  """`ready` for a model's parameters but for those of its pairs, which the loop over pairs reads.
+
+  Args:
+    copies: a model's parameters, once for each microbatch of a group.
+    totals: like one of them, or None.
+  """
+  own = copies if totals is None else added(copies, beside_pairs(totals))
+  return _all_gathered(own, lambda path: not _of_pairs(path))
+
+
+def _all_gathered(copies: Sequence[PyTree], wanted: Callable[[Any], bool]) -> list[PyTree]:
+  """The copies with whole arrays in place of `Share`s whose path is `wanted`, gathered once."""
+  if not shares_in(copies[0]):
+    return list(copies)
+  flat, tree = jax.tree_util.tree_flatten_with_path(copies[0], is_leaf=is_share)
+  here = [i for i, (path, leaf) in enumerate(flat) if is_share(leaf) and wanted(path)]
+  wholes = gathered([flat[i][1] for i in here])
+  results = []
+  for own in copies:
+    leaves = jax.tree.leaves(own, is_leaf=is_share)
+    for i, whole in zip(here, wholes):
+      leaves[i] = whole
+    results.append(jax.tree.unflatten(tree, leaves))
+  return results
+
+
 def added_by_scan(copies: Sequence[PyTree], totals: PyTree) -> tuple[list[PyTree], PyTree]:
   """(copies, totals) of a stack of layers for a scan, whose body calls `added` with its slices.
 
   Before the last group the scan stacks the layers' gradients and this function adds the stack, so
   that the body gets None for totals; in the last group the body adds and reduces its own layer's.
+  The body always adds the gradients of shares, which it gathers and scatters.
   """
-  if _before_last(totals):
+  if _before_last(totals) and not shares_in(copies[0]):
     return added(copies, totals), None
   return list(copies), totals
 
@@ -398,7 +493,7 @@ def added_by_layer(
     totals: like one of them; leaves may be None, and so may all.
     count: L.
   """
-  if _before_last(totals):
+  if _before_last(totals) and not shares_in(copies[0]):
     trees = jax.tree.structure(copies[0])
     like_copies = jax.tree.unflatten(trees, _total_leaves(totals))
     own: Any = _added_to_stack(like_copies, list(copies), count)
@@ -417,11 +512,14 @@ def beside_pairs(totals: PyTree) -> PyTree:
   """
 
   def keep(path: tuple, total: GradientTotal | None) -> GradientTotal | None:
-    inside = any(getattr(key, "key", None) == "stages" for key in path)
-    return None if inside else total
+    return None if _of_pairs(path) else total
 
   is_leaf = lambda leaf: leaf is None or _is_total(leaf)
   return jax.tree_util.tree_map_with_path(keep, totals, is_leaf=is_leaf)
+
+
+def _of_pairs(path: Any) -> bool:
+  return any(getattr(key, "key", None) == "stages" for key in path)
 
 
 def large_layers_apart(zeros: PyTree, count: int) -> PyTree:
@@ -449,25 +547,59 @@ def _before_last(totals: PyTree) -> bool:
 
 
 @jax.custom_vjp
-def _added(copies: list[list[Array]], totals: list[GradientTotal]) -> list[list[Array]]:
-  return copies
+def _added(copies: list[list[Any]], totals: list[GradientTotal]) -> list[list[Array]]:
+  return _all_gathered(copies, lambda _: True)
 
 
 def _added_fwd(copies, totals):
   unread = lambda total: dataclasses.replace(total, value=None) if total.empty else total
-  return copies, [unread(total) for total in totals]
+  divided_at = [Share(None, x.dimension if is_share(x) else WHOLE) for x in copies[0]]
+  # Not by `_added`, which policies of rematerialisation could not see into.
+  whole = _all_gathered(copies, lambda _: True)
+  return whole, (divided_at, [unread(total) for total in totals])
 
 
-def _added_bwd(totals, bars):
+def _added_bwd(kept, bars):
+  divided_at, totals = kept
   with jax.named_scope("gradients" if any(total.last for total in totals) else "accumulate"):
+    wide = [
+      [bar.astype(jnp.promote_types(bar.dtype, jnp.float32)) for bar in copy] for copy in bars
+    ]
     values = [total.value for total in totals]
-    for copy in bars:
-      wide = [bar.astype(jnp.promote_types(bar.dtype, jnp.float32)) for bar in copy]
-      values = [w if value is None else value + w for value, w in zip(values, wide)]
-    reduce = lambda total, value: dataclasses.replace(
-      total, value=sum_over_devices(value, total.axes, total.dtype)
-    )
-    return None, [reduce(total, value) for total, value in zip(totals, values)]
+    here = [i for i, divided in enumerate(divided_at) if divided.dimension != WHOLE]
+    addends = [functools.reduce(jnp.add, [copy[i] for copy in wide]) for i in here]
+    dimensions = [divided_at[i].dimension for i in here]
+    for i, share in zip(here, _scattered(addends, dimensions, [totals[i] for i in here])):
+      values[i] = share if values[i] is None else values[i] + share
+    for copy in wide:
+      for i in set(range(len(totals))) - set(here):
+        values[i] = copy[i] if values[i] is None else values[i] + copy[i]
+    return None, _reduced(totals, values)
+
+
+def _reduced(totals: list[GradientTotal], values: list[Array]) -> list[GradientTotal]:
+  """The gradients with respect to totals, from the totals of this device."""
+  here = [i for i, total in enumerate(totals) if total.into is not None]
+  ending = [totals[i] for i in here]
+  shares = _scattered([values[i] for i in here], [total.dimension for total in ending], ending)
+  found = []
+  for i, (total, value) in enumerate(zip(totals, values)):
+    if total.into is None:
+      value = sum_over_devices(value, total.axes, total.dtype)
+      found.append(dataclasses.replace(total, value=value))
+    else:
+      others = tuple(axis for axis in total.axes if axis != AXIS)
+      share = sum_over_devices(shares[here.index(i)], others, total.dtype)
+      found.append(dataclasses.replace(total, value=None, into=share))
+  return found
+
+
+def _scattered(
+  addends: Sequence[Array], dimensions: Sequence[int], totals: Sequence[GradientTotal]
+) -> list[Array]:
+  if not addends:
+    return []
+  return scattered(addends, dimensions, totals[0].dtype, totals[0].bucket)
 
 
 _added.defvjp(_added_fwd, _added_bwd)

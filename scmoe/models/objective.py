@@ -18,7 +18,7 @@ from jax import Array
 from scmoe.base.batch import Batch
 from scmoe.models import gpt
 from scmoe.models.gpt import GPT
-from scmoe.models.gradient_sums import added, beside_pairs, divided
+from scmoe.models.gradient_sums import divided, ready_beside_pairs
 from scmoe.models.trunk import Output, Pass, Route, run_trunks
 from scmoe.moe.losses import (
   balance_loss,
@@ -160,8 +160,7 @@ class RoutedObjective:
       (`router.balance_over`), the balancing loss.
     """
     pairs = None
-    if totals is not None:
-      params = added(params, beside_pairs(totals))
+    params = ready_beside_pairs(params, totals)
     models: list[Any] = [nnx.merge(self.graph, own) for own in params]
     if totals is not None:
       pairs = models[0].totals_of_pairs(totals)
@@ -228,7 +227,7 @@ class RoutedObjective:
     microbatches, options = batch.weights.shape[0], self.router
     if microbatches == 1 or options.balance_over != "step" or not options.balance_loss:
       return None
-    model: Any = nnx.merge(self.graph, params)
+    model: Any = nnx.merge(self.graph, ready_beside_pairs([params])[0])
 
     def router_sums(item: tuple[Array, Batch]) -> RouterSums | None:
       number, own = item

@@ -18,6 +18,7 @@ from flax import nnx
 from jax import Array
 
 PyTree = Any
+STACKS = ("stages", "dense")  # names of a trunk's stacks, in the paths of their parameters
 
 
 @jax.tree_util.register_dataclass
@@ -126,3 +127,12 @@ def padded_stack(like: Array, *layers: Array) -> Array:
   pads = [((i, count - 1 - i, 0), *((0, 0, 0),) * x.ndim) for i, x in enumerate(layers)]
   wide = [jax.lax.pad(x[None].astype(like.dtype), zero, pad) for x, pad in zip(layers, pads)]
   return functools.reduce(jnp.add, wide)
+
+
+def leading_dimensions(path: Any) -> int:
+  """Number of dimensions of layers in front of a parameter's own: 1 in a stack, else 0.
+
+  Args:
+    path: of the parameter in a model, as `jax.tree_util` gives it.
+  """
+  return int(any(getattr(key, "key", None) in STACKS for key in path))

@@ -25,13 +25,14 @@ from scmoe.blocks.pair import BlockPair, Context, PairWalk, in_turns
 from scmoe.blocks.wiring import Tap
 from scmoe.models.ahead import Split, enter_scan, leave_scan, next_of, sends_ahead
 from scmoe.models.config import ModelConfig
-from scmoe.models.gradient_sums import added, added_by_layer, added_by_scan, large_layers_apart
+from scmoe.models.gradient_sums import added_by_layer, added_by_scan, large_layers_apart, ready
 from scmoe.models.stacked import each_layer, is_apart, split_layers, stack_outputs, stacked
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.experts import ExpertSource, OnDevice
 from scmoe.moe.losses import init_bias
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.types import RouterSums
+from scmoe.parallel.shares import GATHERED, shares_in
 
 REMATS = ("none", "dots", "moe", "full")
 
@@ -295,7 +296,7 @@ def run_trunks(route: Route) -> list[Output]:
     def stage(carry, xs, graph=graph, contexts=contexts, split: Split | None = None):
       read, (caches, kept, keys, bias_E), following = xs
       if split is None:
-        params, nexts = added(*read), [None] * len(contexts)
+        params, nexts = ready(*read), [None] * len(contexts)
       else:
         params, nexts = split.params(read, following, graph, contexts)
       first, values = carry
@@ -318,7 +319,10 @@ def run_trunks(route: Route) -> list[Output]:
         (out.sums, out.caches, out.hidden and jnp.stack(out.hidden), out.kept) for out in outs
       ]
 
-    body = _rematerialised(stage, shared.remat)
+    shares = shares_in(params[0])
+    kept = () if not shares or shares[0].how.again else (GATHERED,)
+    remat = {"remat": shared.remat, "kept": kept, "gathers": bool(shares)}
+    body = _rematerialised(stage, **remat)
     carry, totals = (jnp.ones((), bool), streams), shared.gradient_totals
     stored = lambda name, given=given: [
       None if g.caches is None else g.caches.get(name) for g in given
@@ -329,7 +333,7 @@ def run_trunks(route: Route) -> list[Output]:
     split: Any = None
     if all(g.caches is None for g in given) and sends_ahead(model.stages, contexts[0], starts[0]):
       split = Split.of(params[0])
-      body = _rematerialised(functools.partial(stage, split=split), shared.remat)
+      body = _rematerialised(functools.partial(stage, split=split), **remat)
     if model.written_out:
       body = jax.jit(body, inline=True)  # so jax traces `body` once, not once a pair
       own_params, own_totals = added_by_layer(params, totals, config.num_pairs)
@@ -444,23 +448,54 @@ def _in_order(
   return sums, caches, join(hidden)
 
 
-def _rematerialised(body: Callable[..., Any], remat: str) -> Callable[..., Any]:
+def _rematerialised(
+  body: Callable[..., Any], remat: str, kept: tuple[str, ...] = (), *, gathers: bool = False
+) -> Callable[..., Any]:
   """`body` under the preset `remat`, which says what its backward pass recomputes.
 
   Args:
     body: runs one pair, or the pairs of one step of a scan.
-    remat: as of `Pass.remat`. For none and moe `body` stays: pairs recompute experts themselves.
+    remat: as of `Pass.remat`. For none and moe pairs recompute experts themselves, and nothing is
+      recomputed here but gathers.
+    kept: names of values that the forward pass keeps under any preset.
+    gathers: whether the body gathers its parameters from the data ranks' shares. Unless they are
+      `kept`, the backward pass gathers them again.
 
   Raises:
     ConfigError: the preset is unknown.
   """
   policies = jax.checkpoint_policies
-  if remat in ("none", "moe"):  # the pairs recompute the experts by themselves
-    return body
+  if remat in ("none", "moe"):
+    if not gathers or GATHERED in kept:
+      return body
+    return jax.checkpoint(body, policy=_all_but_gathers)
+  named = policies.save_only_these_names("moe_rows", *kept)
   if remat == "dots":
     dots = policies.dots_with_no_batch_dims_saveable
-    travelled = policies.save_only_these_names("moe_rows")
-    return jax.checkpoint(body, policy=policies.save_from_both_policies(dots, travelled))
+    return jax.checkpoint(body, policy=policies.save_from_both_policies(dots, named))
   if remat == "full":
-    return jax.checkpoint(body, policy=policies.save_only_these_names("moe_rows"))
+    return jax.checkpoint(body, policy=named)
   raise ConfigError(f"train.remat={remat!r} is unknown; one of: {', '.join(REMATS)}")
+
+
+# Operations that only move data, as those that take a gathered array apart. If one of their results
+# were saved, a gathered parameter would be kept after all.
+_MOVES = (
+  "all_gather",
+  "name",
+  "slice",
+  "reshape",
+  "transpose",
+  "squeeze",
+  "dynamic_slice",
+  "split",
+)
+
+
+def _all_but_gathers(operation: Any, *inputs: Any, **_: Any) -> bool:
+  """A policy of rematerialisation: saves all values but float arrays that were gathered or moved.
+
+  Values that were only moved come from saved ones at the cost of a copy.
+  """
+  moved = operation.name in _MOVES
+  return not (moved and all(jnp.issubdtype(x.dtype, jnp.floating) for x in inputs))

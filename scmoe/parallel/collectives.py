@@ -55,6 +55,7 @@ NAMES = (
   "combine",  # the inverse
   "counts",  # all-gather of row counts per rank, and agreement on overflow rounds
   "weights",  # gathers and sums over devices that share an expert
+  "parameters",  # gathers of parameters of which data ranks hold shares
   "tensor",  # sums over the tensor axis: row-parallel products, vocabulary-parallel loss
   "gradients",  # sums of gradients over the devices that hold the same parameter, their norm, and
   # gathers of matrices that Muon needs whole

@@ -60,6 +60,23 @@ class MeshConfig(Options, path="mesh"):
   tensor: int = option(
     1, "devices on the tensor axis (hidden widths, heads, vocabulary)", minimum=1
   )
+  shard_state: str = option(
+    "none",
+    "what the ranks of the data axis share instead of holding it whole: none; the optimizer's "
+    "moments; or parameters too, gathered a pair at a time (docs/scale.md)",
+    choices=("none", "moments", "parameters"),
+  )
+  gather_again: bool = option(
+    True,
+    "with mesh.shard_state=parameters: the backward pass gathers a pair's parameters again; False "
+    "keeps those of all pairs meanwhile, in the compute type",
+  )
+  bucket_bytes: int = option(
+    1 << 25,
+    "with mesh.shard_state: arrays of fewer bytes travel together, up to so many in a collective; "
+    "0 sends each array by itself",
+    minimum=0,
+  )
 
   def resolve(self, num_devices: int) -> MeshConfig:
     """The same mesh with `data` filled in for `num_devices` devices.

@@ -26,7 +26,9 @@ from scmoe.layers.mlp import is_gated
 from scmoe.models.distillation import Distillation
 from scmoe.models.flops import forward_flops, head_widths, peak_flops, projection_weights
 from scmoe.models.objective import RoutedObjective
+from scmoe.models.stacked import leading_dimensions
 from scmoe.parallel.mesh import MeshConfig, make_mesh, parameter_specs, shardings_of
+from scmoe.parallel.shares import Gathering, StateShares, share_dimensions
 from scmoe.profiling.roofline import Sizes, machine, model_times
 from scmoe.run.config import RunConfig, to_dict
 from scmoe.run.modality import modality_of
@@ -227,6 +229,15 @@ class Built:
     """The model with these parameters."""
     return nnx.merge(self.graph, params)
 
+  def training_model(self, params: Params) -> Any:
+    """The model with parameters where the training state has them.
+
+    If data ranks share them (`mesh.shard_state=parameters`), each is a `Share`, as evaluation reads
+    it.
+    """
+    shares = self.optimizer.shares
+    return self.model(params if shares is None else shares.to_read(params))
+
 
 def build(
   run: RunConfig, devices: Sequence[Any] | None = None, teacher: RunConfig | None = None
@@ -244,6 +255,7 @@ def build(
   """
   mesh = build_mesh(run, devices)
   graph, shapes = build_model(run, mesh)
+  shares = shares_of(run, shapes)
   taught_by = None if teacher is None else build_teacher(teacher, run, mesh)
   objective = make_objective(run, graph, taught_by)
   optimizer = make_optimizer(
@@ -252,8 +264,27 @@ def build(
     half=run.model.dtype == "float16",
     spike_sigma=run.train.spike_sigma,
     specs=jax.tree.map(lambda s: s.sharding.spec, shapes),
+    shares=shares,
   )
   return Built(run, mesh, graph, shapes, objective, optimizer, taught_by)
+
+
+def shares_of(run: RunConfig, shapes: Params) -> StateShares | None:
+  """Which data rank holds which share of the state; None if each holds all of it.
+
+  Args:
+    run: resolved; its `mesh.shard_state` decides.
+    shapes: of the parameters, from `build_model`.
+  """
+  mesh = run.mesh
+  if mesh.shard_state == "none" or mesh.data == 1:
+    return None
+  return StateShares(
+    parameters=mesh.shard_state == "parameters",
+    specs=jax.tree.map(lambda s: s.sharding.spec, shapes),
+    dimensions=share_dimensions(shapes, leading_dimensions),
+    how=Gathering(mesh.bucket_bytes, mesh.gather_again),
+  )
 
 
 def build_teacher(teacher: RunConfig, run: RunConfig, mesh: Mesh) -> Built:

@@ -7,8 +7,7 @@ arrays and an abstract mesh; nothing is compiled or allocated. FLOPs are analyti
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,11 +21,12 @@ from scmoe.base.sizes import number, size_of
 from scmoe.blocks.wiring import WIRINGS
 from scmoe.layers.dot_product import fusable
 from scmoe.models.flops import Flops, Parameters, count_parameters, forward_flops
-from scmoe.parallel.mesh import BATCH_AXES, manual, shardings_of
+from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, manual, shardings_of
 from scmoe.run import build
 from scmoe.run.config import RunConfig
-from scmoe.run.estimates import StepNeeds, device_table
+from scmoe.run.estimates import DEVICES, USABLE, StepNeeds, device_table
 from scmoe.run.modality import modality_of
+from scmoe.run.sharing import Sharing, bytes_per_device
 from scmoe.training.optimizer import make_optimizer
 from scmoe.training.step import abstract_state
 
@@ -38,10 +38,15 @@ class Memory:
   """Bytes on each device, by kind.
 
   Attributes:
-    parameters, gradients, optimizer: exact.
+    parameters, gradients, optimizer: exact. Where data ranks share the state (`mesh.shard_state`)
+      gradients are this rank's shares; with `moments` and several microbatches they are whole until
+      the last.
     activations: what one microbatch keeps for the backward pass, and what the backward pass
       recomputes of one layer at a time; an estimate, since XLA fuses.
     exchange: send and receive buffers of one dispatch and one combine.
+    gathered: with `mesh.shard_state=parameters`, whole parameters in the compute type: those beside
+      the pairs, those of the pair that computes with their gradients, and those of the next pair;
+      of all pairs with `mesh.gather_again=False`. An estimate: XLA decides when it gathers.
   """
 
   parameters: int
@@ -49,6 +54,7 @@ class Memory:
   optimizer: int
   activations: int
   exchange: int
+  gathered: int = 0
 
   @property
   def total(self) -> int:
@@ -63,12 +69,15 @@ class Traffic:
   Attributes:
     exchanges: all-to-alls, forward and backward, over all microbatches.
     all_to_all: what leaves the device in them.
-    gradients: ring all-reduce of the gradients of replicated parameters.
+    gradients: ring all-reduce of the gradients of replicated parameters; their reduce-scatter
+      where data ranks share the state.
+    parameters: all-gathers of parameters that data ranks share.
   """
 
   exchanges: int
   all_to_all: int
   gradients: int
+  parameters: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,24 +119,27 @@ def dry_run(run: RunConfig) -> DryRun:
   """Sizes, memory, traffic and FLOPs of a resolved configuration, on any mesh."""
   mesh = abstract_mesh(run)
   graph, shapes = build.build_model(run, mesh)
-  optimizer = make_optimizer(run.optimizer, run.train.steps)
+  sharing = Sharing(run, graph, shapes)
+  optimizer = make_optimizer(run.optimizer, run.train.steps, shares=sharing.shares)
   init = lambda key: (nnx.to_pure_dict(nnx.state(build.make_model(run, key))), {})
-  state = abstract_state(init, optimizer, mesh, (shardings_of(shapes), {}))  # pyright: ignore
+  halves = sharing.cast if run.optimizer.ablation.masters != "cast" else None
+  placed = shardings_of(shapes), {}
+  state = abstract_state(init, optimizer, mesh, placed, halves)  # pyright: ignore
   sent = list(_all_to_alls(_traced_step(run, mesh, graph, shapes)))
-  parameters = _bytes_per_device(state.params)
   memory = Memory(
-    parameters=parameters,
-    gradients=parameters,
-    optimizer=_bytes_per_device(state.opt_state),
+    parameters=bytes_per_device(state.params),
+    gradients=sharing.gradient_bytes,
+    optimizer=bytes_per_device(state.opt_state),
     activations=_activation_bytes(run),
     exchange=4 * max((size for _, size, _ in sent), default=0),
+    gathered=sharing.gathered_bytes,
   )
   return DryRun(
     run,
     count_parameters(run.model, shapes, real_share(run)),
     forward_flops(run.model, run.data.seq_len, real_share(run)),
     memory,
-    _traffic(run, sent, shapes),
+    _traffic(run, sent, sharing),
     _larger(run, memory),
   )
 
@@ -142,6 +154,29 @@ def _larger(run: RunConfig, memory: Memory) -> dict[int, Memory]:
       exchange = times * memory.exchange
       found[times] = dataclasses.replace(memory, activations=activations, exchange=exchange)
   return found
+
+
+def smallest_data(run: RunConfig, limits: Sequence[float]) -> list[tuple[int, int] | None]:
+  """The fewest data ranks with which a step fits when they share all state, and its bytes.
+
+  Each rank keeps its rows. Bytes are exact for the first number of ranks that is tried, which is
+  the run's own, or 2; from there on parameters, gradients and moments are divided further.
+
+  Args:
+    run: resolved.
+    limits: bytes of a device; the result has an entry for each, None where 1,024 times as many
+      ranks are too few.
+  """
+  first = max(run.mesh.data, 2)
+  mesh = dataclasses.replace(run.mesh, data=first, shard_state="parameters")
+  rows = run.train.batch_size // run.mesh.batch_shards * mesh.batch_shards
+  tokens = run.train.tokens_per_step
+  tokens = tokens if tokens % (rows * run.data.seq_len) == 0 else 0
+  train = dataclasses.replace(run.train, batch_size=rows, tokens_per_step=tokens)
+  memory = dry_run(dataclasses.replace(run, mesh=mesh, train=train)).memory
+  state = memory.parameters + memory.gradients + memory.optimizer
+  needs = [(first * 2**i, memory.total - state + state // 2**i) for i in range(11)]
+  return [next((need for need in needs if need[1] <= limit), None) for limit in limits]
 
 
 def real_share(run: RunConfig) -> float:
@@ -205,26 +240,16 @@ def _all_to_alls(jaxpr: Any, times: int = 1) -> Iterator[tuple[int, int, int]]:
           yield from _all_to_alls(item, times * inner)
 
 
-def _traffic(run: RunConfig, sent: list[tuple[int, int, int]], shapes: Any) -> Traffic:
+def _traffic(run: RunConfig, sent: list[tuple[int, int, int]], sharing: Sharing) -> Traffic:
   microbatches = run.train.microbatches(run.data.seq_len)
   # A device keeps its own one of the buffer's n equal parts.
   leaving = sum(times * size * (n - 1) // n for times, size, n in sent)
-  gradients = 0.0
-  for leaf in jax.tree.leaves(shapes):
-    mesh, spec = leaf.sharding.mesh, leaf.sharding.spec
-    split = {axis for part in spec if part for axis in ((part,) if isinstance(part, str) else part)}
-    copies = math.prod(mesh.shape[axis] for axis in BATCH_AXES if axis not in split)
-    gradients += 2 * (copies - 1) / copies * _bytes_per_device(leaf)
   return Traffic(
     exchanges=microbatches * sum(times for times, _, _ in sent),
     all_to_all=microbatches * leaving,
-    gradients=round(gradients),
+    gradients=sharing.gradient_traffic,
+    parameters=sharing.parameter_traffic,
   )
-
-
-def _bytes_per_device(tree: Any) -> int:
-  leaves = jax.tree.leaves(tree)
-  return sum(math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize for s in leaves)
 
 
 def _activation_bytes(run: RunConfig) -> int:
@@ -303,9 +328,10 @@ def report(result: DryRun) -> str:
     f"tokens       {tokens:,} per step ({micro} x {run.train.batch_size} "
     f"{modality_of(run).noun}s of {run.data.seq_len}), {number(tokens * steps)} in {steps:,} steps",
     *_memory_lines(result),
-    *_traffic_lines(result.traffic),
+    *_traffic_lines(result.traffic, run.mesh),
     "",
     *device_table(result.step_needs, steps),
+    *_sharing_lines(result),
     "",
     *_baseline_lines(result),
   ]
@@ -343,13 +369,16 @@ def _memory_lines(result: DryRun) -> list[str]:
   mesh, memory = result.run.mesh, result.memory
   lines = [
     f"mesh         data {mesh.data} x expert {mesh.expert} x tensor {mesh.tensor} = "
-    f"{mesh.size} device{'s' if mesh.size > 1 else ''}",
+    f"{mesh.size} device{'s' if mesh.size > 1 else ''}{_shared_words(mesh)}",
     "",
     "memory on each device",
   ]
   names = {"activations": f"activations (estimate, remat {result.run.train.remat})"}
   names["exchange"] = "all-to-all buffers"
+  names["gathered"] = "gathered parameters (estimate)"
   for kind, size in dataclasses.asdict(memory).items():
+    if kind == "gathered" and not size:
+      continue
     lines.append(f"  {names.get(kind, kind):36} {size_of(size):>12}")
   lines.append(f"  {'total':36} {size_of(memory.total):>12}")
   for times, larger in result.larger.items():  # fewer microbatches: fewer additions of gradients
@@ -358,15 +387,38 @@ def _memory_lines(result: DryRun) -> list[str]:
   return lines
 
 
-def _traffic_lines(traffic: Traffic) -> list[str]:
+def _shared_words(mesh: MeshConfig) -> str:
+  words = {"none": "", "moments": "moments", "parameters": "parameters and moments"}
+  shared = words[mesh.shard_state] if mesh.data > 1 else ""
+  return f"; data ranks share {shared}" if shared else ""
+
+
+def _traffic_lines(traffic: Traffic, mesh: MeshConfig) -> list[str]:
   if not traffic.exchanges and not traffic.gradients:
     return ["", "traffic      none: one device"]
-  return [
+  how = "reduce-scatter" if _shared_words(mesh) else "ring all-reduce"
+  lines = [
     "",
     "traffic that leaves each device, per step",
     f"  {f'all-to-all ({traffic.exchanges} exchanges)':36} {size_of(traffic.all_to_all):>12}",
-    f"  {'gradients (ring all-reduce)':36} {size_of(traffic.gradients):>12}",
+    f"  {f'gradients ({how})':36} {size_of(traffic.gradients):>12}",
   ]
+  if traffic.parameters:
+    lines.append(f"  {'parameters (all-gather)':36} {size_of(traffic.parameters):>12}")
+  return lines
+
+
+def _sharing_lines(result: DryRun) -> list[str]:
+  """For GPUs on which the step does not fit, the meshes of which each rank holds a share."""
+  limits = {device.name: USABLE * device.memory for device in DEVICES}
+  over = {name: limit for name, limit in limits.items() if result.memory.total > limit}
+  if not over:
+    return []
+  found = zip(over, smallest_data(result.run, list(over.values())))
+  fits = [f"{name} from mesh.data={need[0]} ({size_of(need[1])})" for name, need in found if need]
+  if not fits:
+    return ["  mesh.shard_state=parameters does not make it fit on any of the others"]
+  return [f"  with mesh.shard_state=parameters it fits on {', '.join(fits)}"]
 
 
 def _baseline_lines(result: DryRun) -> list[str]:

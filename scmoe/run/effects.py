@@ -120,6 +120,24 @@ _VISION_RULES = (
 RULES = (
   *_VISION_RULES,
   _Rule(
+    ("mesh.shard_state", "mesh.bucket_bytes", "mesh.gather_again"),
+    lambda run: run.mesh.data == 1 and run.mesh.shard_state != "none",
+    "mesh.data=1 leaves one rank, which holds the whole state",
+    "set mesh.data to 2 or more, or leave mesh.shard_state=none",
+  ),
+  _Rule(
+    ("mesh.bucket_bytes",),
+    lambda run: run.mesh.shard_state == "none",
+    "with mesh.shard_state='none' no rank holds a share",
+    "set mesh.shard_state=moments or parameters",
+  ),
+  _Rule(
+    ("mesh.gather_again",),
+    lambda run: run.mesh.shard_state != "parameters",
+    "mesh.shard_state={run.mesh.shard_state!r} gathers no parameters in a pass",
+    "set mesh.shard_state=parameters",
+  ),
+  _Rule(
     ("model.num_experts", "model.zero_experts", "model.expert_hidden", "model.ffn.impl",
      "model.ffn.backend", "model.ffn.fp8", "model.top_k", "router.", "dispatch.",
      "mesh.expert"),

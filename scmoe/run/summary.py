@@ -15,7 +15,7 @@ from scmoe.base.sizes import size_of
 from scmoe.models.flops import count_parameters, forward_flops
 from scmoe.run import build
 from scmoe.run.config import RunConfig
-from scmoe.run.dry_run import dry_run, model_lines
+from scmoe.run.dry_run import dry_run, model_lines, smallest_data
 
 MANY_PASSES = 20  # passes over a text after which a small model has memorised it
 
@@ -165,7 +165,8 @@ def levers(run: RunConfig, limit: int | None = None) -> str:
   if not found:
     return f"try {layers[0]}" if layers else "use a smaller model"
   none = f"try a smaller model: none of these suffices alone: {', '.join(map(str, found))}"
-  return f"{none}; {_largest_that_fits(run, limit)}"
+  parts = [none, _nearest_mesh(run, limit), _largest_that_fits(run, limit)]
+  return "; ".join(part for part in parts if part)
 
 
 def _smaller(run: RunConfig) -> list[tuple[str, RunConfig]]:
@@ -185,7 +186,26 @@ def _smaller(run: RunConfig) -> list[tuple[str, RunConfig]]:
     if train.batch_size % wide.batch_shards == 0:
       words = f"mesh.expert={wide.expert} on {wide.size} devices"
       found.append((words, dataclasses.replace(run, mesh=wide)))
+  if mesh.data > 1:
+    modes = ("none", "moments", "parameters")
+    for word in modes[modes.index(mesh.shard_state) + 1 :]:
+      shared = dataclasses.replace(mesh, shard_state=word)
+      found.append((f"mesh.shard_state={word}", dataclasses.replace(run, mesh=shared)))
   return found
+
+
+def _nearest_mesh(run: RunConfig, limit: int | None) -> str:
+  """Suggests the fewest data ranks that hold the state when they share it; "" if there are none."""
+  if limit is None or jax.default_backend() == "cpu":  # simulated devices share one memory
+    return ""
+  (need,) = smallest_data(run, [limit])
+  if need is None:
+    return ""
+  devices = need[0] * run.mesh.expert * run.mesh.tensor
+  return (
+    f"mesh.shard_state=parameters mesh.data={need[0]} on {devices} devices would fit "
+    f"({size_of(need[1])})"
+  )
 
 
 def _needed(run: RunConfig) -> int | None:

@@ -218,8 +218,11 @@ class Run:
     make = functools.partial(init_state, built.init, built.optimizer, self.train.seed)
     if restored is None:
       warm = trainer.warm_start
-      self.state = warm(make(stored)).like(self.abstract) if warm else make(self.abstract)
       self.step = 0
+      if warm is None:
+        self.state = make(self.abstract)
+      else:
+        self.state = warm(make(stored)).like(self.abstract).placed(self.abstract)
     elif restored.meta.get(WEIGHTS_ONLY):
       weights = restored.state
       self.state = make(self.abstract, params=weights["params"])
@@ -227,7 +230,8 @@ class Run:
       self.state, self.step = dataclasses.replace(self.state, router=router), 0
       self.checkpointer.last_saved = None  # step 0 with an optimizer's state is not saved yet
     else:
-      self.state, self.step = restored.state.like(self.abstract), restored.step
+      self.state = restored.state.like(self.abstract).placed(self.abstract)
+      self.step = restored.step
       self._go_to(restored.data_state)
     if trainer.teacher is not None:
       self.state = dataclasses.replace(self.state, teacher=trainer.teacher())

@@ -42,32 +42,33 @@ class Halves:
 
   def to_float32(self) -> Array:
     """The float32 array; a `jax.ShapeDtypeStruct` if the halves are `jax.ShapeDtypeStruct`s."""
-    if isinstance(self.high, jax.ShapeDtypeStruct):
-      return self.high.update(dtype=jnp.dtype(jnp.float32))  # pyright: ignore
+    if isinstance(self.low, jax.ShapeDtypeStruct):
+      # Of `low`, which may be divided over more ranks than `high`.
+      return self.low.update(dtype=jnp.dtype(jnp.float32))  # pyright: ignore
     return _joined(self.high, self.low)
 
 
-def halves_of(params: PyTree, read: PyTree) -> PyTree:
+def halves_of(params: PyTree, read: PyTree, low: PyTree) -> PyTree:
   """`jax.ShapeDtypeStruct`s of parameters, in `Halves` if float32 and read in bfloat16.
 
   Args:
     params: `jax.ShapeDtypeStruct`s of the parameters, with shardings.
     read: the same in the types in which the model reads them.
+    low: shardings of the halves that no model reads.
   """
 
-  def lay(param: Any, read: Any) -> Any:
+  def lay(param: Any, read: Any, place: Any) -> Any:
     if (param.dtype, read.dtype) != (jnp.float32, jnp.bfloat16):
       return param
-    return Halves(
-      param.update(dtype=jnp.dtype(jnp.bfloat16)), param.update(dtype=jnp.dtype("int16"))
-    )
+    high = param.update(dtype=jnp.dtype(jnp.bfloat16))
+    return Halves(high, param.update(dtype=jnp.dtype("int16"), sharding=place))
 
-  return jax.tree.map(lay, params, read)
+  return jax.tree.map(lay, params, read, low)
 
 
 def to_float32(params: PyTree) -> PyTree:
   """Parameters with one float32 array in place of each `Halves`, as checkpoints hold them."""
-  return jax.tree.map(lambda x: x.to_float32() if _is_halves(x) else x, params, is_leaf=_is_halves)
+  return jax.tree.map(lambda x: x.to_float32() if is_halves(x) else x, params, is_leaf=is_halves)
 
 
 def readable(params: PyTree) -> PyTree:
@@ -75,16 +76,17 @@ def readable(params: PyTree) -> PyTree:
 
   Works on any tree with `Halves` in it, e.g. of shardings.
   """
-  return jax.tree.map(lambda x: x.high if _is_halves(x) else x, params, is_leaf=_is_halves)
+  return jax.tree.map(lambda x: x.high if is_halves(x) else x, params, is_leaf=is_halves)
 
 
 def like(params: PyTree, wanted: PyTree) -> PyTree:
   """Float32 parameters, stored in `Halves` wherever `wanted` has `Halves`."""
-  lay = lambda want, x: Halves.of(x) if _is_halves(want) else x
-  return jax.tree.map(lay, wanted, params, is_leaf=_is_halves)
+  lay = lambda want, x: Halves.of(x) if is_halves(want) else x
+  return jax.tree.map(lay, wanted, params, is_leaf=is_halves)
 
 
-def _is_halves(x: Any) -> bool:
+def is_halves(x: Any) -> bool:
+  """Whether a leaf of parameters is a `Halves`."""
   return isinstance(x, Halves)
 
 

@@ -79,8 +79,8 @@ def muon_or(
   named = lambda tree: jax.tree_util.tree_map_with_path(dimensions, tree)
   inner = scale_by_muon(beta=beta, weight_dimension_numbers=named)
 
-  def each(change: Callable[[Array, P], Array], tree: Any) -> Any:
-    of = lambda path, leaf: change(leaf, spec_of.get(jax.tree_util.keystr(path), P()))
+  def each(change: Callable[[Any, Array, P], Array], tree: Any) -> Any:
+    of = lambda path, leaf: change(path, leaf, spec_of.get(jax.tree_util.keystr(path), P()))
     return jax.tree_util.tree_map_with_path(of, tree)
 
   def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
@@ -105,21 +105,28 @@ def _scaled(path: tuple[Any, ...], update: Array, rms: float) -> Array:
   return update * jnp.asarray(rms * math.sqrt(max(sizes)), update.dtype)
 
 
-def _gathered(x: Array, spec: P) -> Array:
-  """The whole matrix, gathered from the devices that split it; experts stay on their devices."""
-  for dimension, axes in _split(x, spec):
+def _gathered(path: tuple[Any, ...], x: Array, spec: P) -> Array:
+  """Whole matrices, gathered from the devices that split them.
+
+  Devices that hold different matrices of a parameter, as of other experts, keep their own.
+  """
+  for dimension, axes in _split(path, x, spec):
     x = gathered(x, dimension, axes, "gradients")
   return x
 
 
-def _share(x: Array, spec: P) -> Array:
-  """This device's part of a gathered matrix."""
-  for dimension, axes in _split(x, spec):
+def _share(path: tuple[Any, ...], x: Array, spec: P) -> Array:
+  """This device's part of gathered matrices."""
+  for dimension, axes in _split(path, x, spec):
     x = own_share(x, dimension, *axes)
   return x
 
 
-def _split(x: Array, spec: P) -> list[tuple[int, tuple[str, ...]]]:
-  """(dimension, mesh axes that split it) for every split dimension but one split by `expert`."""
+def _split(path: tuple[Any, ...], x: Array, spec: P) -> list[tuple[int, tuple[str, ...]]]:
+  """(dimension, mesh axes that split it) for every split dimension of the matrices themselves."""
+  numbers: Any = dimensions(path, x)
+  if numbers is None:
+    return []
+  own = {x.ndim + d for side in numbers for d in side}
   found = [(i, axes_of(P(axes))) for i, axes in enumerate(spec)]
-  return [(i, axes) for i, axes in found if axes and axes != ("expert",) and i < x.ndim]
+  return [(i, axes) for i, axes in found if axes and i in own]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from scmoe.parallel.shares import StateShares
 from scmoe.training.loss_scale import LossScaling
 from scmoe.training.moments import narrow
 from scmoe.training.muon import muon_or
@@ -19,7 +20,7 @@ UNDECAYED = ("bias", "scale", "norm", "gain")  # parameters with these in their 
 
 
 class Optimizer(NamedTuple):
-  """An optax transformation with its schedule, its loss scaling and its spike test.
+  """An optax transformation with its schedule, loss scaling, spike test and division over ranks.
 
   `tx.update` takes `step=`, the step of the run, and `norm=`, the global norm of the gradients: the
   transformation may see one device's share of the gradients and could not compute their norm.
@@ -29,6 +30,7 @@ class Optimizer(NamedTuple):
   schedule: Callable[[Any], Any]  # step -> learning rate
   scaling: LossScaling | None = None  # None: the loss is not scaled
   spikes: Spikes | None = None  # None: every finite step updates
+  shares: StateShares | None = None  # of parameters and moments; None: each rank updates all
 
 
 def make_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -74,6 +76,7 @@ def make_optimizer(
   half: bool = False,
   spike_sigma: float = 0.0,
   specs: Any = None,
+  shares: StateShares | None = None,
 ) -> Optimizer:
   """The optimizer of a configuration: clipping, Adam or Muon, weight decay by mask, learning rate.
 
@@ -86,8 +89,10 @@ def make_optimizer(
     spike_sigma: see `TrainConfig`; 0: no spike test.
     specs: PartitionSpecs like the parameters; Muon needs them if `update` runs in the manual
       region.
+    shares: the shares that each data rank updates; None: each updates all.
   """
   schedule = make_schedule(cfg, steps)
+  specs = specs if shares is None else shares.share_specs
   rule = optax.scale_by_adam(cfg.beta1, cfg.beta2, cfg.eps)
   if cfg.name == "muon":
     rule = muon_or(rule, beta=cfg.muon_beta, rms=cfg.muon_rms, specs=specs)
@@ -101,7 +106,7 @@ def make_optimizer(
   )
   scaling = LossScaling(cfg.loss_scale, cfg.loss_scale_window) if half or cfg.loss_scale else None
   spikes = Spikes(spike_sigma) if spike_sigma else None
-  return Optimizer(optax.with_extra_args_support(tx), schedule, scaling, spikes)
+  return Optimizer(optax.with_extra_args_support(tx), schedule, scaling, spikes, shares)
 
 
 def clip_by_norm(limit: float) -> optax.GradientTransformationExtraArgs:

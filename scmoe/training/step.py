@@ -23,6 +23,7 @@ from scmoe.parallel.gradients import global_norm
 from scmoe.parallel.mesh import BATCH_AXES, batch_sharding, manual, replicated, shardings_of
 from scmoe.training import masters
 from scmoe.training.optimizer import Optimizer
+from scmoe.training.share_update import own_shares, stored_again, stored_shardings
 
 PyTree = Any
 Init = Callable[[Array], tuple[PyTree, PyTree]]
@@ -62,6 +63,10 @@ class TrainState:
   def like(self, abstract: TrainState) -> TrainState:
     """This state, of float32 parameters, with `Halves` wherever `abstract` has them."""
     return dataclasses.replace(self, params=masters.like(self.params, abstract.params))
+
+  def placed(self, abstract: TrainState) -> TrainState:
+    """This state with its arrays on the devices that `abstract` says, copied where they are not."""
+    return jax.device_put(self, shardings_of(dataclasses.replace(abstract, teacher=None)))
 
 
 class Objective(Losses, Protocol):
@@ -112,15 +117,17 @@ def abstract_state(
 
   Args:
     init: key -> (params, router).
-    optimizer: its state is sharded like the parameters it belongs to.
+    optimizer: its state is sharded like the parameters it belongs to, and divided further over
+      data ranks by `Optimizer.shares`.
     mesh: counters and scalars are replicated over it.
-    shardings: pytrees of NamedSharding like `params` and like `router`.
+    shardings: pytrees of NamedSharding like `params`, of which no rank holds a share, and like
+      `router`.
     cast: parameters -> parameters in the types in which the model reads them. If given, float32
       parameters that it reads in bfloat16 become `Halves` (`scmoe.training.masters`).
     teacher: ShapeDtypeStructs, with shardings, of the arrays for `Objective.taught`.
   """
   shapes = jax.eval_shape(lambda: _fresh(init, optimizer, 0))
-  params, router = shardings
+  params, divided = stored_shardings(shardings[0], optimizer.shares)
   everywhere = replicated(mesh)
   absent = lambda leaf: isinstance(
     leaf, optax.MaskedNode
@@ -129,19 +136,19 @@ def abstract_state(
     optimizer.tx,
     lambda leaf, sharding: leaf if absent(leaf) else sharding,
     shapes.opt_state,
-    params,
+    divided,
     transform_non_params=lambda _: everywhere,
     is_leaf=absent,
   )
   placed = jax.tree.map(lambda _: everywhere, shapes)
-  placed = dataclasses.replace(placed, params=params, router=router, opt_state=opt_state)
+  placed = dataclasses.replace(placed, params=params, router=shardings[1], opt_state=opt_state)
   state = jax.tree.map(
     lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, placed
   )
   state = dataclasses.replace(state, teacher=teacher)
   if cast is None:
     return state
-  lower = masters.halves_of(state.params, jax.eval_shape(cast, state.params))
+  lower = masters.halves_of(state.params, jax.eval_shape(cast, state.params), divided)
   return dataclasses.replace(state, params=lower)
 
 
@@ -226,8 +233,12 @@ def make_local_step(
 
   Args:
     objective, optimizer, gradient_dtype, flight: as of `make_train_step`.
-    params_specs: PartitionSpecs like the parameters.
+    params_specs: PartitionSpecs like the parameters, read only where no rank shares the state.
   """
+  shares = optimizer.shares
+  whole_specs = update_specs = params_specs
+  if shares is not None:
+    whole_specs, update_specs = shares.specs, shares.share_specs
 
   def local_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict, dict]:
     own = objective if state.teacher is None else objective.taught(state.teacher)
@@ -236,15 +247,17 @@ def make_local_step(
     # float32 parameters again.
     with jax.named_scope("cast"):
       params = own.cast(masters.readable(state.params))
+    if shares is not None:
+      params = shares.to_read(params)
     factor = None if optimizer.scaling is None else state.scale["factor"]
     loss, grads, aux = accumulate(
-      own, params, state.router, batch, rng, params_specs, gradient_dtype, flight, factor
+      own, params, state.router, batch, rng, whole_specs, gradient_dtype, flight, factor, shares
     )
     with jax.named_scope("optimizer"):
       if optimizer.scaling is not None:
         grads = optimizer.scaling.unscaled(grads, state.scale)
       with jax.named_scope("clip"):
-        norm = global_norm(grads, params_specs)
+        norm = global_norm(grads, update_specs)
       # Loss and norm are tested before clipping, which divides by the norm: an infinite gradient
       # makes the norm infinite, and clipping would turn that element into NaN, all others into 0.
       finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -278,7 +291,7 @@ def _updated(
   loss: Array,
 ) -> TrainState:
   """The next state; if the step is not `good`, only counters and loss scale change."""
-  before = masters.to_float32(state.params)
+  before = masters.to_float32(own_shares(state.params, optimizer.shares))
   updates, opt_state = optimizer.tx.update(
     grads, state.opt_state, before, step=state.step, norm=norm
   )
@@ -293,7 +306,7 @@ def _updated(
     scale = scaling.after(scale, jnp.isfinite(loss) & jnp.isfinite(norm))
   return TrainState(
     step=state.step + 1,
-    params=masters.like(keep(params, before), state.params),
+    params=stored_again(keep(params, before), state.params, optimizer.shares),
     opt_state=keep(opt_state, state.opt_state),
     router=keep(router, state.router),
     rng=state.rng,

@@ -1,0 +1,135 @@
+"""Bytes that devices store and send when data ranks share the state, for the dry run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from scmoe.models.stacked import STACKS
+from scmoe.parallel.gradients import axes_of
+from scmoe.parallel.mesh import BATCH_AXES
+from scmoe.parallel.shares import AXIS, WHOLE, StateShares
+from scmoe.run import build
+from scmoe.run.config import RunConfig
+from scmoe.run.modality import modality_of
+
+PyTree = Any
+PAIRS_AT_WORK = 3  # arrays as large as a pair's parameters: those of two pairs, and a gradient
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharing:
+  """Bytes that follow from `mesh.shard_state`, each those of one device.
+
+  Attributes:
+    run: resolved.
+    graph: the model's.
+    shapes: of whole parameters, with shardings.
+  """
+
+  run: RunConfig
+  graph: nnx.GraphDef
+  shapes: PyTree
+
+  @functools.cached_property
+  def shares(self) -> StateShares | None:
+    """The run's shares, or None."""
+    return build.shares_of(self.run, self.shapes)
+
+  @property
+  def cast(self) -> Callable[[PyTree], PyTree]:
+    """Parameters -> parameters in the types in which the model reads them."""
+    return modality_of(self.run).make_objective(self.run, self.graph).cast
+
+  @property
+  def gradient_bytes(self) -> int:
+    """Float32 gradients that a device holds when a step's last microbatch is added."""
+    shares, whole = self.shares, bytes_per_device(self.shapes)
+    accumulated = self.run.train.microbatches(self.run.data.seq_len) > 1
+    if shares is None or (accumulated and not shares.parameters):
+      return whole
+    ranks = self.run.mesh.data
+    parts = [(bytes_per_device(x), 1 if d == WHOLE else ranks) for x, d in self._leaves]
+    return sum(size // among for size, among in parts)
+
+  @property
+  def gathered_bytes(self) -> int:
+    """Whole parameters in the compute type beside the shares; 0 if each rank holds all of them."""
+    if self.shares is None or not self.shares.parameters:
+      return 0
+    pairs, beside = self._read_bytes
+    if not self.run.mesh.gather_again:
+      return beside + pairs
+    return beside + PAIRS_AT_WORK * pairs // self.run.model.num_pairs
+
+  @property
+  def gradient_traffic(self) -> int:
+    """Bytes of gradients that leave a device in a step, in float32.
+
+    A ring moves (n - 1)/n of an array in a reduce-scatter over n devices, twice as much in a sum.
+    Shares of parameters are scattered once a microbatch.
+    """
+    times = self._microbatches if self.shares and self.shares.parameters else 1
+    leaving = 0.0
+    for leaf, dimension in self._leaves:
+      axes = set(BATCH_AXES) - set(axes_of(leaf.sharding.spec))
+      size, shape = bytes_per_device(leaf), leaf.sharding.mesh.shape
+      if dimension != WHOLE:
+        ranks = shape[AXIS]
+        leaving += times * (ranks - 1) / ranks * size
+        size, axes = size / ranks, axes - {AXIS}
+      copies = math.prod(shape[axis] for axis in axes)
+      leaving += 2 * (copies - 1) / copies * size
+    return round(leaving)
+
+  @property
+  def parameter_traffic(self) -> int:
+    """Bytes of parameters that leave a device in a step: all-gathers of shares."""
+    if self.shares is None:
+      return 0
+    part = (self.run.mesh.data - 1) / self.run.mesh.data
+    pairs, beside = self._read_bytes
+    if not self.shares.parameters:
+      return round(part * (pairs + beside))
+    times = 2 if self.run.mesh.gather_again else 1
+    return round(part * self._microbatches * (beside + times * pairs))
+
+  @property
+  def _microbatches(self) -> int:
+    return self.run.train.microbatches(self.run.data.seq_len)
+
+  @property
+  def _leaves(self) -> list[tuple[Any, int]]:
+    shapes = jax.tree.leaves(self.shapes)
+    if self.shares is None:
+      return [(leaf, WHOLE) for leaf in shapes]
+    return list(zip(shapes, jax.tree.leaves(self.shares.dimensions)))
+
+  @functools.cached_property
+  def _read_bytes(self) -> tuple[int, int]:
+    """Shared parameters of the pairs, and those beside them, whole, in the types that are read."""
+    assert self.shares is not None
+    typed = jax.eval_shape(self.cast, self.shapes)
+    found = {True: 0, False: 0}
+
+    def add(path: Any, leaf: Any, read: Any, dimension: int) -> None:
+      if dimension != WHOLE:
+        inside = any(getattr(key, "key", None) == STACKS[0] for key in path)
+        wide = jnp.dtype(leaf.dtype).itemsize
+        found[inside] += bytes_per_device(leaf) * jnp.dtype(read.dtype).itemsize // wide
+
+    jax.tree_util.tree_map_with_path(add, self.shapes, typed, self.shares.dimensions)
+    return found[True], found[False]
+
+
+def bytes_per_device(tree: PyTree) -> int:
+  """Bytes of `jax.ShapeDtypeStruct`s with shardings, on each device."""
+  leaves = jax.tree.leaves(tree)
+  return sum(math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize for s in leaves)

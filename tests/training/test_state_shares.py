@@ -1,0 +1,392 @@
+"""Steps whose data ranks share the state are the steps of ranks that each hold all of it."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from scmoe.base.errors import Preempted
+from scmoe.blocks.options import OverlapConfig
+from scmoe.models.config import ModelConfig
+from scmoe.models.gradient_sums import accumulate
+from scmoe.moe.dispatch import DispatchConfig
+from scmoe.moe.options import RouterConfig
+from scmoe.parallel.gradients import global_norm
+from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, batch_sharding, manual
+from scmoe.parallel.shares import WHOLE, share_dimension, share_spec
+from scmoe.run.build import build
+from scmoe.run.config import RunConfig
+from scmoe.run.config_files import find_config, load_config
+from scmoe.run.dry_run import dry_run
+from scmoe.train import train
+from scmoe.training.checkpoint import Checkpointer
+from scmoe.training.options import (
+  CheckpointConfig,
+  OptimizerAblation,
+  OptimizerConfig,
+  TrainConfig,
+)
+from scmoe.training.step import init_state, make_train_step
+
+SMALL = ModelConfig(
+  wiring="top2",
+  num_layers=4,
+  width=16,
+  num_heads=2,
+  mlp_hidden=24,
+  num_experts=4,
+  vocab_size=64,
+  context=8,
+  dtype="float32",
+)
+MODELS = {
+  "dense": dataclasses.replace(SMALL, wiring="dense"),
+  "top2": SMALL,
+  "pos2": dataclasses.replace(SMALL, wiring="scmoe_pos2", top_k=1),
+  "ahead": dataclasses.replace(SMALL, wiring="scmoe_pos2", top_k=1, moe_every=1, num_layers=3),
+  "longcat": dataclasses.replace(
+    SMALL,
+    style="llama",
+    wiring="scmoe_pos2",
+    mix="direct",
+    zero_experts=2,
+    top_k=2,
+    q_lora_rank=8,
+    kv_lora_rank=8,
+    qk_nope_head_dim=4,
+    qk_rope_head_dim=4,
+    v_head_dim=8,
+    tie_embeddings=False,
+  ),
+}
+ROUTER = RouterConfig(balance_loss=0.5, z_loss=0.1, noise=1.0)
+LENGTH, ROWS = 8, 16
+
+
+def built(mode, name="pos2", microbatches=1, mesh=None, remat="none", unroll=1, **changed):
+  """A run on 8 devices, data=4 x expert=2."""
+  mesh = mesh or MeshConfig(4, 2, 1, shard_state=mode)
+  train = {"batch_size": ROWS // microbatches, "tokens_per_step": ROWS * LENGTH, "remat": remat}
+  fields = {"model": MODELS[name]} | changed
+  run = RunConfig(
+    **fields,
+    overlap=OverlapConfig(unroll=unroll),
+    router=ROUTER,
+    dispatch=DispatchConfig(transport="dropless"),
+    mesh=mesh,
+    train=TrainConfig(**train, steps=8),
+  )
+  run = dataclasses.replace(run, data=dataclasses.replace(run.data, seq_len=LENGTH)).resolve(
+    num_devices=mesh.size, vocab_size=64
+  )
+  return build(run, jax.devices()[: mesh.size])
+
+
+@functools.cache
+def gradients(
+  mode, model="pos2", microbatches=1, remat="none", dtype="float32", unroll=1, **sharing
+):
+  """Loss, gradients and their norm of one step, as whole arrays."""
+  mesh = MeshConfig(4, 2, 1, shard_state=mode, **sharing)
+  own = built(mode, model, microbatches, mesh, remat, unroll)
+  shares = own.optimizer.shares
+  out = own.specs if shares is None else shares.share_specs
+
+  def local(params, batch):
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
+    read = params if shares is None else shares.to_read(params)
+    key = jax.random.key(3)
+    loss, grads, aux = accumulate(own.objective, read, {}, batch, key, own.specs, shares=shares)
+    return loss, global_norm(grads, out), grads, aux.nats
+
+  stored = out if mode == "parameters" else own.specs
+  program = manual(local, own.mesh, (stored, P(None, BATCH_AXES)), (P(), P(), out, P()))
+  numbers = np.random.default_rng(0)
+  draw = lambda s: jnp.asarray(numbers.normal(0, 0.3, s.shape), s.dtype)
+  return jax.device_get(jax.jit(program)(jax.tree.map(draw, own.shapes), own.random_batch()))
+
+
+def assert_same(got, want, rtol=1e-6):
+  for name, a, b in zip(("loss", "norm"), got, want):
+    np.testing.assert_allclose(a, b, rtol=rtol, err_msg=name)
+  leaves = jax.tree_util.tree_leaves_with_path(got[2])
+  for (path, a), b in zip(leaves, jax.tree.leaves(want[2]), strict=True):
+    room = rtol * (np.abs(b).max() + 0.1 * want[1])
+    np.testing.assert_allclose(a, b, rtol=rtol, atol=room, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+  ("mode", "remat"), [("moments", "none"), ("parameters", "none"), ("parameters", "full")]
+)
+def test_gradients_are_those_of_a_state_that_every_rank_holds(mode, remat, model, microbatches):
+  assert_same(gradients(mode, model, microbatches, remat), gradients("none", model, microbatches))
+
+
+@pytest.mark.parametrize(
+  ("mode", "model", "microbatches", "remat"),
+  [("moments", "pos2", 2, "none"), ("parameters", "pos2", 1, "full"),
+   ("parameters", "pos2", 2, "none"), ("parameters", "ahead", 2, "dots")],
+)  # fmt: skip
+def test_pairs_that_are_written_out_read_shares_as_a_scan_does(mode, model, microbatches, remat):
+  """As on a GPU, where each pair is compiled by itself."""
+  assert_same(
+    gradients(mode, model, microbatches, remat, unroll=0), gradients("none", model, microbatches)
+  )
+
+
+def test_bfloat16_gradients_agree_within_their_noise():
+  for mode in ("moments", "parameters"):
+    assert_same(gradients(mode, dtype="bfloat16"), gradients("none", dtype="bfloat16"), 2e-2)
+
+
+@pytest.mark.parametrize("sharing", [{"gather_again": False}, {"bucket_bytes": 0}], ids=str)
+def test_what_is_kept_and_how_it_is_packed_change_no_gradient(sharing):
+  assert_same(gradients("parameters", "pos2", 2, **sharing), gradients("none", "pos2", 2))
+
+
+# -- whole steps -----------------------------------------------------------------------------------
+
+SMOOTH = OptimizerConfig(eps=1e-3, clip_norm=0.1)  # Adam's own eps makes signs of rounding errors
+HALVES = {"ablation": OptimizerAblation("halves")}
+STEPS = {
+  "clipped": ("float32", SMOOTH),
+  "muon": ("float32", dataclasses.replace(SMOOTH, name="muon")),
+  "halves": ("bfloat16", dataclasses.replace(SMOOTH, **HALVES)),
+  "loss scale": ("float16", SMOOTH),
+}
+
+
+@functools.cache
+def stepped(mode, name, mesh=None, steps=3):
+  """(run, state, scalars of each step) after some steps."""
+  dtype, optimizer = STEPS[name]
+  mesh = dataclasses.replace(mesh or MeshConfig(2, 2, 1), shard_state=mode)
+  model = dataclasses.replace(MODELS["pos2"], dtype=dtype)
+  own = built(mode, "pos2", 2, mesh, model=model, optimizer=optimizer)
+  abstract = own.abstract_state()
+  state, found = init_state(own.init, own.optimizer, 0, abstract), []
+  step = make_train_step(own.objective, own.optimizer, abstract)
+  for _ in range(steps):
+    state, scalars, _ = step(state, own.random_batch())
+    found.append(jax.device_get(scalars))
+  return own, state, found
+
+
+@pytest.mark.parametrize("mode", ["moments", "parameters"])
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_are_those_of_a_state_that_every_rank_holds(name, mode):
+  """Clipping, Muon, halves and skipped steps: float16 starts with a loss scale that overflows."""
+  _, want, wanted = stepped("none", name)
+  _, got, found = stepped(mode, name)
+  rtol = 1e-5 if STEPS[name][0] == "float32" else 3e-2
+  for a, b in zip(found, wanted, strict=True):
+    assert a["skipped"] == b["skipped"]
+    for key in ("loss", "grad_norm", "lr"):
+      np.testing.assert_allclose(a[key], b[key], rtol=rtol, err_msg=key)
+    if name == "loss scale":
+      assert a["loss_scale"] == b["loss_scale"]
+  moved = SMOOTH.learning_rate * len(found)
+  for a, b in zip(
+    jax.tree.leaves(got.for_checkpoint().params), jax.tree.leaves(want.for_checkpoint().params)
+  ):
+    np.testing.assert_allclose(a, b, rtol=0, atol=moved * 10 * rtol)
+
+
+def test_a_step_that_is_not_finite_changes_no_share():
+  own, state, _ = stepped("parameters", "clipped")
+  broken = dataclasses.replace(state, params=jax.tree.map(lambda x: x, state.params))
+  first = broken.params["norm"]
+  broken.params["norm"] = jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), first)
+  before = jax.device_get(broken)
+  step = make_train_step(own.objective, own.optimizer, own.abstract_state())
+  after, scalars, _ = step(jax.tree.map(jnp.copy, broken), own.random_batch())
+  assert not scalars["finite"]
+  assert int(after.skipped) == int(before.skipped) + 1
+  for part in ("params", "opt_state"):
+    pairs = zip(jax.tree.leaves(getattr(after, part)), jax.tree.leaves(getattr(before, part)))
+    for a, b in pairs:
+      np.testing.assert_array_equal(a, b)
+
+
+READERS = [("none", MeshConfig(1, 1, 1)), ("moments", MeshConfig(2, 2, 2)),
+           ("parameters", MeshConfig(8, 1, 1))]  # fmt: skip
+
+
+@pytest.mark.parametrize("written", ["none", "moments", "parameters"])
+@pytest.mark.parametrize("name", ["clipped", "halves"])
+def test_a_checkpoint_of_any_sharding_loads_in_any_other_bit_for_bit(tmp_path, name, written):
+  _, state, _ = stepped(written, name)
+  want = state.for_checkpoint()
+  Checkpointer(tmp_path, CheckpointConfig()).save_now(3, want, {}, {})
+  dtype, optimizer = STEPS[name]
+  model = dataclasses.replace(MODELS["pos2"], dtype=dtype)
+  for mode, mesh in READERS:
+    mesh = dataclasses.replace(mesh, shard_state=mode)
+    abstract = built(mode, "pos2", 2, mesh, model=model, optimizer=optimizer).abstract_state()
+    reader = Checkpointer(tmp_path, CheckpointConfig())
+    read = reader.restore_latest_valid(abstract.for_checkpoint())
+    got = read.state.like(abstract).placed(abstract)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(abstract), strict=True):
+      assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+    for a, b in zip(jax.tree.leaves(got.for_checkpoint()), jax.tree.leaves(want), strict=True):
+      np.testing.assert_array_equal(a, b)
+
+
+def test_a_run_goes_on_in_another_mode_on_another_mesh(tmp_path):
+  """The command's own loop: evaluation, samples, stop, resume."""
+  smoke = load_config(find_config("quickstart"), "smoke")
+
+  def run(mode, data, expert, **training):
+    train = dataclasses.replace(smoke.train, steps=4, eval_every=2, sample_every=2, **training)
+    mesh = MeshConfig(data, expert, 1, shard_state=mode)
+    return dataclasses.replace(smoke, mesh=mesh, train=train)
+
+  with pytest.raises(Preempted):
+    train(run("parameters", 2, 1, stop_after=2), tmp_path / "a")
+  train(run("parameters", 2, 1), tmp_path / "b")
+  state = train(run("moments", 2, 2), tmp_path / "a")
+  assert int(state.step) == 4
+  lines = [
+    [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+    for name in ("a", "b")
+  ]
+  evaluated = [{x["step"]: x["loss"] for x in some if x.get("kind") == "eval"} for some in lines]
+  assert evaluated[0].keys() == evaluated[1].keys() == {2, 4}
+  for step, loss in evaluated[0].items():
+    assert loss == pytest.approx(evaluated[1][step], rel=1e-3)
+
+
+# -- memory and traffic ----------------------------------------------------------------------------
+
+
+def held(tree):
+  """Bytes of arrays on the first device."""
+  return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize(
+  ("name", "mode", "most"),
+  [("clipped", "parameters", 0.55), ("halves", "parameters", 0.55), ("halves", "moments", 0.62),
+   ("clipped", "moments", 0.72)],
+)  # fmt: skip
+def test_two_ranks_hold_half(name, mode, most):
+  """The dry run says what the arrays are."""
+  size = {}
+  for each in ("none", mode):
+    own, state, _ = stepped(each, name)
+    planned = dry_run(own.run).memory
+    assert planned.parameters == held(state.params)
+    assert planned.optimizer == held(state.opt_state)
+    size[each] = held(state.params) + held(state.opt_state)
+  assert size[mode] <= most * size["none"]
+
+
+def collectives(mode, **sharing):
+  """How often each kind of collective is in the compiled step of a scan over pairs."""
+  own = built(mode, "pos2", 1, MeshConfig(4, 2, 1, shard_state=mode, **sharing))
+  abstract = own.abstract_state()
+  step = make_train_step(own.objective, own.optimizer, abstract)
+  place = batch_sharding(own.mesh, leading=1)
+  batch = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), own.random_batch()
+  )
+  text = step.lower(abstract, batch).as_text()
+  names = ("all_gather", "reduce_scatter")
+  return {name: text.count(f"stablehlo.{name}") for name in names}
+
+
+def test_small_arrays_travel_together():
+  """A bucket for the float32 arrays of a pair (all, in this model), one for those beside pairs."""
+  own = built("parameters")
+  dimensions = jax.tree_util.tree_leaves_with_path(own.optimizer.shares.dimensions)
+  shared = [path for path, dimension in dimensions if dimension != WHOLE]
+  pairs = sum("stages" in jax.tree_util.keystr(path) for path in shared)
+  beside = len(shared) - pairs
+  assert pairs > 10
+  assert beside > 2
+  # Forward and backward pass gather a pair; the exchange gathers its counts of rows, too.
+  counts = collectives("none")["all_gather"]
+  assert collectives("parameters") == {"all_gather": 2 * 1 + 1 + counts, "reduce_scatter": 1 + 1}
+  kept = collectives("parameters", gather_again=False)
+  assert kept == {"all_gather": 1 + 1 + counts, "reduce_scatter": 1 + 1}
+  alone = collectives("parameters", bucket_bytes=0, gather_again=False)
+  assert alone == {"all_gather": pairs + beside + counts, "reduce_scatter": pairs + beside}
+  assert collectives("moments") == {"all_gather": 1 + counts, "reduce_scatter": 1 + 1}
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_the_forward_pass_keeps_whole_weights_only_if_it_is_told_to(again):
+  own = built(
+    "parameters", "pos2", 1, MeshConfig(4, 1, 1, shard_state="parameters", gather_again=again)
+  )
+  shares = own.optimizer.shares
+  layers = own.run.model.num_pairs
+
+  def local(params, batch):
+    read = shares.to_read(params)
+    return accumulate(own.objective, read, {}, batch, jax.random.key(3), own.specs, shares=shares)
+
+  out = (P(), shares.share_specs, P())
+  program = manual(local, own.mesh, (shares.share_specs, P(None, BATCH_AXES)), out)
+  jaxpr = jax.make_jaxpr(program)(own.shapes, own.random_batch())
+  wholes = {
+    s.shape
+    for (path, s), d in zip(
+      jax.tree_util.tree_leaves_with_path(own.shapes), jax.tree.leaves(shares.dimensions)
+    )
+    if path[0].key == "stages" and s.ndim > 2 and d != WHOLE
+  }
+  assert all(shape[0] == layers for shape in wholes)
+  kept = {
+    v.aval.shape
+    for scan in scans(jaxpr.jaxpr)
+    if not scan.params["reverse"]
+    for v in scan.outvars
+    if v.aval.shape in wholes
+  }
+  assert bool(kept) != again
+
+
+def scans(jaxpr):
+  for eqn in jaxpr.eqns:
+    if eqn.primitive.name == "scan":
+      yield eqn
+    for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
+      inner = getattr(value, "jaxpr", value)
+      if hasattr(inner, "eqns"):
+        yield from scans(inner)
+
+
+# -- which rank holds what -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("shape", "leading", "ranks", "dimension"),
+  [
+    ((16, 16, 2048, 1024), 1, 2, -3),  # the experts of a layer, not the layers
+    ((16, 15, 2048, 1024), 1, 2, -2),
+    ((50257, 768), 0, 8, -1),
+    ((50304, 768), 0, 8, -2),
+    ((4, 3, 5), 1, 2, WHOLE),
+    ((4,), 1, 2, WHOLE),
+    ((), 0, 2, WHOLE),
+    ((8, 8), 0, 1, WHOLE),  # one rank
+  ],
+)
+def test_ranks_divide_the_first_dimension_that_they_divide_evenly(shape, leading, ranks, dimension):
+  assert share_dimension(shape, leading, ranks) == dimension
+
+
+def test_the_data_axis_divides_what_other_axes_have_left():
+  assert share_spec(P(None, "expert", None, ("shard", "tensor")), -3) == P(
+    None, ("expert", "data"), None, ("shard", "tensor")
+  )
+  assert share_spec(P(None, None), -1) == P(None, "data")
+  assert share_spec(P("tensor"), WHOLE) == P("tensor")

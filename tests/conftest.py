@@ -51,9 +51,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 
-# Files of minutes come first, so that no worker is left with one in the end.
-LONG = ("test_notebooks", "test_gradient_reduction", "test_causality", "test_offload", "test_cli")
-LONG += ("test_extending", "test_mistakes", "test_disk", "test_processes", "test_teacher")
+# Files of half a minute and more come first, so that no worker is left with one in the end.
+LONG = ("test_notebooks", "test_gradient_reduction", "test_mosaic_gpu", "test_configs", "test_cli")
+LONG += ("test_extending", "test_mistakes", "test_processes", "test_teacher", "test_distillation")
+LONG += ("test_wirings", "test_causality", "test_vision", "test_offload", "test_disk")
+LONG += ("test_killed", "test_masters", "test_moments", "test_muon", "test_variants")
+LONG += ("test_zero_experts",)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

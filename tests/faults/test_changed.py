@@ -21,7 +21,8 @@ LINES = "".join(f"line {i} of a text about nothing in particular\n\n" for i in r
 
 def start(workdir, text, steps, *argv):
   fields = {"data.source": "text", "data.path": text, "train.tensorboard": "false",
-            "data.cache_dir": workdir.parent / "cache", "train.steps": steps}  # fmt: skip
+            "data.cache_dir": workdir.parent / "cache", "train.steps": steps,
+            "train.sample_tokens": 0}  # fmt: skip
   given = [f"--config.{name}={value}" for name, value in fields.items()]
   train.main(["--config=quickstart", "--smoke", f"--workdir={workdir}", *given, *argv])
 

@@ -21,7 +21,7 @@ def smoke(masters: str, mesh: MeshConfig = MeshConfig(), **training):
   run = load_config(find_config("quickstart"), "smoke")
   model = dataclasses.replace(run.model, dtype="bfloat16")
   optimizer = dataclasses.replace(run.optimizer, ablation=OptimizerAblation(masters))
-  own = dataclasses.replace(run.train, **training)
+  own = dataclasses.replace(run.train, **{"sample_tokens": 0, "tensorboard": False, **training})
   return dataclasses.replace(run, model=model, optimizer=optimizer, train=own, mesh=mesh)
 
 

@@ -30,6 +30,7 @@ from scmoe.moe.layer import MoE, MoECall, RoutedTokens
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.types import RouterSums
 from scmoe.parallel.barriers import barrier
+from scmoe.parallel.collectives import waiting
 
 # The names of steps in profiles, where they differ from the schedule's.
 SCOPES = {
@@ -143,6 +144,7 @@ class BlockPair(nnx.Module):
     rule = config.wiring_rule
     self.config, self.wiring, self.hands_over = config, rule, hands_over
     self.schedule = make_schedule(rule, config.moe_every, overlap, dispatch.chunks)
+    self.chunks = dispatch.chunks
     self.units = nnx.List([Unit(config, rngs=rngs) for _ in range(rule.units_per_moe)])
     moe = config.moe(router, dispatch, copy_engines=overlap.copy_engines)
     self.moe = MoE(moe, experts=experts, gates=gates, rngs=rngs) if rule.taps else None
@@ -313,6 +315,7 @@ class PairWalk:
     self.h_BSD: Any = None  # the residual stream before an attention's output is added
     self.shared_BSD: Array | None = None
     self.new_caches.append([])
+    self.waits: dict[int, dict[int, Any]] = {}  # of each gating: what a chunk's exchange waits for
     self.inputs: dict[int, Any] = {}  # of each gating
     self.routed: dict[int, RoutedTokens] = {}
     self.results: dict[int, tuple[Array, RouterSums]] = {}
@@ -385,16 +388,28 @@ class PairWalk:
 
   @jax.named_scope(words.DISPATCH)
   def dispatch(self, step: Step) -> None:
-    """Rows travel to their experts, in this pair or in the next one."""
+    """Rows travel to their experts, in this pair or in the next one.
+
+    The rows of a chunk are sent only when `main` has come to its step. The transport makes all
+    chunks in one call, at the last chunk's step; until then the steps of the others leave `main`,
+    for their exchanges to wait for.
+    """
     if step.ahead:
       routed = self.next_routed
       sent = routed.transport.dispatch(routed.x_TD, routed.routing, None)
       self.next_routed = dataclasses.replace(routed, sent=sent)
       self.dispatched = sent.layouts, sent.permutations
       return
-    routed, experts = self.routed[step.gating], self.layer_experts.of(step.gating)
-    sent = routed.transport.dispatch(routed.x_TD, routed.routing, experts)
-    self.routed[step.gating] = dataclasses.replace(routed, sent=sent)
+    g, waits = step.gating, self.waits.setdefault(step.gating, {})
+    if step.chunk:
+      waits[step.chunk] = self.main
+    if step.chunk is not None and step.chunk < self.pair.chunks - 1:
+      return
+    routed, experts = self.routed[g], self.layer_experts.of(g)
+    with waiting(waits):
+      sent = routed.transport.dispatch(routed.x_TD, routed.routing, experts)
+    self.main = waits.get(step.chunk, self.main)
+    self.routed[g] = dataclasses.replace(routed, sent=sent)
     self.dispatched = sent.layouts, sent.permutations
 
   @jax.named_scope(words.EXPERTS)

@@ -18,6 +18,13 @@ slot that it does not have.)
 
 Where rows travel in chunks, the experts are one step per chunk, each with a slot of its own: the
 rows of the second arrive beside the experts of the first, and theirs leave beside the second's.
+
+With barriers each chunk's dispatch is a step too. XLA runs one exchange at a time and places
+operations from the end of the program backward: it would give every product that may stand beside
+either exchange to the last one, and the first would stand bare. So the second chunk is sent behind
+the steps that stand beside the first (`_sent_behind`):
+
+  route | dispatch: chunk 1 | mlp 0 | dispatch: chunk 2 | experts: chunk 1 | attention 1: ...
 """
 
 from __future__ import annotations
@@ -49,7 +56,7 @@ class Step:
     block: of a dense step: which block of the pair.
     gating: of a step of the MoE: which of its gatings.
     direction: of a barrier: "forward" or "backward" for one pass only.
-    chunk: of the experts and their barriers: which chunk of the rows; None: all of them.
+    chunk: of dispatch, experts and their barriers: which chunk of the rows; None: all of them.
     ahead: of route, dispatch and their barrier: they are the next pair's (`Schedule.of`).
   """
 
@@ -168,10 +175,14 @@ def make_schedule(
     _Place(start, after(start, slots), after(start, back), before, ahead)
     for start, before in zip(starts, earlier)
   ]
+  if overlap.order == "barriers" and overlap.flight == 1:
+    places = [dataclasses.replace(place, sent=_sent_behind(place)) for place in places]
   order = ""
   if overlap.order == "barriers" or overlap.flight > 1:  # turns need an order (`in_turns`)
     order = "forward" if overlap.ablation.backward == "free" else "both"
-  mirrored = [_Place(place.start, place.back, place.back, ahead=ahead) for place in places]
+  mirrored = [
+    _Place(place.start, place.back, place.back, ahead=ahead, sent=place.sent) for place in places
+  ]
   between = _picked(_in_order(dense, mirrored), ahead is not None, ahead is not None)
   return Schedule(_in_order(dense, places, order), _mirror(between), names)
 
@@ -198,6 +209,7 @@ class _Place:
     handed_over: whether the unit before hands the tap over. Routing then needs nothing of this
       unit, so no barrier holds it behind the end of that unit (`earlier_steps`).
     ahead: before the next unit's route and dispatch; None: this unit does not begin them.
+    sent: before the dispatch of each chunk, the first at `start`; (): all are sent at `start`.
   """
 
   start: int
@@ -205,6 +217,7 @@ class _Place:
   back: tuple[int, ...]
   handed_over: bool = False
   ahead: int | None = None
+  sent: tuple[int, ...] = ()
 
   def steps(self, gating: int, position: int, tied: str) -> list[Step]:
     """This gating's steps behind `position` dense steps; `tied` as in `_in_order`."""
@@ -213,7 +226,10 @@ class _Place:
     steps: list[Step] = []
     if position == self.start:
       steps += [Step(BARRIER, gating=gating)] * (bool(tied) and not self.handed_over)
-      steps += [Step(ROUTE, gating=gating), Step(DISPATCH, gating=gating)]
+      steps.append(Step(ROUTE, gating=gating))
+      steps += [] if self.sent else [Step(DISPATCH, gating=gating)]
+    sent_here = [chunk for chunk, behind in enumerate(self.sent) if behind == position]
+    steps += [Step(DISPATCH, gating=gating, chunk=chunk) for chunk in sent_here]
     if position == self.ahead:
       steps += [Step(BARRIER, ahead=True)] * bool(tied)
       steps += [Step(ROUTE, ahead=True), Step(DISPATCH, ahead=True)]
@@ -231,6 +247,24 @@ class _Place:
     if position == max((*self.experts, *self.back) if apart else self.experts):
       steps.append(Step(COMBINE, gating=gating))
     return steps
+
+
+def _sent_behind(place: _Place) -> tuple[int, ...]:
+  """Numbers of dense steps before the dispatch of each chunk; () if all are sent at once.
+
+  The dense steps before a chunk's experts are shared evenly among the exchanges up to its own. With
+  two chunks whose experts stand behind steps 1 and 2 the second is sent behind step 1; with both
+  behind step 2 too. No chunk is sent behind the first experts, which stand beside the exchange of
+  the second, nor where the backward pass has them. A tap that the unit before hands over has that
+  unit's steps beside its exchanges: all its chunks are sent at once.
+  """
+  chunks = len(place.experts)
+  if chunks == 1 or place.handed_over:
+    return ()
+  latest = min(place.experts[0], place.back[0])
+  share = lambda chunk: -(-chunk * (place.experts[chunk] - place.start) // chunks)
+  sent = tuple(min(latest, place.start + share(chunk)) for chunk in range(chunks))
+  return sent if sent[-1] > place.start else ()
 
 
 def _in_order(dense: Sequence[Step], places: Sequence[_Place], tied: str = "") -> tuple[Step, ...]:

@@ -5,10 +5,12 @@ All are differentiable. Over an axis of one device none sends anything.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import os
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
 import jax
@@ -163,6 +165,31 @@ def _several(axes: tuple[str, ...]) -> tuple[str, ...]:
 # -- the exchange of rows -------------------------------------------------------------------------
 
 
+# What the exchange of each chunk waits for, while the call of a transport is traced.
+_WAITS: contextvars.ContextVar[dict[int, Any] | None] = contextvars.ContextVar(
+  "waits", default=None
+)
+
+
+@contextlib.contextmanager
+def waiting(values: dict[int, Any]) -> Iterator[None]:
+  """Lets the exchanges of some chunks begin only when other values are computed.
+
+  Dependencies leave open beside which of several exchanges an operation runs; this decides it.
+
+  Args:
+    values: chunk -> the arrays that its exchange waits for. Each exchange that names its chunk
+      (`Exchange.all_to_all`) replaces them by the same arrays, which wait for the rows to be sent;
+      in the backward pass, the operations that made them then wait until the gradients of the rows
+      have arrived.
+  """
+  token = _WAITS.set(values)
+  try:
+    yield
+  finally:
+    _WAITS.reset(token)
+
+
 @dataclasses.dataclass(frozen=True)
 class Exchange:
   """An all-to-all of rows between the ranks of one mesh axis.
@@ -187,14 +214,21 @@ class Exchange:
         f"use a divisor of {self.size}"
       )
 
-  def all_to_all(self, x: Array) -> Array:
+  def all_to_all(self, x: Array, chunk: int | None = None) -> Array:
     """Sends x[w] to rank w, for each rank w: [W, ...] -> [W, ...], where slice w came from rank w.
 
     Over the first dimension XLA needs no transpose of the data. The backward pass is the same
     exchange.
+
+    Args:
+      x: what is sent.
+      chunk: which chunk of a dispatch this is, for `waiting`; None: it waits for nothing else.
     """
     if self.axis is None or self.size == 1:
       return x
+    waits = _WAITS.get()
+    if chunk is not None and waits is not None and chunk in waits:
+      x, waits[chunk] = barrier((x, waits[chunk]))
     if self.silent:
       # Without an exchange between them, XLA would fuse the operations before and after it, and
       # the program without exchanges would do less work than the one with them.

@@ -9,6 +9,7 @@ import pytest
 from scmoe.base.errors import ConfigError
 from scmoe.blocks.options import OverlapAblation, OverlapConfig
 from scmoe.blocks.schedule import (
+  ADD,
   BARRIER,
   COMBINE,
   COMPUTE,
@@ -248,14 +249,54 @@ def test_each_chunk_has_a_step():
     WIRINGS["scmoe_pos2"], 2, OverlapConfig(schedule=slots, order="barriers"), chunks
   )
   assert " | ".join(joined(make("mlp 0, attention 1").forward)) == (
-    "attention 0 | route | dispatch | mlp 0 | experts: chunk 1 | attention 1 | experts: chunk 2 | "
-    "combine | shared expert | add"
+    "attention 0 | route | dispatch: chunk 1 | mlp 0 | dispatch: chunk 2 | experts: chunk 1 | "
+    "attention 1 | experts: chunk 2 | combine | shared expert | add"
   )
   assert make("mlp 0").forward == make("mlp 0, mlp 0").forward
   barriers = [step.chunk for step in make("mlp 0").steps if step.operation == BARRIER]
   assert barriers == [None, 0, 0, 1, 1]
   with pytest.raises(ConfigError, match=r"names 2 slots for dispatch.chunks=3; use one, or one f"):
     make("mlp 0, attention 1", 3)
+
+
+def behind_dispatches(slots, chunks, wiring="scmoe_pos2", blocks=2, **overlap):
+  """The dense steps between two chunks' dispatches, which only the first can have beside it."""
+  overlap = OverlapConfig(schedule=slots, **{"order": "barriers", **overlap})
+  steps = make_schedule(WIRINGS[wiring], blocks, overlap, chunks).steps
+  names = [step.name for step in steps if step.operation not in (BARRIER, ROUTE, ADD)]
+  at = [i for i, name in enumerate(names) if name.startswith("dispatch")]
+  return [names[i + 1 : j] for i, j in zip(at, [*at[1:], names.index("experts: chunk 1")])]
+
+
+def test_no_chunk_stands_bare_while_a_step_of_its_list_waits():
+  """The steps before a chunk's experts are shared among the exchanges up to its own."""
+  seam = "attention 1: projections"
+  assert behind_dispatches(f"mlp 0, {seam}", 2) == [["mlp 0"], []]
+  # Both behind one step: the first has the first half beside it, the second the second half.
+  assert behind_dispatches(seam, 2) == [["mlp 0"], [seam]]
+  assert behind_dispatches("shared expert", 2) == [
+    ["mlp 0", seam], ["attention 1: mixing", "shared expert"],
+  ]  # fmt: skip
+  three = behind_dispatches("attention 1", 3)
+  assert three == [["mlp 0"], [seam], ["attention 1: mixing"]]
+  # The second has the first's experts beside it, and the first nothing that could wait.
+  assert behind_dispatches("dispatch, shared expert", 2) == [[]]
+  # The backward pass has the experts earlier in forward order: no dispatch stands behind them.
+  earlier = OverlapAblation("dispatch")
+  assert behind_dispatches(f"mlp 0, {seam}", 2, ablation=earlier) == [["mlp 0"]]
+
+
+def test_where_all_chunks_are_sent_at_once():
+  """In turns another batch stands beside them, else XLA, else the steps of the unit before."""
+  whole = [["mlp 0"]]
+  assert behind_dispatches("mlp 0", 2, flight=2) == whole
+  assert behind_dispatches("mlp 0", 2, order="xla") == whole
+  assert behind_dispatches("attention 0", 2, wiring="scmoe_pos2", blocks=1) == [
+    ["attention 0: projections", "attention 0: mixing"]
+  ]
+  chunked = make_schedule(WIRINGS["scmoe_pos2"], 2, OverlapConfig("mlp 0", order="barriers"), 2)
+  back = " | ".join(joined(chunked.backward))
+  assert "experts: chunk 1 | dispatch: chunk 2 | mlp 0 | dispatch: chunk 1 | route" in back
 
 
 def test_a_step_of_a_chunk_takes_what_the_transport_made():

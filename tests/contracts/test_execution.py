@@ -71,6 +71,25 @@ def test_chunks_in_slots_of_their_own_equal_sequential(wiring, slots, backward):
   assert_same_run(executed(wiring, overlap, dispatch=chunks), executed(wiring))
 
 
+def test_chunks_that_wait_for_steps_equal_sequential():
+  """On two devices, each chunk sent behind another step: values and gradients, forward and back."""
+  mesh = make_mesh(MeshConfig(expert=2), jax.devices()[:2])
+  dispatch = DispatchConfig(transport="dropless")
+
+  def run(overlap, chunks):
+    config = harness.tiny(wiring="scmoe_pos2")
+    own = dataclasses.replace(dispatch, chunks=chunks)
+    graph, params = harness.parts(config, dispatch=own, overlap=overlap)
+    step = jax.jit(harness.on_mesh(mesh, graph, params))
+    given = harness.sharded(params, mesh), harness.tokens(), harness.cotangent()
+    (value, aux), grads = step(*given)
+    return harness.Run(float(value), jax.tree.map(np.asarray, aux), harness.named(grads))
+
+  slots = "mlp 0, attention 1: projections, attention 1"
+  waiting = run(OverlapConfig(slots, order="barriers"), 3)
+  assert_same_run(waiting, run(OverlapConfig(schedule="off"), 1))
+
+
 def test_a_backward_slot_of_its_own_and_unrolled_pairs_change_nothing():
   for backward in ("attention 1: projections", "shared expert", "free"):
     overlap = OverlapConfig(

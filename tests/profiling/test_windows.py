@@ -123,7 +123,7 @@ def test_gradients_travel_beside_the_backward_pass_of_what_is_still_to_come():
   assert not [w for w in windows("scmoe_pos2") if w.stage == "gradients"]
 
 
-def forward_windows(wiring, batches=1, chunks=1, pairs=1, **overlap):
+def forward_windows(wiring, batches=1, chunks=1, pairs=1, transport="capacity", **overlap):
   """Windows of a forward pass whose layers are one step of the scan, with `batches` side by side."""
   config = ModelConfig(
     wiring=wiring,
@@ -134,7 +134,8 @@ def forward_windows(wiring, batches=1, chunks=1, pairs=1, **overlap):
     vocab_size=16,
     context=4,
   ).resolve()
-  options = {"dispatch": DispatchConfig(chunks=chunks), "overlap": OverlapConfig(**overlap)}
+  dispatch = DispatchConfig(chunks=chunks, transport=transport)
+  options = {"dispatch": dispatch, "overlap": OverlapConfig(**overlap)}
   make = lambda: GPT(config, **options, rngs=nnx.Rngs(params=0))
   graph, params = nnx.split(nnx.eval_shape(make))
 
@@ -169,7 +170,23 @@ def test_barriers_put_each_chunk_where_its_slot_is():
   stages, beside = forward_windows("scmoe_pos2", chunks=2, schedule=slots, order="barriers")
   assert stages == ORDER
   every = {"mlp", "experts", "attention"}
-  assert beside == [{"mlp"}, every, every, {"mlp"}]
+  # The MLP is only for the first dispatch: XLA would otherwise give it to the second, and leave the
+  # first with nothing.
+  assert beside == [{"mlp"}, {"experts", "attention"}, every, {"mlp"}]
+
+
+@pytest.mark.parametrize("transport", ["capacity", "packed", "dropless"])
+def test_the_second_chunk_leaves_the_first_what_it_needs(transport):
+  """Both chunks' experts stand behind the whole window, whose first half only the first can have."""
+  both = {"schedule": "shared expert", "order": "barriers"}
+  stages, beside = forward_windows("scmoe_pos2", chunks=2, transport=transport, **both)
+  assert stages == ORDER
+  assert beside[0] == {"mlp", "attention"}
+  assert beside[1] == {"experts", "mlp", "attention"}
+  split = forward_windows(
+    "scmoe_pos2", chunks=2, transport=transport, schedule="mlp 0", order="barriers"
+  )
+  assert split[1][:2] == [{"mlp"}, {"experts"}]
 
 
 def test_microbatches_in_turns_give_even_top_k_a_window():

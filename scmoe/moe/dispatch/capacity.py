@@ -161,7 +161,7 @@ class Capacity:
       permutation, rows_RD = barrier((permutation, rows_RD), "forward")
       part = rows_RD.reshape(ranks, num_experts // ranks, -1, x_TD.shape[-1])
       # `jax.checkpoint` keeps values of this name: the backward pass exchanges no row again.
-      rows.append(checkpoint_name(self.exchange.all_to_all(part), "moe_rows"))
+      rows.append(checkpoint_name(self.exchange.all_to_all(part, chunk), "moe_rows"))
       layouts.append(padded_layout(*part.shape[:3]))
       permutations.append(permutation)
     one, sent = jnp.ones((), jnp.int32), tuple(permutations)

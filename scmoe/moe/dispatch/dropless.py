@@ -137,7 +137,7 @@ class Dropless:
         # The barrier puts the loop before the first exchange.
         held = barrier((rows_RD, queues, overflow_TD), "forward")
         rows_RD, queues, overflow_TD = held
-      arrived = self.exchange.all_to_all(rows_RD.reshape(peers, size, -1))
+      arrived = self.exchange.all_to_all(rows_RD.reshape(peers, size, -1), chunk)
       # `jax.checkpoint` keeps values of this name: the backward pass exchanges no row again.
       rows.append(checkpoint_name(arrived.reshape(rows_RD.shape), "moe_rows"))
       layouts.append(_layout_of_window(queues, chunk * size, size))

@@ -2,6 +2,7 @@
 
   python -m scmoe.bench.layer --layer --shape T,D,F,E,K [--shape ...] [--bf16_gate]
                                 [--turns_only] --json OUT
+  python -m scmoe.bench.layer --layer --devices 2 --shape T,D,F,E,K [--transport packed] --json OUT
   python -m scmoe.bench.layer --kernels --shape T,D,F,E,K [--skew 8] --json OUT
   python -m scmoe.bench.layer --fp8 --shape T,D,F,E,K --json OUT
 
@@ -12,6 +13,9 @@ compared with float32 before it is timed. Inputs are fresh and random. A time is
 rounds in which all contenders take turns, so that a change of the GPU's clock affects all of them.
 The bound is XLA's batched dense product of the same FLOPs on equal groups, without router, gather,
 activation and weighted sum, timed in the same rounds.
+
+With --devices the experts are spread over several devices of T tokens each, and the layer is timed
+in turns with the same without its exchanges, and with its exchanges alone (`scmoe.bench.parallel`).
 """
 
 import argparse
@@ -150,9 +154,17 @@ class Layer:
     shape: its sizes.
     backend: implementation of the grouped products (`model.ffn.backend`).
     fp32_gate: `router.compat.fp32_gate`.
+    dispatch: options of the transport.
   """
 
-  def __init__(self, shape: Shape, backend: str = "auto", *, fp32_gate: bool = True):
+  def __init__(
+    self,
+    shape: Shape,
+    backend: str = "auto",
+    *,
+    fp32_gate: bool = True,
+    dispatch: DispatchConfig = DispatchConfig(transport="dropless"),
+  ):
     s = self.shape = shape
     self.fp32_gate = fp32_gate
     config = MoEConfig(
@@ -163,7 +175,7 @@ class Layer:
       activation="swiglu",
       backend=backend,
       router=RouterConfig(compat=CompatConfig(fp32_gate=fp32_gate)),
-      dispatch=DispatchConfig(transport="dropless"),
+      dispatch=dispatch,
     )
     abstract = nnx.eval_shape(lambda: MoE(config, rngs=nnx.Rngs(0)))
     self.graph, self._params = nnx.split(abstract)
@@ -509,6 +521,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument(
     "--turns_only", action="store_true", help="time --layer only in turns with the bound"
   )
+  parser.add_argument("--devices", type=int, default=1, help="of --layer: experts spread over them")
+  parser.add_argument("--transport", default="dropless", help="of --devices: dispatch.transport")
   parser.add_argument("--rounds", type=int, default=7)
   parser.add_argument("--json", help="where results are written")
   options = parser.parse_args(argv)
@@ -527,7 +541,21 @@ def main(argv: Sequence[str] | None = None) -> int:
   }
   print(f"{device.device_kind}, jax {jax.__version__}", flush=True)
   for shape in shapes:
-    if options.layer:
+    if options.layer and options.devices > 1:
+      from scmoe.bench.parallel import bench_parallel, print_parallel
+
+      result = bench_parallel(
+        shape,
+        seed,
+        options.backend,
+        options.rounds,
+        devices=options.devices,
+        transport=options.transport,
+        fp32_gate=not options.bf16_gate,
+      )
+      report.setdefault("parallel", []).append(result)
+      print_parallel(result)
+    elif options.layer:
       result = bench_layer(
         shape,
         seed,

@@ -1,0 +1,37 @@
+"""python -m scmoe.bench.layer --devices: an expert-parallel layer, checked and timed."""
+
+import json
+
+import pytest
+
+from scmoe.base.errors import ConfigError
+from scmoe.bench import layer, parallel
+
+
+@pytest.mark.parametrize("transport", ["dropless", "packed"])
+def test_a_layer_over_two_devices_is_compared_and_its_exchanges_are_priced(
+  tmp_path, capsys, transport
+):
+  """On simulated devices, where only the order of the figures' parts can be tested."""
+  out = tmp_path / "out.json"
+  words = ["--layer", "--devices", "2", "--shape", "64,32,64,4,2", "--backend", "xla"]
+  layer.main([*words, "--transport", transport, "--rounds", "3", "--json", str(out)])
+  (found,) = json.loads(out.read_text())["parallel"]
+  assert (found["devices"], found["transport"]) == (2, transport)
+  assert found["error"] is None if transport == "packed" else found["error"] < layer.TOLERANCE
+  for name in parallel.PASSES:
+    cost = found[name]["exchanges"]
+    assert found[name]["ms"] > 0
+    assert cost["alone"]["ms"] > 0
+    assert len(cost["without"]["rounds_ms"]) == 3
+  printed = capsys.readouterr().out
+  assert "TFLOP/s a device: forward" in printed
+  assert printed.count(" are paid, ") == 2
+
+
+def test_experts_that_do_not_divide_over_the_devices_are_refused():
+  shape = layer.Shape(64, 32, 64, 3, 1)
+  with pytest.raises(
+    ConfigError, match="--devices=2 must be at most the 8 devices here and divide"
+  ):
+    parallel.bench_parallel(shape, 0, "xla", 1, devices=2)

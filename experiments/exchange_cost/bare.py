@@ -1,4 +1,4 @@
-"""What stands beside each exchange of two chunks: all sent at once, or the second behind a step.
+"""Prints the work beside each exchange of two chunks: sent at once, or the second behind a step.
 
   NCCL_P2P_DISABLE=1 python experiments/exchange_cost/bare.py     two GPUs of one host, two minutes
 

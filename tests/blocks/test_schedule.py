@@ -291,7 +291,7 @@ def test_where_all_chunks_are_sent_at_once():
   whole = [["mlp 0"]]
   assert behind_dispatches("mlp 0", 2, flight=2) == whole
   assert behind_dispatches("mlp 0", 2, order="xla") == whole
-  assert behind_dispatches("attention 0", 2, wiring="scmoe_pos2", blocks=1) == [
+  assert behind_dispatches("attention 0", 2, blocks=1, ahead=False) == [
     ["attention 0: projections", "attention 0: mixing"]
   ]
   chunked = make_schedule(WIRINGS["scmoe_pos2"], 2, OverlapConfig("mlp 0", order="barriers"), 2)

@@ -4,7 +4,7 @@
   NCCL_P2P_DISABLE=1 python experiments/exchange_cost/ranking.py --model fine --name slow
   python experiments/exchange_cost/ranking.py --tiny    two simulated devices, to see that it runs
 
-On two GPUs of one host a command takes four to five minutes. Seven candidates of Pos-2 are measured
+On two GPUs of one host a command takes five to six minutes. Seven candidates of Pos-2 are measured
 twice, all in turns: on the cut that `overlap.schedule=auto` uses (two pairs, one flight of
 microbatches) and on whole steps. Tau is (pairs ranked alike - pairs ranked otherwise) / all pairs:
 1 if both rank alike, 0 if the cut says nothing. `decided` counts only the pairs whose whole steps

@@ -97,11 +97,15 @@ def prepare(arms: Mapping[str, StepArm], alone: Iterable[str]) -> dict[str, str]
 
   threads = max(1, (os.cpu_count() or 1) // 3)
   first = list(alone)
-  each(StepArm.lower, arms)
-  log(f"lowered {len(arms)} steps")
-  each(lambda arm: arm.step.finish(), first)
+  others = [name for name in arms if name not in first]
+  each(StepArm.lower, first)
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    compiling = pool.submit(each, lambda arm: arm.step.finish(), first)
+    each(StepArm.lower, others)
+    log(f"lowered {len(arms)} steps")
+    compiling.result()
   log(f"compiled by themselves: {', '.join(first)}")
-  each(lambda arm: arm.step.finish(), [name for name in arms if name not in first], threads)
+  each(lambda arm: arm.step.finish(), others, threads)
   log("compiled")
   each(run_until_compiled_again, arms)
   log("profiled")

@@ -408,7 +408,8 @@ class PairWalk:
     routed, experts = self.routed[g], self.layer_experts.of(g)
     with waiting(waits):
       sent = routed.transport.dispatch(routed.x_TD, routed.routing, experts)
-    self.main = waits.get(step.chunk, self.main)
+    if step.chunk:
+      self.main = waits[step.chunk]
     self.routed[g] = dataclasses.replace(routed, sent=sent)
     self.dispatched = sent.layouts, sent.permutations
 

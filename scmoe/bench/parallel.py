@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scmoe.base.errors import ConfigError
-from scmoe.bench.layer import TOLERANCE, Layer, Shape, normal_arrays, relative_error
+from scmoe.bench.sizes import TOLERANCE, Layer, Shape, normal_arrays, relative_error
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.dispatch.options import DispatchAblation
 from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, make_mesh, manual, parameter_specs

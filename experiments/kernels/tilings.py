@@ -27,6 +27,7 @@ import numpy as np
 
 from scmoe.bench import layer as bench
 from scmoe.bench import tune
+from scmoe.bench.sizes import KNOWN
 from scmoe.kernels.grouped_matmul import tiles
 from scmoe.kernels.grouped_matmul.tuned import Key
 from scmoe.kernels.launch import has_kernels
@@ -132,7 +133,7 @@ def main():
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  parser.add_argument("shapes", nargs="+", help=f"T,D,F,E,K or one of {', '.join(bench.KNOWN)}")
+  parser.add_argument("shapes", nargs="+", help=f"T,D,F,E,K or one of {', '.join(KNOWN)}")
   parser.add_argument("--kinds", help="up, down, down_backward, dx, weights_up, weights_down")
   parser.add_argument("--rounds", type=int, default=5)
   parser.add_argument("--json", help="where results are written")

@@ -20,6 +20,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -209,7 +210,10 @@ class Checkpointer:
     return list_steps(self.directory)
 
   def restore_latest_valid(
-    self, abstract: PyTree, check: Callable[[dict], None] | None = None
+    self,
+    abstract: PyTree,
+    check: Callable[[dict], None] | None = None,
+    meanwhile: Callable[[dict], None] | None = None,
   ) -> Restored | None:
     """Restores the newest undamaged step; None if there never was a checkpoint.
 
@@ -219,6 +223,8 @@ class Checkpointer:
       abstract: pytree of ShapeDtypeStruct with the shardings to restore to. If the step holds
         weights only (`WEIGHTS_ONLY` in its meta), the result is a dictionary of them.
       check: called with the stored meta before arrays are read; may raise to refuse.
+      meanwhile: called with the stored meta in this thread while another reads the arrays. Not
+        called where several processes read: they exchange messages in one order.
 
     Raises:
       CheckpointError: all checkpoints are damaged, or a later version of scmoe wrote one.
@@ -227,7 +233,7 @@ class Checkpointer:
     """
     _warn_of_junk(self.directory)
     for step in reversed(self.steps()):
-      restored = self._try(step, abstract, check)
+      restored = self._try(step, abstract, check, meanwhile)
       if restored is not None:
         self.last_saved = step
         return restored
@@ -240,7 +246,11 @@ class Checkpointer:
     return None
 
   def _try(
-    self, step: int, abstract: PyTree, check: Callable[[dict], None] | None
+    self,
+    step: int,
+    abstract: PyTree,
+    check: Callable[[dict], None] | None,
+    meanwhile: Callable[[dict], None] | None,
   ) -> Restored | None:
     """Restores one step; None, the same on all processes, if it was damaged and set aside."""
     place, problem, restored = self.directory / str(step), "", None
@@ -250,7 +260,12 @@ class Checkpointer:
         raise Damaged(f"it is a copy of step {meta['step']}")
       if check is not None:
         check(meta)
-      state = load(place, _weights(abstract, meta), meta, partial=bool(meta.get(WEIGHTS_ONLY)))
+      partial = bool(meta.get(WEIGHTS_ONLY))
+      with ThreadPoolExecutor(1) as reader:
+        reading = reader.submit(load, place, _weights(abstract, meta), meta, partial=partial)
+        if meanwhile is not None and jax.process_count() == 1:
+          meanwhile(meta)
+        state = reading.result()
       restored = Restored(step, state, _own(data["processes"]), meta)
     except Damaged as error:
       problem = str(error)

@@ -6,7 +6,7 @@ import contextlib
 import math
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,11 @@ class Journal:
     self._vitals = Vitals(workdir, jax.process_index())
     self._alarm = CollapseAlarm(built.train.collapse_steps)
 
-  def open(self, step: int, lines: Sequence[str]) -> None:
+  def open(self, step: int) -> None:
     """Opens the outputs, removes lines of steps after `step` from them, and shows the progress.
 
     Args:
       step: optimizer steps that the run has done.
-      lines: printed on process 0.
     """
     if is_first():
       self._metrics = Metrics(
@@ -66,7 +65,6 @@ class Journal:
         trackers=self._train.trackers,
         config=self._built.config,
       )
-      print("\n".join(lines), flush=True)
     self._bar = Bar(step, self._train.steps, shown=is_first())
 
   def close(self) -> None:

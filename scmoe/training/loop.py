@@ -104,9 +104,7 @@ class Trainer:
       try:
         run.start()
         if run.step < train.steps and not run.interrupted():
-          run.arm("compilation", allowance=True)
-          with run.journal.said("compiling the training step"):
-            run.step_fn.compile(run.abstract, run.abstract_batch)
+          run.compile()
         while run.step < train.steps and not run.interrupted():
           run.one_step()
           if run.due(self.built.checkpoint.every):
@@ -192,6 +190,7 @@ class Run:
     self.pending: tuple[int, Results] | None = None  # results of a step, not yet read
     self.batch: Batch | None = None
     self.compiled: set[str] = set()  # kinds of work that began before: no extra time to compile
+    self.introduced = False  # the lines that describe the run were printed
     self.evaluated_step = -1
     self.tracing = False
     self.skipping = False  # `skipped_in_row` was not 0 in the last results that were read
@@ -214,7 +213,7 @@ class Run:
     """
     built, trainer = self.built, self.trainer
     stored = self.abstract.for_checkpoint()
-    restored = self.checkpointer.restore_latest_valid(stored, self._compare)
+    restored = self.checkpointer.restore_latest_valid(stored, self._compare, self._while_read)
     make = functools.partial(init_state, built.init, built.optimizer, self.train.seed)
     if restored is None:
       warm = trainer.warm_start
@@ -239,13 +238,41 @@ class Run:
       self._write_config()
       if trainer.card is not None:
         write_card(self.workdir, **trainer.card)
-    origin = f"resuming from step {self.step} of" if restored else "new run in"
-    if restored and restored.meta.get(WEIGHTS_ONLY):
-      origin = "starting from the weights in"
-    shown = [trainer.header] if trainer.header else []
-    self.journal.open(self.step, [*shown, f"{origin} {self.workdir}"])
+    if not self.introduced:
+      self._introduce("new run in" if restored is None else _origin(restored.meta))
+    self.journal.open(self.step)
     if restored is not None and self.due(self.train.eval_every) and not self._evaluated():
       self.evaluate()  # the run was stopped between this step's checkpoint and its evaluation
+
+  def compile(self) -> None:
+    """Compiles the training step; does nothing if that was done while the checkpoint was read."""
+    if self.step_fn.program is not None:
+      return
+    self.arm("compilation", allowance=True)
+    with self.journal.said("compiling the training step"):
+      self.step_fn.compile(self.abstract, self.abstract_batch)
+    self.watchdog.disarm()
+
+  def _while_read(self, meta: dict[str, Any]) -> None:
+    """Describes the run and compiles, while another thread reads the arrays of a checkpoint.
+
+    Reading takes 3 s for 4 GB, and tracing and loading a kept program 5 s.
+
+    Args:
+      meta: of that checkpoint. Should its arrays prove damaged, the one before it is read instead,
+        and this method is called again.
+    """
+    self._introduce(_origin(meta))
+    step = 0 if meta.get(WEIGHTS_ONLY) else meta["step"]
+    if step < self.train.steps and not self.stop.poll() and not 0 < self.train.stop_after <= step:
+      self.compile()
+
+  def _introduce(self, origin: str) -> None:
+    """Prints what the run is (once), and where it begins."""
+    if self.trainer.header and not self.introduced:
+      self.journal.say(self.trainer.header)
+    self.introduced = True
+    self.journal.say(f"{origin} {self.workdir}")
 
   def _go_to(self, position: dict[str, Any]) -> None:
     try:
@@ -527,3 +554,10 @@ class Run:
       "tokens": self.step * self.tokens_per_step,
       "versions": {"jax": jax.__version__, "python": sys.version.split()[0]},
     }
+
+
+def _origin(meta: dict[str, Any]) -> str:
+  """Where a run that is restored from a checkpoint with this meta begins."""
+  if meta.get(WEIGHTS_ONLY):
+    return "starting from the weights in"
+  return f"resuming from step {meta['step']} of"

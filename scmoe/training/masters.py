@@ -13,6 +13,8 @@ half is 7FCC. From 8000 on the upper half is rounded up, and the lower half, as 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -68,7 +70,7 @@ def halves_of(params: PyTree, read: PyTree, low: PyTree) -> PyTree:
 
 def to_float32(params: PyTree) -> PyTree:
   """Parameters with one float32 array in place of each `Halves`, as checkpoints hold them."""
-  return jax.tree.map(lambda x: x.to_float32() if is_halves(x) else x, params, is_leaf=is_halves)
+  return _at_once(Halves.to_float32, params, is_halves)
 
 
 def readable(params: PyTree) -> PyTree:
@@ -81,8 +83,32 @@ def readable(params: PyTree) -> PyTree:
 
 def like(params: PyTree, wanted: PyTree) -> PyTree:
   """Float32 parameters, stored in `Halves` wherever `wanted` has `Halves`."""
-  lay = lambda want, x: Halves.of(x) if is_halves(want) else x
-  return jax.tree.map(lay, wanted, params, is_leaf=is_halves)
+  split = [is_halves(x) for x in jax.tree.leaves(wanted, is_leaf=is_halves)]
+  chosen = iter(split)
+  return _at_once(Halves.of, params, lambda _: next(chosen))
+
+
+def _at_once(change: Callable[[Any], Any], params: PyTree, chosen: Callable[[Any], bool]) -> PyTree:
+  """Changes the chosen leaves of a tree in one program: a program for each shape compiles longer.
+
+  Args:
+    change: the function, of one leaf.
+    params: the tree, of arrays or of `jax.ShapeDtypeStruct`s, with or without `Halves`.
+    chosen: leaf -> whether to change it; called for each leaf once, in order.
+  """
+  leaves, structure = jax.tree.flatten(params, is_leaf=is_halves)
+  places = [i for i, leaf in enumerate(leaves) if chosen(leaf)]
+  given = [leaves[i] for i in places]
+  abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(given))
+  changed = [change(x) for x in given] if abstract else _changed(change, given)
+  for place, leaf in zip(places, changed):
+    leaves[place] = leaf
+  return jax.tree.unflatten(structure, leaves)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _changed(change: Callable[[Any], Any], leaves: list[Any]) -> list[Any]:
+  return [change(leaf) for leaf in leaves]
 
 
 def is_halves(x: Any) -> bool:
@@ -90,7 +116,6 @@ def is_halves(x: Any) -> bool:
   return isinstance(x, Halves)
 
 
-@jax.jit
 def _halved(x: Array) -> Halves:
   bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
   high = ((bits + 0x8000) >> 16).astype(jnp.uint16)
@@ -99,7 +124,6 @@ def _halved(x: Array) -> Halves:
   return Halves(to(high, jnp.bfloat16), to(low, jnp.int16))
 
 
-@jax.jit
 def _joined(high: Array, low: Array) -> Array:
   upper = jax.lax.bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32) << 16
   return jax.lax.bitcast_convert_type(upper + low.astype(jnp.uint32), jnp.float32)

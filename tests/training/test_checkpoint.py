@@ -281,6 +281,21 @@ def test_damaged_step_is_set_aside_and_the_previous_used(run, saved, read, setup
   assert any(n.startswith("3.bad-") for n in names(run))
 
 
+def test_meanwhile_is_called_for_each_step_whose_arrays_are_read(run, saved, read, setup):
+  """Once with the newest step, whose arrays prove damaged, and once with the one before it."""
+  DAMAGE["truncated"](run / "checkpoints" / "3", read[0])
+  steps, refused = [], []
+  restored = restore(run, setup, meanwhile=lambda meta: steps.append(meta["step"]))
+  assert (steps, bits(restored.state)) == ([3, 2], saved[1][2])
+
+  def refuse(meta):
+    raise ConfigError("another configuration")
+
+  with pytest.raises(ConfigError, match="another configuration"):
+    restore(run, setup, check=refuse, meanwhile=refused.append)
+  assert refused == []
+
+
 def test_readers_fall_back_without_touching_the_directory(run, read, setup):
   weights = next(file for file in read if file.parts[0] == "params")
   flip(run / "checkpoints" / "3" / weights)

@@ -88,6 +88,13 @@ def test_safe_change_continues_and_is_printed(stopped, mesh_of, capsys):
   shown = capsys.readouterr().out
   assert "train.steps: 20 -> 21" in shown
   assert "mesh.data: (not set) -> 2" in shown
+  # It compiles, once, while the arrays are read, and says before that what it resumes.
+  told = [x for x in shown.splitlines() if x.startswith(("resuming", "compiling"))]
+  assert told[0].startswith("resuming from step ")
+  assert [x.split(":")[0] for x in told[1:]] == [
+    "compiling the training step ...",
+    "compiling the training step",
+  ]
 
 
 def test_unsafe_change_is_refused(whole, mesh8):

@@ -15,7 +15,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.special
 from jax import Array
 from jaxtyping import Float
 
@@ -183,6 +182,8 @@ def _beta(uniform: Array, alpha: float) -> Array:
 
   `jax.random.beta` rejects draws in loops, which cost more than the rest of this file.
   """
+  import scipy.special  # here: it takes 0.1 to 0.5 s, which every run of text would pay
+
   places = np.linspace(0, 1, 4097)
   table = scipy.special.betaincinv(alpha, alpha, places)
   return jnp.interp(uniform, jnp.asarray(places, jnp.float32), jnp.asarray(table, jnp.float32))

@@ -191,6 +191,7 @@ class Run:
     self.batch: Batch | None = None
     self.compiled: set[str] = set()  # kinds of work that began before: no extra time to compile
     self.introduced = False  # the lines that describe the run were printed
+    self.prepared = False  # the training step was compiled
     self.evaluated_step = -1
     self.tracing = False
     self.skipping = False  # `skipped_in_row` was not 0 in the last results that were read
@@ -246,11 +247,12 @@ class Run:
 
   def compile(self) -> None:
     """Compiles the training step; does nothing if that was done while the checkpoint was read."""
-    if self.step_fn.program is not None:
+    if self.prepared:
       return
     self.arm("compilation", allowance=True)
     with self.journal.said("compiling the training step"):
       self.step_fn.compile(self.abstract, self.abstract_batch)
+    self.prepared = True
     self.watchdog.disarm()
 
   def _while_read(self, meta: dict[str, Any]) -> None:

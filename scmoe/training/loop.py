@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -103,8 +103,9 @@ class Trainer:
       run = Run(self, workdir, accumulation, stop, watchdog)
       try:
         run.start()
-        if run.step < train.steps and not run.interrupted():
-          run.compile()
+        if run.step < train.steps and not run.interrupted() and not run.prepared:
+          with run.preparing():
+            run.step_fn.compile(run.abstract, run.abstract_batch)
         while run.step < train.steps and not run.interrupted():
           run.one_step()
           if run.due(self.built.checkpoint.every):
@@ -245,13 +246,12 @@ class Run:
     if restored is not None and self.due(self.train.eval_every) and not self._evaluated():
       self.evaluate()  # the run was stopped between this step's checkpoint and its evaluation
 
-  def compile(self) -> None:
-    """Compiles the training step; does nothing if that was done while the checkpoint was read."""
-    if self.prepared:
-      return
+  @contextlib.contextmanager
+  def preparing(self) -> Iterator[None]:
+    """Says that the training step is compiled, and how long it took; with a limit of time."""
     self.arm("compilation", allowance=True)
     with self.journal.said("compiling the training step"):
-      self.step_fn.compile(self.abstract, self.abstract_batch)
+      yield
     self.prepared = True
     self.watchdog.disarm()
 
@@ -267,7 +267,8 @@ class Run:
     self._introduce(_origin(meta))
     step = 0 if meta.get(WEIGHTS_ONLY) else meta["step"]
     if step < self.train.steps and not self.stop.poll() and not 0 < self.train.stop_after <= step:
-      self.compile()
+      with self.preparing():
+        self.step_fn.compile(self.abstract, self.abstract_batch)
 
   def _introduce(self, origin: str) -> None:
     """Prints what the run is (once), and where it begins."""

@@ -8,6 +8,8 @@ size asked for. Arms, in one run and in turns:
   all_to_all   the dense exchange of those bytes and back, nothing else: the bound
   capacity     fixed buffers, capacity factor 1.25
   dropless     rounds over a fixed buffer, slack 1.25; every layer decides on overflow rounds
+  put          the same rounds; a kernel writes rows straight into the experts' tiles (not among the
+               default arms)
   ragged       jax.lax.ragged_all_to_all with receive buffers for the worst case (GPU only)
 
 The layers of a model follow one another in one program, and so they do here: `--layers` of them,
@@ -40,7 +42,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
 from scmoe.blocks.options import OverlapConfig
 from scmoe.kernels.permute import gather_rows, make_permutation, running_positions, sum_rows
-from scmoe.moe.dispatch import Capacity, Dropless
+from scmoe.moe.dispatch import Capacity, Dropless, Put
 from scmoe.moe.route import make_routing
 from scmoe.parallel.collectives import Exchange
 from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, make_mesh, manual
@@ -73,16 +75,25 @@ def with_capacity(x, expert, weight, exchange, num_experts):
   return transport.combine(sent), sent.dropped
 
 
-def without_drops(x, expert, weight, exchange, num_experts):
+def without_drops(x, expert, weight, exchange, num_experts, kind=Dropless):
   routing = routing_of(expert, weight, num_experts)
-  transport = Dropless(exchange, SLACK)
+  transport = kind(exchange, SLACK)
   sent = transport.dispatch(x, routing, _to_experts_and_back)
   rows = tuple(map(_to_experts_and_back, sent.rows, sent.layouts))
   return transport.combine(dataclasses.replace(sent, rows=rows)), sent.rounds
 
 
+def by_puts(x, expert, weight, exchange, num_experts):
+  return without_drops(x, expert, weight, exchange, num_experts, Put)
+
+
 def _to_experts_and_back(rows, layout):
-  """Into the order of the experts, and back: rows stay in the order of their source ranks."""
+  """Into the order of the experts, and back: rows stay in the order of their source ranks.
+
+  Rows that lie in the experts' tiles already stay there.
+  """
+  if layout.tiles is not None:
+    return jax.lax.optimization_barrier(rows)
   permutation = layout.sorted(1).permutation
   sorted_rows = jax.lax.optimization_barrier(gather_rows(rows, permutation))
   return sum_rows(sorted_rows, None, permutation)
@@ -116,7 +127,9 @@ ARMS = {
   "capacity": with_capacity,
   "dropless": without_drops,
   "ragged": ragged,
+  "put": by_puts,
 }
+DEFAULT = "all_to_all,capacity,dropless,ragged"
 
 
 def choices(kind: str, tokens: int, num_experts: int, k: int, seed: int) -> np.ndarray:
@@ -149,7 +162,7 @@ def programs(args, mebibytes: int, kind: str, mesh) -> dict:
       manual(body, mesh, (P(BATCH_AXES),) * 3, P(BATCH_AXES)), compiler_options=options
     )
     y, extra = stage(x, expert, weight)
-    if name in ("dropless", "ragged"):  # nothing is lost: y is x again
+    if name in ("dropless", "ragged", "put"):  # nothing is lost: y is x again
       error = float(jnp.abs(y.astype(jnp.float32) - x.astype(jnp.float32)).max())
       assert error < 0.05, f"{name}: {error}"
     found[name] = stage, (x, expert, weight), int(np.asarray(extra).max())
@@ -196,7 +209,7 @@ def main() -> None:
   parser.add_argument("--width", type=int, default=2048, help="D")
   parser.add_argument("--experts", type=int, default=64, help="E")
   parser.add_argument("--k", type=int, default=2, help="K")
-  parser.add_argument("--arms", default=",".join(ARMS))
+  parser.add_argument("--arms", default=DEFAULT)
   parser.add_argument("--layers", type=int, default=8, help="layers in one program")
   parser.add_argument("--rounds", type=int, default=7)
   parser.add_argument("--calls", type=int, default=3)

@@ -310,6 +310,16 @@ def store_shared(
   return _step(f"st.shared.{kind} {_at(address, offset)}, {value}", only_if)
 
 
+def load_shared_wide(to: str, address: str, offset: int) -> str:
+  """Reads 64 bits of the block's shared memory, for example an address in global memory."""
+  return f"ld.shared.b64 {to}, {_at(address, offset)};"
+
+
+def store_shared_wide(address: str, value: str, offset: int, *, only_if: str = "") -> str:
+  """Writes 64 bits of the block's shared memory."""
+  return _step(f"st.shared.b64 {_at(address, offset)}, {value}", only_if)
+
+
 def address_in_block(to: str, address: str, block: int) -> str:
   """to = the address that matches `address` in the shared memory of the cluster's block `block`."""
   return f"mapa.shared::cluster.u32 {to}, {address}, {block};"
@@ -346,6 +356,24 @@ def wait_for_cluster() -> str:
 def ballot(to: str, condition: str) -> str:
   """to = a mask with the bits of the warp's lanes whose predicate holds."""
   return f"vote.sync.ballot.b32 {to}, {condition}, -1;"
+
+
+# -- devices waiting for each other (fence, red, ld at system scope) -------------------------------
+
+
+def publish_to_devices() -> str:
+  """Makes the thread's writes visible to other devices that see a later signal of the block."""
+  return "fence.acq_rel.sys;"
+
+
+def add_at_device(address: str, value: str, *, only_if: str = "") -> str:
+  """Adds to a word of global memory, perhaps another device's, after the thread's own writes."""
+  return _step(f"red.release.sys.global.add.u32 [{address}], {value}", only_if)
+
+
+def load_from_devices(to: str, address: str) -> str:
+  """Reads a word that other devices add to; what they wrote before is visible then."""
+  return f"ld.acquire.sys.global.u32 {to}, [{address}];"
 
 
 # -- barriers in shared memory (mbarrier), 8 bytes each --------------------------------------------

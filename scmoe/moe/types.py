@@ -116,6 +116,7 @@ class Dispatched:
       None from a transport that can need none.
     queues: the choices that overflow rounds have yet to send; None if there are no such rounds, or
       they have run.
+    plans: for each chunk, what its transport's `combine` needs beside the rows, or None.
   """
 
   rows: tuple[Array, ...]
@@ -126,6 +127,7 @@ class Dispatched:
   weight_TK: Array | None = None
   overflow_TD: Array | None = None
   queues: Any = None
+  plans: tuple[Any, ...] = ()
 
 
 @jax.tree_util.register_dataclass

@@ -232,8 +232,8 @@ RULES = (
   ),
   _Rule(
     ("dispatch.capacity_factor",),
-    lambda run: run.dispatch.transport == "dropless",
-    "dispatch.transport='dropless' has no capacity",
+    lambda run: run.dispatch.transport in ("dropless", "put"),
+    "dispatch.transport={run.dispatch.transport!r} has no capacity",
     "set dispatch.transport=capacity or packed",
   ),
   _Rule(

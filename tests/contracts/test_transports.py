@@ -21,6 +21,7 @@ from scmoe.moe.dispatch import (
   Dropless,
   Local,
   Packed,
+  Put,
   dropless,
   make_transport,
 )
@@ -114,6 +115,8 @@ def compiled(*, devices, transport, chunks=1, nodes=1, slack=1.25, replicas=1, E
       way = Capacity(rows, exchange, chunks=chunks)
     if transport == "packed":
       way = Packed(rows, way)
+    if transport == "put":
+      way = Put(exchange, slack, chunks)
     experts = with_weights(weights)
     sent = way.dispatch(x, routing, experts)
     rows = tuple(experts(rows, layout) for rows, layout in zip(sent.rows, sent.layouts))
@@ -154,7 +157,8 @@ def _child(tree, key):
 @pytest.mark.parametrize(
   ("transport", "devices"),
   [("capacity", 1), ("capacity", 8), ("packed", 1), ("packed", 4)]
-  + [("dropless", devices) for devices in (1, 2, 4, 8)],
+  + [("dropless", devices) for devices in (1, 2, 4, 8)]
+  + [("put", devices) for devices in (2, 4, 8)],
 )
 def test_equals_the_dense_sum(kind, transport, devices):
   got, rounds = run(kind, devices=devices, transport=transport)
@@ -210,7 +214,9 @@ def test_all_to_one_expert_needs_the_rounds_that_its_queue_says(slack):
   assert rounds == 1 + -(-(8 - first) // dropless.overflow_rows(first))
 
 
-@pytest.mark.parametrize(("transport", "chunks"), [("capacity", 2), ("dropless", 3)])
+@pytest.mark.parametrize(
+  ("transport", "chunks"), [("capacity", 2), ("dropless", 3), ("put", 2)]
+)
 def test_chunks_change_nothing(transport, chunks):
   got, _ = run("zipf", devices=4, transport=transport, chunks=chunks)
   assert_equals_oracle("zipf", got)

@@ -4,13 +4,16 @@ from scmoe.kernels.grouped_matmul.activations import activation_names, get_activ
 from scmoe.kernels.grouped_matmul.backend import BACKENDS, resolve_backend
 from scmoe.kernels.grouped_matmul.ffn import FFNConfig, expert_ffn
 from scmoe.kernels.grouped_matmul.layout import (
+  KERNEL_ROW_TILE,
   GroupLayout,
   RowLayout,
   TiledRows,
   arrived_layout,
   choices_layout,
+  make_layout,
   padded_layout,
   sorted_layout,
+  tiled_layout,
 )
 from scmoe.kernels.grouped_matmul.matmul import grouped_matmul, grouped_outer
 from scmoe.kernels.grouped_matmul.options import FFNOptions
@@ -21,6 +24,7 @@ from scmoe.kernels.one_row.experts import splits as splits_of_one_row
 
 __all__ = [
   "BACKENDS",
+  "KERNEL_ROW_TILE",
   "FFNConfig",
   "FFNOptions",
   "FFNWeights",
@@ -37,8 +41,10 @@ __all__ = [
   "grouped_matmul",
   "grouped_matmul_reference",
   "grouped_outer",
+  "make_layout",
   "padded_layout",
   "resolve_backend",
   "sorted_layout",
   "splits_of_one_row",
+  "tiled_layout",
 ]

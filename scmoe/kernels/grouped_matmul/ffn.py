@@ -149,6 +149,9 @@ def _tiles(layout: RowLayout, static: _Static) -> TiledRows:
   if static.padded is not None:  # batched products: one tile for each expert
     ranks, groups, rows = static.padded
     return TiledRows(make_equal_layout(1, groups, ranks * rows, ranks * rows), None)
+  arrived = layout.tiles  # XLA's products take tiles of any size
+  if arrived is not None and (static.products == "xla" or arrived.tile == KERNEL_ROW_TILE):
+    return TiledRows(arrived, None)
   if static.products == "mosaic_gpu":
     tile = KERNEL_ROW_TILE
     if layout.padded is not None and layout.padded[2] % tile == 0:

@@ -205,7 +205,7 @@ def unpad_rows(x_RN: jax.Array, layout: GroupLayout, num_rows: int) -> jax.Array
 
 @functools.partial(
   jax.tree_util.register_dataclass,
-  data_fields=["sizes_G", "group_MK", "position_MK", "weight_MK"],
+  data_fields=["sizes_G", "group_MK", "position_MK", "weight_MK", "tiles"],
   meta_fields=["padded"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -214,11 +214,12 @@ class RowLayout:
 
       M  rows at hand      K  copies of each      G  groups: the experts of this device
 
-  There are three kinds. Tokens that stay where they are have K copies each, with weights, and the
-  experts add up a token's copies. Rows that were exchanged have one copy each, without a weight.
-  *Padded experts* have equal room: C rows for each expert from each of W source ranks. The place of
-  a row then tells its expert, and the arrays are None. Worked example of the first kind, three
-  tokens with two choices among experts 0, 1, 2:
+  There are four kinds. Tokens that stay where they are have K copies each, with weights, and the
+  experts add up a token's copies. Rows that were exchanged have one copy each, without a weight;
+  a transport may have put them into the experts' tiles (`tiled_layout`). *Padded experts* have
+  equal room: C rows for each expert from each of W source ranks. The place of a row then tells its
+  expert, and the arrays are None. Worked example of the first kind, three tokens with two choices
+  among experts 0, 1, 2:
 
       group_MK     = [[1, 0], [1, 2], [0, 3]]      the last choice is not made: 3 is no expert
       position_MK  = [[0, 1], [1, 0], [0, 0]]      token 1 is the second row of expert 1
@@ -231,6 +232,9 @@ class RowLayout:
     weight_MK: float32, the factor of each copy's result when a row's copies are added up; None: all
       factors are 1, and K is 1.
     padded: static (W, G, C) of padded experts, M = W·G·C; None otherwise.
+    tiles: the experts' tiles, for rows that have arrived in them: M = R, the padding rows of tiles
+      in use are zero, and tiles that are not in use may hold anything. None: the rows are in no
+      tiles.
   """
 
   sizes_G: jax.Array | None
@@ -238,6 +242,7 @@ class RowLayout:
   position_MK: jax.Array | None
   weight_MK: jax.Array | None = None
   padded: tuple[int, int, int] | None = None
+  tiles: GroupLayout | None = None
 
   @property
   def num_groups(self) -> int:
@@ -359,6 +364,18 @@ def choices_layout(expert_TK: jax.Array, weight_TK: jax.Array, num_experts: int)
 def arrived_layout(group_M: jax.Array, position_M: jax.Array, sizes_G: jax.Array) -> RowLayout:
   """The layout of rows in any order, one copy each; group G for a row of no expert."""
   return RowLayout(sizes_G, group_M[:, None], position_M[:, None])
+
+
+def tiled_layout(groups: GroupLayout) -> RowLayout:
+  """The layout of rows that have arrived in the experts' tiles, one copy each; padding has none."""
+  index_R = jnp.arange(groups.num_rows, dtype=jnp.int32)
+  group_R = groups.tile_group_I[index_R // groups.tile]
+  position_R = index_R - groups.tile_starts_G[group_R] * groups.tile
+  used_R = index_R < groups.num_tiles[0] * groups.tile
+  used_R &= position_R < groups.group_sizes_G[group_R]
+  group_R = jnp.where(used_R, group_R, groups.num_groups)
+  layout = arrived_layout(group_R, position_R, groups.group_sizes_G)
+  return dataclasses.replace(layout, tiles=groups)
 
 
 def sorted_layout(sizes_G: jax.Array, num_rows: int) -> RowLayout:

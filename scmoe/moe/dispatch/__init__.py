@@ -6,6 +6,7 @@ from scmoe.moe.dispatch.local import Local
 from scmoe.moe.dispatch.options import TRANSPORTS, DispatchConfig
 from scmoe.moe.dispatch.packed import Packed
 from scmoe.moe.dispatch.positions import queue_positions
+from scmoe.moe.dispatch.put import Put
 from scmoe.moe.dispatch.transport import Transport, make_transport, overflow, sends_ahead
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
   "Dropless",
   "Local",
   "Packed",
+  "Put",
   "Transport",
   "capacity",
   "exact_capacity",

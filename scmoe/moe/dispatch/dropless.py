@@ -112,9 +112,8 @@ class Dropless:
     Returns:
       `Dispatched` with rows [W·P, D] in each chunk, source rank by source rank.
     """
-    peers = self.exchange.size
     size = self._rows(routing.expert_TK.size)
-    queues = _make_queues(routing, self.exchange, self.order)
+    queues = make_queues(routing, self.exchange, self.order)
     none, rounds = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
     overflow_TD = left_over = None
     if self.longest is None or size * self.chunks < self.longest:
@@ -129,26 +128,24 @@ class Dropless:
         left_over = queues
       else:
         overflow_TD = self._overflow(x_TD, routing, queues, rounds, experts)
-    rows, layouts, windows = [], [], []
+    rows, layouts, windows, plans = [], [], [], []
     for chunk in range(self.chunks):
-      window = _window(queues, chunk * size, size)
-      rows_RD, queues = _send_buffer(x_TD, routing.input_weight_TK, queues, window)
-      if overflow_TD is not None and chunk == 0:
-        # The barrier puts the loop before the first exchange.
-        held = barrier((rows_RD, queues, overflow_TD), "forward")
-        rows_RD, queues, overflow_TD = held
-      arrived = self.exchange.all_to_all(rows_RD.reshape(peers, size, -1), chunk)
+      # The overflow rounds' result, if any, comes before the first exchange.
+      before = overflow_TD if chunk == 0 else None
+      sent, queues, before = self._send(x_TD, routing, queues, chunk, size, before)
+      overflow_TD = before if chunk == 0 else overflow_TD
       # `jax.checkpoint` keeps values of this name: the backward pass exchanges no row again.
-      rows.append(checkpoint_name(arrived.reshape(rows_RD.shape), "moe_rows"))
-      layouts.append(_layout_of_window(queues, chunk * size, size))
-      windows.append(window)
+      rows.append(checkpoint_name(sent.rows_RD, "moe_rows"))
+      layouts.append(sent.layout)
+      windows.append(sent.window)
+      plans.append(sent.plan)
     if overflow_TD is not None:
       # In the backward pass, this barrier makes the overflow rounds, and the exchange of the first
       # chunk's gradient, wait until the experts have computed that gradient.
       rows[0], overflow_TD = barrier((rows[0], overflow_TD), "backward")
       overflow_TD = checkpoint_name(overflow_TD, "moe_rows")
-    sent = tuple(windows), routing.weight_TK, overflow_TD
-    return Dispatched(tuple(rows), tuple(layouts), none, rounds, *sent, left_over)
+    kept = tuple(windows), routing.weight_TK, overflow_TD, left_over, tuple(plans)
+    return Dispatched(tuple(rows), tuple(layouts), none, rounds, *kept)
 
   def overflow(
     self, x_TD: Float[Array, "T D"], routing: Routing, sent: Dispatched, experts: Any
@@ -169,11 +166,41 @@ class Dropless:
     To this it adds the part that the overflow rounds have computed.
     """
     back = []
-    for rows_RD in sent.rows:
-      ours = self.exchange.all_to_all(rows_RD.reshape(self.exchange.size, -1, rows_RD.shape[-1]))
-      back.append(checkpoint_name(ours.reshape(rows_RD.shape), "moe_rows"))
+    for rows_RD, plan in zip(sent.rows, sent.plans, strict=True):
+      back.append(checkpoint_name(self._return(rows_RD, plan), "moe_rows"))
     y_TD = sum_chunks(tuple(back), sent.weight_TK, sent.permutations)
     return y_TD if sent.overflow_TD is None else y_TD + sent.overflow_TD.astype(y_TD.dtype)
+
+  def _send(
+    self, x_TD: Array, routing: Routing, queues: Queues, chunk: int, size: int, before: Array | None
+  ) -> tuple[Chunk, Queues, Array | None]:
+    """Sends one chunk of the first round: positions [chunk · P, (chunk + 1) · P) of every queue.
+
+    Args:
+      x_TD: tokens of this device.
+      routing: their choices.
+      queues: of their choices.
+      chunk: which chunk.
+      size: P.
+      before: a value that has to be computed before the rows leave; None: nothing has.
+
+    Returns:
+      The rows that arrive; the queues, tied to the rows that leave; and `before`.
+    """
+    low = chunk * size
+    window = make_window(queues, low, size)
+    rows_RD, queues = _send_buffer(x_TD, routing.input_weight_TK, queues, window)
+    if before is not None:
+      rows_RD, queues, before = barrier((rows_RD, queues, before), "forward")
+    arrived = self.exchange.all_to_all(rows_RD.reshape(self.exchange.size, size, -1), chunk)
+    layout = _layout_of_window(queues, low, size)
+    return Chunk(arrived.reshape(rows_RD.shape), layout, window), queues, before
+
+  def _return(self, rows_RD: Array, plan: Any) -> Array:
+    """Brings a chunk's outputs back to the rows of their send buffer."""
+    del plan
+    ours = self.exchange.all_to_all(rows_RD.reshape(self.exchange.size, -1, rows_RD.shape[-1]))
+    return ours.reshape(rows_RD.shape)
 
   def _rows(self, choices: int) -> int:
     """P: rows for each peer in one chunk of the first round; no more than `longest` needs."""
@@ -182,7 +209,7 @@ class Dropless:
     return rows if self.longest is None else min(rows, -(-self.longest // chunks))
 
   def _overflow(
-    self, x_TD: Array, routing: Routing, queues: _Queues, rounds: Array, experts: Any
+    self, x_TD: Array, routing: Routing, queues: Queues, rounds: Array, experts: Any
   ) -> Array:
     """The output's part [T, D] from the rounds after the first; 0 if one round is enough.
 
@@ -197,7 +224,7 @@ class Dropless:
 
     def run_round(index, x_TD, given_TK, state, queues):
       low = first + (index - 1) * size
-      window = _window(queues, low, size)
+      window = make_window(queues, low, size)
       # Weights multiply rows either before or after the experts. The loop gets, and differentiates,
       # only those that are used.
       input_TK, weight_TK = (given_TK, jnp.ones_like(given_TK)) if before else (None, given_TK)
@@ -215,9 +242,26 @@ class Dropless:
     return _sum_of_rounds(run_round, x_TD, given_TK, state, queues, rounds)
 
 
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+  """One chunk of the first round at its experts.
+
+  Attributes:
+    rows_RD: the rows that have arrived.
+    layout: the expert of each.
+    window: which choice of this device fills which row of its send buffer [W·P].
+    plan: what `_return` needs beside the rows; None: nothing.
+  """
+
+  rows_RD: Array
+  layout: RowLayout
+  window: Permutation
+  plan: Any = None
+
+
 def _send_buffer(
-  x_TD: Array, input_weight_TK: Array | None, queues: _Queues, window: Permutation
-) -> tuple[Array, _Queues]:
+  x_TD: Array, input_weight_TK: Array | None, queues: Queues, window: Permutation
+) -> tuple[Array, Queues]:
   """The rows of a send buffer, [R, D], weighted already if weights multiply the experts' input.
 
   Also returns the queues, tied to these rows by a barrier. The layout of the arriving rows is
@@ -269,7 +313,7 @@ _sum_of_rounds.defvjp(_sum_of_rounds_fwd, _sum_of_rounds_bwd)
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Queues:
+class Queues:
   """One queue per peer: this device's choices in the order of the peer's experts.
 
   Attributes:
@@ -279,6 +323,7 @@ class _Queues:
       the last queue.
     start_W, length_W: int32, where each queue begins in order_N, and its length.
     longest: int32 scalar, length of the longest queue of any rank of the exchange.
+    counts_WWe: int32, choices that each source rank sends to each rank, per expert there.
     received_We: int32, choices per local expert that each peer sends to this device.
 
   Rank 0 of the example above has peer_TK = 1 0 1 1 1, rank_TK = 0 0 3 1 2, order_N = 1 0 3 4 2,
@@ -291,10 +336,11 @@ class _Queues:
   start_W: Array
   length_W: Array
   longest: Array
+  counts_WWe: Array
   received_We: Array
 
 
-def _make_queues(routing: Routing, exchange: Exchange, order: str) -> _Queues:
+def make_queues(routing: Routing, exchange: Exchange, order: str) -> Queues:
   """Makes the queues of this device's choices, one per peer.
 
   One small all-gather of the counts tells every rank both how many rows it will receive and the
@@ -320,18 +366,19 @@ def _make_queues(routing: Routing, exchange: Exchange, order: str) -> _Queues:
   rank_TK = before_E[expert_TK] + position_TK
   nowhere = jnp.iinfo(jnp.int32).max
   behind_TK = jnp.where(taken_TK, start_W[peer_TK] + rank_TK, nowhere)
-  return _Queues(
+  return Queues(
     peer_TK=peer_TK,
     rank_TK=jnp.where(taken_TK, rank_TK, nowhere),
     order_N=make_permutation(behind_TK, expert_TK.size).copy_R,
     start_W=start_W,
     length_W=length_W,
     longest=everyone_WWe.sum(-1).max(),
+    counts_WWe=everyone_WWe,
     received_We=everyone_WWe[:, jax.lax.axis_index(exchange.axis)],
   )
 
 
-def _window(queues: _Queues, low: Any, rows: int) -> Permutation:
+def make_window(queues: Queues, low: Any, rows: int) -> Permutation:
   """The permutation that fills a send buffer [W·P] with positions [low, low + P) of every queue.
 
   Rank 0's window [0, 2) in the example above has copy_R = 1 -1 0 3, and row_TK = 2 0 4 3 4, where 4
@@ -346,7 +393,7 @@ def _window(queues: _Queues, low: Any, rows: int) -> Permutation:
   return permutation_of(row_TK, copy_WP.reshape(-1))
 
 
-def _layout_of_window(queues: _Queues, low: Any, rows: int) -> RowLayout:
+def _layout_of_window(queues: Queues, low: Any, rows: int) -> RowLayout:
   """The expert of each row in a received window, and the row's position among that expert's rows.
 
   Experts are numbered from 0 on each device. Source rank s's queue holds its rows for expert 0,

@@ -7,7 +7,7 @@ import dataclasses
 from scmoe.base.errors import ConfigError
 from scmoe.base.options import Options, option, section
 
-TRANSPORTS = ("capacity", "packed", "dropless")
+TRANSPORTS = ("capacity", "packed", "dropless", "put")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,8 @@ class DispatchConfig(Options, path="dispatch"):
     "capacity",
     "capacity: fixed buffers, overflow is dropped and counted; packed: the same drops, but only "
     "rows that are kept travel and are computed; dropless: rounds over a fixed buffer, nothing is "
-    "dropped; or one's own as my_package.module:Name",
+    "dropped; put: as dropless, but a kernel writes rows straight into the other GPUs' memory (one "
+    "process, Hopper GPUs of one host, jax 0.11); or one's own as my_package.module:Name",
     choices=TRANSPORTS,
     importable=True,
   )
@@ -45,7 +46,7 @@ class DispatchConfig(Options, path="dispatch"):
     maximum=2.0**20,
   )
   slack: float = option(
-    1.25, "packed, dropless: rows of a peer's buffer over its balanced share", minimum=1
+    1.25, "packed, dropless, put: rows of a peer's buffer over its balanced share", minimum=1
   )
   groups: int = option(
     0,

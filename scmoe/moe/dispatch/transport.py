@@ -17,6 +17,7 @@ from scmoe.moe.dispatch.dropless import Dropless
 from scmoe.moe.dispatch.local import Local
 from scmoe.moe.dispatch.options import DispatchConfig
 from scmoe.moe.dispatch.packed import Packed
+from scmoe.moe.dispatch.put import Put, check_put
 from scmoe.moe.options import ORDERS
 from scmoe.moe.types import Dispatched, Routing
 from scmoe.parallel.collectives import Exchange
@@ -91,8 +92,8 @@ def make_transport(
   """Makes the transport of one call of a layer on this device.
 
   A call must not drop choices with `no_drop`, with a capacity factor of 0, or with transport
-  `dropless` unless `capacity_factor` is given. It then gets `Local` without an exchange, `Dropless`
-  with one. Other calls get `Capacity` or `Packed`. Without an exchange no buffer needs a fixed
+  `dropless` or `put` unless `capacity_factor` is given. It then gets `Local` without an exchange,
+  `Put` or `Dropless` with one (in the ablation `silent` always `Dropless`). Other calls get `Capacity` or `Packed`. Without an exchange no buffer needs a fixed
   size: `Packed` then stands for `capacity` too, unless the experts take buffers of equal size.
 
   A user's own transport (`dispatch.transport=module:Name`) is called with `config`, `tokens`,
@@ -113,7 +114,8 @@ def make_transport(
 
   Raises:
     ConfigError: an argument is out of range, a buffer would have no rows, `dispatch.groups` does
-      not divide evenly over the devices, or the user's transport cannot be made.
+      not divide evenly over the devices, the devices cannot `put`, or the user's transport cannot
+      be made.
   """
   check_type("config", config, DispatchConfig)
   check_choice("order", order, ORDERS)
@@ -142,9 +144,12 @@ def make_transport(
     return construct(config.transport, "dispatch.transport", config, **given, needs=needs)
   factor = config.capacity_factor if capacity_factor is None else capacity_factor
   lossless = no_drop or factor == 0
-  lossless |= capacity_factor is None and config.transport == "dropless"
+  lossless |= capacity_factor is None and config.transport in ("dropless", "put")
   if lossless and exchange.size == 1:
     return Local()
+  if lossless and config.transport == "put" and not exchange.silent:
+    check_put(exchange)
+    return Put(exchange, config.slack, config.chunks, order)
   if lossless:
     return Dropless(exchange, config.slack, config.chunks, order)
   groups = _local_groups(config)

@@ -1,0 +1,451 @@
+"""Rows written straight into the memory of other GPUs of the host, by one kernel on Hopper.
+
+    M  rows at hand      K  copies of each      D  width      R  rows of every device's result
+    W  ranks: the devices of one mesh axis      G  groups of a tiled result
+
+A warp copies a row to shared memory, and K of its lanes each send it to one of its places, on
+whichever device (bulk copies, PTX ISA 8.x). NVLink carries the bytes, and no rank waits for a
+buffer to be packed. Devices agree at two points only. Before the kernel, XLA lets every device's
+stream reach it, so that all results exist and nobody reads what lay there. At the kernel's end each
+block signals every rank once what it has sent is there, and the first block waits for the signals
+of all ranks: then the device's own result is complete.
+
+One process drives all devices, because Pallas gets the addresses of the other devices' results from
+XLA's runtime, which exchanges them within a process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from scmoe.kernels import inline, ptx
+from scmoe.kernels.launch import compiled
+
+BLOCKS = 32  # thread blocks, each on a multiprocessor of its own
+_LANES = 32
+_WARPS = 4  # warps of a block
+_STAGES = 8  # most rows of a warp in shared memory; fewer where rows are wide
+_SENDING = 4  # rows of a warp that may still be read by copies that leave, at 8 stages
+_ROOM = 200_000  # bytes of shared memory for the stages
+_ALIGNED = 128  # bytes: a stage begins at a multiple of it
+_COPIED = 16  # bytes: a bulk copy moves a multiple of it
+_WORD = 4  # bytes of an int32
+_ADDRESS = 8  # bytes of an address in global memory
+_BARRIER = 8  # bytes of a barrier
+MOST_RANKS = 8
+
+
+def takes(row_bytes: int, num_copies: int, ranks: int) -> bool:
+  """Whether the kernel moves rows of so many bytes, to so many places each, among so many ranks.
+
+  A row has a multiple of 16 bytes, at most 22,222, and at most 32 places; there are at most 8
+  ranks.
+  """
+  fits = 0 < row_bytes <= _ROOM // (2 * _WARPS + 1) and row_bytes % _COPIED == 0
+  return fits and num_copies <= _LANES and ranks <= MOST_RANKS
+
+
+@functools.partial(jax.jit, static_argnames=("num_rows", "tile", "axis", "ranks", "blocks"))
+def put_rows_kernel(
+  x_MD: jax.Array,
+  place_MK: jax.Array,
+  tag_MK: jax.Array | None,
+  count: jax.Array,
+  groups: tuple[jax.Array, jax.Array, jax.Array] | None,
+  *,
+  num_rows: int,
+  tile: int,
+  axis: str,
+  ranks: int,
+  blocks: int = BLOCKS,
+) -> tuple[jax.Array, jax.Array | None]:
+  """Sends rows to their places on all ranks, and a tag beside each; see `rows.put_rows`.
+
+  Args:
+    x_MD: rows that the kernel `takes`.
+    place_MK: int32, rank · R + row of each copy, all of all ranks different; a number outside
+      [0, W·R) is no place.
+    tag_MK: int32, a number for each copy that arrives beside it; None: no numbers are sent.
+    count: int32 scalar, rows at hand that have places; the rows behind them are not read.
+    groups: int32 [G] each: rows, first tile and number of tiles of each group of this device's own
+      result. Rows of a group's last tile that nobody fills become zero, their tags -1. None: the
+      result has no groups, and no row becomes zero.
+    num_rows: R.
+    tile: rows of a tile.
+    axis: the mesh axis.
+    ranks: W.
+    blocks: thread blocks.
+
+  Returns:
+    The rows [R, D] that have arrived here, and their tags [R] or None. Other rows are not written.
+  """
+  (rows, width), copies, tagged = x_MD.shape, place_MK.shape[1], tag_MK is not None
+  num_groups = 0 if groups is None else groups[0].shape[0]
+  row_bytes = width * x_MD.dtype.itemsize
+  stages = min(_STAGES, (_ROOM // row_bytes - 1) // _WARPS)
+  sizes = (rows, copies, num_groups, row_bytes, num_rows, tile)
+  program = _Program(*sizes, tagged, ranks, stages, max(1, stages * _SENDING // _STAGES), blocks)
+  text = program.text()
+
+  def body(*refs):
+    *inputs, out, shared, arrived = refs
+    tags = inputs.pop() if tagged else out  # where there are none, the program does not use them
+    far = lambda ref: [plgpu.remote_ref(ref, {axis: rank}) for rank in range(ranks)]
+    everywhere = [*far(out), *far(tags), *far(arrived)]
+    inline.run(text, [*inputs, out, tags, arrived, *everywhere], [shared])
+
+  places = place_MK.reshape(-1)
+  outs = compiled(
+    body,
+    out_type=[jax.ShapeDtypeStruct((num_rows,), jnp.int32)] * tagged
+    + [jax.ShapeDtypeStruct((num_rows, width), x_MD.dtype)],
+    grid=(blocks,),
+    grid_names=("block",),
+    num_threads=_WARPS // 4,
+    thread_name="wg",
+    scratch_types=[
+      plgpu.SMEM((-(-program.shared_bytes // 512) * 128,), jnp.int32),
+      plgpu.SemaphoreType.REGULAR,
+    ],
+  )(
+    x_MD,
+    places,
+    places if tag_MK is None else tag_MK.reshape(-1),
+    count.reshape(1),
+    *((places,) * 3 if groups is None else groups),
+  )
+  return outs[-1], outs[0] if tagged else None
+
+
+# The inline code's operands; behind them the addresses of every rank's result, tags and arrivals,
+# and the block's shared memory.
+_X, _PLACES, _TAGS, _COUNT = "$0", "$1", "$2", "$3"
+_SIZES, _TILE_STARTS, _TILES = "$4", "$5", "$6"
+_OUT, _OUT_TAGS, _ARRIVED = "$7", "$8", "$9"
+_FAR = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+  """The kernel in PTX, step by step.
+
+  Warp w of all takes rows w, w + warps, w + 2 · warps and so on. The register `row` holds the row
+  that the warp sends next, and `ahead` the one that it fetches next, stages - sending of its rows
+  later. Shared memory holds each warp's stages, a row of zeros, a barrier for each stage, and three
+  addresses for each rank: of its result, of its tags and of its count of arrivals.
+
+  Attributes:
+    rows, copies, groups: M, K and G.
+    row_bytes: bytes of a row.
+    num_rows: R.
+    tile: rows of a tile.
+    tagged: whether a tag arrives beside each row.
+    ranks: W.
+    stages: rows of a warp in shared memory.
+    sending: how many of them copies that leave may still read while the warp goes on.
+    blocks: blocks of the grid.
+  """
+
+  rows: int
+  copies: int
+  groups: int
+  row_bytes: int
+  num_rows: int
+  tile: int
+  tagged: bool
+  ranks: int
+  stages: int
+  sending: int
+  blocks: int
+
+  @property
+  def warps(self) -> int:
+    """Warps of all blocks."""
+    return self.blocks * _WARPS
+
+  @property
+  def zeros_at(self) -> int:
+    """Bytes from the begin of the stages to the row of zeros, a multiple of `_ALIGNED`."""
+    return -(-_WARPS * self.stages * self.row_bytes // _ALIGNED) * _ALIGNED
+
+  @property
+  def barriers_at(self) -> int:
+    """Bytes from the begin of the stages to the barriers, a multiple of `_ALIGNED`."""
+    return self.zeros_at + -(-self.row_bytes // _ALIGNED) * _ALIGNED
+
+  @property
+  def addresses_at(self) -> int:
+    """Bytes from the begin of the stages to the addresses."""
+    return self.barriers_at + _BARRIER * _WARPS * self.stages
+
+  @property
+  def shared_bytes(self) -> int:
+    """Bytes of a block's shared memory, with room to align it."""
+    return self.addresses_at + 3 * _ADDRESS * self.ranks + _ALIGNED
+
+  def text(self) -> str:
+    """The whole kernel as PTX."""
+    return ptx.program(
+      ptx.registers("pred", "yes, more"),
+      ptx.registers(
+        "b32", "thread, lane, warp, block, shared, mine, barriers, zeros, buffer, barrier"
+      ),
+      ptx.registers("b32", "row, ahead, rows, stage, next, phase, i, t, to, tag, rank, size, end"),
+      ptx.registers("b32", "nothing, nobody, one, addresses"),
+      ptx.registers("b64", "wide, place, far"),
+      self.find_shared_memory(),
+      self.init_barriers(),
+      self.keep_addresses(),
+      self.write_zeros(),
+      ptx.publish_to_copies(own_block_only=True),
+      ptx.publish_barriers(),
+      ptx.wait_for_block(),
+      self.first_row(),
+      *(self.fetch_row(stage) for stage in range(self.stages - self.sending)),
+      self.send_zeros() if self.groups else "",
+      ptx.let("stage", 0),
+      ptx.let("next", self.stages - self.sending),
+      ptx.let("phase", 0),
+      ptx.while_less(
+        "ROWS",
+        "row",
+        "rows",
+        self.load_place(),
+        self.find_stage("stage"),
+        ptx.wait_for_barrier("barrier", "phase", "more"),
+        self.send_row(),
+        ptx.close_group(),
+        ptx.wait_for_groups(self.sending, read_only=True),  # the stage `next` is free
+        ptx.wait_for_warp(),
+        self.fetch_row("next"),
+        ptx.add("row", "row", self.warps),
+        self.next_stage(),
+      ),
+      ptx.wait_for_groups(0),
+      self.signal_and_wait(),
+    )
+
+  def with_tags(self, *steps: str) -> str:
+    """The steps, if tags arrive beside the rows; nothing otherwise."""
+    return ptx.lines(steps) if self.tagged else ""
+
+  def find_shared_memory(self) -> str:
+    """Addresses in shared memory.
+
+    mine, barriers = this warp's stages and their barriers; zeros = the row of zeros; addresses =
+    the ranks' addresses.
+    """
+    return ptx.lines(
+      [
+        ptx.thread_of_block("thread"),
+        ptx.lane_of_warp("lane"),
+        ptx.block_of_grid("block"),
+        ptx.let("nothing", 0),
+        ptx.let("nobody", -1),
+        ptx.let("one", 1),
+        ptx.shift_right("warp", "thread", 5),
+        ptx.add("shared", f"${_FAR + 3 * self.ranks}", _ALIGNED - 1),
+        ptx.bit_and("shared", "shared", -_ALIGNED),
+        ptx.multiply_add("mine", "warp", self.stages * self.row_bytes, "shared"),
+        ptx.add("zeros", "shared", self.zeros_at),
+        ptx.add("barriers", "shared", self.barriers_at),
+        ptx.multiply_add("barriers", "warp", _BARRIER * self.stages, "barriers"),
+        ptx.add("addresses", "shared", self.addresses_at),
+      ]
+    )
+
+  def init_barriers(self) -> str:
+    """Makes the warp's barriers, one for each stage, by its first lane."""
+    return ptx.lines(
+      [
+        ptx.compare("yes", "lane", "==", 0, unsigned=True),
+        *(ptx.init_barrier("barriers", _BARRIER * s, 1, only_if="yes") for s in range(self.stages)),
+      ]
+    )
+
+  def keep_addresses(self) -> str:
+    """Writes the ranks' addresses to shared memory, where a lane reads those of its row's rank."""
+    one = lambda i: ptx.store_shared_wide("addresses", f"${_FAR + i}", _ADDRESS * i, only_if="yes")
+    first = ptx.compare("yes", "thread", "==", 0, unsigned=True)
+    return ptx.lines([first, *map(one, range(3 * self.ranks))])
+
+  def far_address(self, to: str, which: int) -> str:
+    """to = the address of an array of rank `rank`: 0 its result, 1 its tags, 2 its arrivals."""
+    return ptx.lines(
+      [
+        ptx.multiply_add("t", "rank", _ADDRESS, "addresses"),
+        ptx.load_shared_wide(to, "t", _ADDRESS * self.ranks * which),
+      ]
+    )
+
+  def write_zeros(self) -> str:
+    """Fills the row of zeros, by all threads of the block."""
+    return ptx.lines(
+      [
+        ptx.let("i", "thread"),
+        ptx.label("ZEROS"),
+        ptx.multiply_add("t", "i", _WORD, "zeros"),
+        ptx.compare("more", "i", "<", self.row_bytes // _WORD),
+        ptx.store_shared("t", "nothing", kind="b32", only_if="more"),
+        ptx.add("i", "i", _WARPS * _LANES),
+        ptx.jump("ZEROS", only_if="more"),
+      ]
+    )
+
+  def first_row(self) -> str:
+    """row = ahead = the warp's number in the grid; rows = how many rows have places."""
+    return ptx.lines(
+      [
+        ptx.multiply_add("row", "block", _WARPS, "warp"),
+        ptx.let("ahead", "row"),
+        ptx.load_read_only("rows", _COUNT),
+        ptx.at_most("rows", "rows", self.rows),
+      ]
+    )
+
+  def find_stage(self, stage: str | int) -> str:
+    """buffer, barrier = addresses of a stage of the warp and of its barrier."""
+    return ptx.lines(
+      [
+        ptx.multiply_add("buffer", stage, self.row_bytes, "mine"),
+        ptx.multiply_add("barrier", stage, _BARRIER, "barriers"),
+      ]
+    )
+
+  def fetch_row(self, stage: str | int) -> str:
+    """Starts to copy row `ahead`, if there is one, to a stage, and advances to the warp's next."""
+    return ptx.lines(
+      [
+        self.find_stage(stage),
+        ptx.compare("yes", "ahead", "<", "rows"),
+        ptx.compare("yes", "lane", "==", 0, and_="yes", unsigned=True),
+        ptx.element_address("wide", _X, "ahead", self.row_bytes),
+        ptx.arrive_and_expect("barrier", self.row_bytes, only_if="yes"),
+        ptx.copy_to_shared("buffer", "wide", self.row_bytes, "barrier", only_if="yes"),
+        ptx.add("ahead", "ahead", self.warps),
+      ]
+    )
+
+  def load_place(self) -> str:
+    """The lane's copy of row `row`: its rank, its row `to` there and its tag; yes = there is one."""
+    return ptx.lines(
+      [
+        ptx.multiply_add("i", "row", self.copies, "lane"),
+        ptx.byte_distance("wide", "i", _WORD),
+        ptx.compare("yes", "lane", "<", self.copies, unsigned=True),
+        ptx.let("to", -1),
+        ptx.advance("place", _PLACES, "wide"),
+        ptx.load_read_only("to", "place", only_if="yes"),
+        self.with_tags(ptx.advance("place", _TAGS, "wide")),
+        self.with_tags(ptx.load_read_only("tag", "place", only_if="yes")),
+        ptx.compare("yes", "to", "<", self.ranks * self.num_rows, unsigned=True),
+        ptx.divide("rank", "to", self.num_rows),
+        ptx.multiply("t", "rank", self.num_rows),
+        ptx.subtract("to", "to", "t"),
+        ptx.at_most("rank", "rank", self.ranks - 1, unsigned=True),
+      ]
+    )
+
+  def send_row(self) -> str:
+    """Starts to copy the stage at `buffer` to the lane's place, and writes the tag beside it."""
+    return ptx.lines(
+      [
+        self.far_address("far", 0),
+        ptx.element_address("place", "far", "to", self.row_bytes, unsigned=True, distance="wide"),
+        ptx.copy_to_global("place", "buffer", self.row_bytes, only_if="yes"),
+        self.with_tags(
+          self.far_address("far", 1),
+          ptx.element_address("place", "far", "to", _WORD, unsigned=True, distance="wide"),
+          ptx.store_global("place", "tag", only_if="yes"),
+        ),
+      ]
+    )
+
+  def send_zeros(self) -> str:
+    """Starts to copy zeros to the rows of groups' last tiles that nobody fills; their tag is -1.
+
+    A group lacks fewer rows than a tile has, so i is the pair (group i // tile, lacking row
+    t = i % tile): row size + t of the group, if the group's tiles have that row. Neighbouring i go
+    to different warps.
+    """
+    group_word = lambda to, array: ptx.lines(
+      [
+        ptx.advance("place", array, "wide"),
+        ptx.load_read_only(to, "place"),
+      ]
+    )
+    rows = ptx.while_less(
+      "RESTS",
+      "i",
+      self.groups * self.tile,
+      ptx.divide("t", "i", self.tile),
+      ptx.byte_distance("wide", "t", _WORD),
+      ptx.multiply("t", "t", self.tile),
+      ptx.subtract("t", "i", "t"),
+      group_word("size", _SIZES),
+      group_word("to", _TILE_STARTS),
+      group_word("end", _TILES),
+      ptx.multiply("end", "end", self.tile),
+      ptx.add("t", "t", "size"),
+      ptx.compare("yes", "t", "<", "end"),
+      ptx.multiply_add("to", "to", self.tile, "t"),
+      ptx.element_address("wide", _OUT, "to", self.row_bytes, unsigned=True),
+      ptx.copy_to_global("wide", "zeros", self.row_bytes, only_if="yes"),
+      self.with_tags(
+        ptx.element_address("wide", _OUT_TAGS, "to", _WORD, unsigned=True),
+        ptx.store_global("wide", "nobody", only_if="yes"),
+      ),
+      ptx.add("i", "i", _LANES * self.warps),
+    )
+    return ptx.lines(
+      [
+        ptx.multiply_add("i", "lane", self.warps, "row"),
+        rows,
+        ptx.wait_for_warp(),
+        ptx.close_group(),
+      ]
+    )
+
+  def next_stage(self) -> str:
+    """Goes on to the next stage; the barriers' phase turns over with each round."""
+
+    def advance(stage: str, *then: str) -> list[str]:
+      last = ptx.compare("yes", stage, "==", self.stages)
+      return [ptx.add(stage, stage, 1), last, ptx.let(stage, 0, only_if="yes"), *then]
+
+    return ptx.lines(
+      [*advance("stage", ptx.bit_xor("phase", "phase", 1, only_if="yes")), *advance("next")]
+    )
+
+  def signal_and_wait(self) -> str:
+    """Signals each rank that this block's rows have arrived; the first block waits for all blocks.
+
+    Every thread publishes its own writes, and thread w signals rank w after the whole block has. A
+    rank's arrivals count up to the number of blocks of all ranks.
+    """
+    return ptx.lines(
+      [
+        ptx.publish_to_copies(),
+        ptx.publish_to_devices(),
+        ptx.wait_for_block(),
+        ptx.compare("yes", "thread", "<", self.ranks, unsigned=True),
+        ptx.at_most("rank", "thread", self.ranks - 1, unsigned=True),
+        self.far_address("far", 2),
+        ptx.add_at_device("far", "one", only_if="yes"),
+        ptx.add("t", "block", "thread"),
+        ptx.compare("yes", "t", "==", 0),
+        ptx.jump("DONE", only_if="!yes"),
+        ptx.label("ARRIVALS"),
+        ptx.load_from_devices("t", _ARRIVED),
+        ptx.compare("more", "t", "<", self.ranks * self.blocks, unsigned=True),
+        ptx.jump("ARRIVALS", only_if="more"),
+        ptx.label("DONE"),
+        ptx.wait_for_block(),
+      ]
+    )

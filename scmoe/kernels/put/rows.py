@@ -1,0 +1,109 @@
+"""Rows sent to places in every rank's result: by the put kernel, or by collectives on a CPU.
+
+    M  rows at hand      K  copies of each      D  width      R  rows of every device's result
+    W  ranks: the devices of one mesh axis      G  groups of a tiled result
+
+A place is one number, rank · R + row. Worked example: two ranks, R = 4, one copy each.
+
+    rank 0: rows a b c, places 5 0 4        rank 1: rows d e f, places 1 6 8 (8 = W · R: no place)
+    result of rank 0: b d - -               result of rank 1: c a e -
+
+The ranks' places differ from each other, so no two rows meet, and results do not depend on which
+arrives first.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from scmoe.kernels.grouped_matmul import GroupLayout
+from scmoe.kernels.launch import runs_ptx
+from scmoe.kernels.put import kernel
+
+
+def put_rows(
+  x_MD: jax.Array,
+  place_MK: jax.Array,
+  *,
+  num_rows: int,
+  axis: str,
+  ranks: int,
+  tag_MK: jax.Array | None = None,
+  count: jax.Array | None = None,
+  groups: GroupLayout | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+  """Sends each row to its places, on whichever rank; every device of the axis calls it.
+
+  Not differentiable. On a Hopper GPU one kernel writes into the other GPUs' memory; elsewhere every
+  rank gathers all rows and picks its own, which costs W times the memory.
+
+  Args:
+    x_MD: this device's rows.
+    place_MK: int32, the place of each copy; a number outside [0, W·R) is no place.
+    num_rows: R.
+    axis: the mesh axis.
+    ranks: W.
+    tag_MK: int32, a number for each copy that arrives beside it.
+    count: int32 scalar: places count for this many rows only; None: for all M.
+    groups: the tiles of this device's own result. Its rows of a group's last tile that nobody fills
+      become zero, with the tag -1.
+
+  Returns:
+    The rows [R, D] that have arrived here, and their tags [R]; None without `tag_MK`. Rows that
+    nobody fills may hold anything, except those that `groups` names.
+  """
+  count = jnp.asarray(x_MD.shape[0] if count is None else count, jnp.int32)
+  if not runs_ptx():
+    return _collected(x_MD, place_MK, tag_MK, count, groups, num_rows, axis)
+  of_groups = None
+  if groups is not None:
+    of_groups = groups.group_sizes_G, groups.tile_starts_G, groups.tiles_G
+  tile = 1 if groups is None else groups.tile
+  return kernel.put_rows_kernel(
+    x_MD,
+    place_MK,
+    tag_MK,
+    count,
+    of_groups,
+    num_rows=num_rows,
+    tile=tile,
+    axis=axis,
+    ranks=ranks,
+  )
+
+
+def _collected(x_MD, place_MK, tag_MK, count, groups: GroupLayout | None, num_rows: int, axis: str):
+  """`put_rows` by all-gathers; what the kernel does not write is NaN, or tag -2, so that tests see.
+
+  Rows of an integer type get 0 instead of NaN.
+  """
+  counted_M1 = (jnp.arange(x_MD.shape[0], dtype=jnp.int32) < count)[:, None]
+  place_MK = jnp.where(counted_M1, place_MK, -1)
+  place_WMK = lax.all_gather(place_MK, axis)
+  row_WMK = place_WMK - lax.axis_index(axis) * num_rows
+  mine_WMK = (row_WMK >= 0) & (row_WMK < num_rows)
+  row_N = jnp.where(mine_WMK, row_WMK, num_rows).reshape(-1)
+  x_WMD = lax.all_gather(x_MD, axis)
+  x_ND = jnp.broadcast_to(x_WMD[:, :, None], (*place_WMK.shape, x_MD.shape[1]))
+  unwritten = jnp.nan if jnp.issubdtype(x_MD.dtype, jnp.floating) else 0
+  rows_RD = jnp.full((num_rows, x_MD.shape[1]), unwritten, x_MD.dtype)
+  tag_R = None if tag_MK is None else jnp.full((num_rows,), -2, jnp.int32)
+  if groups is not None:
+    padding_R = _padding(groups, num_rows)
+    rows_RD = jnp.where(padding_R[:, None], jnp.zeros((), x_MD.dtype), rows_RD)
+    tag_R = None if tag_R is None else jnp.where(padding_R, -1, tag_R)
+  rows_RD = rows_RD.at[row_N].set(x_ND.reshape(-1, x_MD.shape[1]), mode="drop")
+  if tag_MK is not None and tag_R is not None:
+    tag_R = tag_R.at[row_N].set(lax.all_gather(tag_MK, axis).reshape(-1), mode="drop")
+  return rows_RD, tag_R
+
+
+def _padding(groups: GroupLayout, num_rows: int) -> jax.Array:
+  """bool [R]: rows of tiles in use that no row of their group fills."""
+  index_R = jnp.arange(num_rows, dtype=jnp.int32)
+  group_R = groups.tile_group_I[index_R // groups.tile]
+  position_R = index_R - groups.tile_starts_G[group_R] * groups.tile
+  used_R = index_R < groups.num_tiles[0] * groups.tile
+  return used_R & (position_R >= groups.group_sizes_G[group_R])

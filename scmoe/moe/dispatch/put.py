@@ -1,0 +1,265 @@
+"""The put transport: each row is written straight into its expert's tiles on the other GPU.
+
+The other transports pack rows into a buffer, exchange the buffers, and sort what arrives by expert.
+Here one kernel does the three (`scmoe.kernels.put`): it reads a token once and writes it to its
+place in the tiles of each of its experts, over NVLink where these are on another GPU. Combine is
+the same kernel the other way: it writes each output into the row of its choice on the token's
+device. The gradient of each is the other.
+
+A place needs the counts of all ranks, which one small all-gather collects, as for `Dropless`. Rounds
+are those of `Dropless` too: the first moves at most P rows of every queue, so that the tiles have a
+fixed size, and overflow rounds, which go by all-to-all, move the rest. Nothing is dropped.
+
+Worked example: two ranks with one expert each, tiles of two rows, P = 3. Rank 0 sends two rows to
+expert 0 and one to expert 1, rank 1 one row to each. Expert 0's tiles on rank 0 then hold rank 0's
+two rows, rank 1's row and a row of zeros; expert 1's on rank 1 hold one row of each rank. So rank 1
+writes its row for expert 0 to row 2 on rank 0: behind the rows of lower ranks, which the counts
+tell.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from scmoe.base.errors import ConfigError
+from scmoe.kernels.grouped_matmul import (
+  KERNEL_ROW_TILE,
+  GroupLayout,
+  make_layout,
+  tiled_layout,
+)
+from scmoe.kernels.grouped_matmul.xla import choose_tile
+from scmoe.kernels.launch import runs_ptx
+from scmoe.kernels.permute import (
+  Permutation,
+  gather_rows,
+  sum_copies,
+  take_rows,
+  weigh_rows,
+  zero_cotangents,
+)
+from scmoe.kernels.put import put_rows, takes, why_not
+from scmoe.moe.dispatch.dropless import Chunk, Dropless, Queues, make_window
+from scmoe.moe.types import Routing
+from scmoe.parallel.barriers import barrier
+from scmoe.parallel.collectives import Exchange
+
+
+@dataclasses.dataclass(frozen=True)
+class Put(Dropless):
+  """The transport that writes rows into the memory of the GPUs of their experts.
+
+  Its protocol, its rounds and its arguments are those of `Dropless`; the rows that dispatch returns
+  lie in the experts' tiles.
+  """
+
+  def _send(
+    self, x_TD: Array, routing: Routing, queues: Queues, low: int, size: int, before: Array | None
+  ) -> tuple[Chunk, Queues, Array | None]:
+    """Puts positions [low, low + P) of every queue into the experts' tiles; see `Dropless`."""
+    plan = _make_plan(routing.expert_TK, queues, self.exchange, low, size)
+    _check_rows(x_TD, plan)
+    if before is not None:
+      x_TD, queues, before = barrier((x_TD, queues, before), "forward")
+    if routing.input_weight_TK is None:
+      rows_RD, origin_R = _put_tokens(x_TD, plan)
+    else:
+      slots_SD = gather_rows(x_TD, plan.window)
+      slots_SD = weigh_rows(slots_SD, routing.input_weight_TK, plan.window)
+      rows_RD, origin_R = _put_slots(slots_SD, plan)
+    # As the rows, so that a backward pass that recomputes the forward pass does not put them again.
+    origin_R = checkpoint_name(origin_R, "moe_rows")
+    layout = tiled_layout(plan.groups)
+    return Chunk(rows_RD, layout, plan.window, (plan, origin_R)), queues, before
+
+  def _return(self, rows_RD: Array, plan: Any) -> Array:
+    """Puts the outputs into the slots of their choices; see `Dropless`."""
+    made, origin_R = plan
+    return _put_back(rows_RD, origin_R, made)
+
+
+def check_put(exchange: Exchange) -> None:
+  """Checks that every rank of the exchange can write into the memory of every other one.
+
+  On a CPU collectives stand for the kernel, so that any program with this transport can be tried.
+
+  Raises:
+    ConfigError: it cannot, or the exchange is hierarchical.
+  """
+  why = why_not(exchange.size)
+  if exchange.nodes > 1:
+    why = f"works within one host, got dispatch.nodes={exchange.nodes}"
+  if why:
+    raise ConfigError(f"dispatch.transport=put {why}: use dispatch.transport=dropless")
+
+
+# -- the plan -------------------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+  """Where each row of a chunk goes, and from where it comes back.
+
+      S = W·P  slots: the rows that a device sends at most, P to each rank
+      R        rows of a device's tiles
+
+  A place is rank · R + row of that rank's tiles, an origin rank · S + slot of that rank.
+
+  Attributes:
+    window: which choice of this device has which slot.
+    place_TK: int32, the place of each choice; W·R for a choice that is not in the chunk.
+    place_S: int32, the place of each slot; W·R for an empty slot.
+    groups: the tiles of this device's experts.
+    axis, ranks: the mesh axis, and W, its ranks; static.
+  """
+
+  window: Permutation
+  place_TK: Array
+  place_S: Array
+  groups: GroupLayout
+  axis: str = dataclasses.field(metadata={"static": True})
+  ranks: int = dataclasses.field(metadata={"static": True})
+
+  @property
+  def slots(self) -> int:
+    """S."""
+    return self.place_S.shape[0]
+
+  @property
+  def origin_S(self) -> Array:
+    """int32, the origin of each slot."""
+    return jax.lax.axis_index(self.axis) * self.slots + jnp.arange(self.slots, dtype=jnp.int32)
+
+  @property
+  def origin_TK(self) -> Array:
+    """int32, the origin of each choice; arbitrary for a choice that is not in the chunk."""
+    return jax.lax.axis_index(self.axis) * self.slots + self.window.row_TK
+
+
+def _make_plan(expert_TK: Array, queues: Queues, exchange: Exchange, low: int, size: int) -> _Plan:
+  """The plan of positions [low, low + P) of every queue, from the counts of all ranks."""
+  assert exchange.axis is not None
+  counts_WWe = queues.counts_WWe
+  ranks, _, experts = counts_WWe.shape
+  me = jax.lax.axis_index(exchange.axis)
+  window = make_window(queues, low, size)
+  tile = KERNEL_ROW_TILE if runs_ptx() else choose_tile(ranks * size, experts)
+  # The rows of each source for each expert of each rank that lie in the window.
+  clip = lambda a: jnp.clip(a - low, 0, size)
+  end_WWe = jnp.cumsum(counts_WWe, 2)
+  start_WWe, end_WWe = clip(end_WWe - counts_WWe), clip(end_WWe)
+  inside_WWe = end_WWe - start_WWe
+  sizes_We = inside_WWe.sum(0, dtype=jnp.int32)
+  tiles_We = -(-sizes_We // tile)
+  first_We = (jnp.cumsum(tiles_We, 1) - tiles_We) * tile  # the first row of each expert
+  groups = make_layout(sizes_We[me], ranks * size, tile)
+  # Of an expert's rows, those of lower ranks come first; a queue's are in its order.
+  earlier_We = (jnp.cumsum(inside_WWe, 0) - inside_WWe)[me]
+  rank_W1 = jnp.arange(ranks, dtype=jnp.int32)[:, None]
+  base_We = rank_W1 * groups.num_rows + first_We + earlier_We - start_WWe[me]
+  place_TK = base_We.reshape(-1)[expert_TK] + queues.rank_TK - low
+  inside_TK = window.row_TK < ranks * size
+  place_TK = jnp.where(inside_TK, place_TK, ranks * groups.num_rows)
+  place_S = place_TK.reshape(-1)[jnp.maximum(window.copy_R, 0)]
+  place_S = jnp.where(window.copy_R < 0, ranks * groups.num_rows, place_S)
+  return _Plan(window, place_TK, place_S, groups, exchange.axis, ranks)
+
+
+def _check_rows(x_TD: Array, plan: _Plan) -> None:
+  """Raises ConfigError for rows that the kernel does not take."""
+  row_bytes = x_TD.shape[1] * x_TD.dtype.itemsize
+  if runs_ptx() and not takes(row_bytes, plan.place_TK.shape[1], plan.ranks):
+    raise ConfigError(
+      f"dispatch.transport=put got rows of {row_bytes} bytes, {plan.place_TK.shape[1]} choices and "
+      f"{plan.ranks} devices; it moves rows of a multiple of 16 bytes up to 22,222, with up to 32 "
+      "choices, among up to 8 devices: use dispatch.transport=dropless"
+    )
+
+
+# -- rows there and back, each the other's gradient -----------------------------------------------
+
+
+def _slots_to_tiles(slots_SD: Array, plan: _Plan, *, tagged: bool) -> tuple[Array, Array | None]:
+  tag_S1 = plan.origin_S[:, None] if tagged else None
+  to = {"axis": plan.axis, "ranks": plan.ranks, "groups": plan.groups}
+  return put_rows(slots_SD, plan.place_S[:, None], tag_MK=tag_S1, num_rows=plan.groups.num_rows, **to)
+
+
+def _tiles_to_slots(rows_RD: Array, origin_R: Array, plan: _Plan) -> Array:
+  used = plan.groups.num_tiles[0] * plan.groups.tile  # behind them, origins may be anything
+  to = {"axis": plan.axis, "ranks": plan.ranks, "count": used}
+  return put_rows(rows_RD, origin_R[:, None], num_rows=plan.slots, **to)[0]
+
+
+@jax.custom_vjp
+def _put_tokens(x_TD: Array, plan: _Plan) -> tuple[Array, Array]:
+  """Each token in the tiles of its experts, [R, D] on their devices, and the origin of each row."""
+  to = {"axis": plan.axis, "ranks": plan.ranks, "groups": plan.groups}
+  rows_RD, origin_R = put_rows(
+    x_TD, plan.place_TK, tag_MK=plan.origin_TK, num_rows=plan.groups.num_rows, **to
+  )
+  assert origin_R is not None
+  return rows_RD, origin_R
+
+
+def _put_tokens_fwd(x_TD, plan):
+  rows_RD, origin_R = _put_tokens(x_TD, plan)
+  return (rows_RD, origin_R), (origin_R, plan)
+
+
+def _put_tokens_bwd(residuals, bars):
+  origin_R, plan = residuals
+  slots_SD = _tiles_to_slots(bars[0], origin_R, plan)
+  return sum_copies(slots_SD, plan.window.row_TK), zero_cotangents(plan)
+
+
+_put_tokens.defvjp(_put_tokens_fwd, _put_tokens_bwd)
+
+
+@jax.custom_vjp
+def _put_slots(slots_SD: Array, plan: _Plan) -> tuple[Array, Array]:
+  """Each filled slot in its expert's tiles, [R, D] on their devices, and the origin of each row."""
+  rows_RD, origin_R = _slots_to_tiles(slots_SD, plan, tagged=True)
+  assert origin_R is not None
+  return rows_RD, origin_R
+
+
+def _put_slots_fwd(slots_SD, plan):
+  rows_RD, origin_R = _put_slots(slots_SD, plan)
+  return (rows_RD, origin_R), (origin_R, plan)
+
+
+def _put_slots_bwd(residuals, bars):
+  origin_R, plan = residuals
+  bar_SD = _tiles_to_slots(bars[0], origin_R, plan)
+  filled_S1 = (plan.window.copy_R >= 0)[:, None]
+  return jnp.where(filled_S1, bar_SD, 0), zero_cotangents(plan)
+
+
+_put_slots.defvjp(_put_slots_fwd, _put_slots_bwd)
+
+
+@jax.custom_vjp
+def _put_back(rows_RD: Array, origin_R: Array, plan: _Plan) -> Array:
+  """Each row of the tiles in its slot, [S, D] on its token's device; empty slots hold anything."""
+  return _tiles_to_slots(rows_RD, origin_R, plan)
+
+
+def _put_back_fwd(rows_RD, origin_R, plan):
+  return _put_back(rows_RD, origin_R, plan), (origin_R, plan)
+
+
+def _put_back_bwd(residuals, bar_SD):
+  origin_R, plan = residuals
+  bar_RD, _ = _slots_to_tiles(bar_SD, plan, tagged=False)
+  return bar_RD, zero_cotangents(origin_R), zero_cotangents(plan)
+
+
+_put_back.defvjp(_put_back_fwd, _put_back_bwd)

@@ -1,0 +1,156 @@
+"""Rows put into other devices' results: against a loop in NumPy, and lowered for Hopper GPUs."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from scmoe.base.compat import jax_version
+from scmoe.kernels.grouped_matmul.layout import make_layout
+from scmoe.kernels.put import put_rows, reach, rows, takes
+from scmoe.kernels.put.kernel import put_rows_kernel
+from scmoe.moe.dispatch import put
+from scmoe.moe.dispatch.put import Put
+from scmoe.moe.route import make_routing
+from scmoe.parallel.collectives import Exchange
+from scmoe.parallel.mesh import AXES, BATCH_AXES, MeshConfig, make_mesh, manual
+
+W, M, K, D, R, TILE = 4, 6, 2, 8, 24, 4
+BATCH = P(BATCH_AXES)
+LOWERS = pytest.mark.skipif(
+  jax_version() < (0, 11), reason="inline code takes other devices' references from jax 0.11 on"
+)
+
+
+def places() -> np.ndarray:
+  """int32 [W, M, K], all different; a third of them no place."""
+  rng = np.random.default_rng(0)
+  drawn = rng.permutation(W * R)[: W * M * K].reshape(W, M, K)
+  return np.where(rng.random((W, M, K)) < 1 / 3, W * R, drawn).astype(np.int32)
+
+
+@functools.cache
+def put_on_devices(with_count: bool, with_groups: bool):
+  mesh = make_mesh(MeshConfig(data=1, expert=W))
+  sizes_G = jnp.asarray([5, 0, 2], jnp.int32)
+
+  def local(x_MD, place_MK, tag_MK):
+    count = jnp.asarray(4, jnp.int32) if with_count else None
+    groups = make_layout(sizes_G, R - 3 * (TILE - 1), TILE) if with_groups else None
+    assert groups is None or groups.num_rows == R
+    options = {"num_rows": R, "axis": "expert", "ranks": W, "count": count, "groups": groups}
+    return put_rows(x_MD, place_MK, tag_MK=tag_MK, **options)
+
+  return jax.jit(manual(local, mesh, (BATCH,) * 3, (BATCH, BATCH)))
+
+
+@pytest.mark.parametrize("with_count", [False, True])
+@pytest.mark.parametrize("with_groups", [False, True])
+def test_rows_and_tags_arrive_at_their_places(with_count, with_groups):
+  x = np.random.default_rng(1).normal(size=(W, M, D)).astype(np.float32)
+  place, tag = places(), np.arange(W * M * K, dtype=np.int32).reshape(W, M, K)
+  flat = lambda a: a.reshape(-1, a.shape[-1])
+  got, tags = put_on_devices(with_count, with_groups)(flat(x), flat(place), flat(tag))
+  want, wanted_tags = np.full((W * R, D), np.nan, np.float32), np.full(W * R, -2)
+  if with_groups:  # tiles of 5, 0 and 2 rows: rows 5 to 7 and 10 to 11 are padding
+    for row in (5, 6, 7, 10, 11):
+      want[row::R], wanted_tags[row::R] = 0, -1
+  for w, m, k in np.ndindex(W, M, K):
+    if place[w, m, k] < W * R and (m < 4 or not with_count):
+      want[place[w, m, k]], wanted_tags[place[w, m, k]] = x[w, m], tag[w, m, k]
+  np.testing.assert_array_equal(got, want)
+  np.testing.assert_array_equal(tags, wanted_tags)
+
+
+@pytest.mark.parametrize(
+  ("row_bytes", "copies", "ranks", "fits"),
+  [(16, 1, 2, True), (22_208, 32, 8, True), (24, 1, 2, False), (22_240, 1, 2, False)]
+  + [(16, 33, 2, False), (16, 1, 9, False)],
+)
+def test_rows_that_the_kernel_takes(row_bytes, copies, ranks, fits):
+  assert takes(row_bytes, copies, ranks) == fits
+
+
+@dataclasses.dataclass
+class _Device:
+  platform: str = "gpu"
+  device_kind: str = "NVIDIA H100"
+  compute_capability: str = "9.0"
+  local_hardware_id: int = 0
+
+
+def test_a_cpu_is_never_refused():
+  assert reach.why_not(64) is None
+
+
+@pytest.mark.parametrize(
+  ("device", "version", "processes", "ranks", "strangers", "text"),
+  [
+    (_Device(device_kind="A100", compute_capability="8.0"), 11, 1, 2, None, "Hopper GPUs, got A100"),
+    (_Device(), 10, 1, 2, None, "jax 0.11 or later"),
+    (_Device(), 11, 2, 2, None, "one process for all GPUs, got 2"),
+    (_Device(), 11, 1, 16, None, "up to 8 devices that exchange rows, got 16"),
+    (_Device(), 11, 1, 2, (0, 3), "GPUs 0 and 3 do not"),
+  ],
+)
+def test_what_refuses_puts(device, version, processes, ranks, strangers, text, monkeypatch):
+  monkeypatch.setattr(reach.jax, "devices", lambda: [device])
+  monkeypatch.setattr(reach.jax, "process_count", lambda: processes)
+  monkeypatch.setattr(reach, "jax_version", lambda: (0, version, 2))
+  monkeypatch.setattr(reach, "_strangers", lambda ids: strangers)
+  assert text in str(reach.why_not(ranks))
+
+
+# -- lowered for GPUs -------------------------------------------------------------------------------
+
+
+def lowered(function, in_specs, out_specs, *shapes) -> str:
+  """The program for CUDA of a function of one device's shares, on two GPUs that need not exist."""
+  mesh = AbstractMesh((1, 2, 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+  traced = jax.jit(manual(function, mesh, in_specs, out_specs)).trace(*shapes)
+  return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@LOWERS
+@pytest.mark.parametrize("tagged", [False, True])
+def test_the_kernel_lowers_for_cuda(tagged):
+  def local(x, place, tag, sizes):
+    layout = make_layout(sizes, 512, 128)
+    groups = layout.group_sizes_G, layout.tile_starts_G, layout.tiles_G
+    count, sizes = jnp.asarray(256), {"num_rows": layout.num_rows, "tile": 128}
+    return put_rows_kernel(
+      x, place, tag if tagged else None, count, groups, axis="expert", ranks=2, **sizes
+    )[0]
+
+  shape = lambda *s, dtype: jax.ShapeDtypeStruct(s, dtype)
+  places = shape(512, 2, dtype=jnp.int32)
+  given = shape(512, 256, dtype=jnp.bfloat16), places, places, shape(8, dtype=jnp.int32)
+  assert lowered(local, (BATCH,) * 4, BATCH, *given).count("@mosaic_gpu_v2") == 1
+
+
+@LOWERS
+def test_a_layer_puts_rows_four_times_with_its_gradient(monkeypatch):
+  """Dispatch, combine, and the gradient of each; a pair of exchanges forward, a pair backward."""
+  for module in (rows, put):
+    monkeypatch.setattr(module, "runs_ptx", lambda: True)
+
+  def local(x, weight, expert):
+    def output(x, weight):
+      probs = jnp.zeros((x.shape[0], 4))
+      # A slack of 2 has room for all rows, so the loop of overflow rounds is not in the program.
+      way = dataclasses.replace(Put(Exchange("expert", 2), slack=2.0), longest=2 * x.shape[0])
+      sent = way.dispatch(x, make_routing(expert, weight, probs, probs), None)
+      done = tuple(2 * rows for rows in sent.rows)
+      return way.combine(dataclasses.replace(sent, rows=done)).astype(jnp.float32).sum()
+
+    return jax.grad(output, (0, 1))(x, weight)
+
+  shape = lambda *s, dtype: jax.ShapeDtypeStruct(s, dtype)
+  choices = shape(256, 2, dtype=jnp.float32), shape(256, 2, dtype=jnp.int32)
+  text = lowered(local, (BATCH,) * 3, BATCH, shape(256, 256, dtype=jnp.bfloat16), *choices)
+  assert text.count("call @put_rows_kernel") == 4

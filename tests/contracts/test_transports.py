@@ -214,9 +214,7 @@ def test_all_to_one_expert_needs_the_rounds_that_its_queue_says(slack):
   assert rounds == 1 + -(-(8 - first) // dropless.overflow_rows(first))
 
 
-@pytest.mark.parametrize(
-  ("transport", "chunks"), [("capacity", 2), ("dropless", 3), ("put", 2)]
-)
+@pytest.mark.parametrize(("transport", "chunks"), [("capacity", 2), ("dropless", 3), ("put", 2)])
 def test_chunks_change_nothing(transport, chunks):
   got, _ = run("zipf", devices=4, transport=transport, chunks=chunks)
   assert_equals_oracle("zipf", got)

@@ -69,8 +69,14 @@ def test_rows_and_tags_arrive_at_their_places(with_count, with_groups):
 
 @pytest.mark.parametrize(
   ("row_bytes", "copies", "ranks", "fits"),
-  [(16, 1, 2, True), (22_208, 32, 8, True), (24, 1, 2, False), (22_240, 1, 2, False)]
-  + [(16, 33, 2, False), (16, 1, 9, False)],
+  [
+    (16, 1, 2, True),
+    (22_208, 32, 8, True),
+    (24, 1, 2, False),
+    (22_240, 1, 2, False),
+    (16, 33, 2, False),
+    (16, 1, 9, False),
+  ],
 )
 def test_rows_that_the_kernel_takes(row_bytes, copies, ranks, fits):
   assert takes(row_bytes, copies, ranks) == fits
@@ -91,7 +97,14 @@ def test_a_cpu_is_never_refused():
 @pytest.mark.parametrize(
   ("device", "version", "processes", "ranks", "strangers", "text"),
   [
-    (_Device(device_kind="A100", compute_capability="8.0"), 11, 1, 2, None, "Hopper GPUs, got A100"),
+    (
+      _Device(device_kind="A100", compute_capability="8.0"),
+      11,
+      1,
+      2,
+      None,
+      "Hopper GPUs, got A100",
+    ),
     (_Device(), 10, 1, 2, None, "jax 0.11 or later"),
     (_Device(), 11, 2, 2, None, "one process for all GPUs, got 2"),
     (_Device(), 11, 1, 16, None, "up to 8 devices that exchange rows, got 16"),
@@ -103,10 +116,28 @@ def test_what_refuses_puts(device, version, processes, ranks, strangers, text, m
   monkeypatch.setattr(reach.jax, "process_count", lambda: processes)
   monkeypatch.setattr(reach, "jax_version", lambda: (0, version, 2))
   monkeypatch.setattr(reach, "_strangers", lambda ids: strangers)
+  monkeypatch.setenv(*reach.LOADING)
   assert text in str(reach.why_not(ranks))
 
 
-# -- lowered for GPUs -------------------------------------------------------------------------------
+def test_kernels_must_be_loaded_before_they_run(monkeypatch):
+  monkeypatch.setattr(reach.jax, "devices", lambda: [_Device()])
+  monkeypatch.setattr(reach, "jax_version", lambda: (0, 11, 2))
+  monkeypatch.setattr(reach, "_strangers", lambda ids: None)
+  monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
+  assert "CUDA_MODULE_LOADING=EAGER" in str(reach.why_not(2))
+  monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
+  assert reach.why_not(2) is None
+
+
+@pytest.mark.parametrize("own", [{}, {"CUDA_MODULE_LOADING": "LAZY"}])
+def test_a_setting_of_the_users_own_stays(own):
+  environment = dict(own)
+  reach.request_puts(environment)
+  assert environment == {"CUDA_MODULE_LOADING": "EAGER"} | own
+
+
+# -- lowered for GPUs ------------------------------------------------------------------------------
 
 
 def lowered(function, in_specs, out_specs, *shapes) -> str:
@@ -122,7 +153,7 @@ def test_the_kernel_lowers_for_cuda(tagged):
   def local(x, place, tag, sizes):
     layout = make_layout(sizes, 512, 128)
     groups = layout.group_sizes_G, layout.tile_starts_G, layout.tiles_G
-    count, sizes = jnp.asarray(256), {"num_rows": layout.num_rows, "tile": 128}
+    count, sizes = jnp.asarray(256), {"num_rows": layout.num_rows, "tile": 128, "blocks": 8}
     return put_rows_kernel(
       x, place, tag if tagged else None, count, groups, axis="expert", ranks=2, **sizes
     )[0]
@@ -143,7 +174,7 @@ def test_a_layer_puts_rows_four_times_with_its_gradient(monkeypatch):
     def output(x, weight):
       probs = jnp.zeros((x.shape[0], 4))
       # A slack of 2 has room for all rows, so the loop of overflow rounds is not in the program.
-      way = dataclasses.replace(Put(Exchange("expert", 2), slack=2.0), longest=2 * x.shape[0])
+      way = Put(Exchange("expert", 2), slack=2.0, longest=2 * x.shape[0])
       sent = way.dispatch(x, make_routing(expert, weight, probs, probs), None)
       done = tuple(2 * rows for rows in sent.rows)
       return way.combine(dataclasses.replace(sent, rows=done)).astype(jnp.float32).sum()

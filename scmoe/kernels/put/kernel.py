@@ -5,10 +5,10 @@
 
 A warp copies a row to shared memory, and K of its lanes each send it to one of its places, on
 whichever device (bulk copies, PTX ISA 8.x). NVLink carries the bytes, and no rank waits for a
-buffer to be packed. Devices agree at two points only. Before the kernel, XLA lets every device's
-stream reach it, so that all results exist and nobody reads what lay there. At the kernel's end each
-block signals every rank once what it has sent is there, and the first block waits for the signals
-of all ranks: then the device's own result is complete.
+buffer to be packed. Devices wait for each other at two points only. Before the kernel, XLA lets
+every device's stream reach it, so that all results exist and nobody reads what lay there. At its
+end, block b signals block b of every rank that all it has sent is there, and waits for as many
+signals: once all blocks have ended, the device's own result is complete.
 
 One process drives all devices, because Pallas gets the addresses of the other devices' results from
 XLA's runtime, which exchanges them within a process.
@@ -21,13 +21,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scmoe.kernels import inline, ptx
 from scmoe.kernels.launch import compiled
 
-BLOCKS = 32  # thread blocks, each on a multiprocessor of its own
+BLOCKS = 32  # thread blocks by default, each on a multiprocessor of its own
 _LANES = 32
 _WARPS = 4  # warps of a block
 _STAGES = 8  # most rows of a warp in shared memory; fewer where rows are wide
@@ -63,7 +62,7 @@ def put_rows_kernel(
   tile: int,
   axis: str,
   ranks: int,
-  blocks: int = BLOCKS,
+  blocks: int,
 ) -> tuple[jax.Array, jax.Array | None]:
   """Sends rows to their places on all ranks, and a tag beside each; see `rows.put_rows`.
 
@@ -94,11 +93,11 @@ def put_rows_kernel(
   text = program.text()
 
   def body(*refs):
-    *inputs, out, shared, arrived = refs
+    *inputs, out, shared, signals = refs
     tags = inputs.pop() if tagged else out  # where there are none, the program does not use them
     far = lambda ref: [plgpu.remote_ref(ref, {axis: rank}) for rank in range(ranks)]
-    everywhere = [*far(out), *far(tags), *far(arrived)]
-    inline.run(text, [*inputs, out, tags, arrived, *everywhere], [shared])
+    everywhere = [*far(out), *far(tags), *far(signals)]
+    inline.run(text, [*inputs, out, tags, signals, *everywhere], [shared])
 
   places = place_MK.reshape(-1)
   outs = compiled(
@@ -111,7 +110,7 @@ def put_rows_kernel(
     thread_name="wg",
     scratch_types=[
       plgpu.SMEM((-(-program.shared_bytes // 512) * 128,), jnp.int32),
-      plgpu.SemaphoreType.REGULAR,
+      plgpu.SemaphoreType.REGULAR,  # each block has its own, 0 at the begin
     ],
   )(
     x_MD,
@@ -123,11 +122,11 @@ def put_rows_kernel(
   return outs[-1], outs[0] if tagged else None
 
 
-# The inline code's operands; behind them the addresses of every rank's result, tags and arrivals,
+# The inline code's operands; behind them the addresses of every rank's result, tags and signals,
 # and the block's shared memory.
 _X, _PLACES, _TAGS, _COUNT = "$0", "$1", "$2", "$3"
 _SIZES, _TILE_STARTS, _TILES = "$4", "$5", "$6"
-_OUT, _OUT_TAGS, _ARRIVED = "$7", "$8", "$9"
+_OUT, _OUT_TAGS, _SIGNALS = "$7", "$8", "$9"
 _FAR = 10
 
 
@@ -138,7 +137,7 @@ class _Program:
   Warp w of all takes rows w, w + warps, w + 2 · warps and so on. The register `row` holds the row
   that the warp sends next, and `ahead` the one that it fetches next, stages - sending of its rows
   later. Shared memory holds each warp's stages, a row of zeros, a barrier for each stage, and three
-  addresses for each rank: of its result, of its tags and of its count of arrivals.
+  addresses for each rank: of its result, of its tags and of the same block's count of signals.
 
   Attributes:
     rows, copies, groups: M, K and G.
@@ -276,7 +275,7 @@ class _Program:
     return ptx.lines([first, *map(one, range(3 * self.ranks))])
 
   def far_address(self, to: str, which: int) -> str:
-    """to = the address of an array of rank `rank`: 0 its result, 1 its tags, 2 its arrivals."""
+    """to = the address of an array of rank `rank`: 0 its result, 1 its tags, 2 its signals."""
     return ptx.lines(
       [
         ptx.multiply_add("t", "rank", _ADDRESS, "addresses"),
@@ -333,7 +332,7 @@ class _Program:
     )
 
   def load_place(self) -> str:
-    """The lane's copy of row `row`: its rank, its row `to` there and its tag; yes = there is one."""
+    """The lane's place for row `row`: rank, row `to` there, and tag; yes = there is one."""
     return ptx.lines(
       [
         ptx.multiply_add("i", "row", self.copies, "lane"),
@@ -424,10 +423,9 @@ class _Program:
     )
 
   def signal_and_wait(self) -> str:
-    """Signals each rank that this block's rows have arrived; the first block waits for all blocks.
+    """Signals each rank's same block that this block's rows are there; waits for their signals.
 
-    Every thread publishes its own writes, and thread w signals rank w after the whole block has. A
-    rank's arrivals count up to the number of blocks of all ranks.
+    Every thread publishes its own writes, and thread w signals rank w after the whole block has.
     """
     return ptx.lines(
       [
@@ -438,13 +436,12 @@ class _Program:
         ptx.at_most("rank", "thread", self.ranks - 1, unsigned=True),
         self.far_address("far", 2),
         ptx.add_at_device("far", "one", only_if="yes"),
-        ptx.add("t", "block", "thread"),
-        ptx.compare("yes", "t", "==", 0),
+        ptx.compare("yes", "thread", "==", 0, unsigned=True),
         ptx.jump("DONE", only_if="!yes"),
-        ptx.label("ARRIVALS"),
-        ptx.load_from_devices("t", _ARRIVED),
-        ptx.compare("more", "t", "<", self.ranks * self.blocks, unsigned=True),
-        ptx.jump("ARRIVALS", only_if="more"),
+        ptx.label("SIGNALS"),
+        ptx.load_from_devices("t", _SIGNALS),
+        ptx.compare("more", "t", "<", self.ranks, unsigned=True),
+        ptx.jump("SIGNALS", only_if="more"),
         ptx.label("DONE"),
         ptx.wait_for_block(),
       ]

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
+from collections.abc import MutableMapping
 
 import jax
 
 from scmoe.base.compat import jax_version
 from scmoe.kernels.launch import has_kernels
 from scmoe.kernels.put.kernel import MOST_RANKS
+
+# By default CUDA loads a kernel when it first runs, and loading can wait for kernels that run
+# already, also on another GPU. If one of those waits for the kernel that is being loaded, neither
+# ever ends. With this setting CUDA loads all kernels of a program before any of them runs.
+LOADING = ("CUDA_MODULE_LOADING", "EAGER")
+
+
+def request_puts(environment: MutableMapping[str, str] = os.environ) -> None:
+  """Asks CUDA to load kernels before any runs; call it before the first use of a device.
+
+  Args:
+    environment: the environment variables, changed in place; a setting of the user's own stays.
+  """
+  environment.setdefault(*LOADING)
 
 
 def why_not(ranks: int) -> str | None:
@@ -29,6 +45,8 @@ def why_not(ranks: int) -> str | None:
     return f"needs one process for all GPUs, got {jax.process_count()}"
   if ranks > MOST_RANKS:
     return f"serves up to {MOST_RANKS} devices that exchange rows, got {ranks}"
+  if os.environ.get(LOADING[0]) != LOADING[1]:
+    return f"needs the environment variable {'='.join(LOADING)} before a GPU is first used"
   ids = tuple(device.local_hardware_id for device in devices)
   if pair := _strangers(ids):
     return f"needs GPUs that reach each other's memory, and GPUs {pair[0]} and {pair[1]} do not"
@@ -50,7 +68,7 @@ def _strangers(ids: tuple[int, ...]) -> tuple[int, int] | None:
   reaches = ctypes.c_int(1)
   for one in ids:
     for other in ids:
-      if one != other and not cuda.cuDeviceCanAccessPeer(ctypes.byref(reaches), one, other):
-        if not reaches.value:
-          return one, other
+      asked = one != other and not cuda.cuDeviceCanAccessPeer(ctypes.byref(reaches), one, other)
+      if asked and not reaches.value:
+        return one, other
   return None

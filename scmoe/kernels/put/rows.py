@@ -33,6 +33,7 @@ def put_rows(
   tag_MK: jax.Array | None = None,
   count: jax.Array | None = None,
   groups: GroupLayout | None = None,
+  blocks: int = kernel.BLOCKS,
 ) -> tuple[jax.Array, jax.Array | None]:
   """Sends each row to its places, on whichever rank; every device of the axis calls it.
 
@@ -49,6 +50,7 @@ def put_rows(
     count: int32 scalar: places count for this many rows only; None: for all M.
     groups: the tiles of this device's own result. Its rows of a group's last tile that nobody fills
       become zero, with the tag -1.
+    blocks: thread blocks of the kernel.
 
   Returns:
     The rows [R, D] that have arrived here, and their tags [R]; None without `tag_MK`. Rows that
@@ -71,6 +73,7 @@ def put_rows(
     tile=tile,
     axis=axis,
     ranks=ranks,
+    blocks=blocks,
   )
 
 

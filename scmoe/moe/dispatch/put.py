@@ -6,9 +6,9 @@ place in the tiles of each of its experts, over NVLink where these are on anothe
 the same kernel the other way: it writes each output into the row of its choice on the token's
 device. The gradient of each is the other.
 
-A place needs the counts of all ranks, which one small all-gather collects, as for `Dropless`. Rounds
-are those of `Dropless` too: the first moves at most P rows of every queue, so that the tiles have a
-fixed size, and overflow rounds, which go by all-to-all, move the rest. Nothing is dropped.
+A place needs the counts of all ranks, which one small all-gather collects, as for `Dropless`. The
+rounds are those of `Dropless` too: the first moves at most P rows of every queue, so that the tiles
+have a fixed size, and overflow rounds, which go by all-to-all, move the rest. Nothing is dropped.
 
 Worked example: two ranks with one expert each, tiles of two rows, P = 3. Rank 0 sends two rows to
 expert 0 and one to expert 1, rank 1 one row to each. Expert 0's tiles on rank 0 then hold rank 0's
@@ -40,7 +40,6 @@ from scmoe.kernels.permute import (
   Permutation,
   gather_rows,
   sum_copies,
-  take_rows,
   weigh_rows,
   zero_cotangents,
 )
@@ -189,7 +188,9 @@ def _check_rows(x_TD: Array, plan: _Plan) -> None:
 def _slots_to_tiles(slots_SD: Array, plan: _Plan, *, tagged: bool) -> tuple[Array, Array | None]:
   tag_S1 = plan.origin_S[:, None] if tagged else None
   to = {"axis": plan.axis, "ranks": plan.ranks, "groups": plan.groups}
-  return put_rows(slots_SD, plan.place_S[:, None], tag_MK=tag_S1, num_rows=plan.groups.num_rows, **to)
+  return put_rows(
+    slots_SD, plan.place_S[:, None], tag_MK=tag_S1, num_rows=plan.groups.num_rows, **to
+  )
 
 
 def _tiles_to_slots(rows_RD: Array, origin_R: Array, plan: _Plan) -> Array:

@@ -93,8 +93,9 @@ def make_transport(
 
   A call must not drop choices with `no_drop`, with a capacity factor of 0, or with transport
   `dropless` or `put` unless `capacity_factor` is given. It then gets `Local` without an exchange,
-  `Put` or `Dropless` with one (in the ablation `silent` always `Dropless`). Other calls get `Capacity` or `Packed`. Without an exchange no buffer needs a fixed
-  size: `Packed` then stands for `capacity` too, unless the experts take buffers of equal size.
+  `Put` or `Dropless` with one (in the ablation `silent` always `Dropless`). Other calls get
+  `Capacity` or `Packed`. Without an exchange no buffer needs a fixed size: `Packed` then stands for
+  `capacity` too, unless the experts take buffers of equal size.
 
   A user's own transport (`dispatch.transport=module:Name`) is called with `config`, `tokens`,
   `num_experts`, `k`, `order`, `capacity_factor`, `no_drop` and `exchange`.

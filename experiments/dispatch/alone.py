@@ -1,0 +1,206 @@
+"""One way of the exchange alone: rows to their experts' devices, no plan and no way back.
+
+  CUDA_MODULE_LOADING=EAGER python experiments/dispatch/alone.py --json OUT
+
+Every device has t tokens of D bf16 numbers with K choices each, t·K·D·2 bytes of rows; of W devices
+a row stays on its own with probability 1 / W, and what leaves are the *remote bytes*. Arms, in one
+run and in turns:
+
+  all_to_all   the dense exchange of those rows, gathered already
+  put          the kernel of dispatch.transport=put: rows from the tokens to the experts' tiles
+  put back     the same kernel on the way back: rows from the tiles to the senders' slots
+  ragged       jax.lax.ragged_all_to_all of those rows, gathered already (not a default arm)
+
+A program has `--calls` of an arm one after the other; times are per call. The rows that arrive are
+compared with those of a loop in NumPy before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import json
+import pathlib
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
+
+from scmoe.blocks.options import OverlapConfig
+from scmoe.kernels.grouped_matmul import make_layout
+from scmoe.kernels.put import put_rows
+from scmoe.kernels.put.kernel import BLOCKS
+from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, make_mesh, manual
+from scmoe.profiling.timer import interleave, repeated
+
+TILE = 128
+BATCH = P(BATCH_AXES)
+
+
+class Problem:
+  """Random choices of all devices, and the place of each in its expert's tiles.
+
+  Attributes:
+    ranks, tokens, k, experts: W, t, K and the experts of one device.
+    place, slot: int32 [W, t, K], rank · R + row and rank · S + slot.
+    sizes: int32 [W, experts], rows of each expert.
+    num_rows: R.
+    remote: mean bytes that leave a device.
+  """
+
+  def __init__(self, ranks: int, tokens: int, width: int, k: int, experts: int):
+    self.ranks, self.tokens, self.k, self.experts = ranks, tokens, k, experts
+    rng = np.random.default_rng(0)
+    chosen = np.argsort(rng.random((ranks, tokens, ranks * experts)), -1)[..., :k]
+    self.sizes = np.bincount(chosen.reshape(-1), minlength=ranks * experts).astype(np.int32)
+    order = np.argsort(chosen.reshape(-1), kind="stable")
+    position = np.empty(order.size, np.int64)
+    position[order] = np.arange(order.size) - np.repeat(
+      np.cumsum(self.sizes) - self.sizes, self.sizes
+    )
+    self.sizes = self.sizes.reshape(ranks, experts)
+    tiles = -(-self.sizes // TILE)
+    starts = np.cumsum(tiles, 1) - tiles
+    layout = jax.eval_shape(
+      lambda s: make_layout(s, int(self.sizes.sum(1).max()), TILE), self.of(0)
+    )
+    self.num_rows = layout.num_rows
+    rank, expert = np.divmod(chosen, experts)
+    place = rank * self.num_rows + starts[rank, expert] * TILE + position.reshape(chosen.shape)
+    self.place, self.used = place.astype(np.int32), tiles.sum(1) * TILE
+    self.slot = np.arange(chosen.size, dtype=np.int32).reshape(chosen.shape)
+    away = (rank != np.arange(ranks)[:, None, None]).sum()
+    self.remote = int(away) * width * 2 / ranks
+
+  def of(self, rank: int) -> jax.Array:
+    """Rows of each expert of one device."""
+    return jnp.asarray(self.sizes[rank])
+
+
+def there(x, place, slot, sizes, *, p: Problem, blocks: int):
+  """The rows that arrive at the experts, their slots, and how many rows are in use."""
+  groups = make_layout(sizes, int(p.sizes.sum(1).max()), TILE)
+  to = {"axis": "expert", "ranks": p.ranks, "groups": groups, "blocks": blocks}
+  rows, tags = put_rows(x, place, tag_MK=slot, num_rows=p.num_rows, **to)
+  return rows, tags, groups.num_tiles * TILE
+
+
+def back(rows, tags, used, *, p: Problem, blocks: int):
+  """The rows that come back to their slots."""
+  to = {"axis": "expert", "ranks": p.ranks, "count": used[0], "blocks": blocks}
+  return put_rows(rows, tags[:, None], num_rows=p.tokens * p.k, **to)[0]
+
+
+def put(place, x, slot, sizes, **options):
+  """The next call's places: the same, but XLA does not know that they do not depend on this one."""
+  _, tags, _ = there(x, place, slot, sizes, **options)
+  return place + jnp.minimum(jnp.abs(tags[0]), 0)
+
+
+def put_back(tags, rows, used, **options):
+  """The next call's slots, as in `put`."""
+  slots = back(rows, tags, used, **options)
+  return tags + jnp.minimum(jnp.abs(slots[0, 0]).astype(jnp.int32), 0)
+
+
+def all_to_all(rows):
+  by_rank = rows.reshape(jax.device_count(), -1, rows.shape[-1])
+  return jax.lax.all_to_all(by_rank, "expert", 0, 0, tiled=True).reshape(rows.shape)
+
+
+def ragged(rows):
+  ranks = jax.device_count()
+  part = rows.shape[0] // ranks
+  sizes = jnp.full((ranks,), part, jnp.int32)
+  starts = jnp.arange(ranks, dtype=jnp.int32) * part
+  mine = jnp.full((ranks,), jax.lax.axis_index("expert") * part, jnp.int32)
+  return jax.lax.ragged_all_to_all(rows, rows, starts, sizes, mine, sizes, axis_name="expert")
+
+
+def programs(p: Problem, blocks: int, args, mesh) -> dict:
+  """name -> (compiled chain, its arguments); what arrives there and back is checked."""
+  options = OverlapConfig().compiler_options(gpu=jax.default_backend() == "gpu")
+  place_on = lambda a: jax.device_put(a, NamedSharding(mesh, BATCH))
+  flat = lambda a: place_on(jnp.asarray(a.reshape(-1, *a.shape[2:])))
+  x = jax.random.normal(jax.random.key(0), (p.ranks * p.tokens, args.width)).astype(jnp.bfloat16)
+  x, place, slot, sizes = place_on(x), flat(p.place), flat(p.slot), flat(p.sizes)
+  by_puts = {"p": p, "blocks": blocks}
+
+  def compiled(arm, count, results: Any = BATCH):
+    return jax.jit(manual(arm, mesh, (BATCH,) * count, results), compiler_options=options)
+
+  rows, tags, used = compiled(lambda *a: there(*a, **by_puts), 4, (BATCH,) * 3)(
+    x, place, slot, sizes
+  )
+  want = np.repeat(np.asarray(x), p.k, 0)
+  np.testing.assert_array_equal(np.asarray(rows)[p.place.reshape(-1)], want)
+  slots = compiled(lambda *a: back(*a, **by_puts), 3)(rows, tags, used)
+  np.testing.assert_array_equal(np.asarray(slots), want)
+
+  def chain(arm, first, *rest):
+    for _ in range(args.calls):
+      first = arm(first, *rest)
+    return first
+
+  packed = place_on(jnp.repeat(x, p.k, 0))
+  arms = {
+    "all_to_all": (all_to_all, (packed,)),
+    "put": (functools.partial(put, **by_puts), (place, x, slot, sizes)),
+    "put back": (functools.partial(put_back, **by_puts), (tags, rows, used)),
+    "ragged": (ragged, (packed,)),
+  }
+  chained = lambda arm, given: compiled(functools.partial(chain, arm), len(given))
+  names = args.arms.split(",")
+  return {name: (chained(*arms[name]), arms[name][1]) for name in names}
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+  parser.add_argument("--mebibytes", default="32", help="rows of a device, several with commas")
+  parser.add_argument("--width", type=int, default=2048, help="D")
+  parser.add_argument("--experts", type=int, default=8, help="experts of a device")
+  parser.add_argument("--k", type=int, default=2, help="K")
+  parser.add_argument("--blocks", default=str(BLOCKS), help="thread blocks of the kernel")
+  parser.add_argument("--arms", default="all_to_all,put,put back")
+  parser.add_argument("--calls", type=int, default=20, help="calls in one program")
+  parser.add_argument("--rounds", type=int, default=9)
+  parser.add_argument("--json", type=pathlib.Path)
+  args = parser.parse_args()
+  mesh = make_mesh(MeshConfig(data=1, expert=jax.device_count()))
+  results = []
+  print("| MiB a device | blocks | arm | us | GB/s of remote bytes |\n|---|---|---|---|---|")
+  for size in map(int, args.mebibytes.split(",")):
+    tokens = size * 2**20 // (2 * args.width * args.k)
+    p = Problem(mesh.shape["expert"], tokens, args.width, args.k, args.experts)
+    for blocks in map(int, args.blocks.split(",")):
+      found = programs(p, blocks, args, mesh)
+      arms = {name: repeated(stage, *given) for name, (stage, given) in found.items()}
+      for name, timing in interleave(arms, rounds=args.rounds, calls=1).items():
+        seconds = timing.as_json()["ms"] / 1000 / args.calls
+        # The dense exchange sends equal parts.
+        sent = p.remote if name.startswith("put") else size * 2**20 * (p.ranks - 1) / p.ranks
+        row = {"mebibytes": size, "blocks": blocks, "arm": name, "us": seconds * 1e6}
+        row["remote_gb_s"] = sent / seconds / 1e9
+        results.append(row)
+        figures = f"{row['us']:.1f} | {row['remote_gb_s']:.0f} |"
+        print(f"| {size} | {blocks} | {name} | {figures}", flush=True)
+  if args.json:
+    setting = {
+      "date": datetime.date.today().isoformat(),
+      "device": jax.devices()[0].device_kind,
+      "devices": jax.device_count(),
+      "jax": jax.__version__,
+      "command": " ".join(["python", *sys.argv]),
+    }
+    args.json.write_text(json.dumps({**setting, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+  main()

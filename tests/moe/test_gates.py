@@ -297,11 +297,12 @@ def test_weights_after_or_before_the_experts(weights, transport):
 
 
 @pytest.mark.parametrize("weights", ["after", "before"])
-def test_weights_and_their_gradients_in_the_rounds_of_the_dropless_transport(weights, mesh_of):
+@pytest.mark.parametrize("transport", ["dropless", "put"])
+def test_weights_and_their_gradients_in_rounds(weights, transport, mesh_of):
   # Every token likes expert 0 best, so that one round is not enough.
   x, key = np.abs(draw(4, 8, 4)), draw(4, 8, 4, seed=9)
   router = RouterConfig(compat=CompatConfig(weights=weights))
-  moe = layer(router, dispatch=DispatchConfig("dropless", slack=1.0))
+  moe = layer(router, dispatch=DispatchConfig(transport, slack=1.0))
   moe.router_gate[0].weight[...] = jnp.zeros((4, 4)).at[:, :2].set(jnp.asarray([[0.6, 0.4]]))
   graph, params = nnx.split(moe)
   specs, batch = parameter_specs(params), P(BATCH_AXES)

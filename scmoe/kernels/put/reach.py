@@ -28,8 +28,8 @@ def request_puts(environment: MutableMapping[str, str] = os.environ) -> None:
   environment.setdefault(*LOADING)
 
 
-def why_not(ranks: int) -> str | None:
-  """Why `put_rows` cannot serve so many ranks on this process's devices; None if it can.
+def why_not() -> str | None:
+  """Why `put_rows` cannot serve this process's devices; None if it can.
 
   The text continues a sentence about its caller: "needs jax 0.11 or later, got 0.10.2". On a CPU
   collectives stand for the kernel, and nothing is refused.
@@ -43,8 +43,8 @@ def why_not(ranks: int) -> str | None:
     return f"needs jax 0.11 or later, got {jax.__version__}"
   if jax.process_count() > 1:
     return f"needs one process for all GPUs, got {jax.process_count()}"
-  if ranks > MOST_RANKS:
-    return f"serves up to {MOST_RANKS} devices that exchange rows, got {ranks}"
+  if len(devices) > MOST_RANKS:
+    return f"serves up to {MOST_RANKS} GPUs, got {len(devices)}"
   if os.environ.get(LOADING[0]) != LOADING[1]:
     return f"needs the environment variable {'='.join(LOADING)} before a GPU is first used"
   ids = tuple(device.local_hardware_id for device in devices)

@@ -91,7 +91,7 @@ def check_put(exchange: Exchange) -> None:
   Raises:
     ConfigError: it cannot, or the exchange is hierarchical.
   """
-  why = why_not(exchange.size)
+  why = why_not()
   if exchange.nodes > 1:
     why = f"works within one host, got dispatch.nodes={exchange.nodes}"
   if why:

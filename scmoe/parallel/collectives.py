@@ -190,6 +190,14 @@ def waiting(values: dict[int, Any]) -> Iterator[None]:
     _WAITS.reset(token)
 
 
+def wait(x: Array, chunk: int) -> Array:
+  """x, the rows of a chunk that are about to leave, once what `waiting` names is computed too."""
+  waits = _WAITS.get()
+  if waits is not None and chunk in waits:
+    x, waits[chunk] = barrier((x, waits[chunk]))
+  return x
+
+
 @dataclasses.dataclass(frozen=True)
 class Exchange:
   """An all-to-all of rows between the ranks of one mesh axis.
@@ -226,9 +234,8 @@ class Exchange:
     """
     if self.axis is None or self.size == 1:
       return x
-    waits = _WAITS.get()
-    if chunk is not None and waits is not None and chunk in waits:
-      x, waits[chunk] = barrier((x, waits[chunk]))
+    if chunk is not None:
+      x = wait(x, chunk)
     if self.silent:
       # Without an exchange between them, XLA would fuse the operations before and after it, and
       # the program without exchanges would do less work than the one with them.

@@ -47,7 +47,7 @@ from scmoe.kernels.put import put_rows, takes, why_not
 from scmoe.moe.dispatch.dropless import Chunk, Dropless, Queues, make_window
 from scmoe.moe.types import Routing
 from scmoe.parallel.barriers import barrier
-from scmoe.parallel.collectives import Exchange
+from scmoe.parallel.collectives import Exchange, wait
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +59,14 @@ class Put(Dropless):
   """
 
   def _send(
-    self, x_TD: Array, routing: Routing, queues: Queues, low: int, size: int, before: Array | None
+    self, x_TD: Array, routing: Routing, queues: Queues, chunk: int, size: int, before: Array | None
   ) -> tuple[Chunk, Queues, Array | None]:
-    """Puts positions [low, low + P) of every queue into the experts' tiles; see `Dropless`."""
-    plan = _make_plan(routing.expert_TK, queues, self.exchange, low, size)
+    """Puts one chunk's positions of every queue into the experts' tiles; see `Dropless`."""
+    plan = _make_plan(routing.expert_TK, queues, self.exchange, chunk * size, size)
     _check_rows(x_TD, plan)
     if before is not None:
       x_TD, queues, before = barrier((x_TD, queues, before), "forward")
+    x_TD = wait(x_TD, chunk)
     if routing.input_weight_TK is None:
       rows_RD, origin_R = _put_tokens(x_TD, plan)
     else:

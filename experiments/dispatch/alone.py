@@ -101,6 +101,7 @@ def back(rows, tags, used, *, p: Problem, blocks: int):
 def put(place, x, slot, sizes, **options):
   """The next call's places: the same, but XLA does not know that they do not depend on this one."""
   _, tags, _ = there(x, place, slot, sizes, **options)
+  assert tags is not None
   return place + jnp.minimum(jnp.abs(tags[0]), 0)
 
 
@@ -183,7 +184,7 @@ def main() -> None:
       found = programs(p, blocks, args, mesh)
       arms = {name: repeated(stage, *given) for name, (stage, given) in found.items()}
       for name, timing in interleave(arms, rounds=args.rounds, calls=1).items():
-        seconds = timing.as_json()["ms"] / 1000 / args.calls
+        seconds = timing.median / args.calls
         # The dense exchange sends equal parts.
         sent = p.remote if name.startswith("put") else size * 2**20 * (p.ranks - 1) / p.ranks
         row = {"mebibytes": size, "blocks": blocks, "arm": name, "us": seconds * 1e6}

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +96,7 @@ def put_rows_kernel(
   def body(*refs):
     *inputs, out, shared, signals = refs
     tags = inputs.pop() if tagged else out  # where there are none, the program does not use them
-    far = lambda ref: [plgpu.remote_ref(ref, {axis: rank}) for rank in range(ranks)]
+    far = lambda ref: [plgpu.remote_ref(ref, cast(Any, {axis: rank})) for rank in range(ranks)]
     everywhere = [*far(out), *far(tags), *far(signals)]
     inline.run(text, [*inputs, out, tags, signals, *everywhere], [shared])
 

@@ -122,7 +122,7 @@ def machine(link: str) -> dict[str, str]:
   slow = os.environ.get("NCCL_P2P_DISABLE") == "1"
   return {
     "devices": device,
-    "jax": jax.__version__,
+    "jax": f"jax {jax.__version__}",
     "date": time.strftime("%Y-%m-%d"),
     "link": link or ("slow (NCCL_P2P_DISABLE=1)" if slow else "as NCCL finds it"),
   }

@@ -36,6 +36,7 @@ FLAGS = (
   ),
   Flag("workdir", str, "", "folder of the run", required=True),
   Flag("step", int, -1, "with --to, --inference: step of the checkpoint; -1: the newest"),
+  Flag("ema", bool, False, "with --to, --inference: the moving average of the weights instead"),
   Flag(
     "dtype",
     str,
@@ -73,13 +74,15 @@ def main(argv: list[str]) -> None:
       "FOLDER to write a folder for inference"
     )
   workdir = check_workdir(values["workdir"])
+  if values["from"] and values["ema"]:
+    raise ConfigError("--ema goes with --to and --inference; a released model has no average")
   if values["from"]:
     options = {"mesh": values["mesh"], "upcycle": values["upcycle"]}
     return print(import_model(values["from"], workdir, **options))
   if values["upcycle"]:
     raise ConfigError("--upcycle goes with --from: it starts a run from a released model")
   step = None if values["step"] < 0 else values["step"]
-  options = {"step": step, "dtype": values["dtype"], "mesh": values["mesh"]}
+  options = {"step": step, "dtype": values["dtype"], "mesh": values["mesh"], "ema": values["ema"]}
   write = export_model if values["to"] else export_inference
   flag = "to" if values["to"] else "inference"
   folder = expanded(values[flag], f"--{flag}")

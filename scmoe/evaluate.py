@@ -80,6 +80,7 @@ FLAGS = (
   Flag("workdir", str, "", "folder of the run"),
   Flag("model", str, "", "folder that scmoe.convert --inference wrote, instead of --workdir"),
   Flag("step", int, -1, "step of the checkpoint; -1: the newest"),
+  Flag("ema", bool, False, "evaluate the moving average of the weights (optimizer.ema) instead"),
   Flag("max_batches", int, 0, "batches to evaluate; 0: all validation text"),
   Flag("mesh", str, "", "such as data=2,expert=2; default: training's, or one device"),
   SIMULATE,
@@ -101,6 +102,8 @@ def main(argv: list[str]) -> None:
   one_model(values)
   if not values["workdir"] and not values["model"]:
     raise ConfigError("--workdir is missing: folder of the run; or give --model")
+  if values["model"] and values["ema"]:
+    raise ConfigError("--ema has no effect with --model, whose weights scmoe.convert chose")
   if values["max_batches"] < 0:
     raise ConfigError(f"--max_batches={values['max_batches']} must be >= 0; 0 takes all")
   out = json_file(values["json"])
@@ -111,7 +114,7 @@ def main(argv: list[str]) -> None:
     if lost := [flag.name for flag in OF_TASKS if values[flag.name] != flag.default]:
       raise ConfigError(f"--{lost[0]} has no effect without --tasks; name some, e.g. --tasks=piqa")
     given = (values[name] for name in ("workdir", "step", "max_batches", "mesh", "allow_import"))
-    figures = evaluate_run(*given, changed=changed, model=values["model"])
+    figures = evaluate_run(*given, changed=changed, model=values["model"], ema=values["ema"])
     print(table(figures))
   if out is not None:
     try:
@@ -146,7 +149,7 @@ def _on_tasks(values: Mapping[str, Any], changed: Mapping[str, str]) -> dict[str
     run = build.on_mesh(with_changes(stored.run, changed), values["mesh"])
     if folder:
       return stored.step, open_folder(folder, run)
-    return stored.step, open_model(run, values["workdir"], stored.step)
+    return stored.step, open_model(run, values["workdir"], stored.step, ema=values["ema"])
 
   at, opened = with_newest(opened_step, step)
   found = evaluate_tasks(
@@ -169,6 +172,7 @@ def evaluate_run(
   allow_import: Sequence[str] = (),
   changed: Mapping[str, str] | None = None,
   model: str = "",
+  ema: bool = False,
 ) -> dict[str, Any]:
   """Evaluates a run: the figures of `scmoe.inference.evaluation.evaluate`, and a bigram model's.
 
@@ -180,9 +184,11 @@ def evaluate_run(
     allow_import: see `scmoe.base.extensions.check_allowed`.
     changed: fields of `EVALUATED` to change, with their values.
     model: folder that `scmoe.convert --inference` wrote, instead of a run's.
+    ema: the moving average of the run's weights instead of the weights.
 
   Raises:
-    ConfigError: a field cannot be used, or has no effect on this model.
+    ConfigError: a field cannot be used, or has no effect on this model; or the run keeps no
+      average.
     DataError: there is no text to evaluate on, or the model's folder is damaged.
   """
   folder = InferenceFolder(model, allow_import) if model else None
@@ -193,8 +199,9 @@ def evaluate_run(
     run = build.on_mesh(with_changes(stored.run, changed), mesh)
     run.train.check_mesh(run.mesh.batch_shards)
     run = build.with_capacity_groups_of(run, stored.run)
-    opened = open_folder(folder, run) if folder else open_model(run, workdir, stored.step)
-    return stored, run, opened
+    if folder:
+      return stored, run, open_folder(folder, run)
+    return stored, run, open_model(run, workdir, stored.step, ema=ema)
 
   stored, run, opened = with_newest(opened_step, named)
   elsewhere = any(name in DATA for name in changed)
@@ -216,6 +223,7 @@ def evaluate_run(
   capacity = {"capacity_factor": run.dispatch.capacity_factor, "groups": capacity_groups(run)}
   capacity["groups_trained"] = capacity_groups(stored.run)
   where = {"workdir": str(workdir), "step": stored.step, "changed": dict(changed)}
+  where |= {"weights": "average"} if ema else {}
   return {**where, **figures, "capacity": capacity}
 
 
@@ -268,6 +276,7 @@ def table(figures: dict[str, Any]) -> str:
   with_ = ", ".join(f"{name}={text}" for name, text in figures["changed"].items())
   title = f"{figures['workdir']} at step {figures['step']}"
   title += f" with {with_}" if with_ else ""
+  title += ", average of the weights" if "weights" in figures else ""
   title += f", {figures['batches']:,} batches" if "batches" in figures else ""
   lines = [f"validation of {title}"]
   lines.append(" " * width + "".join(f"{head:>18}" for head in shown.values()))

@@ -228,7 +228,7 @@ def beginning(built: build.Built) -> Callable[[TrainState], TrainState] | None:
     wanted = {"params": built.abstract_state().for_checkpoint().params}
     newest = lambda: restore_part(folder, wanted, open_run(folder, None).step)["params"]
     params = with_newest(newest)  # that run may train meanwhile
-    return dataclasses.replace(state, params=params)
+    return state.begun_from(params, built.optimizer)
 
   return start
 
@@ -264,11 +264,27 @@ def evaluation(
     limit = built.run.train.eval_batches or None
     options = {"mesh": built.mesh, "max_batches": limit, "stopping": stopping}
     options["prepare"] = programs
-    model = built.training_model(state.params)
-    figures = modality.evaluate(model, data, router=state.router, **options)
-    return None if figures is None else modality.flat(figures)
+    found: dict[str, float] = {}
+    for prefix, params in weights_of(state).items():
+      model = built.training_model(params())
+      figures = modality.evaluate(model, data, router=state.router, **options)
+      if figures is None:
+        return None
+      found |= {prefix + name: value for name, value in modality.flat(figures).items()}
+    return found
 
   return run
+
+
+def weights_of(state: TrainState) -> dict[str, Callable[[], Any]]:
+  """The weights to evaluate: prefix of their figures' names -> function that gives them.
+
+  With `optimizer.ema` the average of the weights is evaluated beside them, as `ema_`.
+  """
+  found: dict[str, Callable[[], Any]] = {"": lambda: state.params}
+  if state.average is not None:
+    found["ema_"] = state.averaged
+  return found
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ def dry_run(run: RunConfig) -> DryRun:
   memory = Memory(
     parameters=bytes_per_device(state.params),
     gradients=sharing.gradient_bytes,
-    optimizer=bytes_per_device(state.opt_state),
+    optimizer=bytes_per_device((state.opt_state, state.average)),
     activations=_activation_bytes(run),
     exchange=4 * max((size for _, size, _ in sent), default=0),
     gathered=sharing.gathered_bytes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -31,23 +32,32 @@ from scmoe.pretrained.stream import leaves_of, unload
 from scmoe.run import build
 from scmoe.run.config import RunConfig
 from scmoe.run.modality import needs_text
-from scmoe.run.opened import Stored, open_run
+from scmoe.run.opened import Stored, check_average, open_run
 from scmoe.run.text import load_tokenizer
 from scmoe.training.card import read_card
 from scmoe.training.metrics import memory_in_use
 from scmoe.training.restore import restore_stored, with_newest
 
+_PARAMS = re.compile(r"^params\.")
+
 
 def export_model(
-  workdir: Path, folder: Path, *, step: int | None = None, dtype: str = "", mesh: str = ""
+  workdir: Path,
+  folder: Path,
+  *,
+  step: int | None = None,
+  dtype: str = "",
+  mesh: str = "",
+  ema: bool = False,
 ) -> str:
   """Writes a run's model so that transformers can load it; returns a line for the user.
 
   A model that a released family can express is written as one of that family; any other one with
-  its own code and model card (`scmoe.pretrained.own`).
+  its own code and model card (`scmoe.pretrained.own`). Arguments as of `export_inference`.
 
   Raises:
-    ConfigError: the model is partly code of the user's own or reads images, or `dtype` is unknown.
+    ConfigError: the model is partly code of the user's own or reads images, `dtype` is unknown, or
+      the run keeps no average.
     CheckpointError: there is no such step.
     StorageError: the folder exists already, or cannot be written.
   """
@@ -61,7 +71,7 @@ def export_model(
     run = build.on_mesh(stored.run, mesh)
     shapes = leaves_of(build.build(run))
     config, listed = _planned(run, source.get("family", ""), shapes)
-    return stored, config, listed, restore_stored(workdir, shapes, stored.step)
+    return stored, config, listed, _restored(workdir, stored.run, shapes, stored.step, ema)
 
   stored, config, listed, leaves = with_newest(opened_step, step)
   run, family = stored.run, config["model_type"]
@@ -105,6 +115,28 @@ def export_model(
   )
 
 
+def _restored(
+  workdir: Path, run: RunConfig, wanted: dict[str, Any], step: int, ema: bool
+) -> dict[str, Array]:
+  """The wanted leaves of a checkpoint, or with `ema` the average in place of the weights.
+
+  Args:
+    workdir, step: of the checkpoint.
+    run: as the checkpoint stores it.
+    wanted: shapes of parameters and router state by dotted name.
+    ema: whether the average is wanted.
+
+  Raises:
+    ConfigError: the run keeps no average.
+  """
+  if not ema:
+    return restore_stored(workdir, wanted, step)
+  check_average(run, str(workdir))
+  renamed = {_PARAMS.sub("average.", name): leaf for name, leaf in wanted.items()}
+  found = restore_stored(workdir, renamed, step)
+  return {name: found[other] for name, other in zip(wanted, renamed) if other in found}
+
+
 def _planned(
   run: RunConfig, family: str, shapes: dict[str, Any]
 ) -> tuple[dict[str, Any], list[Tensor]]:
@@ -134,7 +166,13 @@ def _tokenizer_files(run: RunConfig, workdir: Path, is_released: bool) -> dict[s
 
 
 def export_inference(
-  workdir: Path, folder: Path, *, step: int | None = None, dtype: str = "", mesh: str = ""
+  workdir: Path,
+  folder: Path,
+  *,
+  step: int | None = None,
+  dtype: str = "",
+  mesh: str = "",
+  ema: bool = False,
 ) -> str:
   """Writes a run's model as an inference folder; returns lines for the user.
 
@@ -146,9 +184,11 @@ def export_inference(
     step: step of the checkpoint; None: the newest.
     dtype: see `--dtype`.
     mesh: see `--mesh`.
+    ema: the moving average of the weights instead of the weights.
 
   Raises:
-    ConfigError: `dtype` is unknown, or the tokenizer was not stored with the run.
+    ConfigError: `dtype` is unknown, the tokenizer was not stored with the run, or the run keeps no
+      average.
     CheckpointError: there is no such step.
     StorageError: the folder exists already, or cannot be written.
   """
@@ -161,7 +201,7 @@ def export_inference(
     tokenizer = load_tokenizer(stored.run, str(workdir))
     files = tokenizer.files() if isinstance(tokenizer, JsonTokenizer) else {}
     run = build.on_mesh(inference_run(stored.run, kind), mesh)
-    leaves = restore_stored(workdir, leaves_of(build.build(run)), stored.step)
+    leaves = _restored(workdir, stored.run, leaves_of(build.build(run)), stored.step, ema)
     return stored, kind, files, run, leaves
 
   stored, dtype, files, run, leaves = with_newest(opened_step, step)

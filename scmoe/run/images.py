@@ -104,6 +104,8 @@ class Images:
         f"validation loss {last['loss']:.4f}, accuracy {last['accuracy']:.2%}, of five guesses "
         f"{last['accuracy_5']:.2%}"
       )
+      if "ema_accuracy" in last:
+        lines.append(f"average of the weights: accuracy {last['ema_accuracy']:.2%}")
     lines.append(f"next: python -m scmoe.evaluate --workdir {workdir}")
     lines.append(f"      python -m scmoe.inspect --workdir {workdir}")
     return "\n".join(lines)

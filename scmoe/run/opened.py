@@ -91,6 +91,7 @@ def open_model(
   *,
   request: OffloadRequest = OffloadRequest(offload="none"),
   load: Workload | None = None,
+  ema: bool = False,
 ) -> OpenRun:
   """Loads a run's model.
 
@@ -100,11 +101,15 @@ def open_model(
     request: where the user wants the experts (`scmoe.inference.offload.plan`).
     load: number and length of the prompts, from which the planner decides where experts lie. None:
       all on the devices.
+    ema: the moving average of the weights instead of the weights, all on the devices.
 
   Raises:
     CheckpointError: the checkpoint is damaged.
-    ConfigError: the tokenizer was not stored with the run, or the model does not fit.
+    ConfigError: the tokenizer was not stored with the run, the model does not fit, or the run keeps
+      no average.
   """
+  if ema:
+    check_average(run, workdir)
   tokenizer = modality_of(run).load_tokenizer(run, workdir)
   built = build.build(run)
   prepare = Programs(built.overlap, Path(workdir))
@@ -114,14 +119,28 @@ def open_model(
     offload = found.offload
   parts = {"router": built.router_shapes} if built.router_shapes else {}
   if offload.decode is None:
-    state = restore_part(workdir, {"params": built.shapes, **parts}, step)
-    model = built.model(state["params"])
+    weights = "average" if ema else "params"
+    state = restore_part(workdir, {weights: built.shapes, **parts}, step)
+    model = built.model(state[weights])
   else:
     held = cast_params(restore_on_host(workdir, built.shapes, step), jnp.dtype(run.model.dtype))
     model = offloaded(built.model(held), built.mesh, int8=request.int8_experts)
     state = restore_part(workdir, parts, step) if parts else {}
   rest = built.mesh, tokenizer, prepare, offload, lines
   return OpenRun(run, workdir, step, model, state.get("router", {}), *rest)
+
+
+def check_average(run: RunConfig, workdir: str) -> None:
+  """Checks that a stored run keeps an average of its weights.
+
+  Raises:
+    ConfigError: it keeps none.
+  """
+  if not run.optimizer.ema:
+    raise ConfigError(
+      f"--ema: {workdir} was trained with optimizer.ema=0 and has no average of its weights; leave "
+      "--ema out, or train with e.g. --config.optimizer.ema=0.999"
+    )
 
 
 def open_folder(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from scmoe.parallel.shares import StateShares
+from scmoe.training.average import Average
 from scmoe.training.loss_scale import LossScaling
 from scmoe.training.moments import narrow
 from scmoe.training.muon import muon_or
@@ -31,6 +32,7 @@ class Optimizer(NamedTuple):
   scaling: LossScaling | None = None  # None: the loss is not scaled
   spikes: Spikes | None = None  # None: every finite step updates
   shares: StateShares | None = None  # of parameters and moments; None: each rank updates all
+  average: Average | None = None  # None: no average of the weights is kept
 
 
 def make_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -106,7 +108,8 @@ def make_optimizer(
   )
   scaling = LossScaling(cfg.loss_scale, cfg.loss_scale_window) if half or cfg.loss_scale else None
   spikes = Spikes(spike_sigma) if spike_sigma else None
-  return Optimizer(optax.with_extra_args_support(tx), schedule, scaling, spikes, shares)
+  average = Average(cfg.ema) if cfg.ema else None
+  return Optimizer(optax.with_extra_args_support(tx), schedule, scaling, spikes, shares, average)
 
 
 def clip_by_norm(limit: float) -> optax.GradientTransformationExtraArgs:

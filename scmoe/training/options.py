@@ -233,6 +233,14 @@ class OptimizerConfig(Options, path="optimizer"):
   loss_scale_window: int = option(
     1000, "steps without overflow after which that factor doubles", minimum=1
   )
+  ema: float = option(
+    0.0,
+    "decay of an exponential moving average of the weights, which is evaluated beside them and can "
+    "be exported; 0: none. In step n (from 1) it is at most n / (9 + n), so that the first weights "
+    "are soon forgotten",
+    minimum=0,
+    maximum=1 - 2**-20,
+  )
   moments: str = option(
     "float32",
     "type in which moments (muon: momentum) are kept: float32, or bfloat16, rounded at random: "

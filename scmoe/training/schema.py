@@ -67,7 +67,13 @@ _SINCE = {
     "architecture": "gpt",
     "vision": dataclasses.asdict(VisionConfig()),
   },
-  "data": {"image_field": "", "label_field": "label"},
+  "data": {
+    "image_field": "",
+    "label_field": "label",
+    "chat_template": "auto",
+    "train_on": "answers",
+    "long_conversations": "refuse",
+  },
   "router": {
     "scoring_func": "softmax",
     "routed_scaling_factor": 1.0,
@@ -98,6 +104,7 @@ _SINCE = {
     "name": "adamw",
     "muon_beta": 0.95,
     "muon_rms": 0.2,
+    "ema": 0.0,
   },
   "overlap": {"search_seconds": 90.0, "flight": 1, "ahead": True},  # these fields change no result
 }

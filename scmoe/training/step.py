@@ -35,8 +35,8 @@ class TrainState:
   """The arrays that one training step hands to the next; checkpoints hold all but `teacher`.
 
   A skipped step (its loss or a gradient is not finite, or it is a spike) changes no bit of
-  `params`, `opt_state` and `router`. `step` still counts it, so that the data and the learning-rate
-  schedule go on.
+  `params`, `opt_state`, `router` and `average`. `step` still counts it, so that the data and the
+  learning-rate schedule go on.
   """
 
   step: Array  # int32 [], optimizer steps done, skipped ones included
@@ -50,6 +50,7 @@ class TrainState:
   )
   scale: PyTree = None  # state of `LossScaling`; None without loss scaling
   recent: PyTree = None  # state of `Spikes`; None without a spike test
+  average: PyTree = None  # moving average of the parameters, float32; None without `optimizer.ema`
   teacher: PyTree = None  # arrays that the loss reads and no step changes; checkpoints omit them
 
   def for_checkpoint(self) -> TrainState:
@@ -59,6 +60,16 @@ class TrainState:
   def readable(self) -> TrainState:
     """The state with the bfloat16 `high` in place of each parameter that is stored in `Halves`."""
     return dataclasses.replace(self, params=masters.readable(self.params))
+
+  def averaged(self) -> PyTree:
+    """The average of the parameters, in the types of `params` and on the devices that hold them."""
+    put = lambda a, p: jax.device_put(a.astype(p.dtype), p.sharding)
+    return jax.tree.map(put, self.average, self.params)
+
+  def begun_from(self, params: PyTree, optimizer: Optimizer) -> TrainState:
+    """This state with other float32 parameters, and their average if one is kept."""
+    average = None if optimizer.average is None else optimizer.average.init(params)
+    return dataclasses.replace(self, params=params, average=average)
 
   def like(self, abstract: TrainState) -> TrainState:
     """This state, of float32 parameters, with `Halves` wherever `abstract` has them."""
@@ -117,8 +128,8 @@ def abstract_state(
 
   Args:
     init: key -> (params, router).
-    optimizer: its state is sharded like the parameters it belongs to, and divided further over
-      data ranks by `Optimizer.shares`.
+    optimizer: its state, and the average of the parameters, are sharded like the parameters they
+      belong to, and divided further over data ranks by `Optimizer.shares`.
     mesh: counters and scalars are replicated over it.
     shardings: pytrees of NamedSharding like `params`, of which no rank holds a share, and like
       `router`.
@@ -141,7 +152,10 @@ def abstract_state(
     is_leaf=absent,
   )
   placed = jax.tree.map(lambda _: everywhere, shapes)
-  placed = dataclasses.replace(placed, params=params, router=shardings[1], opt_state=opt_state)
+  average = None if optimizer.average is None else divided
+  placed = dataclasses.replace(
+    placed, params=params, router=shardings[1], opt_state=opt_state, average=average
+  )
   state = jax.tree.map(
     lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, placed
   )
@@ -172,8 +186,8 @@ def init_state(
     state = _fresh(init, optimizer, seed)
     if params is None:
       return state.like(abstract)
-    opt_state = optimizer.tx.init(params)
-    return dataclasses.replace(state, params=params, opt_state=opt_state).like(abstract)
+    state = dataclasses.replace(state, opt_state=optimizer.tx.init(params))
+    return state.begun_from(params, optimizer).like(abstract)
 
   return jax.jit(make, out_shardings=shardings_of(abstract), donate_argnums=0)(params)
 
@@ -304,6 +318,9 @@ def _updated(
     overflow = jnp.isfinite(loss) & ~jnp.isfinite(norm)
     failed = missed * (1 - (overflow & scaling.may_fall(scale)).astype(jnp.int32))
     scale = scaling.after(scale, jnp.isfinite(loss) & jnp.isfinite(norm))
+  average, rule = state.average, optimizer.average
+  if rule is not None:
+    average = keep(rule.after(average, params, state.step), average)
   return TrainState(
     step=state.step + 1,
     params=stored_again(keep(params, before), state.params, optimizer.shares),
@@ -316,6 +333,7 @@ def _updated(
     recent=None
     if optimizer.spikes is None
     else optimizer.spikes.after(state.recent, loss, norm, good),
+    average=average,
     teacher=state.teacher,
   )
 
@@ -334,4 +352,5 @@ def _fresh(init: Init, optimizer: Optimizer, seed: int) -> TrainState:
     skipped_in_row=zero,
     scale=None if optimizer.scaling is None else optimizer.scaling.init(),
     recent=None if optimizer.spikes is None else optimizer.spikes.init(),
+    average=None if optimizer.average is None else optimizer.average.init(params),
   )

@@ -1,0 +1,51 @@
+"""An exponential moving average of the weights (EMA), in float32.
+
+It stands for the mean of the last 1 / (1 - decay) steps or so, which is less noisy than the last
+one. Nothing in training reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Average:
+  """The rule of the average.
+
+  Attributes:
+    decay: share of the average that a step keeps, below 1.
+  """
+
+  decay: float
+
+  def init(self, params: PyTree) -> PyTree:
+    """The average before the first step: a copy of the weights, since both are donated."""
+    return jax.tree.map(jnp.copy, params)
+
+  def decay_at(self, step: Array) -> Array:
+    """The decay in step n + 1, with `step` = n steps before: min(decay, (1 + n) / (10 + n)).
+
+    That is the warm-up of TensorFlow's `ExponentialMovingAverage` (`num_updates`). Without it the
+    random first weights would keep a share of decay^n.
+    """
+    count = step.astype(jnp.float32)
+    return jnp.minimum(self.decay, (1 + count) / (10 + count))
+
+  def after(self, average: PyTree, params: PyTree, step: Array) -> PyTree:
+    """The average after a step.
+
+    Args:
+      average: before it, float32.
+      params: weights after it, float32.
+      step: int32 [], steps before it.
+    """
+    rest = 1 - self.decay_at(step)
+    return jax.tree.map(lambda a, p: a + rest * (p - a), average, params)

@@ -26,6 +26,7 @@ from scmoe.blocks.wiring import Tap
 from scmoe.models.ahead import Split, enter_scan, leave_scan, next_of, sends_ahead
 from scmoe.models.config import ModelConfig
 from scmoe.models.gradient_sums import added_by_layer, added_by_scan, large_layers_apart, ready
+from scmoe.models.regather import OneAhead
 from scmoe.models.stacked import each_layer, is_apart, split_layers, stack_outputs, stacked
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.experts import ExpertSource, OnDevice
@@ -334,6 +335,10 @@ def run_trunks(route: Route) -> list[Output]:
     if all(g.caches is None for g in given) and sends_ahead(model.stages, contexts[0], starts[0]):
       split = Split.of(params[0])
       body = _rematerialised(functools.partial(stage, split=split), **remat)
+    one_ahead = model.written_out and not split and bool(shares) and totals is not None
+    one_ahead = one_ahead and shares[0].how.again and shares[0].how.ahead
+    if one_ahead:
+      body = _rematerialised(stage, shared.remat)  # `OneAhead` gathers
     if model.written_out:
       body = jax.jit(body, inline=True)  # so jax traces `body` once, not once a pair
       own_params, own_totals = added_by_layer(params, totals, config.num_pairs)
@@ -360,11 +365,16 @@ def run_trunks(route: Route) -> list[Output]:
         carry, out = jax.lax.scan(of_dense, carry, take(dense))
       elif model.written_out:
         found = []
+        in_order = OneAhead(body, run.stop - run.start) if one_ahead else None
         for i in range(run.start, run.stop):
           at = lambda some, i=i: [c and c[i] for c in some]
           read = parts[i] if parts else (at_hand.take(i), own_totals[i])
           then = (parts[i + 1][0], of_pairs[i + 1]) if parts and i + 1 < run.stop else None
-          made_here = body(carry, (read, (at(caches), at(kept), *of_pairs[i]), then))
+          here = (at(caches), at(kept), *of_pairs[i])
+          if in_order is not None:
+            made_here = in_order(carry, read, here)
+          else:
+            made_here = body(carry, (read, here, then))
           carry, out = at_hand.advance(i, made_here)
           found.append(out)
         out = [_of_pairs(list(of)) for of in zip(*found)]

@@ -49,10 +49,14 @@ class Gathering:
     bucket: bytes of a whole array below which it travels together with others, in one collective
       of at most so many bytes; 0: each array travels by itself.
     again: whether the backward pass gathers parameters again; if not, they are kept.
+    ahead: whether pairs that are written out are gathered one pair ahead, if `again`
+      (`scmoe.models.regather`). Several collectives are then under way, which GPUs start in one
+      order. Simulated devices start them in any order, and may wait for each other forever.
   """
 
   bucket: int = 0
   again: bool = True
+  ahead: bool = False
 
 
 @jax.tree_util.register_dataclass

@@ -89,12 +89,22 @@ def built(mode, name="pos2", microbatches=1, mesh=None, remat="none", unroll=1, 
 
 @functools.cache
 def gradients(
-  mode, model="pos2", microbatches=1, remat="none", dtype="float32", unroll=1, **sharing
+  mode,
+  model="pos2",
+  microbatches=1,
+  remat="none",
+  dtype="float32",
+  unroll=1,
+  axes=(4, 2, 1),
+  ahead=False,
+  **sharing,
 ):
   """Loss, gradients and their norm of one step, as whole arrays."""
-  mesh = MeshConfig(4, 2, 1, shard_state=mode, **sharing)
+  mesh = MeshConfig(*axes, shard_state=mode, **sharing)
   own = built(mode, model, microbatches, mesh, remat, unroll)
   shares = own.optimizer.shares
+  if ahead:
+    shares = dataclasses.replace(shares, how=dataclasses.replace(shares.how, ahead=True))
   out = own.specs if shares is None else shares.share_specs
 
   def local(params, batch):
@@ -139,6 +149,17 @@ def test_pairs_that_are_written_out_read_shares_as_a_scan_does(mode, model, micr
   assert_same(
     gradients(mode, model, microbatches, remat, unroll=0), gradients("none", model, microbatches)
   )
+
+
+@pytest.mark.parametrize(
+  ("model", "microbatches", "remat"),
+  [("pos2", 1, "none"), ("top2", 2, "full"), ("longcat", 1, "moe")],
+)
+def test_pairs_that_are_gathered_one_ahead_are_the_same_pairs(model, microbatches, remat):
+  """On two simulated devices without an exchange: more collectives at once would need an order."""
+  wanted = gradients("none", model, microbatches, axes=(2, 1, 1))
+  how = {"unroll": 0, "axes": (2, 1, 1), "ahead": True}
+  assert_same(gradients("parameters", model, microbatches, remat, **how), wanted)
 
 
 def test_bfloat16_gradients_agree_within_their_noise():

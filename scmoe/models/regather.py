@@ -1,0 +1,160 @@
+"""Gathers of written-out pairs, one pair ahead in both passes (`mesh.shard_state=parameters`).
+
+A pair's parameters are gathered beside the pair that computes before it. Three pairs, in order:
+
+  forward    gather 0 | gather 1, pair 0 | gather 2, pair 1 | pair 2
+  backward   pair 2, gather 1 | pair 1, gather 0 | pair 0
+
+The last pair keeps its parameters, because its backward pass comes next. Whole are those of two
+pairs at a time. Two things keep XLA from another order. Barriers let a gather begin when the pair
+beside it begins: without them XLA could gather all pairs first, or take the second gather of a
+pair for a copy of the first, and keep all parameters. And data connect no gather with the work
+of the pair beside it, so XLA's latency-hiding scheduler may run both at once.
+
+Differentiation would keep a pair's whole parameters for its backward pass. Here they are taken out
+of what is kept. `_pair` returns them for the next pair, which does not read them; the backward pass
+of the next pair gathers them and returns them in place of their gradient. So they arrive where
+they are read, and no gradient is lost: that of the parameters is returned by the pair itself.
+
+A scan cannot do this: XLA moves no collective from one of its iterations to another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from scmoe.models.gradient_sums import ready
+from scmoe.parallel.barriers import barrier
+from scmoe.parallel.shares import Share, gathered, is_share, shares_in
+
+PyTree = Any
+Body = Callable[[Any, Any], tuple[Any, Any]]
+
+
+class OneAhead:
+  """Runs pairs that are written out, in order; their parameters are gathered one pair ahead.
+
+  Args:
+    body: (carry, ((copies, None), here, None)) -> (carry, out), of a pair with whole parameters.
+    count: number of calls.
+  """
+
+  def __init__(self, body: Body, count: int):
+    self.body, self.left = body, count
+    self.shares: list[Share] | None = None  # of the pair before
+    self.wholes: list[Array] | None = None  # the same, gathered
+    self.start: Any = None  # the carry with which the pair before began
+
+  def __call__(self, carry: Any, read: tuple[list[PyTree], PyTree], here: Any) -> tuple[Any, Any]:
+    """Runs the next pair.
+
+    Args:
+      carry: of `body`.
+      read: the pair's parameters once for each batch, with `Share`s, and their totals (`added`).
+      here: the pair's other inputs, which have no gradient.
+    """
+    copies, totals = read
+    shares = shares_in(copies[0])
+    self.left -= 1
+    if self.start is not None:
+      begun = jax.lax.stop_gradient(_floats(self.start))
+      tied: Any = barrier((copies, begun), "forward")
+      copies = tied[0]
+    at = [i for i, x in enumerate(jax.tree.leaves(copies[0], is_leaf=is_share)) if is_share(x)]
+    how = _How(self.body, tuple(at), last=not self.left)
+    found: Any = _pair(how, ready(copies, totals), carry, here, self.shares, self.wholes)
+    made, self.wholes = found
+    self.shares, self.start = shares, carry
+    return made
+
+
+@dataclasses.dataclass(frozen=True)
+class _How:
+  """The arguments of `_pair` that are no arrays.
+
+  Attributes:
+    body: of the pair.
+    shared: which of its parameters were gathered, by their place among the leaves.
+    last: whether no pair follows.
+  """
+
+  body: Body
+  shared: tuple[int, ...]
+  last: bool
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+  """The values that a pair's backward pass reads, without the gathered parameters.
+
+  Attributes:
+    leaves: of the function that `jax.vjp` returned; None for a gathered parameter.
+    shares: of the pair before.
+    structure: of that function as a tree.
+    places: for each leaf, which gathered parameter it is; -1: none.
+  """
+
+  leaves: list[Any]
+  shares: list[Share] | None
+  structure: Any = dataclasses.field(metadata={"static": True})
+  places: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _pair(
+  how: _How,
+  copies: list[PyTree],
+  carry: Any,
+  here: Any,
+  before: list[Share] | None,
+  wholes: list[Array] | None,
+) -> tuple[Any, list[Array] | None]:
+  """The body's result, and the pair's gathered parameters for the next one's `wholes`."""
+  del before, wholes
+  return how.body(carry, ((copies, None), here, None)), _gathered_of(how, copies[0])
+
+
+def _gathered_of(how: _How, params: PyTree) -> list[Array] | None:
+  leaves = jax.tree.leaves(params)
+  return None if how.last else [leaves[i] for i in how.shared]
+
+
+def _pair_fwd(how, copies, carry, here, before, wholes):
+  del wholes
+  run = lambda copies, carry: how.body(carry, ((copies, None), here, None))
+  made, pull = jax.vjp(run, copies, carry)
+  place_of = {} if how.last else {
+    id(jax.tree.leaves(own)[i]): place for own in copies for place, i in enumerate(how.shared)
+  }  # fmt: skip
+  leaves, structure = jax.tree.flatten(pull)
+  places = tuple(place_of.get(id(leaf), -1) for leaf in leaves)
+  kept = [leaf if place < 0 else None for leaf, place in zip(leaves, places)]
+  return (made, _gathered_of(how, copies[0])), _Kept(kept, before, structure, places)
+
+
+def _pair_bwd(how, kept, bars):
+  del how
+  made_bar, wholes = bars
+  before_bar = None
+  if kept.shares is not None:
+    shares, _ = barrier((kept.shares, _floats(made_bar[0])))
+    before_bar = gathered(shares)
+  leaves = [leaf if place < 0 else wholes[place] for leaf, place in zip(kept.leaves, kept.places)]
+  copies_bar, carry_bar = jax.tree.unflatten(kept.structure, leaves)(made_bar)
+  return copies_bar, carry_bar, None, None, before_bar
+
+
+_pair.defvjp(_pair_fwd, _pair_bwd)
+
+
+def _floats(tree: PyTree) -> list[Array]:
+  """The arrays of a tree that have gradients."""
+  return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]

@@ -1,11 +1,13 @@
-"""A run on images that is stopped and resumed is bitwise the one that was not."""
+"""Runs on images: stopped and resumed, read by the other commands, and what is refused."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
 import pytest
 
+from scmoe import compare, evaluate, inspect, profile
 from scmoe.base.errors import ConfigError, Preempted
 from scmoe.models.vision.augment import AugmentConfig
 from scmoe.run.config import RunConfig
@@ -23,13 +25,47 @@ def run_of(**fields) -> RunConfig:
   return dataclasses.replace(run, augment=mixed, train=options, mesh=mesh)
 
 
-def test_a_resumed_run_is_bitwise_the_whole_one(tmp_path):
-  whole = train(run_of(), tmp_path / "whole")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+  """(workdir, final state) of a run that was not cut."""
+  workdir = tmp_path_factory.mktemp("images") / "whole"
+  return workdir, train(run_of(), workdir)
+
+
+def test_a_resumed_run_is_bitwise_the_whole_one(whole, tmp_path):
   with pytest.raises(Preempted, match="stopped at step 1"):
     train(run_of(stop_after=1), tmp_path / "cut")
   resumed = train(run_of(), tmp_path / "cut")
-  for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(resumed), strict=True):
+  for a, b in zip(jax.tree.leaves(whole[1]), jax.tree.leaves(resumed), strict=True):
     np.testing.assert_array_equal(a, b)
+
+
+def test_commands_read_a_run_on_images(whole, tmp_path, capsys):
+  workdir = str(whole[0])
+  evaluate.main(["--workdir", workdir, "--json", str(tmp_path / "figures.json")])
+  figures = json.loads((tmp_path / "figures.json").read_text())
+  assert figures["images"] == 1000
+  inspect.main(["--workdir", workdir])
+  compare.main([workdir, "--out", str(tmp_path / "compare")])
+  said = capsys.readouterr().out
+  assert "top-5 accuracy" in said
+  with np.load(whole[0] / "inspect/inspect.npz") as arrays:
+    assert "saltire" in arrays["classes"]
+    assert arrays["class_load_GCE"].shape[1] == 10
+  assert f"{figures['accuracy']:.4f}" in said
+  assert (tmp_path / "compare/compare.html").is_file()
+
+
+def test_the_profile_of_a_step_on_images(tmp_path, capsys):
+  sizes = ("model.num_layers=2", "mesh.data=1", "overlap.search_seconds=0")
+  fields = [f"--config.{text}" for text in sizes]
+  argv = ["--config=shapes_vit", "--smoke", "--rounds=1", "--calls=1", f"--workdir={tmp_path}"]
+  profile.main([*argv, *fields])
+  said = capsys.readouterr().out
+  assert "training step of shapes_vit" in said
+  for stage in ("embedding", "attention", "experts", "optimizer"):
+    assert f"\n{stage} " in said
+  assert (tmp_path / "overlap.html").is_file()
 
 
 @pytest.mark.parametrize(

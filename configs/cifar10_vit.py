@@ -2,8 +2,9 @@
 
 command   python -m scmoe.train --config cifar10_vit --config.data.path=FOLDER
 hardware  one GPU
-time      not measured yet
-expect    not measured yet; a ViT-Lite of 3.7M reaches 91.4 % in 200 epochs, a CCT 94.8 %
+time      13.6 ms a step on one H200, so 4.5 minutes and 1 minute of start (2026-11-27)
+expect    not measured to the end; 77.2 % in a run of 24.6 epochs (2,400 steps, 400 of warm-up). A
+          ViT-Lite of 3.7M reaches 91.4 % in 200 epochs, a CCT 94.8 %
           (SHI-Labs/Compact-Transformers)
 data      CIFAR-10 as Parquet files in Hugging Face's layout, train* and test*, at data.path, with
           columns img and label

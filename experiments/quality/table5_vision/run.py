@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import study
 
-MODEL = "cifar10_vit"
+MODEL = "cifar10_swin"
 
 
 def images(scale: str) -> study.RunConfig:
@@ -28,10 +28,11 @@ def images(scale: str) -> study.RunConfig:
   if scale != "cpu":
     return dataclasses.replace(run, train=dataclasses.replace(run.train, **quiet))
   short = {"steps": 400, "batch_size": 64, "log_every": 10, "eval_every": 100, "eval_batches": 16}
-  small = {"num_layers": 4, "width": 64, "mlp_hidden": 128, "dtype": "float32"}
+  small = {"width": 32, "num_heads": 2, "mlp_hidden": 64, "dtype": "float32"}
+  vision = dataclasses.replace(run.model.vision, depths="2,2,2")
   return dataclasses.replace(
     run,
-    model=dataclasses.replace(run.model, **small),
+    model=dataclasses.replace(run.model, vision=vision, **small),
     train=dataclasses.replace(run.train, **short, **quiet),
     optimizer=dataclasses.replace(run.optimizer, warmup_steps=40),
     checkpoint=dataclasses.replace(run.checkpoint, every=0),
@@ -40,7 +41,7 @@ def images(scale: str) -> study.RunConfig:
 
 DESIGN = study.Design(
   folder=Path(__file__).resolve().parent,
-  title="Does a ViT whose experts read an earlier value classify as well as top-2?",
+  title="Does a Swin whose experts read an earlier value classify as well as top-2?",
   variants={
     "top2": {"model.wiring": "top2"},
     "top1": {"model.wiring": "top1"},

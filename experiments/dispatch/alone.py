@@ -11,8 +11,10 @@ run and in turns:
   put back     the same kernel on the way back: rows from the tiles to the senders' slots
   ragged       jax.lax.ragged_all_to_all of those rows, gathered already (not a default arm)
 
-A program has `--calls` of an arm one after the other; times are per call. The rows that arrive are
-compared with those of a loop in NumPy before anything is timed.
+A program has `--calls` of an arm one after the other; times are per call. In every execution of a
+program XLA's runtime prepares each of its kernels that write to other GPUs. With `--loop` the calls
+are iterations of a loop, so there is one such kernel, as for layers in a scan. The rows that arrive
+are compared with those of a loop in NumPy before anything is timed.
 """
 
 from __future__ import annotations
@@ -146,6 +148,8 @@ def programs(p: Problem, blocks: int, args, mesh) -> dict:
   np.testing.assert_array_equal(np.asarray(slots), want)
 
   def chain(arm, first, *rest):
+    if args.loop:
+      return jax.lax.fori_loop(0, args.calls, lambda _, given: arm(given, *rest), first)
     for _ in range(args.calls):
       first = arm(first, *rest)
     return first
@@ -171,6 +175,7 @@ def main() -> None:
   parser.add_argument("--blocks", default=str(BLOCKS), help="thread blocks of the kernel")
   parser.add_argument("--arms", default="all_to_all,put,put back")
   parser.add_argument("--calls", type=int, default=20, help="calls in one program")
+  parser.add_argument("--loop", action="store_true", help="calls are a loop's iterations")
   parser.add_argument("--rounds", type=int, default=9)
   parser.add_argument("--json", type=pathlib.Path)
   args = parser.parse_args()

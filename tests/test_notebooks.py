@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-import os
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
+from compiler import flags_of_one_device
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 
@@ -24,8 +24,7 @@ def code_of(name):
 @pytest.mark.parametrize("name", sorted(p.name for p in FOLDER.glob("*.ipynb")))
 def test_notebook_runs(name, monkeypatch):
   monkeypatch.setenv("SCMOE_NOTEBOOK_STEPS", "20")
-  devices = "--xla_force_host_platform_device_count=8"  # one of them, as on a reader's machine
-  monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace(devices, ""))
+  monkeypatch.setenv("XLA_FLAGS", flags_of_one_device())  # as on a reader's machine
   monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # few steps: compile them fast
   notebook = nbformat.read(FOLDER / name, as_version=4)
   client = nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3")

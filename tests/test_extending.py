@@ -34,7 +34,8 @@ FIELDS = {
 }
 OWN = [f"--config.{field}={path}" for field, path in FIELDS.items()]
 SMALL = ["--config", "quickstart", "--smoke", "--config.train.tensorboard=false"]
-LAST = 300
+SMALL += ["--config.train.sample_tokens=0"]
+LAST, EVERY = 60, 20  # steps, and those between two checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def package(tmp_path_factory):
 
 
 def command(workdir, *more):
-  every = [f"--config.train.steps={LAST}", "--config.checkpoint.every=100"]
+  every = [f"--config.train.steps={LAST}", f"--config.checkpoint.every={EVERY}"]
   return [*SMALL, *OWN, *every, "--workdir", str(workdir), *more]
 
 
@@ -69,6 +70,7 @@ def trained(package):
     time.sleep(0.02)
   process.send_signal(signal.SIGKILL)
   process.wait()
+  assert list_steps(workdir / "checkpoints")[-1] < LAST, "it ended before it was killed"
   train.main(command(workdir))
   return workdir
 

@@ -22,8 +22,10 @@ from scmoe.training.step import init_state, make_train_step
 def smoke(moments="bfloat16", mesh=MeshConfig(data=1), name="adamw", **training):
   run = load_config(find_config("quickstart"), "smoke")
   optimizer = dataclasses.replace(run.optimizer, moments=moments, name=name)
-  own = dataclasses.replace(run.train, **training)
-  return dataclasses.replace(run, optimizer=optimizer, train=own, mesh=mesh)
+  # No evaluation and no sample: they read no moments, and each is a program of its own.
+  own = dataclasses.replace(run.train, **{"sample_tokens": 0, "tensorboard": False, **training})
+  data = dataclasses.replace(run.data, validation_fraction=0.0)
+  return dataclasses.replace(run, optimizer=optimizer, train=own, data=data, mesh=mesh)
 
 
 def step_of(n):

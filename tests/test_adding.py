@@ -49,7 +49,8 @@ def trained(package):
   """Folder of a run of the page's model, on a mesh."""
   workdir = package / "run"
   train.main(["--config", str(package / "my_model.py"), "--smoke", "--workdir", str(workdir),
-              "--config.mesh.expert=4", "--config.train.tensorboard=false"])  # fmt: skip
+              "--config.mesh.expert=4", "--config.train.tensorboard=false",
+              "--config.train.sample_tokens=0"])  # fmt: skip
   return workdir
 
 

@@ -219,8 +219,9 @@ def test_a_real_sweep(tmp_path):
   """Two runs of the smallest configuration: one trains, one has too little text for its batch."""
   words = [sys.executable, "-m", "scmoe.sweep", "--smoke", "--grid=train.batch_size=8,800000"]
   environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-  done = subprocess.run([*words, "--config.data.limit_bytes=20000", "--workdir=w"], cwd=tmp_path,
-                        env=environment, capture_output=True, text=True, timeout=300)  # fmt: skip
+  words += ["--config.data.limit_bytes=20000", "--config.train.sample_tokens=0", "--workdir=w"]
+  done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True,
+                        timeout=300)  # fmt: skip
   assert done.returncode == 3, done.stderr
   good, bad = (read_run(tmp_path / "w" / f"batch_size-{n}_seed-0") for n in (8, 800000))
   assert good.done

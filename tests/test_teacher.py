@@ -19,7 +19,8 @@ from scmoe.training.metrics import read_metrics
 from scmoe.training.restore import list_steps, restore_part
 
 QUICK = ("--config=distillation", "--smoke", "--config.train.tensorboard=false",
-         "--config.mesh.data=1", "--config.checkpoint.keep=9")  # fmt: skip
+         "--config.mesh.data=1", "--config.checkpoint.keep=9",
+         "--config.train.sample_tokens=0")  # fmt: skip
 
 
 def run(workdir, *argv):

@@ -54,6 +54,7 @@ def test_the_controller_holds_the_share(real):
 def smoke(**fields):
   run = load_config(find_config("longcat_flash_small"), "smoke")
   fields = {"mesh.data": "1", "mesh.expert": "2", "train.steps": "4", "top_k": "2"} | fields
+  fields |= {"train.sample_tokens": "0", "train.tensorboard": "false"}
   for path, text in fields.items():
     run = with_field(run, path if "." in path else f"model.{path}", text)
   return run

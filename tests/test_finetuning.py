@@ -48,3 +48,20 @@ def test_a_base_is_tuned_evaluated_and_asked(root, monkeypatch, capsys):
   argv = [f"--workdir={root / 'chat'}", "--chat", "--max_new_tokens=2", "--mesh=data=1"]
   generate.main([*argv, "--temperature=0"])
   assert asked == ["User:\n1+2?\n\nAssistant:\n"]
+
+
+def test_answers_are_preferred_to_others_with_a_reference(root, capsys):
+  base = root / "base"
+  options = [f"--config.train.init_from={base}", "--config.router.noise=0"]
+  argv = ["--config=preference_small", *QUICK[1:], f"--workdir={root / 'dpo'}", *options]
+  train.main([*argv, "--config.train.reference_free=false", f"--config.train.teacher={base}"])
+  assert "reference    " in capsys.readouterr().out
+  lines = read_metrics(root / "dpo")
+  # The model begins as its reference: the first step's margins are 0, and the last one's are not.
+  assert abs(lines[0]["reward_margin"]) < 1e-5
+  assert abs(lines[-1]["reward_margin"]) > 1e-4
+  assert (root / "dpo" / "teacher.json").is_file()
+  figures = evaluate.evaluate_run(str(root / "dpo"), mesh="data=1")
+  assert figures["tokens"] > 100
+  train.main([*argv[:-3], f"--workdir={root / 'free'}", *options])
+  assert read_metrics(root / "free")[0]["reward_margin"] != 0

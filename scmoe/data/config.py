@@ -12,8 +12,8 @@ from scmoe.base.options import Options, option
 from scmoe.base.paths import expanded, files_below
 
 IMAGE_SOURCES = ("images", "shapes", "digits")
-SOURCES = ("auto", "stdlib", "text", "jsonl", "parquet", "arrow", "chat", "procedural",
-           "mixture", *IMAGE_SOURCES)  # fmt: skip
+SOURCES = ("auto", "stdlib", "text", "jsonl", "parquet", "arrow", "chat", "preference",
+           "procedural", "mixture", *IMAGE_SOURCES)  # fmt: skip
 PACKINGS = ("concat", "pack", "pad")
 TEMPLATES = ("auto", "model", "plain")
 NEEDS_PATH = ("text", "jsonl", "parquet", "arrow", "images")
@@ -29,19 +29,19 @@ class DataConfig(Options, path="data"):
     "kind of source: auto (by the suffix of data.path or of most files in it; mixture if "
     "data.mixture is set; stdlib without either), stdlib (the source code of Python's standard "
     "library), text, jsonl, parquet, arrow (a folder that Hugging Face datasets saved), chat "
-    "(conversations in JSONL, docs/finetuning.md), procedural (generated, of known entropy), "
-    "mixture (several of these), or your own function as my_package.module:name; for a vision "
-    "model images (Parquet files or class folders at data.path), shapes (drawn by this project) or "
-    "digits (scikit-learn's)",
+    "(conversations in JSONL, docs/finetuning.md), preference (pairs of answers in JSONL), "
+    "procedural (generated, of known entropy), mixture (several of these), or your own function as "
+    "my_package.module:name; for a vision model images (Parquet files or class folders at "
+    "data.path), shapes (drawn by this project) or digits (scikit-learn's)",
     choices=SOURCES,
     importable=True,
   )
   path: str = option(
     "",
-    "for text, jsonl, parquet, arrow and chat: a file, folder or glob, or hf:OWNER/NAME for a "
-    "dataset on the Hugging Face hub (docs/data.md); for chat empty: generated exercises; for "
-    "procedural: its domains joined by '+', e.g. 'markov+recall' (empty: all); for images: a "
-    "Parquet file, or a folder with such files or with a folder for each class",
+    "for text, jsonl, parquet, arrow, chat and preference: a file, folder or glob, or "
+    "hf:OWNER/NAME for a dataset on the Hugging Face hub (docs/data.md); for the last two empty: "
+    "generated exercises; for procedural: its domains joined by '+', e.g. 'markov+recall' (empty: "
+    "all); for images: a Parquet file, or a folder with such files or with a folder for each class",
   )
   image_field: str = option(
     "", "images: column of a Parquet file that holds the encoded image (empty: image or img)"
@@ -162,16 +162,28 @@ class DataConfig(Options, path="data"):
       raise ConfigError(
         "data.packing='concat' cuts conversations where a row ends; set data.packing=pack or pad"
       )
-    if self.packing == "pack" and not self.document_mask:
+    paired = self.reads_preferences
+    if not self.document_mask and (paired or self.packing == "pack"):
       raise ConfigError(
-        "data.document_mask=False lets the conversations of a packed row attend to each other; set "
-        "data.document_mask=True and model.document_mask=True, or data.packing=pad"
+        f"data.document_mask=False lets the {'answers of a pair' if paired else 'conversations'} "
+        "of a row attend to each other; set data.document_mask=True and model.document_mask=True"
+        + ("" if paired else ", or data.packing=pad")
+      )
+    if paired and self.train_on == "all":
+      raise ConfigError(
+        "data.train_on='all' compares prompts, which are equal in data.source='preference'; set "
+        "data.train_on=answers"
       )
 
   @property
   def reads_chats(self) -> bool:
-    """Whether a source is one of conversations."""
-    return "chat" in (part.kind for part in self.parts())
+    """Whether a source is one of conversations, or of pairs of answers."""
+    return bool({"chat", "preference"} & {part.kind for part in self.parts()})
+
+  @property
+  def reads_preferences(self) -> bool:
+    """Whether the source is one of pairs of answers."""
+    return self.source == "preference"
 
   @property
   def reads_images(self) -> bool:
@@ -207,7 +219,9 @@ SUFFIXES = {
   "jsonl": _JSONL,
   "parquet": (".parquet",),
   "arrow": (".arrow",),
-  "chat": _JSONL,  # after jsonl, which `kind_of_path` therefore prefers
+  # After jsonl, which `kind_of_path` therefore prefers.
+  "chat": _JSONL,
+  "preference": _JSONL,
 }
 
 
@@ -289,7 +303,7 @@ def _parse_part(text: str, form: str) -> SourcePart:
   if kind == "auto" and path:
     check_is_text(path, "data.mixture: file")
     kind = kind_of_path(path)
-  known = [s for s in SOURCES if s not in ("auto", "mixture", *IMAGE_SOURCES)]
+  known = [s for s in SOURCES if s not in ("auto", "mixture", "preference", *IMAGE_SOURCES)]
   if kind not in known:
     raise ConfigError(f"data.mixture: unknown source {kind!r}; one of: {', '.join(known)}")
   if kind in NEEDS_PATH and not path:

@@ -35,7 +35,7 @@ from scmoe.data.tokenizers import JsonTokenizer, Tokenizer, load_json
 ROLES = ("system", "user", "assistant", "tool")
 NamedRow = tuple[str, str | None, str, dict[str, Any]]  # file:line, split, domain, columns
 Messages = Sequence[Mapping[str, Any]]
-_BATCH = 128  # conversations that one process of `render_chat` writes
+BATCH = 128  # conversations that one process of `render_chat` writes
 _ANSWER = "Assistant:\n"  # how the plain template introduces an answer
 _BETWEEN = "\n\n"  # between two turns of the plain template
 
@@ -48,7 +48,7 @@ class Completed:
   completion: str
 
 
-class _Refused(Exception):
+class Refused(Exception):
   """The reason why a row is no conversation to train on."""
 
 
@@ -61,27 +61,31 @@ def read_conversations(
     ConfigError: `data.chat_template=model`, and the tokenizer's folder has no chat template.
     DataError: too many rows are bad.
   """
-  tokenizer = _with_template(config)
+  tokenizer = with_template(config)
   rows = iter(rows)
-  while batch := list(itertools.islice(rows, _BATCH)):
+  while batch := list(itertools.islice(rows, BATCH)):
     parsed = []
     for where, split, domain, row in batch:
       try:
         parsed.append(((where, split, domain), _parsed(row, plain=tokenizer is None)))
-      except _Refused as refused:
+      except Refused as refused:
         bad.skip(where, str(refused))
     for (where, split, domain), found in zip(
-      (place for place, _ in parsed), _written([of_row for _, of_row in parsed], tokenizer)
+      (place for place, _ in parsed), written([of_row for _, of_row in parsed], tokenizer)
     ):
-      if isinstance(found, _Refused):
+      if isinstance(found, Refused):
         bad.skip(where, str(found))
         continue
       text, spans, apart = found
       yield Document(text.encode(), domain, split, Learned(spans, apart, where))
 
 
-def _with_template(config: DataConfig) -> JsonTokenizer | None:
-  """The tokenizer whose chat template writes the conversations; None for the plain template."""
+def with_template(config: DataConfig) -> JsonTokenizer | None:
+  """The tokenizer whose chat template writes the conversations; None for the plain template.
+
+  Raises:
+    ConfigError: `data.chat_template=model`, and there is no such template.
+  """
   wanted = config.chat_template
   if wanted == "plain" or (wanted == "auto" and config.tokenizer in ("bytes", "bpe")):
     return None
@@ -105,56 +109,70 @@ def _parsed(row: dict[str, Any], *, plain: bool) -> Messages | Completed:
   """The messages of a row, or its prompt and completion.
 
   Raises:
-    _Refused: it holds neither, or something else in their place.
+    Refused: it holds neither, or something else in their place.
   """
   if "messages" in row:
     if "completion" in row:
-      raise _Refused("both 'messages' and 'completion'; give one of them")
-    return _checked(row["messages"], plain=plain)
+      raise Refused("both 'messages' and 'completion'; give one of them")
+    return checked(row["messages"], plain=plain)
   if "prompt" not in row or "completion" not in row:
     has = ", ".join(map(str, row))[:100] or "no field"
-    raise _Refused(f"no field 'messages', nor both 'prompt' and 'completion'; it has: {has}")
-  prompt, completion = (_text(row[name], repr(name)) for name in ("prompt", "completion"))
+    raise Refused(f"no field 'messages', nor both 'prompt' and 'completion'; it has: {has}")
+  prompt, completion = (text_of(row[name], repr(name)) for name in ("prompt", "completion"))
   if not completion.strip():
-    raise _Refused("'completion' is empty: there is nothing to learn")
+    raise Refused("'completion' is empty: there is nothing to learn")
   return Completed(prompt, completion)
 
 
-def _checked(messages: Any, *, plain: bool) -> Messages:
+def checked(messages: Any, *, plain: bool) -> Messages:
+  """The messages, if they are a conversation with an answer.
+
+  Args:
+    messages: the value of a row's field.
+    plain: whether the plain template writes them.
+
+  Raises:
+    Refused: says what is wrong, and in which message.
+  """
   if not isinstance(messages, list):
-    raise _Refused(f"'messages' holds {type(messages).__name__}, not a list of objects")
+    raise Refused(f"'messages' holds {type(messages).__name__}, not a list of objects")
   for number, message in enumerate(messages, start=1):
     name = f"message {number}"
     if not isinstance(message, dict):
-      raise _Refused(f"{name} is {type(message).__name__}, not an object with role and content")
+      raise Refused(f"{name} is {type(message).__name__}, not an object with role and content")
     role = message.get("role")
     if role not in ROLES:
-      raise _Refused(f"{name}: unknown role {str(role)[:40]!r}; one of: {', '.join(ROLES)}")
+      raise Refused(f"{name}: unknown role {str(role)[:40]!r}; one of: {', '.join(ROLES)}")
     calls = role == "assistant" and bool(message.get("tool_calls"))
     if calls and plain:
-      raise _Refused(f"{name} has 'tool_calls', which the plain chat template cannot write")
+      raise Refused(f"{name} has 'tool_calls', which the plain chat template cannot write")
     if calls and message.get("content") in (None, ""):
       continue
-    content = _text(message.get("content"), f"{name}: 'content'")
+    content = text_of(message.get("content"), f"{name}: 'content'")
     if role == "assistant" and not content.strip():
-      raise _Refused(f"{name}: the assistant's turn is empty: there is nothing to learn")
+      raise Refused(f"{name}: the assistant's turn is empty: there is nothing to learn")
   roles = [message["role"] for message in messages]
   if "assistant" not in roles:
-    raise _Refused("no turn of the assistant: there is nothing to learn")
+    raise Refused("no turn of the assistant: there is nothing to learn")
   if roles[0] == "assistant":
-    raise _Refused("message 1 is the assistant's; a conversation begins with system or user")
+    raise Refused("message 1 is the assistant's; a conversation begins with system or user")
   return messages
 
 
-def _text(value: Any, name: str) -> str:
+def text_of(value: Any, name: str) -> str:
+  """The value, if it is text that can be encoded; `name` is its field in the message.
+
+  Raises:
+    Refused: it is not.
+  """
   if not isinstance(value, str):
-    raise _Refused(f"{name} holds {type(value).__name__}, not text")
+    raise Refused(f"{name} holds {type(value).__name__}, not text")
   if "\0" in value:
-    raise _Refused(f"{name} holds a NUL byte")
+    raise Refused(f"{name} holds a NUL byte")
   try:
     value.encode()
   except UnicodeEncodeError:  # JSON can spell half of a surrogate pair
-    raise _Refused(f"{name} is not valid UTF-8") from None
+    raise Refused(f"{name} is not valid UTF-8") from None
   return value
 
 
@@ -163,10 +181,13 @@ def _text(value: Any, name: str) -> str:
 _Text = tuple[str, tuple[tuple[int, int], ...], bool]  # text, spans, apart
 
 
-def _written(
+def written(
   parsed: Sequence[Messages | Completed], tokenizer: JsonTokenizer | None
-) -> Iterator[_Text | _Refused]:
-  """Yields the text of every row; a reason where the template cannot write it."""
+) -> Iterator[_Text | Refused]:
+  """Yields the text of every row, or the reason why the template cannot write it.
+
+  A text comes with the spans of its answers, and with `Learned.apart`.
+  """
   chats = [found for found in parsed if not isinstance(found, Completed)]
   by_template = iter(() if tokenizer is None else _by_template(chats, tokenizer))
   for found in parsed:
@@ -192,7 +213,7 @@ def _plainly(messages: Messages) -> tuple[str, tuple[tuple[int, int], ...]]:
   return text, tuple(spans)
 
 
-def _by_template(chats: Sequence[Messages], tokenizer: JsonTokenizer) -> Iterator[_Text | _Refused]:
+def _by_template(chats: Sequence[Messages], tokenizer: JsonTokenizer) -> Iterator[_Text | Refused]:
   """Yields the texts that the model's chat template writes.
 
   The span of an answer is the difference of two texts: the conversation up to the prompt for the
@@ -209,14 +230,14 @@ def _by_template(chats: Sequence[Messages], tokenizer: JsonTokenizer) -> Iterato
     own = [next(texts) for _ in range(1 + 2 * len(places))]
     failed = next((text for text in own if not isinstance(text, str)), None)
     if failed is not None:
-      yield _Refused(str(failed))
+      yield Refused(str(failed))
       continue
     whole, *parts = (str(text) for text in own)
     spans = tuple((len(a), len(b)) for a, b in zip(parts[::2], parts[1::2]))
     if all(whole.startswith(part) for part in parts) and all(a < b for a, b in spans):
       yield whole, spans, False
     else:
-      yield _Refused(
+      yield Refused(
         "the chat template of this model writes earlier turns differently once later ones follow, "
         "so where an answer lies is unknown; set data.chat_template=plain, or give one answer a row"
       )
@@ -258,7 +279,7 @@ def plain_prompt(messages: Messages, tokenizer: Tokenizer) -> list[int]:
 
 def chats_plainly(config: DataConfig, tokenizer: Tokenizer) -> bool:
   """True if a model that was trained on `config` knows conversations in the plain template."""
-  if "chat" not in (part.kind for part in config.parts()):
+  if not config.reads_chats:
     return False
   has_own = isinstance(tokenizer, JsonTokenizer) and tokenizer.can_chat
   return config.chat_template == "plain" or not has_own

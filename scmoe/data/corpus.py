@@ -48,6 +48,8 @@ class Stream:
     files: for a corpus on disk, the path of its files without suffix; None for one in memory.
     learned: of conversations bool[N + 1], the tokens that the loss counts where they are predicted;
       None: all of them.
+    second: of pairs of answers int64[documents], tokens of each document before its second text;
+      None where each document is one text.
     cut, left_out: numbers of conversations that were cut to `data.seq_len` tokens, and of those
       that have no token to learn (after the cut) and are not in the stream.
   """
@@ -58,6 +60,7 @@ class Stream:
   pairs: np.ndarray
   files: Path | None = None
   learned: np.ndarray | None = None
+  second: np.ndarray | None = None
   cut: int = 0
   left_out: int = 0
 
@@ -220,7 +223,8 @@ def _digest(texts: dict[str, _Texts], config: DataConfig) -> str:
         digest.update(len(document.text).to_bytes(8, "little"))
         digest.update(document.text)
         if (learned := document.learned) is not None:
-          chosen = (learned.spans, learned.apart, config.train_on, config.long_conversations)
+          chosen: tuple[Any, ...] = (learned.spans, learned.apart, learned.second)
+          chosen += (config.train_on, config.long_conversations)
           digest.update(repr(chosen).encode())
   return digest.hexdigest()
 
@@ -266,29 +270,32 @@ def _conversations(
   Raises:
     DataError: with `data.long_conversations=refuse`, some are longer than `data.seq_len`.
   """
-  most = config.seq_len
-  ids, learned, starts, at = [], [], [], 0
+  everything = config.train_on == "all"
+  ids, learned, starts, second, at = [], [], [], [], 0
   cut = left_out = longest = 0
   first = ""
   for document in documents:
-    own, counts = ids_of(document, tokenizer)
-    if len(own) > most:
-      cut, longest = cut + 1, max(longest, len(own))
+    texts = [ids_of(text, tokenizer) for text in document.texts()]
+    size = sum(len(own) for own, _ in texts)
+    if size > config.seq_len:
+      cut, longest = cut + 1, max(longest, size)
       assert document.learned is not None
-      first = first or f"{document.learned.where}, with {len(own)}"
-      own, counts = own[:most], counts[:most]
-    if not any(counts[1:]):
+      first = first or f"{document.learned.where}, with {size}"
+      most = config.seq_len // len(texts)
+      texts = [(own[:most], counts[:most]) for own, counts in texts]
+    if not all(any(counts[1:]) for _, counts in texts):
       left_out += 1
       continue
     starts.append(at)
-    at += len(own)
-    ids.append(np.array(own))
-    everything = config.train_on == "all"
-    learned.append(np.array([False, *(everything or count for count in counts[1:])]))
+    second.append(len(texts[0][0]))
+    for own, counts in texts:
+      at += len(own)
+      ids.append(np.array(own))
+      learned.append(np.array([False, *(everything or count for count in counts[1:])]))
   if cut and config.long_conversations == "refuse":
     raise DataError(
-      f"{cut} of {len(documents)} conversations have more than data.seq_len={most} tokens, the "
-      f"first {first}, the longest {longest}; raise data.seq_len, or set "
+      f"{cut} of {len(documents)} conversations have more than data.seq_len={config.seq_len} "
+      f"tokens, the first {first}, the longest {longest}; raise data.seq_len, or set "
       "data.long_conversations=truncate"
     )
   dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
@@ -297,8 +304,10 @@ def _conversations(
   counts_of_all = np.concatenate(
     [*learned, *(np.zeros(1, bool) for _ in end)] or [np.zeros(0, bool)]
   )
+  paired = documents[0].learned is not None and documents[0].learned.second is not None
+  second_of = np.array(second, np.int64) if paired else None
   return Stream(tokens, np.array(starts, np.int64), text_bytes, pairs,
-                learned=counts_of_all, cut=cut, left_out=left_out)  # fmt: skip
+                learned=counts_of_all, second=second_of, cut=cut, left_out=left_out)  # fmt: skip
 
 
 def join_documents(texts: list[bytes], tokenizer: tokenizers.Tokenizer) -> np.ndarray:

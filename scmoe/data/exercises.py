@@ -1,7 +1,7 @@
-"""Generated conversations about small additions, for recipes and tests that need no download.
+"""Generated conversations and pairs of answers about small additions: nothing to download.
 
-Of each conversation the answers follow from the questions, so a model that attends to the question
-can reach a loss near 0. The conversations are the same on every platform (see `procedural`).
+The answers follow from the questions, so a model that attends to the question can reach a loss near
+0. The rows are the same on every platform (see `procedural`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,17 @@ def conversations() -> Iterator[dict[str, Any]]:
         {"role": "assistant", "content": answer},
       ]
     yield {"messages": messages}
+
+
+def preferences() -> Iterator[dict[str, Any]]:
+  """Yields `COUNT` rows with a right (`chosen`) and a wrong (`rejected`) answer to a `prompt`."""
+  bits = np.random.PCG64(8)
+  for _ in range(COUNT):
+    question, answer = _exercise(bits)
+    wrong = (int(answer) + 1 + int(np.asarray(bits.random_raw())) % (2 * _LARGEST - 2)) % (
+      2 * _LARGEST - 1
+    )
+    yield {"prompt": f"{question} ", "chosen": answer, "rejected": str(wrong)}
 
 
 def _exercise(bits: np.random.PCG64) -> tuple[str, str]:

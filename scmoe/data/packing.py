@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -119,7 +120,7 @@ def _row(
   inputs, targets, segments, positions = np.zeros((4, size), np.int32)
   weights = np.zeros(size, np.float32)
   at = 0
-  for number, (start, length) in enumerate(zip(starts, lengths), start=1):
+  for number, (start, length) in enumerate(_texts(stream, starts, lengths), start=1):
     piece, tokens = slice(at, at + length), stream.tokens[start : start + length + 1]
     inputs[piece], targets[piece] = tokens[:-1], tokens[1:]
     segments[piece] = number
@@ -137,6 +138,17 @@ def _row(
     "segment_ids": segments,
     "positions": positions,
   }
+
+
+def _texts(stream: Stream, starts: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[int, int]]:
+  """Yields start and length of each segment; a pair of answers is two."""
+  for start, length in zip(starts, lengths):
+    if stream.second is None:
+      yield start, length
+      continue
+    first = int(stream.second[np.searchsorted(stream.starts, start)])
+    yield start, first
+    yield start + first, length - first
 
 
 def make_rows(stream: Stream, packing: str, seq_len: int) -> Rows:

@@ -337,7 +337,10 @@ class Validation:
   def _read(self, i: int) -> Row:
     rows, mask = self._data._validation, self._data.config.document_mask
     if i < len(self._keys):
-      return rows.read(int(self._keys[i]), mask)
+      row = rows.read(int(self._keys[i]), mask)
+      if self._data.config.reads_preferences:  # of a pair, the chosen answer alone
+        row["weights"] = row["weights"] * (row["segment_ids"] % 2)
+      return row
     return {name: np.zeros_like(a) for name, a in rows.read(int(self._keys[0]), mask).items()}
 
 

@@ -17,6 +17,7 @@ from scmoe.data.conversations import NamedRow, read_conversations
 from scmoe.data.document import Document
 from scmoe.data.files import BadRows, InputFile, find_files, log, read_head, read_lines
 from scmoe.data.packages import need
+from scmoe.data.preferences import read_preferences
 from scmoe.data.sniff import kind_of
 
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -24,6 +25,7 @@ _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-package
 
 _LARGE = 16 << 20  # bytes; a larger text file is read in blocks
 _BLOCK = 4 << 20  # bytes of such a block
+_WRITTEN = {"chat": read_conversations, "preference": read_preferences}  # kinds of conversations
 _LONGEST_NAME = 100  # characters of a domain's name, since tables and logs show it
 
 
@@ -39,23 +41,23 @@ def read_documents(part: SourcePart, config: DataConfig, bad: BadRows) -> Iterat
     return read_procedural(part.path, config.limit_bytes)
   if is_import_path(part.kind):
     return read_own(part.kind, config)
-  if part.kind == "chat" and not part.path:
-    made = enumerate(exercises.conversations(), start=1)
-    rows = ((f"exercises:{number}", None, "exercises", row) for number, row in made)
-    return read_conversations(rows, config, bad)
+  if part.kind in _WRITTEN and not part.path:
+    make = exercises.conversations if part.kind == "chat" else exercises.preferences
+    numbered = enumerate(make(), start=1)
+    rows = ((f"exercises:{number}", None, "exercises", row) for number, row in numbered)
+    return _WRITTEN[part.kind](rows, config, bad)
   files = find_files(part.kind, part.path)
   domain = Path(part.path.partition("@")[0].rstrip("/")).name if part.path.startswith(HUB) else ""
   domain = domain or Path(part.path.rstrip("/")).name
   domain = domain.split(".")[0].replace("*", "") or part.kind
   if part.kind == "text":
     return read_text(files, domain, config.document_bytes, bad)
-  if part.kind in ("jsonl", "chat"):
+  if part.kind == "jsonl" or part.kind in _WRITTEN:
     rows = _named(read_jsonl(files, config, bad), domain, config, bad)
   else:
     read = read_parquet if part.kind == "parquet" else read_arrow
     rows = _named(read(files, config), domain, config, bad)
-  as_documents = read_conversations if part.kind == "chat" else _row_documents
-  return as_documents(rows, config, bad)
+  return _WRITTEN.get(part.kind, _row_documents)(rows, config, bad)
 
 
 # --- the user's own function ----------------------------------------------------------------------

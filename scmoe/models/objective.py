@@ -48,6 +48,7 @@ class LossSums:
     bias_range: Σ of the microbatches' largest minus smallest balancing bias per layer, or None.
     divergence: Σ weight · divergence from a teacher (`scmoe.models.distillation`), or None.
     correct_5: Σ weight · [one of the five best guesses is right], of images, or None.
+    preference: sums over pairs of answers by name (`scmoe.models.preference`), or None.
   """
 
   nats: Array
@@ -58,6 +59,7 @@ class LossSums:
   bias_range: Array | None = None
   divergence: Array | None = None
   correct_5: Array | None = None
+  preference: dict[str, Array] | None = None
 
 
 class RoutedObjective:

@@ -26,6 +26,7 @@ from scmoe.layers.mlp import is_gated
 from scmoe.models.distillation import Distillation
 from scmoe.models.flops import forward_flops, head_widths, peak_flops, projection_weights
 from scmoe.models.objective import RoutedObjective
+from scmoe.models.preference import Preference
 from scmoe.models.stacked import leading_dimensions
 from scmoe.parallel.mesh import MeshConfig, make_mesh, parameter_specs, shardings_of
 from scmoe.parallel.shares import Gathering, StateShares, share_dimensions
@@ -325,6 +326,10 @@ def make_objective(
   run: RunConfig, graph: nnx.GraphDef, teacher: Built | None = None
 ) -> RoutedObjective:
   """The objective that a resolved run minimises."""
+  if run.data.reads_preferences:
+    reference = None if teacher is None else teacher.graph
+    options = {"beta": run.train.preference_beta, "remat": run.train.remat}
+    return Preference(graph, run.router, reference, **options)
   if teacher is not None:
     return Distillation(
       graph,

@@ -99,6 +99,7 @@ class RunConfig(Options):
     self.train.microbatches(length)
     if not model.reads_images:
       run._check_sequence(vocab_size)
+    run._check_reference()
     run._check_dispatch()
     run._check_types()
     _check_schedule(self.optimizer, self.train.steps)
@@ -145,10 +146,26 @@ class RunConfig(Options):
         "model.document_mask=True needs documents that are numbered; set data.document_mask=True "
         "as well, or both to False"
       )
-    if self.data.reads_chats and self.data.packing == "pack" and not self.model.document_mask:
+    together = self.data.reads_preferences or self.data.packing == "pack"
+    if self.data.reads_chats and together and not self.model.document_mask:
       raise ConfigError(
-        "model.document_mask=False lets the conversations of a packed row attend to each other; "
-        "set model.document_mask=True, or data.packing=pad"
+        "model.document_mask=False lets the conversations of a row attend to each other; set "
+        "model.document_mask=True" + (", or data.packing=pad" * (not self.data.reads_preferences))
+      )
+
+  def _check_reference(self) -> None:
+    train = self.train
+    if not self.data.reads_preferences:
+      return
+    if not train.teacher and not train.reference_free:
+      raise ConfigError(
+        "data.source='preference' needs a reference: set train.teacher to the folder of the model "
+        "with which this run begins (train.init_from), or train.reference_free=True"
+      )
+    if train.teacher and train.reference_free:
+      raise ConfigError(
+        f"train.reference_free=True leaves out the reference train.teacher={train.teacher!r}; set "
+        "one of them"
       )
 
   def _check_dispatch(self) -> None:
@@ -222,11 +239,17 @@ def smoke_run(run: RunConfig) -> RunConfig:
   data = DataConfig(source="procedural", seq_len=16, document_mask=False)
   if run.model.reads_images:
     data = DataConfig(source="shapes", document_mask=False)
-  elif run.data.reads_chats:  # the generated exercises, of which the longest has 90 bytes
+  elif run.data.reads_chats:  # the generated exercises, of which the longest fits
     model = dataclasses.replace(model, context=128)
-    data = DataConfig(source="chat", seq_len=128, packing=run.data.packing)
+    data = DataConfig(source=run.data.kind, seq_len=128, packing=run.data.packing)
   train = TrainConfig(
-    steps=3, batch_size=8, log_every=1, eval_batches=2, sample_tokens=8, remat=run.train.remat
+    steps=3,
+    batch_size=8,
+    log_every=1,
+    eval_batches=2,
+    sample_tokens=8,
+    remat=run.train.remat,
+    reference_free=run.data.reads_preferences,  # a reference would have to be trained first
   )
   return dataclasses.replace(
     run,

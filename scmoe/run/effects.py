@@ -243,6 +243,18 @@ RULES = (
     "set dispatch.transport=packed or dropless, or dispatch.capacity_factor",
   ),
   _Rule(
+    ("train.preference_beta", "train.reference_free"),
+    lambda run: not run.data.reads_preferences,
+    "data.source={run.data.source!r} has no pairs of answers",
+    "set data.source=preference",
+  ),
+  _Rule(
+    ("train.teacher_share", "train.teacher_temperature"),
+    lambda run: run.data.reads_preferences,
+    "the teacher is the reference of data.source='preference'",
+    "set train.preference_beta",
+  ),
+  _Rule(
     ("train.teacher_share", "train.teacher_temperature"),
     lambda run: not run.train.teacher,
     "train.teacher='' means no teacher",
@@ -317,13 +329,13 @@ RULES = (
   ),
   _Rule(
     ("data.domain_field",),
-    lambda run: not _reads(run, "jsonl", "parquet", "arrow", "chat"),
-    "only rows of jsonl, parquet, arrow and chat have columns",
+    lambda run: not _reads(run, "jsonl", "parquet", "arrow", "chat", "preference"),
+    "only rows of files have columns",
     "give a data.path that ends in .jsonl or .parquet",
   ),
   _Rule(
     ("data.chat_template", "data.train_on", "data.long_conversations"),
-    lambda run: not _reads(run, "chat"),
+    lambda run: not _reads(run, "chat", "preference"),
     "no source has conversations",
     "set data.source=chat and data.path to a .jsonl file",
   ),

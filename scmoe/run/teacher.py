@@ -74,9 +74,14 @@ class Teacher:
     """The teacher's line in the header of the run that learns from it."""
     model, train = self.run.model, run.train
     total = number(count_parameters(model, build.build_model(self.run, None)[1]).total)
+    if run.data.reads_preferences:
+      name, use = "reference", f"rewards with beta {train.preference_beta:g}"
+    else:
+      heat = train.teacher_temperature
+      name, use = "teacher", f"{train.teacher_share:g} of the loss, at temperature {heat:g}"
     return (
-      f"teacher      {self.path} at step {self.step}: {total} parameters, {model.num_experts} "
-      f"experts; {train.teacher_share:g} of the loss, at temperature {train.teacher_temperature:g}"
+      f"{name:12} {self.path} at step {self.step}: {total} parameters, {model.num_experts} "
+      f"experts; {use}"
     )
 
 

@@ -35,13 +35,24 @@ class TrainConfig(Options, path="train"):
   teacher: str = option(
     "",
     "folder of a run, or of scmoe.convert --inference, from whose scores the model learns beside "
-    "the text; of a run the newest checkpoint at the start; empty: text alone",
+    "the text, or which is the reference of data.source=preference; of a run the newest checkpoint "
+    "at the start; empty: text alone",
   )
   teacher_share: float = option(
     0.5, "share of the divergence from the teacher in the loss", minimum=0, maximum=1
   )
   teacher_temperature: float = option(
     2.0, "divides the scores of both before they are compared", minimum=0.01
+  )
+  preference_beta: float = option(
+    0.1,
+    "data.source=preference: how much a difference of log-probabilities from the reference counts",
+    minimum=1e-6,
+  )
+  reference_free: bool = option(
+    False,
+    "data.source=preference: compare the answers' log-probabilities themselves, without a "
+    "reference in train.teacher",
   )
   log_every: int = option(10, "steps between lines on the console and in metrics.jsonl", minimum=1)
   eval_every: int = option(0, "steps between evaluations; 0: only after the last step", minimum=0)

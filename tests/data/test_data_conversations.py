@@ -258,7 +258,7 @@ def test_a_template_that_cannot_write_a_row_is_one_line(template, why, tmp_path)
   [
     ({"chat_template": "model"}, "data.tokenizer='bytes' has no chat template"),
     ({"packing": "concat"}, "data.packing='concat' cuts conversations"),
-    ({"document_mask": False}, "lets the conversations of a packed row attend to each other"),
+    ({"document_mask": False}, "lets the conversations of a row attend to each other"),
   ],
 )
 def test_options_that_do_not_fit_conversations(fields, message, tmp_path):

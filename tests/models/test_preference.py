@@ -1,6 +1,7 @@
 """The preference loss beside a plain float64 computation, on one device and on meshes."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +113,7 @@ def answers_of(batch):
 
 
 def plain(built, before, reference=True):
-  """Loss, gradients' norm and metrics in float64 from the scores of all tokens."""
+  """Loss, gradients and the rewards of each pair, in float64 from the scores of all tokens."""
   batches = [jax.tree.map(lambda x, i=i: x[i], batch_of(2)) for i in range(2)]
   pairs = sum(len(list(answers_of(batch))) for batch in batches)
 
@@ -123,22 +124,23 @@ def plain(built, before, reference=True):
     logs_BSV = scores_BSV - jax.scipy.special.logsumexp(scores_BSV, axis=-1, keepdims=True)
     return jnp.take_along_axis(logs_BSV, batch.targets[..., None], -1)[..., 0]
 
-  def loss_of(params, batch):
-    model = built.model(params)
-    own_BS = logprobs(model, batch)
+  def loss_of(params, batch, answers):
+    own_BS = logprobs(built.model(params), batch)
     other_BS = 0.0
     if reference:
       taught = built.teacher.model(jax.tree.map(jnp.asarray, before.teacher["params"]))
       other_BS = logprobs(taught, batch, no_drop=True)
     losses, rewards = [], []
-    for chosen, rejected in answers_of(batch):
+    for chosen, rejected in answers:
       reward = [BETA * ((own_BS - other_BS) * mask).sum() for mask in (chosen, rejected)]
       losses.append(jnp.log1p(jnp.exp(-(reward[0] - reward[1]))))
       rewards.append(jnp.stack(reward))
     return sum(losses) / pairs, jnp.stack(rewards)
 
-  run = jax.jit(jax.value_and_grad(loss_of, has_aux=True))
-  found = [run(before.params, batch) for batch in batches]
+  found = []
+  for batch in batches:
+    own = functools.partial(loss_of, answers=list(answers_of(batch)))
+    found.append(jax.jit(jax.value_and_grad(own, has_aux=True))(before.params, batch))
   grads = jax.tree.map(lambda *g: np.sum(np.asarray(g, np.float64), 0), *[g for _, g in found])
   rewards = np.concatenate([rewards for (_, rewards), _ in found])
   return sum(float(loss) for (loss, _), _ in found), grads, rewards
@@ -147,31 +149,26 @@ def plain(built, before, reference=True):
 @pytest.mark.parametrize("reference", [True, False])
 def test_the_plain_loss_of_every_pair(reference):
   """Without the routers' losses, so that gradients are those of the pairs alone."""
-  jax.config.update("jax_enable_x64", True)
-  try:
-    run = run_of(tokens_per_step=128)
-    quiet = dataclasses.replace(run.router, balance_loss=0.0, z_loss=0.0)
-    free = {} if reference else {"teacher": "", "reference_free": True}
-    train = dataclasses.replace(run.train, **free)
-    run = dataclasses.replace(run, router=quiet, train=train)
-    built = build(run, teacher=run if reference else None)
-    abstract = built.abstract_state()
-    state = init_state(built.init, built.optimizer, 0, abstract)
-    objective = built.objective
-    if reference:
-      state = dataclasses.replace(state, teacher=given_of(built.teacher))
-      objective = objective.taught(state.teacher)
+  run = run_of(tokens_per_step=128)
+  quiet = dataclasses.replace(run.router, balance_loss=0.0, z_loss=0.0)
+  free = {} if reference else {"teacher": "", "reference_free": True}
+  run = dataclasses.replace(run, router=quiet, train=dataclasses.replace(run.train, **free))
+  built = build(run, teacher=run if reference else None)
+  state = init_state(built.init, built.optimizer, 0, built.abstract_state())
+  objective = built.objective
+  if reference:
+    state = dataclasses.replace(state, teacher=given_of(built.teacher))
+    objective = objective.taught(state.teacher)
+  with jax.enable_x64(True):
     loss, grads, rewards = plain(built, jax.device_get(state), reference)
 
-    def ours(params):
-      batches = [jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), batch_of(2)) for i in range(2)]
-      terms, sums = objective.losses([params] * 2, router={}, batches=batches, rngs=[None, None])
-      pairs = sum(s.preference["pairs"] for s in sums)
-      return sum(t["pairs"] for t in terms) / pairs, jax.tree.map(lambda a, b: a + b, *sums)
+  def ours(params):
+    batches = [jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), batch_of(2)) for i in range(2)]
+    terms, sums = objective.losses([params] * 2, router={}, batches=batches, rngs=[None, None])
+    pairs = sum(s.preference["pairs"] for s in sums)
+    return sum(t["pairs"] for t in terms) / pairs, jax.tree.map(lambda a, b: a + b, *sums)
 
-    (found, aux), found_grads = jax.jit(jax.value_and_grad(ours, has_aux=True))(state.params)
-  finally:
-    jax.config.update("jax_enable_x64", False)
+  (found, aux), found_grads = jax.jit(jax.value_and_grad(ours, has_aux=True))(state.params)
   np.testing.assert_allclose(found, loss, rtol=1e-5)
   largest = max(np.abs(g).max() for g in jax.tree.leaves(grads))
   assert largest > 1e-3

@@ -3,7 +3,7 @@
 command   python -m scmoe.train --config finetune_small --workdir runs/tuned, with train.steps=200
           python -m scmoe.train --config preference_small --workdir runs/preferring
 hardware  2 CPU cores, no GPU
-time      with --smoke 36 s on cores shared with other work, most of it compilation; not measured whole
+time      with --smoke 36 s, most of it compilation (cores shared with other work); not run whole
 expect    with --smoke, from three steps of finetune_small --smoke: mean margin of the rewards 0 in
           the first step, 0.0002 in the second, 0.0003 in the third (Python 3.11)
 data      preference without data.path: 2,000 generated pairs of answers to additions

@@ -10,6 +10,7 @@ next ones. Arms:
   moments     ranks share the moments
   parameters  ranks share parameters too, and gather each pair twice
   kept        the same, but the backward pass reads the parameters that the forward pass gathered
+  ahead       as parameters, but each pair is gathered beside the pair before it, in both passes
 
 Memory is that of the compiled step on one device, and that of its parameters and moments. --smoke
 runs a tiny model on two simulated devices, whose times mean nothing.
@@ -50,6 +51,7 @@ ARMS = {
   "moments": {"mesh.shard_state": "moments"},
   "parameters": {"mesh.shard_state": "parameters"},
   "kept": {"mesh.shard_state": "parameters", "mesh.gather_again": "false"},
+  "ahead": {"mesh.shard_state": "parameters", "mesh.gather_ahead": "true"},
 }
 
 
@@ -133,7 +135,7 @@ def main() -> None:
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument("fields", nargs="*", help="SECTION.FIELD=VALUE, for all arms")
-  parser.add_argument("--arms", default=",".join(ARMS))
+  parser.add_argument("--arms", default="none,moments,parameters,kept")
   parser.add_argument("--layers", type=int, default=0, help="0: as many as fit")
   parser.add_argument("--batch_size", type=int, default=8, help="rows of 4,096 tokens, in all")
   parser.add_argument("--rounds", type=int, default=7)

@@ -71,6 +71,12 @@ class MeshConfig(Options, path="mesh"):
     "with mesh.shard_state=parameters: the backward pass gathers a pair's parameters again; False "
     "keeps those of all pairs meanwhile, in the compute type",
   )
+  gather_ahead: bool = option(
+    False,
+    "advanced: with mesh.gather_again and pairs that are written out (overlap.unroll): a pair is "
+    "gathered while the pair before it computes, in both passes; for GPUs, as simulated devices "
+    "may wait for each other forever (docs/scale.md)",
+  )
   bucket_bytes: int = option(
     1 << 25,
     "with mesh.shard_state: arrays of fewer bytes travel together, up to so many in a collective; "

@@ -284,7 +284,7 @@ def shares_of(run: RunConfig, shapes: Params) -> StateShares | None:
     parameters=mesh.shard_state == "parameters",
     specs=jax.tree.map(lambda s: s.sharding.spec, shapes),
     dimensions=share_dimensions(shapes, leading_dimensions),
-    how=Gathering(mesh.bucket_bytes, mesh.gather_again, ahead=jax.default_backend() == "gpu"),
+    how=Gathering(mesh.bucket_bytes, mesh.gather_again, mesh.gather_ahead),
   )
 
 

@@ -120,7 +120,7 @@ _VISION_RULES = (
 RULES = (
   *_VISION_RULES,
   _Rule(
-    ("mesh.shard_state", "mesh.bucket_bytes", "mesh.gather_again"),
+    ("mesh.shard_state", "mesh.bucket_bytes", "mesh.gather_again", "mesh.gather_ahead"),
     lambda run: run.mesh.data == 1 and run.mesh.shard_state != "none",
     "mesh.data=1 leaves one rank, which holds the whole state",
     "set mesh.data to 2 or more, or leave mesh.shard_state=none",
@@ -132,10 +132,16 @@ RULES = (
     "set mesh.shard_state=moments or parameters",
   ),
   _Rule(
-    ("mesh.gather_again",),
+    ("mesh.gather_again", "mesh.gather_ahead"),
     lambda run: run.mesh.shard_state != "parameters",
     "mesh.shard_state={run.mesh.shard_state!r} gathers no parameters in a pass",
     "set mesh.shard_state=parameters",
+  ),
+  _Rule(
+    ("mesh.gather_ahead",),
+    lambda run: not run.mesh.gather_again,
+    "mesh.gather_again=False keeps what is gathered",
+    "leave mesh.gather_again=True",
   ),
   _Rule(
     ("model.num_experts", "model.zero_experts", "model.expert_hidden", "model.ffn.impl",

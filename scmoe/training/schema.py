@@ -86,7 +86,12 @@ _SINCE = {
     "balance_over": "microbatch",
   },
   "dispatch": {"silent": False},
-  "mesh": {"shard_state": "none", "gather_again": True, "bucket_bytes": 1 << 25},
+  "mesh": {
+    "shard_state": "none",
+    "gather_again": True,
+    "gather_ahead": False,
+    "bucket_bytes": 1 << 25,
+  },
   "train": {
     "spike_sigma": 0.0,
     "spike_action": "skip",

@@ -96,15 +96,12 @@ def gradients(
   dtype="float32",
   unroll=1,
   axes=(4, 2, 1),
-  ahead=False,
   **sharing,
 ):
   """Loss, gradients and their norm of one step, as whole arrays."""
   mesh = MeshConfig(*axes, shard_state=mode, **sharing)
   own = built(mode, model, microbatches, mesh, remat, unroll)
   shares = own.optimizer.shares
-  if ahead:
-    shares = dataclasses.replace(shares, how=dataclasses.replace(shares.how, ahead=True))
   out = own.specs if shares is None else shares.share_specs
 
   def local(params, batch):
@@ -158,7 +155,7 @@ def test_pairs_that_are_written_out_read_shares_as_a_scan_does(mode, model, micr
 def test_pairs_that_are_gathered_one_ahead_are_the_same_pairs(model, microbatches, remat):
   """On two simulated devices without an exchange: more collectives at once would need an order."""
   wanted = gradients("none", model, microbatches, axes=(2, 1, 1))
-  how = {"unroll": 0, "axes": (2, 1, 1), "ahead": True}
+  how = {"unroll": 0, "axes": (2, 1, 1), "gather_ahead": True}
   assert_same(gradients("parameters", model, microbatches, remat, **how), wanted)
 
 

@@ -187,7 +187,7 @@ class Static:
   deterministic: bool = False
 
   def compiler_options(self) -> dict[str, Any]:
-    """XLA's options for prefill and decoding; with `deterministic` those for one order of sums."""
+    """XLA's options for prefill and decoding; `deterministic` adds those for one order of sums."""
     return _COMPILED | (_ONE_ORDER if self.deterministic else {})
 
 

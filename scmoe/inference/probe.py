@@ -33,9 +33,10 @@ from scmoe.moe.types import Routing
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-  """Statistics of a model's routing over some batches, for G gatings and P pairs with experts.
+  """Statistics of a model's routing over some batches.
 
-  Gatings and pairs are in the order in which tokens meet them. E counts zero experts too. Means of
+  A gating is one use of a gate; the model has G. A pair is the blocks around one MoE; P pairs have
+  experts. Both are in the order in which tokens meet them. E counts zero experts too. Means of
   tokens are over all batches at once.
 
   Attributes:
@@ -99,7 +100,11 @@ def _xlogx(p: np.ndarray) -> np.ndarray:
 
 
 class Reading(Protocol):
-  """How a kind of model begins with a batch, and what it counts by."""
+  """How `probe` reads one kind of model.
+
+  It gives what enters the first pair, what the next trunk begins with, and each token's domain and
+  class.
+  """
 
   def trunks(self, model: Any) -> Sequence[Trunk]:
     """The model's trunks, in order."""

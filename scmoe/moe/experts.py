@@ -145,7 +145,7 @@ class LayerExperts(Protocol):
 
   @property
   def kept(self) -> Any:
-    """A pytree: the cache of experts that stay on the device for the next pass; None: no cache."""
+    """The cache of experts that stay on the device for the next pass, a pytree; None: no cache."""
     ...
 
 
@@ -350,8 +350,9 @@ class FFNExperts(Experts):
     read = lambda param: None if param is None else param[...]
     down_bias_GD = read(self.down_bias)
     if down_bias_GD is not None and (self.adaptive_r > 1 or axis_size("tensor") > 1):
-      # Only one of the devices whose partial sums are added may add the output's bias: with
-      # adaptive_r > 1 those of the first group, on the tensor axis the first device.
+      # Each output is the sum of several devices' partial sums, and only one of these devices may
+      # add the bias. With adaptive_r > 1 a sum has one device in each of the r groups, and the one
+      # in the first group adds it. On the tensor axis the first device does.
       shards = axis_size("shard") // max(self.adaptive_r, 1)
       first = (axis_index("shard") < shards) & (axis_index("tensor") == 0)
       down_bias_GD = jnp.where(first, repeat(down_bias_GD, ("tensor",), "tensor"), 0)

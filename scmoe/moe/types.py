@@ -74,7 +74,7 @@ class Routing:
 
   @property
   def computed(self) -> Routing:
-    """The routing without zero experts, as a transport reads it; itself if there are none.
+    """The routing as a transport reads it, without zero experts; `self` if there are none.
 
     A choice of a zero expert becomes a choice of expert 0 that is not made and has weight 0;
     `count_E` has computing experts only.

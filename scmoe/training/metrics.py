@@ -43,7 +43,7 @@ class Sink(Protocol):
     ...
 
   def close(self) -> None:
-    """Closes the output."""
+    """Closes the file or connection that `write` uses; nothing is written afterwards."""
     ...
 
 
@@ -262,7 +262,7 @@ class Metrics:
         warn(f"{type(sink).__name__} failed and is dropped: {type(error).__name__}: {error}")
 
   def close(self) -> None:
-    """Ends the sinks."""
+    """Closes the sinks."""
     for sink in self.sinks:
       with contextlib.suppress(Exception):  # a sink may raise anything
         sink.close()

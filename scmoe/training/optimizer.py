@@ -80,7 +80,11 @@ def make_optimizer(
   specs: Any = None,
   shares: StateShares | None = None,
 ) -> Optimizer:
-  """The optimizer of a configuration: clipping, Adam or Muon, weight decay by mask, learning rate.
+  """Makes the optimizer that a configuration describes.
+
+  It clips gradients, applies Adam or Muon, decays weights by mask and multiplies by the learning
+  rate. Where the options ask for it, it also scales the loss, skips steps whose loss or gradient
+  norm spikes, and averages the parameters.
 
   Args:
     cfg: see `OptimizerConfig`.

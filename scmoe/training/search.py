@@ -359,7 +359,7 @@ class Search:
 
 
 def _told(timing: Timing) -> str:
-  """Median and spread: `50.8 ± 0.5 ms`."""
+  """Median and spread of a step in milliseconds, as in `50.8 ± 0.5 ms`; see `Timing.spread`."""
   return f"{1e3 * timing.median:.1f} ± {1e3 * timing.spread * timing.median:.1f} ms"
 
 

@@ -49,7 +49,7 @@ _SEEDS = 2**31  # seeds below it are the same random keys on device and on host
 
 
 def train_side_by_side(trainers: Sequence[Trainer]) -> list[TrainState]:
-  """Trains several runs to their last step, each resumed from its newest valid checkpoint.
+  """Trains several runs by one program; each goes on from its newest valid checkpoint, if any.
 
   Args:
     trainers: of runs that differ in name and seed only, on one device.

@@ -112,7 +112,8 @@ class Watchdog:
     with self._changed:
       self._deadline, self._armed_for = time.monotonic() + seconds, (seconds, what)
       self._changed.notify()
-    with contextlib.suppress(AttributeError, ValueError, OSError):  # stderr without a descriptor
+    # A stderr without a file descriptor is of no use to faulthandler; the thread then acts alone.
+    with contextlib.suppress(AttributeError, ValueError, OSError):
       faulthandler.dump_traceback_later(seconds + _GRACE_SECONDS, exit=True)
 
   def disarm(self) -> None:

@@ -314,7 +314,8 @@ def _updated(
   missed = 1 - good.astype(jnp.int32)
   scaling, scale, failed = optimizer.scaling, state.scale, missed
   if scaling is not None:
-    # As long as the factor can fall, an overflow means that it was too large: no failure.
+    # An overflow means that the factor was too large. While the factor can still fall, such a
+    # skipped step does not count in `skipped_in_row`.
     overflow = jnp.isfinite(loss) & ~jnp.isfinite(norm)
     failed = missed * (1 - (overflow & scaling.may_fall(scale)).astype(jnp.int32))
     scale = scaling.after(scale, jnp.isfinite(loss) & jnp.isfinite(norm))

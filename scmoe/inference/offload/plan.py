@@ -112,7 +112,7 @@ class OffloadRequest:
     """The `Offload` that the field `offload` names; the field must not be auto.
 
     Raises:
-      ConfigError: the field names no way, or one phase is none and the other is not.
+      ConfigError: the field names an unknown mode, or one phase is none and the other is not.
     """
     prefill, _, decode = (part.strip() for part in self.offload.partition(","))
     options = {"policy": self.cache_policy, "sections": self.ring_sections}

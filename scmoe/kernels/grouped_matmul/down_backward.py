@@ -416,5 +416,5 @@ class _Cta:
 
 
 def _rows(index: int) -> slice:
-  """The rows of a block."""
+  """Rows of the block with this index, `_ROWS` of them, within a consumer's rows."""
   return slice(index * _ROWS, (index + 1) * _ROWS)

@@ -127,16 +127,16 @@ class _Gather:
 
   @property
   def passes(self) -> int:
-    """Rows of a stage of which a thread copies pieces."""
+    """How many rows of a stage a thread copies pieces of, one in each pass."""
     return self.block_rows // _ROWS_PER_PASS
 
   @property
   def boxes(self) -> int:
-    """Boxes of 128 bytes beside each other in a row of the stage."""
+    """How many boxes, each 128 bytes wide, lie beside each other in the stage."""
     return self.block_cols * self.itemsize // _SWIZZLE_BYTES
 
   def text(self) -> str:
-    """The whole program as PTX."""
+    """The PTX by which one thread copies its pieces of one stage: all steps, in order."""
     passes = range(self.passes)
     return ptx.program(
       ptx.registers("pred", "used"),

@@ -145,8 +145,9 @@ def _grouped_matmul_bwd(config, residuals, dout_MN):
   layout = _layout_for(config.backend, group_sizes_G, num_rows)
   ops = implementation(config.backend)
   options = {"precision": config.precision, "num_sms": config.num_sms}
-  # dout is padded once and used twice. Its zero padding lets the weight gradient ignore the groups'
-  # ends. The operands of a product share one type, which may be narrower than dout's.
+  # Both products read the same padded dout. Its padding rows are zero, so the weight gradient can
+  # ignore the groups' ends. Its type is that of lhs, which may be narrower than dout's, since a
+  # product's operands must share one type. The bias gradient adds up dout in dout's own type.
   index_R = source_rows_of(layout)
   dout_RN = take_rows(dout_MN.astype(lhs_MK.dtype), index_R)
   dlhs_RK = ops.grouped_rows(

@@ -296,7 +296,7 @@ class _Consumer:
     return lax.rem(used, jnp.int32(2 * self.cta.tiling.stages))
 
   def stage_of(self, turn: Any) -> Any:
-    """The stage of a turn."""
+    """The stage that this turn uses: `turn` modulo the number of stages."""
     stages = self.cta.tiling.stages
     return jnp.where(turn >= stages, turn - stages, turn)
 

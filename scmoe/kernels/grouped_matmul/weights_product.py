@@ -168,7 +168,7 @@ class _Shape:
 
   @property
   def gathers(self) -> bool:
-    """Whether the producer gathers an operand."""
+    """Whether the producer gathers at least one of the two operands."""
     return self.gathers_lhs or self.gathers_rhs
 
   @property

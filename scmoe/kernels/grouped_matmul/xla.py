@@ -367,7 +367,7 @@ def backward(
 
 
 def per_row(bias_GN: jax.Array, layout: GroupLayout) -> jax.Array:
-  """A group's vector for each of its rows, padding included."""
+  """[R, N]: each row gets the vector of its group, and so do padding rows."""
   return jnp.repeat(bias_GN[layout.tile_group_I], layout.tile, axis=0)
 
 

@@ -272,7 +272,8 @@ class _Cta:
         q_MN = self.finished_queries()
       else:
         plgpu.barrier_wait(self.smem.queries_arrived)
-        # Rows from G on are not initialised; no row's result depends on another row.
+        # Only rows 0 to G - 1 hold queries; the others are not initialised. They do no harm, since
+        # no row's result depends on another row.
         q_MN = load_as(self.smem.in_out, _TILE)
       self.smem.queries[...] = q_MN
       plgpu.commit_smem()
@@ -288,7 +289,7 @@ class _Cta:
     return q_MN
 
   def in_every_row(self, row: Any) -> Any:
-    """A tile each of whose rows is `row`, [N] in shared memory."""
+    """A tile that repeats `row`, [N] in shared memory, in every row."""
     return lax.broadcast_in_dim(load_as(row, _PER_COLUMN), (ROWS, self.shape.width), (1,))
 
   def wait_for_everyone(self) -> None:

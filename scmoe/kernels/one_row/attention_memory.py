@@ -61,7 +61,7 @@ class Shape:
 
   @property
   def blocks(self) -> int:
-    """Blocks of a cache."""
+    """Number of blocks in a cache."""
     return self.length // BLOCK
 
   @property

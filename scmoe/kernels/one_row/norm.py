@@ -80,12 +80,12 @@ class Normalised:
 
   @property
   def width(self) -> int:
-    """D."""
+    """D, the width of x."""
     return self.shape[-1]
 
   @property
   def size(self) -> int:
-    """Numbers of x."""
+    """How many numbers x has."""
     return self.x_BD.size
 
   @property

@@ -166,7 +166,7 @@ class _Program:
 
   @property
   def warps(self) -> int:
-    """Warps of all blocks."""
+    """Number of warps in all blocks together."""
     return self.blocks * _WARPS
 
   @property
@@ -261,7 +261,7 @@ class _Program:
     )
 
   def init_barriers(self) -> str:
-    """Makes the warp's barriers, one for each stage, by its first lane."""
+    """The warp's first lane initialises the warp's barriers, one for each stage."""
     return ptx.lines(
       [
         ptx.compare("yes", "lane", "==", 0, unsigned=True),
@@ -285,7 +285,7 @@ class _Program:
     )
 
   def write_zeros(self) -> str:
-    """Fills the row of zeros, by all threads of the block."""
+    """All threads of the block together fill the row of zeros."""
     return ptx.lines(
       [
         ptx.let("i", "thread"),

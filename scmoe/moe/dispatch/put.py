@@ -129,7 +129,7 @@ class _Plan:
 
   @property
   def slots(self) -> int:
-    """S."""
+    """S, the number of slots of a device."""
     return self.place_S.shape[0]
 
   @property

@@ -75,7 +75,7 @@ class TokenNorm(Norm):
 
 
 class TokenAttention(Attention):
-  """An `Attention` of one token, by kernels that read matrices at the memory's bandwidth."""
+  """An `Attention` of one token, in fewer kernels where they support its options."""
 
   def partial_sums(self, row: Normalised, positions_BS: Array) -> PartialProjections | None:
     """The token's queries, keys and values as partial sums, for the attention kernel.

@@ -193,7 +193,7 @@ class RouterConfig(Options, path="router"):
     )
 
   def check_experts(self, k: int, num_experts: int, zero_experts: int) -> None:
-    """Checks options that depend on the numbers of experts: k, groups, and those of zero experts.
+    """Checks the options whose limits depend on k, the number of experts or that of zero experts.
 
     Args:
       k, num_experts, zero_experts: see `real_share`.

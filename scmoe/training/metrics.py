@@ -328,7 +328,7 @@ class Means:
         self._values.setdefault(name, []).append(values[name])
 
   def take(self) -> dict[str, float]:
-    """Returns the means and starts anew; empty where no step counted."""
+    """Returns the means and starts anew; {} if no step since the last call counted."""
     means = {name: float(np.mean(values)) for name, values in self._values.items()}
     self._values.clear()
     return means

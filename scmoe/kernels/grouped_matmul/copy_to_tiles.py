@@ -96,9 +96,9 @@ _X, _PLACES, _SIZES, _TILE_STARTS, _TILES, _OUT, _SHARED = (f"${i}" for i in ran
 class _Program:
   """The kernel in PTX, step by step.
 
-  Warp w of all W takes rows w, w + W, w + 2 W and so on. The register `row` holds the row that the
-  warp sends next, and `ahead` the one that it fetches next, stages - 1 of its rows later. Shared
-  memory holds each warp's stages, a row of zeros, and a barrier for each stage.
+  Warp w of the W in all blocks takes rows w, w + W, w + 2 W and so on. The register `row` holds the
+  row that the warp sends next, and `ahead` the one that it fetches next, stages - 1 of its rows
+  later. Shared memory holds each warp's stages, a row of zeros, and a barrier for each stage.
 
   Attributes:
     rows, copies, groups: M, K and G.
@@ -186,7 +186,7 @@ class _Program:
     )
 
   def init_barriers(self) -> str:
-    """Makes the warp's barriers, one for each stage, by its first lane."""
+    """The warp's first lane initialises the warp's barriers, one for each stage."""
     return ptx.lines(
       [
         ptx.compare("yes", "lane", "==", 0, unsigned=True),
@@ -195,7 +195,7 @@ class _Program:
     )
 
   def write_zeros(self) -> str:
-    """Fills the row of zeros, by all threads of the block."""
+    """All threads of the block together fill the row of zeros."""
     return ptx.lines(
       [
         ptx.let("i", "thread"),

@@ -260,7 +260,7 @@ class _Program:
     )
 
   def first_row_behind_tiles(self) -> str:
-    """all = this thread's first row behind the tiles in use."""
+    """Register `all` = the first row that this thread clears: rows of used tiles + its number."""
     return ptx.lines(
       [
         ptx.load_shared("all", "shared", self.all_at),

@@ -135,10 +135,11 @@ _FAR = 10
 class _Program:
   """The kernel in PTX, step by step.
 
-  Warp w of all takes rows w, w + warps, w + 2 · warps and so on. The register `row` holds the row
-  that the warp sends next, and `ahead` the one that it fetches next, stages - sending of its rows
-  later. Shared memory holds each warp's stages, a row of zeros, a barrier for each stage, and three
-  addresses for each rank: of its result, of its tags and of the same block's count of signals.
+  Warp w, counted over all blocks, takes rows w, w + warps, w + 2 · warps and so on. The register
+  `row` holds the row that the warp sends next, and `ahead` the one that it fetches next, stages -
+  sending of its rows later. Shared memory holds each warp's stages, a row of zeros, a barrier for
+  each stage, and three addresses for each rank: of its result, of its tags and of the same block's
+  count of signals.
 
   Attributes:
     rows, copies, groups: M, K and G.

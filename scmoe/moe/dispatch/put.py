@@ -195,7 +195,8 @@ def _slots_to_tiles(slots_SD: Array, plan: _Plan, *, tagged: bool) -> tuple[Arra
 
 
 def _tiles_to_slots(rows_RD: Array, origin_R: Array, plan: _Plan) -> Array:
-  used = plan.groups.num_tiles[0] * plan.groups.tile  # behind them, origins may be anything
+  # Only the rows of used tiles have origins; `origin_R` may hold anything in the rows after them.
+  used = plan.groups.num_tiles[0] * plan.groups.tile
   to = {"axis": plan.axis, "ranks": plan.ranks, "count": used}
   return put_rows(rows_RD, origin_R[:, None], num_rows=plan.slots, **to)[0]
 

@@ -110,7 +110,7 @@ class LinearGate(nnx.Module):
     return gate_product(x_TD, self.weight[...], fp32=self.fp32)
 
   def top_k(self, x_TD: Float[Array, "T D"], k: int) -> GateOutput:
-    """The tokens' logits, and each token's k experts with the largest, by one kernel if it runs."""
+    """The tokens' logits, and each token's k experts with the largest; see `gate_top_k`."""
     return gate_top_k(x_TD, self.weight[...], k, fp32=self.fp32)
 
 

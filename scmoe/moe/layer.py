@@ -1,4 +1,4 @@
-"""The MoE layer: the four stages in a row, or one at a time around other work."""
+"""The MoE layer: its four stages (route, dispatch, experts, combine) in a row, or one at a time."""
 
 from __future__ import annotations
 

@@ -373,7 +373,10 @@ class Run:
     self.stepped(Reported(scalars, arrays))
 
   def stepped(self, results: Results) -> None:
-    """Notes that a step was dispatched whose results are these, and reads those of the one before.
+    """Notes that a step was dispatched, and reads the results of the step before it.
+
+    Args:
+      results: of the dispatched step; the next call reads them, or this one if the run may end.
 
     Raises:
       NonFiniteError: as `flush`.

@@ -284,7 +284,7 @@ def plan(
   machine: Machine = MACHINES["h200-nvlink"],
   devices: int = 1,
 ) -> Plan:
-  """Chooses an `Offload` that fits, for speed, and computes its expected memory and speed.
+  """Chooses the `Offload` by the rules below, and computes its expected memory and speed.
 
   All experts stay on the device if they fit. If not, a ring copies whole layers in a phase whose
   pass makes at least as many choices as a layer has experts. Another phase copies chosen experts

@@ -1,4 +1,4 @@
-"""The options of a feed-forward network: what it computes, and whose products compute it."""
+"""The options of a feed-forward network: what it computes, and by which matrix products."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def _insert_pairs(result: list[Tiling], product: Product, out_itemsize: int) -> 
 
 
 def _covers(size: int, width: int) -> bool:
-  """Whether tiles of a size may cover a width.
+  """Whether tiles of `size` columns may cover a result of `width` columns.
 
   A width that 128 does not divide is not left to tiles of 64 columns. Wider tiles cover it and
   compute a few of its columns twice (`tile_order.first_of`), at most 7 % of them.

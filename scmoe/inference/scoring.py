@@ -105,11 +105,12 @@ def score(
 
 
 def windows(continuation: Continuation, length: int) -> Iterator[Continuation]:
-  """Splits a continuation into windows of at most `length` inputs that score each token once.
+  """Splits a continuation into windows, which score each of its tokens once.
 
   Each window scores `length` tokens (the last window scores the rest), after as much context as
-  fits. A window has one token more than inputs, because its last token is only scored. Example with
-  `length` 4: the continuation abcdef after the context xyz becomes z|abcd and bcd|ef.
+  fits into `length` inputs. A window has one token more than inputs, because its last token is only
+  scored. Example with `length` 4: the continuation abcdef after the context xyz becomes z|abcd and
+  bcd|ef.
   """
   tokens, asked = continuation
   begin, end = len(tokens) - asked, len(tokens)

@@ -29,9 +29,9 @@ COSINE_EPS = 1e-12
 
 
 class Gate(Protocol):
-  """The protocol of gates.
+  """A module that scores every expert for every token.
 
-  A gate returns plain scores; the router adds noise, softmax, choice and normalisation. Each device
+  It returns plain scores; the router adds noise, softmax, choice and normalisation. Each device
   runs it on its own tokens, with replicated parameters, so it must treat tokens independently. A
   gate that finds its k best experts faster than `top_k` of all logits may have a method `top_k`, as
   `LinearGate` has; the router then calls it instead of the gate, unless noise is added.

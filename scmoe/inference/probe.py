@@ -237,7 +237,7 @@ def probe(
 
 
 class _Layout:
-  """The names and kinds of all gatings, and the names of main-path values, by the model's options.
+  """Names and kinds of all gatings and names of main-path values, read from the model's options.
 
   Attributes:
     gatings, points: see `Probe`.

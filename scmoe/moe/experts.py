@@ -165,7 +165,7 @@ class LayerParams(Protocol):
 
 
 class ExpertSource(Protocol):
-  """The place of a model's experts; fixed when a program is built, and hashable for that."""
+  """Says in which memory a model's experts are; hashable, as a compile-time constant has to be."""
 
   def of_layer(self, experts: Experts, kept: Any) -> LayerExperts:
     """One layer's experts for one pass.

@@ -18,7 +18,7 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Average:
-  """The rule of the average.
+  """Says how the average of the weights follows them, step by step.
 
   Attributes:
     decay: share of the average that a step keeps, below 1.

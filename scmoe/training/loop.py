@@ -248,7 +248,7 @@ class Run:
 
   @contextlib.contextmanager
   def preparing(self) -> Iterator[None]:
-    """Says that the training step is compiled, and how long it took; with a limit of time."""
+    """A context for compiling the training step: prints how long it took, and limits the time."""
     self.arm("compilation", allowance=True)
     with self.journal.said("compiling the training step"):
       yield

@@ -45,7 +45,7 @@ class Halves:
   def to_float32(self) -> Array:
     """The float32 array; a `jax.ShapeDtypeStruct` if the halves are `jax.ShapeDtypeStruct`s."""
     if isinstance(self.low, jax.ShapeDtypeStruct):
-      # Of `low`, which may be divided over more ranks than `high`.
+      # With the sharding of `low`, which may be divided over more ranks than `high`.
       return self.low.update(dtype=jnp.dtype(jnp.float32))  # pyright: ignore
     return _joined(self.high, self.low)
 

@@ -367,7 +367,7 @@ class Meter:
   def __init__(self) -> None:
     self._last: float | None = None
     self._begun = False
-    self._mean = math.nan  # of the last `take` that had timed steps
+    self._mean = math.nan  # what the last `take` with timed steps returned
     self._interval: list[float] = []
     self._recent: deque[float] = deque(maxlen=4096)
 

@@ -510,7 +510,7 @@ def fastest_step(
 def _on_a_cut(
   make: Steps, candidates: Sequence[Variant | Change], keep: Callable[[dict[str, Any]], None]
 ) -> Variant:
-  """The best candidate by steps of a cut of the run; `Variant()` if nothing could be measured."""
+  """The fastest candidate on a cut of the run (`cut`); `Variant()` if nothing could be measured."""
   cut = make.built.cut()
   abstract = cut.abstract_state()
   quiet = dataclasses.replace(make, built=cut, abstract=abstract, say=lambda line: None)
@@ -534,7 +534,7 @@ def _on_a_cut(
 def _on_whole_steps(
   make: Steps, steps: StepVariants, proposed: Variant, found: dict[str, Any]
 ) -> Variant:
-  """The run as configured or with a proposed change: what whole steps of the run decide.
+  """Compares the run as configured and with a proposed change, by whole steps; returns the faster.
 
   One is compiled after the other: XLA times matrix products as it compiles, and the winner is what
   will run.
@@ -566,7 +566,7 @@ def _on_whole_steps(
 def _fastest(
   search: Search, built: Searchable, abstract: TrainState, say: Callable[[str], None]
 ) -> Variant | None:
-  """The choice of a search by steps on random tokens, whose state is then dropped.
+  """Runs a search on random tokens until it has chosen, drops the state, and returns the choice.
 
   None if nothing could be measured, e.g. with too little free memory.
   """

@@ -81,7 +81,7 @@ class TrainState:
 
 
 class Objective(Losses, Protocol):
-  """The model's side of the contract with the step.
+  """The model as the training step uses it: losses, the types they read, metrics, router updates.
 
   The step calls all methods in the manual region: parameters and batch are one device's shares.
   """

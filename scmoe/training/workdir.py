@@ -108,7 +108,7 @@ class RunLock:
     self._release()
 
   def _take(self) -> None:
-    """Opens and locks the lock file and, if it has the default name, the directory before it.
+    """Locks the lock file; locks its directory first, if the file has the default name.
 
     Raises:
       ConfigError: another process holds a lock.

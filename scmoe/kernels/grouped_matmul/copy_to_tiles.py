@@ -120,7 +120,7 @@ class _Program:
 
   @property
   def warps(self) -> int:
-    """W: warps of all blocks."""
+    """W, the number of warps in all blocks together."""
     return self.blocks * _WARPS
 
   @property

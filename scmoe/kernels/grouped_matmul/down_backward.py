@@ -243,7 +243,7 @@ class _Block(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Cta:
-  """One CTA, by its references: how it finds a tile, and what it does for one.
+  """One CTA with its references to memory: how it finds a tile, and what it does for it.
 
   The coordinates of a tile are its row tile, its column tile, its group, and whether its pair
   shares the down matrix (see `locate_rows`).

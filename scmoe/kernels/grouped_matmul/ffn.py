@@ -104,7 +104,7 @@ def expert_ffn(
 class _Static:
   """A resolved `FFNConfig`: the options on which a traced program depends."""
 
-  products: str  # whose products run: "mosaic_gpu" or "xla"
+  products: str  # the backend whose products run: "mosaic_gpu" or "xla"
   how: Execution
   ranks: int  # W of padded experts whose rows `_by_expert` reorders; else 1
   padded: tuple[int, int, int] | None

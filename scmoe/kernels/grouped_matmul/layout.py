@@ -281,7 +281,7 @@ class RowLayout:
     return TiledRows(groups, make_permutation(row_MK, groups.num_rows))
 
   def renamed(self, name_G: jax.Array, num_groups: int) -> RowLayout:
-    """The same rows where experts lie in another order, some perhaps not at all.
+    """The same rows with the experts numbered anew; an expert without rows may be left out.
 
     Args:
       name_G: int32, new name of each expert; `num_groups` for one that is not there and has no row.

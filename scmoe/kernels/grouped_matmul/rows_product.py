@@ -263,7 +263,7 @@ class _Shape:
 
 @dataclasses.dataclass(frozen=True)
 class _Cta:
-  """One CTA, by its references: how it finds a tile, and what it does for one.
+  """One CTA with its references to memory: how it finds a tile, and what it does for it.
 
   The coordinates of a tile are its row tile, its column tile, its group, and whether its pair
   shares rhs (see `locate_rows`).

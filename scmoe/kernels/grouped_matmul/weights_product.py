@@ -212,7 +212,7 @@ class _Shape:
 
 @dataclasses.dataclass(frozen=True)
 class _Cta:
-  """One CTA, by its references: how it finds a tile, and what it does for one."""
+  """One CTA with its references to memory: how it finds a tile, and what it does for it."""
 
   shape: _Shape
   gmem: Operands

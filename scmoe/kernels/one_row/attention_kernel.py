@@ -361,7 +361,7 @@ class _Cta:
   # -- 5: the token in the cache -----------------------------------------------------------------
 
   def write_token(self, has_token: Any) -> None:
-    """Writes the token's key and value to the cache, by the worker that read the token's block."""
+    """The worker that read the token's block writes the token's key and value to the cache."""
     gmem, smem = self.gmem, self.smem
 
     @pl.when(has_token)
@@ -441,7 +441,7 @@ def _nothing_seen(width: int) -> _Softmax:
 
 
 def _as_tile(x_M: Any, shape: tuple[int, ...]) -> Any:
-  """A tile each of whose columns is x, one number a row."""
+  """A tile that repeats x, one number for each row, in every column."""
   return lax.broadcast_in_dim(x_M, shape, (0,))
 
 

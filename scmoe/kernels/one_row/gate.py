@@ -53,7 +53,7 @@ def sums_under_norm(row: Normalised, gate_DE: Array) -> tuple[Array, Array]:
 
 @functools.partial(jax.jit, static_argnames="simulation")
 def _sums(row: Normalised, gate_DE: Array, *, simulation: Any) -> tuple[Array, Array]:
-  del simulation  # a key only: each simulation gets its own compiled program
+  del simulation  # only makes jit compile anew for each simulation
   width, experts = gate_DE.shape
   parts = shares(width, experts)
   rows, dtype = width // parts, row.dtype

@@ -141,7 +141,7 @@ def _plain_sums(row: Array | ComputedRow, *matrices: Array, parts: int) -> Array
 @functools.partial(jax.jit, static_argnames=("own", "simulation"))
 def _read(row: Array | ComputedRow, *matrices: Array, own: Split, simulation: Any) -> Array:
   """The sums of all matrices in one kernel; each CTA takes some columns of one matrix."""
-  del simulation  # a key only: each simulation gets its own compiled program
+  del simulation  # only makes jit compile anew for each simulation
   is_made = not isinstance(row, Array)
   given = cast(ComputedRow, row).arrays if is_made else (row,)
   widths = [w.shape[1] for w in matrices]

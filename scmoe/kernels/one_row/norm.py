@@ -136,7 +136,7 @@ def normalised(x_BD: Array, norm: Normalisation) -> Array:
 
 @functools.partial(jax.jit, static_argnames="simulation")
 def _normalised(x_1D: Array, norm: Normalisation, *, simulation: Any) -> Array:
-  del simulation  # a key only: each simulation gets its own compiled program
+  del simulation  # only makes jit compile anew for each simulation
 
   def body(x, *rest):
     *arrays, y = rest

@@ -50,7 +50,7 @@ def top_k_of_sums(sums_PE: Array, k: int) -> tuple[Array, Array, Array]:
 
 @functools.partial(jax.jit, static_argnames=("k", "simulation"))
 def _top_k(sums_PE: Array, *, k: int, simulation: Any) -> tuple[Array, Array, Array]:
-  del simulation  # a key only: each simulation gets its own compiled program
+  del simulation  # only makes jit compile anew for each simulation
   experts = sums_PE.shape[1]
   padded = -(-experts // _ROWS) * _ROWS
   tile = plgpu.Layout.WGMMA

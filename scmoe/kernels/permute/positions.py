@@ -101,7 +101,7 @@ class _Program:
 
   @property
   def padded(self) -> int:
-    """L: counts in a row of counts."""
+    """L, how many counts a row holds."""
     return (self.num_experts // _LANES + 1) * _LANES
 
   @property

@@ -169,7 +169,7 @@ class _Shape:
 
 @dataclasses.dataclass(frozen=True)
 class _Cta:
-  """One CTA, by its references: what it does for a tile.
+  """One CTA with its references to memory: what it does for a tile.
 
   The only coordinate of a tile is its row tile: a tile has all experts.
   """

@@ -46,7 +46,7 @@ class Local:
       layout = choices_layout(expert_TK, routing.weight_TK, routing.num_experts)
       return Dispatched((x_TD,), (layout,), none, one)
     position_TK, count_E = running_positions(expert_TK, routing.num_experts)
-    # A choice without an expert starts past the last row, and so has none.
+    # A choice of no expert gets a row number past the last row, so the permutation has none for it.
     start_E1 = jnp.append(jnp.cumsum(count_E) - count_E, expert_TK.size)
     permutation = make_permutation(start_E1[expert_TK] + position_TK, expert_TK.size)
     rows_RD = weigh_rows(gather_rows(x_TD, permutation), routing.input_weight_TK, permutation)

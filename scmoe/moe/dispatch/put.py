@@ -73,7 +73,8 @@ class Put(Dropless):
       slots_SD = gather_rows(x_TD, plan.window)
       slots_SD = weigh_rows(slots_SD, routing.input_weight_TK, plan.window)
       rows_RD, origin_R = _put_slots(slots_SD, plan)
-    # As the rows, so that a backward pass that recomputes the forward pass does not put them again.
+    # `jax.checkpoint` keeps values of this name, the rows and these: the backward pass puts no row
+    # again.
     origin_R = checkpoint_name(origin_R, "moe_rows")
     layout = tiled_layout(plan.groups)
     return Chunk(rows_RD, layout, plan.window, (plan, origin_R)), queues, before

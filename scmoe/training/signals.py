@@ -112,8 +112,9 @@ class Watchdog:
     with self._changed:
       self._deadline, self._armed_for = time.monotonic() + seconds, (seconds, what)
       self._changed.notify()
-    # A stderr without a file descriptor is of no use to faulthandler; the thread then acts alone.
-    with contextlib.suppress(AttributeError, ValueError, OSError):
+    # faulthandler refuses a stderr that is closed (None) or has no file descriptor; the
+    # watchdog's own thread then acts alone.
+    with contextlib.suppress(AttributeError, RuntimeError, ValueError, OSError):
       faulthandler.dump_traceback_later(seconds + _GRACE_SECONDS, exit=True)
 
   def disarm(self) -> None:
@@ -142,6 +143,6 @@ def _end(seconds: float, what: str) -> None:
   text = f"\n{rank}watchdog: {what} took longer than {seconds:g} s; the stacks of all threads:\n"
   with contextlib.suppress(OSError):
     os.write(2, text.encode())
-  with contextlib.suppress(AttributeError, ValueError, OSError):
+  with contextlib.suppress(AttributeError, RuntimeError, ValueError, OSError):
     faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
   os._exit(WATCHDOG_EXIT)  # a stuck collective cannot be left by an exception

@@ -32,7 +32,7 @@ def tokens(way, dtype, **options):
   run = dataclasses.replace(RunConfig(), model=config, mesh=MeshConfig(1))
   built = build.build(run.resolve(num_devices=1, vocab_size=512), jax.devices()[:1])
   model = random_model(built, offload_request(way))
-  options = {"mesh": built.mesh, "offload": offload_request(way).offload, "max_new_tokens": 24}
+  options = {"mesh": built.mesh, "offload": offload_request(way).named, "max_new_tokens": 24}
   options["deterministic"] = True
   return generate(model, PROMPTS, Sampling(temperature=0.0), **options)
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import signal
+import sys
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from scmoe.training.metrics import MetricsFile, TensorBoard, read_metrics
 from scmoe.training.options import CheckpointConfig
 from scmoe.training.restore import list_steps, read_meta
 from scmoe.training.resume import check_config
+from scmoe.training.signals import Watchdog
 from scmoe.training.workdir import RunLock, identity, prepare_workdir
 
 
@@ -389,3 +391,10 @@ def test_accumulated_run_reads_all_its_microbatches(mesh8, tmp_path):
   assert restored is not None
   assert restored.data_state == {"next_index": 6}
   assert read_metrics(tmp_path)[-1]["tokens"] == 3 * 128
+
+
+def test_the_watchdog_needs_no_stderr(monkeypatch):
+  """Of a process whose standard error is closed, Python sets `sys.stderr` to None."""
+  monkeypatch.setattr(sys, "stderr", None)
+  with Watchdog() as watchdog:
+    watchdog.arm(600.0, "step")

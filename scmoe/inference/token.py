@@ -236,7 +236,7 @@ class GateOfSums:
     return self.sums.sums_PE.sum(0)[None]
 
   def top_k(self, x_TD: Array, k: int) -> GateOutput:
-    """The token's logits and its k best experts, from the partial sums; `x_TD` is not read."""
+    """The `GateOutput` of the token's k best experts, from the partial sums; `x_TD` is not read."""
     del x_TD
     return self.sums.top_k(k)
 

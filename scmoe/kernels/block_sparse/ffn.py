@@ -1,4 +1,9 @@
-"""The experts' network as MegaBlocks computes it (`mlp_impl=sparse`): SDD, activation, DSD."""
+"""The experts' network as MegaBlocks' `mlp_impl=sparse` computes it, by block-sparse products.
+
+`model.ffn.impl=block_sparse` selects it. SDD multiplies two dense matrices and stores the
+topology's blocks of the product. The activation follows. DSD multiplies these blocks by a dense
+matrix, and the result is dense.
+"""
 
 from __future__ import annotations
 

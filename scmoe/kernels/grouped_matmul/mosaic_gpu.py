@@ -167,9 +167,10 @@ def forward(
 
 
 def _product(x_XK, matrices, biases, layout, *, permutation=None, activation=None, **options):
-  """x times one matrix for each result, by `rows_product`, in the type of x.
+  """Each row of x times its group's matrices and, if one is given, the activation of the results.
 
-  It chooses the tiling, and where the rows are gathered.
+  The outputs are those of `rows_product`, in the type of x. This function chooses the tiling, and
+  where the rows are gathered.
   """
   widths = matrices[0].shape[1:]
   x, index_R = _rows(x_XK, permutation, layout, _gathers_inside("up", widths[1]))

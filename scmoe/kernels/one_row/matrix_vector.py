@@ -204,10 +204,9 @@ _CHAIN = 64  # most terms of a chain of additions
 
 
 def added_up(sums_PN: jax.Array) -> jax.Array:
-  """Σ_p sums[p], up to 64 terms as a chain of additions.
+  """Σ_p sums[p]: for up to 64 terms a chain of additions, for more `jnp.sum`.
 
-  XLA fuses the chain into the kernel that reads the result. A sum over a dimension, as for more
-  terms, is a kernel of its own.
+  XLA fuses the chain into the kernel that reads the result. `jnp.sum` is a kernel of its own.
   """
   if sums_PN.shape[0] > _CHAIN:
     return jnp.sum(sums_PN, axis=0)

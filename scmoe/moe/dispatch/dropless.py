@@ -394,7 +394,7 @@ def make_window(queues: Queues, low: Any, rows: int) -> Permutation:
 
 
 def _layout_of_window(queues: Queues, low: Any, rows: int) -> RowLayout:
-  """The expert of each row in a received window, and the row's position among that expert's rows.
+  """Each received row's expert, and its position among the rows of that expert in the window.
 
   Experts are numbered from 0 on each device. Source rank s's queue holds its rows for expert 0,
   then expert 1, ...: the counts alone tell which of them lie in the window [low, low + P). Of one

@@ -394,7 +394,7 @@ def test_accumulated_run_reads_all_its_microbatches(mesh8, tmp_path):
 
 
 def test_the_watchdog_needs_no_stderr(monkeypatch):
-  """Of a process whose standard error is closed, Python sets `sys.stderr` to None."""
+  """Python sets `sys.stderr` to None in a process whose standard error is closed."""
   monkeypatch.setattr(sys, "stderr", None)
   with Watchdog() as watchdog:
     watchdog.arm(600.0, "step")

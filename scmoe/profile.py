@@ -38,7 +38,6 @@ from scmoe.blocks.schedule import (
   describe,
   make_schedule,
 )
-from scmoe.kernels.put import request_puts
 from scmoe.parallel.collectives import request_copy_engines
 from scmoe.parallel.mesh import batch_sharding
 from scmoe.profiling import timer
@@ -109,8 +108,6 @@ def main(argv: list[str]) -> None:
   names = compared(values["compare"], run)
   if run.overlap.copy_engines:
     request_copy_engines()
-  if run.dispatch.transport == "put":
-    request_puts()
   workdir = check_workdir(values["workdir"] or "runs/profile")
   workdir.mkdir(parents=True, exist_ok=True)
   options = {name: values[name] for name in ("rounds", "calls", "clock")}

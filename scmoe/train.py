@@ -24,7 +24,6 @@ from scmoe.base import determinism
 from scmoe.base.errors import ConfigError, run_main
 from scmoe.base.extensions import remember
 from scmoe.base.output import optional, say, warn
-from scmoe.kernels.put import request_puts
 from scmoe.models.flops import count_parameters
 from scmoe.parallel.collectives import request_copy_engines
 from scmoe.run import build
@@ -142,8 +141,6 @@ def start_jax(run: RunConfig) -> None:
     determinism.request()
   if run.overlap.copy_engines:
     request_copy_engines()
-  if run.dispatch.transport == "put":
-    request_puts()
   distributed.initialize(run.distributed)
 
 

@@ -1,4 +1,4 @@
-"""The put transport between GPUs, in a process of its own: a hang ends with its time limit."""
+"""Single puts between GPUs, in a process of its own: a hang ends with its time limit."""
 
 import os
 import subprocess
@@ -11,17 +11,8 @@ import pytest
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
 
-CONTRACT = """
-from test_transports import assert_equals_oracle, run
-
-for kind in ("balanced", "zipf", "one"):
-  for options in ({}, {"slack": 1.0}, {"chunks": 2}):
-    got, _ = run(kind, devices=2, transport="put", **options)
-    assert_equals_oracle(kind, got)
-"""
-
 # Rows of 4 KiB fill every stage of the kernel many times over.
-LARGE = """
+PROGRAM = """
 import dataclasses
 
 import jax
@@ -66,13 +57,11 @@ for a, b in zip(got, want):
 """
 
 
-@pytest.mark.parametrize("program", [CONTRACT, LARGE], ids=["contract", "large"])
-def test_rows_put_between_gpus_are_those_that_nccl_exchanges(program):
+def test_rows_put_between_gpus_are_those_that_nccl_exchanges():
   if jax.device_count() < 2:
     pytest.skip("needs two GPUs of one host")
-  places = os.pathsep.join([str(ROOT), str(ROOT / "tests/contracts")])
-  environment = {**os.environ, "PYTHONPATH": places, "CUDA_MODULE_LOADING": "EAGER"}
+  environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_MODULE_LOADING": "EAGER"}
   done = subprocess.run(
-    [sys.executable, "-c", program], env=environment, timeout=180, capture_output=True, text=True
+    [sys.executable, "-c", PROGRAM], env=environment, timeout=90, capture_output=True, text=True
   )
   assert done.returncode == 0, done.stderr[-2000:]

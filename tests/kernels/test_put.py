@@ -11,10 +11,11 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from scmoe.base.compat import jax_version
+from scmoe.base.errors import ConfigError
 from scmoe.kernels.grouped_matmul.layout import make_layout
-from scmoe.kernels.put import put_rows, reach, rows, takes
+from scmoe.kernels.put import put_rows, rows, takes
 from scmoe.kernels.put.kernel import put_rows_kernel
-from scmoe.moe.dispatch import put
+from scmoe.moe.dispatch import DispatchConfig, make_transport, put
 from scmoe.moe.dispatch.put import Put
 from scmoe.moe.route import make_routing
 from scmoe.parallel.collectives import Exchange
@@ -82,59 +83,37 @@ def test_rows_that_the_kernel_takes(row_bytes, copies, ranks, fits):
   assert takes(row_bytes, copies, ranks) == fits
 
 
-@dataclasses.dataclass
-class _Device:
-  platform: str = "gpu"
-  device_kind: str = "NVIDIA H100"
-  compute_capability: str = "9.0"
-  local_hardware_id: int = 0
+@functools.cache
+def four_devices():
+  return make_mesh(MeshConfig(data=1, expert=W))
 
 
-def test_a_cpu_is_never_refused():
-  assert reach.why_not() is None
+def transport_of(**options):
+  """What `make_transport` gives every command and program that asks for puts on four devices."""
+  mesh, found = four_devices(), []
+
+  def local(x):
+    config = DispatchConfig(transport="put", **options)
+    found.append(make_transport(config, tokens=4, num_experts=8, k=2))
+    return x
+
+  jax.eval_shape(manual(local, mesh, BATCH, BATCH), jax.ShapeDtypeStruct((W, D), jnp.float32))
+  return found[0]
 
 
-@pytest.mark.parametrize(
-  ("device", "version", "processes", "devices", "strangers", "text"),
-  [
-    (
-      _Device(device_kind="A100", compute_capability="8.0"),
-      11,
-      1,
-      2,
-      None,
-      "Hopper GPUs, got A100",
-    ),
-    (_Device(), 10, 1, 2, None, "jax 0.11 or later"),
-    (_Device(), 11, 2, 2, None, "one process for all GPUs, got 2"),
-    (_Device(), 11, 1, 16, None, "up to 8 GPUs, got 16"),
-    (_Device(), 11, 1, 2, (0, 3), "GPUs 0 and 3 do not"),
-  ],
-)
-def test_what_refuses_puts(device, version, processes, devices, strangers, text, monkeypatch):
-  monkeypatch.setattr(reach.jax, "devices", lambda: [device] * devices)
-  monkeypatch.setattr(reach.jax, "process_count", lambda: processes)
-  monkeypatch.setattr(reach, "jax_version", lambda: (0, version, 2))
-  monkeypatch.setattr(reach, "_strangers", lambda ids: strangers)
-  monkeypatch.setenv(*reach.LOADING)
-  assert text in str(reach.why_not())
+def test_gpus_refuse_puts_and_a_cpu_does_not(monkeypatch):
+  assert isinstance(transport_of(), Put)
+  gpu = dataclasses.make_dataclass("Gpu", [("platform", str, "gpu")])()
+  monkeypatch.setattr(put.jax, "devices", lambda: [gpu])
+  with pytest.raises(
+    ConfigError, match=r"is refused on GPUs, .*; use dispatch\.transport=dropless"
+  ):
+    transport_of()
 
 
-def test_kernels_must_be_loaded_before_they_run(monkeypatch):
-  monkeypatch.setattr(reach.jax, "devices", lambda: [_Device()])
-  monkeypatch.setattr(reach, "jax_version", lambda: (0, 11, 2))
-  monkeypatch.setattr(reach, "_strangers", lambda ids: None)
-  monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
-  assert "CUDA_MODULE_LOADING=EAGER" in str(reach.why_not())
-  monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
-  assert reach.why_not() is None
-
-
-@pytest.mark.parametrize("own", [{}, {"CUDA_MODULE_LOADING": "LAZY"}])
-def test_a_setting_of_the_users_own_stays(own):
-  environment = dict(own)
-  reach.request_puts(environment)
-  assert environment == {"CUDA_MODULE_LOADING": "EAGER"} | own
+def test_puts_do_not_go_from_host_to_host():
+  with pytest.raises(ConfigError, match=r"works within one host, got dispatch\.nodes=2; use"):
+    transport_of(nodes=2)
 
 
 # -- lowered for GPUs ------------------------------------------------------------------------------

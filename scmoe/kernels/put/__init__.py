@@ -1,7 +1,6 @@
 """Rows written straight into the memory of other GPUs of the host."""
 
 from scmoe.kernels.put.kernel import takes
-from scmoe.kernels.put.reach import request_puts, why_not
 from scmoe.kernels.put.rows import put_rows
 
-__all__ = ["put_rows", "request_puts", "takes", "why_not"]
+__all__ = ["put_rows", "takes"]

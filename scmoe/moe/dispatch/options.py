@@ -32,8 +32,8 @@ class DispatchConfig(Options, path="dispatch"):
     "capacity",
     "capacity: fixed buffers, overflow is dropped and counted; packed: the same drops, but only "
     "rows that are kept travel and are computed; dropless: rounds over a fixed buffer, nothing is "
-    "dropped; put: as dropless, but a kernel writes rows straight into the other GPUs' memory (one "
-    "process, Hopper GPUs of one host, jax 0.11); or one's own as my_package.module:Name",
+    "dropped; put: as dropless, by a kernel that writes rows into the other GPUs' memory, on a CPU "
+    "only, to try it: GPUs refuse it; or one's own as my_package.module:Name",
     choices=TRANSPORTS,
     importable=True,
   )

@@ -115,7 +115,7 @@ def make_transport(
 
   Raises:
     ConfigError: an argument is out of range, a buffer would have no rows, `dispatch.groups` does
-      not divide evenly over the devices, the devices cannot `put`, or the user's transport cannot
+      not divide evenly over the devices, `put` is asked for on GPUs, or the user's transport cannot
       be made.
   """
   check_type("config", config, DispatchConfig)

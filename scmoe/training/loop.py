@@ -267,8 +267,12 @@ class Run:
     self._introduce(_origin(meta))
     step = 0 if meta.get(WEIGHTS_ONLY) else meta["step"]
     if step < self.train.steps and not self.stop.poll() and not 0 < self.train.stop_after <= step:
-      with self.preparing():
-        self.step_fn.compile(self.abstract, self.abstract_batch)
+      self.compile_early()
+
+  def compile_early(self) -> None:
+    """Compiles the training step before the checkpoint is read whole."""
+    with self.preparing():
+      self.step_fn.compile(self.abstract, self.abstract_batch)
 
   def _introduce(self, origin: str) -> None:
     """Prints what the run is (once), and where it begins."""

@@ -200,6 +200,9 @@ class Lane(Run):
   def state(self, state: TrainState) -> None:
     self._own = state
 
+  def compile_early(self) -> None:
+    """Nothing: the program of all seeds is compiled when every run has started."""
+
   def join(self, of_all: Callable[[], TrainState]) -> None:
     """From here on the state is a row of the states of all."""
     self.of_all, self._own = of_all, None

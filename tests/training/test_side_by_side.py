@@ -58,12 +58,15 @@ def same_state(found, wanted):
 
 
 @pytest.mark.parametrize("config", ["shapes_vit", "quickstart"])
-def test_seeds_are_the_runs_that_each_is_alone(config, tmp_path):
+def test_seeds_are_the_runs_that_each_is_alone(config, tmp_path, capsys):
   alone = [train(run_of(config, seed), tmp_path / f"alone-{seed}") for seed in SEEDS]
   asked = [(run_of(config, seed, stop_after=2), tmp_path / f"beside-{seed}") for seed in SEEDS]
   with pytest.raises(Preempted, match="stopped at step 2 of 4 and saved"):
     train_seeds(asked)
+  capsys.readouterr()
   found = train_seeds([(run_of(config, seed), folder) for seed, (_, folder) in zip(SEEDS, asked)])
+  told = [line for line in capsys.readouterr().out.splitlines() if "compiling" in line]
+  assert len(told) == 2, "one program, begun and done, and none of each seed's own"
   for state, wanted, seed in zip(found, alone, SEEDS):
     same_state(state, wanted)
     same_rows(tmp_path / f"beside-{seed}", tmp_path / f"alone-{seed}")

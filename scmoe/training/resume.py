@@ -45,8 +45,8 @@ SAFE = (
 # which function the parameters compute.
 _CHOSEN = {
   "model": ("dtype", "document_mask", "init_std"),
-  "router": ("noise", "balance", "balance_over", "balance_loss", "z_loss", "bias_rate", "bias_proportional",
-             "bias_derivative", "real_experts"),
+  "router": ("noise", "balance", "balance_over", "balance_loss", "z_loss", "bias_rate",
+             "bias_proportional", "bias_derivative", "real_experts"),
 }  # fmt: skip
 _ABSENT = "(not set)"
 

@@ -1,7 +1,7 @@
 """An exponential moving average of the weights (EMA), in float32.
 
-It stands for the mean of the last 1 / (1 - decay) steps or so, which is less noisy than the last
-one. Nothing in training reads it.
+It is close to the mean of the weights of the last 1 / (1 - decay) steps, and less noisy than the
+last step's weights. No training step computes its gradients with the average.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ class Average:
   decay: float
 
   def init(self, params: PyTree) -> PyTree:
-    """The average before the first step: a copy of the weights, since both are donated."""
+    """The average before the first step: a copy of the weights.
+
+    The step donates weights and average, so they must not share a buffer.
+    """
     return jax.tree.map(jnp.copy, params)
 
   def decay_at(self, step: Array) -> Array:

@@ -75,7 +75,7 @@ class Checkpointer:
     quiet_libraries()
     self.directory = Path(workdir).absolute() / FOLDER
     self.last_saved: int | None = None  # newest step known to be complete
-    self.last_seconds = 0.0  # seconds from its start until `wait` found it complete
+    self.last_seconds = 0.0  # the last complete save: seconds from its start until `wait` saw it
     self._cfg = cfg
     self._failures = 0
     self._pending: tuple[int, float] | None = None
@@ -87,10 +87,10 @@ class Checkpointer:
     barrier("checkpoint-directory")
 
   def save(self, step: int, state: PyTree, data_state: dict, meta: dict) -> bool:
-    """Starts writing a step; True if it was started (or, without async_save, is complete).
+    """Starts writing a step, after the save under way if there is one; False if writing failed.
 
-    A step counts as saved only when it is complete (`wait`). The arrays may be donated as soon as
-    this returns.
+    True means that the save was started or, without async_save, that it is complete. A step counts
+    as saved only when it is complete (`wait`). The arrays may be donated as soon as this returns.
 
     Args:
       step: optimizer steps done.
@@ -166,12 +166,13 @@ class Checkpointer:
       arrays: those of the state; the names of weights begin with `params.`.
       pieces: gives all pieces of the arrays, in any order; several threads call it at once.
       data_state, meta: as for `save`.
-      ready: called after everything is written and before the step appears.
+      ready: called when all arrays are written and finite, before the step's description is
+        written and the step appears.
 
     Raises:
       NonFiniteError: an array is not finite; the step does not appear.
-      StorageError: writing failed. An exception that a piece raises is passed on. In every case
-        nothing of the step is left.
+      StorageError: writing failed, or a piece raised an exception that is no `ScmoeError`. A
+        `ScmoeError` that a piece raises is passed on. In every case nothing of the step is left.
     """
     place = self.directory / f"{step}.orbax-checkpoint-tmp-pieces"
     failed = f"saving step {step} to {self.directory} failed"
@@ -215,21 +216,22 @@ class Checkpointer:
     check: Callable[[dict], None] | None = None,
     meanwhile: Callable[[dict], None] | None = None,
   ) -> Restored | None:
-    """Restores the newest undamaged step; None if there never was a checkpoint.
+    """Restores the newest undamaged step; None if there is no step, not even a damaged one.
 
     A damaged step is renamed to `N.bad-<time>` with a warning, and the one before it is tried.
 
     Args:
       abstract: pytree of ShapeDtypeStruct with the shardings to restore to. If the step holds
-        weights only (`WEIGHTS_ONLY` in its meta), the result is a dictionary of them.
+        weights only (`WEIGHTS_ONLY` in its meta), `Restored.state` is a dictionary instead:
+        `params`, and the part of `router` that is stored.
       check: called with the stored meta before arrays are read; may raise to refuse.
       meanwhile: called with the stored meta in this thread while another reads the arrays. Not
         called where several processes read: they exchange messages in one order.
 
     Raises:
       CheckpointError: all checkpoints are damaged, or a later version of scmoe wrote one.
-      ConfigError: a stored name, shape or type is not that of `abstract`, or another number of
-        processes wrote the step at different positions in the data.
+      ConfigError: a stored name, shape or type does not fit `abstract` (`misfit`), or another
+        number of processes wrote the step and their positions in the data differ.
     """
     _warn_of_junk(self.directory)
     for step in reversed(self.steps()):
@@ -324,7 +326,8 @@ class Checkpointer:
   def _drop_old(self) -> None:
     """Removes all steps but the newest `checkpoint.keep` and the multiples of `keep_every`.
 
-    Each is renamed first, so that nobody sees half a step. `keep_every` 0: only the newest stay.
+    A step is renamed before its files are removed, so that nobody sees half a step. `keep_every` 0:
+    only the newest stay.
     """
     for step in self.steps()[: -self._cfg.keep]:
       if self._cfg.keep_every and step % self._cfg.keep_every == 0:
@@ -340,8 +343,8 @@ class Checkpointer:
 def _weights(abstract: PyTree, meta: dict) -> PyTree:
   """The part of `abstract` that a step with this meta holds.
 
-  All of it; if the step was not trained (`WEIGHTS_ONLY`), a dictionary of the parameters and of the
-  router state that the step stores.
+  That is all of `abstract`. Of a step that was not trained (`WEIGHTS_ONLY`) it is a dictionary of
+  the parameters and of the router state that the step stores.
   """
   if not meta.get(WEIGHTS_ONLY):
     return abstract

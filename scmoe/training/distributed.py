@@ -36,9 +36,10 @@ class Cluster(NamedTuple):
 def find_cluster(
   cfg: DistributedConfig, environment: Mapping[str, str] = os.environ
 ) -> Cluster | None:
-  """The processes of this run from the configuration, SCMOE_* variables or SLURM; None: just one.
+  """The processes of this run; None if it has one process only.
 
-  Each of the three parts comes from the first of these that gives it.
+  Coordinator, number of processes and number of this process are each taken from the first source
+  that gives it: the configuration, the SCMOE_* variables (`VARIABLES`), SLURM.
 
   Raises:
     ConfigError: a part is missing or does not fit the others.
@@ -60,8 +61,8 @@ def find_cluster(
 def initialize(cfg: DistributedConfig) -> None:
   """Connects the processes of the run, if it has several; call before any other use of jax.
 
-  If the coordinator's address is a loopback address, it listens on 127.0.0.1 alone; else jax
-  chooses the interface.
+  If the coordinator's address is a loopback address, the coordinator listens on 127.0.0.1 alone;
+  else jax chooses the interface. All processes get process 0's measured kernel tilings.
 
   Raises:
     ConfigError: as `find_cluster`, or this process could not connect to the coordinator.
@@ -120,9 +121,9 @@ def first_decides(value: bool) -> bool:
 
 
 class OnFirst:
-  """A context manager that process 0 enters for all; on a `ScmoeError` of it, every process raises.
+  """A context manager around another one, `inner`, which process 0 alone enters and leaves.
 
-  Process 0 raises that error, the others a `ConfigError`.
+  If entering `inner` raises a `ScmoeError`, process 0 raises it and the others a `ConfigError`.
   """
 
   def __init__(self, inner: contextlib.AbstractContextManager[Any]):
@@ -166,7 +167,8 @@ def from_all_processes(value: dict[str, Any]) -> list[dict[str, Any]]:
 def _slurm(environment: Mapping[str, str]) -> Cluster | None:
   """The processes of a SLURM step, one for each task; None outside SLURM or for one task.
 
-  The port follows from the job's number, so that neighbouring jobs have different ones.
+  The coordinator is the first node of the step (127.0.0.1 if it has one node only). Its port
+  follows from the job's number, so that neighbouring jobs have different ports.
   """
   try:
     count = int(environment["SLURM_NTASKS"])

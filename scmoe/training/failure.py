@@ -1,4 +1,4 @@
-"""A run that ends at a non-finite step or a spike: its error, and the files to repeat the step.
+"""A run that non-finite steps or spikes end: its error, and the files to repeat the last step.
 
 `python -m scmoe.replay WORKDIR/replay` runs the step again from these files.
 """
@@ -43,7 +43,7 @@ def write_replay(
     values: figures of the step.
 
   Returns:
-    what the error says about the files: the command that repeats the step, or why they could not be
+    words for the error's message: the command that repeats the step, or why the files could not be
     written.
   """
   try:
@@ -64,7 +64,7 @@ def write_replay(
 
 
 def not_finite(step: int, values: Mapping[str, Any], built: Trainable, left: str) -> NonFiniteError:
-  """The error that ends the run after a spike or too many non-finite steps.
+  """The error that ends the run after a spike or too many skipped steps in a row.
 
   Args:
     step: number of the last step.

@@ -3,8 +3,8 @@
 Each element's raw bits are mixed with its global position; the results are added modulo 2^32.
 For a given position the mixing of 32 bits is one to one, so any change of a single element of at
 most 4 bytes changes the sum. Swapped elements, experts or layers change it too, but for one chance
-in 2^32. (A plain position-weighted sum would miss two flipped sign bits: both contribute 2^31.) It
-guards against accidents, not against an adversary.
+in 2^32. (A plain position-weighted sum would miss two flipped sign bits: both contribute 2^31.) The
+fingerprint guards against accidents, not against an adversary.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _is_walked(leaf: Array) -> bool:
 
 
 def _walked(leaf: Array) -> tuple[int, bool]:
-  """Fingerprint of an array on CPUs, and True if it is finite, from its parts on the devices."""
+  """Fingerprint of an array on CPUs, as a number, and True if all its elements are finite."""
   strides = _strides(leaf.shape)
   total, finite = 0, True
   for shard in leaf.addressable_shards:
@@ -98,7 +98,7 @@ def _walked(leaf: Array) -> tuple[int, bool]:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _walk(x: Array, strides: tuple[int, ...], start: Array) -> tuple[Array, Array]:
-  """A part's share in its array's fingerprint, uint32 [], and whether it is finite, bool [].
+  """A part's share in its array's fingerprint, uint32 [], and whether the part is finite, bool [].
 
   Args:
     x: the part.
@@ -144,7 +144,11 @@ def positions(shape: tuple[int, ...]) -> Array:
 
 
 def _words(x: Array) -> Array:
-  """The bits of `x` as uint32; types of more than 4 bytes get last dimensions for their words."""
+  """The bits of `x` as uint32, one word an element, or several in new last dimensions.
+
+  An element of 8 bytes becomes two words [..., 2]; complex numbers become the words of the real and
+  of the imaginary part: complex64 [..., 2], complex128 [..., 2, 2].
+  """
   if x.dtype == jnp.bool_:
     return x.astype(jnp.uint32)
   if jnp.issubdtype(x.dtype, jnp.complexfloating):

@@ -25,7 +25,7 @@ from scmoe.training.distributed import all_agree, bytes_of_first, is_first
 from scmoe.training.lowered import lower
 
 Collect = Callable[[str, Program], bytes]
-PATIENCE = 20  # steps to wait for the end of a trace that somebody else runs
+PATIENCE = 20  # steps that try to start the profiler while another trace is running
 WARM_UP = 1  # steps before the profile: the first call of a program loads its kernels
 
 
@@ -40,7 +40,7 @@ class GuidedStep:
     step: a `jax.jit`-ed function; compiled here with the options of `overlap`.
     overlap: see `OverlapConfig`.
     directory: where profiles are kept, one per program, jax version, device kind and device count.
-    gpu: True if it runs on NVIDIA GPUs; by default, True if jax does.
+    gpu: whether the step runs on NVIDIA GPUs; None: True if jax's default backend is a GPU.
     variant: the `scmoe.training.variants.Variant` that the step is; only stored.
     collect: reads a program's profile from a folder that `jax.profiler` wrote.
     say: prints a line.
@@ -103,7 +103,7 @@ class GuidedStep:
       self.finish()
 
   def finish(self) -> None:
-    """Has XLA compile, if a compilation is waiting. Several steps may do so in threads."""
+    """Has XLA compile, if a compilation is waiting. Threads may finish several steps at once."""
     if self.waiting is not None:
       self.waiting()
       self.waiting = None
@@ -190,7 +190,10 @@ class GuidedStep:
       warn(f"{self.file} cannot be written ({error.strerror}): the next start measures again")
 
   def _fingerprint(self) -> str:
-    """A digest of lowered program, jax's version, device kind and count, to name the profile."""
+    """16 hexadecimal digits that name the profile's file.
+
+    A digest of the lowered program, jax's version, and the kind and number of devices.
+    """
     assert self.program is not None
     device = jax.devices()[0].device_kind
     text = self.program.lowered.as_text()

@@ -33,8 +33,8 @@ class CollapseAlarm:
     """One line about the layers whose collapse is to be reported now, or None.
 
     Args:
-      step: number of the step of these statistics. Steps between two calls count like the earlier
-        of them.
+      step: number of the step of these statistics. A layer that is collapsed in two calls in a row
+        counts as collapsed in all steps between them.
       arrays: `dead` and `diversity`, float [layers] each; without them the result is None.
     """
     if not self.steps or not {"dead", "diversity"} <= set(arrays):

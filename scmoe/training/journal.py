@@ -1,4 +1,4 @@
-"""The record of a run: lines on the console, metrics.jsonl and its like, warnings of its health."""
+"""The record of a run: console, metrics.jsonl, TensorBoard, trackers, heartbeats, warnings."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Journal:
     self._alarm = CollapseAlarm(built.train.collapse_steps)
 
   def open(self, step: int) -> None:
-    """Opens the outputs, removes lines of steps after `step` from them, and shows the progress.
+    """Opens the outputs, removes figures of steps after `step` from them, and shows the progress.
 
     Args:
       step: optimizer steps that the run has done.
@@ -114,7 +114,8 @@ class Journal:
   def log(self, step: int, values: dict[str, Any], arrays: dict[str, Array]) -> None:
     """Writes one line to the console and to metrics.jsonl, and router arrays where due.
 
-    Warns if this process's memory grows or a router has collapsed (`CollapseAlarm`).
+    Every process warns if its memory grows. Process 0 warns if a router has collapsed
+    (`CollapseAlarm`).
 
     Args:
       step: the number of the step.
@@ -174,7 +175,8 @@ class Journal:
   def sum_up(self, step: int) -> None:
     """Prints the last lines of a run that is done: time per step, peak memory, folder.
 
-    Also writes time and memory to metrics.jsonl, as a line of kind `end`.
+    Time and memory are left out where they are unknown. They are also written to metrics.jsonl, as
+    a line of kind `end`.
     """
     median, late = self._meter.percentiles()
     if math.isfinite(median):

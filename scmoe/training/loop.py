@@ -1,4 +1,7 @@
-"""The training loop: restore or initialise, step, log, save, evaluate, stop. Read `Trainer.run`."""
+"""The training loop: restore or initialise, step, log, save, evaluate, sample, stop.
+
+Begin with `Trainer.run`.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +51,13 @@ class Trainer:
     data: the training data.
     workdir: of the run.
     evaluate: `(state, stopping)` -> scalars. It calls `stopping()` before every batch and returns
-      None once that is true. Where a step has a checkpoint too, that comes first, so that a failure
-      loses nothing. None: no evaluation.
-    sample: `state` -> text; runs after evaluation. None: no samples.
-    header: printed first.
+      None once that is true. A step that is both saved and evaluated is saved first, so that a
+      failing evaluation loses no step. `evaluate` None: no evaluation.
+    sample: `state` -> text; called after the evaluation, if a step has both. None: no samples.
+    header: text printed before all other lines of the run; "": none.
     card: this start's arguments for `scmoe.training.card.write_card`; None: no card.
-    warm_start: puts other parameters into the state of a new run, before its first step.
+    warm_start: state -> state with other parameters; called for a new run, before its first step.
+      None: a new run keeps its fresh parameters.
     teacher: makes `TrainState.teacher`; called at every start, since checkpoints omit it.
   """
 
@@ -85,10 +89,11 @@ class Trainer:
       ConfigError: a setting is unusable or differs from the checkpoint's, or another process uses
         the workdir.
       DataError: the data ended, or are not those of the checkpoint.
-      CheckpointError: there are checkpoints but none is valid, or its position in the data is not.
+      CheckpointError: there are checkpoints but all are damaged, a later version of scmoe wrote
+        one, or the position in the data that it stores cannot be used.
       StorageError: the workdir cannot be written, or too many saves in a row failed.
-      NonFiniteError: too many steps in a row were not finite, or one was a spike with
-        train.spike_action=stop.
+      NonFiniteError: more than train.max_skipped_in_row steps in a row were skipped (a loss or
+        gradient was not finite, or a spike), or one was a spike with train.spike_action=stop.
       Preempted: asked to stop (signal or train.stop_after), and saved.
     """
     train, accumulation = self.built.train, self.check()
@@ -122,7 +127,8 @@ class Trainer:
     """Checks that batches divide over mesh and processes; returns a step's number of microbatches.
 
     Raises:
-      ConfigError: they do not, or `train.tokens_per_step` is no whole number of microbatches.
+      ConfigError: a microbatch does not divide evenly over mesh or processes, or
+        `train.tokens_per_step` is no whole number of microbatches.
     """
     train, shards = self.built.train, self.built.mesh.size // self.built.mesh.shape["tensor"]
     train.check_mesh(shards, jax.process_count())
@@ -166,7 +172,7 @@ class Run:
     trainer: of the run.
     workdir: of the run; exists.
     accumulation: microbatches of a step.
-    stop, watchdog: entered by the caller.
+    stop, watchdog: contexts that the caller has entered.
     label: stands before every line on the console.
   """
 
@@ -190,7 +196,7 @@ class Run:
     self.batches = trainer.data.train()
     self.pending: tuple[int, Results] | None = None  # results of a step, not yet read
     self.batch: Batch | None = None
-    self.compiled: set[str] = set()  # kinds of work that began before: no extra time to compile
+    self.compiled: set[str] = set()  # kinds of work that `arm` has seen, which compile no more
     self.introduced = False  # the lines that describe the run were printed
     self.prepared = False  # the training step was compiled
     self.evaluated_step = -1
@@ -211,7 +217,8 @@ class Run:
   def start(self) -> None:
     """Restores the newest valid checkpoint, or initialises; opens the outputs.
 
-    Also makes up for the evaluation of the restored step, if it is due and metrics.jsonl lacks it.
+    A run that finds a checkpoint of weights alone begins at step 0 with these weights. If the
+    restored step was due for an evaluation that metrics.jsonl lacks, it is evaluated now.
     """
     built, trainer = self.built, self.trainer
     stored = self.abstract.for_checkpoint()
@@ -258,7 +265,8 @@ class Run:
   def _while_read(self, meta: dict[str, Any]) -> None:
     """Describes the run and compiles, while another thread reads the arrays of a checkpoint.
 
-    Reading takes 3 s for 4 GB, and tracing and loading a kept program 5 s.
+    Both take seconds (reading: 3 s for 4 GB; tracing and loading a kept program: 5 s), so they go
+    on at once. A run that has no step left to do, or was asked to stop, compiles nothing.
 
     Args:
       meta: of that checkpoint. Should its arrays prove damaged, the one before it is read instead,
@@ -299,6 +307,8 @@ class Run:
 
   def finish(self) -> TrainState:
     """Saves; raises `Preempted` if the run was stopped, or else evaluates, samples and sums up.
+
+    An evaluation or a sample that the last step has already is not repeated.
 
     Returns:
       the final state, as a checkpoint holds it.
@@ -391,7 +401,7 @@ class Run:
     self.pending = (self.step, results)
     train = self.train
     # If this step may end the run, its results are read before the next step starts: the files for
-    # `scmoe.replay` need the state that this step left, which a next step would change.
+    # `scmoe.replay` hold the state that this step left, and a next step would change that state.
     critical = self.skipping or not train.max_skipped_in_row
     critical |= bool(train.spike_sigma) and train.spike_action == "stop"
     if critical or self.step in (train.stop_after, train.steps):
@@ -419,7 +429,8 @@ class Run:
     """Waits for the pending step, if there is one, and logs it where due.
 
     Raises:
-      NonFiniteError: one skipped step too many in a row, or a spike with train.spike_action=stop.
+      NonFiniteError: more than train.max_skipped_in_row steps in a row were skipped, or this one
+        was a spike with train.spike_action=stop.
     """
     if self.pending is None:
       return
@@ -521,9 +532,9 @@ class Run:
     """Gives the work that begins now a limit of time, if `train.watchdog_seconds` is not 0.
 
     Args:
-      what: kind of the work. The first of each kind compiles, so its limit is
-        `train.first_step_seconds`, if that is longer than `train.watchdog_seconds`.
-      allowance: the work gets the longer limit every time.
+      what: kind of the work. The first work of a kind compiles, so its limit is the longer one of
+        `train.first_step_seconds` and `train.watchdog_seconds`. Later ones get `watchdog_seconds`.
+      allowance: True: this work gets the longer limit, whether it is the first of its kind or not.
     """
     train = self.train
     if not train.watchdog_seconds:
@@ -567,7 +578,7 @@ class Run:
 
 
 def _origin(meta: dict[str, Any]) -> str:
-  """Where a run that is restored from a checkpoint with this meta begins."""
+  """Words for the console, before the run's folder: what a checkpoint with this meta gives."""
   if meta.get(WEIGHTS_ONLY):
     return "starting from the weights in"
   return f"resuming from step {meta['step']} of"

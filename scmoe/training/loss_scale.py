@@ -34,7 +34,10 @@ class LossScaling:
   window: int = 1000
 
   def init(self) -> dict[str, Array]:
-    """`factor`, float32 [], and `good`, int32 []: finite steps in a row since it last doubled."""
+    """The state before step 0: `factor`, float32 [], and `good`, int32 [].
+
+    `good` is the number of finite steps in a row, counted anew after `window` of them.
+    """
     return {
       "factor": jnp.asarray(self.fixed or START, jnp.float32),
       "good": jnp.zeros((), jnp.int32),

@@ -31,7 +31,7 @@ from scmoe.base.stored import StoredError, read_bytes, write_whole
 from scmoe.training.compiled import CACHE
 
 _MOST = 2**30  # most bytes of a kept file that are read
-_DIGEST = 32  # bytes of SHA-256 before the program: a cut or flipped file is lowered again
+_DIGEST = 32  # bytes of SHA-256 before the program: they show if the file was cut or changed
 # Addresses of functions, which a jaxpr's text may hold, are no part of the program.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 # Environment variables that change what jax, Mosaic or XLA make of a jaxpr.
@@ -69,7 +69,7 @@ def lower(step: Any, traced: Any, args: tuple[Any, ...], *, gpu: bool) -> Any:
 
 
 def _on_one_device(args: tuple[Any, ...]) -> bool:
-  """Whether all arguments lie on one device and, of a GPU, in its own memory."""
+  """Whether all arguments lie on one device and, if it is a GPU, in that GPU's own memory."""
   devices = set()
   for x in jax.tree.leaves(args):
     sharding = getattr(x, "sharding", None)
@@ -126,7 +126,8 @@ def _exported(step: Any, args: tuple[Any, ...]) -> bytes:
   """The serialised StableHLO of `step`, as a function of its arguments' leaves.
 
   Raises:
-    ValueError, NotImplementedError: jax cannot export it.
+    ValueError: it needs several devices or calls back to Python, or jax cannot export it.
+    NotImplementedError: jax cannot export it.
   """
   leaves, tree = jax.tree.flatten(args)
 

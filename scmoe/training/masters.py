@@ -56,7 +56,7 @@ def halves_of(params: PyTree, read: PyTree, low: PyTree) -> PyTree:
   Args:
     params: `jax.ShapeDtypeStruct`s of the parameters, with shardings.
     read: the same in the types in which the model reads them.
-    low: shardings of the halves that no model reads.
+    low: shardings for `Halves.low`, in the same structure as `params`.
   """
 
   def lay(param: Any, read: Any, place: Any) -> Any:
@@ -89,7 +89,9 @@ def like(params: PyTree, wanted: PyTree) -> PyTree:
 
 
 def _at_once(change: Callable[[Any], Any], params: PyTree, chosen: Callable[[Any], bool]) -> PyTree:
-  """Changes the chosen leaves of a tree in one program: a program for each shape compiles longer.
+  """Changes the chosen leaves of a tree, all in one compiled program.
+
+  A program for each shape would take longer to compile.
 
   Args:
     change: the function, of one leaf.

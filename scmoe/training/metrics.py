@@ -1,7 +1,7 @@
 """Outputs of a run: metrics.jsonl, the console line, TensorBoard, trackers, router files.
 
-The record of a run is metrics.jsonl (`MetricsFile`): lines that cannot be written are written
-later. Every other output may fail without its lines; the run goes on.
+The record of a run is metrics.jsonl (`MetricsFile`): a line that cannot be written is kept and
+written later. Any other output that fails may lack figures from then on; the run goes on.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class MetricsFile:
   A line that cannot be written (full disk) is kept in memory and written with the next.
 
   Raises:
+    StoredError: the file is there and cannot be read.
     StorageError: lines have to be removed, and the file cannot be written.
   """
 
@@ -163,7 +164,8 @@ class TensorBoard:
 
   def __init__(self, workdir: Path, resumed_step: int):
     writer = _summary_writer()
-    purge = resumed_step + 1 if resumed_step else None  # steps that are about to be done again
+    # TensorBoard then drops the figures of later steps, which are about to be done again.
+    purge = resumed_step + 1 if resumed_step else None
     self._writer = writer(str(workdir / "tensorboard"), purge_step=purge)
 
   def write(self, step: int, scalars: dict[str, Any]) -> None:
@@ -218,7 +220,7 @@ class Metrics:
     workdir: of the run.
     resumed_step: see `MetricsFile`.
     tensorboard: also write TensorBoard files.
-    trackers: `wandb`, `trackio`, joined by commas.
+    trackers: any of `wandb` and `trackio`, joined by commas; "": none.
     config: the run's configuration, for trackers.
   """
 
@@ -293,7 +295,8 @@ def router_files(workdir: Path) -> list[tuple[int, Path]]:
 def short_lists(arrays: dict[str, np.ndarray]) -> dict[str, list]:
   """Per-layer arrays [L] and [L, E] as lists of numbers with four significant digits.
 
-  Arrays of more than 1024 numbers are left out: they are too long for a line of metrics.jsonl.
+  Arrays of more than 1024 numbers are left out: they are too long for a line of metrics.jsonl. So
+  are arrays of no dimension, or of more than two.
   """
 
   def short(value: Any) -> Any:
@@ -309,9 +312,9 @@ def short_lists(arrays: dict[str, np.ndarray]) -> dict[str, list]:
 class Means:
   """Means of the scalars `NAMES` over the steps since the last line that was logged.
 
-  Values that are not finite and skipped steps are left out. A step that was skipped because its
-  gradients overflowed, which lowers the loss scale, counts if the step before it did not fail:
-  its loss is finite.
+  Values that are not finite and skipped steps are left out, with one exception. If a step was
+  skipped because its gradients overflowed, and the overflow lowered the loss scale, the step counts
+  unless the step before it failed: its loss is finite.
   """
 
   NAMES = ("loss", "cross_entropy", "accuracy", "drop")
@@ -358,10 +361,10 @@ class Meter:
   """Time per step, without compilation, evaluation and saving.
 
   The loop calls `begin` when it has dispatched a step, `tick` when it has read a step's results,
-  and `pause` when the following time belongs to no step. It reads a step's results after it has
-  dispatched the next one, and a dispatch takes until that step is almost done. When the loop ends
-  or pauses it reads the last results at once: the time between two ticks without a `begin` is no
-  step's.
+  and `pause` when the following time belongs to no step. It reads the results of step n after it
+  has dispatched step n + 1, and the dispatch may last until step n + 1 is almost done. When the
+  loop ends or pauses, it then reads the results of step n + 1 at once. So the time between two
+  ticks without a `begin` is no step's.
   """
 
   def __init__(self) -> None:
@@ -409,9 +412,9 @@ class Meter:
 
 
 def console_line(step: int, steps: int, values: dict[str, Any]) -> str:
-  """One line for people; unknown figures are left out, and so are infinities and NaN.
+  """One line for people; figures that are missing, infinite or NaN are left out.
 
-  A loss or gradient norm that is not finite is shown.
+  But a loss or gradient norm is shown even if it is infinite or NaN.
 
   Reads `loss`, `lr`, `grad_norm`, `tokens_per_second`, `mfu` (0 to 1), `eta_seconds`, `drop` (share
   of choices), `imbalance` (busiest expert over the mean) and `skipped`.
@@ -492,7 +495,8 @@ def _repair(path: Path, last_step: int) -> list[dict[str, Any]]:
   """Rewrites the file without broken lines and lines after `last_step`; returns those that stay.
 
   Raises:
-    StorageError: the file cannot be read or written.
+    StoredError: it is there and cannot be read.
+    StorageError: it has to be rewritten and cannot be written.
   """
   try:
     lines, broken = _parse(read_bytes(path, MOST_METRICS))

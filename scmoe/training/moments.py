@@ -3,9 +3,9 @@
 A second moment changes by about 1 - β₂ of itself a step, a thousandth with β₂ = 0.999, but
 neighbouring bfloat16 numbers are 1/256 to 1/128 of themselves apart: rounded to the nearest, the
 moment would hardly ever change. Here it is rounded up or down at random, with the probabilities
-that keep its mean. It then moves as in float32, with a noise of at most 1/256 of itself a step
-(standard deviation), which adds up to (1/256) / √(1 - β²) in the moment (P. Zamirai et al.,
-"Revisiting BFloat16 Training", arXiv 2010.06192).
+that keep its expected value. It then moves as in float32, with a noise whose standard deviation is
+at most 1/256 of the moment a step. Over many steps the noise adds up to (1/256) / √(1 - β²) of the
+moment with decay β (P. Zamirai et al., "Revisiting BFloat16 Training", arXiv 2010.06192).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def narrow(rule: optax.GradientTransformation) -> optax.GradientTransformationEx
 
 
 def rounded(x: Array, step: Array, salt: int) -> Array:
-  """A float32 array rounded to bfloat16, up or down at random, so that its mean stays.
+  """A float32 array rounded to bfloat16, up or down at random; the expected value is `x`.
 
   Args:
     x: finite; any shape.

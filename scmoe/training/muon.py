@@ -26,8 +26,8 @@ from scmoe.parallel.collectives import gathered
 from scmoe.parallel.gradients import axes_of
 from scmoe.parallel.mesh import own_share
 
-# Name of a parameter -> (its input dimensions, its output dimensions), counted from the last one.
-# The dimensions before them are layers and experts.
+# Name of a parameter -> (its input dimensions, its output dimensions), counted from the end: -1 is
+# the last. The dimensions before them are layers and experts.
 _HEADS_OUT, _HEADS_IN, _PLAIN = ((-3,), (-2, -1)), ((-3, -2), (-1,)), ((-2,), (-1,))
 MATRICES = {
   "query": _HEADS_OUT,
@@ -106,9 +106,9 @@ def _scaled(path: tuple[Any, ...], update: Array, rms: float) -> Array:
 
 
 def _gathered(path: tuple[Any, ...], x: Array, spec: P) -> Array:
-  """Whole matrices, gathered from the devices that split them.
+  """A parameter's matrices, each one whole: gathered where several devices hold parts of a matrix.
 
-  Devices that hold different matrices of a parameter, as of other experts, keep their own.
+  Where devices hold different whole matrices, e.g. of different experts, nothing is gathered.
   """
   for dimension, axes in _split(path, x, spec):
     x = gathered(x, dimension, axes, "gradients")
@@ -116,7 +116,7 @@ def _gathered(path: tuple[Any, ...], x: Array, spec: P) -> Array:
 
 
 def _share(path: tuple[Any, ...], x: Array, spec: P) -> Array:
-  """This device's part of gathered matrices."""
+  """This device's part of gathered matrices: undoes `_gathered`."""
   for dimension, axes in _split(path, x, spec):
     x = own_share(x, dimension, *axes)
   return x

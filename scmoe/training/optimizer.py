@@ -17,11 +17,14 @@ from scmoe.training.muon import muon_or
 from scmoe.training.options import OptimizerConfig
 from scmoe.training.spikes import Spikes
 
-UNDECAYED = ("bias", "scale", "norm", "gain")  # parameters with these in their name do not decay
+# Parameters do not decay if one of these words is in the last two names of their path.
+UNDECAYED = ("bias", "scale", "norm", "gain")
 
 
 class Optimizer(NamedTuple):
-  """An optax transformation with its schedule, loss scaling, spike test and division over ranks.
+  """An optax transformation and what the step does around it.
+
+  That is: schedule, loss scaling, spike test, division over data ranks, average of the weights.
 
   `tx.update` takes `step=`, the step of the run, and `norm=`, the global norm of the gradients: the
   transformation may see one device's share of the gradients and could not compute their norm.
@@ -36,7 +39,7 @@ class Optimizer(NamedTuple):
 
 
 def make_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
-  """Learning rate of optimizer step n, 0 <= n < `steps`.
+  """A function from the optimizer step n, 0 <= n < `steps`, to its learning rate.
 
   Warm-up of w = min(warmup_steps, steps // 2) steps gives (n + 1) / (w + 1) of the peak: the first
   step already learns, and a run made short for a trial still has a peak and a decay.
@@ -83,19 +86,20 @@ def make_optimizer(
   """Makes the optimizer that a configuration describes.
 
   It clips gradients, applies Adam or Muon, decays weights by mask and multiplies by the learning
-  rate. Where the options ask for it, it also scales the loss, skips steps whose loss or gradient
-  norm spikes, and averages the parameters.
+  rate. Where the options ask for it, it also keeps the moments in bfloat16, scales the loss, skips
+  steps whose loss or gradient norm spikes, and averages the parameters.
 
   Args:
     cfg: see `OptimizerConfig`.
     steps: length of the schedule, train.steps.
-    mask: which parameters decay: a pytree of bool like them, or a function that makes it of them.
-    half: whether gradients are computed in float16, so that the loss is scaled. `cfg.loss_scale`
-      scales it in any type.
+    mask: which parameters decay: a pytree of bool like the parameters, or a function from them to
+      such a pytree.
+    half: whether gradients are computed in float16. Then the loss is scaled; in other types only if
+      `cfg.loss_scale` is not 0.
     spike_sigma: see `TrainConfig`; 0: no spike test.
-    specs: PartitionSpecs like the parameters; Muon needs them if `update` runs in the manual
-      region.
-    shares: the shares that each data rank updates; None: each updates all.
+    specs: PartitionSpecs like the parameters; Muon needs them if `update` runs in the manual region
+      without `shares`, which have specs of their own.
+    shares: the shares that each data rank updates; None: each rank updates all.
   """
   schedule = make_schedule(cfg, steps)
   specs = specs if shares is None else shares.share_specs

@@ -286,7 +286,7 @@ class CheckpointConfig(Options, path="checkpoint"):
 
 @dataclasses.dataclass(frozen=True)
 class DistributedConfig(Options, path="distributed"):
-  """How several processes of one run find and lose each other (section `distributed`).
+  """How the processes of a run find each other and give up a silent one (section `distributed`).
 
   Under SLURM nothing has to be set. Otherwise every process gets the same coordinator and count
   and its own id, here or as SCMOE_COORDINATOR, SCMOE_NUM_PROCESSES and SCMOE_PROCESS_ID.

@@ -82,8 +82,8 @@ def write_pieces(
   Args:
     place: the item's folder; must not exist.
     arrays: all arrays of the item.
-    pieces: functions that make the arrays' pieces, in any order. One of `WORKERS` threads calls
-      each once.
+    pieces: functions that make one piece each, in any order. `WORKERS` threads call them, each
+      function once.
 
   Returns:
     fingerprint and finiteness of each array, by name.
@@ -103,7 +103,7 @@ def write_pieces(
 
 
 class _Handler(ocp.type_handlers.ArrayHandler):
-  """Orbax's handler of `PiecedArray`s, which it describes as `jax.Array`s: Orbax can read them."""
+  """Writes `PiecedArray`s for Orbax, recorded as `jax.Array`s, so that Orbax reads them as such."""
 
   def __init__(self, pieces: Iterable[Callable[[], Piece]]):
     super().__init__()
@@ -113,7 +113,7 @@ class _Handler(ocp.type_handlers.ArrayHandler):
   async def serialize(
     self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
   ) -> list[Any]:
-    """Writes all pieces of all arrays; Orbax calls it once, with all arrays."""
+    """Writes all pieces of all arrays and sets `found`; Orbax calls it once, with all arrays."""
     stores, context = {}, ts.Context(_CONTEXT)
     for array, info in zip(values, infos):
       await info.await_path_creation()

@@ -29,10 +29,11 @@ def supervise(
   *,
   wait: Callable[[float], Any] = time.sleep,
 ) -> int:
-  """Runs a command until it ends for good. Returns its exit code; 128 + N if signal N killed it.
+  """Runs a command, again and again until it ends for good; returns its last exit code.
 
-  SIGTERM and SIGHUP (unless nohup ignores it) are passed on to the command, which is then not
-  started again.
+  It ends for good with a code of `FINAL`, after a request to stop, or when no restart is left. The
+  code is 128 + N if signal N killed the command. SIGTERM and SIGHUP (unless nohup ignores it) are
+  passed on to the command, which is then not started again.
 
   Args:
     command: program and arguments.

@@ -85,7 +85,7 @@ def _of_step(workdir: str | os.PathLike[str], step: int | None, read: Callable[[
 
 
 def with_newest(attempt: Callable[[], T], step: int | None = None) -> T:
-  """Calls `attempt()`, which reads the newest step, again if that step was removed meanwhile.
+  """Calls `attempt()`, which reads the newest step; again if a run removed that step meanwhile.
 
   A run that trains meanwhile keeps few steps (`checkpoint.keep`). It may remove the chosen step
   during a slow read; a newer one then exists.
@@ -223,7 +223,11 @@ def load(place: Path, abstract: PyTree, meta: dict, *, partial: bool = False) ->
 
 
 def _read_verified(place: Path, wanted: dict[str, Any], meta: dict) -> dict[str, jax.Array]:
-  """Arrays by name in the types in which they were written; raises `Damaged`."""
+  """Reads the arrays of `wanted`, each in the type in which it was written, and verifies them.
+
+  Raises:
+    Damaged: a file cannot be read, or an array's fingerprint is not the one in `meta`.
+  """
   known = meta["leaves"]
   stored = {name: known[name].get("stored_as", name) for name in wanted}
   typed = {
@@ -255,7 +259,8 @@ def _read_arrays(
     items: name of the step's directory that holds each leaf.
 
   Raises:
-    Damaged: they cannot be read, for another reason than too little memory or missing permission.
+    Damaged: they cannot be read. But errors of too little memory and of missing permission are
+      passed on: the files may be undamaged.
   """
   quiet_libraries()
   groups: dict[str, dict[str, Any]] = {}

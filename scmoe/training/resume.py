@@ -112,7 +112,7 @@ def check_data(
 
 
 def _compare(stored: dict[str, Any], current: dict[str, Any]) -> tuple[list[str], list[str]]:
-  """Lines (of all fields that differ, of those of them that are not in `SAFE`)."""
+  """Lines `field: stored -> current`: (of all fields that differ, of those not in `SAFE`)."""
   before, after = _leaves(stored), _leaves(current)
   names = [n for n in {**before, **after} if before.get(n, _ABSENT) != after.get(n, _ABSENT)]
   lines = {n: f"{n}: {before.get(n, _ABSENT)} -> {after.get(n, _ABSENT)}" for n in names}

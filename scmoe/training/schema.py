@@ -11,7 +11,7 @@ is of the present schema.
 | overlap.slot, sequential                     | overlap.schedule                               |
 | overlap.backward_slot                        | overlap.backward                               |
 | overlap.barriers                             | overlap.order                                  |
-| overlap.gradients                            | gone: each device adds up its own              |
+| overlap.gradients                            | gone: summed over devices once a step          |
 | overlap.command_buffers = True, False        | overlap.command_buffers = on, auto             |
 """
 
@@ -142,8 +142,9 @@ def upgraded(meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def _completed(config: dict[str, Any]) -> dict[str, Any]:
-  """A stored configuration with the fields that later versions added, with earlier runs' values.
+  """A stored configuration, completed by the fields that later versions added (`_SINCE`).
 
+  Such a field gets the value that describes what runs before it did.
   Sections that later versions added are added to a whole configuration only, which has `model` and
   `data`.
   """
@@ -188,10 +189,12 @@ def _of_schema_2(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _slot_name(slot: Any, model: dict[str, Any]) -> Any:
-  """The present name of a slot of schema 1, a number of dense operations after the shortcut.
+  """The present name of a slot of schema 1.
 
-  A negative number is `auto`, as is any number of a model without a shortcut. What is no finite
-  number stays.
+  That was the number of dense operations, attentions and MLPs, between the shortcut's tap and the
+  experts: 0 is right after the dispatch. A negative number is `auto`, as is any number of a model
+  that has no shortcut or an unusable `moe_every`. A value that is no finite number is returned
+  unchanged.
   """
   if not (isinstance(slot, int | float) and math.isfinite(slot)):
     return slot

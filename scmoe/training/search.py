@@ -5,14 +5,15 @@ them was right everywhere (experiments/LOG.md). All candidates compute the same 
 be compared by their time:
 
   auto   measures before the first step. A cut of the run (`Searchable.cut`: same sizes, same
-         devices, but two pairs and one flight of microbatches, compiled in seconds where a whole
-         step takes minutes) proposes a change; whole steps of the run, as configured and with the
-         change, decide
+         devices, but two block pairs and one flight of microbatches, compiled in seconds where a
+         whole step takes minutes) proposes a change; whole steps of the run, as configured and
+         with the change, decide
   tune   measures candidates that the user names: with auto, in its search; without auto, in
          the first steps, each of which trains
 
-A candidate is chosen only if it is faster than an earlier one by more than the spread of both: a
-difference that the next measurement may turn round is no reason to leave what is configured.
+A candidate replaces the one kept so far only if it is faster by more than the spread of both
+(`against`): a difference that the next measurement may turn round is no reason to leave what is
+configured.
 
 WORKDIR/schedule.json keeps the decision and its measurements; a later start reads them.
 """
@@ -51,9 +52,9 @@ from scmoe.training.options import TrainConfig
 from scmoe.training.step import Objective, TrainState, init_state, make_train_step
 from scmoe.training.variants import Change, StepVariants, Variant, parse_candidates
 
-PROFILES = "profile_guided"  # measured latencies of a step's operations; see `GuidedStep`
-SCHEDULE = "schedule.json"  # the decision; see `Decisions`
-MOST_STEPS, ROUNDS, MARGIN = 100, 7, 0.01  # `Search`'s arguments on a cut of the run
+PROFILES = "profile_guided"  # folder of measured operation latencies; see `GuidedStep`
+SCHEDULE = "schedule.json"  # file of the decision; see `Decisions`
+MOST_STEPS, ROUNDS, MARGIN = 100, 7, 0.01  # arguments of auto's searches (MOST_STEPS: on the cut)
 CORES = 4  # CPU cores of the host that each of several simultaneous compilations should have
 GLANCES = 3  # timed steps of a candidate before the next candidate is built on the fastest so far
 # A kept decision holds for the same devices, number of processes and jax version, and for the same
@@ -74,7 +75,8 @@ def against(candidate: Timing, kept: Timing, margin: float) -> tuple[bool, str]:
     margin: as a fraction.
 
   Returns:
-    the answer, and words behind which the name of what was kept goes after "than".
+    whether the candidate replaces the kept one, and the comparison, to which the caller adds "than"
+    and the kept one's name: "5.2 % faster", "3.0 % slower", "within the spread, 0.4 % faster".
   """
   gain = 1 - candidate.median / kept.median if kept.median else 0.0
   if gain <= 0:
@@ -91,23 +93,23 @@ def against(candidate: Timing, kept: Timing, margin: float) -> tuple[bool, str]:
 class Search:
   """A training step that tries its variants, measures them in turns, and stays with the fastest.
 
-  Call it like the step. The first candidate is always tried. Another one is tried only if a
-  candidate as slow to prepare as the slowest so far would fit into the rest of `seconds` and of
-  `most_steps`. All processes follow process 0.
+  Call it like the step. The first candidate is always tried. Another one is tried only if it would
+  fit into what is left of `seconds`, were it as slow to prepare as the slowest so far, and into
+  what is left of `most_steps`. All processes follow process 0.
 
   Args:
     steps: the variants.
     candidates: the variants to compare, or functions that make them (`Change`).
-    on_best: each candidate is applied to the best variant so far (`against` its earlier ones): the
-      fields that a variant gives replace that variant's, a function is called with it. False: to
-      the configured one.
+    on_best: each candidate is applied to the variant that the measurements so far would choose: a
+      `Variant` replaces the fields that it gives, a `Change` is called with that variant. False:
+      each candidate is applied to the configured variant.
     rounds: measured steps of each candidate; their medians and spreads decide.
     seconds: limit of the whole search, compilation included.
     most_steps: limit of steps before the choice.
     margin: fraction by which a candidate must be faster than an earlier one to replace it.
     together: number of candidates to compile at once before the first is tried; only with
-      `on_best`. Each changes the one before it, as if that were the fastest. 1: one by one.
-      If they take longer than `seconds`, only the first of them is tried.
+      `on_best`. Nothing is measured yet, so each is applied to the one before it. 1: one by one.
+      If their compilation takes longer than `seconds`, only the first of them is tried.
     where: what is measured, for the line that tells the choice.
     keep: called with the result of `decision` when the choice is made.
     say: prints a line.
@@ -338,7 +340,11 @@ class Search:
     return False
 
   def _affordable(self) -> bool:
-    """True if time and steps left are enough for a candidate as slow as the slowest so far."""
+    """True if there is time and steps enough to try one more candidate.
+
+    Time: `seconds` leave as much as the slowest preparation so far took. Steps: `most_steps` leave
+    the mean number of calls of a preparation so far, and all measurements, the new one's included.
+    """
     longest = max(self.prepared.values())
     left = self.seconds - (self._clock() - self._began)
     calls = -(-self._calls // len(self.prepared))
@@ -401,14 +407,14 @@ class Searchable(Protocol):
     ...
 
   def variant(self, variant: Variant) -> Objective:
-    """The objective of a variant, which computes the same result in another way.
+    """The objective of a variant: the same result, computed in another way.
 
-    A variant that sets `top_k` or `capacity_factor` has another result.
+    Only a variant that sets `top_k` or `capacity_factor` has another result.
     """
     ...
 
   def cut(self) -> Searchable:
-    """A model of the same sizes with fewer layers and microbatches, to measure variants on."""
+    """The same model with fewer layers and microbatches, on the same devices, to measure on."""
     ...
 
   def random_batch(self) -> Any:
@@ -458,11 +464,12 @@ def fastest_step(
 
   With auto (and `overlap.search_seconds` > 0) the fastest is measured here; with `train.tune` alone
   the returned `Search` measures it in the first training steps. If an earlier start kept a decision
-  for the same program and machine, its choice is returned at once.
+  for the same program and machine, the step of its variant is returned and nothing is measured.
 
-  With auto a cut of the run proposes a change. It is taken if it is faster on whole steps too,
-  which need memory for one state of the run, dropped before the run makes its own. A student's
-  whole step has its teacher in it, which is not there yet: the cut, without teacher, decides then.
+  With auto a cut of the run proposes a change. The change is taken if it is faster on whole steps
+  too. Whole steps need memory for one state of the run, freed before the run makes its own. In a
+  run with a teacher the cut, without teacher, decides alone: a whole step would need the teacher's
+  arrays, and they are not loaded yet.
 
   Args:
     built: the model and its options.
@@ -536,16 +543,18 @@ def _on_a_cut(
 def _on_whole_steps(
   make: Steps, steps: StepVariants, proposed: Variant, found: dict[str, Any]
 ) -> Variant:
-  """Compares the run as configured and with a proposed change, by whole steps; returns the faster.
+  """Compares the run as configured and with a proposed change, by whole steps; returns the winner.
 
-  One is compiled after the other: XLA times matrix products as it compiles, and the winner is what
-  will run.
+  The change wins if `against` lets it replace the configured variant. The two are compiled one
+  after the other: XLA times matrix products on the GPU as it compiles, a second compilation would
+  disturb these times, and the winner's program is the one that trains.
 
   Args:
     make, steps: the run's steps; the winner's stays compiled.
-    proposed: the change.
-    found: the cut's decision, which the whole steps' replaces; the cut's becomes its part `cut`. It
-      is emptied if nothing could be measured, so that a later start tries again.
+    proposed: the variant that the cut chose.
+    found: the cut's decision; changed in place. The decision by whole steps takes its place and
+      holds it under `cut`. If nothing could be measured, `found` is emptied, so that a later start
+      tries again.
   """
   kept: dict[str, Any] = {}
   search = Search(

@@ -51,10 +51,13 @@ def own_shares(params: PyTree, shares: StateShares | None) -> PyTree:
 
 
 def stored_again(new: PyTree, stored: PyTree, shares: StateShares | None) -> PyTree:
-  """Updated shares in float32 as the state stores them; gathers what it stores whole.
+  """Updated shares as the state stores them: in `Halves` where it has them, and gathered if whole.
+
+  With `mesh.shard_state=moments` a rank stores whole arrays, or `Halves` with a whole `high` and
+  the rank's share of `low`. With `parameters` it stores its shares.
 
   Args:
-    new: float32.
+    new: this rank's updated shares, float32.
     stored: the parameters before the update, which say where `Halves` are.
     shares: None: `new` are whole parameters.
   """

@@ -10,8 +10,9 @@ Each run is otherwise the one that `Trainer.run` trains alone: it has its own fo
 checkpoints, initial weights and order of the data. Such a folder can be resumed alone, and runs
 that were begun alone can go on side by side.
 
-One run's failure ends no other: the seeds are independent, and the step of a failed one is computed
-on without effect. A run's seconds per step are those of the program.
+One run's failure ends no other: the seeds are independent. A failed run's steps are still computed,
+but it is no longer logged, saved or evaluated. Every run's metrics give the seconds of the
+program's step, which is a step of all runs.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from scmoe.training.signals import StopRequest, Watchdog
 from scmoe.training.step import Objective, TrainState, make_local_step
 from scmoe.training.workdir import RunLock, prepare_workdir
 
-_SEEDS = 2**31  # seeds below it are the same random keys on device and on host
+_SEEDS = 2**31  # a seed below it fits into int32: device and host make the same keys of it
 
 
 def train_side_by_side(trainers: Sequence[Trainer]) -> list[TrainState]:
@@ -58,7 +59,7 @@ def train_side_by_side(trainers: Sequence[Trainer]) -> list[TrainState]:
     the final state of each run, as a checkpoint holds it.
 
   Raises:
-    ConfigError: the runs cannot share a program, or have reached different steps.
+    ConfigError: the runs cannot share a program, share a folder, or have reached different steps.
     NonFiniteError: a run failed; raised when the others are done.
     Preempted: asked to stop; every run that has not failed has saved.
     DataError, CheckpointError, StorageError: as `Trainer.run`.
@@ -182,7 +183,7 @@ def make_seeds_step(
 
 
 class Lane(Run):
-  """One of the runs: its state is a row of the states of all, except before they are joined."""
+  """One of the runs: from `join` on, its state is one row of the joined states [S, ...]."""
 
   of_all: Callable[[], TrainState] | None = None  # reads this run's row
   _own: TrainState | None = None
@@ -190,7 +191,7 @@ class Lane(Run):
 
   @property
   def state(self) -> TrainState:
-    """This run's state, copied out of the states of all."""
+    """This run's own state before `join`; then a copy of its row of the joined states."""
     if self.of_all is not None:
       return self.of_all()
     assert self._own is not None, "not started"
@@ -201,21 +202,21 @@ class Lane(Run):
     self._own = state
 
   def compile_early(self) -> None:
-    """Nothing: the program of all seeds is compiled when every run has started."""
+    """Does nothing: the program of all seeds is compiled when every run has started."""
 
   def join(self, of_all: Callable[[], TrainState]) -> None:
-    """From here on the state is a row of the states of all."""
+    """Drops this run's own state; from here on `of_all()` returns its row of the joined states."""
     self.of_all, self._own = of_all, None
 
 
 class _Row:
-  """The `Results` of a step for one run: its row of those of all."""
+  """The `Results` of one run's step: row `row` of the results `shared` of all runs' steps."""
 
   def __init__(self, shared: _Shared, row: int):
     self._shared, self._row = shared, row
 
   def values(self) -> dict[str, Any]:
-    """The run's scalars as numbers; the first row that is read waits for the step."""
+    """The run's scalars as numbers; the first run that reads its own waits for the step."""
     return {name: x[self._row].item() for name, x in self._shared.scalars.items()}
 
   @property
@@ -281,7 +282,7 @@ class _Together:
     return self._finish()
 
   def one_step(self) -> None:
-    """A step of all runs; each then reads and logs its results of the step before."""
+    """Dispatches a step of all runs; then each run reads and logs its step before that."""
     first = self.lanes[0]
     first.profile()
     first.arm("step", allowance=self.step_fn.compiles_next)
@@ -322,12 +323,17 @@ class _Together:
       except NonFiniteError as error:
         lane.failed = error
         warn(f"{lane.workdir}: {error}; the other seeds go on")
-    # A failed run counts its steps, so that all are at the same one.
+    # A failed run's step number goes on with the others': all rows are at the same step.
     for lane in self.lanes:
       lane.step = max(other.step for other in self.lanes)
 
   def _finish(self) -> list[TrainState]:
-    """Saves, evaluates and sums up every run; raises what ended one early when all are saved."""
+    """Saves, evaluates and sums up every run that has not failed, and returns their final states.
+
+    Raises:
+      Preempted: the runs were stopped; raised when all that have not failed are saved.
+      NonFiniteError: a run failed, and none was stopped; raised when the others are done.
+    """
     states, stopped = [], None
     for lane in self._active():
       try:

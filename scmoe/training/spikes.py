@@ -2,8 +2,8 @@
 
 A bad batch can undo days of training in one step. So the step compares before it updates: a loss or
 norm above mean + sigma · standard deviation of the last `WINDOW` good steps skips the step, as a
-value that is not finite does (OLMo's skip-step optimizer; `train.spike_sigma`). The first `LEAST`
-good steps are not compared.
+value that is not finite does (OLMo's skip-step optimizer; `train.spike_sigma`). The deviation is
+taken as `FLOOR` · mean at least. No step is compared before there are `LEAST` good ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FLOOR = 1e-3  # smallest standard deviation, as a share of the mean
 
 @dataclasses.dataclass(frozen=True)
 class Spikes:
-  """The test for spikes; `TrainState.recent` holds the values of the last good steps.
+  """The test for spikes; `TrainState.recent` holds losses and norms of the last good steps.
 
   Attributes:
     sigma: a loss or norm so many standard deviations above the mean is a spike.

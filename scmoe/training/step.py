@@ -1,5 +1,6 @@
-"""One optimizer step: gradients of all microbatches, test for finite values, clipping, update.
+"""One optimizer step: gradients of all microbatches, tests for failures, clipping, update, metrics.
 
+The tests skip a step whose loss or gradients are not finite and, if asked for, a spike.
 All of it runs in one manual region (`jax.shard_map`). The step knows no model, only the protocol
 `Objective`.
 """
@@ -46,7 +47,7 @@ class TrainState:
   rng: Array  # uint32 key data; never changes: each step folds its number into it
   skipped: Array  # int32 [], skipped steps of the whole run
   skipped_in_row: (
-    Array  # int32 [], failures since the last good step; overflows that lower the scale are none
+    Array  # int32 [], steps skipped since the last good one, without overflows that lower `scale`
   )
   scale: PyTree = None  # state of `LossScaling`; None without loss scaling
   recent: PyTree = None  # state of `Spikes`; None without a spike test
@@ -62,21 +63,30 @@ class TrainState:
     return dataclasses.replace(self, params=masters.readable(self.params))
 
   def averaged(self) -> PyTree:
-    """The average of the parameters, in the types of `params` and on the devices that hold them."""
+    """The average of the parameters, with the types and shardings of `params`.
+
+    Needs `average`, and `params` without `Halves` (`readable`).
+    """
     put = lambda a, p: jax.device_put(a.astype(p.dtype), p.sharding)
     return jax.tree.map(put, self.average, self.params)
 
   def begun_from(self, params: PyTree, optimizer: Optimizer) -> TrainState:
-    """This state with other float32 parameters, and their average if one is kept."""
+    """This state with other float32 parameters.
+
+    If the optimizer keeps an average, it starts anew as a copy of them.
+    """
     average = None if optimizer.average is None else optimizer.average.init(params)
     return dataclasses.replace(self, params=params, average=average)
 
   def like(self, abstract: TrainState) -> TrainState:
-    """This state, of float32 parameters, with `Halves` wherever `abstract` has them."""
+    """This state, its float32 parameters stored in `Halves` wherever `abstract` has them."""
     return dataclasses.replace(self, params=masters.like(self.params, abstract.params))
 
   def placed(self, abstract: TrainState) -> TrainState:
-    """This state with its arrays on the devices that `abstract` says, copied where they are not."""
+    """This state, without a teacher, with the shardings of `abstract`.
+
+    Only arrays that lie otherwise are copied.
+    """
     return jax.device_put(self, shardings_of(dataclasses.replace(abstract, teacher=None)))
 
 
@@ -95,21 +105,21 @@ class Objective(Losses, Protocol):
     ...
 
   def seeded(self, seed: Array) -> Objective:
-    """This objective with another seed of the run, int32 []; its value may be known only on device.
+    """This objective for a run of another seed, int32 []; the seed may be a traced value.
 
     Only a step of several seeds calls it (`scmoe.training.side_by_side`).
     """
     ...
 
   def metrics(self, aux: PyTree) -> tuple[dict[str, Array], dict[str, Array]]:
-    """(scalars, per-layer arrays) of the summed `aux`.
+    """(scalars, per-layer arrays) of a step, from `aux` summed over its microbatches.
 
     The console shows the scalars `loss`, `drop` (share of choices dropped) and `imbalance`.
     """
     ...
 
   def update_router(self, router: PyTree, aux: PyTree) -> PyTree:
-    """The router state after one optimizer step; called once per step, not per microbatch."""
+    """The router state after one optimizer step, from `aux` summed over its microbatches."""
     ...
 
 
@@ -129,10 +139,10 @@ def abstract_state(
   Args:
     init: key -> (params, router).
     optimizer: its state, and the average of the parameters, are sharded like the parameters they
-      belong to, and divided further over data ranks by `Optimizer.shares`.
+      belong to, and divided further over data ranks if it has `Optimizer.shares`.
     mesh: counters and scalars are replicated over it.
-    shardings: pytrees of NamedSharding like `params`, of which no rank holds a share, and like
-      `router`.
+    shardings: two pytrees of NamedSharding: one like `params`, for whole parameters
+      (`mesh.shard_state=none`); one like `router`.
     cast: parameters -> parameters in the types in which the model reads them. If given, float32
       parameters that it reads in bfloat16 become `Halves` (`scmoe.training.masters`).
     teacher: ShapeDtypeStructs, with shardings, of the arrays for `Objective.taught`.
@@ -247,7 +257,8 @@ def make_local_step(
 
   Args:
     objective, optimizer, gradient_dtype, flight: as of `make_train_step`.
-    params_specs: PartitionSpecs like the parameters, read only where no rank shares the state.
+    params_specs: PartitionSpecs like the parameters; not read if the optimizer has `shares`, which
+      hold specs of their own.
   """
   shares = optimizer.shares
   whole_specs = update_specs = params_specs
@@ -304,7 +315,17 @@ def _updated(
   good: Array,
   loss: Array,
 ) -> TrainState:
-  """The next state; if the step is not `good`, only counters and loss scale change."""
+  """The next state; if the step is not `good`, only counters and loss scale change.
+
+  Args:
+    state: before the step.
+    grads: this device's shares, summed over devices, divided by the loss scale, not clipped.
+    norm: their global norm, float32 [].
+    router: the router state after a good step.
+    optimizer: see `make_optimizer`.
+    good: bool [], False to skip the step.
+    loss: float32 [].
+  """
   before = masters.to_float32(own_shares(state.params, optimizer.shares))
   updates, opt_state = optimizer.tx.update(
     grads, state.opt_state, before, step=state.step, norm=norm
@@ -314,8 +335,8 @@ def _updated(
   missed = 1 - good.astype(jnp.int32)
   scaling, scale, failed = optimizer.scaling, state.scale, missed
   if scaling is not None:
-    # An overflow means that the factor was too large. While the factor can still fall, such a
-    # skipped step does not count in `skipped_in_row`.
+    # A finite loss with gradients that are not is an overflow: the factor was too large. While the
+    # factor can still fall, such a skipped step does not count in `skipped_in_row`.
     overflow = jnp.isfinite(loss) & ~jnp.isfinite(norm)
     failed = missed * (1 - (overflow & scaling.may_fall(scale)).astype(jnp.int32))
     scale = scaling.after(scale, jnp.isfinite(loss) & jnp.isfinite(norm))

@@ -63,7 +63,9 @@ TUNABLE: dict[str, tuple[str, ...]] = {
 
 
 def parse_candidates(text: str) -> tuple[Variant, ...]:
-  """All combinations of a specification such as "adaptive_r=0,1 chunks=1,2,4"; of "": `Variant()`.
+  """All combinations of the values in `text`: "adaptive_r=0,1 chunks=1,2" gives four variants.
+
+  The empty text gives one, `Variant()`: as configured.
 
   Raises:
     ConfigError: a name is not in `TUNABLE`, or a value is not one that its field takes.

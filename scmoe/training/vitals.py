@@ -22,7 +22,7 @@ BEAT_SECONDS = 5.0  # least time between two writes of the heartbeat file
 # difference is more than SHARE of the step.
 LAG, SHARE = 1.5, 0.05
 # Memory has grown if it is at least GROWTH times its peak in the first SETTLED logged lines, and at
-# least MARGIN bytes above it; after a warning, its size then takes the place of the peak.
+# least MARGIN bytes above it. A warning puts the size at that time in the place of the peak.
 GROWTH, MARGIN = 1.5, 2**30
 SETTLED = 20
 
@@ -52,7 +52,7 @@ class Vitals:
   def times(self, step: tuple[float, float]) -> dict[str, float]:
     """`step_p50`, `step_p99`, `own_p50`, `own_p99` in seconds, with four significant digits.
 
-    `own` is this host's own part of a step, from the last 1024 calls of `worked`.
+    `own` is this host's own part of a step, from the last 1024 calls of `worked`; 0 without any.
 
     Args:
       step: median and 99th percentile of whole steps, in seconds.
@@ -86,7 +86,8 @@ class Vitals:
     A run has settled after its first 20 logged lines; a warning counts as settling again.
 
     Args:
-      size: bytes of memory that this process holds. The method is called once per logged line.
+      size: most bytes of memory that this process has held so far. The method is called once per
+        logged line.
     """
     self._lines += 1
     if self._lines <= SETTLED:

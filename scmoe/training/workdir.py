@@ -61,7 +61,8 @@ def _write_probe(workdir: Path) -> None:
   try:
     probe.write_bytes(b"\0" * _PROBE_BYTES)
   finally:
-    probe.unlink(missing_ok=True)  # another host may have the same process number
+    # A process with the same number on another host may have removed the file already.
+    probe.unlink(missing_ok=True)
 
 
 class RunLock:

@@ -1,4 +1,4 @@
-"""Computes the validation loss and accuracy of an image classifier."""
+"""Validation metrics of an image classifier: loss, two accuracies and dropped choices."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def evaluate_images(
 ) -> dict[str, Any] | None:
   """Evaluates a classifier on unaugmented validation images, without gate noise.
 
-  Experts have the capacity of training.
+  Experts have their capacity of training, so choices may be dropped.
 
   Args:
     model: the classifier.
@@ -82,9 +82,9 @@ def evaluate_images(
 
 @functools.cache
 def _make_counts(graph: nnx.GraphDef, mesh: Mesh) -> Any:
-  """Makes a jitted (params, router, batch) -> sums of the whole batch over all devices.
+  """Makes a jitted (params, router, batch) -> the sums in `COUNTED`, over the global batch.
 
-  The sums are float32 [len(COUNTED)], in the order of `COUNTED`.
+  They are float32 [len(COUNTED)], in the order of `COUNTED`, and the same on all devices.
   """
 
   def local(params, router, batch):

@@ -1,8 +1,10 @@
 """Generation with a key-value cache, for a batch of prompts of different lengths.
 
-Prompts are padded on the right. Prefill writes keys and values of padding into the cache too; each
-new token overwrites one of them at its row's own length before any token attends there. Experts
-have room for every token, so a row's text does not depend on the other rows of the batch.
+Prompts are padded on the right, and prefill writes keys and values of the padding into the cache
+too. No token of the text attends to them: a new token first overwrites those at its own position.
+Example: after a prompt of 5 tokens, padded to 16, the positions 5 to 15 hold padding. The first new
+token overwrites position 5 and attends to positions 0 to 5. Experts have room for every token, so a
+row's text does not depend on the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -87,7 +89,7 @@ def stream(
   usage: Usage | None = None,
   deterministic: bool = False,
 ) -> Iterator[list[list[int]]]:
-  """Continues every prompt, and yields new tokens: first one for each, then `chunk` at a time.
+  """Continues every prompt: yields one new token for each, then up to `chunk` at a time for each.
 
   The stream ends when all prompts have ended, or after `max_new_tokens` tokens. If the number of
   prompts does not divide evenly over the devices, copies of the last prompt fill up the batch;
@@ -98,11 +100,11 @@ def stream(
     prompts: the token ids of each prompt, at least one id.
     sampling: how tokens are drawn. The drawn tokens do not depend on `chunk`.
     max_new_tokens: number of tokens to add to a prompt that draws no end token.
-    chunk: number of tokens that the device generates before the host reads them.
+    chunk: number of tokens that the device adds to each row before the host reads them.
     seed: seed of the sampling.
     eos_id: an end token, or several. A prompt ends when it draws one, which is not returned.
     router: the training run's router state (balancing biases), if it has any.
-    mesh: the devices of this process that hold the model; None: one device.
+    mesh: the devices of this process that hold the model; None: jax's first device.
     prepare: turns a jitted function into a program (`scmoe.run.programs`); None calls it as it is.
     offload: how experts reach the device. Any value but the default needs a model whose experts
       are in the host's memory (`scmoe.inference.offload.model.offloaded`).
@@ -111,12 +113,13 @@ def stream(
       every `offload`; see `Static`.
 
   Yields:
-    The next tokens of each prompt; an empty list for a prompt that has ended.
+    A list of the next tokens for each prompt: fewer than the others' if the prompt draws its end
+    token, and empty once it has ended.
 
   Raises:
-    ConfigError: there is no prompt or an empty one, an id is outside the vocabulary,
-      `max_new_tokens` is below 1, prompt and new tokens are longer than the model's context, or
-      `offload` does not fit the memory that the experts are in.
+    ConfigError: `prompts` is not a list of lists of integers, there is no prompt or an empty one,
+      an id is outside the vocabulary, `max_new_tokens` is below 1, prompt and new tokens are longer
+      than the model's context, or `offload` does not fit the memory that the experts are in.
   """
   _check_prompts(model, prompts, max_new_tokens)
   ends = {eos_id} if eos_id is None or isinstance(eos_id, int) else set(eos_id)
@@ -145,8 +148,8 @@ def stream(
   if max_new_tokens > 1:
     given = taken_apart(static, params), *given[1:]
   new_BS, made, ended = token_B[:, None], 0, [False] * asked
-  # The device generates the next tokens while the host reads those before. With `usage` it must
-  # wait, because the host reads counters from the caches, which the next program overwrites.
+  # The device generates the next tokens while the host reads those before. With `usage` the next
+  # program must wait for the host: it overwrites the caches whose counters the host reads.
   ahead = usage is None
   while True:
     count = min(new_BS.shape[1], max_new_tokens - made)
@@ -166,10 +169,12 @@ def stream(
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-  """The compile-time constants that prefill and decoding of a generation share, besides shapes.
+  """The compile-time constants, besides shapes, that a generation's two programs share.
+
+  The programs are prefill (`make_prefill`) and decoding (`make_decode`).
 
   Attributes:
-    graph: the model without parameters.
+    graph: the model's structure without its parameters (`nnx.split`).
     mesh: the devices that hold the model.
     sampling: how tokens are drawn.
     offload: how experts reach the devices.
@@ -203,8 +208,9 @@ _COMPILED: dict[str, Any] = {
   # Decoding a token takes hundreds of small kernels in one CUDA graph. In serial order each kernel
   # or copy would wait for the one before it; in this mode it waits only for its operands.
   "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
-  # The pass named here rewrites matrix products of one row as sums of rounded terms. XLA would then
-  # write some matrices to memory again, and tokens would differ from those of prefill.
+  # Disables the pass named here, which rewrites a matrix product of one row as a sum of rounded
+  # terms. With that pass XLA would write some matrices to memory again, and decoding would round
+  # otherwise than prefill, so that both could choose different tokens after the same text.
   "xla_disable_hlo_passes": "dot-strength-reduction",
 }
 
@@ -215,11 +221,15 @@ _ONE_ORDER = {"xla_gpu_autotune_level": 0, "xla_gpu_experimental_force_split_k":
 
 @functools.cache
 def make_prefill(static: Static, room: int) -> Any:
-  """Makes a jitted (params, router, lengths_B, key, tokens_BS) -> first token int32 [B], caches.
+  """Makes the jitted program that reads the prompts and draws the first new token of each row.
+
+  Its arguments are (params, router, lengths_B, key, tokens_BS): `lengths_B` are the prompts'
+  lengths, `tokens_BS` the padded prompts. It returns the first new tokens, int32 [B], and the
+  caches, with those of experts if there are any.
 
   Args:
     static: see `Static`.
-    room: number of positions of the caches.
+    room: number of positions of the attention caches.
   """
   offload = static.offload
   experts = offload.prefill or OnDevice()
@@ -241,11 +251,11 @@ def make_prefill(static: Static, room: int) -> Any:
 
 
 def taken_apart(static: Static, params: Any) -> Any:
-  """The parameters with each pair's in arrays of their own, so that decoding reads them faster.
+  """Splits the stacked parameters into arrays for each pair, so that decoding reads them faster.
 
   An unrolled loop over pairs reads slices of the stacked parameters, and XLA copies each slice in
-  every call. This function copies them once. It leaves experts' parameters as they are, and all
-  parameters if the model scans over its pairs or has taken them apart already.
+  every call. This function copies them once. It leaves experts' parameters stacked. If the model
+  scans over its pairs, or its parameters are split already, it returns all of them unchanged.
   """
   leaves, tree = jax.tree.flatten(params)
   cut = _cut(static, tree, tuple((x.shape, x.dtype) for x in leaves))
@@ -258,11 +268,12 @@ def taken_apart(static: Static, params: Any) -> Any:
 
 @functools.cache
 def _cut(static: Static, tree: Any, kinds: tuple[tuple[Any, Any], ...]) -> Any:
-  """The plan of `taken_apart`: (which leaves to cut, a program that cuts them, the resulting tree).
+  """The plan of `taken_apart`: which leaves to cut, a program that cuts them, the resulting tree.
 
-  The first is a list with a bool for each leaf; the last is the tree's definition. Returns None if
-  no leaf needs cutting. The plan is cached, because merging modules takes milliseconds, for which
-  the first token would wait.
+  The first is a list with a bool for each leaf. The program returns an `Apart` for each leaf that
+  is cut. The last is the definition of a tree with these `Apart`s as leaves. Returns None if no
+  leaf needs cutting. The plan is cached, because merging modules takes milliseconds, and the first
+  token of each generation would wait for it.
   """
   params = tree.unflatten([jax.ShapeDtypeStruct(*kind) for kind in kinds])
   pairs = jax.eval_shape(lambda own: nnx.merge(static.graph, own).pairs(), params)
@@ -277,8 +288,8 @@ def _cut(static: Static, tree: Any, kinds: tuple[tuple[Any, Any], ...]) -> Any:
 
 
 # With this option a CUDA graph runs its kernels one after the other. The graph then needs no
-# branches, each of which starts after about 10 us of waiting. But no kernel runs beside another, so
-# the option is only for a single row and models that have nothing to overlap (`one_by_one`).
+# branches, and saves about 10 us of waiting before each branch. But no kernel runs beside another,
+# so the option is only for a single row and models that have nothing to overlap (`one_by_one`).
 _ONE_BY_ONE = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
 
 
@@ -303,9 +314,11 @@ def make_decode(static: Static, steps: int, in_order: bool = False) -> Any:
 
   Its arguments are (params, router, lengths_B, key, made, token_B, caches): `params` are the
   model's, or for speed those of `taken_apart`; `lengths_B` are the prompts' lengths; `made`, int32
-  [], is the number of new tokens so far; `token_B` is the last token of each row. It returns the
-  new tokens int32 [B, steps], the last of each row, the caches, and the experts that each call of a
-  layer requested, bool [pairs, steps · gatings, E], or None without a cache of experts.
+  [], is the number of new tokens of each row so far; `token_B` is the last token of each row. It
+  returns the new tokens int32 [B, steps], the last token of each row, the caches, and the experts
+  that each call of a layer requested, or None without a cache of experts. These are bool [pairs,
+  steps · N, E], with N the number of these calls in a pair for each token; on a mesh with data > 1,
+  every position on the data axis has E columns of its own.
 
   Args:
     static: see `Static`.
@@ -354,13 +367,14 @@ def prefill(
   router: Any = None,
   experts: ExpertSource = OnDevice(),
 ) -> tuple[Float[Array, "B V"], Any]:
-  """Runs a model over whole prompts and fills the attention caches.
+  """Runs a model over whole prompts: gives the next token's logits, and fills the caches.
 
   Args:
     model: a model on one device, or this device's part in the manual region (`shard_map`).
     tokens_BS: int32 prompts, padded on the right.
     lengths_B: int32 lengths of the prompts.
-    caches: empty caches of at least S positions (`GPT.init_caches`).
+    caches: empty attention caches of at least S positions (`GPT.init_caches`), and the caches of
+      experts if there are any (`scmoe.inference.offload.model.expert_caches`).
     router: router state (balancing biases), if the model has any.
     experts: where the experts are; see `Pass`.
 
@@ -368,8 +382,8 @@ def prefill(
     float32 logits [B, V] after each prompt's last token, and the caches.
   """
   position_S = jnp.arange(tokens_BS.shape[1])
-  # Positions of padding count on after the prompt. They can exceed a learned position embedding,
-  # whose lookup then takes the last position; no token reads the result.
+  # Padding has the positions that follow the prompt's. They can exceed a learned position
+  # embedding, whose lookup then takes the last position; no token reads the result.
   positions_BS = jnp.broadcast_to(position_S, tokens_BS.shape)
   mask_BS = position_S < lengths_B[:, None]
   options = {"no_drop": True, "router": router, "experts": experts}
@@ -388,16 +402,17 @@ def decode_step(
   pairs: Any = None,
   experts: ExpertSource = OnDevice(),
 ) -> tuple[Float[Array, "B V"], Any]:
-  """Runs a model over one token per row at its own position: float32 logits [B, V], and the caches.
+  """Runs a model over one token of each row: float32 logits [B, V] of the next one, and the caches.
 
-  For a single row it runs the kernels of `scmoe.inference.token`.
+  For a single row it runs the kernels of `scmoe.inference.token`, where they support its shapes.
 
   Args:
     model: see `prefill`.
-    token_B, position_B: int32 token of each row, and its position.
+    token_B, position_B: int32, the last token of each row, and its position in that row.
     caches: the caches that `prefill` or an earlier step returned.
     router, experts: see `prefill`.
-    pairs: `model.pairs()`, if one program decodes many tokens; it is then computed once.
+    pairs: result of `model.pairs()`, which a program that decodes many tokens calls once before its
+      loop; None: each pair's parameters are read from the model.
   """
   if token_B.shape[0] == 1:
     model = for_one_token(model)

@@ -34,10 +34,11 @@ def evaluate(
   stopping: Callable[[], bool] | None = None,
   prepare: Callable[[Any], Any] | None = None,
 ) -> dict[str, Any] | None:
-  """Evaluates a language model on validation text, with training's expert capacity, no gate noise.
+  """Evaluates a language model on validation text, without gate noise.
 
-  Bits per byte is the total cost of all counted tokens, in bits, over the bytes of text that they
-  stand for. It is comparable between tokenizers.
+  Experts have their capacity of training, so choices may be dropped. Bits per byte is the total
+  cost of all counted tokens, in bits, over the bytes of text that they stand for. It is comparable
+  between tokenizers.
 
   Args:
     model: the model to evaluate.
@@ -51,8 +52,8 @@ def evaluate(
   Returns:
     `loss` (nats per token), `perplexity`, `bits_per_byte`, `accuracy` (share of tokens that are the
     model's first guess), `drop` (share of the routing choices that were dropped), `batches`,
-    `tokens`, `bytes`, and `domains`: the same without `drop` and `batches` for each domain that was
-    read. None if it was stopped.
+    `tokens`, `bytes`, and `domains`: by name of each domain with counted tokens, the same figures
+    without `drop` and `batches`. None if it was stopped.
 
   Raises:
     DataError: there is no validation text, or none of its tokens has a weight.
@@ -89,7 +90,7 @@ def evaluate(
 def flat_scalars(figures: dict[str, Any]) -> dict[str, float]:
   """The metrics of `evaluate` that go into a line of metrics.jsonl, by name.
 
-  They are loss, bits per byte, accuracy and drop of all text; with several domains also
+  They are loss, bits per byte, accuracy and drop of all text; if several domains were read, also
   `bits_per_byte/NAME` of each.
   """
   flat = {name: figures[name] for name in ("loss", "bits_per_byte", "accuracy", "drop")}
@@ -101,10 +102,11 @@ def flat_scalars(figures: dict[str, Any]) -> dict[str, float]:
 
 @functools.cache
 def _make_counts(graph: nnx.GraphDef, mesh: Mesh, num_domains: int) -> Any:
-  """Makes a jitted (params, router, batch, sizes_V) -> sums of the whole batch over all devices.
+  """Makes a jitted (params, router, batch, sizes_V) -> sums over the global batch.
 
-  The sums are float32 [domains, len(COUNTED)], and float32 [2]: the numbers of dropped and of all
-  routing choices.
+  They are float32 [domains, len(COUNTED)], the sums in `COUNTED` of each domain, and float32 [2],
+  the numbers of dropped and of all routing choices. `sizes_V` is the number of bytes of each token
+  id. The results are the same on all devices.
   """
 
   def local(params, router, batch, sizes_V):
@@ -132,7 +134,7 @@ def _make_counts(graph: nnx.GraphDef, mesh: Mesh, num_domains: int) -> Any:
 
 
 def _figures(sums: np.ndarray) -> dict[str, float] | None:
-  """Metrics by name from sums in the order of `COUNTED`; None without tokens."""
+  """Metrics by name from sums in the order of `COUNTED`; None if no token is counted."""
   nats, tokens, size, correct = (float(v) for v in sums)
   if not tokens:
     return None

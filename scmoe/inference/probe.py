@@ -1,9 +1,10 @@
-"""Counts a trained router's choices over text or images, by gating, domain and class.
+"""Statistics of a trained router's choices over text or images, by gating, domain and class.
 
 A gating is one use of a gate; some wirings gate twice in a layer. The probe runs the model's own
 modules on one device, pair by pair instead of by a scan, and records what each router chooses and
-what each norm on the main path reads and returns (`_Listener`). A `Reading` says how a kind of
-model begins with a batch, and which domain and class each of its tokens has.
+what each norm on the main path reads and returns (`_Listener`). It also compares neighbouring
+values on the main path. A `Reading` says how a kind of model embeds a batch, and which domain and
+class each token of the batch has.
 """
 
 from __future__ import annotations
@@ -35,32 +36,35 @@ from scmoe.moe.types import Routing
 class Probe:
   """Statistics of a model's routing over some batches.
 
-  A gating is one use of a gate; the model has G. A pair is the blocks around one MoE; P pairs have
-  experts. Both are in the order in which tokens meet them. E counts zero experts too. Means of
-  tokens are over all batches at once.
+  A gating is one use of a gate; the model has G gatings. A pair is the blocks around one MoE; P
+  pairs have experts. Gatings and pairs are in the order in which tokens meet them. E counts zero
+  experts too. Shares and means of tokens are over the tokens of all batches at once.
 
   Attributes:
     gatings: name of each gating, e.g. "layer 1" or "layer 1, preceding".
-    load_GE: float [G, E], share of the choices that fell on each expert.
-    domain_load_GDE: float [G, domains, E], the same for the tokens of each domain; NaN for a domain
-      without tokens.
-    class_load_GCE: float [G, classes, E], the same for the tokens of each class; NaN for a class
-      without tokens.
+    load_GE: float [G, E], share of a gating's choices that fell on each expert.
+    domain_load_GDE: float [G, domains, E], the same among the choices of each domain's tokens; NaN
+      for a domain without tokens.
+    class_load_GCE: float [G, classes, E], the same among the choices of each class's tokens; NaN
+      for a class without tokens.
     neighbours_GEE: float [G - 1, E, E], share of the tokens whose first choice was e in one gating
       and f in the next; NaN if the next one has other tokens (a later stage of a Swin).
     entropy_G: mean entropy of a token's probabilities, divided by ln E.
     confidence_G: mean of a token's largest probability.
-    repeated_G: share of tokens whose best expert is the one that the earlier gating of the same
-      experts chose, where DGMoE takes the second best; NaN for a layer's first gating.
+    repeated_G: share of tokens whose best expert is the one that the layer's earlier gating chose;
+      DGMoE then takes the second best. NaN for a layer's first gating.
     as_current_G: share of tokens whose best expert stays the same if the gate reads the current
-      representation instead of the shortcut; NaN for gatings that read the current one.
+      representation instead of the shortcut; NaN for gatings that read the current representation.
     drop_P: share of the choices that were dropped, in each pair: the mean of the batches' shares.
     shortcut_ratio_P: |output of the routed experts| / |main path|, in each pair: the mean of the
       batches' ratios.
-    points: name of each value on the main path, in order.
+    points: name of each value on the main path, in order. The values are the residual stream before
+      each sublayer, "3 in" before layer 3's attention and "3 attention" before its feed-forward
+      sublayer; at the end of a Swin's stage, "4 merged"; and at the end, "out". If the number of
+      recorded values differs from that of these names, the names are numbers.
     similarity_V: mean cosine between each value on the main path and the next, [points - 1]; NaN
-      where four tokens become one between them.
-    tokens: number of tokens that were read; in a Swin those of the first stage.
+      where a Swin merges four tokens into one between them.
+    tokens: number of tokens that were read and count; in a Swin those of the first stage.
   """
 
   gatings: tuple[str, ...]
@@ -85,9 +89,10 @@ class Probe:
 
   @property
   def overlap_G(self) -> np.ndarray:
-    """[G - 1]: the share of the entropy of first choices that the gating before explains.
+    """How far a token's first choice in a gating follows from that in the gating before: [G - 1].
 
-    It is I(e; f) / H(f), with e a token's first choice in one gating and f that in the next.
+    It is I(e; f) / H(f), with e a token's first choice in one gating and f that in the next: 0 if
+    they are independent, 1 if e determines f.
     """
     joint = self.neighbours_GEE
     first, second = joint.sum(-1, keepdims=True), joint.sum(-2, keepdims=True)
@@ -100,10 +105,10 @@ def _xlogx(p: np.ndarray) -> np.ndarray:
 
 
 class Reading(Protocol):
-  """How `probe` reads one kind of model.
+  """How `probe` runs one kind of model, text or images, around its pairs.
 
-  It gives what enters the first pair, what the next trunk begins with, and each token's domain and
-  class.
+  It gives the model's trunks, the input of the first pair with each token's domain and class, and
+  the step from one trunk to the next.
   """
 
   def trunks(self, model: Any) -> Sequence[Trunk]:
@@ -111,16 +116,19 @@ class Reading(Protocol):
     ...
 
   def begin(self, model: Any, batch: Any) -> Begun:
-    """Embeds a batch for the first pair; says which tokens count, and in which domain and class."""
+    """Embeds a batch for the first pair, and gives all else that `Begun` holds of its tokens."""
     ...
 
   def between(self, model: Any, number: int, h_BSD: Array) -> Array:
-    """The residual stream as trunk `number` >= 1 begins with it, from the end of the one before."""
+    """The input of trunk `number`, from h_BSD, the residual stream at the end of the trunk before.
+
+    Only for `number` >= 1: the first trunk, number 0, has its input from `begin`.
+    """
     ...
 
 
 class Begun(NamedTuple):
-  """A batch as the first pair begins with it. An array [B, 1] holds for all tokens of a row.
+  """The input of a model's first pair. An array [B, 1] has one value for all tokens of a row.
 
   Attributes:
     h_BSD: the residual stream.
@@ -142,11 +150,11 @@ class Begun(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ReadText:
-  """A `Reading` of text by a language model; a table gives each token's class.
+  """A `Reading` of text by a language model; a table gives the class of each token id.
 
   Attributes:
-    classes_V: int [V], class of each token of the vocabulary.
-    router: router state of the run.
+    classes_V: int [V], class of each token id of the vocabulary.
+    router: router state of the run; None or {} if it has none.
   """
 
   classes_V: Any
@@ -157,7 +165,7 @@ class ReadText:
     return [model]
 
   def begin(self, model: GPT, batch: Batch) -> Begun:
-    """Embeds the tokens; padding (segment 0) does not count. See `Reading.begin`."""
+    """Embeds the tokens; padding (segment 0) does not count. Without domains all rows have 0."""
     h_BSD = model.embedding(batch.inputs, batch.positions, jnp.dtype(model.config.dtype))
     rows = batch.inputs.shape[0]
     return Begun(
@@ -177,10 +185,10 @@ class ReadText:
 
 @dataclasses.dataclass(frozen=True)
 class ReadImages:
-  """A `Reading` of images by a classifier; a token's class is its image's label, its domain 0.
+  """A `Reading` of images by a classifier: each token has its image's label as class, and domain 0.
 
   Attributes:
-    router: router state of the run.
+    router: router state of the run; None if it has none.
   """
 
   router: Any = None
@@ -190,7 +198,7 @@ class ReadImages:
     return list(model.trunks)
 
   def begin(self, model: VisionModel, batch: ImageBatch) -> Begun:
-    """Embeds the images; padding (weight 0) does not count. See `Reading.begin`."""
+    """Embeds the images; tokens of padding images (weight 0) do not count. See `Reading.begin`."""
     h_BSD = model.embedding(pixels(batch.images).astype(jnp.dtype(model.config.dtype)))
     labels_B = jnp.asarray(batch.labels)
     of_rows = batch.weights[:, None] > 0, jnp.zeros_like(labels_B), labels_B[:, None]
@@ -209,17 +217,17 @@ def probe(
   num_classes: int,
   reading: Reading,
 ) -> Probe:
-  """Runs the model over batches and counts its routers' choices.
+  """Runs the model over batches, and returns the statistics of its routing.
 
   Args:
     model: a model on one device.
     batches: the text or images.
     num_domains: number of domains in the batches.
-    num_classes: number of classes of `reading`.
+    num_classes: number of classes that `reading` gives to tokens.
     reading: how this kind of model reads, with the run's router state.
 
   Raises:
-    ConfigError: the wiring has no routed experts, or the batches have no tokens that count.
+    ConfigError: the wiring has no routed experts, there is no batch, or no token counts.
   """
   listened = _Layout(reading.trunks(model))
   if not listened.gatings:
@@ -237,17 +245,17 @@ def probe(
 
 
 class _Layout:
-  """Names and kinds of all gatings and names of main-path values, read from the model's options.
+  """Names and kinds of all gatings, and names of the main path's values, from the model's options.
 
   Attributes:
     gatings, points: see `Probe`.
     second: for each gating, whether an earlier gating of the same layer uses the same experts.
-    shortcut: for each gating, whether its gate reads the shortcut.
+    shortcut: for each gating, whether its gate reads an earlier value than the current one.
   """
 
   def __init__(self, trunks: Sequence[Trunk]):
     self.gatings, self.points, self.second, self.shortcut = [], [], [], []
-    layer = 0  # the first layer of the pair
+    layer = 0  # the first layer of the pair, or the dense layer, that is added next
     for number, trunk in enumerate(trunks):
       config, rule = trunk.config, trunk.config.wiring_rule
       per_pair = config.moe_every * rule.units_per_moe
@@ -258,7 +266,7 @@ class _Layout:
       self.points.append("out" if number + 1 == len(trunks) else f"{layer} merged")
 
   def _add(self, config: Any, rule: Any, first: int, *, dense: bool) -> None:
-    """Adds the names of a pair that begins with layer `first`, or of one layer without a MoE."""
+    """Adds the names of a pair that begins with layer `first`, or of the dense layer `first`."""
     if dense:
       self.points += [f"{first} in", f"{first} attention"]
     else:
@@ -275,11 +283,11 @@ class _Layout:
 
 
 class _Listener:
-  """Wraps a submodule: forwards every call, and reports the calls of one method.
+  """Stands in for a submodule: forwards every call to it, and reports the calls of one method.
 
   Args:
     inner: the submodule.
-    note: called with the method's result, followed by its positional arguments.
+    note: called after each call of that method, with its result and its positional arguments.
     name: the method's name; `__call__` for calls of the submodule itself.
   """
 
@@ -313,10 +321,11 @@ def _counts(
   num_classes: int,
   batch: Any,
 ) -> dict[str, Array]:
-  """The figures of one batch that `_finished` divides, after they are added up over batches.
+  """The sums of one batch, by name; the caller adds them up over batches for `_finished`.
 
-  They are sums over its tokens. Only drop and shortcut_ratio are the batch's own figures; a 1 in
-  `batches` serves for their mean.
+  All are sums over the batch's tokens, or numbers of tokens that divide such sums, except `drop`
+  and `shortcut_ratio`. These two are the batch's own shares and ratios: `_finished` divides their
+  sums by the number of batches, to which each batch adds the 1 in `batches`.
   """
   begun = reading.begin(model, batch)
   h_BSD, found = begun.h_BSD, _Heard()
@@ -352,13 +361,14 @@ def _counts(
 
 
 class _Heard:
-  """Routings that listeners record while a batch passes all trunks.
+  """The routings and values that are recorded while a batch passes all trunks, in order.
 
   Attributes:
     routings: the `Routing` of each gating.
     current: for each gating, the `Routing` of the same gate on the current representation.
-    read: for each gating, the current representation [B, S, D]; its shape says which tokens it has.
-    values: the values on the main path, in order.
+    read: for each gating, the current representation [B, S, D], of which only the shape is used: a
+      later stage of a Swin has a smaller S.
+    values: the values on the main path, [B, S, D] each; see `Probe.points`.
     sums: the `RouterSums` of each pair with experts.
   """
 
@@ -371,9 +381,10 @@ class _Heard:
 
 
 def _walk(trunk: Trunk, h_BSD: Array, begun: Begun, router: Any, found: _Heard) -> Array:
-  """Runs a trunk pair by pair with listeners, which fill `found`.
+  """Runs a trunk pair by pair, and adds its routings, values and sums to `found`.
 
-  Returns the residual stream after the last pair.
+  Listeners on the MoE and on the norms record routings and values. Returns the residual stream
+  after the last pair.
   """
   config, rule = trunk.config, trunk.config.wiring_rule
   stacks = {False: nnx.split(trunk.stages), True: trunk.dense and nnx.split(trunk.dense)}
@@ -382,8 +393,8 @@ def _walk(trunk: Trunk, h_BSD: Array, begun: Begun, router: Any, found: _Heard) 
     graph, params = stacks[dense]
     pair: BlockPair = nnx.merge(graph, jax.tree.map(lambda x, i=i: x[i], params))
     moe, seen = pair.moe, {}
-    # nnx does not allow an attribute that is not a module, so `object.__setattr__` sets it. That is
-    # safe here, because this pair is never split again.
+    # A `_Listener` is no nnx module, so nnx would refuse it as an attribute of the pair.
+    # `object.__setattr__` sets it without nnx. That is safe, because this pair is not split again.
     note = lambda flight, *_: found.routings.append(flight.routing)
     if moe is not None:
       object.__setattr__(pair, "moe", _Listener(moe, note, "route"))
@@ -391,7 +402,7 @@ def _walk(trunk: Trunk, h_BSD: Array, begun: Begun, router: Any, found: _Heard) 
       for block in unit.blocks:
         for name in ("norm_attention", "norm_mlp"):
           norm, key = getattr(block, name), (id(block), name)
-          # `setdefault` keeps the first call: a shortcut calls the norm again with the same value.
+          # `setdefault` keeps the first call: a shortcut applies the norm again to the same value.
           hear = lambda out, x, key=key, seen=seen: seen.setdefault(key, (x, out))
           object.__setattr__(block, name, _Listener(norm, hear))
     bias = router.get("bias")
@@ -425,16 +436,18 @@ def _of_routings(
   num_domains: int,
   num_classes: int,
 ) -> dict[str, Array]:
-  """Sums of what routings say over one batch's tokens; each sum has an entry for every gating.
+  """Sums over one batch's tokens of the figures of each gating, before they are divided.
 
   Args:
     heard: what the listeners heard.
-    read: for each gating, its tokens' mask float32 [T], domain int [T] and class int [T].
+    read: for each gating, its tokens' mask float32 [T] (1 for tokens that count, else 0), domain
+      int [T] and class int [T].
     layout: names and kinds of the gatings.
     num_domains, num_classes: as for `probe`.
 
   Returns:
-    Arrays [G, ...] by name; `neighbours`, of each gating and the next, is [G - 1, E, E].
+    Arrays [G, ...] by name, with `gating_tokens` the number of tokens that count in each gating.
+    `neighbours`, of each gating and the next, is [G - 1, E, E].
   """
   routings, current = heard.routings, heard.current
   num_experts = routings[0].probs_TE.shape[1]  # includes zero experts
@@ -485,7 +498,7 @@ def _finished(layout: _Layout, total: dict[str, np.ndarray]) -> Probe:
   of_gating = total["gating_tokens"]
   only = lambda x, where: np.where(where, x / of_gating, np.nan)
   points = tuple(layout.points)
-  # In some wirings the last sublayer has no norm, so a value is missing: values then have numbers.
+  # A value that no norm has read is missing from the record; all values then have numbers as names.
   if len(total["similarity"]) != len(points) - 1:
     points = tuple(str(i) for i in range(len(total["similarity"]) + 1))
   return Probe(

@@ -20,8 +20,8 @@ class Sampling(Options):
   Attributes:
     temperature: divides the logits; 0 takes the most probable token.
     top_k: draws among the k most probable tokens; 0: among all.
-    top_p: draws among the most probable tokens, as few as have this probability together; 1: among
-      all.
+    top_p: draws among the most probable tokens, as few as reach this probability together, after
+      `top_k`; 1: among all that `top_k` leaves.
   """
 
   temperature: float = option(1.0, minimum=0)
@@ -49,10 +49,10 @@ def keep_top_p(logits_BV: Array, p: float) -> Array:
 
 
 def sample(logits_BV: Float[Array, "B V"], sampling: Sampling, key: Array) -> Int[Array, " B"]:
-  """Draws one token for each row: int32 [B]. top_k and top_p apply after the temperature.
+  """Draws one token for each row: int32 [B], after temperature, top_k and top_p, in this order.
 
   With temperature 0 it takes each row's most probable token. The draws are the same on every mesh:
-  each device computes the noise of the global batch and takes its own rows.
+  each device computes the noise of the global batch and takes the noise of its own rows.
   """
   if sampling.temperature == 0:
     return logits_BV.argmax(-1).astype(jnp.int32)

@@ -1,6 +1,7 @@
-"""Log-likelihoods of given continuations, which benchmarks of language models need.
+"""Scores of given continuations, as benchmarks of language models need them.
 
-As in generation, experts have room for every token, so a text's score does not depend on the other
+A score is the continuation's log-likelihood, and whether greedy decoding would have chosen it. As
+in generation, experts have room for every token, so a text's score does not depend on the other
 texts of the batch.
 """
 
@@ -21,7 +22,7 @@ from scmoe.base.errors import ConfigError
 from scmoe.models.gpt import GPT, Pass
 from scmoe.parallel.mesh import BATCH_AXES, make_mesh, manual, parameter_specs
 
-_SHORTEST = 16  # least padded length of rows in tokens, unless `length` is less
+_SHORTEST = 16  # rows are padded to at least so many tokens, or to `length` if that is less
 
 
 class Continuation(NamedTuple):
@@ -41,8 +42,8 @@ class Score(NamedTuple):
   """The score of a continuation.
 
   Attributes:
-    log_likelihood: natural logarithm of its probability after the context.
-    greedy: whether each of its tokens is the model's most probable one.
+    log_likelihood: natural logarithm of the continuation's probability after its context.
+    greedy: whether every token of the continuation is the model's most probable one at its place.
   """
 
   log_likelihood: float
@@ -59,18 +60,18 @@ def score(
   router: Any = None,
   prepare: Callable[[Any], Any] | None = None,
 ) -> list[Score]:
-  """Scores every continuation; the results are in the same order.
+  """Scores every continuation; the results are in the order of `continuations`.
 
-  The model reads all tokens but the last. If these are more than `length`, it does not read the
-  beginning of the context. It reads a continuation of more than `length` tokens in several windows
-  (`windows`).
+  The model reads context and continuation without the last token. If these are more than `length`
+  tokens, it does not read the beginning of the context. It reads a continuation of more than
+  `length` tokens in several windows (`windows`).
 
   Args:
     model: a trained model.
     continuations: the continuations, each with its context.
-    length: number of tokens that the model reads at a time, at most its context.
+    length: most tokens that the model reads in one row, at most `model.context`.
     batch_size: windows at a time; rounded up to a multiple of the devices that share a batch.
-    mesh: the devices that hold the model; None: one device.
+    mesh: the devices that hold the model; None: jax's first device.
     router: the training run's router state (balancing biases), if it has any.
     prepare: turns a jitted function into a program (`scmoe.run.programs`); None calls it as it is.
 
@@ -105,12 +106,12 @@ def score(
 
 
 def windows(continuation: Continuation, length: int) -> Iterator[Continuation]:
-  """Splits a continuation into windows, which score each of its tokens once.
+  """Splits a continuation into windows; each of its tokens is scored in exactly one of them.
 
   Each window scores `length` tokens (the last window scores the rest), after as much context as
-  fits into `length` inputs. A window has one token more than inputs, because its last token is only
-  scored. Example with `length` 4: the continuation abcdef after the context xyz becomes z|abcd and
-  bcd|ef.
+  fits into `length` inputs. A window has one token more than inputs, because the model scores its
+  last token but does not read it. Example with `length` 4: the continuation abcdef after the
+  context xyz becomes the windows z|abcd and bcd|ef, with the scored tokens behind the bar.
   """
   tokens, asked = continuation
   begin, end = len(tokens) - asked, len(tokens)
@@ -137,7 +138,8 @@ def _checked(continuation: Continuation, vocabulary: int) -> Continuation:
 def _rows(asked: list[Continuation], batch_size: int, length: int) -> tuple[np.ndarray, ...]:
   """Arrays [B, S] of windows: inputs and targets int32, mask bool and weights float32.
 
-  Weights are 1 for targets that are scored, 0 for context and padding.
+  The mask is False for padding, at a row's end and in rows without a window. Weights are 1 for
+  targets that are scored, 0 for context and padding.
   """
   longest = max(len(tokens) for tokens, _ in asked) - 1
   # Rounds up to a power of two, or to `length`, so that few shapes are compiled.
@@ -155,8 +157,9 @@ def _rows(asked: list[Continuation], batch_size: int, length: int) -> tuple[np.n
 def make_scores(graph: nnx.GraphDef, mesh: Mesh) -> Any:
   """Makes a jitted (params, router, inputs, targets, mask, weights) -> log-likelihoods, mistakes.
 
-  Both results are float32 [B], a sum and a number for each row, over its targets of weight 1. A
-  mistake is a target that is not the model's most probable token.
+  Both results are float32 [B]: for each row the sum of the log-likelihoods, and the number of
+  mistakes, of its targets with weight 1. A mistake is a target that is not the model's most
+  probable token.
   """
 
   def local(params, router, inputs_BS, targets_BS, mask_BS, weights_BS):

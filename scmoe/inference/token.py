@@ -4,18 +4,22 @@ For a single row, launching a kernel and waiting for the one before it takes mos
 fewer kernels decode faster. `for_one_token` copies a model, with the same parameters and these
 classes in place of its own:
 
-    TokenNorm        the norm of one row, in one kernel
-    TokenBlock       a norm and the attention's input projections, in one kernel
-    TokenAttention   adds up the projections' partial sums, rotates, attends and writes the cache
-    TokenUnit        hands the experts' norm to the gate; writes the residual stream once
-    TokenMoE         the experts' norm and the gate's product, in one kernel
+    TokenNorm        one kernel computes the norm of the row
+    TokenBlock       one kernel computes the attention's norm and its input projections
+    TokenAttention   one kernel adds up the projections' partial sums, rotates queries and keys,
+                     attends and writes the cache; another computes the output projection
+    TokenUnit        leaves the norm before the experts to the gate's kernel; makes XLA write the
+                     residual stream once
+    TokenMoE         one kernel computes the norm before the experts and the gate's product
 
 Partial sums occur because several thread blocks share the rows of a matrix: each block writes the
 sum over its rows, and the kernel that reads the product adds the blocks' sums. Schedule, transports
 and experts are those of the plain pair. If no kernel supports a shape, the plain class computes, so
 on a CPU the results are bitwise those of the plain model (`tests/inference/test_token.py`).
 
-    D  width      E  experts      K  experts per token      H  heads of queries      N  head width
+    D  width                   H  heads of queries               T  positions of a cache
+    E  experts                 K  heads of keys and values       P  partial sums of a product
+    N  width of a head         M  outputs of all input projections, (H + 2 K) N
 """
 
 from __future__ import annotations
@@ -60,13 +64,16 @@ def for_one_token(model: GPT) -> GPT:
 
 
 def normalisation_of(norm: Norm) -> Normalisation:
-  """The parameters of a `Norm` as a `Normalisation`, which the one-row kernels take."""
+  """The parameters and options of a `Norm` as a `Normalisation`, which the one-row kernels take."""
   bias = None if norm.bias is None else norm.bias[...]
   return Normalisation(norm.scale[...], bias, norm.kind == "layernorm", norm.eps)
 
 
 class TokenNorm(Norm):
-  """A `Norm` of one row in one kernel; XLA would launch one for each sum and one for the result."""
+  """A `Norm` of one row: one kernel computes it if it supports the row, else XLA as in `Norm`.
+
+  XLA launches a kernel for each sum over the row, and one for the result.
+  """
 
   def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
     if not takes(x):
@@ -80,8 +87,9 @@ class TokenAttention(Attention):
   def partial_sums(self, row: Normalised, positions_BS: Array) -> PartialProjections | None:
     """The token's queries, keys and values as partial sums, for the attention kernel.
 
-    Returns None if queries, keys or values have a bias, a norm, clipping, or a rotation that is
-    interleaved or of a part of a head, or if the kernel does not support the widths.
+    Returns None if queries, keys or values have a bias, a norm or clipping; if their rotation is
+    interleaved, or turns only a part of each head; or if the kernel that would compute the partial
+    sums does not support the widths and the dtype, or does not run on this device.
     """
     c = self.config
     biased = any(b is not None for b in (self.query_bias, self.key_bias, self.value_bias))
@@ -99,9 +107,9 @@ class TokenAttention(Attention):
     return PartialProjections(sums_PM, turn_2N, heads, kv_heads, row.dtype)
 
   def into_heads(self, x_BSD: Array) -> list[Array]:
-    """The products of the token with the query, key and value matrices, without bias.
+    """The products of the token with the query, key and value matrices, before biases are added.
 
-    One kernel computes them if it supports the sizes; see `Attention.into_heads`.
+    One kernel computes all three if it supports the sizes, else XLA; see `Attention.into_heads`.
     """
     weights = [w[...].astype(x_BSD.dtype) for w in (self.query, self.key, self.value)]
     found = products(x_BSD, [w.reshape(w.shape[0], -1) for w in weights])
@@ -110,17 +118,19 @@ class TokenAttention(Attention):
     return [y.reshape(*y.shape[:-1], *w.shape[1:]) for y, w in zip(found, weights)]
 
   def out_of_heads(self, y_BSHN: Array) -> Array:
-    """The product of all heads' outputs with the output matrix, without bias: [1, 1, D].
+    """The product of all heads' outputs with the output matrix, before a bias is added: [1, 1, D].
 
-    A kernel computes it if it supports the sizes; see `Attention.out_of_heads`.
+    A one-row kernel computes it if it supports the sizes, else XLA; see `Attention.out_of_heads`.
     """
     found = self._out_product(y_BSHN.reshape(*y_BSHN.shape[:2], -1))
     return super().out_of_heads(y_BSHN) if found is None else found
 
   def mix(self, projected: Any, *args: Any, **options: Any) -> Any:
-    """Attends and applies the output projection, also from partial sums of queries, keys, values.
+    """`Attention.mix`, which can also begin from partial sums of queries, keys and values.
 
-    Args and result are those of `Attention.mix`; `projected` may be `PartialProjections`.
+    Arguments and results are those of `Attention.mix`, but `projected` may be a
+    `PartialProjections`. If the attention's kernel does not support these partial sums or the
+    cache, XLA adds the partial sums up, and `Attention.mix` computes the rest.
     """
     if not isinstance(projected, PartialProjections):
       return super().mix(projected, *args, **options)
@@ -133,9 +143,10 @@ class TokenAttention(Attention):
   def _mix_partial_sums(
     self, own: PartialProjections, positions_BS: Array, cache: KeyValues
   ) -> tuple[Array, KeyValues]:
-    """Attends over the cache, adds the token to it, and applies the output projection.
+    """Writes the token's key and value into the cache, attends, and applies the output projection.
 
-    These are two kernels, unless no kernel supports the output projection.
+    One kernel does the first two. A second one computes the output projection, if it supports the
+    sizes; else XLA does. Returns the attention's output, [1, 1, D], and the cache.
     """
     y, k_TKN, v_TKN = kernel.attend_partial(
       own,
@@ -151,9 +162,9 @@ class TokenAttention(Attention):
     return self.over_devices(y_BSD), KeyValues(k_TKN[None], v_TKN[None])
 
   def _out_of_parts(self, parts: PartialAttention) -> Array:
-    """The output projection, [1, 1, D], of attention in parts.
+    """The output projection, [1, 1, D], of attention that several thread blocks have computed.
 
-    Several thread blocks have computed the attention, each over a part of the cache.
+    Each of them attended over a part of the cache; `parts` holds one result for each part.
     """
     found = self._out_product(parts)
     return super().out_of_heads(parts.joined()[None, None]) if found is None else found[None]
@@ -165,12 +176,15 @@ class TokenAttention(Attention):
 
 
 class TokenBlock(Block):
-  """A `Block` of one token: the kernel of the input projections computes its norm too."""
+  """A `Block` of one token: the kernel of the input projections computes the norm before them too.
+
+  If that kernel does not support the block, each of the two is computed by itself.
+  """
 
   def project(self, h_BSD: Array, positions_BS: Array) -> Any:
-    """The first half of the attention; partial sums if `TokenAttention.mix` can add them up.
+    """Queries, keys and values of the token, as partial sums or as in `Block.project`.
 
-    Otherwise it returns what `Block.project` does.
+    They are partial sums, a `PartialProjections`, where `TokenAttention.partial_sums` gives them.
     """
     if isinstance(self.attention, TokenAttention):
       row = Normalised(h_BSD, normalisation_of(self.norm_attention))
@@ -180,19 +194,24 @@ class TokenBlock(Block):
     return super().project(h_BSD, positions_BS)
 
   def mix(self, h_BSD: Array, projected: Any, *args: Any, **options: Any) -> Any:
-    """The second half of the attention, as `Block.mix`; XLA writes its residual stream once."""
+    """The second half of the attention, as `Block.mix`; XLA writes the new residual stream once."""
     h_BSD, cache = super().mix(h_BSD, projected, *args, **options)
     return _written_once(h_BSD), cache
 
 
 class TokenUnit(Unit):
-  """A `Unit` of one token; the gate's kernel computes its last norm if only the MoE reads it."""
+  """A `Unit` of one token; it leaves the norm before the experts to the gate's kernel if it can.
+
+  It can if only the MoE reads this norm; see `tapped`. XLA writes the residual stream after the
+  unit to memory once.
+  """
 
   def tapped(self, tap: Tap, h_BSD: Array, handed_BSD: Array | None) -> Any:
-    """The value that routed experts read, as `Unit.tapped`.
+    """The value that routed experts read, as `Unit.tapped`, or a token still to be normalised.
 
-    If it is the current representation and there is no shared expert, only the MoE reads the norm.
-    Then this returns a `Normalised`: the token with its norm still to be computed.
+    If that value is the current representation and there is no shared expert, only the MoE reads
+    its norm. Then this method returns a `Normalised`, the token with its norm still to be computed,
+    where the norm's kernel supports the token.
     """
     if tap is Tap.CURRENT and self.mix is None and takes(h_BSD):
       return Normalised(h_BSD, normalisation_of(self.blocks[-1].norm_mlp))
@@ -204,7 +223,11 @@ class TokenUnit(Unit):
 
 
 class TokenMoE(MoE):
-  """A `MoE` of one token: one kernel computes the token's norm and its product with the gate."""
+  """A `MoE` of one token: one kernel computes the token's norm and its product with the gate.
+
+  If no kernel supports the gate, or the call has a mask, gate noise or an expert to avoid, norm and
+  product are computed one after the other.
+  """
 
   def route(
     self, x: Array | Normalised, call: MoECall = MoECall(), gate: Gate | None = None
@@ -236,15 +259,15 @@ class GateOfSums:
     return self.sums.sums_PE.sum(0)[None]
 
   def top_k(self, x_TD: Array, k: int) -> GateOutput:
-    """The `GateOutput` of the token's k best experts, from the partial sums; `x_TD` is not read."""
+    """The `GateOutput` with the token's k best experts, from the partial sums; ignores `x_TD`."""
     del x_TD
     return self.sums.top_k(k)
 
 
 def _gate_under_norm(row: Normalised, gate: Any) -> PartialLogits | None:
-  """The token's norm and its product with a gate; None unless a kernel supports this gate.
+  """The normalised token and the partial sums of its logits, from one kernel.
 
-  Only `LinearGate` has such a kernel.
+  None unless the gate is a `LinearGate` and the kernel supports its sizes and runs here.
   """
   if not isinstance(gate, LinearGate):
     return None

@@ -1,7 +1,9 @@
-"""Generation with routed experts in the host's memory: moves them there, and counts their copies.
+"""Generation with routed experts in the host's memory: moves them there, and counts requests.
 
-All other parameters and the attention caches stay on the device. Prefill and decode each have a
-`Migration` of their own, which says when experts are copied to the device.
+Experts that do not fit there can stay in the model's files. All other parameters and the attention
+caches stay on the device. Prefill and decode each have a `Migration` of their own, which says when
+experts are copied to the device. `Usage` counts the requests to the caches of experts, and those
+that needed a copy.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class Offload:
   """How a model's experts reach the device.
 
   Attributes:
-    prefill, decode: when experts are copied in each phase; None: they are always on the device.
+    prefill, decode: when experts are copied in each phase; None: they are always on the device. One
+      is None only if the other is.
     cache_size: number of experts of every pair that a device keeps between decoded tokens; 0: none.
   """
 
@@ -46,10 +49,10 @@ class Offload:
 
   @staticmethod
   def named(prefill: str, decode: str, cache_size: int = 0, **options: Any) -> Offload:
-    """An `Offload` from the names in `WAYS`.
+    """The `Offload` with one of the modes in `WAYS` for each phase.
 
     Args:
-      prefill, decode: none, blocking, early or ring; if one is none, so is the other.
+      prefill, decode: none, blocking, early or ring; if one is none, so must the other be.
       cache_size: see `Offload`.
       options: further fields of both `Migration`s.
 
@@ -70,8 +73,10 @@ class Offload:
   def checked(self, model: GPT) -> Offload:
     """Checks that the model's experts are in the memory that this `Offload` expects; returns self.
 
+    The default `Offload` expects them on the device, every other one in the host's memory or files.
+
     Raises:
-      ConfigError: they are in the other memory.
+      ConfigError: they are not where this `Offload` expects them.
     """
     if model.taken_apart != (self.decode is not None):
       where = "the host's memory" if model.taken_apart else "the device's memory"
@@ -83,9 +88,9 @@ class Offload:
 
 
 def expert_caches(model: GPT, offload: Offload) -> dict[str, list[ExpertCache]]:
-  """Empty caches of experts, one for each pair, as the entry `experts` beside `GPT.init_caches`.
+  """Empty caches of experts, as {"experts": [one for each pair]}; {} if `cache_size` is 0.
 
-  {} if `offload.cache_size` is 0.
+  Prefill and decoding expect this entry in one dictionary with those of `GPT.init_caches`.
   """
   if not offload.cache_size:
     return {}
@@ -96,7 +101,7 @@ def expert_caches(model: GPT, offload: Offload) -> dict[str, list[ExpertCache]]:
 
 
 def expert_cache_specs(model: GPT, offload: Offload) -> dict[str, list[ExpertCache]]:
-  """PartitionSpecs of `expert_caches`, in the same structure; {} if no experts are cached."""
+  """PartitionSpecs of `expert_caches`, in the same structure; {} if `cache_size` is 0."""
   if not offload.cache_size:
     return {}
   return {"experts": [cache_specs(params) for params in _experts_of_pairs(model)]}
@@ -114,7 +119,8 @@ class Usage:
   Attributes:
     requests, misses: numbers of requested experts, and of those that had to be copied, summed over
       devices, pairs, tokens and generations.
-    held: for each generation, int32 [pairs, C], the expert in each of C places before decode.
+    held: for each generation, int32 [pairs, C], the expert in each of C places before decode; -1
+      for an empty place.
     worth: for each generation, float32 [pairs, E], the score by which the policy keeps experts,
       before decode.
     traces: for each generation a list with one array for each run of the decode program: bool
@@ -129,9 +135,10 @@ class Usage:
   _seen: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(2, np.int64))
 
   def begin(self, caches: Sequence[ExpertCache]) -> None:
-    """Begins the record of a generation with its caches after prefill.
+    """Begins the record of a generation.
 
-    The requests of prefill do not count.
+    Args:
+      caches: the caches of all pairs after prefill; the requests counted so far are left out.
     """
     self._seen = _counted(caches)
     self.held.append(np.stack([np.asarray(own.expert_C) for own in caches]))
@@ -143,7 +150,7 @@ class Usage:
 
     Args:
       requested: bool [pairs, calls, E], the experts that each call of a layer requested.
-      caches: the caches after the run.
+      caches: the caches of all pairs after the run.
     """
     self.traces[-1].append(np.asarray(requested))
     counted = _counted(caches)
@@ -157,9 +164,9 @@ class Usage:
     return 1 - self.misses / self.requests if self.requests else 1.0
 
   def hit_rate_of(self, policy: str) -> float:
-    """The hit rate that a policy would have on the same requests; for one device only.
+    """The hit rate that a policy would have had on the recorded requests, in caches of this size.
 
-    It is 1 without requests.
+    It is 1 without requests. Only for records of a single device.
 
     Args:
       policy: see `scmoe.inference.offload.trace.hits`.
@@ -173,19 +180,19 @@ class Usage:
 
 
 def _counted(caches: Sequence[ExpertCache]) -> np.ndarray:
-  """Numbers of requests and misses that all caches have counted so far, int64 [2]."""
+  """The (requests, misses) that all caches together have counted so far, int64 [2]."""
   total = lambda name: sum(int(np.asarray(getattr(own, name)).sum()) for own in caches)
   return np.array([total("requests"), total("misses")], np.int64)
 
 
 def offloaded(model: GPT, mesh: Mesh, *, int8: bool = False, pinned: int | None = None) -> GPT:
-  """A copy of a model with its routed experts in the host's memory.
+  """A copy of a model with its routed experts in the host's memory, or some of them in their files.
 
-  Each pair's parameters become arrays of their own, and its program unrolls the loop over pairs.
-  The caller can delete `model` afterwards.
+  The copy has parameter arrays for each pair instead of stacks, and programs that run it unroll the
+  loop over pairs. The caller can delete `model` afterwards.
 
   Args:
-    model: any model whose parameters have the types in which they compute.
+    model: any model whose parameters have the dtypes in which it computes.
     mesh: the devices that hold it.
     int8: whether the host keeps the experts' matrices in eight bits (`Int8`), which halves the
       copied bytes of a 16-bit model.
@@ -194,7 +201,7 @@ def offloaded(model: GPT, mesh: Mesh, *, int8: bool = False, pinned: int | None 
       `InferenceFolder.mapped`.
 
   Raises:
-    ConfigError: see `check`; or experts should stay in their files under tensor parallelism.
+    ConfigError: see `check`; or `pinned` leaves experts in their files on a mesh with tensor > 1.
   """
   check(model, mesh)
   pinned = model.config.num_pairs if pinned is None else pinned
@@ -233,9 +240,14 @@ def allow_pinned_memory() -> None:
 
 
 def is_routed(path: tuple[Any, ...], leaf: Any) -> bool:
-  """Whether a parameter of the stacked pairs holds matrices of routed experts.
+  """Whether a parameter of the stacked pairs holds matrices of routed experts: [pairs, E, M, N].
 
-  False for experts' biases, which stay on the device: they are too small to be worth a copy.
+  False for experts' biases [pairs, E, N], which stay on the device: they are too small to be worth
+  a copy.
+
+  Args:
+    path: the parameter's path in the model, as `jax.tree_util` gives it.
+    leaf: the parameter, or its shape.
   """
   return "experts" in jax.tree_util.keystr(path) and len(leaf.shape) > 3
 
@@ -249,8 +261,8 @@ def to_memory(
     x: a jax array in any memory, a NumPy array, an `OnDisk`, or an `Int8` of these.
     sharding: how the devices share it.
     kind: kind of memory, e.g. "pinned_host"; None: the devices' default.
-    int8: whether an array with `kind` and more than two dimensions, as experts' matrices [E, M, N],
-      becomes an `Int8`.
+    int8: whether an array becomes an `Int8` if `kind` is given and it has more than two dimensions,
+      as experts' matrices [E, M, N] have; not one on disk.
   """
 
   def place(x: Any, *spec: Any) -> Any:

@@ -1,9 +1,10 @@
 """Plans where a model's experts are kept and when they are copied to a device.
 
-They are kept on the device, in the host's memory or, where that is too small, in the model's files.
-The planner needs shapes and rates only, so it runs before parameters are loaded. Three rates decide
-the cost of an `Offload`: the device's arithmetic and its memory (modelled), and bytes/s from the
-host (measured). If no `Offload` fits, the error names the number of bytes needed.
+They are kept on the device, in the host's memory or, if the host's memory is too small, in the
+model's files. The planner needs shapes and rates only, so it runs before parameters are loaded.
+Three rates decide the cost of an `Offload`: the device's FLOP/s and the bytes/s of its memory, both
+taken from a table (`scmoe.profiling.roofline.MACHINES`), and the bytes/s from the host to the
+device, which are measured. If no `Offload` fits, the error names the number of bytes needed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from scmoe.profiling.roofline import MACHINES, Machine, Sizes, StageSeconds, mod
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-FLOOR = 8e-6  # least seconds of a stage: the launches of its kernels (experiments/LOG.md)
+FLOOR = 8e-6  # least modelled seconds of a stage: launching its kernels (experiments/LOG.md)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +52,12 @@ class Needs:
 
   Attributes:
     dense: bytes of all parameters but the matrices of routed experts.
-    expert: bytes of one routed expert's matrices of one pair on the device.
+    expert: bytes of one routed expert's matrices of one pair, in the compute type on the device.
     moved: bytes of the same matrices in the host's memory, fewer if they are in eight bits.
     experts: number of experts of one pair that belong to this device.
     pairs: number of pairs of the model.
-    caches: bytes of the attention caches.
-    scratch: bytes of a prefill's activations and logits, estimated.
+    caches: bytes of the attention caches of all rows; no less if devices divide the batch.
+    scratch: bytes of the activations and logits of a prefill of all rows, estimated.
   """
 
   dense: int
@@ -85,13 +86,13 @@ class Needs:
 
 @dataclasses.dataclass(frozen=True)
 class OffloadRequest:
-  """The options of `scmoe.generate` on offloading; the planner chooses what they leave open.
+  """The user's options on where experts are kept; the planner chooses what they leave open.
 
   Errors name these fields; the flags of `scmoe.generate` have the same names.
 
   Attributes:
-    offload: none, blocking, early or ring, for both phases; two of them as PREFILL,DECODE; or auto:
-      the planner chooses.
+    offload: none, blocking, early or ring for both phases; two of these words as PREFILL,DECODE; or
+      auto: the planner chooses.
     gpu_memory: bytes of one device that may be used; 0: all.
     host_memory: bytes of pinned memory that may be used for all devices together; 0: all.
     expert_cache: number of experts of every layer that a device keeps; -1: the planner chooses.
@@ -128,7 +129,7 @@ class Plan:
     device: bytes needed on each device.
     host: bytes of pinned memory needed for all devices together.
     prefill, decode: tokens/s of all rows together.
-    hit_rate: the hit rate of the cache of experts that `decode` assumes.
+    hit_rate: the share of requests that find their expert in the cache, as assumed for `decode`.
     hidden: share of the time of decode's copies during which the device computes.
     pinned: number of pairs whose experts are in pinned memory; those of the others stay in their
       files. None: all pairs.
@@ -155,7 +156,8 @@ def chosen(
 ) -> tuple[Plan, list[str]]:
   """The plan for a user's request, and lines that describe it.
 
-  If all experts stay on the device, the plan's rates are 0 and there are no lines.
+  If all experts stay on the device, nothing is measured or modelled: the plan's rates and shares
+  are 0, and there are no lines.
 
   Args:
     model: the model's resolved options.
@@ -286,10 +288,13 @@ def plan(
 ) -> Plan:
   """Chooses the `Offload` by the rules below, and computes its expected memory and speed.
 
-  All experts stay on the device if they fit. If not, a ring copies whole layers in a phase whose
-  pass makes at least as many choices as a layer has experts. Another phase copies chosen experts
-  only: early if the wiring has a shortcut, blocking if not. If decode is such a phase, it gets a
-  cache of as many experts as fit, or none if one step can choose more than fit.
+  All experts stay on the device if they fit. If not, each phase, prefill and decode, gets a
+  `Migration`. If one pass of the phase makes at least as many choices as the device has experts of
+  a layer, a ring copies whole layers; it holds two layers at once if they fit, else one. In a phase
+  with fewer choices only chosen experts are copied: early if the wiring has a shortcut, blocking if
+  not. If decode is such a phase, it gets a cache of as many experts as fit, or none if one step can
+  choose more than fit. Example: with 64 experts and k = 2, a prefill of 1,000 tokens makes 2,000
+  choices and uses the ring; a decode step of 4 rows makes 8, and copies at most 8 experts a layer.
 
   Args:
     model: the model's resolved options.
@@ -348,10 +353,13 @@ def expected(
 ) -> Plan:
   """Computes the expected memory and speed of an `Offload`.
 
-  In wirings with a shortcut, the computation between gate and experts hides a copy of mode early.
-  The computation of a whole pair hides one of mode ring, if the ring has more than one section. The
-  expected hit rate is the share of the experts that the cache holds; uneven routing gives a higher
-  one.
+  A prefill is taken to copy all experts, in every mode. A decode step copies all in mode ring. In
+  the other modes its choices are taken to be different experts, and those that miss the cache are
+  copied. In wirings
+  with a shortcut, a copy of mode early is hidden for as long as the computation between gate and
+  experts takes. A copy of mode ring is hidden for as long as a whole pair computes, if the ring has
+  more than one section. The expected hit rate is the share of the experts that the cache holds;
+  uneven routing gives a higher one.
 
   Args:
     offload: the `Offload`, which need not fit.
@@ -365,7 +373,7 @@ def expected(
   )
 
   def seconds(tokens: int, way: Migration | None, copied: float) -> tuple[float, float]:
-    """Seconds of a pass over all pairs, and the share of its copies' time that computation hides.
+    """Seconds of one pass over all pairs, and the share of the copies' time that computation hides.
 
     Args:
       tokens: number of tokens of the pass.
@@ -417,9 +425,10 @@ def _stages(model: ModelConfig, tokens: int, seq: int, machine: Machine) -> Stag
 
 
 def _window(stages: StageSeconds) -> float:
-  """Seconds of the steps between gate and experts in wiring scmoe_pos2, which can hide a copy.
+  """Seconds that a pair computes between its gate and its experts, which can hide a copy.
 
-  These are an MLP, an attention and the shared expert. Other wirings are taken to have them too.
+  In wiring scmoe_pos2 it computes an MLP, an attention and the shared expert there. The same is
+  assumed for the other wirings with a shortcut.
   """
   return stages.mlp + stages.projections + stages.mixing + stages.shared
 

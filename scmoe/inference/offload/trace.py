@@ -1,7 +1,8 @@
 """Counts the hits that a cache of experts would have on recorded requests, under a given policy.
 
-Belady's rule replaces the expert whose next request is the latest. It needs the future requests,
-and no policy has more hits, so it is the upper bound. NumPy computes on the host.
+Belady's rule replaces the expert whose next request is the latest. It needs to know the future
+requests, so it cannot run while tokens are decoded; but no policy has more hits, so its number of
+hits is an upper bound. NumPy computes on the host.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ def hits(
   held_LC: Int[np.ndarray, "L C"] | None = None,
   worth_LE: Float[np.ndarray, "L E"] | None = None,
 ) -> int:
-  """Number of requests, over all layers and steps, that find their expert in the layer's cache.
+  """Number of requests, over all layers and steps, that find their expert in their layer's cache.
 
   Args:
     trace_LSE: the experts that each of L layers requested in each of S steps. Each layer has a
       cache of its own.
-    size: C, the number of experts that each layer's cache holds; no step may request more.
+    size: C, the number of places of each layer's cache; a step may request at most C experts of it.
     policy: one of `POLICIES`; for lfu and lru see `CachePolicy`.
     decay: see `CachePolicy`; only for lfu.
     held_LC: the expert in each place of the cache before the first step, -1 for none; None: all
@@ -80,7 +81,10 @@ def _hits_of_layer(
 
 
 def _next_uses(needed_SE: np.ndarray) -> np.ndarray:
-  """float64 [S, E]: the next later step that requests each expert; infinite if there is none."""
+  """For each step and expert, the next later step that requests the expert: float64 [S, E].
+
+  It is infinite if there is none.
+  """
   steps, count = needed_SE.shape
   next_SE = np.full((steps, count), np.inf)
   following = np.full(count, np.inf)

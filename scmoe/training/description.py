@@ -45,7 +45,9 @@ class Damaged(Exception):
 
 
 def flatten(tree: PyTree) -> dict[str, Any]:
-  """Leaves by dotted name, in tree order; independent of the containers' types.
+  """Leaves by dotted name, in tree order: `{"a": (x, y)}` gives `a.0` and `a.1`.
+
+  The containers' types do not matter: a dataclass with the field `a` gives the same names.
 
   Raises:
     ValueError: two leaves have the same name.

@@ -64,7 +64,7 @@ class GuidedStep:
     self.file = self.directory
     self.calls_to_profile = 0  # steps still to be profiled, warm-up included
     self.called = False  # True once the program was called after its last compilation
-    self.waiting: Callable[[], None] | None = None  # compiles the program, at the next call
+    self.waiting: Callable[[], None] | None = None  # compiles the program; `finish` calls it
     self.refused = 0  # traces that could not be started
     self.trace: tempfile.TemporaryDirectory[str] | None = None
 

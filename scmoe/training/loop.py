@@ -236,7 +236,7 @@ class Run:
       self.state = make(self.abstract, params=weights["params"])
       router = self.state.router | weights["router"]
       self.state, self.step = dataclasses.replace(self.state, router=router), 0
-      self.checkpointer.last_saved = None  # step 0 with an optimizer's state is not saved yet
+      self.checkpointer.last_saved = None  # the stored step 0 lacks the optimizer's state
     else:
       self.state = restored.state.like(self.abstract).placed(self.abstract)
       self.step = restored.step

@@ -53,7 +53,7 @@ class LossScaling:
     return jnp.asarray(not self.fixed) & (state["factor"] > SMALLEST)
 
   def after(self, state: dict[str, Array], finite: Array) -> dict[str, Array]:
-    """The factor and its count after a step; a fixed factor stays.
+    """The state (`factor` and `good`) after a step; with a fixed factor, `state` itself.
 
     Args:
       state: as before the step (`init`).

@@ -134,7 +134,7 @@ def _exported(step: Any, args: tuple[Any, ...]) -> bytes:
   def flat(*leaves):
     return tuple(jax.tree.leaves(step.__wrapped__(*tree.unflatten(leaves))))
 
-  any_call = export.DisabledSafetyCheck.custom_call("ALL")  # safe: the same jax reads it
+  any_call = export.DisabledSafetyCheck.custom_call("ALL")  # safe: `_key` holds jax's version
   exported = export.export(jax.jit(flat), disabled_checks=[any_call])(*leaves)
   if exported.nr_devices != 1:
     raise ValueError("a program of several devices, whose arguments have no shardings")

@@ -54,7 +54,7 @@ from scmoe.training.variants import Change, StepVariants, Variant, parse_candida
 
 PROFILES = "profile_guided"  # folder of measured operation latencies; see `GuidedStep`
 SCHEDULE = "schedule.json"  # file of the decision; see `Decisions`
-MOST_STEPS, ROUNDS, MARGIN = 100, 7, 0.01  # arguments of auto's searches (MOST_STEPS: on the cut)
+MOST_STEPS, ROUNDS, MARGIN = 100, 7, 0.01  # auto's searches; MOST_STEPS: only on the cut
 CORES = 4  # CPU cores of the host that each of several simultaneous compilations should have
 GLANCES = 3  # timed steps of a candidate before the next candidate is built on the fastest so far
 # A kept decision holds for the same devices, number of processes and jax version, and for the same

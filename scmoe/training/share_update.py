@@ -28,7 +28,7 @@ PyTree = Any
 
 
 def stored_shardings(params: PyTree, shares: StateShares | None) -> tuple[PyTree, PyTree]:
-  """Shardings of the stored parameters, and those of moments and of halves that no model reads.
+  """(shardings of the stored parameters, shardings of the moments and of every `Halves.low`).
 
   Args:
     params: NamedShardings of whole parameters.

@@ -28,7 +28,8 @@ _GRACE_SECONDS = 10.0  # by which faulthandler acts later than the watchdog's ow
 class StopRequest:
   """A context whose signal handlers record that the run was asked to stop.
 
-  They are installed in the main thread only, where Python allows it.
+  The handlers are installed only if the main thread enters the context: Python lets no
+  other thread do so.
   """
 
   def __init__(self) -> None:

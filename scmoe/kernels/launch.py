@@ -40,8 +40,9 @@ def simulated() -> bool:
 def interpretation() -> Any:
   """The simulation's parameters and its number of multiprocessors; None outside `interpreted`.
 
-  Jitted programs whose kernels can be simulated take it as a static argument, or within one. So jax
-  does not reuse a compiled program of the simulation for the device, or the reverse.
+  A jitted program whose kernels can be simulated takes this value as a static argument, or as a
+  field of one. So jax does not reuse a program compiled for the simulation on the device, or the
+  reverse.
   """
   return (_interpret.get(), _default_sms.get()) if simulated() else None
 
@@ -49,14 +50,14 @@ def interpretation() -> Any:
 def device_has_kernels(platform: str, compute_capability: str | None) -> bool:
   """Whether a device runs the Mosaic GPU kernels: a GPU of compute capability 9.0 (Hopper).
 
-  They are written for Hopper's matrix instructions (wgmma), which compute capability 9.0 has; 10.0
-  and later replaced them, and 8.x never had them.
+  The kernels are written for Hopper's matrix instructions (wgmma). Only compute capability 9.0 has
+  these instructions: 8.x never had them, and 10.0 and later have others.
   """
   return platform == "gpu" and compute_capability == "9.0"
 
 
 def kernels_may_run() -> bool:
-  """Whether the program that is traced may hold kernels; False inside `without_kernels`."""
+  """Whether an automatic choice may take a kernel; False inside `without_kernels`."""
   return _chosen.get()
 
 
@@ -92,8 +93,8 @@ def runs_ptx() -> bool:
 def resolve_num_sms(num_sms: int | None) -> int:
   """The number of CTAs to launch: `num_sms`, or by default one for every multiprocessor.
 
-  Inside `interpreted` these are the simulated GPU's. They are the first device's otherwise, or 132
-  if it is no GPU or does not tell.
+  Inside `interpreted` the simulated GPU's multiprocessors count. Otherwise those of the first
+  device count; they are taken to be 132 if it is no GPU or does not report a number.
   """
   if num_sms is not None:
     return num_sms
@@ -104,10 +105,10 @@ def resolve_num_sms(num_sms: int | None) -> int:
 
 
 def compiled(body, **options: Any):
-  """A kernel with warpgroup semantics, for which all kernels here are written.
+  """Builds a kernel with Pallas' warpgroup semantics, for which all bodies here are written.
 
-  Inside `interpreted` the kernel is simulated. A jitted program with such a kernel takes
-  `interpretation()` as a static argument, unless its kernel needs PTX and is never simulated.
+  Inside `interpreted` the kernel is simulated. So a jitted program with a kernel takes
+  `interpretation()` as a static argument, unless the kernel needs PTX and is never simulated.
 
   Args:
     body: the kernel's function.

@@ -3,11 +3,11 @@
 The kernels that `scmoe.kernels.inline` embeds are lists of such steps. A *register* is named by a
 string, and so is an operand of the inline code, `$0`. A *predicate* is a register of one bit;
 `only_if="yes"` makes a step depend on the predicate `yes`, and `only_if="!yes"` on its opposite.
-Numbers have 32 bits and a sign, except where a text says otherwise, and addresses in global memory
-have 64 bits. An `offset` counts bytes. (PTX ISA 8.x, NVIDIA; the section titles here name the
-instructions.)
+Numbers have 32 bits and a sign, except where a function says otherwise. Addresses in global memory
+have 64 bits, and addresses in shared memory 32. A *word* has 32 bits, and an `offset` counts bytes.
+(PTX ISA 8.x, NVIDIA; the section titles here name the instructions.)
 
-Worked example: thread i of a block adds 1 to the i-th word of `$0`.
+Worked example: thread i of a block adds 1 to the i-th word of the array at address `$0`.
 
     program(
       registers("b32", "i, x"),
@@ -172,7 +172,7 @@ def compare(
   or_: str = "",
   unsigned: bool = False,
 ) -> str:
-  """Sets a predicate: to = (a < b), and likewise for `>`, `>=`, `==` and `!=`.
+  """Sets a predicate: to = (a < b), or another comparison, joined with `and_` or `or_` if given.
 
   Args:
     to: the predicate.
@@ -180,7 +180,7 @@ def compare(
     comparison: "<", ">", ">=", "==" or "!=".
     b: right operand.
     and_: a predicate that must hold too.
-    or_: a predicate that is enough alone; not together with `and_`.
+    or_: a predicate that makes `to` true by itself; not together with `and_`.
     unsigned: compare numbers without a sign, so that a negative one counts as a large one.
   """
   also = f".{'and' if and_ else 'or'}" if and_ or or_ else ""
@@ -190,7 +190,7 @@ def compare(
 
 
 def select(to: str, a: int, b: int, condition: str) -> str:
-  """to = a where the predicate holds, else b."""
+  """to = a if the predicate `condition` holds, else b."""
   return f"selp.b32 {to}, {a}, {b}, {condition};"
 
 
@@ -211,7 +211,7 @@ def while_less(name: str, index: str, end: str | int, *work: str) -> str:
   """Runs the work while index < end, perhaps never; the work advances the index.
 
   Args:
-    name: begin of the names of the loop's labels.
+    name: the label of the loop, and the first part of the label of its test.
     index: register.
     end: register or number.
     *work: steps. They may change the predicate `more`, which the loop sets and the
@@ -289,7 +289,7 @@ def load_global(to: str, address: str, offset: int | None = None, *, only_if: st
 
 
 def load_read_only(to: str, address: str, offset: int | None = None, *, only_if: str = "") -> str:
-  """Reads, by the read-only cache, a word that nothing writes while the kernel runs."""
+  """Reads a word that nothing writes while the kernel runs, through the read-only cache."""
   return _step(f"ld.global.nc.s32 {to}, {_at(address, offset)}", only_if)
 
 
@@ -306,7 +306,7 @@ def load_shared(to: str, address: str, offset: int | None = None, *, only_if: st
 def store_shared(
   address: str, value: str, offset: int | None = None, *, kind: str = "s32", only_if: str = ""
 ) -> str:
-  """Writes a word of the block's shared memory."""
+  """Writes a word of the block's shared memory; `kind` is its PTX type."""
   return _step(f"st.shared.{kind} {_at(address, offset)}, {value}", only_if)
 
 
@@ -331,7 +331,7 @@ def load_from_block(to: str, address: str, offset: int) -> str:
 
 
 def prefetch(address: str, offset: int) -> str:
-  """Brings a line of global memory into the L1 cache, without waiting for it."""
+  """Starts to bring a line of global memory into the L1 cache; the thread does not wait for it."""
   return f"prefetch.global.L1 {_at(address, offset)};"
 
 
@@ -367,7 +367,10 @@ def publish_to_devices() -> str:
 
 
 def add_at_device(address: str, value: str, *, only_if: str = "") -> str:
-  """Adds to a word of global memory, perhaps another device's, after the thread's own writes."""
+  """Adds to a word of global memory, perhaps another device's, after the thread's own writes.
+
+  A device that reads the sum by `load_from_devices` sees these writes, too.
+  """
   return _step(f"red.release.sys.global.add.u32 [{address}], {value}", only_if)
 
 
@@ -380,7 +383,7 @@ def load_from_devices(to: str, address: str) -> str:
 
 
 def init_barrier(address: str, offset: int, arrivals: int, *, only_if: str = "") -> str:
-  """Makes a barrier; its phases complete after `arrivals` arrivals and the bytes they expect."""
+  """Makes a barrier; a phase completes after `arrivals` arrivals and all bytes they expect."""
   return _step(f"mbarrier.init.shared::cta.b64 {_at(address, offset)}, {arrivals}", only_if)
 
 
@@ -390,7 +393,7 @@ def publish_barriers() -> str:
 
 
 def arrive_and_expect(barrier: str, size: int, *, only_if: str = "") -> str:
-  """Arrives; the barrier's phase now completes only after so many bytes have been copied, too."""
+  """Arrives, and lets the barrier's phase complete only once `size` more bytes have been copied."""
   return _step(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [{barrier}], {size}", only_if)
 
 
@@ -400,8 +403,8 @@ def wait_for_barrier(barrier: str, parity: str, condition: str) -> str:
   A program may have one such wait, because its label has a fixed name.
 
   Args:
-    barrier: register with its address.
-    parity: register.
+    barrier: register with the barrier's address.
+    parity: register with the parity of the phase.
     condition: predicate that the wait sets.
   """
   test = f"mbarrier.try_wait.parity.shared::cta.b64 {condition}, [{barrier}], {parity};"
@@ -415,7 +418,8 @@ def publish_to_copies(*, own_block_only: bool = False) -> str:
   """Makes the thread's writes visible to the hardware that copies and multiplies asynchronously.
 
   Args:
-    own_block_only: whether only its writes to the block's own shared memory are made visible.
+    own_block_only: whether only the thread's writes to its own block's shared memory are made
+      visible.
   """
   return f"fence.proxy.async{'.shared::cta' if own_block_only else ''};"
 
@@ -450,7 +454,7 @@ def close_group() -> str:
 
 
 def wait_for_groups(open_ones: int, *, read_only: bool = False) -> str:
-  """Waits until at most so many of the thread's groups are unfinished.
+  """Waits until at most `open_ones` of the thread's groups are unfinished.
 
   Args:
     open_ones: how many groups, the newest ones, may be unfinished.

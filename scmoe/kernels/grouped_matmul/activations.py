@@ -26,8 +26,8 @@ class Activation:
   Attributes:
     name: what the user writes.
     gated: whether the layer has a gate and an up projection.
-    value: h -> act(h), in the type of h. JAX differentiates it to the same derivative.
-    value_and_derivative: h -> (act(h), act'(h)).
+    value: h -> act(h), in the type of h.
+    value_and_derivative: h -> (act(h), act'(h)); jax's derivative of `value` is this act', too.
   """
 
   name: str
@@ -163,8 +163,8 @@ def kernel_form(activation: Activation) -> Activation:
   """The same function in a form that is cheaper in a kernel's epilogue, and that Mosaic can lower.
 
   The special-function unit limits an epilogue. It has tanh as one instruction, where the usual
-  sigmoid takes two (exponential and reciprocal). Mosaic cannot lower erf, so the exact GELU uses an
-  approximation whose error is below 1e-6 · max(1, |h|). Nor can Mosaic lower functions with a
+  sigmoid takes two (exponential and reciprocal). Mosaic cannot lower erf, so the exact GELU becomes
+  an approximation with an error below 1e-6 · max(1, |h|). Nor can Mosaic lower functions with a
   custom derivative, such as `jax.nn.relu`.
   """
   fast = {
@@ -213,7 +213,7 @@ def activation_vjp(
   Args:
     activation: act, with or without a gate.
     pre: pre-activations, as for `activate`.
-    da_RF: gradient of the activation.
+    da_RF: gradient of the activation's result.
 
   Returns:
     a_RF and the gradients in the order of `pre`.

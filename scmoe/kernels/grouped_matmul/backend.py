@@ -37,7 +37,8 @@ def resolve_backend(backend: str, dtype, *widths: int) -> str:
   Only "auto" asks whether the first device runs the kernels.
 
   Args:
-    backend: one of `BACKENDS`; "auto" takes the kernels where they run, else XLA.
+    backend: one of `BACKENDS`; "auto" takes the kernels if the device runs them and they take the
+      operands, else XLA.
     dtype: type of the operands.
     *widths: every width that is tiled.
 

@@ -31,7 +31,8 @@ _BARRIER = 8  # bytes of a barrier
 def takes(x_MD: jax.Array, num_copies: int) -> bool:
   """Whether the kernel can copy rows of this type and width to `num_copies` places each.
 
-  A row must have a multiple of 128 bytes, at most 22,222, and at most 32 places.
+  There must be a row, and a row must have a multiple of 128 bytes, at most 22,222, and at most 32
+  places.
   """
   row_bytes = x_MD.shape[1] * x_MD.dtype.itemsize
   fits = 0 < row_bytes <= _ROOM // (2 * _WARPS + 1) and row_bytes % _ALIGNED == 0
@@ -169,7 +170,10 @@ class _Program:
     )
 
   def find_shared_memory(self) -> str:
-    """mine, barriers = this warp's stages and their barriers; zeros = the block's row of zeros."""
+    """mine, barriers, zeros = addresses of the warp's stages, their barriers and the row of zeros.
+
+    Also finds the thread's number in its block, its lane and its warp, and sets `nothing` to 0.
+    """
     return ptx.lines(
       [
         ptx.thread_of_block("thread"),
@@ -228,7 +232,7 @@ class _Program:
     )
 
   def fetch_row(self, stage: str | int) -> str:
-    """Starts to copy row `ahead`, if there is one, to a stage, and advances to the warp's next."""
+    """Starts to copy row `ahead`, if x has it, to a stage; `ahead` becomes the warp's next row."""
     return ptx.lines(
       [
         self.find_stage(stage),
@@ -305,7 +309,7 @@ class _Program:
     )
 
   def next_stage(self) -> str:
-    """Goes on to the next stage; the barriers' phase turns over with each round."""
+    """before = stage; stage = the next one. The barriers' parity `phase` flips with each round."""
     return ptx.lines(
       [
         ptx.let("before", "stage"),

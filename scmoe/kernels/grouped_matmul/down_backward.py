@@ -2,10 +2,11 @@
 
     R  rows of the tiles      D  model width      F  expert width      G  groups
 
-One product, dA' = dY @ down.T, and everything that needs it while it is in registers: the
-pre-activations H are loaded, A is recomputed from them, and out come A' = s·A (for the down
-weights' gradient), dH, and each row's share of ds = ⟨dA', A⟩. Neither A nor the experts' output is
-kept by the forward (SonicMoE, arXiv 2512.14080).
+The weighted output of a row is Y = s · (A @ down) = A' @ down, where s is the row's weight and
+A' = s·A. The kernel computes one product, dA' = dY @ down.T, and all that needs dA' while it is in
+registers: it loads the pre-activations H, recomputes A from them, and stores A' (for the down
+weights' gradient), dH, and for each row and column tile a share of ds = ⟨dA', A⟩. So the forward
+pass keeps neither A nor the experts' output (SonicMoE, arXiv 2512.14080).
 """
 
 import dataclasses
@@ -47,7 +48,7 @@ class Operands:
   Attributes:
     group_I: int32, group of each tile.
     num_tiles: int32 [1], tiles in use.
-    index_R: int32, row of dy behind each row; None where they are the same.
+    index_R: int32, row of dy that each row of the tiles reads; None: the row of the same number.
     dy: gradient of the weighted output, [.., D].
     down: the down matrices, [G, F, D].
     weight_R: s, the row weights, float32.
@@ -129,7 +130,8 @@ def down_backward_product(
     layout: tiles of R.
     activation: the activation between the layers.
     tiling: tile shape.
-    index_R: row of dy behind each row of the layout, negative for padding; None: the same.
+    index_R: row of dy that each row of the layout reads, negative for padding; None: the row of the
+      same number.
     num_sms: CTAs; None: one for each multiprocessor.
   """
   operands = Operands(
@@ -197,7 +199,7 @@ class _Shape:
 
   @property
   def blocks(self) -> int:
-    """Blocks of 64 rows of a consumer, which the epilogue takes one after the other."""
+    """How many blocks of 64 rows a consumer has; its epilogue takes them one after the other."""
     return self.tiling.consumer_rows // _ROWS
 
   @property
@@ -339,7 +341,7 @@ class _Cta:
   # -- epilogue: results -------------------------------------------------------------------------
 
   def finish(self, where: Any, accumulators: Any, consumer: Any, first_row: Any) -> None:
-    """Makes s·A, dH and the shares of ds of the tile's dA', and stores them, block by block."""
+    """Makes s·A and dH from the tile's dA' and stores them, block by block; then the ds shares."""
     shape = self.shape
     first, first_col = self.first_place(where, first_row)
     da_tile = accumulators[0][...]
@@ -366,7 +368,7 @@ class _Cta:
     plgpu.barrier_wait(self.smem.pre_loaded.at[block.consumer])
 
   def finish_block(self, block: _Block, da: Any, ds: list[Any], col_tile: Any) -> None:
-    """Recomputes A for a block, adds to ds the block's share of it, and stores s·A and dH."""
+    """Recomputes A for a block, adds ⟨dA', A⟩ of its rows to ds[block.index], stores s·A and dH."""
     shape, smem, activation = self.shape, self.smem, self.shape.activation
     in_buffer = _rows(block.index % shape.together)
     h = [

@@ -4,10 +4,10 @@
     D  model width      F  expert width
 
 The up-projection reads the rows at their places in tiles, gathered or copied there. The results go
-back to the rows' own order, where each row's copies are weighted and added up. The backward pass
-keeps the rows, the weights, the pre-activations and the layout's integers. It does not need the
-experts' output: the gradient of a copy's weight is ⟨da', a⟩, plus ⟨dy, bias⟩ if the last layer has
-a bias (SonicMoE, arXiv 2512.14080).
+back to the rows' own order, where each row's copies are weighted and added up. The forward pass
+keeps the rows, the weights, the pre-activations and the layout's arrays for the backward pass. That
+pass does not need the experts' output: with da' = dy @ down.T, the gradient of a copy's weight is
+⟨da', a⟩, plus ⟨dy, bias⟩ if the last layer has a bias (SonicMoE, arXiv 2512.14080).
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class FFNConfig(FFNOptions, path="FFNConfig"):
     activation: as in `FFNOptions`, but never empty, and may be given by position.
     precision: of float32 operands, as in `jax.lax.dot_general`.
     num_sms: multiprocessors that the kernels use; None: all.
-    shared_sms: whether a collective may hold multiprocessors while padded experts run. With `impl`
-      and `backend` auto these then take batched products, which leave it some. Kernels launch 8
+    shared_sms: whether a collective may hold multiprocessors while padded experts run. If so, and
+      if `impl` and `backend` are auto, padded experts take batched products, which leave the
+      collective some multiprocessors. If padded experts take kernels all the same, these launch 8
       CTAs per multiprocessor, unless `num_sms` is given.
   """
 
@@ -57,10 +58,10 @@ class FFNConfig(FFNOptions, path="FFNConfig"):
   shared_sms: bool = option(False)
 
 
-# CTAs per multiprocessor, one after the other, if a collective may hold some multiprocessors. With
-# one CTA each, the CTA of a multiprocessor that is held would begin only when the others have
-# ended, and the product would take twice as long. Without a collective, one each is faster
-# (experiments/kernels).
+# CTAs that are launched per multiprocessor if a collective may hold some multiprocessors; one
+# multiprocessor runs its CTAs one after the other. With one CTA per multiprocessor, the CTA meant
+# for one that is held would begin only when another CTA has ended, and the product would take twice
+# as long. Without a collective, one CTA per multiprocessor is faster (experiments/kernels).
 WAVES = 8
 
 
@@ -82,9 +83,10 @@ def expert_ffn(
 
   Returns:
     [..., D'] in the rows' order and type, D' the width of the last layer; products are accumulated
-    in float32. Rows without an expert are zero and get a zero gradient. XLA may fuse the loop that
-    sums the gradient of tokens in place with its reader. If the reader reduces over rows or
-    columns, put a barrier between them (`parallel.barriers.barrier`, "backward").
+    in float32. Rows without an expert are zero and get a zero gradient. For tokens in place, XLA
+    may fuse the loop that sums the rows' gradient with its reader. A reader that reduces over rows
+    or columns would halve the loop's speed: put a barrier between the two
+    (`parallel.barriers.barrier`, "backward").
 
   Raises:
     ValueError: shapes disagree, or a word of the config is unknown or does not fit.
@@ -184,7 +186,10 @@ def _by_rank(rows_RN: jax.Array, static: _Static) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _expert_ffn(rows_MD, weights, choices, tiles, static):
-  """The result where no gradient is asked for: the pre-activations are not written."""
+  """The result where no gradient is asked for, without storing pre-activations.
+
+  Kernels for a single row compute it if `static.one_row`.
+  """
   group_MK, weight_MK = choices
   if static.one_row:
     weight_K = None if weight_MK is None else weight_MK[0]
@@ -225,8 +230,8 @@ def _expert_ffn_bwd(static, residuals, dout_MD):
     static.how,
     permutation=tiles.permutation,
   )
-  # XLA fuses two loops for tokens in place: the one that adds up their copies' gradients, and the
-  # one that adds the gate's part.
+  # For tokens in place, XLA may fuse the loop that adds up their copies' gradients (`joined`) with
+  # the one that adds the gradient through the gate.
   drows_MD = _back(dx_RD, None, tiles, static, joined=static.weighted)
   dweight_MK = None
   if weight_MK is not None:
@@ -242,7 +247,8 @@ _expert_ffn.defvjp(_expert_ffn_fwd, _expert_ffn_bwd)
 def _back(y_RD, weight_MK, tiles: TiledRows, static: _Static, joined: bool = False):
   """Moves results from the tiles to the rows' order, and adds up each row's copies.
 
-  Each copy is multiplied by its weight_MK, if that is given. `joined` is that of `sum_copies`.
+  A copy is first multiplied by its weight in weight_MK, if that is given. Without a permutation a
+  row has one copy, and only `_by_rank` is needed. `joined` is that of `sum_copies`.
   """
   if tiles.permutation is None:
     return _by_rank(y_RD, static)

@@ -1,13 +1,13 @@
-"""fp8 operands: e4m3 numbers with a scale for each block, as DeepSeek-V3 trains with.
+"""fp8 operands: e4m3 numbers with a scale for each block, in blocks of DeepSeek-V3's shapes.
 
     R  rows      K, N  widths      B  blocks of 128 along K      C  blocks along N      G  groups
 
 A row has a scale for each 128 of its elements, and a matrix has one for each 128 x 128 of them
-(arXiv 2412.19437, section 3.3). A scale is the smallest power of two that keeps its block within
-e4m3's largest number, 448. So only the elements are rounded: an element times its scale is a
-bfloat16 number, and a product of fp8 operands equals that of the bfloat16 numbers, up to the order
-of sums. Where there is no kernel for fp8, the same result therefore comes from `rounded_rows` and
-`rounded_matrices`.
+(arXiv 2412.19437, section 3.3). Here a scale is the smallest power of two by which a block can be
+divided to stay within e4m3's largest number, 448. So only the elements are rounded: an element
+times its scale is a bfloat16 number, and a product of fp8 operands equals that of the bfloat16
+numbers, up to the order of sums. Where there is no kernel for fp8, the same result therefore comes
+from `rounded_rows` and `rounded_matrices`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from scmoe.kernels.grouped_matmul.weights import FFNWeights
 BLOCK = 128
 E4M3 = jnp.float8_e4m3fn
 _LARGEST = float(jnp.finfo(E4M3).max)
-# Bounds of a scale's exponent: its inverse, and a block's numbers times it, stay normal float32s.
+# Bounds of a scale's exponent: the scale's inverse, and e4m3 numbers times the scale, stay normal
+# float32s.
 _EXPONENTS = (-100, 100)
 
 
@@ -51,14 +52,14 @@ def quantised_matrices(w_GKN: Float[Array, "G K N"]) -> tuple[Array, Array]:
 
 
 def rounded_rows(x_RK: Float[Array, "*R K"]) -> Float[Array, "*R K"]:
-  """Rounds every row to fp8 and back to its type. To do so twice changes nothing more."""
+  """Rounds every row to fp8 and back to its type. A second rounding changes nothing more."""
   q_RK, scale_RB = _kept(quantised_rows(x_RK))
   scale_RK = jnp.repeat(scale_RB, BLOCK, axis=-1)[..., : x_RK.shape[-1]]
   return (q_RK.astype(jnp.float32) * scale_RK).astype(x_RK.dtype)
 
 
 def rounded_matrices(w_GKN: Float[Array, "G K N"]) -> Float[Array, "G K N"]:
-  """Rounds every matrix to fp8 and back to its type. To do so twice changes nothing more."""
+  """Rounds every matrix to fp8 and back to its type. A second rounding changes nothing more."""
   q_GKN, scale_GBC = _kept(quantised_matrices(w_GKN))
   repeat = lambda s, axis: jnp.repeat(s, BLOCK, axis=axis)
   scale_GKN = repeat(repeat(scale_GBC, 1), 2)[:, : w_GKN.shape[1], : w_GKN.shape[2]]
@@ -79,10 +80,10 @@ def _kept(quantised: tuple[Array, Array]) -> tuple[Array, Array]:
 
 
 def _scale(largest: Array) -> Array:
-  """The scale of a block whose largest magnitude this is; 1 for a block of zeros.
+  """The scale of a block whose largest magnitude is `largest`; 1 for a block of zeros.
 
-  A block with an infinity or a NaN has the scale 1. The number becomes a NaN in e4m3, so
-  that it reaches the result.
+  A block with an infinity or a NaN has the scale 1. The infinity becomes a NaN in e4m3, and a NaN
+  stays one, so that a NaN reaches the result.
   """
   part, exponent = jnp.frexp(largest / _LARGEST)
   exponent = jnp.clip(exponent - (part == 0.5), *_EXPONENTS)

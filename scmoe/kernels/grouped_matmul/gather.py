@@ -74,9 +74,9 @@ def start_gather(
     stage: which stage.
     first_row: first entry of `index`.
     first_col: first column of x.
-    prefetch: the entries of `index` this far behind first_row are brought into the L1 cache, for
-      callers that read other rows at each step: a copy cannot start before its index has arrived.
-      0: none.
+    prefetch: the entries of `index` that lie so many entries after those read here are brought
+      into the L1 cache. It is for callers that read other rows at each step, because a copy cannot
+      start before its index has arrived. 0: none.
   """
   from scmoe.kernels.grouped_matmul.pipeline import swizzled
 
@@ -108,15 +108,15 @@ _X, _INDEX, _RING, _BARRIERS, _STAGE, _FIRST_ROW, _FIRST_COL = (f"${i}" for i in
 class _Gather:
   """The copies of one stage in PTX, step by step.
 
-  Eight threads copy 128 bytes of a row, so that 16 rows are under way in each pass; the register
-  `i{j}` holds the index of the thread's row in pass j. Shared memory holds the block as boxes of 8
-  rows and 128 bytes. Inside a box, the 16-byte piece p of row r lies at piece p ^ r.
+  Eight threads copy a row, 128 bytes at a time, so the 128 threads copy 16 rows in each pass. The
+  register `i{j}` holds the index of the thread's row in pass j. Shared memory holds the block as
+  boxes of 8 rows and 128 bytes. Inside a box, the 16-byte piece p of row r lies at piece p ^ r.
 
   Attributes:
     block_rows, block_cols: rows and columns of a stage.
     itemsize: bytes of an element.
     row_bytes: bytes of a row of x.
-    prefetch: how many entries of the index ahead to prefetch; 0: none.
+    prefetch: how many entries after its own a thread prefetches; 0: it prefetches none.
   """
 
   block_rows: int
@@ -127,7 +127,7 @@ class _Gather:
 
   @property
   def passes(self) -> int:
-    """How many rows of a stage a thread copies pieces of, one in each pass."""
+    """How many passes copy a stage: in each, a thread copies its pieces of one row."""
     return self.block_rows // _ROWS_PER_PASS
 
   @property
@@ -153,7 +153,7 @@ class _Gather:
     )
 
   def find_row_and_piece(self) -> str:
-    """row, piece = which row of a pass the thread copies, and which 16 of each 128 bytes of it."""
+    """row = the thread's row among the 16 of a pass; piece = its 16 bytes among each 128."""
     return ptx.lines(
       [
         ptx.thread_of_block("thread"),
@@ -164,7 +164,7 @@ class _Gather:
     )
 
   def read_index(self) -> str:
-    """Reads the index of each of the thread's rows."""
+    """Reads the index of each of the thread's rows, and prefetches a later entry if asked to."""
     distance = _WORD * _ROWS_PER_PASS
     steps = [
       ptx.multiply_add("part", _FIRST_ROW, 1, "row"),
@@ -202,7 +202,7 @@ class _Gather:
     )
 
   def copy_row(self, j: int) -> str:
-    """Starts to copy the thread's pieces of its row in pass j, or as many zeros."""
+    """Starts to copy the thread's pieces of its row in pass j; zeros if the index is negative."""
     first_box = j * _ROWS_PER_PASS // _SWIZZLE_ROWS * self.boxes
     return ptx.lines(
       [

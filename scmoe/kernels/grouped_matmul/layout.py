@@ -155,7 +155,7 @@ def _by_falling(value_G: jax.Array) -> jax.Array:
 
 
 def row_groups(group_sizes_G: jax.Array, num_rows: int) -> jax.Array:
-  """The group of each of M rows that lie group after group; G for rows behind all groups."""
+  """The group of each of M rows that lie group after group; G for rows after the last group."""
   ends_G = jnp.cumsum(group_sizes_G.astype(jnp.int32), dtype=jnp.int32)
   index_M = jnp.arange(num_rows, dtype=jnp.int32)
   return jnp.sum(index_M[:, None] >= ends_G[None, :], axis=1, dtype=jnp.int32)
@@ -214,12 +214,13 @@ class RowLayout:
 
       M  rows at hand      K  copies of each      G  groups: the experts of this device
 
-  There are four kinds. Tokens that stay where they are have K copies each, with weights, and the
-  experts add up a token's copies. Rows that were exchanged have one copy each, without a weight;
-  a transport may have put them into the experts' tiles (`tiled_layout`). *Padded experts* have
-  equal room: C rows for each expert from each of W source ranks. The place of a row then tells its
-  expert, and the arrays are None. Worked example of the first kind, three tokens with two choices
-  among experts 0, 1, 2:
+  There are four kinds. *Tokens in place* have K copies each, with weights, and the experts' network
+  adds up a token's copies (`choices_layout`). Exchanged rows have one copy each, without a weight:
+  they lie in no tiles (`arrived_layout`, `sorted_layout`), or the transport has put them into the
+  experts' tiles (`tiled_layout`). *Padded experts* have equal room (`padded_layout`): C rows
+  for each expert from each of W source ranks. The place of a row then tells its expert, and the
+  arrays are None. Worked example of the first kind, three tokens with two choices among experts 0,
+  1, 2:
 
       group_MK     = [[1, 0], [1, 2], [0, 3]]      the last choice is not made: 3 is no expert
       position_MK  = [[0, 1], [1, 0], [0, 0]]      token 1 is the second row of expert 1
@@ -265,7 +266,7 @@ class RowLayout:
     """The tiles of the rows sorted by expert, each expert's rows padded to whole tiles.
 
     Worked example, tiles of two rows: five rows for experts 0, 2, 0, 0, 2, with the tiles of the
-    example at the top. The permutation has row_MK = 0 4 1 2 5 and copy_R = 0 2 3 -1 1 4 -1 -1.
+    example at the top. The permutation has row_TK = 0 4 1 2 5 and copy_R = 0 2 3 -1 1 4 -1 -1.
     """
     sizes_G, group_MK, position_MK = self.places()
     if runs_ptx() and sorting.takes(self.num_copies, self.num_groups):
@@ -274,8 +275,8 @@ class RowLayout:
     starts_G1 = jnp.append(
       groups.tile_starts_G * tile, groups.num_rows
     )  # last entry: "no expert" starts behind all rows
-    # The lookup goes copy by copy, then row by row, the order in which `choices_layout` counts
-    # positions, so XLA transposes nothing.
+    # The lookup takes all rows' first copies, then all second ones. `choices_layout` counts
+    # positions in this order, so XLA transposes nothing.
     row_MK = starts_G1[group_MK.T].T + position_MK
     row_MK = jnp.where(group_MK < self.num_groups, row_MK, groups.num_rows)
     return TiledRows(groups, make_permutation(row_MK, groups.num_rows))
@@ -367,7 +368,7 @@ def arrived_layout(group_M: jax.Array, position_M: jax.Array, sizes_G: jax.Array
 
 
 def tiled_layout(groups: GroupLayout) -> RowLayout:
-  """The layout of rows that have arrived in the experts' tiles, one copy each; padding has none."""
+  """The layout of rows that arrived in the experts' tiles, one copy each; padding has no expert."""
   index_R = jnp.arange(groups.num_rows, dtype=jnp.int32)
   group_R = groups.tile_group_I[index_R // groups.tile]
   position_R = index_R - groups.tile_starts_G[group_R] * groups.tile

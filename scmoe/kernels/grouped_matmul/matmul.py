@@ -55,9 +55,10 @@ def grouped_matmul(
     bias_GN: added to the rows of each group, if given.
     preferred_element_type: type of the result; by default the common type of lhs and rhs.
       Products are accumulated in float32 whatever it is (float64 for float64 operands).
-    precision: for float32 operands, as in `jax.lax.dot_general`; by default "highest", which is
-      exact float32. "default" lets the device use tf32.
-    backend: "auto" (kernels on Hopper, XLA elsewhere), "mosaic_gpu", "xla" or "reference".
+    precision: for float32 operands, as in `jax.lax.dot_general`; by default "highest", which does
+      not round them. "default" lets the device use tf32.
+    backend: "mosaic_gpu", "xla", "reference", or "auto": the kernels on Hopper, for bfloat16 or
+      float16 and for K and N that are multiples of 64, and XLA otherwise.
     num_sms: how many multiprocessors the kernels may use; by default all of them. Leave some to a
       collective that runs at the same time.
 
@@ -191,7 +192,8 @@ def grouped_outer(
     out_GKN, exactly zero for empty groups. Rows past the sum of the sizes add nothing.
 
   Raises:
-    ValueError: the row counts disagree, or `backend` does not fit.
+    ValueError: lhs or rhs is no matrix, their row counts disagree, or `backend` is unknown or
+      cannot take the operands.
   """
   if lhs_MK.ndim != 2 or rhs_MN.ndim != 2 or lhs_MK.shape[0] != rhs_MN.shape[0]:
     raise ValueError(

@@ -22,10 +22,11 @@ from scmoe.kernels.grouped_matmul.xla import group_sums, per_row
 from scmoe.kernels.launch import runs_ptx
 from scmoe.kernels.permute import Permutation, take_rows, take_words
 
-# Hidden sizes from which a kernel copies the rows to their places before the product. A product
-# that gathers its rows does so once for every column tile, with copies that wgmma waits for, and
-# with wide tiles, so that it gathers each row less often. A product of rows in order takes the
-# fastest tiles. The copy before takes 0.7 ps an element, and 0.9 ps with two copies of each row.
+# Hidden sizes from which the rows are copied to their places before the product. A product that
+# gathers its rows does so once for every column tile, with copies that wgmma waits for, and with
+# wide tiles, so that it gathers each row less often. A product of rows in order takes the fastest
+# tiles. The copy before takes 0.7 ps for each element that it writes. If each row has only two
+# places, it takes 0.9 ps, since it then reads more rows for the same number of elements written.
 # Measured with layers of nine models on H200s (experiments/LOG.md, 2026-11-26).
 GATHERED_BEFORE = {"up": 1408, "down_backward": 640, "weights_lhs": 1408}
 
@@ -36,14 +37,20 @@ def _gathers_inside(product: str, hidden: int) -> bool:
 
 
 def _split_gather(x_XN, index_R, inside: bool):
-  """(x, index) for a product that gathers, or the gathered rows and None."""
+  """(x, index) for a product that gathers, or the gathered rows and None.
+
+  Without an index x is returned as it is.
+  """
   if index_R is None or inside:
     return x_XN, index_R
   return take_words(x_XN, index_R), None
 
 
 def _rows(x_XD, permutation: Permutation | None, layout: GroupLayout, inside: bool):
-  """(x, index) for a product that gathers, or the rows in their tiles and None."""
+  """(x, index) for a product that gathers, or the rows in their tiles and None.
+
+  Without a permutation x lies in its tiles already, and is returned as it is.
+  """
   if permutation is None:
     return x_XD, None
   if inside:

@@ -1,10 +1,10 @@
 """The skeleton of kernels that multiply: a persistent, warp-specialised loop over output tiles.
 
 A tile has three phases. The *producer*, one warpgroup, copies operand blocks into a ring of
-shared-memory stages (by TMA; gathered rows by `gather`). Two *consumer* warpgroups multiply them
-(wgmma). Their *epilogue* makes the tile's result of the accumulators and stores it. The ring runs
-on from tile to tile, so the producer fetches the next tile while the consumers are still in the
-epilogue of this one.
+shared-memory stages (by TMA; gathered rows by `gather`). Two *consumer* warpgroups multiply the
+blocks (wgmma). Their *epilogue* makes the tile's result of the accumulators and stores it. The ring
+runs on from tile to tile, so the producer fetches the next tile while the consumers are still in
+the epilogue of this one.
 
 Two ways to share the work:
   * cooperative: both consumers work on one tile, half of its rows each;
@@ -13,10 +13,10 @@ Two ways to share the work:
     tiles that this consumer sees.
 
 Two CTAs can form a pair (a thread block cluster) that works on neighbouring tiles at the same pace.
-Each loads half of the operand block that both need, and TMA writes it to both: less traffic from
-the L2 cache. A stage is then free only once the consumers of both CTAs have left it. Both walk the
-same number of steps, and each waits for all of its stages to be free before it ends, so neither
-ends while the other may still write to it or signal it.
+Each loads half of the operand block that both need, and TMA writes that half to both: less traffic
+from the L2 cache. A stage is then free only once the consumers of both CTAs have left it. Both CTAs
+walk the same number of steps, and each waits for all of its stages to be free before it ends, so
+neither ends while the other may still write to it or signal it.
 """
 
 import dataclasses
@@ -56,8 +56,9 @@ class Tiling:
     band: row tiles that are walked together, to reuse operands in the L2 cache.
     store_buffers: buffers in shared memory that each consumer stores through; one instead of two
       can leave room for another stage.
-    pair: whether two CTAs share an operand block, and how their tiles neighbour: two "rows" of
-      tiles share the columns' operand (rhs), two "cols" the rows' operand (lhs).
+    pair: "": CTAs work alone. "rows": two CTAs work on neighbouring row tiles of one column tile
+      and share the columns' operand (rhs). "cols": two CTAs work on neighbouring column tiles of
+      one row tile and share the rows' operand (lhs).
   """
 
   rows: int = 128
@@ -108,8 +109,8 @@ class Work:
       tile; for what the epilogue will read.
     ready: (stage, parity) -> None, waits for copies that the "full" barriers do not count.
     scales: (coordinates, step, first row of the consumer) -> for each accumulator a number for each
-      row. If given, each stage's products have accumulators of their own, and the epilogue is given
-      the sums of the products times these.
+      row. If given, each stage's products have accumulators of their own; they are multiplied by
+      the scales and added up, and the epilogue is given these sums.
   """
 
   num_tiles: Any
@@ -139,14 +140,14 @@ def barriers(tiling: Tiling, copies: int) -> tuple[Any, Any]:
 
 
 def copy_block(source: Any, target: Any, barrier: Any, shared: Any = False) -> None:
-  """Starts copying a block to a stage of this CTA.
+  """Starts copying a block to a stage of this CTA, or half of a shared block to both CTAs' stages.
 
   Args:
     source: GMEM ref.
     target: SMEM ref.
-    barrier: counts the bytes that arrive here, whoever loads them.
-    shared: whether both CTAs of the pair need this block and call this for it; may be traced. None:
-      no.
+    barrier: counts the bytes that arrive in this CTA's stage, whichever CTA loads them.
+    shared: whether both CTAs of the pair need this block, and both call this function for it; may
+      be traced. None: no.
   """
   if not isinstance(shared, jax.Array):
     plgpu.copy_gmem_to_smem(source, target, barrier, collective_axes=PAIR if shared else None)
@@ -172,8 +173,8 @@ def run_tiles(tiling: Tiling, work: Work, full: Any, empty: Any, num_sms: int) -
 class _Cta:
   """The state and the methods that a CTA's producer and consumers share.
 
-  A worker is a CTA or a pair of CTAs. Its tiles are numbered from 0 on; with 132 workers, worker 5
-  has the tiles 5, 137, 269 and so on of all tiles.
+  A worker is a CTA or a pair of CTAs. A CTA counts its own tiles from 0 on: with 132 workers, tiles
+  0, 1 and 2 of worker 5 are tiles 5, 137 and 269 of all.
 
   Attributes:
     tiling, work, full, empty: as for `run_tiles`.
@@ -202,8 +203,8 @@ class _Cta:
   def locate_clipped(self, i: Any) -> Any:
     """The coordinates of this CTA's tile i, or of the last of all tiles if i is past the end.
 
-    The producer locates a tile past the end, and tile 0 where there is none: a clipped number keeps
-    what it reads for them inside the arrays.
+    The producer, and in ping-pong the consumers too, locate a tile past the end, and tile 0 even
+    where there is none. A clipped number keeps what they read for it inside the arrays.
     """
     tile = self.worker + i * self.workers
     return self.work.locate(jnp.clip(tile, 0, jnp.maximum(self.work.num_tiles - 1, 0)))
@@ -247,7 +248,8 @@ class _Producer:
   def drain(self, done: Any) -> None:
     """Waits for the last releases, so that no consumer signals a CTA that has ended.
 
-    Consumers release every stage that was used once more than the producer has waited for it.
+    `one_step` waits for a release only before it fills a stage again. So the last release of every
+    stage that was used has not been waited for.
     """
 
     def one_stage(stage, _):
@@ -283,7 +285,11 @@ class _Consumer:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
   def one_pair(self, j: Any, turn: Any) -> Any:
-    """Runs this consumer's tile of the CTA's tiles 2j and 2j + 1; then skips the other's stages."""
+    """Runs this consumer's tile of the CTA's tiles 2j and 2j + 1; then skips the next tile.
+
+    It skips the stages of the next tile, which the other consumer runs: consumer 0 runs tile 2j and
+    skips 2j + 1, and consumer 1 runs 2j + 1 and skips 2j + 2.
+    """
     i = CONSUMERS * j + self.cta.warpgroup
     return self.as_turn(self.one_tile(i, turn) + self.steps_of(i + 1))
 
@@ -333,7 +339,8 @@ class _Consumer:
     if cta.work.ready is not None:
       cta.work.ready(stage, jnp.where(turn >= cta.tiling.stages, 1, 0))
     cta.work.consumer(accumulators, stage, self.my_rows)
-    # After this wait only the newest product may run, so the stage before this one is free.
+    # After this wait only the newest product may still run, and it reads this stage. So the stage
+    # before this one is free.
     plgpu.wgmma_wait(1)
     pl.when(step > 0)(functools.partial(self.release_before, stage))
     return _wrap(turn + 1, 2 * cta.tiling.stages)

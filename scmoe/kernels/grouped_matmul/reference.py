@@ -42,7 +42,11 @@ def grouped_matmul_reference(
 def expert_ffn_reference(
   rows: jax.Array, weights: FFNWeights, layout: RowLayout, activation: str
 ) -> jax.Array:
-  """`expert_ffn` in float32 or wider: every expert computes every row, each copy picks its own."""
+  """`expert_ffn`, in float32 or wider, and with a result of that type.
+
+  Every expert computes every row. A copy then picks the result of its own expert, and a row's
+  copies are weighted and added up.
+  """
   kind = get_activation(activation)
   wide = lambda a: a.astype(jnp.promote_types(rows.dtype, jnp.float32))
   rows_MD = wide(rows.reshape(-1, rows.shape[-1]))

@@ -1,6 +1,7 @@
 """Rows times their group's matrices, on Hopper, with bias and activation in the epilogue.
 
     R  rows of the tiles      K, N  widths      G  groups      I  row tiles
+    B  fp8's blocks of 128 along K              C  its blocks of 128 along N
 
 The layout pads each group to the row tile, so every tile belongs to one group and no load or store
 is ragged.
@@ -44,7 +45,7 @@ class Operands:
   Attributes:
     group_I: int32, group of each tile of the layout.
     num_tiles: int32 [1], tiles of the layout in use.
-    index_R: int32, row of lhs behind each row; None where they are the same.
+    index_R: int32, row of lhs that each row of the tiles reads; None: the row of the same number.
     lhs: operands [R, K], contracted one after the other into one result.
     rhs: for each lhs the matrices of all results, [G, K, N] or transposed.
     biases: for each result [G, N], or None.
@@ -100,23 +101,24 @@ def rows_product(
   out_dtype,
   num_sms: int | None = None,
 ) -> tuple[jax.Array, ...]:
-  """Each row times its group's matrices, with biases and an activation fused into the end.
+  """Each row times its group's matrices, with biases and an activation in the kernel's epilogue.
 
   Args:
     lhs: operands [R, K]; several are contracted one after the other into the same result.
     rhs: for each lhs, one matrix [G, K, N] for each result ([G, N, K] with `transpose_rhs`).
-    layout: tiles of R, each one or two times `tiling.rows` rows.
+    layout: tiles of R; a tile has `tiling.rows` rows, or twice as many.
     tiling: tile shape; `tiling.cols` is shared between the results.
     transpose_rhs: contract the last dimension of rhs.
     biases: for each result [G, N] or None, added before the result is rounded; () adds none.
     activation: if given, the activation of the results is one more output.
-    with_results: whether the results are outputs; only together with an activation they need not.
+    with_results: whether the results are outputs; False needs an activation.
     index_R: if given, the only lhs has any number of rows and row r of the product reads row
       index[r] of it (zero if that is negative), gathered while the operand is loaded.
-    scales: of fp8 operands, which are one lhs and transposed rhs: float32 [R, B] of the
-      rows, and [G, B, C] of each matrix (see `fp8`). A block's product is made of their numbers,
-      multiplied by both scales and added up in float32: Hopper's own sums of eight-bit products
-      keep some 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
+    scales: of fp8 operands, which are one lhs and transposed rhs: float32 [R, B] of the rows, and
+      [G, B, C] of each matrix (see `fp8`). The matrix unit adds up the e4m3 products of one block
+      only. The kernel multiplies that sum by both scales and adds up the blocks in float32, because
+      Hopper's own sums of eight-bit products keep only some 14 bits (DeepSeek-V3, arXiv 2412.19437,
+      section 3.3.2).
     out_dtype: type of the outputs.
     num_sms: CTAs; None: one for each multiprocessor.
 
@@ -126,8 +128,8 @@ def rows_product(
   """
   assert with_results or activation is not None
   parts = len(rhs[0])
-  # Biases are rounded to the operands' type, or with fp8 to the outputs', and added in float32. In
-  # that type they fit into the shared memory that the stages leave.
+  # Biases are rounded to the operands' type, or with fp8 to the outputs' type, so that they fit
+  # into the shared memory that the stages leave. The epilogue adds them in float32.
   bias_dtype = lhs[0].dtype if scales is None else out_dtype
   cast = lambda b: None if b is None else b.astype(bias_dtype)
   biases = tuple(map(cast, biases)) or (None,) * parts
@@ -178,8 +180,8 @@ class _Shape:
     tiling: the launch's tile shape.
     n: N, columns of a result.
     parts: how many results there are.
-    segments: operands that are contracted one after the other.
-    steps: K steps of each such operand.
+    segments: how many lhs operands are contracted one after the other.
+    steps: K steps of each lhs operand.
     divided: row tiles of the tiling in a tile of the layout, 1 or 2.
     transpose_rhs: whether the last dimension of rhs is contracted.
     gathers: whether the producer gathers the rows.

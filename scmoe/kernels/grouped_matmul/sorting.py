@@ -36,7 +36,7 @@ def sorted_rows_kernel(
   num_tiles: int,
   tile: int,
 ) -> tuple[jax.Array, ...]:
-  """The tiles of each group, and the permutation of choices to their rows: a `TiledRows`' arrays.
+  """The arrays of a `TiledRows`: each group's tiles, and the permutation of choices to their rows.
 
   Args:
     sizes_G: int32, choices of each group.
@@ -144,7 +144,10 @@ class _Program:
     return 3 * _WORD * self.groups
 
   def begin(self) -> str:
-    """own = the thread's number in the grid; also finds its block, and its number there."""
+    """own = the thread's number in the grid; thread = that in its block; block = the block's.
+
+    Also sets `shared` to the address of shared memory, and `nobody` to -1.
+    """
     return ptx.lines(
       [
         ptx.thread_of_block("thread"),
@@ -173,8 +176,9 @@ class _Program:
     """Finds group i's first tile, and its place among the groups by falling number of tiles.
 
     The thread walks all groups: `before` adds up the tiles of groups in front of i, `all` those of
-    all groups, and `place` counts the groups with more tiles, or as many and in front of i. The
-    first block writes the results to global memory.
+    all groups, and `place` counts the groups with more tiles, or as many and in front of i. Every
+    block keeps `before` and `all` in shared memory. The first block also writes the layout's
+    tile_starts_G, tiles_G, by_size_G and num_tiles.
     """
     another = ptx.at_least_once(
       "OTHERS",
@@ -210,10 +214,11 @@ class _Program:
     )
 
   def place_choice(self) -> str:
-    """Writes choice i's row t = first tile of its group · tile + position, and the way back.
+    """Writes choice i's row t = first tile of its group · tile + position, and row t's choice.
 
-    A choice of no group gets the row behind all rows. Choice i, with first choices first, is choice
-    k = i // M of token m = i % M, and its copy is m·K + k.
+    A choice of no group gets row R, after all rows. Choices are numbered with all tokens' first
+    choices first: i is choice k = i // M of token m = i % M. At row t, copy_R becomes the choice's
+    number in the tokens' order, m·K + k, and token_R becomes m.
     """
     return ptx.lines(
       [
@@ -237,10 +242,11 @@ class _Program:
     )
 
   def clear_row_of_last_tile(self) -> str:
-    """Marks a row of a group's last tile that no choice fills, with -1; none if the tile is full.
+    """Marks one row of a group's last tile that no choice fills, if there is such a row, with -1.
 
-    A group lacks fewer rows than a tile has, so i is the pair (group j, number i % tile of a
-    lacking row): row size + i % tile of the group, if the group's tiles have that row.
+    A group lacks fewer rows than a tile has. So i stands for group j = i // tile and for row
+    size + i % tile of that group. With tiles of 4, a group of 5 choices lacks rows 5, 6 and 7 of
+    its 8; for i % 4 = 3 there is no row 8, and nothing is marked.
     """
     return ptx.lines(
       [
@@ -260,7 +266,7 @@ class _Program:
     )
 
   def first_row_behind_tiles(self) -> str:
-    """Register `all` = the first row that this thread clears: rows of used tiles + its number."""
+    """all = the first row that this thread clears: the number of rows of tiles in use, + `own`."""
     return ptx.lines(
       [
         ptx.load_shared("all", "shared", self.all_at),

@@ -18,16 +18,19 @@ _GRANULE = 64  # all widths are multiples of it
 
 
 def tiles_over(width: int, size: int, multiple: int = 1) -> int:
-  """How many tiles of a size cover a width, rounded up to a multiple; see `first_of`."""
+  """How many tiles of `size` cover `width`, rounded up to a multiple of `multiple`.
+
+  Tiles may overlap: see `first_of`.
+  """
   return -(-width // (size * multiple)) * multiple
 
 
 def first_of(tile: Any, size: int, width: int) -> Any:
   """The first row or column of a tile.
 
-  If the size does not divide the width, the last tile ends with the width. It computes some columns
-  of the tile before once more, and stores the same numbers: tiles of 128 on a width of 320 begin at
-  0, 128 and 192.
+  If the size does not divide the width, the last tile ends where the width ends. It computes some
+  rows or columns of the tile before once more, and stores the same numbers: tiles of 128 on a width
+  of 320 begin at 0, 128 and 192.
   """
   if width % size == 0:
     return tile * size
@@ -37,8 +40,9 @@ def first_of(tile: Any, size: int, width: int) -> Any:
 def banded(tile: Any, row_tiles: Any, col_tiles: int, band: int) -> tuple[Any, Any]:
   """Tile number -> (row tile, column tile), walking `band` row tiles for each column tile.
 
-  CTAs that run at the same time then share the columns' operand and a few rows' operand, instead of
-  streaming one of the two from memory again for each tile. `row_tiles` may be traced.
+  CTAs that run at the same time then read few different blocks of either operand, and share them in
+  the L2 cache. Tiles taken row by row, or column by column, would read all of one operand again for
+  each row or column of tiles. `row_tiles` may be traced.
 
   Worked example, three row tiles, two column tiles, bands of two: tiles 0 to 5 are (0, 0), (1, 0),
   (0, 1), (1, 1), (2, 0), (2, 1).
@@ -66,7 +70,8 @@ def paired(tile: Any, tiling: Tiling, row_tiles: Any, col_tiles: int) -> tuple[A
   With pairs of "rows" and an odd number of row tiles, both CTAs compute and store the last one.
 
   Returns:
-    This CTA's row tile and column tile, and the row tile of the pair's other CTA.
+    This CTA's row tile and column tile, and the row tile of the pair's other CTA (without pairs
+    of "rows", this CTA's again).
   """
   if tiling.pair == "rows":
     band = max(tiling.band // 2, 1)
@@ -87,7 +92,8 @@ def locate_rows(
 ) -> tuple[Any, Any, Any, Any]:
   """Tile or pair number -> row tile, column tile, group, and whether the pair shares rhs.
 
-  Whether the pair shares rhs is None if the tiling has no pairs of "rows", or they always share it.
+  The last of these is None if the tiling has no pairs of "rows". It is also None if a pair's two
+  row tiles are the halves of one tile of the layout, and so always share rhs.
 
   Args:
     tile: number of the tile or pair.

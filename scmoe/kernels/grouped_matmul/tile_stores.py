@@ -30,14 +30,15 @@ def store_tiles(
     consumer: number of this consumer.
   """
   count, rows = buffers.shape[1], buffers.shape[2]
-  # Every tile begins with buffer 0. If the buffers do not divide the number of chunks, the tile
-  # before used that buffer last.
+  # A tile's chunks use the buffers in turn, from buffer 0 on: three chunks use 0, 1, 0. Here the
+  # newest store of the tile before is from buffer 0, where this tile begins, so that this tile
+  # first waits for all stores. After four chunks (0, 1, 0, 1) it waits for all but the newest.
   begins_free = sum(width // CHUNK for _, width in values) % count == 0
   used = 0
   for (value, width), out, col in zip(values, outs, first_cols):
     for chunk in range(width // CHUNK):
       index = used % count
-      # The store that used this buffer before must have left it.
+      # The store that used this buffer before must have read it.
       plgpu.wait_smem_to_gmem(count - 1 if used or begins_free else 0, wait_read_only=True)
       used += 1
       buffers[consumer, index] = value(slice(chunk * CHUNK, (chunk + 1) * CHUNK))

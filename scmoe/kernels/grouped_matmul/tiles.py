@@ -1,9 +1,9 @@
-"""Chooses the tile shape of a product: as measured here, as shipped, or by the rows of tables.
+"""Chooses the tile shape of a product: the user's measured one, the shipped one, or one by rules.
 
 `python -m scmoe.bench.tune` measures `variants` on a user's GPU and keeps the fastest (`tuned`). A
 product that it did not measure takes its entry of `tiling_tables.TABLE`. A product without an
-entry, or with a result that is not of 2-byte elements, takes the first of `candidates`, which has a
-form for all widths that are multiples of 64.
+entry, or with a result that is not of 2-byte elements, takes the first of `candidates`. That
+function orders tilings by rules on the widths, and has one for all widths that are multiples of 64.
 """
 
 import contextlib
@@ -72,7 +72,7 @@ def _fit(tiling: Tiling, out_itemsize: int) -> Tiling:
 def candidates(
   kind: str, width: int, n: int, out_itemsize: int = 2, *, gathered: bool = False
 ) -> list[Tiling]:
-  """Tilings that fit a product, the one that the tables of ranges prefer first.
+  """Tilings that fit a product; the one that the rules of `tiling_tables` prefer is the first.
 
   Args:
     kind: one of `KINDS`.
@@ -130,7 +130,10 @@ def _put_pingpong_first(result: list[Tiling], product: Product) -> None:
 
 
 def _insert_pairs(result: list[Tiling], product: Product, out_itemsize: int) -> None:
-  """Adds pairs of CTAs, each before or after the first form so far, as `PAIRS` says."""
+  """Adds forms with pairs of CTAs: one for weights' gradients, and those of `PAIRS`.
+
+  The pair for weights' gradients comes first. It needs an even number of row tiles and no gather.
+  """
   paired = product.kind == "weights" and not product.gathered
   if paired and tiles_over(product.width, result[0].rows) % 2 == 0:
     # Pairs are up to 12 % faster than single CTAs, and in one case of eighteen over 2 % slower (512
@@ -147,8 +150,9 @@ def _insert_pairs(result: list[Tiling], product: Product, out_itemsize: int) -> 
 def _covers(size: int, width: int) -> bool:
   """Whether tiles of `size` columns may cover a result of `width` columns.
 
-  A width that 128 does not divide is not left to tiles of 64 columns. Wider tiles cover it and
-  compute a few of its columns twice (`tile_order.first_of`), at most 7 % of them.
+  Tiles of 64 columns must divide the width, and so must wider tiles if 128 divides it. On other
+  widths wider tiles may compute some columns twice (`tile_order.first_of`), at most 7 % of them:
+  tiles of 256 columns cover 960, since 4 · 256 = 1,024 is 6.7 % more.
   """
   if width % 128 == 0 or size < 128:
     return width % size == 0
@@ -162,8 +166,9 @@ def variants(kind: str, width: int, n: int, *, gathered: bool = False) -> list[T
   candidate comes first. The shipped tiling is among them.
   """
   alone = candidates(kind, width, n, gathered=gathered)
-  # A pair of "cols" shares the rows' operand, so that operand cannot be gathered. For the weights'
-  # products, the kernel knows which operand is gathered, and drops a pair that cannot be.
+  # A pair of "cols" shares the rows' operand, so that operand cannot be gathered. A product for
+  # weights' gradients gathers either operand: its kernel knows which one, and runs single CTAs if
+  # the pair would share that one.
   sides = ("rows",) if gathered and not kind.startswith("weights") else ("rows", "cols")
   paired = [dataclasses.replace(t, pair=side) for t in alone if not t.pair for side in sides]
   forms = alone if kind == "down_backward" else alone + paired
@@ -196,8 +201,9 @@ def choose(
 
   Args:
     kind, width, n, out_itemsize, gathered: as for `candidates`.
-    experts: whether this is the first product of experts. If so, the log of a run on a GPU says if
-      experts of these widths were not measured.
+    experts: whether this is the first product of experts. If so, and the user has measured no
+      tiling, the log of a run on a GPU says if the shipped tables were not measured at these
+      widths.
 
   Raises:
     ValueError: as for `candidates`.

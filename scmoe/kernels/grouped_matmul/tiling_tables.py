@@ -13,9 +13,10 @@ from typing import Literal, NamedTuple
 from scmoe.kernels.grouped_matmul.pipeline import Tiling
 from scmoe.kernels.grouped_matmul.tuned import Key
 
-# Kinds of product: "rows" (one result), "activated" (one with its activation), "up" (gate and up
-# with theirs), "dx" (two products into one result), "weights" and "weights_pair" (weight gradients
-# of one matrix and of two), "down_backward" (`down_backward.py`).
+# Kinds of product: "rows" (one result), "activated" (one result, and its activation), "up" (the
+# results for gate and up, and their activation), "dx" (two products added into one result),
+# "weights" and "weights_pair" (the gradients of one matrix and of two), and "down_backward"
+# (`down_backward.py`).
 KINDS = ("rows", "activated", "up", "dx", "weights", "weights_pair", "down_backward")
 WEIGHTS = ("weights", "weights_pair")
 TWO_RESULTS = ("up", "weights_pair")
@@ -81,9 +82,9 @@ def _halved(band: int = 16) -> Tiling:
   return Tiling(rows=64, cols=256, stages=5, pingpong=True, band=band, store_buffers=1, pair="rows")
 
 
-# Products for which ping-pong tiles come before cooperative ones. With few steps, and in
-# weights' gradients, the epilogue of a tile weighs more than the traffic of its operands, and
-# ping-pong hides it. A product that gathers is better off with wide cooperative tiles, since narrow
+# Products for which ping-pong tiles come before cooperative ones. With few steps, and in weights'
+# gradients, the epilogue of a tile weighs more than the traffic of its operands, and ping-pong
+# hides the epilogue. A product that gathers is better off with wide cooperative tiles, since narrow
 # tiles gather each row more often.
 PINGPONG_FIRST = (
   Where(("activated", "up", "weights"), gathered=False),
@@ -123,7 +124,7 @@ DOWN_BACKWARD = (
 # others (experiments/kernels). The comment above a line gives its time, then that of other tilings.
 TABLE: dict[str, dict[Key, Tiling]] = {
   "NVIDIA H200": {
-    # 6.521 ms, with skewed groups 6.741 ms; with single CTAs 7.266 and 7.274 ms
+    # 6.521 ms with equal groups, 6.741 ms with skewed ones; with single CTAs 7.266 and 7.274 ms
     ("weights", 4096, 2048, False): _narrow("cols"),
     # 1.875 ms with this tiling; 2.070 ms with single CTAs
     ("weights", 1024, 2048, True): Tiling(cols=256, stages=4, band=8, pair="cols"),
@@ -135,7 +136,8 @@ TABLE: dict[str, dict[Key, Tiling]] = {
     ("rows", 1024, 2048, False): _halved(band=32),
     # 0.498 ms with this tiling; 0.517 ms with single CTAs of 128 columns
     ("rows", 512, 1536, False): Tiling(cols=192, stages=4, pingpong=True, band=8, pair="cols"),
-    # With skewed groups 0.280 ms, with single CTAs 0.288 ms; with equal groups 0.271 and 0.274 ms
+    # With skewed groups 0.280 ms, single CTAs 0.288 ms; with equal groups 0.271 ms, single CTAs
+    # 0.274 ms
     ("rows", 1536, 256, False): _narrow("cols"),
     # GPT-OSS: 0.938 and 1.893 ms with these two; 0.989 and 1.930 ms with single CTAs
     ("rows", 2880, 2880, False): Tiling(cols=192, stages=4, pingpong=True, band=8, pair="rows"),

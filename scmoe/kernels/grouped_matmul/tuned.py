@@ -2,8 +2,8 @@
 
 There is one JSON file for each kind of device, in the user's cache folder. Its tilings are
 preferred to those that the package ships, as long as they are among the tilings that `tiles` offers
-for a product (`variants`). If a file
-cannot be used, a warning names it and the products run without it, perhaps slower.
+for a product (`variants`). If a file cannot be used, a warning names it and the products run
+without it, perhaps slower.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from scmoe.base.errors import StorageError
 from scmoe.base.stored import StoredError, parse_json, read_text
 from scmoe.kernels.grouped_matmul.pipeline import Tiling
 
-# (kind, contracted width, result width, whether the kernel gathers an operand); for "weights*" rows
-# of the result and its columns.
+# (kind, contracted width, result width, whether the kernel gathers an operand). For the kinds
+# "weights" and "weights_pair" the two widths are the result's rows and columns.
 Key = tuple[str, int, int, bool]
 _log = logging.getLogger(__name__)
 _FORMAT = 1

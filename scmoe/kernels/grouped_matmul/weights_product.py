@@ -41,7 +41,8 @@ class Operands:
   Attributes:
     by_size_G: int32, groups by falling number of tiles.
     starts_G, sizes_G: int32, first tile of each group, and number of its rows without padding.
-    index_R: int32, row behind each row of the gathered operand; None where nothing is gathered.
+    index_R: int32, row of the gathered operand that each row of the tiles reads; None where nothing
+      is gathered.
     lhs: the operand [R, M].
     rhs: operands [R, N] of one width.
   """
@@ -83,7 +84,7 @@ def weights_product(
   Args:
     lhs_RM: the operand whose width becomes the result's rows.
     rhs: operands [R, N] of one width.
-    layout: tiles of R; with several runs, nothing is gathered.
+    layout: tiles of R; with several runs, no index may be given.
     tiling: tile shape; `tiling.cols` is shared between the results.
     lhs_index_R: if given, the kernel reads row index[r] of lhs_RM as row r, zero if it is negative.
     rhs_index_R: likewise for the only rhs; not together with lhs_index_R.
@@ -96,7 +97,8 @@ def weights_product(
   assert lhs_index_R is None or rhs_index_R is None
   fused_lhs, fused_rhs = lhs_index_R is not None, rhs_index_R is not None
   if (tiling.pair == "rows" and fused_rhs) or (tiling.pair == "cols" and fused_lhs):
-    # `tiling_tables.TABLE` does not say which operand is gathered, and that one cannot be shared.
+    # A pair cannot share the gathered operand. `tiling_tables.TABLE` may give a pair all the same,
+    # since its keys do not say which operand is gathered.
     tiling = dataclasses.replace(tiling, pair="")
   assert layout.runs == 1 or not (fused_lhs or fused_rhs), "rows in several runs are not gathered"
   operands = Operands(

@@ -1,4 +1,4 @@
-"""Grouped products on any device, by XLA: one dense product per row tile, or one for all groups.
+"""Grouped products on any device, by XLA: a dense product per row tile, or one for all groups.
 
     R  rows of the tiles      K, N  widths      G  groups      I  row tiles      B  rows of a tile
 
@@ -33,10 +33,11 @@ from scmoe.kernels.permute import Permutation, take_rows
 def choose_tile(num_rows: int, num_groups: int) -> int:
   """Rows of a tile: a sixteenth of a balanced group, or up to a quarter if groups are small.
 
-  The layout has room for a part-filled tile of every group, so a sixteenth bounds the memory that
-  padding adds to 6 %. A product should have 64 rows, though. If that is more than a sixteenth, the
-  tile has 64 rows or a quarter of the group, whichever is less, and padding adds up to 25 %. The
-  result is a multiple of 8 from 8 to 512, so for groups below 32 rows padding adds more.
+  The layout has room for a part-filled tile of every group. With tiles of a sixteenth of a group,
+  padding adds about 6 % to the rows at most. A product should have 64 rows, though. If 64 is more
+  than a sixteenth, the tile has 64 rows or a quarter of the group, whichever is less, and padding
+  adds about 25 % at most. The result is rounded up to a multiple of 8 and lies from 8 to 512. So
+  padding may add more to small groups: a group of 36 rows has tiles of 16, and up to 15 empty rows.
 
   Worked example: 1,024 rows of 8 experts, 128 each if balanced: a sixteenth would be 8 rows, so it
   is a quarter, 32.
@@ -131,14 +132,16 @@ def _each_tile(
   """Calls function(a tile's rows, its group's slices) for every tile, one after the other.
 
   Args:
-    function: of trees like `rows`, [B, ...], and `of_group`, [...]; gives two trees: of the tile's
-      rows, [B, ...], and of what is added up for its group, [...] (None for nothing).
+    function: takes a tree like `rows` with arrays [B, ...] and one like `of_group` with arrays
+      [...]. It gives two trees: the tile's results, arrays [B, ...], and arrays that are added up
+      over the tiles of a group. None stands for an empty tree.
     layout: the tiles.
     rows: tree of arrays [R, ...].
     of_group: tree of arrays [G, ...].
 
   Returns:
-    The rows as [R, ...], and the sums as [G, ...], of each group; exactly zero of an empty one.
+    The results of all tiles as [R, ...], and each group's sums as [G, ...]; an empty group's are
+    exactly zero.
   """
   groups, tile_group_I = layout.num_groups, layout.tile_group_I
   tiles = jax.tree.map(lambda a: a.reshape(-1, layout.tile, *a.shape[1:]), rows)
@@ -196,12 +199,13 @@ def grouped_rows(
   """out[r] = lhs[r] @ rhs[group of r], or @ rhs[group of r].T, and + bias[group of r] if given.
 
   Args:
-    lhs_XK: R rows, or any number of rows when `index_R` says which is read where.
+    lhs_XK: the R rows of the layout, or any number of rows if `index_R` is given.
     rhs_GKN: one matrix a group; [G, N, K] with `transpose_rhs`.
     layout: the tiles of R.
-    index_R: row of lhs behind each row of the layout, negative for padding (reads as zero).
+    index_R: row of lhs that each row of the layout reads; a negative one reads as zero.
     transpose_rhs: contract the last dimension of rhs.
-    bias_GN: added to the products; before these are rounded, unless every group is one tile.
+    bias_GN: added to the products, if given. The products are rounded to `out_dtype` after that; if
+      every group is one tile, they are rounded before.
     out_dtype: type of the result, by default the accumulation type.
     precision: as in `jax.lax.dot_general`.
     num_sms: ignored; the kernels use it.
@@ -372,7 +376,11 @@ def per_row(bias_GN: jax.Array, layout: GroupLayout) -> jax.Array:
 
 
 def group_sums(x_RN: jax.Array, layout: GroupLayout, out_dtype=None) -> jax.Array:
-  """Sum of each group's rows (padding must be zero), added up in the accumulation type."""
+  """Sum of each group's rows, added up in the accumulation type; padding rows must be zero.
+
+  Tiles that are not in use may hold anything. The result has `out_dtype`, by default the
+  accumulation type.
+  """
   dtype = accumulation_type(x_RN.dtype)
   sums_IN = jnp.sum(x_RN.reshape(-1, layout.tile, x_RN.shape[1]), axis=1, dtype=dtype)
   used_I1 = (jnp.arange(sums_IN.shape[0]) < layout.num_tiles[0])[:, None]

@@ -1,13 +1,14 @@
 """Block-sparse products: SDD, DSD and DDS.
 
-The three letters say whether output, left and right operand are Sparse or Dense.
+The three letters say whether output, left and right operand are Sparse or Dense: SDD is a sparse
+output of two dense operands.
 
     Z  blocks      B  side of a block      M x N = (M x K) · (K x N)
 
 The activations of all experts form a block-sparse matrix [rows, all experts' hidden units], in
 which a row has only its own expert's blocks. `grouped_matmul` and `grouped_outer` compute products
-of topologies made by `moe_topology`; XLA's gathers and products compute all others. All are
-differentiable.
+of topologies made by `moe_topology`; XLA's gathers and dense products compute those of all other
+topologies. All three products are differentiable.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ from scmoe.kernels.grouped_matmul.xla import accumulation_type
 class BlockSparse:
   """A block-sparse matrix: the blocks' values [Z, B, B] and their positions.
 
-  Transposing sets the flag `transposed` and moves no values: data and topology stay those of the
+  Transposing flips the flag `transposed` and moves no values: data and topology stay those of the
   untransposed matrix.
   """
 
@@ -84,7 +85,7 @@ def _check_inner(name: str, left: int, right: int) -> None:
 def sdd(
   lhs_MK: jax.Array, rhs_KN: jax.Array, topology: Topology, *, backend: str = "auto"
 ) -> BlockSparse:
-  """The topology's blocks of lhs @ rhs; no other block is computed.
+  """The topology's blocks of lhs @ rhs, as a `BlockSparse`; no other block is computed.
 
   Args:
     lhs_MK, rhs_KN: dense matrices; [M, N] is the topology's shape.
@@ -165,7 +166,8 @@ def dds(lhs_MK: jax.Array, sparse: BlockSparse, *, backend: str = "auto") -> jax
 def _oriented(sparse: BlockSparse):
   """Each block's values, block row and block column, and the number of block rows.
 
-  All are those after the transposition, if there is one. Blocks are ordered by block row.
+  If the matrix is transposed, all four are those of the transposed matrix. Blocks are ordered by
+  block row.
   """
   t = sparse.topology
   if not sparse.transposed:

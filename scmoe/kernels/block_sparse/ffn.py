@@ -1,8 +1,8 @@
 """The experts' network as MegaBlocks' `mlp_impl=sparse` computes it, by block-sparse products.
 
-`model.ffn.impl=block_sparse` selects it. SDD multiplies two dense matrices and stores the
-topology's blocks of the product. The activation follows. DSD multiplies these blocks by a dense
-matrix, and the result is dense.
+`model.ffn.impl=block_sparse` selects it. SDD multiplies the rows by all experts' first matrices and
+stores only the blocks that belong to a row's own expert. The activation follows. DSD multiplies
+these blocks by all experts' second matrices, and the result is dense.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def block_sparse_ffn(
   The experts' activations are one matrix [rows, all experts' hidden units], in which a row has its
   own expert's blocks. It is slower than `expert_ffn`: it gathers the rows first, stores the
   pre-activations as blocks, and fuses nothing. It uses the activation and the backend of `config`,
-  and ignores the other fields.
+  and ignores the other fields. For hidden widths that 128 does not divide, XLA computes the
+  products whatever the backend.
 
   Raises:
     ValueError: shapes disagree, or the activation or backend is unknown or does not fit.

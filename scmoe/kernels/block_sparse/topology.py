@@ -2,9 +2,10 @@
 
     rows, cols  sizes of the matrix, multiples of `block`      Z  blocks that exist
 
-The format is MegaBlocks' hybrid blocked CSR-COO (arXiv 2211.15841): row offsets as in CSR, the row
-of each block as in COO, and transpose indices. With these a product with the transposed matrix
-reads the same values through a permutation, and no transposed matrix is stored.
+The format is MegaBlocks' hybrid blocked CSR-COO (arXiv 2211.15841): row offsets and the column of
+each block as in CSR, the row of each block as in COO, and transpose indices. By the transpose
+indices, a product with the transposed matrix reads the same values in another order, so no
+transposed matrix is stored.
 """
 
 import dataclasses
@@ -34,10 +35,12 @@ from scmoe.kernels.grouped_matmul.layout import GroupLayout
 class Topology:
   """Positions of the Z blocks of a block-sparse matrix.
 
+  Row order sorts the blocks by block row, and column order by block column, then by block row.
+
   Attributes:
-    row_indices: int32 [Z], block row of each block; blocks are ordered by row.
-    column_indices: int32 [Z], block column of each block.
-    offsets: int32 [rows / block + 1], first block of each block row; Z at the end.
+    row_indices: int32 [Z], block row of each block, in row order.
+    column_indices: int32 [Z], block column of each block, in row order.
+    offsets: int32 [rows / block + 1], first block of each block row, in row order; Z at the end.
     column_indices_t: int32 [Z], block row of each block, in column order.
     offsets_t: int32 [cols / block + 1], first block of each block column, in column order; Z at the
       end.
@@ -105,11 +108,11 @@ def topology_from_mask(mask: np.ndarray, block: int) -> Topology:
 
 
 def moe_topology(layout: GroupLayout, hidden: int) -> Topology:
-  """The topology of all experts' hidden activations, [R, E·F].
+  """The topology of the hidden activations [R, G·F] of G experts.
 
-  Each block row belongs to one expert e and has F / block consecutive blocks from block column
-  e·F / block on. The number of blocks is static, so that the host need not wait for the routing;
-  block rows that no expert needs are padding, in the columns of expert G - 1.
+  Each block row belongs to one expert g and has F / block consecutive blocks from block column
+  g·F / block on. The number of blocks is static, so that the host need not wait for the routing.
+  Block rows that no expert needs are padding: their blocks lie in the columns of expert G - 1.
 
   Worked example: three rows of expert 0, none of expert 1, two of expert 2; blocks of two; F = 4.
   Block rows 0 and 1 belong to expert 0, block row 2 to expert 2, and block row 3 is not in use.

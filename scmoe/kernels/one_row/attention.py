@@ -6,8 +6,8 @@
 
 XLA needs three kernels for scores, softmax and the sum over values, and each waits for the one
 before. Here one kernel does all three (`attention_kernel`). To use all multiprocessors, several
-CTAs can share the cache of a head. They leave one result for each part of the cache,
-`PartialAttention`; the kernel that reads the result joins them.
+CTAs can share the cache of a head. Each leaves the result of its part of the cache; together these
+are a `PartialAttention`. The next kernel joins them when it reads them, or XLA does (`joined`).
 
 The same kernel can also finish the projections, `PartialProjections`: it adds up the partial sums
 that `linear.sums` leaves, rotates queries and keys, and writes the cache's new row. XLA needs three
@@ -40,7 +40,10 @@ _MOST_SHARED = 8  # most heads of queries whose projections one CTA finishes
 
 
 def cache_length(length: int, dtype: Any, width: int) -> int:
-  """`length`, rounded up to a multiple of 64 where the kernel runs: the positions of a cache."""
+  """Positions to allocate for a cache that must hold `length` of them.
+
+  They are `length` rounded up to a multiple of 64 where the kernel runs, else `length` itself.
+  """
   if resolve_backend("auto", dtype, width) != "mosaic_gpu":
     return length
   return -(-length // BLOCK) * BLOCK
@@ -65,11 +68,11 @@ def takes(q_BSHN: Array, k_BTKN: Array, v_BTKM: Array, backend: str = "auto") ->
 def attend_cache(
   q_RHN: Array, k_RTKN: Array, v_RTKN: Array, position_R: Array, *, scale: float, window: int = 0
 ) -> Array:
-  """Σ_t softmax_t(scale · q · k[t]) v[t] over the positions t that a token sees.
+  """Σ_t softmax_t(scale · q · k[t]) v[t] over the positions t that a row's token sees.
 
-  These are t <= position, or with a window the last `window` of them. Not differentiable.
-
-  The softmax weights are rounded to the dtype of the queries before they multiply the values.
+  It sees the positions t <= position, or with a window the last `window` of these. The softmax
+  weights are rounded to the dtype of the queries before they multiply the values. Not
+  differentiable.
 
   Args:
     q_RHN: the queries of each row's token, of shapes and a dtype that the kernel `takes`.
@@ -114,7 +117,7 @@ class PartialProjections:
   Attributes:
     sums_PM: float32, the partial sums (`linear.sums`) of queries, keys and values, in this order.
     turn_2N: float32 [2, N/2], sine and cosine of the angles by which the pairs (i, i + N/2) of
-      queries and keys are rotated; None: they are not.
+      queries and keys are rotated; None: nothing is rotated.
     heads, kv_heads: H and K.
     dtype: the type that the finished sums are rounded to.
   """
@@ -150,9 +153,12 @@ class PartialProjections:
 class PartialAttention:
   """One token's attention over each part of a cache: a `linear.ComputedRow`, of width H N.
 
+  For several tokens, one per row, the heads of all rows stand in H; then only `joined` is used.
+
   Attributes:
-    y_PHN: float32, sums over the part's values with the weights e^(score - most).
-    most_PH, weight_PH: float32, each head's largest score of the part, and the sum of its weights.
+    y_PHN: float32, sums of the part's values with the weights e^(score - most).
+    most_PH: float32, each head's largest score in the part.
+    weight_PH: float32, each head's sum of the weights e^(score - most).
     dtype: of the joined result.
   """
 
@@ -182,10 +188,10 @@ class PartialAttention:
     return rows % self.y_PHN.shape[2] == 0
 
   def write(self, arrays: Any, part: Any, to: Any) -> None:
-    """Joins the cache's parts for some heads, and writes them, rounded to `dtype`, as float32.
+    """Joins the parts' results of some heads, and writes them, rounded to `dtype`, as float32.
 
     Args:
-      arrays: references to `arrays`.
+      arrays: references to the inputs that the property `arrays` lists.
       part: slice of the row, whole heads.
       to: float32 reference, as long as the slice.
     """
@@ -222,8 +228,8 @@ def takes_partial(
 ) -> bool:
   """Whether `attend_partial` takes these arrays.
 
-  Besides what `takes` asks for, it needs a single row, at most 8 heads of queries for each head of
-  keys, and jax 0.11 or later.
+  Besides the conditions of `takes`, it needs a single row, at most 8 heads of queries for each head
+  of keys, and jax 0.11 or later, where a kernel can write into the caches in place.
   """
   q_BSHN: Any = jax.ShapeDtypeStruct((1, 1, own.heads, own.width), own.dtype)
   few = own.heads // own.kv_heads <= _MOST_SHARED and k_BTKN.shape[0] == 1
@@ -239,9 +245,9 @@ def attend_partial(
   scale: float,
   window: int = 0,
 ) -> tuple[Array | PartialAttention, Array, Array]:
-  """Finishes one token's projections, attends, and adds the token to the cache.
+  """Finishes one token's projections, computes its attention, and adds the token to the cache.
 
-  The result is that of `attend_cache` over the cache with the token. Not differentiable.
+  The attention is that of `attend_cache` over the cache with the token. Not differentiable.
 
   Args:
     own: the token's projections, for which `takes_partial` is True.
@@ -262,8 +268,8 @@ def attend_partial(
     kv_heads=kv_heads,
     length=length,
     width=width,
-    # One block for each warpgroup, if there are enough multiprocessors: more of them read the cache
-    # sooner, and the kernel that reads the result joins the parts at no cost.
+    # One block for each warpgroup, if there are enough multiprocessors: the more of them read the
+    # cache, the sooner it is read, and the kernel that reads the result joins the parts at no cost.
     parts=_parts(length, kv_heads, _WARPGROUPS),
     warpgroups=_WARPGROUPS,
     dtype=k_TKN.dtype,
@@ -285,9 +291,9 @@ def _warpgroups(rows: int) -> int:
 
 
 def _parts(length: int, heads: int, blocks: int) -> int:
-  """P: CTAs that share the cache of one row's head of keys.
+  """P, the number of CTAs that share the cache of one row's head of keys.
 
-  Each reads `blocks` blocks of 64 positions, or more if there would be more CTAs than
+  Each CTA reads `blocks` blocks of 64 positions, or more if there would be more CTAs than
   multiprocessors.
 
   Args:

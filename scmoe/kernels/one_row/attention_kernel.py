@@ -6,21 +6,22 @@
     M  rows of a matrix instruction (64), of which G hold queries
 
 The grid has a CTA for each row, head of keys and part of the cache. Each warpgroup of these CTAs is
-a worker, and the workers of one head share its blocks in turn: with 16 blocks and 2 parts of 2
-warpgroups, worker 1 reads blocks 1, 5, 9 and 13. A worker keeps a running softmax over its blocks
-(the online form of Milakov and Gimelshein, arXiv 1805.02867).
+a worker. The workers of one row's head of keys take turns at the head's blocks: with 16 blocks and
+2 parts of 2 warpgroups there are 4 workers, and worker 1 reads blocks 1, 5, 9 and 13. So a part is
+the blocks of one CTA's workers, not a run of positions. A worker keeps a running softmax over its
+blocks (the online form of Milakov and Gimelshein, arXiv 1805.02867).
 
     1  Begin to copy the queries and each worker's first two blocks to shared memory.
     2  If projections come as partial sums: add them up and rotate them while the blocks arrive.
     3  Write the G queries into the rows of one tile.
     4  For each block: scores, softmax weights and the weighted sum of values, by two products.
     5  Write the token's own key and value into the cache, if stage 2 made them.
-    6  Merge the warpgroups' results, if there are two, and write the heads' results or this part of
-       them.
+    6  Merge the results of the CTA's warpgroups, if it has two. Write the heads' results, or with
+       several parts the results of this part.
 
-Most rows of a matrix instruction hold no query of their own. It is still used, because it also adds
-up across the warps of a warpgroup. A sum of vectors would do so through shared memory that all
-warpgroups of a CTA have in common.
+Most rows of a matrix instruction hold no query of their own. The kernel still uses this
+instruction, because it also adds up across the warps of a warpgroup. A sum of vectors would add up
+across warps through shared memory that all warpgroups of a CTA have in common.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _PER_ROW, _PER_COLUMN = _TILE.reduce(1), _TILE.reduce(0)  # one number a row, on
 
 
 class _Seen(NamedTuple):
-  """Positions of the cache that the kernel reads for a token.
+  """The positions of the cache that count for a token, and the blocks that hold them.
 
   Attributes:
     first: the first position.
@@ -74,8 +75,8 @@ class _Softmax(NamedTuple):
   """A running softmax of M rows.
 
   Attributes:
-    most_M: each row's largest score.
-    weight_M: each row's sum of weights e^(score - most).
+    most_M: each row's largest score so far.
+    weight_M: each row's sum of the weights e^(score - most) so far.
     y_MN: each row's sum of values times these weights.
   """
 
@@ -88,17 +89,17 @@ class _Softmax(NamedTuple):
 def attend(
   projections: Sequence[Array], keys: Array, values: Array, position: Array, *, shape: Shape
 ) -> tuple[Any, Array, Array]:
-  """Runs the kernel: the attention of one token per row over that row's cache.
+  """Runs the kernel: the attention of one token per row over that row's cache, and the caches.
 
   Args:
-    projections: `Global.queries`; or `Global.sums`, and `Global.turn` where they are rotated.
+    projections: `Global.queries`; or `Global.sums`, and `Global.turn` for a rotation.
     keys, values: [R T, K, N].
     position: int32 [R].
     shape: the sizes of these arrays, and the kernel's other constants.
 
   Returns:
     `Global.y`, with `Global.most` and `Global.weight` where there are several parts, and the
-    caches. They hold the token now if the projections came as partial sums.
+    caches. If the projections came as partial sums, the caches now hold the token.
   """
 
   def body(*refs: Any) -> None:
@@ -192,7 +193,7 @@ class _Cta:
       pl.when(block < end)(functools.partial(self.copy_block, block, stage))
 
   def seen(self) -> _Seen:
-    """The positions to read from the cache. With partial sums the cache lacks the token itself."""
+    """The positions that the token sees in the cache, which with partial sums lacks the token."""
     window = self.shape.window
     first = jnp.maximum(self.position - (window - 1), 0) if window else jnp.int32(0)
     round_up = BLOCK - 1 if self.shape.partial else BLOCK
@@ -201,9 +202,10 @@ class _Cta:
   # -- 2: projections ----------------------------------------------------------------------------
 
   def finish_projections(self) -> None:
-    """Adds up the partial sums and rotates: one warpgroup the queries, the other key and value.
+    """Adds up and rotates the projections: one warpgroup the queries, the other key and value.
 
-    The value is not rotated, and nothing is unless `Shape.rotated`.
+    The results stay in shared memory. The value is not rotated, and without `Shape.rotated` queries
+    and key are not, either.
     """
     shape, smem, width = self.shape, self.smem, self.shape.width
 
@@ -228,17 +230,19 @@ class _Cta:
         plgpu.commit_smem()
 
   def load_turn(self) -> list[Any]:
-    """Loads sine and cosine, if there is a rotation.
+    """Loads sine and cosine; returns an empty list if there is no rotation.
 
-    They are loaded before the partial sums: loads behind the sums' additions would wait for these.
+    The kernel loads them before the partial sums: a load behind the additions of the partial sums
+    would wait for the additions.
     """
     return [load_as(self.gmem.turn.at[i], _PER_COLUMN) for i in range(2 * self.shape.rotated)]
 
   def add_up(self, head: Any, to: Any, start: int = 0) -> None:
-    """Adds up one head's partial sums, and writes them, rounded, to `to[start:]`.
+    """Adds up one head's partial sums, and writes the totals, rounded, to `to[start:]`.
 
-    A head of 128 numbers gives each of 128 threads one. A head of 64 is read in halves, in the
-    layout of a tile's columns, where several threads read the same number.
+    `head` is the index among all H + 2 K heads of queries, keys and values, in this order. A head
+    of 128 numbers gives each of 128 threads one number. A head of 64 is read in halves, in the
+    layout of a tile's columns: several threads read the same number.
     """
     sums, width, dtype = self.gmem.sums, self.shape.width, self.shape.dtype
     whole = width % WARPGROUP == 0
@@ -302,8 +306,8 @@ class _Cta:
   def with_token(self, nothing: _Softmax, has_token: Any) -> _Softmax:
     """A worker's running softmax before its first block, where projections are partial sums.
 
-    For the worker whose block the token belongs to it is that of the token alone; for the others it
-    is `nothing`.
+    For the worker whose turn the token's block is (`has_token`), it is the softmax of the token
+    alone. For the other workers it is `nothing`.
     """
     smem = self.smem
     q_MN = load_as(smem.queries, _TILE).astype(jnp.float32)
@@ -319,7 +323,7 @@ class _Cta:
 
     Every block that is read holds at least one unmasked position, so `new_M` is a real score. The
     exception is a sliding window of one token with partial sums, where only the token itself is
-    unmasked: `state` has its score already.
+    unmasked: `state` already holds the token's score.
     """
     shape, smem, wg = self.shape, self.smem, self.wg
     stage = lax.rem(step, STAGES)
@@ -361,7 +365,7 @@ class _Cta:
   # -- 5: the token in the cache -----------------------------------------------------------------
 
   def write_token(self, has_token: Any) -> None:
-    """The worker that read the token's block writes the token's key and value to the cache."""
+    """The worker with `has_token` writes the token's key and value to the cache."""
     gmem, smem = self.gmem, self.smem
 
     @pl.when(has_token)
@@ -397,7 +401,7 @@ class _Cta:
     return _Softmax(both_M, weight_M, y_MN)
 
   def write_result(self, found: _Softmax) -> None:
-    """Writes the heads' results, or with several parts what this part of the cache adds."""
+    """Writes the heads' results; with several parts, this part's sums, scores and weights."""
 
     @pl.when(self.wg == 0)
     def _():
@@ -408,7 +412,7 @@ class _Cta:
       plgpu.copy_smem_to_gmem(written.at[pl.ds(0, shape.group)], to)
 
   def quotient(self, found: _Softmax) -> tuple[Any, Any]:
-    """Writes the result to shared memory. Returns that memory, and its place in global memory."""
+    """Writes the result to shared memory; returns that memory, and its target in `Global.y`."""
     in_out = self.smem.in_out
     in_out[...] = (found.y_MN / _as_tile(found.weight_M, found.y_MN.shape)).astype(self.shape.dtype)
     plgpu.commit_smem()
@@ -417,11 +421,11 @@ class _Cta:
   def part_of_result(self, found: _Softmax) -> tuple[Any, Any]:
     """Writes a part's results: sums to shared memory, scores and weights to global memory.
 
-    The sums are those of the weighted values. To global memory go each head's largest score and its
-    sum of weights.
+    The sums are those of the weighted values. The scores are each head's largest, the weights each
+    head's sum of weights.
 
     Returns:
-      The shared memory of the sums, and their place in global memory.
+      The shared memory of the sums, and their target in `Global.y`.
     """
     shape, gmem, smem = self.shape, self.gmem, self.smem
     self.store(found)
@@ -446,7 +450,7 @@ def _as_tile(x_M: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _product(x_MK: Any, matrix_KN: Any) -> Array:
-  """x · W in float32, of two matrices in shared memory."""
+  """x · W of two matrices in shared memory; the product is in registers, in float32."""
 
   def multiplied(sums: Any) -> Any:
     plgpu.wgmma(sums, x_MK, matrix_KN)

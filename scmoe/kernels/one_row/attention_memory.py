@@ -34,9 +34,10 @@ class Shape:
     dtype: of queries and caches.
     scale: factor of the scores.
     window: positions that a token sees, itself included; 0: all.
-    partial: the projections come as partial sums, which the kernel adds up. Then the cache does not
-      hold the token yet, and the kernel writes it.
-    rotated: the kernel rotates the queries and keys of such projections by their position.
+    partial: whether the projections come as partial sums. The kernel then adds these up, and writes
+      the token's key and value to the cache, which does not hold them yet.
+    rotated: whether the kernel, with `partial`, also rotates the queries and the key by the angles
+      in `Global.turn`.
     simulation: the simulation in use, or None (`launch.interpretation`).
   """
 
@@ -72,16 +73,17 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Global:
-  """References in global memory. The rows' heads and positions lie one after the other.
+  """References in global memory. All heads of row 0 lie before those of row 1; so do positions.
 
   Attributes:
-    queries: [R H, N]; None where they come as partial sums.
-    sums: float32 [parts of the sum, (H + 2 K) N], or None.
-    turn: float32 [2, N/2], sine and cosine, or None.
+    queries: [R H, N]; None if `sums` is given.
+    sums: float32 [parts of the sum, (H + 2 K) N], partial sums of queries, keys and values; None if
+      `queries` is given.
+    turn: float32 [2, N/2], sine and cosine; None without a rotation.
     position: int32 [R].
     keys, values: [R T, K, N].
     y: the result, [R H, N]; with several parts of a cache, each part's sums, float32 [P, R H, N].
-    most, weight: each part's largest scores and sums of weights, float32 [P, R H] (see
+    most, weight: float32 [P, R H], each head's largest score and sum of weights in every part (see
       `attention.PartialAttention`); None with one part.
   """
 
@@ -106,7 +108,7 @@ class Shared:
     shares: [warpgroups, M, B], softmax weights of a block.
     keys, values: [warpgroups, stages, B, N], blocks of the cache.
     y, most, weight: float32 [M, N], [M] and [M], a running softmax that another warpgroup reads, or
-      that leaves the CTA.
+      that leaves the CTA. With one part and one warpgroup it is not used, and y is [1, N].
     query_rows: [G N], the finished queries.
     key_row, value_row: [N], the token's own key and value.
     queries_arrived: the copy of the queries is done.
@@ -131,7 +133,7 @@ class Shared:
 
 
 def outputs(shape: Shape) -> Any:
-  """The types of the kernel's results: `Global.y`, and with several parts also most and weight."""
+  """Shapes and dtypes of the kernel's results: `Global.y`; with several parts also most, weight."""
   if shape.parts == 1:
     return jax.ShapeDtypeStruct((shape.rows * shape.heads, shape.width), shape.dtype)
   numbers = jax.ShapeDtypeStruct((shape.parts, shape.rows * shape.heads), jnp.float32)
@@ -163,7 +165,7 @@ def shared_types(shape: Shape) -> list[Any]:
 
 
 def named(refs: Sequence[Any], shape: Shape) -> tuple[Global, Shared]:
-  """The kernel's arguments by name; they come in the order inputs, outputs, shared memory."""
+  """Gives names to the kernel's arguments, which come as inputs, outputs, shared memory."""
   rest = iter(refs)
   several = shape.parts > 1
   in_global = Global(

@@ -3,9 +3,9 @@
     C  choices of the row      P  parts of a sum      D  model width      F  expert width
     K, N  contracted and other width of a product     D'  width of the output
 
-Each layer is a kernel that reads its matrices of the chosen experts once (`matrix_vector`). The
-second layer's CTAs add up the first layer's partial sums and apply the activation; XLA adds up the
-second layer's.
+Each layer is a kernel that reads the layer's matrices of the chosen experts once (`matrix_vector`).
+The second layer's CTAs add up the first layer's partial sums and apply the activation; XLA adds up
+the second layer's partial sums.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _HELD = 4096  # most numbers of the activation that a warpgroup keeps in shared 
 def splits(
   widths: tuple[int, int, int], choices: int, num_sms: int | None = None
 ) -> tuple[Split, Split] | None:
-  """How the two layers' products are divided among CTAs, for widths D, F and D'.
+  """How the products of the first and the second layer are divided among CTAs, or None.
 
-  The first layer's division comes first. None if these kernels do not take the widths: one of them
-  is not a multiple of what threads load at once (`matrix_vector.split`).
+  The widths are D, F and D'. None if `matrix_vector.split` finds no division for one of the two
+  products, because a width is not a multiple of what a CTA's threads load at once.
   """
   width, hidden, out_width = widths
   sms = resolve_num_sms(num_sms)
@@ -63,7 +63,8 @@ def forward(
 ) -> jax.Array:
   """Σ_c weight[c] · down(act(up(x))) over the choices' experts: [1, D'] in the dtype of x.
 
-  Products, activation and sums are in float32. Not differentiable: see `expert_ffn`.
+  With a gated activation act(gate(x)) · up(x) stands for act(up(x)). Products, activation and sums
+  are in float32. Not differentiable: see `expert_ffn`.
 
   Args:
     x_1D: the row, bfloat16 or float16.
@@ -71,7 +72,7 @@ def forward(
       `splits`.
     expert_C: int32, the expert of each choice; an id outside [0, G) adds nothing.
     weight_C: float32, factor of each choice's result; None: all are 1.
-    how: see `Execution`; its activation and num_sms are used.
+    how: see `Execution`; only its activation and num_sms are used.
   """
   groups, choices = weights.up_GDF.shape[0], expert_C.shape[0]
   divided = splits(weights.widths, choices, how.num_sms)
@@ -90,7 +91,7 @@ def forward(
 def _first_layer(x_1D, weights: FFNWeights, expert_C, own: Split):
   """Partial sums of the first layer, before the biases: float32 [C, P, I, F].
 
-  I is 2 with a gate, else 1.
+  I counts the layer's matrices: 2 with a gate (gate, up), else 1.
   """
   matrices = weights.up_weights
   _, width, hidden = matrices[0].shape
@@ -110,9 +111,11 @@ def _first_layer(x_1D, weights: FFNWeights, expert_C, own: Split):
 def _second_layer(
   pre_CPIF, weights: FFNWeights, expert_C, scale_C, activation: Activation, own: Split
 ):
-  """Partial sums of the second layer, before its bias: float32 [C, P, D'].
+  """Finishes the first layer, and computes the second's partial sums: float32 [C, P, D'].
 
-  They are multiplied by the choice's scale, and 0 for a choice without an expert.
+  The kernel adds up the first layer's partial sums, adds the biases and applies the activation. The
+  second layer's bias is not added here. Its sums are multiplied by the choice's scale, and are 0
+  for a choice without an expert.
   """
   groups, hidden, out_width = weights.down_GFD.shape
   given = [b for b in weights.up_biases if b is not None]

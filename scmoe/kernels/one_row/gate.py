@@ -1,4 +1,4 @@
-"""A single token's norm and its gate's product, in one kernel.
+"""A single token's norm, and the normalised token's product with a gate, in one kernel.
 
     D  width      E  experts      P  CTAs, each with D / P of the row's numbers
 
@@ -24,15 +24,16 @@ from scmoe.kernels.one_row.norm import Normalised, of_part
 
 SUMS = 64  # rows of the array of partial sums; the kernel fills P of them, and the others with 0
 _ROWS = 64  # rows of the gate's weights in a tile
-_UNIT = 128  # a CTA's part of the row is a multiple of this, a number for each thread
+_UNIT = 128  # a CTA's part of the row is a multiple of this; a CTA has as many threads
 _HELD = 128  # most weights that a thread holds
 
 
 def shares(width: int, num_experts: int) -> int:
-  """P: the largest power of 2 up to 64 that cuts the width into multiples of 128.
+  """P, the number of CTAs that share the row; 0 if the kernel does not take these sizes.
 
-  0 if there is none or the kernel does not take the sizes: E must be a multiple of 8 up to 256, and
-  a thread can hold 128 weights.
+  P is the largest power of 2 up to 64 for which D / P is a multiple of 128. The kernel needs E to
+  be a multiple of 8 up to 256, and at most 128 weights for each of a CTA's 128 threads. For example
+  D = 2048 and E = 64: P = 16, and a thread holds 128 · 64 / 128 = 64 weights.
   """
   for parts in (64, 32, 16, 8, 4, 2, 1):
     rows = width // parts

@@ -2,9 +2,9 @@
 
     D  width      N  outputs of a matrix      P  parts of a sum      E  outputs of a narrow matrix
 
-Such a product costs as much as reading the matrix and launching its kernels. cuBLAS is made for
-many rows: for one row it reads at half of the memory's speed, and for a narrow matrix it launches
-several kernels.
+Such a product takes as long as reading the matrix from memory and launching the product's kernels.
+cuBLAS is made for many rows: for one row it reads at half of the memory's speed, and for a narrow
+matrix it launches several kernels.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class ComputedRow(Protocol):
     ...
 
   def takes(self, rows: int, backend: str) -> bool:
-    """Whether a CTA can compute a part of `rows` of the row's numbers."""
+    """Whether a CTA can compute a part of `rows` numbers of the row; `backend` as in `products`."""
     ...
 
   def write(self, arrays: Sequence[Any], part: Any, to: Any) -> None:
     """Writes a part of the row; one warpgroup of a kernel calls this.
 
     Args:
-      arrays: references to `arrays`.
+      arrays: references to the inputs that the property `arrays` lists.
       part: slice of the row.
       to: float32 reference in shared memory, as long as the part. Values are rounded to `dtype`.
     """
@@ -86,17 +86,22 @@ def products(
 ) -> list[Array] | None:
   """x · W for several W in one kernel; None where the kernel does not take them or does not run.
 
-  It takes a single row of 16-bit floats, with D a multiple of 128 and each N of 256; or of 64 and
-  512, or of 32 and 1024 (`matrix_vector.split`). Where a gradient is asked for, XLA's products
-  compute both the result and the gradient.
+  It takes a single row of 16-bit floats. D must be a multiple of 128 and each N of 256, or D of 64
+  and each N of 512, or D of 32 and each N of 1024 (`matrix_vector.split`). XLA first computes a
+  `ComputedRow` that the CTAs cannot compute. Where a gradient is asked for, XLA's products compute
+  both the result and the gradient.
 
   Args:
     row: x, [..., D], or a row that the kernel computes.
     matrices: each [D, N], in the dtype of x.
-    backend: "auto" (the kernel where it runs), "mosaic_gpu" or "xla" (None).
+    backend: "auto" (the kernel where it runs), "mosaic_gpu" or "xla" (the result is None).
 
   Returns:
     For each matrix [..., N] in the dtype of x, added up in float32; [1, N] for a computed row.
+
+  Raises:
+    ValueError: for sizes that the kernel takes, the backend is unknown or "mosaic_gpu" cannot take
+      the type of x.
   """
   sums_PN = sums(row, matrices, backend=backend)
   if sums_PN is None:
@@ -112,8 +117,7 @@ def sums(
 ) -> Array | None:
   """The partial sums that `products` adds up: float32 [P, N + N' + ...]; None where it gives None.
 
-  Args:
-    row, matrices, backend: x, the matrices W, and whose products, as for `products`.
+  Arguments and errors are those of `products`. The columns of all matrices lie side by side.
   """
   width = row.shape[-1] if isinstance(row, Array) else row.width
   if row.size != width or any(w.dtype != row.dtype for w in matrices):
@@ -140,7 +144,7 @@ def _plain_sums(row: Array | ComputedRow, *matrices: Array, parts: int) -> Array
 
 @functools.partial(jax.jit, static_argnames=("own", "simulation"))
 def _read(row: Array | ComputedRow, *matrices: Array, own: Split, simulation: Any) -> Array:
-  """The sums of all matrices in one kernel; each CTA takes some columns of one matrix."""
+  """The partial sums, in one kernel; each CTA takes some columns and rows of one matrix."""
   del simulation  # only makes jit compile anew for each simulation
   is_made = not isinstance(row, Array)
   given = cast(ComputedRow, row).arrays if is_made else (row,)
@@ -185,13 +189,13 @@ _PARTS = 64  # most parts of a narrow product's sum
 
 
 def narrow_product(x_1D: Array, matrix_DE: Array) -> Array:
-  """x · W in float32 or wider, [1, E], for a matrix of some tens of columns.
+  """x · W of one row, in float32 or wider, [1, E], for a matrix of some tens of columns.
 
-  Written as sums, this is two kernels of XLA: one adds up many parts side by side, the other adds
-  up the parts. Written as a product it would be five.
+  Written as sums, this is two kernels of XLA: the first computes the partial sum of every part at
+  the same time, and the second adds up the parts. Written as a product it would be five kernels.
   """
   sums_PE = narrow_sums(x_1D, matrix_DE)
-  # Without the barrier XLA merges both sums into one, which few multiprocessors would compute.
+  # Without the barrier XLA merges both sums into one sum that only few multiprocessors compute.
   return jnp.sum(jax.lax.optimization_barrier(sums_PE), axis=0)[None]
 
 

@@ -2,15 +2,17 @@
 
     P  parts of a sum      K, N  contracted and other width of a product
 
-A tensor core multiplies 64 rows at once. With a single row a product takes as long as reading the
-weights, so these kernels are made to read at the memory's full speed. Every CTA takes some rows of
-the matrix and a piece of 256, 512 or 1024 columns. Every thread multiplies its columns by the row's
-numbers and adds up in registers; only the warpgroups' totals go through shared memory.
+With a single row a product takes as long as reading the weights, so these kernels are made to read
+at the memory's full speed. They do not use tensor cores, which multiply 64 rows at once. Every CTA
+takes some rows of the matrix and a piece of 256, 512 or 1024 columns. Every thread multiplies its
+columns by the row's numbers and adds up in registers; only the warpgroups' totals go through shared
+memory.
 
 The kernel that reads the product adds up the CTAs' partial sums. For example K = 2048 in P = 4
 parts and pieces of 256 columns: each CTA reads 512 rows of its piece, each of its 4 warpgroups 128
-rows, and each thread 2 columns, with loads of 32 rows in flight. Narrower pieces mean fewer partial
-sums of a column, and more rows in flight.
+rows, and each thread 2 columns, with loads of 32 rows in flight. The narrower the pieces, the more
+pieces there are: fewer parts then suffice to use all multiprocessors, so a column has fewer partial
+sums, and more rows are in flight.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from scmoe.kernels.launch import compiled
 
 WARPGROUP = 128  # threads of a warpgroup
-WARPGROUPS = 4  # warpgroups of a CTA; each takes a quarter of its rows
+WARPGROUPS = 4  # warpgroups of a CTA; each takes a quarter of the CTA's rows
 _IN_FLIGHT = 64  # weights that a thread has begun to load and not yet used
 # Columns of a piece: a thread loads 4, 8 or 16 bytes of a row of 16-bit floats at once.
 _COLUMNS = (256, 512, 1024)
@@ -51,7 +53,7 @@ class Split:
 
   @property
   def unroll(self) -> int:
-    """Rows of a matrix that a thread loads ahead; several matrices share this number."""
+    """Rows that a thread loads ahead, of all matrices together: with two, half of them of each."""
     return _IN_FLIGHT * WARPGROUP // self.columns
 
 
@@ -66,15 +68,18 @@ def split(
 ) -> Split | None:
   """The division that keeps the largest share of multiprocessors busy; None if no division fits.
 
-  A division into w waves of CTAs has its share divided by √w.
+  The CTAs run in waves of at most `num_sms`. So that fewer waves are preferred, the share is
+  divided by the square root of their number. Example: 198 CTAs on 132 multiprocessors are two
+  waves, which are 75 % full, and count as 0.75 / √2 = 0.53.
 
   Args:
     width, out_width: K and N.
     choices: C, matrices that are multiplied at once, one for each choice of an expert.
     num_sms: multiprocessors.
-    multiple: the rows of a part are a multiple of this, and of what the CTA loads ahead.
+    multiple: the rows of a part are a multiple of this, and of the rows that the CTA's four
+      warpgroups load ahead.
     most: most rows of a part; 0: any number.
-    unit: the columns of a piece divide this; 0: N.
+    unit: a number that the columns of a piece must divide; 0: N.
   """
   found: list[tuple[float, Split]] = []
   for columns in _COLUMNS:
@@ -88,7 +93,7 @@ def split(
       ctas = choices * (out_width // columns) * part
       waves = -(-ctas // num_sms)
       found.append((ctas / (waves * num_sms) / waves**0.5, Split(columns, part)))
-  # `max` returns the first of equals: narrow pieces, few parts.
+  # Of equally good divisions `max` returns the first: the narrowest pieces, then the fewest parts.
   return max(found, key=lambda own: own[0])[1] if found else None
 
 
@@ -127,12 +132,12 @@ def place():
 
 
 def one_of(expert, matrices):
-  """An expert's index, clipped to a valid one; the caller drops the product of an invalid one."""
+  """An expert's index, clipped to [0, G); the caller drops the products of an index outside it."""
   return jnp.clip(expert, 0, matrices.shape[0] - 1)
 
 
 def begin_sums(matrices, group, own: Split, rows: int, row, column):
-  """Begins Σ_k row(k) · matrix[group, k] over this warpgroup's rows, for each matrix.
+  """Begins Σ_k row(k) · matrix[group, k] over this warpgroup's rows k, for each matrix.
 
   Args:
     matrices: each [groups, K, N].
@@ -179,10 +184,11 @@ def begin_sums(matrices, group, own: Split, rows: int, row, column):
 
 
 def store_sums(sums, out, shared, barrier, own: Split, column):
-  """Adds up the warpgroups' sums and writes them to `out`, [I, N].
+  """Adds up the sums of the CTA's warpgroups, and writes the totals to `out`.
 
-  Each warpgroup takes a quarter of the piece's columns, but at least 128, so that of 256 columns
-  two warpgroups take all.
+  `out` is [I, N]; this piece's columns of it are written. Each warpgroup adds up a quarter of the
+  piece's columns, but at least 128: the first two warpgroups add up 256 columns, and the others
+  none.
   """
   wg, piece = lax.axis_index("wg"), max(own.columns // WARPGROUPS, WARPGROUP)
   for i, s in enumerate(sums):
@@ -204,7 +210,7 @@ _CHAIN = 64  # most terms of a chain of additions
 
 
 def added_up(sums_PN: jax.Array) -> jax.Array:
-  """Σ_p sums[p]: for up to 64 terms a chain of additions, for more `jnp.sum`.
+  """Σ_p sums[p]: a chain of additions if P is at most 64, else `jnp.sum`.
 
   XLA fuses the chain into the kernel that reads the result. `jnp.sum` is a kernel of its own.
   """

@@ -18,12 +18,16 @@ from scmoe.kernels.grouped_matmul.backend import resolve_backend
 from scmoe.kernels.launch import compiled, interpretation
 from scmoe.kernels.one_row.without_gradient import without_gradient
 
-_WIDEST = 8192  # most numbers that a warpgroup holds: 64 a thread
-_MULTIPLE = 256  # D is a multiple of this: two numbers for each of its threads
+_WIDEST = 8192  # most numbers that a warpgroup holds: 64 for each of its 128 threads
+_MULTIPLE = 256  # D is a multiple of this: two numbers for each thread of a warpgroup
 
 
 def takes(x_BD: Array, backend: str = "auto") -> bool:
-  """Whether the kernel runs for x: one row of 16-bit floats, D a multiple of 256, at most 8192."""
+  """Whether the kernel runs for x.
+
+  It takes one row of 16-bit floats, with D a multiple of 256 and at most 8192, where the backend is
+  the kernels'.
+  """
   width = x_BD.shape[-1]
   fits = x_BD.size == width and width % _MULTIPLE == 0 and width <= _WIDEST
   # `resolve_backend` is called last, because it logs its decision.
@@ -33,13 +37,13 @@ def takes(x_BD: Array, backend: str = "auto") -> bool:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Normalisation:
-  """Parameters of a LayerNorm or RMSNorm of the last dimension.
+  """Parameters of a LayerNorm or RMSNorm over the last dimension.
 
   Attributes:
     scale_D: float32.
     bias_D: float32, or None.
     centred: whether the mean is subtracted first (LayerNorm).
-    eps: added to the mean square (after centring, the variance).
+    eps: added to the mean square under the root (after centring, the mean square is the variance).
   """
 
   scale_D: Array
@@ -63,7 +67,7 @@ class Normalisation:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Normalised:
-  """A row and a norm that has not been applied yet: a `linear.ComputedRow`.
+  """A row, and the norm that is still to be applied to it: a `linear.ComputedRow`.
 
   Attributes:
     x_BD: a single row, [..., D].
@@ -95,7 +99,7 @@ class Normalised:
 
   @property
   def arrays(self) -> tuple[Array, ...]:
-    """x, scale and bias."""
+    """x as [1, D], the scale, and the bias where there is one."""
     return (self.x_BD.reshape(1, -1), *self.norm.arrays)
 
   def takes(self, rows: int, backend: str) -> bool:
@@ -107,7 +111,7 @@ class Normalised:
     """Writes a part of the normalised row, rounded to the dtype of x, to a float32 reference.
 
     Args:
-      arrays: references to x, scale and bias.
+      arrays: references to x, to the scale, and to the bias where there is one.
       part: slice of the row.
       to: float32 reference, as long as the part.
     """
@@ -119,7 +123,10 @@ class Normalised:
     return self.norm(self.x_BD)
 
   def alone(self) -> Array:
-    """The normalised row: by a kernel of its own where that takes the row, else by XLA."""
+    """The normalised row, [..., D]: by a kernel of its own where that takes the row, else by XLA.
+
+    Where a gradient is asked for, XLA computes the row and the gradient.
+    """
     if not takes(self.x_BD):
       return self()
     return without_gradient(normalised, lambda x, norm: norm(x), self.x_BD, self.norm)

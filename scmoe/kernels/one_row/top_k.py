@@ -1,12 +1,12 @@
-"""The K largest logits of a single token and their shares of the softmax, in one kernel.
+"""One token's logits from partial sums, its K best experts and their probabilities, in one kernel.
 
     P  parts of the logits' sums      E  experts      L  E, rounded up to a multiple of 64
     K  experts per token              M  rows of a tile
 
 XLA adds up, sorts, reads the sorted ids, computes a softmax and picks from it: five kernels, and
 each waits for the one before. This kernel does not sort. It counts for every expert how many logits
-are larger than its own, or equal with a smaller index: this is the expert's place. Example: logits
-3, 9, 5 have places 2, 0, 1.
+are larger than the expert's own, or equal and of a smaller index: this is the expert's place.
+Example: logits 3, 9, 5 have places 2, 0, 1.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from scmoe.base.compat import load_as
 from scmoe.kernels.launch import compiled, interpretation
 
-_ROWS = 64
-_MOST = 256  # most experts: 64 rows of comparisons fit a warpgroup's registers
+_ROWS = 64  # M, and the P that the kernel takes
+_MOST = 256  # most experts: comparisons of 64 experts with all fit a warpgroup's registers
 
 
 def takes(parts: int, num_experts: int) -> bool:
@@ -32,7 +32,7 @@ def takes(parts: int, num_experts: int) -> bool:
 
 
 def top_k_of_sums(sums_PE: Array, k: int) -> tuple[Array, Array, Array]:
-  """The logits, the K experts with the largest, and their shares of the softmax.
+  """The logits, the K experts with the largest, and these experts' softmax probabilities.
 
   Among equal logits the expert with the smaller index comes first. If a logit is NaN, the choice is
   unspecified; its ids are valid.
@@ -42,8 +42,8 @@ def top_k_of_sums(sums_PE: Array, k: int) -> tuple[Array, Array, Array]:
     k: K, at most E.
 
   Returns:
-    Logits Σ_p sums[p], float32 [E]; experts, int32 [K]; their softmax probabilities over all
-    experts, float32 [K].
+    Logits Σ_p sums[p], float32 [E]; experts, int32 [K], best first; their probabilities by the
+    softmax over all E logits, float32 [K].
   """
   return _top_k(sums_PE, k=k, simulation=interpretation())
 
@@ -76,7 +76,7 @@ def _top_k(sums_PE: Array, *, k: int, simulation: Any) -> tuple[Array, Array, Ar
       larger_ML = jnp.where((value_ML > mine_ML) | before, one, none)
       numbers[first : first + _ROWS] = jnp.sum(larger_ML, axis=1)
     plgpu.commit_smem()
-    # Every row of the tile has all logits, so each warp computes the softmax for itself.
+    # Every row of the tile holds all logits, so each warp computes the whole softmax for itself.
     most_ML = lax.broadcast_in_dim(jnp.max(value_ML, axis=1), shape, (0,))
     part_ML = jnp.exp(value_ML - most_ML)
     total_M = jnp.sum(part_ML, axis=1)

@@ -1,4 +1,4 @@
-"""Two ways to compute one function: a faster one where no gradient is asked for."""
+"""Two ways to compute one function: a fast one, and one that can also give its gradient."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def without_gradient(fast: Callable[..., Any], plain: Callable[..., Any], *operands: Any) -> Any:
-  """fast(*operands); where a gradient is asked for, plain(*operands) and its gradient.
+  """fast(*operands); where a gradient is asked for, plain(*operands) instead, and its gradient.
 
   Args:
     fast, plain: the same function computed in two ways; neither closes over traced values.

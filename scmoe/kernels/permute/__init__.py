@@ -1,4 +1,4 @@
-"""The permutation between tokens' choices and experts' rows, and functions that move rows by it."""
+"""The permutation between tokens' choices and experts' rows: functions that build and use it."""
 
 from scmoe.kernels.permute.permutation import (
   Permutation,

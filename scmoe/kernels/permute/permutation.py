@@ -3,13 +3,14 @@
     T  tokens      K  choices per token      R  rows of a buffer      D  width      E  experts
 
 A buffer has R rows; each choice (t, k) has at most one of them. Worked example: three tokens with
-one choice each, for experts 1, 0 and 1, and a buffer of two rows per expert:
+one choice each, for experts 1, 0 and 1, and a buffer of two rows for each of two experts:
 
     row_TK  = [[2], [0], [3]]       token 0 stands in row 2, token 1 in row 0, token 2 in row 3
     copy_R  = [1, -1, 0, 2]         rows 0, 2 and 3 hold choices 1, 0 and 2
 
-Both directions and both gradients are gathers by `row_TK` or by `copy_R` and `token_R`. There is no
-scatter-add and no atomic, so results do not depend on the order in which a GPU runs its blocks.
+Rows move into the buffer and back, and so do their gradients, by gathers: by `row_TK`, or by
+`copy_R` and `token_R`. There is no scatter-add and no atomic, so results do not depend on the order
+in which a GPU runs its blocks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from scmoe.kernels.permute import positions
 
 _BLOCK = 32  # choices that are compared with each other; blocks of 128 take four times as long
 _SUMMED = 512  # most rows whose running sums one product computes
-_ADDED = 16  # most rows that are added one by one, which XLA fuses into one kernel
+_ADDED = 16  # most rows that are added one by one; XLA fuses these additions into one kernel
 
 
 @jax.tree_util.register_dataclass
@@ -66,17 +67,20 @@ def make_permutation(row_TK: Array, num_rows: int) -> Permutation:
 
 
 def permutation_of(row_TK: Array, copy_R: Array) -> Permutation:
-  """The permutation from the row of each choice and the choice of each row, its two directions."""
+  """The `Permutation` of two arrays: the row of each choice, and the choice that fills each row.
+
+  The caller sees to it that they are inverse to each other.
+  """
   return Permutation(row_TK, copy_R, jnp.where(copy_R < 0, -1, copy_R // row_TK.shape[1]))
 
 
 def running_positions(expert_TK: Array, num_experts: int) -> tuple[Array, Array]:
-  """Position of each choice among those of its expert, in the order of the array, and the counts.
+  """Each choice's position among those of its expert, and how many choices each expert has.
 
-  A position is the number of earlier choices of the same expert. On Hopper a kernel computes
-  them where it takes the sizes (`positions`). Elsewhere XLA compares choices in a block of 32 with
-  each other, and adds up the counts of the blocks before. A sort or a scatter would do little work
-  in many steps that wait for each other.
+  A position is the number of earlier choices, in the order of the array, of the same expert. On
+  Hopper a kernel computes positions and counts if it takes the sizes (`positions`). Elsewhere XLA
+  compares the choices of a block of 32 with each other, and adds up the counts of the blocks before
+  it. A sort or a scatter would be slower: it takes many short steps that wait for each other.
 
   Worked example: five tokens that chose the experts 0, 2, 0, 0, 2 of three have the positions 0, 0,
   1, 2, 1; the counts are 3, 0, 2.
@@ -120,13 +124,13 @@ def running_positions(expert_TK: Array, num_experts: int) -> tuple[Array, Array]
 def _running_sums(count_CE: Array, largest: int) -> tuple[Array, Array]:
   """For each row the sum of the rows before it, and the sum of all rows.
 
-  Products with a triangular matrix compute the sums, exactly as long as they stay below 2²⁴. Up to
-  16 rows are added one by one instead.
+  Products with a triangular matrix compute the sums of up to 512 rows, without rounding as long as
+  these sums stay below 2²⁴. Up to 16 rows are added one by one instead.
 
   Args:
     count_CE: int32 counts.
-    largest: no count is larger. Numbers up to 256 are exact in bfloat16, in which the product takes
-      a third of the time of float32.
+    largest: no count is larger. Up to 256 the counts are exact in bfloat16, and the product in
+      bfloat16 takes a third of the time of one in float32.
   """
   blocks, num_experts = count_CE.shape
   if blocks <= _ADDED:
@@ -159,7 +163,8 @@ def take_rows(x_MN: Array, index_R: Array) -> Array:
   """Row index[r] of x for each r; zeros where the index is outside [0, M)."""
   if not x_MN.shape[0]:
     return jnp.zeros((*index_R.shape, *x_MN.shape[1:]), x_MN.dtype)
-  # One comparison of an unsigned number. XLA would compute a test of both bounds in another kernel.
+  # As an unsigned number a negative index is a large one, so one comparison tests both bounds. XLA
+  # would compute two comparisons in a kernel of their own.
   inside_R = index_R.astype(jnp.uint32) < x_MN.shape[0]
   inside = inside_R.reshape(*index_R.shape, *(1,) * (x_MN.ndim - 1))
   return jnp.where(inside, jnp.take(x_MN, index_R, axis=0, mode="clip"), 0)
@@ -168,8 +173,9 @@ def take_rows(x_MN: Array, index_R: Array) -> Array:
 def take_words(x_MN: Array, index_R: Array) -> Array:
   """Row index[r] of x for each r, moved in words of 4 bytes; zeros where it is outside [0, M).
 
-  A row is an even number of 2-byte elements. XLA's gather moves as many words a second whatever
-  their size, so `take_rows` would take twice as long. Not differentiable.
+  A row must be an even number of 2-byte elements. XLA's gather moves a fixed number of elements a
+  second, whether these have 2 or 4 bytes, so `take_rows` would take twice as long. Not
+  differentiable.
   """
   words_MW = lax.bitcast_convert_type(x_MN.reshape(x_MN.shape[0], -1, 2), jnp.uint32)
   rows_RW = take_rows(words_MW, index_R)
@@ -181,14 +187,16 @@ def sum_copies(
 ) -> Array:
   """Σ_k weight[t, k] · rows[row[t, k]] in the type of the rows, accumulated in float32 (or wider).
 
-  Row numbers outside [0, R) add nothing. It has no gradient rule: `sum_rows` has one.
+  Row numbers outside [0, R) add nothing. To differentiate, use `sum_rows`: its gradient is a
+  gather, and the gradient that JAX derives for this function is a scatter-add.
 
   Args:
     rows_RD: a buffer's rows.
     row_TK: number of the row for each t and k.
     weight_TK: factors; None: all are 1.
-    joined: XLA may fuse the loop with the reader of its result. Set it only if no reader reduces
-      over rows or columns: fused with such a reader, the loop would lose half its speed.
+    joined: whether XLA may fuse the loop over rows with the reader of its result. Set it only if no
+      reader reduces over rows or columns: fused with such a reader, the loop would lose half its
+      speed.
   """
   return _sum_copies((rows_RD,), (row_TK,), weight_TK, joined)
 
@@ -199,7 +207,7 @@ def _sum_copies(
   weight_TK: Array | None = None,
   joined: bool = False,
 ) -> Array:
-  """`sum_copies` for a buffer that lies in several arrays (`chunks`), each with its own row_TK.
+  """`sum_copies` for a buffer in several arrays: `chunks`, and in `rows` the row_TK of each.
 
   Each k is a term of its own, so that XLA fuses K gathers into one loop and makes no [T, K, D]
   array.
@@ -236,7 +244,7 @@ gather_rows.defvjp(_gather_rows_fwd, _gather_rows_bwd)
 
 @jax.custom_vjp
 def weigh_rows(rows_RD: Array, weight_TK: Array, permutation: Permutation) -> Array:
-  """rows[r] · weight of the choice that fills row r, in the rows' type; empty rows become zero."""
+  """rows[r] · weight of the choice that fills row r, in the rows' type; 0 · rows[r] if none."""
   weight_R = take_rows(weight_TK.reshape(-1), permutation.copy_R)
   return (weight_R[:, None] * rows_RD).astype(rows_RD.dtype)
 
@@ -268,9 +276,10 @@ def sum_rows(rows_RD: Array, weight_TK: Array | None, permutation: Permutation) 
 def sum_chunks(
   chunks: tuple[Array, ...], weight_TK: Array | None, permutations: tuple[Permutation, ...]
 ) -> Array:
-  """`sum_rows` for a buffer that lies in several arrays; a choice has a row in at most one of them.
+  """`sum_rows` for a buffer that lies in several arrays, `chunks`, each with its own permutation.
 
-  Each array's gradient is a gather of its own, so that it does not wait for another array's.
+  A choice has a row in at most one of the arrays. The gradient of each array is a gather of its
+  own, which need not wait until the others' gradients are computed.
   """
   return _sum_copies(chunks, [p.row_TK for p in permutations], weight_TK)
 

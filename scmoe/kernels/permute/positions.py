@@ -2,14 +2,17 @@
 
     N  choices      E  experts      L  E + 1 rounded up to a multiple of 32
 
-1. Every warp walks an equal run of the choices, 32 at a time, and counts them by expert. Lanes with
-   equal experts find each other by a vote on every bit (`match.any` is two to four times slower).
-   One of them advances the warp's count of the expert. The positions so far count earlier choices
-   of the warp's own run.
-2. The block turns its warps' counts into counts of the warps before each one.
-3. Each block adds up the counts of the blocks before it.
-4. Every warp walks its run once more and adds the counts of the warps and blocks before it to the
-   positions.
+1. Every warp walks its own run of the choices, as long as any other warp's, and counts them by
+   expert, 32 at a time: one for each lane. Lanes with equal experts find each other by a vote on
+   every bit of the expert's number (`match.any` is two to four times slower). One of these lanes
+   advances the warp's count of the expert. The positions written here are preliminary: each counts
+   the earlier choices of the same expert in the warp's own run.
+2. Each block replaces a warp's counts by the sum of the counts of the warps before it, and keeps
+   the sum over all its warps.
+3. Each block adds up the sums of the blocks before it. The first block also adds up all blocks: the
+   counts of the experts.
+4. Every warp walks its run once more and adds to each position the counts of the warps and blocks
+   before it.
 
 Choices with an id outside [0, E) are counted too, in entry E of the counts.
 
@@ -32,9 +35,9 @@ from scmoe.kernels.launch import compiled, varying_as
 _LANES = 32
 _WARPS = 32  # warps of a block
 _THREADS = _WARPS * _LANES
-_BLOCKS = 8  # most blocks of a cluster, as many as every GPU with clusters allows
-_AHEAD = 8  # most choices that a lane reads together
-_MOST = 1024  # most experts: the counts of 32 warps must fit into shared memory
+_BLOCKS = 8  # most blocks of a cluster; every GPU with clusters allows 8
+_AHEAD = 8  # most choices that a lane reads at once
+_MOST = 1024  # most experts: the counts of 32 warps, and two rows more, must fit into shared memory
 _WORD = 4  # bytes of an int32
 
 
@@ -44,7 +47,7 @@ def takes(num_choices: int, num_experts: int) -> bool:
 
 
 def running_positions_kernel(expert_N: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
-  """Each choice's position among those of its expert, and the experts' counts, by the kernel.
+  """Each choice's position among those of its expert, and each expert's count, by the kernel.
 
   Arguments and results are those of `running_positions`, for a flat int32 array of a size that the
   kernel `takes`.
@@ -84,10 +87,11 @@ _EXPERT, _POSITION, _COUNT, _SHARED = "$0", "$1", "$2", "$3"  # the inline code'
 class _Program:
   """The kernel in PTX, step by step.
 
-  Shared memory holds rows of L counts: one for each warp, which become counts of the warps before;
-  then one of the whole block; then one of the blocks before. `mine` is the warp's row. The register
-  `id{j}` is the expert of the lane's j-th choice of those that it reads together, and the predicate
-  `is{j}` says whether there is such a choice.
+  Shared memory holds rows of L counts. First comes one row for each warp, with the warp's own
+  counts until step 2 replaces them by those of the warps before it. The next row has the counts of
+  the whole block, and the last row those of the blocks before this one. The register `mine` is the
+  address of the warp's row. A lane reads `ahead` choices at once: the register `id{j}` is the
+  expert of the j-th of them, and the predicate `is{j}` says whether there is a j-th.
 
   Attributes:
     choices: N.
@@ -126,17 +130,17 @@ class _Program:
 
   @property
   def ahead(self) -> int:
-    """Choices that a lane reads together: 8, or all of its choices if it has fewer."""
+    """Choices that a lane reads at once: 8, or all of its choices if it has fewer."""
     return min(_AHEAD, self.steps)
 
   @property
   def loops(self) -> int:
-    """How many times a lane reads `ahead` choices."""
+    """How many times a lane reads `ahead` choices in one walk over its run."""
     return -(-self.steps // self.ahead)
 
   @property
   def turn(self) -> int:
-    """Choices that a warp reads together: `ahead` for each lane."""
+    """Choices that a warp reads at once: `ahead` for each lane."""
     return self.ahead * _LANES
 
   def text(self) -> str:
@@ -165,9 +169,10 @@ class _Program:
     )
 
   def begin(self) -> str:
-    """Finds the thread's numbers, and the addresses of its counts.
+    """Finds the numbers of thread, lane, warp and block, and the addresses of the warp's counts.
 
-    mine = the address of its warp's row of counts; slot = that of the lane's first count there.
+    mine = the address of the warp's row of counts; slot = the address of count `lane` in this row,
+    the first that the lane clears.
     """
     return ptx.lines(
       [
@@ -198,7 +203,7 @@ class _Program:
     )
 
   def walk(self, label: str, *work: str) -> str:
-    """Reads all of the lane's choices, `ahead` at a time, and runs the work for them."""
+    """Reads all of the lane's choices, `ahead` at a time, and runs the work after every read."""
     return ptx.lines(
       [
         ptx.let("loop", 0),
@@ -222,7 +227,7 @@ class _Program:
     )
 
   def read(self, j: int) -> str:
-    """id{j} = the expert of the j-th choice that the lane reads now; E if there is none."""
+    """id{j} = the expert of the j-th choice that the lane reads now; E if it has no j-th."""
     return ptx.lines(
       [
         ptx.add("t", "index", _LANES * j),
@@ -233,7 +238,7 @@ class _Program:
     )
 
   def agree(self, j: int, bit: int) -> str:
-    """Removes from `same` the lanes whose expert differs from this lane's in the bit `bit`."""
+    """Removes from `same` lanes whose expert differs from this lane's in `bit`, a power of 2."""
     return ptx.lines(
       [
         ptx.bit_and("t", f"id{j}", bit),
@@ -245,9 +250,9 @@ class _Program:
     )
 
   def count(self, j: int) -> str:
-    """Writes a position for each lane's choice j, and advances the warp's counts of the experts.
+    """Writes the preliminary position of each lane's choice j, and advances the warp's counts.
 
-    The position is the number of earlier choices in the warp's run that have the same expert.
+    This position is the number of earlier choices in the warp's run that have the same expert.
 
     Worked example: lanes 2, 5 and 6 hold expert 9, of which the warp has counted 4. Their positions
     are 4, 5 and 6, and lane 2, the first, writes the count 7.
@@ -273,7 +278,7 @@ class _Program:
     )
 
   def for_each_count(self, label: str, work: str) -> str:
-    """Runs the work for every entry e of a row of counts, by one thread each.
+    """Runs the work once for every entry e of a row of counts; each entry has its own thread.
 
     at = the address of entry e in the first warp's row.
     """
@@ -292,7 +297,7 @@ class _Program:
     )
 
   def add_up_warps(self) -> str:
-    """Turns entry e of each warp into the count of the warps before; writes the block's count."""
+    """Replaces entry e of each warp by the sum of the warps before it; writes the block's sum."""
     one = lambda warp: ptx.lines(
       [
         ptx.load_shared("t", "at", self.row_bytes * warp),
@@ -309,9 +314,9 @@ class _Program:
     )
 
   def add_up_blocks(self) -> str:
-    """Adds up entry e of the blocks before this one, and writes it to shared memory.
+    """Adds up entry e of the blocks before this one, and writes the sum to shared memory.
 
-    The first block also writes the sum of all blocks, an expert's count, to the result.
+    The first block also writes the sum over all blocks, the count of expert e, to the result.
     """
     one = lambda rank: ptx.lines(
       [
@@ -336,7 +341,7 @@ class _Program:
     )
 
   def add_before(self, j: int) -> str:
-    """Adds the counts of the warps and blocks before to choice j's position."""
+    """Adds to choice j's position the expert's counts in the warps and blocks before this warp."""
     at = _WORD * _LANES * j
     return ptx.lines(
       [

@@ -1,4 +1,4 @@
-"""The specification of the permutation: NumPy loops over tokens and choices."""
+"""The specification of tiled rows and of the sum of a token's rows, as NumPy loops over choices."""
 
 import numpy as np
 
@@ -6,11 +6,11 @@ import numpy as np
 def tile_rows_reference(
   expert_TK: np.ndarray, num_experts: int, tile: int
 ) -> tuple[np.ndarray, np.ndarray, int]:
-  """Returns the row of each choice (-1: no expert), the rows of each expert, and the rows in use.
+  """Each choice's row (-1: no expert), how many rows each expert has, and how many are in use.
 
-  Experts lie one after the other, each padded to whole tiles; the padding counts as in use. Among
-  an expert's rows, all first choices come before all second ones; first choices are in the order of
-  their tokens, and so on.
+  Experts lie one after the other, each padded to whole tiles. An expert's number of rows leaves the
+  padding out; the number of rows in use includes it. Among an expert's rows, all first choices come
+  before all second ones; first choices are in the order of their tokens, and so on.
   """
   tokens, choices = expert_TK.shape
   sizes_E = np.zeros(num_experts, np.int64)

@@ -1,4 +1,4 @@
-"""Rows written straight into the memory of other GPUs of the host."""
+"""Rows sent to places on any rank: by one kernel on Hopper, by collectives elsewhere."""
 
 from scmoe.kernels.put.kernel import takes
 from scmoe.kernels.put.rows import put_rows

@@ -3,12 +3,14 @@
     M  rows at hand      K  copies of each      D  width      R  rows of every device's result
     W  ranks: the devices of one mesh axis      G  groups of a tiled result
 
-A warp copies a row to shared memory, and K of its lanes each send it to one of its places, on
-whichever device (bulk copies, PTX ISA 8.x). NVLink carries the bytes, and no rank waits for a
-buffer to be packed. Devices wait for each other at two points only. Before the kernel, XLA lets
-every device's stream reach it, so that all results exist and nobody reads what lay there. At its
-end, block b signals block b of every rank that all it has sent is there, and waits for as many
-signals: once all blocks have ended, the device's own result is complete.
+A warp copies a row to shared memory. Then K of the warp's lanes each send the row to one of the
+row's K places, on whichever device, by PTX's bulk copies (`cp.async.bulk`). NVLink carries the
+bytes, and no rank waits for a buffer to be packed. Devices wait for each other at two points only.
+Before the kernel starts, XLA waits until every device's stream has reached it: by then all results
+are allocated, and no device still reads what their memory held before. At the kernel's end, block b
+signals to block b of every rank that all rows that it sent have arrived, and waits for a signal
+from block b of every rank. So once all blocks of a device have ended, the device's own result is
+complete.
 
 One process drives all devices, because Pallas gets the addresses of the other devices' results from
 XLA's runtime, which exchanges them within a process.
@@ -31,8 +33,8 @@ BLOCKS = 32  # thread blocks by default, each on a multiprocessor of its own
 _LANES = 32
 _WARPS = 4  # warps of a block
 _STAGES = 8  # most rows of a warp in shared memory; fewer where rows are wide
-_SENDING = 4  # rows of a warp that may still be read by copies that leave, at 8 stages
-_ROOM = 200_000  # bytes of shared memory for the stages
+_SENDING = 4  # of 8 stages: rows that a warp's outgoing copies may still read while it goes on
+_ROOM = 200_000  # bytes of shared memory for the stages and the row of zeros
 _ALIGNED = 128  # bytes: a stage begins at a multiple of it
 _COPIED = 16  # bytes: a bulk copy moves a multiple of it
 _WORD = 4  # bytes of an int32
@@ -69,13 +71,14 @@ def put_rows_kernel(
 
   Args:
     x_MD: rows that the kernel `takes`.
-    place_MK: int32, rank · R + row of each copy, all of all ranks different; a number outside
-      [0, W·R) is no place.
-    tag_MK: int32, a number for each copy that arrives beside it; None: no numbers are sent.
-    count: int32 scalar, rows at hand that have places; the rows behind them are not read.
-    groups: int32 [G] each: rows, first tile and number of tiles of each group of this device's own
-      result. Rows of a group's last tile that nobody fills become zero, their tags -1. None: the
-      result has no groups, and no row becomes zero.
+    place_MK: int32, rank · R + row of each copy; a number outside [0, W·R) is no place. No two
+      copies have the same place, whichever ranks they come from.
+    tag_MK: int32, a number that arrives beside each copy; None: no numbers are sent.
+    count: int32 scalar: only the first `count` rows have places; the kernel does not read the
+      others.
+    groups: three arrays, int32 [G]: number of rows, first tile and number of tiles of each group of
+      this device's own result. Rows of a group's last tile at which no copy arrives become zero,
+      and their tags -1. None: the result has no groups, and no row becomes zero.
     num_rows: R.
     tile: rows of a tile.
     axis: the mesh axis.
@@ -83,7 +86,8 @@ def put_rows_kernel(
     blocks: thread blocks.
 
   Returns:
-    The rows [R, D] that have arrived here, and their tags [R] or None. Other rows are not written.
+    The rows [R, D] that have arrived here, and their tags [R], or None without `tag_MK`. The kernel
+    writes no other rows, except the zeros that `groups` asks for.
   """
   (rows, width), copies, tagged = x_MD.shape, place_MK.shape[1], tag_MK is not None
   num_groups = 0 if groups is None else groups[0].shape[0]
@@ -95,7 +99,7 @@ def put_rows_kernel(
 
   def body(*refs):
     *inputs, out, shared, signals = refs
-    tags = inputs.pop() if tagged else out  # where there are none, the program does not use them
+    tags = inputs.pop() if tagged else out  # without tags the program does not use this operand
     far = lambda ref: [plgpu.remote_ref(ref, cast(Any, {axis: rank})) for rank in range(ranks)]
     everywhere = [*far(out), *far(tags), *far(signals)]
     inline.run(text, [*inputs, out, tags, signals, *everywhere], [shared])
@@ -111,7 +115,7 @@ def put_rows_kernel(
     thread_name="wg",
     scratch_types=[
       plgpu.SMEM((-(-program.shared_bytes // 512) * 128,), jnp.int32),
-      plgpu.SemaphoreType.REGULAR,  # each block has its own, 0 at the begin
+      plgpu.SemaphoreType.REGULAR,  # each block has its own, 0 at the kernel's begin
     ],
   )(
     x_MD,
@@ -123,8 +127,8 @@ def put_rows_kernel(
   return outs[-1], outs[0] if tagged else None
 
 
-# The inline code's operands; behind them the addresses of every rank's result, tags and signals,
-# and the block's shared memory.
+# The inline code's operands. After them come the addresses of every rank's result, of every rank's
+# tags and of every rank's signals, and last the block's shared memory.
 _X, _PLACES, _TAGS, _COUNT = "$0", "$1", "$2", "$3"
 _SIZES, _TILE_STARTS, _TILES = "$4", "$5", "$6"
 _OUT, _OUT_TAGS, _SIGNALS = "$7", "$8", "$9"
@@ -135,11 +139,12 @@ _FAR = 10
 class _Program:
   """The kernel in PTX, step by step.
 
-  Warp w, counted over all blocks, takes rows w, w + warps, w + 2 · warps and so on. The register
-  `row` holds the row that the warp sends next, and `ahead` the one that it fetches next, stages -
-  sending of its rows later. Shared memory holds each warp's stages, a row of zeros, a barrier for
-  each stage, and three addresses for each rank: of its result, of its tags and of the same block's
-  count of signals.
+  Warp w, counted over all blocks, takes rows w, w + warps, w + 2 · warps and so on. A stage is room
+  for one row in shared memory. The register `row` holds the row that the warp sends next, and
+  `ahead` the row that it fetches next. With 8 stages, of which copies still read 4, a warp fetches
+  the row that is 4 of its own rows after the one that it sends. Shared memory holds each warp's
+  stages, a row of zeros, a barrier for each stage, and three addresses for each rank: of the rank's
+  result, of its tags, and of the count of signals of its block with the same number.
 
   Attributes:
     rows, copies, groups: M, K and G.
@@ -148,8 +153,8 @@ class _Program:
     tile: rows of a tile.
     tagged: whether a tag arrives beside each row.
     ranks: W.
-    stages: rows of a warp in shared memory.
-    sending: how many of them copies that leave may still read while the warp goes on.
+    stages: stages of a warp.
+    sending: stages that the warp's outgoing copies may still read while the warp goes on.
     blocks: blocks of the grid.
   """
 
@@ -233,14 +238,14 @@ class _Program:
     )
 
   def with_tags(self, *steps: str) -> str:
-    """The steps, if tags arrive beside the rows; nothing otherwise."""
+    """The steps if tags arrive beside the rows, else no step."""
     return ptx.lines(steps) if self.tagged else ""
 
   def find_shared_memory(self) -> str:
-    """Addresses in shared memory.
+    """Finds the numbers of thread, lane, warp and block, and the addresses in shared memory.
 
     mine, barriers = this warp's stages and their barriers; zeros = the row of zeros; addresses =
-    the ranks' addresses.
+    the three addresses of every rank.
     """
     return ptx.lines(
       [
@@ -271,13 +276,13 @@ class _Program:
     )
 
   def keep_addresses(self) -> str:
-    """Writes the ranks' addresses to shared memory, where a lane reads those of its row's rank."""
+    """Writes three addresses of every rank to shared memory: a lane looks up those of one rank."""
     one = lambda i: ptx.store_shared_wide("addresses", f"${_FAR + i}", _ADDRESS * i, only_if="yes")
     first = ptx.compare("yes", "thread", "==", 0, unsigned=True)
     return ptx.lines([first, *map(one, range(3 * self.ranks))])
 
   def far_address(self, to: str, which: int) -> str:
-    """to = the address of an array of rank `rank`: 0 its result, 1 its tags, 2 its signals."""
+    """to = an address of rank `rank`: of its result (which = 0), tags (1) or signals (2)."""
     return ptx.lines(
       [
         ptx.multiply_add("t", "rank", _ADDRESS, "addresses"),
@@ -300,7 +305,7 @@ class _Program:
     )
 
   def first_row(self) -> str:
-    """row = ahead = the warp's number in the grid; rows = how many rows have places."""
+    """row = ahead = the warp's number in the grid; rows = how many rows at hand have places."""
     return ptx.lines(
       [
         ptx.multiply_add("row", "block", _WARPS, "warp"),
@@ -311,7 +316,7 @@ class _Program:
     )
 
   def find_stage(self, stage: str | int) -> str:
-    """buffer, barrier = addresses of a stage of the warp and of its barrier."""
+    """buffer = the address of one of the warp's stages; barrier = that of the stage's barrier."""
     return ptx.lines(
       [
         ptx.multiply_add("buffer", stage, self.row_bytes, "mine"),
@@ -320,7 +325,7 @@ class _Program:
     )
 
   def fetch_row(self, stage: str | int) -> str:
-    """Starts to copy row `ahead`, if there is one, to a stage, and advances to the warp's next."""
+    """Starts to copy row `ahead`, if there is one, to a stage; ahead = the warp's row after it."""
     return ptx.lines(
       [
         self.find_stage(stage),
@@ -334,7 +339,7 @@ class _Program:
     )
 
   def load_place(self) -> str:
-    """The lane's place for row `row`: rank, row `to` there, and tag; yes = there is one."""
+    """rank, to, tag = the lane's place for row `row`: rank, row there, tag; yes = there is one."""
     return ptx.lines(
       [
         ptx.multiply_add("i", "row", self.copies, "lane"),
@@ -354,7 +359,10 @@ class _Program:
     )
 
   def send_row(self) -> str:
-    """Starts to copy the stage at `buffer` to the lane's place, and writes the tag beside it."""
+    """Starts to copy the stage at `buffer` to the lane's place, and writes the copy's tag there.
+
+    A lane without a place does neither. If no tags arrive beside the rows, none is written.
+    """
     return ptx.lines(
       [
         self.far_address("far", 0),
@@ -369,11 +377,13 @@ class _Program:
     )
 
   def send_zeros(self) -> str:
-    """Starts to copy zeros to the rows of groups' last tiles that nobody fills; their tag is -1.
+    """Starts to copy zeros to the rows of groups' last tiles that no row fills; their tag is -1.
 
-    A group lacks fewer rows than a tile has, so i is the pair (group i // tile, lacking row
-    t = i % tile): row size + t of the group, if the group's tiles have that row. Neighbouring i go
-    to different warps.
+    These are fewer rows of a group than a tile has, so a number i stands for a group, i // tile,
+    and one of `tile` candidates, t = i % tile: row size + t of the group. The row exists if the
+    group's tiles have it. With tiles of four rows and a group of six rows, in two tiles, candidates
+    0 and 1 are rows 6 and 7, and candidates 2 and 3 do not exist. Neighbouring i go to different
+    warps.
     """
     group_word = lambda to, array: ptx.lines(
       [
@@ -414,7 +424,7 @@ class _Program:
     )
 
   def next_stage(self) -> str:
-    """Goes on to the next stage; the barriers' phase turns over with each round."""
+    """Advances `stage` and `next` by one stage; the phase flips when `stage` returns to 0."""
 
     def advance(stage: str, *then: str) -> list[str]:
       last = ptx.compare("yes", stage, "==", self.stages)
@@ -425,9 +435,10 @@ class _Program:
     )
 
   def signal_and_wait(self) -> str:
-    """Signals each rank's same block that this block's rows are there; waits for their signals.
+    """Signals to every rank that this block's rows are there; waits for a signal from every rank.
 
-    Every thread publishes its own writes, and thread w signals rank w after the whole block has.
+    A signal goes to the block of the same number. Every thread publishes its own writes; after all
+    threads of the block have, thread w signals to rank w.
     """
     return ptx.lines(
       [

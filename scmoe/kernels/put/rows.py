@@ -1,4 +1,4 @@
-"""Rows sent to places in every rank's result: by the put kernel, or by collectives on a CPU.
+"""Rows sent to places in any rank's result: by the put kernel on Hopper, else by collectives.
 
     M  rows at hand      K  copies of each      D  width      R  rows of every device's result
     W  ranks: the devices of one mesh axis      G  groups of a tiled result
@@ -8,8 +8,8 @@ A place is one number, rank · R + row. Worked example: two ranks, R = 4, one co
     rank 0: rows a b c, places 5 0 4        rank 1: rows d e f, places 1 6 8 (8 = W · R: no place)
     result of rank 0: b d - -               result of rank 1: c a e -
 
-The ranks' places differ from each other, so no two rows meet, and results do not depend on which
-arrives first.
+All places of all ranks differ from each other, so no two rows meet in one place, and results do not
+depend on which arrives first.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ def put_rows(
     num_rows: R.
     axis: the mesh axis.
     ranks: W.
-    tag_MK: int32, a number for each copy that arrives beside it.
-    count: int32 scalar: places count for this many rows only; None: for all M.
-    groups: the tiles of this device's own result. Its rows of a group's last tile that nobody fills
-      become zero, with the tag -1.
+    tag_MK: int32, a number that arrives beside each copy; None: no numbers are sent.
+    count: int32 scalar: only the first `count` rows have places; None: all M rows have.
+    groups: the tiles of this device's own result. In each group's last tile, the rows that nobody
+      fills become zero, with the tag -1. None: no row becomes zero.
     blocks: thread blocks of the kernel.
 
   Returns:
-    The rows [R, D] that have arrived here, and their tags [R]; None without `tag_MK`. Rows that
-    nobody fills may hold anything, except those that `groups` names.
+    The rows [R, D] that have arrived here, and their tags [R], or None without `tag_MK`. Other rows
+    and their tags may hold anything, except those that `groups` makes zero.
   """
   count = jnp.asarray(x_MD.shape[0] if count is None else count, jnp.int32)
   if not runs_ptx():
@@ -78,9 +78,10 @@ def put_rows(
 
 
 def _collected(x_MD, place_MK, tag_MK, count, groups: GroupLayout | None, num_rows: int, axis: str):
-  """`put_rows` by all-gathers; what the kernel does not write is NaN, or tag -2, so that tests see.
+  """`put_rows` by all-gathers.
 
-  Rows of an integer type get 0 instead of NaN.
+  Rows that the kernel would leave unwritten become NaN (0 in an integer type), and their tags -2,
+  so that tests notice code that reads them.
   """
   counted_M1 = (jnp.arange(x_MD.shape[0], dtype=jnp.int32) < count)[:, None]
   place_MK = jnp.where(counted_M1, place_MK, -1)

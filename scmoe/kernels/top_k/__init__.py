@@ -1,4 +1,4 @@
-"""Logits of a linear gate and each token's k best experts, by one kernel where it runs."""
+"""Logits of a linear gate and each token's k best experts: by a kernel where one runs, else XLA."""
 
 from scmoe.kernels.top_k.api import (
   GateOutput,

@@ -2,10 +2,11 @@
 
     T  tokens      D  model width      E  experts      K  experts per token
 
-A float32 gate on bfloat16 tokens needs no float32 product, which would take 15 times as long on
-Hopper. The kernel for many tokens splits each such weight into the sum of three bfloat16 numbers,
-its *terms* (8 bits of significand each, 24 in all). The tokens are bfloat16 already, and the matrix
-unit adds up products of bfloat16 numbers, which are exact, in float32.
+A float32 gate on bfloat16 tokens needs no float32 product: on Hopper that takes 15 times as long as
+a bfloat16 product. For the kernel for many tokens, each float32 weight is written as the sum of
+three bfloat16 numbers, its *terms* (8 bits of significand each, 24 in all). The tokens are bfloat16
+already. The matrix unit forms the products of two bfloat16 numbers exactly, and adds them up in
+float32.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ EXACT = 3  # number of bfloat16 terms that represent a float32 number exactly
 
 
 class GateOutput(NamedTuple):
-  """A gate's logits, and the experts with the largest logits.
+  """A gate's logits, the experts with the largest logits, and perhaps these experts' probabilities.
 
   Attributes:
     logits_TE: float32 (float64 for float64 tokens).
     expert_TK: int32, the experts with the largest logits, best first.
-    share_TK: their probabilities (softmax over all E logits), in the logits' type. Only where the
-      kernel for a single token runs; None otherwise.
+    share_TK: the probabilities of the experts in `expert_TK` (softmax over all E logits), in the
+      logits' type. None unless there is a single token and the kernel for it runs here; XLA also
+      gives them where it computes in that kernel's place, because a gradient is asked for.
   """
 
   logits_TE: Array
@@ -55,7 +57,10 @@ class PartialLogits(NamedTuple):
   sums_PE: Array
 
   def top_k(self, k: int) -> GateOutput:
-    """The token's logits, its k experts with the largest, and their shares of the softmax."""
+    """The token's logits, its k experts with the largest, and these experts' softmax probabilities.
+
+    Where a gradient is asked for, XLA computes the result and the gradient.
+    """
     ways = (functools.partial(way, k=k) for way in (_top_k_of_sums, _top_k_of_sums_by_xla))
     return without_gradient(*ways, self.sums_PE)
 
@@ -63,19 +68,23 @@ class PartialLogits(NamedTuple):
 def gate_under_norm(
   row: Normalised, gate_DE: Array, *, fp32: bool = True, backend: str = "auto"
 ) -> PartialLogits | None:
-  """Computes a single token's norm and its product with a gate's weights, in one kernel.
+  """A single token's norm and its product with a gate's weights, in one kernel; or None.
 
-  Where a gradient is asked for, XLA's products compute both the result and the gradient.
+  Where a gradient is asked for, XLA computes the result and the gradient.
 
   Args:
     row: the token with its norm.
     gate_DE: weights.
     fp32: whether to multiply in float32; if not, the weights are rounded to the token's type.
-    backend: "auto" (the kernel where it runs), "mosaic_gpu" or "xla" (None).
+    backend: "auto" (the kernel where it runs), "mosaic_gpu" or "xla" (the result is None).
 
   Returns:
     The normalised token and the logits' partial sums; None if the kernel does not take these sizes
     or does not run here.
+
+  Raises:
+    ValueError: for sizes that the kernel takes, the backend is unknown or "mosaic_gpu" cannot take
+      the token's type.
   """
   width, num_experts = gate_DE.shape
   fits = under_norm.shares(width, num_experts) > 0 and row.takes(width, backend)
@@ -119,8 +128,9 @@ def gate_top_k(
 ) -> GateOutput:
   """Logits of a linear gate, and each token's k experts with the largest logits.
 
-  In a tie the expert with the smaller index comes first. For XLA, NaN counts as the largest. The
-  kernels may choose any experts for a token with a NaN; their ids are valid.
+  The kernel for a single token also gives the experts' softmax probabilities. In a tie the expert
+  with the smaller index comes first. For XLA, NaN counts as the largest logit. The kernels may
+  choose any experts for a token with a NaN logit; the experts' ids are valid.
 
   Args:
     x_TD: tokens.
@@ -133,7 +143,7 @@ def gate_top_k(
       only without `fp32`). XLA computes all others, also with "mosaic_gpu".
 
   Returns:
-    Logits and experts; the shares only if the kernel for a single token runs.
+    Logits and experts; `share_TK` is None unless the kernel for a single token takes the token.
 
   Raises:
     ValueError: k is not in [1, E]; or, for sizes that a kernel takes, the backend is unknown or
@@ -191,7 +201,7 @@ def has_kernel(x_TD: Array, num_experts: int, fp32: bool, backend: str) -> bool:
 
 
 def split_terms(w: Array, terms: int, dtype: Any) -> Array:
-  """w as the sum of `terms` arrays of type `dtype`, [terms, ...]; each rounds what is left of w."""
+  """w as the sum of `terms` arrays of type `dtype`, [terms, ...]; each rounds the rest of w."""
   parts, rest = [], w.astype(jnp.float32)
   for _ in range(terms):
     parts.append(rest.astype(dtype))
@@ -212,11 +222,13 @@ def _gate_top_k_fwd(x_TD, gate_DE, static):
 
 
 def _gate_top_k_bwd(static, residuals, cotangents):
-  """Gradients by products of bfloat16 terms, since a float32 product takes 15 times as long.
+  """Gradients of tokens and weights, by products of terms in the tokens' type.
 
-  The weights' gradient of a float32 gate is float32, so it takes all three terms of dlogits. x's
-  gradient is rounded to bfloat16's 8 bits: two terms of each factor are enough, and of their four
-  products the three largest. A gate in the tokens' type has one term, and so has dlogits then.
+  For a float32 gate the terms are bfloat16, since a float32 product takes 15 times as long. The
+  gradient of its weights is float32, so it takes all three terms of dlogits. The gradient of the
+  tokens is rounded to bfloat16's 8 bits: two terms of dlogits and two of the weights are enough,
+  and of the four products of these the three largest. A gate in the tokens' type has one term, and
+  then dlogits is rounded to one term, too.
   """
   (x_TD, gate_DE), dlogits_TE, terms = residuals, cotangents[0], static[1]
   dlogits = split_terms(dlogits_TE, terms, x_TD.dtype)

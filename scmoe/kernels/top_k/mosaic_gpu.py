@@ -1,10 +1,11 @@
-"""The gate as one kernel on Hopper: logits, and the K largest while they are in registers.
+"""The gate of many tokens as one kernel on Hopper: logits, and each token's K best experts.
 
     T  tokens      D  model width      E  experts      K  experts per token
 
-XLA needs a product, 2·K reductions and as many selections, whose launches cost more than their work
-when experts are small. Every tile of tokens reads all terms of the gate (see `api`), for a float32
-gate more bytes than its tokens have; so pairs of CTAs share one copy of them.
+XLA launches several kernels for the product and the choice, and their launches can cost more than
+their work. This kernel chooses the experts while the logits are still in registers. Every tile of
+tokens reads all terms of the gate (see `api`). The terms of a float32 gate have more bytes than the
+tile's tokens, so the two CTAs of a pair share one copy of the terms.
 """
 
 import dataclasses
@@ -33,8 +34,8 @@ from scmoe.kernels.launch import resolve_num_sms
 
 _ROWS = 128  # tokens of a tile; half if there would be fewer tiles than multiprocessors
 _LARGE = 1e9  # larger than every expert id
-_LEAST = float(jnp.finfo(jnp.float32).min)
-_RESERVED = 8_192  # bytes: the chosen experts, barriers and their alignment
+_LEAST = float(jnp.finfo(jnp.float32).min)  # stands for a logit of -inf, so that it can be chosen
+_RESERVED = 8_192  # bytes of shared memory: the chosen experts, barriers and their alignment
 
 
 @jax.tree_util.register_dataclass
@@ -129,7 +130,7 @@ class _Shape:
   Attributes:
     tiling: the launch's tile shape.
     tokens, width, experts: T, D and E.
-    padded: E up to a multiple of 64, the columns of a tile.
+    padded: E rounded up to a multiple of 64, the columns of a tile.
     terms: terms of the gate's weights.
     top_k: K.
     dtype: type of the tokens.
@@ -148,8 +149,9 @@ class _Shape:
   def sums(self) -> int:
     """Number of accumulators: 2 if there are several terms, else 1.
 
-    Tensor cores truncate the sum that they add to. The smaller terms have a sum of their own, so
-    that the sum of the largest term is truncated as often as in a single product.
+    Tensor cores truncate a sum each time that they add to it. All terms but the largest share an
+    accumulator of their own, so that the largest term's sum is truncated no more often than in a
+    product of one term.
     """
     return min(self.terms, 2)
 
@@ -169,7 +171,7 @@ class _Shape:
 
 @dataclasses.dataclass(frozen=True)
 class _Cta:
-  """One CTA with its references to memory: what it does for a tile.
+  """One CTA with its references to memory; the methods say what it does for a tile.
 
   The only coordinate of a tile is its row tile: a tile has all experts.
   """
@@ -246,8 +248,8 @@ class _Cta:
       # The smallest id among equals, as `lax.top_k` chooses.
       chosen = -jnp.max(jnp.where(is_largest, -ids, jnp.full_like(ids, -_LARGE)), axis=1)
       left = jnp.where(ids == lax.broadcast_in_dim(chosen, shape, (0,)), lowest, left)
-      # NaN equals nothing, so no id is found, and the last expert is taken. Any would do, because
-      # the optimiser skips the step (`RouterSums.nonfinite`).
+      # NaN equals nothing, so no id is found, and the last expert is taken. Any expert would do:
+      # the loss is NaN as well, and the training step skips its update (see `moe.route.route`).
       chosen = jnp.minimum(chosen, jnp.full_like(chosen, experts - 1))
       self.smem.expert[consumer, k] = chosen.astype(jnp.int32)
 
@@ -255,7 +257,7 @@ class _Cta:
 def _fit(rows: int, padded: int, terms: int) -> Tiling:
   """The tiling with as many stages as fit into shared memory, at most 6.
 
-  A matrix instruction has 64 rows. With tiles of 128 rows each consumer computes half a
+  A matrix instruction has 64 rows. With tiles of 128 rows each of the two consumers computes half a
   tile; with tiles of 64 rows each computes a tile of its own (ping-pong).
   """
   pingpong = rows < _ROWS

@@ -22,7 +22,7 @@ def interpreted(params: Any, num_sms: int = 2) -> Iterator[None]:
 
   Args:
     params: the interpret mode's parameters, from `compat.gpu_interpret_params`.
-    num_sms: multiprocessors of the simulated GPU, the default number of CTAs.
+    num_sms: multiprocessors of the simulated GPU, and so the default number of CTAs.
   """
   tokens = _interpret.set(params), _default_sms.set(num_sms)
   try:
@@ -86,7 +86,10 @@ def without_kernels() -> Iterator[None]:
 
 
 def runs_ptx() -> bool:
-  """Whether kernels with inline PTX run: the first device is a Hopper GPU, not simulated."""
+  """Whether kernels with inline PTX run: the first device is a Hopper GPU, not simulated.
+
+  False inside `without_kernels`.
+  """
   return has_kernels(jax.devices()[0]) and not simulated()
 
 

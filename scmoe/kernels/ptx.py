@@ -436,13 +436,13 @@ def arrive_after_pieces(barrier: str) -> str:
 
 
 def copy_to_shared(target: str, source: str, size: int, barrier: str, *, only_if: str = "") -> str:
-  """Starts to copy bytes from global to shared memory; the barrier counts those that arrive."""
+  """Starts to copy `size` bytes from global to shared memory; the barrier counts arriving bytes."""
   copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
   return _step(f"{copy}\n  [{target}], [{source}], {size}, [{barrier}]", only_if)
 
 
 def copy_to_global(target: str, source: str, size: int, *, only_if: str = "") -> str:
-  """Starts to copy bytes from shared memory to global memory, in the thread's open group."""
+  """Starts to copy `size` bytes from shared to global memory, in the thread's open group."""
   return _step(
     f"cp.async.bulk.global.shared::cta.bulk_group [{target}], [{source}], {size}", only_if
   )

@@ -1,8 +1,8 @@
 """Activations of experts and MLPs, with the derivatives the fused backward needs.
 
 A layer computes `a = act(h)` from one pre-activation, or `a = act(gate) * up` from two (the gated
-kinds). Only the scalar function differs between kinds, so one table of scalar functions serves the
-dense layers, the reference, the XLA path and the kernels' epilogues.
+kinds). Kinds differ only in this and in the scalar function act, so one table of scalar functions
+serves the dense layers, the reference, the XLA path and the kernels' epilogues.
 
 `gelu` is the tanh form, as in `jax.nn.gelu(approximate=True)` and in GPT-2; `gelu_exact` is the
 definition, h · Φ(h).
@@ -71,7 +71,8 @@ def _gelu_inner_grad(h):
 
 
 def _gelu(h):
-  # As a sigmoid: XLA's tanh is a polynomial, and below zero 1 + tanh would cancel.
+  # A sigmoid stands for 0.5 + 0.5 · tanh: XLA's tanh is a polynomial, and below zero the sum would
+  # cancel.
   return h * jax.nn.sigmoid(2.0 * _gelu_inner(h))
 
 

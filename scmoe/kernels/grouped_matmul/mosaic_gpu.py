@@ -2,8 +2,9 @@
 
     R  rows of the tiles      K, N  widths      G  groups      D  model width      F  expert width
 
-The functions are those of `xla.py`. `forward` and `backward` are jitted in both files: all layers
-call them with equal shapes, so an unrolled model lowers its kernels once and not once per layer.
+`grouped_rows`, `grouped_weights`, `forward` and `backward` have the arguments and results of those
+in `xla.py`. `forward` and `backward` are jitted in both files: all layers call them with equal
+shapes, so an unrolled model lowers its kernels once and not once per layer.
 """
 
 import functools
@@ -217,7 +218,7 @@ def _fp8_product(x_XK, matrices, biases, layout, *, permutation=None, **options)
 
 
 def _up_gradients(x_XD, dpre, layout, index_R, how: Execution) -> tuple[jax.Array, ...]:
-  """Gradients of the first layer's weights, one array for each pre-activation."""
+  """Gradients of the first layer's matrices, one array for each pre-activation."""
   options = {"out_dtype": x_XD.dtype, "num_sms": how.num_sms}
   if index_R is None or len(dpre) == 1:
     gradient = functools.partial(grouped_weights, lhs_index_R=index_R, **options)

@@ -298,7 +298,7 @@ class _Consumer:
     return self.cta.work.steps(self.cta.locate_clipped(i))
 
   def as_turn(self, used: Any) -> Any:
-    """The turn once so many stages have been used or skipped."""
+    """The turn once `used` stages have been used or skipped."""
     return lax.rem(used, jnp.int32(2 * self.cta.tiling.stages))
 
   def stage_of(self, turn: Any) -> Any:
@@ -386,7 +386,7 @@ class _Consumer:
 
 
 def _wrap(turn: Any, limit: int) -> Any:
-  """The next turn or stage: 0 if it has reached the limit, else the same."""
+  """`turn`, which counts turns or stages, or 0 if it has reached the limit."""
   return jnp.where(turn == limit, 0, turn)
 
 

@@ -46,7 +46,7 @@ class Operands:
     group_I: int32, group of each tile of the layout.
     num_tiles: int32 [1], tiles of the layout in use.
     index_R: int32, row of lhs that each row of the tiles reads; None: the row of the same number.
-    lhs: operands [R, K], contracted one after the other into one result.
+    lhs: operands [R, K]; the products of all of them are added up in the same results.
     rhs: for each lhs the matrices of all results, [G, K, N] or transposed.
     biases: for each result [G, N], or None.
     row_scale: of fp8 operands, float32 [B, R]; else None.
@@ -104,7 +104,7 @@ def rows_product(
   """Each row times its group's matrices, with biases and an activation in the kernel's epilogue.
 
   Args:
-    lhs: operands [R, K]; several are contracted one after the other into the same result.
+    lhs: operands [R, K]; the products of all of them are added up in the same results.
     rhs: for each lhs, one matrix [G, K, N] for each result ([G, N, K] with `transpose_rhs`).
     layout: tiles of R; a tile has `tiling.rows` rows, or twice as many.
     tiling: tile shape; `tiling.cols` is shared between the results.

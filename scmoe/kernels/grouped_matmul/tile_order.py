@@ -1,4 +1,4 @@
-"""In which order the CTAs of a kernel take its output tiles, and where a tile lies.
+"""The order in which the CTAs of a kernel take its output tiles, and the place of a tile.
 
 Tiles are numbered, and CTAs take them by number: worker 5 of 132 takes tiles 5, 137, 269 and so on.
 The functions here turn a number into a row tile and a column tile, so that CTAs at work at the same

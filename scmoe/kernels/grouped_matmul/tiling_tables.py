@@ -139,11 +139,11 @@ TABLE: dict[str, dict[Key, Tiling]] = {
     # With skewed groups 0.280 ms, single CTAs 0.288 ms; with equal groups 0.271 ms, single CTAs
     # 0.274 ms
     ("rows", 1536, 256, False): _narrow("cols"),
-    # GPT-OSS: 0.938 and 1.893 ms with these two; 0.989 and 1.930 ms with single CTAs
+    # GPT-OSS: 0.938 and 1.893 ms with the next two tilings; 0.989 and 1.930 ms with single CTAs
     ("rows", 2880, 2880, False): Tiling(cols=192, stages=4, pingpong=True, band=8, pair="rows"),
     ("dx", 2880, 2880, False): Tiling(cols=192, stages=4, pingpong=True, band=8, pair="rows"),
-    # Llama-4-Scout: 1.264 and 2.518 ms with these two; 1.311 ms for "rows" with halves of row
-    # tiles, 2.587 ms for "dx" with bands of 8
+    # Llama-4-Scout: 1.264 and 2.518 ms with the next two tilings; 1.311 ms for "rows" with halves
+    # of row tiles, 2.587 ms for "dx" with bands of 8
     ("rows", 8192, 5120, False): Tiling(cols=256, stages=4, band=8, pair="cols"),
     ("dx", 8192, 5120, False): Tiling(cols=256, stages=4, band=16, pair="rows"),
     # JetMoE: 0.627 ms with this tiling; 0.645 ms with halves of row tiles

@@ -39,7 +39,7 @@ class Measured(NamedTuple):
     tiling: the tiling.
     ms: milliseconds of a call with it.
     shipped_ms: milliseconds of a call with the shipped tiling (`tiles.shipped`).
-    when: date, and the versions it was measured with.
+    when: the date, and jax's version.
   """
 
   tiling: Tiling
@@ -72,7 +72,7 @@ def table(device_kind: str) -> Table:
 def use(device_kind: str, found: Table) -> None:
   """Replaces this process' table of a kind of device.
 
-  For example by the first process' table, so that all processes compile the same program.
+  Processes of one run must compile the same program, so all of them use the first one's table.
   """
   _tables[device_kind] = found
 
@@ -94,10 +94,10 @@ def stored(device_kind: str) -> Table:
 
 
 def keep(device_kind: str, found: Table) -> Path:
-  """Adds measurements to the file, and to what this process uses; returns the file.
+  """Adds measurements to the file, lets this process use the file's table; returns the file's path.
 
   Raises:
-    StorageError: there is no home folder, or the file cannot be written and keeps its content.
+    StorageError: there is no home folder, or the file cannot be written; it keeps its old content.
   """
   file, merged = file_of(device_kind), stored(device_kind) | found
   if not file.is_absolute():

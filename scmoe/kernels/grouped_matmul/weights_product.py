@@ -87,7 +87,7 @@ def weights_product(
     layout: tiles of R; with several runs, no index may be given.
     tiling: tile shape; `tiling.cols` is shared between the results.
     lhs_index_R: if given, the kernel reads row index[r] of lhs_RM as row r, zero if it is negative.
-    rhs_index_R: likewise for the only rhs; not together with lhs_index_R.
+    rhs_index_R: likewise for rhs, if there is only one rhs; not together with lhs_index_R.
     out_dtype: type of the outputs.
     num_sms: CTAs; None: one for each multiprocessor.
 
@@ -253,7 +253,7 @@ class _Cta:
   def contracted_row(self, first_tile: Any, step: Any) -> Any:
     """The first row that a step contracts.
 
-    With several runs, a group's rows continue in the next run, behind the other groups' rows.
+    With several runs, a group's rows continue in the next run, after the other groups' rows.
     """
     shape, depth = self.shape, self.shape.tiling.depth
     if shape.tiles_per_run is None:

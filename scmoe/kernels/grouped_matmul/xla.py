@@ -7,7 +7,7 @@ dense products behind `jax.lax.ragged_dot` cost G times as much. Tiles run one a
 tile must be large enough to fill the device, and small enough to waste little memory: see
 `choose_tile`. The experts' network takes a tile from its first product to its last, so that the
 arrays between them exist for one tile only. If every group is one tile (padded experts), one
-batched product serves all groups. It is as fast as a kernel, except that XLA does not fuse the
+batched product serves all groups. The product is as fast as a kernel's, but XLA does not fuse the
 activation into its end.
 """
 
@@ -170,7 +170,7 @@ def _each_tile(
 
 
 def _index(permutation: Permutation | None) -> jax.Array | None:
-  """The row of x that fills each row of the tiles; None where they are the same."""
+  """The row of x that fills each row of the tiles; None without a permutation."""
   return None if permutation is None else permutation.token_R
 
 
@@ -241,8 +241,8 @@ def grouped_weights(
 ) -> jax.Array:
   """out[g] = lhs[rows of g].T @ rhs[rows of g]; exactly zero for an empty group.
 
-  Padding rows must be zero in at least one operand and finite in the other. The indices are those
-  of `grouped_rows`, one for each operand.
+  Padding rows must be zero in at least one operand and finite in the other. `lhs_index_R` and
+  `rhs_index_R` are for lhs and rhs what `index_R` of `grouped_rows` is for its lhs.
   """
   del num_sms
   ops = _of_tile(precision)
@@ -269,7 +269,7 @@ def forward(
   permutation: Permutation | None = None,
   with_pre: bool = True,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-  """Every row through its expert: y = down(act(up(x))).
+  """Every row through its expert: y = down(act(up(x))), or down(act(gate(x)) · up(x)) with a gate.
 
   Args:
     x_XD: rows, read at the tokens of `permutation` if that is given.

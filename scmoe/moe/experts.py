@@ -39,9 +39,9 @@ ApplyExperts = Callable[[Array, RowLayout], Array]
 
 
 class ExpertRows:
-  """Positions of each expert's rows in an array sorted by expert; `matmul` multiplies them.
+  """Positions of each expert's rows in an array sorted by expert; `matmul` multiplies these rows.
 
-  `Experts.compute` gets such an object beside its rows.
+  `Experts.compute` gets such an object beside the rows.
 
   Attributes:
     groups: number and place of each expert's rows; padding rows between experts are zero.
@@ -51,12 +51,12 @@ class ExpertRows:
     self.groups = groups
 
   def matmul(self, rows_RM: Array, weight_EMN: Array, bias_EN: Array | None = None) -> Array:
-    """Each row times its expert's matrix: [R, M] -> [R, N]; differentiable.
+    """Each row times its expert's matrix, plus its expert's bias: [R, M] -> [R, N]; differentiable.
 
     Args:
       rows_RM: rows sorted by expert.
       weight_EMN: a matrix for each expert; rounded to the rows' type.
-      bias_EN: a vector for each expert, added to its rows' products; None: none.
+      bias_EN: a vector for each expert, added to the products of its rows; None: no bias.
     """
     sizes_E = self.groups.tiles_G * self.groups.tile
     weight_EMN = weight_EMN.astype(rows_RM.dtype)
@@ -67,8 +67,9 @@ class Experts(nnx.Module):
   """Base class of experts: a user's subclass has to define one method, `compute`.
 
   The first dimension of every parameter counts experts, `nnx.Param(value, axes=("expert", ...))`,
-  so that expert parallelism spreads them: inside `compute` a device sees its own experts. The layer
-  does everything else: it moves rows, weights the outputs and computes gradients.
+  so that expert parallelism spreads experts over devices: inside `compute` a device sees its own
+  experts only. The layer does everything else: it moves rows, multiplies the outputs by the
+  choices' weights and computes gradients.
   """
 
   # Mesh axes over which each device computes a partial sum of every output; the layer adds the
@@ -90,8 +91,8 @@ class Experts(nnx.Module):
   def __call__(self, rows: Array, layout: RowLayout) -> Array:
     """The experts' outputs in the order of the rows, by `compute` on rows sorted by expert.
 
-    If a row has several experts, their outputs are weighted and added up. Args and result are those
-    of `expert_ffn`.
+    If a row has several experts, the result is the weighted sum of their outputs for it. Args and
+    result are those of `expert_ffn`, without its weights and config.
     """
     rows_MD = rows.reshape(-1, rows.shape[-1])
     tiles = layout.sorted(choose_tile(layout.num_copies, layout.num_groups))
@@ -108,15 +109,15 @@ class Experts(nnx.Module):
 class LayerExperts(Protocol):
   """One layer's experts during one pass of its block pair.
 
-  A *gating* is one choice of experts for all tokens; most units of a pair have one, DGMoE's have
-  two. For each gating, the pair calls
+  A *gating* is one choice of experts for all tokens. Most block pairs make one in each of their
+  units, DGMoE makes two. For each gating, the pair calls
 
       main = experts.chosen(gating, routing, main)    # the gate has chosen its tokens' experts
       main = experts.ready(gating, main)              # the experts compute next
       rows = experts.of(gating)(rows, layout)
 
-  `main` is the value that the main path reads next. An implementation that copies experts ties it
-  to the copy by a barrier where the main path must wait for the copy.
+  `main` is the value that the main path reads next. If experts are copied and the main path must
+  wait for the copy, the implementation ties `main` to the copy by a barrier.
   """
 
   def chosen(self, gating: int, routing: Routing, main: Any) -> Any:
@@ -133,7 +134,7 @@ class LayerExperts(Protocol):
     ...
 
   def ready(self, gating: int, main: Any) -> Any:
-    """Called before a gating's experts compute: copies them if no copy has begun.
+    """Called before a gating's experts compute: copies the experts if no copy has begun.
 
     Args and result as for `chosen`.
     """
@@ -153,7 +154,7 @@ class LayerParams(Protocol):
   """The parameters of a model's pairs, taken in order; `advance` is called after each pair."""
 
   def take(self, pair: int) -> Any:
-    """The parameters of a pair, as its computation reads them."""
+    """The parameters of the pair with this index, as the pair's computation reads them."""
     ...
 
   def advance(self, pair: int, after: Any) -> Any:
@@ -165,7 +166,10 @@ class LayerParams(Protocol):
 
 
 class ExpertSource(Protocol):
-  """Says in which memory a model's experts are; hashable, as a compile-time constant has to be."""
+  """Says in which memory a model's experts are, and how a pass reads them from there.
+
+  An implementation is hashable, since jax compiles it into the program as a constant.
+  """
 
   def of_layer(self, experts: Experts, kept: Any) -> LayerExperts:
     """One layer's experts for one pass.
@@ -201,7 +205,8 @@ class OnDevice:
     del kept
     if not self.recompute:
       return ExpertsOnDevice(experts)
-    # The checkpoint keeps its inputs, the rows, and what all-gathers give: nothing is sent twice.
+    # The checkpoint keeps its inputs, the rows and their layout, and the results of all-gathers, so
+    # that the backward pass does not gather them again.
     apply = jax.checkpoint(lambda rows, layout: experts(rows, layout), policy=_keeps_gathered)
     return ExpertsOnDevice(apply)
 
@@ -274,7 +279,7 @@ class FFNExpertsConfig(FFNLayerOptions, path="FFNExpertsConfig"):
   Attributes:
     width: D, the width of tokens.
     hidden: F, the hidden width of an expert.
-    num_experts: E.
+    num_experts: E, number of experts that have parameters.
   """
 
   width: int = option(minimum=1)
@@ -285,19 +290,21 @@ class FFNExpertsConfig(FFNLayerOptions, path="FFNExpertsConfig"):
 class FFNExperts(Experts):
   """Feed-forward experts: each computes down(act(up(row))) of its rows, by grouped products.
 
-  With a gated activation it is down(act(gate(row)) · up(row)).
+  With a gated activation an expert computes down(act(gate(row)) · up(row)).
 
-  Where several devices share an expert, each holds a part of its hidden width. Tutel's adaptive
-  parallelism decides whether weights or rows travel. With r replicas (`adaptive_r`) these
-  devices form r groups: a group gathers its weights, every row goes to one device of each group,
-  and the r partial sums are added. r = 1 moves weights only; r = the number of devices that share
-  an expert moves rows only; r = 0 gathers the weights of all experts, and no row moves. Results and
-  gradients do not depend on r.
+  Where several devices share an expert, each holds a part of the expert's hidden width. Tutel's
+  adaptive parallelism decides whether weights or rows travel between these devices. With r replicas
+  (`adaptive_r`) they form r groups: every device gathers the weights of its group, 1/r of the
+  hidden width; every row goes to one device of each group; and the r partial sums are added. r = 1
+  moves only weights between the devices that share an expert; r = the number of these devices moves
+  only rows. With r = 0 every device gathers the weights of all experts, and no row leaves its
+  device. Results and gradients do not depend on r.
 
   Args:
     config: see `FFNExpertsConfig`.
     adaptive_r: r; 0 or a divisor of the number of devices that share an expert.
-    copy_engines: whether copy engines exchange rows. Kernels may then use all multiprocessors.
+    copy_engines: whether the GPUs' copy engines exchange rows. The experts' kernels may then use
+      all multiprocessors.
     rngs: stream `params` for the initial weights.
   """
 
@@ -331,8 +338,9 @@ class FFNExperts(Experts):
   def __call__(self, rows: Array, layout: RowLayout) -> Array:
     """The experts' outputs in the order of the rows, by `expert_ffn` or `block_sparse_ffn`.
 
-    The r groups of devices that share an expert gather its weights first, each within itself. For
-    r > 1 they then exchange rows and add up their partial sums (see the class).
+    If several devices share an expert, each first gathers the weights of its group; with r = 0 it
+    gathers those of all experts. For r > 1 the devices then exchange rows, and add up their partial
+    sums (see the class).
     """
     weights, r = self.weights(), self.adaptive_r
     if axis_size("shard") > 1 or r == 0:
@@ -374,8 +382,8 @@ class FFNExperts(Experts):
   def _on_replicas(self, run: Any, rows: Array, weights: FFNWeights, layout: RowLayout) -> Array:
     """Computes every row on r devices, each with 1/r of the hidden width, and adds the results."""
     # Four devices per expert and r = 2: weights are gathered within [0, 1] and within [2, 3], so
-    # that every device has half of the hidden width. Devices 0 and 2 exchange their rows, and so do
-    # 1 and 3: their two halves are the whole expert.
+    # devices 0 and 1 have one half of the hidden width, 2 and 3 the other. Devices 0 and 2 exchange
+    # their rows, and so do 1 and 3: the halves of the two are the whole expert.
     r = self.adaptive_r
     group = axis_size("shard") // r
     peers = [[place + group * i for i in range(r)] for place in range(group)]
@@ -391,14 +399,14 @@ class FFNExperts(Experts):
 
 
 def _gathered(weights: FFNWeights, replicas: int, *, every_expert: bool) -> FFNWeights:
-  """The experts' matrices, with the slices of their hidden width gathered within each group.
+  """The experts' matrices and biases, with their slices of the hidden width gathered in each group.
 
-  The backward pass reduce-scatters the gradients.
+  The groups are those of `FFNExperts`. The backward pass reduce-scatters the gradients.
 
   Args:
     weights: this device's share of the matrices and biases.
     replicas: number of groups, r of `FFNExperts`.
-    every_expert: whether to gather the experts of all devices too.
+    every_expert: whether to gather also over the expert axis, so that every device has all experts.
   """
   shards = axis_size("shard")
   group = shards // replicas

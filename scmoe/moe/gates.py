@@ -1,4 +1,4 @@
-"""Gates: modules that compute logits from tokens, one score for every expert.
+"""Gates: modules that compute logits from tokens, one per token and expert.
 
 A gate of your own is a class with the protocol `Gate` below; a run names it by its import path,
 `router.gate=my_package.module:Name`. It must be an `nnx.Module`, so that its parameters are
@@ -31,10 +31,11 @@ COSINE_EPS = 1e-12
 class Gate(Protocol):
   """A module that scores every expert for every token.
 
-  It returns plain scores; the router adds noise, softmax, choice and normalisation. Each device
-  runs it on its own tokens, with replicated parameters, so it must treat tokens independently. A
-  gate that finds its k best experts faster than `top_k` of all logits may have a method `top_k`, as
-  `LinearGate` has; the router then calls it instead of the gate, unless noise is added.
+  It returns plain logits; the router adds noise, takes the softmax or sigmoid, chooses experts and
+  normalises weights. Each device runs the gate on its own tokens, with replicated parameters, so
+  the gate must treat tokens independently. A gate may have a method `top_k(x_TD, k)` like that of
+  `LinearGate`, if it finds a token's k best experts faster than `jax.lax.top_k` of its logits does.
+  The router then calls this method instead of the gate, unless noise is added.
   """
 
   def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T E"]:
@@ -42,7 +43,7 @@ class Gate(Protocol):
     ...
 
 
-# A class or function that makes a gate: (width D, num_experts E, config, init_std=, rngs=) -> Gate.
+# A class or function that makes a gate: (width, num_experts, config, *, init_std, rngs) -> Gate.
 GateMaker = Callable[..., Any]
 
 
@@ -64,7 +65,7 @@ def cosine_logits(
 
     unit_P(x · projection + bias) · unit_P(directions) · exp(min(log_scale, ln 100))
 
-  with unit(a) = a / max(|a|, 1e-12). Above the cap the scale gets no gradient.
+  with unit(a) = a / max(|a|, 1e-12). A log_scale above ln 100 gets no gradient.
 
   Args:
     x_TD: tokens.
@@ -72,7 +73,7 @@ def cosine_logits(
     directions_PE: one direction per expert.
     log_scale: scalar or [1], the natural logarithm of the scale.
     fp32: whether to compute in float32 even if the tokens are of lower precision. If not,
-      everything is rounded to the tokens' type.
+      parameters and intermediate results are rounded to the tokens' type.
   """
   dtype = compute_dtype(x_TD, fp32)
   x_TD, projection_DP, bias_P, directions_PE, log_scale = (
@@ -110,15 +111,18 @@ class LinearGate(nnx.Module):
     return gate_product(x_TD, self.weight[...], fp32=self.fp32)
 
   def top_k(self, x_TD: Float[Array, "T D"], k: int) -> GateOutput:
-    """The tokens' logits, and each token's k experts with the largest; see `gate_top_k`."""
+    """The tokens' logits and the k experts with the largest logits of each, by `gate_top_k`.
+
+    If the kernel for a single token runs, the result also has these experts' softmax probabilities.
+    """
     return gate_top_k(x_TD, self.weight[...], k, fp32=self.fp32)
 
 
 class CosineGate(nnx.Module):
-  """Cosine between a projection of the token and a direction per expert, Tutel `cosine_top`.
+  """Logits are a scale times the cosine of the projected token and each expert's direction.
 
-  Projection and bias start uniform in ±1/√D, directions as N(0, 0.01²), the scale at 2: its
-  parameter is the logarithm, ln 2.
+  It is Tutel's gate `cosine_top`; see `cosine_logits`. Projection and bias start uniform in ±1/√D,
+  directions as N(0, 0.01²). The scale, at most 100, starts at 2; its parameter is the logarithm.
   """
 
   def __init__(

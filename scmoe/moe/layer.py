@@ -34,9 +34,9 @@ class MoEConfig(FFNExpertsConfig, path="MoEConfig"):
     top_k: K, number of experts per token.
     zero_experts: number of further experts, with ids from E on, that return their input. They have
       no parameters and receive no rows.
-    copy_engines: whether copy engines exchange rows.
-    kind: ffn, or the import path of a subclass of `Experts`, which is called with this
-      configuration and `rngs`.
+    copy_engines: whether the GPUs' copy engines exchange rows, instead of kernels.
+    kind: `ffn` for feed-forward experts, or the import path of a subclass of `Experts`. That class
+      is called with this configuration and `rngs`.
     router, dispatch: options of routing and of the transport.
 
   Raises:
@@ -72,8 +72,8 @@ class MoECall:
       None: no such rule.
     k: experts per token, unless `avoid_T` is given; None: the layer's `top_k`.
     gate: index of the gate that chooses, where there are several (Tutel gate_index); may be traced.
-    capacity_factor: replaces the configured one in this call (Tutel's runtime capacity); 0 drops
-      nothing; None: the configured one.
+    capacity_factor: replaces `dispatch.capacity_factor` in this call (Tutel's runtime capacity); 0
+      drops nothing; None: the configured factor.
     no_drop: whether every expert has room for all tokens, whatever the factor (decoding, exact
       evaluation).
   """
@@ -97,8 +97,9 @@ class RoutedTokens:
     x_TD: the tokens that dispatch reads.
     routing: their choices.
     transport: brings rows to the experts and back.
-    sent: the rows at their experts; None before dispatch.
-    kept_TD: the output of zero experts, which `MoE.completed` adds; None without zero experts.
+    sent: the rows at their experts, or later the experts' outputs; None before dispatch.
+    kept_TD: the weighted output of zero experts, which `MoE.completed` adds: each token times the
+      sum of its weights of zero experts. None without zero experts.
   """
 
   x_TD: Array
@@ -109,7 +110,7 @@ class RoutedTokens:
 
   @property
   def arrived(self) -> Dispatched:
-    """The rows at their experts: `sent`, after dispatch; before it, an AssertionError."""
+    """`sent`, for code that runs after dispatch; before dispatch it raises an AssertionError."""
     assert self.sent is not None, "not dispatched yet"
     return self.sent
 
@@ -201,12 +202,16 @@ class MoE(nnx.Module):
   def route(
     self, x: Float[Array, "... D"], call: MoECall = MoECall(), gate: Gate | None = None
   ) -> RoutedTokens:
-    """Chooses experts and weights for all tokens, and the transport to those experts.
+    """Chooses experts and weights for all tokens, and the transport that brings rows there.
 
     Args:
       x: normalised tokens.
       call: see `MoECall`.
-      gate: a gate to use instead of `call.gate`, such as one whose kernel has read x already.
+      gate: a gate to use instead of the one that `call.gate` names. Generation gives one whose
+        logits the kernel of the norm before the layer has computed already.
+
+    Returns:
+      The tokens with their routing and their transport, before dispatch.
 
     Raises:
       ConfigError: x has another width than the layer or no floating type; or see
@@ -214,9 +219,10 @@ class MoE(nnx.Module):
     """
     self._check_width(x)
     chosen: Any = self._gate(call.gate) if gate is None else gate
-    # Where tokens stay in place (`Local`), one loop in the backward pass adds the gradients of the
-    # gate and of the K experts. The norm's backward pass reads this sum and adds up over rows and
-    # columns. If XLA fused the two, the loop would lose half its speed: the barrier prevents that.
+    # Where tokens stay in place (`Local`), one loop in the backward pass adds up the gradients that
+    # the gate and the K experts give a token. The backward pass of the norm before this layer reads
+    # the loop's result and sums it over rows and over columns. If XLA fused the two, the loop would
+    # lose half its speed: the barrier prevents that.
     x_TD = barrier(x.reshape(-1, self.config.width), "backward")
     routing, k = self._routing(x_TD, x.shape, chosen, call)
     kept_TD = None
@@ -231,18 +237,18 @@ class MoE(nnx.Module):
     return RoutedTokens(x_TD, routing, self._transport(x_TD.shape[0], k, call), kept_TD=kept_TD)
 
   def sends_ahead(self, tokens: int, *, no_drop: bool) -> bool:
-    """Whether rows travel between devices, by a transport that can dispatch them without experts.
+    """Whether a call's rows travel between devices, and can be dispatched without the experts.
 
     Args:
-      tokens: T of this device.
-      no_drop: as of `MoECall`.
+      tokens: T, the tokens of this device.
+      no_drop: see `MoECall`.
     """
     return sends_ahead(self._transport(tokens, self.config.top_k, MoECall(no_drop=no_drop)))
 
   def _routing(
     self, x_TD: Array, shape: tuple[int, ...], gate: Gate, call: MoECall
   ) -> tuple[Routing, int]:
-    """The choices of all tokens, and k: 1 where `call.avoid_T` is given.
+    """The choices of all tokens, and k, the experts per token: 1 where `call.avoid_T` is given.
 
     Args:
       x_TD: the tokens.
@@ -278,7 +284,7 @@ class MoE(nnx.Module):
   def completed(
     self, routed: RoutedTokens, y_TD: Float[Array, "T D"]
   ) -> tuple[Float[Array, "T D"], RouterSums]:
-    """The layer's output, and the sums for losses and statistics.
+    """The layer's output, zero experts included, and the sums for losses and statistics.
 
     Args:
       routed: the tokens, after dispatch.
@@ -306,7 +312,8 @@ class MoE(nnx.Module):
     """The layer's gate with this index.
 
     Raises:
-      ConfigError: there is no such gate, or the index is traced and gates differ in class or size.
+      ConfigError: an int is the index of no gate; or the index is an array, traced or not, and the
+        gates differ in class or size. The range of an array is not checked.
     """
     if isinstance(index, Array):
       apart = [nnx.split(gate) for gate in self.router_gate]
@@ -329,8 +336,8 @@ class MoE(nnx.Module):
   def _draws(self, shape: tuple[int, ...], key: Array) -> Draws:
     """The gate's noise and jitter for this device's tokens, as far as options ask for them.
 
-    They are this device's share of draws for the global batch, so that every mesh gives a token the
-    same numbers.
+    They are this device's share of the draws for the global batch, so that a token gets the same
+    numbers on every mesh.
 
     Args:
       shape: the shape of this device's tokens, [batch, ..., D].

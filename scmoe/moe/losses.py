@@ -1,6 +1,6 @@
 """Balancing losses, the z-loss, router statistics and balancing biases, computed from `RouterSums`.
 
-The biases alone also have a state, from one step to the next.
+Only the biases have a state, which each optimizer step hands to the next (`init_bias`).
 """
 
 from __future__ import annotations
@@ -66,11 +66,12 @@ def router_sums(routing: Routing, dropped: Array, rounds: Array) -> RouterSums:
 def computing(sums: RouterSums) -> RouterSums:
   """`RouterSums` in which `choices` and the sums per expert leave out the zero experts.
 
-  The other sums stay as they are. The losses balance the computing experts with each other; the
-  balancing bias controls the share of zero experts (`update_bias`). Example: 100 tokens, K = 2, and
-  zero experts have 50 of the 200 choices and 0.3 of the probability. Then `choices` becomes 150,
-  the computing experts' probabilities are divided by 0.7, and the numbers of their first choices
-  are scaled up to a sum of 100.
+  `probs_E` and `first_E` are scaled so that each again adds up to the number of tokens; the sums
+  without an expert dimension, but for `choices`, stay as they are. The losses balance the computing
+  experts with each other; the balancing bias controls the share of zero experts (`update_bias`).
+  Example: 100 tokens, K = 2, and zero experts have 50 of the 200 choices and 0.3 of the
+  probability. Then `choices` becomes 150, the computing experts' probabilities are divided by 0.7,
+  and the numbers of their first choices are scaled up to a sum of 100.
   """
   if not sums.zero_experts:
     return sums
@@ -90,9 +91,9 @@ _BY_EXPERT = ("load_E", "first_E", "probs_E", "importance_E", "soft_load_E")
 def gshard_loss(sums: RouterSums) -> Array:
   """GShard's balancing loss E · Σ_e mean_t(probs_te) · mean_t(first choice of t is e).
 
-  Only first choices count, before any is dropped; the gradient flows through the probabilities
-  only. The loss is 1 for a uniform router and 0 without tokens. Sums of shape [..., E] give losses
-  of shape [...], one per layer.
+  Only first choices count, also those that the transport drops; the gradient flows through the
+  probabilities only. The loss is 1 for a uniform router and 0 without tokens. Sums of shape
+  [..., E] give losses of shape [...], one per layer.
   """
   tokens = jnp.maximum(sums.tokens, 1)[..., None]
   first_E = jax.lax.stop_gradient(sums.first_E)
@@ -121,7 +122,8 @@ def _variation(v_E: Array) -> Array:
 def megablocks_loss(sums: RouterSums) -> Array:
   """MegaBlocks' load-balancing loss of each layer, E · ⟨counts / (T·K), mean_t probs_t⟩.
 
-  All K choices count, before any is dropped; the gradient flows through the probabilities only. The
+  Here counts are each expert's choices, T the tokens and K the choices per token. All K choices
+  count, also those that the transport drops; the gradient flows through the probabilities only. The
   loss is 1 for a uniform router and 0 without tokens; for K = 1 it is the GShard loss. The mean
   over L layers is MegaBlocks' global loss E / (L·T·K) · Σ_layers ⟨counts, mean_t probs_t⟩, without
   its coefficient (moe_loss_weight).
@@ -178,15 +180,16 @@ def balance_loss(sums: RouterSums, kind: str) -> Array:
 
 
 def balance_part(sums: RouterSums, step: RouterSums, kind: str) -> Array:
-  """A microbatch's part of the balancing loss of its whole step: a scalar; all parts add up to it.
+  """A microbatch's part of its step's balancing loss, a scalar: all parts add up to that loss.
 
-  The loss L is not linear in the sums, so the microbatches' own losses do not add up to the step's.
-  Its gradient does, by the chain rule: with S = Σ_m S_m over microbatches m,
+  The loss L is not linear in the sums, so the losses that the microbatches have by themselves do
+  not add up to the step's. The step's gradient does split, by the chain rule: with S = Σ_m S_m over
+  microbatches m, and parameters θ,
 
     dL/dθ = Σ_m ⟨∂L/∂S, dS_m/dθ⟩
 
-  This function has the gradient ⟨∂L/∂S, dS_m/dθ⟩, for a user's own loss too. Its value is L(S)
-  times the microbatch's share of the tokens.
+  The part of microbatch m has the gradient ⟨∂L/∂S, dS_m/dθ⟩, for a user's own loss too, and the
+  value L(S) times the microbatch's share of the step's tokens.
 
   Args:
     sums: S_m, of this microbatch.
@@ -212,7 +215,8 @@ def init_bias(layers: int, experts: int, config: RouterConfig) -> dict[str, Arra
 
   Returns:
     `bias`, float32 [layers, E]. If the controller has a proportional or derivative gain, also
-    `error` and `error_before` of the same shape: the errors of the last step and the one before.
+    `error` and `error_before` of the same shape: the errors (`update_bias`) of the last step and
+    the one before.
   """
   if config.bias == "none":
     return {}
@@ -225,21 +229,24 @@ def init_bias(layers: int, experts: int, config: RouterConfig) -> dict[str, Arra
 def update_bias(
   state: dict[str, Array], sums: RouterSums, config: RouterConfig
 ) -> dict[str, Array]:
-  """Balancing biases after an optimizer step, from the loads of all its tokens.
+  """Balancing biases after an optimizer step, from the experts' loads in that step.
 
-  The aim: a token chooses K_e of the E computing experts on average, and each of them equally
-  often. K_e is `router.real_experts`; if that is 0, K · E / (E + number of zero experts). Without
-  zero experts K_e = K. With f_e the share of the choices that went to expert e, before dropping,
-  its error is e_e = K_e/K · 1/E − f_e:
+  The aim: a token chooses R computing experts on average, and each of the E computing experts is
+  chosen equally often. R is `router.real_experts`, K_e in LongCat-Flash's report; if that is 0,
+  K · E / (E + number of zero experts). Without zero experts R = K. Let f_i be the share of the
+  choices that went to expert i, also those that the transport dropped. The error of this expert is
+  e_i = R/K · 1/E − f_i, and its bias b_i changes by the rule of `router.bias`:
 
-    sign  b_e += rate · sign(e_e)                              DeepSeek-V3's loss-free balancing
-    pid   b_e += rate · e_e + P · Δe_e + D · Δ²e_e             LongCat-Flash's controller
+    sign  b_i += rate · sign(e_i)                              DeepSeek-V3's loss-free balancing
+    pid   b_i += rate · e_i + P · Δe_i + D · Δ²e_i             LongCat-Flash's controller
 
-  LongCat-Flash's report states the first term, μ (K_e/K · 1/N − T_e / (K·T)): the bias then is the
-  sum of the errors, the integral part of a controller. In increments, the proportional and the
-  derivative part add the error's first and second difference, times `router.bias_proportional` and
-  `router.bias_derivative`. The biases of zero experts stay 0: once all computing experts have their
-  share, the rest goes to zero experts. A layer without tokens keeps its biases.
+  Here rate, P and D are `router.bias_rate`, `router.bias_proportional` and
+  `router.bias_derivative`; Δe and Δ²e are the error's first and second difference from step to
+  step. LongCat-Flash's report states the first term, in its letters
+  μ (K_e/K · 1/N − T_i / (K·T)): the bias is then the sum of such terms, the integral part of a
+  controller. The other two terms are the increments of its proportional and its derivative part.
+  The biases of zero experts stay 0: once all computing experts have their share, the rest goes to
+  zero experts. A layer without tokens keeps its biases.
 
   Args:
     state: see `init_bias`.
@@ -260,7 +267,7 @@ def update_bias(
   error_LE = target - sums.load_E / jnp.maximum(choices_L1, 1)
   if config.bias == "sign":
     # Without zero experts, choices and E · load are integers in float32, exact up to 2^24. Their
-    # difference is exactly 0 for an expert with its fair share, so its bias stays.
+    # difference is exactly 0 for an expert with its fair share, whose bias then stays.
     exact_LE = choices_L1 - real * sums.load_E if not zero else error_LE
     return {**state, "bias": state["bias"] + config.bias_rate * moved(jnp.sign(exact_LE))}
   delta_LE = config.bias_rate * error_LE
@@ -290,16 +297,18 @@ def statistics(sums: RouterSums, bias_range: Array | None = None) -> dict[str, A
     float32 arrays with the leading (layer) shape of `sums`:
       load: f_e [.., E], each expert's share of the choices, zero experts included.
       drop: share of the choices that the transport dropped.
-      rounds: mean `Dispatched.rounds`.
+      rounds: mean `Dispatched.rounds` over devices, microbatches and gatings.
       entropy: mean entropy of a token's probabilities, divided by ln E, zero experts included.
       mutual_information: between token and expert, nats.
       confidence: mean largest probability of a token.
       logit_rms: root mean square of the logits.
       nonfinite: share of the tokens with a NaN or infinite logit.
-      shortcut_ratio: |routed output| / |main path|; 0 where a layer ran without its pair.
+      shortcut_ratio: |routed output| / |main path|, each the norm over all tokens; 0 where a layer
+        ran without its pair.
       bias_range: as given.
       max_violation: max_e(E f_e) - 1; dead: share of experts without a choice; diversity:
-        exp(H(f)) / E. All three over the E experts that compute, with f_e of their choices alone.
+        exp(H(f)) / E, H the entropy. In all three E counts computing experts only, and f_e is the
+        expert's share of the choices that went to computing experts.
       zero_share: zero experts' share of the choices; real_experts: mean number of computing experts
         that a token chooses. Both only with zero experts.
   """

@@ -15,7 +15,8 @@ BIAS_RULES = ("none", "sign", "pid")
 SCORES = ("softmax", "sigmoid")
 GROUP_SCORES = ("top2", "max")
 
-# Word of `router.gate` -> the gate's class, or its import path (`scmoe.moe.gates.Gate`).
+# Each word of `router.gate`: where its gate is imported from, or the gate's class itself. A gate
+# follows the protocol `scmoe.moe.gates.Gate`.
 GATES: dict[str, Any] = {
   "linear": "scmoe.moe.gates:LinearGate",
   "cosine": "scmoe.moe.gates:CosineGate",
@@ -24,9 +25,9 @@ GATES: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class CompatConfig(Options, path="router.compat"):
-  """Routing options that few runs need, most of Tutel or MegaBlocks.
+  """Routing options that few runs need; all but token rounding come from Tutel or MegaBlocks.
 
-  They serve to compare with these systems, or to go on with models that were trained in them.
+  They serve to compare with these systems, or to train on a model that was trained in one of them.
   """
 
   order: str = option(
@@ -177,9 +178,10 @@ class RouterConfig(Options, path="router"):
   compat: CompatConfig = section(CompatConfig, "options that only Tutel or MegaBlocks have")
 
   def real_share(self, k: int, num_experts: int, zero_experts: int) -> float:
-    """The intended share of a token's choices that go to computing experts, not to zero experts.
+    """The share of the choices that computing experts, not zero experts, are meant to get.
 
-    It is K_e / K with K_e = `real_experts`; if that is 0, E / (E + zero_experts).
+    It is K_e / K with K_e = `real_experts`; if that is 0, E / (E + zero_experts). Without zero
+    experts it is 1.
 
     Args:
       k: K, choices per token.
@@ -230,8 +232,9 @@ class RouterConfig(Options, path="router"):
     """Checks that the fields fit each other, whatever the numbers of experts are.
 
     Raises:
-      ConfigError: load_importance without noise; more open groups than groups; a gain without
-        `bias=pid`; or uniform choices with token rounding. Names the fields and what would do.
+      ConfigError: load_importance without noise; more open groups than groups; a proportional or
+        derivative gain without `bias=pid`; or uniform choices with token rounding. It names the
+        fields and what would do.
     """
     if self.balance == "load_importance" and not self.noise:
       raise ConfigError(

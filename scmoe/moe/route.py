@@ -1,4 +1,4 @@
-"""Computes the `Routing` of tokens: their scores, their choice of experts, and its weights."""
+"""Computes the `Routing` of tokens: their scores, the experts they choose, and the weights."""
 
 from __future__ import annotations
 
@@ -52,11 +52,13 @@ def route(
   training: Draws | None = None,
   zero_experts: int = 0,
 ) -> Routing:
-  """Chooses k experts for every token (paper Eq. 1-4, but as in Tutel softmax before top-k).
+  """Chooses k experts for every token, and their weights (paper Eq. 1-4, see `choice_weights`).
 
-  NaN or infinite logits raise nothing: the token's experts stay valid indices, and
-  `RouterSums.nonfinite` counts the token. NaN, and +inf under a softmax, make its weights and so
-  the loss NaN; the training step then skips its update.
+  In the paper the softmax comes after the choice; here, as in Tutel, the scores come before it.
+
+  NaN or infinite logits raise no error: the token's experts stay valid indices, and
+  `RouterSums.nonfinite` counts the token. A NaN logit, or one of +inf under a softmax, makes the
+  token's weights and so the loss NaN; the training step then skips its update.
 
   Args:
     x_TD: the tokens of this device. T = 0 gives empty arrays and counts of 0.
@@ -76,8 +78,8 @@ def route(
 
   Raises:
     ConfigError: an argument has the wrong type or shape; k is below 1, or larger than the number
-      of experts or of those in open groups; the gate returns the wrong shape or type; or the
-      rounding tile is larger than T.
+      of experts or of those in open groups; the gate returns the wrong shape or type; or, in
+      training, the rounding tile is larger than T.
   """
   scores = _score(x_TD, gate, config, k, num_experts, mask_T, training)
   chosen_TK = scores.best(k, bias_E)
@@ -109,10 +111,11 @@ def route_distinct(
 ) -> Routing:
   """Top-1 routing that avoids each token's previous expert (DGMoE's distinctness constraint, A.2).
 
-  A token takes its best expert, or the second best if the best is `previous_T`, the one that the
-  preceding representation chose. The weight is the score of the expert taken, not divided by a sum.
-  Token rounding and `router.compat.uniform` do not apply: they would break the constraint. Other
-  arguments, result and errors are those of `route`, with K = 1.
+  A token takes its best expert, or the second best if the best is `previous_T`, the expert that the
+  token chose in the preceding representation. The weight is that of `route` with k = 1: the score
+  of the expert taken, not divided by a sum. Token rounding and `router.compat.uniform` do not
+  apply: they would break the constraint. Other arguments, result and errors are those of `route`
+  with K = 1, but the gate has to score two experts at least, and open groups to hold as many.
   """
   scores = _score(x_TD, gate, config, 2, num_experts, mask_T, training)
   best_T2 = scores.best(2, bias_E)
@@ -128,11 +131,11 @@ def route_distinct(
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-  """The scores that a gate gives every token.
+  """A gate's logits for every token, and the scores and choices that follow from them.
 
   Attributes:
-    logits_TE: the gate's logits, at least float32, noise added in training.
-    clean_TE: the same without noise.
+    logits_TE: the gate's logits, at least float32; in training `router.noise` is added.
+    clean_TE: the logits without noise.
     mask_T: bool, False for tokens that take no part; None: all take part.
     config: options of the router: how scores are made of logits, and how experts form groups.
     best_TK: int32, the experts with the largest logits, if the gate's `top_k` has found them; None
@@ -159,26 +162,29 @@ class Scores:
 
   @functools.cached_property
   def scores_TE(self) -> Array:
-    """The experts' scores: the softmax of the logits over all experts, or the sigmoid of each.
+    """The experts' scores: the softmax of each token's logits, or the sigmoid of each logit.
 
-    The weights of choices are taken from them.
+    The weights of choices are taken from these scores.
     """
     return jax.nn.sigmoid(self.logits_TE) if self.independent else jax.nn.softmax(self.logits_TE)
 
   @functools.cached_property
   def probs_TE(self) -> Array:
-    """Each token's scores divided by their sum, for losses and statistics (DeepSeek-V3, Eq. 19)."""
+    """Each token's scores, divided by their sum where they are sigmoids (DeepSeek-V3, Eq. 19).
+
+    Losses, statistics, token rounding and the order `priority` read these probabilities.
+    """
     scores_TE = self.scores_TE
     return scaled_weights(scores_TE, True) if self.independent else scores_TE
 
   def best(self, k: int, bias_E: Array | None = None) -> Array:
     """The k best experts, best first: int32 [T, K].
 
-    They are ordered by the logits, which have the order of the scores, or by score + balancing bias
-    if there is a bias. If scores are equal, the expert with the smaller index comes first. top_k
-    takes NaN for the largest value, so the experts are valid indices whatever the logits are. With
-    groups (`router.n_group` > 1) only experts of a token's `router.topk_group` best groups are
-    chosen; we call these groups open.
+    They are ordered by the logits, which have the order of the scores; with a balancing bias by
+    score + bias; with groups of experts by the score. If these values are equal, the expert with
+    the smaller index comes first. `jax.lax.top_k` takes NaN for the largest value, so the experts
+    are valid indices whatever the logits are. With groups (`router.n_group` > 1) only experts of a
+    token's `router.topk_group` best groups are chosen; these groups are called open.
 
     Raises:
       ConfigError: the bias has the wrong shape, or the open groups hold fewer than k experts.
@@ -200,11 +206,11 @@ class Scores:
 
 
 def _closed_groups_masked(score_TE: Array, config: RouterConfig, k: int) -> Array:
-  """Scores with -inf for experts outside each token's best groups (DeepSeek-V2, -V3).
+  """Scores with -inf for experts outside each token's open groups (DeepSeek-V2, -V3).
 
-  With one group they stay as they are. Worked example, four experts in two groups of which one is
-  open, `group_score="max"`: the biased scores -1.2 -1.4 | -1.1 -1.5 open the second group and
-  become -inf -inf | -1.1 -1.5. A finite fill such as 0 would win against every negative score.
+  With one group the scores stay as they are. Worked example, four experts in two groups of which
+  one is open, `group_score="max"`: the biased scores -1.2 -1.4 | -1.1 -1.5 open the second group
+  and become -inf -inf | -1.1 -1.5. A finite fill such as 0 would win against every negative score.
 
   Raises:
     ConfigError: k is larger than the number of experts in the open groups.
@@ -234,9 +240,10 @@ def _score(
   mask_T: Array | None,
   training: Draws | None,
 ) -> Scores:
-  """Runs the gate on the tokens; in training the tokens get jitter and the logits noise.
+  """Runs the gate on the tokens, and applies jitter and noise where `training` holds them.
 
-  A gate with a method `top_k` also finds the k best experts, unless noise changes their order.
+  Jitter multiplies the tokens that the gate reads; noise is added to its logits. A gate with a
+  method `top_k` also finds the k best experts, unless noise changes their order.
   Arguments and errors are those of `route`.
   """
   draws = training or Draws()
@@ -271,7 +278,7 @@ def _score(
 def _check_arguments(
   x_TD: Array, gate: Gate, config: RouterConfig, k: int, num_experts: int | None, mask_T: Any
 ) -> None:
-  """Checks types and shapes of `route`'s arguments, and k; a ConfigError names the wrong one."""
+  """Checks `route`'s arguments; a ConfigError names the wrong type, shape or k."""
   check_type("config", config, RouterConfig)
   if x_TD.ndim != 2:
     raise ConfigError(f"routing reads tokens [tokens, width], got shape {list(x_TD.shape)}")
@@ -349,9 +356,9 @@ def scaled_weights(weight_TK: Array, normalise: bool, weight_norm: float = 0.0) 
 
 @jax.custom_vjp
 def softmax_of_choices(value_TK: Float[Array, "T K"]) -> Float[Array, "T K"]:
-  """The softmax over K, written column by column, so that XLA makes one kernel of it.
+  """The softmax of each token's K values, written column by column: XLA makes one kernel of it.
 
-  Its backward pass reads its result only.
+  The backward pass reads the softmax's result only, not the values.
   """
   columns = [value_TK[:, k] for k in range(value_TK.shape[1])]
   largest_T = functools.reduce(jnp.maximum, columns)
@@ -419,7 +426,8 @@ def rounded_choice(
   it. An expert with more gives up those with the lowest. Less than one tile changes per expert.
 
   A token gains at most X = min(K, E − K) experts, so that shapes stay small. If more experts would
-  take it, those to which it gives the lowest probability round down instead.
+  take the token, only the X with the highest probabilities do; the counts of the others are rounded
+  down instead.
 
   Worked example, tile 2, five tokens that chose the experts 0 0 0 1 1 (three and two): 3 rounds up
   to 4, so expert 0 takes, of the tokens that chose 1, the one whose probability for 0 is largest,
@@ -436,7 +444,8 @@ def rounded_choice(
 
   Returns:
     expert int32 and made bool, both [T, K + X]: the top-k choice, then the gained experts. A token
-    visits only experts whose choice is made.
+    visits only experts whose choice is made. A column of the X in which the token gains no expert
+    holds some expert's id and is not made.
 
   Raises:
     ConfigError: the tile is larger than the number of tokens, so that every count would be zero.
@@ -509,12 +518,13 @@ def make_routing(
   weights: str = "after",
   **sums: Any,
 ) -> Routing:
-  """The `Routing` of chosen experts: sets the weights of masked tokens to 0 and counts choices.
+  """The `Routing` of chosen experts: weights of masked tokens become 0, taken choices are counted.
 
   Args:
     expert_TK, weight_TK, probs_TE, logits_TE: see `Routing`.
     mask_T, made_TK: see `Routing`; None: all tokens take part, all choices are made.
-    weights: `after`: weights multiply the experts' output; `before`: their input.
+    weights: `after`: weights multiply the experts' output; `before`: they multiply the experts'
+      input, become `input_weight_TK`, and `weight_TK` is 1.
     **sums: `importance_E` and `soft_load_E` of `Routing`.
   """
   tokens, num_experts = probs_TE.shape
@@ -534,8 +544,8 @@ def make_routing(
     made_TK=made_TK,
     **sums,
   )
-  # Counted by comparing, [T, K, E], which XLA fuses into one reduction. With a scatter-add all
-  # tokens would wait for the same few counters.
+  # Choices are counted by comparing each with all E ids, [T, K, E]: XLA fuses that into one
+  # reduction. In a scatter-add all tokens would wait for the same few counters.
   chose_TKE = expert_TK[:, :, None] == jnp.arange(num_experts, dtype=expert_TK.dtype)
   count_E = (chose_TKE & routing.taken_TK[:, :, None]).sum((0, 1), dtype=jnp.int32)
   return dataclasses.replace(routing, count_E=count_E)
@@ -547,9 +557,9 @@ def soft_load(
   """The experts' importance and soft load, from which the load-importance loss is computed.
 
   importance_E = Σ_t p_t and soft_load_E = Σ_t Φ((p_t − θ_t) / (noise / E)), where p is the softmax
-  of the logits without noise, θ_t the k-th largest logit *with* noise and Φ the normal
-  distribution function. The published definition does compare a probability with a logit (Tutel
-  load_importance_loss, the Swin-MoE design). Gradients flow through p and θ.
+  of the logits without noise, θ_t the token's k-th largest logit *with* noise and Φ the standard
+  normal distribution function. The published definition does compare a probability with a logit
+  (Tutel load_importance_loss, the Swin-MoE design). Gradients flow through p and θ.
 
   Args:
     clean_TE: logits without noise.

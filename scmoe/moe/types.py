@@ -24,21 +24,24 @@ class Routing:
   float64 if the logits are.
 
   Attributes:
-    expert_TK: int32, the chosen experts, best first (but for `router.compat.uniform` and experts
-      that token rounding adds).
+    expert_TK: int32, the chosen experts, best first. Two exceptions: `router.compat.uniform` takes
+      the experts in turn, and token rounding puts the experts that it adds behind the others.
     weight_TK: the weight of each choice, which multiplies its expert's output; 0 for masked tokens.
+      All are 1 if `input_weight_TK` holds the weights.
     count_E: int32, number of choices of each expert that are taken (`taken_TK`).
-    probs_TE: each token's probabilities of all experts, of noisy logits where there is noise.
+    probs_TE: each token's scores of all experts, divided by their sum; of the noisy logits where
+      there is noise.
     logits_TE: the gate's scores before softmax or sigmoid, noise included.
     mask_T: bool, False for masked tokens: they choose nothing and count nowhere.
-    input_weight_TK: weights of the choices that multiply the experts' input rows; `weight_TK` is
-      then 1. None: weights multiply the experts' output.
+    input_weight_TK: the weight of each choice where weights multiply the experts' input rows. None:
+      `weight_TK` multiplies the experts' output.
     made_TK: bool, False for a choice that no expert serves: token rounding or `Packed` has dropped
-      it, or `computed` has taken out the choice of a zero expert. None: all choices are made.
+      it, token rounding has added no expert in this column, or `computed` has taken out the choice
+      of a zero expert. None: all choices are made.
     importance_E, soft_load_E: sums of the load-importance loss (`scmoe.moe.route.soft_load`); None
       with other losses.
-    zero_experts: number of zero experts: the last ones of the E, which return their input and get
-      no rows.
+    zero_experts: number of zero experts, which return their input and get no rows. They have the
+      last ids, E - zero_experts to E - 1.
   """
 
   expert_TK: Int[Array, "T K"]
@@ -65,9 +68,9 @@ class Routing:
 
   @property
   def zero_weight_T(self) -> Float[Array, " T"]:
-    """Sum of the weights of each token's taken choices of zero experts.
+    """For each token, the sum of the weights of its taken choices of zero experts.
 
-    The layer adds the token, times this sum, to its output.
+    The layer adds the token, times this sum, to the layer's output.
     """
     weight_TK = self.weight_TK if self.input_weight_TK is None else self.input_weight_TK
     return jnp.where(self.zero_TK & self.taken_TK, weight_TK, 0).sum(1)
@@ -77,7 +80,7 @@ class Routing:
     """The routing as a transport reads it, without zero experts; `self` if there are none.
 
     A choice of a zero expert becomes a choice of expert 0 that is not made and has weight 0;
-    `count_E` has computing experts only.
+    `count_E` then has an entry for each of the `num_experts` computing experts only.
     """
     if not self.zero_experts:
       return self
@@ -106,17 +109,21 @@ class Dispatched:
 
   Attributes:
     rows: the rows, one array for each chunk of the exchange (`dispatch.chunks`).
-    layouts: for each chunk, the expert of each row; with `Local`, all experts of each token.
+    layouts: for each chunk, the expert of each row. If tokens stay in place (`Local`) and weights
+      multiply the experts' output, a row is a token, and the layout names all its experts.
     dropped: int32 scalar, how many choices of this device found no room.
-    rounds: int32 scalar, 1 + the number of overflow rounds, which only `Dropless` has.
-    permutations: for each chunk, which choice of this device fills which row of its send buffer.
-      Empty where tokens stay in place (`Local`) and the experts add up each token's choices.
+    rounds: int32 scalar, 1 + the number of overflow rounds. Only `Dropless` has such rounds, and
+      `Put` and `Packed`, which are built on it.
+    permutations: for each chunk, which choice of this device fills which row of its send buffer, or
+      with `Local` of its rows sorted by expert. Empty where tokens stay in place (`Local`) and the
+      experts add up each token's choices.
     weight_TK: combine weights that `combine` applies; None where the experts apply them.
-    overflow_TD: the overflow rounds' part of the output, in the tokens' type, 0 if none was needed;
-      None from a transport that can need none.
-    queues: the choices that overflow rounds have yet to send; None if there are no such rounds, or
-      they have run.
-    plans: for each chunk, what its transport's `combine` needs beside the rows, or None.
+    overflow_TD: the overflow rounds' part of the output, in the tokens' type, 0 if no round was
+      needed; None from a transport that can need none, and while `queues` still waits.
+    queues: the queues (`dropless.Queues`) from which overflow rounds have yet to send; None if no
+      such round can be needed, or they have run.
+    plans: for each chunk, what the transport's `combine` needs beside the rows, or None; empty from
+      a transport whose `combine` needs nothing else for any chunk.
   """
 
   rows: tuple[Array, ...]
@@ -136,19 +143,21 @@ class RouterSums:
   """Sums over tokens from which every routing loss and statistic follows.
 
   The arrays are additive over devices, microbatches and the gatings of a block pair, so that one
-  reduction serves all layers and all microbatches that run side by side. They are float32 of shape
-  [] or [E], with the layers in front where the model has stacked them. A token counts once for each
-  gating; a masked token counts in `shortcut_square` and `main_square` only.
+  reduction serves all layers and all microbatches that run side by side. (A *gating* is one choice
+  of experts for all tokens; DGMoE makes two in a pair.) The arrays are float32 of shape [] or [E],
+  with the layers in front where the model has stacked them. A token counts once for each gating,
+  and a masked token not at all. `shortcut_square` and `main_square` differ: they count every token,
+  masked or not, once for all gatings.
 
   Attributes:
     tokens: number of tokens.
-    choices: Σ_e load_E: tokens · K, unless token rounding changes the number.
+    choices: Σ_e load_e: tokens · K, unless token rounding changes the number.
     dropped: number of choices that found no room.
     rounds, shards: Σ of `Dispatched.rounds` over devices, microbatches and gatings, and the number
-      of its addends, so that rounds / shards is their mean.
+      of addends in this sum, so that rounds / shards is their mean.
     load_E: number of taken choices of each expert, before the transport drops any.
-    first_E: number of tokens whose first choice is this expert.
-    probs_E: Σ_t probs_te, of each expert e.
+    first_E: for each expert, the number of tokens whose first choice it is, made or not.
+    probs_E: Σ_t probs_te, for each expert e.
     z_square: Σ_t logsumexp(logits_t)².
     entropy: Σ_t H(probs_t), nats.
     confidence: Σ_t max_e probs_te.
@@ -156,9 +165,9 @@ class RouterSums:
     importance_E, soft_load_E: the sums of `scmoe.moe.route.soft_load`; zero unless `router.balance`
       is load_importance.
     nonfinite: number of tokens with a logit that is NaN or infinite.
-    shortcut_square, main_square: Σ_t |routed output|² and Σ_t |main path|², for their ratio; the
-      block pair sets them, a layer alone leaves 0.
-    zero_experts: number of zero experts, the last ones of the E; not a sum.
+    shortcut_square, main_square: Σ_t |routed output|², of all gatings together, and
+      Σ_t |main path|², for their ratio; the block pair sets them, a layer alone leaves 0.
+    zero_experts: number of zero experts, which have the last of the E ids; not a sum.
   """
 
   tokens: Array

@@ -1,4 +1,4 @@
-"""Dispatch and combine: how rows travel to the experts and back. One file per transport."""
+"""Dispatch and combine: how rows travel to the experts and back. One file for each transport."""
 
 from scmoe.moe.dispatch.capacity import Capacity, capacity, exact_capacity
 from scmoe.moe.dispatch.dropless import Dropless

@@ -1,6 +1,6 @@
 """The capacity transport: a fixed buffer of C rows for each expert, filled or not.
 
-A *capacity group* is a run of consecutive tokens that have queues of their own, one per expert.
+A *capacity group* is a run of consecutive tokens with queues of its own, one per expert.
 Every device sends C rows per expert and group to the device that holds the expert. Choices beyond
 the C-th of a queue are dropped and counted. If C is the number of tokens of a group, no choice is
 dropped. One dense all-to-all sends the buffer, or each chunk of it, and another brings the outputs
@@ -46,14 +46,16 @@ def capacity(
   align: int = 1,
   rule: str = "tutel",
 ) -> int:
-  """C: rows of one expert's buffer, for T `tokens` of one capacity group and n = ⌈T / E⌉.
+  """The capacity C: rows of an expert's buffer for one capacity group, of T `tokens`.
 
-    factor > 0   k · ⌊factor · n⌋            what does not fit is dropped
-    factor = 0   need                        nothing is dropped
-    factor < 0   min(need, k · ⌊−factor · n⌋)   dropped only beyond this bound
+  With n = ⌈T / E⌉ it is
 
-  The result is rounded up to a multiple of `align`, which above 256 is itself first rounded up to a
-  multiple of 128. These are Tutel's rules; products are float64 before they are rounded down.
+    factor > 0   k · ⌊factor · n⌋               what does not fit is dropped
+    factor = 0   need                           nothing is dropped
+    factor < 0   min(need, k · ⌊−factor · n⌋)   dropped only beyond k · ⌊−factor · n⌋
+
+  C is then rounded up to a multiple of `align`; an `align` above 256 is itself first rounded up to
+  a multiple of 128. These are Tutel's rules; products are float64 before they are rounded down.
   `rule="megablocks"` takes ⌊|factor| · k · T / E⌋ instead of k · ⌊|factor| · n⌋. Without tokens the
   result is 0.
 
@@ -66,8 +68,8 @@ def capacity(
     num_experts: E.
     k: choices per token.
     need: the longest queue, `exact_capacity(counts)`. It depends on data, which `jit` does not have
-      when it fixes shapes: leave it out there. The bound T then takes its place; it drops nothing
-      either, since no token visits an expert twice.
+      when it fixes shapes: leave `need` out there. T then takes its place: it drops nothing either,
+      since no token visits an expert twice.
     align: number of equal parts that the buffer is cut into (Tutel a2a_ffn_overlap_degree).
     rule: `tutel` or `megablocks`.
 
@@ -144,7 +146,8 @@ class Capacity:
       experts: not used.
 
     Returns:
-      `Dispatched` with rows [W, E / W, G·C / chunks, D] in each chunk, W being source ranks.
+      `Dispatched` with rows [W, E / W, G·C / chunks, D] in each chunk: from each source rank, for
+      each of this device's experts.
     """
     del experts
     plan, dropped = self.plan(routing)
@@ -156,11 +159,13 @@ class Capacity:
       rows_RD = gather_rows(x_TD, permutation)
       if routing.input_weight_TK is not None:
         rows_RD = weigh_rows(rows_RD, routing.input_weight_TK, permutation)
-      # The barrier ties the permutation to the gathered rows. Whatever reads the permutation, also
-      # another batch's turn (`in_turns`), waits until these rows are gathered.
+      # The barrier ties the permutation to the gathered rows: whatever reads the permutation waits
+      # until these rows are gathered. So another batch's turn (`in_turns`), which waits for arrays
+      # of this batch, begins after the gather.
       permutation, rows_RD = barrier((permutation, rows_RD), "forward")
       part = rows_RD.reshape(ranks, num_experts // ranks, -1, x_TD.shape[-1])
-      # `jax.checkpoint` keeps values of this name: the backward pass exchanges no row again.
+      # Under `train.remat`, `jax.checkpoint` keeps the values named "moe_rows": the backward pass
+      # exchanges no row again.
       rows.append(checkpoint_name(self.exchange.all_to_all(part, chunk), "moe_rows"))
       layouts.append(padded_layout(*part.shape[:3]))
       permutations.append(permutation)
@@ -179,9 +184,10 @@ class Capacity:
     return sum_chunks(tuple(back), sent.weight_TK, sent.permutations)
 
   def _chunk(self, plan: Permutation, num_experts: int, chunk: int) -> Permutation:
-    """The permutation of one chunk of the buffer, from the permutation `plan` of all of it.
+    """The permutation of one chunk of the buffer, from `plan`, the permutation of the whole buffer.
 
-    With n = G·C / chunks, the chunk has the rows [chunk · n, (chunk + 1) · n) of each expert's G·C.
+    With n = G·C / chunks, the chunk has the rows [chunk · n, (chunk + 1) · n) of each expert's G·C
+    rows.
     """
     if self.chunks == 1:
       return plan

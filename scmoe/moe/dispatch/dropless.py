@@ -1,20 +1,21 @@
 """The dropless transport: rows in rounds over a fixed per-peer buffer. Nothing is ever dropped.
 
-XLA wants static shapes, and a buffer for the worst case, all rows to one of the W ranks, would be
-W times as large as the balanced share. So each rank keeps one queue per peer, sorted by expert, and
-a round moves at most P rows of every queue; in the first round P is the balanced share times
-`dispatch.slack`. Balanced routing takes one round; skew adds *overflow rounds*, not memory. The
-first round overlaps with dense work like any other exchange. Overflow rounds run in a loop, forward
-and backward, whose trip count the ranks agree on. They are smaller, because their temporaries exist
-beside what the first round keeps, and because a small round leaves less of its buffer empty.
+XLA wants static shapes, and a buffer per peer for the worst case, all rows to one of the W ranks,
+would be W times as large as the balanced share, T·K / W of a rank's T·K choices. So each rank keeps
+one queue per peer, itself included, sorted by expert, and a round moves at most P rows of every
+queue; in the first round P is the balanced share times `dispatch.slack`. Balanced routing takes one
+round; skew adds *overflow rounds*, not memory. The first round overlaps with dense work like any
+other exchange. Overflow rounds run in a loop, forward and backward, whose trip count the ranks
+agree on. They are smaller than the first, because their temporaries exist beside what the first
+round keeps, and because a small round leaves less of its buffer empty.
 
 Worked example: two ranks, two experts each (0 and 1 on rank 0, 2 and 3 on rank 1), P = 2. Five
 tokens of rank 0 choose the experts 2, 0, 3, 2, 2. Its queue for itself holds token 1; its queue for
 rank 1, sorted by expert, holds tokens 0, 3, 4 (expert 2) and token 2 (expert 3). The first round
 sends positions [0, 2) of each queue: token 1 and an empty row to rank 0, tokens 0 and 3 to rank 1.
-Two overflow rounds of one row each send the rest, token 4 and then 2. Rank 1 knows from the counts
-alone (three for expert 2, one for expert 3) that the row of positions [2, 3), a *window* of the
-queue, is for its expert 2 and that of [3, 4) for its expert 3.
+Two overflow rounds of one row each send the rest, token 4 and then token 2. Such a range of
+positions is a *window* of the queue. Rank 1 knows from the counts alone (three rows for expert 2,
+one for expert 3) that the row of the window [2, 3) is for expert 2 and that of [3, 4) for expert 3.
 """
 
 from __future__ import annotations
@@ -46,17 +47,19 @@ from scmoe.moe.types import Dispatched, Routing
 from scmoe.parallel.barriers import barrier
 from scmoe.parallel.collectives import Exchange, largest
 
-# An overflow round moves 1/4 of the first round's rows. Each costs about 0.1 ms of launches on four
-# GPUs; rounds of 1/2 would raise the peak memory of a compiled layer (experiments/dispatch).
+# An overflow round has room for 1/4 of the first round's rows. Each round costs about 0.1 ms of
+# launches on four GPUs; rounds of 1/2 would raise the peak memory of a compiled layer
+# (experiments/dispatch).
 OVERFLOW = 4
 
 
 def buffer_rows(choices: int, *, slack: float, peers: int, chunks: int = 1) -> int:
-  """P: rows for each peer in one chunk of the first round; all choices if there is one peer.
+  """Rows for each peer in one chunk of the first round (P); all choices if there is one rank only.
 
   Args:
     choices: T·K of one device.
-    slack: the round's room for a peer divided by the balanced share, choices / peers.
+    slack: ratio of the first round's rows for a peer, in all chunks together, to the balanced
+      share, which is choices / peers.
     peers: W, the number of ranks, this one included.
     chunks: number of parts of the round.
   """
@@ -66,7 +69,7 @@ def buffer_rows(choices: int, *, slack: float, peers: int, chunks: int = 1) -> i
 
 
 def overflow_rows(first_rows: int) -> int:
-  """P of an overflow round: 1 / `OVERFLOW` of the first round's rows per peer, rounded up.
+  """Rows for each peer in an overflow round (P): the first round's / `OVERFLOW`, rounded up.
 
   Args:
     first_rows: rows per peer in the first round, all chunks together.
@@ -82,12 +85,12 @@ class Dropless:
 
   Attributes:
     exchange: the all-to-all between the ranks of the expert axis.
-    slack: the first round's room for a peer divided by the balanced share; at least 1, by default
-      1.25.
+    slack: ratio of the first round's rows for a peer, in all chunks together, to the balanced
+      share; at least 1, by default 1.25.
     chunks: number of parts of the first round that travel, and are computed, one after the other.
-    order: in which a queue's choices stand; see `queue_positions`.
-    longest: an upper bound of a queue's length, if one is known (`Packed`). A first round with room
-      for so many rows needs no overflow rounds.
+    order: in which a queue's choices of one expert stand; see `queue_positions`.
+    longest: an upper bound of a queue's length, if one is known (`Packed`). If the first round has
+      room for so many rows, overflow rounds are left out of the program.
   """
 
   exchange: Exchange
@@ -97,11 +100,11 @@ class Dropless:
   longest: int | None = None
 
   def dispatch(self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any) -> Dispatched:
-    """Runs the overflow rounds, if any, then sends the first: P rows to every peer in each chunk.
+    """Runs the overflow rounds, if any, then sends the first round: P rows to every peer per chunk.
 
     XLA runs no exchange beside a loop that contains exchanges, even if the loop runs zero times. So
-    the loop ends before the first round's exchange begins, which dense work then can hide. If the
-    experts are not at hand yet (`overlap.ahead`), `overflow` runs the loop later.
+    the loop ends before the first round's exchange begins: dense work can then hide that exchange.
+    If the experts are not at hand yet (`overlap.ahead`), `overflow` runs the loop later.
 
     Args:
       x_TD: tokens of this device.
@@ -110,16 +113,18 @@ class Dropless:
         computes the rows of overflow rounds. None: `overflow` has to be called with the result.
 
     Returns:
-      `Dispatched` with rows [W·P, D] in each chunk, source rank by source rank.
+      `Dispatched` with rows [W·P, D] in each chunk, source rank by source rank (`Put`: the experts'
+      tiles). With experts it holds the overflow rounds' output, without them the queues, unless
+      `longest` leaves such rounds out.
     """
     size = self._rows(routing.expert_TK.size)
     queues = make_queues(routing, self.exchange, self.order)
     none, rounds = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
     overflow_TD = left_over = None
     if self.longest is None or size * self.chunks < self.longest:
-      # All devices run the loop equally often, as the longest queue of any device requires; also
-      # those on the data and shard axes, which this exchange does not reach. (Devices that share an
-      # expert gather its weights within the loop.)
+      # All devices run the loop equally often, as the longest queue of any device requires. So do
+      # devices on the data and shard axes, which this exchange does not reach. (Devices that share
+      # an expert gather its weights within the loop.)
       longest = largest(queues.longest, ("data", "shard"), "counts")
       longest = checkpoint_name(longest, "moe_rows")
       left = jnp.maximum(0, longest - size * self.chunks)
@@ -134,7 +139,8 @@ class Dropless:
       before = overflow_TD if chunk == 0 else None
       sent, queues, before = self._send(x_TD, routing, queues, chunk, size, before)
       overflow_TD = before if chunk == 0 else overflow_TD
-      # `jax.checkpoint` keeps values of this name: the backward pass exchanges no row again.
+      # Under `train.remat`, `jax.checkpoint` keeps the values named "moe_rows": the backward pass
+      # exchanges no row again.
       rows.append(checkpoint_name(sent.rows_RD, "moe_rows"))
       layouts.append(sent.layout)
       windows.append(sent.window)
@@ -150,7 +156,7 @@ class Dropless:
   def overflow(
     self, x_TD: Float[Array, "T D"], routing: Routing, sent: Dispatched, experts: Any
   ) -> Dispatched:
-    """The same rows with the output of the overflow rounds, which `dispatch` left out.
+    """Runs the overflow rounds that `dispatch` left out, and adds their output to `sent`.
 
     Args:
       x_TD, routing, experts: as for `dispatch`.
@@ -163,7 +169,7 @@ class Dropless:
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
     """Brings the first round's outputs back and adds up those of each token, weighted: [T, D].
 
-    To this it adds the part that the overflow rounds have computed.
+    To this sum it adds the part of the output that the overflow rounds have computed.
     """
     back = []
     for rows_RD, plan in zip(sent.rows, sent.plans, strict=True):
@@ -182,10 +188,11 @@ class Dropless:
       queues: of their choices.
       chunk: which chunk.
       size: P.
-      before: a value that has to be computed before the rows leave; None: nothing has.
+      before: a value that has to be computed before the rows leave; None: no such value.
 
     Returns:
-      The rows that arrive; the queues, tied to the rows that leave; and `before`.
+      The chunk with the rows that arrive; the queues, tied by a barrier to the rows that leave; and
+      `before`, tied to both.
     """
     low = chunk * size
     window = make_window(queues, low, size)
@@ -197,13 +204,13 @@ class Dropless:
     return Chunk(arrived.reshape(rows_RD.shape), layout, window), queues, before
 
   def _return(self, rows_RD: Array, plan: Any) -> Array:
-    """Brings a chunk's outputs back to the rows of their send buffer."""
+    """Brings a chunk's outputs back to their rows of the send buffer, on their tokens' devices."""
     del plan
     ours = self.exchange.all_to_all(rows_RD.reshape(self.exchange.size, -1, rows_RD.shape[-1]))
     return ours.reshape(rows_RD.shape)
 
   def _rows(self, choices: int) -> int:
-    """P: rows for each peer in one chunk of the first round; no more than `longest` needs."""
+    """Rows for each peer in one chunk of the first round (P); no more than `longest` needs."""
     peers, chunks = self.exchange.size, self.chunks
     rows = buffer_rows(choices, slack=self.slack, peers=peers, chunks=chunks)
     return rows if self.longest is None else min(rows, -(-self.longest // chunks))
@@ -226,7 +233,7 @@ class Dropless:
       low = first + (index - 1) * size
       window = make_window(queues, low, size)
       # Weights multiply rows either before or after the experts. The loop gets, and differentiates,
-      # only those that are used.
+      # only the one array of weights that is used.
       input_TK, weight_TK = (given_TK, jnp.ones_like(given_TK)) if before else (None, given_TK)
       with jax.named_scope("dispatch"):
         rows_RD, queues = _send_buffer(x_TD, input_TK, queues, window)
@@ -247,10 +254,10 @@ class Chunk:
   """One chunk of the first round at its experts.
 
   Attributes:
-    rows_RD: the rows that have arrived.
-    layout: the expert of each.
+    rows_RD: the rows that have arrived on this device.
+    layout: the expert of each of these rows.
     window: which choice of this device fills which row of its send buffer [W·P].
-    plan: what `_return` needs beside the rows; None: nothing.
+    plan: what `_return` needs beside the rows; None: it needs nothing else.
   """
 
   rows_RD: Array
@@ -262,10 +269,10 @@ class Chunk:
 def _send_buffer(
   x_TD: Array, input_weight_TK: Array | None, queues: Queues, window: Permutation
 ) -> tuple[Array, Queues]:
-  """The rows of a send buffer, [R, D], weighted already if weights multiply the experts' input.
+  """The rows of a send buffer [W·P, D], and the queues, tied to these rows by a barrier.
 
-  Also returns the queues, tied to these rows by a barrier. The layout of the arriving rows is
-  computed from the returned queues, so XLA computes it beside the exchange and not before it.
+  The rows are weighted already if weights multiply the experts' input. The layout of the arriving
+  rows is computed from the returned queues, so XLA computes it beside the exchange and not before.
   """
   rows_RD = gather_rows(x_TD, window)
   if input_weight_TK is not None:
@@ -314,20 +321,23 @@ _sum_of_rounds.defvjp(_sum_of_rounds_fwd, _sum_of_rounds_bwd)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Queues:
-  """One queue per peer: this device's choices in the order of the peer's experts.
+  """One queue per peer, with this device's choices of that peer's experts, expert by expert.
 
   Attributes:
-    peer_TK, rank_TK: int32, the queue of each choice and its position there; the position of a
-      choice that is not taken is 2³¹ - 1, past every queue.
+    peer_TK: int32, the peer in whose queue each choice stands.
+    rank_TK: int32, the choice's position in that queue; 2³¹ - 1, past every queue, for a choice
+      that is not taken.
     order_N: int32, all queues one after the other: the choice t·K + k at each position; -1 behind
       the last queue.
     start_W, length_W: int32, where each queue begins in order_N, and its length.
     longest: int32 scalar, length of the longest queue of any rank of the exchange.
-    counts_WWe: int32, choices that each source rank sends to each rank, per expert there.
-    received_We: int32, choices per local expert that each peer sends to this device.
+    counts_WWe: int32 [source rank, rank, expert of that rank], the number of choices that the
+      source sends to the expert.
+    received_We: int32 [source rank, expert of this device], the part of `counts_WWe` that this
+      device receives.
 
-  Rank 0 of the example above has peer_TK = 1 0 1 1 1, rank_TK = 0 0 3 1 2, order_N = 1 0 3 4 2,
-  start_W = 0 1 and length_W = 1 4.
+  Rank 0 of the example at the top of this file has peer_TK = 1 0 1 1 1, rank_TK = 0 0 3 1 2,
+  order_N = 1 0 3 4 2, start_W = 0 1 and length_W = 1 4.
   """
 
   peer_TK: Array
@@ -343,8 +353,8 @@ class Queues:
 def make_queues(routing: Routing, exchange: Exchange, order: str) -> Queues:
   """Makes the queues of this device's choices, one per peer.
 
-  One small all-gather of the counts tells every rank both how many rows it will receive and the
-  longest queue of any rank.
+  One small all-gather of the counts tells every rank both how many rows it will receive and how
+  long the longest queue of any rank is.
   """
   assert exchange.axis is not None
   num_experts, ranks = routing.num_experts, exchange.size
@@ -361,7 +371,8 @@ def make_queues(routing: Routing, exchange: Exchange, order: str) -> Queues:
     everyone_WWe = checkpoint_name(everyone_WWe, "moe_rows")
   length_W = sent_We.sum(1)
   start_W = jnp.cumsum(length_W) - length_W
-  before_E = (jnp.cumsum(sent_We, 1) - sent_We).reshape(-1)  # choices of a peer's earlier experts
+  # For each expert, the number of choices of the experts before it on the same peer.
+  before_E = (jnp.cumsum(sent_We, 1) - sent_We).reshape(-1)
   peer_TK = expert_TK // (num_experts // ranks)
   rank_TK = before_E[expert_TK] + position_TK
   nowhere = jnp.iinfo(jnp.int32).max
@@ -381,8 +392,13 @@ def make_queues(routing: Routing, exchange: Exchange, order: str) -> Queues:
 def make_window(queues: Queues, low: Any, rows: int) -> Permutation:
   """The permutation that fills a send buffer [W·P] with positions [low, low + P) of every queue.
 
-  Rank 0's window [0, 2) in the example above has copy_R = 1 -1 0 3, and row_TK = 2 0 4 3 4, where 4
-  stands for no row.
+  In the example at the top of this file, the window [0, 2) of rank 0's queues has copy_R = 1 -1 0 3
+  and row_TK = 2 0 4 3 4, where 4 stands for no row.
+
+  Args:
+    queues: of this device's choices.
+    low: the first position; may be traced.
+    rows: P.
   """
   total = queues.start_W.shape[0] * rows
   inside_TK = (queues.rank_TK >= low) & (queues.rank_TK < low + rows)
@@ -394,15 +410,18 @@ def make_window(queues: Queues, low: Any, rows: int) -> Permutation:
 
 
 def _layout_of_window(queues: Queues, low: Any, rows: int) -> RowLayout:
-  """Each received row's expert, and its position among the rows of that expert in the window.
+  """The layout of the rows that this device receives in the window [low, low + P) of all queues.
 
-  Experts are numbered from 0 on each device. Source rank s's queue holds its rows for expert 0,
-  then expert 1, ...: the counts alone tell which of them lie in the window [low, low + P). Of one
-  expert's rows, rank 0's come first.
+  It says each row's expert, the row's position among all received rows of that expert, and how many
+  rows each expert has. Experts are numbered from 0 on each device. The queue of source rank s for
+  this device holds the rows for expert 0, then those for expert 1, ...: the counts alone tell which
+  of these rows lie in the window. An expert's rows from rank 0 have the first positions, then those
+  from rank 1, ...
 
-  Rank 1 of the example above, where rank 1 sends itself one row for each of its two experts:
-  received_We = [[3, 1], [1, 1]]. Of window [0, 2) it gets two rows from each rank. They are for its
-  experts 0 0 | 0 1, at positions 0 1 | 2 0 among their rows: three for expert 0, one for expert 1.
+  Rank 1 of the example at the top of this file, where rank 1 sends itself one row for each of its
+  two experts: received_We = [[3, 1], [1, 1]]. In the window [0, 2) it receives two rows from each
+  rank. They are for its experts 0 0 | 0 1, at the positions 0 1 | 2 0: three rows for expert 0, one
+  for expert 1.
   """
   received_We = queues.received_We
   end_We = jnp.cumsum(received_We, 1)

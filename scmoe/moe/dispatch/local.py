@@ -27,17 +27,17 @@ from scmoe.moe.types import Dispatched, Routing
 class Local:
   """The transport that leaves tokens where they are; the experts themselves gather and add up rows.
 
-  Nothing is dropped. No array with a row of width D for each choice is kept for the backward pass.
-  Only weights that multiply the experts' input (`input_weight_TK`) need a row for each choice.
+  It drops nothing. For the backward pass it keeps no array with a row of width D for each choice,
+  unless weights multiply the experts' input (`input_weight_TK`): these need a row for each choice.
   """
 
   def dispatch(
     self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any = None
   ) -> Dispatched:
-    """The tokens themselves, with the experts of each; see `Transport.dispatch`.
+    """The tokens themselves, with all experts of each token; see `Transport.dispatch`.
 
-    If weights multiply the experts' input, it returns a weighted row for each choice, sorted by
-    expert.
+    If weights multiply the experts' input, the result instead has a weighted row for each choice,
+    and these rows are sorted by expert.
     """
     del experts
     one, none = jnp.ones((), jnp.int32), jnp.zeros((), jnp.int32)
@@ -46,7 +46,8 @@ class Local:
       layout = choices_layout(expert_TK, routing.weight_TK, routing.num_experts)
       return Dispatched((x_TD,), (layout,), none, one)
     position_TK, count_E = running_positions(expert_TK, routing.num_experts)
-    # A choice of no expert gets a row number past the last row, so the permutation has none for it.
+    # A choice that is not taken gets a row number past the last row, so the permutation gives it no
+    # row.
     start_E1 = jnp.append(jnp.cumsum(count_E) - count_E, expert_TK.size)
     permutation = make_permutation(start_E1[expert_TK] + position_TK, expert_TK.size)
     rows_RD = weigh_rows(gather_rows(x_TD, permutation), routing.input_weight_TK, permutation)
@@ -54,9 +55,9 @@ class Local:
     return Dispatched((rows_RD,), (layout,), none, one, (permutation,), routing.weight_TK)
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
-    """The sum of the experts' outputs for each token: [T, D].
+    """The sum of the experts' outputs for each token, weighted or of weighted inputs: [T, D].
 
-    The experts have computed it already, unless weights multiply their input.
+    The experts have computed the sum already, unless weights multiply their input.
     """
     if not sent.permutations:
       return sent.rows[0]

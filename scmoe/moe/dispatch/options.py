@@ -12,7 +12,7 @@ TRANSPORTS = ("capacity", "packed", "dropless", "put")
 
 @dataclasses.dataclass(frozen=True)
 class DispatchAblation(Options, path="dispatch.ablation"):
-  """Switches that take away a part of the exchange, so that a measurement shows its cost.
+  """Switches that take away a part of the exchange, so that a measurement shows that part's cost.
 
   A run that trains or evaluates a model leaves them off.
   """

@@ -1,13 +1,16 @@
-"""The packed transport: capacity's drops, but only the rows that are kept travel.
+"""The packed transport: capacity's drops, without capacity's buffer of C rows for every expert.
 
-`Capacity` sends a buffer of C rows for every expert, filled or not. With a capacity factor of 2, at
-least half of the rows that travel and that the experts compute are padding, unless C is a group's
-number of tokens. This transport drops the same choices (`kept_choices`) and sends the kept ones as
-`Dropless` does. Its results are those of `Capacity` with the same C; only the cost differs.
+`Capacity` sends C rows for every expert, filled or not. With a capacity factor of 2, at least half
+of the rows that travel and that the experts compute are padding, unless C is limited to the number
+of tokens of a group. This transport drops the same choices (`kept_choices`) and sends the kept ones
+as `Dropless` does: in rounds, over a buffer per rank of at most `dispatch.slack` times the balanced
+share of the choices. The experts compute only kept rows. The results are those of `Capacity` with
+the same C; only the cost differs.
 
 Worked example: two ranks with one expert each, C = 2. Four tokens of rank 0 choose the experts 0,
-0, 0 and 1; token 2 is dropped. Capacity sends two rows to each rank, one of those to rank 1 empty;
-packed sends the tokens 0 and 1 to rank 0 and the token 3 to rank 1.
+0, 0 and 1; token 2 is dropped. `Packed` queues the tokens 0 and 1 for rank 0 and the token 3 for
+rank 1, and rank 1's expert computes one row of rank 0. `Capacity` sends two rows to each rank, one
+of the two to rank 1 empty, and rank 1's expert computes both.
 """
 
 from __future__ import annotations
@@ -27,11 +30,11 @@ from scmoe.moe.types import Dispatched, Routing
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-  """Drops the choices that `Capacity` drops, and sends only the kept ones.
+  """The transport that drops the choices that `Capacity` drops, and sends those that are kept.
 
   Attributes:
     rows: C, the most rows that an expert takes from one capacity group of one device.
-    inner: the transport of the kept choices, `Local` without an exchange.
+    inner: the transport of the kept choices: `Dropless`, or `Local` without an exchange.
     groups: G, capacity groups of this device.
     order: who is served first; see `queue_positions`.
   """
@@ -42,7 +45,7 @@ class Packed:
   order: str = "choice"
 
   def dispatch(self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any) -> Dispatched:
-    """Drops choices beyond capacity and sends the rest; see `Transport.dispatch`."""
+    """Drops and counts choices beyond capacity, and sends the rest; see `Transport.dispatch`."""
     _, kept_TK, count_GE = kept_choices(routing, self.rows, self.groups, self.order)
     kept_GE = jnp.minimum(count_GE, self.rows)
     kept = dataclasses.replace(routing, made_TK=kept_TK, count_E=kept_GE.sum(0, dtype=jnp.int32))
@@ -50,5 +53,5 @@ class Packed:
     return dataclasses.replace(sent, dropped=(count_GE - kept_GE).sum(dtype=jnp.int32))
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
-    """Brings the kept rows back; dropped choices add 0. See `Transport.combine`."""
+    """Brings the kept rows' outputs back and adds them up; see `Transport.combine`."""
     return self.inner.combine(sent)

@@ -25,8 +25,8 @@ def queue_positions(
   """Position of every choice in the queue of its (group, expert), from 0, and the queues' lengths.
 
   Tokens are divided into G capacity groups of T/G consecutive tokens; each (group, expert) has a
-  queue. Lengths and positions come from the same count, so that they agree in every order (Tutel's
-  batch-prioritised counts do not).
+  queue. Lengths and positions come from the same count, so that they agree in every order. (In
+  Tutel's batch-prioritised routing they need not.)
 
   Worked example: three tokens a, b, c with two choices over three experts, one group, order
   `choice`; a -> 1@2 says that a choice of a has position 2 in the queue of expert 1.
@@ -40,16 +40,16 @@ def queue_positions(
     expert_TK: int32 in [0, E).
     num_experts: E.
     groups: G; divides T.
-    taken_TK: choices that take a position and are counted; the others' positions are arbitrary.
-      None: all do.
+    taken_TK: bool, True for choices that take a position and are counted; the positions of the
+      others are arbitrary. None: all choices do.
     order: `choice`: within a group every first choice takes its position before any second choice,
-      the first choices in the order of the tokens (GShard, Tutel). `priority`: the same with tokens
-      by falling `priority_T`, ties by index (Tutel batch_prioritized_routing). `token`: by token,
-      then choice (MegaBlocks).
+      both in the order of the tokens (GShard, Tutel). `priority`: the same with the tokens by
+      falling `priority_T`, ties by index (Tutel batch_prioritized_routing). `token`: all choices of
+      a token before those of the next token (MegaBlocks).
     priority_T: float, the tokens' largest probabilities; needed for `priority`, unused otherwise.
 
   Returns:
-    position_TK int32 and count_GE int32.
+    position_TK int32, the positions, and count_GE int32, the lengths of the queues.
 
   Raises:
     ConfigError: T is not a multiple of G, or `order` is unknown.

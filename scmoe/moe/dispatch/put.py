@@ -1,22 +1,23 @@
-"""The put transport: each row is written straight into its expert's tiles on the other GPU.
+"""The put transport: a kernel writes each row straight into its expert's tiles, on any GPU.
 
 The other transports pack rows into a buffer, exchange the buffers, and sort what arrives by expert.
 Here one kernel does the three (`scmoe.kernels.put`): it reads a token once and writes it to its
 place in the tiles of each of its experts, over NVLink where these are on another GPU. Combine is
 the same kernel the other way: it writes each output into the row of its choice on the token's
-device. The gradient of each is the other.
+device. The backward pass of dispatch moves rows as combine does, and that of combine as dispatch.
 
-A place needs the counts of all ranks, which one small all-gather collects, as for `Dropless`. The
-rounds are those of `Dropless` too: the first moves at most P rows of every queue, so that the tiles
-have a fixed size, and overflow rounds, which go by all-to-all, move the rest. Nothing is dropped.
+To know a row's place, its sender needs the counts of all ranks, which one small all-gather
+collects, as for `Dropless`. The rounds are those of `Dropless` too: the first moves at most P rows
+of every queue (each rank has one for every rank), so that the tiles have a fixed size. Overflow
+rounds, which go by all-to-all, move the rest. Nothing is dropped.
 
 No model runs it on GPUs yet: see `check_put`.
 
 Worked example: two ranks with one expert each, tiles of two rows, P = 3. Rank 0 sends two rows to
 expert 0 and one to expert 1, rank 1 one row to each. Expert 0's tiles on rank 0 then hold rank 0's
 two rows, rank 1's row and a row of zeros; expert 1's on rank 1 hold one row of each rank. So rank 1
-writes its row for expert 0 to row 2 on rank 0: behind the rows of lower ranks, which the counts
-tell.
+writes its row for expert 0 to row 2 on rank 0: behind the rows of lower ranks, whose number the
+counts tell.
 """
 
 from __future__ import annotations
@@ -54,16 +55,16 @@ from scmoe.parallel.collectives import Exchange, wait
 
 @dataclasses.dataclass(frozen=True)
 class Put(Dropless):
-  """The transport that writes rows into the memory of the GPUs of their experts.
+  """The transport that writes rows straight into the experts' tiles, in the memory of their GPUs.
 
-  Its protocol, its rounds and its arguments are those of `Dropless`; the rows that dispatch returns
-  lie in the experts' tiles.
+  Methods, rounds and arguments are those of `Dropless`. Only the first round differs: the rows that
+  dispatch returns lie in the experts' tiles already.
   """
 
   def _send(
     self, x_TD: Array, routing: Routing, queues: Queues, chunk: int, size: int, before: Array | None
   ) -> tuple[Chunk, Queues, Array | None]:
-    """Puts one chunk's positions of every queue into the experts' tiles; see `Dropless`."""
+    """Puts the rows of one chunk of every queue into the experts' tiles; see `Dropless._send`."""
     plan = _make_plan(routing.expert_TK, queues, self.exchange, chunk * size, size)
     _check_rows(x_TD, plan)
     if before is not None:
@@ -75,23 +76,24 @@ class Put(Dropless):
       slots_SD = gather_rows(x_TD, plan.window)
       slots_SD = weigh_rows(slots_SD, routing.input_weight_TK, plan.window)
       rows_RD, origin_R = _put_slots(slots_SD, plan)
-    # `jax.checkpoint` keeps values of this name, the rows and these: the backward pass puts no row
-    # again.
+    # Under `train.remat`, `jax.checkpoint` keeps values named "moe_rows". `dispatch` so names the
+    # rows; with the origins the backward pass puts no row again.
     origin_R = checkpoint_name(origin_R, "moe_rows")
     layout = tiled_layout(plan.groups)
     return Chunk(rows_RD, layout, plan.window, (plan, origin_R)), queues, before
 
   def _return(self, rows_RD: Array, plan: Any) -> Array:
-    """Puts the outputs into the slots of their choices; see `Dropless`."""
+    """Puts a chunk's outputs into the slots of their choices; see `Dropless._return`."""
     made, origin_R = plan
     return _put_back(rows_RD, origin_R, made)
 
 
 def check_put(exchange: Exchange) -> None:
-  """Refuses puts on GPUs, where a program with puts in a loop has not been seen to end.
+  """Refuses the put transport on GPUs and for several hosts.
 
-  Measurements of single puts make a `Put` themselves. On a CPU collectives stand for the kernel, so
-  that any program with this transport can be tried.
+  On GPUs a program with puts in a loop has not been seen to end; measurements of single puts make a
+  `Put` without this check. On a CPU collectives stand for the kernel, so that any program with this
+  transport can be tried there.
 
   Raises:
     ConfigError: the devices are GPUs, or the exchange is hierarchical.
@@ -111,15 +113,16 @@ def check_put(exchange: Exchange) -> None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-  """Where each row of a chunk goes, and from where it comes back.
+  """Where each row of a chunk goes, and where its output comes back to.
 
-      S = W·P  slots: the rows that a device sends at most, P to each rank
+      S = W·P  slots of a device: it sends at most S rows, P to each of the W ranks
       R        rows of a device's tiles
 
-  A place is rank · R + row of that rank's tiles, an origin rank · S + slot of that rank.
+  A *place* names a row of any rank's tiles: rank · R + row. An *origin* names a slot of any rank:
+  rank · S + slot.
 
   Attributes:
-    window: which choice of this device has which slot.
+    window: which choice of this device has which slot (`make_window`).
     place_TK: int32, the place of each choice; W·R for a choice that is not in the chunk.
     place_S: int32, the place of each slot; W·R for an empty slot.
     groups: the tiles of this device's experts.
@@ -150,23 +153,27 @@ class _Plan:
 
 
 def _make_plan(expert_TK: Array, queues: Queues, exchange: Exchange, low: int, size: int) -> _Plan:
-  """The plan of positions [low, low + P) of every queue, from the counts of all ranks."""
+  """The plan for positions [low, low + size) of every queue, from the counts of all ranks."""
   assert exchange.axis is not None
   counts_WWe = queues.counts_WWe
   ranks, _, experts = counts_WWe.shape
   me = jax.lax.axis_index(exchange.axis)
   window = make_window(queues, low, size)
   tile = KERNEL_ROW_TILE if runs_ptx() else choose_tile(ranks * size, experts)
-  # The rows of each source for each expert of each rank that lie in the window.
+  # Dimensions: source rank, rank, expert of that rank. `start` and `end` say where the expert's
+  # rows begin and end in the window [low, low + size) of the source's queue for the rank.
   clip = lambda a: jnp.clip(a - low, 0, size)
   end_WWe = jnp.cumsum(counts_WWe, 2)
   start_WWe, end_WWe = clip(end_WWe - counts_WWe), clip(end_WWe)
   inside_WWe = end_WWe - start_WWe
   sizes_We = inside_WWe.sum(0, dtype=jnp.int32)
   tiles_We = -(-sizes_We // tile)
-  first_We = (jnp.cumsum(tiles_We, 1) - tiles_We) * tile  # the first row of each expert
+  first_We = (
+    jnp.cumsum(tiles_We, 1) - tiles_We
+  ) * tile  # the first row of each expert in its rank's tiles
   groups = make_layout(sizes_We[me], ranks * size, tile)
-  # Of an expert's rows, those of lower ranks come first; a queue's are in its order.
+  # An expert's tiles hold the rows of lower source ranks first, and each source's rows in the order
+  # of its queue.
   earlier_We = (jnp.cumsum(inside_WWe, 0) - inside_WWe)[me]
   rank_W1 = jnp.arange(ranks, dtype=jnp.int32)[:, None]
   base_We = rank_W1 * groups.num_rows + first_We + earlier_We - start_WWe[me]
@@ -179,7 +186,7 @@ def _make_plan(expert_TK: Array, queues: Queues, exchange: Exchange, low: int, s
 
 
 def _check_rows(x_TD: Array, plan: _Plan) -> None:
-  """Raises ConfigError for rows that the kernel does not take."""
+  """Raises ConfigError if, on a GPU, the kernel does not take these rows, choices or devices."""
   row_bytes = x_TD.shape[1] * x_TD.dtype.itemsize
   if runs_ptx() and not takes(row_bytes, plan.place_TK.shape[1], plan.ranks):
     raise ConfigError(
@@ -209,7 +216,7 @@ def _tiles_to_slots(rows_RD: Array, origin_R: Array, plan: _Plan) -> Array:
 
 @jax.custom_vjp
 def _put_tokens(x_TD: Array, plan: _Plan) -> tuple[Array, Array]:
-  """Each token in the tiles of its experts, [R, D] on their devices, and the origin of each row."""
+  """Puts each token into the tiles of its experts; see `_put_slots` for the result."""
   to = {"axis": plan.axis, "ranks": plan.ranks, "groups": plan.groups}
   rows_RD, origin_R = put_rows(
     x_TD, plan.place_TK, tag_MK=plan.origin_TK, num_rows=plan.groups.num_rows, **to
@@ -234,7 +241,11 @@ _put_tokens.defvjp(_put_tokens_fwd, _put_tokens_bwd)
 
 @jax.custom_vjp
 def _put_slots(slots_SD: Array, plan: _Plan) -> tuple[Array, Array]:
-  """Each filled slot in its expert's tiles, [R, D] on their devices, and the origin of each row."""
+  """Puts each filled slot into its expert's tiles.
+
+  Returns this device's tiles [R, D], with the rows that all ranks have put there, and the origin of
+  each row, int32 [R].
+  """
   rows_RD, origin_R = _slots_to_tiles(slots_SD, plan, tagged=True)
   assert origin_R is not None
   return rows_RD, origin_R
@@ -257,7 +268,11 @@ _put_slots.defvjp(_put_slots_fwd, _put_slots_bwd)
 
 @jax.custom_vjp
 def _put_back(rows_RD: Array, origin_R: Array, plan: _Plan) -> Array:
-  """Each row of the tiles in its slot, [S, D] on its token's device; empty slots hold anything."""
+  """Puts each row of this device's tiles into its slot, on the device of its token.
+
+  Returns this device's slots [S, D], with the rows that all ranks have put there; empty slots may
+  hold anything.
+  """
   return _tiles_to_slots(rows_RD, origin_R, plan)
 
 

@@ -27,7 +27,7 @@ from scmoe.parallel.mesh import BATCH_AXES, axis_size
 class Transport(Protocol):
   """The protocol of transports: how rows get to the experts and back.
 
-  `tests/contracts/test_transports.py` tests what each has to fulfil.
+  `tests/contracts/test_transports.py` tests what each transport has to fulfil.
   """
 
   def dispatch(self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any) -> Dispatched:
@@ -37,8 +37,8 @@ class Transport(Protocol):
       x_TD: the tokens of this device.
       routing: their choices.
       experts: `(rows, layout) -> rows`; for transports that compute some rows within dispatch, as
-        `Dropless` does in its overflow rounds. None, for transports that `sends_ahead` names:
-        `overflow` is called with the result.
+        `Dropless` does in its overflow rounds. None is passed only to transports for which
+        `sends_ahead` is true; the caller then hands the result to `overflow`.
 
     Returns:
       The rows at their experts, and what `combine` needs.
@@ -46,10 +46,10 @@ class Transport(Protocol):
     ...
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
-    """Brings the experts' outputs back to their tokens and adds them up, in the rows' type.
+    """Brings the experts' outputs back and adds up those of each token, in the rows' type.
 
-    The result is `y[t] = Σ_k weight[t, k] · expert[t, k](x[t])` over the choices that were not
-    dropped. If weights multiply the input, it is `Σ_k expert[t, k](weight[t, k] · x[t])`.
+    The result is `y[t] = Σ_k weight[t, k] · expert[t, k](x[t])` over the choices that were taken
+    and not dropped. If weights multiply the input, it is `Σ_k expert[t, k](weight[t, k] · x[t])`.
 
     Args:
       sent: the result of `dispatch`, with the experts' outputs in place of its rows.
@@ -72,7 +72,7 @@ class Computed:
     return self.inner.dispatch(x_TD, routing.computed, experts)
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
-    """The computing experts' part of the output; `MoE.completed` adds that of the zero experts."""
+    """The computing experts' part of the output; `MoE.completed` adds the zero experts' part."""
     return self.inner.combine(sent)
 
 
@@ -91,14 +91,16 @@ def make_transport(
 ) -> Transport:
   """Makes the transport of one call of a layer on this device.
 
-  A call must not drop choices with `no_drop`, with a capacity factor of 0, or with transport
-  `dropless` or `put` unless `capacity_factor` is given. It then gets `Local` without an exchange,
-  `Put` or `Dropless` with one (in the ablation `silent` always `Dropless`). Other calls get
-  `Capacity` or `Packed`. Without an exchange no buffer needs a fixed size: `Packed` then stands for
-  `capacity` too, unless the experts take buffers of equal size.
+  A call must not drop choices in three cases: `no_drop` is set; its capacity factor is 0; or
+  `dispatch.transport` is `dropless` or `put` and the argument `capacity_factor` is None. Without an
+  exchange it then gets `Local`; with one it gets `Put` if the option is `put`, else `Dropless` (in
+  the ablation `silent` always `Dropless`). Other calls get `Packed` if the option is `packed`, else
+  `Capacity`. But without an exchange no buffer needs a fixed size: other calls then always get
+  `Packed`, unless the experts take buffers of equal size.
 
-  A user's own transport (`dispatch.transport=module:Name`) is called with `config`, `tokens`,
-  `num_experts`, `k`, `order`, `capacity_factor`, `no_drop` and `exchange`.
+  With zero experts, `Computed` wraps the transport of the computing experts. A user's own transport
+  (`dispatch.transport=module:Name`) is called with `config`, `tokens`, `num_experts`, `k`, `order`,
+  `capacity_factor`, `no_drop` and `exchange`, whatever the three cases say.
 
   Args:
     config: the layer's options of the transport.
@@ -108,15 +110,15 @@ def make_transport(
     order: who is served first; see `queue_positions`.
     capacity_factor: for this call, instead of the configured one (Tutel's runtime capacity); 0
       drops nothing.
-    no_drop: whatever the configuration says, drop nothing (decoding, exact evaluation).
-    buffers: the experts take buffers of equal size (`model.ffn.impl=batched`).
+    no_drop: whether to drop nothing, whatever the configuration says (decoding, exact evaluation).
+    buffers: whether the experts take buffers of equal size (`model.ffn.impl=batched`).
     zero_experts: number of zero experts, with ids from E on; their choices send no rows.
     real_share: expected share of the choices that computing experts get; buffers are sized for it.
 
   Raises:
     ConfigError: an argument is out of range, a buffer would have no rows, `dispatch.groups` does
-      not divide evenly over the devices, `put` is asked for on GPUs, or the user's transport cannot
-      be made.
+      not divide evenly over the devices, `put` is asked for on GPUs or with `dispatch.nodes` > 1,
+      or the user's transport cannot be made.
   """
   check_type("config", config, DispatchConfig)
   check_choice("order", order, ORDERS)
@@ -182,9 +184,12 @@ def overflow(
   """Runs what a dispatch without experts has left out: the overflow rounds of `Dropless`, if any.
 
   Args:
-    transport: one that `sends_ahead`.
+    transport: one for which `sends_ahead` is true.
     x_TD, routing, experts: as for `Transport.dispatch`.
-    sent: its result without experts.
+    sent: what `transport.dispatch` returned without experts.
+
+  Returns:
+    `sent` with the overflow rounds' output (`overflow_TD`); unchanged if there are no such rounds.
   """
   if sent.queues is None:
     return sent
@@ -198,8 +203,8 @@ def overflow(
 def make_exchange(config: DispatchConfig) -> Exchange:
   """The exchange of rows over the expert axis, as the options configure it.
 
-  It moves nothing if that axis has one device, if the experts' matrices are gathered and rows stay
-  where they are (`adaptive_r` = 0), or in the ablation `silent`.
+  The exchange moves nothing if that axis has one device, if experts' matrices are gathered and rows
+  stay where they are (`adaptive_r` = 0), or in the ablation `silent`.
   """
   size = axis_size("expert")
   if size == 1 or config.adaptive_r == 0:
@@ -208,7 +213,7 @@ def make_exchange(config: DispatchConfig) -> Exchange:
 
 
 def _local_groups(config: DispatchConfig) -> int:
-  """Capacity groups of one device: `dispatch.groups` over the number of batch shards; for 0, one.
+  """Number of capacity groups of one device: `dispatch.groups` / number of batch shards; 1 for 0.
 
   Raises:
     ConfigError: `dispatch.groups` is not a multiple of the number of batch shards.

@@ -44,7 +44,7 @@ class DataError(ScmoeError):
 
 
 class NonFiniteError(ScmoeError):
-  """Too many optimizer steps in a row had a non-finite loss or gradient."""
+  """Too many optimizer steps in a row were skipped, or one was a spike that ends the run."""
 
   code = 4
 

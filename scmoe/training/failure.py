@@ -73,7 +73,7 @@ def not_finite(step: int, values: Mapping[str, Any], built: Trainable, left: str
     left: what `write_replay` returned.
   """
   train = built.train
-  if values.get("spike"):
+  if values.get("spike") and train.spike_action == "stop":
     return NonFiniteError(
       f"step {step}: loss {values['objective']:.4f} and gradient norm {values['grad_norm']:.3g} "
       f"are a spike (train.spike_sigma={train.spike_sigma:g}); {left}. Look at its batch, "
@@ -81,8 +81,9 @@ def not_finite(step: int, values: Mapping[str, Any], built: Trainable, left: str
     )
   clip = built.config.get("optimizer", {}).get("clip_norm", 0)
   limit = f"lower optimizer.clip_norm={clip:g}" if clip else "set optimizer.clip_norm=1"
+  spikes = f", or a spike (train.spike_sigma={train.spike_sigma:g})" if train.spike_sigma else ""
   return NonFiniteError(
     f"{values['skipped_in_row']} steps in a row up to step {step} had a non-finite loss or "
-    f"gradient (train.max_skipped_in_row={train.max_skipped_in_row}); {left}. "
+    f"gradient{spikes} (train.max_skipped_in_row={train.max_skipped_in_row}); {left}. "
     f"Lower optimizer.learning_rate, {limit}, or look at the data"
   )

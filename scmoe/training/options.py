@@ -86,8 +86,8 @@ class TrainConfig(Options, path="train"):
   )
   max_skipped_in_row: int = option(
     10,
-    "steps in a row with a non-finite loss or gradient that are skipped; one more ends the run "
-    "(exit 4)",
+    "steps in a row that are skipped (their loss or gradient is not finite, or a spike); one more "
+    "ends the run (exit 4)",
     minimum=0,
   )
   spike_sigma: float = option(

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import types
 
 import jax
 import numpy as np
@@ -14,8 +15,9 @@ from training_fakes import Iterator, Objective, Poisoned, Setup, Source, bits, t
 from scmoe.base.batch import Batch
 from scmoe.base.errors import ConfigError, DataError, NonFiniteError, Preempted, StorageError
 from scmoe.training.checkpoint import Checkpointer
+from scmoe.training.failure import not_finite
 from scmoe.training.metrics import MetricsFile, TensorBoard, read_metrics
-from scmoe.training.options import CheckpointConfig
+from scmoe.training.options import CheckpointConfig, TrainConfig
 from scmoe.training.restore import list_steps, read_meta
 from scmoe.training.resume import check_config
 from scmoe.training.signals import Watchdog
@@ -398,3 +400,12 @@ def test_the_watchdog_needs_no_stderr(monkeypatch):
   monkeypatch.setattr(sys, "stderr", None)
   with Watchdog() as watchdog:
     watchdog.arm(600.0, "step")
+
+
+def test_the_error_of_skipped_spikes_names_no_cure_that_was_taken():
+  train = TrainConfig(spike_sigma=6.0, spike_action="skip", max_skipped_in_row=1)
+  built = types.SimpleNamespace(train=train, config={})
+  values = {"spike": 1.0, "skipped_in_row": 2, "objective": 9.0, "grad_norm": 3.0}
+  text = str(not_finite(7, values, built, "nothing was written"))
+  assert "or a spike (train.spike_sigma=6)" in text
+  assert "spike_action" not in text

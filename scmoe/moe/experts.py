@@ -77,7 +77,7 @@ class Experts(nnx.Module):
   partial: ClassVar[tuple[str, ...]] = ()
 
   def compute(self, rows_RD: Float[Array, "R D"], experts: ExpertRows) -> Float[Array, "R D"]:
-    """The experts' output for their rows; each row's output depends on that row only.
+    """The experts' outputs for rows sorted by expert; an implementation treats each row by itself.
 
     Args:
       rows_RD: rows sorted by expert, with padding rows between experts.

@@ -61,11 +61,12 @@ def cosine_logits(
   *,
   fp32: bool = True,
 ) -> Array:
-  """Scores of a cosine gate (Tutel `cosine_top`): [T, E], float32 (float64 for float64 tokens).
+  """Logits of a cosine gate (Tutel `cosine_top`): [T, E], float32 (float64 for float64 tokens).
 
     unit_P(x · projection + bias) · unit_P(directions) · exp(min(log_scale, ln 100))
 
-  with unit(a) = a / max(|a|, 1e-12). A log_scale above ln 100 gets no gradient.
+  with unit_P(a) = a / max(|a|, 1e-12), |a| the norm over P. A log_scale above ln 100 gets no
+  gradient.
 
   Args:
     x_TD: tokens.

@@ -22,7 +22,8 @@ from scmoe.moe.types import RouterSums, Routing
 def router_sums(routing: Routing, dropped: Array, rounds: Array) -> RouterSums:
   """The `RouterSums` of this device's tokens; masked tokens count nowhere.
 
-  Gradients flow through probs_E, z_square, importance_E and soft_load_E only.
+  `shortcut_square` and `main_square` are 0: the block pair sets them. Gradients flow through
+  probs_E, z_square, importance_E and soft_load_E only.
 
   Args:
     routing: the tokens' choices.
@@ -89,7 +90,7 @@ _BY_EXPERT = ("load_E", "first_E", "probs_E", "importance_E", "soft_load_E")
 
 
 def gshard_loss(sums: RouterSums) -> Array:
-  """GShard's balancing loss E · Σ_e mean_t(probs_te) · mean_t(first choice of t is e).
+  """GShard's balancing loss E · Σ_e mean_t(probs_te) · (share of tokens whose first choice is e).
 
   Only first choices count, also those that the transport drops; the gradient flows through the
   probabilities only. The loss is 1 for a uniform router and 0 without tokens. Sums of shape
@@ -105,7 +106,8 @@ def load_importance_loss(sums: RouterSums) -> Array:
 
   I = Σ_t p_t, with p the softmax of the logits without noise, and
   Ld = Σ_t Φ((p_t − θ_t) / (noise / E)), with θ_t the k-th largest logit with noise; see
-  `scmoe.moe.route.soft_load`. cv²(v) = var(v) / (mean(v)² + 1e-10) with the unbiased variance.
+  `scmoe.moe.route.soft_load`. I and Ld have an entry per expert, and over these entries
+  cv²(v) = var(v) / (mean(v)² + 1e-10) with the unbiased variance.
   The loss is 0 for one expert, and without tokens. With another `router.balance` than
   load_importance the sums, and so the loss, are 0.
   """
@@ -206,7 +208,7 @@ def balance_part(sums: RouterSums, step: RouterSums, kind: str) -> Array:
 
 
 def init_bias(layers: int, experts: int, config: RouterConfig) -> dict[str, Array]:
-  """Balancing biases before the first step; {} without `router.bias`.
+  """Balancing biases before the first step, all 0; {} if `router.bias` is `none`.
 
   Args:
     layers: number of layers with a router.

@@ -180,8 +180,8 @@ class RouterConfig(Options, path="router"):
   def real_share(self, k: int, num_experts: int, zero_experts: int) -> float:
     """The share of the choices that computing experts, not zero experts, are meant to get.
 
-    It is K_e / K with K_e = `real_experts`; if that is 0, E / (E + zero_experts). Without zero
-    experts it is 1.
+    It is K_e / K with K_e = `real_experts`, the mean number of computing experts per token; if that
+    is 0, E / (E + zero_experts). Without zero experts it is 1.
 
     Args:
       k: K, choices per token.

@@ -240,11 +240,11 @@ def _score(
   mask_T: Array | None,
   training: Draws | None,
 ) -> Scores:
-  """Runs the gate on the tokens, and applies jitter and noise where `training` holds them.
+  """Runs the gate on the tokens, with jitter and noise if both `config` and `training` have them.
 
   Jitter multiplies the tokens that the gate reads; noise is added to its logits. A gate with a
-  method `top_k` also finds the k best experts, unless noise changes their order.
-  Arguments and errors are those of `route`.
+  method `top_k` also finds the k best experts, unless noise changes their order. Arguments and
+  errors are those of `route`.
   """
   draws = training or Draws()
   _check_arguments(x_TD, gate, config, k, num_experts, mask_T)
@@ -340,7 +340,7 @@ def choice_weights(
 
 
 def scaled_weights(weight_TK: Array, normalise: bool, weight_norm: float = 0.0) -> Array:
-  """Each token's weights, divided by their norm or their sum.
+  """Each token's weights, divided by their p-norm, by their sum or not at all.
 
   With `weight_norm` = p > 0 they are divided by their p-norm; else, if `normalise`, by
   max(their sum, machine epsilon); else they are unchanged.
@@ -421,9 +421,10 @@ def rounded_choice(
 ) -> tuple[Array, Array]:
   """Token rounding (SonicMoE): choices such that every expert has a multiple of `tile` tokens.
 
-  Counts of the top-k choice are rounded (`rounded_counts`). An expert with fewer tokens than its
-  rounded count takes, of the tokens that did not choose it, those with the highest probability for
-  it. An expert with more gives up those with the lowest. Less than one tile changes per expert.
+  The experts' counts of tokens in the top-k choice are rounded (`rounded_counts`). An expert with
+  fewer tokens than its rounded count takes, of the tokens that did not choose it, those with the
+  highest probability for it. An expert with more gives up, of the tokens that chose it, those with
+  the lowest. Less than one tile of tokens changes per expert.
 
   A token gains at most X = min(K, E − K) experts, so that shapes stay small. If more experts would
   take the token, only the X with the highest probabilities do; the counts of the others are rounded

@@ -100,7 +100,7 @@ def capacity(
 
 
 def exact_capacity(count_GE: Array) -> int:
-  """The longest queue: the least capacity that drops nothing (Tutel's capacity factor 0).
+  """The length of the longest queue, the least capacity that drops nothing (Tutel's factor 0).
 
   It reads the counts on the host, so it works on concrete arrays only, outside `jit`.
 

@@ -135,7 +135,7 @@ class Dropless:
         overflow_TD = self._overflow(x_TD, routing, queues, rounds, experts)
     rows, layouts, windows, plans = [], [], [], []
     for chunk in range(self.chunks):
-      # The overflow rounds' result, if any, comes before the first exchange.
+      # The overflow rounds' result, if any, is computed before the first exchange begins.
       before = overflow_TD if chunk == 0 else None
       sent, queues, before = self._send(x_TD, routing, queues, chunk, size, before)
       overflow_TD = before if chunk == 0 else overflow_TD
@@ -220,9 +220,9 @@ class Dropless:
   ) -> Array:
     """The output's part [T, D] from the rounds after the first; 0 if one round is enough.
 
-    The backward pass runs the same rounds again, each with its own vector-Jacobian product, so that
-    memory does not depend on their number either. The rounds' outputs are added up in the type of
-    x, which rounds little: a token has rows in at most K rounds.
+    The backward pass runs the same rounds again, each with its own vector-Jacobian product. So
+    neither pass needs more memory for more rounds. The outputs of all rounds are added up in the
+    type of x; that loses little precision, since a token has rows in at most K rounds.
     """
     peers = self.exchange.size
     first = self.chunks * self._rows(routing.expert_TK.size)
@@ -283,7 +283,10 @@ def _send_buffer(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum_of_rounds(run_round, x_TD, weight_TK, state, queues, end):
-  """Σ over index in [1, end) of run_round(index, ...), added up in the type of x."""
+  """Σ over index in [1, end) of run_round(index, ...), added up in the type of x.
+
+  The backward pass adds up the rounds' gradients in float32 at least.
+  """
 
   def body(index, y_TD):
     return y_TD + run_round(index, x_TD, weight_TK, state, queues).astype(y_TD.dtype)

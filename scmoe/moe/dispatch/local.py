@@ -55,7 +55,7 @@ class Local:
     return Dispatched((rows_RD,), (layout,), none, one, (permutation,), routing.weight_TK)
 
   def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
-    """The sum of the experts' outputs for each token, weighted or of weighted inputs: [T, D].
+    """For each token, the sum of its experts' outputs, with the choices' weights: [T, D].
 
     The experts have computed the sum already, unless weights multiply their input.
     """

@@ -26,7 +26,7 @@ def queue_positions(
 
   Tokens are divided into G capacity groups of T/G consecutive tokens; each (group, expert) has a
   queue. Lengths and positions come from the same count, so that they agree in every order. (In
-  Tutel's batch-prioritised routing they need not.)
+  Tutel's batch-prioritised routing they need not agree.)
 
   Worked example: three tokens a, b, c with two choices over three experts, one group, order
   `choice`; a -> 1@2 says that a choice of a has position 2 in the queue of expert 1.

@@ -213,7 +213,7 @@ def make_exchange(config: DispatchConfig) -> Exchange:
 
 
 def _local_groups(config: DispatchConfig) -> int:
-  """Number of capacity groups of one device: `dispatch.groups` / number of batch shards; 1 for 0.
+  """Capacity groups of one device: `dispatch.groups` / number of batch shards; 1 if it is 0.
 
   Raises:
     ConfigError: `dispatch.groups` is not a multiple of the number of batch shards.

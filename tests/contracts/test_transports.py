@@ -181,6 +181,19 @@ def test_packed_drops_what_capacity_drops(kind, devices, room):
       np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())
 
 
+def test_chunks_change_the_capacity_of_all_transports_alike():
+  """12 tokens, 6 experts, k = 2, factor 1: C = 4, which three chunks round up to 6."""
+  given = {"tokens": 12, "num_experts": 6, "k": 2, "buffers": True}
+  rows = {
+    (name, chunks): make_transport(
+      DispatchConfig(transport=name, capacity_factor=1.0, chunks=chunks), **given
+    ).rows
+    for name in ("capacity", "packed")
+    for chunks in (1, 3)
+  }
+  assert rows == {("capacity", 1): 4, ("packed", 1): 4, ("capacity", 3): 6, ("packed", 3): 6}
+
+
 @pytest.mark.parametrize(("factor", "rounds"), [(1.0, 1), (2.0, 5)])
 def test_packed_needs_no_overflow_where_capacity_bounds_its_queues(factor, rounds):
   """All choices go to rank 0's two experts: capacity leaves one balanced share of them, or two."""

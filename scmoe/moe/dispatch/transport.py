@@ -159,12 +159,12 @@ def make_transport(
   size = tokens // groups
   rows = capacity(factor, tokens=size, num_experts=num_experts, k=k)
   rows = min(size, rows)  # a queue never holds more than the tokens of its group
+  rows += -rows % config.chunks  # in every transport, so that all drop the same choices
   if config.transport == "packed" or (exchange.size == 1 and not buffers):
     local = num_experts // exchange.size
     longest = min(tokens * k, local * groups * rows)
     inner = Dropless(exchange, config.slack, config.chunks, order, longest)
     return Packed(rows, inner if exchange.size > 1 else Local(), groups, order)
-  rows += -rows % config.chunks
   return Capacity(rows, exchange, groups, config.chunks, order)
 
 

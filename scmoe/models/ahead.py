@@ -1,20 +1,22 @@
-"""The parameters of pairs that begin the next pair's route and dispatch (`overlap.ahead`).
+"""Splits parameters for pairs that begin the next pair's route and dispatch (`overlap.ahead`).
 
-With a MoE in every block, the experts of Pos-2 read a value of the block before. That block runs
-their gate and dispatch, and hands on the rows (`scmoe.blocks.pair.Begun`). So a pair reads the
-*early* parameters of the next pair, gate and norms, beside its own. Three pairs in a scan:
+With a MoE in every block, each block is a pair, and in Pos-2 a pair's experts read a value of the
+pair before. With `overlap.ahead` the pair before runs their gate and dispatch, and hands on the
+rows (`scmoe.blocks.pair.Begun`). So a pair reads the *early* parameters of the next pair, which are
+gate and norms, beside its own. Three pairs in a scan:
 
   before the scan   early 0                       route and dispatch of pair 0
   step 0            early 0 | rest 0 | early 1    pair 0, with route and dispatch of pair 1
   step 1            early 1 | rest 1 | early 2    pair 1, with route and dispatch of pair 2
   step 2            early 2 | rest 2 | early 0    pair 2, with a dispatch that no pair reads
 
-All steps of a scan do the same, so the last one sends rows too: of n dispatches one more. To leave
-it out, the last pair would have to stand outside the scan, which costs a copy of all the other
-pairs' weights. Pairs that are written out send nothing that no pair reads.
+All steps of a scan do the same, so the last one sends rows too: n pairs make n + 1 dispatches. To
+leave that one out, the last pair would have to stand outside the scan, which costs a copy of all
+other pairs' weights. Pairs that are written out make n dispatches.
 
-Two pairs read an early parameter, so `ready` is called for it outside of them. Early parameters are
-small; the gradients of all others are added, and reduced, in the pair that reads them.
+Two pairs read each early parameter, so `ready` is called for it before both of them. Early
+parameters are small. The gradients of all others are added, and summed over devices, in the pair
+that reads them.
 """
 
 from __future__ import annotations
@@ -36,13 +38,13 @@ from scmoe.parallel.shares import is_share
 
 PyTree = Any
 
-# Parts of a pair that the pair before, or the start of a scan, reads: the gates, and the norms that
-# `Unit.tapped` and `Unit.hand_over` apply to the gate's input.
+# Names of the parts of a pair that are read before the pair begins, by the pair before it or before
+# the scan: gates, and the norms that `Unit.tapped` and `Unit.hand_over` apply to the gates' input.
 EARLY = ("router_gate", "own_norm", "norm_attention")
 
 # The early parameters of a pair, or of stacked pairs: once for each batch, a list of arrays.
 Early = list[list[Any]]
-# The other parameters, once for each batch, and the totals of their gradients (see `added`).
+# The other parameters in the same way, and the totals of their gradients (see `added`).
 Rest = tuple[list[list[Any]], list[Any] | None]
 
 
@@ -60,17 +62,17 @@ class Split:
 
   @classmethod
   def of(cls, params: PyTree) -> Split:
-    """The split of these parameters, of one pair or of stacked pairs."""
+    """The split for parameters with this structure: those of one pair, or of stacked pairs."""
     found, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_share)
     names = [jax.tree_util.keystr(path) for path, _ in found]
     return cls(structure, tuple(any(f"'{part}'" in name for part in EARLY) for name in names))
 
   def parts(self, copies: Sequence[PyTree], totals: PyTree) -> tuple[Early, Rest]:
-    """The parameters in two; `ready` has been called for the early ones.
+    """The early parameters, for which it calls `ready`, and the rest with their totals.
 
     Args:
-      copies: trees like that of `of`, once for each batch.
-      totals: like one of them, of `GradientTotal`s or None; or None for all.
+      copies: the parameters of a pair, or of stacked pairs, once for each batch.
+      totals: see `scmoe.models.gradient_sums.added`.
     """
     is_leaf = lambda x: x is None or isinstance(x, GradientTotal)
     summed = None if totals is None else jax.tree.leaves(totals, is_leaf=is_leaf)
@@ -88,12 +90,13 @@ class Split:
     graph: Any,
     contexts: Sequence[Context],
   ) -> tuple[list[PyTree], Sequence[tuple[BlockPair, Context] | None]]:
-    """The parameters of a pair once for each batch, and `PairWalk`'s `following` of each batch.
+    """For each batch, a pair's parameters and the argument `following` of its `PairWalk`.
 
     Args:
-      read: from `parts`, of the pair; `ready` is called for the rest.
-      following: the next pair's early parameters, and its (keys of each batch, bias); None: none.
-      graph: of a pair.
+      read: result of `parts` for the pair; this method calls `ready` for the rest.
+      following: the next pair's early parameters, and its (keys of each batch, bias); None: no pair
+        follows.
+      graph: a pair's graph definition.
       contexts: one per batch.
     """
     early, rest = read[0], ready(*read[1])
@@ -101,13 +104,14 @@ class Split:
     if following is None:
       return own, [None] * len(own)
     next_early, (keys, bias_E) = following
-    # A whole pair, of which only the early parameters are the next pair's and are read.
+    # The next pair, to run its gate and norms: its early parameters with the rest of this pair's,
+    # which is not read and only fills the tree.
     pairs = [nnx.merge(graph, params) for params in map(self.joined, next_early, rest)]
     there = [dataclasses.replace(c, keys=key, bias_E=bias_E) for c, key in zip(contexts, keys)]
     return own, list(zip(pairs, there))
 
   def joined(self, early: Sequence[Any], rest: Sequence[Any]) -> PyTree:
-    """The parameters of one pair and batch, from both parts."""
+    """The tree of one pair's parameters for one batch, from the lists of both parts."""
     sources = {True: iter(early), False: iter(rest)}
     return jax.tree.unflatten(self.structure, [next(sources[which]) for which in self.early])
 
@@ -118,12 +122,12 @@ class Split:
 
 
 def sends_ahead(pair: BlockPair, context: Context, start_BSD: Array) -> bool:
-  """Whether pairs begin the route and dispatch of the next one, in a pass without caches.
+  """Whether each pair begins the route and dispatch of the next one, in a pass without caches.
 
   Args:
-    pair: one of them, or their stack.
-    context: of a batch.
-    start_BSD: its residual stream.
+    pair: one of the pairs, or their stack.
+    context: the `Context` of a batch.
+    start_BSD: the residual stream of that batch.
   """
   if not pair.schedule.begins_next or not isinstance(context.experts, OnDevice):
     return False
@@ -132,7 +136,7 @@ def sends_ahead(pair: BlockPair, context: Context, start_BSD: Array) -> bool:
 
 
 def next_of(stacked: PyTree) -> PyTree:
-  """For each pair of stacks [L, ...] that of the next pair; for the last pair that of the first."""
+  """Stacks [L, ...] moved by one pair: slice i is that of pair i + 1, the last that of pair 0."""
   return jax.tree.map(lambda x: jnp.concatenate([x[1:], x[:1]]), stacked)
 
 
@@ -148,12 +152,14 @@ def enter_scan(
 
   Args:
     carry: (whether no pair precedes, (h_BSD, handed_BSD, None) of each batch).
-    split, read, others: of the scan's pairs, in stacks; `others` are keys and bias.
-    graph: of a pair.
+    split: the split of the pairs' parameters.
+    graph: a pair's graph definition.
     contexts: one per batch.
+    read: result of `Split.parts` for the stacked pairs of the scan.
+    others: keys of each batch and bias, for all pairs of the scan.
 
   Returns:
-    the carry with (h_BSD, None, `Begun`) of each batch.
+    The carry, (False, (h_BSD, None, `Begun`) of each batch).
   """
   first, values = carry
   (early, (rest, _)), (keys, bias_E) = jax.tree.map(lambda x: x[0], (read, others))
@@ -172,8 +178,8 @@ def enter_scan(
 def leave_scan(carry: Any) -> Any:
   """The carry after a scan over pairs, without the rows that its last step has sent.
 
-  Behind a run of pairs the model ends, or dense layers follow, which read no value that is handed
-  over. So zeros stand in its place.
+  After a run of pairs the trunk ends, or dense layers follow, which read no value that is handed
+  over. So zeros replace the value handed over.
   """
   first, values = carry
   return first, [(h_BSD, jnp.zeros_like(h_BSD), None) for h_BSD, _, _ in values]

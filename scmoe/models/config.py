@@ -1,4 +1,4 @@
-"""The architecture of a model."""
+"""The options of a model's architecture, and the numbers that follow from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class Run(NamedTuple):
 
   Attributes:
     dense: whether they are `dense_layers`.
-    start, stop: which, among those of their kind.
+    start, stop: their range, counted among the layers of their kind. Example: of 4 layers, of which
+      0 and 3 are dense, the runs are (dense, 0, 1), (not dense, 0, 2) and (dense, 1, 2).
   """
 
   dense: bool
@@ -78,16 +79,16 @@ class ModelConfig(BlockConfig):
 
   @property
   def num_pairs(self) -> int:
-    """Block pairs (`BlockPair`), each with a MoE of its own; layers of `dense_layers` are none."""
+    """Number of block pairs (`BlockPair`), without the layers of `dense_layers`."""
     pairs = self.num_layers // (self.moe_every * self.wiring_rule.units_per_moe)
     return pairs - len(self.dense_indices)
 
   @property
   def dense_indices(self) -> tuple[int, ...]:
-    """Layers of `dense_layers`, in order.
+    """The numbers of the layers in `dense_layers`, ascending.
 
     Raises:
-      ConfigError: it names no layers.
+      ConfigError: `dense_layers` is no list of numbers and ranges.
     """
     found: set[int] = set()
     for part in filter(None, self.dense_layers.replace(" ", "").split(",")):
@@ -113,15 +114,18 @@ class ModelConfig(BlockConfig):
 
   @property
   def of_dense_layers(self) -> ModelConfig:
-    """The blocks of `dense_layers`."""
+    """The architecture of the blocks of `dense_layers`: these options without a MoE."""
     return dataclasses.replace(self, wiring="dense", dense_layers="", zero_experts=0)
 
   def resolve(self, *, vocab_size: int = 0) -> ModelConfig:
-    """Fills in every 0 and empty word, and checks what depends on more than one field.
+    """Replaces options of 0 or "" that stand for a derived value, and checks options together.
+
+    A model of images gets the number of classes as `vocab_size`, and the number of pixels of an
+    image as `context`.
 
     Args:
-      vocab_size: of the tokenizer; used where the field is 0. A model of images has a score for
-        each class instead of each token, and an image is its sequence.
+      vocab_size: size of the tokenizer's vocabulary; used if the option is 0, rounded up to a
+        multiple of 64.
 
     Raises:
       ConfigError: names the field, what was got and what would do.
@@ -134,7 +138,10 @@ class ModelConfig(BlockConfig):
     return BlockConfig.resolve(dataclasses.replace(self, **given))
 
   def shortened(self, pairs: int) -> ModelConfig:
-    """The same sizes in so many pairs (of a Swin: in the stages with a MoE), if there are more."""
+    """The same model with at most so many pairs, and without `dense_layers`.
+
+    For a Swin the limit holds for each stage.
+    """
     blocks = self.moe_every * self.wiring_rule.units_per_moe
     layers = min(self.num_pairs * blocks, pairs * blocks)
     vision = self.vision
@@ -175,7 +182,7 @@ class ModelConfig(BlockConfig):
       raise ConfigError("model.vocab_size=0 needs the size of a tokenizer; set it")
 
   def _check_images(self) -> None:
-    """Checks that no option is set which only a language model has."""
+    """Checks that no option of language models only is set, and checks `vision`."""
     plain = ModelConfig()
     for name in (
       "style",

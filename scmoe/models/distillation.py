@@ -1,9 +1,11 @@
-"""Distillation: a student learns from text and from a teacher's scores.
+"""Distillation: a language model, the student, learns from text and from a teacher's scores.
 
-It is SE-MoE's second step (arXiv 2205.10034), with the loss of Hinton et al. (arXiv 1503.02531).
+SE-MoE distils in its second step (arXiv 2205.10034); the loss is that of Hinton et al. (arXiv
+1503.02531).
 
 The teacher runs inside the student's step, on the same mesh and tokens, without gradients and
-without dropping tokens. The scores of both models are computed chunk by chunk and never stored.
+without dropping choices. The scores of both models are computed for a chunk of tokens at a time,
+and never stored for all.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class Distillation(LanguageModelObjective):
   """`LanguageModelObjective` with the loss `scmoe.layers.cross_entropy.taught_losses`.
 
   Args:
-    graph, router, remat: of the student.
+    graph, router, remat: see `RoutedObjective`; those of the student.
     teacher: the teacher's graph definition.
     share: weight of the divergence in the loss, 0 to 1.
     temperature: divides the scores that are compared.
@@ -76,7 +78,10 @@ class Distillation(LanguageModelObjective):
     return dict(zip(("loss", "nats", "correct", "divergence"), found))
 
   def metrics(self, aux: LossSums) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Metrics with `divergence`: nats per token from the teacher, at the temperature."""
+    """The metrics of `RoutedObjective`, with `divergence`: the mean of KL(teacher | student).
+
+    It is in nats per token, with the scores of both over the temperature.
+    """
     scalars, arrays = super().metrics(aux)
     assert aux.divergence is not None
     return scalars | {"divergence": aux.divergence / jnp.maximum(aux.weight, 1)}, arrays

@@ -1,8 +1,9 @@
 """Analytic counts: FLOPs per token, parameters by kind, and the peak FLOP/s of devices.
 
-A product of [m, k] and [k, n] counts 2·m·n·k; smaller operations (norms, activations, softmax) are
-left out, as is usual for MFU, and so is capacity padding, which is no useful work. XLA's own cost
-analysis is not used, because it counts the body of a scan once.
+A product of [m, k] and [k, n] counts 2·m·n·k. Smaller operations (norms, activations, softmax) are
+left out, as is usual for MFU (the share of the peak FLOP/s that is reached), and so is capacity
+padding, which is no useful work. XLA's own cost analysis is not used, because it counts the body of
+a scan once, not once per iteration.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _PEAKS = (
 
 
 def peak_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
-  """Peak FLOP/s of one device; None for unknown devices (CPUs) and for types not of 16 bits."""
+  """Peak FLOP/s of a device in a 16-bit dtype; None for unknown devices, CPUs and other dtypes."""
   if dtype not in ("bfloat16", "float16"):
     return None
   return next((peak for name, peak in _PEAKS if name.lower() in device_kind.lower()), None)
@@ -54,13 +55,14 @@ class Flops:
   """Forward FLOPs per token, by kind.
 
   Attributes:
-    attention: projections, and scores and values: of text at half the sequence on average.
-    mlp: dense MLPs of blocks without MoE.
+    attention: projections, scores and the sum over values. A token of text counts the positions
+      that it attends to on average, (S + 1) / 2 without a window.
+    mlp: dense MLPs.
     shared: shared experts.
     routed: the routed experts that a token visits; zero experts count nothing.
     router: gates and mixing coefficients.
-    logits: output projection.
-    stem: of images, patches or convolutions, and mergers of tokens.
+    logits: output projection to logits.
+    stem: in models of images, the way from pixels to tokens, and mergers of tokens between stages.
   """
 
   attention: float
@@ -73,33 +75,33 @@ class Flops:
 
   @property
   def forward(self) -> float:
-    """All kinds together."""
+    """Forward FLOPs per token, of all kinds together."""
     return sum(dataclasses.astuple(self))
 
   @property
   def training(self) -> float:
-    """Forward and backward; recomputation under remat is not counted."""
+    """FLOPs per token of forward and backward pass; recomputation under remat is not counted."""
     return TRAINING * self.forward
 
 
 def forward_flops(model: ModelConfig, seq_len: int, real_share: float | None = None) -> Flops:
-  """FLOPs per token of a resolved model on sequences of `seq_len` tokens.
+  """Forward FLOPs per token of a model, on sequences of `seq_len` tokens.
 
-  Of images a token is one of the first stage, `seq_len` of which an image has: the FLOPs of later
-  stages are spread over them.
+  In a model of images the tokens are those of the first stage, and the FLOPs of all stages are
+  divided by their number.
 
   Args:
-    model: resolved.
-    seq_len: S.
+    model: resolved options.
+    seq_len: S of text; not read for images.
     real_share: share of a token's choices that go to experts that compute, not to zero experts:
-      measured, or from `RouterConfig.real_share`. None: in proportion to their number.
+      measured, or from `RouterConfig.real_share`. None: the share of such experts among all.
   """
   if not model.reads_images:
     seen = _positions_seen(model, seq_len)
     return _of_blocks(model, seen, real_share, logits=2 * model.width * model.vocab_size)
   stages = stages_of(model)
   found = [dataclasses.astuple(_of_blocks(stage, stage.seen, real_share)) for stage in stages]
-  # Of an image, all stages together; then of one of its tokens.
+  # FLOPs of an image in all stages together, divided by its number of tokens in the first stage.
   kinds = [sum(f * s.tokens for f, s in zip(of_kind, stages)) for of_kind in zip(*found)]
   flops = Flops(*(of_kind / stages[0].tokens for of_kind in kinds))
   head = 2 * stages[-1].width * model.vision.classes / stages[0].tokens
@@ -109,7 +111,7 @@ def forward_flops(model: ModelConfig, seq_len: int, real_share: float | None = N
 def _of_blocks(
   model: ModelConfig, seen: float, real_share: float | None, logits: float = 0.0
 ) -> Flops:
-  """FLOPs per token of blocks of one width, whose tokens see so many positions on average."""
+  """Forward FLOPs per token of blocks of one width, whose tokens attend to `seen` positions."""
   rule, width = model.wiring_rule, model.width
   moe_blocks = model.num_pairs * rule.units_per_moe if rule.taps else 0
   projections = 2 * sum(projection_weights(model))
@@ -131,13 +133,13 @@ def _of_blocks(
 
 
 def _stem_flops(stages: Sequence[StageConfig]) -> float:
-  """FLOPs of an image's way to tokens, and of the mergers between stages."""
+  """Forward FLOPs of one image from pixels to tokens, and in the mergers between stages."""
   merged = sum(2 * 4 * s.width * 2 * s.width * s.tokens / 4 for s in stages[:-1])
   return merged + sum(2 * m * n * places for m, n, places in products(stages[0]))
 
 
 def projection_weights(model: ModelConfig) -> tuple[int, int]:
-  """Numbers of weights of one attention's products (before, after) scores and values.
+  """Numbers of weights of one attention: of (input projections, output projection).
 
   Biases and norms do not count. Latent attention counts as training computes it, with keys and
   values of every head.
@@ -155,14 +157,14 @@ def projection_weights(model: ModelConfig) -> tuple[int, int]:
 
 
 def head_widths(model: ModelConfig) -> tuple[int, int]:
-  """Widths of all heads' (queries, values) together, as scores and values are computed."""
+  """Number of heads times the width of a head's (queries, values), as training computes them."""
   latent = model.kv_lora_rank
   query = model.qk_nope_head_dim + model.qk_rope_head_dim if latent else model.head_dim
   return model.num_heads * query, model.num_heads * (model.v_head_dim if latent else query)
 
 
 def _positions_seen(model: ModelConfig, seq_len: int) -> float:
-  """Positions that a token of text sees on average: (S + 1) / 2, or those of its window."""
+  """Positions that a token of text attends to on average: (S + 1) / 2, or fewer with a window."""
   window = min(model.sliding_window or seq_len, seq_len)
   return (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
 
@@ -176,8 +178,8 @@ class Parameters:
     dense: attention, norms, dense MLPs, gates and mixing coefficients.
     shared: shared experts.
     routed: all routed experts.
-    routed_active: those that one token visits: at most, with several gatings; on average, with zero
-      experts.
+    routed_active: the routed experts that one token visits. It is an upper bound if several gatings
+      use the same experts, as they may choose the same one, and a mean if there are zero experts.
   """
 
   embedding: int
@@ -188,12 +190,12 @@ class Parameters:
 
   @property
   def total(self) -> int:
-    """All parameters."""
+    """The number of all parameters."""
     return self.embedding + self.dense + self.shared + self.routed
 
   @property
   def active(self) -> int:
-    """Parameters that work on one token."""
+    """The number of parameters without the routed experts that a token does not visit."""
     return self.embedding + self.dense + self.shared + self.routed_active
 
 
@@ -203,9 +205,9 @@ def count_parameters(
   """Counts parameters by kind.
 
   Args:
-    model: resolved.
+    model: resolved options.
     shapes: the model's parameters as nested dictionaries of arrays or abstract arrays.
-    real_share: as in `forward_flops`.
+    real_share: see `forward_flops`.
   """
   rule = model.wiring_rule
   counts = {"embedding": 0, "dense": 0, "shared": 0, "routed": 0}

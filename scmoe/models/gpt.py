@@ -28,9 +28,10 @@ __all__ = ["GPT", "Output", "Pass", "route", "run_batches_in_turns"]
 class GPT(Trunk):
   """A decoder-only language model whose blocks follow one wiring.
 
-  It is a trunk with an embedding before it, and a norm behind it. The model computes in
-  `config.dtype`; parameters are float32. It runs on one device as it is, and in the manual region
-  (`scmoe.manual`) on this device's share of batch and parameters.
+  It is a trunk with an embedding before it, and a norm and the output projection (`logits`) behind
+  it. The model computes in `config.dtype`; its parameters are made in float32. It runs on one
+  device as it is, and in the manual region (`scmoe.manual`) on this device's share of batch and
+  parameters.
 
   Args:
     config: architecture.
@@ -65,25 +66,26 @@ class GPT(Trunk):
     self.norm = config.norm()
 
   def __call__(self, tokens_BS: Int[Array, "B S"], given: Pass = Pass()) -> Output:
-    """Runs the model.
+    """Runs the model up to its last norm; `logits` makes scores of the result's `h_BSD`.
 
     Args:
-      tokens_BS: int32.
+      tokens_BS: int32 token ids.
       given: see `Pass`.
 
     Raises:
-      ConfigError: `given.remat` is unknown; the rows are longer than the context; an id is outside
-        the vocabulary (only known arrays are checked, not traced ones).
+      ConfigError: `given.remat` is unknown, or see `check_tokens`.
     """
     return run_batches_in_turns([self], [tokens_BS], [given])[0]
 
   def check_tokens(self, tokens_BS: Int[Array, "B S"], given: Pass = Pass()) -> None:
-    """Checks the shape and type of token ids, and their values if the array is not traced.
+    """Checks the shape and dtype of token ids, and their values if this process knows them all.
 
-    Prompts (`given.begins`) may be padded beyond the context: nothing reads the padding.
+    It knows them if the array is neither traced nor partly on another process's devices. Prompts
+    (`given.begins`) may be padded beyond the context: no result of the padding is read.
 
     Raises:
-      ConfigError: names what was got and what would do.
+      ConfigError: the array is not [batch, sequence] or not of integers, the rows are longer than
+        the context, or an id is outside the vocabulary.
     """
     config, shape = self.config, tuple(tokens_BS.shape)
     if len(shape) != 2:
@@ -112,8 +114,8 @@ class GPT(Trunk):
   def logits(self, h_BSD: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
     """Logits of the next token at every position: float32 [B, S, V].
 
-    The model's call returns hidden states, so that training need not hold all logits at once:
-    `gpt.logits(gpt(tokens_BS).h_BSD)`.
+    Example: `gpt.logits(gpt(tokens_BS).h_BSD)`. The model's call returns hidden states instead, so
+    that training need not hold all logits at once.
 
     Args:
       h_BSD: `Output.h_BSD` of a call.
@@ -124,7 +126,7 @@ class GPT(Trunk):
 def run_batches_in_turns(
   models: Sequence[GPT], streams: Sequence[Int[Array, "B S"]], given: Sequence[Pass]
 ) -> list[Output]:
-  """Runs several batches through the model in turns; arguments as of `route`."""
+  """Runs several batches through the model in turns (`run_trunks`); arguments as for `route`."""
   return run_trunks(route(models, streams, given))
 
 
@@ -136,7 +138,8 @@ def route(
   Args:
     models: one per batch, with the same parameters, so that each batch has gradients of its own.
     streams: int32 token ids of each batch.
-    given: one per batch; router, remat, no_drop, gate and gradient_totals of the first one hold.
+    given: one per batch. Positions, segments, mask, key, caches and pairs are each batch's own; all
+      other fields of the first one hold for all batches.
   """
   config, shared = models[0].config, given[0]
   contexts, starts = [], []

@@ -16,24 +16,29 @@ follows with 22, layer 1 with 11. If device 1 has the same numbers, both end wit
 Why so:
 - One sum over devices per step instead of one per microbatch: half the traffic here, a sixteenth
   with 16 microbatches.
-- It starts inside the backward pass, layer by layer, so that the layers that are still to come hide
-  it. Only layer 1's has nothing left beside it (SE-MoE's fused slices, arXiv 2205.10034).
+- The sums start inside the backward pass, layer by layer: while a layer's sum travels, the devices
+  compute the gradients of the layers that are still to come. Only the sum of layer 1, the last one,
+  has no computation beside it (SE-MoE's fused slices, arXiv 2205.10034).
 - Totals are float32, because a bfloat16 total of many microbatches would round small addends away.
 - The kernel that makes a gradient adds it to the total: no copy of all gradients is written.
 
-The loss of a step is a sum over all its tokens, divided once by the step's count of them. The count
-follows from the batch alone (`Losses.counts`), so it is known before the first microbatch, whose
-gradient is then already its part of the step's. With 6 tokens in microbatch 1 and 2 in microbatch 2
-they weigh 6/8 and 2/8; a mean of both means would weigh them a half each.
+The loss of a step is a sum over all its tokens, divided once by the number of these tokens. The
+number follows from the batch alone (`Losses.counts`), so it is known before the first microbatch,
+and each microbatch's gradient is computed as its part of the step's gradient. With 6 tokens in
+microbatch 1 and 2 in microbatch 2 the two have the weights 6/8 and 2/8; a mean of the two means
+would give each the weight 1/2.
 
 JAX has no option to add a gradient to a total, so the totals are an argument of the losses. `added`
 returns the parameters as they are; its backward rule says that the gradient *with respect to a
 total* is the total plus the parameter's gradient. A `jax.vjp` of the losses then returns the new
 totals, and XLA sees each addition, and each sum over devices, where the gradient is made.
 
-Two cases need less. A parameter that no other device holds (an expert, with as many devices as
-experts) has no sum over devices; in a step of one microbatch it needs no total either. And where
-nothing travels at all, the last microbatch runs in the same loop as the others.
+Two cases need less. A parameter that no other device holds (an expert's, with as many devices as
+experts) has no sum over devices; in a step of one microbatch it needs no total either. And if no
+parameter has a sum over devices, the last microbatch runs in the same loop as the others.
+
+Microbatches that run side by side are a *group*, and the loop runs one group at a time. In the
+example each group is one microbatch.
 
 `accumulate` drives this for a step; models call `added`, `added_by_scan` or `added_by_layer` on
 the parameters they are about to read. `scmoe.parallel.gradients` says which devices hold the same
@@ -77,8 +82,8 @@ from scmoe.parallel.shares import (
 
 PyTree = Any
 
-# Elements of one layer's array from which its total is an array of its own. Smaller ones of all
-# layers stay stacked and share one kernel.
+# A layer's array of at least so many elements has a total of its own. The totals of smaller arrays
+# stay stacked over all layers, and one kernel adds to them.
 LARGE_LAYER = 1 << 18
 
 
@@ -87,16 +92,17 @@ LARGE_LAYER = 1 << 18
 class GradientTotal:
   """The sum over this device's microbatches for one parameter.
 
-  A pytree with one child: `jax.grad` with respect to it gives a `GradientTotal` with the new value.
+  A pytree: its gradient is a `GradientTotal` too, with the new total in place of the old one.
 
   Attributes:
-    value: float32 like the parameter, or `Apart` with one array per layer of a stack.
-    axes: mesh axes over which the total is summed once the last microbatch is added; () for none.
-    dtype: in which it travels.
-    last: the microbatches that are differentiated now are the step's last.
-    empty: there were no earlier microbatches: `value` has the shape and is not read.
-    dimension: that the data ranks divide, of a total with `into`.
-    bucket: as of `scmoe.parallel.shares.Gathering`.
+    value: the total before this backward pass, float32 like the parameter, or `Apart` with one
+      array per layer of a stack.
+    axes: mesh axes over which the total is summed once the last group is added; () for none.
+    dtype: dtype in which the total travels between devices.
+    last: whether the group that is differentiated now is the step's last.
+    empty: whether there was no earlier group: `value` then has only the shape, and is not read.
+    dimension: the dimension that data ranks divide, for a total with `into`.
+    bucket: see `scmoe.parallel.shares.Gathering`.
     into: zeros like this rank's share of the parameter; the gradient with respect to them is this
       rank's share of the sum, and nothing is differentiated with respect to `value`. None: the
       total keeps its shape.
@@ -131,35 +137,35 @@ class Losses(Protocol):
     rngs: Sequence[Array],
     ahead: PyTree = None,
   ) -> tuple[list[dict[str, Array]], list[PyTree]]:
-    """The terms of the loss, and `aux`, of each of several microbatches (leaves [B, ...]).
+    """The terms of the loss, and `aux`, for each microbatch of a group (leaves [B, ...]).
 
     A term is a sum over the global microbatch, float32 [], the same on all devices, of which each
     device differentiates its own part (`scmoe.parallel.collectives.total`). The step divides it by
-    the count of the same name. `aux` is a pytree of sums over the global microbatch. Both add up
-    over microbatches.
+    the count of the same name. `aux` is a pytree of sums over the global microbatch, such as those
+    for metrics. Terms and `aux` add up over microbatches.
 
     Args:
       params: the parameters, once for each microbatch: their gradients stay separate.
-      totals: of the parameters' gradients, or None. If given, the objective passes each parameter
-        through `added`, `added_by_scan` or `added_by_layer` before it reads it.
+      totals: `GradientTotal`s of the parameters, or None. If given, the objective passes each
+        parameter through `added`, `added_by_scan` or `added_by_layer` before it reads it.
       router: state that gradients do not train.
-      batches, rngs: of each microbatch; typed keys.
-      ahead: from `look_ahead`.
+      batches, rngs: for each microbatch this device's share of the batch, and a typed key.
+      ahead: what `look_ahead` returned.
     """
     ...
 
   def counts(self, batch: Batch) -> dict[str, Array]:
-    """The numbers by which the step divides each term: over all devices and microbatches.
+    """For each term the number by which the step divides it, over all devices and microbatches.
 
     Args:
-      batch: this device's share of the step, leaves [A, B, ...].
+      batch: this device's share of the step's batch, leaves [A, B, ...].
     """
     ...
 
   def look_ahead(
     self, params: PyTree, router: PyTree, batch: Batch, key_of: Callable[[Any], Array]
   ) -> PyTree:
-    """The sums over the step's other microbatches that a microbatch's loss needs, or None.
+    """Sums over all microbatches of the step, for losses that need them; None if none does.
 
     Args:
       params, router: as in `losses`.
@@ -185,26 +191,28 @@ def accumulate(
   factor: Array | None = None,
   shares: StateShares | None = None,
 ) -> tuple[Array, PyTree, PyTree]:
-  """Loss and gradients of a step, and its summed aux.
+  """Loss and gradients of a step over all its microbatches and devices, and the sum of their aux.
 
   Args:
     objective: gives the losses and their counts.
-    params: in the types in which the loss reads them; `Share`s where data ranks share them.
+    params: in the dtypes in which the loss reads them; `Share`s where data ranks share them.
     router: state that gradients do not train.
-    batch: leaves [A, B, ...] of A microbatches; the i-th uses the key folded with i.
-    rng: of the step.
+    batch: this device's share, leaves [A, B, ...] of A microbatches. Microbatch i has the key `rng`
+      folded with i.
+    rng: random key of the step.
     specs: PartitionSpecs like the whole parameters.
-    gradient_dtype: in which gradients travel between devices.
-    flight: microbatches that run side by side; 1 if it does not divide A. The results do not depend
-      on it.
+    gradient_dtype: dtype in which gradients travel between devices.
+    flight: number of microbatches that run side by side; if it does not divide A, they run one by
+      one. The results do not depend on it.
     factor: multiplies the loss before it is differentiated, and so the gradients (`LossScaling`);
       the returned loss is without it.
-    shares: of which gradients a data rank wants its share only; None: of none.
+    shares: says for which parameters a data rank gets only its share of the gradient; None: for
+      none.
 
   Returns:
-    the loss, float32 []; gradients like the parameters or their shares, float32 (of a single
-    microbatch without a sum over devices: in the parameters' types); aux, summed over the
-    microbatches.
+    The loss, float32 []; gradients like the parameters or their shares; aux, summed over the
+    microbatches. Gradients are float32, but those of a single microbatch without a sum over devices
+    have the parameters' dtypes.
   """
   count = jax.tree.leaves(batch)[0].shape[0]
   size = flight if count % flight == 0 else 1
@@ -222,7 +230,7 @@ def accumulate(
     ((grads,),) = pull(step.slopes_of([terms]))
   else:
     groups = jax.tree.map(lambda x: x.reshape(count // size, size, *x.shape[1:]), batch)
-    early = count // size - reduces  # groups before the one whose backward pass reduces
+    early = count // size - reduces  # groups in the loop: all but one that sums over devices
     results = jax.eval_shape(step.losses(_at(groups, 0), 0), step.copies)
     done, totals = step.begin(results, early)
     if early:
@@ -240,12 +248,15 @@ def accumulate(
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-  """The arguments that all groups of a step share.
+  """The arguments that all groups of a step have in common.
 
   Attributes:
+    objective, router: see `accumulate`.
     copies: the parameters, once for each microbatch of a group.
+    ahead: what `Losses.look_ahead` returned.
+    key_of: number of a microbatch -> its key.
     slopes: gradient of the loss with respect to each term: 1 / count, times the loss scale.
-    dtype: in which gradients travel.
+    dtype: dtype in which gradients travel.
   """
 
   objective: Losses
@@ -257,11 +268,11 @@ class _Step:
   dtype: str
 
   def losses(self, group: Batch, first: Any) -> Callable[..., Any]:
-    """`Losses.losses` of a group [size, B, ...], a function of (copies, totals).
+    """`Losses.losses` of one group, as a function of (copies, totals).
 
     Args:
-      group: microbatches.
-      first: number of the first of them in the step.
+      group: the group's microbatches, leaves [size, B, ...].
+      first: number of the group's first microbatch in the step.
     """
     numbers = range(len(self.copies))
     batches = [_at(group, i) for i in numbers]
@@ -270,11 +281,11 @@ class _Step:
     return functools.partial(self.objective.losses, **given)
 
   def begin(self, results: tuple[list[Any], list[Any]], early: int) -> tuple[Any, PyTree]:
-    """(terms, aux) and totals before the first group: zeros.
+    """The zeros with which a step begins: ((terms, aux) of one microbatch, totals).
 
     Args:
       results: shapes of what `losses` gives.
-      early: number of groups before the last one.
+      early: number of groups that the loop runs.
     """
     with jax.named_scope("accumulate"):
       shapes = tuple(each[0] for each in results)
@@ -284,7 +295,12 @@ class _Step:
     return done, jax.tree.map(total, zeros, is_leaf=is_apart)
 
   def add_group(self, carry: PyTree, item: tuple[Batch, Array]) -> tuple[PyTree, None]:
-    """Body of the loop over the groups before the last: adds one to (results, totals)."""
+    """Body of the loop over groups: adds a group's results and gradients to ((terms, aux), totals).
+
+    Args:
+      carry: the sums over the groups before.
+      item: the group, and the number of its first microbatch.
+    """
     done, totals = carry
     losses = functools.partial(self.losses(*item), self.copies)
     terms, pull, aux = jax.vjp(losses, totals, has_aux=True)
@@ -292,7 +308,7 @@ class _Step:
     return (_added_up(list(zip(terms, aux)), done), totals), None
 
   def slopes_of(self, terms: list[dict[str, Array]]) -> list[dict[str, Array]]:
-    """The gradient of the loss with respect to each term of each microbatch."""
+    """The gradient of the loss with respect to each microbatch's terms, in their dtypes."""
     slope = lambda name, term: jnp.asarray(self.slopes[name], term.dtype)
     return [{name: slope(name, term) for name, term in each.items()} for each in terms]
 
@@ -306,10 +322,11 @@ def _last_group(
   specs: PyTree,
   shares: StateShares | None,
 ) -> tuple[PyTree, PyTree]:
-  """Results and totals after the last group, whose backward pass reduces the totals."""
+  """(terms, aux) and totals after the last group, whose backward pass sums over devices."""
   group = _at(groups, -1)
   if early:
-    # XLA unrolls a loop of one iteration, and would then mix its group with the last one.
+    # XLA unrolls a loop of one iteration; without this barrier it would then interleave the loop's
+    # group with the last group.
     group, (done, totals) = barrier((group, (done, totals)))
   given = for_last_group(totals, specs, step.dtype, empty=not early)
   if shares is not None:
@@ -347,11 +364,13 @@ def _added_up(new: Sequence[PyTree], done: PyTree) -> PyTree:
 def for_last_group(totals: PyTree, specs: PyTree, dtype: str, *, empty: bool) -> PyTree:
   """Totals for the last group of a step; None for a parameter that needs none.
 
+  A parameter needs none if its gradient is neither added to earlier ones nor summed over devices.
+
   Args:
-    totals: of the earlier groups.
+    totals: the totals of the earlier groups.
     specs: PartitionSpecs like the parameters.
-    dtype: in which gradients travel.
-    empty: there were no earlier groups: `totals` only has the shapes.
+    dtype: dtype in which gradients travel.
+    empty: whether there were no earlier groups: `totals` then only has the shapes.
   """
 
   def prepare(spec: Any, total: GradientTotal) -> GradientTotal | None:
@@ -364,10 +383,11 @@ def for_last_group(totals: PyTree, specs: PyTree, dtype: str, *, empty: bool) ->
 
 
 def _into_shares(totals: PyTree, params: PyTree, shares: StateShares) -> PyTree:
-  """The totals of the last group, with those that end as a rank's share told so.
+  """Prepares the last group's totals of gradients of which a data rank gets only its share.
 
-  If ranks share the parameter, its total is a share from the beginning: each microbatch's gradient
-  is scattered before it is added. Otherwise the last group's backward pass scatters the total.
+  If ranks share the parameter too, the total is a share from the beginning: each microbatch's
+  gradient is scattered before it is added. If they share only its moments, the last group's
+  backward pass scatters the total (`GradientTotal.into`). Other totals stay as they are.
   """
   bucket, ranks = shares.how.bucket, axis_size(AXIS)
 
@@ -387,12 +407,18 @@ def _into_shares(totals: PyTree, params: PyTree, shares: StateShares) -> PyTree:
 
 
 def _bare(params: PyTree) -> PyTree:
-  """The parameters with the arrays of `Share`s in their place."""
+  """The parameters with every `Share` replaced by its array."""
   return jax.tree.map(lambda x: x.value if is_share(x) else x, params, is_leaf=is_share)
 
 
 def _completed(found: PyTree, grads: list[PyTree], zeros: PyTree) -> PyTree:
-  """All totals: those found, and the plain gradients of the parameters that had none."""
+  """All parameters' totals after the last group.
+
+  Args:
+    found: the gradients with respect to the totals of `for_last_group`; None if there was no total.
+    grads: for each microbatch the parameters' gradients, read only where `found` is None.
+    zeros: like `found`, the zeros to which such gradients are added.
+  """
 
   def complete(found: Any, zero: GradientTotal, *grads: Array) -> GradientTotal:
     if found is None:
@@ -407,16 +433,17 @@ def _completed(found: PyTree, grads: list[PyTree], zeros: PyTree) -> PyTree:
 
 
 def added(copies: Sequence[PyTree], totals: PyTree) -> list[PyTree]:
-  """The same parameters; their gradients are added to their totals, and reduced if it is time.
+  """Returns the parameters; the backward pass adds their gradients to totals.
 
-  The gradient with respect to a total is the total plus the gradients of all copies, summed over
-  `GradientTotal.axes`. Parameters with a total have no gradient of their own. A `Share` with a
-  total is gathered, and its gradient scattered over the data ranks.
+  The gradient with respect to a total is the total plus the gradients of all copies; in the last
+  group it is also summed over the devices on `GradientTotal.axes`. Parameters with a total have no
+  gradient of their own. A `Share` with a total is gathered, and its gradient scattered over the
+  data ranks.
 
   Args:
-    copies: the parameters, once for each microbatch of a group, before they are read.
-    totals: like one of them, of `GradientTotal`s; None for a parameter whose gradient is taken as
-      usual, or for all of them.
+    copies: the parameters, once for each microbatch of a group, before the model reads them.
+    totals: a tree like one copy, of `GradientTotal`s; None for a parameter whose gradient is taken
+      as usual, or in place of the whole tree.
   """
   found = _total_leaves(totals)
   here = [i for i, total in enumerate(found) if total is not None]
@@ -441,18 +468,23 @@ def ready(copies: Sequence[PyTree], totals: PyTree) -> list[PyTree]:
 
 
 def ready_beside_pairs(copies: Sequence[PyTree], totals: PyTree = None) -> list[PyTree]:
-  """`ready` for a model's parameters but for those of its pairs, which the loop over pairs reads.
+  """`ready` for all parameters of a model except those of its pairs, which are left unchanged.
+
+  The loop over the pairs calls `ready` for those.
 
   Args:
     copies: a model's parameters, once for each microbatch of a group.
-    totals: like one of them, or None.
+    totals: see `added`.
   """
   own = copies if totals is None else added(copies, beside_pairs(totals))
   return _all_gathered(own, lambda path: not _of_pairs(path))
 
 
 def _all_gathered(copies: Sequence[PyTree], wanted: Callable[[Any], bool]) -> list[PyTree]:
-  """The copies with whole arrays in place of `Share`s whose path is `wanted`, gathered once."""
+  """The copies with whole arrays in place of `Share`s whose path is `wanted`.
+
+  Copies have equal values, so the shares of the first one are gathered, for all of them.
+  """
   if not shares_in(copies[0]):
     return list(copies)
   flat, tree = jax.tree_util.tree_flatten_with_path(copies[0], is_leaf=is_share)
@@ -470,9 +502,13 @@ def _all_gathered(copies: Sequence[PyTree], wanted: Callable[[Any], bool]) -> li
 def added_by_scan(copies: Sequence[PyTree], totals: PyTree) -> tuple[list[PyTree], PyTree]:
   """(copies, totals) of a stack of layers for a scan, whose body calls `added` with its slices.
 
-  Before the last group the scan stacks the layers' gradients and this function adds the stack, so
-  that the body gets None for totals; in the last group the body adds and reduces its own layer's.
-  The body always adds the gradients of shares, which it gathers and scatters.
+  Before the last group the scan stacks the layers' gradients, and this function adds the stack to
+  the totals: the body gets None for totals. In the last group the body adds its own layer's
+  gradients, so that their sum over devices starts there. If data ranks share parameters, the body
+  adds in every group, because it gathers the shares and scatters their gradients.
+
+  Args:
+    copies, totals: see `added`; leaves [L, ...].
   """
   if _before_last(totals) and not shares_in(copies[0]):
     return added(copies, totals), None
@@ -484,13 +520,14 @@ def added_by_layer(
 ) -> tuple[list[list[PyTree]], list[PyTree]]:
   """(copies, totals) of every layer of a stack, for layers that are written out.
 
-  In the last group each layer calls `added` with its own totals, as the scan's body does for
-  `added_by_scan`. Before the last group this function adds: to each layer's array where the total
-  is `Apart`, else to the stack.
+  In the last group, and in every group if data ranks share parameters, each layer calls `added`
+  with its own totals, as the scan's body does after `added_by_scan`. In other groups this function
+  adds the gradients: to each layer's array where the total is `Apart`, else to the stack. The
+  layers then get None for totals.
 
   Args:
-    copies: leaves [L, ...] or `Apart`.
-    totals: like one of them; leaves may be None, and so may all.
+    copies: the stack, once for each microbatch of a group; leaves [L, ...] or `Apart`.
+    totals: see `added`.
     count: L.
   """
   if _before_last(totals) and not shares_in(copies[0]):
@@ -505,10 +542,10 @@ def added_by_layer(
 def beside_pairs(totals: PyTree) -> PyTree:
   """The totals of a model's parameters, with None for those of its pairs (`Trunk.stages`).
 
-  The loop over the pairs adds to its own, layer by layer; `added` serves all others at once.
+  The loop over the pairs adds to the totals of the pairs; one call of `added` serves all others.
 
   Args:
-    totals: like the model's parameters.
+    totals: a tree like the model's parameters, of `GradientTotal`s.
   """
 
   def keep(path: tuple, total: GradientTotal | None) -> GradientTotal | None:
@@ -523,9 +560,9 @@ def _of_pairs(path: Any) -> bool:
 
 
 def large_layers_apart(zeros: PyTree, count: int) -> PyTree:
-  """Zeros of a stack's totals, with one array per layer where layers are large.
+  """Zeros of a stack's totals, with one array per layer if a layer has `LARGE_LAYER` elements.
 
-  A layer's kernel then adds to its own array in place and reads nothing else.
+  The kernel that makes a layer's gradient then adds it in place, and reads no other layer's total.
 
   Args:
     zeros: leaves [L, ...].
@@ -554,7 +591,7 @@ def _added(copies: list[list[Any]], totals: list[GradientTotal]) -> list[list[Ar
 def _added_fwd(copies, totals):
   unread = lambda total: dataclasses.replace(total, value=None) if total.empty else total
   divided_at = [Share(None, x.dimension if is_share(x) else WHOLE) for x in copies[0]]
-  # Not by `_added`, which policies of rematerialisation could not see into.
+  # This does not call `_added`: policies of rematerialisation could not see the gathers inside it.
   whole = _all_gathered(copies, lambda _: True)
   return whole, (divided_at, [unread(total) for total in totals])
 
@@ -578,7 +615,10 @@ def _added_bwd(kept, bars):
 
 
 def _reduced(totals: list[GradientTotal], values: list[Array]) -> list[GradientTotal]:
-  """The gradients with respect to totals, from the totals of this device."""
+  """The gradients with respect to totals: this device's new totals, summed over `axes`.
+
+  A total with `into` is scattered over the data ranks, and summed over the other axes.
+  """
   here = [i for i, total in enumerate(totals) if total.into is not None]
   ending = [totals[i] for i in here]
   shares = _scattered([values[i] for i in here], [total.dimension for total in ending], ending)

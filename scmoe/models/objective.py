@@ -1,7 +1,7 @@
 """The quantity that training minimises: a model's own loss plus the losses of its routers.
 
-`RoutedObjective` has all that concerns routers and gradients; a subclass says how its model reads a
-batch, and which sums it makes of the output.
+`RoutedObjective` has all that concerns routers and gradients. A subclass says how its model reads a
+batch, and which sums it computes from the model's output.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ from scmoe.parallel.mesh import BATCH_AXES
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossSums:
-  """The sums from which a step computes all it reports: over the global microbatch, additive.
+  """The sums from which a step's metrics are computed, over global microbatches.
+
+  The sums of several microbatches are added up, field by field.
 
   Attributes:
-    nats: Σ weight · cross-entropy.
+    nats: Σ weight · cross-entropy, over tokens of text or over images.
     correct: Σ weight · [the best guess is right].
     weight: Σ weight, the number of tokens, or of images, that count.
     microbatches: number of microbatches in the sums.
@@ -89,25 +91,39 @@ class RoutedObjective:
     """The way of several microbatches through the model, for `run_trunks`.
 
     Args:
-      models: with the same parameters, one per microbatch.
-      batches, router, rngs: as of `losses`.
-      totals: `Pass.gradient_totals`.
+      models: one per microbatch, with the same parameters.
+      batches, router, rngs: see `losses`.
+      totals: see `Pass.gradient_totals`.
     """
     raise NotImplementedError
 
   def of_batch(self, model: Any, out: Output, batch: Any) -> dict[str, Array]:
     """This device's sums over a microbatch, by the names of `LossSums`: nats, correct, weight.
 
-    It may add `loss`, which is then differentiated instead of `nats`, and other fields.
+    It may add other fields of `LossSums`, and `loss`, a sum that is then differentiated instead of
+    `nats`.
+
+    Args:
+      model: the model.
+      out: its output for the microbatch.
+      batch: the microbatch.
     """
     raise NotImplementedError
 
   def counted(self, batch: Any) -> tuple[Array, Array]:
-    """This device's weights of what the loss is a mean of, and which of these are no padding."""
+    """Two arrays whose sums over a step divide terms of the loss.
+
+    The first has the weights of the things over which the loss is a mean: tokens, images or pairs.
+    The second is True for the tokens or images that are routed, which excludes padding.
+    """
     raise NotImplementedError
 
   def tokens_of_each(self, model: Any) -> Array | float:
-    """Tokens that a MoE layer routes for each thing that counts; per layer where they differ."""
+    """Number of tokens that a MoE layer routes for each True of `counted`.
+
+    It is 1 for text. For images it is the number of an image's tokens: a number, or an array with
+    one for each layer.
+    """
     del model
     return 1.0
 
@@ -123,16 +139,19 @@ class RoutedObjective:
     """Loss of a step of one microbatch, and its sums.
 
     In the manual region parameters and batch are this device's shares, and the loss is that of the
-    global batch. Its gradient is this device's addend: the gradient is the sum over all devices.
+    global batch. `jax.grad` gives this device's addend to the gradient; the gradient is the sum of
+    all devices' addends.
 
     Args:
       params: the model's parameters.
       router: state that gradients do not train (`GPT.init_router`); None or {} where there is none.
-      batch: [B, S].
+      batch: a microbatch, leaves [B, ...].
       rng: random key for gate noise.
 
     Returns:
-      mean cross-entropy (nats per counted token) + balancing losses summed over layers, float32.
+      The loss, float32 [], and the sums. The loss is the model's own mean loss (for text the
+      cross-entropy in nats per counted token), plus the balancing loss and the z-loss of the
+      routers, summed over layers, with their coefficients.
     """
     (terms,), (sums,) = self.losses([params], router=router, batches=[batch], rngs=[rng])
     return divided(terms, self.counts(jax.tree.map(lambda x: x[None], batch))), sums
@@ -149,17 +168,17 @@ class RoutedObjective:
   ) -> tuple[list[dict[str, Array]], list[LossSums]]:
     """Terms of the loss and `LossSums` of several microbatches side by side.
 
-    They run in turns (`scmoe.models.trunk.run_trunks`), so that one's exchange has another's
-    computation beside it.
+    They run in turns (`scmoe.models.trunk.run_trunks`), so that one microbatch computes while the
+    rows of another travel.
 
     Args:
       params, totals, router, batches, rngs, ahead: see `scmoe.models.gradient_sums.Losses`.
 
     Returns:
-      for each microbatch its terms by the names of `counts`, and its `LossSums`. The terms are
-      `term`, the weighted cross-entropy (or `loss` of `of_batch`); and with their coefficients,
-      summed over layers, `routed`, the router z-loss, and `microbatches` or `steps`
-      (`router.balance_over`), the balancing loss.
+      Two lists: each microbatch's terms, by the names of `counts`, and its `LossSums`. The term
+      named by `self.term` is the weighted cross-entropy (or `loss` of `of_batch`). Models with
+      routers add two terms, with their coefficients and summed over layers: "routed", the z-loss,
+      and "microbatches", or "steps" if `ahead` is given, the balancing loss.
     """
     pairs = None
     params = ready_beside_pairs(params, totals)
@@ -171,7 +190,7 @@ class RoutedObjective:
     with jax.named_scope("loss"):
       for model, out, batch in zip(models, outs, batches):
         own.append((self.of_batch(model, out, batch), out.sums))
-      # All microbatches, all layers, all sums: one collective.
+      # One collective sums everything: all sums of all layers and microbatches.
       own = total(own, BATCH_AXES, "statistics")
     bias_LE = (router or {}).get("bias")
     bias_range = None if bias_LE is None else bias_LE.max(-1) - bias_LE.min(-1)
@@ -192,7 +211,7 @@ class RoutedObjective:
       name, balance = "microbatches", balance_loss(sums, kind)
     else:
       name, balance = "steps", balance_part(sums, ahead, kind)
-    # The sums of a pair with two routers count each token twice.
+    # The sums of a pair that gates twice count each token twice.
     routers = rule.units_per_moe * len(rule.taps) * self.tokens_of_each(model)
     routed = self.router.z_loss * (sums.z_square / routers).sum()
     return {name: self.router.balance_loss * balance, "routed": routed}
@@ -201,11 +220,11 @@ class RoutedObjective:
     """The counts of a step by which its terms are divided, float32 [], over all devices.
 
     Args:
-      batch: this device's share, leaves [A, B, ...].
+      batch: this device's share of the step's batch, leaves [A, B, ...].
 
     Returns:
-      of `term` the sum of the weights; of `routed` the number that is no padding; of
-      `microbatches` A; of `steps` 1.
+      By name: under `self.term` the sum of the weights; under "routed" the number of tokens or
+      images that are no padding; under "microbatches" A; under "steps" 1.
     """
     own = jnp.stack([each.astype(jnp.float32).sum() for each in self.counted(batch)])
     weight, routed = total(own, BATCH_AXES, "statistics")
@@ -216,10 +235,11 @@ class RoutedObjective:
   def look_ahead(
     self, params: Any, router: Any, batch: Batch, key_of: Callable[[Any], Array]
   ) -> RouterSums | None:
-    """Router sums of a whole step, for `router.balance_over=step`; else None.
+    """Router sums of a whole step, for a balancing loss of the step (`router.balance_over=step`).
 
-    The gradient of the step's balancing loss needs the loads of all microbatches, which only a
-    forward pass of each can tell. A step of one microbatch needs none.
+    The gradient of that loss needs the loads of all microbatches, which only a forward pass of each
+    can tell. None with `balance_over` microbatch, without a balancing loss, and for a step of one
+    microbatch.
 
     Args:
       params, router: as for `loss`.
@@ -241,15 +261,19 @@ class RoutedObjective:
       return total(found, BATCH_AXES, "statistics")
 
   def lay_out_totals(self, zeros: Any) -> Any:
-    """Zeros like the parameters; large layers that are written out have arrays of their own."""
+    """The zeros, with an array of its own for each large layer if layers are written out.
+
+    Args:
+      zeros: the totals of the gradients, in a tree like the parameters.
+    """
     model: Any = nnx.merge(self.graph, zeros)
     return model.lay_out_totals(zeros)
 
   def cast(self, params: Any) -> Any:
-    """Parameters in the compute type, cast once for all microbatches of a step.
+    """Parameters in the compute dtype, cast once for all microbatches of a step.
 
-    Norms, gates and mixing coefficients stay float32, because they compute in it. The gradient of a
-    cast weight has the compute type.
+    Norms, gates and mixing coefficients stay float32, because they compute in float32. The gradient
+    of a cast weight has the compute dtype.
     """
     model: Any = nnx.merge(self.graph, params)
     return cast_params(params, model.config.dtype)
@@ -259,18 +283,19 @@ class RoutedObjective:
     raise TypeError("only scmoe.models.distillation.Distillation has a teacher")
 
   def seeded(self, seed: Array) -> RoutedObjective:
-    """This objective: all its random numbers follow from the keys that `losses` is given."""
+    """Returns this objective: its random numbers follow from the keys of `losses` only."""
     del seed
     return self
 
   def metrics(self, aux: LossSums) -> tuple[dict[str, Array], dict[str, Array]]:
     """Scalars and per-layer arrays of a step, from the sums over its microbatches.
 
-    Scalars: `cross_entropy` (nats per token) and `accuracy`; `drop`, over the choices of all
-    layers; of the worst layer `max_violation`, `imbalance` (the busiest expert's load over the mean
-    load), `dead` and `diversity`; means over layers of `balance_loss`, `z_loss`, `router_entropy`,
-    `confidence`, `shortcut_ratio`, and with zero experts `zero_share` and `real_experts`. Arrays:
-    the per-layer `scmoe.moe.losses.statistics`.
+    Scalars: `cross_entropy` (nats per token, or per image) and `accuracy`; with routers also
+    `drop`, over the choices of all layers; of the worst layer `max_violation`, `imbalance` (the
+    busiest expert's load over the mean load), `dead` and `diversity`; means over layers of
+    `balance_loss`, `z_loss`, `router_entropy`, `confidence`, `shortcut_ratio`, and with zero
+    experts `zero_share` and `real_experts`. Arrays: the per-layer `scmoe.moe.losses.statistics`;
+    none without routers.
     """
     weight = jnp.maximum(aux.weight, 1)
     scalars = {
@@ -301,8 +326,8 @@ class RoutedObjective:
   def update_router(self, router: Any, aux: LossSums) -> Any:
     """Router state after a step, from the loads of all its microbatches and devices.
 
-    With several gates the turn passes to the next: of n gates (`router.compat.gates`) each trains
-    in every n-th step.
+    It updates the balancing biases, if any. With n > 1 gates (`router.compat.gates`) the next gate
+    has its turn, so that each trains in every n-th step.
     """
     new = dict(router or {})
     if aux.router is not None and "bias" in new:
@@ -346,7 +371,8 @@ class LanguageModelObjective(RoutedObjective):
   def of_text(self, model: GPT, out: Output, batch: Batch) -> dict[str, Array]:
     """This device's sums over a microbatch: `nats` and `correct` of `LossSums`.
 
-    A subclass may add `loss`, which is then differentiated instead of `nats`, and `divergence`.
+    A subclass may add `divergence`, and `loss`, a sum that is then differentiated instead of
+    `nats`.
     """
     nats, correct = model.embedding.summed_losses(out.h_BSD, batch.targets, batch.weights)
     return {"nats": nats, "correct": correct}
@@ -357,7 +383,7 @@ class LanguageModelObjective(RoutedObjective):
 
 
 def cast_params(params: Any, dtype: Any) -> Any:
-  """Parameters in the compute type; norms, gates and mixing coefficients stay float32."""
+  """Casts parameters to `dtype`, except those of norms, gates and mixing coefficients."""
 
   def cast(path: tuple, leaf: Array) -> Array:
     name = jax.tree_util.keystr(path)

@@ -4,9 +4,10 @@ The loss is that of Rafailov et al. (arXiv 2305.18290). Let p be the model and r
 model that does not learn. An answer's reward is β · (ln p(answer) - ln r(answer)), and a pair's
 loss is -ln σ(reward of the chosen answer - reward of the rejected one).
 
-A row of tokens holds pairs, each as two segments that do not see each other: pair 0 has the
-segments 1 (chosen) and 2 (rejected), pair 1 the segments 3 and 4. The weights of a batch say which
-tokens belong to the answers. The reference runs inside the step like a `Distillation`'s teacher.
+A row of tokens holds pairs, each as two segments that do not attend to each other: pair 0 has the
+segments 1 (chosen) and 2 (rejected), pair 1 the segments 3 and 4. Each segment is a prompt and an
+answer; the weights of a batch are 0 for targets in the prompt. The reference runs inside the step,
+as a `Distillation`'s teacher does.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Preference(LanguageModelObjective):
   """The preference loss over pairs of answers, and the losses of the routers.
 
   Args:
-    graph, router, remat: of the model that learns.
+    graph, router, remat: see `RoutedObjective`; those of the model that learns.
     reference: the reference's graph definition. None: there is no reference, and an answer's reward
       is β · ln p(answer).
     beta: β.
@@ -61,7 +62,11 @@ class Preference(LanguageModelObjective):
     return own
 
   def of_batch(self, model: GPT, out: Output, batch: Batch) -> dict[str, Any]:
-    """Sums over a microbatch: `loss`, `preference` over pairs, the others over chosen answers."""
+    """This device's sums over a microbatch, by the names of `LossSums`, and `loss`.
+
+    `loss` and `preference` are sums over pairs; `nats`, `correct` and `weight` are sums over the
+    tokens of chosen answers.
+    """
     nats_BS, correct_BS = model.embedding.token_losses(out.h_BSD, batch.targets)
     weights_BS = batch.weights.astype(jnp.float32)
     chosen_BS = weights_BS * (batch.segment_ids % 2)
@@ -85,7 +90,7 @@ class Preference(LanguageModelObjective):
     }
 
   def _gain(self, nats_BS: Array, batch: Batch) -> Array:
-    """ln p - ln r of every target, float32 [B, S]; without a reference ln p."""
+    """ln p - ln r of every target, or ln p without a reference: float32 [B, S]."""
     if self.reference is None:
       return -nats_BS
     assert self.given is not None, "the step gives the reference's arrays by `taught`"
@@ -119,15 +124,17 @@ def _pairs(batch: Batch) -> Array:
 
 
 def _of_answers(values_BS: Array, batch: Batch) -> Array:
-  """Sums of each answer's values, float32 [B, 2, P]: chosen and rejected of each pair.
+  """Sums of each answer's values, float32 [B, 2, P]: for chosen (0) and rejected (1) of each pair.
 
-  P = S // 4 is the most pairs that a row can hold: an answer has at least a token before it.
+  P = max(S // 4, 1) is the most pairs that a row can hold. An answer has at least one token, and
+  one before it, so a pair has at least four tokens.
   """
   rows, size = values_BS.shape
   most = max(size // 4, 1)
   pair_BS, second_BS = (batch.segment_ids + 1) // 2 - 1, (batch.segment_ids + 1) % 2
   number_BS = (jnp.arange(rows)[:, None] * 2 + second_BS) * most + pair_BS
   everything = rows * 2 * most
-  number_BS = jnp.where(batch.segment_ids > 0, number_BS, everything)  # padding: a sum left out
+  # Padding is added to one more sum, which is left out of the result.
+  number_BS = jnp.where(batch.segment_ids > 0, number_BS, everything)
   sums = jax.ops.segment_sum(values_BS.reshape(-1), number_BS.reshape(-1), everything + 1)
   return sums[:everything].reshape(rows, 2, most)

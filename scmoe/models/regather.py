@@ -1,20 +1,22 @@
-"""Gathers of written-out pairs, one pair ahead in both passes (`mesh.shard_state=parameters`).
+"""Gathers the parameters of written-out pairs one pair ahead, in both passes.
 
-A pair's parameters are gathered beside the pair that computes before it. Three pairs, in order:
+It serves `mesh.shard_state=parameters` with `mesh.gather_ahead`. A pair's parameters are gathered
+while the pair before it, in the order of the pass, computes. Three pairs:
 
   forward    gather 0 | gather 1, pair 0 | gather 2, pair 1 | pair 2
   backward   pair 2, gather 1 | pair 1, gather 0 | pair 0
 
-The last pair keeps its parameters, because its backward pass comes next. Whole are those of two
-pairs at a time. Two things keep XLA from another order. Barriers let a gather begin when the pair
-beside it begins: without them XLA could gather all pairs first, or take the second gather of a
-pair for a copy of the first, and keep all parameters. And data connect no gather with the work
-of the pair beside it, so XLA's latency-hiding scheduler may run both at once.
+The last pair keeps its parameters, because its backward pass comes next. So memory holds the whole
+parameters of two pairs at a time. Two things bring this order about. Barriers let a gather begin
+when the pair beside it begins: without them XLA could gather all pairs first, or take the second
+gather of a pair for a repetition of the first, and keep all parameters. And a gather and the pair
+beside it read no result of each other, so XLA's latency-hiding scheduler may run both at once.
 
-Differentiation would keep a pair's whole parameters for its backward pass. Here they are taken out
-of what is kept. `_pair` returns them for the next pair, which does not read them; the backward pass
-of the next pair gathers them and returns them in place of their gradient. So they arrive where
-they are read, and no gradient is lost: that of the parameters is returned by the pair itself.
+Differentiation would keep a pair's whole parameters for its backward pass. Here they are removed
+from the kept values. `_pair` returns them as an input of the next pair, which does not read them.
+The backward pass of the next pair gathers them again, and returns them in the place of the gradient
+of that input. So they arrive at the backward pass of the pair that reads them. No gradient is lost:
+each pair returns the gradient of its own parameters.
 
 A scan cannot do this: XLA moves no collective from one of its iterations to another.
 """
@@ -39,11 +41,11 @@ Body = Callable[[Any, Any], tuple[Any, Any]]
 
 
 class OneAhead:
-  """Runs pairs that are written out, in order; their parameters are gathered one pair ahead.
+  """Runs pairs that are written out, in order, and gathers their parameters one pair ahead.
 
   Args:
-    body: (carry, ((copies, None), here, None)) -> (carry, out), of a pair with whole parameters.
-    count: number of calls.
+    body: runs a pair with whole parameters: (carry, ((copies, None), here, None)) -> (carry, out).
+    count: number of pairs, and so of calls.
   """
 
   def __init__(self, body: Body, count: int):
@@ -56,9 +58,12 @@ class OneAhead:
     """Runs the next pair.
 
     Args:
-      carry: of `body`.
+      carry: the carry of `body`.
       read: the pair's parameters once for each batch, with `Share`s, and their totals (`added`).
       here: the pair's other inputs, which have no gradient.
+
+    Returns:
+      The result of `body`: the carry for the next pair, and the pair's output.
     """
     copies, totals = read
     shares = shares_in(copies[0])
@@ -80,8 +85,8 @@ class _How:
   """The arguments of `_pair` that are no arrays.
 
   Attributes:
-    body: of the pair.
-    shared: which of its parameters were gathered, by their place among the leaves.
+    body: see `OneAhead`.
+    shared: which of the pair's parameters were gathered: their indices among its leaves.
     last: whether no pair follows.
   """
 
@@ -96,10 +101,11 @@ class _Kept:
   """The values that a pair's backward pass reads, without the gathered parameters.
 
   Attributes:
-    leaves: of the function that `jax.vjp` returned; None for a gathered parameter.
-    shares: of the pair before.
-    structure: of that function as a tree.
-    places: for each leaf, which gathered parameter it is; -1: none.
+    leaves: the arrays in the backward function of `jax.vjp`, which is a pytree; None in place of a
+      gathered parameter.
+    shares: the shares of the pair before; None for the first pair.
+    structure: the tree structure of that backward function.
+    places: for each leaf, the index of the gathered parameter that it is; -1: it is none.
   """
 
   leaves: list[Any]
@@ -156,5 +162,5 @@ _pair.defvjp(_pair_fwd, _pair_bwd)
 
 
 def _floats(tree: PyTree) -> list[Array]:
-  """The arrays of a tree that have gradients."""
+  """The floating-point arrays of a tree, which are those that have gradients."""
   return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]

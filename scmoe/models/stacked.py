@@ -1,8 +1,8 @@
 """A stack of layers that are alike: each parameter is one array with a leading layer dimension.
 
-One array for all layers keeps checkpoints, optimizer and compilation small. It costs copies where
-the layers are not run by a scan: GPUs run them one after the other (`overlap.unroll`), each reads
-a slice, and their gradients have to become one array again.
+One array for all layers keeps checkpoints, optimizer and compilation small. It costs copies if the
+layers are written out one after the other, as on GPUs (`overlap.unroll`), instead of run by a scan:
+each layer reads a slice of the array, and the layers' gradients have to become one array again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Apart:
   """A stack's array split into one array per layer.
 
   Attributes:
-    parts: one per layer: an array, or an object in place of one (`scmoe.offload.memory.Int8`).
+    parts: for each layer an array, or an object in place of one (`scmoe.offload.memory.Int8` or
+      `OnDisk`).
   """
 
   parts: tuple[Any, ...]
@@ -39,10 +40,10 @@ def is_apart(leaf: Any) -> bool:
 
 
 def stacked(make: Callable[[Array], Any], keys: Array) -> Any:
-  """A module whose parameters carry a leading dimension, one slice per key.
+  """One module for L layers: each parameter has a leading dimension L, with a slice for each key.
 
   Args:
-    make: random key -> module.
+    make: makes the module of one layer from a random key.
     keys: [L] typed keys.
   """
   graph = nnx.split(nnx.eval_shape(lambda: make(jax.random.key(0))))[0]
@@ -51,7 +52,7 @@ def stacked(make: Callable[[Array], Any], keys: Array) -> Any:
 
 
 def each_layer(tree: PyTree, count: int) -> list[PyTree]:
-  """One tree per layer.
+  """The parameters of a stack as L trees, one for each layer.
 
   Args:
     tree: leaves [L, ...] or `Apart`.
@@ -62,10 +63,10 @@ def each_layer(tree: PyTree, count: int) -> list[PyTree]:
 
 
 def split_layers(tree: PyTree, count: int, keep: Callable[[str, Array], bool]) -> PyTree:
-  """The same stack with `Apart` for its arrays.
+  """The same stack with an `Apart` in place of each array, except those that stay stacked.
 
-  A loop around the layers would copy each slice of a stack, in every iteration; it copies no array
-  that belongs to one layer.
+  A loop around the layers, for example over tokens, would copy each layer's slice of a stacked
+  array in every iteration. It copies no array that belongs to one layer.
 
   Args:
     tree: leaves [L, ...].
@@ -81,22 +82,26 @@ def split_layers(tree: PyTree, count: int, keep: Callable[[str, Array], bool]) -
 
 
 def stacked_again(tree: PyTree) -> PyTree:
-  """The inverse of `split_layers`: leaves [L, ...]."""
+  """The inverse of `split_layers`: all leaves [L, ...], in the dtype of the first layer's array."""
   stack = lambda x: padded_stack(x.parts[0], *x.parts) if is_apart(x) else x
   return jax.tree.map(stack, tree, is_leaf=is_apart)
 
 
 def stack_outputs(outputs: Sequence[PyTree]) -> PyTree:
-  """The outputs of layers that were written out, stacked as a scan would return them."""
+  """Stacks the outputs of layers that are written out, as a scan over the layers would.
+
+  Args:
+    outputs: for each layer, in order, a tree of arrays of equal shapes.
+  """
   with jax.named_scope("stack"):
     return jax.tree.map(lambda *parts: jnp.stack(parts), *outputs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def unstacked(tree: PyTree, count: int) -> list[PyTree]:
-  """`each_layer`, whose gradient is the layers' gradients put together by `padded_stack`.
+  """`each_layer`; its backward pass joins the layers' gradients by `padded_stack`.
 
-  Where the tree has an `Apart`, so has the gradient.
+  The gradient of an `Apart` is an `Apart`: these gradients are not joined.
   """
   return each_layer(tree, count)
 
@@ -116,12 +121,12 @@ unstacked.defvjp(lambda tree, count: (each_layer(tree, count), _dtypes(tree)), _
 
 
 def padded_stack(like: Array, *layers: Array) -> Array:
-  """The layers' arrays as one array [L, ...] of the type of `like`.
+  """The layers' arrays as one array [L, ...] in the dtype of `like`.
 
-  It is a sum of arrays padded with zeros, so that XLA fuses it into the kernel that reads it
-  (optimizer or accumulation). With a concatenation XLA either copies its operands or makes that
-  kernel take 1.4 times as long; if each layer is written into its place, XLA copies it twice
-  (experiments/LOG.md, 2026-11-22).
+  It is a sum of arrays, each padded with zeros to [L, ...], so that XLA fuses it into the kernel
+  that reads it (optimizer or accumulation). With a concatenation XLA either copies the operands or
+  makes that kernel take 1.4 times as long. If each layer is written into its slice of an array, XLA
+  copies the layer twice (experiments/LOG.md, 2026-11-22).
   """
   count, zero = len(layers), jnp.zeros((), like.dtype)
   pads = [((i, count - 1 - i, 0), *((0, 0, 0),) * x.ndim) for i, x in enumerate(layers)]
@@ -130,9 +135,9 @@ def padded_stack(like: Array, *layers: Array) -> Array:
 
 
 def leading_dimensions(path: Any) -> int:
-  """Number of dimensions of layers in front of a parameter's own: 1 in a stack, else 0.
+  """Number of leading dimensions of a parameter that count layers: 1 in a stack, else 0.
 
   Args:
-    path: of the parameter in a model, as `jax.tree_util` gives it.
+    path: the parameter's path in a model, as `jax.tree_util` gives it.
   """
   return int(any(getattr(key, "key", None) in STACKS for key in path))

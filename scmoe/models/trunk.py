@@ -1,7 +1,7 @@
-"""A stack of block pairs of one width: what every model of this project is made of.
+"""The trunk, a stack of block pairs of one width, which every model of this project has.
 
 A language model has one trunk between its embedding and its head (`scmoe.models.gpt`), a vision
-model one for each width (`scmoe.models.vision`).
+model one trunk for each width (`scmoe.models.vision`).
 """
 
 from __future__ import annotations
@@ -50,17 +50,18 @@ class Pass:
     key: random key of the gates' noise; None: no noise, as outside training.
     router: router state (`Trunk.init_router`), in evaluation too; None or {} if the model has none.
     caches: key-value caches (`Trunk.init_caches`) for decoding, or None.
-    begins: the caches are empty, and the tokens are the first of their rows, at positions 0, 1, ...
-    pairs: result of `Trunk.pairs()`, called before a loop over tokens, or None.
+    begins: whether the caches are empty, and the tokens are the first of their rows, at positions
+      0, 1, ...
+    pairs: result of `Trunk.pairs()`, called before a loop over tokens; None: the pairs' parameters
+      are read from the model.
     no_drop: whether experts have room for every token, so that no choice is dropped.
-    remat: what the backward pass recomputes: none (nothing); dots (all but the rows that travelled
-      and matrix products without batch dimensions); moe (expert activations, nothing that
-      travelled); full (all but the rows that travelled).
+    remat: what the backward pass recomputes: none (nothing); dots (all but rows that have travelled
+      to another device and matrix products without batch dimensions); moe (only the experts'
+      activations); full (all but rows that have travelled).
     gate: index of the gate that chooses experts, if `router.compat.gates` > 1; may be traced.
     hidden: whether to return the main path after every block.
-    gradient_totals: `scmoe.models.gradient_sums.GradientTotal`s of the pairs' parameters, as
-      `totals_of_pairs` of the model picks them, to which the backward pass adds their gradients;
-      None: plain gradients.
+    gradient_totals: the model's `totals_of_pairs`, `scmoe.models.gradient_sums.GradientTotal`s to
+      which the backward pass adds the gradients of the pairs' parameters; None: plain gradients.
     experts: where the experts are. A source other than the default needs pairs that are
       `Trunk.written_out` and parameters that are `Trunk.taken_apart`.
   """
@@ -87,8 +88,8 @@ class Output:
   """The results of a forward pass.
 
   Attributes:
-    h_BSD: the last hidden state in the compute dtype. That of a model is normalised and divided by
-      `model.logits_scaling`, for its head; that of a `Trunk` is the residual stream.
+    h_BSD: the last hidden state in the compute dtype. A language model's is normalised and divided
+      by `model.logits_scaling`, for its head; a `Trunk`'s is the residual stream.
     sums: router sums per MoE layer over this device's tokens, [layers, ...]; None for the dense
       wiring.
     caches: updated caches, or None.
@@ -145,8 +146,8 @@ class Trunk(nnx.Module):
   def written_out(self) -> bool:
     """Whether pairs run one after the other instead of in a scan.
 
-    They do with `overlap.unroll` 0, and with an `overlap.unroll` of at least the number of pairs
-    where that is more than one.
+    They do if `overlap.unroll` is 0. They also do if there are two pairs or more, and
+    `overlap.unroll` is at least their number.
     """
     pairs, unroll = self.config.num_pairs, self.overlap.unroll
     return pairs == self.overlap.pairs_per_step(pairs) and (pairs > 1 or unroll == 0)
@@ -160,13 +161,13 @@ class Trunk(nnx.Module):
   def init_caches(self, batch: int, length: int, dtype: Any = None) -> Any:
     """Empty key-value caches of all attentions of the trunk.
 
-    Each pair that is written out has its own cache, into which a token is written in place. A scan
-    over pairs has one array for all caches, and copies it.
+    If pairs are `written_out`, each has a cache of its own, into which XLA writes a token in place.
+    A scan over pairs has one array for the caches of all pairs, and copies it.
 
     Args:
-      batch: rows; in the manual region this device's.
-      length: S of the cache.
-      dtype: type of keys and values; None: the compute type.
+      batch: number of rows; in the manual region those of this device.
+      length: number of positions of the caches.
+      dtype: dtype of keys and values; None: the compute dtype.
     """
     empty = lambda attention: attention.empty_cache(batch, length, dtype or self.config.dtype)
     return self._for_caches(empty, lambda x, layers: jnp.zeros((layers, *x.shape), x.dtype))
@@ -178,10 +179,11 @@ class Trunk(nnx.Module):
     )
 
   def _for_caches(self, of: Callable[[Any], Any], stack: Callable[[Any, int], Any]) -> Any:
-    """Calls `of` on each attention: for each stack its name -> results [units][blocks].
+    """Calls `of` on the attentions of each stack, and arranges the results like `caches` of `Pass`.
 
-    If pairs are written out, `stages` has a list with one such result per pair; else `stack` gives
-    each array an axis of layers.
+    A stack's name leads to nested lists [units][blocks] of results. `stack` gives each of their
+    arrays a leading dimension of layers. Only if pairs are written out, "stages" leads to a list
+    with one [units][blocks] per pair instead.
     """
     found, config = {}, self.config
     for name, stage in (("stages", self.stages), ("dense", self.dense)):
@@ -196,10 +198,11 @@ class Trunk(nnx.Module):
     return found
 
   def pairs(self) -> Any:
-    """Parameters of `stages` for a loop over tokens, with arrays of its own for each pair.
+    """Parameters of `stages` for a loop over tokens: for each pair arrays of its own.
 
-    The loop would copy every slice of a stack for every token. Experts' arrays stay stacked, since
-    kernels read their slices in place. None if a scan runs the pairs, or if they are `taken_apart`.
+    The loop would copy every slice of a stack for every token. Only the experts' arrays stay
+    stacked, because kernels read slices of them in place. None if a scan runs the pairs, or if the
+    parameters are `taken_apart` already.
     """
     if not self.written_out or self.taken_apart:
       return None
@@ -213,8 +216,9 @@ class Trunk(nnx.Module):
     step, gradients do not.
 
     Returns:
-      with `router.bias` the arrays of `scmoe.moe.losses.init_bias`, `bias` [layers, E] among them;
-      with `router.compat.gates` > 1 `turn`, int32 [], index of the gate that trains in this step.
+      If `router.bias` is on, the arrays of `scmoe.moe.losses.init_bias`, `bias` [layers, E] among
+      them; if `router.compat.gates` > 1, `turn`, int32 [], the index of the gate that trains in the
+      next step.
     """
     config = self.config
     if not config.wiring_rule.taps:
@@ -225,14 +229,14 @@ class Trunk(nnx.Module):
     return state
 
   def totals_of_pairs(self, totals: Any) -> Any:
-    """The totals of the pairs' gradients, for `Pass.gradient_totals`, from those of the trunk."""
+    """The part of the trunk's gradient totals that belongs to the pairs: `Pass.gradient_totals`."""
     return totals["stages"]
 
   def lay_out_totals(self, zeros: Any) -> Any:
     """The zeros, with an array of its own for each large layer if pairs are `written_out`.
 
     Args:
-      zeros: like the trunk's parameters.
+      zeros: the totals of the trunk's gradients, in a tree like its parameters.
     """
     if not self.written_out:
       return zeros
@@ -245,8 +249,9 @@ class Leg(NamedTuple):
   Attributes:
     trunks: one per batch, with the same parameters, so that each batch has gradients of its own.
     starts: the residual stream [B, S, D] of each batch before the first pair.
-    contexts: one per batch, without keys, bias and kept experts, of which each pair has its own.
-    given: one per batch; router, remat, begins and gradient_totals of the first one hold for all.
+    contexts: one per batch, without keys, bias and kept experts: each pair gets its own of these.
+    given: one per batch. Key, pairs and caches are each batch's own; router, remat, begins and
+      gradient_totals of the first one hold for all batches.
   """
 
   trunks: Sequence[Trunk]
@@ -255,9 +260,9 @@ class Leg(NamedTuple):
   given: Sequence[Pass]
 
 
-# A model's way through its trunks: a generator that yields a `Leg` for each, is sent the outputs of
-# its batches, and returns the model's own outputs. Embedding, mergers and the last norm stand
-# between the yields.
+# A model's way through its trunks, as a generator. It yields a `Leg` for each trunk, is sent the
+# trunk's `Output` for each batch, and returns the model's `Output` for each batch. The code before,
+# between and after its yields is embedding, mergers and the last norm.
 Route = Generator[Leg, list[Output], list[Output]]
 
 
@@ -270,7 +275,7 @@ def run_trunks(route: Route) -> list[Output]:
     route: a model's way through its trunks, e.g. from `scmoe.models.gpt.route`.
 
   Returns:
-    what the route returns: the model's `Output` for each batch.
+    The model's `Output` for each batch, as the route returns it.
 
   Raises:
     ConfigError: `Pass.remat` is unknown, or what the route raises.
@@ -356,7 +361,7 @@ def run_trunks(route: Route) -> list[Output]:
         stored("dense"), absent, absent, None), None  # fmt: skip
     made: list[
       tuple[bool, Any]
-    ] = []  # for every run of layers in order: whether it is dense, and its results
+    ] = []  # for every run of layers in order: whether its layers are dense, and its results
     whole = len(runs) == 1
     for run in runs:
       take = lambda tree, run=run, whole=whole: tree if whole else (
@@ -400,13 +405,13 @@ def context_of(
   segments_BS: Int[Array, "B S"] | None = None,
   mask_BS: Bool[Array, "B S"] | None = None,
 ) -> Context:
-  """The arguments that every pair reads of one batch.
+  """The `Context` of one batch, whose arguments every pair reads.
 
   Args:
-    shared: the first batch's, whose options hold for all batches.
-    own: the batch's.
-    positions_BS, segments_BS: as of `Context`.
-    mask_BS: used in place of `own.mask_BS`, e.g. for a trunk with fewer tokens; None: not.
+    shared: the first batch's `Pass`, whose options hold for all batches.
+    own: this batch's `Pass`, of which only the mask is read.
+    positions_BS, segments_BS: see `Context`.
+    mask_BS: replaces `own.mask_BS`, e.g. for a trunk with fewer tokens; None: `own.mask_BS` holds.
   """
   return Context(
     positions_BS,
@@ -421,10 +426,10 @@ def context_of(
 
 
 def _of_pairs(found: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-  """Joins the results of pairs that are written out, as a scan over the pairs would return them.
+  """Joins the results of pairs that are written out.
 
-  Each result is (sums, caches, hidden states, kept experts). Caches and kept experts become lists
-  with one entry per pair, sums and hidden states are stacked.
+  Each result is (sums, caches, hidden states, kept experts). Sums and hidden states are stacked, as
+  by a scan. Caches and kept experts become lists with one entry per pair, unlike in a scan.
   """
   sums, caches, hidden, kept = zip(*found)
   each = lambda some: None if some[0] is None else list(some)
@@ -437,7 +442,7 @@ def _in_order(
   """(sums, caches, hidden states) of all layers, from the results of each run of layers.
 
   Args:
-    made: for each run in order: whether its layers are dense, and its results as of `_of_pairs`.
+    made: for each run in order: whether its layers are dense, and its results, joined over layers.
     written_out: whether the caches of pairs are lists, one entry per pair.
   """
   join = lambda parts: parts[0] if len(parts) == 1 else (
@@ -464,9 +469,9 @@ def _rematerialised(
   """`body` under the preset `remat`, which says what its backward pass recomputes.
 
   Args:
-    body: runs one pair, or the pairs of one step of a scan.
-    remat: as of `Pass.remat`. For none and moe pairs recompute experts themselves, and nothing is
-      recomputed here but gathers.
+    body: runs one pair.
+    remat: see `Pass.remat`. With none and moe only gathers are recomputed here; with moe the
+      experts recompute their activations themselves (`OnDevice.recompute`).
     kept: names of values that the forward pass keeps under any preset.
     gathers: whether the body gathers its parameters from the data ranks' shares. Unless they are
       `kept`, the backward pass gathers them again.
@@ -488,8 +493,8 @@ def _rematerialised(
   raise ConfigError(f"train.remat={remat!r} is unknown; one of: {', '.join(REMATS)}")
 
 
-# Operations that only move data, as those that take a gathered array apart. If one of their results
-# were saved, a gathered parameter would be kept after all.
+# Operations that only move data, such as those that split a gathered array. If a result of one of
+# them were saved, it would keep a gathered parameter in memory after all.
 _MOVES = (
   "all_gather",
   "name",
@@ -503,9 +508,10 @@ _MOVES = (
 
 
 def _all_but_gathers(operation: Any, *inputs: Any, **_: Any) -> bool:
-  """A policy of rematerialisation: saves all values but float arrays that were gathered or moved.
+  """A policy of rematerialisation: saves all values but the float results of `_MOVES`.
 
-  Values that were only moved come from saved ones at the cost of a copy.
+  The backward pass gathers parameters again, and moves other values again from saved ones, each at
+  the cost of a copy.
   """
   moved = operation.name in _MOVES
   return not (moved and all(jnp.issubdtype(x.dtype, jnp.floating) for x in inputs))

@@ -1,6 +1,7 @@
-"""The collectives of the manual region; each runs under a name that traces and tests know.
+"""The collectives of the manual region (`mesh.manual`), each under a name for traces and tests.
 
-All are differentiable. Over an axis of one device none sends anything.
+All are differentiable, except `gathered` and `largest`. None sends anything over an axis of one
+device.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ def request_copy_engines(environment: MutableMapping[str, str] = os.environ) -> 
 # same name.
 NAMES = (
   "dispatch",  # all-to-all of rows to their experts, and of their gradient back
-  "combine",  # the inverse
+  "combine",  # all-to-all of the experts' results back to the tokens' ranks, and of their gradient
   "counts",  # all-gather of row counts per rank, and agreement on overflow rounds
-  "weights",  # gathers and sums over devices that share an expert
+  "weights",  # gathers of an expert's weights, and sums, over the devices that share the expert
   "parameters",  # gathers of parameters of which data ranks hold shares
   "tensor",  # sums over the tensor axis: row-parallel products, vocabulary-parallel loss
   "gradients",  # sums of gradients over the devices that hold the same parameter, their norm, and
@@ -65,10 +66,10 @@ NAMES = (
 )
 
 # JAX's backward pass of a sum over devices is another sum over devices. If all devices compute the
-# same function of the sum, for example a loss, that counts its gradient once per device: with 4
-# devices, 4 times. The gradient of an addend should then be that of the sum, without another sum:
-# `total` does this. `repeat` is its counterpart, for a value that all devices hold (Megatron-LM's g
-# and f).
+# same function of the sum, for example a loss, they all have the same gradient of the sum, and the
+# second sum counts it once per device: with 4 devices, 4 times. The gradient of an addend should
+# then be the gradient of the sum, unchanged: `total` does this. `repeat` is the counterpart, which
+# sums in the backward pass only. Megatron-LM calls the two g and f.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -85,7 +86,8 @@ _total.defvjp(
 def total(tree: Any, axes: tuple[str, ...], name: str) -> Any:
   """Sums over mesh axes; the gradient of every addend is that of the sum.
 
-  Use it if all devices compute the same from the sum: a loss, a row-parallel product's result.
+  Use it if all devices compute the same from the sum, for example a loss, or all that follows a
+  row-parallel product.
 
   Args:
     tree: arrays, each device's addends.
@@ -110,10 +112,10 @@ _repeat.defvjp(lambda tree, axes, name: (tree, None), _repeat_bwd)
 
 
 def repeat(tree: Any, axes: tuple[str, ...], name: str) -> Any:
-  """The same arrays; their gradients are summed over mesh axes.
+  """Returns the same arrays; their gradients are summed over mesh axes.
 
-  Use it for arrays equal on all devices if each device computes a different part from them: the
-  input of a column-parallel product. Arguments as in `total`.
+  Use it for arrays that are equal on all devices if each device computes a different part from
+  them, for example for the input of a column-parallel product. Arguments as in `total`.
   """
   axes = _several(axes)
   return _repeat(tree, axes, name) if axes else tree
@@ -132,16 +134,19 @@ _gather_replicated.defvjp(
 
 
 def gather_replicated(x: Array, dimension: int, axis: str, name: str) -> Array:
-  """Gathers a dimension's shares from all devices of an axis.
+  """Joins the slices of an array that the devices of an axis hold, along `dimension`.
 
-  Use it if every device computes the same from the result: the gradient of a share is then this
-  device's slice of the result's gradient, and no data travel back.
+  Use it if every device computes the same from the result: the gradient of a device's slice is then
+  its slice of the result's gradient, and no data travel back.
   """
   return _gather_replicated(x, dimension, axis, name) if axis_size(axis) > 1 else x
 
 
 def gathered(x: Array, dimension: int, axes: tuple[str, ...], name: str) -> Array:
-  """Gathers a dimension's shares; the first axis varies slowest; no gradient."""
+  """Joins the slices that the devices of `axes` hold, along `dimension`; not to be differentiated.
+
+  The slices are in the order of the devices' indices; that on the first axis varies slowest.
+  """
   axes = _several(axes)
   if not axes:
     return x
@@ -150,7 +155,7 @@ def gathered(x: Array, dimension: int, axes: tuple[str, ...], name: str) -> Arra
 
 
 def largest(x: Array, axes: tuple[str, ...], name: str) -> Array:
-  """The elementwise maximum over mesh axes; no gradient."""
+  """The elementwise maximum over mesh axes; no gradient flows through it."""
   axes = _several(axes)
   if not axes:
     return x
@@ -165,7 +170,8 @@ def _several(axes: tuple[str, ...]) -> tuple[str, ...]:
 # -- the exchange of rows -------------------------------------------------------------------------
 
 
-# What the exchange of each chunk waits for, while the call of a transport is traced.
+# Chunk -> the arrays that its exchange waits for, while the call of a transport is traced; see
+# `waiting`.
 _WAITS: contextvars.ContextVar[dict[int, Any] | None] = contextvars.ContextVar(
   "waits", default=None
 )
@@ -179,9 +185,9 @@ def waiting(values: dict[int, Any]) -> Iterator[None]:
 
   Args:
     values: chunk -> the arrays that its exchange waits for. Each exchange that names its chunk
-      (`Exchange.all_to_all`) replaces them by the same arrays, which wait for the rows to be sent;
-      in the backward pass, the operations that made them then wait until the gradients of the rows
-      have arrived.
+      (`Exchange.all_to_all`) replaces these arrays by the same ones behind a barrier: whoever reads
+      them there waits until the rows of the chunk are computed. In the backward pass, the gradients
+      of these arrays are passed on only when the gradients of the rows have arrived.
   """
   token = _WAITS.set(values)
   try:
@@ -191,7 +197,7 @@ def waiting(values: dict[int, Any]) -> Iterator[None]:
 
 
 def wait(x: Array, chunk: int) -> Array:
-  """x, the rows of a chunk that are about to leave, once what `waiting` names is computed too."""
+  """x, the rows that a chunk sends, behind a barrier with the arrays that `waiting` gives it."""
   waits = _WAITS.get()
   if waits is not None and chunk in waits:
     x, waits[chunk] = barrier((x, waits[chunk]))
@@ -204,8 +210,9 @@ class Exchange:
 
   Attributes:
     axis: name of the mesh axis; None: one device, no exchange.
-    size: W, ranks on it.
-    nodes: hosts that the axis spans, for the hierarchical exchange; 1: the linear one.
+    size: W, the number of ranks on the axis.
+    nodes: number of hosts that the axis spans, for an exchange in two steps (hierarchical); 1: one
+      all-to-all of all ranks (linear).
     silent: for measurements: no row moves, so the result is wrong. Shapes stay as they are, and a
       barrier stands where the exchange stood.
   """
@@ -226,11 +233,11 @@ class Exchange:
     """Sends x[w] to rank w, for each rank w: [W, ...] -> [W, ...], where slice w came from rank w.
 
     Over the first dimension XLA needs no transpose of the data. The backward pass is the same
-    exchange.
+    exchange. On one device it returns x.
 
     Args:
-      x: what is sent.
-      chunk: which chunk of a dispatch this is, for `waiting`; None: it waits for nothing else.
+      x: the slices to send, one for each rank.
+      chunk: number of the chunk of a dispatch, for `waiting`; None: the exchange waits for x only.
     """
     if self.axis is None or self.size == 1:
       return x
@@ -246,17 +253,20 @@ class Exchange:
 
 
 def _hierarchical(x: Array, exchange: Exchange) -> Array:
-  """All-to-all in two steps (Tutel's 2DH): inside each node, then between equal ranks of nodes.
+  """All-to-all in two steps (Tutel's 2DH): inside each node, then between ranks of all nodes.
 
-  Rank n·L + l holds slices for all (node, local) destinations. Step 1 hands every slice to the
-  local rank it is meant for, step 2 to its node: fewer and larger messages cross nodes, W / L
-  instead of W. The result is the linear exchange's, bit for bit.
+  With L ranks a node, rank n·L + l has the local rank l on node n. It holds a slice for each of the
+  W ranks. Step 1 sends every slice, inside the node, to the rank with the local rank of the slice's
+  destination. Step 2 sends it from there to the destination's node. So a rank sends W / L - 1 large
+  messages to other nodes instead of W - L small ones: with 8 ranks on 2 nodes, 1 instead of 4. The
+  result is that of the linear exchange, bit for bit.
   """
   assert exchange.axis is not None
   nodes, local = exchange.nodes, exchange.size // exchange.nodes
   inside = [[n * local + rank for rank in range(local)] for n in range(nodes)]
   across = [[n * local + rank for n in range(nodes)] for rank in range(local)]
   by_node = x.reshape(nodes, local, *x.shape[1:])
+  # The ranks in these comments are local ones, from 0 to L - 1.
   by_local = jnp.swapaxes(by_node, 0, 1)  # [destination rank, destination node, ...]
   received = _exchange_within(by_local, exchange.axis, inside)  # [source rank, node, ...]
   outgoing = jnp.swapaxes(received, 0, 1)

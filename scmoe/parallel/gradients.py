@@ -1,8 +1,9 @@
 """Sums of gradients over the devices that hold the same parameter.
 
 A parameter's PartitionSpec says which devices those are. On a mesh of data=2 x expert=2, the weight
-of a norm, `P()`, is on all four devices: its gradients are summed over both axes. An expert's,
-`P("expert")`, is on the two devices of its column of the data axis: over that axis only.
+of a norm, `P()`, is on all four devices: its gradients are summed over both axes. An expert's
+weight, `P("expert")`, is on the two devices with the same index on the expert axis: its gradients
+are summed over the data axis only.
 
 `scmoe.models.gradient_sums` decides when the sums are made.
 """
@@ -20,19 +21,19 @@ from scmoe.parallel.mesh import AXES, BATCH_AXES, axis_size
 
 PyTree = Any
 
-STACKED = 32  # layers at most in an array that `global_norm` reads layer by layer
+STACKED = 32  # `global_norm` reads an array layer by layer if it has at most so many layers
 
 
 def reduce_gradients(grads: PyTree, specs: PyTree, dtype: str = "float32") -> PyTree:
-  """Sums of gradients over all devices that hold the same parameter, after the backward pass.
+  """Sums gradients over all devices that hold the same parameter, after the backward pass.
 
   Args:
-    grads: this device's shares of the gradients, in any type.
+    grads: the gradients from this device's tokens, for its shares of the parameters, in any dtype.
     specs: PartitionSpecs like the parameters.
-    dtype: type in which they travel.
+    dtype: dtype in which the gradients travel.
 
   Returns:
-    float32 gradients of the whole batch, this device's shares.
+    The gradients of the global batch for this device's shares, float32 (float64 stays).
   """
   reduce = lambda grad, spec: sum_over_devices(grad, travels_over(spec), dtype)
   with jax.named_scope("gradients"):
@@ -40,12 +41,12 @@ def reduce_gradients(grads: PyTree, specs: PyTree, dtype: str = "float32") -> Py
 
 
 def sum_over_devices(grad: Array, axes: tuple[str, ...], dtype: str) -> Array:
-  """The float32 sum of a gradient over mesh axes.
+  """The sum of a gradient over mesh axes, float32 (float64 stays).
 
   Args:
     grad: this device's gradient.
-    axes: result of `travels_over`; (): there is nothing to sum.
-    dtype: type in which it travels.
+    axes: result of `travels_over`; (): the gradient is only cast.
+    dtype: dtype in which the gradient travels, and in which it is summed.
   """
   if axes:
     grad = jax.lax.psum(grad.astype(dtype), axes)
@@ -59,7 +60,7 @@ def travels_over(spec: P) -> tuple[str, ...]:
 
 
 def axes_of(spec: P) -> tuple[str, ...]:
-  """Mesh axes that split an array."""
+  """Mesh axes over which the dimensions of an array with this PartitionSpec are split."""
   parts = [(part,) if isinstance(part, str) else part or () for part in spec]
   return tuple(axis for part in parts for axis in part)
 
@@ -75,8 +76,8 @@ def global_norm(grads: PyTree, specs: PyTree) -> Array:
   def square(grad: Array, spec: P) -> Array:
     copies = axis_size(*AXES) // axis_size(*axes_of(spec))
     squares = lambda part: jnp.sum(jnp.square(part.astype(jnp.float32)))
-    # Layers one by one: XLA then reads each layer's gradient from the kernel that made it instead
-    # of stacking them first.
+    # Layers one by one: XLA then reads each layer's gradient from the kernel that made it, and does
+    # not have to stack the gradients first.
     parts = grad if grad.ndim > 2 and len(grad) <= STACKED else [grad]
     return jnp.stack([squares(part) for part in parts]).sum() / copies
 

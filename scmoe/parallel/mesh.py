@@ -136,8 +136,8 @@ def make_mesh(
       split.
 
   Raises:
-    ConfigError: the mesh needs more devices than there are, or neither of the expert axis and the
-      number of experts divides the other.
+    ConfigError: the mesh needs more devices than there are; of several processes' devices the mesh
+      leaves some out; or neither of the expert axis and the number of experts divides the other.
   """
   check_type("config", config, MeshConfig)
   devices = list(jax.devices() if devices is None else devices)
@@ -154,7 +154,11 @@ def make_mesh(
 
 
 def expert_shards(expert_axis: int, num_experts: int) -> int:
-  """Devices that share one expert: 1 where there are at least as many experts as devices.
+  """Number of devices that share one expert: 1 unless there are more devices than experts.
+
+  Args:
+    expert_axis: number of devices on the expert axis, as the user gives it.
+    num_experts: E; 0: no experts, so 1 device.
 
   Raises:
     ConfigError: neither divides the other.
@@ -171,9 +175,10 @@ def expert_shards(expert_axis: int, num_experts: int) -> int:
 
 
 def partition_spec(logical: Sequence[str | None], ndim: int | None = None) -> P:
-  """PartitionSpec of an array with these logical dimensions.
+  """PartitionSpec of an array with these logical dimensions (the keys of `LOGICAL_TO_MESH`).
 
-  Names align with the last dimensions, so they stay valid when layers are stacked in front.
+  If the array has more dimensions than names, `ndim` in all, the names are those of its last ones,
+  so they stay valid when layers are stacked in front.
   """
   missing = 0 if ndim is None else ndim - len(logical)
   return P(*([None] * missing), *(LOGICAL_TO_MESH[name] for name in logical))
@@ -188,7 +193,8 @@ def parameter_specs(state: Any) -> Any:
 
   def spec(param: Any) -> Any:
     names = param.get_metadata().get("axes") or ()
-    # A value may be several arrays: one per layer (`Apart`), or a matrix in eight bits.
+    # A value may be several arrays: one per layer (`Apart`), or an 8-bit matrix and its scales. The
+    # scales' dimension of size 1 is not split.
     return param.replace(jax.tree.map(lambda x: _spec_of(names, x.shape), param.get_value()))
 
   return jax.tree.map(spec, state, is_leaf=is_param)
@@ -218,25 +224,26 @@ def shardings_of(tree: Any) -> Any:
 
 
 def manual(function: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) -> Any:
-  """Makes a function of one device's shares a function of global arrays: the manual region.
+  """Turns a function of one device's shares into a function of global arrays.
 
-  A training step, an evaluation and a prefill enter it once, over all axes of the mesh. Inside,
-  arrays are this device's shares, and layers and losses are plain functions of them. Data travels
-  only by the named functions of `scmoe.parallel.collectives`. XLA's partitioner adds no collective:
-  the schedule would not know it, and it could separate an exchange from the work beside it.
-  Take gradients inside (`scmoe.training.step`): taken outside, on a mesh with a tensor axis, they
-  would be too small.
+  Every device runs the function given; its body is called the manual region. A training step, an
+  evaluation and a prefill enter it once, over all axes of the mesh. Inside, arrays are one device's
+  shares, and layers and losses are plain functions of them. Data travel only by the named functions
+  of `scmoe.parallel.collectives`. XLA's partitioner adds no collective: the schedule would not know
+  of it, and it could separate an exchange from the work beside it. Take gradients inside
+  (`scmoe.training.step`): taken outside, on a mesh with a tensor axis, they would be too small.
 
   Args:
-    function: pure.
-    mesh: with the axes `AXES`; may be abstract.
-    in_specs, out_specs: PartitionSpecs, trees that prefix arguments and results.
+    function: a pure function of one device's shares.
+    mesh: a mesh with the axes `AXES`; may be abstract.
+    in_specs, out_specs: PartitionSpecs of the arguments and of the results; a spec in place of a
+      subtree holds for all its arrays.
   """
   return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def axis_size(*axes: str) -> int:
-  """Number of devices on these axes together; 1 outside the manual region."""
+  """Product of the numbers of devices on these axes; 1 outside the manual region."""
   mesh = jax.sharding.get_abstract_mesh()
   return math.prod(mesh.shape[axis] for axis in axes if axis in mesh.manual_axes)
 
@@ -248,7 +255,10 @@ def axis_index(*axes: str) -> Any:
 
 
 def own_share(x: Any, dimension: int, *axes: str) -> Any:
-  """This device's slice of an array that all devices hold, e.g. of random draws."""
+  """This device's slice of an array that all devices hold whole, e.g. of random draws.
+
+  `dimension` is cut into equal slices, one for each index on the axes together (`axis_index`).
+  """
   parts = axis_size(*axes)
   if parts == 1:
     return x

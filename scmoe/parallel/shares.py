@@ -1,21 +1,23 @@
 """State that data ranks share: which rank holds which part of a parameter, and how parts travel.
 
 Every rank of the data axis computes with the same parameters, so without `mesh.shard_state` each
-holds all of them, and all moments. With it a rank holds a *share* of each (ZeRO: Rajbhandari et
-al., arXiv 1910.02054; FSDP: Zhao et al., arXiv 2304.11277).
+holds all of them, and all moments of the optimizer. With it a rank holds a *share* of the moments,
+and with `parameters` also of the parameters (ZeRO: Rajbhandari et al., arXiv 1910.02054; FSDP: Zhao
+et al., arXiv 2304.11277).
 
 Example: `up` of the experts, [16 layers, 64 experts, 2048, 1024], on a mesh of data=2 x expert=4.
-The expert axis gives each device 16 of the 64 experts, with or without shares. The ranks of the
-data axis then divide the first dimension of a layer that they divide evenly, here those 16 experts:
-rank 0 holds experts 0 to 7 of each layer, rank 1 experts 8 to 15. The PartitionSpec is
-`P(None, ("expert", "data"))`.
+The expert axis gives each device 16 of the 64 experts, with or without shares. The two ranks of the
+data axis then divide the first dimension of a layer's [16, 2048, 1024] whose size is a multiple of
+2, here the 16 experts: rank 0 holds the first 8 of them in each layer, rank 1 the last 8. The
+PartitionSpec is `P(None, ("expert", "data"))`.
 
 Why the first dimension: the shares of all ranks, one after the other, are then the whole array, so
 that no collective has to transpose. Why never the dimension of the layers: each layer is gathered
-by itself. An array without a dimension that divides stays whole on every rank: nothing is padded,
-so parameters keep their logical shape on every mesh, and checkpoints move between meshes.
+by itself. An array without such a dimension stays whole on every rank: nothing is padded, so
+parameters keep their logical shape on every mesh, and checkpoints move between meshes.
 
-`StateShares` is the one description of this. The step, the checkpoint and the dry run read it.
+`StateShares` is the only description of these shares. The step, the checkpoint and the dry run read
+it.
 """
 
 from __future__ import annotations
@@ -37,18 +39,18 @@ from scmoe.parallel.mesh import axis_size, own_share, parameter_specs
 PyTree = Any
 
 AXIS = "data"  # the mesh axis whose ranks share state
-WHOLE = 0  # in place of a dimension: every rank holds the whole array
+WHOLE = 0  # instead of a divided dimension, which is below 0: every rank holds the whole array
 GATHERED = "gathered"  # name of gathered parameters, for policies of rematerialisation
 
 
 @dataclasses.dataclass(frozen=True)
 class Gathering:
-  """How shares travel.
+  """Options of the collectives that gather and scatter shares.
 
   Attributes:
-    bucket: bytes of a whole array below which it travels together with others, in one collective
-      of at most so many bytes; 0: each array travels by itself.
-    again: whether the backward pass gathers parameters again; if not, they are kept.
+    bucket: whole arrays of fewer bytes travel together, in collectives of at most so many bytes; 0:
+      each array travels by itself.
+    again: whether the backward pass gathers parameters again; if not, the forward pass keeps them.
     ahead: whether pairs that are written out are gathered one pair ahead, if `again`
       (`scmoe.models.regather`). Several collectives are then under way, which GPUs start in one
       order. Simulated devices start them in any order, and may wait for each other forever.
@@ -66,9 +68,9 @@ class Share:
 
   Attributes:
     value: the share.
-    dimension: the divided one, counted from the end: -1 is the last. So it stays valid when layers
-      are stacked in front.
-    how: how it is gathered.
+    dimension: the divided dimension, counted from the end: -1 is the last. So it stays valid when
+      layers are stacked in front.
+    how: options of the gather.
   """
 
   value: Any
@@ -78,13 +80,13 @@ class Share:
 
 @dataclasses.dataclass(frozen=True)
 class StateShares:
-  """Where parameters, moments and gradients lie.
+  """Which parts of parameters, moments and reduced gradients each data rank holds.
 
   Attributes:
     parameters: whether ranks hold shares of the parameters too, or only of the moments.
     specs: PartitionSpecs of whole parameters, with which the model computes.
     dimensions: for every parameter the divided dimension, counted from the end, or `WHOLE`.
-    how: how shares travel.
+    how: options of the collectives.
   """
 
   parameters: bool
@@ -99,10 +101,12 @@ class StateShares:
     return jax.tree.map(share_spec, self.specs, self.dimensions)
 
   def to_read(self, params: PyTree) -> PyTree:
-    """Stored parameters with `Share`s in place of the arrays of which ranks hold shares.
+    """The parameters for the model: a `Share` in place of each array that ranks divide.
+
+    If ranks share only moments, it returns the parameters unchanged.
 
     Args:
-      params: as stored, and cast: what is gathered travels in their types.
+      params: this rank's stored parameters, cast to the dtypes in which they are to be gathered.
     """
     if not self.parameters:
       return params
@@ -110,27 +114,28 @@ class StateShares:
     return jax.tree.map(place, self.dimensions, params)
 
   def own(self, params: PyTree) -> PyTree:
-    """This rank's shares of whole parameters."""
+    """This rank's shares of whole parameters; parameters that ranks do not divide stay whole."""
     cut = lambda d, x: x if d == WHOLE else own_share(x, x.ndim + d, AXIS)
     return jax.tree.map(cut, self.dimensions, params)
 
   def whole(self, params: PyTree) -> PyTree:
-    """Whole parameters, gathered from the ranks' shares; no gradient."""
+    """The inverse of `own`: whole parameters, gathered from all ranks; not to be differentiated."""
     place = lambda d, x: x if d == WHOLE else Share(x, d, self.how)
     leaves, tree = jax.tree.flatten(jax.tree.map(place, self.dimensions, params), is_leaf=is_share)
     return jax.tree.unflatten(tree, gathered(leaves))
 
 
 def share_dimension(shape: Sequence[int], leading: int, ranks: int) -> int:
-  """The dimension that ranks divide: the first that they divide evenly, counted from the end.
+  """The dimension that ranks divide: the first, from the front, whose size `ranks` divides.
 
   Args:
-    shape: of a device's array, already divided over the other axes.
-    leading: number of dimensions in front that are never divided: that of stacked layers.
-    ranks: of the data axis.
+    shape: shape of a device's array, already divided over the other axes.
+    leading: number of dimensions in front that are never divided: 1 if layers are stacked, else 0.
+    ranks: number of ranks on the data axis.
 
   Returns:
-    e.g. -2; `WHOLE` if no dimension divides, or if there is one rank.
+    The dimension as a negative index; `WHOLE` if `ranks` divides no size, or is 1. Example: the
+    shape (16, 7, 2048, 1024) with `leading` 1 and 2 ranks gives -2, the 2048.
   """
   if ranks == 1:
     return WHOLE
@@ -158,8 +163,8 @@ def share_spec(spec: P, dimension: int) -> P:
   """PartitionSpec of an array whose `dimension` the data axis divides further.
 
   Args:
-    spec: of the whole array, with one entry for each dimension.
-    dimension: counted from the end, or `WHOLE`.
+    spec: PartitionSpec of the whole array, with one entry for each dimension.
+    dimension: the dimension that data ranks divide, counted from the end; `WHOLE` returns `spec`.
   """
   if dimension == WHOLE:
     return spec
@@ -170,7 +175,10 @@ def share_spec(spec: P, dimension: int) -> P:
 
 
 def stored_specs(state: PyTree) -> PyTree:
-  """`parameter_specs` of a tree of `nnx.Param`s some of whose values are `Share`s."""
+  """PartitionSpecs of a tree of `nnx.Param`s, as `parameter_specs`; values may be `Share`s.
+
+  A `Share` gets the spec of its array divided over the data axis.
+  """
   divide = lambda x: (
     dataclasses.replace(x, value=share_spec(x.value, x.dimension)) if is_share(x) else x
   )
@@ -191,9 +199,10 @@ def shares_in(tree: PyTree) -> list[Share]:
 
 
 def gathered(leaves: Sequence[Any]) -> list[Any]:
-  """The leaves with whole arrays in place of `Share`s; other leaves stay.
+  """The leaves with gathered, whole arrays in place of `Share`s; other leaves stay as they are.
 
-  The gradient of a share is its sum over the ranks, in the share's type.
+  The gradient of a share is the sum of all ranks' gradients of this part of the whole array, in the
+  share's dtype.
   """
   found = list(leaves)
   here = [i for i, leaf in enumerate(found) if is_share(leaf)]
@@ -224,12 +233,12 @@ def _gather_group(group: Sequence[Share], ranks: int) -> list[Array]:
 def scattered(
   wholes: Sequence[Array], dimensions: Sequence[int], dtype: str, bucket: int
 ) -> list[Array]:
-  """This rank's shares of sums over the data ranks, float32 (float64 stays).
+  """Sums arrays over the data ranks; each rank gets its share of each sum, float32 (float64 stays).
 
   Args:
-    wholes: each rank's addends.
-    dimensions: that the ranks divide, counted from the end; none is `WHOLE`.
-    dtype: in which they travel.
+    wholes: this rank's addends, whole arrays.
+    dimensions: for each array the dimension that ranks divide, counted from the end; not `WHOLE`.
+    dtype: dtype in which the addends travel and are summed.
     bucket: see `Gathering`.
   """
   ranks = axis_size(AXIS)
@@ -260,29 +269,35 @@ def _scatter_group(group: Sequence[Array], dimensions: Sequence[int], ranks: int
 
 
 def _divided(x: Array, dimension: int, ranks: int) -> Array:
-  """The shares of all ranks: [..., size, ...] -> [ranks, ..., size / ranks, ...]."""
+  """The shares of all ranks, from a whole array: [..., n, ...] -> [ranks, ..., n / ranks, ...]."""
   axis = x.ndim + dimension
   parts = x.reshape(*x.shape[:axis], ranks, x.shape[axis] // ranks, *x.shape[axis + 1 :])
   return jnp.moveaxis(parts, axis, 0)
 
 
 def _joined(rows: Array, shape: tuple[int, ...], dimension: int) -> Array:
-  """The inverse of `_divided`, from rows [ranks, elements of a share]."""
+  """The inverse of `_divided`: a whole array, from its shares as rows [ranks, elements of a share].
+
+  `shape` is the shape of one share.
+  """
   ranks, axis = len(rows), len(shape) + dimension
   parts = jnp.moveaxis(rows.reshape(ranks, *shape), 0, axis)
   return parts.reshape(*shape[:axis], ranks * shape[axis], *shape[axis + 1 :])
 
 
 def _buckets(arrays: Sequence[Array], factor: int, hows: Sequence[Gathering]) -> list[list[int]]:
-  """Which arrays travel together, as lists of indices: small ones of one type, in their order.
+  """Groups of arrays that travel in one collective, as lists of their indices.
+
+  An array of at least `Gathering.bucket` bytes has a group of its own. Smaller ones of one dtype
+  fill groups of at most so many bytes, in their order.
 
   Args:
     arrays: shares or whole arrays.
-    factor: bytes of a whole array per byte of these.
-    hows: how each travels.
+    factor: bytes of a whole array for each byte of `arrays`: the number of ranks for shares, or 1.
+    hows: for each array, its `Gathering`.
   """
   groups: list[list[int]] = []
-  open_groups: dict[Any, tuple[list[int], int]] = {}  # by type: the group to fill, its bytes
+  open_groups: dict[Any, tuple[list[int], int]] = {}  # by dtype: the group to fill, its bytes
   for i, (x, how) in enumerate(zip(arrays, hows)):
     size = x.size * x.dtype.itemsize * factor
     group, filled = open_groups.get(x.dtype, ([], 0))

@@ -120,8 +120,8 @@ class ModelConfig(BlockConfig):
   def resolve(self, *, vocab_size: int = 0) -> ModelConfig:
     """Replaces options of 0 or "" that stand for a derived value, and checks options together.
 
-    A model of images gets the number of classes as `vocab_size`, and the number of pixels of an
-    image as `context`.
+    A model of images gets the number of classes as `vocab_size`, and the number of tokens of an
+    image, in the first stage of a Swin, as `context`.
 
     Args:
       vocab_size: size of the tokenizer's vocabulary; used if the option is 0, rounded up to a

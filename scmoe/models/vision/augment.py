@@ -1,4 +1,4 @@
-"""Changed images for training, made on the device inside the step.
+"""Random changes of images and labels for training, made on the device inside the step.
 
 Every random number follows from the run's seed, the epoch and the image's index alone, so an image
 is changed in the same way on every mesh, in every split into microbatches and after every restart.
@@ -86,9 +86,9 @@ def augmented(
   Images and partners are flipped and cropped, then mixed; rectangles are erased last.
 
   Args:
-    batch: with `draws`, and with `partners` if `config.mixes`.
+    batch: a training batch with `draws`, and with `partners` if `config.mixes`.
     config: what is changed.
-    seed: of the run.
+    seed: the run's seed.
   """
   change = lambda key, image: _moved(key, image, config)
   own_BSSC = jax.vmap(change)(_keys(batch, seed, "own"), pixels(batch.images))
@@ -149,7 +149,7 @@ def _keys(batch: ImageBatch, seed: int | Array, purpose: str) -> Array:
 def _moved(key: Array, image: Float[Array, "S S C"], config: AugmentConfig) -> Array:
   """The image, mirrored with the probability `flip`, then shifted at random by up to `crop` pixels.
 
-  Grey pixels fill the side from which it was moved away.
+  Grey pixels fill the sides from which the image has moved away.
   """
   of_flip, of_crop = jax.random.split(key)
   if config.flip:
@@ -206,9 +206,9 @@ def _box(key: Array, size: tuple[int, ...], height: Array, width: Array) -> Arra
   """bool [S, S], True inside a rectangle with its centre anywhere in the image, cut at the edges.
 
   Args:
-    key: of the rectangle's centre.
-    size: of the image, in pixels.
-    height, width: of the rectangle before it is cut, as shares of the image's.
+    key: random key of the rectangle's centre.
+    size: height and width of the image, in pixels.
+    height, width: those of the rectangle before it is cut, as shares of the image's.
   """
   centre = jax.random.uniform(key, (2,))
   within = [

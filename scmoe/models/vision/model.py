@@ -34,10 +34,10 @@ class VisionModel(nnx.Module):
   A ViT (V-MoE, arXiv 2106.05974) has one trunk, whose attention sees the whole image; a Swin
   (Swin-MoE, arXiv 2206.03382) has a trunk for each stage, whose attention sees windows. Each trunk
   is a `Trunk`: wirings, schedule and MoE are those of the language models. The model computes in
-  `config.dtype`; parameters are float32.
+  `config.dtype`; its parameters are made in float32.
 
   Args:
-    config: architecture, `architecture` vit or swin.
+    config: options of the model; its `architecture` is vit or swin.
     router, dispatch, overlap: options of routing, transport and schedule.
     rngs: stream `params` for the initial weights.
 
@@ -122,8 +122,9 @@ class VisionModel(nnx.Module):
     """Router state before the first step, for the MoE layers of all trunks; {} if there is none.
 
     Returns:
-      with `router.bias` the arrays of `scmoe.moe.losses.init_bias`, `bias` [layers, E] among them;
-      with `router.compat.gates` > 1 `turn`, int32 [], index of the gate that trains in this step.
+      If `router.bias` is on, the arrays of `scmoe.moe.losses.init_bias`, `bias` [layers, E] among
+      them; if `router.compat.gates` > 1, `turn`, int32 [], the index of the gate that trains in the
+      next step.
     """
     config = self.config
     layers = sum(trunk.config.num_pairs for trunk in self.moe_trunks)
@@ -135,9 +136,10 @@ class VisionModel(nnx.Module):
     return state
 
   def router_of(self, router: Any) -> list[Any]:
-    """Router state of each trunk: its own layers of the arrays with layers, all other arrays whole.
+    """The router state of each trunk, from that of the model; {} for a trunk without experts.
 
-    {} for a trunk without experts.
+    A trunk gets the slices of its own layers from arrays with a dimension of layers, and all other
+    arrays whole.
 
     Args:
       router: state like that of `init_router`, or None.
@@ -152,9 +154,9 @@ class VisionModel(nnx.Module):
     return found
 
   def totals_of_pairs(self, totals: Any) -> Any:
-    """The part of the totals of this model's gradients that `Pass.gradient_totals` takes.
+    """The parts of the model's gradient totals that belong to pairs: `Pass.gradient_totals`.
 
-    A list with one entry for each trunk.
+    It is a list with one entry for each trunk.
     """
     return [trunk.totals_of_pairs(totals["trunks"][i]) for i, trunk in enumerate(self.trunks)]
 
@@ -162,7 +164,7 @@ class VisionModel(nnx.Module):
     """The zeros, with an array of its own for each large layer of pairs that are written out.
 
     Args:
-      zeros: like the model's parameters.
+      zeros: the totals of the model's gradients, in a tree like its parameters.
     """
     trunks = {i: trunk.lay_out_totals(zeros["trunks"][i]) for i, trunk in enumerate(self.trunks)}
     return {**zeros, "trunks": trunks}
@@ -174,10 +176,10 @@ def route(models: Sequence[VisionModel], batches: Sequence[Array], given: Sequen
   A generator for `run_trunks`, which returns an `Output` for each batch.
 
   Args:
-    models: one per batch, with the same parameters; several, so that gradients stay separate.
+    models: one per batch, with the same parameters, so that each batch has gradients of its own.
     batches: images of each batch, as `VisionModel` takes them.
-    given: one per batch; router, remat, no_drop, gate, hidden, experts and gradient_totals of the
-      first one hold for all batches.
+    given: one per batch. Mask and key are each batch's own; router, remat, no_drop, gate, hidden,
+      experts and gradient_totals of the first one hold for all batches.
 
   Raises:
     ConfigError: the images have another shape.
@@ -223,5 +225,5 @@ def route(models: Sequence[VisionModel], batches: Sequence[Array], given: Sequen
 
 
 def pixels(images: Array) -> Array:
-  """uint8 pixels as float32 from -1 to 1; floats stay as they are."""
+  """Maps uint8 pixels, 0 to 255, to float32 from -1 to 1; floats stay as they are."""
   return images if images.dtype != jnp.uint8 else images.astype(jnp.float32) / 127.5 - 1

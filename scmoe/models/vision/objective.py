@@ -30,9 +30,9 @@ class ClassificationObjective(RoutedObjective):
   """Cross-entropy of changed images with their labels, plus the losses of the routers.
 
   Args:
-    graph, router, remat: as of `RoutedObjective`.
+    graph, router, remat: see `RoutedObjective`.
     augment: how images and labels are changed.
-    seed: of the run, from which the random numbers of these changes follow.
+    seed: the run's seed, from which the random numbers of these changes follow.
   """
 
   term = "images"
@@ -50,7 +50,7 @@ class ClassificationObjective(RoutedObjective):
     self.augment, self.seed = augment, seed
 
   def seeded(self, seed: Array) -> ClassificationObjective:
-    """This objective with the changes of images that follow from another seed, int32 []."""
+    """An objective like this one that changes images by the random numbers of `seed`, int32 []."""
     changes = {"augment": self.augment, "seed": seed}
     return ClassificationObjective(self.graph, self.router, **changes, remat=self.remat)
 
@@ -84,7 +84,8 @@ class ClassificationObjective(RoutedObjective):
   def of_batch(self, model: VisionModel, out: Output, batch: ImageBatch) -> dict[str, Array]:
     """This device's sums over a batch of images: `nats`, `weight`, `correct` and `correct_5`.
 
-    With mixed labels a guess counts with the share that its class has in the label.
+    If an image is mixed from two, its label has shares of two classes, and a guess counts with the
+    share of the guessed class.
     """
     options = self.augment
     # These are the same random numbers as in `route`: XLA computes them once.
@@ -122,9 +123,9 @@ class ClassificationObjective(RoutedObjective):
 def right_among(
   logits_BV: Float[Array, "B V"], label_BV: Float[Array, "B V"], guesses: int
 ) -> Float[Array, " B"]:
-  """The share of each label that lies on the classes with the highest scores, float32.
+  """The share of each image's label that lies on the classes with its highest scores, float32 [B].
 
-  For a label of one class: 1 if that class is among them, else 0.
+  For a label of one class: 1 if that class is among those of the highest scores, else 0.
 
   Args:
     logits_BV: scores.

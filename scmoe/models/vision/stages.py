@@ -15,14 +15,14 @@ from scmoe.models.config import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class StageConfig(ModelConfig):
-  """Blocks of one stage. Their attention sees all tokens of an image, or those of its window.
+  """Options of one stage's blocks, whose attention spans an image's whole grid, or windows of it.
 
   The other fields are those of `ModelConfig`, with the widths of this stage.
 
   Attributes:
-    side: tokens on a side of the square grid.
+    side: tokens on a side of the square grid of an image's tokens.
     window_side: tokens on a side of an attention's window; 0: the whole grid at once.
-    all_blocks: blocks of all stages, which write to one residual stream.
+    all_blocks: number of blocks in all stages, which write to one residual stream.
   """
 
   side: int = 1
@@ -31,17 +31,17 @@ class StageConfig(ModelConfig):
 
   @property
   def tokens(self) -> int:
-    """Tokens of an image in this stage."""
+    """Number of tokens of an image in this stage."""
     return self.side * self.side
 
   @property
   def seen(self) -> int:
-    """Most tokens that a token's attention sees: a window, or the whole grid without windows."""
+    """Most tokens that a token attends to: those of a window, or of the grid without windows."""
     return (self.window_side or self.side) ** 2
 
   @property
   def depth(self) -> int:
-    """Blocks that write to one residual stream: those of all stages."""
+    """Number of blocks that write to one residual stream: those of all stages."""
     return self.all_blocks
 
   def make_attention(self, rngs: nnx.Rngs, number: int = 0) -> Attention:
@@ -49,8 +49,8 @@ class StageConfig(ModelConfig):
 
     Args:
       rngs: stream `params` for the initial weights.
-      number: of the block, from 0. Odd numbers have shifted windows, if these are smaller than the
-        grid.
+      number: number of the block in its unit, from 0. Blocks of odd number have shifted windows, if
+        windows are smaller than the grid.
     """
     config: Any = dataclasses.replace(self.attention, causal=False)  # pyright: ignore
     if not self.window_side:
@@ -67,7 +67,7 @@ def stages_of(config: ModelConfig) -> tuple[StageConfig, ...]:
   """
   vision = config.vision
   given = {f.name: getattr(config, f.name) for f in dataclasses.fields(ModelConfig)}
-  given["architecture"] = "vit"  # a stage of a Swin is a ViT too, but for its windows
+  given["architecture"] = "vit"  # a stage of a Swin is a ViT, apart from its windows
   if config.architecture == "vit":
     return (StageConfig(**given, side=vision.side, all_blocks=config.num_layers),)
   depths, found = vision.stage_depths, []
@@ -90,12 +90,12 @@ def stages_of(config: ModelConfig) -> tuple[StageConfig, ...]:
 
 
 def routed_lengths(config: ModelConfig, seq_len: int) -> tuple[int, ...]:
-  """Tokens of a text row or an image in each trunk with routed experts of a resolved model.
+  """For each trunk with routed experts the number of tokens of a row of text, or of an image.
 
-  A language model has one trunk, which counts under every wiring.
+  A language model has one trunk, whose number is given even without routed experts.
 
   Args:
-    config: of any architecture.
+    config: resolved options of a model of any architecture.
     seq_len: tokens of a row of text; the number for an image follows from `config`.
   """
   if not config.reads_images:

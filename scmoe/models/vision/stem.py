@@ -24,7 +24,7 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, axes: tuple[Any, 
 
   Args:
     rngs: stream `params` for the values.
-    shape: of the parameter.
+    shape: shape of the parameter.
     std: standard deviation.
     axes: logical name of each dimension, for sharding; None: not sharded.
   """
@@ -32,16 +32,17 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, axes: tuple[Any, 
 
 
 def linear(x: Array, weight: Any, bias: Any = None) -> Array:
-  """x · weight + bias in the type of x; without the bias if it is None."""
+  """The product x · weight in the dtype of x, plus the bias unless it is None."""
   y = x @ weight[...].astype(x.dtype)
   return y if bias is None else y + bias[...].astype(x.dtype)
 
 
 class Stem(nnx.Module):
-  """Images to the tokens of the first stage, row by row of the grid.
+  """Turns images into the tokens of the first stage, in the order of the grid's rows.
 
   Args:
-    config: of the first stage; `vision.stem` says how: by one product per patch, or convolutions.
+    config: options of the first stage. `vision.stem` says how: "patch", one product per patch, or
+      "conv", convolutions and a product.
     positions: whether a learned position is added to each token (ViT). A Swin has none: its
       attention knows relative positions.
     rngs: stream `params` for the initial weights.
@@ -57,14 +58,14 @@ class Stem(nnx.Module):
       ]
     )
     read = widths[-1] if widths else vision.channels * vision.patch**2
-    # std = 1 / sqrt(inputs): the sum over the inputs is then as large as one of them.
+    # With std = 1 / sqrt(inputs) a sum over all inputs is about as large as one input.
     self.weight = normal(rngs, (read, width), read**-0.5, (None, "embed"))
     self.bias = nnx.Param(jnp.zeros((width,)), axes=("embed",))
     shape = (config.tokens, width)
     self.positions = normal(rngs, shape, std, (None, "embed")) if positions else None
 
   def __call__(self, images_BSSC: Float[Array, "B S S C"]) -> Float[Array, "B S D"]:
-    """The tokens of images of floats, in the type of the images."""
+    """The tokens of images whose pixels are floats, in the images' dtype."""
     x = images_BSSC
     for convolution in self.convolutions:
       x = convolution(x)
@@ -78,8 +79,8 @@ class Stem(nnx.Module):
 def convolution_widths(config: StageConfig) -> list[int]:
   """Channels after each convolution of the stem; [] for a stem without convolutions.
 
-  They double up to the model's width: for patches of 4 and D = 384 they are 192 and 384. None is
-  smaller than 8.
+  Each has twice the channels of the one before, and the last has the model's width: for patches of
+  side 4 and D = 384 they have 192 and 384. None has fewer than 8.
   """
   steps = int(math.log2(config.vision.patch)) if config.vision.stem == "conv" else 0
   return [max(config.width >> (steps - 1 - i), 8) for i in range(steps)]
@@ -104,7 +105,7 @@ class Convolution(nnx.Module):
   of its batch, nor on how the batch is divided over devices.
 
   Args:
-    before, after: channels of its input and of its output.
+    before, after: numbers of channels of the input and of the output.
     rngs: stream `params` for the initial weights.
   """
 
@@ -114,7 +115,7 @@ class Convolution(nnx.Module):
     self.norm = Norm(after, "layernorm", 1e-5)
 
   def __call__(self, x_BSSC: Float[Array, "B S S C"]) -> Float[Array, "B S S C"]:
-    """[B, S, S, C] -> [B, S/2, S/2, C']."""
+    """Halves the side and changes the channels: [B, S, S, before] -> [B, S/2, S/2, after]."""
     y = jax.lax.conv_general_dilated(
       x_BSSC,
       self.kernel[...].astype(x_BSSC.dtype),
@@ -126,21 +127,24 @@ class Convolution(nnx.Module):
 
 
 class PatchMerging(nnx.Module):
-  """Four neighbouring tokens to one of twice the width (Swin): concatenation, norm, product.
+  """Merges four neighbouring tokens into one of twice the width, by a norm and a product (Swin).
 
   Args:
-    config: of the stage before the merger.
+    config: options of the stage before the merger.
     rngs: stream `params` for the initial weights.
   """
 
   def __init__(self, config: StageConfig, *, rngs: nnx.Rngs):
     self.side, width = config.side, config.width
     self.norm = Norm(4 * width, "layernorm", config.norm_eps)
-    std = (4 * width) ** -0.5  # 1 / sqrt(inputs): results are as large as the normed tokens
+    std = (4 * width) ** -0.5  # 1 / sqrt(inputs): results are about as large as the norm's
     self.reduce = normal(rngs, (4 * width, 2 * width), std, (None, "embed"))
 
   def __call__(self, h_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-    """[B, G·G, D] -> [B, G·G/4, 2 D], for G tokens on a side of the grid, row by row."""
+    """Merges squares of 2 x 2 tokens: [B, G·G, D] -> [B, G·G/4, 2 D].
+
+    G is the number of tokens on a side of the grid; tokens are in the order of its rows.
+    """
     batch, _, width = h_BSD.shape
     four = patches(h_BSD.reshape(batch, self.side, self.side, width), 2)
     return linear(self.norm(four.reshape(batch, -1, 4 * width)), self.reduce)

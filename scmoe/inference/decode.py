@@ -367,7 +367,7 @@ def prefill(
   router: Any = None,
   experts: ExpertSource = OnDevice(),
 ) -> tuple[Float[Array, "B V"], Any]:
-  """Runs a model over whole prompts: gives the next token's logits, and fills the caches.
+  """Runs a model over whole prompts: gives the logits of the first new token, and fills the caches.
 
   Args:
     model: a model on one device, or this device's part in the manual region (`shard_map`).
@@ -402,7 +402,7 @@ def decode_step(
   pairs: Any = None,
   experts: ExpertSource = OnDevice(),
 ) -> tuple[Float[Array, "B V"], Any]:
-  """Runs a model over one token of each row: float32 logits [B, V] of the next one, and the caches.
+  """Runs a model over one token of each row: the next token's logits, float32 [B, V], and caches.
 
   For a single row it runs the kernels of `scmoe.inference.token`, where they support its shapes.
 

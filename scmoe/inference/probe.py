@@ -34,7 +34,7 @@ from scmoe.moe.types import Routing
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-  """Statistics of a model's routing over some batches.
+  """Statistics of a model's routing, and of its main path, over some batches.
 
   A gating is one use of a gate; the model has G gatings. A pair is the blocks around one MoE; P
   pairs have experts. Gatings and pairs are in the order in which tokens meet them. E counts zero
@@ -227,7 +227,7 @@ def probe(
     reading: how this kind of model reads, with the run's router state.
 
   Raises:
-    ConfigError: the wiring has no routed experts, there is no batch, or no token counts.
+    ConfigError: the wiring has no routed experts, or the batches have no token that counts.
   """
   listened = _Layout(reading.trunks(model))
   if not listened.gatings:

@@ -74,7 +74,7 @@ class ModelConfig(BlockConfig):
 
   @property
   def depth(self) -> int:
-    """Blocks that write to one residual stream: L."""
+    """Number of blocks that write to one residual stream: L."""
     return self.num_layers
 
   @property

@@ -90,7 +90,7 @@ LARGE_LAYER = 1 << 18
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GradientTotal:
-  """The sum over this device's microbatches for one parameter.
+  """The sum of one parameter's gradients over this device's microbatches so far, and its options.
 
   A pytree: its gradient is a `GradientTotal` too, with the new total in place of the old one.
 

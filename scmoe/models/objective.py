@@ -279,7 +279,7 @@ class RoutedObjective:
     return cast_params(params, model.config.dtype)
 
   def taught(self, given: Any) -> RoutedObjective:
-    """Raises TypeError: only `Distillation` has a teacher."""
+    """Raises TypeError: only `Distillation` and `Preference` read the arrays of a second model."""
     raise TypeError("only scmoe.models.distillation.Distillation has a teacher")
 
   def seeded(self, seed: Array) -> RoutedObjective:

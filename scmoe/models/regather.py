@@ -123,7 +123,17 @@ def _pair(
   before: list[Share] | None,
   wholes: list[Array] | None,
 ) -> tuple[Any, list[Array] | None]:
-  """The body's result, and the pair's gathered parameters for the next one's `wholes`."""
+  """The body's result, and the pair's gathered parameters for the next call's `wholes`.
+
+  The second is None for the last pair.
+
+  Args:
+    how: see `_How`.
+    copies: the pair's parameters, gathered, once for each batch.
+    carry, here: see `OneAhead`.
+    before, wholes: the shares and the gathered parameters of the pair before, for the backward
+      pass only; None for the first pair.
+  """
   del before, wholes
   return how.body(carry, ((copies, None), here, None)), _gathered_of(how, copies[0])
 

@@ -312,7 +312,7 @@ def run_trunks(route: Route) -> list[Output]:
       ):
         pair: BlockPair = nnx.merge(graph, own)
         if handed_BSD is not None:
-          # No pair before the first one hands over a value: its experts read its own input.
+          # No pair hands a value over to the first pair, whose experts read the pair's own input.
           start_BSD = pair.units[0].hand_over(Tap.BLOCK_INPUT, h_BSD)
           handed_BSD = jnp.where(first, start_BSD, handed_BSD)
         here = dataclasses.replace(context, keys=key, bias_E=bias_E, kept=own_kept)

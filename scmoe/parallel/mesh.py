@@ -53,7 +53,10 @@ def host_device() -> Any | None:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig(Options, path="mesh"):
-  """Sizes of the mesh axes; their product is the number of devices used."""
+  """Sizes of the mesh axes, and how the ranks of the data axis share parameters and moments.
+
+  The product of the sizes is the number of devices used.
+  """
 
   data: int = option(-1, "devices on the data axis; -1 takes all that the others leave", minimum=-1)
   expert: int = option(1, "devices on the expert axis (expert parallelism)", minimum=1)
@@ -85,7 +88,7 @@ class MeshConfig(Options, path="mesh"):
   )
 
   def resolve(self, num_devices: int) -> MeshConfig:
-    """The same mesh with `data` filled in for `num_devices` devices.
+    """The same options, with a number in place of `data` = -1, for `num_devices` devices.
 
     Raises:
       ConfigError: an axis is 0, or the product does not fit the number of devices.

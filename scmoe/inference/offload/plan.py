@@ -355,11 +355,10 @@ def expected(
 
   A prefill is taken to copy all experts, in every mode. A decode step copies all in mode ring. In
   the other modes its choices are taken to be different experts, and those that miss the cache are
-  copied. In wirings
-  with a shortcut, a copy of mode early is hidden for as long as the computation between gate and
-  experts takes. A copy of mode ring is hidden for as long as a whole pair computes, if the ring has
-  more than one section. The expected hit rate is the share of the experts that the cache holds;
-  uneven routing gives a higher one.
+  copied. In wirings with a shortcut, a copy of mode early is hidden for as long as the computation
+  between gate and experts takes. A copy of mode ring is hidden for as long as a whole pair
+  computes, if the ring has more than one section. The expected hit rate is the share of the experts
+  that the cache holds; uneven routing gives a higher one.
 
   Args:
     offload: the `Offload`, which need not fit.

@@ -100,7 +100,7 @@ class GradientTotal:
     axes: mesh axes over which the total is summed once the last group is added; () for none.
     dtype: dtype in which the total travels between devices.
     last: whether the group that is differentiated now is the step's last.
-    empty: whether there was no earlier group: `value` then has only the shape, and is not read.
+    empty: whether there was no earlier group: only the shape of `value` is then read.
     dimension: the dimension that data ranks divide, for a total with `into`.
     bucket: see `scmoe.parallel.shares.Gathering`.
     into: zeros like this rank's share of the parameter; the gradient with respect to them is this
@@ -230,7 +230,7 @@ def accumulate(
     ((grads,),) = pull(step.slopes_of([terms]))
   else:
     groups = jax.tree.map(lambda x: x.reshape(count // size, size, *x.shape[1:]), batch)
-    early = count // size - reduces  # groups in the loop: all but one that sums over devices
+    early = count // size - reduces  # groups in the loop: not the last if it sums over devices
     results = jax.eval_shape(step.losses(_at(groups, 0), 0), step.copies)
     done, totals = step.begin(results, early)
     if early:

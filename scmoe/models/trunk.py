@@ -55,9 +55,9 @@ class Pass:
     pairs: result of `Trunk.pairs()`, called before a loop over tokens; None: the pairs' parameters
       are read from the model.
     no_drop: whether experts have room for every token, so that no choice is dropped.
-    remat: what the backward pass recomputes: none (nothing); dots (all but rows that have travelled
-      to another device and matrix products without batch dimensions); moe (only the experts'
-      activations); full (all but rows that have travelled).
+    remat: what the backward pass recomputes: none (nothing); dots (all but the rows that exchanges
+      have delivered, and matrix products without batch dimensions); moe (only the experts'
+      activations); full (all but the rows that exchanges have delivered).
     gate: index of the gate that chooses experts, if `router.compat.gates` > 1; may be traced.
     hidden: whether to return the main path after every block.
     gradient_totals: the model's `totals_of_pairs`, `scmoe.models.gradient_sums.GradientTotal`s to
@@ -88,8 +88,8 @@ class Output:
   """The results of a forward pass.
 
   Attributes:
-    h_BSD: the last hidden state in the compute dtype. A language model's is normalised and divided
-      by `model.logits_scaling`, for its head; a `Trunk`'s is the residual stream.
+    h_BSD: the last hidden state in the compute dtype. A model's is normalised for its head, and a
+      language model's also divided by `model.logits_scaling`; a `Trunk`'s is the residual stream.
     sums: router sums per MoE layer over this device's tokens, [layers, ...]; None for the dense
       wiring.
     caches: updated caches, or None.

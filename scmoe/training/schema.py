@@ -100,6 +100,8 @@ _SINCE = {
     "teacher": "",
     "teacher_share": 0.5,
     "teacher_temperature": 2.0,
+    "preference_beta": 0.1,
+    "reference_free": False,
   },
   "optimizer": {
     "loss_scale": 0.0,

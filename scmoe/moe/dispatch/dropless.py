@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +98,7 @@ class Dropless:
   chunks: int = 1
   order: str = "choice"
   longest: int | None = None
+  delivers: ClassVar[bool] = False  # whether `_send` leaves the rows at their experts
 
   def dispatch(self, x_TD: Float[Array, "T D"], routing: Routing, experts: Any) -> Dispatched:
     """Runs the overflow rounds, if any, then sends the first round: P rows to every peer per chunk.
@@ -139,10 +140,14 @@ class Dropless:
       before = overflow_TD if chunk == 0 else None
       sent, queues, before = self._send(x_TD, routing, queues, chunk, size, before)
       overflow_TD = before if chunk == 0 else overflow_TD
+      rows_RD = sent.rows_RD
+      if not self.delivers:
+        packed = rows_RD.reshape(self.exchange.size, size, -1)
+        rows_RD = self.exchange.all_to_all(packed, chunk).reshape(rows_RD.shape)
       # Under `train.remat`, `jax.checkpoint` keeps the values named "moe_rows": the backward pass
       # exchanges no row again.
-      rows.append(checkpoint_name(sent.rows_RD, "moe_rows"))
-      layouts.append(sent.layout)
+      rows.append(checkpoint_name(rows_RD, "moe_rows"))
+      layouts.append(self._layout(sent, queues, chunk * size, size))
       windows.append(sent.window)
       plans.append(sent.plan)
     if overflow_TD is not None:
@@ -172,15 +177,21 @@ class Dropless:
     To this sum it adds the part of the output that the overflow rounds have computed.
     """
     back = []
-    for rows_RD, plan in zip(sent.rows, sent.plans, strict=True):
-      back.append(checkpoint_name(self._return(rows_RD, plan), "moe_rows"))
+    for rows_RD in sent.rows:
+      packed = rows_RD.reshape(self.exchange.size, -1, rows_RD.shape[-1])
+      ours_RD = self.exchange.all_to_all(packed).reshape(rows_RD.shape)
+      back.append(checkpoint_name(ours_RD, "moe_rows"))
+    return self._added_up(sent, back)
+
+  def _added_up(self, sent: Dispatched, back: list[Array]) -> Array:
+    """The output [T, D] from each chunk's outputs in their rows of the send buffer."""
     y_TD = sum_chunks(tuple(back), sent.weight_TK, sent.permutations)
     return y_TD if sent.overflow_TD is None else y_TD + sent.overflow_TD.astype(y_TD.dtype)
 
   def _send(
     self, x_TD: Array, routing: Routing, queues: Queues, chunk: int, size: int, before: Array | None
   ) -> tuple[Chunk, Queues, Array | None]:
-    """Sends one chunk of the first round: positions [chunk · P, (chunk + 1) · P) of every queue.
+    """Packs one chunk of the first round: positions [chunk · P, (chunk + 1) · P) of every queue.
 
     Args:
       x_TD: tokens of this device.
@@ -191,23 +202,19 @@ class Dropless:
       before: a value that has to be computed before the rows leave; None: no such value.
 
     Returns:
-      The chunk with the rows that arrive; the queues, tied by a barrier to the rows that leave; and
-      `before`, tied to both.
+      The chunk with the rows that leave, or with those that arrive if the transport `delivers`; the
+      queues, tied by a barrier to the rows that leave; and `before`, tied to both.
     """
-    low = chunk * size
-    window = make_window(queues, low, size)
+    window = make_window(queues, chunk * size, size)
     rows_RD, queues = _send_buffer(x_TD, routing.input_weight_TK, queues, window)
     if before is not None:
       rows_RD, queues, before = barrier((rows_RD, queues, before), "forward")
-    arrived = self.exchange.all_to_all(rows_RD.reshape(self.exchange.size, size, -1), chunk)
-    layout = _layout_of_window(queues, low, size)
-    return Chunk(arrived.reshape(rows_RD.shape), layout, window), queues, before
+    return Chunk(rows_RD, window), queues, before
 
-  def _return(self, rows_RD: Array, plan: Any) -> Array:
-    """Brings a chunk's outputs back to their rows of the send buffer, on their tokens' devices."""
-    del plan
-    ours = self.exchange.all_to_all(rows_RD.reshape(self.exchange.size, -1, rows_RD.shape[-1]))
-    return ours.reshape(rows_RD.shape)
+  def _layout(self, sent: Chunk, queues: Queues, low: int, size: int) -> RowLayout:
+    """The expert of each row that arrives from positions [low, low + size) of all queues."""
+    del sent
+    return _layout_of_window(queues, low, size)
 
   def _rows(self, choices: int) -> int:
     """Rows for each peer in one chunk of the first round (P); no more than `longest` needs."""
@@ -251,17 +258,15 @@ class Dropless:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-  """One chunk of the first round at its experts.
+  """One chunk of the first round.
 
   Attributes:
-    rows_RD: the rows that have arrived on this device.
-    layout: the expert of each of these rows.
+    rows_RD: the rows that leave this device, or that have arrived if the transport `delivers`.
     window: which choice of this device fills which row of its send buffer [W·P].
-    plan: what `_return` needs beside the rows; None: it needs nothing else.
+    plan: what `combine` needs beside the rows; None: it needs nothing else.
   """
 
   rows_RD: Array
-  layout: RowLayout
   window: Permutation
   plan: Any = None
 

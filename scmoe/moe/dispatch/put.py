@@ -23,17 +23,19 @@ counts tell.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Float
 
 from scmoe.base.errors import ConfigError
 from scmoe.kernels.grouped_matmul import (
   KERNEL_ROW_TILE,
   GroupLayout,
+  RowLayout,
   make_layout,
   tiled_layout,
 )
@@ -48,7 +50,7 @@ from scmoe.kernels.permute import (
 )
 from scmoe.kernels.put import put_rows, takes
 from scmoe.moe.dispatch.dropless import Chunk, Dropless, Queues, make_window
-from scmoe.moe.types import Routing
+from scmoe.moe.types import Dispatched, Routing
 from scmoe.parallel.barriers import barrier
 from scmoe.parallel.collectives import Exchange, wait
 
@@ -60,6 +62,8 @@ class Put(Dropless):
   Methods, rounds and arguments are those of `Dropless`. Only the first round differs: the rows that
   dispatch returns lie in the experts' tiles already.
   """
+
+  delivers: ClassVar[bool] = True
 
   def _send(
     self, x_TD: Array, routing: Routing, queues: Queues, chunk: int, size: int, before: Array | None
@@ -79,13 +83,20 @@ class Put(Dropless):
     # Under `train.remat`, `jax.checkpoint` keeps values named "moe_rows". `dispatch` so names the
     # rows; with the origins the backward pass puts no row again.
     origin_R = checkpoint_name(origin_R, "moe_rows")
-    layout = tiled_layout(plan.groups)
-    return Chunk(rows_RD, layout, plan.window, (plan, origin_R)), queues, before
+    return Chunk(rows_RD, plan.window, (plan, origin_R)), queues, before
 
-  def _return(self, rows_RD: Array, plan: Any) -> Array:
-    """Puts a chunk's outputs into the slots of their choices; see `Dropless._return`."""
-    made, origin_R = plan
-    return _put_back(rows_RD, origin_R, made)
+  def _layout(self, sent: Chunk, queues: Queues, low: int, size: int) -> RowLayout:
+    """The experts' tiles, in which the rows of `_send` lie."""
+    del queues, low, size
+    return tiled_layout(sent.plan[0].groups)
+
+  def combine(self, sent: Dispatched) -> Float[Array, "T D"]:
+    """Puts each chunk's outputs into the slots of their choices; see `Dropless.combine`."""
+    back = [
+      checkpoint_name(_put_back(rows_RD, origin_R, plan), "moe_rows")
+      for rows_RD, (plan, origin_R) in zip(sent.rows, sent.plans, strict=True)
+    ]
+    return self._added_up(sent, back)
 
 
 def check_put(exchange: Exchange) -> None:

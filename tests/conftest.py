@@ -53,6 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Files of half a minute and more come first, so that no worker is left with one in the end.
 LONG = ("test_notebooks", "test_gradient_reduction", "test_mosaic_gpu", "test_configs", "test_cli")
+LONG += ("test_state_shares", "test_average", "test_side_by_side")  # one of them last: 8 minutes
 LONG += ("test_extending", "test_mistakes", "test_processes", "test_teacher", "test_distillation")
 LONG += ("test_wirings", "test_causality", "test_vision", "test_offload", "test_disk")
 LONG += ("test_killed", "test_masters", "test_moments", "test_muon", "test_variants")

@@ -76,7 +76,7 @@ def modules() -> dict[str, str]:
   found = {}
   for path in sorted((ROOT / "scmoe").rglob("*.py")):
     if not (path.parent / "__init__.py").exists():
-      continue  # code that leaves with a model (scmoe/pretrained/remote) is no module of the package
+      continue  # code that leaves with a model (pretrained/remote) is no module of the package
     parts = path.relative_to(ROOT).with_suffix("").parts
     parts = parts[:-1] if parts[-1] == "__init__" else parts
     about = ast.get_docstring(ast.parse(path.read_text("utf-8")))

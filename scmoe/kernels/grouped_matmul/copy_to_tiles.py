@@ -2,9 +2,8 @@
 
     M  rows at hand      K  copies of each      D  width      R  rows of the tiles      G  groups
 
-A gather reads a row from global memory once for every copy. This kernel reads it once: a warp
-brings the row to shared memory, and K of its lanes each send it to one of its places (bulk copies,
-PTX ISA 8.x). The warp's next rows are on their way meanwhile.
+A gather reads a row from global memory once for every copy. This kernel reads it once
+(`scmoe/kernels/row_copier.py`).
 """
 
 from __future__ import annotations
@@ -18,14 +17,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scmoe.kernels import inline, ptx
 from scmoe.kernels.launch import compiled, resolve_num_sms, varying_as
-
-_LANES = 32
-_WARPS = 4  # warps of a block; eight are no faster
-_STAGES = 8  # most rows of a warp in shared memory; fewer where rows are wide
-_ROOM = 200_000  # bytes of shared memory for the stages
-_ALIGNED = 128  # bytes: a stage begins at a multiple of it
-_WORD = 4  # bytes of an int32
-_BARRIER = 8  # bytes of a barrier
+from scmoe.kernels.row_copier import (
+  ALIGNED,
+  BARRIER,
+  PLACES,
+  WARPS,
+  WORD,
+  RowCopier,
+  fits,
+  stages_of,
+)
 
 
 def takes(x_MD: jax.Array, num_copies: int) -> bool:
@@ -35,8 +36,7 @@ def takes(x_MD: jax.Array, num_copies: int) -> bool:
   places.
   """
   row_bytes = x_MD.shape[1] * x_MD.dtype.itemsize
-  fits = 0 < row_bytes <= _ROOM // (2 * _WARPS + 1) and row_bytes % _ALIGNED == 0
-  return fits and x_MD.shape[0] > 0 and num_copies <= _LANES
+  return fits(row_bytes, num_copies) and row_bytes % ALIGNED == 0 and x_MD.shape[0] > 0
 
 
 def copy_rows_to_tiles(
@@ -70,9 +70,9 @@ def copy_rows_to_tiles(
 def _copied_to_tiles(x_MD, row_MK, sizes_G, starts_G, tiles_G, *, num_rows, tile):
   (rows, width), copies, groups = x_MD.shape, row_MK.shape[1], sizes_G.shape[0]
   row_bytes = width * x_MD.dtype.itemsize
-  stages = min(_STAGES, (_ROOM // row_bytes - 1) // _WARPS)
   blocks = resolve_num_sms(None)
-  program = _Program(rows, copies, groups, row_bytes, num_rows, tile, stages, blocks)
+  sizes = (rows, copies, groups, row_bytes, num_rows, tile, stages_of(row_bytes), blocks)
+  program = _Program(*sizes)
   text = program.text()
 
   def body(*refs):
@@ -83,52 +83,32 @@ def _copied_to_tiles(x_MD, row_MK, sizes_G, starts_G, tiles_G, *, num_rows, tile
     out_type=jax.ShapeDtypeStruct((num_rows, width), x_MD.dtype),
     grid=(blocks,),
     grid_names=("block",),
-    num_threads=_WARPS // 4,
+    num_threads=WARPS // 4,
     thread_name="wg",
     scratch_types=[plgpu.SMEM((-(-program.shared_bytes // 512) * 128,), jnp.int32)],
   )(x_MD, row_MK.reshape(-1), sizes_G, starts_G, tiles_G)
 
 
-# The inline code's operands.
-_X, _PLACES, _SIZES, _TILE_STARTS, _TILES, _OUT, _SHARED = (f"${i}" for i in range(7))
+# The inline code's operands after rows and places.
+_SIZES, _TILE_STARTS, _TILES, _OUT, _SHARED = (f"${i}" for i in range(2, 7))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Program:
+class _Program(RowCopier):
   """The kernel in PTX, step by step.
 
-  Warp w of the W in all blocks takes rows w, w + W, w + 2 W and so on. The register `row` holds the
-  row that the warp sends next, and `ahead` the one that it fetches next, stages - 1 of its rows
-  later. Shared memory holds each warp's stages, a row of zeros, and a barrier for each stage.
-
-  Attributes:
-    rows, copies, groups: M, K and G.
-    row_bytes: bytes of a row.
-    num_rows: R.
-    tile: rows of a tile.
-    stages: rows of a warp in shared memory.
-    blocks: blocks of the grid.
+  Warp w, counted over all blocks, takes rows w, w + warps, w + 2 · warps and so on. The row that it
+  fetches next is stages - 1 of its own rows after the one that it sends. Shared memory holds each
+  warp's stages, a row of zeros, and a barrier for each stage.
   """
 
-  rows: int
-  copies: int
-  groups: int
-  row_bytes: int
-  num_rows: int
-  tile: int
-  stages: int
-  blocks: int
-
-  @property
-  def warps(self) -> int:
-    """W, the number of warps in all blocks together."""
-    return self.blocks * _WARPS
+  group_words = (_SIZES, _TILE_STARTS, _TILES)
 
   @property
   def shared_bytes(self) -> int:
     """Bytes of a block's shared memory, with room to align it."""
-    stages = _WARPS * self.stages
-    return (stages + 1) * self.row_bytes + _BARRIER * stages + _ALIGNED
+    stages = WARPS * self.stages
+    return (stages + 1) * self.row_bytes + BARRIER * stages + ALIGNED
 
   def text(self) -> str:
     """The whole kernel as PTX."""
@@ -180,35 +160,12 @@ class _Program:
         ptx.lane_of_warp("lane"),
         ptx.let("nothing", 0),
         ptx.shift_right("warp", "thread", 5),
-        ptx.add("shared", _SHARED, _ALIGNED - 1),
-        ptx.bit_and("shared", "shared", -_ALIGNED),
+        ptx.add("shared", _SHARED, ALIGNED - 1),
+        ptx.bit_and("shared", "shared", -ALIGNED),
         ptx.multiply_add("mine", "warp", self.stages * self.row_bytes, "shared"),
-        ptx.add("zeros", "shared", _WARPS * self.stages * self.row_bytes),
+        ptx.add("zeros", "shared", WARPS * self.stages * self.row_bytes),
         ptx.add("barriers", "zeros", self.row_bytes),
-        ptx.multiply_add("barriers", "warp", _BARRIER * self.stages, "barriers"),
-      ]
-    )
-
-  def init_barriers(self) -> str:
-    """The warp's first lane initialises the warp's barriers, one for each stage."""
-    return ptx.lines(
-      [
-        ptx.compare("yes", "lane", "==", 0, unsigned=True),
-        *(ptx.init_barrier("barriers", _BARRIER * s, 1, only_if="yes") for s in range(self.stages)),
-      ]
-    )
-
-  def write_zeros(self) -> str:
-    """All threads of the block together fill the row of zeros."""
-    return ptx.lines(
-      [
-        ptx.let("i", "thread"),
-        ptx.label("ZEROS"),
-        ptx.multiply_add("t", "i", _WORD, "zeros"),
-        ptx.compare("more", "i", "<", self.row_bytes // _WORD),
-        ptx.store_shared("t", "nothing", kind="b32", only_if="more"),
-        ptx.add("i", "i", _WARPS * _LANES),
-        ptx.jump("ZEROS", only_if="more"),
+        ptx.multiply_add("barriers", "warp", BARRIER * self.stages, "barriers"),
       ]
     )
 
@@ -217,31 +174,8 @@ class _Program:
     return ptx.lines(
       [
         ptx.block_of_grid("i"),
-        ptx.multiply_add("row", "i", _WARPS, "warp"),
+        ptx.multiply_add("row", "i", WARPS, "warp"),
         ptx.let("ahead", "row"),
-      ]
-    )
-
-  def find_stage(self, stage: str | int) -> str:
-    """buffer, barrier = addresses of a stage of the warp and of its barrier."""
-    return ptx.lines(
-      [
-        ptx.multiply_add("buffer", stage, self.row_bytes, "mine"),
-        ptx.multiply_add("barrier", stage, _BARRIER, "barriers"),
-      ]
-    )
-
-  def fetch_row(self, stage: str | int) -> str:
-    """Starts to copy row `ahead`, if x has it, to a stage; `ahead` becomes the warp's next row."""
-    return ptx.lines(
-      [
-        self.find_stage(stage),
-        ptx.compare("yes", "ahead", "<", self.rows),
-        ptx.compare("yes", "lane", "==", 0, and_="yes", unsigned=True),
-        ptx.element_address("wide", _X, "ahead", self.row_bytes),
-        ptx.arrive_and_expect("barrier", self.row_bytes, only_if="yes"),
-        ptx.copy_to_shared("buffer", "wide", self.row_bytes, "barrier", only_if="yes"),
-        ptx.add("ahead", "ahead", self.warps),
       ]
     )
 
@@ -254,55 +188,19 @@ class _Program:
       ]
     )
 
-  def send_zeros(self) -> str:
-    """Starts to copy zeros to the rows of groups' last tiles that no row of x fills.
-
-    A group lacks fewer rows than a tile has, so i is the pair (group i // tile, lacking row
-    t = i % tile): row size + t of the group, if the group's tiles have that row. Neighbouring i go
-    to different warps.
-    """
-    group_word = lambda to, array: ptx.lines(
-      [
-        ptx.advance("place", array, "wide"),
-        ptx.load_read_only(to, "place"),
-      ]
-    )
-    rows = ptx.while_less(
-      "RESTS",
-      "i",
-      self.groups * self.tile,
-      ptx.divide("t", "i", self.tile),
-      ptx.byte_distance("wide", "t", _WORD),
-      ptx.multiply("t", "t", self.tile),
-      ptx.subtract("t", "i", "t"),
-      group_word("size", _SIZES),
-      group_word("to", _TILE_STARTS),
-      group_word("end", _TILES),
-      ptx.multiply("end", "end", self.tile),
-      ptx.add("t", "t", "size"),
-      ptx.compare("yes", "t", "<", "end"),
-      ptx.multiply_add("to", "to", self.tile, "t"),
-      self.send_row("yes", "zeros"),
-      ptx.add("i", "i", _LANES * self.warps),
-    )
-    return ptx.lines(
-      [
-        ptx.multiply_add("i", "lane", self.warps, "row"),
-        rows,
-        ptx.wait_for_warp(),
-        ptx.close_group(),
-      ]
-    )
+  def send_zero(self) -> str:
+    """Starts to copy the row of zeros to row `to` of the result, if `yes` holds."""
+    return self.send_row("yes", "zeros")
 
   def load_place(self) -> str:
     """to = the lane's place of row `row`; yes = whether the lane has one."""
     return ptx.lines(
       [
         ptx.multiply_add("i", "row", self.copies, "lane"),
-        ptx.byte_distance("wide", "i", _WORD),
+        ptx.byte_distance("wide", "i", WORD),
         ptx.compare("yes", "lane", "<", self.copies, unsigned=True),
         ptx.let("to", self.num_rows),
-        ptx.advance("place", _PLACES, "wide"),
+        ptx.advance("place", PLACES, "wide"),
         ptx.load_read_only("to", "place", only_if="yes"),
         ptx.compare("yes", "to", "<", self.num_rows, unsigned=True),
       ]

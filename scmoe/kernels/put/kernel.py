@@ -28,18 +28,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scmoe.kernels import inline, ptx
 from scmoe.kernels.launch import compiled
+from scmoe.kernels.row_copier import (
+  ALIGNED,
+  BARRIER,
+  PLACES,
+  STAGES,
+  WARPS,
+  WORD,
+  RowCopier,
+  fits,
+  stages_of,
+)
 
 BLOCKS = 32  # thread blocks by default, each on a multiprocessor of its own
-_LANES = 32
-_WARPS = 4  # warps of a block
-_STAGES = 8  # most rows of a warp in shared memory; fewer where rows are wide
 _SENDING = 4  # of 8 stages: rows that a warp's outgoing copies may still read while it goes on
-_ROOM = 200_000  # bytes of shared memory for the stages and the row of zeros
-_ALIGNED = 128  # bytes: a stage begins at a multiple of it
 _COPIED = 16  # bytes: a bulk copy moves a multiple of it
-_WORD = 4  # bytes of an int32
 _ADDRESS = 8  # bytes of an address in global memory
-_BARRIER = 8  # bytes of a barrier
 MOST_RANKS = 8
 
 
@@ -49,8 +53,7 @@ def takes(row_bytes: int, num_copies: int, ranks: int) -> bool:
   A row has a multiple of 16 bytes, at most 22,222, and at most 32 places; there are at most 8
   ranks.
   """
-  fits = 0 < row_bytes <= _ROOM // (2 * _WARPS + 1) and row_bytes % _COPIED == 0
-  return fits and num_copies <= _LANES and ranks <= MOST_RANKS
+  return fits(row_bytes, num_copies) and row_bytes % _COPIED == 0 and ranks <= MOST_RANKS
 
 
 @functools.partial(jax.jit, static_argnames=("num_rows", "tile", "axis", "ranks", "blocks"))
@@ -92,9 +95,9 @@ def put_rows_kernel(
   (rows, width), copies, tagged = x_MD.shape, place_MK.shape[1], tag_MK is not None
   num_groups = 0 if groups is None else groups[0].shape[0]
   row_bytes = width * x_MD.dtype.itemsize
-  stages = min(_STAGES, (_ROOM // row_bytes - 1) // _WARPS)
-  sizes = (rows, copies, num_groups, row_bytes, num_rows, tile)
-  program = _Program(*sizes, tagged, ranks, stages, max(1, stages * _SENDING // _STAGES), blocks)
+  stages = stages_of(row_bytes)
+  sizes = (rows, copies, num_groups, row_bytes, num_rows, tile, stages, blocks)
+  program = _Program(*sizes, tagged, ranks, max(1, stages * _SENDING // STAGES))
   text = program.text()
 
   def body(*refs):
@@ -111,7 +114,7 @@ def put_rows_kernel(
     + [jax.ShapeDtypeStruct((num_rows, width), x_MD.dtype)],
     grid=(blocks,),
     grid_names=("block",),
-    num_threads=_WARPS // 4,
+    num_threads=WARPS // 4,
     thread_name="wg",
     scratch_types=[
       plgpu.SMEM((-(-program.shared_bytes // 512) * 128,), jnp.int32),
@@ -127,73 +130,60 @@ def put_rows_kernel(
   return outs[-1], outs[0] if tagged else None
 
 
-# The inline code's operands. After them come the addresses of every rank's result, of every rank's
-# tags and of every rank's signals, and last the block's shared memory.
-_X, _PLACES, _TAGS, _COUNT = "$0", "$1", "$2", "$3"
+# The inline code's operands after rows and places. After these come the addresses of every rank's
+# result, of every rank's tags and of every rank's signals, and last the block's shared memory.
+_TAGS, _COUNT = "$2", "$3"
 _SIZES, _TILE_STARTS, _TILES = "$4", "$5", "$6"
 _OUT, _OUT_TAGS, _SIGNALS = "$7", "$8", "$9"
 _FAR = 10
 
 
 @dataclasses.dataclass(frozen=True)
-class _Program:
+class _Program(RowCopier):
   """The kernel in PTX, step by step.
 
-  Warp w, counted over all blocks, takes rows w, w + warps, w + 2 · warps and so on. A stage is room
-  for one row in shared memory. The register `row` holds the row that the warp sends next, and
-  `ahead` the row that it fetches next. With 8 stages, of which copies still read 4, a warp fetches
-  the row that is 4 of its own rows after the one that it sends. Shared memory holds each warp's
-  stages, a row of zeros, a barrier for each stage, and three addresses for each rank: of the rank's
-  result, of its tags, and of the count of signals of its block with the same number.
+  Warp w, counted over all blocks, takes rows w, w + warps, w + 2 · warps and so on. With 8 stages,
+  of which copies still read 4, a warp fetches the row that is 4 of its own rows after the one that
+  it sends. Shared memory holds each warp's stages, a row of zeros, a barrier for each stage, and
+  three addresses for each rank: of the rank's result, of its tags, and of the count of signals of
+  its block with the same number.
 
   Attributes:
-    rows, copies, groups: M, K and G.
-    row_bytes: bytes of a row.
-    num_rows: R.
-    tile: rows of a tile.
     tagged: whether a tag arrives beside each row.
     ranks: W.
-    stages: stages of a warp.
     sending: stages that the warp's outgoing copies may still read while the warp goes on.
-    blocks: blocks of the grid.
   """
 
-  rows: int
-  copies: int
-  groups: int
-  row_bytes: int
-  num_rows: int
-  tile: int
+  group_words = (_SIZES, _TILE_STARTS, _TILES)
+
   tagged: bool
   ranks: int
-  stages: int
   sending: int
-  blocks: int
 
   @property
-  def warps(self) -> int:
-    """Number of warps in all blocks together."""
-    return self.blocks * _WARPS
+  def limit(self) -> str:
+    """The register with the number of rows that have places."""
+    return "rows"
 
   @property
   def zeros_at(self) -> int:
-    """Bytes from the begin of the stages to the row of zeros, a multiple of `_ALIGNED`."""
-    return -(-_WARPS * self.stages * self.row_bytes // _ALIGNED) * _ALIGNED
+    """Bytes from the begin of the stages to the row of zeros, a multiple of `ALIGNED`."""
+    return -(-WARPS * self.stages * self.row_bytes // ALIGNED) * ALIGNED
 
   @property
   def barriers_at(self) -> int:
-    """Bytes from the begin of the stages to the barriers, a multiple of `_ALIGNED`."""
-    return self.zeros_at + -(-self.row_bytes // _ALIGNED) * _ALIGNED
+    """Bytes from the begin of the stages to the barriers, a multiple of `ALIGNED`."""
+    return self.zeros_at + -(-self.row_bytes // ALIGNED) * ALIGNED
 
   @property
   def addresses_at(self) -> int:
     """Bytes from the begin of the stages to the addresses."""
-    return self.barriers_at + _BARRIER * _WARPS * self.stages
+    return self.barriers_at + BARRIER * WARPS * self.stages
 
   @property
   def shared_bytes(self) -> int:
     """Bytes of a block's shared memory, with room to align it."""
-    return self.addresses_at + 3 * _ADDRESS * self.ranks + _ALIGNED
+    return self.addresses_at + 3 * _ADDRESS * self.ranks + ALIGNED
 
   def text(self) -> str:
     """The whole kernel as PTX."""
@@ -256,22 +246,13 @@ class _Program:
         ptx.let("nobody", -1),
         ptx.let("one", 1),
         ptx.shift_right("warp", "thread", 5),
-        ptx.add("shared", f"${_FAR + 3 * self.ranks}", _ALIGNED - 1),
-        ptx.bit_and("shared", "shared", -_ALIGNED),
+        ptx.add("shared", f"${_FAR + 3 * self.ranks}", ALIGNED - 1),
+        ptx.bit_and("shared", "shared", -ALIGNED),
         ptx.multiply_add("mine", "warp", self.stages * self.row_bytes, "shared"),
         ptx.add("zeros", "shared", self.zeros_at),
         ptx.add("barriers", "shared", self.barriers_at),
-        ptx.multiply_add("barriers", "warp", _BARRIER * self.stages, "barriers"),
+        ptx.multiply_add("barriers", "warp", BARRIER * self.stages, "barriers"),
         ptx.add("addresses", "shared", self.addresses_at),
-      ]
-    )
-
-  def init_barriers(self) -> str:
-    """The warp's first lane initialises the warp's barriers, one for each stage."""
-    return ptx.lines(
-      [
-        ptx.compare("yes", "lane", "==", 0, unsigned=True),
-        *(ptx.init_barrier("barriers", _BARRIER * s, 1, only_if="yes") for s in range(self.stages)),
       ]
     )
 
@@ -290,51 +271,14 @@ class _Program:
       ]
     )
 
-  def write_zeros(self) -> str:
-    """All threads of the block together fill the row of zeros."""
-    return ptx.lines(
-      [
-        ptx.let("i", "thread"),
-        ptx.label("ZEROS"),
-        ptx.multiply_add("t", "i", _WORD, "zeros"),
-        ptx.compare("more", "i", "<", self.row_bytes // _WORD),
-        ptx.store_shared("t", "nothing", kind="b32", only_if="more"),
-        ptx.add("i", "i", _WARPS * _LANES),
-        ptx.jump("ZEROS", only_if="more"),
-      ]
-    )
-
   def first_row(self) -> str:
     """row = ahead = the warp's number in the grid; rows = how many rows at hand have places."""
     return ptx.lines(
       [
-        ptx.multiply_add("row", "block", _WARPS, "warp"),
+        ptx.multiply_add("row", "block", WARPS, "warp"),
         ptx.let("ahead", "row"),
         ptx.load_read_only("rows", _COUNT),
         ptx.at_most("rows", "rows", self.rows),
-      ]
-    )
-
-  def find_stage(self, stage: str | int) -> str:
-    """buffer = the address of one of the warp's stages; barrier = that of the stage's barrier."""
-    return ptx.lines(
-      [
-        ptx.multiply_add("buffer", stage, self.row_bytes, "mine"),
-        ptx.multiply_add("barrier", stage, _BARRIER, "barriers"),
-      ]
-    )
-
-  def fetch_row(self, stage: str | int) -> str:
-    """Starts to copy row `ahead`, if there is one, to a stage; ahead = the warp's row after it."""
-    return ptx.lines(
-      [
-        self.find_stage(stage),
-        ptx.compare("yes", "ahead", "<", "rows"),
-        ptx.compare("yes", "lane", "==", 0, and_="yes", unsigned=True),
-        ptx.element_address("wide", _X, "ahead", self.row_bytes),
-        ptx.arrive_and_expect("barrier", self.row_bytes, only_if="yes"),
-        ptx.copy_to_shared("buffer", "wide", self.row_bytes, "barrier", only_if="yes"),
-        ptx.add("ahead", "ahead", self.warps),
       ]
     )
 
@@ -343,10 +287,10 @@ class _Program:
     return ptx.lines(
       [
         ptx.multiply_add("i", "row", self.copies, "lane"),
-        ptx.byte_distance("wide", "i", _WORD),
+        ptx.byte_distance("wide", "i", WORD),
         ptx.compare("yes", "lane", "<", self.copies, unsigned=True),
         ptx.let("to", -1),
-        ptx.advance("place", _PLACES, "wide"),
+        ptx.advance("place", PLACES, "wide"),
         ptx.load_read_only("to", "place", only_if="yes"),
         self.with_tags(ptx.advance("place", _TAGS, "wide")),
         self.with_tags(ptx.load_read_only("tag", "place", only_if="yes")),
@@ -370,56 +314,22 @@ class _Program:
         ptx.copy_to_global("place", "buffer", self.row_bytes, only_if="yes"),
         self.with_tags(
           self.far_address("far", 1),
-          ptx.element_address("place", "far", "to", _WORD, unsigned=True, distance="wide"),
+          ptx.element_address("place", "far", "to", WORD, unsigned=True, distance="wide"),
           ptx.store_global("place", "tag", only_if="yes"),
         ),
       ]
     )
 
-  def send_zeros(self) -> str:
-    """Starts to copy zeros to the rows of groups' last tiles that no row fills; their tag is -1.
-
-    These are fewer rows of a group than a tile has, so a number i stands for a group, i // tile,
-    and one of `tile` candidates, t = i % tile: row size + t of the group. The row exists if the
-    group's tiles have it. With tiles of four rows and a group of six rows, in two tiles, candidates
-    0 and 1 are rows 6 and 7, and candidates 2 and 3 do not exist. Neighbouring i go to different
-    warps.
-    """
-    group_word = lambda to, array: ptx.lines(
-      [
-        ptx.advance("place", array, "wide"),
-        ptx.load_read_only(to, "place"),
-      ]
-    )
-    rows = ptx.while_less(
-      "RESTS",
-      "i",
-      self.groups * self.tile,
-      ptx.divide("t", "i", self.tile),
-      ptx.byte_distance("wide", "t", _WORD),
-      ptx.multiply("t", "t", self.tile),
-      ptx.subtract("t", "i", "t"),
-      group_word("size", _SIZES),
-      group_word("to", _TILE_STARTS),
-      group_word("end", _TILES),
-      ptx.multiply("end", "end", self.tile),
-      ptx.add("t", "t", "size"),
-      ptx.compare("yes", "t", "<", "end"),
-      ptx.multiply_add("to", "to", self.tile, "t"),
-      ptx.element_address("wide", _OUT, "to", self.row_bytes, unsigned=True),
-      ptx.copy_to_global("wide", "zeros", self.row_bytes, only_if="yes"),
-      self.with_tags(
-        ptx.element_address("wide", _OUT_TAGS, "to", _WORD, unsigned=True),
-        ptx.store_global("wide", "nobody", only_if="yes"),
-      ),
-      ptx.add("i", "i", _LANES * self.warps),
-    )
+  def send_zero(self) -> str:
+    """Starts to copy the row of zeros to row `to` of this device's result; its tag is -1."""
     return ptx.lines(
       [
-        ptx.multiply_add("i", "lane", self.warps, "row"),
-        rows,
-        ptx.wait_for_warp(),
-        ptx.close_group(),
+        ptx.element_address("wide", _OUT, "to", self.row_bytes, unsigned=True),
+        ptx.copy_to_global("wide", "zeros", self.row_bytes, only_if="yes"),
+        self.with_tags(
+          ptx.element_address("wide", _OUT_TAGS, "to", WORD, unsigned=True),
+          ptx.store_global("wide", "nobody", only_if="yes"),
+        ),
       ]
     )
 

@@ -1,0 +1,168 @@
+"""PTX steps of two kernels on Hopper that bring a row to shared memory and send it on.
+
+    grouped_matmul/copy_to_tiles.py   sends a row to its places among this device's tiles
+    put/kernel.py                     sends a row to its places on any GPU of the host
+
+    M  rows at hand      K  copies of each      D  width      R  rows of the result      G  groups
+
+A warp brings a row to shared memory, and K of its lanes each send it to one of its places by bulk
+copies (`cp.async.bulk`, PTX ISA 8.x). The warp's next rows are on their way meanwhile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from scmoe.kernels import ptx
+
+LANES = 32
+WARPS = 4  # warps of a block; eight are no faster
+ALIGNED = 128  # bytes: a stage begins at a multiple of it
+WORD = 4  # bytes of an int32
+BARRIER = 8  # bytes of a barrier
+STAGES = 8  # most rows of a warp in shared memory; fewer where rows are wide
+_ROOM = 200_000  # bytes of shared memory for the stages and the row of zeros
+
+# The first operands of both kernels' inline code.
+X, PLACES = "$0", "$1"
+
+
+def fits(row_bytes: int, num_copies: int) -> bool:
+  """Whether rows have at most 22,222 bytes, for two stages a warp, and at most 32 places each."""
+  return 0 < row_bytes <= _ROOM // (2 * WARPS + 1) and num_copies <= LANES
+
+
+def stages_of(row_bytes: int) -> int:
+  """The number of stages of a warp for rows of so many bytes."""
+  return min(STAGES, (_ROOM // row_bytes - 1) // WARPS)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowCopier:
+  """Sizes of a kernel that copies rows, and the steps that all such kernels take.
+
+  A stage is room for one row in shared memory. The register `row` holds the row that the warp sends
+  next, and `ahead` the row that it fetches next; `mine`, `barriers` and `zeros` hold addresses in
+  shared memory: of the warp's stages, of their barriers, and of a row of zeros.
+
+  Attributes:
+    rows, copies, groups: M, K and G.
+    row_bytes: bytes of a row.
+    num_rows: R.
+    tile: rows of a tile.
+    stages: stages of a warp.
+    blocks: blocks of the grid.
+  """
+
+  # The operands that hold, for each group: number of rows, first tile, number of tiles.
+  group_words: ClassVar[tuple[str, str, str]]
+
+  rows: int
+  copies: int
+  groups: int
+  row_bytes: int
+  num_rows: int
+  tile: int
+  stages: int
+  blocks: int
+
+  @property
+  def warps(self) -> int:
+    """Number of warps in all blocks together."""
+    return self.blocks * WARPS
+
+  @property
+  def limit(self) -> str | int:
+    """The number of rows to fetch, or the register that holds it."""
+    return self.rows
+
+  def init_barriers(self) -> str:
+    """The warp's first lane initialises the warp's barriers, one for each stage."""
+    return ptx.lines(
+      [
+        ptx.compare("yes", "lane", "==", 0, unsigned=True),
+        *(ptx.init_barrier("barriers", BARRIER * s, 1, only_if="yes") for s in range(self.stages)),
+      ]
+    )
+
+  def write_zeros(self) -> str:
+    """All threads of the block together fill the row of zeros."""
+    return ptx.lines(
+      [
+        ptx.let("i", "thread"),
+        ptx.label("ZEROS"),
+        ptx.multiply_add("t", "i", WORD, "zeros"),
+        ptx.compare("more", "i", "<", self.row_bytes // WORD),
+        ptx.store_shared("t", "nothing", kind="b32", only_if="more"),
+        ptx.add("i", "i", WARPS * LANES),
+        ptx.jump("ZEROS", only_if="more"),
+      ]
+    )
+
+  def find_stage(self, stage: str | int) -> str:
+    """buffer = the address of one of the warp's stages; barrier = that of the stage's barrier."""
+    return ptx.lines(
+      [
+        ptx.multiply_add("buffer", stage, self.row_bytes, "mine"),
+        ptx.multiply_add("barrier", stage, BARRIER, "barriers"),
+      ]
+    )
+
+  def fetch_row(self, stage: str | int) -> str:
+    """Starts to copy row `ahead`, if there is one, to a stage; ahead = the warp's row after it."""
+    return ptx.lines(
+      [
+        self.find_stage(stage),
+        ptx.compare("yes", "ahead", "<", self.limit),
+        ptx.compare("yes", "lane", "==", 0, and_="yes", unsigned=True),
+        ptx.element_address("wide", X, "ahead", self.row_bytes),
+        ptx.arrive_and_expect("barrier", self.row_bytes, only_if="yes"),
+        ptx.copy_to_shared("buffer", "wide", self.row_bytes, "barrier", only_if="yes"),
+        ptx.add("ahead", "ahead", self.warps),
+      ]
+    )
+
+  def send_zero(self) -> str:
+    """Starts to copy the row of zeros to row `to` of this device's result, if `yes` holds."""
+    raise NotImplementedError(f"{type(self).__name__} has no method send_zero()")
+
+  def send_zeros(self) -> str:
+    """Starts to copy zeros to the rows of groups' last tiles that no row fills.
+
+    These are fewer rows of a group than a tile has, so a number i stands for a group, i // tile,
+    and one of `tile` candidates, t = i % tile: row size + t of the group. The row exists if the
+    group's tiles have it. With tiles of four rows and a group of six rows, in two tiles, candidates
+    0 and 1 are rows 6 and 7, and candidates 2 and 3 do not exist. Neighbouring i go to different
+    warps.
+    """
+    group_word = lambda to, array: ptx.lines(
+      [
+        ptx.advance("place", array, "wide"),
+        ptx.load_read_only(to, "place"),
+      ]
+    )
+    rows = ptx.while_less(
+      "RESTS",
+      "i",
+      self.groups * self.tile,
+      ptx.divide("t", "i", self.tile),
+      ptx.byte_distance("wide", "t", WORD),
+      ptx.multiply("t", "t", self.tile),
+      ptx.subtract("t", "i", "t"),
+      *map(group_word, ("size", "to", "end"), self.group_words),
+      ptx.multiply("end", "end", self.tile),
+      ptx.add("t", "t", "size"),
+      ptx.compare("yes", "t", "<", "end"),
+      ptx.multiply_add("to", "to", self.tile, "t"),
+      self.send_zero(),
+      ptx.add("i", "i", LANES * self.warps),
+    )
+    return ptx.lines(
+      [
+        ptx.multiply_add("i", "lane", self.warps, "row"),
+        rows,
+        ptx.wait_for_warp(),
+        ptx.close_group(),
+      ]
+    )

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from scmoe.base.errors import ConfigError
@@ -35,6 +35,7 @@ from scmoe.data.tokenizers import JsonTokenizer, Tokenizer, load_json
 ROLES = ("system", "user", "assistant", "tool")
 NamedRow = tuple[str, str | None, str, dict[str, Any]]  # file:line, split, domain, columns
 Messages = Sequence[Mapping[str, Any]]
+_Text = tuple[str, tuple[tuple[int, int], ...], bool]  # text, spans, apart
 BATCH = 128  # conversations that one process of `render_chat` writes
 _ANSWER = "Assistant:\n"  # how the plain template introduces an answer
 _BETWEEN = "\n\n"  # between two turns of the plain template
@@ -61,23 +62,45 @@ def read_conversations(
     ConfigError: `data.chat_template=model`, and the tokenizer's folder has no chat template.
     DataError: too many rows are bad.
   """
+  alone = lambda row, plain: [_parsed(row, plain=plain)]
+  for (where, split, domain), [(text, spans, apart)] in written_rows(rows, config, bad, alone):
+    yield Document(text.encode(), domain, split, Learned(spans, apart, where))
+
+
+def written_rows(
+  rows: Iterable[NamedRow],
+  config: DataConfig,
+  bad: BadRows,
+  parse: Callable[[dict[str, Any], bool], Sequence[Messages | Completed]],
+) -> Iterator[tuple[tuple[str, str | None, str], list[_Text]]]:
+  """Each row's file:line, split and domain, and the texts that it holds; others are bad rows.
+
+  Args:
+    rows: rows with their places.
+    config: says which template writes them.
+    bad: counts the rows that are left out.
+    parse: (columns, whether the plain template writes them) -> what a row holds; raises `Refused`.
+
+  Raises:
+    ConfigError: `data.chat_template=model`, and the tokenizer's folder has no chat template.
+    DataError: too many rows are bad.
+  """
   tokenizer = with_template(config)
   rows = iter(rows)
   while batch := list(itertools.islice(rows, BATCH)):
     parsed = []
     for where, split, domain, row in batch:
       try:
-        parsed.append(((where, split, domain), _parsed(row, plain=tokenizer is None)))
+        parsed.append(((where, split, domain), parse(row, tokenizer is None)))
       except Refused as refused:
         bad.skip(where, str(refused))
-    for (where, split, domain), found in zip(
-      (place for place, _ in parsed), written([of_row for _, of_row in parsed], tokenizer)
-    ):
-      if isinstance(found, Refused):
-        bad.skip(where, str(found))
-        continue
-      text, spans, apart = found
-      yield Document(text.encode(), domain, split, Learned(spans, apart, where))
+    texts = iter(written([text for _, held in parsed for text in held], tokenizer))
+    for place, held in parsed:
+      found = list(itertools.islice(texts, len(held)))
+      if refused := next((x for x in found if isinstance(x, Refused)), None):
+        bad.skip(place[0], str(refused))
+      else:
+        yield place, [x for x in found if not isinstance(x, Refused)]
 
 
 def with_template(config: DataConfig) -> JsonTokenizer | None:
@@ -177,8 +200,6 @@ def text_of(value: Any, name: str) -> str:
 
 
 # --- how it is written ----------------------------------------------------------------------------
-
-_Text = tuple[str, tuple[tuple[int, int], ...], bool]  # text, spans, apart
 
 
 def written(

@@ -7,21 +7,18 @@ conversation (`scmoe.data.conversations`), and of both only the last answer coun
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from scmoe.data.config import DataConfig
 from scmoe.data.conversations import (
-  BATCH,
   Completed,
   Messages,
   NamedRow,
   Refused,
   checked,
   text_of,
-  with_template,
-  written,
+  written_rows,
 )
 from scmoe.data.document import Document, Learned
 from scmoe.data.files import BadRows
@@ -39,25 +36,12 @@ def read_preferences(
     ConfigError: `data.chat_template=model`, and the tokenizer's folder has no chat template.
     DataError: too many rows are bad.
   """
-  tokenizer = with_template(config)
-  rows = iter(rows)
-  while batch := list(itertools.islice(rows, BATCH)):
-    places, pairs = [], []
-    for where, split, domain, row in batch:
-      try:
-        pairs.append(_parsed(row, plain=tokenizer is None))
-        places.append((where, split, domain))
-      except Refused as refused:
-        bad.skip(where, str(refused))
-    texts = written([text for pair in pairs for text in pair], tokenizer)
-    for (where, split, domain), chosen, rejected in zip(places, texts, texts):
-      if isinstance(chosen, Refused) or isinstance(rejected, Refused):
-        bad.skip(where, str(chosen if isinstance(chosen, Refused) else rejected))
-        continue
-      (first, (*_, better), apart), (second, (*_, worse), _) = chosen, rejected
-      at = len(first)
-      spans = (better, (worse[0] + at, worse[1] + at))
-      yield Document((first + second).encode(), domain, split, Learned(spans, apart, where, at))
+  pair = lambda row, plain: _parsed(row, plain=plain)
+  for (where, split, domain), [chosen, rejected] in written_rows(rows, config, bad, pair):
+    (first, (*_, better), apart), (second, (*_, worse), _) = chosen, rejected
+    at = len(first)
+    spans = (better, (worse[0] + at, worse[1] + at))
+    yield Document((first + second).encode(), domain, split, Learned(spans, apart, where, at))
 
 
 def _parsed(row: dict[str, Any], *, plain: bool) -> _Pair:

@@ -11,6 +11,7 @@ copies (`cp.async.bulk`, PTX ISA 8.x). The warp's next rows are on their way mea
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from typing import ClassVar
 
@@ -39,7 +40,7 @@ def stages_of(row_bytes: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class RowCopier:
+class RowCopier(abc.ABC):
   """Sizes of a kernel that copies rows, and the steps that all such kernels take.
 
   A stage is room for one row in shared memory. The register `row` holds the row that the warp sends
@@ -123,9 +124,9 @@ class RowCopier:
       ]
     )
 
+  @abc.abstractmethod
   def send_zero(self) -> str:
     """Starts to copy the row of zeros to row `to` of this device's result, if `yes` holds."""
-    raise NotImplementedError(f"{type(self).__name__} has no method send_zero()")
 
   def send_zeros(self) -> str:
     """Starts to copy zeros to the rows of groups' last tiles that no row fills.

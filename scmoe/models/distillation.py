@@ -3,15 +3,11 @@
 SE-MoE distils in its second step (arXiv 2205.10034); the loss is that of Hinton et al. (arXiv
 1503.02531).
 
-The teacher runs inside the student's step, on the same mesh and tokens, without gradients and
-without dropping choices. The scores of both models are computed for a chunk of tokens at a time,
-and never stored for all.
+The teacher runs inside the student's step (`scmoe.models.second_model`). The scores of both models
+are computed for a chunk of tokens at a time, and never stored for all.
 """
 
 from __future__ import annotations
-
-import copy
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +15,13 @@ from flax import nnx
 from jax import Array
 
 from scmoe.base.batch import Batch
-from scmoe.models.gpt import GPT, Output, Pass
-from scmoe.models.objective import LanguageModelObjective, LossSums
+from scmoe.models.gpt import GPT, Output
+from scmoe.models.objective import LossSums
+from scmoe.models.second_model import WithSecondModel
 from scmoe.moe.options import RouterConfig
 
 
-class Distillation(LanguageModelObjective):
+class Distillation(WithSecondModel):
   """`LanguageModelObjective` with the loss `scmoe.layers.cross_entropy.taught_losses`.
 
   Args:
@@ -33,6 +30,8 @@ class Distillation(LanguageModelObjective):
     share: weight of the divergence in the loss, 0 to 1.
     temperature: divides the scores that are compared.
   """
+
+  role = "teacher"
 
   def __init__(
     self,
@@ -44,28 +43,13 @@ class Distillation(LanguageModelObjective):
     temperature: float,
     remat: str = "none",
   ):
-    super().__init__(graph, router, remat=remat)
-    self.teacher, self.share, self.temperature = teacher, share, temperature
-    self.given: Any = None
-
-  def taught(self, given: Any) -> Distillation:
-    """This objective with the teacher's arrays; the step calls it.
-
-    Args:
-      given: `params` and `router` of the teacher; in the manual region this device's shares.
-    """
-    own = copy.copy(self)
-    own.given = jax.lax.stop_gradient(given)
-    return own
+    super().__init__(graph, router, teacher, remat=remat)
+    self.share, self.temperature = share, temperature
 
   def of_text(self, model: GPT, out: Output, batch: Batch) -> dict[str, Array]:
     """Sums as in `LanguageModelObjective.of_text`, with `loss` and `divergence`."""
-    assert self.given is not None, "the step gives the teacher's arrays by `taught`"
-    with jax.named_scope("teacher"):
-      teacher: GPT = nnx.merge(self.teacher, self.given["params"])
-      mask_BS = batch.segment_ids > 0
-      options = {"mask_BS": mask_BS, "router": self.given["router"], "no_drop": True}
-      shown = teacher(batch.inputs, Pass(batch.positions, batch.segment_ids, **options))
+    with jax.named_scope(self.role):
+      teacher, shown = self.shown(batch)
     found = model.embedding.taught_losses(
       out.h_BSD,
       teacher.embedding,

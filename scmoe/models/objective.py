@@ -6,6 +6,7 @@ batch, and which sums it computes from the model's output.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -64,7 +65,7 @@ class LossSums:
   preference: dict[str, Array] | None = None
 
 
-class RoutedObjective:
+class RoutedObjective(abc.ABC):
   """Loss, metrics and router update of a model: a `scmoe.training.step.Objective`.
 
   Args:
@@ -80,6 +81,7 @@ class RoutedObjective:
 
   # -- what a subclass says -----------------------------------------------------------------------
 
+  @abc.abstractmethod
   def route(
     self,
     models: Sequence[Any],
@@ -95,8 +97,8 @@ class RoutedObjective:
       batches, router, rngs: see `losses`.
       totals: see `Pass.gradient_totals`.
     """
-    raise NotImplementedError
 
+  @abc.abstractmethod
   def of_batch(self, model: Any, out: Output, batch: Any) -> dict[str, Array]:
     """This device's sums over a microbatch, by the names of `LossSums`: nats, correct, weight.
 
@@ -108,15 +110,14 @@ class RoutedObjective:
       out: its output for the microbatch.
       batch: the microbatch.
     """
-    raise NotImplementedError
 
+  @abc.abstractmethod
   def counted(self, batch: Any) -> tuple[Array, Array]:
     """Two arrays whose sums over a step divide terms of the loss.
 
     The first has the weights of the things over which the loss is a mean: tokens, images or pairs.
     The second is True for the tokens or images that are routed, which excludes padding.
     """
-    raise NotImplementedError
 
   def tokens_of_each(self, model: Any) -> Array | float:
     """Number of tokens that a MoE layer routes for each True of `counted`.
@@ -279,8 +280,8 @@ class RoutedObjective:
     return cast_params(params, model.config.dtype)
 
   def taught(self, given: Any) -> RoutedObjective:
-    """Raises TypeError: only `Distillation` and `Preference` read the arrays of a second model."""
-    raise TypeError("only scmoe.models.distillation.Distillation has a teacher")
+    """Raises TypeError: only `scmoe.models.second_model` reads the arrays of a second model."""
+    raise TypeError(f"{type(self).__name__} reads no second model's arrays")
 
   def seeded(self, seed: Array) -> RoutedObjective:
     """Returns this objective: its random numbers follow from the keys of `losses` only."""

@@ -6,13 +6,12 @@ loss is -ln σ(reward of the chosen answer - reward of the rejected one).
 
 A row of tokens holds pairs, each as two segments that do not attend to each other: pair 0 has the
 segments 1 (chosen) and 2 (rejected), pair 1 the segments 3 and 4. Each segment is a prompt and an
-answer; the weights of a batch are 0 for targets in the prompt. The reference runs inside the step,
-as a `Distillation`'s teacher does.
+answer; the weights of a batch are 0 for targets in the prompt. The reference runs inside the step
+(`scmoe.models.second_model`).
 """
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import jax
@@ -21,12 +20,13 @@ from flax import nnx
 from jax import Array
 
 from scmoe.base.batch import Batch
-from scmoe.models.gpt import GPT, Output, Pass
-from scmoe.models.objective import LanguageModelObjective, LossSums
+from scmoe.models.gpt import GPT, Output
+from scmoe.models.objective import LossSums
+from scmoe.models.second_model import WithSecondModel
 from scmoe.moe.options import RouterConfig
 
 
-class Preference(LanguageModelObjective):
+class Preference(WithSecondModel):
   """The preference loss over pairs of answers, and the losses of the routers.
 
   Args:
@@ -37,6 +37,7 @@ class Preference(LanguageModelObjective):
   """
 
   term = "pairs"
+  role = "reference"
 
   def __init__(
     self,
@@ -47,19 +48,8 @@ class Preference(LanguageModelObjective):
     beta: float,
     remat: str = "none",
   ):
-    super().__init__(graph, router, remat=remat)
-    self.reference, self.beta = reference, beta
-    self.given: Any = None
-
-  def taught(self, given: Any) -> Preference:
-    """This objective with the reference's arrays; the step calls it.
-
-    Args:
-      given: `params` and `router` of the reference; in the manual region this device's shares.
-    """
-    own = copy.copy(self)
-    own.given = jax.lax.stop_gradient(given)
-    return own
+    super().__init__(graph, router, reference, remat=remat)
+    self.beta = beta
 
   def of_batch(self, model: GPT, out: Output, batch: Batch) -> dict[str, Any]:
     """This device's sums over a microbatch, by the names of `LossSums`, and `loss`.
@@ -91,14 +81,10 @@ class Preference(LanguageModelObjective):
 
   def _gain(self, nats_BS: Array, batch: Batch) -> Array:
     """ln p - ln r of every target, or ln p without a reference: float32 [B, S]."""
-    if self.reference is None:
+    if self.second is None:
       return -nats_BS
-    assert self.given is not None, "the step gives the reference's arrays by `taught`"
-    with jax.named_scope("reference"):
-      reference: GPT = nnx.merge(self.reference, self.given["params"])
-      mask_BS = batch.segment_ids > 0
-      options = {"mask_BS": mask_BS, "router": self.given["router"], "no_drop": True}
-      shown = reference(batch.inputs, Pass(batch.positions, batch.segment_ids, **options))
+    with jax.named_scope(self.role):
+      reference, shown = self.shown(batch)
       before_BS, _ = reference.embedding.token_losses(shown.h_BSD, batch.targets)
     return jax.lax.stop_gradient(before_BS) - nats_BS
 

@@ -6,19 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from one_step import one_step, second_arrays
 
 from scmoe.base.batch import Batch
 from scmoe.base.errors import ConfigError
 from scmoe.models.config import ModelConfig
 from scmoe.models.distillation import Distillation
 from scmoe.models.gpt import Pass
+from scmoe.models.objective import LanguageModelObjective
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.options import RouterConfig
-from scmoe.parallel.mesh import MeshConfig, batch_sharding
+from scmoe.parallel.mesh import MeshConfig
 from scmoe.run.build import build
 from scmoe.run.config import RunConfig
 from scmoe.training.options import TrainConfig
-from scmoe.training.step import init_state, make_train_step
 
 VOCAB, SHARE, HEAT = 64, 0.25, 3.0
 SIZES = {"num_heads": 2, "num_layers": 2, "context": 16, "dtype": "float32", "init_std": 0.3}
@@ -59,11 +60,8 @@ def batch_of(count):
 
 def given_of(built):
   """The teacher's random parameters and its biases, which decide its experts."""
-  params, router = jax.jit(built.init)(jax.random.key(5))
-  router["bias"] = jax.random.normal(jax.random.key(6), router["bias"].shape)
-  shapes = built.given_shapes
-  place = lambda x, s: jax.device_put(x, s.sharding)
-  return jax.tree.map(place, {"params": params, "router": router}, shapes)
+  shape = built.router_shapes["bias"].shape
+  return second_arrays(built, bias=jax.random.normal(jax.random.key(6), shape))
 
 
 def step_on(mesh, count, **options):
@@ -71,14 +69,7 @@ def step_on(mesh, count, **options):
   tokens = count * 4 * 16
   built = build(student(mesh, tokens_per_step=tokens, **options), teacher=teacher())
   assert isinstance(built.objective, Distillation)
-  abstract = built.abstract_state()
-  state = init_state(built.init, built.optimizer, 0, abstract)
-  state = dataclasses.replace(state, teacher=given_of(built.teacher))
-  before = jax.device_get(state)
-  put = lambda x: jax.device_put(x, batch_sharding(built.mesh, leading=1))
-  step = make_train_step(built.objective, built.optimizer, abstract)
-  state, scalars, _ = step(state, jax.tree.map(put, batch_of(count)))
-  return built, before, jax.device_get(state), jax.device_get(scalars)
+  return built, *one_step(built, batch_of(count), given_of(built.teacher))
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +97,7 @@ def test_the_plain_loss_of_both_models_scores(alone):
     apart_BS = (jnp.exp(t_BSV) * (t_BSV - q_BSV)).sum(-1)
     mean = lambda x: (x * batch.weights).sum() / batch.weights.sum()
     loss = (1 - SHARE) * mean(nats_BS) + SHARE * HEAT**2 * mean(apart_BS)
-    text = type(built.objective).__base__(built.graph, built.run.router)
+    text = LanguageModelObjective(built.graph, built.run.router)
     rest = text.loss(params, {}, batch, None)[0] - mean(nats_BS)  # the router's losses
     # The mean over microbatches of this is the loss over all tokens of the step.
     part = batch.weights.sum() / weights.mean()

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from one_step import one_step, second_arrays
 
 from scmoe.base.batch import Batch
 from scmoe.base.errors import ConfigError
@@ -15,7 +16,7 @@ from scmoe.models.gpt import Pass
 from scmoe.models.preference import Preference
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.options import RouterConfig
-from scmoe.parallel.mesh import MeshConfig, batch_sharding
+from scmoe.parallel.mesh import MeshConfig
 from scmoe.run.build import build
 from scmoe.run.config import RunConfig
 from scmoe.training.options import TrainConfig
@@ -71,28 +72,14 @@ def batch_of(count):
   return Batch.stack(made)
 
 
-def given_of(built):
-  """Random parameters of a reference that is another model than the one that learns."""
-  params, router = jax.jit(built.init)(jax.random.key(5))
-  place = lambda x, s: jax.device_put(x, s.sharding)
-  return jax.tree.map(place, {"params": params, "router": router}, built.given_shapes)
-
-
 def step_on(mesh, count, reference=True, **options):
   """(built, state before, state after, scalars) of a step of `count` microbatches."""
   free = {} if reference else {"teacher": "", "reference_free": True}
   run = run_of(mesh, tokens_per_step=count * 4 * 16, **free, **options)
   built = build(run, teacher=run if reference else None)
   assert isinstance(built.objective, Preference)
-  abstract = built.abstract_state()
-  state = init_state(built.init, built.optimizer, 0, abstract)
-  if reference:
-    state = dataclasses.replace(state, teacher=given_of(built.teacher))
-  before = jax.device_get(state)
-  put = lambda x: jax.device_put(x, batch_sharding(built.mesh, leading=1))
-  step = make_train_step(built.objective, built.optimizer, abstract)
-  state, scalars, _ = step(state, jax.tree.map(put, batch_of(count)))
-  return built, before, jax.device_get(state), jax.device_get(scalars)
+  given = second_arrays(built.teacher) if reference else None  # not the model that learns
+  return built, *one_step(built, batch_of(count), given)
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +144,7 @@ def test_the_plain_loss_of_every_pair(reference):
   state = init_state(built.init, built.optimizer, 0, built.abstract_state())
   objective = built.objective
   if reference:
-    state = dataclasses.replace(state, teacher=given_of(built.teacher))
+    state = dataclasses.replace(state, teacher=second_arrays(built.teacher))
     objective = objective.taught(state.teacher)
   with jax.enable_x64(True):
     loss, grads, rewards = plain(built, jax.device_get(state), reference)

@@ -155,7 +155,7 @@ def route_case(case: dict[str, Any], given: dict[str, Any]) -> Any:
 
 
 def order_of(case: dict[str, Any]) -> str:
-  """Who is served first."""
+  """The order in which choices are served."""
   return "priority" if case["batch_prioritised"] else "choice"
 
 

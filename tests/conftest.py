@@ -61,7 +61,7 @@ LONG += ("test_zero_experts",)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-  """What `.ci/run` asks of a second Python."""
+  """Adds the option that `.ci/run` gives to a second Python."""
   text = "of every test's parameters only the first of each N"
   parser.addoption("--every", type=int, default=1, metavar="N", help=text)
 
@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-  """What has been imported by now stays: the collector need not look at it again."""
+  """Freezes the imported modules: they stay, so the collector need not look at them again."""
   gc.collect()
   gc.freeze()
 

@@ -112,7 +112,7 @@ def on_mesh(mesh: Any, graph: Any, params: Any, **given: Any):
 
 @dataclasses.dataclass
 class Run:
-  """What a model gives: the scalar, its parts and its gradients by name."""
+  """A model's results: the scalar, its parts and its gradients by name."""
 
   value: float
   aux: dict[str, Any]

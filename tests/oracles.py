@@ -157,7 +157,7 @@ def queue_places(
 
 @dataclasses.dataclass
 class Sums:
-  """What one MoE's gatings did, over all their tokens."""
+  """Sums of one MoE's gatings, over all their tokens."""
 
   tokens: int = 0
   choices: int = 0
@@ -251,7 +251,7 @@ class Past:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """What the oracle says about a batch."""
+  """The oracle's results for a batch."""
 
   hidden: list[list[Var]]
   logits: list[list[Var]]
@@ -321,7 +321,7 @@ def model(
       return normed(older, q["own_norm"] if own else norm_of_reader)
 
     def preceding(position, h_input=h_input, past=past, q=q):
-      """What the routed experts read, by the paper's table of shortcut positions."""
+      """The value that the routed experts read, by the paper's table of shortcut positions."""
       if position == 1 or past is None:  # nothing precedes the first block: L0 Pos-1
         return shortcut(h_input, q["norm_attention"])
       if position == 2:

@@ -1,4 +1,4 @@
-"""What a user types: flags, help, exit codes, and one run from training to generated text."""
+"""The commands as a user types them: flags, help, exit codes, and one run from start to text."""
 
 import importlib
 import io

@@ -181,7 +181,7 @@ def test_traffic_by_hand():
 
 
 def test_recomputing_sends_nothing_again():
-  """What travelled is kept under every rematerialisation preset."""
+  """Every rematerialisation preset keeps the rows that travelled."""
   for remat in ("dots", "moe", "full"):
     traffic = dry_run(tiny(mesh__data=1, mesh__expert=4, train__remat=remat)).traffic
     assert traffic.exchanges == 2 * 2 * 2, remat
@@ -336,7 +336,7 @@ def test_the_exchange_has_a_time_of_its_own_by_hand():
 
 
 def test_what_larger_microbatches_would_take():
-  """As if they were asked for; of steps that have so many."""
+  """The report has the figures of a run that asks for them, if a step has so many."""
   length = tiny().data.seq_len
   of = lambda rows: dry_run(tiny(train__batch_size=rows, train__tokens_per_step=4 * length))
   result, larger = of(2), of(4)

@@ -129,7 +129,7 @@ def test_files_of_another_step_and_another_leaf_are_found(run, saved, setup):
 
 
 def test_swapped_experts_are_found(run, saved, setup):
-  """As a repair by hand would: the arrays of a step saved again with two experts exchanged."""
+  """A repair by hand saves the arrays of a step again, with two experts exchanged."""
   meta = read_meta(run, 2)
   state = load(run / "checkpoints" / "2", setup.abstract, meta)
   experts = np.asarray(state.params["experts"])[[1, 0, 2, 3]]
@@ -236,7 +236,7 @@ CORRUPT = {
 
 @pytest.mark.parametrize("name", CORRUPT)
 def test_files_beside_the_checkpoints_may_hold_anything(mesh8, tmp_path, name):
-  """What can be made again is; the result is that of the undisturbed run."""
+  """The run makes such files again, and its result is that of the undisturbed run."""
   whole = trainer(mesh8, tmp_path / "whole", steps=4).run()
   for number, content in enumerate(CORRUPT[name]):
     file = tmp_path / f"run{number}" / name

@@ -1,4 +1,4 @@
-"""What strangers put into a run's folder runs no code, and a run opens no port to them."""
+"""Files that strangers put into a run's folder run no code, and a run opens no port to them."""
 
 import io
 import os

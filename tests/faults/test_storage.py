@@ -389,7 +389,7 @@ def test_a_command_says_when_its_output_did_not_arrive(where, code, message):
 
 
 def test_the_newest_step_is_taken_again_when_retention_removes_it(run, saved, setup):  # noqa: F811
-  """As `evaluate` does: choose the newest step, build a model, read the step that was chosen."""
+  """`evaluate` chooses the newest step, builds a model, and reads the step that it chose."""
   place, chosen = run / "checkpoints", []
 
   def attempt():

@@ -216,7 +216,7 @@ def test_rows_at_all_their_places(normal, rows, width, copies, groups):
 @pytest.mark.parametrize("shape", [(256, 512), (2048, 1024), (1024, 4096), (4096, 768)])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_one_row(normal, activation, shape):
-  """What decoding asks for, and what a gradient asks for of the same; one choice is not made."""
+  """The products that decoding asks for, and those of their gradients; one choice is not made."""
   weights = ffn_weights(normal, activation, *shape, 8, activation == "gelu")
   expert, weight = jnp.asarray([[3, 8, 0, 7]], jnp.int32), jnp.asarray([[0.4, 0.3, 0.2, 0.1]])
   layout = choices_layout(expert, weight, 8)
@@ -473,7 +473,7 @@ def test_attention_of_a_token(normal, heads, kv_heads, width, length, window, ro
   [(16, 16, 128, 256, 0), (32, 8, 128, 8320, 0), (16, 4, 64, 4096, 1000), (16, 2, 64, 192, 1)],
 )
 def test_attention_that_finishes_a_token(normal, heads, kv_heads, width, length, window):
-  """As of finished queries over a cache that has the token."""
+  """The result is that of finished queries over a cache that has the token."""
   angle = 0.1 * jnp.arange(width // 2)
   sums = normal(4, (heads + 2 * kv_heads) * width).astype(jnp.float32)
   turn = jnp.stack([jnp.sin(angle), jnp.cos(angle)])

@@ -75,7 +75,7 @@ def test_rounding_is_numpys(width, dtype):
 
 
 def test_every_element_is_a_bfloat16_number_and_rounding_twice_is_rounding_once():
-  """Why a product of fp8 numbers is one of bfloat16 numbers, and weights may be rounded before."""
+  """So a product of fp8 numbers is one of bfloat16 numbers, and weights may be rounded before."""
   for x, rounded in ((normal(4, 7, 300), rounded_rows), (normal(5, 3, 150, 260), rounded_matrices)):
     once = rounded(x * 1e-3)
     np.testing.assert_array_equal(once, once.astype(jnp.bfloat16).astype(jnp.float32))

@@ -880,7 +880,7 @@ def test_kernels_of_ptx_lower(name, kernels):
 
 @pytest.mark.parametrize("name", ["positions", "sorted", "copied"])
 def test_what_kernels_of_ptx_make_differs_between_devices(name):
-  """Where ids and rows do, `jax.shard_map` has to know: it checks what is returned."""
+  """`jax.shard_map` checks what is returned, so it must know that ids and rows differ."""
 
   def region(ids, x):
     made = _kernels_of_ptx()[name](ids, x)

@@ -89,7 +89,7 @@ def four_devices():
 
 
 def transport_of(**options):
-  """What `make_transport` gives every command and program that asks for puts on four devices."""
+  """The transport that every command and program gets that asks for puts on four devices."""
   mesh, found = four_devices(), []
 
   def local(x):

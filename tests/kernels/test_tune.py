@@ -36,7 +36,7 @@ def measured(tiling=OTHER, ms=1.0, shipped_ms=2.0):
 
 
 def forgotten():
-  """As in a new process."""
+  """Forgets the tables that were read, so that they are read again, as in a new process."""
   tuned._tables.clear()
 
 
@@ -255,7 +255,7 @@ def test_wide_experts_have_their_rows_gathered_before_the_products(hidden, insid
 
 
 def test_rows_in_order_have_tilings_of_their_own():
-  """Where nothing is gathered, narrow tiles overlap their ends; gathers want wide ones."""
+  """Narrow tiles overlap their ends where nothing is gathered; gathers want wide ones."""
 
   def rule(kind, width, n, gathered=False):
     return tiles.candidates(kind, width, n, gathered=gathered)[0]

@@ -136,7 +136,7 @@ def test_types_of_the_products(by_token):
 
 
 def test_no_array_of_all_tokens_and_scores(monkeypatch):
-  """What the program holds of [tokens, vocabulary] is a chunk, in the gradient's pass too."""
+  """The program holds a chunk of [tokens, vocabulary] only, in the gradient's pass too."""
   tokens, vocabulary = 1024, 512
   monkeypatch.setattr(cross_entropy, "CHUNK_SCORES", 128 * vocabulary)
   shape = jax.ShapeDtypeStruct

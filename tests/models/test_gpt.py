@@ -1,4 +1,4 @@
-"""What a model refuses to read."""
+"""Inputs that a model refuses."""
 
 import jax
 import jax.numpy as jnp

@@ -118,7 +118,7 @@ def test_large_layers_have_totals_of_their_own(monkeypatch):
 
 
 def test_how_gradients_are_stacked_again():
-  """As a sum of padded arrays, which a loop fusion reads where they are: nothing is copied."""
+  """They become a sum of padded arrays; a loop fusion reads these in place, without a copy."""
   count = 5
   params = {"w": jax.ShapeDtypeStruct((count, D, D), jnp.float32)}
   params["b"] = jax.ShapeDtypeStruct((count, D), jnp.float32)

@@ -33,7 +33,7 @@ from scmoe.training.restore import restore_stored
 
 @pytest.mark.parametrize("name", CASES)
 def test_names_shapes_and_configuration(name):
-  """As `write_config` would write it where no released family could."""
+  """The configuration reads back as the run's; names and shapes of tensors are the model's."""
   run = run_of(name)
   config = json.loads(json.dumps(own.write(run.model, run.router)))
   assert read_config(config)[1:] == (run.model, run.router)

@@ -1,4 +1,4 @@
-"""What exchanges cost by the clock: the formula, and the two controls that it needs."""
+"""The cost of exchanges by the clock: the formula, and the two controls that it needs."""
 
 from collections import Counter
 
@@ -50,7 +50,7 @@ class Machine:
     return run
 
   def paid(self, computation: float, exchanges: float) -> Paid:
-    """What the formula makes of the times of a program that hides a share of its exchanges."""
+    """The formula's result for the times of a program that hides a share of its exchanges."""
     program = computation * (1 + self.slower) + (1 - self.hidden) * exchanges
     arms = {"program": program, "without": computation, "alone": exchanges}
     runs = {name: self._run(seconds) for name, seconds in arms.items()}
@@ -122,7 +122,7 @@ TRANSPORTS = [
 
 @pytest.mark.parametrize("fields", TRANSPORTS)
 def test_without_exchanges_the_step_has_the_same_operations_of_the_same_shapes(fields):
-  """Where an all-to-all stood is a barrier, so that XLA fuses nothing across it either."""
+  """A barrier takes the place of each all-to-all, so that XLA fuses nothing across it either."""
   (with_them, _), (without, _) = step_of(fields), step_of(fields, silent=True)
   usual, silent = operations(with_them), operations(without)
   gone, new = usual - silent, silent - usual

@@ -69,7 +69,7 @@ def drawn(seed: int, router: RouterConfig):
 
 @functools.cache
 def step(microbatches, data, expert, router=WHOLE_STEP, taught=False):
-  """What a step of all rows computes: loss, gradients, their norm, scalars and arrays."""
+  """A step of all rows: loss, gradients, their norm, scalars and arrays."""
   graph, params, specs = drawn(1, router)
   objective = LanguageModelObjective(graph, router)
   teacher = ({"params": drawn(2, router)[1], "router": {}}, {"params": specs, "router": {}})
@@ -120,7 +120,7 @@ def test_any_split_gives_the_same_step_with_a_teacher(split):
 
 
 def test_a_balancing_loss_per_microbatch_follows_the_split_over_microbatches_only():
-  """As GShard, Tutel and MegaBlocks define it; over devices it is the microbatch's own."""
+  """GShard, Tutel and MegaBlocks define it so; over devices it is the microbatch's own."""
   want = step(2, 1, 1, PER_MICROBATCH)
   assert_same(step(2, 4, 1, PER_MICROBATCH), want)
   assert abs(want["loss"] - step(1, 1, 1, PER_MICROBATCH)["loss"]) > 1e-4

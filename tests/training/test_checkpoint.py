@@ -114,7 +114,7 @@ def test_a_step_that_was_written_in_pieces_reads_like_any_other(setup, saved, wh
 
 
 def test_weights_in_a_folder_of_their_own_are_found(run, saved, setup):
-  """As earlier versions wrote the large ones of a converted model."""
+  """Earlier versions wrote the large weights of a converted model there."""
   step = run / "checkpoints" / "3"
   meta, data = description.read_description(step)
   for name, leaf in meta["leaves"].items():

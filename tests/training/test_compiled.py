@@ -12,7 +12,7 @@ from scmoe.training.options import CheckpointConfig
 
 @pytest.fixture
 def no_cache():
-  """As a user starts: no compilation cache is set."""
+  """Takes away the tests' compilation cache: a user starts without one."""
   names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
   before = {name: getattr(jax.config, name) for name in names}
   jax.config.update(names[0], None)

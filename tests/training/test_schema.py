@@ -86,7 +86,7 @@ def test_a_run_of_schema_1_goes_on_as_it_would_have(workdir, capsys, expert):
 
 
 def test_weights_can_be_read_alone(workdir):
-  """As evaluation and generation do."""
+  """Evaluation and generation read weights alone."""
   run = old_run().resolve(num_devices=1, vocab_size=320)
   built = build.build(run, jax.devices()[:1])
   abstract = built.abstract_state()

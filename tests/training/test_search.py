@@ -282,7 +282,7 @@ def test_the_decision_says_what_it_rests_on_and_is_found_again(tmp_path):
 
 
 def test_a_cut_that_fails_leaves_the_run_as_configured(tmp_path, mesh1, monkeypatch):
-  """What is measured before the first step may not end a run."""
+  """A measurement before the first step may not end a run."""
   built = trainer(mesh1, tmp_path).built
   overlap = OverlapConfig(search_seconds=60)
   built = dataclasses.replace(
@@ -301,7 +301,7 @@ def test_a_cut_that_fails_leaves_the_run_as_configured(tmp_path, mesh1, monkeypa
 
 
 def test_the_tuner_and_the_schedule_are_one_search(tmp_path, mesh1):
-  """What the user names is tried first; what the schedule adds builds on the fastest of it."""
+  """The user's candidates are tried first; the schedule's build on the fastest of them."""
   run = trainer(mesh1, tmp_path, tune="chunks=2,4")
   overlap = OverlapConfig(search_seconds=600)
   candidates = (Variant(), Variant(transport="packed"))
@@ -350,7 +350,7 @@ def searched(tmp_path, mesh1):
 
 
 def test_whole_steps_decide_on_what_a_cut_proposes(searched, tmp_path, monkeypatch):
-  """Where the cut's ranking is not the whole step's, the run goes on as configured."""
+  """The run goes on as configured if the whole steps rank the candidates unlike the cut."""
   lines = []
   find = lambda folder: fastest_step(
     searched, searched.abstract_state(), tmp_path / folder, say=lines.append

@@ -142,7 +142,7 @@ def test_gradients_are_those_of_a_state_that_every_rank_holds(mode, remat, model
    ("parameters", "pos2", 2, "none"), ("parameters", "ahead", 2, "dots")],
 )  # fmt: skip
 def test_pairs_that_are_written_out_read_shares_as_a_scan_does(mode, model, microbatches, remat):
-  """As on a GPU, where each pair is compiled by itself."""
+  """Pairs are written out on a GPU, where each is compiled by itself."""
   assert_same(
     gradients(mode, model, microbatches, remat, unroll=0), gradients("none", model, microbatches)
   )

@@ -12,7 +12,7 @@ from scmoe.training.options import TrainConfig
 
 
 class Library(types.ModuleType):
-  """As far as wandb and trackio are alike; fails from the step `fails` on."""
+  """The interface that wandb and trackio share; fails from the step `fails` on."""
 
   def __init__(self, name, fails=10**9):
     super().__init__(name)

@@ -219,7 +219,7 @@ class FakeBuilt:
     return Batch.stack([Source(self.train.batch_size, seed=1).batch(0)])
 
   def variant(self, variant):
-    """What a tuner may choose changes no result."""
+    """Returns this objective: no choice of a tuner changes its result."""
     assert variant.top_k is None
     return self.objective
 

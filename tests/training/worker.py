@@ -69,7 +69,7 @@ class SlowToCompile(Objective):
 
 
 def search(run):
-  """As on GPUs that exchange rows: a profile of each process' own, and three candidates."""
+  """Searches as GPUs that exchange rows do: with a profile a process, and three candidates."""
   number = jax.process_index()
   collect = lambda directory, program: f"profile of process {number}".encode()
 

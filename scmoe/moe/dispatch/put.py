@@ -124,7 +124,7 @@ def check_put(exchange: Exchange) -> None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-  """Where each row of a chunk goes, and where its output comes back to.
+  """The places to which a chunk's rows go, and those to which their outputs come back.
 
       S = W·P  slots of a device: it sends at most S rows, P to each of the W ranks
       R        rows of a device's tiles

@@ -20,9 +20,7 @@ are compared with those of a loop in NumPy before anything is timed.
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
-import json
 import pathlib
 import sys
 from typing import Any
@@ -34,6 +32,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
+
+from run import write
 
 from scmoe.blocks.options import OverlapConfig
 from scmoe.kernels.grouped_matmul import make_layout
@@ -198,14 +198,7 @@ def main() -> None:
         figures = f"{row['us']:.1f} | {row['remote_gb_s']:.0f} |"
         print(f"| {size} | {blocks} | {name} | {figures}", flush=True)
   if args.json:
-    setting = {
-      "date": datetime.date.today().isoformat(),
-      "device": jax.devices()[0].device_kind,
-      "devices": jax.device_count(),
-      "jax": jax.__version__,
-      "command": " ".join(["python", *sys.argv]),
-    }
-    args.json.write_text(json.dumps({**setting, "results": results}, indent=1) + "\n")
+    write(args.json, results)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ import datetime
 import json
 import pathlib
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -223,19 +224,20 @@ def main() -> None:
   ]
   print(table(results))
   if args.json:
-    setting = {
-      "date": datetime.date.today().isoformat(),
-      "device": jax.devices()[0].device_kind,
-      "devices": jax.device_count(),
-      "jax": jax.__version__,
-      "command": " ".join(["python", *sys.argv]),
-      "width": args.width,
-      "experts": args.experts,
-      "k": args.k,
-      "layers": args.layers,
-      "slack": SLACK,
-    }
-    args.json.write_text(json.dumps({**setting, "results": results}, indent=1) + "\n")
+    sizes = {"width": args.width, "experts": args.experts, "k": args.k, "layers": args.layers}
+    write(args.json, results, **sizes, slack=SLACK)
+
+
+def write(file: pathlib.Path, results: list[dict], **sizes: Any) -> None:
+  """Writes results as JSON, with date, hardware, versions, command and the given sizes."""
+  setting = {
+    "date": datetime.date.today().isoformat(),
+    "device": jax.devices()[0].device_kind,
+    "devices": jax.device_count(),
+    "jax": jax.__version__,
+    "command": " ".join(["python", *sys.argv]),
+  }
+  file.write_text(json.dumps({**setting, **sizes, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ half is 7FCC. From 8000 on the upper half is rounded up, and the lower half, as 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 
 PyTree = Any
 
@@ -70,7 +70,7 @@ def halves_of(params: PyTree, read: PyTree, low: PyTree) -> PyTree:
 
 def to_float32(params: PyTree) -> PyTree:
   """Parameters with one float32 array in place of each `Halves`, as checkpoints hold them."""
-  return _at_once(Halves.to_float32, params, is_halves)
+  return _changed(Halves.to_float32, params, _where_halves(params))
 
 
 def readable(params: PyTree) -> PyTree:
@@ -83,34 +83,33 @@ def readable(params: PyTree) -> PyTree:
 
 def like(params: PyTree, wanted: PyTree) -> PyTree:
   """Float32 parameters, stored in `Halves` wherever `wanted` has `Halves`."""
-  split = [is_halves(x) for x in jax.tree.leaves(wanted, is_leaf=is_halves)]
-  chosen = iter(split)
-  return _at_once(Halves.of, params, lambda _: next(chosen))
+  return _changed(Halves.of, params, _where_halves(wanted))
 
 
-def _at_once(change: Callable[[Any], Any], params: PyTree, chosen: Callable[[Any], bool]) -> PyTree:
-  """Changes the chosen leaves of a tree, all in one compiled program.
+def _changed(change: Callable[[Any], Any], params: PyTree, where: list[bool]) -> PyTree:
+  """Changes the leaves at which `where` is True.
 
-  A program for each shape would take longer to compile.
-
-  Args:
-    change: the function, of one leaf.
-    params: the tree, of arrays or of `jax.ShapeDtypeStruct`s, with or without `Halves`.
-    chosen: leaf -> whether to change it; called for each leaf once, in order.
+  Arrays are changed in one program, since a program for each shape takes longer to compile. Inside
+  a step, whose program holds the change, and for `jax.ShapeDtypeStruct`s there is none to compile.
   """
   leaves, structure = jax.tree.flatten(params, is_leaf=is_halves)
-  places = [i for i, leaf in enumerate(leaves) if chosen(leaf)]
-  given = [leaves[i] for i in places]
-  abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(given))
-  changed = [change(x) for x in given] if abstract else _changed(change, given)
-  for place, leaf in zip(places, changed):
-    leaves[place] = leaf
-  return jax.tree.unflatten(structure, leaves)
+  given = [leaf for leaf, yes in zip(leaves, where, strict=True) if yes]
+  arrays = bool(given) and all(
+    isinstance(x, Array) and not isinstance(x, Tracer) for x in jax.tree.leaves(given)
+  )
+  made = iter((_jitted if arrays else _mapped)(change, given))
+  return structure.unflatten(next(made) if yes else leaf for leaf, yes in zip(leaves, where))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _changed(change: Callable[[Any], Any], leaves: list[Any]) -> list[Any]:
+def _mapped(change: Callable[[Any], Any], leaves: list[Any]) -> list[Any]:
   return [change(leaf) for leaf in leaves]
+
+
+_jitted = jax.jit(_mapped, static_argnums=0)
+
+
+def _where_halves(params: PyTree) -> list[bool]:
+  return [is_halves(x) for x in jax.tree.leaves(params, is_leaf=is_halves)]
 
 
 def is_halves(x: Any) -> bool:

@@ -273,8 +273,8 @@ class Run:
         and this method is called again.
     """
     self._introduce(_origin(meta))
-    step = 0 if meta.get(WEIGHTS_ONLY) else meta["step"]
-    if step < self.train.steps and not self.stop.poll() and not 0 < self.train.stop_after <= step:
+    self.step = 0 if meta.get(WEIGHTS_ONLY) else meta["step"]
+    if self.step < self.train.steps and not self.interrupted():
       self.compile_early()
 
   def compile_early(self) -> None:

@@ -19,7 +19,7 @@ import dataclasses
 import statistics
 from typing import Any
 
-from scmoe.profiling.timer import Timing
+from scmoe.profiling.timer import Timing, half_range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +56,7 @@ class Paid:
   @property
   def spread(self) -> float:
     """Half the distance between the quartiles of `shares`; 0 with fewer than three rounds."""
-    if len(self.shares) < 3:
-      return 0.0
-    low, _, high = statistics.quantiles(self.shares, n=4, method="inclusive")
-    return (high - low) / 2
+    return half_range(self.shares)
 
   @property
   def shares(self) -> list[float]:

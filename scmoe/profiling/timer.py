@@ -11,7 +11,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,14 @@ Arm = Callable[[int], object]
 # Printed above times that were measured without a GPU.
 NO_GPU = "NOTE: there is no GPU here; these are times of simulated devices, not GPU times"
 _FLUSH_BYTES = 256 * 2**20  # bytes: more than any L2 cache
+
+
+def half_range(values: Sequence[float]) -> float:
+  """Half the distance between the quartiles; 0 of fewer than three values."""
+  if len(values) < 3:
+    return 0.0
+  low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+  return (high - low) / 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +51,7 @@ class Timing:
   @property
   def spread(self) -> float:
     """Half the distance between the quartiles over the median; 0 with fewer than three rounds."""
-    if len(self.seconds) < 3:
-      return 0.0
-    low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
-    return (high - low) / 2 / self.median
+    return half_range(self.seconds) / self.median
 
   def as_json(self) -> dict[str, float | int | list[float]]:
     """Milliseconds, for a results file."""

@@ -52,8 +52,7 @@ class Sharing:
   def gradient_bytes(self) -> int:
     """Float32 gradients that a device holds when a step's last microbatch is added."""
     shares, whole = self.shares, bytes_per_device(self.shapes)
-    accumulated = self.run.train.microbatches(self.run.data.seq_len) > 1
-    if shares is None or (accumulated and not shares.parameters):
+    if shares is None or (self._microbatches > 1 and not shares.parameters):
       return whole
     ranks = self.run.mesh.data
     parts = [(bytes_per_device(x), 1 if d == WHOLE else ranks) for x, d in self._leaves]

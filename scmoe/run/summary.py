@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from scmoe.models.flops import count_parameters, forward_flops
 from scmoe.run import build
 from scmoe.run.config import RunConfig
 from scmoe.run.dry_run import dry_run, model_lines, smallest_data
+from scmoe.run.sharing import bytes_per_device
 
 MANY_PASSES = 20  # passes over a text after which a small model has memorised it
 
@@ -68,8 +68,7 @@ def passes(built: build.Built, data: Any) -> list[str]:
 
 def state_bytes(built: build.Built) -> int:
   """Bytes of parameters and optimizer on each device."""
-  state = jax.tree.leaves(built.abstract_state())
-  return sum(math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize for s in state)
+  return bytes_per_device(built.abstract_state())
 
 
 def device_memory() -> int | None:

@@ -299,16 +299,18 @@ def model(
     h = [v + p["positions"][t % length] for t, v in enumerate(h)]
 
   past: Past | None = None
+  skips, unrouted = config.wiring == "farskip", h  # the stream without the last routed experts
   for layer, q in enumerate(p["blocks"]):
     h_input = h
-    mh = add(h, attend(normed(h, q["norm_attention"]), q["attention"]))
+    mh = add(h, attend(normed(unrouted if skips else h, q["norm_attention"]), q["attention"]))
     if (layer + 1) % every or config.wiring == "dense":
-      h = add(mh, feed(normed(mh, q["norm_mlp"]), q["mlp"]))
+      h = add(mh, feed(normed(h_input if skips else mh, q["norm_mlp"]), q["mlp"]))
+      unrouted = h
       past = Past(h_input, mh, q)
       continue
 
     which = layer // every // shares
-    current = normed(mh, q["norm_mlp"])
+    current = normed(h_input if skips else mh, q["norm_mlp"])
 
     def moe(x, k, avoid=None, which=which):
       limit = None if rows is None else rows(k)
@@ -320,9 +322,10 @@ def model(
       own = config.shortcut_norm != "shared"
       return normed(older, q["own_norm"] if own else norm_of_reader)
 
-    def preceding(position, h_input=h_input, past=past, q=q):
+    def preceding(position, h_input=h_input, past=past, q=q, layer=layer):
       """The value that the routed experts read, by the paper's table of shortcut positions."""
-      if position == 1 or past is None:  # nothing precedes the first block: L0 Pos-1
+      first = config.wiring == "scmoe_pos2_l0" and layer < every
+      if position == 1 or past is None or first:  # nothing precedes the first block: L0 Pos-1
         return shortcut(h_input, q["norm_attention"])
       if position == 2:
         return shortcut(past.mh, past.p["norm_mlp"])
@@ -331,19 +334,26 @@ def model(
     word = config.wiring
     if word in ("top1", "top2", "topk"):
       total = moe(current, {"top1": 1, "top2": 2, "topk": config.top_k}[word])[0]
-    elif word in ("dgmoe", "dgmoe_share"):
+    elif word in ("dgmoe", "dgmoe_share", "dgmoe_repeat"):
       older, chosen = moe(preceding(2), 1)
-      newer, _ = moe(current, 1, avoid=chosen)
+      newer, _ = moe(current, 1, avoid=None if word == "dgmoe_repeat" else chosen)
       total = add(newer, older)  # Eq. 23
     else:
       k = 2 if word == "scmoe2" else config.top_k
       position = {"scmoe_pos1": 1, "scmoe_pos2": 2, "scmoe_pos3": 3, "scmoe2": 2}
-      x = current if word == "shared_expert" else preceding(position[word])
+      position["scmoe_pos2_l0"] = 2
+      if word == "farskip":  # the shared expert reads the same value
+        x = shortcut(h_input, q["norm_mlp"])
+      else:
+        x = current if word == "shared_expert" else preceding(position[word])
       y = moe(x, k)[0]
       reads = x if config.ablation.mix_input == "shortcut" else current
       shared = feed(current, q["mlp"])
       weight = q["mix"]["weight"] if config.mix != "direct" else None
       total = [mix(config.mix, *vs, weight) for vs in zip(shared, y, reads, strict=True)]
+      nothing = [0.0 * v for v in y]
+      alone = [mix(config.mix, *vs, weight) for vs in zip(shared, nothing, reads, strict=True)]
+      unrouted = add(mh, alone)
     if config.shortcut_norm == "megatron" and "post_norm" in q:
       total = normed(total, q["post_norm"])
     h = add(mh, total)

@@ -62,8 +62,8 @@ class BlockConfig(Options, path="model"):
   num_experts: int = option(8, "routed experts E", minimum=1)
   top_k: int = option(
     1,
-    "routed experts per token of topk, shared_expert and scmoe_pos1/2/3; the shared expert comes "
-    "on top. top1, top2, scmoe2, dgmoe say their own",
+    "routed experts per token of topk, shared_expert, scmoe_pos1/2/3 and farskip; the shared "
+    "expert comes on top. top1, top2, scmoe2, dgmoe say their own",
     minimum=1,
   )
   moe_every: int = option(2, "every Nth block has the MoE", minimum=1)
@@ -214,6 +214,11 @@ class BlockConfig(Options, path="model"):
       raise ConfigError(
         f"{name} needs {needed} experts, model.num_experts={self.num_experts}; raise "
         f"model.num_experts to at least {needed}"
+      )
+    if rule.skips and self.shortcut_norm == "megatron":
+      raise ConfigError(
+        f"model.shortcut_norm='megatron' normalises shared + routed, got model.wiring="
+        f"{self.wiring!r}, whose attention reads the shared part alone; use 'shared' or 'own'"
       )
     if self.ffn.fp8 and self.ffn.impl == "block_sparse":
       raise ConfigError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ from scmoe.blocks import schedule as words
 from scmoe.blocks.block import BlockConfig
 from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.schedule import Step, make_schedule, turns_of
+from scmoe.blocks.turns import in_turns
 from scmoe.blocks.unit import Unit
 from scmoe.blocks.wiring import Tap, is_handed_over
 from scmoe.moe.dispatch import DispatchConfig, overflow
@@ -96,7 +96,8 @@ class PairOutput:
   Attributes:
     h_BSD: the residual stream.
     sums: of all gatings of the pair, over this device's tokens; None without experts.
-    handed_BSD: the value that the next pair's experts read, where `is_handed_over`; else None.
+    handed_BSD: the value that the next pair's experts read, where `is_handed_over`, or its first
+      attention, where the wiring `skips`; else None.
     caches: updated caches of the attentions [units][blocks], or None.
     kept: experts that the device keeps (`LayerExperts.kept`), or None.
     hidden: the residual stream after every block, in order; None unless asked for.
@@ -144,6 +145,8 @@ class BlockPair(nnx.Module):
     rule = config.wiring_rule
     self.config, self.wiring, self.hands_over = config, rule, hands_over
     self.schedule = make_schedule(rule, config.moe_every, overlap, dispatch.chunks)
+    opening = rule.opening if config.moe_every > 1 else rule
+    self.opening = opening, make_schedule(opening, config.moe_every, overlap, dispatch.chunks)
     self.chunks = dispatch.chunks
     self.units = nnx.List([Unit(config, rngs=rngs) for _ in range(rule.units_per_moe)])
     moe = config.moe(router, dispatch, copy_engines=overlap.copy_engines)
@@ -163,7 +166,8 @@ class BlockPair(nnx.Module):
       h_BSD: the residual stream.
       context: see `Context`.
       handed_BSD: `PairOutput.handed_BSD` of the pair before. None if no pair precedes: then the
-        experts of the first unit read the unit's own input (the paper's L0 Pos-1).
+        reader of that value, in the first unit, reads the unit's own input (of experts this is the
+        paper's L0 Pos-1).
       caches: of the attentions [units][blocks], as `empty_cache` makes them, or None.
 
     Raises:
@@ -174,11 +178,21 @@ class BlockPair(nnx.Module):
       run(step)
     return walk.output
 
+  def as_first(self) -> BlockPair:
+    """This pair with the wiring and schedule of a model's first pair (`Wiring.first`).
+
+    It changes the pair itself, which a pass has merged for its own use.
+    """
+    self.wiring, self.schedule = self.opening
+    return self
+
   @property
   def passed_on(self) -> Tap | None:
-    """Which value of this pair the next pair's experts read, where `is_handed_over`; else None."""
+    """Which value of this pair the next one reads, where `is_handed_over` or `skips`; else None."""
     if not self.wiring.taps:
       return self.hands_over
+    if self.wiring.skips:
+      return Tap.UNROUTED
     tap = self.wiring.taps[0]
     return tap if is_handed_over(tap, self.config.moe_every) else None
 
@@ -344,7 +358,9 @@ class PairWalk:
     self.h_BSD = self.main
     if step.block:
       self.hidden.append(self.main)
-    self.main = self.unit.blocks[step.block].project(self.main, self.positions_BS)
+    unrouted = self.pair.wiring.skips and step.block == 0
+    read_BSD = self.handed_BSD if unrouted else self.main
+    self.main = self.unit.blocks[step.block].project(read_BSD, self.positions_BS)
 
   @jax.named_scope(SCOPES[words.MIXING])
   def mixing(self, step: Step) -> None:
@@ -362,12 +378,17 @@ class PairWalk:
   def mlp(self, step: Step) -> None:
     """A dense MLP, added to the residual stream."""
     block = self.unit.blocks[step.block]
-    self.main = block.added(self.main, block.dense(self.main))
+    self.main = block.added(self.main, block.dense(self._fed))
 
   @jax.named_scope(SCOPES[words.SHARED])
   def shared_expert(self, step: Step) -> None:
     """The shared expert; `add` adds its output."""
-    self.shared_BSD = self.unit.blocks[step.block].dense(self.main)
+    self.shared_BSD = self.unit.blocks[step.block].dense(self._fed)
+
+  @property
+  def _fed(self) -> Any:
+    """The residual stream that an MLP or shared expert reads, behind its block's attention."""
+    return self.h_BSD if self.pair.wiring.skips else self.main
 
   # -- the MoE's steps ----------------------------------------------------------------------------
 
@@ -455,7 +476,12 @@ class PairWalk:
     del step
     if self.results:
       total_BSD, sums = self._all_gatings()
-      self.main = self.unit.add(self.main, self.shared_BSD, total_BSD, self.inputs[0])
+      added = lambda routed: self.unit.add(
+        self.main, self.shared_BSD, routed, self.inputs[0], self._fed
+      )
+      if self.pair.wiring.skips:
+        self.next_handed_BSD = added(jnp.zeros_like(total_BSD))
+      self.main = added(total_BSD)
       self.sums = sums if self.sums is None else jax.tree.map(jnp.add, self.sums, sums)
     self.handed_BSD = self.next_handed_BSD
     self.hidden.append(self.main)
@@ -498,39 +524,3 @@ class PairWalk:
       gate=context.gate,
       no_drop=context.no_drop,
     )
-
-
-def in_turns(walks: Sequence[PairWalk]) -> Iterator[tuple[Callable[[Step], None], Step]]:
-  """The steps of several batches in the order in which they run, each with its walk's method.
-
-  A batch pauses after every dispatch and before every combine, and the next batch has its turn. Two
-  batches, A and B, of Pos-2 with the experts after `mlp 0`:
-
-      A: attention 0, dispatch | B: attention 0, dispatch | A: mlp 0, experts | B: mlp 0, experts |
-      A: combine, attention 1, shared expert | B: combine, attention 1, shared expert
-
-  So another batch computes beside every exchange.
-
-  Args:
-    walks: one per batch, through pairs with the same schedule.
-  """
-  turns = walks[0].turns
-  for number, turn in enumerate(turns):
-    for i, walk in enumerate(walks):
-      # The first batch's first turn has no tie: the last batch may still wait for the rows of the
-      # pair before.
-      if number or i:
-        _tie(walks, i)
-      walk.resume()
-      for step in turn:
-        yield getattr(walk, step.operation.replace(" ", "_")), step
-      walk.finish() if turn is turns[-1] else walk.pause()
-
-
-def _tie(walks: Sequence[PairWalk], i: int) -> None:
-  """Lets the i-th batch go on only when the batch that ran before it has paused.
-
-  Without this XLA puts equal steps of all batches side by side, so that all wait at once.
-  """
-  if len(walks) > 1:
-    walks[i - 1].live, walks[i].live = barrier((walks[i - 1].live, walks[i].live))

@@ -86,6 +86,7 @@ class Unit(nnx.Module):
     )
     self.shared_norm = config.shortcut_norm == "shared"
     self.mix_current = config.ablation.mix_input == "current"
+    self.skips = rule.skips
     own = rule.is_shortcut and not self.shared_norm
     self.own_norm = config.norm() if own else None
     post = rule.is_shortcut and config.shortcut_norm == "megatron"
@@ -109,6 +110,8 @@ class Unit(nnx.Module):
       return blocks[-1].norm_mlp(h_BSD)
     if self.own_norm is not None:
       return self.own_norm(h_BSD)
+    if self.skips:  # the shared expert reads the same value
+      return blocks[-1].norm_mlp(h_BSD)
     # The norm of the sublayer that reads the same value.
     norms = {
       Tap.BLOCK_INPUT: lambda: blocks[-2].norm_attention,
@@ -120,19 +123,25 @@ class Unit(nnx.Module):
   def hand_over(self, tap: Tap, h_BSD: Array) -> Array:
     """The value of this unit that the next unit's experts read, normalised if the norm is shared.
 
-    Only for units of one block.
+    Only for units of one block, or of a wiring that `skips`: its attention reads what is handed
+    over, and normalises it itself.
 
     Args:
       tap: which value of the main path.
       h_BSD: the residual stream at the tap.
     """
-    if not self.shared_norm:
+    if self.skips or not self.shared_norm:
       return h_BSD
     (block,) = self.blocks
     return (block.norm_mlp if tap is Tap.ATTENTION else block.norm_attention)(h_BSD)
 
   def add(
-    self, h_BSD: Array, shared_BSD: Array | None, routed_BSD: Array, tapped_BSD: Any
+    self,
+    h_BSD: Array,
+    shared_BSD: Array | None,
+    routed_BSD: Array,
+    tapped_BSD: Any,
+    fed_BSD: Array,
   ) -> Array:
     """The residual stream after the unit: h + norm(mix(shared, routed)).
 
@@ -141,9 +150,10 @@ class Unit(nnx.Module):
       shared_BSD: the shared expert's output; None without one.
       routed_BSD: the sum of all gatings' outputs.
       tapped_BSD: the input of the first gating.
+      fed_BSD: the residual stream that the shared expert's norm reads.
     """
     if shared_BSD is not None and self.mix is not None:
-      read_BSD = self.blocks[-1].norm_mlp(h_BSD) if self.mix_current else tapped_BSD
+      read_BSD = self.blocks[-1].norm_mlp(fed_BSD) if self.mix_current else tapped_BSD
       routed_BSD = self.mix(shared_BSD, routed_BSD, read_BSD)
     y_BSD = routed_BSD if self.post_norm is None else self.post_norm(routed_BSD)
     return self.blocks[-1].added(h_BSD, y_BSD)

@@ -15,9 +15,23 @@ block l and the MoE block l+1 (paper §3, Eq. 7-10):
 | scmoe_pos1    | BLOCK_OUTPUT         | top_k             | shared expert         | §3.1    |
 | scmoe_pos2    | ATTENTION            | top_k             | shared expert         | Eq. 7   |
 | scmoe_pos3    | BLOCK_INPUT          | top_k             | shared expert         | §3.1    |
+| scmoe_pos2_l0 | ATTENTION; in the first pair BLOCK_OUTPUT | top_k | shared expert | Table 3 |
 | scmoe2        | ATTENTION            | 2                 | shared expert         | A.4     |
 | dgmoe         | ATTENTION + CURRENT  | 1 + 1, distinct   | –                     | Eq. 23  |
+| dgmoe_repeat  | ATTENTION + CURRENT  | 1 + 1             | –                     | A.2     |
 | dgmoe_share   | as dgmoe             | 1 + 1, distinct   | –; two units share one MoE | A.2 |
+| farskip       | BLOCK_OUTPUT         | top_k             | shared expert, skips  | –       |
+
+`farskip` is FarSkip-Collective (arXiv 2511.11505): no sublayer waits for the one before it. With
+f_l the residual stream after unit l, and n_l the same without the unit's routed experts, a unit of
+one block computes
+
+  m       = f_l + attention(n_l)
+  n_{l+1} = m + shared expert(f_l)
+  f_{l+1} = n_{l+1} + routed experts(f_l)
+
+In a unit of several blocks only the last one has experts. The others' MLPs read their block's input
+too; the attention that follows one of them reads the whole stream.
 """
 
 from __future__ import annotations
@@ -32,6 +46,7 @@ class Tap(enum.Enum):
   BLOCK_INPUT = "input of the preceding block"
   ATTENTION = "between attention and MLP of the preceding block"
   BLOCK_OUTPUT = "output of the preceding block"
+  UNROUTED = "output of the preceding block without its routed experts; attention alone reads it"
   CURRENT = "between attention and expert stage of the MoE block"
 
 
@@ -46,6 +61,10 @@ class Wiring:
     shared_expert: whether a dense expert runs on the current representation.
     distinct: the second gating avoids the first one's expert.
     units_per_moe: units that share one set of experts.
+    first: the tap of the model's first pair, where it is another one and the pair has it; None: all
+      pairs have the same taps.
+    skips: whether every sublayer reads a value to which the sublayer before has not been added: the
+      first attention UNROUTED, MLPs and the shared expert the input of their block.
   """
 
   taps: tuple[Tap, ...]
@@ -53,6 +72,16 @@ class Wiring:
   shared_expert: bool = False
   distinct: bool = False
   units_per_moe: int = 1
+  first: Tap | None = None
+  skips: bool = False
+
+  @property
+  def opening(self) -> Wiring:
+    """The wiring of a model's first pair, if its units have several blocks.
+
+    In units of one block every first pair reads BLOCK_OUTPUT: nothing is handed over to it.
+    """
+    return self if self.first is None else dataclasses.replace(self, taps=(self.first,), first=None)
 
   @property
   def is_shortcut(self) -> bool:
@@ -77,9 +106,12 @@ WIRINGS: dict[str, Wiring] = {
   "scmoe_pos1": Wiring((Tap.BLOCK_OUTPUT,), shared_expert=True),
   "scmoe_pos2": Wiring((Tap.ATTENTION,), shared_expert=True),
   "scmoe_pos3": Wiring((Tap.BLOCK_INPUT,), shared_expert=True),
+  "scmoe_pos2_l0": Wiring((Tap.ATTENTION,), shared_expert=True, first=Tap.BLOCK_OUTPUT),
   "scmoe2": Wiring((Tap.ATTENTION,), k=2, shared_expert=True),
   "dgmoe": Wiring((Tap.ATTENTION, Tap.CURRENT), k=1, distinct=True),
+  "dgmoe_repeat": Wiring((Tap.ATTENTION, Tap.CURRENT), k=1),
   "dgmoe_share": Wiring((Tap.ATTENTION, Tap.CURRENT), k=1, distinct=True, units_per_moe=2),
+  "farskip": Wiring((Tap.BLOCK_OUTPUT,), shared_expert=True, skips=True),
 }
 
 

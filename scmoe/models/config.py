@@ -102,8 +102,18 @@ class ModelConfig(BlockConfig):
     return tuple(sorted(found))
 
   @property
+  def opens_apart(self) -> bool:
+    """Whether the first pair has another wiring than the others (`Wiring.opening`)."""
+    return self.wiring_rule.first is not None and self.moe_every > 1
+
+  @property
   def runs(self) -> tuple[Run, ...]:
-    """Neighbouring layers of one kind, in order: pairs with a MoE, and `dense_layers`."""
+    """Neighbouring layers of one kind, in order: pairs with a MoE, and `dense_layers`.
+
+    The first pair is a run of its own if it `opens_apart`.
+    """
+    if self.opens_apart:
+      return tuple(Run(False, *ends) for ends in ((0, 1), (1, self.num_pairs)) if ends[0] < ends[1])
     dense, found, counts = set(self.dense_indices), [], {True: 0, False: 0}
     layers = [i in dense for i in range(self.num_pairs + len(dense))]
     for kind, group in itertools.groupby(layers):
@@ -174,6 +184,11 @@ class ModelConfig(BlockConfig):
         f"model.dense_layers={self.dense_layers!r} of model.num_layers={self.num_layers} names "
         "layers that are not there, or leaves no MoE; use some of 0 to "
         f"{self.num_layers - 1}, or model.wiring='dense'"
+      )
+    if dense and rule.skips:
+      raise ConfigError(
+        f"model.dense_layers={self.dense_layers!r} does not go with model.wiring={self.wiring!r}, "
+        "whose attention reads a value that every layer hands over; use model.dense_layers=''"
       )
     super().check()
     if self.logits_scaling == 0:

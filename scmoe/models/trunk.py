@@ -19,14 +19,15 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
 
-from scmoe.base.errors import ConfigError
 from scmoe.blocks.options import OverlapConfig
-from scmoe.blocks.pair import BlockPair, Context, PairWalk, in_turns
+from scmoe.blocks.pair import BlockPair, Context, PairWalk
+from scmoe.blocks.turns import in_turns
 from scmoe.blocks.wiring import Tap
 from scmoe.models.ahead import Split, enter_scan, leave_scan, next_of, sends_ahead
 from scmoe.models.config import ModelConfig
 from scmoe.models.gradient_sums import added_by_layer, added_by_scan, large_layers_apart, ready
 from scmoe.models.regather import OneAhead
+from scmoe.models.rematerialisation import rematerialised
 from scmoe.models.stacked import each_layer, is_apart, split_layers, stack_outputs, stacked
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.experts import ExpertSource, OnDevice
@@ -34,8 +35,6 @@ from scmoe.moe.losses import init_bias
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.types import RouterSums
 from scmoe.parallel.shares import GATHERED, shares_in
-
-REMATS = ("none", "dots", "moe", "full")
 
 
 @jax.tree_util.register_dataclass
@@ -299,7 +298,7 @@ def run_trunks(route: Route) -> list[Output]:
     graph = nnx.split(model.stages)[0]
     params = [g.pairs or nnx.split(own.stages)[1] for own, g in zip(trunks, given)]
 
-    def stage(carry, xs, graph=graph, contexts=contexts, split: Split | None = None):
+    def stage(carry, xs, graph=graph, contexts=contexts, split: Split | None = None, opens=False):
       read, (caches, kept, keys, bias_E), following = xs
       if split is None:
         params, nexts = ready(*read), [None] * len(contexts)
@@ -311,6 +310,7 @@ def run_trunks(route: Route) -> list[Output]:
         params, nexts, values, contexts, keys, caches, kept
       ):
         pair: BlockPair = nnx.merge(graph, own)
+        pair = pair.as_first() if opens else pair
         if handed_BSD is not None:
           # No pair hands a value over to the first pair, whose experts read the pair's own input.
           start_BSD = pair.units[0].hand_over(Tap.BLOCK_INPUT, h_BSD)
@@ -328,7 +328,7 @@ def run_trunks(route: Route) -> list[Output]:
     shares = shares_in(params[0])
     kept = () if not shares or shares[0].how.again else (GATHERED,)
     remat = {"remat": shared.remat, "kept": kept, "gathers": bool(shares)}
-    body = _rematerialised(stage, **remat)
+    body = rematerialised(stage, **remat)
     carry, totals = (jnp.ones((), bool), streams), shared.gradient_totals
     stored = lambda name, given=given: [
       None if g.caches is None else g.caches.get(name) for g in given
@@ -339,11 +339,12 @@ def run_trunks(route: Route) -> list[Output]:
     split: Any = None
     if all(g.caches is None for g in given) and sends_ahead(model.stages, contexts[0], starts[0]):
       split = Split.of(params[0])
-      body = _rematerialised(functools.partial(stage, split=split), **remat)
+      body = rematerialised(functools.partial(stage, split=split), **remat)
     one_ahead = model.written_out and not split and bool(shares) and totals is not None
     one_ahead = one_ahead and shares[0].how.again and shares[0].how.ahead
     if one_ahead:
-      body = _rematerialised(stage, shared.remat)  # `OneAhead` gathers
+      remat = {"remat": shared.remat}  # `OneAhead` gathers
+      body = rematerialised(stage, **remat)
     if model.written_out:
       body = jax.jit(body, inline=True)  # so jax traces `body` once, not once a pair
       own_params, own_totals = added_by_layer(params, totals, config.num_pairs)
@@ -353,10 +354,13 @@ def run_trunks(route: Route) -> list[Output]:
     else:
       params, totals = added_by_scan(params, totals)
       parts = split and split.parts(params, totals)
-    if len(runs) > 1:
+    bodies = {False: body, True: body}  # whether the run begins with the first pair -> its body
+    if config.opens_apart:
+      bodies[True] = rematerialised(functools.partial(stage, opens=True), **remat)
+    if model.dense is not None:
       graph_of_dense = nnx.split(model.dense)[0]
       of_dense = functools.partial(stage, graph=graph_of_dense)
-      of_dense = _rematerialised(of_dense, shared.remat)
+      of_dense = rematerialised(of_dense, shared.remat)
       dense = ([nnx.split(own.dense)[1] for own in trunks], None), (
         stored("dense"), absent, absent, None), None  # fmt: skip
     made: list[
@@ -370,7 +374,8 @@ def run_trunks(route: Route) -> list[Output]:
         carry, out = jax.lax.scan(of_dense, carry, take(dense))
       elif model.written_out:
         found = []
-        in_order = OneAhead(body, run.stop - run.start) if one_ahead else None
+        own_body = bodies[run.start == 0]
+        in_order = OneAhead(own_body, run.stop - run.start) if one_ahead else None
         for i in range(run.start, run.stop):
           at = lambda some, i=i: [c and c[i] for c in some]
           read = parts[i] if parts else (at_hand.take(i), own_totals[i])
@@ -379,7 +384,7 @@ def run_trunks(route: Route) -> list[Output]:
           if in_order is not None:
             made_here = in_order(carry, read, here)
           else:
-            made_here = body(carry, (read, here, then))
+            made_here = own_body(carry, (read, here, then))
           carry, out = at_hand.advance(i, made_here)
           found.append(out)
         out = [_of_pairs(list(of)) for of in zip(*found)]
@@ -389,7 +394,7 @@ def run_trunks(route: Route) -> list[Output]:
         if ahead:
           carry = enter_scan(carry, split, graph, contexts, read, here)
         xs = read, (own, absent, *here), (next_of((read[0], here)) if ahead else None)
-        carry, out = jax.lax.scan(body, carry, xs, unroll=per_step)
+        carry, out = jax.lax.scan(bodies[run.start == 0], carry, xs, unroll=per_step)
         carry = leave_scan(carry) if ahead else carry
       made.append((run.dense, out))
     outs = [
@@ -461,57 +466,3 @@ def _in_order(
       caches["dense"] = join([out[1] for out in dense])
   hidden = [x if x is None else x.reshape(-1, *x.shape[2:]) for x in (out[2] for _, out in made)]
   return sums, caches, join(hidden)
-
-
-def _rematerialised(
-  body: Callable[..., Any], remat: str, kept: tuple[str, ...] = (), *, gathers: bool = False
-) -> Callable[..., Any]:
-  """`body` under the preset `remat`, which says what its backward pass recomputes.
-
-  Args:
-    body: runs one pair.
-    remat: see `Pass.remat`. With none and moe only gathers are recomputed here; with moe the
-      experts recompute their activations themselves (`OnDevice.recompute`).
-    kept: names of values that the forward pass keeps under any preset.
-    gathers: whether the body gathers its parameters from the data ranks' shares. Unless they are
-      `kept`, the backward pass gathers them again.
-
-  Raises:
-    ConfigError: the preset is unknown.
-  """
-  policies = jax.checkpoint_policies
-  if remat in ("none", "moe"):
-    if not gathers or GATHERED in kept:
-      return body
-    return jax.checkpoint(body, policy=_all_but_gathers)
-  named = policies.save_only_these_names("moe_rows", *kept)
-  if remat == "dots":
-    dots = policies.dots_with_no_batch_dims_saveable
-    return jax.checkpoint(body, policy=policies.save_from_both_policies(dots, named))
-  if remat == "full":
-    return jax.checkpoint(body, policy=named)
-  raise ConfigError(f"train.remat={remat!r} is unknown; one of: {', '.join(REMATS)}")
-
-
-# Operations that only move data, such as those that split a gathered array. If a result of one of
-# them were saved, it would keep a gathered parameter in memory after all.
-_MOVES = (
-  "all_gather",
-  "name",
-  "slice",
-  "reshape",
-  "transpose",
-  "squeeze",
-  "dynamic_slice",
-  "split",
-)
-
-
-def _all_but_gathers(operation: Any, *inputs: Any, **_: Any) -> bool:
-  """A policy of rematerialisation: saves all values but the float results of `_MOVES`.
-
-  The backward pass gathers parameters again, and moves other values again from saved ones, each at
-  the cost of a copy.
-  """
-  moved = operation.name in _MOVES
-  return not (moved and all(jnp.issubdtype(x.dtype, jnp.floating) for x in inputs))

@@ -81,7 +81,12 @@ def derived(model: ModelConfig) -> dict[str, Any]:
   turning = model.qk_rope_head_dim if latent else model.rope.turning(model.head_dim)
   query = model.qk_nope_head_dim + turning if latent else model.head_dim
   rotary = model.style == "llama"
+  # Only wirings that have them, so that folders of earlier versions imply what they state.
+  rare: dict[str, Any] = {"skips": True} if rule.skips else {}
+  if model.opens_apart:
+    rare["first_taps"] = [tap.name.lower() for tap in rule.opening.taps]
   return {
+    **rare,
     "taps": [tap.name.lower() for tap in rule.taps],
     "top_k": rule.routed_per_gating(model.top_k),
     "shared_expert": rule.shared_expert,

@@ -21,7 +21,8 @@ from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.layer import MoECall
 
 ROOM = DispatchConfig(capacity_factor=0.0)  # for every token
-WIRINGS = ("dense", "top2", "shared_expert", "scmoe_pos1", "scmoe_pos2", "scmoe_pos3", "dgmoe")
+WIRINGS = ("dense", "top2", "shared_expert", "scmoe_pos1", "scmoe_pos2", "scmoe_pos3", "dgmoe",
+           "farskip")  # fmt: skip
 
 
 def make_pair(wiring, overlap=OverlapConfig(), **fields):
@@ -164,6 +165,19 @@ def test_units_of_one_block_read_the_preceding_one(wiring):
   other = pair(h, handed_BSD=pair(-h).handed_BSD)
   assert not np.array_equal(other.h_BSD, first.h_BSD)
   np.testing.assert_array_equal(other.sums.main_square, first.sums.main_square)
+
+
+def test_farskip_waits_for_no_sublayer():
+  """Attention reads the value handed over, everything else the pair's input."""
+  pair, f, n = make_pair("farskip", moe_every=1, mix="direct"), inputs(), -inputs()
+  (block,) = pair.units[0].blocks
+  out = pair(f, handed_BSD=n)
+  unrouted = f + attention(block, n) + block.mlp(block.norm_mlp(f))
+  routed, _ = pair.moe(block.norm_mlp(f), MoECall(mask=jnp.ones(f.shape[:2], bool)))
+  np.testing.assert_allclose(out.handed_BSD, unrouted, rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(out.h_BSD, unrouted + routed, rtol=1e-5, atol=1e-5)
+  assert not np.allclose(routed, 0, atol=1e-3)
+  np.testing.assert_array_equal(pair(f).h_BSD, pair(f, handed_BSD=f).h_BSD)
 
 
 def test_a_pair_of_two_blocks_hands_nothing_over():

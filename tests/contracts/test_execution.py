@@ -50,7 +50,7 @@ def test_overlapped_equals_sequential(wiring, slot):
   assert sequential.aux["sums"].dropped.sum() > 0
 
 
-@pytest.mark.parametrize("wiring", ["scmoe_pos1", "scmoe_pos2"])
+@pytest.mark.parametrize("wiring", ["scmoe_pos1", "scmoe_pos2", "farskip"])
 def test_units_of_one_block_overlapped_equal_sequential(wiring):
   run = functools.partial(executed, wiring, every=1)
   overlap = OverlapConfig(schedule="attention 0", order="barriers", unroll=0)

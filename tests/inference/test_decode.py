@@ -69,6 +69,10 @@ def make_model(wiring="scmoe_pos2", *, style="gpt2", moe_every=2, context=64, un
     ("scmoe_pos2", "llama", 2, 0),  # written out, each pair with a cache of its own
     ("scmoe_pos2", "gpt2", 1, 1),
     ("scmoe_pos3", "gpt2", 2, 1),
+    ("scmoe_pos2_l0", "gpt2", 2, 1),  # the first pair stands outside the scan
+    ("scmoe_pos2_l0", "gpt2", 2, 0),
+    ("farskip", "gpt2", 2, 1),
+    ("farskip", "llama", 1, 0),
     ("dgmoe_share", "gpt2", 2, 1),
     ("dgmoe_share", "gpt2", 2, 0),
   ],

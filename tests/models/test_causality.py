@@ -45,7 +45,7 @@ def assert_causal(seen):
   assert (seen[~later] > 0).all()
 
 
-HANDED_OVER = ("dense", "scmoe_pos1", "scmoe_pos2", "scmoe_pos3", "dgmoe")  # what differs at 1
+HANDED_OVER = ("dense", "scmoe_pos1", "scmoe_pos2", "scmoe_pos3", "dgmoe", "farskip")  # differ at 1
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,11 @@ PARTS = {
   "scmoe_pos1": (2, 2, 2, 2),
   "scmoe_pos2": (2, 2, 2, 2),
   "scmoe_pos3": (2, 2, 2, 2),
+  "scmoe_pos2_l0": (2, 2, 2, 2),
   "scmoe2": (2, 2, 2, 2),
+  "farskip": (2, 2, 2, 2),
   "dgmoe": (2, 0, 2, 0),
+  "dgmoe_repeat": (2, 0, 2, 0),
   "dgmoe_share": (2, 0, 1, 0),
 }
 
@@ -106,6 +109,14 @@ ERRORS = {
   "dtype": ({"dtype": "float8"}, r"model\.dtype='float8' is unknown"),
   "norm": ({"shortcut_norm": "none"}, r"model\.shortcut_norm='none' is unknown"),
   "experts": ({"num_experts": -3}, r"model\.num_experts=-3 is too small; the least is 1"),
+  "farskip norm": (
+    {"wiring": "farskip", "shortcut_norm": "megatron"},
+    r"model\.shortcut_norm='megatron' normalises shared \+ routed, got model\.wiring='farskip'",
+  ),
+  "farskip dense layers": (
+    {"wiring": "farskip", "moe_every": 1, "num_layers": 3, "dense_layers": "0"},
+    r"model\.dense_layers='0' does not go with model\.wiring='farskip'",
+  ),
   "top_k": ({"top_k": 5}, r"model\.top_k=5 needs 5 experts, model\.num_experts=4; raise"),
   "top2": ({"wiring": "top2", "num_experts": 1}, r"model\.wiring='top2' needs 2 experts"),
   "dgmoe": ({"wiring": "dgmoe", "num_experts": 1}, r"model\.wiring='dgmoe' needs 2 experts"),

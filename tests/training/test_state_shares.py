@@ -64,6 +64,8 @@ MODELS = {
     tie_embeddings=False,
   ),
 }
+# Its first pair, of another wiring, runs apart from the others.
+OPENING = {"first pair": dataclasses.replace(MODELS["pos2"], wiring="scmoe_pos2_l0")}
 ROUTER = RouterConfig(balance_loss=0.5, z_loss=0.1, noise=1.0)
 LENGTH, ROWS = 8, 16
 
@@ -72,7 +74,7 @@ def built(mode, name="pos2", microbatches=1, mesh=None, remat="none", unroll=1, 
   """A run on 8 devices, data=4 x expert=2."""
   mesh = mesh or MeshConfig(4, 2, 1, shard_state=mode)
   train = {"batch_size": ROWS // microbatches, "tokens_per_step": ROWS * LENGTH, "remat": remat}
-  fields = {"model": MODELS[name]} | changed
+  fields = {"model": (MODELS | OPENING)[name]} | changed
   run = RunConfig(
     **fields,
     overlap=OverlapConfig(unroll=unroll),
@@ -139,7 +141,8 @@ def test_gradients_are_those_of_a_state_that_every_rank_holds(mode, remat, model
 @pytest.mark.parametrize(
   ("mode", "model", "microbatches", "remat"),
   [("moments", "pos2", 2, "none"), ("parameters", "pos2", 1, "full"),
-   ("parameters", "pos2", 2, "none"), ("parameters", "ahead", 2, "dots")],
+   ("parameters", "pos2", 2, "none"), ("parameters", "ahead", 2, "dots"),
+   ("parameters", "first pair", 2, "full")],
 )  # fmt: skip
 def test_pairs_that_are_written_out_read_shares_as_a_scan_does(mode, model, microbatches, remat):
   """Pairs are written out on a GPU, where each is compiled by itself."""
@@ -150,7 +153,7 @@ def test_pairs_that_are_written_out_read_shares_as_a_scan_does(mode, model, micr
 
 @pytest.mark.parametrize(
   ("model", "microbatches", "remat"),
-  [("pos2", 1, "none"), ("top2", 2, "full"), ("longcat", 1, "moe")],
+  [("pos2", 1, "none"), ("top2", 2, "full"), ("longcat", 1, "moe"), ("first pair", 2, "none")],
 )
 def test_pairs_that_are_gathered_one_ahead_are_the_same_pairs(model, microbatches, remat):
   """On two simulated devices without an exchange: more collectives at once would need an order."""

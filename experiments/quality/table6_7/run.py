@@ -19,6 +19,7 @@ DESIGN = study.Design(
     "top2": {"model.wiring": "top2"},
     "dgmoe": {"model.wiring": "dgmoe"},
     "dgmoe_share": {"model.wiring": "dgmoe_share"},
+    "dgmoe_repeat": {"model.wiring": "dgmoe_repeat"},
     "top1": {"model.wiring": "top1"},
     "scmoe_pos1": {"model.wiring": "scmoe_pos1"},
     "pos1_direct": {"model.wiring": "scmoe_pos1", **DIRECT},
@@ -32,6 +33,8 @@ DESIGN = study.Design(
   contrasts=(
     *study.against("top2", "dgmoe", margins={"dgmoe": 0.01}),
     *study.against("top1", "dgmoe", "dgmoe_share"),
+    *study.against("dgmoe", "dgmoe_repeat"),
+    *study.against("top1", "dgmoe_repeat", margins={"dgmoe_repeat": 0.01}),
     *study.against("scmoe_pos2", "dgmoe", "pos2_direct"),
     *study.against("scmoe_pos1", "pos1_direct"),
     *study.against("scmoe_pos3", "pos3_direct"),
@@ -42,7 +45,9 @@ DESIGN = study.Design(
     "cpu": 3,
     "gpu": {
       **dict.fromkeys(("top2", "dgmoe", "scmoe_pos2"), 5),
-      **dict.fromkeys(("dgmoe_share", "top1", "scmoe_pos1", "pos1_direct", "pos2_direct"), 3),
+      **dict.fromkeys(
+        ("dgmoe_share", "dgmoe_repeat", "top1", "scmoe_pos1", "pos1_direct", "pos2_direct"), 3
+      ),
       **dict.fromkeys(("scmoe_pos3", "pos3_direct", "shared_cg1", "shared_direct"), 3),
     },
   },

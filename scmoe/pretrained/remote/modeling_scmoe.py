@@ -34,6 +34,8 @@ class ScmoeConfig(PretrainedConfig):
       `derived` follows from them: `taps`, the values that routed experts read; `top_k`, experts of
       a token for each tap; `shared_expert`, whether one runs beside them; `distinct`, whether the
       second tap avoids the first one's expert; `units_per_moe`, units that share a set of experts;
+      `first_taps`, of the first unit, if others; `skips`, whether no sublayer reads what the one
+      before it adds;
       `dense_layers`, blocks with a dense MLP in place of experts; and the rotary embedding's
       `frequencies` (radians per position), `amplitude`, and `score_scale` of the attention.
   """
@@ -132,10 +134,8 @@ class Attention(nn.Module):
     self.query, self.out = weight(c.width, heads, n), weight(heads, n, c.width)
     self.key, self.value = weight(c.width, kv, n), weight(c.width, kv, n)
     biased = bias or c.style == "gpt2"
-    self.query_bias, self.out_bias = (
-      weight(heads, n, wanted=biased),
-      weight(c.width, wanted=biased and c.attention_out_bias),
-    )
+    self.query_bias = weight(heads, n, wanted=biased)
+    self.out_bias = weight(c.width, wanted=biased and c.attention_out_bias)
     self.key_bias, self.value_bias = weight(kv, n, wanted=bias), weight(kv, n, wanted=biased)
     shape = {"none": lambda h: (), "head": lambda h: (n,), "all": lambda h: (h, n)}[c.qk_norm]
     self.query_norm = weight(*shape(heads), wanted=c.qk_norm != "none")
@@ -224,13 +224,12 @@ class Gate(nn.Module):
 
   def __init__(self, width, experts, router):
     super().__init__()
-    dim = router.cosine_dim
+    self.kind, dim = router.gate, router.cosine_dim
     if router.gate == "linear":
       self.weight = weight(width, experts)
     else:
       self.projection, self.projection_bias = weight(width, dim), weight(dim)
       self.directions, self.log_scale = weight(dim, experts), weight(1)
-    self.kind = router.gate
 
   def forward(self, x_TD):
     if self.kind == "linear":
@@ -251,8 +250,7 @@ class MoE(nn.Module):
     gates = [Gate(c.width, choices, router) for _ in range(router.compat.gates)]
     self.router_gate = nn.ModuleList(gates)
     self.experts = FeedForward(c, c.expert_hidden, c.num_experts)
-    balanced = router.bias != "none"  # by a bias on the scores, for the choice of experts alone
-    self.bias = weight(choices, wanted=balanced)
+    self.bias = weight(choices, wanted=router.bias != "none")  # on scores, for the choice alone
 
   def forward(self, x, avoided_T1=None):
     """The weighted sum of the experts' outputs, in the shape of x, and the experts [T, K].
@@ -344,9 +342,10 @@ class Unit(nn.Module):
 
   def __init__(self, c, derived, layer, dense):
     super().__init__()
-    taps = self.taps = () if dense else tuple(derived.taps)
-    self.passed = derived.taps[0] if c.moe_every == 1 and derived.taps else ""
-    self.passed = self.passed if self.passed in ("block_input", "attention") else ""
+    own = derived.taps if layer else getattr(derived, "first_taps", derived.taps)
+    taps, self.skips = () if dense else tuple(own), getattr(derived, "skips", False)
+    before = {"block_input", "attention"} & set(derived.taps[:1]) if c.moe_every == 1 else ()
+    self.taps, self.passed = taps, "unrouted" if self.skips else "".join(before)
     hidden = [c.mlp_hidden] * c.moe_every
     if taps:
       hidden[-1] = c.shared_hidden if derived.shared_expert else 0
@@ -360,9 +359,8 @@ class Unit(nn.Module):
 
   def handed(self, tap, h):
     """A value for the next unit's experts, normalised if they have no norm of their own."""
-    block = self.blocks[0]
-    norm = block.norm_mlp if tap == "attention" else block.norm_attention
-    return norm(h) if self.shared_norm else h
+    norm = self.blocks[0].norm_mlp if tap == "attention" else self.blocks[0].norm_attention
+    return norm(h) if self.shared_norm and not self.skips else h
 
   def read(self, tap, values, before):
     """The normalised value of a tap."""
@@ -374,7 +372,7 @@ class Unit(nn.Module):
     if self.own_norm is not None:
       return self.own_norm(values[tap])
     if tap == "block_output":
-      return last.norm_attention(values[tap])
+      return (last.norm_mlp if self.skips else last.norm_attention)(values[tap])
     block = self.blocks[-2]
     return (block.norm_mlp if tap == "attention" else block.norm_attention)(values[tap])
 
@@ -389,12 +387,14 @@ class Unit(nn.Module):
     for i, block in enumerate(self.blocks):
       left = len(self.blocks) - 1 - i  # blocks that follow
       values[("block_output", "block_input", "")[min(left, 2)]] = h
-      h = h + self.residual * block.attention(block.norm_attention(h), where)
+      start, read = h, before if self.skips and not i else h
+      h = h + self.residual * block.attention(block.norm_attention(read), where)
+      fed = start if self.skips else h
       values[("current", "attention", "")[min(left, 2)]] = h
       if self.passed == "attention":
         after = self.handed("attention", h)
       if left or not self.taps:
-        h = h + self.residual * block.mlp(block.norm_mlp(h))
+        h = h + self.residual * block.mlp(block.norm_mlp(fed))
         where.states.append(h)
     if not self.taps:
       return h, after
@@ -403,8 +403,10 @@ class Unit(nn.Module):
       made, chosen_TK = moe(x, avoided)
       routed, avoided = routed + made, chosen_TK[:, :1] if self.distinct else None
     if self.mix is not None:
-      x = self.blocks[-1].norm_mlp(h)
-      routed = self.mix(self.blocks[-1].mlp(x), routed, x if self.mix_current else inputs[0])
+      x = self.blocks[-1].norm_mlp(fed)
+      shared, read = self.blocks[-1].mlp(x), x if self.mix_current else inputs[0]
+      after = h + self.residual * self.mix(shared, 0 * routed, read) if self.skips else after
+      routed = self.mix(shared, routed, read)
     h = h + self.residual * (routed if self.post_norm is None else self.post_norm(routed))
     where.states.append(h)
     return h, after
@@ -415,10 +417,8 @@ class Pair(nn.Module):
 
   def __init__(self, c, router, derived, layer, dense):
     super().__init__()
-    starts = range(
-      layer, layer + (1 if dense else derived.units_per_moe) * c.moe_every, c.moe_every
-    )
-    self.units = nn.ModuleList([Unit(c, derived, start, dense) for start in starts])
+    count, every = 1 if dense else derived.units_per_moe, c.moe_every
+    self.units = nn.ModuleList([Unit(c, derived, layer + i * every, dense) for i in range(count)])
     self.moe = MoE(c, router, derived.top_k) if derived.taps and not dense else None
 
 

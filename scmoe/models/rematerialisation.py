@@ -1,0 +1,68 @@
+"""What the backward pass of a pair recomputes: the presets of `train.remat`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from scmoe.base.errors import ConfigError
+from scmoe.parallel.shares import GATHERED
+
+REMATS = ("none", "dots", "moe", "full")
+
+
+def rematerialised(
+  body: Callable[..., Any], remat: str, kept: tuple[str, ...] = (), *, gathers: bool = False
+) -> Callable[..., Any]:
+  """`body` under the preset `remat`, which says what its backward pass recomputes.
+
+  Args:
+    body: runs one pair.
+    remat: see `Pass.remat`. With none and moe only gathers are recomputed here; with moe the
+      experts recompute their activations themselves (`OnDevice.recompute`).
+    kept: names of values that the forward pass keeps under any preset.
+    gathers: whether the body gathers its parameters from the data ranks' shares. Unless they are
+      `kept`, the backward pass gathers them again.
+
+  Raises:
+    ConfigError: the preset is unknown.
+  """
+  policies = jax.checkpoint_policies
+  if remat in ("none", "moe"):
+    if not gathers or GATHERED in kept:
+      return body
+    return jax.checkpoint(body, policy=_all_but_gathers)
+  named = policies.save_only_these_names("moe_rows", *kept)
+  if remat == "dots":
+    dots = policies.dots_with_no_batch_dims_saveable
+    return jax.checkpoint(body, policy=policies.save_from_both_policies(dots, named))
+  if remat == "full":
+    return jax.checkpoint(body, policy=named)
+  raise ConfigError(f"train.remat={remat!r} is unknown; one of: {', '.join(REMATS)}")
+
+
+# Operations that only move data, such as those that split a gathered array. If a result of one of
+# them were saved, it would keep a gathered parameter in memory after all.
+_MOVES = (
+  "all_gather",
+  "name",
+  "slice",
+  "reshape",
+  "transpose",
+  "squeeze",
+  "dynamic_slice",
+  "split",
+)
+
+
+def _all_but_gathers(operation: Any, *inputs: Any, **_: Any) -> bool:
+  """A policy of rematerialisation: saves all values but the float results of `_MOVES`.
+
+  The backward pass gathers parameters again, and moves other values again from saved ones, each at
+  the cost of a copy.
+  """
+  moved = operation.name in _MOVES
+  return not (moved and all(jnp.issubdtype(x.dtype, jnp.floating) for x in inputs))

@@ -16,7 +16,7 @@ import study
 from scmoe.reports.speedups import read_speedups, speedups_table
 
 # Optimizer steps of the common configuration of each scale (`study.language`).
-STEPS = {"smoke": 4, "cpu": 150, "gpu": 1600}
+STEPS = {"smoke": 4, "cpu": 80, "gpu": 1600}
 SHARES = {"eighth": 0.125, "quarter": 0.25, "half": 0.5, "whole": 1, "double": 2}
 
 

@@ -3,24 +3,29 @@
   python -m scmoe.inspect --workdir runs/quickstart
   python -m scmoe.inspect --workdir runs/a --step 500 --out reports/a --batches 32
 
-Writes inspect.html (one file) and inspect.npz (every array that is drawn) into --out. Reads
-metrics.jsonl, the checkpoint, and the validation data again, on one device.
+Writes inspect.html (one file), inspect.npz (every array that is drawn) and inspect.json (the small
+ones, for `scmoe.report`) into --out. Reads metrics.jsonl, the checkpoint, and the validation data
+again, on one device.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from scmoe.base.errors import ConfigError, run_main
 from scmoe.data import Tokenizer
-from scmoe.inference.probe import Probe, ReadImages, ReadText, probe
+from scmoe.inference.gradients import gradient_norms
+from scmoe.inference.probe import Probe, probe
+from scmoe.inference.reading import ReadImages, ReadText
 from scmoe.reports import page, router
 from scmoe.reports.records import Record, read_run
 from scmoe.reports.tables import Table
@@ -36,8 +41,11 @@ FLAGS = (
   Flag("step", int, -1, "step of the checkpoint; -1: the newest"),
   Flag("batches", int, 16, "batches of validation text to read; 0: all"),
   Flag("out", str, "", "folder to write to; WORKDIR/inspect if not given"),
+  Flag("gradients", bool, False, "also the gradient's norms; takes the memory of a training step"),
   HELP,
 )
+# Figures of `Probe` that are computed from its fields.
+DERIVED = ("overlap_G", "dead_G", "by_domain_G", "by_class_G")
 CLASSES = ("lower case", "upper case", "digit", "space", "line end", "punctuation", "other", "end")
 
 
@@ -51,10 +59,15 @@ def main(argv: list[str]) -> None:
   if values["batches"] < 0:
     raise ConfigError(f"--batches={values['batches']} must be >= 0; 0 takes all")
   out = Path(values["out"] or Path(values["workdir"]) / "inspect")
-  found = inspect_run(values["workdir"], values["step"], values["batches"])
-  page.write(out / "inspect.html", found.page(" ".join(["python -m scmoe.inspect", *argv])))
+  found = inspect_run(
+    values["workdir"], values["step"], values["batches"], gradients=values["gradients"]
+  )
+  command = " ".join(["python -m scmoe.inspect", *argv])
+  page.write(out / "inspect.html", found.page(command))
   page.write(out / "inspect.npz", found.npz())
-  print("\n\n".join([found.table().text(), f"page: {out / 'inspect.html'}, arrays: inspect.npz"]))
+  page.write(out / "inspect.json", json.dumps(found.as_json(command), indent=1) + "\n")
+  files = f"page: {out / 'inspect.html'}, arrays: inspect.npz, figures: inspect.json"
+  print("\n\n".join([found.table().text(), files]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +80,8 @@ class Inspection:
     probe: what the checkpoint's routers did on validation data.
     domains: names of the domains, in the order of axis D of `probe.domain_load_GDE`.
     classes: names of the classes, in the order of axis C of `probe.class_load_GCE`.
+    gradients: part -> norm of the gradient in each layer, of one batch (`gradient_norms`); empty if
+      it was not asked for.
   """
 
   record: Record
@@ -74,6 +89,7 @@ class Inspection:
   probe: Probe
   domains: tuple[str, ...]
   classes: tuple[str, ...] = CLASSES
+  gradients: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
   def table(self) -> Table:
     """The table that is printed: one row per gating, a place where a router chooses experts."""
@@ -85,17 +101,19 @@ class Inspection:
       overlap = p.overlap_G[g] if g < len(p.overlap_G) else np.nan
       of_pair = p.drop_P[g // per_pair], p.shortcut_ratio_P[g // per_pair]
       figures = [busiest[g], p.dead_G[g], p.entropy_G[g], p.confidence_G[g], *of_pair,
-                 overlap, p.repeated_G[g], p.as_current_G[g]]  # fmt: skip
+                 p.by_domain_G[g], p.by_class_G[g], overlap, p.repeated_G[g],
+                 p.as_current_G[g]]  # fmt: skip
       rows.append((name, *map(number, figures)))
     heads = ("router", "imbalance", "dead", "entropy", "confidence", "drop", "shortcut ratio",
-             "tells of the next", "repeated", "as on current")  # fmt: skip
+             "by domain", "by class", "tells of the next", "repeated", "as on current")  # fmt: skip
     title = f"{self.record.name} at step {self.step}, {p.tokens:,} tokens of validation data"
     return Table(title, heads, tuple(rows))
 
   def arrays(self) -> dict[str, np.ndarray]:
     """Every array that the page draws, by name."""
     found = {f.name: getattr(self.probe, f.name) for f in dataclasses.fields(Probe)}
-    found |= {"overlap_G": self.probe.overlap_G, "dead_G": self.probe.dead_G}
+    found |= {name: getattr(self.probe, name) for name in DERIVED}
+    found |= {f"gradient_{part.replace(' ', '_')}": v for part, v in self.gradients.items()}
     found |= {"domains": np.array(self.domains), "classes": np.array(self.classes)}
     steps, loads = router.loads_over_training(self.record)
     found |= {"training_load_steps": steps, "training_load": loads}
@@ -109,6 +127,46 @@ class Inspection:
     out = io.BytesIO()
     np.savez_compressed(out, **self.arrays())  # pyright: ignore[reportArgumentType]
     return out.getvalue()
+
+  def as_json(self, command: str = "") -> dict[str, Any]:
+    """The figures of `scmoe.reports.analyses`: names, and one list of numbers per curve.
+
+    Args:
+      command: the command that made them, which is noted.
+    """
+    p, card = self.probe, self.record.card
+    curves = {
+      "similarity": p.similarity_V,
+      "alignment": p.alignment_V,
+      "shortcut_ratio": p.shortcut_ratio_P,
+      "drop": p.drop_P,
+      "entropy": p.entropy_G,
+      "confidence": p.confidence_G,
+      "repeated": p.repeated_G,
+      "as_current": p.as_current_G,
+      "by_domain": p.by_domain_G,
+      "by_class": p.by_class_G,
+      "entropy_by_part": np.nanmean(p.entropy_GQ, 0),
+      "confidence_by_part": np.nanmean(p.confidence_GQ, 0),
+    }
+    curves |= {f"gradient of {part}": values for part, values in self.gradients.items()}
+    steps, ratios = router.layers_over_training(self.record, "shortcut_ratio")
+    if len(steps):
+      curves |= {"steps": steps, "shortcut_ratio_by_step": ratios.mean(1)}
+    finite = lambda values: [None if not np.isfinite(x) else round(float(x), 6) for x in values]
+    return {
+      "run": self.record.name,
+      "wiring": str(self.record.config.get("model.wiring", "")),
+      "step": self.step,
+      "tokens": p.tokens,
+      "command": command,
+      "date": str(card.get("time", "")),
+      "commit": str(card.get("git", {}).get("commit", "")),
+      "hardware": self.record.devices,
+      "gatings": list(p.gatings),
+      "points": list(p.points),
+      "curves": {name: finite(values) for name, values in curves.items()},
+    }
 
   def page(self, command: str = "") -> str:
     """The self-contained HTML page."""
@@ -138,23 +196,41 @@ class Inspection:
     add("Representations", router.draw_bars(p.similarity_V, steps, "mean cosine"),
         "How similar each value on the main path is to the next one. Near 1, a shortcut that reads "
         "the older value loses little.")  # fmt: skip
+    add("Alignment", router.draw_bars(p.alignment_V, steps, "linear CKA"),
+        "The same by centred kernel alignment: 1 if tokens lie to each other as before."
+    )  # fmt: skip
+    parts_of_row = [f"part {i + 1}" for i in range(p.entropy_GQ.shape[1])]
+    add("Entropy over the row", router.draw_lines(p.entropy_GQ, parts_of_row, p.gatings, "entropy"),
+        "Entropy of a token's probabilities over ln E, in eight equal parts of a row.")  # fmt: skip
+    add("Gate score over the row",
+        router.draw_lines(p.confidence_GQ, parts_of_row, p.gatings, "largest probability"),
+        "Mean of a token's largest probability, in the same parts.")  # fmt: skip
+    if self.gradients:
+      norms = np.stack(list(self.gradients.values()))
+      layers = [str(i) for i in range(norms.shape[1])]
+      add("Gradients", router.draw_lines(norms, layers, list(self.gradients), "norm"),
+          "Norm of the loss's gradient by part of each layer, of one batch.")  # fmt: skip
     add("Routers over training", router.draw_training(self.record),
         "From metrics.jsonl, one curve per layer.")  # fmt: skip
     add("Load over training", router.draw_loads(self.record), "The same colours as above.")
     return page.page(f"routers of {self.record.name}", parts, command)
 
 
-def inspect_run(workdir: str, step: int = -1, batches: int = 16) -> Inspection:
+def inspect_run(
+  workdir: str, step: int = -1, batches: int = 16, *, gradients: bool = False
+) -> Inspection:
   """Reads a run's record and probes its checkpoint on validation text.
 
   Args:
     workdir: folder of the run.
     step: step of the checkpoint; -1: the newest.
     batches: batches of validation text; 0: all.
+    gradients: whether to compute `Inspection.gradients` too, without noise, of the first batch.
 
   Raises:
     CheckpointError: there is no such checkpoint.
-    ConfigError: the wiring has no routed experts.
+    ConfigError: the wiring has no routed experts, or gradients are asked for of a run whose loss
+      needs a second model.
     DataError: there is no validation text.
   """
   named = None if step < 0 else step
@@ -180,7 +256,25 @@ def inspect_run(workdir: str, step: int = -1, batches: int = 16) -> Inspection:
     num_classes=len(classes),
     reading=reading,
   )
-  return Inspection(read_run(workdir), at, found, data.domains, tuple(classes))
+  norms: dict[str, np.ndarray] = {}
+  if gradients:
+    batch = next(iter(data.validation(max_batches=1)))
+    norms = gradient_norms(_gradients(built, state, batch), run.model)
+  return Inspection(read_run(workdir), at, found, data.domains, tuple(classes), norms)
+
+
+def _gradients(built: build.Built, state: dict[str, Any], batch: Any) -> Any:
+  """Gradients of a batch's loss, in a tree like the parameters."""
+  if built.teacher is not None:
+    raise ConfigError(
+      "--gradients=True needs a loss of one model, got train.teacher="
+      f"{built.run.train.teacher!r}; leave --gradients out"
+    )
+
+  def loss(params: Any) -> Any:
+    return built.objective.loss(params, state["router"], batch, None)[0]
+
+  return jax.jit(jax.grad(loss))(state["params"])
 
 
 def token_classes(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:

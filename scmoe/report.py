@@ -19,6 +19,7 @@ from pathlib import Path
 from scmoe.base.errors import ConfigError, run_main
 from scmoe.base.output import say
 from scmoe.reports import page
+from scmoe.reports.analyses import analyses_parts, read_analyses
 from scmoe.reports.plots import curves_plot, differences_plot
 from scmoe.reports.speedups import read_speedups, speedups_table
 from scmoe.reports.studies import (
@@ -75,10 +76,13 @@ def rendered(folder: Path, scale: str, beside: Path, arguments: str) -> str:
     except FileNotFoundError:
       parts.append(f"<h1 id='{name}'>{name}</h1><p>No plan is registered at this scale.</p>")
     parts.append(_readme(place))
+  analyses = read_analyses(folder / "analyses" / "results")
+  parts += analyses_parts(analyses, beside)
   speedups = read_speedups(folder, scale)
   if speedups:
     parts.insert(0, speedups_table(speedups, scale))
-  contents = " · ".join(f"<a href='#{p.name}'>{p.name}</a>" for p in folders)
+  names = [*(p.name for p in folders), *(["analyses"] if analyses else [])]
+  contents = " · ".join(f"<a href='#{name}'>{name}</a>" for name in names)
   title = f"Quality: {len(folders)} studies, {scale}"
   return page.page(title, [f"<p>{contents}</p>", *parts], f"python -m scmoe.report {arguments}")
 

@@ -17,6 +17,7 @@ import pytest
 import scmoe
 from scmoe import evaluate, generate, inspect, train
 from scmoe.base.errors import ConfigError, run_main
+from scmoe.reports.analyses import read_analyses
 from scmoe.run.command_line import TRAIN_FLAGS, Flag, parse
 from scmoe.run.config import RunConfig, from_json
 from scmoe.run.fields import fields, with_field
@@ -342,7 +343,7 @@ def test_train_stop_resume_evaluate_generate(here, capsys, quick_compiler):
     assert code == got
     assert words in err
 
-  code, out, err = outcome(inspect.main, capsys, "--workdir=a", "--batches=2")
+  code, out, err = outcome(inspect.main, capsys, "--workdir=a", "--batches=2", "--gradients")
   assert code == 0, err
   assert "layer 3" in out
   assert max(len(line) for line in out.splitlines() if "page:" not in line) <= 100
@@ -354,8 +355,13 @@ def test_train_stop_resume_evaluate_generate(here, capsys, quick_compiler):
     assert arrays["training_load"].shape == (4, 2, 4)  # four logged steps
     assert arrays["training_entropy"].shape == (4, 2)
   page = Path("a/inspect/inspect.html").read_text()
-  for words in ("Experts by domain", "Experts by class", "Load over training"):
+  for words in ("Experts by domain", "Experts by class", "Load over training", "Gradients"):
     assert words in page
+  (analysis,) = read_analyses(Path("a/inspect"))
+  assert analysis.said["wiring"] == "scmoe_pos2"
+  assert [x is None for x in analysis.curves["gradient of experts"]] == [True, False] * 2
+  assert all(x > 0 for x in analysis.curves["gradient of attention"])
+  assert len(analysis.curves["alignment"]) == 8
 
   prompts = ["--prompt=ab", "--prompt=", "--max_new_tokens=3", "--temperature=0"]
   code, out, err = outcome(generate.main, capsys, "--workdir=a", *prompts)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +20,17 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from scmoe.base.batch import Batch, ImageBatch
 from scmoe.base.errors import ConfigError
 from scmoe.blocks.pair import BlockPair, Context
 from scmoe.blocks.wiring import Tap
-from scmoe.models.gpt import GPT
+from scmoe.inference.reading import Begun, Reading
+from scmoe.inference.similarity import cosine, counted, gram, hsic
 from scmoe.models.trunk import Trunk
-from scmoe.models.vision.model import VisionModel, pixels
 from scmoe.moe.layer import MoECall
 from scmoe.moe.losses import statistics
 from scmoe.moe.types import Routing
+
+PARTS = 8  # equal parts of a row, in which entropy and confidence are counted apart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +65,10 @@ class Probe:
       recorded values differs from that of these names, the names are numbers.
     similarity_V: mean cosine between each value on the main path and the next, [points - 1]; NaN
       where a Swin merges four tokens into one between them.
+    alignment_V: linear CKA of the same values (`scmoe.inference.similarity`); NaN there too.
+    entropy_GQ: `entropy_G` of the tokens in each of `PARTS` equal parts of a row, the first tokens
+      in part 0; NaN for a part without tokens.
+    confidence_GQ: `confidence_G` in the same parts.
     tokens: number of tokens that were read and count; in a Swin those of the first stage.
   """
 
@@ -80,12 +85,25 @@ class Probe:
   shortcut_ratio_P: np.ndarray
   points: tuple[str, ...]
   similarity_V: np.ndarray
+  alignment_V: np.ndarray
+  entropy_GQ: np.ndarray
+  confidence_GQ: np.ndarray
   tokens: int
 
   @property
   def dead_G(self) -> np.ndarray:
     """Share of the experts that no token chose, for each gating."""
     return (self.load_GE == 0).mean(-1)
+
+  @property
+  def by_domain_G(self) -> np.ndarray:
+    """How far experts have specialised by domain, for each gating: see `specialisation`."""
+    return specialisation(self.domain_load_GDE, self.load_GE)
+
+  @property
+  def by_class_G(self) -> np.ndarray:
+    """How far experts have specialised by class, for each gating: see `specialisation`."""
+    return specialisation(self.class_load_GCE, self.load_GE)
 
   @property
   def overlap_G(self) -> np.ndarray:
@@ -100,113 +118,22 @@ class Probe:
     return known / np.maximum(-_xlogx(second).sum((-1, -2)), 1e-12)
 
 
+def specialisation(kinds_GKE: np.ndarray, load_GE: np.ndarray) -> np.ndarray:
+  """Mean distance in total variation between each kind's load and the load of all tokens: [G].
+
+  For each kind of token (a domain, a class) it is the share of the kind's choices that would have
+  to go to other experts for its load to be that of all tokens: 0 if all kinds choose alike. Kinds
+  without tokens are left out; NaN if no kind has tokens. Kinds with few tokens have a larger
+  distance by chance.
+  """
+  distances = np.abs(kinds_GKE - load_GE[:, None]).sum(-1) / 2
+  found = np.isfinite(distances)
+  total = np.where(found, distances, 0).sum(-1)
+  return np.where(found.any(-1), total / np.maximum(found.sum(-1), 1), np.nan)
+
+
 def _xlogx(p: np.ndarray) -> np.ndarray:
   return p * np.log(np.where(p > 0, p, 1))
-
-
-class Reading(Protocol):
-  """How `probe` runs one kind of model, text or images, around its pairs.
-
-  It gives the model's trunks, the input of the first pair with each token's domain and class, and
-  the step from one trunk to the next.
-  """
-
-  def trunks(self, model: Any) -> Sequence[Trunk]:
-    """The model's trunks, in order."""
-    ...
-
-  def begin(self, model: Any, batch: Any) -> Begun:
-    """Embeds a batch for the first pair, and gives all else that `Begun` holds of its tokens."""
-    ...
-
-  def between(self, model: Any, number: int, h_BSD: Array) -> Array:
-    """The input of trunk `number`, from h_BSD, the residual stream at the end of the trunk before.
-
-    Only for `number` >= 1: the first trunk, number 0, has its input from `begin`.
-    """
-    ...
-
-
-class Begun(NamedTuple):
-  """The input of a model's first pair. An array [B, 1] has one value for all tokens of a row.
-
-  Attributes:
-    h_BSD: the residual stream.
-    positions_BS, segments_BS: see `Context`.
-    mask_BS: bool [B, S] or [B, 1], True for tokens that count.
-    domain_B: int [B], domain of each row.
-    class_BS: int [B, S] or [B, 1], class of each token.
-    router: router state of each trunk.
-  """
-
-  h_BSD: Array
-  positions_BS: Array | None
-  segments_BS: Array | None
-  mask_BS: Array
-  domain_B: Array
-  class_BS: Array
-  router: Sequence[Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class ReadText:
-  """A `Reading` of text by a language model; a table gives the class of each token id.
-
-  Attributes:
-    classes_V: int [V], class of each token id of the vocabulary.
-    router: router state of the run; None or {} if it has none.
-  """
-
-  classes_V: Any
-  router: Any = None
-
-  def trunks(self, model: GPT) -> Sequence[Trunk]:
-    """The language model itself, which is its only trunk."""
-    return [model]
-
-  def begin(self, model: GPT, batch: Batch) -> Begun:
-    """Embeds the tokens; padding (segment 0) does not count. Without domains all rows have 0."""
-    h_BSD = model.embedding(batch.inputs, batch.positions, jnp.dtype(model.config.dtype))
-    rows = batch.inputs.shape[0]
-    return Begun(
-      h_BSD,
-      batch.positions,
-      batch.segment_ids if model.config.document_mask else None,
-      batch.segment_ids > 0,
-      jnp.zeros(rows, jnp.int32) if batch.domain is None else batch.domain,
-      jnp.asarray(self.classes_V, jnp.int32)[batch.inputs],
-      [self.router or {}],
-    )
-
-  def between(self, model: GPT, number: int, h_BSD: Array) -> Array:
-    """Raises NotImplementedError: a language model has one trunk, so nothing lies between two."""
-    raise NotImplementedError
-
-
-@dataclasses.dataclass(frozen=True)
-class ReadImages:
-  """A `Reading` of images by a classifier: each token has its image's label as class, and domain 0.
-
-  Attributes:
-    router: router state of the run; None if it has none.
-  """
-
-  router: Any = None
-
-  def trunks(self, model: VisionModel) -> Sequence[Trunk]:
-    """The model's trunks in order: one of a ViT, one for each stage of a Swin."""
-    return list(model.trunks)
-
-  def begin(self, model: VisionModel, batch: ImageBatch) -> Begun:
-    """Embeds the images; tokens of padding images (weight 0) do not count. See `Reading.begin`."""
-    h_BSD = model.embedding(pixels(batch.images).astype(jnp.dtype(model.config.dtype)))
-    labels_B = jnp.asarray(batch.labels)
-    of_rows = batch.weights[:, None] > 0, jnp.zeros_like(labels_B), labels_B[:, None]
-    return Begun(h_BSD, None, None, *of_rows, model.router_of(self.router))
-
-  def between(self, model: VisionModel, number: int, h_BSD: Array) -> Array:
-    """The residual stream after the merger in front of trunk `number`; see `Reading.between`."""
-    return model.mergers[number - 1](h_BSD)
 
 
 def probe(
@@ -276,7 +203,7 @@ class _Layout:
           word = "" if len(rule.taps) == 1 else (", current" if g else ", preceding")
           self.gatings.append(f"layer {last}{word}")
           self.second.append(g > 0)
-          self.shortcut.append(tap is not Tap.CURRENT)
+          self.shortcut.append(tap is not Tap.CURRENT and not rule.skips)
         for block in range(config.moe_every):
           layer = last - config.moe_every + 1 + block
           self.points += [f"{layer} in", f"{layer} attention"]
@@ -342,13 +269,24 @@ def _counts(
   ]  # fmt: skip
   counts = _of_routings(found, read, layout, num_domains, num_classes)
   cosines = [
-    _cosine(a, b).reshape(-1) @ of_tokens(begun.mask_BS, a).astype(jnp.float32)
+    cosine(a, b).reshape(-1) @ of_tokens(begun.mask_BS, a).astype(jnp.float32)
     if a.shape == b.shape
     else jnp.nan
     for a, b in itertools.pairwise(found.values)
   ]
   arrays = [statistics(sums) for sums in found.sums]
+  grams = [gram(h.reshape(-1, h.shape[-1]), _mask_of(begun, h)) for h in found.values]
+  numbers = [counted(_mask_of(begun, h)) for h in found.values]
   return counts | {
+    "hsic": jnp.stack([hsic(a, a, n) for a, n in zip(grams, numbers)]),
+    "hsic_next": jnp.stack(
+      [
+        hsic(a, b, n) if a_value.shape == b_value.shape else jnp.nan
+        for (a, b), (a_value, b_value), n in zip(
+          itertools.pairwise(grams), itertools.pairwise(found.values), numbers
+        )
+      ]
+    ),
     "tokens": mask_T.sum(),
     "similarity": jnp.stack(cosines),
     "similarity_tokens": jnp.stack(
@@ -358,6 +296,11 @@ def _counts(
     "drop": jnp.stack([a["drop"] for a in arrays]),
     "shortcut_ratio": jnp.stack([a["shortcut_ratio"] for a in arrays]),
   }
+
+
+def _mask_of(begun: Begun, h_BSD: Array) -> Array:
+  """float32 [T]: 1 for the tokens of this value that count."""
+  return jnp.broadcast_to(begun.mask_BS, h_BSD.shape[:2]).reshape(-1).astype(jnp.float32)
 
 
 class _Heard:
@@ -392,6 +335,7 @@ def _walk(trunk: Trunk, h_BSD: Array, begun: Begun, router: Any, found: _Heard) 
   for dense, i in ((run.dense, i) for run in config.runs for i in range(run.start, run.stop)):
     graph, params = stacks[dense]
     pair: BlockPair = nnx.merge(graph, jax.tree.map(lambda x, i=i: x[i], params))
+    pair = pair.as_first() if config.opens_apart and i == 0 else pair
     moe, seen = pair.moe, {}
     # A `_Listener` is no nnx module, so nnx would refuse it as an attribute of the pair.
     # `object.__setattr__` sets it without nnx. That is safe, because this pair is not split again.
@@ -447,11 +391,13 @@ def _of_routings(
 
   Returns:
     Arrays [G, ...] by name, with `gating_tokens` the number of tokens that count in each gating.
-    `neighbours`, of each gating and the next, is [G - 1, E, E].
+    `neighbours`, of each gating and the next, is [G - 1, E, E]; those named `in_parts` are
+    [G, PARTS], with `tokens_in_parts` the number of tokens.
   """
   routings, current = heard.routings, heard.current
   num_experts = routings[0].probs_TE.shape[1]  # includes zero experts
   load, domains, classes, neighbours, entropy, confidence, repeated, same = ([] for _ in range(8))
+  in_parts: dict[str, list[Array]] = {"entropy": [], "confidence": [], "tokens": []}
   for g, (routing, now, (mask_T, domain_T, class_T)) in enumerate(zip(routings, current, read)):
     chosen_TE = jax.nn.one_hot(routing.expert_TK, num_experts).sum(1) * mask_T[:, None]
     load.append(chosen_TE.sum(0))
@@ -459,8 +405,13 @@ def _of_routings(
     classes.append(jnp.zeros((num_classes, num_experts)).at[class_T].add(chosen_TE))
     p_TE = routing.probs_TE
     safe = jnp.where(p_TE > 0, p_TE, 1)
-    entropy.append(-(p_TE * jnp.log(safe)).sum(-1) @ mask_T)
-    confidence.append(p_TE.max(-1) @ mask_T)
+    entropy_T, confidence_T = -(p_TE * jnp.log(safe)).sum(-1), p_TE.max(-1)
+    entropy.append(entropy_T @ mask_T)
+    confidence.append(confidence_T @ mask_T)
+    length = heard.read[g].shape[1]
+    part_T = jnp.arange(len(mask_T)) % length * PARTS // length
+    for name, x_T in (("entropy", entropy_T), ("confidence", confidence_T), ("tokens", 1)):
+      in_parts[name].append(jnp.zeros(PARTS).at[part_T].add(x_T * mask_T))
     best_T = routing.logits_TE.argmax(-1)
     before = routings[g - 1].expert_TK[:, 0] if layout.second[g] else best_T
     repeated.append((best_T == before) @ mask_T)
@@ -481,13 +432,8 @@ def _of_routings(
     "repeated": jnp.stack(repeated),
     "same": jnp.stack(same),
     "gating_tokens": jnp.stack([mask_T.sum() for mask_T, _, _ in read]),
+    **{f"{name}_in_parts": jnp.stack(found) for name, found in in_parts.items()},
   }
-
-
-def _cosine(a: Array, b: Array) -> Array:
-  a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-  norms = jnp.linalg.norm(a, axis=-1) * jnp.linalg.norm(b, axis=-1)
-  return (a * b).sum(-1) / jnp.maximum(norms, 1e-12)
 
 
 def _finished(layout: _Layout, total: dict[str, np.ndarray]) -> Probe:
@@ -495,7 +441,12 @@ def _finished(layout: _Layout, total: dict[str, np.ndarray]) -> Probe:
   with np.errstate(invalid="ignore", divide="ignore"):
     share = lambda x: x / x.sum(-1, keepdims=True)
     domains, classes = share(total["domains"]), share(total["classes"])
-  of_gating = total["gating_tokens"]
+  of_gating, in_parts = total["gating_tokens"], total["tokens_in_parts"]
+  with np.errstate(invalid="ignore", divide="ignore"):
+    own = total["hsic"]
+    alignment = total["hsic_next"] / np.sqrt(np.maximum(own[:-1] * own[1:], 0))
+    entropy_GQ = total["entropy_in_parts"] / in_parts / max(np.log(num_experts), 1e-9)
+    confidence_GQ = total["confidence_in_parts"] / in_parts
   only = lambda x, where: np.where(where, x / of_gating, np.nan)
   points = tuple(layout.points)
   # A value that no norm has read is missing from the record; all values then have numbers as names.
@@ -515,5 +466,8 @@ def _finished(layout: _Layout, total: dict[str, np.ndarray]) -> Probe:
     shortcut_ratio_P=total["shortcut_ratio"] / total["batches"],
     points=points,
     similarity_V=total["similarity"] / total["similarity_tokens"],
+    alignment_V=alignment,
+    entropy_GQ=entropy_GQ,
+    confidence_GQ=confidence_GQ,
     tokens=int(tokens),
   )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from scmoe.reports.curves import COLOURS
 from scmoe.reports.studies import Finding, Study
@@ -68,6 +68,23 @@ def curves_plot(study: Study) -> str:
     points = [(x, statistics.fmean(values)) for x, values in sorted(at.items())]
     if len(points) > 1:
       curves[name] = points
+  about = "held-out loss over millions of training tokens, mean over seeds"
+  return lines_plot(curves, about, unit=1e6)
+
+
+def lines_plot(
+  curves: Mapping[str, Sequence[tuple[float, float]]], about: str, unit: float = 1.0
+) -> str:
+  """One line for each name, with a legend.
+
+  Args:
+    curves: name -> points (x, y), each with two points or more.
+    about: what is drawn; the caption.
+    unit: by which the labels of x are divided.
+
+  Returns:
+    an SVG element; empty without curves.
+  """
   if not curves:
     return ""
   xs = [x for points in curves.values() for x, _ in points]
@@ -83,10 +100,10 @@ def curves_plot(study: Study) -> str:
     y = 20 + 18 * number
     parts.append(f"<rect x='{_WIDTH - 180}' y='{y - 9}' width='12' height='4' fill='{colour}'/>")
     parts.append(f"<text x='{_WIDTH - 160}' y='{y}' {_TEXT}>{html.escape(name)}</text>")
-  parts += _ticks(min(xs), max(xs), across, height - 30, unit=1e6)
+  parts += _ticks(min(xs), max(xs), across, height - 30, unit=unit)
   for y in (min(ys), (min(ys) + max(ys)) / 2, max(ys)):
     parts.append(f"<text x='4' y='{up(y) + 4:.1f}' {_TEXT}>{y:.3f}</text>")
-  return _svg(parts, height, "held-out loss over millions of training tokens, mean over seeds")
+  return _svg(parts, height, about)
 
 
 def _scale(low: float, high: float, begin: float, end: float):

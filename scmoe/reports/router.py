@@ -165,6 +165,22 @@ def draw_bars(values: np.ndarray, names: Sequence[str], title: str) -> bytes:
   return png(figure, dpi=120)
 
 
+@literal_text
+def draw_lines(
+  values: np.ndarray, places: Sequence[str], names: Sequence[str], title: str
+) -> bytes:
+  """PNG of one curve per name, [names, places]; a NaN leaves a gap."""
+  figure, (place,) = _figure(1, columns=1, height=2.8, width=10)
+  for row, name, colour in zip(values, names, _shades(len(names))):
+    place.plot(range(len(places)), row, color=colour, label=name, marker="o", markersize=3)
+  place.set_xticks(range(len(places)), places, fontsize=8)
+  place.set_title(title, fontsize=9)
+  place.grid(alpha=0.25)
+  if len(names) <= 12:
+    place.legend(frameon=False, fontsize=8, ncol=3)
+  return png(figure, dpi=120)
+
+
 def _figure(count: int, *, columns: int, height: float, width: float = 12) -> tuple[Any, list[Any]]:
   columns = min(columns, count)
   rows = -(-count // columns)

@@ -11,7 +11,9 @@ from harness import parts, tiny
 
 from scmoe.base.batch import Batch
 from scmoe.base.errors import ConfigError
-from scmoe.inference.probe import Probe, ReadText, probe
+from scmoe.inference.probe import PARTS, Probe, probe, specialisation
+from scmoe.inference.reading import ReadText
+from scmoe.inference.similarity import hsic
 from scmoe.inspect import CLASSES, token_classes
 from scmoe.models.gpt import GPT, Pass
 from scmoe.moe.losses import statistics
@@ -99,6 +101,58 @@ def test_repeated_choices_are_those_of_dgmoe():
   assert found.repeated_G[1] == pytest.approx(repeated)
   assert np.isnan(found.repeated_G[0])
   assert 0 <= found.as_current_G[0] <= 1
+
+
+def test_parts_of_a_row_and_alignment_by_hand(monkeypatch):
+  """Entropy and score by place from the gates' probabilities; alignment from sums over batches."""
+  from scmoe.inference import probe as module
+
+  model = model_of(wiring="top2", num_layers=2)
+  heard, grams = [], []
+  of_routings, of_gram = module._of_routings, module.gram
+  note = lambda kept: lambda x: kept.append(np.asarray(x))
+
+  def noted_routings(found, *rest):
+    jax.debug.callback(note(heard), found.routings[0].probs_TE, ordered=True)
+    return of_routings(found, *rest)
+
+  def noted_gram(*given):
+    made = of_gram(*given)
+    jax.debug.callback(note(grams), made, ordered=True)
+    return made
+
+  monkeypatch.setattr(module, "_of_routings", noted_routings)
+  monkeypatch.setattr(module, "gram", noted_gram)
+  found = probed(model, batch_of(0), batch_of(1))
+  jax.effects_barrier()
+  mask = batch_of().segment_ids.reshape(-1) > 0
+  part = np.arange(18) % 6 * PARTS // 6
+  p = np.stack(heard).astype(np.float64)[:, mask]
+  entropy = -(p * np.log(p)).sum(-1) / np.log(p.shape[-1])
+  for q in range(PARTS):
+    own = part[mask] == q
+    if not own.any():
+      assert np.isnan(found.entropy_GQ[0, q])
+      continue
+    assert found.entropy_GQ[0, q] == pytest.approx(entropy[:, own].mean(), rel=1e-5)
+    assert found.confidence_GQ[0, q] == pytest.approx(p.max(-1)[:, own].mean(), rel=1e-5)
+  assert np.isfinite(found.entropy_GQ[0]).sum() == 6
+  values = len(found.points)
+  first, second = grams[:values], grams[values:]
+  n = jnp.asarray(float(mask.sum()))
+  cross = [sum(float(hsic(g[i], g[i + 1], n)) for g in (first, second)) for i in range(values - 1)]
+  own = [sum(float(hsic(g[i], g[i], n)) for g in (first, second)) for i in range(values)]
+  expected = [c / np.sqrt(a * b) for c, a, b in zip(cross, own, own[1:])]
+  np.testing.assert_allclose(found.alignment_V, expected, rtol=1e-4)
+  assert (found.alignment_V > 0).all()
+
+
+def test_specialisation_is_the_share_that_would_have_to_move():
+  load = np.array([[0.5, 0.25, 0.25]])
+  kinds = np.array([[[1.0, 0, 0], [0.25, 0.375, 0.375], [np.nan] * 3]])
+  np.testing.assert_allclose(specialisation(kinds, load), [(0.5 + 0.25) / 2])
+  assert np.isnan(specialisation(kinds[:, 2:], load)).all()
+  np.testing.assert_allclose(specialisation(load[:, None], load), [0])
 
 
 def test_overlap_is_one_for_a_copy_and_zero_for_independence():

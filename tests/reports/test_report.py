@@ -1,12 +1,13 @@
 """The page of all studies: every number leads to its source, and no failure is hidden."""
 
+import json
 import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 
 from scmoe import report
-from scmoe.base.errors import ConfigError
+from scmoe.base.errors import ConfigError, DataError
 from scmoe.reports import studies
 from scmoe.reports.studies import Contrast, Plan
 
@@ -75,3 +76,46 @@ def test_a_folder_without_studies(tmp_path):
     report.main([str(tmp_path)])
   with pytest.raises(ConfigError, match="got 0 folders"):
     report.main([])
+
+
+def analysis(name, **curves):
+  return {
+    "run": name, "wiring": "dgmoe", "step": 9, "tokens": 1000, "command": f"inspect <{name}>",
+    "date": "2026-01-02", "commit": "fedcba9876543", "hardware": "1 x cpu",
+    "curves": {"similarity": [0.9, 0.95, None, 1.0], "repeated": [None, 0.5], **curves},
+  }  # fmt: skip
+
+
+def test_analyses_are_drawn_side_by_side(folder):
+  place = folder / "analyses/results"
+  place.mkdir(parents=True)
+  written = {
+    "gpu-a": analysis("a", steps=[10, 20, 40], shortcut_ratio_by_step=[0.5, 0.4, 0.2]),
+    "gpu-<b>": analysis("b", confidence="no list"),
+  }
+  for name, content in written.items():
+    (place / f"{name}.json").write_text(json.dumps(content))
+  report.main([str(folder)])
+  text = (folder / "report-gpu.html").read_text()
+  part = text[text.index("<h1 id='analyses'>") :]
+  assert "href='#analyses'" in text
+  plots = re.findall(r"<svg.*?</svg>", part, re.DOTALL)
+  similarity, ratio = (ElementTree.fromstring(plot) for plot in plots)
+  lines = lambda plot: [e.get("points").split() for e in plot.iter() if e.tag.endswith("polyline")]
+  assert [len(points) for points in lines(similarity)] == [3, 3]  # None is left out
+  ((*_, last),) = lines(ratio)
+  assert last.startswith("710.0,")  # the last step lies at the right edge
+  assert "Figures 10, 14 and 15" in part
+  assert "<td>0.950</td>" in part  # the mean of 0.9, 0.95 and 1
+  assert "<td>0.500</td>" in part
+  assert "gpu-&lt;b&gt;" in part
+  assert "inspect &lt;b&gt;" in part
+  assert "href='analyses/results/gpu-a.json'" in part
+
+
+def test_an_analysis_of_another_form_is_one_line(folder):
+  place = folder / "analyses/results"
+  place.mkdir(parents=True)
+  (place / "x.json").write_text(json.dumps(analysis("x") | {"tokens": "many"}))
+  with pytest.raises(DataError, match="'tokens'"):
+    report.main([str(folder)])

@@ -359,7 +359,7 @@ class PairWalk:
     if step.block:
       self.hidden.append(self.main)
     unrouted = self.pair.wiring.skips and step.block == 0
-    read_BSD = self.handed_BSD if unrouted else self.main
+    read_BSD: Any = self.handed_BSD if unrouted else self.main
     self.main = self.unit.blocks[step.block].project(read_BSD, self.positions_BS)
 
   @jax.named_scope(SCOPES[words.MIXING])

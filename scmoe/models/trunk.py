@@ -327,7 +327,7 @@ def run_trunks(route: Route) -> list[Output]:
 
     shares = shares_in(params[0])
     kept = () if not shares or shares[0].how.again else (GATHERED,)
-    remat = {"remat": shared.remat, "kept": kept, "gathers": bool(shares)}
+    remat: dict[str, Any] = {"remat": shared.remat, "kept": kept, "gathers": bool(shares)}
     body = rematerialised(stage, **remat)
     carry, totals = (jnp.ones((), bool), streams), shared.gradient_totals
     stored = lambda name, given=given: [

@@ -1,4 +1,4 @@
-"""What the backward pass of a pair recomputes: the presets of `train.remat`."""
+"""Presets of `train.remat`: which values of a pair the backward pass recomputes."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 # make test      fresh machine -> environment with the test tools, then the tests
 # make check     format, lint, types, import direction: before every commit
 # make docs      build/docs/index.html: these pages and the API; a dead link fails
-# make faults    what takes long: kill -9 fifty times, a soak of 20,000 steps; for the night
+# make faults    what takes long: kill -9 fifty times, a soak of 20,000 steps, combinations that
+#                `make test` leaves out; for the night
 # make gpu-test  the tests that need a GPU
 # make bench-check  benchmarks beside the committed figures of the same hardware; names what got slower
 # make bench     kernel benchmarks on this machine's GPU
@@ -14,6 +15,8 @@ CONFIG ?= configs/quickstart.py
 WORKDIR ?= runs/quickstart
 # What `make test` runs: files, folders, further options of pytest.
 TESTS ?= tests
+# One worker more than cores: one of them often waits for a file or for a process that it started.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
 
 # The CUDA build of jax is chosen when a GPU answers. Override: make train JAX_EXTRA=cuda12
 JAX_EXTRA ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda13)
@@ -41,7 +44,7 @@ train: $(RUN_STAMP)
 	@echo "everything was written to $(WORKDIR)"
 
 test: $(DEV_STAMP)
-	NPROC=16 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart=0 -m "not gpu and not nightly" $(TESTS)
+	NPROC=16 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0 -m "not gpu and not nightly" $(TESTS)
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff format --check .

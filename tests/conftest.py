@@ -51,13 +51,14 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 
-# Files of half a minute and more come first, so that no worker is left with one in the end.
-LONG = ("test_notebooks", "test_gradient_reduction", "test_mosaic_gpu", "test_configs", "test_cli")
-LONG += ("test_state_shares", "test_average", "test_side_by_side")  # one of them last: 8 minutes
-LONG += ("test_extending", "test_mistakes", "test_processes", "test_teacher", "test_distillation")
-LONG += ("test_wirings", "test_causality", "test_vision", "test_offload", "test_disk")
-LONG += ("test_killed", "test_masters", "test_moments", "test_muon", "test_variants")
-LONG += ("test_zero_experts",)
+# Files of half a minute and more come first, the longest before the others, so that no worker is
+# left with one in the end.
+LONG = ("test_state_shares", "test_gradient_reduction", "test_notebooks", "test_mosaic_gpu")
+LONG += ("test_ahead", "test_execution", "test_mistakes", "test_side_by_side", "test_configs")
+LONG += ("test_cli", "test_average", "test_moments", "test_teacher", "test_wirings", "test_disk")
+LONG += ("test_extending", "test_expert_parallel", "test_any_split", "test_offload", "test_decode")
+LONG += ("test_processes", "test_preference", "test_masters", "test_causality", "test_vision")
+LONG += ("test_distillation", "test_killed", "test_muon", "test_variants", "test_zero_experts")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -69,11 +70,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)  # of those that -m leaves
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
   """`LONG` first, other files in their order; and what `--every` leaves out."""
+  place = {stem: i for i, stem in enumerate(LONG)}
   seen: collections.Counter[tuple[Path, str]] = collections.Counter()
   kept, left = [], []
-  for item in sorted(items, key=lambda item: item.path.stem not in LONG):
+  for item in sorted(items, key=lambda item: place.get(item.path.stem, len(LONG))):
     test = (item.path, getattr(item, "originalname", item.name))
-    (left if seen[test] % config.getoption("every") else kept).append(item)
+    every = 1 if item.get_closest_marker("each_jax") else config.getoption("every")
+    (left if seen[test] % every else kept).append(item)
     seen[test] += 1
   if left:
     config.hook.pytest_deselected(items=left)

@@ -5,17 +5,25 @@ Most faults of options need two of them to meet. Of three factors with 3, 2 and 
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 
-def pairwise(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
+
+def pairwise(
+  *factors: Iterable[Any], fits: Callable[..., bool] = lambda *_: True
+) -> list[tuple[Any, ...]]:
   """Combinations of two or more factors, such that each pair of two factors' values is in one.
 
   Each time it takes the combination with the most pairs that are missing, the first in the order
   of `itertools.product` among equals: the same call gives the same list.
+
+  Args:
+    *factors: the values of each factor.
+    fits: whether a combination exists; a pair that occurs in none that does is not covered.
   """
-  product = list(itertools.product(*map(list, factors)))
+  product = _product(factors, fits)
   missing = set().union(*map(_pairs, product))
   found = []
   while missing:
@@ -23,6 +31,19 @@ def pairwise(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
     missing -= _pairs(best)
     found.append(best)
   return found
+
+
+def by_day_and_night(
+  *factors: Iterable[Any], fits: Callable[..., bool] = lambda *_: True
+) -> list[Any]:
+  """The product as a test's parameters: `pairwise`'s in `make test`, the rest marked nightly."""
+  by_day = pairwise(*factors, fits=fits)
+  night = lambda combination: () if combination in by_day else (pytest.mark.nightly,)
+  return [pytest.param(*c, marks=night(c)) for c in _product(factors, fits)]
+
+
+def _product(factors: Iterable[Iterable[Any]], fits: Callable[..., bool]) -> list[tuple[Any, ...]]:
+  return [c for c in itertools.product(*map(list, factors)) if fits(*c)]
 
 
 def _pairs(combination: tuple[Any, ...]) -> set[tuple[tuple[int, Any], ...]]:

@@ -16,8 +16,10 @@ from scmoe.run.fields import with_field
 from scmoe.run.modality import modality_of
 
 # Each config runs once as it is, each wiring once as quickstart; the rest are traced only.
-RUN = {(name, "") for name in config_names() if name != "quickstart"}
-RUN |= {("quickstart", wiring) for wiring in WIRINGS}
+RUN = [(name, "") for name in config_names() if name != "quickstart"]
+RUN += [("quickstart", wiring) for wiring in WIRINGS]
+TRACED = [(name, wiring) for name in config_names() for wiring in ("", *WIRINGS)]
+TRACED = [case for case in TRACED if case not in RUN]
 
 
 @functools.cache
@@ -48,16 +50,18 @@ def test_config_as_it_is_resolves_and_is_a_result_card(name):
     assert f"\n{word} " in card
 
 
-@pytest.mark.parametrize("wiring", ["", *WIRINGS])
-@pytest.mark.parametrize("name", config_names())
+@pytest.mark.parametrize(("name", "wiring"), TRACED)
+def test_every_config_with_every_wiring_has_a_loss(name, wiring):
+  built, _, (params, batch) = loss_of(smoke(name, wiring))
+  loss, _ = jax.eval_shape(lambda p, b: built.objective.loss(p, {}, b, None), params, batch)
+  assert loss.shape == ()
+
+
+@pytest.mark.each_jax
+@pytest.mark.parametrize(("name", "wiring"), RUN)
 def test_one_step(name, wiring):
   run = smoke(name, wiring)
-  built, function, (params, batch) = loss_of(run)
-  if (name, wiring) not in RUN:
-    loss, _ = jax.eval_shape(lambda p, b: built.objective.loss(p, {}, b, None), params, batch)
-    assert loss.shape == ()
-    return
-
+  built, function, (params, _) = loss_of(run)
   numbers = np.random.default_rng(0)
   weights = jax.tree.map(lambda p: 0.02 * numbers.standard_normal(p.shape, np.float32), params)
   fed = modality_of(run).random_batch(run, (2,), seed=0)

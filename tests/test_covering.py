@@ -4,7 +4,7 @@ import itertools
 import math
 
 import pytest
-from covering import pairwise
+from covering import by_day_and_night, pairwise
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,19 @@ def test_every_pair_is_in_a_combination(sizes, most):
 def test_two_factors_are_their_product():
   assert pairwise("ab", "c") == [("a", "c"), ("b", "c")]
   assert pairwise("ab", "") == []
+
+
+def test_pairs_that_do_not_exist_are_left_out():
+  fits = lambda a, b, c: (a, b) != (1, 1)
+  found = pairwise((0, 1), (0, 1), (0, 1), fits=fits)
+  assert all(fits(*combination) for combination in found)
+  assert {c[:2] for c in found} == {(0, 0), (0, 1), (1, 0)}
+  assert {c[1:] for c in found} == {(c[0], c[2]) for c in found} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+
+
+def test_the_night_runs_what_the_day_leaves():
+  factors = (0, 1), (0, 1), (0, 1)
+  all_of_them = by_day_and_night(*factors)
+  assert [p.values for p in all_of_them] == list(itertools.product(*factors))
+  assert [p.values for p in all_of_them if not p.marks] == sorted(pairwise(*factors))
+  assert {mark.name for p in all_of_them for mark in p.marks} == {"nightly"}

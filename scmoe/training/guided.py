@@ -90,10 +90,10 @@ class GuidedStep:
     """
     traced = self.step.trace(*args)
     self.program = Program(lower(self.step, traced, args, gpu=self.gpu))
-    self.file = self.directory / f"{self._fingerprint()}.pb"
     guided = self.gpu and self.overlap.ablation.profile_guided
     profile = b""
     if guided:
+      self.file = self.directory / f"{self._fingerprint()}.pb"
       profile = bytes_of_first(self._kept())
     collecting = guided and not profile
     if collecting:

@@ -77,6 +77,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
   "clipped": _case({"clip_qkv": 0.5}),
   "window": _case(_LLAMA | {"sliding_window": 3}),
   "window of one": _case({"sliding_window": 1}),
+  "window of some layers": _case(_LLAMA | {"sliding_window": 3, "full_attention_layers": "1,2"}),
+  "window of some layers, dense ones": _case(
+    {"sliding_window": 3, "full_attention_layers": "0,3", "moe_every": 1, "dense_layers": "1"}),
+  "sinks": _case(_LLAMA | {"attention_sinks": True, "num_heads": 4, "num_kv_heads": 2}),
+  "clamped, biases of experts": _case(_LLAMA | {
+    "ffn": FFNOptions(activation="clamped_swiglu"), "expert_bias": True}),
   "latent attention": _case(_LATENT | {"q_lora_rank": 6, "mla_scale_q_lora": True,
                                        "mla_scale_kv_lora": True}),
   "latent attention with biases": _case(_LATENT | {"attention_bias": True, "rope": RopeConfig(
@@ -95,6 +101,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
   "groups": _case({"top_k": 2}, n_group=4, topk_group=2, bias="sign"),
   "groups by their best": _case({"top_k": 2}, n_group=4, topk_group=2, group_score="max"),
   "not normalised": _case({"top_k": 2}, normalise=False),
+  "affine gate": _case({"top_k": 2}, gate="affine"),
   "cosine gate": _case({"top_k": 2}, gate="cosine", cosine_dim=6),
   "weights before": _case({"top_k": 2, "zero_experts": 2}, compat=CompatConfig(weights="before")),
   "norm of weights": _case({"top_k": 2}, compat=CompatConfig(weight_norm=2.0)),

@@ -152,7 +152,7 @@ WRONG = {
   ("router.gate", "my_parts:SharpGat"): "has no 'SharpGat'; did you mean 'SharpGate'",
   ("router.gate", "no_such_package:Gate"): "no_such_package cannot be imported",
   ("router.gate", "os:name"): "holds a str as 'name'",
-  ("router.gate", "shapr"): "is unknown; one of: linear, cosine, or your own as",
+  ("router.gate", "shapr"): "is unknown; one of: linear, affine, cosine, or your own as",
   ("model.experts", "my_parts:SharpGate"): "could not be made: TypeError",
   ("model.experts", "builtins:dict"): "could not be made|needs a subclass of scmoe.Experts",
   ("model.experts", "fnn"): "did you mean 'ffn'",

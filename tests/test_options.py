@@ -181,8 +181,8 @@ def test_a_group_of_options_must_be_one():
      "router.balance='nonsense' is unknown; did you mean 'none'? one of: gshard, load_importance, "
      "megablocks, none, or your own as my_package.module:Name"),
     (lambda: scmoe.RouterConfig(gate="linaer"),
-     "router.gate='linaer' is unknown; did you mean 'linear'? one of: linear, cosine, or your own "
-     "as my_package.module:Name"),
+     "router.gate='linaer' is unknown; did you mean 'linear'? one of: linear, affine, cosine, or "
+     "your own as my_package.module:Name"),
     (lambda: scmoe.MoEConfig(width=8, hidden=8, num_experts=4, top_k=8),
      "top_k=8 is larger than the number of experts, 4 (num_experts=4); use at most 4"),
     (lambda: scmoe.ModelConfig(width=32, num_heads=3).resolve(vocab_size=8),

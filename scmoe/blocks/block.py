@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from flax import nnx
+from jax import Array
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.options import Options, option, section
@@ -13,7 +14,7 @@ from scmoe.blocks.mix import MIXES
 from scmoe.blocks.wiring import WIRINGS, Wiring
 from scmoe.kernels.grouped_matmul import FFNOptions
 from scmoe.kernels.grouped_matmul.backend import widths_have_kernels
-from scmoe.layers.attention import QK_NORMS, Attention, AttentionConfig
+from scmoe.layers.attention import QK_NORMS, Attention, AttentionConfig, LayerKind
 from scmoe.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from scmoe.layers.mlp import MLPConfig
 from scmoe.layers.norm import Norm
@@ -95,6 +96,11 @@ class BlockConfig(Options, path="model"):
     choices=QK_NORMS,
   )
   clip_qkv: float = option(0.0, "clips queries, keys and values (OLMoE); 0: off", minimum=0)
+  attention_sinks: bool = option(
+    False,
+    "a learned score of each head takes a share of its softmax, so that the head may attend to "
+    "nothing (GPT-OSS); no fused GPU attention then",
+  )
   sliding_window: int = option(
     0, "positions that a token sees, itself included; 0: all before it", minimum=0
   )
@@ -132,6 +138,9 @@ class BlockConfig(Options, path="model"):
   norm_eps: float = option(1e-5, "epsilon of the norms", minimum=0)
   init_std: float = option(0.02, "standard deviation of the initial weights", minimum=0)
   dtype: str = option("bfloat16", "type of the computation; parameters are float32", choices=DTYPES)
+  expert_bias: bool = option(
+    False, "llama: biases of all three projections of routed experts (GPT-OSS)"
+  )
   experts: str = option(
     "ffn",
     "what the experts are: ffn (feed-forward networks), or experts of one's own as "
@@ -245,7 +254,8 @@ class BlockConfig(Options, path="model"):
     """Checks the options of latent attention, and those that it excludes."""
     named = lambda *names: ", ".join(f"model.{name}={getattr(self, name)!r}" for name in names)
     if self.style == "gpt2":
-      extra = [n for n in ("attention_bias", "kv_lora_rank") if getattr(self, n)]
+      names = ("attention_bias", "kv_lora_rank", "expert_bias")
+      extra = [n for n in names if getattr(self, n)]
       extra += [] if self.attention_out_bias else ["attention_out_bias"]
       if extra:
         raise ConfigError(f"{named(*extra)} goes with model.style='llama', not with 'gpt2'")
@@ -267,7 +277,7 @@ class BlockConfig(Options, path="model"):
         f"model.kv_lora_rank={self.kv_lora_rank} makes latent attention, which needs "
         f"{', '.join(f'model.{name}' for name in sizes)} (the second one even), got {named(*sizes)}"
       )
-    names = ("clip_qkv", "sliding_window", "attention_multiplier")
+    names = ("clip_qkv", "sliding_window", "attention_multiplier", "attention_sinks")
     extra = [n for n in names if getattr(self, n)]
     if self.rope.share < 1 or not self.attention_out_bias:
       name, value = ("rope.share", self.rope.share) if self.rope.share < 1 else (
@@ -336,6 +346,7 @@ class BlockConfig(Options, path="model"):
       window=self.sliding_window,
       clip_qkv=self.clip_qkv,
       multiplier=self.attention_multiplier,
+      sinks=self.attention_sinks,
       **shared,
     )
 
@@ -351,6 +362,21 @@ class BlockConfig(Options, path="model"):
     if isinstance(config, LatentAttentionConfig):
       return LatentAttention(config, rngs=rngs)
     return Attention(config, rngs=rngs)
+
+  def kind_of_layer(self, before: int | Array, unit: int, block: int) -> dict[str, Any]:
+    """The argument `kind` of a layer's attention; {} if the attentions of all layers are alike.
+
+    Args:
+      before: number of pairs before the layer's; may be traced.
+      unit, block: numbers of the layer's unit in its pair, and of its block in the unit.
+    """
+    kind = self._kind((before * self.wiring_rule.units_per_moe + unit) * self.moe_every + block)
+    return {} if kind is None else {"kind": kind}
+
+  def _kind(self, number: int | Array) -> LayerKind | None:
+    """What the attention of the layer with this number has otherwise than the others'."""
+    del number
+    return None
 
   def mlp(self, hidden: int) -> MLPConfig:
     """The options of a dense MLP or shared expert of this hidden width."""
@@ -371,7 +397,8 @@ class BlockConfig(Options, path="model"):
       kind=self.experts,
       router=router,
       dispatch=dispatch,
-      **self._layer(),
+      gate_bias=self.expert_bias,
+      **self._layer() | {"bias": self.bias or self.expert_bias},
     )
 
   def _layer(self) -> dict[str, Any]:

@@ -33,11 +33,7 @@ from scmoe.parallel.barriers import barrier
 from scmoe.parallel.collectives import waiting
 
 # The names of steps in profiles, where they differ from the schedule's.
-SCOPES = {
-  words.PROJECTIONS: "attention",
-  words.MIXING: "attention",
-  words.SHARED: "mlp",
-}
+SCOPES = {words.PROJECTIONS: "attention", words.MIXING: "attention", words.SHARED: "mlp"}
 
 
 @jax.tree_util.register_dataclass
@@ -59,6 +55,7 @@ class Context:
     kept: experts that the device keeps between passes (`LayerExperts.kept`), or None.
     begins: the attentions' caches are empty, and the tokens are the first of their rows.
     hidden: whether to return the residual stream after every block.
+    before: number of pairs before this one; may be traced.
   """
 
   positions_BS: Int[Array, "B S"] | None = None
@@ -72,6 +69,7 @@ class Context:
   kept: Any = None
   begins: bool = dataclasses.field(default=False, metadata={"static": True})
   hidden: bool = dataclasses.field(default=False, metadata={"static": True})
+  before: int | Array = 0
 
 
 @jax.tree_util.register_dataclass
@@ -367,9 +365,9 @@ class PairWalk:
     """The second half of an attention, added to the residual stream."""
     context, block = self.context, self.unit.blocks[step.block]
     cache = None if self.caches is None else self.caches[self.unit_number][step.block]
-    self.main, cache = block.mix(
-      self.h_BSD, self.main, self.positions_BS, context.segments_BS, cache, begins=context.begins
-    )
+    kind = self.pair.config.kind_of_layer(context.before, self.unit_number, step.block)
+    given = self.h_BSD, self.main, self.positions_BS, context.segments_BS, cache
+    self.main, cache = block.mix(*given, begins=context.begins, **kind)
     self.new_caches[-1] += [] if cache is None else [cache]
     if self.pair.passed_on is Tap.ATTENTION:
       self.next_handed_BSD = self.unit.hand_over(Tap.ATTENTION, self.main)

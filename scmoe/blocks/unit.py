@@ -52,7 +52,7 @@ class Block(nnx.Module):
     Args:
       h_BSD: the residual stream.
       projected: what `project` returned.
-      args, options: positions, segments, cache and `begins`; see `Attention.mix`.
+      args, options: positions, segments, cache, `begins` and `kind`; see `Attention.mix`.
     """
     y_BSD, cache = self.attention.mix(projected, *args, **options)
     return self.added(h_BSD, y_BSD), cache

@@ -130,12 +130,14 @@ class TokenAttention(Attention):
 
     Arguments and results are those of `Attention.mix`, but `projected` may be a
     `PartialProjections`. If the attention's kernel does not support these partial sums or the
-    cache, XLA adds the partial sums up, and `Attention.mix` computes the rest.
+    cache, or the layer has sinks or a `kind`, XLA adds the partial sums up, and `Attention.mix`
+    computes the rest.
     """
     if not isinstance(projected, PartialProjections):
       return super().mix(projected, *args, **options)
     positions_BS, _, cache = args
-    if kernel.takes_partial(projected, cache.k_BSHN, cache.v_BSHN):
+    plain = self.sinks is None and options.get("kind") is None
+    if plain and kernel.takes_partial(projected, cache.k_BSHN, cache.v_BSHN):
       return self._mix_partial_sums(projected, positions_BS, cache)
     finished = tuple(x[None, None] for x in projected.finished())
     return super().mix(finished, *args, **options)  # pyright: ignore[reportArgumentType]

@@ -36,6 +36,20 @@ class KeyValues:
   v_BSHN: Array
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+  """What one layer's attention has otherwise than the others', where the layers differ.
+
+  Layers are run by a scan, whose steps are one program: so the fields may be traced.
+
+  Attributes:
+    full: bool, whether the layer's tokens see all positions before them, whatever the window.
+  """
+
+  full: Array
+
+
 # Queries, keys and values, each [B, S, H, N].
 Projected = tuple[Array, Array, Array]
 
@@ -59,6 +73,8 @@ class AttentionConfig(Options):
     window: positions that a token sees, itself included; 0: all before it.
     clip_qkv: queries, keys and values are clipped to ± this (OLMoE); 0: no clipping.
     multiplier: factor on the scores; 0: 1/√N.
+    sinks: whether each head of queries has a learned score that takes a share of its softmax and
+      has no value (`scmoe.layers.dot_product.softmax_over`; GPT-OSS).
     causal: a token sees itself and those before it; False: all tokens of its row, for models that
       do not generate. Such an attention has no cache.
     init_std, out_std: standard deviations of the initial weights of the three input projections,
@@ -83,6 +99,7 @@ class AttentionConfig(Options):
   window: int = option(0, minimum=0)
   clip_qkv: float = option(0.0, minimum=0)
   multiplier: float = option(0.0, minimum=0)
+  sinks: bool = option(False)
   causal: bool = option(True)
   init_std: float = option(0.02, minimum=0)
   out_std: float = option(0.02, minimum=0)
@@ -137,6 +154,7 @@ class Attention(nnx.Module):
     self.key_bias = zeros((c.num_kv_heads, c.head_dim), ("kv_heads", None), c.key_bias)
     self.value_bias = zeros((c.num_kv_heads, c.head_dim), ("kv_heads", None))
     self.out_bias = zeros((c.width,), ("embed",), c.bias and c.out_bias)
+    self.sinks = zeros((c.num_heads,), ("heads",), c.sinks)
     self.query_norm = norm(c.num_heads, "heads")
     self.key_norm = norm(c.num_kv_heads, "kv_heads")
 
@@ -228,6 +246,7 @@ class Attention(nnx.Module):
     cache: KeyValues | None = None,
     *,
     begins: bool = False,
+    kind: LayerKind | None = None,
   ) -> tuple[Float[Array, "B S D"], KeyValues | None]:
     """Scores, softmax, the sum over values, and the output projection.
 
@@ -239,22 +258,24 @@ class Attention(nnx.Module):
       cache: keys and values of earlier positions, to which the new ones are added.
       begins: the cache is empty and the tokens are the first of their rows. They attend to each
         other by the same kernels as without a cache.
+      kind: what this layer has otherwise than the others; None: nothing.
 
     Returns:
       y_BSD, and the cache with the new keys and values (None if there was none).
     """
     q_BSHN, k_BSHN, v_BSHN = projected
-    window, scale = self.config.window, self.config.multiplier or None
+    options = {"window": self.config.window, "scale": self.config.multiplier or None}
+    options |= {"sinks_H": None if self.sinks is None else self.sinks[...]}
+    options |= {"full": None if kind is None else kind.full}
     if cache is not None:
       at = None if begins else positions_BS
       cache = KeyValues(stored(cache.k_BSHN, k_BSHN, at), stored(cache.v_BSHN, v_BSHN, at))
     if cache is None or begins:
       causal = self.config.causal
-      options = {"window": window, "causal": causal, "scale": scale}
-      y_BSHN = attend(q_BSHN, k_BSHN, v_BSHN, segments_BS, **options)
+      y_BSHN = attend(q_BSHN, k_BSHN, v_BSHN, segments_BS, causal=causal, **options)
     else:
       keys, values = (x.astype(q_BSHN.dtype) for x in (cache.k_BSHN, cache.v_BSHN))
-      y_BSHN = attend_stored(q_BSHN, keys, values, positions_BS, window=window, scale=scale)
+      y_BSHN = attend_stored(q_BSHN, keys, values, positions_BS, **options)
     return self.over_devices(self.out_of_heads(y_BSHN)), cache
 
   def over_devices(self, y_BSD: Array) -> Array:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from scmoe.base import determinism
 from scmoe.kernels.launch import kernels_may_run
@@ -34,6 +34,8 @@ def attend(
   window: int = 0,
   scale: float | None = None,
   causal: bool = True,
+  sinks_H: Float[Array, " H"] | None = None,
+  full: Bool[Array, ""] | None = None,
 ) -> Float[Array, "B S H M"]:
   """Softmax attention among the tokens of each row; the result has the type of q.
 
@@ -44,9 +46,18 @@ def attend(
     window: positions that a token sees, itself included; 0: all before it. Needs `causal`.
     scale: factor on the scores; None: 1/√N.
     causal: a token sees itself and those before it; False: all tokens of its row.
+    sinks_H, full: see `softmax_over` and `visible`; with either of them XLA computes. `full` needs
+      `causal`.
   """
   dtype, size = q_BSHN.dtype, v_BSKM.shape[-1]
   scale = q_BSHN.shape[-1] ** -0.5 if scale is None else scale
+  if sinks_H is not None or full is not None:
+    place_BS = jnp.arange(q_BSHN.shape[1])[None]
+    mask_BST = visible(place_BS, place_BS, window, full)
+    mask_BST = mask_BST if causal else jnp.ones_like(mask_BST)
+    if segments_BS is not None:
+      mask_BST &= segments_BS[:, :, None] == segments_BS[:, None, :]
+    return softmax_over(q_BSHN, k_BSKN, v_BSKM, mask_BST, scale=scale, sinks_H=sinks_H)
   q_BSHN, k_BSKN, v_BSKM = _padded_to_one_width(*map(_widened_on_cpu, (q_BSHN, k_BSKN, v_BSKM)))
   mask_BHSS = None
   if segments_BS is not None:
@@ -72,6 +83,8 @@ def attend_stored(
   *,
   window: int = 0,
   scale: float | None = None,
+  sinks_H: Float[Array, " H"] | None = None,
+  full: Bool[Array, ""] | None = None,
 ) -> Float[Array, "B S H M"]:
   """`attend` over a cache: a token at position 5 sees the cache's positions 0 to 5.
 
@@ -81,15 +94,81 @@ def attend_stored(
     q_BSHN: queries of the new tokens.
     k_BTKN, v_BTKM: caches that contain the new tokens' keys and values already.
     positions_BS: int32 position of each new token.
-    window, scale: as for `attend`.
+    window, scale, sinks_H, full: as for `attend`.
   """
   scale = 1 / math.sqrt(q_BSHN.shape[-1]) if scale is None else scale
+  if sinks_H is not None or full is not None:
+    mask_BST = visible(positions_BS, jnp.arange(k_BTKN.shape[1])[None], window, full)
+    return softmax_over(q_BSHN, k_BTKN, v_BTKM, mask_BST, scale=scale, sinks_H=sinks_H)
   plain = functools.partial(_attend_masked, window=window, scale=scale)
   if not one_token.takes(q_BSHN, k_BTKN, v_BTKM):
     return plain(q_BSHN, k_BTKN, v_BTKM, positions_BS)
   kernel = functools.partial(one_token.attend_cache, window=window, scale=scale)
   fast = lambda q, k, v, positions: kernel(q[:, 0], k, v, positions[:, 0])[:, None]
   return without_gradient(fast, plain, q_BSHN, k_BTKN, v_BTKM, positions_BS)
+
+
+def visible(
+  own_BS: Int[Array, "B S"],
+  seen_BT: Int[Array, "B T"],
+  window: int = 0,
+  full: Bool[Array, ""] | None = None,
+) -> Bool[Array, "B S T"]:
+  """Which positions each token sees: itself, and those before it that are inside the window.
+
+  Args:
+    own_BS, seen_BT: int32 positions of the tokens, and of the keys; B may be 1.
+    window: positions that a token sees, itself included; 0: all before it.
+    full: whether the window does not count; may be traced. None: it counts.
+  """
+  own, seen = own_BS[:, :, None], seen_BT[:, None, :]
+  if not window:
+    return seen <= own
+  inside = seen > own - window
+  return (seen <= own) & (inside if full is None else inside | full)
+
+
+def softmax_over(
+  q_BSHN: Float[Array, "B S H N"],
+  k_BTKN: Float[Array, "B T K N"],
+  v_BTKM: Float[Array, "B T K M"],
+  mask_BST: Bool[Array, "b S T"],
+  *,
+  scale: float,
+  sinks_H: Float[Array, " H"] | None = None,
+) -> Float[Array, "B S H M"]:
+  """Softmax attention by XLA's products, with any mask and with sinks; in the type of q.
+
+  A sink is a learned score of a head beside those of its keys: it takes a share of the softmax and
+  has no value, so that a head may attend to nothing (GPT-OSS). With the sink s,
+
+      y = Σ_t exp(score_t) · v_t / (exp(s) + Σ_t exp(score_t))
+
+  Args:
+    q_BSHN, k_BTKN, v_BTKM: as for `attend`.
+    mask_BST: True where a token sees a position; every token sees one at least.
+    scale: factor on the scores.
+    sinks_H: the sink of each head of queries; None: no sinks.
+  """
+  dtype, (rows, length, heads, width) = q_BSHN.dtype, q_BSHN.shape
+  shared = k_BTKN.shape[2]
+  q_BSHN, k_BTKN, v_BTKM = map(_widened_on_cpu, (q_BSHN, k_BTKN, v_BTKM))
+  q_BSKGN = q_BSHN.reshape(rows, length, shared, heads // shared, width)
+  wide = jnp.promote_types(dtype, jnp.float32)
+  score_BKGST = jnp.einsum("bskgn,btkn->bkgst", q_BSKGN, k_BTKN, preferred_element_type=wide)
+  score_BKGST = jnp.where(mask_BST[:, None, None], score_BKGST * scale, -jnp.inf)
+  largest = jax.lax.stop_gradient(score_BKGST.max(-1, keepdims=True))
+  if sinks_H is None:
+    share_BKGST = jnp.exp(score_BKGST - largest)
+    total = share_BKGST.sum(-1, keepdims=True)
+  else:
+    sink_KG11 = sinks_H.astype(wide).reshape(shared, heads // shared, 1, 1)
+    largest = jnp.maximum(largest, jax.lax.stop_gradient(sink_KG11))
+    share_BKGST = jnp.exp(score_BKGST - largest)
+    total = share_BKGST.sum(-1, keepdims=True) + jnp.exp(sink_KG11 - largest)
+  share_BKGST = (share_BKGST / total).astype(v_BTKM.dtype)
+  y_BSKGM = jnp.einsum("bkgst,btkm->bskgm", share_BKGST, v_BTKM)
+  return y_BSKGM.reshape(rows, length, heads, -1).astype(dtype)
 
 
 def cache_length(length: int, dtype: Any, head_dim: int) -> int:

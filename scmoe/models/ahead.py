@@ -151,7 +151,7 @@ def enter_scan(
   """The carry before a scan over pairs: route and dispatch of the first pair have run.
 
   Args:
-    carry: (whether no pair precedes, (h_BSD, handed_BSD, None) of each batch).
+    carry: (number of pairs before, (h_BSD, handed_BSD, None) of each batch).
     split: the split of the pairs' parameters.
     graph: a pair's graph definition.
     contexts: one per batch.
@@ -159,9 +159,9 @@ def enter_scan(
     others: keys of each batch and bias, for all pairs of the scan.
 
   Returns:
-    The carry, (False, (h_BSD, None, `Begun`) of each batch).
+    The carry, (number of pairs before, (h_BSD, None, `Begun`) of each batch).
   """
-  first, values = carry
+  before, values = carry
   (early, (rest, _)), (keys, bias_E) = jax.tree.map(lambda x: x[0], (read, others))
   begun = []
   for own, (h_BSD, handed_BSD, _), context, key in zip(
@@ -169,10 +169,10 @@ def enter_scan(
   ):
     pair: BlockPair = nnx.merge(graph, own)
     start_BSD = pair.units[0].hand_over(Tap.BLOCK_INPUT, h_BSD)
-    handed_BSD = jnp.where(first, start_BSD, handed_BSD)
+    handed_BSD = jnp.where(before == 0, start_BSD, handed_BSD)
     here = dataclasses.replace(context, keys=key, bias_E=bias_E)
     begun.append((h_BSD, None, begin(pair, here, handed_BSD)))
-  return jnp.zeros((), bool), begun
+  return before, begun
 
 
 def leave_scan(carry: Any) -> Any:
@@ -181,5 +181,5 @@ def leave_scan(carry: Any) -> Any:
   After a run of pairs the trunk ends, or dense layers follow, which read no value that is handed
   over. So zeros replace the value handed over.
   """
-  first, values = carry
-  return first, [(h_BSD, jnp.zeros_like(h_BSD), None) for h_BSD, _, _ in values]
+  before, values = carry
+  return before, [(h_BSD, jnp.zeros_like(h_BSD), None) for h_BSD, _, _ in values]

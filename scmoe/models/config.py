@@ -7,9 +7,14 @@ import itertools
 import re
 from typing import NamedTuple
 
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
 from scmoe.base.errors import ConfigError
 from scmoe.base.options import option, section
 from scmoe.blocks.block import BlockConfig
+from scmoe.layers.attention import LayerKind
 from scmoe.models.vision.options import ARCHITECTURES, VisionConfig
 from scmoe.parallel.mesh import expert_shards
 
@@ -67,6 +72,12 @@ class ModelConfig(BlockConfig):
     "or 1,3,5 (DeepSeek first_k_dense_replace, Qwen mlp_only_layers); needs moe_every=1",
   )
 
+  full_attention_layers: str = option(
+    "",
+    "layers, counted from 0, in which model.sliding_window does not hold, such as 1,3,5 "
+    "(layer_types of published models)",
+  )
+
   @property
   def reads_images(self) -> bool:
     """Whether it classifies images; otherwise it reads token ids."""
@@ -90,16 +101,32 @@ class ModelConfig(BlockConfig):
     Raises:
       ConfigError: `dense_layers` is no list of numbers and ranges.
     """
+    return self._layers("dense_layers")
+
+  def _layers(self, name: str) -> tuple[int, ...]:
+    """The numbers of the layers that an option lists, ascending; see `dense_indices`."""
     found: set[int] = set()
-    for part in filter(None, self.dense_layers.replace(" ", "").split(",")):
+    for part in filter(None, getattr(self, name).replace(" ", "").split(",")):
       match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part)
       if match is None:
         raise ConfigError(
-          f"model.dense_layers={self.dense_layers!r} has {part!r}; use numbers and ranges of "
-          "layers such as 0-2 or 1,3,5"
+          f"model.{name}={getattr(self, name)!r} has {part!r}; use numbers and ranges of layers "
+          "such as 0-2 or 1,3,5"
         )
       found |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
     return tuple(sorted(found))
+
+  def _kind(self, number: int | Array) -> LayerKind | None:
+    layers = self.full_layers
+    if not layers:
+      return None
+    full = np.isin(np.arange(self.num_layers), layers)
+    return LayerKind(full=jnp.asarray(full)[number])
+
+  @property
+  def full_layers(self) -> tuple[int, ...]:
+    """The numbers of the layers in `full_attention_layers`, ascending; see `dense_indices`."""
+    return self._layers("full_attention_layers")
 
   @property
   def opens_apart(self) -> bool:
@@ -148,7 +175,9 @@ class ModelConfig(BlockConfig):
     return BlockConfig.resolve(dataclasses.replace(self, **given))
 
   def shortened(self, pairs: int) -> ModelConfig:
-    """The same model with at most so many pairs, and without `dense_layers`.
+    """The same model with at most so many pairs, without `dense_layers`.
+
+    Of `full_attention_layers` those that are left stay.
 
     For a Swin the limit holds for each stage.
     """
@@ -159,7 +188,9 @@ class ModelConfig(BlockConfig):
       depths = [min(depth, pairs * blocks) for depth in vision.stage_depths]
       vision = dataclasses.replace(vision, depths=",".join(map(str, depths)))
       layers = sum(depths)
-    return dataclasses.replace(self, num_layers=layers, dense_layers="", vision=vision)
+    full = ",".join(str(i) for i in self.full_layers if i < layers)
+    fields = {"dense_layers": "", "full_attention_layers": full, "vision": vision}
+    return dataclasses.replace(self, num_layers=layers, **fields)
 
   def check(self) -> None:
     """See `BlockConfig.check`."""
@@ -190,6 +221,13 @@ class ModelConfig(BlockConfig):
         f"model.dense_layers={self.dense_layers!r} does not go with model.wiring={self.wiring!r}, "
         "whose attention reads a value that every layer hands over; use model.dense_layers=''"
       )
+    full = self.full_layers
+    if full and (not self.sliding_window or full[-1] >= self.num_layers):
+      raise ConfigError(
+        f"model.full_attention_layers={self.full_attention_layers!r} lifts the window of some of "
+        f"model.num_layers={self.num_layers}, got model.sliding_window={self.sliding_window}; use "
+        f"some of 0 to {self.num_layers - 1}, and a window"
+      )
     super().check()
     if self.logits_scaling == 0:
       raise ConfigError("model.logits_scaling=0 divides the logits; use 1, or a larger number")
@@ -203,6 +241,8 @@ class ModelConfig(BlockConfig):
       "style",
       "kv_lora_rank",
       "sliding_window",
+      "attention_sinks",
+      "full_attention_layers",
       "dense_layers",
       "document_mask",
       "attention_multiplier",

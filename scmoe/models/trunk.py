@@ -304,7 +304,7 @@ def run_trunks(route: Route) -> list[Output]:
         params, nexts = ready(*read), [None] * len(contexts)
       else:
         params, nexts = split.params(read, following, graph, contexts)
-      first, values = carry
+      before, values = carry  # the number of pairs before this one
       walks = []
       for own, then, (h_BSD, handed_BSD, begun), context, key, cache, own_kept in zip(
         params, nexts, values, contexts, keys, caches, kept
@@ -314,14 +314,14 @@ def run_trunks(route: Route) -> list[Output]:
         if handed_BSD is not None:
           # No pair hands a value over to the first pair, whose experts read the pair's own input.
           start_BSD = pair.units[0].hand_over(Tap.BLOCK_INPUT, h_BSD)
-          handed_BSD = jnp.where(first, start_BSD, handed_BSD)
-        here = dataclasses.replace(context, keys=key, bias_E=bias_E, kept=own_kept)
+          handed_BSD = jnp.where(before == 0, start_BSD, handed_BSD)
+        here = dataclasses.replace(context, keys=key, bias_E=bias_E, kept=own_kept, before=before)
         walks.append(PairWalk(pair, h_BSD, here, handed_BSD, cache, begun=begun, following=then))
       for run, step in in_turns(walks):
         run(step)
       outs = [walk.output for walk in walks]
       new = [(out.h_BSD, None if out.begun else out.handed_BSD, out.begun) for out in outs]
-      return (jnp.zeros((), bool), new), [
+      return (before + 1, new), [
         (out.sums, out.caches, out.hidden and jnp.stack(out.hidden), out.kept) for out in outs
       ]
 
@@ -329,7 +329,7 @@ def run_trunks(route: Route) -> list[Output]:
     kept = () if not shares or shares[0].how.again else (GATHERED,)
     remat: dict[str, Any] = {"remat": shared.remat, "kept": kept, "gathers": bool(shares)}
     body = rematerialised(stage, **remat)
-    carry, totals = (jnp.ones((), bool), streams), shared.gradient_totals
+    carry, totals = (jnp.zeros((), jnp.int32), streams), shared.gradient_totals
     stored = lambda name, given=given: [
       None if g.caches is None else g.caches.get(name) for g in given
     ]

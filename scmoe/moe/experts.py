@@ -280,11 +280,13 @@ class FFNExpertsConfig(FFNLayerOptions, path="FFNExpertsConfig"):
     width: D, the width of tokens.
     hidden: F, the hidden width of an expert.
     num_experts: E, number of experts that have parameters.
+    gate_bias: whether the gate of a gated activation has a bias too (GPT-OSS).
   """
 
   width: int = option(minimum=1)
   hidden: int = option(minimum=1)
   num_experts: int = option(minimum=1)
+  gate_bias: bool = option(False)
 
 
 class FFNExperts(Experts):
@@ -324,15 +326,17 @@ class FFNExperts(Experts):
     def weight(shape, std, axes):
       return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
 
-    def zeros(shape, axes):
-      return nnx.Param(jnp.zeros(shape), axes=axes) if c.bias else None
+    def zeros(shape, axes, wanted=c.bias):
+      return nnx.Param(jnp.zeros(shape), axes=axes) if wanted else None
 
     into, out = (c.num_experts, c.width, c.hidden), (c.num_experts, c.hidden, c.width)
     into_axes, out_axes = ("expert", "embed", "expert_hidden"), ("expert", "expert_hidden", "embed")
     self.up = weight(into, c.init_std, into_axes)
     self.gate = weight(into, c.init_std, into_axes) if is_gated(c.activation) else None
     self.down = weight(out, c.out_std, out_axes)
-    self.up_bias = zeros((c.num_experts, c.hidden), ("expert", "expert_hidden"))
+    hidden, gated = (c.num_experts, c.hidden), self.gate is not None
+    self.up_bias = zeros(hidden, ("expert", "expert_hidden"))
+    self.gate_bias = zeros(hidden, ("expert", "expert_hidden"), gated and c.gate_bias)
     self.down_bias = zeros((c.num_experts, c.width), ("expert", "embed"))
 
   def __call__(self, rows: Array, layout: RowLayout) -> Array:
@@ -370,6 +374,7 @@ class FFNExperts(Experts):
       gate_GDF=read(self.gate),
       up_bias_GF=read(self.up_bias),
       down_bias_GD=down_bias_GD,
+      gate_bias_GF=read(self.gate_bias),
     )
 
   def _static(self) -> FFNConfig:
@@ -411,10 +416,10 @@ def _gathered(weights: FFNWeights, replicas: int, *, every_expert: bool) -> FFNW
   shards = axis_size("shard")
   group = shards // replicas
   groups = [[group * r + place for place in range(group)] for r in range(replicas)]
-  hidden = FFNWeights(up_GDF=2, down_GFD=1, gate_GDF=2, up_bias_GF=1, down_bias_GD=None)  # pyright: ignore
+  hidden = {"up_GDF": 2, "down_GFD": 1, "gate_GDF": 2, "up_bias_GF": 1, "gate_bias_GF": 1}
 
   def gather(name: str) -> Array | None:
-    w, dimension = getattr(weights, name), getattr(hidden, name)
+    w, dimension = getattr(weights, name), hidden.get(name)
     if w is None:
       return None
     if group > 1 and dimension is not None:

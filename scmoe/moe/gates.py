@@ -119,6 +119,26 @@ class LinearGate(nnx.Module):
     return gate_top_k(x_TD, self.weight[...], k, fp32=self.fp32)
 
 
+class AffineGate(nnx.Module):
+  """The logits are x · W + b (GPT-OSS); W starts as N(0, init_std²), b as 0.
+
+  It has no `top_k`: the kernel that computes product and choice together knows no bias.
+  """
+
+  def __init__(
+    self, width: int, num_experts: int, config: RouterConfig, *, init_std: float, rngs: nnx.Rngs
+  ):
+    value = init_std * jax.random.normal(rngs.params(), (width, num_experts), jnp.float32)
+    self.weight = nnx.Param(value, axes=("embed", None))
+    self.bias = nnx.Param(jnp.zeros((num_experts,)), axes=(None,))
+    self.fp32 = config.compat.fp32_gate
+
+  def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T E"]:
+    """The tokens' logits, in float32 at least."""
+    logits_TE = gate_product(x_TD, self.weight[...], fp32=self.fp32)
+    return logits_TE + self.bias[...].astype(logits_TE.dtype)
+
+
 class CosineGate(nnx.Module):
   """Logits are a scale times the cosine of the projected token and each expert's direction.
 

@@ -19,6 +19,7 @@ GROUP_SCORES = ("top2", "max")
 # follows the protocol `scmoe.moe.gates.Gate`.
 GATES: dict[str, Any] = {
   "linear": "scmoe.moe.gates:LinearGate",
+  "affine": "scmoe.moe.gates:AffineGate",
   "cosine": "scmoe.moe.gates:CosineGate",
 }
 
@@ -85,8 +86,8 @@ class RouterConfig(Options, path="router"):
 
   gate: str = option(
     "linear",
-    "what scores the experts: linear (the paper's W · x, Eq. 1; Tutel top), cosine (Tutel "
-    "cosine_top), or a gate of your own as my_package.module:Name",
+    "what scores the experts: linear (the paper's W · x, Eq. 1; Tutel top), affine (W · x + b; "
+    "GPT-OSS), cosine (Tutel cosine_top), or a gate of your own as my_package.module:Name",
     choices=GATES,
     importable=True,
   )

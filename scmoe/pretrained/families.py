@@ -14,7 +14,7 @@ from typing import Any
 from scmoe.base.errors import ConfigError, DataError
 from scmoe.models.config import ModelConfig
 from scmoe.moe.options import RouterConfig
-from scmoe.pretrained import deepseek, own
+from scmoe.pretrained import deepseek, gpt_oss, own
 from scmoe.pretrained.fields import Fields, merged
 from scmoe.pretrained.written import common_fields, head_fields, normalised, normalises, ranges
 
@@ -231,6 +231,7 @@ FAMILIES: dict[str, Family] = {
   "deepseek_v2": Family("DeepseekV2ForCausalLM", deepseek.read_v2, deepseek.write_v2),
   "deepseek_v3": Family("DeepseekV3ForCausalLM", deepseek.read_v3, deepseek.write_v3),
   "glm4_moe": Family("Glm4MoeForCausalLM", deepseek.read_glm, deepseek.write_glm),
+  "gpt_oss": Family("GptOssForCausalLM", gpt_oss.read, gpt_oss.write),
   "longcat_flash": Family("LongcatFlashForCausalLM", deepseek.read_longcat, deepseek.write_longcat),
   "llama": Family("LlamaForCausalLM", _read_llama, _write_dense),
   "mistral": Family("MistralForCausalLM", _read_mistral, _write_dense),

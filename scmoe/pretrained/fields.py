@@ -112,6 +112,22 @@ class Fields:
       raise DataError(f"{self.name}: {field}={value!r} is not a list of layers")
     return tuple(value)
 
+  def layer_kinds(self, *known: str) -> list[str] | None:
+    """The field `layer_types`, which says what each layer's attention sees; None for null.
+
+    Raises:
+      DataError: it is not a list, or has a word that is not `known`.
+    """
+    kinds = self.values.get("layer_types")
+    if kinds is not None and not isinstance(kinds, list):
+      raise DataError(f"{self.name}: layer_types={str(kinds)[:40]!r} is not a list")
+    if kinds is not None and (other := [kind for kind in kinds if kind not in known]):
+      raise DataError(
+        f"{self.name}: layer_types has {other[0]!r}, which is not supported; known: "
+        f"{', '.join(known)}"
+      )
+    return kinds
+
   def refuse(self, field: str, *allowed: Any) -> None:
     """Refuses a field that asks for something scmoe's model does not have.
 
@@ -216,22 +232,18 @@ class Fields:
     eps: float,
     interleaved: bool = False,
     share: float | None = None,
+    layer_kinds: tuple[str, ...] = ("full_attention",),
   ) -> dict[str, Any]:
     """Options of the model that all families store in the same fields.
 
     Args:
       default_theta, eps: rope_theta and rms_norm_eps if the file gives none.
       interleaved, share: see `rope`.
+      layer_kinds: the words that `layer_types` may have.
     """
     blocks_of(self.values, self.name)  # refuses weights that are quantised in another way
     self.refuse("mlp_bias", False)
-    kinds = self.values.get("layer_types")
-    if kinds is not None and not isinstance(kinds, list):
-      raise DataError(f"{self.name}: layer_types={str(kinds)[:40]!r} is not a list")
-    if kinds is not None and (other := [k for k in kinds if k != "full_attention"]):
-      raise DataError(
-        f"{self.name}: layer_types has {other[0]!r}, which is not supported; known: full_attention"
-      )
+    self.layer_kinds(*layer_kinds)
     return {
       "style": "llama",
       "mix": "direct",

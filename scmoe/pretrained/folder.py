@@ -25,7 +25,7 @@ import numpy as np
 
 from scmoe.base.errors import DataError, StorageError
 from scmoe.base.paths import expanded
-from scmoe.pretrained import quantised
+from scmoe.pretrained import mxfp4, quantised
 from scmoe.pretrained.header import LIMITS, TENSORS, read_header, read_object
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -67,11 +67,11 @@ class Folder:
     path: the folder.
     config: the parsed config.json.
     entries: every tensor of the model, by name, with the type that `read` returns. A matrix in fp8
-      is described as bfloat16, and its scales are not listed.
+      or MXFP4 is described as bfloat16, and its scales are not listed.
 
   Raises:
-    DataError: a file is missing, truncated or malformed, or a matrix in fp8 lacks fitting scales;
-      one line names it.
+    DataError: a file is missing, truncated or malformed, or a matrix in fp8 or MXFP4 lacks fitting
+      scales; one line names it.
   """
 
   def __init__(self, path: str | os.PathLike[str]):
@@ -98,6 +98,10 @@ class Folder:
       quantised.check_scales(name, self._stored, self._blocks)
     scales = {name + quantised.SCALES for name in packed}
     wide = {name: self._stored[name]._replace(dtype=quantised.READ_AS) for name in packed}
+    for name, shape in mxfp4.packed(self._stored).items():
+      parts = name + mxfp4.BLOCKS, name + mxfp4.SCALES
+      wide[name] = self._stored[parts[0]]._replace(shape=shape, dtype=quantised.READ_AS)
+      scales |= set(parts)
     return {name: e for name, e in (self._stored | wide).items() if name not in scales}
 
   def _indexed(self, index: Mapping[str, str]) -> dict[str, Entry]:
@@ -140,13 +144,17 @@ class Folder:
     """Reads one tensor; several threads may call it at once.
 
     Returns:
-      an array of the type that `entries` states; a matrix in fp8 is multiplied by its scales.
+      an array of the type that `entries` states; a matrix in fp8 or MXFP4 is multiplied by its
+      scales.
 
     Raises:
       DataError: its file cannot be read.
     """
     self._asked.set()
-    entry = self._stored[name]
+    entry = self._stored.get(name)
+    if entry is None:
+      parts = (self._bytes(name + end, np.dtype(np.uint8)) for end in (mxfp4.BLOCKS, mxfp4.SCALES))
+      return mxfp4.dequantised(*parts)
     if entry.dtype != quantised.FP8:
       return self._bytes(name, TYPES[entry.dtype])
     assert self._blocks is not None, "checked when the folder was opened"

@@ -167,6 +167,8 @@ def _attention(
     if model.attention_bias:
       yield _plain(f"{name}.bias", f"{leaf}.{ours}_bias", heads, head, index=index, flat=True)
   yield _out_of_heads(f"{prefix}.o_proj.weight", f"{leaf}.out", index, model.num_heads, head, width)
+  if model.attention_sinks:
+    yield _plain(f"{prefix}.sinks", f"{leaf}.sinks", model.num_heads, index=index)
   if model.attention_bias and model.attention_out_bias:
     yield _plain(f"{prefix}.o_proj.bias", f"{leaf}.out_bias", width, index=index)
   if model.qk_norm != "none":
@@ -218,12 +220,17 @@ def _mlp(
 
 def _moe(family: str, model: ModelConfig, prefix: str, leaf: str, place: int) -> Iterator[Tensor]:
   choices, gate = model.num_experts + model.zero_experts, f"{leaf}.moe.router_gate.0.weight"
-  names = {"longcat_flash": "router.classifier", "granitemoe": "router.layer"}
+  names = {"longcat_flash": "router.classifier", "granitemoe": "router.layer", "gpt_oss": "router"}
   router = f"{prefix}.{names.get(family, 'gate')}"
   yield _linear(f"{router}.weight", gate, (place,), model.width, choices)
   if family in ("deepseek_v3", "glm4_moe", "longcat_flash"):
     holder = f"{prefix}.router" if family == "longcat_flash" else router
     yield _plain(f"{holder}.e_score_correction_bias", "router.bias", choices, index=(place,))
+  if family == "gpt_oss":
+    bias = f"{leaf}.moe.router_gate.0.bias"
+    yield _plain(f"{router}.bias", bias, choices, index=(place,))
+    yield from _interleaved_experts(model, f"{prefix}.experts", f"{leaf}.moe.experts", place)
+    return
   if family == "granitemoe":
     yield from _fused_experts(model, prefix, f"{leaf}.moe.experts", place)
     return
@@ -243,6 +250,22 @@ def _fused_experts(model: ModelConfig, prefix: str, leaf: str, place: int) -> It
   shape = (experts, width, hidden)
   name = f"{prefix}.output_linear.weight"
   yield Tensor(name, shape, f"{leaf}.down", (place,), shape, (0, 2, 1))
+
+
+def _interleaved_experts(
+  model: ModelConfig, prefix: str, leaf: str, place: int
+) -> Iterator[Tensor]:
+  """A layer's experts, [in, out], in four tensors: the columns of gate and up projections take
+  turns, so that column 2i is the gate's i-th one; likewise their biases."""
+  experts, hidden, width = model.num_experts, model.expert_hidden, model.width
+  for kind, *inner in (("", width), ("_bias",)):
+    name, shape = f"{prefix}.gate_up_proj{kind}", (experts, *inner, 2 * hidden)
+    split, order = (experts, *inner, hidden, 2), tuple(range(len(inner) + 2))
+    for half, which in enumerate(("gate", "up")):
+      last = len(split) - 1, half
+      yield Tensor(name, shape, f"{leaf}.{which}{kind}", (place,), split, order, last)
+  yield _plain(f"{prefix}.down_proj", f"{leaf}.down", experts, hidden, width, index=(place,))
+  yield _plain(f"{prefix}.down_proj_bias", f"{leaf}.down_bias", experts, width, index=(place,))
 
 
 def _plain(

@@ -85,6 +85,8 @@ def derived(model: ModelConfig) -> dict[str, Any]:
   rare: dict[str, Any] = {"skips": True} if rule.skips else {}
   if model.opens_apart:
     rare["first_taps"] = [tap.name.lower() for tap in rule.opening.taps]
+  if model.full_layers:
+    rare["full_layers"] = list(model.full_layers)
   return {
     **rare,
     "taps": [tap.name.lower() for tap in rule.taps],

@@ -26,7 +26,7 @@ SCALE_TYPES = {
   "BF16": np.dtype(ml_dtypes.bfloat16),
   "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
-_KNOWN = "known: fp8 with weight_block_size of two sizes, as DeepSeek-V3 and Qwen3 are released"
+_KNOWN = "known: mxfp4, and fp8 with weight_block_size of two sizes, as DeepSeek-V3 is released"
 
 
 class Blocks(NamedTuple):
@@ -62,6 +62,7 @@ class Described(Protocol):
 def blocks_of(config: Mapping[str, Any], name: str) -> Blocks | None:
   """The blocks that a config.json's `quantization_config` states; None if there is none.
 
+  None also for MXFP4, whose tensors say themselves how they are packed (`scmoe.pretrained.mxfp4`).
   How activations are to be rounded (`activation_scheme`) is not followed: weights become bfloat16
   and products are computed as those of any other model.
 
@@ -69,7 +70,7 @@ def blocks_of(config: Mapping[str, Any], name: str) -> Blocks | None:
     DataError: the weights are quantised in another way; `name` is the file's name in the message.
   """
   said = config.get("quantization_config")
-  if said is None:
+  if said is None or (isinstance(said, dict) and said.get("quant_method") == "mxfp4"):
     return None
   if not isinstance(said, dict) or said.get("quant_method") != "fp8":
     method = said.get("quant_method") if isinstance(said, dict) else said

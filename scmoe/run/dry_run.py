@@ -287,7 +287,8 @@ def _saved_bytes(run: RunConfig) -> int:
   fused = fusable(
     jnp.dtype(model.dtype), model.head_dim, length, masked=masked, window=model.sliding_window
   )
-  fused = fused and not run.train.deterministic
+  fused = fused and not (run.train.deterministic or model.attention_sinks)
+  fused = fused and not model.full_attention_layers
   is_score = lambda a: len(a.shape) >= 5 and a.shape[-2:] == (length, length)
   return sum(a.size * a.dtype.itemsize for a in kept.values() if not (fused and is_score(a)))
 

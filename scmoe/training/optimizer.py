@@ -18,7 +18,7 @@ from scmoe.training.options import OptimizerConfig
 from scmoe.training.spikes import Spikes
 
 # Parameters do not decay if one of these words is in the last two names of their path.
-UNDECAYED = ("bias", "scale", "norm", "gain")
+UNDECAYED = ("bias", "scale", "norm", "gain", "sinks")
 
 
 class Optimizer(NamedTuple):

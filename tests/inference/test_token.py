@@ -37,6 +37,14 @@ CASES = {
   "dgmoe_share": {"wiring": "dgmoe_share", "num_layers": 4},
   "latent": {"wiring": "shared_expert", **LATENT},
   "dense layers": {"wiring": "topk", "moe_every": 1, "num_layers": 3, "dense_layers": "1"},
+  "sinks": {"wiring": "topk", "moe_every": 1, "attention_sinks": True, **LLAMA},
+  "window of some layers": {
+    "wiring": "topk",
+    "moe_every": 1,
+    "sliding_window": 3,
+    "full_attention_layers": "1",
+    **LLAMA,
+  },
 }
 
 
@@ -150,6 +158,12 @@ def test_the_kernels_of_a_token(kernels):
   # Norms of queries and keys leave the projections and the norm before them apart.
   assert pos2[:4] == ["_normalised", "_read", "attend", "_read"]
   assert "_sums" not in pos2, "the shared expert reads the normalised token as well"
+
+
+@pytest.mark.parametrize("name", ["sinks", "window of some layers"])
+def test_the_kernel_of_attention_is_left_out_where_it_lacks_an_option(name, kernels):
+  for rows in (1, 8):
+    assert "attend" not in traced(name, rows)
 
 
 def test_several_rows_run_only_the_kernel_of_attention(kernels):

@@ -223,7 +223,7 @@ def test_weights_product_simulated(pingpong):
 
 
 @needs_new_simulation
-@pytest.mark.parametrize("name", ["swiglu", "relu2"])
+@pytest.mark.parametrize("name", ["swiglu", "clamped_swiglu", "relu2"])
 def test_down_backward_simulated(name):
   layout, kind = layout_of(), get_activation(name)
   dy, down = normal(0, layout.num_rows, 64), normal(1, 3, 128, 64)

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from scmoe.base.errors import ConfigError
 from scmoe.moe.dispatch import DispatchConfig
-from scmoe.moe.gates import GATES, CosineGate, LinearGate, cosine_logits, make_gates
+from scmoe.moe.gates import GATES, AffineGate, CosineGate, LinearGate, cosine_logits, make_gates
 from scmoe.moe.layer import MoE, MoECall, MoEConfig
 from scmoe.moe.options import CompatConfig, RouterConfig
 from scmoe.moe.route import route, scaled_weights
@@ -25,6 +25,25 @@ def draw(*shape, seed=0, std=1.0):
 
 def f32(*arrays):
   return [jnp.asarray(a, jnp.float32) for a in arrays]
+
+
+# -- the affine gate ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_an_affine_gate_chooses_and_weighs_with_its_bias(dtype):
+  gate = AffineGate(D, E, RouterConfig(), init_std=1.0, rngs=nnx.Rngs(0))
+  bias = draw(E, seed=1, std=3.0)
+  gate.bias[...] = jnp.asarray(bias, jnp.float32)
+  x = jnp.asarray(draw(T, D), dtype)
+  logits = np.asarray(x, np.float64) @ np.asarray(gate.weight[...], np.float64) + bias
+  np.testing.assert_allclose(gate(x), logits, rtol=1e-5, atol=1e-5)
+  routing = route(x, gate, RouterConfig(gate="affine"), k=2)
+  for t in range(T):
+    best = np.argsort(-logits[t])[:2]
+    shares = np.exp(logits[t, best]) / np.exp(logits[t, best]).sum()
+    np.testing.assert_array_equal(routing.expert_TK[t], best)
+    np.testing.assert_allclose(routing.weight_TK[t], shares, rtol=1e-4)
 
 
 # -- the cosine gate ------------------------------------------------------------------------------

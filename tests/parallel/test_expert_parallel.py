@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scmoe.base.errors import ConfigError
+from scmoe.kernels.grouped_matmul import FFNOptions
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.options import RouterConfig
 from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, make_mesh
@@ -60,10 +61,24 @@ MODELS = {
     "sliding_window": 3,
     "clip_qkv": 0.5,
   },
+  "gpt-oss": {
+    "wiring": "topk",
+    "style": "llama",
+    "top_k": 2,
+    "moe_every": 1,
+    "num_layers": 2,
+    "num_kv_heads": 2,
+    "sliding_window": 3,
+    "full_attention_layers": "1",
+    "attention_bias": True,
+    "attention_sinks": True,
+    "expert_bias": True,
+    "ffn": FFNOptions(activation="clamped_swiglu"),
+  },
 }
 MESHES = {"1x8x1": (1, 8, 1), "4x2x1": (4, 2, 1), "2x4x1": (2, 4, 1), "2x2x2": (2, 2, 2)}
 CASES = [
-  *((model, "1x8x1") for model in MODELS),
+  *((model, "1x8x1") for model in MODELS if model != "gpt-oss"),
   ("scmoe_pos2", "4x2x1"),
   ("dgmoe", "2x4x1"),
   ("scmoe_pos2", "2x2x2"),
@@ -71,6 +86,7 @@ CASES = [
   ("longcat", "2x2x2"),
   ("olmoe-dense-among", "2x2x2"),
   ("qwen3", "2x2x2"),
+  ("gpt-oss", "2x2x2"),
 ]
 
 

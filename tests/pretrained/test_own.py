@@ -62,7 +62,7 @@ NO_PART = {
 }  # fmt: skip
 REFUSED = {"model.experts", "model.architecture", "router.compat.uniform"}
 DERIVED = {"model.wiring", "model.top_k", "model.dense_layers", "model.rope_theta",
-           "model.attention_multiplier"}  # fmt: skip
+           "model.attention_multiplier", "model.full_attention_layers"}  # fmt: skip
 
 
 def test_the_code_reads_every_option_that_changes_the_function():

@@ -131,7 +131,7 @@ def _cut(folder):
 
 SCALES = MATRIX + "_scale_inv"
 BROKEN = {
-  "another method": (lambda f: _said(f, quant_method="mxfp4"), "quant_method='mxfp4', which is n"),
+  "another method": (lambda f: _said(f, quant_method="awq"), "quant_method='awq', which is not s"),
   "one scale": (lambda f: _said(f, weight_block_size=None), "weight_block_size=None, which is not"),
   "no sizes": (lambda f: _said(f, weight_block_size=[0, 8]), r"weight_block_size=\[0, 8\], which"),
   "other numbers": (lambda f: _said(f, fmt="e5m2"), "fmt='e5m2', which is not supported"),

@@ -44,7 +44,9 @@ def test_recorded_logits_and_hidden_states(name):
   assert PREFILL < 12
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3_a", "glm4_moe_a", "granitemoe_a", "longcat_flash_a"])
+@pytest.mark.parametrize(
+  "name", ["deepseek_v3_a", "glm4_moe_a", "gpt_oss_a", "granitemoe_a", "longcat_flash_a"]
+)
 def test_out_and_in_again_is_bitwise(name):
   assert there_and_back(GOLDEN / name) == []
 
@@ -208,7 +210,7 @@ FAILURES = {
   "activation": (lambda f: change(f, hidden_act="gelu"), r"hidden_act='gelu' is not supported"),
   "quantised": (
     lambda f: change(f, quantization_config={"quant_method": "awq"}),
-    r"quantization_config has quant_method='awq', which is not supported; known: fp8"),
+    r"quantization_config has quant_method='awq', which is not supported; known: mxfp4, "),
   "dynamic": (
     lambda f: change(f, rope_scaling={
       "rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}),
@@ -232,6 +234,11 @@ FAILURES = {
   "layers of other kinds": (
     lambda f: change(f, layer_types=["full_attention", "sliding_attention"]),
     r"layer_types has 'sliding_attention', which is not supported"),
+  "a limit": (
+    lambda f: change(f, model_type="gpt_oss", swiglu_limit=3.0), r"swiglu_limit=3.0 is not suppor"),
+  "too few kinds": (
+    lambda f: change(f, model_type="gpt_oss", layer_types=["full_attention"]),
+    r"layer_types has 1 words; num_hidden_layers=2"),
   "a window": (lambda f: change(f, sliding_window=4), r"sliding_window=4 is not supported"),
   "config without end": (
     lambda f: (f / "config.json").write_text('{"a":' + "[" * 10**6), r"config.json cannot be used"),
@@ -322,6 +329,12 @@ VARIANTS = {
   "a quarter of a head turns": ("glm4_moe_a", {"rope_parameters": {
     "rope_type": "default", "rope_theta": 50000.0, "partial_rotary_factor": 0.25}}),
   "no zero experts": ("longcat_flash_a", {"zero_expert_num": 0}),
+  "gpt-oss without biases": ("gpt_oss_a", {"attention_bias": False}),
+  "every window": ("gpt_oss_a", {"layer_types": ["sliding_attention"] * 2}),
+  "no window": ("gpt_oss_a", {"layer_types": ["full_attention"] * 2}),
+  "a window of null": ("gpt_oss_a", {"sliding_window": None}),
+  "gpt-oss, top-1": ("gpt_oss_a", {"num_experts_per_tok": 1}),
+  "its own rope": ("gpt_oss_a", {"rope_parameters": None}),
 }  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """Activations of experts and MLPs, with the derivatives the fused backward needs.
 
 A layer computes `a = act(h)` from one pre-activation, or `a = act(gate) * up` from two (the gated
-kinds). Kinds differ only in this and in the scalar function act, so one table of scalar functions
-serves the dense layers, the reference, the XLA path and the kernels' epilogues.
+kinds); GPT-OSS multiplies by a function of `up`. Kinds differ only in these scalar functions, so
+one table of them serves the dense layers, the reference, the XLA path and the kernels' epilogues.
 
 `gelu` is the tanh form, as in `jax.nn.gelu(approximate=True)` and in GPT-2; `gelu_exact` is the
 definition, h · Φ(h).
@@ -10,13 +10,17 @@ definition, h · Φ(h).
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
 _Unary = Callable[[jax.Array], jax.Array]
 _WithDerivative = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def _itself(up):
+  return up, None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +32,38 @@ class Activation:
     gated: whether the layer has a gate and an up projection.
     value: h -> act(h), in the type of h.
     value_and_derivative: h -> (act(h), act'(h)); jax's derivative of `value` is this act', too.
+    factor: of gated kinds: up -> (what multiplies act(gate), its derivative or None for 1).
   """
 
   name: str
   gated: bool
   value: _Unary
   value_and_derivative: _WithDerivative
+  factor: Callable[[jax.Array], tuple[jax.Array, jax.Array | None]] = _itself
+
+  def of(self, h: Sequence[jax.Array]) -> jax.Array:
+    """a = act(h), or act(gate) * factor(up), in the type of h.
+
+    Args:
+      h: (gate_RF, up_RF) of gated kinds, (h_RF,) otherwise.
+    """
+    value = self.value(h[0])
+    return value * self.factor(h[1])[0] if self.gated else value
+
+  def pullback(
+    self, h: Sequence[jax.Array]
+  ) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, ...]]]:
+    """a, and the function from the gradient of a to the gradients of h, in the order of h."""
+    value, derivative = self.value_and_derivative(h[0])
+    if not self.gated:
+      return value, lambda da: (da * derivative,)
+    factor, slope = self.factor(h[1])
+
+    def gradients(da: jax.Array) -> tuple[jax.Array, ...]:
+      of_gate, of_up = da * factor * derivative, da * value
+      return of_gate, of_up if slope is None else of_up * slope
+
+    return value * factor, gradients
 
 
 def _silu(h):
@@ -145,12 +175,49 @@ def _relu2_grad(h):
   return r * r, 2.0 * r
 
 
+# GPT-OSS: the gate is clamped from above, the up projection on both sides, and 1 is added to it.
+_STEEPNESS, _LIMIT = 1.702, 7.0
+
+
+def _clamped_silu(h):
+  g = jnp.minimum(h, _LIMIT)
+  return g * jax.nn.sigmoid(_STEEPNESS * g)
+
+
+def _clamped_silu_grad(h):
+  g = jnp.minimum(h, _LIMIT)
+  s = jax.nn.sigmoid(_STEEPNESS * g)
+  return _clamped_silu_slope(h, g, s)
+
+
+def _fast_clamped_silu(h):
+  return _fast_clamped_silu_grad(h)[0]
+
+
+def _fast_clamped_silu_grad(h):
+  g = jnp.minimum(h, _LIMIT)
+  return _clamped_silu_slope(h, g, 0.5 + 0.5 * jnp.tanh(0.5 * _STEEPNESS * g))
+
+
+def _clamped_silu_slope(h, g, s):
+  value = g * s
+  slope = s + _STEEPNESS * value * (1.0 - s)
+  return value, jnp.where(h < _LIMIT, slope, jnp.zeros_like(slope))
+
+
+def _clamped_plus_one(up):
+  inside = (up > -_LIMIT) & (up < _LIMIT)
+  slope = jnp.where(inside, jnp.ones_like(up), jnp.zeros_like(up))
+  return jnp.maximum(jnp.minimum(up, _LIMIT), -_LIMIT) + 1.0, slope
+
+
 _ACTIVATIONS = {
   activation.name: activation
   for activation in (
     Activation("swiglu", True, _silu, _silu_grad),
     Activation("geglu", True, _gelu, _gelu_grad),
     Activation("reglu", True, jax.nn.relu, _relu_grad),
+    Activation("clamped_swiglu", True, _clamped_silu, _clamped_silu_grad, _clamped_plus_one),
     Activation("silu", False, _silu, _silu_grad),
     Activation("gelu", False, _gelu, _gelu_grad),
     Activation("gelu_exact", False, _gelu_exact, _gelu_exact_grad),
@@ -173,6 +240,7 @@ def kernel_form(activation: Activation) -> Activation:
     _gelu: (_fast_gelu, _fast_gelu_grad),
     _gelu_exact: (_fast_gelu_exact, _fast_gelu_exact_grad),
     jax.nn.relu: (_fast_relu, _relu_grad),
+    _clamped_silu: (_fast_clamped_silu, _fast_clamped_silu_grad),
   }
   value, both = fast.get(activation.value, (activation.value, activation.value_and_derivative))
   return dataclasses.replace(activation, value=value, value_and_derivative=both)
@@ -195,15 +263,13 @@ def activation_names() -> tuple[str, ...]:
 
 
 def activate(activation: Activation, pre: tuple[jax.Array, ...]) -> jax.Array:
-  """a = act(h), or act(gate) * up, in float32 (or wider).
+  """a = act(h), or act(gate) * factor(up), in float32 (or wider).
 
   Args:
     activation: act, with or without a gate.
     pre: (gate_RF, up_RF) for gated kinds, (h_RF,) otherwise, any float type.
   """
-  wide = [_widen(h) for h in pre]
-  value = activation.value(wide[0])
-  return value * wide[1] if activation.gated else value
+  return activation.of([_widen(h) for h in pre])
 
 
 def activation_vjp(
@@ -219,11 +285,8 @@ def activation_vjp(
   Returns:
     a_RF and the gradients in the order of `pre`.
   """
-  wide = [_widen(h) for h in pre]
-  value, derivative = activation.value_and_derivative(wide[0])
-  if not activation.gated:
-    return value, (da_RF * derivative,)
-  return value * wide[1], (da_RF * wide[1] * derivative, da_RF * value)
+  a_RF, gradients = activation.pullback([_widen(h) for h in pre])
+  return a_RF, gradients(da_RF)
 
 
 def _widen(x: jax.Array) -> jax.Array:

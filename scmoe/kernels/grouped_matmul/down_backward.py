@@ -377,13 +377,10 @@ class _Cta:
     s = smem.weight[block.consumer, _rows(block.index)]
     s = plgpu.layout_cast(s, plgpu.Layout.WGMMA.reduce(1))
     s_full = lax.broadcast_in_dim(s, da.shape, (0,))
-    value, derivative = activation.value_and_derivative(h[0])
-    a = value * h[1] if activation.gated else value
+    a, gradients = activation.pullback(h)
     share = self.counted_once(jnp.sum(da * a, axis=1), block.col, col_tile)
     ds[block.index] = share if ds[block.index] is None else ds[block.index] + share
-    da = da * s_full
-    dpre = (da * h[1] * derivative, da * value) if activation.gated else (da * derivative,)
-    self.store_block(block, dpre, a, s_full)
+    self.store_block(block, gradients(da * s_full), a, s_full)
 
   def counted_once(self, share: Any, col: Any, col_tile: Any) -> Any:
     """The share of ds, or 0 for columns that the tile before computes too (see `first_of`)."""

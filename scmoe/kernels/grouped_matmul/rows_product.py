@@ -416,5 +416,4 @@ class _Cta:
     The backward pass recomputes it from the stored results, and so gets the same numbers.
     """
     h = [result(columns).astype(jnp.float32) for result in results]
-    a = activation.value(h[0])
-    return (a * h[1] if activation.gated else a).astype(self.shape.out_dtype)
+    return activation.of(h).astype(self.shape.out_dtype)

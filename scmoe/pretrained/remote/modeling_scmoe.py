@@ -21,7 +21,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 silu, relu = functional.silu, functional.relu
 gelu = lambda h: functional.gelu(h, approximate="tanh")
-GATED = {"swiglu": silu, "geglu": gelu, "reglu": relu}  # activate a gate, which multiplies `up`
+clamped = lambda h: h.clamp(max=7) * (1.702 * h.clamp(max=7)).sigmoid()
+# Activate a gate, which multiplies `up`, or with `clamped_swiglu` `up` clamped to ± 7, plus 1.
+GATED = {"swiglu": silu, "geglu": gelu, "reglu": relu, "clamped_swiglu": clamped}
 PLAIN = {"silu": silu, "gelu": gelu, "gelu_exact": functional.gelu, "relu": relu,
          "relu2": lambda h: relu(h).square()}  # fmt: skip
 
@@ -37,7 +39,8 @@ class ScmoeConfig(PretrainedConfig):
       `first_taps`, of the first unit, if others; `skips`, whether no sublayer reads what the one
       before it adds;
       `dense_layers`, blocks with a dense MLP in place of experts; and the rotary embedding's
-      `frequencies` (radians per position), `amplitude`, and `score_scale` of the attention.
+      `frequencies` (radians per position), `amplitude`, and `score_scale` of the attention; and
+      `full_layers`, if `sliding_window` does not hold in all of them.
   """
 
   model_type = "scmoe"
@@ -111,16 +114,23 @@ def rotate(x_BSHN, where, c):
   return torch.cat([made, rest], -1).to(x_BSHN.dtype)
 
 
-def attend(q_BSHN, k_BSHN, v_BSHN, where, layer):
+def attend(q_BSHN, k_BSHN, v_BSHN, where, layer, sinks_H=None):
   """Softmax attention over the cache, to which it adds the new keys and values.
 
-  `layer` is the number under which the cache keeps those of this attention.
+  `layer` is the number under which the cache keeps those of this attention. A sink is the score of
+  one more key, whose value is zero.
   """
   q, k, v = (x.transpose(1, 2) for x in (q_BSHN, k_BSHN, v_BSHN))
   if where.cache is not None:
     k, v = where.cache.update(k, v, layer)
   k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-  options = {"attn_mask": where.visible, "scale": where.derived.score_scale}
+  mask = where.before if layer in where.full_layers else where.visible
+  if sinks_H is not None:
+    mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -math.inf)
+    sinks = sinks_H.to(q.dtype)[:, None, None].expand(len(mask), -1, mask.shape[2], 1)
+    mask = torch.cat([mask.expand(-1, len(sinks_H), -1, -1), sinks], -1)
+    k, v = (functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
+  options = {"attn_mask": mask, "scale": where.derived.score_scale}
   return functional.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
 
 
@@ -138,6 +148,7 @@ class Attention(nn.Module):
     self.out_bias = weight(c.width, wanted=biased and c.attention_out_bias)
     self.key_bias, self.value_bias = weight(kv, n, wanted=bias), weight(kv, n, wanted=biased)
     shape = {"none": lambda h: (), "head": lambda h: (n,), "all": lambda h: (h, n)}[c.qk_norm]
+    self.sinks = weight(heads, wanted=c.attention_sinks)
     self.query_norm = weight(*shape(heads), wanted=c.qk_norm != "none")
     self.key_norm = weight(*shape(kv), wanted=c.qk_norm != "none")
 
@@ -156,7 +167,7 @@ class Attention(nn.Module):
     v = self.projected(x_BSD, self.value, self.value_bias)
     if self.c.style == "llama":
       q, k = rotate(q, where, self.c), rotate(k, where, self.c)
-    y = attend(q, k, v, where, self.layer)
+    y = attend(q, k, v, where, self.layer, self.sinks)
     return plus(torch.einsum("bshn,hnd->bsd", y, self.out), self.out_bias)
 
 
@@ -205,35 +216,42 @@ class FeedForward(nn.Module):
 
   def __init__(self, c, hidden, experts=0):
     super().__init__()
-    self.kind, first, bias = c.ffn.activation, (experts,) * bool(experts), c.style == "gpt2"
+    self.kind, first = c.ffn.activation, (experts,) * bool(experts)
+    every = c.expert_bias and experts > 0  # the gate has a bias too
+    bias = every or c.style == "gpt2"
     self.up, self.down = weight(*first, c.width, hidden), weight(*first, hidden, c.width)
     self.gate = weight(*first, c.width, hidden, wanted=self.kind in GATED)
     self.up_bias = weight(*first, hidden, wanted=bias)
     self.down_bias = weight(*first, c.width, wanted=bias)
+    self.gate_bias = weight(*first, hidden, wanted=every and self.gate is not None)
 
   def forward(self, x, expert=...):
     """The output for x [..., D] of this network, or of one of the stacked ones."""
     of = lambda parameter: None if parameter is None else parameter[expert]
     h = plus(x @ of(self.up), of(self.up_bias))
-    h = PLAIN[self.kind](h) if self.gate is None else GATED[self.kind](x @ of(self.gate)) * h
+    if self.gate is None:
+      return plus(PLAIN[self.kind](h) @ of(self.down), of(self.down_bias))
+    h = h.clamp(-7, 7) + 1 if self.kind == "clamped_swiglu" else h
+    h = GATED[self.kind](plus(x @ of(self.gate), of(self.gate_bias))) * h
     return plus(h @ of(self.down), of(self.down_bias))
 
 
 class Gate(nn.Module):
-  """Scores of the experts: x · W (linear), or scaled cosines with a direction for each (cosine)."""
+  """Scores of the experts: x · W (linear; affine: + b), or scaled cosines with directions."""
 
   def __init__(self, width, experts, router):
     super().__init__()
     self.kind, dim = router.gate, router.cosine_dim
-    if router.gate == "linear":
+    if self.kind in ("linear", "affine"):
       self.weight = weight(width, experts)
+      self.bias = weight(experts, wanted=self.kind == "affine")
     else:
       self.projection, self.projection_bias = weight(width, dim), weight(dim)
       self.directions, self.log_scale = weight(dim, experts), weight(1)
 
   def forward(self, x_TD):
-    if self.kind == "linear":
-      return x_TD @ self.weight.to(x_TD.dtype)
+    if self.kind in ("linear", "affine"):
+      return plus(x_TD @ self.weight.to(x_TD.dtype), self.bias)
     unit = lambda a, dim: functional.normalize(a.to(x_TD.dtype), dim=dim, eps=1e-12)
     point = x_TD @ self.projection.to(x_TD.dtype) + self.projection_bias.to(x_TD.dtype)
     scale = self.log_scale.to(x_TD.dtype).clamp(max=math.log(100.0)).exp()
@@ -481,9 +499,9 @@ class ScmoeForCausalLM(PreTrainedModel, GenerationMixin):
     past, length = 0 if cache is None else cache.get_seq_length(), h.shape[1]
     places = torch.arange(past + length, device=h.device)
     own, window = places[past:, None], self.c.sliding_window or past + length
-    visible = ((places <= own) & (places > own - window))[None, None]
+    before = (places <= own)[None, None]
     if attention_mask is not None:  # padding sees itself, so that its softmax has a finite sum
-      visible = visible & attention_mask[:, None, None, :].bool() | (places == own)
+      before = before & attention_mask[:, None, None, :].bool() | (places == own)
     if position_ids is None and attention_mask is not None:
       position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
     positions = (places[None, past:] if position_ids is None else position_ids).expand(len(h), -1)
@@ -491,8 +509,9 @@ class ScmoeForCausalLM(PreTrainedModel, GenerationMixin):
       h = h + self.embedding.positions[positions]
     h = h * self.c.embedding_multiplier
     where = SimpleNamespace(
-      positions=positions, visible=visible, cache=cache, derived=self.derived, states=[h]
-    )
+      positions=positions, before=before, visible=before & (places > own - window), cache=cache,
+      derived=self.derived, full_layers=getattr(self.derived, "full_layers", ()), states=[h],
+    )  # fmt: skip
     passed = None
     for dense, number in self.order:
       pair = (self.dense if dense else self.stages)[number]

@@ -387,6 +387,7 @@ class BlockConfig(Options, path="model"):
   ) -> MoEConfig:
     """The options of the MoE; its `top_k` is the number of experts per token and gating."""
     filled = self._filled()
+    layer: dict[str, Any] = {**self._layer(), "bias": self.bias or self.expert_bias}
     return MoEConfig(
       width=self.width,
       hidden=filled.expert_hidden,
@@ -398,7 +399,7 @@ class BlockConfig(Options, path="model"):
       router=router,
       dispatch=dispatch,
       gate_bias=self.expert_bias,
-      **self._layer() | {"bias": self.bias or self.expert_bias},
+      **layer,
     )
 
   def _layer(self) -> dict[str, Any]:

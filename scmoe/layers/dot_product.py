@@ -50,7 +50,7 @@ def attend(
       `causal`.
   """
   dtype, size = q_BSHN.dtype, v_BSKM.shape[-1]
-  scale = q_BSHN.shape[-1] ** -0.5 if scale is None else scale
+  scale = float(q_BSHN.shape[-1] ** -0.5) if scale is None else scale
   if sinks_H is not None or full is not None:
     place_BS = jnp.arange(q_BSHN.shape[1])[None]
     mask_BST = visible(place_BS, place_BS, window, full)

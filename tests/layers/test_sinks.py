@@ -107,9 +107,10 @@ def model_of(overlap=OverlapConfig(), **fields):
 
 
 WINDOWS = {
-  "every block": {"moe_every": 1},
-  "dense layers": {"moe_every": 1, "dense_layers": "1,2"},
-  "pairs": {"moe_every": 2, "wiring": "scmoe_pos2"},
+  "scan": (1, {"moe_every": 1}),
+  "written out": (0, {"moe_every": 1, "num_layers": 2}),
+  "dense layers": (1, {"moe_every": 1, "dense_layers": "0,2"}),
+  "pairs": (1, {"moe_every": 2, "wiring": "scmoe_pos2"}),
 }
 
 
@@ -119,16 +120,20 @@ def test_the_window_of_each_layer_is_its_own(name):
 
   With windows of 2 in n layers, token n is the last one that sees token 0.
   """
+  unroll, fields = WINDOWS[name]
   tokens = jnp.asarray(np.random.default_rng(0).integers(0, 32, (1, 10)))
   other = tokens.at[0, 0].set((tokens[0, 0] + 1) % 32)
+  window = {"sliding_window": 2, "full_attention_layers": "1"}
+  model = model_of(OverlapConfig(unroll=unroll), **fields, **window)
+  run = nnx.jit(lambda model, tokens: model(tokens, Pass(no_drop=True, hidden=True)).hidden_LBSD)
+  moved = jnp.abs(run(model, tokens) - run(model, other)).max((1, 3)) > 0
+  reach = [int(jnp.nonzero(layer)[0].max()) for layer in moved]
+  assert reach == [1, *[9] * (model.config.num_layers - 1)]
 
-  def reach(full, unroll):
-    window = {"sliding_window": 2, "full_attention_layers": full}
-    model = model_of(OverlapConfig(unroll=unroll), **WINDOWS[name], **window)
-    run = nnx.jit(lambda model, tokens: model(tokens, Pass(no_drop=True, hidden=True)).hidden_LBSD)
-    moved = jnp.abs(run(model, tokens) - run(model, other)).max((1, 3)) > 0
-    return [int(jnp.nonzero(layer)[0].max()) for layer in moved]
 
-  assert reach("", 1) == [1, 2, 3, 4]
-  assert reach("2", 1) == reach("2", 0) == [1, 2, 9, 9]
-  assert reach("0,3", 1) == [9] * 4
+def test_without_such_layers_every_window_holds():
+  model = model_of(moe_every=1, sliding_window=2)
+  tokens = jnp.arange(10)[None]
+  read = lambda tokens: model(tokens, Pass(no_drop=True)).h_BSD
+  moved = jnp.abs(read(tokens) - read(tokens.at[0, 0].set(31))).max((0, 2)) > 0
+  assert moved.tolist() == [True] * 5 + [False] * 5

@@ -374,7 +374,7 @@ class BlockConfig(Options, path="model"):
     return {} if kind is None else {"kind": kind}
 
   def _kind(self, number: int | Array) -> LayerKind | None:
-    """What the attention of the layer with this number has otherwise than the others'."""
+    """The `kind` of the layer with this number; None: the attentions of all layers are alike."""
     del number
     return None
 

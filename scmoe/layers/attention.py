@@ -39,9 +39,9 @@ class KeyValues:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-  """What one layer's attention has otherwise than the others', where the layers differ.
+  """The options in which one layer's attention may differ from that of the others.
 
-  Layers are run by a scan, whose steps are one program: so the fields may be traced.
+  A scan runs the layers, and its steps are one program; so the fields may be traced.
 
   Attributes:
     full: bool, whether the layer's tokens see all positions before them, whatever the window.
@@ -258,7 +258,7 @@ class Attention(nnx.Module):
       cache: keys and values of earlier positions, to which the new ones are added.
       begins: the cache is empty and the tokens are the first of their rows. They attend to each
         other by the same kernels as without a cache.
-      kind: what this layer has otherwise than the others; None: nothing.
+      kind: the options of this layer alone; None: it is like the others.
 
     Returns:
       y_BSD, and the cache with the new keys and values (None if there was none).

@@ -23,7 +23,7 @@ CODES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
 def meant(blocks, scales):
-  """What blocks and scales stand for, one value after the other: float64 [E, K, N]."""
+  """The values of blocks and scales, one after the other: float64 [E, K, N]."""
   experts, outputs, count, size = blocks.shape
   found = np.empty((experts, count * 2 * size, outputs))
   for e, n, b, i in np.ndindex(blocks.shape):

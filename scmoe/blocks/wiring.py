@@ -22,9 +22,9 @@ block l and the MoE block l+1 (paper §3, Eq. 7-10):
 | dgmoe_share   | as dgmoe             | 1 + 1, distinct   | –; two units share one MoE | A.2 |
 | farskip       | BLOCK_OUTPUT         | top_k             | shared expert, skips  | –       |
 
-`farskip` is FarSkip-Collective (arXiv 2511.11505): no sublayer waits for the one before it. With
-f_l the residual stream after unit l, and n_l the same without the unit's routed experts, a unit of
-one block computes
+`farskip` is FarSkip-Collective (arXiv 2511.11505): attention does not wait for the routed experts
+before it, nor a feed-forward sublayer for its block's attention. With f_l the residual stream after
+unit l, and n_l the same without the unit's routed experts, a unit of one block computes
 
   m       = f_l + attention(n_l)
   n_{l+1} = m + shared expert(f_l)
@@ -61,10 +61,10 @@ class Wiring:
     shared_expert: whether a dense expert runs on the current representation.
     distinct: the second gating avoids the first one's expert.
     units_per_moe: units that share one set of experts.
-    first: the tap of the model's first pair, where it is another one and the pair has it; None: all
-      pairs have the same taps.
-    skips: whether every sublayer reads a value to which the sublayer before has not been added: the
-      first attention UNROUTED, MLPs and the shared expert the input of their block.
+    first: the tap of the model's first pair, where it is another one; None: all pairs have the same
+      taps.
+    skips: whether the unit's first attention reads UNROUTED, and MLPs and the shared expert read
+      the input of their block.
   """
 
   taps: tuple[Tap, ...]

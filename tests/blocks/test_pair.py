@@ -167,7 +167,7 @@ def test_units_of_one_block_read_the_preceding_one(wiring):
   np.testing.assert_array_equal(other.sums.main_square, first.sums.main_square)
 
 
-def test_farskip_waits_for_no_sublayer():
+def test_farskip_reads_two_streams():
   """Attention reads the value handed over, everything else the pair's input."""
   pair, f, n = make_pair("farskip", moe_every=1, mix="direct"), inputs(), -inputs()
   (block,) = pair.units[0].blocks

@@ -112,6 +112,19 @@ def test_only_what_the_experts_read_has_moved():
   np.testing.assert_array_equal(logits_of(built, leaves), logits_of(before, source))
 
 
+def test_farskip_keeps_every_weight():
+  """The start of FarSkip's conversion: the source's weights, and a shared expert that adds 0."""
+  before, source, built, leaves, _ = upcycled(GOLDEN / "olmoe_a", "wiring=farskip")
+  for name, value in source.items():
+    np.testing.assert_array_equal(leaves[name], value, err_msg=name)
+  own = leaves["params.stages.units.0.own_norm.scale"]
+  np.testing.assert_array_equal(own, source["params.stages.units.0.blocks.0.norm_mlp.scale"])
+  assert not np.asarray(leaves["params.stages.units.0.blocks.0.mlp.down"]).any()
+  got = logits_of(built, leaves)
+  assert np.isfinite(got).all()
+  assert not np.allclose(got, logits_of(before, source), atol=1e-3)
+
+
 @pytest.mark.parametrize(("text", "message"), [
   ("wiring=dense", "wiring='dense' is not supported; one of: top1"),
   ("experts=8", "has experts already: leave experts"),

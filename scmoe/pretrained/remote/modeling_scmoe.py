@@ -36,8 +36,8 @@ class ScmoeConfig(PretrainedConfig):
       `derived` follows from them: `taps`, the values that routed experts read; `top_k`, experts of
       a token for each tap; `shared_expert`, whether one runs beside them; `distinct`, whether the
       second tap avoids the first one's expert; `units_per_moe`, units that share a set of experts;
-      `first_taps`, of the first unit, if others; `skips`, whether no sublayer reads what the one
-      before it adds;
+      `first_taps`, of the first unit, if others; `skips`, whether attention does not read the unit
+      before's experts, nor an MLP its block's attention;
       `dense_layers`, blocks with a dense MLP in place of experts; and the rotary embedding's
       `frequencies` (radians per position), `amplitude`, and `score_scale` of the attention; and
       `full_layers`, if `sliding_window` does not hold in all of them.

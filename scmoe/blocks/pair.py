@@ -120,7 +120,7 @@ class BlockPair(nnx.Module):
     config: wiring and sizes.
     router, dispatch, overlap: options of routing, transport and schedule.
     experts, gates: the user's own; see `MoE`.
-    hands_over: for a block without experts: which of its values the next pair's experts read.
+    hands_over: for a block without experts: which of its values the next pair reads.
     rngs: stream `params` for the initial weights.
 
   Raises:
@@ -146,7 +146,9 @@ class BlockPair(nnx.Module):
     opening = rule.opening if config.moe_every > 1 else rule
     self.opening = opening, make_schedule(opening, config.moe_every, overlap, dispatch.chunks)
     self.chunks = dispatch.chunks
-    self.units = nnx.List([Unit(config, rngs=rngs) for _ in range(rule.units_per_moe)])
+    self.skips = rule.skips or hands_over is Tap.UNROUTED
+    unit = functools.partial(Unit, config, skips=self.skips, rngs=rngs)
+    self.units = nnx.List([unit() for _ in range(rule.units_per_moe)])
     moe = config.moe(router, dispatch, copy_engines=overlap.copy_engines)
     self.moe = MoE(moe, experts=experts, gates=gates, rngs=rngs) if rule.taps else None
 
@@ -356,7 +358,7 @@ class PairWalk:
     self.h_BSD = self.main
     if step.block:
       self.hidden.append(self.main)
-    unrouted = self.pair.wiring.skips and step.block == 0
+    unrouted = self.pair.skips and step.block == 0
     read_BSD: Any = self.handed_BSD if unrouted else self.main
     self.main = self.unit.blocks[step.block].project(read_BSD, self.positions_BS)
 
@@ -386,7 +388,7 @@ class PairWalk:
   @property
   def _fed(self) -> Any:
     """The residual stream that an MLP or shared expert reads, behind its block's attention."""
-    return self.h_BSD if self.pair.wiring.skips else self.main
+    return self.h_BSD if self.pair.skips else self.main
 
   # -- the MoE's steps ----------------------------------------------------------------------------
 
@@ -477,10 +479,12 @@ class PairWalk:
       added = lambda routed: self.unit.add(
         self.main, self.shared_BSD, routed, self.inputs[0], self._fed
       )
-      if self.pair.wiring.skips:
+      if self.pair.skips:
         self.next_handed_BSD = added(jnp.zeros_like(total_BSD))
       self.main = added(total_BSD)
       self.sums = sums if self.sums is None else jax.tree.map(jnp.add, self.sums, sums)
+    elif self.pair.skips:  # no experts: all of the stream is there
+      self.next_handed_BSD = self.main
     self.handed_BSD = self.next_handed_BSD
     self.hidden.append(self.main)
     if self.unit_number + 1 < len(self.pair.units):

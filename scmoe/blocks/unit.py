@@ -74,9 +74,14 @@ class Unit(nnx.Module):
   "shared": the norm of the sublayer that reads the same value (LongCat-Flash); "own": a norm of its
   own; "megatron": a norm of its own, and another one on shared + routed before the residual
   addition (Megatron-LM ShortcutMoE). Only wirings with a shortcut have such norms.
+
+  Args:
+    config: options of the blocks.
+    skips: see `Wiring.skips`; a unit without experts can be one of a model that skips.
+    rngs: stream `params` for the initial weights.
   """
 
-  def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs):
+  def __init__(self, config: BlockConfig, *, skips: bool = False, rngs: nnx.Rngs):
     rule = config.wiring_rule
     dense = [config.mlp_hidden] * config.moe_every
     if rule.taps:
@@ -86,7 +91,7 @@ class Unit(nnx.Module):
     )
     self.shared_norm = config.shortcut_norm == "shared"
     self.mix_current = config.ablation.mix_input == "current"
-    self.skips = rule.skips
+    self.skips = skips
     own = rule.is_shortcut and not self.shared_norm
     self.own_norm = config.norm() if own else None
     post = rule.is_shortcut and config.shortcut_norm == "megatron"

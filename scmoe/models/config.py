@@ -216,11 +216,6 @@ class ModelConfig(BlockConfig):
         "layers that are not there, or leaves no MoE; use some of 0 to "
         f"{self.num_layers - 1}, or model.wiring='dense'"
       )
-    if dense and rule.skips:
-      raise ConfigError(
-        f"model.dense_layers={self.dense_layers!r} does not go with model.wiring={self.wiring!r}, "
-        "whose attention reads a value that every layer hands over; use model.dense_layers=''"
-      )
     full = self.full_layers
     if full and (not self.sliding_window or full[-1] >= self.num_layers):
       raise ConfigError(

@@ -17,6 +17,7 @@ from scmoe.blocks.block import BlockConfig
 from scmoe.blocks.options import OverlapConfig
 from scmoe.blocks.pair import SCOPES, BlockPair, Context
 from scmoe.blocks.schedule import slot_names
+from scmoe.blocks.wiring import Tap
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.layer import MoECall
 
@@ -178,6 +179,17 @@ def test_farskip_reads_two_streams():
   np.testing.assert_allclose(out.h_BSD, unrouted + routed, rtol=1e-5, atol=1e-5)
   assert not np.allclose(routed, 0, atol=1e-3)
   np.testing.assert_array_equal(pair(f).h_BSD, pair(f, handed_BSD=f).h_BSD)
+
+
+def test_a_layer_without_experts_in_a_model_that_skips():
+  """The same two streams, which are one behind it."""
+  config = BlockConfig(wiring="dense", moe_every=1, width=16, num_heads=2, dtype="float32")
+  pair, f, n = BlockPair(config, hands_over=Tap.UNROUTED, rngs=nnx.Rngs(0)), inputs(), -inputs()
+  (block,) = pair.units[0].blocks
+  want = f + attention(block, n) + block.mlp(block.norm_mlp(f))
+  out = pair(f, handed_BSD=n)
+  np.testing.assert_allclose(out.h_BSD, want, rtol=1e-5, atol=1e-5)
+  np.testing.assert_array_equal(out.handed_BSD, out.h_BSD)
 
 
 def test_a_pair_of_two_blocks_hands_nothing_over():

@@ -113,10 +113,6 @@ ERRORS = {
     {"wiring": "farskip", "shortcut_norm": "megatron"},
     r"model\.shortcut_norm='megatron' normalises shared \+ routed, got model\.wiring='farskip'",
   ),
-  "farskip dense layers": (
-    {"wiring": "farskip", "moe_every": 1, "num_layers": 3, "dense_layers": "0"},
-    r"model\.dense_layers='0' does not go with model\.wiring='farskip'",
-  ),
   "top_k": ({"top_k": 5}, r"model\.top_k=5 needs 5 experts, model\.num_experts=4; raise"),
   "top2": ({"wiring": "top2", "num_experts": 1}, r"model\.wiring='top2' needs 2 experts"),
   "dgmoe": ({"wiring": "dgmoe", "num_experts": 1}, r"model\.wiring='dgmoe' needs 2 experts"),

@@ -415,7 +415,7 @@ class Unit(nn.Module):
         h = h + self.residual * block.mlp(block.norm_mlp(fed))
         where.states.append(h)
     if not self.taps:
-      return h, after
+      return h, h if self.skips else after
     inputs, routed, avoided = [self.read(tap, values, before) for tap in self.taps], 0, None
     for x in inputs:
       made, chosen_TK = moe(x, avoided)

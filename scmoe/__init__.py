@@ -49,6 +49,7 @@ if TYPE_CHECKING:
   from scmoe.inference.offload.model import Usage as Usage
   from scmoe.inference.offload.model import offloaded as offloaded
   from scmoe.inference.sampling import Sampling as Sampling
+  from scmoe.inference.serving.server import Server as Server
   from scmoe.kernels.grouped_matmul import FFNConfig as FFNConfig
   from scmoe.kernels.grouped_matmul import FFNOptions as FFNOptions
   from scmoe.kernels.grouped_matmul import FFNWeights as FFNWeights
@@ -116,6 +117,7 @@ _NAMES = {
   "scmoe.models.vision.model": ("VisionModel",),
   "scmoe.models.vision.options": ("VisionConfig",),
   "scmoe.inference.sampling": ("Sampling",),
+  "scmoe.inference.serving.server": ("Server",),
   "scmoe.inference.offload.model": ("Offload", "Usage", "offloaded"),
   "scmoe.parallel.mesh": (
     "BATCH_AXES", "MeshConfig", "make_mesh", "manual", "parameter_specs",

@@ -1,15 +1,18 @@
-"""python -m scmoe.serve: answers prompts in a loop, a batch of requests at a time.
+"""python -m scmoe.serve: answers requests as they come, many at a time.
 
   python -m scmoe.serve --model exports/a --max_new_tokens 32 < prompts.jsonl > answers.jsonl
   mkfifo ask; python -m scmoe.serve --model exports/a --input ask --output answers.jsonl
 
-An example of a deployment, without a network: your service writes requests to the input and reads
-the answers. Each line of the input is a request: a JSON object with `prompt`, and optionally `id`
-(returned with the answer) and `max_new_tokens` (at most the flag's). Requests that come within
---max_wait seconds of the first are decoded together. Every batch is padded to the same number of
-rows, so that programs are compiled once per prompt length, not per number of requests. Each line of
-the output is an answer: `id`, `text`, `tokens`, `seconds` since the request was read, and `batch`,
-the number of requests decoded together; or `id` and `error`. The command ends with its input.
+There is no network: your service writes requests to the input and reads the answers. Each line of
+the input is a request: a JSON object with `prompt` (a text, or a list of token ids), and optionally
+`id` (returned with the answer), `max_new_tokens`, `temperature`, `top_k`, `top_p`, `seed`, `stop`,
+`logprobs` and `prompt_logprobs`; a flag says the default of a field. Requests join the running
+batch and leave it at any token (`scmoe.inference.serving.server`). Each line of the output is an
+answer, in the order in which they end: `id`, `text`, `tokens` (their number), `finish` (end, stop
+or length), `seconds` and `first_seconds` since the request was read, and log-probabilities if asked
+for; or `id` and `error`. The command ends with its input. Exit codes: 0, also if requests were
+refused; 2 a flag or the model does not fit; 3 the input or the model cannot be read; 6 the output
+cannot be written; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -18,17 +21,23 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import queue
 import sys
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+import jax.numpy as jnp
+
 from scmoe.base.errors import ConfigError, DataError, StorageError, run_main
 from scmoe.inference.offload.model import allow_pinned_memory
+from scmoe.inference.offload.plan import bytes_of
 from scmoe.inference.sampling import Sampling
+from scmoe.inference.serving.requests import Answer, Request
+from scmoe.inference.serving.server import MOST_SLOTS, Server
+from scmoe.pretrained.inference import InferenceFolder
 from scmoe.run.command_line import ALLOW_IMPORT, HELP, Flag, help_text, parse, simulate
 from scmoe.run.generation_flags import OFFLOAD_FLAGS, SAMPLING_FLAGS, offload_request
 from scmoe.run.programs import user_programs
@@ -38,17 +47,26 @@ FLAGS = (
   Flag("model", str, "", "folder that scmoe.convert --inference wrote", required=True),
   Flag("input", str, "-", "file or pipe with requests, one per line; -: stdin"),
   Flag("output", str, "-", "file to which answers are appended; -: stdout"),
-  Flag("batch", int, 8, "most requests that are decoded together"),
-  Flag("max_wait", float, 0.05, "seconds that a request waits for others"),
-  Flag("max_new_tokens", int, 64, "most tokens of an answer"),
+  Flag("in_order", bool, False, "write answers in the order of the requests"),
+  Flag("slots", int, 8, "most requests that are decoded together"),
+  Flag("page_tokens", int, 64, "tokens of a page of the attention caches"),
+  Flag(
+    "cache_memory",
+    str,
+    "",
+    "bytes of each device for pages, such as 8GiB; default: all slots at the model's context, or "
+    "0.9 of what the model leaves free",
+  ),
+  Flag("prefill_tokens", int, 256, "tokens of prompts that are read between two decoded tokens"),
+  Flag("max_new_tokens", int, 64, "most tokens of an answer whose request does not say it"),
   *SAMPLING_FLAGS,
   *OFFLOAD_FLAGS,
   ALLOW_IMPORT,
   HELP,
 )
-_FIELDS = ("prompt", "id", "max_new_tokens")
+_OPTIONS = tuple(field.name for field in dataclasses.fields(Request) if field.name != "prompt")
+_FIELDS = ("prompt", "id", *_OPTIONS)
 MOST_LINE, MOST_ID = 2**24, 256  # characters of a request, and of its id
-MOST_ROWS, MOST_WAIT = 2**16, 3600.0  # requests of a batch; seconds that one waits for others
 
 
 @user_programs()
@@ -60,40 +78,63 @@ def main(argv: list[str]) -> None:
   simulate(values["simulate"])
   allow_pinned_memory()
   _check_flags(values)
-  sampling = Sampling(values["temperature"], values["top_k"], values["top_p"])
   with contextlib.ExitStack() as files:
     given = _opened(values["input"], "input", files)
     out = _opened(values["output"], "output", files)
-    names = ("model", "mesh", "allow_import", "max_new_tokens", "deterministic")
-    options = {name: values[name] for name in names}
-    options |= {"request": offload_request(values), "rows": values["batch"]}
-    rest = {"rows": values["batch"], "seed": values["seed"]}
-    session = Session(**options)
+    memory = bytes_of(values["cache_memory"], "--cache_memory") if values["cache_memory"] else 0
+    session = _session(values, memory)
+    names = ("slots", "page_tokens", "prefill_tokens")
+    server = session.server(cache_bytes=memory, **{name: values[name] for name in names})
     context = session.model.config.context
     if values["max_new_tokens"] >= context:
       raise ConfigError(
         f"--max_new_tokens={values['max_new_tokens']} leaves no room for a prompt in model.context="
         f"{context}"
       )
-    server = Server(session, sampling, values["max_new_tokens"], **rest)
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+    defaults = {name: values[name] for name in names}
+    desk = Desk(session, server, defaults, in_order=values["in_order"])
     try:
-      for answers in server.answers(batches(given, values["batch"], values["max_wait"])):
+      for answers in desk.answers(given):
         _write(answers, out, values["output"])
     except KeyboardInterrupt:
       raise SystemExit(130) from None
     finally:
-      print(server.report(), file=sys.stderr)
+      print(desk.report(), file=sys.stderr)
+
+
+def _session(values: dict[str, Any], memory: int) -> Session:
+  """Opens the model; prints where its experts lie if they are not on the devices.
+
+  The planner reserves `memory` for pages, or without it those of one text of the model's context:
+  the pool takes what is left.
+  """
+  config = InferenceFolder(values["model"], values["allow_import"]).run.model
+  width = 2 * config.num_kv_heads * config.head_dim * config.num_layers
+  tokens = memory // (width * jnp.dtype(config.dtype).itemsize) or config.context
+  session = Session(
+    model=values["model"],
+    mesh=values["mesh"],
+    allow_import=values["allow_import"],
+    request=offload_request(values),
+    rows=values["slots"],
+    longest=max(1, tokens // values["slots"]),
+    max_new_tokens=1,
+    deterministic=values["deterministic"],
+  )
+  if session.plan:
+    print(*session.plan, sep="\n", file=sys.stderr)
+  return session
 
 
 def _check_flags(values: dict[str, Any]) -> None:
   """Checks the numbers of the command line, and that input and output are different files."""
-  for name, most in (("batch", MOST_ROWS), ("max_new_tokens", 2**31 - 1)):
+  for name, most in (("slots", MOST_SLOTS), ("max_new_tokens", 2**31 - 1)):
     if not 1 <= values[name] <= most:
       raise ConfigError(f"--{name}={values[name]} must be at least 1, and at most {most}")
-  if not 0 <= values["max_wait"] <= MOST_WAIT:
-    raise ConfigError(
-      f"--max_wait={values['max_wait']} must be at least 0 seconds, and at most {MOST_WAIT}"
-    )
+  Sampling(values["temperature"], values["top_k"], values["top_p"])
+  if abs(values["seed"]) >= 2**63:
+    raise ConfigError(f"--seed={values['seed']} is too large; the most is {2**63 - 1}")
   if values["input"] == values["output"] != "-":
     raise ConfigError(f"--input and --output are both {values['input']!r}; give two files")
 
@@ -132,66 +173,50 @@ def _opened(name: str, flag: str, files: contextlib.ExitStack) -> IO[str]:
     raise kind(f"--{flag}={name!r} cannot be opened: {error.strerror}") from None
 
 
-@dataclasses.dataclass
-class Request:
-  """A line of the input.
-
-  Attributes:
-    line: its text.
-    number: its number, from 1.
-    since: when it was read, in seconds of `time.perf_counter`.
-  """
-
-  line: str
-  number: int
-  since: float
-
-
-def batches(lines: Iterable[str], size: int, max_wait: float) -> Iterator[list[Request]]:
-  """Yields requests in batches, in order: up to `size` within `max_wait` seconds of the first.
-
-  A thread reads ahead, two batches at most. Empty lines are skipped.
+class Lines:
+  """Lines of the input, which a thread reads ahead; empty ones are skipped.
 
   Args:
-    lines: lines of the input; at their end the last batch is yielded.
-    size: most requests of a batch.
-    max_wait: seconds.
+    lines: a file or an iterable of lines.
+    ahead: most lines that are read ahead.
 
-  Raises:
-    DataError: the input cannot be read.
+  Attributes:
+    ended: whether all lines have been taken.
   """
-  waiting: queue.Queue[Request | OSError | None] = queue.Queue(2 * size)
 
-  def read() -> None:
-    try:
-      for number, line in enumerate(_short(lines), 1):
-        if line.strip():
-          waiting.put(Request(line, number, time.perf_counter()))
-    except OSError as error:
-      waiting.put(error)
-    waiting.put(None)
+  def __init__(self, lines: Iterable[str], ahead: int):
+    self._read: queue.Queue[tuple[int, str] | OSError | None] = queue.Queue(ahead)
+    self.ended = False
 
-  # A daemon thread, since a read that waits for a terminal's next line must not keep the process.
-  threading.Thread(target=read, name="requests", daemon=True).start()
-  ended = False
-  while not ended:
-    found: list[Request] = []
-    until = None
-    while len(found) < size:
-      wait = None if until is None else max(0.0, until - time.perf_counter())
+    def read() -> None:
       try:
-        got = waiting.get(timeout=wait)
-      except queue.Empty:
-        break
-      if isinstance(got, OSError):
-        raise DataError(f"--input cannot be read: {got}") from None
-      if got is None:
-        ended = True
-        break
-      found.append(got)
-      until = until or time.perf_counter() + max_wait
-    if found:
-      yield found
+        for number, line in enumerate(_short(lines), 1):
+          if line.strip():
+            self._read.put((number, line))
+      except OSError as error:
+        self._read.put(error)
+      self._read.put(None)
+
+    # A daemon thread, since a read that waits for a terminal's next line must not keep the process.
+    threading.Thread(target=read, name="requests", daemon=True).start()
+
+  def take(self, *, wait: bool) -> tuple[int, str] | None:
+    """The next line and its number from 1; None at the end, or if it has not come.
+
+    Args:
+      wait: whether to wait for it.
+
+    Raises:
+      DataError: the input cannot be read.
+    """
+    try:
+      found = self._read.get(wait)
+    except queue.Empty:
+      return None
+    if isinstance(found, OSError):
+      raise DataError(f"--input cannot be read: {found}") from None
+    self.ended = found is None
+    return found
 
 
 def _short(lines: Iterable[str]) -> Iterator[str]:
@@ -211,117 +236,106 @@ def _short(lines: Iterable[str]) -> Iterator[str]:
     yield line
 
 
-class Server:
-  """Answers batches of requests.
+class Desk:
+  """Takes lines with requests, and gives lines with answers.
 
   Args:
-    session: model and tokenizer.
-    sampling: how tokens are drawn.
-    max_new_tokens: most tokens of an answer.
-    rows: rows to which every batch is padded; 0: as many as the largest batch so far has.
-    seed: seed of the draws; every batch draws differently.
+    session: encodes prompts.
+    server: computes the answers.
+    defaults: fields of requests that do not say them.
+    in_order: whether answers are given in the order of their lines, else as they end.
+
+  Attributes:
+    refused: number of requests answered with an error.
   """
 
   def __init__(
-    self,
-    session: Session,
-    sampling: Sampling,
-    max_new_tokens: int,
-    *,
-    rows: int = 0,
-    seed: int = 0,
+    self, session: Session, server: Server, defaults: dict[str, Any], *, in_order: bool = False
   ):
-    self.session, self.sampling, self.max_new_tokens = session, sampling, max_new_tokens
-    self.rows, self.seed = rows, seed
-    self.tokens = self.failed = self.batches = 0
-    self.seconds: list[float] = []
-    self._busy = 0.0
+    self._session, self._server, self._defaults = session, server, defaults
+    self._in_order, self.refused = in_order, 0
+    self._asked: dict[int, tuple[int, Any]] = {}  # request's number -> (place, id)
+    self._ready: dict[int, dict[str, Any]] = {}  # place -> answer that has not been given
+    self._places = self._given = 0
 
-  def answers(self, asked: Iterable[list[Request]]) -> Iterator[list[dict[str, Any]]]:
-    """Yields the answers of every batch, in the order of its requests."""
-    for requests in asked:
-      begin = time.perf_counter()
-      found = self.answer(requests)
-      self._busy += time.perf_counter() - begin
-      yield found
-
-  def answer(self, requests: list[Request]) -> list[dict[str, Any]]:
-    """The answers of one batch; a wrong request gets its error, and the others are answered."""
-    found: list[dict[str, Any]] = []
-    good: list[tuple[int, list[int], int]] = []  # place, tokens, most new tokens
-    for place, request in enumerate(requests):
-      answer: dict[str, Any] = {"id": request.number}
-      try:
-        fields = _fields(request.line, self.max_new_tokens)
-        answer["id"] = fields.get("id", request.number)
-        good.append((place, *self._tokens(fields)))
-      except (ConfigError, DataError) as error:
-        answer["error"] = str(error)
-        self.failed += 1
-      found.append(answer)
-    if good:
-      self.batches += 1
-      made = self._decode([tokens for _, tokens, _ in good], [most for _, _, most in good])
-      for (place, _, _), new in zip(good, made):
-        took = time.perf_counter() - requests[place].since
-        text = self.session.tokenizer.decode(new)
-        found[place] |= {"text": text, "tokens": len(new), "seconds": round(took, 4)}
-        found[place]["batch"] = len(good)
-        self.tokens += len(new)
-        self.seconds.append(took)
-    return found
+  def answers(self, given: Iterable[str]) -> Iterator[list[dict[str, Any]]]:
+    """Yields answers, some at a time, until the lines end and all requests are answered."""
+    enough = 2 * self._server.statistics.slots  # requests that wait; lines beyond are not read yet
+    lines = Lines(given, enough)
+    while not lines.ended or self._server.busy:
+      while not lines.ended and self._server.waiting < enough:
+        idle = not self._server.busy and not self._ready
+        if (line := lines.take(wait=idle)) is None:
+          break
+        self._ask(*line)
+      for answer in self._server.step() if self._server.busy else []:
+        place, name = self._asked.pop(answer.id)
+        self._ready[place] = {"id": name} | _shown(answer, self._session.tokenizer.decode)
+      if found := self._take_ready():
+        yield found
 
   def report(self) -> str:
-    """One line with the number of answers and their speed."""
-    count = len(self.seconds)
-    if not count:
-      return f"no request answered, {self.failed} refused"
-    ordered = sorted(self.seconds)
-    at = lambda share: ordered[min(count - 1, int(share * count))]
-    return (
-      f"{count} requests answered, {self.failed} refused, in {self.batches} batches; {self.tokens} "
-      f"tokens, {self.tokens / self._busy:.1f} a second (with compilation); latency: median "
-      f"{at(0.5):.3f} s, 95th percentile {at(0.95):.3f} s"
-    )
+    """One line with the numbers of answers and their speed."""
+    return f"{self._server.statistics.line()}; {self.refused} refused"
 
-  def _tokens(self, fields: dict[str, Any]) -> tuple[list[int], int]:
-    """A prompt's tokens, and the most tokens of its answer.
+  def _ask(self, number: int, line: str) -> None:
+    place, self._places = self._places, self._places + 1
+    name: Any = number
+    try:
+      fields = _fields(line)
+      name = fields.get("id", number)
+      prompt = fields["prompt"]
+      prompt = self._session.encode(prompt) if isinstance(prompt, str) else prompt
+      options = {key: value for key, value in fields.items() if key in _OPTIONS}
+      asked = self._server.submit(prompt, **(self._defaults | options))
+      self._asked[asked] = place, name
+    except (ConfigError, DataError) as error:
+      self.refused += 1
+      self._ready[place] = {"id": name, "error": str(error)}
 
-    Raises:
-      ConfigError: both together are longer than the model's context.
-    """
-    tokens, most = self.session.encode(fields["prompt"]), fields["max_new_tokens"]
-    context = self.session.model.config.context
-    # Every row has room for --max_new_tokens, even if this request wants fewer.
-    if len(tokens) + self.max_new_tokens > context:
-      raise ConfigError(
-        f"prompt has {len(tokens)} tokens, model.context={context} leaves room for "
-        f"{context - self.max_new_tokens} before --max_new_tokens={self.max_new_tokens}"
-      )
-    return tokens, most
-
-  def _decode(self, prompts: list[list[int]], most: list[int]) -> list[list[int]]:
-    """New tokens of every prompt; stops as soon as every request has its tokens."""
-    self.rows = max(self.rows, len(prompts))
-    rows = [[] for _ in prompts]
-    # Rows without a request repeat the shortest prompt; their tokens are thrown away.
-    filled = prompts + [min(prompts, key=len)] * (self.rows - len(prompts))
-    options = {"max_new_tokens": self.max_new_tokens, "seed": self.seed + self.batches}
-    over = [False] * len(prompts)
-    for new in self.session.tokens(filled, self.sampling, **options):
-      for i, own in enumerate(new[: len(rows)]):
-        over[i] = over[i] or not own or len(rows[i]) + len(own) >= most[i]
-        rows[i] = (rows[i] + own)[: most[i]]
-      if all(over):
-        break
-    return rows
+  def _take_ready(self) -> list[dict[str, Any]]:
+    """The answers that may be given now."""
+    if not self._in_order:
+      found, self._ready = [self._ready[place] for place in sorted(self._ready)], {}
+      return found
+    found = []
+    while self._given in self._ready:
+      found.append(self._ready.pop(self._given))
+      self._given += 1
+    return found
 
 
-def _fields(line: str, max_new_tokens: int) -> dict[str, Any]:
-  """A request's fields, with the default of `max_new_tokens` filled in.
+def _shown(answer: Answer, decode: Any) -> dict[str, Any]:
+  """An answer's fields as they are written, without its id."""
+  shown: dict[str, Any] = {
+    "text": answer.text,
+    "tokens": len(answer.tokens),
+    "finish": answer.finish,
+    "seconds": round(answer.seconds, 4),
+    "first_seconds": round(answer.first_seconds, 4),
+  }
+  # JSON has no infinity.
+  number = lambda x: round(x, 6) if x is not None and math.isfinite(x) else None
+  if answer.logprobs is not None:
+    shown["logprobs"] = [
+      {
+        "token": one.token,
+        "text": decode([one.token]),
+        "logprob": number(one.logprob),
+        "top": [[token, number(value)] for token, value in one.top],
+      }
+      for one in answer.logprobs
+    ]
+  if answer.prompt_logprobs is not None:
+    shown["prompt_logprobs"] = [number(value) for value in answer.prompt_logprobs]
+  return shown
+
+
+def _fields(line: str) -> dict[str, Any]:
+  """A request's fields; the server checks the values of most.
 
   Raises:
-    DataError: the line is not a valid request.
+    DataError: the line is not a request.
   """
   if len(line) > MOST_LINE:
     raise DataError(f"the line is longer than {MOST_LINE:,} characters")
@@ -329,20 +343,14 @@ def _fields(line: str, max_new_tokens: int) -> dict[str, Any]:
     fields = json.loads(line, parse_constant=_no_number)
   except (ValueError, RecursionError) as error:
     raise DataError(f"the line is not JSON: {error}") from None
-  if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str):
+  if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), (str, list)):
     raise DataError('the line is not an object with a text as prompt, such as {"prompt": "def "}')
-  if unknown := [name for name in fields if name not in _FIELDS]:
-    raise DataError(f"{unknown[0][:40]!r} is unknown; a request has: {', '.join(_FIELDS)}")
   if not isinstance(fields.get("id"), (str, int, float, type(None))):
     raise DataError(f"id={str(fields['id'])[:40]} must be a text or a number")
   if len(str(fields.get("id"))) > MOST_ID:
     raise DataError(f"id is longer than {MOST_ID} characters")
-  most = fields.setdefault("max_new_tokens", max_new_tokens)
-  if type(most) is not int or not 1 <= most <= max_new_tokens:
-    shown = str(most)[:40]
-    raise DataError(
-      f"max_new_tokens={shown} must be a number from 1 to --max_new_tokens={max_new_tokens}"
-    )
+  if unknown := [name for name in fields if name not in _FIELDS]:
+    raise DataError(f"{unknown[0][:40]!r} is unknown; a request has: {', '.join(_FIELDS)}")
   return fields
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,9 @@ from jaxtyping import Float, Int
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.options import Options, option, section
-from scmoe.layers.dot_product import attend, attend_stored, cache_length, stored
+from scmoe.layers.dot_product import attend, attend_stored, cache_length
 from scmoe.layers.norm import rms_normalised
+from scmoe.layers.pages import PageTable, read, written
 from scmoe.layers.rope import RopeConfig, rotate
 from scmoe.parallel.collectives import repeat, total
 from scmoe.parallel.mesh import BATCH_AXES, axis_size
@@ -30,10 +31,15 @@ class KeyValues:
 
   Attributes:
     k_BSHN, v_BSHN: S is the cache's length. A row at position p never reads places past p.
+    table: the rows' pages, if the cache is a pool of pages (`scmoe.layers.pages`); B and S are then
+      the numbers of pages and of tokens of a page. None: each row has its own cache.
   """
+
+  dimensions: ClassVar[int] = 4  # of an array of one layer
 
   k_BSHN: Array
   v_BSHN: Array
+  table: PageTable | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -257,7 +263,7 @@ class Attention(nnx.Module):
         spans the whole row.
       cache: keys and values of earlier positions, to which the new ones are added.
       begins: the cache is empty and the tokens are the first of their rows. They attend to each
-        other by the same kernels as without a cache.
+        other by the same kernels as without a cache. Not for pools of pages.
       kind: the options of this layer alone; None: it is like the others.
 
     Returns:
@@ -268,13 +274,16 @@ class Attention(nnx.Module):
     options |= {"sinks_H": None if self.sinks is None else self.sinks[...]}
     options |= {"full": None if kind is None else kind.full}
     if cache is not None:
-      at = None if begins else positions_BS
-      cache = KeyValues(stored(cache.k_BSHN, k_BSHN, at), stored(cache.v_BSHN, v_BSHN, at))
+      at, table = None if begins else positions_BS, cache.table
+      keys, values = cache.k_BSHN, cache.v_BSHN
+      keys, values = written(keys, k_BSHN, at, table), written(values, v_BSHN, at, table)
+      cache = KeyValues(keys, values, table)
     if cache is None or begins:
       causal = self.config.causal
       y_BSHN = attend(q_BSHN, k_BSHN, v_BSHN, segments_BS, causal=causal, **options)
     else:
-      keys, values = (x.astype(q_BSHN.dtype) for x in (cache.k_BSHN, cache.v_BSHN))
+      own = (read(x, cache.table) for x in (cache.k_BSHN, cache.v_BSHN))
+      keys, values = (x.astype(q_BSHN.dtype) for x in own)
       y_BSHN = attend_stored(q_BSHN, keys, values, positions_BS, **options)
     return self.over_devices(self.out_of_heads(y_BSHN)), cache
 

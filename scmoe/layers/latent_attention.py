@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
 from scmoe.base.options import Options, option, section
-from scmoe.layers.dot_product import attend, attend_stored, stored
+from scmoe.layers.dot_product import attend, attend_stored
 from scmoe.layers.norm import Norm
+from scmoe.layers.pages import PageTable, read, written
 from scmoe.layers.rope import NEIGHBOURS, RopeConfig, rotate
 from scmoe.parallel.collectives import repeat, total
 from scmoe.parallel.mesh import BATCH_AXES
@@ -37,9 +38,13 @@ class Latents:
   Attributes:
     latent_BSR: R is the latent's width plus the rotary key's. First the normalised and scaled
       latent, then the rotated key.
+    table: as of `KeyValues`.
   """
 
+  dimensions: ClassVar[int] = 3  # of an array of one layer
+
   latent_BSR: Array
+  table: PageTable | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,11 +167,13 @@ class LatentAttention(nnx.Module):
     dtype = q_BSHN.dtype
     if cache is not None:
       new = jnp.concatenate([c_BSR, k_BSN], -1)
-      cache = Latents(stored(cache.latent_BSR, new, None if begins else positions_BS))
+      at, table = None if begins else positions_BS, cache.table
+      cache = Latents(written(cache.latent_BSR, new, at, table), table)
     if cache is None or begins:
       y_BSHV = self.expanded(q_BSHN, c_BSR, k_BSN, segments_BS=segments_BS)
     else:
-      kept = jnp.split(cache.latent_BSR.astype(dtype), [self.config.kv_lora_rank], -1)
+      own = read(cache.latent_BSR, cache.table).astype(dtype)
+      kept = jnp.split(own, [self.config.kv_lora_rank], -1)
       meet = self.absorbed if q_BSHN.shape[1] == 1 else self.expanded
       y_BSHV = meet(q_BSHN, *kept, positions_BS=positions_BS)
     y_BSD = jnp.einsum("bshv,hvd->bsd", y_BSHV, self.out[...].astype(dtype))

@@ -349,7 +349,7 @@ def run_trunks(route: Route) -> list[Output]:
       body = jax.jit(body, inline=True)  # so jax traces `body` once, not once a pair
       own_params, own_totals = added_by_layer(params, totals, config.num_pairs)
       of_pairs: list[Any] = each_layer(others, config.num_pairs)
-      at_hand = experts.of_pairs(list(own_params), begins=shared.begins)
+      at_hand = experts.of_pairs(list(own_params), prompts=starts[0].shape[1] > 1)
       parts = split and [split.parts(*both) for both in zip(own_params, own_totals)]
     else:
       params, totals = added_by_scan(params, totals)

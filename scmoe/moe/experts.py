@@ -180,12 +180,12 @@ class ExpertSource(Protocol):
     """
     ...
 
-  def of_pairs(self, params: Sequence[Any], *, begins: bool) -> LayerParams:
+  def of_pairs(self, params: Sequence[Any], *, prompts: bool) -> LayerParams:
     """The parameters of pairs that run one after the other.
 
     Args:
       params: the parameters of every pair, in order.
-      begins: whether the pass reads whole prompts (`Pass.begins`).
+      prompts: whether the pass reads prompts: rows of several tokens.
     """
     ...
 
@@ -210,9 +210,9 @@ class OnDevice:
     apply = jax.checkpoint(lambda rows, layout: experts(rows, layout), policy=_keeps_gathered)
     return ExpertsOnDevice(apply)
 
-  def of_pairs(self, params: Sequence[Any], *, begins: bool) -> LayerParams:
+  def of_pairs(self, params: Sequence[Any], *, prompts: bool) -> LayerParams:
     """The parameters of the pairs, which need no copy; see `ExpertSource.of_pairs`."""
-    del begins
+    del prompts
     return ParamsOnDevice(params)
 
 

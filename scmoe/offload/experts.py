@@ -74,11 +74,11 @@ class Migration:
       return ExpertsInRing(experts, self, kept)
     return ExpertsOnRequest(experts, self, kept)
 
-  def of_pairs(self, params: Sequence[Any], *, begins: bool) -> LayerParams:
+  def of_pairs(self, params: Sequence[Any], *, prompts: bool) -> LayerParams:
     """See `ExpertSource`."""
     if self.mode == "ring":
       return Ring(params, self.sections)
-    return ParamsInOrder(params, begins)
+    return ParamsInOrder(params, prompts)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from scmoe.inference.decode import stream
 from scmoe.inference.offload.model import Usage
 from scmoe.inference.offload.plan import OffloadRequest, Workload
 from scmoe.inference.sampling import Sampling
+from scmoe.inference.serving.server import Server
 from scmoe.pretrained.inference import InferenceFolder
 from scmoe.run import build
 from scmoe.run.modality import needs_text
@@ -114,6 +115,19 @@ class Session:
   ) -> Iterator[list[list[int]]]:
     """Yields the next tokens of each prompt; see `scmoe.inference.decode.stream`."""
     return stream(self.model, prompts, sampling, **self._options, **options)
+
+  def server(self, **options: Any) -> Server:
+    """A server of this model, with its tokenizer and end tokens.
+
+    Args:
+      options: `slots`, `page_tokens`, `pages`, `cache_bytes` and `prefill_tokens` of `Server`.
+
+    Raises:
+      ConfigError: see `Server`.
+    """
+    names = ("offload", "router", "mesh", "eos_id", "prepare", "deterministic")
+    own = {name: self._options[name] for name in names}
+    return Server(self.model, decode=self.tokenizer.decode, **own, **options)
 
   def stream(
     self, prompts: Sequence[str], sampling: Sampling = Sampling(), **options: Any

@@ -1,5 +1,5 @@
-"""The loop over requests: batches by number and by time, the same tokens as alone, and lines that
-ask for nothing sensible."""
+"""The loop over requests: lines in and lines out, the same tokens as alone, and lines that ask for
+nothing sensible."""
 
 # Tests call with wrong types on purpose, and fakes stand for typed objects.
 
@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import threading
-import time
 from pathlib import Path
 
 import jax
@@ -25,7 +24,7 @@ from scmoe.pretrained.stream import flat
 from scmoe.run.build import build, single_device, vocab_size
 from scmoe.run.config_files import find_config, load_config
 from scmoe.run.session import Session
-from scmoe.serve import Request, Server, batches
+from scmoe.serve import Lines
 
 GREEDY = Sampling(temperature=0)
 
@@ -52,14 +51,14 @@ def alone(folder, prompt, new):
 
 @pytest.mark.parametrize("flags", [[], ["--offload=ring,early", "--expert_cache=3"]], ids=str)
 def test_answers_are_those_of_single_requests(folder, tmp_path, capsys, flags):
-  """Three batches of two, the last with a row to spare; one request asks for less."""
+  """Five requests in two slots; one asks for less, and empty lines lie between."""
   asked = [{"prompt": "def "}, {"prompt": "import os", "id": "x", "max_new_tokens": 3},
            {"prompt": ""}, {"prompt": "é" * 9}, {"prompt": "a"}]  # fmt: skip
   (tmp_path / "ask").write_text("\n\n".join(json.dumps(one) for one in asked) + "\n")
   (tmp_path / "out").write_text('{"id": "before"}\n')
   serve.main(
-    ["--model", folder, f"--input={tmp_path / 'ask'}", f"--output={tmp_path / 'out'}", "--batch=2",
-     "--max_new_tokens=9", "--temperature=0", "--max_wait=30", *flags]
+    ["--model", folder, f"--input={tmp_path / 'ask'}", f"--output={tmp_path / 'out'}", "--slots=2",
+     "--max_new_tokens=9", "--temperature=0", "--in_order", *flags]
   )  # fmt: skip
   answers = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
   assert [answer["id"] for answer in answers] == ["before", 1, "x", 5, 7, 9]
@@ -68,8 +67,50 @@ def test_answers_are_those_of_single_requests(folder, tmp_path, capsys, flags):
     new = one.get("max_new_tokens", 9)
     assert answer["text"] == session.texts([one["prompt"]], GREEDY, max_new_tokens=new)[0]
     assert answer["tokens"] <= new
-  assert [answer["batch"] for answer in answers[1:]] == [2, 2, 2, 2, 1]
-  assert "5 requests answered, 0 refused, in 3 batches" in capsys.readouterr().err
+    assert answer["finish"] == ("length" if answer["tokens"] == new else "end")
+  err = capsys.readouterr().err
+  assert "5 requests answered" in err
+  assert "of 2 slots filled" in err
+  assert err.endswith("0 preemptions; 0 refused\n")
+
+
+def test_answers_come_as_they_end_and_a_request_says_how_it_is_answered(
+  folder, monkeypatch, capsys
+):
+  """The third of four ends first; the fields of a request are stronger than the flags."""
+  asked = [
+    {"prompt": "a", "id": "long"},
+    {"prompt": "a", "id": "drawn", "temperature": 2, "top_k": 40, "top_p": 0.9, "seed": 3},
+    {"prompt": [256, 97], "id": "short", "max_new_tokens": 1, "logprobs": 2},
+    {"prompt": "ab", "id": "scored", "max_new_tokens": 0, "prompt_logprobs": True},
+  ]
+  monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(map(json.dumps, asked))))
+  serve.main(["--model", folder, "--max_new_tokens=20", "--temperature=0", "--slots=4"])
+  lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+  answers = {answer["id"]: answer for answer in lines}
+  assert {lines[0]["id"], lines[1]["id"]} == {"short", "scored"}
+  session = Session(model=folder)
+  drawn = session.texts(["a"], Sampling(2, 40, 0.9), max_new_tokens=20, seed=3)[0]
+  assert answers["drawn"]["text"] == drawn
+  assert answers["long"]["text"] == alone(folder, "a", 20)
+  (entry,) = answers["short"]["logprobs"]
+  assert entry["text"] == answers["short"]["text"] == alone(folder, "a", 1)
+  assert entry["top"][0] == [entry["token"], entry["logprob"]]
+  assert len(entry["top"]) == 2
+  scores = answers["scored"]["prompt_logprobs"]
+  assert scores[0] is None
+  assert len(scores) == 3
+  assert max(scores[1:]) < 0
+
+
+def test_a_stop_ends_an_answer(folder, monkeypatch, capsys):
+  text = alone(folder, "def ", 12)
+  ask = {"prompt": "def ", "max_new_tokens": 12, "stop": text[3:5]}
+  monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(ask)))
+  serve.main(["--model", folder, "--temperature=0", "--slots=2", "--max_new_tokens=9"])
+  (answer,) = map(json.loads, capsys.readouterr().out.splitlines())
+  assert answer["text"] == text[: text.index(text[3:5])]
+  assert answer["finish"] == "stop"
 
 
 def test_an_interrupted_generation_leaves_nothing_behind(folder):
@@ -96,10 +137,15 @@ WRONG = {
   "def ": "the line is not JSON",
   "[1]": "the line is not an object with a text as prompt",
   '{"prompt": 3}': "the line is not an object with a text as prompt",
-  '{"prompt": "a", "top_k": 3}': "'top_k' is unknown; a request has: prompt, id, max_new_tokens",
-  '{"prompt": "a", "max_new_tokens": 9}': "max_new_tokens=9 must be a number from 1 to",
-  '{"prompt": "a", "max_new_tokens": true}': "max_new_tokens=True must be a number",
-  json.dumps({"prompt": "a" * 99}): "prompt has 100 tokens, model.context=64 leaves room for 56",
+  '{"prompt": "a", "top_n": 3}': "'top_n' is unknown; a request has: prompt, id, max_new_tokens",
+  '{"prompt": "a", "max_new_tokens": 99}': "max_new_tokens=99 must be a whole number from 1 to 64",
+  '{"prompt": "a", "max_new_tokens": true}': "max_new_tokens=True must be a whole number",
+  '{"prompt": []}': "prompt=[] must be a list of token ids, at least one",
+  '{"prompt": [1, "a"]}': "prompt=[1, 'a'] must be a list of token ids",
+  '{"prompt": "a", "temperature": 1e999}': "temperature=inf must be a number from 0 to 1e+06",
+  '{"prompt": "a", "stop": [""]}': "stop: one is empty",
+  '{"prompt": "a", "logprobs": 99}': "logprobs=99 must be a whole number from 0 to 20",
+  json.dumps({"prompt": "a" * 99}): "after a prompt of 100 tokens needs 108 positions, more than",
   '{"prompt": "\\ud800"}': "is not valid UTF-8",
   # Requests that nobody sends by accident.
   "[" * 100_000: "the line is not JSON",
@@ -107,9 +153,9 @@ WRONG = {
   "9" * 5000: "the line is not JSON",
   '{"prompt": "a", "id": NaN}': "NaN is not a JSON number",
   '{"prompt": "a", "max_new_tokens": Infinity}': "Infinity is not a JSON number",
-  '{"prompt": "a", "max_new_tokens": -1}': "max_new_tokens=-1 must be a number",
-  '{"prompt": "a", "max_new_tokens": 1e99}': "max_new_tokens=1e+99 must be a number",
-  '{"prompt": "a", "max_new_tokens": [[1]]}': "max_new_tokens=[[1]] must be a number",
+  '{"prompt": "a", "max_new_tokens": -1}': "max_new_tokens=-1 must be a whole number",
+  '{"prompt": "a", "max_new_tokens": 1e99}': "max_new_tokens=1e+99 must be",
+  '{"prompt": "a", "max_new_tokens": [[1]]}': "max_new_tokens=[[1]] must be",
   '{"prompt": "a", "id": {"b": [1]}}': "id={'b': [1]} must be a text or a number",
   json.dumps({"prompt": "a", "id": "x" * 300}): "id is longer than 256 characters",
   json.dumps({"prompt": "a", "y" * 10_000: 1}): "y' is unknown; a request has",
@@ -121,21 +167,24 @@ WRONG = {
 def test_a_wrong_line_is_the_answer_to_itself_alone(folder, monkeypatch, capsys):
   lines = [*WRONG, json.dumps({"prompt": "def ", "id": 0})]
   monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
-  argv = ["--model", folder, "--max_new_tokens=8", "--temperature=0", "--max_wait=30"]
-  serve.main([*argv, "--batch=20"])
+  argv = ["--model", folder, "--max_new_tokens=8", "--temperature=0", "--in_order"]
+  serve.main([*argv, "--slots=2"])
   out, err = capsys.readouterr()
   answers = [json.loads(line) for line in out.splitlines()]
   for number, (answer, words) in enumerate(zip(answers, WRONG.values()), 1):
     assert answer["id"] == number
     assert words in answer["error"]
   assert answers[-1]["text"] == alone(folder, "def ", 8)
-  assert f"1 requests answered, {len(WRONG)} refused" in err
+  assert "1 requests answered" in err
+  assert f"{len(WRONG)} refused" in err
 
 
 def test_a_line_without_an_end_is_read_in_pieces_and_the_next_one_is_answered(monkeypatch):
   monkeypatch.setattr(serve, "MOST_LINE", 100)
   text = io.StringIO("a" * 1000 + "\n" + "b\n" + "c" * 100 + "\n" + "d" * 1000)
-  lines = [request.line for found in batches(text, 9, 1.0) for request in found]
+  found = taken(Lines(text, 2))
+  lines = [line for _, line in found]
+  assert [number for number, _ in found] == [1, 2, 3, 4]
   assert [len(line.rstrip()) for line in lines] == [101, 1, 100, 101]
 
 
@@ -145,93 +194,63 @@ def test_an_id_and_a_terminal_that_cannot_be_written_end_nothing(folder, monkeyp
   lines = '{"prompt": "a", "id": "\\ud800"}\n{"prompt": "é", "id": "é"}\n'
   monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
   monkeypatch.setattr(sys, "stdout", out)
-  serve.main(["--model", folder, "--max_new_tokens=2", "--temperature=0", "--max_wait=1"])
+  serve.main(["--model", folder, "--max_new_tokens=2", "--temperature=0", "--slots=2"])
   answers = [json.loads(line) for line in out.buffer.getvalue().decode("utf-8").splitlines()]
   assert [answer["id"] for answer in answers] == ["?", "é"]
 
 
 def test_a_full_disk_is_one_line(folder, monkeypatch):
   monkeypatch.setattr(sys, "stdin", io.StringIO('{"prompt": "a"}\n'))
-  argv = ["--model", folder, "--max_new_tokens=2", "--max_wait=0", "--output=/dev/full"]
+  argv = ["--model", folder, "--max_new_tokens=2", "--slots=2", "--output=/dev/full"]
   with pytest.raises(StorageError, match="--output='/dev/full' cannot be written: No space left"):
     serve.main(argv)
 
 
-def test_a_batch_is_full_or_its_time_is_over():
-  """Seven requests at once, then one that comes later than anybody waits."""
+def taken(lines):
+  """All lines, each waited for."""
+  found = []
+  while (line := lines.take(wait=True)) is not None:
+    found.append(line)
+  assert lines.ended
+  return found
+
+
+def test_a_line_that_has_not_come_is_not_waited_for():
   gate = threading.Event()
 
-  def lines():
-    yield from (f"{i}\n" for i in range(7))
+  def given():
     gate.wait(30)
     yield "late\n"
 
-  found = batches(lines(), 3, 0.2)
-  assert [[r.line for r in next(found)] for _ in range(2)] == [
-    ["0\n", "1\n", "2\n"],
-    ["3\n", "4\n", "5\n"],
-  ]
-  begin = time.perf_counter()
-  assert [r.line for r in next(found)] == ["6\n"]
-  assert time.perf_counter() - begin >= 0.2
+  lines = Lines(given(), 1)
+  assert lines.take(wait=False) is None
+  assert not lines.ended
   gate.set()
-  assert [[r.line for r in batch] for batch in found] == [["late\n"]]
-  for thread in threading.enumerate():
-    if thread.name == "requests":
-      thread.join(10)
-  assert "requests" not in {thread.name for thread in threading.enumerate()}
+  assert taken(lines) == [(1, "late\n")]
 
 
 def test_what_cannot_be_read_ends_the_loop():
-  def lines():
+  def given():
     yield "a\n"
     raise OSError("the disk is gone")
 
-  found = batches(lines(), 1, 0.0)
-  assert len(next(found)) == 1
+  lines = Lines(given(), 1)
+  assert lines.take(wait=True) == (1, "a\n")
   with pytest.raises(DataError, match="--input cannot be read: the disk is gone"):
-    next(found)
-
-
-def test_rows_end_when_they_have_what_they_asked_for():
-  """A session that counts: the loop does not go on for rows that nobody asked for."""
-
-  class Counting:
-    asked = 0
-
-    class tokenizer:
-      decode = staticmethod(lambda tokens: " ".join(map(str, tokens)))
-
-    class model:
-      class config:
-        context = 100
-
-    def encode(self, prompt):
-      return list(range(len(prompt) + 1))
-
-    def tokens(self, prompts, sampling, **options):
-      assert len(prompts) == 3
-      for i in range(20):
-        self.asked += 1
-        yield [[i]] * 3
-
-  session = Counting()
-  server = Server(session, GREEDY, 20, rows=3)  # pyright: ignore
-  lines = ['{"prompt": "a", "max_new_tokens": 2}', '{"prompt": "abc", "max_new_tokens": 4}']
-  answers = server.answer([Request(line, i, 0.0) for i, line in enumerate(lines)])
-  assert [answer["text"] for answer in answers] == ["0 1", "0 1 2 3"]
-  assert session.asked == 4
+    lines.take(wait=True)
 
 
 @pytest.mark.parametrize(
   ("argv", "error", "words"),
   [
-    (["--batch=0"], ConfigError, "--batch=0 must be at least 1"),
-    (["--max_wait=-1"], ConfigError, "--max_wait=-1.0 must be at least 0"),
+    (["--slots=0"], ConfigError, "--slots=0 must be at least 1"),
+    (["--prefill_tokens=0"], ConfigError, "prefill_tokens=0 must be at least 1"),
+    (["--cache_memory=1KiB"], ConfigError, "pages of 64 tokens do not hold a text of"),
+    (["--cache_memory=much"], ConfigError, "--cache_memory='much' is not a size"),
+    ([f"--seed={2**63}"], ConfigError, "is too large; the most is"),
     (["--input=/nowhere/a"], DataError, "--input='/nowhere/a' cannot be opened"),
     (["--temperature=-1"], ConfigError, "temperature"),
-    (["--batch=1000000000"], ConfigError, "--batch=1000000000 must be at least 1, and at most"),
-    (["--max_wait=1e300"], ConfigError, r"--max_wait=1e\+300 must be at least 0 seconds, and at"),
+    (["--slots=1000000000"], ConfigError, "--slots=1000000000 must be at least 1, and at most"),
     (["--max_new_tokens=99"], ConfigError, "--max_new_tokens=99 leaves no room for a prompt in"),
     (["--input=a", "--output=a"], ConfigError, "--input and --output are both 'a'"),
     (["--input=."], DataError, "--input='.' cannot be opened"),

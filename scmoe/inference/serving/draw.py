@@ -1,0 +1,119 @@
+"""Draws the next token of each row by the row's own temperature, top-k, top-p and random key.
+
+A row's draw is that of `scmoe.inference.sampling.sample` for a batch of this row alone: the noise
+of its nth new token comes from the row's key and n, so it does not depend on the other rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+MOST_LOGPROBS = 20  # most probable tokens whose log-probabilities a request may ask for
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Draws:
+  """How each row draws; see `Sampling` for the first three.
+
+  Attributes:
+    temperature_B: float32; 0: the most probable token.
+    top_k_B: int32; 0: among all tokens.
+    top_p_B: float32; 1: among all that `top_k_B` leaves.
+    key_BW: uint32, the data of each row's random key.
+    made_B: int32, number of new tokens before this one.
+    logprobs_B: bool, whether the row wants log-probabilities.
+  """
+
+  temperature_B: Any
+  top_k_B: Any
+  top_p_B: Any
+  key_BW: Any
+  made_B: Any
+  logprobs_B: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+  """The drawn tokens and their log-probabilities, natural logarithms of the model's softmax.
+
+  They are those before temperature, top-k and top-p, and zeros if no row of this device wants them.
+
+  Attributes:
+    token_B: int32, the tokens.
+    logprob_B: float32, their log-probabilities.
+    top_logprob_BN, top_token_BN: float32 and int32, the most probable tokens, the likeliest first;
+      N is `MOST_LOGPROBS`, or the vocabulary's size if that is smaller.
+  """
+
+  token_B: Array
+  logprob_B: Array
+  top_logprob_BN: Array
+  top_token_BN: Array
+
+
+def draw(logits_BV: Float[Array, "B V"], rows: Draws) -> Drawn:
+  """Draws one token for each row.
+
+  Sorting, noise and log-probabilities are computed only if a row of this device needs them.
+
+  Args:
+    logits_BV: float32.
+    rows: how each row draws.
+  """
+  greedy_B = logits_BV.argmax(-1).astype(jnp.int32)
+  is_drawn_B = rows.temperature_B > 0
+  token_B = jax.lax.cond(is_drawn_B.any(), lambda: _with_noise(logits_BV, rows), lambda: greedy_B)
+  token_B = jnp.where(is_drawn_B, token_B, greedy_B)
+  size = min(MOST_LOGPROBS, logits_BV.shape[1])
+
+  def known() -> tuple[Array, Array, Array]:
+    logprob_BV = jax.nn.log_softmax(logits_BV, -1)
+    own_B = jnp.take_along_axis(logprob_BV, token_B[:, None], 1)[:, 0]
+    top_BN, at_BN = jax.lax.top_k(logprob_BV, size)
+    return own_B, top_BN, at_BN.astype(jnp.int32)
+
+  def absent() -> tuple[Array, Array, Array]:
+    zeros = lambda *shape: jnp.zeros((len(token_B), *shape), logits_BV.dtype)
+    return zeros(), zeros(size), zeros(size).astype(jnp.int32)
+
+  return Drawn(token_B, *jax.lax.cond(rows.logprobs_B.any(), known, absent))
+
+
+def _with_noise(logits_BV: Array, rows: Draws) -> Int[Array, " B"]:
+  """The tokens of rows that draw; rows of temperature 0 get some token."""
+  heat_B = jnp.where(rows.temperature_B > 0, rows.temperature_B, 1)
+  logits_BV = logits_BV / heat_B[:, None]
+  some = ((rows.top_k_B > 0) | (rows.top_p_B < 1)).any()
+  logits_BV = jax.lax.cond(some, lambda: _filtered(logits_BV, rows), lambda: logits_BV)
+  keys_B = jax.random.wrap_key_data(rows.key_BW)
+
+  def noise(key: Array, made: Array) -> Array:
+    return jax.random.gumbel(jax.random.fold_in(key, made), logits_BV.shape[1:], logits_BV.dtype)
+
+  return (jax.vmap(noise)(keys_B, rows.made_B) + logits_BV).argmax(-1).astype(jnp.int32)
+
+
+def _filtered(logits_BV: Array, rows: Draws) -> Array:
+  """Logits that each row's top-k, then its top-p, leaves; -inf for the others.
+
+  As `keep_top_k` and `keep_top_p`, tokens that tie with the last one that is kept are kept too.
+  """
+  size = logits_BV.shape[1]
+  sorted_BV = jnp.sort(logits_BV, axis=-1)[:, ::-1]
+  last_B = jnp.where(rows.top_k_B > 0, jnp.minimum(rows.top_k_B, size), size) - 1
+  least_B1 = jnp.take_along_axis(sorted_BV, last_B[:, None], 1)
+  sorted_BV = jnp.where(sorted_BV < least_B1, -jnp.inf, sorted_BV)
+  probs_BV = jax.nn.softmax(sorted_BV, -1)
+  before_BV = jnp.cumsum(probs_BV, -1) - probs_BV  # total probability of all likelier tokens
+  nucleus_B1 = jnp.where(before_BV < rows.top_p_B[:, None], sorted_BV, jnp.inf)
+  nucleus_B1 = nucleus_B1.min(-1, keepdims=True)
+  least_B1 = jnp.where(rows.top_p_B[:, None] < 1, jnp.maximum(nucleus_B1, least_B1), least_B1)
+  return jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)

@@ -1,0 +1,107 @@
+"""Attention caches in pages, which many requests share.
+
+A pool of pages is an attention cache whose rows are pages: with pages of 64 tokens, a pool of 100
+pages is a cache [100, 64, ...]. A page table says which pages hold the positions of a row: if the
+table of a row is [7, 2], page 7 holds its positions 0 to 63, and page 2 its positions 64 to 127.
+The idea is PagedAttention's (vLLM, arXiv 2309.06180).
+
+Only new tokens up to a row's last one are written, and only values up to it are read: padding and
+rows without a request change no page, and other requests' values reach no row.
+
+    G  pages of the pool      T  tokens of a page      B  rows      P  pages of a row
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from scmoe.layers.dot_product import stored
+
+NO_PAGE = 2**30  # past the end of every pool
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PageTable:
+  """Which pages hold each row's positions, in one pass.
+
+  Attributes:
+    page_BP: int32, the pages of each row in the order of its positions; any number where a row has
+      no page, such as `NO_PAGE`.
+    last_B: int32, the position of each row's last new token; -1 for a row without one.
+  """
+
+  page_BP: Any
+  last_B: Any
+
+
+def written(
+  cache: Array, new_BS: Array, positions_BS: Array | None, table: PageTable | None
+) -> Array:
+  """A cache with the new tokens' values [B, S, ...] written into it.
+
+  Args:
+    cache: without a table the rows' own cache [B, T, ...], else the pool [G, T, ...].
+    new_BS: values of the new tokens; converted to the cache's dtype.
+    positions_BS: int32 position of each new token. Without a table also None: 0 to S - 1.
+    table: the rows' pages; None: each row has its own cache.
+  """
+  if table is None:
+    return stored(cache, new_BS, positions_BS)
+  assert positions_BS is not None
+  size, count = cache.shape[1], table.page_BP.shape[1]
+  column_BS = jnp.minimum(positions_BS // size, count - 1)
+  page_BS = jnp.take_along_axis(table.page_BP, column_BS, 1)
+  page_BS = jnp.where(positions_BS <= table.last_B[:, None], page_BS, NO_PAGE)
+  at = cache.at[page_BS, positions_BS % size]
+  return at.set(new_BS.astype(cache.dtype), mode="drop")
+
+
+def read(cache: Array, table: PageTable | None) -> Array:
+  """The values at the positions 0, 1, ... of each row: the cache itself, or [B, P · T, ...].
+
+  Positions behind a row's last new token are zeros. They may lie in pages that an earlier request
+  has left, and an infinite value there would reach the row although its score is masked: the sum
+  over values has the term 0 · inf.
+
+  Args:
+    cache, table: as for `written`.
+  """
+  if table is None:
+    return cache
+  pages = jnp.take(cache, table.page_BP, axis=0, mode="clip")
+  rows = pages.reshape(pages.shape[0], -1, *cache.shape[2:])
+  seen_BT = jnp.arange(rows.shape[1]) <= table.last_B[:, None]
+  return jnp.where(seen_BT.reshape(*seen_BT.shape, *[1] * (rows.ndim - 2)), rows, 0)
+
+
+def with_table(caches: Any, table: PageTable | None) -> Any:
+  """Attention caches with this page table in place of their own; None takes the table away.
+
+  Args:
+    caches: a tree of pools (`KeyValues`, `Latents`), as `Trunk.init_caches` makes it with a row for
+      each page. Where the arrays of several layers are stacked, every layer gets the same table.
+      Other objects in the tree, such as caches of experts, stay as they are.
+    table: the rows' pages.
+  """
+
+  def one(cache: Any) -> Any:
+    if not is_cache(cache):
+      return cache
+    bare = dataclasses.replace(cache, table=None)
+    shape = jax.tree.leaves(bare)[0].shape
+    layers = shape[: len(shape) - cache.dimensions]
+    own = jax.tree.map(lambda x: jnp.broadcast_to(x, (*layers, *x.shape)), table)
+    return dataclasses.replace(cache, table=own)
+
+  return jax.tree.map(one, caches, is_leaf=is_cache)
+
+
+def is_cache(x: Any) -> bool:
+  """Whether x is the cache of an attention."""
+  return hasattr(x, "table")

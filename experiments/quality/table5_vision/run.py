@@ -27,14 +27,14 @@ def images(scale: str) -> study.RunConfig:
   quiet = {"sample_tokens": 0, "router_every": 0, "tensorboard": False}
   if scale != "cpu":
     return dataclasses.replace(run, train=dataclasses.replace(run.train, **quiet))
-  short = {"steps": 80, "batch_size": 32, "log_every": 10, "eval_every": 80, "eval_batches": 16}
+  short = {"steps": 50, "batch_size": 32, "log_every": 10, "eval_every": 50, "eval_batches": 16}
   small = {"width": 32, "num_heads": 2, "mlp_hidden": 64, "dtype": "float32"}
   vision = dataclasses.replace(run.model.vision, depths="2,2,2")
   return dataclasses.replace(
     run,
     model=dataclasses.replace(run.model, vision=vision, **small),
     train=dataclasses.replace(run.train, **short, **quiet),
-    optimizer=dataclasses.replace(run.optimizer, warmup_steps=8),
+    optimizer=dataclasses.replace(run.optimizer, warmup_steps=5),
     checkpoint=dataclasses.replace(run.checkpoint, every=0),
   )
 

@@ -239,7 +239,7 @@ def _warn_of_other_text(stored: Stored, data: Any) -> None:
 
 def capacity_groups(run: RunConfig) -> int:
   """Number of parts of a batch; in each, every expert has its own capacity."""
-  return run.dispatch.groups or run.mesh.batch_shards
+  return run.dispatch.groups or run.mesh.token_shards
 
 
 def with_changes(run: RunConfig, changed: Mapping[str, str]) -> RunConfig:

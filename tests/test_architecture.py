@@ -39,6 +39,7 @@ RANKS = [
   ("run.modality",),
   ("run.build", "run.command_line", "run.programs", "reports"),
   ("run.sharing",),
+  ("run.traffic",),
   ("run.dry_run", "run.controls"),
   ("run.benchmark", "pretrained", "run.summary", "run.generation_flags"),
   ("run.opened",),

@@ -3,9 +3,11 @@
 Only this module looks up names and defaults that depend on the version of jax or of NCCL.
 """
 
+import inspect
 from typing import Any
 
 import jax
+from jax._src.cudnn import fused_attention_stablehlo as _cudnn
 from jax.experimental import compute_on as _compute_on
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -65,3 +67,48 @@ def compiler_options(traced: Any) -> dict[str, Any]:
   within another one.
   """
   return dict(traced._params["compiler_options_kvs"])
+
+
+def cudnn_attention(q: Any, k: Any, v: Any, *, scale: float, causal: bool) -> tuple[Any, Any]:
+  """cuDNN's fused attention and the logarithms of its sums, both in float32.
+
+  `jax.nn.dot_product_attention` returns these logarithms in the type of the queries: too coarse to
+  join results with (jax 0.10 to 0.12).
+
+  Args:
+    q, k, v: bfloat16 or float16 [B, S, H, N], [B, T, K, N] and [B, T, K, N].
+    scale: factor on the scores.
+    causal: query i sees keys 0 to i; else all.
+
+  Returns:
+    [B, S, H, N] and [B, H, S].
+  """
+  mask = _cudnn.MaskType.CAUSAL if causal else _cudnn.MaskType.NO_MASK
+  found: Any = _cudnn.dot_product_attention(
+    q, k, v, scale=scale, mask_type=mask, return_residual=True
+  )
+  return found[0].astype("float32"), found[1]
+
+
+def cudnn_attention_gradients(
+  q: Any, k: Any, v: Any, y: Any, logs: Any, dy: Any, *, scale: float, causal: bool
+) -> tuple[Any, Any, Any]:
+  """cuDNN's gradients of q, k and v, where y and its logarithms may be those over more keys.
+
+  jax's own rule takes both from its forward pass; here the caller gives them.
+
+  Args:
+    q, k, v, scale, causal: as of `cudnn_attention`.
+    y, logs: results over all keys, in the type of q, and float32 [B, H, S].
+    dy: gradient of y, in its type.
+  """
+  rule: Any = _cudnn._dot_product_attention_bwd_rule
+  mask = _cudnn.MaskType.CAUSAL if causal else _cudnn.MaskType.NO_MASK
+  absent = q[:0, 0, 0, 0]  # of no elements, as jax passes for what is left out
+  # jax 0.12 has a function of the scores besides.
+  modified = "score_mod" in inspect.signature(rule).parameters
+  kept = (q, k, v, *[absent] * 7, *([()] if modified else []), logs, y)
+  how = (scale, 42, 0.0, (False, False), mask, _cudnn.AttentionLayout.BTNH.value, None)
+  how += (None,) if modified else ()
+  found = rule(*how, _cudnn.check_cudnn_version(), False, kept, dy)
+  return tuple(found[:3])

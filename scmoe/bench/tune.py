@@ -130,7 +130,7 @@ def asked_by_config(run: Any) -> dict[Key, bench.Shape]:
   model, mesh = run.model, run.mesh
   shards = expert_shards(mesh.expert, model.num_experts)
   shape = bench.Shape(
-    tokens=run.train.batch_size * run.data.seq_len // mesh.batch_shards,
+    tokens=run.train.batch_size * run.data.seq_len // mesh.token_shards,
     width=model.width,
     hidden=model.expert_hidden // (shards * mesh.tensor),
     experts=max(model.num_experts // mesh.expert, 1),

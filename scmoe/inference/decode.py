@@ -32,7 +32,8 @@ from scmoe.models.gpt import GPT, Pass
 from scmoe.models.stacked import Apart, is_apart
 from scmoe.moe.experts import ExpertSource, OnDevice
 from scmoe.offload.cache import HOLDERS
-from scmoe.parallel.mesh import BATCH_AXES, make_mesh, manual, parameter_specs
+from scmoe.parallel.mesh import TOKEN_AXES, make_mesh, manual, parameter_specs
+from scmoe.parallel.sequence import whole_rows
 
 # Turns a jitted function into a program with the same arguments (`scmoe.run.programs`).
 Prepare = Callable[[Any], Any]
@@ -196,7 +197,7 @@ class Static:
     return _COMPILED | (_ONE_ORDER if self.deterministic else {})
 
 
-_ROWS = P(BATCH_AXES)
+_ROWS = P(TOKEN_AXES)  # devices that divide rows in training have rows of their own here
 _COMPILED: dict[str, Any] = {
   # Without excess precision every operation rounds to its type. With it XLA keeps float32 within a
   # fusion, and the tokens of a bfloat16 model depend on XLA's fusions: on where the experts are and
@@ -234,6 +235,7 @@ def make_prefill(static: Static, room: int) -> Any:
   offload = static.offload
   experts = offload.prefill or OnDevice()
 
+  @whole_rows()
   def local(params, router, lengths_B, key, tokens_BS):
     model: GPT = nnx.merge(static.graph, params)
     caches = model.init_caches(tokens_BS.shape[0], room) | expert_caches(model, offload)
@@ -328,6 +330,7 @@ def make_decode(static: Static, steps: int, in_order: bool = False) -> Any:
   offload = static.offload
   experts = offload.decode or OnDevice()
 
+  @whole_rows()
   def local(params, router, lengths_B, key, made, token_B, caches):
     model: GPT = nnx.merge(static.graph, params)
     pairs = model.pairs()

@@ -18,7 +18,8 @@ from scmoe.base.errors import DataError
 from scmoe.models.gpt import GPT, Pass
 from scmoe.models.gradient_sums import ready_beside_pairs
 from scmoe.parallel.collectives import total
-from scmoe.parallel.mesh import BATCH_AXES, batch_sharding, manual
+from scmoe.parallel.mesh import BATCH_AXES, TOKEN_AXES, batch_sharding, manual
+from scmoe.parallel.sequence import own_tokens
 from scmoe.parallel.shares import stored_specs
 
 COUNTED = ("nats", "tokens", "bytes", "correct")
@@ -111,6 +112,7 @@ def _make_counts(graph: nnx.GraphDef, mesh: Mesh, num_domains: int) -> Any:
 
   def local(params, router, batch, sizes_V):
     model: GPT = nnx.merge(graph, ready_beside_pairs([params])[0])
+    batch = own_tokens(batch)
     mask_BS = batch.segment_ids > 0
     given = Pass(batch.positions, batch.segment_ids, mask_BS=mask_BS, router=router)
     out = model(batch.inputs, given)
@@ -124,7 +126,7 @@ def _make_counts(graph: nnx.GraphDef, mesh: Mesh, num_domains: int) -> Any:
     sent = jnp.zeros(2)
     if out.sums is not None:
       sent = jnp.stack([out.sums.dropped.sum(), out.sums.choices.sum()])
-    return total((counts, sent), BATCH_AXES, "statistics")
+    return total((counts, sent), TOKEN_AXES, "statistics")
 
   def program(params, router, batch, sizes_V):
     specs = (stored_specs(params), P(), P(BATCH_AXES), P())

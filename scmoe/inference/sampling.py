@@ -10,7 +10,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from scmoe.base.options import Options, option
-from scmoe.parallel.mesh import BATCH_AXES, axis_size, own_share
+from scmoe.parallel.mesh import TOKEN_AXES, axis_size, own_share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +61,6 @@ def sample(logits_BV: Float[Array, "B V"], sampling: Sampling, key: Array) -> In
     logits_BV = keep_top_k(logits_BV, sampling.top_k)
   if sampling.top_p < 1:
     logits_BV = keep_top_p(logits_BV, sampling.top_p)
-  rows = logits_BV.shape[0] * axis_size(*BATCH_AXES)
+  rows = logits_BV.shape[0] * axis_size(*TOKEN_AXES)
   gumbel = jax.random.gumbel(key, (rows, logits_BV.shape[1]), logits_BV.dtype)
-  return (own_share(gumbel, 0, *BATCH_AXES) + logits_BV).argmax(-1).astype(jnp.int32)
+  return (own_share(gumbel, 0, *TOKEN_AXES) + logits_BV).argmax(-1).astype(jnp.int32)

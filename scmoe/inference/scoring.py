@@ -20,7 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 from scmoe.base.errors import ConfigError
 from scmoe.models.gpt import GPT, Pass
-from scmoe.parallel.mesh import BATCH_AXES, make_mesh, manual, parameter_specs
+from scmoe.parallel.mesh import TOKEN_AXES, make_mesh, manual, parameter_specs
+from scmoe.parallel.sequence import whole_rows
 
 _SHORTEST = 16  # rows are padded to at least so many tokens, or to `length` if that is less
 
@@ -162,6 +163,7 @@ def make_scores(graph: nnx.GraphDef, mesh: Mesh) -> Any:
   probable token.
   """
 
+  @whole_rows()
   def local(params, router, inputs_BS, targets_BS, mask_BS, weights_BS):
     model: GPT = nnx.merge(graph, params)
     positions_BS = jnp.broadcast_to(jnp.arange(inputs_BS.shape[1]), inputs_BS.shape)
@@ -170,7 +172,7 @@ def make_scores(graph: nnx.GraphDef, mesh: Mesh) -> Any:
     return -(nats_BS * weights_BS).sum(1), ((1 - correct_BS) * weights_BS).sum(1)
 
   def program(params, router, *arrays):
-    rows = P(BATCH_AXES)
+    rows = P(TOKEN_AXES)
     specs = (parameter_specs(params), P(), *[rows] * len(arrays))
     return manual(local, mesh, specs, (rows, rows))(params, router, *arrays)
 

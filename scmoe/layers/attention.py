@@ -14,12 +14,13 @@ from jaxtyping import Float, Int
 
 from scmoe.base.errors import ConfigError
 from scmoe.base.options import Options, option, section
-from scmoe.layers.dot_product import attend, attend_stored, cache_length
+from scmoe.layers.divided_rows import attend
+from scmoe.layers.dot_product import attend_stored, cache_length
 from scmoe.layers.norm import rms_normalised
 from scmoe.layers.pages import PageTable, read, written
 from scmoe.layers.rope import RopeConfig, rotate
 from scmoe.parallel.collectives import repeat, total
-from scmoe.parallel.mesh import BATCH_AXES, axis_size
+from scmoe.parallel.mesh import TOKEN_AXES, axis_size
 
 QK_NORMS = ("none", "head", "all")
 
@@ -240,8 +241,8 @@ class Attention(nnx.Module):
     return KeyValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
   def cache_specs(self) -> KeyValues:
-    """PartitionSpecs of a cache: rows over the batch axes, heads over the tensor axis."""
-    spec = P(BATCH_AXES, None, "tensor")
+    """PartitionSpecs of a cache: rows over all axes of tokens, heads over the tensor axis."""
+    spec = P(TOKEN_AXES, None, "tensor")
     return KeyValues(spec, spec)  # pyright: ignore[reportArgumentType]
 
   def mix(

@@ -58,7 +58,7 @@ def attend(
     if segments_BS is not None:
       mask_BST &= segments_BS[:, :, None] == segments_BS[:, None, :]
     return softmax_over(q_BSHN, k_BSKN, v_BSKM, mask_BST, scale=scale, sinks_H=sinks_H)
-  q_BSHN, k_BSKN, v_BSKM = _padded_to_one_width(*map(_widened_on_cpu, (q_BSHN, k_BSKN, v_BSKM)))
+  q_BSHN, k_BSKN, v_BSKM = _padded_to_one_width(*map(widened_on_cpu, (q_BSHN, k_BSKN, v_BSKM)))
   mask_BHSS = None
   if segments_BS is not None:
     mask_BHSS = segments_BS[:, None, :, None] == segments_BS[:, None, None, :]
@@ -152,7 +152,7 @@ def softmax_over(
   """
   dtype, (rows, length, heads, width) = q_BSHN.dtype, q_BSHN.shape
   shared = k_BTKN.shape[2]
-  q_BSHN, k_BTKN, v_BTKM = map(_widened_on_cpu, (q_BSHN, k_BTKN, v_BTKM))
+  q_BSHN, k_BTKN, v_BTKM = map(widened_on_cpu, (q_BSHN, k_BTKN, v_BTKM))
   q_BSKGN = q_BSHN.reshape(rows, length, shared, heads // shared, width)
   wide = jnp.promote_types(dtype, jnp.float32)
   score_BKGST = jnp.einsum("bskgn,btkn->bkgst", q_BSKGN, k_BTKN, preferred_element_type=wide)
@@ -207,7 +207,7 @@ def _attend_masked(
 ) -> Array:
   """`attend_stored` by XLA, with a mask over the cache's positions."""
   dtype, size = q_BSHN.dtype, v_BTKM.shape[-1]
-  q_BSHN, k_BTKN, v_BTKM = _padded_to_one_width(*map(_widened_on_cpu, (q_BSHN, k_BTKN, v_BTKM)))
+  q_BSHN, k_BTKN, v_BTKM = _padded_to_one_width(*map(widened_on_cpu, (q_BSHN, k_BTKN, v_BTKM)))
   stored_T = jnp.arange(k_BTKN.shape[1])
   mask_BST = stored_T <= positions_BS[..., None]
   if window:
@@ -226,7 +226,7 @@ def _padded_to_one_width(*heads: Array) -> tuple[Array, ...]:
   return tuple(x if x.shape[-1] == width else jnp.pad(x, pad(x)) for x in heads)
 
 
-def _widened_on_cpu(x_BSHN: Array) -> Array:
+def widened_on_cpu(x_BSHN: Array) -> Array:
   """float16 as float32 on a CPU, where XLA has no float16 products for attention."""
   if x_BSHN.dtype != jnp.float16 or jax.default_backend() != "cpu":
     return x_BSHN
@@ -240,7 +240,12 @@ def _say_once(text: str) -> None:
 
 
 def _implementation(q_BSHN: Array, *, masked: bool, window: int = 0) -> Literal["cudnn"] | None:
-  """cuDNN's fused attention where it runs; None lets jax choose.
+  """cuDNN's fused attention where it runs; None lets jax choose."""
+  return "cudnn" if runs_fused(q_BSHN, masked=masked, window=window) else None
+
+
+def runs_fused(q_BSHN: Array, *, masked: bool, window: int = 0) -> bool:
+  """Whether cuDNN's fused attention runs here on these queries and as many keys.
 
   It needs Ampere (compute capability 8.0; a T4 has 7.5). cuDNN reads a mask as a bias, which is not
   deterministic after Hopper. Under `--deterministic` it is never used: jax 0.11.2 ends the first
@@ -252,7 +257,7 @@ def _implementation(q_BSHN: Array, *, masked: bool, window: int = 0) -> Literal[
   major = _compute_capability(jax.devices()[0])
   runs = major >= 8 and not (masked and major > 9) and not determinism.is_requested()
   runs = runs and kernels_may_run()
-  return "cudnn" if fits and runs else None
+  return fits and runs
 
 
 def _compute_capability(device: Any) -> int:

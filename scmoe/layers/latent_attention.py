@@ -22,12 +22,13 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
 from scmoe.base.options import Options, option, section
-from scmoe.layers.dot_product import attend, attend_stored
+from scmoe.layers.divided_rows import attend
+from scmoe.layers.dot_product import attend_stored
 from scmoe.layers.norm import Norm
 from scmoe.layers.pages import PageTable, read, written
 from scmoe.layers.rope import NEIGHBOURS, RopeConfig, rotate
 from scmoe.parallel.collectives import repeat, total
-from scmoe.parallel.mesh import BATCH_AXES
+from scmoe.parallel.mesh import TOKEN_AXES
 
 
 @jax.tree_util.register_dataclass
@@ -239,8 +240,8 @@ class LatentAttention(nnx.Module):
     return Latents(jnp.zeros((batch, length, kept), dtype))
 
   def cache_specs(self) -> Latents:
-    """PartitionSpecs of a cache: rows over the batch axes."""
-    return Latents(P(BATCH_AXES))  # pyright: ignore[reportArgumentType]
+    """PartitionSpecs of a cache: rows over all axes of tokens."""
+    return Latents(P(TOKEN_AXES))  # pyright: ignore[reportArgumentType]
 
 
 def _down(x_BSD: Array, weight: Any, bias: Any) -> Array:

@@ -21,6 +21,7 @@ from scmoe.models.config import ModelConfig
 from scmoe.models.trunk import Leg, Output, Pass, Route, Trunk, context_of, run_trunks
 from scmoe.moe.dispatch import DispatchConfig
 from scmoe.moe.options import RouterConfig
+from scmoe.parallel.sequence import own_positions
 
 __all__ = ["GPT", "Output", "Pass", "route", "run_batches_in_turns"]
 
@@ -147,7 +148,7 @@ def route(
     own.check_tokens(tokens_BS, one)
     positions_BS = one.positions_BS
     if positions_BS is None:
-      positions_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1]), tokens_BS.shape)
+      positions_BS = jnp.broadcast_to(own_positions(tokens_BS.shape[1]), tokens_BS.shape)
     segments_BS = one.segments_BS if config.document_mask else None
     contexts.append(context_of(shared, one, positions_BS, segments_BS))
     with jax.named_scope("embedding"):

@@ -32,7 +32,8 @@ from scmoe.moe.losses import (
 from scmoe.moe.options import RouterConfig
 from scmoe.moe.types import RouterSums
 from scmoe.parallel.collectives import total
-from scmoe.parallel.mesh import BATCH_AXES
+from scmoe.parallel.mesh import TOKEN_AXES
+from scmoe.parallel.sequence import own_tokens
 
 
 @jax.tree_util.register_dataclass
@@ -182,6 +183,7 @@ class RoutedObjective(abc.ABC):
       and "microbatches", or "steps" if `ahead` is given, the balancing loss.
     """
     pairs = None
+    batches = [own_tokens(batch) for batch in batches]
     params = ready_beside_pairs(params, totals)
     models: list[Any] = [nnx.merge(self.graph, own) for own in params]
     if totals is not None:
@@ -192,7 +194,7 @@ class RoutedObjective(abc.ABC):
       for model, out, batch in zip(models, outs, batches):
         own.append((self.of_batch(model, out, batch), out.sums))
       # One collective sums everything: all sums of all layers and microbatches.
-      own = total(own, BATCH_AXES, "statistics")
+      own = total(own, TOKEN_AXES, "statistics")
     bias_LE = (router or {}).get("bias")
     bias_range = None if bias_LE is None else bias_LE.max(-1) - bias_LE.min(-1)
     terms, found = [], []
@@ -227,8 +229,9 @@ class RoutedObjective(abc.ABC):
       By name: under `self.term` the sum of the weights; under "routed" the number of tokens or
       images that are no padding; under "microbatches" A; under "steps" 1.
     """
-    own = jnp.stack([each.astype(jnp.float32).sum() for each in self.counted(batch)])
-    weight, routed = total(own, BATCH_AXES, "statistics")
+    counted = self.counted(own_tokens(batch))
+    own = jnp.stack([each.astype(jnp.float32).sum() for each in counted])
+    weight, routed = total(own, TOKEN_AXES, "statistics")
     microbatches = jnp.asarray(batch.weights.shape[0], jnp.float32)
     one = jnp.ones(())
     return {self.term: weight, "routed": routed, "microbatches": microbatches, "steps": one}
@@ -254,12 +257,12 @@ class RoutedObjective(abc.ABC):
 
     def router_sums(item: tuple[Array, Batch]) -> RouterSums | None:
       number, own = item
-      return run_trunks(self.route([model], [own], router, [key_of(number)]))[0].sums
+      return run_trunks(self.route([model], [own_tokens(own)], router, [key_of(number)]))[0].sums
 
     with jax.named_scope("look_ahead"):
       found = jax.lax.map(router_sums, (jnp.arange(microbatches), batch))
       found = jax.tree.map(lambda x: x.sum(0), found)
-      return total(found, BATCH_AXES, "statistics")
+      return total(found, TOKEN_AXES, "statistics")
 
   def lay_out_totals(self, zeros: Any) -> Any:
     """The zeros, with an array of its own for each large layer if layers are written out.

@@ -24,6 +24,7 @@ from scmoe.moe.types import Dispatched, RouterSums, Routing
 from scmoe.parallel.barriers import barrier
 from scmoe.parallel.collectives import repeat, total
 from scmoe.parallel.mesh import BATCH_AXES, axis_size, own_share
+from scmoe.parallel.sequence import own_places, parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,18 +345,25 @@ class MoE(nnx.Module):
       key: random key.
     """
     router, (batch, *rest) = self.config.router, shape[:-1]
+    if parts() > 1:
+      rest[0] *= parts()
     shape = (batch * axis_size(*BATCH_AXES), *rest)
+
+    def own(drawn: Array, width: int) -> Array:
+      rows = own_share(drawn, 0, *BATCH_AXES)
+      return own_places(rows, 1).reshape(-1, width)
+
     noise = jitter = None
     if router.noise:
       drawn = jax.random.normal(key, (*shape, self.config.choices), jnp.float32)
-      noise = own_share(drawn, 0, *BATCH_AXES).reshape(-1, self.config.choices)
+      noise = own(drawn, self.config.choices)
     if router.compat.jitter:
       low, high = 1 - router.compat.jitter, 1 + router.compat.jitter
       key = jax.random.fold_in(key, 1)  # the noise has used the key itself
       drawn = jax.random.uniform(
         key, (*shape, self.config.width), jnp.float32, minval=low, maxval=high
       )
-      jitter = own_share(drawn, 0, *BATCH_AXES).reshape(-1, self.config.width)
+      jitter = own(drawn, self.config.width)
     return Draws(noise, jitter)
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from scmoe.parallel.mesh import AXES, BATCH_AXES, axis_size
+from scmoe.parallel.mesh import AXES, TOKEN_AXES, axis_size
 
 PyTree = Any
 
@@ -56,7 +56,7 @@ def sum_over_devices(grad: Array, axes: tuple[str, ...], dtype: str) -> Array:
 def travels_over(spec: P) -> tuple[str, ...]:
   """Mesh axes over which a parameter's gradients are summed; () if no other device holds it."""
   split = axes_of(spec)
-  return tuple(axis for axis in BATCH_AXES if axis not in split and axis_size(axis) > 1)
+  return tuple(axis for axis in TOKEN_AXES if axis not in split and axis_size(axis) > 1)
 
 
 def axes_of(spec: P) -> tuple[str, ...]:

@@ -1,12 +1,16 @@
 """The device mesh: its axes, and the one table that says which array dimension lies on which axis.
 
-A user gives `data` x `expert` x `tensor`. The batch is sharded over data x expert, experts over
-expert, hidden widths and heads over tensor. Everything else is replicated.
+A user gives `data` x `expert` x `tensor` x `sequence`. The batch is sharded over data x expert,
+experts over expert, hidden widths and heads over tensor, and the tokens of each row over sequence.
+Everything else is replicated.
 
 If the expert axis has more devices than there are experts, the mesh splits that axis in two:
 `expert`, one position per expert, and `shard`, over which the hidden width of each expert is
 divided. Example: 8 devices and 4 experts make expert=4 x shard=2. Otherwise `shard` has size 1.
-Parameters keep their logical shape on every mesh.
+The sequence axis is two axes likewise, of which at most one has several devices:
+`sequence_ring` and `sequence_heads`, so that code in the manual region can see from the mesh how
+attention crosses the devices (`MeshConfig.sequence_attention`). Parameters keep their logical shape
+on every mesh.
 """
 
 from __future__ import annotations
@@ -25,8 +29,13 @@ from jax.sharding import PartitionSpec as P
 from scmoe.base.errors import ConfigError
 from scmoe.base.options import Options, check_type, option
 
-AXES = ("data", "expert", "shard", "tensor")
+AXES = ("data", "expert", "shard", "sequence_ring", "sequence_heads", "tensor")
 BATCH_AXES = ("data", "expert", "shard")  # the batch dimension is split over all three
+SEQUENCE_AXES = (
+  "sequence_ring",
+  "sequence_heads",
+)  # the tokens of a row are split over one of them
+TOKEN_AXES = (*BATCH_AXES, *SEQUENCE_AXES)  # devices that differ in one of them have other tokens
 
 # Logical dimension of a parameter or activation -> mesh axis. The only such table.
 LOGICAL_TO_MESH: dict[str | None, Any] = {
@@ -63,6 +72,18 @@ class MeshConfig(Options, path="mesh"):
   tensor: int = option(
     1, "devices on the tensor axis (hidden widths, heads, vocabulary)", minimum=1
   )
+  sequence: int = option(
+    1,
+    "devices that divide the tokens of each row among them, for contexts that one device cannot "
+    "hold (docs/scale.md)",
+    minimum=1,
+  )
+  sequence_attention: str = option(
+    "ring",
+    "with mesh.sequence: how a token attends to those of other devices: ring (keys and values go "
+    "round), or heads (all-to-alls give each device all tokens of some heads)",
+    choices=("ring", "heads"),
+  )
   shard_state: str = option(
     "none",
     "what the ranks of the data axis share instead of holding it whole: none; the optimizer's "
@@ -95,19 +116,20 @@ class MeshConfig(Options, path="mesh"):
     """
     if self.data == 0:
       raise ConfigError("mesh.data=0 has no devices; use -1 for all that the other axes leave")
-    others = self.expert * self.tensor
+    others = self.expert * self.tensor * self.sequence
+    inner = f"mesh.expert={self.expert} x mesh.tensor={self.tensor}"
+    inner += f" x mesh.sequence={self.sequence}" if self.sequence > 1 else ""
     if self.data == -1:
       if num_devices % others:
         raise ConfigError(
-          f"mesh.expert={self.expert} x mesh.tensor={self.tensor} = {others} does not divide the "
-          f"{num_devices} devices; choose axes whose product divides {num_devices}, or "
-          f"set up as many on a CPU with jax_num_cpu_devices={others} (commands: --simulate "
-          f"{others})"
+          f"{inner} = {others} does not divide the {num_devices} devices; choose axes whose "
+          f"product divides {num_devices}, or set up as many on a CPU with "
+          f"jax_num_cpu_devices={others} (commands: --simulate {others})"
         )
       return dataclasses.replace(self, data=num_devices // others)
     if self.size > num_devices:
       raise ConfigError(
-        f"mesh.data={self.data} x mesh.expert={self.expert} x mesh.tensor={self.tensor} needs "
+        f"mesh.data={self.data} x {inner} needs "
         f"{self.size} devices, {num_devices} found; make the axes smaller or add devices "
         f"(on a CPU jax_num_cpu_devices={self.size} sets them up; commands: --simulate {self.size})"
       )
@@ -116,12 +138,29 @@ class MeshConfig(Options, path="mesh"):
   @property
   def size(self) -> int:
     """Number of devices; needs a resolved `data`."""
-    return self.data * self.expert * self.tensor
+    return self.data * self.expert * self.tensor * self.sequence
+
+  @property
+  def words(self) -> str:
+    """The axes and their sizes for a line of text: data 2 x expert 4 x tensor 1."""
+    axes = ["data", "expert", "tensor", *["sequence"] * (self.sequence > 1)]
+    return " x ".join(f"{axis} {getattr(self, axis)}" for axis in axes)
 
   @property
   def batch_shards(self) -> int:
-    """Number of shards of the batch."""
+    """Number of shards of the batch's rows."""
     return self.data * self.expert
+
+  @property
+  def token_shards(self) -> int:
+    """Number of shards of the batch's tokens: `batch_shards`, times the parts of a row."""
+    return self.batch_shards * self.sequence
+
+  @property
+  def sequence_multiple(self) -> int:
+    """The length of a row is a multiple of this number: a device of a ring holds two chunks."""
+    chunks = 2 if self.sequence > 1 and self.sequence_attention == "ring" else 1
+    return chunks * self.sequence
 
 
 def make_mesh(
@@ -129,8 +168,8 @@ def make_mesh(
 ) -> Mesh:
   """Builds the mesh over the first `config.size` devices (all processes' devices by default).
 
-  The tensor axis varies fastest, then shard and expert, so that their collectives stay inside a
-  host if they fit.
+  The tensor axis varies fastest, then sequence, shard and expert, so that their collectives stay
+  inside a host if they fit.
 
   Args:
     config: sizes of the axes.
@@ -151,7 +190,9 @@ def make_mesh(
       "must be in the mesh: set mesh.data=-1"
     )
   shards = expert_shards(config.expert, num_experts)
-  shape = (config.data, config.expert // shards, shards, config.tensor)
+  ring = config.sequence if config.sequence_attention == "ring" else 1
+  sequence = (ring, config.sequence // ring)
+  shape = (config.data, config.expert // shards, shards, *sequence, config.tensor)
   grid = np.array(devices[: config.size]).reshape(shape)
   return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -211,6 +252,11 @@ def _spec_of(names: Sequence[str | None], shape: Sequence[int]) -> P:
 def batch_sharding(mesh: Mesh, *, leading: int = 0) -> NamedSharding:
   """Sharding of a batch whose batch dimension comes after `leading` unsharded dimensions."""
   return NamedSharding(mesh, P(*([None] * leading), BATCH_AXES))
+
+
+def batch_shards(mesh: Mesh) -> int:
+  """Number of shards of the batch's rows on a mesh."""
+  return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -317,7 +317,7 @@ def _way_lines(arms: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _check(run: RunConfig, load: Workload) -> None:
-  shards = run.mesh.batch_shards
+  shards = run.mesh.token_shards
   if load.rows % shards:
     raise ConfigError(
       f"--batch={load.rows} does not divide over the {shards} batch shards of the mesh; use a "

@@ -48,6 +48,7 @@ MOST = {
   "mesh.data": 2**20,
   "mesh.expert": 2**20,
   "mesh.tensor": 2**20,
+  "mesh.sequence": 2**20,
   "mesh.bucket_bytes": COUNT,
   "overlap.flight": 2**10,
   "train.batch_size": 2**24,

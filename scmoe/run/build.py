@@ -381,7 +381,7 @@ def derived_overlap(run: RunConfig) -> OverlapConfig:
 
 def single_device(run: RunConfig) -> RunConfig:
   """The same run on a mesh of one device."""
-  return _on(run, dataclasses.replace(run.mesh, data=1, expert=1, tensor=1))
+  return _on(run, dataclasses.replace(run.mesh, data=1, expert=1, tensor=1, sequence=1))
 
 
 def with_wiring(run: RunConfig, name: str) -> RunConfig:
@@ -402,7 +402,7 @@ def on_mesh(run: RunConfig, text: str = "") -> RunConfig:
   """
   if not text:
     return run if run.mesh.size <= jax.device_count() else single_device(run)
-  axes = {"data": 1, "expert": 1, "tensor": 1}
+  axes = {"data": 1, "expert": 1, "tensor": 1, "sequence": 1}
   for part in text.split(","):
     name, _, value = part.strip().partition("=")
     if name not in axes or not value.isdecimal() or not int(value):
@@ -419,7 +419,7 @@ def _on(run: RunConfig, mesh: MeshConfig) -> RunConfig:
   """The run on another mesh. Capacity groups decide which tokens are dropped, so they stay if they
   divide over the new mesh."""
   groups = run.dispatch.groups
-  groups = 0 if groups % mesh.batch_shards else groups
+  groups = 0 if groups % mesh.token_shards else groups
   return dataclasses.replace(
     run, mesh=mesh, dispatch=dataclasses.replace(run.dispatch, groups=groups)
   )
@@ -436,7 +436,7 @@ def with_capacity_groups_of(run: RunConfig, trained: RunConfig) -> RunConfig:
     run: resolved, on the mesh where it is evaluated.
     trained: resolved, on the mesh where it was trained.
   """
-  groups, shards = trained.mesh.batch_shards, run.mesh.batch_shards
+  groups, shards = trained.mesh.token_shards, run.mesh.token_shards
   tokens = run.train.batch_size * run.data.seq_len
   if run.dispatch.groups or groups % shards or tokens % groups:
     return run
@@ -469,7 +469,7 @@ def modelled_times(run: RunConfig, modelled_on: str) -> Times | None:
   model, wiring = run.model, run.model.wiring_rule
   if not wiring.taps:
     return None
-  tokens = run.train.batch_size * run.data.seq_len // run.mesh.batch_shards
+  tokens = run.train.batch_size * run.data.seq_len // run.mesh.token_shards
   k = wiring.routed_per_gating(model.top_k)
   query_width, value_width = head_widths(model)
   sizes = Sizes(

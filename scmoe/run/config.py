@@ -53,7 +53,7 @@ class RunConfig(Options):
   router: RouterConfig = section(RouterConfig, "how experts are chosen and kept in balance")
   dispatch: DispatchConfig = section(DispatchConfig, "how tokens travel to the experts")
   overlap: OverlapConfig = section(OverlapConfig, "where the expert stage sits in the schedule")
-  mesh: MeshConfig = section(MeshConfig, "devices: data x expert x tensor")
+  mesh: MeshConfig = section(MeshConfig, "devices: data x expert x tensor x sequence")
   data: DataConfig = section(DataConfig, "text, tokenizer, sequences; images", default=_WHOLE_ROWS)
   augment: AugmentConfig = section(AugmentConfig, "how training changes images and labels")
   train: TrainConfig = section(TrainConfig, "length, batch and cadence of the run")
@@ -95,6 +95,7 @@ class RunConfig(Options):
     run._check_reading()
     model.check_mesh(expert=mesh.expert, tensor=mesh.tensor)
     self.train.check_mesh(mesh.batch_shards, num_processes)
+    run._check_divided_rows()
     self.train.check_trackers()
     self.train.microbatches(length)
     if not model.reads_images:
@@ -153,6 +154,34 @@ class RunConfig(Options):
         "model.document_mask=True" + (", or data.packing=pad" * (not self.data.reads_preferences))
       )
 
+  def _check_divided_rows(self) -> None:
+    """Checks that devices can divide the tokens of each row (`mesh.sequence`)."""
+    from scmoe.layers.divided_rows import check_heads
+
+    mesh, model, length = self.mesh, self.model, self.data.seq_len
+    if mesh.sequence == 1:
+      return
+    name = f"mesh.sequence={mesh.sequence}"
+    if model.reads_images:
+      raise ConfigError(
+        f"{name} divides rows of text, got model.architecture={model.architecture!r}; use "
+        "mesh.sequence=1"
+      )
+    if self.data.reads_preferences:
+      raise ConfigError(
+        f"{name} does not go with data.source='preference', whose loss needs whole answers; use "
+        "mesh.sequence=1"
+      )
+    if length % mesh.sequence_multiple:
+      near = -(-length // mesh.sequence_multiple) * mesh.sequence_multiple
+      raise ConfigError(
+        f"data.seq_len={length} is no multiple of {mesh.sequence_multiple}, into which {name} with "
+        f"mesh.sequence_attention={mesh.sequence_attention} cuts a row; use {near}"
+      )
+    if mesh.sequence_attention == "heads":
+      kv_heads = model.num_heads if model.kv_lora_rank else model.num_kv_heads
+      check_heads(model.num_heads // mesh.tensor, kv_heads // mesh.tensor, mesh.sequence)
+
   def _check_reference(self) -> None:
     train = self.train
     if not self.data.reads_preferences:
@@ -185,12 +214,13 @@ class RunConfig(Options):
     if dispatch.transport in ("dropless", "put") or is_import_path(dispatch.transport):
       return
     for length in routed_lengths(self.model, self.data.seq_len):
-      shards, tokens = mesh.batch_shards, self.train.batch_size * length
+      shards, tokens = mesh.token_shards, self.train.batch_size * length
       groups = dispatch.groups or shards
       if groups % shards or tokens % groups:
         raise ConfigError(
-          f"dispatch.groups={groups} must be a multiple of mesh.data x mesh.expert = {shards} and "
-          f"divide the {tokens} tokens of a microbatch; use 0 for one per device"
+          f"dispatch.groups={groups} must be a multiple of mesh.data x mesh.expert"
+          f"{' x mesh.sequence' * (mesh.sequence > 1)} = {shards} and divide the {tokens} tokens "
+          "of a microbatch; use 0 for one per device"
         )
       if dispatch.capacity_factor > 0:
         capacity(

@@ -7,7 +7,7 @@ arrays and an abstract mesh; nothing is compiled or allocated. FLOPs are analyti
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,8 +21,8 @@ from scmoe.base.sizes import number, size_of
 from scmoe.blocks.wiring import WIRINGS
 from scmoe.layers.dot_product import fusable
 from scmoe.models.flops import Flops, Parameters, count_parameters, forward_flops
-from scmoe.parallel.mesh import BATCH_AXES, MeshConfig, manual, shardings_of
-from scmoe.run import build
+from scmoe.parallel.mesh import BATCH_AXES, manual, shardings_of
+from scmoe.run import build, traffic
 from scmoe.run.config import RunConfig
 from scmoe.run.estimates import DEVICES, USABLE, StepNeeds, device_table
 from scmoe.run.modality import modality_of
@@ -63,24 +63,6 @@ class Memory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Traffic:
-  """Bytes that each device sends in one optimizer step.
-
-  Attributes:
-    exchanges: all-to-alls, forward and backward, over all microbatches.
-    all_to_all: what leaves the device in them.
-    gradients: ring all-reduce of the gradients of replicated parameters; their reduce-scatter
-      where data ranks share the state.
-    parameters: all-gathers of parameters that data ranks share.
-  """
-
-  exchanges: int
-  all_to_all: int
-  gradients: int
-  parameters: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
 class DryRun:
   """Everything that `--dry_run` prints; see `dry_run`.
 
@@ -93,7 +75,7 @@ class DryRun:
   parameters: Parameters
   flops: Flops
   memory: Memory
-  traffic: Traffic
+  traffic: traffic.Traffic
   larger: dict[int, Memory]
 
   @property
@@ -125,13 +107,13 @@ def dry_run(run: RunConfig) -> DryRun:
   halves = sharing.cast if run.optimizer.ablation.masters != "cast" else None
   placed = shardings_of(shapes), {}
   state = abstract_state(init, optimizer, mesh, placed, halves)  # pyright: ignore
-  sent = list(_all_to_alls(_traced_step(run, mesh, graph, shapes)))
+  sent = traffic.sent_in(_traced_step(run, mesh, graph, shapes))
   memory = Memory(
     parameters=bytes_per_device(state.params),
     gradients=sharing.gradient_bytes,
     optimizer=bytes_per_device((state.opt_state, state.average)),
     activations=_activation_bytes(run),
-    exchange=4 * max((size for _, size, _ in sent), default=0),
+    exchange=4 * sent.largest,
     gathered=sharing.gathered_bytes,
   )
   return DryRun(
@@ -139,7 +121,7 @@ def dry_run(run: RunConfig) -> DryRun:
     count_parameters(run.model, shapes, real_share(run)),
     forward_flops(run.model, run.data.seq_len, real_share(run)),
     memory,
-    _traffic(run, sent, sharing),
+    traffic.of_step(run, sent, sharing),
     _larger(run, memory),
   )
 
@@ -188,7 +170,7 @@ def real_share(run: RunConfig) -> float:
 def planned_devices(run: RunConfig) -> int:
   """Devices that the mesh asks for; a free `mesh.data` (-1) counts as 1."""
   mesh = run.mesh
-  return max(mesh.data, 1) * max(mesh.expert, 1) * max(mesh.tensor, 1)
+  return max(mesh.data, 1) * max(mesh.expert, 1) * max(mesh.tensor, 1) * max(mesh.sequence, 1)
 
 
 def abstract_mesh(run: RunConfig) -> AbstractMesh:
@@ -221,50 +203,19 @@ def _traced_step(run: RunConfig, mesh: AbstractMesh, graph: nnx.GraphDef, shapes
   return jax.make_jaxpr(local)(bare, _batch(run)).jaxpr
 
 
-def _all_to_alls(jaxpr: Any, times: int = 1) -> Iterator[tuple[int, int, int]]:
-  """(how often, bytes of the buffer, devices that exchange) of every all-to-all.
-
-  A `while` loop is counted as if it never ran: it holds the dropless transport's overflow rounds,
-  and balanced routing needs none.
-  """
-  for equation in jaxpr.eqns:
-    if equation.primitive.name == "all_to_all":
-      buffer = equation.invars[0].aval
-      parties = buffer.shape[equation.params["split_axis"]]
-      yield times, buffer.size * buffer.dtype.itemsize, parties
-    inner = {"scan": equation.params.get("length"), "while": 0}.get(equation.primitive.name, 1)
-    for value in equation.params.values():
-      for item in value if isinstance(value, (tuple, list)) else (value,):
-        item = getattr(item, "jaxpr", item)
-        if hasattr(item, "eqns"):
-          yield from _all_to_alls(item, times * inner)
-
-
-def _traffic(run: RunConfig, sent: list[tuple[int, int, int]], sharing: Sharing) -> Traffic:
-  microbatches = run.train.microbatches(run.data.seq_len)
-  # A device keeps its own one of the buffer's n equal parts.
-  leaving = sum(times * size * (n - 1) // n for times, size, n in sent)
-  return Traffic(
-    exchanges=microbatches * sum(times for times, _, _ in sent),
-    all_to_all=microbatches * leaving,
-    gradients=sharing.gradient_traffic,
-    parameters=sharing.parameter_traffic,
-  )
-
-
 def _activation_bytes(run: RunConfig) -> int:
   """Bytes that one device keeps for the backward pass of one microbatch."""
   kept = _saved_bytes(run)
   if run.train.remat != "none":  # the backward pass recomputes one step of the scan at a time
     plain = dataclasses.replace(run, train=dataclasses.replace(run.train, remat="none"))
     kept += _saved_bytes(plain) // (run.model.num_pairs + len(run.model.dense_indices))
-  return kept // run.mesh.tensor
+  return kept // (run.mesh.tensor * run.mesh.sequence)
 
 
 def _saved_bytes(run: RunConfig) -> int:
   """Bytes of the residuals that jax keeps for one device's rows of a microbatch.
 
-  Hidden widths are not divided over the tensor axis here.
+  Hidden widths are not divided over the tensor axis here, nor tokens over the sequence axis.
   """
   # A single device with these rows computes E·C expert rows, as many as a device of the mesh.
   shards = run.mesh.batch_shards
@@ -282,13 +233,14 @@ def _saved_bytes(run: RunConfig) -> int:
   arguments = {id(v) for v in jaxpr.invars}
   kept = {id(v): v.aval for v in jaxpr.outvars if hasattr(v, "aval") and id(v) not in arguments}
   # The portable attention that is traced here keeps the scores. A GPU's fused attention, which a
-  # deterministic run does not use, keeps none.
+  # deterministic run does not use, keeps none, nor does a ring.
   model, length, masked = run.model, run.data.seq_len, run.model.document_mask
   fused = fusable(
     jnp.dtype(model.dtype), model.head_dim, length, masked=masked, window=model.sliding_window
   )
   fused = fused and not (run.train.deterministic or model.attention_sinks)
   fused = fused and not model.full_attention_layers
+  fused = fused or (run.mesh.sequence > 1 and run.mesh.sequence_attention == "ring")
   is_score = lambda a: len(a.shape) >= 5 and a.shape[-2:] == (length, length)
   return sum(a.size * a.dtype.itemsize for a in kept.values() if not (fused and is_score(a)))
 
@@ -329,7 +281,7 @@ def report(result: DryRun) -> str:
     f"tokens       {tokens:,} per step ({micro} x {run.train.batch_size} "
     f"{modality_of(run).noun}s of {run.data.seq_len}), {number(tokens * steps)} in {steps:,} steps",
     *_memory_lines(result),
-    *_traffic_lines(result.traffic, run.mesh),
+    *traffic.lines(result.traffic, run.mesh),
     "",
     *device_table(result.step_needs, steps),
     *_sharing_lines(result),
@@ -369,8 +321,8 @@ def _nth(n: int) -> str:
 def _memory_lines(result: DryRun) -> list[str]:
   mesh, memory = result.run.mesh, result.memory
   lines = [
-    f"mesh         data {mesh.data} x expert {mesh.expert} x tensor {mesh.tensor} = "
-    f"{mesh.size} device{'s' if mesh.size > 1 else ''}{_shared_words(mesh)}",
+    f"mesh         {mesh.words} = {mesh.size} device{'s' if mesh.size > 1 else ''}"
+    f"{traffic.shared_words(mesh)}",
     "",
     "memory on each device",
   ]
@@ -385,27 +337,6 @@ def _memory_lines(result: DryRun) -> list[str]:
   for times, larger in result.larger.items():  # fewer microbatches: fewer additions of gradients
     name = f"total with train.batch_size={times * result.run.train.batch_size}"
     lines.append(f"  {name:36} {size_of(larger.total):>12}")
-  return lines
-
-
-def _shared_words(mesh: MeshConfig) -> str:
-  words = {"none": "", "moments": "moments", "parameters": "parameters and moments"}
-  shared = words[mesh.shard_state] if mesh.data > 1 else ""
-  return f"; data ranks share {shared}" if shared else ""
-
-
-def _traffic_lines(traffic: Traffic, mesh: MeshConfig) -> list[str]:
-  if not traffic.exchanges and not traffic.gradients:
-    return ["", "traffic      none: one device"]
-  how = "reduce-scatter" if _shared_words(mesh) else "ring all-reduce"
-  lines = [
-    "",
-    "traffic that leaves each device, per step",
-    f"  {f'all-to-all ({traffic.exchanges} exchanges)':36} {size_of(traffic.all_to_all):>12}",
-    f"  {f'gradients ({how})':36} {size_of(traffic.gradients):>12}",
-  ]
-  if traffic.parameters:
-    lines.append(f"  {'parameters (all-gather)':36} {size_of(traffic.parameters):>12}")
   return lines
 
 

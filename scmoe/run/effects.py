@@ -126,6 +126,12 @@ RULES = (
     "set mesh.data to 2 or more, or leave mesh.shard_state=none",
   ),
   _Rule(
+    ("mesh.sequence_attention",),
+    lambda run: run.mesh.sequence == 1,
+    "with mesh.sequence=1 each device has whole rows",
+    "set mesh.sequence to 2 or more",
+  ),
+  _Rule(
     ("mesh.bucket_bytes",),
     lambda run: run.mesh.shard_state == "none",
     "with mesh.shard_state='none' no rank holds a share",

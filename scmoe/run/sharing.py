@@ -14,7 +14,7 @@ from flax import nnx
 
 from scmoe.models.stacked import STACKS
 from scmoe.parallel.gradients import axes_of
-from scmoe.parallel.mesh import BATCH_AXES
+from scmoe.parallel.mesh import TOKEN_AXES
 from scmoe.parallel.shares import AXIS, WHOLE, StateShares
 from scmoe.run import build
 from scmoe.run.config import RunConfig
@@ -78,7 +78,7 @@ class Sharing:
     times = self._microbatches if self.shares and self.shares.parameters else 1
     leaving = 0.0
     for leaf, dimension in self._leaves:
-      axes = set(BATCH_AXES) - set(axes_of(leaf.sharding.spec))
+      axes = set(TOKEN_AXES) - set(axes_of(leaf.sharding.spec))
       size, shape = bytes_per_device(leaf), leaf.sharding.mesh.shape
       if dimension != WHOLE:
         ranks = shape[AXIS]

@@ -28,7 +28,7 @@ def header(built: build.Built, data: Any, workdir: Path) -> str:
   lines = [
     f"run          {run.name} -> {workdir}",
     *model_lines(run, parameters, forward_flops(run.model, run.data.seq_len)),
-    f"mesh         data {mesh.data} x expert {mesh.expert} x tensor {mesh.tensor}: {mesh.size} of "
+    f"mesh         {mesh.words}: {mesh.size} of "
     f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     f"memory       {size_of(held)} of parameters and optimizer on each device; --dry_run has more",
     data.summary(),
@@ -200,7 +200,7 @@ def _nearest_mesh(run: RunConfig, limit: int | None) -> str:
   (need,) = smallest_data(run, [limit])
   if need is None:
     return ""
-  devices = need[0] * run.mesh.expert * run.mesh.tensor
+  devices = need[0] * run.mesh.size // run.mesh.data
   return (
     f"mesh.shard_state=parameters mesh.data={need[0]} on {devices} devices would fit "
     f"({size_of(need[1])})"

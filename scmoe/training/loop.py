@@ -24,7 +24,7 @@ from scmoe.base.batch import Batch
 from scmoe.base.errors import CheckpointError, ConfigError, DataError, Preempted, StorageError
 from scmoe.base.output import warn
 from scmoe.base.stored import write_json
-from scmoe.parallel.mesh import batch_sharding
+from scmoe.parallel.mesh import batch_sharding, batch_shards
 from scmoe.training.card import write_card
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.compiled import PROGRAMS, kept_programs
@@ -130,12 +130,12 @@ class Trainer:
       ConfigError: a microbatch does not divide evenly over mesh or processes, or
         `train.tokens_per_step` is no whole number of microbatches.
     """
-    train, shards = self.built.train, self.built.mesh.size // self.built.mesh.shape["tensor"]
+    train, shards = self.built.train, batch_shards(self.built.mesh)
     train.check_mesh(shards, jax.process_count())
     if shards % jax.process_count():
       raise ConfigError(
         f"mesh.data x mesh.expert = {shards} does not give each of {jax.process_count()} processes "
-        "its own part of the batch; make mesh.tensor smaller"
+        "its own part of the batch; make mesh.tensor or mesh.sequence smaller"
       )
     return train.microbatches(self.built.sequence_length)
 

@@ -90,6 +90,8 @@ _SINCE = {
   },
   "dispatch": {"silent": False},
   "mesh": {
+    "sequence": 1,
+    "sequence_attention": "ring",
     "shard_state": "none",
     "gather_again": True,
     "gather_ahead": False,

@@ -121,7 +121,7 @@ def test_puts_do_not_go_from_host_to_host():
 
 def lowered(function, in_specs, out_specs, *shapes) -> str:
   """The program for CUDA of a function of one device's shares, on two GPUs that need not exist."""
-  mesh = AbstractMesh((1, 2, 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+  mesh = AbstractMesh((1, 2, 1, 1, 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES))
   traced = jax.jit(manual(function, mesh, in_specs, out_specs)).trace(*shapes)
   return traced.lower(lowering_platforms=("cuda",)).as_text()
 

@@ -46,11 +46,14 @@ from scmoe.moe.dispatch.positions import queue_positions
 from scmoe.moe.types import Dispatched, Routing
 from scmoe.parallel.barriers import barrier
 from scmoe.parallel.collectives import Exchange, largest
+from scmoe.parallel.mesh import TOKEN_AXES
 
 # An overflow round has room for 1/4 of the first round's rows. Each round costs about 0.1 ms of
 # launches on four GPUs; rounds of 1/2 would raise the peak memory of a compiled layer
 # (experiments/dispatch).
 OVERFLOW = 4
+# Devices of these axes dispatch other tokens to experts that they hold as well.
+BESIDE_EXPERT = tuple(axis for axis in TOKEN_AXES if axis != "expert")
 
 
 def buffer_rows(choices: int, *, slack: float, peers: int, chunks: int = 1) -> int:
@@ -124,9 +127,9 @@ class Dropless:
     overflow_TD = left_over = None
     if self.longest is None or size * self.chunks < self.longest:
       # All devices run the loop equally often, as the longest queue of any device requires. So do
-      # devices on the data and shard axes, which this exchange does not reach. (Devices that share
+      # devices on the other axes of tokens, which this exchange does not reach. (Devices that share
       # an expert gather its weights within the loop.)
-      longest = largest(queues.longest, ("data", "shard"), "counts")
+      longest = largest(queues.longest, BESIDE_EXPERT, "counts")
       longest = checkpoint_name(longest, "moe_rows")
       left = jnp.maximum(0, longest - size * self.chunks)
       rounds += -(-left // overflow_rows(size * self.chunks))

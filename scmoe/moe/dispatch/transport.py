@@ -21,7 +21,7 @@ from scmoe.moe.dispatch.put import Put, check_put
 from scmoe.moe.options import ORDERS
 from scmoe.moe.types import Dispatched, Routing
 from scmoe.parallel.collectives import Exchange
-from scmoe.parallel.mesh import BATCH_AXES, axis_size
+from scmoe.parallel.mesh import TOKEN_AXES, axis_size
 
 
 class Transport(Protocol):
@@ -213,16 +213,17 @@ def make_exchange(config: DispatchConfig) -> Exchange:
 
 
 def _local_groups(config: DispatchConfig) -> int:
-  """Capacity groups of one device: `dispatch.groups` / number of batch shards; 1 if it is 0.
+  """Capacity groups of one device: `dispatch.groups` / number of token shards; 1 if it is 0.
 
   Raises:
-    ConfigError: `dispatch.groups` is not a multiple of the number of batch shards.
+    ConfigError: `dispatch.groups` is not a multiple of the number of token shards.
   """
-  shards = axis_size(*BATCH_AXES)
+  shards = axis_size(*TOKEN_AXES)
   groups = config.groups or shards
   if groups % shards:
     raise ConfigError(
-      f"dispatch.groups={groups} is not a multiple of mesh.data x mesh.expert = {shards}; "
+      f"dispatch.groups={groups} is not a multiple of mesh.data x mesh.expert x mesh.sequence = "
+      f"{shards}; "
       f"use 0 (one per device) or a multiple of {shards}"
     )
   return groups // shards

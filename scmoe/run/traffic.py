@@ -1,0 +1,133 @@
+"""What a training step sends between devices, read off its jaxpr; for the dry run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from scmoe.base.sizes import size_of
+from scmoe.parallel.mesh import MeshConfig
+from scmoe.parallel.sequence import HEADS
+from scmoe.run.config import RunConfig
+from scmoe.run.sharing import Sharing
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+  """Bytes that each device sends in one optimizer step.
+
+  Attributes:
+    exchanges: all-to-alls of rows, forward and backward, over all microbatches.
+    all_to_all: what leaves the device in them.
+    gradients: ring all-reduce of the gradients of replicated parameters; their reduce-scatter
+      where data ranks share the state.
+    parameters: all-gathers of parameters that data ranks share.
+    sequence: queries, keys, values, results and their gradients, to devices with other tokens of
+      the same rows.
+  """
+
+  exchanges: int
+  all_to_all: int
+  gradients: int
+  parameters: int = 0
+  sequence: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+  """What a device sends in the passes of one microbatch.
+
+  Attributes:
+    exchanges: all-to-alls of rows to experts and back.
+    all_to_all: bytes that leave the device in them. It keeps its own one of a buffer's W parts.
+    sequence: bytes that leave the device for those with other tokens of the same rows.
+    largest: bytes of the largest buffer of an exchange of rows.
+  """
+
+  exchanges: int
+  all_to_all: int
+  sequence: int
+  largest: int
+
+
+def sent_in(jaxpr: Any) -> Sent:
+  """What the all-to-alls and the ring's permutations of a jaxpr send.
+
+  A `while` loop is counted as if it never ran: it holds the dropless transport's overflow rounds,
+  and balanced routing needs none.
+  """
+  exchanges = all_to_all = sequence = largest = 0
+  for equation, times in _collectives(jaxpr, 1):
+    buffer, params = equation.invars[0].aval, equation.params
+    size = buffer.size * buffer.dtype.itemsize
+    if equation.primitive.name == "ppermute":
+      sequence += times * sum(v.aval.size * v.aval.dtype.itemsize for v in equation.invars)
+    elif HEADS in params["axis_name"]:
+      width = (
+        buffer.shape[params["split_axis"]] // equation.outvars[0].aval.shape[params["split_axis"]]
+      )
+      sequence += times * size * (width - 1) // width
+    else:
+      parties = buffer.shape[params["split_axis"]]
+      exchanges += times
+      all_to_all += times * size * (parties - 1) // parties
+      largest = max(largest, size)
+  return Sent(exchanges, all_to_all, sequence, largest)
+
+
+def of_step(run: RunConfig, sent: Sent, sharing: Sharing) -> Traffic:
+  """The traffic of an optimizer step.
+
+  Args:
+    run: resolved.
+    sent: in the passes of one microbatch.
+    sharing: the run's.
+  """
+  microbatches = run.train.microbatches(run.data.seq_len)
+  return Traffic(
+    exchanges=microbatches * sent.exchanges,
+    all_to_all=microbatches * sent.all_to_all,
+    gradients=sharing.gradient_traffic,
+    parameters=sharing.parameter_traffic,
+    sequence=microbatches * sent.sequence,
+  )
+
+
+def lines(traffic: Traffic, mesh: MeshConfig) -> list[str]:
+  """The lines that `--dry_run` prints about traffic."""
+  if not traffic.exchanges and not traffic.gradients:
+    return ["", "traffic      none: one device"]
+  how = "reduce-scatter" if shared_words(mesh) else "ring all-reduce"
+  found = [
+    "",
+    "traffic that leaves each device, per step",
+    f"  {f'all-to-all ({traffic.exchanges} exchanges)':36} {size_of(traffic.all_to_all):>12}",
+    f"  {f'gradients ({how})':36} {size_of(traffic.gradients):>12}",
+  ]
+  if traffic.parameters:
+    found.append(f"  {'parameters (all-gather)':36} {size_of(traffic.parameters):>12}")
+  if traffic.sequence:
+    name = f"attention ({mesh.sequence_attention})"
+    found.append(f"  {name:36} {size_of(traffic.sequence):>12}")
+  return found
+
+
+def shared_words(mesh: MeshConfig) -> str:
+  """What data ranks share, as the end of a line; "" if each holds the whole state."""
+  words = {"none": "", "moments": "moments", "parameters": "parameters and moments"}
+  shared = words[mesh.shard_state] if mesh.data > 1 else ""
+  return f"; data ranks share {shared}" if shared else ""
+
+
+def _collectives(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:
+  """Each all-to-all and permutation, and how often it runs if `jaxpr` runs `times` times."""
+  for equation in jaxpr.eqns:
+    if equation.primitive.name in ("all_to_all", "ppermute"):
+      yield equation, times
+    inner = {"scan": equation.params.get("length"), "while": 0}.get(equation.primitive.name, 1)
+    for value in equation.params.values():
+      for item in value if isinstance(value, (tuple, list)) else (value,):
+        item = getattr(item, "jaxpr", item)
+        if hasattr(item, "eqns"):
+          yield from _collectives(item, times * inner)

@@ -1,0 +1,189 @@
+"""Attention over rows that devices divide is attention over whole rows."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from scmoe.base.errors import ConfigError
+from scmoe.layers import attention_blocks, divided_rows, dot_product
+from scmoe.layers.attention_blocks import Block, Places, any_visible, joined, visible
+from scmoe.layers.divided_rows import attend, check_heads
+from scmoe.parallel.collectives import total
+from scmoe.parallel.mesh import SEQUENCE_AXES, MeshConfig, make_mesh, manual
+from scmoe.parallel.sequence import own_places, own_positions, own_tokens, parts, whole_rows
+
+B, S, H, K, N, M = 2, 32, 4, 2, 8, 6
+RNG = np.random.default_rng(0)
+Q, KEYS, VALUES, WEIGHTS = (
+  jnp.asarray(RNG.normal(size=(B, S, *shape)), jnp.float32)
+  for shape in ((H, N), (K, N), (K, M), (H, M))
+)
+# Documents with borders inside of chunks and at them, and padding behind the last.
+SEGMENTS = jnp.asarray([[1] * 8 + [2] * 11 + [3] * 13, [1] * 27 + [0] * 5], jnp.int32)
+
+
+def on(way, devices, function, *args):
+  mesh = MeshConfig(data=1, sequence=devices, sequence_attention=way)
+  program = manual(function, make_mesh(mesh, jax.devices()[:devices]), P(), P())
+  return jax.jit(program)(*args)
+
+
+def value_and_gradients(way, devices, q, k, v, segments, window):
+  """Σ weight · result, and the gradients for whole rows, each device giving its own tokens'."""
+
+  def local(q, k, v, segments):
+    own = lambda x: own_places(x, 1)
+
+    def loss(q, k, v):
+      found = attend(own(q), own(k), own(v), segments if segments is None else own(segments),
+                     window=window)  # fmt: skip
+      return total((found * own(WEIGHTS)).sum(), SEQUENCE_AXES, "statistics")
+
+    value, gradients = jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
+    return value, jax.tree.map(lambda x: jax.lax.psum(x, SEQUENCE_AXES), gradients)
+
+  return on(way, devices, local, q, k, v, segments)
+
+
+@functools.cache
+def oracle(documents, window):
+  with jax.enable_x64():
+    q, k, v, weights = (x.astype(jnp.float64) for x in (Q, KEYS, VALUES, WEIGHTS))
+    segments = SEGMENTS if documents else jnp.ones_like(SEGMENTS)
+
+    def loss(q, k, v):
+      k, v = (jnp.repeat(x, H // K, 2) for x in (k, v))
+      place = jnp.arange(S)
+      distance = place[:, None] - place[None]
+      seen = (distance >= 0) & (distance < (window or S))
+      seen = seen & (segments[:, :, None] == segments[:, None])
+      scores = jnp.where(seen[:, None], jnp.einsum("bshn,bthn->bhst", q, k) * N**-0.5, -jnp.inf)
+      return (jnp.einsum("bhst,bthm->bshm", jax.nn.softmax(scores), v) * weights).sum()
+
+    return jax.device_get(jax.value_and_grad(loss, (0, 1, 2))(q, k, v))
+
+
+@pytest.mark.parametrize(("documents", "window"), [(False, 0), (True, 0), (False, 5), (True, 11)])
+@pytest.mark.parametrize(("way", "devices"), [("ring", 2), ("ring", 4), ("heads", 4)])
+def test_results_and_gradients_are_those_of_a_plain_softmax(way, devices, documents, window):
+  """With four devices and two heads of keys, `heads` repeats each of them."""
+  segments = SEGMENTS if documents else None
+  got = value_and_gradients(way, devices, Q, KEYS, VALUES, segments, window)
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(oracle(documents, window))):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * np.abs(b).max())
+
+
+def fake_attention(q, k, v, *, scale, causal):
+  """What cuDNN computes, by XLA: the result in the queries' type, float32 logarithms."""
+  place = Places(jnp.arange(q.shape[1], dtype=jnp.int32))
+  y, logs = Block(scale).attend(q, k, v, (place, place) if causal else None)
+  return y.astype(q.dtype).astype(jnp.float32), logs
+
+
+def fake_gradients(q, k, v, y, logs, dy, *, scale, causal):
+  assert {x.dtype for x in (q, k, v, y, dy)} == {jnp.dtype(jnp.bfloat16)}
+  assert logs.dtype == jnp.float32
+  place = Places(jnp.arange(q.shape[1], dtype=jnp.int32))
+  seen = (place, place) if causal else None
+  found = Block(scale).gradients(q, k, v, seen, y_BSHM=y, logs_BHS=logs, dy_BSHM=dy)
+  return tuple(x.astype(q.dtype) for x in found)
+
+
+def test_the_ring_gives_a_fused_kernel_blocks_without_masks(monkeypatch):
+  """A CPU has no cuDNN; functions with its arguments and types stand for it."""
+  monkeypatch.setattr(attention_blocks, "cudnn_attention", fake_attention)
+  monkeypatch.setattr(attention_blocks, "cudnn_attention_gradients", fake_gradients)
+  monkeypatch.setattr(divided_rows, "runs_fused", lambda q, masked: q.dtype == jnp.bfloat16)
+  values = jnp.pad(VALUES, [(0, 0)] * 3 + [(0, N - M)])  # cuDNN's values are as wide as its keys
+  monkeypatch.setitem(globals(), "WEIGHTS", jnp.pad(WEIGHTS, [(0, 0)] * 3 + [(0, N - M)]))
+  given = [x.astype(jnp.bfloat16) for x in (Q, KEYS, values)]
+  got = value_and_gradients("ring", 4, *given, None, 0)
+  want = value_and_gradients("ring", 4, *(x.astype(jnp.float32) for x in given), None, 0)
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+    np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=3e-2, atol=2e-2 * np.abs(b).max())
+
+
+def test_long_rows_are_computed_in_parts(monkeypatch):
+  place = Places(jnp.arange(S, dtype=jnp.int32), SEGMENTS)
+  block, seen = Block(N**-0.5, window=7), (place, place)
+  y, logs = block.attend(Q, KEYS, VALUES, seen)
+  over_all = {"y_BSHM": y, "logs_BHS": logs, "dy_BSHM": WEIGHTS}
+  want = y, logs, block.gradients(Q, KEYS, VALUES, seen, **over_all)
+  monkeypatch.setattr(attention_blocks, "SCORES", B * H * S * S // 8)
+  text = str(jax.make_jaxpr(lambda: block.attend(Q, KEYS, VALUES, seen))())
+  assert f"f32[{B},{K},{H // K},{S // 8},{S}]" in text
+  got = *block.attend(Q, KEYS, VALUES, seen), block.gradients(Q, KEYS, VALUES, seen, **over_all)
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_blocks_are_joined_by_their_logarithms():
+  whole = Block(0.3).attend(Q, KEYS, VALUES, None)
+  left, right = (Block(0.3).attend(Q, KEYS[:, at], VALUES[:, at], None)
+                 for at in (slice(0, 20), slice(20, S)))  # fmt: skip
+  for a, b in zip(joined(left, right), whole):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+  nothing = jnp.zeros_like(left[0]), jnp.full_like(left[1], -jnp.inf)
+  for a, b in zip(joined(left, nothing), left):
+    np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(("window", "documents"), [(3, False), (0, True), (9, True)])
+def test_a_block_is_skipped_only_if_nothing_of_it_is_seen(window, documents):
+  segments = [SEGMENTS[:, at : at + 4] if documents else None for at in range(0, S, 4)]
+  chunks = [Places(jnp.arange(at, at + 4), own) for at, own in zip(range(0, S, 4), segments)]
+  skipped = 0
+  for late in range(1, 8):
+    for early in range(late):
+      some = bool(any_visible(chunks[late], chunks[early], window))
+      skipped += not some
+      assert some or not visible(chunks[late], chunks[early], window).any()
+  assert skipped >= 5
+
+
+def test_a_device_of_the_ring_has_an_early_and_a_late_chunk():
+  row = jnp.arange(16)[None]
+
+  def local(row):
+    own = own_places(row, 1)
+    return jax.lax.all_gather(jnp.stack([own[0], own_positions(8)]), SEQUENCE_AXES)
+
+  ring, heads = (on(way, 2, local, row) for way in ("ring", "heads"))
+  chunks = [[0, 1, 2, 3, 12, 13, 14, 15], [4, 5, 6, 7, 8, 9, 10, 11]]
+  np.testing.assert_array_equal(ring, [[own, own] for own in chunks])
+  np.testing.assert_array_equal(heads, np.arange(16).reshape(2, 1, 8).repeat(2, 1))
+
+
+def test_rows_are_whole_where_a_program_says_so():
+  def local(row):
+    with whole_rows():
+      assert parts() == 1
+      assert own_tokens(row) is row
+      return own_places(row, 1)
+
+  assert on("ring", 2, local, jnp.zeros((1, 16))).shape == (1, 16)
+
+
+def test_attention_to_later_tokens_needs_whole_rows():
+  local = lambda q, k, v: attend(q, k, v, causal=False)
+  with pytest.raises(ConfigError, match=r"causal=False .*mesh.sequence=1"):
+    on("ring", 2, local, Q, KEYS, KEYS)
+  np.testing.assert_array_equal(
+    attend(Q, KEYS, KEYS, causal=False), dot_product.attend(Q, KEYS, KEYS, causal=False)
+  )
+
+
+@pytest.mark.parametrize(
+  ("heads", "kv_heads", "devices", "refused"),
+  [(8, 2, 4, None), (8, 8, 4, None), (8, 1, 2, None), (6, 6, 4, "num_heads=6"),
+   (12, 3, 4, "num_kv_heads=3")],
+)  # fmt: skip
+def test_devices_divide_heads_or_say_why_not(heads, kv_heads, devices, refused):
+  if refused is None:
+    return check_heads(heads, kv_heads, devices)
+  with pytest.raises(ConfigError, match=rf"{refused}.*mesh.sequence=4.*use .*=ring"):
+    check_heads(heads, kv_heads, devices)

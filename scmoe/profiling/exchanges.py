@@ -17,8 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from scmoe.parallel.sequence import HEADS
-
 WRITTEN_OUT = 16  # exchanges of one kind that a loop's iteration has
 
 
@@ -66,9 +64,9 @@ def exchanges_of(jaxpr: Any) -> list[Exchanged]:
 
 
 def _all_to_alls(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:
-  """Yields each all-to-all of rows, and how often it runs if `jaxpr` runs `times` times."""
+  """Each all-to-all of the expert axis, and how often it runs if `jaxpr` runs `times` times."""
   for eqn in jaxpr.eqns:
-    if eqn.primitive.name == "all_to_all" and HEADS not in eqn.params["axis_name"]:
+    if eqn.primitive.name == "all_to_all" and "expert" in eqn.params["axis_name"]:
       yield eqn, times
     elif eqn.primitive.name != "while":
       inner = times * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else times

@@ -134,7 +134,7 @@ def test_blocks_are_joined_by_their_logarithms():
 
 @pytest.mark.parametrize(("window", "documents"), [(3, False), (0, True), (9, True)])
 def test_a_block_is_skipped_only_if_nothing_of_it_is_seen(window, documents):
-  segments = [SEGMENTS[:, at : at + 4] if documents else None for at in range(0, S, 4)]
+  segments = [SEGMENTS[:1, at : at + 4] if documents else None for at in range(0, S, 4)]
   chunks = [Places(jnp.arange(at, at + 4), own) for at, own in zip(range(0, S, 4), segments)]
   skipped = 0
   for late in range(1, 8):

@@ -34,10 +34,13 @@ class Places(NamedTuple):
   Attributes:
     row_S: int32 [S], place of each in its row.
     segments_BS: int32 [B, S], document of each; None: attention crosses documents.
+    window: of queries: int32 [], positions that each sees, itself included; may be traced, for
+      layers of which some have a window. None: all before it.
   """
 
   row_S: Array
   segments_BS: Array | None = None
+  window: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +49,10 @@ class Block:
 
   Attributes:
     scale: factor on the scores.
-    window: positions that a token sees, itself included; 0: all before it.
     fused: whether cuDNN computes; it knows neither windows nor documents here.
   """
 
   scale: float
-  window: int = 0
   fused: bool = False
 
   def attend(
@@ -138,7 +139,7 @@ class Block:
     scores = self.scale * jnp.einsum("bskgn,btkn->bkgst", q, k_BTKN, **_in(wide))
     if not seen:
       return scores
-    return jnp.where(visible(seen[0], seen[1], self.window)[:, None, None], scores, -jnp.inf)
+    return jnp.where(visible(seen[0], seen[1])[:, None, None], scores, -jnp.inf)
 
   def _by_parts(self, function: Any, given: Any, k_BTKN: Array) -> Any:
     """Calls a function on equal parts of the queries, one after the other, and stacks its results.
@@ -151,6 +152,8 @@ class Block:
       count *= 2
 
     def cut(x: Array) -> Array:
+      if x.ndim == 0:
+        return jnp.broadcast_to(x, (count,))
       axis = 0 if x.ndim == 1 else 1  # the places of a row have no dimension of rows
       parts = x.reshape(*x.shape[:axis], count, queries // count, *x.shape[axis + 1 :])
       return jnp.moveaxis(parts, axis, 0)
@@ -158,26 +161,26 @@ class Block:
     return jax.lax.map(function, jax.tree.map(cut, given))
 
 
-def visible(queries: Places, keys: Places, window: int) -> Array:
+def visible(queries: Places, keys: Places) -> Array:
   """Which keys each query sees: bool [B, S, T], or [1, S, T] if attention crosses documents."""
   distance_ST = queries.row_S[:, None] - keys.row_S[None]
   seen = (distance_ST >= 0)[None]
-  if window:
-    seen &= distance_ST < window
+  if queries.window is not None:
+    seen &= distance_ST < queries.window
   if queries.segments_BS is None or keys.segments_BS is None:
     return seen
   return seen & (queries.segments_BS[:, :, None] == keys.segments_BS[:, None])
 
 
-def any_visible(queries: Places, keys: Places, window: int) -> Array:
+def any_visible(queries: Places, keys: Places) -> Array:
   """False only if no query sees a key, bool []; costs no score. Keys lie before queries.
 
   Documents are numbered in their order, so two blocks share one only if their ranges meet.
   Padding, 0, counts as a document that every block with padding may share.
   """
   seen = jnp.ones((), bool)
-  if window:
-    seen &= queries.row_S[0] - keys.row_S[-1] < window
+  if queries.window is not None:
+    seen &= queries.row_S[0] - keys.row_S[-1] < queries.window
   if queries.segments_BS is None or keys.segments_BS is None:
     return seen
   return seen & (keys.segments_BS.max(1) >= queries.segments_BS.min(1)).any()

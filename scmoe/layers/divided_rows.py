@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from scmoe.base.errors import ConfigError
 from scmoe.layers import dot_product
@@ -20,7 +20,7 @@ from scmoe.layers.attention_blocks import Block
 from scmoe.layers.dot_product import runs_fused, widened_on_cpu
 from scmoe.layers.ring_attention import attend_round
 from scmoe.parallel.collectives import gathered
-from scmoe.parallel.mesh import axis_size
+from scmoe.parallel.mesh import axis_size, own_share
 from scmoe.parallel.sequence import HEADS, parts
 
 
@@ -33,18 +33,20 @@ def attend(
   window: int = 0,
   scale: float | None = None,
   causal: bool = True,
+  sinks_H: Float[Array, " H"] | None = None,
+  full: Bool[Array, ""] | None = None,
 ) -> Float[Array, "B S H M"]:
   """Softmax attention among the tokens of each whole row, in the type of q.
 
   Args:
     q_BSHN, k_BSKN, v_BSKM, segments_BS: this device's tokens of each row; as of
       `scmoe.layers.dot_product.attend`.
-    window, scale, causal: as there; a window counts the positions of whole rows.
+    window, scale, causal, sinks_H, full: as there; a window counts the positions of whole rows.
 
   Raises:
     ConfigError: rows are divided, and attention is not causal, or the devices cannot divide heads.
   """
-  given = {"window": window, "scale": scale}
+  given = {"window": window, "scale": scale, "sinks_H": sinks_H, "full": full}
   if parts() == 1:
     return dot_product.attend(q_BSHN, k_BSKN, v_BSKM, segments_BS, causal=causal, **given)
   if not causal:
@@ -54,9 +56,12 @@ def attend(
   chunk, masked = q_BSHN.shape[1] // 2, segments_BS is not None
   fused = not (masked or window) and q_BSHN.shape[-1] == v_BSKM.shape[-1]
   fused = fused and runs_fused(q_BSHN[:, :chunk], masked=False)
-  block = Block(q_BSHN.shape[-1] ** -0.5 if scale is None else scale, window, fused)
+  block = Block(q_BSHN.shape[-1] ** -0.5 if scale is None else scale, fused)
+  seen = None
+  if window:
+    seen = jnp.int32(window) if full is None else jnp.where(full, q_BSHN.shape[1] * parts(), window)
   q, k, v = map(widened_on_cpu, (q_BSHN, k_BSKN, v_BSKM))
-  y: Any = attend_round(q, k, v, segments_BS, block)
+  y: Any = attend_round(q, k, v, sinks_H, segments_BS, seen, block)
   return y.astype(q_BSHN.dtype)
 
 
@@ -66,8 +71,8 @@ def _by_heads(
   v_BSKM: Array,
   segments_BS: Array | None,
   *,
-  window: int,
-  scale: float | None,
+  sinks_H: Array | None,
+  **given: Any,
 ) -> Array:
   """`attend` with all-to-alls before and after it (DeepSpeed-Ulysses, arXiv 2309.14509).
 
@@ -87,7 +92,8 @@ def _by_heads(
   q, k, v = (moved(x, 2, 1) for x in (q_BSHN, k_BSKN, v_BSKM))
   if segments_BS is not None:
     segments_BS = gathered(segments_BS, 1, (HEADS,), "sequence")
-  y = dot_product.attend(q, k, v, segments_BS, window=window, scale=scale)
+  sinks_H = None if sinks_H is None else own_share(sinks_H, 0, HEADS)
+  y = dot_product.attend(q, k, v, segments_BS, sinks_H=sinks_H, **given)
   return moved(y, 1, 2)
 
 

@@ -29,12 +29,14 @@ from scmoe.parallel.mesh import axis_index, axis_size
 from scmoe.parallel.sequence import RING, own_positions
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def attend_round(
   q_BSHN: Float[Array, "B S H N"],
   k_BSKN: Float[Array, "B S K N"],
   v_BSKM: Float[Array, "B S K M"],
+  sinks_H: Float[Array, " H"] | None,
   segments_BS: Int[Array, "B S"] | None,
+  window: Int[Array, ""] | None,
   block: Block,
 ) -> Float[Array, "B S H M"]:
   """Causal attention among the tokens of whole rows; arguments and result are this device's tokens.
@@ -43,17 +45,22 @@ def attend_round(
 
   Args:
     q_BSHN, k_BSKN, v_BSKM: as of `scmoe.layers.dot_product.attend`.
+    sinks_H: as of `scmoe.layers.dot_product.softmax_over`; None: no sinks.
     segments_BS: document of each token; attention stays inside it. None: it spans the row.
+    window: int32 [], positions that a token sees, itself included; None: all before it.
     block: how a block is computed.
   """
-  return _forward(q_BSHN, k_BSKN, v_BSKM, segments_BS, block)[0]
+  return _forward(q_BSHN, k_BSKN, v_BSKM, sinks_H, segments_BS, window, block)[0]
 
 
-def _forward(q: Array, k: Array, v: Array, segments: Any, block: Block) -> tuple[Array, Any]:
-  own = Places(own_positions(q.shape[1]), segments)
+def _forward(
+  q: Array, k: Array, v: Array, sinks: Any, segments: Any, window: Any, block: Block
+) -> tuple[Array, Any]:
+  place = own_positions(q.shape[1])
+  own = Places(place, segments, window)
   y, logs = block.attend(q, k, v, (own, own))
   early, late = zip(_halves(y), _halves(logs, 2))
-  sent = (k, v, own)
+  sent = (k, v, Places(place, segments))
   for step in _steps():
     sent = _passed_on(sent)
     blocks = zip(step.of_queries((q, own)), step.of_keys(sent))
@@ -62,18 +69,23 @@ def _forward(q: Array, k: Array, v: Array, segments: Any, block: Block) -> tuple
     hidden = jnp.full_like(other[1], -jnp.inf)
     early = joined(early, (other[0], jnp.where(step.before, other[1], hidden)))
     late = joined(late, (other[0], jnp.where(step.before, hidden, other[1])))
-  y = jnp.concatenate([early[0], late[0]], 1).astype(q.dtype)
+  y = jnp.concatenate([early[0], late[0]], 1)
   logs = jnp.concatenate([early[1], late[1]], 2)
-  return y, (q, k, v, segments, y, logs)
+  if sinks is not None:  # a key without a value, which all queries see
+    nothing = jnp.zeros_like(y), jnp.broadcast_to(sinks.astype(logs.dtype)[:, None], logs.shape)
+    y, logs = joined((y, logs), nothing)
+  y = y.astype(q.dtype)
+  return y, (q, k, v, sinks, segments, window, y, logs)
 
 
-def _backward(block: Block, kept: Any, dy: Array) -> tuple[Array, Array, Array, None]:
-  q, k, v, segments, y, logs = kept
-  own = Places(own_positions(q.shape[1]), segments)
+def _backward(block: Block, kept: Any, dy: Array) -> tuple[Any, ...]:
+  q, k, v, sinks, segments, window, y, logs = kept
+  place = own_positions(q.shape[1])
+  own = Places(place, segments, window)
   over_all = {"y_BSHM": y, "logs_BHS": logs, "dy_BSHM": dy}
   dq, *here = block.gradients(q, k, v, (own, own), **over_all)
   dq, passing = _halves(dq), None  # `passing`: halves of the gradients of the keys that pass by
-  sent = (k, v, own)
+  sent = (k, v, Places(place, segments))
   logs_BSH = jnp.moveaxis(logs, 2, 1)  # with the queries second, as in the other arrays
   for step in _steps():
     sent = _passed_on(sent)
@@ -88,8 +100,12 @@ def _backward(block: Block, kept: Any, dy: Array) -> tuple[Array, Array, Array, 
     ]
   home = _passed_on(passing)  # after N - 1 steps of N they are one step from where they began
   dk, dv = (x + jnp.concatenate(halves, 1) for x, halves in zip(here, home))
-  dq = jnp.concatenate(dq, 1)
-  return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+  dq, d_sinks = jnp.concatenate(dq, 1), None
+  if sinks is not None:
+    dot_BSH = (y.astype(logs.dtype) * dy.astype(logs.dtype)).sum(-1)
+    d_sinks = -(jnp.exp(sinks.astype(logs.dtype) - logs_BSH) * dot_BSH).sum((0, 1))
+    d_sinks = d_sinks.astype(sinks.dtype)
+  return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), d_sinks, None, None
 
 
 attend_round.defvjp(_forward, _backward)
@@ -133,12 +149,12 @@ def _steps() -> list[_Step]:
 
 
 def _result(block: Block, q: Array, at_q: Places, k: Array, v: Array, at_k: Places) -> Result:
-  if not _masks(block, at_q):
+  if not _masks(at_q):
     return block.attend(q, k, v, None)
   compute = lambda: block.attend(q, k, v, (at_q, at_k))
   shapes = jax.eval_shape(compute)
   nothing = lambda: (jnp.zeros_like(shapes[0]), jnp.full_like(shapes[1], -jnp.inf))
-  return jax.lax.cond(any_visible(at_q, at_k, block.window), compute, nothing)
+  return jax.lax.cond(any_visible(at_q, at_k), compute, nothing)
 
 
 def _gradients(
@@ -153,16 +169,16 @@ def _gradients(
   at_k: Places,
 ) -> tuple[Array, Array, Array]:
   over_all = {"y_BSHM": y, "logs_BHS": jnp.moveaxis(logs_BSH, 1, 2), "dy_BSHM": dy}
-  if not _masks(block, at_q):
+  if not _masks(at_q):
     return block.gradients(q, k, v, None, **over_all)
   compute = lambda: block.gradients(q, k, v, (at_q, at_k), **over_all)
   nothing = lambda: tuple(jnp.zeros_like(x) for x in jax.eval_shape(compute))
-  return jax.lax.cond(any_visible(at_q, at_k, block.window), compute, nothing)
+  return jax.lax.cond(any_visible(at_q, at_k), compute, nothing)
 
 
-def _masks(block: Block, places: Places) -> bool:
+def _masks(queries: Places) -> bool:
   """Whether a query may not see all keys of an earlier chunk."""
-  return bool(block.window) or places.segments_BS is not None
+  return queries.window is not None or queries.segments_BS is not None
 
 
 def _passed_on(tree: Any) -> Any:
@@ -177,7 +193,7 @@ def _halves(x: Array, axis: int = 1) -> list[Array]:
 
 
 def _split(tree: Any) -> tuple[Any, Any]:
-  """Early and late halves of arrays [B, S, ...]; places in a row are [S]."""
+  """Early and late halves of arrays [B, S, ...]; places in a row are [S], a window is []."""
   leaves, treedef = jax.tree.flatten(tree)
-  halves = [_halves(x, 0 if x.ndim == 1 else 1) for x in leaves]
+  halves = [_halves(x, 0 if x.ndim == 1 else 1) if x.ndim else (x, x) for x in leaves]
   return tuple(jax.tree.unflatten(treedef, half) for half in zip(*halves))  # pyright: ignore

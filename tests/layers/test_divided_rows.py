@@ -22,6 +22,7 @@ Q, KEYS, VALUES, WEIGHTS = (
   jnp.asarray(RNG.normal(size=(B, S, *shape)), jnp.float32)
   for shape in ((H, N), (K, N), (K, M), (H, M))
 )
+SINKS = jnp.asarray(RNG.normal(size=H), jnp.float32)
 # Documents with borders inside of chunks and at them, and padding behind the last.
 SEGMENTS = jnp.asarray([[1] * 8 + [2] * 11 + [3] * 13, [1] * 27 + [0] * 5], jnp.int32)
 
@@ -32,48 +33,68 @@ def on(way, devices, function, *args):
   return jax.jit(program)(*args)
 
 
-def value_and_gradients(way, devices, q, k, v, segments, window):
+def value_and_gradients(way, devices, q, k, v, segments, window, sinks=None, full=None):
   """Σ weight · result, and the gradients for whole rows, each device giving its own tokens'."""
 
-  def local(q, k, v, segments):
+  def local(q, k, v, segments, sinks, full):
     own = lambda x: own_places(x, 1)
 
-    def loss(q, k, v):
+    def loss(q, k, v, sinks):
       found = attend(own(q), own(k), own(v), segments if segments is None else own(segments),
-                     window=window)  # fmt: skip
+                     window=window, sinks_H=sinks, full=full)  # fmt: skip
       return total((found * own(WEIGHTS)).sum(), SEQUENCE_AXES, "statistics")
 
-    value, gradients = jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
+    value, gradients = jax.value_and_grad(loss, (0, 1, 2, 3))(q, k, v, sinks)
     return value, jax.tree.map(lambda x: jax.lax.psum(x, SEQUENCE_AXES), gradients)
 
-  return on(way, devices, local, q, k, v, segments)
+  return on(way, devices, local, q, k, v, segments, sinks, full)
 
 
 @functools.cache
-def oracle(documents, window):
+def oracle(documents, window, sinks):
   with jax.enable_x64():
-    q, k, v, weights = (x.astype(jnp.float64) for x in (Q, KEYS, VALUES, WEIGHTS))
+    given = [x.astype(jnp.float64) for x in (Q, KEYS, VALUES, SINKS)]
     segments = SEGMENTS if documents else jnp.ones_like(SEGMENTS)
 
-    def loss(q, k, v):
+    def loss(q, k, v, sink_H):
       k, v = (jnp.repeat(x, H // K, 2) for x in (k, v))
       place = jnp.arange(S)
       distance = place[:, None] - place[None]
       seen = (distance >= 0) & (distance < (window or S))
       seen = seen & (segments[:, :, None] == segments[:, None])
       scores = jnp.where(seen[:, None], jnp.einsum("bshn,bthn->bhst", q, k) * N**-0.5, -jnp.inf)
-      return (jnp.einsum("bhst,bthm->bshm", jax.nn.softmax(scores), v) * weights).sum()
+      share = jnp.exp(scores)
+      all_of_it = share.sum(-1, keepdims=True)
+      if sinks:
+        all_of_it += jnp.exp(sink_H)[:, None, None]
+      y = jnp.einsum("bhst,bthm->bshm", share / all_of_it, v)
+      return (y * WEIGHTS.astype(jnp.float64)).sum()
 
-    return jax.device_get(jax.value_and_grad(loss, (0, 1, 2))(q, k, v))
+    return jax.device_get(jax.value_and_grad(loss, (0, 1, 2, 3))(*given))
 
 
-@pytest.mark.parametrize(("documents", "window"), [(False, 0), (True, 0), (False, 5), (True, 11)])
-@pytest.mark.parametrize(("way", "devices"), [("ring", 2), ("ring", 4), ("heads", 4)])
-def test_results_and_gradients_are_those_of_a_plain_softmax(way, devices, documents, window):
+PLAIN = {"documents": False, "window": 0, "sinks": False, "full": None}
+CASES = [
+  PLAIN,
+  PLAIN | {"documents": True},
+  PLAIN | {"window": 5, "sinks": True},
+  {"documents": True, "window": 11, "sinks": True, "full": False},
+  PLAIN | {"window": 11, "full": True},
+]
+
+
+@pytest.mark.parametrize(
+  ("way", "devices", "case"),
+  [(way, 4, case) for way in ("ring", "heads") for case in CASES]
+  + [("ring", 2, case) for case in CASES[::3]],  # four devices have more steps and all borders
+)
+def test_results_and_gradients_are_those_of_a_plain_softmax(way, devices, case):
   """With four devices and two heads of keys, `heads` repeats each of them."""
-  segments = SEGMENTS if documents else None
-  got = value_and_gradients(way, devices, Q, KEYS, VALUES, segments, window)
-  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(oracle(documents, window))):
+  segments, sinks = (SEGMENTS if case["documents"] else None), (SINKS if case["sinks"] else None)
+  full = None if case["full"] is None else jnp.asarray(case["full"])
+  got = value_and_gradients(way, devices, Q, KEYS, VALUES, segments, case["window"], sinks, full)
+  value, gradients = oracle(case["documents"], 0 if case["full"] else case["window"], case["sinks"])
+  for a, b in zip(jax.tree.leaves(got), (value, *gradients)):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * np.abs(b).max())
 
 
@@ -108,8 +129,8 @@ def test_the_ring_gives_a_fused_kernel_blocks_without_masks(monkeypatch):
 
 
 def test_long_rows_are_computed_in_parts(monkeypatch):
-  place = Places(jnp.arange(S, dtype=jnp.int32), SEGMENTS)
-  block, seen = Block(N**-0.5, window=7), (place, place)
+  place = Places(jnp.arange(S, dtype=jnp.int32), SEGMENTS, jnp.int32(7))
+  block, seen = Block(N**-0.5), (place, place)
   y, logs = block.attend(Q, KEYS, VALUES, seen)
   over_all = {"y_BSHM": y, "logs_BHS": logs, "dy_BSHM": WEIGHTS}
   want = y, logs, block.gradients(Q, KEYS, VALUES, seen, **over_all)
@@ -135,13 +156,16 @@ def test_blocks_are_joined_by_their_logarithms():
 @pytest.mark.parametrize(("window", "documents"), [(3, False), (0, True), (9, True)])
 def test_a_block_is_skipped_only_if_nothing_of_it_is_seen(window, documents):
   segments = [SEGMENTS[:1, at : at + 4] if documents else None for at in range(0, S, 4)]
-  chunks = [Places(jnp.arange(at, at + 4), own) for at, own in zip(range(0, S, 4), segments)]
+  within = jnp.int32(window) if window else None
+  chunks = [
+    Places(jnp.arange(at, at + 4), own, within) for at, own in zip(range(0, S, 4), segments)
+  ]
   skipped = 0
   for late in range(1, 8):
     for early in range(late):
-      some = bool(any_visible(chunks[late], chunks[early], window))
+      some = bool(any_visible(chunks[late], chunks[early]))
       skipped += not some
-      assert some or not visible(chunks[late], chunks[early], window).any()
+      assert some or not visible(chunks[late], chunks[early]).any()
   assert skipped >= 5
 
 

@@ -139,8 +139,14 @@ def divided(way, parts=2, **axes):
   return MeshConfig(**({"data": 1} | axes), sequence=parts, sequence_attention=way)
 
 
-@pytest.mark.parametrize("way", ["ring", "heads"])
-@pytest.mark.parametrize("name", MODELS)
+OTHERS = [("heads", "dense"), ("heads", "top2"), ("ring", "pos2"), ("ring", "latent")]
+
+
+@pytest.mark.parametrize(
+  ("way", "name"),
+  [("ring", "dense"), ("ring", "top2"), ("heads", "pos2"), ("heads", "latent")]
+  + [pytest.param(*other, marks=pytest.mark.nightly) for other in OTHERS],
+)
 def test_loss_gradients_and_logged_values_are_those_of_whole_rows(way, name):
   expert = 1 if name == "dense" else 2
   assert_same(gradients(divided(way, expert=expert), name), gradients(WHOLE, name))
@@ -149,11 +155,19 @@ def test_loss_gradients_and_logged_values_are_those_of_whole_rows(way, name):
 @pytest.mark.parametrize(
   ("mesh", "name", "microbatches", "remat"),
   [
-    (divided("ring", data=2), "dense", 2, "full"),
-    (divided("ring", data=2, shard_state="parameters"), "dense", 1, "none"),
-    (divided("heads", tensor=2), "dense", 1, "none"),
+    pytest.param(divided("ring", data=2), "dense", 2, "full", id="accumulation"),
+    pytest.param(
+      divided("ring", data=2, shard_state="parameters"),
+      "dense",
+      1,
+      "none",
+      id="shared state",
+      marks=pytest.mark.nightly,
+    ),
+    pytest.param(
+      divided("heads", tensor=2), "dense", 1, "none", id="tensor", marks=pytest.mark.nightly
+    ),
   ],
-  ids=["accumulation", "shared state", "tensor"],
 )
 def test_other_ways_to_divide_go_with_it(mesh, name, microbatches, remat):
   assert_same(gradients(mesh, name, microbatches, remat), gradients(WHOLE, name))

@@ -29,9 +29,10 @@ from scmoe.inference.serving.draw import Draws, draw
 from scmoe.layers.pages import PageTable, is_cache, with_table
 from scmoe.models.gpt import GPT, Pass
 from scmoe.moe.experts import ExpertSource, OnDevice
-from scmoe.parallel.mesh import BATCH_AXES, manual, parameter_specs
+from scmoe.parallel.mesh import TOKEN_AXES, manual, parameter_specs
+from scmoe.parallel.sequence import whole_rows
 
-_ROWS = P(BATCH_AXES)
+_ROWS = P(TOKEN_AXES)
 
 
 @jax.tree_util.register_dataclass
@@ -129,6 +130,7 @@ def make_piece(static: Static, scores: bool) -> Any:
   """
   experts = static.offload.prefill or OnDevice()
 
+  @whole_rows()
   def local(params, router, caches, token_B, piece: Piece, draws: Draws):
     model: GPT = nnx.merge(static.graph, params)
     at_C = jnp.arange(piece.tokens_RC.shape[1])
@@ -165,6 +167,7 @@ def make_step(static: Static) -> Any:
   """
   experts = static.offload.decode or OnDevice()
 
+  @whole_rows()
   def local(params, router, caches, token_B, step: Step, draws: Draws):
     model: GPT = nnx.merge(static.graph, params)
     h_B1D, caches = _passed(

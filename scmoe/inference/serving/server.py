@@ -40,7 +40,7 @@ from scmoe.inference.serving.programs import (
 from scmoe.inference.serving.requests import Answer, Ending, Request
 from scmoe.layers.pages import NO_PAGE
 from scmoe.models.gpt import GPT
-from scmoe.parallel.mesh import BATCH_AXES, make_mesh
+from scmoe.parallel.mesh import TOKEN_AXES, make_mesh
 
 MOST_SLOTS = 2**16
 _SHORTEST_PIECE, _FEWEST_PAGES = 16, 4  # tokens of a piece, pages of a table
@@ -121,7 +121,7 @@ class Server:
     self._pieces = widths(min(prefill_tokens, context), 2, 4, _SHORTEST_PIECE)
     self._parts = [Part(self._slots, self.pages) for _ in range(parts)]
     self._caches = make_pool(self._static, self.pages, self.page_tokens)(params)
-    of_rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+    of_rows = NamedSharding(mesh, PartitionSpec(TOKEN_AXES))
     self._token: Any = jax.device_put(np.zeros(parts * self._slots, np.int32), of_rows)
     self._waiting: collections.deque[Job] = collections.deque()
     self._unread: collections.deque[list[tuple[Any, list[tuple[int, Job]]]]] = collections.deque()

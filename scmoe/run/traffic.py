@@ -1,4 +1,4 @@
-"""What a training step sends between devices, read off its jaxpr; for the dry run."""
+"""Traffic of a training step between devices, read off its jaxpr; for the dry run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-  """What a device sends in the passes of one microbatch.
+  """Traffic that leaves a device in the passes of one microbatch.
 
   Attributes:
     exchanges: all-to-alls of rows to experts and back.
@@ -52,7 +52,7 @@ class Sent:
 
 
 def sent_in(jaxpr: Any) -> Sent:
-  """What the all-to-alls and the ring's permutations of a jaxpr send.
+  """Adds up what the all-to-alls and the ring's permutations of a jaxpr send.
 
   A `while` loop is counted as if it never ran: it holds the dropless transport's overflow rounds,
   and balanced routing needs none.
@@ -114,7 +114,7 @@ def lines(traffic: Traffic, mesh: MeshConfig) -> list[str]:
 
 
 def shared_words(mesh: MeshConfig) -> str:
-  """What data ranks share, as the end of a line; "" if each holds the whole state."""
+  """Names what data ranks share, as the end of a line; "" if each holds the whole state."""
   words = {"none": "", "moments": "moments", "parameters": "parameters and moments"}
   shared = words[mesh.shard_state] if mesh.data > 1 else ""
   return f"; data ranks share {shared}" if shared else ""

@@ -99,7 +99,7 @@ def test_results_and_gradients_are_those_of_a_plain_softmax(way, devices, case):
 
 
 def fake_attention(q, k, v, *, scale, causal):
-  """XLA's computation of what cuDNN computes: the result in the queries' type, float32 logarithms."""
+  """Computes by XLA what cuDNN would: the result in the queries' type, float32 logarithms."""
   place = Places(jnp.arange(q.shape[1], dtype=jnp.int32))
   y, logs = Block(scale).attend(q, k, v, (place, place) if causal else None)
   return y.astype(q.dtype).astype(jnp.float32), logs

@@ -14,7 +14,7 @@ from scmoe.base.errors import ConfigError
 from scmoe.blocks.options import OverlapConfig
 from scmoe.inference.decode import generate
 from scmoe.inference.sampling import Sampling, sample
-from scmoe.inference.serving.draw import Draws, draw
+from scmoe.inference.serving.draw import Draws, Needs, draw
 from scmoe.inference.serving.pool import FreePages, widths
 from scmoe.inference.serving.requests import Ending, Request
 from scmoe.inference.serving.server import Server
@@ -106,16 +106,16 @@ def test_requests_that_come_later_join_the_batch():
 
 
 ARCHITECTURES = {
-  "GQA, window, every block": {
+  "GQA, window and sinks": {
     "style": "llama", "wiring": "topk", "top_k": 2, "moe_every": 1, "num_kv_heads": 1,
-    "sliding_window": 6,
+    "sliding_window": 6, "full_attention_layers": "1", "attention_sinks": True,
   },
   "latent, dense layer first": {
     "style": "llama", "wiring": "shared_expert", "moe_every": 1, "num_layers": 3,
     "dense_layers": "0", "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
     "v_head_dim": 8,
   },
-  "written out": {"wiring": "scmoe_pos1", "mix": "cg2", "num_layers": 4, "unroll": 0},
+  "FarSkip, written out": {"wiring": "farskip", "num_layers": 4, "unroll": 0},
 }  # fmt: skip
 
 
@@ -202,7 +202,7 @@ def test_a_row_draws_what_it_would_draw_alone():
           Sampling(1.5, 7, 0.9), Sampling(0.8, 99, 1e-9)]  # fmt: skip
   keys = [jax.random.key(seed) for seed in range(6)]
   of = lambda name, dtype: np.array([getattr(how, name) for how in hows], dtype)
-  program = jax.jit(draw)
+  program = jax.jit(draw, static_argnums=2)
   for made in range(6):
     rows = Draws(
       of("temperature", np.float32),
@@ -210,13 +210,12 @@ def test_a_row_draws_what_it_would_draw_alone():
       of("top_p", np.float32),
       np.stack([jax.random.key_data(key) for key in keys]),
       np.full(6, made, np.int32),
-      np.zeros(6, bool),
     )
     want = [
       int(sample(logits[i : i + 1], how, jax.random.fold_in(keys[i], made))[0])
       for i, how in enumerate(hows)
     ]
-    assert program(logits, rows).token_B.tolist() == want
+    assert program(logits, rows, Needs(True, True)).token_B.tolist() == want
 
 
 WRONG = {

@@ -7,7 +7,7 @@ of its nth new token comes from the row's key and n, so it does not depend on th
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,27 @@ from jax import Array
 from jaxtyping import Float, Int
 
 MOST_LOGPROBS = 20  # most probable tokens whose log-probabilities a request may ask for
+
+
+class Needs(NamedTuple):
+  """The parts of drawing that a program has; without a part its rows cannot ask for it.
+
+  A program with all parts would sort the vocabulary for rows that take the most probable token. A
+  branch inside the program would not do either: on a GPU the host waits for its condition.
+
+  Attributes:
+    noise: draws at temperatures above 0.
+    filters: top-k and top-p.
+    logprobs: log-probabilities.
+  """
+
+  noise: bool = False
+  filters: bool = False
+  logprobs: bool = False
+
+  def __or__(self, other: Any) -> Needs:
+    """The parts of both."""
+    return Needs(*(one or two for one, two in zip(self, other)))
 
 
 @jax.tree_util.register_dataclass
@@ -28,7 +49,6 @@ class Draws:
     top_p_B: float32; 1: among all that `top_k_B` leaves.
     key_BW: uint32, the data of each row's random key.
     made_B: int32, number of new tokens before this one.
-    logprobs_B: bool, whether the row wants log-probabilities.
   """
 
   temperature_B: Any
@@ -36,7 +56,6 @@ class Draws:
   top_p_B: Any
   key_BW: Any
   made_B: Any
-  logprobs_B: Any
 
 
 @jax.tree_util.register_dataclass
@@ -44,55 +63,47 @@ class Draws:
 class Drawn:
   """The drawn tokens and their log-probabilities, natural logarithms of the model's softmax.
 
-  They are those before temperature, top-k and top-p, and zeros if no row of this device wants them.
+  They are those before temperature, top-k and top-p.
 
   Attributes:
     token_B: int32, the tokens.
-    logprob_B: float32, their log-probabilities.
+    logprob_B: float32, their log-probabilities; None without `Needs.logprobs`, as the next two.
     top_logprob_BN, top_token_BN: float32 and int32, the most probable tokens, the likeliest first;
       N is `MOST_LOGPROBS`, or the vocabulary's size if that is smaller.
   """
 
   token_B: Array
-  logprob_B: Array
-  top_logprob_BN: Array
-  top_token_BN: Array
+  logprob_B: Array | None = None
+  top_logprob_BN: Array | None = None
+  top_token_BN: Array | None = None
 
 
-def draw(logits_BV: Float[Array, "B V"], rows: Draws) -> Drawn:
+def draw(logits_BV: Float[Array, "B V"], rows: Draws, needs: Needs) -> Drawn:
   """Draws one token for each row.
-
-  Sorting, noise and log-probabilities are computed only if a row of this device needs them.
 
   Args:
     logits_BV: float32.
     rows: how each row draws.
+    needs: static; all that a row needs.
   """
-  greedy_B = logits_BV.argmax(-1).astype(jnp.int32)
-  is_drawn_B = rows.temperature_B > 0
-  token_B = jax.lax.cond(is_drawn_B.any(), lambda: _with_noise(logits_BV, rows), lambda: greedy_B)
-  token_B = jnp.where(is_drawn_B, token_B, greedy_B)
-  size = min(MOST_LOGPROBS, logits_BV.shape[1])
-
-  def known() -> tuple[Array, Array, Array]:
-    logprob_BV = jax.nn.log_softmax(logits_BV, -1)
-    own_B = jnp.take_along_axis(logprob_BV, token_B[:, None], 1)[:, 0]
-    top_BN, at_BN = jax.lax.top_k(logprob_BV, size)
-    return own_B, top_BN, at_BN.astype(jnp.int32)
-
-  def absent() -> tuple[Array, Array, Array]:
-    zeros = lambda *shape: jnp.zeros((len(token_B), *shape), logits_BV.dtype)
-    return zeros(), zeros(size), zeros(size).astype(jnp.int32)
-
-  return Drawn(token_B, *jax.lax.cond(rows.logprobs_B.any(), known, absent))
+  token_B = logits_BV.argmax(-1).astype(jnp.int32)
+  if needs.noise:
+    is_drawn_B = rows.temperature_B > 0
+    token_B = jnp.where(is_drawn_B, _with_noise(logits_BV, rows, needs), token_B)
+  if not needs.logprobs:
+    return Drawn(token_B)
+  logprob_BV = jax.nn.log_softmax(logits_BV, -1)
+  own_B = jnp.take_along_axis(logprob_BV, token_B[:, None], 1)[:, 0]
+  top_BN, at_BN = jax.lax.top_k(logprob_BV, min(MOST_LOGPROBS, logits_BV.shape[1]))
+  return Drawn(token_B, own_B, top_BN, at_BN.astype(jnp.int32))
 
 
-def _with_noise(logits_BV: Array, rows: Draws) -> Int[Array, " B"]:
+def _with_noise(logits_BV: Array, rows: Draws, needs: Needs) -> Int[Array, " B"]:
   """The tokens of rows that draw; rows of temperature 0 get some token."""
   heat_B = jnp.where(rows.temperature_B > 0, rows.temperature_B, 1)
   logits_BV = logits_BV / heat_B[:, None]
-  some = ((rows.top_k_B > 0) | (rows.top_p_B < 1)).any()
-  logits_BV = jax.lax.cond(some, lambda: _filtered(logits_BV, rows), lambda: logits_BV)
+  if needs.filters:
+    logits_BV = _filtered(logits_BV, rows)
   keys_B = jax.random.wrap_key_data(rows.key_BW)
 
   def noise(key: Array, made: Array) -> Array:

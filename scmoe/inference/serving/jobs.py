@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -11,6 +12,20 @@ import numpy as np
 
 from scmoe.inference.serving.pool import FreePages
 from scmoe.inference.serving.requests import Answer, Ending, Request, TokenLogprob
+
+
+@functools.lru_cache(2**12)
+def key_data(seed: int) -> np.ndarray:
+  """The data of the random key of a seed, uint32 [W].
+
+  The CPU makes it where jax has one, since a GPU would first finish the programs that it runs.
+  """
+  try:
+    device = jax.local_devices(backend="cpu")[0]
+  except RuntimeError:
+    device = None
+  with jax.default_device(device):
+    return np.asarray(jax.random.key_data(jax.random.key(seed)))
 
 
 class Job:
@@ -28,7 +43,8 @@ class Job:
     read: number of tokens of `text` that programs have been given.
     new: the new tokens that the host knows.
     sent: number of new tokens that programs have been asked for; at least `len(new)`.
-    slot, pages: where it runs; slot is -1 while it waits.
+    slot, pages: its slot and pages; slot is -1 while it waits.
+    key: the data of its random key; None if it takes the most probable tokens.
   """
 
   def __init__(self, number: int, request: Request, ending: Ending, since: float):
@@ -40,8 +56,7 @@ class Job:
     self._first = self._last = math.nan
     self._logprobs: list[TokenLogprob] = []
     self._scores: list[float | None] = [None] * len(request.prompt)
-    draws = request.temperature > 0
-    self.key = np.asarray(jax.random.key_data(jax.random.key(request.seed))) if draws else None
+    self.key = key_data(request.seed) if request.temperature > 0 else None
 
   @property
   def is_running(self) -> bool:

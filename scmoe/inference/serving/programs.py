@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from scmoe.inference.decode import Static
 from scmoe.inference.offload.model import expert_cache_specs, expert_caches
-from scmoe.inference.serving.draw import Draws, draw
+from scmoe.inference.serving.draw import Draws, Needs, draw
 from scmoe.layers.pages import PageTable, is_cache, with_table
 from scmoe.models.gpt import GPT, Pass
 from scmoe.moe.experts import ExpertSource, OnDevice
@@ -116,7 +116,7 @@ def tokens_of_a_page(static: Static, params: Any, page_tokens: int) -> int:
 
 
 @functools.cache
-def make_piece(static: Static, scores: bool) -> Any:
+def make_piece(static: Static, needs: Needs, scores: bool) -> Any:
   """Makes the jitted program that reads pieces of prompts.
 
   Its arguments are (params, router, caches, token_B, piece, draws), with `draws` of the rows R. It
@@ -126,6 +126,7 @@ def make_piece(static: Static, scores: bool) -> Any:
 
   Args:
     static: see `Static`.
+    needs: what the rows' draws need.
     scores: whether to compute the log-probabilities of the prompts' own tokens.
   """
   experts = static.offload.prefill or OnDevice()
@@ -141,7 +142,7 @@ def make_piece(static: Static, scores: bool) -> Any:
     )
     last_R = jnp.maximum(piece.count_R - 1, 0)
     last_R1D = jnp.take_along_axis(h_RCD, last_R[:, None, None], 1)
-    drawn = draw(model.logits(last_R1D)[:, 0], draws)
+    drawn = draw(model.logits(last_R1D)[:, 0], draws, needs)
     token_B = token_B.at[piece.slot_R].set(drawn.token_B, mode="drop")
     nats_RC = jnp.zeros((len(last_R), 0), jnp.float32)
     if scores:
@@ -159,11 +160,15 @@ def make_piece(static: Static, scores: bool) -> Any:
 
 
 @functools.cache
-def make_step(static: Static) -> Any:
+def make_step(static: Static, needs: Needs) -> Any:
   """Makes the jitted program that adds one token to every active slot.
 
   Its arguments are (params, router, caches, token_B, step, draws), with the draws of the slots; it
   returns the caches, the last token of each slot, int32 [B], and the `Drawn`.
+
+  Args:
+    static: see `Static`.
+    needs: what the slots' draws need.
   """
   experts = static.offload.decode or OnDevice()
 
@@ -180,7 +185,7 @@ def make_step(static: Static) -> Any:
       router,
       experts,
     )
-    drawn = draw(model.logits(h_B1D)[:, 0], draws)
+    drawn = draw(model.logits(h_B1D)[:, 0], draws, needs)
     return caches, jnp.where(step.active_B, drawn.token_B, token_B), drawn
 
   def program(params, router, caches, token_B, step, draws):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from scmoe.base.errors import ConfigError
-from scmoe.inference.serving.draw import MOST_LOGPROBS
+from scmoe.inference.serving.draw import MOST_LOGPROBS, Needs
 
 MOST_STOPS = 16  # texts and lists of tokens in `Request.stop`
 MOST_STOP = 1024  # characters or tokens of one of them
@@ -71,6 +71,12 @@ class Request:
       top_p=self._number("top_p", 0.0, 1.0, above=True),
       stop=self._stops(vocabulary),
     )
+
+  @property
+  def needs(self) -> Needs:
+    """The parts of drawing that it needs."""
+    draws = self.temperature > 0
+    return Needs(draws, draws and (self.top_k > 0 or self.top_p < 1), self.logprobs is not None)
 
   def _integer(self, name: str, least: int, most: int) -> int:
     value = getattr(self, name)

@@ -10,9 +10,10 @@ and that token is thrown away.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,8 +26,8 @@ from scmoe.base.errors import ConfigError
 from scmoe.inference.decode import Prepare, Static, taken_apart
 from scmoe.inference.offload.model import Offload
 from scmoe.inference.sampling import Sampling
-from scmoe.inference.serving.draw import Draws
-from scmoe.inference.serving.jobs import Job, Part, Statistics
+from scmoe.inference.serving.draw import Drawn, Draws, Needs
+from scmoe.inference.serving.jobs import Job, Part, Statistics, key_data
 from scmoe.inference.serving.pool import smallest, widths
 from scmoe.inference.serving.programs import (
   Piece,
@@ -43,8 +44,26 @@ from scmoe.models.gpt import GPT
 from scmoe.parallel.mesh import TOKEN_AXES, make_mesh
 
 MOST_SLOTS = 2**16
+Rows = list[tuple[int, Job]]  # rows of a program, with their requests
 _SHORTEST_PIECE, _FEWEST_PAGES = 16, 4  # tokens of a piece, pages of a table
 _FREE_SHARE = 0.9  # of the device's free memory, for pages, unless their number is given
+
+
+@dataclasses.dataclass(frozen=True)
+class _Results:
+  """The results of one program, which the device may still be computing.
+
+  Attributes:
+    drawn: next tokens of these rows.
+    rows: the rows whose next token is new.
+    logprob_RC: log-probabilities of a prompt's tokens, or None.
+    pieces: for `logprob_RC` (row, request, position of the first token, number of tokens).
+  """
+
+  drawn: Drawn
+  rows: Rows
+  logprob_RC: jax.Array | None = None
+  pieces: Sequence[tuple[int, Job, int, int]] = ()
 
 
 class Server:
@@ -124,22 +143,24 @@ class Server:
     of_rows = NamedSharding(mesh, PartitionSpec(TOKEN_AXES))
     self._token: Any = jax.device_put(np.zeros(parts * self._slots, np.int32), of_rows)
     self._waiting: collections.deque[Job] = collections.deque()
-    self._unread: collections.deque[list[tuple[Any, list[tuple[int, Job]]]]] = collections.deque()
+    self._unread: collections.deque[list[_Results]] = collections.deque()  # of turns
     self._finished: list[Answer] = []
-    self._count = 0
+    self._count, self._needs = 0, Needs()
     self.statistics = Statistics(parts * self._slots)
 
   def _count_pages(self, pages: int, cache_bytes: int, params: Any, longest: int) -> int:
     """The number of pages of each part."""
     size = page_bytes(self._static, params, self.page_tokens)
     every = self._slots * longest
-    if not pages:
-      if not cache_bytes:
-        device = self._static.mesh.devices.flat[0]
-        known = device.memory_stats() or {}
-        free = known.get("bytes_limit", 0) - known.get("bytes_in_use", 0)
-        cache_bytes = int(_FREE_SHARE * free) if "bytes_limit" in known else every * size
-      pages = min(every, cache_bytes // size)
+    if not pages and not cache_bytes:
+      known = self._static.mesh.devices.flat[0].memory_stats() or {}
+      cache_bytes = every * size
+      if "bytes_limit" in known:
+        # A step copies the pages of one layer at a time, perhaps of the next one as well.
+        copied = 2 * every * size // self.config.num_layers
+        free = known["bytes_limit"] - known["bytes_in_use"]
+        cache_bytes = max(0, int(_FREE_SHARE * free) - copied)
+    pages = pages or min(every, cache_bytes // size)
     if pages < longest:
       raise ConfigError(
         f"{pages} pages of {self.page_tokens} tokens do not hold a text of model.context="
@@ -152,6 +173,9 @@ class Server:
   def submit(self, prompt: Any, **options: Any) -> int:
     """Adds a request; returns its number, from 0, which its answer has as `id`.
 
+    The first request that draws, filters or wants log-probabilities makes XLA compile programs that
+    do this; from then on all turns use them.
+
     Args:
       prompt: token ids.
       options: further fields of `Request`.
@@ -163,6 +187,7 @@ class Server:
     request = Request(prompt, **options).checked(self.config.vocab_size, self.config.context)
     if self._decode is None and any(isinstance(one, str) for one in request.stop):
       raise ConfigError("stop: a text needs a tokenizer (decode); use lists of token ids")
+    self._needs |= request.needs
     number, self._count = self._count, self._count + 1
     ending = Ending(request, self._ends, self._decode)
     self._waiting.append(Job(number, request, ending, time.perf_counter()))
@@ -187,11 +212,12 @@ class Server:
     """Runs one turn; returns the answers of the requests that have ended, oldest first."""
     begin = time.perf_counter()
     self._admit()
-    turn = [*self._add_tokens(), *self._read_pieces()]  # in this order: see `_make_room`
+    # In this order, since a request that is put back must have no results that nobody has read.
+    turn = [found for found in (self._add_tokens(), self._read_pieces()) if found is not None]
     if turn:
       self._unread.append(turn)
-    while len(self._unread) > bool(turn):
-      self._read(self._unread.popleft())
+    while len(self._unread) > (1 if turn else 0):
+      self._take_results(self._unread.popleft())
     found, self._finished = sorted(self._finished, key=lambda answer: answer.id), []
     self.statistics.seconds += time.perf_counter() - begin
     return found
@@ -215,7 +241,7 @@ class Server:
         return
       part.admit(self._waiting.popleft(), part.free.take(needed) or [])
 
-  def _read_pieces(self) -> list[tuple[Any, list[tuple[int, Job]]]]:
+  def _read_pieces(self) -> _Results | None:
     """Runs one piece of the prompts that are not read yet; rows are those of one width.
 
     The oldest request of a part decides the width: the smallest one that holds the rest of its
@@ -223,7 +249,7 @@ class Server:
     """
     reading = [part.reading for part in self._parts]
     if not any(reading):
-      return []
+      return None
     rest = max(job.unread for jobs in reading for job in jobs[:1])
     width = smallest(self._pieces, rest)
     rows = self._pieces[-1] // width
@@ -233,8 +259,8 @@ class Server:
     tokens, following = np.zeros((2, shape, width), np.int32)
     start, count = np.zeros((2, shape), np.int32)
     slot = np.full(shape, self._slots, np.int32)
-    at_row: list[tuple[int, Job]] = []
-    ended: list[tuple[int, Job]] = []
+    at_row: Rows = []
+    ended: Rows = []
     for p, r, job in chosen:
       row, size = p * rows + r, min(job.unread, width)
       begin, text = job.read, job.text
@@ -249,19 +275,18 @@ class Server:
     table = self._table(shape, at_row, last)
     piece = Piece(tokens, start, count, slot, table, following)
     scores = any(job.request.prompt_logprobs for _, job in at_row)
-    program = self._prepared(make_piece(self._static, scores))
+    program = self._prepared(make_piece(self._static, self._needs, scores))
     given = self._params, self._router, self._caches, self._token, piece, _draws(shape, ended)
     self._caches, self._token, drawn, logprob = program(*given)
     for _, job in ended:
       job.sent += 1
     self.statistics.pieces += 1
-    found: list[tuple[Any, list[tuple[int, Job]]]] = [(drawn, ended)] if ended else []
-    if scores:
-      places = [(row, job, int(start[row]), int(count[row])) for row, job in at_row]
-      found.insert(0, (logprob, places))  # pyright: ignore[reportArgumentType]
-    return found
+    if not scores:
+      return _Results(drawn, ended)
+    pieces = [(row, job, int(start[row]), int(count[row])) for row, job in at_row]
+    return _Results(drawn, ended, logprob, pieces)
 
-  def _add_tokens(self) -> list[tuple[Any, list[tuple[int, Job]]]]:
+  def _add_tokens(self) -> _Results | None:
     """Runs one step of decoding for the slots that have read their prompt."""
     wanted = [job for part in self._parts for job in part.jobs if job.wants_token]
     for job in sorted(wanted, key=lambda job: job.number):
@@ -273,20 +298,20 @@ class Server:
       if job.wants_token
     ]
     if not rows:
-      return []
+      return None
     shape = len(self._parts) * self._slots
     position, active = np.zeros(shape, np.int32), np.zeros(shape, bool)
     for row, job in rows:
       position[row], active[row] = job.position, True
     table = self._table(shape, rows, int(position.max()) + 1)
-    program = self._prepared(make_step(self._static))
+    program = self._prepared(make_step(self._static, self._needs))
     given = self._params, self._router, self._caches, self._token, Step(position, active, table)
     self._caches, self._token, drawn = program(*given, _draws(shape, rows))
     for _, job in rows:
       job.sent += 1
     self.statistics.steps += 1
     self.statistics.rows += len(rows)
-    return [(drawn, rows)]
+    return _Results(drawn, rows)
 
   def _make_room(self, job: Job) -> None:
     """Gives a request the page of its next position.
@@ -301,7 +326,7 @@ class Server:
       page = part.free.take(1)
       if page is None and self._unread:
         while self._unread:
-          self._read(self._unread.popleft())
+          self._take_results(self._unread.popleft())
       elif page is None:
         self._put_back(part, max(part.jobs, key=lambda other: other.number))
       else:
@@ -314,7 +339,7 @@ class Server:
     place = sum(other.number < job.number for other in self._waiting)
     self._waiting.insert(place, job)
 
-  def _table(self, rows: int, jobs: list[tuple[int, Job]], positions: int) -> np.ndarray:
+  def _table(self, rows: int, jobs: Rows, positions: int) -> np.ndarray:
     """The page table int32 [rows, P] of a program that reads so many positions."""
     width = smallest(self._tables, -(-positions // self.page_tokens))
     table = np.full((rows, width), NO_PAGE, np.int32)
@@ -323,39 +348,41 @@ class Server:
       table[row, : len(pages)] = pages
     return table
 
-  def _read(self, turn: list[tuple[Any, Any]]) -> None:
-    """Reads a turn's results from the device, and ends the requests that are complete."""
-    for result, rows in turn:
-      if isinstance(result, jax.Array):  # log-probabilities of prompts
-        logprob_RC = np.asarray(result)
-        for row, job, start, count in rows:
+  def _take_results(self, turn: list[_Results]) -> None:
+    """Waits for the results of a turn, and ends the requests that are complete."""
+    for results in turn:
+      if results.logprob_RC is not None:
+        logprob_RC = np.asarray(results.logprob_RC)
+        for row, job, start, count in results.pieces:
           job.score(start, logprob_RC[row, :count])
+      if not results.rows:
         continue
-      wants = any(job.request.logprobs is not None for _, job in rows)
-      tokens, known = np.asarray(result.token_B).tolist(), jax.device_get(result) if wants else None
+      wants = any(job.request.logprobs is not None for _, job in results.rows)
+      known = jax.device_get(results.drawn) if wants else None
+      tokens = np.asarray(results.drawn.token_B).tolist()
       now = time.perf_counter()
-      for row, job in rows:
+      for row, job in results.rows:
+        # A request that has ended meanwhile was computed one turn too long.
         if job.is_running and (finish := job.take(tokens[row], known, row, now)):
           next(part for part in self._parts if job in part.jobs).release(job)
           self._finished.append(job.answer(finish))
           self.statistics.add(self._finished[-1])
 
 
-def _draws(shape: int, rows: list[tuple[int, Job]]) -> Draws:
+def _draws(shape: int, rows: Rows) -> Draws:
   """How each row of a program draws; rows without a request take the most probable token."""
   keys = np.zeros((shape, *_key_shape()), np.uint32)
   temperature, top_p = np.zeros(shape, np.float32), np.ones(shape, np.float32)
   top_k, made = np.zeros((2, shape), np.int32)
-  logprobs = np.zeros(shape, bool)
   for row, job in rows:
     own = job.request
     temperature[row], top_k[row], top_p[row] = own.temperature, own.top_k, own.top_p
-    made[row], logprobs[row] = job.sent, own.logprobs is not None
+    made[row] = job.sent
     if job.key is not None:
       keys[row] = job.key
-  return Draws(temperature, top_k, top_p, keys, made, logprobs)
+  return Draws(temperature, top_k, top_p, keys, made)
 
 
 @functools.cache
 def _key_shape() -> tuple[int, ...]:
-  return jnp.shape(jax.random.key_data(jax.random.key(0)))
+  return jnp.shape(key_data(0))

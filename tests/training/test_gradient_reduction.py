@@ -106,7 +106,11 @@ def assert_same(got, want):
     np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("mesh", [name for name in MESHES if name != "one"])
+@pytest.mark.parametrize(
+  "mesh",
+  [pytest.param("data and expert", marks=pytest.mark.nightly), "all three",
+   "two devices share an expert"],
+)  # fmt: skip
 def test_a_mesh_gives_the_gradients_of_one_device(mesh):
   assert_same(run(mesh), run("one"))
 
@@ -134,7 +138,10 @@ def test_microbatches_add_up_to_one_batch():
   assert_same(run("data and expert", microbatches=4, **options), whole)
 
 
-@pytest.mark.parametrize(("mesh", "flight"), [("one", 2), ("data and expert", 2), ("one", 4)])
+@pytest.mark.parametrize(
+  ("mesh", "flight"),
+  [("data and expert", 2), ("one", 4), pytest.param("one", 2, marks=pytest.mark.nightly)],
+)
 def test_microbatches_side_by_side_are_those_of_one_after_the_other(mesh, flight):
   """With drops, noise and what every microbatch reports."""
   options = {"dispatch": DispatchConfig(capacity_factor=1.0), "microbatches": 4}
@@ -148,7 +155,7 @@ def test_microbatches_side_by_side_are_those_of_one_after_the_other(mesh, flight
   # All pairs of values, but for a flight on the mesh: exchanges that wait for nothing meet in any
   # order on simulated devices.
   [
-    ("one", 1, 1),
+    pytest.param("one", 1, 1, marks=pytest.mark.nightly),  # also in models/test_stacked.py
     ("one", 4, 2),
     ("data and expert", 1, 1),
     ("data and expert", 4, 1),

@@ -7,14 +7,15 @@ First a length that one GPU holds too: loss and gradient norm of a step on one G
 round differently, so each is compared with the float32 step of the same parameters and tokens.
 
 Then the long rows: as many of OLMoE's layers as two GPUs hold by the dry run, one row a step,
-train.remat=full. Printed are the time of a step, its memory, how many calls of cuDNN's fused
-attention the program has, and what the same step would need on one GPU. Arms take turns, as in
-run.py. --tiny does all of it on two simulated devices with short rows, whose times mean nothing.
+train.remat=full. Printed are the time of a step, the memory of the compiled step on one device, how
+many calls of cuDNN's fused attention it has, and what the same step would need on one GPU. --tiny
+does all of it on two simulated devices with short rows, whose times mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
 import os
 import shlex
@@ -58,10 +59,14 @@ class Arm:
     self.batch = jax.device_put(
       self.built.random_batch(), batch_sharding(self.built.mesh, leading=1)
     )
-    options = self.built.overlap.compiler_options(gpu=jax.default_backend() == "gpu")
-    self.program = Program(step.lower(self.abstract, self.batch)).compile(options)
+    self.program = Program(step.lower(self.abstract, self.batch))
     self.seconds: list[float] = []
-    self.peak: int | None = None
+    self.peak: int | None = None  # bytes that this process has used at most so far
+
+  def compile(self) -> None:
+    """Compiles the step; arms compile side by side."""
+    gpu = jax.default_backend() == "gpu"
+    self.program.compile(self.built.overlap.compiler_options(gpu=gpu))
 
   def turn(self, calls: int) -> dict[str, float]:
     """Makes the state and takes a step; times `calls` more; returns the first step's scalars."""
@@ -73,8 +78,7 @@ class Arm:
       state, scalars, _ = self.program(state, self.batch)
       jax.block_until_ready((state, scalars))
       self.seconds.append(time.perf_counter() - begin)
-    used = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    self.peak = used
+    self.peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     return first
 
   @property
@@ -125,20 +129,24 @@ def on(run: Any, mesh: str) -> Any:
   return run.resolve(num_devices=2, vocab_size=vocab_size(run.data))
 
 
-def equality(args: argparse.Namespace, say: Any) -> dict[str, Any]:
-  """Loss and gradient norm of a step by dtype and mesh, at a length that one GPU holds."""
-  found: dict[str, Any] = {}
-  layers = "4" if args.tiny else "2"
+def short_arms(args: argparse.Namespace) -> dict[str, Arm]:
+  """Arms by dtype and mesh, at a length that one GPU holds."""
+  arms = {}
   jax.config.update("jax_default_matmul_precision", "highest")  # float32 without TF32
   for dtype in ("float32", "bfloat16"):
-    fields = {"model.dtype": dtype, "model.num_layers": layers}
+    fields = {"model.dtype": dtype, "model.num_layers": "4" if args.tiny else "2"}
     run = planned(args, args.short, **fields)
-    for mesh in MESHES:
-      arm = Arm(on(run, mesh))
-      found[f"{dtype}, {mesh}"] = arm.turn(0) | {"fused_calls": arm.fused_calls}
-      say(f"{dtype}, {mesh}: {found[f'{dtype}, {mesh}']}")
-      del arm
+    arms |= {f"{dtype}, {mesh}": Arm(on(run, mesh)) for mesh in MESHES}
   jax.config.update("jax_default_matmul_precision", None)
+  return arms
+
+
+def equality(arms: dict[str, Arm], say: Any) -> dict[str, Any]:
+  """Loss and gradient norm of each arm's first step, and how far they are from the exact ones."""
+  found: dict[str, Any] = {}
+  for name, arm in arms.items():
+    found[name] = arm.turn(0) | {"fused_calls": arm.fused_calls}
+    say(f"{name}: {found[name]}")
   exact = found["float32, one"]
   for own in found.values():
     own["off"] = {name: abs(own[name] / exact[name] - 1) for name in ("loss", "grad_norm")}
@@ -146,15 +154,20 @@ def equality(args: argparse.Namespace, say: Any) -> dict[str, Any]:
 
 
 def longest(args: argparse.Namespace) -> Any:
-  """The run on long rows with as many layers as two devices hold."""
+  """The run on long rows with as many layers as two devices hold.
+
+  Memory grows by the same bytes with each layer, so two dry runs say how many fit.
+  """
+  fields = {"train.remat": args.remat}
+  of = lambda layers: planned(args, args.length, **fields, **{"model.num_layers": str(layers)})
   limit = device_memory()
-  layers = [args.layers] if args.layers else [4] if args.tiny else range(16, 0, -1)
-  for number in layers:
-    run = planned(args, args.length, **{"model.num_layers": str(number), "train.remat": args.remat})
-    needed = dry_run(on(run, "ring")).memory.total
-    if len(layers) == 1 or limit is None or needed <= args.room * limit:
-      return run
-  raise SystemExit("no layer of OLMoE fits these devices")
+  if args.layers or args.tiny or limit is None:
+    return of(args.layers or 4)
+  two, four = (dry_run(on(of(layers), "ring")).memory.total for layers in (2, 4))
+  fit = 2 + int((args.room * limit - two) // ((four - two) / 2))
+  if fit < 1:
+    raise SystemExit("no layer of OLMoE fits these devices")
+  return of(min(fit, 16))
 
 
 def main() -> None:
@@ -184,21 +197,23 @@ def main() -> None:
     "jax": jax.__version__,
     "command": " ".join(["python", *map(shlex.quote, sys.argv)]),
   }
-  if not args.skip_equality:
-    report["short"] = {"tokens": args.short, "steps": equality(args, say)}
   run, arms = longest(args), {}
   single = dry_run(on(run, "one")).memory.total
+  short = {} if args.skip_equality else short_arms(args)
+  long = {name: Arm(on(run, name)) for name in args.arms.split(",")}
   say(f"{run.model.num_layers} layers, rows of {args.length:,} tokens")
-  for name in args.arms.split(","):
+  every = [*short.values(), *long.values()]
+  with concurrent.futures.ThreadPoolExecutor(1 if args.tiny else len(every)) as pool:
+    list(pool.map(lambda arm: arm.compile(), every))
+  say("compiled")
+  if short:
+    report["short"] = {"tokens": args.short, "steps": equality(short, say)}
+  for name, arm in long.items():
     if time.perf_counter() - begin > args.seconds:
       break
-    resolved = on(run, name)
-    arm, needed = Arm(resolved), dry_run(resolved).memory.total
-    say(f"{name}: compiled in {arm.program.compile_seconds[0]:.0f} s")
-    first = arm.turn(args.calls)
+    needed, first = dry_run(arm.built.run).memory.total, arm.turn(args.calls)
     arms[name] = arm.figures() | first | {"dry_run_gibibytes": round(needed / 2**30, 2)}
     say(f"{name}: {arms[name]}")
-    del arm
   report["long"] = {
     "tokens": args.length,
     "layers": run.model.num_layers,

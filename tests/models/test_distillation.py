@@ -115,7 +115,9 @@ def test_the_plain_loss_of_both_models_scores(alone):
   close(scalars["grad_norm"], np.sqrt(sum(float((g**2).sum()) for g in jax.tree.leaves(grads))))
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 4, 1)])
+@pytest.mark.parametrize(
+  "sizes", [(2, 2, 2), (1, 4, 1), pytest.param((1, 2, 1, 2), marks=pytest.mark.nightly)]
+)
 def test_a_mesh_learns_the_same(alone, sizes):
   _, _, state, scalars = step_on(MeshConfig(*sizes), 2)
   for name in ("objective", "cross_entropy", "divergence", "grad_norm"):

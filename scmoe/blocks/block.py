@@ -92,7 +92,7 @@ class BlockConfig(Options, path="model"):
   qk_norm: str = option(
     "none",
     "RMSNorm of queries and keys before they turn: head (each by itself; Qwen3), all (all heads at "
-    "once; OLMoE)",
+    "once; OLMoE); or after they turn: l2 (each by itself, without weights; Llama-4)",
     choices=QK_NORMS,
   )
   clip_qkv: float = option(0.0, "clips queries, keys and values (OLMoE); 0: off", minimum=0)
@@ -103,6 +103,21 @@ class BlockConfig(Options, path="model"):
   )
   sliding_window: int = option(
     0, "positions that a token sees, itself included; 0: all before it", minimum=0
+  )
+  attention_chunk: int = option(
+    0,
+    "positions are cut into chunks of so many, and a token sees those of its own chunk alone "
+    "(Llama-4 attention_chunk_size); 0: no chunks; no fused GPU attention with them",
+    minimum=0,
+  )
+  attention_temperature: float = option(
+    0.0,
+    "in model.nope_layers queries at position p are multiplied by 1 + this · ln(1 + floor((p + 1) "
+    "/ attention_temperature_floor)) (Llama-4 attn_scale); 0: they are not",
+    minimum=0,
+  )
+  attention_temperature_floor: int = option(
+    8192, "see attention_temperature (Llama-4 floor_scale)", minimum=1
   )
   attention_multiplier: float = option(
     0.0, "factor on the attention's scores (Granite); 0: 1 / sqrt(head_dim)", minimum=0
@@ -256,6 +271,7 @@ class BlockConfig(Options, path="model"):
     if self.style == "gpt2":
       names = ("attention_bias", "kv_lora_rank", "expert_bias")
       extra = [n for n in names if getattr(self, n)]
+      extra += ["qk_norm"] if self.qk_norm == "l2" else []
       extra += [] if self.attention_out_bias else ["attention_out_bias"]
       if extra:
         raise ConfigError(f"{named(*extra)} goes with model.style='llama', not with 'gpt2'")
@@ -277,7 +293,8 @@ class BlockConfig(Options, path="model"):
         f"model.kv_lora_rank={self.kv_lora_rank} makes latent attention, which needs "
         f"{', '.join(f'model.{name}' for name in sizes)} (the second one even), got {named(*sizes)}"
       )
-    names = ("clip_qkv", "sliding_window", "attention_multiplier", "attention_sinks")
+    names = ("clip_qkv", "sliding_window", "attention_multiplier", "attention_sinks",
+             "attention_chunk", "attention_temperature")  # fmt: skip
     extra = [n for n in names if getattr(self, n)]
     if self.rope.share < 1 or not self.attention_out_bias:
       name, value = ("rope.share", self.rope.share) if self.rope.share < 1 else (
@@ -347,6 +364,9 @@ class BlockConfig(Options, path="model"):
       clip_qkv=self.clip_qkv,
       multiplier=self.attention_multiplier,
       sinks=self.attention_sinks,
+      chunk=self.attention_chunk,
+      temperature=self.attention_temperature,
+      temperature_floor=self.attention_temperature_floor,
       **shared,
     )
 

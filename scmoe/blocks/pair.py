@@ -360,16 +360,17 @@ class PairWalk:
       self.hidden.append(self.main)
     unrouted = self.pair.skips and step.block == 0
     read_BSD: Any = self.handed_BSD if unrouted else self.main
-    self.main = self.unit.blocks[step.block].project(read_BSD, self.positions_BS)
+    self.kind = self.pair.config.kind_of_layer(self.context.before, self.unit_number, step.block)
+    block = self.unit.blocks[step.block]
+    self.main = block.project(read_BSD, self.positions_BS, **self.kind)
 
   @jax.named_scope(SCOPES[words.MIXING])
   def mixing(self, step: Step) -> None:
     """The second half of an attention, added to the residual stream."""
     context, block = self.context, self.unit.blocks[step.block]
     cache = None if self.caches is None else self.caches[self.unit_number][step.block]
-    kind = self.pair.config.kind_of_layer(context.before, self.unit_number, step.block)
     given = self.h_BSD, self.main, self.positions_BS, context.segments_BS, cache
-    self.main, cache = block.mix(*given, begins=context.begins, **kind)
+    self.main, cache = block.mix(*given, begins=context.begins, **self.kind)
     self.new_caches[-1] += [] if cache is None else [cache]
     if self.pair.passed_on is Tap.ATTENTION:
       self.next_handed_BSD = self.unit.hand_over(Tap.ATTENTION, self.main)

@@ -42,9 +42,16 @@ class Block(nnx.Module):
     self.norm_mlp = config.norm()
     self.mlp = MLP(config.mlp(hidden), rngs=rngs) if hidden else None
 
-  def project(self, h_BSD: Float[Array, "B S D"], positions_BS: Int[Array, "B S"]) -> Any:
-    """The first half of the attention: queries, keys and values of the residual stream h."""
-    return self.attention.project(self.norm_attention(h_BSD), positions_BS)
+  def project(
+    self, h_BSD: Float[Array, "B S D"], positions_BS: Int[Array, "B S"], **kind: Any
+  ) -> Any:
+    """The first half of the attention: queries, keys and values of the residual stream h.
+
+    Args:
+      h_BSD: the residual stream.
+      positions_BS, kind: see `Attention.project`.
+    """
+    return self.attention.project(self.norm_attention(h_BSD), positions_BS, **kind)
 
   def mix(self, h_BSD: Float[Array, "B S D"], projected: Any, *args: Any, **options: Any) -> Any:
     """The second half: the residual stream with the attention's output added, and the cache.

@@ -93,7 +93,7 @@ class TokenAttention(Attention):
     """
     c = self.config
     biased = any(b is not None for b in (self.query_bias, self.key_bias, self.value_bias))
-    normalised = self.query_norm is not None or self.key_norm is not None
+    normalised = c.qk_norm != "none"
     otherwise = c.rope_theta and (c.rope.interleaved or c.rope.share < 1)
     if biased or normalised or c.clip_qkv or otherwise:
       return None
@@ -130,13 +130,13 @@ class TokenAttention(Attention):
 
     Arguments and results are those of `Attention.mix`, but `projected` may be a
     `PartialProjections`. If the attention's kernel does not support these partial sums or the
-    cache, or the layer has sinks or a `kind`, XLA adds the partial sums up, and `Attention.mix`
-    computes the rest.
+    cache, or the layer `is_masked` or has a `kind`, XLA adds the partial sums up, and
+    `Attention.mix` computes the rest.
     """
     if not isinstance(projected, PartialProjections):
       return super().mix(projected, *args, **options)
     positions_BS, _, cache = args
-    plain = self.sinks is None and options.get("kind") is None
+    plain = not self.config.is_masked and options.get("kind") is None
     if plain and kernel.takes_partial(projected, cache.k_BSHN, cache.v_BSHN):
       return self._mix_partial_sums(projected, positions_BS, cache)
     finished = tuple(x[None, None] for x in projected.finished())
@@ -183,17 +183,17 @@ class TokenBlock(Block):
   If that kernel does not support the block, each of the two is computed by itself.
   """
 
-  def project(self, h_BSD: Array, positions_BS: Array) -> Any:
+  def project(self, h_BSD: Array, positions_BS: Array, **kind: Any) -> Any:
     """Queries, keys and values of the token, as partial sums or as in `Block.project`.
 
     They are partial sums, a `PartialProjections`, where `TokenAttention.partial_sums` gives them.
     """
-    if isinstance(self.attention, TokenAttention):
+    if isinstance(self.attention, TokenAttention) and not kind:
       row = Normalised(h_BSD, normalisation_of(self.norm_attention))
       found = self.attention.partial_sums(row, positions_BS)
       if found is not None:
         return found
-    return super().project(h_BSD, positions_BS)
+    return super().project(h_BSD, positions_BS, **kind)
 
   def mix(self, h_BSD: Array, projected: Any, *args: Any, **options: Any) -> Any:
     """The second half of the attention, as `Block.mix`; XLA writes the new residual stream once."""

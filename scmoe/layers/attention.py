@@ -22,7 +22,7 @@ from scmoe.layers.rope import RopeConfig, rotate
 from scmoe.parallel.collectives import repeat, total
 from scmoe.parallel.mesh import TOKEN_AXES, axis_size
 
-QK_NORMS = ("none", "head", "all")
+QK_NORMS = ("none", "head", "all", "l2")
 
 
 @jax.tree_util.register_dataclass
@@ -51,10 +51,13 @@ class LayerKind:
   A scan runs the layers, and its steps are one program; so the fields may be traced.
 
   Attributes:
-    full: bool, whether the layer's tokens see all positions before them, whatever the window.
+    full: bool, whether the layer's tokens see all positions before them, whatever the window and
+      the chunks; None: they do not in any layer.
+    straight: bool, whether the layer has no rotary embedding; None: every layer has one.
   """
 
-  full: Array
+  full: Array | None = None
+  straight: Array | None = None
 
 
 # Queries, keys and values, each [B, S, H, N].
@@ -75,9 +78,13 @@ class AttentionConfig(Options):
     bias: whether queries and values have biases, and the output if `out_bias`; key_bias: whether
       keys have one.
     qk_norm: RMSNorm of queries and keys before the rotation: `none`, `head` (each head by itself,
-      one weight shared by all; Qwen3), or `all` (all heads at once; OLMoE).
+      one weight shared by all; Qwen3), or `all` (all heads at once; OLMoE). `l2`: the same as
+      `head` after the rotation, without weights, and not in layers without one (Llama-4).
     norm_eps: epsilon of that norm.
     window: positions that a token sees, itself included; 0: all before it.
+    chunk: tokens see positions of their own chunk alone, of so many positions; 0: no chunks.
+    temperature, temperature_floor: in layers without a rotary embedding, queries at position p are
+      multiplied by 1 + temperature · ln(1 + floor((p + 1) / temperature_floor)) (Llama-4).
     clip_qkv: queries, keys and values are clipped to ± this (OLMoE); 0: no clipping.
     multiplier: factor on the scores; 0: 1/√N.
     sinks: whether each head of queries has a learned score that takes a share of its softmax and
@@ -104,6 +111,9 @@ class AttentionConfig(Options):
   qk_norm: str = option("none", choices=QK_NORMS)
   norm_eps: float = option(1e-5, minimum=0)
   window: int = option(0, minimum=0)
+  chunk: int = option(0, minimum=0)
+  temperature: float = option(0.0, minimum=0)
+  temperature_floor: int = option(8192, minimum=1)
   clip_qkv: float = option(0.0, minimum=0)
   multiplier: float = option(0.0, minimum=0)
   sinks: bool = option(False)
@@ -122,10 +132,16 @@ class AttentionConfig(Options):
       raise ConfigError(
         f"attention: head_dim={self.head_dim} with rotary positions; use an even number"
       )
-    if self.window and not self.causal:
-      raise ConfigError(
-        f"attention: window={self.window} counts positions before a token, got causal=False; use 0"
-      )
+    for name in ("window", "chunk"):
+      if (value := getattr(self, name)) and not self.causal:
+        raise ConfigError(
+          f"attention: {name}={value} counts positions before a token, got causal=False; use 0"
+        )
+
+  @property
+  def is_masked(self) -> bool:
+    """Whether it has sinks or chunks, which the kernels for decoding a token lack."""
+    return self.sinks or self.chunk > 0
 
 
 class Attention(nnx.Module):
@@ -148,7 +164,7 @@ class Attention(nnx.Module):
     def norm(heads, axis):
       shape, axes = ((heads, c.head_dim), (axis, None)) if c.qk_norm == "all" else (
         (c.head_dim,), (None,))  # fmt: skip
-      return None if c.qk_norm == "none" else nnx.Param(jnp.ones(shape), axes=axes)
+      return None if c.qk_norm in ("none", "l2") else nnx.Param(jnp.ones(shape), axes=axes)
 
     self.query = weight((c.width, c.num_heads, c.head_dim), c.init_std, ("embed", "heads", None))
     kv = (c.width, c.num_kv_heads, c.head_dim)
@@ -179,13 +195,19 @@ class Attention(nnx.Module):
     """
     return self.mix(self.project(x_BSD, positions_BS), positions_BS, segments_BS)[0]
 
-  def project(self, x_BSD: Float[Array, "B S D"], positions_BS: Int[Array, "B S"]) -> Projected:
+  def project(
+    self,
+    x_BSD: Float[Array, "B S D"],
+    positions_BS: Int[Array, "B S"],
+    kind: LayerKind | None = None,
+  ) -> Projected:
     """Queries [B, S, H, N], keys and values [B, S, K, N] (K: `num_kv_heads`), after bias, norm,
     clipping and rotation.
 
     Args:
       x_BSD: normalised inputs.
       positions_BS: int32 position of each token in its document.
+      kind: the options of this layer alone; None: it is like the others.
     """
     c = self.config
     q_BSHN, k_BSHN, v_BSHN = self.into_heads(repeat(x_BSD, ("tensor",), "tensor"))
@@ -193,9 +215,26 @@ class Attention(nnx.Module):
     k_BSHN = self._finished(k_BSHN, self.key_bias, self.key_norm)
     v_BSHN = self._finished(v_BSHN, self.value_bias)
     if c.rope_theta:
-      q_BSHN = rotate(q_BSHN, positions_BS, c.rope_theta, c.rope)
-      k_BSHN = rotate(k_BSHN, positions_BS, c.rope_theta, c.rope)
+      straight = None if kind is None else kind.straight
+      q_BSHN = self._turned(q_BSHN, positions_BS, straight, c.temperature)
+      k_BSHN = self._turned(k_BSHN, positions_BS, straight)
     return q_BSHN, k_BSHN, v_BSHN
+
+  def _turned(
+    self, x_BSHN: Array, positions_BS: Array, straight: Array | None, temperature: float = 0.0
+  ) -> Array:
+    """Queries or keys after the rotation and `qk_norm=l2`; times the temperature if `straight`."""
+    c = self.config
+    turned_BSHN = rotate(x_BSHN, positions_BS, c.rope_theta, c.rope)
+    if c.qk_norm == "l2":
+      turned_BSHN = rms_normalised(turned_BSHN, jnp.ones(c.head_dim), c.norm_eps)
+    if straight is None:
+      return turned_BSHN
+    if temperature:
+      steps_BS = (positions_BS + 1) // c.temperature_floor
+      factor_BS = 1 + temperature * jnp.log1p(steps_BS.astype(jnp.float32))
+      x_BSHN = (x_BSHN * factor_BS[:, :, None, None]).astype(x_BSHN.dtype)
+    return jnp.where(straight, x_BSHN, turned_BSHN)
 
   def into_heads(self, x_BSD: Array) -> list[Array]:
     """The three products x · W without bias: queries, keys and values, [B, S, H, N]."""
@@ -273,7 +312,7 @@ class Attention(nnx.Module):
     q_BSHN, k_BSHN, v_BSHN = projected
     options = {"window": self.config.window, "scale": self.config.multiplier or None}
     options |= {"sinks_H": None if self.sinks is None else self.sinks[...]}
-    options |= {"full": None if kind is None else kind.full}
+    options |= {"full": None if kind is None else kind.full, "chunk": self.config.chunk}
     if cache is not None:
       at, table = None if begins else positions_BS, cache.table
       keys, values = cache.k_BSHN, cache.v_BSHN

@@ -34,6 +34,7 @@ def attend(
   scale: float | None = None,
   causal: bool = True,
   sinks_H: Float[Array, " H"] | None = None,
+  chunk: int = 0,
   full: Bool[Array, ""] | None = None,
 ) -> Float[Array, "B S H M"]:
   """Softmax attention among the tokens of each whole row, in the type of q.
@@ -41,21 +42,28 @@ def attend(
   Args:
     q_BSHN, k_BSKN, v_BSKM, segments_BS: this device's tokens of each row; as of
       `scmoe.layers.dot_product.attend`.
-    window, scale, causal, sinks_H, full: as there; a window counts the positions of whole rows.
+    window, scale, causal, sinks_H, chunk, full: as there; a window counts the positions of whole
+      rows.
 
   Raises:
-    ConfigError: rows are divided, and attention is not causal, or the devices cannot divide heads.
+    ConfigError: rows are divided, and attention is not causal, or the devices cannot divide heads,
+      or form a ring and attention is in chunks.
   """
-  given = {"window": window, "scale": scale, "sinks_H": sinks_H, "full": full}
+  given = {"window": window, "scale": scale, "sinks_H": sinks_H, "chunk": chunk, "full": full}
   if parts() == 1:
     return dot_product.attend(q_BSHN, k_BSKN, v_BSKM, segments_BS, causal=causal, **given)
   if not causal:
     raise ConfigError("attention: causal=False with rows that devices divide; use mesh.sequence=1")
   if axis_size(HEADS) > 1:
     return _by_heads(q_BSHN, k_BSKN, v_BSKM, segments_BS, **given)
-  chunk, masked = q_BSHN.shape[1] // 2, segments_BS is not None
+  if chunk:
+    raise ConfigError(
+      f"model.attention_chunk={chunk} with rows that a ring of devices divides; use "
+      "mesh.sequence_attention=heads or mesh.sequence=1"
+    )
+  half, masked = q_BSHN.shape[1] // 2, segments_BS is not None
   fused = not (masked or window) and q_BSHN.shape[-1] == v_BSKM.shape[-1]
-  fused = fused and runs_fused(q_BSHN[:, :chunk], masked=False)
+  fused = fused and runs_fused(q_BSHN[:, :half], masked=False)
   block = Block(q_BSHN.shape[-1] ** -0.5 if scale is None else scale, fused)
   seen = None
   if window:

@@ -35,6 +35,7 @@ def attend(
   scale: float | None = None,
   causal: bool = True,
   sinks_H: Float[Array, " H"] | None = None,
+  chunk: int = 0,
   full: Bool[Array, ""] | None = None,
 ) -> Float[Array, "B S H M"]:
   """Softmax attention among the tokens of each row; the result has the type of q.
@@ -46,17 +47,19 @@ def attend(
     window: positions that a token sees, itself included; 0: all before it. Needs `causal`.
     scale: factor on the scores; None: 1/√N.
     causal: a token sees itself and those before it; False: all tokens of its row.
-    sinks_H, full: see `softmax_over` and `visible`; with either of them XLA computes. `full` needs
-      `causal`.
+    sinks_H, chunk, full: see `softmax_over` and `visible`; with any of them XLA computes. `chunk`
+      and `full` need `causal`. Chunks are counted from the beginning of each document.
   """
   dtype, size = q_BSHN.dtype, v_BSKM.shape[-1]
   scale = float(q_BSHN.shape[-1] ** -0.5) if scale is None else scale
-  if sinks_H is not None or full is not None:
-    place_BS = jnp.arange(q_BSHN.shape[1])[None]
-    mask_BST = visible(place_BS, place_BS, window, full)
-    mask_BST = mask_BST if causal else jnp.ones_like(mask_BST)
+  if sinks_H is not None or full is not None or chunk:
+    same_BST, place_BS = True, jnp.arange(q_BSHN.shape[1])[None]
     if segments_BS is not None:
-      mask_BST &= segments_BS[:, :, None] == segments_BS[:, None, :]
+      same_BST = segments_BS[:, :, None] == segments_BS[:, None, :]
+      place_BS = place_BS - same_BST.argmax(-1)  # counted from the document's first token
+    mask_BST = visible(place_BS, place_BS, window, chunk, full) if causal else (
+      jnp.ones((1, *[q_BSHN.shape[1]] * 2), bool))  # fmt: skip
+    mask_BST &= same_BST
     return softmax_over(q_BSHN, k_BSKN, v_BSKM, mask_BST, scale=scale, sinks_H=sinks_H)
   q_BSHN, k_BSKN, v_BSKM = _padded_to_one_width(*map(widened_on_cpu, (q_BSHN, k_BSKN, v_BSKM)))
   mask_BHSS = None
@@ -84,6 +87,7 @@ def attend_stored(
   window: int = 0,
   scale: float | None = None,
   sinks_H: Float[Array, " H"] | None = None,
+  chunk: int = 0,
   full: Bool[Array, ""] | None = None,
 ) -> Float[Array, "B S H M"]:
   """`attend` over a cache: a token at position 5 sees the cache's positions 0 to 5.
@@ -94,11 +98,11 @@ def attend_stored(
     q_BSHN: queries of the new tokens.
     k_BTKN, v_BTKM: caches that contain the new tokens' keys and values already.
     positions_BS: int32 position of each new token.
-    window, scale, sinks_H, full: as for `attend`.
+    window, scale, sinks_H, chunk, full: as for `attend`.
   """
   scale = 1 / math.sqrt(q_BSHN.shape[-1]) if scale is None else scale
-  if sinks_H is not None or full is not None:
-    mask_BST = visible(positions_BS, jnp.arange(k_BTKN.shape[1])[None], window, full)
+  if sinks_H is not None or full is not None or chunk:
+    mask_BST = visible(positions_BS, jnp.arange(k_BTKN.shape[1])[None], window, chunk, full)
     return softmax_over(q_BSHN, k_BTKN, v_BTKM, mask_BST, scale=scale, sinks_H=sinks_H)
   plain = functools.partial(_attend_masked, window=window, scale=scale)
   if not one_token.takes(q_BSHN, k_BTKN, v_BTKM):
@@ -112,20 +116,27 @@ def visible(
   own_BS: Int[Array, "B S"],
   seen_BT: Int[Array, "B T"],
   window: int = 0,
+  chunk: int = 0,
   full: Bool[Array, ""] | None = None,
 ) -> Bool[Array, "B S T"]:
-  """Which positions each token sees: itself, and those before it that are inside the window.
+  """True where a token sees a position: itself, and those before it in its window and chunk.
+
+  Example with chunks of 4: the token at position 5 sees positions 4 and 5, that at 4 only itself.
 
   Args:
     own_BS, seen_BT: int32 positions of the tokens, and of the keys; B may be 1.
     window: positions that a token sees, itself included; 0: all before it.
-    full: whether the window does not count; may be traced. None: it counts.
+    chunk: size of the chunks into which positions are cut; 0: no chunks (Llama-4).
+    full: whether window and chunks do not count; may be traced. None: they count.
   """
   own, seen = own_BS[:, :, None], seen_BT[:, None, :]
-  if not window:
-    return seen <= own
-  inside = seen > own - window
-  return (seen <= own) & (inside if full is None else inside | full)
+  mask_BST = seen <= own
+  if not window and not chunk:
+    return mask_BST
+  inside = seen > own - window if window else seen // chunk == own // chunk
+  if window and chunk:
+    inside &= seen // chunk == own // chunk
+  return mask_BST & (inside if full is None else inside | full)
 
 
 def softmax_over(

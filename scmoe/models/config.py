@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -74,8 +74,13 @@ class ModelConfig(BlockConfig):
 
   full_attention_layers: str = option(
     "",
-    "layers, counted from 0, in which model.sliding_window does not hold, such as 1,3,5 "
-    "(layer_types of published models)",
+    "layers, counted from 0, in which model.sliding_window and model.attention_chunk do not hold, "
+    "such as 1,3,5 (layer_types of published models)",
+  )
+  nope_layers: str = option(
+    "",
+    "llama: layers, counted from 0, without a rotary embedding, such as 3,7 (Llama-4 "
+    "no_rope_layers)",
   )
 
   @property
@@ -117,16 +122,22 @@ class ModelConfig(BlockConfig):
     return tuple(sorted(found))
 
   def _kind(self, number: int | Array) -> LayerKind | None:
-    layers = self.full_layers
-    if not layers:
+    listed = self.full_layers, self.straight_layers
+    if not any(listed):
       return None
-    full = np.isin(np.arange(self.num_layers), layers)
-    return LayerKind(full=jnp.asarray(full)[number])
+    every = np.arange(self.num_layers)
+    own = (jnp.asarray(np.isin(every, some))[number] if some else None for some in listed)
+    return LayerKind(*own)
 
   @property
   def full_layers(self) -> tuple[int, ...]:
     """The numbers of the layers in `full_attention_layers`, ascending; see `dense_indices`."""
     return self._layers("full_attention_layers")
+
+  @property
+  def straight_layers(self) -> tuple[int, ...]:
+    """The numbers of the layers in `nope_layers`, ascending; see `dense_indices`."""
+    return self._layers("nope_layers")
 
   @property
   def opens_apart(self) -> bool:
@@ -177,7 +188,7 @@ class ModelConfig(BlockConfig):
   def shortened(self, pairs: int) -> ModelConfig:
     """The same model with at most so many pairs, without `dense_layers`.
 
-    Of `full_attention_layers` those that are left stay.
+    Of `full_attention_layers` and `nope_layers` those that are left stay.
 
     For a Swin the limit holds for each stage.
     """
@@ -188,9 +199,11 @@ class ModelConfig(BlockConfig):
       depths = [min(depth, pairs * blocks) for depth in vision.stage_depths]
       vision = dataclasses.replace(vision, depths=",".join(map(str, depths)))
       layers = sum(depths)
-    full = ",".join(str(i) for i in self.full_layers if i < layers)
-    fields = {"dense_layers": "", "full_attention_layers": full, "vision": vision}
-    return dataclasses.replace(self, num_layers=layers, **fields)
+    left = lambda some: ",".join(str(i) for i in some if i < layers)
+    fields: dict[str, Any] = {"dense_layers": "", "full_attention_layers": left(self.full_layers)}
+    fields["nope_layers"] = left(self.straight_layers)
+    fields["attention_temperature"] = self.attention_temperature * bool(fields["nope_layers"])
+    return dataclasses.replace(self, num_layers=layers, vision=vision, **fields)
 
   def check(self) -> None:
     """See `BlockConfig.check`."""
@@ -217,11 +230,24 @@ class ModelConfig(BlockConfig):
         f"{self.num_layers - 1}, or model.wiring='dense'"
       )
     full = self.full_layers
-    if full and (not self.sliding_window or full[-1] >= self.num_layers):
+    if full and (not (self.sliding_window or self.attention_chunk) or full[-1] >= self.num_layers):
       raise ConfigError(
         f"model.full_attention_layers={self.full_attention_layers!r} lifts the window of some of "
-        f"model.num_layers={self.num_layers}, got model.sliding_window={self.sliding_window}; use "
-        f"some of 0 to {self.num_layers - 1}, and a window"
+        f"model.num_layers={self.num_layers}, got model.sliding_window={self.sliding_window} and "
+        f"model.attention_chunk={self.attention_chunk}; use some of 0 to {self.num_layers - 1}, "
+        "and a window or chunks"
+      )
+    straight = self.straight_layers
+    if straight and (straight[-1] >= self.num_layers or self.style != "llama" or self.kv_lora_rank):
+      raise ConfigError(
+        f"model.nope_layers={self.nope_layers!r} of model.num_layers={self.num_layers} needs "
+        f"ordinary attention with rotary positions, got model.style={self.style!r} and "
+        f"model.kv_lora_rank={self.kv_lora_rank}; use some of 0 to {self.num_layers - 1}, and llama"
+      )
+    if self.attention_temperature and not straight:
+      raise ConfigError(
+        f"model.attention_temperature={self.attention_temperature} is of model.nope_layers, got "
+        "''; name such layers, or use 0"
       )
     super().check()
     if self.logits_scaling == 0:
@@ -237,7 +263,9 @@ class ModelConfig(BlockConfig):
       "kv_lora_rank",
       "sliding_window",
       "attention_sinks",
+      "attention_chunk",
       "full_attention_layers",
+      "nope_layers",
       "dense_layers",
       "document_mask",
       "attention_multiplier",

@@ -166,10 +166,14 @@ def head_widths(model: ModelConfig) -> tuple[int, int]:
 def _positions_seen(model: ModelConfig, seq_len: int) -> float:
   """Positions that a token of text attends to on average: (S + 1) / 2, or fewer with a window.
 
-  In `model.full_attention_layers` the window does not count; the result is the layers' mean.
+  In `model.full_attention_layers` neither window nor chunks count; the result is the layers' mean.
   """
   window = min(model.sliding_window or seq_len, seq_len)
   inside = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
+  if model.attention_chunk:  # with a window too this is an upper bound
+    chunks, rest = divmod(seq_len, model.attention_chunk)
+    sizes = chunks * model.attention_chunk * (model.attention_chunk + 1) + rest * (rest + 1)
+    inside = min(inside, sizes / 2 / seq_len)
   full = len(model.full_layers) / model.num_layers
   return full * (seq_len + 1) / 2 + (1 - full) * inside
 

@@ -14,7 +14,7 @@ from typing import Any
 from scmoe.base.errors import ConfigError, DataError
 from scmoe.models.config import ModelConfig
 from scmoe.moe.options import RouterConfig
-from scmoe.pretrained import deepseek, gpt_oss, own
+from scmoe.pretrained import deepseek, gpt_oss, llama4, own
 from scmoe.pretrained.fields import Fields, merged
 from scmoe.pretrained.written import common_fields, head_fields, normalised, normalises, ranges
 
@@ -233,6 +233,8 @@ FAMILIES: dict[str, Family] = {
   "glm4_moe": Family("Glm4MoeForCausalLM", deepseek.read_glm, deepseek.write_glm),
   "gpt_oss": Family("GptOssForCausalLM", gpt_oss.read, gpt_oss.write),
   "longcat_flash": Family("LongcatFlashForCausalLM", deepseek.read_longcat, deepseek.write_longcat),
+  llama4.TEXT: Family("Llama4ForCausalLM", llama4.read, llama4.write),
+  llama4.WHOLE: Family("Llama4ForConditionalGeneration", llama4.read_whole, llama4.write),
   "llama": Family("LlamaForCausalLM", _read_llama, _write_dense),
   "mistral": Family("MistralForCausalLM", _read_mistral, _write_dense),
   "qwen3": Family("Qwen3ForCausalLM", _read_qwen3, _write_dense),
@@ -280,7 +282,9 @@ def write_config(model: ModelConfig, router: RouterConfig, family: str = "") -> 
   Raises:
     ConfigError: an option cannot be expressed in any folder; names it.
   """
-  released = [name for name in FAMILIES if name != own.FAMILY] if model.style == "llama" else []
+  family = llama4.TEXT if family == llama4.WHOLE else family  # without its images
+  released = [name for name in FAMILIES if name not in (own.FAMILY, llama4.WHOLE)]
+  released = released if model.style == "llama" else []
   for name in [family] if family in released else released:
     known = FAMILIES[name]
     values = {"architectures": [known.architecture], "model_type": name}

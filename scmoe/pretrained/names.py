@@ -20,10 +20,11 @@ import numpy as np
 
 from scmoe.models.config import ModelConfig
 from scmoe.moe.options import RouterConfig
-from scmoe.pretrained import own
+from scmoe.pretrained import llama4, own
 from scmoe.run.build import build_model
 from scmoe.run.config import RunConfig
 
+_BESIDE_IMAGES = "language_model."  # before the names of a text part that has images beside it
 _STACKS = ("dense.", "stages.")  # parameters with a leading dimension over layers
 
 
@@ -65,6 +66,10 @@ def tensors(family: str, model: ModelConfig, router: RouterConfig) -> Iterator[T
   if family == own.FAMILY:
     yield from _own(model, router)
     return
+  if family == llama4.WHOLE:
+    for tensor in tensors(llama4.TEXT, model, router):
+      yield dataclasses.replace(tensor, name=f"{_BESIDE_IMAGES}{tensor.name}")
+    return
   yield _plain(
     "model.embed_tokens.weight", "params.embedding.tokens", model.vocab_size, model.width
   )
@@ -86,6 +91,8 @@ def ignored(family: str, model: ModelConfig) -> re.Pattern[str]:
     # transformers 5 also writes weights for the zero experts, which need none.
     experts = "|".join(str(model.num_experts + i) for i in range(model.zero_experts))
     found += [rf"model\.layers\.\d+\.mlp\.experts\.({experts})\..*"] if experts else []
+  if family == llama4.WHOLE:
+    found.append(r"(vision_model|multi_modal_projector)\..*")
   if model.tie_embeddings:
     found.append(r"lm_head\.weight")  # a copy of the embedding
   return re.compile("|".join(f"(?:{pattern})" for pattern in found))
@@ -134,12 +141,14 @@ def _layer(family: str, model: ModelConfig, layer: int) -> Iterator[Tensor]:
   block = f"params.{stack}.units.0.blocks.{block_index}"
   yield from _block(family, model, prefix, block, place)
   if not is_moe:
-    yield from _mlp(f"{prefix}.mlp", f"{block}.mlp", model.width, model.mlp_hidden, (place,))
+    mlp = "feed_forward" if family == llama4.TEXT else "mlp"
+    yield from _mlp(f"{prefix}.{mlp}", f"{block}.mlp", model.width, model.mlp_hidden, (place,))
     return
   inner = "block_sparse_moe" if family in ("mixtral", "granitemoe") else "mlp"
+  inner = "feed_forward" if family == llama4.TEXT else inner
   yield from _moe(family, model, f"{prefix}.{inner}", f"params.{stack}", place)
   if model.wiring_rule.shared_expert:
-    where = f"{prefix}.mlp.shared_experts"
+    where = f"{prefix}.{inner}.shared_expert{'' if family == llama4.TEXT else 's'}"
     yield from _mlp(where, f"{block}.mlp", model.width, model.shared_hidden, (place,))
 
 
@@ -171,7 +180,7 @@ def _attention(
     yield _plain(f"{prefix}.sinks", f"{leaf}.sinks", model.num_heads, index=index)
   if model.attention_bias and model.attention_out_bias:
     yield _plain(f"{prefix}.o_proj.bias", f"{leaf}.out_bias", width, index=index)
-  if model.qk_norm != "none":
+  if model.qk_norm in ("head", "all"):
     for theirs, ours, heads in projections[:2]:
       shape = (heads, head) if model.qk_norm == "all" else (head,)
       name = f"{prefix}.{theirs}_norm.weight"
@@ -220,7 +229,8 @@ def _mlp(
 
 def _moe(family: str, model: ModelConfig, prefix: str, leaf: str, place: int) -> Iterator[Tensor]:
   choices, gate = model.num_experts + model.zero_experts, f"{leaf}.moe.router_gate.0.weight"
-  names = {"longcat_flash": "router.classifier", "granitemoe": "router.layer", "gpt_oss": "router"}
+  names = {"longcat_flash": "router.classifier", "granitemoe": "router.layer", "gpt_oss": "router",
+           llama4.TEXT: "router"}  # fmt: skip
   router = f"{prefix}.{names.get(family, 'gate')}"
   yield _linear(f"{router}.weight", gate, (place,), model.width, choices)
   if family in ("deepseek_v3", "glm4_moe", "longcat_flash"):
@@ -230,6 +240,9 @@ def _moe(family: str, model: ModelConfig, prefix: str, leaf: str, place: int) ->
     bias = f"{leaf}.moe.router_gate.0.bias"
     yield _plain(f"{router}.bias", bias, choices, index=(place,))
     yield from _interleaved_experts(model, f"{prefix}.experts", f"{leaf}.moe.experts", place)
+    return
+  if family == llama4.TEXT:
+    yield from _joined_experts(model, f"{prefix}.experts", f"{leaf}.moe.experts", place)
     return
   if family == "granitemoe":
     yield from _fused_experts(model, prefix, f"{leaf}.moe.experts", place)
@@ -266,6 +279,16 @@ def _interleaved_experts(
       yield Tensor(name, shape, f"{leaf}.{which}{kind}", (place,), split, order, last)
   yield _plain(f"{prefix}.down_proj", f"{leaf}.down", experts, hidden, width, index=(place,))
   yield _plain(f"{prefix}.down_proj_bias", f"{leaf}.down_bias", experts, width, index=(place,))
+
+
+def _joined_experts(model: ModelConfig, prefix: str, leaf: str, place: int) -> Iterator[Tensor]:
+  """A layer's experts, [in, out], in two tensors: the gate's columns come before those of up."""
+  experts, hidden, width = model.num_experts, model.expert_hidden, model.width
+  name, shape = f"{prefix}.gate_up_proj", (experts, width, 2 * hidden)
+  for half, which in enumerate(("gate", "up")):
+    split = (experts, width, 2, hidden)
+    yield Tensor(name, shape, f"{leaf}.{which}", (place,), split, (0, 1, 2), (2, half))
+  yield _plain(f"{prefix}.down_proj", f"{leaf}.down", experts, hidden, width, index=(place,))
 
 
 def _plain(

@@ -23,6 +23,8 @@ FAMILY = "scmoe"
 CODE = "modeling_scmoe.py"  # in the model's folder, and in `remote` beside this file
 # Largest numbers from which lists are made before any tensor is compared with the files.
 _LARGEST = {"model.num_layers": 2**14, "model.moe_every": 2**10, "router.compat.gates": 2**8}
+# Options of the model that `CODE` lacks.
+_UNWRITTEN = ("attention_chunk", "nope_layers", "attention_temperature")
 # What the user's own code computes does not leave with the options.
 _CODE_FIELDS = ("model.experts", "router.gate", "router.balance")
 
@@ -36,8 +38,8 @@ def write(model: ModelConfig, router: RouterConfig) -> dict[str, Any]:
   """The config.json of a resolved model.
 
   Raises:
-    ConfigError: the model reads images, experts or gate are the user's own code, or experts take
-      turns (`router.compat.uniform`).
+    ConfigError: the model reads images, experts or gate are the user's own code, experts take turns
+      (`router.compat.uniform`), or `CODE` lacks an option.
   """
   named = to_dict(RunConfig(model=model, router=router))
   for field in ("model.experts", "router.gate"):
@@ -53,6 +55,13 @@ def write(model: ModelConfig, router: RouterConfig) -> dict[str, Any]:
       "router.compat.uniform=True gives experts their tokens in turn, so a token's experts depend "
       "on its place in the batch; such a model cannot be written"
     )
+  if rare := next((name for name in _UNWRITTEN if getattr(model, name)), None):
+    raise ConfigError(
+      f"model.{rare}={getattr(model, rare)!r} leaves as a Llama-4 only, and other options are not "
+      f"those of one; the code for transformers has none of {', '.join(_UNWRITTEN)}"
+    )
+  if model.qk_norm == "l2":
+    raise ConfigError("model.qk_norm='l2' leaves as a Llama-4 only; use 'none', 'head' or 'all'")
   own, routing = named["model"], named["router"]
   del own["vision"]
   if is_import_path(router.balance):  # a loss of the user's own, which the model does not need

@@ -239,7 +239,7 @@ def _saved_bytes(run: RunConfig) -> int:
     jnp.dtype(model.dtype), model.head_dim, length, masked=masked, window=model.sliding_window
   )
   fused = fused and not (run.train.deterministic or model.attention_sinks)
-  fused = fused and not model.full_attention_layers
+  fused = fused and not (model.full_attention_layers or model.attention_chunk)
   fused = fused or (run.mesh.sequence > 1 and run.mesh.sequence_attention == "ring")
   is_score = lambda a: len(a.shape) >= 5 and a.shape[-2:] == (length, length)
   return sum(a.size * a.dtype.itemsize for a in kept.values() if not (fused and is_score(a)))

@@ -45,6 +45,15 @@ CASES = {
     "full_attention_layers": "1",
     **LLAMA,
   },
+  "chunks": {"wiring": "topk", "moe_every": 1, "attention_chunk": 3, "qk_norm": "l2", **LLAMA},
+  "no rotation in some layers": {
+    "wiring": "topk",
+    "moe_every": 1,
+    "nope_layers": "1",
+    "attention_temperature": 0.5,
+    "attention_temperature_floor": 3,
+    **LLAMA,
+  },
 }
 
 
@@ -160,7 +169,7 @@ def test_the_kernels_of_a_token(kernels):
   assert "_sums" not in pos2, "the shared expert reads the normalised token as well"
 
 
-@pytest.mark.parametrize("name", ["sinks", "window of some layers"])
+@pytest.mark.parametrize("name", ["sinks", "window of some layers", "chunks"])
 def test_the_kernel_of_attention_is_left_out_where_it_lacks_an_option(name, kernels):
   for rows in (1, 8):
     assert "attend" not in traced(name, rows)

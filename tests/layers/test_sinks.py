@@ -1,4 +1,4 @@
-"""Attention with sinks, and layers of which some have no window, against loops in float64."""
+"""Attention with sinks, in chunks, and with a window in some layers, against loops in float64."""
 
 import dataclasses
 
@@ -25,12 +25,15 @@ QKV = draw(0, B, S, H, N), draw(1, B, S, K, N), draw(2, B, S, K, M)
 SINKS = draw(3, H) * 2
 
 
-def loop(q, k, v, sinks, *, window=0, segments=None, scale=N**-0.5):
+def loop(q, k, v, sinks, *, window=0, chunk=0, segments=None, scale=N**-0.5):
   """One head of one token after the other, in float64."""
   y = np.zeros((*q.shape[:3], v.shape[-1]))
   for b, s, h in np.ndindex(q.shape[:3]):
     seen = range(max(0, s - window + 1) if window else 0, s + 1)
     seen = [t for t in seen if segments is None or segments[b, t] == segments[b, s]]
+    first = 0 if segments is None else list(segments[b]).index(segments[b, s])
+    if chunk:
+      seen = [t for t in seen if (t - first) // chunk == (s - first) // chunk]
     group = h // (q.shape[2] // k.shape[2])
     score = np.array([q[b, s, h] @ k[b, t, group] * scale for t in seen])
     share = np.exp(score) / (np.exp(score).sum() + (0 if sinks is None else np.exp(sinks[h])))
@@ -45,6 +48,10 @@ CASES = {
   "sinks and documents": {"sinks": SINKS, "segments": SEGMENTS},
   "a window that holds": {"sinks": None, "window": 3, "full": False},
   "a window that does not hold": {"sinks": None, "window": 3, "full": True},
+  "chunks": {"sinks": None, "chunk": 3},
+  "chunks and documents": {"sinks": None, "chunk": 2, "segments": SEGMENTS},
+  "chunks that do not hold": {"sinks": None, "chunk": 3, "full": True},
+  "chunks and a window": {"sinks": SINKS, "chunk": 4, "window": 2, "full": False},
   "documents without their window": {
     "sinks": SINKS, "window": 2, "segments": SEGMENTS, "full": True},
 }  # fmt: skip
@@ -54,10 +61,10 @@ CASES = {
 def test_whole_rows_and_a_cache_equal_the_loop(name):
   given = dict(CASES[name])
   full, sinks, segments = (given.pop(n, None) for n in ("full", "sinks", "segments"))
-  window = given.pop("window", 0)
-  options = {"window": window, "sinks_H": None if sinks is None else jnp.asarray(sinks)}
+  limits = {"window": given.pop("window", 0), "chunk": given.pop("chunk", 0)}
+  options = {**limits, "sinks_H": None if sinks is None else jnp.asarray(sinks)}
   options |= {"full": None if full is None else jnp.asarray(full)}
-  want = loop(*QKV, sinks, window=0 if full else window, segments=segments)
+  want = loop(*QKV, sinks, segments=segments, **({} if full else limits))
   close = lambda got: np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
   q, k, v = (jnp.asarray(x, jnp.float32) for x in QKV)
   places = None if segments is None else jnp.asarray(segments)

@@ -60,7 +60,9 @@ NO_PART = {
   "router.bias_rate", "router.bias_proportional", "router.bias_derivative", "router.real_experts",
   "router.compat.order", "router.compat.jitter", "router.compat.round_to",
 }  # fmt: skip
-REFUSED = {"model.experts", "model.architecture", "router.compat.uniform"}
+REFUSED = {"model.experts", "model.architecture", "router.compat.uniform", "model.nope_layers",
+           "model.attention_chunk", "model.attention_temperature",
+           "model.attention_temperature_floor"}  # fmt: skip
 DERIVED = {"model.wiring", "model.top_k", "model.dense_layers", "model.rope_theta",
            "model.attention_multiplier", "model.full_attention_layers"}  # fmt: skip
 

@@ -44,9 +44,11 @@ def test_recorded_logits_and_hidden_states(name):
   assert PREFILL < 12
 
 
-@pytest.mark.parametrize(
-  "name", ["deepseek_v3_a", "glm4_moe_a", "gpt_oss_a", "granitemoe_a", "longcat_flash_a"]
-)
+BITWISE = ("deepseek_v3_a", "glm4_moe_a", "gpt_oss_a", "granitemoe_a", "llama4_text_a",
+           "longcat_flash_a")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BITWISE)
 def test_out_and_in_again_is_bitwise(name):
   assert there_and_back(GOLDEN / name) == []
 
@@ -181,6 +183,7 @@ def with_tokenizer(folder):
   (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
+LLAMA4 = {"model_type": "llama4_text", "attention_chunk_size": None}
 GLM = {"n_routed_experts": 8, "moe_intermediate_size": 16, "head_dim": 16}
 FAILURES = {
   "truncated": (truncate, rf"{WEIGHTS} is damaged or incomplete"),
@@ -234,6 +237,22 @@ FAILURES = {
   "layers of other kinds": (
     lambda f: change(f, layer_types=["full_attention", "sliding_attention"]),
     r"layer_types has 'sliding_attention', which is not supported"),
+  "no chunk": (
+    lambda f: change(f, **LLAMA4, layer_types=["chunked_attention"] * 2),
+    r"layer_types has 'chunked_attention' with attention_chunk_size=null; give a size"),
+  "too few turning layers": (
+    lambda f: change(f, **LLAMA4, no_rope_layers=[1]),
+    r"no_rope_layers has 1 entries; num_hidden_layers=2"),
+  "layers that half turn": (
+    lambda f: change(f, **LLAMA4, no_rope_layers=[1, 2]),
+    r"no_rope_layers=\[1, 2\] is not a list of 0 and 1"),
+  "no experts": (
+    lambda f: change(f, **LLAMA4, moe_layers=[]),
+    r"interleave_moe_layer_step=1 and moe_layers=\[\] leave no experts"),
+  "experts of no layer": (
+    lambda f: change(f, **LLAMA4, moe_layers=[0, 7]),
+    r"layers \[0, 7\] with experts do not fit num_hidden_layers=2"),
+  "no text": (lambda f: change(f, model_type="llama4"), r"text_config='None' is not a group of f"),
   "a limit": (
     lambda f: change(f, model_type="gpt_oss", swiglu_limit=3.0), r"swiglu_limit=3.0 is not suppor"),
   "too few kinds": (
@@ -329,6 +348,15 @@ VARIANTS = {
   "a quarter of a head turns": ("glm4_moe_a", {"rope_parameters": {
     "rope_type": "default", "rope_theta": 50000.0, "partial_rotary_factor": 0.25}}),
   "no zero experts": ("longcat_flash_a", {"zero_expert_num": 0}),
+  "llama-4 with experts in every layer": ("llama4_text_a", {
+    "interleave_moe_layer_step": 1, "moe_layers": None}),
+  "llama-4 with experts in some layers": ("llama4_text_a", {"moe_layers": [0, 3]}),
+  "no chunks": ("llama4_text_a", {"attention_chunk_size": None, "layer_types": None}),
+  "chunks everywhere": ("llama4_text_a", {"layer_types": ["chunked_attention"] * 4}),
+  "other layers turn": ("llama4_text_a", {"no_rope_layers": [1, 0, 0, 1]}),
+  "all layers turn": ("llama4_text_a", {"no_rope_layers": [1] * 4}),
+  "no temperature": ("llama4_text_a", {"attn_temperature_tuning": False}),
+  "llama-4 without norms": ("llama4_text_a", {"use_qk_norm": False}),
   "gpt-oss without biases": ("gpt_oss_a", {"attention_bias": False}),
   "every window": ("gpt_oss_a", {"layer_types": ["sliding_attention"] * 2}),
   "no window": ("gpt_oss_a", {"layer_types": ["full_attention"] * 2}),

@@ -56,11 +56,8 @@ def attend(
     raise ConfigError("attention: causal=False with rows that devices divide; use mesh.sequence=1")
   if axis_size(HEADS) > 1:
     return _by_heads(q_BSHN, k_BSKN, v_BSKM, segments_BS, **given)
-  if chunk:
-    raise ConfigError(
-      f"model.attention_chunk={chunk} with rows that a ring of devices divides; use "
-      "mesh.sequence_attention=heads or mesh.sequence=1"
-    )
+  if chunk:  # `RunConfig` says so before anything is built
+    raise ConfigError(f"chunk={chunk} with rows that a ring divides; use sequence_attention=heads")
   half, masked = q_BSHN.shape[1] // 2, segments_BS is not None
   fused = not (masked or window) and q_BSHN.shape[-1] == v_BSKM.shape[-1]
   fused = fused and runs_fused(q_BSHN[:, :half], masked=False)

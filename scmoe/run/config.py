@@ -178,6 +178,11 @@ class RunConfig(Options):
         f"data.seq_len={length} is no multiple of {mesh.sequence_multiple}, into which {name} with "
         f"mesh.sequence_attention={mesh.sequence_attention} cuts a row; use {near}"
       )
+    if mesh.sequence_attention == "ring" and model.attention_chunk:
+      raise ConfigError(
+        f"model.attention_chunk={model.attention_chunk} with rows that a ring of devices divides "
+        f"({name}); use mesh.sequence_attention=heads, or mesh.sequence=1"
+      )
     if mesh.sequence_attention == "heads":
       kv_heads = model.num_heads if model.kv_lora_rank else model.num_kv_heads
       check_heads(model.num_heads // mesh.tensor, kv_heads // mesh.tensor, mesh.sequence)

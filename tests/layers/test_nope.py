@@ -1,14 +1,19 @@
 """Layers without a rotary embedding: queries, keys and values against the equations in float64."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from scmoe.base.errors import ConfigError
+from scmoe.data.config import DataConfig
 from scmoe.layers.attention import Attention, AttentionConfig, LayerKind
 from scmoe.layers.rope import RopeConfig
 from scmoe.models.config import ModelConfig
+from scmoe.parallel.mesh import MeshConfig
+from scmoe.run.config import RunConfig
 
 S, D, H, K, N, THETA, EPS, FLOOR = 7, 6, 4, 2, 8, 100.0, 1e-3, 3
 POSITIONS = np.array([0, 1, 2, 3, 7, 8, 9])
@@ -67,6 +72,19 @@ def test_options_that_do_not_fit_are_one_line(options, message):
     ModelConfig(**{"vocab_size": 8, "style": "llama", **options}).resolve()
   assert message in str(caught.value)
   assert "\n" not in str(caught.value)
+
+
+def test_a_ring_of_devices_has_no_chunks_and_devices_with_heads_have():
+  model = ModelConfig(
+    vocab_size=8, style="llama", width=16, num_heads=4, num_layers=2, num_experts=4, context=16,
+    attention_chunk=4,
+  )  # fmt: skip
+  mesh = MeshConfig(data=1, expert=1, sequence=2)
+  run = RunConfig(model=model, mesh=mesh, data=DataConfig(seq_len=16))
+  with pytest.raises(ConfigError, match=r"model.attention_chunk=4 with rows that a ring of device"):
+    run.resolve(num_devices=2, vocab_size=8)
+  heads = dataclasses.replace(mesh, sequence_attention="heads")
+  dataclasses.replace(run, mesh=heads).resolve(num_devices=2, vocab_size=8)
 
 
 def test_fewer_layers_keep_what_is_left_of_their_lists():

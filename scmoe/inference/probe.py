@@ -332,7 +332,8 @@ def _walk(trunk: Trunk, h_BSD: Array, begun: Begun, router: Any, found: _Heard) 
   config, rule = trunk.config, trunk.config.wiring_rule
   stacks = {False: nnx.split(trunk.stages), True: trunk.dense and nnx.split(trunk.dense)}
   handed, mask_BS = None, jnp.broadcast_to(begun.mask_BS, h_BSD.shape[:2])
-  for dense, i in ((run.dense, i) for run in config.runs for i in range(run.start, run.stop)):
+  order = [(run.dense, i) for run in config.runs for i in range(run.start, run.stop)]
+  for before, (dense, i) in enumerate(order):
     graph, params = stacks[dense]
     pair: BlockPair = nnx.merge(graph, jax.tree.map(lambda x, i=i: x[i], params))
     pair = pair.as_first() if config.opens_apart and i == 0 else pair
@@ -355,6 +356,7 @@ def _walk(trunk: Trunk, h_BSD: Array, begun: Begun, router: Any, found: _Heard) 
       begun.segments_BS,
       mask_BS,
       bias_E=None if bias is None or moe is None else bias[i],
+      before=before,
     )
     out = pair(h_BSD, context, handed_BSD=handed)
     h_BSD, handed = out.h_BSD, out.handed_BSD

@@ -42,7 +42,9 @@ def probed(model, *batches) -> Probe:
 
 @pytest.mark.parametrize("fields", [
   {"wiring": "top2", "num_layers": 4},
-  {"wiring": "scmoe_pos2", "num_layers": 4},
+  {"wiring": "scmoe_pos2_l0", "num_layers": 4},
+  {"wiring": "farskip", "moe_every": 1, "num_layers": 2, "style": "llama", "sliding_window": 2,
+   "full_attention_layers": "1"},
   {"wiring": "scmoe_pos3", "moe_every": 1, "num_layers": 2, "shortcut_norm": "own"},
   {"wiring": "dgmoe_share"},
   {"wiring": "scmoe_pos2", "style": "llama", "moe_every": 1, "num_layers": 3, "top_k": 2,

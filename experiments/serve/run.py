@@ -135,10 +135,11 @@ def main() -> None:
   if given.tiny:
     given.requests, given.slots, given.page_tokens, given.prefill_tokens = 12, 4, 8, 16
     shrink = 16
-  layers = given.layers or model.num_layers
-  model = dataclasses.replace(model, num_layers=layers, context=768 // shrink)
+  model = dataclasses.replace(model, num_layers=given.layers or model.num_layers)
   run = dataclasses.replace(run, model=model)
   run = single_device(run.resolve(num_devices=1, vocab_size=model.vocab_size or 256))
+  # A shorter context than training's: the longest prompt and answer.
+  run = dataclasses.replace(run, model=dataclasses.replace(run.model, context=768 // shrink))
   load = Load.drawn(given.requests, run.model.vocab_size, shrink=shrink)
   made = random_model(build(run))
   result: dict[str, Any] = {

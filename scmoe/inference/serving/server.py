@@ -87,7 +87,8 @@ class Server:
     page_tokens: tokens of a page; rounded up where a kernel needs it.
     pages: pages of each part of the mesh; 0: as many as all slots need for the longest text, or as
       `cache_bytes` allows.
-    cache_bytes: memory of each device for pages; 0: 0.9 of what is free, where the device says it.
+    cache_bytes: memory of each device for pages; 0: 0.9 of what is free, where the device says it,
+      less the pages of two layers, which a step copies.
     prefill_tokens: tokens of the prompts that each turn reads on each part.
     eos_id: an end token, or several.
     decode: makes text of token ids; None: answers have no text, and requests no texts to stop at.

@@ -48,11 +48,15 @@ def test_what_an_earlier_request_left_reaches_no_row(name):
   attention = ATTENTIONS[name]()
   x_BSD = jnp.asarray(np.random.default_rng(1).normal(size=(2, 2, 16)), jnp.float32)
   positions = jnp.broadcast_to(jnp.arange(2), (2, 2))
-  projected = attention.project(x_BSD, positions)
-  want, _ = attention.mix(projected, positions, None, attention.empty_cache(2, 8, jnp.float32))
-  pool = attention.empty_cache(5, 4, jnp.float32)
-  left = jax.tree.map(lambda x: x + jnp.inf, pool)
   table = PageTable(jnp.array([[3, 1], [0, NO_PAGE]]), jnp.array([1, 1]))
-  got, cache = attention.mix(projected, positions, None, with_table(left, table))
+
+  @jax.jit
+  def both(x_BSD, rows, pool):
+    projected = attention.project(x_BSD, positions)
+    mix = lambda cache: attention.mix(projected, positions, None, cache)
+    return mix(rows)[0], mix(with_table(pool, table))
+
+  rows, pool = (attention.empty_cache(*size, jnp.float32) for size in ((2, 8), (5, 4)))
+  want, (got, cache) = both(x_BSD, rows, jax.tree.map(lambda x: np.full(x.shape, np.inf), pool))
   np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
   assert with_table(cache, None).table is None

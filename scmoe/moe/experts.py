@@ -280,12 +280,13 @@ class FFNExpertsConfig(FFNLayerOptions, path="FFNExpertsConfig"):
     width: D, the width of tokens.
     hidden: F, the hidden width of an expert.
     num_experts: E, number of experts that have parameters.
-    gate_bias: whether the gate of a gated activation has a bias too (GPT-OSS).
+    gate_bias: whether the gate of a gated activation has a bias too (GPT-OSS); given by keyword.
   """
 
   width: int = option(minimum=1)
   hidden: int = option(minimum=1)
   num_experts: int = option(minimum=1)
+  _: dataclasses.KW_ONLY
   gate_bias: bool = option(False)
 
 

@@ -69,6 +69,11 @@ def parts(config: ModelConfig, seed: int = 0, **model: Any) -> tuple[Any, Any]:
   return graph, jax.tree_util.tree_map_with_path(draw, state)
 
 
+def filled(config: ModelConfig, seed: int = 0, **model: Any) -> Any:
+  """A model with the parameters of `parts`."""
+  return nnx.merge(*parts(config, seed, **model))
+
+
 def tokens(seed: int = 0, batch: int = BATCH, length: int = LENGTH) -> np.ndarray:
   return np.random.default_rng(100 + seed).integers(0, VOCAB, (batch, length), np.int32)
 

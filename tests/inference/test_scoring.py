@@ -3,18 +3,18 @@
 import functools
 import itertools
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scmoe.base.errors import ConfigError
 from scmoe.inference.scoring import Continuation, score, windows
 from scmoe.models.config import ModelConfig
-from scmoe.models.gpt import GPT, Pass
+from scmoe.models.gpt import Pass
 
 VOCAB, CONTEXT = 64, 32
 
@@ -38,9 +38,8 @@ def make_model(style="gpt2"):
     num_experts=4,
     context=CONTEXT,
     dtype="float32",
-    init_std=0.3,
   )
-  return GPT(config.resolve(vocab_size=VOCAB), rngs=nnx.Rngs(0))
+  return harness.filled(config.resolve(vocab_size=VOCAB))
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,13 +58,15 @@ CASES = {
 }
 
 
-@functools.cache
-def make_model(name, **fields):
+def config_of(name, **fields):
   sizes = {"width": 32, "num_heads": 4, "num_layers": 2, "num_experts": 4, "top_k": 2}
-  config = ModelConfig(
-    **{**sizes, "context": 16, "dtype": "float32", "init_std": 0.3, **CASES[name], **fields}
-  )
-  return GPT(config.resolve(vocab_size=VOCAB), rngs=nnx.Rngs(0))
+  config = ModelConfig(**{**sizes, "context": 16, "dtype": "float32", **CASES[name], **fields})
+  return config.resolve(vocab_size=VOCAB)
+
+
+@functools.cache
+def make_model(name):
+  return harness.filled(config_of(name))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -144,12 +147,15 @@ def kernels_of(jaxpr, found=None):
 
 def traced(name, rows):
   """The kernels of one step of decoding, in order."""
-  model = make_model(name, width=512, num_experts=8, dtype="bfloat16", context=256, num_kv_heads=0)
+  sizes = {"width": 512, "num_experts": 8, "context": 256, "num_kv_heads": 0}
+  config = config_of(name, dtype="bfloat16", **sizes)
+  graph, params = nnx.split(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(params=0))))
 
-  def run(token_B, position_B):
+  def run(params, token_B, position_B):
+    model = nnx.merge(graph, params)
     return decode_step(model, token_B, position_B, model.init_caches(rows, 256))
 
-  jaxpr = jax.make_jaxpr(run)(jnp.zeros((rows,), jnp.int32), jnp.zeros((rows,), jnp.int32))
+  jaxpr = jax.make_jaxpr(run)(params, jnp.zeros((rows,), jnp.int32), jnp.zeros((rows,), jnp.int32))
   return kernels_of(jaxpr.jaxpr)
 
 

@@ -85,7 +85,7 @@ CASES = [
 
 @pytest.mark.parametrize(
   ("way", "devices", "case"),
-  [("heads", 4, case) for case in CASES]
+  [("heads", 4, case) for case in (CASES[0], *CASES[3:])]
   + [("ring", 4 if case in CASES[::3] else 2, case) for case in CASES],
 )
 def test_results_and_gradients_are_those_of_a_plain_softmax(way, devices, case):
@@ -122,8 +122,8 @@ def test_the_ring_gives_a_fused_kernel_blocks_without_masks(monkeypatch):
   values = jnp.pad(VALUES, [(0, 0)] * 3 + [(0, N - M)])  # cuDNN's values are as wide as its keys
   monkeypatch.setitem(globals(), "WEIGHTS", jnp.pad(WEIGHTS, [(0, 0)] * 3 + [(0, N - M)]))
   given = [x.astype(jnp.bfloat16) for x in (Q, KEYS, values)]
-  got = value_and_gradients("ring", 4, *given, None, 0)
-  want = value_and_gradients("ring", 4, *(x.astype(jnp.float32) for x in given), None, 0)
+  got = value_and_gradients("ring", 2, *given, None, 0)
+  want = value_and_gradients("ring", 2, *(x.astype(jnp.float32) for x in given), None, 0)
   for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
     np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=3e-2, atol=2e-2 * np.abs(b).max())
 
@@ -131,26 +131,32 @@ def test_the_ring_gives_a_fused_kernel_blocks_without_masks(monkeypatch):
 def test_long_rows_are_computed_in_parts(monkeypatch):
   place = Places(jnp.arange(S, dtype=jnp.int32), SEGMENTS, jnp.int32(7))
   block, seen = Block(N**-0.5), (place, place)
-  y, logs = block.attend(Q, KEYS, VALUES, seen)
-  over_all = {"y_BSHM": y, "logs_BHS": logs, "dy_BSHM": WEIGHTS}
-  want = y, logs, block.gradients(Q, KEYS, VALUES, seen, **over_all)
+
+  def both():
+    y, logs = block.attend(Q, KEYS, VALUES, seen)
+    over_all = {"y_BSHM": y, "logs_BHS": logs, "dy_BSHM": WEIGHTS}
+    return y, logs, block.gradients(Q, KEYS, VALUES, seen, **over_all)
+
+  want = jax.jit(both)()
   monkeypatch.setattr(attention_blocks, "SCORES", B * H * S * S // 8)
-  text = str(jax.make_jaxpr(lambda: block.attend(Q, KEYS, VALUES, seen))())
-  assert f"f32[{B},{K},{H // K},{S // 8},{S}]" in text
-  got = *block.attend(Q, KEYS, VALUES, seen), block.gradients(Q, KEYS, VALUES, seen, **over_all)
+  traced = jax.jit(lambda: both()).trace()
+  assert f"f32[{B},{K},{H // K},{S // 8},{S}]" in str(traced.jaxpr)
+  assert f"f32[{B},{K},{H // K},{S},{S}]" not in str(traced.jaxpr)
+  got = traced.lower().compile()()
   for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_blocks_are_joined_by_their_logarithms():
-  whole = Block(0.3).attend(Q, KEYS, VALUES, None)
-  left, right = (Block(0.3).attend(Q, KEYS[:, at], VALUES[:, at], None)
-                 for at in (slice(0, 20), slice(20, S)))  # fmt: skip
-  for a, b in zip(joined(left, right), whole):
-    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-  nothing = jnp.zeros_like(left[0]), jnp.full_like(left[1], -jnp.inf)
-  for a, b in zip(joined(left, nothing), left):
-    np.testing.assert_array_equal(a, b)
+  @jax.jit
+  def found():
+    of = lambda at: Block(0.3).attend(Q, KEYS[:, at], VALUES[:, at], None)
+    whole, left, right = of(slice(0, S)), of(slice(0, 20)), of(slice(20, S))
+    nothing = jnp.zeros_like(left[0]), jnp.full_like(left[1], -jnp.inf)
+    return (whole, joined(left, right)), (left, joined(left, nothing))
+
+  for a, b in found():
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), a, b)
 
 
 @pytest.mark.parametrize(("window", "documents"), [(3, False), (0, True), (9, True)])

@@ -30,11 +30,12 @@ from scmoe.reports import page, router
 from scmoe.reports.records import Record, read_run
 from scmoe.reports.tables import Table
 from scmoe.run import build
+from scmoe.run.adapters import restore_weights
 from scmoe.run.command_line import HELP, Flag, check_environment, help_text, parse
 from scmoe.run.modality import modality_of
 from scmoe.run.opened import open_run
 from scmoe.run.programs import user_programs
-from scmoe.training.restore import restore_part, with_newest
+from scmoe.training.restore import with_newest
 
 FLAGS = (
   Flag("workdir", str, "", "folder of the run", required=True),
@@ -239,7 +240,7 @@ def inspect_run(
     stored = open_run(workdir, named)
     built = build.build(build.single_device(stored.run))
     wanted = {"params": built.shapes, "router": built.router_shapes}
-    return stored.step, built, restore_part(workdir, wanted, stored.step)
+    return stored.step, built, restore_weights(workdir, stored.run, wanted, stored.step)
 
   at, built, state = with_newest(opened_step, named)
   run = built.run

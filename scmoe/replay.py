@@ -9,6 +9,7 @@ come out bitwise the same, so the failure can be debugged here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from scmoe.base.errors import CheckpointError, ConfigError, run_main
 from scmoe.base.stored import Maybe, StoredError, read_json
 from scmoe.parallel.mesh import batch_sharding
 from scmoe.run import build
+from scmoe.run.adapters import build_training
+from scmoe.run.base import arrays_given
 from scmoe.run.command_line import ALLOW_IMPORT, HELP, SIMULATE, Flag, help_text, parse, simulate
 from scmoe.run.config import RunConfig
 from scmoe.run.opened import open_run
@@ -52,10 +55,12 @@ def main(argv: list[str]) -> None:
   simulate(values["simulate"])
   bundle = Path(values["bundle"])
   run: RunConfig = build.on_mesh(open_run(str(bundle), None, values["allow_import"]).run)
-  teacher = open_teacher(run, bundle.absolute().parent, values["allow_import"])
-  built = build.build(run, teacher=teacher and teacher.run)
-  given = teacher.load(built.teacher) if teacher and built.teacher else None
-  found, same = replay(built, bundle, given)
+  workdir = bundle.absolute().parent
+  teacher = open_teacher(run, workdir, values["allow_import"])
+  built = build_training(run, teacher=teacher and teacher.run)
+  load = functools.partial(teacher.load, built.teacher) if teacher and built.teacher else None
+  given = arrays_given(built, workdir, load)
+  found, same = replay(built, bundle, given and given())
   print(found)
   print("bitwise the same" if same else "not the same: do hardware, versions and mesh agree?")
 

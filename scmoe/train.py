@@ -27,6 +27,8 @@ from scmoe.base.output import optional, say, warn
 from scmoe.models.flops import count_parameters
 from scmoe.parallel.collectives import request_copy_engines
 from scmoe.run import build
+from scmoe.run.adapters import BuiltAdapters, build_training, restore_weights
+from scmoe.run.base import arrays_given, header_line, router_of_base, with_base
 from scmoe.run.command_line import (
   TRAIN_FLAGS,
   at_least,
@@ -48,7 +50,7 @@ from scmoe.run.teacher import check_tokenizer, load_teacher, open_teacher, remem
 from scmoe.training import distributed
 from scmoe.training.loop import Poll, Trainer
 from scmoe.training.restarts import supervise
-from scmoe.training.restore import FOLDER, list_steps, restore_part, with_newest
+from scmoe.training.restore import FOLDER, list_steps, with_newest
 from scmoe.training.side_by_side import train_side_by_side
 from scmoe.training.step import TrainState
 
@@ -174,7 +176,8 @@ def prepare(run: RunConfig, workdir: Path, *, shown: bool = True) -> Prepared:
   )
   allowed = [*imports_of(run).values()]
   teacher = open_teacher(run, workdir, allowed)
-  built = build.build(run, teacher=teacher and teacher.run)
+  run = with_base(run, workdir)
+  built = build_training(run, teacher=teacher and teacher.run)
   taught = (teacher, built.teacher) if teacher and built.teacher else None
   modality = modality_of(run)
   places = {"process_index": jax.process_index(), "process_count": jax.process_count()}
@@ -188,29 +191,34 @@ def prepare(run: RunConfig, workdir: Path, *, shown: bool = True) -> Prepared:
     if problem := remember(imports_of(run), workdir):
       warn(problem)
   check_memory(built)
+  extra = [teacher.header_line(run)] if teacher else []
+  extra += [header_line(built)] if isinstance(built, BuiltAdapters) else []
+  load = taught and functools.partial(load_teacher, *taught, workdir, allowed)
   trainer = Trainer(
     built,
     data,
     workdir,
     evaluate=evaluation(built, data, workdir),
     sample=modality.sampling(built, data),
-    header="\n".join(
-      [header(built, data, workdir), *([teacher.header_line(run)] if teacher else [])] * shown
-    ),
+    header="\n".join([header(built, data, workdir), *extra] * shown),
     card=card(unresolved, built, data),
-    warm_start=beginning(built),
-    teacher=taught and functools.partial(load_teacher, *taught, workdir, allowed),
+    warm_start=beginning(built, workdir),
+    teacher=arrays_given(built, workdir, load),
   )
   return Prepared(built, data, workdir, trainer)
 
 
-def beginning(built: build.Built) -> Callable[[TrainState], TrainState] | None:
+def beginning(built: build.Built, workdir: Path) -> Callable[[TrainState], TrainState] | None:
   """A function that gives a new run the parameters of `train.init_from`; None if that is empty.
+
+  A run that trains adapters gets the router state of its base instead.
 
   Raises:
     CheckpointError: that folder has no checkpoint.
     ConfigError: its model has other shapes.
   """
+  if isinstance(built, BuiltAdapters):
+    return router_of_base(built, workdir)
   folder = built.run.train.init_from
   if not folder:
     return None
@@ -223,7 +231,11 @@ def beginning(built: build.Built) -> Callable[[TrainState], TrainState] | None:
 
   def start(state: TrainState) -> TrainState:
     wanted = {"params": built.abstract_state().for_checkpoint().params}
-    newest = lambda: restore_part(folder, wanted, open_run(folder, None).step)["params"]
+
+    def newest() -> Any:
+      found = open_run(folder, None)
+      return restore_weights(folder, found.run, wanted, found.step)["params"]
+
     params = with_newest(newest)  # that run may train meanwhile
     return state.begun_from(params, built.optimizer)
 
@@ -263,7 +275,7 @@ def evaluation(
     options["prepare"] = programs
     found: dict[str, float] = {}
     for prefix, params in weights_of(state).items():
-      model = built.training_model(params())
+      model = built.training_model(built.whole(params(), state.teacher))
       figures = modality.evaluate(model, data, router=state.router, **options)
       if figures is None:
         return None

@@ -30,6 +30,7 @@ import numpy as np
 from jax import Array
 
 from scmoe.base.errors import ConfigError
+from scmoe.models.low_rank import LoraConfig
 from scmoe.models.objective import cast_params
 from scmoe.offload.memory import quantised
 from scmoe.pretrained.expert_files import SCALE
@@ -91,10 +92,11 @@ def parts(run: RunConfig, dtype: str) -> list[Part]:
 
 
 def inference_run(run: RunConfig, dtype: str) -> RunConfig:
-  """The run that a folder of this type stores: `model.dtype` becomes bfloat16.
+  """The run that a folder of this type stores: without adapters, which are merged.
 
-  For a float32 folder the run stays as it is.
+  `model.dtype` becomes bfloat16; for a float32 folder it stays as it is.
   """
+  run = dataclasses.replace(run, lora=LoraConfig())
   if dtype == "float32":
     return run
   return dataclasses.replace(run, model=dataclasses.replace(run.model, dtype="bfloat16"))

@@ -168,8 +168,13 @@ class Built:
     choice = self.run.optimizer.ablation.masters
     halves = jax.default_backend() == "gpu" if choice == "auto" else choice == "halves"
     cast = self.objective.cast if halves else None
-    teacher = None if self.teacher is None else self.teacher.given_shapes
-    return abstract_state(self.init, self.optimizer, self.mesh, self.shardings, cast, teacher)
+    given = self.shapes_given
+    return abstract_state(self.init, self.optimizer, self.mesh, self.shardings, cast, given)
+
+  @property
+  def shapes_given(self) -> Any:
+    """Shapes of `TrainState.teacher`; None where the objective reads no such arrays."""
+    return None if self.teacher is None else self.teacher.given_shapes
 
   @property
   def given_shapes(self) -> dict[str, Any]:
@@ -229,6 +234,14 @@ class Built:
   def model(self, params: Params) -> Any:
     """The model with these parameters."""
     return nnx.merge(self.graph, params)
+
+  def whole(self, params: Params, given: Any) -> Params:
+    """The model's parameters, from those that are trained and from `TrainState.teacher`.
+
+    They are the same unless adapters are trained (`scmoe.run.adapters`).
+    """
+    del given
+    return params
 
   def training_model(self, params: Params) -> Any:
     """The model with parameters where the training state has them.

@@ -22,6 +22,7 @@ from scmoe.base.stored import StoredError, parse_json
 from scmoe.blocks.options import OverlapConfig
 from scmoe.data.config import DataConfig
 from scmoe.models.config import ModelConfig
+from scmoe.models.low_rank import LoraConfig
 from scmoe.models.vision.augment import AugmentConfig
 from scmoe.models.vision.options import VisionConfig
 from scmoe.models.vision.stages import check_stages, routed_lengths
@@ -60,6 +61,7 @@ class RunConfig(Options):
   optimizer: OptimizerConfig = section(
     OptimizerConfig, "AdamW or Muon, and the learning-rate schedule"
   )
+  lora: LoraConfig = section(LoraConfig, "adapters that are trained instead of the model")
   checkpoint: CheckpointConfig = section(CheckpointConfig, "when state is saved and what stays")
   distributed: DistributedConfig = section(DistributedConfig, "several processes of one run")
 
@@ -101,6 +103,7 @@ class RunConfig(Options):
     if not model.reads_images:
       run._check_sequence(vocab_size)
     run._check_reference()
+    run._check_lora()
     run._check_dispatch()
     run._check_types()
     _check_schedule(self.optimizer, self.train.steps)
@@ -191,7 +194,7 @@ class RunConfig(Options):
     train = self.train
     if not self.data.reads_preferences:
       return
-    if not train.teacher and not train.reference_free:
+    if not train.teacher and not train.reference_free and not self.lora.rank:
       raise ConfigError(
         "data.source='preference' needs a reference: set train.teacher to the folder of the model "
         "with which this run begins (train.init_from), or train.reference_free=True"
@@ -200,6 +203,30 @@ class RunConfig(Options):
       raise ConfigError(
         f"train.reference_free=True leaves out the reference train.teacher={train.teacher!r}; set "
         "one of them"
+      )
+
+  def _check_lora(self) -> None:
+    """Checks what adapters need, and what they do not go with."""
+    lora, why = self.lora, f"lora.rank={self.lora.rank}"
+    if not lora.rank:
+      return
+    lora.wanted  # noqa: B018  (it raises for an unknown word)
+    if not self.train.init_from:
+      raise ConfigError(f"{why} adapts a model that exists; set train.init_from to a run's folder")
+    if self.model.reads_images:
+      raise ConfigError(
+        f"{why} adapts language models, got model.architecture={self.model.architecture!r}; set "
+        "lora.rank=0"
+      )
+    if self.mesh.shard_state != "none":
+      raise ConfigError(
+        f"{why} has little state to share, got mesh.shard_state={self.mesh.shard_state!r}, which "
+        "adapters do not support; set mesh.shard_state=none"
+      )
+    if self.optimizer.name == "muon":
+      raise ConfigError(
+        f"{why} trains thin factors of matrices, got optimizer.name='muon', which updates whole "
+        "matrices; set optimizer.name=adamw"
       )
 
   def _check_dispatch(self) -> None:
@@ -293,6 +320,7 @@ def smoke_run(run: RunConfig) -> RunConfig:
     data=data,
     train=train,
     optimizer=OptimizerConfig(warmup_steps=1),
+    lora=LoraConfig(),  # a model to adapt would have to be trained first
     checkpoint=CheckpointConfig(every=0, keep=2),
   )
 

@@ -273,6 +273,12 @@ RULES = (
     "set train.teacher, e.g. runs/teacher",
   ),
   _Rule(
+    ("lora.alpha", "lora.targets", "lora.base"),
+    lambda run: not run.lora.rank,
+    "lora.rank=0 means no adapters",
+    "set lora.rank, e.g. 8",
+  ),
+  _Rule(
     ("optimizer.muon_beta", "optimizer.muon_rms"),
     lambda run: run.optimizer.name != "muon",
     "optimizer.name={run.optimizer.name!r} has no Muon",

@@ -28,8 +28,9 @@ from scmoe.pretrained.inference_files import (
 )
 from scmoe.pretrained.names import Tensor, tensors
 from scmoe.pretrained.own_files import CARD, card, text_files
-from scmoe.pretrained.stream import leaves_of, unload
+from scmoe.pretrained.stream import flat, leaves_of, unload
 from scmoe.run import build
+from scmoe.run.adapters import restore_weights
 from scmoe.run.config import RunConfig
 from scmoe.run.modality import needs_text
 from scmoe.run.opened import Stored, check_average, open_run
@@ -69,9 +70,9 @@ def export_model(
     stored = open_run(str(workdir), step)
     needs_text(stored.run, "scmoe.convert")
     run = build.on_mesh(stored.run, mesh)
-    shapes = leaves_of(build.build(run))
-    config, listed = _planned(run, source.get("family", ""), shapes)
-    return stored, config, listed, _restored(workdir, stored.run, shapes, stored.step, ema)
+    built = build.build(run)
+    config, listed = _planned(run, source.get("family", ""), leaves_of(built))
+    return stored, config, listed, _restored(workdir, stored.run, built, stored.step, ema)
 
   stored, config, listed, leaves = with_newest(opened_step, step)
   run, family = stored.run, config["model_type"]
@@ -116,22 +117,29 @@ def export_model(
 
 
 def _restored(
-  workdir: Path, run: RunConfig, wanted: dict[str, Any], step: int, ema: bool
+  workdir: Path, run: RunConfig, built: build.Built, step: int, ema: bool
 ) -> dict[str, Array]:
-  """The wanted leaves of a checkpoint, or with `ema` the average in place of the weights.
+  """Parameters and router state of a checkpoint by dotted name; adapters are merged.
 
   Args:
     workdir, step: of the checkpoint.
     run: as the checkpoint stores it.
-    wanted: shapes of parameters and router state by dotted name.
-    ema: whether the average is wanted.
+    built: the model, on the mesh to load it to.
+    ema: whether the average is wanted in place of the weights.
 
   Raises:
     ConfigError: the run keeps no average.
   """
+  if ema:
+    check_average(run, str(workdir))
+  if run.lora.rank:
+    weights = "average" if ema else "params"
+    state = {weights: built.shapes, "router": built.router_shapes}
+    found = restore_weights(workdir, run, {name: x for name, x in state.items() if x}, step)
+    return flat({"params": found.pop(weights), **found})
+  wanted = leaves_of(built)
   if not ema:
     return restore_stored(workdir, wanted, step)
-  check_average(run, str(workdir))
   renamed = {_PARAMS.sub("average.", name): leaf for name, leaf in wanted.items()}
   found = restore_stored(workdir, renamed, step)
   return {name: found[other] for name, other in zip(wanted, renamed) if other in found}
@@ -201,7 +209,7 @@ def export_inference(
     tokenizer = load_tokenizer(stored.run, str(workdir))
     files = tokenizer.files() if isinstance(tokenizer, JsonTokenizer) else {}
     run = build.on_mesh(inference_run(stored.run, kind), mesh)
-    leaves = _restored(workdir, stored.run, leaves_of(build.build(run)), stored.step, ema)
+    leaves = _restored(workdir, stored.run, build.build(run), stored.step, ema)
     return stored, kind, files, run, leaves
 
   stored, dtype, files, run, leaves = with_newest(opened_step, step)

@@ -18,10 +18,11 @@ from scmoe.inference.offload.plan import OffloadRequest, Workload, chosen
 from scmoe.models.objective import cast_params
 from scmoe.pretrained.inference import InferenceFolder
 from scmoe.run import build
+from scmoe.run.adapters import restore_weights, restore_weights_on_host
 from scmoe.run.config import RunConfig, from_dict, imports_of
 from scmoe.run.modality import modality_of
 from scmoe.run.programs import Programs
-from scmoe.training.restore import read_meta, restore_on_host, restore_part
+from scmoe.training.restore import read_meta, restore_part
 
 
 class Stored(NamedTuple):
@@ -120,10 +121,11 @@ def open_model(
   parts = {"router": built.router_shapes} if built.router_shapes else {}
   if offload.decode is None:
     weights = "average" if ema else "params"
-    state = restore_part(workdir, {weights: built.shapes, **parts}, step)
+    state = restore_weights(workdir, run, {weights: built.shapes, **parts}, step)
     model = built.model(state[weights])
   else:
-    held = cast_params(restore_on_host(workdir, built.shapes, step), jnp.dtype(run.model.dtype))
+    held = restore_weights_on_host(workdir, run, built.shapes, step)
+    held = cast_params(held, jnp.dtype(run.model.dtype))
     model = offloaded(built.model(held), built.mesh, int8=request.int8_experts)
     state = restore_part(workdir, parts, step) if parts else {}
   rest = built.mesh, tokenizer, prepare, offload, lines

@@ -19,12 +19,13 @@ from scmoe.models.flops import count_parameters
 from scmoe.pretrained.inference import InferenceFolder
 from scmoe.pretrained.inference_files import MANIFEST
 from scmoe.run import build
+from scmoe.run.adapters import restore_weights
 from scmoe.run.config import RunConfig
 from scmoe.run.modality import needs_text
 from scmoe.run.opened import open_run
 from scmoe.run.text import load_tokenizer
 from scmoe.training.distributed import is_first
-from scmoe.training.restore import FOLDER, list_steps, read_meta, restore_part, with_newest
+from scmoe.training.restore import FOLDER, list_steps, read_meta, with_newest
 from scmoe.training.workdir import prepare_workdir
 
 PINNED = "teacher.json"  # file in the run's folder that identifies the teacher
@@ -61,7 +62,7 @@ class Teacher:
     """
     if self.folder is None:
       wanted = {"params": built.shapes, "router": built.router_shapes}
-      state = restore_part(self.path, wanted, self.step)
+      state = restore_weights(self.path, self.run, wanted, self.step)
       params, router = state["params"], state["router"]
     else:
       self.folder.verify()
@@ -155,6 +156,8 @@ def _of_run(path: str, step: int | None, allow_import: Sequence[str]) -> Teacher
   step = stored.step if step is None else step
   leaves = read_meta(path, step)["leaves"]
   prints = {name: leaf["fingerprint"] for name, leaf in leaves.items() if _is_model(name)}
+  if stored.run.lora.rank:
+    prints["base"] = stored.run.lora.base
   tokenizer = load_tokenizer(stored.run, path)
   return Teacher(path, stored.run, step, _digest(prints), tokenizer)
 

@@ -107,7 +107,7 @@ class Text:
       start = [data.tokenizer.bos_id]
       room = built.run.model.context - len(start)
       (tokens,) = generate(
-        built.model(state.params),
+        built.model(built.whole(state.params, state.teacher)),
         [start],
         Sampling(temperature=0.8),
         max_new_tokens=min(built.run.train.sample_tokens, room),

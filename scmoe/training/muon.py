@@ -1,6 +1,6 @@
 """Muon: the update of a matrix is its momentum, made orthogonal.
 
-A parameter's name and its module's say whether it is a matrix (`MATRICES`, `_HOLDERS`). A
+A parameter's name and its module's say whether it is a matrix (`scmoe.models.matrices`). A
 parameter of 12 stacked layers with 8 experts each is 96 matrices. The iteration that makes them
 orthogonal is optax's. AdamW updates the rest: embeddings, the head, routers, norms, biases, and
 parameters of a user's modules with other names.
@@ -22,26 +22,10 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
+from scmoe.models.matrices import holder_and_sides
 from scmoe.parallel.collectives import gathered
 from scmoe.parallel.gradients import axes_of
 from scmoe.parallel.mesh import own_share
-
-# Name of a parameter -> (its input dimensions, its output dimensions), counted from the end: -1 is
-# the last. The dimensions before them are layers and experts.
-_HEADS_OUT, _HEADS_IN, _PLAIN = ((-3,), (-2, -1)), ((-3, -2), (-1,)), ((-2,), (-1,))
-MATRICES = {
-  "query": _HEADS_OUT,
-  "key": _HEADS_OUT,
-  "value": _HEADS_OUT,
-  "kv_up": _HEADS_OUT,
-  "out": _HEADS_IN,
-  "query_down": _PLAIN,
-  "kv_down": _PLAIN,
-  "up": _PLAIN,
-  "gate": _PLAIN,
-  "down": _PLAIN,
-}
-_HOLDERS = ("attention", "mlp", "experts", "shared")  # modules whose `MATRICES` Muon updates
 
 
 def dimensions(path: tuple[Any, ...], leaf: Any) -> MuonDimensionNumbers | None:
@@ -51,13 +35,8 @@ def dimensions(path: tuple[Any, ...], leaf: Any) -> MuonDimensionNumbers | None:
     path: of the parameter, as `jax.tree_util` gives it.
     leaf: the array, or its `jax.ShapeDtypeStruct`.
   """
-  names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-  if len(names) < 2 or names[-2] not in _HOLDERS or names[-1] not in MATRICES:
-    return None
-  reads, writes = MATRICES[names[-1]]
-  if leaf.ndim < len(reads) + len(writes):
-    return None
-  return MuonDimensionNumbers(reads, writes)
+  found = holder_and_sides(path, leaf.ndim)
+  return None if found is None else MuonDimensionNumbers(*found[1])
 
 
 def muon_or(

@@ -61,6 +61,17 @@ def architecture(config: dict[str, Any]) -> dict[str, Any]:
   }
 
 
+def other_architecture(stored: dict[str, Any], current: dict[str, Any]) -> str:
+  """Says in which fields of `model` and `router` two configurations compute other functions.
+
+  "" if parameters of the one are parameters of the other.
+
+  Args:
+    stored, current: nested dicts of whole configurations.
+  """
+  return _some(_compare(architecture(stored), architecture(current))[1])
+
+
 def check_config(
   stored: dict[str, Any],
   current: dict[str, Any],

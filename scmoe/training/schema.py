@@ -28,6 +28,7 @@ from scmoe.base.renamed import with_present_names
 from scmoe.blocks.schedule import dense_steps, slot_names, tap_step
 from scmoe.blocks.wiring import WIRINGS, tap_index
 from scmoe.layers.rope import RopeConfig
+from scmoe.models.low_rank import LoraConfig
 from scmoe.models.vision.augment import AugmentConfig
 from scmoe.models.vision.options import VisionConfig
 
@@ -125,7 +126,10 @@ _SINCE = {
   "overlap": {"search_seconds": 90.0, "flight": 1, "ahead": True},  # these fields change no result
 }
 # Sections that later versions added, with the values that describe what earlier runs did.
-_SECTIONS = {"augment": dataclasses.asdict(AugmentConfig())}
+_SECTIONS = {
+  "augment": dataclasses.asdict(AugmentConfig()),
+  "lora": dataclasses.asdict(LoraConfig()),
+}
 
 
 def upgraded(meta: dict[str, Any]) -> dict[str, Any]:

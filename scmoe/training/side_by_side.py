@@ -102,7 +102,9 @@ def check_side_by_side(builts: Sequence[Any]) -> None:
       f"seeds side by side run on one device, got a mesh of {first.mesh.size}; set mesh.data=1 and "
       "mesh.expert=1, or train them one by one"
     )
-  for name, value in (("train.tune", first.train.tune), ("train.teacher", first.train.teacher)):
+  rank = first.config.get("lora", {}).get("rank", 0)
+  alone = {"train.tune": first.train.tune, "train.teacher": first.train.teacher, "lora.rank": rank}
+  for name, value in alone.items():
     if value:
       raise ConfigError(
         f"{name}={value!r} needs a program of its own for every seed; leave it out, or train the "

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from scmoe.base.errors import ConfigError, Preempted
+from scmoe.models.matrices import MATRICES
 from scmoe.parallel.mesh import MeshConfig, manual
 from scmoe.run import build, summary
 from scmoe.run.config_files import find_config, load_config
 from scmoe.train import train
-from scmoe.training.muon import MATRICES
 from scmoe.training.optimizer import decay_mask
 from scmoe.training.options import OptimizerAblation
 

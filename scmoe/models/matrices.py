@@ -1,0 +1,44 @@
+"""Which parameters of a block are matrices, and which of their dimensions read and write.
+
+The name of a parameter and that of its module say so: `experts.up` [L, E, D, F] is one matrix
+[D, F] for each of L layers and E experts. Muon's update (`scmoe.training.muon`) and low-rank
+adapters (`scmoe.models.low_rank`) treat such matrices one by one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+# Name of a parameter -> (its input dimensions, its output dimensions), counted from the end: -1 is
+# the last. The dimensions before them are layers and experts.
+Sides = tuple[tuple[int, ...], tuple[int, ...]]
+_HEADS_OUT, _HEADS_IN, _PLAIN = ((-3,), (-2, -1)), ((-3, -2), (-1,)), ((-2,), (-1,))
+MATRICES: dict[str, Sides] = {
+  "query": _HEADS_OUT,
+  "key": _HEADS_OUT,
+  "value": _HEADS_OUT,
+  "kv_up": _HEADS_OUT,
+  "out": _HEADS_IN,
+  "query_down": _PLAIN,
+  "kv_down": _PLAIN,
+  "up": _PLAIN,
+  "gate": _PLAIN,
+  "down": _PLAIN,
+}
+HOLDERS = ("attention", "mlp", "experts", "shared")  # modules whose `MATRICES` are meant
+
+
+def holder_and_sides(path: tuple[Any, ...], ndim: int) -> tuple[str, Sides] | None:
+  """The module that holds a matrix, one of `HOLDERS`, and its sides; None if it is no matrix.
+
+  Args:
+    path: of the parameter, as `jax.tree_util` gives it.
+    ndim: number of its dimensions.
+  """
+  names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+  if len(names) < 2 or names[-2] not in HOLDERS or names[-1] not in MATRICES:
+    return None
+  reads, writes = MATRICES[names[-1]]
+  return None if ndim < len(reads) + len(writes) else (names[-2], (reads, writes))

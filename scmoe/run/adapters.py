@@ -1,0 +1,163 @@
+"""Runs that train adapters (`lora.rank`): the objects of their training, and their whole weights.
+
+A checkpoint of such a run holds the adapters. The frozen model, its base, lies once in
+WORKDIR/base, a checkpoint of weights alone (`scmoe.run.base` puts it there). Whoever reads a run's
+weights does so here, and gets base and adapters merged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from scmoe.models.adapted import Adapted
+from scmoe.models.low_rank import Adapters, LowRank
+from scmoe.models.objective import RoutedObjective
+from scmoe.parallel.mesh import shardings_of
+from scmoe.run import build
+from scmoe.run.config import RunConfig
+from scmoe.training.optimizer import make_optimizer
+from scmoe.training.restore import restore_on_host, restore_part
+from scmoe.training.variants import Variant
+
+BASE = "base"  # folder in the run's folder, itself the folder of a run of one step
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class BuiltAdapters(build.Built):
+  """The objects of a run that trains adapters.
+
+  `shapes` and `graph` are those of the whole model; the trained parameters are `adapters.shapes`.
+  """
+
+  adapters: Adapters = dataclasses.field(kw_only=True)
+
+  def init(self, key: Array) -> tuple[build.Params, dict[str, Any]]:
+    """Adapters that change nothing yet, and a router state; call it under jit."""
+    _, router = super().init(key)
+    return self.adapters.init(key), router
+
+  @property
+  def shardings(self) -> tuple[build.Params, dict[str, Any]]:
+    """Shardings of adapters and router state."""
+    return shardings_of(self.adapters.shapes), shardings_of(self.router_shapes)
+
+  @property
+  def specs(self) -> build.Params:
+    """PartitionSpecs of the adapters."""
+    return _specs(self.adapters)
+
+  @property
+  def shapes_given(self) -> dict[str, Any]:
+    """Shapes of `TrainState.teacher`: the base's arrays, and those of a teacher."""
+    given = {"base": self.given_shapes}
+    return given if self.teacher is None else given | {"second": self.teacher.given_shapes}
+
+  def variant(self, variant: Variant) -> RoutedObjective:
+    """See `Built.variant`."""
+    changed = self.varied(variant)
+    graph = build.build_model(changed, self.mesh)[0]
+    return _objective(dataclasses.replace(self, run=changed, graph=graph), self.adapters)
+
+  def whole(self, params: build.Params, given: Any) -> build.Params:
+    """The base's parameters with adapters added, in the types in which a step reads them."""
+    cast = lambda own: self.adapters.merged(given["base"]["params"], self.objective.cast(own))
+    return jax.jit(cast, out_shardings=shardings_of(self.shapes))(params)
+
+
+def build_training(
+  run: RunConfig, devices: Sequence[Any] | None = None, teacher: RunConfig | None = None
+) -> build.Built:
+  """`scmoe.run.build.build` of a run that is to be trained, with its adapters if it has some.
+
+  Arguments and errors as of `scmoe.run.build.build`.
+
+  Raises:
+    ConfigError: `lora.targets` names what the model lacks.
+  """
+  plain = build.build(run, devices, teacher)
+  if not run.lora.rank:
+    return plain
+  adapters = Adapters(run.lora, plain.shapes)
+  optimizer = make_optimizer(
+    run.optimizer,
+    run.train.steps,
+    half=run.model.dtype == "float16",
+    spike_sigma=run.train.spike_sigma,
+    specs=_specs(adapters),
+  )
+  fields = {f.name: getattr(plain, f.name) for f in dataclasses.fields(plain)}
+  fields |= {"objective": _objective(plain, adapters), "optimizer": optimizer}
+  return BuiltAdapters(**fields, adapters=adapters)
+
+
+def _objective(built: build.Built, adapters: Adapters) -> Adapted:
+  """The objective over adapters; a reference that is not named is the base itself."""
+  run, second = built.run, built.teacher
+  if second is None and run.data.reads_preferences and not run.train.reference_free:
+    second = built
+  inner = build.make_objective(run, built.graph, second)
+  return Adapted(inner, adapters, run.model.dtype)
+
+
+def _specs(adapters: Adapters) -> PyTree:
+  return jax.tree.map(lambda s: s.sharding.spec, adapters.shapes)
+
+
+# -- the whole weights of a stored run ------------------------------------------------------------
+
+
+def restore_weights(
+  workdir: str | Path, run: RunConfig, abstract: dict[str, PyTree], step: int | None = None
+) -> dict[str, PyTree]:
+  """`restore_part` of a run whose weights may be a base with adapters: these are merged.
+
+  Args:
+    workdir: of the run.
+    run: as the checkpoint stores it.
+    abstract: of the whole model; `params` and `average` are weights.
+    step: which one; None: the newest undamaged one.
+
+  Raises:
+    CheckpointError: no such step, or no valid one, of the run or its base.
+    ConfigError: a stored shape or type is not that of `abstract`.
+  """
+  kinds = [kind for kind in ("params", "average") if kind in abstract] if run.lora.rank else []
+  own = {kind: Adapters(run.lora, abstract[kind]) for kind in kinds}
+  wanted = abstract | {kind: adapters.shapes for kind, adapters in own.items()}
+  found = restore_part(workdir, wanted, step)
+  for kind, adapters in own.items():
+    base = restore_part(_base(workdir), {"params": abstract[kind]})["params"]
+    merge = jax.jit(adapters.merged, out_shardings=shardings_of(abstract[kind]), donate_argnums=0)
+    found[kind] = merge(base, found[kind])
+  return found
+
+
+def restore_weights_on_host(
+  workdir: str | Path, run: RunConfig, abstract: PyTree, step: int | None = None
+) -> PyTree:
+  """`restore_on_host` of a run whose weights may be a base with adapters: these are merged.
+
+  One leaf at a time is merged, so that a device holds at most one of the model's. Arguments and
+  errors as of `restore_weights`, with `abstract` the parameters.
+  """
+  if not run.lora.rank:
+    return restore_on_host(workdir, abstract, step)
+  adapters = Adapters(run.lora, abstract)
+  own = restore_on_host(workdir, adapters.shapes, step)
+  base = restore_on_host(_base(workdir), abstract)
+  return adapters.merged(base, own, lambda leaf: np.asarray(_merged(leaf)))
+
+
+def _base(workdir: str | Path) -> Path:
+  return Path(workdir) / BASE
+
+
+_merged = jax.jit(LowRank.merged)

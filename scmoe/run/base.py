@@ -1,0 +1,209 @@
+"""The base of a run that trains adapters (`lora.rank`): copied into the run's folder once.
+
+The adapters mean nothing without the model that they adapt, and the folder in `train.init_from` may
+move, or go on training and drop the step. So the first start writes that model's weights to
+WORKDIR/base, as a checkpoint of weights alone, in the types in which they were stored. The run's
+own checkpoints hold the adapters. `lora.base` of the stored configuration is the digest of these
+weights: adapters of another model are refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from scmoe.base.errors import CheckpointError, ConfigError
+from scmoe.base.sizes import number
+from scmoe.models.low_rank import LoraConfig
+from scmoe.pretrained.stream import flat, leaves_of, nested
+from scmoe.run import build
+from scmoe.run.adapters import BASE, BuiltAdapters, restore_weights
+from scmoe.run.config import RunConfig, to_dict
+from scmoe.run.opened import Stored, open_run
+from scmoe.training.checkpoint import Checkpointer
+from scmoe.training.description import WEIGHTS_ONLY
+from scmoe.training.distributed import OnFirst
+from scmoe.training.options import CheckpointConfig
+from scmoe.training.restore import (
+  FOLDER,
+  list_steps,
+  read_meta,
+  restore_part,
+  restore_stored,
+  with_newest,
+)
+from scmoe.training.resume import other_architecture
+from scmoe.training.step import TrainState
+from scmoe.training.workdir import RunLock, prepare_workdir
+
+PyTree = Any
+
+
+def with_base(run: RunConfig, workdir: Path) -> RunConfig:
+  """The run with `lora.base` filled in; a new run's base is copied into its folder first.
+
+  A run without adapters stays as it is.
+
+  Args:
+    run: resolved.
+    workdir: its folder.
+
+  Raises:
+    ConfigError: `train.init_from` is the run itself or another architecture; the folder holds
+      another run; or `lora.base` is the digest of another model.
+    CheckpointError: there is no checkpoint in `train.init_from`.
+    StorageError: the folder cannot be written.
+  """
+  if not run.lora.rank:
+    return run
+  workdir = prepare_workdir(workdir)
+  if not list_steps(workdir / BASE / FOLDER):
+    if list_steps(workdir / FOLDER):
+      raise ConfigError(
+        f"lora.rank={run.lora.rank}: {workdir} holds checkpoints and no {BASE}: a run that trains "
+        "all its parameters, or one whose base was removed; use another workdir"
+      )
+    with OnFirst(RunLock(workdir)):
+      _copy(run, workdir / BASE)
+  found = digest(workdir)
+  if run.lora.base not in ("", found):
+    raise ConfigError(
+      f"lora.base={run.lora.base!r} is not the model in {workdir / BASE}, which is {found!r}; "
+      "restore that folder, or leave lora.base empty in a new workdir"
+    )
+  return dataclasses.replace(run, lora=dataclasses.replace(run.lora, base=found))
+
+
+def digest(workdir: Path) -> str:
+  """Digest of the checksums of all weights and router state of a run's base.
+
+  Raises:
+    CheckpointError: there is no base, or its description is damaged.
+  """
+  leaves = read_meta(workdir / BASE)["leaves"]
+  prints = {name: leaf["fingerprint"] for name, leaf in leaves.items()}
+  text = json.dumps(prints, sort_keys=True)
+  return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _copy(run: RunConfig, place: Path) -> None:
+  """Writes the model in `train.init_from` as a checkpoint of weights alone."""
+  folder, plain = run.train.init_from, build.build(run)
+  if Path(folder).expanduser().resolve() == place.parent.resolve():
+    raise ConfigError(f"train.init_from={folder!r} is the run itself; give another run's folder")
+
+  def read() -> tuple[Stored, dict[str, PyTree]]:
+    stored = open_run(folder, None)
+    config = json.loads(json.dumps(to_dict(run)))
+    if other := other_architecture(json.loads(json.dumps(to_dict(stored.run))), config):
+      raise ConfigError(
+        f"train.init_from={folder!r} is another model than the one that lora.rank={run.lora.rank} "
+        f"is to adapt: {other}; give the model and router sections of its config.json"
+      )
+    return stored, _weights(folder, stored, plain)
+
+  stored, state = with_newest(read)
+  alone = dataclasses.replace(stored.run, lora=LoraConfig())
+  meta = {
+    "config": to_dict(alone),
+    "data_fingerprint": dict(stored.data),
+    "mesh": dict(plain.mesh.shape),
+    "processes": jax.process_count(),
+    "tokens": 0,
+    WEIGHTS_ONLY: True,
+  }
+  keeper = Checkpointer(place, CheckpointConfig(async_save=False))
+  try:
+    keeper.save_now(0, state, {}, meta)
+  finally:
+    keeper.close()
+
+
+def _weights(folder: str, stored: Stored, plain: build.Built) -> dict[str, PyTree]:
+  """Parameters and router state of a stored run, on the mesh of `plain`.
+
+  They have the stored types. If the run trained adapters itself, these are merged, in float32.
+  """
+  if stored.run.lora.rank:
+    wanted = {"params": plain.shapes, "router": plain.router_shapes}
+    return restore_weights(folder, stored.run, {k: x for k, x in wanted.items() if x}, stored.step)
+  found = restore_stored(folder, leaves_of(plain), stored.step)
+  if missing := sorted(set(flat({"params": plain.shapes})) - set(found)):
+    raise CheckpointError(f"{folder} has no {missing[0]}; its checkpoint has another configuration")
+  router = {name: found[f"router.{name}"] for name in _stored_router(plain, found)}
+  state = {"params": nested(found, {"params": plain.shapes})["params"]}
+  return state | ({"router": router} if router else {})
+
+
+def _stored_router(built: build.Built, leaves: Any) -> list[str]:
+  return [name for name in built.router_shapes if f"router.{name}" in leaves]
+
+
+def load_base(built: build.Built, workdir: Path) -> dict[str, PyTree]:
+  """`params` of a run's base in the compute type, and its whole `router` state.
+
+  Raises:
+    CheckpointError: the base is damaged.
+    ConfigError: the base is not the model that the adapters belong to.
+  """
+  place = workdir / BASE
+  meta = read_meta(place)
+  shapes = built.router_shapes
+  wanted = {"params": built.shapes}
+  if names := _stored_router(built, meta["leaves"]):
+    wanted["router"] = {name: shapes[name] for name in names}
+  state = restore_part(place, wanted)
+  places = jax.tree.map(lambda s: s.sharding, (built.shapes, shapes))
+  cast = jax.jit(built.objective.cast, out_shardings=places[0], donate_argnums=0)
+  fresh = jax.jit(lambda: built.init(jax.random.key(0))[1], out_shardings=places[1])
+  return {"params": cast(state["params"]), "router": fresh() | state.get("router", {})}
+
+
+def arrays_given(
+  built: build.Built, workdir: Path, teacher: Callable[[], PyTree] | None
+) -> Callable[[], PyTree] | None:
+  """What makes `TrainState.teacher` of a run: its base, its teacher, both, or None.
+
+  Args:
+    built: the run.
+    workdir: its folder.
+    teacher: loads the teacher's arrays; None without one.
+  """
+  if not isinstance(built, BuiltAdapters):
+    return teacher
+
+  def load() -> PyTree:
+    given = {"base": load_base(built, workdir)}
+    return given if teacher is None else given | {"second": teacher()}
+
+  return load
+
+
+def router_of_base(built: BuiltAdapters, workdir: Path) -> Callable[[TrainState], TrainState]:
+  """A function that gives a new run, whose adapters are fresh, the router state of its base."""
+
+  def start(state: TrainState) -> TrainState:
+    names = _stored_router(built, read_meta(workdir / BASE)["leaves"])
+    if not names:
+      return state
+    wanted = {"router": {name: built.router_shapes[name] for name in names}}
+    found = restore_part(workdir / BASE, wanted)["router"]
+    return dataclasses.replace(state, router=state.router | found)
+
+  return start
+
+
+def header_line(built: BuiltAdapters) -> str:
+  """The adapters' line in the header of a run."""
+  lora = built.run.lora
+  trained = sum(x.size for x in jax.tree.leaves(built.adapters.shapes))
+  return (
+    f"adapters     rank {lora.rank}, alpha {lora.alpha:g} on {', '.join(lora.wanted)}: "
+    f"{number(trained)} parameters are trained; {built.run.train.init_from} stays as it is"
+  )

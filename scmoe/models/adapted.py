@@ -11,7 +11,6 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-import jax
 from jax import Array
 
 from scmoe.models.gradient_sums import added
@@ -49,7 +48,7 @@ class Adapted(RoutedObjective):
         model is another one, the same of that model. In the manual region this device's shares.
     """
     own = copy.copy(self)
-    own.base = jax.lax.stop_gradient(given["base"]["params"])
+    own.base = given["base"]["params"]
     if isinstance(own.inner, WithSecondModel) and own.inner.second is not None:
       own.inner = own.inner.taught(given.get("second", given["base"]))
     return own

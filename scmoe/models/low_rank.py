@@ -37,7 +37,7 @@ from scmoe.parallel.collectives import repeat
 from scmoe.parallel.gradients import axes_of
 
 PyTree = Any
-TARGETS = ("attention", "mlp", "shared", "experts", "head")
+TARGETS = ("attention", "mlp", "experts", "head")
 A, B = "lora_a", "lora_b"  # names of the two trained arrays, below the name of their parameter
 _HEAD: Sides = ((-2,), (-1,))
 
@@ -56,7 +56,8 @@ class LoraConfig(Options, path="lora"):
   alpha: float = option(16.0, "the product of an adapter counts alpha / rank", above=0)
   targets: str = option(
     "attention,experts",
-    "matrices with adapters, joined by commas: attention, mlp, shared (experts), experts, head",
+    "matrices with adapters, joined by commas: attention, mlp (dense and shared experts), experts, "
+    "head",
   )
   base: str = option(
     "", "digest of the model that is adapted; a run fills it in, and refuses another model"
@@ -165,7 +166,7 @@ class Adapters:
     if left:
       raise ConfigError(
         f"lora.targets={self.config.targets!r}: the model has no matrices of {next(iter(left))!r}; "
-        "leave it out" + (", or set model.tie_embeddings=False" if "head" in left else "")
+        "leave it out" + (", or set model.tie_embeddings=False" if list(left) == ["head"] else "")
       )
     return found
 

@@ -8,6 +8,8 @@ weights does so here, and gets base and adapters merged.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import jax
 import numpy as np
 from jax import Array
 
+from scmoe.base.errors import ConfigError
 from scmoe.models.adapted import Adapted
 from scmoe.models.low_rank import Adapters, LowRank
 from scmoe.models.objective import RoutedObjective
@@ -23,7 +26,7 @@ from scmoe.parallel.mesh import shardings_of
 from scmoe.run import build
 from scmoe.run.config import RunConfig
 from scmoe.training.optimizer import make_optimizer
-from scmoe.training.restore import restore_on_host, restore_part
+from scmoe.training.restore import read_meta, restore_on_host, restore_part
 from scmoe.training.variants import Variant
 
 BASE = "base"  # folder in the run's folder, itself the folder of a run of one step
@@ -134,7 +137,7 @@ def restore_weights(
   wanted = abstract | {kind: adapters.shapes for kind, adapters in own.items()}
   found = restore_part(workdir, wanted, step)
   for kind, adapters in own.items():
-    base = restore_part(_base(workdir), {"params": abstract[kind]})["params"]
+    base = restore_part(_base(workdir, run), {"params": abstract[kind]})["params"]
     merge = jax.jit(adapters.merged, out_shardings=shardings_of(abstract[kind]), donate_argnums=0)
     found[kind] = merge(base, found[kind])
   return found
@@ -152,12 +155,35 @@ def restore_weights_on_host(
     return restore_on_host(workdir, abstract, step)
   adapters = Adapters(run.lora, abstract)
   own = restore_on_host(workdir, adapters.shapes, step)
-  base = restore_on_host(_base(workdir), abstract)
+  base = restore_on_host(_base(workdir, run), abstract)
   return adapters.merged(base, own, lambda leaf: np.asarray(_merged(leaf)))
 
 
-def _base(workdir: str | Path) -> Path:
-  return Path(workdir) / BASE
+def digest_of_base(workdir: str | Path) -> str:
+  """Digest of the checksums of all weights and router state of a run's base.
+
+  Raises:
+    CheckpointError: there is no base, or its description is damaged.
+  """
+  leaves = read_meta(Path(workdir) / BASE)["leaves"]
+  prints = {name: leaf["fingerprint"] for name, leaf in leaves.items()}
+  text = json.dumps(prints, sort_keys=True)
+  return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _base(workdir: str | Path, run: RunConfig) -> Path:
+  """The folder of a stored run's base.
+
+  Raises:
+    ConfigError: it is not the model that the adapters belong to.
+  """
+  place = Path(workdir) / BASE
+  if (found := digest_of_base(workdir)) != run.lora.base:
+    raise ConfigError(
+      f"{place} is not the model that its adapters were trained on: its digest is {found!r}, "
+      f"lora.base={run.lora.base!r}; restore that folder"
+    )
+  return place
 
 
 _merged = jax.jit(LowRank.merged)

@@ -10,8 +10,8 @@ weights: adapters of another model are refused.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from scmoe.base.sizes import number
 from scmoe.models.low_rank import LoraConfig
 from scmoe.pretrained.stream import flat, leaves_of, nested
 from scmoe.run import build
-from scmoe.run.adapters import BASE, BuiltAdapters, restore_weights
+from scmoe.run.adapters import BASE, BuiltAdapters, digest_of_base, restore_weights
 from scmoe.run.config import RunConfig, to_dict
 from scmoe.run.opened import Stored, open_run
 from scmoe.training.checkpoint import Checkpointer
@@ -63,7 +63,7 @@ def with_base(run: RunConfig, workdir: Path) -> RunConfig:
   if not run.lora.rank:
     return run
   workdir = prepare_workdir(workdir)
-  if not list_steps(workdir / BASE / FOLDER):
+  if new := not list_steps(workdir / BASE / FOLDER):
     if list_steps(workdir / FOLDER):
       raise ConfigError(
         f"lora.rank={run.lora.rank}: {workdir} holds checkpoints and no {BASE}: a run that trains "
@@ -71,25 +71,15 @@ def with_base(run: RunConfig, workdir: Path) -> RunConfig:
       )
     with OnFirst(RunLock(workdir)):
       _copy(run, workdir / BASE)
-  found = digest(workdir)
-  if run.lora.base not in ("", found):
+  found = digest_of_base(workdir)
+  if run.lora.base not in ("", found) and (new or not list_steps(workdir / FOLDER)):
+    if new:
+      shutil.rmtree(workdir / BASE, ignore_errors=True)
     raise ConfigError(
-      f"lora.base={run.lora.base!r} is not the model in {workdir / BASE}, which is {found!r}; "
-      "restore that folder, or leave lora.base empty in a new workdir"
+      f"lora.base={run.lora.base!r} is not the model in train.init_from={run.train.init_from!r}, "
+      f"which is {found!r}; leave lora.base empty, or give the other model"
     )
   return dataclasses.replace(run, lora=dataclasses.replace(run.lora, base=found))
-
-
-def digest(workdir: Path) -> str:
-  """Digest of the checksums of all weights and router state of a run's base.
-
-  Raises:
-    CheckpointError: there is no base, or its description is damaged.
-  """
-  leaves = read_meta(workdir / BASE)["leaves"]
-  prints = {name: leaf["fingerprint"] for name, leaf in leaves.items()}
-  text = json.dumps(prints, sort_keys=True)
-  return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _copy(run: RunConfig, place: Path) -> None:

@@ -20,7 +20,9 @@ from scmoe.base.errors import ConfigError
 from scmoe.base.sizes import number, size_of
 from scmoe.blocks.wiring import WIRINGS
 from scmoe.layers.dot_product import fusable
+from scmoe.models.adapted import Adapted
 from scmoe.models.flops import Flops, Parameters, count_parameters, forward_flops
+from scmoe.models.low_rank import Adapters
 from scmoe.parallel.mesh import BATCH_AXES, manual, shardings_of
 from scmoe.run import build, traffic
 from scmoe.run.config import RunConfig
@@ -47,6 +49,8 @@ class Memory:
     gathered: with `mesh.shard_state=parameters`, whole parameters in the compute type: those beside
       the pairs, those of the pair that computes with their gradients, and those of the next pair;
       of all pairs with `mesh.gather_again=False`. An estimate: XLA decides when it gathers.
+    frozen: with `lora.rank`, the model that is adapted, in the compute type; parameters, gradients
+      and optimizer are then those of the adapters.
   """
 
   parameters: int
@@ -55,6 +59,7 @@ class Memory:
   activations: int
   exchange: int
   gathered: int = 0
+  frozen: int = 0
 
   @property
   def total(self) -> int:
@@ -101,11 +106,14 @@ def dry_run(run: RunConfig) -> DryRun:
   """Sizes, memory, traffic and FLOPs of a resolved configuration, on any mesh."""
   mesh = abstract_mesh(run)
   graph, shapes = build.build_model(run, mesh)
-  sharing = Sharing(run, graph, shapes)
+  adapters = Adapters(run.lora, shapes) if run.lora.rank else None
+  trained = adapters.shapes if adapters else shapes
+  sharing = Sharing(run, trained)
   optimizer = make_optimizer(run.optimizer, run.train.steps, shares=sharing.shares)
-  init = lambda key: (nnx.to_pure_dict(nnx.state(build.make_model(run, key))), {})
+  of_model = lambda key: nnx.to_pure_dict(nnx.state(build.make_model(run, key)))
+  init = lambda key: (adapters.init(key) if adapters else of_model(key), {})
   halves = sharing.cast if run.optimizer.ablation.masters != "cast" else None
-  placed = shardings_of(shapes), {}
+  placed = shardings_of(trained), {}
   state = abstract_state(init, optimizer, mesh, placed, halves)  # pyright: ignore
   sent = traffic.sent_in(_traced_step(run, mesh, graph, shapes))
   memory = Memory(
@@ -115,6 +123,7 @@ def dry_run(run: RunConfig) -> DryRun:
     activations=_activation_bytes(run),
     exchange=4 * sent.largest,
     gathered=sharing.gathered_bytes,
+    frozen=sharing.bytes_read(shapes) if adapters else 0,
   )
   return DryRun(
     run,
@@ -224,12 +233,18 @@ def _saved_bytes(run: RunConfig) -> int:
   alone = dataclasses.replace(alone, train=train)
   graph, shapes = build.build_model(alone, None)
   objective = modality_of(run).make_objective(alone, graph)
+  base = None
+  if run.lora.rank:
+    adapters = Adapters(run.lora, shapes)
+    objective = Adapted(objective, adapters, run.model.dtype)
+    shapes, base = jax.eval_shape(objective.cast, (adapters.shapes, shapes))
 
-  def backward(params: Any, batch: Any) -> Any:
-    loss = lambda p: objective.loss(p, {}, batch, None)[0]
+  def backward(params: Any, base: Any, batch: Any) -> Any:
+    own = objective if base is None else objective.taught({"base": {"params": base}})
+    loss = lambda p: own.loss(p, {}, batch, None)[0]
     return jax.vjp(loss, params)[1]
 
-  jaxpr = jax.make_jaxpr(backward)(shapes, _batch(alone)).jaxpr
+  jaxpr = jax.make_jaxpr(backward)(shapes, base, _batch(alone)).jaxpr
   arguments = {id(v) for v in jaxpr.invars}
   kept = {id(v): v.aval for v in jaxpr.outvars if hasattr(v, "aval") and id(v) not in arguments}
   # The portable attention that is traced here keeps the scores. A GPU's fused attention, which a
@@ -329,8 +344,9 @@ def _memory_lines(result: DryRun) -> list[str]:
   names = {"activations": f"activations (estimate, remat {result.run.train.remat})"}
   names["exchange"] = "all-to-all buffers"
   names["gathered"] = "gathered parameters (estimate)"
+  names["frozen"] = "frozen parameters"
   for kind, size in dataclasses.asdict(memory).items():
-    if kind == "gathered" and not size:
+    if kind in ("gathered", "frozen") and not size:
       continue
     lines.append(f"  {names.get(kind, kind):36} {size_of(size):>12}")
   lines.append(f"  {'total':36} {size_of(memory.total):>12}")
@@ -342,6 +358,8 @@ def _memory_lines(result: DryRun) -> list[str]:
 
 def _sharing_lines(result: DryRun) -> list[str]:
   """For GPUs on which the step does not fit, the meshes of which each rank holds a share."""
+  if result.run.lora.rank:
+    return []  # adapters have no shares
   limits = {device.name: USABLE * device.memory for device in DEVICES}
   over = {name: limit for name, limit in limits.items() if result.memory.total > limit}
   if not over:

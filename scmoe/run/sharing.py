@@ -10,15 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
+from scmoe.models.objective import cast_params
 from scmoe.models.stacked import STACKS
 from scmoe.parallel.gradients import axes_of
 from scmoe.parallel.mesh import TOKEN_AXES
 from scmoe.parallel.shares import AXIS, WHOLE, StateShares
 from scmoe.run import build
 from scmoe.run.config import RunConfig
-from scmoe.run.modality import modality_of
 
 PyTree = Any
 PAIRS_AT_WORK = 3  # arrays as large as a pair's parameters: those of two pairs, and a gradient
@@ -30,12 +29,10 @@ class Sharing:
 
   Attributes:
     run: resolved.
-    graph: the model's.
-    shapes: of whole parameters, with shardings.
+    shapes: of whole trained parameters, with shardings.
   """
 
   run: RunConfig
-  graph: nnx.GraphDef
   shapes: PyTree
 
   @functools.cached_property
@@ -46,7 +43,12 @@ class Sharing:
   @property
   def cast(self) -> Callable[[PyTree], PyTree]:
     """Parameters -> parameters in the types in which the model reads them."""
-    return modality_of(self.run).make_objective(self.run, self.graph).cast
+    return functools.partial(cast_params, dtype=self.run.model.dtype)
+
+  def bytes_read(self, shapes: PyTree) -> int:
+    """Bytes on each device of whole parameters in the types in which the model reads them."""
+    typed = jax.eval_shape(self.cast, shapes)
+    return bytes_per_device(jax.tree.map(lambda s, t: s.update(dtype=t.dtype), shapes, typed))
 
   @property
   def gradient_bytes(self) -> int:

@@ -185,7 +185,7 @@ def _smaller(run: RunConfig) -> list[tuple[str, RunConfig]]:
     if train.batch_size % wide.batch_shards == 0:
       words = f"mesh.expert={wide.expert} on {wide.size} devices"
       found.append((words, dataclasses.replace(run, mesh=wide)))
-  if mesh.data > 1:
+  if mesh.data > 1 and not run.lora.rank:
     modes = ("none", "moments", "parameters")
     for word in modes[modes.index(mesh.shard_state) + 1 :]:
       shared = dataclasses.replace(mesh, shard_state=word)
@@ -196,6 +196,8 @@ def _smaller(run: RunConfig) -> list[tuple[str, RunConfig]]:
 def _nearest_mesh(run: RunConfig, limit: int | None) -> str:
   """Suggests the fewest data ranks that hold the state when they share it; "" if there are none."""
   if limit is None or jax.default_backend() == "cpu":  # simulated devices share one memory
+    return ""
+  if run.lora.rank:  # adapters have no shares
     return ""
   (need,) = smallest_data(run, [limit])
   if need is None:

@@ -8,9 +8,10 @@ weights does so here, and gets base and adapters merged.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from jax import Array
 
 from scmoe.base.errors import ConfigError
 from scmoe.models.adapted import Adapted
+from scmoe.models.flops import forward_flops
 from scmoe.models.low_rank import Adapters, LowRank
 from scmoe.models.objective import RoutedObjective
 from scmoe.parallel.mesh import shardings_of
@@ -63,6 +65,14 @@ class BuiltAdapters(build.Built):
     given = {"base": self.given_shapes}
     return given if self.teacher is None else given | {"second": self.teacher.given_shapes}
 
+  def flops_per_token(self, figures: Mapping[str, Any]) -> float:
+    """See `Built.flops_per_token`; a base that is the reference computes a forward pass.
+
+    Adapters count as if all parameters were trained, although the frozen ones need no gradient.
+    """
+    base = forward_flops(self.run.model, self.run.data.seq_len).forward
+    return super().flops_per_token(figures) + base * compares_with_base(self)
+
   def variant(self, variant: Variant) -> RoutedObjective:
     """See `Built.variant`."""
     changed = self.varied(variant)
@@ -71,8 +81,12 @@ class BuiltAdapters(build.Built):
 
   def whole(self, params: build.Params, given: Any) -> build.Params:
     """The base's parameters with adapters added, in the types in which a step reads them."""
-    cast = lambda own: self.adapters.merged(given["base"]["params"], self.objective.cast(own))
-    return jax.jit(cast, out_shardings=shardings_of(self.shapes))(params)
+    return self._merge(given["base"]["params"], params)
+
+  @functools.cached_property
+  def _merge(self) -> Any:
+    merge = lambda base, own: self.adapters.merged(base, self.objective.cast(own))
+    return jax.jit(merge, out_shardings=shardings_of(self.shapes))
 
 
 def build_training(
@@ -103,11 +117,15 @@ def build_training(
 
 def _objective(built: build.Built, adapters: Adapters) -> Adapted:
   """The objective over adapters; a reference that is not named is the base itself."""
-  run, second = built.run, built.teacher
-  if second is None and run.data.reads_preferences and not run.train.reference_free:
-    second = built
-  inner = build.make_objective(run, built.graph, second)
-  return Adapted(inner, adapters, run.model.dtype)
+  second = built if compares_with_base(built) else built.teacher
+  inner = build.make_objective(built.run, built.graph, second)
+  return Adapted(inner, adapters, built.run.model.dtype)
+
+
+def compares_with_base(built: build.Built) -> bool:
+  """Whether the reference of a preference loss over adapters is their base."""
+  run = built.run
+  return run.data.reads_preferences and not run.train.reference_free and built.teacher is None
 
 
 def _specs(adapters: Adapters) -> PyTree:

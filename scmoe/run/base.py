@@ -28,7 +28,7 @@ from scmoe.run.config import RunConfig, to_dict
 from scmoe.run.opened import Stored, open_run
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.description import WEIGHTS_ONLY
-from scmoe.training.distributed import OnFirst
+from scmoe.training.distributed import OnFirst, barrier, is_first
 from scmoe.training.options import CheckpointConfig
 from scmoe.training.restore import (
   FOLDER,
@@ -63,27 +63,31 @@ def with_base(run: RunConfig, workdir: Path) -> RunConfig:
   if not run.lora.rank:
     return run
   workdir = prepare_workdir(workdir)
-  if new := not list_steps(workdir / BASE / FOLDER):
-    if list_steps(workdir / FOLDER):
+  if list_steps(workdir / FOLDER):
+    if not list_steps(workdir / BASE / FOLDER):
       raise ConfigError(
         f"lora.rank={run.lora.rank}: {workdir} holds checkpoints and no {BASE}: a run that trains "
         "all its parameters, or one whose base was removed; use another workdir"
       )
+    found = digest_of_base(workdir)  # the checkpoint's configuration names the one it began with
+  else:
     with OnFirst(RunLock(workdir)):
       _copy(run, workdir / BASE)
-  found = digest_of_base(workdir)
-  if run.lora.base not in ("", found) and (new or not list_steps(workdir / FOLDER)):
-    if new:
-      shutil.rmtree(workdir / BASE, ignore_errors=True)
-    raise ConfigError(
-      f"lora.base={run.lora.base!r} is not the model in train.init_from={run.train.init_from!r}, "
-      f"which is {found!r}; leave lora.base empty, or give the other model"
-    )
+    found = digest_of_base(workdir)
+    if run.lora.base not in ("", found):
+      _removed(workdir / BASE)
+      raise ConfigError(
+        f"lora.base={run.lora.base!r} is not the model in train.init_from={run.train.init_from!r}, "
+        f"which is {found!r}; leave lora.base empty, or give the other model"
+      )
   return dataclasses.replace(run, lora=dataclasses.replace(run.lora, base=found))
 
 
 def _copy(run: RunConfig, place: Path) -> None:
-  """Writes the model in `train.init_from` as a checkpoint of weights alone."""
+  """Writes the model in `train.init_from` as a checkpoint of weights alone.
+
+  A start that ended before its first checkpoint may have left a copy of another model.
+  """
   folder, plain = run.train.init_from, build.build(run)
   if Path(folder).expanduser().resolve() == place.parent.resolve():
     raise ConfigError(f"train.init_from={folder!r} is the run itself; give another run's folder")
@@ -99,6 +103,7 @@ def _copy(run: RunConfig, place: Path) -> None:
     return stored, _weights(folder, stored, plain)
 
   stored, state = with_newest(read)
+  _removed(place)
   alone = dataclasses.replace(stored.run, lora=LoraConfig())
   meta = {
     "config": to_dict(alone),
@@ -113,6 +118,12 @@ def _copy(run: RunConfig, place: Path) -> None:
     keeper.save_now(0, state, {}, meta)
   finally:
     keeper.close()
+
+
+def _removed(place: Path) -> None:
+  if is_first():
+    shutil.rmtree(place, ignore_errors=True)
+  barrier(f"base-removed-{place.parent.name}")
 
 
 def _weights(folder: str, stored: Stored, plain: build.Built) -> dict[str, PyTree]:

@@ -168,8 +168,8 @@ class Built:
     choice = self.run.optimizer.ablation.masters
     halves = jax.default_backend() == "gpu" if choice == "auto" else choice == "halves"
     cast = self.objective.cast if halves else None
-    given = self.shapes_given
-    return abstract_state(self.init, self.optimizer, self.mesh, self.shardings, cast, given)
+    rest = self.shardings, cast, self.shapes_given
+    return abstract_state(self.init, self.optimizer, self.mesh, *rest)
 
   @property
   def shapes_given(self) -> Any:
@@ -236,10 +236,7 @@ class Built:
     return nnx.merge(self.graph, params)
 
   def whole(self, params: Params, given: Any) -> Params:
-    """The model's parameters, from those that are trained and from `TrainState.teacher`.
-
-    They are the same unless adapters are trained (`scmoe.run.adapters`).
-    """
+    """All parameters: those that are trained, unless they are adapters (`scmoe.run.adapters`)."""
     del given
     return params
 

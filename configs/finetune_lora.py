@@ -39,17 +39,17 @@ RUN = RunConfig(
   dispatch=DispatchConfig(transport="dropless"),
   data=DataConfig(source="chat", seq_len=256, packing="pack"),
   train=TrainConfig(
-    steps=400,
+    steps=200,
     batch_size=8,
     init_from="runs/base",
     log_every=20,
-    eval_every=200,
+    eval_every=100,
     eval_batches=0,
     sample_tokens=0,
   ),
-  optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=40, weight_decay=0.01),
+  optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=20, weight_decay=0.01),
   lora=LoraConfig(rank=8, alpha=16, targets="attention,experts"),
-  checkpoint=CheckpointConfig(every=200, keep=1),
+  checkpoint=CheckpointConfig(every=100, keep=1),
 )
 
 

@@ -10,11 +10,12 @@ import pytest
 
 from scmoe import convert, evaluate, generate, train
 from scmoe.base.errors import CheckpointError, ConfigError, Preempted
-from scmoe.models.low_rank import Adapters
+from scmoe.models.low_rank import Adapters, LoraConfig
 from scmoe.run import build
 from scmoe.run.adapters import BASE, restore_weights, restore_weights_on_host
 from scmoe.run.config import to_dict
 from scmoe.run.config_files import find_config, load_config
+from scmoe.run.dry_run import dry_run
 from scmoe.run.opened import open_run
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.description import WEIGHTS_ONLY
@@ -142,6 +143,18 @@ def test_preferences_compare_with_the_base_that_is_merged_from_adapters(root, tu
   wanted = {"params": build.build(open_run(str(tuned), 4).run).shapes}
   base = jax.device_get(restore_part(root / "dpo" / BASE, wanted)["params"])
   jax.tree.map(np.testing.assert_array_equal, base, merged)
+
+
+def test_a_dry_run_counts_adapters_and_the_frozen_model(root):
+  stored = open_run(str(root / "base"), None).run
+  train_options = dataclasses.replace(stored.train, init_from="base")
+  adapted = dataclasses.replace(stored, lora=LoraConfig(rank=2), train=train_options)
+  plain, own = dry_run(stored).memory, dry_run(adapted).memory
+  shapes = Adapters(adapted.lora, build.build(stored).shapes).shapes
+  trained = 4 * sum(x.size for x in jax.tree.leaves(shapes))
+  assert own.frozen == plain.parameters > 5 * trained
+  assert (own.parameters, own.gradients) == (trained, trained)
+  assert 0 <= own.optimizer - 2 * trained < 64  # two moments, and counters
 
 
 @pytest.mark.parametrize(

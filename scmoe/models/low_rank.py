@@ -9,9 +9,9 @@ the experts of 16 layers, [16, 64, 2048, 1024], have an A [16, 64, 2048, 8] and 
 A `LowRank` stands in place of the parameter's array. A module that reads the parameter gets the sum
 in the base's type, so every kernel, transport and schedule computes with a plain matrix, and
 differentiation gives the gradients of A and B. That costs one product and one sum for each matrix
-and microbatch, and the gradient of the whole matrix, from which those of A and B follow; the
-backward pass keeps the sum, unless `train.remat=full`. Two thin products beside x · W would need
-neither, but a second path through every kernel for experts.
+and microbatch, and the gradient of the whole matrix, from which those of A and B follow. The
+forward pass keeps the sum for the backward pass, unless `train.remat=full` computes it again. Two
+thin products beside x · W would need neither, but a second path through every kernel for experts.
 
 A and B are divided over devices as W's dimensions are; `rank` is never divided.
 """

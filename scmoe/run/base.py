@@ -10,7 +10,6 @@ weights: adapters of another model are refused.
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -94,8 +93,7 @@ def _copy(run: RunConfig, place: Path) -> None:
 
   def read() -> tuple[Stored, dict[str, PyTree]]:
     stored = open_run(folder, None)
-    config = json.loads(json.dumps(to_dict(run)))
-    if other := other_architecture(json.loads(json.dumps(to_dict(stored.run))), config):
+    if other := other_architecture(to_dict(stored.run), to_dict(run)):
       raise ConfigError(
         f"train.init_from={folder!r} is another model than the one that lora.rank={run.lora.rank} "
         f"is to adapt: {other}; give the model and router sections of its config.json"
@@ -169,7 +167,7 @@ def load_base(built: build.Built, workdir: Path) -> dict[str, PyTree]:
 def arrays_given(
   built: build.Built, workdir: Path, teacher: Callable[[], PyTree] | None
 ) -> Callable[[], PyTree] | None:
-  """What makes `TrainState.teacher` of a run: its base, its teacher, both, or None.
+  """The function that makes `TrainState.teacher` of a run: its base, its teacher, or both; or None.
 
   Args:
     built: the run.

@@ -111,6 +111,16 @@ class LowRank:
     default=((), ()), metadata={"static": True}
   )
 
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """The shape of W."""
+    return self.base.shape
+
+  @property
+  def dtype(self) -> Any:
+    """The type of W."""
+    return self.base.dtype
+
   def merged(self) -> Array:
     """W + scale · A · B, summed in float32, in the shape and type of W."""
     base, wide = self.base, jnp.promote_types(self.base.dtype, jnp.float32)

@@ -40,7 +40,7 @@ def run_of(mesh=ONE, targets=EVERY, overlap=None, **train):
   base = RunConfig()
   run = RunConfig(
     model=ModelConfig(
-      style="llama", wiring="scmoe_pos2", width=16, num_experts=4, num_heads=2, num_layers=4,
+      style="llama", wiring="scmoe_pos2", width=16, num_experts=2, num_heads=2, num_layers=2,
       context=8, dtype="float32", init_std=0.3, tie_embeddings=False,
     ),
     router=RouterConfig(noise=0.0, balance_loss=0.01, balance_over="step", bias="sign"),
@@ -90,6 +90,13 @@ def step_on(mesh, **options):
   put = lambda x: jax.device_put(x, batch_sharding(built.mesh, leading=1))
   state, scalars, _ = step(state, jax.tree.map(put, batch(built.train.batch_size)))
   return built, before, jax.device_get(state), jax.device_get(scalars)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quickly():
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
@@ -154,10 +161,9 @@ def test_a_step_changes_adapters_alone_and_has_no_other_moments(alone):
 @pytest.mark.parametrize(
   ("mesh", "options"),
   [
-    (MeshConfig(2, 2, 1), {}),
-    (MeshConfig(1, 2, 2), {}),
-    (MeshConfig(1, 8, 1), {"batch_size": 8}),  # two devices share each expert
-    (ONE, {"overlap": {"unroll": 0, "flight": 2}, "remat": "full"}),
+    # Two devices share each expert, and two each matrix.
+    (MeshConfig(1, 4, 2), {}),
+    (MeshConfig(2, 2, 1), {"overlap": {"unroll": 0, "flight": 2}, "remat": "full"}),
   ],
 )
 def test_a_mesh_learns_the_same(alone, mesh, options):
@@ -200,7 +206,7 @@ def test_targets_choose_the_matrices():
   found = {word: names(word) for word in TARGETS}
   assert found == {word: {word if word != "head" else "embedding"} for word in TARGETS}
   up = Adapters(LoraConfig(rank=2), shapes).shapes["stages"]["moe"]["experts"]["up"]
-  layers, experts, width, hidden = 2, 4, 16, built_hidden(shapes)
+  layers, experts, width, hidden = 1, 2, 16, built_hidden(shapes)
   assert up["lora_a"].shape == (layers, experts, width, 2)
   assert up["lora_b"].shape == (layers, experts, 2, hidden)
 

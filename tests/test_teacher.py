@@ -12,7 +12,7 @@ import pytest
 
 from scmoe import convert, evaluate, train
 from scmoe.base.errors import CheckpointError, ConfigError, DataError, Preempted
-from scmoe.run import exported
+from scmoe.run import adapters, exported
 from scmoe.run.opened import open_run
 from scmoe.run.teacher import PINNED, open_teacher
 from scmoe.training.metrics import read_metrics
@@ -163,10 +163,8 @@ def removing(monkeypatch, module, name):
 
 
 def test_a_new_student_takes_the_newest_teacher_again(root, tmp_path, monkeypatch):
-  from scmoe.run import teacher as reader
-
   teacher = Path(shutil.copytree(root / "teacher", tmp_path / "teacher"))
-  removed = removing(monkeypatch, reader, "restore_part")
+  removed = removing(monkeypatch, adapters, "restore_part")
   taught = (f"--config.train.teacher={teacher}", "--config.train.steps=1")
   run(tmp_path / "student", *taught)
   assert removed == [4]
@@ -179,7 +177,7 @@ def test_a_new_student_takes_the_newest_teacher_again(root, tmp_path, monkeypatc
 
 def test_a_run_begins_with_the_newest_step_that_is_left(root, tmp_path, monkeypatch):
   other = Path(shutil.copytree(root / "teacher", tmp_path / "other"))
-  removed = removing(monkeypatch, train, "restore_part")
+  removed = removing(monkeypatch, adapters, "restore_part")
   still = ("--config.optimizer.learning_rate=0", "--config.train.steps=1")
   many = ("--config.model.num_experts=8", "--config.router.bias=sign")
   run(tmp_path / "begun", f"--config.train.init_from={other}", *still, *many)

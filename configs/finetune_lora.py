@@ -5,8 +5,10 @@ command   python -m scmoe.train --config finetune_small --workdir runs/base, wit
           python -m scmoe.train --config finetune_lora --workdir runs/adapted
           echo "3+4?" | python -m scmoe.generate --workdir runs/adapted --chat --temperature 0
 hardware  2 CPU cores, no GPU
-time      TIME
-expect    EXPECT
+time      with --smoke, lora.rank=2 and train.init_from 20 s, most of it compilation; not run whole
+expect    with these, from three steps of finetune_small --smoke: 3.33K of 28K parameters are
+          trained, and the loss of three steps stays at 5.76 to 5.78, near that of a uniform guess
+          among 320 tokens (Python 3.11); whole, 117K of 1.51M parameters are trained
 data      chat without data.path: 2,000 generated conversations about additions
 """
 

@@ -37,7 +37,7 @@ def quickly():
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-  """A base with random weights and balancing biases, which nothing has trained."""
+  """A base with random weights and balancing biases, and another one; nothing has trained them."""
   root = tmp_path_factory.mktemp("adapted")
   run = load_config(find_config("finetune_lora"), "smoke")
   router = dataclasses.replace(run.router, bias="sign")
@@ -45,12 +45,14 @@ def root(tmp_path_factory):
   run = dataclasses.replace(run, router=router, mesh=mesh)
   run = run.resolve(num_devices=1, vocab_size=build.vocab_size(run.data))
   built = build.build(run, jax.devices()[:1])
-  params, state = jax.jit(built.init)(jax.random.key(7))
-  state["bias"] = state["bias"] + 0.25 * np.arange(state["bias"].shape[-1], dtype=np.float32)
-  keeper = Checkpointer(root / "base", CheckpointConfig(async_save=False))
-  meta = {"config": to_dict(run), "processes": 1, WEIGHTS_ONLY: True}
-  keeper.save_now(0, {"params": params, "router": state}, {}, meta)
-  keeper.close()
+  init = jax.jit(built.init)
+  for name, key in (("base", 7), ("other", 8)):
+    params, state = init(jax.random.key(key))
+    state["bias"] = state["bias"] + 0.25 * np.arange(state["bias"].shape[-1], dtype=np.float32)
+    keeper = Checkpointer(root / name, CheckpointConfig(async_save=False))
+    meta = {"config": to_dict(run), "processes": 1, WEIGHTS_ONLY: True}
+    keeper.save_now(0, {"params": params, "router": state}, {}, meta)
+    keeper.close()
   return root
 
 
@@ -198,7 +200,7 @@ def test_a_base_that_was_exchanged_or_removed_is_refused(root, tuned, tmp_path):
     run(other, root / "moving", "--config.train.steps=4")
   with pytest.raises(CheckpointError, match=r"no valid checkpoint in .*base"):
     evaluate.evaluate_run(str(other), mesh="data=1", max_batches=1)
-  shutil.copytree(root / "dpo" / BASE, other / BASE)
+  shutil.copytree(root / "other", other / BASE)
   with pytest.raises(ConfigError, match=r"lora.base: .* -> "):
     run(other, root / "moving", "--config.train.steps=4")
   with pytest.raises(ConfigError, match="is not the model that its adapters were trained on"):

@@ -68,6 +68,7 @@ def run_of(**fields) -> RunConfig:
   return dataclasses.replace(
     run,
     model=dataclasses.replace(run.model, dtype="float32", num_layers=2),
+    data=dataclasses.replace(run.data, limit_bytes=100_000),  # all validation text is evaluated
     train=dataclasses.replace(run.train, **options, sample_tokens=0),
     optimizer=dataclasses.replace(run.optimizer, learning_rate=1e-2, ema=0.9),
     dispatch=dataclasses.replace(run.dispatch, groups=2),  # as two data ranks have

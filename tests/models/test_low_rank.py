@@ -163,7 +163,11 @@ def test_a_step_changes_adapters_alone_and_has_no_other_moments(alone):
   [
     # Two devices share each expert, and two each matrix.
     (MeshConfig(1, 4, 2), {}),
-    (MeshConfig(2, 2, 1), {"overlap": {"unroll": 0, "flight": 2}, "remat": "full"}),
+    pytest.param(
+      MeshConfig(2, 2, 1),
+      {"overlap": {"unroll": 0, "flight": 2}, "remat": "full"},
+      marks=pytest.mark.nightly,
+    ),
   ],
 )
 def test_a_mesh_learns_the_same(alone, mesh, options):

@@ -39,7 +39,6 @@ from scmoe.blocks.schedule import (
   make_schedule,
 )
 from scmoe.parallel.collectives import request_copy_engines
-from scmoe.parallel.mesh import batch_sharding
 from scmoe.profiling import timer
 from scmoe.profiling.advice import advice
 from scmoe.profiling.clock import Paid
@@ -77,8 +76,8 @@ from scmoe.run.controls import exchanges_alone, without_exchanges
 from scmoe.run.names import check_workdir
 from scmoe.training.compiled import PROGRAMS, kept_programs
 from scmoe.training.guided import GuidedStep
+from scmoe.training.measured import MeasuredState
 from scmoe.training.search import Search, Steps, fastest_step
-from scmoe.training.step import init_state
 from scmoe.training.variants import Variant
 
 OWN = (
@@ -328,9 +327,7 @@ class Arm:
     self.directory = directory
     same = bool(transport)
     self.step = fastest_step(self.built, abstract, directory, same_transport=same)
-    self.state = init_state(self.built.init, self.built.optimizer, 0, abstract)
-    batch = self.built.random_batch()
-    self.batch = jax.device_put(batch, batch_sharding(self.built.mesh, leading=1))
+    self.measured = MeasuredState(self.built, abstract)
 
   def warm_up(self) -> None:
     """Calls the step until compilation, profile and search are over, as in a user's long run."""
@@ -343,15 +340,13 @@ class Arm:
     self._train(self.step, calls)
 
   def _train(self, step: GuidedStep | Search, calls: int) -> None:
-    scalars: Any = None
-    for _ in range(calls):
-      self.state, scalars, _ = step(self.state, self.batch)
-    jax.block_until_ready((self.state, scalars))
+    self.measured.train(step, calls)
+    self.measured.wait()
 
   @functools.cached_property
   def jaxpr(self) -> Any:
     """The chosen step as jax traced it."""
-    return self.best.step.trace(self.state, self.batch).jaxpr
+    return self.best.step.trace(self.measured.state, self.measured.batch).jaxpr
 
   def controls(self) -> dict[str, timer.Arm]:
     """The step without its exchanges, and the exchanges alone, by the arm's name; both compiled.
@@ -381,9 +376,8 @@ class Arm:
     folder, program = str(self.directory / "trace"), self.best.named_program()
 
     def steps(calls: int) -> None:
-      for _ in range(calls):
-        self.state, _, _ = program(self.state, self.batch)
-      jax.block_until_ready(self.state)
+      self.measured.train(program, calls)
+      self.measured.wait()
 
     steps(1)  # the first call of a program loads its kernels
     events, kind = traced(lambda: steps(TRACED), folder), MEASURED

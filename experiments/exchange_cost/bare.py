@@ -19,7 +19,7 @@ from unittest import mock
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
 from ranking import MODELS, SHARED  # noqa: E402
-from shared_state import Shared, StepArm, machine, prepare  # noqa: E402
+from shared_state import StepArm, machine, prepare  # noqa: E402
 
 from scmoe.blocks import schedule  # noqa: E402
 from scmoe.profiling.timer import interleave  # noqa: E402
@@ -27,6 +27,7 @@ from scmoe.profiling.windows import program_windows, summary  # noqa: E402
 from scmoe.run import build  # noqa: E402
 from scmoe.run.config_files import find_config, load_config  # noqa: E402
 from scmoe.run.fields import with_field  # noqa: E402
+from scmoe.training.measured import MeasuredState  # noqa: E402
 from scmoe.training.search import Steps  # noqa: E402
 from scmoe.training.variants import Variant  # noqa: E402
 
@@ -47,7 +48,7 @@ def main() -> None:
   )
   run = run.resolve(num_devices=2, vocab_size=build.vocab_size(run.data))
   built = build.build(run).cut()
-  shared = Shared(built)
+  shared = MeasuredState(built)
   make = Steps(built, shared.abstract, args.out / "profiles")
   arms = {"second chunk behind a step": StepArm(make(SLOTS), shared)}
   with mock.patch.object(schedule, "_sent_behind", return_value=()):

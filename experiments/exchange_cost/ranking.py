@@ -29,11 +29,12 @@ if "--tiny" in sys.argv:
   os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
   os.environ["JAX_PLATFORMS"] = "cpu"
 
-from shared_state import Shared, StepArm, configured, machine, out_file, prepare  # noqa: E402
+from shared_state import StepArm, configured, machine, out_file, prepare  # noqa: E402
 
 from scmoe.profiling.timer import Timing, interleave  # noqa: E402
 from scmoe.run import build  # noqa: E402
 from scmoe.training.compiled import kept_programs  # noqa: E402
+from scmoe.training.measured import MeasuredState  # noqa: E402
 from scmoe.training.search import MARGIN, Steps, against  # noqa: E402
 from scmoe.training.variants import Variant  # noqa: E402
 
@@ -110,7 +111,7 @@ def main() -> None:
     whole = build.build(run)
     arms: dict[str, StepArm] = {}
     for kind, built in (("whole", whole), ("cut", whole.cut())):
-      shared = Shared(built)
+      shared = MeasuredState(built)
       make = Steps(built, shared.abstract, args.out / "profiles")
       arms |= {f"{kind}: {n}": StepArm(make(v), shared) for n, v in CANDIDATES.items()}
     failed = prepare(arms, ["whole: capacity", "whole: packed"])

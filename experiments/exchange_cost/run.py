@@ -8,7 +8,11 @@ On two GPUs of one host each command takes three to four minutes. For each wirin
 take turns: the step, the same without exchanges, and exchanges alone (scmoe/profiling/clock.py).
 All send packed rows, in XLA's order, unless words follow: fields of the configuration, e.g.
 `dispatch.transport=capacity` or `"overlap.schedule=mlp 0" overlap.order=barriers`. No schedule is
-searched for. Writes FOLDER/NAME.json and FOLDER/NAME.txt (--out, runs/exchange_cost by default).
+searched for. `--arm "NAME: WORDS"` adds an arm of its own fields, e.g.
+`--arm "chunks: model.wiring=scmoe_pos2 dispatch.chunks=2"`. `--only` leaves arms out, and
+`--controls` names the arms that get the other two programs. `--kernels` traces every step after
+the timing and says where the paid time is: in bare transfers, or in slower kernels
+(where.py). Writes FOLDER/NAME.json and FOLDER/NAME.txt (--out, runs/exchange_cost by default).
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -26,17 +31,19 @@ if "--tiny" in sys.argv:
   os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
   os.environ["JAX_PLATFORMS"] = "cpu"
 
-from shared_state import Shared, StepArm, configured, machine, out_file, prepare  # noqa: E402
+from shared_state import StepArm, configured, machine, out_file, prepare  # noqa: E402
+from where import Where  # noqa: E402
 
 from scmoe.profiling.clock import Paid  # noqa: E402
 from scmoe.profiling.timer import Arm, interleave, speed_up  # noqa: E402
 from scmoe.run import build  # noqa: E402
 from scmoe.run.controls import exchanges_alone, without_exchanges  # noqa: E402
 from scmoe.training.compiled import kept_programs  # noqa: E402
+from scmoe.training.measured import MeasuredState  # noqa: E402
 from scmoe.training.search import Steps  # noqa: E402
 from scmoe.training.variants import Variant  # noqa: E402
 
-WIRINGS = {"top-2": "top2", "Pos-2": "scmoe_pos2"}
+ARMS = {"top-2": {"model.wiring": "top2"}, "Pos-2": {"model.wiring": "scmoe_pos2"}}
 MODEL = {
   "mesh.expert": "2",
   "mesh.data": "1",
@@ -49,6 +56,16 @@ MODEL = {
 TINY = {"model.num_layers": "4", "train.batch_size": "8", "train.tokens_per_step": "0"}
 
 
+def own_arm(text: str) -> tuple[str, dict[str, str]]:
+  """The name and the fields of an arm, from "NAME: FIELD=VALUE FIELD=VALUE"."""
+  name, _, words = text.partition(":")
+  fields: dict[str, str] = {}
+  for word in shlex.split(words):
+    field, _, value = word.partition("=")
+    fields[field] = value
+  return name, fields
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -58,53 +75,75 @@ def main() -> None:
   parser.add_argument("--name", default="nvlink", help="of the results")
   parser.add_argument("--rounds", type=int, default=7)
   parser.add_argument("--calls", type=int, default=2, help="steps that are timed together")
+  parser.add_argument("--arm", action="append", default=[], help="NAME: FIELD=VALUE ...")
+  parser.add_argument("--only", default="", help="names of arms, with commas")
+  parser.add_argument("--controls", help="names of arms with controls, with commas; all if absent")
+  parser.add_argument("--kernels", action="store_true", help="where the paid time is, by a trace")
   parser.add_argument("--tiny", action="store_true")
   parser.add_argument("--out", type=Path, default=Path("runs/exchange_cost"))
   args = parser.parse_args()
   fields = MODEL | (TINY if args.tiny else {}) | dict(w.partition("=")[::2] for w in args.words)
-  run = configured(args.config, fields, tiny=args.tiny)
+  arms = ARMS | dict(own_arm(text) for text in args.arm)
+  arms = {name: own for name, own in arms.items() if name in (args.only or name).split(",")}
   folder = args.out / "programs"
   file = out_file(args.out, args.name)
 
   steps: dict[str, StepArm] = {}
+  states: dict[str, MeasuredState] = {}
   with kept_programs(folder):
-    for name, wiring in WIRINGS.items():
-      own = build.with_wiring(run, wiring).resolve(
-        num_devices=2, vocab_size=build.vocab_size(run.data)
-      )
-      shared = Shared(build.build(own))
-      for kind, of in ((name, own), (f"{name} without", without_exchanges(own))):
+    for name, own_fields in arms.items():
+      run = configured(args.config, fields | own_fields, tiny=args.tiny)
+      own = run.resolve(num_devices=2, vocab_size=build.vocab_size(run.data))
+      if run.model.wiring not in states:
+        states[run.model.wiring] = MeasuredState(build.build(own))
+      shared = states[run.model.wiring]
+      kinds = {name: own}
+      if args.controls is None or name in args.controls.split(","):
+        kinds[f"{name} without"] = without_exchanges(own)
+      for kind, of in kinds.items():
         built = build.build(of)
         step = Steps(built, built.abstract_state(), args.out / "profiles")(Variant())
         steps[kind] = StepArm(step, shared)
-    failed = prepare(steps, WIRINGS)
+    failed = prepare(steps, arms)
     timed: dict[str, Arm] = {k: arm for k, arm in steps.items() if k not in failed}
-    for name in [name for name in WIRINGS if name not in failed]:
+    for name in [name for name in arms if {name, f"{name} without"} <= set(timed)]:
       arm = exchanges_alone(steps[name].jaxpr, steps[name].shared.built.mesh)
       assert arm is not None
       arm(2)
       timed[f"{name} alone"] = arm
   timings = interleave(timed, rounds=args.rounds, calls=args.calls)
+  rounds = {}  # of exchanges, after all turns: the router may have changed
+  for name in [name for name in arms if name not in failed]:
+    steps[name](1)
+    rounds[name] = steps[name].shared.rounds
 
   paid = {
     name: Paid(*(timings[name + kind] for kind in ("", " without", " alone")))
-    for name in WIRINGS
+    for name in arms
     if {name, f"{name} without"} <= set(timings)
   }
-  lines = [f"{name}: {1e3 * paid[name].program.median:.1f} ms; {paid[name]}" for name in paid]
+  lines = []
+  for name in rounds:
+    own = f"{name}: {1e3 * timings[name].median:.1f} ms; {rounds[name]:.2f} rounds"
+    lines.append(f"{own}; {paid[name]}" if name in paid else own)
   result = {
     "machine": machine(""),
     "command": " ".join(["python", *sys.argv]),
     "fields": fields,
     "arms": {name: timing.as_json() for name, timing in timings.items()},
     "paid": {name: cost.as_json() for name, cost in paid.items()},
+    "rounds": rounds,
     "failed": failed,
   }
-  if len(paid) == 2:
-    gain = speed_up(timings["top-2"], timings["Pos-2"])
-    bound = speed_up(timings["top-2"], timings["Pos-2 without"])
-    result |= {"speed_up": gain, "ceiling": bound}
-    lines.append(f"Pos-2 over top-2: {gain:.2f}x; with nothing paid {bound:.2f}x")
+  if "top-2" in timings:
+    over = {name: speed_up(timings["top-2"], time) for name, time in timings.items()}
+    result["over_top2"] = over
+    lines.append("over top-2: " + ", ".join(f"{name} {x:.3f}x" for name, x in over.items()))
+  if args.kernels:
+    for name in paid:
+      where = Where.of(steps[name], steps[f"{name} without"])
+      result["paid"][name] |= where.as_json()
+      lines.append(f"{name}: {where}")
   head = f"{args.config}, {', '.join(result['machine'].values())}, {time.strftime('%H:%M')}"
   text = "\n".join([head, *lines])
   file.write_text(json.dumps(result, indent=1) + "\n")

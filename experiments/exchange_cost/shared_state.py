@@ -12,13 +12,11 @@ from typing import Any
 
 import jax
 
-from scmoe.parallel.mesh import batch_sharding
-from scmoe.run.build import Built
 from scmoe.run.config import RunConfig
 from scmoe.run.config_files import find_config, load_config
 from scmoe.run.fields import with_field
 from scmoe.training.guided import GuidedStep
-from scmoe.training.step import init_state
+from scmoe.training.measured import MeasuredState
 
 
 def configured(config: str, fields: Mapping[str, str], *, tiny: bool = False) -> RunConfig:
@@ -28,30 +26,15 @@ def configured(config: str, fields: Mapping[str, str], *, tiny: bool = False) ->
   return functools.reduce(lambda run, field: with_field(run, *field), fields.items(), run)
 
 
-class Shared:
-  """A training state and a batch of random tokens, which several steps of one model train in turns.
-
-  Args:
-    built: of the model.
-  """
-
-  def __init__(self, built: Built):
-    self.built, self.abstract = built, built.abstract_state()
-    self.state = init_state(built.init, built.optimizer, 0, self.abstract)
-    self.batch = jax.device_put(built.random_batch(), batch_sharding(built.mesh, leading=1))
-
-
 class StepArm:
   """One step as an arm of `scmoe.profiling.timer`."""
 
-  def __init__(self, step: GuidedStep, shared: Shared):
+  def __init__(self, step: GuidedStep, shared: MeasuredState):
     self.step, self.shared = step, shared
 
   def __call__(self, calls: int) -> None:
-    scalars: Any = None
-    for _ in range(calls):
-      self.shared.state, scalars, _ = self.step(self.shared.state, self.shared.batch)
-    jax.block_until_ready((self.shared.state, scalars))
+    self.shared.train(self.step, calls)
+    self.shared.wait()
 
   def lower(self) -> None:
     """Traces and lowers; `finish` has XLA compile."""

@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
-import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
@@ -42,14 +41,14 @@ from scmoe.base.errors import ConfigError
 from scmoe.base.output import warn
 from scmoe.base.stored import Maybe, StoredError, check_shape, read_json, write_json
 from scmoe.blocks.options import OverlapConfig
-from scmoe.parallel.mesh import batch_sharding
 from scmoe.profiling.program import latencies
 from scmoe.profiling.timer import Timing
 from scmoe.training.distributed import all_agree, first_decides, from_all_processes, is_first
 from scmoe.training.guided import Collect, GuidedStep
+from scmoe.training.measured import MeasuredState
 from scmoe.training.optimizer import Optimizer
 from scmoe.training.options import TrainConfig
-from scmoe.training.step import Objective, TrainState, init_state, make_train_step
+from scmoe.training.step import Objective, TrainState, make_train_step
 from scmoe.training.variants import Change, StepVariants, Variant, parse_candidates
 
 PROFILES = "profile_guided"  # folder of measured operation latencies; see `GuidedStep`
@@ -577,17 +576,14 @@ def _on_whole_steps(
 def _fastest(
   search: Search, built: Searchable, abstract: TrainState, say: Callable[[str], None]
 ) -> Variant | None:
-  """Runs a search on random tokens until it has chosen, drops the state, and returns the choice.
+  """Runs a search on a `MeasuredState` until it has chosen, drops the state, returns the choice.
 
   None if nothing could be measured, e.g. with too little free memory.
   """
   try:
-    state = init_state(built.init, built.optimizer, built.train.seed, abstract)
-    sharding = batch_sharding(built.mesh, leading=1)
-    put = lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x))
-    batch = jax.tree.map(put, built.random_batch())
+    measured = MeasuredState(built, abstract, built.train.seed)
     while search.chosen is None:
-      state, _, _ = search(state, batch)
+      measured.train(search)
   except jax.errors.JaxRuntimeError as error:
     problem = " ".join(str(error).split())[:200]
     say(f"schedule: nothing was measured ({problem}); going on as configured")

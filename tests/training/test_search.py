@@ -293,7 +293,7 @@ def test_a_cut_that_fails_leaves_the_run_as_configured(tmp_path, mesh1, monkeypa
   def no_memory(*args):
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-  monkeypatch.setattr(search_module, "init_state", no_memory)
+  monkeypatch.setattr(search_module, "MeasuredState", no_memory)
   step = fastest_step(built, state, tmp_path, say=lines.append)
   assert step.variant == Variant()
   assert "nothing was measured (RESOURCE_EXHAUSTED: out of memory)" in lines[-1]
@@ -316,6 +316,17 @@ def test_the_tuner_and_the_schedule_are_one_search(tmp_path, mesh1):
   assert step.variant.given == decision["chosen"]
 
 
+class FakeState:
+  """A `MeasuredState` without arrays: its steps are fakes that count."""
+
+  def __init__(self, *_):
+    self.state = 0
+
+  def train(self, step):
+    """Calls a step once."""
+    self.state, _, _ = step(self.state, {})
+
+
 class TwoPrograms:
   """Fake steps of a run and of its cut, whose candidates may be fast in one and slow in the other.
 
@@ -335,7 +346,7 @@ class TwoPrograms:
 
     monkeypatch.setattr(type(built), "cut", dataclasses.replace)
     monkeypatch.setattr(search_module.Steps, "__call__", make)
-    monkeypatch.setattr(search_module, "init_state", lambda *_: 0)
+    monkeypatch.setattr(search_module, "MeasuredState", FakeState)
     own = functools.partial(Search, clock=self.clock)
     monkeypatch.setattr(search_module, "Search", own)
 

@@ -1,0 +1,84 @@
+"""The state on which steps are timed: its router spreads tokens evenly, and no step changes that.
+
+A schedule is chosen, and a profile made, with fresh parameters and random tokens. There the routers
+of deep blocks send most tokens to few experts: a fresh model's attention adds nearly the same value
+to all tokens of a sequence, and gates read little else. Steps on the same random batch make it
+worse. The rows that one round of an exchange has no room for then travel in overflow rounds, beside
+which XLA runs nothing, and the measurement sees exchanges that a trained, balanced router does not
+cause. For `gpt2_moe_medium` with 4 layers over a slow link such steps took 181 ms, and 146 ms when
+no round overflowed (experiments/LOG.md, 2026-11-27).
+
+So the embeddings of tokens are `SPREAD` times as large as initialised. What tells tokens apart then
+outweighs what their sequence adds, and the loads of experts come out as even as those of a trained
+router: the fullest of 16 experts gets 1.2 to 1.4 times its share in every block instead of up to
+2.3. And every step is step 0 of the run, whose learning rate is the smallest of the warm-up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from scmoe.parallel.mesh import batch_sharding
+from scmoe.training.step import Init, TrainState, init_state
+
+SPREAD = 10.0
+# What reads tokens or patches of images, by its path in the parameters of a model.
+_EMBEDS = (("embedding", "tokens"), ("embedding", "weight"))
+
+
+class MeasuredState:
+  """A training state and one random batch, which steps of one model train in turns.
+
+  Args:
+    built: the model, its optimizer, mesh and random batch (`scmoe.training.search.Searchable`).
+    abstract: from `abstract_state`; None: `built.abstract_state()`.
+    seed: of the parameters.
+  """
+
+  def __init__(self, built: Any, abstract: TrainState | None = None, seed: int = 0):
+    self.built = built
+    self.abstract = built.abstract_state() if abstract is None else abstract
+    self.state = init_state(spread(built.init), built.optimizer, seed, self.abstract)
+    sharding = batch_sharding(built.mesh, leading=1)
+    put = lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x))
+    self.batch = jax.tree.map(put, built.random_batch())
+    self.figures: Any = None  # scalars and arrays that the last step returned
+
+  def train(self, step: Callable[..., Any], calls: int = 1) -> None:
+    """Calls a step that donates its state `calls` times; it need not be done when this returns."""
+    for _ in range(calls):
+      self.state, *self.figures = step(self.state, self.batch)
+      first = jax.device_put(np.zeros((), np.int32), self.state.step.sharding)
+      self.state = dataclasses.replace(self.state, step=first)
+
+  def wait(self) -> None:
+    """Returns when the devices are done."""
+    jax.block_until_ready((self.state, self.figures))
+
+  @property
+  def rounds(self) -> float:
+    """The most rounds of exchanges in any block of the last step; 1 if none overflowed."""
+    arrays = self.figures[1] if self.figures else {}
+    return float(np.max(jax.device_get(arrays["rounds"]))) if "rounds" in arrays else 1.0
+
+
+def spread(init: Init) -> Init:
+  """The same initialisation, with token embeddings `SPREAD` times as large."""
+
+  def spread_init(key: Array) -> tuple[Any, Any]:
+    params, router = init(key)
+    own = lambda path, leaf: leaf * jnp.asarray(SPREAD, leaf.dtype) if _embeds(path) else leaf
+    return jax.tree_util.tree_map_with_path(own, params), router
+
+  return spread_init
+
+
+def _embeds(path: tuple[Any, ...]) -> bool:
+  return tuple(getattr(part, "key", None) for part in path) in _EMBEDS

@@ -25,7 +25,6 @@ import jax
 from scmoe.base.errors import ConfigError, run_main
 from scmoe.base.sizes import size_of
 from scmoe.base.stored import write_json
-from scmoe.inference.offload.model import allow_pinned_memory
 from scmoe.inference.offload.plan import (
   OffloadRequest,
   Workload,
@@ -34,6 +33,7 @@ from scmoe.inference.offload.plan import (
   needs,
 )
 from scmoe.inference.sampling import Sampling
+from scmoe.offload.memory import allow_pinned_memory
 from scmoe.run import benchmark, build
 from scmoe.run.command_line import (
   HELP,

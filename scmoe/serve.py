@@ -32,11 +32,11 @@ from typing import IO, Any
 import jax.numpy as jnp
 
 from scmoe.base.errors import ConfigError, DataError, StorageError, run_main
-from scmoe.inference.offload.model import allow_pinned_memory
 from scmoe.inference.offload.plan import bytes_of
 from scmoe.inference.sampling import Sampling
 from scmoe.inference.serving.requests import Answer, Request
 from scmoe.inference.serving.server import MOST_SLOTS, Server
+from scmoe.offload.memory import allow_pinned_memory
 from scmoe.pretrained.inference import InferenceFolder
 from scmoe.run.command_line import ALLOW_IMPORT, HELP, Flag, help_text, parse, simulate
 from scmoe.run.generation_flags import OFFLOAD_FLAGS, SAMPLING_FLAGS, offload_request

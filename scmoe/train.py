@@ -25,6 +25,7 @@ from scmoe.base.errors import ConfigError, run_main
 from scmoe.base.extensions import remember
 from scmoe.base.output import optional, say, warn
 from scmoe.models.flops import count_parameters
+from scmoe.offload.memory import allow_pinned_memory
 from scmoe.parallel.collectives import request_copy_engines
 from scmoe.run import build
 from scmoe.run.adapters import BuiltAdapters, build_training, restore_weights
@@ -143,6 +144,8 @@ def start_jax(run: RunConfig) -> None:
     determinism.request()
   if run.overlap.copy_engines:
     request_copy_engines()
+  if run.mesh.moments_in == "host":
+    allow_pinned_memory()
   distributed.initialize(run.distributed)
 
 

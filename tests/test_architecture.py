@@ -38,7 +38,7 @@ RANKS = [
   ("run.text", "run.images"),
   ("run.modality",),
   ("run.build", "run.command_line", "run.programs", "reports"),
-  ("run.sharing", "run.adapters"),
+  ("run.sharing", "run.adapters", "run.host_memory"),
   ("run.traffic",),
   ("run.dry_run", "run.controls"),
   ("run.benchmark", "pretrained", "run.summary", "run.generation_flags"),

@@ -22,8 +22,9 @@ import numpy as np
 
 from scmoe.data.tokenizers import ByteTokenizer
 from scmoe.inference.decode import stream
-from scmoe.inference.offload.model import Usage, allow_pinned_memory, is_routed
+from scmoe.inference.offload.model import Usage, is_routed
 from scmoe.inference.sampling import Sampling
+from scmoe.offload.memory import allow_pinned_memory
 from scmoe.run import build
 from scmoe.run.benchmark import offload_request, random_model
 from scmoe.run.command_line import TRAIN_FLAGS, parse, run_config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -115,3 +116,13 @@ def empty_places(params: Any, count: int) -> Any:
   """
   shapes = jax.eval_shape(multiplied_out, params)
   return jax.tree.map(lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), shapes)
+
+
+def allow_pinned_memory() -> None:
+  """Sets jax's limit on pinned memory, 64 GB by default, to the size of the host's memory.
+
+  It does nothing if the environment sets XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB already. Call it before
+  jax initialises its devices.
+  """
+  size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+  os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(size // 10**9))

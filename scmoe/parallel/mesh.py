@@ -108,6 +108,20 @@ class MeshConfig(Options, path="mesh"):
     minimum=0,
   )
 
+  moments_in: str = option(
+    "device",
+    "where the optimizer's moments, and the lower halves of parameters (optimizer.ablation.masters)"
+    ", lie between updates: device; or host, in pinned memory from which they come layer by layer "
+    "(docs/scale.md)",
+    choices=("device", "host"),
+  )
+  moments_ahead: int = option(
+    1,
+    "with mesh.moments_in=host: layers whose moments are fetched before their turn, each of which "
+    "takes memory of the device; 0: none, so that no copy is hidden",
+    minimum=0,
+  )
+
   def resolve(self, num_devices: int) -> MeshConfig:
     """The same options, with a number in place of `data` = -1, for `num_devices` devices.
 

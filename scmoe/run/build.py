@@ -36,6 +36,7 @@ from scmoe.run.modality import modality_of
 from scmoe.training.optimizer import Optimizer, make_optimizer
 from scmoe.training.options import CheckpointConfig, OptimizerConfig, TrainConfig
 from scmoe.training.step import TrainState, abstract_state
+from scmoe.training.streamed_update import OnHost
 from scmoe.training.variants import Change, Variant
 
 Params = dict[str, Any]
@@ -276,6 +277,7 @@ def build(
     spike_sigma=run.train.spike_sigma,
     specs=jax.tree.map(lambda s: s.sharding.spec, shapes),
     shares=shares,
+    on_host=on_host(run),
   )
   return Built(run, mesh, graph, shapes, objective, optimizer, taught_by)
 
@@ -296,6 +298,22 @@ def shares_of(run: RunConfig, shapes: Params) -> StateShares | None:
     dimensions=share_dimensions(shapes, leading_dimensions),
     how=Gathering(mesh.bucket_bytes, mesh.gather_again, mesh.gather_ahead),
   )
+
+
+def on_host(run: RunConfig) -> OnHost | None:
+  """How the update streams moments from the host's memory; None if they lie on the devices.
+
+  Raises:
+    ConfigError: the run trains adapters, whose moments are small.
+  """
+  if run.mesh.moments_in == "device":
+    return None
+  if run.lora.rank:
+    raise ConfigError(
+      f"mesh.moments_in='host' moves no moments of adapters (lora.rank={run.lora.rank}), which are "
+      "small; set mesh.moments_in=device, or lora.rank=0"
+    )
+  return OnHost(run.mesh.moments_ahead)
 
 
 def build_teacher(teacher: RunConfig, run: RunConfig, mesh: Mesh) -> Built:

@@ -27,6 +27,7 @@ from scmoe.parallel.mesh import BATCH_AXES, manual, shardings_of
 from scmoe.run import build, traffic
 from scmoe.run.config import RunConfig
 from scmoe.run.estimates import DEVICES, USABLE, StepNeeds, device_table
+from scmoe.run.host_memory import Away, away
 from scmoe.run.modality import modality_of
 from scmoe.run.sharing import Sharing, bytes_per_device
 from scmoe.training.optimizer import make_optimizer
@@ -51,6 +52,7 @@ class Memory:
       of all pairs with `mesh.gather_again=False`. An estimate: XLA decides when it gathers.
     frozen: with `lora.rank`, the model that is adapted, in the compute type; parameters, gradients
       and optimizer are then those of the adapters.
+    arriving: with `mesh.moments_in=host`, moments of the layers that the device holds at a time.
   """
 
   parameters: int
@@ -60,6 +62,7 @@ class Memory:
   exchange: int
   gathered: int = 0
   frozen: int = 0
+  arriving: int = 0
 
   @property
   def total(self) -> int:
@@ -74,6 +77,7 @@ class DryRun:
   Attributes:
     larger: factor -> memory with microbatches so many times larger; a factor that does not divide
       the number of microbatches is left out.
+    away: what a device keeps in the host's memory.
   """
 
   run: RunConfig
@@ -82,6 +86,7 @@ class DryRun:
   memory: Memory
   traffic: traffic.Traffic
   larger: dict[int, Memory]
+  away: Away | None = None
 
   @property
   def tokens_per_step(self) -> int:
@@ -99,6 +104,7 @@ class DryRun:
       exchange=self.traffic.all_to_all,
       tokens=self.tokens_per_step,
       exchanging=mesh.expert,
+      copies=None if self.away is None else self.away.seconds,
     )
 
 
@@ -109,12 +115,15 @@ def dry_run(run: RunConfig) -> DryRun:
   adapters = Adapters(run.lora, shapes) if run.lora.rank else None
   trained = adapters.shapes if adapters else shapes
   sharing = Sharing(run, trained)
-  optimizer = make_optimizer(run.optimizer, run.train.steps, shares=sharing.shares)
+  optimizer = make_optimizer(
+    run.optimizer, run.train.steps, shares=sharing.shares, on_host=build.on_host(run)
+  )
   of_model = lambda key: nnx.to_pure_dict(nnx.state(build.make_model(run, key)))
   init = lambda key: (adapters.init(key) if adapters else of_model(key), {})
   halves = sharing.cast if run.optimizer.ablation.masters != "cast" else None
   placed = shardings_of(trained), {}
   state = abstract_state(init, optimizer, mesh, placed, halves)  # pyright: ignore
+  outside = away(state, run.mesh.moments_ahead)
   sent = traffic.sent_in(_traced_step(run, mesh, graph, shapes))
   memory = Memory(
     parameters=bytes_per_device(state.params),
@@ -124,6 +133,7 @@ def dry_run(run: RunConfig) -> DryRun:
     exchange=4 * sent.largest,
     gathered=sharing.gathered_bytes,
     frozen=sharing.bytes_read(shapes) if adapters else 0,
+    arriving=0 if outside is None else outside.on_device,
   )
   return DryRun(
     run,
@@ -132,6 +142,7 @@ def dry_run(run: RunConfig) -> DryRun:
     memory,
     traffic.of_step(run, sent, sharing),
     _larger(run, memory),
+    outside,
   )
 
 
@@ -345,14 +356,18 @@ def _memory_lines(result: DryRun) -> list[str]:
   names["exchange"] = "all-to-all buffers"
   names["gathered"] = "gathered parameters (estimate)"
   names["frozen"] = "frozen parameters"
+  names["arriving"] = "moments of layers under way"
   for kind, size in dataclasses.asdict(memory).items():
-    if kind in ("gathered", "frozen") and not size:
+    if kind in ("gathered", "frozen", "arriving") and not size:
       continue
     lines.append(f"  {names.get(kind, kind):36} {size_of(size):>12}")
   lines.append(f"  {'total':36} {size_of(memory.total):>12}")
   for times, larger in result.larger.items():  # fewer microbatches: fewer additions of gradients
     name = f"total with train.batch_size={times * result.run.train.batch_size}"
     lines.append(f"  {name:36} {size_of(larger.total):>12}")
+  if result.away is not None:
+    name = "in the host's memory, per device"
+    lines.append(f"  {name:36} {size_of(result.away.total):>12}")
   return lines
 
 

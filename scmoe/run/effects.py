@@ -150,6 +150,12 @@ RULES = (
     "leave mesh.gather_again=True",
   ),
   _Rule(
+    ("mesh.moments_ahead",),
+    lambda run: run.mesh.moments_in == "device",
+    "mesh.moments_in='device' fetches no moments",
+    "set mesh.moments_in=host",
+  ),
+  _Rule(
     ("model.num_experts", "model.zero_experts", "model.expert_hidden", "model.ffn.impl",
      "model.ffn.backend", "model.ffn.fp8", "model.top_k", "router.", "dispatch.",
      "mesh.expert"),

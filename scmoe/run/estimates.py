@@ -8,6 +8,7 @@ the exchange hidden and with all of it; a real schedule lies between.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from scmoe.base.sizes import duration, number, size_of
 from scmoe.models.flops import peak_flops
@@ -15,6 +16,7 @@ from scmoe.models.flops import peak_flops
 MFU = 0.40  # assumed share of the peak; one H200 reached 0.43 to 0.46 (configs/olmoe.py)
 LINK_SHARE = 0.43  # measured: 193 of 450 GB/s in an all-to-all of 4 H200s of one host
 USABLE = 0.92  # share of the memory that a program gets; CUDA, NCCL and XLA take the rest
+BUS_SHARE = 0.81  # measured: 52 of 64 GB/s from pinned memory to one H200
 HOST_DEVICES = 8  # GPUs of one host that NVLink joins
 
 
@@ -27,21 +29,23 @@ class Device:
     memory: bytes.
     host_link: bytes/s that leave it for another device of its host (NVLink, or PCIe for an L4).
     network: bytes/s that leave it for another host, with one network port per GPU.
+    bus: bytes/s between it and the host's memory, each way (PCIe x16).
   """
 
   name: str
   memory: float
   host_link: float
   network: float
+  bus: float
 
 
 # From the makers' data sheets.
 DEVICES = (
-  Device("B200", 180e9, 900e9, 50e9),
-  Device("H200", 141e9, 450e9, 50e9),
-  Device("H100", 80e9, 450e9, 50e9),
-  Device("A100", 80e9, 300e9, 25e9),
-  Device("L4", 24e9, 32e9, 12.5e9),
+  Device("B200", 180e9, 900e9, 50e9, 64e9),
+  Device("H200", 141e9, 450e9, 50e9, 64e9),
+  Device("H100", 80e9, 450e9, 50e9, 64e9),
+  Device("A100", 80e9, 300e9, 25e9, 32e9),
+  Device("L4", 24e9, 32e9, 12.5e9, 32e9),
 )
 
 
@@ -55,6 +59,8 @@ class StepNeeds:
     exchange: bytes that leave the device in all-to-alls.
     tokens: tokens of the step, over all devices.
     exchanging: number of devices on the expert axis.
+    copies: bytes/s of the link to the host's memory, each way -> seconds of the step's copies; None
+      if nothing is copied.
   """
 
   memory: float
@@ -62,6 +68,7 @@ class StepNeeds:
   exchange: float
   tokens: float
   exchanging: int
+  copies: Callable[[float], float] | None = None
 
 
 def fits(memory: float, device: Device) -> str:
@@ -78,6 +85,14 @@ def step_seconds(needs: StepNeeds, device: Device) -> tuple[float, float, float]
   return needs.flops / (MFU * peak), exchange(device.host_link), exchange(device.network)
 
 
+def copy_seconds(needs: StepNeeds, device: Device) -> float:
+  """Seconds of the copies between the device and the host's memory, exposed; 0 if there are none.
+
+  Nothing of a step's computation runs beside them: the update follows the last gradient.
+  """
+  return needs.copies(BUS_SHARE * device.bus) if needs.copies else 0.0
+
+
 def device_table(needs: StepNeeds, steps: int) -> list[str]:
   """One line a kind of GPU: whether the step fits, its times, and tokens per second."""
   row = "  {:6}{:32}{:>12}{:>12}{:>12}  {}".format
@@ -85,15 +100,20 @@ def device_table(needs: StepNeeds, steps: int) -> list[str]:
     f"one step: computation at {MFU:.0%} of the bfloat16 peak, exchange at {LINK_SHARE:.0%} of the "
     "link's peak (assumptions);",
     "last column: with none of the exchange hidden, to all of it",
+    *[f"moments come from the host's memory at {BUS_SHARE:.0%} of PCIe's peak, each way"]
+    * bool(needs.copies),
     row("", "", "", "exchange", "exchange", ""),
     row("", f"{USABLE:.0%} of memory", "computation", "in a host", "cross-host", "tokens/s, run"),
   ]
   for device in DEVICES:
     compute, inside, between = step_seconds(needs, device)
+    copies = copy_seconds(needs, device)
     link = inside if needs.exchanging <= HOST_DEVICES else between
-    ends = dict.fromkeys((compute + link, max(compute, link)))  # equal where nothing is exchanged
+    # The two are equal where nothing is exchanged.
+    ends = dict.fromkeys((compute + link + copies, max(compute, link) + copies))
     rates = " to ".join(number(needs.tokens / seconds) for seconds in ends)
+    told = f"; copies {duration(copies)} a step" if copies else ""
     spans = " to ".join(duration(seconds * steps) for seconds in ends)
     times = [duration(s) if s else "–" for s in (compute, inside, between)]
-    lines.append(row(device.name, fits(needs.memory, device), *times, f"{rates}, {spans}"))
+    lines.append(row(device.name, fits(needs.memory, device), *times, f"{rates}, {spans}{told}"))
   return lines

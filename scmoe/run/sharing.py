@@ -18,6 +18,7 @@ from scmoe.parallel.mesh import TOKEN_AXES
 from scmoe.parallel.shares import AXIS, WHOLE, StateShares
 from scmoe.run import build
 from scmoe.run.config import RunConfig
+from scmoe.training.host_arrays import lies_on_host
 
 PyTree = Any
 PAIRS_AT_WORK = 3  # arrays as large as a pair's parameters: those of two pairs, and a gradient
@@ -131,6 +132,6 @@ class Sharing:
 
 
 def bytes_per_device(tree: PyTree) -> int:
-  """Bytes of `jax.ShapeDtypeStruct`s with shardings, on each device."""
-  leaves = jax.tree.leaves(tree)
+  """Bytes of `jax.ShapeDtypeStruct`s with shardings, in each device's own memory."""
+  leaves = [leaf for leaf in jax.tree.leaves(tree) if not lies_on_host(leaf)]
   return sum(math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize for s in leaves)

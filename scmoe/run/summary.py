@@ -15,6 +15,7 @@ from scmoe.models.flops import count_parameters, forward_flops
 from scmoe.run import build
 from scmoe.run.config import RunConfig
 from scmoe.run.dry_run import dry_run, model_lines, smallest_data
+from scmoe.run.host_memory import away, check_host_memory, host_memory
 from scmoe.run.sharing import bytes_per_device
 
 MANY_PASSES = 20  # passes over a text after which a small model has memorised it
@@ -31,6 +32,7 @@ def header(built: build.Built, data: Any, workdir: Path) -> str:
     f"mesh         {mesh.words}: {mesh.size} of "
     f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     f"memory       {size_of(held)} of parameters and optimizer on each device; --dry_run has more",
+    *_host_lines(built),
     data.summary(),
     *passes(built, data),
   ]
@@ -66,9 +68,16 @@ def passes(built: build.Built, data: Any) -> list[str]:
   return lines
 
 
+def _host_lines(built: build.Built) -> list[str]:
+  plan = away(built.abstract_state(), built.run.mesh.moments_ahead)
+  return (
+    [f"             {size_of(plan.total)} in the host's memory for each device"] if plan else []
+  )
+
+
 def state_bytes(built: build.Built) -> int:
   """Bytes of parameters and optimizer on each device."""
-  return bytes_per_device(built.abstract_state())
+  return bytes_per_device(built.abstract_state())  # without what lies in the host's memory
 
 
 def device_memory() -> int | None:
@@ -83,22 +92,13 @@ def device_memory() -> int | None:
   return free if free is None else free // jax.local_device_count()
 
 
-def host_memory() -> int | None:
-  """Bytes of the host that are free or can be freed; None where the system does not report it."""
-  try:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    (free,) = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-  except (OSError, ValueError):
-    return None
-  return 1024 * int(free)
-
-
 def check_memory(built: build.Built) -> None:
   """Checks, before anything is allocated, that the training state fits on the devices.
 
   Raises:
-    ConfigError: parameters and optimizer need more memory than a device has.
+    ConfigError: parameters and optimizer need more memory than a device, or the host, has.
   """
+  check_host_memory(built)
   held, limit = state_bytes(built), device_memory()
   if limit is not None and held > limit:
     raise ConfigError(
@@ -185,6 +185,11 @@ def _smaller(run: RunConfig) -> list[tuple[str, RunConfig]]:
     if train.batch_size % wide.batch_shards == 0:
       words = f"mesh.expert={wide.expert} on {wide.size} devices"
       found.append((words, dataclasses.replace(run, mesh=wide)))
+  if (
+    mesh.moments_in == "device" and not run.lora.rank and jax.default_backend() != "cpu"
+  ):  # a CPU has one memory
+    host = dataclasses.replace(mesh, moments_in="host")
+    found.append(("mesh.moments_in=host", dataclasses.replace(run, mesh=host)))
   if mesh.data > 1 and not run.lora.rank:
     modes = ("none", "moments", "parameters")
     for word in modes[modes.index(mesh.shard_state) + 1 :]:

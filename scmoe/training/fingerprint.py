@@ -19,6 +19,7 @@ import numpy as np
 from jax import Array
 
 from scmoe.parallel.mesh import host_device
+from scmoe.training.host_arrays import lies_on_host, to_device
 
 
 @jax.jit
@@ -34,17 +35,19 @@ def _survey(leaves: list[Array]) -> tuple[Array, Array]:
 def survey(leaves: list[Array]) -> tuple[list[str], list[bool]]:
   """Fingerprints (8 hexadecimal digits) of arrays, and whether each is finite throughout.
 
-  They are computed on the devices that hold the arrays; with several processes all must call this.
+  They are computed on the devices that hold the arrays; those of arrays in the host's memory by the
+  host. With several processes all must call this.
   """
   found = {i: _walked(leaf) for i, leaf in enumerate(leaves) if _is_walked(leaf)}
   if rest := [i for i in range(len(leaves)) if i not in found]:
-    prints, finite = _survey([leaves[i] for i in rest])
+    prints, finite = _survey([to_device(leaves[i]) for i in rest])
     found |= {i: (int(p), bool(f)) for i, p, f in zip(rest, np.asarray(prints), np.asarray(finite))}
   ordered = [found[i] for i in range(len(leaves))]
   return [f"{number:08x}" for number, _ in ordered], [good for _, good in ordered]
 
 
 # -- large arrays of a CPU ------------------------------------------------------------------------
+# Those in the host's memory (`scmoe.training.host_arrays`) are read so too, whatever their size.
 # On a CPU, XLA writes the mixed words to memory before it adds them: twice the size of a bfloat16
 # array. That takes ten times as long as a loop over blocks that stay in registers.
 
@@ -79,9 +82,11 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _is_walked(leaf: Array) -> bool:
   kind = str(leaf.dtype)
-  if leaf.size < _WALKED or not (kind in _EXPONENTS or kind in _INTEGERS):
+  away = lies_on_host(leaf) and leaf.ndim > 0
+  if (leaf.size < _WALKED and not away) or not (kind in _EXPONENTS or kind in _INTEGERS):
     return False
-  return leaf.is_fully_addressable and {d.platform for d in leaf.devices()} == {"cpu"}
+  cpu = away or {d.platform for d in leaf.devices()} == {"cpu"}
+  return leaf.is_fully_addressable and cpu
 
 
 def _walked(leaf: Array) -> tuple[int, bool]:
@@ -91,9 +96,17 @@ def _walked(leaf: Array) -> tuple[int, bool]:
   for shard in leaf.addressable_shards:
     if shard.replica_id == 0:
       start = sum((own.start or 0) * stride for own, stride in zip(shard.index, strides))
-      part, good = _walk(shard.data, strides, jnp.uint32(start % 2**32))
+      part, good = _walk(_on_cpu(shard.data), strides, jnp.uint32(start % 2**32))
       total, finite = (total + int(part)) % 2**32, finite and bool(good)
   return total, finite
+
+
+def _on_cpu(x: Array) -> Array:
+  """One device's array where the host can compute with it; arrays of a CPU as they are."""
+  host = host_device()
+  if not lies_on_host(x) or host is None:
+    return to_device(x)
+  return jax.device_put(np.asarray(x), host)
 
 
 @functools.partial(jax.jit, static_argnums=1)

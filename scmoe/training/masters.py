@@ -18,8 +18,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
-from jax.core import Tracer
+
+from scmoe.training.host_arrays import is_made, lies_on_host, made_on_host, shard_of
 
 PyTree = Any
 
@@ -91,13 +93,18 @@ def _changed(change: Callable[[Any], Any], params: PyTree, where: list[bool]) ->
 
   Arrays are changed in one program, since a program for each shape takes longer to compile. Inside
   a step, whose program holds the change, and for `jax.ShapeDtypeStruct`s there is none to compile.
+  What lies in the host's memory is changed by the host, one array after the other.
   """
   leaves, structure = jax.tree.flatten(params, is_leaf=is_halves)
   given = [leaf for leaf, yes in zip(leaves, where, strict=True) if yes]
-  arrays = bool(given) and all(
-    isinstance(x, Array) and not isinstance(x, Tracer) for x in jax.tree.leaves(given)
-  )
-  made = iter((_jitted if arrays else _mapped)(change, given))
+  away = [i for i, leaf in enumerate(given) if _is_away(leaf)]
+  for i in away:
+    given[i] = _changed_on_host(given[i])
+  rest = [i for i in range(len(given)) if i not in away]
+  arrays = bool(rest) and all(is_made(x) for i in rest for x in jax.tree.leaves(given[i]))
+  for i, leaf in zip(rest, (_jitted if arrays else _mapped)(change, [given[i] for i in rest])):
+    given[i] = leaf
+  made = iter(given)
   return structure.unflatten(next(made) if yes else leaf for leaf, yes in zip(leaves, where))
 
 
@@ -128,3 +135,42 @@ def _halved(x: Array) -> Halves:
 def _joined(high: Array, low: Array) -> Array:
   upper = jax.lax.bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32) << 16
   return jax.lax.bitcast_convert_type(upper + low.astype(jnp.uint32), jnp.float32)
+
+
+# -- in the host's memory --------------------------------------------------------------------------
+
+
+def _is_away(leaf: Any) -> bool:
+  x = leaf.low if is_halves(leaf) else leaf
+  return is_made(x) and lies_on_host(x)
+
+
+def _changed_on_host(leaf: Any) -> Any:
+  """`_joined` of `Halves` whose `low` is in the host's memory, or `_halved` of an array there.
+
+  The float32 array lies in the host's memory. Of the halves, `low` does, and `high` lies on the
+  devices, with the same sharding.
+  """
+  if is_halves(leaf):
+    return made_on_host(
+      leaf.low.shape,
+      leaf.low.sharding,
+      lambda index, device: _numpy_joined(
+        shard_of(leaf.high, device, index), shard_of(leaf.low, device)
+      ),
+    )
+  part = lambda upper: lambda index, device: _numpy_half(shard_of(leaf, device), upper)
+  high, low = (made_on_host(leaf.shape, leaf.sharding, part(upper)) for upper in (True, False))
+  return Halves(jax.device_put(high, jax.memory.Space.Device), low)
+
+
+def _numpy_joined(high: np.ndarray, low: np.ndarray) -> np.ndarray:
+  upper = high.view(np.uint16).astype(np.uint32) << 16
+  return (upper + low.astype(np.uint32)).view(np.float32)
+
+
+def _numpy_half(x: np.ndarray, upper: bool) -> np.ndarray:
+  bits = x.view(np.uint32)
+  if upper:
+    return ((bits + np.uint32(0x8000)) >> 16).astype(np.uint16).view(jnp.bfloat16)
+  return bits.astype(np.uint16).view(np.int16)

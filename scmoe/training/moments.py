@@ -47,23 +47,28 @@ def narrow(rule: optax.GradientTransformation) -> optax.GradientTransformationEx
 
     def kept(path: Any, new: Any, old: Any) -> Any:
       name = jax.tree_util.keystr(path).encode()
-      return rounded(new, extra["step"], zlib.crc32(name)) if narrowed(old) else new
+      if not narrowed(old):
+        return new
+      first = extra.get("layer", 0) * new.size  # a layer that comes alone draws the stack's bits
+      return rounded(new, extra["step"], zlib.crc32(name), first)
 
     return updates, jax.tree_util.tree_map_with_path(kept, after, state)
 
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def rounded(x: Array, step: Array, salt: int) -> Array:
+def rounded(x: Array, step: Array, salt: int, first: int = 0) -> Array:
   """A float32 array rounded to bfloat16, up or down at random; the expected value is `x`.
 
   Args:
     x: finite; any shape.
     step: int32 [], of the run.
     salt: uint32, different for each array of a step.
+    first: position of the first element, if `x` is a part of an array.
   """
   seed = mixed(step.astype(jnp.uint32) ^ mixed(jnp.uint32(salt)))
-  bits = mixed(positions(x.shape) ^ seed) >> 16
+  place = positions(x.shape) + jnp.uint32(first % 2**32)
+  bits = mixed(place ^ seed) >> 16
   # Adding 16 random bits to a float32 carries into its upper 16 bits, which are the bfloat16, with
   # the probability (lower 16 bits) / 2^16.
   raised = jax.lax.bitcast_convert_type(x, jnp.uint32) + bits

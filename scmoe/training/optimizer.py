@@ -16,6 +16,7 @@ from scmoe.training.moments import narrow
 from scmoe.training.muon import muon_or
 from scmoe.training.options import OptimizerConfig
 from scmoe.training.spikes import Spikes
+from scmoe.training.streamed_update import OnHost
 
 # Parameters do not decay if one of these words is in the last two names of their path.
 UNDECAYED = ("bias", "scale", "norm", "gain", "sinks")
@@ -27,7 +28,8 @@ class Optimizer(NamedTuple):
   That is: schedule, loss scaling, spike test, division over data ranks, average of the weights.
 
   `tx.update` takes `step=`, the step of the run, and `norm=`, the global norm of the gradients: the
-  transformation may see one device's share of the gradients and could not compute their norm.
+  transformation may see one device's share of the gradients and could not compute their norm. It
+  takes `layer=` too, the number in their stack of the layers that it sees, if it sees one by one.
   """
 
   tx: optax.GradientTransformationExtraArgs
@@ -36,6 +38,7 @@ class Optimizer(NamedTuple):
   spikes: Spikes | None = None  # None: every finite step updates
   shares: StateShares | None = None  # of parameters and moments; None: each rank updates all
   average: Average | None = None  # None: no average of the weights is kept
+  on_host: OnHost | None = None  # None: moments lie in the devices' memory
 
 
 def make_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -82,6 +85,7 @@ def make_optimizer(
   spike_sigma: float = 0.0,
   specs: Any = None,
   shares: StateShares | None = None,
+  on_host: OnHost | None = None,
 ) -> Optimizer:
   """Makes the optimizer that a configuration describes.
 
@@ -100,6 +104,8 @@ def make_optimizer(
     specs: PartitionSpecs like the parameters; Muon needs them if `update` runs in the manual region
       without `shares`, which have specs of their own.
     shares: the shares that each data rank updates; None: each rank updates all.
+    on_host: moments lie in the host's memory and are updated layer by layer; None: they do not.
+      Needs parameters in nested dictionaries and, if weights decay, a function as `mask`.
   """
   schedule = make_schedule(cfg, steps)
   specs = specs if shares is None else shares.share_specs
@@ -117,7 +123,9 @@ def make_optimizer(
   scaling = LossScaling(cfg.loss_scale, cfg.loss_scale_window) if half or cfg.loss_scale else None
   spikes = Spikes(spike_sigma) if spike_sigma else None
   average = Average(cfg.ema) if cfg.ema else None
-  return Optimizer(optax.with_extra_args_support(tx), schedule, scaling, spikes, shares, average)
+  return Optimizer(
+    optax.with_extra_args_support(tx), schedule, scaling, spikes, shares, average, on_host
+  )
 
 
 def clip_by_norm(limit: float) -> optax.GradientTransformationExtraArgs:

@@ -101,6 +101,8 @@ _SINCE = {
     "gather_again": True,
     "gather_ahead": False,
     "bucket_bytes": 1 << 25,
+    "moments_in": "device",
+    "moments_ahead": 1,
   },
   "train": {
     "spike_sigma": 0.0,

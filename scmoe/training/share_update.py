@@ -22,7 +22,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from scmoe.parallel.shares import StateShares
-from scmoe.training.masters import Halves, is_halves, like, readable
+from scmoe.training.masters import Halves, is_halves, readable
 
 PyTree = Any
 
@@ -50,20 +50,19 @@ def own_shares(params: PyTree, shares: StateShares | None) -> PyTree:
   return jax.tree.map(join, params, high, is_leaf=is_halves)
 
 
-def stored_again(new: PyTree, stored: PyTree, shares: StateShares | None) -> PyTree:
-  """Updated shares as the state stores them: in `Halves` where it has them, and gathered if whole.
+def gathered_again(new: PyTree, stored: PyTree, shares: StateShares | None) -> PyTree:
+  """Updated shares as the state stores them: gathered if the state stores whole parameters.
 
   With `mesh.shard_state=moments` a rank stores whole arrays, or `Halves` with a whole `high` and
   the rank's share of `low`. With `parameters` it stores its shares.
 
   Args:
-    new: this rank's updated shares, float32.
+    new: this rank's updated shares, arrays or `Halves`.
     stored: the parameters before the update, which say where `Halves` are.
     shares: None: `new` are whole parameters.
   """
-  laid = like(new, stored)
   if shares is None or shares.parameters:
-    return laid
-  high = shares.whole(readable(laid))
+    return new
+  high = shares.whole(readable(new))
   join = lambda x, whole: Halves(whole, x.low) if is_halves(x) else whole
-  return jax.tree.map(join, laid, high, is_leaf=is_halves)
+  return jax.tree.map(join, new, high, is_leaf=is_halves)

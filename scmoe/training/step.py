@@ -23,8 +23,11 @@ from scmoe.models.gradient_sums import Losses, accumulate
 from scmoe.parallel.gradients import global_norm
 from scmoe.parallel.mesh import BATCH_AXES, batch_sharding, manual, replicated, shardings_of
 from scmoe.training import masters
+from scmoe.training.host_arrays import to_device
+from scmoe.training.host_state import divided, joined, laid_out
 from scmoe.training.optimizer import Optimizer
-from scmoe.training.share_update import own_shares, stored_again, stored_shardings
+from scmoe.training.share_update import gathered_again, own_shares, stored_shardings
+from scmoe.training.streamed_update import updated_by_layer
 
 PyTree = Any
 Init = Callable[[Array], tuple[PyTree, PyTree]]
@@ -55,8 +58,12 @@ class TrainState:
   teacher: PyTree = None  # arrays that the loss reads and no step changes; checkpoints omit them
 
   def for_checkpoint(self) -> TrainState:
-    """The state as a checkpoint holds it: float32 parameters, no teacher."""
-    return dataclasses.replace(self, params=masters.to_float32(self.params), teacher=None)
+    """The state as a checkpoint holds it: float32 parameters, stacks whole, no teacher.
+
+    Arrays that lie in the host's memory stay there; the host makes the copies.
+    """
+    params = masters.to_float32(joined(self.params))
+    return dataclasses.replace(self, params=params, opt_state=joined(self.opt_state), teacher=None)
 
   def readable(self) -> TrainState:
     """The state with the bfloat16 `high` in place of each parameter that is stored in `Halves`."""
@@ -75,12 +82,17 @@ class TrainState:
 
     If the optimizer keeps an average, it starts anew as a copy of them.
     """
-    average = None if optimizer.average is None else optimizer.average.init(params)
+    average = None if optimizer.average is None else optimizer.average.init(to_device(params))
     return dataclasses.replace(self, params=params, average=average)
 
   def like(self, abstract: TrainState) -> TrainState:
-    """This state, its float32 parameters stored in `Halves` wherever `abstract` has them."""
-    return dataclasses.replace(self, params=masters.like(self.params, abstract.params))
+    """This state, its float32 parameters stored in `Halves` wherever `abstract` has them.
+
+    Stacks are divided into layers wherever `abstract` has an `Apart`.
+    """
+    params = divided(masters.like(self.params, abstract.params), abstract.params)
+    opt_state = divided(self.opt_state, abstract.opt_state)
+    return dataclasses.replace(self, params=params, opt_state=opt_state)
 
   def placed(self, abstract: TrainState) -> TrainState:
     """This state, without a teacher, with the shardings of `abstract`.
@@ -139,7 +151,8 @@ def abstract_state(
   Args:
     init: key -> (params, router).
     optimizer: its state, and the average of the parameters, are sharded like the parameters they
-      belong to, and divided further over data ranks if it has `Optimizer.shares`.
+      belong to, and divided further over data ranks if it has `Optimizer.shares`. With
+      `Optimizer.on_host` moments and lower halves lie in the host's memory.
     mesh: counters and scalars are replicated over it.
     shardings: two pytrees of NamedSharding: one like `params`, for whole parameters
       (`mesh.shard_state=none`); one like `router`.
@@ -148,7 +161,7 @@ def abstract_state(
     teacher: ShapeDtypeStructs, with shardings, of the arrays for `Objective.taught`.
   """
   shapes = jax.eval_shape(lambda: _fresh(init, optimizer, 0))
-  params, divided = stored_shardings(shardings[0], optimizer.shares)
+  params, divided_places = stored_shardings(shardings[0], optimizer.shares)
   everywhere = replicated(mesh)
   absent = lambda leaf: isinstance(
     leaf, optax.MaskedNode
@@ -157,12 +170,12 @@ def abstract_state(
     optimizer.tx,
     lambda leaf, sharding: leaf if absent(leaf) else sharding,
     shapes.opt_state,
-    divided,
+    divided_places,
     transform_non_params=lambda _: everywhere,
     is_leaf=absent,
   )
   placed = jax.tree.map(lambda _: everywhere, shapes)
-  average = None if optimizer.average is None else divided
+  average = None if optimizer.average is None else divided_places
   placed = dataclasses.replace(
     placed, params=params, router=shardings[1], opt_state=opt_state, average=average
   )
@@ -170,10 +183,12 @@ def abstract_state(
     lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, placed
   )
   state = dataclasses.replace(state, teacher=teacher)
-  if cast is None:
-    return state
-  lower = masters.halves_of(state.params, jax.eval_shape(cast, state.params), divided)
-  return dataclasses.replace(state, params=lower)
+  params, opt_state = state.params, state.opt_state
+  if cast is not None:
+    params = masters.halves_of(params, jax.eval_shape(cast, params), divided_places)
+  if optimizer.on_host is not None:
+    params, opt_state = laid_out(params, opt_state, optimizer.tx)
+  return dataclasses.replace(state, params=params, opt_state=opt_state)
 
 
 def init_state(
@@ -196,6 +211,7 @@ def init_state(
     state = _fresh(init, optimizer, seed)
     if params is None:
       return state.like(abstract)
+    params = to_device(params)
     state = dataclasses.replace(state, opt_state=optimizer.tx.init(params))
     return state.begun_from(params, optimizer).like(abstract)
 
@@ -326,12 +342,25 @@ def _updated(
     good: bool [], False to skip the step.
     loss: float32 [].
   """
-  before = masters.to_float32(own_shares(state.params, optimizer.shares))
-  updates, opt_state = optimizer.tx.update(
-    grads, state.opt_state, before, step=state.step, norm=norm
-  )
-  params = optax.apply_updates(before, updates)
+  own = own_shares(state.params, optimizer.shares)
+  given = {"params": own, "opt_state": state.opt_state, "average": state.average}
   keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)
+
+  def update(grads: PyTree, old: dict[str, PyTree], layer: int = 0) -> dict[str, PyTree]:
+    before, rule = masters.to_float32(old["params"]), optimizer.average
+    updates, opt_state = optimizer.tx.update(
+      grads, old["opt_state"], before, step=state.step, norm=norm, layer=layer
+    )
+    params, average = optax.apply_updates(before, updates), old["average"]
+    if rule is not None:
+      average = keep(rule.after(average, params, state.step), average)
+    kept = masters.like(keep(params, before), old["params"])
+    return {"params": kept, "opt_state": keep(opt_state, old["opt_state"]), "average": average}
+
+  if optimizer.on_host is None:
+    new = update(grads, given)
+  else:
+    new = updated_by_layer(update, grads, given, optimizer.on_host, norm)
   missed = 1 - good.astype(jnp.int32)
   scaling, scale, failed = optimizer.scaling, state.scale, missed
   if scaling is not None:
@@ -340,13 +369,10 @@ def _updated(
     overflow = jnp.isfinite(loss) & ~jnp.isfinite(norm)
     failed = missed * (1 - (overflow & scaling.may_fall(scale)).astype(jnp.int32))
     scale = scaling.after(scale, jnp.isfinite(loss) & jnp.isfinite(norm))
-  average, rule = state.average, optimizer.average
-  if rule is not None:
-    average = keep(rule.after(average, params, state.step), average)
   return TrainState(
     step=state.step + 1,
-    params=stored_again(keep(params, before), state.params, optimizer.shares),
-    opt_state=keep(opt_state, state.opt_state),
+    params=gathered_again(new["params"], state.params, optimizer.shares),
+    opt_state=new["opt_state"],
     router=keep(router, state.router),
     rng=state.rng,
     skipped=state.skipped + missed,
@@ -355,7 +381,7 @@ def _updated(
     recent=None
     if optimizer.spikes is None
     else optimizer.spikes.after(state.recent, loss, norm, good),
-    average=average,
+    average=new["average"],
     teacher=state.teacher,
   )
 

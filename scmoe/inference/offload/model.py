@@ -9,7 +9,6 @@ that needed a copy.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -227,16 +226,6 @@ def offloaded(model: GPT, mesh: Mesh, *, int8: bool = False, pinned: int | None 
   model = nnx.merge(graph, laid)
   model.overlap = dataclasses.replace(model.overlap, unroll=0)
   return model
-
-
-def allow_pinned_memory() -> None:
-  """Sets jax's limit on pinned memory, 64 GB by default, to the size of the host's memory.
-
-  It does nothing if the environment sets XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB already. Call it before
-  jax initialises its devices.
-  """
-  size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-  os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(size // 10**9))
 
 
 def is_routed(path: tuple[Any, ...], leaf: Any) -> bool:

@@ -1,0 +1,213 @@
+"""A training step of OLMoE on one GPU with moments on the device, and in the host's memory.
+
+  python experiments/scale/moments.py --layers 4 --json experiments/scale/results/moments.json
+
+The arms take turns; each turn makes its state anew, runs one step, and times the next ones:
+
+  host      moments and lower halves in pinned memory of the host, each layer's fetched while the
+            layer before it leaves (mesh.moments_in=host)
+  blocking  the same, but no copy runs beside another (mesh.moments_ahead=0)
+  device    all on the device; left out if the dry run says that it does not fit
+
+First the link is timed, each way alone and both at once. The planner's figure of an arm is a step's
+computation, and the copies at the link's speed both ways at once. The computation is what the arm
+`device` took; without that arm it is the model's FLOPs at --mfu of the peak. What can be hidden of
+the copies of `blocking` is what the plan of `host` takes less. Peak memory is the process's so far,
+so the arm that needs least comes first. --tiny runs a tiny model on a CPU, which has one memory and
+copies nothing: its times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import os
+import shlex
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import jax
+import numpy as np
+from run import Arm
+
+from scmoe.base.sizes import size_of
+from scmoe.offload.memory import allow_pinned_memory
+from scmoe.profiling.timer import NO_GPU
+from scmoe.run.build import vocab_size
+from scmoe.run.config_files import find_config, load_config
+from scmoe.run.dry_run import dry_run
+from scmoe.run.estimates import MFU
+from scmoe.run.fields import with_field
+from scmoe.run.host_memory import check_host_memory
+from scmoe.run.summary import device_memory
+from scmoe.training.host_arrays import HOST
+
+ARMS = {
+  "host": {"mesh.moments_in": "host"},
+  "blocking": {"mesh.moments_in": "host", "mesh.moments_ahead": "0"},
+  "device": {"mesh.moments_in": "device"},
+}
+
+
+def link_speed(size: int) -> dict[str, float]:
+  """GB/s from pinned memory to the device, back, and each way with both at once.
+
+  Args:
+    size: bytes of the array that is copied.
+  """
+  here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  away = here.with_memory_kind(HOST)
+  values = np.zeros(size // 4, np.float32)
+  up, down = jax.device_put(values, away), jax.device_put(values, here)
+  inward, outward = (up, here), (down, away)
+  ways = {"in": [inward], "out": [outward], "both": [inward, outward]}
+  found = {}
+  for name, pairs in ways.items():
+    times = []
+    for _ in range(4):  # the first makes the buffers
+      begin = time.perf_counter()
+      jax.block_until_ready([jax.device_put(x, to, may_alias=False) for x, to in pairs])
+      times.append(time.perf_counter() - begin)
+    found[name] = size / min(times[1:]) / 1e9
+  return found
+
+
+def planned(args: argparse.Namespace) -> Any:
+  """The resolved run of the arm `device`."""
+  name, form = ("quickstart", "smoke") if args.tiny else ("olmoe", "get_config")
+  run = load_config(find_config(name), form)
+  fields = {"mesh.data": "1", "train.tokens_per_step": "0"}
+  if not args.tiny:
+    # The data are random: no tokenizer is trained.
+    fields |= {"data.tokenizer": "bytes", "train.batch_size": str(args.batch_size)}
+    fields |= {"model.num_layers": str(args.layers), "train.remat": args.remat}
+    tokens = args.microbatches * args.batch_size * run.data.seq_len
+    fields["train.tokens_per_step"] = str(tokens)
+  for field, value in (fields | dict(word.split("=", 1) for word in args.fields)).items():
+    run = with_field(run, field, value)
+  return run.resolve(num_devices=1, vocab_size=vocab_size(run.data))
+
+
+def figures(arms: dict[str, Arm], plans: dict[str, Any], rate: float, mfu: float) -> dict[str, Any]:
+  """The entries of all arms in the results file: times, bytes, and the planner's figures."""
+  found = {name: arm.figures() for name, arm in arms.items()}
+  seconds = {name: statistics.median(arm.seconds) for name, arm in arms.items()}
+  plan = next(iter(plans.values())).step_needs
+  peak = next(iter(arms.values())).built.peak_flops or 1e12
+  compute = seconds["device"] if "device" in seconds else plan.flops / (mfu * peak)
+  copies = {name: p.away.seconds(rate) if p.away else 0.0 for name, p in plans.items()}
+  for name, own in found.items():
+    away = plans[name].away
+    own["host_bytes"] = away.total if away else 0
+    own["planned_bytes"] = plans[name].memory.total
+    own["planned_ms"] = round(1e3 * (compute + copies[name]), 3)
+    own["over_plan"] = round(seconds[name] / (compute + copies[name]), 3)
+    own["copies_planned_ms"] = round(1e3 * copies[name], 3)
+  if {"host", "blocking"} <= set(arms) and copies["blocking"] > copies["host"]:
+    won = seconds["blocking"] - seconds["host"]
+    found["host"]["hidden"] = round(won / copies["blocking"], 3)
+    found["host"]["hidden_of_hideable"] = round(won / (copies["blocking"] - copies["host"]), 3)
+  return found
+
+
+def table(arms: dict[str, Any], device: str) -> str:
+  """Times and memory of each arm, and the share of copies that is hidden."""
+  lines = [] if "cpu" not in device.lower() else [NO_GPU]
+  lines.append(
+    f"{'':10}{'ms':>10}{'planned':>10}{'ratio':>7}{'copies':>10}{'step GiB':>10}{'host GiB':>10}"
+    f"{'peak GiB':>10}  loss"
+  )
+  for name, own in arms.items():
+    peak = own["peak_bytes"]
+    lines.append(
+      f"{name:10}{own['ms']:10.2f}{own['planned_ms']:10.2f}{own['over_plan']:7.3f}"
+      f"{own['copies_planned_ms']:10.2f}{own['program_gibibytes']:10.2f}"
+      f"{own['host_bytes'] / 2**30:10.2f}{peak / 2**30 if peak else 0:10.2f}  {own['loss']}"
+    )
+  if "hidden" in arms.get("host", {}):
+    own = arms["host"]
+    lines.append(
+      f"hidden: {own['hidden']:.1%} of the copies' time, {own['hidden_of_hideable']:.1%} of what "
+      "can be hidden"
+    )
+  return "\n".join(lines)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("fields", nargs="*", help="SECTION.FIELD=VALUE, for all arms")
+  parser.add_argument("--arms", default="host,blocking,device")
+  parser.add_argument("--layers", type=int, default=4, help="of OLMoE's 16")
+  parser.add_argument("--batch_size", type=int, default=4, help="rows of 4,096 tokens")
+  parser.add_argument("--microbatches", type=int, default=1)
+  parser.add_argument("--remat", default="none")
+  parser.add_argument("--rounds", type=int, default=3)
+  parser.add_argument("--calls", type=int, default=3, help="steps that a turn times")
+  parser.add_argument("--seconds", type=float, default=150, help="no new turn after these")
+  parser.add_argument("--mfu", type=float, default=MFU, help="of computation, without `device`")
+  parser.add_argument("--tiny", action="store_true")
+  parser.add_argument("--json", type=Path)
+  args = parser.parse_args()
+  begin = time.perf_counter()
+  say = lambda text: print(f"[{time.perf_counter() - begin:5.0f} s] {text}", flush=True)
+  if args.tiny:
+    args.rounds, args.calls = 1, 1
+  allow_pinned_memory()
+  first, plans, arms, limit = planned(args), {}, {}, device_memory()
+  for name in args.arms.split(","):
+    run = first
+    for field, value in ARMS[name].items():
+      run = with_field(run, field, value)
+    plans[name] = dry_run(run)
+    if name == "device" and limit is not None and plans[name].memory.total > limit:
+      say(
+        f"device is left out: it needs {size_of(plans.pop(name).memory.total)} of {size_of(limit)}"
+      )
+      continue
+    arms[name] = Arm(run)
+    check_host_memory(arms[name].built)
+  speed = link_speed(2**20 if args.tiny else 2**29)
+  say(", ".join(f"{name} {value:.1f} GB/s" for name, value in speed.items()))
+  with concurrent.futures.ThreadPoolExecutor(1 if args.tiny else len(arms)) as pool:
+    list(pool.map(lambda arm: arm.compile(), arms.values()))
+  say(f"compiled {first.model.num_layers} layers, arms {', '.join(arms)}")
+  peaks: dict[str, int | None] = {}
+  for _ in range(args.rounds):
+    for name, arm in arms.items():
+      if arm.seconds and time.perf_counter() - begin > args.seconds:
+        continue
+      arm.turn(args.calls)
+      peaks.setdefault(name, (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"))
+      say(f"{name}: {1e3 * arm.seconds[-1]:.2f} ms")
+  found = figures(arms, plans, 1e9 * speed["both"], args.mfu)
+  for name, own in found.items():
+    own["peak_bytes"] = peaks[name]
+  device = jax.devices()[0].device_kind
+  report = {
+    "date": time.strftime("%Y-%m-%d"),
+    "device": device,
+    "jax": jax.__version__,
+    "command": " ".join(["python", *map(shlex.quote, sys.argv)]),
+    "layers": first.model.num_layers,
+    "rows": first.train.batch_size,
+    "gigabytes_per_second": {name: round(value, 2) for name, value in speed.items()},
+    "arms": found,
+  }
+  print(table(found, device))
+  if args.json:
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,75 @@
+"""Arrays in pinned memory of the host, and how the host itself reads and makes them.
+
+A GPU copies from pinned memory at the full speed of its link. With several devices each has its
+own shard there, as it has on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+PyTree = Any
+HOST = "pinned_host"  # jax's kind of memory
+Index = tuple[slice, ...]
+
+
+def lies_on_host(x: Any) -> bool:
+  """Whether an array, or a `jax.ShapeDtypeStruct` with sharding, is in the host's memory."""
+  return getattr(getattr(x, "sharding", None), "memory_kind", None) == HOST
+
+
+def is_made(x: Any) -> bool:
+  """Whether `x` is an array with values: neither traced nor a `jax.ShapeDtypeStruct`."""
+  return isinstance(x, Array) and not isinstance(x, Tracer)
+
+
+def made_on_host(
+  shape: Sequence[int], sharding: NamedSharding, piece: Callable[[Index, Any], np.ndarray]
+) -> Array:
+  """An array in the host's memory, each shard of which the host computes.
+
+  Args:
+    shape: of the whole array.
+    sharding: its memory kind is replaced by `HOST`.
+    piece: (the shard's index in the whole array, its device) -> its values.
+  """
+  place = NamedSharding(sharding.mesh, sharding.spec, memory_kind=HOST)
+  shards = []
+  for device, index in place.addressable_devices_indices_map(tuple(shape)).items():
+    assert index is not None
+    where = SingleDeviceSharding(device, memory_kind=HOST)
+    shards.append(jax.device_put(piece(index, device), where, may_alias=False))
+  return jax.make_array_from_single_device_arrays(tuple(shape), place, shards)
+
+
+def shard_of(x: Array, device: Any, index: Index | None = None) -> np.ndarray:
+  """The values that an array has on one device.
+
+  Args:
+    x: in any memory.
+    device: an addressable one that holds a shard.
+    index: part of the whole array; must lie in that shard. None: the whole shard.
+  """
+  (shard,) = (one for one in x.addressable_shards if one.device == device)
+  value = np.asarray(shard.data)
+  if index is None:
+    return value
+  starts = [own.start or 0 for own in shard.index]
+  ends = [size if part.stop is None else part.stop for part, size in zip(index, x.shape)]
+  return value[
+    tuple(slice((part.start or 0) - s, end - s) for part, s, end in zip(index, starts, ends))
+  ]
+
+
+def to_device(tree: PyTree) -> PyTree:
+  """The arrays of a tree in the memory of their devices; those that lie there are not copied."""
+  away = lambda x: jax.typeof(x).memory_space == jax.memory.Space.Host
+  move = lambda x: jax.device_put(x, jax.memory.Space.Device) if away(x) else x
+  return jax.tree.map(move, tree)

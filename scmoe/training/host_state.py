@@ -1,0 +1,91 @@
+"""Where arrays of the state lie that stay in the host's memory (`mesh.moments_in=host`).
+
+The optimizer's moments and every `Halves.low` (`scmoe.training.masters`) are read by the update
+alone. They can stay in pinned memory of the host, from which a GPU copies at the full speed of its
+link. A stack's array [L, ...] is then stored as an `Apart` of L arrays [1, ...]: XLA copies whole
+arrays asynchronously, but not slices of them. Checkpoints hold the stack, so that they load in
+every placement.
+
+Bytes a parameter, with float32 moments: the device keeps 4 instead of 12, or, where parameters are
+stored in halves, 2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+
+from scmoe.models.stacked import Apart, is_apart, leading_dimensions
+from scmoe.training.host_arrays import HOST, is_made, made_on_host, shard_of
+from scmoe.training.masters import Halves, is_halves
+
+PyTree = Any
+
+
+def laid_out(params: PyTree, opt_state: PyTree, tx: optax.GradientTransformation) -> Any:
+  """(parameters, optimizer's state) of which moments and lower halves lie in the host's memory.
+
+  Args:
+    params, opt_state: `jax.ShapeDtypeStruct`s with NamedShardings, stacks whole.
+    tx: the transformation to which the state belongs; says which of its arrays are moments.
+  """
+  lower = lambda path, x: Halves(x.high, _away(path, x.low)) if is_halves(x) else x
+  params = jax.tree_util.tree_map_with_path(lower, params, is_leaf=is_halves)
+  absent = lambda leaf: isinstance(leaf, optax.MaskedNode)
+  moment = optax.tree_map_params(
+    tx,
+    lambda leaf: leaf if absent(leaf) else True,
+    opt_state,
+    transform_non_params=lambda _: False,
+    is_leaf=absent,
+  )
+  place = lambda path, x, goes: _away(path, x) if goes else x
+  return params, jax.tree_util.tree_map_with_path(place, opt_state, moment)
+
+
+def _away(path: Any, x: Any) -> Any:
+  place = NamedSharding(x.sharding.mesh, x.sharding.spec, memory_kind=HOST)
+  if not leading_dimensions(path):
+    return x.update(sharding=place)
+  return Apart((x.update(shape=(1, *x.shape[1:]), sharding=place),) * x.shape[0])
+
+
+def joined(tree: PyTree) -> PyTree:
+  """The tree with one array [L, ...] in the host's memory in place of each `Apart`.
+
+  Works on arrays and on `jax.ShapeDtypeStruct`s. Arrays are copied by the host.
+  """
+  return jax.tree.map(lambda x: _stack(x.parts) if is_apart(x) else x, tree, is_leaf=is_apart)
+
+
+def divided(tree: PyTree, wanted: PyTree) -> PyTree:
+  """The inverse of `joined`: an `Apart` wherever `wanted` has one.
+
+  Args:
+    tree: arrays, in the host's memory where `wanted` has an `Apart`; or traced values.
+    wanted: from `laid_out`.
+  """
+  leaves, structure = jax.tree.flatten(wanted, is_leaf=is_apart)
+  arrays = structure.flatten_up_to(tree)
+  cut = lambda x, like: _layers(x, like) if is_apart(like) and not is_apart(x) else x
+  return structure.unflatten(map(cut, arrays, leaves))
+
+
+def _stack(parts: tuple[Any, ...]) -> Any:
+  first, shape = parts[0], (len(parts), *parts[0].shape[1:])
+  if not is_made(first):
+    return first.update(shape=shape)
+  whole = lambda index, device: np.concatenate([shard_of(part, device) for part in parts])
+  return made_on_host(shape, first.sharding, whole)
+
+
+def _layers(x: Any, like: Apart) -> Apart:
+  if not is_made(x):
+    return Apart(tuple(x[i : i + 1] for i in range(len(like.parts))))
+  layer = lambda i: lambda index, device: shard_of(x, device)[i : i + 1]
+  parts = (made_on_host(part.shape, part.sharding, layer(i)) for i, part in enumerate(like.parts))
+  return Apart(tuple(parts))

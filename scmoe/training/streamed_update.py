@@ -1,0 +1,209 @@
+"""The update of a training step whose moments lie in the host's memory, layer by layer.
+
+    layer        0         1         2         3
+    arrives   |fetch 0| fetch 1 | fetch 2 | fetch 3 |
+    update            |0|       |1|       |2|       |3|
+    leaves            | store 0 | store 1 | store 2 | store 3 |
+
+A layer's moments come while the layer before it leaves; the link carries both directions at once.
+Barriers say so to XLA: with `ahead` = 1 the fetch of layer 2 waits for the end of layer 0's store,
+so that the device holds the moments of at most two layers. The first fetch waits for the norm of
+all gradients, as no moment may change before the step is known to be good; until then the memory
+belongs to the backward pass. With `ahead` = 0 nothing comes beside anything.
+
+Parameters beside the stacks, such as the embedding, are updated first, as one more layer.
+Source of the scheme: vertical prefetch of SE-MoE (arXiv 2205.10034).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import Array
+
+from scmoe.models.stacked import STACKS, Apart, is_apart, leading_dimensions
+from scmoe.parallel.barriers import barrier
+from scmoe.training.host_arrays import to_device
+from scmoe.training.masters import Halves, is_halves
+
+PyTree = Any
+# (gradients, state, layer) of one layer -> its new state. The layer is its number in its stack.
+UpdateLayer = Callable[[PyTree, PyTree, int], PyTree]
+
+
+@dataclasses.dataclass(frozen=True)
+class OnHost:
+  """Moments and lower halves lie in the host's memory.
+
+  Attributes:
+    ahead: how many layers' moments are fetched before their turn; 0: none, every copy is waited
+      for.
+  """
+
+  ahead: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+  """Parameters that are updated together.
+
+  Attributes:
+    stack: name of their stack (`STACKS`); "": all parameters beside the stacks.
+    index: the layer's number in the stack.
+  """
+
+  stack: str = ""
+  index: int = 0
+
+
+def layers_of(tree: PyTree) -> list[Layer]:
+  """The layers in the order of their update.
+
+  Args:
+    tree: a nested dictionary of parameters, stacks whole or `Apart`.
+  """
+  counts: dict[str, int] = {"": 0}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_apart):
+    stack = stack_of(path)
+    counts[stack] = max(counts.get(stack, 0), _count(stack, leaf))
+  return [Layer(stack, i) for stack, count in counts.items() for i in range(count)]
+
+
+def _count(stack: str, leaf: Any) -> int:
+  return len(leaf.parts) if is_apart(leaf) else leaf.shape[0] if stack else 1
+
+
+def stack_of(path: Any) -> str:
+  """Name of the stack to which the parameter of a path belongs (`STACKS`), or ""."""
+  names = [getattr(key, "key", None) for key in path]
+  return next((name for name in names if name in STACKS), "") if leading_dimensions(path) else ""
+
+
+def updated_by_layer(
+  update: UpdateLayer, grads: PyTree, state: dict[str, PyTree], how: OnHost, norm: Array
+) -> dict[str, PyTree]:
+  """The state after an update, which lies where it lay before.
+
+  Args:
+    update: updates one layer. It sees the whole trees with None in place of other layers' arrays;
+      arrays of a stack are [1, ...]. What it returns has None there too.
+    grads: this device's gradients, stacks whole.
+    state: `params`, `opt_state` and `average` in the manual region. `Apart`s and arrays in the
+      host's memory are fetched and stored; stacks in the device's memory are updated in place.
+      Arrays of `opt_state` in the device's memory are counters: every layer sees them.
+    how: how many layers are fetched ahead.
+    norm: of all gradients; the first fetch waits for it.
+  """
+  layers = layers_of(grads)
+  entries, structure = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_apart)
+  slots = [_Slot.of(path, leaf) for path, leaf in entries]
+  away = [[slot.away(layer) for slot in slots] for layer in layers]
+  first = how.ahead + 1
+  away[:first], norm = barrier((away[:first], norm))
+  fetched = [to_device(each) for each in away[:first]]
+  new: list[Any] = []
+  for i, layer in enumerate(layers):
+    here = [slot.here(layer) if x is None else x for slot, x in zip(slots, fetched[i])]
+    old = structure.unflatten(here)
+    changed = update(_cut(grads, layer), _present(old), layer.index)
+    # Behind a barrier, XLA makes of a layer's update the kernels that it makes of the whole one.
+    new = barrier(structure.flatten_up_to(_completed(changed, old)))
+    stored = [slot.to_host(x, layer) for slot, x in zip(slots, new)]
+    if i + first < len(layers):
+      # The norm links the barriers to a chain, so that earlier layers have left, too.
+      away[i + first], stored, norm = barrier((away[i + first], stored, norm))
+      fetched.append(to_device(away[i + first]))
+    for slot, x, gone in zip(slots, new, stored):
+      slot.keep(x if gone is None else gone, layer)
+  return structure.unflatten(x if slot.shared else slot.value for slot, x in zip(slots, new))
+
+
+def _present(tree: PyTree) -> PyTree:
+  """The tree with None in place of each `Halves` of another layer."""
+  absent = lambda x: is_halves(x) and x.low is None
+  return jax.tree.map(lambda x: None if absent(x) else x, tree, is_leaf=is_halves)
+
+
+def _completed(tree: PyTree, like: PyTree) -> PyTree:
+  """The inverse of `_present`, for a tree with the structure of `like`."""
+  leaf = lambda x: x is None or is_halves(x)
+  again = lambda old, new: Halves(None, None) if is_halves(old) and new is None else new  # pyright: ignore
+  return jax.tree.map(again, like, tree, is_leaf=leaf)
+
+
+def _cut(tree: PyTree, layer: Layer) -> PyTree:
+  """Stacked arrays of one layer, [1, ...], and None in place of all arrays that are not of it."""
+
+  def cut(path: Any, x: Array) -> Any:
+    return _Slot(stack_of(path), x).here(layer)
+
+  return jax.tree_util.tree_map_with_path(cut, tree)
+
+
+@dataclasses.dataclass
+class _Slot:
+  """One array of the state, whose layers change one after the other.
+
+  Attributes:
+    stack: name of its stack, or "".
+    value: an `Apart`, or an array: before the update, then with the layers that were updated.
+    on_host: whether it lies in the host's memory.
+    shared: whether it belongs to no parameter, e.g. a counter: every layer sees it, and the last
+      layer's result is kept.
+  """
+
+  stack: str
+  value: Any
+  on_host: bool = False
+  shared: bool = False
+
+  @staticmethod
+  def of(path: Any, leaf: Any) -> _Slot:
+    first = leaf.parts[0] if is_apart(leaf) else leaf
+    on_host = jax.typeof(first).memory_space == jax.memory.Space.Host
+    shared = path[0].key == "opt_state" and not on_host
+    return _Slot(stack_of(path), leaf, on_host, shared)
+
+  def _is_of(self, layer: Layer) -> bool:
+    if self.stack != layer.stack:
+      return False
+    return layer.index < _count(self.stack, self.value)
+
+  def away(self, layer: Layer) -> Any:
+    """The layer's array in the host's memory; None if it has none there."""
+    if not self.on_host or not self._is_of(layer):
+      return None
+    return self.value.parts[layer.index] if is_apart(self.value) else self.value
+
+  def here(self, layer: Layer) -> Any:
+    """The layer's array in the device's memory; None if it has none there."""
+    if self.shared:
+      return self.value
+    if self.on_host or not self._is_of(layer):
+      return None
+    if not self.stack:
+      return self.value
+    return jax.lax.slice_in_dim(self.value, layer.index, layer.index + 1)
+
+  def to_host(self, new: Any, layer: Layer) -> Any:
+    """The layer's new array, copied to the host's memory; None if it stays on the device."""
+    if not self.on_host or not self._is_of(layer):
+      return None
+    return jax.device_put(new, jax.memory.Space.Host)
+
+  def keep(self, new: Any, layer: Layer) -> None:
+    """Replaces the layer's array; a shared one stays for the layers that follow."""
+    if self.shared or not self._is_of(layer):
+      return
+    if is_apart(self.value):
+      parts = list(self.value.parts)
+      parts[layer.index] = new
+      self.value = Apart(tuple(parts))
+    elif self.stack:
+      # In place: the next layer's slice is read from the result.
+      self.value = jax.lax.dynamic_update_slice_in_dim(self.value, new, layer.index, 0)
+    else:
+      self.value = new

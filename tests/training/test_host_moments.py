@@ -1,0 +1,207 @@
+"""Steps whose moments lie in the host's memory are the steps of moments in the device's."""
+
+import dataclasses
+import functools
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+
+from scmoe.base.errors import ConfigError
+from scmoe.models.config import ModelConfig
+from scmoe.models.stacked import is_apart
+from scmoe.parallel.mesh import MeshConfig, batch_sharding
+from scmoe.run import host_memory as host_memory_module
+from scmoe.run.build import build
+from scmoe.run.config import RunConfig
+from scmoe.run.dry_run import dry_run
+from scmoe.run.host_memory import Away, away, check_host_memory
+from scmoe.training.checkpoint import Checkpointer
+from scmoe.training.fingerprint import survey
+from scmoe.training.host_arrays import HOST, lies_on_host
+from scmoe.training.options import (
+  CheckpointConfig,
+  OptimizerAblation,
+  OptimizerConfig,
+  TrainConfig,
+)
+from scmoe.training.step import init_state, make_train_step
+
+MODEL = ModelConfig(
+  wiring="top2", moe_every=1, num_layers=3, width=8, num_heads=2, mlp_hidden=8, num_experts=2,
+  vocab_size=32, context=8, dtype="bfloat16",
+)  # fmt: skip
+LENGTH, ROWS, STEPS = 8, 8, 4
+BAD = 1  # the step that is skipped, because a norm's scale is infinite
+# Without fused multiply-adds: which products and sums become one depends on the kernel around them.
+EXACT = {"xla_cpu_max_isa": "AVX"}
+CLIPPED = OptimizerConfig(
+  moments="bfloat16", ema=0.9, warmup_steps=1, clip_norm=0.5,
+  ablation=OptimizerAblation(masters="halves"),
+)  # fmt: skip
+
+
+def built(place, ahead=1, mode="moments", data=2, optimizer=CLIPPED, **changed):
+  """A run of two microbatches on data x expert=2 devices."""
+  mesh = MeshConfig(data, 2, 1, shard_state=mode, moments_in=place, moments_ahead=ahead)
+  train = TrainConfig(batch_size=ROWS // 2, tokens_per_step=ROWS * LENGTH, steps=8)
+  run = RunConfig(model=MODEL, optimizer=optimizer, mesh=mesh, train=train, **changed)
+  run = dataclasses.replace(run, data=dataclasses.replace(run.data, seq_len=LENGTH))
+  run = run.resolve(num_devices=mesh.size, vocab_size=32)
+  return build(run, jax.devices()[: mesh.size])
+
+
+@functools.cache
+def stepped(place):
+  """(the run, its state after `STEPS` steps, whether each step was good)."""
+  own = built(place)
+  abstract = own.abstract_state()
+  state, good = init_state(own.init, own.optimizer, 0, abstract), []
+  step = make_train_step(own.objective, own.optimizer, abstract, compiler_options=EXACT)
+  batch = jax.device_put(own.random_batch(), batch_sharding(own.mesh, leading=1))
+  for number in range(STEPS):
+    norm = state.params["norm"]
+    scale, at = np.asarray(norm["scale"]), norm["scale"].sharding
+    if number == BAD:
+      norm["scale"] = jax.device_put(np.full_like(scale, np.inf), at)
+    state, scalars, _ = step(state, batch)
+    good.append(bool(scalars["finite"]))
+    if number == BAD:
+      state.params["norm"]["scale"] = jax.device_put(scale, at)
+  return own, state, good
+
+
+def named_bits(tree):
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
+
+
+def test_the_steps_are_the_same_bit_for_bit():
+  """With two microbatches, clipping, a skipped step, an average and moments that ranks share."""
+  own, state, good = stepped("host")
+  _, want, same = stepped("device")
+  assert good == same == [number != BAD for number in range(STEPS)]
+  got = named_bits(state.for_checkpoint())
+  assert got == named_bits(want.for_checkpoint())
+  assert all(map(lies_on_host, jax.tree.leaves(own.abstract_state().opt_state)[1:]))
+
+
+def test_only_counters_and_what_the_model_reads_lie_on_the_device():
+  _, state, _ = stepped("host")
+  here = [x for x in jax.tree.leaves(state.opt_state) if not lies_on_host(x)]
+  assert {(x.dtype.name, x.ndim) for x in here} == {("int32", 0)}
+  away = {x.dtype.name for x in jax.tree.leaves(state.params) if lies_on_host(x)}
+  assert away == {"int16"}
+  assert all(lies_on_host(x) for x in jax.tree.leaves(state.params) if x.dtype == "int16")
+  parts = [x for x in jax.tree.leaves(state.opt_state, is_leaf=is_apart) if is_apart(x)]
+  assert {len(x.parts) for x in parts} == {MODEL.num_layers}
+
+
+@pytest.mark.parametrize(("place", "other"), [("host", "device"), ("device", "host")])
+def test_a_checkpoint_loads_in_the_other_place(place, other, tmp_path):
+  """Also on another mesh, where ranks share nothing."""
+  own, state, _ = stepped(place)
+  want = state.for_checkpoint()
+  keeper = Checkpointer(tmp_path, CheckpointConfig())
+  keeper.save_now(STEPS, want, {}, {"config": own.config})
+  abstract = built(other, mode="none", data=1).abstract_state()
+  found = keeper.restore_latest_valid(abstract.for_checkpoint())
+  got = found.state.like(abstract).placed(abstract)
+  assert jax.tree.structure(got) == jax.tree.structure(abstract)
+  for x, like in zip(jax.tree.leaves(got), jax.tree.leaves(abstract), strict=True):
+    assert (x.sharding, x.shape, x.dtype) == (like.sharding, like.shape, like.dtype)
+  assert named_bits(got.for_checkpoint()) == named_bits(want)
+  keeper.close()
+
+
+def test_the_plan_is_what_the_arrays_are():
+  own, state, _ = stepped("host")
+  plan, held = dry_run(own.run), lambda x: x.addressable_shards[0].data.nbytes
+  leaves = jax.tree.leaves((state.params, state.opt_state))
+  assert plan.away.total == sum(held(x) for x in leaves if lies_on_host(x))
+  assert plan.memory.parameters == sum(map(held, jax.tree.leaves(state.readable().params)))
+  counters = sum(held(x) for x in jax.tree.leaves(state.opt_state) if not lies_on_host(x))
+  assert plan.memory.optimizer == counters + sum(map(held, jax.tree.leaves(state.average)))
+  assert plan.away == away(state, 1)
+  layers = plan.away.layers
+  assert len(layers) == 1 + MODEL.num_layers
+  assert len(set(layers[1:])) == 1
+  assert plan.memory.arriving == max(layers[0] + layers[1], 2 * layers[1])
+
+
+def region(jaxpr):
+  """The equations of the manual region, in order; inner functions count as one."""
+  (inner,) = [e.params["jaxpr"] for e in jaxpr.eqns if e.primitive.name == "shard_map"]
+  return getattr(inner, "jaxpr", inner).eqns
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_fetch_waits_for_the_store_of_the_layer_before_it(ahead):
+  """The fetch of layer i waits for the stores of layers up to i - 1 - ahead, and of no other."""
+  own = built("host", ahead)
+  abstract = own.abstract_state()
+  step = make_train_step(own.objective, own.optimizer, abstract)
+  batch = jax.eval_shape(own.random_batch)
+  jaxpr = step.trace(abstract, batch).jaxpr
+  before, copies = {}, Counter()  # variable -> the stores that it waits for
+  for number, equation in enumerate(region(jaxpr.jaxpr)):
+    inputs = [before.get(id(v), frozenset()) for v in equation.invars]
+    waits = frozenset().union(*inputs)
+    if equation.primitive.name == "device_put":
+      spaces = [x.aval.memory_space for x in (*equation.invars, *equation.outvars)]
+      host, device = jax.memory.Space.Host, jax.memory.Space.Device
+      if spaces == [host, device]:
+        copies[len(waits)] += 1
+      elif spaces == [device, host]:
+        waits |= {number}
+    before |= {id(v): waits for v in equation.outvars}
+  entries = jax.tree.leaves((abstract.params, abstract.opt_state), is_leaf=is_apart)
+  beside = sum(lies_on_host(x) for x in entries)
+  arrays = [beside, *[sum(map(is_apart, entries))] * MODEL.num_layers]
+  want = Counter()
+  for i, count in enumerate(arrays):
+    want[sum(arrays[: max(0, i - ahead)])] += count
+  assert copies == want
+
+
+def test_the_model_of_the_copies_by_hand():
+  """Layers of 2, 1 and 1 bytes at 1 byte/s; with 1 ahead, both directions at once."""
+  assert Away((2, 1, 1), 0).seconds(1.0) == 8
+  # fetches end at 2, 3 and (after the first store, at 4) 5; stores at 4, 5, 6
+  assert Away((2, 1, 1), 1).seconds(1.0) == 6
+  assert Away((2, 1, 1), 2).seconds(1.0) == 6
+  assert Away((1,) * 10, 1).seconds(2.0) == 5.5
+  assert [Away((2, 1, 3), n).on_device for n in (0, 1, 2, 9)] == [3, 4, 6, 6]
+
+
+def test_fingerprints_do_not_depend_on_the_memory():
+  values = [np.arange(48, dtype=t).reshape(2, 24) for t in ("float32", "int16")]
+  here = [jax.device_put(x) for x in values]
+  place = here[0].sharding.with_memory_kind(HOST)
+  assert survey([jax.device_put(x, place) for x in values]) == survey(here)
+
+
+def test_a_host_with_too_little_memory_says_so(monkeypatch):
+  own = built("host")
+  need = 4 * dry_run(own.run).away.total
+  monkeypatch.setattr(host_memory_module, "host_memory", lambda: need)
+  check_host_memory(own)
+  monkeypatch.setattr(host_memory_module, "host_memory", lambda: need - 1)
+  with pytest.raises(ConfigError, match=r"^mesh.moments_in='host' keeps .* \(4 x .*\), which has"):
+    check_host_memory(own)
+  check_host_memory(built("device"))
+
+
+def test_devices_without_such_memory_are_refused(monkeypatch):
+  own = built("host")
+
+  class Bare:
+    device_kind = "toy"
+
+    def addressable_memories(self):
+      return []
+
+  monkeypatch.setattr(jax, "local_devices", lambda: [Bare()])
+  with pytest.raises(ConfigError, match=r"needs memory of the kind pinned_host, a toy"):
+    check_host_memory(own)

@@ -132,7 +132,7 @@ def table(arms: dict[str, Any], device: str) -> str:
       f"{own['copies_planned_ms']:10.2f}{own['program_gibibytes']:10.2f}"
       f"{own['host_bytes'] / 2**30:10.2f}{peak / 2**30 if peak else 0:10.2f}  {own['loss']}"
     )
-  if "hidden" in arms.get("host", {}):
+  if "hidden" in arms.get("host", {}) and "cpu" not in device.lower():
     own = arms["host"]
     lines.append(
       f"hidden: {own['hidden']:.1%} of the copies' time, {own['hidden_of_hideable']:.1%} of what "

@@ -1,4 +1,4 @@
-"""What a run keeps in the host's memory (`mesh.moments_in=host`), and what its copies cost.
+"""Bytes that a run keeps in the host's memory (`mesh.moments_in=host`), and the time of copies.
 
 The planner's model of an update: the link carries both directions at once, each at the same rate.
 Layers are fetched one after the other, and stored one after the other. The fetch of layer i waits
@@ -26,7 +26,7 @@ from scmoe.training.streamed_update import stack_of
 
 @dataclasses.dataclass(frozen=True)
 class Away:
-  """What one device keeps in the host's memory.
+  """Bytes that one device keeps in the host's memory.
 
   Attributes:
     layers: bytes of each layer, in the order of their update; first those beside the stacks.
@@ -58,7 +58,7 @@ class Away:
 
 
 def away(state: TrainState, ahead: int) -> Away | None:
-  """What a state keeps in the host's memory; None if nothing.
+  """Counts the bytes that a state keeps in the host's memory; None if it keeps none there.
 
   Args:
     state: `jax.ShapeDtypeStruct`s with shardings, or arrays.

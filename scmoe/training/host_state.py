@@ -1,4 +1,4 @@
-"""Where arrays of the state lie that stay in the host's memory (`mesh.moments_in=host`).
+"""Places arrays of the state in the host's memory (`mesh.moments_in=host`), layer by layer.
 
 The optimizer's moments and every `Halves.low` (`scmoe.training.masters`) are read by the update
 alone. They can stay in pinned memory of the host, from which a GPU copies at the full speed of its

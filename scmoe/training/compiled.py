@@ -18,11 +18,11 @@ _WORTH = 0.1  # seconds: a program whose compilation takes less is not kept
 
 @contextlib.contextmanager
 def kept_programs(folder: Path) -> Iterator[None]:
-  """Makes a folder in `folder` jax's compilation cache, as long as the context lasts.
+  """While the context lasts, jax keeps compiled programs in a folder within `folder`.
 
-  A cache that the user set (`JAX_COMPILATION_CACHE_DIR`) stays in use instead. Programs for CPUs
-  use the instructions of this processor, so each kind of processor has a folder of its own in
-  `folder`.
+  A later start reads them there instead of compiling. A cache that the user set
+  (`JAX_COMPILATION_CACHE_DIR`) stays in use instead. Programs for CPUs use the instructions of this
+  processor, so each kind of processor has a folder of its own in `folder`.
   """
   if getattr(jax.config, CACHE) is not None:
     yield

@@ -350,7 +350,7 @@ class Run:
     """
     allow = self.built.checkpoint.allow_config_change
     current, stored = json.loads(json.dumps(self.built.config)), meta.get("config", {})
-    if meta.get(WEIGHTS_ONLY):  # nothing was trained: only the architecture is fixed
+    if meta.get(WEIGHTS_ONLY):  # trained elsewhere, no step here yet: the architecture has to match
       check_config(architecture(stored), architecture(current), allow_change=allow)
       return
     fits = not misfit(dataclasses.replace(self.abstract, teacher=None), meta["leaves"])
@@ -475,7 +475,7 @@ class Run:
 
     Also compares the hosts' times (`Journal.compare_hosts`).
     """
-    self.flush()  # so the step's line is in metrics.jsonl before the step counts as done
+    self.flush()  # the step's line, if one is due, is in metrics.jsonl before its checkpoint
     self.arm("save", allowance=True)
     arguments = lambda: (self.step, self.state.for_checkpoint(), self.batches.state(), self._meta())
     if final:

@@ -453,7 +453,7 @@ def measured_bandwidth(size: int = 256 * 2**20, calls: int = 3) -> float:
 
 
 def described(found: Plan, needed: Needs, bandwidth: float) -> list[str]:
-  """Lines that describe a plan to the user: its modes, memory and expected speed."""
+  """Lines that tell the user a plan: its modes, memory, expected speed and experts on disk."""
   offload = found.offload
   name = lambda way: "none" if way is None else way.mode
   lines = [f"offload      prefill {name(offload.prefill)}, decode {name(offload.decode)}"]

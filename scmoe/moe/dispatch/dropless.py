@@ -49,7 +49,7 @@ from scmoe.parallel.collectives import Exchange, largest
 from scmoe.parallel.mesh import TOKEN_AXES
 
 # An overflow round has room for 1/4 of the first round's rows. Each round costs about 0.1 ms of
-# launches on four GPUs; rounds of 1/2 would raise the peak memory of a compiled layer
+# launches on four GPUs; with 1/4 there are half as many rounds as with 1/8, in the same peak memory
 # (experiments/dispatch).
 OVERFLOW = 4
 # Devices of these axes dispatch other tokens to experts that they hold as well.

@@ -181,7 +181,9 @@ def sends_ahead(transport: Transport) -> bool:
 def overflow(
   transport: Transport, x_TD: Array, routing: Routing, sent: Dispatched, experts: Any
 ) -> Dispatched:
-  """Runs what a dispatch without experts has left out: the overflow rounds of `Dropless`, if any.
+  """Runs the overflow rounds that `dispatch` leaves out if its `experts` are None.
+
+  Only `Dropless`, and transports that contain one, have such rounds.
 
   Args:
     transport: one for which `sends_ahead` is true.

@@ -70,15 +70,15 @@ def compiler_options(traced: Any) -> dict[str, Any]:
 
 
 def cudnn_attention(q: Any, k: Any, v: Any, *, scale: float, causal: bool) -> tuple[Any, Any]:
-  """cuDNN's fused attention and the logarithms of its sums, both in float32.
+  """(result of cuDNN's fused attention, logarithm of each softmax's denominator), in float32.
 
-  `jax.nn.dot_product_attention` returns these logarithms in the type of the queries: too coarse to
-  join results with (jax 0.10 to 0.12).
+  With these logarithms the results over several parts of the keys can be joined. In jax 0.10 to
+  0.12 `jax.nn.dot_product_attention` returns them in the type of the queries, too coarse for that.
 
   Args:
     q, k, v: bfloat16 or float16 [B, S, H, N], [B, T, K, N] and [B, T, K, N].
     scale: factor on the scores.
-    causal: query i sees keys 0 to i; else all.
+    causal: query i sees keys 0 to i. False: each query sees all keys.
 
   Returns:
     [B, S, H, N] and [B, H, S].
@@ -93,19 +93,20 @@ def cudnn_attention(q: Any, k: Any, v: Any, *, scale: float, causal: bool) -> tu
 def cudnn_attention_gradients(
   q: Any, k: Any, v: Any, y: Any, logs: Any, dy: Any, *, scale: float, causal: bool
 ) -> tuple[Any, Any, Any]:
-  """cuDNN's gradients of q, k and v, where y and its logarithms may be those over more keys.
+  """cuDNN's gradients of q, k and v, where k and v may be a part of the keys that q attends to.
 
-  jax's own rule takes both from its forward pass; here the caller gives them.
+  jax's own rule takes the result and the logarithms from its forward pass over k. Here the caller
+  gives those over all keys, from which this part's addend to the gradient of q follows.
 
   Args:
     q, k, v, scale, causal: as of `cudnn_attention`.
-    y, logs: results over all keys, in the type of q, and float32 [B, H, S].
+    y, logs: result over all keys, in the type of q, and its logarithms, float32 [B, H, S].
     dy: gradient of y, in its type.
   """
   rule: Any = _cudnn._dot_product_attention_bwd_rule
   mask = _cudnn.MaskType.CAUSAL if causal else _cudnn.MaskType.NO_MASK
-  absent = q[:0, 0, 0, 0]  # of no elements, as jax passes for what is left out
-  # jax 0.12 has a function of the scores besides.
+  absent = q[:0, 0, 0, 0]  # an array without elements: jax's rule gets one for each absent input
+  # jax 0.12's rule takes one more argument: a function that changes the scores.
   modified = "score_mod" in inspect.signature(rule).parameters
   kept = (q, k, v, *[absent] * 7, *([()] if modified else []), logs, y)
   how = (scale, 42, 0.0, (False, False), mask, _cudnn.AttentionLayout.BTNH.value, None)

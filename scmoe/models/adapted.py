@@ -1,8 +1,8 @@
 """An objective whose parameters are the adapters of a frozen model (`scmoe.models.low_rank`).
 
-The frozen parameters are no argument of the loss that is differentiated: they come with the arrays
-that no step changes (`scmoe.training.step.TrainState.teacher`). So they have neither gradients nor
-an optimizer's state.
+The loss is differentiated with respect to the adapters alone. The frozen parameters come with the
+arrays that no step changes (`scmoe.training.step.TrainState.teacher`): a step returns no gradients
+for them, and the optimizer keeps no state for them.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from scmoe.moe.types import RouterSums
 
 
 class Adapted(RoutedObjective):
-  """The loss, metrics and router update of another objective, over adapters.
+  """Another objective, `inner`, as a function of adapters instead of the model's parameters.
 
   Args:
     inner: the objective of the whole model. If it reads a second model and `taught` is given none,
       the second model is the frozen one without adapters.
-    adapters: those of the model.
+    adapters: which parameters of the model have adapters.
     dtype: the compute type, to which `cast` casts.
 
   Attributes:
-    base: the frozen parameters, from `taught` on.
+    base: the frozen parameters; None until `taught` has given them.
   """
 
   def __init__(self, inner: RoutedObjective, adapters: Adapters, dtype: str):
@@ -44,8 +44,8 @@ class Adapted(RoutedObjective):
     """This objective with the frozen model's arrays; the step calls it.
 
     Args:
-      given: under "base" `params` and `router` of the frozen model; under "second", if a second
-        model is another one, the same of that model. In the manual region this device's shares.
+      given: under "base" the `params` and `router` of the frozen model; under "second" those of a
+        second model, unless that is the frozen one. In the manual region this device's shares.
     """
     own = copy.copy(self)
     own.base = given["base"]["params"]
@@ -54,7 +54,7 @@ class Adapted(RoutedObjective):
     return own
 
   def cast(self, params: Any) -> Any:
-    """Adapters, or parameters of the model, in the compute type, as of `RoutedObjective.cast`."""
+    """Adapters, or the model's parameters, in the types of `RoutedObjective.cast`."""
     return cast_params(params, self.dtype)
 
   def losses(

@@ -186,11 +186,11 @@ class ModelConfig(BlockConfig):
     return BlockConfig.resolve(dataclasses.replace(self, **given))
 
   def shortened(self, pairs: int) -> ModelConfig:
-    """The same model with at most so many pairs, without `dense_layers`.
+    """The same model with at most `pairs` pairs, without `dense_layers`.
 
-    Of `full_attention_layers` and `nope_layers` those that are left stay.
-
-    For a Swin the limit holds for each stage.
+    In a Swin the limit holds for each stage. `full_attention_layers` and `nope_layers` keep the
+    numbers of layers that the shorter model has. If no `nope_layers` are left,
+    `attention_temperature` is 0.
     """
     blocks = self.moe_every * self.wiring_rule.units_per_moe
     layers = min(self.num_pairs * blocks, pairs * blocks)
@@ -280,7 +280,7 @@ class ModelConfig(BlockConfig):
     self.vision.check()
 
   def check_mesh(self, *, expert: int, tensor: int) -> None:
-    """Checks that experts and hidden widths divide over the mesh.
+    """Checks that experts, heads, hidden widths and the vocabulary divide over the mesh.
 
     Raises:
       ConfigError: names the field, what was got and what would do.

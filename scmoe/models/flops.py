@@ -56,7 +56,7 @@ class Flops:
 
   Attributes:
     attention: projections, scores and the sum over values. A token of text counts the positions
-      that it attends to on average, (S + 1) / 2 without a window.
+      that it attends to on average, (S + 1) / 2 without a window or chunks.
     mlp: dense MLPs.
     shared: shared experts.
     routed: the routed experts that a token visits; zero experts count nothing.
@@ -164,13 +164,13 @@ def head_widths(model: ModelConfig) -> tuple[int, int]:
 
 
 def _positions_seen(model: ModelConfig, seq_len: int) -> float:
-  """Positions that a token of text attends to on average: (S + 1) / 2, or fewer with a window.
+  """Positions that a token attends to on average: (S + 1) / 2, fewer with a window or chunks.
 
-  In `model.full_attention_layers` neither window nor chunks count; the result is the layers' mean.
+  `model.full_attention_layers` have neither; the result is the mean over all layers.
   """
   window = min(model.sliding_window or seq_len, seq_len)
   inside = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
-  if model.attention_chunk:  # with a window too this is an upper bound
+  if model.attention_chunk:  # an upper bound if there is a window, too
     chunks, rest = divmod(seq_len, model.attention_chunk)
     sizes = chunks * model.attention_chunk * (model.attention_chunk + 1) + rest * (rest + 1)
     inside = min(inside, sizes / 2 / seq_len)

@@ -2,16 +2,17 @@
 
 An adapted matrix is W + (alpha / rank) · A · B. W stays as it is; A [in, rank] and B [rank, out]
 are trained. A begins as uniform numbers between ±1/√in, B as zeros, as in PEFT, so a run begins as
-the model that it adapts. Where a parameter holds many matrices, each has its own A and B: those of
-the experts of 16 layers, [16, 64, 2048, 1024], have an A [16, 64, 2048, 8] and a B
-[16, 64, 8, 1024].
+the model that it adapts. Where a parameter holds many matrices, each has its own A and B: with rank
+8 the matrices of 64 experts in 16 layers, [16, 64, 2048, 1024], have A in an array
+[16, 64, 2048, 8] and B in an array [16, 64, 8, 1024].
 
 A `LowRank` stands in place of the parameter's array. A module that reads the parameter gets the sum
 in the base's type, so every kernel, transport and schedule computes with a plain matrix, and
 differentiation gives the gradients of A and B. That costs one product and one sum for each matrix
 and microbatch, and the gradient of the whole matrix, from which those of A and B follow. The
-forward pass keeps the sum for the backward pass, unless `train.remat=full` computes it again. Two
-thin products beside x · W would need neither, but a second path through every kernel for experts.
+forward pass keeps the sum for the backward pass, unless `train.remat=full` computes it again. With
+two thin products, (x · A) · B, beside x · W none of this would be needed, but every kernel for
+experts would need a second path.
 
 A and B are divided over devices as W's dimensions are; `rank` is never divided.
 """
@@ -65,7 +66,7 @@ class LoraConfig(Options, path="lora"):
 
   @property
   def scale(self) -> float:
-    """The factor of A · B."""
+    """The factor of A · B: alpha / rank."""
     return self.alpha / self.rank
 
   @property
@@ -88,17 +89,18 @@ class LoraConfig(Options, path="lora"):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LowRank:
-  """A frozen array of matrices with its adapter, in place of the array.
+  """A frozen array of matrices and its adapter; stands where a tree of parameters had the array.
 
   Attributes:
-    base: W [..., in, out]; `in` and `out` are one dimension or several. It gets no gradient from
-      `scmoe.models.adapted`.
+    base: W [..., in, out]; `in` and `out` are one dimension or several. `scmoe.models.adapted` does
+      not differentiate with respect to it.
     a: A [..., in, rank].
     b: B [..., rank, out].
     scale: alpha / rank.
     reads, writes: number of dimensions of `in` and of `out`.
-    parts: for A and for B the mesh axes on which each device computes a part of its gradient,
-      because they divide W's other side.
+    parts: (mesh axes for A, mesh axes for B). On the devices of these axes each computes only a
+      part of the array's gradient, because the axes divide the side of W that the array lacks: out
+      for A, in for B.
   """
 
   base: Any
@@ -122,7 +124,7 @@ class LowRank:
     return self.base.dtype
 
   def merged(self) -> Array:
-    """W + scale · A · B, summed in float32, in the shape and type of W."""
+    """W + scale · A · B in the shape and type of W, computed in float32 (float64 if W is)."""
     base, wide = self.base, jnp.promote_types(self.base.dtype, jnp.float32)
     a = repeat(self.a, self.parts[0], "tensor")
     b = repeat(self.b, self.parts[1], "tensor")
@@ -157,8 +159,8 @@ class Adapters:
   def shapes(self) -> PyTree:
     """The trained arrays as float32 `jax.ShapeDtypeStruct`s, sharded as the model is.
 
-    The tree is that of the model's parameters, with only those that have adapters; in place of each
-    stands a dictionary of `A` and `B`.
+    The tree is that of the model's parameters, with only those that have adapters. In place of
+    each stands a dictionary with the arrays A and B under "lora_a" and "lora_b".
 
     Raises:
       ConfigError: a word of `lora.targets` is unknown, or names no matrix of the model.
@@ -237,10 +239,10 @@ class Adapters:
     return {A: _placed(leaf, a, a_spec), B: _placed(leaf, b, b_spec)}
 
   def _parts(self, leaf: Any, sides: Sides) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """`LowRank.parts`: the tensor axis, if it divides the side of W that A or B lacks.
+    """`LowRank.parts`: the tensor axis for A if it divides W's out, for B if it divides W's in.
 
-    The axes over which batches are divided need no such sum here: the step sums over them
-    (`scmoe.parallel.gradients.travels_over`).
+    `LowRank.merged` has gradients summed over these axes. The axes that divide batches are not
+    among them: over those the step sums all gradients (`scmoe.parallel.gradients.travels_over`).
     """
     spec = _spec(leaf)
     splits = lambda side: "tensor" in axes_of(P(*(spec[d] for d in side)))

@@ -1,4 +1,4 @@
-"""Which parameters of a block are matrices, and which of their dimensions read and write.
+"""Which parameters of a block are matrices, and which of their dimensions are input and output.
 
 The name of a parameter and that of its module say so: `experts.up` [L, E, D, F] is one matrix
 [D, F] for each of L layers and E experts. Muon's update (`scmoe.training.muon`) and low-rank
@@ -11,10 +11,12 @@ from typing import Any
 
 import jax
 
-# Name of a parameter -> (its input dimensions, its output dimensions), counted from the end: -1 is
-# the last. The dimensions before them are layers and experts.
+# (input dimensions, output dimensions) of a matrix, counted from the end of its array's dimensions:
+# -1 is the last. Those before them are layers and experts. `query` [L, D, H, N] has D as input,
+# (-3,), and H and N as output, (-2, -1).
 Sides = tuple[tuple[int, ...], tuple[int, ...]]
 _HEADS_OUT, _HEADS_IN, _PLAIN = ((-3,), (-2, -1)), ((-3, -2), (-1,)), ((-2,), (-1,))
+# Name of a parameter -> its sides, if one of `HOLDERS` has it.
 MATRICES: dict[str, Sides] = {
   "query": _HEADS_OUT,
   "key": _HEADS_OUT,
@@ -27,11 +29,11 @@ MATRICES: dict[str, Sides] = {
   "gate": _PLAIN,
   "down": _PLAIN,
 }
-HOLDERS = ("attention", "mlp", "experts", "shared")  # modules whose `MATRICES` are meant
+HOLDERS = ("attention", "mlp", "experts", "shared")  # modules with matrices
 
 
 def holder_and_sides(path: tuple[Any, ...], ndim: int) -> tuple[str, Sides] | None:
-  """The module that holds a matrix, one of `HOLDERS`, and its sides; None if it is no matrix.
+  """(name of the module that holds a parameter, the parameter's sides); None if it is no matrix.
 
   Args:
     path: of the parameter, as `jax.tree_util` gives it.

@@ -49,7 +49,7 @@ class LossSums:
     weight: Σ weight, the number of tokens, or of images, that count.
     microbatches: number of microbatches in the sums.
     router: sums per MoE layer [layers, ...], or None.
-    bias_range: Σ of the microbatches' largest minus smallest balancing bias per layer, or None.
+    bias_range: Σ over microbatches of (largest - smallest balancing bias), per layer, or None.
     divergence: Σ weight · divergence from a teacher (`scmoe.models.distillation`), or None.
     correct_5: Σ weight · [one of the five best guesses is right], of images, or None.
     preference: sums over pairs of answers by name (`scmoe.models.preference`), or None.
@@ -141,8 +141,9 @@ class RoutedObjective(abc.ABC):
     """Loss of a step of one microbatch, and its sums.
 
     In the manual region parameters and batch are this device's shares, and the loss is that of the
-    global batch. `jax.grad` gives this device's addend to the gradient; the gradient is the sum of
-    all devices' addends.
+    global batch. Where devices divide rows (`mesh.sequence`), the batch still has whole rows, and
+    this method takes the device's tokens from them. `jax.grad` gives this device's addend to the
+    gradient; the gradient is the sum of all devices' addends.
 
     Args:
       params: the model's parameters.

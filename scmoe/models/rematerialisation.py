@@ -23,9 +23,10 @@ def rematerialised(
     body: runs one pair.
     remat: see `Pass.remat`. With none and moe only gathers are recomputed here; with moe the
       experts recompute their activations themselves (`OnDevice.recompute`).
-    kept: names of values that the forward pass keeps under any preset.
-    gathers: whether the body gathers its parameters from the data ranks' shares. Unless they are
-      `kept`, the backward pass gathers them again.
+    kept: names of values (`jax.ad_checkpoint.checkpoint_name`) that the forward pass keeps under
+      any preset.
+    gathers: whether the body gathers its parameters from the data ranks' shares. The backward pass
+      gathers them again unless `kept` contains `GATHERED`.
 
   Raises:
     ConfigError: the preset is unknown.
@@ -59,7 +60,7 @@ _MOVES = (
 
 
 def _all_but_gathers(operation: Any, *inputs: Any, **_: Any) -> bool:
-  """A policy of rematerialisation: saves all values but the float results of `_MOVES`.
+  """A policy of rematerialisation: True, to save a result, unless one of `_MOVES` moves floats.
 
   The backward pass gathers parameters again, and moves other values again from saved ones, each at
   the cost of a copy.

@@ -444,7 +444,7 @@ def _of_pairs(found: list[tuple[Any, ...]]) -> tuple[Any, ...]:
 def _in_order(
   made: list[tuple[bool, Any]], written_out: bool
 ) -> tuple[RouterSums | None, Any, Array | None]:
-  """(sums, caches, hidden states) of all layers, from the results of each run of layers.
+  """(sums of all pairs; caches and hidden states of all layers), from the results of each run.
 
   Args:
     made: for each run in order: whether its layers are dense, and its results, joined over layers.

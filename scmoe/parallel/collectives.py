@@ -59,7 +59,8 @@ NAMES = (
   "counts",  # all-gather of row counts per rank, and agreement on overflow rounds
   "weights",  # gathers of an expert's weights, and sums, over the devices that share the expert
   "parameters",  # gathers of parameters of which data ranks hold shares
-  "sequence",  # queries, keys and values between the devices that divide a row's tokens
+  "sequence",  # attention's queries, keys, values, results and gradients, between the devices that
+  # divide rows, and the documents of the rows' tokens
   "tensor",  # sums over the tensor axis: row-parallel products, vocabulary-parallel loss
   "gradients",  # sums of gradients over the devices that hold the same parameter, their norm, and
   # gathers of matrices that Muon needs whole

@@ -1,16 +1,18 @@
 """The device mesh: its axes, and the one table that says which array dimension lies on which axis.
 
 A user gives `data` x `expert` x `tensor` x `sequence`. The batch is sharded over data x expert,
-experts over expert, hidden widths and heads over tensor, and the tokens of each row over sequence.
-Everything else is replicated.
+experts over expert, hidden widths, heads and the vocabulary over tensor, and the tokens of each row
+over sequence. Everything else is replicated.
 
 If the expert axis has more devices than there are experts, the mesh splits that axis in two:
 `expert`, one position per expert, and `shard`, over which the hidden width of each expert is
 divided. Example: 8 devices and 4 experts make expert=4 x shard=2. Otherwise `shard` has size 1.
-The sequence axis is two axes likewise, of which at most one has several devices:
-`sequence_ring` and `sequence_heads`, so that code in the manual region can see from the mesh how
-attention crosses the devices (`MeshConfig.sequence_attention`). Parameters keep their logical shape
-on every mesh.
+
+The sequence axis becomes two axes, too: `sequence_ring` and `sequence_heads`. One of them has all
+its devices and the other has size 1, so code in the manual region can see from the mesh how
+attention crosses the devices (`MeshConfig.sequence_attention`).
+
+Parameters keep their logical shape on every mesh.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ SEQUENCE_AXES = (
   "sequence_ring",
   "sequence_heads",
 )  # the tokens of a row are split over one of them
-TOKEN_AXES = (*BATCH_AXES, *SEQUENCE_AXES)  # devices that differ in one of them have other tokens
+# Devices with different indices on one of these axes have different tokens.
+TOKEN_AXES = (*BATCH_AXES, *SEQUENCE_AXES)
 
 # Logical dimension of a parameter or activation -> mesh axis. The only such table.
 LOGICAL_TO_MESH: dict[str | None, Any] = {
@@ -62,9 +65,10 @@ def host_device() -> Any | None:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig(Options, path="mesh"):
-  """Sizes of the mesh axes, and how the ranks of the data axis share parameters and moments.
+  """Sizes of the mesh axes, and how the state and attention are divided over the devices.
 
-  The product of the sizes is the number of devices used.
+  The product of the sizes is the number of devices used. The other options say how attention
+  crosses the sequence axis, what the ranks of the data axis share, and in which memory moments lie.
   """
 
   data: int = option(-1, "devices on the data axis; -1 takes all that the others leave", minimum=-1)
@@ -156,7 +160,10 @@ class MeshConfig(Options, path="mesh"):
 
   @property
   def words(self) -> str:
-    """The axes and their sizes for a line of text: data 2 x expert 4 x tensor 1."""
+    """The axes and their sizes for a line of text: data 2 x expert 4 x tensor 1 x sequence 2.
+
+    An axis `sequence` of size 1 is left out.
+    """
     axes = ["data", "expert", "tensor", *["sequence"] * (self.sequence > 1)]
     return " x ".join(f"{axis} {getattr(self, axis)}" for axis in axes)
 
@@ -172,7 +179,10 @@ class MeshConfig(Options, path="mesh"):
 
   @property
   def sequence_multiple(self) -> int:
-    """The length of a row is a multiple of this number: a device of a ring holds two chunks."""
+    """A row's length must be a multiple of this number: the parts of a row, or a ring's chunks.
+
+    A device of a ring holds two chunks (`scmoe.parallel.sequence`).
+    """
     chunks = 2 if self.sequence > 1 and self.sequence_attention == "ring" else 1
     return chunks * self.sequence
 

@@ -28,7 +28,7 @@ from scmoe.parallel.mesh import SEQUENCE_AXES, axis_index, axis_size, own_share
 RING, HEADS = SEQUENCE_AXES
 
 _WHOLE: contextvars.ContextVar[bool] = contextvars.ContextVar("whole", default=False)
-_BY_TOKEN = ("inputs", "targets", "weights", "segment_ids", "positions")  # of `Batch`
+_BY_TOKEN = ("inputs", "targets", "weights", "segment_ids", "positions")  # fields of `Batch`
 
 
 @contextlib.contextmanager
@@ -42,7 +42,7 @@ def whole_rows() -> Iterator[None]:
 
 
 def parts() -> int:
-  """Number of devices that divide each row; 1 outside the manual region."""
+  """Number of devices that divide each row; 1 outside the manual region and in `whole_rows`."""
   return 1 if _WHOLE.get() else axis_size(*SEQUENCE_AXES)
 
 
@@ -61,7 +61,7 @@ def own_places(x: Array, dimension: int) -> Array:
 def own_tokens(batch: Any) -> Any:
   """This device's tokens of a `scmoe.base.batch.Batch` of whole rows, with leaves [..., S].
 
-  A batch of which nobody divides rows is returned as it is, whatever its type.
+  Where no devices divide rows (`parts` is 1), the batch is returned as it is, whatever its type.
   """
   if parts() == 1:
     return batch
@@ -71,10 +71,10 @@ def own_tokens(batch: Any) -> Any:
 
 
 def own_positions(size: int) -> Array:
-  """Place in its row of each of this device's `size` tokens of a row: int32 [size], rising."""
+  """Places in a row of the `size` tokens that this device has of each row: int32 [size], rising."""
   return own_places(jnp.arange(size * parts(), dtype=jnp.int32), 0)
 
 
 def chunks_of(rank: Any) -> tuple[Any, Any]:
-  """Numbers of the two chunks, the early and the late one, that a rank of the ring has."""
+  """Numbers, from 0 on, of the two chunks of a row that a rank of the ring has: (early, late)."""
   return rank, 2 * axis_size(RING) - 1 - rank

@@ -44,7 +44,7 @@ class Exchanged:
 
 
 def exchanges_of(jaxpr: Any) -> list[Exchanged]:
-  """The all-to-alls that a program runs on every device, equal ones together.
+  """The all-to-alls over the expert axis that a program runs on every device, equal ones together.
 
   Exchanges in a loop whose number of iterations only the run decides are left out: the overflow
   rounds of the dropless transport, of which balanced routing has none. So are those that a

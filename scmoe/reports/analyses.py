@@ -1,7 +1,7 @@
 """Analyses of trained models: figures that `python -m scmoe.inspect` has written, side by side.
 
-Each file `results/*.json` is an `inspect.json`. The page draws one line per file for each figure,
-and names the figure of the paper (arXiv 2404.05019) that shows the same.
+Each file of the folder, NAME.json, is the `inspect.json` of one model. A figure of the page has one
+line per file. Where the paper (arXiv 2404.05019) shows the same, the page names the paper's figure.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Drawn:
 
   Attributes:
     curve: name in `Analysis.curves`.
-    about: caption: what is drawn over what.
-    paper: what the paper shows of it; empty if nothing.
-    over: curve that holds x; empty: 0, 1, 2, ...
+    about: the caption: which values are drawn, and over which.
+    paper: the paper's figure of these values, and its finding; empty if it has none.
+    over: name of the curve that holds the values of x; empty: x is 0, 1, 2, ...
   """
 
   curve: str
@@ -97,7 +97,7 @@ def read_analyses(folder: Path) -> list[Analysis]:
 
 
 def figures_table(found: Sequence[Analysis]) -> Table:
-  """One row a model: means over its routers, and how often DGMoE's gatings agree."""
+  """One row per model with the mean of each of its curves; – for a curve that it lacks."""
   columns = (("similarity", "cosine to the next value"), ("alignment", "CKA"),
              ("confidence", "gate score"), ("entropy", "entropy"), ("repeated", "repeated choice"),
              ("as_current", "as on current"), ("by_domain", "by domain"),
@@ -111,7 +111,7 @@ def figures_table(found: Sequence[Analysis]) -> Table:
 
 
 def analyses_parts(found: Sequence[Analysis], beside: Path) -> list[Any]:
-  """The parts of the page: the table, a plot for each figure, and where the numbers come from.
+  """The parts of the page: a table, a plot of each figure with data, and the numbers' sources.
 
   Args:
     found: the analyses; without any there are no parts.
@@ -137,7 +137,7 @@ def analyses_parts(found: Sequence[Analysis], beside: Path) -> list[Any]:
 
 
 def _sources(found: Sequence[Analysis], beside: Path) -> str:
-  """Each model's command, commit, hardware, date and raw JSON."""
+  """A folded table: each model's tokens, hardware, date, commit, raw JSON and command."""
   rows = []
   for one in found:
     said = {key: html.escape(printable(str(value))) for key, value in one.said.items()}

@@ -75,12 +75,12 @@ def curves_plot(study: Study) -> str:
 def lines_plot(
   curves: Mapping[str, Sequence[tuple[float, float]]], about: str, unit: float = 1.0
 ) -> str:
-  """One line for each name, with a legend.
+  """A plot with one line for each name, and a legend.
 
   Args:
     curves: name -> points (x, y), each with two points or more.
-    about: what is drawn; the caption.
-    unit: by which the labels of x are divided.
+    about: the caption.
+    unit: number by which the values of x are divided in the labels of the axis.
 
   Returns:
     an SVG element; empty without curves.

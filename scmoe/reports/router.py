@@ -98,7 +98,7 @@ def draw_training(record: Record) -> bytes | None:
 
 @literal_text
 def draw_loads(record: Record) -> bytes | None:
-  """PNG: the load of each expert over training, a heat map per layer."""
+  """PNG of each expert's load over training, a heat map per layer; None if no load was stored."""
   steps, loads = loads_over_training(record)
   if not len(steps):
     return None
@@ -169,7 +169,14 @@ def draw_bars(values: np.ndarray, names: Sequence[str], title: str) -> bytes:
 def draw_lines(
   values: np.ndarray, places: Sequence[str], names: Sequence[str], title: str
 ) -> bytes:
-  """PNG of one curve per name, [names, places]; a NaN leaves a gap."""
+  """PNG of a plot with one curve per name, with a legend for at most 12 names.
+
+  Args:
+    values: [names, places]; a NaN leaves a gap.
+    places: labels of the horizontal axis.
+    names: one per curve.
+    title: above the plot.
+  """
   figure, (place,) = _figure(1, columns=1, height=2.8, width=10)
   for row, name, colour in zip(values, names, _shades(len(names))):
     place.plot(range(len(places)), row, color=colour, label=name, marker="o", markersize=3)

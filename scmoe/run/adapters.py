@@ -1,8 +1,8 @@
 """Runs that train adapters (`lora.rank`): the objects of their training, and their whole weights.
 
-A checkpoint of such a run holds the adapters. The frozen model, its base, lies once in
-WORKDIR/base, a checkpoint of weights alone (`scmoe.run.base` puts it there). Whoever reads a run's
-weights does so here, and gets base and adapters merged.
+A checkpoint of such a run holds the adapters. The frozen model, the run's base, lies once in
+WORKDIR/base, a checkpoint of weights alone (`scmoe.run.base` puts it there). Code that needs the
+weights of a stored run calls `restore_weights`, which merges base and adapters.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from scmoe.training.optimizer import make_optimizer
 from scmoe.training.restore import read_meta, restore_on_host, restore_part
 from scmoe.training.variants import Variant
 
-BASE = "base"  # folder in the run's folder, itself the folder of a run of one step
+BASE = "base"  # folder in the run's folder, laid out like that of a run with one checkpoint
 PyTree = Any
 
 
@@ -45,7 +45,7 @@ class BuiltAdapters(build.Built):
   adapters: Adapters = dataclasses.field(kw_only=True)
 
   def init(self, key: Array) -> tuple[build.Params, dict[str, Any]]:
-    """Adapters that change nothing yet, and a router state; call it under jit."""
+    """Adapters that change nothing yet, and a fresh router state; call it under jit."""
     _, router = super().init(key)
     return self.adapters.init(key), router
 
@@ -61,14 +61,15 @@ class BuiltAdapters(build.Built):
 
   @property
   def shapes_given(self) -> dict[str, Any]:
-    """Shapes of `TrainState.teacher`: the base's arrays, and those of a teacher."""
+    """Shapes of `TrainState.teacher`: under "base" the base, under "second" a teacher, if any."""
     given = {"base": self.given_shapes}
     return given if self.teacher is None else given | {"second": self.teacher.given_shapes}
 
   def flops_per_token(self, figures: Mapping[str, Any]) -> float:
-    """See `Built.flops_per_token`; a base that is the reference computes a forward pass.
+    """See `Built.flops_per_token`; the forward pass of a base that is the reference counts, too.
 
-    Adapters count as if all parameters were trained, although the frozen ones need no gradient.
+    The count is that of a step that trains all parameters, although the frozen parameters without
+    adapters need no gradients.
     """
     base = forward_flops(self.run.model, self.run.data.seq_len).forward
     return super().flops_per_token(figures) + base * compares_with_base(self)
@@ -92,7 +93,7 @@ class BuiltAdapters(build.Built):
 def build_training(
   run: RunConfig, devices: Sequence[Any] | None = None, teacher: RunConfig | None = None
 ) -> build.Built:
-  """`scmoe.run.build.build` of a run that is to be trained, with its adapters if it has some.
+  """Builds a run that is to be trained: `BuiltAdapters` with `lora.rank`, else a plain `Built`.
 
   Arguments and errors as of `scmoe.run.build.build`.
 
@@ -116,7 +117,7 @@ def build_training(
 
 
 def _objective(built: build.Built, adapters: Adapters) -> Adapted:
-  """The objective over adapters; a reference that is not named is the base itself."""
+  """The objective over adapters; a preference loss without `train.teacher` refers to the base."""
   second = built if compares_with_base(built) else built.teacher
   inner = build.make_objective(built.run, built.graph, second)
   return Adapted(inner, adapters, built.run.model.dtype)
@@ -143,8 +144,9 @@ def restore_weights(
   Args:
     workdir: of the run.
     run: as the checkpoint stores it.
-    abstract: of the whole model; `params` and `average` are weights.
-    step: which one; None: the newest undamaged one.
+    abstract: the parts of the state to restore, by name, with the shapes of the whole model;
+      `params` and `average` are weights.
+    step: step of the checkpoint; None: the newest undamaged one.
 
   Raises:
     CheckpointError: no such step, or no valid one, of the run or its base.
@@ -166,8 +168,8 @@ def restore_weights_on_host(
 ) -> PyTree:
   """`restore_on_host` of a run whose weights may be a base with adapters: these are merged.
 
-  One leaf at a time is merged, so that a device holds at most one of the model's. Arguments and
-  errors as of `restore_weights`, with `abstract` the parameters.
+  One leaf is merged at a time, so a device holds at most one leaf of the model. Arguments and
+  errors as of `restore_weights`, but `abstract` is the tree of the parameters.
   """
   if not run.lora.rank:
     return restore_on_host(workdir, abstract, step)

@@ -68,7 +68,7 @@ def with_base(run: RunConfig, workdir: Path) -> RunConfig:
         f"lora.rank={run.lora.rank}: {workdir} holds checkpoints and no {BASE}: a run that trains "
         "all its parameters, or one whose base was removed; use another workdir"
       )
-    found = digest_of_base(workdir)  # the checkpoint's configuration names the one it began with
+    found = digest_of_base(workdir)  # a resumed run compares it with its checkpoint's `lora.base`
   else:
     with OnFirst(RunLock(workdir)):
       _copy(run, workdir / BASE)
@@ -83,9 +83,13 @@ def with_base(run: RunConfig, workdir: Path) -> RunConfig:
 
 
 def _copy(run: RunConfig, place: Path) -> None:
-  """Writes the model in `train.init_from` as a checkpoint of weights alone.
+  """Writes the model in `train.init_from` to `place`, as a checkpoint of weights alone.
 
-  A start that ended before its first checkpoint may have left a copy of another model.
+  It replaces what is there: a start that ended before its first checkpoint may have left a copy of
+  another model.
+
+  Raises:
+    ConfigError: `train.init_from` is the run itself, or a model of another architecture.
   """
   folder, plain = run.train.init_from, build.build(run)
   if Path(folder).expanduser().resolve() == place.parent.resolve():
@@ -127,7 +131,7 @@ def _removed(place: Path) -> None:
 def _weights(folder: str, stored: Stored, plain: build.Built) -> dict[str, PyTree]:
   """Parameters and router state of a stored run, on the mesh of `plain`.
 
-  They have the stored types. If the run trained adapters itself, these are merged, in float32.
+  They have the stored types. If that run trained adapters itself, they are merged, in float32.
   """
   if stored.run.lora.rank:
     wanted = {"params": plain.shapes, "router": plain.router_shapes}
@@ -145,11 +149,13 @@ def _stored_router(built: build.Built, leaves: Any) -> list[str]:
 
 
 def load_base(built: build.Built, workdir: Path) -> dict[str, PyTree]:
-  """`params` of a run's base in the compute type, and its whole `router` state.
+  """`params` of a run's base in the compute type, and a `router` state.
+
+  Parts of the router state that the base does not store are fresh.
 
   Raises:
     CheckpointError: the base is damaged.
-    ConfigError: the base is not the model that the adapters belong to.
+    ConfigError: a stored shape or type is not that of the model.
   """
   place = workdir / BASE
   meta = read_meta(place)
@@ -167,7 +173,7 @@ def load_base(built: build.Built, workdir: Path) -> dict[str, PyTree]:
 def arrays_given(
   built: build.Built, workdir: Path, teacher: Callable[[], PyTree] | None
 ) -> Callable[[], PyTree] | None:
-  """The function that makes `TrainState.teacher` of a run: its base, its teacher, or both; or None.
+  """A function that loads `TrainState.teacher` of a run: base, teacher, or both; None if neither.
 
   Args:
     built: the run.

@@ -128,9 +128,10 @@ class _Arm:
         run(1)
 
   def memory(self) -> dict[str, int]:
-    """Bytes that the larger of the two programs takes on each device, and of the host.
+    """Bytes of each device's memory ("device") and of the host's ("host") for the larger program.
 
-    Arguments are included.
+    Of the device's memory all counts: arguments, results and temporary values. Of the host's
+    memory the arguments count.
     """
     analyses = [program.memory_analysis() for program in self.programs.compiled]
     found = [a for a in analyses if a is not None]

@@ -179,7 +179,7 @@ class Built:
 
   @property
   def given_shapes(self) -> dict[str, Any]:
-    """Shapes of what a teacher hands to a step: parameters in the compute type, router state."""
+    """Shapes of this model as a run's teacher: parameters in the compute type, router state."""
     typed = jax.eval_shape(self.objective.cast, self.shapes)
     place = lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at.sharding)
     return {"params": jax.tree.map(place, typed, self.shapes), "router": self.router_shapes}
@@ -237,7 +237,14 @@ class Built:
     return nnx.merge(self.graph, params)
 
   def whole(self, params: Params, given: Any) -> Params:
-    """All parameters: those that are trained, unless they are adapters (`scmoe.run.adapters`)."""
+    """The whole model's parameters, from the trained ones; here they are the same.
+
+    A run that trains adapters merges them into its base (`scmoe.run.adapters.BuiltAdapters`).
+
+    Args:
+      params: the trained parameters.
+      given: `TrainState.teacher`.
+    """
     del given
     return params
 
@@ -263,7 +270,8 @@ def build(
       objective learns from text alone.
 
   Raises:
-    ConfigError: the mesh needs more devices than there are.
+    ConfigError: the mesh needs more devices than there are, the teacher does not fit the run, or
+      options do not fit each other.
   """
   mesh = build_mesh(run, devices)
   graph, shapes = build_model(run, mesh)
@@ -444,8 +452,11 @@ def on_mesh(run: RunConfig, text: str = "") -> RunConfig:
 
 
 def _on(run: RunConfig, mesh: MeshConfig) -> RunConfig:
-  """The run on another mesh. Capacity groups decide which tokens are dropped, so they stay if they
-  divide over the new mesh."""
+  """The run on another mesh.
+
+  Capacity groups decide which tokens are dropped, so they stay if they divide over the new mesh;
+  else each device has its own.
+  """
   groups = run.dispatch.groups
   groups = 0 if groups % mesh.token_shards else groups
   return dataclasses.replace(

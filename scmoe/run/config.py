@@ -110,7 +110,7 @@ class RunConfig(Options):
     return run
 
   def _check_reading(self) -> None:
-    """Checks that the data are what the model reads, and what only one kind of model has."""
+    """Checks that the model can read the data, and options that only one kind of model has."""
     model, source = self.model, self.data.source
     if model.reads_images != self.data.reads_images:
       wanted = "shapes, digits, or images with data.path" if model.reads_images else "e.g. stdlib"
@@ -278,10 +278,11 @@ def _check_schedule(optimizer: OptimizerConfig, steps: int) -> None:
 
 
 def smoke_run(run: RunConfig) -> RunConfig:
-  """`run` made so small that a CPU trains it in seconds, with all its mechanisms; tests use it.
+  """`run` made so small that a CPU trains it in seconds; tests use it.
 
   Sizes, data and length shrink. Style, wiring, types, routing, transport, overlap, mesh and
-  rematerialisation stay.
+  rematerialisation stay. The optimizer and other options of training get their defaults, and
+  adapters and teachers are left out.
   """
   model = dataclasses.replace(
     run.model,
@@ -327,7 +328,8 @@ def smoke_run(run: RunConfig) -> RunConfig:
 def _smoke_vision(run: RunConfig) -> VisionConfig:
   """Images of 16 x 16 pixels; a Swin of three stages with 8 x 8, 4 x 4 and 2 x 2 tokens.
 
-  A language model's stay as they are: earlier versions, whose smoke runs go on, had none.
+  A language model keeps its options of images, so that smoke runs of earlier versions, which had no
+  such options, can go on.
   """
   if not run.model.reads_images:
     return run.model.vision

@@ -43,16 +43,18 @@ class Memory:
   Attributes:
     parameters, gradients, optimizer: exact. Where data ranks share the state (`mesh.shard_state`)
       gradients are this rank's shares; with `moments` and several microbatches they are whole until
-      the last.
+      the last microbatch is added.
     activations: what one microbatch keeps for the backward pass, and what the backward pass
       recomputes of one layer at a time; an estimate, since XLA fuses.
     exchange: send and receive buffers of one dispatch and one combine.
-    gathered: with `mesh.shard_state=parameters`, whole parameters in the compute type: those beside
-      the pairs, those of the pair that computes with their gradients, and those of the next pair;
-      of all pairs with `mesh.gather_again=False`. An estimate: XLA decides when it gathers.
+    gathered: with `mesh.shard_state=parameters`, whole parameters in the compute type: those
+      outside the pairs; those of the pair that computes, and their gradients; and those of the next
+      pair. With `mesh.gather_again=False` those of all pairs instead of two. An estimate: XLA
+      decides when it gathers.
     frozen: with `lora.rank`, the model that is adapted, in the compute type; parameters, gradients
       and optimizer are then those of the adapters.
-    arriving: with `mesh.moments_in=host`, moments of the layers that the device holds at a time.
+    arriving: with `mesh.moments_in=host`, the most bytes of moments and lower halves that the
+      device holds at a time during the update.
   """
 
   parameters: int
@@ -77,7 +79,7 @@ class DryRun:
   Attributes:
     larger: factor -> memory with microbatches so many times larger; a factor that does not divide
       the number of microbatches is left out.
-    away: what a device keeps in the host's memory.
+    away: what a device keeps in the host's memory; None: nothing.
   """
 
   run: RunConfig
@@ -96,7 +98,7 @@ class DryRun:
 
   @property
   def step_needs(self) -> StepNeeds:
-    """Memory, FLOPs and exchanged bytes of a step on each device."""
+    """Memory, FLOPs, exchanged bytes and copies of a step on each device, and its tokens in all."""
     mesh = self.run.mesh
     return StepNeeds(
       memory=self.memory.total,
@@ -159,10 +161,11 @@ def _larger(run: RunConfig, memory: Memory) -> dict[int, Memory]:
 
 
 def smallest_data(run: RunConfig, limits: Sequence[float]) -> list[tuple[int, int] | None]:
-  """The fewest data ranks with which a step fits when they share all state, and its bytes.
+  """The fewest data ranks with which a step fits if they share all state, and bytes per device.
 
-  Each rank keeps its rows. Bytes are exact for the first number of ranks that is tried, which is
-  the run's own, or 2; from there on parameters, gradients and moments are divided further.
+  Each rank has as many rows as in `run`. The first number of ranks that is tried is the run's own,
+  at least 2; its bytes are those of `dry_run`. Then the number is doubled again and again, which
+  halves the bytes of parameters, gradients and moments.
 
   Args:
     run: resolved.
@@ -224,7 +227,10 @@ def _traced_step(run: RunConfig, mesh: AbstractMesh, graph: nnx.GraphDef, shapes
 
 
 def _activation_bytes(run: RunConfig) -> int:
-  """Bytes that one device keeps for the backward pass of one microbatch."""
+  """Bytes that one device keeps for the backward pass of one microbatch.
+
+  With rematerialisation the values that the backward pass recomputes of one layer come on top.
+  """
   kept = _saved_bytes(run)
   if run.train.remat != "none":  # the backward pass recomputes one step of the scan at a time
     plain = dataclasses.replace(run, train=dataclasses.replace(run.train, remat="none"))
@@ -362,7 +368,7 @@ def _memory_lines(result: DryRun) -> list[str]:
       continue
     lines.append(f"  {names.get(kind, kind):36} {size_of(size):>12}")
   lines.append(f"  {'total':36} {size_of(memory.total):>12}")
-  for times, larger in result.larger.items():  # fewer microbatches: fewer additions of gradients
+  for times, larger in result.larger.items():  # with fewer microbatches fewer gradients are added
     name = f"total with train.batch_size={times * result.run.train.batch_size}"
     lines.append(f"  {name:36} {size_of(larger.total):>12}")
   if result.away is not None:
@@ -372,7 +378,10 @@ def _memory_lines(result: DryRun) -> list[str]:
 
 
 def _sharing_lines(result: DryRun) -> list[str]:
-  """For GPUs on which the step does not fit, the meshes of which each rank holds a share."""
+  """Names the smallest `mesh.data` with which the step fits on GPUs where it now does not.
+
+  There data ranks share all state. No line if the step fits everywhere, or trains adapters.
+  """
   if result.run.lora.rank:
     return []  # adapters have no shares
   limits = {device.name: USABLE * device.memory for device in DEVICES}

@@ -1,8 +1,9 @@
-"""Estimates a step on GPUs that are not here: whether it fits, computation, exchange.
+"""Estimates a step on GPUs that are not here: whether it fits, and its times.
 
 The rates are assumptions, and the table says so: matrix products at `MFU` of the maker's bfloat16
-peak, exchanges at `LINK_SHARE` of the link's peak. Tokens per second are given twice, with none of
-the exchange hidden and with all of it; a real schedule lies between.
+peak, exchanges at `LINK_SHARE` of the link's peak, copies from the host's memory at `BUS_SHARE` of
+PCIe's. Tokens per second are given twice, with none of the exchange hidden and with all of it; a
+real schedule lies between.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def fits(memory: float, device: Device) -> str:
 
 
 def step_seconds(needs: StepNeeds, device: Device) -> tuple[float, float, float]:
-  """Seconds of computation, of the exchange inside a host, and of the exchange between hosts."""
+  """Seconds of (computation, the exchange if one host has all devices, the exchange over hosts)."""
   peak = peak_flops(device.name)
   assert peak is not None, device
   exchange = lambda rate: needs.exchange / (LINK_SHARE * rate)
@@ -86,15 +87,19 @@ def step_seconds(needs: StepNeeds, device: Device) -> tuple[float, float, float]
 
 
 def copy_seconds(needs: StepNeeds, device: Device) -> float:
-  """Seconds of the copies between the device and the host's memory, exposed; 0 if there are none.
+  """Seconds that a step waits for copies between device and host's memory; 0 if there are none.
 
-  Nothing of a step's computation runs beside them: the update follows the last gradient.
+  They all count, because no computation of the step runs beside them: the update follows the last
+  gradient.
   """
   return needs.copies(BUS_SHARE * device.bus) if needs.copies else 0.0
 
 
 def device_table(needs: StepNeeds, steps: int) -> list[str]:
-  """One line a kind of GPU: whether the step fits, its times, and tokens per second."""
+  """The table's lines: assumptions, heads, and one line for each kind of GPU.
+
+  A line says whether the step fits, its times, tokens per second, and the length of the run.
+  """
   row = "  {:6}{:32}{:>12}{:>12}{:>12}  {}".format
   lines = [
     f"one step: computation at {MFU:.0%} of the bfloat16 peak, exchange at {LINK_SHARE:.0%} of the "

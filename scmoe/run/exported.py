@@ -119,7 +119,9 @@ def export_model(
 def _restored(
   workdir: Path, run: RunConfig, built: build.Built, step: int, ema: bool
 ) -> dict[str, Array]:
-  """Parameters and router state of a checkpoint by dotted name; adapters are merged.
+  """Parameters, or their average, and router state by dotted name; adapters are merged.
+
+  The average has the names of the parameters.
 
   Args:
     workdir, step: of the checkpoint.
@@ -153,8 +155,8 @@ def _planned(
   Args:
     run: the resolved configuration.
     family: the family that the model came from, or "".
-    shapes: parameters and router state by name. A family may have a tensor that the run lacks: its
-      router has a balancing bias, the run's has none. Then the model leaves with its own code.
+    shapes: parameters and router state by name. A family may have a tensor that the run lacks, e.g.
+      a balancing bias. Then the model is written with its own code (`scmoe.pretrained.own`).
   """
   config = write_config(run.model, run.router, family)
   listed = list(tensors(config["model_type"], run.model, run.router))

@@ -43,13 +43,13 @@ class Away:
 
   @property
   def on_device(self) -> int:
-    """Most bytes of them that the device holds during the update."""
+    """The most of these bytes that the device holds at a time: those of `ahead` + 1 layers."""
     together = self.ahead + 1
     starts = range(max(1, len(self.layers) - self.ahead))
     return max((sum(self.layers[i : i + together]) for i in starts), default=0)
 
   def seconds(self, rate: float) -> float:
-    """Seconds of a step's copies by the model above, for a link of `rate` bytes/s each way."""
+    """Seconds of a step's copies by this module's model, for a link of `rate` bytes/s each way."""
     fetched, stored = 0.0, [0.0] * (self.ahead + 1)  # when the last fetch, and each store, ended
     for size in self.layers:
       fetched = max(fetched, stored[-1 - self.ahead]) + size / rate

@@ -66,7 +66,7 @@ class OpenRun:
     run: configuration, on the mesh where the model was loaded.
     workdir, step: the folder and the step from which it was loaded.
     model, router, mesh: model with its parameters, router state, and the devices that hold them.
-    tokenizer: the tokenizer of its training; None of a model of images.
+    tokenizer: the tokenizer of its training; None for a model of images.
     prepare: compiles jitted functions (`scmoe.run.programs`).
     offload: how experts in the host's memory come to the devices; the default where all experts lie
       on the devices.

@@ -1,4 +1,4 @@
-"""A `Session` opens a model and its tokenizer once, and continues prompts or answers messages."""
+"""A `Session` opens a model and its tokenizer once; it continues prompts, answers, or serves."""
 
 from __future__ import annotations
 
@@ -100,10 +100,10 @@ class Session:
     }
 
   def encode(self, prompt: str) -> list[int]:
-    """Tokens of a prompt, with those before it with which a text of the training data began.
+    """Tokens of a prompt, behind the tokens with which every text of the training data began.
 
-    These are an end-of-text token, or, for a released model, the tokens that its own tokenizer adds
-    (`scmoe.data.conventions`).
+    The latter are an end-of-text token or, for a released model, the tokens that its own tokenizer
+    adds (`scmoe.data.conventions`).
 
     Raises:
       ConfigError: the prompt is not valid UTF-8.

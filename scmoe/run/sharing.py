@@ -26,7 +26,7 @@ PAIRS_AT_WORK = 3  # arrays as large as a pair's parameters: those of two pairs,
 
 @dataclasses.dataclass(frozen=True)
 class Sharing:
-  """Bytes that follow from `mesh.shard_state`, each those of one device.
+  """Bytes of gradients, gathered parameters and their traffic on one device (`mesh.shard_state`).
 
   Attributes:
     run: resolved.
@@ -38,7 +38,7 @@ class Sharing:
 
   @functools.cached_property
   def shares(self) -> StateShares | None:
-    """The run's shares, or None."""
+    """The shares of the run's data ranks; None if each holds the whole state."""
     return build.shares_of(self.run, self.shapes)
 
   @property
@@ -53,7 +53,7 @@ class Sharing:
 
   @property
   def gradient_bytes(self) -> int:
-    """Float32 gradients that a device holds when a step's last microbatch is added."""
+    """Bytes of float32 gradients that a device holds when a step's last microbatch is added."""
     shares, whole = self.shares, bytes_per_device(self.shapes)
     if shares is None or (self._microbatches > 1 and not shares.parameters):
       return whole
@@ -63,7 +63,10 @@ class Sharing:
 
   @property
   def gathered_bytes(self) -> int:
-    """Whole parameters in the compute type beside the shares; 0 if each rank holds all of them."""
+    """Bytes of gathered parameters, in the compute type, that a device holds beside its shares.
+
+    0 if each rank stores whole parameters.
+    """
     if self.shares is None or not self.shares.parameters:
       return 0
     pairs, beside = self._read_bytes
@@ -76,7 +79,8 @@ class Sharing:
     """Bytes of gradients that leave a device in a step, in float32.
 
     A ring moves (n - 1)/n of an array in a reduce-scatter over n devices, twice as much in a sum.
-    Shares of parameters are scattered once a microbatch.
+    Where ranks share parameters, the reduce-scatter is made once a microbatch. All other sums are
+    made once a step.
     """
     times = self._microbatches if self.shares and self.shares.parameters else 1
     leaving = 0.0
@@ -116,7 +120,10 @@ class Sharing:
 
   @functools.cached_property
   def _read_bytes(self) -> tuple[int, int]:
-    """Shared parameters of the pairs, and those beside them, whole, in the types that are read."""
+    """(bytes of the pairs' shared parameters, bytes of all others that are shared).
+
+    They are those of whole parameters in the types in which the model reads them.
+    """
     assert self.shares is not None
     typed = jax.eval_shape(self.cast, self.shapes)
     found = {True: 0, False: 0}
@@ -132,6 +139,6 @@ class Sharing:
 
 
 def bytes_per_device(tree: PyTree) -> int:
-  """Bytes of `jax.ShapeDtypeStruct`s with shardings, in each device's own memory."""
+  """Bytes of `jax.ShapeDtypeStruct`s with shardings on each device; none for those on the host."""
   leaves = [leaf for leaf in jax.tree.leaves(tree) if not lies_on_host(leaf)]
   return sum(math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize for s in leaves)

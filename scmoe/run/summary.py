@@ -76,8 +76,11 @@ def _host_lines(built: build.Built) -> list[str]:
 
 
 def state_bytes(built: build.Built) -> int:
-  """Bytes of parameters and optimizer on each device."""
-  return bytes_per_device(built.abstract_state())  # without what lies in the host's memory
+  """Bytes of the whole training state on each device, without those in the host's memory.
+
+  Beside parameters and optimizer, a teacher's or a frozen base's arrays count.
+  """
+  return bytes_per_device(built.abstract_state())
 
 
 def device_memory() -> int | None:
@@ -93,7 +96,7 @@ def device_memory() -> int | None:
 
 
 def check_memory(built: build.Built) -> None:
-  """Checks, before anything is allocated, that the training state fits on the devices.
+  """Checks, before anything is allocated, that devices and host can hold the training state.
 
   Raises:
     ConfigError: parameters and optimizer need more memory than a device, or the host, has.
@@ -199,7 +202,10 @@ def _smaller(run: RunConfig) -> list[tuple[str, RunConfig]]:
 
 
 def _nearest_mesh(run: RunConfig, limit: int | None) -> str:
-  """Suggests the fewest data ranks that hold the state when they share it; "" if there are none."""
+  """Suggests the fewest data ranks with which a step fits if they share the state.
+
+  "" if 1,024 times as many are too few, on a CPU, with adapters, or if `limit` is unknown.
+  """
   if limit is None or jax.default_backend() == "cpu":  # simulated devices share one memory
     return ""
   if run.lora.rank:  # adapters have no shares

@@ -39,7 +39,7 @@ class Teacher:
     path: `train.teacher`.
     run: its resolved configuration.
     step: step of its checkpoint.
-    identity: digest of the checksums of all its parameters.
+    identity: digest of the checksums of all its weights, those of an adapted base included.
     tokenizer: the tokenizer of its training.
     folder: its inference checkpoint; None if `path` is a run's folder.
   """

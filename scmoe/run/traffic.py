@@ -18,13 +18,13 @@ class Traffic:
   """Bytes that each device sends in one optimizer step.
 
   Attributes:
-    exchanges: all-to-alls of rows, forward and backward, over all microbatches.
+    exchanges: number of all-to-alls of rows, forward and backward, over all microbatches.
     all_to_all: what leaves the device in them.
     gradients: ring all-reduce of the gradients of replicated parameters; their reduce-scatter
       where data ranks share the state.
     parameters: all-gathers of parameters that data ranks share.
-    sequence: queries, keys, values, results and their gradients, to devices with other tokens of
-      the same rows.
+    sequence: queries, keys, values, results and their gradients, sent to the devices that have
+      other tokens of the same rows (`mesh.sequence`).
   """
 
   exchanges: int
@@ -36,11 +36,12 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-  """Traffic that leaves a device in the passes of one microbatch.
+  """Traffic that leaves a device in the forward and backward pass of one microbatch.
 
   Attributes:
-    exchanges: all-to-alls of rows to experts and back.
-    all_to_all: bytes that leave the device in them. It keeps its own one of a buffer's W parts.
+    exchanges: number of all-to-alls of rows, to experts and back.
+    all_to_all: bytes that leave the device in them. An all-to-all of W devices divides a buffer
+      into W parts, of which one stays on the device.
     sequence: bytes that leave the device for those with other tokens of the same rows.
     largest: bytes of the largest buffer of an exchange of rows.
   """
@@ -52,10 +53,10 @@ class Sent:
 
 
 def sent_in(jaxpr: Any) -> Sent:
-  """Adds up what the all-to-alls and the ring's permutations of a jaxpr send.
+  """Adds up the bytes that all-to-alls, and permutations of a ring, send in a jaxpr.
 
-  A `while` loop is counted as if it never ran: it holds the dropless transport's overflow rounds,
-  and balanced routing needs none.
+  A `while` loop counts nothing: it holds the dropless transport's overflow rounds, and balanced
+  routing needs none.
   """
   exchanges = all_to_all = sequence = largest = 0
   for equation, times in _collectives(jaxpr, 1):
@@ -81,8 +82,8 @@ def of_step(run: RunConfig, sent: Sent, sharing: Sharing) -> Traffic:
 
   Args:
     run: resolved.
-    sent: in the passes of one microbatch.
-    sharing: the run's.
+    sent: traffic of one microbatch.
+    sharing: traffic that depends on how the run's data ranks share the state.
   """
   microbatches = run.train.microbatches(run.data.seq_len)
   return Traffic(

@@ -35,8 +35,9 @@ def _survey(leaves: list[Array]) -> tuple[Array, Array]:
 def survey(leaves: list[Array]) -> tuple[list[str], list[bool]]:
   """Fingerprints (8 hexadecimal digits) of arrays, and whether each is finite throughout.
 
-  They are computed on the devices that hold the arrays; those of arrays in the host's memory by the
-  host. With several processes all must call this.
+  The devices that hold an array compute both. For an array in the host's memory the host does, if
+  this process has all of it and the host can read its type; else its devices get a copy of it. With
+  several processes all must call this.
   """
   found = {i: _walked(leaf) for i, leaf in enumerate(leaves) if _is_walked(leaf)}
   if rest := [i for i in range(len(leaves)) if i not in found]:
@@ -47,9 +48,10 @@ def survey(leaves: list[Array]) -> tuple[list[str], list[bool]]:
 
 
 # -- large arrays of a CPU ------------------------------------------------------------------------
-# Those in the host's memory (`scmoe.training.host_arrays`) are read so too, whatever their size.
 # On a CPU, XLA writes the mixed words to memory before it adds them: twice the size of a bfloat16
-# array. That takes ten times as long as a loop over blocks that stay in registers.
+# array. That takes ten times as long as a loop over blocks that stay in registers, so large arrays
+# are read in such blocks. So are arrays in the host's memory (`scmoe.training.host_arrays`) of any
+# size.
 
 _WALKED = 2**20  # elements from which on an array on a CPU is read in blocks
 _BLOCK = 1024  # elements of the largest block
@@ -90,7 +92,7 @@ def _is_walked(leaf: Array) -> bool:
 
 
 def _walked(leaf: Array) -> tuple[int, bool]:
-  """Fingerprint of an array on CPUs, as a number, and True if all its elements are finite."""
+  """Fingerprint of an array that `_is_walked`, as a number, and whether all elements are finite."""
   strides = _strides(leaf.shape)
   total, finite = 0, True
   for shard in leaf.addressable_shards:
@@ -102,7 +104,11 @@ def _walked(leaf: Array) -> tuple[int, bool]:
 
 
 def _on_cpu(x: Array) -> Array:
-  """One device's array where the host can compute with it; arrays of a CPU as they are."""
+  """A shard in a memory where JAX can compute with it.
+
+  If it lies in the host's memory, that is a copy on JAX's CPU, or on the shard's own device if JAX
+  has no CPU. Else the shard is returned as it is.
+  """
   host = host_device()
   if not lies_on_host(x) or host is None:
     return to_device(x)

@@ -1,7 +1,7 @@
 """Arrays in pinned memory of the host, and how the host itself reads and makes them.
 
-A GPU copies from pinned memory at the full speed of its link. With several devices each has its
-own shard there, as it has on the device.
+A GPU copies from pinned memory at the full speed of its link. An array that is divided over several
+devices is divided there in the same way: each device has its own shard.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def made_on_host(
 
 
 def shard_of(x: Array, device: Any, index: Index | None = None) -> np.ndarray:
-  """The values that an array has on one device.
+  """The values of the shard that one device has of an array, or of a part of that shard.
 
   Args:
     x: in any memory.

@@ -578,7 +578,11 @@ class Run:
 
 
 def _origin(meta: dict[str, Any]) -> str:
-  """Words for the console, before the run's folder: what a checkpoint with this meta gives."""
+  """The beginning of the console's line on a checkpoint; the run's folder follows.
+
+  It is "starting from the weights in" for a checkpoint of weights alone, else for example "resuming
+  from step 100 of".
+  """
   if meta.get(WEIGHTS_ONLY):
     return "starting from the weights in"
   return f"resuming from step {meta['step']} of"

@@ -6,8 +6,9 @@ the bfloat16 is a part of the parameter: no step casts it, nothing is stored twi
 together give the float32 number to the last bit (NVIDIA Apex, `DistributedFusedAdam`,
 `store_param_remainders`).
 
-Example: 1.0039 has the bits 3F80 7FCC. Its upper half is 3F80, the nearest bfloat16, 1.0; its lower
-half is 7FCC. From 8000 on the upper half is rounded up, and the lower half, as int16, is negative.
+Example: 1.0039 has the bits 3F80 7FCC (hexadecimal). Its upper half is 3F80, the nearest bfloat16,
+1.0; its lower half is 7FCC. With lower bits of 8000 or more the upper half is rounded up, and the
+lower half, as int16, is negative.
 """
 
 from __future__ import annotations
@@ -89,11 +90,11 @@ def like(params: PyTree, wanted: PyTree) -> PyTree:
 
 
 def _changed(change: Callable[[Any], Any], params: PyTree, where: list[bool]) -> PyTree:
-  """Changes the leaves at which `where` is True.
+  """Parameters whose leaves at which `where` is True are changed; the others as they are.
 
-  Arrays are changed in one program, since a program for each shape takes longer to compile. Inside
-  a step, whose program holds the change, and for `jax.ShapeDtypeStruct`s there is none to compile.
-  What lies in the host's memory is changed by the host, one array after the other.
+  Arrays are changed in one program, since a program for each shape takes longer to compile. Traced
+  values, inside a step's program, and `jax.ShapeDtypeStruct`s need no program of their own. Leaves
+  in the host's memory are changed by the host, one after the other (`_changed_on_host`).
   """
   leaves, structure = jax.tree.flatten(params, is_leaf=is_halves)
   given = [leaf for leaf, yes in zip(leaves, where, strict=True) if yes]

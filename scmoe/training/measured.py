@@ -1,4 +1,4 @@
-"""The state on which steps are timed: its router spreads tokens evenly, and no step changes that.
+"""The state on which steps are timed: its router spreads tokens evenly, and goes on doing so.
 
 A schedule is chosen, and a profile made, with fresh parameters and random tokens. There the routers
 of deep blocks send most tokens to few experts: a fresh model's attention adds nearly the same value
@@ -10,8 +10,9 @@ no round overflowed (experiments/LOG.md, 2026-11-27).
 
 So the embeddings of tokens are `SPREAD` times as large as initialised. What tells tokens apart then
 outweighs what their sequence adds, and the loads of experts come out as even as those of a trained
-router: the fullest of 16 experts gets 1.2 to 1.4 times its share in every block instead of up to
-2.3. And every step is step 0 of the run, whose learning rate is the smallest of the warm-up.
+router: the fullest of 16 experts gets 1.2 to 1.4 times the mean load in every block instead of up
+to 2.3 times. The timed steps hardly change that: each is step 0 of the run, whose learning rate is
+the smallest of the warm-up.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from scmoe.parallel.mesh import batch_sharding
 from scmoe.training.step import Init, TrainState, init_state
 
 SPREAD = 10.0
-# What reads tokens or patches of images, by its path in the parameters of a model.
+# Paths, in the parameters of a model, of what embeds tokens or patches of images.
 _EMBEDS = (("embedding", "tokens"), ("embedding", "weight"))
 
 
 class MeasuredState:
-  """A training state and one random batch, which steps of one model train in turns.
+  """A training state and one random batch, with which several compiled steps run in turns.
 
   Args:
     built: the model, its optimizer, mesh and random batch (`scmoe.training.search.Searchable`).
     abstract: from `abstract_state`; None: `built.abstract_state()`.
-    seed: of the parameters.
+    seed: of the parameters and of the random keys.
   """
 
   def __init__(self, built: Any, abstract: TrainState | None = None, seed: int = 0):
@@ -49,10 +50,13 @@ class MeasuredState:
     sharding = batch_sharding(built.mesh, leading=1)
     put = lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x))
     self.batch = jax.tree.map(put, built.random_batch())
-    self.figures: Any = None  # scalars and arrays that the last step returned
+    self.figures: Any = None  # [scalars, arrays] that the last step returned; None before it
 
   def train(self, step: Callable[..., Any], calls: int = 1) -> None:
-    """Calls a step that donates its state `calls` times; it need not be done when this returns."""
+    """Calls `step`, which donates its state, `calls` times; may return before the devices are done.
+
+    Every call is step 0 of the run.
+    """
     for _ in range(calls):
       self.state, *self.figures = step(self.state, self.batch)
       first = jax.device_put(np.zeros((), np.int32), self.state.step.sharding)
@@ -64,13 +68,16 @@ class MeasuredState:
 
   @property
   def rounds(self) -> float:
-    """The most rounds of exchanges in any block of the last step; 1 if none overflowed."""
+    """Mean number of rounds of the last step's exchanges in the block with the most of them.
+
+    It is 1 if none overflowed, before the first step, and without experts.
+    """
     arrays = self.figures[1] if self.figures else {}
     return float(np.max(jax.device_get(arrays["rounds"]))) if "rounds" in arrays else 1.0
 
 
 def spread(init: Init) -> Init:
-  """The same initialisation, with token embeddings `SPREAD` times as large."""
+  """The same initialisation, with embeddings of tokens or patches `SPREAD` times as large."""
 
   def spread_init(key: Array) -> tuple[Any, Any]:
     params, router = init(key)

@@ -49,7 +49,7 @@ def narrow(rule: optax.GradientTransformation) -> optax.GradientTransformationEx
       name = jax.tree_util.keystr(path).encode()
       if not narrowed(old):
         return new
-      first = extra.get("layer", 0) * new.size  # a layer that comes alone draws the stack's bits
+      first = extra.get("layer", 0) * new.size  # a layer alone draws the same bits as in its stack
       return rounded(new, extra["step"], zlib.crc32(name), first)
 
     return updates, jax.tree_util.tree_map_with_path(kept, after, state)
@@ -64,7 +64,7 @@ def rounded(x: Array, step: Array, salt: int, first: int = 0) -> Array:
     x: finite; any shape.
     step: int32 [], of the run.
     salt: uint32, different for each array of a step.
-    first: position of the first element, if `x` is a part of an array.
+    first: position of the first element of `x` in the array of which it is a part; 0: `x` is whole.
   """
   seed = mixed(step.astype(jnp.uint32) ^ mixed(jnp.uint32(salt)))
   place = positions(x.shape) + jnp.uint32(first % 2**32)

@@ -25,11 +25,12 @@ UNDECAYED = ("bias", "scale", "norm", "gain", "sinks")
 class Optimizer(NamedTuple):
   """An optax transformation and what the step does around it.
 
-  That is: schedule, loss scaling, spike test, division over data ranks, average of the weights.
+  That is: schedule, loss scaling, spike test, division over data ranks, average of the weights, and
+  moments in the host's memory.
 
   `tx.update` takes `step=`, the step of the run, and `norm=`, the global norm of the gradients: the
   transformation may see one device's share of the gradients and could not compute their norm. It
-  takes `layer=` too, the number in their stack of the layers that it sees, if it sees one by one.
+  takes `layer=`, too: if it sees one layer at a time (`on_host`), the layer's number in its stack.
   """
 
   tx: optax.GradientTransformationExtraArgs
@@ -63,7 +64,7 @@ def make_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def decay_mask(params: Any) -> Any:
-  """A bool per parameter, True if it decays: matrices do, but no bias, scale, norm or gain.
+  """A bool per parameter, True if it decays: matrices do, but no bias, scale, norm, gain or sinks.
 
   The mask looks at the last two names of a parameter's path too (`UNDECAYED`), because a stack of
   layers turns a vector into a matrix.

@@ -62,9 +62,9 @@ def architecture(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def other_architecture(stored: dict[str, Any], current: dict[str, Any]) -> str:
-  """Says in which fields of `model` and `router` two configurations compute other functions.
+  """Names the fields of `model` and `router` by which two configurations compute other functions.
 
-  "" if parameters of the one are parameters of the other.
+  "" if there are none: then parameters of the one can be used with the other.
 
   Args:
     stored, current: nested dicts of whole configurations.

@@ -5,7 +5,7 @@ them was right everywhere (experiments/LOG.md). All candidates compute the same 
 be compared by their time:
 
   auto   measures before the first step. A cut of the run (`Searchable.cut`: same sizes, same
-         devices, but two block pairs and one flight of microbatches, compiled in seconds where a
+         devices, but two block pairs and `overlap.flight` microbatches, compiled in seconds where a
          whole step takes minutes) proposes a change; whole steps of the run, as configured and
          with the change, decide
   tune   measures candidates that the user names: with auto, in its search; without auto, in

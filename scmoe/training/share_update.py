@@ -58,7 +58,7 @@ def gathered_again(new: PyTree, stored: PyTree, shares: StateShares | None) -> P
 
   Args:
     new: this rank's updated shares, arrays or `Halves`.
-    stored: the parameters before the update, which say where `Halves` are.
+    stored: the parameters before the update; not read, as `new` has `Halves` in the same places.
     shares: None: `new` are whole parameters.
   """
   if shares is None or shares.parameters:

@@ -45,7 +45,7 @@ class TrainState:
 
   step: Array  # int32 [], optimizer steps done, skipped ones included
   params: PyTree  # float32, as arrays or as `Halves` (`scmoe.training.masters`)
-  opt_state: PyTree
+  opt_state: PyTree  # optax's state of the optimizer: moments and counters
   router: PyTree  # router state that gradients do not train, e.g. balancing biases; may be {}
   rng: Array  # uint32 key data; never changes: each step folds its number into it
   skipped: Array  # int32 [], skipped steps of the whole run
@@ -60,7 +60,7 @@ class TrainState:
   def for_checkpoint(self) -> TrainState:
     """The state as a checkpoint holds it: float32 parameters, stacks whole, no teacher.
 
-    Arrays that lie in the host's memory stay there; the host makes the copies.
+    What lies in the host's memory is put together by the host, and the result lies there, too.
     """
     params = masters.to_float32(joined(self.params))
     return dataclasses.replace(self, params=params, opt_state=joined(self.opt_state), teacher=None)
@@ -95,9 +95,9 @@ class TrainState:
     return dataclasses.replace(self, params=params, opt_state=opt_state)
 
   def placed(self, abstract: TrainState) -> TrainState:
-    """This state, without a teacher, with the shardings of `abstract`.
+    """This state with the shardings of `abstract`; the state must have no teacher.
 
-    Only arrays that lie otherwise are copied.
+    Only arrays with another sharding are copied.
     """
     return jax.device_put(self, shardings_of(dataclasses.replace(abstract, teacher=None)))
 
@@ -199,7 +199,8 @@ def init_state(
   Args:
     init, optimizer: as for `abstract_state`.
     seed: of fresh parameters, and of the random keys of all steps.
-    abstract: from `abstract_state`; says shardings, and which parameters become `Halves`.
+    abstract: from `abstract_state`; says shardings, which parameters become `Halves`, and which
+      stacks become `Apart`s.
     params: float32 parameters to begin with, which are donated; None: fresh ones from `init`.
 
   Returns:

@@ -9,7 +9,8 @@ A layer's moments come while the layer before it leaves; the link carries both d
 Barriers say so to XLA: with `ahead` = 1 the fetch of layer 2 waits for the end of layer 0's store,
 so that the device holds the moments of at most two layers. The first fetch waits for the norm of
 all gradients, as no moment may change before the step is known to be good; until then the memory
-belongs to the backward pass. With `ahead` = 0 nothing comes beside anything.
+belongs to the backward pass. With `ahead` = 0 the fetch of each layer waits for the store of the
+layer before, so no copy runs beside another.
 
 Parameters beside the stacks, such as the embedding, are updated first, as one more layer.
 Source of the scheme: vertical prefetch of SE-MoE (arXiv 2205.10034).
@@ -30,17 +31,17 @@ from scmoe.training.host_arrays import to_device
 from scmoe.training.masters import Halves, is_halves
 
 PyTree = Any
-# (gradients, state, layer) of one layer -> its new state. The layer is its number in its stack.
+# (gradients of one layer, its state, its number in its stack) -> its new state.
 UpdateLayer = Callable[[PyTree, PyTree, int], PyTree]
 
 
 @dataclasses.dataclass(frozen=True)
 class OnHost:
-  """Moments and lower halves lie in the host's memory.
+  """How the update streams moments and lower halves, if they lie in the host's memory.
 
   Attributes:
-    ahead: how many layers' moments are fetched before their turn; 0: none, every copy is waited
-      for.
+    ahead: how many layers' moments are fetched while the layers before them have their turn; 0:
+      none, each layer's are fetched when the layer before has been stored.
   """
 
   ahead: int = 1
@@ -48,7 +49,7 @@ class OnHost:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-  """Parameters that are updated together.
+  """A name for parameters that are updated together: one layer of a stack, or all outside stacks.
 
   Attributes:
     stack: name of their stack (`STACKS`); "": all parameters beside the stacks.
@@ -60,7 +61,7 @@ class Layer:
 
 
 def layers_of(tree: PyTree) -> list[Layer]:
-  """The layers in the order of their update.
+  """The layers in the order of their update: first the parameters outside the stacks.
 
   Args:
     tree: a nested dictionary of parameters, stacks whole or `Apart`.
@@ -85,7 +86,7 @@ def stack_of(path: Any) -> str:
 def updated_by_layer(
   update: UpdateLayer, grads: PyTree, state: dict[str, PyTree], how: OnHost, norm: Array
 ) -> dict[str, PyTree]:
-  """The state after an update, which lies where it lay before.
+  """The state after an update; each array lies in the memory in which it lay before.
 
   Args:
     update: updates one layer. It sees the whole trees with None in place of other layers' arrays;
@@ -109,11 +110,13 @@ def updated_by_layer(
     here = [slot.here(layer) if x is None else x for slot, x in zip(slots, fetched[i])]
     old = structure.unflatten(here)
     changed = update(_cut(grads, layer), _present(old), layer.index)
-    # Behind a barrier, XLA makes of a layer's update the kernels that it makes of the whole one.
+    # Thanks to this barrier XLA compiles a layer's update to the same kernels as an update of whole
+    # stacks.
     new = barrier(structure.flatten_up_to(_completed(changed, old)))
     stored = [slot.to_host(x, layer) for slot, x in zip(slots, new)]
     if i + first < len(layers):
-      # The norm links the barriers to a chain, so that earlier layers have left, too.
+      # `norm` passes through every barrier and so makes a chain of them: this fetch waits for the
+      # stores of all earlier layers, too.
       away[i + first], stored, norm = barrier((away[i + first], stored, norm))
       fetched.append(to_device(away[i + first]))
     for slot, x, gone in zip(slots, new, stored):
@@ -135,7 +138,7 @@ def _completed(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def _cut(tree: PyTree, layer: Layer) -> PyTree:
-  """Stacked arrays of one layer, [1, ...], and None in place of all arrays that are not of it."""
+  """The arrays of one layer, [1, ...] if they are stacked, and None in place of all others."""
 
   def cut(path: Any, x: Array) -> Any:
     return _Slot(stack_of(path), x).here(layer)
@@ -149,7 +152,7 @@ class _Slot:
 
   Attributes:
     stack: name of its stack, or "".
-    value: an `Apart`, or an array: before the update, then with the layers that were updated.
+    value: an `Apart` or an array. As the update goes on, the new layers replace the old ones in it.
     on_host: whether it lies in the host's memory.
     shared: whether it belongs to no parameter, e.g. a counter: every layer sees it, and the last
       layer's result is kept.
@@ -179,7 +182,7 @@ class _Slot:
     return self.value.parts[layer.index] if is_apart(self.value) else self.value
 
   def here(self, layer: Layer) -> Any:
-    """The layer's array in the device's memory; None if it has none there."""
+    """The layer's array in the device's memory, a shared one for every layer; else None."""
     if self.shared:
       return self.value
     if self.on_host or not self._is_of(layer):
@@ -195,7 +198,7 @@ class _Slot:
     return jax.device_put(new, jax.memory.Space.Host)
 
   def keep(self, new: Any, layer: Layer) -> None:
-    """Replaces the layer's array; a shared one stays for the layers that follow."""
+    """Replaces the layer's array by `new`; a shared array stays, for the layers that follow."""
     if self.shared or not self._is_of(layer):
       return
     if is_apart(self.value):

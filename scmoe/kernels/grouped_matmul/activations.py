@@ -1,8 +1,9 @@
 """Activations of experts and MLPs, with the derivatives the fused backward needs.
 
 A layer computes `a = act(h)` from one pre-activation, or `a = act(gate) * up` from two (the gated
-kinds); GPT-OSS multiplies by a function of `up`. Kinds differ only in these scalar functions, so
-one table of them serves the dense layers, the reference, the XLA path and the kernels' epilogues.
+kinds). In `clamped_swiglu`, the kind of GPT-OSS, a function of `up` stands in place of `up`. Kinds
+differ only in these scalar functions, so one table of them serves the dense layers, the reference,
+the XLA path and the kernels' epilogues.
 
 `gelu` is the tanh form, as in `jax.nn.gelu(approximate=True)` and in GPT-2; `gelu_exact` is the
 definition, h · Φ(h).
@@ -32,7 +33,8 @@ class Activation:
     gated: whether the layer has a gate and an up projection.
     value: h -> act(h), in the type of h.
     value_and_derivative: h -> (act(h), act'(h)); jax's derivative of `value` is this act', too.
-    factor: of gated kinds: up -> (what multiplies act(gate), its derivative or None for 1).
+    factor: of gated kinds: up -> (the number by which act(gate) is multiplied, its derivative with
+      respect to up). None in place of the derivative: it is 1.
   """
 
   name: str
@@ -53,7 +55,10 @@ class Activation:
   def pullback(
     self, h: Sequence[jax.Array]
   ) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, ...]]]:
-    """a, and the function from the gradient of a to the gradients of h, in the order of h."""
+    """(a, function from the gradient of a to the gradients of h); arguments as of `of`.
+
+    The function returns a tuple in the order of h.
+    """
     value, derivative = self.value_and_derivative(h[0])
     if not self.gated:
       return value, lambda da: (da * derivative,)
@@ -175,7 +180,8 @@ def _relu2_grad(h):
   return r * r, 2.0 * r
 
 
-# GPT-OSS: the gate is clamped from above, the up projection on both sides, and 1 is added to it.
+# GPT-OSS clamps the gate from above. It clamps the up projection from above and below, and adds 1
+# to the result.
 _STEEPNESS, _LIMIT = 1.702, 7.0
 
 

@@ -96,7 +96,7 @@ def copy_seconds(needs: StepNeeds, device: Device) -> float:
 
 
 def device_table(needs: StepNeeds, steps: int) -> list[str]:
-  """The table's lines: assumptions, heads, and one line for each kind of GPU.
+  """The table's lines: assumptions, headings, and one line for each kind of GPU.
 
   A line says whether the step fits, its times, tokens per second, and the length of the run.
   """

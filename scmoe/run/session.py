@@ -1,4 +1,4 @@
-"""A `Session` opens a model and its tokenizer once; it continues prompts, answers, or serves."""
+"""A `Session` opens a model and its tokenizer once: to continue prompts, to answer, or to serve."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def _is_walked(leaf: Array) -> bool:
 
 
 def _walked(leaf: Array) -> tuple[int, bool]:
-  """Fingerprint of an array that `_is_walked`, as a number, and whether all elements are finite."""
+  """(fingerprint as a number, whether all elements are finite) of an array, read in blocks."""
   strides = _strides(leaf.shape)
   total, finite = 0, True
   for shard in leaf.addressable_shards:

@@ -2,8 +2,9 @@
 
 command   python -m scmoe.train --config cifar10_swin --config.data.path=FOLDER
 hardware  one GPU
-time      not measured yet
-expect    not measured yet; at least 92 % is wanted
+time      22 to 24 ms a step on one H200, so 5.5 minutes and 1 minute of start (2026-11-27)
+expect    not measured to the end; 83.4 % in a run of 92 epochs (9,000 of 10,000 steps). At least
+          92 % is wanted, and this recipe is not expected to reach it
 data      CIFAR-10 as Parquet files in Hugging Face's layout, train* and test*, at data.path, with
           columns img and label
 """

@@ -1,7 +1,7 @@
 """Refuses fields of the command line that would change nothing, with the reason and a remedy.
 
-Fields of a config file are not checked: a file may set `model.top_k`, which `topk` reads, and still
-be run with `model.wiring=top2`, which does not.
+Fields of a config file are not checked: a file may set `model.top_k`, which the wiring `topk`
+reads, and still be run with `--config.model.wiring=top2`, which does not read it.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from scmoe.kernels.grouped_matmul.pipeline import (
 from scmoe.kernels.grouped_matmul.tile_order import first_of, locate_rows, paired_tiles, tiles_over
 from scmoe.kernels.launch import resolve_num_sms
 
-_COLS = 64  # columns of a chunk: one swizzle row of 2-byte elements
+_COLS = 64  # columns of a chunk: one swizzle row, 128 bytes, of 2-byte elements
 _ROWS = 64  # rows that are in registers at a time: a consumer's whole chunk would not fit
 
 
@@ -86,11 +86,11 @@ class Memory:
   """A CTA's shared memory.
 
   Attributes:
-    dy, down: the ring's stages.
+    dy, down: the operands' blocks in the stages of the pipeline's ring.
     pre, scaled: chunks of the epilogue. Pre-activations are loaded into `pre`, and their gradients
       are stored from it.
     weight, ds: row weights, and shares of ds, of each consumer's rows.
-    full, empty: barriers of the ring.
+    full, empty: barriers of the ring's stages.
     pre_loaded, weight_loaded: barriers of the epilogue's loads.
     gathered: barriers of rows that the producer gathers.
   """
@@ -390,7 +390,7 @@ class _Cta:
     return share * lax.broadcast_in_dim(counts, share.shape, ())
 
   def store_block(self, block: _Block, dpre: Any, a: Any, s_full: Any) -> None:
-    """Stores dH, from the buffers in which H was, and s·A."""
+    """Stores a block of dH, through the buffers in which H was, and of s·A."""
     shape, smem, outs, consumer = self.shape, self.smem, self.outs, block.consumer
     in_buffer = _rows(block.index % shape.together)
     for part in range(shape.parts):

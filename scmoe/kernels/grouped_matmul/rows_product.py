@@ -69,9 +69,9 @@ class Memory:
   """A CTA's shared memory.
 
   Attributes:
-    lhs, rhs: the ring's stages.
+    lhs, rhs: the operands' blocks in the stages of the pipeline's ring.
     store_buffers: the buffers through which `store_tiles` stores.
-    full, empty: barriers of the ring.
+    full, empty: barriers of the ring's stages.
     gathered: barriers of rows that the producer gathers.
     bias, bias_loaded: the tile's biases, where there are any.
   """
@@ -112,8 +112,8 @@ def rows_product(
     biases: for each result [G, N] or None, added before the result is rounded; () adds none.
     activation: if given, the activation of the results is one more output.
     with_results: whether the results are outputs; False needs an activation.
-    index_R: if given, the only lhs has any number of rows and row r of the product reads row
-      index[r] of it (zero if that is negative), gathered while the operand is loaded.
+    index_R: if given, there is one lhs, with any number of rows, and row r of the product reads row
+      index_R[r] of it (zeros if that is negative), gathered while the operand is loaded.
     scales: of fp8 operands, which are one lhs and transposed rhs: float32 [R, B] of the rows, and
       [G, B, C] of each matrix (see `fp8`). The matrix unit adds up the e4m3 products of one block
       only. The kernel multiplies that sum by both scales and adds up the blocks in float32, because

@@ -11,7 +11,8 @@ from jax._src.cudnn import fused_attention_stablehlo as _cudnn
 from jax.experimental import compute_on as _compute_on
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-# Takes (f, compute_type, out_memory_spaces), returns f. jax 0.10 calls it compute_on2.
+# (f, compute_type, out_memory_spaces) -> f that runs where compute_type says, e.g. on a GPU stream.
+# jax 0.10 calls it compute_on2.
 compute_on: Any = getattr(_compute_on, "compute_on2", None) or _compute_on.compute_on
 
 
@@ -48,7 +49,7 @@ def load_as(ref: Any, layout: Any) -> Any:
 
 
 def store_into(ref: Any, value: Any) -> None:
-  """Stores in a kernel into device memory, of whichever size.
+  """Stores a value of any size into device memory, inside a kernel.
 
   From jax 0.12 on `ref[...] = value` refuses to lower unless a warpgroup writes whole cache lines
   of 128 bytes: 32 numbers of float32. A gate with 8 experts has rows of 32 bytes.

@@ -157,7 +157,7 @@ def projection_weights(model: ModelConfig) -> tuple[int, int]:
 
 
 def head_widths(model: ModelConfig) -> tuple[int, int]:
-  """Number of heads times the width of a head's (queries, values), as training computes them."""
+  """(width of all heads' queries together, width of all their values), as in training."""
   latent = model.kv_lora_rank
   query = model.qk_nope_head_dim + model.qk_rope_head_dim if latent else model.head_dim
   return model.num_heads * query, model.num_heads * (model.v_head_dim if latent else query)

@@ -363,7 +363,7 @@ def _kernel_takes(params: Any) -> bool:
 
 
 def _fetched(params: Any, id_N: Array, place_N: Array, copies: Any, held: Any = None) -> Any:
-  """`fetch` for a tree; gathers parameters that are already on the device there.
+  """`fetch` for a tree of parameters; those that lie on the device already are gathered there.
 
   Args:
     params: the parameters of all experts, each [e, ...].

@@ -98,7 +98,7 @@ def alone(exchanges: Sequence[Exchanged]) -> Callable[..., tuple[Array, ...]]:
 
 
 def _send(exchange: Exchanged, _: Any, x: Array) -> Array:
-  """Sends x once; what the next exchange sends, which has to wait for this one."""
+  """Sends x once; returns the array that the next exchange sends, which so waits for this one."""
   arrived = exchange.primitive.bind(x, **exchange.params)
   same = arrived.shape == x.shape
   return arrived if same else jax.lax.optimization_barrier((x, arrived))[0]

@@ -81,7 +81,11 @@ class Built:
 
   @property
   def candidates(self) -> tuple[Variant | Change, ...]:
-    """Variants that `overlap.schedule=auto` tries: as configured, then the likeliest to gain."""
+    """Variants that `overlap.schedule=auto` tries; a function makes one from the best so far.
+
+    The first is the run as configured; the others are the likeliest to gain. Without a search only
+    the first is there.
+    """
     run, dispatch = self.run, self.run.dispatch
     found: list[Variant | Change] = [Variant()]
     if not self.overlap.search_seconds:
@@ -249,10 +253,10 @@ class Built:
     return params
 
   def training_model(self, params: Params) -> Any:
-    """The model with parameters where the training state has them.
+    """The model with the training state's parameters, for evaluation during training.
 
-    If data ranks share them (`mesh.shard_state=parameters`), each is a `Share`, as evaluation reads
-    it.
+    If data ranks share the parameters (`mesh.shard_state=parameters`), each of them is a `Share`,
+    which a pair gathers as it begins.
     """
     shares = self.optimizer.shares
     return self.model(params if shares is None else shares.to_read(params))

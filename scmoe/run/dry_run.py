@@ -185,7 +185,7 @@ def smallest_data(run: RunConfig, limits: Sequence[float]) -> list[tuple[int, in
 
 
 def real_share(run: RunConfig) -> float:
-  """Intended share of a token's choices that are experts; the rest are zero experts."""
+  """Intended share of a token's choices that go to experts that compute, not to zero experts."""
   k = run.model.wiring_rule.routed_per_gating(run.model.top_k)
   return run.router.real_share(k, run.model.num_experts, run.model.zero_experts)
 

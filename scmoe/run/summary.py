@@ -235,7 +235,10 @@ def _limit_on(devices: int, before: int, limit: int | None) -> int | None:
 
 
 def _largest_that_fits(run: RunConfig, limit: int | None) -> str:
-  """Suggests a number of layers, found by halving, with which the smallest microbatch fits."""
+  """Suggests a number of layers, found by halving, with which the smallest microbatch fits.
+
+  If there is none, or `limit` is unknown, it says that no number of layers fits here.
+  """
   step = run.model.moe_every * run.model.wiring_rule.units_per_moe
   batch, layers = run.mesh.batch_shards, run.model.num_layers // 2
   train = dataclasses.replace(run.train, batch_size=batch, tokens_per_step=0, remat="full")

@@ -187,8 +187,8 @@ def evaluate_run(
     ema: the moving average of the run's weights instead of the weights.
 
   Raises:
-    ConfigError: a field cannot be used, or has no effect on this model; or the run keeps no
-      average.
+    ConfigError: a field cannot be used, or has no effect on this model; the mesh does not divide
+      the batch, or the rows; or the run keeps no average.
     DataError: there is no text to evaluate on, or the model's folder is damaged.
   """
   folder = InferenceFolder(model, allow_import) if model else None
@@ -198,6 +198,7 @@ def evaluate_run(
     stored = folder or open_run(workdir, named, allow_import)
     run = build.on_mesh(with_changes(stored.run, changed), mesh)
     run.train.check_mesh(run.mesh.batch_shards)
+    run.check_divided_rows()
     run = build.with_capacity_groups_of(run, stored.run)
     if folder:
       return stored, run, open_folder(folder, run)

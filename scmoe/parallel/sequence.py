@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from scmoe.base.errors import ConfigError
 from scmoe.parallel.mesh import SEQUENCE_AXES, axis_index, axis_size, own_share
 
 RING, HEADS = SEQUENCE_AXES
@@ -47,13 +48,24 @@ def parts() -> int:
 
 
 def own_places(x: Array, dimension: int) -> Array:
-  """This device's share of an array whose `dimension` has a place for each token of whole rows."""
+  """This device's share of an array whose `dimension` has a place for each token of whole rows.
+
+  Raises:
+    ConfigError: the devices cannot divide so many tokens evenly.
+  """
   if parts() == 1:
     return x
+  length, chunks = x.shape[dimension], parts() * (2 if axis_size(RING) > 1 else 1)
+  if length % chunks:
+    near = -(-length // chunks) * chunks
+    raise ConfigError(
+      f"mesh.sequence={parts()} cuts rows into {chunks} equal parts, got rows of {length} tokens; "
+      f"use rows of {near} tokens, or mesh.sequence=1"
+    )
   if axis_size(RING) == 1:
     return own_share(x, dimension, HEADS)
   early, late = chunks_of(axis_index(RING))
-  size = x.shape[dimension] // (2 * parts())
+  size = length // chunks
   cut = lambda i: jax.lax.dynamic_slice_in_dim(x, i * size, size, dimension)
   return jnp.concatenate([cut(early), cut(late)], dimension)
 
@@ -62,6 +74,9 @@ def own_tokens(batch: Any) -> Any:
   """This device's tokens of a `scmoe.base.batch.Batch` of whole rows, with leaves [..., S].
 
   Where no devices divide rows (`parts` is 1), the batch is returned as it is, whatever its type.
+
+  Raises:
+    ConfigError: see `own_places`.
   """
   if parts() == 1:
     return batch

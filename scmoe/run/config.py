@@ -97,7 +97,7 @@ class RunConfig(Options):
     run._check_reading()
     model.check_mesh(expert=mesh.expert, tensor=mesh.tensor)
     self.train.check_mesh(mesh.batch_shards, num_processes)
-    run._check_divided_rows()
+    run.check_divided_rows()
     self.train.check_trackers()
     self.train.microbatches(length)
     if not model.reads_images:
@@ -157,8 +157,15 @@ class RunConfig(Options):
         "model.document_mask=True" + (", or data.packing=pad" * (not self.data.reads_preferences))
       )
 
-  def _check_divided_rows(self) -> None:
-    """Checks that devices can divide the tokens of each row (`mesh.sequence`)."""
+  def check_divided_rows(self) -> None:
+    """Checks that devices can divide the tokens of each row (`mesh.sequence`).
+
+    `resolve` calls it. A stored run that moves to another mesh needs it again, unless it reads
+    whole rows there, as generation does.
+
+    Raises:
+      ConfigError: they cannot divide this run's rows, or its heads.
+    """
     from scmoe.layers.divided_rows import check_heads
 
     mesh, model, length = self.mesh, self.model, self.data.seq_len

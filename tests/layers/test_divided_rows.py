@@ -188,6 +188,15 @@ def test_a_device_of_the_ring_has_an_early_and_a_late_chunk():
   np.testing.assert_array_equal(heads, np.arange(16).reshape(2, 1, 8).repeat(2, 1))
 
 
+@pytest.mark.parametrize(("way", "length", "near"), [("ring", 20, 24), ("heads", 18, 20)])
+def test_no_token_of_a_row_is_left_out(way, length, near):
+  """A ring of four cuts a row into eight chunks; of 20 tokens they would hold 16."""
+  with pytest.raises(
+    ConfigError, match=rf"mesh.sequence=4 .*rows of {length} tokens; use .*{near}"
+  ):
+    on(way, 4, lambda row: own_places(row, 1), jnp.zeros((1, length)))
+
+
 def test_rows_are_whole_where_a_program_says_so():
   def local(row):
     with whole_rows():

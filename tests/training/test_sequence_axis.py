@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import scmoe.evaluate
 from scmoe.base.batch import Batch
 from scmoe.base.errors import ConfigError
 from scmoe.inference.decode import generate
@@ -23,6 +24,7 @@ from scmoe.run.build import build
 from scmoe.run.config import RunConfig
 from scmoe.run.config_files import find_config, load_config
 from scmoe.run.dry_run import dry_run
+from scmoe.run.opened import Stored
 from scmoe.run.traffic import lines
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.options import CheckpointConfig, TrainConfig
@@ -187,6 +189,15 @@ def test_evaluation_counts_what_it_counts_of_whole_rows():
   assert found[0]["tokens"] == found[1]["tokens"] > 0
   for name in ("loss", "bits_per_byte", "accuracy", "drop"):
     np.testing.assert_allclose(found[1][name], found[0][name], rtol=1e-6)
+
+
+def test_evaluation_on_another_mesh_refuses_rows_that_it_cannot_divide(monkeypatch):
+  """The stored run had whole rows; two devices of a ring would read 16 of the 18 tokens of each."""
+  own = built(WHOLE, "dense").run
+  own = dataclasses.replace(own, data=dataclasses.replace(own.data, seq_len=18))
+  monkeypatch.setattr(scmoe.evaluate, "open_run", lambda *args: Stored(own, 1, {}))
+  with pytest.raises(ConfigError, match=r"data.seq_len=18 is no multiple of 4.*use 20"):
+    scmoe.evaluate.evaluate_run("runs/a", mesh="sequence=2")
 
 
 def test_devices_that_divide_rows_in_training_take_rows_of_their_own_to_write():

@@ -12,7 +12,8 @@ from scmoe import convert, evaluate, generate, train
 from scmoe.base.errors import CheckpointError, ConfigError, Preempted
 from scmoe.models.low_rank import Adapters, LoraConfig
 from scmoe.run import build
-from scmoe.run.adapters import BASE, restore_weights, restore_weights_on_host
+from scmoe.run.adapters import BASE, digest_of_base, restore_weights, restore_weights_on_host
+from scmoe.run.base import with_base
 from scmoe.run.config import to_dict
 from scmoe.run.config_files import find_config, load_config
 from scmoe.run.dry_run import dry_run
@@ -176,6 +177,43 @@ def test_another_model_is_refused_and_nothing_is_written(root, tmp_path, argv, m
     run(tmp_path / "new", root / "base", *argv)
   assert "\n" not in str(caught.value)
   assert not list((tmp_path / "new").glob("checkpoints/*"))
+
+
+@pytest.mark.parametrize(
+  ("inside", "message"),
+  [
+    ("a run's logs", "base exists and is no copy"),
+    ("weights alone", "base exists and is no copy"),
+    ("the model to adapt", "base'? lies in .*base, where this run keeps its own copy"),
+  ],
+)
+def test_a_folder_that_the_user_has_where_the_copy_goes_stays(root, tmp_path, inside, message):
+  """WORKDIR/base may be the user's own model, e.g. runs/base for a run in runs."""
+  place = tmp_path / BASE
+  if inside == "a run's logs":
+    place.mkdir()
+    (place / "metrics.jsonl").write_text("{}\n")
+  else:
+    shutil.copytree(root / "base", place)
+  before = sorted(place.rglob("*"))
+  base = place if inside == "the model to adapt" else root / "base"
+  with pytest.raises(ConfigError, match=message) as caught:
+    run(tmp_path, base)
+  assert "\n" not in str(caught.value)
+  assert sorted(place.rglob("*")) == before
+
+
+def test_a_copy_that_an_earlier_start_left_is_replaced(root, tmp_path):
+  """Such a start ended before its first checkpoint; a half-written step may lie beside the copy."""
+  stored = open_run(str(root / "base"), None).run
+  digests = []
+  for name in ("other", "base"):
+    of = dataclasses.replace(stored.train, init_from=str(root / name))
+    adapted = dataclasses.replace(stored, lora=LoraConfig(rank=2), train=of)
+    digests.append(with_base(adapted, tmp_path).lora.base)
+    (tmp_path / BASE / "checkpoints" / "0.orbax-checkpoint-tmp-5").mkdir()
+  assert len(set(digests)) == 2
+  assert digests[1] == digest_of_base(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ weights: adapters of another model are refused.
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,7 @@ from scmoe.run.config import RunConfig, to_dict
 from scmoe.run.opened import Stored, open_run
 from scmoe.training.checkpoint import Checkpointer
 from scmoe.training.description import WEIGHTS_ONLY
-from scmoe.training.distributed import OnFirst, barrier, is_first
+from scmoe.training.distributed import OnFirst, all_agree, barrier, is_first
 from scmoe.training.options import CheckpointConfig
 from scmoe.training.restore import (
   FOLDER,
@@ -42,6 +43,8 @@ from scmoe.training.step import TrainState
 from scmoe.training.workdir import RunLock, prepare_workdir
 
 PyTree = Any
+_COPIED = "copied_for_adapters"  # true in the meta of a base's one step, which `_copy` writes
+_UNFINISHED = "0.orbax-checkpoint-tmp"  # how the name of that step begins until it is complete
 
 
 def with_base(run: RunConfig, workdir: Path) -> RunConfig:
@@ -54,8 +57,8 @@ def with_base(run: RunConfig, workdir: Path) -> RunConfig:
     workdir: its folder.
 
   Raises:
-    ConfigError: `train.init_from` is the run itself or another architecture; the folder holds
-      another run; or `lora.base` is the digest of another model.
+    ConfigError: `train.init_from` is the run itself or another architecture; the folder, or its
+      subfolder `base`, holds something else; or `lora.base` is the digest of another model.
     CheckpointError: there is no checkpoint in `train.init_from`.
     StorageError: the folder cannot be written.
   """
@@ -85,15 +88,26 @@ def with_base(run: RunConfig, workdir: Path) -> RunConfig:
 def _copy(run: RunConfig, place: Path) -> None:
   """Writes the model in `train.init_from` to `place`, as a checkpoint of weights alone.
 
-  It replaces what is there: a start that ended before its first checkpoint may have left a copy of
-  another model.
+  It replaces an earlier copy, which a start that ended before its first checkpoint may have left.
 
   Raises:
-    ConfigError: `train.init_from` is the run itself, or a model of another architecture.
+    ConfigError: `train.init_from` is the run itself, or a model of another architecture; or
+      something that is no such copy lies in `place`.
   """
-  folder, plain = run.train.init_from, build.build(run)
-  if Path(folder).expanduser().resolve() == place.parent.resolve():
+  folder, source = run.train.init_from, Path(run.train.init_from).expanduser().resolve()
+  if source == place.parent.resolve():
     raise ConfigError(f"train.init_from={folder!r} is the run itself; give another run's folder")
+  if source.is_relative_to(place.resolve()):
+    raise ConfigError(
+      f"train.init_from={folder!r} lies in {place}, where this run keeps its own copy of that "
+      "model; use another workdir"
+    )
+  if not all_agree(_may_be_replaced(place)):
+    raise ConfigError(
+      f"{place} exists and is no copy that a run with adapters made; the run would replace it by a "
+      f"copy of train.init_from={folder!r}: use another workdir, or move that folder away"
+    )
+  plain = build.build(run)
 
   def read() -> tuple[Stored, dict[str, PyTree]]:
     stored = open_run(folder, None)
@@ -114,12 +128,29 @@ def _copy(run: RunConfig, place: Path) -> None:
     "processes": jax.process_count(),
     "tokens": 0,
     WEIGHTS_ONLY: True,
+    _COPIED: True,
   }
   keeper = Checkpointer(place, CheckpointConfig(async_save=False))
   try:
     keeper.save_now(0, state, {}, meta)
   finally:
     keeper.close()
+
+
+def _may_be_replaced(place: Path) -> bool:
+  """Whether nothing lies in `place`, or only what `_copy` wrote: a whole copy or a part of one."""
+  if not os.path.lexists(place):
+    return True
+  real = lambda path: path.is_dir() and not path.is_symlink()
+  if not real(place) or any(p.name != FOLDER or not real(p) for p in place.iterdir()):
+    return False
+  whole = list_steps(place / FOLDER)
+  parts = [p.name for p in (place / FOLDER).glob("*") if p.name not in map(str, whole)]
+  try:
+    copied = all(read_meta(place, step).get(_COPIED) for step in whole)
+  except CheckpointError:  # a description cannot be read
+    return False
+  return copied and all(name.startswith(_UNFINISHED) for name in parts)
 
 
 def _removed(place: Path) -> None:
